@@ -1,6 +1,6 @@
 """``gpustream alerts``: the alerts that fire, and, with ``--follow``, each that begins or ends from now on.
 
-In:       gpu.alerts, read whole and in no group.
+In:       gpu.alerts, read whole and in no group; with ``--policies`` gpu.workloads.
 Out:      a table on a terminal, tab-separated fields elsewhere, or the records as JSON lines, on standard output.
 On failure: a broker that does not answer or has no such topic is a sentence and exit code 1; later, an outage is waited
 out. A record that can't be decoded is logged and passed over.
@@ -10,23 +10,33 @@ import contextlib
 import logging
 import sys
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import click
 import msgspec
 
 from delivery.connection import Connection
+from delivery.settings import READABLE_FILE
+from delivery.values import duration_words
 from gpustream import history, logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option
 from gpustream.topics import answer, show
 from sinks.alerts import read
 from sinks.outcomes import Undecodable
+from streams.alerts.rules import rules_file
+from streams.alerts.rules.rule import ALERTS, IDLE_AFTER, Bounds, policy_in
+from topics import workloads
 from topics.alerts import TOPIC, Alert, transition_id
+from topics.topic import decoder
+from topics.workloads import NodeWorkloads
 
 log = logging.getLogger(__name__)
 
 Form = Literal["table", "json"]
+_decode_workloads = decoder(NodeWorkloads)
 
+POLICY_COLUMNS = ("namespace", "pod", "node", "policy", "what counts")
 COLUMNS = ("since", "for", "severity", "alert", "where", "who", "summary")
 
 _RANKS: dict[str, int] = {"critical": 0, "warning": 1, "info": 2}
@@ -42,6 +52,8 @@ _UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
     ),
 )
 @KAFKA
+@option("--policies", is_flag=True, help="List in place of alerts which pods have a policy of their own about alerts.")
+@option("--rules", type=READABLE_FILE, help="With --policies: the file of rules, for how long a policy may silence.")
 @option("--follow", is_flag=True, help="Go on, with each alert that begins or ends, until interrupted.")
 @option(
     "--format",
@@ -51,11 +63,61 @@ _UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
     help="json: the records of gpu.alerts, one a line.",
 )
 @LOG_FORMAT
-def alerts(connection: Connection, follow: bool, form: Form, log_format: logs.Format) -> None:
+def alerts(
+    connection: Connection, policies: bool, rules: Path | None, follow: bool, form: Form, log_format: logs.Format
+) -> None:
     """List the alerts that fire: since when, where, whose, and what is wrong."""
     logs.setup(log_format)
+    if rules is not None and not policies:
+        raise click.UsageError("'--rules' is for '--policies' only.")
+    if policies:
+        try:
+            bounds = rules_file.load(rules).bounds
+        except rules_file.RulesError as error:
+            raise click.UsageError(str(error)) from error
+        answer(_show_policies(connection, form, bounds))
+        return
     with contextlib.suppress(KeyboardInterrupt):
         answer(_show(connection, form, follow=follow))
+
+
+async def _show_policies(connection: Connection, form: Form, bounds: Bounds) -> None:
+    """The policies of the pods that run, by the last record of each node in gpu.workloads."""
+    nodes: dict[bytes, NodeWorkloads] = {}
+    async with history.opened(connection, [workloads.TOPIC.name]) as past:
+        async for records in past.records(await past.spans(workloads.TOPIC.name)):
+            for record in records:
+                try:
+                    nodes[record.key] = _decode_workloads(record.value or b"")
+                except msgspec.DecodeError as error:
+                    log.warning("%s", error, extra={"partition": record.partition, "offset": record.offset})
+    rows = sorted(row for node in nodes.values() for row in policy_rows(node, bounds))
+    if form == "json":
+        for row in rows:
+            click.echo(msgspec.json.encode(dict(zip(POLICY_COLUMNS, row, strict=True))))
+    elif not rows and sys.stdout.isatty():
+        click.echo("no pod has a policy of its own")
+    else:
+        show(POLICY_COLUMNS, rows)
+
+
+def policy_rows(node: NodeWorkloads, bounds: Bounds) -> list[tuple[str, ...]]:
+    """A row for each policy of a pod of a node."""
+    found: list[tuple[str, ...]] = []
+    for pod in [pod for pod in node.pods if pod.ended_ms is None and not node.removed]:
+        policy = policy_in(pod.annotations, pod.namespace_labels, pod.namespace, bounds)
+        counts = {mistake.name: mistake.text for mistake in policy.mistakes}
+        if policy.off:
+            most = duration_words(bounds.longest(pod.namespace))
+            counts[ALERTS] = f"no alerts about its doing, for {most} after it got a GPU"
+        if policy.idle_after_ms is not None and IDLE_AFTER not in counts:
+            counts[IDLE_AFTER] = f"its GPUs may be idle for {duration_words(policy.idle_after_ms)}"
+        given = {name: pod.annotations.get(name, pod.namespace_labels.get(name, "")) for name in counts}
+        found += [
+            (pod.namespace, pod.name, f"{node.cluster}/{node.node}", f"{name}={given[name]}", what)
+            for name, what in counts.items()
+        ]
+    return found
 
 
 async def _show(connection: Connection, form: Form, *, follow: bool) -> None:

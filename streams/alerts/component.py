@@ -25,7 +25,9 @@ from delivery.sender import Unsendable
 from streams.alerts import groups, machine, memory
 from streams.alerts.memory import NodeAlerts
 from streams.alerts.node import Due, Log, Node, PartitionNodes
-from streams.alerts.rules.rule import Rules
+from streams.alerts.rules.rule import ALERTS as ALERTS_POLICY
+from streams.alerts.rules.rule import IDLE_AFTER, Rules
+from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick
 from streams.app import ReaderApp
 from streams.caught_up import Ends
@@ -56,6 +58,8 @@ INSTRUMENTS = (
                " out.", ("record",)),
     Instrument("gpustream_alerts_firing", "gauge", "Alerts that fire, by severity.", ("severity",)),
     Instrument("gpustream_alerts_pending", "gauge", "Conditions that hold, but not for long enough yet."),
+    Instrument("gpustream_alerts_policies", "gauge", "Pods with a policy of their own about alerts, by namespace and"
+               " annotation, as of the last tick of each node.", ("k8s_namespace_name", "policy")),
     Instrument("gpustream_alerts_silent_nodes", "gauge", "Nodes without a tick for half a minute or more."),
     Instrument("gpustream_alerts_delay_seconds", "histogram", "From when a tick was logged until its alert was"
                " acknowledged.", buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)),
@@ -98,6 +102,7 @@ class AlertWorker:
         self._instruments, self._rules, self._clocks = instruments, rules, clocks or Clocks()
         self._books = Bookkeeping(instruments, stage="alerts", partitions=partitions)
         self._count = partitions
+        self._policies: set[tuple[str, str]] = set()
         self._partitions: dict[int, PartitionNodes] = {}
         self._groups: dict[int, dict[bytes, AlertGroup]] = {}
         self._writings = Writings()
@@ -165,6 +170,7 @@ class AlertWorker:
             raise Malformed("undecodable", f"ts_ms is {tick.ts_ms}, past the year 9999")
         node, reader = self._node(partition, record.key), self.app.reader
         partition.rank(node, active=True)
+        node.policies = policies_of(tick)
         partition.logged_ms = record.timestamp
         node.read_s = self._clocks.monotonic_s()
         known = Log(reader.input_ends.get(slot.tp, MAX_TIME_MS), partition.number in reader.torn)
@@ -368,6 +374,12 @@ class AlertWorker:
         for severity in get_args(Severity):
             gauge("gpustream_alerts_firing", severity).set(firing[severity])
         gauge("gpustream_alerts_pending").set(len(tracked) - firing.total())
+        policies = Counter((one[0], one[2]) for node in nodes for one in node.policies)
+        for pair in self._policies - policies.keys():
+            gauge("gpustream_alerts_policies", *pair).set(0)
+        for pair, count in policies.items():
+            gauge("gpustream_alerts_policies", *pair).set(count)
+        self._policies = set(policies)
         gauge("gpustream_alerts_silent_nodes").set(sum(1 for each in states if each.silent))
         gauge("gpustream_alerts_nodes").set(len(states))
         self._books.observe(self.app.reader)
@@ -398,6 +410,17 @@ class AlertWorker:
                 self._partition(tp.partition).caught_up.ends(Ends(asked_s, end, samples_end))
         for topic in (ATTRIBUTED, MEMBERS, STATE, GROUPS):
             self._instruments.gauge("gpustream_alerts_lag_records", topic).set(lags[topic])
+
+
+def policies_of(tick: Tick) -> frozenset[tuple[str, str, str]]:
+    """Namespace, pod and annotation of each policy that a tick's holders have."""
+    held = [one for device in tick.devices for one in device.holders if one.annotations or one.namespace_labels]
+    return frozenset(
+        (one.namespace, one.pod, name)
+        for one in held
+        for name in (ALERTS_POLICY, IDLE_AFTER)
+        if name in one.annotations or name in one.namespace_labels
+    )
 
 
 def _decoded(decode: Callable[[bytes], G], record: Any) -> G:

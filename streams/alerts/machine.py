@@ -86,6 +86,7 @@ class _Now(NamedTuple):
     rules: Rules
     state: NodeAlerts
     findings: list[Finding]
+    memory: Memory
 
 
 # -- a tick
@@ -122,7 +123,7 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
     after = arrived(state, tick, place, memory)
     if not findings and not state.tracked and not state.resolved:
         return Step(after)
-    now = _Now(tick, rules, state, findings)
+    now = _Now(tick, rules, state, findings, memory)
     found: dict[Identity, Finding] = {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings}
     tracked: list[Tracked] = []
     writes = list(announced)
@@ -175,7 +176,7 @@ def _firing(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked |
         one = _held(one, finding, now)
     elif holds is not None:
         ceased_ms = now_ms if one.ceased_ms is None else min(one.ceased_ms, now_ms)
-        because = evaluate.because(now.rules, now.tick, one)
+        because = evaluate.because(now.rules, now.tick, one, now.memory)
         # What can't hold again ends at once. What happened to a pod outlives the pod.
         pod_ended = because == "pod_ended" and not one.event and now.tick.attribution == "exact"
         if pod_ended or because in ("rule_removed", "policy") or now_ms - ceased_ms >= one.keep_ms:

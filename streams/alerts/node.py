@@ -55,11 +55,12 @@ class Node:
     ``durable`` is the state that the broker has, ``current`` the one after the last tick. ``fresh``: no tick was read
     since the state was. ``stale``: the topic's last state is not ours. ``writing``: something is on its way.
     ``kept``: the slots of the ticks that a replay must begin with. ``read_s``: when a tick was last read, of the
-    monotonic clock.
+    monotonic clock. ``policies``: which pods have one about alerts, as namespace, pod and annotation.
     """
 
     __slots__ = (
-        "_echoes", "_over", "_writes", "current", "durable", "fresh", "kept", "key", "read_s", "stale", "writing",
+        "_echoes", "_over", "_writes", "current", "durable", "fresh", "kept", "key", "policies", "read_s", "stale",
+        "writing",
     )  # fmt: skip
 
     def __init__(self, key: bytes, durable: NodeAlerts | None = None) -> None:
@@ -68,6 +69,7 @@ class Node:
         self.fresh, self.stale, self.writing = True, False, False
         self._echoes: deque[Order] = deque()
         self.read_s = float("-inf")
+        self.policies: frozenset[tuple[str, str, str]] = frozenset()
         self.kept: deque[Slot] = deque()
         self._over: list[Slot] = []
         self._writes: list[Write] = []

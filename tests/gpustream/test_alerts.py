@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,9 +19,11 @@ from gpustream.alerts import Seen
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
 from gpustream.topics import table
+from streams.alerts.rules.rule import Bounds
 from tests.sinks.alerts import START_MS, alert, alert_record
 from topics.alerts import Alert
 from topics.alerts import time as at
+from topics.workloads import NodeWorkloads, Pod
 
 LABELS = {
     "gpu_index": "0",
@@ -166,3 +169,25 @@ def test_an_alert_of_a_node_says_so() -> None:
     node: Alert = alert("", name="NodeSilent", labels={}, annotations={}, severity="critical")
     row = alerts.row(node, at(START_MS + 90_000))
     assert (row.where, row.who, row.lasted) == ("c1/n1", "", "1m 30s")
+
+
+def test_policies_are_listed_with_what_of_them_counts() -> None:
+    def pod(name: str, **fields: Any) -> Pod:
+        return msgspec.convert({"namespace": "ml", "name": name, "uid": name, "phase": "Running", **fields}, Pod)
+
+    node = NodeWorkloads(
+        schema=1, cluster="c", node="n", epoch=1, seq=1, ts_ms=1,
+        pods=(
+            pod("off", annotations={"gpustream.dev/alerts": "off"}),
+            pod("long", annotations={"gpustream.dev/idle-after": "10d"}),
+            pod("hours", namespace_labels={"gpustream.dev/idle-after": "2h"}),
+            pod("ended", ended_ms=5, annotations={"gpustream.dev/alerts": "off"}),
+            pod("none"),
+        ),
+    )  # fmt: skip
+    assert alerts.policy_rows(node, Bounds()) == [
+        ("ml", "off", "c/n", "gpustream.dev/alerts=off", "no alerts about its doing, for 1d after it got a GPU"),
+        ("ml", "long", "c/n", "gpustream.dev/idle-after=10d",
+         "the annotation gpustream.dev/idle-after is '10d', and 1d is the most that counts here"),
+        ("ml", "hours", "c/n", "gpustream.dev/idle-after=2h", "its GPUs may be idle for 2h"),
+    ]  # fmt: skip

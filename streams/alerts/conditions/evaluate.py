@@ -20,7 +20,7 @@ from streams.alerts.conditions.finding import (
     unseen,
     view_of,
 )
-from streams.alerts.memory import XID, Memory, remember, within
+from streams.alerts.memory import XID, Memory, Seen, remember, within
 from streams.alerts.rules.rule import Kind, Rule, Rules, policy_of
 from streams.alerts.tick import Tick
 from streams.alerts.xids import code_of, of_code
@@ -31,6 +31,8 @@ from topics.attributed import Holder
 Condition = Callable[[Rule, View, list[Finding]], None]  # adds to the findings what a rule finds on a device
 BLIND_MS = 600_000  # for how long after a device went missing it is not known whether what was found on it still holds
 HW_THERMAL, SW_THERMAL, HW_POWER_BRAKE = 0x40, 0x20, 0x80  # bits of clock_event_reasons, as nvml.h has them
+
+_NOTHING, _UNSEEN = Memory(), Seen()
 
 _VALUES: dict[Kind, tuple[str, ...]] = {
     "row_remap_failure": ("row_remap_failure",),
@@ -65,7 +67,7 @@ def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], M
     return found, now
 
 
-def because(rules: Rules, tick: Tick, one: Tracked) -> str:
+def because(rules: Rules, tick: Tick, one: Tracked, memory: Memory = _NOTHING) -> str:
     """Why what held is not found any more, as ``resolved_because`` has it."""
     rule = rules.by_name.get(one.name)
     if rule is None:
@@ -79,7 +81,18 @@ def because(rules: Rules, tick: Tick, one: Tracked) -> str:
     pod = next((holder for holder in holders if uid_or_name in uid_and_key(holder)), None)
     if pod is None:
         return "pod_ended"
-    return "policy" if policy_of(pod).off or rules.in_force(rule, pod) is None else "condition"
+    silenced = _is_silenced(rules, pod, memory.devices.get(one.device, _UNSEEN), tick)
+    return "policy" if silenced or rules.in_force(rule, pod) is None else "condition"
+
+
+def _is_silenced(rules: Rules, holder: Holder, seen: Seen, tick: Tick) -> bool:
+    """Whether a pod's policy silences what is about its doing on a device: that counts for so long after it got it."""
+    if not policy_of(holder).off:
+        return False
+    name = (holder.pod_uid, holder.pod, holder.namespace)
+    held = [pod.since_ms for pod in seen.pods if (pod.pod_uid, pod.pod, pod.namespace) == name]
+    longest_ms = rules.bounds.longest(holder.namespace)
+    return not held or any(tick.ts_ms - since_ms < longest_ms for since_ms in held)
 
 
 def is_known(rules: Rules, tick: Tick, one: Tracked) -> bool:
@@ -113,7 +126,7 @@ def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
         return
     for pod in view.pods:
         holder = pod.holders[0]
-        if holder.observed or pod.policy.off:
+        if holder.observed or (pod.policy.off and _is_silenced(view.rules, holder, view.seen, view.tick)):
             continue
         ruled = view.rules.in_force(rule, holder, policy=pod.policy)
         idle = False if ruled is None else _idle(ruled.idle_below, view, pod)
@@ -209,7 +222,7 @@ def xid(rule: Rule, view: View, found: list[Finding]) -> None:
             pod = sole_pod(holders)
             ruled = view.rules.in_force(rule, pod, xid=code)
             own = pod if kind == "application" else None
-            if ruled is None or (own is not None and policy_of(own).off):
+            if ruled is None or (own is not None and _is_silenced(view.rules, own, view.seen, view.tick)):
                 continue
             ruled, uid = ruled.with_severity(kind), (own.pod_uid or "") if own is not None else ""
             facts = Facts(device, None, holders, text=text)

@@ -77,7 +77,7 @@ def view_of(rules: Rules, tick: Tick, device: Device, before: Memory, now: Memor
     pods: Iterable[Sequence[Holder]] = [device.holders] if device.holders else []
     if len(device.holders) > 1:
         pods = by_pod(device.holders).values()
-    holding = tuple([Pod(tuple(one), policy_of(one[0])) for one in pods])
+    holding = tuple([Pod(tuple(one), policy_of(one[0], rules.bounds)) for one in pods])
     seen, windows = now.devices[device.uuid], now.windows.get(device.uuid, _NO_WINDOWS)
     return View(rules, tick, device, before, seen, windows, holding, work_of(device.metrics), whole)
 

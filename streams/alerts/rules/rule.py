@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgspec
 
 from delivery.prices import Prices
-from delivery.values import milliseconds
+from delivery.values import duration_words, milliseconds
 from streams.alerts.xids import XidKind
 from streams.idleness import IDLE_BELOW
 from topics.alerts import RUNBOOKS, Severity
@@ -126,16 +126,39 @@ class Policy(NamedTuple):
 NO_POLICY = Policy()
 
 
-def policy_of(holder: Holder) -> Policy:
-    pod, namespace = holder.annotations, holder.namespace_labels
-    if not pod and not namespace:
+class Bounds(NamedTuple):
+    """For how long a policy may silence alerts, by globs of namespaces: the last that matches counts."""
+
+    longest_ms: int = 24 * 3_600_000
+    overrides: tuple[tuple[tuple[str, ...], int], ...] = ()
+
+    def longest(self, namespace: str) -> int:
+        found = self.longest_ms
+        for globs, ms in self.overrides:
+            found = ms if any(fnmatchcase(namespace, glob) for glob in globs) else found
+        return found
+
+
+DAY = Bounds()
+
+
+def policy_of(holder: Holder, bounds: Bounds = DAY) -> Policy:
+    """The policy of a holder, as far as the bounds let it count."""
+    return policy_in(holder.annotations, holder.namespace_labels, holder.namespace, bounds)
+
+
+def policy_in(pod: Mapping[str, str], spaces: Mapping[str, str], namespace: str, bounds: Bounds) -> Policy:
+    """The policy in the annotations of a pod and the labels of its namespace."""
+    if not pod and not spaces:
         return NO_POLICY
-    values = (pod.get(ALERTS), namespace.get(ALERTS), pod.get(IDLE_AFTER), namespace.get(IDLE_AFTER))
-    return NO_POLICY if values == (None, None, None, None) else _policy(*values)
+    values = (pod.get(ALERTS), spaces.get(ALERTS), pod.get(IDLE_AFTER), spaces.get(IDLE_AFTER))
+    return NO_POLICY if values == (None, None, None, None) else _policy(*values, bounds.longest(namespace))
 
 
 @lru_cache(maxsize=4096)
-def _policy(pod_alerts: str | None, alerts: str | None, pod_idle: str | None, idle: str | None) -> Policy:
+def _policy(
+    pod_alerts: str | None, alerts: str | None, pod_idle: str | None, idle: str | None, longest_ms: int
+) -> Policy:
     """The policy of these annotations of a pod and labels of its namespace, each text read once."""
     off: bool | None = None
     idle_after_ms: int | None = None
@@ -152,7 +175,11 @@ def _policy(pod_alerts: str | None, alerts: str | None, pod_idle: str | None, id
                 ms = milliseconds(duration)
                 if ms < _SHORTEST_MS:
                     raise ValueError(f"{duration[:80]!r} is less than a second")
-                idle_after_ms = ms
+                idle_after_ms = min(ms, longest_ms)
+                if ms > longest_ms:
+                    most = duration_words(longest_ms)
+                    text = f"the {whose} {IDLE_AFTER} is {duration[:80]!r}, and {most} is the most that counts here"
+                    mistakes.append(PolicyMistake(IDLE_AFTER, text))
             except ValueError as error:
                 text = f"the {whose} {IDLE_AFTER} is malformed: {error}"
                 mistakes.append(PolicyMistake(IDLE_AFTER, text))
@@ -179,6 +206,7 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
 
     rules: tuple[Rule, ...]
     wording: Wording = Wording()
+    bounds: Bounds = DAY
 
     def of(self, kind: Kind) -> tuple[Rule, ...]:
         return self.by_kind.get(kind, ())

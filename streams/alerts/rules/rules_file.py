@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import msgspec
 
 from delivery.values import duration_words, milliseconds
-from streams.alerts.rules.rule import KINDS, Kind, Override, Rule, Rules
+from streams.alerts.rules.rule import KINDS, Bounds, Kind, Override, Rule, Rules
 from topics.alerts import Severity
 
 DEFAULTS = Path(__file__).with_name("defaults.toml")
@@ -266,6 +266,9 @@ SELECTORS = (
     Option("xid", "xid", codes, ("xid",), "Codes of XID errors."),
 )
 
+_BOUNDS = {"longest": Option("longest", "longest_ms", at_least_a_second, (), "For how long a policy may silence.")}
+_BOUND_OVERRIDES = {"namespace": SELECTORS[0], **_BOUNDS}
+
 BY_KEY = {option.key: option for option in OPTIONS}
 SELECTORS_BY_KEY = {option.key: option for option in SELECTORS}
 
@@ -294,12 +297,18 @@ def load(path: Path | None) -> Rules:
 
 def parse(text: str, file: str) -> Rules:
     """The rules of a file's text over the defaults. Raises RulesError."""
-    return _in_force(_parsed(text, file, defaults()))
+    document, wrong = _document(text, file), list[tuple[Keys, str]]()
+    bounds = _bounds(document.pop("policies", {}), wrong)
+    rules = _parsed(document, defaults(), wrong)
+    if wrong:
+        line_of = _lines(text)
+        raise RulesError(Mistake(file, line_of(keys), dotted(keys), why) for keys, why in wrong)
+    return msgspec.structs.replace(_in_force(rules), bounds=bounds)
 
 
 @cache
 def defaults() -> dict[str, Rule]:
-    return _parsed(DEFAULTS.read_text(encoding="utf-8"), DEFAULTS.name, {})
+    return _parsed(_document(DEFAULTS.read_text(encoding="utf-8"), DEFAULTS.name), {}, [])
 
 
 def _in_force(rules: Mapping[str, Rule]) -> Rules:
@@ -307,28 +316,48 @@ def _in_force(rules: Mapping[str, Rule]) -> Rules:
     return Rules(tuple(enabled))
 
 
-def _parsed(text: str, file: str, base: Mapping[str, Rule]) -> dict[str, Rule]:
-    """The rules of a file's text over others. Raises RulesError."""
+def _document(text: str, file: str) -> dict[str, Any]:
+    """The tables of a file's text. Raises RulesError."""
     try:
-        document = tomllib.loads(text)
+        return tomllib.loads(text)
     except RecursionError:
         raise RulesError([Mistake(file, 0, "", "is nested too deeply")]) from None
     except ValueError as error:
         place = re.search(r" \(at line (\d+), column \d+\)$", str(error))
         line = int(place[1]) if place else text.count("\n") + 1
         raise RulesError([Mistake(file, line, "", f"is not TOML: {error}")]) from None
-    strange = [key for key in document if key != "rules"]
-    wrong: Wrong = [((key,), f"is not known: rules are tables [rules.NAME]{_close(key, ['rules'])}") for key in strange]
+
+
+def _parsed(document: Mapping[str, Any], base: Mapping[str, Rule], wrong: Wrong) -> dict[str, Rule]:
+    """The rules of a file's tables over others."""
+    why = "is not known: rules are tables [rules.NAME]"
+    wrong += [((key,), f"{why}{_close(key, ['rules', 'policies'])}") for key in document if key != "rules"]
     rules, tables = dict(base), document.get("rules", {})
     if isinstance(tables, dict):
         found = {name: rule(name, table, base, wrong) for name, table in tables.items()}
         rules |= {name: rule for name, rule in found.items() if rule is not None}
     else:
         wrong.append((("rules",), "must be tables [rules.NAME]"))
-    if wrong:
-        line_of = _lines(text)
-        raise RulesError(Mistake(file, line_of(keys), dotted(keys), why) for keys, why in wrong)
     return rules
+
+
+def _bounds(table: Any, wrong: Wrong) -> Bounds:
+    """For how long policies of pods and namespaces may silence alerts."""
+    at: Keys = ("policies",)
+    overrides = table.get("overrides", []) if isinstance(table, dict) else None
+    if not isinstance(overrides, list):
+        wrong.append((at, 'must be a table such as [policies] with longest = "24h", and [[policies.overrides]]'))
+        return Bounds()
+    read = _values(at, {key: value for key, value in table.items() if key != "overrides"}, _BOUNDS, None, wrong)
+    found: list[tuple[tuple[str, ...], int]] = []
+    for number, one in enumerate(overrides):
+        place: Keys = (*at, "overrides", number)
+        given = _values(place, one, _BOUND_OVERRIDES, None, wrong) if isinstance(one, dict) else {}
+        if {"namespace", "longest_ms"} <= given.keys():
+            found.append((given["namespace"], given["longest_ms"]))
+        elif not isinstance(one, dict) or not one.keys() >= {"namespace", "longest"}:
+            wrong.append((place, "must have namespace and longest"))
+    return Bounds(**read, overrides=tuple(found))
 
 
 def rule(name: str, table: Any, base: Mapping[str, Rule], wrong: Wrong) -> Rule | None:

@@ -52,7 +52,7 @@ _WORDS: Mapping[Kind, tuple[str, str]] = {
     "not_answering": ("{where} does not answer its driver", "{summary}, for {long}. {held}"),
     "missing": ("{where} is not there any more",
                 "{summary}, since {long}. {held_last} The node reports {devices} now."),
-    "policy_invalid": ("{pod} has a malformed policy, which is not followed", "{summary}: {text}."),
+    "policy_invalid": ("{pod} has a policy that is not followed as it is written", "{summary}: {text}."),
 }  # fmt: skip
 """The summary and the description of each kind but two, with the fields of :func:`_fields`."""
 

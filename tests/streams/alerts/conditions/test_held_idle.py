@@ -365,3 +365,16 @@ def test_work_by_any_measure_is_never_idleness_and_without_a_measure_of_all_noth
     works = any(value is not None and value >= 0.01 for value in (*metrics.values(), part, own))
     known = any(metrics[name] is not None for name in RATIOS[:4])
     assert verdict(findings) is (False if works else True if known else None)
+
+
+def test_a_policy_silences_for_no_longer_than_the_operator_lets_it() -> None:
+    """Off counts for a day after the pod got the GPU; a time of ten years is a day, and says so."""
+    off = device(0, holder(annotations={"gpustream.dev/alerts": "off"}), busy=0.0)
+    day_s = 24 * 3600
+    assert verdict(found(tick(0, off), tick(day_s - 1, off), of=RULE)) is False
+    assert verdict(found(tick(0, off), tick(day_s, off), of=RULE)) is True
+    years = device(0, holder(annotations={"gpustream.dev/idle-after": "3650d"}), busy=0.0)
+    findings = found(tick(0, years), tick(GRACE_S + 1, years))
+    assert [one.rule.for_ms for one in findings if one.rule.name == RULE] == [day_s * 1000]
+    (text,) = [one.facts.text for one in findings if one.rule.name == "GPUPolicyInvalid"]
+    assert "1d is the most that counts here" in text

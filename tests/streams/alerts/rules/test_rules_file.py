@@ -328,3 +328,24 @@ def test_whatever_a_table_holds_it_is_a_rule_or_a_mistake(tables: dict[str, dict
 def test_whatever_a_file_holds_it_is_rules_or_mistakes(text: str) -> None:
     with suppress(RulesError):
         assert parsed(text).rules
+
+
+def test_for_how_long_a_policy_may_silence_is_said_by_namespace() -> None:
+    text = '[policies]\nlongest = "12h"\n[[policies.overrides]]\nnamespace = "notebooks-*"\nlongest = "3d"'
+    bounds = rules_file.parse(text, "rules.toml").bounds
+    assert [bounds.longest(one) // 3_600_000 for one in ("ml", "notebooks-a")] == [12, 72]
+    assert rules_file.load(None).bounds.longest("ml") == 24 * 3_600_000
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("policies = 1", "policies"),
+        ('[policies]\nlongest = "soon"', "policies.longest"),
+        ('[policies]\nlongst = "1h"', "policies.longst"),
+        ('[[policies.overrides]]\nnamespace = "a"', "policies.overrides[1]"),
+        ('[[policies.overrides]]\nnamespace = "a["\nlongest = "1h"', "policies.overrides[1].namespace"),
+    ],
+)
+def test_a_mistake_in_the_bounds_of_policies_is_named(text: str, path: str) -> None:
+    assert [found for _, found, _ in mistakes(text)] == [path]

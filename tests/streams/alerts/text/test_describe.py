@@ -269,7 +269,10 @@ def test_a_rule_of_another_name_has_the_runbook_of_its_kind() -> None:
         (
             "GPUPolicyInvalid",
             [tick(0, device(0, holder(annotations={"gpustream.dev/idle-after": "2 hours"})))],
-            ["ml/bert-0 has a malformed policy", "the annotation gpustream.dev/idle-after is malformed: '2 hours'"],
+            [
+                "ml/bert-0 has a policy that is not followed as it is written",
+                "the annotation gpustream.dev/idle-after is malformed: '2 hours'",
+            ],
         ),
     ],
 )

@@ -32,8 +32,10 @@ def test_the_page_says_how_each_kind_is_judged_and_what_a_pod_may_say() -> None:
 
 
 def test_the_file_on_the_page_is_one() -> None:
-    (text,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
-    assert "GPUHeldIdleForHours" in {rule.name for rule in rules_file.parse(text, "page").rules}
+    text = "\n".join(re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL))
+    rules = rules_file.parse(text, "page")
+    assert "GPUHeldIdleForHours" in {rule.name for rule in rules.rules}
+    assert rules.bounds.overrides
 
 
 def test_every_link_of_the_page_leads_to_a_file() -> None:
