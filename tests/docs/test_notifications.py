@@ -3,12 +3,15 @@
 import re
 
 import click
+import msgspec
 import pytest
+import yaml
 
 from gpustream.cli import main
 from sinks.receiver import meaning
 from sinks.webhook import signature
 from tests.docs.page import ROOT, blocks
+from topics.alerts import TOPIC, Alert, cloud_event
 
 PAGE = "notifications.md"
 
@@ -34,6 +37,14 @@ def test_its_commands_have_no_mistake_but_the_file_that_is_not_here(command: str
     assert sink is not None
     given = sink.make_context(arguments[1], arguments[2:]).params
     assert given.get("url") or given["urls"]
+
+
+def test_what_knative_reads_and_filters_by_is_what_an_alert_says() -> None:
+    (block,) = blocks(PAGE, "yaml", "CloudEvents")
+    source, trigger = yaml.safe_load_all(block.text)
+    assert source["spec"]["topics"] == [TOPIC.name]
+    says = cloud_event(msgspec.convert(TOPIC.example, Alert))
+    assert trigger["spec"]["filter"]["attributes"].items() <= says.items()
 
 
 def test_its_table_of_answers_is_the_code_s() -> None:
