@@ -26,7 +26,7 @@ from streams.alerts.conditions import evaluate
 from streams.alerts.conditions.finding import Finding, uid_and_key
 from streams.alerts.memory import Identity, Memory, NodeAlerts, identity
 from streams.alerts.rules.rule import Kind, Rule, Rules
-from streams.alerts.text.describe import Described, describe, in_the_end, silent
+from streams.alerts.text.describe import Described, describe, in_the_end, silent, status_of
 from streams.alerts.tick import Tick
 from topics.alerts import MAX_TIME_MS, Alert, AlertReport, Scope, Tracked, fingerprint, milliseconds, time
 
@@ -174,6 +174,8 @@ def _firing(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked |
     now_ms, holds = now.tick.ts_ms, _holds(one, finding, now)
     if finding is not None and holds:
         one = _held(one, finding, now)
+        if one.alert is not None:
+            one = _with_status(one, one.alert, status_of(finding, now.tick))
     elif holds is not None:
         ceased_ms = now_ms if one.ceased_ms is None else min(one.ceased_ms, now_ms)
         because = evaluate.because(now.rules, now.tick, one, now.memory)
@@ -190,6 +192,14 @@ def _firing(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked |
     if one.written_ms is not None and 0 <= now_ms - one.written_ms < every_ms:
         return one, None
     return _replace(one, written_ms=now_ms), one.alert
+
+
+def _with_status(one: Tracked, alert: Alert, status: dict[str, str]) -> Tracked:
+    """The API server says something else of its device than before, which is to be written."""
+    if status.items() <= alert.annotations.items():
+        return one
+    alert = _replace(alert, annotations={**alert.annotations, **status}, revision=alert.revision + 1)
+    return _replace(one, alert=alert, written_ms=None)
 
 
 def _escalated(one: Tracked, alert: Alert) -> Tracked:

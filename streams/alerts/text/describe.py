@@ -81,11 +81,16 @@ def describe(finding: Finding, tick: Tick, since_ms: int, wording: Wording = PLA
         xid = of_text(facts.text)
         pairs += [("xid", facts.text), ("xid_kind", xid.kind)]
         more = {"action": xid.action}
-    if rule.kind in ("lost", "missing", "not_answering"):
-        said = _listed(str(one) for one in tick.unwell if one.device_id == finding.device)
-        if said:
-            description, more = f"{description} The API server says of it: {said}.", {"api_status": said}
+    more |= status_of(finding, tick)
     return _labels(rule, tick.cluster, tick.node, pairs), _annotations(rule, summary, description, more, wording)
+
+
+def status_of(finding: Finding, tick: Tick) -> dict[str, str]:
+    """The annotation of a GPU that is gone with what the API server says of it now; empty if it says nothing."""
+    if not tick.unwell or finding.rule.kind not in ("lost", "missing", "not_answering"):
+        return {}
+    said = _listed(str(one) for one in tick.unwell if one.device_id == finding.device)
+    return {"api_status": _clean(said)} if said else {}
 
 
 def in_the_end(alert: Alert, held_ms: int) -> Alert:

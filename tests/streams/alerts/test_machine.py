@@ -16,6 +16,7 @@ from tests.streams.alerts.stories import SHORT, lives
 from tests.streams.alerts.ticks import START_MS, device, gpu, holder, overlay, tick
 from topics.alerts import Alert, milliseconds, time, transition_id
 from topics.attributed import AttributedEvent
+from topics.workloads import UnwellDevice
 
 IDLE = device(0, holder(), busy=0.0)
 BUSY = device(0, holder(), busy=0.9)
@@ -236,6 +237,20 @@ def test_an_alert_that_fires_again_is_another_one_even_where_the_clock_was_set_b
 
 
 # -- writing again, and deleting
+
+
+def test_what_the_api_server_says_of_a_lost_gpu_later_is_written_once() -> None:
+    life, lost = Life(), device(0, state="lost")
+    life.go(range(30), lost)
+    (alert,) = life.written
+    assert (alert.name, "api_status" in alert.annotations) == ("GPULost", False)
+    for at_s in range(30, 40):
+        unwell = (UnwellDevice(gpu(0), health="Unhealthy"),) if at_s != 35 else ()
+        life.step(msgspec.structs.replace(tick(at_s, lost), unwell=unwell))
+    (_, later) = life.written
+    assert (later.state, later.annotations["api_status"], later.revision) == ("firing", "Unhealthy", 1)
+    assert later.fingerprint == alert.fingerprint
+    assert life.repeated == []
 
 
 def test_an_open_alert_is_written_again_every_day_and_is_the_same() -> None:

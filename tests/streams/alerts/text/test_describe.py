@@ -58,7 +58,6 @@ def test_a_lost_gpu_is_shown_as_the_api_server_has_it(rule: str) -> None:
     _, annotations = said(rule, tick(0, device(0), device(1)), now)
     status = "Unhealthy: XID 79, taint gpu.nvidia.com/lost:NoExecute"
     assert annotations["api_status"] == status
-    assert annotations["description"].endswith(f" The API server says of it: {status}.")
 
 
 def test_a_lost_gpu_of_which_the_api_server_says_nothing_has_no_status() -> None:
