@@ -191,7 +191,7 @@ def components(seen: Situation) -> Checked:
 
 def _then(not_ready: str) -> str:
     """What to do about a reason: what a receiver's status means, if there is one in it."""
-    if status := re.search(r"\b([45]\d\d)\b", not_ready):
+    if status := re.search(r"\bHTTP ([45]\d\d)\b", not_ready):
         return next((then for code, then in _ANSWERS.items() if status[1].startswith(code)), "see the receiver's log")
     return "its log says more"
 

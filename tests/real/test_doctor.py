@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from delivery import topic_admin
-from gpustream.doctor import checks, command, pods
+from delivery import kafka_admin, topic_admin
+from delivery.connection import Connection
+from gpustream.doctor import brokers, checks, command, pods
 from gpustream.doctor.gather import Wanted, gather
-from gpustream.doctor.seen import Checked, Situation
+from gpustream.doctor.seen import Checked, OwnMetrics, Situation
 from producers import publisher as names
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
@@ -31,7 +34,8 @@ TICKS = 15
 async def look(kafka: KafkaServer, *, later_ms: int = 0, **asked: Any) -> tuple[Situation, dict[str, Checked]]:
     """What the doctor has seen and found; ``later_ms``: as if it looked so much later."""
     seen = await gather(kafka.connection, Wanted(600.0, **asked))
-    seen = seen._replace(now_ms=seen.now_ms + later_ms)
+    others = seen.kafka._replace(acls=None)  # those of other tests' users
+    seen = seen._replace(now_ms=seen.now_ms + later_ms, kafka=others)
     return seen, checks.run(seen)
 
 
@@ -110,6 +114,62 @@ async def test_ticks_that_wait_for_a_stopped_worker_are_counted_and_the_worker_i
     assert behind.cause == "nobody reads: the group has no member"
     assert found["attributed"].summary == f"{3 * TICKS} exact, {waiting} on their way"
     assert (await look(empty_kafka))[1]["attributed"].findings == []  # they came a moment ago
+
+
+async def test_topics_that_somebody_changed_a_wrong_prefix_and_a_user_without_a_right_are_found(
+    empty_kafka: KafkaServer, tmp_path: Path
+) -> None:
+    kafka = empty_kafka
+    await topic_admin.create(kafka.connection, partitions=2, replication_factor=1)
+    async with kafka_admin.connect(kafka.connection) as admin:
+        await admin.alter("gpu.samples", {"cleanup.policy": "compact", "max.message.bytes": "1024"})
+        await admin.alter("gpu.attributed", {"retention.ms": "600000"})
+    for operation, resource, name in brokers.COMPONENTS["stream attribution"]:
+        if name != "gpu.attributed":
+            kafka.allow("half", operation.upper(), resource.upper(), name)
+    seen = await gather(kafka.connection, Wanted(600.0))
+    found = checks.run(seen)
+
+    said = {finding.finding.partition(",")[0] for finding in found["topics"].findings}
+    assert said == {
+        "gpu.samples: cleanup.policy is compact",
+        "gpu.samples: max.message.bytes is 1024",
+        "gpu.attributed: retention.ms is 600000",
+    }
+    assert "User:half may not Write Topic gpu.attributed" in {one.finding for one in found["rights"].findings}
+    assert seen.kafka.whom == "User:ANONYMOUS"
+    assert seen.kafka.disks
+
+    astray = await gather(Connection(kafka.address, topic_prefix="pord."), Wanted(600.0))
+    (finding,) = checks.run(astray)["topics"].findings
+    assert finding.cause == "--topic-prefix is wrong: '' is there"
+    for operation, resource, name in brokers.COMPONENTS["stream attribution"]:
+        if name != "gpu.attributed":
+            kafka.forbid("half", operation.upper(), resource.upper(), name)
+
+
+async def test_a_receiver_that_refuses_the_tenant_is_named_and_a_kafka_that_is_away_hides_nothing(
+    empty_kafka: KafkaServer, tmp_path: Path, unused_tcp_port: int
+) -> None:
+    await topic_admin.create(empty_kafka.connection, partitions=1, replication_factor=1)
+    application = web.Application()
+    application.router.add_post("/", _unauthorized)
+    async with TestServer(application) as receiver:
+        url = str(receiver.make_url("/"))
+        sink = RemoteWriteSink(RemoteWriteSettings(kafka=empty_kafka.address, url=url))
+        async with running(Attribution(AttributionSettings(kafka=empty_kafka.address)), sink):
+            await fleet(empty_kafka, tmp_path / "truth.jsonl").run(asyncio.Event())
+            await eventually(lambda: any("HTTP 401" in reason for reason in sink.not_ready()))
+            says = OwnMetrics("http://sink", not_ready="; ".join(sink.not_ready()))
+    away = await gather(Connection(f"127.0.0.1:{unused_tcp_port}"), Wanted(600.0))
+    found = checks.run(away._replace(components=[says]))
+
+    assert "--bearer-token-file" in found["components"].findings[0].next
+    assert "no Kafka broker answers" in found["broker"].findings[0].cause
+
+
+async def _unauthorized(_: web.Request) -> web.Response:
+    return web.Response(status=401, text="no org id")
 
 
 async def test_the_api_server_is_asked_for_pods_nodes_rights_and_settings(
