@@ -95,7 +95,8 @@ def broker(seen: Situation) -> Checked:
             else "is a broker up there, and is that port for clients? `kcat -b HOST:PORT -L` asks it, too"
         )
         return Checked(
-            f"no answer, as {kafka.whom}", [Finding(f"{kafka.servers}: Kafka", kafka.error, "it was asked", then)]
+            f"no answer, as {kafka.whom}",
+            [Finding(f"Kafka at {kafka.servers} can't be asked", kafka.error, "it was asked", then)],
         )
     found = []
     for disk in kafka.disks:
@@ -124,7 +125,7 @@ def topics(seen: Situation) -> Checked:
     """Whether the topics are there, and as they must be, and each partition has a leader and enough replicas."""
     kafka = seen.kafka
     if kafka.error:
-        return Checked("not asked")
+        return Checked("not asked", looked=False)
     if not kafka.found:
         others = ", ".join(repr(one) for one in kafka.elsewhere)
         under = f"with the prefix {kafka.prefix!r}" if kafka.prefix else "without a prefix"
@@ -181,7 +182,7 @@ def rights(seen: Situation) -> Checked:
     """What this client may not see, and which users have some of a component's rights and lack others."""
     kafka = seen.kafka
     if kafka.error:
-        return Checked("not asked")
+        return Checked("not asked", looked=False)
     missing = [name for name, one in kafka.found.items() if one.allowed is not None and "Read" not in one.allowed]
     found = [
         Finding(

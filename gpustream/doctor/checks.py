@@ -453,7 +453,7 @@ OF_RECORDS = ("sent", "clocks", "snapshots", "workloads", "attributed", "dead le
 def run(seen: Situation) -> dict[str, Checked]:
     """All checks."""
     fold = seen.fold or Fold({})
-    unread = Checked(f"not looked at: {seen.unread}")
+    unread = Checked(f"not looked at: {seen.unread}", looked=False)
     return {
         name: unread if seen.fold is None and name in OF_RECORDS else check(seen, fold)
         for name, check in CHECKS.items()

@@ -97,7 +97,8 @@ def text(seen: Situation, found: Mapping[str, Checked]) -> Iterator[str]:
     """The report for people: a line for each check, and under it what it has found."""
     width = max(map(len, found))
     for name, one in found.items():
-        yield _printable(f"{'FOUND' if one.findings else 'ok':5}  {name:{width}}  {one.summary}")
+        mark = "FOUND" if one.findings else "ok" if one.looked else "-"
+        yield _printable(f"{mark:5}  {name:{width}}  {one.summary}")
         for finding in one.findings[:SHOWN]:
             yield from _paragraph(finding)
         if len(one.findings) > SHOWN:
@@ -128,7 +129,10 @@ def report(seen: Situation, found: Mapping[str, Checked]) -> dict[str, Any]:
         "since_ms": seen.since_ms,
         "until_ms": seen.now_ms,
         "ok": not any(one.findings for one in found.values()),
-        "checks": [{"check": name, "summary": one.summary, "findings": one.findings} for name, one in found.items()],
+        "checks": [
+            {"check": name, "summary": one.summary, "looked": one.looked, "findings": one.findings}
+            for name, one in found.items()
+        ],
         "nodes": [
             {
                 "cluster": name.cluster,

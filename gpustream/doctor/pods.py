@@ -170,7 +170,7 @@ def pods(seen: Situation) -> Checked:
     """What keeps gpustream's pods from running, and what is wrong in what they were given."""
     cluster = seen.cluster
     if cluster is None:
-        return Checked("not asked (--kube)")
+        return Checked("not asked (--kube)", looked=False)
     if cluster.error:
         return Checked("not known", [_asked_in_vain(cluster)])
     found = [

@@ -31,7 +31,7 @@ NOT_KNOWN = "not known"
 def groups(seen: Situation) -> Checked:
     """What each consumer group has not taken yet, whether that gets less, and whether there are groups too many."""
     if seen.groups is None:
-        return Checked("not known: no broker answers for the groups")
+        return Checked("not known: no broker answers for the groups", looked=False)
     found, lines = [], []
     for group in seen.groups:
         oldest = min((lag.oldest_ms for lag in group.lags if lag.oldest_ms is not None), default=None)
@@ -186,7 +186,8 @@ def components(seen: Situation) -> Checked:
             )
         found += _counted_losses(seen, one)
     told = [_outcomes(one) for one in seen.components if not one.error]
-    return Checked("; ".join(filter(None, told)) or "not asked (--metrics)", found)
+    said = "; ".join(filter(None, told)) or "not asked (--metrics)"
+    return Checked(said, found, looked=bool(seen.components))
 
 
 def _then(not_ready: str) -> str:
@@ -230,7 +231,7 @@ def prometheus(seen: Situation, fold: Fold) -> Checked:
     """Whether Prometheus has the newest attributed tick of each node, and its own rules and configuration work."""
     asked = seen.prometheus
     if asked is None:
-        return Checked("not asked (--prometheus)")
+        return Checked("not asked (--prometheus)", looked=False)
     if asked.error:
         return Checked(
             "not known", [Finding(f"{asked.url}: no answer", asked.error, "it was asked", "see --prometheus")]

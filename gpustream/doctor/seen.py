@@ -23,10 +23,11 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Checked(NamedTuple):
-    """What a check has seen, in one line, and what it has found."""
+    """What a check has seen, in one line, and what it has found; ``looked``: whether it could look at all."""
 
     summary: str
     findings: Sequence[Finding] = ()
+    looked: bool = True
 
 
 class Kafka(NamedTuple):

@@ -12,7 +12,7 @@ import pytest
 from delivery.kafka_admin import Acl, Disk, Found
 from delivery.ledger import Partition
 from delivery.topic_admin import mismatches
-from gpustream.doctor import brokers, checks
+from gpustream.doctor import brokers, checks, command
 from gpustream.doctor.evidence import NodeName
 from gpustream.doctor.seen import Finding, Group, Lag, OwnMetrics, Prometheus, Series, Situation
 from tests.gpustream.doctor.records import SINCE_MS, Record, attributed, sample, workloads
@@ -74,7 +74,7 @@ def unlisted(at_ms: int) -> Record:
 BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
     "no broker answers": (
         lambda: Situation(0, 1, KAFKA._replace(error="no Kafka broker answers at k:9092"), unread="-", groups=None),
-        "k:9092: Kafka | no Kafka broker answers | is a broker up there",
+        "Kafka at k:9092 | no Kafka broker answers | is a broker up there",
     ),
     "the password is wrong": (
         lambda: Situation(0, 1, KAFKA._replace(error="the broker refuses the password"), unread="-", groups=None),
@@ -301,6 +301,8 @@ def test_a_broker_that_is_away_does_not_keep_the_rest_from_being_asked() -> None
 
     assert found(seen).keys() == {"broker", "components"}
     assert checks.run(seen)["sent"].summary == "not looked at: no Kafka broker answers at k:9092"
+    lines = list(command.text(seen, checks.run(seen)))
+    assert any(line.startswith("-      sent ") for line in lines)
 
 
 def test_a_node_that_sends_what_it_had_kept_is_not_said_to_have_a_wrong_clock() -> None:
