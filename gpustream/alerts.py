@@ -29,7 +29,7 @@ from streams.alerts.rules.rule import ALERTS, IDLE_AFTER, Bounds, policy_in
 from topics import workloads
 from topics.alerts import TOPIC, Alert, transition_id
 from topics.topic import decoder
-from topics.workloads import NodeWorkloads
+from topics.workloads import MAINTENANCE, NodeWorkloads
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +102,11 @@ async def _show_policies(connection: Connection, form: Form, bounds: Bounds) -> 
 
 
 def policy_rows(node: NodeWorkloads, bounds: Bounds) -> list[tuple[str, ...]]:
-    """A row for each policy of a pod of a node."""
+    """A row for a node's maintenance, and for each policy of its pods."""
     found: list[tuple[str, ...]] = []
+    if MAINTENANCE in node.node_labels and not node.removed:
+        said = f"{MAINTENANCE}={node.node_labels[MAINTENANCE]}"
+        found.append(("", "", f"{node.cluster}/{node.node}", said, "no alerts about the node"))
     for pod in [pod for pod in node.pods if pod.ended_ms is None and not node.removed]:
         policy = policy_in(pod.annotations, pod.namespace_labels, pod.namespace, bounds)
         counts = {mistake.name: mistake.text for mistake in policy.mistakes}

@@ -53,7 +53,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``name`` is the rule's, ``starts_at`` and ``ends_at`` the event times at which it fired and was resolved, ``value``
     the figure that the rule judges, when it fired. ``labels`` were frozen then. ``resolved_because``: ``condition`` (it
     no longer holds), ``pod_ended``, ``policy``, ``rule_removed``, ``device_removed``, ``node_removed``, ``ticks``
-    (of a node that had been silent), or ``grouped`` (an alert of its workload says it now).
+    (of a node that had been silent), ``maintenance`` (of its node), or ``grouped`` (its workload's alert says it now).
 
     An alert may be about several GPUs: ``gpus`` are those of which it is true now, ``idle`` how many they are, and
     ``held`` how many the same pods hold in all. If these or the severity change while it fires, it is written again
@@ -122,7 +122,7 @@ class AlertState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``offset`` is that tick's own (of the sample), ``run_id`` and ``seq`` its identity, ``position`` the offset of its
     record in gpu.attributed, ``generation`` how often these offsets have begun again. ``last_ts_ms`` and ``logged_ms``
     are its time, by the node's clock and by the broker's, ``newest_ts_ms`` the latest of any tick. ``silent``: no tick
-    came after it for a while. ``resolved``: the fingerprints of resolved alerts that are still in gpu.alerts, and when
+    came after it for a while. ``maintenance``: what the node's annotation or taint said by then. ``resolved``: the fingerprints of resolved alerts that are still in gpu.alerts, and when
     they ended. ``memory`` is the conditions' own.
     """
 
@@ -138,6 +138,7 @@ class AlertState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     last_ts_ms: UInt
     logged_ms: UInt
     silent: bool = False
+    maintenance: str | None = None
     tracked: tuple[Tracked, ...] = ()
     resolved: dict[str, UInt] = {}
     memory: Any = None

@@ -5,6 +5,9 @@ import msgspec
 from topics.allocations import Claim
 from topics.topic import Name, Topic, UInt, Version
 
+MAINTENANCE = "gpustream.dev/maintenance"
+"""The annotation of a node, or the key of its taint, by which nobody is alerted of it. It is among its labels here."""
+
 
 class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
     """One link of a pod's owner chain."""

@@ -110,8 +110,8 @@ def listeners(
     rows: tuple[tuple[str, type[Any], str, Collection[str], Callable[[Any], object], Callable[[str], object]], ...] = (
         ("pods", objects.Pod, "uid", state.pods.keys(),
          lambda pod: cut.inc(state.put_pod(pod, now_ms())), lambda uid: state.remove_pod(uid, now_ms())),
-        ("nodes", objects.Object, "name", state.nodes,
-         lambda node: state.put_node(node.metadata.name, node.metadata.labels),
+        ("nodes", objects.Node, "name", state.nodes,
+         lambda node: state.put_node(node.metadata.name, node.metadata.labels, node.maintenance),
          lambda name: state.remove_node(name, now_ms())),
         ("namespaces", objects.Object, "name", state.namespaces,
          lambda one: state.put_namespace(one.metadata.name, one.metadata.labels, one.metadata.annotations),

@@ -17,6 +17,8 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 import orjson
 
+from topics.workloads import MAINTENANCE
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 Labels = dict[str, str]
@@ -54,6 +56,27 @@ class Meta(msgspec.Struct, frozen=True, rename="camel"):
 
 class Object(msgspec.Struct, frozen=True):
     metadata: Meta
+
+
+class NodeTaint(msgspec.Struct, frozen=True):
+    key: str
+    value: str | None = None
+
+
+class NodeSpec(msgspec.Struct, frozen=True):
+    taints: list[NodeTaint] | None = None
+
+
+class Node(msgspec.Struct, frozen=True):
+    metadata: Meta
+    spec: NodeSpec = NodeSpec()
+
+    @property
+    def maintenance(self) -> str | None:
+        """What is said of the node's maintenance, None if it is in none."""
+        said = [(self.metadata.annotations or {}).get(MAINTENANCE)]
+        said += [one.value or "by a taint" for one in self.spec.taints or () if one.key == MAINTENANCE]
+        return next((text.strip() or "yes" for text in said if text is not None and text.strip() != "false"), None)
 
 
 class Names(msgspec.Struct, frozen=True):

@@ -21,11 +21,12 @@ from producers.cluster.pods import Change, KnownPod, Pods
 from producers.cluster.takeover import PublishedNode
 from producers.publisher import LARGEST_VALUE_BYTES
 from producers.records import WorkloadsContent, checked_name
-from topics.workloads import DraDevice, Owner, Pod, UnwellDevice
+from topics.workloads import MAINTENANCE, DraDevice, Owner, Pod, UnwellDevice
 
 JsonDict = dict[str, Any]
 _POLICIES = AllowList(("gpustream.dev/*",), LABEL_BOUNDS)  # the annotations of a namespace that its pods inherit
 MOST_UNWELL = 256  # of a node's devices; a rule may taint each of them
+_LONGEST_MAINTENANCE = 256
 HEAD_BYTES = 4096  # what a record has beside its pods, devices and labels, generously
 
 
@@ -139,9 +140,11 @@ class Store:
     def remove_pod(self, uid: str, now_ms: int) -> None:
         self._apply(self.pods.end(uid, now_ms))
 
-    def put_node(self, name: str, labels: Mapping[str, str] | None) -> None:
+    def put_node(self, name: str, labels: Mapping[str, str] | None, maintenance: str | None = None) -> None:
         """A node as it is now; raises ValueError if a record can't have its name."""
         kept = self._selection.node_labels.keep(labels).entries
+        if maintenance is not None:
+            kept = {**kept, MAINTENANCE: maintenance[:_LONGEST_MAINTENANCE]}
         self._gone_ms.pop(checked_name("node", name), None)
         if self.nodes.get(name) != kept:
             self.nodes[name] = kept

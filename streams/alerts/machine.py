@@ -15,6 +15,7 @@ resolved:
 - Two firings of one alert never start at the same time, whatever the node's clock does.
 - What is true of several devices for one reason is one alert (:func:`_scope`): then what becomes of the conditions of a
   tick is reported to ``streams/alerts/groups.py``, which makes that alert.
+- While a node is in maintenance, nothing fires, not even its silence, and what fired is resolved.
 - An alert that fires for ``critical_after`` becomes critical, which is an update of it.
 """
 
@@ -29,6 +30,7 @@ from streams.alerts.rules.rule import Kind, Rule, Rules
 from streams.alerts.text.describe import Described, describe, in_the_end, silent, status_of
 from streams.alerts.tick import Tick
 from topics.alerts import MAX_TIME_MS, Alert, AlertReport, Scope, Tracked, fingerprint, milliseconds, time
+from topics.workloads import MAINTENANCE
 
 MAX_GAP_MS = 60_000  # a pending condition of which nothing is known for longer begins again
 REPEAT_MS = 24 * 3_600_000  # how often an open alert is written again
@@ -112,6 +114,7 @@ def arrived(state: NodeAlerts, tick: Tick, place: LogPosition, memory: Memory) -
         last_ts_ms=tick.ts_ms,
         logged_ms=place.logged_ms,
         silent=False,
+        maintenance=tick.node_labels.get(MAINTENANCE),
         memory=memory,
     )
 
@@ -121,6 +124,8 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
     state, announced = announce(state)
     findings, memory = evaluate.evaluate(rules, tick, state.memory)
     after = arrived(state, tick, place, memory)
+    if after.maintenance is not None:
+        findings = []
     if not findings and not state.tracked and not state.resolved:
         return Step(after)
     now = _Now(tick, rules, state, findings, memory)
@@ -129,14 +134,8 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
     writes = list(announced)
     for one in state.tracked:
         finding = found.pop(identity(one), None)
-        if any(one.name == rule.name for rule in rules.of("node_silent")):
-            later, alert = _ended(one, now, "ticks")
-        else:
-            later, alert = (_pending if one.alert is None else _firing)(one, finding, now)
-        if later is not None and later.alert is not None and later.scope is None and _is_in_groups(later, now):
-            # an earlier version wrote it as an alert of its own
-            writes.append(_transition(_resolved(later.alert, one, tick.ts_ms, "grouped")))
-            alert, later = later.alert, _replace(later, scope=_scope_of_pod(later.alert))
+        later, alert, ended = _known(one, finding, now)
+        writes += ended
         if later is not None:
             tracked.append(later)
         if alert is not None:
@@ -151,6 +150,20 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
                 writes.append(_written(alert, one, tick.ts_ms))
     unchanged = len(tracked) == len(state.tracked) and all(a is b for a, b in zip(tracked, state.tracked, strict=True))
     return _closed(after if unchanged else _replace(after, tracked=tuple(tracked)), writes, tick.ts_ms)
+
+
+def _known(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None, list[Write]]:
+    """What becomes of a condition that was known, its alert if that is to be written, and what is written before it."""
+    if any(one.name == rule.name for rule in now.rules.of("node_silent")):
+        return *_ended(one, now, "ticks"), []
+    if MAINTENANCE in now.tick.node_labels:
+        return *_ended(one, now, "maintenance"), []
+    later, alert = (_pending if one.alert is None else _firing)(one, finding, now)
+    if later is None or later.alert is None or later.scope is not None or not _is_in_groups(later, now):
+        return later, alert, []
+    # an earlier version wrote it as an alert of its own
+    ended = _transition(_resolved(later.alert, one, now.tick.ts_ms, "grouped"))
+    return _replace(later, scope=_scope_of_pod(later.alert)), later.alert, [ended]
 
 
 def _pending(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None]:
@@ -310,6 +323,8 @@ def _ended(one: Tracked, now: _Now, because: str) -> tuple[None, Alert | None]:
 def same(durable: NodeAlerts, current: NodeAlerts) -> bool:
     """Whether the state that was written says all that is worth writing, so that a replay gives the same. What began to
     be pending a moment ago is not written yet. Counters that rise all the time are written now and then."""
+    if durable.maintenance != current.maintenance:
+        return False
     if durable.silent != current.silent or durable.generation != current.generation:
         return False
     now_ms, written, memory = current.last_ts_ms, durable.memory, current.memory
@@ -360,7 +375,7 @@ def without_ticks(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_ms: i
 def silence(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAlerts:
     """The state of a node that had no tick for so long: the rules for which that is long enough have fired in it.
     It is the same whoever finds it. Write it first, then what :func:`announce` makes of it."""
-    if is_retired(state):
+    if is_retired(state) or state.maintenance is not None:
         return state
     for rule in rules.of("node_silent"):
         tracked = Tracked(name=rule.name, since_ms=state.last_ts_ms, keep_ms=rule.keep_firing_ms)

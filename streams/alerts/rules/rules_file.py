@@ -406,7 +406,7 @@ def _override(at: Keys, table: Any, of: Kind | None, wrong: Wrong) -> Override:
     if not any(key in table for key in BY_KEY):
         wrong.append((at, "changes nothing"))
     if "severity" in changes:
-        changes = dict.fromkeys(_XID_SEVERITIES, changes["severity"]) | changes
+        changes = dict.fromkeys(_XID_SEVERITIES, changes["severity"]) | {"critical_ms": 0} | changes
     return Override(**selectors, changes=changes)
 
 

@@ -640,3 +640,22 @@ def test_what_does_not_fit_gives_way_in_order() -> None:
     assert left(150)[0] == ["a-", "big-"]
     assert left(0) == ([], 5)
     assert all(row["labels"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, None),
+        ({"metadata": {"annotations": {"gpustream.dev/maintenance": "new disks"}}}, "new disks"),
+        ({"metadata": {"annotations": {"gpustream.dev/maintenance": "false"}}}, None),
+        ({"spec": {"taints": [{"key": "gpustream.dev/maintenance", "effect": "NoSchedule"}]}}, "by a taint"),
+        ({"spec": {"taints": [{"key": "dedicated", "value": "ml", "effect": "NoSchedule"}]}}, None),
+    ],
+)
+def test_a_nodes_maintenance_is_by_its_annotation_or_a_taint(fields: dict[str, Any], said: str | None) -> None:
+    metadata = {"name": "n1", "uid": "u", **fields.get("metadata", {})}
+    node = msgspec.convert({**fields, "metadata": metadata}, objects.Node)
+    assert node.maintenance == said
+    cluster = state()
+    cluster.put_node("n1", {}, node.maintenance)
+    assert cluster.nodes["n1"] == ({} if said is None else {"gpustream.dev/maintenance": said})

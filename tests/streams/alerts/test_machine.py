@@ -320,6 +320,20 @@ def test_a_node_that_is_gone_has_its_alerts_resolved_and_in_the_end_nothing_left
     assert machine.is_over(life.state)
 
 
+def test_of_a_node_in_maintenance_nothing_fires_and_what_fired_is_resolved() -> None:
+    def maintained(one: Tick) -> Tick:
+        return msgspec.structs.replace(one, node_labels={"gpustream.dev/maintenance": "new disks"})
+
+    life = Life()
+    assert life.go(range(30), IDLE) == [(23, "GPUHeldIdle", "firing")]
+    (ended,) = life.step(maintained(tick(30, IDLE)))
+    assert (ended.state, ended.resolved_because) == ("resolved", "maintenance")
+    assert [life.step(maintained(tick(s, IDLE))) for s in range(31, 100)] == [[]] * 69
+    assert life.state is not None
+    assert machine.silence(life.state, SHORT, 3_600_000) is life.state
+    assert life.go(range(100, 130), IDLE) == [(120, "GPUHeldIdle", "firing")]
+
+
 # -- what must hold of every story
 
 
