@@ -122,8 +122,8 @@ class AlertState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``offset`` is that tick's own (of the sample), ``run_id`` and ``seq`` its identity, ``position`` the offset of its
     record in gpu.attributed, ``generation`` how often these offsets have begun again. ``last_ts_ms`` and ``logged_ms``
     are its time, by the node's clock and by the broker's, ``newest_ts_ms`` the latest of any tick. ``silent``: no tick
-    came after it for a while. ``maintenance``: what the node's annotation or taint said by then. ``resolved``: the fingerprints of resolved alerts that are still in gpu.alerts, and when
-    they ended. ``memory`` is the conditions' own.
+    came after it for a while. ``resolved``: the fingerprints of resolved alerts that are still in gpu.alerts, and when
+    they ended. ``maintenance``: what the node's annotation or taint says. ``memory`` is the conditions' own.
     """
 
     schema: Version
