@@ -19,11 +19,12 @@ from typing import Any, Literal
 import click
 import msgspec
 
+from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.dead_letters import connecting
 from delivery.ledger import Partition
 from delivery.sender import Sender
-from delivery.settings import TOPIC_PREFIX
+from delivery.settings import TOPIC_PREFIX, Uses
 from gpustream import history, logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option, options
 from gpustream.history import History, Span
@@ -246,7 +247,9 @@ def _window(one: Usage) -> int:
 async def _replay(connection: Connection, hours: Range, policy: Accounting) -> Made:
     """Make each partition again, one after the other."""
     sender = Sender(connection, client_id="gpustream-replay", max_batch_bytes=512 * 1024)
-    async with history.opened(connection, [ATTRIBUTED.name, HOURS.name, MINUTES.name]) as past, connecting(sender):
+    written = (HOURS.name, MINUTES.name)
+    async with history.opened(connection, [ATTRIBUTED.name, *written]) as past, connecting(sender):
+        await topic_admin.check(connection, Uses((ATTRIBUTED.name, *written), written))
         ticks = await past.spans(ATTRIBUTED.name, hours.from_ms - BEFORE_MS)
         await history.refuse_what_is_gone(past, ATTRIBUTED, ticks, hours.from_ms, before_ms=BEFORE_MS, step_ms=HOUR_MS)
         before = await past.spans(HOURS.name, hours.from_ms) | await past.spans(MINUTES.name, hours.from_ms)

@@ -19,6 +19,7 @@ from rich.text import Text
 from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError, Found
+from delivery.kafka_errors import describe
 from delivery.topic_admin import Mismatch
 from gpustream import logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option
@@ -116,7 +117,7 @@ def answer(asked: Coroutine[Any, Any, R]) -> R:
     try:
         return asyncio.run(asked)
     except (BrokerError, KafkaError) as error:
-        click.echo(str(error), err=True)
+        click.echo(describe(error) if isinstance(error, KafkaError) else str(error), err=True)
         raise SystemExit(FAILED) from error
 
 

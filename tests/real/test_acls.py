@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,10 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 from aiokafka import AIOKafkaProducer
+from click.testing import CliRunner
 
 from delivery import topic_admin
 from delivery.values import Address
 from gpustream.acls import Acl, of_commands
+from gpustream.cli import main
 from gpustream.serve import Component
 from producers.cluster.component import ClusterProducer
 from producers.cluster.config import ClusterSettings
@@ -52,8 +55,9 @@ from tests.real.certificates import Authority
 from tests.real.contents import committed, ends
 from tests.real.pipeline import running
 from tests.real.servers import KafkaServer
+from topics.attributed import TOPIC as ATTRIBUTED
 from topics.topic import load_topics, node_key
-from topics.usage import Usage
+from topics.usage import HOUR_MS, Usage
 
 ACLS = of_commands()
 COMPONENTS = [name for name in ACLS if name.split()[0] in ("produce", "stream", "sink")]
@@ -225,3 +229,28 @@ async def test_a_component_works_with_exactly_its_acls_and_names_each_that_is_mi
             return all(grown + read) and (name in OUTPUTS or not allowed.not_ready())
 
         await eventually(worked)
+
+
+@pytest.mark.parametrize("command", [("usage",), ("replay", "--from", "3h")])
+async def test_a_command_answers_with_exactly_its_acls_and_names_each_that_is_missing(
+    flow: KafkaServer, users: Users, command: tuple[str, ...]
+) -> None:
+    name, *_ = command
+    given = [one for key, value in users.settings(name).items() for one in (f"--{key.replace('_', '-')}", str(value))]
+    await users.allow(name, *ACLS[name])
+    producer = AIOKafkaProducer(bootstrap_servers=flow.address)
+    await producer.start()
+    for seq in (1, 2):  # in an hour that is final, so that there is something to write
+        ts_ms = (time.time_ns() // 3_600_000_000_000 - 2) * HOUR_MS + seq * 1000
+        again = {"node": "n", "run_id": 1, "seq": seq, "offset": seq, "ts_ms": ts_ms, "logged_ms": ts_ms}
+        await producer.send_and_wait("gpu.attributed", json.dumps({**ATTRIBUTED.example, **again}).encode(), key=b"n")
+    await producer.stop()
+    for missing in ACLS[name]:
+        await users.forbid(name, missing)
+        refused = await asyncio.to_thread(CliRunner().invoke, main, [*command, *given])
+        assert refused.exit_code == 1
+        assert "Kafka does not let this client" in refused.output
+        assert missing.name in refused.output
+        await users.allow(name, missing)
+    answered = await asyncio.to_thread(CliRunner().invoke, main, [*command, *given])
+    assert answered.exit_code == 0, answered.output
