@@ -212,7 +212,7 @@ GLOBAL: dict[str, dict[str, Any]] = {
         **{
             "from": said(
                 several(of_kubernetes("podSelector namespaceSelector ipBlock")),
-                "And only from these peers; empty: from anywhere.",
+                "And only from these peers; empty: from anywhere. The metrics API's port is open: it asks who one is.",
             )
         },
     ),
@@ -231,7 +231,10 @@ GLOBAL: dict[str, dict[str, Any]] = {
     ),
     "openshift": said(SWITCH, "The cluster picks the users; the node producer may use its constraints `privileged`."),
     "selinux": said(SWITCH, "The node producer has the type that SELinux lets connect to the kubelet's socket."),
-    "extraObjects": said(ANY_LIST, "More objects; they may have templates in them."),
+    "extraObjects": said(
+        {"type": "array", "items": {"type": ["object", "string"]}},
+        "More objects, or texts of objects; they may have templates in them.",
+    ),
 }
 
 
@@ -240,7 +243,8 @@ def options_of(command: click.Command) -> dict[str, Any]:
     found = {}
     for option in command.params:
         if isinstance(option, click.Option) and option.envvar:
-            kind: dict[str, Any] = {"type": ["string", "number", "boolean", "array"]}
+            takes_several = option.multiple or "[,...]" in option.type.name
+            kind: dict[str, Any] = {"type": ["string", "number", "boolean", *(["array"] if takes_several else [])]}
             if isinstance(option.type, click.Choice) and not option.multiple:
                 kind = {"enum": list(option.type.choices)}
             found[option.opts[0].removeprefix("--")] = said(kind, " ".join((option.help or "").split()))
@@ -253,7 +257,11 @@ def schema() -> dict[str, Any]:
     options = {
         name: options_of(by_words.get(words) or by_words[words.split()[0]]) for name, words in COMPONENTS.items()
     }
-    every = {option: value for some in options.values() for option, value in some.items()}
+    every: dict[str, Any] = {}
+    for some in options.values():
+        every |= {
+            option: value for option, value in some.items() if "array" not in every.get(option, {}).get("type", [])
+        }
     of_a_pod = {name: {"$ref": f"#/definitions/{name}"} for name in OF_EVERY_POD}
     components = {
         name: {

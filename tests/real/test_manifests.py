@@ -14,9 +14,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from gpustream.chart import COMPONENTS as COMPONENTS_OF_THE_CHART
+from gpustream.cli import main
 from tests.eventually import eventually_sync
 from tests.k8s.manifests import K8S, README, WEBHOOK, Manifest, environment
 from tests.real.conftest import need
@@ -836,7 +840,7 @@ def test_everything_that_a_site_says_is_in_its_pods(tmp_path: Path) -> None:
         "scrape": {"enabled": True, "options": {"scrape-listen": "0.0.0.0:9999"}},
         "monitors": {"enabled": True, "honorLabels": False},
         "remoteWrite": {
-            "options": {"url": ["http://a", "http://b"], "parts-by-pod": False},
+            "options": {"header": ["A: b", "C: d"], "parts-by-pod": False},
             "secret": "tokens",
             "serviceAccountName": "writer",
             "resources": {"limits": {"cpu": "3"}},
@@ -864,7 +868,7 @@ def test_everything_that_a_site_says_is_in_its_pods(tmp_path: Path) -> None:
     pod, said = by_name["remote-write"]["spec"], site["remoteWrite"]
     (container,) = pod["containers"]
     seen = environment({"env": container["env"]}, {})
-    assert (seen["GPUSTREAM_URL"], seen["GPUSTREAM_PARTS_BY_POD"], seen["A"]) == ("http://a\nhttp://b", "false", "b")
+    assert (seen["GPUSTREAM_HEADER"], seen["GPUSTREAM_PARTS_BY_POD"], seen["A"]) == ("A: b\nC: d", "false", "b")
     assert container["args"] == ["sink", "remote-write", "--grace=1s"]
     assert container["envFrom"] == said["extraEnvFrom"]
     assert container["resources"] == said["resources"]
@@ -882,6 +886,77 @@ def test_everything_that_a_site_says_is_in_its_pods(tmp_path: Path) -> None:
     assert {str(Path(path).parent) for path in paths} == {"/var/lib/k0s/kubelet"}
     (monitor,) = [thing for thing in things if thing["kind"] == "ServiceMonitor"]
     assert monitor["spec"]["endpoints"][0]["honorLabels"] is False
+
+
+def test_a_list_and_a_large_number_are_what_the_options_take(tmp_path: Path) -> None:
+    """KEDA, too, reads the brokers from the pod: it wants commas."""
+    site = {
+        "options": {"kafka": ["a:9092", "b:9092"]},
+        "cluster": {"options": {"pod-labels": ["app", "team"]}},
+        "alertmanager": {"options": {"url": ["http://a", "http://b"]}},
+        "remoteWrite": {"options": {"max-labels": 2_000_000, "header": ["A: b, c", "D: e"], "parts-by-pod": True}},
+        "attribution": {"options": {"grace": 90.5}},
+    }
+    seen = {
+        pod["spec"]["containers"][0]["name"]: environment({"env": pod["spec"]["containers"][0]["env"]}, {})
+        for pod in templates(chart(values_of_a_site(tmp_path / "values.yaml", site)))
+    }
+    assert {one["GPUSTREAM_KAFKA"] for one in seen.values()} == {"a:9092,b:9092"}
+    assert seen["cluster"]["GPUSTREAM_POD_LABELS"] == "app,team"
+    assert seen["alertmanager"]["GPUSTREAM_URL"] == "http://a\nhttp://b"
+    writes = seen["remote-write"]
+    assert (writes["GPUSTREAM_MAX_LABELS"], writes["GPUSTREAM_PARTS_BY_POD"]) == ("2000000", "true")
+    assert (writes["GPUSTREAM_HEADER"], seen["attribution"]["GPUSTREAM_GRACE"]) == ("A: b, c\nD: e", "90.5")
+
+
+def test_only_options_that_take_several_values_take_a_list_and_the_chart_knows_which_are_lines() -> None:
+    """Of the others, a list would be one value that its process refuses."""
+    helpers = (CHART / "templates" / "_helpers.tpl").read_text()
+    (lines,) = re.findall(r"has \$option \(list ([^)]*)\)", helpers)
+    repeatable = set()
+    for words in COMPONENTS_OF_THE_CHART.values():
+        repeatable |= {
+            option.opts[0].removeprefix("--")
+            for option in command_of(words).params
+            if isinstance(option, click.Option) and option.multiple
+        }
+    assert set(re.findall(r'"([^"]+)"', lines)) == repeatable
+    ran = helm("template", "gpustream", CHART, "--set", "remoteWrite.options.url={http://a,http://b}")
+    assert ran.returncode != 0
+    assert "/remoteWrite/options/url" in ran.stderr
+
+
+def test_the_alert_rules_of_the_files_of_values_are_rules(tmp_path: Path) -> None:
+    texts = [
+        yaml.safe_load((CHART / "ci" / f"{site}.yaml").read_text()).get("alerts", {}).get("rules") for site in SITES
+    ]
+    assert any(texts)
+    for text in filter(None, texts):
+        (tmp_path / "rules.toml").write_text(text)
+        ran = CliRunner().invoke(main, ["rules", "check", str(tmp_path / "rules.toml")])
+        assert ran.exit_code == 0, ran.output
+
+
+def command_of(words: str) -> click.Command:
+    """The command of a component."""
+    found: click.Command = main
+    for word in words.split():
+        if isinstance(found, click.Group):
+            below = found.get_command(click.Context(found), word)
+            assert below is not None
+            found = below
+    return found
+
+
+def test_a_network_policy_with_peers_lets_the_api_server_ask_the_metrics_api(tmp_path: Path) -> None:
+    peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    site = {"networkPolicy": {"enabled": True, "from": peers}, "metricsApi": {"enabled": True}}
+    things = chart(values_of_a_site(tmp_path / "values.yaml", site))
+    (policy,) = [thing for thing in things if thing["kind"] == "NetworkPolicy"]
+    assert policy["spec"]["ingress"] == [
+        {"ports": [{"port": "metrics"}, {"port": "gpus"}], "from": peers},
+        {"ports": [{"port": "api"}]},
+    ]
 
 
 SWITCHES = {

@@ -87,11 +87,17 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- end -}}
 {{- end }}
 
-{{- /* In: options by name. Out: their environment variables; a list is one value a line. */ -}}
+{{- /* In: options by name. Out: their environment variables. Of a list, each value is a line if the option can be
+repeated; else commas are between them. A number is written as JSON has it: Go writes 2e+06. */ -}}
 {{- define "gpustream.environment" -}}
 {{- range $option, $value := . }}
+{{- if kindIs "slice" $value }}
+{{- $value = join (has $option (list "external-label" "header" "relabel" "url") | ternary "\n" ",") $value }}
+{{- else if not (kindIs "string" $value) }}
+{{- $value = toJson $value }}
+{{- end }}
 - name: GPUSTREAM_{{ $option | upper | replace "-" "_" }}
-  value: {{ kindIs "slice" $value | ternary (join "\n" (kindIs "slice" $value | ternary $value list)) (kindIs "float64" $value | ternary (printf "%v" $value) (toString $value)) | quote }}
+  value: {{ $value | quote }}
 {{- end }}
 {{- end }}
 
