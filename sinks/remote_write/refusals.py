@@ -4,6 +4,7 @@ In: ticks, each a list of groups, those of a node in their order. Out: for each,
 and why.
 State: the series that were refused lately, and how large a request may be.
 A refused request is halved, by tick, then by device, then by series, the earlier half first, until the rest is in.
+Halves that have no node in common are sent at the same time; at most ``at_once`` requests of all are under way.
 To send a sample again is safe. A receiver may have kept a part of the refused request, or not: it takes an exact
 duplicate of the newest sample of a series silently, and refuses an older one, which is in then.
 
@@ -176,9 +177,14 @@ class Deliverer:
     """Delivers ticks to one receiver, and remembers what it does not take."""
 
     def __init__(
-        self, sender: RemoteWriteSender, made: Instruments, clock_s: Callable[[], float] = time.monotonic
+        self,
+        sender: RemoteWriteSender,
+        made: Instruments,
+        clock_s: Callable[[], float] = time.monotonic,
+        *,
+        at_once: int = 8,
     ) -> None:
-        self._sender = sender
+        self._sender, self._slots = sender, asyncio.Semaphore(at_once)
         self._left_out = LeftOut()
         self._size = RequestSize()
         self._clock_s = clock_s
@@ -195,7 +201,7 @@ class Deliverer:
         while True:
             results = [Delivered(left_out=left) for _, left in cuts]
             pieces = [_Piece(result, group) for result, (sent, _) in zip(results, cuts, strict=True) for group in sent]
-            bisection = _Bisection(self._sender, self._size, self._clock_s, abandon, pieces)
+            bisection = _Bisection(self._sender, self._slots, self._size, self._clock_s, abandon, pieces)
             try:
                 await bisection.run()
             except _RefusesEverything:
@@ -235,6 +241,7 @@ class _Bisection:
     def __init__(
         self,
         sender: RemoteWriteSender,
+        slots: asyncio.Semaphore,
         size: RequestSize,
         clock_s: Callable[[], float],
         abandon: asyncio.Event,
@@ -242,7 +249,8 @@ class _Bisection:
     ) -> None:
         self.found: list[Refused] = []
         self.sent_again = False
-        self._sender, self._size, self._clock_s, self._abandon, self._all = sender, size, clock_s, abandon, pieces
+        self._sender, self._slots, self._size, self._clock_s = sender, slots, size, clock_s
+        self._abandon, self._all = abandon, pieces
         self._accepted_before = sender.accepted
         self._last_refusal: tuple[Refusal, int] | None = None
 
@@ -279,10 +287,20 @@ class _Bisection:
             self.sent_again = True
             second = ticks[len(ticks) // 2]
             cut = next(number for number, piece in enumerate(pieces) if piece.result is second)
-            await self._send_ticks(pieces[:cut])
-            await self._send_ticks(pieces[cut:])
+            await self._send_halves(pieces[:cut], pieces[cut:])
         else:
             await self._narrow(pieces, refusal, try_a_few=True)
+
+    async def _send_halves(self, *halves: _Pieces) -> None:
+        """Send ticks before others: at the same time, unless both have samples of one device or node."""
+        earlier, later = ({piece.group.series.labels for piece in half} for half in halves)
+        if not earlier.isdisjoint(later):
+            for half in halves:
+                await self._send_ticks(half)
+            return
+        ends = await asyncio.gather(*map(self._send_ticks, halves), return_exceptions=True)
+        for failed in (end for end in ends if end is not None):
+            raise failed
 
     async def _narrow(self, pieces: _Pieces, refusal: Refusal, *, try_a_few: bool) -> None:
         """Find out which series of one tick are refused. ``try_a_few``: try a few of many before anything else."""
@@ -351,7 +369,8 @@ class _Bisection:
     async def _request(self, pieces: _Pieces) -> Refusal | None:
         """Send pieces as one request."""
         groups = [piece.group for piece in pieces]
-        refusal = await self._sender.send(groups, self._abandon)
+        async with self._slots:
+            refusal = await self._sender.send(groups, self._abandon)
         if refusal is None and not math.isinf(self._size.samples):
             self._size.taken(samples_of(groups), self._clock_s())
         return refusal

@@ -135,7 +135,7 @@ class RemoteWriteSink:
         client, sender = Client(settings), Sender(settings.connection(), client_id=settings.group)
         self._receiver = RemoteWriteSender(client.post, settings.protocol, made)
         shared = RemoteWriteShared(
-            deliverer=Deliverer(self._receiver, made),
+            deliverer=Deliverer(self._receiver, made, at_once=settings.max_in_flight),
             letters=DeadLetters(sender, "sink remote-write"),
             outcomes=self._outcomes,
             instruments=made,

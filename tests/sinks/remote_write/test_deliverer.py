@@ -109,6 +109,51 @@ async def test_the_earlier_half_goes_first() -> None:
     assert order == [[9], [0, 1, 2, 3], [9], [0, 1], [2, 3]]
 
 
+class SlowReceiver(Receiver):
+    """Lets all requests that are under way wait for one another, and answers the last one first."""
+
+    waiting: list["asyncio.Future[None]"]
+
+    async def post(self, body: bytes, protocol: Protocol) -> Answer:
+        self.waiting.append(asyncio.get_running_loop().create_future())
+        await self.waiting[-1]
+        return await super().post(body, protocol)
+
+    async def answer(self, delivering: "asyncio.Future[list[Delivered]]") -> tuple[int, int]:
+        """Answers until all is delivered. Gives how often it did so, and how many requests waited at the most."""
+        rounds = most = 0
+        self.waiting = []
+        while True:
+            for _ in range(100):  # turns of the loop: whoever can send does
+                await asyncio.sleep(0)
+            if delivering.done():
+                return rounds, most
+            rounds, most = rounds + 1, max(most, len(self.waiting))
+            for one in reversed(self.waiting):
+                one.set_result(None)
+            self.waiting.clear()
+
+
+async def test_ticks_of_different_nodes_that_are_refused_do_not_wait_for_one_another() -> None:
+    receiver = SlowReceiver()
+    await receiver.answer(asyncio.ensure_future(send(receiver, [tick(node, ts_ms=9) for node in range(16)], "1.0")))
+    delivering = asyncio.ensure_future(send(receiver, [tick(node) for node in range(16)], "1.0"))
+    rounds, most = await receiver.answer(delivering)
+    assert all(fate.nothing_of(tick(node)) for node, fate in enumerate(await delivering))
+    assert (rounds, most) == (1 + 1 + 1 + 1 + 1 + 2, 8), (
+        "the good one; all; halves; quarters; eighths; ticks, 8 at once"
+    )
+
+
+async def test_a_tick_waits_for_an_earlier_one_of_its_node_when_others_are_refused() -> None:
+    receiver = SlowReceiver(lambda one: "label too long" if identity(one)[0] == 1 else None)
+    ticks = [tick(0, 1), tick(0, 2), tick(0, 3), tick(1), tick(2), tick(3)]
+    delivering = asyncio.ensure_future(send(receiver, ticks, "1.0"))
+    await receiver.answer(delivering)
+    assert [bool(fate.refused) for fate in await delivering] == [False, False, False, True, False, False]
+    assert [ts_ms for ts_ms, _ in next(points for points in receiver.stored.values() if len(points) > 1)] == [1, 2, 3]
+
+
 async def test_a_tick_without_samples_is_delivered_by_doing_nothing() -> None:
     receiver = Receiver()
     assert await send(receiver, [[], []], "1.0") == [Delivered(), Delivered()]
