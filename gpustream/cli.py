@@ -12,7 +12,7 @@ import click
 
 from delivery.settings import Registered
 from gpustream import command
-from gpustream.command import Argument, Command, ProcessSettings
+from gpustream.command import Command, Group, ProcessSettings
 from producers import PRODUCERS
 from sinks import SINKS
 from streams import STREAMS
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
     load: Callable[[], click.Command]
 
 
-class Listed(click.Group):
+class Listed(Group):
     """A group that lists its commands without loading them, in the order of its entries."""
 
     def __init__(self, *args: Any, entries: Mapping[str, Entry], **kwargs: Any) -> None:
@@ -86,26 +86,6 @@ def _group(name: str, help: str, registry: Mapping[str, Registered]) -> Entry:  
     return Entry(help, lambda: Listed(name, help=help, entries=entries))
 
 
-STREAMS_HELP = " ".join(f"{name}: {row.help}" for name, row in STREAMS.items())
-
-
-def _stream() -> click.Command:
-    """The command that runs one of the streams; it has the options of all."""
-
-    @click.command(
-        cls=Command,
-        check=lambda given: command.mistakes(STREAMS[given["name"]], given),
-        help=STREAMS_HELP,
-        example="\n".join(row.example for row in STREAMS.values()),
-    )
-    @click.argument("name", cls=Argument, type=click.Choice(list(STREAMS)), default="attribution")
-    @command.options(*(command.load(row.settings) for row in STREAMS.values()), ProcessSettings)
-    def stream(name: str, **given: Any) -> None:
-        _serve(STREAMS[name], given)
-
-    return stream
-
-
 # -- all commands
 
 
@@ -120,7 +100,7 @@ COMMANDS = {
         "devices", "What of this machine would be sampled now: GPUs, MIG devices, who holds them, their values."
     ),
     "produce": _group("produce", "Read GPUs and pods, and send what they say to Kafka.", PRODUCERS),
-    "stream": Entry(STREAMS_HELP, _stream),
+    "stream": _group("stream", "Make more of what producers sent: who holds each GPU, alerts, usage.", STREAMS),
     "sink": _group("sink", "Take gpu.attributed from Kafka to where it is wanted.", SINKS),
     "topics": _module("topics", "Create the topics, or compare them with what they should be."),
     "alerts": _module("alerts", "List the alerts that fire: since when, where, whose, and what is wrong."),
@@ -148,7 +128,13 @@ COMMANDS = {
 }
 
 
-@click.group("gpustream", cls=Listed, entries=COMMANDS, epilog="gpustream COMMAND --help says more, with an example.")
+@click.group(
+    "gpustream",
+    cls=Listed,
+    entries=COMMANDS,
+    epilog="gpustream COMMAND --help says more, with an example.",
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
 @click.version_option(package_name="gpustream", prog_name="gpustream")
 def main() -> None:
     """GPU telemetry as a stream: which pod, Job or team uses which GPU.

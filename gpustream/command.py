@@ -62,6 +62,36 @@ class Argument(_Collecting, click.Argument):
     """An argument of a :class:`Command`."""
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The sentence that names the known word that this one is nearest to; empty if none is near."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+class Group(click.Group):
+    """A click group that says which command was meant by a misspelt one, or which commands there are."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click's; an option that the group does not have may be one of its commands'."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if not error.possibilities:
+                names = ", ".join(self.list_commands(ctx))
+                error.message = f"No such option {error.option_name!r} before a command. The commands are: {names}."
+            raise
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's, with a suggestion."""
+        known = self.list_commands(ctx)
+        if args[0] not in known and not ctx.resilient_parsing:
+            meant = did_you_mean(args[0], known) or f" The commands are: {', '.join(known)}."
+            ctx.fail(f"No such command {args[0]!r}.{meant}")
+        return super().resolve_command(ctx, args)
+
+
 class Command(click.Command):
     """A click command with an example in its help, whose mistakes are all reported at once.
 
@@ -94,9 +124,7 @@ class Command(click.Command):
         mistakes += ctx.meta.get(_MISTAKES, ())
         unknown = [arg.partition("=")[0] for arg in rest if arg.startswith("-") and arg != "-"]
         known = [name for param in self.get_params(ctx) for name in param.opts]
-        for name in unknown:
-            close = difflib.get_close_matches(name, known, n=1)
-            mistakes.append(f"No such option {name!r}." + (f" Did you mean {close[0]}?" if close else ""))
+        mistakes += [f"No such option {name!r}.{did_you_mean(name, known)}" for name in unknown]
         if not unknown:  # an unknown option could have brought the surplus arguments
             mistakes += [f"Got an unexpected argument {arg!r}." for arg in rest]
         mistakes += self.check(ctx.params) if self.check else ()

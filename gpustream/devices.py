@@ -164,6 +164,7 @@ def described(
     """The devices as in gpu.samples, each with who holds it, why it could not be read, and what it could not say.
 
     A MIG device was refused as its GPU was. A device that was refused has left nothing out: the refusal says it all.
+    GPUs that are lost or hang come first.
     """
     found: list[Json] = []
     for device in devices:
@@ -178,7 +179,8 @@ def described(
                 "left_out": [{"what": what, "tried": [*map(_tried, tried)]} for what, tried in missing.items()],
             }
         )
-    return found
+    unwell = {device["uuid"] for device in found if device["state"] != "ok"}
+    return sorted(found, key=lambda one: not unwell & {one["uuid"], (one.get("mig") or {}).get("parent_uuid")})
 
 
 def only(report: Json, wanted: str) -> dict[str, Any]:
@@ -258,6 +260,7 @@ def text(report: Json) -> str:
         what = one["device_id"] if claim is None else f"{claim['driver']}/{claim['pool']}/{claim['device']}"
         unplaced.append(f"on no device: {what} of {_who(one)}: {_WHY[one['why']]}")
     blocks = [
+        [line for content in _unwell(report) for line in _line("", content)],
         [line for content in _head(report) for line in _line("", content)],
         *(_block(device, shown) for device in report["devices"]),
         [line for content in unopened for line in _line("", content)],
@@ -288,6 +291,14 @@ def sentence(tried: Iterable[Json]) -> str:
     return ", then ".join(
         _ERRORS.get(error, error) + (f" ({names})" if names else "") for error, names in named.items()
     )
+
+
+def _unwell(report: Json) -> Iterator[str]:
+    """The GPUs that are lost, hang or can't be opened, in a line."""
+    names = [f"{_name(one)} {one['state']}" for one in report["devices"] if one["state"] != "ok" and not one.get("mig")]
+    names += [f"GPU at {one['place']} can't be opened" for one in report["unopened"]]
+    if names:
+        yield f"not well: {', '.join(names)}"
 
 
 def _head(report: Json) -> Iterator[str]:

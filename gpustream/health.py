@@ -185,7 +185,7 @@ async def listening(application: "WSGIApplication", address: Address | None) -> 
     try:
         server = _Server(address)
     except OSError as error:
-        raise ListenError(f"can't listen on {address}: {error.strerror or error}") from error
+        raise ListenError(f"--listen: can't listen on {address}: {error.strerror or error}") from error
     server.set_app(application)
     threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="health", daemon=True).start()
     try:

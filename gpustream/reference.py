@@ -47,6 +47,10 @@ def options_markdown() -> str:
         "start, and one message lists every mistake. Durations are written `500ms`, `30s`, `15m`, `2h` (a bare number "
         "is seconds), sizes `64KiB`, `4MiB`. Exit codes: 0 done, 1 failed, 2 wrong usage, 70 stopped itself to be "
         "restarted.",
+        "`-h` is `--help`. A word that is misspelt is answered with the one that was probably meant.",
+        "## Shell completion",
+        "A line in the shell's own file makes Tab complete commands, options and the words that an option takes:",
+        _table(("shell", "file", "line"), _COMPLETION),
         "## How Kafka is reached",
         "Every command that has `--kafka` has these too. [kafka.md](kafka.md#connect) says which of them a broker "
         "wants.",
@@ -55,6 +59,12 @@ def options_markdown() -> str:
     ]
     return "\n\n".join(parts) + "\n"
 
+
+_COMPLETION = [
+    ("bash 4.4 or newer", "`~/.bashrc`", '`eval "$(_GPUSTREAM_COMPLETE=bash_source gpustream)"`'),
+    ("zsh", "`~/.zshrc`", '`eval "$(_GPUSTREAM_COMPLETE=zsh_source gpustream)"`'),
+    ("fish", "`~/.config/fish/completions/gpustream.fish`", r"`_GPUSTREAM_COMPLETE=fish_source gpustream | source`"),
+]
 
 _ENDS = [
     ("It was delivered: the receiver has it, or the broker has what came of it.", "`records_delivered_total`"),

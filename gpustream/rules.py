@@ -21,7 +21,7 @@ from click.core import ParameterSource
 from delivery.connection import Connection
 from delivery.settings import START_FROM, ConnectionSettings
 from gpustream import alerts, history, logs
-from gpustream.command import LOG_FORMAT, Argument, Command, connection, counted, option, options
+from gpustream.command import LOG_FORMAT, Argument, Command, Group, connection, counted, option, options
 from gpustream.topics import answer, show
 from streams.alerts import tick as ticks
 from streams.alerts.node import Replay
@@ -41,7 +41,7 @@ _MOST_NAMED = 20
 RULES_FILE = click.argument("file", cls=Argument, type=click.Path(path_type=Path))
 
 
-@click.group()
+@click.group(cls=Group)
 def rules() -> None:
     """Check a file of alert rules, or try it on what was recorded."""
 

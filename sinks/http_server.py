@@ -33,11 +33,15 @@ async def listening(
     routes: Iterable[web.RouteDef],
     address: tuple[str, int],
     *,
+    option: str,
     context: ssl.SSLContext | None = None,
     middlewares: Iterable[Middleware] = (),
     closing: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[str, int]]:
-    """Serves while inside; gives the address that it got. ``closing`` is called before open requests are waited for."""
+    """Serves while inside; gives the address that it got. ``option`` is the one that gave the address, for errors.
+
+    ``closing`` is called before open requests are waited for.
+    """
     application = web.Application(middlewares=middlewares)
     application.add_routes(routes)
     runner = web.AppRunner(
@@ -54,7 +58,7 @@ async def listening(
         try:
             listener = await asyncio.get_running_loop().create_server(connect, host, port, ssl=context)
         except OSError as error:
-            raise ListenError(f"can't serve metrics on {host}:{port}: {error.strerror or error}") from error
+            raise ListenError(f"{option}: can't serve metrics on {host}:{port}: {error.strerror or error}") from error
         yield host, listener.sockets[0].getsockname()[1]
     finally:
         if listener is not None:

@@ -8,7 +8,7 @@ STREAMS = {
         settings="streams.settings:AttributionSettings",
         reads=("gpu.samples", "gpu.allocations", "gpu.workloads"),
         writes=("gpu.attributed",),
-        help="join samples with the pods that held the GPUs, and send gpu.attributed.",
+        help="Join samples with who held the GPUs, and send gpu.attributed.",
         example="gpustream stream attribution --kafka 127.0.0.1:9092 --instance-id attribution-0",
     ),
     "alerts": Registered(
@@ -18,7 +18,7 @@ STREAMS = {
         writes=("gpu.alerts",),
         keeps=("gpu.alert-state", "gpu.alert-members", "gpu.alert-groups"),
         sees=("gpu.samples",),
-        help="judge gpu.attributed by the alert rules, and send gpu.alerts.",
+        help="Judge gpu.attributed by the alert rules, and send gpu.alerts.",
         example="gpustream stream alerts --kafka 127.0.0.1:9092 --rules rules.toml",
     ),
     "usage": Registered(
@@ -28,7 +28,7 @@ STREAMS = {
         writes=("gpu.usage-minutes", "gpu.usage"),
         keeps=("gpu.usage-state",),
         sees=("gpu.samples",),
-        help="count who had each GPU and what they did with it, and send gpu.usage-minutes and gpu.usage (hours).",
+        help="Count who had each GPU and what of it was used, in gpu.usage-minutes and gpu.usage (hours).",
         example="gpustream stream usage --kafka 127.0.0.1:9092 --instance-id usage-0",
     ),
 }

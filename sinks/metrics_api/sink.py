@@ -106,6 +106,7 @@ class MetricsApiSink:
             served = http_server.listening(
                 api.routes(),
                 settings.metrics_listen or METRICS_ADDRESS,
+                option="--metrics-listen",
                 context=tls.context if tls is not None else None,
                 middlewares=[api.guard],
             )

@@ -27,7 +27,9 @@ def serving(
     renderings: Renderings, address: tuple[str, int], on_scrape: Callable[[], None]
 ) -> contextlib.AbstractAsyncContextManager[tuple[str, int]]:
     """Serves while inside; gives the address that it got. ``on_scrape`` is called at each scrape."""
-    return http_server.listening(_routes(renderings, on_scrape), address, closing=renderings.close)
+    return http_server.listening(
+        _routes(renderings, on_scrape), address, option="--scrape-listen", closing=renderings.close
+    )
 
 
 def _routes(renderings: Renderings, on_scrape: Callable[[], None]) -> list[web.RouteDef]:

@@ -1,6 +1,7 @@
 """The command line as a whole."""
 
 import inspect
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from delivery.settings import Registered
 from gpustream import command
 from gpustream.cli import COMMANDS as LISTED
 from gpustream.cli import main
+from gpustream.reference import options_markdown
 from producers import PRODUCERS
 from sinks import SINKS
 from streams import STREAMS
@@ -70,12 +72,11 @@ def test_a_command_takes_what_its_options_of_kafka_make_of_it(path: tuple[str, .
 @pytest.mark.parametrize(("group", "registry"), [("produce", PRODUCERS), ("sink", SINKS), ("stream", STREAMS)])
 def test_every_option_of_a_component_is_its_command_s(group: str, registry: dict[str, Registered]) -> None:
     for name, row in registry.items():
-        path = (group, name) if group != "stream" else (group,)
+        path = (group, name)
         given = {param.name for param in COMMANDS[path].params if isinstance(param, click.Option)}
         own = {field.name for field in settings.fields(command.load(row.settings))}
 
-        assert own | EVERYWHERE <= given
-        assert own | EVERYWHERE == given or group == "stream"
+        assert own | EVERYWHERE == given
 
 
 def test_every_mistake_of_a_file_of_rules_is_named_before_the_stream_starts(tmp_path: Path) -> None:
@@ -119,7 +120,103 @@ def test_an_unknown_stream_is_a_mistake() -> None:
     result = _invoke("stream", "nonsense", "--kafka", "127.0.0.1:1")
 
     assert result.exit_code == 2
-    assert "'nonsense' is not one of 'attribution', 'alerts'" in result.stderr
+    assert "No such command 'nonsense'. The commands are: alerts, attribution, usage." in result.stderr
+
+
+@pytest.mark.parametrize(("group", "registry"), [("produce", PRODUCERS), ("sink", SINKS), ("stream", STREAMS)])
+def test_a_group_without_a_name_lists_what_there_is_with_a_line_each(
+    group: str, registry: dict[str, Registered]
+) -> None:
+    result = _invoke(group)
+
+    lines = [line.split() for line in result.stderr.partition("Commands:\n")[2].splitlines()]
+    assert result.exit_code == 2
+    assert [line[0] for line in lines] == sorted(registry)
+    assert all(len(line) > 3 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["strem"], "stream"),
+        (["sink", "remotewrite"], "remote-write"),
+        (["topics", "lst"], "list"),
+        (["rules", "tset"], "test"),
+        (["--verison"], "--version"),
+        (["sink", "scrape", "--kafk", "k:1"], "--kafka"),
+        (["devices", "--formt=json"], "--format"),
+    ],
+)
+def test_a_misspelt_word_is_answered_with_the_one_that_was_meant(typed: list[str], meant: str) -> None:
+    result = _invoke(*typed)
+
+    assert result.exit_code == 2
+    assert f"Did you mean {meant}?" in result.stderr
+
+
+def test_an_option_before_the_command_is_answered_with_the_commands() -> None:
+    result = _invoke("stream", "--kafka", "k:1", "alerts")
+
+    assert result.exit_code == 2
+    assert "No such option '--kafka' before a command. The commands are: alerts, attribution, usage." in result.stderr
+
+
+@pytest.mark.parametrize("path", [(), ("sink",), *COMMANDS], ids=" ".join)
+def test_h_is_help(path: tuple[str, ...]) -> None:
+    assert _invoke(*path, "-h").output == _invoke(*path, "--help").output
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("gpustream st", "plain,stream"),
+        ("gpustream stream al", "plain,alerts"),
+        ("gpustream sink scrape --scrape-l", "plain,--scrape-listen"),
+        ("gpustream sink scrape --log-format js", "plain,json"),
+    ],
+)
+def test_the_shell_completes_commands_options_and_words(typed: str, completed: str) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    result = CliRunner().invoke(main, prog_name="gpustream", env={"_GPUSTREAM_COMPLETE": "bash_complete", **words})
+
+    assert result.output.splitlines() == [completed]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_line_of_the_docs_makes_a_shell_complete(shell: str) -> None:
+    line = f"_GPUSTREAM_COMPLETE={shell}_source gpustream"
+    result = CliRunner().invoke(main, prog_name="gpustream", env={"_GPUSTREAM_COMPLETE": f"{shell}_source"})
+
+    assert line in options_markdown()
+    assert "_GPUSTREAM_COMPLETE" in result.output
+
+
+@pytest.mark.parametrize("name", ["topics", "sinks"])
+@pytest.mark.parametrize("foreign", ["{}/__init__.py", "{}/notes.txt", "{}.py"])
+@pytest.mark.parametrize("by_path", [False, True], ids=["python -m", "the command, by PYTHONPATH"])
+def test_a_folder_of_another_program_is_named_in_one_sentence(
+    tmp_path: Path, name: str, foreign: str, by_path: bool
+) -> None:
+    path = tmp_path / foreign.format(name)
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    start = [str(Path(sys.executable).parent / "gpustream")] if by_path else [sys.executable, "-m", "gpustream"]
+    env = {**os.environ, **({"PYTHONPATH": str(tmp_path)} if by_path else {})}
+    done = subprocess.run([*start, "--help"], cwd=tmp_path, env=env, check=False, capture_output=True, text=True)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert f"needs its own package '{name}'" in done.stderr
+    assert f"finds {tmp_path / name}" in done.stderr
+    assert "start gpustream in another folder" in done.stderr
+
+
+def test_the_command_starts_beside_a_folder_of_another_program(tmp_path: Path) -> None:
+    (tmp_path / "topics").mkdir()
+    (tmp_path / "topics" / "__init__.py").touch()
+    command_ = Path(sys.executable).parent / "gpustream"
+
+    assert subprocess.run([command_, "--version"], cwd=tmp_path, check=True, capture_output=True).stdout
 
 
 def test_run_without_a_fleet_or_a_driver_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +255,9 @@ def test_help_loads_no_command_and_nothing_heavy() -> None:
     assert loaded & {f"gpustream.{name}" for name in LISTED} == set()
 
 
-@pytest.mark.parametrize("path", [("produce", "node"), ("produce", "simulated"), ("stream",), ("sink", "remote-write")])
+@pytest.mark.parametrize(
+    "path", [("produce", "node"), ("produce", "simulated"), ("stream", "alerts"), ("sink", "remote-write")]
+)
 def test_the_help_of_a_component_loads_its_settings_and_no_component(path: tuple[str, ...]) -> None:
     assert _loaded(*path) & {"faust", "aiokafka", "rich", "aiohttp", "pynvml"} == set()
 

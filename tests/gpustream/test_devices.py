@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpustream import devices
-from gpustream.devices import Nothing, look, only, place
+from gpustream.devices import Nothing, described, look, only, place
 from producers.node.config import NodeSettings
 from tests.nvml.scripted import Mig, Process, ScriptedNvml
 from tests.producers.node import pod_resources
@@ -238,6 +238,7 @@ def test_gpus_that_are_lost_hang_or_can_not_be_opened_are_shown_with_the_call_an
         ("ok", None, [{"what": "power_watts", "tried": [{"call": POWER, "error": "TIMEOUT"}]}]),
     ]
     text = _text(report)
+    assert text.startswith("not well: GPU 1 lost, GPU at 0 can't be opened, GPU at 2 can't be opened node gpu-node-1:")
     assert "GPU 1: NVIDIA H100 80GB HBM3, lost why lost (nvmlDeviceGetUtilizationRates)" in text
     assert "GPU at 2 can't be opened: no answer in time (nvmlDeviceGetHandleByIndex)" in text
 
@@ -368,3 +369,11 @@ def test_the_form_of_the_report_is_that_of_the_docs() -> None:
     section = page.split("## What would be sampled here")[1].split("\n## ")[0]
     for field in ("schema", *REPORT, "holders", "refusal", "left_out", *devices._WHY):
         assert f"`{field}`" in section
+
+
+def test_gpus_that_are_lost_or_hang_come_first_with_their_mig_devices() -> None:
+    states = {"GPU-a": "ok", "GPU-b": "timeout", "GPU-c": "lost"}
+    gpus = [{"uuid": uuid, "state": state} for uuid, state in states.items()]
+    part = {"uuid": "MIG-b", "state": "ok", "mig": {"parent_uuid": "GPU-b"}}
+    found = described([gpus[0], gpus[1], part, gpus[2]], {}, {}, {})
+    assert [one["uuid"] for one in found] == ["GPU-b", "MIG-b", "GPU-c", "GPU-a"]

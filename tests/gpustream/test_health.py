@@ -233,7 +233,7 @@ async def test_off_listens_nowhere() -> None:
 async def test_a_port_in_use_is_a_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ListenError, match=rf"can't listen on 127\.0\.0\.1:{port}: .*in use"):
+        with pytest.raises(ListenError, match=rf"--listen: can't listen on 127\.0\.0\.1:{port}: .*in use"):
             async with listening(_health().answer, Address("127.0.0.1", port)):
                 pass
 

@@ -278,7 +278,10 @@ async def pod_labels(infer: Inference) -> AsyncIterator[str]:
         labels = [f'namespace="{infer.namespace}",pod="{pod}",label_app="{infer.name}"' for pod in infer.pods]
         return web.Response(text="".join(f"kube_pod_labels{{{some}}} 1\n" for some in labels))
 
-    async with http_server.listening([web.get("/metrics", metrics)], ("127.0.0.1", 0)) as (host, port):
+    async with http_server.listening([web.get("/metrics", metrics)], ("127.0.0.1", 0), option="--metrics-listen") as (
+        host,
+        port,
+    ):
         yield f"{host}:{port}"
 
 

@@ -79,7 +79,9 @@ class Bench:
 async def bench(lists: dict[str, set[str] | Exception] | None = None, access: Access = OPEN) -> AsyncIterator[Bench]:
     """Serves; without ``lists`` plain JSON only."""
     made = Bench(access, lists)
-    async with listening(made.api.routes(), ("127.0.0.1", 0), middlewares=[made.api.guard]) as address:
+    async with listening(
+        made.api.routes(), ("127.0.0.1", 0), option="--metrics-listen", middlewares=[made.api.guard]
+    ) as address:
         made.url = "http://{}:{}".format(*address)
         yield made
 

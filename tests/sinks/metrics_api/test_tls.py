@@ -79,7 +79,9 @@ async def test_only_certificates_of_the_clients_ca_come_in_and_only_front_proxie
     files = Files(tmp_path, ours, ours)
     tls = ServerTls(files.certificate, files.key, files.ca.read_text)
     made = api(lambda: frozenset({"front-proxy-client"}))
-    async with listening(made.routes(), ("127.0.0.1", 0), context=tls.context, middlewares=[made.guard]) as address:
+    async with listening(
+        made.routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context, middlewares=[made.guard]
+    ) as address:
         proxy, other = ours.sign("front-proxy-client"), ours.sign("keda")
         assert await ask(address, ours, proxy, BASE) == 200
         assert await ask(address, ours, other, BASE) == 403
@@ -96,7 +98,9 @@ async def test_where_a_token_is_as_good_a_client_comes_in_without_a_certificate(
     (tmp_path / "token").write_text("secret")
     tls = ServerTls(files.certificate, files.key, files.ca.read_text, optional=True)
     made = api(token=tmp_path / "token")
-    async with listening(made.routes(), ("127.0.0.1", 0), context=tls.context, middlewares=[made.guard]) as address:
+    async with listening(
+        made.routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context, middlewares=[made.guard]
+    ) as address:
         assert await ask(address, ours, None) == 401
         assert await ask(address, ours, None, BASE) == 401
         assert await ask(address, ours, ours.sign("keda")) == 404
@@ -110,7 +114,9 @@ async def test_changed_files_are_shown_to_the_next_client_without_a_restart(
     files = Files(tmp_path, ours, ours)
     tls = ServerTls(files.certificate, files.key, files.ca.read_text)
     made = api()
-    async with listening(made.routes(), ("127.0.0.1", 0), context=tls.context, middlewares=[made.guard]) as address:
+    async with listening(
+        made.routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context, middlewares=[made.guard]
+    ) as address:
         assert await ask(address, ours, ours.sign("keda")) == 404
         files.become(theirs, theirs)
         assert await ask(address, theirs, theirs.sign("keda")) == 404
@@ -125,7 +131,9 @@ async def test_files_that_are_broken_for_now_change_nothing(
     files = Files(tmp_path, ours, ours)
     tls = ServerTls(files.certificate, files.key, files.ca.read_text)
     made = api()
-    async with listening(made.routes(), ("127.0.0.1", 0), context=tls.context, middlewares=[made.guard]) as address:
+    async with listening(
+        made.routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context, middlewares=[made.guard]
+    ) as address:
         files.key.write_text("half a k")
         assert await ask(address, ours, ours.sign("keda")) == 404
         files.ca.unlink()
