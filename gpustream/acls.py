@@ -57,6 +57,7 @@ def of_commands() -> dict[str, list[Acl]]:
         "topics list": _every_topic("Describe", "DescribeConfigs"),
         "alerts": [Acl("Read", "Topic", "gpu.alerts")],
         "usage": [Acl("Read", "Topic", name) for name in ("gpu.usage", "gpu.usage-minutes")],
+        "report": [Acl("Read", "Topic", name) for name in ("gpu.usage", "gpu.usage-minutes", "gpu.alerts")],
         "replay": [
             Acl("Read", "Topic", "gpu.attributed"),
             *(

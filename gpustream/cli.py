@@ -108,6 +108,10 @@ COMMANDS = {
         "Say who had how many GPU-hours, what of them was used, and what that costs.",
         lambda: command.load("gpustream.usage.command:usage"),
     ),
+    "report": Entry(
+        "Report who had the GPUs, what was used and wasted, how that changed, and which alerts fired.",
+        lambda: command.load("gpustream.report.command:report"),
+    ),
     "doctor": Entry(
         "Check a running pipeline, in an operator's order: what is wrong, why, what shows it, and what to do next.",
         lambda: command.load("gpustream.doctor.command:doctor"),

@@ -7,6 +7,7 @@ On failure: what is wrong, in a sentence, and exit code 1; mistakes in the comma
 """
 
 import csv
+import functools
 import re
 import sys
 import time
@@ -25,7 +26,7 @@ from delivery.connection import Connection
 from delivery.prices import PricesError
 from delivery.settings import FILE, READABLE_FILE, Text
 from gpustream import logs
-from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option
+from gpustream.command import KAFKA, LOG_FORMAT, Command, Decorator, counted, option
 from gpustream.topics import FAILED, answer
 from gpustream.usage import read
 from gpustream.usage.focus import Bill, BillError, Nodes, read_nodes
@@ -39,7 +40,7 @@ CSV_COLUMNS = (
     "by", "category", "held_ms", "used_us", "idle_ms", "energy_mj", "gpu_hours", "share", "cost", "currency", "final",
 )  # fmt: skip
 
-_MJ_IN_KWH = 3_600_000_000
+MJ_IN_KWH = 3_600_000_000
 _HAS_ZONE = re.compile(r"(Z|[+-]\d{2}:?\d{2})$", re.IGNORECASE)
 
 
@@ -95,12 +96,55 @@ def _whole_minutes(text: str) -> float:
     return seconds
 
 
-def _mistakes(given: dict[str, Any]) -> Iterator[str]:
+def time_options(default: str) -> Decorator[Any]:
+    """The options of a time, as ``since_s``, ``first`` and ``last``. ``default``: how long it is if none is given."""
+    each = (
+        option(
+            "--since",
+            "since_s",
+            type=Text("DURATION", _whole_minutes, "24h", show=values.duration_text),
+            show_default=f"{default}, if --from is not given",
+            help="The time until now: 24h, 7d. Whole minutes.",
+        ),
+        option(
+            "--from",
+            "first",
+            type=TIME,
+            help=(
+                "When the time begins: 2026-11-01, 2026-11-01T08:00+01:00, or 7d for seven days ago. Without a zone:"
+                " UTC."
+            ),
+        ),
+        option("--to", "last", type=TIME, show_default="now", help="When the time ends, written as --from."),
+    )
+    return lambda function: functools.reduce(lambda made, one: one(made), reversed(each), function)
+
+
+PRICES = option(
+    "--prices",
+    "prices_file",
+    type=READABLE_FILE,
+    help=(
+        "A YAML or TOML file of what a GPU-hour costs: by model, date and node labels. docs/chargeback.md has an"
+        " example."
+    ),
+)
+
+
+def time_mistakes(given: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with the options of a time together."""
     since_s, first, last = given["since_s"], given["first"], given["last"]
     if since_s is not None and (first is not None or last is not None):
         yield "--since: not together with --from and --to"
     if last is not None and first is None:
         yield "--to: needs --from"
+    try:
+        wanted(since_s, first, last, now_ms())
+    except ValueError as error:
+        yield str(error)
+
+
+def _mistakes(given: dict[str, Any]) -> Iterator[str]:
     bill, out = given["bill_file"], given["focus_file"]
     if (bill is None) != (out is None):
         yield "--focus-origin and --focus go together: without a bill, --format csv is what there is"
@@ -108,10 +152,7 @@ def _mistakes(given: dict[str, Any]) -> Iterator[str]:
         yield from (f"{name}: needs --focus-origin" for name in _OF_FOCUS if given[_OF_FOCUS[name]])
     elif out.exists() and out.samefile(bill):
         yield "--focus: must not be the bill itself"
-    try:
-        wanted(since_s, first, last, _now_ms())
-    except ValueError as error:
-        yield str(error)
+    yield from time_mistakes(given)
 
 
 @click.command(
@@ -130,20 +171,7 @@ def _mistakes(given: dict[str, Any]) -> Iterator[str]:
     default="namespace",
     help="Whose usage is a row. A pod without a workload is a workload by itself.",
 )
-@option(
-    "--since",
-    "since_s",
-    type=Text("DURATION", _whole_minutes, "24h", show=values.duration_text),
-    show_default="24h, if --from is not given",
-    help="The time until now: 24h, 7d. Whole minutes.",
-)
-@option(
-    "--from",
-    "first",
-    type=TIME,
-    help="When the time begins: 2026-11-01, 2026-11-01T08:00+01:00, or 7d for seven days ago. Without a zone: UTC.",
-)
-@option("--to", "last", type=TIME, show_default="now", help="When the time ends, written as --from.")
+@time_options("24h")
 @option(
     "--format",
     "form",
@@ -151,15 +179,7 @@ def _mistakes(given: dict[str, Any]) -> Iterator[str]:
     default="text",
     help="json: one object, with integers as they are in gpu.usage.",
 )
-@option(
-    "--prices",
-    "prices_file",
-    type=READABLE_FILE,
-    help=(
-        "A YAML or TOML file of what a GPU-hour costs: by model, date and node labels. docs/chargeback.md has an"
-        " example."
-    ),
-)
+@PRICES
 @option(
     "--focus-origin",
     "bill_file",
@@ -207,14 +227,14 @@ def usage(
     logs.setup(log_format)
     if any(one is not None and one.is_assumed for one in (first, last)):
         click.echo("times without a zone are taken as UTC", err=True)
-    time_range = wanted(since_s, first, last, _now_ms())
+    time_range = wanted(since_s, first, last, now_ms())
     try:
         table = Table(by, price_list.load(prices_file) if prices_file is not None else None)
         bill = _bill(by, **focus)
         if bill is not None and bill.range is not None and since_s is None and first is None:
-            time_range = bill.range.until(_now_ms())
+            time_range = bill.range.until(now_ms())
         found = answer(_count(connection, time_range, table, bill))
-        for note in [*found.notes, *_remarks(table)]:
+        for note in [*found.notes, *remarks(table)]:
             click.echo(note, err=True)
         if not found.range.is_some:
             raise SystemExit(FAILED)
@@ -249,7 +269,7 @@ def _bill(
 async def _count(connection: Connection, time_range: Range, table: Table, bill: Bill | None) -> read.Answer:
     """Read what was used in a time, and count it."""
     async with read.opened(connection) as past:
-        found = await read.plan(past, time_range, _now_ms())
+        found = await read.plan(past, time_range, now_ms())
         if found.range.is_some:
             async for records in read.records(past, found):
                 for record in records:
@@ -280,11 +300,12 @@ def _write(bill: Bill, counted_range: Range, file: Path) -> None:
         click.echo(f"{counted(number, 'charge')} as before: {why}", err=True)
 
 
-def _now_ms() -> int:
+def now_ms() -> int:
+    """The time."""
     return time.time_ns() // 1_000_000
 
 
-def _remarks(table: Table) -> Iterator[str]:
+def remarks(table: Table) -> Iterator[str]:
     """What has to be known about a table."""
     if table.growing:
         yield (
@@ -358,22 +379,29 @@ def as_text(time_range: Range, table: Table) -> Iterator[str]:
     yield f"GPU usage by {table.by}, {utc(time_range.from_ms)} to {utc(time_range.to_ms)} (UTC)"
     yield ""
     for name, mark, cells in lines:
-        shown = "".join(sign if sign.isprintable() else "?" for sign in name)
-        shown = shown if len(shown) + len(mark) <= room else f"{shown[: room - 1 - len(mark)]}…"
-        yield (f"{shown + mark:<{room}}" + "".join(map("  {:>{}}".format, cells, widths))).rstrip()
+        yield (
+            f"{fitting(name, room - len(mark)) + mark:<{room}}" + "".join(map("  {:>{}}".format, cells, widths))
+        ).rstrip()
     hours, asked = table.gpu_hours, Fraction(time_range.to_ms - time_range.from_ms, HOUR_MS)
-    there = f"{_figure(asked)} hours" if hours == len(table.gpus) * asked else "the time that each was known"
+    there = f"{figure(asked)} hours" if hours == len(table.gpus) * asked else "the time that each was known"
     differ = "" if table.whole.gpu_hours == hours else ", which is not the sum above"
     yield ""
-    yield f"{counted(len(table.gpus), 'GPU')} x {there} = {_figure(hours)} GPU-hours{differ}"
+    yield f"{counted(len(table.gpus), 'GPU')} x {there} = {figure(hours)} GPU-hours{differ}"
 
 
 def _cells(row: UsageRow) -> list[str]:
     sums = row.sums
-    hours = map(_figure, (sums.gpu_hours, sums.used_hours, sums.idle_hours))
+    hours = map(figure, (sums.gpu_hours, sums.used_hours, sums.idle_hours))
     cost = [] if row.cost is None else [f"{row.cost:,f}"]
-    return [*hours, f"{rounded(row.share * 100, 1)}%", _figure(Fraction(sums.energy_mj, _MJ_IN_KWH)), *cost]
+    return [*hours, f"{rounded(row.share * 100, 1)}%", figure(Fraction(sums.energy_mj, MJ_IN_KWH)), *cost]
 
 
-def _figure(value: Fraction) -> str:
+def fitting(name: str, room: int) -> str:
+    """A name in so many signs, without those that a terminal would act on."""
+    shown = "".join(sign if sign.isprintable() else "?" for sign in name)
+    return shown if len(shown) <= room else f"{shown[: room - 1]}…"
+
+
+def figure(value: Fraction) -> str:
+    """A number for people."""
     return f"{rounded(value, 2):,f}"

@@ -38,7 +38,7 @@ class Sums:
         self.device_ms = self.slice_ms = self.used_us = self.idle_ms = self.energy_mj = 0
         self.growing = False
         self._gpu: dict[int, list[int]] = {}  # by slices of a GPU: slice-ms held, slice-us used, slice-ms idle
-        self._priced: dict[tuple[Decimal, int], int] = {}  # by price and slices of a GPU: slice-ms
+        self._priced: dict[tuple[Decimal, int], list[int]] = {}  # by price and slices of a GPU: slice-ms held, idle
 
     def add(self, record: Usage, price: Decimal | None) -> None:
         """Take a record in. ``price``: what a GPU-hour of it costs."""
@@ -50,11 +50,14 @@ class Sums:
         self.growing |= not record.final
         gpu = self._gpu.setdefault(record.of, [0, 0, 0])
         gpu[0] += record.slice_ms
+        idle = record.idle_ms * record.slice_ms // record.device_ms if record.device_ms else 0
+        gpu[2] += idle
         if record.device_ms:
             gpu[1] += record.used_us * record.slice_ms // record.device_ms
-            gpu[2] += record.idle_ms * record.slice_ms // record.device_ms
         if price is not None:
-            self._priced[price, record.of] = self._priced.get((price, record.of), 0) + record.slice_ms
+            priced = self._priced.setdefault((price, record.of), [0, 0])
+            priced[0] += record.slice_ms
+            priced[1] += idle
 
     @property
     def gpu_hours(self) -> Fraction:
@@ -74,7 +77,15 @@ class Sums:
     @property
     def cost(self) -> Fraction:
         """What that costs, as far as it has a price."""
-        costs = (Fraction(price) * slice_ms / (of * HOUR_MS) for (price, of), slice_ms in self._priced.items())
+        return self._cost(0)
+
+    @property
+    def idle_cost(self) -> Fraction:
+        """What of that is for the time in which their holder did nothing with them."""
+        return self._cost(1)
+
+    def _cost(self, place: int) -> Fraction:
+        costs = (Fraction(price) * ms[place] / (of * HOUR_MS) for (price, of), ms in self._priced.items())
         return sum(costs, Fraction(0))
 
 

@@ -1,0 +1,1 @@
+"""``gpustream report``: who had the GPUs, what of them was used, what was wasted, and which alerts fired."""

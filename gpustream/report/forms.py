@@ -1,0 +1,287 @@
+"""A report as text and as HTML: both are made of the same sections. Nothing in it says when it was made.
+
+Names come from labels that tenants write: in both forms, signs that do not print are replaced, and in HTML all is
+escaped.
+"""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from html import escape
+from typing import NamedTuple
+
+from gpustream.alerts import lasted
+from gpustream.command import counted
+from gpustream.report.summary import AlertSums, Summary, part, shares
+from gpustream.usage.command import MJ_IN_KWH, NARROWEST, figure, fitting
+from gpustream.usage.read import Range, utc
+from gpustream.usage.table import CATEGORIES, Sums, Table, UsageRow, rounded
+
+WIDTH = 100
+TEAM_WIDTH = 20
+
+
+class Row(NamedTuple):
+    """A row: its names, its figures, and, if it has a bar, the time that this is of."""
+
+    names: tuple[str, ...]
+    cells: Sequence[str]
+    of: Sums | None = None
+
+
+class Section(NamedTuple):
+    """A table with a title; ``note`` says what has to be known about it."""
+
+    title: str
+    names: tuple[str, ...]
+    columns: Sequence[str]
+    rows: Sequence[Row]
+    note: str = ""
+
+
+class Report(NamedTuple):
+    """A report. ``facts`` and ``notes`` are sentences."""
+
+    title: str
+    facts: Sequence[str]
+    sections: Sequence[Section]
+    notes: Sequence[str]
+
+
+def report(
+    time: Range,
+    now: Summary,
+    before: Summary | None,
+    alerts: tuple[list[AlertSums], dict[int, int]],
+    top: int,
+    notes: Sequence[str],
+) -> Report:
+    """The report of a time. ``before``: the time before it, as long; None if that is not known. ``top``: how many
+    workloads are listed."""
+    held, unobserved, used, idle = (_percent(share) for share in shares(now.teams))
+    facts = [
+        f"{counted(len(now.teams.gpus), 'GPU')}, {figure(now.teams.whole.gpu_hours)} GPU-hours: {held} held,"
+        f" {unobserved} unobserved (no tick says anything of that time).",
+        f"Of what was held, {used} was used, and for {idle} the holder did nothing with it.",
+    ]
+    workloads = [row for row in now.workloads.rows() if row.category == "held"]
+    sections = [
+        _totals(now, before),
+        _teams(now, before),
+        _workloads(now, workloads, top),
+        _offenders(now, workloads, top),
+        _trend(now, before, alerts[1]),
+        _alerts(alerts[0]),
+    ]
+    return Report(f"GPU report, {utc(time.from_ms)} to {utc(time.to_ms)} (UTC)", facts, sections, notes)
+
+
+def _percent(share: Fraction) -> str:
+    return f"{rounded(share * 100, 1)}%"
+
+
+def _cost_column(now: Summary, words: str = "cost") -> list[str]:
+    return [] if now.teams.prices is None else [f"{words} {now.teams.prices.currency}"]
+
+
+def _cost(cost: Decimal | None) -> list[str]:
+    return [] if cost is None else [f"{cost:,f}"]
+
+
+def _totals(now: Summary, before: Summary | None) -> Section:
+    found, categories, whole = now.teams.rows(), now.teams.categories, now.teams.whole
+    costs = {"all": [row.cost or Decimal(0) for row in found]}
+    for row in found:
+        costs.setdefault(row.category, []).append(row.cost or Decimal(0))
+    rows = []
+    known = sorted(categories.keys() - set(CATEGORIES))  # of a later version
+    for name in (*CATEGORIES, *known, "all"):
+        sums = whole if name == "all" else categories[name]
+        cells = [figure(sums.gpu_hours), _percent(now.teams.share(sums))]
+        cells += [figure(sums.used_hours), figure(sums.idle_hours), figure(Fraction(sums.energy_mj, MJ_IN_KWH))]
+        cells += _cost(sum(costs.get(name, ()), Decimal("0.00")) if now.teams.prices else None)
+        if before is not None:
+            past = before.teams.whole if name == "all" else before.teams.categories.get(name, Sums())
+            cells.append(figure(past.gpu_hours))
+        rows.append(Row((name + "*" * sums.growing,), cells))
+    columns = ["GPU-hours", "share", "used", "idle", "kWh", *_cost_column(now), *(["before"] if before else [])]
+    return Section("All time of the GPUs", ("time is",), columns, rows)
+
+
+def _teams(now: Summary, before: Summary | None) -> Section:
+    past = {} if before is None else {row.by: row for row in before.teams.rows() if row.category == "held"}
+    rows = []
+    for row in (row for row in now.teams.rows() if row.category == "held"):
+        cells = [
+            *_held(row),
+            *([figure(past[row.by].sums.gpu_hours if row.by in past else Fraction(0))] if before else []),
+        ]
+        rows.append(Row((row.by + "*" * row.sums.growing,), cells, row.sums))
+    gone = sorted(past.keys() - {row.by for row in now.teams.rows()})
+    if before is not None:
+        zero = [figure(Fraction(0))] * 3 + ["0.0%"] + (["0.00"] if now.teams.prices else [])
+        rows += [Row((name,), [*zero, figure(past[name].sums.gpu_hours)]) for name in gone]
+    columns = ["GPU-hours", "used", "idle", "idle %", *_cost_column(now), *(["before"] if before else [])]
+    return Section("By team", ("team",), columns, rows)
+
+
+def _held(row: UsageRow) -> list[str]:
+    sums = row.sums
+    hours = map(figure, (sums.gpu_hours, sums.used_hours, sums.idle_hours))
+    return [*hours, _percent(part(sums.idle_hours, sums.gpu_hours)), *_cost(row.cost)]
+
+
+def _workloads(now: Summary, found: Sequence[UsageRow], top: int) -> Section:
+    rows = [Row((row.by + "*" * row.sums.growing, now.team_of(row.by)), _held(row), row.sums) for row in found[:top]]
+    if rest := found[top:]:
+        hours, used, idle = (
+            sum((getattr(row.sums, name) for row in rest), Fraction(0))
+            for name in ("gpu_hours", "used_hours", "idle_hours")
+        )
+        cost = None if now.teams.prices is None else sum((row.cost for row in rest if row.cost is not None), Decimal(0))
+        cells = [figure(hours), figure(used), figure(idle), _percent(part(idle, hours)), *_cost(cost)]
+        rows.append(Row((f"({counted(len(rest), 'other')})", ""), cells))
+    columns = ["GPU-hours", "used", "idle", "idle %", *_cost_column(now)]
+    return Section("By workload", ("workload", "team"), columns, rows)
+
+
+def _offenders(now: Summary, found: Sequence[UsageRow], top: int) -> Section:
+    idle = sorted((row for row in found if row.sums.idle_ms), key=lambda row: (-row.sums.idle_hours, row.by))
+    rows = []
+    for row in idle[:top]:
+        cost = None if now.teams.prices is None else rounded(row.sums.idle_cost, 2)
+        cells = [figure(row.sums.idle_hours), _percent(part(row.sums.idle_hours, row.sums.gpu_hours)), *_cost(cost)]
+        rows.append(Row((row.by, now.team_of(row.by)), cells, row.sums))
+    columns = ["idle GPU-hours", "of held", *_cost_column(now, "idle cost")]
+    return Section("Worst offenders", ("workload", "team"), columns, rows, "" if rows else "Nobody left a GPU idle.")
+
+
+def _trend(now: Summary, before: Summary | None, fired: dict[int, int]) -> Section:
+    def row(name: str, table: Table, alerts: str, *, has_bar: bool = False) -> Row:
+        cells = [figure(table.whole.gpu_hours), *map(_percent, shares(table)), alerts]
+        return Row((name,), cells, table.categories["held"] if has_bar else None)
+
+    rows = []
+    for day in sorted(now.days.keys() | fired.keys()):
+        name, table = f"{datetime.fromtimestamp(day / 1000, UTC):%Y-%m-%d}", now.days.get(day, Table("team"))
+        rows.append(row(name, table, str(fired.get(day, 0)), has_bar=True))
+    rows.append(row("all", now.teams, str(sum(fired.values()))))
+    if before is not None:
+        hours, past = now.teams.whole.gpu_hours, before.teams.whole.gpu_hours
+        changes = [a - b for a, b in zip(shares(now.teams), shares(before.teams), strict=True)]
+        more = [f"{rounded(part(hours - past, past) * 100, 1):+}%", *(f"{rounded(one * 100, 1):+}" for one in changes)]
+        rows += [row("before", before.teams, ""), Row(("change",), [*more, ""])]
+    note = "Used and idle are parts of what was held. A change of a share is in percentage points."
+    columns = ["GPU-hours", "held", "unobserved", "used", "idle", "alerts fired"]
+    return Section("Trend", ("day (UTC)",), columns, rows, note)
+
+
+def _alerts(found: Sequence[AlertSums]) -> Section:
+    rows = [
+        Row((one.rule, one.team), [str(one.fired), str(one.still), lasted(timedelta(milliseconds=one.firing_ms))])
+        for one in found
+    ]
+    note = (
+        "gpu.alerts has the last firing of each alert, until 7 days after its end, and of earlier ones what is not yet"
+        " compacted. The others are not counted."
+    )
+    return Section("Alerts", ("rule", "team"), ["fired", "still firing", "time firing"], rows, note)
+
+
+# -- the two forms
+
+
+def as_text(report: Report) -> Iterator[str]:
+    """The lines for people, at most 100 signs wide but for what can't be shorter."""
+    yield report.title
+    yield ""
+    yield from (line for fact in report.facts for line in _wrapped(fact))
+    for section in report.sections:
+        yield ""
+        yield section.title
+        yield ""
+        lines = [Row(section.names, section.columns), *section.rows]
+        widths = [max(len(line.cells[place]) for line in lines) for place in range(len(section.columns))]
+        longest = [max(len(line.names[place]) for line in lines) for place in range(len(section.names))]
+        others = [min(TEAM_WIDTH, width) for width in longest[1:]]
+        room = WIDTH - sum(width + 2 for width in (*others, *widths))
+        rooms = [min(longest[0], max(NARROWEST, room)), *others]
+        for line in lines if section.rows else ():
+            names = "  ".join(f"{fitting(name, most):<{most}}" for name, most in zip(line.names, rooms, strict=True))
+            yield (names + "".join(map("  {:>{}}".format, line.cells, widths))).rstrip()
+        if not section.rows and not section.note:
+            yield "none"
+        yield from _wrapped(section.note)
+    if report.notes:
+        yield ""
+    yield from (line for note in report.notes for line in _wrapped(f"note: {note}"))
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(fitting(text, len(text)), WIDTH)
+
+
+_STYLE = """
+:root { color-scheme: light dark; --used: #2da44e; --idle: #e5534b; --rest: #8b949e }
+body { font: 15px/1.5 system-ui, sans-serif; color: CanvasText; background: Canvas; max-width: 70em; margin: 2em auto }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
+th, td { padding: .25em .6em; border-bottom: 1px solid #8b949e80; text-align: right; white-space: nowrap }
+.name { text-align: left; white-space: normal; overflow-wrap: anywhere }
+svg { width: 8em; height: .7em }
+.used { fill: var(--used) } .idle { fill: var(--idle) } .rest { fill: var(--rest) }
+section { overflow-x: auto }
+"""
+
+
+def as_html(report: Report) -> Iterator[str]:
+    """The lines of one page: no script, and nothing that is fetched from anywhere."""
+    title = _escaped(report.title)
+    yield f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    yield f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>"
+    yield from (f"<p>{_escaped(fact)}</p>" for fact in report.facts)
+    yield "<p>Bars: of the time that was held, what was used (green), idle (red), neither (grey).</p>"
+    for section in report.sections:
+        yield f"<section>\n<h2>{_escaped(section.title)}</h2>"
+        has_bars = any(row.of is not None for row in section.rows)
+        if section.rows:
+            yield "<table>\n<thead>"
+            yield _line("th", Row(section.names, section.columns), "<th></th>" if has_bars else "")
+            yield "</thead>\n<tbody>"
+            yield from (_line("td", row, f"<td>{_bar(row.of)}</td>" if has_bars else "") for row in section.rows)
+            yield "</tbody>\n</table>"
+        elif not section.note:
+            yield "<p>none</p>"
+        if section.note:
+            yield f"<p>{_escaped(section.note)}</p>"
+        yield "</section>"
+    yield from (f"<p>Note: {_escaped(note)}</p>" for note in report.notes)
+    yield "</body>\n</html>"
+
+
+def _escaped(text: str) -> str:
+    return escape(fitting(text, len(text)))
+
+
+def _line(tag: str, row: Row, bar: str) -> str:
+    """A row; one with a bar has its integers, as ``gpustream usage --format json`` does."""
+    sums = row.of
+    exact = "" if sums is None else f' data-held-ms="{sums.device_ms}" data-used-us="{sums.used_us}"'
+    exact += "" if sums is None else f' data-idle-ms="{sums.idle_ms}"'
+    names = "".join(f'<{tag} class="name">{_escaped(name)}</{tag}>' for name in row.names)
+    return f"<tr{exact}>{names}{''.join(f'<{tag}>{_escaped(cell)}</{tag}>' for cell in row.cells)}{bar}</tr>"
+
+
+def _bar(sums: Sums | None) -> str:
+    if sums is None or not sums.gpu_hours:
+        return ""
+    used, idle = (min(Fraction(1), part(some, sums.gpu_hours)) for some in (sums.used_hours, sums.idle_hours))
+    idle = min(idle, 1 - used)
+    return (
+        f'<svg viewBox="0 0 100 8" preserveAspectRatio="none" role="img"'
+        f' aria-label="used {_percent(used)}, idle {_percent(idle)}"><rect class="rest" width="100" height="8"/>'
+        f'<rect class="used" width="{rounded(used * 100, 2)}" height="8"/>'
+        f'<rect class="idle" x="{rounded(used * 100, 2)}" width="{rounded(idle * 100, 2)}" height="8"/></svg>'
+    )

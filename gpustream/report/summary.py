@@ -1,0 +1,120 @@
+"""What a report is made of: usage by team, by workload and by day, and how often and how long alerts fired. Pure.
+
+GPU-hours are added up by the tables of ``gpustream usage``, so that both say the same of a time.
+"""
+
+import logging
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from delivery.prices import Prices
+from gpustream.usage.read import Range
+from gpustream.usage.table import NO_TEAM, Table, holder
+from sinks.alerts import read
+from sinks.outcomes import Undecodable
+from topics.alerts import Alert, milliseconds
+from topics.usage import HOUR_MS, Usage
+
+log = logging.getLogger(__name__)
+
+DAY_MS = 24 * HOUR_MS
+
+
+def day_of(at_ms: int) -> int:
+    """When the day of UTC that a time is in begins."""
+    return at_ms // DAY_MS * DAY_MS
+
+
+class Summary:
+    """Usage of a time. ``days``: that of each day of UTC, by its beginning."""
+
+    def __init__(self, prices: Prices | None = None) -> None:
+        self.teams, self.workloads = Table("team", prices), Table("workload", prices)
+        self.days: dict[int, Table] = {}
+        self._team_of: dict[str, set[str]] = {}
+
+    def add(self, record: Usage) -> None:
+        """Take in a record; there is one for each key."""
+        for table in (self.teams, self.workloads, self.days.setdefault(day_of(record.start_ms), Table("team"))):
+            table.add(record)
+        if record.category == "held":
+            name = holder(record, "workload")
+            for shown in (name, f"{record.cluster}/{name}"):
+                self._team_of.setdefault(shown, set()).add(record.team or NO_TEAM)
+
+    def close(self) -> None:
+        """All records of a partition are in."""
+        for table in (self.teams, self.workloads, *self.days.values()):
+            table.close()
+
+    def team_of(self, workload: str) -> str:
+        """The team of a workload, by its name in the table; several if it changed hands."""
+        return ", ".join(sorted(self._team_of[workload]))
+
+
+def shares(table: Table) -> tuple[Fraction, ...]:
+    """Held and unobserved, as parts of all time; used and idle, as parts of what was held."""
+    held, unobserved = table.categories["held"], table.categories["unobserved"]
+    of_held = part(held.used_hours, held.gpu_hours), part(held.idle_hours, held.gpu_hours)
+    return table.share(held), table.share(unobserved), *of_held
+
+
+def part(some: Fraction, whole: Fraction) -> Fraction:
+    """Some of a whole, as a part of it; of nothing, nothing."""
+    return some / whole if whole else Fraction(0)
+
+
+class AlertSums(NamedTuple):
+    """The alerts of a rule about a team: how many began, how many still fire at the end, for how long all fired."""
+
+    rule: str
+    team: str
+    fired: int
+    still: int
+    firing_ms: int
+
+
+class Firings:
+    """Each time that an alert fired, as gpu.alerts says last. An alert that fires again is another firing."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[int, tuple[Alert, int | None]]] = {}  # by fingerprint and start: until when
+
+    def take(self, records: Iterable[Any]) -> None:
+        """Look at the records of gpu.alerts, in their order."""
+        for record in records:
+            try:
+                alert = read(record)
+            except Undecodable as error:
+                log.warning("%s", error, extra={"partition": record.partition, "offset": record.offset})
+                continue
+            if alert is not None:
+                ends_ms = None if alert.is_open or alert.ends_at is None else milliseconds(alert.ends_at)
+                self._found.setdefault(alert.fingerprint, {})[milliseconds(alert.starts_at)] = alert, ends_ms
+                continue
+            known = self._found.get((record.key or b"").decode("utf-8", "replace"), {})
+            for starts_ms, (one, ends_ms) in known.items():  # it is over, whoever removed what said so
+                known[starts_ms] = one, record.timestamp if ends_ms is None else ends_ms
+
+    def during(self, time: Range) -> tuple[list[AlertSums], dict[int, int]]:
+        """What fired in a time, by rule and team, the most and longest first; and how many began on each day."""
+        sums: dict[tuple[str, str], list[int]] = {}
+        days: dict[int, int] = {}
+        for firings in self._found.values():
+            next_ms: int | None = None
+            for starts_ms, (alert, said_ms) in sorted(firings.items(), reverse=True):
+                ends_ms = next_ms if said_ms is None else said_ms  # it can't fire on when it fires again
+                next_ms = starts_ms
+                began = time.from_ms <= starts_ms < time.to_ms
+                lasted_ms = min(time.to_ms, time.to_ms if ends_ms is None else ends_ms) - max(time.from_ms, starts_ms)
+                if not began and (starts_ms >= time.to_ms or lasted_ms <= 0):
+                    continue
+                row = sums.setdefault((alert.name, alert.labels.get("team", NO_TEAM)), [0, 0, 0])
+                row[0] += began
+                row[1] += ends_ms is None or ends_ms > time.to_ms
+                row[2] += max(0, lasted_ms)
+                if began:
+                    days[day_of(starts_ms)] = days.get(day_of(starts_ms), 0) + 1
+        rows = [AlertSums(*key, *row) for key, row in sums.items()]
+        return sorted(rows, key=lambda row: (-row.fired, -row.firing_ms, row.rule, row.team)), days
