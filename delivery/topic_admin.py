@@ -33,6 +33,9 @@ _PASS_S = 0.1
 ASK_AFTER_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 """When to ask again: not too often, because a whole fleet may wait."""
 
+NUMBER_OF_PARTITIONS = "its number of partitions"
+"""What a mismatch is about that no command mends."""
+
 COMMAND = "gpustream topics create"
 """It makes what is missing, mends settings, and says how to mend the rest."""
 
@@ -88,7 +91,7 @@ def mismatches(topics: Iterable[Topic], found: Mapping[str, Found], beside: Iter
     for name in by_node[1:]:
         want, have = found[by_node[0]].partitions, found[name].partitions
         if have != want:
-            wrong.append(Mismatch(name, "its number of partitions", f"{want}, as {by_node[0]} has", str(have)))
+            wrong.append(Mismatch(name, NUMBER_OF_PARTITIONS, f"{want}, as {by_node[0]} has", str(have)))
     return wrong + [one for topic in there for one in _settings(topic, found[topic.name].settings)]
 
 
@@ -232,9 +235,8 @@ async def _delete_empty(admin: Admin, wrong: Mapping[str, int], partitions: int,
         False: "it has records, and changing it breaks key -> partition: a node's records would be in two. Keep it with"
         " --partitions {count}, or delete it yourself, and all that is in it",
     }
-    what = "its number of partitions"
     raise ContractMismatch(
-        Mismatch(name, what, f"{partitions}; {advice[empty[name]].format(count=count)}", str(count))
+        Mismatch(name, NUMBER_OF_PARTITIONS, f"{partitions}; {advice[empty[name]].format(count=count)}", str(count))
         for name, count in wrong.items()
     )
 

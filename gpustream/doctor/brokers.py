@@ -142,10 +142,24 @@ def topics(seen: Situation) -> Checked:
         )
     wrong = [
         Finding(
-            str(one), "the topic was made or changed by something else, or never made", one.topic, _mend(kafka, one)
+            str(one),
+            "the topic was made or changed by something else, or never made",
+            one.topic,
+            f"run `{kafka.create}`: it makes what is missing, and sets the settings right",
         )
         for one in kafka.mismatches
+        if one.what != topic_admin.NUMBER_OF_PARTITIONS
     ]
+    if numbers := [one for one in kafka.mismatches if one.what == topic_admin.NUMBER_OF_PARTITIONS]:
+        wrong.append(
+            Finding(
+                f"{counted(len(numbers), 'topic')} of another number of partitions: it must be {numbers[0].want}",
+                "partitions were added to a topic, or it was made by something else",
+                ", ".join(f"{one.topic} has {one.have}" for one in numbers),
+                "see `More partitions` in docs/operations.md: records of a node must stay in one partition",
+            )
+        )
+    limited: list[str] = []
     for name, one in kafka.found.items():
         if one.leaderless:
             wrong.append(
@@ -157,7 +171,11 @@ def topics(seen: Situation) -> Checked:
                     "start these brokers; what comes for these partitions waits in the producers' buffers until then",
                 )
             )
-        least = int((one.settings or {}).get("min.insync.replicas", "1") or 1)
+        settings = one.settings or {}
+        limit = settings.get("retention.bytes") or "-1"
+        if limit != "-1" and "delete" in settings.get("cleanup.policy", ""):
+            limited.append(f"{name}: {limit}")
+        least = int(settings.get("min.insync.replicas", "1") or 1)
         short = [number for number, count in one.in_sync.items() if 0 < count < least and number not in one.leaderless]
         if short:
             wrong.append(
@@ -168,14 +186,18 @@ def topics(seen: Situation) -> Checked:
                     "start the brokers that are missing, or see why their replicas do not follow",
                 )
             )
+    if limited:
+        wrong.append(
+            Finding(
+                f"{counted(len(limited), 'topic')} may lose records before their time: retention.bytes limits them",
+                "it was set for them, or for the broker (log.retention.bytes)",
+                f"bytes of each partition: {', '.join(limited)}",
+                "see in docs/kafka.md how many bytes a day has; `kafka-configs.sh --alter --add-config"
+                " retention.bytes=-1 --entity-type topics --entity-name TOPIC` takes the limit away",
+            )
+        )
     said = "as they must be" if not kafka.unchecked else f"there; their settings are not known: {kafka.unchecked}"
     return Checked(f"{counted(len(wrong), 'mistake')}" if wrong else said, wrong)
-
-
-def _mend(kafka: Kafka, one: topic_admin.Mismatch) -> str:
-    if one.what == "its number of partitions":
-        return "see `More partitions` in docs/operations.md: records of a node must stay in one partition"
-    return f"run `{kafka.create}`: it makes what is missing, and sets the settings right"
 
 
 def rights(seen: Situation) -> Checked:

@@ -63,13 +63,13 @@ class Wanted(NamedTuple):
 
 async def gather(connection: Connection, wanted: Wanted) -> Situation:
     """Everything that the checks look at."""
-    now_ms = time.time_ns() // 1_000_000
-    since_ms = now_ms - int(wanted.since_s * 1000)
 
     async def kube() -> Cluster | None:
         return await pods.ask(wanted.kubeconfig, wanted.namespace) if wanted.namespace is not None else None
 
     asked, components, cluster = await asyncio.gather(brokers.ask(connection), ask_components(wanted.metrics), kube())
+    now_ms = time.time_ns() // 1_000_000  # only now: what hangs takes seconds, and the records are read after that
+    since_ms = now_ms - int(wanted.since_s * 1000)
     seen = Situation(since_ms, now_ms, asked, components=components, cluster=cluster)
     if asked.error:
         seen = seen._replace(groups=None, unread=asked.error)

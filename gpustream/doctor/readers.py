@@ -16,6 +16,13 @@ from topics import samples
 
 ATTRIBUTION = "gpustream-attribution"
 
+FED_BY = {
+    "gpustream-sink-alertmanager": "gpustream-alerts",
+    "gpustream-sink-webhook": "gpustream-alerts",
+    "gpustream-sink-parquet": "gpustream-usage",
+}
+"""Sinks that read what one stream writes, and nothing else."""
+
 BEHIND_MS = 30_000
 """What was logged in this time before the end is on its way. A pending tick may wait for 13 s of it."""
 
@@ -54,6 +61,16 @@ def groups(seen: Situation) -> Checked:
         for name in rivals
     ]
     never = [name for name in known if name not in {group.name for group in seen.groups}]
+    found += [
+        Finding(
+            f"{group.name} has nothing to read: {FED_BY[group.name]} has never run",
+            f"no `gpustream stream {FED_BY[group.name].removeprefix('gpustream-')}` was ever started with this Kafka",
+            f"there is no group {FED_BY[group.name]}",
+            "start it; or stop the sink, if nobody wants that",
+        )
+        for group in seen.groups
+        if FED_BY.get(group.name) in never
+    ]
     lines += [f"{name} has never run" for name in never if name != ATTRIBUTION]
     if not any(group.name.startswith("gpustream-sink-") for group in seen.groups):
         lines.append("no sink has read anything")

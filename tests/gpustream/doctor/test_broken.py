@@ -48,12 +48,12 @@ def remote_write_says(said: str) -> Situation:
     )
 
 
-def topic_with(name: str, **settings: str) -> Situation:
+def topic_with(name: str, partitions: int = 1, **settings: str) -> Situation:
     """A Kafka whose topic has other settings than the contract's."""
     topics = load_topics()
     have = {one: Found(1, dict(topic.settings())) for one, topic in topics.items()}
     have[name] = Found(
-        1, dict(topics[name].settings()) | {key.replace("_", "."): value for key, value in settings.items()}
+        partitions, dict(topics[name].settings()) | {key.replace("_", "."): value for key, value in settings.items()}
     )
     wrong = [mistake for mistake in mismatches(topics.values(), have) if mistake.breaks]
     return see(healthy(), kafka=KAFKA._replace(found=have, mismatches=wrong))
@@ -95,6 +95,18 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
     "a topic keeps minutes": (
         lambda: topic_with("gpu.attributed", retention_ms="600000"),
         "gpu.attributed: retention.ms is 600000, must be at least",
+    ),
+    "a topic keeps few bytes": (
+        lambda: topic_with("gpu.samples", retention_bytes="100000"),
+        "1 topic may lose records before their time | log.retention.bytes | gpu.samples: 100000 | retention.bytes=-1",
+    ),
+    "partitions were added": (
+        lambda: topic_with("gpu.samples", partitions=7),
+        "of another number of partitions: it must be 7 | gpu.allocations has 1 | More partitions",
+    ),
+    "nobody writes what a sink reads": (
+        lambda: see(healthy(), groups=[READING, Group("gpustream-sink-parquet", "Stable", 1, ())]),
+        "gpustream-sink-parquet has nothing to read: gpustream-usage has never run | start it",
     ),
     "messages may not be large": (
         lambda: topic_with("gpu.samples", max_message_bytes="1024"),

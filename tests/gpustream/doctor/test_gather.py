@@ -1,13 +1,17 @@
 """Components and a Prometheus are asked over HTTP; whatever they answer, the doctor goes on."""
 
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from delivery.connection import Connection
+from gpustream.doctor import brokers
 from gpustream.doctor.evidence import NodeName
-from gpustream.doctor.gather import ask_components, ask_prometheus
+from gpustream.doctor.gather import Wanted, ask_components, ask_prometheus, gather
+from gpustream.doctor.seen import Kafka
 
 METRICS = 'x_total{reason="a"} 2.0\nprocess_start_time_seconds 5.0\n'
 
@@ -60,3 +64,19 @@ async def test_what_does_not_answer_is_said_and_no_password_is(server: TestServe
     assert component.error
     assert prometheus.error
     assert "secret" not in repr((component, await ask_prometheus(away)))
+
+
+async def test_a_component_that_hangs_does_not_make_this_machines_clock_look_behind(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records come while it is waited for: now is when they are read."""
+    answered_ms = 0
+
+    async def ask(connection: Connection) -> Kafka:
+        nonlocal answered_ms
+        await ask_components([str(server.make_url("/"))])
+        answered_ms = time.time_ns() // 1_000_000
+        return Kafka("k:9092", "User:x", error="no Kafka broker answers at k:9092")
+
+    monkeypatch.setattr(brokers, "ask", ask)
+    assert (await gather(Connection("k:9092"), Wanted(60.0))).now_ms >= answered_ms > 0
