@@ -11,20 +11,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from topics.topic import Name, Number, Topic, UInt, Version
+from topics.topic import Cluster, Name, Node, Number, Topic, UInt, Version, about
 
 Severity = Literal["info", "warning", "critical"]
 """The severities that a rule may have."""
 
-AnySeverity = Annotated[
-    str,
-    msgspec.Meta(
-        examples=["info", "warning", "critical"], description="info, warning, critical, or a word of a later version"
-    ),
-]
-State = Annotated[
-    str, msgspec.Meta(examples=["firing", "resolved"], description="firing, resolved, or a word of a later version")
-]
+AnySeverity = Annotated[str, about("How bad it is.", words=("info", "warning", "critical"))]
+State = Annotated[str, about("Whether it goes on.", words=("firing", "resolved"))]
 Fingerprint = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z", description="16 hex digits")]
 Time = Annotated[datetime, msgspec.Meta(tz=True, description="RFC 3339, UTC, of a whole millisecond")]
 
@@ -39,45 +32,47 @@ _MILLISECOND = timedelta(milliseconds=1)
 
 
 class AlertGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A GPU or MIG device that an alert is about, and the pod that holds it."""
+    """A GPU or MIG device that an alert is about."""
 
-    uuid: str
-    node: Name
-    index: UInt | None = None
-    pod: str | None = None
+    uuid: Annotated[str, about("The device's UUID.")]
+    node: Annotated[Name, about("The node that it is on.")]
+    index: Annotated[UInt | None, about("The GPU's index on its node.", "none")] = None
+    pod: Annotated[str | None, about("Who holds it: NAMESPACE/POD, or job ID of a batch job.")] = None
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an alert has come to.
 
-    ``name`` is the rule's, ``starts_at`` and ``ends_at`` the event times at which it fired and was resolved, ``value``
-    the figure that the rule judges, when it fired. ``labels`` were frozen then. ``resolved_because``: ``condition`` (it
-    no longer holds), ``pod_ended``, ``policy``, ``rule_removed``, ``device_removed``, ``node_removed``, ``ticks``
-    (of a node that had been silent), ``maintenance`` (of its node), or ``grouped`` (its workload's alert says it now).
-
-    An alert may be about several GPUs: ``gpus`` are those of which it is true now, ``idle`` how many they are, and
-    ``held`` how many the same pods hold in all. If these or the severity change while it fires, it is written again
-    with the next ``revision``. The figures in its annotations are as of when it was written. ``node`` is then that of
-    the first GPU.
+    An alert may be about several GPUs. If ``gpus``, ``idle``, ``held`` or the severity change while it fires, it is
+    written again with the next ``revision``.
     """
 
     schema: Version
-    name: str
+    name: Annotated[str, about("The rule's name.")]
     state: State
-    fingerprint: Fingerprint
-    cluster: Name
-    node: Name
-    starts_at: Time
-    ends_at: Time | None = None
+    fingerprint: Annotated[Fingerprint, about("What tells alerts apart: the record's key.")]
+    cluster: Cluster
+    node: Annotated[Name, about("The node that it is about; of an alert about several GPUs, that of the first one.")]
+    starts_at: Annotated[Time, about("When it fired, in event time.")]
+    ends_at: Annotated[Time | None, about("When it was resolved, in event time.")] = None
     severity: AnySeverity
-    value: Number | None = None
-    labels: dict[str, str] = {}
-    annotations: dict[str, str] = {}
-    resolved_because: str | None = None
-    revision: UInt = 0
-    gpus: tuple[AlertGpu, ...] = ()
-    held: UInt | None = None
-    idle: UInt | None = None
+    value: Annotated[Number | None, about("The figure that the rule judges, when it fired.", "that of the rule")] = None
+    labels: Annotated[dict[str, str], about("The alert's labels, by name, frozen when it fired.")] = {}
+    annotations: Annotated[
+        dict[str, str], about("Sentences for people and figures, by name, as of when it was written.")
+    ] = {}
+    resolved_because: Annotated[
+        str | None,
+        about(
+            "Why it was resolved: condition (it no longer holds), pod_ended, policy, rule_removed, "
+            "device_removed, node_removed, ticks (of a node that had been silent), maintenance (of its node), or "
+            "grouped (an alert of its workload says it now). A later version may have other words."
+        ),
+    ] = None
+    revision: Annotated[UInt, about("How often it was written again while it fires.", "none")] = 0
+    gpus: Annotated[tuple[AlertGpu, ...], about("The GPUs of which it is true now, if it is about several.")] = ()
+    held: Annotated[UInt | None, about("How many GPUs the same pods hold in all.", "GPUs")] = None
+    idle: Annotated[UInt | None, about("Of how many GPUs it is true now.", "GPUs")] = None
 
     @property
     def is_open(self) -> bool:
@@ -85,129 +80,125 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.state != "resolved"
 
 
-Scope = Literal["workload", "pod", "node"]
-"""What an alert of several GPUs is about."""
+Scope = Annotated[Literal["workload", "pod", "node"], about("What the alert of several GPUs is about.")]
 
 
 class Tracked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A condition that holds, or held so lately that its alert still fires.
+    """A condition that holds, or held so lately that its alert still fires."""
 
-    ``since_ms``: from when on it has held. ``ceased_ms``: it no longer does, since then; ``keep_ms``: for how long its
-    alert fires on. ``blind_ms``: there is no evidence since then. ``event``: it is no state that lasts, but something
-    that happened. ``alert`` is what is written of it to gpu.alerts, ``written_ms`` when it was; an alert without
-    ``written_ms`` is still to be written. A pending condition has neither. ``scope``: the alert is a part of one of
-    that scope, and is reported to gpu.alert-members in place of gpu.alerts. ``paused_ms``: for how long in all it did
-    not hold since then, while its alert fired on; ``again_ms``: since when it holds again after the last such time.
-    """
-
-    name: str
-    device: str = ""
-    pod_uid: str = ""
-    key: str = ""
-    since_ms: UInt
-    ceased_ms: UInt | None = None
-    blind_ms: UInt | None = None
-    event: bool = False
-    keep_ms: UInt = 0
-    alert: Alert | None = None
-    written_ms: UInt | None = None
-    scope: Scope | None = None
-    paused_ms: UInt = 0
-    again_ms: UInt | None = None
+    name: Annotated[str, about("The rule's name.")]
+    device: Annotated[str, about("The UUID of the device that it is about.")] = ""
+    pod_uid: Annotated[str, about("The UID of the pod that it is about.")] = ""
+    key: Annotated[str, about("What else tells it apart from others of the rule.")] = ""
+    since_ms: Annotated[UInt, about("Since when it has held.", "ms since the epoch")]
+    ceased_ms: Annotated[UInt | None, about("Since when it no longer holds.", "ms since the epoch")] = None
+    blind_ms: Annotated[UInt | None, about("Since when there is no evidence.", "ms since the epoch")] = None
+    event: Annotated[bool, about("Whether it is something that happened, and no state that lasts.")] = False
+    keep_ms: Annotated[UInt, about("For how long its alert fires on after it ceased.", "ms")] = 0
+    alert: Annotated[Alert | None, about("What is written of it to gpu.alerts. A pending condition has none.")] = None
+    written_ms: Annotated[
+        UInt | None,
+        about("When that was written. Absent with an alert: it is still to be written.", "ms since the epoch"),
+    ] = None
+    scope: Annotated[
+        Scope | None,
+        about(
+            "Set if the alert is a part of one of that scope: it is then reported to gpu.alert-members in "
+            "place of gpu.alerts."
+        ),
+    ] = None
+    paused_ms: Annotated[UInt, about("For how long in all it did not hold, while its alert fired on.", "ms")] = 0
+    again_ms: Annotated[
+        UInt | None, about("Since when it holds again after the last such time.", "ms since the epoch")
+    ] = None
 
 
 class AlertState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the alert stream remembers of a node, as of the last tick that changed it.
-
-    ``offset`` is that tick's own (of the sample), ``run_id`` and ``seq`` its identity, ``position`` the offset of its
-    record in gpu.attributed, ``generation`` how often these offsets have begun again. ``last_ts_ms`` and ``logged_ms``
-    are its time, by the node's clock and by the broker's, ``newest_ts_ms`` the latest of any tick. ``silent``: no tick
-    came after it for a while. ``resolved``: the fingerprints of resolved alerts that are still in gpu.alerts, and when
-    they ended. ``maintenance``: what the node's annotation or taint says. ``memory`` is the conditions' own.
-    """
+    """What the alert stream remembers of a node, as of the last tick that changed it."""
 
     schema: Version
-    cluster: Name
-    node: Name
-    generation: UInt = 0
-    offset: UInt
-    run_id: UInt = 0
-    seq: UInt = 0
-    newest_ts_ms: UInt = 0
-    position: UInt
-    last_ts_ms: UInt
-    logged_ms: UInt
-    silent: bool = False
-    maintenance: str | None = None
-    tracked: tuple[Tracked, ...] = ()
-    resolved: dict[str, UInt] = {}
-    memory: Any = None
+    cluster: Cluster
+    node: Node
+    generation: Annotated[UInt, about("How often the offsets in gpu.attributed have begun again.", "none")] = 0
+    offset: Annotated[UInt, about("The offset of the tick's sample in gpu.samples.", "none")]
+    run_id: Annotated[UInt, about("The run of the tick.", "none")] = 0
+    seq: Annotated[UInt, about("The number of the tick in its run.", "none")] = 0
+    newest_ts_ms: Annotated[UInt, about("The latest time of any tick.", "ms since the epoch")] = 0
+    position: Annotated[UInt, about("The offset of the tick in gpu.attributed.", "none")]
+    last_ts_ms: Annotated[UInt, about("The time of the tick, by the node's clock.", "ms since the epoch")]
+    logged_ms: Annotated[UInt, about("The time of the tick, by the broker's clock.", "ms since the epoch")]
+    silent: Annotated[bool, about("Whether no tick came after it for a while.")] = False
+    maintenance: Annotated[
+        str | None, about("What the node's annotation or taint says, if the node is in maintenance.")
+    ] = None
+    tracked: Annotated[tuple[Tracked, ...], about("The conditions that hold, or whose alerts still fire.")] = ()
+    resolved: Annotated[
+        dict[str, UInt],
+        about(
+            "The fingerprints of resolved alerts that are still in gpu.alerts, and when they ended.",
+            "ms since the epoch",
+        ),
+    ] = {}
+    memory: Annotated[Any, about("The conditions' own.")] = None
 
 
 class AlertReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a tick of a node changes in an alert of several GPUs: those of single GPUs that begin, go on or end.
-
-    ``group`` is the fingerprint of the alert that they are parts of, ``ts_ms`` the time of the tick, ``position`` its
-    offset in gpu.attributed and ``logged_ms`` when it was logged there. ``phase`` tells reports of one tick apart.
-    """
+    """What a tick of a node changes in an alert of several GPUs: those of single GPUs that begin, go on or end."""
 
     schema: Version
-    group: Fingerprint
+    group: Annotated[Fingerprint, about("The fingerprint of the alert that they are parts of.")]
     scope: Scope
-    cluster: Name
-    node: Name
-    ts_ms: UInt
-    position: UInt = 0
-    logged_ms: UInt = 0
-    phase: UInt = 0
-    alerts: tuple[Alert, ...]
+    cluster: Cluster
+    node: Node
+    ts_ms: Annotated[UInt, about("The time of the tick.", "ms since the epoch")]
+    position: Annotated[UInt, about("The offset of the tick in gpu.attributed.", "none")] = 0
+    logged_ms: Annotated[UInt, about("When it was logged there.", "ms since the epoch")] = 0
+    phase: Annotated[UInt, about("Tells reports of one tick apart.", "none")] = 0
+    alerts: Annotated[tuple[Alert, ...], about("The alerts of single GPUs.")]
 
 
 class Seen(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The last report of a node: position, phase and log time of its tick."""
+    """The last report of a node."""
 
-    position: int
-    phase: int
-    logged_ms: int
+    position: Annotated[int, about("The offset of its tick in gpu.attributed.", "none")]
+    phase: Annotated[int, about("Which of the reports of the tick it was.", "none")]
+    logged_ms: Annotated[int, about("When the tick was logged there.", "ms since the epoch")]
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A part of an alert of several GPUs, by its own fingerprint.
+    """A part of an alert of several GPUs."""
 
-    It fires since ``starts_ms``, unless it has ended (``ended_ms``). Its condition has held for ``seconds`` as of the
-    last report of it, and for ``before_s`` in earlier firings of it, since the group fires. ``share`` is the part of a
-    GPU that it is about, ``price`` what an hour of such a GPU costs, ``last_active`` when it last worked, ``held`` how
-    many devices its pod holds.
-    """
-
-    fingerprint: Fingerprint
-    gpu: AlertGpu
-    severity: str
-    model: str | None = None
-    starts_ms: UInt
-    ended_ms: UInt | None = None
-    seconds: float | None = None
-    before_s: float = 0.0
-    share: float | None = None
-    price: str | None = None
-    last_active: str | None = None
-    held: UInt = 0
+    fingerprint: Annotated[Fingerprint, about("The part's own fingerprint.")]
+    gpu: Annotated[AlertGpu, about("The GPU that it is about.")]
+    severity: Annotated[str, about("Its severity.")]
+    model: Annotated[str | None, about("The GPU's model.")] = None
+    starts_ms: Annotated[UInt, about("Since when it fires.", "ms since the epoch")]
+    ended_ms: Annotated[UInt | None, about("When it ended.", "ms since the epoch")] = None
+    seconds: Annotated[
+        float | None, about("For how long its condition has held, as of the last report of it.", "s")
+    ] = None
+    before_s: Annotated[
+        float, about("For how long its condition held in earlier firings, since the group fires.", "s")
+    ] = 0.0
+    share: Annotated[float | None, about("The part of a GPU that it is about.", "0-1")] = None
+    price: Annotated[str | None, about("What an hour of such a GPU costs, as a decimal number.")] = None
+    last_active: Annotated[str | None, about("When the GPU last worked.")] = None
+    held: Annotated[UInt, about("How many devices its pod holds.", "devices")] = 0
 
 
 class AlertGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An alert of several GPUs, and its parts, as of the report at ``offset`` of its partition of gpu.alert-members.
-
-    That report was of ``node``. ``seen`` is the last report of each node: what it sends again after a crash is not new.
-    """
+    """An alert of several GPUs, and its parts, as of the report at ``offset``, which was of ``node``."""
 
     schema: Version
-    group: Fingerprint
-    cluster: Name
-    node: Name
-    offset: int
-    alert: Alert | None = None
-    members: tuple[Member, ...] = ()
-    seen: dict[str, Seen] = {}
+    group: Annotated[Fingerprint, about("The alert's fingerprint.")]
+    cluster: Cluster
+    node: Node
+    offset: Annotated[int, about("The report's offset in its partition of gpu.alert-members.", "none")]
+    alert: Annotated[Alert | None, about("The alert, as it was written last.")] = None
+    members: Annotated[tuple[Member, ...], about("Its parts.")] = ()
+    seen: Annotated[
+        dict[str, Seen], about("The last report of each node: what a node sends again after a crash is not new.")
+    ] = {}
 
 
 def fingerprint(name: str, cluster: str, node: str, device: str = "", pod_uid: str = "", key: str = "") -> str:

@@ -7,29 +7,33 @@ import msgspec
 
 from topics import samples
 from topics.samples import Device, Event, Job, Sample
-from topics.topic import Number, Topic, UInt
+from topics.topic import Number, Topic, UInt, about
 from topics.workloads import UnwellDevice
 
 Attribution = Annotated[
     str,
-    msgspec.Meta(examples=["exact", "late", "none"], description="exact, late, none, or a word of a later version"),
+    about(
+        "What the holders rest on: exact is the snapshot that the sample names, late the last one "
+        "known because that one never came, none is nothing. If the word is not known, the holders "
+        "count and are not taken for exact.",
+        words=("exact", "late", "none"),
+    ),
 ]
-"""What holders rest on. Where the word is not known the holders count, and are not taken for exact."""
 
 
 class Workload(msgspec.Struct, frozen=True):
     """The top of a pod's owner chain."""
 
-    kind: str
-    name: str
+    kind: Annotated[str, about("Its kind, such as Job or Deployment; SlurmJob for a batch job.")]
+    name: Annotated[str, about("Its name.")]
 
 
 class Parts(msgspec.Struct, frozen=True, omit_defaults=True):
     """What of a shared device is one holder's, or nobody's."""
 
-    utilization_ratio: Number | None = None
-    memory_used_bytes: Number | None = None
-    power_watts: Number | None = None
+    utilization_ratio: Annotated[Number | None, about("The part of the device's utilization.", "0-1")] = None
+    memory_used_bytes: Annotated[Number | None, about("The part of its memory in use.", "bytes")] = None
+    power_watts: Annotated[Number | None, about("The part of its power.", "W")] = None
 
 
 class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -37,27 +41,35 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
 
     On a node without a kubelet it is a batch job: its id is ``pod`` and ``pod_uid``, its partition ``namespace``, and
     ``workload`` is a ``SlurmJob``.
-
-    ``observed``: the kubelet did not give it the device, but a process of the pod runs there. ``pod_unknown``:
-    gpu.workloads tells of the node's pods, and up to two seconds after the sample does not have this one; so its
-    workload and labels are not known, and its uid only if the kubelet says it.
     """
 
-    namespace: str
-    pod: str
-    pod_uid: str | None = None
-    container: str | None = None
-    resource: str | None = None
-    workload: Workload | None = None
-    job: str | None = None
-    statefulset: str | None = None
-    deployment: str | None = None
-    labels: dict[str, str] = {}
-    annotations: dict[str, str] = {}
-    namespace_labels: dict[str, str] = {}
-    parts: Parts | None = None
-    observed: bool = False
-    pod_unknown: bool = False
+    namespace: Annotated[str, about("The pod's namespace; a batch job's partition.")]
+    pod: Annotated[str, about("The pod's name; a batch job's id.")]
+    pod_uid: Annotated[str | None, about("The pod's UID; a batch job's id.")] = None
+    container: Annotated[str | None, about("The container's name.")] = None
+    resource: Annotated[str | None, about("The resource that it got the device by, such as nvidia.com/gpu.")] = None
+    workload: Annotated[Workload | None, about("The top of the pod's owner chain, if it is known.")] = None
+    job: Annotated[str | None, about("The Job that the pod belongs to.")] = None
+    statefulset: Annotated[str | None, about("The StatefulSet that the pod belongs to.")] = None
+    deployment: Annotated[str | None, about("The Deployment that the pod belongs to.")] = None
+    labels: Annotated[
+        dict[str, str], about("The pod's labels, by name; of a batch job: team (its account), user and partition.")
+    ] = {}
+    annotations: Annotated[dict[str, str], about("The pod's annotations, by name.")] = {}
+    namespace_labels: Annotated[dict[str, str], about("The labels of the pod's namespace, by name.")] = {}
+    parts: Annotated[
+        Parts | None, about("What of the device is this holder's, if holders share it and that is known.")
+    ] = None
+    observed: Annotated[
+        bool, about("Whether the kubelet did not give it the device, but a process of the pod runs there.")
+    ] = False
+    pod_unknown: Annotated[
+        bool,
+        about(
+            "Whether gpu.workloads knows the node's pods, and up to two seconds after the sample not this "
+            "one. Its workload and labels are then not known, and its UID only if the kubelet says it."
+        ),
+    ] = False
 
 
 JOB = "SlurmJob"
@@ -122,14 +134,15 @@ def pods_of(holders: Sequence[Holder]) -> dict[HoldingPod, list[Holder]]:
 
 
 class AttributedEvent(Event, frozen=True, omit_defaults=True):
-    """Something that happened on the device, and who held the device then.
+    """Something that happened on the device, and who held the device then."""
 
-    ``holders`` is there only if they are others than the device's; empty: nobody held it. ``attribution`` says what
-    they rest on if that differs from the tick's.
-    """
-
-    holders: tuple[Holder, ...] | None = None
-    attribution: Attribution | None = None
+    holders: Annotated[
+        tuple[Holder, ...] | None,
+        about("Who held the device then, only if they are others than the device's. Empty: nobody held it."),
+    ] = None
+    attribution: Annotated[
+        Attribution | None, about("What these holders rest on, if that differs from the tick's.")
+    ] = None
 
     def held_by(self, device_holders: tuple[Holder, ...]) -> tuple[Holder, ...]:
         """Who held the device when the event came."""
@@ -137,19 +150,22 @@ class AttributedEvent(Event, frozen=True, omit_defaults=True):
 
 
 class AttributedDevice(Device, frozen=True, omit_defaults=True):
-    """A device of a sample and its holders.
+    """A device of a sample and its holders. The holders' parts and ``unattributed`` add up to the device."""
 
-    The holders' parts and ``unattributed`` add up to the device; ``split_scaled``: the processes' sum was more than the
-    device, and their parts were scaled down. ``conflict`` is what the processes say otherwise than the kubelet:
-    ``unallocated_process`` (a pod's process on a device that it was not given; the pod is a holder with ``observed``
-    if it is known) or ``no_pod`` (a process of no pod on a device that pods hold).
-    """
-
-    events: tuple[AttributedEvent, ...] | None = None
-    holders: tuple[Holder, ...] = ()
-    unattributed: Parts | None = None
-    split_scaled: bool = False
-    conflict: str | None = None
+    events: Annotated[tuple[AttributedEvent, ...] | None, about("What happened on it since the tick before.")] = None
+    holders: Annotated[tuple[Holder, ...], about("Who holds it. Empty: nobody is known to.")] = ()
+    unattributed: Annotated[Parts | None, about("What of a shared device is no holder's.")] = None
+    split_scaled: Annotated[
+        bool, about("Whether the processes' sum was more than the device, and their parts were scaled down.")
+    ] = False
+    conflict: Annotated[
+        str | None,
+        about(
+            "What the processes say otherwise than the kubelet: unallocated_process (a pod's process on a "
+            "device that it was not given; the pod is a holder with observed if it is known) or no_pod (a "
+            "process of no pod on a device that pods hold). A later version may have other words."
+        ),
+    ] = None
 
     def pods(self) -> dict[HoldingPod, list[Holder]]:
         """The pods that hold the device, each with its holders."""
@@ -157,20 +173,22 @@ class AttributedDevice(Device, frozen=True, omit_defaults=True):
 
 
 class AttributedSample(Sample, frozen=True, kw_only=True):
-    """A node's tick with holders. ``offset`` is the sample's in its partition of gpu.samples, ``logged_ms`` when the
-    broker wrote it there.
+    """A node's tick with holders."""
 
-    ``attribution`` says what the holders rest on: ``exact`` the snapshot that the sample names, ``late`` the last one
-    known because that one never came, ``none`` nothing. ``unwell`` is what the API server says of the node's devices
-    that are not well, each by its UUID as far as it is known, also of those that are in no tick any more.
-    """
-
-    offset: UInt
-    logged_ms: UInt | None = None
+    offset: Annotated[UInt, about("The sample's offset in its partition of gpu.samples.", "none")]
+    logged_ms: Annotated[UInt | None, about("When the broker wrote the sample there.", "ms since the epoch")] = None
     attribution: Attribution
-    node_labels: dict[str, str] = msgspec.field(default_factory=dict)
-    devices: tuple[AttributedDevice, ...] = ()
-    unwell: tuple[UnwellDevice, ...] = ()
+    node_labels: Annotated[dict[str, str], about("The node's labels, by name.")] = msgspec.field(default_factory=dict)
+    devices: Annotated[
+        tuple[AttributedDevice, ...], about("Every GPU and MIG device of the node, with its holders.")
+    ] = ()
+    unwell: Annotated[
+        tuple[UnwellDevice, ...],
+        about(
+            "What the API server says of the node's devices that are not well, each by its UUID as far as "
+            "it is known, also of those that are in no tick any more."
+        ),
+    ] = ()
 
 
 _EXAMPLE_HOLDER = {

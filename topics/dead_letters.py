@@ -14,6 +14,17 @@ RESUBMITTED = "resubmitted"
 
 _LONGEST_REASON = 60
 
+HEADERS = {
+    "topic": ("The topic of the original record.", None),
+    "partition": ("Its partition there.", "none"),
+    "offset": ("Its offset there.", "none"),
+    "stage": ("The component that gave up.", None),
+    "error": ("What was wrong, in one line. Before its first colon stands the class of the error.", None),
+    "length": ("How long the original value is.", "bytes"),
+    "at_ms": ("When the component gave up.", "ms since the epoch"),
+}
+"""What the headers of a dead letter say, and their units; each is text in UTF-8."""
+
 Headers = list[tuple[str, bytes]]
 
 
@@ -99,9 +110,8 @@ TOPIC = Topic(
     retention_hours=7 * 24,
     by_node=False,
     promise=(
-        "The value is the first 64 KiB of the original bytes. Headers: topic, partition, offset (of the original), "
-        "stage, error, length (of the original, in bytes), at_ms. A record with the header resubmitted is no letter: "
-        "it says that the letter at that offset of its partition was sent to its topic again."
+        "The value is the first 64 KiB of the original bytes, and the headers say the rest. A record with the header "
+        "resubmitted is no letter: it says that the letter at that offset of its partition was sent to its topic again."
     ),
     example={},
 )

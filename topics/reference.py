@@ -9,17 +9,18 @@ Source: JSON Schema draft 2020-12; its patterns are ECMA 262's, which has no ``\
 
 import inspect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from topics import dead_letters
 from topics.alerts import CLOUD_EVENT, Alert
 from topics.catalogue import ALERT_FIRING, CATALOGUE, FAMILIES, FURTHER, HOLDERS, POD_INFO, USAGE, XIDS
 from topics.metric import Info, Labels
 from topics.profiles import PROFILES, Profile
-from topics.topic import PARTITIONS, REPLICATION_FACTOR, SCHEMA, Topic, load_topics
+from topics.topic import FIRST_VERSION, PARTITIONS, REPLICATION_FACTOR, SCHEMA, Topic, load_topics
 
 DOCS = Path(__file__).parent.parent / "docs"
 SCHEMAS = Path(__file__).parent / "schemas"
@@ -91,6 +92,8 @@ def topics_markdown() -> str:
         )
         for topic in topics
     ]
+    known: set[str] = set()
+    sections = [_topic(topic, known) for topic in topics]
     parts = [
         "# Topics",
         MARK,
@@ -112,7 +115,12 @@ def topics_markdown() -> str:
         "A topic may be deleted and created again while all of it runs, one alone too: what it held is gone, and its "
         "new log is read from its beginning. Where that was gpu.allocations or gpu.workloads, a worker that starts "
         "before they have been sent again, which takes 5 minutes at most, knows no holders, or no workloads.",
-        *(_topic(topic) for topic in topics),
+        "## How to read the tables of fields",
+        "Each record has a table, and so has each kind of object in it, with the first topic that has such objects. A "
+        "field that is `required` is always there. If another one is absent, it has its default; if that is empty, "
+        "there is nothing, or it is not known. `since` is the version of gpustream that first wrote the field; all of "
+        f"them are of `schema: {SCHEMA}`. The JSON Schemas say the same, with the unit as `x-unit`.",
+        *sections,
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -213,32 +221,101 @@ def _portable(node: Any) -> Any:
     node = {key: _portable(value) for key, value in node.items()}
     for key, old, new in (("pattern", r"\A", "^"), ("pattern", r"\Z", "$"), ("description", "``", "`")):
         if isinstance(node.get(key), str):
-            node[key] = node[key].replace(old, new)
+            node[key] = inspect.cleandoc(node[key].replace(old, new))
     if {"type": "number"} in node.get("anyOf", []):
         node["anyOf"] = [option for option in node["anyOf"] if option.get("type") != "integer"]
     if isinstance(node.get("properties"), dict):
         null = {"type": "null"}
         for name, field in node["properties"].items():
             if name not in node.get("required", []) and null not in field.get("anyOf", []):
-                default = {"default": field.pop("default")} if "default" in field else {}
-                node["properties"][name] = {"anyOf": [field, null], **default}
+                said = {"description", "x-unit", "x-since", "default"} & field.keys()
+                outside = {key: field.pop(key) for key in sorted(said)}
+                node["properties"][name] = {"anyOf": [field, null], **outside}
     return node
 
 
-def _topic(topic: Topic) -> str:
+def _topic(topic: Topic, known: set[str]) -> str:
+    """The section of a topic. ``known`` are the kinds of objects that a section before it describes."""
     settings = _table(("setting", "value"), [(f"`{name}`", f"`{value}`") for name, value in topic.settings().items()])
     parts = [f"## {topic.name}", topic.promise, settings]
     if topic.record is not None:
         parts += [
-            f"`{topic.record.__name__}`: {inspect.cleandoc(topic.record.__doc__ or '')}".replace("``", "`"),
             f"JSON Schema: [`topics/schemas/{topic.name}.json`](../topics/schemas/{topic.name}.json).",
+            f"The record is {_link(topic.record.__name__)}.",
             "```json\n" + _indented(topic.example) + "\n```",
         ]
     if topic.name == "gpu.alerts":
         parts += _cloud_event(msgspec.convert(topic.example, Alert))
     if topic.name == "gpu.attributed":
         parts.append("How to read it with Python, Faust, kcat and jq, or ClickHouse: [consumers.md](consumers.md).")
+    if topic.record is not None:
+        parts += _records(topic, known)
+    if topic.name == dead_letters.TOPIC.name:
+        rows = [(f"`{name}`", unit or "", meaning) for name, (meaning, unit) in dead_letters.HEADERS.items()]
+        parts.append(_table(("header", "unit", "meaning"), rows))
     return "\n\n".join(parts)
+
+
+def _records(topic: Topic, known: set[str]) -> Iterator[str]:
+    """The tables of the topic's record and of the objects in it, each unless a topic before has it."""
+    schema = json_schema(topic)
+    outermost = schema["$ref"].rpartition("/")[2]
+    for name, kind in sorted(schema["$defs"].items(), key=lambda one: one[0] != outermost):
+        if name in known:
+            continue
+        known.add(name)
+        if kind["type"] == "array":
+            fields = {f"at {place}": (item, True) for place, item in enumerate(kind["prefixItems"])}
+        else:
+            fields = {f"`{key}`": (item, key in kind["required"]) for key, item in kind["properties"].items()}
+        rows = [
+            (
+                key,
+                _kind(field),
+                "required" if required else _default(field),
+                field.get("x-unit", ""),
+                field["description"],
+                field.get("x-since", FIRST_VERSION),
+            )
+            for key, (field, required) in fields.items()
+        ]
+        yield from (f"### {name}", kind["description"])
+        yield _table(("field", "type", "default", "unit", "meaning", "since"), rows)
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    """The type of a field in words."""
+    match schema:
+        case {"$ref": str(ref)}:
+            return _link(ref.rpartition("/")[2])
+        case {"anyOf": options}:
+            return " or ".join(dict.fromkeys(_kind(one) for one in options if one != {"type": "null"}))
+        case {"enum": words}:
+            return " or ".join(f"`{_json(word)}`" for word in words)
+        case {"type": "array", "items": item}:
+            return f"array of {_kind(item)}"
+        case {"type": "object", "additionalProperties": value}:
+            return f"object of {_kind(value)}"
+        case {"type": "string", "examples": words}:
+            return f"string: {' or '.join(f'`{word}`' for word in words)}"
+        case {"type": "string", "format": "date-time"}:
+            return "string, RFC 3339"
+        case {"type": kind}:
+            return str(kind)
+    return "any"
+
+
+def _default(field: Mapping[str, Any]) -> str:
+    default = field.get("default")
+    return f"`{_json(default)}`" if default or default in (False, 0) else ""
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _link(name: str) -> str:
+    return f"[{name}](#{name.lower()})"
 
 
 def _cloud_event(example: Alert) -> Sequence[str]:

@@ -4,104 +4,139 @@ from typing import Annotated
 
 import msgspec
 
-from topics.topic import Name, Number, Topic, UInt, Version
+from topics.topic import Cluster, Node, Number, Topic, UInt, Version, about
 
 State = Annotated[
     str,
-    msgspec.Meta(examples=["ok", "lost", "timeout"], description="ok, lost, timeout, or a word of a later version"),
+    about(
+        "How the device answered. The values of one whose word is not known count as any others; it "
+        "is judged neither lost nor well.",
+        words=("ok", "lost", "timeout"),
+    ),
 ]
-"""How a device answered. One whose word is not known has values as any other, and is judged neither lost nor well."""
 
 
 class Mig(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a MIG device is cut from: its own UUID, its parent GPU's, and the instances it is made of."""
+    """Where a MIG device is cut from."""
 
-    uuid: str
-    parent_uuid: str
-    gpu_instance: UInt | None = None
-    compute_instance: UInt | None = None
-    profile: str | None = None
+    uuid: Annotated[str, about("The MIG device's own UUID.")]
+    parent_uuid: Annotated[str, about("The UUID of the GPU that it is a part of.")]
+    gpu_instance: Annotated[UInt | None, about("The id of its GPU instance.", "none")] = None
+    compute_instance: Annotated[UInt | None, about("The id of its compute instance.", "none")] = None
+    profile: Annotated[str | None, about("The name of its profile, such as 1g.10gb.")] = None
 
 
 class Process(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A process on a device, by the host's PID, with the pod and container its cgroup names.
+    """A process on a device."""
 
-    ``service`` is set where it computes for the processes of others: "mps" is an MPS server.
-    """
-
-    pid: UInt
-    pod_uid: str | None = None
-    container_id: str | None = None
-    memory_used_bytes: UInt | None = None
-    sm_utilization_ratio: Number | None = None
-    job_id: str | None = None
-    service: str | None = None
+    pid: Annotated[UInt, about("Its process id on the host.", "none")]
+    pod_uid: Annotated[str | None, about("The UID of the pod that its cgroup names.")] = None
+    container_id: Annotated[str | None, about("The id of the container that its cgroup names.")] = None
+    memory_used_bytes: Annotated[UInt | None, about("The device memory that it uses.", "bytes")] = None
+    sm_utilization_ratio: Annotated[
+        Number | None, about("The share of the time in which it used the streaming multiprocessors.", "0-1")
+    ] = None
+    job_id: Annotated[str | None, about("The id of the batch job (Slurm) that it belongs to.")] = None
+    service: Annotated[
+        str | None,
+        about(
+            "Set if it computes for the processes of others: mps is an MPS server. A later version may "
+            "have other words."
+        ),
+    ] = None
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A job of a scheduler without Kubernetes (Slurm) that uses the device. ``account`` is whom it is charged to."""
+    """A job of a scheduler without Kubernetes (Slurm) that uses the device."""
 
-    id: str
-    user: str | None = None
-    partition: str | None = None
-    account: str | None = None
+    id: Annotated[str, about("The scheduler's id of it.")]
+    user: Annotated[str | None, about("Whose job it is.")] = None
+    partition: Annotated[str | None, about("The scheduler's partition that it runs in.")] = None
+    account: Annotated[str | None, about("Whom it is charged to.")] = None
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something that happened on the device since the tick before, such as an XID error (``kind`` is "xid").
+    """Something that happened on the device since the tick before."""
 
-    ``allocations_seq`` names the snapshot in force at its time, of the tick's run and not below that of the tick
-    before; without one it is that of the tick.
-    """
-
-    kind: str
-    code: int | None = None
-    ts_ms: UInt | None = None
-    allocations_seq: UInt | None = None
+    kind: Annotated[str, about("What it was: xid is an XID error. A later version may have other words.")]
+    code: Annotated[int | None, about("The number of the XID error.", "none")] = None
+    ts_ms: Annotated[UInt | None, about("When it happened.", "ms since the epoch")] = None
+    allocations_seq: Annotated[
+        UInt | None,
+        about(
+            "The snapshot of gpu.allocations in force at its time, of the tick's run and not below that "
+            "of the tick before. Without one it is that of the tick.",
+            "none",
+        ),
+    ] = None
 
 
 class Device(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A GPU or a MIG device. ``metrics`` is keyed by the catalogue; what is absent or null is not known.
+    """A GPU or a MIG device."""
 
-    ``info`` is what the device is, each where it is known: ``serial``, ``driver_version``, ``cuda_version``,
-    ``vbios_version``, ``mig_mode`` ("enabled" or "disabled"), ``processes_visible`` ("true" or "false": whether its
-    processes are in the producer's procfs; absent until it has had one). ``xids`` counts XID errors by code since the
-    producer's start. ``read_ms`` is when the values were read, if that was before the tick; absent: in the tick.
-    ``compute_slices``: into how many the physical GPU can be cut, MIG on or off; 1: it can't be. ``jobs`` that are
-    empty: no batch job has it; absent: that is not known, or there is a kubelet.
-    """
-
-    uuid: str
-    index: UInt | None = None
-    vendor: str = "nvidia"
-    model: str | None = None
-    pci_bus_id: str | None = None
-    minor: UInt | None = None
+    uuid: Annotated[str, about("The device's UUID, as NVML says it.")]
+    index: Annotated[
+        UInt | None, about("The GPU's index on its node, which can change when the node starts again.", "none")
+    ] = None
+    vendor: Annotated[str, about("Who made it.")] = "nvidia"
+    model: Annotated[str | None, about("The model's name, as NVML says it.")] = None
+    pci_bus_id: Annotated[str | None, about("Where it is on the PCI bus: DOMAIN:BUS:DEVICE.FUNCTION.")] = None
+    minor: Annotated[UInt | None, about("N of /dev/nvidiaN.", "none")] = None
     state: State = "ok"
-    mig: Mig | None = None
-    metrics: dict[str, Number | None] = {}
-    processes: tuple[Process, ...] | None = None
-    jobs: tuple[Job, ...] | None = None
-    events: tuple[Event, ...] | None = None
-    info: dict[str, str] = {}
-    xids: dict[str, UInt] = {}
-    read_ms: UInt | None = None
-    compute_slices: UInt | None = None
+    mig: Annotated[Mig | None, about("What it is cut from, if it is a MIG device.")] = None
+    metrics: Annotated[
+        dict[str, Number | None],
+        about(
+            "Measured values by the keys of docs/metrics.md. What is absent or null is not known.", "that of the key"
+        ),
+    ] = {}
+    processes: Annotated[tuple[Process, ...] | None, about("The processes on it. Absent: not known.")] = None
+    jobs: Annotated[
+        tuple[Job, ...] | None,
+        about("The batch jobs that have it. Empty: none; absent: that is not known, or there is a kubelet."),
+    ] = None
+    events: Annotated[tuple[Event, ...] | None, about("What happened on it since the tick before.")] = None
+    info: Annotated[
+        dict[str, str],
+        about(
+            "What the device is, each if it is known: serial, driver_version, cuda_version, "
+            "vbios_version, mig_mode (enabled or disabled), processes_visible (true or false: whether its "
+            "processes are in the producer's procfs; absent until it has had one)."
+        ),
+    ] = {}
+    xids: Annotated[
+        dict[str, UInt], about("How many XID errors it had since the producer's start, by their code.", "errors")
+    ] = {}
+    read_ms: Annotated[
+        UInt | None,
+        about("When the values were read, if that was before the tick. Absent: in the tick.", "ms since the epoch"),
+    ] = None
+    compute_slices: Annotated[
+        UInt | None, about("Into how many parts the physical GPU can be cut, MIG on or off. 1: it can't be.", "slices")
+    ] = None
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One node's tick. ``seq`` counts the ticks of the run ``run_id`` from 1; ``allocations_seq`` names a snapshot.
-    ``interval_ms`` is how far apart ticks are meant to be."""
+    """One node's tick."""
 
     schema: Version
-    cluster: Name
-    node: Name
-    run_id: UInt
-    seq: UInt
-    ts_ms: UInt
-    allocations_seq: UInt | None = None
-    interval_ms: UInt | None = None
-    devices: tuple[Device, ...] = ()
+    cluster: Cluster
+    node: Node
+    run_id: Annotated[UInt, about("Identifies the run of the producer: each start has another one.", "none")]
+    seq: Annotated[
+        UInt, about("The number of the tick in its run, from 1. A gap is a tick that the producer dropped.", "none")
+    ]
+    ts_ms: Annotated[UInt, about("When the producer made the tick, by the node's clock.", "ms since the epoch")]
+    allocations_seq: Annotated[
+        UInt | None,
+        about(
+            "The seq of the snapshot in gpu.allocations, of the same run, that was in force. Absent: the "
+            "node has no kubelet.",
+            "none",
+        ),
+    ] = None
+    interval_ms: Annotated[UInt | None, about("How far apart ticks are meant to be.", "ms")] = None
+    devices: Annotated[tuple[Device, ...], about("Every GPU and MIG device of the node.")] = ()
 
 
 TOPIC = Topic(

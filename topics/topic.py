@@ -24,8 +24,30 @@ REPLICATION_FACTOR = 3
 
 _HOUR_MS = 3_600_000
 
-Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9._-]{1,253}\Z", description="1-253 of A-Z a-z 0-9 . _ -")]
+FIRST_VERSION = "0.1.0"
+
+
+def about(
+    meaning: str, unit: str | None = None, *, words: tuple[str, ...] = (), since: str = FIRST_VERSION
+) -> msgspec.Meta:
+    """What the docs and the JSON Schema say of a field.
+
+    ``unit`` is that of a number, "none" if it has none. ``words`` are those that this version knows. ``since`` is the
+    version that first wrote the field.
+    """
+    if words:
+        meaning += " A later version may have other words."
+    more = {"x-unit": unit} if unit else {}
+    if since != FIRST_VERSION:
+        more["x-since"] = since
+    return msgspec.Meta(description=meaning, examples=list(words) or None, extra_json_schema=more or None)
+
+
+Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9._-]{1,253}\Z")]
 """The name of a cluster or a node."""
+
+Cluster = Annotated[Name, about("The cluster's name: 1-253 of A-Z a-z 0-9 . _ -")]
+Node = Annotated[Name, about("The node's name: 1-253 of A-Z a-z 0-9 . _ -")]
 
 UInt = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A count, a sequence number or a time in milliseconds since the epoch."""
@@ -33,7 +55,7 @@ UInt = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | float
 """A measured value. Bounded, for an integer of 400 digits is JSON and no float."""
 
-Version = Literal[1]
+Version = Annotated[Literal[1], about("The version of the record's form.", "none")]
 
 
 class Topic(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,71 +5,73 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from topics.attributed import Workload
-from topics.topic import Name, Topic, UInt, Version
+from topics.topic import Cluster, Node, Topic, UInt, Version, about
 
 MINUTE_MS = 60_000
 HOUR_MS = 3_600_000
 
 Category = Annotated[
     str,
-    msgspec.Meta(
-        examples=["held", "free", "unobserved", "lost"],
-        description="held, free, unobserved, lost, or a word of a later version",
+    about(
+        "held (by a container of a pod), free (nobody is known to hold it), lost (it did not answer), "
+        "or unobserved (no tick says anything of that time).",
+        words=("held", "free", "unobserved", "lost"),
     ),
 ]
 Policy = Annotated[
-    str, msgspec.Meta(examples=["used", "equal"], description="used, equal, or a word of a later version")
+    str, about("How a device that pods share was divided: by what each used, or equally.", words=("used", "equal"))
 ]
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One device, or part of one, in one window of UTC, for one holder or category. Integers only.
-
-    ``uuid`` is the device's, ``gpu_uuid`` the physical GPU's; the window is [``start_ms``, ``end_ms``). ``category``:
-    ``held`` (by ``container`` of ``pod``), ``free`` (nobody is known to hold it), ``lost`` (it did not answer), or
-    ``unobserved`` (no tick says anything of that time). ``policy``: how a device that pods share was divided.
-    ``generation`` is 0, or higher if a replay wrote it; ``revision`` counts what was written of the window. Of one key
-    the highest generation counts and, in that, the highest revision. If it is ``final``, no later revision comes.
-
-    ``device_ms``: for how long. ``slice_ms``: that, times the compute slices of the device; the GPU has ``of`` of them.
-    ``used_us``: of that time, how long it computed. ``idle_ms``: how long the holder did nothing with it.
-    ``tensor_us``: how long the tensor cores worked. ``energy_mj``: millijoules. ``memory_byte_ms``: bytes of memory in
-    use, times milliseconds. ``exact_ms``, ``late_ms`` and ``none_ms`` say what the ticks' attribution rested on: they
-    add up to ``device_ms``, or are 0 if unobserved. Workload, ``team``, labels and model are those of the last tick.
-    """
+    """One device, or part of one, in one window of UTC, for one holder or category. Integers only."""
 
     schema: Version
-    cluster: Name
-    node: Name
-    gpu_uuid: str
-    uuid: str
-    start_ms: UInt
-    end_ms: UInt
+    cluster: Cluster
+    node: Node
+    gpu_uuid: Annotated[str, about("The physical GPU's UUID.")]
+    uuid: Annotated[str, about("The device's UUID: the GPU's, or that of one of its MIG devices.")]
+    start_ms: Annotated[UInt, about("When the window begins.", "ms since the epoch")]
+    end_ms: Annotated[UInt, about("When the window ends. It is not a part of the window.", "ms since the epoch")]
     category: Category
-    generation: UInt
-    revision: UInt
-    final: bool
+    generation: Annotated[
+        UInt, about("0, or higher if a replay wrote it. Of one key only the highest generation counts.", "none")
+    ]
+    revision: Annotated[
+        UInt,
+        about(
+            "Counts what was written of the window. Of one key and generation only the highest revision counts.", "none"
+        ),
+    ]
+    final: Annotated[bool, about("Whether no later revision comes.")]
     policy: Policy
-    namespace: str | None = None
-    pod: str | None = None
-    pod_uid: str | None = None
-    container: str | None = None
-    workload: Workload | None = None
-    team: str | None = None
-    labels: dict[str, str] = {}
-    node_labels: dict[str, str] = {}
-    model: str | None = None
-    device_ms: UInt
-    slice_ms: UInt
-    of: UInt
-    used_us: UInt
-    idle_ms: UInt
-    tensor_us: UInt
-    energy_mj: UInt
-    memory_byte_ms: UInt
-    exact_ms: UInt
-    late_ms: UInt
-    none_ms: UInt
+    namespace: Annotated[str | None, about("The holder's namespace.")] = None
+    pod: Annotated[str | None, about("The holder's pod.")] = None
+    pod_uid: Annotated[str | None, about("The pod's UID.")] = None
+    container: Annotated[str | None, about("The container that held the device.")] = None
+    workload: Annotated[Workload | None, about("The holder's workload, as of the last tick.")] = None
+    team: Annotated[str | None, about("The holder's team, as of the last tick.")] = None
+    labels: Annotated[dict[str, str], about("The holder's labels, as of the last tick.")] = {}
+    node_labels: Annotated[dict[str, str], about("The node's labels, as of the last tick.")] = {}
+    model: Annotated[str | None, about("The GPU's model, as of the last tick.")] = None
+    device_ms: Annotated[UInt, about("For how long.", "ms")]
+    slice_ms: Annotated[UInt, about("That, times the compute slices of the device.", "ms")]
+    of: Annotated[UInt, about("How many compute slices the GPU has.", "slices")]
+    used_us: Annotated[UInt, about("Of that time, how long it computed.", "us")]
+    idle_ms: Annotated[UInt, about("Of that time, how long the holder did nothing with it.", "ms")]
+    tensor_us: Annotated[UInt, about("Of that time, how long the tensor cores worked.", "us")]
+    energy_mj: Annotated[UInt, about("The energy that it took.", "mJ")]
+    memory_byte_ms: Annotated[UInt, about("The memory in use, times how long.", "bytes * ms")]
+    exact_ms: Annotated[
+        UInt,
+        about(
+            "For how long the holder rests on exact attribution. The three add up to device_ms, or are 0 "
+            "if unobserved.",
+            "ms",
+        ),
+    ]
+    late_ms: Annotated[UInt, about("For how long it rests on late attribution.", "ms")]
+    none_ms: Annotated[UInt, about("For how long it rests on no snapshot.", "ms")]
 
     @property
     def key(self) -> "Key":
@@ -110,23 +112,20 @@ def read_key(key: bytes | None) -> Key:
 
 
 class UsageState(msgspec.Struct, kw_only=True):
-    """The usage stream's books of a node, as of a tick. ``offset`` is the sample's, ``run_id`` and ``seq`` its identity
-    (-1: there was none), ``logged_ms`` its log time, ``newest_ts_ms`` the latest time of any tick; ``logs`` counts how
-    often the offsets began again. ``tick_ms`` is the time of the last tick of the run. Up to ``booked_ms`` time is
-    booked, up to ``final_ms`` windows are final. The windows that are open are the stream's own."""
+    """The usage stream's books of a node, as of a tick. The windows that are open are the stream's own."""
 
     schema: Version
-    cluster: Name
-    node: Name
-    logs: UInt = 0
-    offset: UInt = 0
-    run_id: int = -1
-    seq: UInt = 0
-    newest_ts_ms: UInt = 0
-    logged_ms: UInt = 0
-    tick_ms: UInt = 0
-    booked_ms: UInt = 0
-    final_ms: UInt = 0
+    cluster: Cluster
+    node: Node
+    logs: Annotated[UInt, about("How often the offsets began again.", "none")] = 0
+    offset: Annotated[UInt, about("The sample's offset.", "none")] = 0
+    run_id: Annotated[int, about("The run of the tick. -1: there was none.", "none")] = -1
+    seq: Annotated[UInt, about("The number of the tick in its run.", "none")] = 0
+    newest_ts_ms: Annotated[UInt, about("The latest time of any tick.", "ms since the epoch")] = 0
+    logged_ms: Annotated[UInt, about("When the broker wrote the tick.", "ms since the epoch")] = 0
+    tick_ms: Annotated[UInt, about("The time of the last tick of the run.", "ms since the epoch")] = 0
+    booked_ms: Annotated[UInt, about("Up to when time is booked.", "ms since the epoch")] = 0
+    final_ms: Annotated[UInt, about("Up to when windows are final.", "ms since the epoch")] = 0
 
 
 _PROMISE = (

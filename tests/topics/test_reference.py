@@ -1,12 +1,19 @@
 """What is written from the tables: fresh, whole, and never written by the check."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from topics import TOPICS, reference
+from topics import TOPICS, dead_letters, reference
 from topics.catalogue import CATALOGUE, FURTHER, HOLDERS, POD_INFO, XIDS
 from topics.profiles import PROFILES, ProfileName
+from topics.topic import Topic, load_topics
+
+WHOLE = (".", "A-Z a-z 0-9 . _ -")
+"""How a sentence that describes a field ends."""
 
 
 def section(profile: ProfileName) -> str:
@@ -28,6 +35,80 @@ def test_every_key_has_a_row() -> None:
     page = reference.metrics_markdown()
 
     assert [key for key in CATALOGUE if f"\n| `{key}` |" not in page] == []
+
+
+RECORDS = [topic for topic in load_topics().values() if topic.record is not None]
+
+
+def fields(topic: Topic) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every field of a topic's record and of the objects in it, with what the schema in the tree says of it."""
+    schema = json.loads((reference.SCHEMAS / f"{topic.name}.json").read_text())
+    for name, kind in schema["$defs"].items():
+        assert kind["description"], name
+        yield from ((f"{name}.{key}", field) for key, field in kind.get("properties", {}).items())
+        yield from ((f"{name} at {place}", field) for place, field in enumerate(kind.get("prefixItems", ())))
+
+
+def has_number(schema: Any) -> bool:
+    """Whether a value of that schema is a number or holds numbers, other than in an object with fields of its own."""
+    if isinstance(schema, list):
+        return any(map(has_number, schema))
+    if not isinstance(schema, dict):
+        return False
+    inner = [schema.get(key) for key in ("anyOf", "items", "additionalProperties")]
+    numbers = [word for word in schema.get("enum", ()) if isinstance(word, int)]
+    return schema.get("type") in ("integer", "number") or bool(numbers) or has_number(inner)
+
+
+@pytest.mark.parametrize("topic", RECORDS, ids=lambda topic: topic.name)
+def test_every_field_has_a_meaning_and_every_number_a_unit_or_none(topic: Topic) -> None:
+    known = dict(fields(topic))
+
+    assert [name for name, field in known.items() if not field.get("description", "").endswith(WHOLE)] == []
+    assert [name for name, field in known.items() if has_number(field) != bool(field.get("x-unit"))] == []
+
+
+@pytest.mark.parametrize("topic", RECORDS, ids=lambda topic: topic.name)
+def test_every_field_has_a_row_in_the_table_of_its_object(topic: Topic) -> None:
+    page = reference.topics_markdown()
+    for name, field in fields(topic):
+        kind, _, key = name.partition(".")
+        if key:
+            table = page.partition(f"\n### {kind}\n")[2].partition("\n#")[0]
+            (row,) = [line for line in table.splitlines() if line.startswith(f"| `{key}` |")]
+            assert field["description"].replace("|", "\\|") in row
+            assert f"| {field.get('x-unit', '')} |" in row
+            assert row.endswith("| 0.1.0 |") or "x-since" in field
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `ts_ms` | integer | required | ms since the epoch | When the producer made the tick, by the node's clock. |",
+        '| `state` | string: `ok` or `lost` or `timeout` | `"ok"` |  | How the device answered. ',
+        "| `attribution` | string: `exact` or `late` or `none` |  |  | What these holders rest on,",
+        "| `devices` | array of [AttributedDevice](#attributeddevice) |  |  | Every GPU and MIG device of the node,",
+        "| `starts_at` | string, RFC 3339 | required |  | When it fired, in event time.",
+        "| `metrics` | object of number |  | that of the key |",
+    ],
+)
+def test_a_row_of_a_field_says_type_default_unit_and_meaning(row: str) -> None:
+    assert row in reference.topics_markdown()
+
+
+def test_every_header_of_a_dead_letter_has_a_row() -> None:
+    sent = dead_letters.letter(None, b"{", dead_letters.Origin("t", 0, 1), stage="s", error="e", at_ms=1).headers
+    section = reference.topics_markdown().partition("\n## gpu.dead-letters\n")[2]
+
+    assert [name for name, _ in sent if section.count(f"\n| `{name}` |") != 1] == []
+    assert [name for name, _ in sent] == list(dead_letters.HEADERS)
+
+
+def test_what_several_topics_have_is_described_once() -> None:
+    page = reference.topics_markdown()
+
+    assert page.count("\n### Alert\n") == 1
+    assert page.count("\nThe record is [Usage](#usage).\n") == 2
 
 
 @pytest.mark.parametrize("profile", PROFILES)
