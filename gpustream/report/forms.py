@@ -24,11 +24,12 @@ TEAM_WIDTH = 20
 
 
 class Row(NamedTuple):
-    """A row: its names, its figures, and, if it has a bar, the time that this is of."""
+    """A row: its names, its figures, and, if it has a bar, the time that this is of. ``mark``: * if not final."""
 
     names: tuple[str, ...]
     cells: Sequence[str]
     of: Sums | None = None
+    mark: str = ""
 
 
 class Section(NamedTuple):
@@ -105,7 +106,7 @@ def _totals(now: Summary, before: Summary | None) -> Section:
         if before is not None:
             past = before.teams.whole if name == "all" else before.teams.categories.get(name, Sums())
             cells.append(figure(past.gpu_hours))
-        rows.append(Row((name + "*" * sums.growing,), cells))
+        rows.append(Row((name,), cells, mark="*" * sums.growing))
     columns = ["GPU-hours", "share", "used", "idle", "kWh", *_cost_column(now), *(["before"] if before else [])]
     return Section("All time of the GPUs", ("time is",), columns, rows)
 
@@ -114,11 +115,10 @@ def _teams(now: Summary, before: Summary | None) -> Section:
     past = {} if before is None else {row.by: row for row in before.teams.rows() if row.category == "held"}
     rows = []
     for row in (row for row in now.teams.rows() if row.category == "held"):
-        cells = [
-            *_held(row),
-            *([figure(past[row.by].sums.gpu_hours if row.by in past else Fraction(0))] if before else []),
-        ]
-        rows.append(Row((row.by + "*" * row.sums.growing,), cells, row.sums))
+        cells = _held(row)
+        if before is not None:
+            cells.append(figure(past[row.by].sums.gpu_hours if row.by in past else Fraction(0)))
+        rows.append(Row((row.by,), cells, row.sums, "*" * row.sums.growing))
     gone = sorted(past.keys() - {row.by for row in now.teams.rows()})
     if before is not None:
         zero = [figure(Fraction(0))] * 3 + ["0.0%"] + (["0.00"] if now.teams.prices else [])
@@ -134,7 +134,7 @@ def _held(row: UsageRow) -> list[str]:
 
 
 def _workloads(now: Summary, found: Sequence[UsageRow], top: int) -> Section:
-    rows = [Row((row.by + "*" * row.sums.growing, now.team_of(row.by)), _held(row), row.sums) for row in found[:top]]
+    rows = [Row((row.by, now.team_of(row.by)), _held(row), row.sums, "*" * row.sums.growing) for row in found[:top]]
     if rest := found[top:]:
         hours, used, idle = (
             sum((getattr(row.sums, name) for row in rest), Fraction(0))
@@ -153,7 +153,7 @@ def _offenders(now: Summary, found: Sequence[UsageRow], top: int) -> Section:
     for row in idle[:top]:
         cost = None if now.teams.prices is None else rounded(row.sums.idle_cost, 2)
         cells = [figure(row.sums.idle_hours), _percent(part(row.sums.idle_hours, row.sums.gpu_hours)), *_cost(cost)]
-        rows.append(Row((row.by, now.team_of(row.by)), cells, row.sums))
+        rows.append(Row((row.by, now.team_of(row.by)), cells, row.sums, "*" * row.sums.growing))
     columns = ["idle GPU-hours", "of held", *_cost_column(now, "idle cost")]
     return Section("Worst offenders", ("workload", "team"), columns, rows, "" if rows else "Nobody left a GPU idle.")
 
@@ -204,12 +204,16 @@ def as_text(report: Report) -> Iterator[str]:
         yield ""
         lines = [Row(section.names, section.columns), *section.rows]
         widths = [max(len(line.cells[place]) for line in lines) for place in range(len(section.columns))]
-        longest = [max(len(line.names[place]) for line in lines) for place in range(len(section.names))]
+        longest = [
+            max(len(line.names[place]) + len(line.mark) for line in lines) for place in range(len(section.names))
+        ]
         others = [min(TEAM_WIDTH, width) for width in longest[1:]]
         room = WIDTH - sum(width + 2 for width in (*others, *widths))
         rooms = [min(longest[0], max(NARROWEST, room)), *others]
         for line in lines if section.rows else ():
-            names = "  ".join(f"{fitting(name, most):<{most}}" for name, most in zip(line.names, rooms, strict=True))
+            first, *more = line.names
+            shown = fitting(first, rooms[0] - len(line.mark)) + line.mark, *map(fitting, more, others)
+            names = "  ".join(map("{:<{}}".format, shown, rooms))
             yield (names + "".join(map("  {:>{}}".format, line.cells, widths))).rstrip()
         if not section.rows and not section.note:
             yield "none"
@@ -270,7 +274,8 @@ def _line(tag: str, row: Row, bar: str) -> str:
     sums = row.of
     exact = "" if sums is None else f' data-held-ms="{sums.device_ms}" data-used-us="{sums.used_us}"'
     exact += "" if sums is None else f' data-idle-ms="{sums.idle_ms}"'
-    names = "".join(f'<{tag} class="name">{_escaped(name)}</{tag}>' for name in row.names)
+    shown = row.names[0] + row.mark, *row.names[1:]
+    names = "".join(f'<{tag} class="name">{_escaped(name)}</{tag}>' for name in shown)
     return f"<tr{exact}>{names}{''.join(f'<{tag}>{_escaped(cell)}</{tag}>' for cell in row.cells)}{bar}</tr>"
 
 

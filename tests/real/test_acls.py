@@ -231,7 +231,7 @@ async def test_a_component_works_with_exactly_its_acls_and_names_each_that_is_mi
         await eventually(worked)
 
 
-@pytest.mark.parametrize("command", [("usage",), ("replay", "--from", "3h")])
+@pytest.mark.parametrize("command", [("usage",), ("report",), ("replay", "--from", "3h")])
 async def test_a_command_answers_with_exactly_its_acls_and_names_each_that_is_missing(
     flow: KafkaServer, users: Users, command: tuple[str, ...]
 ) -> None:
