@@ -18,7 +18,7 @@ from gpustream import history, logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option
 from gpustream.history import History
 from gpustream.report import forms
-from gpustream.report.summary import Firings, Summary
+from gpustream.report.summary import DAY_MS, Firings, Summary
 from gpustream.topics import FAILED, answer
 from gpustream.usage import read
 from gpustream.usage.command import PRICES, When, now_ms, remarks, time_mistakes, time_options, wanted
@@ -112,11 +112,8 @@ async def _count(past: History, plan: read.Answer, summary: Summary) -> None:
 
 
 async def _before(past: History, time: Range, prices: Prices | None, at_ms: int) -> tuple[Summary | None, list[str]]:
-    """The time before, as long; None and why, if it is not there. Of whole hours it is made of whole hours, because
-    Kafka keeps minutes for a week only."""
-    length_ms = time.to_ms - time.from_ms
-    ends_ms = time.from_ms if length_ms % HOUR_MS else time.from_ms // HOUR_MS * HOUR_MS
-    asked = Range(max(0, ends_ms - length_ms), ends_ms)
+    """The time before; None if it is not there. With what has to be known about it."""
+    asked = time_before(time)
     plan = await read.plan(past, asked, at_ms)
     words = f"the time before, {utc(asked.from_ms)} to {utc(asked.to_ms)}"
     if plan.notes:
@@ -126,3 +123,11 @@ async def _before(past: History, time: Range, prices: Prices | None, at_ms: int)
     if not before.teams.gpus:
         return None, [f"{words}, is not compared: nothing is known of it"]
     return before, [f"before: {utc(asked.from_ms)} to {utc(asked.to_ms)}"]
+
+
+def time_before(time: Range) -> Range:
+    """The time before a time, as long. For a day or more it is the nearest whole hours: Kafka forgets minutes first."""
+    length_ms, ends_ms = time.to_ms - time.from_ms, time.from_ms
+    if length_ms >= DAY_MS:
+        length_ms, ends_ms = round(length_ms / HOUR_MS) * HOUR_MS, ends_ms // HOUR_MS * HOUR_MS
+    return Range(max(0, ends_ms - length_ms), ends_ms)

@@ -15,7 +15,9 @@ from click.testing import CliRunner, Result
 
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
+from gpustream.report.command import time_before
 from gpustream.report.forms import WIDTH
+from gpustream.usage.read import Range
 from tests.usage_records import START_MS, usage
 from topics import alerts
 from topics.alerts import Alert
@@ -24,7 +26,6 @@ from topics.usage import HOUR_MS, HOURS, MINUTES, Usage
 TIME = ("--from", "2026-11-20", "--to", "2026-11-20T04:00Z")
 HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m&\"'https://evil.example"
 JOB = {"kind": "Job", "name": "train"}
-DAY_MS = 24 * HOUR_MS
 RECORDS = [
     usage("ml", used_us=HOUR_MS * 950, idle_ms=60_000, energy_mj=2_520_000_000, team="vision", workload=JOB),
     usage("ml", "ml-1", start_ms=START_MS + HOUR_MS, device_ms=HOUR_MS // 2, team="vision", workload=JOB),
@@ -149,6 +150,17 @@ def test_a_time_before_of_which_nothing_is_known_is_not_compared(kafka: str) -> 
     result = _run("report", kafka, "--from", "2026-11-19T23:00Z", "--to", "2026-11-20T04:00Z")
     assert "is not compared: nothing is known of it" in " ".join(result.stdout.split())
     assert "\nchange" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("hours", "before"),
+    [((10, 14), (6, 10)), ((10.5, 11.5), (9.5, 10.5)), ((200, 367.8), (32, 200)), ((200.2, 368.2), (32, 200))],
+)
+def test_the_time_before_is_as_long_and_of_whole_hours_if_it_is_a_day(
+    hours: tuple[float, float], before: tuple[float, float]
+) -> None:
+    first, last = (round(hour * HOUR_MS) for hour in hours)
+    assert time_before(Range(first, last)) == tuple(round(hour * HOUR_MS) for hour in before)
 
 
 def test_alerts_are_counted_by_rule_and_team_in_that_time_only(kafka: str) -> None:
