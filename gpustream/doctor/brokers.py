@@ -174,7 +174,7 @@ def topics(seen: Situation) -> Checked:
         settings = one.settings or {}
         limit = settings.get("retention.bytes") or "-1"
         if limit != "-1" and "delete" in settings.get("cleanup.policy", ""):
-            limited.append(f"{name}: {limit}")
+            limited.append(f"{kafka.prefix}{name}: {limit}")
         least = int(settings.get("min.insync.replicas", "1") or 1)
         short = [number for number, count in one.in_sync.items() if 0 < count < least and number not in one.leaderless]
         if short:
