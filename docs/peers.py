@@ -126,11 +126,11 @@ def _names(profiles: Sequence[str]) -> str:
     known: list[Profile] = [one for one in PROFILES.values() if one.name in profiles]
     rows = []
     for key, metric in CATALOGUE.items():
-        cells, units = [], set[str]()
+        cells = []
+        before = {one.unit for one in known[0].series.get(key, ())}
         for profile in known:
             many = profile.series.get(key, ())
-            units |= {one.unit for one in many}
-            strong = "**" if profile is not known[0] and len(units) > 1 else ""
+            strong = "**" if before and before.isdisjoint(one.unit for one in many) else ""
             cells.append("<br>".join(f"`{_series(one.name, one.labels)}`{_unit(one.unit, strong)}" for one in many))
         if any(cells):
             rows.append((f"`{key}`", *cells, metric.kind))

@@ -78,6 +78,8 @@ DCGM = Exporter(
                     "DCGM_FI_DEV_ENFORCED_POWER_LIMIT",
                     "DCGM_FI_DEV_FB_TOTAL",
                     "DCGM_FI_DEV_FB_USED_PERCENT",
+                    "DCGM_FI_DEV_PCIE_RX_THROUGHPUT",
+                    "DCGM_FI_DEV_PCIE_TX_THROUGHPUT",
                     "DCGM_FI_DEV_POWER_MGMT_LIMIT",
                     "DCGM_FI_DEV_XID_ERRORS",
                 }
