@@ -109,9 +109,15 @@ class Api:
         except (Unreachable, TimeoutError) as error:
             answer = _error(request, 503, f"the API server does not list pods: {error or 'no answer in time'}")
         except web.HTTPException as error:
-            answer = _error(request, error.status, error.text or error.reason)
+            nowhere = error is request.match_info.http_exception
+            answer = _error(request, error.status, self._questions() if nowhere else error.text or error.reason)
         self._count(str(answer.status)).inc()
         return answer
+
+    def _questions(self) -> str:
+        """What can be asked, for who asked for something else."""
+        custom = "needs --custom-metrics" if self._cluster is None else f"is below {_APIS}/{GROUP}"
+        return f"GET /v1/workloads/NAMESPACE/KIND/NAME is what can be asked here; {GROUP} {custom}"
 
     # -- plain JSON
 

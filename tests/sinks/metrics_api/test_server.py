@@ -125,6 +125,15 @@ async def test_what_holds_nothing_is_not_found(path: str) -> None:
     assert "holds a GPU" in found.content["error"]
 
 
+@pytest.mark.parametrize("path", ["/", "/v1/workloads/ml", "/v1/workloads/ml/Deployment/infer/", "/metrics"])
+async def test_who_asks_for_something_else_is_shown_what_can_be_asked(path: str) -> None:
+    async with bench() as made:
+        found = await made.ask(path)
+
+    assert found.status == 404
+    assert "/v1/workloads/NAMESPACE/KIND/NAME" in found.content["error"]
+
+
 async def test_a_value_that_is_too_old_is_not_found_and_never_zero() -> None:
     async with bench({}) as made:
         made.tick(1, device("GPU-a", of_deployment("p"), used=0.25))
