@@ -24,6 +24,7 @@ from aiokafka.errors import (
     TopicAuthorizationFailedError,
 )
 from aiokafka.protocol.group import JoinGroupRequest
+from aiokafka.structs import OffsetAndMetadata
 
 from delivery import clients, opening
 from delivery.assignor import CoPartitioned, claim_of
@@ -123,8 +124,8 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             metadata_max_age_ms=_METADATA_MS,  # so soon a partition that is added is seen
         )
 
-    async def topics_with_commits(self) -> frozenset[str]:
-        """The topics of which the group has committed something before this process joined it."""
+    async def commits(self) -> Mapping[Partition, int | None]:
+        """What the group has committed, for each partition that its topics had when this process started."""
         tps = [
             Partition(topic, number)
             for name, topic in self._topics.items()
@@ -132,12 +133,24 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         ]
         while True:
             try:
-                offsets = await asyncio.gather(*(self.committed(tp) for tp in tps))
+                return dict(zip(tps, await asyncio.gather(*map(self.committed, tps)), strict=True))
             except KafkaError as error:
                 self._complain(error)
                 await asyncio.sleep(_RETRY_S)
-            else:
-                return frozenset(tp.topic for tp, offset in zip(tps, offsets, strict=True) if offset is not None)
+
+    async def begin(self, offsets: Mapping[Partition, int]) -> bool:
+        """Commit where the group begins, all or nothing, before it is joined. Raises KafkaError.
+
+        False: it has members, and nothing was committed. The broker takes the commit of a process that is no member
+        only if the group has none.
+        """
+        wanted = {self._theirs(tp): OffsetAndMetadata(offset, "") for tp, offset in offsets.items()}
+        try:
+            # the public method takes only partitions that are assigned
+            await self._consumer._coordinator.commit_offsets(None, wanted)  # noqa: SLF001
+        except CommitFailedError:
+            return False
+        return True
 
     def join(self) -> None:
         """Become a member; the member is notified of its partitions as they come and go."""

@@ -67,6 +67,24 @@ class Held(msgspec.Struct, frozen=True):
     commits: dict[Partition, int] = {}
 
 
+async def begin(group: ConsumerGroup, from_: Mapping[str, From]) -> frozenset[str]:
+    """Commit where a group begins in each topic of which it has committed nothing. Gives the topics that it has begun.
+
+    All partitions are committed at once, before any is read. So a partition without an offset in a topic that was begun
+    was added later, whenever a process was killed. A topic that is read from its beginning needs no such commit. A
+    group that has members was begun by them. Raises KafkaError if the broker does not answer: ask again.
+    """
+    commits = await group.commits()
+    begun = frozenset(tp.topic for tp, committed in commits.items() if committed is not None)
+    new = from_.keys() - begun - {topic for topic, start in from_.items() if start == "earliest"}
+    starts: dict[Partition, Start] = {}
+    for topic in new:
+        starts |= await _resume(group, dict.fromkeys(tp for tp in commits if tp.topic == topic), from_[topic])
+    if not starts or await group.begin({tp: start.resume for tp, start in starts.items()}):
+        return begun | new
+    return frozenset(tp.topic for tp, committed in (await group.commits()).items() if committed is not None)
+
+
 async def find(group: ConsumerGroup, tp: Partition, from_: From, recall_s: float, *, known: int | None = None) -> Start:
     """Where a sink starts: ``recall_s`` before the last finished record, or there if that is the offset ``known``.
 

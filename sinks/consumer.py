@@ -85,7 +85,7 @@ class GroupReader:
         self._sources = {source.topic: source for source in sources}
         self._check = TopicCheck(settings.connection(), Uses(tuple(self._sources), (DEAD_LETTERS,)))
         self._group: ConsumerGroup | None = None
-        self._established: frozenset[str] = frozenset()
+        self._begun: frozenset[str] = frozenset()
         self._tasks: dict[Assignment, asyncio.Task[None]] = {}
         self._kept: dict[Partition, Assignment] = {}
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -96,9 +96,17 @@ class GroupReader:
             return
         group = self._group = ConsumerGroup(self._settings, list(self._sources), self, checked.partitions)
 
+        from_ = {source.topic: source.from_ for source in self._sources.values()}
+
         async def join() -> None:
             await group.connect()
-            self._established = await group.topics_with_commits()
+            while True:
+                try:
+                    self._begun = await positions.begin(group, from_)
+                    break
+                except KafkaError as error:
+                    log.warning("group %s: where it begins is not known (%s), trying again", group.name, error)
+                    await asyncio.sleep(_RETRY_S)
             group.join()
 
         joining, stopping = asyncio.ensure_future(join()), asyncio.ensure_future(stop.wait())
@@ -153,15 +161,14 @@ class GroupReader:
     def assigned(self, tps: set[Partition]) -> None:
         """Start on these partitions.
 
-        A partition that a group without an offset in it finds, in a topic of which it has others, was added to the
-        topic: all of it is new.
+        A partition without an offset, in a topic that the group has begun, was added to the topic: all of it is new.
         """
         if self._group is None:
             raise RuntimeError("partitions of no group")
         for tp in sorted(tps):
             source = self._sources[tp.topic]
             assignment = Assignment(self._group, tp, source.handler(tp.partition), self._outcomes, self._kept.get(tp))
-            from_ = "earliest" if tp.topic in self._established else source.from_
+            from_ = "earliest" if tp.topic in self._begun else source.from_
             task = self._tasks[assignment] = asyncio.ensure_future(assignment.run(from_, source.recall_s))
             task.add_done_callback(partial(self._ended, tp))
         self._kept = {}

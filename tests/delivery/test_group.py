@@ -18,6 +18,7 @@ from aiokafka.errors import (
     KafkaConnectionError,
     KafkaError,
 )
+from aiokafka.structs import OffsetAndMetadata
 
 from delivery import group as module
 from delivery.assignor import CoPartitioned
@@ -86,6 +87,9 @@ class Client:
         if self.refuses is not None:
             raise self.refuses
         self.committed |= offsets
+
+    async def commit_offsets(self, _: None, offsets: Mapping[TopicPartition, OffsetAndMetadata]) -> None:
+        await self.commit({tp: at.offset for tp, at in offsets.items()})
 
     def seek(self, tp: TopicPartition, offset: int) -> None:
         if tp not in self.assignment():
@@ -220,12 +224,12 @@ async def test_a_partition_that_is_added_is_nobodys_and_ends_the_process_with_70
     assert ended.value.exit_code == 70
 
 
-async def test_the_topics_of_which_a_group_has_committed_something_are_known_before_it_is_joined(
+async def test_what_a_group_has_committed_is_known_before_it_is_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_RETRY_S", 0.0)
     group, _ = group_of(Client())
-    answers: dict[Partition, list[Any]] = {MINE: [KafkaConnectionError("away"), None, None], THEIRS: [None, None, 5]}
+    answers: dict[Partition, list[Any]] = {MINE: [KafkaConnectionError("away"), None], THEIRS: [None, 5]}
 
     async def committed(tp: Partition) -> int | None:
         answer: int | Exception | None = answers[tp].pop(0)
@@ -234,8 +238,16 @@ async def test_the_topics_of_which_a_group_has_committed_something_are_known_bef
         return answer
 
     monkeypatch.setattr(group, "committed", committed)
-    assert await group.topics_with_commits() == frozenset()
-    assert await group.topics_with_commits() == {"ticks"}
+    assert await group.commits() == {MINE: None, THEIRS: 5}
+
+
+async def test_a_group_that_has_members_is_not_begun() -> None:
+    client = Client()
+    group, _ = group_of(client)
+    assert await group.begin({MINE: 5})
+    client.refuses = CommitFailedError()
+    assert not await group.begin({MINE: 7})
+    assert client.committed == {MINE: 5}
 
 
 # -- transactions

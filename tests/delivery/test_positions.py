@@ -37,6 +37,40 @@ async def test_a_new_group_starts_at_an_end_of_the_log_or_so_long_ago() -> None:
     assert start.resume in {140, 141}
 
 
+class New:
+    """A group before this process joins it, and what it has committed. ``member``: what a member that is there has."""
+
+    def __init__(self, committed: dict[Any, int], member: dict[Any, int] | None) -> None:
+        self.committed, self.member = dict(committed), member
+        self.offsets = FakeGroup(LOG, begin=10)
+
+    async def commits(self) -> dict[Any, int | None]:
+        return dict.fromkeys([Partition("a", 0), Partition("a", 1), Partition("b", 0)]) | self.committed
+
+    async def begin(self, offsets: dict[Any, int]) -> bool:
+        self.committed |= offsets if self.member is None else self.member
+        return self.member is None
+
+
+@pytest.mark.parametrize(
+    ("committed", "from_", "member", "wanted", "begun"),
+    [
+        ({}, "latest", None, {("a", 0): 200, ("a", 1): 200}, "a"),
+        ({}, "earliest", None, {}, ""),
+        ({("a", 0): 20}, "latest", None, {("a", 0): 20}, "a"),
+        ({}, "latest", {("a", 0): 150}, {("a", 0): 150}, "a"),
+        ({}, "latest", {}, {}, ""),
+    ],
+    ids=["new", "its beginning needs no commit", "begun", "a member begins it", "a member has not begun it"],
+)
+async def test_a_group_begins_in_all_partitions_of_a_topic_at_once_or_has_members(
+    committed: dict[Any, int], from_: Any, member: dict[Any, int] | None, wanted: dict[Any, int], begun: str
+) -> None:
+    group = New(committed, member)
+    assert await positions.begin(group, {"a": from_, "b": "earliest"}) == set(begun)  # type: ignore[arg-type]
+    assert group.committed == wanted
+
+
 async def test_a_new_group_starts_at_the_end_where_all_is_older() -> None:
     assert await find(FakeGroup(LOG, begin=10), 60.0) == Start(10, 200, 200, 200, None)
 

@@ -1,7 +1,7 @@
 """A consumer group on Apache Kafka: transactions, deleted records, added partitions, and two with one instance id."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -13,15 +13,22 @@ from confluent_kafka.admin import NewPartitions
 
 from delivery import group as group_module
 from delivery.clients import OffsetClient
+from delivery.dead_letters import Record
 from delivery.group import ConsumerGroup, MustRestart
+from delivery.instruments import Instruments
 from delivery.ledger import Partition
+from delivery.positions import WHOLE
 from delivery.sender import Sender
 from delivery.settings import MemberSettings
+from sinks.consumer import GroupReader, Source
+from sinks.outcomes import Outcomes
 from streams.app import ReaderApp
 from tests.eventually import eventually
 from tests.real.contents import committed, ends, values
 from tests.real.reader_process import Echo, echo_app
 from tests.real.servers import KafkaServer
+from tests.sinks.records import outcome_instruments
+from topics.topic import load_topics
 
 
 def create(kafka: KafkaServer, name: str, partitions: int = 1) -> None:
@@ -221,3 +228,78 @@ async def test_ends_are_answered_at_once_while_a_fetch_waits(kafka: KafkaServer)
             took_s.append(loop.time() - asked_s)
         assert sorted(took_s)[10] < 0.1  # behind a fetch it would wait for 0.2 s
     await offsets.close()
+
+
+class Collector:
+    """A sink's handler of a partition: has every record at once."""
+
+    def __init__(self, got: list[bytes]) -> None:
+        self._got = got
+
+    def recall(self, records: Sequence[Record]) -> None:
+        """Nothing to know."""
+
+    async def deliver(self, records: Sequence[Record], _: asyncio.Event) -> AsyncGenerator[int]:
+        self._got += [record.value or b"" for record in records]
+        yield records[-1].offset + 1
+
+    async def quiet(self, _: asyncio.Event) -> None:
+        """Nothing is due."""
+
+    def reset(self) -> None:
+        """Nothing is known."""
+
+
+@asynccontextmanager
+async def sink(kafka: KafkaServer, name: str, got: list[bytes]) -> AsyncIterator[GroupReader]:
+    """A sink that begins with what is written from now on."""
+    settings = MemberSettings(kafka=kafka.address, topic_prefix=f"{name}.", group="sink")
+    source = Source("gpu.attributed", lambda _: Collector(got), "latest", WHOLE)
+    reader = GroupReader(settings, [source], Outcomes("test", Instruments(outcome_instruments("test"))))
+    stop = asyncio.Event()
+    task = asyncio.create_task(reader.run(stop))
+    try:
+        yield reader
+    finally:
+        stop.set()
+        await task
+
+
+async def test_a_process_that_ends_before_it_has_committed_all_partitions_makes_no_old_record_news(
+    kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a partition that is added later is read from its beginning."""
+    name = "group-begins"
+    topic = f"{name}.gpu.attributed"
+    for created, partitions in ((topic, 3), (f"{name}.gpu.dead-letters", 1)):
+        kafka.create_topics({created: partitions}, load_topics()[created.removeprefix(f"{name}.")].settings())
+
+    async def write(value: bytes, partitions: Sequence[int]) -> None:
+        sender = Sender(kafka.connection, client_id="test")
+        await sender.start()
+        for sent in [await sender.send(topic, value, partition=number) for number in partitions]:
+            await sent
+        await sender.stop()
+
+    async def first_only(group: ConsumerGroup, offsets: Mapping[Partition, int]) -> bool:
+        if {tp.partition for tp in offsets} != {0}:
+            await asyncio.Event().wait()
+        return await commit(group, offsets)
+
+    commit, got = ConsumerGroup.commit, list[bytes]()
+    await write(b"old", range(3))
+    with monkeypatch.context() as patched:
+        patched.setattr(ConsumerGroup, "commit", first_only)
+        async with sink(kafka, name, got) as reader:
+            await eventually(lambda: all(why.endswith("partitions 1, 2") for why in reader.not_ready()))
+    async with sink(kafka, name, got) as reader:
+        await eventually(lambda: not reader.not_ready())
+        await write(b"new", range(3))
+        await eventually(lambda: got.count(b"new") == 3)
+    assert got == [b"new"] * 3
+    admin = kafka.admin()
+    for grown in admin.create_partitions([NewPartitions(topic, 4)]).values():
+        await asyncio.to_thread(grown.result, 10)
+    await write(b"added", [3])
+    async with sink(kafka, name, got):
+        await eventually(lambda: b"added" in got)
