@@ -992,6 +992,7 @@ def test_each_switch_brings_its_objects_and_no_other_kind(tmp_path: Path, switch
     ("wrong", "said"),
     [
         ("strimzi.users=true", "strimzi.users needs strimzi.topics"),
+        ("keda.enabled=true,options.kafka-security=ssl", "keda.enabled needs keda.authentication"),
         ("options.listen=127.0.0.1:9401", "must be 0.0.0.0:PORT"),
         ("node.resources.limit.cpu=1", "additional properties 'limit' not allowed"),
         ("image.digest=sha256:12", "does not match pattern"),
