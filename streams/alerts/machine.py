@@ -26,7 +26,7 @@ import msgspec
 from streams.alerts.conditions import evaluate
 from streams.alerts.conditions.finding import Finding, uid_and_key
 from streams.alerts.memory import Identity, Memory, NodeAlerts, identity
-from streams.alerts.rules.rule import Kind, Rule, Rules
+from streams.alerts.rules.rule import WASTE, Kind, Rule, Rules
 from streams.alerts.text.describe import Described, describe, in_the_end, silent, status_of
 from streams.alerts.tick import Tick
 from topics.alerts import MAX_TIME_MS, Alert, AlertReport, Scope, Tracked, fingerprint, milliseconds, time
@@ -239,7 +239,7 @@ def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, A
     described = describe(finding, now.tick, one.since_ms, now.rules.wording)
     value = finding.value if finding.value is not None else (now_ms - one.since_ms) / 1000
     alert = _alert(finding.rule, one, now.state, now_ms, float(value), described)
-    if finding.rule.kind == "held_idle":
+    if finding.rule.kind in WASTE:
         alert = _replace(alert, held=_devices_of(finding, now.tick))
     scope = _scope(finding, alert, now)
     return _held(_replace(one, alert=alert, written_ms=now_ms, scope=scope), finding, now), alert
@@ -262,7 +262,7 @@ def _held(one: Tracked, finding: Finding, now: _Now) -> Tracked:
 def _scope(finding: Finding, alert: Alert, now: _Now) -> Scope | None:
     """Of what an alert is a part: of that of its pod's workload or, if other GPUs of the node went with it, of that of
     the node. None: it is an alert of its own, and stays one."""
-    if finding.rule.kind == "held_idle":
+    if finding.rule.kind in WASTE:
         return _scope_of_pod(alert)
     if finding.rule.kind not in _TOGETHER:
         return None
@@ -277,7 +277,7 @@ def _scope_of_pod(alert: Alert) -> Scope:
 
 def _is_in_groups(one: Tracked, now: _Now) -> bool:
     rule = now.rules.by_name.get(one.name)
-    return rule is not None and rule.kind == "held_idle"
+    return rule is not None and rule.kind in WASTE
 
 
 def _devices_of(finding: Finding, tick: Tick) -> int:

@@ -18,6 +18,8 @@ class Metrics(Ratios, frozen=True, omit_defaults=True, gc=False):
 
     memory_used_bytes: float | None = None
     power_watts: float | None = None
+    power_limit_watts: float | None = None
+    tensor_active_ratio: float | None = None
     temperature_celsius: float | None = None
     clock_event_reasons: float | None = None
     row_remap_pending: float | None = None

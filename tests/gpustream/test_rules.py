@@ -14,9 +14,8 @@ from click.testing import CliRunner, Result
 from gpustream import rules as rules_module
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
-from streams.alerts.rules.rule import KINDS
 from streams.alerts.tick import Tick
-from tests.streams.alerts.ticks import START_MS, device, holder, tick
+from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, holder, tick
 
 RULES = """
 [rules.GPUHeldIdle]
@@ -88,7 +87,7 @@ EXPECTED = [
 
 def test_a_file_without_mistakes_is_said_to_be_one(file: Path) -> None:
     result = rules("check", str(file))
-    assert (result.exit_code, result.stdout) == (0, f"{file}: no mistakes; {len(KINDS)} rules in force\n")
+    assert (result.exit_code, result.stdout) == (0, f"{file}: no mistakes; {len(DEFAULTS.rules)} rules in force\n")
 
 
 def test_every_mistake_is_named_with_its_line(file: Path) -> None:

@@ -21,7 +21,7 @@ from streams.alerts.conditions.finding import (
     view_of,
 )
 from streams.alerts.memory import XID, Memory, Seen, remember, within
-from streams.alerts.rules.rule import Kind, Rule, Rules, policy_of
+from streams.alerts.rules.rule import WASTE, Kind, Rule, Rules, policy_of
 from streams.alerts.tick import Tick
 from streams.alerts.xids import code_of, of_code
 from streams.idleness import is_idle, part_of, rest_of
@@ -74,7 +74,7 @@ def because(rules: Rules, tick: Tick, one: Tracked, memory: Memory = _NOTHING) -
         return "rule_removed"
     if one.device and all(device.uuid != one.device for device in tick.devices):
         return "device_removed"
-    if not (one.pod_uid or rule.kind == "held_idle"):
+    if not (one.pod_uid or rule.kind in WASTE):
         return "condition"
     holders = [holder for device in tick.devices if one.device in ("", device.uuid) for holder in device.holders]
     uid_or_name = one.pod_uid or one.key
@@ -104,7 +104,7 @@ def is_known(rules: Rules, tick: Tick, one: Tracked) -> bool:
     rule = rules.by_name.get(one.name)
     if rule is None:
         return True
-    if tick.attribution == "none" and (one.pod_uid or rule.kind in ("held_idle", "policy_invalid")):
+    if tick.attribution == "none" and (one.pod_uid or rule.kind in (*WASTE, "policy_invalid")):
         return False
     values = _VALUES.get(rule.kind, ())
     found = next((device for device in tick.devices if device.uuid == one.device), None)
@@ -153,6 +153,32 @@ def _idle(below: float, view: View, pod: Pod) -> bool | None:
 
 def _part(pod: Pod) -> float | None:
     return part_of([holder.parts for holder in pod.holders])
+
+
+def stalled(rule: Rule, view: View, found: list[Finding]) -> None:
+    """A pod's GPU that is busy by its utilization, draws little power, and whose SMs and tensor cores do little.
+
+    A kernel that waits for its peers is such work. A MIG device has no power of its own, and of pods that share a GPU
+    it is not known whose kernel waits: of both nothing is found.
+    """
+    metrics, holder = view.device.metrics, sole(view)
+    if view.device.mig is not None or holder is None or holder.observed:
+        return
+    ruled = view.rules.in_force(rule, holder)
+    if ruled is None or _is_silenced(view.rules, holder, view.seen, view.tick):
+        return
+    used, power, limit = metrics.gpu_utilization_ratio, metrics.power_watts, metrics.power_limit_watts
+    works = used is not None and used < ruled.used_above
+    works |= power is not None and bool(limit) and power >= ruled.power_below * (limit or 0)
+    works |= (metrics.sm_active_ratio or 0.0) >= ruled.sm_active_below
+    works |= (metrics.tensor_active_ratio or 0.0) >= ruled.tensor_active_below
+    if works:
+        return
+    activity = metrics.sm_active_ratio if metrics.sm_active_ratio is not None else metrics.tensor_active_ratio
+    known = used is not None and power is not None and bool(limit) and activity is not None
+    uid, key = uid_and_key(holder)
+    facts = Facts(view.device, None, view.pods[0].holders)
+    found.append(Finding(ruled, view.device.uuid, uid, key, True if known else None, facts=facts))
 
 
 def used_unallocated(rule: Rule, view: View, found: list[Finding]) -> None:
@@ -310,6 +336,7 @@ def blind(rule: Rule, view: View, found: list[Finding]) -> None:
 _ALWAYS: dict[Kind, Condition] = {"xid": xid, "policy_invalid": policy_invalid}
 _OK: dict[Kind, Condition] = {
     "held_idle": held_idle,
+    "stalled": stalled,
     "used_unallocated": used_unallocated,
     "attribution_conflict": attribution_conflict,
     "ecc_uncorrectable": ecc_uncorrectable,

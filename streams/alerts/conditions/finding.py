@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from streams.alerts.memory import HeldBy, Memory, Seen, Windows
-from streams.alerts.rules.rule import Policy, Rule, Rules, policy_of
+from streams.alerts.rules.rule import WASTE, Policy, Rule, Rules, policy_of
 from streams.alerts.tick import Device, Tick
 from streams.idleness import Work, work_of
 from topics.attributed import Holder, by_pod
@@ -117,6 +117,6 @@ def of_device(
 
 def unseen(rule: Rule, uuid: str, seen: Seen) -> list[Finding]:
     """No evidence, of everything that a rule may have found on a device."""
-    if rule.kind == "held_idle":
+    if rule.kind in WASTE:
         return [Finding(rule, uuid, *uid_and_key(pod), holds=None) for pod in seen.pods if not pod.observed]
     return [Finding(rule, uuid, key=key, holds=None) for key in _KEYS.get(rule.kind, ("",))]

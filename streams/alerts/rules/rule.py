@@ -23,9 +23,12 @@ from topics.attributed import Holder
 Kind = Literal[
     "held_idle", "used_unallocated", "attribution_conflict", "xid", "ecc_uncorrectable", "row_remap_failure",
     "row_remap_pending", "thermal_slowdown", "power_brake", "nvlink_errors", "lost", "not_answering", "missing",
-    "node_silent", "policy_invalid",
+    "node_silent", "policy_invalid", "stalled",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
+WASTE: tuple[Kind, ...] = ("held_idle", "stalled")
+"""What pods do with their GPUs: it is judged for each pod on a device, and is one alert a workload."""
+
 _CACHED = 10_000  # of how many pods' rules are remembered; past that, all are found again
 
 
@@ -58,6 +61,9 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     grace_ms: int = 0
     memory_held_bytes: float = 0.0
     used_above: float = 0.05
+    power_below: float = 0.4
+    sm_active_below: float = 0.3
+    tensor_active_below: float = 0.02
     at_least: int = 1
     recoveries: int = 1
     forget_ms: int = 0

@@ -241,7 +241,13 @@ OPTIONS = (
     Option("grace", "grace_ms", duration, ("held_idle",), "After a pod got the GPU, for how long it does not count."),
     Option("idle_below", "idle_below", ratio, ("held_idle",), "What is less than this ratio is no work."),
     Option("memory_held", "memory_held_bytes", size, ("held_idle",), "Memory counts as held from so many bytes on."),
-    Option("used_above", "used_above", ratio, ("used_unallocated",), "Work is this ratio or more."),
+    Option("used_above", "used_above", ratio, ("used_unallocated", "stalled"), "Work is this ratio or more."),
+    Option("power_below", "power_below", ratio, ("stalled",), "Less of the power limit than this ratio is little."),
+    Option("sm_active_below", "sm_active_below", ratio, ("stalled",), "Less SM activity than this ratio is little."),
+    Option(
+        "tensor_active_below", "tensor_active_below", ratio, ("stalled",),
+        "Less activity of tensor cores than this ratio is little.",
+    ),
     Option(
         "at_least", "at_least", count, ("ecc_uncorrectable", "nvlink_errors"),
         "So many errors within a minute; of NVLink, CRC errors or replays.",
@@ -375,7 +381,8 @@ def rule(name: str, table: Any, base: Mapping[str, Rule], wrong: Wrong) -> Rule 
             if known is not None and known.kind != given:
                 raise ValueError(f"is {known.kind}: give a rule of another kind another name")
             default = known or next((rule for rule in base.values() if rule.kind == given), None)
-            beneath = msgspec.structs.replace(default or Rule(name=name, kind=given), name=name)
+            on = known is None or known.enabled  # a new rule is on, though the default of its kind may be off
+            beneath = msgspec.structs.replace(default or Rule(name=name, kind=given), name=name, enabled=on)
         except ValueError as error:
             wrong.append(((*at, "kind"), str(error)))
             beneath = None

@@ -17,7 +17,7 @@ from delivery.values import duration_words
 from streams.alerts.conditions.finding import Facts, Finding, sole_pod
 from streams.alerts.memory import HeldBy, Memory, Seen
 from streams.alerts.rules import rules_file
-from streams.alerts.rules.rule import Kind, Rule, Wording
+from streams.alerts.rules.rule import WASTE, Kind, Rule, Wording
 from streams.alerts.tick import Device, Tick
 from streams.alerts.xids import of_text
 from topics.alerts import Alert, AlertState, time
@@ -31,6 +31,8 @@ _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 _MOST_NAMED = 8  # of pods or processes in a description
 
 _WORDS: Mapping[Kind, tuple[str, str]] = {
+    "stalled": ("{pod} keeps {where} busy, and hardly any work is done there",
+                "{summary}, for {long}. {evidence}"),
     "used_unallocated": (
         "{where} works, and no pod was given it",
         "{summary}. It was busy for {value:.0%} of the last sample, and has been for {long}. {seen_there}",
@@ -70,11 +72,15 @@ def describe(finding: Finding, tick: Tick, since_ms: int, wording: Wording = PLA
     pairs, more = list(_about(finding, wording.team_label)), dict[str, str]()
     if rule.kind == "held_idle":
         summary, description, more = _held_idle(finding, tick, since_ms)
-        more |= _price(finding, tick, wording)
     else:
         fields = _fields(finding, tick, since_ms)
         summary = _WORDS[rule.kind][0].format(**fields)
         description = _WORDS[rule.kind][1].format(summary=summary, **fields)
+    if rule.kind == "stalled":
+        wasted = f"{max(tick.ts_ms - since_ms, 0) / 1000:.0f}"
+        more = {"gpu_share": "1", "wasted_gpu_seconds": wasted, "last_active": f"{time(since_ms):%Y-%m-%dT%H:%M:%SZ}"}
+    if rule.kind in WASTE:
+        more |= _price(finding, tick, wording)
     if rule.kind == "nvlink_errors":
         pairs.append(("nvlink_error", finding.key))
     if rule.kind == "xid":
@@ -140,7 +146,7 @@ def _about(finding: Finding, team_label: str) -> Pairs:
         yield "gpu_model", found.model if found is not None else None
         yield "gpu_mig_uuid", finding.device if mig is not None else None
         yield "gpu_mig_profile", mig.profile if mig is not None else None
-    if not facts.pods or not (finding.pod_uid or finding.rule.kind == "held_idle" or sole_pod(facts.pods)):
+    if not facts.pods or not (finding.pod_uid or finding.rule.kind in WASTE or sole_pod(facts.pods)):
         return
     pod = facts.pods[0]
     if pod.workload is not None and pod.workload.kind == JOB:
@@ -243,10 +249,23 @@ def _fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, Any]:
         "devices": _count(tick.devices, "device"),
         "conflict": _CONFLICTS.get(finding.key, f"has the conflict {finding.key[:80]!r}"),
         "errors": _NVLINK.get(finding.key, "memory error" if value == 1 else "memory errors"),
+        "evidence": _evidence(device) if device is not None else "",
         "slow": "It has been slow" if value is None else _SLOW.get(finding.rule.kind, "").format(value),
         "times": f"{value:.0f} times. " if value is not None and value > 1 else "",
         "xid": of_text(facts.text),
     }
+
+
+def _evidence(device: Device) -> str:
+    """The measures by which a GPU is stalled: ``Utilization 100%, 140 of 700 W, SMs active 8%, tensor cores 0%.``"""
+    known = device.metrics
+    measures = [
+        (known.gpu_utilization_ratio, f"Utilization {known.gpu_utilization_ratio or 0:.0%}"),
+        (known.power_watts, f"{known.power_watts or 0:.0f} of {known.power_limit_watts or 0:.0f} W"),
+        (known.sm_active_ratio, f"SMs active {known.sm_active_ratio or 0:.0%}"),
+        (known.tensor_active_ratio, f"tensor cores {known.tensor_active_ratio or 0:.0%}"),
+    ]
+    return f"{', '.join(text for value, text in measures if value is not None)}."
 
 
 def _where(finding: Finding, tick: Tick) -> str:

@@ -28,6 +28,17 @@ POLICY = (
     ' gpustream.dev/idle-after: "2h", or gpustream.dev/alerts: "off".'
 )
 
+_OF_PODS: dict[Kind, tuple[str, str, str]] = {
+    "held_idle": ("idle", "The last work was at", POLICY),
+    "stalled": (
+        "stalled",
+        "It has been so since",
+        "Utilization is full, and hardly any work is done: look where the processes wait, and start them again."
+        ' If that is meant, annotate the pod, or its namespace, with gpustream.dev/alerts: "off".',
+    ),
+}
+"""What GPUs of pods are, what comes before the time at which they last were not, and what a tenant can do."""
+
 
 def labels_of(part: Alert, scope: Scope) -> dict[str, str]:
     """The labels of an alert, from those of its first part: what is of one device or pod alone is left out."""
@@ -63,19 +74,22 @@ def grouped(
     figures, wasted = _waste(members, rules, "Wasted so far")
     worked = max([m.last_active for m in members if m.ended_ms is None and m.last_active is not None], default=None)
     idle, held = alert.idle or 0, max(alert.held or 0, alert.idle or 0)
+    state, since, policy = _OF_PODS["stalled" if rule is not None and rule.kind == "stalled" else "held_idle"]
     noun = "MIG device" if all(gpu.uuid.startswith("MIG-") for gpu in alert.gpus) else "GPU"
     others = held - idle
     work = f", the other {others} work" if others > 1 else ", the other one works" if others else ""
     long = f" (for {duration_words((value or 0) * 1000)})"
-    summary = f"{_whose(alert.labels)}: {idle} of {_count(held, noun)} idle{work}{long}"
-    last = f"The last work was at {worked}." if worked else "None has worked since the grace of its pod was over."
+    summary = f"{_whose(alert.labels)}: {idle} of {_count(held, noun)} {state}{work}{long}"
+    last = f"{since} {worked}." if worked else "None has worked since the grace of its pod was over."
     pods = sorted({gpu.pod for gpu in alert.gpus if gpu.pod})
     found = {
         **{name: text for name, text in alert.annotations.items() if name != "last_active"},
         "summary": summary,
-        "description": " ".join(filter(None, (f"{summary}. Idle: {_places(alert.gpus)}.", wasted, last, POLICY))),
+        "description": " ".join(
+            filter(None, (f"{summary}. {state.capitalize()}: {_places(alert.gpus)}.", wasted, last, policy))
+        ),
         "pods": _listed(pods),
-        "policy": POLICY,
+        "policy": policy,
         **figures,
         **({"last_active": worked} if worked else {}),
         **own,

@@ -22,6 +22,7 @@ _MARKED = re.compile(r"(<!-- table: (\w+) -->\n\n)(?:\|.*\n)*")
 
 _ABOUT = {
     "held_idle": "A pod holds a GPU and does nothing with it.",
+    "stalled": "A pod's GPU says that it is busy, and does hardly any work, as in a collective that hangs.",
     "used_unallocated": "A GPU works, and no pod was given it.",
     "attribution_conflict": "What runs on a GPU is not what the kubelet gave it to.",
     "xid": "The driver reported an XID error; one alert a code.",
@@ -52,7 +53,7 @@ def markdown() -> str:
             rule.severity,
             duration_words(rule.for_ms) if rule.for_ms else "at once",
             duration_words(rule.keep_firing_ms) if rule.keep_firing_ms else "",
-            ", ".join(f"`{option.key}` {option.shown(rule)}" for option in OPTIONS if _is_further(option, rule)),
+            ", ".join([*([] if rule.enabled else ["off"]), *_further(rule)]),
         )
         for rule in rules_file.defaults().values()
     ]
@@ -66,6 +67,10 @@ def markdown() -> str:
         ),
     }
     return _MARKED.sub(lambda found: found[1] + tables[found[2]], PAGE.read_text(encoding="utf-8"))
+
+
+def _further(rule: Rule) -> list[str]:
+    return [f"`{option.key}` {option.shown(rule)}" for option in OPTIONS if _is_further(option, rule)]
 
 
 def _is_further(option: Option, rule: Rule) -> bool:

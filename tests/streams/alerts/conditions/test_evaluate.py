@@ -6,6 +6,7 @@ import pytest
 
 from streams.alerts.conditions.evaluate import because
 from streams.alerts.node import Replay
+from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import KINDS
 from streams.alerts.tick import Device, Info, Process
 from tests.streams.alerts.ticks import (
@@ -28,7 +29,7 @@ SEEN: dict[str, Any] = {"processes": (), "info": Info(processes_visible="true")}
 
 
 def test_the_defaults_have_a_rule_of_every_kind() -> None:
-    assert {rule.kind for rule in DEFAULTS.rules} == set(KINDS)
+    assert {rule.kind for rule in rules_file.defaults().values()} == set(KINDS)
 
 
 def test_a_busy_node_has_nothing_to_say() -> None:
