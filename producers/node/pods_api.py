@@ -43,13 +43,6 @@ _ENDINGS: Mapping[grpc.StatusCode, Ending] = {
     grpc.StatusCode.INTERNAL: "unavailable",
     grpc.StatusCode.RESOURCE_EXHAUSTED: "too_slow",
 }
-_SENTENCES = {
-    "synced": "the kubelet at %s says when pods begin and end",
-    "absent": "the kubelet has no Pods API at %s (%s): its pod resources are asked at each tick, as ever",
-    "broken": "the kubelet's Pods API at %s does not say when pods begin and end (%s): its pod resources are asked at"
-    " each tick, as without it",
-}
-
 JsonDict = Mapping[str, Any]
 PodName = tuple[str, str]  # namespace and name
 
@@ -201,6 +194,21 @@ class PodWatch:
     def _note(self, state: str, reason: str) -> None:
         """Log whether pods are pushed, when that has changed."""
         state = state if state in ("synced", "absent") else "broken"
-        if state != self._logged:
-            self._logged = state
-            log.info(_SENTENCES[state], self._socket, *([reason] if reason else []))
+        if state == self._logged:
+            return
+        self._logged = state
+        if state == "synced":
+            log.info("the kubelet at %s says when pods begin and end", self._socket)
+        elif state == "absent":
+            log.info(
+                "the kubelet has no Pods API at %s (%s): its pod resources are asked at each tick, as ever",
+                self._socket,
+                reason,
+            )
+        else:
+            log.info(
+                "the kubelet's Pods API at %s does not say when pods begin and end (%s): its pod resources are asked at"
+                " each tick, as without it",
+                self._socket,
+                reason,
+            )
