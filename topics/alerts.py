@@ -139,6 +139,12 @@ class AlertState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             "ms since the epoch",
         ),
     ] = {}
+    holdings: Annotated[
+        dict[str, UInt] | None,
+        about(
+            "How many devices each workload holds here, as reported last, by the alert that it would have.", "devices"
+        ),
+    ] = None
     memory: Annotated[Any, about("The conditions' own.")] = None
 
 
@@ -154,7 +160,10 @@ class AlertReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     position: Annotated[UInt, about("The offset of the tick in gpu.attributed.", "none")] = 0
     logged_ms: Annotated[UInt, about("When it was logged there.", "ms since the epoch")] = 0
     phase: Annotated[UInt, about("Tells reports of one tick apart.", "none")] = 0
-    alerts: Annotated[tuple[Alert, ...], about("The alerts of single GPUs.")]
+    held: Annotated[
+        UInt | None, about("How many devices of the node the workload holds now, if that has changed.", "devices")
+    ] = None
+    alerts: Annotated[tuple[Alert, ...], about("The alerts of single GPUs.")] = ()
 
 
 class Seen(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -163,6 +172,9 @@ class Seen(msgspec.Struct, frozen=True, array_like=True, gc=False):
     position: Annotated[int, about("The offset of its tick in gpu.attributed.", "none")]
     phase: Annotated[int, about("Which of the reports of the tick it was.", "none")]
     logged_ms: Annotated[int, about("When the tick was logged there.", "ms since the epoch")]
+    held: Annotated[
+        int | None, about("How many devices the workload holds there, if that was ever reported.", "devices")
+    ] = None
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -187,7 +199,10 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AlertGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An alert of several GPUs, and its parts, as of the report at ``offset``, which was of ``node``."""
+    """An alert of several GPUs, and its parts, as of the report at ``offset``, which was of ``node``.
+
+    A group without an alert only knows how many GPUs the workload holds, for the alert that it may have.
+    """
 
     schema: Version
     group: Annotated[Fingerprint, about("The alert's fingerprint.")]

@@ -245,11 +245,11 @@ class AlertWorker:
         value = None if group is None else memory.encode(group)
         await self._acknowledged("state", [await self.app.sender.send(GROUPS, value, key=key, partition=number)])
 
-    async def _forget_group(self, number: int, key: bytes, group: AlertGroup) -> None:
-        """A group is over for long: its alert is deleted, and what is kept of it."""
+    async def _forget_group(self, number: int, key: bytes, group: AlertGroup, left: AlertGroup | None) -> None:
+        """A group is over for long: its alert is deleted, and what is kept of it, unless its workload holds GPUs."""
         if group.alert is not None:
             await self._acknowledged("alert", [await self.app.sender.send(ALERTS, None, key=key)])
-        await self._write_group(number, key, None)
+        await self._write_group(number, key, left)
 
     def _note(self, alert: Alert, record: str) -> None:
         """Count and log a record of gpu.alerts that was acknowledged."""
@@ -364,7 +364,11 @@ class AlertWorker:
                 self._writings.start(self.app, self._delete(partition, node, node.current))
         kept = self._groups.get(number, {})
         for key in [key for key, group in kept.items() if groups.is_over(group, self._clocks.now_ms())]:
-            self._writings.start(self.app, self._forget_group(number, key, kept.pop(key)))
+            group = kept.pop(key)
+            left = groups.without_alert(group)
+            if left is not None:
+                kept[key] = left
+            self._writings.start(self.app, self._forget_group(number, key, group, left))
 
     def observe(self) -> None:
         gauge = self._instruments.gauge

@@ -4,10 +4,12 @@ In: the reports of nodes, in the order of their log, each of the alerts of singl
 tick; the group as of the report before. Out: the group after it, and its alert if that is to be written.
 
 A group is a pod's workload, a pod, or a node. Its alert fires with the first of its parts and is resolved with the last
-one. If its GPUs, how many its pods hold, or the severity change meanwhile, it is written again with the next revision.
-A report that says nothing new renews the figures.
+one. If its GPUs, how many its workload holds, or the severity change meanwhile, it is written again with the next
+revision. A report that says nothing new renews the figures. Nodes report how many GPUs a workload holds whenever that
+changes, also when none of them is idle: such a group has no alert.
 """
 
+from collections import Counter
 from typing import NamedTuple, get_args
 
 import msgspec
@@ -44,7 +46,8 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
     )
     if offset <= group.offset or sent_again:
         return GroupStep(group)
-    seen = {**group.seen, report.node: Seen(report.position, report.phase, report.logged_ms)}
+    held = report.held if report.held is not None or last is None else last.held
+    seen = {**group.seen, report.node: Seen(report.position, report.phase, report.logged_ms, held)}
     members = {member.fingerprint: member for member in group.members}
     ended: Alert | None = None
     began: Alert | None = None
@@ -61,12 +64,16 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
     is_open = any(member.ended_ms is None for member in kept)
     was, now = group.alert, None
     if was is not None and was.is_open:
-        now = _going_on(was, kept, report, rules) if is_open else _resolved(was, kept, report, ended, rules)
+        now = _going_on(was, kept, seen, report, rules) if is_open else _resolved(was, kept, report, ended, rules)
     elif is_open and began is not None:
         kept = [_replace(m, before_s=0.0) for m in kept if m.ended_ms is None]  # the rest is of an earlier firing
-        now = _fired(was, began, kept, report, rules)
+        now = _fired(was, began, kept, seen, report, rules)
     nodes = {member.gpu.node for member in kept} | {report.node}
-    seen = {node: one for node, one in seen.items() if node in nodes or report.logged_ms - one.logged_ms < _SENT_MS}
+    seen = {
+        node: one
+        for node, one in seen.items()
+        if node in nodes or one.held or report.logged_ms - one.logged_ms < _SENT_MS
+    }
     after = _replace(group, node=report.node, offset=offset, alert=now or was, members=tuple(kept), seen=seen)
     news = was is None or now is None or (was.state, was.revision, was.starts_at) != (
         now.state, now.revision, now.starts_at
@@ -75,11 +82,19 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
 
 
 def is_over(group: AlertGroup, now_ms: int) -> bool:
-    """Whether nothing of a group has to be kept."""
+    """Whether a group's alert is to be deleted or, if it has none, whether nothing of the group has to be kept."""
     if any(member.ended_ms is None for member in group.members):
         return False
     alert = group.alert
-    return alert is None or alert.ends_at is None or now_ms - milliseconds(alert.ends_at) >= DELETE_MS
+    if alert is None:
+        return not any(one.held for one in group.seen.values())
+    return alert.ends_at is None or now_ms - milliseconds(alert.ends_at) >= DELETE_MS
+
+
+def without_alert(group: AlertGroup) -> AlertGroup | None:
+    """What is kept of a group that is over: how many GPUs its workload holds, if any."""
+    left = _replace(group, alert=None, members=())
+    return None if is_over(left, 0) else left
 
 
 def _member(alert: Alert, before: Member | None) -> Member:
@@ -110,7 +125,9 @@ def _member(alert: Alert, before: Member | None) -> Member:
     )
 
 
-def _fired(was: Alert | None, first: Alert, members: list[Member], report: AlertReport, rules: Rules) -> Alert:
+def _fired(
+    was: Alert | None, first: Alert, members: list[Member], seen: dict[str, Seen], report: AlertReport, rules: Rules
+) -> Alert:
     """The alert begins with the first of its parts, and after it ended last."""
     starts_ms = min(member.starts_ms for member in members if member.ended_ms is None)
     if was is not None and was.ends_at is not None:
@@ -120,12 +137,12 @@ def _fired(was: Alert | None, first: Alert, members: list[Member], report: Alert
         starts_at=time(starts_ms), severity=first.severity, labels=labels_of(first, report.scope),
         annotations=first.annotations,
     )  # fmt: skip
-    return _described(alert, members, report, rules)
+    return _described(alert, members, seen, report, rules)
 
 
-def _going_on(alert: Alert, members: list[Member], report: AlertReport, rules: Rules) -> Alert:
+def _going_on(alert: Alert, members: list[Member], seen: dict[str, Seen], report: AlertReport, rules: Rules) -> Alert:
     """The alert as it is now: the next revision if more than figures changed."""
-    now = _described(alert, members, report, rules)
+    now = _described(alert, members, seen, report, rules)
     same = (now.gpus, now.held, now.severity) == (alert.gpus, alert.held, alert.severity)
     return now if same else _replace(now, revision=alert.revision + 1)
 
@@ -138,15 +155,19 @@ def _resolved(
         alert, state="resolved", ends_at=max(time(ends_ms), alert.starts_at),
         resolved_because=last.resolved_because if last is not None else "condition",
     )  # fmt: skip
-    return _described(ended, members, report, rules)
+    return _described(ended, members, {}, report, rules)
 
 
-def _described(alert: Alert, members: list[Member], report: AlertReport, rules: Rules) -> Alert:
+def _described(alert: Alert, members: list[Member], seen: dict[str, Seen], report: AlertReport, rules: Rules) -> Alert:
     """The alert with what its parts say now."""
     going = sorted([m for m in members if m.ended_ms is None], key=lambda m: (m.gpu.node, m.gpu.index or 0, m.gpu.uuid))
     if going:
         severity = max([alert.severity, *[m.severity for m in going]], key=_rank) if alert.gpus else _worst(going)
-        held = {(m.gpu.node, m.gpu.pod): m.held for m in going}
+        of_pods = Counter[str]()  # as nodes that never reported what is held know it
+        for (node, _), count in {(m.gpu.node, m.gpu.pod): m.held for m in going}.items():
+            of_pods[node] += count
+        reported = {node: one.held for node, one in seen.items() if one.held is not None}
+        held = Counter({**of_pods, **reported}) | Counter(m.gpu.node for m in going)  # a missing GPU is not reported
         alert = _replace(
             alert,
             gpus=tuple(m.gpu for m in going),

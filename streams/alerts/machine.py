@@ -19,6 +19,7 @@ resolved:
 - An alert that fires for ``critical_after`` becomes critical, which is an update of it.
 """
 
+from collections import Counter
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -30,6 +31,7 @@ from streams.alerts.rules.rule import WASTE, Kind, Rule, Rules
 from streams.alerts.text.describe import Described, describe, in_the_end, silent, status_of
 from streams.alerts.tick import Tick
 from topics.alerts import MAX_TIME_MS, Alert, AlertReport, Scope, Tracked, fingerprint, milliseconds, time
+from topics.attributed import JOB
 from topics.workloads import MAINTENANCE
 
 MAX_GAP_MS = 60_000  # a pending condition of which nothing is known for longer begins again
@@ -124,14 +126,17 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
     state, announced = announce(state)
     findings, memory = evaluate.evaluate(rules, tick, state.memory)
     after = arrived(state, tick, place, memory)
+    holdings: list[Write] = []
+    if state.holdings is None or memory.devices is not state.memory.devices:
+        after, holdings = _with_holdings(after, _holdings(after, rules))
     if after.maintenance is not None:
         findings = []
-    if not findings and not state.tracked and not state.resolved:
-        return Step(after)
+    if not findings and not state.tracked and not state.resolved and not holdings:
+        return Step(after, announced)
     now = _Now(tick, rules, state, findings, memory)
     found: dict[Identity, Finding] = {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings}
     tracked: list[Tracked] = []
-    writes = list(announced)
+    writes = [*announced, *holdings]
     for one in state.tracked:
         finding = found.pop(identity(one), None)
         later, alert, ended = _known(one, finding, now)
@@ -280,6 +285,39 @@ def _is_in_groups(one: Tracked, now: _Now) -> bool:
     return rule is not None and rule.kind in WASTE
 
 
+def _holdings(state: NodeAlerts, rules: Rules) -> dict[str, int]:
+    """How many devices of the node each workload holds, by the alert of several GPUs that it would have."""
+    held = Counter(
+        ("", "", "", pod.pod)
+        if pod.workload_kind == JOB
+        else (pod.namespace, pod.workload_kind or "", pod.workload_name, "")
+        for seen in state.memory.devices.values()
+        for pod in seen.pods
+        if pod.workload_name and not pod.observed and not seen.missing_ms
+    )
+    return {
+        fingerprint(rule.name, state.cluster, "", key="/".join(("workload", *whose))): count
+        for rule in rules.rules
+        if rule.kind in WASTE and (rule.enabled or rule.overrides)
+        for whose, count in held.items()
+    }
+
+
+def _with_holdings(state: NodeAlerts, holdings: dict[str, int]) -> tuple[NodeAlerts, list[Write]]:
+    """The state with what workloads hold on the node now, and the reports of what is another number than before."""
+    before = state.holdings or {}
+    changed = {group: holdings.get(group, 0) for group in before | holdings}
+    reports = [
+        AlertReport(
+            schema=1, group=group, scope="workload", cluster=state.cluster, node=state.node, ts_ms=state.last_ts_ms,
+            held=held,
+        )
+        for group, held in changed.items()
+        if held != before.get(group, 0)
+    ]  # fmt: skip
+    return _replace(state, holdings=holdings), [Write("report", report.group, report) for report in reports]
+
+
 def _devices_of(finding: Finding, tick: Tick) -> int:
     """How many devices of the node the pod of a finding was given."""
     pod = (finding.pod_uid, finding.key)
@@ -397,7 +435,7 @@ def retire(state: NodeAlerts, at_ms: int) -> NodeAlerts:
         for one in state.tracked
         if one.alert is not None
     ]
-    return _replace(quiet(state), tracked=tuple(ended), memory=Memory())
+    return _replace(quiet(state), tracked=tuple(ended), memory=Memory())  # what was held is not, which is announced
 
 
 def announce(state: NodeAlerts) -> Step:
@@ -410,6 +448,8 @@ def announce(state: NodeAlerts) -> Step:
         return Step(state)
     tracked: list[Tracked] = []
     writes: list[Write] = []
+    if _holds_nothing(state):
+        state, writes = _with_holdings(state, {})
     for one in state.tracked:
         if one.alert is not None and one.written_ms is None:
             writes.append(_written(one.alert, one, state.last_ts_ms))
@@ -421,7 +461,12 @@ def announce(state: NodeAlerts) -> Step:
 
 def has_unwritten(state: NodeAlerts) -> bool:
     """Whether a state has alerts that are to be written once the broker has the state."""
-    return any(one.alert is not None and one.written_ms is None for one in state.tracked)
+    unwritten = any(one.alert is not None and one.written_ms is None for one in state.tracked)
+    return unwritten or (_holds_nothing(state) and bool(state.holdings))
+
+
+def _holds_nothing(state: NodeAlerts) -> bool:
+    return state.silent and state.memory == Memory()
 
 
 def expire(state: NodeAlerts, now_ms: int) -> Step:
@@ -430,11 +475,11 @@ def expire(state: NodeAlerts, now_ms: int) -> Step:
 
 def is_retired(state: NodeAlerts) -> bool:
     """Whether all that is known of a node is which of its alerts were resolved."""
-    return state.silent and not state.tracked and state.memory == Memory()
+    return not state.tracked and _holds_nothing(state)
 
 
 def is_over(state: NodeAlerts) -> bool:
-    return is_retired(state) and not state.resolved
+    return is_retired(state) and not state.resolved and not state.holdings
 
 
 # -- alerts
@@ -486,10 +531,12 @@ def _closed(state: NodeAlerts, writes: list[Write], now_ms: int) -> Step:
             phase = 2 * state.silent + (write.kind == "renewal")
             one = _replace(one, position=state.position, logged_ms=state.logged_ms, phase=phase)
             known = reports.get(place := (one.group, write.kind == "renewal"))
-            reports[place] = one if known is None else _replace(known, alerts=(*known.alerts, *one.alerts))
+            held = known.held if known is not None and one.held is None else one.held
+            reports[place] = one if known is None else _replace(known, held=held, alerts=(*known.alerts, *one.alerts))
         else:
             alone.append(write)
-    reported = [Write("renewal" if again else "report", group, one) for (group, again), one in reports.items()]
+    by_phase = sorted(reports.items(), key=lambda item: item[1].phase)
+    reported = [Write("renewal" if again else "report", group, one) for (group, again), one in by_phase]
     writes = [*alone, *reported]
     for key in [key for key, at_ms in resolved.items() if now_ms - at_ms >= DELETE_MS]:
         del resolved[key]

@@ -161,8 +161,10 @@ def _pods(held: tuple[HeldBy, ...], holders: Sequence[Holder], tick: Tick) -> tu
         if known is None or not _same(known, holder, tick.ts_ms):
             owner = holder.workload
             kind, name = (_shared(owner.kind), owner.name) if owner is not None else (None, None)
-            namespace = intern(holder.namespace)
-            known = HeldBy(namespace, holder.pod, tick.ts_ms, holder.pod_uid, kind, name, holder.observed)
+            namespace, since_ms = intern(holder.namespace), tick.ts_ms
+            if known is not None and known.observed == holder.observed:  # it has another workload now
+                since_ms = min(since_ms, known.since_ms)
+            known = HeldBy(namespace, holder.pod, since_ms, holder.pod_uid, kind, name, holder.observed)
         pods.append(known)
     return held if tuple(pods) == held else tuple(pods)
 
@@ -175,6 +177,9 @@ def _same(pod: HeldBy, holder: Holder, ts_ms: int) -> bool:
         and pod.namespace == holder.namespace
         and pod.observed == holder.observed
         and pod.since_ms <= ts_ms
+        and (
+            (owner := holder.workload) is None or (pod.workload_name == owner.name and pod.workload_kind == owner.kind)
+        )
     )
 
 

@@ -5,7 +5,7 @@ from decimal import Decimal
 from itertools import groupby
 
 from delivery.values import duration_words
-from streams.alerts.rules.rule import Kind, Rules
+from streams.alerts.rules.rule import Kind, Rule, Rules
 from topics.alerts import Alert, AlertGpu, AlertReport, Member, Scope
 
 _OF_DEVICE = ("gpu_uuid", "gpu_index", "gpu_model", "gpu_mig_uuid", "gpu_mig_profile", "k8s_container_name")
@@ -56,7 +56,7 @@ def grouped(
 ) -> tuple[dict[str, str], float | None]:
     """The annotations of an alert, and its value: for how long its condition has held of any of its GPUs."""
     rule = rules.by_name.get(alert.name)
-    own = rule.annotations if rule is not None else {}
+    own = _own(rule, alert) if rule is not None else {}
     value = max([member.seconds for member in members if member.seconds is not None], default=alert.value)
     if not alert.is_open:
         figures, words = _waste(members, rules, "In the end")
@@ -96,6 +96,12 @@ def grouped(
     }
     found.pop("gpu_hour_price", None)
     return found, value
+
+
+def _own(rule: Rule, alert: Alert) -> dict[str, str]:
+    """The annotations of a rule and, of its overrides, those that the alert began with."""
+    theirs = [one for override in rule.overrides for one in override.changes.get("annotations", {}).items()]
+    return rule.annotations | {name: text for name, text in theirs if alert.annotations.get(name) == text}
 
 
 def _whose(labels: Mapping[str, str]) -> str:

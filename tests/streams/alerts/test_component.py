@@ -8,14 +8,14 @@ import pytest
 from delivery.ledger import Partition
 from delivery.settings import DEAD_LETTERS
 from streams.alerts.component import ALERTS, ATTRIBUTED, GROUPS, MEMBERS, STATE, WORKLOADS
-from streams.alerts.machine import DELETE_MS, FORGET_MS
+from streams.alerts.machine import DELETE_MS, FORGET_MS, LEAVING_MS
 from streams.alerts.memory import NodeAlerts, decode, encode
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device
 from tests.streams.alerts.fakes import Broker, Record, Worker, settle
 from tests.streams.alerts.stories import later
 from tests.streams.alerts.ticks import START_MS, device, holder, overlay, tick
-from topics.alerts import MAX_TIME_MS, time
+from topics.alerts import MAX_TIME_MS, AlertGroup, time
 from topics.workloads import NodeWorkloads
 
 KEY = b"c/n"
@@ -620,7 +620,7 @@ async def grouping(seconds: int) -> Worker:
 async def test_a_workloads_alert_is_acknowledged_then_its_group_then_the_reports_are_finished() -> None:
     worker = await grouping(30)
     broker = worker.broker
-    assert (len(broker.logs[MEMBERS]), broker.logs[ALERTS]) == (2, [])
+    assert (len(broker.logs[MEMBERS]), broker.logs[ALERTS]) == (4, [])  # of each node what is held, then what is idle
     worker.sender.holding = True
     reading = asyncio.create_task(worker.read(MEMBERS))
     await settle()
@@ -632,7 +632,7 @@ async def test_a_workloads_alert_is_acknowledged_then_its_group_then_the_reports
     worker.sender.holding = False
     worker.sender.land()
     await reading
-    assert worker.ledger.position(Partition(MEMBERS, 0)) == 2
+    assert worker.ledger.position(Partition(MEMBERS, 0)) == 4
     assert [(a.state, a.revision, a.idle) for a in broker.alerts()] == [("firing", 0, 1), ("firing", 1, 2)]
 
 
@@ -669,4 +669,40 @@ async def test_the_alert_of_a_workload_that_was_resolved_a_week_ago_is_deleted()
     worker.clocks.started_ms += DELETE_MS + 60_000
     worker.stage.look_at(0)
     await settle()
-    assert (worker.broker.logs[ALERTS][-1].value, worker.broker.logs[GROUPS][-1].value) == (None, None)
+    assert worker.broker.logs[ALERTS][-1].value is None
+    kept = msgspec.json.decode(worker.broker.logs[GROUPS][-1].value or b"", type=AlertGroup)
+    assert (kept.alert, kept.members) == (None, ())
+    assert {node: one.held for node, one in kept.seen.items()} == {"n": 1, "m": 1}
+    for node, number in (("n", 0), ("m", 1)):
+        worker.broker.log(tick(31, device(number, busy=0.9), node=node))
+    await worker.live()
+    await worker.read(MEMBERS)
+    worker.stage.look_at(0)
+    await settle()
+    assert worker.broker.logs[GROUPS][-1].value is None
+
+
+async def test_a_node_that_left_holds_nothing_of_a_workload() -> None:
+    worker = await grouping(10)
+    worker.broker.logs[WORKLOADS].append(
+        Record(b"c/m", msgspec.json.encode({"removed": True}), START_MS + LEAVING_MS + 20_000)
+    )
+    await worker.read(WORKLOADS)
+    await worker.wait(80)
+    await worker.read(MEMBERS)
+    (group,) = [msgspec.json.decode(one.value or b"", type=AlertGroup) for one in worker.broker.logs[GROUPS][-1:]]
+    assert {node: one.held for node, one in group.seen.items()} == {"n": 1, "m": 0}
+
+
+async def test_the_policies_of_pods_are_counted_as_of_the_last_tick_of_their_node() -> None:
+    broker = Broker()
+    policy = {"gpustream.dev/idle-after": "2h"}
+    annotated, silenced = holder("a", annotations=policy), holder("b", namespace_labels={"gpustream.dev/alerts": "off"})
+    broker.log(tick(0, device(0, annotated), device(1, annotated), device(2, silenced), device(3, holder("c"))))
+    worker = await working(broker)
+    await worker.live()
+    assert worker.total("policies", "ml", "gpustream.dev/idle-after") == 1
+    assert worker.total("policies", "ml", "gpustream.dev/alerts") == 1
+    await next_read(worker, range(1, 2), device(0, annotated))
+    assert worker.total("policies", "ml", "gpustream.dev/idle-after") == 1
+    assert worker.total("policies", "ml", "gpustream.dev/alerts") == 0
