@@ -211,3 +211,29 @@ async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not
     for record in await read_all(empty_kafka.address, "gpu.alerts"):
         by_key[record.key].append(transition_id(msgspec.json.decode(record.value, type=Alert)))
     assert all(len({one.partition("/")[0] for one in ids}) == 1 for ids in by_key.values())
+
+
+async def test_of_a_gang_across_nodes_the_pods_that_work_are_counted_too(
+    empty_kafka: KafkaServer, gpustream: Callable[..., Gpustream], tmp_path: Path
+) -> None:
+    file = tmp_path / "rules.toml"
+    file.write_text(RULES)
+    await topic_admin.create(empty_kafka.connection, partitions=4, replication_factor=1)
+    lives = [
+        [
+            _tick(node, number, START_MS + number * TICK_MS, device(0, holder(f"gang-{node}"), busy=0.9 * (node > 0)))
+            for number in range(20)
+        ]
+        for node in range(3)
+    ]
+    await send(empty_kafka, lives)
+    command = ("stream", "alerts", "--kafka", empty_kafka.address, "--rules", str(file))
+    await asyncio.to_thread(gpustream("gang", *command).start)
+
+    async def said() -> list[Alert]:
+        found = [msgspec.json.decode(value, type=Alert) for value in (await written(empty_kafka))[0].values()]
+        return [one for one in found if one.name == "GPUHeldIdle" and one.held == 3]
+
+    (alert, *_) = await eventually(said, within_s=60, every_s=0.2)
+    assert [gpu.node for gpu in alert.gpus] == ["node-0"]
+    assert "1 of 3 GPUs idle, the other 2 work" in alert.annotations["summary"]
