@@ -71,7 +71,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = None
     revision: Annotated[UInt, about("How often it was written again while it fires.", "none")] = 0
     gpus: Annotated[tuple[AlertGpu, ...], about("The GPUs of which it is true now, if it is about several.")] = ()
-    held: Annotated[UInt | None, about("How many GPUs the same pods hold in all.", "GPUs")] = None
+    held: Annotated[UInt | None, about("How many GPUs the workload, or the pod, holds in all.", "GPUs")] = None
     idle: Annotated[UInt | None, about("Of how many GPUs it is true now.", "GPUs")] = None
 
     @property
