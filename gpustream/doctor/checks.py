@@ -118,7 +118,7 @@ def gaps_of(run_id: int, run: SampledRun, since_ms: int) -> list[tuple[int, int]
     looked at (a run's id is when it began)."""
     gaps = run.seqs.gaps()
     first = next(iter(run.seqs))[0]
-    return [(1, first - 1), *gaps] if run_id >= since_ms and first > 1 else gaps
+    return [(1, first - 1), *gaps] if run_id >= since_ms and first > 1 and not run.cut else gaps
 
 
 def _gap(seen: Situation, name: NodeName, run_id: int, run: SampledRun, gaps: Sequence[tuple[int, int]]) -> Finding:
@@ -303,8 +303,11 @@ def attribution(seen: Situation, fold: Fold) -> Checked:
         lag = next((lag for lag in group.lags if lag.topic == samples.TOPIC.name), Lag(samples.TOPIC.name, 0, (), None))
         waiting = lag._replace(records=totals["waiting"], oldest_ms=fold.oldest_waiting_ms)
         found.append(readers.behind(seen, group, waiting))
+    told = any(tp.topic == attributed.TOPIC.name for one in seen.groups or () for tp in one.begins)
+    if totals.get("deleted") and not told:  # else the check of the groups says it
+        found.append(_emptied(fold, totals["deleted"]))
     replayed = sum(node.replayed for node in fold.nodes.values())
-    once = sum(count for fate, count in totals.items() if fate not in ("waiting", "lost", "dead_lettered"))
+    once = sum(count for fate, count in totals.items() if fate not in ("waiting", "deleted", "lost", "dead_lettered"))
     if replayed > MANY_TIMES * max(once, 1):
         found.append(
             Finding(
@@ -321,10 +324,24 @@ def attribution(seen: Situation, fold: Fold) -> Checked:
         "none": "without a snapshot",
         "dead_lettered": "dead-lettered",
         "waiting": "on their way",
+        "deleted": "deleted after that",
         "lost": "lost",
     }
     said = ", ".join(f"{totals[fate]} {word}" for fate, word in words.items() if totals.get(fate)) or "nothing was sent"
     return Checked(said + (f"; {replayed} written again, which readers drop" if replayed else ""), found)
+
+
+def _emptied(fold: Fold, ticks: int) -> Finding:
+    """gpu.attributed no longer has what it had, and no group says that it lacks it."""
+    begins = {tp: at for tp, at in fold.begins.items() if tp.topic == attributed.TOPIC.name}
+    some = ", ".join(f"partition {tp.partition} begins at offset {at}" for tp, at in sorted(begins.items())[:5])
+    return Finding(
+        f"{attributed.TOPIC.name} no longer has {counted(ticks, 'tick')} that {ATTRIBUTION} has finished",
+        "its records were deleted (retention, kafka-delete-records), or it was deleted and made again",
+        f"{some}; these ticks were logged in {samples.TOPIC.name} before its oldest record",
+        "docs/runbooks/GpustreamRecordsExpired.md; which readers lack some of them, their records_expired_total and"
+        " lost_offsets_total say (--metrics)",
+    )
 
 
 def _inexact(name: NodeName, run_id: int, run: SampledRun, inexact: int) -> Finding:

@@ -7,17 +7,20 @@ State:    ranges of ``seq``: ten minutes of 10,000 nodes are 10,000 ranges, and 
 
 What was finished when the offsets were asked has its record in gpu.attributed or in gpu.dead-letters by then, for
 an offset is committed when the broker has acknowledged that record. So a tick that has neither, and is before the
-committed offset, is lost; one after it waits.
+committed offset, is lost; one after it waits. If gpu.attributed begins only after it was logged, nobody can know.
 """
 
+import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from delivery.ledger import Partition
 from topics import allocations, attributed, dead_letters, samples, workloads
 from topics.dead_letters import Cause
 from topics.topic import Name, UInt, decoder
@@ -127,8 +130,9 @@ class NodeName(NamedTuple):
         return f"{self.cluster}/{self.node}"
 
 
-Fate = Literal["exact", "late", "none", "no_kubelet", "dead_lettered", "waiting", "lost"]
-"""What became of a tick. ``no_kubelet`` is attributed ``none`` and names no snapshot: its node has no kubelet."""
+Fate = Literal["exact", "late", "none", "no_kubelet", "dead_lettered", "waiting", "deleted", "lost"]
+"""What became of a tick. ``no_kubelet`` is attributed ``none`` and names no snapshot: its node has no kubelet.
+``deleted`` is finished, and gpu.attributed begins after it: that topic was emptied, or made again."""
 
 
 @dataclass(slots=True)
@@ -137,13 +141,15 @@ class SampledRun:
 
     ``jumps`` has, by the first seq that was jumped over, how old the next tick was when Kafka got it;
     ``least_delay_ms`` and ``most_delay_ms`` are of all ticks, ``last_delay_ms`` of the newest, which names the snapshot
-    ``last_named``. ``unsent`` are late ticks whose snapshot is not in gpu.allocations.
+    ``last_named``. ``unsent`` are late ticks whose snapshot is not in gpu.allocations. ``cut``: the ticks before its
+    first one were in gpu.samples, and were deleted.
     """
 
     seqs: Ranges = field(default_factory=Ranges)
     fates: Counter[Fate] = field(default_factory=Counter)
     twice: int = 0
     unsent: int = 0
+    cut: bool = False
     lost: Ranges = field(default_factory=Ranges)
     last_seq: int = 0
     first_ts_ms: int = 0
@@ -211,17 +217,23 @@ OTHERS = LetterKind("several", "several", "other reasons")
 class Fold:
     """Takes the records in. ``finished``: up to where attribution has finished each partition of gpu.samples.
 
-    ``unprefixed`` gives the contract's name of a topic. ``listed_ms`` is, by cluster, when a record of gpu.workloads
-    was logged last.
+    ``begins`` has the partitions that are read from where their log begins, with that offset. ``unprefixed`` gives the
+    contract's name of a topic. ``listed_ms`` is, by cluster, when a record of gpu.workloads was logged last.
     """
 
-    def __init__(self, finished: Mapping[int, int], unprefixed: Callable[[str], str] = str) -> None:
+    def __init__(
+        self,
+        finished: Mapping[int, int],
+        unprefixed: Callable[[str], str] = str,
+        begins: Mapping[Partition, int] = MappingProxyType({}),
+    ) -> None:
         self.nodes: dict[NodeName, NodeEvidence] = defaultdict(NodeEvidence)
         self.letters: dict[LetterKind, Letters] = {}
         self.resubmitted: dict[int, Ranges] = defaultdict(Ranges)
         self.listed_ms: dict[str, int] = {}
         self.unreadable: Counter[Fate] = Counter()
         self.oldest_waiting_ms: int | None = None
+        self.begins, self._oldest_ms = begins, dict.fromkeys(begins, math.inf)
         self._finished, self._unprefixed = finished, unprefixed
         self._dead: dict[int, Ranges] = defaultdict(Ranges)
         self._tick, self._attributed = decoder(Tick), decoder(AttributedTick)
@@ -230,6 +242,8 @@ class Fold:
     def take(self, record: Any) -> None:
         """Takes in a record of any of the topics."""
         topic = self._unprefixed(record.topic)
+        if self._oldest_ms.get(log := Partition(topic, record.partition)) == math.inf:
+            self._oldest_ms[log] = record.timestamp
         if topic == dead_letters.TOPIC.name:
             self._take_letter(record)
             return
@@ -282,7 +296,10 @@ class Fold:
         node = self.nodes[NodeName(tick.cluster, tick.node)]
         run = node.runs.get(tick.run_id)
         if run is None:
-            run = node.runs[tick.run_id] = SampledRun(first_ts_ms=tick.ts_ms)
+            log = Partition(samples.TOPIC.name, record.partition)
+            emptied = self.begins.get(log, 0) > 0 and tick.run_id < self._oldest_ms[log]
+            before = any(next(iter(seqs))[0] < tick.seq for seqs in node.attributed.get(tick.run_id, {}).values())
+            run = node.runs[tick.run_id] = SampledRun(first_ts_ms=tick.ts_ms, cut=emptied or before)
         delay_ms = record.timestamp - tick.ts_ms
         if tick.seq > run.last_seq:
             node.returns += node.current is not None and bool(run.last_seq) and node.current != tick.run_id
@@ -316,7 +333,8 @@ class Fold:
         if record.offset in self._dead[record.partition]:
             return "dead_lettered"
         if record.offset < self._finished.get(record.partition, 0):
-            return "lost"
+            log = Partition(attributed.TOPIC.name, record.partition)
+            return "deleted" if record.timestamp < self._oldest_ms.get(log, 0) else "lost"
         self.oldest_waiting_ms = min(self.oldest_waiting_ms or record.timestamp, record.timestamp)
         return "waiting"
 

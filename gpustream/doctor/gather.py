@@ -12,7 +12,7 @@ ends, however much comes meanwhile. Groups that are behind are asked a second ti
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
@@ -120,7 +120,9 @@ async def _fold(
         for tp, offset in group.committed.items()
         if group.name == ATTRIBUTION and tp.topic == samples.TOPIC.name
     }
-    fold = Fold(finished, past.connection.unprefixed)
+    wholes = {tp: span for topic in _IN_ORDER[-2:] for tp, span in (await past.spans(topic)).items()}
+    begins = {tp: all_of.start for tp, all_of in wholes.items() if spans[tp.topic][tp].start <= all_of.start}
+    fold = Fold(finished, past.connection.unprefixed, begins)
     for topic in _IN_ORDER:
         with history.progress(topic, spans[topic]) as advanced:
             async for records in past.records(spans[topic], advanced):
@@ -157,17 +159,30 @@ def _moved(group: Group, later: Group | None, watched_s: float) -> Group:
 
 
 async def _with_lags(past: History, groups: Sequence[GroupFound]) -> list[Group]:
-    lags = await _lags(past, groups)
-    return [Group(one.name, one.state, one.members, lags[one.name], one.committed) for one in groups]
-
-
-async def _lags(past: History, groups: Iterable[GroupFound]) -> dict[str, tuple[Lag, ...]]:
-    """What each group has not finished, of the topics in which it has committed something."""
     topics = {tp.topic for group in groups for tp in group.committed} & past.partitions.keys()
     spans = {topic: await past.spans(topic) for topic in topics}
+    lags = await _lags(past, groups, spans)
+    begins = {tp: span.start for some in spans.values() for tp, span in some.items()}
+    return [
+        Group(
+            one.name,
+            one.state,
+            one.members,
+            lags[one.name],
+            one.committed,
+            {tp: begins[tp] for tp, at in one.committed.items() if at < begins.get(tp, 0)},
+        )
+        for one in groups
+    ]
+
+
+async def _lags(
+    past: History, groups: Iterable[GroupFound], spans: Mapping[str, Mapping[Partition, Span]]
+) -> dict[str, tuple[Lag, ...]]:
+    """What each group has not finished, of the topics in which it has committed something."""
     behind: dict[str, dict[Partition, int]] = {}
     for group in groups:
-        for topic in {tp.topic for tp in group.committed} & topics:
+        for topic in {tp.topic for tp in group.committed} & spans.keys():
             for tp, span in spans[topic].items():
                 at = max(group.committed.get(tp, span.start), span.start)
                 if at < span.end:

@@ -5,7 +5,7 @@ Out:      findings.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from delivery.values import duration_words
 from gpustream.command import counted
@@ -31,6 +31,9 @@ IN_PROMETHEUS_MS = 240_000
 
 NOT_KNOWN = "not known"
 
+_PLACES = 5
+"""So many partitions are written out in a finding."""
+
 
 # -- consumer groups
 
@@ -45,6 +48,7 @@ def groups(seen: Situation) -> Checked:
         lines.append(f"{group.name} " + ("at the end" if oldest is None else f"at {seen.ago(oldest)}"))
         if group.name != ATTRIBUTION:  # the check of attribution says more
             found += [behind(seen, group, lag) for lag in group.lags if is_behind(seen, lag.oldest_ms)]
+    found += _expired(seen.groups)
     known = [f"gpustream-{name}" for name in STREAMS]
     rivals = [
         group.name
@@ -75,6 +79,34 @@ def groups(seen: Situation) -> Checked:
     if not any(group.name.startswith("gpustream-sink-") for group in seen.groups):
         lines.append("no sink has read anything")
     return Checked("; ".join(lines), found)
+
+
+def _expired(groups: Sequence[Group]) -> list[Finding]:
+    """For each topic, which groups had not read its records when they were deleted."""
+    found = []
+    for topic in sorted({tp.topic for group in groups for tp in group.begins}):
+        counts, places = {}, []
+        for group in groups:
+            mine = {tp: at for tp, at in group.begins.items() if tp.topic == topic}
+            if mine:
+                counts[group.name] = sum(at - group.committed[tp] for tp, at in mine.items())
+            places += [
+                f"partition {tp.partition} begins at offset {at}, {group.name} has finished up to {group.committed[tp]}"
+                for tp, at in sorted(mine.items())
+            ]
+        more = f"; and {len(places) - _PLACES} more" if len(places) > _PLACES else ""
+        found.append(
+            Finding(
+                f"records of {topic} were deleted before they were read: "
+                + ", ".join(f"{number} that {name} lacks" for name, number in counts.items()),
+                "the group was away or behind for longer than the topic keeps them (retention.ms, retention.bytes), or"
+                " somebody deleted them (kafka-delete-records, the topic made again)",
+                "; ".join(places[:_PLACES]) + more,
+                "docs/runbooks/GpustreamRecordsExpired.md: a member that starts goes on with the oldest record that is"
+                " left; `gpustream topics create` sets a topic's retention right again",
+            )
+        )
+    return found
 
 
 def is_behind(seen: Situation, oldest_ms: int | None) -> bool:
@@ -142,29 +174,56 @@ _RECEIVER_SAYS = {
     "too_old": "the receiver takes nothing so old",
     "too_far_ahead": "a node's clock is ahead",
     "duplicate": "the receiver has other samples at these times: a node's clock stands still, or two write one series",
-    "left_out": "the receiver refused all series of these ticks in the ten minutes before",
+    "left_out": "the receiver refused these series in the ten minutes before",
+    "series_limit": "the tenant has as many series as it may have",
 }
 _REFUSALS = "docs/remote-write.md and docs/guarantees.md say what each reason means, and what can be set"
+
+_LEFT_OUT = "docs/runbooks/GpustreamSeriesLeftOut.md: raise the receiver's limit, or write fewer series or labels"
+_DELETED = {"": "it was away or behind for longer than the topic keeps records, or somebody deleted them"}
+_EXPIRED = "docs/runbooks/GpustreamRecordsExpired.md: the topic's retention.ms, and why it was not read"
 
 _BAD_COUNTERS = {
     "_records_dropped_total": ("{n} records dropped: {reason}", _RECEIVER_SAYS, _REFUSALS),
     "_values_refused_total": ("{n} values refused: {reason}", _RECEIVER_SAYS, _REFUSALS),
-    "_records_expired_total": (
-        "{n} records deleted before they were read",
-        {"": "retention is shorter than the time for which it did not read"},
-        "give the topic more retention.ms, or find out why it was not read",
+    "_values_left_out_total": ("{n} values not sent: {reason}", _RECEIVER_SAYS, _LEFT_OUT),
+    "_alert_samples_refused_total": ("{n} samples of alerts refused: {reason}", _RECEIVER_SAYS, _REFUSALS),
+    "_usage_samples_refused_total": ("{n} samples of usage refused: {reason}", _RECEIVER_SAYS, _REFUSALS),
+    "_series_left_out": ("{n} series are not sent now", {"": "the receiver refused them: its limits"}, _LEFT_OUT),
+    "_samples_withheld_total": (
+        "{n} samples withheld: {reason}",
+        {
+            "collision": "two series have the same labels: a rule of --relabel takes away what tells them apart",
+            "name": "rules of --relabel leave a name that is not valid, or none",
+        },
+        "docs/runbooks/GpustreamSeriesCollide.md; docs/labels.md has the rules",
     ),
-    "_lost_offsets_total": (
-        "{n} records deleted before they were read",
-        {"": "retention is shorter than the time for which it did not read"},
-        "give the topic more retention.ms, or find out why it was not read",
+    "_counters_broken": (
+        "the file of --counters can't be used",
+        {"": "it can't be read, or a line of it is wrong: what it held before is in force"},
+        "its log names the line",
     ),
+    "_counters_rows_left_out": (
+        "{n} rows of the file of --counters are not served",
+        {"": "there is no such field, or nobody collects it"},
+        "its log names each row, and why",
+    ),
+    "_alertmanager_refused_total": (
+        "{n} alerts refused, each time that they were sent",
+        {"": "Alertmanager takes no alert as this one is: its labels, or its times"},
+        "its log has Alertmanager's words",
+    ),
+    "_records_expired_total": ("{n} records deleted before they were read", _DELETED, _EXPIRED),
+    "_lost_offsets_total": ("{n} records deleted before they were read", _DELETED, _EXPIRED),
     "_misplaced_nodes_total": (
         "{n} nodes in a partition that is not theirs",
         {"": "a producer that is not gpustream's wrote them, with another partitioner"},
         "use murmur2 of the key, as Kafka's Java clients do (librdkafka: partitioner=murmur2_random)",
     ),
 }
+
+
+_COUNTED_AGAIN = ("_values_refused_total", "_values_left_out_total")
 
 
 _ANSWERS = {
@@ -211,15 +270,18 @@ def _then(not_ready: str) -> str:
     """What to do about a reason: what a receiver's status means, if there is one in it."""
     if status := re.search(r"\bHTTP ([45]\d\d)\b", not_ready):
         return next((then for code, then in _ANSWERS.items() if status[1].startswith(code)), "see the receiver's log")
+    if "does not accept" in not_ready:
+        return "docs/runbooks/GpustreamReceiverFailing.md: is the receiver up, and its address right?"
     return "its log says more"
 
 
 def _counted_losses(seen: Situation, one: OwnMetrics) -> list[Finding]:
     found = []
-    reasons: set[str] = set()  # of a record that was dropped, the values count as refused, too
+    reasons: set[str] = set()  # of a record that was dropped, the values count as refused, too; then they are left out
     for suffix, (what, causes, then) in _BAD_COUNTERS.items():
         for (name, reason), value in one.sums(suffix).items():
-            if suffix == "_values_refused_total" and reason in reasons:
+            asked_for = suffix == "_samples_withheld_total" and reason == "rule"
+            if asked_for or (reason in reasons and suffix in _COUNTED_AGAIN):
                 continue
             reasons.add(reason)
             said = what.format(n=f"{value:.0f}", reason=reason)

@@ -71,13 +71,18 @@ class Lag(NamedTuple):
 
 class Group(NamedTuple):
     """A consumer group: its state as the broker calls it, how many members it has, what it has not finished, and the
-    offsets that it has committed."""
+    offsets that it has committed.
+
+    ``begins`` is where the log of a partition begins, if that is after what the group has committed: what was between
+    the two was deleted before the group read it.
+    """
 
     name: str
     state: str
     members: int
     lags: tuple[Lag, ...]
     committed: Mapping[Partition, int] = MappingProxyType({})
+    begins: Mapping[Partition, int] = MappingProxyType({})
 
 
 class Series(NamedTuple):

@@ -15,7 +15,7 @@ from delivery.topic_admin import mismatches
 from gpustream.doctor import brokers, checks, command
 from gpustream.doctor.evidence import NodeName
 from gpustream.doctor.seen import Finding, Group, Lag, OwnMetrics, Prometheus, Series, Situation
-from tests.gpustream.doctor.records import SINCE_MS, Record, attributed, sample, workloads
+from tests.gpustream.doctor.records import SINCE_MS, Record, attributed, sample, snapshot, workloads
 from tests.gpustream.doctor.test_checks import KAFKA, READING, found, healthy, one, see
 from topics.topic import load_topics
 
@@ -40,6 +40,25 @@ def lagging(finished: int, grew: int, members: int = 1) -> Situation:
     seen = see(healthy())
     lag = Lag("gpu.attributed", 500, (3,), seen.now_ms - 120_000, finished, grew, 3.0)
     return seen._replace(groups=[READING, Group("gpustream-sink-remote-write", "Stable", members, (lag,))])
+
+
+def emptied(topic: str, *groups: Group, to: int = 61, newer: Iterable[Record] = ()) -> Situation:
+    """A pipeline of which somebody has deleted all records of a topic, before others came."""
+    records = [*healthy(), *newer]
+    ours = [record for record in records if record.topic != topic or record in newer]
+    ours.sort(key=lambda record: record.topic == "gpu.samples")
+    return see(ours, begins={Partition(topic, 0): to}, groups=[READING, *groups])
+
+
+def left_behind(name: str, topic: str = "gpu.attributed", committed: int = 20) -> Group:
+    """A group that had not read all when the log was cut at offset 61."""
+    place = Partition(topic, 0)
+    return Group(name, "Stable", 1, (), {place: committed}, {place: 61})
+
+
+def sink_counts(name: str, **labels: str) -> Situation:
+    """A sink that counts three of something."""
+    return see(healthy(), components=[OwnMetrics("http://sink", [Series(f"gpustream_{name}", labels, 3.0)])])
 
 
 def remote_write_says(said: str) -> Situation:
@@ -72,6 +91,80 @@ def unlisted(at_ms: int) -> Record:
 
 
 BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
+    "gpu.attributed was emptied before sinks read it": (
+        lambda: emptied("gpu.attributed", left_behind("gpustream-sink-remote-write"), left_behind("gpustream-alerts")),
+        "records of gpu.attributed were deleted before they were read: 41 that gpustream-sink-remote-write lacks,"
+        " 41 that gpustream-alerts lacks | retention.ms | kafka-delete-records"
+        " | partition 0 begins at offset 61, gpustream-alerts has finished up to 20 | GpustreamRecordsExpired",
+    ),
+    "gpu.attributed was emptied, and everybody goes on": (
+        lambda: emptied("gpu.attributed"),
+        "gpu.attributed no longer has 60 ticks that gpustream-attribution has finished | made again"
+        " | partition 0 begins at offset 61 | records_expired_total",
+    ),
+    "gpu.attributed was made again": (
+        lambda: emptied("gpu.attributed", to=0),
+        "gpu.attributed no longer has 60 ticks | made again | partition 0 begins at offset 0",
+    ),
+    "gpu.samples was emptied before it was attributed": (
+        lambda: see(
+            healthy(),
+            groups=[left_behind("gpustream-attribution", "gpu.samples")],
+        ),
+        "records of gpu.samples were deleted before they were read: 41 that gpustream-attribution lacks",
+    ),
+    "gpu.alerts was emptied before a webhook read it": (
+        lambda: see(
+            healthy(),
+            groups=[
+                READING,
+                Group("gpustream-alerts", "Stable", 1, ()),
+                left_behind("gpustream-sink-webhook", "gpu.alerts"),
+            ],
+        ),
+        "records of gpu.alerts were deleted before they were read: 41 that gpustream-sink-webhook lacks",
+    ),
+    "a sink counts records that expired": (
+        lambda: sink_counts("remote_write_records_expired_total"),
+        "http://sink: 3 records deleted before they were read | somebody deleted them | GpustreamRecordsExpired",
+    ),
+    "series collide": (
+        lambda: sink_counts("scrape_samples_withheld_total", reason="collision"),
+        "http://sink: 3 samples withheld: collision | --relabel | GpustreamSeriesCollide",
+    ),
+    "the tenant has too many series": (
+        lambda: sink_counts("remote_write_values_left_out_total", reason="series_limit"),
+        "http://sink: 3 values not sent: series_limit | as many series as it may have | GpustreamSeriesLeftOut",
+    ),
+    "the receiver refuses the alerts' series": (
+        lambda: sink_counts("remote_write_alert_samples_refused_total", reason="series_limit"),
+        "http://sink: 3 samples of alerts refused: series_limit | remote_write_alert_samples_refused_total",
+    ),
+    "Alertmanager refuses alerts": (
+        lambda: sink_counts("alertmanager_refused_total", receiver="am:9093"),
+        "http://sink: 3 alerts refused | takes no alert as this one",
+    ),
+    "rows of --counters are not served": (
+        lambda: sink_counts("counters_rows_left_out", sink="scrape"),
+        "http://sink: 3 rows of the file of --counters are not served",
+    ),
+    "the file of --counters is broken": (
+        lambda: sink_counts("counters_broken", sink="scrape"),
+        "http://sink: the file of --counters can't be used | its log",
+    ),
+    "an Alertmanager is down": (
+        lambda: see(
+            healthy(),
+            components=[
+                OwnMetrics(
+                    "http://sink",
+                    [Series("gpustream_alertmanager_receiver_failing", {"receiver": "am:9093"}, 1.0)],
+                    "am:9093: does not accept: ConnectionRefusedError",
+                )
+            ],
+        ),
+        "http://sink: not ready | am:9093: does not accept | GpustreamReceiverFailing",
+    ),
     "no broker answers": (
         lambda: Situation(0, 1, KAFKA._replace(error="no Kafka broker answers at k:9092"), unread="-", groups=None),
         "Kafka at k:9092 | no Kafka broker answers | is a broker up there",
@@ -297,6 +390,37 @@ def _says(row: Finding, parts: Iterable[str]) -> bool:
 @pytest.mark.parametrize("how", [how for how in BROKEN if "Kafka" not in how and "doctor" not in how])
 def test_one_mistake_is_not_many_findings(how: str) -> None:
     assert sum(map(len, found(BROKEN[how][0]()).values())) == 1
+
+
+def test_what_a_rule_drops_is_no_finding() -> None:
+    assert found(sink_counts("scrape_samples_withheld_total", reason="rule")) == {}
+
+
+def test_a_tick_that_is_missing_after_the_oldest_record_of_a_topic_that_was_emptied_is_lost() -> None:
+    newer = [
+        attributed(61)._replace(offset=61, timestamp=SINCE_MS + 61_000),
+        sample(61),
+        sample(62),
+        attributed(63),
+        sample(63),
+    ]
+
+    texts = [row.finding for rows in found(emptied("gpu.attributed", newer=newer)).values() for row in rows]
+    assert texts == [
+        "c/n: 1 tick lost between gpu.samples and gpu.attributed",
+        "gpu.attributed no longer has 60 ticks that gpustream-attribution has finished",
+    ]
+
+
+def test_ticks_that_were_deleted_from_the_samples_are_not_said_to_be_missing() -> None:
+    run_id = SINCE_MS + 1
+    records = [workloads(), snapshot(run_id=run_id), *(attributed(seq, run_id=run_id) for seq in range(1, 61))]
+    left = [sample(seq, run_id=run_id) for seq in range(40, 61)]
+    unread = [record for record in records if record.topic != "gpu.attributed"]
+
+    assert found(see([*records, *left])) == {}  # made again
+    assert found(see([*unread, *left], finished=0, begins={Partition("gpu.samples", 0): 40})) == {}
+    assert "39 ticks missing" in one(see([*unread, *left], finished=0)).finding
 
 
 def test_a_user_with_all_rights_and_a_stranger_are_no_findings() -> None:

@@ -1,12 +1,14 @@
 """Each gap has a cause, or it is said that the cause is not known and what to look at."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from delivery.kafka_admin import Found
+from delivery.ledger import Partition
 from delivery.topic_admin import Mismatch
 from gpustream.doctor import checks, command
 from gpustream.doctor.evidence import Fold, NodeName
@@ -27,6 +29,7 @@ from tests.gpustream.doctor.records import (
 from topics import TOPICS
 
 LAST = 600
+NOTHING: Mapping[Partition, int] = MappingProxyType({})
 READING = Group(ATTRIBUTION, "Stable", 1, ())
 KAFKA = Kafka("k:9092", "User:doctor", found={name: Found(1) for name in TOPICS}, brokers={1: "k:9092"})
 
@@ -41,9 +44,11 @@ def healthy(nodes: Iterable[str] = ("n",)) -> list[Record]:
     return records
 
 
-def see(records: Iterable[Record], finished: int = 1000, **fields: Any) -> Situation:
+def see(
+    records: Iterable[Record], finished: int = 1000, begins: Mapping[Partition, int] = NOTHING, **fields: Any
+) -> Situation:
     """What a doctor sees who looks when the last of these ticks has just come."""
-    fold = Fold({0: finished})
+    fold = Fold({0: finished}, begins=begins)
     for record in records:
         fold.take(record)
     last = max((node.last_logged_ms for node in fold.nodes.values()), default=NOW_MS) or NOW_MS
