@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from confluent_kafka import ConsumerGroupTopicPartitions
+from confluent_kafka import TopicPartition as TheirPartition
 
 from delivery import kafka_admin, topic_admin
 from delivery.connection import Connection
@@ -114,6 +116,39 @@ async def test_ticks_that_wait_for_a_stopped_worker_are_counted_and_the_worker_i
     assert behind.cause == "nobody reads: the group has no member"
     assert found["attributed"].summary == f"{3 * TICKS} exact, {waiting} on their way"
     assert (await look(empty_kafka))[1]["attributed"].findings == []  # they came a moment ago
+
+
+async def test_a_topic_that_somebody_emptied_is_found_and_no_tick_is_taken_for_lost(
+    empty_kafka: KafkaServer, tmp_path: Path
+) -> None:
+    kafka, away = empty_kafka, [TheirPartition("gpu.attributed", number, 1) for number in range(2)]
+    await topic_admin.create(kafka.connection, partitions=2, replication_factor=1)
+    async with running(Attribution(AttributionSettings(kafka=kafka.address))):
+        await fleet(kafka, tmp_path / "truth.jsonl", fleet="8x2").run(asyncio.Event())
+
+        async def is_attributed() -> bool:
+            return not await lag(kafka.address, GROUP, ["gpu.samples"])
+
+        await eventually(is_attributed)
+    ends = dict.fromkeys(range(2), 0)
+    for record in await read_all(kafka.address, "gpu.attributed"):
+        ends[record.partition] = max(ends[record.partition], record.offset + 1)
+    admin = kafka.admin()
+    group = ConsumerGroupTopicPartitions("gpustream-sink-webhook", away)
+    for altered in admin.alter_consumer_group_offsets([group]).values():
+        altered.result(10)
+    for deleted in admin.delete_records([TheirPartition("gpu.attributed", *one) for one in ends.items()]).values():
+        deleted.result(10)
+    _, found = await look(kafka)
+
+    (finding,) = (one for one in found["groups"].findings if "deleted" in one.finding)
+    assert finding.finding.endswith(f": {sum(ends.values()) - 2} that gpustream-sink-webhook lacks")
+    assert f"partition 0 begins at offset {ends[0]}, gpustream-sink-webhook has finished up to 1" in finding.evidence
+    assert found["attributed"] == Checked(f"{8 * TICKS} deleted after that", [])
+
+    admin.delete_consumer_groups(["gpustream-sink-webhook"])["gpustream-sink-webhook"].result(10)
+    (finding,) = (await look(kafka))[1]["attributed"].findings
+    assert finding.finding == f"gpu.attributed no longer has {8 * TICKS} ticks that {GROUP} has finished"
 
 
 async def test_topics_that_somebody_changed_a_wrong_prefix_and_a_user_without_a_right_are_found(
