@@ -65,7 +65,9 @@ def _scalars(kind: inspect.Type) -> st.SearchStrategy[Any]:
             raise NotImplementedError(kind)
 
 
-def _structs(kind: inspect.StructType) -> st.SearchStrategy[Json]:
+def _structs(kind: inspect.StructType) -> st.SearchStrategy[Any]:
+    if kind.array_like:
+        return st.tuples(*(_values(field.type) for field in kind.fields)).map(list)
     required = {field.name: _values(field.type) for field in kind.fields if field.required}
     optional = {field.name: st.none() | _values(field.type) for field in kind.fields if not field.required}
     known = st.fixed_dictionaries(required, optional=optional)
