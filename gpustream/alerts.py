@@ -17,6 +17,7 @@ import click
 import msgspec
 
 from delivery.connection import Connection
+from delivery.policies import ALERTS, IDLE_AFTER, Bounds, policy_in
 from delivery.settings import READABLE_FILE
 from delivery.values import duration_words
 from gpustream import history, logs
@@ -25,7 +26,6 @@ from gpustream.topics import answer, show
 from sinks.alerts import read
 from sinks.outcomes import Undecodable
 from streams.alerts.rules import rules_file
-from streams.alerts.rules.rule import ALERTS, IDLE_AFTER, Bounds, policy_in
 from topics import workloads
 from topics.alerts import TOPIC, Alert, transition_id
 from topics.topic import decoder

@@ -21,12 +21,13 @@ from aiokafka.partitioner import murmur2
 
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
+from delivery.policies import ALERTS as ALERTS_POLICY
+from delivery.policies import IDLE_AFTER
 from delivery.sender import Unsendable
 from streams.alerts import groups, machine, memory
 from streams.alerts.memory import NodeAlerts
 from streams.alerts.node import Due, Log, Node, PartitionNodes
-from streams.alerts.rules.rule import ALERTS as ALERTS_POLICY
-from streams.alerts.rules.rule import IDLE_AFTER, Rules
+from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick
 from streams.app import ReaderApp

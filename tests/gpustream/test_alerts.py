@@ -14,12 +14,12 @@ from aiokafka import AIOKafkaProducer
 from click.testing import CliRunner, Result
 from rich.console import Console
 
+from delivery.policies import Bounds
 from gpustream import alerts
 from gpustream.alerts import Seen
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
 from gpustream.topics import table
-from streams.alerts.rules.rule import Bounds
 from tests.sinks.alerts import START_MS, alert, alert_record
 from topics.alerts import Alert
 from topics.alerts import time as at

@@ -7,8 +7,9 @@ does not hold. Only a device whose state is ``ok`` says anything of itself; no e
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from delivery.policies import Policy
 from streams.alerts.memory import HeldBy, Memory, Seen, Windows
-from streams.alerts.rules.rule import WASTE, Policy, Rule, Rules, policy_of
+from streams.alerts.rules.rule import WASTE, Rule, Rules, policy_of
 from streams.alerts.tick import Device, Tick
 from streams.idleness import Work, work_of
 from topics.attributed import Holder, by_pod

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 
+from delivery.policies import Bounds
 from delivery.values import duration_words, milliseconds
-from streams.alerts.rules.rule import KINDS, Bounds, Kind, Override, Rule, Rules
+from streams.alerts.rules.rule import KINDS, Kind, Override, Rule, Rules
 from topics.alerts import Severity
 
 DEFAULTS = Path(__file__).with_name("defaults.toml")

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from delivery.policies import ALERTS, IDLE_AFTER
 from streams.alerts.rules import rules_file
-from streams.alerts.rules.rule import ALERTS, IDLE_AFTER, KINDS
+from streams.alerts.rules.rule import KINDS
 from streams.alerts.text import reference
 from topics.reference import stale
 
