@@ -6,8 +6,8 @@ On failure: ``msgspec.DecodeError`` for what is no such record.
 
 import msgspec
 
-from streams.idleness import Ratios
 from topics.attributed import AttributedEvent, Attribution, Holder, Parts
+from topics.idleness import Ratios
 from topics.samples import Job, Mig, State
 from topics.topic import Name, UInt, Version, decoder
 from topics.workloads import UnwellDevice

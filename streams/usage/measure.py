@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from streams.idleness import IDLE_BELOW, is_idle, part_of, rest_of, work_of
 from streams.usage.tick import CountedDevice, CountedTick, Holder
 from topics.attributed import by_pod
+from topics.idleness import IDLE_BELOW, is_idle, part_of, rest_of, work_of
 
 Split = Literal["used", "equal"]
 

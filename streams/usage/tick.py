@@ -7,8 +7,8 @@ On failure: ``msgspec.DecodeError`` for what is no such record.
 
 import msgspec
 
-from streams.idleness import Ratios
 from topics.attributed import AttributedSample, Attribution, Parts
+from topics.idleness import Ratios
 from topics.samples import Mig, State
 from topics.topic import Name, UInt, Version, decoder
 

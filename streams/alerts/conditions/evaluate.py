@@ -24,9 +24,9 @@ from streams.alerts.memory import XID, Memory, Seen, remember, within
 from streams.alerts.rules.rule import WASTE, Kind, Rule, Rules, policy_of
 from streams.alerts.tick import Tick
 from streams.alerts.xids import code_of, of_code
-from streams.idleness import is_idle, part_of, rest_of
 from topics.alerts import Tracked
 from topics.attributed import Holder
+from topics.idleness import is_idle, part_of, rest_of
 
 Condition = Callable[[Rule, View, list[Finding]], None]  # adds to the findings what a rule finds on a device
 BLIND_MS = 600_000  # for how long after a device went missing it is not known whether what was found on it still holds

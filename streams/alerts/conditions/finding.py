@@ -11,8 +11,8 @@ from delivery.policies import Policy
 from streams.alerts.memory import HeldBy, Memory, Seen, Windows
 from streams.alerts.rules.rule import WASTE, Rule, Rules, policy_of
 from streams.alerts.tick import Device, Tick
-from streams.idleness import Work, work_of
 from topics.attributed import Holder, by_pod
+from topics.idleness import Work, work_of
 
 CONFLICTS = ("unallocated_process", "no_pod")  # what conflict of a device may be
 NVLINK_ERRORS = ("crc", "replay", "recovery")  # the kinds of errors that an NVLink counts

@@ -10,9 +10,9 @@ import msgspec
 from delivery.policies import DAY, NO_POLICY, Bounds, Policy, policy_in
 from delivery.prices import Prices
 from streams.alerts.xids import XidKind
-from streams.idleness import IDLE_BELOW
 from topics.alerts import RUNBOOKS, Severity
 from topics.attributed import Holder
+from topics.idleness import IDLE_BELOW
 
 Kind = Literal[
     "held_idle", "used_unallocated", "attribution_conflict", "xid", "ecc_uncorrectable", "row_remap_failure",

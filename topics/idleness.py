@@ -1,14 +1,16 @@
-"""How much a device works, and whether a pod does nothing with it. Pure; for all streams.
+"""How much a device works, whether a pod does nothing with it, and what is said of the device in a word. Pure.
+
+The streams judge by it, and what shows the fleet to people says the same.
 
 docs/decisions/2026-11-22-idle-on-a-shared-gpu.md has the rule as a table.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from topics.attributed import Parts
+from topics.attributed import AttributedDevice, Parts
 
 IDLE_BELOW = 0.01  # a pod that does less than this share of a device's work is idle, unless a rule says otherwise
 
@@ -68,3 +70,20 @@ def is_idle(below: float, work: Work, part: float | None, processes: float, rest
     if rest is None:
         return False
     return True if part is not None and rest < below and work.video < below else None
+
+
+Doing = Literal["busy", "idle", "held", "free", "failing"]
+"""A device in a word: ``busy`` and ``idle`` are held, ``held`` by pods of which it is not known whether they work."""
+
+
+def doing(device: AttributedDevice) -> Doing:
+    """What is said of a device of a tick. It is idle if all pods that hold it are."""
+    if device.state in ("lost", "timeout"):
+        return "failing"
+    if not device.holders:
+        return "free"
+    work = work_of(Ratios(*map(device.metrics.get, Ratios.__struct_fields__)))
+    done = [one.sm_utilization_ratio or 0.0 for one in device.processes or ()]
+    if max(work.most, *done, part_of([one.parts for one in device.holders]) or 0.0) >= IDLE_BELOW:
+        return "busy"
+    return "idle" if work.measured else "held"
