@@ -1,0 +1,226 @@
+"""The fleet now, and its last minutes: held against what the simulated fleet says of itself."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from producers.simulated.fleet import Fleet as SimulatedFleet
+from producers.simulated.fleet import NodeReading
+from sinks import fleet as module
+from sinks.fleet import Device, Fleet, Flow, Tick, decode_tick, pods, workloads
+from topics.attributed import TOPIC
+
+
+def record(reading: NodeReading, node: str, seq: int, ts_ms: int) -> bytes:
+    """What gpu.attributed would have of a simulated reading."""
+    devices = [{**d, "holders": held} for d, held in zip(reading.devices, reading.reported, strict=True)]
+    return msgspec.json.encode(TOPIC.example | {"node": node, "seq": seq, "ts_ms": ts_ms, "devices": devices})
+
+
+def tick(*devices: dict[str, Any], node: str = "n", seq: int = 1, ts_ms: int | None = None, **more: Any) -> Tick:
+    """A tick; by default one a second."""
+    head = {"cluster": "c", "node": node, "run_id": 1, "seq": seq, "attribution": "exact", **more}
+    return msgspec.convert(head | {"ts_ms": 1000 * seq if ts_ms is None else ts_ms, "devices": devices}, Tick)
+
+
+def gpu(uuid: str, used: float | None = 0.5, *holders: str, memory: float = 1024, **more: Any) -> dict[str, Any]:
+    """A device that pods ``NAMESPACE/POD`` hold."""
+    metrics = {"memory_used_bytes": memory} | ({} if used is None else {"gpu_utilization_ratio": used})
+    named = [dict(zip(("namespace", "pod"), one.split("/"), strict=True)) for one in holders]
+    return {"uuid": uuid, "index": 0, "metrics": metrics, "holders": named, **more}
+
+
+def seen(*ticks: Tick, **how: Any) -> Fleet:
+    """A fleet that took these in, a second after the other."""
+    found = Fleet(**how)
+    for number, one in enumerate(ticks):
+        found.observe(one, float(number), one.ts_ms + 250)
+    return found
+
+
+def device(found: Fleet, uuid: str = "a") -> Device:
+    return next(one for one in found.devices() if one.uuid == uuid)
+
+
+def test_what_is_shown_of_a_simulated_fleet_is_what_it_says_of_itself() -> None:
+    simulated, found = SimulatedFleet(4, 8, pod_life_s=20.0), Fleet()
+    nodes = [simulated.node(index) for index in range(4)]
+    truth: dict[str, tuple[Any, list[str], int]] = {}
+    for second in range(1, 61):
+        for node in nodes:
+            reading = node.read(second * 1000, 1)
+            found.observe(decode_tick(record(reading, node.name, second, second * 1000)), float(second), second * 1000)
+            for one, held in zip(reading.devices, reading.reported, strict=True):
+                names = sorted({f"{row['namespace']}/{row['pod']}" for row in held})
+                before = truth.get(one["uuid"], (one, [""], 0))
+                truth[one["uuid"]] = one, names, before[2] if before[1] == names else second * 1000
+
+    assert {one.uuid for one in found.devices()} == set(truth)
+    for shown in found.devices():
+        said, names, began_ms = truth[shown.uuid]
+        assert sorted(one.name for one in shown.held) == names
+        assert shown.temperature_celsius == said["metrics"].get("temperature_celsius")
+        assert shown.memory_used_bytes == said["metrics"].get("memory_used_bytes")
+        assert shown.tenures[-1].from_ms == began_ms
+        if "gpu_utilization_ratio" in said["metrics"]:
+            assert shown.used_ratio == said["metrics"]["gpu_utilization_ratio"]
+        parts = [names_of for uuid, (_, names_of, _) in truth.items() if device(found, uuid).gpu == shown.uuid]
+        assert shown.mig or (shown.status == "free") == (not any(parts))
+    holding = {name for _, names, _ in truth.values() for name in names}
+    assert {use.who for use in pods(found.devices())} == holding
+    assert sum(use.pods for use in workloads(found.devices())) == len(holding)
+    assert len(list(found.gpus())) == 32
+
+
+@pytest.mark.parametrize(
+    ("of", "status"),
+    [
+        (gpu("a", 0.5, "ml/bert"), "busy"),
+        (gpu("a", 0.0, "ml/bert"), "idle"),
+        (gpu("a", None, "ml/bert"), "held"),
+        (gpu("a", 0.9), "free"),
+        (gpu("a", 0.9, "ml/bert", state="lost"), "failing"),
+        (gpu("a", 0.9, state="timeout"), "failing"),
+        (gpu("a", None, processes=[{"pid": 7}]), "held"),
+    ],
+)
+def test_a_device_is_one_of_a_few_things(of: dict[str, Any], status: str) -> None:
+    assert device(seen(tick(of))).status == status
+
+
+def test_a_device_that_the_api_server_calls_unwell_fails() -> None:
+    found = device(seen(tick(gpu("a", 0.9, "ml/bert"), unwell=[{"uuid": "a", "reason": "x"}])))
+
+    assert (found.status, found.trouble) == ("failing", "unwell")
+
+
+def test_a_gpu_that_is_cut_does_what_its_busiest_part_does_and_counts_once() -> None:
+    mig = {"uuid": "m", "parent_uuid": "a", "profile": "1g.10gb"}
+    part = gpu("m", None, "ml/bert", mig=mig)
+    found = seen(tick(gpu("a", None), part))
+
+    assert [one.status for one in found.devices()] == ["held", "held"]
+    assert [one.uuid for one in found.gpus()] == ["a"]
+    assert device(found, "m").where == "n GPU 0 1g.10gb"
+    assert [(use.who, use.gpus) for use in pods(found.devices())] == [("ml/bert", 1)]
+
+
+def test_of_a_shared_device_each_pod_has_its_part() -> None:
+    parts = [{"utilization_ratio": 0.1, "memory_used_bytes": 256}, {"utilization_ratio": 0.4, "memory_used_bytes": 768}]
+    holders = [{"namespace": "ml", "pod": f"p{n}", "parts": of} for n, of in enumerate(parts)]
+    found = pods(seen(tick(gpu("a", 0.5) | {"holders": holders})).devices())
+
+    assert [(use.who, use.used_ratio, use.memory_used_bytes) for use in found] == [
+        ("ml/p0", 0.1, 256),
+        ("ml/p1", 0.4, 768),
+    ]
+
+
+def test_the_pods_of_a_workload_are_one_row_and_a_pod_without_one_is_its_own() -> None:
+    def holder(pod: str, workload: dict[str, str] | None) -> dict[str, Any]:
+        return {"namespace": "ml", "pod": pod, "workload": workload, "labels": {"team": "nlp"}}
+
+    job = {"kind": "Job", "name": "train"}
+    devices = [gpu("a") | {"holders": [holder("t-0", job)]}, gpu("b") | {"holders": [holder("t-1", job)]}]
+    devices.append(gpu("c", 0.0) | {"holders": [holder("alone", None)]})
+    found = {use.who: use for use in workloads(seen(tick(*devices)).devices())}
+
+    assert found["ml/Job/train"][4:8] == (2, 1, 2, 0)
+    assert (found["ml/alone"].idle, found["ml/alone"].team) == (1, "nlp")
+
+
+def test_a_device_that_no_pod_holds_is_its_processes() -> None:
+    of = gpu("a", 0.9) | {"processes": [{"pid": 7, "memory_used_bytes": 512, "sm_utilization_ratio": 0.8}]}
+    (found,) = pods(seen(tick(of), command_of=lambda node, pid: f"{node}-python{pid}").devices())
+
+    assert (found.who, found.workload, found.used_ratio, found.memory_used_bytes) == ("pid 7", "n-python7", 0.8, 512)
+
+
+def test_zero_is_zero_and_missing_is_missing() -> None:
+    found = pods(seen(tick(gpu("a", 0.0, "ml/zero"), gpu("b", None, "ml/missing"))).devices())
+
+    assert {use.name: use.used_ratio for use in found} == {"zero": 0.0, "missing": None}
+
+
+def test_one_idle_second_does_not_make_a_busy_pod_idle_and_another_pod_begins_again() -> None:
+    ticks = [tick(gpu("a", used, pod), seq=n) for n, (used, pod) in enumerate([(1.0, "ml/x"), (0.0, "ml/x")], 1)]
+    assert device(seen(*ticks)).status == "busy"
+    assert device(seen(*ticks)).used_ratio == 0.0
+
+    assert device(seen(*ticks, tick(gpu("a", 0.0, "ml/y"), seq=3))).status == "idle"
+
+
+def test_who_held_a_device_is_kept_with_times_for_as_long_as_is_shown() -> None:
+    pods_of = ["ml/x", "ml/x", "", "ml/y"]
+    found = seen(*[tick(gpu("a", 0.5, *filter(None, [pod])), seq=n) for n, pod in enumerate(pods_of, 1)])
+    assert list(device(found).tenures) == [(1000, 3000, ("ml/x",)), (3000, 4000, ()), (4000, None, ("ml/y",))]
+
+    late = [tick(gpu("a", 0.5, "ml/y"), seq=5, ts_ms=20_000)]
+    found = seen(*[tick(gpu("a", 0.5, pod), seq=n) for n, pod in enumerate(["ml/x", "ml/y"], 1)], *late, slots=3)
+    assert [one.pods for one in device(found).tenures] == [("ml/y",)]
+
+
+def test_a_device_that_changes_hands_each_second_stays_small() -> None:
+    found = seen(*[tick(gpu("a", 0.5, f"ml/p{n}"), seq=n) for n in range(1, 200)])
+
+    assert len(device(found).tenures) == module.MOST_TENURES
+
+
+def test_the_last_minutes_are_means_with_gaps_where_nothing_was_measured() -> None:
+    values = {1: 0.2, 2: 0.4, 3: None, 11: 1.0}
+    found = seen(*[tick(gpu("a", used, "ml/x"), seq=n) for n, used in values.items()], slot_ms=5_000, slots=4)
+
+    assert device(found).history.of("used_ratio", 11_000) == [None, pytest.approx(0.3), None, 1.0]
+    assert device(found).history.of("used_ratio", 16_000) == [pytest.approx(0.3), None, 1.0, None]
+    assert device(found).history.of("used_ratio", 60_000) == [None] * 4
+
+
+def test_an_xid_marks_its_gpu_for_some_minutes() -> None:
+    failed = gpu("a") | {"events": [{"kind": "xid", "code": 31, "ts_ms": 900}]}
+    found = seen(tick(failed), tick(gpu("a"), seq=2))
+    assert device(found).trouble == "XID 31"
+
+    found.observe(tick(gpu("a"), seq=3, ts_ms=302_000), 301.0, 0)
+    assert device(found).trouble == ""
+
+
+def test_a_silent_node_is_marked_and_forgotten_in_the_end() -> None:
+    found = seen(tick(gpu("a", 0.5, "ml/x")))
+    found.age(module.SILENT_S + 1)
+    assert device(found).status == "silent"
+
+    found.observe(tick(gpu("a", 0.5, "ml/x"), seq=2), 20.0, 0)
+    assert device(found).status == "busy"
+    found.age(20.0 + module.FORGOTTEN_S + 1)
+    assert found.nodes == {}
+
+
+def test_a_replay_is_left_out() -> None:
+    found = seen(tick(gpu("a"), seq=2))
+
+    assert not found.observe(tick(gpu("a"), seq=2), 1.0, 0)
+    assert not found.observe(tick(gpu("a"), seq=1, ts_ms=1000, run_id=0), 1.0, 0)
+    assert found.observe(tick(gpu("a"), seq=1, ts_ms=3000, run_id=3), 1.0, 0)
+
+
+def test_a_device_that_a_tick_lacks_is_forgotten() -> None:
+    found = seen(tick(gpu("a"), gpu("b")), tick(gpu("b"), seq=2))
+
+    assert [one.uuid for one in found.devices()] == ["b"]
+
+
+def test_rates_and_latency_are_of_the_last_seconds() -> None:
+    found = seen(*[tick(gpu("a"), seq=n) for n in range(1, 11)])
+    found.age(9.0)
+
+    assert found.flow() == Flow(10, 6 / 5, 0.25)
+    found.age(100.0)
+    assert found.flow() == Flow(10, 0.0, None)
+
+
+def test_the_time_since_a_pod_has_a_gpu_goes_over_changes_of_others() -> None:
+    found = seen(*[tick(gpu("a", 0.5, *held), seq=n) for n, held in enumerate([["ml/x"], ["ml/x", "ml/y"]], 1)])
+    since: dict[str, int] = {use.who: use.since_ms for use in pods(found.devices())}
+
+    assert since == {"ml/x": 1000, "ml/y": 2000}
