@@ -252,7 +252,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             if any(some and JoinGroupRequest.API_KEY not in some for some in offered):
                 self._end(
                     f"this Kafka has switched off the classic protocol of consumer groups, and the group {self.name}"
-                    " needs it: docs/kafka.md says with which Kafkas gpustream works"
+                    " needs it: docs/how-to/kafka.md says with which Kafkas gpustream works"
                 )
                 return
             await asyncio.sleep(_LOOK_EVERY_S)

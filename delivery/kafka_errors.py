@@ -23,7 +23,7 @@ from aiokafka.errors import (
 
 from delivery.connection import Connection, CredentialsError
 
-_ACLS = "give its user the ACLs of this component that docs/kafka.md lists"
+_ACLS = "give its user the ACLs of this component that docs/how-to/kafka.md lists"
 _DENIED = {
     GroupAuthorizationFailedError: "Read the consumer group {names}: add the ACL Read on Group {names} for its user",
     TopicAuthorizationFailedError: f"use the topic {{names}}: {_ACLS}",

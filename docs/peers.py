@@ -1,4 +1,4 @@
-"""Other exporters' names and labels beside gpustream's, ``docs/migrate/names.md``: ``python -m docs.peers [--check]``.
+"""Other exporters' names beside gpustream's, ``how-to/migrate/names.md``: ``python -m docs.peers [--check]``.
 
 In: the catalogue's profiles, the fields that dcgm-exporter's own counter files name. Out: Markdown.
 """
@@ -14,7 +14,7 @@ from topics.catalogue import CATALOGUE
 from topics.profiles import LABELS, PROFILES, Profile
 from topics.reference import generate
 
-PATH = Path(__file__).parent / "migrate" / "names.md"
+PATH = Path(__file__).parent / "how-to" / "migrate" / "names.md"
 
 
 class CounterFile(NamedTuple):
@@ -96,7 +96,7 @@ def markdown() -> str:
         "# Names and labels of other exporters",
         "<!-- Written by `python -m docs.peers`: change `topics/` and `docs/peers.py`, not this file. -->",
         "A row for each quantity that gpustream measures and another exporter names. Units are those of the name; a "
-        "name without a unit is a count, or a state. All of it is in [metrics.md](../metrics.md).",
+        "name without a unit is a count, or a state. All of it is in [metrics.md](../../reference/metrics.md).",
         "## dcgm-exporter",
         "`--names dcgm` has the names up to 4.8, `--names dcgm-4.9` those from 4.9 on; in bold what has another unit "
         "there.",

@@ -1,4 +1,4 @@
-"""The ACLs that each command needs in Kafka, and no more: the tables of ``docs/kafka.md``.
+"""The ACLs that each command needs in Kafka, and no more: the tables of ``docs/how-to/kafka.md``.
 
 ``python -m gpustream.acls [--check]``. In: the registries' rows. Out: the page, with a table and the commands of
 ``kafka-acls.sh`` below their marks; the rest of the page is as it was.
@@ -18,7 +18,7 @@ from streams import STREAMS
 from topics import TOPICS
 from topics.reference import generate
 
-PAGE = Path(__file__).parent.parent / "docs" / "kafka.md"
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "kafka.md"
 
 _MARKED = re.compile(r"(<!-- acls: (\w+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
 

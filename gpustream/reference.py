@@ -1,4 +1,4 @@
-"""The reference pages ``docs/options.md`` and ``docs/own-metrics.md``: ``python -m gpustream.reference [--check]``.
+"""The pages ``options.md`` and ``own-metrics.md`` of ``docs/reference``: ``python -m gpustream.reference [--check]``.
 
 In:       the commands as click knows them, and every table of instruments.
 Out:      Markdown.
@@ -23,7 +23,7 @@ from gpustream.cli import main
 from gpustream.command import OF_CONNECTION
 from topics.reference import generate
 
-FOLDER = Path(__file__).parent.parent / "docs"
+FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 MARK = "<!-- Written by `python -m gpustream.reference`: change the code that it describes, not this file. -->"
 
 _PACKAGES = (producers, streams, sinks, gpustream)
@@ -52,8 +52,8 @@ def options_markdown() -> str:
         "A line in the shell's own file makes Tab complete commands, options and the words that an option takes:",
         _table(("shell", "file", "line"), _COMPLETION),
         "## How Kafka is reached",
-        "Every command that has `--kafka` has these too. [kafka.md](kafka.md#connect) says which of them a broker "
-        "wants.",
+        "Every command that has `--kafka` has these too. [kafka.md](../how-to/kafka.md#connect) says which of "
+        "them a broker wants.",
         _table(_COLUMNS, [_option(param) for param in _options(main.entries["alerts"].load()) if _is_shared(param)]),
         *(_command(path, command) for path, command in commands(main, ("gpustream",))),
     ]

@@ -167,7 +167,8 @@ def gpu_alerts() -> Iterator[Alert]:
             _risen(chosen, f"{ONE_GPU}, xid", "15m"),
             severity,
             SUBJECT + ": XID {{ $labels.xid }}",
-            "The driver reported it within 15 minutes. docs/alerts.md says what the code means and what to do.",
+            "The driver reported it within 15 minutes. docs/reference/alerts.md says what the code means and what to"
+            " do.",
             labels={"xid_kind": kind},
         )
     yield Alert(

@@ -1,4 +1,4 @@
-"""What gpu.usage must say of ticks of gpu.attributed: sums by the rules of docs/usage.md, without the stream's code.
+"""What gpu.usage must say of ticks: sums by the rules of docs/reference/usage.md, without the stream's code.
 
 Each tick is cut where minutes begin, and each piece goes to whoever has the GPU then. What no piece covers is
 unobserved. Largest remainders are found in fractions.

@@ -1,8 +1,8 @@
 """What is written from the tables of topics and metrics: ``python -m topics.reference [--check]``.
 
-Out: the pages ``docs/topics.md`` and ``docs/metrics.md``, and the JSON Schema of each record in ``topics/schemas``, for
-readers that are not ours. In a schema no object is closed, because readers let unknown fields pass; what need not be
-there may be null, because null is absent.
+Out: the pages ``topics.md`` and ``metrics.md`` of ``docs/reference``, and the JSON Schema of each record in
+``topics/schemas``, for readers that are not ours. In a schema no object is closed, because readers let unknown fields
+pass; what need not be there may be null, because null is absent.
 
 Source: JSON Schema draft 2020-12; its patterns are ECMA 262's, which has no ``\\A`` and ``\\Z``.
 """
@@ -22,7 +22,7 @@ from topics.metric import Info, Labels
 from topics.profiles import PROFILES, Profile
 from topics.topic import FIRST_VERSION, PARTITIONS, REPLICATION_FACTOR, SCHEMA, Topic, load_topics
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parent.parent / "docs" / "reference"
 SCHEMAS = Path(__file__).parent / "schemas"
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 MARK = "<!-- Written by `python -m topics.reference`: change the tables in `topics/`, not this file. -->"
@@ -240,14 +240,14 @@ def _topic(topic: Topic, known: set[str]) -> str:
     parts = [f"## {topic.name}", topic.promise, settings]
     if topic.record is not None:
         parts += [
-            f"JSON Schema: [`topics/schemas/{topic.name}.json`](../topics/schemas/{topic.name}.json).",
+            f"JSON Schema: [`topics/schemas/{topic.name}.json`](../../topics/schemas/{topic.name}.json).",
             f"The record is {_link(topic.record.__name__)}.",
             "```json\n" + _indented(topic.example) + "\n```",
         ]
     if topic.name == "gpu.alerts":
         parts += _cloud_event(msgspec.convert(topic.example, Alert))
     if topic.name == "gpu.attributed":
-        parts.append("How to read it with Python, Faust, kcat and jq, or ClickHouse: [consumers.md](consumers.md).")
+        parts.append("Read it with Python, Faust, kcat and jq, or ClickHouse: [examples](../consumers/README.md).")
     if topic.record is not None:
         parts += _records(topic, known)
     if topic.name == dead_letters.TOPIC.name:

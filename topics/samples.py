@@ -87,7 +87,8 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     metrics: Annotated[
         dict[str, Number | None],
         about(
-            "Measured values by the keys of docs/metrics.md. What is absent or null is not known.", "that of the key"
+            "Measured values by the keys of docs/reference/metrics.md. What is absent or null is not known.",
+            "that of the key",
         ),
     ] = {}
     processes: Annotated[tuple[Process, ...] | None, about("The processes on it. Absent: not known.")] = None

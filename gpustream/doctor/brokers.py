@@ -90,7 +90,7 @@ def broker(seen: Situation) -> Checked:
     if kafka.error:
         refused = any(word in kafka.error for word in ("refuse", "password", "log in", "login", "certificate", "TLS"))
         then = (
-            f"it was asked as {kafka.whom}: docs/kafka.md says what --kafka-security and its options must be"
+            f"it was asked as {kafka.whom}: docs/how-to/kafka.md says what --kafka-security and its options must be"
             if refused
             else "is a broker up there, and is that port for clients? `kcat -b HOST:PORT -L` asks it, too"
         )
@@ -156,7 +156,7 @@ def topics(seen: Situation) -> Checked:
                 f"{counted(len(numbers), 'topic')} of another number of partitions: it must be {numbers[0].want}",
                 "partitions were added to a topic, or it was made by something else",
                 ", ".join(f"{one.topic} has {one.have}" for one in numbers),
-                "see `More partitions` in docs/operations.md: records of a node must stay in one partition",
+                "see `More partitions` in docs/operations/README.md: records of a node must stay in one partition",
             )
         )
     limited: list[str] = []
@@ -192,7 +192,7 @@ def topics(seen: Situation) -> Checked:
                 f"{counted(len(limited), 'topic')} may lose records before their time: retention.bytes limits them",
                 "it was set for them, or for the broker (log.retention.bytes)",
                 f"bytes of each partition: {', '.join(limited)}",
-                "see in docs/kafka.md how many bytes a day has; `kafka-configs.sh --alter --add-config"
+                "see in docs/how-to/kafka.md how many bytes a day has; `kafka-configs.sh --alter --add-config"
                 " retention.bytes=-1 --entity-type topics --entity-name TOPIC` takes the limit away",
             )
         )
@@ -209,7 +209,7 @@ def rights(seen: Situation) -> Checked:
     found = [
         Finding(
             f"{counted(len(missing), 'topic')} not looked at: {kafka.whom} may not read",
-            "its ACLs are not those of `doctor` in docs/kafka.md",
+            "its ACLs are not those of `doctor` in docs/how-to/kafka.md",
             ", ".join(missing),
             f"allow Read on these topics, with the prefix {kafka.prefix!r}" if kafka.prefix else "allow Read on these",
         )
@@ -218,7 +218,7 @@ def rights(seen: Situation) -> Checked:
         found.append(
             Finding(
                 f"{counted(len(kafka.hidden), 'group')} not looked at: {kafka.whom} may not see",
-                "its ACLs are not those of `doctor` in docs/kafka.md",
+                "its ACLs are not those of `doctor` in docs/how-to/kafka.md",
                 ", ".join(kafka.hidden),
                 "allow Describe on these groups",
             )

@@ -229,7 +229,10 @@ _ENDS = {
     1: ("it failed", "its log has the sentence"),
     2: ("its options or variables are wrong", "its log lists every mistake: mend the arguments, or the ConfigMap"),
     70: ("it stopped itself to be restarted", "the last line of its log says why"),
-    137: ("it was killed", "out of memory if the reason is OOMKilled: raise its limit; docs/benchmarks.md has sizes"),
+    137: (
+        "it was killed",
+        "out of memory if the reason is OOMKilled: raise its limit; docs/operations/benchmarks.md has sizes",
+    ),
 }
 
 
@@ -318,7 +321,7 @@ def _absent(cluster: Cluster) -> Iterator[Finding]:
                 f"there is no {component} in namespace {cluster.namespace}",
                 "it was never installed here, or is in another namespace",
                 f"no pod, DaemonSet, StatefulSet or Deployment with the label {_COMPONENT}={component}",
-                "--namespace; docs/operations.md has the installation",
+                "--namespace; docs/operations/README.md has the installation",
             )
 
 
@@ -379,7 +382,7 @@ def _variables(cluster: Cluster) -> Iterator[Finding]:
                 f"{name} is no option",
                 "it is misspelt, or an option of another version: nothing reads it",
                 where,
-                f"did you mean {close[0]}? docs/options.md has all" if close else "docs/options.md has all options",
+                (f"did you mean {close[0]}? " if close else "") + "docs/reference/options.md has all options",
             )
 
 

@@ -177,7 +177,7 @@ _RECEIVER_SAYS = {
     "left_out": "the receiver refused these series in the ten minutes before",
     "series_limit": "the tenant has as many series as it may have",
 }
-_REFUSALS = "docs/remote-write.md and docs/guarantees.md say what each reason means, and what can be set"
+_REFUSALS = "docs/how-to/prometheus.md and docs/guarantees.md say what each reason means, and what can be set"
 
 _LEFT_OUT = "docs/runbooks/GpustreamSeriesLeftOut.md: raise the receiver's limit, or write fewer series or labels"
 _DELETED = {"": "it was away or behind for longer than the topic keeps records, or somebody deleted them"}
@@ -196,7 +196,7 @@ _BAD_COUNTERS = {
             "collision": "two series have the same labels: a rule of --relabel takes away what tells them apart",
             "name": "rules of --relabel leave a name that is not valid, or none",
         },
-        "docs/runbooks/GpustreamSeriesCollide.md; docs/labels.md has the rules",
+        "docs/runbooks/GpustreamSeriesCollide.md; docs/how-to/labels.md has the rules",
     ),
     "_counters_broken": (
         "the file of --counters can't be used",
@@ -227,7 +227,7 @@ _COUNTED_AGAIN = ("_values_refused_total", "_values_left_out_total")
 
 
 _ANSWERS = {
-    "400": "docs/remote-write.md says what a receiver refuses",
+    "400": "docs/how-to/prometheus.md says what a receiver refuses",
     "401": "the credentials are wrong or missing: --bearer-token-file, --basic-auth-user; files are read each time",
     "403": "the credentials are right and may not write: the tenant (--header 'X-Scope-OrgID: NAME') or its rights",
     "404": "the path of --url is wrong, or the receiver is off: Prometheus needs --web.enable-remote-write-receiver",

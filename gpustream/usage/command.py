@@ -125,7 +125,7 @@ PRICES = option(
     "prices_file",
     type=READABLE_FILE,
     help=(
-        "A YAML or TOML file of what a GPU-hour costs: by model, date and node labels. docs/chargeback.md has an"
+        "A YAML or TOML file of what a GPU-hour costs: by model, date and node labels. docs/how-to/chargeback.md has an"
         " example."
     ),
 )

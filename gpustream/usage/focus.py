@@ -30,7 +30,7 @@ from gpustream.usage.table import CATEGORIES, By, divided, holder, rounded
 from topics.usage import HOUR_MS, Usage
 
 METHOD_ID = "gpustream-gpu-time"
-"""What docs/chargeback.md says of how charges are divided."""
+"""What docs/how-to/chargeback.md says of how charges are divided."""
 
 ALLOCATED = (
     "AllocatedMethodId", "AllocatedMethodDetails", "AllocatedResourceId", "AllocatedResourceName", "AllocatedTags",

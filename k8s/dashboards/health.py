@@ -108,7 +108,7 @@ def health() -> Json:
             ),
             table(
                 "XID errors by GPU",
-                "In the time shown. docs/alerts.md says what each code means.",
+                "In the time shown. docs/reference/alerts.md says what each code means.",
                 {
                     "k8s_cluster_name": "cluster",
                     "k8s_node_name": "node",

@@ -89,7 +89,7 @@ class ReplaySettings(KafkaSettings):
             "--trace",
             _TraceFolder(),
             "Which published trace, alibaba-genai or alibaba-gpu-2023, and the folder with its files, as they are"
-            " published. docs/benchmarks.md says where they are had.",
+            " published. docs/operations/benchmarks.md says where they are had.",
         ),
     ]
     speed: Annotated[

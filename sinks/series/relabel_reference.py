@@ -1,4 +1,4 @@
-"""The tables of the page ``docs/labels.md``: ``python -m sinks.series.relabel_reference [--check]``.
+"""The tables of the page ``docs/how-to/labels.md``: ``python -m sinks.series.relabel_reference [--check]``.
 
 In: the page; the presets, and what rules of relabelling can see. Out: the page with these as Markdown, each below its
 mark; the rest of the page is as it was.
@@ -15,7 +15,7 @@ from sinks.series.relabel_presets import PRESETS
 from topics.profiles import Attribute
 from topics.reference import generate
 
-PAGE = Path(__file__).parents[2] / "docs" / "labels.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "labels.md"
 
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n\n)(?:\|.*\n)*\n?")
 

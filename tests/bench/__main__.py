@@ -1,4 +1,4 @@
-"""Every benchmark in turn: ``python -m tests.bench [NAME ...]``. Each prints a table; see docs/benchmarks.md."""
+"""Every benchmark in turn, ``python -m tests.bench [NAME ...]``; docs/operations/benchmarks.md has what they say."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""docs/chargeback.md: its example, run as it stands there, on a broker that has the hour that it is about."""
+"""docs/how-to/chargeback.md: its example, run as it stands there, on a broker that has the hour that it is about."""
 
 import asyncio
 import csv
@@ -48,7 +48,7 @@ def kafka() -> Iterator[str]:
 
 def run(kafka: str, section: str) -> Result:
     """Runs the command of a section."""
-    (command,) = blocks("chargeback.md", "sh", section)
+    (command,) = blocks("how-to/chargeback.md", "sh", section)
     words = shlex.split(command.text.replace("$KAFKA", kafka))
     return CliRunner().invoke(main, words[1:])
 
@@ -57,21 +57,21 @@ def run(kafka: str, section: str) -> Result:
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files that the page has, in the directory where the commands run."""
     monkeypatch.chdir(tmp_path)
-    Path("prices.yaml").write_text(blocks("chargeback.md", "yaml", "Prices")[0].text)
-    Path("bill.csv").write_text(blocks("chargeback.md", "csv", "On a bill")[0].text)
+    Path("prices.yaml").write_text(blocks("how-to/chargeback.md", "yaml", "Prices")[0].text)
+    Path("bill.csv").write_text(blocks("how-to/chargeback.md", "csv", "On a bill")[0].text)
     Path("nodes.txt").write_text("aws:///eu-west-1a/i-0abc  gpu-node-1\n")
 
 
 def test_the_table_is_what_the_command_prints(kafka: str) -> None:
     result = run(kafka, "The table")
-    (expected,) = blocks("chargeback.md", "text", "The table")
+    (expected,) = blocks("how-to/chargeback.md", "text", "The table")
     assert result.exit_code == 0
     assert result.stdout == expected.text
 
 
 def test_the_bill_is_divided_as_the_page_says(kafka: str) -> None:
     result = run(kafka, "On a bill")
-    expected = blocks("chargeback.md", "csv", "On a bill")[1].text
+    expected = blocks("how-to/chargeback.md", "csv", "On a bill")[1].text
     columns = expected.splitlines()[0].split(",")
     rows = list(csv.DictReader(io.StringIO(Path("allocated.csv").read_text())))
     found = "\n".join([",".join(columns), *(",".join(row[name] for name in columns) for row in rows)]) + "\n"
@@ -82,7 +82,7 @@ def test_the_bill_is_divided_as_the_page_says(kafka: str) -> None:
 def test_the_query_of_the_files_is_answered(tmp_path: Path) -> None:
     HourFiles(tmp_path, 7).merge(HOUR["start_ms"], RECORDS)
     assert [path.name for path in tmp_path.glob("date=2026-11-20/*.parquet")] == ["usage-13-p7.parquet"]
-    (query,) = blocks("chargeback.md", "sql", "Files that you keep")
+    (query,) = blocks("how-to/chargeback.md", "sql", "Files that you keep")
     rows = duckdb.execute(query.text.replace("/var/lib/gpustream/usage", str(tmp_path))).fetchall()
     assert [(str(date), team, hours) for date, team, hours in rows] == [
         ("2026-11-20", "vision", 1.0),

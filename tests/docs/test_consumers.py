@@ -1,4 +1,4 @@
-"""docs/consumers.md without a broker: its excerpts, what its programs do with single records, and the SQL's paths."""
+"""docs/consumers without a broker: its excerpts, what its programs do with single records, and the SQL's paths."""
 
 import importlib.util
 import json
@@ -65,7 +65,7 @@ def counted(gpu_hours: Any, *values: bytes | None) -> dict[tuple[str, str, str],
 
 def test_each_excerpt_of_a_program_is_in_its_file() -> None:
     files = {"Python": "gpu_hours.py", "Faust": "idle_gpus.py", "ClickHouse": "clickhouse_queries.sql"}
-    excerpts = [b for language in ("python", "sql") for b in blocks("consumers.md", language)]
+    excerpts = [b for language in ("python", "sql") for b in blocks("consumers/README.md", language)]
     compared = [block for block in excerpts if not (block.section == "Python" and block.language == "sql")]
     assert len(compared) == 4
     for block in compared:
@@ -73,10 +73,10 @@ def test_each_excerpt_of_a_program_is_in_its_file() -> None:
 
 
 def test_each_file_is_linked_from_the_page_and_each_link_leads_somewhere() -> None:
-    page = (ROOT / "docs" / "consumers.md").read_text()
+    page = (CONSUMERS / "README.md").read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page) if "://" not in link]
-    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
-    files = {f"consumers/{path.name}" for path in CONSUMERS.iterdir() if path.is_file()}
+    assert [link for link in links if not (CONSUMERS / link).exists()] == []
+    files = {path.name for path in CONSUMERS.iterdir() if path.is_file()} - {"README.md"}
     assert files - set(links) == set()
 
 

@@ -56,7 +56,7 @@ def test_the_test_that_it_names_is_there() -> None:
 
 
 def test_every_option_that_is_named_is_one() -> None:
-    options = (ROOT / "docs" / "options.md").read_text()
+    options = (ROOT / "docs" / "reference" / "options.md").read_text()
 
     assert [name for name in re.findall(r"`(--[\w-]+)`", SECURITY) if f"| `{name}" not in options] == []
 

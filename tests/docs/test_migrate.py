@@ -12,7 +12,7 @@ from gpustream.reference import commands
 from tests.docs.page import ROOT
 from topics.profiles import PROFILES
 
-PAGES = sorted((ROOT / "docs" / "migrate").glob("*.md"))
+PAGES = sorted((ROOT / "docs" / "how-to" / "migrate").glob("*.md"))
 OPTIONS = {
     option
     for _, command in commands(main, ())
@@ -47,7 +47,7 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", ["dcgm-exporter", "l9gpu", "pod-devices-exporter"])
 def test_every_value_of_the_chart_that_a_page_names_is_there(page: str) -> None:
     chart = yaml.safe_load((ROOT / "k8s" / "helm" / "gpustream" / "values.yaml").read_text())
-    text = ours(ROOT / "docs" / "migrate" / f"{page}.md")
+    text = ours(ROOT / "docs" / "how-to" / "migrate" / f"{page}.md")
     roots = "|".join(name for name in chart if name != "image")
     named = re.findall(rf"`((?:image|{roots})\.[\w.]+)`", text)
 

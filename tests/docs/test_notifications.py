@@ -1,4 +1,4 @@
-"""docs/notifications.md: its excerpts work, and its table is what the code does."""
+"""docs/how-to/notifications.md: its excerpts work, and its table is what the code does."""
 
 import re
 
@@ -13,7 +13,7 @@ from sinks.webhook import signature
 from tests.docs.page import ROOT, blocks
 from topics.alerts import TOPIC, Alert, cloud_event
 
-PAGE = "notifications.md"
+PAGE = "how-to/notifications.md"
 
 
 def test_the_check_of_a_signature_takes_ours_and_no_other() -> None:
@@ -59,7 +59,7 @@ def test_its_table_of_answers_is_the_code_s() -> None:
 
 
 def test_what_it_links_to_is_there() -> None:
-    page = (ROOT / "docs" / PAGE).read_text()
-    links = re.findall(r"\]\(([^)#]+)", page)
+    page = ROOT / "docs" / PAGE
+    links = re.findall(r"\]\(([^)#]+)", page.read_text())
     assert links
-    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+    assert [link for link in links if not (page.parent / link).exists()] == []

@@ -524,7 +524,7 @@ def test_the_readme_says_when_to_take_each_component() -> None:
 
 
 def test_every_variable_that_the_readme_names_is_an_options() -> None:
-    options = (ROOT / "docs" / "options.md").read_text()
+    options = (ROOT / "docs" / "reference" / "options.md").read_text()
     assert {name for name in re.findall(r"GPUSTREAM_[A-Z_]+", README) if f"`{name}`" not in options} == set()
 
 

@@ -1,4 +1,4 @@
-"""What a simulated fleet's truth says to the questions of docs/consumers.md, found without the programs there."""
+"""What a simulated fleet's truth says to the questions of docs/consumers, found without the programs there."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping

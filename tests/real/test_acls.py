@@ -1,4 +1,4 @@
-"""Each component with exactly the ACLs that docs/kafka.md lists, on a broker with an authorizer; and with one less."""
+"""Each component with exactly the ACLs that docs/how-to/kafka.md lists, on a broker that checks; and with one less."""
 
 import asyncio
 import json

@@ -176,7 +176,7 @@ async def test_alerts_fire_and_end_in_alertmanager_and_are_notified_once_through
 
 
 def test_alertmanager_takes_the_route_of_the_docs(start_alertmanager: Callable[..., AlertmanagerServer]) -> None:
-    (route,) = blocks("notifications.md", "yaml", "Alertmanager")
+    (route,) = blocks("how-to/notifications.md", "yaml", "Alertmanager")
     assert start_alertmanager(configuration=route.text).alerts() == []
 
 

@@ -1,4 +1,4 @@
-"""docs/consumers.md as a reader follows it: its programs and commands on Apache Kafka, held against the truth.
+"""docs/consumers as a reader follows it: its programs and commands on Apache Kafka, held against the truth.
 
 One fleet, run once, while the two programs of the page read along; the one that counts is killed twice. Afterwards some
 records of gpu.attributed are sent again, as a stream that crashed would.
@@ -71,7 +71,7 @@ class Program(Server):
 
     def __init__(self, directory: Path, section: str, kafka: str) -> None:
         super().__init__(directory)
-        (block,) = blocks("consumers.md", "sh", section)
+        (block,) = blocks("consumers/README.md", "sh", section)
         self.line = command(block.text).replace("6066", str(self.ports[0].number))
         self.kafka = kafka
 
@@ -252,14 +252,14 @@ def test_gpu_hours_counts_nothing_again_when_its_group_is_set_back(filled: Fille
 
 
 def test_gpu_hours_prints_its_sums(filled: Filled) -> None:
-    (example,) = blocks("consumers.md", "text", "Python")
+    (example,) = blocks("consumers/README.md", "text", "Python")
     lines = [line for line in filled.report.splitlines() if line.startswith("ml-research")]
     assert lines
     assert all(len(line) == len(example.text.splitlines()[0]) for line in lines)
 
 
 def test_the_page_asks_the_database_for_hours_per_namespace(filled: Filled) -> None:
-    (query,) = blocks("consumers.md", "sql", "Python")
+    (query,) = blocks("consumers/README.md", "sql", "Python")
     with closing(sqlite3.connect(filled.database)) as database:
         rows = database.execute(query.text).fetchall()
     expected: dict[str, float] = defaultdict(float)
@@ -294,7 +294,7 @@ def _find(program: str) -> Callable[[], Path]:
 
 def _kcat(number: int, total: int = 5) -> str:
     need(_find("kcat"), _find("jq"))
-    commands = blocks("consumers.md", "sh", "kcat and jq")
+    commands = blocks("consumers/README.md", "sh", "kcat and jq")
     assert len(commands) == total
     return commands[number].text
 

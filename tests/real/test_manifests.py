@@ -620,7 +620,7 @@ MORE = {
 }
 """What a pod of one rendering may and of others not, and why: the node producer is said to need it by its manifest."""
 
-OPTIONS = set(re.findall(r"`(GPUSTREAM_[A-Z_]+)`", (K8S.parent / "docs" / "options.md").read_text()))
+OPTIONS = set(re.findall(r"`(GPUSTREAM_[A-Z_]+)`", (K8S.parent / "docs" / "reference" / "options.md").read_text()))
 
 
 @pytest.mark.parametrize("name", [*OVERLAYS, *(f"chart {site}" for site in SITES)])

@@ -1,4 +1,4 @@
-"""The commands of docs/operations.md: on a real Kafka in their order; of kubectl and helm the names that they use."""
+"""The commands of docs/operations: on a real Kafka in their order; of kubectl and helm the names that they use."""
 
 import asyncio
 import json
@@ -26,7 +26,8 @@ from tests.real.servers import KafkaServer
 from topics import TOPICS
 
 RUN_LONG = ("produce", "stream", "sink")
-LINES = [line.strip() for block in blocks("operations.md", "sh", indented=True) for line in block.text.splitlines()]
+BLOCKS = blocks("operations/README.md", "sh", indented=True)
+LINES = [line.strip() for block in BLOCKS for line in block.text.splitlines()]
 HERE = [line for line in LINES if line.startswith("gpustream")]
 KUBERNETES = [line for line in LINES if line.startswith(("kubectl", "helm"))]
 

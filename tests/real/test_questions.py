@@ -1,4 +1,4 @@
-"""The questions of docs/queries.md, answered by Prometheus, each held against the truth.
+"""The questions of docs/how-to/queries.md, answered by Prometheus, each held against the truth.
 
 Two simulated clusters whose nodes have the same names, and a node of Slurm, through one stream and one sink; and a node
 whose GPUs are split, as the stream would write it. Beside them stand kube-state-metrics' series of the first cluster,
@@ -35,7 +35,7 @@ from tests.real.servers import KafkaServer, PrometheusServer, Series, find_java,
 from tests.sinks.alerts import alert
 from topics.topic import node_key
 
-PAGE = Path(__file__).parents[2] / "docs" / "queries.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "queries.md"
 CLUSTERS = ("prod-us-east-1", "prod-eu-west-1")
 OURS = CLUSTERS[0]
 FLEET_S = 15.0

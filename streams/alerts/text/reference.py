@@ -1,4 +1,4 @@
-"""The tables of the page ``docs/alerts.md``: ``python -m streams.alerts.text.reference [--check]``.
+"""The tables of the page ``docs/reference/alerts.md``: ``python -m streams.alerts.text.reference [--check]``.
 
 In: the page; the default rules, the table of their options, and the table of XID errors. Out: the page with these as
 Markdown, each below its mark; the rest of the page is as it was.
@@ -16,7 +16,7 @@ from streams.alerts.rules.rules_file import OPTIONS, SELECTORS, Option
 from streams.alerts.xids import XID_KINDS, XIDS
 from topics.reference import generate
 
-PAGE = Path(__file__).parents[3] / "docs" / "alerts.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "alerts.md"
 
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n\n)(?:\|.*\n)*")
 
@@ -47,7 +47,7 @@ def markdown() -> str:
     xids = sorted(same.items(), key=lambda row: (XID_KINDS.index(row[0][0]), row[1]))
     rules = [
         (
-            f"[{rule.name}](runbooks/{rule.name}.md)",
+            f"[{rule.name}](../runbooks/{rule.name}.md)",
             _ABOUT[rule.kind],
             f"`{rule.kind}`",
             rule.severity,

@@ -238,7 +238,7 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
     ),
     "the doctor may not read": (
         lambda: see([], kafka=KAFKA._replace(found={"gpu.samples": Found(0, allowed=frozenset())}), fold=None),
-        "1 topic not looked at: User:doctor may not read | `doctor` in docs/kafka.md | gpu.samples",
+        "1 topic not looked at: User:doctor may not read | `doctor` in docs/how-to/kafka.md | gpu.samples",
     ),
     "a node's clock is ahead": (
         lambda: see([*healthy(["m"]), *clock_of("n", 10 * MINUTE_MS)]),

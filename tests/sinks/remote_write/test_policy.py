@@ -48,7 +48,7 @@ def test_each_status_has_its_policy(answer: Answer, protocol: Protocol, means: M
 
 
 def test_the_policy_in_the_docs_is_the_one_in_the_code() -> None:
-    documented = Path("docs/remote-write.md").read_text().split("## ")[1].partition("\n\n")[2].strip()
+    documented = Path("docs/how-to/prometheus.md").read_text().split("## ")[1].partition("\n\n")[2].strip()
     assert documented in (policy.__doc__ or "")
 
 

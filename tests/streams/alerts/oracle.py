@@ -1,4 +1,4 @@
-"""What docs/alerts.md ("How a rule is judged") says that becomes of a node's ticks: its alerts, from all that happened.
+"""The alerts of a node, from all of its ticks, by docs/reference/alerts.md ("How a rule is judged").
 
 Written from that page alone, to be held against the stream: each condition is found again in every tick from the whole
 history, slowly, and nothing is remembered.

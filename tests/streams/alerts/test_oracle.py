@@ -1,4 +1,4 @@
-"""Every rule that is shipped, on whatever ticks a node may send: the alerts are those that docs/alerts.md promises."""
+"""Every rule that is shipped, on whatever ticks a node may send: the alerts are those of docs/reference/alerts.md."""
 
 from typing import Any, NamedTuple
 

@@ -41,5 +41,5 @@ def test_the_file_on_the_page_is_one() -> None:
 
 def test_every_link_of_the_page_leads_to_a_file() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", PAGE)
-    assert len([link for link in links if link.startswith("runbooks/")]) == len(rules_file.defaults())
+    assert len([link for link in links if link.startswith("../runbooks/")]) == len(rules_file.defaults())
     assert all((reference.PAGE.parent / link).is_file() for link in links)
