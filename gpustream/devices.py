@@ -374,7 +374,7 @@ def _users(device: Json) -> Iterator[tuple[str, str]]:
     if len(processes) > MOST_PROCESSES:
         yield "process", f"and {len(processes) - MOST_PROCESSES} more"
     for job in device.get("jobs", ()):
-        yield "job", ", ".join(job[key] for key in ("id", "user", "partition") if key in job)
+        yield "job", ", ".join(job[key] for key in ("id", "user", "partition", "account") if key in job)
 
 
 def _metrics(metrics: Mapping[str, float], width: int) -> Iterator[str]:

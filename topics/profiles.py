@@ -23,6 +23,7 @@ Attribute = Literal[
     # of the device
     "cluster", "node", "instance", "zone", "region", "host_type", "service", "vendor", "index", "gpu_uuid", "uuid",
     "mig_uuid", "mig_profile", "gpu_instance", "model", "pci_bus_id", "device", "job_id", "job_user", "job_partition",
+    "job_account",
     # of what its record's ``info`` says
     "serial", "driver_version", "cuda_version", "vbios_version", "mig_mode", "processes_visible",
     # of its holder
@@ -119,6 +120,7 @@ LABELS: dict[LabelSet, LabelNames] = {
             ("job_id", "job_id"),
             ("job_user", "job_user"),
             ("job_partition", "job_partition"),
+            ("job_account", "job_account"),
         ),
         holder=(
             ("k8s_container_name", "container"),

@@ -22,9 +22,11 @@ from sinks.remote_write.refusals import LEFT_OUT, Delivered
 from sinks.series.labels import MAX_LABELS, DeviceIdentity, Held, known, labels, place_of
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from sinks.series.relabel import Relabelling
+from topics.attributed import JOB
 from topics.catalogue import USAGE
 from topics.metric import Labels
 from topics.profiles import LabelNames
+from topics.samples import Job
 from topics.topic import UInt, decoder
 from topics.usage import HOURS, Usage
 
@@ -66,12 +68,16 @@ def group_of(usage: Usage, names: LabelNames, most: int = MAX_LABELS) -> SampleG
 
 
 def usage_labels(usage: Usage, names: LabelNames, most: int = MAX_LABELS) -> Labels:
-    """The labels of the device's series as its holder has them, and what else tells one record from another."""
-    is_mig = usage.uuid != usage.gpu_uuid
-    held = None
-    if usage.namespace is not None and usage.pod is not None:
+    """The labels of the device's series as its holder has them, and what else tells one record from another.
+
+    A batch job is named by its labels and as a workload, and has none of a pod."""
+    is_mig, workload = usage.uuid != usage.gpu_uuid, usage.workload
+    held = job = None
+    if workload is not None and workload.kind == JOB:
+        job = Job(workload.name, usage.labels.get("user"), usage.labels.get("partition"), usage.team)
+    elif usage.namespace is not None and usage.pod is not None:
         holder = usage.namespace, usage.pod, usage.pod_uid, usage.container
-        held = Held(*holder, None, None, None, usage.workload, usage.labels, {})
+        held = Held(*holder, None, None, None, workload, usage.labels, {})
     device = DeviceIdentity(
         place=place_of(usage.cluster, usage.node, usage.node_labels),
         uuid=usage.uuid,
@@ -84,14 +90,14 @@ def usage_labels(usage: Usage, names: LabelNames, most: int = MAX_LABELS) -> Lab
         profile=None,
         gpu_instance=None,
         held=held,
-        job=None,
+        job=job,
     )
     own = {
         "gpu_mig_uuid": usage.uuid if is_mig else None,
         "k8s_node_name": usage.node,
-        "k8s_pod_uid": usage.pod_uid,
-        "k8s_workload_kind": usage.workload.kind if usage.workload else None,
-        "k8s_workload_name": usage.workload.name if usage.workload else None,
+        "k8s_pod_uid": None if job else usage.pod_uid,
+        "k8s_workload_kind": workload.kind if workload else None,
+        "k8s_workload_name": workload.name if workload else None,
         "team": usage.team,
     }
     return tuple(sorted((dict(known(own.items())) | dict(labels(names, device, most - _OWN_LABELS))).items()))

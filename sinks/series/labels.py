@@ -37,7 +37,7 @@ MAX_VALUE_BYTES = 1024
 MAX_NAME = 200
 """Longer names of labels are cut: receivers commonly refuse names beyond 1024."""
 
-DEVICE_LABELS = 23
+DEVICE_LABELS = 24
 """The most labels that a device's series has beside a tenant's: a MIG device, held by an owned pod, that runs a job."""
 
 _OF_PLACE = ("topology.kubernetes.io/zone", "topology.kubernetes.io/region", "node.kubernetes.io/instance-type")
@@ -234,7 +234,12 @@ def _of_device(device: DeviceIdentity) -> dict[Attribute, str | int | None]:
         "device": None if device.minor is None else f"nvidia{device.minor}",
     }
     if job is not None:
-        says |= {"job_id": job.id, "job_user": job.user, "job_partition": job.partition}
+        says |= {
+            "job_id": job.id,
+            "job_user": job.user,
+            "job_partition": job.partition,
+            "job_account": job.account,
+        }
     return says | dict(zip(INFO, device.info, strict=False))
 
 

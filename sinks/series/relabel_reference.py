@@ -27,6 +27,9 @@ _MEANING = {
     "device": "`nvidia0`, `nvidia1`, ...",
     "gpu_instance": "the number of the MIG device's GPU instance",
     "job_id": "the id of the batch job that runs on the GPU",
+    "job_user": "the batch job's user",
+    "job_partition": "the batch job's partition",
+    "job_account": "the batch job's account",
     "job": "the Kubernetes Job that owns the pod",
 }
 

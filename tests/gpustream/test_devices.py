@@ -289,8 +289,10 @@ def test_job_files_that_can_not_be_read_are_told(machine: Machine, tmp_path: Pat
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "0").write_text("4242\n")
     (tmp_path / "jobs" / "1").mkdir()
+    (tmp_path / "jobs" / "jobs").mkdir()
+    (tmp_path / "jobs" / "jobs" / "4242").write_text("user=ada\npartition=gpu\naccount=ml\n")
     report = machine.report("--hpc-job-mapping-dir", str(tmp_path / "jobs"))
-    assert report["devices"][0]["jobs"] == [{"id": "4242"}]
+    assert report["devices"][0]["jobs"] == [{"id": "4242", "user": "ada", "partition": "gpu", "account": "ml"}]
     (trouble,) = report["job_files"]["troubles"]
     assert "it is not a file" in trouble
 

@@ -193,3 +193,18 @@ def test_no_two_keys_are_one_series(records: list[Usage], label_set: LabelSet) -
         for row in group.series.rows:
             found.setdefault((row.name, group.series.labels), set()).add(record.key)
     assert all(len(keys) == 1 for keys in found.values())
+
+
+@pytest.mark.parametrize("label_set", LABELS)
+def test_an_hour_of_a_batch_job_is_named_by_the_job_and_by_no_pod(label_set: LabelSet) -> None:
+    of = {"workload": {"kind": "SlurmJob", "name": "42"}, "pod": "42", "pod_uid": "42", "namespace": "gpu"}
+    written = {"team": "ml", "user": "ada", "partition": "gpu"}
+    found = group_of(usage(**of, container="", team="ml", labels=written), LABELS[label_set])
+    assert found is not None
+    says = dict(found.series.labels)
+    assert (says["k8s_workload_kind"], says["k8s_workload_name"], says["team"]) == ("SlurmJob", "42", "ml")
+    assert not {one for one in says if "pod" in one or "namespace" in one or "container" in one}
+    if label_set == "otel":
+        assert {name: value for name, value in says.items() if name.startswith("job_")} == {
+            "job_id": "42", "job_user": "ada", "job_partition": "gpu", "job_account": "ml",
+        }  # fmt: skip

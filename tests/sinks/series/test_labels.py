@@ -45,7 +45,7 @@ FULL = DeviceIdentity(
     "1g.10gb",
     7,
     Held("ml", "bert-0", "u1", "main", "job", None, None, Workload("Job", "job"), {"app": "bert"}, {"team": "ml"}),
-    Job("12345", "ada", "gpu"),
+    Job("12345", "ada", "gpu", "ml"),
 )
 """A device of which everything is known."""
 
@@ -244,8 +244,8 @@ def test_a_node_says_where_it_stands() -> None:
 
 
 def test_the_job_of_a_device_is_named_where_there_is_one() -> None:
-    one, other = {"id": "12345", "user": "ada", "partition": "gpu"}, {"id": "2"}
-    jobs = {"job_id": "12345", "job_user": "ada", "job_partition": "gpu"}
+    one, other = {"id": "12345", "user": "ada", "partition": "gpu", "account": "ml"}, {"id": "2"}
+    jobs = {"job_id": "12345", "job_user": "ada", "job_partition": "gpu", "job_account": "ml"}
 
     assert jobs.items() <= of("otel", jobs=[one]).items()
     assert of("otel", jobs=[one, other]) == of("otel")
