@@ -1,8 +1,13 @@
 """What tests of more than one folder use."""
 
+import asyncio
+import gc
 import logging
 import os
+import sys
 import threading
+import warnings
+from asyncio.sslproto import SSLProtocol
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +29,47 @@ for name, examples, same in (("fast", 5, True), ("default", 25, True), ("nightly
         suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile(os.environ.get("GPUSTREAM_HYPOTHESIS", "default"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """What a test leaves to the garbage collector is collected at the test's own end, and reported there.
+
+    What is still alive then is no garbage of a later test: it is put aside, which also keeps this short.
+    """
+    yield
+    found: list[str] = []
+    before, sys.unraisablehook = sys.unraisablehook, lambda one: found.append(f"{one.exc_value!r} in {one.object!r}")
+    try:
+        gc.collect()
+    finally:
+        sys.unraisablehook = before
+    gc.freeze()
+    assert not found, f"left to the garbage collector: {found}"
+
+
+def _close_connections_first(loop: asyncio.SelectorEventLoop) -> None:
+    """Close a loop without leaving sockets to the garbage collector; warn of each that nobody has closed.
+
+    A connection over TLS is closed when the other side has said so too, and the loop of a command does not wait.
+    """
+    attributes, forgotten = vars(loop), list[str]()
+    left = [one for one in attributes["_transports"].values() if one._sock is not None]  # there is no other list
+    for one in left if not loop.is_closed() else ():
+        protocol = one.get_protocol()
+        asked = protocol._app_transport if isinstance(protocol, SSLProtocol) else one
+        if asked is not None and not asked.is_closing():
+            forgotten.append(f"{one!r} of {type(protocol).__qualname__}, {one.get_extra_info('sockname')}")
+        one.abort()
+    if left and not loop.is_closed():
+        loop.run_until_complete(asyncio.sleep(0))
+    _close(loop)
+    for words in forgotten:
+        warnings.warn(f"open when its loop was closed: {words}", ResourceWarning, stacklevel=2)
+
+
+_close = asyncio.SelectorEventLoop.close
+asyncio.SelectorEventLoop.close = _close_connections_first  # type: ignore[assignment,method-assign]
 
 
 @pytest.fixture(autouse=True)
