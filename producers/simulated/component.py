@@ -25,7 +25,7 @@ from producers.publisher import NodePublisher, first_failure, not_sent
 from producers.records import WorkloadsContent
 from producers.retry_buffer import RetryBuffer
 from producers.simulated.config import SimulatedSettings
-from producers.simulated.fleet import Fleet, JsonDict, NodeReading, parse_size
+from producers.simulated.fleet import JsonDict, NodeReading, parse_size
 from producers.workloads import WorkloadsPublisher
 
 log = logging.getLogger(__name__)
@@ -65,15 +65,16 @@ class FleetClock:
         return elapsed_ms
 
 
-def truths(reading: NodeReading, *, cluster: str, node: str, run_id: int, seq: int, ts_ms: int) -> list[JsonDict]:
-    """One row per device: ``holders`` held it when it was read, ``reported`` is what the snapshot in force said, and
-    the metrics and XID errors are as they were sent. Of the two metrics that stand by themselves None is none."""
-    tick = {"cluster": cluster, "node": node, "run_id": run_id, "seq": seq, "ts_ms": ts_ms}
+def truths(reading: NodeReading, behaviours: list[list[JsonDict]], tick: JsonDict) -> list[JsonDict]:
+    """One row per device of a ``tick``: ``holders`` held it when it was read, ``behaviours`` is what each of them did,
+    ``reported`` is what the snapshot in force said, and the metrics and XID errors are as they were sent. Of the two
+    metrics that stand by themselves None is none."""
     return [
         {
             **tick,
             "uuid": device["uuid"],
             "holders": holders,
+            "behaviours": behaving,
             "reported": reported,
             "utilization_ratio": device["metrics"].get("gpu_utilization_ratio"),
             "memory_used_bytes": device["metrics"].get("memory_used_bytes"),
@@ -81,7 +82,9 @@ def truths(reading: NodeReading, *, cluster: str, node: str, run_id: int, seq: i
             "xids": device.get("xids", {}),
             "events": device.get("events", []),
         }
-        for device, holders, reported in zip(reading.devices, reading.holders, reading.reported, strict=True)
+        for device, holders, behaving, reported in zip(
+            reading.devices, reading.holders, behaviours, reading.reported, strict=True
+        )
     ]
 
 
@@ -94,8 +97,7 @@ class SimulatedFleet:
         self, settings: SimulatedSettings, *, sender: Sender | None = None, clock: FleetClock | None = None
     ) -> None:
         self._settings = settings
-        nodes, gpus = parse_size(settings.fleet)
-        self._fleet = Fleet(nodes, gpus, cluster=settings.cluster, seed=settings.seed, pod_life_s=settings.pod_life_s)
+        self._fleet = settings.made(*parse_size(settings.fleet))
         self._instruments = Instruments((*SHARED_INSTRUMENTS, *INSTRUMENTS))
         self.registry = self._instruments.registry
         self._clock = clock or FleetClock()
@@ -189,8 +191,9 @@ class SimulatedFleet:
         reading, ts_ms = node.read(elapsed_ms, self._clock.start_ms), self._clock.start_ms + elapsed_ms
         seq = publisher.publish(ts_ms, reading.devices, reading.containers, reading.at_events.get)
         if file is not None:
-            cluster, run_id = self._settings.cluster, publisher.run_id
-            rows = truths(reading, cluster=cluster, node=node.name, run_id=run_id, seq=seq, ts_ms=ts_ms)
+            tick = {"cluster": self._settings.cluster, "node": node.name, "run_id": publisher.run_id}
+            behaviours = node.behaviours(elapsed_ms, self._clock.start_ms)
+            rows = truths(reading, behaviours, {**tick, "seq": seq, "ts_ms": ts_ms})
             file.write(b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
             file.flush()
             self._instruments.counter(TRUTHS).inc(len(rows))

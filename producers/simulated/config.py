@@ -1,17 +1,18 @@
 """The settings of the simulated fleet."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import click
 
-from delivery.settings import DURATION, FILE, FLEET_SIZE, Option
+from delivery.settings import DURATION, FILE, FLEET_SIZE, Option, Text
 from producers.settings import BufferSettings, Interval
+from producers.simulated.behaviours import BEHAVIOURS, Behaviour, behaviour_names
 from producers.simulated.fleet import Fleet, parse_size
 
 SHORTEST_INTERVAL_S = 0.01
+BEHAVIOUR_NAMES = Text("NAME[,...]|all", behaviour_names, "hung,straggler", show=",".join)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +23,22 @@ class SimulationSettings:
         int, Option("--seed", click.INT, "What the fleet is made from: the same seed is the same fleet.")
     ] = 1
     pod_life_s: Annotated[float, Option("--pod-life", DURATION, "How long a pod lives, on average.")] = 300.0
+    behaviours: Annotated[
+        tuple[Behaviour, ...],
+        Option(
+            "--behaviours",
+            BEHAVIOUR_NAMES,
+            f"What goes wrong in the fleet, on GPUs of its own in every ten nodes: {', '.join(BEHAVIOURS)}, or all.",
+            shown="nothing",
+        ),
+    ] = ()
     truth: Annotated[
         Path | None,
         Option(
             "--truth",
             FILE,
-            "Write who really held each GPU, and what it was read as, to this file, one JSON object a line.",
+            "Write who really held each GPU, what each of them did with it, and what it was read as, to this file, one"
+            " JSON object a line.",
         ),
     ] = None
 
@@ -45,10 +56,24 @@ class SimulatedSettings(BufferSettings, SimulationSettings):
         found = super().mistakes()
         if not self.interval_s >= SHORTEST_INTERVAL_S:
             found.append(f"--interval: {self.interval_s:g} s is too short; the least is 10ms")
-        fleet = partial(Fleet, 1, 1, cluster=self.cluster, seed=self.seed, pod_life_s=self.pod_life_s)
-        for check in (partial(parse_size, self.fleet), fleet):
-            try:
-                check()
-            except ValueError as error:
-                found.append(str(error))
+        size = (1, 1)
+        try:
+            size = parse_size(self.fleet)
+        except ValueError as error:
+            found.append(str(error))
+        try:
+            self.made(*size)
+        except ValueError as error:
+            found.append(str(error))
         return found
+
+    def made(self, nodes: int, gpus: int) -> Fleet:
+        """A fleet of that size. Raises ValueError if there is none."""
+        return Fleet(
+            nodes,
+            gpus,
+            cluster=self.cluster,
+            seed=self.seed,
+            pod_life_s=self.pod_life_s,
+            behaviours=self.behaviours,
+        )

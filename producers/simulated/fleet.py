@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from producers.records import checked_name
 from producers.simulated import names
+from producers.simulated.behaviours import BLOCK, Behaviour, Role, cast
 from producers.simulated.hardware import machine
 from producers.simulated.physics import REDRAW_MS, SimulatedGpu, SimulatedInstance
 from producers.simulated.pods import SimulatedPod
@@ -66,10 +67,12 @@ class NodeReading(NamedTuple):
 class SimulatedNode:
     """The node number ``index`` of a fleet, whose pods live ``pod_life_ms`` on average. Its times must not go back."""
 
-    def __init__(self, cluster: str, seed: int, index: int, gpus: int, pod_life_ms: int) -> None:
+    def __init__(
+        self, cluster: str, seed: int, index: int, gpus: int, pod_life_ms: int, roles: tuple[Role, ...] = ()
+    ) -> None:
         self.name = f"sim-{index:04d}"
         self.machine = machine(cluster, seed, index, gpus)
-        self._schedule = Schedule(cluster, seed, index, self.machine, pod_life_ms)
+        self._schedule = Schedule(cluster, seed, index, self.machine, pod_life_ms, roles)
         self._lag = KubeletLag(cluster, seed, index)
         devices = self.machine.devices
         parents = [None if one.slice_of is None else devices[one.slice_of].uuid for one in devices]
@@ -128,7 +131,7 @@ class SimulatedNode:
             if pod.works_ms < pod.end_ms:
                 heapq.heappush(self._changes, (pod.works_ms, 2 * self._order, pod, True))
                 heapq.heappush(self._changes, (pod.end_ms, 2 * self._order + 1, pod, False))
-            for at_ms in (pod.known_ms, pod.end_known_ms, pod.end_ms + ENDED_KEPT_MS):
+            for at_ms in (*pod.changes_ms(), pod.end_ms + ENDED_KEPT_MS):
                 heapq.heappush(self._news, (at_ms, self._order))
 
     def _advance(self, until_ms: int) -> None:
@@ -167,12 +170,24 @@ class SimulatedNode:
         metrics = (
             {**gpu.unshared(), **part.memory(), **gpu.common(at_ms)} if whole else {**part.memory(), **part.profile}
         )
-        processes = [load.process(utilization=whole) for load in part.loads]
+        processes = [load.process(utilization=whole) for load in part.running]
         found = {**identity, "metrics": metrics, "processes": processes}
         if part.worked:
             found["info"] = {**identity["info"], "processes_visible": "true"}
         if part.xids:
             found |= {"xids": part.xids, "events": part.events(start_ms)}
+        return found
+
+    def behaviours(self, at_ms: int, start_ms: int = 0) -> list[list[JsonDict]]:
+        """Of each device, what each pod that held it at ``at_ms`` did; for the time that was read last."""
+        found: list[list[JsonDict]] = [[] for _ in self._identities]
+        for pod in self._recent:
+            if pod.start_ms <= at_ms < pod.end_ms:
+                for container, position in pod.places():
+                    label = pod.label(container, position, at_ms)
+                    row: JsonDict = {"namespace": pod.namespace, "pod": pod.name, "pod_uid": pod.uid}
+                    row |= {"behaviour": label.behaviour, "since_ms": max(0, start_ms + label.since_ms)}
+                    found[position].append({**row, "cause": label.cause} if label.cause else row)
         return found
 
     def _containers(self, seen_ms: int) -> list[JsonDict]:
@@ -193,7 +208,8 @@ class SimulatedNode:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """``nodes`` nodes of ``gpus`` GPUs; pods live ``pod_life_s`` seconds on average.
+    """``nodes`` nodes of ``gpus`` GPUs; pods live ``pod_life_s`` seconds on average. In every ten nodes each of the
+    ``behaviours`` is there once.
     The same seed and cluster give the same pods, values and turnover; another gives other names, UUIDs and uids."""
 
     nodes: int
@@ -201,6 +217,7 @@ class Fleet:
     cluster: str = "default"
     seed: int = 1
     pod_life_s: float = 300.0
+    behaviours: tuple[Behaviour, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ValueError if there is no such fleet."""
@@ -209,9 +226,19 @@ class Fleet:
             raise ValueError(f"a fleet has at least one node, and 1 to {MAX_GPUS} GPUs on each")
         if not self.pod_life_s > 0:
             raise ValueError(f"pods that live {self.pod_life_s} s: it must be above 0")
+        given = {role.behaviour for roles in self._cast(0).values() for role in roles} if self.behaviours else set()
+        if left := [behaviour for behaviour in self.behaviours if behaviour not in given]:
+            size, names_left = f"{self.nodes}x{self.gpus}", ", ".join(left)
+            raise ValueError(f"--behaviours {names_left}: {size} has no GPUs for that; a fleet of 4x8 has for all")
 
     def node(self, index: int) -> SimulatedNode:
-        return SimulatedNode(self.cluster, self.seed, index, self.gpus, max(1, int(self.pod_life_s * 1000)))
+        life_ms, roles = max(1, int(self.pod_life_s * 1000)), self._cast(index // BLOCK).get(index, ())
+        return SimulatedNode(self.cluster, self.seed, index, self.gpus, life_ms, roles)
+
+    def _cast(self, block: int) -> dict[int, tuple[Role, ...]]:
+        if not self.behaviours:
+            return {}
+        return cast(self.cluster, self.seed, self.nodes, self.gpus, self.behaviours, block)
 
     def order(self, interval_ms: int) -> list[tuple[int, int]]:
         """When within the interval each node reads, and its index: not all nodes of a fleet read at once."""

@@ -144,6 +144,16 @@ class Machine:
     labels: dict[str, str]
 
 
+def in_use(hardware: Machine, index: int) -> list[Unit]:
+    """The units that are given to pods: on every third node the last GPU is kept out of use."""
+    spare = len(hardware.devices) - 1 if index % 3 == 2 and len(hardware.devices) > 1 else -1
+    return [unit for unit in hardware.units if unit.device != spare]
+
+
+def whole_gpus(hardware: Machine, index: int) -> list[Unit]:
+    return [unit for unit in in_use(hardware, index) if unit.resource == "nvidia.com/gpu"]
+
+
 def machine(cluster: str, seed: int, index: int, gpus: int) -> Machine:
     """The hardware of the node number ``index``: of five, three have whole GPUs, one shares them, one cuts some up."""
     flavour, model = NODES[index % len(NODES)]

@@ -12,12 +12,16 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from producers.simulated.behaviours import SW_THERMAL, Doing
 from producers.simulated.hardware import MIB, REPLICAS, Model, SimulatedDevice
 from producers.simulated.pods import PodContainer, SimulatedPod
 
 REDRAW_MS = 1_000
 LOADING_MS = 8_000  # how long a pod takes to fill its memory
-GPU_IDLE, POWER_CAP, THERMAL_SLOWDOWN = 0x1, 0x4, 0x20  # bits of clock_event_reasons
+GPU_IDLE, POWER_CAP = 0x1, 0x4  # bits of clock_event_reasons
+SLOWDOWN_CELSIUS = 85  # a GPU that gets so hot lowers its clocks
+HOT_CELSIUS = 88.0  # so hot one gets whose cooling is bad
+SPIN_SMS, SPIN_POWER = 24 / 132, 0.03  # of a kernel that waits: its share of the SMs, and of the power above idle
 XIDS = (13, 31, 43)  # that programs cause: an engine's exception, a page fault, a channel that was stopped
 _HEAT_LAG_MS = 25_000.0
 _PAGE = 2 * MIB
@@ -31,8 +35,10 @@ class Load:
     container_id: str
     pid: int
     share: float
+    rank: int = 0
     activity: float = 0.0
     memory_bytes: int = 0
+    doing: Doing | None = None
 
     def process(self, *, utilization: bool) -> dict[str, Any]:
         """Its process as NVML shows it, with its pod; NVML has no utilization of processes in MIG mode."""
@@ -52,6 +58,7 @@ class SimulatedInstance:
         self.device = device
         self.loads: list[Load] = []
         self.utilization = 0.0
+        self.waiting = 0.0
         self.used_bytes = 0
         self.worked = False
         self.profile: dict[str, float] = {}
@@ -64,7 +71,8 @@ class SimulatedInstance:
         held = sum(unit.device == position for unit in container.units)
         shared = container.units[0].resource.endswith(".shared")
         pid = 2_000 + int(container.container_id[:6], 16) % 4_000_000
-        self.loads.append(Load(pod, container.container_id, pid, held / REPLICAS if shared else 1.0))
+        share = held / REPLICAS if shared else 1.0
+        self.loads.append(Load(pod, container.container_id, pid, share, pod.rank(container, position)))
 
     def end(self, pod: SimulatedPod) -> None:
         self.loads = [load for load in self.loads if load.pod is not pod]
@@ -72,17 +80,30 @@ class SimulatedInstance:
     def redraw(self, now_ms: int, chance: random.Random) -> None:
         """What each container does from now on. Where they want more than there is, each gets less."""
         for load in self.loads:
-            load.activity = activity(load.pod, now_ms, chance.random()) * (1.0 if load.share == 1.0 else 0.5)
+            drawn, story = chance.random(), load.pod.story
+            if story is None:
+                load.activity = activity(load.pod, now_ms, drawn) * (1.0 if load.share == 1.0 else 0.5)
+            else:
+                load.doing = story.doing(load.rank, now_ms, now_ms - load.pod.works_ms, drawn)
+                load.activity = load.doing.use if load.doing is not None else 0.0
             load.memory_bytes = memory(load, self.device.memory_bytes, now_ms)
-        self.worked |= bool(self.loads)
+        self.worked |= bool(self.running)
         wanted = sum(load.activity for load in self.loads)
         for load in self.loads:
             load.activity = round(load.activity / max(wanted, 1.0), 2)
         self.utilization = min(1.0, round(sum((load.activity for load in self.loads), 0.0), 2))
-        overhead = 3 * MIB + 12 * MIB * len(self.loads)
+        self.waiting = sum((load.doing.use - load.doing.compute for load in self.loads if load.doing), 0.0)
+        overhead = 3 * MIB + 12 * MIB * len(self.running)
         self.used_bytes = overhead + sum(load.memory_bytes for load in self.loads)
         if self.device.model.gpm:
-            self.profile = active(self.utilization, chance.random())
+            drawn = chance.random()
+            evenly = any(load.doing for load in self.loads)  # the ranks of a job do the same
+            self.profile = active(self.utilization, 0.4 + 0.2 * drawn if evenly else drawn, self.waiting)
+
+    @property
+    def running(self) -> list[Load]:
+        """The containers that have a process."""
+        return [load for load in self.loads if load.memory_bytes]
 
     def fail(self, now_ms: int, code: int) -> None:
         self.xids = {**self.xids, str(code): self.xids.get(str(code), 0) + 1}
@@ -107,15 +128,17 @@ class SimulatedInstance:
         }
 
 
-def active(utilization: float, chance: float) -> dict[str, float]:
-    """How busy the parts of a GPU were, as GPM reports it; the greater the ``chance``, in [0, 1), the more tensors."""
-    sm = utilization * (0.75 + 0.2 * chance)
+def active(utilization: float, chance: float, waiting: float = 0.0) -> dict[str, float]:
+    """How busy the parts of a GPU were, as GPM reports it; the greater the ``chance``, in [0, 1), the more tensors.
+    For ``waiting`` of the time a kernel ran and did nothing but wait, on few SMs."""
+    computing = max(0.0, utilization - waiting)
+    sm = computing * (0.75 + 0.2 * chance)
     shares = {
         "graphics_engine_active_ratio": utilization,
-        "sm_active_ratio": sm,
-        "sm_occupancy_ratio": sm * (0.3 + 0.3 * chance),
+        "sm_active_ratio": sm + waiting * SPIN_SMS,
+        "sm_occupancy_ratio": sm * (0.3 + 0.3 * chance) + waiting * SPIN_SMS * 0.3,
         "tensor_active_ratio": sm * (0.1 + 0.5 * chance),
-        "dram_active_ratio": utilization * (0.2 + 0.4 * chance),
+        "dram_active_ratio": computing * (0.2 + 0.4 * chance),
         "fp64_active_ratio": 0.0,
         "fp32_active_ratio": sm * 0.3 * (1.0 - chance),
         "fp16_active_ratio": sm * 0.2 * chance,
@@ -133,7 +156,8 @@ def spread_of(stem: str, unit: str, mean: float, *, least: float, most: float, c
 
 
 def activity(pod: SimulatedPod, now_ms: int, chance: float) -> float:
-    """How busy a pod keeps its device, 0 to 1: by its kind of work, since when it works, and a ``chance`` in [0, 1)."""
+    """How busy a pod keeps its device, 0 to 1: by its kind of work, since when it works, and a ``chance`` in [0, 1).
+    What a pod with a story does is in :meth:`Story.doing`."""
     age_ms = now_ms - pod.works_ms
     if age_ms < LOADING_MS / 2:
         return 0.0
@@ -149,13 +173,20 @@ def activity(pod: SimulatedPod, now_ms: int, chance: float) -> float:
         case "idle":
             period_ms = 1_200_000 + 2_400_000 * pod.seed
             return 0.05 if chance > 0.9 and age_ms % period_ms < 0.1 * period_ms else 0.0
+        case _:
+            return 0.0
 
 
 def memory(load: Load, total_bytes: int, now_ms: int) -> int:
     """The bytes that a container's process has on the device: it loads for a while, and then keeps what it has."""
-    wanted = {"busy": 0.7, "serving": 0.8, "bursty": 0.35, "idle": 0.05}[load.pod.template.activity]
     loaded = min(1.0, 0.02 + (now_ms - load.pod.works_ms) / LOADING_MS)
-    share = (wanted + 0.15 * load.pod.seed) * loaded * load.share
+    if load.pod.story is None:
+        wanted = {"busy": 0.7, "serving": 0.8, "bursty": 0.35, "idle": 0.05}[load.pod.template.activity]
+        share = (wanted + 0.15 * load.pod.seed) * loaded * load.share
+    elif load.doing is None:
+        return 0
+    else:
+        share = load.doing.memory * loaded
     return max(1, int(total_bytes * share) // _PAGE) * _PAGE
 
 
@@ -172,10 +203,11 @@ class SimulatedGpu:
         self._fragile = chance.random() < 0.05
         self.power_watts = self._model.idle_watts
         self._energy_joules = float(chance.randrange(10**8))
-        self._violations_s = {"power": 0.0, "low_utilization": 0.0}
+        self._violations_s = {"power": 0.0, "thermal": 0.0, "low_utilization": 0.0}
+        self._clock, self._reasons, self._hot = 1.0, 0, False
         self._temperature = self._warmth
         self._drawn = False
-        self.load = self.video = 0.0
+        self.load = self.computing = self.video = 0.0
         self.corrected = self.replays = self.link_errors = 0
         self.repaired = int(chance.random() < 0.02)
         self._spread = 0.5
@@ -192,8 +224,15 @@ class SimulatedGpu:
         self._spread = spread = self._chance.random()
         whole = self._model.memory_bytes
         self.load = min(1.0, sum(part.utilization * part.device.memory_bytes for part in self.parts) / whole)
+        self.computing = max(0.0, self.load - sum(part.waiting for part in self.parts))
         self.video = sum(part.video() for part in self.parts)
-        wanted = (0.06 if self.occupied() else 0.0) + self.load * (0.80 + 0.18 * spread)
+        doing = next((load.doing for part in self.parts for load in part.loads if load.doing), None)
+        self._hot = doing is not None and doing.hot
+        slowed = self._temperature >= SLOWDOWN_CELSIUS
+        self._reasons = (doing.reasons if doing is not None else 0) | (SW_THERMAL if slowed else 0)
+        self._clock = doing.clock if doing is not None and (slowed or not self._hot) else 1.0
+        wanted = (0.06 if self.occupied() else 0.0) + self.computing * (0.80 + 0.18 * spread) * self._clock**2
+        wanted += (self.load - self.computing) * SPIN_POWER
         room = self._model.power_limit_watts - self._model.idle_watts
         self.power_watts = round(self._model.idle_watts * (0.97 + 0.06 * spread) + room * min(0.97, wanted), 3)
         if first:
@@ -212,18 +251,18 @@ class SimulatedGpu:
         idle, limit = 1.03 * model.idle_watts, model.power_limit_watts
         found = spread_of("power", "watts", power, least=idle, most=limit, chance=chance)
         if self.device.mig_mode:
-            return found | (active(self.load, chance) if model.gpm else {})
+            return found | (active(self.load, chance) if model.gpm else {})  # no story is told of one that is cut
         busy = self.parts[0].utilization
         found |= spread_of("gpu_utilization", "ratio", busy, least=0.0, most=1.0, chance=chance)
         found |= self.parts[0].profile
         if model.nvlink_bytes_per_second:
-            sent = int(model.nvlink_bytes_per_second * 0.3 * self.load * chance)
+            sent = int(model.nvlink_bytes_per_second * 0.3 * self.computing * chance)
             found["nvlink_tx_bytes_per_second"] = sent
             found["nvlink_rx_bytes_per_second"] = int(sent * (0.95 + 0.05 * chance))
         return found
 
     def occupied(self) -> bool:
-        return any(part.loads for part in self.parts)
+        return any(part.running for part in self.parts)
 
     def energy_joules(self, now_ms: int) -> float:
         """The energy since the driver was loaded: the integral of power."""
@@ -232,6 +271,7 @@ class SimulatedGpu:
     def violations_s(self, now_ms: int) -> dict[str, float]:
         """For how long each cause has kept the clocks down since the driver was loaded."""
         now = {"power": self._capped(), "low_utilization": self._drawn and self.load == 0}
+        now["thermal"] = bool(self._reasons & SW_THERMAL)
         since_s = (now_ms - self._drawn_ms) / 1000
         return {cause: before_s + since_s * now[cause] for cause, before_s in self._violations_s.items()}
 
@@ -244,17 +284,18 @@ class SimulatedGpu:
         return target + (self._temperature - target) * math.exp((self._drawn_ms - now_ms) / _HEAT_LAG_MS)
 
     def _target(self) -> float:
+        if self._hot:
+            return HOT_CELSIUS
         return self._warmth + 48.0 * self.power_watts / self._model.power_limit_watts
 
     def common(self, now_ms: int) -> dict[str, float]:
         """The metrics that a GPU has in every mode."""
         model, spread = self._model, self._spread
         heat, idle = int(self.temperature(now_ms)), not self.occupied()
-        megahertz = int(model.boost_mhz * (1.0 - 0.12 * self.load * spread)) // 15 * 15
+        megahertz = int(model.boost_mhz * self._clock * (1.0 - 0.12 * self.load * spread)) // 15 * 15
         clock = 1_000_000 * (model.idle_mhz if idle else megahertz)
         capped = POWER_CAP if self._capped() else 0
-        slowed = THERMAL_SLOWDOWN if heat >= 85 else 0
-        rate = model.pcie_bytes_per_second * self.load
+        rate = model.pcie_bytes_per_second * self.computing
         found: dict[str, float] = {
             "power_watts": self.power_watts,
             "power_limit_watts": model.power_limit_watts,
@@ -268,7 +309,7 @@ class SimulatedGpu:
             "pcie_replays_total": self.replays,
             "ecc_corrected_volatile_total": self.corrected,
             "ecc_uncorrected_volatile_total": 0,
-            "clock_event_reasons": GPU_IDLE if self.load == 0 else capped | slowed,
+            "clock_event_reasons": (GPU_IDLE if self.load == 0 else capped) | self._reasons,
             "performance_state": model.idle_pstate if idle else 0,
         }
         if model.memory_sensor:
@@ -303,7 +344,7 @@ class SimulatedGpu:
         """The metrics that NVML refuses in MIG mode."""
         found: dict[str, float] = {
             "gpu_utilization_ratio": self.parts[0].utilization,
-            "memory_controller_utilization_ratio": round(self.load * (0.3 + 0.3 * self._spread), 2),
+            "memory_controller_utilization_ratio": round(self.computing * (0.3 + 0.3 * self._spread), 2),
             "encoder_utilization_ratio": min(1.0, round(0.5 * self.video, 2)),
             "decoder_utilization_ratio": min(1.0, round(0.7 * self.video, 2)),
         }

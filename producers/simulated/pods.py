@@ -7,9 +7,11 @@ Times are milliseconds since the fleet's start; those before it are negative.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 from producers.simulated import names
+from producers.simulated.behaviours import BLOCK, Behaviour, Label, Story, attempt, attempts
 from producers.simulated.hardware import Unit
 
 STARTING_MS = 2_000
@@ -17,7 +19,7 @@ STARTING_MS = 2_000
 than a kubelet lags, so that no process is seen of a pod that is not reported yet."""
 
 Activity = Literal["busy", "idle", "bursty", "serving"]
-Kind = Literal["Deployment", "Job", "CronJob", "StatefulSet", "DaemonSet", "RayCluster", "Pod"]
+Kind = Literal["Deployment", "Job", "CronJob", "StatefulSet", "DaemonSet", "RayCluster", "PyTorchJob", "Pod"]
 
 
 class Template(NamedTuple):
@@ -27,7 +29,7 @@ class Template(NamedTuple):
     name: str
     namespace: str
     team: str
-    activity: Activity
+    activity: Activity | Behaviour
     units: tuple[int, ...]
     life: float
     containers: tuple[str, ...] = ("main",)
@@ -48,8 +50,21 @@ TEMPLATES = (
     Template("Deployment", "speech-to-text", "media", "media", "serving", (1,), 0.9, ("whisper",)),
 )
 
+_CAST = (
+    Template("PyTorchJob", "pretrain-llm", "foundation", "foundation", "hung", (), 1.0, ("pytorch",)),
+    Template("PyTorchJob", "align-llm", "foundation", "foundation", "straggler", (), 1.0, ("pytorch",)),
+    Template("Job", "train-ranker", "search", "search", "throttled", (), 1.0, ("trainer",)),
+    Template("Job", "train-ocr", "vision", "vision", "loader-bound", (), 1.0, ("trainer",)),
+    Template("Pod", "jupyter-lena", "notebooks", "research", "notebook", (), 1.0, ("notebook",)),
+    Template("Deployment", "draft-assistant", "serving", "platform", "hoarder", (), 1.0, ("vllm",)),
+    Template("Deployment", "caption-api", "media", "media", "crash-loop", (), 1.0, ("server",)),
+    Template("Job", "tune-prompts", "ml-research", "research", "underused", (), 1.0, ("agent",)),
+)
+CAST: dict[Behaviour, Template] = {template.activity: template for template in _CAST}  # type: ignore[misc]
+"""What runs on the GPUs of each behaviour."""
+
 _API_VERSIONS = dict.fromkeys(("ReplicaSet", "Deployment", "StatefulSet", "DaemonSet"), "apps/v1")
-_API_VERSIONS |= {"Job": "batch/v1", "CronJob": "batch/v1", "RayCluster": "ray.io/v1"}
+_API_VERSIONS |= {"Job": "batch/v1", "CronJob": "batch/v1", "RayCluster": "ray.io/v1", "PyTorchJob": "kubeflow.org/v1"}
 
 
 class PodContainer(NamedTuple):
@@ -74,6 +89,18 @@ class SimulatedPod:
     labels: dict[str, str]
     owners: tuple[dict[str, str], ...]
     seed: float = field(default=0.0)
+    story: Story | None = None
+
+    def label(self, container: PodContainer, device: int, at_ms: int) -> Label:
+        """What is true of what it does with a device at a time."""
+        if self.story is None:
+            return Label(self.template.activity, self.start_ms)
+        return self.story.label(self.rank(container, device), at_ms)
+
+    def rank(self, container: PodContainer, device: int) -> int:
+        """Which rank of its job works on a device."""
+        first = self.story.role.first_rank if self.story is not None else 0
+        return first + [unit.device for unit in container.units].index(device)
 
     def places(self) -> list[tuple[PodContainer, int]]:
         """Its containers, each with the positions of its devices, once each: it may hold several replicas of a GPU."""
@@ -125,7 +152,22 @@ class SimulatedPod:
             "namespace_labels": {"kubernetes.io/metadata.name": self.namespace, "team": self.template.team},
             "owners": self.owners,
         }
-        return {**row, "ended_ms": max(0, start_ms + self.end_ms)} if ended else row
+        if ended:
+            return {**row, "ended_ms": max(0, start_ms + self.end_ms)}
+        if self.template.activity == "crash-loop" and at_ms >= self.works_ms:
+            last = attempt(at_ms - self.works_ms)
+            if last.restarts and at_ms - self.works_ms >= last.fails_ms:
+                return {**row, "waiting": "CrashLoopBackOff", "restarts": last.restarts}
+        return row
+
+    def changes_ms(self) -> list[int]:
+        """When the API server comes to know something else of it."""
+        found = [self.known_ms, self.end_known_ms]
+        if self.template.activity == "crash-loop":
+            life_ms = self.end_ms - self.works_ms
+            for one in takewhile(lambda one: one.start_ms < life_ms, attempts()):
+                found += [self.works_ms + one.start_ms, self.works_ms + one.fails_ms]
+        return found
 
 
 class PodPlace(NamedTuple):
@@ -148,10 +190,12 @@ class PodPlace(NamedTuple):
         return self.number * 100_003 + self.slot
 
 
-def pod(template: Template, place: PodPlace, start_ms: int, end_ms: int, units: Sequence[Unit]) -> SimulatedPod:
+def pod(
+    template: Template, place: PodPlace, start_ms: int, end_ms: int, units: Sequence[Unit], story: Story | None = None
+) -> SimulatedPod:
     """The pod that runs ``template`` at ``place``, with its identity and the delays of the API server.
     The units are shared out: every container after the first gets one, while there are enough."""
-    name, owners, extra = identity(template, place, start_ms)
+    name, owners, extra = identity(template, place, start_ms, story.role.worker if story is not None else 0)
     known_ms = start_ms + int(1500 * names.fraction("known", *place))
     more = min(len(template.containers), len(units)) - 1
     shares = [tuple(units[more:]), *((unit,) for unit in units[:more])]
@@ -171,10 +215,13 @@ def pod(template: Template, place: PodPlace, start_ms: int, end_ms: int, units: 
         labels={"app": template.name, "team": template.team, **extra},
         owners=tuple(owners),
         seed=names.fraction("activity", *place),
+        story=story,
     )
 
 
-def identity(template: Template, place: PodPlace, start_ms: int) -> tuple[str, list[dict[str, str]], dict[str, str]]:
+def identity(
+    template: Template, place: PodPlace, start_ms: int, worker: int = 0
+) -> tuple[str, list[dict[str, str]], dict[str, str]]:
     """A pod's name, its owners from the pod upward, and the labels that its controller adds.
 
     The workload's name has a suffix of the fleet's own, so that pods without a generated suffix differ too. A CronJob's
@@ -209,5 +256,10 @@ def identity(template: Template, place: PodPlace, start_ms: int) -> tuple[str, l
             return f"{base}-{five}", [owner("DaemonSet", base)], {"controller-revision-hash": tag}
         case "RayCluster":
             return f"{base}-worker-{five}", [owner("RayCluster", base)], {"ray.io/cluster": base}
+        case "PyTorchJob":  # one for all nodes of a block
+            serial = place.number * 100_003 + place.node // BLOCK
+            job = f"{base}-{names.numbered_suffix(serial, 'job', *fleet)}"
+            labels = {"training.kubeflow.org/job-name": job, "training.kubeflow.org/replica-index": str(worker)}
+            return f"{job}-worker-{worker}", [owner("PyTorchJob", job)], labels
         case "Pod":
             return f"{base}-{place.node}-{place.tenant}-{place.number}", [], {}

@@ -7,13 +7,16 @@ Everything is a function of the place and of the time since the fleet's start; w
 
 import heapq
 import random
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from producers.simulated import names
-from producers.simulated.hardware import Machine, Unit
-from producers.simulated.pods import TEMPLATES, PodPlace, SimulatedPod, Template, pod
+from producers.simulated.behaviours import BEHAVIOURS, Role, Round, Story, rounds
+from producers.simulated.hardware import Machine, Unit, in_use, whole_gpus
+from producers.simulated.pods import CAST, TEMPLATES, PodPlace, SimulatedPod, Template, pod
 
 SHORTEST_LIFE_MS = 500
+_FIRST_ROLE = 90  # the number of the first behaviour among a node's tenants, which are fewer
 
 REBIRTH_MS = (4_000, 9_000)
 """How long a pod of a StatefulSet is away before it is back under its name: more than twice as long as a kubelet lags.
@@ -38,17 +41,35 @@ class _ScheduleEntry(NamedTuple):
     ended: SimulatedPod | None
 
 
-class Schedule:
-    """The pods of one node, which live ``pod_life_ms`` on average, before each template's own factor."""
+class _Played(NamedTuple):
+    """A role, the units that it has for good, and its next life."""
 
-    def __init__(self, cluster: str, seed: int, node: int, hardware: Machine, pod_life_ms: int) -> None:
+    coming: Round
+    role: Role
+    units: tuple[Unit, ...]
+    later: Iterator[Round]
+
+
+class Schedule:
+    """The pods of one node, which live ``pod_life_ms`` on average, before each template's own factor; and, on GPUs of
+    their own, those of the node's ``roles``."""
+
+    def __init__(
+        self, cluster: str, seed: int, node: int, hardware: Machine, pod_life_ms: int, roles: Sequence[Role] = ()
+    ) -> None:
         self._where = (cluster, seed, node)
         self._life_ms = pod_life_ms
         self._random = names.generator("schedule", *self._where)
         self._free: dict[str, list[Unit]] = {}
-        spare = len(hardware.devices) - 1 if node % 3 == 2 and len(hardware.devices) > 1 else -1
-        for unit in hardware.units:
-            if unit.device != spare:  # on every third node the last GPU is kept out of use
+        self._played: list[_Played] = []
+        whole = whole_gpus(hardware, node)
+        for role in roles:
+            units, whole = tuple(whole[: role.gpus]), whole[role.gpus :]
+            later = rounds(cluster, seed, role)
+            self._played.append(_Played(next(later), role, units, later))
+        taken = {unit.device for played in self._played for unit in played.units}
+        for unit in in_use(hardware, node):
+            if unit.device not in taken:
                 self._free.setdefault(unit.resource, []).append(unit)
         self._waiting: list[Tenant] = []
         self._made: dict[int, int] = {}
@@ -59,7 +80,8 @@ class Schedule:
             self._push(-warm_up_ms + self._random.randrange(warm_up_ms // 2 + 1), tenant, None)
 
     def next_ms(self) -> int | None:
-        return self._entries[0].at_ms if self._entries else None
+        coming = [self._entries[0].at_ms] if self._entries else []
+        return min(coming + [played.coming.start_ms for played in self._played], default=None)
 
     def advance(self, until_ms: int) -> list[SimulatedPod]:
         """The pods that start at or before ``until_ms`` and were not returned before, in order."""
@@ -73,7 +95,14 @@ class Schedule:
                     self._free[unit.resource].append(unit)
                 self._push(entry.at_ms + self._pause_ms(entry.tenant.template), entry.tenant, None)
             self._admit(entry.at_ms, started)
-        return started
+        for number, (coming, role, units, later) in enumerate(self._played):
+            while coming.start_ms <= until_ms:
+                place = PodPlace(*self._where, _FIRST_ROLE + BEHAVIOURS.index(role.behaviour), coming.number)
+                story = Story(role, coming)
+                started.append(pod(CAST[role.behaviour], place, coming.start_ms, coming.end_ms, units, story))
+                coming = next(later)
+            self._played[number] = _Played(coming, role, units, later)
+        return sorted(started, key=lambda one: one.start_ms) if self._played else started
 
     def _admit(self, now_ms: int, started: list[SimulatedPod]) -> None:
         """Start the tenants that wait, in turn; one that does not fit holds up those behind it for its resource."""
