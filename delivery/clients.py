@@ -6,7 +6,8 @@ request itself can forbid that, and aiokafka has no option for it: so the reques
 makes one, for the whole process.
 
 While a partition has no leader and no broker answers, a producer of aiokafka asks for metadata thousands of times a
-second. So a client waits after it has asked in vain.
+second. So a client waits after it has asked in vain. And it closes a connection that a broker has ended: aiokafka may
+forget one that it has not closed yet, and then the descriptor stays open until the garbage collector finds it.
 
 Source: Kafka's protocol, Metadata from version 4 on (``allow_auto_topic_creation``).
 """
@@ -23,7 +24,8 @@ import aiokafka.admin.client
 import aiokafka.client
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.client import AIOKafkaClient
+from aiokafka.client import AIOKafkaClient, ConnectionGroup
+from aiokafka.conn import CloseReason
 from aiokafka.errors import KafkaConnectionError, KafkaError, NodeNotReadyError, RequestTimedOutError, StaleMetadata
 from aiokafka.protocol.metadata import MetadataRequest
 
@@ -69,6 +71,18 @@ async def _ask(client: AIOKafkaClient, *given: Any) -> bool:
 
 
 AIOKafkaClient._metadata_update = _ask  # noqa: SLF001 - likewise
+_get_conn: Callable[..., Awaitable[Any]] = AIOKafkaClient._get_conn  # noqa: SLF001 - likewise
+
+
+async def _get_open_conn(client: AIOKafkaClient, node_id: Any, **options: Any) -> Any:
+    """aiokafka's own connection to a node; one that has ended is closed before it is forgotten."""
+    known = client._conns.get((node_id, options.get("group", ConnectionGroup.DEFAULT)))  # noqa: SLF001 - likewise
+    if known is not None and not known.connected():
+        known.close(reason=CloseReason.CONNECTION_BROKEN)
+    return await _get_conn(client, node_id, **options)
+
+
+AIOKafkaClient._get_conn = _get_open_conn  # noqa: SLF001 - likewise
 
 
 def consumer(connection: Connection, *topics: str, **options: Any) -> AIOKafkaConsumer:

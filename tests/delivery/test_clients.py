@@ -2,8 +2,11 @@
 
 import asyncio
 import re
+import struct
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import aiokafka.admin.client
 import aiokafka.client
@@ -12,6 +15,7 @@ from aiokafka import TopicPartition
 
 import delivery.clients
 from delivery.connection import Connection
+from tests.eventually import eventually
 
 ROOT = Path(delivery.clients.__file__).parents[1]
 PACKAGES = ("delivery", "docs/consumers", "gpustream", "producers", "sinks", "streams", "topics")
@@ -82,3 +86,28 @@ async def test_a_client_that_asked_for_metadata_in_vain_waits_before_it_asks_aga
 
     assert await aiokafka.client.AIOKafkaClient._metadata_update(object(), None, []) is answered
     assert made == pauses
+
+
+async def test_a_connection_that_a_broker_ended_is_closed_before_it_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broker: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        broker.append(writer)
+        _, api, _, asked = struct.unpack(">ihhi", await reader.readexactly(12))
+        writer.write(struct.pack(">iihihhh", 16, asked, 0, 1, api, 0, 0))
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        client: Any = aiokafka.client.AIOKafkaClient(bootstrap_servers=f"{host}:{port}")
+        known: list[Any] = [SimpleNamespace(host=host, port=port), None]  # then it is gone from the metadata, too
+        monkeypatch.setattr(client.cluster, "broker_metadata", lambda node_id: known.pop(0))
+        connection = await client._get_conn(0)
+        reader, transport = connection._reader, connection._writer.transport
+        del connection
+        broker[0].close()
+        await eventually(reader.at_eof, every_s=0)  # not a moment longer: aiokafka itself sees it next
+        assert await client._get_conn(0) is None
+        assert transport.is_closing()
+        await client.close()
