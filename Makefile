@@ -2,6 +2,8 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What is in it: all that is needed to run gpustream, and all that is needed to develop it, too.
+RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 
 # The newest Python on PATH that is new enough; `make install PYTHON=...` for another one.
@@ -24,30 +26,50 @@ SOAK_SEED ?= $(shell date +%s)
 # Tests start some hundred Python processes: what is compiled is kept in .venv, whatever the environment says.
 COMPILED = PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/pycache
 
+LOCK = env -u PIP_FIND_LINKS -u PIP_NO_INDEX CUSTOM_COMPILE_COMMAND="make lock" $(VENV)/lock/bin/pip-compile --quiet \
+	--generate-hashes --allow-unsafe --strip-extras --no-emit-options --no-emit-index-url --no-emit-find-links --no-emit-trusted-host
+
 SCRIPTS := .ci/run .ci/dist tests/real/build/build
 GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py gpustream/acls.py gpustream/chart.py streams/alerts/text/reference.py sinks/series/relabel_reference.py docs/flow.py k8s/dashboards/files.py k8s/rules.py docs/peers.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast coverage check format bench soak storm upgrade gpu image dist real-servers lock
+.PHONY: help install demo test test-fast coverage check docs format bench soak storm upgrade gpu image dist real-servers lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-install: $(STAMP) ## make .venv from the lock file, gpustream in it as an editable install
+install: $(STAMP) ## make .venv from the lock files, gpustream in it as an editable install, with all that the other targets need
 
-$(STAMP): requirements.lock pyproject.toml
+# The packages of a lock file, counted in one line while pip gets them. Bytecode of all that starts with every process is
+# written here, for environments that keep Python from it; of the Kubernetes library's 800 modules, when it is used.
+define packages
+	@n=0; total=$$(grep -c == $(1)); echo "$$total packages of $(1):"; \
+	{ PYTHONUNBUFFERED=1 $(BIN)/pip install --disable-pip-version-check --progress-bar off --no-compile --require-hashes --no-deps -r $(1) || echo failed; } | \
+	while read -r word name _; do case "$$word" in \
+	  Requirement) n=$$((n + 1));; \
+	  Collecting) n=$$((n + 1)); [ ! -t 1 ] || printf '\r\033[K  %s of %s  %s' "$$n" "$$total" "$$name";; \
+	  Installing) [ ! -t 1 ] || printf '\r\033[K'; echo "  all here; putting them into $(VENV)";; \
+	  failed) exit 1;; esac; done
+	@$(BIN)/python -m compileall -qq -j 0 -x kubernetes_asyncio $(VENV)/lib
+endef
+
+$(STAMP): $(RUNS) requirements.lock
+	$(call packages,requirements.lock)
+	@touch $@
+
+$(RUNS): requirements-run.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "gpustream needs Python 3.11 or newer, and there is none on PATH:" \
 	  "$$(python3 --version 2>&1)" >&2; exit 1; }
 	@"$(PYTHON)" -c '$(ENOUGH)' || { echo "gpustream needs Python 3.11 or newer; $(PYTHON) is" \
 	  "$$("$(PYTHON)" --version 2>&1)" >&2; exit 1; }
 	@"$(PYTHON)" -m venv $(VENV) || { echo "no virtual environment could be made; on Debian and Ubuntu:" \
 	  "apt-get install python3-venv" >&2; exit 1; }
-	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(call packages,requirements-run.lock)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: install ## everything in one command: a simulated fleet of 4 nodes of 8 GPUs
-	$(BIN)/gpustream run --simulate 4x8
+demo: $(RUNS) ## everything in one command: a simulated fleet of 4 nodes of 8 GPUs
+	@$(BIN)/gpustream run --simulate 4x8
 
 test: install ## unit and property tests, and every real test whose server is at hand; skips are listed at the end
 	$(PYTEST) $(ARGS)
@@ -58,21 +80,25 @@ test-fast: install ## the tests that need neither servers nor seconds, with few 
 coverage: install ## the tests that need no server, and which lines of the code none of them runs
 	$(PYTEST) -m "not real" --cov --cov-report=term-missing:skip-covered $(ARGS)
 
-check: install ## lint, format, types, imports, schemas, docs, the Dockerfile and scripts; never writes
+check: install ## lint, format, types, imports, schemas, docs and their links, the Dockerfile and scripts; never writes
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/mypy docs/consumers/*.py docs/flow.py
+	$(BIN)/mypy docs/consumers/*.py docs/flow.py docs/site.py
 	$(BIN)/mypy -p k8s
 	$(BIN)/lint-imports
 	@for generator in $(GENERATORS); do echo "$$generator --check"; $(BIN)/python -m $$generator --check || exit 1; done
 	$(BIN)/hadolint Dockerfile
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir $(VENV)/site
 	@for script in $(SCRIPTS); do echo "bash -n $$script"; bash -n $$script || exit 1; done
 
 format: install ## format the code, mend what lint can mend, write the schemas and the generated docs
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	@for generator in $(GENERATORS); do echo "$$generator"; $(BIN)/python -m $$generator || exit 1; done
+
+docs: install ## the documentation as a site, in build/site: every link and anchor of it checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: install ## measure: tests/bench, one after another
 	$(BIN)/python -m tests.bench
@@ -98,9 +124,8 @@ dist: install ## what a release consists of, of the last commit, in dist/: the w
 real-servers: ## build the servers of the tests (Kafka, Prometheus, kube-apiserver, ...) into $GPUSTREAM_REAL_DIR or ~/.cache/gpustream-real
 	tests/real/build/build
 
-lock: install ## choose the newest allowed versions of all dependencies again: requirements.lock
+lock: install ## choose the newest allowed versions of all dependencies again: both lock files
 	$(PYTHON) -m venv $(VENV)/lock
 	$(VENV)/lock/bin/pip install --quiet --disable-pip-version-check pip-tools==7.6.2
-	env -u PIP_FIND_LINKS -u PIP_NO_INDEX CUSTOM_COMPILE_COMMAND="make lock" $(VENV)/lock/bin/pip-compile --quiet --upgrade --generate-hashes --extra dev \
-	  --all-build-deps --allow-unsafe --strip-extras --no-emit-options --no-emit-index-url --no-emit-find-links \
-	  --no-emit-trusted-host --output-file requirements.lock pyproject.toml
+	$(LOCK) --upgrade --all-build-deps --extra dev --extra docs --output-file requirements.lock pyproject.toml
+	$(LOCK) --build-deps-for wheel --constraint requirements.lock --output-file requirements-run.lock pyproject.toml

@@ -11,33 +11,46 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
-LOCK = (ROOT / "requirements.lock").read_text()
+LOCK, RUNS = ((ROOT / f"{name}.lock").read_text() for name in ("requirements", "requirements-run"))
 
 
-def direct_dependencies() -> Iterator[Requirement]:
-    """What pyproject.toml names: to run, to develop, to build; not what only users of a certain cloud install."""
+def direct_dependencies(*extras: str) -> Iterator[Requirement]:
+    """What pyproject.toml names: to build and run, and of extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    yield from map(Requirement, project["project"]["dependencies"])
-    yield from map(Requirement, project["project"]["optional-dependencies"]["dev"])
     yield from map(Requirement, project["build-system"]["requires"])
+    yield from map(Requirement, project["project"]["dependencies"])
+    for extra in extras:
+        yield from map(Requirement, project["project"]["optional-dependencies"][extra])
 
 
-def pins() -> dict[str, Version]:
+def pins(lock: str) -> dict[str, Version]:
     """The version that each package is locked to."""
-    found = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", LOCK, re.MULTILINE)
+    found = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", lock, re.MULTILINE)
     return {canonicalize_name(name): Version(version) for name, version in found}
 
 
-@pytest.mark.parametrize("dependency", list(direct_dependencies()), ids=lambda dependency: str(dependency.name))
+@pytest.mark.parametrize(
+    "dependency", list(direct_dependencies("dev", "docs")), ids=lambda dependency: str(dependency.name)
+)
 def test_each_direct_dependency_is_locked_to_a_version_that_is_allowed(dependency: Requirement) -> None:
-    assert pins()[canonicalize_name(dependency.name)] in dependency.specifier
+    assert pins(LOCK)[canonicalize_name(dependency.name)] in dependency.specifier
 
 
-def test_every_package_has_hashes() -> None:
-    blocks = re.split(r"^(?=[A-Za-z0-9._-]+==)", LOCK, flags=re.MULTILINE)[1:]
-    assert len(blocks) == len(pins())
+def test_what_runs_is_locked_as_in_the_whole_and_nothing_for_development_is_in_it() -> None:
+    runs = pins(RUNS)
+    needed = {canonicalize_name(one.name) for one in direct_dependencies()}
+    assert runs.items() <= pins(LOCK).items()
+    assert needed <= set(runs)
+    assert not {"pytest", "mypy", "pyarrow", "duckdb", "mkdocs-material"} & set(runs)
+
+
+@pytest.mark.parametrize("lock", [LOCK, RUNS], ids=["all", "what runs"])
+def test_every_package_has_hashes(lock: str) -> None:
+    blocks = re.split(r"^(?=[A-Za-z0-9._-]+==)", lock, flags=re.MULTILINE)[1:]
+    assert len(blocks) == len(pins(lock))
     assert [block.split("==")[0] for block in blocks if "--hash=sha256:" not in block] == []
 
 
-def test_the_lock_names_no_server_and_no_folder() -> None:
-    assert re.findall(r"https?:|file:/|^-|--(?:index|find|extra|trusted)|\s/\w", LOCK, re.MULTILINE) == []
+@pytest.mark.parametrize("lock", [LOCK, RUNS], ids=["all", "what runs"])
+def test_the_lock_names_no_server_and_no_folder(lock: str) -> None:
+    assert re.findall(r"https?:|file:/|^-|--(?:index|find|extra|trusted)|\s/\w", lock, re.MULTILINE) == []
