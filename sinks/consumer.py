@@ -68,13 +68,15 @@ class Source(NamedTuple):
     """A topic that a sink reads, and what makes the handler of one of its partitions, given its number.
 
     ``from_`` says where a group without offsets starts, ``recall_s`` how much of the log before the first unfinished
-    record is read back; ``WHOLE`` is all of it.
+    record is read back; ``WHOLE`` is all of it. ``holds``: its handler may leave records unfinished that wait for later
+    ones, and is called at the end of a partition in spite of them.
     """
 
     topic: str
     handler: Callable[[int], Handler]
     from_: From
     recall_s: float
+    holds: bool = False
 
 
 class GroupReader:
@@ -169,7 +171,9 @@ class GroupReader:
             source = self._sources[tp.topic]
             assignment = Assignment(self._group, tp, source.handler(tp.partition), self._outcomes, self._kept.get(tp))
             from_ = "earliest" if tp.topic in self._begun else source.from_
-            task = self._tasks[assignment] = asyncio.ensure_future(assignment.run(from_, source.recall_s))
+            task = self._tasks[assignment] = asyncio.ensure_future(
+                assignment.run(from_, source.recall_s, holds=source.holds)
+            )
             task.add_done_callback(partial(self._ended, tp))
         self._kept = {}
 
@@ -200,11 +204,11 @@ class Assignment:
         self._quiet_s = -_QUIET_EVERY_S
         self._unfinished: deque[int] = deque()
 
-    async def run(self, from_: From, recall_s: float) -> None:
+    async def run(self, from_: From, recall_s: float, *, holds: bool = False) -> None:
         """Read and deliver until abandoned. Raises Abandoned, KafkaError, and whatever the handler raises."""
         start = await self._open(from_, recall_s)
         try:
-            await self._read(start.position, start.resume)
+            await self._read(start.position, start.resume, holds=holds)
             if self._unfinished:
                 await self._deliver(())
         finally:
@@ -246,15 +250,17 @@ class Assignment:
             return start
         raise Abandoned
 
-    async def _read(self, position: int, resume: int) -> None:
+    async def _read(self, position: int, resume: int, *, holds: bool) -> None:
         """Read on from a position; what is before ``resume`` was finished before."""
         while not self.abandon.is_set():
             if self._unfinished:
                 await self._deliver(())
             elif position >= resume:
                 self.next = position
+            if position >= resume and (holds or not self._unfinished):
                 await self._be_quiet(position)
-            batch = await self._group.fetch({self.tp}, _POLL_BUSY_S if self._unfinished else _POLL_S, BATCH_RECORDS)
+            wait_s = _POLL_BUSY_S if self._unfinished and not holds else _POLL_S
+            batch = await self._group.fetch({self.tp}, wait_s, BATCH_RECORDS)
             if self.abandon.is_set():
                 return
             records: Sequence[Record] = batch.get(self.tp, ())
@@ -280,7 +286,7 @@ class Assignment:
         try:
             await self._handler.quiet(self.abandon)
         finally:
-            self.busy = False
+            self.busy = bool(self._unfinished)
 
     async def _skip(self, position: int, resume: int) -> int:
         """Follow the client past what is no record, such as the end of a transaction; gives the position after it.

@@ -33,11 +33,13 @@ from delivery.values import Address
 from sinks.series.labels import MAX_LABELS
 from sinks.series.relabel import Relabelling
 from sinks.series.relabel_presets import PRESETS
+from sinks.series.windows import Aggregate, Resolution, aggregates
 from topics.alerts import CLOUD_EVENT
 from topics.profiles import LABELS, PROFILES, LabelNames, LabelSet, Profile, ProfileName, profile_names
 
 ALERTS_PATH = "/api/v2/alerts"
 _RARELY_S = 24 * 3600
+_LONGEST_WINDOW_S = 120
 _LOOPBACK = ("127.0.0.1", "::1", "[::1]", "localhost")
 
 Group = Annotated[str, Option("--group", NAME, "The consumer group.")]
@@ -53,6 +55,7 @@ SCRAPE_ADDRESS = Address("127.0.0.1", 9400)
 METRICS_ADDRESS = Address("127.0.0.1", 8443)
 RELABEL = Text("FILE|preset:NAME", str, "preset:exported", lines=True)
 EXTERNAL_LABEL = Text("NAME=VALUE", values.label, "region=eu", show="=".join, lines=True)
+AGGREGATES = Text("NAME[,...]", aggregates, "min,mean,max", show=",".join)
 NAMINGS = Text("NAME[,...]", profile_names, "otel,dcgm", show=",".join)
 
 
@@ -215,12 +218,41 @@ class SeriesSettings(SinkSettings, NamingSettings):
         float,
         Option("--stale-after", DURATION, "The series of a node end when it has been silent for this long."),
     ] = 60.0
+    resolution_s: Annotated[
+        float | None,
+        Option(
+            "--resolution",
+            DURATION,
+            "Write each series once in so long, with the last value that it had then; alerts and usage see every tick"
+            " all the same. A window is written with the node's first tick past it, so that it is late by one.",
+            shown="every tick",
+        ),
+    ] = None
+    aggregate: Annotated[
+        tuple[Aggregate, ...],
+        Option(
+            "--aggregate",
+            AGGREGATES,
+            "With --resolution: what is written of a window of each gauge beside its last value, of min, mean, max:"
+            " under its name with _min, _mean or _max, before the unit that a name may end in.",
+            shown="only the last value",
+        ),
+    ] = ()
+
+    def resolution(self) -> Resolution | None:
+        """The windows in which ticks are written; None: each for itself."""
+        return Resolution(round(self.resolution_s * 1000), self.aggregate) if self.resolution_s else None
 
     def mistakes(self) -> list[str]:
         """See :meth:`KafkaSettings.mistakes`."""
         found = super().mistakes()
-        stale_after = [] if self.stale_after_s > 0 else ["--stale-after: must be above zero"]
-        return [*found, *stale_after, *self.naming_mistakes()]
+        if self.stale_after_s <= 0:
+            found.append("--stale-after: must be above zero")
+        if self.resolution_s is not None and not 1 <= self.resolution_s <= _LONGEST_WINDOW_S:
+            found.append("--resolution: must be at least 1s and at most 2m: Prometheus forgets a series after 5m")
+        if self.resolution_s is None and self.aggregate:
+            found.append("--aggregate: it is of no use without --resolution")
+        return [*found, *self.naming_mistakes()]
 
 
 @dataclass(frozen=True, kw_only=True)

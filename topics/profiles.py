@@ -202,6 +202,12 @@ def suffixed(name: str, unit: str) -> str:
     return name + _SUFFIXES.get(unit, "")
 
 
+def with_suffix(name: str, suffix: str, unit: str) -> str:
+    """A name with a further suffix, before that of its unit if it has one."""
+    of_unit = _SUFFIXES.get(unit, "")
+    return f"{name.removesuffix(of_unit)}{suffix}{of_unit if name.endswith(of_unit) else ''}"
+
+
 _OTEL = profile(
     "otel",
     {key: metric.otel for key, metric in CATALOGUE.items()},

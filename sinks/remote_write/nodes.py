@@ -1,12 +1,12 @@
 """What the nodes of a partition have written so far: their open series, and how they end.
 
-In: ticks, each node's in order. Out: what a tick writes, as groups of samples.
+In: ticks, each node's in order. Out: what a tick, or a window of them, writes, as groups of samples.
 State, per node: the last sample's identity, and the open series. It changes only when a tick is settled.
 A series that is missing from a tick ends with a staleness marker at the tick's time. The series of a node that went
 silent end 1 ms after its last tick, so that a tick that still comes is later than the marker.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from sinks.series.model import STALE, SampleGroup, SeriesSet, samples_of
 from sinks.series.relabel import Withheld
 from sinks.series.tick import SeriesTick
 from sinks.series.translation import Cache, Translator
+from sinks.series.windows import NodeWindow, Resolution
 
 _MAX_MS = 2**63 - 1
 _FORGET_AFTER_S = 24 * 3600
@@ -40,7 +41,9 @@ class _Node:
 
 
 class NodeTick(NamedTuple):
-    """What a record writes. ``withheld`` counts samples that are not written because of their labels, by reason."""
+    """What a record writes, or a window, of which ``sample`` is the last tick.
+
+    ``withheld`` counts samples that are not written because of their labels, by reason."""
 
     sample: SeriesTick
     groups: list[SampleGroup]
@@ -62,10 +65,13 @@ class Silence(NamedTuple):
 
 
 class OpenSeries:
-    """The series that the nodes of a partition have written so far. ``now_s`` is a clock that never steps back."""
+    """The series that the nodes of a partition have written so far. ``now_s`` is a clock that never steps back.
 
-    def __init__(self, translator: Translator) -> None:
-        self._translator = translator
+    ``resolution`` None: each tick is written.
+    """
+
+    def __init__(self, translator: Translator, resolution: Resolution | None = None) -> None:
+        self._translator, self._resolution = translator, resolution
         self._nodes: dict[NodeKey, _Node] = {}
         self._unsettled: dict[NodeKey, Cache] = {}
 
@@ -93,32 +99,56 @@ class OpenSeries:
         for node in self._nodes.values():
             node.proven = False
 
-    def tick(self, sample: SeriesTick) -> NodeTick:
-        """What a record writes: its series, each once, and an end for those that are gone."""
-        key = (sample.cluster, sample.node)
-        node = self._nodes.get(key)
-        cache = node.cache if node else self._unsettled.setdefault(key, Cache())
-        _, groups = self._translator.translate(sample, cache)
-        written = tuple([group.series for group in groups])
-        if node is not None and written == node.open:
-            return NodeTick(sample, groups, written, 0, cache.withheld)
+    def fold(self, sample: SeriesTick, window: NodeWindow | None) -> NodeWindow:
+        """Put a tick into its node's window; None: it begins one."""
+        if self._resolution is None:
+            raise RuntimeError("without a resolution there are no windows")
+        cache = self._cache(sample)
+        keys, groups = self._translator.translate(sample, cache)
+        if window is None:
+            identities = self._translator.identities
+            return NodeWindow(self._resolution, identities, sample.ts_ms, keys, groups, cache.withheld)
+        window.add(sample.ts_ms, keys, groups, cache.withheld)
+        return window
+
+    def tick(self, sample: SeriesTick, window: NodeWindow | None = None) -> NodeTick:
+        """What a record writes, or its window: its series, each once, and an end for those that are gone."""
+        if window is None and self._resolution is not None:
+            window = self.fold(sample, None)
+        if window is not None:
+            (_, groups), withheld = window.written(), window.withheld
+            written, ended, began_ms = window.first, window.ended, window.began_ms
+        else:
+            cache = self._cache(sample)
+            _, groups = self._translator.translate(sample, cache)
+            withheld, ended, began_ms = cache.withheld, [], sample.ts_ms
+            written = tuple([group.series for group in groups])
+        node = self._nodes.get((sample.cluster, sample.node))
         before = node.open if node is not None else ()
-        kept = set(before).intersection(written)
+        markers = self._ends(before, written, began_ms) if before != written else []
+        if window is not None:
+            written = tuple([group.series for group in groups])
+            ends = samples_of([one for one in (*markers, *ended) if one.is_end])
+            return NodeTick(sample, [*markers, *ended, *groups], written, ends, withheld)
+        return NodeTick(sample, [*groups, *markers], written, samples_of(markers), withheld)
+
+    def _ends(self, before: Sequence[SeriesSet], written: Sequence[SeriesSet], at_ms: int) -> list[SampleGroup]:
+        """The ends of those series that are not written any more."""
+        kept, identities = set(before).intersection(written), self._translator.identities
         gone_sets = [series for series in before if series not in kept]
-        new = {one for series in written if gone_sets and series not in kept for one in self._series(series)}
+        new = {one for series in written if gone_sets and series not in kept for one in identities(series)}
         markers: list[SampleGroup] = []
         for series in gone_sets:
-            rows = tuple([row for row, one in zip(series.rows, self._series(series), strict=True) if one not in new])
+            rows = tuple([row for row, one in zip(series.rows, identities(series), strict=True) if one not in new])
             if rows:  # all of a set, as a rule, and then it is the one that was written
                 gone = series if len(rows) == len(series.rows) else SeriesSet(series.labels, rows, series.subject)
-                markers.append(SampleGroup(gone, sample.ts_ms, [STALE] * len(rows)))
-        return NodeTick(sample, [*groups, *markers], written, samples_of(markers), cache.withheld)
+                markers.append(SampleGroup(gone, at_ms, [STALE] * len(rows)))
+        return markers
 
-    def _series(self, series: SeriesSet) -> Sequence[Hashable]:
-        """What tells its series from all others that are written. Only rules can make one of sets with other labels."""
-        if self._translator.may_collide:
-            return series.series()
-        return [(series.labels, row.name, row.labels) for row in series.rows]
+    def _cache(self, sample: SeriesTick) -> Cache:
+        key = (sample.cluster, sample.node)
+        node = self._nodes.get(key)
+        return node.cache if node else self._unsettled.setdefault(key, Cache())
 
     def settle(self, tick: NodeTick, now_s: float, *, accepted: bool, whole: bool = False) -> None:
         """A tick was finished. One that was refused leaves the open series as they were before it.
@@ -139,13 +169,14 @@ class OpenSeries:
         if self.verdict(sample) != "replay":
             self.settle(self.tick(sample), now_s, accepted=True)
 
-    def silent(self, now_s: float, stale_after_s: float) -> list[Silence]:
-        """The ends of the nodes that were not heard of for so long. They are open until :meth:`ended`."""
+    def silent(self, now_s: float, stale_after_s: float, but: Collection[NodeKey] = ()) -> list[Silence]:
+        """The ends of nodes that were not heard of for so long, ``but`` those. They are open until :meth:`ended`."""
         for key in [key for key, node in self._nodes.items() if now_s - node.heard_s > _FORGET_AFTER_S]:
             del self._nodes[key]
         found = []
         for key, node in self._nodes.items():
-            if node.open and node.ts_ms is not None and now_s - node.heard_s >= stale_after_s:
+            silent = now_s - node.heard_s >= stale_after_s and key not in but
+            if silent and node.open and node.ts_ms is not None:
                 ts_ms = min(node.ts_ms + 1, _MAX_MS)
                 ends = [SampleGroup(series, ts_ms, [STALE] * len(series.rows)) for series in node.open]
                 found.append(Silence(key, ends))

@@ -3,6 +3,9 @@
 In: records, in order. Out: the records to the queue; dead letters; the offset before which all is finished.
 State: the records that are read and not finished; of those that are finished and counted only later, because one before
 them is not, what became of them.
+With a resolution, a node's ticks are put into a window as they are read. It waits to be sent when it is over: the
+node's next tick lies past it, or the node was silent for long. What is in a window that is not over is not finished.
+
 A request that was accepted and not yet committed when the process ended is sent again, perhaps in other pieces. So a
 tick that may have been sent before, is later than all that its node had accepted, and is refused as out of order, is in
 already: only a later sample of its node makes it so, and that was never sent before it.
@@ -22,9 +25,9 @@ import msgspec
 
 from delivery.dead_letters import DeadLetters, Record
 from delivery.instruments import Instruments
-from delivery.ledger import Ledger, Partition
+from delivery.ledger import Ledger, Partition, Slot
 from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
-from sinks.remote_write.nodes import NodeTick, OpenSeries
+from sinks.remote_write.nodes import NodeKey, NodeTick, OpenSeries
 from sinks.remote_write.policy import THERE, UNTIMELY
 from sinks.remote_write.queue import Ended, Lane, Progress, Queue, ReadRecord
 from sinks.remote_write.refusals import LEFT_OUT, Delivered, Deliverer, Refused
@@ -57,10 +60,14 @@ class RemoteWriteShared(NamedTuple):
 
 
 class RemoteWritePartition:
-    """The handler of a partition."""
+    """The handler of a partition. ``windows``: ticks are not written one by one, but by the window."""
 
-    def __init__(self, series: OpenSeries, shared: RemoteWriteShared, queue: Queue) -> None:
-        self._series, self._shared, self._queue = series, shared, queue
+    def __init__(self, series: OpenSeries, shared: RemoteWriteShared, queue: Queue, *, windows: bool = False) -> None:
+        self._series, self._shared, self._queue, self._windows = series, shared, queue, windows
+        self._open: dict[bytes | None, ReadRecord] = {}  # the last record of each window that is not over
+        self._newest: dict[bytes | None, SeriesTick] = {}
+        self._unsettled: Counter[NodeKey] = Counter()
+        self._closed = 0
         self._progress = Progress(queue.clock_s())
         queue.partitions.add(self._progress)
         self._ledger = Ledger()
@@ -95,7 +102,7 @@ class RemoteWritePartition:
             leaving = abandon.is_set()
             sending = leaving and any(lane.busy for lane in self._lanes.values())
             position = self._ledger.position(self._tp) or 0
-            finished = [offset for offset in sorted(self._ends) if offset < position]
+            finished = sorted([offset for offset in self._ends if offset < position])
             now_s = self._queue.clock_s()
             if finished and not sending and (leaving or now_s - self._counted_s >= _COUNT_EVERY_S):
                 self._counted_s = now_s
@@ -111,10 +118,13 @@ class RemoteWritePartition:
                 return
 
     async def quiet(self, abandon: asyncio.Event) -> None:
-        """End the series of nodes that went silent."""
+        """End the windows of nodes that went silent, and their series when those are sent."""
         self._progress.at_end = True
+        now_s, after_s = time.monotonic(), self._shared.stale_after_s
+        for key in [key for key, read in self._open.items() if now_s - read.heard_s >= after_s]:
+            self._close(key)
         self._queue.pump()
-        silences = self._series.silent(time.monotonic(), self._shared.stale_after_s)
+        silences = self._series.silent(now_s, after_s, +self._unsettled)
         for start in range(0, len(silences), _SILENT_NODES):
             some = silences[start : start + _SILENT_NODES]
             delivered = await self._shared.deliverer.deliver([one.groups for one in some], abandon)
@@ -135,6 +145,10 @@ class RemoteWritePartition:
         for lane in self._lanes.values():
             lane.waiting.clear()
         self._lanes.clear()
+        self._open.clear()
+        self._newest.clear()
+        self._unsettled.clear()
+        self._closed = 0
         self._ledger.forget()
         self._abandon = None
 
@@ -152,15 +166,59 @@ class RemoteWritePartition:
             if record.offset in self._ends:
                 self._ledger.finish(slot)
                 continue
-            lane = self._lanes.get(record.key)
-            if lane is None:
-                lane = self._lanes[record.key] = Lane(self._series, self._settle, self._moved, abandon)
-            lane.waiting.append(ReadRecord(record, slot, in_doubt=record.offset < self._doubt_before))
-            if len(lane.waiting) == 1 and not lane.busy:
-                self._queue.ready(lane)
+            read = ReadRecord(record, slot, in_doubt=record.offset < self._doubt_before)
+            if self._windows:
+                self._fold(read, abandon)
+            else:
+                self._wait(read, abandon)
+
+    def _wait(self, read: ReadRecord, abandon: asyncio.Event) -> None:
+        """Let a record wait for its turn in the lane of its node."""
+        lane = self._lanes.get(read.record.key)
+        if lane is None:
+            lane = self._lanes[read.record.key] = Lane(self._series, self._settle, self._moved, abandon)
+        lane.waiting.append(read)
+        self._closed += 1
+        if len(lane.waiting) == 1 and not lane.busy:
+            self._queue.ready(lane)
+
+    def _fold(self, read: ReadRecord, abandon: asyncio.Event) -> None:
+        """Put a tick into its node's window; one that lies past it is the first of the next."""
+        key = read.record.key
+        try:
+            sample = decoded(read.record, decode, TOPIC.name)
+        except Undecodable as error:
+            read.error = str(error)
+            self._wait(read, abandon)
+            return
+        verdict = self._series.verdict(sample, self._newest.get(key))
+        if verdict == "replay":
+            self._finish(read.slot, "duplicate", "", sample, _Values())
+            return
+        was = self._open.get(key)
+        if was is not None and was.window and (verdict == "new_log" or not was.window.has(sample.ts_ms)):
+            self._close(key)
+            was = None
+        read.window, read.heard_s = self._series.fold(sample, was.window if was else None), time.monotonic()
+        read.sample = self._newest[key] = msgspec.structs.replace(sample, devices=())
+        if was is None:
+            self._unsettled[sample.cluster, sample.node] += 1
+        elif was.sample is not None:
+            read.before, read.in_doubt = was.before, was.in_doubt or read.in_doubt
+            read.before.append((was.slot, was.sample))
+        self._ledger.set_aside(read.slot)
+        self._open[key] = read
+
+    def _close(self, key: bytes | None) -> None:
+        """A window is over: it waits to be sent."""
+        over = self._open.pop(key)
+        if self._abandon is not None:
+            self._wait(over, self._abandon)
 
     def _is_full(self) -> bool:
         """Whether no more is to be read before something is finished."""
+        if self._windows:
+            return self._closed >= AHEAD_RECORDS  # what is in open windows would wait for what is not read
         ahead = (self._ledger.expected(self._tp) or 0) - (self._ledger.position(self._tp) or 0)
         return ahead >= AHEAD_RECORDS or self._ledger.open_bytes >= AHEAD_BYTES // len(self._queue.partitions)
 
@@ -180,18 +238,30 @@ class RemoteWritePartition:
                 await self._shared.letters.bury(read.record, why, abandon)
                 if read.slot.epoch != self._ledger.epoch:
                     return
-            values = _Values()
-            if tick and result:
-                if self._series.verdict(tick.sample) == "new_log":
-                    self._shared.outcomes.new_log(self._tp.partition)
-                values = _values(tick, result)
-                now_s, accepted = time.monotonic(), not result.nothing_of(tick.groups)
-                whole = not (result.refused or result.left_out)
-                self._series.settle(tick, now_s, accepted=accepted, whole=whole)
-            who = read.sample and msgspec.structs.replace(read.sample, devices=())
-            self._ends[read.slot.offset] = partial(self._count, outcome, why, who, values)
-            self._ledger.finish(read.slot)
+            values = self._settled(tick, result, read.heard_s) if tick and result else _Values()
+            self._closed -= 1
+            if read.window is not None and read.sample is not None:
+                self._unsettled[read.sample.cluster, read.sample.node] -= 1
+            others: Outcome = "delivered" if outcome == "dead_lettered" else outcome
+            for slot, sample in read.before:
+                self._finish(slot, others, why, sample, _Values())
+            self._finish(read.slot, outcome, why, read.sample, values)
             self._progress.move(read, self._queue.clock_s())
+
+    def _settled(self, tick: NodeTick, result: Delivered, heard_s: float) -> "_Values":
+        """What a tick wrote is the node's now; gives what became of its values."""
+        if self._series.verdict(tick.sample) == "new_log":
+            self._shared.outcomes.new_log(self._tp.partition)
+        whole = not (result.refused or result.left_out)
+        accepted = not result.nothing_of(tick.groups)
+        self._series.settle(tick, heard_s or time.monotonic(), accepted=accepted, whole=whole)
+        return _values(tick, result)
+
+    def _finish(self, slot: Slot, outcome: Outcome, why: str, sample: SeriesTick | None, values: "_Values") -> None:
+        """A record is finished; it is counted when all before it are."""
+        who = sample and msgspec.structs.replace(sample, devices=())
+        self._ends[slot.offset] = partial(self._count, outcome, why, who, values)
+        self._ledger.finish(slot)
 
     def _count(self, outcome: Outcome, why: str, sample: SeriesTick | None, values: "_Values") -> None:
         """Count a record, and its values, by what became of them."""

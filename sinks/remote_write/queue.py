@@ -28,6 +28,7 @@ from sinks.outcomes import Undecodable, decoded
 from sinks.remote_write.nodes import NodeTick, OpenSeries
 from sinks.remote_write.refusals import Delivered, Deliverer
 from sinks.series.tick import SeriesTick, decode
+from sinks.series.windows import NodeWindow
 from topics.attributed import TOPIC
 
 MAX_BYTES = 4 << 20
@@ -50,7 +51,8 @@ PATIENCE_S = 60.0
 class ReadRecord:
     """A record and what it says: a tick, an error, or neither if it is a replay. It is decoded when its turn comes.
 
-    ``in_doubt``: a process before this one may have sent it.
+    ``in_doubt``: a process before this one may have sent it. ``window``: it is the last one of that, and ``before``
+    are the others, of which only that is kept. It was read at ``heard_s``, if it has a window.
     """
 
     record: Record
@@ -59,6 +61,9 @@ class ReadRecord:
     sample: SeriesTick | None = None
     tick: NodeTick | None = None
     error: str = ""
+    window: NodeWindow | None = None
+    heard_s: float = 0.0
+    before: list[tuple[Slot, SeriesTick]] = field(default_factory=list)
 
 
 class Ended(NamedTuple):
@@ -104,7 +109,7 @@ class Lane:
             if sample is not None and verdict != "replay":
                 if before is not None and not before.ts_ms < sample.ts_ms <= until_ms:
                     return
-                tick = self.series.tick(sample)
+                tick = self.series.tick(sample, read.window)
                 alone = verdict == "new_log" or not self.series.is_proven(tick)
                 if before is not None and alone:
                     return

@@ -150,8 +150,10 @@ class RemoteWriteSink:
             settings.profiles(), settings.max_labels, relabelling=relabelling, by_pod=settings.parts_by_pod
         )
 
+        resolution = settings.resolution()
+
         def samples(_: int) -> RemoteWritePartition:
-            return RemoteWritePartition(OpenSeries(translator), shared, queue)
+            return RemoteWritePartition(OpenSeries(translator, resolution), shared, queue, windows=bool(resolution))
 
         def alerts(_: int) -> AlertPartition:
             return AlertPartition(AlertSeries(settings.max_labels, relabelling), shared)
@@ -160,7 +162,7 @@ class RemoteWriteSink:
             return UsagePartition(translator.profiles[0].labels, settings.max_labels, shared, relabelling)
 
         sources = [
-            Source(TOPIC.name, samples, settings.from_, settings.stale_after_s),
+            Source(TOPIC.name, samples, settings.from_, settings.stale_after_s, holds=bool(resolution)),
             Source(ALERTS.name, alerts, settings.from_, WHOLE),
             Source(HOURS.name, usage, settings.from_, 0.0),
         ]

@@ -12,9 +12,11 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from delivery import replays
 from delivery.dead_letters import DeadLetters, Record, connecting
@@ -27,10 +29,11 @@ from sinks.counters_reload import following
 from sinks.outcomes import OnOutcome, Outcome, Outcomes, Undecodable, decoded
 from sinks.scrape.exposition import Renderings
 from sinks.scrape.server import serving
-from sinks.series.model import SampleGroup, primaries
-from sinks.series.relabel import WITHHELD
+from sinks.series.model import Key, SampleGroup, primaries
+from sinks.series.relabel import WITHHELD, Withheld
 from sinks.series.tick import SeriesTick, decode
-from sinks.series.translation import Cache, Key, Translator
+from sinks.series.translation import Cache, Translator
+from sinks.series.windows import NodeWindow, Resolution
 from sinks.settings import ScrapeSettings
 from topics.attributed import TOPIC
 
@@ -71,12 +74,25 @@ _STEP = 50
 
 @dataclass(slots=True)
 class _ShownNode:
-    """A node's last tick, as it is shown."""
+    """A node: its last tick, and what is shown of it. That is a tick's, or a window's of which ``shown`` is the last
+    tick; ``newest`` is the last one of the ``window`` that is not over."""
 
     last: Last
     heard_s: float
-    groups: dict[Key, SampleGroup]
     cache: Cache
+    newest: SeriesTick
+    window: NodeWindow | None = None
+    shown: SeriesTick | None = None
+    groups: dict[Key, SampleGroup] = field(default_factory=dict)
+    withheld: Mapping[Withheld, int] = field(default_factory=dict)
+
+    def show(
+        self, tick: SeriesTick, keys: Iterable[Key], groups: Iterable[SampleGroup], withheld: Mapping[Withheld, int]
+    ) -> None:
+        """Show this instead; of devices with the same uuid, the first."""
+        self.shown, self.groups, self.withheld = tick, {}, withheld
+        for of, group in zip(keys, groups, strict=True):
+            self.groups.setdefault(of, group)
 
 
 class ScrapeShared(NamedTuple):
@@ -87,6 +103,7 @@ class ScrapeShared(NamedTuple):
     outcomes: Outcomes
     instruments: Instruments
     letters: DeadLetters
+    resolution: Resolution | None = None
     now_s: Callable[[], float] = time.monotonic
 
 
@@ -130,12 +147,17 @@ class ScrapePartition:
                     await self._shared.letters.bury(record, str(error), abandon)
                     samples.append(None)
             for sample in samples:
-                outcome = self._apply(sample) if sample is not None else "dead_lettered"
-                if sample is not None and outcome == "delivered":
-                    counted.delay(sample)
-                    node = self._nodes[sample.cluster, sample.node]
+                if sample is None:
+                    counted.finish("dead_lettered")
+                    continue
+                before = self._nodes.get((sample.cluster, sample.node))
+                shown = before.shown if before else None
+                outcome = self._apply(sample)
+                node = self._nodes[sample.cluster, sample.node]
+                if node.shown is not None and node.shown is not shown:
+                    counted.delay(node.shown)
                     values.inc(primaries(node.groups.values()))
-                    for reason, number in node.cache.withheld.items():
+                    for reason, number in node.withheld.items():
                         self._shared.instruments.counter(SAMPLES_WITHHELD, reason).inc(number)
                 counted.finish(outcome, tick=sample)
             yield step[-1].offset + 1
@@ -149,20 +171,28 @@ class ScrapePartition:
         self._nodes.clear()
 
     def _apply(self, sample: SeriesTick) -> Outcome:
-        """Show a tick instead of the node's last one; of devices with the same uuid, the first."""
-        key = (sample.cluster, sample.node)
-        before = self._nodes.get(key)
-        last = before.last if before else None
-        verdict = replays.verdict(last, sample)
+        """Show a tick instead of the node's last one, or put it into the node's window, and show what that closes."""
+        node, now_s = self._nodes.get((sample.cluster, sample.node)), self._shared.now_s()
+        verdict = replays.verdict(node.last if node else None, sample)
         if verdict == "replay":
             return "duplicate"
         if verdict == "new_log":
             self._shared.outcomes.new_log(self.partition)
-        cache = before.cache if before else Cache()
-        groups: dict[Key, SampleGroup] = {}
-        for of, group in zip(*self._shared.translator.translate(sample, cache), strict=True):
-            groups.setdefault(of, group)
-        self._nodes[key] = _ShownNode(replays.after(last, sample), self._shared.now_s(), groups, cache)
+        bare, last = msgspec.structs.replace(sample, devices=()), replays.after(node.last if node else None, sample)
+        if node is None:
+            node = self._nodes[sample.cluster, sample.node] = _ShownNode(last, now_s, Cache(), bare)
+        resolution, translator = self._shared.resolution, self._shared.translator
+        keys, groups = translator.translate(sample, node.cache)
+        if resolution is None:
+            node.show(bare, keys, groups, node.cache.withheld)
+        elif node.window is not None and verdict == "next" and node.window.has(sample.ts_ms):
+            node.window.add(sample.ts_ms, keys, groups, node.cache.withheld)
+        else:
+            if over := node.window:
+                node.show(node.newest, *over.written(), over.withheld)
+            identities = translator.identities
+            node.window = NodeWindow(resolution, identities, sample.ts_ms, keys, groups, node.cache.withheld)
+        node.last, node.heard_s, node.newest = last, now_s, bare
         return "delivered"
 
 
@@ -191,6 +221,7 @@ class ScrapeSink:
             outcomes=self._outcomes,
             instruments=self._instruments,
             letters=DeadLetters(sender, "sink scrape"),
+            resolution=settings.resolution(),
         )
 
         def handler(number: int) -> ScrapePartition:
@@ -199,7 +230,8 @@ class ScrapeSink:
             self._partitions.add(made)
             return made
 
-        source = Source(TOPIC.name, handler, settings.from_, settings.stale_after_s)
+        recall_s = settings.stale_after_s + 2 * (settings.resolution_s or 0.0)  # what is shown, and what is not over
+        source = Source(TOPIC.name, handler, settings.from_, recall_s)
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(following(settings, translator, self._instruments, COMPONENT))
             if settings.scrape_listen is not None:

@@ -16,6 +16,9 @@ Subject = Literal["metrics", "by_pod", "info", "rest", "part", "errors", "pod", 
 
 Value = int | float
 
+Key = str | tuple[str, ...]
+"""Of a set within its node: a device's uuid for its metrics, else a kind and what it is about."""
+
 _ROW_BYTES = 70
 """About what a sample takes in a request, with its name and its own labels."""
 
@@ -73,7 +76,7 @@ class SeriesSet:
         rows = [(row.name, labels[row.labels], at[row.labels]) for row in self.rows]
         return [(*pairs[:here], ("__name__", name), *pairs[here:]) for name, pairs, here in rows]
 
-    def begin(self, start_ms: int, node: tuple[str, str]) -> None:
+    def begin(self, start_ms: int, node: tuple[str, str] | None) -> None:
         """A node's producer, which was started at a time, writes it from now on."""
         object.__setattr__(self, "start_ms", start_ms)
         object.__setattr__(self, "node", node)
@@ -91,6 +94,11 @@ class SampleGroup(NamedTuple):
     ts_ms: int
     values: Sequence[Value]
 
+    @property
+    def is_end(self) -> bool:
+        """Whether it ends its series."""
+        return self.values[0] != self.values[0]
+
     def part(self, rows: Sequence[int]) -> "SampleGroup":
         """Some of its series, by their numbers."""
         series = SeriesSet(self.series.labels, tuple(self.series.rows[row] for row in rows), self.series.subject)
@@ -99,7 +107,7 @@ class SampleGroup(NamedTuple):
 
 def primaries(groups: Iterable[SampleGroup]) -> int:
     """How many values of ``metrics`` are in these groups; ends of series, which are all of a group's, are none."""
-    return sum([series.primaries for series, _, values in groups if values[0] == values[0]])
+    return sum([group.series.primaries for group in groups if not group.is_end])
 
 
 def samples_of(groups: Iterable[SampleGroup]) -> int:

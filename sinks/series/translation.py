@@ -16,7 +16,7 @@ device's, whoever holds it. An XID error is of the pod that held the device when
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
@@ -40,7 +40,7 @@ from sinks.series.labels import (
     sanitised,
     sole_holder,
 )
-from sinks.series.model import Row, Rows, SampleGroup, SeriesSet, Subject, Value
+from sinks.series.model import Key, Row, Rows, SampleGroup, SeriesSet, Subject, Value
 from sinks.series.relabel import Relabelling, Withheld
 from sinks.series.tick import KEYS, Metrics, SeriesDevice, SeriesTick
 from topics.attributed import Holder, HoldingPod, Parts, pods_of
@@ -416,10 +416,6 @@ def divide(device: SeriesDevice, pods: Pods, *, uids: bool) -> Divided:
 
 # -- a tick
 
-Key = str | tuple[str, ...]
-"""Of a set within its node: a device's uuid for its metrics, else a kind and what it is about."""
-
-
 Cut = tuple[SeriesSet, tuple[int, ...] | None]
 """What is left of a set, and the numbers of its rows among those that it was made of; None: all of them."""
 
@@ -582,6 +578,12 @@ class Translator:
         for profile in profiles:
             self._counted[profile] = set(counted)
             counted |= profile.series.keys()
+
+    def identities(self, series: SeriesSet) -> Sequence[Hashable]:
+        """What tells a set's series from all others that are written."""
+        if self.may_collide:
+            return series.series()
+        return [(series.labels, row.name, row.labels) for row in series.rows]
 
     def translate(self, sample: SeriesTick, cache: Cache) -> tuple[list[Key], list[SampleGroup]]:
         """All series of a tick that have a value, each once, and the key of each set. ``cache`` is its node's.

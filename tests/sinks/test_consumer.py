@@ -116,7 +116,7 @@ async def test_each_topic_is_read_as_it_is_to_be_by_a_handler_of_its_own() -> No
     reader._group = FakeGroup(LOG)  # type: ignore[assignment]
     runs: list[tuple[str, float]] = []
 
-    async def run(assignment: Assignment, _: object, recall_s: float) -> None:
+    async def run(assignment: Assignment, _: object, recall_s: float, **__: object) -> None:
         runs.append((assignment.tp.topic, recall_s))
 
     with pytest.MonkeyPatch.context() as patched:
@@ -149,7 +149,7 @@ async def test_a_partition_that_was_added_to_a_topic_that_the_group_reads_is_rea
     reader._group, reader._begun = FakeGroup(LOG), frozenset(committed)  # type: ignore[assignment]
     starts: list[object] = []
 
-    async def run(_: Assignment, from_: object, recall_s: float) -> None:
+    async def run(_: Assignment, from_: object, recall_s: float, **__: object) -> None:
         starts.append(from_)
 
     with pytest.MonkeyPatch.context() as patched:

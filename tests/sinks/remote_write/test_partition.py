@@ -21,6 +21,7 @@ from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import RemoteWriteSender
 from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
 from sinks.series.translation import Translator
+from sinks.series.windows import Resolution
 from tests.sinks.conftest import KEYS, SERIES, device, sample
 from tests.sinks.records import FakeSender, Read, record
 from tests.sinks.remote_write.receivers import Receiver
@@ -39,7 +40,9 @@ class Setup:
         protocol: Protocol = "1.0",
         max_samples: int = 1000,
         probe_s: float = 0.0,
+        resolution: Resolution | None = None,
     ) -> None:
+        self.resolution = resolution
         self.now_s = self.queue_s = 0.0
         self.receiver = receiver or Receiver()
         self.sender = FakeSender()
@@ -63,10 +66,23 @@ class Setup:
 
     def partition(self) -> RemoteWritePartition:
         """The handler of another partition."""
-        return RemoteWritePartition(OpenSeries(Translator([PROFILES["otel"]])), self.shared, self.queue)
+        series = OpenSeries(Translator([PROFILES["otel"]]), self.resolution)
+        return RemoteWritePartition(series, self.shared, self.queue, windows=self.resolution is not None)
 
     def _told(self, _cluster: str, node: str, _run: int, seq: int, outcome: Outcome) -> None:
         self.outcomes.append((node, seq, outcome))
+
+    async def some(self, *records: Read) -> int | None:
+        """Gives the handler records, and time; gives the offset that it said last, all that it will say for now."""
+        self.counted.read(len(records))
+        last: int | None = None
+        for _ in range(20):
+            async for step in self.handler.deliver(records, self.abandon):
+                last = step
+            records = ()
+            self.queue_s += 1.0
+            await asyncio.sleep(0)
+        return last
 
     async def deliver(self, *records: Read) -> None:
         """Gives the handler records, and calls it until it has finished them."""
@@ -326,3 +342,127 @@ def test_every_record_ends_in_exactly_one_way_and_every_good_sample_is_stored_on
     }
     ended = [(node, seq) for node, seq, outcome in one.outcomes if outcome != "duplicate"]
     assert sorted(ended) == sorted(good)
+
+
+# -- windows
+
+WINDOWS = Resolution(10_000)
+
+
+def in_windows() -> Setup:
+    return Setup(resolution=WINDOWS)
+
+
+def seconds(*numbers: int, node: str = "n1") -> list[Read]:
+    """Ticks that begin with second 2 of a window of ten."""
+    return [record(sample(number, node=node)) for number in numbers]
+
+
+async def test_what_is_in_a_window_that_is_not_over_is_not_finished() -> None:
+    one = in_windows()
+    assert await one.some(*seconds(1, 2, 3)) is None
+    assert (one.receiver.requests, one.ends()) == (0, {})
+
+    assert await one.some(*seconds(*range(4, 10))) == 8
+    assert [value for _, value in one.receiver.values()["gpu_utilization"]] == [1.0]
+    assert one.ends() == {"delivered": 7}
+    assert [seq for _, seq, _ in one.outcomes] == [*range(1, 8)]
+    assert one.balanced()
+
+
+async def test_a_node_that_is_behind_holds_back_what_may_be_committed_and_nothing_else() -> None:
+    one = in_windows()
+    slow, *fast = seconds(1, node="slow"), *(one for n in range(2, 30) for one in seconds(n, node="fast"))
+    assert await one.some(*slow, *fast) is None
+    assert len(one.receiver.values()["gpu_utilization"]) == 3
+    assert one.count("records_held") == 29
+
+
+async def test_the_window_of_a_node_that_is_silent_is_sent_and_then_its_series_end() -> None:
+    one = in_windows()
+    await one.some(*seconds(1, 2, 3))
+    await one.handler.quiet(one.abandon)
+    assert await one.some() == 4
+    await one.handler.quiet(one.abandon)
+
+    ts_ms = sample(3).ts_ms
+    assert one.receiver.values()["gpu_utilization"] == [(ts_ms, 1.0)]
+    assert one.receiver.markers() == len(SERIES)
+    assert {points[-1][0] for points in one.receiver.stored.values()} == {ts_ms + 1}
+
+
+async def test_a_successor_writes_the_same_window_again_and_none_is_lost() -> None:
+    whole = in_windows()
+    await whole.some(*seconds(*range(1, 40)))
+    for crash in range(1, 40):
+        one = in_windows()
+        committed = await one.some(*seconds(*range(1, crash + 1))) or 1
+        one.handler = one.partition()
+        one.handler.recall(seconds(*range(1, committed)))
+        await one.some(*seconds(*range(committed, 40)))
+        assert one.receiver.stored == whole.receiver.stored
+
+
+async def test_a_partition_that_comes_back_begins_its_windows_again() -> None:
+    whole, one = in_windows(), in_windows()
+    await whole.some(*seconds(*range(1, 30)))
+    committed = await one.some(*seconds(*range(1, 13))) or 1
+    one.abandon.set()
+    assert await one.some() is None
+    one.abandon = asyncio.Event()
+    await one.some(*seconds(*range(committed, 30)))
+    assert one.receiver.stored == whole.receiver.stored
+
+
+async def test_replays_and_what_is_no_record_do_not_disturb_a_window() -> None:
+    one = in_windows()
+    ticks = [*seconds(1, 2, 3), record(sample(2), offset=4), record(b"nonsense", offset=5)]
+    later = [record(sample(number), offset=number + 2) for number in range(4, 12)]
+    await one.some(*ticks, *later)
+    assert one.ends() == {"delivered": 7, "duplicate": 1, "dead_lettered": 1}
+    assert [value for _, value in one.receiver.values()["gpu_utilization"]] == [1.0]
+
+
+async def test_a_window_that_is_refused_leaves_one_dead_letter_and_ends_all_of_its_records() -> None:
+    one = Setup(Receiver(refuse=lambda of: "bad" if name(of) == "gpu_temperature" else None), resolution=WINDOWS)
+    await one.some(*seconds(*range(1, 12)))
+    assert one.ends() == {"delivered": 6, "dead_lettered": 1}
+    assert len(one.sender.sent) == 1
+    assert len(one.receiver.values()["gpu_utilization"]) == 1
+    assert one.balanced()
+
+
+async def test_more_windows_than_a_partition_may_have_ahead_wait_and_none_is_stuck() -> None:
+    one = in_windows()
+    nodes = [f"n{number}" for number in range(300)]
+    ticks = [sample(n, node=node) for n in range(1, 22) for node in nodes]
+    records = [record(of, offset=offset) for offset, of in enumerate(ticks, 1)]
+    for start in range(0, len(records), 250):
+        await one.some(*records[start : start + 250])
+    assert len(one.receiver.values()["gpu_utilization"]) == 2 * len(nodes)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=8),
+    pods=st.lists(st.sampled_from([None, "a", "b"]), min_size=24, max_size=24),
+    cut=st.integers(0, 24),
+)
+def test_whatever_the_batches_and_the_restart_the_receiver_has_the_same(
+    lengths: list[int], pods: list[str | None], cut: int
+) -> None:
+    async def play() -> None:
+        ticks = [record(sample(n, device(pod=pod))) for n, pod in enumerate(pods, 1)]
+        whole, one = Setup(resolution=Resolution(5_000, ("max",))), Setup(resolution=Resolution(5_000, ("max",)))
+        await whole.some(*ticks)
+        position, at = 1, 0
+        for length in lengths * 24:
+            some, at = ticks[at : min(cut, at + length)], at + length
+            if not some:
+                break
+            position = await one.some(*some) or position
+        one.handler = one.partition()
+        one.handler.recall(ticks[: position - 1])
+        await one.some(*ticks[position - 1 :])
+        assert one.receiver.stored == whole.receiver.stored
+
+    asyncio.run(play())

@@ -14,6 +14,7 @@ from sinks.scrape.sink import COMPONENT, INSTRUMENTS, ScrapePartition, ScrapeSha
 from sinks.series.model import SampleGroup
 from sinks.series.tick import SeriesTick
 from sinks.series.translation import Translator
+from sinks.series.windows import Resolution
 from sinks.settings import NamingSettings
 from tests.sinks.scrape.fleet import exposed
 from topics.profiles import LabelSet, ProfileName
@@ -49,6 +50,7 @@ class Bench:
     names: tuple[ProfileName, ...] = ("otel",)
     label_set: LabelSet | None = None
     now_s: float = 0.0
+    resolution: Resolution | None = None
     letters: FakeLetters = field(default_factory=FakeLetters)
     told: list[tuple[str, int, Outcome]] = field(default_factory=list)
     abandon: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,6 +64,7 @@ class Bench:
             outcomes=Outcomes(COMPONENT, self.instruments, self._told),
             instruments=self.instruments,
             letters=self.letters,
+            resolution=self.resolution,
             now_s=lambda: self.now_s,
         )
         self.handler = ScrapePartition(0, shared)

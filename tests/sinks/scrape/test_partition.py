@@ -8,6 +8,7 @@ import pytest
 
 from delivery.dead_letters import Abandoned, Record
 from sinks.scrape.sink import VALUES
+from sinks.series.windows import Resolution
 from tests.sinks.scrape.fleet import parsed, samples
 from tests.sinks.scrape.handler import Bench, FakeLetters, FakeRecord
 from topics.attributed import AttributedDevice, AttributedSample, Holder, Parts
@@ -44,6 +45,31 @@ async def test_the_last_tick_of_every_node_is_shown() -> None:
     assert 'k8s_node_name="n-1"' in bench.shown()
     assert " 0.1\n" not in bench.shown()
     assert bench.counted("gpustream_scrape_delay_seconds_count") == 3
+
+
+async def test_with_a_resolution_the_last_window_that_is_over_is_shown() -> None:
+    bench = Bench(resolution=Resolution(10_000, ("max",)))
+    used = {2: 0.9, 9: 0.2, 10: 0.3, 11: 0.4, 20: 0.5}
+    for number, part in used.items():
+        assert await bench.deliver(_tick(number, _device("a", part))) == [number + 1]
+        if number == 9:
+            assert bench.shown() == ""
+
+    values = {name: value for name, labels, value in samples(bench.shown()) if "gpu_task_type" in labels}
+    assert values == {"gpu_utilization": 0.4, "gpu_utilization_max": 0.4}
+    assert bench.counted("gpustream_scrape_delay_seconds_count") == 2
+    assert [outcome for _, _, outcome in bench.told] == ["delivered"] * 5
+
+
+async def test_what_is_read_back_shows_the_window_that_was_shown_and_goes_on_in_the_one_that_is_not_over() -> None:
+    ticks = [_tick(number, _device("a", number / 100)) for number in range(40)]
+    whole = Bench(resolution=Resolution(10_000, ("min", "max")))
+    await whole.deliver(*ticks)
+    for start in range(20, 39):
+        bench = Bench(resolution=whole.resolution)
+        bench.handler.recall(ticks[:start])
+        await bench.deliver(*ticks[start:])
+        assert bench.shown() == whole.shown()
 
 
 async def test_the_ticks_of_a_new_log_are_shown_and_counted_once() -> None:

@@ -1,0 +1,203 @@
+"""Windows of a node's ticks, beside what the truth of each series says for itself."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sinks.remote_write.nodes import OpenSeries
+from sinks.series.model import SampleGroup
+from sinks.series.relabel import Relabelling
+from sinks.series.tick import SeriesTick
+from sinks.series.translation import Translator
+from sinks.series.windows import Aggregate, NodeWindow, Resolution, aggregates
+from tests.sinks.conftest import device, sample
+from topics.profiles import PROFILES, ProfileName
+
+ALL: tuple[Aggregate, ...] = ("min", "mean", "max")
+EPOCH_MS = 1_795_219_200_000
+END = "ends"
+
+Series = tuple[tuple[str, str], ...]
+Written = dict[Series, list[tuple[int, float | str]]]
+
+
+def translator(name: ProfileName = "otel", relabelling: Relabelling | None = None) -> Translator:
+    return Translator([PROFILES[name]], relabelling=relabelling or Relabelling())
+
+
+def tick(seq: int, second: float, *devices: dict[str, Any], **more: Any) -> SeriesTick:
+    return sample(seq, ts_ms=EPOCH_MS + round(second * 1000), **{"devices": list(devices), **more})
+
+
+def points(groups: Sequence[SampleGroup]) -> list[tuple[Series, int, float | str]]:
+    return [
+        (tuple(labels), group.ts_ms, END if value != value else value)
+        for group in groups
+        for labels, value in zip(group.series.series(), group.values, strict=True)
+    ]
+
+
+def write(ticks: Sequence[SeriesTick], resolution: Resolution, made: Translator | None = None) -> Written:
+    """What is written of these ticks, each window as soon as it is over; the last one is not."""
+    state, written = OpenSeries(made or translator(), resolution), Written()
+    window: NodeWindow | None = None
+    for before, now in itertools.pairwise([None, *ticks]):
+        if before is not None and window is not None and not window.has(now.ts_ms):  # type: ignore[union-attr]
+            over = state.tick(before, window)
+            for series, ts_ms, value in points(over.groups):
+                written.setdefault(series, []).append((ts_ms, value))
+            state.settle(over, 0.0, accepted=True)
+            window = None
+        window = state.fold(now, window)  # type: ignore[arg-type]
+    return written
+
+
+class Seen(NamedTuple):
+    """A tick as it would be written by itself: a value of each series, and which of them are gauges."""
+
+    ts_ms: int
+    values: Mapping[Series, float]
+    gauges: Mapping[Series, str]
+
+
+def seen(of: SeriesTick, made: Translator) -> Seen:
+    """Each tick translated by itself, without anything that was before."""
+    groups = OpenSeries(made).tick(of).groups
+    rows = [row for group in groups for row in group.series.rows]
+    found = points(groups)
+    units = {
+        series: row.unit
+        for (series, _, _), row in zip(found, rows, strict=True)
+        if row.kind == "gauge" and row.unit not in {"", "bitmask", "code"}
+    }
+    return Seen(of.ts_ms, {series: value for series, _, value in found if value != END}, units)  # type: ignore[misc]
+
+
+def truth(ticks: Sequence[Seen], window_ms: int, kinds: Sequence[Aggregate]) -> Written:
+    """What is to be written, series by series; nothing of the window that is not over."""
+    written = Written()
+    ends = [  # the numbers of those ticks that are the last of their window
+        number
+        for number, (one, after) in enumerate(itertools.pairwise(ticks))
+        if not one.ts_ms < after.ts_ms or one.ts_ms // window_ms != after.ts_ms // window_ms
+    ]
+    over = ticks[: max(ends, default=-1) + 1]
+    for series in {series for one in over for series in one.values}:
+        run: list[float] = []
+        for number, one in enumerate(over):
+            gauge = any(series in tick.gauges for tick in over)
+            names = [series, *[renamed(series, kind) for kind in kinds if gauge]]
+            if series in one.values:
+                run.append(one.values[series])
+                if number in ends or series not in over[number + 1].values:
+                    of = {"min": min(run), "mean": sum(run) / len(run), "max": max(run)}
+                    said = [run[-1], *[of[kind] for kind in kinds if gauge]]
+                    for name, value in zip(names, said, strict=True):
+                        written.setdefault(name, []).append((one.ts_ms, value))
+                    run = []
+            elif number and series in over[number - 1].values:
+                for name in names:
+                    written.setdefault(name, []).append((one.ts_ms, END))
+    return written
+
+
+def renamed(series: Series, kind: str) -> Series:
+    return tuple(sorted((key, f"{value}_{kind}" if key == "__name__" else value) for key, value in series))
+
+
+metrics = st.dictionaries(
+    st.sampled_from(["gpu_utilization_ratio", "power_watts", "temperature_celsius", "energy_joules_total"]),
+    st.integers(0, 3).map(float),
+    min_size=1,
+)
+devices = st.lists(
+    st.tuples(st.sampled_from("abc"), st.sampled_from([None, "p", "q"]), metrics),
+    unique_by=lambda one: one[0],
+    max_size=3,
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.5, 1, 3, 9, 40, -1]), devices), max_size=12), st.booleans())
+def test_of_each_series_the_last_value_of_each_window_is_written_and_its_end(
+    steps: list[tuple[float, list[tuple[str, str | None, dict[str, float]]]]], spread: bool
+) -> None:
+    seconds = itertools.accumulate(after for after, _ in steps)
+    ticks = [
+        tick(number, 20 + second, *[device(f"GPU-{uuid}", pod, metrics=values) for uuid, pod, values in some])
+        for number, (second, (_, some)) in enumerate(zip(seconds, steps, strict=True), 1)
+    ]
+    kinds = ALL if spread else ()
+    of_each = [seen(one, translator()) for one in ticks]
+
+    assert write(ticks, Resolution(15_000, kinds)) == truth(of_each, 15_000, kinds)
+
+
+def test_a_spike_of_one_tick_is_in_the_maximum_and_nowhere_else() -> None:
+    values = [0.1] * 7 + [0.9] + [0.1] * 7 + [0.2]
+    ticks = [tick(n, n, device(metrics={"gpu_utilization_ratio": value})) for n, value in enumerate(values)]
+    written = {dict(series)["__name__"]: points for series, points in write(ticks, Resolution(15_000, ALL)).items()}
+    at_ms, [(mean_at_ms, mean)] = EPOCH_MS + 14_000, written["gpu_utilization_mean"]
+
+    assert written["gpu_utilization"] == written["gpu_utilization_min"] == [(at_ms, 0.1)]
+    assert written["gpu_utilization_max"] == [(at_ms, 0.9)]
+    assert mean_at_ms == at_ms
+    assert mean == pytest.approx((14 * 0.1 + 0.9) / 15)
+
+
+def test_what_the_driver_says_of_each_tick_is_the_highest_of_the_window_and_the_only_one_of_its_name() -> None:
+    highest = [3.0, 9.0, *[2.0] * 14]
+    ticks = [tick(n, n, device(metrics={"power_watts": 1.0, "power_max_watts": of})) for n, of in enumerate(highest)]
+    written = [
+        (dict(series)["__name__"], points) for series, points in write(ticks, Resolution(15_000, ("max",))).items()
+    ]
+
+    assert [points for name, points in written if name == "gpu_power_draw_max"] == [[(EPOCH_MS + 14_000, 9.0)]]
+    assert not [name for name, _ in written if name.startswith("gpu_power_draw_max_")]
+
+
+def test_a_counter_keeps_its_last_value_and_has_no_mean() -> None:
+    ticks = [tick(n, n, device(metrics={"energy_joules_total": 100.0 + n})) for n in range(16)]
+    names = {dict(series)["__name__"]: points for series, points in write(ticks, Resolution(15_000, ALL)).items()}
+
+    assert names["gpu_energy_consumption"] == [(EPOCH_MS + 14_000, 114_000.0)]
+    assert not [name for name in names if name.startswith("gpu_energy_consumption_")]
+
+
+@pytest.mark.parametrize(
+    ("profile", "name"),
+    [
+        ("otel", "gpu_memory_used_max"),
+        ("otel-suffixed", "gpu_memory_used_max_bytes"),
+        ("otel-suffixed", "gpu_clock_frequency_max_MHz"),
+        ("dcgm", "DCGM_FI_DEV_FB_USED_max"),
+    ],
+)
+def test_the_aggregate_stands_before_the_unit_of_the_name(profile: ProfileName, name: str) -> None:
+    known = {"memory_used_bytes": 1 << 20, "sm_clock_hz": 1e9}
+    ticks = [tick(n, n, device(metrics=known)) for n in range(16)]
+    written = write(ticks, Resolution(15_000, ("max",)), translator(profile))
+
+    assert name in {dict(series)["__name__"] for series in written}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_no_aggregate_has_the_name_of_another_series(profile: ProfileName) -> None:
+    own = {one.name for many in PROFILES[profile].series.values() for one in many}
+    own |= {one.name for one in PROFILES[profile].ratios}
+    ticks = [tick(n, n, device(metrics=dict.fromkeys(PROFILES[profile].series, 1))) for n in range(16)]
+    written = write(ticks, Resolution(15_000, ALL), translator(profile))
+
+    assert {dict(series)["__name__"] for series in written} - own
+    assert {len(points) for points in written.values()} == {1}  # two series of one name would be written twice
+
+
+def test_names_after_commas_are_put_in_order_and_others_refused() -> None:
+    assert aggregates("max, min") == ("min", "max")
+    with pytest.raises(ValueError, match="'median' is none of min, mean, max"):
+        aggregates("min,median")
+    with pytest.raises(ValueError, match="has a name twice"):
+        aggregates("min,min")
