@@ -55,7 +55,7 @@ async def test_with_a_resolution_the_last_window_that_is_over_is_shown() -> None
         if number == 9:
             assert bench.shown() == ""
 
-    values = {name: value for name, labels, value in samples(bench.shown()) if "gpu_task_type" in labels}
+    values = {one.name: one.value for one in samples(bench.shown()) if "gpu_task_type" in one.labels}
     assert values == {"gpu_utilization": 0.4, "gpu_utilization_max": 0.4}
     assert bench.counted("gpustream_scrape_delay_seconds_count") == 2
     assert [outcome for _, _, outcome in bench.told] == ["delivered"] * 5
