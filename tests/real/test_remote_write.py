@@ -131,6 +131,37 @@ async def test_a_kill_between_an_accepted_write_and_its_commit_loses_and_repeats
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
 
 
+async def test_with_a_resolution_each_window_is_stored_once_with_its_last_and_highest_value_whoever_writes_it(
+    attributed: KafkaServer, prometheus: PrometheusServer
+) -> None:
+    fleet, nodes, window_ms = Fleet(), 5, 5_000
+    records = fleet.history(now_ms(), 40, nodes)
+    for record in records:
+        record["devices"][0]["metrics"]["power_watts"] = 900.0 if record["seq"] == 17 else 100.0
+    windows = {(record["node"], record["ts_ms"] // window_ms): record for record in records}  # the last of each
+    spikes = {record["ts_ms"] // window_ms for record in records if record["seq"] == 17}
+    written, rest = records[: 18 * nodes], records[18 * nodes :]  # cut within a window
+    settings = {"protocol": "2.0", "resolution_s": window_ms / 1000, "aggregate": ("max",)}
+
+    await write(attributed, written)
+    first = sink(attributed, prometheus.write_url, **settings)
+    async with running(first):
+        await eventually(lambda: count(first, "records_read_total") == len(written) and ends(first), "windows written")
+    await write(attributed, rest)
+    second = sink(attributed, prometheus.write_url, stale_after_s=2.0, **settings)  # 4 gauges
+    async with running(second):
+        await eventually(lambda: count(second, "markers_total") == nodes * (SERIES + 1 + 4), "all windows and series ended")
+
+    assert_accounted(second.registry)
+    assert await fleet.stored(prometheus, "gpu_utilization") == expected(windows.values())
+    highest = await fleet.stored(prometheus, "gpu_power_draw_max")
+    assert [(at_ms, value) for at_ms, value in highest["node-0 pod-0"]] == [
+        (record["ts_ms"], 900.0 if bucket in spikes else 100.0)
+        for (node, bucket), record in windows.items()
+        if node == "node-0"
+    ]
+
+
 async def start(kafka: KafkaServer, url: str, protocol: str) -> asyncio.subprocess.Process:
     """A sink in a process of its own."""
     arguments = ("-m", "tests.real.remote_write_process", kafka.address, url, protocol)
