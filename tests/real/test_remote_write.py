@@ -148,9 +148,10 @@ async def test_with_a_resolution_each_window_is_stored_once_with_its_last_and_hi
     async with running(first):
         await eventually(lambda: count(first, "records_read_total") == len(written) and ends(first), "windows written")
     await write(attributed, rest)
-    second = sink(attributed, prometheus.write_url, stale_after_s=2.0, **settings)  # 4 gauges
+    second = sink(attributed, prometheus.write_url, stale_after_s=2.0, **settings)
+    series = SERIES + 1 + 4  # with the power, and the highest of each gauge
     async with running(second):
-        await eventually(lambda: count(second, "markers_total") == nodes * (SERIES + 1 + 4), "all windows and series ended")
+        await eventually(lambda: count(second, "markers_total") == nodes * series, "all windows and series ended")
 
     assert_accounted(second.registry)
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(windows.values())
