@@ -187,6 +187,8 @@ class SimulatedNode:
                     label = pod.label(container, position, at_ms)
                     row: JsonDict = {"namespace": pod.namespace, "pod": pod.name, "pod_uid": pod.uid}
                     row |= {"behaviour": label.behaviour, "since_ms": max(0, start_ms + label.since_ms)}
+                    part = self._owner[position][1]
+                    row["use"] = sum(load.activity for load in part.loads if load.pod is pod) if part else 0.0
                     found[position].append({**row, "cause": label.cause} if label.cause else row)
         return found
 

@@ -1,41 +1,50 @@
-"""How many alerts people get, and how many of them are worth it: the rules that everybody has, on a simulated fleet.
+"""How many alerts people get, and how many of them are worth it: every rule, on simulated fleets whose truth is known.
 
-    python -m tests.bench.noise [MINUTES]
+    python -m tests.bench.noise [MINUTES [HOURS]]
 
-204 GPUs of 17 nodes, whose pods train, serve, work in bursts, start, and are left alone, through the join and the alert
-stream's own state machines, in the fleet's time: nothing waits. Each row is the same ticks by other rules.
+204 GPUs of 17 nodes, through the join and the alert stream's own state machines, in the fleet's time: nothing waits.
 
-An alert is useful if its first GPU idles for another :data:`ACT_S` after it fired, by the truth, so that somebody can
-act, and if no alert about the same pod was there in the :data:`AGAIN_S` before: it says what nobody knew. All other
-alerts about idle GPUs are noise. ``kept`` are the useful ones of the first row that a row has too: an alert about that
-pod fires at some time of the :data:`ACT_S` after. Alerts about faults are not counted: all rows have the same.
+1. MINUTES of a fleet whose pods train, serve, work in bursts, start, and are left alone: ``GPUHeldIdle`` with several
+   ``keep_firing_for``. An alert is useful if its first GPU idles for another :data:`ACT_S` after it fired, by the
+   truth, so that somebody can act, and if no alert about the same pod was there in the :data:`AGAIN_S` before: it says
+   what nobody knew. All other alerts are noise. ``kept`` are the useful ones of the first row that a row has too: an
+   alert about that pod fires at some time of the :data:`ACT_S` after.
+2. HOURS of such a fleet in which every ten nodes have each of the simulated behaviours, too: every rule, whether it is
+   on by default or not. ``false`` are alerts about what is not so when they fire, ``again`` those that are true and say
+   what the rule said of that pod in the :data:`AGAIN_S` before, or that come when it is over within :data:`ACT_S`;
+   ``missed`` are spells that lasted for the rule's own time and :data:`ACT_S` more, and no alert was about them.
 """
 
+import statistics
 import sys
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 
+from producers.simulated.behaviours import BEHAVIOURS
 from producers.simulated.fleet import Fleet
 from streams.alerts import tick as ticks
 from streams.alerts.node import Replay
-from streams.alerts.rules.rule import Rules
-from streams.alerts.rules.rules_file import load
-from tests.bench.idle import Truth
-from tests.bench.score import joined
+from streams.alerts.rules import rules_file
+from streams.alerts.rules.rule import Rule, Rules
+from tests.bench.idle import IDLE_BELOW
+from tests.bench.score import START_MS, joined
+from tests.producers.simulated.made import Tick as Made
 from topics.alerts import Alert, milliseconds
 
 NODES, GPUS, SEED, POD_LIFE_S, MINUTES, STEP_S = 17, 12, 3, 7200, 90, 5
+HOURS, LABELLED_STEP_S = 12, 10
 KEEP_MINUTES = (0, 5, 10, 15, 20)
 ACT_S, AGAIN_S = 300, 7200
+FOREVER_MS = 2**62
 
 Pod = tuple[str, str, str]
 """Node, namespace and name."""
 
 
-class Idleness(NamedTuple):
-    """Of a pod's GPU: it was idle from a time to another one."""
+class Spell(NamedTuple):
+    """Of a pod's GPU: something was so from a time to another one."""
 
     pod: Pod
     uuid: str
@@ -52,49 +61,138 @@ class Found(NamedTuple):
     end_ms: int
 
 
-class Score(NamedTuple):
-    alerts: int
-    useful: frozenset[tuple[Pod, int]]
+class Spells:
+    """What was so, of which GPUs, as it is seen tick by tick."""
+
+    def __init__(self) -> None:
+        self._going: dict[tuple[str, Pod, str], int] = {}
+        self.found: dict[str, list[Spell]] = {}
+
+    def see(self, node: str, now: set[tuple[str, Pod, str]], ts_ms: int) -> None:
+        """What is so of a node's GPUs in a tick: of each what, whose it is, and which."""
+        for key in [key for key in self._going if key[1][0] == node and key not in now]:
+            self._end(key, ts_ms)
+        self._going.update({key: ts_ms for key in now if key not in self._going})
+
+    def close(self) -> None:
+        for key in list(self._going):
+            self._end(key, FOREVER_MS)
+
+    def _end(self, key: tuple[str, Pod, str], end_ms: int) -> None:
+        what, pod, uuid = key
+        self.found.setdefault(what, []).append(Spell(pod, uuid, self._going.pop(key), end_ms))
+
+
+def main(minutes: int, hours: float) -> None:
+    """Prints both tables."""
+    sys.stdout.write("\n".join(of_bursts(minutes)) + "\n\n")
+    sys.stdout.write("\n".join(of_behaviours(hours)) + "\n")
+
+
+# -- alerts about idle GPUs, by how long they outlast a burst
 
 
 def rules(keep_minutes: int) -> Rules:
     """GPUHeldIdle alone, with this ``keep_firing_for``."""
-    (idle,) = load(None).of("held_idle")
+    (idle,) = rules_file.load(None).of("held_idle")
     return Rules((msgspec.structs.replace(idle, keep_firing_ms=keep_minutes * 60_000, critical_ms=0),))
 
 
-def main(minutes: int) -> None:
-    """Prints a row for each."""
+def of_bursts(minutes: int) -> Iterator[str]:
     replays = {("each GPU", 0): Replay(rules(0), grouped=False)}
     replays |= {("one a workload", keep): Replay(rules(keep)) for keep in KEEP_MINUTES}
     written: dict[tuple[str, int], list[Alert]] = {which: [] for which in replays}
-    truths: dict[str, Truth] = {}
-    idle: dict[tuple[Pod, str], int] = {}
-    spells: list[Idleness] = []
+    spells = Spells()
     fleet = Fleet(NODES, GPUS, seed=SEED, pod_life_s=POD_LIFE_S)
     for made, sample in joined(fleet, minutes * 60 // STEP_S, step_s=STEP_S):
-        node = made.node.name
-        now = {((node, *pod), uuid) for uuid, pod in truths.setdefault(node, Truth(0)).see(made)}
-        over = [key for key in idle if key[0][0] == node and key not in now]
-        spells += [Idleness(*key, idle.pop(key), made.ts_ms) for key in over]
-        idle.update({key: made.ts_ms for key in now if key not in idle})
+        spells.see(made.node.name, set(_true(made)), made.ts_ms)
         read = ticks.decode(msgspec.json.encode(sample))
         for which, replay in replays.items():
             written[which] += replay.take(read, read.ts_ms)
-    spells += [Idleness(*key, start_ms, 2**62) for key, start_ms in idle.items()]
-    sys.stdout.write("\n".join(rows(written, spells)) + "\n")
-
-
-def rows(written: dict[tuple[str, int], list[Alert]], spells: list[Idleness]) -> Iterator[str]:
+    spells.close()
     yield "| alerts about idle GPUs | `keep_firing_for` | alerts | useful | noise | kept |"
     yield "|---|---|---|---|---|---|"
     first: list[Found] | None = None
     for (what, keep), alerts in written.items():
         found = firings(alerts)
-        good = [one for i, one in enumerate(found) if is_useful(one, found[:i], spells)]
+        good = [one for i, one in enumerate(found) if is_useful(one, found[:i], spells.found["GPUHeldIdle"])]
         first = good if first is None else first
         kept = sum(1 for one in first if any(covers(other, one) for other in found))
         yield f"| {what} | {keep}m | {len(found)} | {len(good)} | {len(found) - len(good)} | {kept} of {len(first)} |"
+
+
+# -- every rule, beside what is true
+
+ABOUT: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "GPUHeldIdle": lambda label: label["use"] < IDLE_BELOW,
+    "GPUStalled": lambda label: label["behaviour"] == "hung",
+    "GPUStraggler": lambda label: label["behaviour"] == "straggler",
+    "GPUUnderused": lambda label: label["behaviour"] in ("underused", "notebook", "hoarder", "crash-loop", "idle"),
+    "GPUMemoryHoarded": lambda label: label["behaviour"] == "hoarder",
+    "GPUCrashLoop": lambda label: label["behaviour"] == "crash-loop",
+    "GPUThermalSlowdown": lambda label: label.get("cause") == "thermal" and label["behaviour"] != "waiting",
+    "GPUPowerBrake": lambda label: label.get("cause") == "power-brake",
+    "GPUUsedUnallocated": lambda label: False,
+    "GPUAttributionConflict": lambda label: False,
+}
+"""Of which labels of the truth a rule is true."""
+
+
+def of_behaviours(hours: float) -> Iterator[str]:
+    defaults = [one for name, one in rules_file.defaults().items() if name in ABOUT]
+    replay = Replay(Rules(tuple(msgspec.structs.replace(one, enabled=True) for one in defaults)))
+    written: list[Alert] = []
+    spells = Spells()
+    fleet = Fleet(NODES, GPUS, seed=SEED, pod_life_s=POD_LIFE_S, behaviours=BEHAVIOURS)
+    for made, sample in joined(fleet, int(hours * 3600) // LABELLED_STEP_S, step_s=LABELLED_STEP_S):
+        spells.see(made.node.name, set(_true(made)), made.ts_ms)
+        read = ticks.decode(msgspec.json.encode(sample))
+        written += replay.take(read, read.ts_ms)
+    spells.close()
+    yield "| rule | by default | alerts | useful | again | false | missed | seconds until it fired |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for rule in defaults:
+        found = firings([alert for alert in written if alert.name == rule.name])
+        if WHY:
+            own = spells.found.get(rule.name, [])
+            for one in found:
+                if not any(holds(one, spell) for spell in own):
+                    sys.stderr.write(f"false {rule.name} {one}\n")
+        yield f"| `{rule.name}` | {'on' if rule.enabled else 'off'} | {scored(rule, found, spells.found)} |"
+
+
+def _true(made: Made) -> Iterator[tuple[str, Pod, str]]:
+    labels = made.node.behaviours(made.ts_ms - START_MS)
+    for device, rows in zip(made.reading.devices, labels, strict=True):
+        for label in rows:
+            pod = made.node.name, label["namespace"], label["pod"]
+            yield from ((name, pod, device["uuid"]) for name, about in ABOUT.items() if about(label))
+
+
+def scored(rule: Rule, found: list[Found], spells: dict[str, list[Spell]]) -> str:
+    """The figures of a rule: by its alerts, and by what was true."""
+    own = spells.get(rule.name, [])
+    good = [one for i, one in enumerate(found) if is_useful(one, found[:i], own)]
+    false = [one for one in found if not any(holds(one, spell) for spell in own)]
+    needs_ms = max(rule.for_ms + rule.grace_ms, getattr(rule, "window_ms", 0) if rule.kind in WINDOWED else 0)
+    end_ms = max((spell.start_ms for of in spells.values() for spell in of), default=0)
+    long = [one for one in own if min(one.end_ms, end_ms) - one.start_ms >= needs_ms + ACT_S * 1000]
+    missed = [spell for spell in long if not any(meets(one, spell) for one in found)]
+    began = [max(spell.start_ms for spell in own if holds(one, spell)) for one in good]
+    waited = [(one.start_ms - start_ms) / 1000 for one, start_ms in zip(good, began, strict=True)]
+    cells = (
+        len(found),
+        len(good),
+        len(found) - len(good) - len(false),
+        len(false),
+        f"{len(missed)} of {len(long)}",
+        round(statistics.median(waited)) if waited else "",
+    )
+    return " | ".join(map(str, cells))
+
+
+WHY = True
+WINDOWED = ("underused", "memory_hoarded")
 
 
 def firings(alerts: list[Alert]) -> list[Found]:
@@ -102,7 +200,7 @@ def firings(alerts: list[Alert]) -> list[Found]:
     found: dict[tuple[str, int], Found] = {}
     for alert in alerts:
         start_ms = milliseconds(alert.starts_at)
-        end_ms = 2**62 if alert.ends_at is None else milliseconds(alert.ends_at)
+        end_ms = FOREVER_MS if alert.ends_at is None else milliseconds(alert.ends_at)
         key, labels = (alert.fingerprint, start_ms), alert.labels
         own = f"{labels.get('k8s_namespace_name')}/{labels.get('k8s_pod_name')}"
         held = [(gpu.node, gpu.pod or own) for gpu in alert.gpus] or [(alert.node, own)]
@@ -114,16 +212,20 @@ def firings(alerts: list[Alert]) -> list[Found]:
     return sorted(found.values(), key=lambda one: (one.start_ms, one.uuid))
 
 
-def is_useful(one: Found, before: list[Found], spells: list[Idleness]) -> bool:
+def is_useful(one: Found, before: list[Found], spells: list[Spell]) -> bool:
     again = any(one.pods & other.pods and one.start_ms - other.start_ms < AGAIN_S * 1000 for other in before)
-    lasts = any(
-        spell.pod in one.pods
-        and spell.uuid == one.uuid
-        and spell.start_ms <= one.start_ms
-        and spell.end_ms - one.start_ms >= ACT_S * 1000
-        for spell in spells
-    )
+    lasts = any(holds(one, spell) and spell.end_ms - one.start_ms >= ACT_S * 1000 for spell in spells)
     return lasts and not again
+
+
+def holds(one: Found, spell: Spell) -> bool:
+    """Whether what an alert says of its first GPU was so when it fired."""
+    return spell.uuid == one.uuid and spell.pod in one.pods and spell.start_ms <= one.start_ms < spell.end_ms
+
+
+def meets(one: Found, spell: Spell) -> bool:
+    """Whether an alert about the pod of a spell fires at some time of it."""
+    return spell.pod in one.pods and one.start_ms < spell.end_ms and one.end_ms > spell.start_ms
 
 
 def covers(one: Found, other: Found) -> bool:
@@ -133,4 +235,5 @@ def covers(one: Found, other: Found) -> bool:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else MINUTES)
+    asked = [*sys.argv[1:], *map(str, (MINUTES, HOURS)[len(sys.argv) - 1 :])]
+    main(int(asked[0]), float(asked[1]))

@@ -230,7 +230,8 @@ def _snapshot(tick: Tick, seq: int, containers: list[dict[str, Any]]) -> Allocat
 
 
 def _workloads(tick: Tick, news: KnownPods) -> NodeWorkloads:
-    fields = {"schema": 1, "cluster": "default", "node": tick.node.name, "epoch": START_MS, "seq": tick.seq}
+    fields = {"schema": 1, "cluster": "default", "node": tick.node.name, "epoch": START_MS}
+    fields["seq"] = news.at_ms - START_MS + 1  # a tick may have several
     return msgspec.convert({**fields, "ts_ms": news.at_ms, "pods": news.pods}, NodeWorkloads)
 
 
