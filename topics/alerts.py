@@ -148,6 +148,31 @@ class AlertState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     memory: Annotated[Any, about("The conditions' own.")] = None
 
 
+class Rank(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A GPU of a workload, and what it did in the five minutes that have ended."""
+
+    uuid: Annotated[str, about("The device's UUID.")]
+    index: Annotated[int | None, about("The GPU's index on its node.", "none")]
+    pod: Annotated[str, about("The pod that holds it.")]
+    figures: Annotated[
+        tuple[float | None, ...],
+        about(
+            "Utilization, activity of SMs, of tensor cores, SM clock, power, the share of time in which it was slowed "
+            "down, and that with violations of power or temperature.",
+            "0-1, 0-1, 0-1, Hz, W, 0-1, 0-1",
+        ),
+    ]
+
+
+class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The thresholds by which ranks are compared, as they are for the workload."""
+
+    for_ms: Annotated[UInt, about("For how long a rank must lag.", "ms")]
+    keep_ms: Annotated[UInt, about("For how long it must not, to be over.", "ms")]
+    peers: Annotated[UInt, about("With how many others it must be compared.", "none")]
+    deviations: Annotated[float, about("By how many deviations an outlier differs from the median.", "none")]
+
+
 class AlertReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a tick of a node changes in an alert of several GPUs: those of single GPUs that begin, go on or end."""
 
@@ -164,6 +189,19 @@ class AlertReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         UInt | None, about("How many devices of the node the workload holds now, if that has changed.", "devices")
     ] = None
     alerts: Annotated[tuple[Alert, ...], about("The alerts of single GPUs.")] = ()
+    ranks: Annotated[tuple[Rank, ...], about("What the workload's GPUs on the node did, to compare them.")] = ()
+    limits: Annotated[Limits | None, about("By which they are compared.")] = None
+    pattern: Annotated[Alert | None, about("An alert about one of them, if it lags.")] = None
+
+
+class Suspect(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A GPU that lags behind its peers."""
+
+    node: Annotated[str, about("The node that it is on.")]
+    since_ms: Annotated[int, about("Since when it lags.", "ms since the epoch")]
+    evidence: Annotated[str, about("By which measures.")]
+    starts_ms: Annotated[int | None, about("Since when that is an alert, if it is one.", "ms since the epoch")] = None
+    ceased_ms: Annotated[int | None, about("Since when it no longer lags.", "ms since the epoch")] = None
 
 
 class Seen(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -196,6 +234,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     price: Annotated[str | None, about("What an hour of such a GPU costs, as a decimal number.")] = None
     last_active: Annotated[str | None, about("When the GPU last worked.")] = None
     held: Annotated[UInt, about("How many devices its pod holds.", "devices")] = 0
+    evidence: Annotated[str | None, about("The measures by which it was found.")] = None
 
 
 class AlertGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -211,9 +250,16 @@ class AlertGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     offset: Annotated[int, about("The report's offset in its partition of gpu.alert-members.", "none")]
     alert: Annotated[Alert | None, about("The alert, as it was written last.")] = None
     members: Annotated[tuple[Member, ...], about("Its parts.")] = ()
+    part: Annotated[
+        Alert | None, about("One of its parts, if there are some and the alert waits until all GPUs are among them.")
+    ] = None
     seen: Annotated[
         dict[str, Seen], about("The last report of each node: what a node sends again after a crash is not new.")
     ] = {}
+    ranks: Annotated[
+        dict[str, tuple[Rank, ...]], about("What is reported of ranks and not compared yet, by the node.")
+    ] = {}
+    suspects: Annotated[dict[str, Suspect], about("The GPUs that lag behind their peers, by UUID.")] = {}
 
 
 def fingerprint(name: str, cluster: str, node: str, device: str = "", pod_uid: str = "", key: str = "") -> str:

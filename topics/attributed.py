@@ -70,9 +70,15 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
             "one. Its workload and labels are then not known, and its UID only if the kubelet says it."
         ),
     ] = False
+    waiting: Annotated[
+        str | None, about("Why a container of the pod that was restarted waits, such as CrashLoopBackOff.")
+    ] = None
+    restarts: Annotated[UInt | None, about("How often that container was restarted.", "none")] = None
 
 
 JOB = "SlurmJob"
+CRASH_LOOP = "CrashLoopBackOff"
+"""Why a container waits that crashed again and again."""
 
 
 def holder_of_job(job: Job) -> Holder:

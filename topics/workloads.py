@@ -47,6 +47,14 @@ class Pod(msgspec.Struct, frozen=True, omit_defaults=True):
             "that the API server does not let be read counts as the top."
         ),
     ] = True
+    waiting: Annotated[
+        str | None,
+        about(
+            "Why a container of it that was restarted waits now, as Kubernetes says it, such as CrashLoopBackOff. "
+            "Most pods have none."
+        ),
+    ] = None
+    restarts: Annotated[UInt | None, about("How often that container was restarted.", "none")] = None
 
 
 class DraDevice(msgspec.Struct, frozen=True, omit_defaults=True):

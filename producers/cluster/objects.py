@@ -113,8 +113,13 @@ class Terminated(msgspec.Struct, frozen=True, rename="camel"):
     finished_at: Time | None = None
 
 
+class Waits(msgspec.Struct, frozen=True):
+    reason: str | None = None
+
+
 class ContainerState(msgspec.Struct, frozen=True):
     terminated: Terminated | None = None
+    waiting: Waits | None = None
 
 
 class ResourceHealth(msgspec.Struct, frozen=True):
@@ -135,6 +140,7 @@ class ResourceStatus(msgspec.Struct, frozen=True):
 class ContainerStatus(msgspec.Struct, frozen=True, rename="camel"):
     state: ContainerState | None = None
     allocated_resources_status: list[ResourceStatus] | None = None
+    restart_count: int = 0
 
 
 class PodCondition(msgspec.Struct, frozen=True, rename="camel"):

@@ -23,7 +23,8 @@ KEPT_MS = 30 * 60_000  # for how long a pod that ended is still published
 
 class KnownPod(msgspec.Struct, frozen=True, gc=False):
     """A pod. ``owner`` is its controller, ``cut`` how many labels and annotations were cut or had no room. ``unwell``
-    are those of its devices that are not."""
+    are those of its devices that are not. ``waiting``: why a container of it that was restarted waits, and its
+    ``restarts``."""
 
     uid: str
     namespace: str
@@ -37,6 +38,8 @@ class KnownPod(msgspec.Struct, frozen=True, gc=False):
     owner: Owner | None
     cut: int = 0
     unwell: tuple[UnwellDevice, ...] = ()
+    waiting: str | None = None
+    restarts: int | None = None
 
 
 class Change(NamedTuple):
@@ -51,6 +54,7 @@ def known_pod(pod: objects.Pod, selection: Selection, before: KnownPod | None, n
     labels = selection.pod_labels.keep(pod.metadata.labels)
     annotations = selection.pod_annotations.keep(pod.metadata.annotations)
     owner = controller(pod.metadata)
+    restarts, reason = waiting(pod.status)
     began_ms = milliseconds(pod.status.start_time or pod.metadata.creation_timestamp)
     return KnownPod(
         uid=pod.metadata.uid,
@@ -65,6 +69,8 @@ def known_pod(pod: objects.Pod, selection: Selection, before: KnownPod | None, n
         owner=as_owner(owner) if owner else None,
         cut=labels.cut + annotations.cut,
         unwell=unwell(pod.status),
+        waiting=reason,
+        restarts=restarts,
     )
 
 
@@ -80,6 +86,16 @@ def unwell(status: objects.PodStatus) -> tuple[UnwellDevice, ...]:
                 message = shortened(device.message) if device.message else None
                 found[UnwellDevice(shortened(device.id), device.health, message)] = None
     return tuple(found)
+
+
+def waiting(status: objects.PodStatus) -> tuple[int, str] | tuple[None, None]:
+    """How often the container of a pod was restarted that waits now, and why it waits: of several, the most often."""
+    if status.phase in ("Succeeded", "Failed"):
+        return None, None
+    statuses = (*(status.init_container_statuses or ()), *(status.container_statuses or ()))
+    waits = [(one.restart_count, one.state.waiting) for one in statuses if one.state and one.restart_count > 0]
+    found = [(restarts, shortened(why.reason)) for restarts, why in waits if why is not None and why.reason]
+    return max(found, default=(None, None))
 
 
 def as_owner(reference: objects.Reference) -> Owner:

@@ -257,6 +257,7 @@ def _row(pod: KnownPod | Pod, ended_ms: int | None, chain: Chain, namespace: Nam
         "namespace_labels": namespace.labels,
         "owners": [msgspec.to_builtins(owner) for owner in chain.owners],
         "owners_complete": None if chain.complete else False,
+        **({"waiting": pod.waiting, "restarts": pod.restarts} if pod.waiting else {}),
     }
 
 

@@ -14,7 +14,8 @@ from typing import NamedTuple, get_args
 
 import msgspec
 
-from streams.alerts.rules.rule import Rules
+from streams.alerts.rules.rule import OF_ALL, Rule, Rules
+from streams.alerts.stragglers import compare
 from streams.alerts.text.grouped import grouped, labels_of
 from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Seen, Severity, milliseconds, time
 from topics.topic import decoder
@@ -48,6 +49,10 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
         return GroupStep(group)
     held = report.held if report.held is not None or last is None else last.held
     seen = {**group.seen, report.node: Seen(report.position, report.phase, report.logged_ms, held)}
+    compared = compare(group, report, seen)
+    if report.ranks and compared.group is group and report.held is None and not report.alerts:
+        return GroupStep(group)  # nobody lags, and nobody did
+    group, report = compared.group, _replace(report, alerts=(*report.alerts, *compared.alerts))
     members = {member.fingerprint: member for member in group.members}
     ended: Alert | None = None
     began: Alert | None = None
@@ -61,8 +66,10 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
         ended = ended if alert.is_open else alert
     over = sorted([m.ended_ms for m in members.values() if m.ended_ms is not None])[:-_MOST_ENDED]
     kept = [m for m in members.values() if m.ended_ms is None or not over or m.ended_ms > over[-1]]
-    is_open = any(member.ended_ms is None for member in kept)
+    began = began or (group.part if any(member.ended_ms is None for member in kept) else None)
     was, now = group.alert, None
+    of = began or was
+    is_open = of is not None and _is_open(rules.by_name.get(of.name), kept, seen)
     if was is not None and was.is_open:
         now = _going_on(was, kept, seen, report, rules) if is_open else _resolved(was, kept, report, ended, rules)
     elif is_open and began is not None:
@@ -74,7 +81,10 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
         for node, one in seen.items()
         if node in nodes or one.held or report.logged_ms - one.logged_ms < _SENT_MS
     }
-    after = _replace(group, node=report.node, offset=offset, alert=now or was, members=tuple(kept), seen=seen)
+    part = None if is_open else began
+    after = _replace(
+        group, node=report.node, offset=offset, alert=now or was, members=tuple(kept), seen=seen, part=part
+    )
     news = was is None or now is None or (was.state, was.revision, was.starts_at) != (
         now.state, now.revision, now.starts_at
     )  # fmt: skip
@@ -122,6 +132,7 @@ def _member(alert: Alert, before: Member | None) -> Member:
         price=figures.get("gpu_hour_price"),
         last_active=figures.get("last_active"),
         held=alert.held or 0,
+        evidence=figures.get("evidence"),
     )
 
 
@@ -132,6 +143,8 @@ def _fired(
     starts_ms = min(member.starts_ms for member in members if member.ended_ms is None)
     if was is not None and was.ends_at is not None:
         starts_ms = max(starts_ms, milliseconds(was.ends_at) + 1)
+    if first.name in rules.by_name and rules.by_name[first.name].kind in OF_ALL:
+        starts_ms = max(starts_ms, *[member.starts_ms for member in members if member.ended_ms is None])
     alert = Alert(
         schema=1, name=first.name, state="firing", fingerprint=report.group, cluster=first.cluster, node=first.node,
         starts_at=time(starts_ms), severity=first.severity, labels=labels_of(first, report.scope),
@@ -158,23 +171,35 @@ def _resolved(
     return _described(ended, members, {}, report, rules)
 
 
+def _held(members: list[Member], seen: dict[str, Seen]) -> int:
+    """How many GPUs the workload holds. Nodes that never reported it are known by their parts alone."""
+    going = [member for member in members if member.ended_ms is None]
+    of_pods = Counter[str]()
+    for (node, _), count in {(m.gpu.node, m.gpu.pod): m.held for m in going}.items():
+        of_pods[node] += count
+    reported = {node: one.held for node, one in seen.items() if one.held is not None}
+    held = Counter({**of_pods, **reported}) | Counter(m.gpu.node for m in going)  # a missing GPU is not reported
+    return sum(held.values())
+
+
+def _is_open(rule: Rule | None, members: list[Member], seen: dict[str, Seen]) -> bool:
+    """Whether the alert goes on: of any GPU or, if the rule is about all, of each that the workload holds."""
+    going = sum(1 for member in members if member.ended_ms is None)
+    return going > 0 and (rule is None or rule.kind not in OF_ALL or going >= _held(members, seen))
+
+
 def _described(alert: Alert, members: list[Member], seen: dict[str, Seen], report: AlertReport, rules: Rules) -> Alert:
     """The alert with what its parts say now."""
     going = sorted([m for m in members if m.ended_ms is None], key=lambda m: (m.gpu.node, m.gpu.index or 0, m.gpu.uuid))
     if going:
         severity = max([alert.severity, *[m.severity for m in going]], key=_rank) if alert.gpus else _worst(going)
-        of_pods = Counter[str]()  # as nodes that never reported what is held know it
-        for (node, _), count in {(m.gpu.node, m.gpu.pod): m.held for m in going}.items():
-            of_pods[node] += count
-        reported = {node: one.held for node, one in seen.items() if one.held is not None}
-        held = Counter({**of_pods, **reported}) | Counter(m.gpu.node for m in going)  # a missing GPU is not reported
         alert = _replace(
             alert,
             gpus=tuple(m.gpu for m in going),
             severity=severity,
             labels={**alert.labels, "severity": severity},
             node=going[0].gpu.node if not alert.gpus else alert.node,
-            held=sum(held.values()) or None if report.scope != "node" else None,
+            held=_held(members, seen) or None if report.scope != "node" else None,
             idle=len(going) if report.scope != "node" else None,
         )
     annotations, value = grouped(alert, members, report, rules)

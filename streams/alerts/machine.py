@@ -24,13 +24,15 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from delivery.values import milliseconds as duration_ms
 from streams.alerts.conditions import evaluate
-from streams.alerts.conditions.finding import Finding, uid_and_key
+from streams.alerts.conditions.finding import Facts, Finding, sole_pod, uid_and_key
 from streams.alerts.memory import Identity, Memory, NodeAlerts, identity
 from streams.alerts.rules.rule import WASTE, Kind, Rule, Rules
 from streams.alerts.text.describe import Described, describe, in_the_end, silent, status_of
 from streams.alerts.tick import Tick
-from topics.alerts import MAX_TIME_MS, Alert, AlertReport, Scope, Tracked, fingerprint, milliseconds, time
+from streams.alerts.uses import STEP_MS, closed
+from topics.alerts import MAX_TIME_MS, Alert, AlertReport, Limits, Rank, Scope, Tracked, fingerprint, milliseconds, time
 from topics.attributed import JOB
 from topics.workloads import MAINTENANCE
 
@@ -42,6 +44,7 @@ FORGET_MS = 24 * 3_600_000  # after so long without a tick a node is taken to be
 LEAVING_MS = 120_000  # for how long a node that was removed from the cluster may send ticks before its machine is off
 YOUNG_MS = 10_000  # what was pending for less is not written yet; rising counters are written once in so long
 _TOGETHER: tuple[Kind, ...] = ("missing", "lost", "not_answering")  # of several GPUs of a node, of one cause
+_OF_RANKS = ("ranks", "limits", "pattern")  # the fields of a report by which GPUs are compared
 _replace = msgspec.structs.replace
 
 
@@ -126,17 +129,18 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
     state, announced = announce(state)
     findings, memory = evaluate.evaluate(rules, tick, state.memory)
     after = arrived(state, tick, place, memory)
-    holdings: list[Write] = []
+    reports: list[Write] = []
     if state.holdings is None or memory.devices is not state.memory.devices:
-        after, holdings = _with_holdings(after, _holdings(after, rules))
+        after, reports = _with_holdings(after, _holdings(after, rules))
     if after.maintenance is not None:
         findings = []
-    if not findings and not state.tracked and not state.resolved and not holdings:
+    reports += _ranks(state, after, tick, rules)
+    if not (findings or state.tracked or state.resolved or reports):
         return Step(after, announced)
     now = _Now(tick, rules, state, findings, memory)
     found: dict[Identity, Finding] = {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings}
     tracked: list[Tracked] = []
-    writes = [*announced, *holdings]
+    writes = [*announced, *reports]
     for one in state.tracked:
         finding = found.pop(identity(one), None)
         later, alert, ended = _known(one, finding, now)
@@ -318,6 +322,42 @@ def _with_holdings(state: NodeAlerts, holdings: dict[str, int]) -> tuple[NodeAle
     return _replace(state, holdings=holdings), [Write("report", report.group, report) for report in reports]
 
 
+def _ranks(before: NodeAlerts, after: NodeAlerts, tick: Tick, rules: Rules) -> list[Write]:
+    """The reports of what the GPUs of each workload did in the step that a tick has ended, to compare them."""
+    if after.maintenance is not None or tick.ts_ms // STEP_MS == before.last_ts_ms // STEP_MS:
+        return []
+    ranks: dict[str, list[Rank]] = {}
+    reports: dict[str, AlertReport] = {}
+    for rule in rules.of("straggler"):
+        for device in tick.devices:
+            uses = (one.memory.uses.get(device.uuid, ()) for one in (before, after))
+            holder, figures = sole_pod(device.holders) if device.holders else None, closed(*uses)
+            if (
+                figures is None
+                or holder is None
+                or holder.observed
+                or evaluate.is_silenced(rules, holder, after.memory.devices[device.uuid], tick)
+            ):
+                continue
+            ruled = rules.in_force(rule, holder)
+            if ruled is None:
+                continue
+            uid, key = uid_and_key(holder)
+            finding = Finding(ruled, device.uuid, uid, key, facts=Facts(device, None, device.holders))
+            one = Tracked(name=rule.name, device=device.uuid, pod_uid=uid, key=key, since_ms=tick.ts_ms)
+            described = describe(finding, tick, tick.ts_ms, rules.wording)
+            pattern = _alert(ruled, one, after, tick.ts_ms, 0.0, described)
+            scope = _scope_of_pod(pattern)
+            group = _group(pattern, scope)
+            ranks.setdefault(group, []).append(Rank(device.uuid, device.index, holder.pod, figures))
+            limits = Limits(ruled.for_ms, ruled.keep_firing_ms, ruled.peers, ruled.deviations)
+            reports[group] = AlertReport(
+                schema=1, group=group, scope=scope, cluster=after.cluster, node=after.node, ts_ms=tick.ts_ms,
+                pattern=pattern, limits=limits,
+            )  # fmt: skip
+    return [Write("report", key, _replace(one, ranks=tuple(ranks[key]))) for key, one in reports.items()]
+
+
 def _devices_of(finding: Finding, tick: Tick) -> int:
     """How many devices of the node the pod of a finding was given."""
     pod = (finding.pod_uid, finding.key)
@@ -345,7 +385,8 @@ def _written(alert: Alert, one: Tracked, now_ms: int, *, repeat: bool = False) -
         until_ms = now_ms if one.ceased_ms is None else one.ceased_ms
         since_ms = one.again_ms or (one.since_ms if "last_active" in alert.annotations else 0)
         active = {"last_active": f"{time(since_ms):%Y-%m-%dT%H:%M:%SZ}"} if since_ms else {}
-        held_s = max(until_ms - one.since_ms - one.paused_ms, 0) / 1000
+        window_ms = duration_ms(alert.annotations["window"]) if "window" in alert.annotations else 0
+        held_s = (max(until_ms - one.since_ms - one.paused_ms, 0) + window_ms) / 1000
         alert = _replace(alert, value=held_s, annotations={**alert.annotations, **active})
     group = _group(alert, one.scope)
     report = AlertReport(
@@ -532,7 +573,9 @@ def _closed(state: NodeAlerts, writes: list[Write], now_ms: int) -> Step:
             one = _replace(one, position=state.position, logged_ms=state.logged_ms, phase=phase)
             known = reports.get(place := (one.group, write.kind == "renewal"))
             held = known.held if known is not None and one.held is None else one.held
-            reports[place] = one if known is None else _replace(known, held=held, alerts=(*known.alerts, *one.alerts))
+            alerts = one.alerts if known is None else (*known.alerts, *one.alerts)
+            compared = one if known is None or one.ranks else known
+            reports[place] = _replace(one, held=held, alerts=alerts, **{f: getattr(compared, f) for f in _OF_RANKS})
         else:
             alone.append(write)
     by_phase = sorted(reports.items(), key=lambda item: item[1].phase)

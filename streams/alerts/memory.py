@@ -21,6 +21,7 @@ import msgspec
 
 from delivery.replays import Last
 from streams.alerts.tick import Device, Tick
+from streams.alerts.uses import Uses, Wanted, uses_of
 from topics.alerts import AlertState, Tracked
 from topics.attributed import Holder, HoldingPod, by_pod
 from topics.topic import decoder
@@ -87,13 +88,16 @@ class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
     run_id: int = 0
     devices: dict[str, Seen] = {}
     windows: dict[str, Windows] = {}
+    uses: dict[str, Uses] = {}
 
 
-def remember(memory: Memory, tick: Tick, forget_ms: int) -> Memory:
+def remember(memory: Memory, tick: Tick, forget_ms: int, wanted: Wanted | None = None) -> Memory:
     """The memory after a tick. A device that is missing is forgotten when it has left: a MIG device whose GPU is well
-    without it, a GPU that has another in its place, or what has been away for ``forget_ms``."""
+    without it, a GPU that has another in its place, or what has been away for ``forget_ms``. ``wanted``: what of its
+    use is remembered."""
     changed: dict[str, Seen] = {}
     counted: dict[str, Windows] = {}
+    uses: dict[str, Uses] = {}
     for device in tick.devices:
         seen, before = memory.devices.get(device.uuid), memory.windows.get(device.uuid)
         now, counters = _seen(seen, device, tick, memory.run_id), windows_of(device, before, tick.ts_ms)
@@ -101,26 +105,36 @@ def remember(memory: Memory, tick: Tick, forget_ms: int) -> Memory:
             changed[device.uuid] = now
         if counters is not None and counters is not before:
             counted[device.uuid] = counters
+        if wanted is not None and now.pods:
+            used = uses_of(device, now.pods, memory.uses.get(device.uuid, ()), tick, wanted)
+            if used:
+                uses[device.uuid] = used
     present = {device.uuid for device in tick.devices}
     missing = [uuid for uuid in memory.devices if uuid not in present]
-    devices = memory.devices
-    if changed or missing:
-        devices = {**memory.devices, **changed}
-        well = {device.uuid for device in tick.devices if device.state == "ok"}
-        places = {device.pci_bus_id for device in tick.devices if device.mig is None} - {None}
-        for uuid in missing:
-            seen = devices.pop(uuid)
-            replaced = seen.parent in well if seen.parent is not None else seen.pci_bus_id in places
-            if not replaced and not (seen.missing_ms and tick.ts_ms - seen.missing_ms >= forget_ms):
-                counts = seen.counts if memory.run_id == tick.run_id else {}
-                devices[uuid] = _replace(seen, counts=counts, missing_ms=seen.missing_ms or tick.ts_ms)
-        devices = memory.devices if devices == memory.devices else devices
+    devices = _without_what_left(memory, changed, missing, tick, forget_ms) if changed or missing else memory.devices
     windows = {**memory.windows, **counted} if counted else memory.windows
     if devices is not memory.devices and any(uuid not in devices for uuid in windows):
         windows = {uuid: counters for uuid, counters in windows.items() if uuid in devices}
-    if memory.run_id == tick.run_id and devices is memory.devices and windows is memory.windows:
-        return memory
-    return Memory(tick.run_id, devices, windows)
+    uses |= {uuid: memory.uses[uuid] for uuid in missing if uuid in devices and uuid in memory.uses}
+    after = Memory(tick.run_id, devices, windows, memory.uses if uses == memory.uses else uses)
+    same = after.run_id == memory.run_id and devices is memory.devices and windows is memory.windows
+    return memory if same and after.uses is memory.uses else after
+
+
+def _without_what_left(
+    memory: Memory, changed: dict[str, Seen], missing: Sequence[str], tick: Tick, forget_ms: int
+) -> dict[str, Seen]:
+    """The devices after a tick; the same object if nothing changed."""
+    devices = {**memory.devices, **changed}
+    well = {device.uuid for device in tick.devices if device.state == "ok"}
+    places = {device.pci_bus_id for device in tick.devices if device.mig is None} - {None}
+    for uuid in missing:
+        seen = devices.pop(uuid)
+        replaced = seen.parent in well if seen.parent is not None else seen.pci_bus_id in places
+        if not replaced and not (seen.missing_ms and tick.ts_ms - seen.missing_ms >= forget_ms):
+            counts = seen.counts if memory.run_id == tick.run_id else {}
+            devices[uuid] = _replace(seen, counts=counts, missing_ms=seen.missing_ms or tick.ts_ms)
+    return memory.devices if devices == memory.devices else devices
 
 
 def _seen(seen: Seen | None, device: Device, tick: Tick, run_id: int) -> Seen:

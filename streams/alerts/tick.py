@@ -17,11 +17,15 @@ class Metrics(Ratios, frozen=True, omit_defaults=True, gc=False):
     """The keys of the catalogue that rules judge or describe by."""
 
     memory_used_bytes: float | None = None
+    memory_total_bytes: float | None = None
+    sm_clock_hz: float | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
     tensor_active_ratio: float | None = None
     temperature_celsius: float | None = None
     clock_event_reasons: float | None = None
+    power_violation_seconds_total: float | None = None
+    thermal_violation_seconds_total: float | None = None
     row_remap_pending: float | None = None
     row_remap_failure: float | None = None
     retired_pages_pending: float | None = None

@@ -120,6 +120,8 @@ def holder_of(pod: Pod, *, container: str | None = None, resource: str | None = 
         annotations=pod.annotations,
         namespace_labels=pod.namespace_labels,
         observed=observed,
+        waiting=pod.waiting,
+        restarts=pod.restarts,
     )
 
 

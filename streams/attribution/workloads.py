@@ -39,7 +39,9 @@ History = tuple[tuple[int, T], ...]  # what was known of something from a log ti
 PodName = tuple[str, str]  # a pod's namespace and name
 DraKey = tuple[str, str, str]  # a DRA device's driver, pool and name
 _replace = msgspec.structs.replace
-_looks = operator.attrgetter("labels", "annotations", "namespace_labels", "owners", "owners_complete")
+_looks = operator.attrgetter(
+    "labels", "annotations", "namespace_labels", "owners", "owners_complete", "waiting", "restarts"
+)
 
 
 class Life(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from streams.alerts.conditions.finding import (
     Finding,
     Pod,
     View,
+    held_memory,
     of_device,
     sole,
     sole_pod,
@@ -23,14 +24,17 @@ from streams.alerts.conditions.finding import (
 from streams.alerts.memory import XID, Memory, Seen, remember, within
 from streams.alerts.rules.rule import WASTE, Kind, Rule, Rules, policy_of
 from streams.alerts.tick import Tick
+from streams.alerts.uses import STEP_MS, Use, mean_of, pod_name
 from streams.alerts.xids import code_of, of_code
 from topics.alerts import Tracked
-from topics.attributed import Holder
+from topics.attributed import CRASH_LOOP, Holder
 from topics.idleness import is_idle, part_of, rest_of
 
 Condition = Callable[[Rule, View, list[Finding]], None]  # adds to the findings what a rule finds on a device
 BLIND_MS = 600_000  # for how long after a device went missing it is not known whether what was found on it still holds
 HW_THERMAL, SW_THERMAL, HW_POWER_BRAKE = 0x40, 0x20, 0x80  # bits of clock_event_reasons, as nvml.h has them
+
+IDLE_MS = 900_000  # a device that did nothing for so long is idle, and not only underused
 
 _NOTHING, _UNSEEN = Memory(), Seen()
 
@@ -45,7 +49,7 @@ _VALUES: dict[Kind, tuple[str, ...]] = {
 
 def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], Memory]:
     """What is found in a tick. The memory is the same object if nothing of it changed."""
-    now = remember(memory, tick, rules.forget_ms)
+    now = remember(memory, tick, rules.forget_ms, rules.wanted)
     found: list[Finding] = []
     parents = {device.mig.parent_uuid for device in tick.devices if device.mig is not None}
     for device in tick.devices:
@@ -81,11 +85,11 @@ def because(rules: Rules, tick: Tick, one: Tracked, memory: Memory = _NOTHING) -
     pod = next((holder for holder in holders if uid_or_name in uid_and_key(holder)), None)
     if pod is None:
         return "pod_ended"
-    silenced = _is_silenced(rules, pod, memory.devices.get(one.device, _UNSEEN), tick)
+    silenced = is_silenced(rules, pod, memory.devices.get(one.device, _UNSEEN), tick)
     return "policy" if silenced or rules.in_force(rule, pod) is None else "condition"
 
 
-def _is_silenced(rules: Rules, holder: Holder, seen: Seen, tick: Tick) -> bool:
+def is_silenced(rules: Rules, holder: Holder, seen: Seen, tick: Tick) -> bool:
     """Whether a pod's policy silences what is about its doing on a device: that counts for so long after it got it."""
     if not policy_of(holder).off:
         return False
@@ -126,7 +130,7 @@ def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
         return
     for pod in view.pods:
         holder = pod.holders[0]
-        if holder.observed or (pod.policy.off and _is_silenced(view.rules, holder, view.seen, view.tick)):
+        if holder.observed or (pod.policy.off and is_silenced(view.rules, holder, view.seen, view.tick)):
             continue
         ruled = view.rules.in_force(rule, holder, policy=pod.policy)
         idle = False if ruled is None else _idle(ruled.idle_below, view, pod)
@@ -165,7 +169,7 @@ def stalled(rule: Rule, view: View, found: list[Finding]) -> None:
     if view.device.mig is not None or holder is None or holder.observed:
         return
     ruled = view.rules.in_force(rule, holder)
-    if ruled is None or _is_silenced(view.rules, holder, view.seen, view.tick):
+    if ruled is None or is_silenced(view.rules, holder, view.seen, view.tick):
         return
     used, power, limit = metrics.gpu_utilization_ratio, metrics.power_watts, metrics.power_limit_watts
     works = used is not None and used < ruled.used_above
@@ -179,6 +183,61 @@ def stalled(rule: Rule, view: View, found: list[Finding]) -> None:
     uid, key = uid_and_key(holder)
     facts = Facts(view.device, None, view.pods[0].holders)
     found.append(Finding(ruled, view.device.uuid, uid, key, True if known else None, facts=facts))
+
+
+def underused(rule: Rule, view: View, found: list[Finding]) -> None:
+    """A pod that hardly used a device in the window, and does work now and then: what does nothing at all is idle."""
+    for ruled, pod, use, mean in _windowed(rule, view):
+        if mean is None or (mean < ruled.used_below and view.tick.ts_ms - use.worked_ms < IDLE_MS):
+            found.append(_of_use(ruled, view, pod, mean))
+
+
+def memory_hoarded(rule: Rule, view: View, found: list[Finding]) -> None:
+    """A pod that holds much of a device's memory, and hardly used the device in the window."""
+    total = view.device.metrics.memory_total_bytes
+    for ruled, pod, _, mean in _windowed(rule, view):
+        held = held_memory(pod.holders, view.device, len(view.pods))
+        if held is None or not total:
+            mean = None
+        elif held < ruled.memory_above * total:
+            continue
+        if mean is None or mean < ruled.used_below:
+            found.append(_of_use(ruled, view, pod, mean))
+
+
+def _windowed(rule: Rule, view: View) -> Iterable[tuple[Rule, Pod, Use, float | None]]:
+    """The pods on a device that a rule about a window is for, each with what it did; None: that is not known."""
+    for pod in view.pods:
+        holder, policy = pod.holders[0], pod.policy
+        if holder.observed or (policy.off and is_silenced(view.rules, holder, view.seen, view.tick)):
+            continue
+        name = pod_name(holder)
+        use = next((one for one in view.uses if one.pod == name), None)
+        ruled = view.rules.in_force(rule, holder)
+        if use is not None and ruled is not None:
+            since_ms = next((one.since_ms for one in view.seen.pods if pod_name(one) == name), view.tick.ts_ms)
+            long_ms = view.tick.ts_ms - since_ms
+            is_known = long_ms >= max(ruled.window_ms, policy.idle_after_ms or 0)
+            yield ruled, pod, use, mean_of(use, ruled.window_ms // STEP_MS) if is_known else None
+
+
+def _of_use(ruled: Rule, view: View, pod: Pod, mean: float | None) -> Finding:
+    holds = None if mean is None else True
+    facts = Facts(view.device, None, pod.holders, len(view.pods))
+    return Finding(ruled, view.device.uuid, *uid_and_key(pod.holders[0]), holds, value=mean, facts=facts)
+
+
+def crash_loop(rule: Rule, view: View, found: list[Finding]) -> None:
+    """A pod of which a container crashes again and again, and that keeps its device while it waits."""
+    for pod in view.pods:
+        holder = pod.holders[0]
+        if holder.waiting != CRASH_LOOP or holder.observed:
+            continue
+        ruled, restarts = view.rules.in_force(rule, holder), holder.restarts or 0
+        if ruled is None or restarts < ruled.restarts or is_silenced(view.rules, holder, view.seen, view.tick):
+            continue
+        facts = Facts(view.device, None, pod.holders, len(view.pods), text=str(restarts))
+        found.append(Finding(ruled, view.device.uuid, *uid_and_key(holder), facts=facts))
 
 
 def used_unallocated(rule: Rule, view: View, found: list[Finding]) -> None:
@@ -248,7 +307,7 @@ def xid(rule: Rule, view: View, found: list[Finding]) -> None:
             pod = sole_pod(holders)
             ruled = view.rules.in_force(rule, pod, xid=code)
             own = pod if kind == "application" else None
-            if ruled is None or (own is not None and _is_silenced(view.rules, own, view.seen, view.tick)):
+            if ruled is None or (own is not None and is_silenced(view.rules, own, view.seen, view.tick)):
                 continue
             ruled, uid = ruled.with_severity(kind), (own.pod_uid or "") if own is not None else ""
             facts = Facts(device, None, holders, text=text)
@@ -337,6 +396,9 @@ _ALWAYS: dict[Kind, Condition] = {"xid": xid, "policy_invalid": policy_invalid}
 _OK: dict[Kind, Condition] = {
     "held_idle": held_idle,
     "stalled": stalled,
+    "underused": underused,
+    "memory_hoarded": memory_hoarded,
+    "crash_loop": crash_loop,
     "used_unallocated": used_unallocated,
     "attribution_conflict": attribution_conflict,
     "ecc_uncorrectable": ecc_uncorrectable,

@@ -11,6 +11,7 @@ from delivery.policies import Policy
 from streams.alerts.memory import HeldBy, Memory, Seen, Windows
 from streams.alerts.rules.rule import WASTE, Rule, Rules, policy_of
 from streams.alerts.tick import Device, Tick
+from streams.alerts.uses import Uses
 from topics.attributed import Holder, by_pod
 from topics.idleness import Work, work_of
 
@@ -67,6 +68,7 @@ class View(NamedTuple):
     before: Memory
     seen: Seen
     windows: Windows
+    uses: Uses
     pods: tuple[Pod, ...]
     work: Work
     whole: bool
@@ -80,7 +82,8 @@ def view_of(rules: Rules, tick: Tick, device: Device, before: Memory, now: Memor
         pods = by_pod(device.holders).values()
     holding = tuple([Pod(tuple(one), policy_of(one[0], rules.bounds)) for one in pods])
     seen, windows = now.devices[device.uuid], now.windows.get(device.uuid, _NO_WINDOWS)
-    return View(rules, tick, device, before, seen, windows, holding, work_of(device.metrics), whole)
+    uses = now.uses.get(device.uuid, ())
+    return View(rules, tick, device, before, seen, windows, uses, holding, work_of(device.metrics), whole)
 
 
 _NO_WINDOWS: Windows = {}
@@ -98,6 +101,14 @@ def sole(view: View) -> Holder | None:
 def sole_pod(holders: Sequence[Holder]) -> Holder | None:
     """The one pod of these holders, by any of its containers."""
     return holders[0] if len(by_pod(holders)) == 1 else None
+
+
+def held_memory(pods: Sequence[Holder], device: Device | None, sharing: int) -> float | None:
+    """How much of a device's memory a pod has: its part, else all of a device that it has alone."""
+    parts = [one.parts.memory_used_bytes for one in pods if one.parts and one.parts.memory_used_bytes is not None]
+    if parts:
+        return sum(parts)
+    return device.metrics.memory_used_bytes if sharing == 1 and device is not None else None
 
 
 def of_device(

@@ -9,6 +9,7 @@ import msgspec
 
 from delivery.policies import DAY, NO_POLICY, Bounds, Policy, policy_in
 from delivery.prices import Prices
+from streams.alerts.uses import STEP_MS, Wanted
 from streams.alerts.xids import XidKind
 from topics.alerts import RUNBOOKS, Severity
 from topics.attributed import Holder
@@ -17,11 +18,16 @@ from topics.idleness import IDLE_BELOW
 Kind = Literal[
     "held_idle", "used_unallocated", "attribution_conflict", "xid", "ecc_uncorrectable", "row_remap_failure",
     "row_remap_pending", "thermal_slowdown", "power_brake", "nvlink_errors", "lost", "not_answering", "missing",
-    "node_silent", "policy_invalid", "stalled",
+    "node_silent", "policy_invalid", "stalled", "underused", "memory_hoarded", "straggler", "crash_loop",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
-WASTE: tuple[Kind, ...] = ("held_idle", "stalled")
+WASTE: tuple[Kind, ...] = ("held_idle", "stalled", "underused", "memory_hoarded", "straggler", "crash_loop")
 """What pods do with their GPUs: it is judged for each pod on a device, and is one alert a workload."""
+OF_ALL: tuple[Kind, ...] = ("stalled",)
+"""What is true of a workload only if it is true of all its GPUs."""
+
+WINDOWED: tuple[Kind, ...] = ("underused", "memory_hoarded")
+"""What is judged by what pods did in a window."""
 
 _CACHED = 10_000  # of how many pods' rules are remembered; past that, all are found again
 
@@ -58,6 +64,12 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     power_below: float = 0.4
     sm_active_below: float = 0.3
     tensor_active_below: float = 0.02
+    used_below: float = 0.1
+    window_ms: int = 4 * 3_600_000
+    memory_above: float = 0.5
+    peers: int = 3
+    deviations: float = 3.5
+    restarts: int = 3
     at_least: int = 1
     recoveries: int = 1
     forget_ms: int = 0
@@ -148,6 +160,17 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
     def forget_ms(self) -> int:
         """After how long a device that is missing is forgotten."""
         return max((rule.forget_ms for rule in self.rules), default=0)
+
+    @cached_property
+    def wanted(self) -> Wanted | None:
+        """What of the use of devices is remembered; None: nothing."""
+        windowed = [rule for kind in WINDOWED for rule in self.of(kind)]
+        windows = [rule.window_ms for rule in windowed]
+        windows += [
+            one.changes["window_ms"] for rule in windowed for one in rule.overrides if "window_ms" in one.changes
+        ]
+        figures = bool(self.of("straggler"))
+        return Wanted(max(windows, default=0) // STEP_MS, figures) if windows or figures else None
 
     @cached_property
     def plan(self) -> dict[Any, Any]:

@@ -19,7 +19,8 @@ import msgspec
 
 from delivery.policies import Bounds
 from delivery.values import duration_words, milliseconds
-from streams.alerts.rules.rule import KINDS, Kind, Override, Rule, Rules
+from streams.alerts.rules.rule import KINDS, WINDOWED, Kind, Override, Rule, Rules
+from streams.alerts.uses import STEP_MS
 from topics.alerts import Severity
 
 DEFAULTS = Path(__file__).with_name("defaults.toml")
@@ -30,6 +31,7 @@ _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,199}")
 _TEMPLATE = re.compile(r"\{\{|\$\{?[A-Za-z_]|\{[A-Za-z_][A-Za-z0-9_.]*\}")  # {{ .Labels }}, ${pod}, $labels, {pod}
 _LONGEST_TEXT = 4096
 _LARGEST_BYTES = 1 << 20
+_LONGEST_WINDOW_MS = 24 * 3_600_000
 _RESERVED = ("alertname", "severity", "xid", "gpu_", "k8s_", "host_", "job_", "cloud_", "service_", "__")
 """The beginnings of names that labels of our own have."""
 
@@ -100,6 +102,22 @@ def at_least_a_second(value: Any) -> int:
     if ms < 1000:
         raise ValueError("must be at least 1s")
     return ms
+
+
+def steps(value: Any) -> int:
+    """Milliseconds, of a window that is some of the steps in which use is summed, and at most a day."""
+    ms = duration(value)
+    if ms % STEP_MS or not STEP_MS <= ms <= _LONGEST_WINDOW_MS:
+        raise ValueError(
+            f"must be a multiple of {duration_words(STEP_MS)}, and at most {duration_words(_LONGEST_WINDOW_MS)}"
+        )
+    return ms
+
+
+def deviations(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 100:
+        raise ValueError(f"must be a number from 1 to 100, not {_shown(value)}")
+    return float(value)
 
 
 def ratio(value: Any) -> float:
@@ -249,6 +267,15 @@ OPTIONS = (
         "tensor_active_below", "tensor_active_below", ratio, ("stalled",),
         "Less activity of tensor cores than this ratio is little.",
     ),
+    Option("window", "window_ms", steps, WINDOWED, "Over which time use is averaged; a multiple of 5m."),
+    Option("used_below", "used_below", ratio, WINDOWED, "Less use than this ratio of the window is hardly any."),
+    Option("memory_above", "memory_above", ratio, ("memory_hoarded",), "This ratio of the device's memory or more."),
+    Option("peers", "peers", count, ("straggler",), "A GPU is compared with so many others of its workload, or more."),
+    Option(
+        "deviations", "deviations", deviations, ("straggler",),
+        "An outlier is further from the median than this many deviations (1.4826 times the MAD).",
+    ),
+    Option("restarts", "restarts", count, ("crash_loop",), "A container that waits has restarted so often or more."),
     Option(
         "at_least", "at_least", count, ("ecc_uncorrectable", "nvlink_errors"),
         "So many errors within a minute; of NVLink, CRC errors or replays.",

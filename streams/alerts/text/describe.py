@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from delivery.values import duration_words
-from streams.alerts.conditions.finding import Facts, Finding, sole_pod
+from streams.alerts.conditions.finding import Facts, Finding, held_memory, sole_pod
 from streams.alerts.memory import HeldBy, Memory, Seen
 from streams.alerts.rules import rules_file
-from streams.alerts.rules.rule import WASTE, Kind, Rule, Wording
+from streams.alerts.rules.rule import WASTE, WINDOWED, Kind, Rule, Wording
 from streams.alerts.tick import Device, Tick
 from streams.alerts.xids import of_text
 from topics.alerts import Alert, AlertState, time
@@ -33,6 +33,13 @@ _MOST_NAMED = 8  # of pods or processes in a description
 _WORDS: Mapping[Kind, tuple[str, str]] = {
     "stalled": ("{pod} keeps {where} busy, and hardly any work is done there",
                 "{summary}, for {long}. {evidence}"),
+    "underused": ("{pod} has used {where} for {value:.1%} of the last {window}",
+                  "{summary}. Give it less, or share the GPU."),
+    "memory_hoarded": ("{pod} holds {memory} of the memory of {where}, used for {value:.1%} of the last {window}",
+                       "{summary}. Nobody else can have that memory."),
+    "straggler": ("{where} lags behind the other GPUs of its workload", "{summary}."),
+    "crash_loop": ("{pod} holds {where}, and its containers crash again and again",
+                   "{summary}: {text} restarts, and Kubernetes waits before the next one (CrashLoopBackOff)."),
     "used_unallocated": (
         "{where} works, and no pod was given it",
         "{summary}. It was busy for {value:.0%} of the last sample, and has been for {long}. {seen_there}",
@@ -70,15 +77,20 @@ def describe(finding: Finding, tick: Tick, since_ms: int, wording: Wording = PLA
     """The labels and annotations of what a tick shows to have held since a time."""
     facts, rule = finding.facts, finding.rule
     pairs, more = list(_about(finding, wording.team_label)), dict[str, str]()
+    fields = _fields(finding, tick, since_ms) if rule.kind != "held_idle" else {}
     if rule.kind == "held_idle":
         summary, description, more = _held_idle(finding, tick, since_ms)
     else:
-        fields = _fields(finding, tick, since_ms)
         summary = _WORDS[rule.kind][0].format(**fields)
         description = _WORDS[rule.kind][1].format(summary=summary, **fields)
     if rule.kind == "stalled":
-        wasted = f"{max(tick.ts_ms - since_ms, 0) / 1000:.0f}"
-        more = {"gpu_share": "1", "wasted_gpu_seconds": wasted, "last_active": f"{time(since_ms):%Y-%m-%dT%H:%M:%SZ}"}
+        more = _wasted(1.0, tick.ts_ms - since_ms) | {"last_active": f"{time(since_ms):%Y-%m-%dT%H:%M:%SZ}"}
+        more |= {"evidence": fields["evidence"].removesuffix(".")}
+    elif rule.kind in (*WINDOWED, "crash_loop"):
+        used, share = finding.value or 0.0, share_of(facts).ratio
+        window_ms = rule.window_ms if rule.kind in WINDOWED else 0
+        more = {} if share is None else _wasted(share * (1 - used), tick.ts_ms - since_ms + window_ms)
+        more |= {"window": duration_words(window_ms), "evidence": f"used for {used:.1%}"} if window_ms else {}
     if rule.kind in WASTE:
         more |= _price(finding, tick, wording)
     if rule.kind == "nvlink_errors":
@@ -189,7 +201,7 @@ def _held_idle(finding: Finding, tick: Tick, since_ms: int) -> tuple[str, str, d
     pod, idle_ms = finding.facts.pods[0], max(tick.ts_ms - since_ms, 0)
     share = share_of(finding.facts)
     summary = f"{_name(pod)} holds {_where(finding, tick)} and has not used it for {duration_words(idle_ms)}"
-    used = held_memory(finding.facts)
+    used = held_memory(finding.facts.pods, finding.facts.device, finding.facts.sharing)
     if used is None:
         memory = "Whether it holds memory is not known."
     elif used < max(finding.rule.memory_held_bytes, 1):
@@ -209,6 +221,10 @@ def _held_idle(finding: Finding, tick: Tick, since_ms: int) -> tuple[str, str, d
     return summary, " ".join(filter(None, parts)), more
 
 
+def _wasted(share: float, lasted_ms: int) -> dict[str, str]:
+    return {"gpu_share": f"{share:.4g}", "wasted_gpu_seconds": f"{share * max(lasted_ms, 0) / 1000:.0f}"}
+
+
 def _price(finding: Finding, tick: Tick, wording: Wording) -> dict[str, str]:
     """What an hour of the finding's GPU costs, if the list of prices has it."""
     device = finding.facts.device
@@ -216,14 +232,6 @@ def _price(finding: Finding, tick: Tick, wording: Wording) -> dict[str, str]:
         return {}
     price = wording.prices.of(device.model or "", tick.ts_ms, tick.node_labels)
     return {} if price is None else {"gpu_hour_price": str(price)}
-
-
-def held_memory(facts: Facts) -> float | None:
-    """How much of a device's memory a pod has: its part, else all of a device that it has alone."""
-    parts = [h.parts.memory_used_bytes for h in facts.pods if h.parts and h.parts.memory_used_bytes is not None]
-    if parts:
-        return sum(parts)
-    return facts.device.metrics.memory_used_bytes if facts.sharing == 1 and facts.device is not None else None
 
 
 def _fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, Any]:
@@ -253,7 +261,15 @@ def _fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, Any]:
         "slow": "It has been slow" if value is None else _SLOW.get(finding.rule.kind, "").format(value),
         "times": f"{value:.0f} times. " if value is not None and value > 1 else "",
         "xid": of_text(facts.text),
+        "window": duration_words(finding.rule.window_ms),
+        "memory": _share_of_memory(facts),
     }
+
+
+def _share_of_memory(facts: Facts) -> str:
+    total = facts.device.metrics.memory_total_bytes if facts.device is not None else None
+    held = held_memory(facts.pods, facts.device, facts.sharing)
+    return f"{held / total:.0%}" if held is not None and total else "much"
 
 
 def _evidence(device: Device) -> str:

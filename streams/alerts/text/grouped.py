@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from itertools import groupby
+from typing import NamedTuple
 
 from delivery.values import duration_words
 from streams.alerts.rules.rule import Kind, Rule, Rules
@@ -28,16 +29,40 @@ POLICY = (
     ' gpustream.dev/idle-after: "2h", or gpustream.dev/alerts: "off".'
 )
 
-_OF_PODS: dict[Kind, tuple[str, str, str]] = {
-    "held_idle": ("idle", "The last work was at", POLICY),
-    "stalled": (
+
+class OfPods(NamedTuple):
+    """What GPUs of pods are, what a tenant can do, and what comes before the time since which they are that."""
+
+    state: str
+    policy: str
+    since: str = ""
+    never: str = ""
+
+
+_SWITCH = ' If that is meant, annotate the pod, or its namespace, with gpustream.dev/alerts: "off".'
+_OF_PODS: dict[Kind, OfPods] = {
+    "held_idle": OfPods("idle", POLICY, "The last work was at", "None has worked since the grace of its pod was over."),
+    "stalled": OfPods(
         "stalled",
-        "It has been so since",
         "Utilization is full, and hardly any work is done: look where the processes wait, and start them again."
-        ' If that is meant, annotate the pod, or its namespace, with gpustream.dev/alerts: "off".',
+        f"{_SWITCH}",
+        "It has been so since",
+    ),
+    "underused": OfPods("underused", f"Use fewer or smaller GPUs, share them, or look what they wait for.{_SWITCH}"),
+    "memory_hoarded": OfPods(
+        "hoarded: their memory is held, and they are hardly used",
+        f"Free the memory, or use a smaller GPU or a part of one.{_SWITCH}",
+    ),
+    "straggler": OfPods(
+        "suspect",
+        "The others of the workload may wait for them: look at the GPU, its node and its links, and run the workload"
+        " without them.",
+    ),
+    "crash_loop": OfPods(
+        "held by containers that crash again and again",
+        f"Read the logs of the last run, and scale the workload down until it is mended.{_SWITCH}",
     ),
 }
-"""What GPUs of pods are, what comes before the time at which they last were not, and what a tenant can do."""
 
 
 def labels_of(part: Alert, scope: Scope) -> dict[str, str]:
@@ -74,23 +99,37 @@ def grouped(
     figures, wasted = _waste(members, rules, "Wasted so far")
     worked = max([m.last_active for m in members if m.ended_ms is None and m.last_active is not None], default=None)
     idle, held = alert.idle or 0, max(alert.held or 0, alert.idle or 0)
-    state, since, policy = _OF_PODS["stalled" if rule is not None and rule.kind == "stalled" else "held_idle"]
+    state, policy, since, never = _OF_PODS[rule.kind if rule is not None and rule.kind in _OF_PODS else "held_idle"]
     noun = "MIG device" if all(gpu.uuid.startswith("MIG-") for gpu in alert.gpus) else "GPU"
     others = held - idle
     work = f", the other {others} work" if others > 1 else ", the other one works" if others else ""
-    long = f" (for {duration_words((value or 0) * 1000)})"
+    window = alert.annotations.get("window")
+    long = f" (in the last {window})" if window else f" (for {duration_words((value or 0) * 1000)})"
     summary = f"{_whose(alert.labels)}: {idle} of {_count(held, noun)} {state}{work}{long}"
-    last = f"{since} {worked}." if worked else "None has worked since the grace of its pod was over."
+    last = never if not worked else f"{since} {worked}." if since else ""
+    evidence = _listed(
+        list(dict.fromkeys(f"{_place(m)}: {m.evidence}" for m in members if m.ended_ms is None and m.evidence)), "; "
+    )
     pods = sorted({gpu.pod for gpu in alert.gpus if gpu.pod})
     found = {
         **{name: text for name, text in alert.annotations.items() if name != "last_active"},
         "summary": summary,
         "description": " ".join(
-            filter(None, (f"{summary}. {state.capitalize()}: {_places(alert.gpus)}.", wasted, last, policy))
+            filter(
+                None,
+                (
+                    f"{summary}. {_first(state)}: {_places(alert.gpus)}.",
+                    evidence and f"Evidence: {evidence}.",
+                    wasted,
+                    last,
+                    policy,
+                ),
+            )
         ),
         "pods": _listed(pods),
         "policy": policy,
         **figures,
+        **({"evidence": evidence} if evidence else {}),
         **({"last_active": worked} if worked else {}),
         **own,
     }
@@ -139,6 +178,15 @@ def _places(gpus: Iterable[AlertGpu]) -> str:
         numbers = f"GPU {', '.join(map(str, indices))} of " if indices else ""
         found.append(f"{numbers}{node}{f' ({pod})' if pod else ''}")
     return _listed(found, "; ")
+
+
+def _place(member: Member) -> str:
+    return f"GPU {member.gpu.uuid if member.gpu.index is None else member.gpu.index} of {member.gpu.node}"
+
+
+def _first(state: str) -> str:
+    """The state as it begins a sentence: what it is, without more words."""
+    return state.partition(":")[0].capitalize()
 
 
 def _listed(names: Sequence[str], between: str = ", ") -> str:

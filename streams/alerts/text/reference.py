@@ -23,6 +23,10 @@ _MARKED = re.compile(r"(<!-- table: (\w+) -->\n\n)(?:\|.*\n)*")
 _ABOUT = {
     "held_idle": "A pod holds a GPU and does nothing with it.",
     "stalled": "A pod's GPU says that it is busy, and does hardly any work, as in a collective that hangs.",
+    "underused": "A pod's GPU works now and then, and hardly at all in some hours.",
+    "memory_hoarded": "A pod holds much of a GPU's memory and hardly uses the GPU.",
+    "straggler": "A GPU, or all those of a node, lag behind the others of their workload.",
+    "crash_loop": "A pod whose containers crash again and again keeps its GPUs (CrashLoopBackOff).",
     "used_unallocated": "A GPU works, and no pod was given it.",
     "attribution_conflict": "What runs on a GPU is not what the kubelet gave it to.",
     "xid": "The driver reported an XID error; one alert a code.",

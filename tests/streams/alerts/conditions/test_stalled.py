@@ -6,8 +6,8 @@ import pytest
 
 from streams.alerts.node import Replay
 from streams.alerts.tick import Device
-from tests.streams.alerts.ticks import DEFAULTS, device, found, holder, mig, overlay, tick, verdict
-from topics.alerts import Alert
+from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, found, holder, mig, overlay, tick, verdict
+from topics.alerts import Alert, milliseconds
 
 ON = overlay("[rules.GPUStalled]\nenabled = true")
 HUNG: dict[str, Any] = {
@@ -75,10 +75,32 @@ def test_a_job_that_hangs_for_ten_minutes_is_one_alert_with_its_gpus_inside() ->
     assert "idle" not in alert.annotations["description"].lower()
 
 
-def test_one_rank_that_hangs_is_told_from_those_that_work() -> None:
+def test_it_is_no_alert_until_all_ranks_of_the_workload_stall_and_ends_when_one_works() -> None:
     working = [device(i, holder(), **WORKING) for i in range(1, 8)]
-    (alert,) = fired((range(0, 605, 5), [hung(), *working]))
-    assert alert.annotations["summary"] == "Job ml/bert: 1 of 8 GPUs stalled, the other 7 work (for 10m)"
+    assert not fired((range(0, 905, 5), [hung(), *working]))
+    all_hung = [hung(i) for i in range(8)]
+    one_works = [device(0, holder(), **WORKING), *all_hung[1:]]
+    alert, *updates, end = fired(
+        (range(0, 605, 5), [hung(), *working]), (range(605, 1210, 5), all_hung), (range(1210, 1600, 5), one_works)
+    )
+    assert (alert.idle, alert.held, milliseconds(alert.starts_at)) == (8, 8, START_MS + 1_205_000)
+    assert (end.state, end.resolved_because, updates) == ("resolved", "condition", [])
+
+
+def test_of_ranks_on_several_nodes_all_must_stall() -> None:
+    def both(seconds: range, second: Device) -> list[Alert]:
+        told: list[Alert] = []
+        for s in seconds:
+            told += replay.take(tick(s, hung(), node="a")) + replay.take(tick(s, second, node="b"))
+        return [one for one in told if one.name == "GPUStalled"]
+
+    replay = Replay(ON)
+    works = device(1, holder("bert-1"), **WORKING)
+    assert not both(range(0, 900, 5), works)
+    (alert,) = both(range(900, 1505, 5), device(1, holder("bert-1"), **HUNG))
+    assert {gpu.node for gpu in alert.gpus} == {"a", "b"}
+    assert "Evidence: " in alert.annotations["description"]
+    assert "Utilization 100%, 140 of 700 W" in alert.annotations["evidence"]
 
 
 def test_work_in_between_ends_what_is_pending_and_after_five_minutes_what_fires() -> None:

@@ -1,0 +1,94 @@
+"""GPUUnderused and GPUMemoryHoarded: what a pod did with its GPU in a window. GPUCrashLoop: who holds it meanwhile."""
+
+from typing import Any
+
+import pytest
+
+from streams.alerts.node import Replay
+from tests.streams.alerts.ticks import START_MS, device, found, holder, overlay, tick, verdict
+from topics.alerts import Alert, milliseconds
+from topics.attributed import Holder
+
+ON = overlay("""
+    [rules.GPUUnderused]
+    enabled = true
+    window = "30m"
+    [rules.GPUMemoryHoarded]
+    enabled = true
+    window = "15m"
+    [rules.GPUCrashLoop]
+    enabled = true
+""")
+GIB = 1 << 30
+
+
+def fired(name: str, busy: dict[int, float], minutes: int, *, pod: Holder | None = None, **fields: Any) -> list[Alert]:
+    """The alerts of a GPU that works so much from a minute of a cycle of 14 on."""
+    replay, told, share = Replay(ON), list[Alert](), 0.0
+    for second in range(0, minutes * 60, 10):
+        share = busy.get(second // 60 % 14, share) if second % 60 == 0 else share
+        told += replay.take(tick(second, device(0, pod or holder(), busy=share, **fields)))
+    return [one for one in told if one.name == name]
+
+
+def test_a_notebook_with_a_cell_each_14_minutes_is_underused_and_never_idle() -> None:
+    assert not fired("GPUHeldIdle", {0: 0.6, 1: 0.0}, 120)
+    alert, *more = fired("GPUUnderused", {0: 0.6, 1: 0.0}, 120)
+    assert not more
+    assert 30 * 60_000 <= milliseconds(alert.starts_at) - START_MS <= 36 * 60_000
+    assert alert.annotations["summary"] == "Job ml/bert: 1 of 1 GPU underused (in the last 30m)"
+    assert alert.annotations["evidence"].startswith("GPU 0 of n: used for ")
+    assert float(alert.annotations["wasted_gpu_hours"]) == pytest.approx(0.5 * 0.94, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("busy", "is_found"),
+    [({0: 0.0}, False), ({0: 0.05}, True), ({0: 0.09}, True), ({0: 0.11}, False), ({0: 0.9}, False)],
+)
+def test_what_does_nothing_at_all_is_idle_and_what_is_used_for_a_tenth_is_used(
+    busy: dict[int, float], is_found: bool
+) -> None:
+    assert bool(fired("GPUUnderused", busy, 45)) is is_found
+
+
+def test_it_is_resolved_when_the_window_has_enough_work() -> None:
+    replay, told = Replay(ON), list[Alert]()
+    for second in range(0, 7200, 10):
+        told += replay.take(tick(second, device(0, holder(), busy=0.03 if second < 3600 else 0.95)))
+    alert, end = [one for one in told if one.name == "GPUUnderused"]
+    assert (alert.state, end.state, end.resolved_because) == ("firing", "resolved", "condition")
+
+
+@pytest.mark.parametrize("annotations", [{"gpustream.dev/alerts": "off"}, {"gpustream.dev/idle-after": "2h"}])
+def test_a_pod_can_say_that_it_is_meant_so(annotations: dict[str, str]) -> None:
+    assert not fired("GPUUnderused", {0: 0.05}, 60, pod=holder(annotations=annotations))
+
+
+@pytest.mark.parametrize(
+    ("used", "total", "is_found"), [(60, 80, True), (40, 80, True), (39, 80, False), (60, None, False)]
+)
+def test_memory_is_hoarded_from_half_of_it_on(used: int, total: int | None, is_found: bool) -> None:
+    memory: dict[str, Any] = {"memory_used_bytes": used * GIB, "memory_total_bytes": total * GIB if total else None}
+    assert bool(fired("GPUMemoryHoarded", {0: 0.02}, 30, **memory)) is is_found
+    assert not fired("GPUMemoryHoarded", {0: 0.3}, 30, **memory)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "restarts", "holds"),
+    [("CrashLoopBackOff", 3, True), ("CrashLoopBackOff", 2, False), ("ImagePullBackOff", 9, False), (None, 9, False)],
+)
+def test_a_container_that_crashes_again_and_again_holds_its_gpus(
+    waiting: str | None, restarts: int, holds: bool
+) -> None:
+    pod = holder(waiting=waiting, restarts=restarts)
+    assert verdict(found(tick(0, device(0, pod, busy=0.0)), of="GPUCrashLoop", by=ON)) is holds
+
+
+def test_a_crash_loop_is_one_alert_of_the_workload_while_its_container_runs_now_and_then() -> None:
+    replay, told = Replay(ON), list[Alert]()
+    for second in range(0, 3600, 10):
+        crashes = holder(waiting="CrashLoopBackOff" if second % 300 > 40 else None, restarts=4 + second // 300)
+        told += replay.take(tick(second, *[device(i, crashes, busy=0.0) for i in range(4)]))
+    (alert,) = [one for one in told if one.name == "GPUCrashLoop"]
+    assert (alert.held, alert.idle) == (4, 4)
+    assert alert.annotations["summary"].startswith("Job ml/bert: 4 of 4 GPUs held by containers that crash")

@@ -1,0 +1,157 @@
+"""GPUStraggler: which GPUs of a workload lag behind the others, by what its nodes report each five minutes."""
+
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import Any
+
+import pytest
+
+from streams.alerts.node import Replay
+from streams.alerts.stragglers import outliers
+from tests.streams.alerts.ticks import device, gpu, holder, overlay, tick
+from topics.alerts import Alert, Limits, Rank
+from topics.attributed import Workload
+
+ON = overlay("[rules.GPUStraggler]\nenabled = true")
+LIMITS = Limits(600_000, 600_000, 3, 3.5)
+WORKS = {"busy": 1.0, "sm_active_ratio": 0.7, "tensor_active_ratio": 0.35, "sm_clock_hz": 1.98e9, "power_watts": 600.0}
+
+Of = Callable[[int, int, float], dict[str, Any]]
+"""The metrics of a GPU: of a node's number and the GPU's at a time."""
+
+
+def rank(number: int, **changes: float | None) -> Rank:
+    known: dict[str, float | None] = {
+        "utilization": 1.0, "sm_active": 0.7, "tensor_active": 0.35, "sm_clock_hz": 1.98e9, "power_watts": 600.0,
+        "throttled": 0.0, "violation": None,
+    }  # fmt: skip
+    return Rank(gpu(number), number, "bert-0", tuple((known | changes).values()))
+
+
+def suspects(*ranks: Rank, kind: str = "Job") -> dict[str, str]:
+    return outliers(ranks, LIMITS, kind)
+
+
+PEERS = [rank(i) for i in range(1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("slow", "words"),
+    [
+        (rank(0, sm_clock_hz=1.2e9), "SM clock 1200 MHz (its peers SM clock 1980 MHz)"),
+        (rank(0, throttled=0.8), "slowed down for 80% of the time (its peers slowed down for 0% of the time)"),
+        (rank(0, utilization=0.6), "utilization 60% (its peers utilization 100%)"),
+        (rank(0, tensor_active=0.5), "tensor cores 50% (its peers tensor cores 35%)"),
+        (rank(0, sm_active=0.9), "SMs active 90% (its peers SMs active 70%)"),
+        (rank(0, power_watts=350.0), "350 W (its peers 600 W)"),
+        (rank(0, sm_clock_hz=1.9e9, power_watts=640.0, throttled=0.05), None),
+        (rank(0, sm_clock_hz=2.4e9), None),
+        (rank(0), None),
+    ],
+)
+def test_a_rank_is_suspect_by_what_differs_from_its_peers(slow: Rank, words: str | None) -> None:
+    assert suspects(slow, *PEERS) == ({gpu(0): words} if words else {})
+
+
+def test_where_all_are_slow_nobody_is_and_two_gpus_have_no_outlier() -> None:
+    assert not suspects(*[rank(i, sm_clock_hz=1.2e9, throttled=1.0) for i in range(8)])
+    assert not suspects(rank(0, sm_clock_hz=1.2e9), rank(1))
+    assert not suspects(rank(0, sm_clock_hz=1.2e9), rank(1), rank(2))
+    assert suspects(rank(0, sm_clock_hz=1.2e9), rank(1), rank(2), rank(3))
+
+
+def test_what_half_of_the_ranks_do_is_how_the_workload_is_made() -> None:
+    stages = [rank(i, tensor_active=0.5 if i % 2 else 0.2, utilization=0.9 if i % 2 else 0.6) for i in range(16)]
+    assert not suspects(*stages)
+    assert not suspects(*[rank(i, utilization=0.5) for i in range(6)], *[rank(i) for i in range(6, 16)])
+
+
+def test_of_replicas_that_serve_only_the_gpus_own_state_counts() -> None:
+    assert not suspects(rank(0, utilization=0.3), *PEERS, kind="Deployment")
+    assert suspects(rank(0, sm_clock_hz=1.2e9), *PEERS, kind="Deployment")
+
+
+def test_ranks_that_wait_for_one_that_works_are_not_suspect_by_their_clocks() -> None:
+    idle = [rank(i, utilization=0.0, sm_clock_hz=0.3e9, power_watts=70.0) for i in range(7)]
+    assert not suspects(*idle, rank(7))
+
+
+def test_noise_makes_no_suspects_and_hides_none() -> None:
+    random = Random(3)
+
+    def noisy(number: int, **changes: float) -> Rank:
+        figures = {"utilization": 0.95, "sm_active": 0.6, "tensor_active": 0.3, "power_watts": 580.0} | changes
+        return rank(
+            number,
+            **{name: value * random.uniform(0.93, 1.05) for name, value in figures.items()},
+            sm_clock_hz=changes.get("sm_clock_hz", 1.8e9) * random.uniform(0.97, 1.03),
+        )
+
+    for _ in range(200):
+        assert not suspects(*[noisy(i) for i in range(64)])
+        assert set(suspects(noisy(0, utilization=0.5), *[noisy(i) for i in range(1, 64)])) == {gpu(0)}
+
+
+# -- through the reports of nodes
+
+
+def fired(of: Of, minutes: Iterable[int], *, nodes: int = 2, kind: str = "Job", rules: Any = ON) -> list[Alert]:
+    replay = Replay(rules)
+    told: list[Alert] = []
+    for second in (60 * minute + s for minute in minutes for s in range(0, 60, 20)):
+        for n in range(nodes):
+            pod = holder(f"bert-{n}", workload=Workload(kind, "bert"))
+            devices = [device(i, pod, uuid=gpu(n * 8 + i), **WORKS | of(n, i, second / 60)) for i in range(8)]
+            told += replay.take(tick(second, *devices, node=f"n{n}"))
+    return [one for one in told if one.name == "GPUStraggler"]
+
+
+def test_a_throttled_gpu_of_a_job_on_several_nodes_is_one_alert_that_says_by_what() -> None:
+    def hot(n: int, i: int, _: float) -> dict[str, Any]:
+        return {"sm_clock_hz": 1.2e9} if (n, i) == (1, 3) else {}
+
+    alert, *more = fired(hot, range(25))
+    assert not more
+    assert [(one.node, one.index, one.pod) for one in alert.gpus] == [("n1", 3, "ml/bert-1")]
+    assert (alert.idle, alert.held, alert.labels["k8s_workload_name"]) == (1, 16, "bert")
+    assert alert.annotations["summary"] == "Job ml/bert: 1 of 16 GPUs suspect, the other 15 work (for 10m)"
+    evidence = "GPU 3 of n1: SM clock 1200 MHz (its peers SM clock 1980 MHz)"
+    assert alert.annotations["evidence"] == evidence
+    assert f"Evidence: {evidence}." in alert.annotations["description"]
+
+
+def test_a_slow_host_is_named_if_all_gpus_of_its_node_lag() -> None:
+    alert, *more = fired(lambda n, _i, _m: {"busy": 0.55} if n == 2 else {}, range(25), nodes=4)
+    last = more[-1] if more else alert
+    assert {one.node for one in last.gpus} == {"n2"}
+    assert len(last.gpus) == 8
+    assert "utilization 55% (its peers utilization 100%), as all of n2" in last.annotations["evidence"]
+
+
+def test_what_does_not_last_is_no_alert_and_what_is_over_is_resolved() -> None:
+    def slow(until: float) -> Of:
+        return lambda n, i, minute: {"sm_clock_hz": 1.2e9} if (n, i) == (0, 0) and minute < until else {}
+
+    assert not fired(slow(5), range(40))
+    alert, end = fired(slow(25), range(60))
+    assert (alert.state, end.state, end.resolved_because) == ("firing", "resolved", "condition")
+    assert end.starts_at == alert.starts_at
+
+
+def test_a_job_that_ends_ends_its_alert() -> None:
+    replay = Replay(ON)
+    told: list[Alert] = []
+    for second in range(0, 1800, 20):
+        pods = [holder(workload=Workload("Job", "bert"))] if second < 1500 else []
+        devices = [device(i, *pods, **WORKS | ({"sm_clock_hz": 1.2e9} if i == 2 else {})) for i in range(8)]
+        told += replay.take(tick(second, *devices))
+    alert, end = [one for one in told if one.name == "GPUStraggler"]
+    assert (alert.state, end.state, end.resolved_because) == ("firing", "resolved", "pod_ended")
+
+
+def test_a_pod_can_say_that_it_is_meant_so() -> None:
+    replay = Replay(ON)
+    off = holder(annotations={"gpustream.dev/alerts": "off"})
+    for second in range(0, 1800, 20):
+        devices = [device(i, off, **WORKS | ({"sm_clock_hz": 1.2e9} if i == 2 else {})) for i in range(8)]
+        assert not [one for one in replay.take(tick(second, *devices)) if one.name == "GPUStraggler"]
