@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.alerts.memory import Memory, NodeAlerts, remember
+from streams.alerts.tick import Tick
 from streams.alerts.uses import STEP_MS, Wanted, closed, mean_of
-from tests.streams.alerts.ticks import START_MS, Tick, device, gpu, holder, tick
+from tests.streams.alerts.ticks import START_MS, device, gpu, holder, tick
 
 WANTED = Wanted(4, figures=True)
 FROM_S = (STEP_MS - START_MS % STEP_MS) / 1000  # the first step that begins after the first tick
