@@ -21,6 +21,7 @@ from tests.real.servers import Missing, find_openssl, real_dir
 
 ETCD = "etcd-3.6.5"
 KUBERNETES = "kubernetes-1.36.3"
+KUBECTL = "kubectl-1.36.3"
 ADMIN = "admin"
 FRONT_PROXY = "front-proxy-client"
 ASK_TIMEOUT_S = 30.0
@@ -41,6 +42,11 @@ def find_kube_apiserver() -> Path:
 def find_kube_controller_manager() -> Path:
     """The controllers' program; raises :class:`Missing`."""
     return _program(KUBERNETES, "kube-controller-manager")
+
+
+def find_kubectl() -> Path:
+    """kubectl; raises :class:`Missing`."""
+    return _program(KUBECTL, "kubectl")
 
 
 def _program(folder: str, name: str) -> Path:
@@ -335,11 +341,18 @@ class ApiServer(Server):
 
 
 class ControllerManager(Server):
-    """The controllers that scale Deployments; the autoscaler looks every ``period_s``."""
+    """Some controllers, by default those that scale Deployments; the autoscaler looks every ``period_s``."""
 
-    def __init__(self, directory: Path, api: ApiServer, *, period_s: int = 1) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        api: ApiServer,
+        *,
+        period_s: int = 1,
+        controllers: Sequence[str] = ("deployment", "replicaset", "horizontal-pod-autoscaler"),
+    ) -> None:
         super().__init__(directory)
-        self.api, self.period_s = api, period_s
+        self.api, self.period_s, self.controllers = api, period_s, controllers
 
     def command(self) -> Sequence[str]:
         """The controllers in the foreground."""
@@ -350,7 +363,7 @@ class ControllerManager(Server):
             f"--secure-port={self.ports[0].number}",
             "--leader-elect=false",
             "--use-service-account-credentials=true",
-            "--controllers=deployment-controller,replicaset-controller,horizontal-pod-autoscaler-controller",
+            f"--controllers={','.join(f'{one}-controller' for one in self.controllers)}",
             f"--horizontal-pod-autoscaler-sync-period={self.period_s}s",
         ]
 

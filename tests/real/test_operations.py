@@ -1,15 +1,12 @@
-"""The commands of docs/operations: on a real Kafka in their order; of kubectl and helm the names that they use."""
+"""The commands of docs/operations on a real Kafka, in their order; those of kubectl and Helm are in test_installing."""
 
 import asyncio
 import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import click
-import pytest
-import yaml
 from click.testing import CliRunner
 
 from delivery import topic_admin
@@ -19,7 +16,7 @@ from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
-from tests.docs.page import ROOT, blocks
+from tests.docs.page import blocks
 from tests.eventually import eventually
 from tests.real.pipeline import Truth, read_all, running
 from tests.real.servers import KafkaServer
@@ -65,26 +62,6 @@ def _parse(command: click.Command | None, words: list[str]) -> None:
         command = command.get_command(click.Context(command), name)
     assert command is not None
     command.make_context(command.name, words)
-
-
-def _manifests() -> list[dict[str, Any]]:
-    files = [path for path in (ROOT / "k8s").rglob("*.yaml") if "helm" not in path.parts]
-    return [one for path in files for one in yaml.safe_load_all(path.read_text()) if isinstance(one, dict)]
-
-
-@pytest.mark.parametrize("line", KUBERNETES)
-def test_what_kubectl_and_helm_are_given_is_there(line: str) -> None:
-    words = shlex.split(line, comments=True)
-    there = {(one.get("kind", "").lower(), one["metadata"]["name"]) for one in _manifests() if "metadata" in one}
-    for kind, _, name in (word.partition("/") for word in words if word.startswith(("statefulset/", "deployment/"))):
-        assert (kind, name) in there
-    if words[0] == "helm" and words[1] in ("install", "upgrade"):
-        assert (ROOT / words[3] / "Chart.yaml").exists()
-    values = yaml.safe_load((ROOT / "k8s/helm/gpustream/values.yaml").read_text())
-    for given in (words[i + 1] for i, word in enumerate(words) if word == "--set"):
-        found: Any = values
-        for part in given.partition("=")[0].split("."):
-            found = found[part]
 
 
 async def test_nodes_move_to_more_partitions_without_a_lost_tick(empty_kafka: KafkaServer, tmp_path: Path) -> None:

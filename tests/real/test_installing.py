@@ -1,0 +1,242 @@
+"""kubectl and Helm as the pages say, on a real API server with its controllers: install, upgrade, roll back, remove.
+
+No kubelet is there. :class:`Nodes` stands for one: pods run at once, and a Job's pod has done its work on a real Kafka.
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from gpustream.chart import COMPONENTS
+from gpustream.cli import main
+from tests.docs.page import ROOT, blocks
+from tests.eventually import eventually_sync
+from tests.k8s.manifests import K8S, README, environment
+from tests.real.conftest import need
+from tests.real.kubernetes import (
+    ADMIN,
+    ApiServer,
+    ControllerManager,
+    Denied,
+    Json,
+    find_etcd,
+    find_kube_apiserver,
+    find_kube_controller_manager,
+    find_kubectl,
+)
+from tests.real.servers import KafkaServer, find_openssl
+from tests.real.test_manifests import find_helm
+from topics import TOPICS
+
+CONTROLLERS = ("deployment", "replicaset", "statefulset", "daemonset", "job", "namespace", "garbage-collector")
+NODE = "gpu-node-1"
+LEFT = "jobs/gpustream-topics"
+"""What Helm leaves: the Job is a hook of the release, and no part of it."""
+
+
+class Nodes:
+    """Stands for the scheduler and one node's kubelet. What a Job's pod is to run is run here, with its variables."""
+
+    def __init__(self, api: ApiServer) -> None:
+        self.api, self.ran = api, list[str]()
+        self._seen: set[str] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        labels = {"kubernetes.io/os": "linux", "nvidia.com/gpu.present": "true"}
+        api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE, "labels": labels}})
+        ready = {"conditions": [{"type": "Ready", "status": "True"}], "allocatable": {"pods": "200"}}
+        api.patch(f"/api/v1/nodes/{NODE}", {"status": ready}, status=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while not self._over.wait(0.1):
+            for pod in self.api.get("/api/v1/pods")["items"]:
+                with contextlib.suppress(Denied):  # it is gone, or was changed meanwhile: the next turn
+                    self._look_after(pod)
+
+    def _look_after(self, pod: Json) -> None:
+        name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
+        path = f"/api/v1/namespaces/{namespace}/pods/{name}"
+        if pod["metadata"].get("deletionTimestamp"):
+            self.api.request("DELETE", path, {"gracePeriodSeconds": 0})
+            return
+        if pod["metadata"]["uid"] in self._seen:
+            return
+        if not pod["spec"].get("nodeName"):
+            self.api.bind(namespace, name, NODE)
+        (container,) = pod["spec"]["containers"]
+        phase = "Running"
+        if any(owner["kind"] == "Job" for owner in pod["metadata"].get("ownerReferences", [])):
+            phase = self._run(namespace, container)
+        ready = {"type": "Ready", "status": "True" if phase == "Running" else "False"}
+        self.api.patch(path, {"status": {"phase": phase, "conditions": [ready]}}, status=True)
+        self._seen.add(pod["metadata"]["uid"])
+
+    def _run(self, namespace: str, container: Json) -> str:
+        """Does what a Job's pod is to do, and says how that ended."""
+        maps = self.api.get(f"/api/v1/namespaces/{namespace}/configmaps")["items"]
+        said = environment(container, {one["metadata"]["name"]: one.get("data", {}) for one in maps})
+        done = CliRunner().invoke(main, container["args"], env=said)
+        self.ran.append(done.output)
+        return "Succeeded" if done.exit_code == 0 else "Failed"
+
+
+class Shell:
+    """Runs lines of a page in a folder, with kubectl and Helm, and a cluster's administrator."""
+
+    def __init__(self, api: ApiServer, folder: Path) -> None:
+        self.folder = folder
+        path = f"{find_kubectl().parent}{os.pathsep}{find_helm().parent}{os.pathsep}{os.environ['PATH']}"
+        homes = {f"HELM_{kind}_HOME": str(folder / f"helm-{kind}") for kind in ("CACHE", "CONFIG", "DATA")}
+        self.environment = {"PATH": path, "HOME": str(folder), "KUBECONFIG": str(api.kubeconfig(ADMIN)), **homes}
+
+    def __call__(self, line: str, *more: str) -> str:
+        words = [*shlex.split(line, comments=True), *more]
+        ran = subprocess.run(
+            words, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False, timeout=60
+        )
+        assert ran.returncode == 0, (words, ran.stdout, ran.stderr)
+        return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """An API server of these tests' own, with the controllers that make pods and clean up, and a node."""
+    need(find_etcd, find_kube_apiserver, find_kube_controller_manager, find_kubectl, find_helm, find_openssl)
+    directory = tmp_path_factory.mktemp("installing")
+    with ApiServer(directory / "api") as api, ControllerManager(directory / "cm", api, controllers=CONTROLLERS):
+        found = Nodes(api)
+        yield found
+        found.close()
+
+
+def lines(page: str, section: str | None = None) -> list[str]:
+    """The lines for kubectl and Helm in a page's shell blocks."""
+    some = blocks(page, "sh", section, indented=True)
+    found = [line.strip() for block in some for line in block.text.splitlines()]
+    return [line for line in found if line.startswith(("helm", "kubectl"))]
+
+
+def ours(api: ApiServer) -> set[str]:
+    """What there is of gpustream in the cluster, by kind and name."""
+    kinds = {
+        "/api/v1": ("namespaces/gpustream/pods", "namespaces/gpustream/configmaps", "namespaces/gpustream/services"),
+        "/apis/apps/v1": ("statefulsets", "deployments", "daemonsets", "replicasets"),
+        "/apis/batch/v1": ("jobs",),
+        "/apis/policy/v1": ("poddisruptionbudgets",),
+        "/apis/rbac.authorization.k8s.io/v1": ("clusterroles", "clusterrolebindings", "roles", "rolebindings"),
+        "/apis/coordination.k8s.io/v1": ("namespaces/gpustream/leases",),
+    }
+    found = {
+        f"{path.split('/')[-1]}/{one['metadata']['name']}"
+        for root, paths in kinds.items()
+        for path in paths
+        for one in api.get(f"{root}/{path}")["items"]
+    }
+    return {one for one in found if "gpustream" in one}
+
+
+def test_helm_and_kubectl_do_what_the_page_of_operations_says(
+    nodes: Nodes, empty_kafka: KafkaServer, tmp_path: Path
+) -> None:
+    api = nodes.api
+    install, pods, upgrade, rollout, rollback, secret, uninstall, namespace = lines("operations/README.md")
+    shell, ran = Shell(api, tmp_path), len(nodes.ran)
+    chart = shutil.copytree(K8S / "helm", tmp_path / "k8s" / "helm") / "gpustream" / "Chart.yaml"
+    chart.write_text(re.sub("^kubeVersion:.*$", "", chart.read_text(), flags=re.MULTILINE))  # the API server has none
+    one_broker = ("--set", "topics.options.partitions=4", "--set", "topics.options.replication-factor=1")
+    shell(install.replace("kafka-0:9092", empty_kafka.address), *one_broker)
+    assert set(TOPICS) <= set(empty_kafka.topics()), nodes.ran
+    by_default = yaml.safe_load((K8S / "helm" / "gpustream" / "values.yaml").read_text())
+    run = {
+        re.sub("([A-Z])", r"-\1", one).lower() for one in COMPONENTS if one != "topics" and by_default[one]["enabled"]
+    }
+    eventually_sync(lambda: components(api) == run, within_s=30)
+    assert {"gpustream-attribution-0", "gpustream-attribution-1"} <= {
+        line.split()[0] for line in shell(pods).splitlines()
+    }
+
+    version = yaml.safe_load(chart.read_text())["appVersion"]
+    chart.write_text(chart.read_text().replace(version, "9.9.9"))
+    for line, image in ((upgrade, "gpustream:9.9.9"), (rollback, f"gpustream:{version}")):
+        shell(line)
+        assert "complete" in shell(rollout)
+        eventually_sync(partial(runs, api, image))
+    assert len(nodes.ran) == ran + 2, "the Job of topics runs at the install and at the upgrade"
+
+    (tmp_path / "password").write_text("p")
+    (tmp_path / "ca.crt").write_text("c")
+    assert yaml.safe_load(shell(secret))["data"].keys() == {"password", "ca.crt"}
+    shell("kubectl -n gpustream scale statefulset/gpustream-attribution --replicas 3")
+    shell(rollout)
+    shell(uninstall)
+    eventually_sync(lambda: {one for one in ours(api) if not one.startswith("pods/gpustream-topics")} == {LEFT})
+    assert LEFT.partition("/")[2] in (ROOT / "docs" / "operations" / "README.md").read_text()
+    shell(namespace)
+    assert api.request("GET", "/api/v1/namespaces/gpustream").status == 404
+    assert ours(api) == set()
+
+
+def running(api: ApiServer) -> list[Json]:
+    return [one for one in api.get("/api/v1/namespaces/gpustream/pods")["items"] if one["status"]["phase"] == "Running"]
+
+
+def runs(api: ApiServer, image: str) -> bool:
+    """Whether all pods are of this image."""
+    return {one["spec"]["containers"][0]["image"] for one in running(api)} == {image}
+
+
+def components(api: ApiServer) -> set[str]:
+    """Those that run."""
+    return {one["metadata"]["labels"]["app.kubernetes.io/component"] for one in running(api)}
+
+
+def test_kustomize_and_kubectl_do_what_the_readme_of_the_manifests_says(
+    nodes: Nodes, empty_kafka: KafkaServer, tmp_path: Path
+) -> None:
+    api = nodes.api
+    namespace, secret, apply, wait, pods = lines("../k8s/README.md", "Deploy")
+    (scale,) = lines("../k8s/README.md", "Upgrade")
+    shell = Shell(api, tmp_path)
+    shutil.copytree(K8S, tmp_path / "k8s")
+    said = yaml.safe_load(blocks("../k8s/README.md", "yaml", "Deploy")[0].text)
+    said["configMapGenerator"][0]["literals"][0] = f"GPUSTREAM_KAFKA={empty_kafka.address}"
+    few = {"op": "replace", "path": "/spec/template/spec/containers/0/args/5", "value": "1"}
+    said["patches"] = [{"target": {"kind": "Job"}, "patch": yaml.safe_dump([few])}]
+    folder = tmp_path / "my-cluster"
+    folder.mkdir()
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(said))
+    (tmp_path / "token").write_text("t")
+    runtime = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "nvidia"}}
+    api.create(runtime | {"handler": "nvidia"})  # as NVIDIA's operator does
+    for line in (namespace, secret, apply, wait):
+        shell(line)
+    assert set(TOPICS) <= set(empty_kafka.topics()), nodes.ran
+    base = {path.name for path in (K8S / "base").iterdir() if path.is_dir()} - {"namespace", "topics"}
+    eventually_sync(lambda: components(api) == base, within_s=30)
+    assert "attribution-0" in shell(pods)
+
+    said["images"][0]["newTag"] = "9.9.9"
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(said))
+    (delete,) = re.findall(r"`(kubectl [^`]* delete job topics)`", README)
+    for line in (delete, apply, wait):
+        shell(line)
+    image = f"{said['images'][0]['newName']}:9.9.9"
+    eventually_sync(partial(runs, api, image))
+    shell(scale)
+    eventually_sync(lambda: not {"attribution-0", "alerts-0"} & {one["metadata"]["name"] for one in running(api)})
