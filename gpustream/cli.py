@@ -96,6 +96,10 @@ def _module(name: str, help: str) -> Entry:  # noqa: A002 - as in click
 
 COMMANDS = {
     "run": _module("run", "Everything in one process: GPUs, stream, sinks, and a broker where none is given."),
+    "top": Entry(
+        "Look at the fleet live: nodes, GPUs, pods, workloads, alerts, and each GPU's last minutes.",
+        lambda: command.load("gpustream.top.command:top"),
+    ),
     "devices": _module(
         "devices", "What of this machine would be sampled now: GPUs, MIG devices, who holds them, their values."
     ),

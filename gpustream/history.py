@@ -103,8 +103,8 @@ class History:
                 place = f"{first.topic} partition {first.partition} offset {at[first]}"
                 raise BrokerUnavailable(f"{self.connection}: no record for {STALLED_S:.0f} s at {place}")
 
-    async def after(self, spans: Mapping[Partition, Span]) -> AsyncIterator[Sequence[Any]]:
-        """The records after these spans, as they come. Never ends."""
+    async def after(self, spans: Mapping[Partition, Span], every_s: float = 0.0) -> AsyncIterator[Sequence[Any]]:
+        """The records after these spans, as they come, or those of each ``every_s`` together. Never ends."""
         ends = {theirs(self.connection, tp): span.end for tp, span in spans.items()}
         self._consumer.assign(list(ends))
         for tp, offset in ends.items():
@@ -112,6 +112,7 @@ class History:
         while True:
             for records in (await self._consumer.getmany(timeout_ms=_WAIT_MS)).values():
                 yield records
+            await asyncio.sleep(every_s)
 
     async def record(self, tp: Partition, offset: int) -> Any | None:
         """The record at an offset; None if there is none any more."""

@@ -18,10 +18,9 @@ import msgspec
 
 from delivery import clients
 from delivery.connection import Connection
+from gpustream.fleet import Tick, decode_tick
 from gpustream.serve import Component
 from topics import alerts, attributed, dead_letters
-from topics.attributed import AttributedSample
-from topics.topic import decoder
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +49,12 @@ class Tail:
     def __init__(
         self,
         connection: Connection,
-        on_tick: Callable[[AttributedSample], None],
+        on_tick: Callable[[Tick], None],
         on_alert: Callable[[Any], object],
         on_letter: Callable[[tuple[bytes, ...]], None],
     ) -> None:
         self._connection = connection
         self._on_tick, self._on_alert, self._on_letter = on_tick, on_alert, on_letter
-        self._decode = decoder(AttributedSample)
         self._consumer: Any = None
 
     async def start(self) -> None:
@@ -99,7 +97,7 @@ class Tail:
                 self._on_letter(tuple(headers.get(name, b"") for name in _LETTER_HEADERS))
         else:
             try:
-                tick = self._decode(record.value or b"")
+                tick = decode_tick(record.value or b"")
             except msgspec.DecodeError as error:
                 log.warning("not a tick: %s", error, extra={"partition": record.partition, "offset": record.offset})
             else:

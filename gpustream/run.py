@@ -3,7 +3,7 @@
 It brings a broker of its own if none is given.
 
 In:       the options of ``run``.
-Out:      a live view on a terminal (lines elsewhere), and the summary on standard output.
+Out:      the terminal application on a terminal (lines elsewhere), and the summary on standard output.
 On failure: 1 if a tick was lost or dropped, or a component failed.
 """
 
@@ -12,11 +12,14 @@ import contextlib
 import ctypes
 import dataclasses
 import logging
+import os
+import signal
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 import msgspec
@@ -34,12 +37,14 @@ from delivery.settings import (
     Option,
     Uses,
 )
-from gpustream import alerts, command, logs, serve
+from gpustream import alerts, command, live, logs, serve
 from gpustream.command import OF_CONNECTION, Command, ProcessSettings
 from gpustream.embedded import EmbeddedBroker, every_topic
-from gpustream.live import Display, Fleet, Frame, displayed, summary_text
+from gpustream.fleet import Fleet, Tick
 from gpustream.pipeline import Failed, Pipeline, Tail
+from gpustream.sightings import Sightings
 from gpustream.tally import Run, Sampled, Tally
+from gpustream.top.views import Now, firing
 from producers import PRODUCERS
 from producers.node.config import Node, ReadingSettings, node_name
 from producers.settings import Interval
@@ -47,11 +52,19 @@ from producers.simulated.config import SimulationSettings
 from sinks import SINKS
 from sinks.settings import SCRAPE_ADDRESS, NamingSettings, ScrapeListen
 from streams import STREAMS
-from topics.attributed import AttributedSample
 from topics.topic import load_topics
+
+if TYPE_CHECKING:
+    from gpustream.top.app import TopApp
 
 UNWATCHED_S = 30.0
 """How long a run lasts that nobody watches and nobody gave a duration."""
+
+_QUESTION = "Stop the pipeline? What was sampled arrives first, and a summary follows."
+_LOG_LINES = 10
+_RATE_LOOKS = 10
+_BEHIND = 2
+"""A sink is behind, and said to be, when it lacks more than so many ticks a node."""
 
 _DROPPED = "gpustream_producer_ticks_dropped_total"
 _DELIVERED = {
@@ -86,6 +99,9 @@ class RunSettings(ReadingSettings, SimulationSettings, NamingSettings, Connectio
     summary: Annotated[
         Literal["text", "json"], Option("--summary", None, "How the end is reported on standard output.")
     ] = "text"
+    plain: Annotated[
+        bool, Option("--plain", None, "Print a line every 5 s in place of the screen, as if this were no terminal.")
+    ] = False
     interval_s: Interval = 1.0
     node: Node = field(default_factory=node_name)
     watched: bool = False
@@ -130,18 +146,20 @@ def driver_is_here() -> bool:
 def run(**given: Any) -> None:
     """Everything in one process: GPUs, stream, sinks, and a broker where none is given.
 
-    Samples until its time is over or Ctrl-C, lets everything arrive, and says what became of every tick. Exit code 1 if
-    any was lost or dropped.
+    On a terminal it shows the fleet as `gpustream top` does: ? lists the keys, and q stops it. It samples until its
+    time is over or Ctrl-C, lets everything arrive, and says what became of every tick. Exit code 1 if any was lost or
+    dropped.
     """
     watched = sys.stdout.isatty()
-    logs.setup(given["log_format"], logging.WARNING if watched else logging.INFO)
+    logs.setup(given["log_format"], logging.WARNING if watched and not given["plain"] else logging.INFO)
     chosen = RunSettings(**given, watched=watched)
     with contextlib.ExitStack() as stack:
         embedded = None
         if chosen.kafka is None and chosen.kafka_config is None:
             embedded = stack.enter_context(EmbeddedBroker())
             embedded.start({chosen.topic_prefix + name: count for name, count in every_topic().items()})
-        code = serve.run(lambda stop: OneProcess(chosen, embedded).run(stop))
+        process = OneProcess(chosen, embedded)
+        code = serve.run(process.run, process.leave)
     raise SystemExit(code)
 
 
@@ -178,8 +196,12 @@ class OneProcess:
         }
         self._alerts = alerts.Seen()
         self._fleet = Fleet(self._command_of)
-        self._began_s = time.monotonic()
-        self._display: Display | None = None
+        self._sightings = Sightings()
+        self._began_s, self._line_due_s = time.monotonic(), live.LINE_EVERY_S
+        self._not_ready: list[str] = []
+        self._counted: deque[tuple[float, int]] = deque([(self._began_s, 0)], maxlen=_RATE_LOOKS)
+        self._stopping = False
+        self._screen: TopApp | None = None
 
     async def run(self, stop: asyncio.Event) -> int:
         """Runs until ``stop`` or its end, prints the summary, and gives the exit code."""
@@ -187,20 +209,51 @@ class OneProcess:
         if duration_s is None and not self._chosen.watched:
             duration_s = UNWATCHED_S
         await topic_admin.check(self._connection, Uses(reads=tuple(load_topics())))
-        tail = Tail(self._connection, self._on_tick, self._alerts.see, self._tally.dead_lettered)
+        tail = Tail(self._connection, self._on_tick, self._on_alert, self._tally.dead_lettered)
         pipeline = Pipeline(self._producer, self._streams, list(self._sinks.values()), tail, self._look, self._behind)
-        with displayed(watched=self._chosen.watched, to_stderr=self._chosen.summary == "json") as self._display:
-            async with serve.observed(pipeline.components, self._chosen.listen):
-                await pipeline.run(stop, duration_s)
+        async with serve.observed(pipeline.components, self._chosen.listen):
+            running = asyncio.create_task(pipeline.run(stop, duration_s))
+            if not self._chosen.plain and live.is_screen():
+                await self._show(running, stop)
+            await running
         summary = self._tally.summary(
             self._sampled(),
             values=int(self._producer.sampled_values),
             delivered=self._delivered(),
             dropped=_counted(self._producer.registry, _DROPPED),
         )
-        as_json = self._chosen.summary == "json"
-        click.echo(msgspec.json.encode(summary).decode() if as_json else summary_text(summary))
+        if self._chosen.summary == "json":
+            click.echo(msgspec.json.encode(summary).decode())
+        else:
+            click.echo(live.summary_text(summary, self._sightings.lines()))
         return 0 if summary.ok else serve.FAILED
+
+    async def _show(self, running: "asyncio.Task[None]", stop: asyncio.Event) -> None:
+        """Shows the fleet until all has stopped; then the last lines of the log are on the terminal."""
+        from gpustream.top.app import TopApp
+
+        def stop_now() -> None:
+            self._stopping = True
+            os.kill(os.getpid(), signal.SIGINT)
+
+        self._screen = TopApp(self._now, quit_now=stop_now, question=_QUESTION)
+        showing = asyncio.create_task(self._screen.run_async())
+        await asyncio.wait((running, showing), return_when=asyncio.FIRST_COMPLETED)
+        if showing.done():  # it ends before the pipeline only if it fails
+            stop.set()
+        else:
+            self._screen.exit()
+        await asyncio.wait((running, showing))
+        for line in list(self._screen.logged)[-_LOG_LINES:]:
+            click.echo(line, err=True)
+
+    def leave(self, code: int) -> None:
+        """Ends the process at once, and leaves the terminal as it was."""
+        driver = self._screen._driver if self._screen else None  # noqa: SLF001 - Textual has no public way
+        if driver is not None:
+            with contextlib.suppress(Exception):
+                driver.stop_application_mode()
+        os._exit(code)
 
     def _sampled(self) -> list[Sampled]:
         """Every run of every node so far, and the last tick of each, dropped ones included."""
@@ -225,30 +278,49 @@ class OneProcess:
         except OSError:
             return ""
 
-    def _on_tick(self, tick: AttributedSample) -> None:
+    def _on_tick(self, tick: Tick) -> None:
         if self._tally.attributed(Run(tick.cluster, tick.node, tick.run_id), tick.seq, tick.attribution):
             self._fleet.observe(tick, time.monotonic(), int(time.time() * 1000))
+            self._sightings.tick(tick)
+
+    def _on_alert(self, record: Any) -> None:
+        alert = self._alerts.see(record)
+        if alert is not None:
+            self._sightings.alert(alert)
 
     def _look(self, not_ready: list[str]) -> None:
-        """What is done again and again while it runs: show it, and end it without its broker."""
+        """What is done again and again while it runs: a line now and then, and an end without its broker."""
         if self._embedded is not None and not self._embedded.running:
             raise BrokerEnded("the embedded broker ended, and all that it held is gone")
+        self._not_ready = not_ready
         elapsed_s = time.monotonic() - self._began_s
-        if self._display is None or not self._display.is_due(elapsed_s):
+        if self._screen is not None or elapsed_s < self._line_due_s:
             return
-        sampled, now, simulated = self._sampled(), datetime.now(UTC), self._chosen.simulate
-        source = f"{simulated} GPUs simulated" if simulated else f"the GPUs of {self._chosen.node}"
-        self._display.show(
-            Frame(
-                elapsed_s=elapsed_s,
-                title=f"gpustream, {source}",
-                view=self._fleet.view(time.monotonic()),
-                delivered=self._delivered(),
-                behind={name: self._tally.behind(name, sampled) for name in self._tally.sinks},
-                not_ready=not_ready,
-                alerts=[alerts.row(alert, now) for alert in self._alerts.open()],
-            )
+        while self._line_due_s <= elapsed_s:
+            self._line_due_s += live.LINE_EVERY_S
+        now = self._now()
+        said = live.fleet_line(now.fleet, now.facts, len(now.firing), now.trouble)
+        click.echo(f"{elapsed_s:5.0f} s  {said}", err=self._chosen.summary == "json")
+
+    def _now(self) -> Now:
+        """This moment of the run."""
+        at_s, values, sampled = time.monotonic(), int(self._producer.sampled_values), self._sampled()
+        self._fleet.age(at_s)
+        self._counted.append((at_s, values))
+        flow, (then_s, then) = self._fleet.flow(), self._counted[0]
+        facts = [f"{flow.ticks_per_s:,.0f} ticks/s, {(values - then) / max(0.1, at_s - then_s):,.0f} values/s"]
+        facts += [] if flow.latency_s is None else [f"lag {flow.latency_s:.1f} s"]
+        for name, count in self._delivered().items():
+            behind = self._tally.behind(name, sampled)
+            late = f" ({behind:,} ticks behind)" if behind > _BEHIND * len(self._fleet.nodes) else ""
+            facts.append(f"{name} {count:,} values{late}")
+        trouble = (
+            f"{'not ready' if flow.ticks else 'starting'}: {'; '.join(self._not_ready)}" if self._not_ready else ""
         )
+        trouble = "stopping: what was sampled goes on to arrive" if self._stopping else trouble
+        simulated, at = self._chosen.simulate, datetime.now(UTC)
+        source = f"{simulated} GPUs simulated" if simulated else f"the GPUs of {self._chosen.node}"
+        return Now(self._fleet, firing(self._alerts, at), at, f"gpustream · {source}", facts, trouble)
 
 
 def _counted(registry: CollectorRegistry, counter: str) -> int:

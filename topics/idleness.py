@@ -78,12 +78,18 @@ Doing = Literal["busy", "idle", "held", "free", "failing"]
 
 def doing(device: AttributedDevice) -> Doing:
     """What is said of a device of a tick. It is idle if all pods that hold it are."""
-    if device.state in ("lost", "timeout"):
-        return "failing"
-    if not device.holders:
-        return "free"
     work = work_of(Ratios(*map(device.metrics.get, Ratios.__struct_fields__)))
     done = [one.sm_utilization_ratio or 0.0 for one in device.processes or ()]
-    if max(work.most, *done, part_of([one.parts for one in device.holders]) or 0.0) >= IDLE_BELOW:
+    part = part_of([one.parts for one in device.holders]) or 0.0
+    return doing_of(device.state, work, max([part, *done]), held=bool(device.holders))
+
+
+def doing_of(state: str, work: Work, done: float, *, held: bool) -> Doing:
+    """What is said of a device in that state that works so much, of which its holders or processes ``done`` most."""
+    if state in ("lost", "timeout"):
+        return "failing"
+    if not held:
+        return "free"
+    if max(work.most, done) >= IDLE_BELOW:
         return "busy"
     return "idle" if work.measured else "held"

@@ -14,12 +14,12 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from delivery import replays
+from delivery.replays import Last
 from topics.attributed import Workload, by_pod
+from topics.idleness import IDLE_BELOW, Doing, Ratios, doing_of, work_of
 from topics.samples import Mig, Process
 from topics.topic import decoder
-
-IDLE_BELOW = 0.05
-"""A device that is held and used less than this is idle."""
 
 SILENT_S = 15.0
 """A node without a tick for so long is silent: what is shown of it is old, and is marked so."""
@@ -31,11 +31,10 @@ MOST_TENURES = 64
 XID_SHOWN_S = 300.0
 """For how long a device that had an XID error is marked."""
 
-_SMOOTHING_S = 10.0
 _RATE_S = 5.0
 
-Status = Literal["failing", "busy", "held", "idle", "free", "silent"]
-"""What a device does. ``held``: by a pod, and how much it is used is not known; ``silent``: its node says nothing."""
+Status = Doing | Literal["silent"]
+"""What a device does, in a word; ``silent``: its node says nothing."""
 
 STATUSES: tuple[Status, ...] = ("busy", "held", "idle", "free", "failing", "silent")
 
@@ -43,12 +42,9 @@ METRICS = ("used_ratio", "memory_used_bytes", "power_watts", "temperature_celsiu
 """What is kept of the last minutes, by the attributes of :class:`Device`."""
 
 
-class Metrics(msgspec.Struct, frozen=True, gc=False):
+class Metrics(Ratios, frozen=True, gc=False):
     """The values that are shown, by the catalogue's keys."""
 
-    gpu_utilization_ratio: float | None = None
-    graphics_engine_active_ratio: float | None = None
-    sm_active_ratio: float | None = None
     memory_used_bytes: float | None = None
     memory_total_bytes: float | None = None
     power_watts: float | None = None
@@ -120,6 +116,7 @@ class Tick(msgspec.Struct, frozen=True):
     run_id: int
     seq: int
     ts_ms: int
+    offset: int
     attribution: str
     node_labels: dict[str, str] = {}
     devices: tuple[TickDevice, ...] = ()
@@ -200,7 +197,7 @@ class Device:
     """A GPU or MIG device: what its last tick said, and its last minutes."""
 
     __slots__ = (
-        "_smooth", "attribution", "cluster", "gpu", "held", "history", "index", "memory_total_bytes",
+        "_doing", "attribution", "cluster", "gpu", "held", "history", "index", "memory_total_bytes",
         "memory_used_bytes", "mig", "model", "node", "parts", "power_limit_watts", "power_watts", "processes",
         "silent", "state", "temperature_celsius", "tenures", "ts_ms", "unwell", "used_ratio", "uuid", "xid",
         "xid_ms", "zone",
@@ -224,7 +221,7 @@ class Device:
         self.xid_ms = self.ts_ms = 0
         self.attribution = ""
         self.silent = self.unwell = False
-        self._smooth: float | None = None
+        self._doing: Doing = "free"
 
     @property
     def where(self) -> str:
@@ -241,11 +238,7 @@ class Device:
         if self.parts:
             found = {part.status for part in self.parts}
             return next((one for one in ("failing", "busy", "held", "idle") if one in found), "free")
-        if not self.held:
-            return "free"
-        if self._smooth is None:
-            return "held"
-        return "idle" if self._smooth < IDLE_BELOW else "busy"
+        return self._doing
 
     @property
     def trouble(self) -> str:
@@ -256,13 +249,8 @@ class Device:
     def take(self, tick: Tick, device: TickDevice, held: list[Held]) -> None:
         """Takes in what a tick says of it."""
         of = device.metrics
-        used, before = of.used_ratio, self._smooth
         names = tuple(one.name for one in held)
         same = bool(self.tenures) and self.tenures[-1].pods == names
-        if used is None or before is None or not same:
-            self._smooth = used
-        else:
-            self._smooth = before + (used - before) * min(1.0, (tick.ts_ms - self.ts_ms) / 1000 / _SMOOTHING_S)
         if not same:
             if self.tenures:
                 self.tenures[-1] = self.tenures[-1]._replace(to_ms=tick.ts_ms)
@@ -273,7 +261,9 @@ class Device:
         if device.mig is not None:
             self.gpu, self.mig = device.mig.parent_uuid, device.mig.profile or "MIG"
         self.held, self.processes = held, device.processes or ()
-        self.used_ratio, self.memory_used_bytes = used, of.memory_used_bytes
+        done = [one.used_ratio or 0.0 for one in held] + [one.sm_utilization_ratio or 0.0 for one in self.processes]
+        self._doing = doing_of(device.state, work_of(of), max(done, default=0.0), held=bool(held))
+        self.used_ratio, self.memory_used_bytes = of.used_ratio, of.memory_used_bytes
         self.memory_total_bytes, self.power_limit_watts = of.memory_total_bytes, of.power_limit_watts
         self.power_watts, self.temperature_celsius = of.power_watts, of.temperature_celsius
         self.ts_ms, self.attribution = tick.ts_ms, tick.attribution
@@ -282,17 +272,20 @@ class Device:
                 self.xid, self.xid_ms = event.code, tick.ts_ms if event.ts_ms is None else event.ts_ms
         if self.xid is not None and tick.ts_ms - self.xid_ms > XID_SHOWN_S * 1000:
             self.xid = None
-        self.history.add(tick.ts_ms, (used, self.memory_used_bytes, self.power_watts, self.temperature_celsius))
+        self.history.add(
+            tick.ts_ms, (of.used_ratio, self.memory_used_bytes, self.power_watts, self.temperature_celsius)
+        )
 
 
 class Node:
     """A node and its devices, in the order of its last tick. ``gpus`` are the physical ones."""
 
-    __slots__ = ("at_s", "cluster", "devices", "name", "run_id", "seq", "ts_ms", "zone")
+    __slots__ = ("at_s", "cluster", "devices", "last", "name", "zone")
 
     def __init__(self, cluster: str, name: str) -> None:
         self.cluster, self.name, self.zone = cluster, name, ""
-        self.at_s, self.run_id, self.seq, self.ts_ms = 0.0, -1, 0, 0
+        self.at_s = 0.0
+        self.last: Last | None = None
         self.devices: dict[str, Device] = {}
 
     @property
@@ -361,9 +354,9 @@ class Fleet:
         node = self.nodes.get((tick.cluster, tick.node))
         if node is None:
             node = self.nodes[tick.cluster, tick.node] = Node(tick.cluster, tick.node)
-        if tick.seq <= node.seq if tick.run_id == node.run_id else tick.ts_ms <= node.ts_ms:
+        if replays.verdict(node.last, tick) == "replay":
             return False
-        node.at_s, node.run_id, node.seq, node.ts_ms = at_s, tick.run_id, tick.seq, tick.ts_ms
+        node.at_s, node.last = at_s, replays.after(node.last, tick)
         node.zone = tick.node_labels.get("topology.kubernetes.io/zone", "")
         unwell = {one.uuid for one in tick.unwell}
         before, node.devices = node.devices, {}
@@ -470,13 +463,20 @@ def _use(of: list[tuple[Device, Held]]) -> Use:
         pods=len({(part.namespace, part.pod) for _, part in of}),
         nodes=len({device.node for device, _ in of}),
         gpus=len({device.gpu for device, _ in of}),
-        idle=len({device.gpu for device, _ in of if device.status == "idle"}),
+        idle=len({device.gpu for device, part in of if _is_idle(device, part)}),
         used_ratio=sum(ratios) / len(ratios) if ratios else None,
         memory_used_bytes=memory,
         power_watts=power,
         since_ms=min(_since(device, part.name) for device, part in of),
         devices=tuple(device for device, _ in of),
     )
+
+
+def _is_idle(device: Device, part: Held) -> bool:
+    """Whether one does nothing with a device: by its own part, if that is known."""
+    if part.used_ratio is None or device.status not in ("busy", "idle"):
+        return device.status == "idle"
+    return part.used_ratio < IDLE_BELOW
 
 
 def _since(device: Device, name: str) -> int:

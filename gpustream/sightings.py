@@ -1,0 +1,83 @@
+"""What could be seen in a run: pods that came and went, shared GPUs, MIG, errors, lost GPUs, alerts. Pure.
+
+In:       ticks and alerts, as they come.
+Out:      lines for people, at the end.
+State:    who holds each node's devices, which devices were cut or lost, and counts: no more than the fleet is large.
+"""
+
+from collections import Counter
+
+from gpustream.fleet import Tick
+from topics.alerts import Alert, milliseconds
+from topics.attributed import by_pod
+
+_MOST = 4
+"""So many things of one kind are named."""
+
+
+class Sightings:
+    """Takes ticks and alerts in."""
+
+    def __init__(self) -> None:
+        self._pods: dict[tuple[str, str], frozenset[tuple[str, str]]] = {}
+        self._came = self._went = self._most = 0
+        self._began_ms: int | None = None
+        self._shared: tuple[int, str] = (1, "")
+        self._mig: set[str] = set()
+        self._lost: dict[str, str] = {}
+        self._back: set[str] = set()
+        self._xids: list[str] = []
+        self._alerts: Counter[str] = Counter()
+        self._first: dict[str, int] = {}
+
+    def tick(self, tick: Tick) -> None:
+        """Takes a tick in that is no replay."""
+        self._began_ms = min(tick.ts_ms, tick.ts_ms if self._began_ms is None else self._began_ms)
+        holding = set[tuple[str, str]]()
+        for device in tick.devices:
+            where = f"GPU {device.index} of {tick.node}"
+            pods = by_pod(device.holders) if device.holders else {}
+            holding.update((pod.namespace, pod.pod) for pod in pods)
+            if len(pods) > self._shared[0]:
+                self._shared = len(pods), where
+            if device.mig is not None and pods:
+                self._mig.add(device.uuid)
+            if device.state == "lost":
+                self._lost.setdefault(device.uuid, where)
+            elif device.uuid in self._lost:
+                self._back.add(device.uuid)
+            for event in device.events or ():
+                if event.kind == "xid" and len(self._xids) < _MOST:
+                    held = f", held by {next(iter(pods)).pod}" if pods else ""
+                    self._xids.append(f"XID {event.code} on {where}{held}")
+        now, before = frozenset(holding), self._pods.get((tick.cluster, tick.node))
+        if before is not None:
+            self._came += len(now - before)
+            self._went += len(before - now)
+        self._pods[tick.cluster, tick.node] = now
+        self._most = max(self._most, sum(map(len, self._pods.values())))
+
+    def alert(self, alert: Alert) -> None:
+        """Takes a transition of an alert in."""
+        at_ms = milliseconds(alert.starts_at)
+        if alert.is_open and not alert.revision and self._began_ms is not None and at_ms >= self._began_ms:
+            self._alerts[alert.name] += 1
+            self._first.setdefault(alert.name, at_ms)
+
+    def lines(self) -> list[str]:
+        """What was seen, a line each."""
+        found = []
+        if self._most:
+            found.append(f"up to {self._most} pods at a time; {self._came} came, {self._went} went")
+        if self._shared[1]:
+            found.append(f"{self._shared[0]} pods that share {self._shared[1]}")
+        if self._mig:
+            found.append(f"{len(self._mig)} MIG devices that pods held")
+        found += self._xids
+        for uuid, where in list(self._lost.items())[:_MOST]:
+            found.append(f"{where} lost{', and back' if uuid in self._back else ''}")
+        for name, count in self._alerts.most_common():
+            after_s = (self._first[name] - (self._began_ms or 0)) / 1000
+            times = f"{count} alerts, the first" if count > 1 else "an alert"
+            found.append(f"{name}: {times} {after_s:.0f} s after the start")
+        return found

@@ -1,0 +1,132 @@
+"""``gpustream top``: the fleet of any pipeline on the terminal, live.
+
+In:       gpu.attributed from a minute ago, and gpu.alerts whole; read-only, and in no consumer group.
+Out:      the terminal application; lines, if standard output is no terminal.
+On failure: a broker that does not answer or lacks a topic is a sentence and exit code 1; later, an outage is waited
+out, and the screen says that nothing comes. A record that can't be decoded is logged and passed over.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+import msgspec
+
+from delivery.connection import Connection
+from delivery.ledger import Partition
+from delivery.settings import DURATION
+from gpustream import history, live, logs
+from gpustream.alerts import Seen
+from gpustream.command import KAFKA, Command, option
+from gpustream.fleet import Fleet, decode_tick
+from gpustream.history import Span
+from gpustream.top import views
+from topics import alerts, attributed
+
+log = logging.getLogger(__name__)
+
+_READ_EVERY_S = 0.2
+_QUIET_S = 10.0
+
+
+@click.command(
+    cls=Command,
+    example=(
+        "gpustream top --kafka 127.0.0.1:9092\n"
+        "gpustream top --kafka kafka-0:9092 --since 5m\n"
+        "gpustream top --kafka kafka-0:9092 --plain >> fleet.log"
+    ),
+)
+@KAFKA
+@option("--since", "since_s", type=DURATION, default="1m", help="How much of the past is read at the start.")
+@option("--plain", is_flag=True, help="Print a line every 5 s in place of the screen, as if this were no terminal.")
+def top(connection: Connection, since_s: float, plain: bool) -> None:
+    """Look at the fleet live: nodes, GPUs, pods, workloads, alerts, and each GPU's last minutes.
+
+    It only reads, and in no consumer group: it disturbs nothing, and needs no right to write. ? lists the keys.
+    """
+    from gpustream.topics import answer
+
+    logs.setup(level=logging.WARNING)
+    with contextlib.suppress(KeyboardInterrupt):
+        answer(_show(connection, since_s, plain=plain or not live.is_screen()))
+
+
+async def _show(connection: Connection, since_s: float, *, plain: bool) -> None:
+    fleet, seen = Fleet(), Seen()
+    async with history.opened(connection, [attributed.TOPIC.name, alerts.TOPIC.name]) as past:
+        since_ms = int((time.time() - since_s) * 1000)
+        spans = await past.spans(attributed.TOPIC.name, since_ms) | await past.spans(alerts.TOPIC.name)
+        reading = asyncio.create_task(_read(past, spans, fleet, seen))
+        began_s = time.monotonic()
+
+        def now() -> views.Now:
+            return moment(fleet, seen, f"gpustream top {connection}", began_s)
+
+        showing = asyncio.create_task(_lines(now) if plain else _screen(now))
+        try:
+            await asyncio.wait((reading, showing), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (reading, showing):
+                task.cancel()
+            results = await asyncio.gather(reading, showing, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+async def _screen(now: Callable[[], views.Now]) -> None:
+    from gpustream.top.app import TopApp
+
+    await TopApp(now).run_async()
+
+
+async def _lines(now: Callable[[], views.Now]) -> None:
+    while True:
+        await asyncio.sleep(live.LINE_EVERY_S)
+        shown = now()
+        click.echo(
+            f"{shown.at:%H:%M:%SZ}  " + live.fleet_line(shown.fleet, shown.facts, len(shown.firing), shown.trouble)
+        )
+
+
+def moment(fleet: Fleet, seen: Seen, title: str, began_s: float) -> views.Now:
+    """The fleet now, by this machine's clock; what is wrong is that nothing comes."""
+    at_s, at = time.monotonic(), datetime.now(UTC)
+    fleet.age(at_s)
+    newest_s = max((node.at_s for node in fleet.nodes.values()), default=began_s)
+    quiet_s = at_s - newest_s
+    quiet = f"no tick for {quiet_s:.0f} s: Kafka is away, or nothing is sent" if quiet_s > _QUIET_S else ""
+    flow = fleet.flow()
+    facts = [f"{flow.ticks_per_s:,.0f} ticks/s"]
+    facts += [] if flow.latency_s is None else [f"lag {flow.latency_s:.1f} s"]
+    return views.Now(fleet, views.firing(seen, at), at, title, facts, quiet)
+
+
+async def _read(past: history.History, spans: Mapping[Partition, Span], fleet: Fleet, seen: Seen) -> None:
+    """Takes in what was, and then what comes: in batches, for a poll a record would cost more than the record."""
+
+    def take(records: Sequence[Any]) -> None:
+        ahead_s = time.time() - time.monotonic()
+        for record in records:
+            if past.connection.unprefixed(record.topic) == alerts.TOPIC.name:
+                seen.see(record)
+                continue
+            try:
+                tick = decode_tick(record.value or b"")
+            except msgspec.DecodeError as error:
+                log.warning("not a tick: %s", error, extra={"partition": record.partition, "offset": record.offset})
+            else:
+                logged_s = min(record.timestamp / 1000, time.time())
+                fleet.observe(tick, logged_s - ahead_s, record.timestamp)
+
+    async for records in past.records(spans):
+        take(records)
+        await asyncio.sleep(0)  # the screen is drawn meanwhile
+    async for records in past.after(spans, every_s=_READ_EVERY_S):
+        take(records)
