@@ -138,13 +138,22 @@ def largest(truth: Truth, name: str) -> Answer:
 
 
 def increased(truth: Truth, name: str, by: str, window_ms: int = RATE_MS, **labels: str) -> Answer:
-    """How much counters rose, as Prometheus sees it: from the first to the last reading, as if to both ends."""
+    """How much counters rose, as Prometheus sees it: from the first to the last reading, as if to both ends.
+
+    If an end is further away than a reading usually is, it is half of that; and no counter has come from below zero.
+    """
     rows = []
     for ticks in truth.within(window_ms).values():
         points = [(tick.ts_ms, value) for tick in ticks if (value := tick.value(name, **labels)) is not None]
         if len(points) > 1:
-            slope = (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
-            rows.append(({**ticks[-1].labels, **labels}, slope * window_ms))
+            (first_ms, first), (last_ms, last) = points[0], points[-1]
+            lasted_ms, rise = last_ms - first_ms, last - first
+            every_ms = lasted_ms / (len(points) - 1)
+            ends_ms = first_ms - (truth.at_ms - window_ms), truth.at_ms - last_ms
+            before_ms, after_ms = (ms if ms < 1.1 * every_ms else every_ms / 2 for ms in ends_ms)
+            if rise > 0:
+                before_ms = min(before_ms, lasted_ms * first / rise)
+            rows.append(({**ticks[-1].labels, **labels}, rise * (lasted_ms + before_ms + after_ms) / lasted_ms))
     return grouped(rows, by)
 
 
