@@ -88,3 +88,66 @@ def _policy(
                 text = f"the {whose} {IDLE_AFTER} is malformed: {error}"
                 mistakes.append(PolicyMistake(IDLE_AFTER, text))
     return Policy(bool(off), idle_after_ms, tuple(mistakes))
+
+
+# -- what may be done about a workload that wastes GPUs
+
+RECLAIM = "gpustream.dev/reclaim"
+"""Of a namespace: what may be done. Of a pod, or of an object above it: ``off``, nothing may."""
+
+RECLAIM_WORDS = ("event", "scale", "suspend", "deactivate", "partly")
+"""What may be done, each perhaps with ``=DURATION``; ``partly``: also if some of the workload's GPUs work."""
+
+
+class OptIn(NamedTuple):
+    """What a namespace lets be done, and after how long an alert has fired (None: it does not say)."""
+
+    actions: Mapping[str, int | None] = {}
+    partly: bool = False
+
+
+def opt_in(text: str) -> OptIn:
+    """What ``event=30m, scale=4h, partly`` says; ``off`` is nothing. Raises ValueError with a sentence."""
+    actions: dict[str, int | None] = {}
+    partly, words = False, [word.strip() for word in text.split(",")]
+    if [word.lower() for word in words] == ["off"]:
+        return OptIn()
+    for word in words:
+        name, equals, after = (part.strip() for part in word.partition("="))
+        name = name.lower()
+        if name not in RECLAIM_WORDS or (name == "partly" and equals):
+            raise ValueError(
+                f"{word[:80]!r} is not known: write off, or some of event, scale, suspend and deactivate, each with"
+                " =DURATION if you like, and partly, with commas between them"
+            )
+        if name in actions or (name == "partly" and partly):
+            raise ValueError(f"{name} is there twice")
+        if name == "partly":
+            partly = True
+        else:
+            actions[name] = milliseconds(after) if equals else None
+    if not actions:
+        raise ValueError("partly alone says nothing: write what may be done, too")
+    return OptIn(actions, partly)
+
+
+def opted_out(annotations: Mapping[str, str], inherited: Mapping[str, str], idle_ms: int) -> str | None:
+    """Why a pod, or an object above it, is left alone by its own annotations or its namespace's; None if it is not.
+
+    A pod's annotation goes before its namespace's. Nobody's ``longest`` counts here: who wants to keep idle GPUs is not
+    stopped, however long that is. What can't be read leaves it alone, too.
+    """
+    for name in (ALERTS, IDLE_AFTER):
+        text = annotations.get(name, inherited.get(name, ""))
+        word = text.strip().lower()
+        if name == ALERTS and word not in ("", "on"):
+            return f"{name} is {text[:80]!r}"
+        if name == IDLE_AFTER and word:
+            try:
+                if milliseconds(text) > idle_ms:
+                    return f"{name} is {text[:80]!r}, and it is idle for {duration_words(idle_ms)}"
+            except ValueError:
+                return f"{name} is {text[:80]!r}, which is no duration"
+    if RECLAIM in annotations:
+        return f"{RECLAIM} is {annotations[RECLAIM][:80]!r}; only a namespace's says what may be done"
+    return None

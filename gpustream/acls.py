@@ -56,6 +56,8 @@ def of_commands() -> dict[str, list[Acl]]:
         "topics create": _every_topic("Create", "Describe", "AlterConfigs"),
         "topics list": _every_topic("Describe", "DescribeConfigs"),
         "alerts": [Acl("Read", "Topic", "gpu.alerts")],
+        "reclaim list": [Acl("Read", "Topic", "gpu.actions")],
+        "reclaim undo": [Acl("Read", "Topic", "gpu.actions"), Acl("Write", "Topic", "gpu.actions")],
         "usage": [Acl("Read", "Topic", name) for name in ("gpu.usage", "gpu.usage-minutes")],
         "report": [Acl("Read", "Topic", name) for name in ("gpu.usage", "gpu.usage-minutes", "gpu.alerts")],
         "replay": [

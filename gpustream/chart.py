@@ -39,6 +39,7 @@ COMPONENTS = {
     "scrape": "sink scrape",
     "parquet": "sink parquet",
     "metricsApi": "sink metrics-api",
+    "reclaim": "sink reclaim",
 }
 """The values of each component, and the command that it runs."""
 
@@ -165,6 +166,10 @@ OF_ONE: dict[str, dict[str, dict[str, Any]]] = {
             enabled=said(SWITCH, "A Certificate by cert-manager, which also gives its CA to the API server."),
             issuerRef=said(of_kubernetes("name kind group"), "Who issues it."),
         ),
+    },
+    "reclaim": {
+        "act": said(SWITCH, "Do what namespaces let be done, with the rights to change workloads; else a dry run."),
+        "namespaces": said({"type": "array", "items": TEXT}, "Where it may read, and act; empty: everywhere."),
     },
     "alerts": {"rules": said(TEXT, "The text of a rules file; empty: the rules that come with gpustream.")},
 }

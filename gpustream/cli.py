@@ -108,6 +108,7 @@ COMMANDS = {
     "sink": _group("sink", "Take gpu.attributed from Kafka to where it is wanted.", SINKS),
     "topics": _module("topics", "Create the topics, or compare them with what they should be."),
     "alerts": _module("alerts", "List the alerts that fire: since when, where, whose, and what is wrong."),
+    "reclaim": _module("reclaim", "What was decided about workloads that waste GPUs, and how to take it back."),
     "usage": Entry(
         "Say who had how many GPU-hours, what of them was used, and what that costs.",
         lambda: command.load("gpustream.usage.command:usage"),

@@ -71,6 +71,21 @@ SINKS = {
             "    --serving-key tls.key --custom-metrics gpustream/gpustream-metrics-api"
         ),
     ),
+    "reclaim": Registered(
+        component="sinks.reclaim.sink:ReclaimSink",
+        settings="sinks.settings:ReclaimSettings",
+        reads=("gpu.alerts",),
+        keeps=("gpu.actions",),
+        help=(
+            "What namespaces let be done about workloads that hold GPUs and do nothing with them: an Event, a scale to"
+            " 0, a Job suspended, Kueue's Workload inactive. A dry run unless --act is given. gpu.actions has all that"
+            " was decided."
+        ),
+        example=(
+            "gpustream sink reclaim --kafka kafka-0:9092 --cluster prod-us-east-1 --dry-run\n"
+            "gpustream sink reclaim --kafka kafka-0:9092 --cluster prod-us-east-1 --act --budget 5 --least 4h"
+        ),
+    ),
     "parquet": Registered(
         component="sinks.parquet:ParquetSink",
         settings="sinks.settings:ParquetSettings",

@@ -9,6 +9,7 @@ TOPICS = {
     "gpu.alert-state": "topics.alerts:STATE",
     "gpu.alert-members": "topics.alerts:MEMBERS",
     "gpu.alert-groups": "topics.alerts:GROUPS",
+    "gpu.actions": "topics.actions:TOPIC",
     "gpu.usage-minutes": "topics.usage:MINUTES",
     "gpu.usage": "topics.usage:HOURS",
     "gpu.usage-state": "topics.usage:STATE",

@@ -102,11 +102,12 @@ def topics_markdown() -> str:
         _table(("topic", "key", "cleanup", "kept for"), rows),
         _CHANGES,
         f"`gpustream topics create` makes them, with {PARTITIONS} partitions and a replication factor of "
-        f"{REPLICATION_FACTOR} unless they are given. Topics that keep a node in one partition (all but gpu.alerts and "
-        "gpu.dead-letters) need one number of partitions, so that one worker sees all of a node, and none can be given "
-        "another number later: a node's records would then be in two partitions. Run again, it sets what has come to "
-        "differ; a longer retention and larger messages may stay. Such a topic that something else made with another "
-        "number of partitions is deleted and created again with `--recreate-empty`, if it holds no record.",
+        f"{REPLICATION_FACTOR} unless they are given. Topics that keep a node in one partition (all but gpu.alerts, "
+        "gpu.actions and gpu.dead-letters) need one number of partitions, so that one worker sees all of a node, and "
+        "none can be given another number later: a node's records would then be in two partitions. Run again, it sets "
+        "what has come to differ; a longer retention and larger messages may stay. Such a topic that something else "
+        "made with another number of partitions is deleted and created again with `--recreate-empty`, if it holds no "
+        "record.",
         "Nothing else makes topics, also where the broker has `auto.create.topics.enable`. A component whose topics "
         "are missing, or not as they must be, waits, neither reads nor writes them, says why in its log and at "
         "`/readyz`, and goes on by itself when that is mended; producers keep their ticks meanwhile, as in an outage. "

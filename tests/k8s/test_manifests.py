@@ -19,6 +19,8 @@ from producers.cluster.config import default_lease
 from sinks import SINKS
 from sinks.metrics_api.cluster import AUTHENTICATION
 from sinks.metrics_api.custom_metrics import GROUP, VERSIONS
+from sinks.reclaim.cluster import PLURALS
+from sinks.reclaim.decide import KUEUE, SCALED, SUSPENDED
 from streams import STREAMS
 from tests.k8s.manifests import (
     K8S,
@@ -235,7 +237,8 @@ def test_it_has_the_time_that_a_stop_takes(thing: Object) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["attribution", "alerts", "remote-write", "alertmanager", "webhook", "usage", "parquet", "scrape"]
+    "name",
+    ["attribution", "alerts", "remote-write", "alertmanager", "webhook", "usage", "parquet", "scrape", "reclaim"],
 )
 def test_the_members_of_a_group_have_names_that_last(name: str) -> None:
     member = the("StatefulSet", name)
@@ -360,9 +363,10 @@ def test_the_kubelets_folders_are_mounted_where_its_sockets_are_looked_for(monke
 
 
 @of_workloads
-def test_only_the_cluster_producer_has_a_token_and_nobody_has_variables_of_services(thing: Object) -> None:
-    assert thing.pod["spec"].get("automountServiceAccountToken", True) == (thing.name == "cluster")
-    assert thing.pod["spec"].get("serviceAccountName") == ("cluster" if thing.name == "cluster" else None)
+def test_only_who_asks_the_api_server_has_a_token_and_nobody_has_variables_of_services(thing: Object) -> None:
+    asks = thing.name in {"cluster", "reclaim"}
+    assert thing.pod["spec"].get("automountServiceAccountToken", True) == asks
+    assert thing.pod["spec"].get("serviceAccountName") == (thing.name if asks else None)
     assert thing.pod["spec"]["enableServiceLinks"] is False
 
 
@@ -505,6 +509,17 @@ def test_the_custom_metrics_are_those_of_the_service_and_their_deployment_may_as
         ("apiregistration.k8s.io", "apiservices", "list", ""),
         ("", "configmaps", "get", AUTHENTICATION.rpartition("/")[2]),
     }
+
+
+def test_the_reclaim_sink_reads_what_it_looks_at_and_changes_nothing_without_its_second_role() -> None:
+    read, act = rules("gpustream-reclaim"), rules("gpustream-reclaim-act")
+    looked_at = {(group, plural, "get", "") for (group, _), plural in PLURALS.items()}
+    assert read == looked_at | {("", "namespaces", "get", ""), ("kueue.x-k8s.io", "workloads", "list", "")}
+    changed = {(group, PLURALS[group, kind], "patch", "") for group, kind in (*SCALED, *SUSPENDED, (KUEUE, "Workload"))}
+    assert act == changed | {("", "events", "create", ""), ("", "events", "get", "")}
+    for name in ("gpustream-reclaim", "gpustream-reclaim-act"):
+        (binding,) = [one for one in OBJECTS if one.kind == "ClusterRoleBinding" and one.name == name]
+        assert binding.content["subjects"] == [{"kind": "ServiceAccount", "name": "reclaim", "namespace": "gpustream"}]
 
 
 def test_the_readme_gives_a_reason_for_every_rule_and_for_no_other() -> None:

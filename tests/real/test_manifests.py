@@ -706,6 +706,7 @@ SAME = {
     "remoteWrite": {**SCALED, "secret": "remote-write"},
     "alertmanager": {"secret": "alertmanager"},
     "scrape": {"enabled": True},
+    "reclaim": {"enabled": True, "act": True},
     "metricsApi": {
         "enabled": True,
         "secret": "metrics-api",
@@ -727,6 +728,8 @@ TAKEN = [
     "parquet",
     "webhook",
     "scrape",
+    "reclaim",
+    "reclaim-act",
     "metrics-api",
     "metrics-api-aggregated",
     "monitors",

@@ -13,6 +13,7 @@ webhook: {kind: StatefulSet, command: [sink, webhook], topic: gpu.alerts, group:
 scrape: {kind: StatefulSet, command: [sink, scrape]}
 parquet: {kind: StatefulSet, command: [sink, parquet], topic: gpu.usage, group: gpustream-sink-parquet}
 metricsApi: {kind: Deployment, command: [sink, metrics-api]}
+reclaim: {kind: StatefulSet, command: [sink, reclaim]}
 {{- end }}
 
 {{- /* 38: the pods of a StatefulSet have a label with its name and 11 characters more, of 63. */ -}}
@@ -116,6 +117,8 @@ repeated; else commas are between them. A number is written as JSON has it: Go w
 {{- $_ := set $known "scrape-listen" "0.0.0.0:9400" }}
 {{- else if eq $c.name "parquet" }}
 {{- $_ := set $known "path" "/var/lib/gpustream/usage" }}
+{{- else if and (eq $c.name "reclaim") $c.act }}
+{{- $_ := set $known "act" true }}
 {{- else if and (eq $c.name "alerts") $c.rules }}
 {{- $_ := set $known "rules" "/etc/gpustream/alert-rules/rules.toml" }}
 {{- else if eq $c.name "metrics-api" }}

@@ -28,7 +28,7 @@ spec:
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- if or $isCluster (and $isApi $c.aggregated) }}
+  {{- if or $isCluster (eq $c.name "reclaim") (and $isApi $c.aggregated) }}
   serviceAccountName: {{ $c.fullname }}
   {{- else }}
   {{- with and $isNode $root.Values.openshift | ternary $c.fullname $c.serviceAccountName }}

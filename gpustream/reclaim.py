@@ -1,0 +1,187 @@
+"""``gpustream reclaim``: what was decided about workloads that waste GPUs, and how to take it back.
+
+In:       gpu.actions, read whole and in no group; for ``undo`` the API server, as whoever asks.
+Out:      a table on a terminal, tab-separated fields elsewhere, or the records as JSON lines; ``undo`` changes the
+          object that the action changed, and writes that to gpu.actions.
+On failure: a sentence and exit code 1. If somebody changed the object since, nothing is done.
+"""
+
+import getpass
+import logging
+import re
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import click
+import msgspec
+
+from delivery.connection import Connection
+from delivery.dead_letters import connecting
+from delivery.kafka_admin import BrokerError
+from delivery.kubernetes.client import Client, Unreachable
+from delivery.kubernetes.credentials import ConfigError
+from delivery.sender import Sender, Unsendable
+from delivery.settings import READABLE_FILE
+from gpustream import history, logs
+from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, Group, option
+from gpustream.topics import answer, show
+from sinks.reclaim.cluster import Cluster, Denied
+from sinks.reclaim.decide import Refusal, unpatch, was_undone, words
+from sinks.reclaim.ledger import OVER
+from topics import actions
+from topics.actions import Action, kafka_headers
+from topics.alerts import time as time_of
+from topics.topic import decoder
+
+log = logging.getLogger(__name__)
+
+Form = Literal["table", "json"]
+COLUMNS = ("at", "action", "state", "cluster", "what", "when", "why")
+_decode = decoder(Action)
+
+
+@click.group(cls=Group)
+def reclaim() -> None:
+    """What was decided about workloads that waste GPUs, and how to take it back."""
+
+
+@reclaim.command(
+    "list",
+    cls=Command,
+    example=(
+        "gpustream reclaim list --kafka 127.0.0.1:9092\n"
+        "gpustream reclaim list --kafka kafka-0:9092 --namespace ml-team --format json | jq .message"
+    ),
+)
+@KAFKA
+@option("--namespace", help="Only what is about workloads of this namespace.")
+@option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json"]),
+    default="table",
+    help="json: the last record of each action, one a line.",
+)
+@LOG_FORMAT
+def list_(connection: Connection, namespace: str | None, form: Form, log_format: logs.Format) -> None:
+    """List what is planned, would be done, was done, refused or undone: the last word on each action."""
+    logs.setup(log_format)
+    found = answer(_actions(connection))
+    rows = sorted(found.values(), key=lambda one: (one.at, one.id))
+    rows = [one for one in rows if namespace in (None, one.namespace)]
+    if form == "json":
+        for one in rows:
+            click.echo(msgspec.json.encode(one))
+    elif not rows and sys.stdout.isatty():
+        click.echo("nothing was decided")
+    else:
+        show(COLUMNS, [_row(one) for one in rows])
+
+
+def _row(one: Action) -> tuple[str, ...]:
+    what = words(one.action, one.target, one.namespace) if one.action and one.target else f"namespace {one.namespace}"
+    due = (
+        f"{one.due_at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}" if one.due_at is not None and one.state == "planned" else ""
+    )
+    why = " ".join(f"{one.reason or one.alert}: {one.message}".split())
+    cells = (f"{one.at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}", one.id, one.state, one.cluster, what, due, why)
+    return tuple("".join(sign for sign in cell if sign.isprintable()) for cell in cells)
+
+
+@reclaim.command(
+    "undo",
+    cls=Command,
+    example="gpustream reclaim undo 3f5a0c8e9b1d2c47 --kafka 127.0.0.1:9092",
+)
+@click.argument("action", cls=Argument)
+@KAFKA
+@option(
+    "--kubeconfig",
+    type=READABLE_FILE,
+    help="How to reach the API server.",
+    show_default="the pod's service account, else KUBECONFIG, else ~/.kube/config",
+)
+@LOG_FORMAT
+def undo(action: str, connection: Connection, kubeconfig: Path | None, log_format: logs.Format) -> None:
+    """Give a workload its replicas back, or let it go on, unless somebody changed it since. ACTION: `list` has it."""
+    logs.setup(log_format)
+    if not re.fullmatch("[0-9a-f]{16}", action):
+        raise click.UsageError(f"{action[:80]!r} is no action: `gpustream reclaim list` has those that there are")
+    click.echo(answer(_undo(connection, action, kubeconfig)))
+
+
+class NotUndone(BrokerError):
+    """It can't be undone; the message says why."""
+
+
+async def _actions(connection: Connection) -> dict[str, Action]:
+    """The last word on each action."""
+    found: dict[str, Action] = {}
+    async with history.opened(connection, [actions.TOPIC.name]) as past:
+        async for records in past.records(await past.spans(actions.TOPIC.name)):
+            for record in records:
+                try:
+                    one = _decode(record.value or b"")
+                except msgspec.DecodeError as error:
+                    log.warning("%s", error, extra={"partition": record.partition, "offset": record.offset})
+                    continue
+                last = found.get(one.id)
+                if last is None or last.state not in OVER or one.state == "undone":
+                    found[one.id] = one
+    return found
+
+
+async def _undo(connection: Connection, wanted: str, kubeconfig: Path | None) -> str:
+    """Undo an action; the sentence that says so. Raises BrokerError."""
+    action = (await _actions(connection)).get(wanted)
+    if action is None:
+        raise NotUndone(f"there is no action {wanted} in {connection.prefixed(actions.TOPIC.name)}")
+    if action.state not in ("done", "intended"):
+        raise NotUndone(f"action {wanted} is {action.state}: there is nothing to undo")
+    api = Client(kubeconfig)
+    try:
+        await api.start()
+        await _give_back(Cluster(api), action)
+    except (ConfigError, Unreachable, Denied) as error:
+        raise NotUndone(f"{error}") from error
+    finally:
+        await api.close()
+    at = time_of(time.time_ns() // 1_000_000)
+    undone = msgspec.structs.replace(action, state="undone", at=at, by=_user(), reason=None)
+    sender = Sender(connection, client_id="gpustream-reclaim")
+    async with connecting(sender):
+        value, key = msgspec.json.encode(undone), undone.cluster.encode()
+        try:
+            await (await sender.send(actions.TOPIC.name, value, key=key, headers=kafka_headers(undone)))
+        except Unsendable as error:
+            raise NotUndone(f"it was undone, and that could not be written down: {error}") from error
+    target = f"{action.target.kind} {action.namespace}/{action.target.name}" if action.target else action.namespace
+    return f"undone: {target} {'has its replicas again' if action.action == 'scale' else 'may go on'}"
+
+
+async def _give_back(cluster: Cluster, action: Action) -> None:
+    """Change the object back. Raises NotUndone, Denied and Unreachable."""
+
+    def refuse(why: str) -> NoReturn:
+        raise NotUndone(f"not undone: {why}")
+
+    if action.target is None:
+        refuse("the action is about no object")
+    one = await cluster.look(action.target, action.namespace)
+    if was_undone(one, action.id):
+        return  # by a command that ended before it could write that down
+    content = unpatch(action, one)
+    if isinstance(content, Refusal):
+        refuse(content.message)
+    if await cluster.change(action.target, action.namespace, content) is None:
+        refuse("somebody changed it at the same time: try again")
+
+
+def _user() -> str:
+    try:
+        return f"user {getpass.getuser()}"
+    except (OSError, KeyError):
+        return f"gpustream reclaim undo at {datetime.now(UTC):%H:%M:%SZ}"

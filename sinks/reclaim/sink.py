@@ -1,0 +1,209 @@
+"""The reclaim sink: gpu.alerts -> what namespaces let be done about workloads that waste GPUs, in one cluster.
+
+In: gpu.alerts, as a member of a group; gpu.actions, all of it, at every replica. Out: requests to the API server;
+gpu.actions; gpu.dead-letters.
+State: none that a restart does not read back: the alerts that fire, and what was decided before.
+An alert is only acted on while its partition is read to the end, so that none is that was resolved meanwhile. An
+intention is written before anything is changed, and the change is refused if the object was changed since it was looked
+at. It leaves the action's id on the object. So whoever has the partition after a crash looks at the object, and knows
+whether it was done.
+On failure: without Kafka or an API server it waits, and does nothing. What the API server does not let be done is
+written as refused, and tried again while the alert fires.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from delivery.dead_letters import Abandoned, DeadLetters, Record, connecting
+from delivery.instruments import Instruments
+from delivery.kubernetes.client import Client, Unreachable
+from delivery.positions import WHOLE
+from delivery.sender import Sender
+from delivery.tail import Tail
+from sinks.alerts import Transitions, read
+from sinks.consumer import GroupReader, Source
+from sinks.outcomes import Outcomes, Undecodable
+from sinks.reclaim.cluster import Cluster
+from sinks.reclaim.decide import (
+    Watched,
+    works_partly,
+)
+from sinks.reclaim.reclaimer import API_REQUESTS, COMPONENT, HURRY_S, INSTRUMENTS, Reclaimer
+from sinks.settings import ReclaimSettings
+from topics import actions, alerts
+from topics.actions import Action, kafka_headers
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 5.0
+_KEPT_S = 90 * 86_400.0
+"""For so long gpu.actions is kept."""
+
+
+class ReclaimPartition:
+    """The handler of a partition; all share the reclaimer. ``is_ready``: what was decided before is known."""
+
+    def __init__(
+        self,
+        reclaimer: Reclaimer,
+        letters: DeadLetters,
+        outcomes: Outcomes,
+        is_ready: Callable[[], bool],
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._reclaimer, self._letters, self._outcomes, self._is_ready = reclaimer, letters, outcomes, is_ready
+        self._clock_s = clock_s
+        self._transitions = Transitions()
+        self._known: set[str] = set()
+        self._watched: dict[str, Watched] = {}
+        self._look_s: dict[str, float] = {}
+
+    def recall(self, records: Sequence[Record]) -> None:
+        """Know which alerts fire."""
+        for record in records:
+            with contextlib.suppress(Undecodable):  # its dead letter was written then
+                self._learn(record)
+
+    async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
+        """Know which alerts fire. What is due is done when all is read."""
+        for record in records:
+            try:
+                self._outcomes.finish("delivered" if self._learn(record) else "duplicate")
+            except Undecodable as error:
+                await self._letters.bury(record, str(error), abandon)
+                self._outcomes.finish("dead_lettered")
+        yield records[-1].offset + 1
+
+    async def quiet(self, abandon: asyncio.Event) -> None:
+        """Do what is due. Raises Abandoned."""
+        if not self._is_ready():
+            return
+        try:
+            await self._settle(abandon)
+            began_s = self._clock_s()
+            for fingerprint, watched in list(self._watched.items()):
+                if abandon.is_set():
+                    raise Abandoned
+                if self._clock_s() - began_s > HURRY_S:
+                    return
+                if self._look_s.get(fingerprint, -math.inf) <= self._clock_s():
+                    self._look_s[fingerprint] = self._clock_s() + _AGAIN_S
+                    wait_s = await self._reclaimer.consider(watched, abandon)
+                    self._look_s[fingerprint] = self._clock_s() + wait_s
+        except Unreachable as error:
+            self._reclaimer.health.bad(error.reason, str(error))
+            pause_s = max(_AGAIN_S, getattr(error, "retry_after_s", None) or 0.0)
+            for fingerprint in self._watched:
+                self._look_s[fingerprint] = max(self._look_s.get(fingerprint, 0.0), self._clock_s() + pause_s)
+
+    def reset(self) -> None:
+        """The topic was created again."""
+        self._transitions.clear()
+        for some in (self._known, self._watched, self._look_s):
+            some.clear()
+
+    async def _settle(self, abandon: asyncio.Event) -> None:
+        """Close what another process began, and what is not due any more."""
+        for action in self._reclaimer.ledger.unsettled():
+            if action.fingerprint not in self._known:
+                continue
+            if action.state == "intended":
+                await self._reclaimer.settle(action, abandon)
+                self._look_s.pop(action.fingerprint, None)
+            else:
+                watched = self._watched.get(action.fingerprint)
+                if watched is None or watched.alert.starts_at != action.starts_at:
+                    await self._reclaimer.end(action, "resolved", abandon)
+
+    def _learn(self, record: Record) -> bool:
+        """Take a record in; whether it says something new of an alert that this sink acts on. Raises Undecodable."""
+        alert, settings = read(record), self._reclaimer.settings
+        if alert is None:
+            key = (record.key or b"").decode("ascii", "replace")
+            self._transitions.learn(record, None)
+            self._watched.pop(key, None)
+            self._known.discard(key)
+            return False
+        if alert.cluster != settings.cluster or alert.name not in settings.alert_names:
+            return False
+        is_news = self._transitions.is_news(alert)
+        if not is_news and not self._transitions.is_last(alert):
+            return False  # of a state that is over
+        self._transitions.learn(record, alert)
+        self._known.add(alert.fingerprint)
+        before = self._watched.pop(alert.fingerprint, None)
+        if is_news:
+            self._look_s.pop(alert.fingerprint, None)
+        if not alert.is_open or "k8s_namespace_name" not in alert.labels:
+            return is_news
+        at_ms = fired_ms = record.timestamp
+        whole_ms, revision = None if works_partly(alert) else at_ms, alert.revision
+        if before is not None and before.alert.starts_at == alert.starts_at:
+            fired_ms = before.fired_ms
+            if whole_ms is not None and before.whole_ms is not None:
+                whole_ms, revision = before.whole_ms, before.revision
+        self._watched[alert.fingerprint] = Watched(alert, fired_ms, whole_ms, revision, at_ms)
+        return is_news
+
+
+class ReclaimSink:
+    """A component: :meth:`run` it until it is to stop. ``settings`` are to be without mistakes."""
+
+    name = "reclaim"
+
+    def __init__(self, settings: ReclaimSettings) -> None:
+        self.settings = settings
+        self._instruments = Instruments(INSTRUMENTS)
+        self.registry = self._instruments.registry
+        self._reclaimer: Reclaimer | None = None
+        self._reader: GroupReader | None = None
+        self._tail: Tail | None = None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Read, decide and act until ``stop``; returns within 8 s of it. Raises what cannot be waited for."""
+        settings, made = self.settings, self._instruments
+        api = Client(settings.kubeconfig, partial(made.counter, API_REQUESTS))
+        sender = Sender(settings.connection(), client_id=settings.group)
+        letters, counted = DeadLetters(sender, "sink reclaim"), Outcomes(COMPONENT, made)
+
+        async def send(action: Action) -> None:
+            value, key = msgspec.json.encode(action), action.cluster.encode()
+            await (await sender.send(actions.TOPIC.name, value, key=key, headers=kafka_headers(action)))
+
+        reclaimer = self._reclaimer = Reclaimer(settings, Cluster(api), send, made)
+        tail = self._tail = Tail(
+            settings.connection(), actions.TOPIC.name, reclaimer.take, since_s=_KEPT_S, client_id=settings.group
+        )
+        shared = (reclaimer, letters, counted, lambda: not tail.not_ready())
+        source = Source(alerts.TOPIC.name, lambda _: ReclaimPartition(*shared), settings.from_, WHOLE)
+        self._reader = GroupReader(settings, [source], counted)
+        log.info("acting" if settings.act else "a dry run: nothing is changed, and gpu.actions says what would be")
+        ending = asyncio.Event()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(api.close)
+            await api.start()
+            await stack.enter_async_context(connecting(sender))
+            tasks = [asyncio.ensure_future(part.run(ending)) for part in (self._reader, tail)]
+            stopping = asyncio.ensure_future(stop.wait())
+            try:
+                await asyncio.wait((stopping, *tasks), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                ending.set()
+                stopping.cancel()
+                ends = await asyncio.gather(*tasks, return_exceptions=True)
+            for end in ends:
+                if isinstance(end, Exception):
+                    raise end
+
+    def not_ready(self) -> list[str]:
+        """Why nothing is decided; empty when all is well."""
+        if self._reader is None or self._tail is None or self._reclaimer is None:
+            return ["not started"]
+        return [*self._reader.not_ready(), *self._tail.not_ready(), *self._reclaimer.health.lasting()]

@@ -1,0 +1,46 @@
+"""The sink as a component."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from sinks.reclaim.sink import ReclaimSink
+from sinks.settings import ReclaimSettings
+from tests.eventually import eventually
+
+
+async def test_without_a_broker_it_says_so_and_stops_when_told(tmp_path: Path) -> None:
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(
+        json.dumps(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "x",
+                "clusters": [{"name": "x", "cluster": {"server": "http://127.0.0.1:1"}}],
+                "users": [{"name": "x", "user": {"token": "t"}}],
+                "contexts": [{"name": "x", "context": {"cluster": "x", "user": "x"}}],
+            }
+        )
+    )
+    one = ReclaimSink(ReclaimSettings(kafka="127.0.0.1:1", kubeconfig=kubeconfig))
+    stop = asyncio.Event()
+    assert one.not_ready() == ["not started"]
+    running = asyncio.ensure_future(one.run(stop))
+    await eventually(lambda: "no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)" in one.not_ready())
+    stop.set()
+    await asyncio.wait_for(running, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "mistake"),
+    [
+        ({"act": True, "dry_run": True}, "--act and --dry-run: one or the other"),
+        ({"alert_age_s": 0.0}, "--alert-age: must be above zero"),
+        ({"alert_names": ("",)}, "--alert-names: an empty name"),
+    ],
+)
+def test_settings_that_can_not_be_meant_are_named(given: dict[str, object], mistake: str) -> None:
+    assert ReclaimSettings(kafka="127.0.0.1:1", **given).mistakes() == [mistake]  # type: ignore[arg-type]
