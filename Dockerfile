@@ -15,7 +15,7 @@ COPY requirements.lock .
 # Every wheel of the lock file, its hash checked; those for development stay in this stage. There is no wheel of
 # faust-streaming for arm64: pip makes one of its source, which needs no compiler.
 RUN pip wheel --quiet --require-hashes --no-deps --wheel-dir /wheels -r requirements.lock
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY gpustream gpustream
 COPY topics topics
 COPY delivery delivery

@@ -57,7 +57,7 @@ $(STAMP): $(RUNS) requirements.lock
 	$(call packages,requirements.lock)
 	@touch $@
 
-$(RUNS): requirements-run.lock pyproject.toml
+$(RUNS): requirements-run.lock pyproject.toml setup.py
 	@test -n "$(PYTHON)" || { echo "gpustream needs Python 3.11 or newer, and there is none on PATH:" \
 	  "$$(python3 --version 2>&1)" >&2; exit 1; }
 	@"$(PYTHON)" -c '$(ENOUGH)' || { echo "gpustream needs Python 3.11 or newer; $(PYTHON) is" \

@@ -1,8 +1,10 @@
 """What a release consists of: .ci/dist, and .github/workflows/release.yml, which a tag runs."""
 
 import hashlib
+import os
 import re
 import subprocess
+import sys
 import tarfile
 import tomllib
 import zipfile
@@ -15,6 +17,7 @@ import yaml
 from tests.test_compose import violations
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = ("delivery", "producers", "sinks", "streams", "topics")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 TEXT = (ROOT / ".github" / "workflows" / "release.yml").read_text()
 WORKFLOW: dict[str, Any] = yaml.safe_load(TEXT)
@@ -57,17 +60,27 @@ def test_the_checksums_are_those_of_the_files(twice: list[Path]) -> None:
 def test_the_wheel_has_every_package_and_no_test(twice: list[Path]) -> None:
     (wheel,) = twice[0].glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    tops = {name.split("/")[0] for name in names}
-    assert tops == {
-        "gpustream",
-        "topics",
-        "delivery",
-        "producers",
-        "streams",
-        "sinks",
-        f"gpustream-{VERSION}.dist-info",
-    }
-    assert {"streams/alerts/rules/defaults.toml", "topics/schemas/gpu.samples.json"} <= set(names)
+    assert {name.split("/")[0] for name in names} == {"gpustream", f"gpustream-{VERSION}.dist-info"}
+    inside = {name.removeprefix("gpustream/_packages/") for name in names}
+    assert {f"{name}/__init__.py" for name in PACKAGES} <= inside
+    assert {"streams/alerts/rules/defaults.toml", "topics/schemas/gpu.samples.json"} <= inside
+
+
+@pytest.mark.slow
+def test_the_wheel_works_beside_distributions_with_the_names_of_its_packages(twice: list[Path], tmp_path: Path) -> None:
+    (wheel,) = twice[0].glob("*.whl")
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", wheel, tmp_path], check=True)
+    for package in PACKAGES:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise SystemExit(3)")
+
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = [sys.executable, "-m", "gpustream", "run", "--simulate", "1x2", "--duration", "2s", "--listen", "off"]
+    done = subprocess.run([*run, "--scrape-listen", "127.0.0.1:0"], cwd=tmp_path, env=env, check=False)
+    assert done.returncode == 0
+    where = "import gpustream, topics; print(gpustream.__file__, topics.__file__)"
+    files = subprocess.run([sys.executable, "-c", where], cwd=tmp_path, env=env, check=True, capture_output=True)
+    assert [Path(file).is_relative_to(tmp_path / "gpustream") for file in files.stdout.decode().split()] == [True, True]
 
 
 @pytest.mark.slow
