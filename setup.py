@@ -1,7 +1,7 @@
 """Where the packages of the tree are in a wheel: all but ``gpustream`` in ``gpustream/_packages``.
 
 Their names are common ones. Beside gpustream, in ``site-packages``, they would lie where a distribution called
-``topics`` has its files, and the last that is installed would win. ``gpustream/__init__.py`` finds them in either place.
+``topics`` has its files, and the last that is installed would win. ``gpustream/__init__.py`` finds them in both.
 """
 
 from setuptools import find_packages, setup

@@ -9,7 +9,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 IGNORED = (ROOT / ".dockerignore").read_text().splitlines()
-PACKAGES = [pattern.removesuffix("*") for pattern in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
+PACKAGES = ["gpustream", "delivery", "producers", "sinks", "streams", "topics"]
 
 
 class Instruction(NamedTuple):
