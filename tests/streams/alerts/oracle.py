@@ -17,6 +17,9 @@ from topics.attributed import Holder
 MINUTE_MS = 60_000
 STEP_MS = 5_000
 MISSING_SAYS_NOTHING_MS = 600_000
+WINDOW_STEP_MS = 300_000
+IDLE_MS = 900_000
+OF_PODS = ("held_idle", "stalled", "underused", "memory_hoarded", "crash_loop")
 
 COUNTERS = {
     "": ("ecc_uncorrected_volatile_total", "ecc_uncorrected_aggregate_total"),
@@ -139,7 +142,7 @@ class History:
 
     def _of_device(self, rule: Rule, uuid: str, i: int) -> Iterable[Subject]:
         device = self._present(uuid, i)
-        if rule.kind == "held_idle":
+        if rule.kind in OF_PODS:
             for holder in device.holders if device is not None else ():
                 yield Subject(rule.name, uuid, *_identity(holder))
         elif rule.kind == "attribution_conflict":
@@ -169,8 +172,8 @@ class History:
             if kind == "lost":
                 return {"lost": YES, "timeout": UNKNOWN}.get(device.state, NO)
             return Verdict(device.state == "timeout")
-        if kind == "held_idle":
-            return self._held_idle(subject, device, i)
+        if kind in OF_PODS:
+            return self._of_pods(subject, device, i)
         if device.state != "ok":
             return UNKNOWN
         judges: dict[str, Callable[[Subject, Device, int], Verdict]] = {
@@ -194,28 +197,85 @@ class History:
         if self._was_there(subject.device, i):
             first_ms = self.ticks[self._last(subject.device, i) + 1].ts_ms
             if self.ticks[i].ts_ms - first_ms <= MISSING_SAYS_NOTHING_MS:
-                held = self._rule[subject.name].kind != "held_idle" or self._since(subject, i) is not None
+                held = self._rule[subject.name].kind not in OF_PODS or self._since(subject, i) is not None
                 return UNKNOWN if held else self._of_no_snapshot(i)
-        return self._of_no_snapshot(i) if self._rule[subject.name].kind == "held_idle" else NO
+        return self._of_no_snapshot(i) if self._rule[subject.name].kind in OF_PODS else NO
 
     def _of_no_snapshot(self, i: int) -> Verdict:
         return UNKNOWN if self.ticks[i].attribution == "none" else NO
 
-    def _held_idle(self, subject: Subject, device: Device, i: int) -> Verdict:
-        tick, since_ms = self.ticks[i], self._since(subject, i)
+    def _of_pods(self, subject: Subject, device: Device, i: int) -> Verdict:
+        """What a pod does with a device."""
+        tick, since_ms, rule = self.ticks[i], self._since(subject, i), self._rule[subject.name]
         if device.state != "ok":
             return UNKNOWN if since_ms is not None else self._of_no_snapshot(i)
         if tick.attribution == "none":
-            works = _work(device) >= self._rule[subject.name].idle_below
+            works = rule.kind == "held_idle" and _work(device) >= rule.idle_below
             return NO if works and not device.holders and since_ms is not None else UNKNOWN
         holder = _of_pod(device, subject)
         if holder is None or holder.observed or since_ms is None or policy_of(holder).off:
             return NO
-        idle = _is_idle(self._rule[subject.name].idle_below, device, holder)
-        from_ms = since_ms + self._rule[subject.name].grace_ms
+        if rule.kind == "crash_loop":
+            return Verdict(holder.waiting == "CrashLoopBackOff" and (holder.restarts or 0) >= rule.restarts)
+        if rule.kind == "stalled":
+            return _is_stalled(rule, device)
+        if rule.kind in ("underused", "memory_hoarded"):
+            return self._hardly_used(subject, device, holder, i)
+        idle = _is_idle(rule.idle_below, device, holder)
+        from_ms = since_ms + rule.grace_ms
         if idle is not False and tick.ts_ms < from_ms:
             idle = None
         return Verdict(idle, from_ms, policy_of(holder).idle_after_ms)
+
+    def _hardly_used(self, subject: Subject, device: Device, holder: Holder, i: int) -> Verdict:
+        rule, tick = self._rule[subject.name], self.ticks[i]
+        mean, worked_ms = self._use(subject, i, rule.window_ms)
+        if tick.ts_ms - (self._since(subject, i) or 0) < max(rule.window_ms, policy_of(holder).idle_after_ms or 0):
+            mean = None
+        if rule.kind == "underused":
+            idles = mean is not None and tick.ts_ms - worked_ms >= IDLE_MS
+            return Verdict(mean < rule.used_below and not idles) if mean is not None else UNKNOWN
+        total, held = device.metrics.memory_total_bytes, _memory_of(device, holder)
+        if held is None or not total:
+            return UNKNOWN
+        if held < rule.memory_above * total:
+            return NO
+        return UNKNOWN if mean is None else Verdict(mean < rule.used_below)
+
+    def _use(self, subject: Subject, i: int, window_ms: int) -> tuple[float | None, int]:
+        """The mean of what a pod did in the last whole steps of a window, if that is known, and when it worked last."""
+        readings: list[tuple[int, int, float]] = []  # the step of each, for how long it is, and what it says
+        before_ms = worked_ms = 0
+        for j in range(i + 1):
+            tick, device = self.ticks[j], self._present(subject.device, j)
+            if not self._was_there(subject.device, j):
+                readings = []
+            if device is None or tick.attribution == "none" or device.state != "ok":
+                continue
+            holder = _of_pod(device, subject)
+            if holder is None or holder.observed:
+                readings = []
+                continue
+            used = _used_by(device, holder)
+            if used is None:
+                continue
+            step = tick.ts_ms // WINDOW_STEP_MS
+            if readings and step < readings[-1][0] - 1:
+                readings = []
+            if not readings:
+                worked_ms, before_ms = 0, tick.ts_ms
+            passed_ms = tick.ts_ms - before_ms
+            step = max([step, *(one for one, _, _ in readings)])
+            readings.append((step, passed_ms if 0 < passed_ms <= MINUTE_MS else 0, used))
+            before_ms, worked_ms = tick.ts_ms, tick.ts_ms if used >= 0.01 else worked_ms
+        steps = window_ms // WINDOW_STEP_MS
+        if not readings or readings[-1][0] - readings[0][0] < steps:
+            return None, worked_ms
+        within = [(ms, used) for step, ms, used in readings if readings[-1][0] - steps <= step < readings[-1][0]]
+        measured_ms = sum(ms for ms, _ in within)
+        if measured_ms * 2 < window_ms:
+            return None, worked_ms
+        return sum(ms * used for ms, used in within) / measured_ms, worked_ms
 
     def _since(self, subject: Subject, i: int) -> int | None:
         """The first tick in which the pod had the device that it has now, as far as is known."""
@@ -370,7 +430,7 @@ class History:
     def _is_over(self, subject: Subject, i: int, *, event: bool) -> bool:
         """Whether the pod is gone by an exact tick, or has silenced it."""
         tick = self.ticks[i]
-        if not (subject.pod_uid or self._rule[subject.name].kind == "held_idle"):
+        if not (subject.pod_uid or self._rule[subject.name].kind in OF_PODS):
             return False
         devices = [one for one in tick.devices if subject.device in ("", one.uuid)]
         if subject.device and not devices:
@@ -424,6 +484,38 @@ def _by_value(kind: str, device: Device) -> Verdict:
 
 def _work(device: Device) -> float:
     return max([getattr(device.metrics, name) or 0.0 for name in (*MEASURES, *VIDEO)])
+
+
+def _is_stalled(rule: Rule, device: Device) -> Verdict:
+    metrics = device.metrics
+    if device.mig is not None or _alone(device) is None:
+        return NO
+    power, limit = metrics.power_watts, metrics.power_limit_watts
+    share = power / limit if power is not None and limit else None
+    little = [
+        None if metrics.gpu_utilization_ratio is None else metrics.gpu_utilization_ratio >= rule.used_above,
+        None if share is None else share < rule.power_below,
+        None if metrics.sm_active_ratio is None else metrics.sm_active_ratio < rule.sm_active_below,
+        None if metrics.tensor_active_ratio is None else metrics.tensor_active_ratio < rule.tensor_active_below,
+    ]
+    if False in little:
+        return NO
+    return UNKNOWN if None in little[:2] or little[2:] == [None, None] else YES
+
+
+def _used_by(device: Device, holder: Holder) -> float | None:
+    """What a pod does with a device, by the means of its activity."""
+    if _alone(device) is None:
+        return holder.parts.utilization_ratio if holder.parts is not None else None
+    means = [getattr(device.metrics, name) for name in MEASURES if "max" not in name]
+    known = [one for one in means if one is not None]
+    return max([*known, *(getattr(device.metrics, name) or 0.0 for name in VIDEO)]) if known else None
+
+
+def _memory_of(device: Device, holder: Holder) -> float | None:
+    if holder.parts is not None and holder.parts.memory_used_bytes is not None:
+        return holder.parts.memory_used_bytes
+    return device.metrics.memory_used_bytes if _alone(device) is not None else None
 
 
 def _is_measured(device: Device) -> bool:

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.alerts.node import Replay
-from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import KINDS
 from streams.alerts.tick import Device, Info, Process, Tick
 from tests.streams.alerts.oracle import Transition, transitions
@@ -20,6 +19,22 @@ RULES = overlay("""
     for = "30s"
     grace = "5s"
     keep_firing_for = "4s"
+    [rules.GPUStalled]
+    enabled = true
+    for = "10s"
+    keep_firing_for = "3s"
+    [rules.GPUUnderused]
+    enabled = true
+    window = "5m"
+    keep_firing_for = "10s"
+    [rules.GPUMemoryHoarded]
+    enabled = true
+    window = "10m"
+    used_below = 0.3
+    keep_firing_for = "0s"
+    [rules.GPUCrashLoop]
+    enabled = true
+    keep_firing_for = "20s"
     [rules.GPUUsedUnallocated]
     for = "10s"
     keep_firing_for = "20s"
@@ -64,6 +79,8 @@ class Gpu(NamedTuple):
     present: bool
     state: str
     busy: float | None
+    little: float | None
+    memory: int | None
     video: float | None
     held: tuple[Holder, ...]
     rest: float | None
@@ -94,20 +111,29 @@ def rarely(value: Any, otherwise: Any) -> st.SearchStrategy[Any]:
 
 ratios = st.sampled_from([0.0, 0.0, 0.0, 0.004, 0.009, 0.3, 0.9, None])
 pods = st.builds(
-    lambda name, part, policy, observed, named: holder(
-        name, busy=part, annotations=policy, observed=observed, pod_uid=f"uid-{name}" if named else None
+    lambda name, part, policy, observed, named, restarts: holder(
+        name,
+        busy=part,
+        annotations=policy,
+        observed=observed,
+        pod_uid=f"uid-{name}" if named else None,
+        waiting=("CrashLoopBackOff" if restarts else None),
+        restarts=restarts,
     ),
     st.sampled_from("ab"),
     ratios,
     st.sampled_from(POLICIES),
     rarely(True, False),
     rarely(False, True),
+    st.sampled_from([None, None, None, 2, 3, 7]),
 )
 gpus = st.builds(
     Gpu,
     present=rarely(False, True),
     state=st.sampled_from(["ok"] * 6 + ["lost", "timeout"]),
-    busy=ratios,
+    busy=ratios | st.just(1.0),
+    little=st.sampled_from([0.0, 0.1, 0.5, None]),
+    memory=st.sampled_from([1, 1, 5, None]),
     video=st.sampled_from([None, None, 0.0, 0.4]),
     held=st.lists(pods, max_size=2, unique_by=lambda one: one.pod).map(tuple),
     rest=ratios,
@@ -129,6 +155,47 @@ moments = st.builds(
     restart=rarely(True, False),
     gpus=st.tuples(gpus, gpus, gpus),
 )
+
+
+def calm(held: tuple[Holder, ...]) -> st.SearchStrategy[Gpu]:
+    """A GPU that the same pods hold for long."""
+    return st.builds(
+        Gpu,
+        present=rarely(False, True),
+        state=rarely("timeout", "ok"),
+        busy=st.sampled_from([0.0, 0.004, 0.02, 0.06, 0.3, 1.0, 1.0, None]),
+        little=st.sampled_from([0.0, 0.0, 0.01, 0.5, None]),
+        memory=st.sampled_from([1, 5, 5, 5, None]),
+        video=rarely(0.4, 0.0),
+        held=rarely((), held),
+        rest=st.sampled_from([0.1, 0.1, 0.1, 0.9, None]),
+        job=st.just(False),
+        conflict=st.none(),
+        visible=st.just(True),
+        reasons=st.none(),
+        remap=st.none(),
+        errors=st.none(),
+        xids=st.just(""),
+        counted=st.just(False),
+    )
+
+
+lives = st.lists(pods, min_size=1, max_size=2, unique_by=lambda one: one.pod).flatmap(
+    lambda held: st.lists(
+        st.builds(
+            Moment,
+            after_s=st.just(30.0) | st.sampled_from(ODD_STEPS_S),
+            step_s=st.sampled_from([15.0, 30.0, 45.0, 58.0]),
+            ticks=st.integers(5, 20),
+            attribution=st.sampled_from(["exact"] * 7 + ["none"]),
+            restart=st.just(False),
+            gpus=st.tuples(*(calm((one,)) for one in (held[0], held[-1])), calm(tuple(held))),
+        ),
+        min_size=2,
+        max_size=5,
+    )
+)
+"""Stories in which pods keep their GPUs for up to an hour."""
 
 
 def ticks_of(story: list[Moment]) -> list[Tick]:
@@ -167,10 +234,15 @@ def _device(place: int, one: Gpu, moment: Moment, count: int, xids: dict[str, in
         metrics = {
             **(activity if place != 1 else {}),
             "encoder_utilization_ratio": one.video,
+            "memory_used_bytes": None if one.memory is None else one.memory << 30,
+            "memory_total_bytes": 8 << 30 if one.visible else (1 << 30) * 3 // 2,
             "clock_event_reasons": one.reasons,
             "row_remap_failure": one.remap,
             "row_remap_pending": one.remap,
         }
+        if place == 0:
+            metrics |= {"sm_active_ratio": one.little, "tensor_active_ratio": one.little}
+            metrics |= {"power_watts": None if one.rest is None else 700 * one.rest, "power_limit_watts": 700.0}
         if one.errors is not None:
             metrics |= {"ecc_uncorrected_volatile_total": count, "ecc_uncorrected_aggregate_total": count // 2}
             metrics |= {f"nvlink_{name}_errors_total": count for name in ("crc", "replay", "recovery")}
@@ -207,7 +279,12 @@ def test_the_alerts_of_every_rule_are_those_that_the_page_promises(story: list[M
     assert sorted(told(ticks), key=str) == sorted(transitions(RULES, ticks), key=str)
 
 
-def test_the_rules_are_of_every_kind_that_is_on_by_default() -> None:
-    off = {rule.kind for rule in rules_file.defaults().values() if not rule.enabled}
-    assert {rule.kind for rule in RULES.rules} == set(KINDS) - off
+@given(lives)
+def test_what_pods_do_with_gpus_for_long_is_judged_as_the_page_promises(story: list[Moment]) -> None:
+    ticks = ticks_of(story)
+    assert sorted(told(ticks), key=str) == sorted(transitions(RULES, ticks), key=str)
+
+
+def test_the_rules_are_of_every_kind_that_is_about_one_gpu() -> None:
+    assert {rule.kind for rule in RULES.rules} == set(KINDS) - {"straggler"}
     assert {gpu(0), gpu(1)} == {one.uuid for one in (device(0), device(1))}
