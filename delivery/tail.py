@@ -1,6 +1,7 @@
-"""Reads every partition of a topic in no group, from some seconds ago on: for what every replica has to know.
+"""Reads every partition of topics in no group: for what every replica has to know.
 
-In: a topic. Out: its records, in order per partition, on the event loop. Nothing is committed.
+In: topics, and from where on each is read. Out: their records, in order per partition, on the event loop. Nothing is
+committed.
 State: the Kafka client, and when all partitions were last known to be read to their ends.
 On failure: an outage is waited for, and :meth:`Tail.not_ready` says so meanwhile. What only another start can mend
 raises :class:`MustRestart`: a topic that has another number of partitions than at the start. A topic that was created
@@ -10,6 +11,7 @@ again is read from its beginning.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ from delivery.connection import Connection
 from delivery.dead_letters import Record
 from delivery.group import MustRestart
 from delivery.ledger import Partition
+from delivery.positions import From
 from delivery.settings import Uses
 from delivery.topic_admin import TopicCheck
 
@@ -37,20 +40,19 @@ _METADATA_MS = 20_000
 
 
 class Tail:
-    """Reads a topic, from ``since_s`` ago on. ``take`` gets the records as they come."""
+    """Reads topics, each ``from_`` an end or some seconds ago on. ``take`` gets a topic's records as they come."""
 
     def __init__(
         self,
         connection: Connection,
-        topic: str,
-        take: Callable[[Sequence[Record]], None],
+        from_: Mapping[str, From],
+        take: Callable[[str, Sequence[Record]], None],
         *,
-        since_s: float,
         client_id: str,
     ) -> None:
-        self._connection, self._topic, self._take, self._since_s = connection, topic, take, since_s
+        self._connection, self._from, self._take = connection, from_, take
         self._client_id = client_id
-        self._check = TopicCheck(connection, Uses((topic,)))
+        self._check = TopicCheck(connection, Uses(tuple(from_)))
         self._offsets = OffsetClient(connection, client_id=client_id)
         self._consumer: Any = None
         self._read_to_end_s: float | None = None
@@ -61,9 +63,10 @@ class Tail:
         """Read until ``stop``. Raises MustRestart, and what ``take`` raises."""
         if (checked := await self._check.passed(stop)) is None:
             return
-        count = checked.partitions[self._topic]
+        counts = checked.partitions
+        tps = [Partition(topic, number) for topic in self._from for number in range(counts[topic])]
         stopping = asyncio.ensure_future(stop.wait())
-        reading = asyncio.ensure_future(self._read([Partition(self._topic, number) for number in range(count)]))
+        reading = asyncio.ensure_future(self._read(tps))
         try:
             await asyncio.wait((stopping, reading), return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
@@ -77,9 +80,10 @@ class Tail:
 
     def not_ready(self) -> list[str]:
         """Why not everything that there is was taken; empty when it was."""
-        name = self._connection.prefixed(self._topic)
         if self._consumer is None:
             return self._check.not_ready() or ["not connected to Kafka"]
+        topics = dict.fromkeys(tp.topic for tp in self._behind) or self._from
+        name = ", ".join(map(self._connection.prefixed, topics))
         if self._read_to_end_s is None:
             left = f": {sum(self._behind.values())} records are left" if self._behind else ""
             return [f"reading {name} to its end{left}"]
@@ -109,8 +113,8 @@ class Tail:
                 except KafkaError as error:
                     await self._retry(error)
                     continue
-                for records in batches.values():
-                    self._take(records)
+                for tp, records in batches.items():
+                    self._take(clients.ours(self._connection, tp).topic, records)
                     await asyncio.sleep(0)
             watching.result()
         finally:
@@ -122,7 +126,8 @@ class Tail:
             try:
                 begins, ends = await asyncio.gather(self._offsets.beginnings(tps), self._offsets.ends(tps))
                 found = [
-                    positions.first(self._offsets.offsets_at, tp, self._since_s, begins[tp], ends[tp]) for tp in tps
+                    positions.first(self._offsets.offsets_at, tp, self._from[tp.topic], begins[tp], ends[tp])
+                    for tp in tps
                 ]
                 return dict(zip(tps, await asyncio.gather(*found), strict=True))
             except KafkaError as error:
@@ -130,7 +135,6 @@ class Tail:
 
     async def _watch(self, tps: list[Partition]) -> None:
         """Ask again and again where the partitions end, and wait until all is read up to there. Raises MustRestart."""
-        name = self._connection.prefixed(self._topic)
         while True:
             asked_s = time.monotonic()
             try:
@@ -141,9 +145,11 @@ class Tail:
                 self._behind, self._read_to_end_s = {}, asked_s
             except KafkaError as error:
                 await self._retry(error)
-            count = len(self._consumer.partitions_for_topic(name) or ())
-            if count not in (0, len(tps)):
-                raise MustRestart(f"{name} has {count} partitions, and had {len(tps)} when this process started")
+            for topic, had in Counter(tp.topic for tp in tps).items():
+                name = self._connection.prefixed(topic)
+                count = len(self._consumer.partitions_for_topic(name) or ())
+                if count not in (0, had):
+                    raise MustRestart(f"{name} has {count} partitions, and had {had} when this process started")
             await asyncio.sleep(_LAP_EVERY_S)
 
     async def _left(self, ends: Mapping[Partition, int]) -> dict[Partition, int]:

@@ -86,6 +86,20 @@ SINKS = {
             "gpustream sink reclaim --kafka kafka-0:9092 --cluster prod-us-east-1 --act --budget 5 --least 4h"
         ),
     ),
+    "page": Registered(
+        component="sinks.page.sink:PageSink",
+        settings="sinks.settings:PageSettings",
+        reads=("gpu.attributed", "gpu.alerts", "gpu.usage"),
+        dead_letters=False,
+        help=(
+            "The fleet in a browser, live: a map of every GPU, who holds it, the alerts that fire, a GPU's last hour,"
+            " GPU-hours by team. Every replica reads everything, in no group; nothing can be changed there."
+        ),
+        example=(
+            "gpustream sink page --kafka 127.0.0.1:9092\n"
+            "gpustream sink page --kafka kafka-0:9092 --page-listen 0.0.0.0:9402 --page-prefix /gpus/"
+        ),
+    ),
     "parquet": Registered(
         component="sinks.parquet:ParquetSink",
         settings="sinks.settings:ParquetSettings",

@@ -58,7 +58,7 @@ async def listening(
         try:
             listener = await asyncio.get_running_loop().create_server(connect, host, port, ssl=context)
         except OSError as error:
-            raise ListenError(f"{option}: can't serve metrics on {host}:{port}: {error.strerror or error}") from error
+            raise ListenError(f"{option}: can't serve on {host}:{port}: {error.strerror or error}") from error
         yield host, listener.sockets[0].getsockname()[1]
     finally:
         if listener is not None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -23,6 +24,7 @@ from delivery.settings import (
     READABLE_FILE,
     START_FROM,
     URL,
+    ConnectionSettings,
     KafkaSettings,
     Kubeconfig,
     MemberSettings,
@@ -53,6 +55,17 @@ ScrapeListen = Annotated[
 ]
 SCRAPE_ADDRESS = Address("127.0.0.1", 9400)
 METRICS_ADDRESS = Address("127.0.0.1", 8443)
+PageListen = Annotated[
+    Address | None,
+    Option(
+        "--page-listen",
+        LISTEN,
+        "Where the page is served, to whoever can connect: it knows no log-in and no TLS. Beyond loopback put a reverse"
+        " proxy in front that brings both. --listen stays this process's own.",
+    ),
+]
+PAGE_ADDRESS = Address("127.0.0.1", 9402)
+_PREFIX = re.compile(r"/([A-Za-z0-9._~-]+/)*")
 RELABEL = Text("FILE|preset:NAME", str, "preset:exported", lines=True)
 EXTERNAL_LABEL = Text("NAME=VALUE", values.label, "region=eu", show="=".join, lines=True)
 AGGREGATES = Text("NAME[,...]", aggregates, "min,mean,max", show=",".join)
@@ -558,6 +571,39 @@ class MetricsApiSettings(KafkaSettings):
             *([] if tls else ["--metrics-listen: beyond loopback only with TLS: --serving-cert and --serving-key"]),
             *([] if known else ["--metrics-listen: beyond loopback only with --client-ca, or everybody may ask"]),
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageSettings(ConnectionSettings):
+    """Where the page is served, and what it calls a team."""
+
+    page_listen: PageListen = PAGE_ADDRESS
+    page_prefix: Annotated[
+        str,
+        Option(
+            "--page-prefix",
+            None,
+            "The path below which the page is served, such as /gpus/, for a reverse proxy that hands paths on as they"
+            " are. One that takes its prefix away needs none: all addresses in the page are relative.",
+        ),
+    ] = "/"
+    team_label: Annotated[
+        str, Option("--team-label", None, "The label that names a pod's team: the pod's own, else its namespace's.")
+    ] = "team"
+
+    def mistakes(self) -> list[str]:
+        """See :meth:`ConnectionSettings.mistakes`."""
+        found = super().mistakes()
+        if self.page_listen is None:
+            found.append("--page-listen: off is not possible: it is all that this sink does")
+        if not _PREFIX.fullmatch(self.page_prefix):
+            found.append(f"--page-prefix: {self.page_prefix!r} does not begin and end with a slash, such as /gpus/")
+        return found
+
+    @property
+    def is_public(self) -> bool:
+        """Whether other machines may reach it."""
+        return self.page_listen is not None and self.page_listen.host not in _LOOPBACK
 
 
 @dataclass(frozen=True, kw_only=True)

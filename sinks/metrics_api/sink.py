@@ -77,7 +77,7 @@ class MetricsApiSink:
         self._holdings = Holdings()
         self._mine = node_key(settings.cluster, "")
         self._tail = Tail(
-            settings.connection(), TOPIC.name, self.take, since_s=_SINCE_S, client_id=f"gpustream-sink-{self.name}"
+            settings.connection(), {TOPIC.name: _SINCE_S}, self.take, client_id=f"gpustream-sink-{self.name}"
         )
         self._cluster: Cluster | None = None
         if settings.custom_metrics is not None:
@@ -120,7 +120,7 @@ class MetricsApiSink:
         of_cluster = self._cluster.not_ready() if self._cluster is not None else []
         return of_cluster or (["not started"] if self.address is None else self._tail.not_ready())
 
-    def take(self, records: Sequence[Record]) -> None:
+    def take(self, _: str, records: Sequence[Record]) -> None:
         """Know what these records say."""
         counter = self._instruments.counter
         for record in records:

@@ -85,7 +85,7 @@ def test_a_port_in_use_is_one_sentence_and_exit_code_1() -> None:
         done = subprocess.run(_options(taken.getsockname()[1]), capture_output=True, text=True, check=False, timeout=60)
 
     assert done.returncode == 1
-    assert "can't serve metrics on 127.0.0.1" in done.stderr
+    assert "can't serve on 127.0.0.1" in done.stderr
     assert "Traceback" not in done.stderr
 
 

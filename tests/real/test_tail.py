@@ -43,10 +43,10 @@ class Bench:
 
     def start(self) -> tuple[Tail, "asyncio.Task[None]"]:
         """Begins to read."""
-        tail = Tail(self.connection, TOPIC, self._take, since_s=self.since_s, client_id="of-the-tests")
+        tail = Tail(self.connection, {TOPIC: self.since_s}, self._take, client_id="of-the-tests")
         return tail, asyncio.create_task(tail.run(self.stop))
 
-    def _take(self, records: Sequence[Record]) -> None:
+    def _take(self, _: str, records: Sequence[Record]) -> None:
         self.taken += [record.value for record in records]
 
 

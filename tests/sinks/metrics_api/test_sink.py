@@ -19,6 +19,7 @@ from tests.real.accounting import assert_accounted
 from tests.sinks.conftest import sample
 from tests.sinks.metrics_api.ticks import device, of_deployment
 from tests.sinks.records import Read
+from topics.attributed import TOPIC
 
 NOWHERE = "127.0.0.1:1"
 EVERYWHERE = Address("0.0.0.0", 8443)  # noqa: S104 - nobody listens there
@@ -66,7 +67,7 @@ async def test_a_tick_that_comes_late_counts_only_while_it_is_not_too_old(
     sink, stop = MetricsApiSink(SETTINGS), asyncio.Event()
     running = asyncio.create_task(sink.run(stop))
     await eventually(lambda: sink.address, unless=running)
-    sink.take([record(1, USED, age_s=age_s, logged_s=logged_s)])
+    sink.take(TOPIC.name, [record(1, USED, age_s=age_s, logged_s=logged_s)])
 
     url = "http://{}:{}/v1/workloads/ml/Deployment/infer".format(*sink.address or ())
     async with aiohttp.ClientSession() as client, client.get(url) as answer:
@@ -80,7 +81,8 @@ def test_every_record_is_accounted_for() -> None:
     sink = MetricsApiSink(SETTINGS)
     first = record(1, USED)
     other = record(1, USED, cluster="c2")
-    sink.take([first, first, other, first._replace(value=b"{"), other._replace(key=None), first._replace(value=None)])
+    records = [first, first, other, first._replace(value=b"{"), other._replace(key=None), first._replace(value=None)]
+    sink.take(TOPIC.name, records)
 
     books = assert_accounted(sink.registry)["metrics_api", ""]
     assert books == {

@@ -214,8 +214,6 @@ async def test_a_scrape_that_stopping_overtakes_is_told_so_and_delays_nothing(mo
 async def test_a_port_in_use_is_a_clear_error() -> None:
     with socket.create_server(ANY_PORT) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(
-            ListenError, match=rf"--scrape-listen: can't serve metrics on 127\.0\.0\.1:{port}: .*in use"
-        ):
+        with pytest.raises(ListenError, match=rf"--scrape-listen: can't serve on 127\.0\.0\.1:{port}: .*in use"):
             async with serving(Renderings(list), ("127.0.0.1", port), lambda: None):
                 pytest.fail("it serves")

@@ -1,0 +1,1 @@
+"""The page: the fleet now, live in a browser."""

@@ -1,0 +1,152 @@
+"""The page: gpu.attributed, gpu.alerts and gpu.usage -> the fleet in a browser, on ``--page-listen``.
+
+In:       every record, at every replica: there is no group, and nothing is committed.
+Out:      the page, and what it shows (:mod:`sinks.page.server`).
+State:    what is shown (:mod:`sinks.page.fleet`). A process that starts reads the last 2 minutes of ticks, all alerts,
+          and the last day of usage, and is ready when it has: a device's history begins there.
+On failure: an outage of Kafka is waited for; meanwhile nodes are shown as silent. A record that can't be decoded is
+          counted; whoever reads the topic in a group dead-letters it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from delivery.dead_letters import Record
+from delivery.instruments import Instrument, Instruments
+from delivery.positions import From
+from delivery.tail import Tail
+from sinks import alerts, http_server, outcomes
+from sinks.outcomes import Undecodable, decoded
+from sinks.page.fleet import USAGE_HOURS, Fleet, count
+from sinks.page.server import Pages, PageServer
+from sinks.settings import PAGE_ADDRESS, PageSettings
+from topics.alerts import TOPIC as ALERTS
+from topics.attributed import TOPIC as ATTRIBUTED
+from topics.attributed import AttributedSample
+from topics.topic import decoder
+from topics.usage import HOUR_MS, HOURS, Usage
+
+log = logging.getLogger(__name__)
+
+READ = "gpustream_page_records_read_total"
+DELIVERED = "gpustream_page_records_delivered_total"
+DUPLICATE = "gpustream_page_records_duplicate_total"
+DROPPED = "gpustream_page_records_dropped_total"
+DELAY = "gpustream_page_delay_seconds"
+NODES = "gpustream_page_nodes"
+DEVICES = "gpustream_page_devices"
+OPENED = "gpustream_page_open"
+REQUESTS = "gpustream_page_requests_total"
+CAUGHT_UP = "gpustream_page_caught_up_total"
+
+INSTRUMENTS: tuple[Instrument, ...] = (
+    Instrument(READ, "counter", "Records read."),
+    Instrument(DELIVERED, "counter", "Records that are, or were, what is shown."),
+    Instrument(DUPLICATE, "counter", "Records that say nothing new: replays, usage that is known."),
+    Instrument(DROPPED, "counter", "Records that are not used: not to be decoded (undecodable).", ("reason",)),
+    outcomes.delay_instrument(DELAY, "the page has it"),
+    Instrument(NODES, "gauge", "Nodes that are shown."),
+    Instrument(DEVICES, "gauge", "GPUs and MIG devices that are shown."),
+    Instrument(OPENED, "gauge", "Pages that are open."),
+    Instrument(REQUESTS, "counter", "Requests by the status of the answer.", ("code",)),
+    Instrument(
+        CAUGHT_UP,
+        "counter",
+        "How often a page that took its frames too slowly was given the whole fleet instead.",
+    ),
+)
+
+_TICKS_S = 120.0
+_PASS_EVERY_S = 1.0
+
+_decode_tick, _decode_usage = decoder(AttributedSample), decoder(Usage)
+
+
+class PageSink:
+    """A component: :meth:`run` it until it is to stop."""
+
+    name = "page"
+
+    def __init__(self, settings: PageSettings) -> None:
+        self.settings = settings
+        self.address: tuple[str, int] | None = None
+        self._instruments = Instruments(INSTRUMENTS)
+        self.registry = self._instruments.registry
+        self.fleet = Fleet(int(time.time() * 1000), settings.team_label)
+        from_: dict[str, From] = {ATTRIBUTED.name: _TICKS_S, ALERTS.name: "earliest", HOURS.name: USAGE_HOURS * 3600.0}
+        self._tail = Tail(settings.connection(), from_, self.take, client_id=f"gpustream-sink-{self.name}")
+        self._takers: Mapping[str, Callable[[Record], bool]] = {
+            ATTRIBUTED.name: self._take_tick,
+            ALERTS.name: self._take_alert,
+            HOURS.name: self._take_usage,
+        }
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Read and serve until ``stop``. Raises ListenError and MustRestart."""
+        made, settings = self._instruments, self.settings
+        pages = Pages(partial(made.counter, REQUESTS), made.gauge(OPENED), made.counter(CAUGHT_UP))
+        server = PageServer(self.fleet, pages, settings.page_prefix)
+        address = settings.page_listen or PAGE_ADDRESS
+        async with contextlib.AsyncExitStack() as stack:
+            served = http_server.listening(
+                server.routes(), address, option="--page-listen", middlewares=[server.guard], closing=server.end
+            )
+            self.address = await stack.enter_async_context(served)
+            if settings.is_public:
+                log.warning(
+                    "--page-listen %s: whoever can connect sees the fleet and the names of its pods; put a reverse"
+                    " proxy with TLS and a log-in in front, and let nobody else connect",
+                    address,
+                )
+            for beside in (server.run(), self._pass_time()):
+                stack.callback(asyncio.ensure_future(beside).cancel)
+            await self._tail.run(stop)
+
+    def not_ready(self) -> list[str]:
+        """Why not everything is shown; empty when it is."""
+        return ["not started"] if self.address is None else self._tail.not_ready()
+
+    def take(self, topic: str, records: Sequence[Record]) -> None:
+        """Show what these records say."""
+        counter, take = self._instruments.counter, self._takers[topic]
+        counter(READ).inc(len(records))
+        for record in records:
+            try:
+                counter(DELIVERED if take(record) else DUPLICATE).inc()
+            except Undecodable:
+                counter(DROPPED, "undecodable").inc()
+
+    def _take_tick(self, record: Record) -> bool:
+        """A tick is as old as its node's clock or the log says, whichever is less; a log without times says -1."""
+        tick = decoded(record, _decode_tick, ATTRIBUTED.name)
+        now_ms = time.time() * 1000
+        age_s = (now_ms - max(tick.ts_ms, record.timestamp)) / 1000
+        if self.fleet.take(tick, time.monotonic(), age_s) == "replay":
+            return False
+        self._instruments.histogram(DELAY).observe(max(0.0, (now_ms - tick.ts_ms) / 1000))
+        return True
+
+    def _take_alert(self, record: Record) -> bool:
+        self.fleet.see(record.key or b"", alerts.read(record))
+        return True
+
+    def _take_usage(self, record: Record) -> bool:
+        """A record without a value says that its key was deleted: its hour is more than a day ago."""
+        return record.value is not None and self.fleet.book(
+            record.key or b"", decoded(record, _decode_usage, HOURS.name)
+        )
+
+    async def _pass_time(self) -> None:
+        closed = 0
+        while True:
+            self.fleet.pass_time(time.monotonic())
+            if (hour := int(time.time()) // 3600) != closed:
+                self.fleet.close_books(hour * HOUR_MS)
+                closed = hour
+            self._instruments.gauge(NODES).set(len(self.fleet.nodes))
+            self._instruments.gauge(DEVICES).set(count(self.fleet.nodes.values()))
+            await asyncio.sleep(_PASS_EVERY_S)
