@@ -64,6 +64,8 @@ def test_the_wheel_has_every_package_and_no_test(twice: list[Path]) -> None:
     inside = {name.removeprefix("gpustream/_packages/") for name in names}
     assert {f"{name}/__init__.py" for name in PACKAGES} <= inside
     assert {"streams/alerts/rules/defaults.toml", "topics/schemas/gpu.samples.json"} <= inside
+    page = ROOT / "sinks" / "page" / "static"
+    assert {f"sinks/page/static/{file.name}" for file in page.iterdir()} <= inside
 
 
 @pytest.mark.slow

@@ -30,12 +30,14 @@ from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
 from sinks.alertmanager import AlertmanagerSink
 from sinks.metrics_api.sink import MetricsApiSink
+from sinks.page.sink import PageSink
 from sinks.parquet import ParquetSink
 from sinks.remote_write.sink import RemoteWriteSink
 from sinks.scrape.sink import ScrapeSink
 from sinks.settings import (
     AlertmanagerSettings,
     MetricsApiSettings,
+    PageSettings,
     ParquetSettings,
     RemoteWriteSettings,
     ScrapeSettings,
@@ -151,6 +153,7 @@ def component(name: str, url: str, api: str, **kafka: Any) -> Component:
         "sink alertmanager": lambda: AlertmanagerSink(AlertmanagerSettings(**kafka, urls=(url,), from_="earliest")),
         "sink webhook": lambda: WebhookSink(WebhookSettings(**kafka, url=url, unsigned=True, from_="earliest")),
         "sink metrics-api": lambda: MetricsApiSink(MetricsApiSettings(**kafka, metrics_listen=Address("127.0.0.1", 0))),
+        "sink page": lambda: PageSink(PageSettings(**kafka, page_listen=Address("127.0.0.1", 0))),
         "sink parquet": lambda: ParquetSink(
             ParquetSettings(**kafka, path=Path(api).parent / "parquet", write_every_s=0.2)
         ),

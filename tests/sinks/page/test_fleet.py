@@ -1,0 +1,171 @@
+"""What the page knows of the fleet."""
+
+from typing import Any
+
+import pytest
+
+from sinks.page import frames
+from sinks.page.fleet import FORGET_S, READ, SILENT_S, SPANS, STEP_MS, STEPS, Fleet
+from tests.sinks.page.ticks import START_MS, alert, device, holder, hour, tick
+from topics.usage import HOUR_MS
+
+
+def fleet(*ticks: Any) -> Fleet:
+    """A fleet that has taken ticks, each in the second of its number."""
+    made = Fleet(START_MS)
+    for one in ticks:
+        made.take(one, float(one.seq))
+    return made
+
+
+def words(of: Fleet) -> str:
+    """What is said of all devices."""
+    return "".join(node.words for node in of.nodes.values())
+
+
+@pytest.mark.parametrize(
+    ("of", "word"),
+    [
+        (device("GPU-a", holder("p-0"), used=0.5), "b"),
+        (device("GPU-a", holder("p-0"), used=0.0), "i"),
+        (device("GPU-a", holder("p-0")), "h"),
+        (device("GPU-a", used=0.5), "f"),
+        (device("GPU-a", holder("p-0"), used=0.5, state="lost"), "x"),
+    ],
+)
+def test_each_device_is_said_in_a_sign(of: dict[str, Any], word: str) -> None:
+    assert words(fleet(tick(1, of))) == word
+
+
+def test_a_pod_is_idle_when_it_has_done_nothing_for_ten_seconds() -> None:
+    works, rests = device("GPU-a", holder("p-0"), used=0.5), device("GPU-a", holder("p-0"), used=0.0)
+
+    assert words(fleet(tick(1, works), tick(10, rests))) == "b"
+    assert words(fleet(tick(1, works), tick(11, rests))) == "i"
+
+
+def test_a_pod_is_not_busy_with_what_the_pod_before_it_did() -> None:
+    before, after = device("GPU-a", holder("p-0"), used=0.5), device("GPU-a", holder("q-0"), used=0.0)
+
+    assert words(fleet(tick(1, before), tick(2, after))) == "i"
+
+
+def test_a_node_falls_silent_is_back_with_its_next_tick_and_is_forgotten_after_an_hour() -> None:
+    made = fleet(tick(1, device("GPU-a", holder("p-0"), used=0.5)))
+
+    made.pass_time(1 + SILENT_S + 1)
+    assert words(made) == "s"
+    made.take(tick(60, device("GPU-a", holder("p-0"), used=0.5)), 60.0)
+    assert words(made) == "b"
+    made.pass_time(60 + FORGET_S + 1)
+    assert made.nodes == {}
+
+
+def test_a_replay_changes_nothing() -> None:
+    made = fleet(tick(2, device("GPU-a", holder("p-0"), used=0.5)))
+    version = made.version
+
+    assert made.take(tick(1, device("GPU-a")), 3.0) == "replay"
+    assert (words(made), made.version) == ("b", version)
+
+
+def test_who_held_a_device_is_known_from_the_first_tick_to_the_last() -> None:
+    p, q, nobody = device("GPU-a", holder("p-0")), device("GPU-a", holder("q-0", team="x")), device("GPU-a")
+    made = fleet(tick(1, p), tick(2, p), tick(5, nobody), tick(7, q))
+    said = frames.device(made, "GPU-a")
+
+    assert said is not None
+    assert [
+        ([one.pod for one in who], begin - START_MS, end and end - START_MS) for who, begin, end in said["holders"]
+    ] == [
+        (["p-0"], 1000, 5000),
+        ([], 5000, 7000),
+        (["q-0"], 7000, None),
+    ]
+
+
+def test_a_device_has_a_reading_in_15_s_for_an_hour_and_none_where_there_was_no_tick() -> None:
+    at = [0, 1, 15, 45, 3599 + 45]
+    made = fleet(*(tick(second, device("GPU-a", holder("p-0"), used=0.1 + n / 10)) for n, second in enumerate(at)))
+    said = frames.device(made, "GPU-a")
+
+    assert said is not None
+    values = said["readings"]["gpu_utilization_ratio"]
+    times = [said["first_ms"] + n * STEP_MS - START_MS for n, value in enumerate(values) if value is not None]
+    assert len(values) == STEPS
+    assert times == [45_000, 3_630_000]
+    assert [round(value, 3) for value in values if value is not None] == [0.4, 0.5]
+    assert said["words"].count("b") == 2
+
+
+def test_what_is_kept_of_a_device_is_bounded() -> None:
+    made = Fleet(START_MS)
+    for seq in range(3 * SPANS):
+        made.take(tick(seq, device("GPU-a", holder(f"p-{seq}"), used=0.5)), float(seq))
+    (kept,) = made.nodes["c1", "n1"].devices.values()
+
+    assert len(kept.spans) == SPANS
+    assert len(kept.readings) * kept.readings.itemsize + len(kept.words) == STEPS * (4 * len(READ) + 1)
+
+
+def test_alerts_are_there_while_they_are_open() -> None:
+    made = fleet()
+    firing, other = alert(), alert(fingerprint="0" * 16, starts_at="2026-11-21T00:00:00Z")
+    made.see(b"1", firing)
+    made.see(b"2", other)
+    assert made.alerts() == [other, firing]
+    made.see(b"1", alert(state="resolved", ends_at="2026-11-21T01:00:00Z"))
+    made.see(b"2", None)
+    assert made.alerts() == []
+
+
+def test_hours_are_those_of_the_last_revision_of_each_key_by_team() -> None:
+    made = fleet()
+    first = hour(device_ms=60_000, slice_ms=420_000, idle_ms=0, revision=1)
+    assert made.book(b"a", first)
+    assert made.book(b"a", hour(device_ms=3_600_000, slice_ms=25_200_000, idle_ms=1_800_000, revision=60))
+    assert not made.book(b"a", first)
+    made.book(b"b", hour(slice_ms=25_200_000 // 7, device_ms=3_600_000, idle_ms=3_600_000, team=None))
+    made.book(b"c", hour(category="free"))
+
+    assert made.usage() == [
+        ("ml", 1.0, 0.5),
+        ("(no team)", pytest.approx(1 / 7, abs=1e-5), pytest.approx(1 / 7, abs=1e-5)),
+    ]
+    made.close_books(first.start_ms + 23 * HOUR_MS)
+    assert len(made.usage()) == 2
+    made.close_books(first.start_ms + 24 * HOUR_MS)
+    assert made.usage() == []
+
+
+def test_a_frame_has_what_changed_since_the_one_before() -> None:
+    a, b = device("GPU-a", holder("p-0"), used=0.5), device("GPU-b", used=0.0)
+    made = fleet(tick(1, a), tick(1, b, node="n2"))
+    whole, told = frames.frame(made, "gpu_utilization_ratio", 1), frames.versions(made)
+    made.take(tick(2, a), 2.0)
+    values, told_then = frames.frame(made, "gpu_utilization_ratio", 2, told), frames.versions(made)
+    made.take(tick(3, device("GPU-a", holder("q-0"), used=0.5)), 3.0)
+    holders = frames.frame(made, "", 3, told_then)
+
+    assert whole["kind"] == "all"
+    assert [one[2] for one in whole["nodes"]] == ["n1", "n2"]
+    assert [one[2:] for one in whole["now"]] == [["b", [0.5]], ["f", [0.0]]]
+    assert {key: values[key] for key in ("kind", "nodes", "now")} == {
+        "kind": "more",
+        "nodes": [],
+        "now": [[0, START_MS + 2000, "b", [0.5]]],
+    }
+    assert "alerts" not in values
+    assert [one[4][0][-1][0].pod for one in holders["nodes"]] == ["q-0"]
+    assert holders["now"] == [[0, START_MS + 3000, "b", []]]
+
+
+def test_a_frame_after_a_node_is_gone_is_the_whole_fleet() -> None:
+    made = fleet(tick(1, device("GPU-a")), tick(1, device("GPU-b"), node="n2"))
+    told = frames.versions(made)
+    made.take(tick(5000, device("GPU-b"), node="n2"), 5000.0)
+    made.pass_time(5000.0)
+    said = frames.frame(made, "", 1, told)
+
+    assert said["kind"] == "all"
+    assert [one[2] for one in said["nodes"]] == ["n2"]

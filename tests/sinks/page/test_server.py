@@ -1,0 +1,188 @@
+"""The page's HTTP: what is answered to whom, and that slow pages hold nothing up."""
+
+import asyncio
+import contextlib
+import gzip
+import io
+import json
+import re
+from collections.abc import AsyncIterator
+from importlib import resources
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from sinks import http_server
+from sinks.page import frames, server
+from sinks.page.fleet import Fleet
+from sinks.page.server import Pages, PageServer
+from tests.eventually import eventually
+from tests.sinks.page.ticks import START_MS, device, holder, tick
+
+
+class Bench:
+    """A page server with a fleet of one node, whose frames are made by hand."""
+
+    def __init__(self, prefix: str = "/") -> None:
+        registry = CollectorRegistry()
+        requests = Counter("requests_total", "", ["code"], registry=registry)
+        self.opened = Gauge("opened", "", registry=registry)
+        self.caught_up = Counter("caught_up_total", "", registry=registry)
+        self.fleet = Fleet(START_MS)
+        self.pages = PageServer(self.fleet, Pages(requests.labels, self.opened, self.caught_up), prefix)
+        self.fleet.take(tick(1, device("GPU-a", holder("p-0"), used=0.5)), 1.0)
+        self.url = ""
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[aiohttp.ClientSession]:
+        """Serves while inside; gives a client."""
+        served = http_server.listening(
+            self.pages.routes(),
+            ("127.0.0.1", 0),
+            option="--page-listen",
+            middlewares=[self.pages.guard],
+            closing=self.pages.end,
+        )
+        async with served as (host, port), aiohttp.ClientSession() as client:
+            self.url = f"http://{host}:{port}"
+            yield client
+
+    async def beat(self, seq: int) -> None:
+        """A tick, and the frame of it."""
+        self.fleet.take(tick(seq, device("GPU-a", holder("p-0"), used=0.5)), float(seq))
+        self.pages.beat(START_MS + seq * 1000)
+
+
+async def event(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    """The next frame of a stream."""
+    while not (line := await response.content.readline()).startswith(b"data: {"):
+        assert line
+    found: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+    return found
+
+
+async def test_everything_that_the_page_loads_is_its_own_and_relative() -> None:
+    bench = Bench()
+    async with bench.serving() as client:
+        async with client.get(bench.url) as answer:
+            page = await answer.text()
+        loaded = set(re.findall(r'(?:src|href)="([^"#]+)"', page))
+        files = {file.name for file in (resources.files("sinks.page") / "static").iterdir()}
+        texts = [(resources.files("sinks.page") / "static" / name).read_text() for name in files]
+        for name in loaded:
+            async with client.get(f"{bench.url}/{name}") as answer:
+                assert answer.status == 200
+
+    assert loaded <= files
+    assert {"page.js", "page.css"} <= loaded
+    links = re.compile(r"""https?://(?!www\.w3\.org/2000/svg)[\w]|(?:from|src=|href=|fetch\(|url\()\s*["'`]/""")
+    assert [found for text in texts for found in links.findall(text)] == []
+    assert not re.search(r"<script(?![^>]*src=)|\sstyle=|\son\w+=", page)
+
+
+async def test_every_answer_says_that_nothing_but_the_page_itself_runs_in_it() -> None:
+    bench = Bench()
+    async with bench.serving() as client:
+        for path in ("/", "/page.js", "/device?uuid=GPU-a", "/device?uuid=none", "/elsewhere", "/events"):
+            async with client.get(bench.url + path) as answer:
+                policy = answer.headers["Content-Security-Policy"]
+                assert policy.startswith("default-src 'none'; script-src 'self';")
+                assert "unsafe" not in policy
+                assert answer.headers["X-Content-Type-Options"] == "nosniff"
+                assert "Access-Control-Allow-Origin" not in answer.headers
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+async def test_nothing_can_be_changed(method: str) -> None:
+    bench = Bench()
+    async with bench.serving() as client:
+        for path in ("/", "/device", "/events", "/x"):
+            async with client.request(method, bench.url + path) as answer:
+                assert answer.status == 405
+
+
+async def test_a_page_gets_the_fleet_and_then_what_changes_compressed_or_not() -> None:
+    bench = Bench()
+    async with bench.serving() as client:
+        for encoding in ("identity", "gzip"):
+            async with client.get(f"{bench.url}/events", headers={"Accept-Encoding": encoding}) as answer:
+                assert answer.headers.get("Content-Encoding", "identity") == encoding
+                assert (await event(answer))["kind"] == "all"
+                seq = 2 if encoding == "identity" else 3
+                await bench.beat(seq)
+                said = await event(answer)
+                assert (said["kind"], said["now"][0][1]) == ("more", START_MS + seq * 1000)
+
+
+def test_any_pieces_in_any_order_are_a_gzip_stream() -> None:
+    pieces = [frames.compressed(text) for text in (b"first" * 100, b"second", b"")]
+    stream = frames.GZIP_HEADER + pieces[1] + pieces[0] + pieces[2] + pieces[1]
+
+    assert gzip.GzipFile(fileobj=io.BytesIO(stream)).read1() == b"second" + b"first" * 100 + b"second"
+
+
+async def test_a_page_that_is_slow_is_given_the_whole_fleet_and_no_pile_of_frames() -> None:
+    bench = Bench()
+    reading = bench.pages._frames("")
+    with bench.pages._watching(""):
+        assert b'"all"' in (await anext(reading)).plain
+        await bench.beat(2)
+        assert b'"more"' in (await anext(reading)).plain
+        for seq in range(3, 10):
+            await bench.beat(seq)
+        assert b'"all"' in (await anext(reading)).plain
+        await bench.beat(10)
+        assert b'"more"' in (await anext(reading)).plain
+    assert bench.caught_up._value.get() == 1
+
+
+async def test_a_page_that_takes_nothing_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_TAKE_S", 0.05)
+    bench = Bench()
+    many = [device(f"GPU-{number}", holder("p-0", team="x" * 20_000)) for number in range(1000)]  # 20 MB
+    bench.fleet.take(tick(1, *many, node="n2"), 1.0)
+    async with bench.serving():
+        _, writer = await asyncio.open_connection("127.0.0.1", int(bench.url.rpartition(":")[2]), limit=1)
+        writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        await eventually(lambda: bench.opened._value.get() == 1)
+        await eventually(lambda: bench.opened._value.get() == 0)
+        writer.close()
+
+
+async def test_further_pages_than_the_most_come_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_PAGES", 1)
+    bench = Bench()
+    async with bench.serving() as client, client.get(f"{bench.url}/events") as first:
+        await event(first)
+        async with client.get(f"{bench.url}/events") as second:
+            assert (await second.text()).startswith("retry: 10000\nevent: busy\n")
+
+
+async def test_below_a_prefix_everything_is_below_it() -> None:
+    bench = Bench("/gpus/")
+    async with bench.serving() as client:
+        for path in ("/gpus/", "/gpus/page.js", "/gpus/device?uuid=GPU-a", "/gpus", "/"):
+            async with client.get(bench.url + path) as answer:
+                assert answer.status == 200
+        async with client.get(f"{bench.url}/page.js") as answer:
+            assert answer.status == 404
+
+
+async def test_what_is_not_there_is_not_found() -> None:
+    bench = Bench()
+    async with bench.serving() as client:
+        for path in ("/device?uuid=GPU-b", "/device", "/events?metric=none", "/../pyproject.toml", "/page.js/x"):
+            async with client.get(bench.url + path) as answer:
+                assert answer.status == 404
+
+
+async def test_the_end_does_not_wait_for_open_pages() -> None:
+    bench = Bench()
+    async with asyncio.timeout(30):
+        async with bench.serving() as client:
+            answer = await client.get(f"{bench.url}/events")
+            await event(answer)
+            bench.pages.end()
+            assert b"data" not in await answer.read()

@@ -1,0 +1,59 @@
+"""The page as a component."""
+
+import asyncio
+import logging
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from delivery.values import Address
+from sinks.page.sink import PageSink
+from sinks.settings import PageSettings
+from tests.eventually import eventually
+from tests.real.accounting import assert_accounted
+from tests.sinks.page.ticks import alert, device, holder, hour, tick
+from tests.sinks.records import Read
+
+SETTINGS = PageSettings(kafka="127.0.0.1:1", page_listen=Address("127.0.0.1", 0))
+
+
+def test_every_mistake_of_the_settings_is_reported() -> None:
+    assert SETTINGS.mistakes() == []
+    assert replace(SETTINGS, page_prefix="/a/b-c/").mistakes() == []
+    (off,) = replace(SETTINGS, page_listen=None).mistakes()
+    assert off.startswith("--page-listen: off is not possible")
+    for prefix in ("", "gpus", "/gpus", "gpus/", "//", "/a b/", "/<x>/"):
+        (wrong,) = replace(SETTINGS, page_prefix=prefix).mistakes()
+        assert wrong.startswith("--page-prefix:")
+
+
+def test_each_record_is_shown_a_duplicate_or_dropped() -> None:
+    sink = PageSink(SETTINGS)
+    one = Read(1, msgspec.json.encode(tick(1, device("GPU-a", holder("p-0"), used=0.5))))
+    sink.take("gpu.attributed", [one, one, one._replace(value=b"{"), one._replace(value=None)])
+    fired = alert()
+    said = Read(0, msgspec.json.encode(fired), key=fired.fingerprint.encode())
+    sink.take("gpu.alerts", [said, said._replace(key=b"0"), said._replace(value=None, key=b"0")])
+    booked = Read(0, msgspec.json.encode(hour()), key=b"k")
+    sink.take("gpu.usage", [booked, booked, booked._replace(value=b"[]"), booked._replace(value=None)])
+
+    books = assert_accounted(sink.registry)["page", ""]
+    assert {name: int(count) for name, count in books.items() if count} == {
+        "received": 11,
+        "records_delivered_total": 4,
+        "records_duplicate_total": 3,
+        "records_dropped_total": 4,
+    }
+    assert (len(sink.fleet.nodes), len(sink.fleet.alerts()), len(sink.fleet.usage())) == (1, 1, 1)
+
+
+async def test_it_says_so_if_others_can_reach_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "sinks.page.sink")
+    for host, warnings in (("127.0.0.1", 0), ("0.0.0.0", 1)):  # noqa: S104 - for a moment
+        sink, stop = PageSink(replace(SETTINGS, page_listen=Address(host, 0))), asyncio.Event()
+        running = asyncio.create_task(sink.run(stop))
+        await eventually(lambda sink=sink: sink.address, unless=running)  # type: ignore[misc]
+        stop.set()
+        await running
+        assert len([one for one in caplog.records if "reverse proxy" in one.getMessage()]) == warnings
