@@ -24,7 +24,6 @@ from delivery.settings import (
     READABLE_FILE,
     START_FROM,
     URL,
-    ConnectionSettings,
     KafkaSettings,
     Kubeconfig,
     MemberSettings,
@@ -574,7 +573,7 @@ class MetricsApiSettings(KafkaSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PageSettings(ConnectionSettings):
+class PageSettings(KafkaSettings):
     """Where the page is served, and what it calls a team."""
 
     page_listen: PageListen = PAGE_ADDRESS
@@ -592,7 +591,7 @@ class PageSettings(ConnectionSettings):
     ] = "team"
 
     def mistakes(self) -> list[str]:
-        """See :meth:`ConnectionSettings.mistakes`."""
+        """See :meth:`KafkaSettings.mistakes`."""
         found = super().mistakes()
         if self.page_listen is None:
             found.append("--page-listen: off is not possible: it is all that this sink does")

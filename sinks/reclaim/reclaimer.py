@@ -120,7 +120,7 @@ class Reclaimer:
         for budget in budgets:
             made.gauge(BUDGET, budget).set_function(lambda of=budget: self.ledger.left(of, self._now_ms()))  # type: ignore[misc]
 
-    def take(self, records: Sequence[Record]) -> None:
+    def take(self, _: str, records: Sequence[Record]) -> None:
         """Records of gpu.actions, as they come."""
         for record in records:
             try:

@@ -179,7 +179,7 @@ class ReclaimSink:
 
         reclaimer = self._reclaimer = Reclaimer(settings, Cluster(api), send, made)
         tail = self._tail = Tail(
-            settings.connection(), actions.TOPIC.name, reclaimer.take, since_s=_KEPT_S, client_id=settings.group
+            settings.connection(), {actions.TOPIC.name: _KEPT_S}, reclaimer.take, client_id=settings.group
         )
         shared = (reclaimer, letters, counted, lambda: not tail.not_ready())
         source = Source(alerts.TOPIC.name, lambda _: ReclaimPartition(*shared), settings.from_, WHOLE)

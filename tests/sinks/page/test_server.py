@@ -7,13 +7,14 @@ import io
 import json
 import re
 from collections.abc import AsyncIterator
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+import sinks.page
 from sinks import http_server
 from sinks.page import frames, server
 from sinks.page.fleet import Fleet
@@ -69,8 +70,9 @@ async def test_everything_that_the_page_loads_is_its_own_and_relative() -> None:
         async with client.get(bench.url) as answer:
             page = await answer.text()
         loaded = set(re.findall(r'(?:src|href)="([^"#]+)"', page))
-        files = {file.name for file in (resources.files("sinks.page") / "static").iterdir()}
-        texts = [(resources.files("sinks.page") / "static" / name).read_text() for name in files]
+        static = Path(sinks.page.__file__).parent / "static"
+        files = {file.name for file in static.iterdir()}
+        texts = [(static / name).read_text() for name in files]
         for name in loaded:
             async with client.get(f"{bench.url}/{name}") as answer:
                 assert answer.status == 200

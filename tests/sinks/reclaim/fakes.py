@@ -218,7 +218,7 @@ class Replica:
 
     def hear(self, action: Action, at_ms: int) -> None:
         """A record of gpu.actions."""
-        self.reclaimer.take([Read(0, msgspec.json.encode(action), at_ms, b"c1", "gpu.actions")])
+        self.reclaimer.take("gpu.actions", [Read(0, msgspec.json.encode(action), at_ms, b"c1", "gpu.actions")])
 
     async def run(self, *, later_ms: int = 0) -> None:
         """Some time passes; what is new is read, and what is due is done."""
