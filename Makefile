@@ -68,8 +68,8 @@ $(RUNS): requirements-run.lock pyproject.toml setup.py
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: $(RUNS) ## everything in one command: a simulated fleet of 4 nodes of 8 GPUs
-	@$(BIN)/gpustream run --simulate 4x8
+demo: $(RUNS) ## everything in one command: a simulated fleet of 4 nodes of 8 GPUs, which shows all that there is in a minute
+	@$(BIN)/gpustream run --simulate 4x8 --story
 
 test: install ## unit and property tests, and every real test whose server is at hand; skips are listed at the end
 	$(PYTEST) $(ARGS)

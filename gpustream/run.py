@@ -19,6 +19,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
@@ -59,6 +60,9 @@ if TYPE_CHECKING:
 
 UNWATCHED_S = 30.0
 """How long a run lasts that nobody watches and nobody gave a duration."""
+
+STORY_RULES = Path(__file__).with_name("story.toml")
+"""The rules of ``--story``: the defaults, but soon."""
 
 _QUESTION = "Stop the pipeline? What was sampled arrives first, and a summary follows."
 _LOG_LINES = 10
@@ -138,7 +142,7 @@ def driver_is_here() -> bool:
     check=_mistakes,
     example=(
         "gpustream run                      # the GPUs of this machine\n"
-        "gpustream run --simulate 4x8\n"
+        "gpustream run --simulate 4x8 --story   # a fleet in which everything happens once within a minute\n"
         "gpustream run --simulate 4x8 --remote-write http://127.0.0.1:9090/api/v1/write --duration 1m --summary json"
     ),
 )
@@ -179,6 +183,7 @@ class OneProcess:
         socket = chosen.pod_resources_socket
         options = {
             **vars(chosen),
+            "rules": STORY_RULES if chosen.story else None,
             "fleet": chosen.simulate,
             "url": chosen.remote_write,
             # a machine that has no kubelet when the run begins is not reported to lack one

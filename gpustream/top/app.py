@@ -276,7 +276,11 @@ class TopApp(App[None]):
         elif place.view in _TABLES:
             self._draw_table(self._now, _TABLES[place.view], place)
         else:
-            lines = views.fleet_lines(self._now, self.size.width) if place.view == "Fleet" else _log(self.logged)
+            lines = (
+                views.fleet_lines(self._now, self.size.width, self.size.height)
+                if place.view == "Fleet"
+                else _log(self.logged)
+            )
             pane.show([], len(lines), lambda at, _: lines[at], None)
 
     def _draw_table(self, now: Now, table: Table, place: Place) -> None:
@@ -415,7 +419,7 @@ class TopApp(App[None]):
             entry = self._find("#filter", Input)
             entry.value = self.place.filter
             entry.display = True
-            entry.focus()
+            self.screen.set_focus(entry)  # at once: what is typed next is for it
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Each letter filters."""

@@ -22,8 +22,8 @@ _NAMESPACE_FROM = 30
 """A column of so many cells has room for namespaces."""
 
 _RANKS = {"critical": 2, "warning": 1}
-_ALERTS, _IDLE = 4, 4
-"""So many lines of the fleet's view are alerts and idle pods."""
+_LEAST_LISTED, _UNLISTED = 4, 14
+"""The fleet's view lists so many alerts, and idle pods, and more on a screen of many lines more than the latter."""
 
 
 class FiringAlert(NamedTuple):
@@ -272,7 +272,7 @@ TABLES = (NODES, GPUS, PODS, WORKLOADS, ALERTS)
 # -- the fleet
 
 
-def fleet_lines(now: Now, width: int) -> list[Line]:
+def fleet_lines(now: Now, width: int, height: int) -> list[Line]:
     """The fleet on one screen: how many GPUs do what, what fires, who idles, and every GPU as a sign."""
     gpus = list(now.fleet.gpus())
     if not gpus:
@@ -297,9 +297,10 @@ def fleet_lines(now: Now, width: int) -> list[Line]:
         ],
         [],
     ]  # fmt: skip
+    listed = max(_LEAST_LISTED, (height - _UNLISTED) // 3)
     firing = draw.chosen(ALERTS, list(now.firing), "", "SEVERITY", falling=True)
     lines.append([(f"alerts that fire: {len(firing)}", "bold")])
-    for one in firing[:_ALERTS]:
+    for one in firing[:listed]:
         said = one.row
         style = draw.SEVERITIES.get(said.severity, "")
         lines.append(
@@ -309,7 +310,7 @@ def fleet_lines(now: Now, width: int) -> list[Line]:
         (use for use in pods(now.fleet.devices()) if use.idle == use.gpus), key=lambda use: (-use.gpus, use.since_ms)
     )
     lines += [[], [(f"pods that hold GPUs and idle: {len(idle)}", "bold")]]
-    for use in idle[:_IDLE]:
+    for use in idle[:listed]:
         team = f", team {use.team}" if use.team else ""
         held = ago(max(device.ts_ms for device in use.devices) - use.since_ms)
         lines.append(

@@ -32,6 +32,15 @@ class SimulationSettings:
             shown="nothing",
         ),
     ] = ()
+    story: Annotated[
+        bool,
+        Option(
+            "--story",
+            None,
+            "Let the first minute show everything once: an XID error after 25 s, and a GPU that is lost after 35 s."
+            " With `gpustream run` alerts come soon, too: a pod that idles is reported after 20 s.",
+        ),
+    ] = False
     truth: Annotated[
         Path | None,
         Option(
@@ -76,4 +85,5 @@ class SimulatedSettings(BufferSettings, SimulationSettings):
             seed=self.seed,
             pod_life_s=self.pod_life_s,
             behaviours=self.behaviours,
+            story=self.story,
         )

@@ -26,6 +26,9 @@ SHORTEST_LAG_MS = 200
 LONGEST_LAG_MS = 1_900  # below the tolerance with which readers look a pod up by name and time
 _KNOT_MS = 10_000
 
+STORY_XID_MS, STORY_FALLS_MS, STORY_LOST_MS = 25_000, 34_000, (35_000, 75_000)
+PAGE_FAULT, OFF_THE_BUS = 31, 79  # XID errors
+
 JsonDict = dict[str, Any]
 Holders = tuple[JsonDict, ...]
 
@@ -68,8 +71,18 @@ class SimulatedNode:
     """The node number ``index`` of a fleet, whose pods live ``pod_life_ms`` on average. Its times must not go back."""
 
     def __init__(
-        self, cluster: str, seed: int, index: int, gpus: int, pod_life_ms: int, roles: tuple[Role, ...] = ()
+        self,
+        cluster: str,
+        seed: int,
+        index: int,
+        gpus: int,
+        pod_life_ms: int,
+        roles: tuple[Role, ...] = (),
+        *,
+        story: bool = False,
     ) -> None:
+        self._story = story
+        self._falls: SimulatedGpu | None = None
         self.name = f"sim-{index:04d}"
         self.machine = machine(cluster, seed, index, gpus)
         self._schedule = Schedule(cluster, seed, index, self.machine, pod_life_ms, roles)
@@ -158,12 +171,25 @@ class SimulatedNode:
             else:
                 self._redraw_ms += REDRAW_MS
                 touched = dict.fromkeys(self._gpus)
+                if self._story:
+                    self._tell(at_ms)
             for gpu in touched:
                 gpu.redraw(at_ms)
+
+    def _tell(self, at_ms: int) -> None:
+        """What the story has at that time, on GPUs that work: a program fails, and later a GPU falls off the bus."""
+        working = [gpu for gpu in self._gpus if gpu.occupied() and not gpu.device.mig_mode]
+        if working and at_ms == STORY_XID_MS:
+            working[0].parts[0].fail(at_ms, PAGE_FAULT)
+        elif working and at_ms == STORY_FALLS_MS:
+            self._falls = working[-1]
+            self._falls.parts[0].fail(at_ms, OFF_THE_BUS)
 
     def _device(self, position: int, at_ms: int, start_ms: int) -> JsonDict:
         gpu, part = self._owner[position]
         identity = self._identities[position]
+        if gpu is self._falls and STORY_LOST_MS[0] <= at_ms < STORY_LOST_MS[1]:
+            return {**identity, "state": "lost", "metrics": {}}
         if part is None:
             return {**identity, "metrics": gpu.common(at_ms), "processes": []}
         whole = part.device.slice is None
@@ -211,7 +237,7 @@ class SimulatedNode:
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """``nodes`` nodes of ``gpus`` GPUs; pods live ``pod_life_s`` seconds on average. In every ten nodes each of the
-    ``behaviours`` is there once.
+    ``behaviours`` is there once. A ``story`` has an XID error and a lost GPU on the first node, in the first minute.
     The same seed and cluster give the same pods, values and turnover; another gives other names, UUIDs and uids."""
 
     nodes: int
@@ -220,6 +246,7 @@ class Fleet:
     seed: int = 1
     pod_life_s: float = 300.0
     behaviours: tuple[Behaviour, ...] = ()
+    story: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError if there is no such fleet."""
@@ -235,7 +262,8 @@ class Fleet:
 
     def node(self, index: int) -> SimulatedNode:
         life_ms, roles = max(1, int(self.pod_life_s * 1000)), self._cast(index // BLOCK).get(index, ())
-        return SimulatedNode(self.cluster, self.seed, index, self.gpus, life_ms, roles)
+        story = self.story and index == 0
+        return SimulatedNode(self.cluster, self.seed, index, self.gpus, life_ms, roles, story=story)
 
     def _cast(self, block: int) -> dict[int, tuple[Role, ...]]:
         if not self.behaviours:

@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gpustream.run import STORY_RULES
+from streams.alerts.rules import rules_file
 from tests.eventually import eventually_sync
 from tests.nvml.scripted import ScriptedNvml
 
@@ -134,3 +136,11 @@ def test_the_embedded_broker_takes_no_login() -> None:
 
     assert done.returncode == 2
     assert "--kafka-security: it is of no use without --kafka or --kafka-config" in done.stderr
+
+
+def test_the_rules_of_the_story_are_the_defaults_but_soon() -> None:
+    told, usual = (rules_file.load(path) for path in (STORY_RULES, None))
+    changed = {new.name: (new, old) for new, old in zip(told.rules, usual.rules, strict=True) if new != old}
+
+    assert list(changed) == ["GPUHeldIdle"]
+    assert changed["GPUHeldIdle"][0].for_ms == 20_000

@@ -80,7 +80,7 @@ async def test_the_fleet_is_counted_as_the_simulation_has_it() -> None:
     fleet = simulated()
     busy = sum(device.status == "busy" for device in fleet.gpus())
     free = sum(device.status == "free" for device in fleet.gpus())
-    lines = [draw.text_of(line) for line in views.fleet_lines(now_of(fleet)(), 80)]
+    lines = [draw.text_of(line) for line in views.fleet_lines(now_of(fleet)(), 80, 24)]
 
     assert f"4 nodes, 32 GPUs: ▁▅█ busy {busy} " in lines[0]
     assert f"· free {free}" in lines[0]

@@ -253,3 +253,23 @@ def test_ticks_come_in_order_and_each_node_keeps_its_phase(fleet: Fleet, interva
     assert [tick.ts_ms for tick in found] == sorted(tick.ts_ms for tick in found)
     assert len(found) == 3 * fleet.nodes == sum(tick.seq for tick in found) / 2
     assert all(len(phase) == 1 for phase in phases.values())
+
+
+def test_a_story_has_an_xid_error_and_a_lost_gpu_in_the_first_minute_and_is_else_the_same_fleet() -> None:
+    plain, told = Fleet(2, 8).node(0), Fleet(2, 8, story=True).node(0)
+    events: list[tuple[int, int, int]] = []
+    lost: dict[int, list[int]] = {}
+    for second in range(1, 91):
+        usual, reading = plain.read(second * 1000), told.read(second * 1000)
+        assert reading.reported == usual.reported
+        for device in reading.devices:
+            events += [(second, device["index"], event["code"]) for event in device.get("events", ())]
+            if device["state"] == "lost":
+                lost.setdefault(device["index"], []).append(second)
+                assert device["metrics"] == {}
+
+    (first, _, page_fault), (second, falls, off_the_bus) = events
+    assert (first, page_fault, second, off_the_bus) == (25, 31, 34, 79)
+    assert lost == {falls: list(range(35, 75))}
+    other = Fleet(2, 8, story=True).node(1).read(40_000)
+    assert all(device["state"] == "ok" for device in other.devices)
