@@ -1,11 +1,17 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["aiokafka>=0.14", "cramjam>=2.14", "msgspec>=0.22"]
+# ///
 """GPU time per hour, namespace and workload: gpu.attributed into SQLite, every tick counted once.
 
-    python gpu_hours.py --kafka 127.0.0.1:9092 --database gpu-hours.db
+    uv run gpu_hours.py --kafka 127.0.0.1:9092 --database gpu-hours.db
 
 In: gpu.attributed, as a consumer group. Out: the table `usage`, printed when the program ends.
 State: the same database: the sums, and in one transaction with them how far each node has been counted. A record that
 comes again (after a crash, a rebalance, or with the group set back) is known by its identity and not counted again.
 On failure: a record that is none is logged and skipped; anything else ends the program, and a new start goes on.
+
+It needs nothing of gpustream's: the types below are what it reads of topics/schemas/gpu.attributed.json.
 """
 
 import argparse
@@ -16,16 +22,11 @@ import signal
 import sqlite3
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from aiokafka import AIOKafkaConsumer
 from aiokafka.errors import CommitFailedError, IllegalStateError
-
-from delivery import replays
-from delivery.replays import Last
-from topics.attributed import AttributedDevice, AttributedSample, Holder
-from topics.topic import decoder
 
 LONGEST_TICK_MS = 10_000
 """A tick stands for the time since the node's last one, but a gap that is longer than this is nobody's."""
@@ -58,7 +59,71 @@ FROM usage GROUP BY namespace, workload, device ORDER BY 4 DESC
 """
 
 log = logging.getLogger("gpu_hours")
-decode = decoder(AttributedSample)
+
+
+class Workload(msgspec.Struct):
+    """What a pod belongs to."""
+
+    kind: str
+    name: str
+
+
+class Parts(msgspec.Struct):
+    """What of a shared device is one pod's."""
+
+    utilization_ratio: float | None = None
+
+
+class Holder(msgspec.Struct):
+    """A container that holds a device."""
+
+    namespace: str
+    pod: str
+    workload: Workload | None = None
+    parts: Parts | None = None
+
+
+class Mig(msgspec.Struct):
+    """Of which GPU a MIG device is a slice."""
+
+    parent_uuid: str
+    profile: str | None = None
+
+
+class Device(msgspec.Struct):
+    """A GPU or a MIG device, in one tick."""
+
+    uuid: str
+    metrics: dict[str, float | None] | None = None
+    mig: Mig | None = None
+    holders: list[Holder] | None = None
+
+
+class Tick(msgspec.Struct):
+    """A record of gpu.attributed: one reading of a node."""
+
+    schema: Literal[1]
+    cluster: str
+    node: str
+    run_id: int
+    seq: int
+    ts_ms: int
+    offset: int
+    attribution: str
+    devices: list[Device] | None = None
+
+
+decoder = msgspec.json.Decoder(Tick)
+
+
+class Last(NamedTuple):
+    """How far a node has been counted: its last tick, and the latest time of any."""
+
+    run_id: int
+    seq: int
+    offset: int
+    newest_ts_ms: int
+    ts_ms: int
 
 
 class Share(NamedTuple):
@@ -70,19 +135,21 @@ class Share(NamedTuple):
     used: float | None
 
 
-def shares(tick: AttributedSample, device: AttributedDevice) -> Iterator[Share]:
+def shares(tick: Tick, device: Device) -> Iterator[Share]:
     """Who had the device during a tick. The `held` of all of them is 1."""
-    utilization = device.metrics.get("gpu_utilization_ratio")
+    utilization = (device.metrics or {}).get("gpu_utilization_ratio")
     if tick.attribution == "none":
         yield Share(UNKNOWN, "", 1.0, utilization)
         return
-    pods = device.pods()
+    pods: dict[tuple[str, str], list[Holder]] = {}
+    for holder in device.holders or ():
+        pods.setdefault((holder.namespace, holder.pod), []).append(holder)
     if not pods:
         yield Share(NOBODY, "", 1.0, utilization)
-    for pod, holders in pods.items():
+    for (namespace, pod), holders in pods.items():
         workload = holders[0].workload
-        name = f"{workload.kind}/{workload.name}" if workload else f"Pod/{pod.pod}"
-        yield Share(pod.namespace, name, 1 / len(pods), _used(holders, utilization, len(pods)))
+        name = f"{workload.kind}/{workload.name}" if workload else f"Pod/{pod}"
+        yield Share(namespace, name, 1 / len(pods), _used(holders, utilization, len(pods)))
 
 
 def _used(holders: list[Holder], utilization: float | None, pods: int) -> float | None:
@@ -94,10 +161,10 @@ def _used(holders: list[Holder], utilization: float | None, pods: int) -> float 
     return None if utilization is None else utilization / pods
 
 
-def devices(tick: AttributedSample) -> Iterator[tuple[str, AttributedDevice]]:
+def devices(tick: Tick) -> Iterator[tuple[str, Device]]:
     """The devices that can be held, with their kind: a GPU in MIG mode is not one, its MIG devices are."""
-    parents = {device.mig.parent_uuid for device in tick.devices if device.mig}
-    for device in tick.devices:
+    parents = {device.mig.parent_uuid for device in tick.devices or () if device.mig}
+    for device in tick.devices or ():
         if device.uuid not in parents:
             yield ("GPU" if device.mig is None else device.mig.profile or "MIG"), device
 
@@ -108,22 +175,30 @@ def count(database: sqlite3.Connection, values: Iterable[bytes | None]) -> None:
         database.execute("BEGIN IMMEDIATE")
         for value in values:
             try:
-                tick = decode(value or b"")
-            except msgspec.DecodeError as error:
+                tick = decoder.decode(value or b"")
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 log.warning("skipped what is no record of gpu.attributed: %s", error)
             else:
                 _count(database, tick)
 
 
-def _count(database: sqlite3.Connection, tick: AttributedSample) -> None:
+def is_replay(last: Last, tick: Tick) -> bool:
+    """Whether the tick has come before: of the same run by its number, of another one by its place and its time."""
+    if tick.run_id == last.run_id:
+        return tick.seq <= last.seq
+    return tick.offset <= last.offset and tick.ts_ms <= last.newest_ts_ms
+
+
+def _count(database: sqlite3.Connection, tick: Tick) -> None:
     node = (tick.cluster, tick.node)
     row = database.execute(LAST, node).fetchone()
-    last = Last(*row[:4]) if row else None
-    if replays.verdict(last, tick) == "replay":
+    last = Last(*row) if row else None
+    if last and is_replay(last, tick):
         return
-    now = msgspec.structs.astuple(replays.after(last, tick))
-    database.execute("REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?)", (*node, *now, tick.ts_ms))
-    since_ms = tick.ts_ms - row[4] if last and tick.run_id == last.run_id else 0
+    newest_ts_ms = max(tick.ts_ms, last.newest_ts_ms) if last else tick.ts_ms
+    now = Last(tick.run_id, tick.seq, tick.offset, newest_ts_ms, tick.ts_ms)
+    database.execute("REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?)", (*node, *now))
+    since_ms = tick.ts_ms - last.ts_ms if last and tick.run_id == last.run_id else 0
     if not 0 < since_ms <= LONGEST_TICK_MS:
         return  # the first tick of a run, or the first after a gap
     seconds = since_ms / 1000

@@ -1,27 +1,28 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["cramjam>=2.14", "faust-streaming>=0.15", "msgspec>=0.22"]
+# ///
 """Who holds idle GPUs right now: an ordinary Faust agent, and a page with its answer.
 
-    KAFKA=127.0.0.1:9092 python idle_gpus.py worker --web-port 6066
+    KAFKA=127.0.0.1:9092 uv run idle_gpus.py worker --web-port 6066
     curl http://127.0.0.1:6066/idle/
 
 In: gpu.attributed, from its end. Out: the page, with a row for each pod that holds a GPU which has long been idle.
 State: the last tick of each node, in memory. A worker that is given a partition knows all its nodes a second later, so
 that nothing has to be kept, and what an agent misses at a rebalance does no harm.
 On failure: a record that is none is logged and skipped.
+
+It needs nothing of gpustream's: the types below are what it reads of topics/schemas/gpu.attributed.json.
 """
 
 import logging
 import os
 import time
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import faust
 import msgspec
-
-from delivery import replays
-from delivery.replays import Last
-from topics.attributed import AttributedDevice, AttributedSample
-from topics.topic import decoder
 
 TOPIC_PREFIX = os.environ.get("GPUSTREAM_TOPIC_PREFIX", "")
 IDLE_BELOW = 0.05
@@ -30,9 +31,39 @@ FORGET_AFTER_S = 60.0
 """A node that has sent nothing for so long is down, or another worker's."""
 
 log = logging.getLogger("idle_gpus")
-decode = decoder(AttributedSample)
 
 Pods = frozenset[tuple[str, str]]
+
+
+class Holder(msgspec.Struct):
+    """A container that holds a device."""
+
+    namespace: str
+    pod: str
+
+
+class Device(msgspec.Struct):
+    """A GPU or a MIG device, in one tick."""
+
+    uuid: str
+    metrics: dict[str, float | None] | None = None
+    holders: list[Holder] | None = None
+
+
+class Tick(msgspec.Struct):
+    """A record of gpu.attributed: one reading of a node."""
+
+    schema: Literal[1]
+    cluster: str
+    node: str
+    run_id: int
+    seq: int
+    ts_ms: int
+    offset: int
+    devices: list[Device] | None = None
+
+
+decoder = msgspec.json.Decoder(Tick)
 
 
 class Idle(NamedTuple):
@@ -43,10 +74,10 @@ class Idle(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A node's last tick, its identity, its idle devices by UUID, and when it came, by this process's clock."""
+    """A node's last tick, the latest time of any, its idle devices by UUID, and when it came by the clock here."""
 
-    tick: AttributedSample
-    identity: Last
+    tick: Tick
+    newest_ts_ms: int
     idle: dict[str, Idle]
     came_s: float
 
@@ -57,31 +88,37 @@ nodes: dict[tuple[str, str], Node] = {}
 def take(value: bytes | None, now_s: float) -> None:
     """Take a record. What is none is skipped, here: an exception that left the agent's loop would lose others."""
     try:
-        see(decode(value or b""), now_s)
-    except msgspec.DecodeError as error:
+        see(decoder.decode(value or b""), now_s)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         log.warning("skipped what is no record of gpu.attributed: %s", error)
 
 
-def see(tick: AttributedSample, now_s: float) -> None:
+def is_replay(last: Node, tick: Tick) -> bool:
+    """Whether the tick has come before: of the same run by its number, of another one by its place and its time."""
+    if tick.run_id == last.tick.run_id:
+        return tick.seq <= last.tick.seq
+    return tick.offset <= last.tick.offset and tick.ts_ms <= last.newest_ts_ms
+
+
+def see(tick: Tick, now_s: float) -> None:
     """Keep a tick, unless it is a replay of one that was seen."""
     last = nodes.get((tick.cluster, tick.node))
-    is_replay = last and replays.verdict(last.identity, tick) == "replay"
-    if last and is_replay and now_s - last.came_s < FORGET_AFTER_S:
+    if last and is_replay(last, tick) and now_s - last.came_s < FORGET_AFTER_S:
         return
     before = last.idle if last and last.tick.run_id == tick.run_id else {}
-    idle = {d.uuid: _idle(tick.ts_ms, d, before.get(d.uuid)) for d in tick.devices if is_idle(d)}
-    identity = replays.after(last.identity if last else None, tick)
-    nodes[tick.cluster, tick.node] = Node(tick, identity, idle, now_s)
+    idle = {d.uuid: _idle(tick.ts_ms, d, before.get(d.uuid)) for d in tick.devices or () if is_idle(d)}
+    newest_ts_ms = max(tick.ts_ms, last.newest_ts_ms) if last else tick.ts_ms
+    nodes[tick.cluster, tick.node] = Node(tick, newest_ts_ms, idle, now_s)
 
 
-def is_idle(device: AttributedDevice) -> bool:
+def is_idle(device: Device) -> bool:
     """Whether a pod holds the device and nothing uses it. NVML tells no utilization of MIG devices: they never are."""
-    utilization = device.metrics.get("gpu_utilization_ratio")
+    utilization = (device.metrics or {}).get("gpu_utilization_ratio")
     return bool(device.holders) and utilization is not None and utilization < IDLE_BELOW
 
 
-def _idle(ts_ms: int, device: AttributedDevice, before: Idle | None) -> Idle:
-    pods = frozenset((pod.namespace, pod.pod) for pod in device.pods())
+def _idle(ts_ms: int, device: Device, before: Idle | None) -> Idle:
+    pods = frozenset((pod.namespace, pod.pod) for pod in device.holders or ())
     return before if before and before.pods == pods else Idle(ts_ms, pods)
 
 

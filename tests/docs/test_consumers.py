@@ -1,13 +1,19 @@
 """docs/consumers without a broker: its excerpts, what its programs do with single records, and the SQL's paths."""
 
+import ast
 import importlib.util
 import json
 import re
 import sqlite3
+import sys
+import tomllib
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
+from packaging.requirements import Requirement
 
 from tests.docs.page import CONSUMERS, ROOT, blocks
 from topics.attributed import TOPIC
@@ -78,6 +84,45 @@ def test_each_file_is_linked_from_the_page_and_each_link_leads_somewhere() -> No
     assert [link for link in links if not (CONSUMERS / link).exists()] == []
     files = {path.name for path in CONSUMERS.iterdir() if path.is_file()} - {"README.md"}
     assert files - set(links) == set()
+
+
+PROGRAMS = ("gpu_hours", "idle_gpus")
+PACKAGE_OF = {"faust": "faust-streaming"}
+CODECS = {"cramjam"}
+"""What aiokafka unpacks zstd with, if it is there."""
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_imports_what_it_declares_and_nothing_of_gpustream(program: str) -> None:
+    text = (CONSUMERS / f"{program}.py").read_text()
+    (block,) = re.findall(r"^# /// script\n(.*?)^# ///$", text, re.MULTILINE | re.DOTALL)
+    declared = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(ast.parse(text))
+        for name in ([one.name for one in node.names] if isinstance(node, ast.Import) else [])
+        + ([node.module or ""] if isinstance(node, ast.ImportFrom) else [])
+    } - sys.stdlib_module_names
+    requirements = [Requirement(one) for one in declared["dependencies"]]
+    assert {one.name for one in requirements} - CODECS == {PACKAGE_OF.get(name, name) for name in imported}
+    assert [one for one in requirements if version(one.name) not in one.specifier] == []
+    assert declared["requires-python"] == ">=3.11"
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_fields_that_a_program_reads_are_in_the_schema_and_those_that_it_must_have_are_required(
+    program: str, request: pytest.FixtureRequest
+) -> None:
+    module = request.getfixturevalue(program)
+    names = {"Tick": "AttributedSample", "Device": "AttributedDevice"}
+    schema = json.loads((ROOT / "topics" / "schemas" / "gpu.attributed.json").read_text())["$defs"]
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+    assert len(kinds) > 2
+    for kind in kinds:
+        theirs = schema[names.get(kind.__name__, kind.__name__)]
+        fields = msgspec.structs.fields(kind)
+        assert {field.name for field in fields} <= theirs["properties"].keys()
+        assert {field.name for field in fields if field.required} <= set(theirs["required"])
 
 
 def test_a_tick_is_the_time_since_the_last_one_of_its_run(gpu_hours: Any) -> None:
@@ -152,7 +197,7 @@ def quiet(*pods: str, uuid: str = "GPU-1") -> JsonDict:
 
 
 def see(module: Any, value: bytes, now_s: float) -> None:
-    module.see(module.decode(value), now_s)
+    module.see(module.decoder.decode(value), now_s)
 
 
 def test_a_pod_is_idle_after_ten_minutes_of_holding_a_gpu_unused(idle_gpus: Any) -> None:
@@ -231,6 +276,6 @@ def test_every_metric_that_the_clickhouse_view_reads_is_in_the_catalogue() -> No
 
 def test_the_programs_take_the_example_of_the_topic(gpu_hours: Any, idle_gpus: Any) -> None:
     value = json.dumps(TOPIC.example).encode()
-    gpu_hours.decode(value)
+    gpu_hours.decoder.decode(value)
     idle_gpus.take(value, 0.0)
     assert len(idle_gpus.nodes) == 1

@@ -99,8 +99,8 @@ class Program(Server):
 
 
 def command(text: str) -> str:
-    """A command of the page, for another directory than the repository's root."""
-    return text.strip().replace("docs/consumers/", f"{CONSUMERS}/")
+    """A command of the page, for another directory than the repository's root, with this Python for that of uv."""
+    return text.strip().replace("docs/consumers/", f"{CONSUMERS}/").replace("uv run", "python -I")
 
 
 def environment(kafka: str) -> dict[str, str]:
