@@ -50,8 +50,10 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
     held = report.held if report.held is not None or last is None else last.held
     seen = {**group.seen, report.node: Seen(report.position, report.phase, report.logged_ms, held)}
     compared = compare(group, report, seen)
-    if report.ranks and compared.group is group and report.held is None and not report.alerts:
-        return GroupStep(group)  # nobody lags, and nobody did
+    if report.ranks and report.held is None and not report.alerts and not compared.alerts:  # nothing began or ended
+        if compared.group is group:
+            return GroupStep(group)
+        return GroupStep(_replace(compared.group, node=report.node, offset=offset, seen=seen))
     group, report = compared.group, _replace(report, alerts=(*report.alerts, *compared.alerts))
     members = {member.fingerprint: member for member in group.members}
     ended: Alert | None = None

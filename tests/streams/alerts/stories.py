@@ -29,6 +29,20 @@ SHORT = overlay(
     [rules.GPUEccUncorrectable]
     at_least = 3
     keep_firing_for = "10s"
+    [rules.GPUUnderused]
+    enabled = true
+    window = "5m"
+    used_below = 0.5
+    keep_firing_for = "20s"
+    [rules.GPUStraggler]
+    enabled = true
+    for = "5m"
+    keep_firing_for = "0s"
+    [rules.GPUStalled]
+    enabled = true
+    for = "20s"
+    power_below = 1.0
+    sm_active_below = 1.0
     [rules.GPUNvlinkErrors]
     at_least = 5
     recoveries = 2

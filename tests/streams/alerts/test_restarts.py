@@ -1,36 +1,41 @@
 """Whatever is killed and however the ticks are dealt out, the same transitions are written, byte for byte."""
 
+from datetime import datetime
 from random import Random
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.alerts import memory
-from streams.alerts.component import ALERTS, STATE, WORKLOADS
+from streams.alerts.component import ALERTS, GROUPS, MEMBERS, STATE, WORKLOADS
 from streams.alerts.machine import FORGET_MS
 from streams.alerts.tick import Tick
 from tests.clock import run
 from tests.streams.alerts.fakes import Broker, Record, Worker, settle
 from tests.streams.alerts.stories import SHORT, lives
-from tests.streams.alerts.ticks import START_MS, device, tick
+from tests.streams.alerts.ticks import START_MS, device, holder, tick
 from topics.alerts import Alert, transition_id
 from topics.workloads import NodeWorkloads
 
 
-async def undisturbed(ticks: list[Tick]) -> Broker:
+async def undisturbed(ticks: list[Tick], *, grouped: bool = False) -> Broker:
     broker = Broker()
     worker = Worker(broker)
     await worker.start()
     for one in ticks:
         broker.log(one)
         await worker.live()
+        await worker.read(MEMBERS, count=10**6 if grouped else 0)
     assert worker.failures == []
     return broker
 
 
-async def disturbed(ticks: list[Tick], chance: Random, *, kills: float) -> Broker:
-    """The same ticks in batches of any size, to workers that are killed or lose the partition, at any point."""
+async def disturbed(ticks: list[Tick], chance: Random, *, kills: float, grouped: bool = False) -> Broker:
+    """The same ticks in batches of any size, to workers that are killed or lose the partition, at any point.
+    ``grouped``: they make the alerts of several GPUs, too."""
     broker = Broker()
     logged = 0
     worker = await _another(broker)
@@ -44,6 +49,8 @@ async def disturbed(ticks: list[Tick], chance: Random, *, kills: float) -> Broke
         await _let_arrive(worker, chance)
         if chance.random() < 0.5:
             await worker.read(STATE)
+        await worker.read(MEMBERS, count=chance.randint(0, 5) if grouped else 0)
+        await _let_arrive(worker, chance)
         if chance.random() < 0.5:
             worker.commit()
         if chance.random() < kills:
@@ -55,6 +62,7 @@ async def disturbed(ticks: list[Tick], chance: Random, *, kills: float) -> Broke
     worker.sender.land()
     await settle()
     await worker.live()
+    await worker.read(MEMBERS, count=10**6 if grouped else 0)
     return broker
 
 
@@ -62,12 +70,14 @@ async def _another(broker: Broker) -> Worker:
     worker = Worker(broker)
     worker.sender.holding = True
     await worker.start()
+    await worker.read(GROUPS)
     return worker
 
 
 async def _after_a_disturbance(worker: Worker, broker: Broker, chance: Random) -> Worker:
     if chance.random() < 0.3:  # a rebalance that leaves the partition here
         await worker.start()
+        await worker.read(GROUPS)
         return worker
     worker.kill(chance)
     await settle()
@@ -118,6 +128,42 @@ def test_any_batching_and_any_restart_give_the_same_transitions(ticks: list[Tick
         assert found[identity] == value
     assert by_alert(found) == by_alert(expected)
     assert last(crooked, ALERTS) == last(straight, ALERTS)
+
+
+def gang(second: int) -> list[Tick]:
+    """Four nodes of a job: one GPU is throttled for a while, and all are hardly used, and then they are."""
+    slow = {"sm_clock_hz": 1.1e9} if 300 < second < 1500 else {}
+    working: dict[str, Any] = {"busy": 0.9 if second > 900 else 0.3, "sm_clock_hz": 1.9e9}
+    return [
+        msgspec.structs.replace(
+            tick(second, device(n, holder(f"bert-{n}"), **working | (slow if n == 2 else {})), node=f"n{n}"),
+            offset=second * 4 + n,
+        )
+        for n in range(4)
+    ]
+
+
+GANG = [one for second in range(0, 2400, 30) for one in gang(second)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_rests_on_sums_of_hours_and_on_other_nodes_is_the_same_after_any_restart(seed: int) -> None:
+    straight = run(undisturbed(GANG, grouped=True))
+    crooked = run(disturbed(GANG, Random(seed), kills=0.1, grouped=True))
+
+    def began_and_ended(broker: Broker) -> set[tuple[str, str, datetime, datetime | None]]:
+        """Without updates: they are in the order in which the nodes' reports came."""
+        firsts = [one for one in broker.alerts() if not one.revision or not one.is_open]
+        return {(one.name, one.state, one.starts_at, one.ends_at) for one in firsts}
+
+    expected = began_and_ended(straight)
+    assert {one[:2] for one in expected} == {
+        (name, state) for name in ("GPUStraggler", "GPUUnderused") for state in ("firing", "resolved")
+    }
+    assert len(expected) == 4
+    assert began_and_ended(crooked) == expected
+    lag = [[one for one in transitions(each).values() if b"GPUStraggler" in one] for each in (straight, crooked)]
+    assert lag[0] == lag[1]
 
 
 HOT = device(0, busy=0.0, clock_event_reasons=0x40)
