@@ -51,7 +51,7 @@ from producers.node.config import Node, ReadingSettings, node_name
 from producers.settings import Interval
 from producers.simulated.config import SimulationSettings
 from sinks import SINKS
-from sinks.settings import SCRAPE_ADDRESS, NamingSettings, ScrapeListen
+from sinks.settings import PAGE_ADDRESS, SCRAPE_ADDRESS, NamingSettings, PageListen, ScrapeListen
 from streams import STREAMS
 from topics.topic import load_topics
 
@@ -93,6 +93,7 @@ class RunSettings(ReadingSettings, SimulationSettings, NamingSettings, Connectio
     cluster: Cluster = "default"
     compression: Compression = "zstd"
     scrape_listen: ScrapeListen = SCRAPE_ADDRESS
+    page_listen: PageListen = PAGE_ADDRESS
     remote_write: Annotated[
         str | None, Option("--remote-write", URL, "Write every value to this remote-write receiver too.")
     ] = None
@@ -199,6 +200,7 @@ class OneProcess:
             name: command.component(SINKS[name.replace("_", "-")], options, on_outcome=self._tally.sinks[name].outcome)
             for name in enabled
         }
+        self._page = command.component(SINKS["page"], options) if chosen.page_listen else None
         self._alerts = alerts.Seen()
         self._fleet = Fleet(self._command_of)
         self._sightings = Sightings()
@@ -215,7 +217,8 @@ class OneProcess:
             duration_s = UNWATCHED_S
         await topic_admin.check(self._connection, Uses(reads=tuple(load_topics())))
         tail = Tail(self._connection, self._on_tick, self._on_alert, self._tally.dead_lettered)
-        pipeline = Pipeline(self._producer, self._streams, list(self._sinks.values()), tail, self._look, self._behind)
+        sinks = [*self._sinks.values(), *([self._page] if self._page else [])]
+        pipeline = Pipeline(self._producer, self._streams, sinks, tail, self._look, self._behind)
         async with serve.observed(pipeline.components, self._chosen.listen):
             running = asyncio.create_task(pipeline.run(stop, duration_s))
             if not self._chosen.plain and live.is_screen():
@@ -319,6 +322,7 @@ class OneProcess:
             behind = self._tally.behind(name, sampled)
             late = f" ({behind:,} ticks behind)" if behind > _BEHIND * len(self._fleet.nodes) else ""
             facts.append(f"{name} {count:,} values{late}")
+        facts += [f"page {self._page.url}"] if self._page else []
         trouble = (
             f"{'not ready' if flow.ticks else 'starting'}: {'; '.join(self._not_ready)}" if self._not_ready else ""
         )

@@ -30,6 +30,9 @@ for name, examples, same in (("fast", 5, True), ("default", 25, True), ("nightly
     )
 settings.load_profile(os.environ.get("GPUSTREAM_HYPOTHESIS", "default"))
 
+os.environ.setdefault("GPUSTREAM_PAGE_LISTEN", "127.0.0.1:0")
+"""Several runs at a time each serve a page."""
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:

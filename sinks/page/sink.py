@@ -19,6 +19,7 @@ from delivery.dead_letters import Record
 from delivery.instruments import Instrument, Instruments
 from delivery.positions import From
 from delivery.tail import Tail
+from delivery.values import Address
 from sinks import alerts, http_server, outcomes
 from sinks.outcomes import Undecodable, decoded
 from sinks.page.fleet import USAGE_HOURS, Fleet, count
@@ -96,6 +97,7 @@ class PageSink:
                 server.routes(), address, option="--page-listen", middlewares=[server.guard], closing=server.end
             )
             self.address = await stack.enter_async_context(served)
+            log.info("the page is at %s", self.url)
             if settings.is_public:
                 log.warning(
                     "--page-listen %s: whoever can connect sees the fleet and the names of its pods; put a reverse"
@@ -105,6 +107,15 @@ class PageSink:
             for beside in (server.run(), self._pass_time()):
                 stack.callback(asyncio.ensure_future(beside).cancel)
             await self._tail.run(stop)
+
+    @property
+    def url(self) -> str:
+        """Where a browser on this machine finds it; empty until it is served."""
+        if self.address is None:
+            return ""
+        host, port = self.address
+        here = Address("127.0.0.1" if host in ("0.0.0.0", "::") else host, port)  # noqa: S104 - that is everywhere
+        return f"http://{here}{self.settings.page_prefix}"
 
     def not_ready(self) -> list[str]:
         """Why not everything is shown; empty when it is."""

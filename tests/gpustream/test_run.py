@@ -144,3 +144,24 @@ def test_the_rules_of_the_story_are_the_defaults_but_soon() -> None:
 
     assert list(changed) == ["GPUHeldIdle"]
     assert changed["GPUHeldIdle"][0].for_ms == 20_000
+
+
+def test_it_serves_a_page_and_says_where() -> None:
+    more = ("--page-listen", "127.0.0.1:0", "--log-format", "json")
+    process = subprocess.Popen(_options(0, *more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        said = next(line for line in process.stderr or () if "the page is at" in line)
+        url = str(msgspec.json.decode(said)["message"]).rpartition(" ")[2]
+        with urllib.request.urlopen(url) as answer:  # noqa: S310 - it is http
+            assert b"<title>gpustream</title>" in answer.read()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+
+
+def test_without_a_page_none_is_served(port: int) -> None:
+    command = _options(port, "--page-listen", "off", "--duration", "1s")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    assert done.returncode == 0, done.stderr
+    assert "the page is at" not in done.stderr
