@@ -27,11 +27,11 @@ Identities = Callable[[SeriesSet], Sequence[Hashable]]
 
 
 def aggregates(text: str) -> tuple[Aggregate, ...]:
-    """Those that ``min,max`` names.
+    """Those that ``min,max`` names; of an empty text none, as the command has it by default.
 
     :raises ValueError: one is not known, or is there twice.
     """
-    names = [name.strip() for name in text.split(",")]
+    names = [name.strip() for name in text.split(",")] if text else []
     if wrong := [name for name in names if name not in _HELP]:
         raise ValueError(f"{wrong[0]!r} is none of {', '.join(_HELP)}")
     if len(set(names)) < len(names):
