@@ -103,6 +103,12 @@ class Page:
             await asyncio.sleep(0.05)
         return found[-1]
 
+    async def shows(self, selector: str, text: str) -> None:
+        """Waits until an element has a text in it."""
+        await self.until(
+            f"document.querySelector({json.dumps(selector)})?.textContent ?? ''", lambda found: text in found
+        )
+
     async def press(self, *keys: str) -> None:
         """Keys, one after another."""
         for key in keys:

@@ -1,59 +1,28 @@
 """The page's HTTP: what is answered to whom, and that slow pages hold nothing up."""
 
 import asyncio
-import contextlib
 import gzip
 import io
 import json
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge
 
 import sinks.page
-from sinks import http_server
 from sinks.page import frames, server
-from sinks.page.fleet import Fleet
-from sinks.page.server import Pages, PageServer
 from tests.eventually import eventually
+from tests.sinks.page.bench import Bench
 from tests.sinks.page.ticks import START_MS, device, holder, tick
 
 
-class Bench:
-    """A page server with a fleet of one node, whose frames are made by hand."""
-
-    def __init__(self, prefix: str = "/") -> None:
-        registry = CollectorRegistry()
-        requests = Counter("requests_total", "", ["code"], registry=registry)
-        self.opened = Gauge("opened", "", registry=registry)
-        self.caught_up = Counter("caught_up_total", "", registry=registry)
-        self.fleet = Fleet(START_MS)
-        self.pages = PageServer(self.fleet, Pages(requests.labels, self.opened, self.caught_up), prefix)
-        self.fleet.take(tick(1, device("GPU-a", holder("p-0"), used=0.5)), 1.0)
-        self.url = ""
-
-    @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Serves while inside; gives a client."""
-        served = http_server.listening(
-            self.pages.routes(),
-            ("127.0.0.1", 0),
-            option="--page-listen",
-            middlewares=[self.pages.guard],
-            closing=self.pages.end,
-        )
-        async with served as (host, port), aiohttp.ClientSession() as client:
-            self.url = f"http://{host}:{port}"
-            yield client
-
-    async def beat(self, seq: int) -> None:
-        """A tick, and the frame of it."""
-        self.fleet.take(tick(seq, device("GPU-a", holder("p-0"), used=0.5)), float(seq))
-        self.pages.beat(START_MS + seq * 1000)
+def bench_of(prefix: str = "/") -> Bench:
+    """A page server with a fleet of one node."""
+    bench = Bench(prefix)
+    bench.fleet.take(tick(1, device("GPU-a", holder("p-0"), used=0.5)), 1.0)
+    return bench
 
 
 async def event(response: aiohttp.ClientResponse) -> dict[str, Any]:
@@ -65,7 +34,7 @@ async def event(response: aiohttp.ClientResponse) -> dict[str, Any]:
 
 
 async def test_everything_that_the_page_loads_is_its_own_and_relative() -> None:
-    bench = Bench()
+    bench = bench_of()
     async with bench.serving() as client:
         async with client.get(bench.url) as answer:
             page = await answer.text()
@@ -85,7 +54,7 @@ async def test_everything_that_the_page_loads_is_its_own_and_relative() -> None:
 
 
 async def test_every_answer_says_that_nothing_but_the_page_itself_runs_in_it() -> None:
-    bench = Bench()
+    bench = bench_of()
     async with bench.serving() as client:
         for path in ("/", "/page.js", "/device?uuid=GPU-a", "/device?uuid=none", "/elsewhere", "/events"):
             async with client.get(bench.url + path) as answer:
@@ -98,7 +67,7 @@ async def test_every_answer_says_that_nothing_but_the_page_itself_runs_in_it() -
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 async def test_nothing_can_be_changed(method: str) -> None:
-    bench = Bench()
+    bench = bench_of()
     async with bench.serving() as client:
         for path in ("/", "/device", "/events", "/x"):
             async with client.request(method, bench.url + path) as answer:
@@ -106,7 +75,7 @@ async def test_nothing_can_be_changed(method: str) -> None:
 
 
 async def test_a_page_gets_the_fleet_and_then_what_changes_compressed_or_not() -> None:
-    bench = Bench()
+    bench = bench_of()
     async with bench.serving() as client:
         for encoding in ("identity", "gzip"):
             async with client.get(f"{bench.url}/events", headers={"Accept-Encoding": encoding}) as answer:
@@ -126,7 +95,7 @@ def test_any_pieces_in_any_order_are_a_gzip_stream() -> None:
 
 
 async def test_a_page_that_is_slow_is_given_the_whole_fleet_and_no_pile_of_frames() -> None:
-    bench = Bench()
+    bench = bench_of()
     reading = bench.pages._frames("")
     with bench.pages._watching(""):
         assert b'"all"' in (await anext(reading)).plain
@@ -142,7 +111,7 @@ async def test_a_page_that_is_slow_is_given_the_whole_fleet_and_no_pile_of_frame
 
 async def test_a_page_that_takes_nothing_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_TAKE_S", 0.05)
-    bench = Bench()
+    bench = bench_of()
     many = [device(f"GPU-{number}", holder("p-0", team="x" * 20_000)) for number in range(1000)]  # 20 MB
     bench.fleet.take(tick(1, *many, node="n2"), 1.0)
     async with bench.serving():
@@ -155,7 +124,7 @@ async def test_a_page_that_takes_nothing_loses_its_connection(monkeypatch: pytes
 
 async def test_further_pages_than_the_most_come_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_PAGES", 1)
-    bench = Bench()
+    bench = bench_of()
     async with bench.serving() as client, client.get(f"{bench.url}/events") as first:
         await event(first)
         async with client.get(f"{bench.url}/events") as second:
@@ -163,7 +132,7 @@ async def test_further_pages_than_the_most_come_back_later(monkeypatch: pytest.M
 
 
 async def test_below_a_prefix_everything_is_below_it() -> None:
-    bench = Bench("/gpus/")
+    bench = bench_of("/gpus/")
     async with bench.serving() as client:
         for path in ("/gpus/", "/gpus/page.js", "/gpus/device?uuid=GPU-a", "/gpus", "/"):
             async with client.get(bench.url + path) as answer:
@@ -173,7 +142,7 @@ async def test_below_a_prefix_everything_is_below_it() -> None:
 
 
 async def test_what_is_not_there_is_not_found() -> None:
-    bench = Bench()
+    bench = bench_of()
     async with bench.serving() as client:
         for path in ("/device?uuid=GPU-b", "/device", "/events?metric=none", "/../pyproject.toml", "/page.js/x"):
             async with client.get(bench.url + path) as answer:
@@ -181,7 +150,7 @@ async def test_what_is_not_there_is_not_found() -> None:
 
 
 async def test_the_end_does_not_wait_for_open_pages() -> None:
-    bench = Bench()
+    bench = bench_of()
     async with asyncio.timeout(30):
         async with bench.serving() as client:
             answer = await client.get(f"{bench.url}/events")

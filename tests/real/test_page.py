@@ -1,0 +1,248 @@
+"""The page in a real Chromium: a fleet that is simulated, and its truth; a server that goes away; a hostile tenant."""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from sinks.page.fleet import IDLE_AFTER_MS
+from tests.eventually import eventually
+from tests.real.chromium import Chromium, Page, chromium, find_chromium
+from tests.real.conftest import need
+from tests.sinks.page.bench import Bench
+from tests.sinks.page.ticks import alert, device, holder, hour, tick
+from topics.attributed import AttributedDevice
+from topics.idleness import doing
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HOSTILE = "</script><img src=x onerror=window.hit=1><svg onload=window.hit=1>"
+ROWS = """[...document.querySelectorAll("#rows tr")].map((row) => ({uuid: row.dataset.uuid, ts: Number(row.dataset.ts),
+    cells: [...row.cells].map((cell) => cell.textContent)}))"""
+COLOUR = "getComputedStyle(document.querySelector('#states [data-word={word}] rect')).fill"
+PIXEL = """(() => {
+    const map = document.getElementById("map"), tip = document.getElementById("tip").style;
+    const [x, y] = [parseFloat(tip.left) - 14 - 15, parseFloat(tip.top) - 16 - 15];
+    const [left, top] = [map.getBoundingClientRect().left, map.getBoundingClientRect().top];
+    const data = map.getContext("2d").getImageData(x - left, y - top, 1, 1).data;
+    return `rgb(${data[0]}, ${data[1]}, ${data[2]})`; })()"""
+"""The colour of the chosen tile, beside its mark."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Chromium]:
+    need(find_chromium)
+    async with chromium(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
+
+
+class ReverseProxy:
+    """As nginx is one: it takes the prefix /gpus away, hands on what comes, and can be stopped."""
+
+    def __init__(self, upstream: str) -> None:
+        self.upstream, self.port = upstream, 0
+        self._stack = contextlib.AsyncExitStack()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/gpus/"
+
+    async def start(self) -> None:
+        client = await self._stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
+
+        async def hand_on(request: web.Request) -> web.StreamResponse:
+            path = request.raw_path.removeprefix("/gpus/")
+            headers = {"Accept-Encoding": request.headers.get("Accept-Encoding", "identity")}
+            async with client.get(self.upstream + path, headers=headers) as answer:
+                kept = {k: v for k, v in answer.headers.items() if k not in ("Transfer-Encoding", "Content-Length")}
+                response = web.StreamResponse(status=answer.status, headers=kept)
+                await response.prepare(request)
+                with contextlib.suppress(ConnectionResetError):
+                    async for piece in answer.content.iter_any():
+                        await response.write(piece)
+                return response
+
+        application = web.Application()
+        application.router.add_get("/gpus/{path:.*}", hand_on)
+        runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await runner.setup()
+        self._stack.push_async_callback(runner.cleanup)
+        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+
+@dataclass
+class Served:
+    """A run with a simulated fleet whose page is behind a reverse proxy, and the file with its truth."""
+
+    proxy: ReverseProxy
+    truth: Path
+
+    def told(self) -> dict[str, list[dict[str, Any]]]:
+        """The truth of each device, tick by tick."""
+        found = defaultdict(list)
+        for line in self.truth.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                row = json.loads(line)
+                found[row["uuid"]].append(row)
+        return found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    truth = tmp_path_factory.mktemp("page") / "truth.jsonl"
+    fleet = ("--simulate", "2x8", "--seed", "4", "--pod-life", "20s", "--truth", str(truth))
+    off = ("--listen", "off", "--scrape-listen", "127.0.0.1:0", "--duration", "10m", "--log-format", "json")
+    command = [sys.executable, "-m", "gpustream", "run", *fleet, *off, "--page-listen", "127.0.0.1:0"]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stderr is not None
+    try:
+        while "the page is at" not in (line := await process.stderr.readline()).decode():
+            assert line, "the run ended"
+        proxy = ReverseProxy(str(json.loads(line)["message"]).rpartition(" ")[2])
+        reading = asyncio.ensure_future(process.stderr.read())
+        await proxy.start()
+        yield Served(proxy, truth)
+        await proxy.stop()
+        reading.cancel()
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def page(browser: Chromium) -> AsyncIterator[Page]:
+    async with browser.page() as opened:
+        yield opened
+        assert opened.errors == []
+
+
+def word_of(rows: list[dict[str, Any]], ts_ms: int) -> str:
+    """What the truth says of a device in a word: whoever has worked within the last 10 s is busy."""
+    now = next(row for row in rows if row["ts_ms"] == ts_ms)
+    lately = [row for row in rows if ts_ms - IDLE_AFTER_MS < row["ts_ms"] <= ts_ms]
+    while lately and pods(lately[0]) != pods(now):
+        lately.pop(0)
+    last = max([n for n, row in enumerate(lately) if pods(row) != pods(now)], default=-1)
+    said = [doing(msgspec.convert({**row, "holders": row["reported"]}, AttributedDevice)) for row in lately[last + 1 :]]
+    return "busy" if said[-1] == "idle" and "busy" in said else said[-1]
+
+
+def pods(row: dict[str, Any]) -> set[str]:
+    return {f"{one['namespace']}/{one['pod']}" for one in row["reported"]}
+
+
+async def choose(page: Page, control: str, value: str) -> None:
+    """Chooses a value of a control of the page."""
+    script = f"{{ const one = document.getElementById('{control}'); one.value = {json.dumps(value)};"
+    await page.value(script + " one.dispatchEvent(new Event(one.tagName === 'SELECT' ? 'change' : 'input')); }")
+
+
+async def test_what_a_tile_and_a_row_say_is_what_the_truth_says(page: Page, served: Served) -> None:
+    await page.open(served.proxy.url)
+    await page.shows("#total", "2 nodes, 16 GPUs")
+    await choose(page, "metric", "memory_used_bytes")
+    await page.press("t")
+    seen: set[str] = set()
+
+    async def is_enough() -> bool:
+        rows, truth = await page.value(ROWS), served.told()
+        for row in rows:
+            uuid, ts_ms, cells = row["uuid"], row["ts"], row["cells"]
+            of = next((one for one in truth[uuid] if one["ts_ms"] == ts_ms), None)
+            if of is None or cells[2] == "not known":
+                continue
+            assert cells[1] == word_of(truth[uuid], ts_ms), (row, of)
+            assert set(filter(None, cells[3].split(", "))) == pods(of)
+            gib = of["memory_used_bytes"] / 2**30
+            assert abs(float(cells[2].removesuffix(" GiB").replace(",", "")) - gib) <= max(0.01, gib / 100)
+            seen.add(cells[1])
+        return {"busy", "idle", "free"} <= seen and len(rows) >= 16
+
+    await eventually(is_enough, every_s=0.5)
+    assert all(url.startswith(served.proxy.url) for url in page.requests)
+
+
+async def test_by_the_keyboard_each_tile_has_the_colour_of_what_is_said_of_it(page: Page, served: Served) -> None:
+    await page.open(served.proxy.url)
+    await page.until("document.body?.dataset.painted")
+    await page.value("document.getElementById('map').focus()")
+    words = set()
+    for key in ("Home", *["ArrowRight"] * 7, "ArrowDown", *["ArrowLeft"] * 7):
+        await page.press(key)
+        await page.value("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        said = (await page.text("#said")).split(", ")
+        word = said[1].partition(":")[0]
+        if "g." not in said[0]:  # a MIG device is narrower than what is looked at
+            word = next(one for one in said if ": " in one).partition(":")[0]
+            assert await page.value(PIXEL) == await page.value(COLOUR.format(word=word[0]))
+            words.add(word)
+    assert len(words) > 1
+    await page.press("Enter")
+    await page.shows("#detail h2", "sim-000")
+    await page.until("document.activeElement?.getAttribute('aria-label')", lambda label: label == "Close")
+    await page.press("Escape")
+    await page.until("document.activeElement?.id", lambda where: where == "map")
+
+
+async def test_it_is_live_again_after_the_server_was_away(page: Page, served: Served) -> None:
+    await page.open(served.proxy.url)
+    await page.shows("#status-text", "live, ")
+    await served.proxy.stop()
+    await page.until("'stale' in document.body.dataset")
+    assert "not live" in await page.text("#status-text")
+    await served.proxy.start()
+    await page.until("!('stale' in document.body.dataset)")
+    assert (await page.text("#total")) == "2 nodes, 16 GPUs"
+    page.errors.clear()  # that nobody answered
+
+
+async def test_on_a_phone_nothing_is_wider_than_the_screen(page: Page, served: Served) -> None:
+    await page.open(served.proxy.url, 390, 844, dark=True, phone=True)
+    await page.until("document.body?.dataset.painted")
+    assert await page.value("document.documentElement.scrollWidth") <= 390
+    assert await page.value("getComputedStyle(document.body).backgroundColor") == "rgb(15, 19, 24)"
+
+
+async def test_what_tenants_write_is_text_and_never_markup(page: Page) -> None:
+    bench = Bench()
+    evil = holder(HOSTILE, team=HOSTILE, namespace=HOSTILE, workload={"kind": HOSTILE, "name": HOSTILE})
+    labels = {"topology.kubernetes.io/zone": HOSTILE}
+    bench.fleet.take(tick(1, device("GPU-a", evil, used=0.5, model=HOSTILE), node_labels=labels), 1.0)
+    said = {"summary": HOSTILE, "runbook": "javascript:window.hit=1"}
+    bench.fleet.see(b"1", alert(name=HOSTILE, annotations=said, severity=HOSTILE))
+    bench.fleet.book(b"1", hour(team=HOSTILE))
+    async with bench.serving():
+        await page.open(bench.url)
+        await page.until("document.body?.dataset.painted")
+        for group in ("zone", "team", "workload", "model"):
+            await choose(page, "group", group)
+        for by in ("team", "workload", "pod"):
+            await page.value(f"document.querySelector('[data-by={by}]').click()")
+            assert HOSTILE in await page.text("#who")
+        await page.value("document.getElementById('map').focus()")
+        await page.press("Home", "Enter")
+        await page.shows("#holders", HOSTILE)
+        await page.press("Escape", "t")
+        for where in ("#said", "#tip", "#alerts", "#usage", "#rows"):
+            await page.shows(where, HOSTILE)
+        await choose(page, "search", HOSTILE)
+        assert await page.value("[window.hit ?? 0, document.images.length, document.scripts.length]") == [0, 0, 1]
+        assert await page.value("[...document.links].filter((one) => !/^https?:/.test(one.href)).length") == 0

@@ -1,0 +1,44 @@
+"""A page server of the tests."""
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import aiohttp
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from sinks import http_server
+from sinks.page.fleet import Fleet
+from sinks.page.server import Pages, PageServer
+from tests.sinks.page.ticks import START_MS, device, holder, tick
+
+
+class Bench:
+    """A page server with a fleet of one node, whose frames are made by hand."""
+
+    def __init__(self, prefix: str = "/") -> None:
+        registry = CollectorRegistry()
+        requests = Counter("requests_total", "", ["code"], registry=registry)
+        self.opened = Gauge("opened", "", registry=registry)
+        self.caught_up = Counter("caught_up_total", "", registry=registry)
+        self.fleet = Fleet(START_MS)
+        self.pages = PageServer(self.fleet, Pages(requests.labels, self.opened, self.caught_up), prefix)
+        self.url = ""
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[aiohttp.ClientSession]:
+        """Serves while inside; gives a client."""
+        served = http_server.listening(
+            self.pages.routes(),
+            ("127.0.0.1", 0),
+            option="--page-listen",
+            middlewares=[self.pages.guard],
+            closing=self.pages.end,
+        )
+        async with served as (host, port), aiohttp.ClientSession() as client:
+            self.url = f"http://{host}:{port}"
+            yield client
+
+    async def beat(self, seq: int) -> None:
+        """A tick, and the frame of it."""
+        self.fleet.take(tick(seq, device("GPU-a", holder("p-0"), used=0.5)), float(seq))
+        self.pages.beat(START_MS + seq * 1000)
