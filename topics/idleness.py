@@ -36,11 +36,11 @@ class Work(NamedTuple):
 
 
 def work_of(ratios: Ratios) -> Work:
-    of_kernels = (ratios.gpu_utilization_ratio, ratios.gpu_utilization_max_ratio)
-    main = (*of_kernels, ratios.graphics_engine_active_ratio, ratios.sm_active_ratio)
-    known = [ratio for ratio in main if ratio is not None]
+    used, peak = ratios.gpu_utilization_ratio, ratios.gpu_utilization_max_ratio
+    engine, sms = ratios.graphics_engine_active_ratio, ratios.sm_active_ratio
     video = max(ratios.encoder_utilization_ratio or 0.0, ratios.decoder_utilization_ratio or 0.0)
-    return Work(max(*known, video, 0.0), bool(known), video)
+    measured = used is not None or peak is not None or engine is not None or sms is not None
+    return Work(max(used or 0.0, peak or 0.0, engine or 0.0, sms or 0.0, video), measured, video)
 
 
 def part_of(parts: Iterable[Parts | None]) -> float | None:

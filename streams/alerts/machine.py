@@ -43,6 +43,7 @@ DELETE_MS = 7 * 24 * 3_600_000  # how long a resolved alert stays
 FORGET_MS = 24 * 3_600_000  # after so long without a tick a node is taken to be removed
 LEAVING_MS = 120_000  # for how long a node that was removed from the cluster may send ticks before its machine is off
 YOUNG_MS = 10_000  # what was pending for less is not written yet; rising counters are written once in so long
+YOUNG_USES_MS = 20_000  # sums of use, which every tick changes, are written once in so long
 _TOGETHER: tuple[Kind, ...] = ("missing", "lost", "not_answering")  # of several GPUs of a node, of one cause
 _OF_RANKS = ("ranks", "limits", "pattern")  # the fields of a report by which GPUs are compared
 _replace = msgspec.structs.replace
@@ -237,7 +238,7 @@ def _holds(one: Tracked, finding: Finding | None, now: _Now) -> bool | None:
     """Whether a condition holds; None: it is not known."""
     if finding is not None:
         return finding.holds
-    return False if evaluate.is_known(now.rules, now.tick, one) else None
+    return False if evaluate.is_known(now.rules, now.tick, one, now.memory) else None
 
 
 def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, Alert | None]:
@@ -408,7 +409,8 @@ def same(durable: NodeAlerts, current: NodeAlerts) -> bool:
         return False
     now_ms, written, memory = current.last_ts_ms, durable.memory, current.memory
     if written is not memory:
-        young = 0 <= now_ms - durable.last_ts_ms < YOUNG_MS
+        only_uses = written.windows is memory.windows
+        young = 0 <= now_ms - durable.last_ts_ms < (YOUNG_USES_MS if only_uses else YOUNG_MS)
         if not young or written.devices is not memory.devices or written.run_id != memory.run_id:
             return False
     if durable.resolved is not current.resolved and durable.resolved != current.resolved:

@@ -14,7 +14,8 @@ that runs all the time takes at most 14 numbers:
 """
 
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import product, repeat
+from operator import attrgetter
 from sys import intern
 
 import msgspec
@@ -207,9 +208,13 @@ def _shared(text: str | None) -> str | None:
 
 def windows_of(device: Device, before: Windows | None, ts_ms: int) -> Windows | None:
     """The counters of a device after a tick; the same object if nothing changed, None if it has none."""
-    metrics, known, changed = device.metrics, before or {}, dict[str, Window]()
-    for name in COUNTERS:
-        value, window = getattr(metrics, name), known.get(name)
+    values = _counters(device.metrics)
+    quiet = _QUIET[tuple([value is not None for value in values])] if not any(values) else None
+    if quiet is not None and (before is None or before is quiet):
+        return quiet
+    known, changed = before or {}, dict[str, Window]()
+    for name, value in zip(COUNTERS, values, strict=True):
+        window = known.get(name)
         if window is None:
             if value is not None:
                 changed[name] = began(value)
@@ -218,6 +223,14 @@ def windows_of(device: Device, before: Windows | None, ts_ms: int) -> Windows | 
             if now is not window:
                 changed[name] = now
     return {**known, **changed} if changed else before
+
+
+_counters = attrgetter(*COUNTERS)
+_QUIET: dict[tuple[bool, ...], Windows | None] = {
+    known: {name: _AT_ZERO for name, is_known in zip(COUNTERS, known, strict=True) if is_known} or None
+    for known in product((False, True), repeat=len(COUNTERS))
+}
+"""The windows of a device that never had an error, by which counters it has: most devices share them."""
 
 
 def began(value: float) -> Window:

@@ -5,6 +5,7 @@ In: a device of a tick, the pods that hold it, and its sums before. Out: its sum
 - A reading is of the time since the reading before it. If that is more than a minute, or the node's clock was set back,
   the time is a gap: it is not measured, and is no zero.
 - A reading counts for the step of its tick.
+- The figures by which ranks are compared are of the first tick in each five seconds.
 - A pod's sums begin with the first tick in which it holds the device, and end with the first in which it does not.
 - If the clock is set back by more than a step, they begin again.
 
@@ -22,6 +23,7 @@ from topics.idleness import IDLE_BELOW, part_of
 
 STEP_MS = 300_000
 GAP_MS = 60_000
+_FIGURES_MS = 5_000  # figures are of one tick in so long
 _UNITS_PER_MS = 10  # work is counted in tenths of a millisecond: a day of them is less than 32 bits
 _MARK = struct.Struct("<II")
 _MASK = 0xFFFFFFFF
@@ -37,19 +39,21 @@ _NOTHING: Figures = (0.0,) * (len(FIGURES) + 1)
 
 
 class Wanted(NamedTuple):
-    """What the rules need: how many steps, and whether the figures, by which the ranks of a workload are compared."""
+    """What the rules need: how many steps, whether the figures by which the ranks of a workload are compared, and which
+    windows they judge: how many steps each has, and less than which use is hardly any."""
 
     steps: int
     figures: bool
+    windows: tuple[tuple[int, float], ...] = ()
 
 
 class Use(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a pod did with a device until ``at_ms``, its last reading.
 
     ``ms`` were measured in all, and ``work`` is what it did in them. ``marks``: both as they were at the beginning of
-    each of the last steps, the last of which is ``step``. ``worked_ms``: the last tick in which it worked. ``sums``:
-    each figure times its milliseconds and, last, these milliseconds, since the step began. ``violation_s``: what the
-    counters of violations were last.
+    each of the last steps, the last of which is ``step``. ``worked_ms``: the last tick in which it worked. ``sums``: of
+    each figure and, last, of how many ticks, since the step began; of ``violation`` the seconds. ``violation_s``: what
+    the counters of violations were then. ``low``: whether it was hardly used in some window that has just ended.
     """
 
     pod: str
@@ -61,6 +65,7 @@ class Use(msgspec.Struct, frozen=True, array_like=True, gc=False):
     marks: bytes
     sums: Figures = ()
     violation_s: float = 0.0
+    low: bool = False
 
 
 Uses = tuple[Use, ...]  # of a device, one for each of its pods
@@ -70,16 +75,18 @@ def uses_of(device: Device, pods: tuple[OfPod, ...], before: Uses, tick: Tick, w
     """The sums of a device after a tick; the same object if the tick says nothing of it."""
     if tick.attribution == "none" or device.state != "ok":
         return before
-    known = {use.pod: use for use in before}
     if len(pods) == 1:
-        shares = {pod_name(pods[0]): activity(device.metrics)}
-    else:
-        held = by_pod(device.holders).items()
-        shares = {pod_name(pod): part_of([one.parts for one in holders]) for pod, holders in held}
-    metrics = device.metrics if wanted.figures and len(pods) == 1 else None
-    found = [_read(known.get(pod), pod, share, metrics, tick.ts_ms, wanted) for pod, share in shares.items()]
-    now = tuple([use for use in found if use is not None])
-    return before if now == before else now
+        metrics, name = device.metrics, pod_name(pods[0])
+        known = before[0] if before and before[0].pod == name else _of(name, before)
+        use = _read(known, name, activity(metrics), metrics if wanted.figures else None, tick.ts_ms, wanted)
+        return () if use is None else before if use is known and len(before) == 1 else (use,)
+    held = {pod_name(pod): part_of([one.parts for one in some]) for pod, some in by_pod(device.holders).items()}
+    found = [_read(_of(name, before), name, share, None, tick.ts_ms, wanted) for name, share in held.items()]
+    return tuple([use for use in found if use is not None])
+
+
+def _of(pod: str, uses: Uses) -> Use | None:
+    return next((use for use in uses if use.pod == pod), None)
 
 
 def pod_name(pod: OfPod) -> str:
@@ -89,14 +96,11 @@ def pod_name(pod: OfPod) -> str:
 
 def activity(metrics: Metrics) -> float | None:
     """How much a device works, by its means: a peak within a tick says nothing of the tick. None: it is not known."""
-    main = [
-        ratio
-        for ratio in (metrics.gpu_utilization_ratio, metrics.graphics_engine_active_ratio, metrics.sm_active_ratio)
-        if ratio is not None
-    ]
-    if not main:
+    used, engine, sms = metrics.gpu_utilization_ratio, metrics.graphics_engine_active_ratio, metrics.sm_active_ratio
+    if used is None and engine is None and sms is None:
         return None
-    return max(*main, metrics.encoder_utilization_ratio or 0.0, metrics.decoder_utilization_ratio or 0.0)
+    video = metrics.encoder_utilization_ratio or 0.0, metrics.decoder_utilization_ratio or 0.0
+    return max(used or 0.0, engine or 0.0, sms or 0.0, *video)
 
 
 def _read(
@@ -114,13 +118,16 @@ def _read(
     passed_ms = now_ms - before.at_ms
     if not 0 < passed_ms <= GAP_MS:
         passed_ms = 0
-    marks, sums = before.marks, before.sums
+    marks, sums, low = before.marks, before.sums, before.low
     if step > before.step:
         mark = _MARK.pack(before.ms & _MASK, before.work & _MASK)
         marks = (marks + mark * min(step - before.step, wanted.steps + 1))[-_MARK.size * (wanted.steps + 1) :]
-        sums = ()
-    if metrics is not None and passed_ms:
-        sums = _added(sums, metrics, max(violation_s - before.violation_s, 0.0) * 1000, passed_ms)
+        means = [(_mean(marks, steps), below) for steps, below in wanted.windows]
+        sums, low = (), any(mean is not None and mean < below for mean, below in means)
+    if metrics is not None and now_ms // _FIGURES_MS != before.at_ms // _FIGURES_MS:
+        sums = _added(sums, metrics, violation_s - before.violation_s)
+    else:
+        violation_s = before.violation_s
     return Use(
         pod,
         now_ms,
@@ -131,27 +138,26 @@ def _read(
         marks,
         sums,
         violation_s,
+        low,
     )
 
 
-def _added(sums: Figures, metrics: Metrics, violation_ms: float, ms: int) -> Figures:
-    """The sums with the figures of a tick, which are of so many milliseconds."""
-    reasons = metrics.clock_event_reasons
-    figures = (
-        metrics.gpu_utilization_ratio,
-        metrics.sm_active_ratio,
-        metrics.tensor_active_ratio,
-        metrics.sm_clock_hz,
-        metrics.power_watts,
-        None if reasons is None else 1.0 if int(reasons) & _SLOWED else 0.0,
-        None if metrics.power_violation_seconds_total is None else violation_ms / ms,
+def _added(sums: Figures, metrics: Metrics, violation_s: float) -> Figures:
+    """The sums with the figures of a tick, and one tick more."""
+    used, sms, tensors, clock, power, slowed, violated, ticks = sums or _NOTHING
+    used_now, sms_now, tensors_now = metrics.gpu_utilization_ratio, metrics.sm_active_ratio, metrics.tensor_active_ratio
+    clock_now, power_now, reasons = metrics.sm_clock_hz, metrics.power_watts, metrics.clock_event_reasons
+    is_counted = metrics.power_violation_seconds_total is not None
+    return (
+        None if used is None or used_now is None else used + used_now,
+        None if sms is None or sms_now is None else sms + sms_now,
+        None if tensors is None or tensors_now is None else tensors + tensors_now,
+        None if clock is None or clock_now is None else clock + clock_now,
+        None if power is None or power_now is None else power + power_now,
+        None if slowed is None or reasons is None else slowed + bool(int(reasons) & _SLOWED),
+        None if violated is None or not is_counted else violated + max(violation_s, 0.0),
+        (ticks or 0.0) + 1,
     )
-    before = sums or _NOTHING
-    added = [
-        None if one is None or total is None else total + one * ms
-        for total, one in zip(before, figures, strict=False)
-    ]  # fmt: skip
-    return (*added, (before[-1] or 0.0) + ms)
 
 
 # -- what they say
@@ -159,11 +165,15 @@ def _added(sums: Figures, metrics: Metrics, violation_ms: float, ms: int) -> Fig
 
 def mean_of(use: Use, steps: int) -> float | None:
     """How much the pod did in the last whole steps; None if it has not so many, or less than half was measured."""
-    count = len(use.marks) // _MARK.size
-    if count <= steps:
+    return _mean(use.marks, steps)
+
+
+def _mean(marks: bytes, steps: int) -> float | None:
+    began_at = len(marks) - _MARK.size * (steps + 1)
+    if began_at < 0:
         return None
-    began_ms, began = _MARK.unpack_from(use.marks, (count - 1 - steps) * _MARK.size)
-    ended_ms, ended = _MARK.unpack_from(use.marks, (count - 1) * _MARK.size)
+    began_ms, began = _MARK.unpack_from(marks, began_at)
+    ended_ms, ended = _MARK.unpack_from(marks, len(marks) - _MARK.size)
     measured_ms: int = (ended_ms - began_ms) & _MASK
     work: int = (ended - began) & _MASK
     if measured_ms * 2 < steps * STEP_MS:
@@ -175,7 +185,9 @@ def closed(before: Uses, after: Uses) -> Figures | None:
     """The means of the figures in the step that a tick has ended, if one pod held the device in half of it or more."""
     if len(before) != 1 or len(after) != 1 or after[0].step != before[0].step + 1 or after[0].pod != before[0].pod:
         return None
-    *sums, ms = before[0].sums or (0.0,)
-    if ms is None or ms * 2 < STEP_MS:
+    measured_ms = (before[0].ms - _MARK.unpack_from(before[0].marks, len(before[0].marks) - _MARK.size)[0]) & _MASK
+    if not before[0].sums or measured_ms * 2 < STEP_MS:
         return None
-    return tuple([None if one is None else one / ms for one in sums])
+    *sums, violated_s, ticks = before[0].sums
+    means = [None if one is None else one / (ticks or 1.0) for one in sums]
+    return (*means, None if violated_s is None else min(violated_s * 1000 / measured_ms, 1.0))

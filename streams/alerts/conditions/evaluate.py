@@ -22,7 +22,7 @@ from streams.alerts.conditions.finding import (
     view_of,
 )
 from streams.alerts.memory import XID, Memory, Seen, remember, within
-from streams.alerts.rules.rule import WASTE, Kind, Rule, Rules, policy_of
+from streams.alerts.rules.rule import WASTE, WINDOWED, Kind, Rule, Rules, policy_of
 from streams.alerts.tick import Tick
 from streams.alerts.uses import STEP_MS, Use, mean_of, pod_name
 from streams.alerts.xids import code_of, of_code
@@ -31,6 +31,7 @@ from topics.attributed import CRASH_LOOP, Holder
 from topics.idleness import is_idle, part_of, rest_of
 
 Condition = Callable[[Rule, View, list[Finding]], None]  # adds to the findings what a rule finds on a device
+_PLANS = 1000  # are remembered: a state is a text that a later version may have many of
 BLIND_MS = 600_000  # for how long after a device went missing it is not known whether what was found on it still holds
 HW_THERMAL, SW_THERMAL, HW_POWER_BRAKE = 0x40, 0x20, 0x80  # bits of clock_event_reasons, as nvml.h has them
 
@@ -43,6 +44,7 @@ _VALUES: dict[Kind, tuple[str, ...]] = {
     "row_remap_pending": ("row_remap_pending", "retired_pages_pending"),
     "thermal_slowdown": ("clock_event_reasons",),
     "power_brake": ("clock_event_reasons",),
+    "memory_hoarded": ("memory_total_bytes",),
 }
 """The values of the tick that a kind is judged by."""
 
@@ -54,8 +56,7 @@ def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], M
     parents = {device.mig.parent_uuid for device in tick.devices if device.mig is not None}
     for device in tick.devices:
         view = view_of(rules, tick, device, memory, now, parents)
-        counted = any(window.errors for window in view.windows.values())
-        for condition, ruled in _conditions(rules, device.state, counted):
+        for condition, ruled in _conditions(rules, device.state, _signs(view)):
             for rule in ruled:
                 condition(rule, view, found)
     if len(now.devices) == len(tick.devices):
@@ -99,7 +100,7 @@ def is_silenced(rules: Rules, holder: Holder, seen: Seen, tick: Tick) -> bool:
     return not held or any(tick.ts_ms - since_ms < longest_ms for since_ms in held)
 
 
-def is_known(rules: Rules, tick: Tick, one: Tracked) -> bool:
+def is_known(rules: Rules, tick: Tick, one: Tracked, memory: Memory = _NOTHING) -> bool:
     """Whether a condition that was not found in a tick is known not to hold.
 
     It is not known if the condition is about a pod and the tick does not say who holds what, or if the tick has none of
@@ -110,6 +111,10 @@ def is_known(rules: Rules, tick: Tick, one: Tracked) -> bool:
         return True
     if tick.attribution == "none" and (one.pod_uid or rule.kind in (*WASTE, "policy_invalid")):
         return False
+    if rule.kind in WINDOWED:
+        use = next((use for use in memory.uses.get(one.device, ()) if use.pod == (one.pod_uid or one.key)), None)
+        if use is not None and mean_of(use, rule.window_ms // STEP_MS) is None:
+            return False
     values = _VALUES.get(rule.kind, ())
     found = next((device for device in tick.devices if device.uuid == one.device), None)
     return not values or found is None or any(getattr(found.metrics, value) is not None for value in values)
@@ -169,14 +174,14 @@ def stalled(rule: Rule, view: View, found: list[Finding]) -> None:
     if view.device.mig is not None or holder is None or holder.observed:
         return
     ruled = view.rules.in_force(rule, holder)
-    if ruled is None or is_silenced(view.rules, holder, view.seen, view.tick):
+    if ruled is None:
         return
     used, power, limit = metrics.gpu_utilization_ratio, metrics.power_watts, metrics.power_limit_watts
     works = used is not None and used < ruled.used_above
     works |= power is not None and bool(limit) and power >= ruled.power_below * (limit or 0)
     works |= (metrics.sm_active_ratio or 0.0) >= ruled.sm_active_below
     works |= (metrics.tensor_active_ratio or 0.0) >= ruled.tensor_active_below
-    if works:
+    if works or is_silenced(view.rules, holder, view.seen, view.tick):
         return
     activity = metrics.sm_active_ratio if metrics.sm_active_ratio is not None else metrics.tensor_active_ratio
     known = used is not None and power is not None and bool(limit) and activity is not None
@@ -187,44 +192,40 @@ def stalled(rule: Rule, view: View, found: list[Finding]) -> None:
 
 def underused(rule: Rule, view: View, found: list[Finding]) -> None:
     """A pod that hardly used a device in the window, and does work now and then: what does nothing at all is idle."""
-    for ruled, pod, use, mean in _windowed(rule, view):
-        if mean is None or (mean < ruled.used_below and view.tick.ts_ms - use.worked_ms < IDLE_MS):
-            found.append(_of_use(ruled, view, pod, mean))
+    for ruled, pod, use, mean in _hardly_used(rule, view):
+        if view.tick.ts_ms - use.worked_ms < IDLE_MS:
+            found.append(_of_pod(ruled, view, pod, value=mean))
 
 
 def memory_hoarded(rule: Rule, view: View, found: list[Finding]) -> None:
     """A pod that holds much of a device's memory, and hardly used the device in the window."""
     total = view.device.metrics.memory_total_bytes
-    for ruled, pod, _, mean in _windowed(rule, view):
+    for ruled, pod, _, mean in _hardly_used(rule, view) if total else ():
         held = held_memory(pod.holders, view.device, len(view.pods))
-        if held is None or not total:
-            mean = None
-        elif held < ruled.memory_above * total:
-            continue
-        if mean is None or mean < ruled.used_below:
-            found.append(_of_use(ruled, view, pod, mean))
+        if held is None or held >= ruled.memory_above * (total or 0.0):
+            found.append(_of_pod(ruled, view, pod, value=mean, holds=None if held is None else True))
 
 
-def _windowed(rule: Rule, view: View) -> Iterable[tuple[Rule, Pod, Use, float | None]]:
-    """The pods on a device that a rule about a window is for, each with what it did; None: that is not known."""
+def _hardly_used(rule: Rule, view: View) -> Iterable[tuple[Rule, Pod, Use, float]]:
+    """The pods that had a device for all of a rule's window and hardly used it in that, each with how much."""
     for pod in view.pods:
-        holder, policy = pod.holders[0], pod.policy
-        if holder.observed or (policy.off and is_silenced(view.rules, holder, view.seen, view.tick)):
+        holder, name = pod.holders[0], pod_name(pod.holders[0])
+        use = next((one for one in view.uses if one.pod == name and one.low), None)
+        if use is None or holder.observed or (ruled := view.rules.in_force(rule, holder)) is None:
             continue
-        name = pod_name(holder)
-        use = next((one for one in view.uses if one.pod == name), None)
-        ruled = view.rules.in_force(rule, holder)
-        if use is not None and ruled is not None:
-            since_ms = next((one.since_ms for one in view.seen.pods if pod_name(one) == name), view.tick.ts_ms)
-            long_ms = view.tick.ts_ms - since_ms
-            is_known = long_ms >= max(ruled.window_ms, policy.idle_after_ms or 0)
-            yield ruled, pod, use, mean_of(use, ruled.window_ms // STEP_MS) if is_known else None
+        mean = mean_of(use, ruled.window_ms // STEP_MS)
+        held_ms = [view.tick.ts_ms - one.since_ms for one in view.seen.pods if pod_name(one) == name]
+        long_enough = any(ms >= max(ruled.window_ms, pod.policy.idle_after_ms or 0) for ms in held_ms)
+        silenced = pod.policy.off and is_silenced(view.rules, holder, view.seen, view.tick)
+        if mean is not None and mean < ruled.used_below and long_enough and not silenced:
+            yield ruled, pod, use, mean
 
 
-def _of_use(ruled: Rule, view: View, pod: Pod, mean: float | None) -> Finding:
-    holds = None if mean is None else True
-    facts = Facts(view.device, None, pod.holders, len(view.pods))
-    return Finding(ruled, view.device.uuid, *uid_and_key(pod.holders[0]), holds, value=mean, facts=facts)
+def _of_pod(
+    ruled: Rule, view: View, pod: Pod, *, value: float | None = None, holds: bool | None = True, text: str = ""
+) -> Finding:
+    facts = Facts(view.device, None, pod.holders, len(view.pods), text=text)
+    return Finding(ruled, view.device.uuid, *uid_and_key(pod.holders[0]), holds, value=value, facts=facts)
 
 
 def crash_loop(rule: Rule, view: View, found: list[Finding]) -> None:
@@ -236,8 +237,7 @@ def crash_loop(rule: Rule, view: View, found: list[Finding]) -> None:
         ruled, restarts = view.rules.in_force(rule, holder), holder.restarts or 0
         if ruled is None or restarts < ruled.restarts or is_silenced(view.rules, holder, view.seen, view.tick):
             continue
-        facts = Facts(view.device, None, pod.holders, len(view.pods), text=str(restarts))
-        found.append(Finding(ruled, view.device.uuid, *uid_and_key(holder), facts=facts))
+        found.append(_of_pod(ruled, view, pod, text=str(restarts)))
 
 
 def used_unallocated(rule: Rule, view: View, found: list[Finding]) -> None:
@@ -417,16 +417,47 @@ _BY_STATE: dict[str, dict[Kind, Condition]] = {
 _UNKNOWN_STATE = _ALWAYS | _OK | dict.fromkeys(("lost", "not_answering"), blind)
 """For a device in a state of a later version: its values are judged, and it is not known whether it answers."""
 
-_COUNTED: tuple[Kind, ...] = ("ecc_uncorrectable", "nvlink_errors")
+_ANY, _ERRORS, _VALUED, _XIDS, _LOW, _WAITS, _MISTAKES = 1, 2, 4, 8, 16, 32, 64
+_BY_SIGN: dict[Kind, int] = {
+    "ecc_uncorrectable": _ERRORS,
+    "nvlink_errors": _ERRORS,
+    "row_remap_failure": _VALUED,
+    "row_remap_pending": _VALUED,
+    "thermal_slowdown": _VALUED,
+    "power_brake": _VALUED,
+    "xid": _XIDS,
+    "underused": _LOW,
+    "memory_hoarded": _LOW,
+    "crash_loop": _WAITS,
+    "policy_invalid": _MISTAKES,
+}
+"""Of the kinds that hold only on a device that shows a sign: which sign that is. Most devices show none."""
 
 
-def _conditions(rules: Rules, state: str, counted: bool) -> list[tuple[Condition, tuple[Rule, ...]]]:
-    """What judges a device in a state, and by which rules; ``counted``: it has had errors within a minute."""
-    state = state if state in _BY_STATE else ""
-    found: list[tuple[Condition, tuple[Rule, ...]]] | None = rules.plan.get((state, counted))
+def _signs(view: View) -> int:
+    """The signs that a device shows."""
+    device, metrics, signs = view.device, view.device.metrics, _ANY
+    slow = int(metrics.clock_event_reasons or 0) & (HW_THERMAL | SW_THERMAL | HW_POWER_BRAKE)
+    if slow or metrics.row_remap_failure or metrics.row_remap_pending or metrics.retired_pages_pending:
+        signs |= _VALUED
+    if device.xids or device.events:
+        signs |= _XIDS
+    for window in view.windows.values():
+        signs |= _ERRORS if window.errors else 0
+    for use in view.uses:
+        signs |= _LOW if use.low else 0
+    for pod in view.pods:
+        signs |= (_MISTAKES if pod.policy.mistakes else 0) | (_WAITS if pod.holders[0].waiting is not None else 0)
+    return signs
+
+
+def _conditions(rules: Rules, state: str, signs: int) -> list[tuple[Condition, tuple[Rule, ...]]]:
+    """What judges a device in a state that shows some signs, and by which rules."""
+    found: list[tuple[Condition, tuple[Rule, ...]]] | None = rules.plan.get((state, signs))
     if found is None:
-        quiet = _COUNTED if not counted and state in ("ok", "") else ()
-        kinds = {kind: one for kind, one in _BY_STATE.get(state, _UNKNOWN_STATE).items() if kind not in quiet}
+        judges = _BY_STATE.get(state, _UNKNOWN_STATE)
+        kinds = {kind: one for kind, one in judges.items() if one is blind or signs & _BY_SIGN.get(kind, _ANY)}
         found = [(one, rules.by_kind[kind]) for kind, one in kinds.items() if kind in rules.by_kind]
-        rules.plan[state, counted] = found
+        if len(rules.plan) < _PLANS:
+            rules.plan[state, signs] = found
     return found

@@ -164,13 +164,18 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def wanted(self) -> Wanted | None:
         """What of the use of devices is remembered; None: nothing."""
-        windowed = [rule for kind in WINDOWED for rule in self.of(kind)]
-        windows = [rule.window_ms for rule in windowed]
-        windows += [
-            one.changes["window_ms"] for rule in windowed for one in rule.overrides if "window_ms" in one.changes
-        ]
+        windows = {
+            (one.get("window_ms", rule.window_ms) // STEP_MS, one.get("used_below", rule.used_below))
+            for kind in WINDOWED
+            for rule in self.of(kind)
+            for one in ({}, *[override.changes for override in rule.overrides])
+        }
         figures = bool(self.of("straggler"))
-        return Wanted(max(windows, default=0) // STEP_MS, figures) if windows or figures else None
+        if not windows and not figures:
+            return None
+        below = max([below for _, below in windows], default=0.0)  # overrides may be laid over one another
+        lengths = sorted({steps for steps, _ in windows})
+        return Wanted(max(lengths, default=0), figures, tuple((steps, below) for steps in lengths))
 
     @cached_property
     def plan(self) -> dict[Any, Any]:
