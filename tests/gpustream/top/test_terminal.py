@@ -1,79 +1,19 @@
 """``gpustream run`` and ``gpustream top`` on a real terminal, by what they write to it."""
 
-import fcntl
 import os
-import pty
 import re
 import signal
-import struct
-import subprocess
-import sys
-import termios
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.eventually import eventually_sync
+from tests.terminal import Terminal
 
 pytestmark = pytest.mark.slow
 
 ENTERS, LEAVES = b"\x1b[?1049h", b"\x1b[?1049l"
 COLOUR = re.compile(rb"\x1b\[(?:[0-9;]*;)?(?:3[0-7]|9[0-7]|38)(?:;[0-9;]*)?m")
-
-
-class Terminal:
-    """A process on a terminal of its own, and all that it wrote there."""
-
-    def __init__(
-        self, *arguments: str, size: tuple[int, int] = (80, 24), environ: Mapping[str, str] | None = None
-    ) -> None:
-        ours, theirs = pty.openpty()
-        self._fd = ours
-        self.resize(*size)
-        environment = {**os.environ, "TERM": "xterm-256color", **(environ or {})}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "gpustream", *arguments],
-            stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
-        )  # fmt: skip
-        os.close(theirs)
-        self.written = bytearray()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                read = os.read(self._fd, 65536)
-            except OSError:  # the other side is closed
-                return
-            if not read:
-                return
-            self.written += read
-
-    def resize(self, columns: int, rows: int) -> None:
-        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-    def press(self, keys: bytes) -> None:
-        os.write(self._fd, keys)
-
-    def shows(self, part: bytes, since: int = 0) -> None:
-        """Waits until this was written after that place."""
-        eventually_sync(lambda: part in self.written[since:])
-
-    def ended(self) -> bytes:
-        """All that it wrote, when it has ended."""
-        self.process.wait(30)
-        self._reader.join(10)
-        return bytes(self.written)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self._reader.join(10)
-        os.close(self._fd)
 
 
 @pytest.fixture
