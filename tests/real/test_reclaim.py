@@ -1,0 +1,289 @@
+"""The reclaim sink as it is deployed, between a real Kafka and a real API server with RBAC, and killed as it acts."""
+
+import asyncio
+import ssl
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import yaml
+from aiohttp import web
+
+from sinks.reclaim.decide import BY, UNDONE
+from tests.eventually import eventually
+from tests.k8s.manifests import K8S
+from tests.real.kubernetes import ApiServer, Json
+from tests.real.pipeline import Gpustream, records_of
+from tests.real.servers import KafkaServer
+from tests.real.test_alert_sinks import write
+from tests.sinks.alerts import alert
+from topics.actions import Action
+from topics.alerts import Alert, AlertGpu
+
+CLUSTER = "c1"
+SPACE = "reclaimed"
+KUEUE = "kueue.x-k8s.io/v1beta1"
+JOBSET = "jobset.x-k8s.io/v1alpha2"
+PATHS = {
+    "web": f"/apis/apps/v1/namespaces/{SPACE}/deployments/web",
+    "notes": f"/apis/apps/v1/namespaces/{SPACE}/statefulsets/notes",
+    "train": f"/apis/batch/v1/namespaces/{SPACE}/jobs/train",
+    "gang": f"/apis/{JOBSET}/namespaces/{SPACE}/jobsets/gang",
+    "queued": f"/apis/{KUEUE}/namespaces/{SPACE}/workloads/queued",
+}
+"""What is to be stopped."""
+
+
+class Proxy:
+    """Between the sink and the API server. It kills the sink before a change is made, or after, without an answer."""
+
+    def __init__(self, api: ApiServer) -> None:
+        self._api = api
+        self.url = ""
+        self.kill: Callable[[], None] | None = None
+        self.when = "before"
+        self.changed: Counter[str] = Counter()
+
+    async def handle(self, request: web.Request) -> web.Response:
+        """Forwards a request."""
+        body, acts = await request.read(), request.method in ("PATCH", "POST")
+        kill = self.kill if acts else None
+        if kill is not None:
+            self.kill = None
+        if kill is not None and self.when == "before":
+            kill()
+            return web.Response(status=503)
+        headers = {k: v for k, v in request.headers.items() if k in ("Authorization", "Content-Type", "Accept")}
+        context = ssl.create_default_context(cafile=str(self._api.ca))
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(
+                request.method, self._api.url + request.path_qs, data=body, headers=headers, ssl=context
+            ) as got,
+        ):
+            said = await got.read()
+            if acts and got.status < 300:
+                self.changed[request.path] += 1
+            if kill is not None:
+                kill()
+            return web.Response(status=got.status, body=said, content_type="application/json")
+
+
+@pytest.fixture
+async def proxy(kube_api: ApiServer) -> AsyncIterator[Proxy]:
+    """A proxy before the run's API server."""
+    one = Proxy(kube_api)
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", one.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    one.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield one
+    await runner.cleanup()
+
+
+def crd(api: ApiServer, group: str, version: str, kind: str) -> None:
+    """A kind that a controller brings."""
+    plural = f"{kind.lower()}s"
+    anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    served = {"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": anything}}
+    names = {"plural": plural, "singular": kind.lower(), "kind": kind}
+    api.apply(
+        {
+            "apiVersion": "apiextensions.k8s.io/v1",
+            "kind": "CustomResourceDefinition",
+            "metadata": {
+                "name": f"{plural}.{group}",
+                "annotations": {"api-approved.kubernetes.io": "unapproved, for a test"},
+            },
+            "spec": {"group": group, "scope": "Namespaced", "names": names, "versions": [served]},
+        }
+    )
+
+
+def bind(api: ApiServer, component: str) -> None:
+    """What a component of k8s/ lets the sink do."""
+    for kind in ("clusterrole", "clusterrolebinding"):
+        api.apply(yaml.safe_load((K8S / "components" / component / f"{kind}.yaml").read_text()))
+
+
+def made(api: ApiServer, kind: str, version: str, name: str, *, owner: Json | None = None, **content: Any) -> Json:
+    """An object in the namespace."""
+    metadata: Json = {"name": name, "namespace": SPACE, **content.pop("metadata", {})}
+    if owner is not None:
+        reference = {"name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"], "controller": True}
+        metadata["ownerReferences"] = [{"apiVersion": owner["apiVersion"], "kind": owner["kind"], **reference}]
+    return api.create({"apiVersion": version, "kind": kind, "metadata": metadata, **content})
+
+
+POD_SPEC = {"containers": [{"name": "main", "image": "x"}], "restartPolicy": "Never"}
+
+
+def idle(api: ApiServer, name: str, owner: Json) -> Alert:
+    """A pod of an owner, and its alert."""
+    made(api, "Pod", "v1", f"{name}-0", owner=owner, spec=POD_SPEC)
+    labels = {"k8s_namespace_name": SPACE, "k8s_workload_kind": owner["kind"], "k8s_workload_name": name}
+    gpu = AlertGpu(uuid=f"GPU-{name}", node="n1", pod=f"{SPACE}/{name}-0")
+    return alert(name, gpus=(gpu,), idle=1, held=1, labels=labels, annotations={"summary": f"{name} idles"})
+
+
+def workloads(api: ApiServer) -> list[Alert]:
+    """One of each kind that can be stopped, all idle; their alerts."""
+    for group, version, kind in (("jobset.x-k8s.io", "v1alpha2", "JobSet"), ("kueue.x-k8s.io", "v1beta1", "Workload")):
+        crd(api, group, version, kind)
+    api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SPACE}})
+    template = {"metadata": {"labels": {"app": "x"}}, "spec": {**POD_SPEC, "restartPolicy": "Always"}}
+    of_apps = {"replicas": 3, "selector": {"matchLabels": {"app": "x"}}, "template": template}
+    of_job = {"template": {"spec": POD_SPEC}}
+    web_ = made(api, "Deployment", "apps/v1", "web", spec=of_apps)
+    middle = made(api, "ReplicaSet", "apps/v1", "web-1", owner=web_, spec=of_apps)
+    notes = made(api, "StatefulSet", "apps/v1", "notes", spec={**of_apps, "serviceName": "x"})
+    train = made(api, "Job", "batch/v1", "train", spec=of_job)
+    gang = made(api, "JobSet", JOBSET, "gang", spec={})
+    part = made(api, "Job", "batch/v1", "gang-0", owner=gang, spec=of_job)
+    queued = made(api, "Job", "batch/v1", "queued", spec=of_job)
+    label = {"labels": {"kueue.x-k8s.io/job-uid": queued["metadata"]["uid"]}}
+    made(api, "Workload", KUEUE, "queued", spec={"active": True}, metadata=label)
+    owners = {"web": middle, "notes": notes, "train": train, "gang": part, "queued": queued}
+    return [idle(api, name, owner) for name, owner in owners.items()]
+
+
+def stopped(api: ApiServer) -> set[str]:
+    """Which of them are."""
+    specs = {name: api.get(path)["spec"] for name, path in PATHS.items()}
+    off = ({"replicas": 0}, {"suspend": True}, {"active": False})
+    return {name for name, spec in specs.items() if any(one.items() <= spec.items() for one in off)}
+
+
+async def actions(kafka: KafkaServer) -> list[Action]:
+    """What was written, in its order."""
+    records = [record async for record in records_of(kafka.address, "gpu.actions")]
+    return [msgspec.json.decode(record.value, type=Action) for record in records]
+
+
+async def ends(kafka: KafkaServer) -> dict[str, tuple[str, str | None]]:
+    """The last word on each workload."""
+    return {one.target.name: (one.state, one.reason) for one in await actions(kafka) if one.target is not None}
+
+
+async def test_what_idles_is_stopped_once_although_the_sink_is_killed_before_and_after_it_acts_and_is_given_back(
+    empty_kafka: KafkaServer, kube_api: ApiServer, proxy: Proxy, gpustream: Callable[..., Gpustream]
+) -> None:
+    kafka, api = empty_kafka, kube_api
+    kafka.create_ours({"gpu.alerts": 3, "gpu.dead-letters": 1, "gpu.actions": 2})
+    firing = await asyncio.to_thread(workloads, api)
+    await write(kafka, firing)
+    token = await asyncio.to_thread(api.service_account, "gpustream", "reclaim")
+    config = api.kubeconfig(server=proxy.url, token=token)
+
+    def sink(name: str, *more: str) -> Gpustream:
+        member = ("--instance-id", "reclaim-0", "--session-timeout", "6s", "--cluster", CLUSTER, "--least", "0s")
+        given = ("--kafka", kafka.address, "--kubeconfig", str(config), *member, *more)
+        return gpustream(name, "sink", "reclaim", *given)
+
+    # a dry run, with the right to read alone
+    await asyncio.to_thread(bind, api, "reclaim")
+    note = {"gpustream.dev/reclaim": "scale, suspend, deactivate"}
+    api.patch(f"/api/v1/namespaces/{SPACE}", {"metadata": {"annotations": note}})
+    dry = sink("dry", "--dry-run")
+    await asyncio.to_thread(dry.start)
+    would = dict.fromkeys(PATHS, ("dry_run", None))
+    await eventually(lambda: _is(kafka, lambda found: found.items() >= would.items()), "a dry run says it")
+    await asyncio.to_thread(dry.stop)
+    assert (stopped(api), proxy.changed) == (set(), Counter())
+
+    # killed before and after what it does
+    await asyncio.to_thread(bind, api, "reclaim-act")
+    for number in range(4):
+        one = sink(f"killed-{number}", "--act")
+        killed = asyncio.Event()
+        proxy.when, proxy.kill = ("before", "after")[number % 2], _killing(one, killed)
+        await asyncio.to_thread(one.begin)
+        await asyncio.wait_for(killed.wait(), 60)
+    last = sink("last", "--act")
+    await asyncio.to_thread(last.start)
+    done = dict.fromkeys(PATHS, ("done", None))
+    await eventually(lambda: _is(kafka, lambda found: found.items() >= done.items()), "all of it is done")
+    assert stopped(api) == set(PATHS)
+    assert proxy.changed == dict.fromkeys(PATHS.values(), 1)
+    by_id = {one.id: one for one in await actions(kafka)}
+    assert len([one for one in by_id.values() if one.target is not None]) == len(PATHS)
+    await asyncio.to_thread(last.stop)
+
+    # taken back, but for what somebody changed
+    ids = {one.target.name: one.id for one in by_id.values() if one.target is not None}
+    api.patch(PATHS["notes"], {"spec": {"replicas": 1}})
+    said = {name: await asyncio.to_thread(_undo, kafka, api, ids[name]) for name in PATHS}
+    assert {name: code for name, (code, _) in said.items()} == {name: int(name == "notes") for name in PATHS}
+    changed = f"not undone: somebody changed StatefulSet {SPACE}/notes since: look at it, and change it yourself\n"
+    assert said["notes"][1] == changed
+    assert (stopped(api), api.get(PATHS["web"])["spec"]["replicas"]) == (set(), 3)
+    annotations = api.get(PATHS["web"])["metadata"]["annotations"]
+    assert (annotations.get(BY), annotations.get(UNDONE)) == (None, ids["web"])
+    code, text = await asyncio.to_thread(_undo, kafka, api, ids["web"])
+    assert (code, text) == (1, f"action {ids['web']} is undone: there is nothing to undo\n")
+    assert (await ends(kafka))["train"] == ("undone", None)
+
+
+async def _is(kafka: KafkaServer, wanted: Callable[[dict[str, Any]], bool]) -> bool:
+    return wanted(await ends(kafka))
+
+
+def _killing(one: Gpustream, killed: asyncio.Event) -> Callable[[], None]:
+    def kill() -> None:
+        one.kill9()
+        killed.set()
+
+    return kill
+
+
+def _undo(kafka: KafkaServer, api: ApiServer, action: str) -> tuple[int, str]:
+    """What the command says."""
+    config = str(api.kubeconfig("admin"))
+    command = [sys.executable, "-m", "gpustream", "reclaim", "undo", action, "--kafka", kafka.address]
+    done = subprocess.run([*command, "--kubeconfig", config], capture_output=True, text=True, check=False, timeout=60)
+    return done.returncode, done.stdout if done.returncode == 0 else done.stderr
+
+
+async def test_without_a_right_and_with_nonsense_it_says_so_and_does_nothing(
+    empty_kafka: KafkaServer, kube_api: ApiServer, gpustream: Callable[..., Gpustream]
+) -> None:
+    kafka, api = empty_kafka, kube_api
+    kafka.create_ours({"gpu.alerts": 3, "gpu.dead-letters": 1, "gpu.actions": 2})
+    spaces = {"denied": "scale", "nonsense": "scale-it"}
+    for name, says in spaces.items():
+        note = {"gpustream.dev/reclaim": says}
+        api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "annotations": note}})
+    rule = {"apiGroups": [""], "resources": ["namespaces"], "verbs": ["get"]}
+    token = await asyncio.to_thread(api.service_account, "gpustream", "poor")
+    await asyncio.to_thread(api.grant, "gpustream:poor", rule)
+    labels = {name: {"k8s_namespace_name": name, "k8s_workload_name": "x"} for name in spaces}
+    await write(
+        kafka,
+        [
+            alert(name, gpus=(AlertGpu(uuid="G", node="n", pod=f"{name}/x-0"),), idle=1, held=1, labels=labels[name])
+            for name in spaces
+        ],
+    )
+    given = ("--kafka", kafka.address, "--cluster", CLUSTER, "--kubeconfig", str(api.kubeconfig(token=token)))
+    one = gpustream("poor", "sink", "reclaim", *given, "--act", "--least", "0s")
+    await asyncio.to_thread(one.start)
+
+    async def refused() -> dict[str, str]:
+        found = {action.namespace: action for action in await actions(kafka) if action.state == "refused"}
+        return {name: f"{action.reason}: {action.message}" for name, action in found.items()} if len(found) == 2 else {}
+
+    said = await eventually(refused, "both are refused")
+    denied = "forbidden: the API server says to GET /api/v1/namespaces/denied/pods/x-0 (HTTP 403)"
+    assert said["denied"].startswith(denied)
+    assert said["nonsense"].startswith("policy_invalid: the annotation gpustream.dev/reclaim of the namespace")
+    command = [sys.executable, "-m", "gpustream", "reclaim", "list", "--kafka", kafka.address]
+    listed = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True, timeout=60)
+    assert listed.stdout.count("refused") == 2
