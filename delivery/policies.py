@@ -7,11 +7,12 @@ or a label; a pod's goes before its namespace's. What is malformed is as if it w
 """
 
 from collections.abc import Mapping
+from difflib import SequenceMatcher, get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import NamedTuple
 
-from delivery.values import duration_words, milliseconds
+from delivery.values import duration_text, duration_words, milliseconds
 
 ALERTS = "gpustream.dev/alerts"
 IDLE_AFTER = "gpustream.dev/idle-after"
@@ -151,3 +152,65 @@ def opted_out(annotations: Mapping[str, str], inherited: Mapping[str, str], idle
     if RECLAIM in annotations:
         return f"{RECLAIM} is {annotations[RECLAIM][:80]!r}; only a namespace's says what may be done"
     return None
+
+
+# -- what is wrong with annotations, for whoever wrote them
+
+PREFIX = "gpustream.dev/"
+OF_PODS = (ALERTS, IDLE_AFTER, RECLAIM)
+"""What pods, the templates that they are made from, and namespaces may say."""
+
+WRITTEN = frozenset({"gpustream.dev/reclaimed-by", "gpustream.dev/reclaimed", "gpustream.dev/reclaim-undone"})
+"""What gpustream itself writes."""
+
+_NEAR = 0.75
+_LONGEST_NAME = 100
+
+
+def bounds(text: str) -> Bounds:
+    """``24h``, or ``24h,notebooks-*=72h`` with others for some namespaces, a later one over an earlier one."""
+    first, *rest = text.split(",")
+    pairs = [one.partition("=") for one in rest]
+    if any(not glob.strip() or not equals for glob, equals, _ in pairs):
+        raise ValueError(f"{text[:80]!r} is not known: write a duration, then NAMESPACE=DURATION after commas")
+    overrides = tuple(((glob.strip(),), milliseconds(duration)) for glob, _, duration in pairs)
+    return Bounds(milliseconds(first), overrides)
+
+
+def bounds_text(of: Bounds) -> str:
+    """As :func:`bounds` reads them."""
+    some = [f"{','.join(globs)}={duration_text(ms / 1000)}" for globs, ms in of.overrides]
+    return ",".join([duration_text(of.longest_ms / 1000), *some])
+
+
+def mistakes_in(
+    annotations: Mapping[str, str], namespace: str, longest: Bounds, *, of_pod: bool
+) -> list[PolicyMistake]:
+    """What is wrong with the annotations of a pod, or of its namespace: names that nobody reads, and values."""
+    found = [mistake for name in sorted(annotations) if (mistake := _misspelt(name)) is not None]
+    found += policy_in(annotations, {}, namespace, longest).mistakes
+    if (text := annotations.get(RECLAIM)) is not None and not of_pod:
+        try:
+            opt_in(text)
+        except ValueError as error:
+            found.append(PolicyMistake(RECLAIM, f"the annotation {RECLAIM} is malformed: {error}"))
+    elif text is not None and text.strip().lower() != "off":
+        why = f"the annotation {RECLAIM} is {text[:80]!r}: on a pod write off; what may be done says its namespace"
+        found.append(PolicyMistake(RECLAIM, why))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _misspelt(name: str) -> PolicyMistake | None:
+    """An annotation that is not known, and that was meant for gpustream by its name."""
+    prefix, slash, last = name.lower().partition("/")
+    if name in OF_PODS or name in WRITTEN or not slash:
+        return None
+    meant = get_close_matches(last, [known.removeprefix(PREFIX) for known in OF_PODS], n=1, cutoff=_NEAR)
+    if f"{prefix}/" != PREFIX:
+        near = SequenceMatcher(None, prefix, PREFIX.rstrip("/")).ratio() >= _NEAR
+        if not near or not meant:
+            return None
+    shown = name[:_LONGEST_NAME]
+    text = f"did you mean {PREFIX}{meant[0]}?" if meant else f"pods and namespaces have {', '.join(OF_PODS)}"
+    return PolicyMistake(shown, f"the annotation {shown} is not known, and nobody reads it: {text}")

@@ -142,6 +142,7 @@ OF_ONE: dict[str, dict[str, dict[str, Any]]] = {
         "resourceQuota": said(SWITCH, "A ResourceQuota for the pods' priority class, as GKE wants it."),
     },
     "cluster": {
+        "policyEvents": said(SWITCH, "Events on pods whose annotations under gpustream.dev/ are wrong."),
         "serviceAccount": closed(annotations=said(TEXTS, "Annotations of the account.")),
         "customOwners": said(
             {

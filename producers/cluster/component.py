@@ -27,6 +27,7 @@ from producers.cluster.config import NODE_LABELS, POD_ANNOTATIONS, ClusterSettin
 from producers.cluster.lease import LeaderElector
 from producers.cluster.objects import ANNOTATION_BOUNDS, LABEL_BOUNDS, NODE_LABEL_BOUNDS, AllowList, Selection
 from producers.cluster.owners import Chain, Owners
+from producers.cluster.policy_events import PolicyEvents
 from producers.cluster.reflector import Listener, Reflector
 from producers.cluster.store import Store
 from producers.cluster.takeover import PublishedNodes, read_back
@@ -103,19 +104,33 @@ class RateLimiter:
 
 
 def listeners(
-    state: Store, instruments: Instruments, wake: Callable[[], None], now_ms: Callable[[], int]
+    state: Store,
+    instruments: Instruments,
+    wake: Callable[[], None],
+    now_ms: Callable[[], int],
+    policies: PolicyEvents | None = None,
 ) -> dict[str, Listener[Any]]:
     """A listener for each resource, which brings the state up to date with what its watch hears."""
     cut = instruments.counter(own.CUT)
+
+    def put_pod(pod: objects.Pod) -> None:
+        cut.inc(state.put_pod(pod, now_ms()))
+        if policies is not None and state.pods.get(pod.metadata.uid) is not None:
+            policies.put_pod(pod.metadata.uid, pod.metadata.namespace, pod.metadata.annotations)
+
+    def put_namespace(one: objects.Object) -> None:
+        state.put_namespace(one.metadata.name, one.metadata.labels, one.metadata.annotations)
+        if policies is not None:
+            policies.put_namespace(one.metadata.name, one.metadata.annotations)
+
     rows: tuple[tuple[str, type[Any], str, Collection[str], Callable[[Any], object], Callable[[str], object]], ...] = (
         ("pods", objects.Pod, "uid", state.pods.keys(),
-         lambda pod: cut.inc(state.put_pod(pod, now_ms())), lambda uid: state.remove_pod(uid, now_ms())),
+         put_pod, lambda uid: state.remove_pod(uid, now_ms())),
         ("nodes", objects.Node, "name", state.nodes,
          lambda node: state.put_node(node.metadata.name, node.metadata.labels, node.maintenance),
          lambda name: state.remove_node(name, now_ms())),
         ("namespaces", objects.Object, "name", state.namespaces,
-         lambda one: state.put_namespace(one.metadata.name, one.metadata.labels, one.metadata.annotations),
-         state.remove_namespace),
+         put_namespace, state.remove_namespace),
         ("resourceslices", objects.ResourceSlice, "uid", state.slices.keys(), state.put_slice, state.remove_slice),
         ("devicetaintrules", objects.DeviceTaintRule, "uid", state.taint_rules, state.put_taint_rule,
          state.remove_taint_rule),
@@ -162,7 +177,10 @@ class ClusterProducer:
         )
         self._state = Store(selection, self._owners.follow, self._owners.forget)
         self._wake, self._stop = asyncio.Event(), asyncio.Event()
-        hearing = listeners(self._state, self._instruments, self._wake.set, _now_ms)
+        self._policies: PolicyEvents | None = None
+        if settings.policy_events:
+            self._policies = PolicyEvents(self._api, self._state.pods, settings.policy_longest, self._instruments)
+        hearing = listeners(self._state, self._instruments, self._wake.set, _now_ms, self._policies)
         self._watches = {
             name: Reflector(
                 self._api,
@@ -194,6 +212,8 @@ class ClusterProducer:
             await self._api.start()
             async with asyncio.TaskGroup() as group:
                 parts = [*(watch.run() for watch in self._watches.values()), self._owners.run(), self._sender.start()]
+                if self._policies is not None:
+                    parts.append(self._policies.follow())
                 beside = [group.create_task(part) for part in parts]
                 try:
                     await first_of(stop, self._synced())
@@ -243,7 +263,9 @@ class ClusterProducer:
         log.info("publishing %d GPU pods on %d nodes", len(self._state.pods), len(self._state.nodes))
         publisher = WorkloadsPublisher(self._sender, self._instruments, cluster=self._settings.cluster, epoch=epoch)
         async with asyncio.TaskGroup() as group:
-            sending = group.create_task(publisher.run())
+            beside = [group.create_task(publisher.run())]
+            if self._policies is not None:
+                beside.append(group.create_task(self._policies.run()))
             self._publisher = publisher
             try:
                 await self._publish(publisher)
@@ -251,7 +273,8 @@ class ClusterProducer:
                 self._publisher = None
                 if self._stop.is_set() and (left := await publisher.drain(DRAIN_S)):
                     log.warning("left unsent at the stop: %d records of workloads", left)
-                sending.cancel()
+                for task in beside:
+                    task.cancel()
 
     async def _publish(self, publisher: WorkloadsPublisher) -> None:
         self._state.mark_all()

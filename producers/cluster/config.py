@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Annotated
 from uuid import uuid4
 
-from delivery.settings import LEASE, NAME, NAMES, KafkaSettings, Kubeconfig, Option
+from delivery.policies import DAY, Bounds, bounds, bounds_text
+from delivery.settings import LEASE, NAME, NAMES, KafkaSettings, Kubeconfig, Option, Text
 from producers import records
 from producers.cluster.objects import allow_list_mistakes
 from producers.settings import GPU_RESOURCES, ResourcePrefixes, prefix_mistakes
@@ -27,6 +28,7 @@ NODE_LABELS = (
 )  # fmt: skip
 """What is always kept of a node's labels."""
 
+POLICY_LONGEST = Text("DURATION[,NAMESPACE=DURATION...]", bounds, "24h,notebooks-*=72h", show=bounds_text)
 LEASE_NAME = "gpustream-cluster"
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")  # where a pod finds its own
 _LEASE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
@@ -74,6 +76,14 @@ class ClusterSettings(KafkaSettings):
         "--lease", LEASE, "By which Lease several replicas agree on the one that publishes. off: this is the only one.",
         shown=f"{LEASE_NAME} in the pod's namespace",
     )] = field(default_factory=default_lease)  # fmt: skip
+    policy_events: Annotated[bool, Option(
+        "--policy-events", None, "Say in a Kubernetes Event on the pod which of its annotations under gpustream.dev/,"
+        " or its namespace's, are misspelt or out of bounds. It needs the right to create Events.",
+    )] = False  # fmt: skip
+    policy_longest: Annotated[Bounds, Option(
+        "--policy-longest", POLICY_LONGEST, "For how long a policy may silence alerts, as the alert stream's rules file"
+        " says: `longest`, and then others for some namespaces.",
+    )] = DAY  # fmt: skip
     identity: Annotated[str, Option(
         "--identity", NAME, "What this replica is called in the Lease.",
         shown="POD_NAME, else the host's name and a random part",

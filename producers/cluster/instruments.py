@@ -12,6 +12,7 @@ CUT = "gpustream_cluster_labels_cut_total"
 SHED = "gpustream_cluster_pods_shed_total"
 LEADING = "gpustream_cluster_leading"
 TRANSITIONS = "gpustream_cluster_lease_transitions_total"
+POLICY_EVENTS = "gpustream_cluster_policy_events_total"
 API_REQUESTS = "gpustream_cluster_api_requests_total"
 
 EVENT_TYPES = ("ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR", "listed", "other", "too_long")
@@ -39,6 +40,9 @@ INSTRUMENTS: tuple[Instrument, ...] = (
                " counted for each record."),
     Instrument(LEADING, "gauge", "1 while this process leads and publishes, 0 while it stands by."),
     Instrument(TRANSITIONS, "counter", "How often this process began to lead, or to stand by.", ("to",)),
+    Instrument(POLICY_EVENTS, "counter", "Events about what is wrong with annotations of pods and namespaces: written,"
+               " there (it was written before), refused, again (the API server can't take it now: tried again).",
+               ("result",)),
     Instrument(API_REQUESTS, "counter", "Requests to the API server by the answer's status, or connection, tls,"
                " timeout or cut if there was none.", ("code",)),
 )  # fmt: skip

@@ -472,7 +472,14 @@ def test_the_network_policy_lets_in_who_scrapes_any_port_that_is_there_to_be_scr
     assert ports == {name for thing in OURS for name in ports_of(thing)}
 
 
-@pytest.mark.parametrize("name", ["gpustream-cluster", "gpustream-cluster-custom-owners", "cluster"])
+def test_with_the_component_the_cluster_producer_writes_events_and_nothing_else() -> None:
+    assert rules("gpustream-cluster-policy-events") == {("", "events", "create", "")}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpustream-cluster", "gpustream-cluster-custom-owners", "gpustream-cluster-policy-events", "cluster"],
+)
 def test_every_role_is_bound_to_the_cluster_producer(name: str) -> None:
     (thing,) = [one for one in OBJECTS if one.kind.endswith("Binding") and one.content["roleRef"]["name"] == name]
     role = thing.content["roleRef"]

@@ -113,6 +113,9 @@ repeated; else commas are between them. A number is written as JSON has it: Go w
 {{- end }}
 {{- if eq $c.name "cluster" }}
 {{- $_ := set $known "lease" (printf "%s/%s" $root.Release.Namespace $c.fullname) }}
+{{- if $c.policyEvents }}
+{{- $_ := set $known "policy-events" true }}
+{{- end }}
 {{- else if eq $c.name "scrape" }}
 {{- $_ := set $known "scrape-listen" "0.0.0.0:9400" }}
 {{- else if eq $c.name "parquet" }}

@@ -1,0 +1,110 @@
+"""What namespaces let be done, and what is wrong with annotations."""
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delivery.policies import (
+    ALERTS,
+    DAY,
+    IDLE_AFTER,
+    RECLAIM,
+    Bounds,
+    OptIn,
+    bounds,
+    bounds_text,
+    mistakes_in,
+    opt_in,
+    opted_out,
+)
+
+HOUR_MS = 3_600_000
+
+
+@pytest.mark.parametrize(
+    ("text", "means"),
+    [
+        ("event", OptIn({"event": None})),
+        (" Event = 30m ,scale=4h, partly", OptIn({"event": HOUR_MS // 2, "scale": 4 * HOUR_MS}, partly=True)),
+        ("OFF", OptIn()),
+    ],
+)
+def test_a_namespace_says_what_may_be_done_and_after_how_long(text: str, means: OptIn) -> None:
+    assert opt_in(text) == means
+
+
+@pytest.mark.parametrize(
+    "text", ["", "scale=", "scale=soon", "kill", "scale,scale", "partly", "off,scale", "partly=1h"]
+)
+def test_nonsense_is_refused_with_a_sentence(text: str) -> None:
+    with pytest.raises(ValueError, match=r"write|twice|says nothing"):
+        opt_in(text)
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    with contextlib.suppress(ValueError):
+        assert set(opt_in(text).actions) <= {"event", "scale", "suspend", "deactivate"}
+
+
+def test_a_pod_goes_before_its_namespace_and_what_can_not_be_read_leaves_it_alone() -> None:
+    assert opted_out({}, {}, HOUR_MS) is None
+    assert opted_out({ALERTS: "on"}, {ALERTS: "off"}, HOUR_MS) is None
+    assert opted_out({}, {ALERTS: "off"}, HOUR_MS) == "gpustream.dev/alerts is 'off'"
+    assert opted_out({IDLE_AFTER: "30m"}, {}, HOUR_MS) is None
+    assert opted_out({IDLE_AFTER: "2h"}, {}, HOUR_MS) == "gpustream.dev/idle-after is '2h', and it is idle for 1h"
+    assert opted_out({IDLE_AFTER: "x"}, {}, HOUR_MS) == "gpustream.dev/idle-after is 'x', which is no duration"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gpustream.dev/idel-after", f"did you mean {IDLE_AFTER}?"),
+        ("gpustream.dev/Alerts", f"did you mean {ALERTS}?"),
+        ("gpustream.dev/reclam", f"did you mean {RECLAIM}?"),
+        ("gpustreem.dev/idle-after", f"did you mean {IDLE_AFTER}?"),
+        ("gpustream.io/alerts", f"did you mean {ALERTS}?"),
+        ("gpustream.dev/tier", "pods and namespaces have gpustream.dev/alerts,"),
+    ],
+)
+def test_a_misspelt_annotation_is_named_with_the_one_that_was_meant(name: str, said: str) -> None:
+    (mistake,) = mistakes_in({name: "2h", "kubectl.kubernetes.io/x": "y", "note": "z"}, "ml", DAY, of_pod=True)
+    assert mistake.name == name
+    assert mistake.text.startswith(f"the annotation {name} is not known, and nobody reads it: {said}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["prometheus.io/alerts", "example.com/idle-after", "gpustream.dev/reclaimed-by", "app.kubernetes.io/name", ALERTS],
+)
+def test_what_was_not_meant_for_gpustream_is_nobodys_mistake(name: str) -> None:
+    assert mistakes_in({name: "on"}, "ml", DAY, of_pod=True) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "of_pod", "said"),
+    [
+        ({ALERTS: "no"}, True, "the annotation gpustream.dev/alerts is 'no': write on or off"),
+        ({IDLE_AFTER: "10d"}, True, "the annotation gpustream.dev/idle-after is '10d', and 1d is the most that"),
+        ({RECLAIM: "on"}, True, "the annotation gpustream.dev/reclaim is 'on': on a pod write off; what"),
+        ({RECLAIM: "off"}, True, None),
+        ({RECLAIM: "scale=4h"}, False, None),
+        ({RECLAIM: "scaled"}, False, "the annotation gpustream.dev/reclaim is malformed: 'scaled' is not known"),
+    ],
+)  # fmt: skip
+def test_a_value_that_is_wrong_or_out_of_bounds_is_named(given: dict[str, str], of_pod: bool, said: str | None) -> None:
+    found = mistakes_in(given, "ml", DAY, of_pod=of_pod)
+    assert len(found) == (said is not None)
+    assert all(mistake.text.startswith(said or "") for mistake in found)
+
+
+def test_bounds_are_by_namespace() -> None:
+    longest = bounds("24h,notebooks-*=72h")
+    assert longest == Bounds(24 * HOUR_MS, ((("notebooks-*",), 72 * HOUR_MS),))
+    assert bounds_text(longest) == "1d,notebooks-*=3d"
+    assert mistakes_in({IDLE_AFTER: "48h"}, "notebooks-a", longest, of_pod=True) == []
+    for wrong in ("", "24h,x", "24h,=1h", "24h,x=y"):
+        with pytest.raises(ValueError, match="write"):
+            bounds(wrong)

@@ -1,0 +1,132 @@
+"""Events about annotations: each mistake of a pod once."""
+
+import asyncio
+import json
+from typing import Any, cast
+
+import pytest
+
+from delivery.instruments import Instruments
+from delivery.kubernetes.client import Answer, Client, Unreachable
+from delivery.policies import DAY
+from producers.cluster import instruments as own
+from producers.cluster import policy_events
+from producers.cluster.pods import KnownPod, Pods
+from producers.cluster.policy_events import KEPT_S, PolicyEvents
+
+WRONG = {"gpustream.dev/idel-after": "2h"}
+
+
+class Api:
+    """Takes Events as the API server does: one of each name."""
+
+    def __init__(self) -> None:
+        self.events: dict[str, dict[str, Any]] = {}
+        self.answers: list[int | None] = []
+        self.asked = 0
+
+    async def request(self, method: str, path: str, *, body: bytes) -> Answer:
+        """As the client's; the next of ``answers`` in place of it, None: nobody answers."""
+        self.asked += 1
+        answer = self.answers.pop(0) if self.answers else 201
+        if answer is None:
+            raise Unreachable("connection", "refused")
+        content = json.loads(body)
+        known = content["metadata"]["name"] in self.events
+        if answer == 201:
+            self.events.setdefault(content["metadata"]["name"], content)
+        return Answer(409 if known else answer, b'{"message": "no"}', None)
+
+
+class Bench:
+    """Replicas over one API server, with the same pods; a clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.api, self.pods, self.now_s = Api(), Pods(), 0.0
+
+    def pod(self, name: str, namespace: str = "ml", *, ended_ms: int | None = None) -> str:
+        """A GPU pod."""
+        uid = f"uid-{name}"
+        self.pods.put(KnownPod(uid, namespace, name, "n1", "Running", 0, ended_ms, {}, {}, None), 0)
+        return uid
+
+    def replica(self) -> PolicyEvents:
+        """A replica that has just started."""
+        return PolicyEvents(
+            cast("Client", self.api), self.pods, DAY, Instruments(own.INSTRUMENTS), clock_s=lambda: self.now_s
+        )
+
+
+async def leads(replica: PolicyEvents, asked: Any = None) -> None:
+    """It leads until it has nothing to say."""
+    running = asyncio.ensure_future(replica.run())
+    for _ in range(200):
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait([running])
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_LOOK_S", "_SPACING_S", "_AGAIN_S"):
+        monkeypatch.setattr(policy_events, name, 0)
+
+
+async def test_a_mistake_of_a_pod_is_said_once_on_the_pod_whatever_is_heard_again() -> None:
+    bench = Bench()
+    uid = bench.pod("bert-0")
+    first, second = bench.replica(), bench.replica()
+    for replica in (first, second):
+        for _ in range(3):
+            replica.put_pod(uid, "ml", WRONG)
+            await leads(replica)
+    (event,) = bench.api.events.values()
+    assert bench.api.asked == 2  # one by each replica
+    assert (event["involvedObject"]["kind"], event["involvedObject"]["uid"]) == ("Pod", uid)
+    assert event["message"].endswith("nobody reads it: did you mean gpustream.dev/idle-after?")
+
+
+async def test_a_mistake_of_a_namespace_is_said_on_each_of_its_gpu_pods_that_run() -> None:
+    bench = Bench()
+    bench.pod("a")
+    bench.pod("b")
+    bench.pod("other", "web")
+    bench.pod("over", ended_ms=1)
+    replica = bench.replica()
+    replica.put_namespace("ml", {"gpustream.dev/reclaim": "everything"})
+    await leads(replica)
+    assert {one["involvedObject"]["name"] for one in bench.api.events.values()} == {"a", "b"}
+    assert all(one["message"].startswith("namespace ml: the annotation") for one in bench.api.events.values())
+
+
+async def test_a_mistake_that_is_mended_is_not_said_and_a_new_one_is() -> None:
+    bench = Bench()
+    uid, replica = bench.pod("a"), bench.replica()
+    replica.put_pod(uid, "ml", WRONG)
+    replica.put_pod(uid, "ml", {"gpustream.dev/idle-after": "2h"})
+    await leads(replica)
+    assert bench.api.events == {}
+    replica.put_pod(uid, "ml", {"gpustream.dev/idle-after": "10d"})
+    await leads(replica)
+    (event,) = bench.api.events.values()
+    assert "1d is the most that counts here" in event["message"]
+
+
+async def test_what_a_standby_has_known_for_longer_than_events_are_kept_is_not_said_again_when_it_leads() -> None:
+    bench = Bench()
+    uid, replica = bench.pod("a"), bench.replica()
+    replica.put_pod(uid, "ml", WRONG)
+    replica.watch()
+    bench.now_s += KEPT_S + 1
+    await leads(replica)
+    assert bench.api.asked == 0
+
+
+async def test_an_api_server_that_is_away_is_asked_again_and_a_refusal_is_not() -> None:
+    for answers, asked, said in (([None, 503, 429, 403], 5, 1), ([422], 1, 0), ([404], 1, 0)):
+        bench = Bench()
+        bench.api.answers = list(answers)
+        uid, replica = bench.pod("a"), bench.replica()
+        replica.put_pod(uid, "ml", WRONG)
+        await leads(replica)
+        assert (bench.api.asked, len(bench.api.events)) == (asked, said)
