@@ -170,7 +170,7 @@ OVERLAYS = {
     "try": {"resources": ["../k8s/try"]},
     "production": {"resources": ["../k8s/overlays/production"]},
     "base with every component": with_components(*TOGETHER),
-    "base with strimzi": with_components("usage", "webhook", "parquet", "scrape", "metrics-api", "strimzi"),
+    "base with strimzi": with_components("usage", "webhook", "parquet", "scrape", "metrics-api", "reclaim", "strimzi"),
     "base on GKE": with_components("gke", "critical-node"),
     "base on HAMi": with_components("hami"),
 } | {f"example {number} of the README": said for number, said in enumerate(examples("kind: Kustomization"), 1)}
@@ -231,7 +231,7 @@ def test_in_a_namespace_of_another_name_the_roles_are_bound_to_the_account_that_
     things = overlay(with_components(*TOGETHER) | {"namespace": "elsewhere"})
     assert {thing["metadata"].get("namespace", "elsewhere") for thing in things} == {"elsewhere"}
     subjects = [subject for thing in things for subject in thing.get("subjects", [])]
-    assert [subject["namespace"] for subject in subjects] == ["elsewhere"] * 5
+    assert [subject["namespace"] for subject in subjects] == ["elsewhere"] * 8
     services = [thing["spec"]["service"] for thing in things if thing["kind"] == "APIService"]
     assert services == [{"namespace": "elsewhere", "name": "metrics-api", "port": 443}] * 2
     (namespace,) = [thing for thing in things if thing["kind"] == "Namespace"]
@@ -317,7 +317,7 @@ def test_with_strimzi_every_pod_logs_in_as_a_user_of_its_own_and_the_chart_has_t
             {
                 "options": {"kafka": "kafka-kafka-bootstrap:9093"},
                 "strimzi": {"topics": True, "users": True},
-                **{name: {"enabled": True} for name in ("usage", "scrape", "parquet", "metricsApi")},
+                **{name: {"enabled": True} for name in ("usage", "scrape", "parquet", "metricsApi", "reclaim")},
                 "webhook": {"enabled": True, "secret": "webhook"},
             }
         )
@@ -613,7 +613,7 @@ CUSTOM_METRICS = {"metrics-api": {"token"}}
 GKE = {"node": NODE | {"privileged", "privilege escalation", "capabilities"}}
 MORE = {
     "try": OF_THE_TRY,
-    "base with every component": CUSTOM_METRICS | GKE,
+    "base with every component": CUSTOM_METRICS | GKE | {"reclaim": {"token"}},
     "base on GKE": GKE,
     "chart gke": GKE,
     "chart production": CUSTOM_METRICS,

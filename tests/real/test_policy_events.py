@@ -45,14 +45,10 @@ def _play(kafka: KafkaServer, api: ApiServer, gpustream: Callable[..., Gpustream
     note = {"gpustream.dev/recliam": "scale"}
     api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SPACE, "annotations": note}})
     gpu_pod(api, "a", node, {"gpustream.dev/idel-after": "2h", "gpustream.dev/idle-after": "10d"})
-    token = api.service_account("gpustream", "cluster")
-    for component, names in (("base/cluster", ("clusterrole", "role")), ("components/policy-events", ("clusterrole",))):
-        for name in names:
-            for file in (name, f"{name}binding"):
-                content = yaml.safe_load((K8S / component / f"{file}.yaml").read_text())
-                for subject in content.get("subjects", ()):
-                    subject["namespace"] = "gpustream"
-                assert api.apply(content).status < 300
+    token = api.service_account("gpustream", "events")
+    for file in ("base/cluster/clusterrole", "base/cluster/role", "components/policy-events/clusterrole"):
+        role = yaml.safe_load((K8S / f"{file}.yaml").read_text())
+        api.grant("gpustream:events", *role["rules"], namespace="gpustream" if role["kind"] == "Role" else None)
     config = str(api.kubeconfig(token=token))
     lease = ("--lease", "gpustream/gpustream-cluster")
 
