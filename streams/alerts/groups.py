@@ -49,7 +49,8 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
         return GroupStep(group)
     held = report.held if report.held is not None or last is None else last.held
     seen = {**group.seen, report.node: Seen(report.position, report.phase, report.logged_ms, held)}
-    compared = compare(group, report, seen)
+    removed = group.alert is not None and group.alert.name not in rules.by_name
+    compared = compare(group, report, seen, "rule_removed" if removed else "pod_ended")
     if report.ranks and report.held is None and not report.alerts and not compared.alerts:  # nothing began or ended
         if compared.group is group:
             return GroupStep(group)

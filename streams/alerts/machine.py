@@ -131,7 +131,8 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
     findings, memory = evaluate.evaluate(rules, tick, state.memory)
     after = arrived(state, tick, place, memory)
     reports: list[Write] = []
-    if state.holdings is None or memory.devices is not state.memory.devices:
+    step_ends = tick.ts_ms // STEP_MS != state.last_ts_ms // STEP_MS  # then other rules are found, too
+    if state.holdings is None or memory.devices is not state.memory.devices or step_ends:
         after, reports = _with_holdings(after, _holdings(after, rules))
     if after.maintenance is not None:
         findings = []

@@ -69,13 +69,13 @@ class Compared(NamedTuple):
     alerts: tuple[Alert, ...] = ()
 
 
-def compare(group: AlertGroup, report: AlertReport, seen: Mapping[str, Seen]) -> Compared:
-    """What a report of a node's ranks makes of a group."""
+def compare(group: AlertGroup, report: AlertReport, seen: Mapping[str, Seen], gone: str = "pod_ended") -> Compared:
+    """What a report of a node's ranks makes of a group; ``gone``: why alerts end if the node has no ranks any more."""
     known, suspects, alerts = dict(group.ranks), dict(group.suspects), list[Alert]()
     if report.held == 0:  # the workload has left the node
         known.pop(report.node, None)
         for uuid in [uuid for uuid, one in suspects.items() if one.node == report.node]:
-            alerts += _ended(group, suspects.pop(uuid), uuid, report.ts_ms, "pod_ended")
+            alerts += _ended(group, suspects.pop(uuid), uuid, report.ts_ms, gone)
     if report.ranks and report.limits is not None and report.pattern is not None:
         rounds = [known] if report.node in known else []
         known = {report.node: report.ranks} if rounds else {**known, report.node: report.ranks}

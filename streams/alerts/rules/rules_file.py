@@ -287,7 +287,7 @@ OPTIONS = (
     Option("recovered_severity", "recovered_severity", severity, ("xid",), "Of what the GPU has dealt with itself."),
     Option("unknown_severity", "unknown_severity", severity, ("xid",), "Of codes without a row."),
     Option("copy_labels", "copy_labels", names, (), "Labels of the pod and of its namespace that the alert has too."),
-    Option("labels", "labels", labels, (), "Labels to add."),
+    Option("labels", "labels", labels, (), "Labels to add. None replaces one of the alert's own, such as `team`."),
     Option("annotations", "annotations", annotations, (), "Annotations to add, or to have in place of the rule's own."),
 )  # fmt: skip
 

@@ -3,8 +3,8 @@
 In: a finding, its tick, and since when it has held. Out: labels (who and where, in OpenTelemetry's names), and the
 words: a summary, a description with figures, the runbook.
 
-Labels name a pod only if the alert is about one, or exactly one holds the device. A rule's own labels and
-annotations go over these.
+Labels name a pod only if the alert is about one, or exactly one holds the device. A rule's own labels are added to
+these, and replace none: who sets a label for many does not take another team's. Its annotations go over these.
 """
 
 import re
@@ -139,7 +139,7 @@ def _labels(rule: Rule, cluster: str, node: str, pairs: Pairs) -> dict[str, str]
     own = [("alertname", rule.name), ("severity", rule.severity)]
     own += [("k8s_cluster_name", cluster), ("k8s_node_name", node)]
     texts = {name: _clean(str(value)) for name, value in (*own, *pairs) if value is not None}
-    return {name: text for name, text in texts.items() if text} | rule.labels
+    return rule.labels | {name: text for name, text in texts.items() if text}
 
 
 def _clean(value: str) -> str:

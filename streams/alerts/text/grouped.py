@@ -50,7 +50,7 @@ _OF_PODS: dict[Kind, OfPods] = {
     ),
     "underused": OfPods("underused", f"Use fewer or smaller GPUs, share them, or look what they wait for.{_SWITCH}"),
     "memory_hoarded": OfPods(
-        "hoarded: their memory is held, and they are hardly used",
+        "hardly used, with their memory held",
         f"Free the memory, or use a smaller GPU or a part of one.{_SWITCH}",
     ),
     "straggler": OfPods(
@@ -186,7 +186,7 @@ def _place(member: Member) -> str:
 
 def _first(state: str) -> str:
     """The state as it begins a sentence: what it is, without more words."""
-    return state.partition(":")[0].capitalize()
+    return state.partition(",")[0].capitalize()
 
 
 def _listed(names: Sequence[str], between: str = ", ") -> str:

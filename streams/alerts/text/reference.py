@@ -8,12 +8,20 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from delivery.values import duration_words
+from streams.alerts import groups
+from streams.alerts.conditions.finding import Facts, Finding
+from streams.alerts.memory import HeldBy, Memory, Seen
 from streams.alerts.rules import rules_file
-from streams.alerts.rules.rule import KINDS, Rule
+from streams.alerts.rules.rule import KINDS, OF_ALL, WASTE, WINDOWED, Kind, Rule, Rules
 from streams.alerts.rules.rules_file import OPTIONS, SELECTORS, Option
+from streams.alerts.text.describe import describe, silent
+from streams.alerts.tick import Device, Metrics, Tick
 from streams.alerts.xids import XID_KINDS, XIDS
+from topics.alerts import Alert, AlertReport, AlertState, time
+from topics.attributed import Holder, Workload
 from topics.reference import generate
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "alerts.md"
@@ -64,6 +72,7 @@ def markdown() -> str:
     head = ("rule", "what it is about", "kind", "severity", "for", "keep_firing_for", "further")
     tables = {
         "rules": _table(head, rules),
+        "sentences": _table(("rule", "summary", "description"), map(_said, rules_file.defaults().values())),
         "options": _table(("key", "of kind", "meaning"), map(_option, OPTIONS)),
         "selectors": _table(("key", "of kind", "matches"), map(_option, SELECTORS)),
         "xids": _table(
@@ -71,6 +80,64 @@ def markdown() -> str:
         ),
     }
     return _MARKED.sub(lambda found: found[1] + tables[found[2]], PAGE.read_text(encoding="utf-8"))
+
+
+_SINCE_MS = 1_795_219_152_000
+_EXAMPLES: dict[Kind, dict[str, Any]] = {
+    "used_unallocated": {"value": 0.93},
+    "attribution_conflict": {"key": "no_pod"},
+    "xid": {"text": "79", "value": 1.0},
+    "ecc_uncorrectable": {"value": 2.0},
+    "nvlink_errors": {"key": "crc", "value": 140.0},
+    "thermal_slowdown": {"value": 91.0},
+    "power_brake": {"value": 212.0},
+    "underused": {"value": 0.043},
+    "memory_hoarded": {"value": 0.012},
+    "crash_loop": {"text": "7"},
+    "policy_invalid": {"text": "the annotation gpustream.dev/idle-after is malformed: 'soon' is no duration"},
+}
+"""What the example of a kind has found."""
+
+
+def _said(rule: Rule) -> Sequence[str]:
+    """The sentences of a rule's alert, of an example."""
+    holder = Holder("ml-team", "bert-0", pod_uid="uid", container="main", workload=Workload("Job", "bert"))
+    metrics = Metrics(
+        gpu_utilization_ratio=1.0, sm_active_ratio=0.1, tensor_active_ratio=0.0, power_watts=140.0,
+        power_limit_watts=700.0, memory_used_bytes=70 * 2**30, memory_total_bytes=80 * 2**30,
+    )  # fmt: skip
+    device, example = Device("GPU-1", 3, "H100", holders=(holder,), metrics=metrics), _EXAMPLES.get(rule.kind, {})
+    after_ms = _SINCE_MS + max(rule.for_ms, 60_000)
+    tick = Tick(
+        schema=1, cluster="prod", node="gpu-node-1", run_id=1, seq=1, ts_ms=after_ms, offset=1, attribution="exact",
+        devices=(device,),
+    )  # fmt: skip
+    facts = Facts(device, None, (holder,), text=example.get("text", ""))
+    finding = Finding(rule, "GPU-1", "uid", example.get("key", ""), value=example.get("value"), facts=facts)
+    if rule.kind != "node_silent":
+        labels, words = describe(finding, tick, _SINCE_MS)
+    else:
+        seen = Seen(3, pods=(HeldBy("ml-team", "bert-0", _SINCE_MS),))
+        state = AlertState(
+            schema=1, cluster="prod", node="gpu-node-1", offset=1, position=1, last_ts_ms=after_ms, logged_ms=after_ms
+        )
+        labels, words = silent(rule, state, Memory(devices={"GPU-1": seen}))
+    if rule.kind in WASTE:
+        if rule.kind == "straggler":
+            words |= {"evidence": "SM clock 1200 MHz (its peers SM clock 1980 MHz)"}
+        window_s = rule.window_ms / 1000 if rule.kind in WINDOWED else 0.0
+        part = Alert(
+            schema=1, name=rule.name, state="firing", fingerprint="0" * 16, cluster="prod", node="gpu-node-1",
+            starts_at=time(after_ms), severity=rule.severity, value=(after_ms - _SINCE_MS) / 1000 + window_s,
+            labels=labels, annotations=words,
+        )  # fmt: skip
+        report = AlertReport(
+            schema=1, group="0" * 16, scope="workload", cluster="prod", node="gpu-node-1", ts_ms=after_ms,
+            held=1 if rule.kind in OF_ALL else 8, alerts=(part,),
+        )  # fmt: skip
+        made = groups.step(None, report, 0, Rules((rule,))).group.alert
+        words = made.annotations if made is not None else words
+    return f"`{rule.name}`", words["summary"], words["description"].removeprefix(f"{words['summary']}. ")
 
 
 def _further(rule: Rule) -> list[str]:

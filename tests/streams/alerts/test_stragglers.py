@@ -155,3 +155,17 @@ def test_a_pod_can_say_that_it_is_meant_so() -> None:
     for second in range(0, 1800, 20):
         devices = [device(i, off, **WORKS | ({"sm_clock_hz": 1.2e9} if i == 2 else {})) for i in range(8)]
         assert not [one for one in replay.take(tick(second, *devices)) if one.name == "GPUStraggler"]
+
+
+def test_without_the_rule_its_alert_ends_within_five_minutes_and_another_name_is_another_alert() -> None:
+    replay = Replay(ON)
+    told: list[Alert] = []
+    for second in range(0, 3600, 20):
+        if second == 1500:
+            replay._rules = overlay('[rules.Laggards]\nkind = "straggler"')
+        devices = [device(i, holder(), **WORKS | ({"sm_clock_hz": 1.2e9} if i == 2 else {})) for i in range(8)]
+        told += replay.take(tick(second, *devices))
+    first, end, other = [one for one in told if one.name in ("GPUStraggler", "Laggards")]
+    assert (first.name, end.resolved_because, other.name) == ("GPUStraggler", "rule_removed", "Laggards")
+    assert end.ends_at is not None
+    assert end.ends_at < other.starts_at

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.alerts.conditions.evaluate import evaluate
+from streams.alerts.conditions.finding import Facts, Finding
 from streams.alerts.memory import Memory, NodeAlerts, remember
 from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import Rules
@@ -318,3 +319,12 @@ def test_a_replay_says_the_same() -> None:
         findings, _ = evaluate(DEFAULTS, tick(0, one), Memory())
         said_twice.append([describe(finding, tick(0, one), START_MS) for finding in findings])
     assert said_twice[0] == said_twice[1]
+
+
+def test_a_rules_own_labels_never_replace_those_of_the_workload() -> None:
+    by = overlay('[rules.GPUHeldIdle]\nlabels = { team = "platform", floor = "2" }')
+    (idle,) = by.of("held_idle")
+    for labels, team in (({"team": "ml"}, "ml"), ({}, "platform")):
+        facts = Facts(device(0), None, (holder(labels=labels),))
+        said, _ = describe(Finding(idle, gpu(), "uid-bert-0", facts=facts), tick(0, device(0)), 0)
+        assert (said["team"], said["floor"]) == (team, "2")

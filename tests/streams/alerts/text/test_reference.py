@@ -16,7 +16,7 @@ PAGE = reference.PAGE.read_text(encoding="utf-8")
 
 def test_the_page_has_the_tables_as_they_are() -> None:
     assert not stale({reference.PAGE: reference.markdown()})
-    assert re.findall(r"<!-- table: (\w+) -->\n\n\| ", PAGE) == ["rules", "options", "selectors", "xids"]
+    assert re.findall(r"<!-- table: (\w+) -->\n\n\| ", PAGE) == ["rules", "sentences", "options", "selectors", "xids"]
 
 
 def test_a_table_that_is_another_one_is_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
