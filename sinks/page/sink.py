@@ -1,6 +1,6 @@
 """The page: gpu.attributed, gpu.alerts and gpu.usage -> the fleet in a browser, on ``--page-listen``.
 
-In:       every record, at every replica: there is no group, and nothing is committed.
+In:       gpu.attributed, gpu.alerts and gpu.usage, every record at every replica: in no group, nothing is committed.
 Out:      the page, and what it shows (:mod:`sinks.page.server`).
 State:    what is shown (:mod:`sinks.page.fleet`). A process that starts reads the last 2 minutes of ticks, all alerts,
           and the last day of usage, and is ready when it has: a device's history begins there.
