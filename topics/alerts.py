@@ -16,8 +16,10 @@ from topics.topic import Cluster, Name, Node, Number, Topic, UInt, Version, abou
 Severity = Literal["info", "warning", "critical"]
 """The severities that a rule may have."""
 
-AnySeverity = Annotated[str, about("How bad it is.", words=("info", "warning", "critical"))]
-State = Annotated[str, about("Whether it goes on.", words=("firing", "resolved"))]
+AnySeverity = Annotated[
+    str, about("How bad it is, from the least to the worst.", words=("info", "warning", "critical"))
+]
+State = Annotated[str, about("firing: it goes on. resolved: it is over.", words=("firing", "resolved"))]
 Fingerprint = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z", description="16 hex digits")]
 Time = Annotated[datetime, msgspec.Meta(tz=True, description="RFC 3339, UTC, of a whole millisecond")]
 
@@ -50,14 +52,16 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     schema: Version
     name: Annotated[str, about("The rule's name.")]
     state: State
-    fingerprint: Annotated[Fingerprint, about("What tells alerts apart: the record's key.")]
+    fingerprint: Annotated[Fingerprint, about("What tells alerts apart, 16 hex digits: the record's key.")]
     cluster: Cluster
     node: Annotated[Name, about("The node that it is about; of an alert about several GPUs, that of the first one.")]
-    starts_at: Annotated[Time, about("When it fired, in event time.")]
-    ends_at: Annotated[Time | None, about("When it was resolved, in event time.")] = None
+    starts_at: Annotated[Time, about("When it fired, by the time of the tick that made it fire.")]
+    ends_at: Annotated[Time | None, about("When it was resolved, likewise. Absent while it fires.")] = None
     severity: AnySeverity
     value: Annotated[Number | None, about("The figure that the rule judges, when it fired.", "that of the rule")] = None
-    labels: Annotated[dict[str, str], about("The alert's labels, by name, frozen when it fired.")] = {}
+    labels: Annotated[
+        dict[str, str], about("The alert's labels, by name, as when it fired: docs/reference/alerts.md lists them.")
+    ] = {}
     annotations: Annotated[
         dict[str, str], about("Sentences for people and figures, by name, as of when it was written.")
     ] = {}

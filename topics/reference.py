@@ -8,6 +8,7 @@ Source: JSON Schema draft 2020-12; its patterns are ECMA 262's, which has no ``\
 """
 
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -275,7 +276,7 @@ def _records(topic: Topic, known: set[str]) -> Iterator[str]:
                 _kind(field),
                 "required" if required else _default(field),
                 field.get("x-unit", ""),
-                field["description"],
+                re.sub(r"docs/reference/((\w+)\.md)", r"[\2](\1)", field["description"]),
                 field.get("x-since", FIRST_VERSION),
             )
             for key, (field, required) in fields.items()

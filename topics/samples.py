@@ -9,8 +9,8 @@ from topics.topic import Cluster, Node, Number, Topic, UInt, Version, about
 State = Annotated[
     str,
     about(
-        "How the device answered. The values of one whose word is not known count as any others; it "
-        "is judged neither lost nor well.",
+        "ok: it answered. lost: the driver has lost it. timeout: it did not answer in time. The values of one whose "
+        "word is not known count as any others; it is judged neither lost nor well.",
         words=("ok", "lost", "timeout"),
     ),
 ]
@@ -78,7 +78,7 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     index: Annotated[
         UInt | None, about("The GPU's index on its node, which can change when the node starts again.", "none")
     ] = None
-    vendor: Annotated[str, about("Who made it.")] = "nvidia"
+    vendor: Annotated[str, about("Who made it: always nvidia as yet.")] = "nvidia"
     model: Annotated[str | None, about("The model's name, as NVML says it.")] = None
     pci_bus_id: Annotated[str | None, about("Where it is on the PCI bus: DOMAIN:BUS:DEVICE.FUNCTION.")] = None
     minor: Annotated[UInt | None, about("N of /dev/nvidiaN.", "none")] = None

@@ -13,7 +13,7 @@ HOUR_MS = 3_600_000
 Category = Annotated[
     str,
     about(
-        "held (by a container of a pod), free (nobody is known to hold it), lost (it did not answer), "
+        "held (by a container of a pod, or a batch job), free (nobody is known to hold it), lost (it did not answer), "
         "or unobserved (no tick says anything of that time).",
         words=("held", "free", "unobserved", "lost"),
     ),
@@ -45,21 +45,27 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ]
     final: Annotated[bool, about("Whether no later revision comes.")]
     policy: Policy
-    namespace: Annotated[str | None, about("The holder's namespace.")] = None
-    pod: Annotated[str | None, about("The holder's pod.")] = None
+    namespace: Annotated[str | None, about("The holder's namespace; a batch job's partition. Absent unless held.")] = (
+        None
+    )
+    pod: Annotated[str | None, about("The holder's pod; a batch job's id.")] = None
     pod_uid: Annotated[str | None, about("The pod's UID.")] = None
     container: Annotated[str | None, about("The container that held the device.")] = None
     workload: Annotated[Workload | None, about("The holder's workload, as of the last tick.")] = None
-    team: Annotated[str | None, about("The holder's team, as of the last tick.")] = None
+    team: Annotated[
+        str | None, about("The holder's team, by the label that --team-label names, as of the last tick.")
+    ] = None
     labels: Annotated[dict[str, str], about("The holder's labels, as of the last tick.")] = {}
     node_labels: Annotated[dict[str, str], about("The node's labels, as of the last tick.")] = {}
     model: Annotated[str | None, about("The GPU's model, as of the last tick.")] = None
-    device_ms: Annotated[UInt, about("For how long.", "ms")]
-    slice_ms: Annotated[UInt, about("That, times the compute slices of the device.", "ms")]
+    device_ms: Annotated[
+        UInt, about("How much of the window is this record's. Of a device that pods share, the holder's part.", "ms")
+    ]
+    slice_ms: Annotated[UInt, about("device_ms, times the compute slices of the device: all of a whole GPU's.", "ms")]
     of: Annotated[UInt, about("How many compute slices the GPU has.", "slices")]
-    used_us: Annotated[UInt, about("Of that time, how long it computed.", "us")]
-    idle_ms: Annotated[UInt, about("Of that time, how long the holder did nothing with it.", "ms")]
-    tensor_us: Annotated[UInt, about("Of that time, how long the tensor cores worked.", "us")]
+    used_us: Annotated[UInt, about("Of device_ms, how long it computed.", "us")]
+    idle_ms: Annotated[UInt, about("Of device_ms, how long the holder did nothing with it.", "ms")]
+    tensor_us: Annotated[UInt, about("Of device_ms, how long the tensor cores worked.", "us")]
     energy_mj: Annotated[UInt, about("The energy that it took.", "mJ")]
     memory_byte_ms: Annotated[UInt, about("The memory in use, times how long.", "bytes * ms")]
     exact_ms: Annotated[

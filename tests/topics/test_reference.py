@@ -1,6 +1,7 @@
 """What is written from the tables: fresh, whole, and never written by the check."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ def test_every_field_has_a_row_in_the_table_of_its_object(topic: Topic) -> None:
         if key:
             table = page.partition(f"\n### {kind}\n")[2].partition("\n#")[0]
             (row,) = [line for line in table.splitlines() if line.startswith(f"| `{key}` |")]
-            assert field["description"].replace("|", "\\|") in row
+            linked = re.sub(r"docs/reference/((\w+)\.md)", r"[\2](\1)", field["description"])
+            assert linked.replace("|", "\\|") in row
             assert f"| {field.get('x-unit', '')} |" in row
             assert row.endswith("| 0.1.0 |") or "x-since" in field
 
@@ -85,10 +87,10 @@ def test_every_field_has_a_row_in_the_table_of_its_object(topic: Topic) -> None:
     "row",
     [
         "| `ts_ms` | integer | required | ms since the epoch | When the producer made the tick, by the node's clock. |",
-        '| `state` | string: `ok` or `lost` or `timeout` | `"ok"` |  | How the device answered. ',
+        '| `state` | string: `ok` or `lost` or `timeout` | `"ok"` |  | ok: it answered. ',
         "| `attribution` | string: `exact` or `late` or `none` |  |  | What these holders rest on,",
         "| `devices` | array of [AttributedDevice](#attributeddevice) |  |  | Every GPU and MIG device of the node,",
-        "| `starts_at` | string, RFC 3339 | required |  | When it fired, in event time.",
+        "| `starts_at` | string, RFC 3339 | required |  | When it fired, by the time of the tick that made it fire.",
         "| `metrics` | object of number |  | that of the key |",
     ],
 )
