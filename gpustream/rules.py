@@ -1,18 +1,18 @@
-"""``gpustream rules check`` and ``gpustream rules test``.
+"""``gpustream rules check``, ``gpustream rules show`` and ``gpustream rules test``.
 
 In:       a file of rules; for a test gpu.attributed, from Kafka or as recorded lines.
-Out:      on standard output what would have fired, and when: a table on a terminal, tab-separated fields elsewhere, or
-          the transitions as JSON lines.
+Out:      on standard output the rules, or what would have fired, and when: a table on a terminal, tab-separated fields
+          elsewhere, or the transitions as JSON lines.
 On failure: mistakes of the file, each with its line, on standard error and exit code 1; lines and records that are no
           ticks are named there, left out, and make the exit code 1.
 """
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import click
 import msgspec
@@ -20,13 +20,14 @@ from click.core import ParameterSource
 
 from delivery.connection import Connection
 from delivery.settings import START_FROM, ConnectionSettings
+from delivery.values import duration_words
 from gpustream import alerts, history, logs
 from gpustream.command import LOG_FORMAT, Argument, Command, Group, connection, counted, option, options
 from gpustream.topics import answer, show
 from streams.alerts import tick as ticks
 from streams.alerts.node import Replay
 from streams.alerts.rules import rules_file
-from streams.alerts.rules.rule import Rules
+from streams.alerts.rules.rule import Rule, Rules
 from streams.alerts.rules.rules_file import RulesError
 from topics import attributed
 from topics.alerts import Alert
@@ -34,6 +35,7 @@ from topics.alerts import Alert
 COLUMNS = ("fired", "resolved", "for", "severity", "alert", "where", "who", "why it ended", "summary")
 
 FAILED = 1
+R = TypeVar("R")
 _MOST_NAMED = 20
 """Of lines that are no ticks: the rest is only counted."""
 
@@ -43,7 +45,7 @@ RULES_FILE = click.argument("file", cls=Argument, type=click.Path(path_type=Path
 
 @click.group(cls=Group)
 def rules() -> None:
-    """Check a file of alert rules, or try it on what was recorded."""
+    """Check a file of alert rules, show what holds by it, or try it on what was recorded."""
 
 
 @rules.command(cls=Command, example="gpustream rules check rules.toml")
@@ -51,6 +53,26 @@ def rules() -> None:
 def check(file: Path) -> None:
     """Name every mistake of a file of alert rules, with its line. Exit code 1 if there is any."""
     click.echo(f"{file}: no mistakes; {counted(len(_load(file).rules), 'rule')} in force")
+
+
+@rules.command(
+    cls=Command, name="show", example="gpustream rules show rules.toml\ngpustream rules show | grep held_idle"
+)
+@click.argument("file", cls=Argument, required=False, type=click.Path(path_type=Path))
+def show_rules(file: Path | None) -> None:
+    """Show every rule as it is by a file, or by default: its kind, whether it is on, and all of its options."""
+    known = _every(file)
+    show(("rule", "kind", "on", "severity", "for", "keep_firing_for", "further"), [_row(rule) for rule in known])
+
+
+def _row(rule: Rule) -> tuple[str, ...]:
+    """``for`` of an event, and other durations that are nothing, are shown as a dash."""
+    of_kind = [one for one in rules_file.OPTIONS if rule.kind in one.kinds and one.key not in ("for", "critical_after")]
+    further = [f"{option.key} {option.shown(rule)}" for option in of_kind]
+    further += [f"critical_after {duration_words(rule.critical_ms)}"] if rule.critical_ms else []
+    further += [counted(len(rule.overrides), "override")] if rule.overrides else []
+    times = [duration_words(ms) if ms else "-" for ms in (rule.for_ms, rule.keep_firing_ms)]
+    return rule.name, rule.kind, "yes" if rule.enabled else "no", rule.severity, *times, ", ".join(further) or "-"
 
 
 def _one_source(given: dict[str, Any]) -> list[str]:
@@ -121,8 +143,17 @@ def test(
 
 def _load(path: Path) -> Rules:
     """The rules of a file. Mistakes are named, and end the command."""
+    return _or_mistakes(rules_file.load, path)
+
+
+def _every(path: Path | None) -> Iterable[Rule]:
+    """All rules by a file, those that are off, too."""
+    return (_or_mistakes(rules_file.every, path) if path is not None else rules_file.defaults()).values()
+
+
+def _or_mistakes(read: Callable[[Path], R], path: Path) -> R:
     try:
-        return rules_file.load(path)
+        return read(path)
     except RulesError as error:
         for mistake in error.mistakes:
             click.echo(str(mistake), err=True)

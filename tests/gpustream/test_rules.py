@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from gpustream import rules as rules_module
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
+from streams.alerts.rules import rules_file
 from streams.alerts.tick import Tick
 from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, holder, tick
 
@@ -88,6 +89,19 @@ EXPECTED = [
 def test_a_file_without_mistakes_is_said_to_be_one(file: Path) -> None:
     result = rules("check", str(file))
     assert (result.exit_code, result.stdout) == (0, f"{file}: no mistakes; {len(DEFAULTS.rules)} rules in force\n")
+
+
+def test_every_rule_is_shown_as_it_is_by_a_file_or_by_default(file: Path) -> None:
+    by_default, by_file = rules("show"), rules("show", str(file))
+    shown = [line.split("\t") for line in by_default.stdout.splitlines()]
+    assert {row[0] for row in shown} >= set(rules_file.defaults())
+    held_idle = next(line for line in by_default.stdout.splitlines() if line.startswith("GPUHeldIdle\t"))
+    assert "\theld_idle\tyes\twarning\t15m\t5m\tgrace 5m, " in held_idle
+    assert held_idle not in by_file.stdout
+    file.write_text("[rules.GPUHeldIdle]\nfor = 'soon'\n")
+    wrong = rules("show", str(file))
+    assert (wrong.exit_code, wrong.stdout) == (1, "")
+    assert "rules.GPUHeldIdle.for" in wrong.stderr
 
 
 def test_every_mistake_is_named_with_its_line(file: Path) -> None:

@@ -312,8 +312,16 @@ SELECTORS_BY_KEY = {option.key: option for option in SELECTORS}
 
 def load(path: Path | None) -> Rules:
     """The rules of a file over the defaults; None: the defaults alone. Raises RulesError."""
-    if path is None:
-        return _in_force(defaults())
+    return _in_force(defaults()) if path is None else parse(_text(path), str(path))
+
+
+def every(path: Path) -> dict[str, Rule]:
+    """All rules by a file, those that are off, too. Raises RulesError."""
+    return _parse(_text(path), str(path))[0]
+
+
+def _text(path: Path) -> str:
+    """The text of a file. Raises RulesError."""
     try:
         with path.open("rb") as file:
             data = file.read(_LARGEST_BYTES + 1)
@@ -322,22 +330,26 @@ def load(path: Path | None) -> Rules:
     if len(data) > _LARGEST_BYTES:
         raise RulesError([Mistake(str(path), 0, "", f"is larger than {_LARGEST_BYTES >> 20} MiB")])
     try:
-        text = data.decode().removeprefix("\ufeff")
+        return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise RulesError([Mistake(str(path), line, "", "is not UTF-8")]) from None
-    return parse(text, str(path))
 
 
 def parse(text: str, file: str) -> Rules:
     """The rules of a file's text over the defaults. Raises RulesError."""
+    rules, bounds = _parse(text, file)
+    return msgspec.structs.replace(_in_force(rules), bounds=bounds)
+
+
+def _parse(text: str, file: str) -> tuple[dict[str, Rule], Bounds]:
     document, wrong = _document(text, file), list[tuple[Keys, str]]()
     bounds = _bounds(document.pop("policies", {}), wrong)
     rules = _parsed(document, defaults(), wrong)
     if wrong:
         line_of = _lines(text)
         raise RulesError(Mistake(file, line_of(keys), dotted(keys), why) for keys, why in wrong)
-    return msgspec.structs.replace(_in_force(rules), bounds=bounds)
+    return rules, bounds
 
 
 @cache
