@@ -126,7 +126,7 @@ COMMANDS = {
         lambda: command.load("gpustream.dead_letters.command:dead_letters"),
     ),
     "replay": _module("replay", "Make usage again from what gpu.attributed still has, for hours that were not booked."),
-    "rules": _module("rules", "Check a file of alert rules, or try it on what was recorded."),
+    "rules": _module("rules", "Check a file of alert rules, show what holds by it, or try it on what was recorded."),
     "counters": _module(
         "counters", "Check a file of counters, as dcgm-exporter has them, before --counters is given it."
     ),
