@@ -4,9 +4,12 @@ import asyncio
 import json
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
+import pytest
 from click.testing import CliRunner
 
 from delivery import topic_admin
@@ -14,12 +17,14 @@ from delivery.connection import Connection
 from gpustream.cli import main
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
+from sinks.remote_write.sink import RemoteWriteSink
+from sinks.settings import RemoteWriteSettings
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
 from tests.docs.page import blocks
 from tests.eventually import eventually
-from tests.real.pipeline import Truth, read_all, running
-from tests.real.servers import KafkaServer
+from tests.real.pipeline import Expected, Point, Truth, differences, read_all, running, stored
+from tests.real.servers import KafkaServer, PrometheusServer
 from topics import TOPICS
 
 RUN_LONG = ("produce", "stream", "sink")
@@ -64,30 +69,38 @@ def _parse(command: click.Command | None, words: list[str]) -> None:
     command.make_context(command.name, words)
 
 
-async def test_nodes_move_to_more_partitions_without_a_lost_tick(empty_kafka: KafkaServer, tmp_path: Path) -> None:
-    kafka = empty_kafka.address
+@pytest.mark.parametrize("away", [False, True], ids=["more-partitions", "another-kafka"])
+async def test_nodes_move_without_a_lost_tick(
+    empty_kafka: KafkaServer, prometheus: PrometheusServer, tmp_path: Path, request: pytest.FixtureRequest, away: bool
+) -> None:
+    cluster = f"moved-{away}"
+    new: KafkaServer = request.getfixturevalue("oldest_kafka") if away else empty_kafka
+    places = [Connection(empty_kafka.address), Connection(new.address, topic_prefix="" if away else "wide.")]
     truths = [tmp_path / "old.jsonl", tmp_path / "new.jsonl"]
-    prefixes = ["", "wide."]
-    for prefix, partitions in zip(prefixes, (2, 4), strict=True):
-        await topic_admin.create(Connection(kafka, topic_prefix=prefix), partitions, 1)
-    streams = [Attribution(AttributionSettings(kafka=kafka, topic_prefix=prefix)) for prefix in prefixes]
-    async with running(*streams):
-        for prefix, truth in zip(prefixes, truths, strict=True):
-            settings = SimulatedSettings(
-                kafka=kafka, topic_prefix=prefix, fleet="3x2", interval_s=0.1, stop_after_ticks=10, truth=truth
+    for place, partitions, truth in zip(places, (2, 4), truths, strict=True):
+        where: dict[str, Any] = {"kafka": place.servers, "topic_prefix": place.topic_prefix}
+        await topic_admin.create(place, partitions, 1)
+        stream = Attribution(AttributionSettings(**where))
+        sink = RemoteWriteSink(RemoteWriteSettings(**where, url=prometheus.write_url, from_="earliest"))
+        async with running(stream, sink):  # those of the old place end before those of the new one begin
+            fleet = SimulatedSettings(
+                **where, cluster=cluster, fleet="3x2", interval_s=0.1, stop_after_ticks=10, truth=truth
             )
-            await SimulatedFleet(settings).run(asyncio.Event())
-        sampled = Truth.read(*truths).ticks
+            await SimulatedFleet(fleet).run(asyncio.Event())
+            sampled = Truth.read(*truths[: truths.index(truth) + 1])
+            points = sampled.points("utilization_ratio")
 
-        async def all_there() -> bool:
-            return set(await _ticks(kafka, prefixes)) == sampled
+            async def all_there(points: Mapping[Point, Expected] = points) -> bool:
+                found = await asyncio.to_thread(stored, prometheus, "gpu_utilization", cluster, "10m")
+                return len(found) == len(points) > 0
 
-        await eventually(all_there)
-    found = await _ticks(kafka, prefixes)
-    assert len(found) == len(sampled) == 60
-
-
-async def _ticks(kafka: str, prefixes: list[str]) -> list[tuple[str, str, int, int]]:
-    """Every tick in gpu.attributed of these prefixes."""
-    rows = [json.loads(row.value) for one in prefixes for row in await read_all(kafka, f"{one}gpu.attributed")]
-    return [(row["cluster"], row["node"], row["run_id"], row["seq"]) for row in rows]
+            await eventually(all_there)
+    assert differences(points, stored(prometheus, "gpu_utilization", cluster, "10m"), "utilization_ratio") == []
+    found = [
+        (one["cluster"], one["node"], one["run_id"], one["seq"])
+        for place in places
+        for record in await read_all(place.servers, f"{place.topic_prefix}gpu.attributed")
+        for one in [json.loads(record.value)]
+    ]
+    assert len(found) == len(sampled.ticks) == 60
+    assert set(found) == sampled.ticks
