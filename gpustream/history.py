@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from aiokafka.errors import KafkaError
 from rich.console import Console
 from rich.progress import Progress
 
@@ -20,6 +21,7 @@ from delivery import clients, topic_admin
 from delivery.clients import close, connected, offsets_at, theirs
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError, BrokerUnavailable
+from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from topics.topic import Topic
 
@@ -186,5 +188,7 @@ async def opened(
             if one.settings is not None and "retention.ms" in one.settings
         }
         yield History(connection, consumer, partitions, kept_ms, without)
+    except KafkaError as error:
+        raise BrokerUnavailable(f"{connection}: not all partitions can be read: {describe(error)}") from error
     finally:
         await close(consumer)

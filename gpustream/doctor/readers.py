@@ -12,7 +12,7 @@ from gpustream.command import counted
 from gpustream.doctor.evidence import Fold, NodeName
 from gpustream.doctor.seen import Checked, Finding, Group, Lag, OwnMetrics, Prometheus, Situation
 from streams import STREAMS
-from topics import samples
+from topics import attributed, samples
 
 ATTRIBUTION = "gpustream-attribution"
 
@@ -114,6 +114,17 @@ def is_behind(seen: Situation, oldest_ms: int | None) -> bool:
     return oldest_ms is not None and seen.now_ms - oldest_ms > BEHIND_MS
 
 
+def silent_reader(seen: Situation) -> tuple[Group, OwnMetrics] | None:
+    """The only group that takes nothing, with the only component that does not answer: it is that one's group."""
+    stuck = [
+        group
+        for group in seen.groups or ()
+        if any(is_behind(seen, lag.oldest_ms) and not (group.members and lag.finished) for lag in group.lags)
+    ]
+    silent = [one for one in seen.components if one.error]
+    return (stuck[0], silent[0]) if len(stuck) == len(silent) == 1 else None
+
+
 def behind(seen: Situation, group: Group, lag: Lag) -> Finding:
     """A group that has not finished what was logged a while ago: why, and whether it catches up."""
     parts = lag.partitions
@@ -123,6 +134,14 @@ def behind(seen: Situation, group: Group, lag: Lag) -> Finding:
         f" {counted(group.members, 'member')}{_movement(lag)}"
     )
     what = f"{group.name}: {counted(lag.records, 'record')} of {lag.topic} not taken yet"
+    if (silent := silent_reader(seen)) is not None and silent[0] is group:
+        url, why = silent[1].url, silent[1].error
+        return Finding(
+            what,
+            f"{url} does not answer ({why}): it hangs, is stopped or is down",
+            evidence,
+            "restart it: what waits is read then. Its log, and that of its node, may say why",
+        )
     if not group.members:
         return Finding(what, "nobody reads: the group has no member", evidence, "start it; what waits is read then")
     failing = [
@@ -198,6 +217,21 @@ _BAD_COUNTERS = {
         },
         "docs/runbooks/GpustreamSeriesCollide.md; docs/how-to/labels.md has the rules",
     ),
+    "_pods_shed_total": (
+        "{n} times a pod, or its labels and annotations, had no room in the record of its node",
+        {"": "the record would be larger than Kafka takes: too many pods, or too long labels and annotations"},
+        "--pod-labels and --pod-annotations of `gpustream produce cluster` say which are published: name fewer",
+    ),
+    "_cluster_labels_cut_total": (
+        "{n} labels or annotations of pods were cut or left out",
+        {"": "they are longer than is published, or a pod has too many"},
+        "--pod-labels and --pod-annotations of `gpustream produce cluster` say which are published: name fewer",
+    ),
+    "_labels_cut_total": (
+        "{n} labels of pods and namespaces are on no series",
+        {"": "pods have more labels than --max-labels leaves room for"},
+        "raise --max-labels as far as the receiver takes it, or publish fewer: --pod-labels of `produce cluster`",
+    ),
     "_counters_broken": (
         "the file of --counters can't be used",
         {"": "it can't be read, or a line of it is wrong: what it held before is in force"},
@@ -244,7 +278,10 @@ _KUBELET_SILENT_S = 60.0
 def components(seen: Situation) -> Checked:
     """What the components say of themselves: what they dropped, why they are not ready, what their receiver answers."""
     found: list[Finding] = []
+    silent = silent_reader(seen)  # that is said of its group
     for one in seen.components:
+        if one.error and silent is not None and one is silent[1]:
+            continue
         if one.error:
             found.append(Finding(f"{one.url}: no metrics", one.error, "it was asked", "is it up, and is it --listen?"))
             continue
@@ -277,13 +314,15 @@ def _then(not_ready: str) -> str:
 
 def _counted_losses(seen: Situation, one: OwnMetrics) -> list[Finding]:
     found = []
+    names: set[str] = set()
     reasons: set[str] = set()  # of a record that was dropped, the values count as refused, too; then they are left out
     for suffix, (what, causes, then) in _BAD_COUNTERS.items():
         for (name, reason), value in one.sums(suffix).items():
             asked_for = suffix == "_samples_withheld_total" and reason == "rule"
-            if asked_for or (reason in reasons and suffix in _COUNTED_AGAIN):
+            if name in names or asked_for or (reason in reasons and suffix in _COUNTED_AGAIN):
                 continue
             reasons.add(reason)
+            names.update([name] if not reason else [])
             said = what.format(n=f"{value:.0f}", reason=reason)
             cause = causes.get(reason, causes.get("", NOT_KNOWN))
             found.append(Finding(f"{one.url}: {said}", cause, f"{name}, {one.since(seen.now_ms)}", then))
@@ -322,11 +361,20 @@ def prometheus(seen: Situation, fold: Fold) -> Checked:
         if seen.now_ms - node.newest_attributed_ms < IN_PROMETHEUS_MS
     }
     late = {name: at for name, at in newest.items() if at - asked.newest_ms.get(name, 0) > BEHIND_MS}
+    sinks = [
+        group
+        for group in seen.groups or ()
+        if group.name.startswith("gpustream-sink-") and attributed.TOPIC.name in {tp.topic for tp in group.committed}
+    ]
+    slow = [one for one in sinks if any(is_behind(seen, lag.oldest_ms) for lag in one.lags)]
+    said = f"has {len(newest) - len(late)} of {counted(len(newest), 'node')}"
+    if late and len(slow) == len(sinks) > 0:  # it has what they have taken
+        return Checked(f"{said}: {', '.join(one.name for one in slow)} has not taken more", found)
     if late and not asked.newest_ms.keys() & newest.keys():
         found.append(_nothing(seen, asked, late))
     else:
         found += [_late(seen, asked, name, at) for name, at in late.items()]
-    return Checked(f"has {len(newest) - len(late)} of {counted(len(newest), 'node')}", found)
+    return Checked(said, found)
 
 
 def _of_itself(asked: Prometheus) -> list[Finding]:

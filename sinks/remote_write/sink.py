@@ -74,6 +74,12 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "Series that are not sent for ten minutes, because the receiver refused them.",
     ),
     Instrument(
+        "gpustream_remote_write_labels_cut_total",
+        "counter",
+        "Labels of pods and namespaces that --max-labels has no room for, neither on gpu_pod_info nor on the devices'"
+        " series; counted when a pod's labels are made.",
+    ),
+    Instrument(
         "gpustream_remote_write_samples_withheld_total",
         "counter",
         f"Samples that were not written because of their labels. {WITHHELD}",
@@ -147,7 +153,11 @@ class RemoteWriteSink:
         queue = Queue(shared.deliverer, at_once=settings.max_in_flight, max_samples=settings.max_request_samples)
         relabelling = settings.relabelling()
         translator = Translator(
-            settings.profiles(), settings.max_labels, relabelling=relabelling, by_pod=settings.parts_by_pod
+            settings.profiles(),
+            settings.max_labels,
+            relabelling=relabelling,
+            by_pod=settings.parts_by_pod,
+            on_cut=made.counter("gpustream_remote_write_labels_cut_total").inc,
         )
 
         resolution = settings.resolution()

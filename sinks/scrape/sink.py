@@ -61,6 +61,12 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     outcomes.delay_instrument("gpustream_scrape_delay_seconds", "a scrape shows it"),
     Instrument(VALUES, "counter", "Values of metrics that were shown, without derived series."),
     Instrument(
+        "gpustream_scrape_labels_cut_total",
+        "counter",
+        "Labels of pods and namespaces that --max-labels has no room for, neither on gpu_pod_info nor on the devices'"
+        " series; counted when a pod's labels are made.",
+    ),
+    Instrument(
         SAMPLES_WITHHELD,
         "counter",
         f"Samples of ticks that are not shown because of their labels. {WITHHELD}",
@@ -214,7 +220,13 @@ class ScrapeSink:
         """Read and serve until ``stop``; returns within 8 s of it. Raises ListenError, and what can't be waited for."""
         settings, sender = self.settings, Sender(self.settings.connection(), client_id=self.settings.group)
         relabelling, by_pod = settings.relabelling(), settings.parts_by_pod
-        translator = Translator(settings.profiles(), settings.max_labels, relabelling=relabelling, by_pod=by_pod)
+        translator = Translator(
+            settings.profiles(),
+            settings.max_labels,
+            relabelling=relabelling,
+            by_pod=by_pod,
+            on_cut=self._instruments.counter("gpustream_scrape_labels_cut_total").inc,
+        )
         shared = ScrapeShared(
             translator=translator,
             stale_after_s=settings.stale_after_s,

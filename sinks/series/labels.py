@@ -166,6 +166,13 @@ def pod_info_labels(where: Place, pod: Held, most: int = MAX_LABELS) -> Labels:
     return tuple(sorted([*pairs, *rest_first[: max(0, most - 1 - len(pairs))]]))
 
 
+def labels_without_room(pod: Held, info: Labels, most: int) -> int:
+    """How many labels of a pod's tenant neither its ``gpu_pod_info`` nor its devices' series have room for."""
+    tenants = sum(map(bool, (*pod.labels.values(), *pod.namespace_labels.values())))
+    shown = sum(name.startswith(("k8s_pod_label_", "k8s_namespace_label_")) for name, _ in info)
+    return max(0, tenants - max(0, most - ROW_LABELS - DEVICE_LABELS) - shown)
+
+
 def known(pairs: Pairs) -> list[tuple[str, str]]:
     """Those pairs that have a value, with values that any receiver takes."""
     texts = ((name, sanitised(str(value))) for name, value in pairs if value is not None)

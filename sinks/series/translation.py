@@ -34,6 +34,7 @@ from sinks.series.labels import (
     identity,
     known,
     labels,
+    labels_without_room,
     meta_labels,
     place,
     pod_info_labels,
@@ -538,7 +539,8 @@ class Translator:
     """Translates ticks, in the given profiles; no tenant makes a series have more than ``max_labels``.
 
     ``profiles`` may be replaced by others: from the next tick of a node on, it is written in these. ``by_pod``: what a
-    device does is written for each pod that shares it, and the rest of it for the device.
+    device does is written for each pod that shares it, and the rest of it for the device. ``on_cut`` hears of how many
+    labels of a pod there was no room anywhere, when its labels are made.
     """
 
     def __init__(
@@ -548,7 +550,9 @@ class Translator:
         *,
         relabelling: Relabelling = _AS_THEY_ARE,
         by_pod: bool = False,
+        on_cut: Callable[[int], object] = int,
     ) -> None:
+        self._on_cut = on_cut
         self._max_labels = max_labels - relabelling.more_labels
         self._relabelling, self._by_pod = relabelling, by_pod
         self._claims: WeakValueDictionary[int, Cache] = WeakValueDictionary()
@@ -651,7 +655,12 @@ class Translator:
             was_of, made = cache.beside.get(key, _NEVER)
             if made is None or was_of != one.of:
                 of, pod = one.of if isinstance(one.of, PodInfo) else (one.of.device, one.of.device.held)
-                made = self._make(made_of(names, one.of, self._max_labels), of, pod, one.key)
+                series = made_of(names, one.of, self._max_labels)
+                if isinstance(one.of, PodInfo) and (
+                    cut := labels_without_room(one.of.pod, series.labels, self._max_labels)
+                ):
+                    self._on_cut(cut)
+                made = self._make(series, of, pod, one.key)
                 cache.beside[key] = one.of, made
             add(key, made, one.values)
 

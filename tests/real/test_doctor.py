@@ -1,14 +1,16 @@
 """``gpustream doctor`` beside a pipeline that is well, and beside ones that are not: each gap with its cause."""
 
 import asyncio
+import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from confluent_kafka import ConsumerGroupTopicPartitions
+from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException
 from confluent_kafka import TopicPartition as TheirPartition
 
 from delivery import kafka_admin, topic_admin
@@ -23,10 +25,11 @@ from sinks.remote_write.sink import RemoteWriteSink
 from sinks.settings import RemoteWriteSettings
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
-from tests.eventually import eventually
+from tests.eventually import eventually, eventually_sync
 from tests.real.kubernetes import ADMIN, ApiServer, Json
-from tests.real.pipeline import Truth, lag, read_all, running
-from tests.real.servers import KafkaServer, PrometheusServer
+from tests.real.pipeline import Gpustream, Truth, lag, read_all, running
+from tests.real.servers import KafkaCluster, KafkaServer, PrometheusServer
+from topics import TOPICS
 
 GROUP = "gpustream-attribution"
 OURS = {"app.kubernetes.io/name": "gpustream"}
@@ -263,3 +266,75 @@ def _daemon_set() -> Json:
         "metadata": {"name": "node", "namespace": "doctor", "labels": labels},
         "spec": {"selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}, "spec": spec}},
     }
+
+
+async def test_a_sink_that_hangs_is_one_finding(
+    empty_kafka: KafkaServer, prometheus: PrometheusServer, gpustream: Callable[..., Gpustream], tmp_path: Path
+) -> None:
+    kafka = empty_kafka
+    await topic_admin.create(kafka.connection, partitions=2, replication_factor=1)
+    options = ("--kafka", kafka.address, "--url", prometheus.write_url, "--session-timeout", "6s")
+    sink = gpustream("sink", "sink", "remote-write", *options)
+    async with running(Attribution(AttributionSettings(kafka=kafka.address))):
+        await asyncio.to_thread(sink.start)
+        await fleet(kafka, tmp_path / "first.jsonl").run(asyncio.Event())
+
+        async def is_taken() -> bool:
+            return not await lag(kafka.address, "gpustream-sink-remote-write", ["gpu.attributed"])
+
+        await eventually(is_taken)
+        sink.sigstop()
+        await fleet(kafka, tmp_path / "second.jsonl").run(asyncio.Event())
+        await eventually(lambda: _attributed_all(kafka))
+        url = f"http://127.0.0.1:{sink.ports[0].number}"
+        _, checked = await look(kafka, later_ms=60_000, metrics=[url], prometheus=prometheus.url)
+        sink.sigcont()
+    (finding,) = (one for name, check in checked.items() if name != "sent" for one in check.findings)
+    assert finding.finding == f"gpustream-sink-remote-write: {3 * TICKS} records of gpu.attributed not taken yet"
+    assert finding.cause.startswith(f"{url} does not answer")
+
+
+async def _attributed_all(kafka: KafkaServer) -> bool:
+    return not await lag(kafka.address, GROUP, ["gpu.samples"])
+
+
+async def test_a_disk_that_a_broker_can_not_use_and_what_has_no_leader_for_it_are_found(
+    start_kafka: Callable[..., KafkaServer], tmp_path: Path
+) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    settings = {"log.dirs": f"{good},{bad}", "metadata.log.dir": str(good)}
+    kafka = await asyncio.to_thread(start_kafka, settings=settings)
+    await topic_admin.create(kafka.connection, partitions=2, replication_factor=1)
+    await fleet(kafka, tmp_path / "truth.jsonl").run(asyncio.Event())
+    bad.rename(tmp_path / "away")
+    bad.write_text("no directory")  # as a disk that has gone: nothing can be made there
+    with contextlib.suppress(KafkaException):
+        await asyncio.to_thread(kafka.create_topics, {"more": 8})
+
+    await asyncio.to_thread(eventually_sync, lambda: leaderless(kafka))
+    _, checked = await look(kafka)
+
+    assert f"broker 1: the disk of {bad}" in {one.finding for one in checked["broker"].findings}
+    assert checked["topics"].findings
+    assert all("have no leader" in one.finding for one in checked["topics"].findings)
+
+
+async def test_brokers_that_were_killed_leave_what_they_had_without_a_leader(
+    kafka_cluster: KafkaCluster,
+) -> None:
+    connection = Connection(kafka_cluster.address)
+    await topic_admin.create(connection, partitions=6, replication_factor=1)
+    await asyncio.to_thread(kafka_cluster.brokers[2].kill9)
+
+    await asyncio.to_thread(eventually_sync, lambda: leaderless(kafka_cluster.brokers[0]))
+    checked = checks.run(await gather(connection, Wanted(600.0)))
+    first = next(one for one in checked["topics"].findings if "no leader" in one.finding)
+    assert first.cause == "the brokers that have the replicas are down, or their disks are"
+    assert "brokers 1, 2 answer" in first.evidence
+    assert checked["broker"].findings == []
+
+
+def leaderless(kafka: KafkaServer) -> bool:
+    """Whether a broker says that some partitions of ours have no leader."""
+    topics = kafka.admin().list_topics(timeout=10).topics
+    return any(one.leader == -1 for name in TOPICS for one in topics[name].partitions.values())

@@ -42,6 +42,16 @@ def lagging(finished: int, grew: int, members: int = 1) -> Situation:
     return seen._replace(groups=[READING, Group("gpustream-sink-remote-write", "Stable", members, (lag,))])
 
 
+def hanging(finished: int, members: int = 1) -> Situation:
+    """A sink that is behind and does not answer, and a Prometheus that lacks what it has not delivered."""
+    seen = lagging(finished, 30, members)
+    committed = {Partition("gpu.attributed", 3): 1}
+    groups = [READING, (seen.groups or [])[1]._replace(committed=committed)]
+    silent = OwnMetrics("http://sink:9401", error="no answer within 10s")
+    old = dict.fromkeys((NodeName("c", f"n{number}") for number in range(3)), 0)
+    return seen._replace(groups=groups, components=[silent], prometheus=Prometheus("http://prometheus", old))
+
+
 def emptied(topic: str, *groups: Group, to: int = 61, newer: Iterable[Record] = ()) -> Situation:
     """A pipeline of which somebody has deleted all records of a topic, before others came."""
     records = [*healthy(), *newer]
@@ -295,6 +305,26 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
     "a sink hangs": (
         lambda: lagging(finished=0, grew=30),
         "500 records of gpu.attributed not taken yet | it takes nothing | in 1 partition (3) | finished 0 | restart it",
+    ),
+    "a sink hangs, and what it says of itself is asked": (
+        lambda: hanging(finished=0),
+        "500 records of gpu.attributed not taken yet | http://sink:9401 does not answer (no answer | restart it",
+    ),
+    "a sink hung until its group went on without it": (
+        lambda: hanging(finished=0, members=0),
+        "500 records of gpu.attributed not taken yet | http://sink:9401 does not answer | restart it",
+    ),
+    "a pod has more labels than a series may have": (
+        lambda: sink_counts("remote_write_labels_cut_total"),
+        "3 labels of pods and namespaces are on no series | --max-labels | raise --max-labels",
+    ),
+    "a node has more pods than a record has room for": (
+        lambda: sink_counts("cluster_pods_shed_total"),
+        "3 times a pod | had no room | --pod-labels",
+    ),
+    "pods have labels that are too long": (
+        lambda: sink_counts("cluster_labels_cut_total"),
+        "3 labels or annotations of pods were cut | --pod-labels",
     ),
     "a sink is too slow": (
         lambda: lagging(finished=300, grew=30),

@@ -18,6 +18,7 @@ from sinks.series.labels import (
     Place,
     identity,
     labels,
+    labels_without_room,
     place,
     pod_info_labels,
     sanitised,
@@ -277,6 +278,17 @@ def test_a_series_has_at_most_so_many_labels_and_its_pods_info_has_the_rest() ->
     assert len(info) + 1 <= MAX_LABELS
     assert written - set(series) <= set(info)
     assert len(labels(LABELS["otel"], held, 100)) == DEVICE_LABELS + 24
+
+
+@pytest.mark.parametrize(("number", "lost"), [(0, 0), (10, 0), (24, 0), (40, 16)])
+def test_what_is_on_no_series_is_counted(number: int, lost: int) -> None:
+    pod = FULL.held._replace(labels={f"key-{n:02}": "v" for n in range(number)}) if FULL.held else None
+    assert pod is not None
+    pod = pod._replace(namespace_labels={})
+    info, series = pod_info_labels(FULL.place, pod), labels(LABELS["otel"], FULL._replace(held=pod))
+    written = {name for name, _ in (*info, *series) if name.startswith("k8s_pod_label_")}
+
+    assert number - len(written) == labels_without_room(pod, info, MAX_LABELS) == lost
 
 
 def test_no_device_has_more_labels_of_its_own_than_is_reckoned_with() -> None:
