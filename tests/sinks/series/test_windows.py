@@ -198,6 +198,7 @@ def test_no_aggregate_has_the_name_of_another_series(profile: ProfileName) -> No
 def test_names_after_commas_are_put_in_order_and_others_refused() -> None:
     assert aggregates("") == ()
     assert aggregates("max, min") == ("min", "max")
+    assert aggregates("") == ()
     with pytest.raises(ValueError, match="'median' is none of min, mean, max"):
         aggregates("min,median")
     with pytest.raises(ValueError, match="has a name twice"):
