@@ -1,8 +1,9 @@
 """Where the story of :mod:`tests.real.sharing` is played: a scripted NVML, a procfs of files, a kubelet; and all that
 makes series of it.
 
-A scene begins in the quiet between two ticks, and each GPU's PCIe replays count the scenes, so that each tick says
-which one it is of. Beside the node another one sees no processes: two pods share its GPU, and nobody knows how.
+Each GPU's PCIe replays count the scenes, so that each tick says which one it is of. A tick that may have been read
+while a scene changed does not count. Beside the node another one sees no processes: two pods share its GPU, and nobody
+knows how.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,16 @@ from tests.eventually import eventually_sync
 from tests.nvml.scripted import NO_INSTANCE, Process, ScriptedNvml
 from tests.producers.node.pod_resources import Server, answer, container, pod, serving
 from tests.producers.node.procfs import Procfs
+from tests.real.accounting import books
 from tests.real.pipeline import Gpustream, lag
 from tests.real.servers import KafkaServer, PrometheusServer
 from tests.real.sharing import DRA_DEVICES, GPUS, Running, Scene, mig_uuid, pids, story
+from topics.attributed import AttributedSample
 from topics.topic import node_key
 
 CLUSTER, NODE, BLIND = "sharing", "gpu-node-1", "gpu-node-2"
 UNSEEN = "GPU-b11d0000-0000-4000-8000-000000000000"
 """The GPU of the node that sees no processes."""
-QUIET_S = 0.25
-QUIET_MS = 100
 KNOWN_S = 2.2
 """After so long what was logged of pods counts for samples."""
 
@@ -37,10 +39,11 @@ class Stage:
     """Where scenes are played."""
 
     def __init__(self, directory: Path, kafka: str) -> None:
-        self.nvml = ScriptedNvml(directory / "nvml", gpus=8, log=True)
+        self.nvml = ScriptedNvml(directory / "nvml", gpus=8)
         self.procfs = Procfs(directory / "proc")
         self.kubelet = Server(directory / "kubelet.sock")
-        self._changes_ms: list[tuple[float, float]] = []
+        self.node: Gpustream | None = None
+        self._changes: list[tuple[int, float]] = []
         self._kafka = kafka
         self._pods: dict[str, Mapping[str, Any]] = {}
         self._told = 0
@@ -52,32 +55,30 @@ class Stage:
         if not pods.keys() <= self._pods.keys():
             self._tell({**self._pods, **pods})
             time.sleep(KNOWN_S)
-        if number:
-            self.watched()
-        began_ms = time.time() * 1000
+        made = self._made()
         self._begin_and_end(pids([scene]))
         self.kubelet.reply = scene.kubelet
         with self.nvml.at_once():
             self._script(scene, number)
-        self._changes_ms.append((began_ms, time.time() * 1000))
+        self._changes.append((made, time.time() * 1000))
         if not self._pods.keys() <= pods.keys():
             self._tell(pods)
 
-    def torn(self, tick_ms: int) -> bool:
-        """Whether a tick of that time may have been read while a scene changed, which it does when nothing is read."""
-        return any(began_ms - QUIET_MS <= tick_ms <= ended_ms for began_ms, ended_ms in self._changes_ms)
+    def torn(self, tick: AttributedSample) -> bool:
+        """Whether a tick may have been read while a scene changed: it was not made before, and began before the end."""
+        return any(made < tick.seq and tick.ts_ms <= ended_ms for made, ended_ms in self._changes)
 
     def watched(self) -> None:
-        """Waits until one tick more has been read: the GPUs have begun to answer and are quiet again."""
-        before = self._calls()
-        self.kubelet.called(self.kubelet.calls + 1)
-        eventually_sync(lambda: self._calls() > before)
-        calls = -1
-        while calls != (calls := self._calls()):
-            time.sleep(QUIET_S)
+        """Waits until two ticks more have been made: only the first of them may have begun before."""
+        enough = self._made() + 2
+        eventually_sync(lambda: self._made() >= enough, f"{enough} ticks")
 
-    def _calls(self) -> int:
-        return sum(not call.function.startswith("nvmlEvent") for call in self.nvml.calls())
+    def _made(self) -> int:
+        """How many ticks of the node have been made."""
+        if self.node is None:
+            return 0
+        get = partial(self.node.get, "/metrics")
+        return books(eventually_sync(get))["producer", ""]["received"]
 
     def _script(self, scene: Scene, number: int) -> None:
         for gpu, uuid in enumerate(GPUS):
@@ -144,16 +145,16 @@ def tell(
     stage, scenes = Stage(directory, kafka.address), list[Scene]()
     nobody = Procfs(directory / "nobody")
     kubelet = servers.enter_context(serving(directory / "blind.sock", SHARED_BLINDLY))
-    nodes = [node(BLIND, _blind(directory / "nvml-blind"), kubelet, nobody.root)]
+    blind = node(BLIND, _blind(directory / "nvml-blind"), kubelet, nobody.root)
     stage.kubelet.start()
     servers.callback(stage.kubelet.stop)
     for number, scene in enumerate(story()):
         stage.play(scene, number)
-        if not scenes:
-            nodes.append(node(NODE, stage.nvml, stage.kubelet, stage.procfs.root))
+        if stage.node is None:
+            stage.node = node(NODE, stage.nvml, stage.kubelet, stage.procfs.root)
         scenes.append(scene)
         stage.watched()
-    for one in nodes:
+    for one in filter(None, (blind, stage.node)):
         one.stop()
     eventually_sync(lambda: _behind(kafka.address, receivers) == 0)
     return scenes, stage
