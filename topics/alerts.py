@@ -388,6 +388,8 @@ TOPIC = Topic(
     example=_EXAMPLE,
 )
 
+_STATE_PROMISE = "Private to the alert stream, which writes it when it changes and reads it whole when it starts."
+
 STATE = Topic(
     name="gpu.alert-state",
     key="cluster/node",
@@ -395,7 +397,7 @@ STATE = Topic(
     cleanup="compact",
     retention_hours=None,
     by_node=True,
-    promise="Private to the alert stream, which writes it when it changes and reads it whole when it starts.",
+    promise=_STATE_PROMISE,
     example={
         "schema": 1,
         "cluster": "prod-us-east-1",
@@ -447,7 +449,7 @@ GROUPS = Topic(
     cleanup="compact",
     retention_hours=None,
     by_node=True,
-    promise="Private to the alert stream, which writes it when it changes and reads it whole when it starts.",
+    promise=_STATE_PROMISE,
     example={
         "schema": 1,
         "group": "0f3c5b8e9a1d2c47",

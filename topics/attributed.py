@@ -7,7 +7,7 @@ import msgspec
 
 from topics import samples
 from topics.samples import Device, Event, Job, Sample
-from topics.topic import Number, Topic, UInt, about
+from topics.topic import Name, Number, Topic, UInt, Version, about
 from topics.workloads import UnwellDevice
 
 Attribution = Annotated[
@@ -173,10 +173,6 @@ class AttributedDevice(Device, frozen=True, omit_defaults=True):
         ),
     ] = None
 
-    def pods(self) -> dict[HoldingPod, list[Holder]]:
-        """The pods that hold the device, each with its holders."""
-        return pods_of(self.holders)
-
 
 class AttributedSample(Sample, frozen=True, kw_only=True):
     """A node's tick with holders."""
@@ -195,6 +191,19 @@ class AttributedSample(Sample, frozen=True, kw_only=True):
             "it is known, also of those that are in no tick any more."
         ),
     ] = ()
+
+
+class AttributedTick(msgspec.Struct, frozen=True, kw_only=True):
+    """What every reader of :class:`AttributedSample` decodes, whatever else it leaves out."""
+
+    schema: Version
+    cluster: Name
+    node: Name
+    run_id: UInt
+    seq: UInt
+    ts_ms: UInt
+    offset: UInt
+    attribution: Attribution
 
 
 _EXAMPLE_HOLDER = {

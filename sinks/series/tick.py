@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from topics.attributed import AttributedEvent, Attribution, Holder, HoldingPod, Parts, pods_of
+from topics.attributed import AttributedEvent, AttributedTick, Holder, Parts
 from topics.catalogue import CATALOGUE
 from topics.samples import Job, Mig
-from topics.topic import Name, UInt, Version, decoder
+from topics.topic import UInt, decoder
 
 KEYS = tuple(CATALOGUE)
 """The keys of metrics, in the order of their fields."""
@@ -49,23 +49,11 @@ class SeriesDevice(msgspec.Struct, frozen=True, omit_defaults=True):
     split_scaled: bool = False
     conflict: str | None = None
 
-    def pods(self) -> dict[HoldingPod, list[Holder]]:
-        """The pods that hold the device, each with its holders."""
-        return pods_of(self.holders)
 
-
-class SeriesTick(msgspec.Struct, frozen=True, kw_only=True):
+class SeriesTick(AttributedTick, frozen=True, kw_only=True):
     """See :class:`topics.attributed.AttributedSample`."""
 
-    schema: Version
-    cluster: Name
-    node: Name
-    run_id: UInt
-    seq: UInt
-    ts_ms: UInt
-    offset: UInt
-    attribution: Attribution
-    node_labels: dict[str, str] = {}
+    node_labels: dict[str, str] = msgspec.field(default_factory=dict)
     devices: tuple[SeriesDevice, ...] = ()
 
 

@@ -613,7 +613,7 @@ class Translator:
         self, where: Place, device: SeriesDevice, sample: SeriesTick, cache: Cache, found: _Found
     ) -> tuple[SeriesDevice, Pods, DeviceIdentity]:
         """Find the sets of a device's metrics; gives what those beside them are made of."""
-        pods = device.pods()
+        pods = pods_of(device.holders)
         was = self._labelled(where, device, pods, cache)
         counts = {} if sample.attribution == "none" else {HOLDERS.name: float(len(pods))}
         if device.xids or (device.info and device.mig is None):  # who says what a GPU is watches its XIDs

@@ -6,10 +6,10 @@ On failure: ``msgspec.DecodeError`` for what is no such record.
 
 import msgspec
 
-from topics.attributed import AttributedEvent, Attribution, Holder, Parts
+from topics.attributed import AttributedEvent, AttributedTick, Holder, Parts
 from topics.idleness import Ratios
 from topics.samples import Job, Mig, State
-from topics.topic import Name, UInt, Version, decoder
+from topics.topic import UInt, decoder
 from topics.workloads import UnwellDevice
 
 
@@ -67,16 +67,8 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     conflict: str | None = None
 
 
-class Tick(msgspec.Struct, frozen=True, kw_only=True):
-    schema: Version
-    cluster: Name
-    node: Name
-    run_id: UInt
-    seq: UInt
-    ts_ms: UInt
-    offset: UInt
-    attribution: Attribution
-    node_labels: dict[str, str] = {}
+class Tick(AttributedTick, frozen=True, kw_only=True):
+    node_labels: dict[str, str] = msgspec.field(default_factory=dict)
     devices: tuple[Device, ...] = ()
     unwell: tuple[UnwellDevice, ...] = ()
 

@@ -7,10 +7,10 @@ On failure: ``msgspec.DecodeError`` for what is no such record.
 
 import msgspec
 
-from topics.attributed import AttributedSample, Attribution, Parts
+from topics.attributed import AttributedSample, AttributedTick, Parts
 from topics.idleness import Ratios
 from topics.samples import Mig, State
-from topics.topic import Name, UInt, Version, decoder
+from topics.topic import UInt, decoder
 
 NOTHING = msgspec.Raw(b"null")
 
@@ -58,17 +58,9 @@ class CountedDevice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     unattributed: Parts | None = None
 
 
-class CountedTick(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    schema: Version
-    cluster: Name
-    node: Name
-    run_id: UInt
-    seq: UInt
-    ts_ms: UInt
+class CountedTick(AttributedTick, frozen=True, kw_only=True, gc=False):
     interval_ms: UInt | None = None
-    offset: UInt
     logged_ms: UInt | None = None
-    attribution: Attribution
     node_labels: msgspec.Raw = NOTHING
     devices: tuple[CountedDevice, ...] = ()
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from topics.attributed import AttributedDevice, AttributedSample
+from topics.attributed import AttributedDevice, AttributedSample, pods_of
 from topics.profiles import PROFILES
 
 Labels = Mapping[str, str]
@@ -124,7 +124,7 @@ def _row(sample: AttributedSample, device: AttributedDevice) -> At:
         **({"gpu_mig_uuid": device.uuid, "gpu_mig_profile": mig.profile or ""} if mig else {}),
     }
     pods = []
-    for pod, holders in device.pods().items():
+    for pod, holders in pods_of(device.holders).items():
         parts: dict[str, float] = defaultdict(float)
         for holder in holders:
             for name in ("utilization_ratio", "memory_used_bytes", "power_watts"):
@@ -134,7 +134,7 @@ def _row(sample: AttributedSample, device: AttributedDevice) -> At:
         named = {"k8s_namespace_name": pod.namespace, "k8s_pod_name": pod.pod}
         if owner is not None:
             named |= {"k8s_workload_kind": owner.kind, "k8s_workload_name": owner.name}
-        pods.append(Holding(named, len(device.pods()), parts))
+        pods.append(Holding(named, len(pods_of(device.holders)), parts))
     return At(sample.ts_ms, labels, device, pods)
 
 

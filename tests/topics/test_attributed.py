@@ -1,6 +1,6 @@
 """Who holds a device, by pod."""
 
-from topics.attributed import AttributedDevice, AttributedEvent, Holder, HoldingPod, by_pod
+from topics.attributed import AttributedDevice, AttributedEvent, Holder, HoldingPod, by_pod, pods_of
 
 
 def holder(pod: str, uid: str | None = None, container: str = "main") -> Holder:
@@ -10,7 +10,7 @@ def holder(pod: str, uid: str | None = None, container: str = "main") -> Holder:
 def test_the_containers_of_a_pod_are_one_pods() -> None:
     a, b, c = holder("a", "1"), holder("b", "2"), holder("a", "1", "sidecar")
     device = AttributedDevice(uuid="GPU-1", vendor="nvidia", state="ok", metrics={}, holders=(a, b, c))
-    assert device.pods() == {HoldingPod("ml-team", "a", "1"): [a, c], HoldingPod("ml-team", "b", "2"): [b]}
+    assert pods_of(device.holders) == {HoldingPod("ml-team", "a", "1"): [a, c], HoldingPod("ml-team", "b", "2"): [b]}
 
 
 def test_a_pod_that_was_created_again_under_its_name_is_another_one() -> None:
@@ -23,7 +23,7 @@ def test_a_holder_without_a_uid_is_of_the_pod_of_that_name() -> None:
 
 
 def test_nobody_holds_a_free_device() -> None:
-    assert AttributedDevice(uuid="GPU-1", vendor="nvidia", state="ok", metrics={}).pods() == {}
+    assert pods_of(()) == {}
 
 
 def test_an_event_without_holders_of_its_own_has_the_devices() -> None:

@@ -17,7 +17,7 @@ from sinks.series.model import Row, SampleGroup, SeriesSet
 from sinks.series.tick import SeriesDevice
 from tests.sinks.scrape.fleet import BESIDE, exposed, full_node, node, samples, types
 from tests.sinks.scrape.handler import shown
-from topics.attributed import Holder
+from topics.attributed import Holder, pods_of
 from topics.catalogue import LAST_XID
 from topics.profiles import LABELS, PROFILES, LabelSet, ProfileName
 
@@ -188,7 +188,7 @@ def test_what_a_tenant_calls_a_pod_is_read_back_as_it_was(odd: str) -> None:
 @pytest.mark.parametrize("broken", ["\ud800", "a\udfffb", "b\udce4"])
 def test_half_a_character_costs_only_itself(broken: str) -> None:
     held = SeriesDevice(uuid="GPU-a", holders=(Holder("n", f"p{broken}"),))
-    pod = identity(Place("c", "n"), held, sole_holder(held.pods()))
+    pod = identity(Place("c", "n"), held, sole_holder(pods_of(held.holders)))
     (device,) = shown(node(GPU))
     made = SampleGroup(SeriesSet(labels(LABELS["otel"], pod), device.series.rows), 0, device.values)
     (one,) = used(exposed([made]))

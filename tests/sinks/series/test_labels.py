@@ -27,7 +27,7 @@ from sinks.series.labels import (
 )
 from sinks.series.tick import SeriesDevice, SeriesTick
 from tests.topics.records import own_labels
-from topics.attributed import Holder, Workload, by_pod, holder_of_job
+from topics.attributed import Holder, Workload, by_pod, holder_of_job, pods_of
 from topics.profiles import LABELS, PROFILES, ProfileName
 from topics.samples import Job
 
@@ -73,7 +73,7 @@ def of(label_set: Any, *holders: dict[str, Any], **more: Any) -> dict[str, str]:
     }
     one = msgspec.convert(content, SeriesDevice)
     job = one.jobs[0] if one.jobs and len(one.jobs) == 1 else None
-    return dict(labels(LABELS[label_set], identity(PLACE, one, sole_holder(one.pods()), job)))
+    return dict(labels(LABELS[label_set], identity(PLACE, one, sole_holder(pods_of(one.holders)), job)))
 
 
 def test_otel_names_the_device_its_holder_and_the_owner_of_the_pod() -> None:

@@ -13,7 +13,7 @@ from sinks.series.tick import SeriesDevice, SeriesTick
 from sinks.series.translation import Beside, beside, made_of
 from tests.sinks.conftest import sample
 from tests.sinks.series.test_labels import BERT, MIG
-from topics.attributed import Holder, HoldingPod, Parts
+from topics.attributed import Holder, HoldingPod, Parts, pods_of
 from topics.catalogue import DEVICE_INFO, FURTHER
 from topics.profiles import LABELS
 
@@ -30,7 +30,7 @@ def parts(used: float | None = None, memory: float | None = None, power: float |
 
 
 def held(tick: SeriesTick) -> list[tuple[SeriesDevice, dict[HoldingPod, list[Holder]], DeviceIdentity]]:
-    return [(device, device.pods(), identity(place(tick), device)) for device in tick.devices]
+    return [(device, pods_of(device.holders), identity(place(tick), device)) for device in tick.devices]
 
 
 def made(label_set: Any, of: Any) -> SeriesSet:

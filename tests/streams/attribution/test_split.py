@@ -339,7 +339,7 @@ def test_the_jobs_of_a_device_hold_it_by_their_parts_where_there_is_no_kubelet()
 
     assert joined.sample.attribution == "exact"
     device, free = joined.sample.devices
-    assert (free.holders, device.conflict, device.pods()) == ((), None, {})
+    assert (free.holders, device.conflict) == ((), None)
     assert [(h.namespace, h.pod, h.pod_uid, h.workload) for h in device.holders] == [
         ("gpu", "41", "41", Workload("SlurmJob", "41")),
         ("slurm", "42", "42", Workload("SlurmJob", "42")),
