@@ -39,6 +39,7 @@ COMPONENTS = {
     "scrape": "sink scrape",
     "parquet": "sink parquet",
     "metricsApi": "sink metrics-api",
+    "page": "sink page",
     "reclaim": "sink reclaim",
 }
 """The values of each component, and the command that it runs."""
@@ -167,6 +168,12 @@ OF_ONE: dict[str, dict[str, dict[str, Any]]] = {
             enabled=said(SWITCH, "A Certificate by cert-manager, which also gives its CA to the API server."),
             issuerRef=said(of_kubernetes("name kind group"), "Who issues it."),
         ),
+    },
+    "page": {
+        "from": said(
+            several(of_kubernetes("podSelector namespaceSelector ipBlock")),
+            "With networkPolicy.enabled, the peers that may connect; empty: nobody but `kubectl port-forward`.",
+        )
     },
     "reclaim": {
         "act": said(SWITCH, "Do what namespaces let be done, with the rights to change workloads; else a dry run."),

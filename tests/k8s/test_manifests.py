@@ -222,6 +222,8 @@ def test_it_is_asked_where_it_listens(thing: Object) -> None:
         ports["gpus"] = port_of(seen["GPUSTREAM_SCRAPE_LISTEN"])
     if "GPUSTREAM_METRICS_LISTEN" in seen:
         ports["api"] = port_of(seen["GPUSTREAM_METRICS_LISTEN"])
+    if "GPUSTREAM_PAGE_LISTEN" in seen:
+        ports["page"] = port_of(seen["GPUSTREAM_PAGE_LISTEN"])
     assert ports_of(thing) == ports
     asked = {name: (probe["httpGet"]["path"], probe["httpGet"]["port"]) for name, probe in probes_of(thing).items()}
     assert asked == {
@@ -306,7 +308,7 @@ def test_the_monitors_scrape_every_port_of_every_pod_of_ours() -> None:
         if one.kind == "Service" and selects(gpus["selector"]["matchLabels"], one.content["metadata"]["labels"])
     ]
     asked = {one["port"] for one in (*pods["podMetricsEndpoints"], *gpus["endpoints"])}
-    assert asked == {name for thing in OURS for name in ports_of(thing)} - {"api"}  # it has no metrics of Prometheus
+    assert asked == {name for thing in OURS for name in ports_of(thing)} - {"api", "page"}  # they have no metrics of Prometheus
     assert {one["port"] for one in gpus["endpoints"]} <= {port["name"] for port in scraped.content["spec"]["ports"]}
 
 
@@ -469,7 +471,7 @@ def test_the_network_policy_lets_in_who_scrapes_any_port_that_is_there_to_be_scr
     policy = the("NetworkPolicy", "gpustream").content["spec"]
     assert selected_by(policy["podSelector"]["matchLabels"]) == OURS
     ports = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
-    assert ports == {name for thing in OURS for name in ports_of(thing)}
+    assert ports == {name for thing in OURS for name in ports_of(thing)} - {"page"}  # it asks nobody who one is
 
 
 def test_with_the_component_the_cluster_producer_writes_events_and_nothing_else() -> None:

@@ -170,7 +170,9 @@ OVERLAYS = {
     "try": {"resources": ["../k8s/try"]},
     "production": {"resources": ["../k8s/overlays/production"]},
     "base with every component": with_components(*TOGETHER),
-    "base with strimzi": with_components("usage", "webhook", "parquet", "scrape", "metrics-api", "reclaim", "strimzi"),
+    "base with strimzi": with_components(
+        "usage", "webhook", "parquet", "scrape", "metrics-api", "page", "reclaim", "strimzi"
+    ),
     "base on GKE": with_components("gke", "critical-node"),
     "base on HAMi": with_components("hami"),
 } | {f"example {number} of the README": said for number, said in enumerate(examples("kind: Kustomization"), 1)}
@@ -706,6 +708,7 @@ SAME = {
     "remoteWrite": {**SCALED, "secret": "remote-write"},
     "alertmanager": {"secret": "alertmanager"},
     "scrape": {"enabled": True},
+    "page": {"enabled": True},
     "reclaim": {"enabled": True, "act": True},
     "metricsApi": {
         "enabled": True,
@@ -732,6 +735,7 @@ TAKEN = [
     "reclaim-act",
     "metrics-api",
     "metrics-api-aggregated",
+    "page",
     "monitors",
     "network-policy",
     "keda",

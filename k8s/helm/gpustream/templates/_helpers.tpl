@@ -13,6 +13,7 @@ webhook: {kind: StatefulSet, command: [sink, webhook], topic: gpu.alerts, group:
 scrape: {kind: StatefulSet, command: [sink, scrape]}
 parquet: {kind: StatefulSet, command: [sink, parquet], topic: gpu.usage, group: gpustream-sink-parquet}
 metricsApi: {kind: Deployment, command: [sink, metrics-api]}
+page: {kind: Deployment, command: [sink, page]}
 reclaim: {kind: StatefulSet, command: [sink, reclaim]}
 {{- end }}
 
@@ -118,6 +119,8 @@ repeated; else commas are between them. A number is written as JSON has it: Go w
 {{- end }}
 {{- else if eq $c.name "scrape" }}
 {{- $_ := set $known "scrape-listen" "0.0.0.0:9400" }}
+{{- else if eq $c.name "page" }}
+{{- $_ := set $known "page-listen" "0.0.0.0:9402" }}
 {{- else if eq $c.name "parquet" }}
 {{- $_ := set $known "path" "/var/lib/gpustream/usage" }}
 {{- else if and (eq $c.name "reclaim") $c.act }}

@@ -112,6 +112,8 @@ spec:
         - {name: metrics, containerPort: {{ include "gpustream.port" (list $c "listen" $options) }}}
         {{- if eq $c.name "scrape" }}
         - {name: gpus, containerPort: {{ include "gpustream.port" (list $c "scrape-listen" $options) }}}
+        {{- else if eq $c.name "page" }}
+        - {name: page, containerPort: {{ include "gpustream.port" (list $c "page-listen" $options) }}}
         {{- else if $isApi }}
         - {name: api, containerPort: {{ include "gpustream.port" (list $c "metrics-listen" $options) }}}
         {{- end }}
