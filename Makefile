@@ -33,7 +33,7 @@ SCRIPTS := .ci/run .ci/dist tests/real/build/build
 GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py gpustream/acls.py gpustream/chart.py streams/alerts/text/reference.py sinks/series/relabel_reference.py docs/flow.py k8s/dashboards/files.py k8s/rules.py docs/peers.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast coverage check docs format bench soak storm upgrade gpu image dist real-servers lock
+.PHONY: help install demo test test-fast coverage check docs format bench soak storm upgrade gpu pictures image dist real-servers lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -114,6 +114,10 @@ upgrade: install ## this tree and an older commit side by side, each with the ot
 
 gpu: install ## the node producer on the GPUs of this machine, ten minutes beside nvidia-smi: a report in build/gpu
 	$(BIN)/python -m tests.gpu
+
+pictures: install ## the pictures of the docs, of the program while it runs, into docs/pictures; it needs Chromium, and 3 minutes
+	@mkdir -p docs/pictures
+	$(BIN)/python -m tests.real.pictures docs/pictures
 
 image: install ## the stages of the Dockerfile without a container engine, and how large what they make is
 	$(BIN)/python -m tests.image

@@ -20,6 +20,7 @@ BENCHMARKS = (
     "cluster",
     "workloads",
     "autoscaling",
+    "page",
     "top",
 )
 

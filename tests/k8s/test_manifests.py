@@ -308,7 +308,10 @@ def test_the_monitors_scrape_every_port_of_every_pod_of_ours() -> None:
         if one.kind == "Service" and selects(gpus["selector"]["matchLabels"], one.content["metadata"]["labels"])
     ]
     asked = {one["port"] for one in (*pods["podMetricsEndpoints"], *gpus["endpoints"])}
-    assert asked == {name for thing in OURS for name in ports_of(thing)} - {"api", "page"}  # they have no metrics of Prometheus
+    assert asked == {name for thing in OURS for name in ports_of(thing)} - {
+        "api",
+        "page",
+    }  # they have no metrics of Prometheus
     assert {one["port"] for one in gpus["endpoints"]} <= {port["name"] for port in scraped.content["spec"]["ports"]}
 
 
