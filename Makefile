@@ -84,7 +84,7 @@ check: install ## lint, format, types, imports, schemas, docs and their links, t
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/mypy docs/consumers/*.py docs/flow.py docs/site.py
+	$(BIN)/mypy docs/consumers/*.py docs/flow.py docs/terminal.py docs/site.py
 	$(BIN)/mypy -p k8s
 	$(BIN)/lint-imports
 	@for generator in $(GENERATORS); do echo "$$generator --check"; $(BIN)/python -m $$generator --check || exit 1; done

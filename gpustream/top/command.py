@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -58,26 +58,32 @@ def top(connection: Connection, since_s: float, plain: bool) -> None:
 
 
 async def _show(connection: Connection, since_s: float, *, plain: bool) -> None:
-    fleet, seen = Fleet(), Seen()
+    async with followed(connection, since_s) as (now, reading):
+        showing = asyncio.create_task(_lines(now) if plain else _screen(now))
+        await asyncio.wait((reading, showing), return_when=asyncio.FIRST_COMPLETED)
+        showing.cancel()
+        (shown,) = await asyncio.gather(showing, return_exceptions=True)
+    if isinstance(shown, Exception):
+        raise shown
+
+
+@contextlib.asynccontextmanager
+async def followed(
+    connection: Connection, since_s: float
+) -> AsyncIterator[tuple[Callable[[], views.Now], "asyncio.Task[None]"]]:
+    """Reads the fleet while inside: a function that gives the moment, and the reading, which ends only by an error."""
+    fleet, seen, began_s = Fleet(), Seen(), time.monotonic()
     async with history.opened(connection, [attributed.TOPIC.name, alerts.TOPIC.name]) as past:
         since_ms = int((time.time() - since_s) * 1000)
         spans = await past.spans(attributed.TOPIC.name, since_ms) | await past.spans(alerts.TOPIC.name)
         reading = asyncio.create_task(_read(past, spans, fleet, seen))
-        began_s = time.monotonic()
-
-        def now() -> views.Now:
-            return moment(fleet, seen, f"gpustream top {connection}", began_s)
-
-        showing = asyncio.create_task(_lines(now) if plain else _screen(now))
         try:
-            await asyncio.wait((reading, showing), return_when=asyncio.FIRST_COMPLETED)
+            yield lambda: moment(fleet, seen, f"gpustream top {connection}", began_s), reading
         finally:
-            for task in (reading, showing):
-                task.cancel()
-            results = await asyncio.gather(reading, showing, return_exceptions=True)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
+            reading.cancel()
+            (read,) = await asyncio.gather(reading, return_exceptions=True)
+    if isinstance(read, Exception):
+        raise read
 
 
 async def _screen(now: Callable[[], views.Now]) -> None:

@@ -34,6 +34,7 @@ SEVERITIES = {"critical": "bold red", "warning": "yellow"}
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+_BLOCKS = frozenset(_LEVELS + _EIGHTHS.strip())
 _GIB = 1024.0**3
 _GAP = 1
 
@@ -99,11 +100,11 @@ def watts(power: float | None) -> str:
 
 def ago(duration_ms: float) -> str:
     """``2h 5m``."""
-    return lasted(timedelta(milliseconds=duration_ms))
+    return lasted(timedelta(milliseconds=duration_ms)).removesuffix(" 0s")
 
 
 def fit(line: Line, width: int, style: str = "") -> Line:
-    """The line in exactly so many cells: cut with an ellipsis, or filled up. ``style`` is put under all of it."""
+    """The line in exactly so many cells: cut with an ellipsis, or filled up. ``style`` is put under all but bars."""
     fitted: Line = []
     left = width
     for text, own in line:
@@ -111,7 +112,7 @@ def fit(line: Line, width: int, style: str = "") -> Line:
             break
         size = cell_len(text)
         cut = text if size <= left else set_cell_size(text, left - 1) + "…"
-        fitted.append((cut, f"{own} {style}".strip()))
+        fitted.append((cut, own if _BLOCKS.intersection(text) else f"{own} {style}".strip()))
         left -= min(size, left)
     return [*fitted, (" " * left, style)] if left > 0 else fitted
 
