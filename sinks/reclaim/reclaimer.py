@@ -170,8 +170,8 @@ class Reclaimer:
                 one = await self.cluster.look(target, intention.namespace)
                 done = is_done(one, intention.id)
         except Denied as denied:
-            await self._write(_then(intention, "refused", reason=denied.reason, message=str(denied)), abandon)
-            return
+            self.health.bad(denied.reason, f"whether {intention.id} was done is not known: {denied}")
+            return  # it stays open: what can't be looked at may have been done
         if done:
             await self._write(_then(intention, "done", generation=generation), abandon)
         else:
@@ -225,12 +225,13 @@ class Reclaimer:
         return min([found, *(since_ms for since_ms, revision in known if revision in course)])
 
     def _dues(self, alert: Alert, wants: OptIn, since_ms: int) -> dict[ActionKind, int]:
-        """When what the namespace lets be done is due, of what was not done yet."""
+        """When what the namespace lets be done is due, of what was not done yet, and is not open."""
         dues: dict[ActionKind, int] = {}
+        over = {*OVER, "intended", *([] if self.settings.act else ["dry_run"])}
         for kind in [kind for kind in KINDS if kind in wants.actions]:
             last = self.ledger.last(action_id(alert, kind))
             least_ms = 0 if kind == "event" else round(self.settings.least_s * 1000)
-            if last is None or (last.state not in OVER and (last.state != "dry_run" or self.settings.act)):
+            if last is None or last.state not in over:
                 dues[kind] = due_ms(wants.actions[kind], least_ms, since_ms)
         return dues
 

@@ -26,7 +26,9 @@ from delivery.instruments import Instruments
 from delivery.kubernetes.client import Client, Unreachable
 from delivery.positions import WHOLE
 from delivery.sender import Sender
+from delivery.settings import Uses
 from delivery.tail import Tail
+from delivery.topic_admin import TopicCheck
 from sinks.alerts import Transitions, read
 from sinks.consumer import GroupReader, Source
 from sinks.outcomes import Outcomes, Undecodable
@@ -165,12 +167,14 @@ class ReclaimSink:
         self._reclaimer: Reclaimer | None = None
         self._reader: GroupReader | None = None
         self._tail: Tail | None = None
+        self._sender: Sender | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read, decide and act until ``stop``; returns within 8 s of it. Raises what cannot be waited for."""
         settings, made = self.settings, self._instruments
         api = Client(settings.kubeconfig, partial(made.counter, API_REQUESTS))
-        sender = Sender(settings.connection(), client_id=settings.group)
+        check = TopicCheck(settings.connection(), Uses(writes=(actions.TOPIC.name,)))
+        sender = self._sender = Sender(settings.connection(), client_id=settings.group, check=check)
         letters, counted = DeadLetters(sender, "sink reclaim"), Outcomes(COMPONENT, made)
 
         async def send(action: Action) -> None:
@@ -204,6 +208,7 @@ class ReclaimSink:
 
     def not_ready(self) -> list[str]:
         """Why nothing is decided; empty when all is well."""
-        if self._reader is None or self._tail is None or self._reclaimer is None:
+        if self._reader is None or self._tail is None or self._sender is None or self._reclaimer is None:
             return ["not started"]
-        return [*self._reader.not_ready(), *self._tail.not_ready(), *self._reclaimer.health.lasting()]
+        of_kafka = [*self._reader.not_ready(), *self._tail.not_ready(), *self._sender.not_ready()]
+        return [*dict.fromkeys(of_kafka), *self._reclaimer.health.lasting()]

@@ -32,6 +32,7 @@ from sinks.alertmanager import AlertmanagerSink
 from sinks.metrics_api.sink import MetricsApiSink
 from sinks.page.sink import PageSink
 from sinks.parquet import ParquetSink
+from sinks.reclaim.sink import ReclaimSink
 from sinks.remote_write.sink import RemoteWriteSink
 from sinks.scrape.sink import ScrapeSink
 from sinks.settings import (
@@ -39,6 +40,7 @@ from sinks.settings import (
     MetricsApiSettings,
     PageSettings,
     ParquetSettings,
+    ReclaimSettings,
     RemoteWriteSettings,
     ScrapeSettings,
     WebhookSettings,
@@ -70,6 +72,7 @@ INPUTS = {
     "sink scrape": ("gpu.attributed",),
     "sink alertmanager": ("gpu.alerts",),
     "sink webhook": ("gpu.alerts",),
+    "sink reclaim": ("gpu.alerts",),
     "sink parquet": ("gpu.usage",),
 }
 """What a component has to commit to its end."""
@@ -94,7 +97,7 @@ async def flow(empty_kafka: KafkaServer) -> KafkaServer:
     await producer.start()
     for name, topic in load_topics().items():
         if topic.record is not None:
-            node = node_key(topic.example["cluster"], topic.example["node"])
+            node = node_key(topic.example["cluster"], topic.example.get("node", ""))
             key = node if topic.by_node else topic.example.get("fingerprint", "").encode()
             key = msgspec.convert(topic.example, Usage).key.encode() if topic.record is Usage else key
             await producer.send_and_wait(name, json.dumps(topic.example).encode(), key=key)
@@ -154,6 +157,7 @@ def component(name: str, url: str, api: str, **kafka: Any) -> Component:
         "sink webhook": lambda: WebhookSink(WebhookSettings(**kafka, url=url, unsigned=True, from_="earliest")),
         "sink metrics-api": lambda: MetricsApiSink(MetricsApiSettings(**kafka, metrics_listen=Address("127.0.0.1", 0))),
         "sink page": lambda: PageSink(PageSettings(**kafka, page_listen=Address("127.0.0.1", 0))),
+        "sink reclaim": lambda: ReclaimSink(ReclaimSettings(**kafka, kubeconfig=Path(api))),
         "sink parquet": lambda: ParquetSink(
             ParquetSettings(**kafka, path=Path(api).parent / "parquet", write_every_s=0.2)
         ),
@@ -234,11 +238,11 @@ async def test_a_component_works_with_exactly_its_acls_and_names_each_that_is_mi
         await eventually(worked)
 
 
-@pytest.mark.parametrize("command", [("usage",), ("report",), ("replay", "--from", "3h")])
+@pytest.mark.parametrize("command", [("usage",), ("report",), ("replay", "--from", "3h"), ("reclaim", "list")])
 async def test_a_command_answers_with_exactly_its_acls_and_names_each_that_is_missing(
     flow: KafkaServer, users: Users, command: tuple[str, ...]
 ) -> None:
-    name, *_ = command
+    name = " ".join(command) if " ".join(command) in ACLS else command[0]
     given = [one for key, value in users.settings(name).items() for one in (f"--{key.replace('_', '-')}", str(value))]
     await users.allow(name, *ACLS[name])
     producer = AIOKafkaProducer(bootstrap_servers=flow.address)

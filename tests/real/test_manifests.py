@@ -616,6 +616,7 @@ GKE = {"node": NODE | {"privileged", "privilege escalation", "capabilities"}}
 MORE = {
     "try": OF_THE_TRY,
     "base with every component": CUSTOM_METRICS | GKE | {"reclaim": {"token"}},
+    "base with strimzi": {"reclaim": {"token"}},
     "base on GKE": GKE,
     "chart gke": GKE,
     "chart production": CUSTOM_METRICS,

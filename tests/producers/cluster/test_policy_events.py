@@ -57,7 +57,7 @@ class Bench:
         )
 
 
-async def leads(replica: PolicyEvents, asked: Any = None) -> None:
+async def leads(replica: PolicyEvents) -> None:
     """It leads until it has nothing to say."""
     running = asyncio.ensure_future(replica.run())
     for _ in range(200):

@@ -342,6 +342,24 @@ async def test_an_answer_that_is_lost_is_found_out_by_the_objects_annotation() -
     assert (world.words(), len(world.api.changes)) == (["intended", "done"], 1)
 
 
+async def test_what_can_not_be_looked_at_stays_open_until_it_can() -> None:
+    world = World("scale")
+    world.write(world.deployment())
+    first = world.replica()
+    first.kill_at = "before done"
+    with pytest.raises(Killed):
+        await first.run()
+    world.replicas.remove(first)
+    sink = world.replica()
+    world.api.faults = [lambda *_: status(403)] * 9
+    await sink.run()
+    assert world.words() == ["intended"]
+    assert "was done is not known" in sink.reclaimer.health.problem
+    world.api.faults = []
+    await sink.run(later_ms=1000)
+    assert world.words() == ["intended", "done"]
+
+
 # -- the budget
 
 
