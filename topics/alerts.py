@@ -166,6 +166,7 @@ class Rank(msgspec.Struct, frozen=True, array_like=True, gc=False):
             "0-1, 0-1, 0-1, Hz, W, 0-1, 0-1",
         ),
     ]
+    model: Annotated[str | None, about("Its model: those of a model are compared.")] = None
 
 
 class Limits(msgspec.Struct, frozen=True, omit_defaults=True):

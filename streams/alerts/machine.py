@@ -338,6 +338,7 @@ def _ranks(before: NodeAlerts, after: NodeAlerts, tick: Tick, rules: Rules) -> l
                 figures is None
                 or holder is None
                 or holder.observed
+                or device.mig is not None
                 or evaluate.is_silenced(rules, holder, after.memory.devices[device.uuid], tick)
             ):
                 continue
@@ -351,7 +352,7 @@ def _ranks(before: NodeAlerts, after: NodeAlerts, tick: Tick, rules: Rules) -> l
             pattern = _alert(ruled, one, after, tick.ts_ms, 0.0, described)
             scope = _scope_of_pod(pattern)
             group = _group(pattern, scope)
-            ranks.setdefault(group, []).append(Rank(device.uuid, device.index, holder.pod, figures))
+            ranks.setdefault(group, []).append(Rank(device.uuid, device.index, holder.pod, figures, device.model))
             limits = Limits(ruled.for_ms, ruled.keep_firing_ms, ruled.peers, ruled.deviations)
             reports[group] = AlertReport(
                 schema=1, group=group, scope=scope, cluster=after.cluster, node=after.node, ts_ms=tick.ts_ms,

@@ -11,6 +11,7 @@ half of the GPUs are slow. A GPU is an outlier if it is far from the median by t
 - In synchronous training all wait for the slowest. A GPU whose host is slow does less than its peers, which wait in a
   kernel; one that computes slowly does more than its peers, which wait. So of activity both sides count, but only where
   GPUs work together: replicas that serve have what load they get.
+- GPUs of different models differ anyway: those of one model are compared. MIG devices are not.
 - What is true of more than a third of the GPUs is how the workload is made, and no lag.
 """
 
@@ -121,7 +122,11 @@ def _judged(
 
 
 def outliers(ranks: Sequence[Rank], limits: Limits, kind: str = "") -> dict[str, str]:
-    """The ranks that lag, by UUID, each with the measures that say so."""
+    """The ranks that lag behind the others of their model, by UUID, each with the measures that say so."""
+    models = dict.fromkeys(rank.model for rank in ranks)
+    if len(models) > 1:
+        of_models = [outliers([rank for rank in ranks if rank.model == model], limits, kind) for model in models]
+        return {uuid: words for found in of_models for uuid, words in found.items()}
     found: dict[str, list[str]] = {}
     used = [rank.figures[0] for rank in ranks if rank.figures[0] is not None]
     works = [rank for rank in ranks if rank.figures[0] is None or rank.figures[0] >= _BUSY]

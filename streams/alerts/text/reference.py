@@ -52,6 +52,37 @@ _ABOUT = {
 }
 
 
+_MEASURED = {
+    "held_idle": "154 of 181 alerts useful, 27 say it again, none false; of 324 spells 302 found, 17 "
+    "min after they began (21 of the others: MIG of an A100, of which no activity is measured)",
+    "stalled": "10 of 10 useful; all 63 GPUs that hung found, 10 min after that",
+    "underused": "10 of 10 useful; all 10 found, after the window",
+    "memory_hoarded": "1 of 1 useful; both GPUs found, 70 min after the pod began",
+    "straggler": "7 of 7 useful; all 7 found, 9 min after they got slow",
+    "crash_loop": "2 of 2 useful; all 8 pods found, 2 min after they began",
+    "used_unallocated": "no alert, and no reason for one",
+    "attribution_conflict": "no alert, and no reason for one",
+    "thermal_slowdown": "11 of 11 useful; all 10 found, 110 s after cooling failed",
+    "power_brake": "7 of 7 useful; all 7 found, 10 s after it began",
+}
+"""What ``python -m tests.bench.noise`` says of the kinds that a simulated fleet has a truth for."""
+
+_FAULT = "a fault that a GPU or a node reports itself"
+_EVIDENCE = {
+    "held_idle": "utilization, activity and processes of each pod",
+    "stalled": "utilization, power, SM and tensor activity of all the workload's GPUs",
+    "underused": "mean use in a window",
+    "memory_hoarded": "memory held, mean use in a window",
+    "straggler": "clock, violations, activity and power, beside the other GPUs of the workload",
+    "crash_loop": "what the API server says of the containers",
+    "used_unallocated": "utilization, and what the kubelet says",
+    "attribution_conflict": "processes, and what the kubelet says",
+    "policy_invalid": "annotations and labels",
+    "missing": "the devices of earlier ticks",
+    "node_silent": "that no tick comes",
+}
+
+
 def markdown() -> str:
     same: dict[tuple[str, str, str], list[int]] = {}
     for code, xid in XIDS.items():
@@ -70,8 +101,18 @@ def markdown() -> str:
         for rule in rules_file.defaults().values()
     ]
     head = ("rule", "what it is about", "kind", "severity", "for", "keep_firing_for", "further")
+    each = [
+        (
+            f"`{rule.name}`",
+            _EVIDENCE.get(rule.kind, _FAULT),
+            "on" if rule.enabled else "off",
+            _MEASURED.get(rule.kind, ""),
+        )
+        for rule in rules_file.defaults().values()
+    ]
     tables = {
         "rules": _table(head, rules),
+        "each": _table(("rule", "by what it judges", "default", "on the simulated fleet"), each),
         "sentences": _table(("rule", "summary", "description"), map(_said, rules_file.defaults().values())),
         "options": _table(("key", "of kind", "meaning"), map(_option, OPTIONS)),
         "selectors": _table(("key", "of kind", "matches"), map(_option, SELECTORS)),

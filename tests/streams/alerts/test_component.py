@@ -603,7 +603,7 @@ async def test_no_error_is_forgotten_by_a_worker_that_takes_over(killed: int) ->
 # -- alerts of several GPUs
 
 IDLE = device(0, holder(), busy=0.0)
-SOON = overlay('[rules.GPUHeldIdle]\nfor = "20s"\ngrace = "0s"\nkeep_firing_for = "0s"')
+SOON = Rules(overlay('[rules.GPUHeldIdle]\nfor = "20s"\ngrace = "0s"\nkeep_firing_for = "0s"').of("held_idle"))
 
 
 async def grouping(seconds: int) -> Worker:

@@ -29,9 +29,12 @@ RULES = overlay("""
     keep_firing_for = "10s"
     [rules.GPUMemoryHoarded]
     enabled = true
+    for = "0s"
     window = "10m"
     used_below = 0.3
     keep_firing_for = "0s"
+    [rules.GPUStraggler]
+    enabled = false
     [rules.GPUCrashLoop]
     enabled = true
     keep_firing_for = "20s"

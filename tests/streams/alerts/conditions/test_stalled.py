@@ -52,10 +52,10 @@ def test_a_mig_device_is_not_judged() -> None:
     assert not found(tick(0, mig(0, holder(), **HUNG)), of="GPUStalled", by=ON)
 
 
-def test_it_is_off_unless_a_file_turns_it_on_or_has_a_rule_of_its_kind() -> None:
-    assert not DEFAULTS.of("stalled")
-    assert not overlay('[rules.GPUStalled]\nfor = "5m"').of("stalled")
-    (own,) = overlay('[rules.HungJobs]\nkind = "stalled"').of("stalled")
+def test_it_is_on_unless_a_file_turns_it_off() -> None:
+    assert DEFAULTS.of("stalled")
+    assert not overlay("[rules.GPUStalled]\nenabled = false").of("stalled")
+    own = overlay('[rules.HungJobs]\nkind = "stalled"').of("stalled")[-1]
     assert (own.name, own.enabled, own.for_ms) == ("HungJobs", True, 600_000)
 
 

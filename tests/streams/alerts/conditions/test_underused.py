@@ -13,6 +13,7 @@ ON = overlay("""
     [rules.GPUUnderused]
     enabled = true
     window = "30m"
+    keep_firing_for = "15m"
     [rules.GPUMemoryHoarded]
     enabled = true
     window = "15m"
