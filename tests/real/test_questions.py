@@ -29,6 +29,7 @@ from delivery.sender import Sender
 from producers.publisher import INSTRUMENTS, NodePublisher
 from sinks.remote_write import encode_v1
 from sinks.series.model import Row, SampleGroup, SeriesSet
+from tests.eventually import eventually_sync
 from tests.real.conftest import need
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import KafkaServer, PrometheusServer, Series, find_java, find_kafka, find_prometheus
@@ -110,7 +111,7 @@ def _answers(servers: ExitStack, directory: Path, kafka: str, prometheus: Promet
     time.sleep(FLEET_S)
     for fleet in fleets:
         fleet.stop()
-    _wait_until_delivered(kafka)
+    eventually_sync(lambda: _behind(kafka) == 0, "all is delivered", every_s=0.5)
     records = [json.loads(record.value) for record in asyncio.run(read_all(kafka, "gpu.attributed"))]
     devices = _devices(directory / f"{OURS}.jsonl", records)
     at_ms = max(device["ts_ms"] for device in devices)
@@ -211,13 +212,12 @@ def _last(records: Iterable[Mapping[str, Any]], at_ms: int) -> list[tuple[str, D
     ]
 
 
-def _wait_until_delivered(kafka: str) -> None:
-    for _ in range(120):
-        behind = asyncio.run(lag(kafka, "gpustream-attribution", ["gpu.samples"]))
-        if behind + asyncio.run(lag(kafka, "gpustream-sink-remote-write", ["gpu.attributed", "gpu.alerts"])) == 0:
-            return
-        time.sleep(0.5)
-    raise AssertionError("not everything was delivered in a minute")
+def _behind(kafka: str) -> int:
+    pairs = (
+        ("gpustream-attribution", ["gpu.samples"]),
+        ("gpustream-sink-remote-write", ["gpu.attributed", "gpu.alerts"]),
+    )
+    return sum(asyncio.run(lag(kafka, group, topics)) for group, topics in pairs)
 
 
 def _devices(truth: Path, records: Iterable[Mapping[str, Any]]) -> list[Device]:
