@@ -82,7 +82,7 @@ class Reading(NamedTuple):
         return f"{namespace or ''}/{pod}" if pod else None
 
 
-class Device(NamedTuple):
+class ComparedDevice(NamedTuple):
     """A GPU, or a GPU instance of one: its UUID, or where that is not said, its node and index."""
 
     uuid: str
@@ -104,7 +104,7 @@ def _first(labels: Labels, names: Iterable[str]) -> str | None:
     return next((labels[name] for name in names if labels.get(name)), None)
 
 
-def device(labels: Labels, uuids: Mapping[tuple[str, str], str]) -> Device | None:
+def device(labels: Labels, uuids: Mapping[tuple[str, str], str]) -> ComparedDevice | None:
     """What a series is of; ``uuids``: of GPUs, by node and index. None: of no GPU."""
     uuid, index = _first(labels, _UUIDS), _first(labels, _INDEXES)
     if uuid is None and index is not None:
@@ -112,7 +112,7 @@ def device(labels: Labels, uuids: Mapping[tuple[str, str], str]) -> Device | Non
         uuid = uuids.get((node, index)) or f"{node}/{index}"
     if uuid is None:
         return None
-    return Device(labels.get("gpu_mig_uuid") or uuid, labels.get("GPU_I_ID", ""))
+    return ComparedDevice(labels.get("gpu_mig_uuid") or uuid, labels.get("GPU_I_ID", ""))
 
 
 def _quantities(profile: Profile) -> Iterator[tuple[str, Labels, _Quantity]]:
@@ -162,7 +162,7 @@ class Side(NamedTuple):
 class Compared(NamedTuple):
     """A series of theirs beside ours of the same GPU and quantity."""
 
-    device: Device
+    device: ComparedDevice
     quantity: str
     theirs: Side | None
     ours: Side | None
@@ -226,9 +226,9 @@ def _with_holders(readings: Sequence[Reading]) -> Sequence[Reading]:
 
 def _grouped(
     readings: Iterable[Reading], uuids: Mapping[tuple[str, str], str]
-) -> dict[tuple[Device, str], list[Reading]]:
+) -> dict[tuple[ComparedDevice, str], list[Reading]]:
     """The series of each GPU and quantity."""
-    found: dict[tuple[Device, str], list[Reading]] = {}
+    found: dict[tuple[ComparedDevice, str], list[Reading]] = {}
     for one in readings:
         if (of := device(one.labels, uuids)) is not None:
             found.setdefault((of, quantity(one.labels).key), []).append(one)
@@ -251,7 +251,7 @@ def _absent(name: str, key: str, known: Iterable[str]) -> tuple[Verdict, str]:
 
 
 def _beside(
-    found: Device,
+    found: ComparedDevice,
     key: str,
     theirs: Reading,
     ours: tuple[Sequence[Reading], Sequence[Reading]],

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from gpustream.command import counted
 from gpustream.fleet import Fleet, pods
-from gpustream.tally import Summary
+from gpustream.tally import RunSummary
 
 LINE_EVERY_S = 5.0
 
@@ -36,7 +36,7 @@ def fleet_line(fleet: Fleet, facts: Sequence[str], alerts: int, trouble: str) ->
     return ", ".join([*found, *([trouble] if trouble else [])])
 
 
-def summary_text(summary: Summary, seen: Sequence[str] = ()) -> str:
+def summary_text(summary: RunSummary, seen: Sequence[str] = ()) -> str:
     """The end of a run for people: what was ``seen``, and where every tick went."""
     attributed = summary.attributed
     rows = [

@@ -31,7 +31,7 @@ _UNSET = "-"
 _COLUMNS = ("option", "variable", "default", "meaning")
 
 
-class Section(NamedTuple):
+class MetricsSection(NamedTuple):
     """The instruments of one package: its import path, and the rows that no section before it has."""
 
     package: str
@@ -115,7 +115,7 @@ def commands(group: click.Group, path: tuple[str, ...]) -> Iterator[tuple[tuple[
             yield (*path, name), command
 
 
-def sections() -> Iterator[Section]:
+def sections() -> Iterator[MetricsSection]:
     """Every package's instruments, in the order of the flow, each once: those named ``instruments`` have the first say.
 
     Other modules repeat what several components have.
@@ -130,7 +130,7 @@ def sections() -> Iterator[Section]:
             known.update(row.name for row in rows)
             if rows:
                 parent = name.rpartition(".")[0]
-                yield Section(name if parent == sinks.__name__ else parent, rows)  # a sink may be one module
+                yield MetricsSection(name if parent == sinks.__name__ else parent, rows)  # a sink may be one module
 
 
 def _command(path: tuple[str, ...], command: click.Command) -> str:

@@ -74,7 +74,7 @@ class Attributed(msgspec.Struct, frozen=True):
     none: int = 0
 
 
-class Summary(msgspec.Struct, frozen=True):
+class RunSummary(msgspec.Struct, frozen=True):
     """How a run ended: ticks sampled and metric values in them, and what became of them."""
 
     ticks: int
@@ -122,10 +122,12 @@ class Tally:
         """How many of the sampled ticks some sink has neither taken nor dead-lettered."""
         return missing(sampled, [sink.ticks for sink in self.sinks.values()])
 
-    def summary(self, sampled: Collection[Sampled], *, values: int, delivered: dict[str, int], dropped: int) -> Summary:
+    def summary(
+        self, sampled: Collection[Sampled], *, values: int, delivered: dict[str, int], dropped: int
+    ) -> RunSummary:
         """The end of the run: ``values`` in the sampled ticks, ``delivered`` values by sink, ticks that producers
         ``dropped``."""
-        return Summary(
+        return RunSummary(
             ticks=sum(one.last_seq for one in sampled),
             samples=values,
             attributed=Attributed(

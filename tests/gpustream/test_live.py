@@ -4,7 +4,7 @@ import pytest
 
 from gpustream import live
 from gpustream.fleet import Fleet
-from gpustream.tally import Attributed, Summary
+from gpustream.tally import Attributed, RunSummary
 from tests.gpustream.test_fleet import gpu, seen, tick
 
 FACTS = ["4 ticks/s, 890 values/s", "lag 0.3 s", "scrape 9,600 values (9 ticks behind)"]
@@ -29,7 +29,7 @@ def test_while_it_starts_it_says_what_it_waits_for() -> None:
 
 @pytest.mark.parametrize("seen_things", [[], ["XID 31 on GPU 4 of sim-0000", "GPU 4 of sim-0000 lost"]])
 def test_the_summary_says_what_was_seen_and_where_everything_went(seen_things: list[str]) -> None:
-    summary = Summary(60, 13200, Attributed(58, 1, 1), {"scrape": 13200}, 0, 0, 2)
+    summary = RunSummary(60, 13200, Attributed(58, 1, 1), {"scrape": 13200}, 0, 0, 2)
     head = ["            seen  XID 31 on GPU 4 of sim-0000", "                  GPU 4 of sim-0000 lost"]
 
     assert live.summary_text(summary, seen_things).splitlines() == [

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from gpustream.cli import main
-from gpustream.tally import Summary
+from gpustream.tally import RunSummary
 
 pytestmark = pytest.mark.slow
 
@@ -66,8 +66,8 @@ def test_the_sample_summary_is_one_that_could_be_had() -> None:
     assert sample.delivered == {"scrape": sample.samples}
 
 
-def _summary(text: str) -> Summary:
-    return msgspec.json.decode(text, type=Summary)
+def _summary(text: str) -> RunSummary:
+    return msgspec.json.decode(text, type=RunSummary)
 
 
 @pytest.mark.parametrize("line", ELSEWHERE)

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpustream.tally import Run, Sampled, Seqs, Summary, Tally
+from gpustream.tally import Run, RunSummary, Sampled, Seqs, Tally
 from sinks.outcomes import Outcome
 
 NODE = Run("c", "n-0", 1000)
@@ -102,5 +102,5 @@ def test_a_dropped_tick_is_not_taken() -> None:
     assert tally.behind("scrape", [Sampled(NODE, 4)]) == 1
 
 
-def _summary(tally: Tally, *sampled: Sampled) -> Summary:
+def _summary(tally: Tally, *sampled: Sampled) -> RunSummary:
     return tally.summary(sampled, values=0, delivered={}, dropped=0)
