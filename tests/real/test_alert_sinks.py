@@ -175,8 +175,11 @@ async def test_alerts_fire_and_end_in_alertmanager_and_are_notified_once_through
     assert await read_all(alerts_kafka.address, "gpu.dead-letters") == []
 
 
-def test_alertmanager_takes_the_route_of_the_docs(start_alertmanager: Callable[..., AlertmanagerServer]) -> None:
-    (route,) = blocks("how-to/notifications.md", "yaml", "Alertmanager")
+@pytest.mark.parametrize("section", ["Alertmanager", "PagerDuty and Slack"])
+def test_alertmanager_takes_the_routes_of_the_docs(
+    start_alertmanager: Callable[..., AlertmanagerServer], section: str
+) -> None:
+    (route,) = blocks("how-to/notifications.md", "yaml", section)
     assert start_alertmanager(configuration=route.text).alerts() == []
 
 
