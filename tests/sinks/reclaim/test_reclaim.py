@@ -353,11 +353,11 @@ async def test_what_can_not_be_looked_at_stays_open_until_it_can() -> None:
     sink = world.replica()
     world.api.faults = [lambda *_: status(403)] * 9
     await sink.run()
-    assert world.words() == ["intended"]
+    assert world.words("scale") == ["intended"]
     assert "was done is not known" in sink.reclaimer.health.problem
     world.api.faults = []
     await sink.run(later_ms=1000)
-    assert world.words() == ["intended", "done"]
+    assert world.words("scale") == ["intended", "done"]
 
 
 # -- the budget
