@@ -100,8 +100,8 @@ format: install ## format the code, mend what lint can mend, write the schemas a
 docs: install ## the documentation as a site, in build/site: every link and anchor of it checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: install ## measure: tests/bench, one after another
-	$(BIN)/python -m tests.bench
+bench: install ## measure: what each step costs, in minutes; ARGS=score for one of tests/bench, ARGS=all for all of them
+	$(BIN)/python -m tests.bench $(ARGS)
 
 soak: install ## faults at random against real servers, every sample counted: an hour, or SOAK_MINUTES=10 SOAK_SEED=7
 	SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) $(BIN)/pytest tests/real/test_soak.py -s -rs --show-capture=no $(ARGS)

@@ -1,7 +1,12 @@
-"""Every benchmark in turn, ``python -m tests.bench [NAME ...]``; docs/operations/benchmarks.md has what they say."""
+"""The table of what each step costs, or benchmarks by name: ``python -m tests.bench [--write | all | NAME ...]``.
+
+docs/operations/benchmarks.md has what they say.
+"""
 
 import subprocess
 import sys
+
+from tests.bench import aims
 
 BENCHMARKS = (
     "attribution",
@@ -26,9 +31,12 @@ BENCHMARKS = (
 
 
 def main(names: list[str]) -> int:
-    """Runs each benchmark in a process of its own; returns how many failed."""
+    """Prints the table, or runs each benchmark in a process of its own; returns how many failed."""
+    if not names or names == ["--write"]:
+        aims.main(write=bool(names))
+        return 0
     failed = 0
-    for name in names or BENCHMARKS:
+    for name in BENCHMARKS if names == ["all"] else names:
         sys.stdout.write(f"\n## {name}\n\n")
         sys.stdout.flush()
         failed += subprocess.run([sys.executable, "-m", f"tests.bench.{name}"], check=False).returncode != 0

@@ -42,7 +42,7 @@ def main(count: int) -> None:
         stream = Gpustream(directory / "stream", "stream", "attribution", "--kafka", kafka.address)
         servers.callback(stream.close)
         start_s, _ = cpu_and_lateness_of(stream, kafka.address)
-        size = asyncio.run(produce(kafka.address, count))
+        size = asyncio.run(produce(kafka.connection, count))
         stream_s, late_s = cpu_and_lateness_of(stream, kafka.address)
         stream_s -= start_s
         bare_s = asyncio.run(bare(kafka.address, count))
@@ -74,13 +74,13 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def produce(kafka: str, count: int) -> int:
+async def produce(kafka: Connection, count: int, nodes: int = NODES) -> int:
     """The log of a fleet, at any pace; returns the bytes of its samples."""
-    sender = Sender(Connection(kafka), client_id="bench", max_batch_bytes=512 * 1024)
+    sender = Sender(kafka, client_id="bench", max_batch_bytes=512 * 1024)
     await sender.start()
     size = 0
     waiting = []
-    async for topic, key, value in records(count):
+    async for topic, key, value in records(count, nodes):
         size += len(value) if topic == "gpu.samples" else 0
         sent = await sender.send(topic, value, key=key)
         waiting.append(sent)
@@ -91,13 +91,13 @@ async def produce(kafka: str, count: int) -> int:
     return size
 
 
-async def records(count: int) -> AsyncIterator[tuple[str, bytes, bytes]]:
+async def records(count: int, nodes: int) -> AsyncIterator[tuple[str, bytes, bytes]]:
     """Topic, key and value of what the fleet's producers would send."""
-    fleet = Fleet(NODES, GPUS, pod_life_s=600)
+    fleet = Fleet(nodes, GPUS, pod_life_s=600)
     last: dict[str, tuple[int, object]] = {}
     start_ms = time.time_ns() // 1_000_000
     made = 0
-    for tick in ticks(fleet, start_ms, 1000, count // NODES + 1):
+    for tick in ticks(fleet, start_ms, 1000, count // nodes + 1):
         key, fields = node_key("default", tick.node.name), identity(tick, start_ms)
         for news in tick.news:
             workloads = {**fields, "epoch": start_ms, "seq": tick.seq, "ts_ms": news.at_ms, "pods": news.pods}

@@ -50,6 +50,14 @@ def test_every_option_has_its_one_variable_and_a_help_text(path: tuple[str, ...]
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_what_is_not_given_is_a_value_that_each_option_takes(path: tuple[str, ...]) -> None:
+    context = click.Context(COMMANDS[path])
+    for option in COMMANDS[path].params:
+        if not option.required:
+            option.process_value(context, option.get_default(context))
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_help_shows_an_example_that_the_command_takes(path: tuple[str, ...]) -> None:
     result = _invoke(*path, "--help")
 

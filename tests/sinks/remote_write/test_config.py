@@ -46,6 +46,9 @@ def test_good_settings_have_no_mistakes(tmp_path: Path) -> None:
         ({"external_labels": (("region", "eu"), ("region", "us"))}, "--external-label: region is given twice"),
         ({"session_timeout_s": 0.1}, "--session-timeout"),
         ({"max_in_flight": 0}, "limits"),
+        ({"resolution_s": 0.5}, "--resolution"),
+        ({"resolution_s": 300.0}, "--resolution"),
+        ({"aggregate": ("min",)}, "--aggregate"),
     ],
 )
 def test_a_mistake_names_its_option(more: dict[str, Any], option: str) -> None:
