@@ -99,8 +99,11 @@ def activity(metrics: Metrics) -> float | None:
     used, engine, sms = metrics.gpu_utilization_ratio, metrics.graphics_engine_active_ratio, metrics.sm_active_ratio
     if used is None and engine is None and sms is None:
         return None
-    video = metrics.encoder_utilization_ratio or 0.0, metrics.decoder_utilization_ratio or 0.0
-    return max(used or 0.0, engine or 0.0, sms or 0.0, *video)
+    most = used or 0.0
+    for other in (engine, sms, metrics.encoder_utilization_ratio, metrics.decoder_utilization_ratio):
+        if other is not None and other > most:
+            most = other
+    return most
 
 
 def _read(
@@ -109,37 +112,40 @@ def _read(
     """The sums of a pod after a reading, if there is one. The first is of no time."""
     if share is None:
         return before
-    step, violation_s = now_ms // STEP_MS, 0.0
-    if metrics is not None:
-        violation_s = (metrics.power_violation_seconds_total or 0.0) + (metrics.thermal_violation_seconds_total or 0.0)
+    step = now_ms // STEP_MS
     if before is None or step < before.step - 1:
         worked_ms = now_ms if share >= IDLE_BELOW else 0
-        return Use(pod, now_ms, step, 0, 0, worked_ms, _MARK.pack(0, 0), (), violation_s)
+        return Use(pod, now_ms, step, 0, 0, worked_ms, _MARK.pack(0, 0), (), _violations_s(metrics))
     passed_ms = now_ms - before.at_ms
     if not 0 < passed_ms <= GAP_MS:
         passed_ms = 0
-    marks, sums, low = before.marks, before.sums, before.low
+    marks, sums, low, violation_s = before.marks, before.sums, before.low, before.violation_s
     if step > before.step:
         mark = _MARK.pack(before.ms & _MASK, before.work & _MASK)
         marks = (marks + mark * min(step - before.step, wanted.steps + 1))[-_MARK.size * (wanted.steps + 1) :]
         means = [(_mean(marks, steps), below) for steps, below in wanted.windows]
         sums, low = (), any(mean is not None and mean < below for mean, below in means)
     if metrics is not None and now_ms // _FIGURES_MS != before.at_ms // _FIGURES_MS:
+        violation_s = _violations_s(metrics)
         sums = _added(sums, metrics, violation_s - before.violation_s)
-    else:
-        violation_s = before.violation_s
     return Use(
         pod,
         now_ms,
-        max(step, before.step),
+        max(before.step, step),
         before.ms + passed_ms,
-        before.work + round(share * passed_ms * _UNITS_PER_MS),
+        before.work + int(share * passed_ms * _UNITS_PER_MS + 0.5),
         now_ms if share >= IDLE_BELOW else before.worked_ms,
         marks,
         sums,
         violation_s,
         low,
     )
+
+
+def _violations_s(metrics: Metrics | None) -> float:
+    if metrics is None:
+        return 0.0
+    return (metrics.power_violation_seconds_total or 0.0) + (metrics.thermal_violation_seconds_total or 0.0)
 
 
 def _added(sums: Figures, metrics: Metrics, violation_s: float) -> Figures:

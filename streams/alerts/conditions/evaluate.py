@@ -170,7 +170,10 @@ def stalled(rule: Rule, view: View, found: list[Finding]) -> None:
     A kernel that waits for its peers is such work. A MIG device has no power of its own, and of pods that share a GPU
     it is not known whose kernel waits: of both nothing is found.
     """
-    metrics, holder = view.device.metrics, sole(view)
+    metrics = view.device.metrics
+    if metrics.gpu_utilization_ratio is not None and metrics.gpu_utilization_ratio < rule.least_used:
+        return
+    holder = sole(view)
     if view.device.mig is not None or holder is None or holder.observed:
         return
     ruled = view.rules.in_force(rule, holder)

@@ -102,6 +102,11 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """What is no idleness for some pod."""
         return min(self._thresholds)
 
+    @cached_property
+    def least_used(self) -> float:
+        """What is less than full use for every pod."""
+        return min([self.used_above, *(float(one.changes.get("used_above", 1.0)) for one in self.overrides)])
+
     @property
     def _thresholds(self) -> list[float]:
         return [self.idle_below, *(float(o.changes.get("idle_below", self.idle_below)) for o in self.overrides)]
