@@ -269,8 +269,13 @@ def _daemon_set() -> Json:
 
 
 async def test_a_sink_that_hangs_is_one_finding(
-    empty_kafka: KafkaServer, prometheus: PrometheusServer, gpustream: Callable[..., Gpustream], tmp_path: Path
+    empty_kafka: KafkaServer,
+    prometheus: PrometheusServer,
+    gpustream: Callable[..., Gpustream],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("gpustream.doctor.gather._ANSWER_S", 2.0)
     kafka = empty_kafka
     await topic_admin.create(kafka.connection, partitions=2, replication_factor=1)
     options = ("--kafka", kafka.address, "--url", prometheus.write_url, "--session-timeout", "6s")

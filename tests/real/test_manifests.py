@@ -917,6 +917,28 @@ def test_a_list_and_a_large_number_are_what_the_options_take(tmp_path: Path) -> 
     assert (writes["GPUSTREAM_HEADER"], seen["attribution"]["GPUSTREAM_GRACE"]) == ("A: b, c\nD: e", "90.5")
 
 
+def test_a_prefix_of_a_component_reaches_its_pods_its_trigger_and_its_rights(tmp_path: Path) -> None:
+    said = {
+        "options": {"topic-prefix": "prod."},
+        "keda": {"enabled": True},
+        "strimzi": {"topics": True, "users": True},
+        "attribution": {"options": {"topic-prefix": "wide."}, **SCALED},
+        "alerts": SCALED,
+    }
+    found = {(one["kind"], one["metadata"]["name"]): one for one in chart(values_of_a_site(tmp_path / "v.yaml", said))}
+    for name, prefix in (("attribution", "wide."), ("alerts", "prod.")):
+        full = f"gpustream-{name}"
+        trigger = found["ScaledObject", full]["spec"]["triggers"][0]["metadata"]
+        rights = found["KafkaUser", full]["spec"]["authorization"]["acls"]
+        (container,) = found["StatefulSet", full]["spec"]["template"]["spec"]["containers"]
+        assert (trigger["consumerGroup"], trigger["topic"][: len(prefix)]) == (f"{prefix}gpustream-{name}", prefix)
+        assert {one["resource"]["name"].startswith(prefix) for one in rights} == {True}
+        assert {"name": "GPUSTREAM_TOPIC_PREFIX", "value": prefix} in container["env"]
+    keda = found["KafkaUser", "gpustream-keda"]["spec"]["authorization"]["acls"]
+    wanted = {f"{prefix}{name}" for prefix in ("prod.", "wide.") for name in ("gpu.", "gpustream-")}
+    assert {one["resource"]["name"] for one in keda} == wanted
+
+
 def test_only_options_that_take_several_values_take_a_list_and_the_chart_knows_which_are_lines() -> None:
     """Of the others, a list would be one value that its process refuses."""
     helpers = (CHART / "templates" / "_helpers.tpl").read_text()

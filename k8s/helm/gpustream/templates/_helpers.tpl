@@ -157,8 +157,10 @@ repeated; else commas are between them. A number is written as JSON has it: Go w
 {{- regexFind "[0-9]+$" $listen }}
 {{- end }}
 
+{{- /* In: [root, settings]: the prefix of a component's topics and group. [root, {}]: that of all. */ -}}
 {{- define "gpustream.topic-prefix" -}}
-{{- index .Values.options "topic-prefix" | default "" -}}
+{{- $own := (index . 1).options | default dict }}
+{{- hasKey $own "topic-prefix" | ternary (get $own "topic-prefix") (index (index . 0).Values.options "topic-prefix" | default "") -}}
 {{- end }}
 
 {{- /* In: [root, settings]. Out: the options by which a component logs in as its KafkaUser. */ -}}
