@@ -21,8 +21,8 @@ from packaging.utils import canonicalize_name
 from tests.test_dockerfile import BUILD, PROJECT, ROOT
 
 AT_MOST_MB = 100
-"""Of 150: the base, python:3.11-slim-trixie, was 45.5 MB compressed for amd64 in August 2026, with Python 3.11.15, as its
-makers say in docker-library/repo-info. They have no figure there for the digest that is pinned."""
+"""Of 150: the base, python:3.11-slim-trixie, was 45.5 MB compressed for amd64 in August 2026, with Python 3.11.15, as
+its makers say in docker-library/repo-info. They have no figure there for the digest that is pinned."""
 
 
 def run_stage(work: Path) -> Path:

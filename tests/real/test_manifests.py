@@ -319,7 +319,7 @@ def test_with_strimzi_every_pod_logs_in_as_a_user_of_its_own_and_the_chart_has_t
             {
                 "options": {"kafka": "kafka-kafka-bootstrap:9093"},
                 "strimzi": {"topics": True, "users": True},
-                **{name: {"enabled": True} for name in ("usage", "scrape", "parquet", "metricsApi", "reclaim")},
+                **{name: {"enabled": True} for name in COMPONENTS_OF_THE_CHART if name != "topics"},
                 "webhook": {"enabled": True, "secret": "webhook"},
             }
         )
