@@ -41,6 +41,7 @@ USAGE_HOURS = 24
 NO_TEAM = "(no team)"
 ZONE = "topology.kubernetes.io/zone"
 
+_RANKS = {"critical": 0, "warning": 1, "info": 2}
 _NO_READING = math.nan
 _WORDS = {"busy": b"b", "idle": b"i", "held": b"h", "free": b"f", "failing": b"x"}
 SILENT = "s"
@@ -105,7 +106,10 @@ class ShownDevice:
             self.readings[row * STEPS + place] = _NO_READING if value is None else value
 
     def hold(self, who: tuple[Who, ...], ts_ms: int) -> None:
-        """Others hold it now."""
+        """These hold it now. The same pods, of which more is known, hold it on."""
+        if [one[:2] for one in who] == [one[:2] for one in self.who]:
+            self.who = who
+            return
         self.spans.append(Span(self.who, self.since_ms, max(ts_ms, self.since_ms)))
         while self.spans and (self.spans[0].to_ms or 0) < ts_ms - HOUR_MS:
             self.spans.popleft()
@@ -239,8 +243,9 @@ class Fleet:
         self.alerts_version += before is not None or key in self._alerts
 
     def alerts(self) -> list[Alert]:
-        """Those that are open, the newest first."""
-        return sorted(self._alerts.values(), key=lambda one: -milliseconds(one.starts_at))
+        """Those that are open, the critical ones first, then the newest."""
+        order = sorted(self._alerts.values(), key=lambda one: -milliseconds(one.starts_at))
+        return sorted(order, key=lambda one: _RANKS.get(one.severity, len(_RANKS)))
 
     # -- usage
 

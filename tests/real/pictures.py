@@ -19,6 +19,7 @@ from gpustream.embedded import EmbeddedBroker, every_topic
 from gpustream.fleet import Fleet
 from gpustream.top import command
 from gpustream.top.app import TopApp
+from tests.eventually import eventually
 from tests.real.chromium import Chromium, Page, chromium
 from topics import alerts, attributed
 
@@ -68,7 +69,7 @@ async def take_terminal(address: str, folder: Path) -> None:
         reading = asyncio.create_task(command._read(past, spans, fleet, seen))
         app = TopApp(lambda: command.moment(fleet, seen, "gpustream top", began_s))
         async with app.run_test(size=(120, 34)) as pilot:
-            await asyncio.sleep(6)
+            await eventually(lambda: fleet.nodes and not any(one.status == "silent" for one in fleet.devices()))
             for name, keys in (("top", ["1"]), ("top-gpu", ["3", "enter"])):
                 await pilot.press(*keys)
                 await pilot.pause(1.5)

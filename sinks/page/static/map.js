@@ -86,10 +86,11 @@ export class FleetMap {
     const label = this.labelled || tile >= 12 ? LABEL : 0;
     const most = Math.max(1, Math.floor(width / step));
     const gap = tile >= 12 ? GAP : Math.max(3, tile >> 1);
+    const few = this.labelled && this.groups.length <= 40; // each may be as wide as the map
     let [x, y, row] = [0, 0, 0];
     for (const group of this.groups) {
       const count = group.cells.length;
-      const columns = Math.min(most, count > 64 ? most : Math.min(count, 16));
+      const columns = Math.min(most, few || count > 64 ? count : Math.min(count, 16));
       const wide = Math.max(columns * step, label ? Math.min(width, 84) : 0);
       const high = label + Math.ceil(count / columns) * step;
       if (x && x + wide > width) { x = 0; y += row + gap; row = 0; }

@@ -169,3 +169,20 @@ def test_a_frame_after_a_node_is_gone_is_the_whole_fleet() -> None:
 
     assert said["kind"] == "all"
     assert [one[2] for one in said["nodes"]] == ["n2"]
+
+
+def test_a_pod_of_which_more_is_known_later_held_the_device_all_the_time() -> None:
+    unknown = device("GPU-a", {"namespace": "ml", "pod": "p-0"}, used=0.5)
+    made = fleet(tick(1, unknown), tick(3, device("GPU-a", holder("p-0"), used=0.0)))
+    (kept,) = made.nodes["c1", "n1"].devices.values()
+
+    assert (kept.since_ms, len(kept.spans), kept.word) == (START_MS + 1000, 0, b"b")
+    assert [one.workload for one in kept.who] == ["Job/p"]
+    assert frames.frame(made, "", 1, frames.versions(made)._replace(version=1))["nodes"] != []
+
+
+def test_critical_alerts_are_the_first() -> None:
+    made = fleet()
+    made.see(b"1", alert(severity="critical"))
+    made.see(b"2", alert(fingerprint="0" * 16, starts_at="2026-11-21T00:00:00Z"))
+    assert [one.severity for one in made.alerts()] == ["critical", "warning"]
