@@ -115,8 +115,9 @@ upgrade: install ## this tree and an older commit side by side, each with the ot
 gpu: install ## the node producer on the GPUs of this machine, ten minutes beside nvidia-smi: a report in build/gpu
 	$(BIN)/python -m tests.gpu
 
-pictures: install ## the pictures of the docs, of the program while it runs, into docs/pictures; it needs Chromium, and 3 minutes
+pictures: install ## the pictures of the docs, of the program while it runs, into docs/pictures; it needs Chromium, and 4 minutes
 	@mkdir -p docs/pictures
+	$(BIN)/python -m docs.terminal docs/pictures
 	$(BIN)/python -m tests.real.pictures docs/pictures
 
 image: install ## the stages of the Dockerfile without a container engine, and how large what they make is
