@@ -329,7 +329,9 @@ class OneProcess:
         trouble = "stopping: what was sampled goes on to arrive" if self._stopping else trouble
         simulated, at = self._chosen.simulate, datetime.now(UTC)
         source = f"{simulated} GPUs simulated" if simulated else f"the GPUs of {self._chosen.node}"
-        return Now(self._fleet, firing(self._alerts, at), at, f"gpustream · {source}", facts, trouble)
+        page = self._chosen.page_listen
+        title = " · ".join(filter(None, ("gpustream", source, f"http://{page}" if page else "")))
+        return Now(self._fleet, firing(self._alerts, at), at, title, facts, trouble)
 
 
 def _counted(registry: CollectorRegistry, counter: str) -> int:

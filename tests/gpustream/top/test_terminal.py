@@ -1,5 +1,6 @@
 """``gpustream run`` and ``gpustream top`` on a real terminal, by what they write to it."""
 
+import asyncio
 import os
 import re
 import signal
@@ -7,7 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from aiokafka import AIOKafkaProducer
 
+from gpustream.embedded import EmbeddedBroker, every_topic
+from producers.simulated.fleet import Fleet
+from tests.gpustream.test_fleet import record
 from tests.terminal import Terminal
 
 pytestmark = pytest.mark.slow
@@ -76,6 +81,33 @@ def test_ctrl_c_stops_a_run_at_once_and_no_colour_is_written_if_none_is_wanted(s
     assert terminal.process.returncode == 0
     assert written.split()[-2:] == [b"lost", b"0"]
     assert COLOUR.findall(written) == []
+
+
+async def test_top_shows_the_fleet_of_any_pipeline_and_q_ends_it(start: Any) -> None:
+    node = Fleet(1, 8).node(0)
+    with EmbeddedBroker() as broker:
+        broker.start(every_topic())
+        async with AIOKafkaProducer(bootstrap_servers=broker.address) as producer:
+            await producer.send_and_wait("gpu.attributed", record(node.read(1000), node.name, 1, 1000))
+        terminal = start("top", "--kafka", broker.address, environ={"TERM": "linux"})
+        await asyncio.to_thread(terminal.shows, b"sim-0000")
+        terminal.press(b"q")
+        written = await asyncio.to_thread(terminal.ended)
+
+    assert terminal.process.returncode == 0
+    assert written.count(LEAVES) == 1
+    assert COLOUR.search(written)
+    assert b"[38;" not in written, "only the terminal's own 16 colours"
+
+
+def test_top_without_a_broker_is_a_sentence(start: Any) -> None:
+    terminal = start("top", "--kafka", "127.0.0.1:1")
+    written = terminal.ended()
+
+    assert terminal.process.returncode == 1
+    assert ENTERS not in written
+    assert b"127.0.0.1:1" in written
+    assert b"Traceback" not in written
 
 
 def test_a_plain_run_has_no_screen(start: Any, port: int) -> None:
