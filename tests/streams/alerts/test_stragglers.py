@@ -162,7 +162,7 @@ def test_without_the_rule_its_alert_ends_within_five_minutes_and_another_name_is
     told: list[Alert] = []
     for second in range(0, 3600, 20):
         if second == 1500:
-            replay._rules = overlay('[rules.Laggards]\nkind = "straggler"')
+            replay._rules = overlay('[rules.GPUStraggler]\nenabled = false\n[rules.Laggards]\nkind = "straggler"')
         devices = [device(i, holder(), **WORKS | ({"sm_clock_hz": 1.2e9} if i == 2 else {})) for i in range(8)]
         told += replay.take(tick(second, *devices))
     first, end, other = [one for one in told if one.name in ("GPUStraggler", "Laggards")]
