@@ -176,7 +176,8 @@ class Fleet:
     alerts_version: int = 0
     usage_version: int = 0
     _alerts: dict[bytes, Alert] = field(default_factory=dict)
-    _usage: dict[bytes, _Booked] = field(default_factory=dict)
+    _usage: dict[int, _Booked] = field(default_factory=dict)
+    _teams: dict[str, list[int]] = field(default_factory=dict)
     _slots: int = 0
 
     # -- ticks
@@ -251,32 +252,37 @@ class Fleet:
 
     def book(self, key: bytes, hour: Usage) -> bool:
         """An hour of a device. False if it says nothing new."""
-        before = self._usage.get(key)
+        digest = hash(key)  # of 64 bits: a tenth of the key
+        before = self._usage.get(digest)
         if before is not None and before.order >= hour.order:
             return False
         if hour.category == "held":
             held_ms = hour.slice_ms // hour.of
             idle_ms = held_ms * hour.idle_ms // hour.device_ms if hour.device_ms else 0
-            self._usage[key] = _Booked(hour.order, hour.start_ms, hour.team or "", held_ms, idle_ms)
+            if before is not None:
+                self._add(before, -1)
+            self._usage[digest] = _Booked(hour.order, hour.start_ms, hour.team or NO_TEAM, held_ms, idle_ms)
+            self._add(self._usage[digest], 1)
             self.usage_version += 1
         return True
+
+    def _add(self, hour: _Booked, times: int) -> None:
+        both = self._teams.setdefault(hour.team, [0, 0])
+        both[0] += times * hour.held_ms
+        both[1] += times * hour.idle_ms
 
     def close_books(self, now_ms: int) -> None:
         """Forget the hours of more than a day ago."""
         first_ms = (now_ms // HOUR_MS - USAGE_HOURS + 1) * HOUR_MS
         old = [key for key, hour in self._usage.items() if hour.start_ms < first_ms]
         for key in old:
-            del self._usage[key]
+            self._add(self._usage.pop(key), -1)
+        self._teams = {team: both for team, both in self._teams.items() if both[0]}
         self.usage_version += bool(old)
 
     def usage(self) -> list[tuple[str, float, float]]:
         """Each team's GPU-hours within the last day: held, and idle of them; the most first."""
-        teams: dict[str, list[int]] = {}
-        for hour in self._usage.values():
-            both = teams.setdefault(hour.team or NO_TEAM, [0, 0])
-            both[0] += hour.held_ms
-            both[1] += hour.idle_ms
-        rows = [(team, held / HOUR_MS, idle / HOUR_MS) for team, (held, idle) in teams.items() if held]
+        rows = [(team, held / HOUR_MS, idle / HOUR_MS) for team, (held, idle) in self._teams.items() if held]
         return sorted(rows, key=lambda row: (-row[1], row[0]))
 
 
