@@ -1,0 +1,117 @@
+"""Alerts that were open before there were alerts of workloads: the worker of this version goes on with them.
+
+``alerts.json`` in ``upgrade_records`` has what the alert stream of 3a874de, the last commit without them, wrote to
+gpu.alert-state and gpu.alerts when it was given the first part of :func:`story`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiokafka import AIOKafkaProducer
+
+from delivery import topic_admin
+from streams.alerts.component import Alerts
+from streams.settings import AlertSettings
+from tests.eventually import eventually
+from tests.real.pipeline import read_all, running
+from tests.real.servers import KafkaServer
+from topics.topic import node_key
+
+RECORDS = Path(__file__).parent / "upgrade_records" / "alerts.json"
+RULES = '[rules.GPUHeldIdle]\nfor = "1m"\ngrace = "10s"\n[rules.GPUThermalSlowdown]\nfor = "30s"\n'
+START_MS = 1_795_300_000_000
+STEP_MS = 10_000
+BEFORE, OPEN = 40, 60  # the last tick that the older version read, and the last one before all is well
+
+
+def story() -> list[dict[str, Any]]:
+    """A job that holds two GPUs and does nothing with them, and a GPU that is hot; in the end all is well."""
+    found = []
+    for number in range(OPEN + 60):
+        bad = number < OPEN
+        pod: dict[str, Any] = {
+            "namespace": "ml",
+            "pod": "train-0",
+            "pod_uid": "u-0",
+            "container": "main",
+            "resource": "nvidia.com/gpu",
+        }
+        pod |= {"workload": {"kind": "Job", "name": "train"}}
+        metrics = {"gpu_utilization_ratio": 0.0 if bad else 0.9, "memory_used_bytes": 1 << 30}
+        devices = [{"uuid": f"GPU-{n}", "index": n, "metrics": metrics, "holders": [pod]} for n in (0, 1)]
+        hot = {"gpu_utilization_ratio": 0.9 if bad else 0.0, "clock_event_reasons": 0x40 if bad else 0}
+        devices.append({"uuid": "GPU-2", "index": 2, "metrics": hot, "holders": []})
+        tick = {"schema": 1, "cluster": "c", "node": "n", "run_id": 1, "seq": number + 1, "offset": number}
+        tick |= {"ts_ms": START_MS + number * STEP_MS, "attribution": "exact", "node_labels": {}, "devices": devices}
+        found.append(tick)
+    return found
+
+
+async def send(kafka: str, *ticks: dict[str, Any]) -> None:
+    """Puts ticks onto gpu.attributed, in its only partition."""
+    producer = AIOKafkaProducer(bootstrap_servers=kafka)
+    await producer.start()
+    for tick in ticks:
+        await producer.send("gpu.attributed", json.dumps(tick).encode(), node_key("c", "n"), 0)
+    await producer.stop()
+
+
+async def write_old(kafka: KafkaServer) -> list[dict[str, Any]]:
+    """Writes what the older version wrote; its alerts."""
+    old = json.loads(RECORDS.read_text())
+    producer = AIOKafkaProducer(bootstrap_servers=kafka.address)
+    await producer.start()
+    for topic, rows in old.items():
+        for row in rows:
+            await producer.send(topic, row["value"].encode(), row["key"].encode(), 0)
+    await producer.stop()
+    return [json.loads(row["value"]) for row in old["gpu.alerts"]]
+
+
+async def test_open_alerts_of_the_version_before_are_neither_lost_nor_doubled(
+    empty_kafka: KafkaServer, tmp_path: Path
+) -> None:
+    kafka = empty_kafka
+    (tmp_path / "rules.toml").write_text(RULES)
+    await topic_admin.create(kafka.connection, partitions=1, replication_factor=1)
+    old = await write_old(kafka)
+    await send(kafka.address, *story()[:OPEN])
+
+    async def alerts() -> list[dict[str, Any]]:
+        found = [msgspec.json.decode(record.value) for record in await read_all(kafka.address, "gpu.alerts")]
+        return found[len(old) :]
+
+    def last_of(some: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        return {one["fingerprint"]: one for one in (*old, *some)}
+
+    async with running(Alerts(AlertSettings(kafka=kafka.address, rules=tmp_path / "rules.toml"))):
+
+        async def grouped() -> bool:
+            found = await alerts()
+            jobs = [one for one in found if len(one.get("gpus", ())) == 2]
+            return bool(jobs) and sum(one["state"] == "resolved" for one in found) == 2
+
+        await eventually(grouped, within_s=20)
+        new = await alerts()
+        still = [one for one in last_of(new).values() if one["state"] == "firing"]
+        assert sorted((one["name"], one["starts_at"]) for one in still) == sorted(
+            {(one["name"], one["starts_at"]) for one in old}
+        )
+        parts = [one for one in old if one["name"] == "GPUHeldIdle"]
+        (job,) = (one for one in still if one["name"] == "GPUHeldIdle")
+        assert len(parts) == len(job["gpus"]) == 2
+        ended = {one["fingerprint"]: one["resolved_because"] for one in new if one["state"] == "resolved"}
+        assert ended == {one["fingerprint"]: "grouped" for one in parts}
+
+        await send(kafka.address, *story()[OPEN:])
+        await eventually(lambda: _none_fires(alerts, last_of), within_s=20)
+    everything = [*old, *await alerts()]
+    told = [(one["fingerprint"], one["state"]) for one in everything if not one.get("revision")]
+    assert len(told) == len(set(told)) == 2 * len({one["fingerprint"] for one in everything})
+    assert await read_all(kafka.address, "gpu.dead-letters") == []
+
+
+async def _none_fires(alerts: Any, last_of: Any) -> bool:
+    return all(one["state"] == "resolved" for one in last_of(await alerts()).values())
