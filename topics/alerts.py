@@ -194,6 +194,9 @@ class AlertReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         UInt | None, about("How many devices of the node the workload holds now, if that has changed.", "devices")
     ] = None
     alerts: Annotated[tuple[Alert, ...], about("The alerts of single GPUs.")] = ()
+    others: Annotated[
+        tuple[Alert, ...], about("Alerts of idle GPUs, for the alert of those that stall, and the other way round.")
+    ] = ()
     ranks: Annotated[tuple[Rank, ...], about("What the workload's GPUs on the node did, to compare them.")] = ()
     limits: Annotated[Limits | None, about("By which they are compared.")] = None
     pattern: Annotated[Alert | None, about("An alert about one of them, if it lags.")] = None
@@ -255,6 +258,9 @@ class AlertGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     offset: Annotated[int, about("The report's offset in its partition of gpu.alert-members.", "none")]
     alert: Annotated[Alert | None, about("The alert, as it was written last.")] = None
     members: Annotated[tuple[Member, ...], about("Its parts.")] = ()
+    others: Annotated[
+        tuple[Member, ...], about("The workload's idle GPUs, if it is about those that stall, and the other way round.")
+    ] = ()
     part: Annotated[
         Alert | None, about("One of its parts, if there are some and the alert waits until all GPUs are among them.")
     ] = None

@@ -72,12 +72,14 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
     began = began or (group.part if any(member.ended_ms is None for member in kept) else None)
     was, now = group.alert, None
     of = began or was
-    is_open = of is not None and _is_open(rules.by_name.get(of.name), kept, seen)
+    group = _replace(group, members=tuple(kept), seen=seen, others=_others(group, report, seen))
+    is_open = of is not None and _is_open(rules.by_name.get(of.name), group)
     if was is not None and was.is_open:
-        now = _going_on(was, kept, seen, report, rules) if is_open else _resolved(was, kept, report, ended, rules)
+        now = _going_on(was, group, report, rules) if is_open else _resolved(was, group, report, ended, rules)
     elif is_open and began is not None:
         kept = [_replace(m, before_s=0.0) for m in kept if m.ended_ms is None]  # the rest is of an earlier firing
-        now = _fired(was, began, kept, seen, report, rules)
+        group = _replace(group, members=tuple(kept))
+        now = _fired(began, group, report, rules)
     nodes = {member.gpu.node for member in kept} | {report.node}
     seen = {
         node: one
@@ -85,9 +87,7 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
         if node in nodes or one.held or report.logged_ms - one.logged_ms < _SENT_MS
     }
     part = None if is_open else began
-    after = _replace(
-        group, node=report.node, offset=offset, alert=now or was, members=tuple(kept), seen=seen, part=part
-    )
+    after = _replace(group, node=report.node, offset=offset, alert=now or was, seen=seen, part=part)
     news = was is None or now is None or (was.state, was.revision, was.starts_at) != (
         now.state, now.revision, now.starts_at
     )  # fmt: skip
@@ -139,61 +139,75 @@ def _member(alert: Alert, before: Member | None) -> Member:
     )
 
 
-def _fired(
-    was: Alert | None, first: Alert, members: list[Member], seen: dict[str, Seen], report: AlertReport, rules: Rules
-) -> Alert:
-    """The alert begins with the first of its parts, and after it ended last."""
-    starts_ms = min(member.starts_ms for member in members if member.ended_ms is None)
+def _others(group: AlertGroup, report: AlertReport, seen: dict[str, Seen]) -> tuple[Member, ...]:
+    """The other GPUs of the workload that an alert of another kind is about, without those that it gave back."""
+    others = {one.fingerprint: one for one in group.others}
+    for alert in report.others:
+        others.pop(alert.fingerprint, None)
+        if alert.is_open:
+            others[alert.fingerprint] = _member(alert, None)
+    return tuple([one for one in others.values() if one.gpu.node not in seen or seen[one.gpu.node].held != 0])
+
+
+def _fired(first: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> Alert:
+    """The alert begins with the first of its parts, and after it ended last; one of all GPUs with the last of them."""
+    was, starts = group.alert, [member.starts_ms for member in group.members if member.ended_ms is None]
+    starts_ms = min(starts)
     if was is not None and was.ends_at is not None:
         starts_ms = max(starts_ms, milliseconds(was.ends_at) + 1)
     if first.name in rules.by_name and rules.by_name[first.name].kind in OF_ALL:
-        starts_ms = max(starts_ms, *[member.starts_ms for member in members if member.ended_ms is None])
+        starts_ms = max(starts_ms, *starts, *[one.starts_ms for one in group.others])
     alert = Alert(
         schema=1, name=first.name, state="firing", fingerprint=report.group, cluster=first.cluster, node=first.node,
         starts_at=time(starts_ms), severity=first.severity, labels=labels_of(first, report.scope),
         annotations=first.annotations,
     )  # fmt: skip
-    return _described(alert, members, seen, report, rules)
+    return _described(alert, group, report, rules)
 
 
-def _going_on(alert: Alert, members: list[Member], seen: dict[str, Seen], report: AlertReport, rules: Rules) -> Alert:
+def _going_on(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> Alert:
     """The alert as it is now: the next revision if more than figures changed."""
-    now = _described(alert, members, seen, report, rules)
+    now = _described(alert, group, report, rules)
     same = (now.gpus, now.held, now.severity) == (alert.gpus, alert.held, alert.severity)
     return now if same else _replace(now, revision=alert.revision + 1)
 
 
 def _resolved(
-    alert: Alert, members: list[Member], report: AlertReport, last: Alert | None, rules: Rules
+    alert: Alert, group: AlertGroup, report: AlertReport, last: Alert | None, rules: Rules
 ) -> Alert:  # the GPUs stay those that it was about at last
-    ends_ms = max([member.ended_ms for member in members if member.ended_ms is not None], default=report.ts_ms)
+    ends_ms = max([member.ended_ms for member in group.members if member.ended_ms is not None], default=report.ts_ms)
     ended = _replace(
         alert, state="resolved", ends_at=max(time(ends_ms), alert.starts_at),
         resolved_because=last.resolved_because if last is not None else "condition",
     )  # fmt: skip
-    return _described(ended, members, {}, report, rules)
+    return _described(ended, _replace(group, seen={}), report, rules)
 
 
-def _held(members: list[Member], seen: dict[str, Seen]) -> int:
+def _held(group: AlertGroup) -> int:
     """How many GPUs the workload holds. Nodes that never reported it are known by their parts alone."""
-    going = [member for member in members if member.ended_ms is None]
+    going = [member for member in group.members if member.ended_ms is None]
     of_pods = Counter[str]()
     for (node, _), count in {(m.gpu.node, m.gpu.pod): m.held for m in going}.items():
         of_pods[node] += count
-    reported = {node: one.held for node, one in seen.items() if one.held is not None}
+    reported = {node: one.held for node, one in group.seen.items() if one.held is not None}
     held = Counter({**of_pods, **reported}) | Counter(m.gpu.node for m in going)  # a missing GPU is not reported
     return sum(held.values())
 
 
-def _is_open(rule: Rule | None, members: list[Member], seen: dict[str, Seen]) -> bool:
-    """Whether the alert goes on: of any GPU or, if the rule is about all, of each that the workload holds."""
-    going = sum(1 for member in members if member.ended_ms is None)
-    return going > 0 and (rule is None or rule.kind not in OF_ALL or going >= _held(members, seen))
+def _is_open(rule: Rule | None, group: AlertGroup) -> bool:
+    """Whether the alert goes on: of any GPU or, if the rule is about all, of each that the workload holds. The others
+    may be idle, if they are no more than those that it is about."""
+    going = {member.gpu.uuid for member in group.members if member.ended_ms is None}
+    if not going or rule is None or rule.kind not in OF_ALL:
+        return bool(going)
+    idle = {one.gpu.uuid for one in group.others} - going
+    return len(idle) <= len(going) and len(going) + len(idle) >= _held(group)
 
 
-def _described(alert: Alert, members: list[Member], seen: dict[str, Seen], report: AlertReport, rules: Rules) -> Alert:
+def _described(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> Alert:
     """The alert with what its parts say now."""
-    going = sorted([m for m in members if m.ended_ms is None], key=lambda m: (m.gpu.node, m.gpu.index or 0, m.gpu.uuid))
+    going = [member for member in group.members if member.ended_ms is None]
+    going.sort(key=lambda m: (m.gpu.node, m.gpu.index or 0, m.gpu.uuid))
     if going:
         severity = max([alert.severity, *[m.severity for m in going]], key=_rank) if alert.gpus else _worst(going)
         alert = _replace(
@@ -202,10 +216,10 @@ def _described(alert: Alert, members: list[Member], seen: dict[str, Seen], repor
             severity=severity,
             labels={**alert.labels, "severity": severity},
             node=going[0].gpu.node if not alert.gpus else alert.node,
-            held=_held(members, seen) or None if report.scope != "node" else None,
+            held=_held(group) or None if report.scope != "node" else None,
             idle=len(going) if report.scope != "node" else None,
         )
-    annotations, value = grouped(alert, members, report, rules)
+    annotations, value = grouped(alert, group, report, rules)
     return _replace(alert, annotations=annotations, value=value)
 
 

@@ -45,6 +45,7 @@ LEAVING_MS = 120_000  # for how long a node that was removed from the cluster ma
 YOUNG_MS = 10_000  # what was pending for less is not written yet; rising counters are written once in so long
 YOUNG_USES_MS = 20_000  # sums of use, which every tick changes, are written once in so long
 _TOGETHER: tuple[Kind, ...] = ("missing", "lost", "not_answering")  # of several GPUs of a node, of one cause
+_OTHERS: tuple[Kind, ...] = ("held_idle", "stalled")  # alerts of one workload that know of each other's GPUs
 _OF_RANKS = ("ranks", "limits", "pattern")  # the fields of a report by which GPUs are compared
 _replace = msgspec.structs.replace
 
@@ -151,6 +152,7 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
             tracked.append(later)
         if alert is not None:
             writes.append(_written(alert, later or one, tick.ts_ms, repeat=alert is one.alert))
+            writes += _for_others(alert, later or one, tick.ts_ms, rules)
     for (name, device, pod_uid, key), finding in found.items():
         if finding.holds:
             since_ms = max(tick.ts_ms, finding.since_ms)
@@ -159,6 +161,7 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
             tracked.append(one)
             if alert is not None:
                 writes.append(_written(alert, one, tick.ts_ms))
+                writes += _for_others(alert, one, tick.ts_ms, rules)
     unchanged = len(tracked) == len(state.tracked) and all(a is b for a, b in zip(tracked, state.tracked, strict=True))
     return _closed(after if unchanged else _replace(after, tracked=tuple(tracked)), writes, tick.ts_ms)
 
@@ -398,6 +401,23 @@ def _written(alert: Alert, one: Tracked, now_ms: int, *, repeat: bool = False) -
     return Write("renewal" if repeat else "report", group, report)
 
 
+def _for_others(alert: Alert, one: Tracked, now_ms: int, rules: Rules) -> list[Write]:
+    """The reports of an idle GPU to the alert of those of its workload that stall, and the other way round. The end of
+    one by a rule that is gone is reported to both."""
+    if one.scope != "workload":
+        return []
+    kind = rules.by_name[alert.name].kind if alert.name in rules.by_name else None
+    reports = [
+        AlertReport(
+            schema=1, group=_group(_replace(alert, name=rule.name), "workload"), scope="workload",
+            cluster=alert.cluster, node=alert.node, ts_ms=now_ms, others=(alert,),
+        )
+        for other in _OTHERS if kind is None or (kind in _OTHERS and kind != other)
+        for rule in rules.of(other)
+    ]  # fmt: skip
+    return [Write("report", report.group, report) for report in reports]
+
+
 def _ended(one: Tracked, now: _Now, because: str) -> tuple[None, Alert | None]:
     return None, None if one.alert is None else _resolved(one.alert, one, now.tick.ts_ms, because)
 
@@ -578,8 +598,10 @@ def _closed(state: NodeAlerts, writes: list[Write], now_ms: int) -> Step:
             known = reports.get(place := (one.group, write.kind == "renewal"))
             held = known.held if known is not None and one.held is None else one.held
             alerts = one.alerts if known is None else (*known.alerts, *one.alerts)
+            others = one.others if known is None else (*known.others, *one.others)
             compared = one if known is None or one.ranks else known
-            reports[place] = _replace(one, held=held, alerts=alerts, **{f: getattr(compared, f) for f in _OF_RANKS})
+            ranks = {field: getattr(compared, field) for field in _OF_RANKS}
+            reports[place] = _replace(one, held=held, alerts=alerts, others=others, **ranks)
         else:
             alone.append(write)
     by_phase = sorted(reports.items(), key=lambda item: item[1].phase)

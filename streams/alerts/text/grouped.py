@@ -6,8 +6,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from delivery.values import duration_words
-from streams.alerts.rules.rule import Kind, Rule, Rules
-from topics.alerts import Alert, AlertGpu, AlertReport, Member, Scope
+from streams.alerts.rules.rule import OF_ALL, Kind, Rule, Rules
+from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Scope
 
 _OF_DEVICE = ("gpu_uuid", "gpu_index", "gpu_model", "gpu_mig_uuid", "gpu_mig_profile", "k8s_container_name")
 _OF_POD = ("k8s_pod_name", "k8s_pod_uid")
@@ -76,11 +76,9 @@ def labels_of(part: Alert, scope: Scope) -> dict[str, str]:
 _PLACE = ("k8s_cluster_name", "k8s_node_name")
 
 
-def grouped(
-    alert: Alert, members: Sequence[Member], report: AlertReport, rules: Rules
-) -> tuple[dict[str, str], float | None]:
+def grouped(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> tuple[dict[str, str], float | None]:
     """The annotations of an alert, and its value: for how long its condition has held of any of its GPUs."""
-    rule = rules.by_name.get(alert.name)
+    rule, members = rules.by_name.get(alert.name), group.members
     own = _own(rule, alert) if rule is not None else {}
     value = max([member.seconds for member in members if member.seconds is not None], default=alert.value)
     if not alert.is_open:
@@ -101,8 +99,11 @@ def grouped(
     idle, held = alert.idle or 0, max(alert.held or 0, alert.idle or 0)
     state, policy, since, never = _OF_PODS[rule.kind if rule is not None and rule.kind in _OF_PODS else "held_idle"]
     noun = "MIG device" if all(gpu.uuid.startswith("MIG-") for gpu in alert.gpus) else "GPU"
-    others = held - idle
-    work = f", the other {others} work" if others > 1 else ", the other one works" if others else ""
+    stall = rule is not None and rule.kind in OF_ALL
+    others, count = [one.gpu for one in group.others if one.gpu not in alert.gpus], held - idle
+    do = ("is idle", "are idle") if stall else ("stalls", "stall") if len(others) >= count else ("works", "work")
+    work = f", the other {count} {do[1]}" if count > 1 else f", the other one {do[0]}" if count else ""
+    culprits = f"Idle: {_places(others)}. Look there first: the others may wait for it." if stall and others else ""
     window = alert.annotations.get("window")
     long = f" (in the last {window})" if window else f" (for {duration_words((value or 0) * 1000)})"
     summary = f"{_whose(alert.labels)}: {idle} of {_count(held, noun)} {state}{work}{long}"
@@ -119,6 +120,7 @@ def grouped(
                 None,
                 (
                     f"{summary}. {_first(state)}: {_places(alert.gpus)}.",
+                    culprits,
                     evidence and f"Evidence: {evidence}.",
                     wasted,
                     last,

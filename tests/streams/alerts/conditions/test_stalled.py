@@ -116,3 +116,42 @@ def test_the_alert_of_a_gpu_names_its_evidence() -> None:
     (alert,) = [one for one in told if one.name == "GPUStalled"]
     words = "Utilization 100%, 140 of 700 W, SMs active 10%, tensor cores 0%."
     assert words in alert.annotations["description"]
+
+
+def of_job(*moments: tuple[range, list[Device]]) -> dict[str, list[Alert]]:
+    """The alerts of a job, by rule."""
+    replay = Replay(DEFAULTS)
+    alerts = [alert for seconds, devices in moments for s in seconds for alert in replay.take(tick(s, *devices))]
+    return {name: [one for one in alerts if one.name == name] for name in ("GPUStalled", "GPUHeldIdle")}
+
+
+def test_a_rank_that_is_idle_while_all_others_stall_does_not_hide_it_and_is_named_first() -> None:
+    culprit = device(3, holder("bert-3"), **{**HUNG, "busy": 0.0, "sm_active_ratio": 0.0})
+    alerts = of_job((range(0, 1205, 5), [hung(0), hung(1), hung(2), culprit]))
+    stalled, idle = alerts["GPUStalled"][0], alerts["GPUHeldIdle"][-1]
+    assert (stalled.idle, stalled.held, milliseconds(stalled.starts_at)) == (3, 4, START_MS + 1_200_000)
+    assert stalled.annotations["summary"] == "Job ml/bert: 3 of 4 GPUs stalled, the other one is idle (for 10m)"
+    assert "Idle: GPU 3 of n (ml/bert-3). Look there first" in stalled.annotations["description"]
+    assert idle.annotations["summary"] == "Job ml/bert: 1 of 4 GPUs idle, the other 3 stall (for 15m)"
+
+
+def test_idle_ranks_alone_or_beside_one_that_works_are_no_stall() -> None:
+    idle = [device(i, holder(), busy=0.0, sm_active_ratio=0.0) for i in range(1, 4)]
+    assert not of_job((range(0, 1805, 5), [device(0, holder(), busy=0.0), *idle]))["GPUStalled"]
+    mostly_idle = of_job((range(0, 1805, 5), [hung(0), *idle[:2]]))
+    assert not mostly_idle["GPUStalled"]
+    assert "2 of 3 GPUs idle, the other one stalls " in mostly_idle["GPUHeldIdle"][-1].annotations["summary"]
+    beside = of_job((range(0, 1805, 5), [hung(0), *idle[:2], device(3, holder(), **WORKING)]))
+    assert not beside["GPUStalled"]
+    assert ", the other 2 work " in beside["GPUHeldIdle"][-1].annotations["summary"]
+
+
+def test_it_ends_when_the_idle_rank_works_again_or_the_others_are_idle_too() -> None:
+    culprit = device(3, holder(), busy=0.0, sm_active_ratio=0.0)
+    some_hung = [hung(i) for i in range(3)]
+    hang = (range(0, 1205, 5), [*some_hung, culprit])
+    works = of_job(hang, (range(1205, 1600, 5), [*some_hung, device(3, holder(), **WORKING)]))["GPUStalled"]
+    assert [one.state for one in works] == ["firing", "resolved"]
+    idle = [device(i, holder(), busy=0.0, sm_active_ratio=0.0) for i in range(4)]
+    gone = of_job(hang, (range(1205, 1600, 5), idle))["GPUStalled"]
+    assert [one.state for one in gone][-1] == "resolved"
