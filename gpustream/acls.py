@@ -55,6 +55,8 @@ def of_commands() -> dict[str, list[Acl]]:
         **components,
         "topics create": _every_topic("Create", "Describe", "AlterConfigs"),
         "topics list": _every_topic("Describe", "DescribeConfigs"),
+        "top": [Acl("Read", "Topic", name) for name in ("gpu.attributed", "gpu.alerts")],
+        "rules test": [Acl("Read", "Topic", "gpu.attributed")],
         "alerts": [Acl("Read", "Topic", "gpu.alerts")],
         "reclaim list": [Acl("Read", "Topic", "gpu.actions")],
         "reclaim undo": [Acl("Read", "Topic", "gpu.actions"), Acl("Write", "Topic", "gpu.actions")],

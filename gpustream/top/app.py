@@ -341,6 +341,11 @@ class TopApp(App[None]):
 
     # -- keys
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """What lies over the view, such as the help, has the keys to itself."""
+        covered = len(self.screen_stack) > 1
+        return not (covered and action in ("leave", "next_view"))
+
     def action_view(self, name: str) -> None:
         """Another view; the one that is open: all of it."""
         if name == self._view:

@@ -1,6 +1,6 @@
 """``gpustream top``: the fleet of any pipeline on the terminal, live.
 
-In:       gpu.attributed from a minute ago, and gpu.alerts whole; read-only, and in no consumer group.
+In:       gpu.attributed from six minutes ago, of a large fleet from later, and gpu.alerts whole; in no consumer group.
 Out:      the terminal application; lines, if standard output is no terminal.
 On failure: a broker that does not answer or lacks a topic is a sentence and exit code 1; later, an outage is waited
 out, and the screen says that nothing comes. A record that can't be decoded is logged and passed over.
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _READ_EVERY_S = 0.2
 _QUIET_S = 10.0
+_PAST_S = 360.0
+_PAST_TICKS = 20_000
 
 
 @click.command(
@@ -43,9 +45,15 @@ _QUIET_S = 10.0
     ),
 )
 @KAFKA
-@option("--since", "since_s", type=DURATION, default="1m", help="How much of the past is read at the start.")
+@option(
+    "--since",
+    "since_s",
+    type=DURATION,
+    show_default=f"6m, of a large fleet the last {_PAST_TICKS:,} ticks",
+    help="How much of the past is read at the start.",
+)
 @option("--plain", is_flag=True, help="Print a line every 5 s in place of the screen, as if this were no terminal.")
-def top(connection: Connection, since_s: float, plain: bool) -> None:
+def top(connection: Connection, since_s: float | None, plain: bool) -> None:
     """Look at the fleet live: nodes, GPUs, pods, workloads, alerts, and each GPU's last minutes.
 
     It only reads, and in no consumer group: it disturbs nothing, and needs no right to write. ? lists the keys.
@@ -57,7 +65,7 @@ def top(connection: Connection, since_s: float, plain: bool) -> None:
         answer(_show(connection, since_s, plain=plain or not live.is_screen()))
 
 
-async def _show(connection: Connection, since_s: float, *, plain: bool) -> None:
+async def _show(connection: Connection, since_s: float | None, *, plain: bool) -> None:
     async with followed(connection, since_s) as (now, reading):
         showing = asyncio.create_task(_lines(now) if plain else _screen(now))
         await asyncio.wait((reading, showing), return_when=asyncio.FIRST_COMPLETED)
@@ -69,13 +77,14 @@ async def _show(connection: Connection, since_s: float, *, plain: bool) -> None:
 
 @contextlib.asynccontextmanager
 async def followed(
-    connection: Connection, since_s: float
+    connection: Connection, since_s: float | None
 ) -> AsyncIterator[tuple[Callable[[], views.Now], "asyncio.Task[None]"]]:
     """Reads the fleet while inside: a function that gives the moment, and the reading, which ends only by an error."""
     fleet, seen, began_s = Fleet(), Seen(), time.monotonic()
     async with history.opened(connection, [attributed.TOPIC.name, alerts.TOPIC.name]) as past:
-        since_ms = int((time.time() - since_s) * 1000)
-        spans = await past.spans(attributed.TOPIC.name, since_ms) | await past.spans(alerts.TOPIC.name)
+        since_ms = int((time.time() - (_PAST_S if since_s is None else since_s)) * 1000)
+        ticks = await past.spans(attributed.TOPIC.name, since_ms)
+        spans = (latest(ticks, _PAST_TICKS) if since_s is None else ticks) | await past.spans(alerts.TOPIC.name)
         reading = asyncio.create_task(_read(past, spans, fleet, seen))
         try:
             yield lambda: moment(fleet, seen, f"gpustream top {connection}", began_s), reading
@@ -84,6 +93,12 @@ async def followed(
             (read,) = await asyncio.gather(reading, return_exceptions=True)
     if isinstance(read, Exception):
         raise read
+
+
+def latest(spans: Mapping[Partition, Span], most: int) -> dict[Partition, Span]:
+    """About the last ``most`` offsets of these spans, the same share of each: so all reach back to about one time."""
+    share = min(1.0, most / max(1, sum(end - start for start, end in spans.values())))
+    return {tp: Span(end - int((end - start) * share), end) for tp, (start, end) in spans.items()}
 
 
 async def _screen(now: Callable[[], views.Now]) -> None:

@@ -2,7 +2,7 @@
 
 import click
 
-from gpustream import reference
+from gpustream import acls, reference
 from gpustream.cli import main
 from topics.reference import stale
 
@@ -23,7 +23,17 @@ def test_every_option_of_every_command_is_in_the_page() -> None:
                 assert f"`{param.envvar}`" in section
 
 
-def test_every_metric_is_told_once_under_our_prefix() -> None:
+def test_every_command_that_reaches_a_broker_has_its_rights_listed_but_run_which_does_what_its_parts_do() -> None:
+    reaching = {
+        " ".join(path[1:])
+        for path, command in reference.commands(main, ("gpustream",))
+        if any("--kafka" in param.opts for param in command.params)
+    }
+
+    assert reaching - {"run"} == set(acls.of_commands())
+
+
+def test_every_metric_is_listed_once_under_our_prefix() -> None:
     names = [row.name for section in reference.sections() for row in section.rows]
 
     assert len(names) == len(set(names))

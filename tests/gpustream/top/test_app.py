@@ -235,7 +235,12 @@ async def test_a_run_is_stopped_only_after_a_question() -> None:
 
     async def test(screen: Screen) -> None:
         assert "Stop the pipeline?" in await screen.after("q")
-        await screen.after("n")
+        for no in ("n", "escape"):
+            await screen.after(no)
+            assert not stopped
+            assert len(screen.app.screen_stack) == 1
+            await screen.after("q")
+        await screen.after("q")
         assert not stopped
         await screen.after("q", "y")
         assert stopped == [True]
@@ -274,9 +279,11 @@ async def test_the_help_fits_the_screen_and_any_key_closes_it(size: tuple[int, i
     assert len(HELP.splitlines()) <= 20
 
     async def test(screen: Screen) -> None:
-        assert "must not" in await screen.after("question_mark")
-        await screen.after("x")
-        assert len(screen.app.screen_stack) == 1
+        for key in ("x", "escape", "tab"):
+            assert "must not" in await screen.after("question_mark")
+            await screen.after(key)
+            assert len(screen.app.screen_stack) == 1
+            assert screen.app.place.view == "Fleet"
 
     await with_screen(now_of(simulated()), size, test)
 
