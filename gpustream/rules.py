@@ -93,7 +93,7 @@ def _one_source(given: dict[str, Any]) -> list[str]:
         "gpustream rules test rules.toml --input ticks.jsonl --format json | jq .annotations.summary"
     ),
 )
-@RULES_FILE
+@click.argument("file", cls=Argument, required=False, type=click.Path(path_type=Path))
 @options(ConnectionSettings)
 @option("--from", "start", type=START_FROM, default="24h", help="From when on to read Kafka.")
 @option(
@@ -110,20 +110,20 @@ def _one_source(given: dict[str, Any]) -> list[str]:
 )
 @LOG_FORMAT
 def test(
-    file: Path,
+    file: Path | None,
     start: str | float,
     input: Path | None,  # noqa: A002 - the option's name
     form: Literal["table", "json"],
     log_format: logs.Format,
     **given: Any,
 ) -> None:
-    """Judge recorded ticks by a file of alert rules, and show what would have fired, and when.
+    """Judge recorded ticks by a file of alert rules, or by the defaults, and show what would have fired, and when.
 
     Nothing is written to Kafka. Nodes that were silent are found by the gaps between their ticks. Exit code 1 if the
     file has mistakes, or something that was read is no tick.
     """
     logs.setup(log_format)
-    trial = Trial(_load(file))
+    trial = Trial(rules_file.load(None) if file is None else _load(file))
     if input is None:
         answer(_read(connection(given), start, trial))
     else:

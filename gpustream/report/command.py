@@ -100,7 +100,8 @@ async def _gather(connection: Connection, time: Range, prices: Prices | None, to
         firings = Firings()
         async for records in past.records(await past.spans(alerts.TOPIC.name)):
             firings.take(records)
-    notes = [*found.notes, *remarks(now.teams), *why]
+    nothing = [] if now.teams.gpus else ["nothing is known of this time: does `gpustream stream usage` run?"]
+    notes = [*nothing, *found.notes, *remarks(now.teams), *why]
     return forms.report(found.range, now, before, firings.during(found.range), top, notes)
 
 

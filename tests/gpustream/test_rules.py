@@ -129,6 +129,13 @@ def test_recorded_lines_show_what_would_have_fired_and_when(file: Path, tmp_path
     assert result.exit_code == 0
 
 
+def test_without_a_file_the_defaults_judge(tmp_path: Path) -> None:
+    lines = tmp_path / "ticks.jsonl"
+    lines.write_bytes(b"\n".join(encoded(story())))
+    result = rules("test", "--input", str(lines))
+    assert [one["alert"] for one in fields(result)] == ["NodeSilent"]
+
+
 def test_standard_input_gives_the_transitions_as_the_stream_writes_them(file: Path) -> None:
     result = rules("test", str(file), "--input", "-", "--format", "json", stdin=b"\n".join(encoded(story())))
     alerts = [json.loads(line) for line in result.stdout.splitlines()]

@@ -100,12 +100,13 @@ def grouped(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) 
     state, policy, since, never = _OF_PODS[rule.kind if rule is not None and rule.kind in _OF_PODS else "held_idle"]
     noun = "MIG device" if all(gpu.uuid.startswith("MIG-") for gpu in alert.gpus) else "GPU"
     stall = rule is not None and rule.kind in OF_ALL
-    others, count = [one.gpu for one in group.others if one.gpu not in alert.gpus], held - idle
+    others = [one.gpu for one in group.others if one.gpu not in alert.gpus]
+    count = held - idle if rule is None or rule.kind in ("held_idle", *OF_ALL) else 0  # of others it is not known
     do = ("is idle", "are idle") if stall else ("stalls", "stall") if len(others) >= count else ("works", "work")
     work = f", the other {count} {do[1]}" if count > 1 else f", the other one {do[0]}" if count else ""
     culprits = f"Idle: {_places(others)}. Look there first: the others may wait for it." if stall and others else ""
     window = alert.annotations.get("window")
-    long = f" (in the last {window})" if window else f" (for {duration_words((value or 0) * 1000)})"
+    long = f" (in the last {window})" if window else f" (for {duration_words(value * 1000)})" if value else ""
     summary = f"{_whose(alert.labels)}: {idle} of {_count(held, noun)} {state}{work}{long}"
     last = never if not worked else f"{since} {worked}." if since else ""
     evidence = _listed(

@@ -152,6 +152,12 @@ def test_a_time_before_of_which_nothing_is_known_is_not_compared(kafka: str) -> 
     assert "\nchange" not in result.stdout
 
 
+def test_a_time_of_which_nothing_is_known_is_not_taken_for_one_without_waste(kafka: str) -> None:
+    result = _run("report", kafka, "--from", "2026-11-10", "--to", "2026-11-11")
+    assert "nothing is known of this time: does `gpustream stream usage` run?" in " ".join(result.stdout.split())
+    assert "nothing is known of this time" not in _run("report", kafka, *TIME).stdout
+
+
 @pytest.mark.parametrize(
     ("hours", "before"),
     [((10, 14), (6, 10)), ((10.5, 11.5), (9.5, 10.5)), ((200, 367.8), (32, 200)), ((200.2, 368.2), (32, 200))],

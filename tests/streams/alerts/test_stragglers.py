@@ -114,7 +114,7 @@ def test_a_throttled_gpu_of_a_job_on_several_nodes_is_one_alert_that_says_by_wha
     assert not more
     assert [(one.node, one.index, one.pod) for one in alert.gpus] == [("n1", 3, "ml/bert-1")]
     assert (alert.idle, alert.held, alert.labels["k8s_workload_name"]) == (1, 16, "bert")
-    assert alert.annotations["summary"] == "Job ml/bert: 1 of 16 GPUs suspect, the other 15 work (for 10m)"
+    assert alert.annotations["summary"] == "Job ml/bert: 1 of 16 GPUs suspect (for 10m)"
     evidence = "GPU 3 of n1: SM clock 1200 MHz (its peers SM clock 1980 MHz)"
     assert alert.annotations["evidence"] == evidence
     assert f"Evidence: {evidence}." in alert.annotations["description"]

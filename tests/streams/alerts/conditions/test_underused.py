@@ -92,4 +92,5 @@ def test_a_crash_loop_is_one_alert_of_the_workload_while_its_container_runs_now_
         told += replay.take(tick(second, *[device(i, crashes, busy=0.0) for i in range(4)]))
     (alert,) = [one for one in told if one.name == "GPUCrashLoop"]
     assert (alert.held, alert.idle) == (4, 4)
-    assert alert.annotations["summary"].startswith("Job ml/bert: 4 of 4 GPUs held by containers that crash")
+    words = "Job ml/bert: 4 of 4 GPUs held by containers that crash again and again"
+    assert alert.annotations["summary"] == words
