@@ -24,14 +24,14 @@ class Xid(NamedTuple):
 
 UNKNOWN = Xid("unknown", "an error without a row in this table", "look the code up in NVIDIA's XID catalogue")
 
-_RESTART = "restart the program; where it comes again, update driver and libraries, then check the program"
-_DEBUG = "debug the program (compute-sanitizer); where several programs get it on this GPU only, test the GPU"
-_RESET = "drain the node and reset the GPU; where it comes again, have the GPU tested or replaced"
-_REBOOT = "drain and power-cycle the node; check the GPU's seating, power and cables; where it comes again, replace it"
+_RESTART = "restart the program; if it comes again, update driver and libraries, then check the program"
+_DEBUG = "debug the program (compute-sanitizer); if several programs get it on this GPU only, test the GPU"
+_RESET = "drain the node and reset the GPU; if it comes again, have the GPU tested or replaced"
+_REBOOT = "drain and power-cycle the node; check the GPU's seating, power and cables; if it comes again, replace it"
 _OTHERS = "see the other errors of this GPU at that time: this one follows from them"
 _NONE = "nothing at once"
 _LATER = "reset the GPU when it is free"
-_UPDATE = "update driver and firmware; where it comes again, report it to NVIDIA"
+_UPDATE = "update driver and firmware; if it comes again, report it to NVIDIA"
 _LINK = "see which link (nvidia-smi nvlink --errorcounters), reset the GPUs on it; then check bridges, cables, switches"
 
 _ROWS: dict[int, Xid] = {
@@ -83,7 +83,7 @@ _ROWS: dict[int, Xid] = {
     141: Xid("driver", "an error in CUDA's fast path to the GPU", _UPDATE),
     143: Xid("hardware", "the GPU could not be started", _RESET),
     151: Xid("driver", "keys of confidential computing could not be changed", "restart the virtual machine"),
-    154: Xid("recovered", "the driver says anew what the GPU needs (nvidia-smi -q: GPU Recovery Action)", _OTHERS),
+    154: Xid("recovered", "the driver says again what the GPU needs (nvidia-smi -q: GPU Recovery Action)", _OTHERS),
     155: Xid("hardware", "an NVLink was found to be wrong by the driver", _LINK),
     156: Xid("recovered", "a part of the GPU that is bad is taken out of use", _LATER),
     157: Xid("hardware", "a part of the GPU that is bad could not be taken out of use", _RESET),
@@ -97,7 +97,7 @@ _ROWS: dict[int, Xid] = {
     165: Xid("hardware", "the parts that smooth power are at the end of their life", "replace the GPU"),
     166: Xid("hardware", "an NVLink carried data before its encryption was set up", _LINK),
     167: Xid("hardware", "the GPU did not answer on the PCIe bus in time", _REBOOT),
-    168: Xid("hardware", "the GPU has less memory, for part of it is bad", _RESET),
+    168: Xid("hardware", "the GPU has less memory, because part of it is bad", _RESET),
     169: Xid("hardware", "the GPU's security processor halted", _RESET),
     170: Xid("hardware", "an NVLink had an error in confidential computing", _LINK),
     171: Xid("hardware", "a memory error that ECC could not correct, in the GPU's DRAM", _RESET),
