@@ -167,13 +167,17 @@ async def started(make: Callable[[], Any], connection: Connection, backoff_s: Se
 
 
 async def close(client: Any) -> None:
-    """Stop a client, but not for ever: one whose brokers are away waits for them."""
-    stopping = asyncio.ensure_future(client.stop())
-    done, _ = await asyncio.wait((stopping,), timeout=_CLOSE_S)
-    if not done:
-        stopping.cancel()
-    elif not stopping.cancelled() and stopping.exception() is not None:
-        log.warning("not closed in good order: %s", stopping.exception())
+    """Stop a client, but not for ever: one whose brokers are away waits for them. No connection of it stays open."""
+    stopping = asyncio.ensure_future((client.stop if hasattr(client, "stop") else client.close)())
+    try:
+        await asyncio.wait((stopping,), timeout=_CLOSE_S)
+    finally:
+        if not stopping.done():
+            stopping.cancel()
+        elif not stopping.cancelled() and stopping.exception() is not None:
+            log.warning("not closed in good order: %s", stopping.exception())
+        if isinstance(client, AIOKafkaConsumer | AIOKafkaProducer | AIOKafkaAdminClient):
+            opening.close(client.client if isinstance(client, AIOKafkaProducer) else client._client)  # noqa: SLF001
 
 
 class OffsetClient:

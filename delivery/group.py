@@ -232,7 +232,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             log.info("who else is in the group %s is not known: %s", self.name, describe(error))
             return None
         finally:
-            await admin.close()
+            await close(admin)
         for *_, members in (row for answer in answers for row in answer.groups):
             for _, _, host, metadata, *_ in members:
                 if not metadata:  # there is none in the middle of a rebalance

@@ -412,7 +412,7 @@ class Admin:
             tps = [TopicPartition(name, number) for number in range(partitions)]
             return bool(await consumer.beginning_offsets(tps) == await consumer.end_offsets(tps))
         finally:
-            await consumer.stop()
+            await clients.close(consumer)
 
     async def delete(self, names: Iterable[str]) -> None:
         """Delete topics, and all that is in them. One that is already gone is no mistake.
@@ -443,7 +443,7 @@ async def connect(connection: Connection) -> AsyncIterator[Admin]:
     except KafkaError as error:
         raise BrokerError(why_not(error, connection)) from error
     finally:
-        await client.close()
+        await clients.close(client)
 
 
 async def _start(client: Any, connection: Connection) -> None:

@@ -41,10 +41,12 @@ class Unusable(KafkaConnectionError):  # type: ignore[misc] # aiokafka has no ty
 
 
 class _Login(AbstractTokenProvider):  # type: ignore[misc]
-    """Says for whom a connection is opened, and has the token if it takes one."""
+    """Says for whom a client opens connections, has the token if it takes one, and knows which are open."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self.opened: list[AIOKafkaConnection] = []
+        self.closed = False
 
     async def token(self) -> str:
         """See :func:`tokens.token`."""
@@ -103,6 +105,20 @@ def trouble(connection: Connection) -> str | None:
     return max(found)[1] if found else None
 
 
+def close(client: aiokafka.client.AIOKafkaClient) -> None:
+    """Close every connection of a client, at once and for ever.
+
+    aiokafka forgets the connection of a bootstrap that is cancelled, and all of them if its own end is cancelled.
+    """
+    login = client._sasl_oauth_token_provider  # noqa: SLF001 - there is no other way
+    if client._sync_task is not None:  # noqa: SLF001 - likewise
+        client._sync_task.cancel()  # noqa: SLF001 - likewise
+    login.closed = True
+    for opened in login.opened:
+        opened.close()
+    login.opened.clear()
+
+
 async def _open(host: str, port: int, **given: Any) -> AIOKafkaConnection:
     """aiokafka's ``create_conn``, with what stands in the files now. Raises :class:`Unusable`, and what it raises."""
     login = given["sasl_oauth_token_provider"]
@@ -128,6 +144,10 @@ async def _open(host: str, port: int, **given: Any) -> AIOKafkaConnection:
     if not (connection.has_login or broker.answered):
         await _greet(opened, connection, broker)
     broker.opened()
+    if login.closed:
+        opened.close()
+        raise KafkaConnectionError("the client was closed")
+    login.opened = [*(one for one in login.opened if one.connected()), opened]
     return opened
 
 

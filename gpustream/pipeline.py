@@ -86,7 +86,7 @@ class Tail:
     async def stop(self) -> None:
         """Closes the consumer."""
         if self._consumer is not None:
-            await self._consumer.stop()
+            await clients.close(self._consumer)
 
     def _take(self, topic: str, record: Any) -> None:
         if topic == alerts.TOPIC.name:

@@ -1,9 +1,12 @@
 """No client makes a topic by asking for it, and consumers read committed records, wherever they are."""
 
 import asyncio
+import gc
 import re
 import struct
 import time
+import warnings
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +15,10 @@ import aiokafka.admin.client
 import aiokafka.client
 import pytest
 from aiokafka import TopicPartition
+from aiokafka.errors import KafkaConnectionError
 
 import delivery.clients
+from delivery import opening
 from delivery.connection import Connection
 from tests.eventually import eventually
 
@@ -111,3 +116,67 @@ async def test_a_connection_that_a_broker_ended_is_closed_before_it_is_forgotten
         assert await client._get_conn(0) is None
         assert transport.is_closing()
         await client.close()
+
+
+class HalfABroker:
+    """Takes connections and says what it understands, but not which brokers there are."""
+
+    def __init__(self) -> None:
+        self.asked, self.ended = asyncio.Event(), asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        size, _, _, asked = struct.unpack(">ihhi", await reader.readexactly(12))
+        await reader.readexactly(size - 8)
+        writer.write(struct.pack(">iihihhh", 16, asked, 0, 1, METADATA, 0, 4))
+        await reader.readexactly(1)
+        self.asked.set()
+        await reader.read()
+        self.ended.set()
+        writer.close()
+
+
+@pytest.fixture
+async def half(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[HalfABroker, Connection]]:
+    broker = HalfABroker()
+    async with await asyncio.start_server(broker.serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        connection = Connection(f"{host}:{port}")
+        known = opening._Broker()
+        known.opened()  # so it is not greeted
+        monkeypatch.setattr(opening, "_brokers", {(connection, host, port): known})
+        yield broker, connection
+
+
+@pytest.mark.parametrize("make", [delivery.clients.consumer, delivery.clients.producer])
+async def test_a_client_that_is_given_up_while_it_bootstraps_leaves_no_connection_open(
+    half: tuple[HalfABroker, Connection], make: Callable[[Connection], Any]
+) -> None:
+    broker, connection = half
+    starting = asyncio.create_task(delivery.clients.started(lambda: make(connection), connection))
+    await broker.asked.wait()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        starting.cancel()
+        await asyncio.wait([starting])
+        await broker.ended.wait()
+        gc.collect()
+    assert [str(one.message) for one in warned if "AIOKafkaConnection" in str(one.message)] == []
+
+
+async def test_a_client_whose_end_takes_too_long_leaves_no_connection_open_and_opens_none(
+    half: tuple[HalfABroker, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker, connection = half
+    client = delivery.clients.consumer(connection)
+    starting = asyncio.create_task(client.start())
+    await broker.asked.wait()
+    monkeypatch.setattr(delivery.clients, "_CLOSE_S", 0)
+    monkeypatch.setattr(client, "stop", asyncio.Event().wait)
+    await delivery.clients.close(client)
+    await broker.ended.wait()
+    with pytest.raises(KafkaConnectionError):
+        await starting
+    with pytest.raises(KafkaConnectionError):
+        await client.start()
+    monkeypatch.undo()
+    await client.stop()
