@@ -388,8 +388,10 @@ TOPIC = Topic(
     retention_hours=None,
     by_node=False,
     promise=(
-        "The last record of a key is the alert's state. A transition is identified by (fingerprint, starts_at, state): "
-        "at least once, and a repeat has the same bytes. Each firing is followed by at most one resolved. Open alerts "
+        "The last record of a key is the alert's state. A transition is identified by (fingerprint, starts_at, state), "
+        "and comes at least once. A repeat has the same bytes, but an alert about several GPUs is also written again "
+        "while it fires: with the next revision if its GPUs or its severity change, and once an hour with new figures. "
+        "Each firing is followed by at most one resolved. Open alerts "
         "are written again daily; an alert that was resolved 7 days ago is deleted (a record without a value)."
     ),
     example=_EXAMPLE,
