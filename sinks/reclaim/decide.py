@@ -134,7 +134,14 @@ def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> P
         return Refusal("no_owner", f"pod {pod_name} has no owner that would start it again: only a person may end it")
     if len({chain[-1]["metadata"]["uid"] for chain in chains}) > 1:
         return Refusal("several_owners", "the pods of the alert have several owners")
-    return _plan(kind, chains, facts.workload)
+    plan = _plan(kind, chains, facts.workload)
+    if isinstance(plan, Refusal) or firing.partly:
+        return plan
+    count = (plan.object.get("status") or {}).get({"scale": "replicas", "suspend": "active"}.get(kind, ""))
+    if isinstance(count, int) and count > len(chains):  # one may be on a node that sends no ticks
+        message = f"{_named(plan.object)} has {count} pods, and the alert is about {len(chains)}"
+        return Refusal("partly", f"{message}: what the others do is not known")
+    return plan
 
 
 def _unfit(name: str, pod: Json | None, written_ms: int) -> Refusal | None:

@@ -197,6 +197,34 @@ async def test_a_workload_that_works_partly_is_left_alone_unless_that_is_asked_f
     assert world.words() == ["refused partly"]
 
 
+@pytest.mark.parametrize(
+    ("says", "replicas", "words"),
+    [
+        ("scale", 2, ["intended", "done"]),
+        ("scale", 3, ["refused partly"]),
+        ("scale, partly", 3, ["intended", "done"]),
+    ],
+)
+async def test_a_deployment_with_a_pod_that_the_alert_does_not_know_is_left_alone(
+    says: str, replicas: int, words: list[str]
+) -> None:
+    world = World(says)
+    world.write(world.deployment())
+    world.api.objects[DEPLOYMENT]["status"] = {"replicas": replicas}
+    await world.replica().run()
+    assert world.words() == words
+
+
+async def test_a_job_with_a_pod_that_the_alert_does_not_know_is_left_alone() -> None:
+    world = World("suspend")
+    world.write(world.job())
+    (job,) = [one for path, one in world.api.objects.items() if "/jobs/" in path]
+    job["status"] = {"active": 9}
+    await world.replica().run()
+    assert world.words() == ["refused partly"]
+    assert world.log[0].message.startswith("Job train has 9 pods, and the alert is about ")
+
+
 async def test_the_time_counts_from_when_all_of_the_workload_idles() -> None:
     world = World("scale=2h")
     one = world.deployment()
