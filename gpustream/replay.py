@@ -32,7 +32,8 @@ from gpustream.topics import answer
 from gpustream.usage.command import TIME, When
 from gpustream.usage.read import Range, utc
 from streams.settings import UsageSettings
-from streams.usage.books import FIELDS, PATIENCE_MS, Accounting, UsageReplay
+from streams.usage.books import AHEAD_MS, FIELDS, PATIENCE_MS, Accounting, Bookkeeper, Books
+from streams.usage.tick import CountedTick
 from streams.usage.tick import decode as decode_tick
 from topics.attributed import TOPIC as ATTRIBUTED
 from topics.topic import UInt, decoder
@@ -183,6 +184,52 @@ class Made:
     minutes: int = 0
     zeros: int = 0
     generation: int = 0
+
+
+class UsageReplay:
+    """Recorded ticks of any number of nodes, in the order of their log: what the stream should have written.
+
+    It gives final records of a higher generation, and of whole hours only: an hour with its minutes, if it began at
+    least a minute after ``from_ms``, the log time of the first record. Time is closed by the nodes' own ticks, and at
+    the end by the log: so what came late is booked.
+    """
+
+    def __init__(self, policy: Accounting, from_ms: int) -> None:
+        self._policy = policy._replace(patience_ms=None)
+        self._first_ms = -(-(from_ms + AHEAD_MS) // HOUR_MS) * HOUR_MS
+        self._nodes: dict[tuple[str, str], tuple[Bookkeeper, list[Usage]]] = {}
+        self._logged_ms = 0
+
+    def take(self, tick: CountedTick, logged_ms: int) -> list[Usage]:
+        """What is to be written after a tick. Raises msgspec.DecodeError for labels or a workload that are none."""
+        name = (tick.cluster, tick.node)
+        if name not in self._nodes:
+            books = Books(schema=1, cluster=tick.cluster, node=tick.node)
+            self._nodes[name] = Bookkeeper(books, self._policy), []
+        self._logged_ms = max(self._logged_ms, logged_ms)
+        keeper, minutes = self._nodes[name]
+        return self._whole_hours(minutes, keeper.take(tick, logged_ms).records)
+
+    def end(self, log_ms: int = 0) -> list[Usage]:
+        """What is to be written at the end of the log, if that has come so far without a record."""
+        found: list[Usage] = []
+        for keeper, minutes in self._nodes.values():
+            found += self._whole_hours(minutes, keeper.silent(max(self._logged_ms, log_ms)))
+        return found
+
+    def _whole_hours(self, minutes: list[Usage], records: list[Usage]) -> list[Usage]:
+        """The hours that are final now, each after its minutes, which have waited for it."""
+        found: list[Usage] = []
+        for one in records:
+            if not one.final or one.start_ms < self._first_ms:
+                continue
+            if one.end_ms - one.start_ms == MINUTE_MS:
+                minutes.append(one)
+                continue
+            found += [minute for minute in minutes if minute.end_ms <= one.end_ms]
+            minutes[:] = [minute for minute in minutes if minute.end_ms > one.end_ms]
+            found.append(one)
+        return found
 
 
 class NodesAgain:

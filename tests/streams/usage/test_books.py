@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from streams.usage.books import Accounting, Bookkeeper, UsageReplay, decode, encode
+from gpustream.replay import UsageReplay
+from streams.usage.books import Accounting, Bookkeeper, decode, encode
 from streams.usage.tick import CountedTick
 from tests.streams.usage.made import START_MS, Kept, gpu, holder, mig, tick
 from topics.usage import HOUR_MS, MINUTE_MS

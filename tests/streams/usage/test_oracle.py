@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.usage.books import Accounting, UsageReplay, decode, encode
+from gpustream.replay import UsageReplay
+from streams.usage.books import Accounting, decode, encode
 from streams.usage.measure import divide
 from tests.streams.usage.made import START_MS, Json, Kept, holder, mig, tick
 from tests.usage_sums import FIELDS, UsageSums
