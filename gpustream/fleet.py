@@ -347,10 +347,11 @@ class Fleet:
         self.now_ms = 0
         self._ticks = 0
         self._arrivals: deque[tuple[float, float]] = deque()
+        self._newest_s = float("-inf")
 
     def observe(self, tick: Tick, at_s: float, wall_ms: int) -> bool:
-        """Takes a tick in that arrived at ``at_s`` on one clock that never steps back, when the wall clock said
-        ``wall_ms``. False for a replay."""
+        """Takes a tick in that arrived at ``at_s`` of the monotonic clock, when the wall clock said ``wall_ms``.
+        False for a replay."""
         node = self.nodes.get((tick.cluster, tick.node))
         if node is None:
             node = self.nodes[tick.cluster, tick.node] = Node(tick.cluster, tick.node)
@@ -371,8 +372,10 @@ class Fleet:
                 parent.parts.append(device)
         self.now_ms = max(self.now_ms, tick.ts_ms)
         self._ticks += 1
-        self._arrivals.append((at_s, max(0.0, (wall_ms - tick.ts_ms) / 1000)))
-        while at_s - self._arrivals[0][0] > _RATE_S:
+        self._newest_s = max(self._newest_s, at_s)
+        if self._newest_s - at_s <= _RATE_S:  # else it is of the past, as of a partition that is read after another
+            self._arrivals.append((at_s, max(0.0, (wall_ms - tick.ts_ms) / 1000)))
+        while self._newest_s - self._arrivals[0][0] > _RATE_S:
             self._arrivals.popleft()
         return True
 

@@ -213,6 +213,16 @@ def test_rates_and_latency_are_of_the_last_seconds() -> None:
     assert found.flow() == Flow(10, 0.0, None)
 
 
+def test_a_partition_whose_past_is_read_after_anothers_does_not_count_as_ticks_of_now() -> None:
+    found = seen(*[tick(gpu("a"), seq=n) for n in range(1, 101)])
+    for n in range(1, 101):
+        found.observe(tick(gpu("b"), node="n2", seq=n), float(n), n * 1000)
+    found.age(100.0)
+
+    assert found.flow().ticks == 200
+    assert found.flow().ticks_per_s <= 2 * 6 / 5
+
+
 def test_the_time_since_a_pod_has_a_gpu_goes_over_changes_of_others() -> None:
     found = seen(*[tick(gpu("a", 0.5, *held), seq=n) for n, held in enumerate([["ml/x"], ["ml/x", "ml/y"]], 1)])
     since: dict[str, int] = {use.who: use.since_ms for use in pods(found.devices())}
