@@ -6,6 +6,7 @@ Source: murmur2 is the partitioner of Kafka's Java clients.
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterable, Callable, Coroutine, Mapping
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -15,17 +16,21 @@ from aiokafka.partitioner import murmur2
 
 from delivery.dead_letters import send_letter
 from delivery.instruments import Instrument, Instruments
-from delivery.ledger import Slot
+from delivery.ledger import Partition, Slot
 from delivery.settings import MemberSettings
 from delivery.topic_admin import TopicCheck
 from delivery.watchdog import fail_stop, lateness_instrument
 from streams import STREAMS, reader
 from streams.app import ReaderApp
+from streams.caught_up import CaughtUp, Ends
 from streams.reader import Batch, Reader, Reads
 from topics.dead_letters import Origin
 from topics.topic import MAX_MESSAGE_BYTES, node_key
 
 log = logging.getLogger(__name__)
+
+ATTRIBUTED, SAMPLES = "gpu.attributed", "gpu.samples"
+_LOOK_EVERY_S = 1.0
 
 
 COMMON: tuple[Instrument, ...] = (
@@ -183,6 +188,61 @@ class StreamWorker(reader.Stage, Protocol):
 
     async def look(self) -> None:
         """See to what waits for time to pass. Never returns."""
+
+
+class WatchedPartition(Protocol):
+    caught_up: CaughtUp
+
+
+class NodeWatch(ABC):
+    """What workers that read gpu.attributed have alike: how far each partition was read, and a look at it each second.
+    ``lagging`` are the topics whose lag is shown."""
+
+    app: ReaderApp
+    lagging: tuple[str, ...]
+    _partitions: Mapping[int, WatchedPartition]
+
+    def __init__(self, instruments: Instruments, *, stage: str, partitions: int, clocks: Clocks | None) -> None:
+        self._instruments, self._stage, self._clocks = instruments, stage, clocks or Clocks()
+        self._books = Bookkeeping(instruments, stage=stage, partitions=partitions)
+        self._writings = Writings()
+
+    @abstractmethod
+    def _partition(self, number: int) -> WatchedPartition:
+        """What is known of a partition, now if not before."""
+
+    @abstractmethod
+    def look_at(self, number: int) -> None:
+        """See to what waits in a partition for time to pass."""
+
+    @abstractmethod
+    def observe(self) -> None:
+        """Set the gauges."""
+
+    async def look(self) -> None:
+        """See to what waits for time to pass. Never returns."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            waiting = {tp.partition for tp in self.app.reader.pending_states()}
+            for number in self._partitions.keys() - waiting:
+                self.look_at(number)
+            self.observe()
+
+    def committed(self, offsets: Mapping[Partition, int]) -> None:  # noqa: B027 - this is what it does
+        """Nothing is kept for what may be read again."""
+
+    def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:
+        """Where partitions end: how far behind this is, and whether a node without a tick is silent."""
+        lags: Counter[str] = Counter()
+        for tp, end in ends.items():
+            read = self.app.reader.ledger.expected(tp)
+            lags[tp.topic] += max(0, end - read) if read is not None else 0
+            if tp.topic == ATTRIBUTED:
+                self._partition(tp.partition).caught_up.ends(
+                    Ends(asked_s, end, ends.get(Partition(SAMPLES, tp.partition)))
+                )
+        for topic in self.lagging:
+            self._instruments.gauge(f"gpustream_{self._stage}_lag_records", topic).set(lags[topic])
 
 
 class Stream(Generic[S]):

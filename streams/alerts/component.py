@@ -12,7 +12,7 @@ counted; an output that is not acknowledged ends the process.
 
 import asyncio
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -30,20 +30,16 @@ from streams.alerts.node import Due, Log, Node, PartitionNodes
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick
-from streams.app import ReaderApp
-from streams.caught_up import Ends
 from streams.reader import Batch, Reads
 from streams.settings import AlertSettings
-from streams.stage import Bookkeeping, Clocks, Malformed, Stream, Writings, decode_record, instruments
+from streams.stage import ATTRIBUTED, SAMPLES, Clocks, Malformed, NodeWatch, Stream, decode_record, instruments
 from topics.alerts import MAX_TIME_MS, Alert, AlertGroup, AlertReport, Severity, kafka_headers
 from topics.topic import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 
-ATTRIBUTED, SAMPLES, WORKLOADS = "gpu.attributed", "gpu.samples", "gpu.workloads"
+WORKLOADS = "gpu.workloads"
 ALERTS, STATE, MEMBERS, GROUPS = "gpu.alerts", "gpu.alert-state", "gpu.alert-members", "gpu.alert-groups"
-
-_LOOK_EVERY_S = 1.0
 
 G = TypeVar("G", AlertReport, AlertGroup)
 
@@ -93,21 +89,19 @@ class Alerts(Stream[AlertSettings]):
         return AlertWorker(self.instruments, self._rules, partitions=partitions[ATTRIBUTED]), reads
 
 
-class AlertWorker:
+class AlertWorker(NodeWatch):
     """Judges the nodes of its partitions: gives each its ticks, writes what comes of them, then finishes them."""
 
-    app: ReaderApp
+    lagging = (ATTRIBUTED, MEMBERS, STATE, GROUPS)
 
     def __init__(
         self, instruments: Instruments, rules: Rules, *, partitions: int, clocks: Clocks | None = None
     ) -> None:
-        self._instruments, self._rules, self._clocks = instruments, rules, clocks or Clocks()
-        self._books = Bookkeeping(instruments, stage="alerts", partitions=partitions)
-        self._count = partitions
+        super().__init__(instruments, stage="alerts", partitions=partitions, clocks=clocks)
+        self._rules, self._count = rules, partitions
         self._policies: set[tuple[str, str]] = set()
         self._partitions: dict[int, PartitionNodes] = {}
         self._groups: dict[int, dict[bytes, AlertGroup]] = {}
-        self._writings = Writings()
 
     # -- records
 
@@ -342,14 +336,6 @@ class AlertWorker:
 
     # -- time
 
-    async def look(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
-            waiting = {tp.partition for tp in self.app.reader.pending_states()}
-            for number in self._partitions.keys() - waiting:
-                self.look_at(number)
-            self.observe()
-
     def look_at(self, number: int) -> None:
         """Find which nodes of a partition are quiet or silent now, by how far it has been read."""
         position = self.app.reader.ledger.expected(Partition(ATTRIBUTED, number))
@@ -403,20 +389,6 @@ class AlertWorker:
         for number in partitions:
             self._partitions.pop(number, None)
             self._groups.pop(number, None)
-
-    def committed(self, offsets: Mapping[Partition, int]) -> None:
-        """Nothing is kept for what may be read again."""
-
-    def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:
-        lags: dict[str, int] = defaultdict(int)
-        for tp, end in ends.items():
-            read = self.app.reader.ledger.expected(tp)
-            lags[tp.topic] += max(0, end - read) if read is not None else 0
-            if tp.topic == ATTRIBUTED:
-                samples_end = ends.get(Partition(SAMPLES, tp.partition))
-                self._partition(tp.partition).caught_up.ends(Ends(asked_s, end, samples_end))
-        for topic in (ATTRIBUTED, MEMBERS, STATE, GROUPS):
-            self._instruments.gauge("gpustream_alerts_lag_records", topic).set(lags[topic])
 
 
 def policies_of(tick: Tick) -> frozenset[tuple[str, str, str]]:

@@ -11,7 +11,7 @@ counted; an output that is not acknowledged ends the process.
 
 import asyncio
 import logging
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,11 +20,10 @@ import msgspec
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
-from streams.app import ReaderApp
-from streams.caught_up import CaughtUp, Ends
+from streams.caught_up import CaughtUp
 from streams.reader import Batch, Reads
 from streams.settings import UsageSettings
-from streams.stage import Bookkeeping, Clocks, Malformed, Stream, Writings, decode_record, instruments
+from streams.stage import ATTRIBUTED, SAMPLES, Clocks, Malformed, NodeWatch, Stream, decode_record, instruments
 from streams.usage import books as bookkeeping
 from streams.usage.books import Accounting, Bookkeeper, Books
 from streams.usage.tick import decode as decode_tick
@@ -32,9 +31,6 @@ from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, STATE, Usage
 
 log = logging.getLogger(__name__)
 
-ATTRIBUTED, SAMPLES = "gpu.attributed", "gpu.samples"
-
-LOOK_EVERY_S = 1.0
 KEEP_S = 75.0
 """Ticks of a node that has closed no minute for so long hold back no commit any more: its books are written."""
 LEADERS_APART_MS = 60_000
@@ -116,18 +112,17 @@ class PartitionBooks:
         self.logged_ms = self.passed_ms = 0
 
 
-class UsageWorker:
+class UsageWorker(NodeWatch):
     """Books the ticks of the nodes of its partitions, writes what comes of them, then finishes them."""
 
-    app: ReaderApp
+    lagging = (ATTRIBUTED, STATE.name)
 
     def __init__(
         self, instruments: Instruments, policy: Accounting, *, partitions: int, clocks: Clocks | None = None
     ) -> None:
-        self._instruments, self._policy, self._clocks = instruments, policy, clocks or Clocks()
-        self._books = Bookkeeping(instruments, stage="usage", partitions=partitions)
+        super().__init__(instruments, stage="usage", partitions=partitions, clocks=clocks)
+        self._policy = policy
         self._partitions: dict[int, PartitionBooks] = {}
-        self._writings = Writings()
 
     # -- records
 
@@ -136,7 +131,7 @@ class UsageWorker:
         if not batch:
             return
         topic, number = batch[0][0].tp
-        partition = self._partitions.setdefault(number, PartitionBooks())
+        partition = self._partition(number)
         try:
             if topic == ATTRIBUTED and self._writings.leftover:
                 await asyncio.wait(self._writings.leftover)
@@ -156,6 +151,9 @@ class UsageWorker:
         except Exception as error:
             log.exception("booking failed")
             self.app.fail(f"booking failed: {error!r}")
+
+    def _partition(self, number: int) -> PartitionBooks:
+        return self._partitions.setdefault(number, PartitionBooks())
 
     def _learn(self, number: int, partition: PartitionBooks, record: Any) -> None:
         """Take on a node's books, or their deletion. Raises Malformed.
@@ -269,14 +267,6 @@ class UsageWorker:
 
     # -- time
 
-    async def look(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            waiting = {tp.partition for tp in self.app.reader.pending_states()}
-            for number in self._partitions.keys() - waiting:
-                self.look_at(number)
-            self.observe()
-
     def look_at(self, number: int) -> None:
         """Close what the next record of a partition would, and write the books of nodes that have no tick any more, or
         of which the topic has others."""
@@ -329,17 +319,3 @@ class UsageWorker:
     def drop(self, partitions: frozenset[int]) -> None:
         for number in partitions:
             self._partitions.pop(number, None)
-
-    def committed(self, offsets: Mapping[Partition, int]) -> None:
-        """Nothing is kept for what may be read again."""
-
-    def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:
-        lags: dict[str, int] = defaultdict(int)
-        for tp, end in ends.items():
-            read = self.app.reader.ledger.expected(tp)
-            lags[tp.topic] += max(0, end - read) if read is not None else 0
-            if tp.topic == ATTRIBUTED:
-                partition = self._partitions.setdefault(tp.partition, PartitionBooks())
-                partition.caught_up.ends(Ends(asked_s, end, ends.get(Partition(SAMPLES, tp.partition))))
-        for topic in (ATTRIBUTED, STATE.name):
-            self._instruments.gauge("gpustream_usage_lag_records", topic).set(lags[topic])

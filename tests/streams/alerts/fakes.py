@@ -14,11 +14,9 @@ from delivery.sender import Unsendable
 from delivery.settings import DEAD_LETTERS
 from streams.alerts.component import (
     ALERTS,
-    ATTRIBUTED,
     GROUPS,
     INSTRUMENTS,
     MEMBERS,
-    SAMPLES,
     STATE,
     WORKLOADS,
     AlertWorker,
@@ -27,7 +25,7 @@ from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from streams.app import ReaderApp
 from streams.caught_up import BREAK_S
-from streams.stage import Clocks
+from streams.stage import ATTRIBUTED, SAMPLES, Clocks
 from tests.streams.alerts.stories import SHORT
 from topics.alerts import Alert
 from topics.topic import node_key

@@ -7,11 +7,12 @@ import pytest
 
 from delivery.ledger import Partition
 from delivery.settings import DEAD_LETTERS
-from streams.alerts.component import ALERTS, ATTRIBUTED, GROUPS, MEMBERS, STATE, WORKLOADS
+from streams.alerts.component import ALERTS, GROUPS, MEMBERS, STATE, WORKLOADS
 from streams.alerts.machine import DELETE_MS, FORGET_MS, LEAVING_MS
 from streams.alerts.memory import NodeAlerts, decode, encode
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device
+from streams.stage import ATTRIBUTED
 from tests.streams.alerts.fakes import Broker, Record, Worker, settle
 from tests.streams.alerts.stories import later
 from tests.streams.alerts.ticks import START_MS, device, holder, overlay, tick

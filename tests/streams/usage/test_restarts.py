@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delivery.instruments import Instruments
+from streams.stage import ATTRIBUTED
 from streams.usage.books import Accounting
-from streams.usage.component import ATTRIBUTED, INSTRUMENTS, KEEP_S, UsageWorker
+from streams.usage.component import INSTRUMENTS, KEEP_S, UsageWorker
 from tests.clock import run
 from tests.streams.alerts.fakes import Broker, Record, Worker, settle
 from tests.streams.usage.made import START_MS, gpu, holder
