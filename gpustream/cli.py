@@ -12,7 +12,7 @@ import click
 
 from delivery.settings import Registered
 from gpustream import command
-from gpustream.command import Command, Group, ProcessSettings
+from gpustream.command import Command, CommandGroup, ProcessSettings
 from producers import PRODUCERS
 from sinks import SINKS
 from streams import STREAMS
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
     load: Callable[[], click.Command]
 
 
-class Listed(Group):
+class Listed(CommandGroup):
     """A group that lists its commands without loading them, in the order of its entries."""
 
     def __init__(self, *args: Any, entries: Mapping[str, Entry], **kwargs: Any) -> None:

@@ -68,7 +68,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]}?" if close else ""
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """A click group that says which command was meant by a misspelt one, or which commands there are."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import click
 
-from gpustream.command import Argument, Command, Group, counted
+from gpustream.command import Argument, Command, CommandGroup, counted
 from gpustream.topics import FAILED
 from sinks.series.counters import load, pick
 from sinks.series.counters_file import Counter, CountersError, Mistake
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def counters() -> None:
     """Check a file of counters, as dcgm-exporter has them, before --counters is given it."""
 

@@ -26,7 +26,7 @@ from delivery.kubernetes.credentials import ConfigError
 from delivery.sender import Sender, Unsendable
 from delivery.settings import READABLE_FILE
 from gpustream import history, logs
-from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, Group, option
+from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, CommandGroup, option
 from gpustream.topics import answer, show
 from sinks.reclaim.cluster import Cluster, Denied
 from sinks.reclaim.decide import Refusal, unpatch, was_undone, words
@@ -43,7 +43,7 @@ COLUMNS = ("at", "action", "state", "cluster", "what", "when", "why")
 _decode = decoder(Action)
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def reclaim() -> None:
     """What was decided about workloads that waste GPUs, and how to take it back."""
 

@@ -22,7 +22,7 @@ from delivery.connection import Connection
 from delivery.settings import START_FROM, ConnectionSettings
 from delivery.values import duration_words
 from gpustream import alerts, history, logs
-from gpustream.command import LOG_FORMAT, Argument, Command, Group, connection, counted, option, options
+from gpustream.command import LOG_FORMAT, Argument, Command, CommandGroup, connection, counted, option, options
 from gpustream.topics import answer, show
 from streams.alerts import tick as ticks
 from streams.alerts.node import Replay
@@ -43,7 +43,7 @@ _MOST_NAMED = 20
 RULES_FILE = click.argument("file", cls=Argument, type=click.Path(path_type=Path))
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def rules() -> None:
     """Check a file of alert rules, show what holds by it, or try it on what was recorded."""
 

@@ -22,7 +22,7 @@ from delivery.kafka_admin import BrokerError, Found
 from delivery.kafka_errors import describe
 from delivery.topic_admin import Mismatch
 from gpustream import logs
-from gpustream.command import KAFKA, LOG_FORMAT, Command, Group, option
+from gpustream.command import KAFKA, LOG_FORMAT, Command, CommandGroup, option
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic
 
 R = TypeVar("R")
@@ -33,7 +33,7 @@ FAILED = 1
 COLUMNS = ("topic", "key", "partitions", "cleanup", "retention", "as it must be")
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def topics() -> None:
     """Create the topics, or compare them with what they should be."""
 

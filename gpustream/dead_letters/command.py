@@ -18,7 +18,7 @@ import orjson
 from delivery.connection import Connection
 from delivery.settings import DURATION, KafkaSettings, Text
 from gpustream import history, logs
-from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, Group, counted, option, options
+from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, CommandGroup, counted, option, options
 from gpustream.dead_letters import resubmission
 from gpustream.dead_letters.letters import (
     DONE,
@@ -59,7 +59,7 @@ def _wanted(given: Mapping[str, str | None]) -> Wanted:
     return Wanted(given["topic"], given["stage"], given["reason"], given["key"])
 
 
-@click.group("dead-letters", cls=Group)
+@click.group("dead-letters", cls=CommandGroup)
 def dead_letters() -> None:
     """List what could not be used and why, show it, and send it again after a fix."""
 

@@ -79,7 +79,7 @@ _STEP = 50
 
 
 @dataclass(slots=True)
-class _ShownNode:
+class _RenderedNode:
     """A node: its last tick, and what is shown of it. That is a tick's, or a window's of which ``shown`` is the last
     tick; ``newest`` is the last one of the ``window`` that is not over."""
 
@@ -119,7 +119,7 @@ class ScrapePartition:
     def __init__(self, partition: int, shared: ScrapeShared) -> None:
         self.partition = partition
         self._shared = shared
-        self._nodes: dict[tuple[str, str], _ShownNode] = {}
+        self._nodes: dict[tuple[str, str], _RenderedNode] = {}
         self._abandon: asyncio.Event | None = None
 
     def series(self) -> Iterator[SampleGroup]:
@@ -186,7 +186,7 @@ class ScrapePartition:
             self._shared.outcomes.new_log(self.partition)
         bare, last = msgspec.structs.replace(sample, devices=()), replays.after(node.last if node else None, sample)
         if node is None:
-            node = self._nodes[sample.cluster, sample.node] = _ShownNode(last, now_s, Cache(), bare)
+            node = self._nodes[sample.cluster, sample.node] = _RenderedNode(last, now_s, Cache(), bare)
         resolution, translator = self._shared.resolution, self._shared.translator
         keys, groups = translator.translate(sample, node.cache)
         if resolution is None:
