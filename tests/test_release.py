@@ -78,7 +78,8 @@ def test_the_wheel_works_beside_distributions_with_the_names_of_its_packages(twi
 
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     run = [sys.executable, "-m", "gpustream", "run", "--simulate", "1x2", "--duration", "2s", "--listen", "off"]
-    done = subprocess.run([*run, "--scrape-listen", "127.0.0.1:0"], cwd=tmp_path, env=env, check=False)
+    ports = ("--scrape-listen", "127.0.0.1:0", "--page-listen", "127.0.0.1:0")
+    done = subprocess.run([*run, *ports], cwd=tmp_path, env=env, check=False)
     assert done.returncode == 0
     where = "import gpustream, topics; print(gpustream.__file__, topics.__file__)"
     files = subprocess.run([sys.executable, "-c", where], cwd=tmp_path, env=env, check=True, capture_output=True)

@@ -127,7 +127,7 @@ class PolicyEvents:
         result = "written" if answer.status == 201 else "there" if answer.status == 409 else "refused"
         self._instruments.counter(own.POLICY_EVENTS, result).inc()
         if result == "refused" and answer.status != 404:  # the namespace may be gone by now
-            log.warning("pod %s/%s: no event about its annotations: %s", pod.namespace, pod.name, _sentence(answer))
+            log.warning("pod %s: no event about its annotations: %s", f"{pod.namespace}/{pod.name}", _sentence(answer))
         return 0.0
 
     def _later(self, kind: str, why: str, retry_after_s: float | None) -> float:

@@ -188,7 +188,10 @@ class ReclaimSink:
         shared = (reclaimer, letters, counted, lambda: not tail.not_ready())
         source = Source(alerts.TOPIC.name, lambda _: ReclaimPartition(*shared), settings.from_, WHOLE)
         self._reader = GroupReader(settings, [source], counted)
-        log.info("acting" if settings.act else "a dry run: nothing is changed, and gpu.actions says what would be")
+        if settings.act:
+            log.info("acting")
+        else:
+            log.info("a dry run: nothing is changed, and gpu.actions says what would be")
         ending = asyncio.Event()
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(api.close)

@@ -23,7 +23,7 @@ COMMAND = [*RUN, "--simulate", "2x4", "--interval", "250ms"]
 
 
 def _options(port: int, *more: str) -> list[str]:
-    return [*COMMAND, "--listen", "off", "--scrape-listen", f"127.0.0.1:{port}", *more]
+    return [*COMMAND, "--listen", "off", "--page-listen", "off", "--scrape-listen", f"127.0.0.1:{port}", *more]
 
 
 def test_a_short_run_loses_nothing_and_says_so_in_one_object(port: int, tmp_path: Path) -> None:

@@ -53,7 +53,16 @@ def fill(prometheus: PrometheusServer, directory: Path, cluster: str, *options: 
         "--summary",
         "json",
     ]
-    arguments += ["--remote-write", prometheus.write_url, "--scrape-listen", "off", "--listen", "off"]
+    arguments += [
+        "--remote-write",
+        prometheus.write_url,
+        "--scrape-listen",
+        "off",
+        "--page-listen",
+        "off",
+        "--listen",
+        "off",
+    ]
     command = [sys.executable, "-m", "gpustream", *arguments, "--cluster", cluster, "--names", "dcgm-legacy", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr

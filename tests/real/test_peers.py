@@ -156,7 +156,7 @@ def fed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fed]:
         command = [sys.executable, "-m", "gpustream", "run", "--simulate", f"{NODES}x{GPUS}", "--cluster", CLUSTER]
         command += ["--seed", str(seed_with_an_error()), "--truth", str(folder / "truth"), "--names", ALL]
         command += ["--remote-write", prometheus.write_url, "--duration", f"{RUNS_S}s", "--summary", "json"]
-        command += ["--listen", "off", "--scrape-listen", "off"]
+        command += ["--listen", "off", "--scrape-listen", "off", "--page-listen", "off"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.splitlines()[-1])["lost"] == 0

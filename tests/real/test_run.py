@@ -28,7 +28,7 @@ def test_a_run_on_a_kafka_of_ones_own_is_counted_by_prometheus(
     assert created.returncode == 0, created.stderr
     assert _gpustream("topics", "list", *kafka).returncode == 0
 
-    off = ("--listen", "off", "--scrape-listen", "127.0.0.1:0", "--cluster", server)
+    off = ("--listen", "off", "--scrape-listen", "127.0.0.1:0", "--page-listen", "off", "--cluster", server)
     ended = ("--duration", "4s", "--summary", "json")
     url = ("--remote-write", prometheus.write_url)
     run = _gpustream("run", "--simulate", "2x4", *kafka, *off, *url, *ended)

@@ -100,7 +100,7 @@ async def run(kafka: KafkaServer, of: Pipeline) -> dict[str, Any]:
     """A whole pipeline for 3 s; its summary."""
     at = ("--kafka", kafka.address, "--topic-prefix", of.prefix, "--compression", of.compression)
     how = ("--cluster", of.cluster, "--simulate", "2x2", "--interval", "200ms", "--duration", "3s", "--summary", "json")
-    out = await command("run", *at, *how, "--listen", "off", "--scrape-listen", "127.0.0.1:0")
+    out = await command("run", *at, *how, "--listen", "off", "--page-listen", "off", "--scrape-listen", "127.0.0.1:0")
     summary: dict[str, Any] = json.loads(out.splitlines()[-1])
     return summary
 

@@ -44,6 +44,8 @@ def run_options(port: int) -> list[str]:
         "250ms",
         "--listen",
         "off",
+        "--page-listen",
+        "off",
         "--scrape-listen",
         f"127.0.0.1:{port}",
     ]
