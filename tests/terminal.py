@@ -22,7 +22,9 @@ class Terminal:
         ours, theirs = pty.openpty()
         self._fd = ours
         self.resize(*size)
-        environment = {**os.environ, "TERM": "xterm-256color", **(environ or {})}
+        ours_alone = ("COLUMNS", "LINES")  # pytest's workers have them, and they overrule the terminal's own size
+        inherited = {name: value for name, value in os.environ.items() if name not in ours_alone}
+        environment = {**inherited, "TERM": "xterm-256color", **(environ or {})}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "gpustream", *arguments],
             stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
