@@ -40,6 +40,10 @@ class Unusable(KafkaConnectionError):  # type: ignore[misc] # aiokafka has no ty
         return str(self.args[0])
 
 
+class ClientClosed(KafkaConnectionError):  # type: ignore[misc]
+    """The client was given up: what goes on in it ends with it, and is nobody's trouble."""
+
+
 class _Login(AbstractTokenProvider):  # type: ignore[misc]
     """Says for whom a client opens connections, has the token if it takes one, and knows which are open."""
 
@@ -124,6 +128,8 @@ async def _open(host: str, port: int, **given: Any) -> AIOKafkaConnection:
     login = given["sasl_oauth_token_provider"]
     if not isinstance(login, _Login):  # a client that is not ours
         return await create_conn(host, port, **given)
+    if login.closed:
+        raise ClientClosed
     connection = login.connection
     broker = _brokers.setdefault((connection, host, port), _Broker())
     if broker.trouble is not None:
@@ -146,7 +152,7 @@ async def _open(host: str, port: int, **given: Any) -> AIOKafkaConnection:
     broker.opened()
     if login.closed:
         opened.close()
-        raise KafkaConnectionError("the client was closed")
+        raise ClientClosed
     login.opened = [*(one for one in login.opened if one.connected()), opened]
     return opened
 
@@ -165,11 +171,12 @@ async def _greet(opened: AIOKafkaConnection, connection: Connection, broker: _Br
         raise Unusable(trouble(connection)) from error
 
 
-def _is_of_a_node(record: logging.LogRecord) -> bool:
-    """Not of an address: whoever starts a client logs that itself."""
-    of_address = isinstance(record.args, tuple) and len(record.args) == 3 and isinstance(record.args[2], Unusable)
-    return not of_address
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not of an address: whoever starts a client logs that itself. And not of a client that was given up."""
+    args = record.args if isinstance(record.args, tuple) else ()
+    of_address = len(args) == 3 and isinstance(args[2], Unusable)
+    return not of_address and not any(isinstance(one, ClientClosed) for one in args)
 
 
 aiokafka.client.create_conn = _open
-aiokafka.client.log.addFilter(_is_of_a_node)
+aiokafka.client.log.addFilter(_is_news)

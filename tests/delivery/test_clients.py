@@ -164,7 +164,7 @@ async def test_a_client_that_is_given_up_while_it_bootstraps_leaves_no_connectio
 
 
 async def test_a_client_whose_end_takes_too_long_leaves_no_connection_open_and_opens_none(
-    half: tuple[HalfABroker, Connection], monkeypatch: pytest.MonkeyPatch
+    half: tuple[HalfABroker, Connection], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broker, connection = half
     client = delivery.clients.consumer(connection)
@@ -176,7 +176,9 @@ async def test_a_client_whose_end_takes_too_long_leaves_no_connection_open_and_o
     await broker.ended.wait()
     with pytest.raises(KafkaConnectionError):
         await starting
+    caplog.clear()
     with pytest.raises(KafkaConnectionError):
         await client.start()
+    assert caplog.text == "", "what goes on in it is nobody's trouble"
     monkeypatch.undo()
     await client.stop()
