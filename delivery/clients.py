@@ -40,6 +40,7 @@ SILENCE = (KafkaConnectionError, NodeNotReadyError, RequestTimedOutError, StaleM
 """What the client raises if nobody answers."""
 
 _CLOSE_S = 2.0
+_CANCELLATIONS = 20
 _REMIND_S = 60.0
 _PEEKS = 10
 _PEEK_BACK = 8
@@ -166,8 +167,20 @@ async def started(make: Callable[[], Any], connection: Connection, backoff_s: Se
     return client
 
 
+async def _end_fetching(client: Any) -> None:
+    """End what fetches for a consumer, before it leaves its group: while it lets go of partitions it would swallow the
+    one cancellation that aiokafka gives it, go on, and never end."""
+    fetching: asyncio.Task[None] | None = getattr(getattr(client, "_fetcher", None), "_fetch_task", None)
+    for _ in range(_CANCELLATIONS if fetching is not None else 0):
+        if fetching is None or fetching.done():
+            break
+        fetching.cancel()
+        await asyncio.wait((fetching,), timeout=_CLOSE_S / _CANCELLATIONS)
+
+
 async def close(client: Any) -> None:
     """Stop a client, but not for ever: one whose brokers are away waits for them. No connection of it stays open."""
+    await _end_fetching(client)
     stopping = asyncio.ensure_future((client.stop if hasattr(client, "stop") else client.close)())
     try:
         await asyncio.wait((stopping,), timeout=_CLOSE_S)

@@ -1,6 +1,7 @@
 """No client makes a topic by asking for it, and consumers read committed records, wherever they are."""
 
 import asyncio
+import contextlib
 import gc
 import re
 import struct
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import aiokafka.admin.client
 import aiokafka.client
@@ -182,3 +184,17 @@ async def test_a_client_whose_end_takes_too_long_leaves_no_connection_open_and_o
     assert caplog.text == "", "what goes on in it is nobody's trouble"
     monkeypatch.undo()
     await client.stop()
+
+
+async def test_a_client_ends_though_what_fetches_for_it_swallows_a_cancellation() -> None:
+    async def fetch() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    fetching = asyncio.create_task(fetch())
+    await asyncio.sleep(0)
+    client = SimpleNamespace(_fetcher=SimpleNamespace(_fetch_task=fetching), stop=AsyncMock())
+    await delivery.clients.close(client)
+    assert fetching.done()
+    client.stop.assert_awaited_once_with()
