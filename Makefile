@@ -33,7 +33,7 @@ SCRIPTS := .ci/run .ci/dist tests/real/build/build
 GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py gpustream/acls.py gpustream/chart.py streams/alerts/text/reference.py sinks/series/relabel_reference.py docs/flow.py k8s/dashboards/files.py k8s/rules.py docs/peers.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast coverage check docs format bench soak storm upgrade gpu pictures image dist real-servers lock
+.PHONY: alert-storm help install demo test test-fast coverage check docs format bench soak storm upgrade gpu pictures image dist real-servers lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -108,6 +108,9 @@ soak: install ## faults at random against real servers, every sample counted: an
 
 storm: ## ten minutes of make soak
 	@$(MAKE) --no-print-directory soak SOAK_MINUTES=10
+
+alert-storm: install ## alert workers killed again and again on a real Kafka: every transition as without kills
+	GPUSTREAM_STORM=1 $(PYTEST) tests/real/test_alerts.py
 
 upgrade: install ## this tree and an older commit side by side, each with the other's producers, and back: ARGS=COMMIT
 	$(BIN)/python -m tests.real.upgrade $(ARGS)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -149,6 +150,7 @@ def without_silence(found: dict[str, bytes]) -> dict[str, bytes]:
     return {key: value for key, value in found.items() if msgspec.json.decode(value, type=Alert).name != "NodeSilent"}
 
 
+@pytest.mark.skipif(os.environ.get("GPUSTREAM_STORM") != "1", reason="a storm of minutes, by hand: make alert-storm")
 @pytest.mark.timeout(900)
 async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not(
     empty_kafka: KafkaServer, gpustream: Callable[..., Gpustream], tmp_path: Path
