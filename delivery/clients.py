@@ -171,9 +171,9 @@ async def _end_fetching(client: Any) -> None:
     """End what fetches for a consumer, before it leaves its group: while it lets go of partitions it would swallow the
     one cancellation that aiokafka gives it, go on, and never end."""
     fetching: asyncio.Task[None] | None = getattr(getattr(client, "_fetcher", None), "_fetch_task", None)
-    for _ in range(_CANCELLATIONS if fetching is not None else 0):
+    for _ in range(_CANCELLATIONS):
         if fetching is None or fetching.done():
-            break
+            return
         fetching.cancel()
         await asyncio.wait((fetching,), timeout=_CLOSE_S / _CANCELLATIONS)
 

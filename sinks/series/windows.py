@@ -99,14 +99,14 @@ class NodeWindow:
         spread = self._spreads.get(group.series)
         if spread is None:
             return [group]
-        plan, of = _plan(group.series.rows, self._resolution.aggregates), spread.all()
+        columns, of = _columns(group.series.rows, self._resolution.aggregates), spread.all()
         values = list(group.values)
-        for row, aggregate, place in plan.themselves:
+        for row, aggregate, place in columns.themselves:
             values[row] = of[aggregate][place]
         last = SampleGroup(group.series, group.ts_ms, values)
-        if not plan.beside:
+        if not columns.beside:
             return [last]
-        more = [of[aggregate][place] for aggregate, place in plan.beside]
+        more = [of[aggregate][place] for aggregate, place in columns.beside]
         return [last, SampleGroup(_beside(group.series, self._resolution.aggregates), group.ts_ms, more)]
 
     def _spread(self, groups: Sequence[SampleGroup]) -> None:
@@ -200,7 +200,7 @@ class _Spread:
         return {"min": self._low, "mean": means, "max": self._high}
 
 
-class _Plan(NamedTuple):
+class _Columns(NamedTuple):
     """What is written of the gauges of some rows, each by its place among them.
 
     ``beside``: an aggregate, and of which gauge. ``themselves``: a row which is such an aggregate already, within each
@@ -212,7 +212,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _plan(rows: Rows, aggregates: tuple[Aggregate, ...]) -> _Plan:
+def _columns(rows: Rows, aggregates: tuple[Aggregate, ...]) -> _Columns:
     gauges = _gauges(rows)
     of: dict[str, Aggregate] = {_aggregated(rows[row], one).name: one for row in gauges for one in _HELP}
     own = {row: of[rows[row].name] for row in gauges if rows[row].name in of}
@@ -224,7 +224,7 @@ def _plan(rows: Rows, aggregates: tuple[Aggregate, ...]) -> _Plan:
         if row not in own and _aggregated(rows[row], one).name not in names
     ]
     themselves = [(row, own[row], place) for place, row in enumerate(gauges) if own.get(row) in aggregates]
-    return _Plan(tuple(beside), tuple(themselves))
+    return _Columns(tuple(beside), tuple(themselves))
 
 
 @lru_cache(maxsize=4096)
@@ -237,8 +237,8 @@ def _beside(series: SeriesSet, aggregates: tuple[Aggregate, ...]) -> SeriesSet:
     """The set that says what the gauges of a set were in a window; the same one for the same."""
     made: SeriesSet | None = series.cache.get((_beside, aggregates))
     if made is None:
-        gauges, plan = _gauges(series.rows), _plan(series.rows, aggregates)
-        rows = tuple([_aggregated(series.rows[gauges[place]], one) for one, place in plan.beside])
+        gauges, columns = _gauges(series.rows), _columns(series.rows, aggregates)
+        rows = tuple([_aggregated(series.rows[gauges[place]], one) for one, place in columns.beside])
         made = series.cache[_beside, aggregates] = SeriesSet(series.labels, rows, series.subject)
     made.begin(series.start_ms, series.node)
     return made
