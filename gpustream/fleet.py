@@ -152,7 +152,7 @@ class Tenure(NamedTuple):
     pods: tuple[str, ...]
 
 
-class History:
+class RecentMeans:
     """The means of the last ``slots`` times ``slot_ms`` of each of :data:`METRICS`; NaN where nothing was measured."""
 
     __slots__ = ("_counted", "_rings", "_slot", "_slot_ms")
@@ -203,7 +203,7 @@ class Device:
         "xid_ms", "zone",
     )  # fmt: skip
 
-    def __init__(self, cluster: str, node: str, uuid: str, history: History) -> None:
+    def __init__(self, cluster: str, node: str, uuid: str, history: RecentMeans) -> None:
         self.cluster, self.node, self.uuid, self.history = cluster, node, uuid, history
         self.gpu, self.mig, self.model, self.zone, self.state = uuid, "", "", "", "ok"
         self.index: int | None = None
@@ -364,7 +364,7 @@ class Fleet:
         for of in tick.devices:
             device = before.get(of.uuid)
             if device is None:
-                device = Device(tick.cluster, tick.node, of.uuid, History(self._slot_ms, self._slots))
+                device = Device(tick.cluster, tick.node, of.uuid, RecentMeans(self._slot_ms, self._slots))
             device.take(tick, of, self._held(tick.node, of))
             device.zone, device.unwell, device.silent, device.parts = node.zone, of.uuid in unwell, False, []
             node.devices[of.uuid] = device

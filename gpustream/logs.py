@@ -73,7 +73,7 @@ Message = tuple[str, int, str, float]
 
 
 @dataclass(slots=True)
-class _Window:
+class _QuietSpell:
     """The time after a message was written in which further ones of its subject are held back."""
 
     ends_s: float
@@ -89,7 +89,7 @@ class RateLimiter:
 
     def __init__(self, every_s: float = REPEAT_S, now: Callable[[], float] = time.monotonic) -> None:
         self._every_s, self._now = every_s, now
-        self._windows: dict[tuple[Message, str], _Window] = {}
+        self._quiet_spells: dict[tuple[Message, str], _QuietSpell] = {}
         self._subjects: Counter[Message] = Counter()
         self._crowded_out: list[logging.LogRecord] = []
         self._look_s = float("inf")
@@ -97,16 +97,16 @@ class RateLimiter:
     @property
     def holds_back(self) -> bool:
         """Whether something waits for the end of its window."""
-        return bool(self._crowded_out) or any(window.newest for window in self._windows.values())
+        return bool(self._crowded_out) or any(window.newest for window in self._quiet_spells.values())
 
     def admit(self, record: logging.LogRecord) -> bool:
         """Whether a record is to be written now. Call :meth:`due` before it."""
         every_s = NOISE_S if record.name.partition(".")[0] in _NOISY else self._every_s
         message = (record.name, record.levelno, str(record.msg), every_s)
         subject = str(record.args[0])[:_LONGEST_SUBJECT] if isinstance(record.args, tuple) and record.args else ""
-        if (message, subject) not in self._windows and self._subjects[message] >= MOST_SUBJECTS:
+        if (message, subject) not in self._quiet_spells and self._subjects[message] >= MOST_SUBJECTS:
             subject = "and others"
-        window = self._windows.get((message, subject))
+        window = self._quiet_spells.get((message, subject))
         if window is None:
             self._open((message, subject))
             return True
@@ -119,29 +119,32 @@ class RateLimiter:
         yield from crowded_out
         if self._now() < self._look_s:
             return
-        for key in [key for key, window in self._windows.items() if window.ends_s <= self._now()]:
+        for key in [key for key, window in self._quiet_spells.items() if window.ends_s <= self._now()]:
             if (newest := self._close(key)) is not None:
                 self._open(key)
                 yield newest
-        self._look_s = min((window.ends_s for window in self._windows.values()), default=float("inf"))
+        self._look_s = min((window.ends_s for window in self._quiet_spells.values()), default=float("inf"))
 
     def rest(self) -> Iterator[logging.LogRecord]:
         """All that is held back, for the process ends."""
-        for key in list(self._windows):
+        for key in list(self._quiet_spells):
             if (newest := self._close(key)) is not None:
                 yield newest
         yield from self._crowded_out
 
     def _open(self, key: tuple[Message, str]) -> None:
-        if len(self._windows) >= MOST_WINDOWS and (newest := self._close(next(iter(self._windows)))) is not None:
+        if (
+            len(self._quiet_spells) >= MOST_WINDOWS
+            and (newest := self._close(next(iter(self._quiet_spells)))) is not None
+        ):
             self._crowded_out.append(newest)
         ends_s = self._now() + key[0][3]
-        self._windows[key], self._look_s = _Window(ends_s), min(self._look_s, ends_s)
+        self._quiet_spells[key], self._look_s = _QuietSpell(ends_s), min(self._look_s, ends_s)
         self._subjects[key[0]] += 1
 
     def _close(self, key: tuple[Message, str]) -> logging.LogRecord | None:
         """Forget a window; gives its newest record, which says how many others there were."""
-        window = self._windows.pop(key)
+        window = self._quiet_spells.pop(key)
         self._subjects[key[0]] -= 1
         if not self._subjects[key[0]]:
             del self._subjects[key[0]]

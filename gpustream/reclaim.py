@@ -29,7 +29,7 @@ from gpustream import history, logs
 from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, CommandGroup, option
 from gpustream.topics import answer, show
 from sinks.reclaim.cluster import Cluster, Denied
-from sinks.reclaim.decide import Refusal, unpatch, was_undone, words
+from sinks.reclaim.decide import Objection, unpatch, was_undone, words
 from sinks.reclaim.ledger import OVER
 from topics import actions
 from topics.actions import Action, kafka_headers
@@ -174,7 +174,7 @@ async def _give_back(cluster: Cluster, action: Action) -> None:
     if was_undone(one, action.id):
         return  # by a command that ended before it could write that down
     content = unpatch(action, one)
-    if isinstance(content, Refusal):
+    if isinstance(content, Objection):
         refuse(content.message)
     if await cluster.change(action.target, action.namespace, content) is None:
         refuse("somebody changed it at the same time: try again")

@@ -53,7 +53,7 @@ _UNACKNOWLEDGED = 2000
 _decode = decoder(Usage)
 
 
-class _Window(msgspec.Struct, frozen=True):
+class _WindowHead(msgspec.Struct, frozen=True):
     """What of a record of usage says which generation comes next."""
 
     start_ms: UInt
@@ -61,7 +61,7 @@ class _Window(msgspec.Struct, frozen=True):
     generation: UInt
 
 
-_decode_head = decoder(_Window)
+_decode_head = decoder(_WindowHead)
 
 
 def _mistakes(given: Mapping[str, Any]) -> Iterable[str]:
@@ -282,7 +282,7 @@ class Written:
         return msgspec.structs.replace(one, generation=self._generation, final=True, **dict.fromkeys(FIELDS, 0))
 
 
-def _holds(hours: Range, one: "Usage | _Window") -> bool:
+def _holds(hours: Range, one: "Usage | _WindowHead") -> bool:
     """Whether a record's whole window is in a time."""
     return hours.from_ms <= one.start_ms and one.end_ms <= hours.to_ms
 

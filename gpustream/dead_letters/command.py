@@ -24,9 +24,9 @@ from gpustream.dead_letters.letters import (
     DONE,
     RESUBMITTABLE,
     Letter,
+    LetterFilter,
     LetterId,
     Original,
-    Wanted,
     letter_id,
     letters,
     original,
@@ -55,8 +55,8 @@ def _filters(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _wanted(given: Mapping[str, str | None]) -> Wanted:
-    return Wanted(given["topic"], given["stage"], given["reason"], given["key"])
+def _wanted(given: Mapping[str, str | None]) -> LetterFilter:
+    return LetterFilter(given["topic"], given["stage"], given["reason"], given["key"])
 
 
 @click.group("dead-letters", cls=CommandGroup)
@@ -94,10 +94,10 @@ def list_letters(
     elif not rows and sys.stdout.isatty():
         click.echo("no dead letter")
     else:
-        show(Row._fields, [tuple(map(_printable, row)) for row in rows])
+        show(LetterGroup._fields, [tuple(map(_printable, row)) for row in rows])
 
 
-class Row(NamedTuple):
+class LetterGroup(NamedTuple):
     """Letters that have something in common. What they do not have in common is ``several``."""
 
     letters: int
@@ -110,8 +110,8 @@ class Row(NamedTuple):
     last_letter: str
 
 
-async def _list(connection: Connection, since_s: float, wanted: Wanted, by: By) -> list[Row]:
-    rows: dict[tuple[str, ...], Row] = {}
+async def _list(connection: Connection, since_s: float, wanted: LetterFilter, by: By) -> list[LetterGroup]:
+    rows: dict[tuple[str, ...], LetterGroup] = {}
     async with history.opened(connection, [contract.TOPIC.name]) as past:
         async for letter in letters(past, since_s):
             if letter in wanted:
@@ -126,10 +126,10 @@ async def _list(connection: Connection, since_s: float, wanted: Wanted, by: By) 
     return sorted(rows.values(), key=lambda row: (-row.letters, row.last))
 
 
-def row(letter: Letter) -> Row:
+def row(letter: Letter) -> LetterGroup:
     """A letter by itself."""
     cause = letter.cause
-    return Row(
+    return LetterGroup(
         1,
         int(letter.done),
         _time(letter),
@@ -141,13 +141,13 @@ def row(letter: Letter) -> Row:
     )
 
 
-def merged(one: Row, more: Row) -> Row:
+def merged(one: LetterGroup, more: LetterGroup) -> LetterGroup:
     """Two rows as one."""
 
     def common(mine: str, theirs: str) -> str:
         return mine if mine == theirs else "several"
 
-    return Row(
+    return LetterGroup(
         letters=one.letters + more.letters,
         sent_again=one.sent_again + more.sent_again,
         last=max(one.last, more.last),

@@ -71,7 +71,7 @@ class Letter(NamedTuple):
         return self.key is not None and 0 < self.cause.length == len(self.value)
 
 
-class Wanted(NamedTuple):
+class LetterFilter(NamedTuple):
     """Which letters are looked at: those that agree with all that is given."""
 
     topic: str | None = None
@@ -136,7 +136,7 @@ class _Event(msgspec.Struct, frozen=True):
     allocations_seq: int | None = None
 
 
-class _Device(msgspec.Struct, frozen=True):
+class _DeviceEvents(msgspec.Struct, frozen=True):
     events: tuple[_Event, ...] | None = None
 
 
@@ -146,7 +146,7 @@ class _Naming(msgspec.Struct, frozen=True):
     run_id: int
     seq: int
     allocations_seq: int | None = None
-    devices: tuple[_Device, ...] = ()
+    devices: tuple[_DeviceEvents, ...] = ()
 
 
 class Snapshots:

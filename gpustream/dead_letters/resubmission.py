@@ -24,10 +24,10 @@ from gpustream import history
 from gpustream.dead_letters.letters import (
     RESUBMITTABLE,
     Letter,
+    LetterFilter,
     LetterId,
     Original,
     Snapshots,
-    Wanted,
     letters,
     original,
     refused,
@@ -130,7 +130,7 @@ class Resubmitted(NamedTuple):
     refused: dict[str, list[LetterId]]
 
 
-async def resubmit(connection: Connection, since_s: float, wanted: Wanted, *, send: bool) -> Resubmitted:
+async def resubmit(connection: Connection, since_s: float, wanted: LetterFilter, *, send: bool) -> Resubmitted:
     """Send the wanted letters, or only see which could be. The receipts are read when no other can write one."""
     done = Resubmitted({}, {})
     async with contextlib.AsyncExitStack() as stack:

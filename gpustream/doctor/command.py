@@ -21,7 +21,7 @@ from delivery.settings import DURATION, URL
 from gpustream import logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option, options
 from gpustream.doctor import checks
-from gpustream.doctor.gather import Wanted, gather
+from gpustream.doctor.gather import Scope, gather
 from gpustream.doctor.seen import Checked, Finding, Situation
 from gpustream.topics import FAILED, answer
 from producers.cluster.config import ClusterSettings
@@ -83,7 +83,7 @@ def doctor(
     code 1 if anything was found: each finding with its cause, what shows it, and what to do next.
     """
     logs.setup(log_format)
-    wanted = Wanted(since_s, metrics, prometheus, namespace if kube else None, kubeconfig)
+    wanted = Scope(since_s, metrics, prometheus, namespace if kube else None, kubeconfig)
     seen = answer(gather(connection, wanted))
     found = checks.run(seen)
     if form == "json":

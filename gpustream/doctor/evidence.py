@@ -79,7 +79,7 @@ class Ranges:
         return [(last + 1, first - 1) for last, first in zip(self._lasts, self._firsts[1:], strict=False)]
 
 
-class Tick(msgspec.Struct, frozen=True):
+class SampledTick(msgspec.Struct, frozen=True):
     """What of a record of gpu.samples is looked at."""
 
     cluster: Name
@@ -236,7 +236,7 @@ class Fold:
         self.begins, self._oldest_ms = begins, dict.fromkeys(begins, math.inf)
         self._finished, self._unprefixed = finished, unprefixed
         self._dead: dict[int, Ranges] = defaultdict(Ranges)
-        self._tick, self._attributed = decoder(Tick), decoder(AttributedTick)
+        self._tick, self._attributed = decoder(SampledTick), decoder(AttributedTick)
         self._snapshot, self._workloads = decoder(Snapshot), decoder(Workloads)
 
     def take(self, record: Any) -> None:
@@ -320,7 +320,7 @@ class Fold:
         elif fate in ("late", "none") and tick.allocations_seq not in node.snapshots.get(tick.run_id, ()):
             run.unsent += 1
 
-    def _fate(self, node: NodeEvidence, tick: Tick, record: Any) -> Fate:
+    def _fate(self, node: NodeEvidence, tick: SampledTick, record: Any) -> Fate:
         for kind, seqs in node.attributed.get(tick.run_id, {}).items():
             if tick.seq in seqs:
                 if kind == "none":

@@ -51,7 +51,7 @@ _STATES = (allocations.TOPIC.name, workloads.TOPIC.name)
 _IN_ORDER = (dead_letters.TOPIC.name, *_STATES, attributed.TOPIC.name, samples.TOPIC.name)
 
 
-class Wanted(NamedTuple):
+class Scope(NamedTuple):
     """What is looked at: how far back, whose metrics, which Prometheus, which namespace of which cluster if any."""
 
     since_s: float
@@ -61,7 +61,7 @@ class Wanted(NamedTuple):
     kubeconfig: Path | None = None
 
 
-async def gather(connection: Connection, wanted: Wanted) -> Situation:
+async def gather(connection: Connection, wanted: Scope) -> Situation:
     """Everything that the checks look at."""
 
     async def kube() -> Cluster | None:

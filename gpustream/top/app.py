@@ -25,7 +25,7 @@ from textual.widgets import Input, Static
 
 from gpustream.fleet import Device, Use
 from gpustream.top import draw, views
-from gpustream.top.draw import Line, Table
+from gpustream.top.draw import Line, TableView
 from gpustream.top.views import FiringAlert, NodeRow, Now
 
 W = TypeVar("W", bound=Widget)
@@ -283,7 +283,7 @@ class TopApp(App[None]):
             )
             pane.show([], len(lines), lambda at, _: lines[at], None)
 
-    def _draw_table(self, now: Now, table: Table, place: Place) -> None:
+    def _draw_table(self, now: Now, table: TableView, place: Place) -> None:
         rows = [one for one in table.rows(now) if place.only is None or place.only(one)]
         self._rows = draw.chosen(table, rows, place.filter, place.sorted_by, falling=place.falling)
         at = next((n for n, one in enumerate(self._rows) if table.key(one) == place.marked), 0)

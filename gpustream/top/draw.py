@@ -144,7 +144,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Table:
+class TableView:
     """A view: its rows of what there is now, what tells one from another, and what a filter looks in."""
 
     name: str
@@ -196,7 +196,7 @@ def row(columns: Sequence[Column], one: Any, width: int) -> Line:
     return line[:-1]
 
 
-def chosen(table: Table, rows: list[Any], words: str, sorted_by: str, *, falling: bool) -> list[Any]:
+def chosen(table: TableView, rows: list[Any], words: str, sorted_by: str, *, falling: bool) -> list[Any]:
     """The rows that have every word and none after a ``!``, sorted; what has no value comes last."""
     for word in words.casefold().split():
         wanted, needle = not word.startswith("!"), word.lstrip("!")

@@ -15,7 +15,7 @@ from gpustream.alerts import AlertRow
 from gpustream.command import counted
 from gpustream.fleet import STATUSES, Device, Fleet, Held, Node, Status, Use, pods, workloads
 from gpustream.top import draw
-from gpustream.top.draw import Column, Line, Table, ago, bar, gib, watts
+from gpustream.top.draw import Column, Line, TableView, ago, bar, gib, watts
 from topics.alerts import Alert
 
 _NAMESPACE_FROM = 30
@@ -147,7 +147,7 @@ def node_row(node: Node) -> NodeRow:
     )
 
 
-NODES = Table(
+NODES = TableView(
     "Nodes",
     rows=lambda now: [node_row(node) for node in now.fleet.nodes.values()],
     key=lambda one: (one.node.cluster, one.node.name),
@@ -170,7 +170,7 @@ NODES = Table(
     empty="no node has sent a tick yet",
 )
 
-GPUS = Table(
+GPUS = TableView(
     "GPUs",
     rows=lambda now: list(now.fleet.devices()),
     key=lambda one: one.uuid,
@@ -219,7 +219,7 @@ def _use_text(use: Use) -> str:
     return " ".join((use.who, use.workload, use.team, _use_status(use), *nodes))
 
 
-PODS = Table(
+PODS = TableView(
     "Pods",
     rows=lambda now: pods(now.fleet.devices()),
     key=lambda one: (one.who, "" if one.namespace else one.devices[0].node),
@@ -231,7 +231,7 @@ PODS = Table(
     empty="no pod holds a GPU",
 )
 
-WORKLOADS = Table(
+WORKLOADS = TableView(
     "Workloads",
     rows=lambda now: workloads(now.fleet.devices()),
     key=lambda one: one.who,
@@ -243,7 +243,7 @@ WORKLOADS = Table(
     empty="no workload holds a GPU",
 )
 
-ALERTS = Table(
+ALERTS = TableView(
     "Alerts",
     rows=lambda now: list(now.firing),
     key=lambda one: one.alert.fingerprint,

@@ -115,7 +115,7 @@ class Life(NamedTuple):
 
 
 @dataclass
-class _Node:
+class _TraceNode:
     """A node of the trace: how many thousandths of each GPU are free, and the pods that it had."""
 
     name: str
@@ -147,8 +147,8 @@ def gpu_2023(folder: Path, rows: Rows, interval_ms: int | None) -> Trace:
         seen.add(name)
         return name
 
-    def node(_: int, name: str, gpus: str, model: str) -> _Node:
-        return _Node(unseen(_checked("sn", name)), model, [_WHOLE] * whole_number("gpu", gpus, _MOST_GPUS))
+    def node(_: int, name: str, gpus: str, model: str) -> _TraceNode:
+        return _TraceNode(unseen(_checked("sn", name)), model, [_WHOLE] * whole_number("gpu", gpus, _MOST_GPUS))
 
     def pod(line: int, name: str, gpus: str, milli: str, *rest: str) -> _Asked | None:
         spec, qos, scheduled, deleted = rest
@@ -180,9 +180,9 @@ def gpu_2023(folder: Path, rows: Rows, interval_ms: int | None) -> Trace:
     return Trace(pods, ticks, interval_ms, min(life.start_ms for life in lives), max(life.end_ms for life in lives))
 
 
-def _place(pods: list[_Asked], nodes: list[_Node], rows: Rows) -> None:
+def _place(pods: list[_Asked], nodes: list[_TraceNode], rows: Rows) -> None:
     """Put each pod on the first node that has room for it when it starts; what ends then makes room before."""
-    running: list[tuple[int, int, _Node, Life]] = []
+    running: list[tuple[int, int, _TraceNode, Life]] = []
     for turn, pod in enumerate(sorted(pods, key=lambda pod: pod.start_ms)):
         while running and running[0][0] <= pod.start_ms:
             *_, node, ended = heapq.heappop(running)
@@ -200,7 +200,7 @@ def _place(pods: list[_Asked], nodes: list[_Node], rows: Rows) -> None:
         heapq.heappush(running, (pod.end_ms, turn, node, node.lives[-1]))
 
 
-def _ticks(node: _Node, interval_ms: int) -> Iterator[TraceTick]:
+def _ticks(node: _TraceNode, interval_ms: int) -> Iterator[TraceTick]:
     """The node's ticks from its first pod to its last. A tick stands for the time since the one before it: so it says
     who held the GPUs in that time, and there is one whenever that changes."""
     changes = {at_ms for life in node.lives for at_ms in (life.pod.start_ms, life.pod.end_ms)}
@@ -217,7 +217,7 @@ def _ticks(node: _Node, interval_ms: int) -> Iterator[TraceTick]:
             devices, containers = _reading(node, held)
 
 
-def _reading(node: _Node, held: Iterable[Life]) -> tuple[list[JsonDict], list[JsonDict]]:
+def _reading(node: _TraceNode, held: Iterable[Life]) -> tuple[list[JsonDict], list[JsonDict]]:
     """The devices and the containers while these pods hold them."""
     uuids = [f"GPU-{identity('alibaba-gpu-2023', node.name, number)}" for number in range(len(node.free))]
     devices: list[JsonDict] = [

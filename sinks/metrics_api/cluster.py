@@ -86,7 +86,7 @@ class _ConfigMap(msgspec.Struct):
     data: dict[str, str] = {}
 
 
-class Cluster:
+class ApiServer:
     """The API server, as ``client`` reaches it; ``service`` is the NAMESPACE/NAME of the Service that leads to us."""
 
     def __init__(self, client: Client, service: str) -> None:

@@ -20,7 +20,7 @@ from prometheus_client import Counter
 
 from delivery.kubernetes.client import Unreachable
 from sinks.metrics_api import custom_metrics, selectors
-from sinks.metrics_api.cluster import Cluster
+from sinks.metrics_api.cluster import ApiServer
 from sinks.metrics_api.custom_metrics import GROUP, VERSIONS, DescribedObject, Value, resource_of
 from sinks.metrics_api.holdings import SERVED, SUMMED, Holding, Holdings, combined, of_pod
 from sinks.metrics_api.selectors import EVERYTHING, Selector, SelectorError
@@ -76,7 +76,7 @@ class Api:
         self,
         holdings: Holdings,
         access: Access,
-        cluster: Cluster | None,
+        cluster: ApiServer | None,
         count: Callable[[str], Counter],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -19,7 +19,7 @@ from delivery.instruments import Instrument, Instruments
 from delivery.kubernetes.client import Client
 from delivery.tail import Tail
 from sinks import http_server, outcomes
-from sinks.metrics_api.cluster import Cluster
+from sinks.metrics_api.cluster import ApiServer
 from sinks.metrics_api.holdings import STALE_S, Holdings, HoldingsTick, decode
 from sinks.metrics_api.server import Access, Api
 from sinks.metrics_api.tls import ServerTls
@@ -79,10 +79,10 @@ class MetricsApiSink:
         self._tail = Tail(
             settings.connection(), {TOPIC.name: _SINCE_S}, self.take, client_id=f"gpustream-sink-{self.name}"
         )
-        self._cluster: Cluster | None = None
+        self._cluster: ApiServer | None = None
         if settings.custom_metrics is not None:
             client = Client(settings.kubeconfig, partial(self._instruments.counter, API_REQUESTS))
-            self._cluster = Cluster(client, settings.custom_metrics)
+            self._cluster = ApiServer(client, settings.custom_metrics)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read and serve until ``stop``. Raises ListenError, CertificateError, GroupTaken, ConfigError, MustRestart."""

@@ -1,7 +1,7 @@
 """What is to be done about a firing alert, and why not. Pure.
 
 In: an alert as it was last written, the annotations of its namespace, its pods and the objects above them, as the API
-server has them. Out: a :class:`Plan` of what to change, or a :class:`Refusal`.
+server has them. Out: a :class:`WorkloadChange`, or an :class:`Objection`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,14 +68,14 @@ class Facts(NamedTuple):
     workload: Json | None = None
 
 
-class Refusal(NamedTuple):
+class Objection(NamedTuple):
     """Why nothing is done: a word and a sentence."""
 
     reason: str
     message: str
 
 
-class Plan(NamedTuple):
+class WorkloadChange(NamedTuple):
     """What to change: the object as it is now, and what to merge into its spec; None: an Event about it.
 
     ``replicas`` is how many it has, if they are taken.
@@ -114,12 +114,12 @@ def works_partly(alert: Alert) -> bool:
     return alert.idle is None or alert.held is None or alert.idle < alert.held
 
 
-def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> Plan | Refusal:
+def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> WorkloadChange | Objection:
     """What is to be done. ``idle_ms``: for how long the alert has fired as it must."""
     inherited = facts.namespace["metadata"].get("labels") or {}
     inherited = {**inherited, **(facts.namespace["metadata"].get("annotations") or {})}
     if not facts.pods:
-        return Refusal("no_owner", "the alert names no pod")
+        return Objection("no_owner", "the alert names no pod")
     for name, pod in facts.pods.items():
         if (refusal := _unfit(name, pod, firing.written_ms)) is not None:
             return refusal
@@ -127,55 +127,55 @@ def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> P
             meta = one["metadata"] if one is not None else {}
             why = opted_out(meta.get("annotations") or {}, inherited, idle_ms) if one is not None else None
             if one is not None and why is not None:
-                return Refusal("opted_out", f"{one['kind']} {meta['name']} is left alone: {why}")
+                return Objection("opted_out", f"{one['kind']} {meta['name']} is left alone: {why}")
     chains = list(facts.owners.values())
     if not all(chains):
         pod_name = next(name for name, chain in facts.owners.items() if not chain)
-        return Refusal("no_owner", f"pod {pod_name} has no owner that would start it again: only a person may end it")
+        return Objection("no_owner", f"pod {pod_name} has no owner that would start it again: only a person may end it")
     if len({chain[-1]["metadata"]["uid"] for chain in chains}) > 1:
-        return Refusal("several_owners", "the pods of the alert have several owners")
+        return Objection("several_owners", "the pods of the alert have several owners")
     plan = _plan(kind, chains, facts.workload)
-    if isinstance(plan, Refusal) or firing.partly:
+    if isinstance(plan, Objection) or firing.partly:
         return plan
     count = (plan.object.get("status") or {}).get({"scale": "replicas", "suspend": "active"}.get(kind, ""))
     if isinstance(count, int) and count > len(chains):  # one may be on a node that sends no ticks
         message = f"{_named(plan.object)} has {count} pods, and the alert is about {len(chains)}"
-        return Refusal("partly", f"{message}: what the others do is not known")
+        return Objection("partly", f"{message}: what the others do is not known")
     return plan
 
 
-def _unfit(name: str, pod: Json | None, written_ms: int) -> Refusal | None:
+def _unfit(name: str, pod: Json | None, written_ms: int) -> Objection | None:
     """Why a pod is not, or no longer, what the alert is about."""
     if pod is None:
-        return Refusal("changed", f"pod {name} is not there any more")
+        return Objection("changed", f"pod {name} is not there any more")
     if pod["metadata"].get("deletionTimestamp") or pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
-        return Refusal("changed", f"pod {name} has ended")
+        return Objection("changed", f"pod {name} has ended")
     if pod["created_ms"] > written_ms:
-        return Refusal("changed", f"pod {name} was made after the alert was written: it is another pod")
+        return Objection("changed", f"pod {name} was made after the alert was written: it is another pod")
     return None
 
 
-def _plan(kind: ActionKind, chains: Sequence[Sequence[Json]], workload: Json | None) -> Plan | Refusal:
+def _plan(kind: ActionKind, chains: Sequence[Sequence[Json]], workload: Json | None) -> WorkloadChange | Objection:
     top = chains[0][-1]
     if kind == "event":
-        return Plan(top, None)
+        return WorkloadChange(top, None)
     if kind == "deactivate":
         if workload is None:
-            return Refusal("unsupported", f"{_named(top)} is not queued by Kueue")
+            return Objection("unsupported", f"{_named(top)} is not queued by Kueue")
         return _change(workload, {"active": False}, is_done=workload["spec"].get("active") is False)
     wanted = SCALED if kind == "scale" else SUSPENDED
     found = {chain[i]["metadata"]["uid"]: chain for chain in chains for i in range(len(chain)) if _is(chain[i], wanted)}
     if not found:
-        return Refusal("unsupported", f"{_named(top)} can't be {'scaled' if kind == 'scale' else 'suspended'}")
+        return Objection("unsupported", f"{_named(top)} can't be {'scaled' if kind == 'scale' else 'suspended'}")
     if kind == "suspend" and workload is not None:
-        return Refusal("managed", f"{_named(top)} is queued by Kueue, which would resume it: opt in to deactivate")
+        return Objection("managed", f"{_named(top)} is queued by Kueue, which would resume it: opt in to deactivate")
     chain = next(iter(found.values()))
     at = max(i for i in range(len(chain)) if _is(chain[i], wanted))
     one, above = chain[at], chain[at + 1 :]
     if above and group_kind(above[0]) != ("batch", "CronJob"):
-        return Refusal("managed", f"{_named(one)} belongs to {_named(above[0])}, which may undo what is changed")
+        return Objection("managed", f"{_named(one)} belongs to {_named(above[0])}, which may undo what is changed")
     if len({c[at]["metadata"]["uid"] for c in chains if len(c) > at}) > 1:
-        return Refusal("several_owners", f"the pods of the alert belong to several of {one['kind']}")
+        return Objection("several_owners", f"the pods of the alert belong to several of {one['kind']}")
     if kind == "scale":
         replicas = one["spec"].get("replicas", 1)
         return _change(one, {"replicas": 0}, is_done=replicas == 0, replicas=replicas)
@@ -186,20 +186,20 @@ def _is(one: Json, kinds: Sequence[tuple[str, str]]) -> bool:
     return group_kind(one) in kinds and "spec" in one
 
 
-def _change(one: Json, spec: Json, *, is_done: bool, replicas: int | None = None) -> Plan | Refusal:
+def _change(one: Json, spec: Json, *, is_done: bool, replicas: int | None = None) -> WorkloadChange | Objection:
     conditions = one.get("status", {}).get("conditions") or ()
     if is_done or any(c["type"] in ("Complete", "Failed", "Finished") and c["status"] == "True" for c in conditions):
-        return Refusal("already", f"{_named(one)} has ended, or somebody stopped it already")
+        return Objection("already", f"{_named(one)} has ended, or somebody stopped it already")
     if one["metadata"].get("deletionTimestamp"):
-        return Refusal("changed", f"{_named(one)} is being deleted")
-    return Plan(one, spec, replicas)
+        return Objection("changed", f"{_named(one)} is being deleted")
+    return WorkloadChange(one, spec, replicas)
 
 
 def _named(one: Json) -> str:
     return f"{one['kind']} {one['metadata']['name']}"
 
 
-def patch(plan: Plan, action: str, summary: str) -> Json:
+def patch(plan: WorkloadChange, action: str, summary: str) -> Json:
     """What is merged into the object: it is refused (409) if the object is another, or was changed, since."""
     meta = plan.object["metadata"]
     why = f"{summary[:_LONGEST_WHY]}; to undo it: gpustream reclaim undo {action}"
@@ -251,19 +251,19 @@ def event(alert: Alert, action: str, about: Json, namespace: str, text: str, now
     }
 
 
-def unpatch(action: Action, one: Json | None) -> Json | Refusal:
+def unpatch(action: Action, one: Json | None) -> Json | Objection:
     """What is merged into an object to undo an action, if nobody changed it since."""
     if action.target is None or action.action not in ("scale", "suspend", "deactivate"):
-        return Refusal("unsupported", "there is nothing to undo: nothing was changed")
+        return Objection("unsupported", "there is nothing to undo: nothing was changed")
     name = f"{action.target.kind} {action.namespace}/{action.target.name}"
     if one is None:
-        return Refusal("changed", f"{name} is not there any more")
+        return Objection("changed", f"{name} is not there any more")
     meta = one["metadata"]
     annotations = meta.get("annotations") or {}
     if annotations.get(BY) != action.id:
-        return Refusal("changed", f"{name} does not have {BY}: {action.id} any more: somebody else changed it since")
+        return Objection("changed", f"{name} does not have {BY}: {action.id} any more: somebody else changed it since")
     if action.generation is not None and meta.get("generation") != action.generation:
-        return Refusal("changed", f"somebody changed {name} since: look at it, and change it yourself")
+        return Objection("changed", f"somebody changed {name} since: look at it, and change it yourself")
     spec = {"scale": {"replicas": action.replicas}, "suspend": {"suspend": False}, "deactivate": {"active": True}}
     return {
         "metadata": {

@@ -26,9 +26,9 @@ from sinks.reclaim.cluster import Cluster, Denied
 from sinks.reclaim.decide import (
     Facts,
     Firing,
-    Plan,
-    Refusal,
+    Objection,
     Watched,
+    WorkloadChange,
     decide,
     due_ms,
     event,
@@ -137,7 +137,7 @@ class Reclaimer:
         began_s, alert = time.monotonic(), watched.alert
         firing = Firing(alert, None, partly=False, written_ms=watched.written_ms)
         namespace, wants = await self._wants(alert)
-        if isinstance(wants, Refusal):
+        if isinstance(wants, Objection):
             await self._refuse(firing, None, wants, abandon)
             return LOOK_REFUSED_S
         for kind in [kind for kind in KINDS if kind not in wants.actions]:
@@ -150,7 +150,7 @@ class Reclaimer:
         if wait_s and (firing.since_ms is None or all(self._is_planned(alert, *due) for due in dues.items())):
             return min(LOOK_S, wait_s)
         facts = self._unfit(firing, now_ms) or await self._facts(alert, namespace)
-        if isinstance(facts, Refusal):
+        if isinstance(facts, Objection):
             for kind in [kind for kind, due_at_ms in dues.items() if due_at_ms <= now_ms]:
                 await self._refuse(firing, kind, facts, abandon)
             return min(LOOK_S, wait_s or LOOK_S)
@@ -187,12 +187,12 @@ class Reclaimer:
             }
             await self._write(_then(planned, "ended", reason=reason, message=texts[reason]), abandon)
 
-    async def _wants(self, alert: Alert) -> tuple[Json, OptIn | Refusal]:
+    async def _wants(self, alert: Alert) -> tuple[Json, OptIn | Objection]:
         """The namespace of an alert, and what it lets be done. Raises Unreachable."""
         try:
             namespace = await self.cluster.namespace(_namespace(alert))
         except Denied as denied:
-            return {}, Refusal(denied.reason, str(denied))
+            return {}, Objection(denied.reason, str(denied))
         self.health.good("it answers")
         if namespace is None:
             return {}, OptIn()
@@ -200,14 +200,14 @@ class Reclaimer:
             return namespace, opt_in((namespace["metadata"].get("annotations") or {}).get(RECLAIM, "off"))
         except ValueError as error:
             why = f"the annotation {RECLAIM} of the namespace can't be read, so nothing is done: {error}"
-            return namespace, Refusal("policy_invalid", why)
+            return namespace, Objection("policy_invalid", why)
 
-    async def _facts(self, alert: Alert, namespace: Json) -> Facts | Refusal:
+    async def _facts(self, alert: Alert, namespace: Json) -> Facts | Objection:
         """What the API server has of an alert. Raises Unreachable."""
         try:
             return await self.cluster.facts(alert, namespace)
         except Denied as denied:
-            return Refusal(denied.reason, str(denied))
+            return Objection(denied.reason, str(denied))
 
     def _since_ms(self, watched: Watched, wants: OptIn) -> int | None:
         """Since when the alert has fired as it must; None: it does not, for the workload works partly.
@@ -239,16 +239,18 @@ class Reclaimer:
         last = self.ledger.last(action_id(alert, kind))
         return last is not None and last.state == "planned" and last.due_at == time_of(due_at_ms)
 
-    def _unfit(self, firing: Firing, now_ms: int) -> Refusal | None:
+    def _unfit(self, firing: Firing, now_ms: int) -> Objection | None:
         """Why an alert is not acted on, by itself."""
         alert, age_ms = firing.alert, now_ms - firing.written_ms
         if firing.since_ms is None:
             count = (
                 f"{alert.idle} of {alert.held} GPUs are in it" if alert.held else "how many GPUs it holds is not known"
             )
-            return Refusal("partly", f"the workload works partly ({count}), and the namespace does not say partly")
+            return Objection("partly", f"the workload works partly ({count}), and the namespace does not say partly")
         if age_ms > self.settings.alert_age_s * 1000:
-            return Refusal("old", f"the alert was last written {duration_words(age_ms)} ago: is the alert stream well?")
+            return Objection(
+                "old", f"the alert was last written {duration_words(age_ms)} ago: is the alert stream well?"
+            )
         return None
 
     async def _follow(self, firing: Firing, facts: Facts, dues: dict[ActionKind, int], abandon: asyncio.Event) -> float:
@@ -257,9 +259,9 @@ class Reclaimer:
         idle_ms = now_ms - (firing.since_ms or now_ms)
         decisions = {kind: decide(kind, firing, facts, idle_ms=idle_ms) for kind in dues}
         stops = [decision for kind, decision in decisions.items() if kind != "event"]
-        fits = any(isinstance(one, Plan) or one.reason != "unsupported" for one in stops)
+        fits = any(isinstance(one, WorkloadChange) or one.reason != "unsupported" for one in stops)
         for kind, decision in decisions.items():
-            if isinstance(decision, Refusal):
+            if isinstance(decision, Objection):
                 if decision.reason != "unsupported" or not fits:
                     await self._refuse(firing, kind, decision, abandon)
                 wait_s = LOOK_REFUSED_S if len(decisions) == 1 else wait_s
@@ -273,7 +275,9 @@ class Reclaimer:
                 await self._act(firing, kind, decision, facts, abandon)
         return wait_s
 
-    async def _act(self, firing: Firing, kind: ActionKind, plan: Plan, facts: Facts, abandon: asyncio.Event) -> None:
+    async def _act(
+        self, firing: Firing, kind: ActionKind, plan: WorkloadChange, facts: Facts, abandon: asyncio.Event
+    ) -> None:
         """Write the intention, do it, and write what became of it. In a dry run, write what would be done."""
         summary = firing.alert.annotations.get("summary", firing.alert.name)
         generation = plan.object["metadata"].get("generation")
@@ -284,7 +288,7 @@ class Reclaimer:
         if not self.settings.act:
             await self._write(intention, abandon)
             return
-        over = Refusal("budget", f"the budget of {self._budget(kind)} an hour is spent: it is tried again")
+        over = Objection("budget", f"the budget of {self._budget(kind)} an hour is spent: it is tried again")
         if not self.ledger.has_room(kind, self._now_ms()) or not await self._write(intention, abandon):
             await self._refuse(firing, kind, over, abandon)
             return
@@ -301,8 +305,8 @@ class Reclaimer:
         else:
             await self.settle(intention, abandon, "changed")
 
-    async def _do(self, plan: Plan, intention: Action, alert: Alert, facts: Facts) -> bool:
-        """Change the object, or write the Events. False: it was changed, or went, meanwhile."""
+    async def _do(self, plan: WorkloadChange, intention: Action, alert: Alert, facts: Facts) -> bool:
+        """WorkloadChange the object, or write the Events. False: it was changed, or went, meanwhile."""
         namespace, target = intention.namespace, plan.target
         if plan.spec is not None:
             content = patch(plan, intention.id, intention.message)
@@ -316,7 +320,7 @@ class Reclaimer:
         ]
         return all(written)
 
-    async def _refuse(self, firing: Firing, kind: ActionKind | None, why: Refusal, abandon: asyncio.Event) -> None:
+    async def _refuse(self, firing: Firing, kind: ActionKind | None, why: Objection, abandon: asyncio.Event) -> None:
         await self._write(self._action(firing, kind, "refused", reason=why.reason, message=why.message), abandon)
 
     async def _write(self, action: Action, abandon: asyncio.Event) -> bool:

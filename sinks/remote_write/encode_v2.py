@@ -59,7 +59,7 @@ class _Shape(NamedTuple):
     ts_width: int
 
 
-class _Plan(NamedTuple):
+class _ShapePlan(NamedTuple):
     """How sets of one shape are written: the packer, the references to the names of the device's labels, its constant
     arguments, where to cut the device's references, and the order in which constants, cuts, values, the time and, with
     ``starts``, the start are its arguments.
@@ -83,7 +83,7 @@ class Encoder:
         self._token = object()
         self._constants: dict[str, int] = {"": 0}
         self._constant_symbols = bytearray(text(_SYMBOL, ""))
-        self._plans: dict[_Shape, _Plan] = {}
+        self._plans: dict[_Shape, _ShapePlan] = {}
 
     def encode(self, groups: Sequence[SampleGroup]) -> bytes:
         """The request that writes these groups, uncompressed."""
@@ -103,7 +103,7 @@ class Encoder:
         symbols, fresh = dict(self._constants), list[bytes]()
         written: list[bytes] = []
         ready: dict[
-            tuple[SeriesSet, int], tuple[_Plan, list[bytes]]
+            tuple[SeriesSet, int], tuple[_ShapePlan, list[bytes]]
         ] = {}  # several ticks of a node are of the same sets
         for series, ts_ms, values in groups:
             key = (series, ts_width(ts_ms))
@@ -117,9 +117,9 @@ class Encoder:
 
     def _labelled(
         self, series: SeriesSet, widths: tuple[int, int], symbols: dict[str, int], fresh: list[bytes]
-    ) -> tuple[_Plan, list[bytes]]:
+    ) -> tuple[_ShapePlan, list[bytes]]:
         """How a set is written, and its references. Label values that are new in this request are put in ``fresh``."""
-        plan: _Plan | None = series.cache[self._token].get(widths)
+        plan: _ShapePlan | None = series.cache[self._token].get(widths)
         if plan is None:
             shape = _Shape(tuple(name for name, _ in series.labels), series.rows, *widths)
             plan = self._plans.get(shape)
@@ -149,7 +149,7 @@ _symbol = lru_cache(maxsize=65536)(partial(text, _SYMBOL))
 _ref = lru_cache(maxsize=65536)(fixed_varint)
 
 
-def _plan(shape: _Shape, symbols: dict[str, int]) -> _Plan:
+def _plan(shape: _Shape, symbols: dict[str, int]) -> _ShapePlan:
     """Work out a shape: every series is a head, cuts of the device's references around the row's own, and a sample."""
     constants: list[bytes] = []
     cuts: dict[tuple[int, int], int] = {}
@@ -180,7 +180,7 @@ def _plan(shape: _Shape, symbols: dict[str, int]) -> _Plan:
     has_starts = any(row.since_start for row in shape.rows)
     cut_by = tuple(slice(*cut) for cut in cuts)
     names = tuple([_ref(symbols[name], shape.ref_width) for name in shape.names])
-    return _Plan(Struct("<" + "".join(sizes)), names, tuple(constants), cut_by, order, has_starts)
+    return _ShapePlan(Struct("<" + "".join(sizes)), names, tuple(constants), cut_by, order, has_starts)
 
 
 def _series(row: Row, shape: _Shape, symbols: dict[str, int]) -> tuple[bytes, list[bytes | tuple[int, int]], bytes]:

@@ -120,7 +120,7 @@ class Until(NamedTuple):
     logged_ms: float
 
 
-class Node(NamedTuple):
+class NodeFacts(NamedTuple):
     """A node: its labels, the UUIDs of its DRA devices, the claims for administration, and its devices that are not
     well."""
 
@@ -168,11 +168,11 @@ class AsOf(NamedTuple):
         life = _latest(history, self.logged_ms) if history else None
         return at(life.versions, ts_ms) if life and life.distance_ms(ts_ms) <= TOLERANCE_MS else None
 
-    def node_at(self, ts_ms: int) -> Node:
+    def node_at(self, ts_ms: int) -> NodeFacts:
         """The node at a time."""
         known, logged_ms = self.known, self.logged_ms
         labels, dra, admin = at(known.node_labels, logged_ms), at(known.dra, logged_ms), at(known.admin, logged_ms)
-        return Node(at(labels, ts_ms), at(dra, ts_ms), at(admin, ts_ms), at(at(known.unwell, logged_ms), ts_ms))
+        return NodeFacts(at(labels, ts_ms), at(dra, ts_ms), at(admin, ts_ms), at(at(known.unwell, logged_ms), ts_ms))
 
     def same_until(self, pods: Mapping[PodName, Pod], ts_ms: int) -> Until:
         """Until when these names mean the pods that they mean at a time, and the node is as it is then.

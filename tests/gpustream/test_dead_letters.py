@@ -7,7 +7,7 @@ from delivery.replays import Last, after, verdict
 from gpustream.cli import main
 from gpustream.dead_letters import letters
 from gpustream.dead_letters.command import merged, row
-from gpustream.dead_letters.letters import Letter, LetterId, Wanted, letter_id, refused
+from gpustream.dead_letters.letters import Letter, LetterFilter, LetterId, letter_id, refused
 from streams.attribution import join
 from tests.streams.attribution.records import container, gpu, read, snapshot, tick
 from topics.attributed import AttributedSample
@@ -24,15 +24,15 @@ def letter(offset: int, *, key: str = "c/n", topic: str = "gpu.samples", error: 
 @pytest.mark.parametrize(
     ("wanted", "found"),
     [
-        (Wanted(), {0, 1, 2}),
-        (Wanted(topic="gpu.samples"), {0, 1}),
-        (Wanted(reason="unsendable", stage="attribution"), {1}),
-        (Wanted(key="c/m"), {2}),
-        (Wanted(ids=frozenset([LetterId(0, 2)])), {2}),
-        (Wanted(topic="gpu.samples", ids=frozenset([LetterId(0, 2)])), set()),
+        (LetterFilter(), {0, 1, 2}),
+        (LetterFilter(topic="gpu.samples"), {0, 1}),
+        (LetterFilter(reason="unsendable", stage="attribution"), {1}),
+        (LetterFilter(key="c/m"), {2}),
+        (LetterFilter(ids=frozenset([LetterId(0, 2)])), {2}),
+        (LetterFilter(topic="gpu.samples", ids=frozenset([LetterId(0, 2)])), set()),
     ],
 )
-def test_letters_are_chosen_by_all_that_is_given(wanted: Wanted, found: set[int]) -> None:
+def test_letters_are_chosen_by_all_that_is_given(wanted: LetterFilter, found: set[int]) -> None:
     some = [letter(0), letter(1, error="unsendable: y"), letter(2, key="c/m", topic="gpu.allocations")]
 
     assert {one.id.offset for one in some if one in wanted} == found

@@ -16,7 +16,7 @@ from confluent_kafka import TopicPartition as TheirPartition
 from delivery import kafka_admin, topic_admin
 from delivery.connection import Connection
 from gpustream.doctor import brokers, checks, command, pods
-from gpustream.doctor.gather import Wanted, gather
+from gpustream.doctor.gather import Scope, gather
 from gpustream.doctor.seen import Checked, OwnMetrics, Situation
 from producers import publisher as names
 from producers.simulated.component import SimulatedFleet
@@ -38,7 +38,7 @@ TICKS = 15
 
 async def look(kafka: KafkaServer, *, later_ms: int = 0, **asked: Any) -> tuple[Situation, dict[str, Checked]]:
     """What the doctor has seen and found; ``later_ms``: as if it looked so much later."""
-    seen = await gather(kafka.connection, Wanted(600.0, **asked))
+    seen = await gather(kafka.connection, Scope(600.0, **asked))
     others = seen.kafka._replace(acls=None)  # those of other tests' users
     seen = seen._replace(now_ms=seen.now_ms + later_ms, kafka=others)
     return seen, checks.run(seen)
@@ -165,7 +165,7 @@ async def test_topics_that_somebody_changed_a_wrong_prefix_and_a_user_without_a_
     for operation, resource, name in brokers.COMPONENTS["stream attribution"]:
         if name != "gpu.attributed":
             kafka.allow("half", operation.upper(), resource.upper(), name)
-    seen = await gather(kafka.connection, Wanted(600.0))
+    seen = await gather(kafka.connection, Scope(600.0))
     found = checks.run(seen)
 
     said = {finding.finding.partition(",")[0] for finding in found["topics"].findings}
@@ -178,7 +178,7 @@ async def test_topics_that_somebody_changed_a_wrong_prefix_and_a_user_without_a_
     assert seen.kafka.whom == "User:ANONYMOUS"
     assert seen.kafka.disks
 
-    astray = await gather(Connection(kafka.address, topic_prefix="pord."), Wanted(600.0))
+    astray = await gather(Connection(kafka.address, topic_prefix="pord."), Scope(600.0))
     (finding,) = checks.run(astray)["topics"].findings
     assert finding.cause == "--topic-prefix is wrong: '' is there"
     for operation, resource, name in brokers.COMPONENTS["stream attribution"]:
@@ -199,7 +199,7 @@ async def test_a_receiver_that_refuses_the_tenant_is_named_and_a_kafka_that_is_a
             await fleet(empty_kafka, tmp_path / "truth.jsonl").run(asyncio.Event())
             await eventually(lambda: any("HTTP 401" in reason for reason in sink.not_ready()))
             says = OwnMetrics("http://sink", not_ready="; ".join(sink.not_ready()))
-    away = await gather(Connection(f"127.0.0.1:{unused_tcp_port}"), Wanted(600.0))
+    away = await gather(Connection(f"127.0.0.1:{unused_tcp_port}"), Scope(600.0))
     found = checks.run(away._replace(components=[says]))
 
     assert "--bearer-token-file" in found["components"].findings[0].next
@@ -332,7 +332,7 @@ async def test_brokers_that_were_killed_leave_what_they_had_without_a_leader(
     await asyncio.to_thread(kafka_cluster.brokers[2].kill9)
 
     await asyncio.to_thread(eventually_sync, lambda: leaderless(kafka_cluster.brokers[0]))
-    checked = checks.run(await gather(connection, Wanted(600.0)))
+    checked = checks.run(await gather(connection, Scope(600.0)))
     first = next(one for one in checked["topics"].findings if "no leader" in one.finding)
     assert first.cause == "the brokers that have the replicas are down, or their disks are"
     assert "brokers 1, 2 answer" in first.evidence

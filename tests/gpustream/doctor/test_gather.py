@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestServer
 from delivery.connection import Connection
 from gpustream.doctor import brokers
 from gpustream.doctor.evidence import NodeName
-from gpustream.doctor.gather import Wanted, ask_components, ask_prometheus, gather
+from gpustream.doctor.gather import Scope, ask_components, ask_prometheus, gather
 from gpustream.doctor.seen import Kafka
 
 METRICS = 'x_total{reason="a"} 2.0\nprocess_start_time_seconds 5.0\n'
@@ -79,4 +79,4 @@ async def test_a_component_that_hangs_does_not_make_this_machines_clock_look_beh
         return Kafka("k:9092", "User:x", error="no Kafka broker answers at k:9092")
 
     monkeypatch.setattr(brokers, "ask", ask)
-    assert (await gather(Connection("k:9092"), Wanted(60.0))).now_ms >= answered_ms > 0
+    assert (await gather(Connection("k:9092"), Scope(60.0))).now_ms >= answered_ms > 0

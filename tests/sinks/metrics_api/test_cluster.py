@@ -9,7 +9,7 @@ import pytest
 
 from delivery.kubernetes.client import Answer, Unreachable
 from sinks.metrics_api import cluster as module
-from sinks.metrics_api.cluster import API_SERVICES, AUTHENTICATION, Cluster, GroupTaken
+from sinks.metrics_api.cluster import API_SERVICES, AUTHENTICATION, ApiServer, GroupTaken
 from sinks.metrics_api.selectors import SelectorError
 from tests.eventually import eventually
 
@@ -48,10 +48,10 @@ def api_service(name: str, service: str | None, group: str = "custom.metrics.k8s
     return {"metadata": {"name": name}, "spec": spec}
 
 
-def of(answers: dict[str, list[Any]]) -> tuple[Cluster, FakeClient]:
+def of(answers: dict[str, list[Any]]) -> tuple[ApiServer, FakeClient]:
     """An API server with these answers by path."""
     client = FakeClient(answers)
-    return Cluster(client, OURS), client  # type: ignore[arg-type]
+    return ApiServer(client, OURS), client  # type: ignore[arg-type]
 
 
 async def test_a_group_of_another_service_is_refused_and_its_owner_named() -> None:
