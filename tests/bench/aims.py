@@ -3,11 +3,11 @@
     python -m tests.bench [--write]
 
 One Apache Kafka holds some logs, each read as a backlog by one process after the other. The first is a simulated
-fleet's samples, 8 whole GPUs of up to 27 values a node, with processes, infos and pods that change, a quarter of the
-held GPUs by several. The attribution stream joins them, and what it writes is read by remote write, the alert stream
-and the usage stream. The others are made for remote write: in ``warm`` a pod holds each of eight GPUs of 27 values, in
-``shared`` two of the eight are held by four pods each, and in ``cold`` each tick finds other pods. CPU is user and
-system time of a process, all threads, less that of its start on empty topics.
+fleet's samples, 200 ticks a node of 8 whole GPUs of up to 27 values, with processes, infos and pods that change, a
+quarter of the held GPUs by several. The attribution stream joins them, and what it writes is read by remote write, the
+alert stream and the usage stream. The others are made for remote write: in ``warm`` a pod holds each of eight GPUs of
+27 values, in ``shared`` two of the eight are held by four pods each, and in ``cold`` each tick finds other pods. CPU is
+user and system time of a process, all threads, less that of its start on empty topics.
 
 Yardsticks, in the same run: a loop of aiokafka that decodes nothing; and the messages that protoc made of the official
 definitions, filled with the labels and values of a tick, serialized and compressed, which is what remote write 1.0 does
@@ -48,7 +48,7 @@ from tests.real.servers import KafkaServer
 from tests.sinks.remote_write.wire import messages
 from topics.profiles import PROFILES
 
-TICKS, PARTITIONS, NODES, WIDE_NODES = 6400, 4, 64, 2000
+TICKS, PARTITIONS, NODES, WIDE_NODES = 12_800, 4, 64, 2000
 MADE_TICKS = 3200
 MADE: dict[str, dict[str, bool]] = {"warm.": {}, "shared.": {"shared": True}, "cold.": {"cold": True}}
 MANY_NODES, SERIES_AIMED = 10_000, 2_000_000
@@ -127,7 +127,7 @@ class Bench:
         for prefix in ("", *MADE, "wide.", "empty."):
             at = Connection(self.kafka.address, topic_prefix=prefix)
             await topic_admin.create(at, partitions=PARTITIONS, replication_factor=1)
-        await attribution.produce(Connection(self.kafka.address), TICKS)
+        await attribution.produce(Connection(self.kafka.address), TICKS, nodes=NODES)
         await attribution.produce(Connection(self.kafka.address, topic_prefix="wide."), WIDE_NODES, nodes=WIDE_NODES)
         for prefix, kind in MADE.items():
             sender = Sender(Connection(self.kafka.address, topic_prefix=prefix), client_id="bench")
