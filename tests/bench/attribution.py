@@ -29,6 +29,7 @@ from tests.producers.simulated.made import Tick, ticks
 from tests.real.pipeline import Gpustream, lag
 from tests.real.servers import KafkaServer
 from topics.topic import node_key
+from topics.usage import HOUR_MS
 
 NODES, GPUS, VALUES, PARTITIONS = 200, 8, 27, 4
 
@@ -92,10 +93,11 @@ async def produce(kafka: Connection, count: int, nodes: int = NODES) -> int:
 
 
 async def records(count: int, nodes: int) -> AsyncIterator[tuple[str, bytes, bytes]]:
-    """Topic, key and value of what the fleet's producers would send."""
+    """Topic, key and value of what the fleet's producers would send, from the last full hour on: usage books nothing
+    that is ahead of its log time, and what it has to write of an hour that had begun depends on the minute."""
     fleet = Fleet(nodes, GPUS, pod_life_s=600)
     last: dict[str, tuple[int, object]] = {}
-    start_ms = time.time_ns() // 1_000_000
+    start_ms = time.time_ns() // 1_000_000 // HOUR_MS * HOUR_MS
     made = 0
     for tick in ticks(fleet, start_ms, 1000, count // nodes + 1):
         key, fields = node_key("default", tick.node.name), identity(tick, start_ms)
