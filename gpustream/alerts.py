@@ -205,25 +205,23 @@ def row(alert: Alert, now: datetime) -> AlertRow:
     workload = "/".join(filter(None, (given.get("k8s_workload_kind"), given.get("k8s_workload_name"))))
     gpu = f" GPU {given['gpu_index']}" if "gpu_index" in given else ""
     mig = f" {given['gpu_mig_profile']}" if "gpu_mig_profile" in given else ""
+    nodes = sorted({one.node for one in alert.gpus})
+    indices = ", ".join(map(str, sorted({one.index for one in alert.gpus if one.index is not None})))
+    where = f"{alert.cluster}/{alert.node}{gpu}{mig}"
+    if len(nodes) > 1:
+        where = f"{alert.cluster}: {len(alert.gpus)} GPUs of {len(nodes)} nodes"
+    elif nodes and indices:
+        where = f"{alert.cluster}/{nodes[0]} GPU {indices}"
     said = AlertRow(
         since=f"{alert.starts_at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}",
         lasted=lasted((alert.ends_at or now) - alert.starts_at),
         severity=alert.severity,
         alert=alert.name,
-        where=_places(alert) or f"{alert.cluster}/{alert.node}{gpu}{mig}",
+        where=where,
         who=f"{pod} ({workload})" if pod and workload else pod or workload,
         summary=" ".join(alert.annotations.get("summary", "").split()),
     )
     return AlertRow(*("".join(sign for sign in cell if sign.isprintable()) for cell in said))
-
-
-def _places(alert: Alert) -> str:
-    """Where the GPUs of an alert of several are."""
-    nodes = sorted({gpu.node for gpu in alert.gpus})
-    if len(nodes) > 1:
-        return f"{alert.cluster}: {len(alert.gpus)} GPUs of {len(nodes)} nodes"
-    indices = ", ".join(map(str, sorted({gpu.index for gpu in alert.gpus if gpu.index is not None})))
-    return f"{alert.cluster}/{nodes[0]} GPU {indices}" if nodes and indices else ""
 
 
 def lasted(time: timedelta) -> str:

@@ -55,14 +55,6 @@ class Listed(CommandGroup):
 # -- the commands that run one component
 
 
-def _serve(row: Registered, given: dict[str, Any]) -> None:
-    """Run a component until it is stopped."""
-    from gpustream import logs, serve
-
-    logs.setup(given["log_format"])
-    raise SystemExit(serve.serve(lambda: command.component(row, given), given["listen"], light=row.light))
-
-
 def _runs(name: str, row: Registered) -> click.Command:
     """The command that runs one component."""
 
@@ -75,7 +67,10 @@ def _runs(name: str, row: Registered) -> click.Command:
     )
     @command.options(command.load(row.settings), ProcessSettings)
     def run(**given: Any) -> None:
-        _serve(row, given)
+        from gpustream import logs, serve
+
+        logs.setup(given["log_format"])
+        raise SystemExit(serve.serve(lambda: command.component(row, given), given["listen"], light=row.light))
 
     return run
 

@@ -148,7 +148,14 @@ class Pipeline:
             end = time.monotonic() + duration_s if duration_s is not None else float("inf")
             while not stop.is_set() and time.monotonic() < end:
                 await self._pause(stop, self._not_ready())
-            await self._drain()
+            # the producer stops sampling and flushes; then attribution catches up, and the sinks
+            self._ended_s = time.monotonic()
+            if producing := self._tasks.get(self.producer.name):
+                self._stops[self.producer.name].set()
+                await asyncio.wait([producing], timeout=DRAIN_S)
+            never = asyncio.Event()
+            while time.monotonic() < self._ended_s + DRAIN_S and self.behind():
+                await self._pause(never, [])
         finally:
             await self._stop()
 
@@ -174,16 +181,6 @@ class Pipeline:
                 raise Failed(f"{name} ended on its own")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _LOOK_EVERY_S)
-
-    async def _drain(self) -> None:
-        """The producer stops sampling and flushes; then attribution catches up, and the sinks."""
-        self._ended_s = time.monotonic()
-        if producing := self._tasks.get(self.producer.name):
-            self._stops[self.producer.name].set()
-            await asyncio.wait([producing], timeout=DRAIN_S)
-        never = asyncio.Event()
-        while time.monotonic() < self._ended_s + DRAIN_S and self.behind():
-            await self._pause(never, [])
 
     async def _stop(self) -> None:
         """Stops the components, then the tail; what does not stop in time is cancelled and left behind."""

@@ -118,12 +118,26 @@ async def reattribute(connection: Connection, into: str, asked: Range) -> Reattr
         history.opened(connection, [samples.TOPIC.name, *_STATES]) as past,
         history.opened(target, [samples.TOPIC.name, attributed.TOPIC.name]) as theirs,
     ):
-        await _refuse(past, theirs, into)
+        here, there = past.partitions[samples.TOPIC.name], theirs.partitions[attributed.TOPIC.name]
+        if here != there:
+            raise BrokerError(
+                f"{into}{attributed.TOPIC.name} has {there} partitions, and {samples.TOPIC.name} has {here}: a tick"
+                f" goes into the partition that its sample came from. Run `gpustream topics create --topic-prefix"
+                f" {into} --partitions {here}`"
+            )
+        if any(start < end for start, end in (await theirs.spans(samples.TOPIC.name)).values()):
+            raise BrokerError(
+                f"{into}{samples.TOPIC.name} has records, so {into!r} is a pipeline of its own: give --into a new"
+                " prefix"
+            )
         first = await past.spans(samples.TOPIC.name, asked.from_ms)
         await history.refuse_what_is_gone(past, samples.TOPIC, first, asked.from_ms)
         after = await past.spans(samples.TOPIC.name, asked.to_ms)
         ticks = {tp: Span(span.start, max(span.start, after[tp].start)) for tp, span in first.items()}
-        known = {topic: await _from_before(past, topic, asked.from_ms) for topic in _STATES}
+        known: dict[str, dict[Partition, Span]] = {}
+        for topic in _STATES:  # from ten minutes before the time, or all of it where there was nothing since
+            whole, since = await past.spans(topic), await past.spans(topic, asked.from_ms - STATE_WINDOW_MS)
+            known[topic] = {tp: span if span.start < span.end else whole[tp] for tp, span in since.items()}
         every = ticks | {tp: span for spans in known.values() for tp, span in spans.items()}
         async with connecting(sender):
             with history.progress("attributing again", every) as advanced:
@@ -136,27 +150,6 @@ async def reattribute(connection: Connection, into: str, asked: Range) -> Reattr
                                 again.learn(topic, record)
                     await _write(past.records({tp: span}, advanced), theirs, sender, again, done)
     return done
-
-
-async def _refuse(past: History, theirs: History, into: str) -> None:
-    """Raises BrokerError if the target is not one that can take records of this pipeline."""
-    here, there = past.partitions[samples.TOPIC.name], theirs.partitions[attributed.TOPIC.name]
-    if here != there:
-        raise BrokerError(
-            f"{into}{attributed.TOPIC.name} has {there} partitions, and {samples.TOPIC.name} has {here}: a tick goes"
-            f" into the partition that its sample came from. Run `gpustream topics create --topic-prefix {into}"
-            f" --partitions {here}`"
-        )
-    if any(start < end for start, end in (await theirs.spans(samples.TOPIC.name)).values()):
-        raise BrokerError(
-            f"{into}{samples.TOPIC.name} has records, so {into!r} is a pipeline of its own: give --into a new prefix"
-        )
-
-
-async def _from_before(past: History, topic: str, from_ms: int) -> dict[Partition, Span]:
-    """What of a state has to be known: from ten minutes before the time, or all where there was nothing since."""
-    whole, since = await past.spans(topic), await past.spans(topic, from_ms - STATE_WINDOW_MS)
-    return {tp: span if span.start < span.end else whole[tp] for tp, span in since.items()}
 
 
 async def _write(

@@ -147,7 +147,19 @@ def replay(
     """
     logs.setup(log_format)
     if into is not None:
-        _attribute_again(connection, into, settled(first, last, _now_ms()))
+        from gpustream.reattribution import reattribute  # Faust's part of the command is loaded if it is wanted
+
+        time_range = settled(first, last, _now_ms())
+        click.echo(f"attribution again from {utc(time_range.from_ms)} to {utc(time_range.to_ms)} into {into}", err=True)
+        done = answer(reattribute(connection, into, time_range))
+        click.echo(
+            f"{counted(done.exact + done.late + done.none, 'tick')} of {counted(done.nodes, 'node')} written:"
+            f" {done.exact} exact, {done.late} late, {done.none} without a snapshot; {done.there} were there"
+        )
+        if done.malformed:
+            click.echo(
+                f"{counted(done.malformed, 'sample')} could not be decoded, and have their dead letters", err=True
+            )
         return
     hours = asked(first, last, _now_ms())
     click.echo(f"usage again from {utc(hours.from_ms)} to {utc(hours.to_ms)}", err=True)
@@ -158,19 +170,6 @@ def replay(
     )
     if made.malformed:
         click.echo(f"{counted(made.malformed, 'record')} of {ATTRIBUTED.name} could not be decoded", err=True)
-
-
-def _attribute_again(connection: Connection, into: str, asked: Range) -> None:
-    from gpustream.reattribution import reattribute  # Faust's part of the command is loaded if it is wanted
-
-    click.echo(f"attribution again from {utc(asked.from_ms)} to {utc(asked.to_ms)} into {into}", err=True)
-    done = answer(reattribute(connection, into, asked))
-    click.echo(
-        f"{counted(done.exact + done.late + done.none, 'tick')} of {counted(done.nodes, 'node')} written: {done.exact}"
-        f" exact, {done.late} late, {done.none} without a snapshot; {done.there} were there"
-    )
-    if done.malformed:
-        click.echo(f"{counted(done.malformed, 'sample')} could not be decoded, and have their dead letters", err=True)
 
 
 @dataclass

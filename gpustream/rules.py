@@ -61,7 +61,7 @@ def check(file: Path) -> None:
 @click.argument("file", cls=Argument, required=False, type=click.Path(path_type=Path))
 def show_rules(file: Path | None) -> None:
     """Show every rule as it is by a file, or by default: its kind, whether it is on, and all of its options."""
-    known = _every(file)
+    known = (_or_mistakes(rules_file.every, file) if file is not None else rules_file.defaults()).values()
     show(("rule", "kind", "on", "severity", "for", "keep_firing_for", "further"), [_row(rule) for rule in known])
 
 
@@ -144,11 +144,6 @@ def test(
 def _load(path: Path) -> Rules:
     """The rules of a file. Mistakes are named, and end the command."""
     return _or_mistakes(rules_file.load, path)
-
-
-def _every(path: Path | None) -> Iterable[Rule]:
-    """All rules by a file, those that are off, too."""
-    return (_or_mistakes(rules_file.every, path) if path is not None else rules_file.defaults()).values()
 
 
 def _or_mistakes(read: Callable[[Path], R], path: Path) -> R:

@@ -222,7 +222,22 @@ class OneProcess:
         async with serve.observed(pipeline.components, self._chosen.listen):
             running = asyncio.create_task(pipeline.run(stop, duration_s))
             if not self._chosen.plain and live.is_screen():
-                await self._show(running, stop)
+                from gpustream.top.app import TopApp
+
+                def stop_now() -> None:
+                    self._stopping = True
+                    os.kill(os.getpid(), signal.SIGINT)
+
+                self._screen = TopApp(self._now, quit_now=stop_now, question=_QUESTION)
+                showing = asyncio.create_task(self._screen.run_async())
+                await asyncio.wait((running, showing), return_when=asyncio.FIRST_COMPLETED)
+                if showing.done():  # it ends before the pipeline only if it fails
+                    stop.set()
+                else:
+                    self._screen.exit()
+                await asyncio.wait((running, showing))
+                for line in list(self._screen.logged)[-_LOG_LINES:]:
+                    click.echo(line, err=True)
             await running
         summary = self._tally.summary(
             self._sampled(),
@@ -235,25 +250,6 @@ class OneProcess:
         else:
             click.echo(live.summary_text(summary, self._sightings.lines()))
         return 0 if summary.ok else serve.FAILED
-
-    async def _show(self, running: "asyncio.Task[None]", stop: asyncio.Event) -> None:
-        """Shows the fleet until all has stopped; then the last lines of the log are on the terminal."""
-        from gpustream.top.app import TopApp
-
-        def stop_now() -> None:
-            self._stopping = True
-            os.kill(os.getpid(), signal.SIGINT)
-
-        self._screen = TopApp(self._now, quit_now=stop_now, question=_QUESTION)
-        showing = asyncio.create_task(self._screen.run_async())
-        await asyncio.wait((running, showing), return_when=asyncio.FIRST_COMPLETED)
-        if showing.done():  # it ends before the pipeline only if it fails
-            stop.set()
-        else:
-            self._screen.exit()
-        await asyncio.wait((running, showing))
-        for line in list(self._screen.logged)[-_LOG_LINES:]:
-            click.echo(line, err=True)
 
     def leave(self, code: int) -> None:
         """Ends the process at once, and leaves the terminal as it was."""

@@ -117,7 +117,11 @@ class HourFiles:
             for record in records:
                 key = tuple(getattr(record, name) for name in _KEY)
                 if record.order > known.get(key, (-1, -1)):
-                    fresh[key] = _row(record)
+                    row = msgspec.structs.asdict(record)
+                    workload = row.pop("workload")
+                    row |= {"workload_kind": workload and workload.kind, "workload_name": workload and workload.name}
+                    row |= {name: sorted(row[name].items()) for name in _MAPS}
+                    fresh[key] = {"start": datetime.fromtimestamp(record.start_ms / 1000, UTC), **row}
             if fresh:
                 kept = old.filter(pa.array([key not in fresh for key in keys], pa.bool_()))
                 new = pa.Table.from_pylist(list(fresh.values()), _schema())
@@ -148,14 +152,6 @@ class HourFiles:
                 os.fsync(handle)
             finally:
                 os.close(handle)
-
-
-def _row(record: Usage) -> dict[str, Any]:
-    row = msgspec.structs.asdict(record)
-    workload = row.pop("workload")
-    row |= {"workload_kind": workload and workload.kind, "workload_name": workload and workload.name}
-    row |= {name: sorted(row[name].items()) for name in _MAPS}
-    return {"start": datetime.fromtimestamp(record.start_ms / 1000, UTC), **row}
 
 
 class Disk:

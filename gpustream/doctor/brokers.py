@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from delivery import kafka_admin, topic_admin
 from delivery.connection import Connection
-from delivery.kafka_admin import Acl, Admin, BrokerError
+from delivery.kafka_admin import Acl, BrokerError
 from gpustream import acls
 from gpustream.command import counted
 from gpustream.doctor.seen import Checked, Finding, Kafka, Situation
@@ -48,6 +48,9 @@ async def ask(connection: Connection) -> Kafka:
                 unchecked = str(error)
             looked_at = {name: found[name] for name in seen}
             contract = topic_admin.contract(connection)
+            groups = (acl.name for needed in COMPONENTS.values() for acl in needed if acl.resource == "Group")
+            same = [name for name in await admin.names() if name.endswith(samples.TOPIC.name)]
+            prefixes = {name.removesuffix(samples.TOPIC.name) for name in same}
             may_see = [topic for name, topic in contract.items() if name in seen or name not in found]
             return asked._replace(
                 brokers=brokers,
@@ -55,21 +58,12 @@ async def ask(connection: Connection) -> Kafka:
                 found={connection.unprefixed(name): one for name, one in found.items()},
                 unchecked=unchecked,
                 mismatches=[one for one in topic_admin.mismatches(may_see, looked_at) if one.breaks],
-                elsewhere=[one for one in _prefixes(await admin.names()) if one != connection.topic_prefix],
+                elsewhere=sorted(prefixes - {connection.topic_prefix}),
                 acls=await admin.acls(),
-                hidden=await _hidden(admin),
+                hidden=await admin.hidden_groups(dict.fromkeys(groups)),
             )
     except BrokerError as error:
         return asked._replace(error=str(error))
-
-
-async def _hidden(admin: Admin) -> list[str]:
-    groups = (acl.name for needed in COMPONENTS.values() for acl in needed if acl.resource == "Group")
-    return await admin.hidden_groups(dict.fromkeys(groups))
-
-
-def _prefixes(names: Iterable[str]) -> list[str]:
-    return sorted(name.removesuffix(samples.TOPIC.name) for name in names if name.endswith(samples.TOPIC.name))
 
 
 def whom(connection: Connection) -> str:

@@ -11,7 +11,7 @@ from gpustream.command import counted
 from gpustream.doctor import brokers, pods, readers
 from gpustream.doctor.evidence import Fold, NodeEvidence, NodeName, Ranges, SampledRun
 from gpustream.doctor.readers import ATTRIBUTION, NOT_KNOWN
-from gpustream.doctor.seen import Checked, Finding, Lag, OwnMetrics, Situation
+from gpustream.doctor.seen import Checked, Finding, Lag, Situation
 from topics import allocations, attributed, samples, workloads
 
 SILENT_MS = 30_000
@@ -102,11 +102,13 @@ def _silence(seen: Situation, sending: Mapping[NodeName, NodeEvidence]) -> list[
             )
         ]
     last = {name: sending[name].last_run[1] for name in silent}
+    held = sum(value for one in seen.components for value in one.sums("gpustream_producer_ticks_held").values())
+    asked = f"; those that were asked hold {counted(int(held), 'tick')}" if held else ""
     return [
         Finding(
             f"{name}: no tick since {seen.ago(run.last_logged_ms)}",
             NOT_KNOWN,
-            f"seq {run.last_seq} was the last; {_held(seen.components)}",
+            f"seq {run.last_seq} was the last; a producer that can't reach Kafka holds what it samples{asked}",
             "docs/runbooks/NodeSilent.md",
         )
         for name, run in last.items()
@@ -128,7 +130,11 @@ def _gap(seen: Situation, name: NodeName, run_id: int, run: SampledRun, gaps: Se
     delays = [run.jumps[first] for first, _ in gaps if first in run.jumps]
     waited_ms = max((delay - run.least_delay_ms for delay in delays), default=0)
     evidence = f"run {run_id}, seq {places}{more}; {len(run.seqs)} others came"
-    drops = _drops(seen.components)
+    dropped: dict[str, float] = {}
+    for component in seen.components:
+        for (_, reason), value in component.sums("gpustream_producer_ticks_dropped_total").items():
+            dropped[reason] = dropped.get(reason, 0) + value
+    drops = ", ".join(f"{value:.0f} ({reason})" for reason, value in sorted(dropped.items()))
     if drops:
         evidence += f"; producers that were asked have dropped {drops}"
     if waited_ms >= HELD_MS:
@@ -148,20 +154,6 @@ def _gap(seen: Situation, name: NodeName, run_id: int, run: SampledRun, gaps: Se
         "gpustream_producer_ticks_dropped_total at the producer's /metrics says what it dropped, by reason (--metrics);"
         " if it dropped none, look for an unclean leader election in the broker's log",
     )
-
-
-def _drops(components: Iterable[OwnMetrics]) -> str:
-    dropped: dict[str, float] = {}
-    for component in components:
-        for (_, reason), value in component.sums("gpustream_producer_ticks_dropped_total").items():
-            dropped[reason] = dropped.get(reason, 0) + value
-    return ", ".join(f"{value:.0f} ({reason})" for reason, value in sorted(dropped.items()))
-
-
-def _held(components: Iterable[OwnMetrics]) -> str:
-    held = sum(value for one in components for value in one.sums("gpustream_producer_ticks_held").values())
-    said = f"; those that were asked hold {counted(int(held), 'tick')}" if held else ""
-    return f"a producer that can't reach Kafka holds what it samples{said}"
 
 
 def _silent(seen: Situation, runs: Iterable[SampledRun]) -> bool:
@@ -239,7 +231,17 @@ def snapshots(seen: Situation, fold: Fold) -> Checked:
         if run.last_named is None:
             beside = any(one.last_run[1].last_named is not None for key, one in sending.items() if key != name)
             if node.epoch is not None or beside:
-                found.append(_no_kubelet(name, run_id, node, run))
+                before = "" if run_id not in node.snapshots else "; earlier ones of this run did"
+                found.append(
+                    Finding(
+                        f"{name}: no kubelet answers its producer: its samples have no pods",
+                        "the kubelet is down, its socket is elsewhere or not mounted, or the producer may not open it",
+                        f"run {run_id}: tick {run.last_seq} names no snapshot, as those of a machine without"
+                        f" Kubernetes{before}",
+                        "docs/runbooks/GpustreamKubeletSilent.md: is /var/lib/kubelet/pod-resources mounted?"
+                        " --pod-resources-socket",
+                    )
+                )
             continue
         named += 1
         if run.last_named not in node.snapshots.get(run_id, ()) and not run.unsent:  # attribution says those
@@ -252,16 +254,6 @@ def snapshots(seen: Situation, fold: Fold) -> Checked:
                 )
             )
     return Checked(f"{named} of {counted(len(sending), 'node')} have a kubelet", found)
-
-
-def _no_kubelet(name: NodeName, run_id: int, node: NodeEvidence, run: SampledRun) -> Finding:
-    before = "" if run_id not in node.snapshots else "; earlier ones of this run did"
-    return Finding(
-        f"{name}: no kubelet answers its producer: its samples have no pods",
-        "the kubelet is down, its socket is elsewhere or not mounted, or the producer may not open it",
-        f"run {run_id}: tick {run.last_seq} names no snapshot, as those of a machine without Kubernetes{before}",
-        "docs/runbooks/GpustreamKubeletSilent.md: is /var/lib/kubelet/pod-resources mounted? --pod-resources-socket",
-    )
 
 
 # -- what was attributed

@@ -22,7 +22,7 @@ from gpustream import logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option, options
 from gpustream.doctor import checks
 from gpustream.doctor.gather import Scope, gather
-from gpustream.doctor.seen import Checked, Finding, Situation
+from gpustream.doctor.seen import Checked, Situation
 from gpustream.topics import FAILED, answer
 from producers.cluster.config import ClusterSettings
 
@@ -100,20 +100,18 @@ def text(seen: Situation, found: Mapping[str, Checked]) -> Iterator[str]:
         mark = "FOUND" if one.findings else "ok" if one.looked else "-"
         yield _printable(f"{mark:5}  {name:{width}}  {one.summary}")
         for finding in one.findings[:SHOWN]:
-            yield from _paragraph(finding)
+            yield from textwrap.wrap(
+                _printable(finding.finding), _WIDTH, initial_indent="       ", subsequent_indent="         "
+            )
+            for label, said in (("cause", finding.cause), ("shown by", finding.evidence), ("next", finding.next)):
+                indent = f"{'':9}{label + ':':10}"
+                yield from textwrap.wrap(
+                    _printable(said), _WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent)
+                )
         if len(one.findings) > SHOWN:
             yield f"       and {len(one.findings) - SHOWN} more: --format json has them all"
     count = sum(len(one.findings) for one in found.values())
     yield f"{counted(count, 'finding')} in {seen.window}" if count else f"all is well in {seen.window}"
-
-
-def _paragraph(finding: Finding) -> Iterator[str]:
-    yield from textwrap.wrap(
-        _printable(finding.finding), _WIDTH, initial_indent="       ", subsequent_indent="         "
-    )
-    for label, said in (("cause", finding.cause), ("shown by", finding.evidence), ("next", finding.next)):
-        indent = f"{'':9}{label + ':':10}"
-        yield from textwrap.wrap(_printable(said), _WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent))
 
 
 def _printable(text: str) -> str:

@@ -6,7 +6,7 @@ Out:      a :class:`Cluster`; findings. A question that this user may not ask is
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,9 @@ def pods(seen: Situation) -> Checked:
     if cluster is None:
         return Checked("not asked (--kube)", looked=False)
     if cluster.error:
-        return Checked("not known", [_asked_in_vain(cluster)])
+        then = "--kubeconfig says where the API server is; `kubectl get pods` with it must work"
+        asked = f"namespace {cluster.namespace}"
+        return Checked("not known", [Finding("the Kubernetes API does not answer", cluster.error, asked, then)])
     found = [
         *(one for pod in cluster.pods for one in of_pod(seen, cluster, pod)),
         *_absent(cluster),
@@ -184,11 +186,6 @@ def pods(seen: Situation) -> Checked:
     ready = sum(_condition(pod, "Ready").get("status") == "True" for pod in cluster.pods)
     not_asked = "".join(f"; this user may not see {what}: {why}" for what, why in cluster.refused.items())
     return Checked(f"{ready} of {counted(len(cluster.pods), 'pod')} ready in {cluster.namespace}{not_asked}", found)
-
-
-def _asked_in_vain(cluster: Cluster) -> Finding:
-    then = "--kubeconfig says where the API server is; `kubectl get pods` with it must work"
-    return Finding("the Kubernetes API does not answer", cluster.error, f"namespace {cluster.namespace}", then)
 
 
 def component_of(thing: Json) -> str:
@@ -413,9 +410,10 @@ def _rights(cluster: Cluster) -> Iterator[Finding]:
 
 def _lease(seen: Situation, cluster: Cluster) -> Iterator[Finding]:
     running = [pod for pod in cluster.pods if component_of(pod) == "cluster"]
-    named = (
-        any(one.get("name") == "GPUSTREAM_LEASE" for pod in running for one in _env(pod)) or "leases" in cluster.refused
-    )
+    variables = [
+        one for pod in running for container in pod["spec"]["containers"] for one in container.get("env") or []
+    ]
+    named = any(one.get("name") == "GPUSTREAM_LEASE" for one in variables) or "leases" in cluster.refused
     late = cluster.lease_ms is None or seen.now_ms - cluster.lease_ms > _LEASE_MS
     if running and not named and late:
         shown = "there is no Lease" if cluster.lease_ms is None else f"it was renewed {seen.ago(cluster.lease_ms)}"
@@ -425,8 +423,3 @@ def _lease(seen: Situation, cluster: Cluster) -> Iterator[Finding]:
             shown,
             f"docs/runbooks/GpustreamNoLeader.md; the log of {running[0]['metadata']['name']} says what it waits for",
         )
-
-
-def _env(pod: Json) -> Iterable[Json]:
-    rows: Sequence[Json] = [one for container in pod["spec"]["containers"] for one in container.get("env") or []]
-    return rows

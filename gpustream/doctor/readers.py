@@ -354,7 +354,19 @@ def prometheus(seen: Situation, fold: Fold) -> Checked:
         return Checked(
             "not known", [Finding(f"{asked.url}: no answer", asked.error, "it was asked", "see --prometheus")]
         )
-    found = _of_itself(asked)
+    found = [
+        Finding(f"{asked.url}: the rule {name} fails", said, "/api/v1/rules", "`promtool check rules FILE` says where")
+        for name, said in asked.broken_rules.items()
+    ]
+    if asked.reload_failed:
+        found.append(
+            Finding(
+                f"{asked.url}: it does not run with the configuration that it has",
+                "its file, or a file of rules that it names, could not be parsed: it goes on with the one before",
+                "prometheus_config_last_reload_successful is 0",
+                "`promtool check config FILE` names the line; then reload it",
+            )
+        )
     newest = {
         name: node.newest_attributed_ms
         for name, node in fold.nodes.items()
@@ -375,23 +387,6 @@ def prometheus(seen: Situation, fold: Fold) -> Checked:
     else:
         found += [_late(seen, asked, name, at) for name, at in late.items()]
     return Checked(said, found)
-
-
-def _of_itself(asked: Prometheus) -> list[Finding]:
-    found = [
-        Finding(f"{asked.url}: the rule {name} fails", said, "/api/v1/rules", "`promtool check rules FILE` says where")
-        for name, said in asked.broken_rules.items()
-    ]
-    if asked.reload_failed:
-        found.append(
-            Finding(
-                f"{asked.url}: it does not run with the configuration that it has",
-                "its file, or a file of rules that it names, could not be parsed: it goes on with the one before",
-                "prometheus_config_last_reload_successful is 0",
-                "`promtool check config FILE` names the line; then reload it",
-            )
-        )
-    return found
 
 
 def _nothing(seen: Situation, asked: Prometheus, late: Mapping[NodeName, int]) -> Finding:

@@ -4,8 +4,9 @@ In:       a function that gives the moment to be shown; keys and the mouse.
 Out:      the screen: twice a second at most, and of it only the lines that changed.
 """
 
+import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -132,13 +133,7 @@ class Pane(Widget, can_focus=True):
         return "\n".join(draw.text_of(self._line(y)).rstrip() for y in range(self.size.height))
 
 
-_STYLES: dict[str, Style] = {}
-
-
-def _style(style: str) -> Style:
-    if style not in _STYLES:
-        _STYLES[style] = Style.parse(style)
-    return _STYLES[style]
+_style = functools.cache(Style.parse)
 
 
 class Question(ModalScreen[bool]):
@@ -279,7 +274,7 @@ class TopApp(App[None]):
             lines = (
                 views.fleet_lines(self._now, self.size.width, self.size.height)
                 if place.view == "Fleet"
-                else _log(self.logged)
+                else ([[(line, "")] for line in self.logged] or [[("nothing was logged", "dim")]])
             )
             pane.show([], len(lines), lambda at, _: lines[at], None)
 
@@ -510,7 +505,3 @@ class TopApp(App[None]):
                 self.action_enter()
             else:
                 self._go(marked=table.key(self._rows[at]))
-
-
-def _log(lines: Iterable[str]) -> list[Line]:
-    return [[(line, "")] for line in lines] or [[("nothing was logged", "dim")]]

@@ -66,12 +66,8 @@ def sign(device: Device) -> tuple[str, str]:
     """A device in one cell."""
     status = device.status
     if status == "busy" and device.used_ratio is not None:
-        return _level(device.used_ratio), STYLES[status]
+        return _LEVELS[min(7, int(max(0.0, device.used_ratio) * 8))], STYLES[status]
     return SIGNS[status], STYLES[status]
-
-
-def _level(ratio: float) -> str:
-    return _LEVELS[min(7, int(max(0.0, ratio) * 8))]
 
 
 def spark(values: Sequence[float | None], most: float, height: int) -> list[str]:

@@ -59,19 +59,19 @@ class When(NamedTuple):
 def when(text: str) -> When:
     """``2026-11-01``, ``2026-11-01T08:00+01:00``, ``2026-11-01 08:00`` (UTC), or ``7d``: seven days ago."""
     at_ms = price_list.milliseconds(text)
-    found = When(at_ms, False, _HAS_ZONE.search(text.strip()) is None) if at_ms is not None else _ago(text)
-    if found.ms % MINUTE_MS or found.ms < 0:
-        raise ValueError(f"{text!r}: usage is counted by the minute: write a whole one")
-    return found
-
-
-def _ago(text: str) -> When:
     try:
-        return When(values.milliseconds(text), is_ago=True)
+        found = (
+            When(values.milliseconds(text), is_ago=True)
+            if at_ms is None
+            else When(at_ms, is_ago=False, is_assumed=_HAS_ZONE.search(text.strip()) is None)
+        )
     except ValueError:
         raise ValueError(
             f"{text[:80]!r} is not a time: write 2026-11-01, 2026-11-01T08:00+01:00, or 7d for seven days ago"
         ) from None
+    if found.ms % MINUTE_MS or found.ms < 0:
+        raise ValueError(f"{text!r}: usage is counted by the minute: write a whole one")
+    return found
 
 
 _OF_FOCUS = {"--focus-nodes": "nodes_file", "--focus-label": "focus_label", "--focus-sum": "focus_sum"}

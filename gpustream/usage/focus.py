@@ -120,7 +120,19 @@ class Bill:
     def __init__(self, path: Path, by: By, nodes: Nodes, summed: Sequence[str] = ()) -> None:
         """Read a bill. ``summed``: what else can be summed in it, beside FOCUS's own columns. Raises BillError."""
         self._path, self._by, self._nodes = path, by, nodes
-        self._columns, self._rows = _read(path, (*NEEDED, *summed))
+        try:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                columns, *rows = [row for row in csv.reader(file, strict=True) if row] or [[]]
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise BillError(f"{path}: it can't be read as CSV in UTF-8: {error}") from error
+        if missing := [name for name in (*NEEDED, *summed) if name not in columns]:
+            raise BillError(f"{path}: it has no column {missing[0]}, so it is not a bill in the form of FOCUS")
+        if twice := [name for name, count in Counter(columns).items() if count > 1]:
+            raise BillError(f"{path}: it has two columns {twice[0]}")
+        for number, row in enumerate(rows, 1):
+            if len(row) != len(columns):
+                raise BillError(f"{path}: row {number} has {len(row)} fields, and the first line {len(columns)}")
+        self._columns, self._rows = columns, rows
         self._places = dict.fromkeys((*COSTS, *summed), 2) | dict.fromkeys(QUANTITIES, _FINE_PLACES)
         self._charges: dict[int, Charge] = {}
         self._hourly: dict[tuple[str, int], list[Charge]] = {}  # those of one hour, by an id and that hour
@@ -155,7 +167,11 @@ class Bill:
             part = Part("held", "" if self._by == "team" else record.cluster, holder(record, self._by))
             self._tags.setdefault(part, _tags(record, self._by))
         hour_ms = record.start_ms // HOUR_MS * HOUR_MS
-        for charge in {charge for name in self._names_of(record) for charge in self._of(name, hour_ms)}:
+        charges: set[Charge] = set()
+        for name in self._names_of(record):
+            charges.update(self._hourly.get((name, hour_ms), ()))
+            charges.update(one for one in self._longer.get(name, ()) if one.from_ms <= hour_ms < one.to_ms)
+        for charge in charges:
             charge.take(record, part)
 
     def _names_of(self, record: Usage) -> frozenset[str]:
@@ -167,10 +183,6 @@ class Bill:
             known = frozenset().union(*map(names_of, (*ids, *self._nodes.ids.get(record.node, ()))))
             self._names[key] = known
         return known
-
-    def _of(self, name: str, hour_ms: int) -> Iterator[Charge]:
-        yield from self._hourly.get((name, hour_ms), ())
-        yield from (one for one in self._longer.get(name, ()) if one.from_ms <= hour_ms < one.to_ms)
 
     def lines(self, counted: Range) -> Iterator[Sequence[str]]:
         """The bill with its charges divided, its columns first. ``counted``: the time that the records are of.
@@ -229,23 +241,6 @@ class Bill:
                 "x_OriginRow": str(number),
                 "x_UsageCategory": part.category,
             }
-
-
-def _read(path: Path, needed: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The columns and the rows of a bill. Raises BillError."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            columns, *rows = [row for row in csv.reader(file, strict=True) if row] or [[]]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise BillError(f"{path}: it can't be read as CSV in UTF-8: {error}") from error
-    if missing := [name for name in needed if name not in columns]:
-        raise BillError(f"{path}: it has no column {missing[0]}, so it is not a bill in the form of FOCUS")
-    if twice := [name for name, count in Counter(columns).items() if count > 1]:
-        raise BillError(f"{path}: it has two columns {twice[0]}")
-    for number, row in enumerate(rows, 1):
-        if len(row) != len(columns):
-            raise BillError(f"{path}: row {number} has {len(row)} fields, and the first line {len(columns)}")
-    return columns, rows
 
 
 def _tags(record: Usage, by: By) -> str:

@@ -108,18 +108,6 @@ class Places:
                 self._known[pid] = known._replace(seen_s=now_s)
                 self._known.move_to_end(pid)
                 return known.place
-        return self._look(pid, started)
-
-    def job(self, job_id: str) -> Job:
-        """Whose job it is, as far as its processes showed."""
-        return self._jobs.of(job_id)
-
-    def has_jobs(self) -> bool:
-        """Whether a process of a job was ever seen."""
-        return self._jobs.any()
-
-    def _look(self, pid: int, started: int) -> ProcessPlace | None:
-        """Read a place; None if the process ended meanwhile: the id may be another's by now."""
         folder = self._procfs / str(pid)
         place = parse(_read(folder / "cgroup"))
         uid, sure = _UID.search(_read(folder / "status")), place.job_id is not None
@@ -137,6 +125,14 @@ class Places:
         with self._lock:
             remember(self._known, pid, _KnownProcess(started, place, until_s, self._clock()), most=_REMEMBERED)
         return place
+
+    def job(self, job_id: str) -> Job:
+        """Whose job it is, as far as its processes showed."""
+        return self._jobs.of(job_id)
+
+    def has_jobs(self) -> bool:
+        """Whether a process of a job was ever seen."""
+        return self._jobs.any()
 
     def _started(self, pid: int) -> int | None:
         """When a process began, in ticks since the boot: with its id, which process it is. That is field 22 of

@@ -23,7 +23,7 @@ from producers.node.nvml.binding import Nvml
 from producers.node.nvml.calls import LeftOut, Tried
 from producers.node.nvml.driver import Census, Driver, Reopening
 from producers.node.nvml.events import Events, Xid, Xids
-from producers.node.nvml.gpu import GpuReading, PhysicalGpu, bare, log_fields
+from producers.node.nvml.gpu import PhysicalGpu, bare, log_fields
 from producers.node.nvml.reader import GpuReader
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,15 @@ class Gpus:
         self._tick += 1
         await self._read(ends_s)
         readings = {gpu: reading for gpu in self._gpus if (reading := gpu.take()) is not None}
-        devices = self._devices(readings)
+        for gpu in self._gpus:
+            gpu.watch()
+        found = [(gpu.index, gpu.devices(readings.get(gpu))) for gpu in self._gpus if gpu.uuid is not None]
+        unsure = any(gpu.uuid is None and not gpu.refused for gpu in self._gpus)
+        if self._driver.attached and not unsure:
+            self._lost.report()
+        here = [device for _, devices in found for device in devices]
+        found += self._lost.devices("timeout" if unsure else "lost", here)
+        devices = [device for _, devices in sorted(found, key=lambda one: one[0]) for device in devices]
         states = Counter(device["state"] for device in devices)
         for state in STATES:
             self._instruments.gauge(names.GPUS, state).set(states[state])
@@ -241,18 +249,6 @@ class Gpus:
                 await gpu.begin(self._tick, TURNS_SHARE * within_s / len(gpus))
         slow_after_s = max(SLOW_AFTER_S, SLOW_SHARE * within_s)
         await asyncio.gather(*(gpu.finish(ends_s, slow_after_s, may_read) for gpu in gpus if gpu.reads))
-
-    def _devices(self, readings: Mapping[GpuReader, GpuReading]) -> list[dict[str, Any]]:
-        """Every device ever seen, by index."""
-        for gpu in self._gpus:
-            gpu.watch()
-        found = [(gpu.index, gpu.devices(readings.get(gpu))) for gpu in self._gpus if gpu.uuid is not None]
-        unsure = any(gpu.uuid is None and not gpu.refused for gpu in self._gpus)
-        if self._driver.attached and not unsure:
-            self._lost.report()
-        here = [device for _, devices in found for device in devices]
-        found += self._lost.devices("timeout" if unsure else "lost", here)
-        return [device for _, devices in sorted(found, key=lambda one: one[0]) for device in devices]
 
     def _changed(self, gpu: GpuReader) -> None:
         """A GPU was read: who it is may be known now, and whether it works."""

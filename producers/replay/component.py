@@ -21,7 +21,7 @@ from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
 from producers.publisher import MAX_IN_FLIGHT, NodePublisher, first_failure, first_of, not_sent
 from producers.records import WorkloadsContent
 from producers.replay.config import TRACES, ReplaySettings
-from producers.replay.trace import Rows, Trace, TraceTick
+from producers.replay.trace import Rows, Trace
 from producers.retry_buffer import RetryBuffer
 from producers.workloads import WorkloadsPublisher
 
@@ -74,7 +74,18 @@ class TraceReplay:
     async def run(self, stop: asyncio.Event) -> None:
         """Send the trace to its end, or until ``stop``; then what is left, for at most 4 s. Raises NoTrace, OSError."""
         trace = await asyncio.to_thread(self._read)
-        self._publishers = {node: self._publisher(node, trace.interval_ms) for node in trace.pods}
+        self._publishers = {
+            node: NodePublisher(
+                self._sender,
+                self._instruments,
+                cluster=self._settings.cluster,
+                node=node,
+                run_id=self._run_id,
+                interval_ms=trace.interval_ms,
+                buffer=RetryBuffer(max_age_s=math.inf),
+            )
+            for node in trace.pods
+        }
         beside = (self._sender.start, self._workloads.run, *(of.run for of in self._publishers.values()))
         try:
             async with asyncio.TaskGroup() as group:
@@ -103,17 +114,6 @@ class TraceReplay:
             log.warning("%d rows are left out, the first: %s", count, rows.first[file, reason])
         return trace
 
-    def _publisher(self, node: str, interval_ms: int) -> NodePublisher:
-        return NodePublisher(
-            self._sender,
-            self._instruments,
-            cluster=self._settings.cluster,
-            node=node,
-            run_id=self._run_id,
-            interval_ms=interval_ms,
-            buffer=RetryBuffer(max_age_s=math.inf),
-        )
-
     async def _send(self, trace: Trace) -> None:
         """All pods first, so that no tick meets one that is not known; then the ticks, when each is due."""
         for node, pods in trace.pods.items():
@@ -133,15 +133,11 @@ class TraceReplay:
             if now_s - reported_s >= PROGRESS_S:
                 reported_s = now_s
                 log.info("%.0f %% of the trace, %d ticks", (tick.ts_ms - trace.first_ms) * 100 / length_ms, sent)
-            await self._publish(tick)
+            publisher = self._publishers[tick.node]
+            if publisher.held >= MAX_IN_FLIGHT:
+                await publisher.emptied()
+            publisher.publish(tick.ts_ms, tick.devices, tick.containers)
             sent += 1
         for publisher in self._publishers.values():
             await publisher.emptied()
         log.info("the whole trace is sent: %d ticks of %d nodes", sent, len(trace.pods))
-
-    async def _publish(self, tick: TraceTick) -> None:
-        """Publish a tick, once what is held of its node is not too much."""
-        publisher = self._publishers[tick.node]
-        if publisher.held >= MAX_IN_FLIGHT:
-            await publisher.emptied()
-        publisher.publish(tick.ts_ms, tick.devices, tick.containers)

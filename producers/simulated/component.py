@@ -166,7 +166,17 @@ class SimulatedFleet:
             for phase_ms, index in order:
                 if not await self._wait(stop, number * interval_ms + phase_ms):
                     return
-                self._read(index, file)
+                node, publisher = self._nodes[index], self._publishers[index]
+                elapsed_ms = self._clock.elapsed_ms()
+                reading, ts_ms = node.read(elapsed_ms, self._clock.start_ms), self._clock.start_ms + elapsed_ms
+                seq = publisher.publish(ts_ms, reading.devices, reading.containers, reading.at_events.get)
+                if file is not None:
+                    tick = {"cluster": self._settings.cluster, "node": node.name, "run_id": publisher.run_id}
+                    behaviours = node.behaviours(elapsed_ms, self._clock.start_ms)
+                    rows = truths(reading, behaviours, {**tick, "seq": seq, "ts_ms": ts_ms})
+                    file.write(b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
+                    file.flush()
+                    self._instruments.counter(TRUTHS).inc(len(rows))
             made += 1
             late = self._clock.elapsed_ms() // interval_ms - number - 1
             if late > 0:
@@ -184,19 +194,6 @@ class SimulatedFleet:
                 async with asyncio.timeout((due_ms - elapsed_ms) / 1000):
                     await stop.wait()
         return False
-
-    def _read(self, index: int, file: BinaryIO | None) -> None:
-        node, publisher = self._nodes[index], self._publishers[index]
-        elapsed_ms = self._clock.elapsed_ms()
-        reading, ts_ms = node.read(elapsed_ms, self._clock.start_ms), self._clock.start_ms + elapsed_ms
-        seq = publisher.publish(ts_ms, reading.devices, reading.containers, reading.at_events.get)
-        if file is not None:
-            tick = {"cluster": self._settings.cluster, "node": node.name, "run_id": publisher.run_id}
-            behaviours = node.behaviours(elapsed_ms, self._clock.start_ms)
-            rows = truths(reading, behaviours, {**tick, "seq": seq, "ts_ms": ts_ms})
-            file.write(b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
-            file.flush()
-            self._instruments.counter(TRUTHS).inc(len(rows))
 
     async def _publish_news(self) -> None:
         due = [(0, index) for index in range(len(self._nodes))]

@@ -50,7 +50,8 @@ class Access:
         if request.path.startswith(_APIS):
             if certificate is None:
                 return 401, "only the API server's front proxy may ask, with its certificate"
-            name, names = _common_name(certificate), self.names()
+            subject = [pair for pairs in certificate.get("subject", ()) for pair in pairs]
+            name, names = next((str(value) for key, value in subject if key == "commonName"), ""), self.names()
             return (403, f"{name!r} is not a name of a front proxy") if names and name not in names else None
         if certificate is not None or self._has_token(request):
             return None
@@ -62,11 +63,6 @@ class Access:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         token = self.token_file.read_bytes().strip()
         return bool(token) and scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token)
-
-
-def _common_name(certificate: Mapping[str, Any]) -> str:
-    subject = certificate.get("subject", ())
-    return next((str(value) for pairs in subject for key, value in pairs if key == "commonName"), "")
 
 
 class Api:
@@ -109,15 +105,13 @@ class Api:
         except (Unreachable, TimeoutError) as error:
             answer = _error(request, 503, f"the API server does not list pods: {error or 'no answer in time'}")
         except web.HTTPException as error:
-            nowhere = error is request.match_info.http_exception
-            answer = _error(request, error.status, self._questions() if nowhere else error.text or error.reason)
+            text = error.text or error.reason
+            if error is request.match_info.http_exception:  # nothing is there: say what is
+                custom = "needs --custom-metrics" if self._cluster is None else f"is below {_APIS}/{GROUP}"
+                text = f"GET /v1/workloads/NAMESPACE/KIND/NAME is what can be asked here; {GROUP} {custom}"
+            answer = _error(request, error.status, text)
         self._count(str(answer.status)).inc()
         return answer
-
-    def _questions(self) -> str:
-        """What can be asked, for who asked for something else."""
-        custom = "needs --custom-metrics" if self._cluster is None else f"is below {_APIS}/{GROUP}"
-        return f"GET /v1/workloads/NAMESPACE/KIND/NAME is what can be asked here; {GROUP} {custom}"
 
     # -- plain JSON
 

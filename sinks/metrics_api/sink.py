@@ -20,7 +20,7 @@ from delivery.kubernetes.client import Client
 from delivery.tail import Tail
 from sinks import http_server, outcomes
 from sinks.metrics_api.cluster import ApiServer
-from sinks.metrics_api.holdings import STALE_S, Holdings, HoldingsTick, decode
+from sinks.metrics_api.holdings import STALE_S, Holdings, decode
 from sinks.metrics_api.server import Access, Api
 from sinks.metrics_api.tls import ServerTls
 from sinks.outcomes import Undecodable, decoded
@@ -136,16 +136,13 @@ class MetricsApiSink:
             if tick.cluster != self.settings.cluster:
                 counter(DROPPED, "other_cluster").inc()
             else:
-                self._take(tick, record.timestamp)
-
-    def _take(self, tick: HoldingsTick, logged_ms: int) -> None:
-        """A tick is as old as its node's clock or the log says, whichever is more; a log without times says -1."""
-        now_ms = time.time() * 1000
-        age_s = (now_ms - min(tick.ts_ms, logged_ms if logged_ms > 0 else tick.ts_ms)) / 1000
-        verdict = self._holdings.take(tick, time.monotonic(), age_s)
-        self._instruments.counter(DUPLICATE if verdict == "replay" else DELIVERED).inc()
-        if verdict != "replay":
-            self._instruments.histogram(DELAY).observe(max(0.0, now_ms / 1000 - tick.ts_ms / 1000))
+                # a tick is as old as its node's clock or the log says, whichever is more; a log without times says -1
+                now_ms = time.time() * 1000
+                age_s = (now_ms - min(tick.ts_ms, record.timestamp if record.timestamp > 0 else tick.ts_ms)) / 1000
+                verdict = self._holdings.take(tick, time.monotonic(), age_s)
+                self._instruments.counter(DUPLICATE if verdict == "replay" else DELIVERED).inc()
+                if verdict != "replay":
+                    self._instruments.histogram(DELAY).observe(max(0.0, now_ms / 1000 - tick.ts_ms / 1000))
 
     async def _forget(self) -> None:
         while True:

@@ -62,18 +62,15 @@ class ServerTls:
         now_s = time.monotonic()
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
-            self._look()
+            try:
+                material = self._read()
+                if material != self._material:
+                    self._context = self._made(material)
+                    self._material = material
+                    log.info("new certificates: clients that connect from now on get these")
+            except (OSError, ValueError) as error:
+                log.warning("%s; going on with what was read before", self._problem(error))
         connection.context = self._context
-
-    def _look(self) -> None:
-        try:
-            material = self._read()
-            if material != self._material:
-                self._context = self._made(material)
-                self._material = material
-                log.info("new certificates: clients that connect from now on get these")
-        except (OSError, ValueError) as error:
-            log.warning("%s; going on with what was read before", self._problem(error))
 
     def _read(self) -> _Material:
         return _Material(self._certificate.read_bytes(), self._key.read_bytes(), self._client_ca())

@@ -87,10 +87,7 @@ class ShownDevice:
         elif said == "idle" and 0 <= ts_ms - self.worked_ms < IDLE_AFTER_MS:
             said = "busy"
         self.last, self.word = msgspec.structs.replace(device, holders=(), processes=None), _WORDS[said]
-        self._read(ts_ms)
-
-    def _read(self, ts_ms: int) -> None:
-        """Keep a reading, if this is the first tick of its 15 s. Those for which there was no tick are none."""
+        # a reading is kept if this is the first tick of its 15 s; those for which there was no tick are none
         step = ts_ms // STEP_MS
         if step <= self.step:
             return

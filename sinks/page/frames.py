@@ -57,7 +57,11 @@ def frame(fleet: Fleet, metric: str, at_ms: int, since: Told | None = None) -> J
     if whole:
         said |= {"began_ms": fleet.began_ms, "metrics": _METRICS}
     changed = [node for node in fleet.nodes.values() if node.version > told.version or whole]
-    said["nodes"] = [_node(node) for node in changed if node.shaped > told.version or whole]
+    said["nodes"] = [
+        [node.slot, node.tick.cluster, node.tick.node, node.zone, [_device(one) for one in node.devices.values()]]
+        for node in changed
+        if node.shaped > told.version or whole
+    ]
     said["now"] = [
         [node.slot, node.tick.ts_ms, node.words, _values(node, metric) if metric else []] for node in changed
     ]
@@ -66,10 +70,6 @@ def frame(fleet: Fleet, metric: str, at_ms: int, since: Told | None = None) -> J
     if whole or told.usage != fleet.usage_version:
         said["usage"] = fleet.usage()
     return said
-
-
-def _node(node: ShownNode) -> list[Any]:
-    return [node.slot, node.tick.cluster, node.tick.node, node.zone, [_device(one) for one in node.devices.values()]]
 
 
 def _device(device: ShownDevice) -> list[Any]:
@@ -81,12 +81,8 @@ def _device(device: ShownDevice) -> list[Any]:
 def _values(node: ShownNode, metric: str) -> list[Number | None]:
     if node.silent:
         return [None] * len(node.devices)
-    return [_short(device.last.metrics.get(metric)) for device in node.devices.values()]
-
-
-def _short(value: Number | None) -> Number | None:
-    """A value with six digits: more are never shown."""
-    return value if value is None or isinstance(value, int) else float(f"{value:.6g}")
+    found = [device.last.metrics.get(metric) for device in node.devices.values()]
+    return [float(f"{value:.6g}") if isinstance(value, float) else value for value in found]  # more is never shown
 
 
 def _alert(alert: Alert) -> Json:

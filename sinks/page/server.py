@@ -163,7 +163,11 @@ class PageServer:
                 if packed:
                     await response.write(frames.GZIP_HEADER)
                 async for frame in self._frames(metric):
-                    await _send(response, frame.gzip if packed else frame.plain)
+                    # in pieces: no more than one waits to be taken
+                    data = frame.gzip if packed else frame.plain
+                    for start in range(0, len(data), _PIECE_BYTES):
+                        async with asyncio.timeout(_TAKE_S):
+                            await response.write(data[start : start + _PIECE_BYTES])
             except TimeoutError:
                 if request.transport is not None:
                     request.transport.abort()
@@ -211,10 +215,3 @@ class PageServer:
 def _pack(said: frames.Json) -> _Packed:
     plain = frames.event(said)
     return _Packed(plain, frames.compressed(plain))
-
-
-async def _send(response: web.StreamResponse, data: bytes) -> None:
-    """A frame in pieces: no more than one waits to be taken. Raises TimeoutError."""
-    for start in range(0, len(data), _PIECE_BYTES):
-        async with asyncio.timeout(_TAKE_S):
-            await response.write(data[start : start + _PIECE_BYTES])

@@ -288,7 +288,8 @@ class Reclaimer:
         if not self.settings.act:
             await self._write(intention, abandon)
             return
-        over = Objection("budget", f"the budget of {self._budget(kind)} an hour is spent: it is tried again")
+        budget = self.settings.event_budget if kind == "event" else self.settings.budget
+        over = Objection("budget", f"the budget of {budget} an hour is spent: it is tried again")
         if not self.ledger.has_room(kind, self._now_ms()) or not await self._write(intention, abandon):
             await self._refuse(firing, kind, over, abandon)
             return
@@ -347,9 +348,6 @@ class Reclaimer:
             since=None if firing.since_ms is None else time_of(firing.since_ms),
             revision=None if firing.partly or firing.since_ms is None else alert.revision, **more,
         )  # fmt: skip
-
-    def _budget(self, kind: str) -> int:
-        return self.settings.event_budget if kind == "event" else self.settings.budget
 
 
 def _namespace(alert: Alert) -> str:
