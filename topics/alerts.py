@@ -262,7 +262,7 @@ class AlertGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         tuple[Member, ...], about("The workload's idle GPUs, if it is about those that stall, and the other way round.")
     ] = ()
     part: Annotated[
-        Alert | None, about("One of its parts, if there are some and the alert waits until all GPUs are among them.")
+        Alert | None, about("One of its parts, if it is about all GPUs: the alert waits until all are.")
     ] = None
     seen: Annotated[
         dict[str, Seen], about("The last report of each node: what a node sends again after a crash is not new.")

@@ -86,7 +86,7 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
         for node, one in seen.items()
         if node in nodes or one.held or report.logged_ms - one.logged_ms < _SENT_MS
     }
-    part = None if is_open else began
+    part = began if began is not None and _is_of_all(rules.by_name.get(began.name)) else None
     after = _replace(group, node=report.node, offset=offset, alert=now or was, seen=seen, part=part)
     news = was is None or now is None or (was.state, was.revision, was.starts_at) != (
         now.state, now.revision, now.starts_at
@@ -155,7 +155,7 @@ def _fired(first: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -
     starts_ms = min(starts)
     if was is not None and was.ends_at is not None:
         starts_ms = max(starts_ms, milliseconds(was.ends_at) + 1)
-    if first.name in rules.by_name and rules.by_name[first.name].kind in OF_ALL:
+    if _is_of_all(rules.by_name.get(first.name)):
         starts_ms = max(starts_ms, *starts, *[one.starts_ms for one in group.others])
     alert = Alert(
         schema=1, name=first.name, state="firing", fingerprint=report.group, cluster=first.cluster, node=first.node,
@@ -172,15 +172,13 @@ def _going_on(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules
     return now if same else _replace(now, revision=alert.revision + 1)
 
 
-def _resolved(
-    alert: Alert, group: AlertGroup, report: AlertReport, last: Alert | None, rules: Rules
-) -> Alert:  # the GPUs stay those that it was about at last
-    ends_ms = max([member.ended_ms for member in group.members if member.ended_ms is not None], default=report.ts_ms)
-    ended = _replace(
-        alert, state="resolved", ends_at=max(time(ends_ms), alert.starts_at),
-        resolved_because=last.resolved_because if last is not None else "condition",
-    )  # fmt: skip
-    return _described(ended, _replace(group, seen={}), report, rules)
+def _resolved(alert: Alert, group: AlertGroup, report: AlertReport, last: Alert | None, rules: Rules) -> Alert:
+    """The alert has ended, with its last part or, if it is of all GPUs, with this report. What it was about stays."""
+    ends_at = max((time(report.ts_ms) if last is None or last.ends_at is None else last.ends_at), alert.starts_at)
+    because = last.resolved_because if last is not None else "condition"
+    ended = _replace(alert, state="resolved", ends_at=ends_at, resolved_because=because)
+    annotations, value = grouped(ended, group, report, rules)
+    return _replace(ended, annotations=annotations, value=value)
 
 
 def _held(group: AlertGroup) -> int:
@@ -198,10 +196,14 @@ def _is_open(rule: Rule | None, group: AlertGroup) -> bool:
     """Whether the alert goes on: of any GPU or, if the rule is about all, of each that the workload holds. The others
     may be idle, if they are no more than those that it is about."""
     going = {member.gpu.uuid for member in group.members if member.ended_ms is None}
-    if not going or rule is None or rule.kind not in OF_ALL:
+    if not going or not _is_of_all(rule):
         return bool(going)
     idle = {one.gpu.uuid for one in group.others} - going
     return len(idle) <= len(going) and len(going) + len(idle) >= _held(group)
+
+
+def _is_of_all(rule: Rule | None) -> bool:
+    return rule is not None and rule.kind in OF_ALL
 
 
 def _described(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> Alert:

@@ -133,7 +133,8 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
     after = arrived(state, tick, place, memory)
     reports: list[Write] = []
     step_ends = tick.ts_ms // STEP_MS != state.last_ts_ms // STEP_MS  # then other rules are found, too
-    if state.holdings is None or memory.devices is not state.memory.devices or step_ends:
+    some_missing = len(memory.devices) != len(tick.devices)  # what is held of those goes by the time
+    if state.holdings is None or memory.devices is not state.memory.devices or some_missing or step_ends:
         after, reports = _with_holdings(after, _holdings(after, rules))
     if after.maintenance is not None:
         findings = []
@@ -302,7 +303,7 @@ def _holdings(state: NodeAlerts, rules: Rules) -> dict[str, int]:
         else (pod.namespace, pod.workload_kind or "", pod.workload_name, "")
         for seen in state.memory.devices.values()
         for pod in seen.pods
-        if pod.workload_name and not pod.observed and not seen.missing_ms
+        if pod.workload_name and not pod.observed and not evaluate.is_gone(seen, state.last_ts_ms)
     )
     return {
         fingerprint(rule.name, state.cluster, "", key="/".join(("workload", *whose))): count
@@ -402,14 +403,14 @@ def _written(alert: Alert, one: Tracked, now_ms: int, *, repeat: bool = False) -
 
 
 def _for_others(alert: Alert, one: Tracked, now_ms: int, rules: Rules) -> list[Write]:
-    """The reports of an idle GPU to the alert of those of its workload that stall, and the other way round. The end of
-    one by a rule that is gone is reported to both."""
-    if one.scope != "workload":
+    """The reports of an idle GPU to the alert of those of its workload or pod that stall, and the other way round. The
+    end of one by a rule that is gone is reported to both."""
+    if one.scope not in ("workload", "pod"):
         return []
     kind = rules.by_name[alert.name].kind if alert.name in rules.by_name else None
     reports = [
         AlertReport(
-            schema=1, group=_group(_replace(alert, name=rule.name), "workload"), scope="workload",
+            schema=1, group=_group(_replace(alert, name=rule.name), one.scope), scope=one.scope,
             cluster=alert.cluster, node=alert.node, ts_ms=now_ms, others=(alert,),
         )
         for other in _OTHERS if kind is None or (kind in _OTHERS and kind != other)

@@ -63,13 +63,18 @@ def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], M
         return found, now
     present = {device.uuid for device in tick.devices}
     for uuid, seen in [(uuid, seen) for uuid, seen in now.devices.items() if uuid not in present]:
-        kinds = (*_OK, "lost", "not_answering") if tick.ts_ms - seen.missing_ms <= BLIND_MS else ()
+        kinds = () if is_gone(seen, tick.ts_ms) else (*_OK, "lost", "not_answering")
         for rule in [rule for kind in kinds for rule in rules.of(kind)]:
             found.extend(unseen(rule, uuid, seen))
         if seen.parent is None:  # of a MIG device its GPU is what is missing
             missing = [rules.in_force(rule, None) for rule in rules.of("missing")]
             found.extend(Finding(rule, uuid, facts=Facts(None, seen)) for rule in missing if rule is not None)
     return found, now
+
+
+def is_gone(seen: Seen, now_ms: int) -> bool:
+    """Whether a device has been missing for so long that nothing of it holds any more."""
+    return bool(seen.missing_ms) and now_ms - seen.missing_ms > BLIND_MS
 
 
 def because(rules: Rules, tick: Tick, one: Tracked, memory: Memory = _NOTHING) -> str:

@@ -49,6 +49,19 @@ class Verdict(NamedTuple):
     value: float | None = None
 
 
+class Spell(NamedTuple):
+    """A firing of a condition, by the numbers of the node's ticks: from its first to the one in which it is over, if it
+    ever is, and the one from which on it is critical. ``value``: of counted errors."""
+
+    subject: Subject
+    first: int
+    starts_ms: int
+    value: float | None = None
+    critical: int | None = None
+    last: int | None = None
+    ends_ms: int | None = None
+
+
 class Transition(NamedTuple):
     """An alert that fired, or was resolved. ``value``: of counted errors."""
 
@@ -409,23 +422,35 @@ class History:
 
     def life(self, subject: Subject) -> Iterable[Transition]:
         """The alerts of a condition."""
+        for spell in self.spells(subject):
+            yield _transition(subject, self.ticks[spell.first], "firing", spell.starts_ms, spell.value)
+            if spell.last is not None and spell.ends_ms is not None:
+                yield _transition(subject, self.ticks[spell.last], "resolved", spell.ends_ms)
+
+    def spells(self, subject: Subject) -> Iterable[Spell]:
+        """The firings of a condition."""
         rule, before_ms = self._rule[subject.name], self.ticks[0].ts_ms
-        pending, firing, ended_ms = Pending(), Firing(), -1
+        pending, firing, ended_ms, spell = Pending(), Firing(), -1, Spell(subject, 0, 0)
         for i, tick in enumerate(self.ticks):
             found, event = self.verdict(subject, i), rule.kind == "xid"
             if firing.since_ms is not None:
                 held_ms = firing.not_held_ms(tick.ts_ms, found.holds, event=event)
                 if held_ms is not None and (held_ms >= rule.keep_firing_ms or self._is_over(subject, i, event=event)):
                     ended_ms = max(tick.ts_ms, firing.since_ms)
-                    yield _transition(subject, tick, "resolved", ended_ms)
+                    yield spell._replace(last=i, ends_ms=ended_ms)
                     pending, firing = Pending(), Firing()
             else:
                 held_ms = pending.held_ms(tick.ts_ms, before_ms, found)
                 for_ms = rule.for_ms if found.for_ms is None else found.for_ms
                 if held_ms is not None and (event or held_ms >= for_ms):
                     firing = Firing(max(tick.ts_ms, ended_ms + 1), tick.ts_ms if event else None)
-                    yield _transition(subject, tick, "firing", firing.since_ms or 0, found.value)
+                    spell = Spell(subject, i, firing.since_ms or 0, found.value)
+            lasted_ms = tick.ts_ms - (pending.since_ms or 0)
+            if firing.since_ms is not None and found.holds and 0 < rule.critical_ms <= lasted_ms:
+                spell = spell._replace(critical=i if spell.critical is None else spell.critical)
             before_ms = tick.ts_ms
+        if firing.since_ms is not None:
+            yield spell
 
     def _is_over(self, subject: Subject, i: int, *, event: bool) -> bool:
         """Whether the pod is gone by an exact tick, or has silenced it."""

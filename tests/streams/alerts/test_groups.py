@@ -3,6 +3,7 @@
 import itertools
 from decimal import Decimal
 from random import Random
+from typing import Any
 
 import msgspec
 from hypothesis import given
@@ -191,6 +192,44 @@ def test_gpus_that_go_at_once_are_one_alert_of_the_node_and_one_that_goes_alone_
     assert "8 GPUs of n are not there any more" in all_gone[0].annotations["summary"]
     one_gone = fired(SOON, (range(5), "n", eight), (range(5, 30), "n", eight[1:]))
     assert [(alert.labels["gpu_uuid"], alert.gpus) for alert in one_gone] == [(gpu(0), ())]
+
+
+WORKS: dict[str, Any] = {"busy": 0.9, "power_watts": 600.0, "sm_active_ratio": 0.7}
+IDLES: dict[str, Any] = {"busy": 0.0, "power_watts": 70.0, "sm_active_ratio": 0.0}
+HANGS: dict[str, Any] = {"busy": 1.0, "power_watts": 140.0, "sm_active_ratio": 0.1}
+
+
+def ranks(pod: Holder, *what: dict[str, Any]) -> list[Device]:
+    """GPUs of a pod, and what each does."""
+    return [device(i, pod, power_limit_watts=700.0, **one) for i, one in enumerate(what)]
+
+
+def test_a_rank_that_is_idle_while_the_others_hang_is_one_of_them_in_a_pod_without_a_workload_too() -> None:
+    bare = holder("debug", workload=None)
+    found = fired(DEFAULTS, *[(range(s, s + 1), "n", ranks(bare, IDLES, *[HANGS] * 3)) for s in range(0, 1800, 30)])
+    (stalled,) = [alert for alert in found if alert.name == "GPUStalled"]
+    assert said([stalled]) == [("firing", 0, 3, 4)]
+    assert "3 of 4 GPUs stalled, the other one is idle" in stalled.annotations["summary"]
+
+
+def test_a_job_that_hangs_and_grows_for_a_while_hangs_again_when_it_has_shrunk() -> None:
+    """What it was about stays in what is resolved, which ends when it has grown."""
+    hangs, grown = [*ranks(holder(), *[HANGS] * 4), device(4)], ranks(holder(), *[HANGS] * 4, WORKS)
+    story = [(1200, hangs), (600, grown), (600, hangs)]
+    moments = [one for seconds, one in story for _ in range(seconds // 30)]
+    found = fired(DEFAULTS, *[(range(30 * i, 30 * i + 1), "n", devices) for i, devices in enumerate(moments)])
+    stalled = [alert for alert in found if alert.name == "GPUStalled"]
+    assert said(stalled) == [("firing", 0, 4, 4), ("resolved", 0, 4, 4), ("firing", 0, 4, 4)]
+    assert stalled[1].ends_at == time(START_MS + 1_200_000)
+    assert stalled[2].starts_at > stalled[1].ends_at
+
+
+def test_a_driver_that_is_away_for_a_moment_changes_nothing_of_a_workload() -> None:
+    idle, away = held(8, holder(), idle=2), list[Device]()
+    found = fired(SOON, (range(60), "n", idle), (range(60, 65), "n", away), (range(65, 90), "n", idle))
+    assert said(found) == [("firing", 0, 2, 8)]
+    found = fired(SOON, (range(60), "n", idle), (range(60, 700, 30), "n", away))
+    assert [one for one in said(found) if one[0] == "resolved"] == [("resolved", 0, 2, 8)]
 
 
 def test_kinds_of_nvlink_errors_are_told_apart_by_a_label() -> None:

@@ -1,0 +1,475 @@
+"""The alerts of several GPUs, from all ticks of all nodes, by docs/reference/alerts.md ("One alert for many GPUs", "All
+GPUs", "Peers") and the runbook of GPUStraggler.
+
+Written from those pages alone, to be held against the stream. What single GPUs do is found by ``oracle.py``; here each
+tick looks at all that was found before, slowly, and nothing is remembered but what was written last.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+
+from streams.alerts.rules.rule import Rule, Rules, policy_of
+from streams.alerts.tick import Device, Tick
+from tests.streams.alerts.oracle import MINUTE_MS, MISSING_SAYS_NOTHING_MS, OF_PODS, WINDOW_STEP_MS, History, Spell
+from topics.alerts import Alert, AlertGpu, milliseconds
+from topics.attributed import Holder
+
+AT_ONE_TIME = ("missing", "lost", "not_answering")
+SEVERITIES = ("info", "warning", "critical")
+SERVING = ("Deployment", "ReplicaSet", "DaemonSet")
+SLOWED_DOWN = 0x8 | 0x20 | 0x40 | 0x80
+
+Whose = tuple[str, ...]
+"""What an alert is about: the scope, and the names of the workload, pod, node or GPU."""
+
+
+class Written(NamedTuple):
+    """What is written of an alert. ``number`` is that of the tick that brings it."""
+
+    number: int
+    name: str
+    whose: Whose
+    state: str
+    revision: int
+    starts_ms: int
+    ends_ms: int | None
+    severity: str
+    gpus: frozenset[AlertGpu]
+    held: int | None
+    idle: int | None
+
+
+class Part(NamedTuple):
+    """A GPU in an alert, by the numbers of ticks: from its first to the one in which it is over, if it ever is."""
+
+    name: str
+    whose: Whose
+    gpu: AlertGpu
+    first: int
+    starts_ms: int
+    severity: str
+    critical: int | None
+    last: int | None
+    ends_ms: int | None
+
+    def is_open(self, number: int) -> bool:
+        return self.first <= number and (self.last is None or number < self.last)
+
+    def severity_at(self, number: int) -> int:
+        is_critical = self.critical is not None and self.critical <= number
+        return SEVERITIES.index("critical" if is_critical else self.severity)
+
+
+def as_written(number: int, alert: Alert) -> Written:
+    """The same of an alert of the stream."""
+    labels = alert.labels
+    pod = labels.get("k8s_namespace_name", ""), labels.get("k8s_pod_name", "")
+    if not alert.gpus:
+        whose: Whose = ("gpu", alert.node, labels.get("gpu_mig_uuid") or labels.get("gpu_uuid", ""))
+    elif "k8s_workload_name" in labels:
+        whose = ("workload", pod[0], labels["k8s_workload_kind"], labels["k8s_workload_name"])
+    else:
+        whose = ("pod", alert.node, *pod) if pod[1] else ("node", alert.node)
+    return Written(
+        number, alert.name, whose, alert.state, alert.revision, milliseconds(alert.starts_at),
+        None if alert.ends_at is None else milliseconds(alert.ends_at), alert.severity, frozenset(alert.gpus),
+        alert.held, alert.idle,
+    )  # fmt: skip
+
+
+def alerts(rules: Rules, log: Sequence[Tick]) -> list[Written]:
+    """All that is written of the ticks of some nodes, in the order of their log, by the rules of the kinds that make
+    alerts of several GPUs."""
+    fleet = Fleet(rules, log)
+    alone, parts = fleet.parts()
+    parts += [part for rule in rules.of("straggler") for part in fleet.stragglers(rule)]
+    found = [one for part in alone for one in _of_one(part)]
+    for name, whose in {(part.name, part.whose) for part in parts}:
+        found += fleet.life(name, whose, parts)
+    return found
+
+
+class Fleet:
+    """The ticks of some nodes."""
+
+    def __init__(self, rules: Rules, log: Sequence[Tick]) -> None:
+        self.rules, self.log = rules, log
+        self._rule = {rule.name: rule for rule in rules.rules}
+        self.numbers: dict[str, list[int]] = {}  # of a node: which of the log's ticks are its own
+        for number, tick in enumerate(log):
+            self.numbers.setdefault(tick.node, []).append(number)
+        judged = tuple(rule for rule in rules.rules if rule.kind in (*OF_PODS, *AT_ONE_TIME))
+        of_gpus = msgspec.structs.replace(rules, rules=judged)
+        self.of = {node: History(of_gpus, [log[n] for n in numbers]) for node, numbers in self.numbers.items()}
+        self._held: dict[tuple[Whose, int], int] = {}
+
+    # -- what becomes of single GPUs
+
+    def parts(self) -> tuple[list[Part], list[Part]]:
+        """GPUs that are alerts of their own, and those that are parts of one."""
+        alone, together = list[Part](), list[Part]()
+        for node, history in self.of.items():
+            spells = [spell for subject in sorted(history.subjects()) for spell in history.spells(subject)]
+            for spell in sorted(spells, key=lambda spell: spell.first):
+                kind = self._rule[spell.subject.name].kind
+                if kind in OF_PODS:
+                    together.append(self._part(node, spell, self._whose(node, spell)))
+                elif kind in AT_ONE_TIME:
+                    several = self._goes_with_others(node, spell, alone)
+                    whose = ("node", node) if several else ("gpu", node, spell.subject.device)
+                    (together if several else alone).append(self._part(node, spell, whose))
+        return alone, together
+
+    def _part(self, node: str, spell: Spell, whose: Whose) -> Part:
+        history, numbers, name, uuid = self.of[node], self.numbers[node], spell.subject.name, spell.subject.device
+        shown = next(one for i in range(spell.first, -1, -1) if (one := history._present(uuid, i)) is not None)
+        pods = [one for one in shown.holders if spell.subject.pod_uid == one.pod_uid] or _sole(shown.holders)
+        gpu = _gpu(node, shown, pods[0] if pods and shown in history.ticks[spell.first].devices else None)
+        return Part(
+            name, whose, gpu, numbers[spell.first], spell.starts_ms, self._rule[name].severity,
+            None if spell.critical is None else numbers[spell.critical],
+            None if spell.last is None else numbers[spell.last], spell.ends_ms,
+        )  # fmt: skip
+
+    def _whose(self, node: str, spell: Spell) -> Whose:
+        device = self.of[node]._present(spell.subject.device, spell.first)
+        assert device is not None
+        return _whose(node, next(one for one in device.holders if one.pod_uid == spell.subject.pod_uid))
+
+    def _goes_with_others(self, node: str, spell: Spell, alone: list[Part]) -> bool:
+        """Whether the same is true of another GPU of the node when it fires, which is no alert of its own by then."""
+        history, number = self.of[node], self.numbers[node][spell.first]
+        before = {one.gpu.uuid for one in alone if one.gpu.node == node and one.name == spell.subject.name
+                  and one.first < number and one.is_open(number - 1)}  # fmt: skip
+        uuids = {device.uuid for tick in history.ticks[: spell.first + 1] for device in tick.devices}
+        others = uuids - before - {spell.subject.device}
+        return any(history.verdict(spell.subject._replace(device=uuid), spell.first).holds for uuid in others)
+
+    # -- what workloads hold
+
+    def held(self, whose: Whose, number: int) -> dict[str, int]:
+        """How many GPUs something holds after a tick, by node: one that pods of it share counts for each of them."""
+        found: dict[str, int] = {}
+        for node, numbers in self.numbers.items():
+            last = max([place for place, one in enumerate(numbers) if one <= number], default=None)
+            if last is not None:
+                found[node] = self._held_there(node, whose, last)
+        return found
+
+    def _held_there(self, node: str, whose: Whose, last: int) -> int:
+        key, history = (whose, self.numbers[node][last]), self.of[node]
+        if key not in self._held:
+            uuids = {device.uuid for tick in history.ticks[: last + 1] for device in tick.devices}
+            holders = [pod for uuid in uuids if self._may_be_held(history, uuid, last)
+                       for pod in self.holders(node, uuid, last)]  # fmt: skip
+            self._held[key] = sum(1 for pod in holders if not pod.observed and _whose(node, pod) == whose)
+        return self._held[key]
+
+    def _may_be_held(self, history: History, uuid: str, last: int) -> bool:
+        """Whether a device is there, or is missing and says nothing."""
+        seen = history._last(uuid, last)
+        if seen == last or not history._was_there(uuid, last):
+            return seen == last
+        return history.ticks[last].ts_ms - history.ticks[seen + 1].ts_ms <= MISSING_SAYS_NOTHING_MS
+
+    def holders(self, node: str, uuid: str, last: int) -> tuple[Holder, ...]:
+        """Who holds a device, by the last tick that had it and a snapshot."""
+        history = self.of[node]
+        for i in range(last, -1, -1):
+            device = history._present(uuid, i)
+            if device is not None and history.ticks[i].attribution != "none":
+                return device.holders
+            if not history._was_there(uuid, i):
+                break
+        return ()
+
+    # -- an alert of several
+
+    def life(self, name: str, whose: Whose, all_parts: Sequence[Part]) -> Iterator[Written]:
+        """What is written of an alert: with each tick its GPUs are found again."""
+        rule, last = self._rule[name], None
+        parts = [part for part in all_parts if (part.name, part.whose) == (name, whose)]
+        idle = [part for part in all_parts if part.whose == whose and self._rule[part.name].kind == "held_idle"]
+        for number in range(len(self.log)):
+            going = [part for part in parts if part.is_open(number)]
+            if not going and (last is None or last.state == "resolved"):
+                continue
+            held = {
+                node: max(count, sum(part.gpu.node == node for part in going))  # a missing GPU is still one of them
+                for node, count in self.held(whose, number).items()
+            }
+            idles = [part for part in idle if part.is_open(number)]
+            idles = [part for part in idles if self.held(whose, number)[part.gpu.node]]
+            fires = self._of_all(going, idles, held) if rule.kind == "stalled" else bool(going)
+            written = self._next(number, last, rule, going if fires else [], parts, idles, held)
+            if written is not None:
+                last = written
+                yield written
+
+    def _of_all(self, going: list[Part], idles: list[Part], held: dict[str, int]) -> bool:
+        """Whether all GPUs of a workload stall, but for those that are idle, if these are no more."""
+        stalled = {part.gpu.uuid for part in going}
+        others = {part.gpu.uuid for part in idles} - stalled
+        return bool(stalled) and len(others) <= len(stalled) and len(stalled | others) >= sum(held.values())
+
+    def _next(
+        self, number: int, last: Written | None, rule: Rule, going: list[Part], parts: list[Part], idles: list[Part],
+        held: dict[str, int],
+    ) -> Written | None:  # fmt: skip
+        if last is not None and last.state == "firing" and not going:
+            over = [part.ends_ms for part in parts if part.ends_ms is not None and part.last == number]
+            ends_ms = max(over, default=self.log[number].ts_ms)
+            return last._replace(number=number, state="resolved", ends_ms=max(ends_ms, last.starts_ms))
+        if not going:
+            return None
+        whose, gpus = going[0].whose, frozenset(part.gpu for part in going)
+        of_workload = whose[0] != "node"
+        severity = max(part.severity_at(number) for part in going)
+        now = Written(
+            number, rule.name, whose, "firing", 0, 0, None, SEVERITIES[severity], gpus,
+            sum(held.values()) if of_workload else None, len(going) if of_workload else None,
+        )  # fmt: skip
+        if last is None or last.state == "resolved":
+            starts = [part.starts_ms for part in going]
+            starts_ms = min(starts) if rule.kind != "stalled" else max([*starts, *[one.starts_ms for one in idles]])
+            return now._replace(starts_ms=max(starts_ms, -1 if last is None else (last.ends_ms or 0) + 1))
+        worst = SEVERITIES[max(severity, SEVERITIES.index(last.severity))]
+        now = now._replace(starts_ms=last.starts_ms, severity=worst)
+        same = (now.gpus, now.held, now.severity) == (last.gpus, last.held, last.severity)
+        return None if same else now._replace(revision=last.revision + 1)
+
+    # -- stragglers
+
+    def stragglers(self, rule: Rule) -> Iterator[Part]:
+        """GPUs that lag behind their peers, each from a comparison to a later one."""
+        reports = [report for number in range(len(self.log)) for report in self._reports(number)]
+        for whose in {report.whose for report in reports}:
+            rounds = list(self._comparisons(rule, whose, [one for one in reports if one.whose == whose]))
+            for gpu in {gpu for one in rounds for gpu in one.lag}:
+                yield from self._lags(rule, whose, gpu, rounds)
+
+    def _reports(self, number: int) -> Iterator["Report"]:
+        """What a node reports of each workload, if a tick ends a step."""
+        tick, numbers = self.log[number], self.numbers[self.log[number].node]
+        place = numbers.index(number)
+        if place == 0 or _step(self.log[numbers[place - 1]]) == _step(tick):
+            return
+        ranks: dict[Whose, list[Rank]] = {}
+        for device in tick.devices:
+            (holder,) = _sole(device.holders) or (None,)
+            if holder is None or holder.observed or device.mig is not None or policy_of(holder).off:
+                continue
+            means = self._means([self.log[one] for one in numbers[: place + 1]], device.uuid, holder)
+            if means is not None:
+                gpu = _gpu(tick.node, device, holder)
+                ranks.setdefault(_whose(tick.node, holder), []).append(Rank(gpu, device.model or "", means))
+        for whose, some in ranks.items():
+            yield Report(whose, number, tick.node, tuple(some))
+
+    def _means(self, ticks: Sequence[Tick], uuid: str, holder: Holder) -> "Means | None":
+        """What a GPU did in the step that the last of a node's ticks has ended, if half of it was measured."""
+        readings = list[tuple[Tick, Device]]()
+        for tick in ticks:
+            device = next((one for one in tick.devices if one.uuid == uuid), None)
+            if device is None or tick.attribution == "none" or device.state != "ok":
+                continue
+            mine = [one.pod_uid for one in device.holders] == [holder.pod_uid]
+            readings = [*readings, (tick, device)] if mine else []
+        ended = _step(ticks[-1]) - 1
+        if not readings or readings[-1][0] is not ticks[-1]:
+            return None
+        times = [(one.ts_ms, tick.ts_ms - one.ts_ms, _step(tick)) for (one, _), (tick, _) in pairwise(readings)]
+        measured_ms = sum(ms for _, ms, step in times if step == ended and 0 < ms <= MINUTE_MS)
+        within = [
+            (before, after)
+            for before, after in pairwise(readings)
+            if _step(after[0]) == ended and before[0].ts_ms // 5000 != after[0].ts_ms // 5000
+        ]
+        if not within or measured_ms * 2 < WINDOW_STEP_MS:
+            return None
+        shown = [device.metrics for _, (_, device) in within]
+        known = [_violations(one) for one in [readings[0], *[after for _, after in within]]]
+        violated = None
+        if all(one is not None for one in known):
+            violated = sum(max((_violations(b) or 0) - (_violations(a) or 0), 0) for a, b in within)
+        reasons = [one.clock_event_reasons for one in shown]
+        slowed = [None if one is None else float(bool(int(one) & SLOWED_DOWN)) for one in reasons]
+        return Means(
+            _mean([one.gpu_utilization_ratio for one in shown]),
+            _mean([one.sm_active_ratio for one in shown]),
+            _mean([one.tensor_active_ratio for one in shown]),
+            _mean([one.sm_clock_hz for one in shown]),
+            _mean([one.power_watts for one in shown]),
+            _mean(slowed),
+            None if violated is None else min(violated * 1000 / measured_ms, 1.0),
+        )
+
+    def _comparisons(self, rule: Rule, whose: Whose, reports: Sequence["Report"]) -> Iterator["Comparison"]:
+        """All comparisons of a workload's GPUs. Also that it left a node, which is none of others."""
+        known: dict[str, Report] = {}
+        by_number = {report.number: report for report in reports}
+        for number, tick in enumerate(self.log):
+            held = self.held(whose, number)
+            if number in by_number:
+                if tick.node in known:
+                    yield _compared(rule, whose, number, self.log, known)
+                    known = {}
+                known[tick.node] = by_number[number]
+                if {node for node, count in held.items() if count} <= known.keys():
+                    yield _compared(rule, whose, number, self.log, known)
+                    known = {}
+            if not held[tick.node]:
+                known.pop(tick.node, None)
+                yield Comparison(number, tick.ts_ms, None, frozenset({tick.node}))
+
+    def _lags(self, rule: Rule, whose: Whose, gpu: AlertGpu, rounds: Sequence["Comparison"]) -> Iterator[Part]:
+        """An alert begins if the GPU has been an outlier for long enough, and ends if it has not been for so long."""
+        lags_ms = ceased_ms = None
+        part: Part | None = None
+        for one in rounds:
+            if gpu.node not in one.nodes:
+                continue
+            if gpu in one.lag:
+                lags_ms = (one.step_ms or 0) - WINDOW_STEP_MS if lags_ms is None else lags_ms
+                ceased_ms = None
+                if part is None and (one.step_ms or 0) - lags_ms >= rule.for_ms:
+                    at_ms = one.at_ms
+                    part = Part(rule.name, whose, gpu, one.number, at_ms, rule.severity, None, None, None)
+                continue
+            lags_ms = None
+            if part is None:
+                continue
+            ceased_ms = one.step_ms if ceased_ms is None else ceased_ms
+            gone = one.step_ms is None or gpu not in one.ranks
+            if gone or (one.step_ms or 0) - (ceased_ms or 0) >= rule.keep_firing_ms:
+                yield part._replace(last=one.number, ends_ms=max(one.at_ms, part.starts_ms))
+                part = ceased_ms = None
+        if part is not None:
+            yield part
+
+
+# -- the comparison of GPUs
+
+
+class Means(NamedTuple):
+    """What a GPU did in a step; None: it is not known."""
+
+    utilization: float | None
+    sms: float | None
+    tensors: float | None
+    clock: float | None
+    power: float | None
+    slowed: float | None
+    violated: float | None
+
+
+class Rank(NamedTuple):
+    gpu: AlertGpu
+    model: str
+    means: Means
+
+
+class Report(NamedTuple):
+    whose: Whose
+    number: int
+    node: str
+    ranks: tuple[Rank, ...]
+
+
+class Comparison(NamedTuple):
+    """Who lags among the GPUs of some nodes when a step has ended; without a step: they hold none any more."""
+
+    number: int
+    at_ms: int
+    step_ms: int | None
+    nodes: frozenset[str]
+    ranks: frozenset[AlertGpu] = frozenset()
+    lag: frozenset[AlertGpu] = frozenset()
+
+
+def _compared(rule: Rule, whose: Whose, number: int, log: Sequence[Tick], known: dict[str, Report]) -> Comparison:
+    ranks = [rank for report in known.values() for rank in report.ranks]
+    lag = {rank.gpu for model in {one.model for one in ranks}
+           for rank in outliers([one for one in ranks if one.model == model], rule, whose)}  # fmt: skip
+    step_ms = _step(log[number]) * WINDOW_STEP_MS
+    gpus = frozenset(rank.gpu for rank in ranks)
+    return Comparison(number, log[number].ts_ms, step_ms, frozenset(known), gpus, frozenset(lag))
+
+
+def outliers(ranks: Sequence[Rank], rule: Rule, whose: Whose) -> list[Rank]:
+    """The GPUs of one model of which a measure is far from the median of all."""
+    used = [rank.means.utilization for rank in ranks if rank.means.utilization is not None]
+    work = [rank for rank in ranks if rank.means.utilization is None or rank.means.utilization >= 0.2]
+    found = [
+        *_far(work, [one.means.clock for one in work], rule, share=0.1, high=False),
+        *_far(work, [one.means.slowed for one in work], rule, least=0.1, low=False),
+        *_far(work, [one.means.violated for one in work], rule, least=0.2, low=False),
+    ]
+    if whose[2] not in SERVING and 2 * sum(one >= 0.2 for one in used) >= len(used):
+        found += _far(ranks, [one.means.utilization for one in ranks], rule, least=0.2)
+        found += _far(ranks, [one.means.sms for one in ranks], rule, least=0.15)
+        found += _far(ranks, [one.means.tensors for one in ranks], rule, least=0.1, share=0.25)
+        found += _far(ranks, [one.means.power for one in ranks], rule, share=0.25)
+    return found
+
+
+def _far(
+    ranks: Sequence[Rank], values: Sequence[float | None], rule: Rule, *, least: float = 0.0, share: float = 0.0,
+    low: bool = True, high: bool = True,
+) -> list[Rank]:  # fmt: skip
+    known = [value for value in values if value is not None]
+    if len(known) - 1 < rule.peers:
+        return []
+    middle = median(known)
+    mad = median([abs(value - middle) for value in known])
+    bound = max(rule.deviations * 1.4826 * mad, least, share * middle)
+    far = [
+        rank
+        for rank, value in zip(ranks, values, strict=True)
+        if value is not None and ((low and middle - value > bound) or (high and value - middle > bound))
+    ]
+    return far if 3 * len(far) <= len(ranks) else []
+
+
+def _of_one(part: Part) -> Iterable[Written]:
+    fired = Written(
+        part.first, part.name, part.whose, "firing", 0, part.starts_ms, None, part.severity, frozenset(), None, None
+    )
+    yield fired
+    if part.last is not None:
+        yield fired._replace(number=part.last, state="resolved", ends_ms=part.ends_ms)
+
+
+def _step(tick: Tick) -> int:
+    return tick.ts_ms // WINDOW_STEP_MS
+
+
+def _gpu(node: str, device: Device, holder: Holder | None) -> AlertGpu:
+    pod = None if holder is None else f"{holder.namespace}/{holder.pod}"
+    return AlertGpu(uuid=device.uuid, node=node, index=device.index, pod=pod)
+
+
+def _sole(holders: Sequence[Holder]) -> list[Holder]:
+    return [*holders[:1]] if len({(one.namespace, one.pod, one.pod_uid) for one in holders}) == 1 else []
+
+
+def _whose(node: str, holder: Holder) -> Whose:
+    if holder.workload is None:
+        return ("pod", node, holder.namespace, holder.pod)
+    return ("workload", holder.namespace, holder.workload.kind, holder.workload.name)
+
+
+def _violations(reading: tuple[Tick, Device]) -> float | None:
+    metrics = reading[1].metrics
+    if metrics.power_violation_seconds_total is None:
+        return None
+    return metrics.power_violation_seconds_total + (metrics.thermal_violation_seconds_total or 0.0)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [one for one in values if one is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
