@@ -45,8 +45,11 @@ def work_of(ratios: Ratios) -> Work:
 
 def part_of(parts: Iterable[Parts | None]) -> float | None:
     """What the holders of a pod did of a device's work, by the parts of each; None: it is not known."""
-    known = [one.utilization_ratio for one in parts if one is not None and one.utilization_ratio is not None]
-    return sum(known) if known else None
+    whole: float | None = None
+    for one in parts:
+        if one is not None and one.utilization_ratio is not None:
+            whole = one.utilization_ratio + (whole or 0)
+    return whole
 
 
 def rest_of(unattributed: Parts | None, work: Work, parts: Sequence[float | None]) -> float:

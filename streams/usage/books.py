@@ -14,15 +14,15 @@ State: all of it is in :class:`Books`, which changes in place and is written to 
   written: a minute has 0, and 1 if it is final; an hour has one less than its closed minutes, and 60 if it is final.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import add
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from delivery import replays
-from streams.usage.measure import MOST_WATTS, DeviceShare, Gpu, Split, divide, gpus_of
-from streams.usage.tick import NOTHING, CountedTick, Holder
+from streams.usage.measure import MOST_WATTS, DeviceShare, Gpu, Held, Split, divide, gpus_of
+from streams.usage.tick import NOTHING, CountedTick
 from topics.attributed import Workload
 from topics.topic import decoder
 from topics.usage import HOUR_MS, MINUTE_MS, Usage, UsageState
@@ -159,6 +159,7 @@ class Bookkeeper:
         self.books, self._policy = books, policy
         self._numbers = {one.name: number for number, one in sorted(books.accounts.items())}
         self._of = {uuid: meter.slices for uuid, meter in books.meters.items()}
+        self._held: dict[str, Held] = {}
         self._records: list[Usage] = []
         self._closed_live_ms = 0  # up to here the stream has closed what a replay has not
 
@@ -174,8 +175,11 @@ class Bookkeeper:
         if verdict == "replay":
             return Taken("replayed", [])
         self.pass_time(logged_ms, self._policy.patience_ms)
-        gpus = gpus_of(tick, self._of, self._policy.split)
-        accounts = [[self._accounts_of(gpu, share) for share in gpu.shares] for gpu in gpus]
+        gpus = gpus_of(tick, self._of, self._held, self._policy.split)
+        for gpu in gpus:
+            for share in gpu.shares:
+                if not share.held.accounts:
+                    share.held.accounts = self._accounts_of(gpu, share)
         before_ms = books.tick_ms if tick.run_id == books.run_id else tick.ts_ms
         now = replays.after(last, tick)
         books.run_id, books.seq, books.offset, books.newest_ts_ms = now.run_id, now.seq, now.offset, now.newest_ts_ms
@@ -196,7 +200,7 @@ class Bookkeeper:
             self._drawn(gpus, books.booked_ms, books.booked_ms)
             return Taken("behind", self._taken(), unbooked_ms)
         since_ms = max(min(since_ms, tick.ts_ms), books.booked_ms)
-        self._observe(tick, list(zip(gpus, accounts, strict=True)), since_ms)
+        self._observe(tick, gpus, since_ms)
         return Taken("booked" if stands_for_ms else "opened", self._taken(), unbooked_ms)
 
     def pass_time(self, log_ms: int, patience_ms: int | None = PATIENCE_MS) -> None:
@@ -224,24 +228,19 @@ class Bookkeeper:
 
     def _accounts_of(self, gpu: Gpu, share: DeviceShare) -> list[int]:
         """The accounts to which the time of a device goes, one for each holder."""
-        if share.lost or not share.holders:
-            return [self._plain(gpu.uuid, share.uuid, "lost" if share.lost else "free")]
-        return [self._account_of(gpu, share, holder) for holder in share.holders]
-
-    def _account_of(self, gpu: Gpu, share: DeviceShare, holder: Holder) -> int:
-        name = (gpu.uuid, share.uuid, "held", holder.namespace, holder.pod, holder.pod_uid, holder.container)
-        number = self._numbers.get(name)
-        if number is not None:
-            known = self.books.accounts[number]
-            if (
-                known.labels == holder.labels
-                and known.workload == holder.workload
-                and known.namespace_labels == holder.namespace_labels
-            ):
-                return number
-        _workload_of(holder.workload), _labels_of(holder.labels), _labels_of(holder.namespace_labels)
-        said = (holder.workload.copy(), holder.labels.copy(), holder.namespace_labels.copy())
-        return self._open(Account(*name, *said))
+        if not share.held.said:
+            return [self._plain(gpu.uuid, share.uuid, "lost" if share.held.said is None else "free")]
+        numbers: list[int] = []
+        for namespace, pod, pod_uid, container, _, *said in share.held.said:
+            name = (gpu.uuid, share.uuid, "held", namespace, pod, pod_uid, container)
+            number = self._numbers.get(name)
+            known = None if number is None else self.books.accounts[number]
+            if number is None or known is None or said != [known.workload, known.labels, known.namespace_labels]:
+                workload, labels, namespace_labels = said
+                _workload_of(workload), _labels_of(labels), _labels_of(namespace_labels)
+                number = self._open(Account(*name, workload, labels, namespace_labels))
+            numbers.append(number)
+        return numbers
 
     def _plain(self, gpu_uuid: str, uuid: str, category: str) -> int:
         number = self._numbers.get((gpu_uuid, uuid, category, None, None, None, None))
@@ -255,33 +254,31 @@ class Bookkeeper:
 
     # -- booking
 
-    def _observe(self, tick: CountedTick, gpus: list[tuple[Gpu, list[list[int]]]], since_ms: int) -> None:
+    def _observe(self, tick: CountedTick, gpus: list[Gpu], since_ms: int) -> None:
         """Book all time up to a tick: what it stands for from ``since_ms`` on, the rest as unobserved."""
         books, attribution = self.books, _ATTRIBUTIONS.get(tick.attribution, LATE)
-        drawn, closed_ms = self._drawn([gpu for gpu, _ in gpus], since_ms, tick.ts_ms), books.booked_ms
+        drawn, closed_ms = self._drawn(gpus, since_ms, tick.ts_ms), books.booked_ms
         self._fill(since_ms, drawn)
-        here = {gpu.uuid for gpu, _ in gpus}
         for start_ms, end_ms in _minutes(since_ms, tick.ts_ms) if since_ms < tick.ts_ms else [(since_ms, since_ms)]:
-            hour = self._hour(start_ms)
-            for gpu, accounts in gpus:
+            hour, piece = self._hour(start_ms), (since_ms, start_ms, end_ms, attribution)
+            for gpu, energy in zip(gpus, drawn.values(), strict=True):
                 if gpu.uuid not in hour.of:
-                    self._admit(hour, gpu.uuid, start_ms, drawn[gpu.uuid])
-                if start_ms == since_ms and (before_mj := drawn[gpu.uuid].before_mj):
-                    _row(hour.minute, self._plain(gpu.uuid, gpu.uuid, "unobserved"))[ENERGY] += before_mj
+                    self._admit(hour, gpu.uuid, start_ms, energy)
+                if energy.before_mj and start_ms == since_ms:
+                    _row(hour.minute, self._plain(gpu.uuid, gpu.uuid, "unobserved"))[ENERGY] += energy.before_mj
                 if start_ms < end_ms:
-                    energy_mj = drawn[gpu.uuid].within(start_ms, end_ms)
-                    self._book(hour, gpu, accounts, (since_ms, start_ms, end_ms, energy_mj, attribution))
-            if len(here) < len(hour.of) and start_ms < end_ms:
-                self._unobserved(hour, [uuid for uuid in hour.of if uuid not in here], start_ms, end_ms, {})
+                    self._book(hour, gpu, energy.within(start_ms, end_ms), piece)
+            if len(gpus) < len(hour.of) and start_ms < end_ms:
+                self._unobserved(hour, [uuid for uuid in hour.of if uuid not in drawn], start_ms, end_ms, {})
             books.booked_ms = end_ms
             self._close(hour, end_ms)
         if books.booked_ms // MINUTE_MS > closed_ms // MINUTE_MS:
             self._settle(books.booked_ms - PATIENCE_MS)
 
-    def _book(self, hour: Hour, gpu: Gpu, accounts: list[list[int]], piece: tuple[int, int, int, int, int]) -> None:
+    def _book(self, hour: Hour, gpu: Gpu, energy_mj: int, piece: tuple[int, int, int, int]) -> None:
         """Book a piece of the time that a tick stands for, all within a minute, on one GPU."""
-        since_ms, start_ms, end_ms, energy_mj, attribution = piece
-        ms, rows, left = end_ms - start_ms, hour.minute, hour.of[gpu.uuid]
+        since_ms, start_ms, end_ms, attribution = piece
+        ms, since, until, left = end_ms - start_ms, start_ms - since_ms, end_ms - since_ms, hour.of[gpu.uuid]
         each, energies = [left], [energy_mj]
         if len(gpu.shares) > 1:
             each = []
@@ -289,37 +286,34 @@ class Bookkeeper:
                 each.append(min(share.slices, left) if share.slices else left)
                 left -= each[-1]
             energies = divide(energy_mj, each)
-        until, since = end_ms - since_ms, start_ms - since_ms
-        for share, numbers, slices, energy in zip(gpu.shares, accounts, each, energies, strict=True):
+        for share, slices, energy in zip(gpu.shares, each, energies, strict=True):
             if not slices:
                 continue
             used = share.used * until // 1000 - share.used * since // 1000
             tensor = share.tensor * until // 1000 - share.tensor * since // 1000
             memory, weights = share.memory_bytes * ms, share.weights
-            if weights is None:
-                row = rows.get(numbers[0]) or _row(rows, numbers[0])
-                row[DEVICE] += ms
-                row[SLICE] += ms * slices
+            parts: Iterable[tuple[int, ...]] = [(ms, used, tensor, energy, memory)]
+            if weights is not None:
+                parts = zip(
+                    divide(ms, weights.time),
+                    divide(used, weights.used),
+                    divide(tensor, weights.used),
+                    divide(energy, weights.energy),
+                    divide(memory, weights.memory),
+                    strict=True,
+                )
+            for number, idle, (lasted_ms, used, tensor, energy, memory) in zip(
+                share.held.accounts, share.idle, parts, strict=True
+            ):
+                row = hour.minute.get(number) or _row(hour.minute, number)
+                row[DEVICE] += lasted_ms
+                row[SLICE] += lasted_ms * slices
                 row[USED] += used
-                row[IDLE] += ms * share.idle[0]
+                row[IDLE] += lasted_ms * idle
                 row[TENSOR] += tensor
                 row[ENERGY] += energy
                 row[MEMORY] += memory
-                row[attribution] += ms
-            else:
-                times, works = divide(ms, weights.time), divide(used, weights.used)
-                tensors, drawn = divide(tensor, weights.used), divide(energy, weights.energy)
-                memories = divide(memory, weights.memory)
-                for at, number in enumerate(numbers):
-                    row = rows.get(number) or _row(rows, number)
-                    row[DEVICE] += times[at]
-                    row[SLICE] += times[at] * slices
-                    row[USED] += works[at]
-                    row[IDLE] += times[at] * share.idle[at]
-                    row[TENSOR] += tensors[at]
-                    row[ENERGY] += drawn[at]
-                    row[MEMORY] += memories[at]
-                    row[attribution] += times[at]
+                row[attribution] += lasted_ms
 
     def _drawn(self, gpus: list[Gpu], since_ms: int, ts_ms: int) -> dict[str, Drawn]:
         """What each GPU has drawn, by its counter since that was last read, else by its power since ``since_ms``.
@@ -454,6 +448,7 @@ class Bookkeeper:
         used = {number for each in rows for number in each}
         books.accounts = {number: one for number, one in books.accounts.items() if number in used}
         self._numbers = {one.name: number for number, one in sorted(books.accounts.items())}
+        self._held.clear()
 
     def _write(self, hour: Hour, rows: Rows, start_ms: int, lasts_ms: int, revision: int, *, final: bool) -> None:
         """Write a window: one record for each holder and category, with the workload and labels that it had last."""

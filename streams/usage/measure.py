@@ -13,7 +13,8 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from math import lcm
-from typing import Literal, NamedTuple
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -29,6 +30,7 @@ MOST_SLICES = 64
 MOST_WATTS = 20_000  # a GPU that draws more has a counter that jumped
 
 _BUSY = (False,)
+_said = attrgetter("namespace", "pod", "pod_uid", "container", "observed", "workload", "labels", "namespace_labels")
 _PROFILE = re.compile(r"(?:(\d+)c\.)?(\d+)g\.")
 _FEWER_SLICES = (("A30", 4), ("RTX PRO", 4))
 _SLICES = 7
@@ -43,6 +45,22 @@ class Weights(NamedTuple):
     memory: list[int]
 
 
+class Held(msgspec.Struct):
+    """Who holds a device of a GPU, worked out once: it counts for as long as ticks say the same.
+
+    ``said`` is what each holder says of itself but its parts; None: the device is lost. ``pods`` has the places of each
+    pod's holders. ``equal`` are the equal parts among those that it was given to, each of ``unit``. ``accounts`` are
+    the numbers of the accounts to which its time goes, once they are known.
+    """
+
+    gpu_uuid: str
+    said: list[tuple[Any, ...]] | None
+    pods: list[list[int]] = []
+    equal: list[int] = []
+    unit: int = 1
+    accounts: list[int] = []
+
+
 class DeviceShare(msgspec.Struct, frozen=True, gc=False):
     """A device of a GPU. ``slices`` are those of a MIG device; 0: it is the GPU itself, or what of it was not cut.
 
@@ -52,12 +70,11 @@ class DeviceShare(msgspec.Struct, frozen=True, gc=False):
 
     uuid: str
     slices: int
-    lost: bool = False
-    holders: tuple[Holder, ...] = ()
+    held: Held
     used: int = 0
     tensor: int = 0
     memory_bytes: int = 0
-    idle: tuple[bool, ...] = (False,)
+    idle: Sequence[bool] = (False,)
     weights: Weights | None = None
 
 
@@ -81,18 +98,24 @@ def divide(total: int, weights: Sequence[int]) -> list[int]:
         weights, whole = [1] * len(weights), len(weights)
     parts = [total * weight // whole for weight in weights]
     if left := total - sum(parts):
-        order = sorted(range(len(weights)), key=lambda i: -(total * weights[i] % whole))
-        for i in order[:left]:
-            parts[i] += 1
+        remainders = [total * weight % whole for weight in weights]
+        for _ in range(left):
+            at = remainders.index(max(remainders))
+            parts[at] += 1
+            remainders[at] = -1
     return parts
 
 
-def gpus_of(tick: CountedTick, of: dict[str, int], split: Split) -> list[Gpu]:
-    """The physical GPUs of a tick. What the tick says of the slices of each is put into ``of``."""
+def gpus_of(tick: CountedTick, of: dict[str, int], held: dict[str, Held], split: Split) -> list[Gpu]:
+    """The physical GPUs of a tick. What the tick says of the slices of each is put into ``of``, and who holds a device,
+    if others did before, into ``held``."""
     groups: dict[str, list[CountedDevice]] = {}
     for device in tick.devices:
         uuid = device.uuid if device.mig is None else device.mig.parent_uuid
-        groups.setdefault(uuid, []).append(device)
+        if uuid in groups:
+            groups[uuid].append(device)
+        else:
+            groups[uuid] = [device]
         if device.compute_slices and device.compute_slices <= MOST_SLICES:
             of[uuid] = device.compute_slices
     found = []
@@ -103,17 +126,17 @@ def gpus_of(tick: CountedTick, of: dict[str, int], split: Split) -> list[Gpu]:
             first = next((one for one in devices if one.mig is None), first)
         if uuid not in of:
             of[uuid] = slices_without(first)
-        shares = [_share(one, slices_of(one.mig.profile if one.mig else None), split) for one in cut]
-        itself = _share(first, 0, split) if first.mig is None else DeviceShare(uuid, 0)
+        shares = [_share(one, held, split) for one in cut]
+        shares.append(_share(first if first.mig is None else CountedDevice(uuid), held, split))
         if cut:
-            beside = max(0, itself.memory_bytes - sum([one.memory_bytes for one in shares]))
-            itself = msgspec.structs.replace(itself, used=0, tensor=0, memory_bytes=beside)
+            beside = max(0, shares[-1].memory_bytes - sum([one.memory_bytes for one in shares[:-1]]))
+            shares[-1] = msgspec.structs.replace(shares[-1], used=0, tensor=0, memory_bytes=beside)
         energy, power = first.metrics.energy_joules_total, first.metrics.power_watts
         if first.mig is not None:
             energy = power = None
         energy_mj = round(energy * 1000) if energy is not None and 0 <= energy < 1e12 else None
         watts = power if power is not None and 0 <= power <= MOST_WATTS else None
-        found.append(Gpu(uuid, first.model, [*shares, itself], energy_mj, watts))
+        found.append(Gpu(uuid, first.model, shares, energy_mj, watts))
     return found
 
 
@@ -131,23 +154,38 @@ def slices_of(profile: str | None) -> int:
     return max(1, int(found[1] or found[2])) if found else 1
 
 
-def _share(device: CountedDevice, slices: int, split: Split) -> DeviceShare:
-    if device.state in ("lost", "timeout"):
-        return DeviceShare(device.uuid, slices, lost=True)
-    metrics, holders = device.metrics, device.holders
-    busy = metrics.gpu_utilization_ratio
+def _share(device: CountedDevice, known: dict[str, Held], split: Split) -> DeviceShare:
+    uuid, metrics, holders, gpu_uuid, slices = device.uuid, device.metrics, device.holders, device.uuid, 0
+    if device.mig is not None:
+        gpu_uuid, slices = device.mig.parent_uuid, slices_of(device.mig.profile)
+    said = list(map(_said, holders)) if device.state not in ("lost", "timeout") else None
+    held = known.get(uuid)
+    if held is None or held.said != said or held.gpu_uuid != gpu_uuid:
+        held = known[uuid] = Held(gpu_uuid, None) if said is None else _held(gpu_uuid, holders)
+    if said is None:
+        return DeviceShare(uuid, slices, held)
+    busy, memory = metrics.gpu_utilization_ratio, metrics.memory_used_bytes
     if busy is None:
         busy = metrics.graphics_engine_active_ratio
     if busy is None:
         busy = metrics.sm_active_ratio
-    held = metrics.memory_used_bytes
-    memory_bytes = round(held) if held is not None and 0 <= held <= MOST_BYTES else 0
     used, tensor = _millionths(busy), _millionths(metrics.tensor_active_ratio)
-    if not holders:
-        return DeviceShare(device.uuid, slices, False, (), used, tensor, memory_bytes)
-    idle = _idle(device)
-    weights = _weights(device, used, memory_bytes, split) if len(holders) > 1 else None
-    return DeviceShare(device.uuid, slices, False, holders, used, tensor, memory_bytes, idle, weights)
+    memory_bytes = round(memory) if memory is not None and 0 <= memory <= MOST_BYTES else 0
+    weights = _weights(holders, held, used, memory_bytes, split) if len(holders) > 1 else None
+    idle = _idle(device, held) if holders else _BUSY
+    return DeviceShare(uuid, slices, held, used, tensor, memory_bytes, idle, weights)
+
+
+def _held(gpu_uuid: str, holders: Sequence[Holder]) -> Held:
+    """Who holds a device, as a tick has it. The JSON in it is copied: it is a part of the whole record."""
+    said = [tuple(part.copy() if isinstance(part, msgspec.Raw) else part for part in _said(one)) for one in holders]
+    places = {id(one): at for at, one in enumerate(holders)}
+    pods = [[places[id(one)] for one in pod] for pod in by_pod(holders).values()]
+    given = list(by_pod([one for one in holders if not one.observed] or holders).values())
+    parts_of = {places[id(one)]: len(given) * len(pod) for pod in given for one in pod}
+    unit = lcm(*parts_of.values())
+    equal = [unit // parts_of[at] if at in parts_of else 0 for at in range(len(holders))]
+    return Held(gpu_uuid, said, pods, equal, unit)
 
 
 def _millionths(ratio: float | None) -> int:
@@ -156,40 +194,40 @@ def _millionths(ratio: float | None) -> int:
     return round(ratio * MILLION) if ratio < 1 else MILLION
 
 
-def _idle(device: CountedDevice) -> tuple[bool, ...]:
+def _idle(device: CountedDevice, held: Held) -> list[bool]:
     """Which of the holders do nothing with the device, as alerts judge it in a tick; not known is not idle."""
-    holders, busy = device.holders, device.metrics.gpu_utilization_ratio
-    if len(holders) == 1 and busy is not None and busy >= IDLE_BELOW:
-        return _BUSY
+    holders, busy, pods = device.holders, device.metrics.gpu_utilization_ratio, held.pods
+    idle = [False] * len(holders)
+    if len(pods) == 1 and busy is not None and busy >= IDLE_BELOW:
+        return idle
     work = work_of(device.metrics)
-    if len(holders) == 1 and work.most >= IDLE_BELOW:
-        return _BUSY
-    pods = list(by_pod(holders).values())
-    parts = [part_of([one.parts for one in pod]) for pod in pods]
+    if len(pods) == 1 and work.most >= IDLE_BELOW:
+        return idle
+    parts = [part_of([holders[at].parts for at in pod]) for pod in pods]
     rest = rest_of(device.unattributed, work, parts) if len(pods) > 1 else None
-    idle: dict[int, bool] = {}
     for pod, part in zip(pods, parts, strict=True):
-        uid = pod[0].pod_uid
-        own = [one for one in device.processes or () if uid is not None and one.pod_uid == uid]
-        done = sum([one.sm_utilization_ratio or 0.0 for one in own])
+        if part is not None and part >= IDLE_BELOW:
+            continue
+        uid, done = holders[pod[0]].pod_uid, 0.0
+        for process in device.processes or ():
+            if process.pod_uid == uid and uid is not None:
+                done += process.sm_utilization_ratio or 0.0
         found = is_idle(IDLE_BELOW, work, part, done, rest) is True
-        idle |= {id(one): found and not one.observed for one in pod}
-    return tuple([idle[id(one)] for one in holders])
+        for at in pod:
+            idle[at] = found and not holders[at].observed
+    return idle
 
 
-def _weights(device: CountedDevice, used: int, memory_bytes: int, split: Split) -> Weights:
-    holders = device.holders
-    given = [one for one in holders if not one.observed] or holders
-    pods = list(by_pod(given).values())
-    parts_of = {id(one): len(pods) * len(pod) for pod in pods for one in pod}
-    unit = lcm(*parts_of.values())
-    equal = [unit // parts_of[id(one)] if id(one) in parts_of else 0 for one in holders]
-    done = [_millionths(one.parts.utilization_ratio) if one.parts is not None else 0 for one in holders]
-    held = [max(0, round(one.parts.memory_used_bytes or 0)) if one.parts is not None else 0 for one in holders]
+def _weights(holders: Sequence[Holder], held: Held, used: int, memory_bytes: int, split: Split) -> Weights:
+    unit, equal, did, had = held.unit, held.equal, list[int](), list[int]()
+    for one in holders:
+        parts = one.parts
+        did.append(_millionths(parts.utilization_ratio) if parts is not None else 0)
+        had.append(max(0, round(parts.memory_used_bytes or 0)) if parts is not None else 0)
 
     def filled(own: list[int], whole: int) -> list[int]:
         rest = max(0, whole - sum(own))
         return [unit * mine + rest * share for mine, share in zip(own, equal, strict=True)]
 
-    time = filled(done, MILLION)
-    return Weights(equal if split == "equal" else time, filled(done, used), time, filled(held, memory_bytes))
+    time = filled(did, MILLION)
+    return Weights(equal if split == "equal" else time, filled(did, used), time, filled(had, memory_bytes))
