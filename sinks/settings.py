@@ -68,6 +68,9 @@ _PREFIX = re.compile(r"/([A-Za-z0-9._~-]+/)*")
 RELABEL = Text("FILE|preset:NAME", str, "preset:exported", lines=True)
 EXTERNAL_LABEL = Text("NAME=VALUE", values.label, "region=eu", show="=".join, lines=True)
 AGGREGATES = Text("NAME[,...]", aggregates, "min,mean,max", show=",".join)
+HOST_NAMES = Text(
+    "NAME[,...]", lambda text: tuple(map(str.strip, text.lower().split(","))), "gpus.example.com", show=",".join
+)
 ALERT_NAMES = Text("NAME[,...]", lambda text: tuple(map(str.strip, text.split(","))), "GPUHeldIdle", show=",".join)
 NAMINGS = Text("NAME[,...]", profile_names, "otel,dcgm", show=",".join)
 
@@ -586,6 +589,17 @@ class PageSettings(KafkaSettings):
             " are. One that takes its prefix away needs none: all addresses in the page are relative.",
         ),
     ] = "/"
+    page_host: Annotated[
+        tuple[str, ...],
+        Option(
+            "--page-host",
+            HOST_NAMES,
+            "The names by which browsers may ask for the page, for a reverse proxy that hands on the name that it was"
+            " asked for. Addresses and localhost always may. Any other is refused, so that no web site can read the"
+            " page through a name of its own.",
+            shown="localhost only on loopback, else every name",
+        ),
+    ] = ()
     team_label: Annotated[
         str, Option("--team-label", None, "The label that names a pod's team: the pod's own, else its namespace's.")
     ] = "team"

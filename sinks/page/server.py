@@ -8,9 +8,11 @@ On failure: a page that takes nothing for 20 s loses its connection, and comes b
 
 import asyncio
 import contextlib
+import ipaddress
+import re
 import time
 from collections import Counter as Count
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,10 +66,13 @@ class _Packed(NamedTuple):
 
 
 class PageServer:
-    """Answers below ``prefix``, which begins and ends with a slash."""
+    """Answers below ``prefix``, which begins and ends with a slash.
 
-    def __init__(self, fleet: Fleet, pages: Pages, prefix: str = "/") -> None:
-        self._fleet, self._pages, self._prefix = fleet, pages, prefix
+    ``hosts``: the names by which it may be asked, beside addresses and localhost; None: by every name.
+    """
+
+    def __init__(self, fleet: Fleet, pages: Pages, prefix: str = "/", hosts: Collection[str] | None = None) -> None:
+        self._fleet, self._pages, self._prefix, self._hosts = fleet, pages, prefix, hosts
         files = {file.name: file.read_bytes() for file in _STATIC.iterdir()}
         self._files = {"": (files.pop(_INDEX), _TYPES[".html"])}
         self._files |= {name: (body, _TYPES[Path(name).suffix]) for name, body in files.items()}
@@ -91,8 +96,14 @@ class PageServer:
     async def guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Counts the request, and gives errors the headers of every answer."""
+        """Counts the request, refuses it by another's name, and gives errors the headers of every answer.
+
+        A web site can let its own name lead to the browser's machine, and read what it finds there. Its requests have
+        that name, and no address.
+        """
         try:
+            if self._hosts is not None and not is_own(request.headers.get("Host", ""), self._hosts):
+                raise web.HTTPForbidden(text="the page is not asked for by this name: --page-host NAME allows it\n")
             answer = await handler(request)
         except web.HTTPException as error:
             self._pages.requests(str(error.status)).inc()
@@ -210,6 +221,17 @@ class PageServer:
             self._whole[metric] = self._number, asyncio.ensure_future(asyncio.to_thread(_pack, said))
         number, packing = self._whole[metric]
         return number, await asyncio.shield(packing)
+
+
+def is_own(header: str, hosts: Collection[str]) -> bool:
+    """Whether a Host header can't be a web site's: it is an address, localhost, one of these names, or not there."""
+    name = re.sub(r":\d*$", "", header).strip("[]").removesuffix(".").lower()
+    if name in ("", "localhost", *hosts) or name.endswith(".localhost"):
+        return True
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return True
+    return False
 
 
 def _pack(said: frames.Json) -> _Packed:

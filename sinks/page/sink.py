@@ -90,7 +90,8 @@ class PageSink:
         """Read and serve until ``stop``. Raises ListenError and MustRestart."""
         made, settings = self._instruments, self.settings
         pages = Pages(partial(made.counter, REQUESTS), made.gauge(OPENED), made.counter(CAUGHT_UP))
-        server = PageServer(self.fleet, pages, settings.page_prefix)
+        hosts = None if settings.is_public and not settings.page_host else settings.page_host
+        server = PageServer(self.fleet, pages, settings.page_prefix, hosts)
         address = settings.page_listen or PAGE_ADDRESS
         async with contextlib.AsyncExitStack() as stack:
             served = http_server.listening(

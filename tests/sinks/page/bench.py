@@ -1,7 +1,7 @@
 """A page server of the tests."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 import aiohttp
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -15,13 +15,13 @@ from tests.sinks.page.ticks import START_MS, device, holder, tick
 class Bench:
     """A page server with a fleet of one node, whose frames are made by hand."""
 
-    def __init__(self, prefix: str = "/") -> None:
+    def __init__(self, prefix: str = "/", hosts: Collection[str] | None = ()) -> None:
         registry = CollectorRegistry()
         requests = Counter("requests_total", "", ["code"], registry=registry)
         self.opened = Gauge("opened", "", registry=registry)
         self.caught_up = Counter("caught_up_total", "", registry=registry)
         self.fleet = Fleet(START_MS)
-        self.pages = PageServer(self.fleet, Pages(requests.labels, self.opened, self.caught_up), prefix)
+        self.pages = PageServer(self.fleet, Pages(requests.labels, self.opened, self.caught_up), prefix, hosts)
         self.url = ""
 
     @contextlib.asynccontextmanager

@@ -65,6 +65,34 @@ async def test_every_answer_says_that_nothing_but_the_page_itself_runs_in_it() -
                 assert "Access-Control-Allow-Origin" not in answer.headers
 
 
+@pytest.mark.parametrize(
+    ("host", "hosts", "status"),
+    [
+        ("127.0.0.1:9402", (), 200),
+        ("[::1]:9402", (), 200),
+        ("10.1.2.3", (), 200),
+        ("localhost:9402", (), 200),
+        ("LOCALHOST.", (), 200),
+        ("evil.example.com", (), 403),
+        ("evil.example.com:9402", (), 403),
+        ("127.0.0.1.evil.example.com", (), 403),
+        ("localhost.evil.example.com", (), 403),
+        ("evil.example.com", ("gpus.example.com",), 403),
+        ("GPUs.example.com:443", ("gpus.example.com",), 200),
+        ("page.gpustream.svc", None, 200),
+    ],
+)
+async def test_a_web_site_can_not_read_the_page_by_a_name_of_its_own(
+    host: str, hosts: tuple[str, ...] | None, status: int
+) -> None:
+    bench = Bench(hosts=hosts)
+    async with bench.serving() as client:
+        for path in ("/", "/device?uuid=none", "/events", "/elsewhere"):
+            async with client.get(bench.url + path, headers={"Host": host}) as answer:
+                assert (answer.status == 403) is (status == 403)
+                assert "Content-Security-Policy" in answer.headers
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 async def test_nothing_can_be_changed(method: str) -> None:
     bench = bench_of()
@@ -116,7 +144,7 @@ async def test_a_page_that_takes_nothing_loses_its_connection(monkeypatch: pytes
     bench.fleet.take(tick(1, *many, node="n2"), 1.0)
     async with bench.serving():
         _, writer = await asyncio.open_connection("127.0.0.1", int(bench.url.rpartition(":")[2]), limit=1)
-        writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await eventually(lambda: bench.opened._value.get() == 1)
         await eventually(lambda: bench.opened._value.get() == 0)
         writer.close()
