@@ -69,8 +69,9 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         str | None,
         about(
             "Why it was resolved: condition (it no longer holds), pod_ended, policy, rule_removed, "
-            "device_removed, node_removed, ticks (of a node that had been silent), maintenance (of its node), or "
-            "grouped (an alert of its workload says it now). A later version may have other words."
+            "device_removed, node_removed, ticks (of a node that had been silent), maintenance (of its node), "
+            "grouped (an alert of its workload says it now), or superseded (another alert says why). A later version "
+            "may have other words."
         ),
     ] = None
     revision: Annotated[UInt, about("How often it was written again while it fires.", "none")] = 0

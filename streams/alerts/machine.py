@@ -15,11 +15,14 @@ resolved:
 - Two firings of one alert never start at the same time, whatever the node's clock does.
 - What is true of several devices for one reason is one alert (:func:`_scope`): then what becomes of the conditions of a
   tick is reported to ``streams/alerts/groups.py``, which makes that alert.
+- Of a pod on a device one cause is reported (:data:`~streams.alerts.rules.rule.CAUSES`). What comes after it waits, and is
+  resolved if it fires.
 - While a node is in maintenance, nothing fires, not even its silence, and what fired is resolved.
 - An alert that fires for ``critical_after`` becomes critical, which is an update of it.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -28,7 +31,7 @@ from delivery.values import milliseconds as duration_ms
 from streams.alerts.conditions import evaluate
 from streams.alerts.conditions.finding import Facts, Finding, sole_pod, uid_and_key
 from streams.alerts.memory import Identity, Memory, NodeAlerts, identity
-from streams.alerts.rules.rule import WASTE, Kind, Rule, Rules
+from streams.alerts.rules.rule import CAUSES, WASTE, Kind, Rule, Rules
 from streams.alerts.text.describe import Described, describe, in_the_end, silent, status_of
 from streams.alerts.tick import Tick
 from streams.alerts.uses import STEP_MS, closed
@@ -88,14 +91,18 @@ class Step(NamedTuple):
         return [written for _, _, written in self.writes if isinstance(written, AlertReport)]
 
 
+OnDevice = tuple[str, str, str]  # the device, and the uid or the name of a pod on it
+
+
 class _Now(NamedTuple):
-    """A tick, and the state before it."""
+    """A tick, and the state before it. ``first``: of each pod on a device the place of the first cause that fires."""
 
     tick: Tick
     rules: Rules
     state: NodeAlerts
     findings: list[Finding]
     memory: Memory
+    first: dict[OnDevice, int]
 
 
 # -- a tick
@@ -141,34 +148,36 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
     reports += _ranks(state, after, tick, rules)
     if not (findings or state.tracked or state.resolved or reports):
         return Step(after, announced)
-    now = _Now(tick, rules, state, findings, memory)
+    now = _Now(tick, rules, state, findings, memory, {})
+    for one in state.tracked:
+        if one.alert is not None and one.name in rules.causes:
+            _fires(one, now)
     found: dict[Identity, Finding] = {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings}
+    known = {identity(one) for one in state.tracked}
+    new = [
+        Tracked(name=name, device=device, pod_uid=uid, key=key, since_ms=max(tick.ts_ms, f.since_ms), event=f.event)
+        for (name, device, uid, key), f in found.items()
+        if f.holds and (name, device, uid, key) not in known
+    ]
+    conditions: Iterable[Tracked] = state.tracked
+    if new:  # what comes first is judged first
+        conditions = sorted((*conditions, *new), key=lambda one: rules.causes.get(one.name, -1))
     tracked: list[Tracked] = []
     writes = [*announced, *reports]
-    for one in state.tracked:
-        finding = found.pop(identity(one), None)
-        later, alert, ended = _known(one, finding, now)
+    for one in conditions:
+        later, alert, ended = _after(one, found.get(identity(one)), now)
         writes += ended
         if later is not None:
             tracked.append(later)
         if alert is not None:
             writes.append(_written(alert, later or one, tick.ts_ms, repeat=alert is one.alert))
             writes += _for_others(alert, later or one, tick.ts_ms, rules)
-    for (name, device, pod_uid, key), finding in found.items():
-        if finding.holds:
-            since_ms = max(tick.ts_ms, finding.since_ms)
-            one = Tracked(name=name, device=device, pod_uid=pod_uid, key=key, since_ms=since_ms, event=finding.event)
-            one, alert = _fired_if_due(one, finding, now)
-            tracked.append(one)
-            if alert is not None:
-                writes.append(_written(alert, one, tick.ts_ms))
-                writes += _for_others(alert, one, tick.ts_ms, rules)
     unchanged = len(tracked) == len(state.tracked) and all(a is b for a, b in zip(tracked, state.tracked, strict=True))
     return _closed(after if unchanged else _replace(after, tracked=tuple(tracked)), writes, tick.ts_ms)
 
 
-def _known(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None, list[Write]]:
-    """What becomes of a condition that was known, its alert if that is to be written, and what is written before it."""
+def _after(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None, list[Write]]:
+    """What becomes of a condition, its alert if that is to be written, and what is written before it."""
     if any(one.name == rule.name for rule in now.rules.of("node_silent")):
         return *_ended(one, now, "ticks"), []
     if MAINTENANCE in now.tick.node_labels:
@@ -200,6 +209,8 @@ def _pending(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked 
 def _firing(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None]:
     """A firing condition goes on, its alert written again now and then, or it has not held for long enough and ends."""
     now_ms, holds = now.tick.ts_ms, _holds(one, finding, now)
+    if now.first.get(_place(one), len(CAUSES)) < now.rules.causes.get(one.name, -1):
+        return _ended(one, now, "superseded")
     if finding is not None and holds:
         one = _held(one, finding, now)
         if one.alert is not None:
@@ -251,13 +262,37 @@ def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, A
     now_ms = now.tick.ts_ms
     if not finding.event and now_ms - one.since_ms < finding.rule.for_ms:
         return one, None
+    if one.name in now.rules.causes and _waits(one, finding.rule.keep_firing_ms, now):
+        return one, None
     described = describe(finding, now.tick, one.since_ms, now.rules.wording)
     value = finding.value if finding.value is not None else (now_ms - one.since_ms) / 1000
     alert = _alert(finding.rule, one, now.state, now_ms, float(value), described)
     if finding.rule.kind in WASTE:
         alert = _replace(alert, held=_devices_of(finding, now.tick))
+    if one.name in now.rules.causes:
+        _fires(one, now)
     scope = _scope(finding, alert, now)
     return _held(_replace(one, alert=alert, written_ms=now_ms, scope=scope), finding, now), alert
+
+
+def _place(one: Tracked) -> OnDevice:
+    return one.device, one.pod_uid, one.key
+
+
+def _fires(one: Tracked, now: _Now) -> None:
+    """Note that a cause fires."""
+    now.first[_place(one)] = min(now.rules.causes[one.name], now.first.get(_place(one), len(CAUSES)))
+
+
+def _waits(one: Tracked, keep_ms: int, now: _Now) -> bool:
+    """Whether another cause comes first: it fires, or has been over for less than this time."""
+    causes, state = now.rules.causes, now.state
+    if now.first.get(_place(one), len(CAUSES)) < causes[one.name]:
+        return True
+    earlier = [name for name, place in causes.items() if place < causes[one.name]]
+    keys = [fingerprint(name, state.cluster, state.node, *_place(one)) for name in earlier]
+    ended_ms = [state.resolved[key] for key in keys if key in state.resolved]
+    return any(0 <= now.tick.ts_ms - at_ms < keep_ms for at_ms in ended_ms)
 
 
 def _held(one: Tracked, finding: Finding, now: _Now) -> Tracked:

@@ -29,6 +29,9 @@ OF_ALL: tuple[Kind, ...] = ("stalled",)
 WINDOWED: tuple[Kind, ...] = ("underused", "memory_hoarded")
 """What is judged by what pods did in a window."""
 
+CAUSES: tuple[Kind, ...] = ("crash_loop", "held_idle", "memory_hoarded", "underused")
+"""Of which one at a time is reported of a pod on a device, the first of them: it is the cause of the others."""
+
 _CACHED = 10_000  # of how many pods' rules are remembered; past that, all are found again
 
 
@@ -160,6 +163,11 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def by_name(self) -> Mapping[str, Rule]:
         return {rule.name: rule for rule in self.rules}
+
+    @cached_property
+    def causes(self) -> Mapping[str, int]:
+        """The places of the rules of those kinds in their order, by name."""
+        return {rule.name: place for place, kind in enumerate(CAUSES) for rule in self.of(kind)}
 
     @cached_property
     def forget_ms(self) -> int:

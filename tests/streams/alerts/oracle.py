@@ -19,6 +19,7 @@ STEP_MS = 5_000
 MISSING_SAYS_NOTHING_MS = 600_000
 WINDOW_STEP_MS = 300_000
 IDLE_MS = 900_000
+CAUSES = ("crash_loop", "held_idle", "memory_hoarded", "underused")
 OF_PODS = ("held_idle", "stalled", "underused", "memory_hoarded", "crash_loop")
 
 COUNTERS = {
@@ -132,6 +133,7 @@ class History:
         self._rule = {rule.name: rule for rule in rules.rules}
         self._devices = [{device.uuid: device for device in tick.devices} for tick in ticks]
         self._there: dict[tuple[str, int], bool] = {}
+        self._spells: dict[Subject, list[Spell]] = {}
 
     # -- what may be judged
 
@@ -427,22 +429,44 @@ class History:
             if spell.last is not None and spell.ends_ms is not None:
                 yield _transition(subject, self.ticks[spell.last], "resolved", spell.ends_ms)
 
-    def spells(self, subject: Subject) -> Iterable[Spell]:
+    def spells(self, subject: Subject) -> list[Spell]:
         """The firings of a condition."""
+        if subject not in self._spells:
+            self._spells[subject] = list(self._life(subject))
+        return self._spells[subject]
+
+    def _comes_first(self, subject: Subject, i: int) -> tuple[bool, bool]:
+        """Whether another cause fires in a tick, and whether one that comes first keeps this one from beginning to."""
+        rule = self._rule[subject.name]
+        earlier = CAUSES[: CAUSES.index(rule.kind)] if rule.kind in CAUSES else ()
+        fires = waits = False
+        for one in [one for one in self.rules.rules if one.kind in earlier]:
+            spells = [spell for spell in self.spells(subject._replace(name=one.name)) if spell.first <= i]
+            if not spells:
+                continue
+            if spells[-1].last is None or spells[-1].last >= i or spells[-1].ends_ms is None:
+                fires = True
+            else:
+                waits |= 0 <= self.ticks[i].ts_ms - spells[-1].ends_ms < rule.keep_firing_ms
+        return fires, fires or waits
+
+    def _life(self, subject: Subject) -> Iterable[Spell]:
         rule, before_ms = self._rule[subject.name], self.ticks[0].ts_ms
         pending, firing, ended_ms, spell = Pending(), Firing(), -1, Spell(subject, 0, 0)
         for i, tick in enumerate(self.ticks):
             found, event = self.verdict(subject, i), rule.kind == "xid"
+            superseded, waits = self._comes_first(subject, i)
             if firing.since_ms is not None:
                 held_ms = firing.not_held_ms(tick.ts_ms, found.holds, event=event)
-                if held_ms is not None and (held_ms >= rule.keep_firing_ms or self._is_over(subject, i, event=event)):
+                ceased = held_ms is not None and held_ms >= rule.keep_firing_ms
+                if superseded or ceased or (held_ms is not None and self._is_over(subject, i, event=event)):
                     ended_ms = max(tick.ts_ms, firing.since_ms)
                     yield spell._replace(last=i, ends_ms=ended_ms)
                     pending, firing = Pending(), Firing()
             else:
                 held_ms = pending.held_ms(tick.ts_ms, before_ms, found)
                 for_ms = rule.for_ms if found.for_ms is None else found.for_ms
-                if held_ms is not None and (event or held_ms >= for_ms):
+                if held_ms is not None and (event or held_ms >= for_ms) and not waits:
                     firing = Firing(max(tick.ts_ms, ended_ms + 1), tick.ts_ms if event else None)
                     spell = Spell(subject, i, firing.since_ms or 0, found.value)
             lasted_ms = tick.ts_ms - (pending.since_ms or 0)
