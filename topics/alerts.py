@@ -196,7 +196,7 @@ class AlertReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     ] = None
     alerts: Annotated[tuple[Alert, ...], about("The alerts of single GPUs.")] = ()
     others: Annotated[
-        tuple[Alert, ...], about("Alerts of idle GPUs, for the alert of those that stall, and the other way round.")
+        tuple[Alert, ...], about("Alerts of the workload's GPUs, by other rules, that this one goes by.")
     ] = ()
     ranks: Annotated[tuple[Rank, ...], about("What the workload's GPUs on the node did, to compare them.")] = ()
     limits: Annotated[Limits | None, about("By which they are compared.")] = None
@@ -244,6 +244,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     last_active: Annotated[str | None, about("When the GPU last worked.")] = None
     held: Annotated[UInt, about("How many devices its pod holds.", "devices")] = 0
     evidence: Annotated[str | None, about("The measures by which it was found.")] = None
+    name: Annotated[str | None, about("Its rule, if that is another than the group's.")] = None
 
 
 class AlertGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -260,7 +261,7 @@ class AlertGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     alert: Annotated[Alert | None, about("The alert, as it was written last.")] = None
     members: Annotated[tuple[Member, ...], about("Its parts.")] = ()
     others: Annotated[
-        tuple[Member, ...], about("The workload's idle GPUs, if it is about those that stall, and the other way round.")
+        tuple[Member, ...], about("What other rules, by which this alert goes, say of the workload's GPUs.")
     ] = ()
     part: Annotated[
         Alert | None, about("One of its parts, if it is about all GPUs: the alert waits until all are.")

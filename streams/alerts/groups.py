@@ -16,7 +16,7 @@ import msgspec
 
 from streams.alerts.rules.rule import OF_ALL, Rule, Rules
 from streams.alerts.stragglers import compare
-from streams.alerts.text.grouped import grouped, labels_of
+from streams.alerts.text.grouped import grouped, kind_of, labels_of
 from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Seen, Severity, milliseconds, time
 from topics.topic import decoder
 
@@ -49,9 +49,11 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
         return GroupStep(group)
     held = report.held if report.held is not None or last is None else last.held
     seen = {**group.seen, report.node: Seen(report.position, report.phase, report.logged_ms, held)}
+    group = _replace(group, others=_others(group, report, seen)) if report.others or group.others else group
     removed = group.alert is not None and group.alert.name not in rules.by_name
     compared = compare(group, report, seen, "rule_removed" if removed else "pod_ended")
-    if report.ranks and report.held is None and not report.alerts and not compared.alerts:  # nothing began or ended
+    only_ranks = report.held is None and not (report.alerts or report.others or compared.alerts)
+    if report.ranks and only_ranks:  # nothing began or ended
         if compared.group is group:
             return GroupStep(group)
         return GroupStep(_replace(compared.group, node=report.node, offset=offset, seen=seen))
@@ -69,11 +71,11 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
         ended = ended if alert.is_open else alert
     over = sorted([m.ended_ms for m in members.values() if m.ended_ms is not None])[:-_MOST_ENDED]
     kept = [m for m in members.values() if m.ended_ms is None or not over or m.ended_ms > over[-1]]
-    began = began or (group.part if any(member.ended_ms is None for member in kept) else None)
     was, now = group.alert, None
+    began = began or ((group.part or was) if any(member.ended_ms is None for member in kept) else None)
     of = began or was
-    group = _replace(group, members=tuple(kept), seen=seen, others=_others(group, report, seen))
-    is_open = of is not None and _is_open(rules.by_name.get(of.name), group)
+    group = _replace(group, members=tuple(kept), seen=seen)
+    is_open = of is not None and _is_open(rules.by_name.get(of.name), group, rules)
     if was is not None and was.is_open:
         now = _going_on(was, group, report, rules) if is_open else _resolved(was, group, report, ended, rules)
     elif is_open and began is not None:
@@ -86,7 +88,7 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
         for node, one in seen.items()
         if node in nodes or one.held or report.logged_ms - one.logged_ms < _SENT_MS
     }
-    part = began if began is not None and _is_of_all(rules.by_name.get(began.name)) else None
+    part = began if began is not None and (not is_open or _is_of_all(rules.by_name.get(began.name))) else None
     after = _replace(group, node=report.node, offset=offset, alert=now or was, seen=seen, part=part)
     news = was is None or now is None or (was.state, was.revision, was.starts_at) != (
         now.state, now.revision, now.starts_at
@@ -140,12 +142,12 @@ def _member(alert: Alert, before: Member | None) -> Member:
 
 
 def _others(group: AlertGroup, report: AlertReport, seen: dict[str, Seen]) -> tuple[Member, ...]:
-    """The other GPUs of the workload that an alert of another kind is about, without those that it gave back."""
+    """The GPUs of the workload that alerts of other kinds are about, without those that it gave back."""
     others = {one.fingerprint: one for one in group.others}
     for alert in report.others:
         others.pop(alert.fingerprint, None)
         if alert.is_open:
-            others[alert.fingerprint] = _member(alert, None)
+            others[alert.fingerprint] = _replace(_member(alert, None), name=alert.name)
     return tuple([one for one in others.values() if one.gpu.node not in seen or seen[one.gpu.node].held != 0])
 
 
@@ -157,6 +159,8 @@ def _fired(first: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -
         starts_ms = max(starts_ms, milliseconds(was.ends_at) + 1)
     if _is_of_all(rules.by_name.get(first.name)):
         starts_ms = max(starts_ms, *starts, *[one.starts_ms for one in group.others])
+    elif not any(one.is_open for one in report.alerts):  # what came first is over
+        starts_ms = max(starts_ms, report.ts_ms)
     alert = Alert(
         schema=1, name=first.name, state="firing", fingerprint=report.group, cluster=first.cluster, node=first.node,
         starts_at=time(starts_ms), severity=first.severity, labels=labels_of(first, report.scope),
@@ -173,9 +177,12 @@ def _going_on(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules
 
 
 def _resolved(alert: Alert, group: AlertGroup, report: AlertReport, last: Alert | None, rules: Rules) -> Alert:
-    """The alert has ended, with its last part or, if it is of all GPUs, with this report. What it was about stays."""
+    """The alert has ended, with its last part or, if it is of all GPUs or gives way, with this report. What it was
+    about stays."""
     ends_at = max((time(report.ts_ms) if last is None or last.ends_at is None else last.ends_at), alert.starts_at)
     because = last.resolved_because if last is not None else "condition"
+    if not _is_of_all(rules.by_name.get(alert.name)) and any(member.ended_ms is None for member in group.members):
+        ends_at, because = max(time(report.ts_ms), alert.starts_at), "superseded"
     ended = _replace(alert, state="resolved", ends_at=ends_at, resolved_because=because)
     annotations, value = grouped(ended, group, report, rules)
     return _replace(ended, annotations=annotations, value=value)
@@ -192,14 +199,17 @@ def _held(group: AlertGroup) -> int:
     return sum(held.values())
 
 
-def _is_open(rule: Rule | None, group: AlertGroup) -> bool:
+def _is_open(rule: Rule | None, group: AlertGroup, rules: Rules) -> bool:
     """Whether the alert goes on: of any GPU or, if the rule is about all, of each that the workload holds. The others
-    may be idle, if they are no more than those that it is about."""
+    may be idle, if they are no more than those that it is about: then the alert of the idle ones does not go on."""
     going = {member.gpu.uuid for member in group.members if member.ended_ms is None}
-    if not going or not _is_of_all(rule):
+    if not going or rule is None or rule.kind not in ("held_idle", *OF_ALL):
         return bool(going)
-    idle = {one.gpu.uuid for one in group.others} - going
-    return len(idle) <= len(going) and len(going) + len(idle) >= _held(group)
+    stalled = {one.gpu.uuid for one in group.others if kind_of(one, rule, rules) in OF_ALL}
+    idle = {one.gpu.uuid for one in group.others} - stalled
+    stalled, idle = (stalled | going, idle - going) if rule.kind in OF_ALL else (stalled - going, idle | going)
+    all_stall = bool(stalled) and len(idle) <= len(stalled) and len(stalled) + len(idle) >= _held(group)
+    return all_stall if rule.kind in OF_ALL else not all_stall
 
 
 def _is_of_all(rule: Rule | None) -> bool:

@@ -15,8 +15,8 @@ resolved:
 - Two firings of one alert never start at the same time, whatever the node's clock does.
 - What is true of several devices for one reason is one alert (:func:`_scope`): then what becomes of the conditions of a
   tick is reported to ``streams/alerts/groups.py``, which makes that alert.
-- Of a pod on a device one cause is reported (:data:`~streams.alerts.rules.rule.CAUSES`). What comes after it waits, and is
-  resolved if it fires.
+- Of a pod on a device one cause is reported (``CAUSES`` of ``streams/alerts/rules/rule.py``). What comes after it
+  waits, and is resolved if it fires.
 - While a node is in maintenance, nothing fires, not even its silence, and what fired is resolved.
 - An alert that fires for ``critical_after`` becomes critical, which is an update of it.
 """
@@ -48,7 +48,11 @@ LEAVING_MS = 120_000  # for how long a node that was removed from the cluster ma
 YOUNG_MS = 10_000  # what was pending for less is not written yet; rising counters are written once in so long
 YOUNG_USES_MS = 20_000  # sums of use, which every tick changes, are written once in so long
 _TOGETHER: tuple[Kind, ...] = ("missing", "lost", "not_answering")  # of several GPUs of a node, of one cause
-_OTHERS: tuple[Kind, ...] = ("held_idle", "stalled")  # alerts of one workload that know of each other's GPUs
+_OTHERS: dict[Kind, tuple[Kind, ...]] = {  # the alerts of one workload that know of each other's GPUs
+    "crash_loop": ("held_idle", "stalled", "straggler"),
+    "held_idle": ("stalled", "straggler"),
+    "stalled": ("held_idle",),
+}
 _OF_RANKS = ("ranks", "limits", "pattern")  # the fields of a report by which GPUs are compared
 _replace = msgspec.structs.replace
 
@@ -438,17 +442,17 @@ def _written(alert: Alert, one: Tracked, now_ms: int, *, repeat: bool = False) -
 
 
 def _for_others(alert: Alert, one: Tracked, now_ms: int, rules: Rules) -> list[Write]:
-    """The reports of an idle GPU to the alert of those of its workload or pod that stall, and the other way round. The
-    end of one by a rule that is gone is reported to both."""
+    """The reports of a GPU to the alerts of other kinds that go by it or name it. The end of one by a rule that is gone
+    is reported to all of them."""
     if one.scope not in ("workload", "pod"):
         return []
-    kind = rules.by_name[alert.name].kind if alert.name in rules.by_name else None
+    others = _OTHERS.get(rules.by_name[alert.name].kind, ()) if alert.name in rules.by_name else _OTHERS["crash_loop"]
     reports = [
         AlertReport(
             schema=1, group=_group(_replace(alert, name=rule.name), one.scope), scope=one.scope,
             cluster=alert.cluster, node=alert.node, ts_ms=now_ms, others=(alert,),
         )
-        for other in _OTHERS if kind is None or (kind in _OTHERS and kind != other)
+        for other in others
         for rule in rules.of(other)
     ]  # fmt: skip
     return [Write("report", report.group, report) for report in reports]

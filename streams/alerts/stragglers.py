@@ -12,6 +12,7 @@ half of the GPUs are slow. A GPU is an outlier if it is far from the median by t
   kernel; one that computes slowly does more than its peers, which wait. So of activity both sides count, but only where
   GPUs work together: replicas that serve have what load they get.
 - GPUs of different models differ anyway: those of one model are compared. MIG devices are not.
+- A GPU of which another alert says that it is idle is not compared.
 - What is true of more than a third of the GPUs is how the workload is made, and no lag.
 """
 
@@ -73,13 +74,17 @@ class Compared(NamedTuple):
 def compare(group: AlertGroup, report: AlertReport, seen: Mapping[str, Seen], gone: str = "pod_ended") -> Compared:
     """What a report of a node's ranks makes of a group; ``gone``: why alerts end if the node has no ranks any more."""
     known, suspects, alerts = dict(group.ranks), dict(group.suspects), list[Alert]()
+    idle = {one.gpu.uuid for one in group.others}
+    for uuid in [uuid for uuid in suspects if uuid in idle]:
+        alerts += _ended(group, suspects.pop(uuid), uuid, report.ts_ms, "superseded")
     if report.held == 0:  # the workload has left the node
         known.pop(report.node, None)
         for uuid in [uuid for uuid, one in suspects.items() if one.node == report.node]:
             alerts += _ended(group, suspects.pop(uuid), uuid, report.ts_ms, gone)
     if report.ranks and report.limits is not None and report.pattern is not None:
         rounds = [known] if report.node in known else []
-        known = {report.node: report.ranks} if rounds else {**known, report.node: report.ranks}
+        ranks = tuple([rank for rank in report.ranks if rank.uuid not in idle])
+        known = {report.node: ranks} if rounds else {**known, report.node: ranks}
         if {node for node, one in seen.items() if one.held} <= known.keys():
             rounds, known = [*rounds, known], {}
         for one in rounds:

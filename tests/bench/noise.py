@@ -12,7 +12,8 @@
 2. HOURS of such a fleet in which every ten nodes have each of the simulated behaviours, too: every rule, whether it is
    on by default or not. ``false`` are alerts about what is not so when they fire, ``again`` those that are true and say
    what the rule said of that pod in the :data:`AGAIN_S` before, or that come when it is over within :data:`ACT_S`;
-   ``missed`` are spells that lasted for the rule's own time and :data:`ACT_S` more, and no alert was about them.
+   ``missed`` are spells that lasted for the rule's own time and :data:`ACT_S` more, and no alert was about them: none
+   of the rule, nor of one that comes before it as the cause (``CAUSES``).
 """
 
 import statistics
@@ -27,7 +28,7 @@ from producers.simulated.fleet import Fleet
 from streams.alerts import tick as ticks
 from streams.alerts.node import Replay
 from streams.alerts.rules import rules_file
-from streams.alerts.rules.rule import Rule, Rules
+from streams.alerts.rules.rule import CAUSES, WINDOWED, Rule, Rules
 from tests.bench.idle import IDLE_BELOW
 from tests.bench.score import START_MS, joined
 from tests.producers.simulated.made import Tick as Made
@@ -151,9 +152,12 @@ def of_behaviours(hours: float, seed: int) -> Iterator[str]:
     spells.close()
     yield "| rule | by default | alerts | useful | again | false | missed | seconds until it fired |"
     yield "|---|---|---|---|---|---|---|---|"
+    fired = {rule.name: firings([alert for alert in written if alert.name == rule.name]) for rule in defaults}
     for rule in defaults:
-        found = firings([alert for alert in written if alert.name == rule.name])
-        yield f"| `{rule.name}` | {'on' if rule.enabled else 'off'} | {scored(rule, found, spells.found)} |"
+        earlier = CAUSES[: CAUSES.index(rule.kind)] if rule.kind in CAUSES else ()
+        causes = [one for other in defaults if other.kind in earlier for one in fired[other.name]]
+        scores = scored(rule, fired[rule.name], causes, spells.found)
+        yield f"| `{rule.name}` | {'on' if rule.enabled else 'off'} | {scores} |"
 
 
 def _true(made: Made) -> Iterator[tuple[str, Pod, str]]:
@@ -164,15 +168,15 @@ def _true(made: Made) -> Iterator[tuple[str, Pod, str]]:
             yield from ((name, pod, device["uuid"]) for name, about in ABOUT.items() if about(label))
 
 
-def scored(rule: Rule, found: list[Found], spells: dict[str, list[Spell]]) -> str:
-    """The figures of a rule: by its alerts, and by what was true."""
+def scored(rule: Rule, found: list[Found], causes: list[Found], spells: dict[str, list[Spell]]) -> str:
+    """The figures of a rule: by its alerts, those of the rules that come before it, and what was true."""
     own = spells.get(rule.name, [])
     good = [one for i, one in enumerate(found) if is_useful(one, found[:i], own)]
     false = [one for one in found if not any(holds(one, spell) for spell in own)]
-    needs_ms = max(rule.for_ms + rule.grace_ms, getattr(rule, "window_ms", 0) if rule.kind in WINDOWED else 0)
+    needs_ms = max(rule.for_ms + rule.grace_ms, rule.window_ms if rule.kind in WINDOWED else 0)
     end_ms = max((spell.start_ms for of in spells.values() for spell in of), default=0)
     long = [one for one in own if min(one.end_ms, end_ms) - one.start_ms >= needs_ms + ACT_S * 1000]
-    missed = [spell for spell in long if not any(meets(one, spell) for one in found)]
+    missed = [spell for spell in long if not any(meets(one, spell) for one in (*found, *causes))]
     began = [max(spell.start_ms for spell in own if holds(one, spell)) for one in good]
     waited = [(one.start_ms - start_ms) / 1000 for one, start_ms in zip(good, began, strict=True)]
     cells = (
@@ -184,9 +188,6 @@ def scored(rule: Rule, found: list[Found], spells: dict[str, list[Spell]]) -> st
         round(statistics.median(waited)) if waited else "",
     )
     return " | ".join(map(str, cells))
-
-
-WINDOWED = ("underused", "memory_hoarded")
 
 
 def firings(alerts: list[Alert]) -> list[Found]:

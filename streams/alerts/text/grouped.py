@@ -39,6 +39,20 @@ class OfPods(NamedTuple):
     never: str = ""
 
 
+class OfOthers(NamedTuple):
+    """What another rule says of a GPU, of one and of several, and how a sentence about such GPUs begins."""
+
+    one: str
+    several: str
+    named: str
+
+
+_OTHERS_DO: dict[Kind, OfOthers] = {
+    "crash_loop": OfOthers("crashes again and again", "crash again and again", "Crashed"),
+    "held_idle": OfOthers("is idle", "are idle", "Idle"),
+    "stalled": OfOthers("stalls", "stall", "Stalled"),
+}
+
 _SWITCH = ' If that is meant, annotate the pod, or its namespace, with gpustream.dev/alerts: "off".'
 _OF_PODS: dict[Kind, OfPods] = {
     "held_idle": OfPods("idle", POLICY, "The last work was at", "None has worked since the grace of its pod was over."),
@@ -99,12 +113,13 @@ def grouped(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) 
     idle, held = alert.idle or 0, max(alert.held or 0, alert.idle or 0)
     state, policy, since, never = _OF_PODS[rule.kind if rule is not None and rule.kind in _OF_PODS else "held_idle"]
     noun = "MIG device" if all(gpu.uuid.startswith("MIG-") for gpu in alert.gpus) else "GPU"
-    stall = rule is not None and rule.kind in OF_ALL
-    others = [one.gpu for one in group.others if one.gpu not in alert.gpus]
-    count = held - idle if rule is None or rule.kind in ("held_idle", *OF_ALL) else 0  # of others it is not known
-    do = ("is idle", "are idle") if stall else ("stalls", "stall") if len(others) >= count else ("works", "work")
-    work = f", the other {count} {do[1]}" if count > 1 else f", the other one {do[0]}" if count else ""
-    culprits = f"Idle: {_places(others)}. Look there first: the others may wait for it." if stall and others else ""
+    others: dict[Kind, list[AlertGpu]] = {kind: [] for kind in _OTHERS_DO}
+    for one in [one for one in group.others if one.gpu not in alert.gpus]:
+        others.setdefault(kind_of(one, rule, rules), []).append(one.gpu)
+    work = _others_do(others, rule, held - idle)
+    culprits = [f"{_OTHERS_DO[kind].named}: {_places(some)}." for kind, some in others.items() if some]
+    culprits += ["Look there first: the others may wait for it."] if culprits else []
+    culprits = culprits if rule is not None and rule.kind in OF_ALL else []
     window = alert.annotations.get("window")
     long = f" (in the last {window})" if window else f" (for {duration_words(value * 1000)})" if value else ""
     summary = f"{_whose(alert.labels)}: {idle} of {_count(held, noun)} {state}{work}{long}"
@@ -121,7 +136,7 @@ def grouped(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) 
                 None,
                 (
                     f"{summary}. {_first(state)}: {_places(alert.gpus)}.",
-                    culprits,
+                    *culprits,
                     evidence and f"Evidence: {evidence}.",
                     wasted,
                     last,
@@ -138,6 +153,25 @@ def grouped(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) 
     }
     found.pop("gpu_hour_price", None)
     return found, value
+
+
+def kind_of(other: Member, rule: Rule | None, rules: Rules) -> Kind:
+    """What another rule says of a GPU. An earlier version kept no name, and knew these two kinds."""
+    if other.name is not None and other.name in rules.by_name:
+        return rules.by_name[other.name].kind
+    return "held_idle" if rule is not None and rule.kind in OF_ALL else "stalled"
+
+
+def _others_do(others: Mapping[Kind, Sequence[AlertGpu]], rule: Rule | None, count: int) -> str:
+    """What the GPUs of the workload do that an alert is not about, if that is known."""
+    if count <= 0 or (rule is not None and rule.kind not in ("held_idle", *OF_ALL)):
+        return ""
+    known = [(len(some), _OTHERS_DO[kind]) for kind, some in others.items() if some]
+    working = count - sum(some for some, _ in known)
+    known += [(working, OfOthers("works", "work", ""))] if working > 0 else []
+    if len(known) == 1:
+        return f", the other {count} {known[0][1].several}" if count > 1 else f", the other one {known[0][1].one}"
+    return f", of the other {count}: " + ", ".join(f"{n} {do.one if n == 1 else do.several}" for n, do in known)
 
 
 def _own(rule: Rule, alert: Alert) -> dict[str, str]:

@@ -193,7 +193,9 @@ class Fleet:
         """What is written of an alert: with each tick its GPUs are found again."""
         rule, last = self._rule[name], None
         parts = [part for part in all_parts if (part.name, part.whose) == (name, whose)]
-        idle = [part for part in all_parts if part.whose == whose and self._rule[part.name].kind == "held_idle"]
+        of_kind = {kind: [part for part in all_parts if part.whose == whose and self._rule[part.name].kind == kind]
+                   for kind in ("held_idle", "crash_loop", "stalled")}  # fmt: skip
+        idle = [*of_kind["held_idle"], *of_kind["crash_loop"]]
         for number in range(len(self.log)):
             going = [part for part in parts if part.is_open(number)]
             if not going and (last is None or last.state == "resolved"):
@@ -204,7 +206,11 @@ class Fleet:
             }
             idles = [part for part in idle if part.is_open(number)]
             idles = [part for part in idles if self.held(whose, number)[part.gpu.node]]
-            fires = self._of_all(going, idles, held) if rule.kind == "stalled" else bool(going)
+            fires = bool(going)
+            if rule.kind in ("held_idle", "stalled"):
+                stalls = [part for part in of_kind["stalled"] if part.is_open(number)]
+                stalls = [part for part in stalls if self.held(whose, number)[part.gpu.node]]
+                fires = fires and (rule.kind == "stalled") == self._of_all(stalls, idles, held)
             written = self._next(number, last, rule, going if fires else [], parts, idles, held)
             if written is not None:
                 last = written
@@ -222,6 +228,7 @@ class Fleet:
     ) -> Written | None:  # fmt: skip
         if last is not None and last.state == "firing" and not going:
             over = [part.ends_ms for part in parts if part.ends_ms is not None and part.last == number]
+            over = over if rule.kind == "stalled" or not any(part.is_open(number) for part in parts) else []
             ends_ms = max(over, default=self.log[number].ts_ms)
             return last._replace(number=number, state="resolved", ends_ms=max(ends_ms, last.starts_ms))
         if not going:
@@ -236,6 +243,8 @@ class Fleet:
         if last is None or last.state == "resolved":
             starts = [part.starts_ms for part in going]
             starts_ms = min(starts) if rule.kind != "stalled" else max([*starts, *[one.starts_ms for one in idles]])
+            if rule.kind == "held_idle" and all(number not in (part.first, part.critical) for part in going):
+                starts_ms = max(starts_ms, self.log[number].ts_ms)  # it comes back
             return now._replace(starts_ms=max(starts_ms, -1 if last is None else (last.ends_ms or 0) + 1))
         worst = SEVERITIES[max(severity, SEVERITIES.index(last.severity))]
         now = now._replace(starts_ms=last.starts_ms, severity=worst)

@@ -8,8 +8,8 @@ import pytest
 
 from streams.alerts.node import Replay
 from streams.alerts.stragglers import outliers
-from tests.streams.alerts.ticks import device, gpu, holder, overlay, tick
-from topics.alerts import Alert, Limits, Rank
+from tests.streams.alerts.ticks import START_MS, device, gpu, holder, overlay, tick
+from topics.alerts import Alert, Limits, Rank, milliseconds
 from topics.attributed import Workload
 
 ON = overlay("[rules.GPUStraggler]\nenabled = true")
@@ -169,3 +169,13 @@ def test_without_the_rule_its_alert_ends_within_five_minutes_and_another_name_is
     assert (first.name, end.resolved_because, other.name) == ("GPUStraggler", "rule_removed", "Laggards")
     assert end.ends_at is not None
     assert end.ends_at < other.starts_at
+
+
+def test_a_suspect_that_goes_idle_is_reported_as_idle_and_not_compared_any_more() -> None:
+    def first_stops(n: int, i: int, minute: float) -> dict[str, Any]:
+        lags = {"sm_clock_hz": 1.2e9} if minute < 30 else {"busy": 0.0, "sm_active_ratio": 0.0, "power_watts": 90.0}
+        return lags if (n, i) == (0, 0) else {}
+
+    began, ended = fired(first_stops, range(120))
+    assert (began.state, ended.state, ended.resolved_because) == ("firing", "resolved", "superseded")
+    assert 45 * 60_000 <= milliseconds(ended.ends_at or began.starts_at) - START_MS < 47 * 60_000

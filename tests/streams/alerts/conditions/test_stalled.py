@@ -128,11 +128,41 @@ def of_job(*moments: tuple[range, list[Device]]) -> dict[str, list[Alert]]:
 def test_a_rank_that_is_idle_while_all_others_stall_does_not_hide_it_and_is_named_first() -> None:
     culprit = device(3, holder("bert-3"), **{**HUNG, "busy": 0.0, "sm_active_ratio": 0.0})
     alerts = of_job((range(0, 1205, 5), [hung(0), hung(1), hung(2), culprit]))
-    stalled, idle = alerts["GPUStalled"][0], alerts["GPUHeldIdle"][-1]
+    stalled = alerts["GPUStalled"][0]
     assert (stalled.idle, stalled.held, milliseconds(stalled.starts_at)) == (3, 4, START_MS + 1_200_000)
     assert stalled.annotations["summary"] == "Job ml/bert: 3 of 4 GPUs stalled, the other one is idle (for 10m)"
     assert "Idle: GPU 3 of n (ml/bert-3). Look there first" in stalled.annotations["description"]
-    assert idle.annotations["summary"] == "Job ml/bert: 1 of 4 GPUs idle, the other 3 stall (for 15m)"
+    assert not alerts["GPUHeldIdle"]
+
+
+def test_an_alert_of_idle_gpus_gives_way_to_that_of_the_others_that_stall_and_comes_back_after_it() -> None:
+    culprit = device(3, holder("bert-3"), **{**HUNG, "busy": 0.0, "sm_active_ratio": 0.0})
+    works = [device(i, holder(f"bert-{i}"), **WORKING) for i in range(3)]
+    stalls = [device(i, holder(f"bert-{i}"), **HUNG) for i in range(3)]
+    alerts = of_job(
+        (range(0, 1205, 5), [*works, culprit]),
+        (range(1205, 1810, 5), [*stalls, culprit]),
+        (range(1810, 2400, 5), [*works, culprit]),
+    )
+    first, over, again = alerts["GPUHeldIdle"]
+    began, *_, ended = alerts["GPUStalled"]
+    assert (first.state, over.state, again.state) == ("firing", "resolved", "firing")
+    assert (over.resolved_because, over.ends_at) == ("superseded", began.starts_at)
+    assert again.starts_at == ended.ends_at
+    for one in (first, again):
+        assert "1 of 4 GPUs idle, the other 3 work" in one.annotations["summary"]
+
+
+def test_ranks_that_wait_for_one_that_crashes_again_and_again_name_it() -> None:
+    crashes = holder("bert-3", waiting="CrashLoopBackOff", restarts=7)
+    stalls = [hung(0), hung(1), device(3, crashes, busy=0.0, sm_active_ratio=0.0)]
+    alerts = of_job((range(0, 605, 5), stalls))
+    (stalled,) = alerts["GPUStalled"]
+    assert ": 2 of 3 GPUs stalled, the other one crashes again and again" in stalled.annotations["summary"]
+    assert "Crashed: GPU 3 of n (ml/bert-3). Look there first" in stalled.annotations["description"]
+    idle = [device(i, holder(f"bert-{i}"), busy=0.0) for i in range(2)]
+    (held,) = of_job((range(0, 1205, 5), [*idle, device(3, crashes, busy=0.0)]))["GPUHeldIdle"]
+    assert ": 2 of 3 GPUs idle, the other one crashes again and again" in held.annotations["summary"]
 
 
 def test_idle_ranks_alone_or_beside_one_that_works_are_no_stall() -> None:
@@ -143,7 +173,7 @@ def test_idle_ranks_alone_or_beside_one_that_works_are_no_stall() -> None:
     assert "2 of 3 GPUs idle, the other one stalls " in mostly_idle["GPUHeldIdle"][-1].annotations["summary"]
     beside = of_job((range(0, 1805, 5), [hung(0), *idle[:2], device(3, holder(), **WORKING)]))
     assert not beside["GPUStalled"]
-    assert ", the other 2 work " in beside["GPUHeldIdle"][-1].annotations["summary"]
+    assert ", of the other 2: 1 stalls, 1 works " in beside["GPUHeldIdle"][-1].annotations["summary"]
 
 
 def test_it_ends_when_the_idle_rank_works_again_or_the_others_are_idle_too() -> None:
