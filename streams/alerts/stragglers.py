@@ -105,22 +105,23 @@ def _judged(
 ) -> tuple[dict[str, Suspect], list[Alert]]:
     """Who lags after all ranks were compared, and what began or ended with that."""
     now_ms, places = report.ts_ms, {rank.uuid: (node, rank) for node, some in ranks.items() for rank in some}
+    step_ms = now_ms - now_ms % STEP_MS  # a lag is as long as its steps, whenever the last node's report came
     lag = outliers([rank for _, rank in places.values()], limits, pattern.labels.get("k8s_workload_kind", ""))
     suspects, alerts = dict(before), list[Alert]()
     for uuid, words in lag.items():
         node, rank = places[uuid]
         whole = len(ranks) > 1 and len(ranks[node]) > 1 and all(one.uuid in lag for one in ranks[node])
         evidence = f"{words}, as all of {node}" if whole else words
-        known = suspects.get(uuid, Suspect(node, max(now_ms - STEP_MS, 0), evidence))
+        known = suspects.get(uuid, Suspect(node, max(step_ms - STEP_MS, 0), evidence))
         known = _replace(known, evidence=evidence, ceased_ms=None)
-        if known.starts_ms is None and now_ms - known.since_ms >= limits.for_ms:
+        if known.starts_ms is None and step_ms - known.since_ms >= limits.for_ms:
             known = _replace(known, starts_ms=now_ms)
             alerts.append(_alert(group, pattern, node, rank, known))
         suspects[uuid] = known
     for uuid, known in [(uuid, one) for uuid, one in suspects.items() if one.node in ranks and uuid not in lag]:
-        ceased_ms = now_ms if known.ceased_ms is None else known.ceased_ms
+        ceased_ms = step_ms if known.ceased_ms is None else known.ceased_ms
         suspects[uuid] = _replace(known, ceased_ms=ceased_ms)
-        if known.starts_ms is None or uuid not in places or now_ms - ceased_ms >= limits.keep_ms:
+        if known.starts_ms is None or uuid not in places or step_ms - ceased_ms >= limits.keep_ms:
             because = "condition" if uuid in places else "pod_ended"
             alerts += _ended(group, suspects.pop(uuid), uuid, now_ms, because)
     return suspects, alerts
@@ -173,7 +174,7 @@ def _alert(group: AlertGroup, pattern: Alert, node: str, rank: Rank, suspect: Su
         node=node,
         fingerprint=fingerprint(pattern.name, group.cluster, node, rank.uuid),
         starts_at=time(suspect.starts_ms or 0),
-        value=((suspect.starts_ms or 0) - suspect.since_ms) / 1000,
+        value=((suspect.starts_ms or 0) // STEP_MS * STEP_MS - suspect.since_ms) / 1000,
         labels=labels,
         annotations={**pattern.annotations, "evidence": suspect.evidence},
     )

@@ -258,8 +258,8 @@ class Fleet:
         reports = [report for number in range(len(self.log)) for report in self._reports(number)]
         for whose in {report.whose for report in reports}:
             rounds = list(self._comparisons(rule, whose, [one for one in reports if one.whose == whose]))
-            for gpu in {gpu for one in rounds for gpu in one.lag}:
-                yield from self._lags(rule, whose, gpu, rounds)
+            for node, uuid in {(gpu.node, gpu.uuid) for one in rounds for gpu in one.lag}:
+                yield from self._lags(rule, whose, node, uuid, rounds)
 
     def _reports(self, number: int) -> Iterator["Report"]:
         """What a node reports of each workload, if a tick ends a step."""
@@ -335,14 +335,15 @@ class Fleet:
                 known.pop(tick.node, None)
                 yield Comparison(number, tick.ts_ms, None, frozenset({tick.node}))
 
-    def _lags(self, rule: Rule, whose: Whose, gpu: AlertGpu, rounds: Sequence["Comparison"]) -> Iterator[Part]:
+    def _lags(self, rule: Rule, whose: Whose, node: str, uuid: str, rounds: Sequence["Comparison"]) -> Iterator[Part]:
         """An alert begins if the GPU has been an outlier for long enough, and ends if it has not been for so long."""
         lags_ms = ceased_ms = None
         part: Part | None = None
         for one in rounds:
-            if gpu.node not in one.nodes:
+            if node not in one.nodes:
                 continue
-            if gpu in one.lag:
+            gpu = next((gpu for gpu in one.ranks if gpu.uuid == uuid), None)
+            if gpu in one.lag and gpu is not None:
                 lags_ms = (one.step_ms or 0) - WINDOW_STEP_MS if lags_ms is None else lags_ms
                 ceased_ms = None
                 if part is None and (one.step_ms or 0) - lags_ms >= rule.for_ms:
@@ -353,7 +354,7 @@ class Fleet:
             if part is None:
                 continue
             ceased_ms = one.step_ms if ceased_ms is None else ceased_ms
-            gone = one.step_ms is None or gpu not in one.ranks
+            gone = one.step_ms is None or gpu is None
             if gone or (one.step_ms or 0) - (ceased_ms or 0) >= rule.keep_firing_ms:
                 yield part._replace(last=one.number, ends_ms=max(one.at_ms, part.starts_ms))
                 part = ceased_ms = None

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from streams.alerts.tick import Device, Tick
 from tests.streams.alerts import group_oracle
 from tests.streams.alerts.group_oracle import Written, as_written
 from tests.streams.alerts.oracle import OF_PODS
-from tests.streams.alerts.ticks import START_MS, device, gpu, holder, overlay
+from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, gpu, holder, overlay
 from topics.attributed import Attribution, Holder, Workload
 
 SOON = overlay("""
@@ -134,3 +135,87 @@ def test_alerts_of_workloads_and_nodes_are_those_that_the_page_promises(story: l
     log = ticks_of(story)
     found = written(SOON, log, (*OF_PODS, *group_oracle.AT_ONE_TIME))
     assert sorted(found, key=str) == sorted(group_oracle.alerts(SOON, log), key=str)
+
+
+# -- stragglers
+
+PEERS = msgspec.structs.replace(DEFAULTS, rules=DEFAULTS.of("straggler"))
+FIGURES: dict[str, float] = {
+    "busy": 0.98, "sm_active_ratio": 0.7, "tensor_active_ratio": 0.35, "sm_clock_hz": 1.98e9, "power_watts": 600.0,
+    "clock_event_reasons": 0.0,
+}  # fmt: skip
+UNLIKE: tuple[dict[str, Any], ...] = (
+    {}, {}, {}, {}, {"sm_clock_hz": 1.6e9}, {"sm_clock_hz": 1.8e9}, {"clock_event_reasons": 0x20},
+    {"clock_event_reasons": 0x4}, {"violates": 0.3}, {"busy": 0.7}, {"busy": 0.1}, {"sm_active_ratio": 0.9},
+    {"tensor_active_ratio": 0.5}, {"power_watts": 400.0}, {"sm_clock_hz": None}, {"state": "timeout"},
+)  # fmt: skip
+
+
+class Stretch(NamedTuple):
+    """Some minutes of a node: what each of its GPUs shows beside what all do, and how many the job holds there."""
+
+    node: int
+    minutes: int
+    held: int
+    again: bool
+    attribution: Attribution
+    unlike: tuple[dict[str, Any], ...]
+
+
+stretches = st.builds(
+    Stretch,
+    node=st.integers(0, 2),
+    minutes=st.sampled_from([3, 5, 11, 16, 26]),
+    held=st.sampled_from([3, 3, 3, 3, 3, 2, 0]),
+    again=st.booleans(),
+    attribution=st.sampled_from(["exact"] * 8 + ["none"]),
+    unlike=st.tuples(*[st.sampled_from(UNLIKE)] * 3),
+)
+runs = st.tuples(
+    st.sampled_from(["Job", "Job", "Deployment"]),
+    st.sampled_from([30, 20, 55]),
+    st.tuples(*[st.integers(0, 59)] * 3),
+    st.lists(stretches, min_size=3, max_size=9),
+)
+"""The workload's kind, the seconds from a tick to the next, by how many the nodes' ticks are apart, and what each
+node does in turn. The last of that lasts until the others end, too."""
+
+
+def ticks_of_a_run(kind: str, step_s: int, apart_s: tuple[int, ...], story: list[Stretch]) -> list[Tick]:
+    found, violated_s = list[Tick](), dict[str, float]()
+    last_s = max(60 * sum(one.minutes for one in story if one.node == node) for node in range(3))
+    for node in range(3):
+        mine = [one for one in story if one.node == node] or [Stretch(node, 1, 3, False, "exact", ({},) * 3)]
+        mine[-1] = mine[-1]._replace(minutes=last_s // 60)
+        begins_s, pod = apart_s[node], 0
+        for stretch in mine:
+            pod += stretch.again
+            held = holder(f"bert-{node}-{pod}", workload=Workload(kind, "bert"))
+            ends_s = min(begins_s + 60 * stretch.minutes, last_s)
+            for now_s in range(begins_s, ends_s, step_s):
+                shown: list[Device] = []
+                for place, unlike in enumerate(stretch.unlike):
+                    uuid = gpu(8 * node + place)
+                    violated_s[uuid] = violated_s.get(uuid, 0.0) + unlike.get("violates", 0.0) * step_s
+                    does = {**FIGURES, "power_violation_seconds_total": violated_s[uuid], **unlike}
+                    pods = [held] if place < stretch.held and stretch.attribution != "none" else []
+                    state = does.pop("state", "ok")
+                    does.pop("violates", None)
+                    shown.append(device(place, *pods, uuid=uuid, state=state, **(does if state == "ok" else {})))
+                ts_ms = START_MS + 1000 * now_s
+                found.append(
+                    Tick(
+                        schema=1, cluster="c", node=NODES[node], run_id=1, seq=now_s, offset=now_s, ts_ms=ts_ms,
+                        attribution=stretch.attribution, devices=tuple(shown),
+                    )
+                )  # fmt: skip
+            begins_s += -(-max(ends_s - begins_s, 0) // step_s) * step_s
+    return sorted(found, key=lambda tick: tick.ts_ms)
+
+
+@given(runs)
+def test_gpus_that_lag_behind_their_peers_are_those_that_the_page_promises(
+    run: tuple[str, int, tuple[int, ...], list[Stretch]],
+) -> None:
+    log = ticks_of_a_run(*run)
+    assert sorted(written(PEERS, log, ("straggler",)), key=str) == sorted(group_oracle.alerts(PEERS, log), key=str)

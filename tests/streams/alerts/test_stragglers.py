@@ -120,6 +120,17 @@ def test_a_throttled_gpu_of_a_job_on_several_nodes_is_one_alert_that_says_by_wha
     assert f"Evidence: {evidence}." in alert.annotations["description"]
 
 
+def test_a_gpu_that_is_slow_for_two_steps_is_found_however_late_in_a_step_its_first_tick_is() -> None:
+    """Of the first step, which ends after 348 s, the next tick comes 37 s later, of the second one 12 s later."""
+    replay, found = Replay(ON), list[Alert]()
+    for second in range(0, 1200, 55):
+        slow = [{"sm_clock_hz": 1.2e9}, *[dict[str, Any]()] * 7]
+        found += replay.take(tick(second, *[device(i, holder(), **WORKS | one) for i, one in enumerate(slow)]))
+    (alert,) = found
+    assert milliseconds(alert.starts_at) == START_MS + 660_000
+    assert alert.annotations["summary"] == "Job ml/bert: 1 of 8 GPUs suspect (for 10m)"
+
+
 def test_a_slow_host_is_named_if_all_gpus_of_its_node_lag() -> None:
     alert, *more = fired(lambda n, _i, _m: {"busy": 0.55} if n == 2 else {}, range(25), nodes=4)
     last = more[-1] if more else alert

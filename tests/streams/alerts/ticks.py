@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import msgspec
-
 from streams.alerts.conditions.evaluate import evaluate
 from streams.alerts.conditions.finding import Finding
 from streams.alerts.memory import Memory
@@ -26,8 +24,7 @@ def gpu(number: int = 0) -> str:
 
 def device(number: int = 0, *holders: Holder, busy: float | None = None, **fields: Any) -> Device:
     """A GPU; what is a key of metrics goes there, everything else is a field."""
-    names = {field.name for field in msgspec.structs.fields(Metrics)}
-    metrics = {name: fields.pop(name) for name in list(fields) if name in names}
+    metrics = {name: fields.pop(name) for name in list(fields) if name in Metrics.__struct_fields__}
     if busy is not None:
         metrics["gpu_utilization_ratio"] = busy
     given = {"uuid": gpu(number), "index": number, "pci_bus_id": f"00000000:{number:02x}:00.0", "holders": holders}
