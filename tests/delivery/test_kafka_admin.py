@@ -110,7 +110,7 @@ async def test_settings_that_cannot_be_read_are_an_error() -> None:
         await admin(settings=[(56, "the disk is gone", TOPIC, "a", [])]).settings(["a"])
 
 
-async def test_topics_that_somebody_else_made_first_are_not_told_as_made() -> None:
+async def test_topics_that_somebody_else_made_first_are_not_reported_as_made() -> None:
     rows = [("a", 0, None), ("b", EXISTS, "there is b")]
 
     assert await admin(created=rows).create([NewTopic("a", 1, 1), NewTopic("b", 1, 1)]) == ["a"]

@@ -213,7 +213,7 @@ def test_a_pod_is_idle_after_ten_minutes_of_holding_a_gpu_unused(idle_gpus: Any)
     [device(holders=held_by("a")), quiet("b"), quiet(), device(metrics={}, holders=held_by("a"))],
     ids=["used", "another's", "nobody's", "not known"],
 )
-def test_idleness_begins_anew_after_anything_else(idle_gpus: Any, between: JsonDict) -> None:
+def test_idleness_begins_again_after_anything_else(idle_gpus: Any, between: JsonDict) -> None:
     for second, one in ((0, quiet("a")), (300, between), (301, quiet("a")), (900, quiet("a"))):
         see(idle_gpus, tick(second, one), second)
     assert idle(idle_gpus, 900) == []

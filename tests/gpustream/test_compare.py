@@ -212,7 +212,7 @@ def test_the_pod_of_the_exporter_itself_holds_nothing() -> None:
     assert [one.verdict for one in compare([held, free], ours).rows] == ["same", "same"]
 
 
-def test_mig_devices_are_told_apart() -> None:
+def test_mig_devices_are_distinguished() -> None:
     theirs = [dcgm("DCGM_FI_DEV_FB_USED", value, GPU_I_ID=instance) for instance, value in (("1", 10), ("2", 20))]
     ours = [dcgm("DCGM_FI_DEV_FB_USED", value, GPU_I_ID=instance, job="") for instance, value in (("2", 20), ("1", 10))]
 

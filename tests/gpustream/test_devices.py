@@ -285,7 +285,7 @@ def test_an_interval_that_is_too_short_to_read_a_gpu_in_is_a_mistake(machine: Ma
     assert "the least is 100ms" in done.stderr
 
 
-def test_job_files_that_can_not_be_read_are_told(machine: Machine, tmp_path: Path) -> None:
+def test_job_files_that_can_not_be_read_are_reported(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "0").write_text("4242\n")
     (tmp_path / "jobs" / "1").mkdir()

@@ -73,7 +73,7 @@ async def test_a_metric_of_two_components_is_one_family_with_the_samples_of_both
     assert answer.content_type.startswith("text/plain")
 
 
-async def test_the_process_tells_its_version_readiness_and_memory() -> None:
+async def test_the_process_says_its_version_readiness_and_memory() -> None:
     answer = await _get(_health("starting"), "/metrics")
     families = {family.name: family for family in text_string_to_metric_families(answer.text)}
 
@@ -173,7 +173,7 @@ async def test_ready_and_alive_are_200_and_the_rest_is_not_there() -> None:
 
 
 @pytest.mark.slow
-async def test_a_hanging_event_loop_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_event_loop_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HUNG_AFTER_S", 0.2)
     monkeypatch.setattr(module, "_ASK_S", 0.2)
     async with _served(_health()) as address:
@@ -214,7 +214,7 @@ async def test_a_client_that_says_nothing_does_not_keep_others_waiting() -> None
     assert answer.status == 200
 
 
-async def test_listening_on_port_0_tells_the_port() -> None:
+async def test_listening_on_port_0_says_the_port() -> None:
     async with _served(_health()) as address:
         assert address.port > 0
 

@@ -45,7 +45,7 @@ def test_a_short_run_loses_nothing_and_says_so_in_one_object(port: int, tmp_path
     assert truth.read_text().count("\n") > summary["ticks"]
 
 
-def test_ctrl_c_drains_and_tells_people_the_end(port: int) -> None:
+def test_ctrl_c_drains_and_shows_people_the_summary(port: int) -> None:
     process = subprocess.Popen(_options(port), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     _scraped(port)
     process.send_signal(signal.SIGINT)
@@ -120,7 +120,7 @@ def test_without_a_fleet_it_is_the_gpus_the_processes_and_the_alerts_of_this_mac
     assert done.stdout.splitlines()[-1].split() == ["lost", "0"]
 
 
-def test_a_machine_without_a_driver_is_told_what_to_do() -> None:
+def test_a_machine_without_a_driver_gets_a_sentence_that_says_what_to_do() -> None:
     done = subprocess.run(RUN, env=os.environ | {"LD_LIBRARY_PATH": ""}, capture_output=True, text=True, check=False)
 
     if Path("/proc/driver/nvidia").exists():

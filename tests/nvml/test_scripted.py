@@ -241,7 +241,7 @@ def test_a_hang_takes_as_long_as_it_says(nvml: ScriptedNvml, ask: Ask) -> None:
     assert time.monotonic() - began >= 0.2
 
 
-def test_a_call_fails_as_it_is_told_on_that_gpu_only(nvml: ScriptedNvml, ask: Ask) -> None:
+def test_a_call_fails_as_it_was_set_to_on_that_gpu_only(nvml: ScriptedNvml, ask: Ask) -> None:
     nvml.fail(0, "nvmlDeviceGetFanSpeed", 3)
     nvml.fail(None, "nvmlDeviceGetMemoryInfo", 20)
     assert ask("p.nvmlDeviceGetFanSpeed(a)") == "NVMLError_NotSupported 3"
@@ -290,7 +290,7 @@ def test_processes_come_with_what_they_hold(nvml: ScriptedNvml, ask: Ask) -> Non
     assert ask(running.format("MPSCompute")) == [[8, 6]]
 
 
-def test_process_utilization_is_told_once_and_then_as_nothing_new(nvml: ScriptedNvml, ask: Ask) -> None:
+def test_process_utilization_is_reported_once_and_then_as_nothing_new(nvml: ScriptedNvml, ask: Ask) -> None:
     use = "[(q.pid, q.smUtil, q.memUtil) for q in p.nvmlDeviceGet{}(a, {})]"
     new = ("ProcessesUtilizationInfo", "ProcessUtilization")
     nvml.processes(0, [Process(1, 1, sm=90, memory=30), Process(2, 1, sm=7, memory=0)])

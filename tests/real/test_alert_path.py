@@ -148,7 +148,7 @@ async def attributed(kafka: KafkaServer, ticks: int) -> list[Tick]:
     return [decode_tick(value) for value in values] if len(values) >= ticks else []
 
 
-async def test_an_idle_gpu_is_told_once_whoever_is_killed_or_away_until_its_pod_works_or_ends(
+async def test_an_idle_gpu_is_reported_once_whoever_is_killed_or_away_until_its_pod_works_or_ends(
     empty_kafka: KafkaServer,
     start_alertmanager: Callable[..., AlertmanagerServer],
     gpustream: Callable[..., Gpustream],

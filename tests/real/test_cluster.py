@@ -553,7 +553,7 @@ def test_a_chain_ends_at_an_owner_that_is_gone_at_a_loop_and_at_the_deepest_leve
 # -- labels, annotations, devices
 
 
-def test_of_labels_and_annotations_what_is_allowed_is_told_and_follows_every_change(cluster: Cluster) -> None:
+def test_of_labels_and_annotations_what_is_allowed_is_reported_and_follows_every_change(cluster: Cluster) -> None:
     api, node = cluster.api, Node(cluster.kafka, "labelled", 1)
     labels = {"topology.kubernetes.io/zone": "z", "nvidia.com/gpu.product": "H100", "rack": "r1", "other": "x"}
     cluster.node("labelled", **labels)
@@ -591,7 +591,9 @@ def test_of_labels_and_annotations_what_is_allowed_is_told_and_follows_every_cha
     assert "rack" not in cluster.ticks.of("labelled")[-1].node_labels
 
 
-def test_however_much_a_tenant_writes_a_bounded_part_is_told_and_nobody_else_loses_anything(cluster: Cluster) -> None:
+def test_however_much_a_tenant_writes_a_bounded_part_is_reported_and_nobody_else_loses_anything(
+    cluster: Cluster,
+) -> None:
     api, node = cluster.api, cluster.node("flooded")
     api.namespace("flooded")
     cut = counted(cluster.leader(), own.CUT)
@@ -610,7 +612,7 @@ def test_however_much_a_tenant_writes_a_bounded_part_is_told_and_nobody_else_los
     cluster.settle()
 
 
-def test_only_gpu_pods_that_a_node_has_are_told_of_from_the_binding_to_the_end(cluster: Cluster) -> None:
+def test_only_gpu_pods_that_a_node_has_are_reported_from_the_binding_to_the_end(cluster: Cluster) -> None:
     api, node = cluster.api, cluster.node("bound")
     api.namespace("bound")
     pod(api, "bound", "pending", None)
@@ -660,7 +662,9 @@ def test_a_node_that_is_removed_has_a_last_record_in_which_its_pods_ended(cluste
     assert seqs == sorted(set(seqs))
 
 
-def test_the_devices_of_resource_claims_are_told_with_their_uuids_and_a_tick_names_their_pod(cluster: Cluster) -> None:
+def test_the_devices_of_resource_claims_are_reported_with_their_uuids_and_a_tick_names_their_pod(
+    cluster: Cluster,
+) -> None:
     api, node = cluster.api, Node(cluster.kafka, "dra", 2)
     api.namespace("dra")
     cluster.node("dra")
@@ -918,7 +922,7 @@ def test_nothing_is_lost_where_the_changes_meanwhile_were_compacted_away(cluster
     cluster.settle()
 
 
-def test_a_leader_that_is_paused_past_its_lease_tells_nothing_that_a_reader_takes(
+def test_a_leader_that_is_paused_past_its_lease_reports_nothing_that_a_reader_takes(
     cluster: Cluster, churn: Churn
 ) -> None:
     api, node = cluster.api, Node(cluster.kafka, "paused", 1)
@@ -1032,7 +1036,7 @@ def encoded(text: bytes) -> str:
     return base64.urlsafe_b64encode(text).rstrip(b"=").decode()
 
 
-def test_an_expired_token_is_told_of_and_one_that_rotates_is_followed(cluster: Cluster) -> None:
+def test_an_expired_token_is_reported_and_one_that_rotates_is_followed(cluster: Cluster) -> None:
     api, node, file = cluster.api, cluster.node("rotating"), cluster.api.directory / "token"
     secret = {"apiVersion": "v1", "kind": "Secret"}
     api.namespace("rotating")

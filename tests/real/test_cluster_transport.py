@@ -176,7 +176,7 @@ async def test_it_goes_on_over_a_restart_of_the_api_server(
     assert not maps.task.done()
 
 
-async def test_a_version_that_was_compacted_away_is_listed_anew(
+async def test_a_version_that_was_compacted_away_is_listed_again(
     start_kube_api: Callable[..., ApiServer], watching: Watching
 ) -> None:
     server = await asyncio.to_thread(start_kube_api)

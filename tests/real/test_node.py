@@ -263,7 +263,7 @@ def test_a_node_without_a_kubelet_has_no_holders(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("node", ["a", "b", "c"])
-def test_a_node_that_is_told_to_stop_is_gone_within_10_s(outcome: Outcome, node: str) -> None:
+def test_a_node_that_is_asked_to_stop_is_gone_within_10_s(outcome: Outcome, node: str) -> None:
     """The last of them in the outage, with a GPU that hangs."""
     assert outcome.stops[node].took_s < 10
     assert outcome.stops[node].code == 0

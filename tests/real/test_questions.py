@@ -484,7 +484,7 @@ def test_the_gpu_hours_that_were_held_and_idle(answers: Answers) -> None:
 
 
 @pytest.mark.parametrize(("words", "held"), [("gpu_holders == 0", False), ("gpu_holders > 0", True)])
-def test_idle_gpus_are_told_by_whether_anybody_holds_them(answers: Answers, words: str, held: bool) -> None:
+def test_idle_gpus_are_reported_by_whether_anybody_holds_them(answers: Answers, words: str, held: bool) -> None:
     found = {one.labels.get("gpu_mig_uuid") or one.labels["gpu_uuid"] for one in answers.ask(_query(words))}
     expected = {
         device["uuid"]

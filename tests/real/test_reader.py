@@ -143,7 +143,7 @@ async def test_a_member_with_an_instance_id_hands_over_when_it_is_stopped_if_it_
     await check(kafka, "reader-leaves", sent)
 
 
-async def test_a_process_that_is_told_to_stop_ends_in_good_order(kafka: KafkaServer, start: Start) -> None:
+async def test_a_process_that_is_asked_to_stop_ends_in_good_order(kafka: KafkaServer, start: Start) -> None:
     create(kafka, "reader-stop")
     process = await asyncio.to_thread(start, "reader-stop")
     await asyncio.to_thread(process.stop)

@@ -279,7 +279,7 @@ def test_in_promql_the_parts_and_the_rest_are_the_device_at_every_tick(told: Tol
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_prometheus_is_told_what_was_scaled_and_where_the_processes_contradict(told: Told, profile: str) -> None:
+def test_prometheus_has_what_was_scaled_and_where_the_processes_contradict(told: Told, profile: str) -> None:
     names = PROFILES[profile]
     for tick in told.ticks:
         truths = {_key(names, one): told.truths(tick)[one.uuid] for one in tick.devices}
@@ -293,7 +293,7 @@ def test_prometheus_is_told_what_was_scaled_and_where_the_processes_contradict(t
     assert {one.scaled for scene in told.scenes for one in scene.devices.values()} == {True, False}
 
 
-def test_an_xid_error_is_told_once_with_the_pods_that_held_the_device_and_counted_from_then_on(told: Told) -> None:
+def test_an_xid_error_is_reported_once_with_the_pods_that_held_the_device_and_counted_from_then_on(told: Told) -> None:
     events = [(tick, device, event) for tick in told.ticks for device in tick.devices for event in device.events or ()]
     assert [(device.uuid, event.code, {one.pod for one in device.holders}) for _, device, event in events] == [
         (GPUS[4], 94, {"greedy-a", "greedy-b"}),
@@ -340,7 +340,7 @@ def test_what_a_device_is_is_one_series_as_long_as_it_is_there(told: Told, profi
     assert len(said[GPUS[5], ""]) <= 3
 
 
-def test_how_many_pods_hold_a_device_is_told(told: Told) -> None:
+def test_how_many_pods_hold_a_device_is_reported(told: Told) -> None:
     for tick in told.ticks:
         truths = {_key(OTEL, one): told.truths(tick)[one.uuid] for one in tick.devices}
         holders = {_labelled(OTEL, one): one.value for one in _asked(told, "otel", "gpu_holders", tick)}

@@ -78,7 +78,7 @@ async def test_a_dead_letter_names_the_topic_as_kafka_knows_it(kafka: KafkaServe
     assert dict(letter.headers)["topic"] == f"{EAST.prefix}gpu.samples".encode()
 
 
-def test_everything_that_a_pipeline_writes_is_compressed_as_it_was_told(
+def test_everything_that_a_pipeline_writes_is_compressed_as_its_options_say(
     kafka: KafkaServer, summaries: Summaries
 ) -> None:
     for of in summaries:

@@ -80,7 +80,7 @@ def test_an_alert_that_fires_again_is_news_by_whichever_clock(starts_ms: int) ->
     assert known.is_news(alert(starts_ms=starts_ms))
 
 
-def test_alerts_are_told_apart_and_what_is_deleted_is_forgotten() -> None:
+def test_alerts_are_distinguished_and_what_is_deleted_is_forgotten() -> None:
     known, one, other = Transitions(), alert("a"), alert("b")
     known.learn(alert_record(one), one)
     assert known.is_news(other)

@@ -159,7 +159,7 @@ async def test_an_assignment_that_follows_unchanged_keeps_its_handler() -> None:
     assert second.handler.delivered == second.handler.recalled == []
 
 
-async def test_a_topic_that_is_made_anew_is_delivered_from_its_start() -> None:
+async def test_a_topic_that_is_made_again_is_delivered_from_its_start() -> None:
     one = Setup(FakeGroup(LOG))
 
     def anew(offset: int) -> None:

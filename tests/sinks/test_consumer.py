@@ -128,7 +128,7 @@ async def test_each_topic_is_read_as_it_is_to_be_by_a_handler_of_its_own() -> No
     assert runs == [("a", 1.0), ("b", 2.0), ("b", 2.0)]
 
 
-async def test_a_reader_without_a_broker_says_so_and_stops_when_told() -> None:
+async def test_a_reader_without_a_broker_says_so_and_stops_when_asked() -> None:
     counted = Outcomes("test", Instruments(outcome_instruments("test")))
     source = Source("gpu.attributed", lambda _: Handler(patient=True), "earliest", 1.0)
     reader = GroupReader(SETTINGS, [source], counted)

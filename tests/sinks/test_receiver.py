@@ -67,7 +67,7 @@ async def test_what_is_no_refusal_is_tried_again_for_as_long_as_it_takes(status:
 
 
 @pytest.mark.parametrize("status", MEANINGS["refused"])
-async def test_a_refusal_is_told_and_not_sent_again(status: int) -> None:
+async def test_a_refusal_is_reported_and_not_sent_again(status: int) -> None:
     scripted = Scripted(503, status)
     assert await send(receiver(scripted)) == f"HTTP {status}: said"
     assert [one.status for one in scripted.got] == [503, status]
@@ -134,7 +134,7 @@ async def test_retry_after_is_waited_for() -> None:
     assert statuses[1] - statuses[0] >= 1
 
 
-async def test_a_request_is_made_anew_for_each_attempt() -> None:
+async def test_a_request_is_made_again_for_each_attempt() -> None:
     scripted, made = Scripted(503, 503), iter([b"1", b"2", b"3"])
     to = receiver(scripted)
     await asyncio.wait_for(to.send(lambda: Request(next(made), {}), asyncio.Event()), 10)
@@ -188,7 +188,7 @@ async def test_a_change_is_said_once_without_the_path_and_the_password(caplog: p
     ]
 
 
-async def test_while_it_fails_it_says_why_and_what_waits_for_its_return_is_told() -> None:
+async def test_while_it_fails_it_says_why_and_what_waits_for_its_return_is_reported() -> None:
     told: list[str | None] = []
     scripted = Scripted(503, 401)
     made = Instruments(INSTRUMENTS)

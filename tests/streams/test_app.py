@@ -271,20 +271,20 @@ async def ask(bench: Bench, answer: Any, meanwhile: Any = lambda: None) -> list[
     return asked
 
 
-async def test_the_stage_is_told_where_our_partitions_end(bench: Bench) -> None:
+async def test_the_stage_learns_where_our_partitions_end(bench: Bench) -> None:
     bench.admit()
     await ask(bench, 7)
     assert bench.stage.told == [{TP: 7, STATE: 7}]
 
 
-async def test_the_stage_is_told_where_watched_topics_end_of_the_numbers_that_are_read() -> None:
+async def test_the_stage_learns_where_watched_topics_end_of_the_numbers_that_are_read() -> None:
     bench = Bench(watched=("sources",))
     bench.admit()
     await ask(bench, 7)
     assert bench.stage.told == [{TP: 7, STATE: 7, Partition("sources", TP.partition): 7}]
 
 
-async def test_without_partitions_the_broker_is_asked_all_the_same_but_the_stage_not_told(bench: Bench) -> None:
+async def test_without_partitions_the_broker_is_asked_all_the_same_but_the_stage_learns_nothing(bench: Bench) -> None:
     assert await ask(bench, 7) == [[TP]]
     assert bench.stage.told == []
 
@@ -298,7 +298,7 @@ async def test_a_broker_that_does_not_say_where_partitions_end_is_asked_again(
     assert bench.stage.told == []
 
 
-async def test_ends_that_were_asked_for_in_an_older_epoch_are_not_told(bench: Bench) -> None:
+async def test_ends_that_were_asked_for_in_an_older_epoch_are_not_reported(bench: Bench) -> None:
     bench.admit()
 
     await ask(bench, 7, meanwhile=bench.app.reader.end_epoch)

@@ -227,7 +227,7 @@ async def test_a_hole_in_a_compacted_topic_is_believed_at_once() -> None:
 
 
 @instant
-async def test_a_topic_that_is_made_anew_under_the_reader_is_read_from_its_beginning() -> None:
+async def test_a_topic_that_is_made_again_under_the_reader_is_read_from_its_beginning() -> None:
     desk = Desk()
     desk.log(TICKS).append(50)
     await desk.assign()
@@ -610,7 +610,7 @@ async def test_the_stage_forgets_at_every_end_of_an_epoch() -> None:
 
 
 @instant
-async def test_state_that_a_process_holds_is_read_on_and_not_anew() -> None:
+async def test_state_that_a_process_holds_is_read_on_and_not_again() -> None:
     desk = Desk()
     desk.log(OWNERS).append(5)
     await desk.assign()
@@ -624,7 +624,7 @@ async def test_state_that_a_process_holds_is_read_on_and_not_anew() -> None:
 
 
 @instant
-async def test_state_of_a_partition_that_went_is_dropped_and_read_anew_when_it_comes_back() -> None:
+async def test_state_of_a_partition_that_went_is_dropped_and_read_again_when_it_comes_back() -> None:
     desk = Desk()
     desk.log(OWNERS).append(2)
     await desk.assign()
@@ -651,7 +651,7 @@ async def test_state_that_was_delivered_but_not_learned_when_the_epoch_ended_is_
 
 
 @instant
-async def test_a_group_that_was_set_back_has_its_state_read_anew() -> None:
+async def test_a_group_that_was_set_back_has_its_state_read_again() -> None:
     desk = Desk()
     desk.log(OWNERS).append(3)
     desk.log(TICKS).append(5)

@@ -18,11 +18,11 @@ def test_a_time_is_read_back_to_the_millisecond_that_was_written(ms: int) -> Non
     assert milliseconds(msgspec.json.decode(msgspec.json.encode(alert), type=Alert).starts_at) == ms
 
 
-def test_a_transition_is_told_apart_by_fingerprint_start_and_state() -> None:
+def test_a_transition_is_distinguished_by_fingerprint_start_and_state() -> None:
     assert transition_id(ALERT) == "6da51de3be07d817/1795219152500/firing"
 
 
-def test_a_fingerprint_tells_apart_which_field_a_value_stands_in() -> None:
+def test_a_fingerprint_distinguishes_which_field_a_value_stands_in() -> None:
     one = ("GPUXid", "c", "n")
     prints = {fingerprint(*one, *rest) for rest in ((), ("x",), ("", "x"), ("", "", "x"), ("x", "x"))}
 

@@ -113,7 +113,7 @@ def stem(profile: ProfileName, one: Series | Ratio) -> str:
 
 
 @every_profile
-def test_only_the_label_of_its_family_tells_the_series_of_a_name_apart(profile: ProfileName) -> None:
+def test_only_the_label_of_its_family_distinguishes_the_series_of_a_name(profile: ProfileName) -> None:
     found: dict[str, set[frozenset[tuple[str, str]]]] = {}
     for one in every_series(profile):
         rest = [pair for pair in one.labels if pair[0] != getattr(FAMILIES.get(stem(profile, one)), "label", None)]
@@ -176,7 +176,7 @@ def test_names_and_labels_are_ones_that_prometheus_takes(profile: ProfileName) -
 
 
 @every_profile
-def test_a_label_that_tells_series_apart_is_never_one_of_the_device_or_its_holder(profile: ProfileName) -> None:
+def test_a_label_that_distinguishes_series_is_never_one_of_the_device_or_its_holder(profile: ProfileName) -> None:
     assert not own_labels(profile) & set(DEVICE_AND_HOLDER_LABELS.split())
 
 
@@ -191,7 +191,7 @@ def test_the_otel_profile_has_no_unit_suffixes() -> None:
     assert all(name.startswith("gpu_") for name in names)
 
 
-def test_the_otel_profile_tells_its_series_apart_by_these_labels() -> None:
+def test_the_otel_profile_distinguishes_its_series_by_these_labels() -> None:
     assert own_labels("otel") == {
         "gpu_task_type",
         "gpu_temperature_sensor",
@@ -206,7 +206,7 @@ def test_the_otel_profile_tells_its_series_apart_by_these_labels() -> None:
 
 
 @pytest.mark.parametrize("profile", ["dcgm", "dcgm-4.9", "dcgm-legacy"])
-def test_the_dcgm_profiles_tell_series_apart_by_name_alone(profile: ProfileName) -> None:
+def test_the_dcgm_profiles_distinguish_series_by_name_alone(profile: ProfileName) -> None:
     assert own_labels(profile) == frozenset()
 
 

@@ -22,7 +22,7 @@ def test_a_dead_letter_says_where_its_record_stood_who_gave_up_and_why() -> None
     }
 
 
-def test_of_a_long_value_the_first_64_kib_are_kept_and_its_length_told() -> None:
+def test_of_a_long_value_the_first_64_kib_are_kept_and_its_length_reported() -> None:
     dead = letter(None, b"x" * 1_000_000, ORIGIN, stage="s", error="e", at_ms=0)
 
     assert dead.value == b"x" * MAX_VALUE_BYTES

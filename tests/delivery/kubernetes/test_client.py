@@ -98,7 +98,7 @@ async def test_requests_are_counted_by_their_status_or_by_why_there_is_none(serv
     assert [value(instruments, names.API_REQUESTS, code=code) for code in ("200", "404", "connection")] == [1, 1, 1]
 
 
-async def test_nobody_there_is_told_from_a_silence(server: ApiServer, connect: Open) -> None:
+async def test_nobody_there_is_distinguished_from_a_silence(server: ApiServer, connect: Open) -> None:
     api = await connect()
     server.next(hang, says(b"half", then="hang"))
     for _ in range(2):

@@ -85,7 +85,7 @@ def test_without_a_kubelet_a_tick_has_no_snapshot_and_nothing_is_amiss() -> None
     assert run_of(fold).fates == {"no_kubelet": 1}
 
 
-def test_a_late_tick_is_told_apart_by_whether_its_snapshot_is_in_the_log() -> None:
+def test_a_late_tick_is_distinguished_by_whether_its_snapshot_is_in_the_log() -> None:
     fold = folded([snapshot(1), attributed(1, "late"), attributed(2, "late"), sample(1, named=1), sample(2, named=2)])
 
     assert (run_of(fold).fates, run_of(fold).unsent) == ({"late": 2}, 1)

@@ -98,7 +98,7 @@ async def running(server: ApiServer, directory: Path, **how: Any) -> AsyncIterat
         await replica.end()
 
 
-async def test_each_node_is_told_of_with_its_pods_labels_and_devices(tmp_path: Path) -> None:
+async def test_each_node_is_reported_with_its_pods_labels_and_devices(tmp_path: Path) -> None:
     server = cluster_of("n1", "n2")
     server.objects[PODS]["bert-0"] = pod_json()
     server.objects[SLICES] = {"s": slice_json()}
@@ -114,7 +114,7 @@ async def test_each_node_is_told_of_with_its_pods_labels_and_devices(tmp_path: P
     assert replica.records("n2")[0]["pods"] == []
 
 
-async def test_annotations_that_are_allowed_are_told_beside_those_that_gpustream_needs(tmp_path: Path) -> None:
+async def test_annotations_that_are_allowed_are_reported_beside_those_that_gpustream_needs(tmp_path: Path) -> None:
     server = cluster_of("n1")
     needed = {"gpustream.dev/idle-after": "2h", "hami.io/vgpu-devices-allocated": "GPU-a,NVIDIA,500,5:;"}
     server.objects[PODS]["bert-0"] = pod_json(annotations={**needed, "billing": "b-7", "other": "x"})
@@ -136,7 +136,7 @@ async def test_the_first_record_of_a_pod_has_its_whole_owner_chain(tmp_path: Pat
     assert chains == [[], ["ReplicaSet", "Deployment"]]
 
 
-async def test_a_pod_whose_owner_is_not_to_be_had_is_told_of_all_the_same(tmp_path: Path) -> None:
+async def test_a_pod_whose_owner_is_not_to_be_had_is_reported_all_the_same(tmp_path: Path) -> None:
     server = cluster_of("n1")
     async with server, running(server, tmp_path) as replica:
         await replica.until(replica.records)
@@ -235,7 +235,7 @@ async def test_a_greedy_pods_labels_are_cut_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unknown", [PODS, NODES])
-async def test_nothing_is_told_before_all_pods_and_nodes_are_known(unknown: str, tmp_path: Path) -> None:
+async def test_nothing_is_reported_before_all_pods_and_nodes_are_known(unknown: str, tmp_path: Path) -> None:
     server = cluster_of("n1")
     server.objects[PODS]["bert-0"] = pod_json()
     late = server.objects.pop(unknown)
@@ -265,7 +265,7 @@ async def test_an_ended_pod_leaves_in_the_end(tmp_path: Path, monkeypatch: pytes
     assert [found for found, _ in itertools.groupby(ends)] == [[False], [True], []]
 
 
-async def test_a_removed_node_is_told_of_no_more_while_others_are(
+async def test_a_removed_node_is_reported_no_more_while_others_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("producers.workloads.RESEND_S", 0.2)
@@ -283,7 +283,7 @@ async def test_a_removed_node_is_told_of_no_more_while_others_are(
 
 
 @pytest.mark.slow
-async def test_who_leads_again_tells_of_every_node_again(tmp_path: Path) -> None:
+async def test_who_leads_again_reports_every_node_again(tmp_path: Path) -> None:
     server = cluster_of("n1", "n2")
     async with server, running(server, tmp_path, lease="gpus/gpustream-cluster", identity="a") as replica:
         await replica.until(lambda: replica.records("n1") and replica.records("n2"))
@@ -381,7 +381,7 @@ async def test_a_standby_is_ready_and_silent_and_takes_over_with_a_higher_epoch(
         assert standby.records()[0]["epoch"] > leader.records()[-1]["epoch"]
 
 
-async def test_a_new_leader_writes_nothing_before_it_has_read_what_the_last_one_told_of(
+async def test_a_new_leader_writes_nothing_before_it_has_read_what_the_last_one_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher, "UNREADY_AFTER_S", 0.0)

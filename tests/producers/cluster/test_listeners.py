@@ -136,7 +136,7 @@ def test_a_node_whose_name_no_record_can_have_is_counted() -> None:
     assert bench.kept() == [0, 0, 0, 0, 0, 0]
 
 
-def test_what_a_namespace_is_annotated_with_is_told_of_its_pods() -> None:
+def test_what_a_namespace_is_annotated_with_is_reported_its_pods() -> None:
     bench = Bench().fill()
     bench.namespaces.put(raw(named("ml", {"team": "research"}, {"gpustream.dev/idle-after": "2h"})))
     (pod,) = bench.pods_of("n1")

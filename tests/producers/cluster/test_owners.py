@@ -285,7 +285,7 @@ async def test_what_was_allowed_again_is_asked_for_soon_where_it_is_refused_once
         await eventually(lambda: {len(chain) for uid, chain in bench.learned[-2:]} == {2})
 
 
-async def test_a_permission_of_one_namespace_is_told_from_that_of_another() -> None:
+async def test_a_permission_of_one_namespace_is_distinguished_from_that_of_another() -> None:
     other = Owner("batch/v1", "Job", "train", "job-2")
     async with Bench().running() as bench:
         bench.api.answers[JOB_PATH] = Answer(403, b"{}", None)
@@ -393,7 +393,7 @@ async def test_the_pauses_grow_and_are_of_the_whole_group() -> None:
             assert len(bench.api.asked) == asked
 
 
-async def test_an_owner_that_is_forgotten_while_it_is_asked_for_is_not_told_of() -> None:
+async def test_an_owner_that_is_forgotten_while_it_is_asked_for_is_not_reported() -> None:
     async with Bench().running() as bench:
         bench.api.has(RS_PATH, RS, None)
         bench.owners.follow(RS, "ml")
@@ -417,7 +417,7 @@ async def test_a_group_that_hangs_holds_up_no_other() -> None:
         assert (bench.api.most_at_once, bench.owners.unknown) == (AT_ONCE + 1, 50)
 
 
-async def test_an_owner_that_nobody_wants_any_more_is_not_told_of() -> None:
+async def test_an_owner_that_nobody_wants_any_more_is_not_reported() -> None:
     async with Bench().running() as bench:
         bench.api.answers[RS_PATH] = Unreachable("timeout", "")
         await bench.chain(RS)

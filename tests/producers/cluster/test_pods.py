@@ -117,7 +117,7 @@ def test_an_ended_pod_stays_for_half_an_hour_after_its_end_was_noticed() -> None
     assert (len(bench.pods), bench.pods.on_node("n1")) == (0, [])
 
 
-def test_one_that_ended_long_before_it_was_first_seen_is_not_told_of() -> None:
+def test_one_that_ended_long_before_it_was_first_seen_is_not_reported() -> None:
     bench = Bench()
     assert bench.put(status=over("Succeeded", "2026-03-01T12:10:00Z"), now_ms=START_MS + 600_000 + KEPT_MS) == []
     assert bench.put("other", status=over("Succeeded", "2026-03-01T12:10:00Z"), now_ms=START_MS + 700_000)

@@ -276,7 +276,7 @@ async def test_what_went_while_nobody_watched_is_gone_after_the_next_list(server
         says(event("ERROR", {"kind": "Status", "code": 410, "reason": "Gone"})),
     ],
 )
-async def test_gone_in_any_form_lists_anew(server: ApiServer, start: Start, gone: Behaviour) -> None:
+async def test_gone_in_any_form_lists_again(server: ApiServer, start: Start, gone: Behaviour) -> None:
     bench = await start()
     await bench.watching()
     server.next(gone)
@@ -326,7 +326,7 @@ async def test_a_line_of_six_megabytes_is_one_like_any_other(server: ApiServer, 
     assert bench.known.lists == 1
 
 
-async def test_a_line_that_is_too_long_is_dropped_and_the_list_read_anew(server: ApiServer, start: Start) -> None:
+async def test_a_line_that_is_too_long_is_dropped_and_the_list_read_again(server: ApiServer, start: Start) -> None:
     server.put(PODS, pod("large"))
     server.put(PODS, pod("small"))
     bench = await start(largest_line_bytes=10_000)

@@ -59,7 +59,7 @@ def encoded(content: WorkloadsContent, node: str = "n1") -> bytes:
     return records.workloads(cluster="prod", node=node, epoch=1, seq=1, ts_ms=NOW, content=content.encoded())
 
 
-def test_a_gpu_pod_is_told_of_with_all_that_is_known() -> None:
+def test_a_gpu_pod_is_reported_with_all_that_is_known() -> None:
     cluster = state("n1")
     cluster.put_namespace("ml", {"team": "research", "secret": "x"})
     cluster.put_pod(pod(labels={"app": "bert", "secret": "x"}, annotations={"gpustream.dev/a": "1", "b": "2"}), NOW)
@@ -79,7 +79,7 @@ def test_a_gpu_pod_is_told_of_with_all_that_is_known() -> None:
     }
 
 
-def test_what_is_told_is_a_record_of_the_contract() -> None:
+def test_what_is_reported_is_a_record_of_the_contract() -> None:
     cluster = state("n1")
     cluster.put_pod(pod(owner=RS), NOW)
     cluster.put_slice(slice_())
@@ -90,7 +90,7 @@ def test_what_is_told_is_a_record_of_the_contract() -> None:
 
 
 @pytest.mark.parametrize("how", [{"limits": {"cpu": "1"}}, {"node": None}, {"node": ""}])
-def test_a_pod_without_a_gpu_or_a_node_is_not_told_of(how: dict[str, Any]) -> None:
+def test_a_pod_without_a_gpu_or_a_node_is_not_reported(how: dict[str, Any]) -> None:
     cluster = state("n1")
     cluster.take("n1")
     cluster.put_pod(pod(**how), NOW)
@@ -98,7 +98,7 @@ def test_a_pod_without_a_gpu_or_a_node_is_not_told_of(how: dict[str, Any]) -> No
     assert (len(cluster.pods), "n1" in cluster.changed()) == (0, False)
 
 
-def test_a_pod_is_told_of_once_it_is_bound() -> None:
+def test_a_pod_is_reported_once_it_is_bound() -> None:
     cluster = state("n1")
     cluster.put_pod(pod(node=None), NOW)
     cluster.put_pod(pod(), NOW)
@@ -167,11 +167,11 @@ def test_node_labels_are_those_of_the_allow_list() -> None:
     assert told(cluster).node_labels == kept
 
 
-def test_a_node_that_has_no_pods_is_told_of_too() -> None:
+def test_a_node_that_has_no_pods_is_reported_too() -> None:
     assert told(state("n1")) == WorkloadsContent({}, [], [], [], unwell=[])
 
 
-def test_a_pod_on_a_node_that_is_not_there_is_told_of_when_it_comes() -> None:
+def test_a_pod_on_a_node_that_is_not_there_is_reported_when_it_comes() -> None:
     cluster = state()
     cluster.put_pod(pod(node="n9"), NOW)
     assert (cluster.changed(), cluster.take("n9")) == ([], None)
@@ -216,7 +216,7 @@ def test_a_node_whose_name_no_record_can_have_is_refused() -> None:
         state().put_node("a/b", {})
 
 
-def test_a_removed_node_is_forgotten_where_nobody_tells_of_it() -> None:
+def test_a_removed_node_is_forgotten_if_nobody_reports_it() -> None:
     cluster = state("n1")
     cluster.remove_node("n1", NOW)
     cluster.expire(NOW + KEPT_MS)
@@ -224,7 +224,7 @@ def test_a_removed_node_is_forgotten_where_nobody_tells_of_it() -> None:
     assert cluster.take("n1") is None
 
 
-def test_a_pod_waits_for_its_chain_and_is_then_told_of_without_and_again_with_it() -> None:
+def test_a_pod_waits_for_its_chain_and_is_then_reported_without_and_again_with_it() -> None:
     cluster = state("n1")
     cluster.put_pod(pod("old"), NOW)
     cluster.take("n1")
@@ -254,7 +254,7 @@ def test_a_chain_that_ends_too_early_is_incomplete() -> None:
     assert row(cluster)["owners_complete"] is False
 
 
-def test_a_new_leader_holds_no_pod_that_the_last_one_may_have_told_of() -> None:
+def test_a_new_leader_holds_no_pod_that_the_last_one_may_have_reported() -> None:
     cluster = state("n1")
     cluster.put_pod(pod(owner=RS), NOW)
     cluster.mark_all()
@@ -285,14 +285,14 @@ def test_each_owner_is_followed_once_and_until_its_last_pod_has_left() -> None:
     assert cluster.awaits("n1")
 
 
-def test_an_owner_without_a_uid_is_told_of_and_not_waited_for() -> None:
+def test_an_owner_without_a_uid_is_reported_and_not_waited_for() -> None:
     cluster = state("n1")
     cluster.put_pod(pod(owner=Owner("v1", "Thing", "x", "")), NOW)
 
     assert (cluster.awaits("n1"), row(cluster)["owners"][0]["name"]) == ([], "x")
 
 
-def test_a_claim_that_only_looks_at_a_device_is_told_of_on_the_nodes_of_its_pool_until_long_after_it_is_gone() -> None:
+def test_a_claim_that_only_looks_at_a_device_is_reported_on_the_nodes_of_its_pool_until_long_after_it_is_gone() -> None:
     cluster = state("n1", "n2")
     for node in ("n1", "n2"):
         cluster.put_slice(slice_(node, node=node))
@@ -420,7 +420,7 @@ def told_of(*pods: Pod, node: str = "n1", removed: bool = False) -> dict[str, Pu
     return {node: PublishedNode((1, 1), removed, {pod.uid: pod for pod in pods})}
 
 
-def test_a_new_leader_tells_again_of_the_ended_pods_of_the_last_for_as_long_as_that_would_have() -> None:
+def test_a_new_leader_reports_again_the_ended_pods_of_the_last_for_as_long_as_that_would_have() -> None:
     cluster = state("n1")
     cluster.put_pod(pod("here"), NOW)
     gone = Pod("ml", "gone", "uid-gone", "Succeeded", 1, NOW - 10, {"app": "x"}, owners=(RS, DEPLOYMENT))
@@ -580,7 +580,7 @@ def test_a_full_list_of_the_same_objects_changes_nothing(events: list[Event]) ->
 
 
 @given(st.lists(_EVENTS, max_size=20))
-def test_a_node_that_is_told_of_differently_was_made_due(events: list[Event]) -> None:
+def test_a_node_that_is_reported_differently_was_made_due(events: list[Event]) -> None:
     cluster = state("n1", "n2")
     before = _alive(cluster)
     for event in events:
@@ -606,7 +606,7 @@ def test_no_label_of_a_tenant_changes_another_pod(labels: dict[str, str], annota
     assert decoder(NodeWorkloads)(encoded(content)).pods[0].labels == {"app": "mine"}
 
 
-def test_ended_pods_are_told_of_with_their_ends() -> None:
+def test_ended_pods_are_reported_with_their_ends() -> None:
     cluster = state("n1")
     cluster.put_pod(pod("a"), NOW)
     cluster.put_pod(pod("b", status=over("Succeeded", "2026-03-01T12:40:00Z")), NOW)

@@ -39,7 +39,7 @@ def test_a_pod_that_ended_is_known_from_the_record_that_ended_it() -> None:
     }
 
 
-def test_a_pod_that_is_not_told_of_any_more_has_ended() -> None:
+def test_a_pod_that_is_not_reported_any_more_has_ended() -> None:
     assert ends(record(1, pod("a")), record(2)) == {"a": 2000}
 
 

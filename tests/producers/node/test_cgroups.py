@@ -374,7 +374,7 @@ def test_of_an_environment_no_more_is_read_than_has_a_bound(procfs: Procfs, monk
 @pytest.mark.parametrize(
     "status", ["", "Uid:", "Uid:\tx\t0\t0\t0\n", "Name:\tUid:\t1000\t\n", "Uid:\t99999999999\t0\n"]
 )
-def test_a_status_that_tells_no_user_leaves_the_job_without(procfs: Procfs, status: str) -> None:
+def test_a_status_that_reports_no_user_leaves_the_job_without(procfs: Procfs, status: str) -> None:
     procfs.begin(42, 1000, IN_JOB)
     (procfs.root / "42" / "status").write_text(status)
     assert procfs.places.of(42) == ProcessPlace(None, None, "7")

@@ -299,7 +299,7 @@ async def test_what_only_a_new_process_can_mend_ends_it_after_the_drain() -> Non
     assert bench.value(publisher.SENT) == bench.value(publisher.MADE) >= 2
 
 
-async def test_everything_that_is_missing_is_told() -> None:
+async def test_everything_that_is_missing_is_reported() -> None:
     bench = Bench()
     bench.gpus.reasons = ["no NVIDIA driver"]
     bench.kubelet.reasons = ["no kubelet at /run/kubelet.sock"]

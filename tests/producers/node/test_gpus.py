@@ -109,7 +109,7 @@ async def opened(one: Bench) -> AsyncIterator[Bench]:
 OK = {"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "ok"}
 
 
-async def test_a_driver_that_does_not_tell_its_version_is_used_all_the_same(bench: Bench) -> None:
+async def test_a_driver_that_does_not_report_its_version_is_used_all_the_same(bench: Bench) -> None:
     bench.nvml.version_error = binding.FUNCTION_NOT_FOUND
     await bench.open()
     assert await bench.states() == OK
@@ -187,7 +187,7 @@ async def silenced(bench: Bench, *uuids: str) -> None:
         bench.clock.now_s += 40
 
 
-async def test_what_hangs_is_told_with_its_time_and_the_call_and_once_in_the_log(
+async def test_what_hangs_is_reported_with_its_time_and_the_call_and_once_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with opened(Bench()) as bench:
@@ -311,7 +311,7 @@ async def test_a_gpu_that_is_slow_to_read_is_in_each_tick_with_the_time_when_it_
 
 
 @pytest.mark.slow
-async def test_a_reading_that_spans_ticks_ends_in_one_of_them_and_is_told_once(bench: Bench) -> None:
+async def test_a_reading_that_spans_ticks_ends_in_one_of_them_and_is_reported_once(bench: Bench) -> None:
     await bench.open()
     bench.nvml.delays_s["GPU-1", "*"] = 0.008
     seen = [next(one for one in await bench.read(0.1) if one["uuid"] == "GPU-1") for _ in range(12)]
@@ -357,7 +357,9 @@ async def test_a_lost_gpu_keeps_its_identity_and_is_back_when_it_answers(
 
 
 @pytest.mark.parametrize(("code", "name"), [(4, "NO_PERMISSION"), (15, "GPU_IS_LOST"), (999, "UNKNOWN")])
-async def test_a_gpu_that_can_not_be_opened_is_left_out_counted_and_told(bench: Bench, code: int, name: str) -> None:
+async def test_a_gpu_that_can_not_be_opened_is_left_out_counted_and_reported(
+    bench: Bench, code: int, name: str
+) -> None:
     bench.nvml.gpus[1].open_error = code
     await bench.open()
     assert await bench.states() == {"GPU-0": "ok", "GPU-2": "ok"}
@@ -383,7 +385,7 @@ async def test_two_gpus_of_one_uuid_are_one(bench: Bench) -> None:
     assert "it has the UUID of GPU 0" in bench.gpus.not_ready()[0]
 
 
-async def test_a_fault_in_reading_one_gpu_is_told_and_holds_up_no_other(
+async def test_a_fault_in_reading_one_gpu_is_reported_and_holds_up_no_other(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     await bench.open()
@@ -430,7 +432,7 @@ async def test_errors_are_counted_by_call_and_error(bench: Bench) -> None:
         (77, "CODE_77"),
     ],
 )
-async def test_a_driver_that_comes_later_works_and_until_then_it_is_told_once(
+async def test_a_driver_that_comes_later_works_and_until_then_it_is_reported_once(
     quick: Bench, caplog: pytest.LogCaptureFixture, code: int, told: str
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -454,7 +456,7 @@ async def test_a_driver_without_gpus_says_so() -> None:
         assert bench.gpus.not_ready() == ["the NVIDIA driver has no GPU"]
 
 
-async def test_an_init_that_does_not_return_is_told_and_there_is_no_second_one_beside_it() -> None:
+async def test_an_init_that_does_not_return_is_reported_and_there_is_no_second_one_beside_it() -> None:
     async with opened(Bench(pace=QUICK)) as bench:
         bench.gpus = bench.make(clock=bench.clock)
         hang = bench.nvml.hang(None, "nvmlInit")
@@ -553,7 +555,7 @@ async def test_a_gpu_that_is_not_there_any_more_stays_known_as_lost(quick: Bench
     assert quick.gpus.not_ready() == []
 
 
-async def test_a_gpu_that_vanishes_is_lost_with_its_identity_told_once_and_back_when_it_comes_back(
+async def test_a_gpu_that_vanishes_is_lost_with_its_identity_reported_once_and_back_when_it_comes_back(
     quick: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
@@ -593,7 +595,7 @@ async def test_two_gpus_that_are_lost_at_once_have_a_line_each(bench: Bench, cap
     assert lines == ["GPU 0 (GPU-0)", "GPU 1 (GPU-1)"]
 
 
-async def test_a_mig_device_of_a_gpu_that_is_cut_anew_is_not_missing_and_those_of_a_missing_gpu_are(
+async def test_a_mig_device_of_a_gpu_that_is_cut_again_is_not_missing_and_those_of_a_missing_gpu_are(
     quick: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
@@ -610,7 +612,7 @@ async def test_a_mig_device_of_a_gpu_that_is_cut_anew_is_not_missing_and_those_o
     await quick.comes({**OK, "GPU-1": "lost", "MIG-c": "lost", "GPU-new": "ok"})
 
 
-async def test_a_gpu_that_can_not_be_opened_again_stays_known_and_is_told_once(quick: Bench) -> None:
+async def test_a_gpu_that_can_not_be_opened_again_stays_known_and_is_reported_once(quick: Bench) -> None:
     quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus if gpu.error is None])
     quick.gpus = quick.make()
     await quick.open()
@@ -853,7 +855,7 @@ async def test_events_that_hang_disturb_neither_the_ticks_nor_the_end(bench: Ben
 
 
 @pytest.mark.slow
-async def test_events_are_waited_for_anew_when_nvml_was_opened_again(quick: Bench) -> None:
+async def test_events_are_waited_for_again_when_nvml_was_opened_again(quick: Bench) -> None:
     _with_events(quick)
     quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
     quick.gpus = quick.make()
@@ -897,7 +899,7 @@ async def test_gpus_that_can_not_be_read_say_by_which_call_and_why_and_those_tha
 
 
 @pytest.mark.slow
-async def test_a_gpu_that_tells_no_xid_errors_leaves_them_out_until_it_does(bench: Bench) -> None:
+async def test_a_gpu_that_reports_no_xid_errors_leaves_them_out_until_it_does(bench: Bench) -> None:
     _with_events(bench)
     bench.nvml.gpus[1].fail("nvmlDeviceGetSupportedEventTypes", binding.NO_PERMISSION)
     bench.nvml.gpus[2].answers["nvmlDeviceGetSupportedEventTypes"] = 0
@@ -913,7 +915,7 @@ async def test_a_gpu_that_tells_no_xid_errors_leaves_them_out_until_it_does(benc
     await eventually(lambda: silent() == {"GPU-2": both["GPU-2"]})
 
 
-async def test_without_sets_of_events_no_gpu_tells_xid_errors(bench: Bench) -> None:
+async def test_without_sets_of_events_no_gpu_reports_xid_errors(bench: Bench) -> None:
     bench.nvml.events_error = binding.FUNCTION_NOT_FOUND
     await bench.open()
     why = ("nvmlEventSetCreate", "FUNCTION_NOT_FOUND")

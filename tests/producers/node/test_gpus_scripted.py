@@ -322,7 +322,7 @@ async def test_a_gpu_that_another_took_the_place_of_is_lost_with_its_identity(no
     assert [devices[3]["uuid"], devices[4]["uuid"]] == [before["uuid"], "GPU-another"]
 
 
-async def test_a_gpu_that_is_cut_anew_is_noticed(node: Node) -> None:
+async def test_a_gpu_that_is_cut_again_is_noticed(node: Node) -> None:
     await node.open()
     node.nvml.mig(1, [Mig(1, 0), None, Mig(5, 0, "3g.40gb", 40 << 30, 2 << 30, "MIG-mine")])
     node.nvml.processes(1, [Process(11, 5, gpu_instance=5, compute_instance=0)])
@@ -348,7 +348,7 @@ async def test_a_gpu_that_is_cut_anew_is_noticed(node: Node) -> None:
     assert node.errors() == {}
 
 
-async def test_each_gpu_instance_has_its_own_activity_also_after_it_was_cut_anew(node: Node) -> None:
+async def test_each_gpu_instance_has_its_own_activity_also_after_it_was_cut_again(node: Node) -> None:
     node.nvml.mig(1, [Mig(1), Mig(5, 0, "3g.40gb")])
     node.nvml.set(1, gpm_2_gi1=25, gpm_2_gi5=75.5)
     await node.open()
@@ -402,7 +402,7 @@ def _of_instance(device: dict[str, Any]) -> tuple[str, float, float, list[int]]:
     return device["mig"]["profile"], metrics["memory_used_bytes"], metrics["sm_active_ratio"], pids
 
 
-async def test_processes_that_together_use_more_than_the_gpu_are_told_as_nvml_tells_them(node: Node) -> None:
+async def test_processes_that_together_use_more_than_the_gpu_are_reported_as_nvml_has_them(node: Node) -> None:
     """Dividing the GPU among them is not the node's."""
     node.nvml.set(0, utilization_gpu=90, memory_used=40)
     node.nvml.processes(0, [Process(1, 30, sm=80), Process(2, 30, sm=71), Process(3, 1, sm=100, kind="graphics")])

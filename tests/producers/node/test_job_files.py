@@ -138,7 +138,7 @@ def too_large(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [unreadable, pipe, too_large])
-def test_a_file_that_can_not_be_read_is_told_and_the_others_are_read(
+def test_a_file_that_can_not_be_read_is_reported_and_the_others_are_read(
     tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
     (tmp_path / "0").write_text("1\n")
@@ -149,7 +149,7 @@ def test_a_file_that_can_not_be_read_is_told_and_the_others_are_read(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read_is_told(tmp_path: Path) -> None:
+def test_a_file_that_may_not_be_read_is_reported(tmp_path: Path) -> None:
     (tmp_path / "0").write_text("1\n")
     (tmp_path / "0").chmod(0)
     (problem,) = Directory(tmp_path).look().problems
@@ -171,7 +171,7 @@ def test_a_job_that_ends_while_its_file_is_read_is_no_problem(tmp_path: Path, mo
     assert Directory(tmp_path).look() == JobMapping({}, [])
 
 
-def test_a_directory_that_is_not_there_is_told_and_used_when_it_comes(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_there_is_reported_and_used_when_it_comes(tmp_path: Path) -> None:
     directory = Directory(tmp_path / "jobs")
     (problem,) = directory.look().problems
     assert (problem.reason, problem.path) == ("directory", tmp_path / "jobs")
@@ -180,7 +180,7 @@ def test_a_directory_that_is_not_there_is_told_and_used_when_it_comes(tmp_path: 
     assert directory.look() == JobMapping({"0": ("1",)}, [])
 
 
-def test_a_directory_of_too_many_entries_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_too_many_entries_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_files, "MOST_ENTRIES", 2)
     for name in "012":
         (tmp_path / name).write_text("1\n")

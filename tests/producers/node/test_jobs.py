@@ -42,7 +42,7 @@ def test_a_device_that_nothing_runs_on_has_the_jobs_of_its_file() -> None:
     assert jobs_of(device(), {"2": ("7",), "1": ("9",)}, known) == [{"id": "7", "user": "alice", "partition": "gpu"}]
 
 
-def test_jobs_of_the_file_and_of_processes_are_told_once_each() -> None:
+def test_jobs_of_the_file_and_of_processes_are_reported_once_each() -> None:
     assert [job["id"] for job in jobs_of(device("8", "7"), {"2": ("7", "9")}, known)] == ["7", "9", "8"]
 
 
@@ -70,7 +70,7 @@ def test_the_file_of_a_gpu_is_not_its_parts() -> None:
     assert jobs_of(device(index=None), mapped, known) == []
 
 
-def test_only_devices_with_jobs_are_told_to_have_some_and_none_is_changed() -> None:
+def test_only_devices_with_jobs_are_said_to_have_some_and_none_is_changed() -> None:
     made = [device("7"), device(index=3), {"uuid": "GPU-3", "state": "timeout", "processes": None}]
     before = [dict(one) for one in made]
 

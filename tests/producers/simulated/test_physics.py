@@ -224,7 +224,7 @@ def test_processes_are_visible_from_the_first_one_on() -> None:
     assert found == {True, False}
 
 
-def test_an_xid_error_is_told_once_with_its_time_and_counted_from_then_on() -> None:
+def test_an_xid_error_is_reported_once_with_its_time_and_counted_from_then_on() -> None:
     node = Fleet(4, 8).node(3)
     for gpu in node._gpus:
         gpu._fragile = True
@@ -261,7 +261,7 @@ def test_most_gpus_never_have_an_xid_error() -> None:
     assert 0 < sum(gpu._fragile for gpu in gpus) < len(gpus) / 8
 
 
-def test_busy_idle_and_bursty_pods_and_unheld_gpus_are_told_apart() -> None:
+def test_busy_idle_and_bursty_pods_and_unheld_gpus_are_distinguished() -> None:
     seen: dict[str, set[float]] = {"": set()}
     for index in (0, 2, 4):
         node = Fleet(5, 8).node(index)

@@ -18,7 +18,7 @@ def test_what_is_open_is_due_for_ever_and_what_is_over_for_a_quarter_of_an_hour(
     assert active.states(both) == [alert("open")]
 
 
-def test_what_is_deleted_is_not_told() -> None:
+def test_what_is_deleted_is_not_reported() -> None:
     active = ActiveAlerts()
     active.put(alert(), START_MS)
     active.remove(None)
@@ -28,7 +28,7 @@ def test_what_is_deleted_is_not_told() -> None:
     assert active.due(START_MS) == []
 
 
-def test_an_alert_that_fires_again_is_told_as_it_is_now() -> None:
+def test_an_alert_that_fires_again_is_reported_as_it_is_now() -> None:
     active = ActiveAlerts()
     active.put(alert(ends_ms=START_MS + 1), START_MS)
     active.put(alert(starts_ms=START_MS + 2), START_MS)

@@ -96,7 +96,7 @@ def now_ms() -> int:
     return int(clock.time() * 1000)
 
 
-async def test_each_transition_is_told_in_order_and_each_offset_follows_its_request() -> None:
+async def test_each_transition_is_reported_in_order_and_each_offset_follows_its_request() -> None:
     one = Setup(FakeAlertmanager())
     assert await one.deliver(records(firing("a"), firing("b"), over("a"), over("b"), firing("c"))) == [2, 5]
     assert one.manager.told == [("a", True), ("b", True), ("a", False), ("b", False), ("c", True)]
@@ -111,7 +111,7 @@ async def test_a_request_has_no_more_alerts_than_it_may() -> None:
     assert one.manager.firing() == set("0123456")
 
 
-async def test_what_is_written_again_is_not_told_as_new() -> None:
+async def test_what_is_written_again_is_not_reported_as_new() -> None:
     one = Setup(FakeAlertmanager())
     one.partition.recall(records(firing("a"), firing("b"), over("b")))
     assert await one.deliver(records(firing("a"), firing("b"), over("b"), first=3)) == [5, 6]
@@ -119,7 +119,7 @@ async def test_what_is_written_again_is_not_told_as_new() -> None:
     assert one.ends() == {"duplicate": 3}
 
 
-async def test_after_a_start_what_is_open_is_told_and_what_ended_lately_and_nothing_else() -> None:
+async def test_after_a_start_what_is_open_is_reported_and_what_ended_lately_and_nothing_else() -> None:
     one = Setup(FakeAlertmanager())
     gone = over("gone")
     one.partition.recall(
@@ -140,7 +140,7 @@ async def test_after_a_start_what_is_open_is_told_and_what_ended_lately_and_noth
     assert one.sender.sent == []
 
 
-async def test_what_is_open_is_told_again_and_again_and_later_each_time() -> None:
+async def test_what_is_open_is_reported_again_and_again_and_later_each_time() -> None:
     one = Setup(FakeAlertmanager(), resend_s=0.02)
     async with one.resending():
         await one.deliver(records(firing("a"), firing("b"), over("b")))
@@ -150,7 +150,7 @@ async def test_what_is_open_is_told_again_and_again_and_later_each_time() -> Non
     assert one.manager.told[-2:] in ([("a", True), ("b", False)], [("b", False), ("a", True)])
 
 
-async def test_a_partition_that_is_taken_away_is_not_told_any_more() -> None:
+async def test_a_partition_that_is_taken_away_is_not_reported_any_more() -> None:
     one = Setup(FakeAlertmanager(), resend_s=0.02)
     stays, other = AlertmanagerPartition(*one.shared), asyncio.Event()
     stays.recall(records(firing("stays")))
@@ -166,7 +166,7 @@ async def test_a_partition_that_is_taken_away_is_not_told_any_more() -> None:
     assert one.value("open_alerts") == 1
 
 
-async def test_an_outage_is_waited_for_and_then_all_that_is_open_is_told() -> None:
+async def test_an_outage_is_waited_for_and_then_all_that_is_open_is_reported() -> None:
     """Alertmanager has alerts in memory only: one that comes back knows none."""
     one = Setup(FakeAlertmanager())
     one.partition.recall(records(firing("a"), firing("b"), firing("c")))
@@ -199,7 +199,7 @@ async def test_no_older_state_arrives_after_a_newer_one() -> None:
     assert one.manager.most == 1
 
 
-async def test_who_gives_up_during_an_outage_has_told_nothing_as_known() -> None:
+async def test_who_gives_up_during_an_outage_has_reported_nothing_as_known() -> None:
     one = Setup(FakeAlertmanager())
     one.manager.then = lambda _: 503
     delivering = asyncio.ensure_future(one.deliver(records(firing("a"))))
@@ -222,7 +222,7 @@ async def test_a_refused_alert_is_a_dead_letter_and_the_others_are_in(caplog: py
     assert one.value("refused_total") == 2
 
 
-async def test_a_refused_alert_is_told_again_nevertheless_and_that_is_said_once(
+async def test_a_refused_alert_is_reported_again_nevertheless_and_that_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     one = Setup(FakeAlertmanager(bad=frozenset("a")), resend_s=0.02)
@@ -273,7 +273,7 @@ async def test_a_tombstone_is_let_pass() -> None:
     assert one.manager.told == [("a", False)]
 
 
-async def test_after_the_topic_was_made_anew_nothing_of_the_old_one_is_told() -> None:
+async def test_after_the_topic_was_made_again_nothing_of_the_old_one_is_reported() -> None:
     one = Setup(FakeAlertmanager())
     one.partition.recall(records(firing("a"), firing("b")))
     one.partition.reset()

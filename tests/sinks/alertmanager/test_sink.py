@@ -12,7 +12,7 @@ from tests.eventually import eventually
 SETTINGS = AlertmanagerSettings(kafka="127.0.0.1:1", urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
 
 
-async def test_without_a_broker_it_says_so_of_each_alertmanager_and_stops_when_told() -> None:
+async def test_without_a_broker_it_says_so_of_each_alertmanager_and_stops_when_asked() -> None:
     one, stop = AlertmanagerSink(SETTINGS), asyncio.Event()
     assert one.not_ready() == ["not started"]
     running = asyncio.ensure_future(one.run(stop))

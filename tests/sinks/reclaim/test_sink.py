@@ -11,7 +11,7 @@ from sinks.settings import ReclaimSettings
 from tests.eventually import eventually
 
 
-async def test_without_a_broker_it_says_so_and_stops_when_told(tmp_path: Path) -> None:
+async def test_without_a_broker_it_says_so_and_stops_when_asked(tmp_path: Path) -> None:
     kubeconfig = tmp_path / "kubeconfig"
     kubeconfig.write_text(
         json.dumps(

@@ -170,7 +170,7 @@ def test_labels_from_hell_are_written_as_names_and_values_that_any_receiver_take
     assert pairs == tuple(sorted(pairs))
 
 
-def test_a_series_has_no_more_labels_than_a_receiver_takes_and_what_tells_alerts_apart_stays() -> None:
+def test_a_series_has_no_more_labels_than_a_receiver_takes_and_what_distinguishes_alerts_stays() -> None:
     pairs = labels(alert(labels={f"l{n:02}": "x" for n in range(50)}), most=10)
     assert len(pairs) == 9
     assert {"alertname", "severity", "fingerprint", "l00", "l05"} <= dict(pairs).keys()
@@ -273,7 +273,7 @@ async def test_an_alert_that_is_deleted_while_it_fires_ends() -> None:
     assert one.ends() == {"delivered": 1 + 1, "duplicate": 1}
 
 
-async def test_a_topic_made_anew_knows_no_alert() -> None:
+async def test_a_topic_made_again_knows_no_alert() -> None:
     one = Setup()
     await one.deliver(0, alert_record(alert()))
     one.handler.reset()

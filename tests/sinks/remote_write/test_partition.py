@@ -276,7 +276,7 @@ async def test_a_silent_node_is_ended_once_and_late_data_still_fits() -> None:
     assert one.ends() == {"delivered": 2}
 
 
-async def test_a_topic_made_anew_has_no_replays() -> None:
+async def test_a_topic_made_again_has_no_replays() -> None:
     one = Setup()
     await one.deliver(record(sample(5)))
     one.handler.reset()

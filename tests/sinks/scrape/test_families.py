@@ -101,7 +101,7 @@ def test_every_series_is_there_once_with_each_label_once_and_none_empty(
 
 
 @every_naming
-def test_every_name_is_valid_and_every_family_is_told_of_once(names: ProfileName, label_set: LabelSet) -> None:
+def test_every_name_is_valid_and_every_family_is_reported_once(names: ProfileName, label_set: LabelSet) -> None:
     text = exposed(shown(full_node(), names, label_set=label_set))
     about = Counter(tuple(line.split(" ", 3)[1:3]) for line in text.splitlines() if line.startswith("# "))
 

@@ -278,7 +278,7 @@ async def test_a_value_beyond_any_float_is_dead_lettered_and_the_last_tick_stays
     assert " 0.1\n" in bench.shown()
 
 
-async def test_a_topic_made_anew_starts_anew() -> None:
+async def test_a_topic_made_again_starts_again() -> None:
     bench = Bench()
     await bench.deliver(_tick(5, _device("a", 0.1)))
     bench.handler.reset()

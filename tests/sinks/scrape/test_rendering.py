@@ -119,7 +119,7 @@ async def test_what_comes_during_a_rendering_is_not_in_it_but_in_the_next(held: 
         assert b"GPU-new" in await renderings.text()
 
 
-async def test_a_rendering_that_fails_is_told_and_the_next_is_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rendering_that_fails_is_reported_and_the_next_is_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exposition, "exposition", lambda *_, **__: bytes(1 // 0))
     with rendering(DEVICES) as renderings:
         for _ in range(2):

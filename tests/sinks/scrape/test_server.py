@@ -175,7 +175,7 @@ async def test_the_root_leads_to_the_metrics() -> None:
 
 
 @pytest.mark.parametrize("path", ["/metric", "/metrics/", "/..%2fetc/passwd", "/healthz"])
-async def test_elsewhere_is_told_where_the_metrics_are(path: str) -> None:
+async def test_any_other_path_says_where_the_metrics_are(path: str) -> None:
     async with bench() as made:
         answer = await made.ask(path)
 
@@ -191,7 +191,9 @@ async def test_nothing_can_be_written(path: str, method: str) -> None:
     assert (answer.status, answer.headers["Allow"]) == (405, "GET,HEAD")
 
 
-async def test_a_scrape_that_stopping_overtakes_is_told_so_and_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_scrape_that_stopping_overtakes_gets_an_answer_that_says_so_and_delays_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     began, go = threading.Event(), threading.Event()
 
     render = exposition.exposition

@@ -127,7 +127,7 @@ def test_pod_devices_has_its_five_labels_and_nothing_else() -> None:
         ("pod-devices", {"uuid": "MIG-1"}),
     ],
 )
-def test_a_mig_device_is_told_from_its_gpu(label_set: Any, expected: dict[str, str]) -> None:
+def test_a_mig_device_is_distinguished_from_its_gpu(label_set: Any, expected: dict[str, str]) -> None:
     made = of(label_set, uuid="MIG-1", mig=MIG)
     assert {name: made.get(name) for name in expected} == expected
 
@@ -217,7 +217,7 @@ def test_the_sole_holder_is_of_the_only_pod_there_is(holders: list[Holder]) -> N
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_no_label_of_a_device_is_one_that_tells_series_of_a_name_apart(profile: ProfileName) -> None:
+def test_no_label_of_a_device_is_one_that_distinguishes_series_of_a_name(profile: ProfileName) -> None:
     for names in LABELS.values():
         assert not {name for name, _ in labels(names, FULL)} & (own_labels(profile) | {"__name__"})
 
@@ -297,7 +297,7 @@ def test_no_device_has_more_labels_of_its_own_than_is_reckoned_with() -> None:
     assert len(labels(LABELS["otel"], bare)) == DEVICE_LABELS
 
 
-def test_keys_that_become_one_name_are_told_apart() -> None:
+def test_keys_that_become_one_name_are_distinguished() -> None:
     made = tenant_labels({"a-b": "1", "a.b": "2", "a/b": "", "c": "3"}, {"a-b": "4"})
 
     assert made == [

@@ -93,7 +93,7 @@ def test_the_containers_of_a_pod_are_one_part(label_set: Any) -> None:
 
 
 @pytest.mark.parametrize(("label_set", "pods"), [("otel", 2), ("dcgm", 1), ("dcgm-legacy", 1), ("pod-devices", 1)])
-def test_a_pod_made_anew_is_another_one_only_where_its_uid_is_a_label(label_set: Any, pods: int) -> None:
+def test_a_pod_made_again_is_another_one_only_where_its_uid_is_a_label(label_set: Any, pods: int) -> None:
     again = [{**BERT, "pod_uid": uid, "parts": parts(memory=10)} for uid in ("u1", "u2")]
     found = [value for row, value, _ in rows(label_set, others(label_set, *again)) if row.name != "gpu_split_scaled"]
 
@@ -134,7 +134,7 @@ def test_only_a_part_names_a_pod_even_where_one_pod_holds_the_device(label_set: 
 
 
 @every_label_set
-def test_the_part_of_a_mig_device_is_told_from_its_gpus(label_set: Any) -> None:
+def test_the_part_of_a_mig_device_is_distinguished_from_its_gpus(label_set: Any) -> None:
     (of_mig, *_), (of_gpu, *_) = (
         rows(label_set, others(label_set, {**BERT, "parts": parts(1)}, **more))
         for more in ({"uuid": "MIG-1", "mig": MIG}, {})
@@ -142,13 +142,13 @@ def test_the_part_of_a_mig_device_is_told_from_its_gpus(label_set: Any) -> None:
     assert of_mig[2] != of_gpu[2]
 
 
-def test_scaling_is_told_of_devices_that_are_split_and_of_no_others() -> None:
+def test_scaling_is_reported_devices_that_are_split_and_of_no_others() -> None:
     assert values("otel", unattributed=parts(0), split_scaled=True)["gpu_split_scaled", None] == 1.0
     assert values("otel", unattributed={}, split_scaled=False) == {("gpu_split_scaled", None): 0.0}
     assert values("otel", BERT, split_scaled=True) == {}
 
 
-def test_a_conflict_is_told_while_there_is_one() -> None:
+def test_a_conflict_is_reported_while_there_is_one() -> None:
     (told,) = rows("otel", others("otel", BERT, conflict="unallocated_process"))
 
     assert (told[0].name, told[0].labels, told[1]) == (
@@ -244,7 +244,7 @@ def test_whatever_a_record_says_its_series_are_ones_that_receivers_take(device: 
 
 
 @every_label_set
-def test_no_label_that_tells_series_of_a_name_apart_is_one_of_a_device(label_set: Any) -> None:
+def test_no_label_that_distinguishes_series_of_a_name_is_one_of_a_device(label_set: Any) -> None:
     full = {"mig": MIG, "model": "H100", "minor": 0, "pci_bus_id": "0:A", "xids": {"79": 1}}
     series = made(label_set, others(label_set, {**BERT, "parts": parts(1)}, **full)[1].of)
 

@@ -262,7 +262,7 @@ async def test_a_receiver_that_refuses_everything_keeps_the_transitions() -> Non
     assert one.ends() == {"dead_lettered": 3, "delivered": 6}
 
 
-async def test_after_the_topic_was_made_anew_everything_is_news() -> None:
+async def test_after_the_topic_was_made_again_everything_is_news() -> None:
     one = Setup(Scripted())
     one.partition.recall(records(alert()))
     one.partition.reset()

@@ -7,7 +7,7 @@ from sinks.webhook import WebhookSink
 from tests.eventually import eventually
 
 
-async def test_without_a_broker_it_says_so_and_stops_when_told() -> None:
+async def test_without_a_broker_it_says_so_and_stops_when_asked() -> None:
     one = WebhookSink(WebhookSettings(kafka="127.0.0.1:1", url="http://127.0.0.1:1", unsigned=True))
     stop = asyncio.Event()
     assert one.not_ready() == ["not started"]

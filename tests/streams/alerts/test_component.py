@@ -189,7 +189,7 @@ async def test_after_ticks_were_lost_the_gap_is_what_the_state_knows_of() -> Non
     assert broker.alerts() == []
 
 
-async def test_a_log_that_was_made_anew_begins_its_offsets_again() -> None:
+async def test_a_log_that_was_made_again_begins_its_offsets_again() -> None:
     broker = (await having_read(range(700), HOT)).broker
     broker.logs[ATTRIBUTED].clear()
     for s in range(1000, 1400):
@@ -493,7 +493,7 @@ async def test_what_is_no_tick_or_state_goes_to_the_dead_letters_and_the_rest_go
     assert worker.position() == 5
 
 
-async def test_a_node_without_its_state_begins_anew() -> None:
+async def test_a_node_without_its_state_begins_again() -> None:
     broker = (await having_read(range(700), HOT)).broker
     broker.logs[STATE].append(Record(KEY, None))
     broker.committed = 699

@@ -232,7 +232,7 @@ def test_a_driver_that_is_away_for_a_moment_changes_nothing_of_a_workload() -> N
     assert [one for one in said(found) if one[0] == "resolved"] == [("resolved", 0, 2, 8)]
 
 
-def test_kinds_of_nvlink_errors_are_told_apart_by_a_label() -> None:
+def test_kinds_of_nvlink_errors_are_distinguished_by_a_label() -> None:
     counters = ("nvlink_crc_errors_total", "nvlink_replay_errors_total")
     found = fired(
         DEFAULTS,

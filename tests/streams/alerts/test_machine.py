@@ -85,14 +85,14 @@ def test_without_evidence_a_pending_condition_neither_fires_nor_ends() -> None:
     assert life.go(range(40, 41), IDLE) == [(40, "GPUHeldIdle", "firing")]
 
 
-def test_after_a_minute_without_evidence_a_pending_condition_begins_anew() -> None:
+def test_after_a_minute_without_evidence_a_pending_condition_begins_again() -> None:
     life = Life()
     life.go(range(20), IDLE)
     life.go(range(20, 20 + MAX_GAP_MS // 1000), UNKNOWN)
     assert life.go(range(80, 120), IDLE) == [(100, "GPUHeldIdle", "firing")]
 
 
-def test_after_a_minute_without_a_tick_a_pending_condition_begins_anew() -> None:
+def test_after_a_minute_without_a_tick_a_pending_condition_begins_again() -> None:
     life = Life()
     life.go(range(20), IDLE)
     assert life.go(range(80, 120), IDLE) == [(100, "GPUHeldIdle", "firing")]
@@ -101,7 +101,7 @@ def test_after_a_minute_without_a_tick_a_pending_condition_begins_anew() -> None
     assert life.go(range(79, 80), IDLE) == [(79, "GPUHeldIdle", "firing")]
 
 
-def test_after_a_clock_was_set_back_a_pending_condition_begins_anew() -> None:
+def test_after_a_clock_was_set_back_a_pending_condition_begins_again() -> None:
     life = Life()
     life.go(range(1000, 1090), HOT)
     assert life.go(range(500, 630), HOT) == [(600, "GPUThermalSlowdown", "firing")]

@@ -125,7 +125,7 @@ def test_whatever_comes_the_same_object_means_the_same_memory(story: list[tuple[
 
 
 @given(stories)
-def test_no_finding_is_told_twice_in_a_tick(story: list[tuple[list[Device], int, int, Any]]) -> None:
+def test_no_finding_is_reported_twice_in_a_tick(story: list[tuple[list[Device], int, int, Any]]) -> None:
     memory = Memory()
     for one in ticks_of(story):
         uuids = [device.uuid for device in one.devices]

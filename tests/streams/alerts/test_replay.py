@@ -39,7 +39,7 @@ def transitions(ticks: Sequence[Tick]) -> list[Alert]:
 
 
 @given(st.lists(moments, max_size=30))
-def test_no_gpu_is_told_to_be_idle_that_worked_or_was_not_held_within_the_duration(
+def test_no_gpu_is_reported_as_idle_that_worked_or_was_not_held_within_the_duration(
     story: list[tuple[str, float | None, str, int]],
 ) -> None:
     ticks = spread(story)
@@ -63,7 +63,7 @@ def test_every_firing_is_followed_by_at_most_one_resolved(story: list[tuple[str,
 
 
 @given(st.lists(moments, max_size=20), st.integers(0, 20))
-def test_a_gpu_that_was_held_idle_for_long_enough_is_told_whatever_was_before(
+def test_a_gpu_that_was_held_idle_for_long_enough_is_reported_whatever_was_before(
     story: list[tuple[str, float | None, str, int]], more: int
 ) -> None:
     idle = ("new", 0.0, "ok", GRACE_S + FOR_S + 1 + more)

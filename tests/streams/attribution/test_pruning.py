@@ -137,7 +137,7 @@ def test_snapshots_do_not_pile_up_behind_samples_that_never_name_one_of_them() -
     assert len(state.snapshots) <= 2
 
 
-def test_that_a_pod_has_ended_is_remembered_while_a_kubelet_that_begins_anew_lists_nothing() -> None:
+def test_that_a_pod_has_ended_is_remembered_while_a_kubelet_that_begins_again_lists_nothing() -> None:
     listing = [container("p", gpu(0))]
     snapshots = snapshot(1, *listing), snapshot(2, ts_ms=90_000), snapshot(3, *listing, ts_ms=200_000)
     ticks = [read(tick(1 + i, 1 + i // 5, ts_ms=i * 20_000), i) for i in range(13)]
@@ -184,7 +184,7 @@ def test_a_resource_slice_that_changes_within_a_snapshot_counts() -> None:
     assert [[bool(device.holders) for device in one.sample.devices] for one in out] == [[True, False], [False, True]]
 
 
-def test_a_claim_that_only_looks_at_a_device_holds_nothing_and_may_be_told_of_within_a_snapshot() -> None:
+def test_a_claim_that_only_looks_at_a_device_holds_nothing_and_may_be_reported_within_a_snapshot() -> None:
     given, monitoring = (Claim(name, "ns", "gpu.nvidia.com", "n", "gpu-0") for name in ("given", "monitoring"))
     of_claims = [Container("ns", one.claim, "main", claims=(one,)) for one in (given, monitoring)]
     also = replace(of_claims[1], pod="also", device_ids=(gpu(1),))

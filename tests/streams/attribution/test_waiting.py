@@ -152,7 +152,7 @@ def unknown(out: Iterable[Joined]) -> list[bool]:
     return [one.sample.devices[0].holders[0].pod_unknown for one in out]
 
 
-def test_where_nothing_tells_of_workloads_no_pod_is_waited_for() -> None:
+def test_if_nothing_reports_workloads_no_pod_is_waited_for() -> None:
     _, out = run(join.NEW, SNAPSHOT, read(tick(1, 1), far_ms=8_000))
 
     assert (uids(out), unknown(out)) == ([None], [False])
@@ -237,7 +237,7 @@ def test_a_name_that_comes_back_after_it_was_gone_is_a_new_pod_and_waited_for() 
     assert uids(run(state, told(known(2, OLD, NEW), 9_000))[1]) == ["new"]
 
 
-def test_where_nothing_tells_of_another_it_is_the_old_one() -> None:
+def test_if_nothing_says_that_it_is_another_one_it_is_the_old_one() -> None:
     ticks = [read(tick(n, 3, ts_ms=21_000 + n), far_ms=12_000) for n in (0, 9_999, 10_000)]
     state, out = run(join.NEW, *renewed(OLD), *ticks)
 
@@ -322,7 +322,7 @@ def test_the_other_pods_of_the_snapshot_hold_what_they_held() -> None:
     ],
     ids=["runs", "is only missing", "runs after all", "another begins", "another ended just now", "of another name"],
 )
-def test_the_kubelets_word_counts_where_the_pods_end_is_not_told_or_another_may_be_meant(
+def test_the_kubelets_word_counts_where_the_pods_end_is_not_reported_or_another_may_be_meant(
     workloads: tuple[NodeWorkloads, ...],
 ) -> None:
     assert held(run(join.NEW, *map(told, workloads), SNAPSHOT, listed(1, 60_000))[1]) == [["p"]]

@@ -129,7 +129,7 @@ def test_a_pod_that_a_newer_record_does_not_have_has_ended_by_then() -> None:
     assert uid_at(knowledge, 50_000 + LISTED_MS + 1) is None
 
 
-def test_the_end_that_was_told_counts_and_not_the_record_that_lacks_the_pod() -> None:
+def test_the_end_that_was_reported_counts_and_not_the_record_that_lacks_the_pod() -> None:
     knowledge = after(known(1, pod("p", ended=10_000)), known(2, ts_ms=50_000), known(3, ts_ms=90_000))
 
     assert uid_at(knowledge, 9_999) == "uid-p"
@@ -142,7 +142,7 @@ def test_a_pod_that_is_missing_once_and_comes_back_never_ended() -> None:
     assert uid_at(knowledge, 70_000) == "uid-p"
 
 
-def test_a_start_that_was_told_once_is_not_forgotten() -> None:
+def test_a_start_that_was_reported_once_is_not_forgotten() -> None:
     knowledge = after(known(1, pod("p", started=50_000)), known(2, pod("p", started=None), ts_ms=60_000))
 
     assert uid_at(knowledge, 10_000) is None
@@ -379,7 +379,7 @@ def test_a_pod_that_was_only_missing_is_forgotten_with_its_name() -> None:
     assert (knowledge.lives, knowledge.ended) == ({}, {})
 
 
-def test_a_pod_whose_end_is_told_again_and_again_is_remembered_once() -> None:
+def test_a_pod_whose_end_is_reported_again_and_again_is_remembered_once() -> None:
     knowledge = after(known(1, pod("p", ended=10_000)))
     for seq in range(2, 10):
         again = known(seq, pod("p", ended=10_000), ts_ms=seq * 60_000)

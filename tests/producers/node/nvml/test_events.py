@@ -74,7 +74,7 @@ async def closing(one: Bench) -> AsyncIterator[Bench]:
     await eventually(ended.is_set)
 
 
-async def test_each_error_is_told_with_its_gpu_its_code_and_the_time_when_it_was_seen(bench: Bench) -> None:
+async def test_each_error_is_reported_with_its_gpu_its_code_and_the_time_when_it_was_seen(bench: Bench) -> None:
     await bench.watch()
     before_ms = time.time_ns() // 1_000_000
     bench.nvml.xid(bench.nvml.gpus[1], 79)
@@ -105,7 +105,7 @@ async def test_a_gpu_without_these_events_is_not_registered_and_not_counted(benc
     assert set(bench.events.refusals()) == {0, 1}
 
 
-async def test_a_gpu_that_said_in_passing_that_it_has_no_events_is_asked_again_and_tells_its_errors(
+async def test_a_gpu_that_said_in_passing_that_it_has_no_events_is_asked_again_and_reports_its_errors(
     bench: Bench,
 ) -> None:
     answer = bench.nvml.gpus[0].answers.pop(SUPPORTED)
@@ -134,14 +134,14 @@ async def test_a_gpu_that_can_not_be_asked_is_counted_and_the_others_are_waited_
     assert bench.errors == [(SUPPORTED, "UNKNOWN")]
 
 
-async def test_an_event_of_a_gpu_that_is_not_known_is_told_without_one(bench: Bench) -> None:
+async def test_an_event_of_a_gpu_that_is_not_known_is_reported_without_one(bench: Bench) -> None:
     await bench.watch()
     bench.nvml.sets[0].told.put(NvmlEvent(4711, XID_EVENT, 13))
     await eventually(lambda: bench.told)
     assert bench.codes() == [(None, 13)]
 
 
-async def test_other_events_are_not_told(bench: Bench) -> None:
+async def test_other_events_are_not_reported(bench: Bench) -> None:
     await bench.watch()
     bench.nvml.sets[0].told.put(NvmlEvent(id(bench.nvml.gpus[0]), 1, 5))
     bench.nvml.xid(bench.nvml.gpus[0], 13)
@@ -150,7 +150,7 @@ async def test_other_events_are_not_told(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-async def test_a_set_that_fails_is_made_anew_and_counted(bench: Bench) -> None:
+async def test_a_set_that_fails_is_made_again_and_counted(bench: Bench) -> None:
     await bench.watch()
     bench.nvml.gpus[0].error = binding.GPU_IS_LOST
     bench.nvml.sets[0].told.put(NvmlError(binding.GPU_IS_LOST))
@@ -163,7 +163,7 @@ async def test_a_set_that_fails_is_made_anew_and_counted(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-async def test_an_xid_error_that_stands_behind_the_news_of_a_loss_is_told(bench: Bench) -> None:
+async def test_an_xid_error_that_stands_behind_the_news_of_a_loss_is_reported(bench: Bench) -> None:
     await bench.watch()
     lost = bench.nvml.gpus[0]
     lost.error = binding.GPU_IS_LOST
@@ -186,7 +186,7 @@ async def test_a_driver_without_events_is_asked_once_and_not_counted(bench: Benc
     assert bench.errors == []
 
 
-async def test_paused_it_lets_go_of_the_set_and_can_begin_anew(bench: Bench) -> None:
+async def test_paused_it_lets_go_of_the_set_and_can_begin_again(bench: Bench) -> None:
     await bench.watch()
     bench.events.pause()
     await eventually(lambda: not bench.events.busy)

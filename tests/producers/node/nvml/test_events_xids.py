@@ -81,7 +81,7 @@ def test_an_error_of_an_instance_is_its_mig_devices(
     assert [device["uuid"] for device in bench.onto(CUT) if "xids" in device] == uuids
 
 
-def test_an_error_of_a_gpu_that_is_not_known_is_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_a_gpu_that_is_not_known_is_counted_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     bench.xids.note(Xid(None, 79, 1), ())
     assert bench.onto([GPU]) == [GPU]
@@ -89,7 +89,7 @@ def test_an_error_of_a_gpu_that_is_not_known_is_counted_and_told(caplog: pytest.
     assert [record.getMessage() for record in caplog.records] == ["XID 79 of a GPU that is not known"]
 
 
-def test_of_a_storm_a_tick_tells_so_many_and_counts_all() -> None:
+def test_of_a_storm_a_tick_reports_so_many_and_counts_all() -> None:
     bench = Bench()
     for at_ms in range(1000):
         bench.xids.note(Xid(0, 31, at_ms), [GPU])

@@ -268,7 +268,7 @@ def test_an_instance_of_the_same_ids_and_another_profile_is_another() -> None:
     assert (profiles[0], profiles[-1]) == ("1g.10gb", "1g.20gb")
 
 
-def test_an_instance_that_was_made_anew_is_not_profiled_from_the_time_before() -> None:
+def test_an_instance_that_was_made_again_is_not_profiled_from_the_time_before() -> None:
     bench = Bench()
     bench.gpu.profiled({2: 40, (1, 2): 60})
     old = part("MIG-a")
@@ -301,7 +301,7 @@ def test_a_listing_that_fails_leaves_the_layout_and_is_counted() -> None:
     assert [error for reading in readings for error in reading.errors] == [("nvmlDeviceGetMigMode", "UNKNOWN")]
 
 
-def test_what_a_gpu_supports_is_asked_anew_when_its_layout_changes() -> None:
+def test_what_a_gpu_supports_is_asked_again_when_its_layout_changes() -> None:
     bench = Bench()
     bench.gpu.answers["nvmlDeviceGetMigMode"] = [0, 0]
     rates = "nvmlDeviceGetUtilizationRates"
@@ -318,7 +318,7 @@ def test_what_a_gpu_supports_is_asked_anew_when_its_layout_changes() -> None:
     assert "gpu_utilization_ratio" in devices[0]["metrics"]
 
 
-def test_an_unchanged_layout_is_not_asked_anew_what_it_supports() -> None:
+def test_an_unchanged_layout_is_not_asked_again_what_it_supports() -> None:
     bench = Bench()
     bench.gpu.cut(part("MIG-a"))
     for _ in range(30):
@@ -336,7 +336,7 @@ def test_a_mig_device_that_says_that_the_gpu_is_lost_is_right() -> None:
     assert str(bench.read().trouble) == "GPU_IS_LOST (nvmlDeviceGetMemoryInfo)"
 
 
-def test_counters_begin_anew_after_a_loss() -> None:
+def test_counters_begin_again_after_a_loss() -> None:
     bench = Bench()
     counted = binding.FieldValue(0, 1000, 64, 0)
     bench.gpu.fields |= {197: counted, 198: counted}
@@ -462,7 +462,7 @@ def test_a_buffer_that_can_not_be_given_back_is_counted() -> None:
     assert bench.read().errors == [("nvmlGpmSampleFree", "UNINITIALIZED")] * 2
 
 
-def test_what_a_gpu_is_is_asked_once_and_told_each_tick() -> None:
+def test_what_a_gpu_is_is_asked_once_and_reported_each_tick() -> None:
     bench = Bench()
     bench.nvml.system_answers = {
         "nvmlSystemGetDriverVersion": "580.95.05",

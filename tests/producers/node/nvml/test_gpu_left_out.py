@@ -74,7 +74,7 @@ def test_what_failed_this_time_is_left_out_only_this_time(code: int, name: str) 
     assert "power_watts" not in bench.left_out()
 
 
-def test_a_value_that_can_not_be_and_one_that_is_not_known_are_told_apart() -> None:
+def test_a_value_that_can_not_be_and_one_that_is_not_known_are_distinguished() -> None:
     bench = Bench()
     bench.gpu.answers["nvmlDeviceGetFanSpeed"] = 0xFFFFFFFF
     bench.gpu.answers["nvmlDeviceGetPerformanceState"] = 32
@@ -87,7 +87,7 @@ def test_a_value_that_can_not_be_and_one_that_is_not_known_are_told_apart() -> N
     assert _calls(found["memory_temperature_celsius"]) == [("NVML_FI_DEV_MEMORY_TEMP", "NO_PERMISSION")]
 
 
-def test_gpm_that_the_driver_does_not_know_is_told_from_gpm_that_the_gpu_does_not_have() -> None:
+def test_gpm_that_the_driver_does_not_know_is_distinguished_from_gpm_that_the_gpu_does_not_have() -> None:
     bench = Bench()
     bench.gpu.fail("nvmlGpmQueryDeviceSupport", binding.FUNCTION_NOT_FOUND)
     for _ in range(2):

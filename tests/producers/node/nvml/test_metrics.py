@@ -181,7 +181,7 @@ def test_the_next_source_answers_in_the_same_tick_where_the_first_is_not_support
     assert bench.calls.errors() == []
 
 
-def test_an_older_driver_tells_the_memory_without_what_is_reserved() -> None:
+def test_an_older_driver_reports_the_memory_without_what_is_reserved() -> None:
     bench = Bench()
     older = memory(5 * GIB, reserved=0)
     bench.gpu.answers["nvmlDeviceGetMemoryInfo"] = lambda *version: NvmlError(13) if version else older
@@ -306,7 +306,7 @@ def test_what_nvlinks_carry_is_counted_by_their_own_field_where_there_is_no_gpm(
     assert bench.calls.errors() == []
 
 
-def test_a_counter_that_begins_anew_gives_no_rate() -> None:
+def test_a_counter_that_begins_again_gives_no_rate() -> None:
     bench = Bench()
     bench.counters(10**15, 0)
     bench.values()
@@ -500,7 +500,7 @@ def test_the_first_samples_reach_further_back_than_a_tick_and_are_left_out() -> 
     assert bench.values()["gpu_utilization_max_ratio"] == 0.2
 
 
-def test_samples_are_told_once_and_where_none_is_new_there_is_no_value_and_no_error() -> None:
+def test_samples_are_reported_once_and_where_none_is_new_there_is_no_value_and_no_error() -> None:
     bench = Bench()
     bench.keep(UTILIZATION, 1)
     bench.values()
@@ -593,7 +593,7 @@ def test_what_is_not_supported_for_a_while_has_values_again_soon_after() -> None
     assert bench.calls.errors() == []
 
 
-def test_what_goes_and_what_comes_back_is_told_once_with_the_call_that_gave_it() -> None:
+def test_what_goes_and_what_comes_back_is_reported_once_with_the_call_that_gave_it() -> None:
     bench = Bench()
     bench.values()
     assert bench.metrics.turn() is None

@@ -186,7 +186,7 @@ def test_a_clock_that_is_set_back_does_not_make_busy_processes_idle() -> None:
         assert _shares(bench) == [0.8]
 
 
-def test_a_clock_that_began_with_the_machine_tells_what_is_new_as_well() -> None:
+def test_a_clock_that_began_with_the_machine_reports_what_is_new_as_well() -> None:
     bench = Bench()
     asked = []
 

@@ -69,7 +69,7 @@ def test_an_older_gpu_counts_for_all_links_in_the_call_of_all_fields(error: int 
     assert bench.nvml.asked["GPU-0", "nvmlDeviceGetArchitecture"] == 0
 
 
-def test_blackwell_tells_recoveries_by_another_field_and_nothing_of_the_rest() -> None:
+def test_blackwell_reports_recoveries_by_another_field_and_nothing_of_the_rest() -> None:
     bench = Bench(architecture=BLACKWELL)
     bench.count(RECOVERIES, 1, 0, 1)
     assert bench.values() == {KEYS[RECOVERY]: 2}

@@ -55,7 +55,7 @@ def test_the_spread_is_that_of_the_new_samples_in_any_order(raw: list[int], rand
 
 
 @given(st.lists(st.lists(st.integers(0, 100), max_size=5), max_size=8))
-def test_no_sample_is_lost_or_told_twice_over_the_ticks(ticks: list[list[int]]) -> None:
+def test_no_sample_is_lost_or_reported_twice_over_the_ticks(ticks: list[list[int]]) -> None:
     bench = Bench()
     bench.read()
     at_us, told = 0, []
@@ -106,7 +106,7 @@ def test_a_clock_that_is_set_back_does_not_silence_the_samples(back_us: int) -> 
         assert bench.read() == Spread(0.7, 0.7, 0.7)
 
 
-def test_what_fails_is_raised_and_what_came_meanwhile_is_told_later() -> None:
+def test_what_fails_is_raised_and_what_came_meanwhile_is_reported_later() -> None:
     bench = Bench()
     bench.keep(1, 1)
     bench.read()

@@ -74,7 +74,7 @@ def test_no_clock_makes_a_rate_negative_or_endless(
     assert rate is None or rate >= 0
 
 
-def test_the_counters_own_clock_tells_how_long_it_ran_where_it_can_be_right() -> None:
+def test_the_counters_own_clock_reports_how_long_it_ran_where_it_can_be_right() -> None:
     last = Count(0, 64, 1_000_000, 10.0)
     assert per_second(last, Count(1000, 64, 1_500_000, 10.9)) == 2000
     assert per_second(last, Count(1000, 64, 9_000_000, 10.5)) == 2000
@@ -82,12 +82,12 @@ def test_the_counters_own_clock_tells_how_long_it_ran_where_it_can_be_right() ->
     assert per_second(Count(0, 64, 0, 10.0), Count(1000, 64, 500_000, 10.5)) == 2000
 
 
-def test_a_counter_of_32_bits_that_was_not_read_for_long_tells_nothing() -> None:
+def test_a_counter_of_32_bits_that_was_not_read_for_long_reports_nothing() -> None:
     assert per_second(Count(0, 32, 0, 0.0), Count(5, 32, 0, 11.0)) is None
     assert per_second(Count(0, 64, 0, 0.0), Count(5, 64, 0, 10.0)) == 0.5
 
 
-def test_a_counter_of_another_width_or_no_time_tells_nothing() -> None:
+def test_a_counter_of_another_width_or_no_time_reports_nothing() -> None:
     assert per_second(Count(0, 32, 0, 0.0), Count(5, 64, 0, 1.0)) is None
     assert per_second(Count(0, 64, 0, 1.0), Count(5, 64, 0, 1.0)) is None
 

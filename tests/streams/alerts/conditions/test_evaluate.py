@@ -249,7 +249,7 @@ def test_a_device_that_comes_later_had_its_errors_since() -> None:
         (9999, "warning", ""),
     ],
 )
-def test_errors_of_programs_are_told_apart_from_hardwares(code: int, severity: str, pod_uid: str) -> None:
+def test_errors_of_programs_are_distinguished_from_hardwares(code: int, severity: str, pod_uid: str) -> None:
     (finding,) = found(tick(0, device(0, holder(), events=(event(code),))), of="GPUXid")
     assert (finding.rule.severity, finding.pod_uid, finding.event) == (severity, pod_uid, True)
 
@@ -264,7 +264,7 @@ def happened(code: int, *held: Holder) -> AttributedEvent:
     return AttributedEvent("xid", code, holders=held)
 
 
-def test_an_error_is_told_of_who_held_the_device_then() -> None:
+def test_an_error_is_reported_who_held_the_device_then() -> None:
     one = device(0, holder("came-later"), events=(happened(31, holder()), happened(31, holder())), xids={"31": 2})
     (finding,) = found(tick(0, device(0)), tick(1, one), of="GPUXid")
     assert (finding.pod_uid, finding.value, [pod.pod for pod in finding.facts.pods]) == ("uid-bert-0", 2.0, ["bert-0"])
@@ -368,7 +368,7 @@ def test_a_mig_device_whose_gpu_is_lost_says_nothing_until_that_returns() -> Non
 # -- policies, overrides, reasons
 
 
-def test_a_malformed_policy_is_told_once_a_pod_and_annotation() -> None:
+def test_a_malformed_policy_is_reported_once_a_pod_and_annotation() -> None:
     bad = {"gpustream.dev/alerts": "maybe", "gpustream.dev/idle-after": "soon"}
     pod = holder(annotations=bad)
     findings = found(tick(0, device(0, pod, busy=0.9), device(1, pod, busy=0.9)), of="GPUPolicyInvalid")

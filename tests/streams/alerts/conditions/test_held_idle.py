@@ -196,7 +196,7 @@ def test_several_containers_of_a_pod_are_one_holder_with_the_sum_of_their_parts(
     assert finding.facts.sharing == 1
 
 
-def test_a_pod_without_a_uid_is_told_apart_by_its_name() -> None:
+def test_a_pod_without_a_uid_is_distinguished_by_its_name() -> None:
     (finding,) = judged(device(0, holder(pod_uid=None), busy=0.0))
     assert (finding.pod_uid, finding.key) == ("", "ml/bert-0")
 
@@ -221,7 +221,7 @@ def test_a_pod_of_the_same_name_that_is_another_one_has_a_grace_of_its_own() -> 
     assert in_the_end(tick(0, first), tick(GRACE_S, first), tick(GRACE_S + 1, second)) is None
 
 
-def test_after_a_clock_was_set_back_the_grace_begins_anew_and_no_later() -> None:
+def test_after_a_clock_was_set_back_the_grace_begins_again_and_no_later() -> None:
     idle, busy, back_s = device(0, holder(), busy=0.0), device(0, holder(), busy=0.9), -10 * 3600
     assert in_the_end(tick(0, idle), tick(back_s, idle), tick(back_s + GRACE_S - 1, idle)) is None
     assert in_the_end(tick(0, idle), tick(back_s, idle), tick(back_s + GRACE_S, idle)) is True

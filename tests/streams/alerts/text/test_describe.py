@@ -36,7 +36,7 @@ def idle(one: Device, *, seconds: float = 1200.0, by: Rules = DEFAULTS) -> Descr
     return said("GPUHeldIdle", tick(0, one), tick(GRACE_S + seconds, one), since_s=GRACE_S, by=by)
 
 
-def test_an_idle_job_is_told_of_by_its_id_user_partition_and_account() -> None:
+def test_an_idle_job_is_reported_by_its_id_user_partition_and_account() -> None:
     job = holder_of_job(Job("4242", "ana", "gpu", "vision"))
     labels, annotations = idle(device(3, job, busy=0.0))
     names = {name: value for name, value in labels.items() if name.startswith(("job_", "k8s_"))}
@@ -66,7 +66,7 @@ def test_a_lost_gpu_of_which_the_api_server_says_nothing_has_no_status() -> None
     assert "api_status" not in annotations
 
 
-def test_an_idle_gpu_is_told_of_by_who_holds_it() -> None:
+def test_an_idle_gpu_is_reported_by_who_holds_it() -> None:
     labels, annotations = idle(device(3, holder(job="bert"), busy=0.0, model="NVIDIA H100", memory_used_bytes=3 << 30))
     assert labels == {
         "alertname": "GPUHeldIdle",
