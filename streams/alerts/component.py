@@ -27,7 +27,7 @@ from delivery.sender import Unsendable
 from streams.alerts import groups, machine, memory
 from streams.alerts.memory import NodeAlerts
 from streams.alerts.node import Due, Log, Node, PartitionNodes
-from streams.alerts.rules.rule import Rules
+from streams.alerts.rules.rule import Rules, has_policy
 from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick
 from streams.reader import Batch, Reads
@@ -393,7 +393,7 @@ class AlertWorker(NodeWatch):
 
 def policies_of(tick: Tick) -> frozenset[tuple[str, str, str]]:
     """Namespace, pod and annotation of each policy that a tick's holders have."""
-    held = [one for device in tick.devices for one in device.holders if one.annotations or one.namespace_labels]
+    held = [one for device in tick.devices for one in device.holders if has_policy(one)]
     return frozenset(
         (one.namespace, one.pod, name)
         for one in held

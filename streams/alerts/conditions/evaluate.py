@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from streams.alerts.conditions.finding import (
     CONFLICTS,
+    NO_WINDOWS,
     NVLINK_ERRORS,
     Facts,
     Finding,
@@ -22,13 +23,13 @@ from streams.alerts.conditions.finding import (
     view_of,
 )
 from streams.alerts.memory import XID, Memory, Seen, remember, within
-from streams.alerts.rules.rule import WASTE, WINDOWED, Kind, Rule, Rules, policy_of
-from streams.alerts.tick import Tick
+from streams.alerts.rules.rule import WASTE, WINDOWED, Kind, Rule, Rules, has_policy, policy_of
+from streams.alerts.tick import Device, Tick
 from streams.alerts.uses import STEP_MS, Use, mean_of, pod_name
 from streams.alerts.xids import code_of, of_code
 from topics.alerts import Tracked
 from topics.attributed import CRASH_LOOP, Holder
-from topics.idleness import is_idle, part_of, rest_of
+from topics.idleness import Work, is_idle, part_of, rest_of, work_of
 
 Condition = Callable[[Rule, View, list[Finding]], None]  # adds to the findings what a rule finds on a device
 _PLANS = 1000  # are remembered: a state is a text that a later version may have many of
@@ -55,8 +56,12 @@ def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], M
     found: list[Finding] = []
     parents = {device.mig.parent_uuid for device in tick.devices if device.mig is not None}
     for device in tick.devices:
-        view = view_of(rules, tick, device, memory, now, parents)
-        for condition, ruled in _conditions(rules, device.state, _signs(view)):
+        work = work_of(device.metrics)
+        conditions = _conditions(rules, device.state, _signs(rules, tick, device, now, work))
+        if not conditions:
+            continue
+        view = view_of(rules, tick, device, (memory, now), work, parents)
+        for condition, ruled in conditions:
             for rule in ruled:
                 condition(rule, view, found)
     if len(now.devices) == len(tick.devices):
@@ -425,8 +430,12 @@ _BY_STATE: dict[str, dict[Kind, Condition]] = {
 _UNKNOWN_STATE = _ALWAYS | _OK | dict.fromkeys(("lost", "not_answering"), blind)
 """For a device in a state of a later version: its values are judged, and it is not known whether it answers."""
 
-_ANY, _ERRORS, _VALUED, _XIDS, _LOW, _WAITS, _MISTAKES = 1, 2, 4, 8, 16, 32, 64
+_ERRORS, _VALUED, _XIDS, _LOW, _WAITS, _POLICY, _IDLE, _FULL, _UNGIVEN, _CONFLICT = (1 << at for at in range(10))
 _BY_SIGN: dict[Kind, int] = {
+    "held_idle": _IDLE,
+    "stalled": _FULL,
+    "used_unallocated": _UNGIVEN,
+    "attribution_conflict": _CONFLICT,
     "ecc_uncorrectable": _ERRORS,
     "nvlink_errors": _ERRORS,
     "row_remap_failure": _VALUED,
@@ -437,25 +446,34 @@ _BY_SIGN: dict[Kind, int] = {
     "underused": _LOW,
     "memory_hoarded": _LOW,
     "crash_loop": _WAITS,
-    "policy_invalid": _MISTAKES,
+    "policy_invalid": _POLICY,
 }
-"""Of the kinds that hold only on a device that shows a sign: which sign that is. Most devices show none."""
+"""Of each kind that judges a device that answers: the sign without which it does not hold. Most devices show none."""
 
 
-def _signs(view: View) -> int:
+def _signs(rules: Rules, tick: Tick, device: Device, now: Memory, work: Work) -> int:
     """The signs that a device shows."""
-    device, metrics, signs = view.device, view.device.metrics, _ANY
+    metrics, holders, used = device.metrics, device.holders, device.metrics.gpu_utilization_ratio
+    signs = _IDLE | _UNGIVEN | _CONFLICT if tick.attribution == "none" else 0
     slow = int(metrics.clock_event_reasons or 0) & (HW_THERMAL | SW_THERMAL | HW_POWER_BRAKE)
     if slow or metrics.row_remap_failure or metrics.row_remap_pending or metrics.retired_pages_pending:
         signs |= _VALUED
     if device.xids or device.events:
         signs |= _XIDS
-    for window in view.windows.values():
+    if device.conflict is not None or device.processes is None or device.info.processes_visible == "false":
+        signs |= _CONFLICT
+    for window in now.windows.get(device.uuid, NO_WINDOWS).values():
         signs |= _ERRORS if window.errors else 0
-    for use in view.uses:
+    for use in now.uses.get(device.uuid, ()):
         signs |= _LOW if use.low else 0
-    for pod in view.pods:
-        signs |= (_MISTAKES if pod.policy.mistakes else 0) | (_WAITS if pod.holders[0].waiting is not None else 0)
+    for holder in holders:
+        signs |= (_POLICY if has_policy(holder) else 0) | (_WAITS if holder.waiting is not None else 0)
+    if holders and (len(holders) > 1 or work.most < rules.busy):
+        signs |= _IDLE
+    if holders and (used is None or used >= rules.full):
+        signs |= _FULL
+    if (not holders or holders[0].observed) and (work.most >= rules.ungiven or not work.measured):
+        signs |= _UNGIVEN
     return signs
 
 
@@ -464,7 +482,9 @@ def _conditions(rules: Rules, state: str, signs: int) -> list[tuple[Condition, t
     found: list[tuple[Condition, tuple[Rule, ...]]] | None = rules.plan.get((state, signs))
     if found is None:
         judges = _BY_STATE.get(state, _UNKNOWN_STATE)
-        kinds = {kind: one for kind, one in judges.items() if one is blind or signs & _BY_SIGN.get(kind, _ANY)}
+        kinds = {
+            kind: one for kind, one in judges.items() if one is blind or kind not in _BY_SIGN or signs & _BY_SIGN[kind]
+        }
         found = [(one, rules.by_kind[kind]) for kind, one in kinds.items() if kind in rules.by_kind]
         if len(rules.plan) < _PLANS:
             rules.plan[state, signs] = found

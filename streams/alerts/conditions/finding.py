@@ -13,7 +13,7 @@ from streams.alerts.rules.rule import WASTE, Rule, Rules, policy_of
 from streams.alerts.tick import Device, Tick
 from streams.alerts.uses import Uses
 from topics.attributed import Holder, by_pod
-from topics.idleness import Work, work_of
+from topics.idleness import Work
 
 CONFLICTS = ("unallocated_process", "no_pod")  # what conflict of a device may be
 NVLINK_ERRORS = ("crc", "replay", "recovery")  # the kinds of errors that an NVLink counts
@@ -74,19 +74,23 @@ class View(NamedTuple):
     whole: bool
 
 
-def view_of(rules: Rules, tick: Tick, device: Device, before: Memory, now: Memory, parents: set[str]) -> View:
-    """How a device of a tick is seen; ``parents`` are the GPUs that have MIG devices."""
+def view_of(
+    rules: Rules, tick: Tick, device: Device, memories: tuple[Memory, Memory], work: Work, parents: set[str]
+) -> View:
+    """How a device of a tick is seen; ``memories`` are the one before the tick and the one now, ``parents`` the GPUs
+    that have MIG devices."""
+    before, now = memories
     whole = device.mig is not None or (device.uuid not in parents and device.info.mig_mode != "enabled")
     pods: Iterable[Sequence[Holder]] = [device.holders] if device.holders else []
     if len(device.holders) > 1:
         pods = by_pod(device.holders).values()
     holding = tuple([Pod(tuple(one), policy_of(one[0], rules.bounds)) for one in pods])
-    seen, windows = now.devices[device.uuid], now.windows.get(device.uuid, _NO_WINDOWS)
+    seen, windows = now.devices[device.uuid], now.windows.get(device.uuid, NO_WINDOWS)
     uses = now.uses.get(device.uuid, ())
-    return View(rules, tick, device, before, seen, windows, uses, holding, work_of(device.metrics), whole)
+    return View(rules, tick, device, before, seen, windows, uses, holding, work, whole)
 
 
-_NO_WINDOWS: Windows = {}
+NO_WINDOWS: Windows = {}
 
 
 def uid_and_key(pod: Holder | HeldBy) -> tuple[str, str]:

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
+from math import inf
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
-from delivery.policies import DAY, NO_POLICY, Bounds, Policy, policy_in
+from delivery.policies import ALERTS, DAY, IDLE_AFTER, NO_POLICY, Bounds, Policy, policy_in
 from delivery.prices import Prices
 from streams.alerts.uses import STEP_MS, Wanted
 from streams.alerts.xids import XidKind
@@ -130,6 +131,12 @@ def policy_of(holder: Holder, bounds: Bounds = DAY) -> Policy:
     return policy_in(holder.annotations, holder.namespace_labels, holder.namespace, bounds)
 
 
+def has_policy(holder: Holder) -> bool:
+    """Whether a pod, or its namespace, says anything of alerts itself."""
+    pod, spaces = holder.annotations, holder.namespace_labels
+    return ALERTS in spaces or IDLE_AFTER in spaces or ALERTS in pod or IDLE_AFTER in pod
+
+
 # -- all rules
 
 
@@ -168,6 +175,21 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
     def causes(self) -> Mapping[str, int]:
         """The places of the rules of those kinds in their order, by name."""
         return {rule.name: place for place, kind in enumerate(CAUSES) for rule in self.of(kind)}
+
+    @cached_property
+    def busy(self) -> float:
+        """The work from which on no pod is idle."""
+        return max([rule.most_work for rule in self.of("held_idle")], default=0.0)
+
+    @cached_property
+    def full(self) -> float:
+        """The utilization below which no device stalls."""
+        return min([rule.least_used for rule in self.of("stalled")], default=inf)
+
+    @cached_property
+    def ungiven(self) -> float:
+        """The work below which no device is used without having been given."""
+        return min([rule.used_above for rule in self.of("used_unallocated")], default=inf)
 
     @cached_property
     def forget_ms(self) -> int:
