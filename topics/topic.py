@@ -12,6 +12,7 @@ import msgspec
 from topics import TOPICS
 
 R = TypeVar("R", bound=msgspec.Struct)
+T = TypeVar("T")
 
 SCHEMA = 1
 """The version every record carries; a field never changes unit or meaning under the same version."""
@@ -107,14 +108,18 @@ def decoder(record: type[R]) -> Callable[[bytes], R]:
     It raises ``msgspec.DecodeError``, and nothing else, for what is not such a record: dead-letter it. A null where the
     type allows none costs a second pass; our own producers write none.
     """
-    strict = msgspec.json.Decoder(record)
+    return lenient(msgspec.json.Decoder(record).decode)
 
-    def decode(value: bytes) -> R:
+
+def lenient(strict: Callable[[bytes], T]) -> Callable[[bytes], T]:
+    """The same of a function that takes no such null, and raises what msgspec does."""
+
+    def decode(value: bytes) -> T:
         try:
             try:
-                return strict.decode(value)
+                return strict(value)
             except msgspec.ValidationError:
-                return msgspec.convert(_without_nulls(msgspec.json.decode(value)), record)
+                return strict(msgspec.json.encode(_without_nulls(msgspec.json.decode(value))))
         except UnicodeDecodeError as error:
             raise msgspec.DecodeError(f"JSON is malformed: {error}") from error
         except RecursionError:

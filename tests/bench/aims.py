@@ -202,7 +202,7 @@ class Spent(NamedTuple):
 async def values_of(kafka: str) -> int:
     """How many values of metrics gpu.attributed has."""
     decoded = [decode(record.value) for record in await read_all(kafka, ATTRIBUTED)]
-    known = [msgspec.structs.astuple(device.metrics) for tick in decoded for device in tick.devices]
+    known = [msgspec.structs.astuple(reading.metrics) for tick in decoded for reading in tick.devices]
     return sum(len(values) - values.count(None) for values in known)
 
 

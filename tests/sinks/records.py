@@ -34,10 +34,24 @@ class Read(NamedTuple):
 
 def record(of: SeriesTick | AttributedSample | bytes, offset: int | None = None) -> Read:
     """A record of a tick, at the tick's own offset, or of some bytes."""
-    value = of if isinstance(of, bytes) else msgspec.json.encode(of)
+    value = of if isinstance(of, bytes) else encoded(of) if isinstance(of, SeriesTick) else msgspec.json.encode(of)
     at = offset if offset is not None else of.offset if isinstance(of, SeriesTick | AttributedSample) else 0
     key = node_key(of.cluster, of.node) if isinstance(of, SeriesTick | AttributedSample) else b"c1/n1"
     return Read(at, value, at * 1000, key)
+
+
+def encoded(tick: SeriesTick) -> bytes:
+    """The record that says a tick."""
+    content = msgspec.to_builtins(msgspec.structs.replace(tick, devices=()))
+    content["devices"] = devices = []
+    for device, *numbers in tick.devices:
+        metrics, parts, unattributed, split_scaled = msgspec.to_builtins(numbers)
+        said = {name: one for name, one in msgspec.to_builtins(device).items() if one is not None}
+        said |= {"metrics": metrics, "unattributed": unattributed, "split_scaled": split_scaled}
+        for holder, part in zip(said["holders"], parts, strict=False):
+            holder["parts"] = part
+        devices.append(said)
+    return msgspec.json.encode(content)
 
 
 @dataclass

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 
 from delivery.values import Address
@@ -18,7 +17,7 @@ from tests.eventually import eventually
 from tests.real.accounting import assert_accounted
 from tests.sinks.conftest import sample
 from tests.sinks.metrics_api.ticks import device, of_deployment
-from tests.sinks.records import Read
+from tests.sinks.records import Read, encoded
 from topics.attributed import TOPIC
 
 NOWHERE = "127.0.0.1:1"
@@ -52,7 +51,7 @@ def record(seq: int, *devices: dict[str, Any], age_s: float = 0.0, logged_s: flo
     """A record of a tick that was read so long ago, and logged so long ago."""
     now_ms = int(time.time() * 1000)
     tick = sample(seq, *devices, ts_ms=now_ms - int(age_s * 1000), **more)
-    return Read(seq, msgspec.json.encode(tick), now_ms - int(logged_s * 1000), f"{tick.cluster}/{tick.node}".encode())
+    return Read(seq, encoded(tick), now_ms - int(logged_s * 1000), f"{tick.cluster}/{tick.node}".encode())
 
 
 USED = device("GPU-a", of_deployment("p"), used=0.5)

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import msgspec
-
 from sinks.metrics_api.holdings import HoldingsTick, decode
 from tests.sinks.conftest import sample
+from tests.sinks.records import encoded
 
 
 def holder(pod: str, namespace: str = "ml", **more: Any) -> dict[str, Any]:
@@ -32,4 +31,4 @@ def device(uuid: str, *holders: dict[str, Any], used: float | None = None, **mor
 
 def tick(seq: int, *devices: dict[str, Any], node: str = "n1", **more: Any) -> HoldingsTick:
     """A tick as the sink decodes it."""
-    return decode(msgspec.json.encode(sample(seq, *(devices or (device("GPU-none"),)), node=node, **more)))
+    return decode(encoded(sample(seq, *(devices or (device("GPU-none"),)), node=node, **more)))

@@ -23,7 +23,7 @@ from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
 from sinks.series.translation import Translator
 from sinks.series.windows import Resolution
 from tests.sinks.conftest import KEYS, SERIES, device, sample
-from tests.sinks.records import FakeSender, Read, record
+from tests.sinks.records import FakeSender, Read, encoded, record
 from tests.sinks.remote_write.receivers import Receiver
 from tests.sinks.remote_write.wire import Sample
 from topics.profiles import PROFILES
@@ -165,9 +165,9 @@ async def test_what_was_recalled_is_not_sent_again() -> None:
         b"\xff\xfe",
         b"[]",
         b'{"schema":2}',
-        msgspec.json.encode(sample(1)).replace(b"GPU-a", b"\xff"),
-        msgspec.json.encode(sample(1)).replace(b"GPU-a", b"\\ud800"),
-        msgspec.json.encode(sample(1)).replace(b"1.0", b"1" + b"0" * 400, 1),
+        encoded(sample(1)).replace(b"GPU-a", b"\xff"),
+        encoded(sample(1)).replace(b"GPU-a", b"\\ud800"),
+        encoded(sample(1)).replace(b"1.0", b"1" + b"0" * 400, 1),
         b'{"x":' + b"[" * 5000 + b"]" * 5000 + b"}",
     ],
 )
@@ -188,7 +188,7 @@ async def test_what_an_earlier_life_buried_is_passed_over_when_it_is_recalled() 
 
 async def test_null_is_what_is_absent() -> None:
     one = Setup()
-    written = msgspec.json.decode(msgspec.json.encode(sample(1)))
+    written = msgspec.json.decode(encoded(sample(1)))
     await one.deliver(record(msgspec.json.encode({**written, "node_labels": None}), offset=1))
     assert one.ends() == {"delivered": 1}
 
@@ -260,7 +260,7 @@ async def test_of_a_clock_that_stands_still_the_values_that_changed_are_missing_
 
 async def test_a_tick_without_devices_is_delivered_and_ends_the_series() -> None:
     one = Setup()
-    empty = json.loads(msgspec.json.encode(sample(2))) | {"devices": []}
+    empty = json.loads(encoded(sample(2))) | {"devices": []}
     await one.deliver(record(sample(1)), record(json.dumps(empty).encode(), offset=2))
     assert one.ends() == {"delivered": 2}
     assert one.receiver.markers() == len(SERIES)

@@ -10,7 +10,7 @@ from prometheus_client.samples import Sample
 
 from sinks.scrape.exposition import exposition
 from sinks.series.model import SampleGroup
-from sinks.series.tick import SeriesTick
+from sinks.series.tick import SeriesTick, decode
 from topics.catalogue import CATALOGUE
 
 EVERY_KEY = {key: float(number) for number, key in enumerate(CATALOGUE, 1)}
@@ -31,7 +31,7 @@ def node(*devices: Mapping[str, object], name: str = "gpu-node-1", attribution: 
     """A node's tick with these devices. With attribution ``none`` nobody says how many pods hold them."""
     header = {"schema": 1, "cluster": "prod", "node": name, "run_id": 1, "seq": 1, "ts_ms": 1_795_219_152_000}
     content = {**header, "offset": 0, "attribution": attribution, "devices": devices}
-    return msgspec.convert(content, SeriesTick)
+    return decode(msgspec.json.encode(content))
 
 
 SPLIT = {"utilization_ratio": 0.25, "memory_used_bytes": 1 << 30, "power_watts": 100.5}

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from delivery.dead_letters import DeadLetters, Record
 from delivery.instruments import Instruments
 from sinks.outcomes import Outcome, Outcomes
@@ -16,6 +14,7 @@ from sinks.series.tick import SeriesTick
 from sinks.series.translation import Translator
 from sinks.series.windows import Resolution
 from sinks.settings import NamingSettings
+from tests.sinks.records import encoded
 from tests.sinks.scrape.fleet import exposed
 from topics.profiles import LabelSet, ProfileName
 
@@ -91,5 +90,5 @@ class Bench:
 def shown(tick: SeriesTick, *names: ProfileName, label_set: LabelSet | None = None) -> list[SampleGroup]:
     """What is shown of a tick with these names, and their labels or others."""
     bench = Bench(names=names or ("otel",), label_set=label_set)
-    bench.handler.recall([FakeRecord(msgspec.json.encode(tick))])
+    bench.handler.recall([FakeRecord(encoded(tick))])
     return list(bench.handler.series())

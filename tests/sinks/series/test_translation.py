@@ -1,19 +1,20 @@
 """What a tick writes beside its devices' metrics: parts of shared devices, what is nobody's, and what devices are."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.series.labels import MAX_LABELS, MAX_VALUE_BYTES, DeviceIdentity, identity, place
+from sinks.series import beside
+from sinks.series.beside import Described, OfDevice, PodInfo, made_of
+from sinks.series.labels import MAX_LABELS, MAX_VALUE_BYTES, identity, place
 from sinks.series.model import Row, SeriesSet
-from sinks.series.tick import SeriesDevice, SeriesTick
-from sinks.series.translation import Beside, beside, made_of
+from sinks.series.tick import DeviceReading, SeriesDevice, SeriesTick
 from tests.sinks.conftest import sample
 from tests.sinks.series.test_labels import BERT, MIG
-from topics.attributed import Holder, HoldingPod, Parts, pods_of
+from topics.attributed import Holder, Parts, pods_of
 from topics.catalogue import DEVICE_INFO, FURTHER
 from topics.profiles import LABELS
 
@@ -29,8 +30,24 @@ def parts(used: float | None = None, memory: float | None = None, power: float |
     return {"utilization_ratio": used, "memory_used_bytes": memory, "power_watts": power}
 
 
-def held(tick: SeriesTick) -> list[tuple[SeriesDevice, dict[HoldingPod, list[Holder]], DeviceIdentity]]:
-    return [(device, pods_of(device.holders), identity(place(tick), device)) for device in tick.devices]
+class Beside(NamedTuple):
+    """A set beside metrics, as a sink writes it."""
+
+    key: tuple[str, ...]
+    of: OfDevice | Described | PodInfo
+    values: list[float]
+
+
+def found(label_set: Any, tick: SeriesTick) -> list[Beside]:
+    """All sets beside the metrics of a tick's devices."""
+    names, where, pods = LABELS[label_set], place(tick), [pods_of(one.device.holders) for one in tick.devices]
+    sets: list[Beside] = []
+    for reading, of_pods in zip(tick.devices, pods, strict=True):
+        device, numbers = reading.device, beside.numbers(reading)
+        some = beside.beside(names, where, device, of_pods, identity(where, device), numbers)
+        sets += [Beside(key, of, beside.values(picks, numbers)) for key, of, picks in some]
+    infos = beside.pod_infos(where, pods) if names.tenants else ()
+    return sets + [Beside(key, of, beside.values(picks, ())) for key, of, picks in infos]
 
 
 def made(label_set: Any, of: Any) -> SeriesSet:
@@ -41,12 +58,12 @@ def made(label_set: Any, of: Any) -> SeriesSet:
 def others(label_set: Any, *holders: dict[str, Any], **more: Any) -> list[Beside]:
     """What a tick with this device has beside its metrics, without the pods' own series."""
     tick = sample(1, {"uuid": "GPU-a", "index": 0, "holders": list(holders), **more})
-    return [one for one in beside(LABELS[label_set], place(tick), held(tick)) if one.key[0] != "pod"]
+    return [one for one in found(label_set, tick) if one.key[0] != "pod"]
 
 
-def rows(label_set: Any, found: list[Beside]) -> list[tuple[Row, float, dict[str, str]]]:
+def rows(label_set: Any, sets: list[Beside]) -> list[tuple[Row, float, dict[str, str]]]:
     """Every series: its row, its value and all of its labels."""
-    seriess = [(made(label_set, one.of), one.values) for one in found]
+    seriess = [(made(label_set, one.of), one.values) for one in sets]
     return [
         (row, value, dict((*series.labels, *row.labels)))
         for series, values in seriess
@@ -95,9 +112,9 @@ def test_the_containers_of_a_pod_are_one_part(label_set: Any) -> None:
 @pytest.mark.parametrize(("label_set", "pods"), [("otel", 2), ("dcgm", 1), ("dcgm-legacy", 1), ("pod-devices", 1)])
 def test_a_pod_made_again_is_another_one_only_where_its_uid_is_a_label(label_set: Any, pods: int) -> None:
     again = [{**BERT, "pod_uid": uid, "parts": parts(memory=10)} for uid in ("u1", "u2")]
-    found = [value for row, value, _ in rows(label_set, others(label_set, *again)) if row.name != "gpu_split_scaled"]
+    parts_of = [value for row, value, _ in rows(label_set, others(label_set, *again)) if row.name != "gpu_split_scaled"]
 
-    assert (len(found), sum(found)) == (pods, 20.0)
+    assert (len(parts_of), sum(parts_of)) == (pods, 20.0)
 
 
 def test_a_part_says_all_of_its_pod_that_a_sole_holders_series_says() -> None:
@@ -215,23 +232,30 @@ def test_a_device_of_which_none_of_this_is_known_has_nothing_more() -> None:
 TEXT = st.text(st.characters(), max_size=20) | st.just("é" * 2000)
 NUMBER = st.none() | st.floats(0, 1e308) | st.integers(0, 2**63 - 1)
 PARTS = st.none() | st.builds(Parts, NUMBER, NUMBER, NUMBER)
-HOLDER = st.builds(Holder, TEXT, TEXT, st.none() | TEXT, parts=PARTS, labels=st.dictionaries(TEXT, TEXT, max_size=30))
+HOLDER = st.builds(Holder, TEXT, TEXT, st.none() | TEXT, labels=st.dictionaries(TEXT, TEXT, max_size=30))
 DEVICE = st.builds(
     SeriesDevice,
     uuid=TEXT,
     holders=st.lists(HOLDER, max_size=3).map(tuple),
-    unattributed=PARTS,
     conflict=st.none() | TEXT,
     info=st.dictionaries(st.sampled_from(DEVICE_INFO.labels) | TEXT, TEXT, max_size=4),
     xids=st.dictionaries(TEXT, st.integers(0, 2**63 - 1), max_size=3),
 )
 
 
-@given(DEVICE, st.sampled_from(list(LABELS)))
-def test_whatever_a_record_says_its_series_are_ones_that_receivers_take(device: Any, label_set: Any) -> None:
-    tick = msgspec.structs.replace(sample(1), devices=(device,))
-    found = list(beside(LABELS[label_set], place(tick), held(tick)))
-    for one in found:
+@st.composite
+def readings(draw: st.DrawFn) -> DeviceReading:
+    """A device in a tick."""
+    device = draw(DEVICE)
+    parts = draw(st.just(()) | st.tuples(*[PARTS for _ in device.holders]))
+    return DeviceReading(device, parts=parts, unattributed=draw(PARTS))
+
+
+@given(readings(), st.sampled_from(list(LABELS)))
+def test_whatever_a_record_says_its_series_are_ones_that_receivers_take(reading: Any, label_set: Any) -> None:
+    tick = msgspec.structs.replace(sample(1), devices=(reading,))
+    sets = found(label_set, tick)
+    for one in sets:
         series = made(label_set, one.of)
         assert len(series.rows) == len(one.values) > 0
         for row in series.rows:
@@ -240,7 +264,7 @@ def test_whatever_a_record_says_its_series_are_ones_that_receivers_take(device: 
             assert all(0 < len(value.encode()) <= MAX_VALUE_BYTES for _, value in pairs)
         assert len({(row.name, row.labels) for row in series.rows}) == len(series.rows)
         assert list(series.labels) == sorted(series.labels)
-    assert [one.of for one in found] == [one.of for one in beside(LABELS[label_set], place(tick), held(tick))]
+    assert [one.of for one in sets] == [one.of for one in found(label_set, tick)]
 
 
 @every_label_set
@@ -262,12 +286,12 @@ def test_each_pod_that_holds_a_device_has_an_info_once() -> None:
         ts_ms=1,
         offset=0,
         attribution="exact",
-        devices=(shared, shared),
+        devices=(DeviceReading(shared), DeviceReading(shared)),
     )
-    pods = [made("otel", one.of) for one in beside(LABELS["otel"], place(record), held(record))]
+    pods = [made("otel", one.of) for one in found("otel", record)]
 
     assert [dict(pod.labels)["k8s_pod_name"] for pod in pods] == ["a", "b"]
-    assert list(beside(LABELS["dcgm"], place(record), held(record))) == []
+    assert found("dcgm", record) == []
     assert dict(pods[0].labels) == {
         "k8s_cluster_name": "c",
         "k8s_node_name": "n",

@@ -1,0 +1,257 @@
+"""What a tick writes beside its devices' metrics: pods' parts, what is nobody's, errors, and what devices are. Pure.
+
+Only a part and a pod's XID errors name a pod, and as they would a sole holder, without a container: the rest is the
+device's, whoever holds it. An XID error is of the pod that held the device when it came.
+
+Sets and values are apart: which series there are changes only with what a record says of a device, and with which
+parts are known; the values change in every tick.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from sinks.series.labels import (
+    MAX_LABELS,
+    DeviceIdentity,
+    Held,
+    Place,
+    held,
+    identity,
+    known,
+    labels,
+    pod_info_labels,
+    sanitised,
+)
+from sinks.series.metrics import NOTHING, row_of
+from sinks.series.model import Row, Rows, SeriesSet, Subject, Value
+from sinks.series.tick import DeviceReading, SeriesDevice
+from topics.attributed import Holder, HoldingPod, Parts, pods_of
+from topics.catalogue import (
+    CONFLICT,
+    DEVICE_INFO,
+    POD_INFO,
+    POD_PARTS,
+    POD_XID_ERRORS,
+    SPLIT_SCALED,
+    UNATTRIBUTED,
+    XID_ERRORS,
+)
+from topics.profiles import LabelNames
+
+
+class OfDevice(NamedTuple):
+    """Series of a device: a pod's part, a pod's XID errors, or what is nobody's. ``device`` names the pod, if any."""
+
+    subject: Subject
+    device: DeviceIdentity
+    rows: Rows
+
+
+class Described(NamedTuple):
+    """A device and what it is. That is in the labels of its set: they are its own, not constant ones as a row's are."""
+
+    device: DeviceIdentity
+    info: dict[str, str]
+
+
+class PodInfo(NamedTuple):
+    """A pod that holds a device of the node, and all that is written on it."""
+
+    place: Place
+    pod: Held
+
+
+Pick = float | tuple[int, ...]
+"""A value, or the places of those of :func:`numbers` that it is the sum of."""
+
+
+class Beside(NamedTuple):
+    """Series of one kind that are beside a device's metrics: where the value of each row comes from."""
+
+    key: tuple[str, ...]
+    of: OfDevice | Described | PodInfo
+    picks: tuple[Pick, ...]
+
+
+Pods = Mapping[HoldingPod, list[Holder]]
+"""Who holds a device, by pod."""
+
+
+def made_of(names: LabelNames, of: OfDevice | Described | PodInfo, most: int = MAX_LABELS) -> SeriesSet:
+    """A set beside metrics; tenants' labels never make one have more than ``most``."""
+    match of:
+        case OfDevice(subject, device, rows):
+            return SeriesSet(labels(names, device, most), rows, subject)
+        case Described(device, info):
+            about = known((name, info.get(name)) for name in DEVICE_INFO.labels)
+            row = Row(DEVICE_INFO.name, (), "gauge", DEVICE_INFO.help, primary=False)
+            return SeriesSet(tuple(sorted([*labels(names, device, most), *about])), (row,), "info")
+        case PodInfo(where, pod):
+            return SeriesSet(pod_info_labels(where, pod, most), (row_of(POD_INFO),), "pod")
+
+
+Numbers = tuple[float | None, ...]
+"""Of a device that is split: what is nobody's, whether it was scaled, and the part of each holder; else nothing."""
+
+_QUANTITIES = tuple(POD_PARTS)
+_NONE_KNOWN = (None,) * len(_QUANTITIES)
+_SCALED = len(_QUANTITIES)
+
+
+def numbers(reading: DeviceReading) -> Numbers:
+    """What of a device changes in every tick, beside its metrics."""
+    if not reading.parts and reading.unattributed is None:
+        return ()
+    found: list[float | None] = [*_quantities(reading.unattributed), reading.split_scaled]
+    for part in reading.parts:
+        found += _quantities(part)
+    return tuple([None if one is None else float(one) for one in found])
+
+
+def values(picks: Sequence[Pick], of: Numbers) -> list[float]:
+    """The value of each row, for the numbers of a tick in which the same are known."""
+    return [pick if isinstance(pick, float) else sum([of[place] or 0.0 for place in pick]) for pick in picks]
+
+
+def beside(
+    names: LabelNames, where: Place, device: SeriesDevice, pods: Pods, bare: DeviceIdentity, of: Numbers
+) -> Iterator[Beside]:
+    """All that is beside a device's metrics; it is given with the pods that hold it, bare, and with its numbers."""
+    if device.info:
+        yield Beside(("info", device.uuid), Described(bare, device.info), (1.0,))
+    if of or device.conflict or device.xids:
+        rest = _rest(device, of)
+        if rest:
+            yield Beside(("rest", device.uuid), OfDevice("rest", bare, tuple(rest)), tuple(rest.values()))
+    if len(of) > _SCALED + 1:
+        yield from _parts(names, where, device, pods, of)
+    if device.events:
+        yield from _errors(names, where, device)
+
+
+def pod_infos(where: Place, devices: Iterable[Pods]) -> Iterator[Beside]:
+    """What is written on each pod that holds a device of a node."""
+    holding = {pod: holders[-1] for pods in devices for pod, holders in pods.items()}
+    for pod, holder in holding.items():
+        yield Beside(("pod", pod.namespace, pod.pod, pod.pod_uid or ""), PodInfo(where, held(holder)), (1.0,))
+
+
+def _rest(device: SeriesDevice, of: Numbers) -> dict[Row, Pick]:
+    """What is nobody's of a device, and what went wrong on it."""
+    rows: dict[Row, Pick] = {}
+    if of:
+        rows = {row_of(UNATTRIBUTED[one]): (at,) for at, one in enumerate(_QUANTITIES) if of[at] is not None}
+        rows[row_of(SPLIT_SCALED)] = (_SCALED,)
+    if device.conflict:
+        rows[row_of(CONFLICT, sanitised(device.conflict))] = 1.0
+    return rows | {row_of(XID_ERRORS, sanitised(code)): float(count) for code, count in device.xids.items() if code}
+
+
+def _parts(names: LabelNames, where: Place, device: SeriesDevice, pods: Pods, of: Numbers) -> Iterator[Beside]:
+    """The part of each pod: the sum of its containers'."""
+    places = _places(device)
+    split: dict[tuple[str, ...], list[Holder]] = {}
+    for pod, of_pod in pods.items():
+        split.setdefault(_pod_key(names, pod), []).extend(of_pod)
+    for key, holders in split.items():
+        picks: dict[Row, Pick] = {}
+        for at, one in enumerate(_QUANTITIES):
+            there = [places[id(holder)] + at for holder in holders]
+            if known_there := tuple([number for number in there if of[number] is not None]):
+                picks[row_of(POD_PARTS[one])] = known_there
+        if picks:
+            part = OfDevice("part", identity(where, device, held(holders[0])), tuple(picks))
+            yield Beside(("part", device.uuid, *key), part, tuple(picks.values()))
+
+
+def _places(device: SeriesDevice) -> dict[int, int]:
+    """Where among its numbers a device's holders' parts begin, by the holder's identity."""
+    return {id(holder): _SCALED + 1 + at * len(_QUANTITIES) for at, holder in enumerate(device.holders)}
+
+
+def _errors(names: LabelNames, where: Place, device: SeriesDevice) -> Iterator[Beside]:
+    """The XID errors of each pod that alone held the device when they came."""
+    pods: dict[tuple[str, ...], tuple[Held, Counter[str]]] = {}
+    for event in device.events or ():
+        if event.kind == "xid" and event.code is not None:
+            then = pods_of(event.held_by(device.holders))
+            for pod, holders in then.items() if len(then) == 1 else ():
+                _, counts = pods.setdefault(_pod_key(names, pod), (held(holders[0]), Counter()))
+                counts[str(event.code)] += 1
+    for key, (alone, counts) in pods.items():
+        codes = sorted(counts)
+        rows = tuple([row_of(POD_XID_ERRORS, code) for code in codes])
+        of = OfDevice("errors", identity(where, device, alone), rows)
+        yield Beside(("errors", device.uuid, *key), of, tuple([float(counts[code]) for code in codes]))
+
+
+def _pod_key(names: LabelNames, pod: HoldingPod) -> tuple[str, ...]:
+    """A pod that was created again is another one only where its uid is a label."""
+    return pod.namespace, pod.pod, (pod.pod_uid or "") if names.pod_uid else ""
+
+
+def _quantities(parts: Parts | None) -> Numbers:
+    return msgspec.structs.astuple(parts) if parts is not None else _NONE_KNOWN
+
+
+# -- what a device does, by pod
+
+_DIVIDED = {
+    "utilization_ratio": "gpu_utilization_ratio",
+    "memory_used_bytes": "memory_used_bytes",
+    "power_watts": "power_watts",
+}
+"""The keys of which pods have parts."""
+
+PodName = tuple[str, ...]
+"""Namespace, pod and uid; empty for what is the device's own."""
+
+
+class PodPart(NamedTuple):
+    """What a pod does on a device; ``held`` None: whoever holds the device."""
+
+    held: Held | None
+    metrics: dict[str, float]
+
+
+class Divided(NamedTuple):
+    """A device by pod: the parts, and what is written for the device in place of its own values."""
+
+    parts: Mapping[PodName, PodPart]
+    rest: Mapping[str, Value]
+
+
+def divide(reading: DeviceReading, pods: Pods, of: Numbers, *, uids: bool) -> Divided:
+    """A device by pod. Parts and rest come to the device; what no part is known of stays the device's.
+
+    NVML has no utilization of a MIG device: it is the share of the time in which its engines were busy.
+    ``uids``: a pod that was created again under its name is another one.
+    """
+    device, metrics, parts = reading.device, reading.metrics, dict[PodName, PodPart]()
+    busy = metrics.graphics_engine_active_ratio
+    if device.mig is not None and busy is not None and metrics.gpu_utilization_ratio is None:
+        parts[()] = PodPart(None, {"gpu_utilization_ratio": busy})
+    if len(pods) < 2:
+        return Divided(parts, NOTHING)
+    by_name: dict[PodName, list[Holder]] = {}
+    for pod, holders in pods.items():
+        by_name.setdefault((pod.namespace, pod.pod, (pod.pod_uid or "") if uids else ""), []).extend(holders)
+    places, rest = _places(device), dict[str, Value]()
+    for name, holders in by_name.items():
+        for key, value in [found for holder in holders for found in _divided(of, places[id(holder)])]:
+            whole = getattr(metrics, key)
+            if whole is not None:
+                one = len({holder.container for holder in holders}) == 1
+                part = parts.setdefault(name, PodPart(held(holders[0], holders[0].container if one else None), {}))
+                part.metrics[key] = part.metrics.get(key, 0) + value
+                rest[key] = max(0.0, rest.get(key, whole) - value)
+    return Divided(parts, rest | {key: value for key, value in _divided(of, 0) if key in rest})
+
+
+def _divided(of: Numbers, place: int) -> list[tuple[str, float]]:
+    """The parts that begin at a place, by the keys of which they are."""
+    some = of[place : place + len(_QUANTITIES)]
+    return [(_DIVIDED[one], value) for one, value in zip(_QUANTITIES, some, strict=False) if value is not None]
