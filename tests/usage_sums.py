@@ -262,7 +262,10 @@ def is_idle(device: Json, holder: Json) -> bool:
     rest: float | None = (device.get("unattributed") or {}).get("utilization_ratio")
     if rest is None:
         rest = max([*busy, *video]) - sum(part(one) or 0 for one in holders)
-    return bool(rest < 0.01) and max(video) < 0.01
+    theirs = {one.get("pod_uid") for one in holders if one.get("pod_uid")}
+    only_theirs = all(one.get("pod_uid") in theirs for one in device.get("processes") or ())
+    little = rest < 0.01 or (only_theirs and 2 * rest < sum(part(one) or 0 for one in holders))
+    return bool(little) and max(video) < 0.01
 
 
 def part(holder: Json) -> float | None:

@@ -52,19 +52,26 @@ def part_of(parts: Iterable[Parts | None]) -> float | None:
     return whole
 
 
-def rest_of(unattributed: Parts | None, work: Work, parts: Sequence[float | None]) -> float:
-    """What of a device's work is nobody's, by the parts of all its pods."""
+def rest_of(unattributed: Parts | None, work: Work, parts: Sequence[float | None], *, strangers: bool) -> float:
+    """What of a device's work may be anybody's, by the parts of all its pods; ``strangers``: whether a process on it is
+    of none of them.
+
+    What a device does and what its processes do are two measures, which differ. So the rest is nobody's if it is less
+    than half of what the pods are known to do, and no stranger may have done it.
+    """
+    known = sum([part or 0.0 for part in parts])
+    rest = max(0.0, work.most - known)
     if unattributed is not None and unattributed.utilization_ratio is not None:
-        return unattributed.utilization_ratio
-    return max(0.0, work.most - sum([part or 0.0 for part in parts]))
+        rest = unattributed.utilization_ratio
+    return 0.0 if rest < known / 2 and not strangers else rest
 
 
 def is_idle(below: float, work: Work, part: float | None, processes: float, rest: float | None) -> bool | None:
     """Whether a pod does nothing with a device; None: it is not known.
 
     A pod is judged by its own ``part`` of the device's work, whoever shares the device, and by what its ``processes``
-    do. The parts of all pods and the rest, which is nobody's, are the device's work. The ``rest`` may be the pod's own,
-    and so is all that the device does if its part is not known. ``rest`` None: no other pod holds the device.
+    do. The parts of all pods and the ``rest`` are the device's work. The rest may be the pod's own, and so is all that
+    the device does if its part is not known. ``rest`` None: no other pod holds the device.
     """
     if (part or 0.0) >= below or processes >= below:
         return False

@@ -204,7 +204,11 @@ def _idle(device: CountedDevice, held: Held) -> list[bool]:
     if len(pods) == 1 and work.most >= IDLE_BELOW:
         return idle
     parts = [part_of([holders[at].parts for at in pod]) for pod in pods]
-    rest = rest_of(device.unattributed, work, parts) if len(pods) > 1 else None
+    rest: float | None = None
+    if len(pods) > 1:
+        uids = {one.pod_uid for one in holders} - {None}
+        strangers = any(one.pod_uid not in uids for one in device.processes or ())
+        rest = rest_of(device.unattributed, work, parts, strangers=strangers)
     for pod, part in zip(pods, parts, strict=True):
         if part is not None and part >= IDLE_BELOW:
             continue

@@ -166,7 +166,9 @@ def _idle(below: float, view: View, pod: Pod) -> bool | None:
     processes = [one for one in device.processes or () if uid is not None and one.pod_uid == uid]
     done = sum([one.sm_utilization_ratio or 0.0 for one in processes])
     if len(view.pods) > 1:
-        rest = rest_of(device.unattributed, view.work, [_part(one) for one in view.pods])
+        uids = {one.holders[0].pod_uid for one in view.pods} - {None}
+        strangers = any(one.pod_uid not in uids for one in device.processes or ())
+        rest = rest_of(device.unattributed, view.work, [_part(one) for one in view.pods], strangers=strangers)
     return is_idle(below, view.work, _part(pod), done, rest)
 
 

@@ -584,4 +584,7 @@ def _is_idle(below: float, device: Device, holder: Holder) -> bool | None:
     parts = [one.parts.utilization_ratio or 0.0 for one in device.holders if one.parts is not None]
     nobodys = rest if rest is not None else _work(device) - sum(parts)
     video = max([getattr(device.metrics, name) or 0.0 for name in VIDEO])
-    return True if part is not None and nobodys < below and video < below else None
+    theirs = {one.pod_uid for one in device.holders if one.pod_uid is not None}
+    only_theirs = all(one.pod_uid in theirs for one in device.processes or ())
+    little = nobodys < below or (only_theirs and 2 * nobodys < sum(parts))
+    return True if part is not None and little and video < below else None

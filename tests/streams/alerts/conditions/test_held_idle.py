@@ -129,6 +129,7 @@ def test_the_use_of_the_pods_own_processes_is_work() -> None:
         ((0.3, 0.5), 0.0, 0.8, {"a": False, "b": False}),
         ((0.0, 0.0), 0.9, 0.9, {"a": None, "b": None}),
         ((0.0, 0.5), 0.4, 0.9, {"a": None, "b": False}),
+        ((0.0, 0.8), 0.1, 0.9, {"a": True, "b": False}),
         ((None, 0.5), 0.0, 0.5, {"a": None, "b": False}),
         ((None, None), None, 0.0, {"a": True, "b": True}),
         ((None, None), None, 0.5, {"a": None, "b": None}),
@@ -144,6 +145,7 @@ def test_the_use_of_the_pods_own_processes_is_work() -> None:
         "both work",
         "nobody's work",
         "some is nobody's",
+        "measured twice",
         "one is not known",
         "no parts, no work",
         "no parts, work",
@@ -161,6 +163,20 @@ def test_on_a_shared_device_each_pod_is_judged_by_its_own_part(
     findings = judged(device(0, *pods, busy=busy, unattributed=Parts(utilization_ratio=rest)))
     holds = {finding.pod_uid.removeprefix("uid-"): finding.holds for finding in findings}
     assert {name: holds.get(name, False) for name in "ab"} == idle
+
+
+def test_an_idle_pod_beside_one_that_works_is_found_if_no_process_of_others_is_there() -> None:
+    pods = [holder("a", busy=0.0), holder("b", busy=0.8)]
+    own, unknown = Process(1, "uid-b", 0.8), Process(2, None, 0.0)
+    for processes, holds in (((own,), True), ((own, unknown), None)):
+        shared = device(0, *pods, busy=0.9, unattributed=Parts(utilization_ratio=0.1), processes=processes)
+        found = {one.pod_uid: one.holds for one in judged(shared)}
+        assert found == {"uid-a": holds}
+    replay = Replay(DEFAULTS)
+    shared = device(0, *pods, busy=0.9, unattributed=Parts(utilization_ratio=0.1), processes=(own,))
+    (alert,) = [alert for s in range(0, 3000, 10) for alert in replay.take(tick(s, shared))]
+    assert [gpu.pod for gpu in alert.gpus] == ["ml/a"]
+    assert "1 of 2 GPUs idle, the other one works" in alert.annotations["summary"]
 
 
 def test_ten_pods_that_do_nothing_are_idle_though_the_device_they_share_is_not() -> None:
