@@ -33,7 +33,7 @@ SCRIPTS := .ci/run .ci/dist tests/real/build/build
 GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py gpustream/acls.py gpustream/chart.py streams/alerts/text/reference.py sinks/series/relabel_reference.py docs/flow.py k8s/dashboards/files.py k8s/rules.py docs/peers.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: alert-storm help install demo test test-fast coverage check docs format bench soak storm upgrade gpu pictures image dist real-servers lock
+.PHONY: alert-storm help install demo test test-fast coverage check docs format bench bench-live bench-growth soak storm upgrade gpu pictures image dist collector real-servers lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -103,6 +103,12 @@ docs: install ## the documentation as a site, in build/site: every link and anch
 bench: install ## measure: what each step costs, in minutes; ARGS=score for one of tests/bench, ARGS=all for all of them
 	$(BIN)/python -m tests.bench $(ARGS)
 
+bench-live: install ## measure: how many nodes two cores carry at 1 Hz, on a quiet machine, in minutes; ARGS=--write keeps it
+	$(BIN)/python -m tests.bench.live $(ARGS)
+
+bench-growth: install ## measure: 100 to 10,000 nodes, 1 and 2 workers, catching up after an hour, in half an hour; ARGS=--write
+	$(BIN)/python -m tests.bench.growth $(ARGS)
+
 soak: install ## faults at random against real servers, every sample counted: an hour, or SOAK_MINUTES=10 SOAK_SEED=7
 	SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) $(BIN)/pytest tests/real/test_soak.py -s -rs --show-capture=no $(ARGS)
 
@@ -128,6 +134,9 @@ image: install ## the stages of the Dockerfile without a container engine, and h
 
 dist: install ## what a release consists of, of the last commit, in dist/: the wheel, the chart, the SBOM, the changelog, checksums
 	.ci/dist dist
+
+collector: ## build the OpenTelemetry Collector beside those servers: make bench has a row for it if it is there
+	tests/real/build/build collector
 
 real-servers: ## build the servers of the tests (Kafka, Prometheus, kube-apiserver, ...) into $GPUSTREAM_REAL_DIR or ~/.cache/gpustream-real
 	tests/real/build/build

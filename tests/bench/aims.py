@@ -9,14 +9,17 @@ alert stream and the usage stream. The others are made for remote write: in ``wa
 27 values, in ``shared`` two of the eight are held by four pods each, and in ``cold`` each tick finds other pods. CPU is
 user and system time of a process, all threads, less that of its start on empty topics.
 
-Yardsticks, in the same run: a loop of aiokafka that decodes nothing; and the messages that protoc made of the official
+Yardsticks, in the same run: a loop of aiokafka that decodes nothing; the messages that protoc made of the official
 definitions, filled with the labels and values of a tick, serialized and compressed, which is what remote write 1.0 does
-last of all.
+last of all; and the OpenTelemetry Collector if it is built, which reads the series of these ticks as OTLP and writes
+them: values and labels are ready made for it, nothing is joined, and no series is ended.
 
 Memory is that of 2,000 nodes' ticks, less that of a start, times what makes them 10,000 nodes or 2,000,000 series.
 
+Bytes are those of a tick on the broker's disk in a batch of its own, as a node's are while it is up to date.
+
 It is compared with ``tests/bench/aims.json``, which ``--write`` writes. Of two machines, or two hours of a busy one,
-compare the ratios to the bare loop.
+compare the ratios to the yardsticks.
 """
 
 import asyncio
@@ -25,13 +28,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from cramjam import snappy
+from cramjam import snappy, zstd
 
 from delivery import topic_admin
 from delivery.connection import Connection
@@ -41,10 +44,11 @@ from sinks.series.tick import decode
 from sinks.series.translation import Translator
 from tests.bench import attribution
 from tests.bench.attribution import GPUS, bare, cpu_s
+from tests.bench.collector import TOPIC, CollectorServer, Otlp
 from tests.bench.node import memory_bytes
 from tests.bench.remote_write import log, null_receiver
 from tests.real.pipeline import Gpustream, lag, read_all
-from tests.real.servers import KafkaServer
+from tests.real.servers import KafkaServer, Missing
 from tests.sinks.remote_write.wire import messages
 from topics.profiles import PROFILES
 
@@ -52,64 +56,64 @@ TICKS, PARTITIONS, NODES, WIDE_NODES = 12_800, 4, 64, 2000
 MADE_TICKS = 3200
 MADE: dict[str, dict[str, bool]] = {"warm.": {}, "shared.": {"shared": True}, "cold.": {"cold": True}}
 MANY_NODES, SERIES_AIMED = 10_000, 2_000_000
-ATTRIBUTED, PER_TICK = "gpu.attributed", "us/tick"
-SETTLED_S, HELPS = 3.0, 10
+SAMPLES, ATTRIBUTED = "gpu.samples", "gpu.attributed"
+PER_TICK, RATE = "us/tick", "M values a CPU-second"
+SETTLED_S, HELPS, COLLECTED = 3.0, 10, 1600
+BATCH_BYTES = 61 + 30
+"""Around a record that is alone in its batch: Kafka's header of a batch and of a record, and the key."""
+
 LAST = Path(__file__).with_suffix(".json")
 
+BARE, PROTOBUF, COLLECTOR = "bare aiokafka loop", "official protobuf and snappy, 1.0", "OpenTelemetry Collector"
+"""The yardsticks."""
 
-class Figure(NamedTuple):
-    """A row: what was measured, its unit, and what it should be. ``more`` is better, or less is."""
+
+class Figure(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A row: what was measured, its unit, and what it should be; ``more`` is better, or less is. ``beside`` are the
+    yardsticks that it is a multiple of."""
 
     what: str
     value: float
     unit: str
     aim: float | None = None
     more: bool = False
+    beside: tuple[str, ...] = ()
 
 
-def main(*, write: bool) -> None:
-    """Prints the table, a row as soon as it is known."""
-    last = {one.what: one for one in msgspec.json.decode(LAST.read_bytes(), type=list[Figure])} if LAST.exists() else {}
-    sys.stdout.write(
-        "| what | figure | aim | x the bare loop | last committed run, x its bare loop |\n|---|---|---|---|---|\n"
-    )
-    found: list[Figure] = []
-    for one in figures():
-        found.append(one)
+def report(figures: Iterable[Figure], path: Path, *, write: bool) -> None:
+    """Prints the table, a row as soon as it is known, beside the figures of a file; writes them to it."""
+    last = load(path) if path.exists() else {}
+    sys.stdout.write("| what | figure | aim | x the yardsticks | last committed run |\n|---|---|---|---|---|\n")
+    found: dict[str, Figure] = {}
+    for one in figures:
+        found[one.what] = one
         aim = "" if one.aim is None else f"{one.aim:,.6g}"
-        cells = [
-            one.what,
-            f"{one.value:,.4g} {one.unit}",
-            aim,
-            beside(one, found),
-            beside(last.get(one.what), last.values()),
-        ]
-        sys.stdout.write(f"| {' | '.join(cells)} |\n")
+        before = last.get(one.what)
+        then = f"{before.value:,.4g}, {ratios(before, last)}".rstrip(", ") if before else ""
+        sys.stdout.write(f"| {one.what} | {one.value:,.4g} {one.unit} | {aim} | {ratios(one, found)} | {then} |\n")
         sys.stdout.flush()
     if write:
-        LAST.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(list(found.values()))) + b"\n")
 
 
-def beside(one: Figure | None, all_of_it: Iterable[Figure]) -> str:
-    """A figure as a multiple of the bare loop of its run, if it is a time for each tick."""
-    if one is None:
-        return ""
-    bare_us = next((other.value for other in all_of_it if other.what == BARE), None)
-    ratio = f" ({one.value / bare_us:.1f})" if bare_us and one.unit == PER_TICK else ""
-    return f"{one.value:,.4g}{ratio}"
+def load(path: Path) -> dict[str, Figure]:
+    """The figures of a file, by what they are of."""
+    return {one.what: one for one in msgspec.json.decode(path.read_bytes(), type=list[Figure])}
 
 
-BARE = "bare aiokafka loop"
-"""The yardstick of every row that is a time for each tick."""
+def ratios(one: Figure, run: Mapping[str, Figure]) -> str:
+    """A figure as a multiple of the yardsticks of its run that are there."""
+    return ", ".join(f"{one.value / run[name].value:,.3g} x {name.split()[0]}" for name in one.beside if name in run)
 
 
 def figures() -> Iterator[Figure]:
     """All rows, in the order of the table."""
+    yield Figure(PROTOBUF, protobuf_us(), PER_TICK)
     with ExitStack() as servers:
         bench = Bench(servers)
         asyncio.run(bench.fill())
         yield from bench.steps()
-    yield from without_kafka()
+    yield Figure("gpustream --help", help_ms(), "ms", 150)
 
 
 class Bench:
@@ -138,39 +142,61 @@ class Bench:
 
     def steps(self) -> Iterator[Figure]:
         """What reads a log, one after the other."""
-        kafka = self.kafka.address
-        yield Figure(BARE, asyncio.run(bare(kafka, TICKS)) / TICKS * 1e6, PER_TICK)
-        join = self.spent(("stream", "attribution"), "gpu.samples", TICKS)
-        yield Figure("attribution", join.us, PER_TICK, 110)
-        values = asyncio.run(values_of(kafka)) / TICKS
-        writing: dict[tuple[str, str], float] = {}
+        yield Figure(BARE, asyncio.run(bare(self.kafka.address, TICKS)) / TICKS * 1e6, PER_TICK)
+        join = self.spent(("stream", "attribution"), SAMPLES, TICKS)
+        yield Figure("attribution", join.us, PER_TICK, 110, beside=(BARE,))
+        records = [record.value for record in asyncio.run(read_all(self.kafka.address, ATTRIBUTED))]
+        writing: dict[tuple[str, str], Spent] = {}
         for kind in ("", *MADE):
             for protocol, aim_us in (("1.0", 130), ("2.0", 100)):
                 what = ("sink", "remote-write", "--url", self.url, "--from", "earliest", "--protocol", protocol)
-                us = writing[kind, protocol] = self.spent(what, ATTRIBUTED, MADE_TICKS if kind else TICKS, kind).us
+                spent = writing[kind, protocol] = self.spent(what, ATTRIBUTED, MADE_TICKS if kind else TICKS, kind)
                 if kind == "cold.":
-                    cold_us = (us - writing["warm.", protocol]) / GPUS
+                    cold_us = (spent.us - writing["warm.", protocol].us) / GPUS
                     yield Figure(f"remote write {protocol}, a cold label set", cold_us, "us/GPU", 50)
                 else:
                     aim = {"": None, "warm.": aim_us, "shared.": aim_us * 1.3}[kind]
-                    yield Figure(f"remote write {protocol}, {kind.strip('.') or 'those ticks'}", us, PER_TICK, aim)
-        yield Figure("alerts", self.spent(("stream", "alerts"), ATTRIBUTED, TICKS).us, PER_TICK, 80)
-        yield Figure("usage", self.spent(("stream", "usage"), ATTRIBUTED, TICKS).us, PER_TICK, 60)
-        whole_us = join.us + writing["", "1.0"]
-        yield Figure("the whole way", values / whole_us, "M values a CPU-second", 0.85, more=True)
-        yield Figure("catching up", 1e6 / writing["warm.", "1.0"], "ticks a CPU-second", 2500, more=True)
-        worker = self.spent(("stream", "attribution"), "gpu.samples", WIDE_NODES, "wide.")
+                    name = f"remote write {protocol}, {kind.strip('.') or 'those ticks'}"
+                    yield Figure(name, spent.us, PER_TICK, aim, beside=(BARE, PROTOBUF))
+        yield Figure("alerts", self.spent(("stream", "alerts"), ATTRIBUTED, TICKS).us, PER_TICK, 80, beside=(BARE,))
+        yield Figure("usage", self.spent(("stream", "usage"), ATTRIBUTED, TICKS).us, PER_TICK, 60, beside=(BARE,))
+        if collector_us := self.collector_us(records[:COLLECTED]):
+            yield Figure(COLLECTOR, values_of(records[:COLLECTED]) / collector_us, RATE, more=True)
+        whole_us = join.us + writing["", "1.0"].us
+        yield Figure("the whole way", values_of(records) / whole_us, RATE, 0.85, more=True, beside=(COLLECTOR,))
+        yield Figure("catching up", 1e6 / writing["warm.", "1.0"].us, "ticks a CPU-second", 2500, more=True)
+        worker = self.spent(("stream", "attribution"), SAMPLES, WIDE_NODES, "wide.")
         yield Figure("a worker with 10,000 nodes", worker.mib * MANY_NODES / WIDE_NODES, "MiB", 600)
         sink = ("sink", "remote-write", "--url", self.url, "--from", "earliest")
         writer = self.spent(sink, ATTRIBUTED, WIDE_NODES, "wide.")
         yield Figure("a sink with 2,000,000 series", writer.mib * SERIES_AIMED / writer.accepted, "MiB", 1536)
+        samples = [record.value for record in asyncio.run(read_all(self.kafka.address, SAMPLES))]
+        for topic, logged in ((SAMPLES, samples[:COLLECTED]), (ATTRIBUTED, records[:COLLECTED])):
+            size = sum(len(zstd.compress(value, level=3)) + BATCH_BYTES for value in logged) / len(logged)
+            yield Figure(f"{topic} on disk", size, "bytes/tick")
+        for protocol in ("1.0", "2.0"):
+            spent = writing["", protocol]
+            yield Figure(f"remote write {protocol} on the wire", spent.sent_bytes / TICKS, "bytes/tick")
+        yield Figure("samples written", writing["", "1.0"].accepted / TICKS, "samples/tick")
+
+    def collector_us(self, records: Sequence[bytes]) -> float | None:
+        """CPU time of the Collector for each of these ticks; nothing if it is not built."""
+        try:
+            server = CollectorServer(self.directory / "collector", self.kafka.address, self.url)
+        except Missing:
+            return None
+        otlp = Otlp(records)
+        self.kafka.create_topics({TOPIC: PARTITIONS})
+        with server:
+            asyncio.run(otlp.send(self.kafka.address))
+            return server.cpu_s_of(otlp.points) / len(records) * 1e6
 
     def spent(self, what: tuple[str, ...], topic: str, ticks: int, prefix: str = "") -> "Spent":
         """What a process takes for a log, less what it takes to start."""
         if what not in self._start:
             self._start[what] = self.run(what, topic, "empty.")
         start, whole = self._start[what], self.run(what, topic, prefix)
-        return Spent((whole.us - start.us) / ticks, whole.mib - start.mib, whole.accepted)
+        return whole._replace(us=(whole.us - start.us) / ticks, mib=whole.mib - start.mib)
 
     def run(self, what: tuple[str, ...], topic: str, prefix: str) -> "Spent":
         """What a process takes from its start until it has read all there is."""
@@ -184,41 +210,39 @@ class Bench:
                 if left != (left := asyncio.run(lag(self.kafka.address, prefix + group, [prefix + topic]))):
                     since_s = time.monotonic()
                 time.sleep(0.2)
-            accepted = re.search(
-                r"^gpustream_remote_write_samples_accepted_total (.*)", process.get("/metrics") or "", re.MULTILINE
-            )
+            counted = dict(COUNTED.findall(process.get("/metrics") or ""))
+            accepted, sent = (float(counted.get(name, 0)) for name in ("samples_accepted", "request_bytes"))
             mib = memory_bytes(process.pid)["Rss"] / (1 << 20)
-            return Spent(cpu_s(process.pid) * 1e6, mib, float(accepted[1]) if accepted else 0.0)
+            return Spent(cpu_s(process.pid) * 1e6, mib, accepted, sent)
+
+
+COUNTED = re.compile(r"^gpustream_remote_write_(\w+)_total (.*)", re.MULTILINE)
 
 
 class Spent(NamedTuple):
-    """CPU time, memory, and how many samples a receiver accepted."""
+    """CPU time, memory, how many samples a receiver accepted, and the bytes sent to it."""
 
     us: float
     mib: float
     accepted: float
+    sent_bytes: float
 
 
-async def values_of(kafka: str) -> int:
-    """How many values of metrics gpu.attributed has."""
-    decoded = [decode(record.value) for record in await read_all(kafka, ATTRIBUTED)]
-    known = [msgspec.structs.astuple(reading.metrics) for tick in decoded for reading in tick.devices]
-    return sum(len(values) - values.count(None) for values in known)
+def values_of(records: Sequence[bytes]) -> float:
+    """How many values of metrics these ticks have, on average."""
+    known = [msgspec.structs.astuple(reading.metrics) for record in records for reading in decode(record).devices]
+    return sum(len(values) - values.count(None) for values in known) / len(records)
 
 
-# -- without Kafka
-
-
-def without_kafka() -> Iterator[Figure]:
-    """What needs no log."""
-    yield Figure("official protobuf and snappy, 1.0", protobuf_us(), PER_TICK)
+def help_ms() -> float:
+    """How long ``gpustream --help`` takes, in the median."""
     command = [sys.executable, "-m", "gpustream", "--help"]
     took = []
     for _ in range(HELPS):
         began = time.perf_counter()
         subprocess.run(command, check=True, capture_output=True)
         took.append(time.perf_counter() - began)
-    yield Figure("gpustream --help", sorted(took)[HELPS // 2] * 1000, "ms", 150)
+    return sorted(took)[HELPS // 2] * 1000
 
 
 def protobuf_us() -> float:

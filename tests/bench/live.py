@@ -1,0 +1,169 @@
+"""How many nodes two cores carry at one tick a second: from a node's reading to the receiver's answer.
+
+    python -m tests.bench.live [--write]
+
+Apache Kafka, one worker of the attribution stream, one of remote write, and a receiver that only counts are on this
+machine; so is the load, which replays records of a simulated fleet (8 whole GPUs a node, with processes and shared
+GPUs). First 2,000 nodes; if these are too many, the most at which the lag stays flat, in steps of 250. It is flat if it
+is no longer in the second half of a window than in the first, but for what half a second brings.
+
+Ages are of the sink's own histogram, interpolated, as Prometheus would show them. CPU is user and system time of each
+process, all threads.
+"""
+
+import asyncio
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+
+from delivery import topic_admin
+from delivery.connection import Connection
+from tests.bench.aims import PER_TICK, Figure, report
+from tests.bench.attribution import cpu_s
+from tests.bench.load import WARM, Replay, fleet
+from tests.bench.remote_write import null_receiver
+from tests.real.pipeline import Gpustream
+from tests.real.servers import KafkaServer
+
+NODES, STEP, PARTITIONS = 2000, 250, 8
+WARM_UP_S, MEASURE_S = 15, 30
+LAST = Path(__file__).with_suffix(".json")
+
+_BUCKET = re.compile(r'^gpustream_remote_write_delay_seconds_bucket{le="(.*)"} (.*)', re.MULTILINE)
+_LAG = re.compile(r'^gpustream_\w+_lag_records(?:{topic="gpu.samples"})? (.*)', re.MULTILINE)
+
+
+class Pipeline:
+    """Workers of the attribution stream and one of remote write, on topics of their own."""
+
+    def __init__(self, running: ExitStack, kafka: KafkaServer, prefix: str, url: str, workers: int = 1) -> None:
+        connection = Connection(kafka.address, topic_prefix=prefix)
+        asyncio.run(topic_admin.create(connection, partitions=PARTITIONS, replication_factor=1))
+        at = ("--kafka", kafka.address, "--topic-prefix", prefix)
+        commands: dict[str, tuple[str, ...]] = {
+            **{f"attribution {n + 1}": ("stream", "attribution", *at) for n in range(workers)},
+            "remote write": ("sink", "remote-write", *at, "--url", url, "--from", "earliest"),
+        }
+        self.processes = {
+            name: running.enter_context(Gpustream(kafka.directory.parent / f"{prefix}{name}", *command))
+            for name, command in commands.items()
+        }
+
+    def lag(self) -> float:
+        """How many records are not finished, of all topics."""
+        texts = [process.get("/metrics") or "" for process in self.processes.values()]
+        return sum(float(number) for text in texts for number in _LAG.findall(text))
+
+    def finish(self) -> None:
+        """Waits until all that was sent has been written."""
+        quiet = 0
+        while quiet < 4:
+            time.sleep(0.5)
+            quiet = 0 if self.lag() else quiet + 1
+
+    def cpu_s(self) -> tuple[float, float]:
+        """CPU seconds of all workers of attribution, and of remote write."""
+        *streams, sink = (cpu_s(process.pid) for process in self.processes.values())
+        return sum(streams), sink
+
+    def ages(self) -> dict[float, float]:
+        """How many ticks were written when they were no older than so many seconds, since the start."""
+        text = self.processes["remote write"].get("/metrics") or ""
+        return {float(bound): float(count) for bound, count in _BUCKET.findall(text)}
+
+
+class Window(NamedTuple):
+    """What was seen while so many nodes had a tick a second."""
+
+    nodes: int
+    lags: list[float]
+    ages: Mapping[float, float]
+    cpu_us: Mapping[str, float]
+
+    @property
+    def halves(self) -> tuple[float, float]:
+        """The mean lag of each half."""
+        middle = len(self.lags) // 2
+        return mean(self.lags[:middle]), mean(self.lags[middle:])
+
+    @property
+    def flat(self) -> bool:
+        """Whether the lag does not grow."""
+        before, after = self.halves
+        return after < before + self.nodes / 2
+
+    def quantile(self, share: float) -> float:
+        """The age in seconds that this share of the ticks has at most."""
+        wanted, lower_s, below = share * max(self.ages.values()), 0.0, 0.0
+        for upper_s, count in self.ages.items():
+            if count >= wanted and count > below:
+                return lower_s + (upper_s - lower_s) * (wanted - below) / (count - below)
+            lower_s, below = upper_s, count
+        return float("inf")
+
+
+def measured(nodes: int, kafka: KafkaServer, url: str) -> Window:
+    """A window with so many nodes, on topics of its own."""
+    prefix, stop = f"live-{nodes}.", threading.Event()
+    with ExitStack() as running:
+        pipeline = Pipeline(running, kafka, prefix, url)
+        replay = Replay(kafka.address, prefix, asyncio.run(fleet(nodes)))
+        replay.ticks(range(1, WARM + 1), WARM)
+        pipeline.finish()
+        load = threading.Thread(target=replay.at_1_hz, args=(stop,))
+        load.start()
+        running.callback(stop.set)
+        time.sleep(WARM_UP_S)
+        ages, before_s = pipeline.ages(), (*pipeline.cpu_s(), cpu_s(kafka.pid))
+        lags = []
+        for _ in range(MEASURE_S):
+            time.sleep(1)
+            lags.append(pipeline.lag())
+        rows = zip(
+            ("attribution", "remote write", "Kafka"), before_s, (*pipeline.cpu_s(), cpu_s(kafka.pid)), strict=True
+        )
+        cpu_us = {name: (after - before) / MEASURE_S / nodes * 1e6 for name, before, after in rows}
+        since = {bound: count - ages.get(bound, 0) for bound, count in pipeline.ages().items()}
+    load.join()
+    return Window(nodes, lags, since, cpu_us)
+
+
+def most(kafka: KafkaServer, url: str) -> Window:
+    """The window of the most nodes, up to 2,000, at which the lag stays flat; that of the fewest if it never does."""
+    low, high, found = 0, NODES // STEP + 1, None
+    at = NODES // STEP
+    while low < at < high:
+        window = measured(at * STEP, kafka, url)
+        sys.stderr.write(f"{window.nodes} nodes: lag {[round(one) for one in window.halves]}, {window.cpu_us}\n")
+        if window.flat:
+            low, found = at, window
+        else:
+            high = at
+        at = (low + high) // 2
+    return found or window
+
+
+def figures() -> Iterator[Figure]:
+    """All rows, in the order of the table."""
+    with ExitStack() as servers:
+        directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
+        kafka = servers.enter_context(KafkaServer(directory / "kafka", heap="1g"))
+        window = most(kafka, servers.enter_context(null_receiver()))
+    yield Figure("nodes at 1 Hz", window.nodes if window.flat else 0, "nodes", NODES, more=True)
+    for share, aim_s in ((0.5, 1), (0.99, 3)):
+        yield Figure(f"reading to accepted write, p{share * 100:g}", window.quantile(share), "s", aim_s)
+    for half, lag in zip(("first", "second"), window.halves, strict=True):
+        yield Figure(f"lag, {half} half", lag, "records")
+    for name, us in window.cpu_us.items():
+        yield Figure(name, us, PER_TICK)
+
+
+if __name__ == "__main__":
+    report(figures(), LAST, write="--write" in sys.argv)
