@@ -33,7 +33,7 @@ SCRIPTS := .ci/run .ci/dist tests/real/build/build
 GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py gpustream/acls.py gpustream/chart.py streams/alerts/text/reference.py sinks/series/relabel_reference.py docs/flow.py k8s/dashboards/files.py k8s/rules.py docs/peers.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: alert-storm help install demo test test-fast coverage check docs format bench bench-live bench-growth soak storm upgrade gpu pictures image dist collector real-servers lock
+.PHONY: help install demo test test-fast coverage check docs format bench bench-live bench-growth soak storm upgrade gpu pictures image dist collector real-servers lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -114,9 +114,6 @@ soak: install ## faults at random against real servers, every sample counted: an
 
 storm: ## ten minutes of make soak
 	@$(MAKE) --no-print-directory soak SOAK_MINUTES=10
-
-alert-storm: install ## alert workers killed again and again on a real Kafka: every transition as without kills
-	GPUSTREAM_STORM=1 $(PYTEST) tests/real/test_alerts.py
 
 upgrade: install ## this tree and an older commit side by side, each with the other's producers, and back: ARGS=COMMIT
 	$(BIN)/python -m tests.real.upgrade $(ARGS)

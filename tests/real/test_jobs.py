@@ -92,8 +92,11 @@ async def test_jobs_are_in_every_sink(
     sender = Sender(empty_kafka.connection, client_id="ticks")
     await sender.start()
     start_ms = (int(time.time() * 1000) - TICKS * STEP_MS) // MINUTE_MS * MINUTE_MS
-    for tick in ticks(start_ms):
+    sent = [
         await sender.send("gpu.samples", msgspec.json.encode(tick), key=node_key(CLUSTER, tick["node"]))
+        for tick in ticks(start_ms)
+    ]
+    await asyncio.gather(*sent)
     await sender.stop()
     async with hook() as plain, hook() as events:
         manager = await asyncio.to_thread(start_alertmanager, webhook=plain.url.replace("/hook", "/none"))

@@ -40,21 +40,24 @@ async def producing(kafka: KafkaServer, name: str, *, every_s: float = 0.005) ->
     sender = Sender(kafka.connection, client_id="test")
     await sender.start()
     sent: list[bytes] = []
+    acknowledged: list[asyncio.Future[int]] = []
 
     async def produce() -> None:
         for number in range(1_000_000):
-            await sender.send(f"{name}-in", b"%d" % number, partition=number % PARTITIONS)
+            acknowledged.append(await sender.send(f"{name}-in", b"%d" % number, partition=number % PARTITIONS))
             sent.append(b"%d" % number)
             await asyncio.sleep(every_s)
 
-    for partition in range(PARTITIONS):
-        await sender.send(f"{name}-state", b"state", partition=partition)
+    acknowledged += [
+        await sender.send(f"{name}-state", b"state", partition=partition) for partition in range(PARTITIONS)
+    ]
     task = asyncio.create_task(produce())
     try:
         yield sent
     finally:
         task.cancel()
         await asyncio.wait([task])
+        await asyncio.gather(*acknowledged)
         await sender.stop()
 
 
