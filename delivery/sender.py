@@ -166,11 +166,15 @@ class Sender:
             self._handing_over -= 1
         return record.acknowledged
 
-    async def stop(self, timeout_s: float = 5.0) -> None:
-        """Wait for what is unacknowledged, at most ``timeout_s``, and let go. What is left is cancelled."""
+    async def settled(self, timeout_s: float) -> None:
+        """Wait until what was sent by now is acknowledged, at most ``timeout_s``."""
         waiting = [record.acknowledged for record in self._unacknowledged]
         if waiting:
             await asyncio.wait(waiting, timeout=timeout_s)
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Wait for what is unacknowledged, at most ``timeout_s``, and let go. What is left is cancelled."""
+        await self.settled(timeout_s)
         self._stopped = True
         self._healthy.set()
         if self._recovery is not None:

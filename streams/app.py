@@ -43,6 +43,7 @@ _ASK_EVERY_S = 1.0
 _ASK_AT_MOST_EVERY_S = 0.05
 _ASK_FOR_S = 10.0
 _STOP_S = 6.0
+_SETTLED_S = 0.5
 
 
 class Batches(Channel):  # type: ignore[misc]  # faust has no types that pass strict
@@ -185,7 +186,9 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         self.group.join()
 
     async def close(self) -> None:
+        """Stop reading, wait for what was sent, commit, and leave: what the broker took is not read again."""
         await self.stop()
+        await self.sender.settled(_SETTLED_S)
         await self.reader.revoked()  # nothing can be finished any more, and what is not sent now is no failure
         await asyncio.gather(self.group.close(), self.sender.stop(timeout_s=1.0))
 

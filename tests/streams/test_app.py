@@ -344,3 +344,24 @@ async def test_an_output_that_a_stop_cancels_is_no_failure(bench: Bench) -> None
     output.cancel()
     await asyncio.sleep(0)
     assert bench.failed == []
+
+
+async def test_what_the_broker_takes_while_the_app_stops_is_finished_before_the_commit(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, committed = asyncio.Future[int](), list[int | None]()
+    bench.app.finish_when(bench.admit(), [output])
+
+    async def settled(timeout_s: float) -> None:
+        if not output.done():
+            output.set_result(7)
+        await asyncio.sleep(0)
+
+    async def commit() -> bool:
+        committed.append(bench.position())
+        return True
+
+    monkeypatch.setattr(bench.app.sender, "settled", settled)
+    monkeypatch.setattr(bench.app.reader, "commit", commit)
+    await bench.app.close()
+    assert committed == [1]
