@@ -115,7 +115,8 @@ class AlertWorker(NodeWatch):
             if topic in (ATTRIBUTED, MEMBERS) and self._writings.leftover:
                 await asyncio.wait(self._writings.leftover)
             if topic == MEMBERS:
-                await self._group(number, batch)
+                if self.app.current(batch[0][0]):  # all of a batch were read in one epoch
+                    await self._group(number, batch)
                 return
             for slot, record in batch:
                 if not self.app.current(slot):

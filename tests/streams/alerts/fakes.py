@@ -25,6 +25,7 @@ from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from streams.app import ReaderApp
 from streams.caught_up import BREAK_S
+from streams.reader import Batch
 from streams.stage import ATTRIBUTED, SAMPLES, Clocks
 from tests.streams.alerts.stories import SHORT
 from topics.alerts import Alert
@@ -178,19 +179,27 @@ class Worker:
 
     async def read(self, topic: str = ATTRIBUTED, count: int = 10**6) -> None:
         """Take the next records of a topic, and let all that follows happen."""
+        batch = self.fetch(topic, count)
+        await self.take(batch)
+        if topic == self.reads[1]:
+            self.state_read += len(batch)
+
+    def fetch(self, topic: str, count: int = 10**6) -> Batch:
+        """The next records of a topic, on their way to the stage."""
         tp = Partition(topic, 0)
         at = self.ledger.expected(tp)
         assert at is not None
         records = self.broker.logs[topic][at : at + count]
         read = [record._replace(topic=tp.topic, partition=tp.partition) for record in records]
-        batch = [(self.ledger.admit(tp, at + i, 10), record) for i, record in enumerate(read)]
+        return [(self.ledger.admit(tp, at + i, 10), record) for i, record in enumerate(read)]
+
+    async def take(self, batch: Batch) -> None:
+        """Give the stage a batch, and let all that follows happen."""
         taking = asyncio.create_task(self.stage.take(batch))
         await settle()
         while not taking.done():  # it waits for what an older epoch has sent
             self.sender.land(1)
             await settle()
-        if topic == self.reads[1]:
-            self.state_read = at + len(records)
 
     async def live(self, count: int = 10**6) -> None:
         """Read ticks, and the states that were written meanwhile."""

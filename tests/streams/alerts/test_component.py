@@ -652,6 +652,24 @@ async def test_another_worker_goes_on_with_a_workloads_alert_as_it_is_in_the_top
     ]  # fmt: skip
 
 
+async def test_reports_that_were_read_before_the_partition_went_are_left_to_its_next_worker() -> None:
+    first = await grouping(30)
+    broker = first.broker
+    await first.read(MEMBERS)
+    for node, pod, number in (("n", "bert-0", 0), ("m", "bert-1", 1)):
+        broker.log(tick(30, device(number, holder(pod), busy=0.9), node=node))
+    await first.live()
+    in_hand = first.fetch(MEMBERS)
+    first.ledger.forget()
+    first.stage.forget()
+    first.stage.drop(frozenset({0}))
+    await first.take(in_hand)
+    second = await working(broker, SOON)
+    await second.read(GROUPS)
+    await second.read(MEMBERS)
+    assert said(broker)[-1] == ("GPUHeldIdle", "resolved")
+
+
 async def test_a_malformed_report_is_dead_lettered_and_holds_nothing_up() -> None:
     worker = await grouping(30)
     worker.broker.logs[MEMBERS].insert(0, Record(b"x", b"no report"))

@@ -13,6 +13,7 @@ from streams.alerts import memory
 from streams.alerts.component import ALERTS, GROUPS, MEMBERS, STATE, WORKLOADS
 from streams.alerts.machine import FORGET_MS
 from streams.alerts.tick import Tick
+from streams.stage import ATTRIBUTED
 from tests.clock import run
 from tests.streams.alerts.fakes import Broker, Record, Worker, settle
 from tests.streams.alerts.stories import SHORT, lives
@@ -75,8 +76,15 @@ async def _another(broker: Broker) -> Worker:
 
 
 async def _after_a_disturbance(worker: Worker, broker: Broker, chance: Random) -> Worker:
-    if chance.random() < 0.3:  # a rebalance that leaves the partition here
+    if chance.random() < 0.3:  # a rebalance, after which the partition is here again: what is read is taken after it
+        in_hand = [worker.fetch(topic, chance.randint(0, 3)) for topic in (ATTRIBUTED, MEMBERS)]
+        was_away = chance.random() < 0.5
+        if was_away:
+            worker.stage.drop(frozenset({0}))
+            worker.state_read = 0
         await worker.start()
+        for batch in in_hand:
+            await worker.take(batch)
         await worker.read(GROUPS)
         return worker
     worker.kill(chance)
