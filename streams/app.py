@@ -37,7 +37,7 @@ from streams.reader import Reader, Reads, Stage
 
 log = logging.getLogger(__name__)
 
-_BATCHES_IN_HAND = 16
+_BATCHES_IN_HAND = 2
 _COMMIT_EVERY_S = 1.0
 _ASK_EVERY_S = 1.0
 _ASK_AT_MOST_EVERY_S = 0.05

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from streams.attribution.holders import Held, hold, observe, uids_shown
+from streams.attribution.holders import Held, hold, observe
 from streams.attribution.log_time import Listing, Resolved
 from streams.attribution.split import split
 from topics.allocations import Allocations
@@ -62,11 +62,6 @@ class _Then(NamedTuple):
 
     holders: Mapping[str, tuple[Holder, ...]]
     attribution: Attribution
-
-
-def uids_of(sample: Sample) -> set[str]:
-    """The uids of the pods that a tick's processes show."""
-    return {uid for device in sample.devices for uid in uids_shown(device) if uid}
 
 
 def named_snapshots(sample: Sample) -> dict[int, int]:

@@ -19,7 +19,7 @@ process of no pod, of a display server for example, is a conflict on a device th
 not, computes for others, and shows nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
@@ -186,19 +186,21 @@ def processes_visible(device: Device) -> bool:
     return device.info.get("processes_visible") != "false"
 
 
-def uids_shown(device: Device, but: Sequence[str | None] = ()) -> set[str | None]:
-    """The pods that processes show on a device, None for processes of no pod, ``but`` for some; empty if they can't be
-    seen."""
-    if not device.processes or not processes_visible(device):
-        return set()
-    return {p.pod_uid for p in device.processes if p.pod_uid not in but and p.memory_used_bytes and p.service is None}
+def uids_of(devices: Iterable[Device]) -> set[str]:
+    """The uids of the pods that processes show on devices."""
+    shown = [device.processes for device in devices if device.processes and processes_visible(device)]
+    return {p.pod_uid for one in shown for p in one if p.pod_uid and p.memory_used_bytes and p.service is None}
 
 
 def observe(device: Device, holders: tuple[Holder, ...], pod_of: PodOf | None) -> Evidence:
     """The holders of a device with those that its processes show. ``pod_of``: None if the node has no workloads.
     A holder whose uid is not known may be any pod of its name, and any that is not known."""
-    uids = uids_shown(device, [holder.pod_uid for holder in holders if holder.pod_uid is not None])
-    if not uids:
+    if not device.processes:
+        return Evidence(holders)
+    known = [holder.pod_uid for holder in holders if holder.pod_uid is not None]
+    others = [process for process in device.processes if process.pod_uid not in known]
+    uids = {process.pod_uid for process in others if process.memory_used_bytes and process.service is None}
+    if not uids or not processes_visible(device):
         return Evidence(holders)
     pods = {uid: pod_of(uid) for uid in uids if uid is not None} if pod_of else {}
     unknown = {(holder.namespace, holder.pod) for holder in holders if holder.pod_uid is None}

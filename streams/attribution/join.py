@@ -21,7 +21,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from streams.attribution.attribute import EVENT_MS, Joined, Memo, Named, attribute, named_snapshots, uids_of
+from streams.attribution.attribute import EVENT_MS, Joined, Memo, Named, attribute, named_snapshots
+from streams.attribution.holders import uids_of
 from streams.attribution.log_time import HORIZON_MS, Listing, NotYet, When, listing, resolve
 from streams.attribution.workloads import Knowledge, forget_before, learn
 from topics.allocations import Allocations
@@ -219,7 +220,7 @@ def _named(state: NodeState, tick: PendingTick, seq: int | None, ts_ms: int) -> 
     if listed is None:
         listed = None if seq is None else _last_before(state, sample, seq)
         attribution = "late" if listed else "none"
-    uids = uids_of(sample) if seq == sample.allocations_seq else set[str]()
+    uids = uids_of(sample.devices) if seq == sample.allocations_seq else set[str]()
     when = When(ts_ms, tick.logged_ms, state.watermark_ms)
     found = resolve(state.workloads, listed, uids, when, state.memo.resolved if state.memo else None)
     return found if isinstance(found, NotYet) else Named(listed, attribution, found)

@@ -104,13 +104,14 @@ def _of_one(holder: Holder, processes: Sequence[Process], metrics: Mapping[str, 
     ratio, idle, scaled = _used(busy, [process.sm_utilization_ratio for process in processes], 1.0)
     bytes_used = [process.memory_used_bytes for process in processes]
     memory, free, too_full = _used(metrics.get("memory_used_bytes"), bytes_used, _LARGEST)
+    if ratio is None and memory is None:
+        return Split((holder,))
     drawn = undrawn = None
     if ratio is not None and busy is not None and watts is not None and 0 <= watts <= _LARGEST:
-        drawn, undrawn, _ = _capped(watts, watts / max(1.0, busy) * ratio)
-    if ratio is not None or memory is not None:
-        holder = _replace(holder, parts=Parts(ratio, memory, drawn))
-    rest = None if idle is None and free is None else Parts(idle, free, undrawn)
-    return Split((holder,), rest, scaled or too_full)
+        drawn = watts / max(1.0, busy) * ratio
+        drawn, undrawn = (drawn, watts - drawn) if drawn <= watts else (watts * 1.0, 0)
+    rest = Parts(idle, free, undrawn)
+    return Split((_replace(holder, parts=Parts(ratio, memory, drawn)),), rest, scaled or too_full)
 
 
 def _used(whole: Amount | None, amounts: list[Any], most: Amount) -> tuple[Amount | None, Amount | None, bool]:
@@ -121,10 +122,6 @@ def _used(whole: Amount | None, amounts: list[Any], most: Amount) -> tuple[Amoun
     for amount in sorted(amounts) if len(amounts) > 2 else amounts:
         if amount > 0:
             used += min(amount, most)
-    return _capped(whole, used)
-
-
-def _capped(whole: Amount, used: Amount) -> tuple[Amount, Amount, bool]:
     return (used, whole - used, False) if used <= whole else (whole * 1.0, 0, used > whole * (1 + _SLACK))
 
 
@@ -156,16 +153,17 @@ def _divided(whole: Amount | None, amounts: Sequence[Amount | None], rows: _Rows
     """
     if whole is None or not 0 <= whole <= _LARGEST:
         return None
-    said = [(amount, row) for amount, row in zip(amounts, rows.of, strict=True) if amount is not None]
-    if amounts and not said:
-        return None
-    n, unknown = rows.count, rows.unknown
-    if len(said) < len(amounts):
-        unknown |= {row for amount, row in zip(amounts, rows.of, strict=True) if amount is None and row < n}
-    used: list[Amount] = [0] * n
+    said, n, unknown = list(zip(amounts, rows.of, strict=True)), rows.count, rows.unknown
+    if None in amounts:
+        unknown |= {row for amount, row in said if amount is None and row < n}
+        said = [(amount, row) for amount, row in said if amount is not None]
+        if not said:
+            return None
+    used: list[Amount] = [0] * (n + 1)
     for amount, row in sorted(said) if len(said) > 2 else said:
-        if amount > 0 and row < n:
+        if amount > 0:
             used[row] += min(amount, most)
+    used.pop()
     return _fitted(whole, used, unknown | rows.spare if unknown or rows.spare else _NONE, all_known=not unknown)
 
 
