@@ -13,6 +13,8 @@ import math
 import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from sys import intern
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -258,6 +260,7 @@ def _with_pods(lives: Lives, record: NodeWorkloads, logged_ms: int) -> Lives:
         pods = learned.get(name, ())
         history = next((history for history in pods if history[-1][1].uid == pod.uid), ())
         last = history[-1][1] if history else None
+        pod = pod if last else _sharing(pod)
         versions = _add(last.versions if last else (), record.ts_ms, pod, same=lambda a, b: _looks(a) == _looks(b))
         started_ms = last.started_ms if last and pod.started_ms is None else pod.started_ms
         seen_ms = last.seen_ms if last else record.ts_ms
@@ -271,6 +274,24 @@ def _with_pods(lives: Lives, record: NodeWorkloads, logged_ms: int) -> Lives:
             changed = {life.uid: _then(h, logged_ms, life) for h, life in zip(missing, ended, strict=True)}
             learned[name] = tuple([changed.get(history[-1][1].uid, history) for history in pods])
     return learned
+
+
+def _sharing(pod: Pod) -> Pod:
+    """The same pod, but what it has in common with others is one object: a fleet has few namespaces and kinds."""
+    return _replace(
+        pod,
+        namespace=intern(pod.namespace),
+        phase=intern(pod.phase) if pod.phase else pod.phase,
+        labels={name: intern(text) for name, text in pod.labels.items()},
+        annotations=_labels(*pod.annotations.items()),
+        namespace_labels=_labels(*pod.namespace_labels.items()),
+        owners=tuple([_replace(o, api_version=intern(o.api_version), kind=intern(o.kind)) for o in pod.owners]),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _labels(*labels: tuple[str, str]) -> dict[str, str]:
+    return dict(labels)
 
 
 # -- what may be forgotten

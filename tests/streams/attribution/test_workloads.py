@@ -431,3 +431,18 @@ def test_what_ended_longer_ago_than_samples_are_kept_is_forgotten_without_a_samp
         knowledge = learn(knowledge, known(1 + hour, pod("young", started=0), ts_ms=hour * hour_ms), hour * hour_ms)
 
     assert set(knowledge.lives) == {("ns", "young")}
+
+
+def test_what_pods_of_two_nodes_have_alike_is_in_memory_once() -> None:
+    owner = Owner("batch/v1", "Job", "j", "job-uid")
+    written = msgspec.json.encode(
+        known(1, msgspec.structs.replace(pod("p", owners=(owner,)), namespace_labels={"team": "a"}))
+    )
+    one, other = [whole(after(msgspec.json.decode(written, type=NodeWorkloads))).pod_at(NAME, 0) for _ in range(2)]
+
+    assert one is not None
+    assert other is not None
+    assert one == other
+    assert one.namespace is other.namespace
+    assert one.namespace_labels is other.namespace_labels
+    assert one.owners[0].kind is other.owners[0].kind
