@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from streams.settings import AttributionSettings
 from streams.stage import Bookkeeping, Malformed, Stream, decode_record, instruments
 from topics.allocations import Allocations
 from topics.samples import Sample
-from topics.topic import decoder, node_key
+from topics.topic import decoder
 from topics.workloads import NodeWorkloads
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ class Joiner:
         self._lock = asyncio.Lock()
         self._encoder = msgspec.json.Encoder()
         self._letters: set[asyncio.Task[None]] = set()
+        self._attributed: Counter[str] = Counter()
 
     # -- records
 
@@ -139,10 +140,12 @@ class Joiner:
         if isinstance(decoded, Sample):
             self._slots[partition, slot.offset] = (slot, record)
             watermark.sample(slot.offset, logged_ms, now_s)
-            watermark.reached(self._learned(WORKLOADS, partition))
+            if watermark.asked:
+                watermark.reached(self._learned(WORKLOADS, partition))
             tick = join.PendingTick(decoded, slot.offset, now_s, logged_ms, watermark.ms)
             await self._step(partition, record.key, tick)
-            self._ask_for_workloads(partition, record.key, now_s)
+            if record.key in self._pending[partition]:
+                self._ask_for_workloads(partition, record.key, now_s)
             if watermark.ms < logged_ms - _ASK_AHEAD_MS and now_s - self._asked_ahead_s > _ASK_AHEAD_EVERY_S:
                 self._asked_ahead_s = now_s  # asked for before a tick has to wait for it
                 self.app.ask_ends()
@@ -188,8 +191,7 @@ class Joiner:
                 self._instruments.counter("gpustream_attribution_unknown_device_ids_total").inc(len(unknown_ids))
                 node = f"{sample.cluster}/{sample.node}"
                 log.warning("%s: device ids in no known grammar: %.300s", node, unknown_ids)
-            value, to = self._encoder.encode(sample), node_key(sample.cluster, sample.node)
-            sent = await self.app.sender.send(OUTPUT, value, key=to, partition=partition)
+            sent = await self.app.sender.send(OUTPUT, self._encoder.encode(sample), key=key, partition=partition)
             sent.add_done_callback(partial(self._acknowledged, slot, read, sample.attribution))
 
     def _acknowledged(self, slot: Slot, record: Any, attribution: str, sent: "asyncio.Future[int]") -> None:
@@ -211,7 +213,7 @@ class Joiner:
         elif error is not None:
             self.app.fail(f"{slot.tp} offset {slot.offset}: output not acknowledged: {error!r}")
         elif self.app.current(slot):
-            self._instruments.counter("gpustream_attribution_ticks_total", attribution).inc()
+            self._attributed[attribution] += 1
             self.app.finish(slot)
 
     # -- time
@@ -251,6 +253,9 @@ class Joiner:
         gauge = self._instruments.gauge
         pending = sum(len(self._states[p][key].pending) for p, keys in self._pending.items() for key in keys)
         gauge("gpustream_attribution_pending_ticks").set(pending)
+        for attribution, ticks in self._attributed.items():
+            self._instruments.counter("gpustream_attribution_ticks_total", attribution).inc(ticks)
+        self._attributed.clear()
         for watermark in self._watermarks.values():
             if watermark.misordered:
                 self._instruments.counter("gpustream_attribution_misordered_workloads_total").inc(watermark.misordered)

@@ -74,7 +74,7 @@ class Watermark:
         self.misordered = 0
         self._offset = self._newest_ms = -1
         self._sample: tuple[int, float] | None = None
-        self._asked: deque[_Asked] = deque(maxlen=_MOST_ASKED)
+        self.asked: deque[_Asked] = deque(maxlen=_MOST_ASKED)
         self._samples_end = self._backlog_end = 0
 
     def workloads(self, offset: int, logged_ms: int) -> int:
@@ -93,13 +93,13 @@ class Watermark:
 
     def ends(self, asked_s: float, workloads: int, samples: int) -> None:
         """The broker has said where the partitions end. It gave its last answer before it was asked for this one."""
-        self._asked.append(_Asked(asked_s, workloads, self._samples_end))
+        self.asked.append(_Asked(asked_s, workloads, self._samples_end))
         self._samples_end = samples
 
     def reached(self, position: int) -> None:
         """The workloads have been read up to an offset."""
-        while self._asked and self._asked[0].end <= position:
-            asked = self._asked.popleft()
+        while self.asked and self.asked[0].end <= position:
+            asked = self.asked.popleft()
             self._backlog_end = max(self._backlog_end, asked.samples_end)
             self.ms = max(self.ms, self.if_asked_at(asked.at_s))
 
@@ -112,7 +112,7 @@ class Watermark:
 
     def forget(self) -> None:
         """Offsets may mean other records from now on. What was read stays read."""
-        self._asked.clear()
+        self.asked.clear()
         self._samples_end = self._backlog_end = 0
 
 

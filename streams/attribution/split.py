@@ -153,12 +153,12 @@ def _divided(whole: Amount | None, amounts: Sequence[Amount | None], rows: _Rows
     """
     if whole is None or not 0 <= whole <= _LARGEST:
         return None
-    said, n, unknown = list(zip(amounts, rows.of, strict=True)), rows.count, rows.unknown
-    if None in amounts:
-        unknown |= {row for amount, row in said if amount is None and row < n}
-        said = [(amount, row) for amount, row in said if amount is not None]
-        if not said:
-            return None
+    said = [(amount, row) for amount, row in zip(amounts, rows.of, strict=True) if amount is not None]
+    if amounts and not said:
+        return None
+    n, unknown = rows.count, rows.unknown
+    if len(said) < len(amounts):
+        unknown |= {row for amount, row in zip(amounts, rows.of, strict=True) if amount is None and row < n}
     used: list[Amount] = [0] * (n + 1)
     for amount, row in sorted(said) if len(said) > 2 else said:
         if amount > 0:

@@ -236,7 +236,7 @@ async def test_batches_are_neither_held_up_nor_dropped_by_fausts_flow_control(be
 
 async def test_delivering_waits_for_room(bench: Bench) -> None:
     listening = bench.agent()
-    for _ in range(16):
+    for _ in range(2):
         await bench.app.reader.deliver([])
     waiting = asyncio.ensure_future(bench.app.reader.deliver([]))
     await asyncio.sleep(0.01)
