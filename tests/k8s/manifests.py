@@ -59,7 +59,9 @@ class Object(NamedTuple):
 
 def kustomizations() -> dict[Path, Manifest]:
     """Every folder with a kustomization, and what that says."""
-    return {path.parent: yaml.safe_load(path.read_text()) for path in sorted(K8S.rglob("kustomization.yaml"))}
+    return {
+        path.parent: yaml.load(path.read_text(), yaml.CSafeLoader) for path in sorted(K8S.rglob("kustomization.yaml"))
+    }
 
 
 def objects() -> list[Object]:
@@ -69,7 +71,7 @@ def objects() -> list[Object]:
         Object(file, document)
         for file in files
         if file.name != "kustomization.yaml"
-        for document in yaml.safe_load_all(file.read_text())
+        for document in yaml.load_all(file.read_text(), yaml.CSafeLoader)
     ]
 
 

@@ -80,15 +80,14 @@ def _read(tick: Tick) -> Iterable[join.Record]:
 
 
 @given(fleets)
-def test_those_who_are_reported_to_hold_a_device_hold_it_and_nobody_else(fleet: Fleet) -> None:
+def test_who_is_reported_to_hold_a_device_holds_it_and_parts_and_rest_are_the_device_at_every_tick(
+    fleet: Fleet,
+) -> None:
     for seen in attributed(fleet, 30):
         assert seen.held() == seen.reported
         assert seen.device.conflict is None
 
-
-@given(fleets)
-def test_parts_and_rest_are_the_device_at_every_tick_and_none_is_negative(fleet: Fleet) -> None:
-    for device, _ in attributed(fleet, 30):
+        device = seen.device
         parts = [holder.parts for holder in device.holders]
         assert (device.unattributed is not None) == bool(parts)
         for key, quantity in QUANTITIES:
