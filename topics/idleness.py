@@ -6,7 +6,7 @@ docs/decisions/2026-11-22-idle-on-a-shared-gpu.md has the rule as a table.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -50,6 +50,23 @@ def part_of(parts: Iterable[Parts | None]) -> float | None:
         if one is not None and one.utilization_ratio is not None:
             whole = one.utilization_ratio + (whole or 0)
     return whole
+
+
+class OfProcess(Protocol):
+    """A process on a device, as far as idleness looks at it."""
+
+    @property
+    def pod_uid(self) -> str | None: ...
+    @property
+    def sm_utilization_ratio(self) -> float | None: ...
+
+
+def ran_of(processes: Iterable[OfProcess]) -> dict[str | None, float]:
+    """What the processes of each pod did, by its uid; None: those that are of no pod."""
+    ran: dict[str | None, float] = {}
+    for one in processes:
+        ran[one.pod_uid] = ran.get(one.pod_uid, 0.0) + (one.sm_utilization_ratio or 0.0)
+    return ran
 
 
 def rest_of(unattributed: Parts | None, work: Work, parts: Sequence[float | None], *, strangers: bool) -> float:

@@ -266,12 +266,13 @@ class AlertWorker(NodeWatch):
 
     def _settle(self, partition: PartitionNodes, node: Node) -> None:
         """Begin to write what is due, and finish what needs nothing more. What is only kept takes no room."""
-        due = node.due()
-        if due is not None:
+        settled = node.settled()
+        if (due := node.due(settled=settled)) is not None:
+            settled = False
             self._writings.start(self.app, self._write(partition, node, due, self.app.reader.ledger.epoch))
-        for slot in node.finished():
+        for slot in node.finished(settled=settled):
             self.app.finish(slot)
-        if node.settled():
+        if settled:
             for slot in node.kept:
                 self.app.reader.ledger.set_aside(slot)
 

@@ -143,12 +143,13 @@ def _seen(seen: Seen | None, device: Device, tick: Tick, run_id: int) -> Seen:
     which counts them since its start."""
     pods = _pods(seen.pods if seen is not None else (), device.holders, tick)
     counts = seen.counts if seen is not None and run_id in (tick.run_id, 0) else {}
-    risen = {
-        XID + code: Count(total)
-        for code, total in device.xids.items()
-        if (count := counts.get(XID + code)) is None or count.value != total
-    }
-    counts = {**counts, **risen} if risen else counts
+    if device.xids:
+        risen = {
+            XID + code: Count(total)
+            for code, total in device.xids.items()
+            if (count := counts.get(XID + code)) is None or count.value != total
+        }
+        counts = {**counts, **risen} if risen else counts
     if (
         seen is not None
         and pods is seen.pods
@@ -209,8 +210,8 @@ def _shared(text: str | None) -> str | None:
 def windows_of(device: Device, before: Windows | None, ts_ms: int) -> Windows | None:
     """The counters of a device after a tick; the same object if nothing changed, None if it has none."""
     values = _counters(device.metrics)
-    quiet = _QUIET[tuple([value is not None for value in values])] if not any(values) else None
-    if quiet is not None and (before is None or before is quiet):
+    quiet = _QUIET.get(values, _LOUD)
+    if quiet is not _LOUD and (before is None or before is quiet):
         return quiet
     known, changed = before or {}, dict[str, Window]()
     for name, value in zip(COUNTERS, values, strict=True):
@@ -226,11 +227,12 @@ def windows_of(device: Device, before: Windows | None, ts_ms: int) -> Windows | 
 
 
 _counters = attrgetter(*COUNTERS)
-_QUIET: dict[tuple[bool, ...], Windows | None] = {
-    known: {name: _AT_ZERO for name, is_known in zip(COUNTERS, known, strict=True) if is_known} or None
-    for known in product((False, True), repeat=len(COUNTERS))
+_LOUD: Windows = {}
+_QUIET: dict[tuple[float | None, ...], Windows | None] = {
+    values: {name: _AT_ZERO for name, value in zip(COUNTERS, values, strict=True) if value is not None} or None
+    for values in product((None, 0.0), repeat=len(COUNTERS))
 }
-"""The windows of a device that never had an error, by which counters it has: most devices share them."""
+"""The windows of a device that never had an error, by its counters: most devices share them."""
 
 
 def began(value: float) -> Window:

@@ -120,9 +120,13 @@ class Node:
 
     # -- what is to be done
 
-    def due(self) -> Due | None:
+    def settled(self) -> bool:
+        """Whether the broker has all that is worth having."""
+        return not self.writing and not self._changed()
+
+    def due(self, *, settled: bool) -> Due | None:
         """What is to be written; from now on it is on its way."""
-        if self.current is None or self.writing or not (self.stale or self._changed()):
+        if self.current is None or self.writing or (settled and not self.stale):
             return None
         due = Due(tuple(self._writes), self.current)
         self._writes = []
@@ -136,17 +140,13 @@ class Node:
         if self.current is not None and self.settled():
             self.close(machine.announce(self.current))
 
-    def settled(self) -> bool:
-        """Whether the broker has all that is worth having."""
-        return not self.writing and not self._changed()
-
-    def finished(self) -> list[Slot]:
+    def finished(self, *, settled: bool) -> list[Slot]:
         """The slots of ticks that no replay needs any more, each once."""
         over, self._over = self._over, []
         if self.durable is None or self.current is None:
             return over
         durable, current = self.durable, self.current
-        if self.settled() and len(durable.tracked) == len(current.tracked) and durable.memory is current.memory:
+        if settled and len(durable.tracked) == len(current.tracked) and durable.memory is current.memory:
             keep = 0 if self.durable.silent else 1
             while len(self.kept) > keep:
                 over.append(self.kept.popleft())

@@ -20,7 +20,7 @@ import msgspec
 
 from streams.usage.tick import CountedDevice, CountedTick, Holder
 from topics.attributed import by_pod
-from topics.idleness import IDLE_BELOW, is_idle, part_of, rest_of, work_of
+from topics.idleness import IDLE_BELOW, is_idle, part_of, ran_of, rest_of, work_of
 
 Split = Literal["used", "equal"]
 
@@ -204,18 +204,15 @@ def _idle(device: CountedDevice, held: Held) -> list[bool]:
     if len(pods) == 1 and work.most >= IDLE_BELOW:
         return idle
     parts = [part_of([holders[at].parts for at in pod]) for pod in pods]
-    rest: float | None = None
+    ran, rest = ran_of(device.processes or ()), None
     if len(pods) > 1:
-        uids = {one.pod_uid for one in holders} - {None}
-        strangers = any(one.pod_uid not in uids for one in device.processes or ())
+        strangers = not ran.keys() <= {one.pod_uid for one in holders} - {None}
         rest = rest_of(device.unattributed, work, parts, strangers=strangers)
     for pod, part in zip(pods, parts, strict=True):
         if part is not None and part >= IDLE_BELOW:
             continue
-        uid, done = holders[pod[0]].pod_uid, 0.0
-        for process in device.processes or ():
-            if process.pod_uid == uid and uid is not None:
-                done += process.sm_utilization_ratio or 0.0
+        uid = holders[pod[0]].pod_uid
+        done = ran.get(uid, 0.0) if uid is not None else 0.0
         found = is_idle(IDLE_BELOW, work, part, done, rest) is True
         for at in pod:
             idle[at] = found and not holders[at].observed

@@ -29,7 +29,7 @@ from streams.alerts.uses import STEP_MS, Use, mean_of, pod_name
 from streams.alerts.xids import code_of, of_code
 from topics.alerts import Tracked
 from topics.attributed import CRASH_LOOP, Holder
-from topics.idleness import Work, is_idle, part_of, rest_of, work_of
+from topics.idleness import Work, is_idle, part_of, ran_of, rest_of, work_of
 
 Condition = Callable[[Rule, View, list[Finding]], None]  # adds to the findings what a rule finds on a device
 _PLANS = 1000  # are remembered: a state is a text that a later version may have many of
@@ -143,12 +143,20 @@ def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
         return
     if len(view.pods) == 1 and view.work.most >= rule.most_work:
         return
-    for pod in view.pods:
+    parts = [part_of([holder.parts for holder in pod.holders]) for pod in view.pods]
+    ran, rest = ran_of(view.device.processes or ()), None
+    if len(parts) > 1:
+        strangers = not ran.keys() <= {pod.holders[0].pod_uid for pod in view.pods} - {None}
+        rest = rest_of(view.device.unattributed, view.work, parts, strangers=strangers)
+    for pod, part in zip(view.pods, parts, strict=True):
         holder = pod.holders[0]
-        if holder.observed or (pod.policy.off and is_silenced(view.rules, holder, view.seen, view.tick)):
+        if holder.observed or (part is not None and part >= rule.most_work):
+            continue
+        if pod.policy.off and is_silenced(view.rules, holder, view.seen, view.tick):
             continue
         ruled = view.rules.in_force(rule, holder, policy=pod.policy)
-        idle = False if ruled is None else _idle(ruled.idle_below, view, pod)
+        done = ran.get(holder.pod_uid, 0.0) if holder.pod_uid is not None else 0.0
+        idle = False if ruled is None else is_idle(ruled.idle_below, view.work, part, done, rest)
         if ruled is None or idle is False:
             continue
         name = (holder.pod_uid, holder.pod, holder.namespace)
@@ -158,22 +166,6 @@ def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
         uid, key = uid_and_key(holder)
         facts = Facts(view.device, None, pod.holders, len(view.pods))
         found.append(Finding(ruled, view.device.uuid, uid, key, holds, since_ms, facts=facts))
-
-
-def _idle(below: float, view: View, pod: Pod) -> bool | None:
-    """Whether a pod does nothing with a device; None: it is not known."""
-    device, uid, rest = view.device, pod.holders[0].pod_uid, None
-    processes = [one for one in device.processes or () if uid is not None and one.pod_uid == uid]
-    done = sum([one.sm_utilization_ratio or 0.0 for one in processes])
-    if len(view.pods) > 1:
-        uids = {one.holders[0].pod_uid for one in view.pods} - {None}
-        strangers = any(one.pod_uid not in uids for one in device.processes or ())
-        rest = rest_of(device.unattributed, view.work, [_part(one) for one in view.pods], strangers=strangers)
-    return is_idle(below, view.work, _part(pod), done, rest)
-
-
-def _part(pod: Pod) -> float | None:
-    return part_of([holder.parts for holder in pod.holders])
 
 
 def stalled(rule: Rule, view: View, found: list[Finding]) -> None:
@@ -474,7 +466,8 @@ def _signs(rules: Rules, tick: Tick, device: Device, now: Memory, work: Work) ->
         signs |= _IDLE
     if holders and (used is None or used >= rules.full):
         signs |= _FULL
-    if (not holders or holders[0].observed) and (work.most >= rules.ungiven or not work.measured):
+    cut = device.mig is None and device.info.mig_mode == "enabled"
+    if not cut and (not holders or holders[0].observed) and (work.most >= rules.ungiven or not work.measured):
         signs |= _UNGIVEN
     return signs
 
