@@ -152,7 +152,7 @@ TOPIC = Topic(
         "starts_at": "2026-11-20T23:59:12.500000Z",
         "gpus": 8,
         "since": "2026-11-20T23:59:12.500000Z",
-        "message": "Deployment ml-team/notebooks: 8 of 8 GPUs idle (for 4h 15m)",
+        "message": "Deployment ml-team/notebooks: 8 of 8 GPUs idle (since 2026-11-20 19:44 UTC)",
         "replicas": 2,
         "generation": 7,
     },

@@ -244,6 +244,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     last_active: Annotated[str | None, about("When the GPU last worked.")] = None
     held: Annotated[UInt, about("How many devices its pod holds.", "devices")] = 0
     evidence: Annotated[str | None, about("The measures by which it was found.")] = None
+    since: Annotated[Time | None, about("Since when its condition has held, with no work in between.")] = None
     name: Annotated[str | None, about("Its rule, if that is another than the group's.")] = None
 
 
@@ -348,6 +349,11 @@ def milliseconds(at: datetime) -> int:
     return (at - _EPOCH) // _MILLISECOND
 
 
+def moment(at: datetime) -> str:
+    """A time as sentences have it: ``2026-11-20 23:44 UTC``."""
+    return f"{at:%Y-%m-%d %H:%M} UTC"
+
+
 _EXAMPLE = {
     "schema": 1,
     "name": "GPUHeldIdle",
@@ -377,7 +383,7 @@ _EXAMPLE = {
         "k8s_workload_name": "bert-finetune-v3",
     },
     "annotations": {
-        "summary": "ml-team/bert-0 holds GPU 0 of gpu-node-1 and has not used it for 15m",
+        "summary": "ml-team/bert-0 holds GPU 0 of gpu-node-1 and has not used it since 2026-11-20 23:44 UTC",
         "runbook": f"{RUNBOOKS}/GPUHeldIdle.md",
     },
 }

@@ -10,6 +10,7 @@ changes, also when none of them is idle: such a group has no alert.
 """
 
 from collections import Counter
+from datetime import datetime
 from typing import NamedTuple, get_args
 
 import msgspec
@@ -138,6 +139,7 @@ def _member(alert: Alert, before: Member | None) -> Member:
         last_active=figures.get("last_active"),
         held=alert.held or 0,
         evidence=figures.get("evidence"),
+        since=datetime.fromisoformat(figures["since"]) if "since" in figures else None,
     )
 
 

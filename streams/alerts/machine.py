@@ -427,13 +427,14 @@ def _written(alert: Alert, one: Tracked, now_ms: int, *, repeat: bool = False) -
     long the condition has held until now, and when the device last worked."""
     if one.scope is None:
         return Write("repeat" if repeat else "alert", alert.fingerprint, alert)
+    if alert.is_open and one.scope != "node":
+        since = f"{time(one.again_ms or one.since_ms):%Y-%m-%dT%H:%M:%SZ}"
+        active = {"last_active": since} if one.again_ms or "last_active" in alert.annotations else {}
+        alert = _replace(alert, annotations={**alert.annotations, **active, "since": since})
     if alert.is_open and "gpu_share" in alert.annotations:
         until_ms = now_ms if one.ceased_ms is None else one.ceased_ms
-        since_ms = one.again_ms or (one.since_ms if "last_active" in alert.annotations else 0)
-        active = {"last_active": f"{time(since_ms):%Y-%m-%dT%H:%M:%SZ}"} if since_ms else {}
         window_ms = duration_ms(alert.annotations["window"]) if "window" in alert.annotations else 0
-        held_s = (max(until_ms - one.since_ms - one.paused_ms, 0) + window_ms) / 1000
-        alert = _replace(alert, value=held_s, annotations={**alert.annotations, **active})
+        alert = _replace(alert, value=(max(until_ms - one.since_ms - one.paused_ms, 0) + window_ms) / 1000)
     group = _group(alert, one.scope)
     report = AlertReport(
         schema=1, group=group, scope=one.scope, cluster=alert.cluster, node=alert.node, ts_ms=now_ms, alerts=(alert,)

@@ -176,7 +176,11 @@ def _alert(group: AlertGroup, pattern: Alert, node: str, rank: Rank, suspect: Su
         starts_at=time(suspect.starts_ms or 0),
         value=((suspect.starts_ms or 0) // STEP_MS * STEP_MS - suspect.since_ms) / 1000,
         labels=labels,
-        annotations={**pattern.annotations, "evidence": suspect.evidence},
+        annotations={
+            **pattern.annotations,
+            "evidence": suspect.evidence,
+            "since": f"{time(suspect.since_ms):%Y-%m-%dT%H:%M:%SZ}",
+        },
     )
 
 

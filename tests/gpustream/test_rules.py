@@ -70,7 +70,7 @@ EXPECTED = [
         "where": "c/n GPU 0",
         "who": "ml/bert-0 (Job/bert)",
         "why it ended": "condition",
-        "summary": "Job ml/bert: 1 of 1 GPU idle (for 1m)",
+        "summary": "Job ml/bert: 1 of 1 GPU idle (since 2026-11-20 23:59 UTC)",
     },
     {
         "fired": "2026-11-21 00:03:31Z",
@@ -81,7 +81,7 @@ EXPECTED = [
         "where": "c/n",
         "who": "",
         "why it ended": "-",
-        "summary": "n has sent nothing for 2m",
+        "summary": "n has sent nothing since 2026-11-21 00:01 UTC",
     },
 ]
 

@@ -20,7 +20,7 @@ from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import WASTE, WINDOWED, Kind, Rule, Wording
 from streams.alerts.tick import Device, Tick
 from streams.alerts.xids import of_text
-from topics.alerts import Alert, AlertState, time
+from topics.alerts import Alert, AlertState, moment, time
 from topics.attributed import JOB, Holder
 
 Described = tuple[dict[str, str], dict[str, str]]  # an alert's labels and annotations
@@ -32,19 +32,20 @@ _MOST_NAMED = 8  # of pods or processes in a description
 
 _WORDS: Mapping[Kind, tuple[str, str]] = {
     "stalled": ("{pod} keeps {where} busy, and hardly any work is done there",
-                "{summary}, for {long}. {evidence}"),
-    "underused": ("{pod} has used {where} for {value:.1%} of the last {window}",
+                "{summary}, since {since}. {evidence}"),
+    "underused": ("{pod} has used {where} for {value:.1%} of the {window} until {now}",
                   "{summary}. Give it less, or share the GPU."),
-    "memory_hoarded": ("{pod} holds {memory} of the memory of {where}, used for {value:.1%} of the last {window}",
+    "memory_hoarded": ("{pod} holds {memory} of the memory of {where}, used for {value:.1%} of the {window}"
+                       " until {now}",
                        "{summary}. Nobody else can have that memory."),
     "straggler": ("{where} lags behind the other GPUs of its workload", "{summary}."),
     "crash_loop": ("{pod} holds {where}, and its containers crash again and again",
                    "{summary}: {text} restarts, and Kubernetes waits before the next one (CrashLoopBackOff)."),
     "used_unallocated": (
         "{where} works, and no pod was given it",
-        "{summary}. It was busy for {value:.0%} of the last sample, and has been for {long}. {seen_there}",
+        "{summary}, since {since}. At {now} it was busy for {value:.0%} of the sample. {seen_there}",
     ),
-    "attribution_conflict": ("{where} {conflict}", "{summary}, for {long}. {seen_there}"),
+    "attribution_conflict": ("{where} {conflict}", "{summary}, since {since}. {seen_there}"),
     "xid": ("XID {text} on {where}: {xid.meaning}", "{summary}. {times}{held_then} What to do: {xid.action}."),
     "ecc_uncorrectable": ("{where} had {value:.0f} {errors} that ECC could not correct within a minute",
                           "{summary}. {held} Results computed there may be wrong; the GPU needs a reset."),
@@ -52,15 +53,15 @@ _WORDS: Mapping[Kind, tuple[str, str]] = {
                           "{summary}. {held} The GPU is to be replaced."),
     "row_remap_pending": ("{where} replaces bad memory at its next reset",
                           "{summary}. {held} Reset it when it is free."),
-    "thermal_slowdown": ("{where} is slowed down by its temperature", "{summary}. {slow}, for {long}. {held}"),
+    "thermal_slowdown": ("{where} is slowed down by its temperature", "{summary}, since {since}. {slow}{held}"),
     "power_brake": ("{where} is slowed down by the power brake of its machine",
-                    "{summary}. {slow}, for {long}. {held}"),
+                    "{summary}, since {since}. {slow}{held}"),
     "nvlink_errors": ("{where} had {value:.0f} NVLink {errors} within a minute", "{summary}. {held}"),
     "lost": ("{where} is lost: NVML can't reach it any more",
              "{summary}. {held} The node needs a restart, and perhaps the GPU a technician."),
-    "not_answering": ("{where} does not answer its driver", "{summary}, for {long}. {held}"),
+    "not_answering": ("{where} does not answer its driver", "{summary}, since {since}. {held}"),
     "missing": ("{where} is not there any more",
-                "{summary}, since {long}. {held_last} The node reports {devices} now."),
+                "{summary}, since {since}. {held_last} At {now} the node reported {devices}."),
     "policy_invalid": ("{pod} has a policy that is not followed as it is written", "{summary}: {text}."),
 }  # fmt: skip
 """The summary and the description of each kind but two, with the fields of :func:`_fields`."""
@@ -70,7 +71,10 @@ _CONFLICTS = {
     "no_pod": "is held by a pod, and runs a process that is in no pod",
 }
 _NVLINK = {"crc": "CRC errors", "replay": "replays", "recovery": "recoveries"}
-_SLOW: Mapping[Kind, str] = {"thermal_slowdown": "It is at {:.0f} °C", "power_brake": "It draws {:.0f} W"}
+_SLOW: Mapping[Kind, str] = {
+    "thermal_slowdown": "At {now} it was at {value:.0f} °C. ",
+    "power_brake": "At {now} it drew {value:.0f} W. ",
+}
 
 
 def describe(finding: Finding, tick: Tick, since_ms: int, wording: Wording = PLAIN) -> Described:
@@ -127,7 +131,7 @@ def in_the_end(alert: Alert, held_ms: int) -> Alert:
 def silent(rule: Rule, state: AlertState, memory: Memory, wording: Wording = PLAIN) -> Described:
     """Those of a node without ticks."""
     held = {(pod.namespace, pod.pod) for seen in memory.devices.values() for pod in seen.pods}
-    summary = f"{state.node} has sent nothing for {duration_words(rule.for_ms)}"
+    summary = f"{state.node} has sent nothing since {moment(time(state.last_ts_ms))}"
     description = f"{summary}. It had {_count(memory.devices, 'GPU')}, held by {_count(held, 'pod')}."
     return _labels(rule, state.cluster, state.node, ()), _annotations(rule, summary, description, {}, wording)
 
@@ -200,7 +204,8 @@ def _held_idle(finding: Finding, tick: Tick, since_ms: int) -> tuple[str, str, d
     """The summary, the description, and what is wasted."""
     pod, idle_ms = finding.facts.pods[0], max(tick.ts_ms - since_ms, 0)
     share = share_of(finding.facts)
-    summary = f"{_name(pod)} holds {_where(finding, tick)} and has not used it for {duration_words(idle_ms)}"
+    since = moment(time(min(since_ms, tick.ts_ms)))
+    summary = f"{_name(pod)} holds {_where(finding, tick)} and has not used it since {since}"
     used = held_memory(finding.facts.pods, finding.facts.device, finding.facts.sharing)
     if used is None:
         memory = "Whether it holds memory is not known."
@@ -213,7 +218,7 @@ def _held_idle(finding: Finding, tick: Tick, since_ms: int) -> tuple[str, str, d
         f"{summary}.",
         f"Workload: {pod.workload.kind} {pod.workload.name}." if pod.workload is not None else "",
         memory,
-        f"Wasted so far: {wasted:.0f} GPU-seconds ({share.how})." if wasted is not None else "",
+        f"Wasted by {moment(time(tick.ts_ms))}: {wasted:.0f} GPU-seconds ({share.how})." if wasted is not None else "",
     ]
     more = {} if wasted is None else {"gpu_share": f"{share.ratio:.4g}", "wasted_gpu_seconds": f"{wasted:.0f}"}
     if since_ms > finding.since_ms:  # else it has not worked since its grace was over
@@ -235,7 +240,7 @@ def _price(finding: Finding, tick: Tick, wording: Wording) -> dict[str, str]:
 
 
 def _fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, Any]:
-    facts, value = finding.facts, finding.value
+    facts, value, now = finding.facts, finding.value, moment(time(tick.ts_ms))
     device, seen = facts.device, facts.seen or Seen()
     holders = _listed(_name(pod) for pod in facts.pods)
     given = _listed(_name(pod) for pod in facts.pods if not pod.observed)
@@ -249,7 +254,8 @@ def _fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, Any]:
         "value": value or 0,
         "text": facts.text,
         "pod": _name(facts.pods[0]) if facts.pods else "",
-        "long": duration_words(max(tick.ts_ms - since_ms, 0)),
+        "since": moment(time(min(since_ms, tick.ts_ms))),
+        "now": now,
         "held": f"Held by {holders}." if holders else "No pod holds it.",
         "held_then": f"Held then by {holders}." if holders else "No pod held it then.",
         "held_last": f"It was held by {last}." if last else "No pod held it.",
@@ -258,7 +264,7 @@ def _fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, Any]:
         "conflict": _CONFLICTS.get(finding.key, f"has the conflict {finding.key[:80]!r}"),
         "errors": _NVLINK.get(finding.key, "memory error" if value == 1 else "memory errors"),
         "evidence": _evidence(device) if device is not None else "",
-        "slow": "It has been slow" if value is None else _SLOW.get(finding.rule.kind, "").format(value),
+        "slow": "" if value is None else _SLOW.get(finding.rule.kind, "").format(value=value, now=now),
         "times": f"{value:.0f} times. " if value is not None and value > 1 else "",
         "xid": of_text(facts.text),
         "window": duration_words(finding.rule.window_ms),

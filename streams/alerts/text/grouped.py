@@ -1,13 +1,13 @@
 """The labels and annotations of an alert of several GPUs, from its parts. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from decimal import Decimal
 from itertools import groupby
 from typing import NamedTuple
 
-from delivery.values import duration_words
 from streams.alerts.rules.rule import OF_ALL, Kind, Rule, Rules
-from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Scope
+from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Scope, moment, time
 
 _OF_DEVICE = ("gpu_uuid", "gpu_index", "gpu_model", "gpu_mig_uuid", "gpu_mig_profile", "k8s_container_name")
 _OF_POD = ("k8s_pod_name", "k8s_pod_uid")
@@ -60,7 +60,6 @@ _OF_PODS: dict[Kind, OfPods] = {
         "stalled",
         "Utilization is full, and hardly any work is done: look where the processes wait, and start them again."
         f"{_SWITCH}",
-        "It has been so since",
     ),
     "underused": OfPods("underused", f"Use fewer or smaller GPUs, share them, or look what they wait for.{_SWITCH}"),
     "memory_hoarded": OfPods(
@@ -108,7 +107,7 @@ def grouped(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) 
         )
         description += " its module, or the machine."
         return {**alert.annotations, "summary": summary, "description": description, **own}, value
-    figures, wasted = _waste(members, rules, "Wasted so far")
+    figures, wasted = _waste(members, rules, f"Wasted by {moment(time(report.ts_ms))}")
     worked = max([m.last_active for m in members if m.ended_ms is None and m.last_active is not None], default=None)
     idle, held = alert.idle or 0, max(alert.held or 0, alert.idle or 0)
     state, policy, since, never = _OF_PODS[rule.kind if rule is not None and rule.kind in _OF_PODS else "held_idle"]
@@ -121,12 +120,13 @@ def grouped(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) 
     culprits += ["Look there first: the others may wait for it."] if culprits else []
     culprits = culprits if rule is not None and rule.kind in OF_ALL else []
     window = alert.annotations.get("window")
-    long = f" (in the last {window})" if window else f" (for {duration_words(value * 1000)})" if value else ""
-    summary = f"{_whose(alert.labels)}: {idle} of {_count(held, noun)} {state}{work}{long}"
+    open_members = [member for member in members if member.ended_ms is None]
+    times = [time(member.starts_ms) if window else member.since for member in open_members]
+    since_when = _since([one for one in times if one is not None], f"in the {window} until" if window else "since")
+    held_since = [member.since for member in open_members if member.since is not None]
+    summary = f"{_whose(alert.labels)}: {idle} of {_count(held, noun)} {state}{work}{since_when}"
     last = never if not worked else f"{since} {worked}." if since else ""
-    evidence = _listed(
-        list(dict.fromkeys(f"{_place(m)}: {m.evidence}" for m in members if m.ended_ms is None and m.evidence)), "; "
-    )
+    evidence = _listed(list(dict.fromkeys(f"{_place(m)}: {m.evidence}" for m in open_members if m.evidence)), "; ")
     pods = sorted({gpu.pod for gpu in alert.gpus if gpu.pod})
     found = {
         **{name: text for name, text in alert.annotations.items() if name != "last_active"},
@@ -149,10 +149,17 @@ def grouped(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) 
         **figures,
         **({"evidence": evidence} if evidence else {}),
         **({"last_active": worked} if worked else {}),
+        **({"since": f"{min(held_since):%Y-%m-%dT%H:%M:%SZ}"} if held_since else {}),
         **own,
     }
     found.pop("gpu_hour_price", None)
     return found, value
+
+
+def _since(times: Sequence[datetime], since: str) -> str:
+    """Since when it is so of the GPUs, as the summary says it."""
+    first = "the first " if len({moment(one) for one in times}) > 1 else ""
+    return f" ({first}{since} {moment(min(times))})" if times else ""
 
 
 def kind_of(other: Member, rule: Rule | None, rules: Rules) -> Kind:

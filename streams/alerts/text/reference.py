@@ -56,8 +56,8 @@ _MEASURED = {
     "held_idle": "154 of 181 alerts useful, 27 say it again, none false; of 324 spells 302 found, 17 "
     "min after they began (21 of the others: MIG of an A100, of which no activity is measured)",
     "stalled": "10 of 10 useful; all 63 GPUs that hung found, 10 min after that",
-    "underused": "10 of 10 useful; all 10 found, after the window",
-    "memory_hoarded": "1 of 1 useful; both GPUs found, 70 min after the pod began",
+    "underused": "4 of 4 useful; all 10 GPUs found, 6 of them as idle",
+    "memory_hoarded": "no alert: both GPUs found as idle",
     "straggler": "7 of 7 useful; all 7 found, 9 min after they got slow",
     "crash_loop": "2 of 2 useful; all 8 pods found, 2 min after they began",
     "used_unallocated": "no alert, and no reason for one",
@@ -164,6 +164,7 @@ def _said(rule: Rule) -> Sequence[str]:
         )
         labels, words = silent(rule, state, Memory(devices={"GPU-1": seen}))
     if rule.kind in WASTE:
+        words |= {"since": f"{time(_SINCE_MS):%Y-%m-%dT%H:%M:%SZ}"}
         if rule.kind == "straggler":
             words |= {"evidence": "SM clock 1200 MHz (its peers SM clock 1980 MHz)"}
         window_s = rule.window_ms / 1000 if rule.kind in WINDOWED else 0.0

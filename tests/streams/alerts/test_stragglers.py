@@ -114,7 +114,7 @@ def test_a_throttled_gpu_of_a_job_on_several_nodes_is_one_alert_that_says_by_wha
     assert not more
     assert [(one.node, one.index, one.pod) for one in alert.gpus] == [("n1", 3, "ml/bert-1")]
     assert (alert.idle, alert.held, alert.labels["k8s_workload_name"]) == (1, 16, "bert")
-    assert alert.annotations["summary"] == "Job ml/bert: 1 of 16 GPUs suspect (for 10m)"
+    assert alert.annotations["summary"] == "Job ml/bert: 1 of 16 GPUs suspect (since 2026-11-21 00:00 UTC)"
     evidence = "GPU 3 of n1: SM clock 1200 MHz (its peers SM clock 1980 MHz)"
     assert alert.annotations["evidence"] == evidence
     assert f"Evidence: {evidence}." in alert.annotations["description"]
@@ -128,7 +128,7 @@ def test_a_gpu_that_is_slow_for_two_steps_is_found_however_late_in_a_step_its_fi
         found += replay.take(tick(second, *[device(i, holder(), **WORKS | one) for i, one in enumerate(slow)]))
     (alert,) = found
     assert milliseconds(alert.starts_at) == START_MS + 660_000
-    assert alert.annotations["summary"] == "Job ml/bert: 1 of 8 GPUs suspect (for 10m)"
+    assert alert.annotations["summary"] == "Job ml/bert: 1 of 8 GPUs suspect (since 2026-11-21 00:00 UTC)"
 
 
 def test_a_slow_host_is_named_if_all_gpus_of_its_node_lag() -> None:

@@ -70,8 +70,8 @@ def test_a_job_that_hangs_for_ten_minutes_is_one_alert_with_its_gpus_inside() ->
     alert, *more = fired((range(0, 605, 5), [hung(i) for i in range(8)]))
     assert not more
     assert (alert.idle, alert.held, alert.revision) == (8, 8, 0)
-    assert alert.annotations["summary"] == "Job ml/bert: 8 of 8 GPUs stalled (for 10m)"
-    assert "Wasted so far: 1.33 GPU-hours." in alert.annotations["description"]
+    assert alert.annotations["summary"] == "Job ml/bert: 8 of 8 GPUs stalled (since 2026-11-20 23:59 UTC)"
+    assert "Wasted by 2026-11-21 00:09 UTC: 1.33 GPU-hours." in alert.annotations["description"]
     assert "idle" not in alert.annotations["description"].lower()
 
 
@@ -130,7 +130,8 @@ def test_a_rank_that_is_idle_while_all_others_stall_does_not_hide_it_and_is_name
     alerts = of_job((range(0, 1205, 5), [hung(0), hung(1), hung(2), culprit]))
     stalled = alerts["GPUStalled"][0]
     assert (stalled.idle, stalled.held, milliseconds(stalled.starts_at)) == (3, 4, START_MS + 1_200_000)
-    assert stalled.annotations["summary"] == "Job ml/bert: 3 of 4 GPUs stalled, the other one is idle (for 10m)"
+    summary = "Job ml/bert: 3 of 4 GPUs stalled, the other one is idle (since 2026-11-20 23:59 UTC)"
+    assert stalled.annotations["summary"] == summary
     assert "Idle: GPU 3 of n (ml/bert-3). Look there first" in stalled.annotations["description"]
     assert not alerts["GPUHeldIdle"]
 

@@ -37,7 +37,7 @@ def test_a_notebook_with_a_cell_each_14_minutes_is_underused_and_never_idle() ->
     alert, *more = fired("GPUUnderused", {0: 0.6, 1: 0.0}, 120)
     assert not more
     assert 30 * 60_000 <= milliseconds(alert.starts_at) - START_MS <= 36 * 60_000
-    assert alert.annotations["summary"] == "Job ml/bert: 1 of 1 GPU underused (in the last 30m)"
+    assert alert.annotations["summary"] == "Job ml/bert: 1 of 1 GPU underused (in the 30m until 2026-11-21 00:29 UTC)"
     assert alert.annotations["evidence"].startswith("GPU 0 of n: used for ")
     assert float(alert.annotations["wasted_gpu_hours"]) == pytest.approx(0.5 * 0.94, abs=0.03)
 
@@ -93,4 +93,4 @@ def test_a_crash_loop_is_one_alert_of_the_workload_while_its_container_runs_now_
     (alert,) = [one for one in told if one.name == "GPUCrashLoop"]
     assert (alert.held, alert.idle) == (4, 4)
     words = "Job ml/bert: 4 of 4 GPUs held by containers that crash again and again"
-    assert alert.annotations["summary"] == words
+    assert alert.annotations["summary"] == f"{words} (since 2026-11-21 00:00 UTC)"
