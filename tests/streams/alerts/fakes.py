@@ -31,7 +31,7 @@ from tests.streams.alerts.stories import SHORT
 from topics.alerts import Alert
 from topics.topic import node_key
 
-TICKS = Partition(ATTRIBUTED, 0)
+TICKS, REPORTS = Partition(ATTRIBUTED, 0), Partition(MEMBERS, 0)
 
 
 class Record(NamedTuple):
@@ -49,7 +49,7 @@ class Broker:
 
     def __init__(self) -> None:
         self.logs: dict[str, list[Record]] = defaultdict(list)
-        self.committed = 0
+        self.committed = self.committed_reports = 0
 
     def log(self, tick: Tick, *, logged_ms: int | None = None) -> None:
         """Write a tick, logged at a time in ms (default: its own)."""
@@ -171,16 +171,16 @@ class Worker:
         """Be assigned the partition: read the state, then the ticks from what was committed."""
         self.ledger.forget()
         self.stage.forget()
-        self.input_ends = {TICKS: len(self.broker.logs[ATTRIBUTED])}
+        self.input_ends = {TICKS: len(self.broker.logs[ATTRIBUTED]), REPORTS: len(self.broker.logs[MEMBERS])}
         _, state, others = self.reads
-        beside = {Partition(topic, 0): 0 for topic in others}
+        beside = {Partition(topic, 0): 0 for topic in others} | {REPORTS: self.broker.committed_reports}
         self.ledger.begin({TICKS: self.broker.committed, Partition(state, 0): self.state_read, **beside})
         await self.read(state)
 
-    async def read(self, topic: str = ATTRIBUTED, count: int = 10**6) -> None:
+    async def read(self, topic: str = ATTRIBUTED, count: int = 10**6, *, ends_after: int = 10**6) -> None:
         """Take the next records of a topic, and let all that follows happen."""
         batch = self.fetch(topic, count)
-        await self.take(batch)
+        await self.take(batch, ends_after=ends_after)
         if topic == self.reads[1]:
             self.state_read += len(batch)
 
@@ -193,11 +193,15 @@ class Worker:
         read = [record._replace(topic=tp.topic, partition=tp.partition) for record in records]
         return [(self.ledger.admit(tp, at + i, 10), record) for i, record in enumerate(read)]
 
-    async def take(self, batch: Batch) -> None:
-        """Give the stage a batch, and let all that follows happen."""
+    async def take(self, batch: Batch, *, ends_after: int = 10**6) -> None:
+        """Give the stage a batch, and let all that follows happen. ``ends_after``: or the worker ends when so many
+        records have been written."""
         taking = asyncio.create_task(self.stage.take(batch))
         await settle()
-        while not taking.done():  # it waits for what an older epoch has sent
+        while not taking.done():  # it waits for what it sends, or what an older epoch has sent
+            if not ends_after:
+                taking.cancel()
+            ends_after -= 1
             self.sender.land(1)
             await settle()
 
@@ -209,6 +213,7 @@ class Worker:
     def commit(self) -> None:
         """Commit what is finished."""
         self.broker.committed = self.position()
+        self.broker.committed_reports = self.ledger.position(REPORTS) or 0
 
     def position(self) -> int:
         """The offset that would be committed."""

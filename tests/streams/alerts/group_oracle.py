@@ -195,7 +195,6 @@ class Fleet:
         parts = [part for part in all_parts if (part.name, part.whose) == (name, whose)]
         of_kind = {kind: [part for part in all_parts if part.whose == whose and self._rule[part.name].kind == kind]
                    for kind in ("held_idle", "crash_loop", "stalled")}  # fmt: skip
-        idle = [*of_kind["held_idle"], *of_kind["crash_loop"]]
         for number in range(len(self.log)):
             going = [part for part in parts if part.is_open(number)]
             if not going and (last is None or last.state == "resolved"):
@@ -204,12 +203,15 @@ class Fleet:
                 node: max(count, sum(part.gpu.node == node for part in going))  # a missing GPU is still one of them
                 for node, count in self.held(whose, number).items()
             }
-            idles = [part for part in idle if part.is_open(number)]
-            idles = [part for part in idles if self.held(whose, number)[part.gpu.node]]
+            theirs = self.held(whose, number)
+            others = {
+                kind: [part for part in some if part.is_open(number) and (whose[0] == "pod" or theirs[part.gpu.node])]
+                for kind, some in of_kind.items()
+            }
+            idles = [*others["held_idle"], *others["crash_loop"]]
             fires = bool(going)
             if rule.kind in ("held_idle", "stalled"):
-                stalls = [part for part in of_kind["stalled"] if part.is_open(number)]
-                stalls = [part for part in stalls if self.held(whose, number)[part.gpu.node]]
+                stalls = going if rule.kind == "stalled" else others["stalled"]
                 fires = fires and (rule.kind == "stalled") == self._of_all(stalls, idles, held)
             written = self._next(number, last, rule, going if fires else [], parts, idles, held)
             if written is not None:
