@@ -51,8 +51,16 @@ def rules() -> None:
 @rules.command(cls=Command, example="gpustream rules check rules.toml")
 @RULES_FILE
 def check(file: Path) -> None:
-    """Name every mistake of a file of alert rules, with its line. Exit code 1 if there is any."""
-    click.echo(f"{file}: no mistakes; {counted(len(_load(file).rules), 'rule')} in force")
+    """Name every mistake of a file of alert rules, with its line. Exit code 1 if there is any.
+
+    New rules without a runbook are named, too: their alerts link that of the default rule.
+    """
+    known, defaults = _load(file).rules, rules_file.defaults()
+    click.echo(f"{file}: no mistakes; {counted(len(known), 'rule')} in force")
+    for rule in [rule for rule in known if rule.name not in defaults and "runbook" not in rule.annotations]:
+        default = next(one.name for one in defaults.values() if one.kind == rule.kind)
+        hint = 'give it its own by annotations = { runbook = "https://..." }'
+        click.echo(f"{file}: hint: rules.{rule.name} has no runbook, and links that of {default}: {hint}")
 
 
 @rules.command(

@@ -86,6 +86,19 @@ EXPECTED = [
 ]
 
 
+def test_a_new_rule_without_a_runbook_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "rules.toml"
+    file.write_text(
+        '[rules.Mine]\nkind = "held_idle"\n[rules.Ours]\nkind = "xid"\nannotations = { runbook = "https://a/b" }'
+    )
+    result = rules("check", str(file))
+    hints = [line for line in result.stdout.splitlines() if "hint:" in line]
+    assert result.exit_code == 0
+    assert [hint.partition(": give")[0] for hint in hints] == [
+        f"{file}: hint: rules.Mine has no runbook, and links that of GPUHeldIdle"
+    ]
+
+
 def test_a_file_without_mistakes_is_said_to_be_one(file: Path) -> None:
     result = rules("check", str(file))
     assert (result.exit_code, result.stdout) == (0, f"{file}: no mistakes; {len(DEFAULTS.rules)} rules in force\n")

@@ -198,7 +198,8 @@ def annotation_name(name: str) -> str:
 
 def _one_of(words: tuple[W, ...], value: Any) -> W:
     if value not in words:
-        raise ValueError(f"must be one of {', '.join(words)}, not {_shown(value)}")
+        close = _close(value, words) if isinstance(value, str) else ""
+        raise ValueError(f"must be one of {', '.join(words)}, not {_shown(value)}{close}")
     return words[words.index(value)]
 
 
@@ -394,7 +395,14 @@ def _bounds(table: Any, wrong: Wrong) -> Bounds:
     if not isinstance(overrides, list):
         wrong.append((at, 'must be a table such as [policies] with longest = "24h", and [[policies.overrides]]'))
         return Bounds()
-    read = _values(at, {key: value for key, value in table.items() if key != "overrides"}, _BOUNDS, None, wrong)
+    read = _values(
+        at,
+        {key: value for key, value in table.items() if key != "overrides"},
+        _BOUNDS,
+        None,
+        wrong,
+        also=("overrides",),
+    )
     found: list[tuple[tuple[str, ...], int]] = []
     for number, one in enumerate(overrides):
         place: Keys = (*at, "overrides", number)
@@ -430,7 +438,7 @@ def rule(name: str, table: Any, base: Mapping[str, Rule], wrong: Wrong) -> Rule 
         wrong.append((at, f"is no rule that there is: a new one needs its kind{_close(name, base)}"))
     of = None if beneath is None else beneath.kind
     settings = {key: value for key, value in table.items() if key not in ("kind", "overrides")}
-    changes = _values(at, settings, BY_KEY, of, wrong)
+    changes = _values(at, settings, BY_KEY, of, wrong, also=("kind", "overrides"))
     overrides = table.get("overrides", [])
     if not isinstance(overrides, list):
         wrong.append(((*at, "overrides"), "must be a list of tables: write [[rules.NAME.overrides]]"))
@@ -447,10 +455,11 @@ def _override(at: Keys, table: Any, of: Kind | None, wrong: Wrong) -> Override:
     selecting = {key: value for key, value in table.items() if key in SELECTORS_BY_KEY}
     selectors = _values(at, selecting, SELECTORS_BY_KEY, of, wrong)
     settings = {key: value for key, value in table.items() if key not in SELECTORS_BY_KEY}
-    changes = _values(at, settings, BY_KEY, of, wrong)
-    if not any(key in table for key in SELECTORS_BY_KEY):
+    changes = _values(at, settings, BY_KEY, of, wrong, also=SELECTORS_BY_KEY)
+    misspelt = any(key not in BY_KEY for key in settings)
+    if not misspelt and not any(key in table for key in SELECTORS_BY_KEY):
         wrong.append((at, f"must say for what it is, by one of {', '.join(SELECTORS_BY_KEY)}"))
-    if not any(key in table for key in BY_KEY):
+    if not misspelt and not any(key in table for key in BY_KEY):
         wrong.append((at, "changes nothing"))
     if "severity" in changes:
         changes = dict.fromkeys(_XID_SEVERITIES, changes["severity"]) | {"critical_ms": 0} | changes
@@ -458,15 +467,21 @@ def _override(at: Keys, table: Any, of: Kind | None, wrong: Wrong) -> Override:
 
 
 def _values(
-    at: Keys, table: Mapping[str, Any], options: Mapping[str, Option], of: Kind | None, wrong: Wrong
+    at: Keys,
+    table: Mapping[str, Any],
+    options: Mapping[str, Option],
+    of: Kind | None,
+    wrong: Wrong,
+    *,
+    also: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """The values of a table's keys, each as its option reads it."""
+    """The values of a table's keys, each as its option reads it; ``also``: keys that may have been meant."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         option = options.get(key)
         if option is None:
             usable = [o.key for o in options.values() if not o.kinds or of is None or of in o.kinds]
-            wrong.append(((*at, key), f"is not known{_close(key, usable)}"))
+            wrong.append(((*at, key), f"is not known{_close(key, [*usable, *also])}"))
         elif option.kinds and of is not None and of not in option.kinds:
             why = ": an XID error is an event, which fires at once" if option.kinds == _STATES else ""
             wrong.append(((*at, key), f"is not read by rules of kind {of}{why}"))
