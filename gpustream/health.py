@@ -26,7 +26,7 @@ from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
+from prometheus_client import Metric, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer, choose_encoder
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
@@ -73,7 +73,7 @@ class Health:
     Made on the event loop; every method but :meth:`beat` may be called from any other thread.
     """
 
-    def __init__(self, registries: Iterable[CollectorRegistry], not_ready: Callable[[], list[str]]) -> None:
+    def __init__(self, registries: Iterable[Collector], not_ready: Callable[[], list[str]]) -> None:
         self._not_ready = not_ready
         self._loop = asyncio.get_running_loop()
         self._beat_s = time.monotonic()
@@ -81,7 +81,8 @@ class Health:
         self.instruments.gauge("gpustream_build_info", version("gpustream")).set(1)
         ProcessCollector(registry=self.instruments.registry)
         GCCollector(registry=self.instruments.registry)
-        self._exposition: WSGIApplication = make_wsgi_app(Families([*registries, self.instruments.registry]))
+        families = Families([*registries, self.instruments.registry], at_once=self._at_once)
+        self._exposition: WSGIApplication = make_wsgi_app(families)
 
     def reasons(self) -> list[str]:
         """Why the process is not ready, asked of the components on their own thread."""
@@ -97,6 +98,19 @@ class Health:
             return asked.result(_ASK_S)
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
             return [f"the event loop has not answered for {_ASK_S:.0f} s"]
+
+    def _at_once(self, collect: "Collect") -> list[Metric]:
+        """All metrics as of one moment between two steps of the components: so their counts agree with each other. If
+        the event loop does not answer, they are collected beside it."""
+
+        async def on_the_loop() -> list[Metric]:
+            return collect()
+
+        asked = asyncio.run_coroutine_threadsafe(on_the_loop(), self._loop)
+        try:
+            return asked.result(_ASK_S)
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            return collect()
 
     def hung(self) -> bool:
         """Whether the event loop has not turned for too long."""
@@ -147,32 +161,41 @@ def no_descriptor_left() -> list[str]:
     return []
 
 
+Collect = Callable[[], list[Metric]]
+
+
 class Families(Collector):
     """Several registries as one: a metric that two of them have is exposed once, with the samples of both.
 
-    ``names``: only the samples with one of these names; None: all.
+    ``at_once`` collects, so that nothing changes meanwhile. ``names``: only the samples with one of these names; None:
+    all.
     """
 
-    def __init__(self, registries: Iterable[Collector], names: Iterable[str] | None = None) -> None:
-        self._registries = list(registries)
+    def __init__(
+        self,
+        registries: Iterable[Collector],
+        *,
+        at_once: Callable[[Collect], list[Metric]],
+        names: Iterable[str] | None = None,
+    ) -> None:
+        self._registries, self._at_once = list(registries), at_once
         self._names = None if names is None else frozenset(names)
 
     def restricted_registry(self, names: Iterable[str]) -> "Families":
         """Only the samples with one of these names; the client library calls this for ``?name[]=``."""
-        return Families(self._registries, names)
+        return Families(self._registries, at_once=self._at_once, names=names)
 
     def collect(self) -> Iterator[Metric]:
         """Every metric family once, without the ``_created`` series that the client library adds."""
         merged: dict[str, Metric] = {}
-        for registry in self._registries:
-            for family in registry.collect():
-                samples = [
-                    sample
-                    for sample in family.samples
-                    if not sample.name.endswith("_created") and (self._names is None or sample.name in self._names)
-                ]
-                known = merged.setdefault(family.name, family)
-                known.samples = samples if known is family else [*known.samples, *samples]
+        for family in self._at_once(lambda: [one for registry in self._registries for one in registry.collect()]):
+            samples = [
+                sample
+                for sample in family.samples
+                if not sample.name.endswith("_created") and (self._names is None or sample.name in self._names)
+            ]
+            known = merged.setdefault(family.name, family)
+            known.samples = samples if known is family else [*known.samples, *samples]
         yield from (family for family in merged.values() if family.samples or self._names is None)
 
 

@@ -6,15 +6,17 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 import pytest
+from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from delivery.instruments import Instruments
 from delivery.values import Address
@@ -191,6 +193,34 @@ async def test_a_hanging_event_loop_is_reported(monkeypatch: pytest.MonkeyPatch)
 def _later(address: Address, path: str) -> Answer:
     time.sleep(0.5)
     return _ask(address, path)
+
+
+class _Where(Collector):
+    """Notes which thread collects."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+
+    def collect(self) -> Iterator[Metric]:
+        self.threads.append(threading.current_thread())
+        return iter(())
+
+
+async def test_all_metrics_are_of_one_moment_between_two_steps_of_the_components() -> None:
+    where = _Where()
+    assert (await _get(Health([where], list), "/metrics")).status == 200
+    assert where.threads == [threading.current_thread()]
+
+
+async def test_a_process_whose_loop_hangs_still_has_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ASK_S", 0.2)
+    where = _Where()
+    async with _served(Health([where], list)) as address:
+        asking = asyncio.get_running_loop().run_in_executor(None, _later, address, "/metrics")
+        await asyncio.sleep(0.05)
+        time.sleep(2)  # noqa: ASYNC251 - the hang
+        assert (await asking).status == 200
+    assert where.threads[0] is not threading.current_thread()
 
 
 async def test_the_loop_is_alive_while_it_beats(monkeypatch: pytest.MonkeyPatch) -> None:
