@@ -436,7 +436,13 @@ async def connect(connection: Connection) -> AsyncIterator[Admin]:
     client = clients.admin(connection, client_id="gpustream-topics", request_timeout_ms=_REQUEST_TIMEOUT_MS)
     try:
         async with asyncio.timeout(_SESSION_TIMEOUT_S):
-            await _start(client, connection)
+            # why a broker closes a connection is known when it does so twice, and a command asks only once
+            try:
+                await client.start()
+            except SILENCE:
+                if opening.trouble(connection) is not None:
+                    raise
+                await client.start()
             yield Admin(client, connection)
     except SILENCE as error:
         raise BrokerUnavailable(why_not(error, connection)) from error
@@ -444,13 +450,3 @@ async def connect(connection: Connection) -> AsyncIterator[Admin]:
         raise BrokerError(why_not(error, connection)) from error
     finally:
         await clients.close(client)
-
-
-async def _start(client: Any, connection: Connection) -> None:
-    """Start it. Why a broker closes a connection is known when it does so twice, and a command asks only once."""
-    try:
-        await client.start()
-    except SILENCE:
-        if opening.trouble(connection) is not None:
-            raise
-        await client.start()

@@ -263,8 +263,24 @@ class TopApp(App[None]):
         """Draws the moment, or the one that is held."""
         if self._now is None or not self._held:
             self._now = self._moment()
-        self._bars(self._now)
-        place, pane = self.place, self.pane
+        width, place = self.size.width, self.place
+        clock = f"{self._now.at:%H:%M:%S}Z" + (" HELD" if self._held else "")
+        left = " · ".join((self._now.title, *self._now.facts))
+        self._put("#title", [*draw.fit([(left, "bold")], max(0, width - len(clock) - 1)), (f" {clock}", "")])
+        tabs: Line = []
+        for number, name in enumerate(_NAMES, 1):
+            count = f"({len(self._now.firing)})" if name == "Alerts" and self._now.firing else ""
+            tabs += [(f" {number} {name}{count} ", "reverse bold" if name == self._view else ""), (" ", "")]
+        self._put("#tabs", draw.fit(tabs, width))
+        said = [f"filter: {place.filter}" if place.filter else "", place.about]
+        keys = "? help  / filter  < > sort  Enter open  Esc back  q quit"
+        keys = "  ".join(filter(None, (*said, keys)))
+        self._put("#keys", draw.fit([(keys, "dim")], width))
+        trouble = self._find("#trouble", Static)
+        trouble.display = bool(self._now.trouble)
+        if self._now.trouble:
+            self._put("#trouble", [(self._now.trouble, "yellow")])
+        pane = self.pane
         if place.detail is not None:
             lines = self._detail(self._now, place.detail)
             pane.show([], len(lines), lambda at, _: lines[at], None)
@@ -299,25 +315,6 @@ class TopApp(App[None]):
             return views.device_lines(now, known, size.width, size.height)
         current = next((one for one in now.firing if one.alert.fingerprint == detail.alert.fingerprint), detail)
         return views.alert_lines(now, current, size.width, size.height)
-
-    def _bars(self, now: Now) -> None:
-        width, place = self.size.width, self.place
-        clock = f"{now.at:%H:%M:%S}Z" + (" HELD" if self._held else "")
-        left = " · ".join((now.title, *now.facts))
-        self._put("#title", [*draw.fit([(left, "bold")], max(0, width - len(clock) - 1)), (f" {clock}", "")])
-        tabs: Line = []
-        for number, name in enumerate(_NAMES, 1):
-            count = f"({len(now.firing)})" if name == "Alerts" and now.firing else ""
-            tabs += [(f" {number} {name}{count} ", "reverse bold" if name == self._view else ""), (" ", "")]
-        self._put("#tabs", draw.fit(tabs, width))
-        said = [f"filter: {place.filter}" if place.filter else "", place.about]
-        keys = "? help  / filter  < > sort  Enter open  Esc back  q quit"
-        keys = "  ".join(filter(None, (*said, keys)))
-        self._put("#keys", draw.fit([(keys, "dim")], width))
-        trouble = self._find("#trouble", Static)
-        trouble.display = bool(now.trouble)
-        if now.trouble:
-            self._put("#trouble", [(now.trouble, "yellow")])
 
     def _put(self, selector: str, line: Line) -> None:
         """Shows a line in a widget, if it is another than before."""

@@ -309,7 +309,7 @@ def fleet_lines(now: Now, width: int, height: int) -> list[Line]:
     idle = sorted(
         (use for use in pods(now.fleet.devices()) if use.idle == use.gpus), key=lambda use: (-use.gpus, use.since_ms)
     )
-    lines += [[], [(f"pods that idle now, and how long they have had their GPUs: {len(idle)}", "bold")]]
+    lines += [[], [(f"idle pods: {len(idle)}, and how long each has had its GPUs", "bold")]]
     for use in idle[:listed]:
         team = f", team {use.team}" if use.team else ""
         held = ago(max(device.ts_ms for device in use.devices) - use.since_ms)

@@ -150,7 +150,11 @@ class Nvml:
             _fill(function, (handle,), (answer,))
             return int(answer.temperature)
         if function == "nvmlDeviceGetGridLicensableFeatures":
-            return self._licensed(handle)
+            found = _unfilled(pynvml.c_nvmlGridLicensableFeatures_v4_t)
+            _fill("nvmlDeviceGetGridLicensableFeatures_v4", (handle,), (found,))
+            if not found.isGridLicenseSupported:  # a GPU that has none to license does not support the question
+                raise NvmlError(NOT_SUPPORTED)
+            return int(any(one.featureState for one in found.gridLicensableFeatures[: found.licensableFeaturesCount]))
         kinds = _ANSWERS.get(function)
         if kinds is None:
             return self._call(function, handle, *arguments)
@@ -158,15 +162,6 @@ class Nvml:
         _fill(function, (handle, *map(_UINT, arguments)), answers)
         found = [one if isinstance(one, ctypes.Structure) else one.value for one in answers]
         return found[0] if len(found) == 1 else found
-
-    def _licensed(self, handle: Handle) -> int:
-        """Whether a feature of vGPU software is licensed. A GPU that says that it has none to license does not support
-        the question."""
-        found = _unfilled(pynvml.c_nvmlGridLicensableFeatures_v4_t)
-        _fill("nvmlDeviceGetGridLicensableFeatures_v4", (handle,), (found,))
-        if not found.isGridLicenseSupported:
-            raise NvmlError(NOT_SUPPORTED)
-        return int(any(one.featureState for one in found.gridLicensableFeatures[: found.licensableFeaturesCount]))
 
     def fields(self, handle: Handle, fields: Sequence[FieldId]) -> list[FieldValue]:
         """Many fields in one call, in that order."""
