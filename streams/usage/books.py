@@ -226,10 +226,10 @@ class Bookkeeper:
 
     # -- whose time it is
 
-    def _accounts_of(self, gpu: Gpu, share: DeviceShare) -> list[int]:
+    def _accounts_of(self, gpu: Gpu, share: DeviceShare) -> tuple[int, ...]:
         """The accounts to which the time of a device goes, one for each holder."""
         if not share.held.said:
-            return [self._plain(gpu.uuid, share.uuid, "lost" if share.held.said is None else "free")]
+            return (self._plain(gpu.uuid, share.uuid, "lost" if share.held.said is None else "free"),)
         numbers: list[int] = []
         for namespace, pod, pod_uid, container, _, *said in share.held.said:
             name = (gpu.uuid, share.uuid, "held", namespace, pod, pod_uid, container)
@@ -240,7 +240,7 @@ class Bookkeeper:
                 _workload_of(workload), _labels_of(labels), _labels_of(namespace_labels)
                 number = self._open(Account(*name, workload, labels, namespace_labels))
             numbers.append(number)
-        return numbers
+        return tuple(numbers)
 
     def _plain(self, gpu_uuid: str, uuid: str, category: str) -> int:
         number = self._numbers.get((gpu_uuid, uuid, category, None, None, None, None))
@@ -321,6 +321,7 @@ class Bookkeeper:
         found, booked_ms = dict[str, Drawn](), self.books.booked_ms
         if booked_ms < self._closed_live_ms and self.books.hours:  # it was booked live without the counter
             booked_ms = max(booked_ms, min(self._closed_live_ms, since_ms, self.books.hours[-1].end_ms))
+        hour_ms = since_ms // HOUR_MS * HOUR_MS
         for gpu in gpus:
             meter = self.books.meters.get(gpu.uuid)
             if meter is None:
@@ -332,7 +333,7 @@ class Bookkeeper:
             if now is not None and last is not None and lasted_ms > 0:
                 mj = now - last if now >= last else now
                 if mj <= MOST_WATTS * lasted_ms:
-                    drawn = self._placed(gpu.uuid, Drawn(meter.at_ms, ts_ms, mj), booked_ms, since_ms)
+                    drawn = self._placed(gpu.uuid, Drawn(meter.at_ms, ts_ms, mj), booked_ms, hour_ms)
             if now is not None:
                 meter.energy_mj, meter.at_ms = now, ts_ms
             elif gpu.power_watts is not None:
@@ -342,11 +343,10 @@ class Bookkeeper:
             found[gpu.uuid] = drawn
         return found
 
-    def _placed(self, uuid: str, drawn: Drawn, booked_ms: int, since_ms: int) -> Drawn:
+    def _placed(self, uuid: str, drawn: Drawn, booked_ms: int, hour_ms: int) -> Drawn:
         """What was drawn in time that is still to be booked. What was drawn in time that was booked without it, and in
         hours in which the GPU has no rows, is ``before`` that, and no holder's."""
         at_ms, ts_ms, mj = drawn.start_ms, drawn.end_ms, drawn.mj
-        hour_ms = since_ms // HOUR_MS * HOUR_MS
         if hour_ms <= booked_ms <= at_ms:
             return drawn
         before_mj = mj * max(0, booked_ms - at_ms) // (ts_ms - at_ms)

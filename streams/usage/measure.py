@@ -29,7 +29,6 @@ MOST_BYTES = 2**41  # a device with more memory in use measures nothing; an hour
 MOST_SLICES = 64
 MOST_WATTS = 20_000  # a GPU that draws more has a counter that jumped
 
-_BUSY = (False,)
 _said = attrgetter("namespace", "pod", "pod_uid", "container", "observed", "workload", "labels", "namespace_labels")
 _PROFILE = re.compile(r"(?:(\d+)c\.)?(\d+)g\.")
 _FEWER_SLICES = (("A30", 4), ("RTX PRO", 4))
@@ -39,10 +38,10 @@ _SLICES = 7
 class Weights(NamedTuple):
     """How a device that several hold is divided: one weight for each holder, by what is divided."""
 
-    time: list[int]
-    used: list[int]
-    energy: list[int]
-    memory: list[int]
+    time: Sequence[int]
+    used: Sequence[int]
+    energy: Sequence[int]
+    memory: Sequence[int]
 
 
 class Held(msgspec.Struct):
@@ -54,11 +53,11 @@ class Held(msgspec.Struct):
     """
 
     gpu_uuid: str
-    said: list[tuple[Any, ...]] | None
-    pods: list[list[int]] = []
-    equal: list[int] = []
+    said: tuple[tuple[Any, ...], ...] | None
+    pods: tuple[tuple[int, ...], ...] = ()
+    equal: tuple[int, ...] = ()
     unit: int = 1
-    accounts: list[int] = []
+    accounts: tuple[int, ...] = ()
 
 
 class DeviceShare(msgspec.Struct, frozen=True, gc=False):
@@ -158,7 +157,7 @@ def _share(device: CountedDevice, known: dict[str, Held], split: Split) -> Devic
     uuid, metrics, holders, gpu_uuid, slices = device.uuid, device.metrics, device.holders, device.uuid, 0
     if device.mig is not None:
         gpu_uuid, slices = device.mig.parent_uuid, slices_of(device.mig.profile)
-    said = list(map(_said, holders)) if device.state not in ("lost", "timeout") else None
+    said = tuple(map(_said, holders)) if device.state not in ("lost", "timeout") else None
     held = known.get(uuid)
     if held is None or held.said != said or held.gpu_uuid != gpu_uuid:
         held = known[uuid] = Held(gpu_uuid, None) if said is None else _held(gpu_uuid, holders)
@@ -171,21 +170,23 @@ def _share(device: CountedDevice, known: dict[str, Held], split: Split) -> Devic
         busy = metrics.sm_active_ratio
     used, tensor = _millionths(busy), _millionths(metrics.tensor_active_ratio)
     memory_bytes = round(memory) if memory is not None and 0 <= memory <= MOST_BYTES else 0
+    if not holders or (len(holders) == 1 and busy is not None and busy >= IDLE_BELOW):
+        return DeviceShare(uuid, slices, held, used, tensor, memory_bytes)
     weights = _weights(holders, held, used, memory_bytes, split) if len(holders) > 1 else None
-    idle = _idle(device, held) if holders else _BUSY
+    idle = _idle(device, held.pods)
     return DeviceShare(uuid, slices, held, used, tensor, memory_bytes, idle, weights)
 
 
 def _held(gpu_uuid: str, holders: Sequence[Holder]) -> Held:
     """Who holds a device, as a tick has it. The JSON in it is copied: it is a part of the whole record."""
-    said = [tuple(part.copy() if isinstance(part, msgspec.Raw) else part for part in _said(one)) for one in holders]
+    said = [[one.copy() if isinstance(one, msgspec.Raw) else one for one in _said(holder)] for holder in holders]
     places = {id(one): at for at, one in enumerate(holders)}
-    pods = [[places[id(one)] for one in pod] for pod in by_pod(holders).values()]
+    pods = [tuple([places[id(one)] for one in pod]) for pod in by_pod(holders).values()]
     given = list(by_pod([one for one in holders if not one.observed] or holders).values())
     parts_of = {places[id(one)]: len(given) * len(pod) for pod in given for one in pod}
     unit = lcm(*parts_of.values())
     equal = [unit // parts_of[at] if at in parts_of else 0 for at in range(len(holders))]
-    return Held(gpu_uuid, said, pods, equal, unit)
+    return Held(gpu_uuid, tuple(map(tuple, said)), tuple(pods), tuple(equal), unit)
 
 
 def _millionths(ratio: float | None) -> int:
@@ -194,13 +195,10 @@ def _millionths(ratio: float | None) -> int:
     return round(ratio * MILLION) if ratio < 1 else MILLION
 
 
-def _idle(device: CountedDevice, held: Held) -> list[bool]:
+def _idle(device: CountedDevice, pods: Sequence[Sequence[int]]) -> list[bool]:
     """Which of the holders do nothing with the device, as alerts judge it in a tick; not known is not idle."""
-    holders, busy, pods = device.holders, device.metrics.gpu_utilization_ratio, held.pods
+    holders, work = device.holders, work_of(device.metrics)
     idle = [False] * len(holders)
-    if len(pods) == 1 and busy is not None and busy >= IDLE_BELOW:
-        return idle
-    work = work_of(device.metrics)
     if len(pods) == 1 and work.most >= IDLE_BELOW:
         return idle
     parts = [part_of([holders[at].parts for at in pod]) for pod in pods]
@@ -209,8 +207,6 @@ def _idle(device: CountedDevice, held: Held) -> list[bool]:
         strangers = not ran.keys() <= {one.pod_uid for one in holders} - {None}
         rest = rest_of(device.unattributed, work, parts, strangers=strangers)
     for pod, part in zip(pods, parts, strict=True):
-        if part is not None and part >= IDLE_BELOW:
-            continue
         uid = holders[pod[0]].pod_uid
         done = ran.get(uid, 0.0) if uid is not None else 0.0
         found = is_idle(IDLE_BELOW, work, part, done, rest) is True
