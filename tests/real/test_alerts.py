@@ -39,6 +39,9 @@ RATE_HZ = 12.0
 LIMIT_S = 300.0
 KILLS = 3
 SILENT_MS = 5_000
+DAY_MS = 24 * 3_600_000
+BEGAN_MS = START_MS + ((time.time_ns() // 1_000_000 - START_MS) // DAY_MS - 1) * DAY_MS
+"""When the ticks begin: lately, for alerts that ended a week ago are deleted; always at the same time of the day."""
 
 RULES = """
 [rules.GPUHeldIdle]
@@ -63,7 +66,7 @@ def life(node: int) -> list[Tick]:
         held = [holder(f"pod-{node}-{chance.randint(0, 3)}", workload=job)] if chance.random() < 0.8 else []
         busy, hot, xid = chance.choice([0.0, 0.0, 0.9, None]), chance.random() < 0.3, chance.random() < 0.1
         for _ in range(chance.randint(1, 25)):
-            at_ms = START_MS + len(ticks) * TICK_MS
+            at_ms = BEGAN_MS + len(ticks) * TICK_MS
             xids += xid
             fields: dict[str, Any] = {"events": (Event("xid", 79, at_ms),)} if xid else {}
             gpu = device(0, *held, busy=busy, clock_event_reasons=0x40 * hot, xids={"79": xids}, **fields)
@@ -225,7 +228,7 @@ async def test_of_a_gang_across_nodes_the_pods_that_work_are_counted_too(
     await topic_admin.create(empty_kafka.connection, partitions=4, replication_factor=1)
     lives = [
         [
-            _tick(node, number, START_MS + number * TICK_MS, device(0, holder(f"gang-{node}"), busy=0.9 * (node > 0)))
+            _tick(node, number, BEGAN_MS + number * TICK_MS, device(0, holder(f"gang-{node}"), busy=0.9 * (node > 0)))
             for number in range(20)
         ]
         for node in range(3)
