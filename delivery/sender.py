@@ -8,6 +8,7 @@ had not delivered is sent again one record at a time. A record that is refused e
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -167,10 +168,11 @@ class Sender:
         return record.acknowledged
 
     async def settled(self, timeout_s: float) -> None:
-        """Wait until what was sent by now is acknowledged, at most ``timeout_s``."""
-        waiting = [record.acknowledged for record in self._unacknowledged]
-        if waiting:
-            await asyncio.wait(waiting, timeout=timeout_s)
+        """Wait until what was sent is acknowledged, also what is sent meanwhile, at most ``timeout_s``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while waiting := [record.acknowledged for record in self._unacknowledged]:
+                    await asyncio.wait(waiting)
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Wait for what is unacknowledged, at most ``timeout_s``, and let go. What is left is cancelled."""

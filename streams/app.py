@@ -43,7 +43,6 @@ _ASK_EVERY_S = 1.0
 _ASK_AT_MOST_EVERY_S = 0.05
 _ASK_FOR_S = 10.0
 _STOP_S = 6.0
-_SETTLED_S = 0.5
 
 
 class Batches(Channel):  # type: ignore[misc]  # faust has no types that pass strict
@@ -97,7 +96,9 @@ class ReaderApp(faust.App):  # type: ignore[misc]
     ) -> None:
         self.fail = fail
         self.sender = Sender(member.connection(), client_id=member.group, max_batch_bytes=512 * 1024)
-        self.reader = Reader(stage, lambda batch: self.batches.send(value=batch), reads)
+        self.reader = Reader(
+            stage, lambda batch: self.batches.send(value=batch), reads, lambda timeout_s: self.sender.settled(timeout_s)
+        )
         self.group = ConsumerGroup(member, (*reads.inputs, *reads.states), self.reader, reads.partitions)
         self.reader.group = self.group
         self._watchdog = Watchdog(self._pulse, reads.deadlines, fail=fail)
@@ -188,7 +189,6 @@ class ReaderApp(faust.App):  # type: ignore[misc]
     async def close(self) -> None:
         """Stop reading, wait for what was sent, commit, and leave: what the broker took is not read again."""
         await self.stop()
-        await self.sender.settled(_SETTLED_S)
         await self.reader.revoked()  # nothing can be finished any more, and what is not sent now is no failure
         await asyncio.gather(self.group.close(), self.sender.stop(timeout_s=1.0))
 

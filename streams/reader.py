@@ -18,6 +18,7 @@ the recovery.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ Batch = list[tuple[Slot, Any]]  # records of one partition in offset order, each
 NOT_OURS = (KafkaError, AssertionError)  # of a partition that was taken away, or a broker without an answer yet
 _FETCH_S = 0.5
 _COMMIT_ON_REVOKE_S = 5.0
+_ACKNOWLEDGED_S = 1.0
 _RETRY_S = 0.2
 _IDLE_S = 0.05
 _SKIP_EVERY_S = 0.2
@@ -75,7 +77,8 @@ class Stage(Protocol):
 
 
 class Reader:
-    """Reads ``reads`` for a stage; ``deliver`` takes a batch, and waits for room.
+    """Reads ``reads`` for a stage; ``deliver`` takes a batch, and waits for room; ``acknowledged`` waits until the
+    broker has what the stage sent, for so many seconds at most.
 
     ``input_ends`` is where the inputs ended at the assignment, ``torn`` the partition numbers whose committed offset
     was no longer in the log then. ``loop_late_s`` is the most that the event loop was late in the last minute, as
@@ -84,8 +87,14 @@ class Reader:
 
     group: ConsumerGroup
 
-    def __init__(self, stage: Stage, deliver: Callable[[Batch], Awaitable[None]], reads: Reads) -> None:
-        self.stage, self.deliver, self.reads = stage, deliver, reads
+    def __init__(
+        self,
+        stage: Stage,
+        deliver: Callable[[Batch], Awaitable[None]],
+        reads: Reads,
+        acknowledged: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self.stage, self.deliver, self.reads, self._acknowledged = stage, deliver, reads, acknowledged
         self.ledger = Ledger()
         self.commits: dict[Partition, int] = {}
         self.state_ends: dict[Partition, int] = {}
@@ -136,12 +145,18 @@ class Reader:
     # -- assignment
 
     async def revoked(self) -> None:
-        """The partitions are taken away: commit what is finished, in bounded time, and drop everything else.
+        """The partitions are taken away: wait for what was sent and commit what is finished, in bounded time, and drop
+        everything else.
 
         A commit that is still under way after that is ended: with the next assignment it would count for partitions
         that another worker may have then.
         """
-        await asyncio.wait([asyncio.ensure_future(self.commit())], timeout=_COMMIT_ON_REVOKE_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_COMMIT_ON_REVOKE_S):
+                await self._acknowledged(_ACKNOWLEDGED_S)
+                if self._committing is not None:  # it has less than what is finished now
+                    await asyncio.wait([self._committing])
+                await self.commit()
         if self._committing is not None and not self._committing.done():
             self._committing.cancel()
             await asyncio.wait([self._committing], timeout=_RETRY_S)

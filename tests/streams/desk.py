@@ -51,7 +51,8 @@ class Desk:
         self.client = FakeClient(self.broker, Prompt())
         self.client.max_records = 100
         reads = Reads(inputs=(INPUT,), states=STATES, compacted=tuple(compacted), max_open_bytes=max_open_bytes)
-        self.reader = Reader(self, self.deliver, reads)
+        self.outputs: list[asyncio.Future[int]] = []
+        self.reader = Reader(self, self.deliver, reads, self.acknowledged)
         self.reader.group = cast("ConsumerGroup", self.client)
         self.delivered: list[tuple[Slot, Record]] = []
         self.room = asyncio.Event()
@@ -86,6 +87,11 @@ class Desk:
         for slot, _ in batch:
             if not self.hold(slot):
                 self.reader.ledger.finish(slot)
+
+    async def acknowledged(self, timeout_s: float) -> None:
+        """Wait for the outputs, at most so long."""
+        if self.outputs:
+            await asyncio.wait(self.outputs, timeout=timeout_s)
 
     # -- the stage
 

@@ -213,7 +213,7 @@ class Process:
         self.world, self.chance = world, chance
         self.client = FakeClient(world.broker, chance)
         reads = Reads(inputs=(INPUT,), states=STATES, max_open_bytes=world.max_open_bytes)
-        self.reader = Reader(self, self._deliver, reads)
+        self.reader = Reader(self, self._deliver, reads, lambda _: asyncio.sleep(chance.choice((0, 0, 0.2))))
         self.reader.group = cast("ConsumerGroup", self.client)
         self.memory: dict[Partition, set[int]] = defaultdict(set)
         self.to_learn: dict[Partition, int] = {}

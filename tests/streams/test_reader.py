@@ -389,6 +389,49 @@ async def test_waiting_for_anothers_commit_gives_that_ones_result() -> None:
     assert await asyncio.gather(*(again_and_again() for _ in range(3))) == [True] * 3
 
 
+async def revoked_with_an_output_under_way(arrives_after_s: float, *, committing: bool = False) -> tuple[Desk, float]:
+    """A reader whose one input waits for its output while the partitions go, and how long that took."""
+    desk, loop = Desk(), asyncio.get_running_loop()
+    desk.log(TICKS).append(2)
+    desk.hold = lambda slot: slot.offset == 1
+    await desk.assign()
+    await desk.turn(2)
+    if committing:
+        desk.broker.commits = "unreachable"
+        earlier = asyncio.create_task(desk.reader.commit())
+        await asyncio.sleep(0.01)
+        loop.call_later(0.5, setattr, desk.broker, "commits", "taken")
+    output = asyncio.Future[int]()
+    output.add_done_callback(lambda _: desk.reader.ledger.finish(desk.slots(TICKS)[1]))
+    desk.outputs.append(output)
+    loop.call_later(arrives_after_s, output.set_result, 0)
+    began_s = loop.time()
+    await desk.reader.revoked()
+    took_s = loop.time() - began_s
+    if committing:
+        await earlier
+    return desk, took_s
+
+
+@instant
+async def test_what_was_sent_and_arrives_within_a_second_is_committed_before_the_partitions_go() -> None:
+    desk, _ = await revoked_with_an_output_under_way(0.9)
+    assert desk.broker.committed == {TICKS: 2}
+
+
+@instant
+async def test_what_arrives_later_holds_a_revocation_for_a_second_only() -> None:
+    desk, took_s = await revoked_with_an_output_under_way(60)
+    assert took_s <= 1.1
+    assert desk.broker.committed == {TICKS: 1}
+
+
+@instant
+async def test_the_last_commit_has_what_the_one_under_way_does_not() -> None:
+    desk, _ = await revoked_with_an_output_under_way(0.1, committing=True)
+    assert desk.broker.committed == {TICKS: 2}
+
+
 @instant
 async def test_a_commit_that_never_returns_holds_a_revocation_for_seconds_and_later_commits_not_at_all() -> None:
     desk = Desk()
