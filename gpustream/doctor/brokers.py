@@ -5,11 +5,11 @@ Out:      a :class:`Kafka`; findings.
 On failure: a broker that does not answer is a finding, and so is what this client may not know.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from delivery import kafka_admin, topic_admin
 from delivery.connection import Connection
-from delivery.kafka_admin import Acl, BrokerError
+from delivery.kafka_admin import Acl, BrokerError, Found
 from gpustream import acls
 from gpustream.command import counted
 from gpustream.doctor.seen import Checked, Finding, Kafka, Situation
@@ -153,45 +153,50 @@ def topics(seen: Situation) -> Checked:
                 "see `More partitions` in docs/operations/README.md: records of a node must stay in one partition",
             )
         )
+    wrong += [found for name, one in kafka.found.items() for found in _without_leader_or_replicas(kafka, name, one)]
+    wrong += _limited(kafka)
+    said = "as they must be" if not kafka.unchecked else f"there; their settings are not known: {kafka.unchecked}"
+    return Checked(f"{counted(len(wrong), 'mistake')}" if wrong else said, wrong)
+
+
+def _without_leader_or_replicas(kafka: Kafka, name: str, one: Found) -> Iterator[Finding]:
+    """That partitions of a topic have no leader, or too few replicas in sync to take records."""
+    if one.leaderless:
+        yield Finding(
+            f"{name}: {counted(len(one.leaderless), 'partition')} of {one.partitions} have no leader",
+            "the brokers that have the replicas are down, or their disks are",
+            f"partitions {', '.join(map(str, one.leaderless))}; brokers"
+            f" {', '.join(map(str, sorted(kafka.brokers))) or 'none'} answer",
+            "start these brokers; what comes for these partitions waits in the producers' buffers until then",
+        )
+    least = int((one.settings or {}).get("min.insync.replicas", "1") or 1)
+    short = [number for number, count in one.in_sync.items() if 0 < count < least and number not in one.leaderless]
+    if short:
+        yield Finding(
+            f"{name}: {counted(len(short), 'partition')} take no records",
+            f"fewer than min.insync.replicas ({least}) replicas are in sync",
+            f"partitions {', '.join(map(str, short[:20]))}",
+            "start the brokers that are missing, or see why their replicas do not follow",
+        )
+
+
+def _limited(kafka: Kafka) -> list[Finding]:
+    """That topics lose records by their size, before their time."""
     limited: list[str] = []
     for name, one in kafka.found.items():
-        if one.leaderless:
-            wrong.append(
-                Finding(
-                    f"{name}: {counted(len(one.leaderless), 'partition')} of {one.partitions} have no leader",
-                    "the brokers that have the replicas are down, or their disks are",
-                    f"partitions {', '.join(map(str, one.leaderless))}; brokers"
-                    f" {', '.join(map(str, sorted(kafka.brokers))) or 'none'} answer",
-                    "start these brokers; what comes for these partitions waits in the producers' buffers until then",
-                )
-            )
         settings = one.settings or {}
         limit = settings.get("retention.bytes") or "-1"
         if limit != "-1" and "delete" in settings.get("cleanup.policy", ""):
             limited.append(f"{kafka.prefix}{name}: {limit}")
-        least = int(settings.get("min.insync.replicas", "1") or 1)
-        short = [number for number, count in one.in_sync.items() if 0 < count < least and number not in one.leaderless]
-        if short:
-            wrong.append(
-                Finding(
-                    f"{name}: {counted(len(short), 'partition')} take no records",
-                    f"fewer than min.insync.replicas ({least}) replicas are in sync",
-                    f"partitions {', '.join(map(str, short[:20]))}",
-                    "start the brokers that are missing, or see why their replicas do not follow",
-                )
-            )
-    if limited:
-        wrong.append(
-            Finding(
-                f"{counted(len(limited), 'topic')} may lose records before their time: retention.bytes limits them",
-                "it was set for them, or for the broker (log.retention.bytes)",
-                f"bytes of each partition: {', '.join(limited)}",
-                "see in docs/how-to/kafka.md how many bytes a day has; `kafka-configs.sh --alter --add-config"
-                " retention.bytes=-1 --entity-type topics --entity-name TOPIC` takes the limit away",
-            )
+    return [
+        Finding(
+            f"{counted(len(limited), 'topic')} may lose records before their time: retention.bytes limits them",
+            "it was set for them, or for the broker (log.retention.bytes)",
+            f"bytes of each partition: {', '.join(limited)}",
+            "see in docs/how-to/kafka.md how many bytes a day has; `kafka-configs.sh --alter --add-config"
+            " retention.bytes=-1 --entity-type topics --entity-name TOPIC` takes the limit away",
         )
-    said = "as they must be" if not kafka.unchecked else f"there; their settings are not known: {kafka.unchecked}"
-    return Checked(f"{counted(len(wrong), 'mistake')}" if wrong else said, wrong)
+    ] * bool(limited)
 
 
 def rights(seen: Situation) -> Checked:

@@ -4,7 +4,7 @@ A finding says what is wrong, its cause or that the cause is not known, what sho
 is one function and its row in ``CHECKS``.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from delivery.values import duration_words
 from gpustream.command import counted
@@ -34,6 +34,18 @@ NO_LEADER_MS = 7 * 60_000
 
 MANY_TIMES = 0.1
 """If more of the ticks than this were attributed again, it was not a restart."""
+
+FATES = {
+    "exact": "exact",
+    "no_kubelet": "without a kubelet",
+    "late": "late",
+    "none": "without a snapshot",
+    "dead_lettered": "dead-lettered",
+    "waiting": "on their way",
+    "deleted": "deleted after that",
+    "lost": "lost",
+}
+"""What may have become of a tick, and how it is said."""
 
 _SHOW = "`gpustream dead-letters show {id}` has it; once its error is mended, `dead-letters resubmit` sends it again"
 
@@ -267,20 +279,7 @@ def attribution(seen: Situation, fold: Fold) -> Checked:
         for run_id, run in node.runs.items():
             for fate, count in run.fates.items():
                 totals[fate] = totals.get(fate, 0) + count
-            if run.fates["lost"]:
-                found.append(
-                    Finding(
-                        f"{name}: {counted(run.fates['lost'], 'tick')} lost between {samples.TOPIC.name} and"
-                        f" {attributed.TOPIC.name}",
-                        NOT_KNOWN,
-                        f"run {run_id}, seq {_shown(run.lost)}: {ATTRIBUTION} has committed past them, and they have"
-                        " neither a record nor a dead letter",
-                        f"was {attributed.TOPIC.name} created again, or were the group's offsets set by hand? Setting"
-                        " them back to before these records attributes them",
-                    )
-                )
-            if inexact := run.fates["late"] + run.fates["none"]:
-                found.append(_inexact(name, run_id, run, inexact))
+            found += _lost_or_inexact(name, run_id, run)
     group = next((group for group in seen.groups or () if group.name == ATTRIBUTION), None)
     if group is None and seen.groups is not None and fold.nodes and ATTRIBUTION not in seen.kafka.hidden:
         found.append(
@@ -309,17 +308,7 @@ def attribution(seen: Situation, fold: Fold) -> Checked:
                 "look for a second `gpustream stream attribution` with this --topic-prefix, maybe in another cluster",
             )
         )
-    words = {
-        "exact": "exact",
-        "no_kubelet": "without a kubelet",
-        "late": "late",
-        "none": "without a snapshot",
-        "dead_lettered": "dead-lettered",
-        "waiting": "on their way",
-        "deleted": "deleted after that",
-        "lost": "lost",
-    }
-    said = ", ".join(f"{totals[fate]} {word}" for fate, word in words.items() if totals.get(fate)) or "nothing was sent"
+    said = ", ".join(f"{totals[fate]} {word}" for fate, word in FATES.items() if totals.get(fate)) or "nothing was sent"
     return Checked(said + (f"; {replayed} written again, which readers drop" if replayed else ""), found)
 
 
@@ -336,7 +325,21 @@ def _emptied(fold: Fold, ticks: int) -> Finding:
     )
 
 
-def _inexact(name: NodeName, run_id: int, run: SampledRun, inexact: int) -> Finding:
+def _lost_or_inexact(name: NodeName, run_id: int, run: SampledRun) -> Iterator[Finding]:
+    """The ticks of a run that were lost, and those that were not attributed by the snapshot that they name."""
+    if run.fates["lost"]:
+        yield Finding(
+            f"{name}: {counted(run.fates['lost'], 'tick')} lost between {samples.TOPIC.name} and"
+            f" {attributed.TOPIC.name}",
+            NOT_KNOWN,
+            f"run {run_id}, seq {_shown(run.lost)}: {ATTRIBUTION} has committed past them, and they have"
+            " neither a record nor a dead letter",
+            f"was {attributed.TOPIC.name} created again, or were the group's offsets set by hand? Setting"
+            " them back to before these records attributes them",
+        )
+    inexact = run.fates["late"] + run.fates["none"]
+    if not inexact:
+        return
     if run.unsent == inexact:
         cause = "the snapshots that they name are not in gpu.allocations"
         then = "gpustream_producer_snapshots_dropped_total at the producer's /metrics says which it could not send"
@@ -344,7 +347,7 @@ def _inexact(name: NodeName, run_id: int, run: SampledRun, inexact: int) -> Find
         cause = "the snapshots that they name came after the tick had waited for --grace, or could not be read in time"
         then = "look at gpustream_attribution_lag_records and loop_late_seconds of the workers; a replay finds them"
     shown = f"{run.fates['late']} with the last snapshot known, {run.fates['none']} with none"
-    return Finding(f"{name}: {counted(inexact, 'tick')} not attributed exactly", cause, f"run {run_id}: {shown}", then)
+    yield Finding(f"{name}: {counted(inexact, 'tick')} not attributed exactly", cause, f"run {run_id}: {shown}", then)
 
 
 def _shown(numbers: Ranges, most: int = 5) -> str:
@@ -393,25 +396,22 @@ def leaders(seen: Situation, fold: Fold) -> Checked:
                 "give all replicas of a cluster one --lease, and each cluster a --cluster of its own",
             )
         )
-    strangers = [
-        name
-        for name, node in fold.nodes.items()
-        if node.runs
-        and node.holds
-        and node.epoch is None
-        and name.cluster in fold.listed_ms
-        and name.cluster not in late
-    ]
+    known = fold.listed_ms.keys() - late.keys()
     found += [
-        Finding(
-            f"{name}: the API server of {name.cluster} has no node of this name with GPU pods",
-            "the producer's --node is not the name of the Node, or its --cluster is another cluster's",
-            f"its kubelet lists pods, and {workloads.TOPIC.name} has no record of it",
-            "set NODE_NAME from spec.nodeName, as k8s/base does",
-        )
-        for name in strangers
+        _stranger(name)
+        for name, node in fold.nodes.items()
+        if node.runs and node.holds and node.epoch is None and name.cluster in known
     ]
     return Checked(f"{counted(len(fold.listed_ms), 'cluster')} known", found)
+
+
+def _stranger(name: NodeName) -> Finding:
+    return Finding(
+        f"{name}: the API server of {name.cluster} has no node of this name with GPU pods",
+        "the producer's --node is not the name of the Node, or its --cluster is another cluster's",
+        f"its kubelet lists pods, and {workloads.TOPIC.name} has no record of it",
+        "set NODE_NAME from spec.nodeName, as k8s/base does",
+    )
 
 
 # -- dead letters
