@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from streams.attribution.holders import Held, hold, observe
+from streams.attribution.holders import HeldDevices, hold, observe
 from streams.attribution.log_time import Listing, Resolved
 from streams.attribution.split import split
 from topics.allocations import Allocations
@@ -50,7 +50,7 @@ class Memo(msgspec.Struct, frozen=True):
     snapshot: Allocations
     inventory: Inventory
     resolved: Resolved
-    held: Held
+    held: HeldDevices
 
 
 class Joined(msgspec.Struct, frozen=True):

@@ -47,7 +47,7 @@ _HAMI_FIELDS = 4
 _STATIC_UID_LENGTH = 32  # a control group's uid of a static pod has no dashes, and the API server has another
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldDevices(msgspec.Struct, frozen=True):
     """The holders of each device, by uuid, and the device ids that mean no device in any grammar that is known."""
 
     holders: dict[str, tuple[Holder, ...]]
@@ -65,7 +65,7 @@ def hold(
     *,
     over: AbstractSet[PodName] = frozenset(),
     admin: AbstractSet[Claim] = frozenset(),
-) -> Held:
+) -> HeldDevices:
     """The holders of each of ``devices``, each (pod, container, physical device) once, in the snapshot's order.
     Pods that were ``over`` hold nothing, and the claims in ``admin`` only look at their devices."""
     index = DeviceIndex(devices)
@@ -93,7 +93,7 @@ def hold(
                 continue
             if uuid is not None:
                 found.setdefault(uuid, {}).setdefault(key, holder)
-    return Held({uuid: tuple(holders.values()) for uuid, holders in found.items()}, tuple(unknown))
+    return HeldDevices({uuid: tuple(holders.values()) for uuid, holders in found.items()}, tuple(unknown))
 
 
 def holder_of(pod: Pod, *, container: str | None = None, resource: str | None = None, observed: bool = False) -> Holder:
