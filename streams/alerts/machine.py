@@ -99,7 +99,8 @@ OnDevice = tuple[str, str, str]  # the device, and the uid or the name of a pod 
 
 
 class _Now(NamedTuple):
-    """A tick, and the state before it. ``first``: of each pod on a device the place of the first cause that fires."""
+    """A tick, and the state before it. ``first``: of each pod on a device the place of the first cause that fires;
+    ``due``: the places of those that hold and do not fire yet, and when they would."""
 
     tick: Tick
     rules: Rules
@@ -107,6 +108,7 @@ class _Now(NamedTuple):
     findings: list[Finding]
     memory: Memory
     first: dict[OnDevice, int]
+    due: dict[OnDevice, list[tuple[int, int]]]
 
 
 # -- a tick
@@ -152,7 +154,7 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
     reports += _ranks(state, after, tick, rules)
     if not (findings or state.tracked or state.resolved or reports):
         return Step(after, announced)
-    now = _Now(tick, rules, state, findings, memory, {})
+    now = _Now(tick, rules, state, findings, memory, {}, {})
     for one in state.tracked:
         if one.alert is not None and one.name in rules.causes:
             _fires(one, now)
@@ -265,6 +267,9 @@ def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, A
     """A condition that holds fires at once if it is an event, else when it has held for long enough."""
     now_ms = now.tick.ts_ms
     if not finding.event and now_ms - one.since_ms < finding.rule.for_ms:
+        if one.name in now.rules.causes:
+            due = now.rules.causes[one.name], one.since_ms + finding.rule.for_ms
+            now.due.setdefault(_place(one), []).append(due)
         return one, None
     if one.name in now.rules.causes and _waits(one, finding.rule.keep_firing_ms, now):
         return one, None
@@ -289,9 +294,13 @@ def _fires(one: Tracked, now: _Now) -> None:
 
 
 def _waits(one: Tracked, keep_ms: int, now: _Now) -> bool:
-    """Whether another cause comes first: it fires, or has been over for less than this time."""
+    """Whether another cause comes first: it fires, would fire within this time, or has been over for less than it."""
     causes, state = now.rules.causes, now.state
     if now.first.get(_place(one), len(CAUSES)) < causes[one.name]:
+        return True
+    if any(
+        place < causes[one.name] and due_ms - now.tick.ts_ms < keep_ms for place, due_ms in now.due.get(_place(one), ())
+    ):
         return True
     earlier = [name for name, place in causes.items() if place < causes[one.name]]
     keys = [fingerprint(name, state.cluster, state.node, *_place(one)) for name in earlier]
@@ -428,8 +437,8 @@ def _written(alert: Alert, one: Tracked, now_ms: int, *, repeat: bool = False) -
     if one.scope is None:
         return Write("repeat" if repeat else "alert", alert.fingerprint, alert)
     if alert.is_open and one.scope != "node":
-        since = f"{time(one.again_ms or one.since_ms):%Y-%m-%dT%H:%M:%SZ}"
-        active = {"last_active": since} if one.again_ms or "last_active" in alert.annotations else {}
+        since, worked = (f"{time(ms):%Y-%m-%dT%H:%M:%SZ}" for ms in (one.since_ms, one.again_ms or one.since_ms))
+        active = {"last_active": worked} if one.again_ms or "last_active" in alert.annotations else {}
         alert = _replace(alert, annotations={**alert.annotations, **active, "since": since})
     if alert.is_open and "gpu_share" in alert.annotations:
         until_ms = now_ms if one.ceased_ms is None else one.ceased_ms

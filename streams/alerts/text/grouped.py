@@ -121,10 +121,10 @@ def grouped(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) 
     culprits = culprits if rule is not None and rule.kind in OF_ALL else []
     window = alert.annotations.get("window")
     open_members = [member for member in members if member.ended_ms is None]
-    times = [time(member.starts_ms) if window else member.since for member in open_members]
-    since_when = _since([one for one in times if one is not None], f"in the {window} until" if window else "since")
     held_since = [member.since for member in open_members if member.since is not None]
-    summary = f"{_whose(alert.labels)}: {idle} of {_count(held, noun)} {state}{work}{since_when}"
+    summary = (
+        f"{_whose(alert.labels)}: {idle} of {_count(held, noun)} {state}{work}{_since(open_members, rule, window)}"
+    )
     last = never if not worked else f"{since} {worked}." if since else ""
     evidence = _listed(list(dict.fromkeys(f"{_place(m)}: {m.evidence}" for m in open_members if m.evidence)), "; ")
     pods = sorted({gpu.pod for gpu in alert.gpus if gpu.pod})
@@ -156,10 +156,18 @@ def grouped(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) 
     return found, value
 
 
-def _since(times: Sequence[datetime], since: str) -> str:
-    """Since when it is so of the GPUs, as the summary says it."""
-    first = "the first " if len({moment(one) for one in times}) > 1 else ""
-    return f" ({first}{since} {moment(min(times))})" if times else ""
+def _since(members: Sequence[Member], rule: Rule | None, window: str | None) -> str:
+    """Since when it is so of the GPUs, as the summary says it, and until when some worked in between for a moment."""
+    times = [time(one.starts_ms) if window else one.since for one in members]
+    known = [at for at in times if at is not None]
+    if not known:
+        return ""
+    since = f"in the {window} until" if window else "since"
+    first = "the first " if len({moment(at) for at in known}) > 1 else ""
+    worked = [at for one in members if one.last_active and (at := datetime.fromisoformat(one.last_active)) > max(known)]
+    says_work = rule is not None and rule.kind in ("held_idle", *OF_ALL)
+    between = f", with work until {moment(max(worked))}" if worked and says_work else ""
+    return f" ({first}{since} {moment(min(known))}{between})"
 
 
 def kind_of(other: Member, rule: Rule | None, rules: Rules) -> Kind:

@@ -134,6 +134,7 @@ class History:
         self._devices = [{device.uuid: device for device in tick.devices} for tick in ticks]
         self._there: dict[tuple[str, int], bool] = {}
         self._spells: dict[Subject, list[Spell]] = {}
+        self._due_ms: dict[tuple[Subject, int], int] = {}  # in how long what is pending in a tick would fire
 
     # -- what may be judged
 
@@ -441,7 +442,9 @@ class History:
         earlier = CAUSES[: CAUSES.index(rule.kind)] if rule.kind in CAUSES else ()
         fires = waits = False
         for one in [one for one in self.rules.rules if one.kind in earlier]:
-            spells = [spell for spell in self.spells(subject._replace(name=one.name)) if spell.first <= i]
+            cause = subject._replace(name=one.name)
+            spells = [spell for spell in self.spells(cause) if spell.first <= i]
+            waits |= self._due_ms.get((cause, i), rule.keep_firing_ms) < rule.keep_firing_ms
             if not spells:
                 continue
             if spells[-1].last is None or spells[-1].last >= i or spells[-1].ends_ms is None:
@@ -466,6 +469,8 @@ class History:
             else:
                 held_ms = pending.held_ms(tick.ts_ms, before_ms, found)
                 for_ms = rule.for_ms if found.for_ms is None else found.for_ms
+                if held_ms is not None and held_ms < for_ms:
+                    self._due_ms[subject, i] = for_ms - held_ms
                 if held_ms is not None and (event or held_ms >= for_ms) and not waits:
                     firing = Firing(max(tick.ts_ms, ended_ms + 1), tick.ts_ms if event else None)
                     spell = Spell(subject, i, firing.since_ms or 0, found.value)

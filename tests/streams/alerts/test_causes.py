@@ -74,6 +74,14 @@ def test_what_waited_is_found_when_what_came_first_is_over() -> None:
     ]
 
 
+def test_what_would_fire_soon_is_waited_for() -> None:
+    silenced = msgspec.structs.replace(IDLE, holders=(holder(annotations={"gpustream.dev/alerts": "off"}),))
+    late = overlay('[policies]\nlongest = "2h"')
+    assert of((120, silenced), (200, IDLE), rules=late) == [("GPUHeldIdle", "firing", 135.0, None)]
+    later = overlay('[rules.GPUHeldIdle]\nfor = "24h"')
+    assert [name for name, *_ in of((200, IDLE), rules=later)] == ["GPUMemoryHoarded"]
+
+
 @pytest.mark.parametrize("off", ["GPUHeldIdle", "GPUCrashLoop"])
 def test_a_rule_that_is_off_hides_nothing(off: str) -> None:
     rules = overlay(f"[rules.{off}]\nenabled = false")

@@ -145,6 +145,16 @@ annotations = { summary = "ML holds what it does not use" }
         assert alert.annotations["description"] == "Ask the platform team."
 
 
+def test_work_of_a_moment_is_said_beside_since_when_gpus_are_idle() -> None:
+    rules = overlay("[rules.GPUHeldIdle]\nfor = '5m'\ngrace = '0s'\nkeep_firing_for = '5m'\ncritical_after = '10m'")
+    moments = [(range(0, 400, 10), 1), (range(400, 460, 10), 0), (range(460, 700, 10), 1)]
+    alerts = fired(rules, *[(seconds, "n", held(1, holder(), idle=idle)) for seconds, idle in moments])
+    assert [alert.annotations["summary"].partition("idle ")[2] for alert in alerts] == [
+        "(since 2026-11-20 23:59 UTC)",
+        "(since 2026-11-20 23:59 UTC, with work until 2026-11-21 00:06 UTC)",
+    ]
+
+
 def test_growing_and_shrinking_are_updates_and_the_last_gpu_that_works_ends_it() -> None:
     found = fired(
         SOON,
