@@ -79,7 +79,7 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
     is_open = of is not None and _is_open(rules.by_name.get(of.name), group, rules)
     if was is not None and was.is_open:
         now = _going_on(was, group, report, rules) if is_open else _resolved(was, group, report, ended, rules)
-    elif is_open and began is not None:
+    elif is_open and began is not None and (began in report.alerts or _is_of_all(rules.by_name.get(began.name))):
         kept = [_replace(m, before_s=0.0) for m in kept if m.ended_ms is None]  # the rest is of an earlier firing
         group = _replace(group, members=tuple(kept))
         now = _fired(began, group, report, rules)
@@ -89,7 +89,8 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
         for node, one in seen.items()
         if node in nodes or one.held or report.logged_ms - one.logged_ms < _SENT_MS
     }
-    part = began if began is not None and (not is_open or _is_of_all(rules.by_name.get(began.name))) else None
+    waits = not is_open or (now is None and (was is None or not was.is_open))
+    part = began if began is not None and (waits or _is_of_all(rules.by_name.get(began.name))) else None
     after = _replace(group, node=report.node, offset=offset, alert=now or was, seen=seen, part=part)
     news = was is None or now is None or (was.state, was.revision, was.starts_at) != (
         now.state, now.revision, now.starts_at
@@ -161,7 +162,7 @@ def _fired(first: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -
         starts_ms = max(starts_ms, milliseconds(was.ends_at) + 1)
     if _is_of_all(rules.by_name.get(first.name)):
         starts_ms = max(starts_ms, *starts, *[one.starts_ms for one in group.others])
-    elif not any(one.is_open for one in report.alerts):  # what came first is over
+    elif group.part is not None:  # it has waited for another alert to end
         starts_ms = max(starts_ms, report.ts_ms)
     alert = Alert(
         schema=1, name=first.name, state="firing", fingerprint=report.group, cluster=first.cluster, node=first.node,

@@ -21,6 +21,7 @@ from topics.attributed import Holder
 AT_ONE_TIME = ("missing", "lost", "not_answering")
 SEVERITIES = ("info", "warning", "critical")
 SERVING = ("Deployment", "ReplicaSet", "DaemonSet")
+HOUR_MS = 3_600_000
 SLOWED_DOWN = 0x8 | 0x20 | 0x40 | 0x80
 
 Whose = tuple[str, ...]
@@ -213,6 +214,8 @@ class Fleet:
             if rule.kind in ("held_idle", "stalled"):
                 stalls = going if rule.kind == "stalled" else others["stalled"]
                 fires = fires and (rule.kind == "stalled") == self._of_all(stalls, idles, held)
+            if rule.kind == "held_idle" and (last is None or last.state == "resolved"):
+                fires = fires and any(number in self._reported(part) for part in going)
             written = self._next(number, last, rule, going if fires else [], parts, idles, held)
             if written is not None:
                 last = written
@@ -223,6 +226,15 @@ class Fleet:
         stalled = {part.gpu.uuid for part in going}
         others = {part.gpu.uuid for part in idles} - stalled
         return bool(stalled) and len(others) <= len(stalled) and len(stalled | others) >= sum(held.values())
+
+    def _reported(self, part: Part) -> Iterator[int]:
+        """In which ticks a node reports a GPU: when it begins, when it becomes critical, and once an hour."""
+        reported_ms = 0
+        for number in self.numbers[part.gpu.node]:
+            passed_ms = self.log[number].ts_ms - reported_ms
+            if part.is_open(number) and (number in (part.first, part.critical) or not 0 <= passed_ms < HOUR_MS):
+                reported_ms = self.log[number].ts_ms
+                yield number
 
     def _next(
         self, number: int, last: Written | None, rule: Rule, going: list[Part], parts: list[Part], idles: list[Part],
@@ -245,8 +257,8 @@ class Fleet:
         if last is None or last.state == "resolved":
             starts = [part.starts_ms for part in going]
             starts_ms = min(starts) if rule.kind != "stalled" else max([*starts, *[one.starts_ms for one in idles]])
-            if rule.kind == "held_idle" and all(number not in (part.first, part.critical) for part in going):
-                starts_ms = max(starts_ms, self.log[number].ts_ms)  # it comes back
+            if rule.kind == "held_idle" and any(part.first < number for part in going):
+                starts_ms = max(starts_ms, self.log[number].ts_ms)  # it has waited for another alert to end
             return now._replace(starts_ms=max(starts_ms, -1 if last is None else (last.ends_ms or 0) + 1))
         worst = SEVERITIES[max(severity, SEVERITIES.index(last.severity))]
         now = now._replace(starts_ms=last.starts_ms, severity=worst)

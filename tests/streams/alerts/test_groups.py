@@ -234,6 +234,18 @@ def test_a_job_that_hangs_and_grows_for_a_while_hangs_again_when_it_has_shrunk()
     assert stalled[2].starts_at > stalled[1].ends_at
 
 
+def test_a_job_that_hung_on_three_nodes_and_works_again_is_not_said_to_idle() -> None:
+    """The nodes' ticks are apart: one after the other says that it works."""
+    replay, found = Replay(DEFAULTS), list[Alert]()
+    for s in range(0, 5400, 30):
+        for n in range(3):
+            does = WORKS if not 600 <= s < 3000 else IDLES if n == 1 else HANGS
+            rank = device(0, holder(f"bert-{n}"), uuid=gpu(n), power_limit_watts=700.0, **does)
+            found += replay.take(tick(s + n * 7, rank, node=f"n{n}"))
+    shown = [(alert.name, alert.state) for alert in found if alert.name != "GPUStraggler"]
+    assert shown == [("GPUStalled", "firing"), ("GPUStalled", "resolved")]
+
+
 def test_a_driver_that_is_away_for_a_moment_changes_nothing_of_a_workload() -> None:
     idle, away = held(8, holder(), idle=2), list[Device]()
     found = fired(SOON, (range(60), "n", idle), (range(60, 65), "n", away), (range(65, 90), "n", idle))
