@@ -102,6 +102,7 @@ class AlertWorker(NodeWatch):
         self._policies: set[tuple[str, str]] = set()
         self._partitions: dict[int, PartitionNodes] = {}
         self._groups: dict[int, dict[bytes, AlertGroup]] = {}
+        self._groups_written: dict[tuple[int, bytes], int] = {}  # where in the topic, in this epoch
 
     # -- records
 
@@ -194,7 +195,8 @@ class AlertWorker(NodeWatch):
             group = _decoded(groups.decode_group, record)
             if record.key not in known or known[record.key].offset <= group.offset:
                 known[record.key] = group
-            else:  # written late, by a worker that had lost the partition: ours is to be the last one
+            elif slot.offset > self._groups_written.get((number, record.key), -1):
+                # written late, by a worker that had lost the partition: ours is to be the last one
                 self._writings.start(self.app, self._write_group(number, record.key, known[record.key]))
         self.app.finish(slot)
 
@@ -239,7 +241,10 @@ class AlertWorker(NodeWatch):
 
     async def _write_group(self, number: int, key: bytes, group: AlertGroup | None) -> None:
         value = None if group is None else memory.encode(group)
-        await self._acknowledged("state", [await self.app.sender.send(GROUPS, value, key=key, partition=number)])
+        sent = await self.app.sender.send(GROUPS, value, key=key, partition=number)
+        await self._acknowledged("state", [sent])
+        if sent.exception() is None:
+            self._groups_written[number, key] = sent.result()
 
     async def _forget_group(self, number: int, key: bytes, group: AlertGroup, left: AlertGroup | None) -> None:
         """A group is over for long: its alert is deleted, and what is kept of it, unless its workload holds GPUs."""
@@ -385,6 +390,7 @@ class AlertWorker(NodeWatch):
         """Whatever was not acknowledged is read and judged again, as soon as it is known what has arrived."""
         for partition in self._partitions.values():
             partition.forget()
+        self._groups_written.clear()
         self._writings.forget()
 
     def drop(self, partitions: frozenset[int]) -> None:

@@ -652,6 +652,20 @@ async def test_another_worker_goes_on_with_a_workloads_alert_as_it_is_in_the_top
     ]  # fmt: skip
 
 
+async def test_a_group_is_written_once_a_report_and_again_after_what_a_worker_wrote_late() -> None:
+    worker = await grouping(30)
+    groups = worker.broker.logs[GROUPS]
+    for _ in range(4):
+        await worker.read(MEMBERS, count=1)
+    late = groups[0]
+    await worker.read(GROUPS)
+    assert len(groups) == 4
+    groups.append(late)
+    await worker.read(GROUPS)
+    assert len(groups) == 6
+    assert groups[-1] == groups[3]
+
+
 async def test_reports_that_were_read_before_the_partition_went_are_left_to_its_next_worker() -> None:
     first = await grouping(30)
     broker = first.broker
