@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.bench.aims import PER_TICK, Figure, report
 from tests.bench.attribution import cpu_s
-from tests.bench.live import Pipeline
+from tests.bench.live import GROUPS, Pipeline
 from tests.bench.load import READINGS, WARM, Replay, fleet
 from tests.bench.remote_write import null_receiver
 from tests.real.servers import KafkaServer
@@ -56,11 +56,11 @@ def late(kafka: KafkaServer, url: str, seconds: int) -> Iterator[Figure]:
         for process in pipeline.processes.values():
             process.stop()
         Replay(kafka.address, "late.", asyncio.run(fleet(LATE_NODES))).ticks(range(1, seconds + 1), seconds)
-        for name, process in pipeline.processes.items():
+        for name, process in zip(GROUPS, pipeline.processes.values(), strict=True):
             process.start()
-            pipeline.finish()
-            what, times = f"catching up, {name.removesuffix(' 1')}", seconds / cpu_s(process.pid)
-            yield Figure(what, times, "x real time on a core", 5, more=True)
+            pipeline.finish([name])
+            times = seconds / cpu_s(process.pid)
+            yield Figure(f"catching up, {name}", times, "x real time on a core", 5, more=True)
             process.stop()
 
 

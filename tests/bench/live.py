@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean
@@ -30,10 +30,15 @@ from tests.bench.attribution import cpu_s
 from tests.bench.load import WARM, Replay, fleet
 from tests.bench.remote_write import null_receiver
 from tests.real.pipeline import Gpustream
+from tests.real.pipeline import lag as committed_lag
 from tests.real.servers import KafkaServer
 
 NODES, STEP, PARTITIONS = 2000, 250, 8
 WARM_UP_S, MEASURE_S = 15, 30
+GROUPS = {
+    "attribution": ("gpustream-attribution", "gpu.samples"),
+    "remote write": ("gpustream-sink-remote-write", "gpu.attributed"),
+}
 LAST = Path(__file__).with_suffix(".json")
 
 _BUCKET = re.compile(r'^gpustream_remote_write_delay_seconds_bucket{le="(.*)"} (.*)', re.MULTILINE)
@@ -41,15 +46,17 @@ _LAG = re.compile(r'^gpustream_\w+_lag_records(?:{topic="gpu.samples"})? (.*)', 
 
 
 class Pipeline:
-    """Workers of the attribution stream and one of remote write, on topics of their own."""
+    """Workers of the attribution stream and one of remote write, on topics of their own; no node is silent so long that
+    its series end."""
 
     def __init__(self, running: ExitStack, kafka: KafkaServer, prefix: str, url: str, workers: int = 1) -> None:
+        self.kafka, self.prefix = kafka, prefix
         connection = Connection(kafka.address, topic_prefix=prefix)
         asyncio.run(topic_admin.create(connection, partitions=PARTITIONS, replication_factor=1))
         at = ("--kafka", kafka.address, "--topic-prefix", prefix)
         commands: dict[str, tuple[str, ...]] = {
             **{f"attribution {n + 1}": ("stream", "attribution", *at) for n in range(workers)},
-            "remote write": ("sink", "remote-write", *at, "--url", url, "--from", "earliest"),
+            "remote write": ("sink", "remote-write", *at, "--url", url, "--from", "earliest", "--stale-after", "1h"),
         }
         self.processes = {
             name: running.enter_context(Gpustream(kafka.directory.parent / f"{prefix}{name}", *command))
@@ -61,12 +68,12 @@ class Pipeline:
         texts = [process.get("/metrics") or "" for process in self.processes.values()]
         return sum(float(number) for text in texts for number in _LAG.findall(text))
 
-    def finish(self) -> None:
-        """Waits until all that was sent has been written."""
-        quiet = 0
-        while quiet < 4:
-            time.sleep(0.5)
-            quiet = 0 if self.lag() else quiet + 1
+    def finish(self, names: Iterable[str] = GROUPS) -> None:
+        """Waits until these have finished all that they read, one after the other."""
+        for name in names:
+            group, topic = GROUPS[name]
+            while asyncio.run(committed_lag(self.kafka.address, self.prefix + group, [self.prefix + topic])):
+                time.sleep(0.5)
 
     def cpu_s(self) -> tuple[float, float]:
         """CPU seconds of all workers of attribution, and of remote write."""
