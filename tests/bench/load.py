@@ -19,6 +19,8 @@ WARM = READINGS + 1
 """After so many ticks of a node, what is kept of it has been made."""
 
 WAIT_S = 120.0
+SEEN_S = 3.0
+"""A sample sees the workloads that were logged 2 s before it: with others all its series would change once."""
 
 _UUID = re.compile(rb'"(GPU|MIG)-[0-9a-f]{8}')
 
@@ -84,6 +86,7 @@ class Replay:
             self.send("gpu.workloads", node.key, node.workloads)
             self.send("gpu.allocations", node.key, node.allocations)
         self.flush()
+        time.sleep(SEEN_S)
 
     def send(self, topic: str, key: bytes, value: bytes) -> None:
         """Queue a record; waits while the queue is full."""
