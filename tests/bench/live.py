@@ -12,6 +12,7 @@ process, all threads.
 """
 
 import asyncio
+import os
 import re
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from tests.real.servers import KafkaServer
 
 NODES, STEP, PARTITIONS = 2000, 250, 8
 WARM_UP_S, MEASURE_S = 15, 30
+REST = "receiver, and what else the machine does"
 GROUPS = {
     "attribution": ("gpustream-attribution", "gpu.samples"),
     "remote write": ("gpustream-sink-remote-write", "gpu.attributed"),
@@ -92,7 +94,7 @@ class Window(NamedTuple):
     nodes: int
     lags: list[float]
     ages: Mapping[float, float]
-    cpu_us: Mapping[str, float]
+    cores: Mapping[str, float]
 
     @property
     def halves(self) -> tuple[float, float]:
@@ -128,18 +130,24 @@ def measured(nodes: int, kafka: KafkaServer, url: str) -> Window:
         load.start()
         running.callback(stop.set)
         time.sleep(WARM_UP_S)
-        ages, before_s = pipeline.ages(), (*pipeline.cpu_s(), cpu_s(kafka.pid))
+        ages, before_s = pipeline.ages(), spent_s(pipeline, kafka)
         lags = []
         for _ in range(MEASURE_S):
             time.sleep(1)
             lags.append(pipeline.lag())
-        rows = zip(
-            ("attribution", "remote write", "Kafka"), before_s, (*pipeline.cpu_s(), cpu_s(kafka.pid)), strict=True
-        )
-        cpu_us = {name: (after - before) / MEASURE_S / nodes * 1e6 for name, before, after in rows}
+        cores = {name: (s - before_s[name]) / MEASURE_S for name, s in spent_s(pipeline, kafka).items()}
         since = {bound: count - ages.get(bound, 0) for bound, count in pipeline.ages().items()}
     load.join()
-    return Window(nodes, lags, since, cpu_us)
+    return Window(nodes, lags, since, cores)
+
+
+def spent_s(pipeline: Pipeline, kafka: KafkaServer) -> dict[str, float]:
+    """CPU seconds of each process so far, and of everything that runs on this machine."""
+    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:8])
+    ours = dict(zip(("attribution", "remote write", "Kafka"), (*pipeline.cpu_s(), cpu_s(kafka.pid)), strict=True))
+    ours["load"] = time.process_time()
+    ours[REST] = (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK") - sum(ours.values())
+    return ours
 
 
 def most(kafka: KafkaServer, url: str) -> Window:
@@ -148,7 +156,7 @@ def most(kafka: KafkaServer, url: str) -> Window:
     at = NODES // STEP
     while low < at < high:
         window = measured(at * STEP, kafka, url)
-        sys.stderr.write(f"{window.nodes} nodes: lag {[round(one) for one in window.halves]}, {window.cpu_us}\n")
+        sys.stderr.write(f"{window.nodes} nodes: lag {[round(one) for one in window.halves]}, {window.cores}\n")
         if window.flat:
             low, found = at, window
         else:
@@ -168,8 +176,11 @@ def figures() -> Iterator[Figure]:
         yield Figure(f"reading to accepted write, p{share * 100:g}", window.quantile(share), "s", aim_s)
     for half, lag in zip(("first", "second"), window.halves, strict=True):
         yield Figure(f"lag, {half} half", lag, "records")
-    for name, us in window.cpu_us.items():
-        yield Figure(name, us, PER_TICK)
+    for name, cores in window.cores.items():
+        if name == REST:
+            yield Figure(name, cores, "cores")
+        else:
+            yield Figure(name, cores / window.nodes * 1e6, PER_TICK)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,233 @@
+"""The figures of the pages on sizing and benchmarks, and the plot of growth: ``python -m docs.figures [--check]``.
+
+In: what the benchmarks wrote beside themselves, ``tests/bench/*.json``; the pages. Out: the pages with tables made of
+these figures, each below its mark; the rest of a page is as it was. SVG.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import ceil, log2, log10
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from topics.reference import generate
+
+OPERATIONS, BENCH = Path(__file__).parent / "operations", Path(__file__).parents[1] / "tests" / "bench"
+
+_MARKED = re.compile(r"(<!-- figures: (\w+) -->\n\n)(?:\|.*\n)*")
+
+GPUS, FLEETS, PARTITIONS = 8, (1_000, 3_000, 10_000, 30_000, 100_000), 32
+USED, BROKER_CORES, BROKER_USED, BROKER_DISK, REPLICAS, DAY_S = 0.7, 4, 0.5, 2e12, 3, 86_400
+LINK_BYTES, DISTRIBUTOR, RESOLUTION_S = 125e6, 25_000, 15
+
+
+def figures(name: str) -> dict[str, dict[str, Any]]:
+    """What a benchmark has found, by what it is of."""
+    return {one["what"]: one for one in json.loads((BENCH / f"{name}.json").read_text())}
+
+
+AIMS, LIVE, GROWTH = figures("aims"), figures("live"), figures("growth")
+
+# -- sizing
+
+
+class Part(NamedTuple):
+    """What one node costs: its name in formulas, what it is, and the figure in the unit given."""
+
+    name: str
+    what: str
+    value: float
+    unit: str
+
+
+def _of(what: str) -> float:
+    return float(AIMS[what]["value"])
+
+
+S = Part("S", "`gpu.samples` on disk, one replica", _of("gpu.samples on disk"), "bytes a tick")
+A = Part("A", "`gpu.attributed` on disk, one replica", _of("gpu.attributed on disk"), "bytes a tick")
+V = Part("V", "samples that Prometheus is sent", _of("samples written"), "a tick")
+W = Part("W", "remote write 2.0 on the wire", _of("remote write 2.0 on the wire"), "bytes a tick")
+K = Part("K", "Kafka, while workers are busy", float(LIVE["Kafka"]["value"]), "us of a core a tick")
+CPU = {
+    "attribution": Part("a", "the attribution stream", _of("attribution"), "us of a core a tick"),
+    "remote write": Part("w", "remote write 1.0", _of("remote write 1.0, those ticks"), "us of a core a tick"),
+    "alerts": Part("r", "the alert stream", _of("alerts"), "us of a core a tick"),
+    "usage": Part("u", "the usage stream", _of("usage"), "us of a core a tick"),
+}
+M = Part("M", "memory of attribution, all workers", _of("a worker with 10,000 nodes") / 10_000 * 1024, "KiB a node")
+Q = Part("Q", "memory of remote write", _of("a sink with 2,000,000 series") / 2e6 * 1024 * V.value, "KiB a node")
+
+
+class Need(NamedTuple):
+    """What a fleet needs: a formula, and the same as a function of its nodes."""
+
+    what: str
+    formula: str
+    of: Callable[[float], float]
+
+
+def pods(part: Part, nodes: float) -> int:
+    """How many pods of one core each, of which some is left free."""
+    return ceil(nodes * part.value / 1e6 / USED)
+
+
+def partitions(nodes: float) -> int:
+    """Twice as many as the most pods of a stream or a sink, a power of two."""
+    most = max(pods(part, nodes) for part in CPU.values())
+    return max(PARTITIONS, int(2 ** ceil(log2(2 * most))))
+
+
+NEEDS = (
+    Need("nodes, and ticks a second", "n = GPUs / 8", lambda n: n),
+    *(
+        Need(f"pods of {name}", f"n {part.name} / 700,000", lambda n, part=part: pods(part, n))  # type: ignore[misc]
+        for name, part in CPU.items()
+    ),
+    Need("partitions", "2 x the most pods, 32 or more", partitions),
+    Need("memory of attribution, all pods, GiB", "n M + 0.06 GiB a pod", lambda n: memory(M, "attribution", n)),
+    Need("memory of remote write, all pods, GiB", "n Q + 0.06 GiB a pod", lambda n: memory(Q, "remote write", n)),
+    Need("disk of the brokers, 24 h, TB", "3 n (S + A) 86,400", lambda n: disk(n) / 1e12),
+    Need("written by the brokers, MB/s", "3 n (S + A)", lambda n: disk(n) / DAY_S / 1e6),
+    Need("read from the brokers, MB/s", "n (S + 3 A)", lambda n: n * (S.value + 3 * A.value) / 1e6),
+    Need("brokers of 4 cores, half used, and 2 TB", "3 n K / 2,000,000 or by disk, 3 or more", lambda n: brokers(n)),
+    Need("to the receiver, MB/s", "n W", lambda n: n * W.value / 1e6),
+    Need("samples a second at the receiver", "n V", lambda n: n * V.value),
+    Need("with `--resolution 15s`", "n V / 15", lambda n: n * V.value / RESOLUTION_S),
+    Need("cores of Mimir's distributors", "n V / 25,000", lambda n: ceil(n * V.value / DISTRIBUTOR)),
+    Need("with `--resolution 15s`", "n V / 375,000", lambda n: ceil(n * V.value / RESOLUTION_S / DISTRIBUTOR)),
+)
+
+
+def memory(part: Part, name: str, nodes: float) -> float:
+    """GiB of all pods."""
+    return nodes * part.value / (1 << 20) + 0.06 * pods(CPU[name], nodes)
+
+
+def disk(nodes: float) -> float:
+    """Bytes that a day takes on the brokers."""
+    return REPLICAS * nodes * (S.value + A.value) * DAY_S
+
+
+def brokers(nodes: float) -> int:
+    """How many brokers have the cores and the disk."""
+    cores = REPLICAS * nodes * K.value / 1e6 / (BROKER_CORES * BROKER_USED)
+    return max(REPLICAS, ceil(cores), ceil(disk(nodes) / BROKER_DISK))
+
+
+def first() -> list[tuple[str, float, str]]:
+    """What gives, at how many GPUs, and what is done then; in this order."""
+    full = {name: USED * 1e6 / part.value * GPUS for name, part in CPU.items()}
+    found = [
+        *((f"one pod of {name}", gpus, "more pods") for name, gpus in full.items()),
+        ("a pod of remote write for each of 32 partitions", PARTITIONS * full["remote write"], "more partitions"),
+        ("10 cores of Mimir's distributors", 10 * DISTRIBUTOR / V.value * GPUS, "`--resolution`, or more of them"),
+        ("the same with `--resolution 15s`", 10 * DISTRIBUTOR * RESOLUTION_S / V.value * GPUS, "more of them"),
+        ("1 Gbit/s to the receiver", USED * LINK_BYTES / W.value * GPUS, "pods on several machines"),
+        (
+            "the cores of three brokers",
+            BROKER_CORES * BROKER_USED * 1e6 / K.value * GPUS,
+            "more brokers",
+        ),
+        ("the disk of three brokers, 24 h", REPLICAS * BROKER_DISK / disk(1) * GPUS, "more brokers, or less retention"),
+    ]
+    return sorted(found, key=lambda row: row[1])
+
+
+# -- tables and the plot
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = (header, ["---"] * len(header), *rows)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def number(value: float) -> str:
+    """Three digits."""
+    digits = max(0, 2 - int(log10(abs(value)))) if value else 0
+    return f"{round(value, 2 - int(log10(value)) if value >= 1 else 2):,.{digits}f}" if value % 1 else f"{value:,.0f}"
+
+
+def found(run: Mapping[str, dict[str, Any]]) -> str:
+    """The table of a run: each figure, its aim, and how many times its yardsticks it is."""
+    rows = []
+    for what, one in run.items():
+        aim = number(one["aim"]) if "aim" in one else ""
+        times = ", ".join(
+            f"{number(one['value'] / run[name]['value'])} x {name}" for name in one.get("beside", ()) if name in run
+        )
+        rows.append((what, f"{number(one['value'])} {one['unit']}", aim, times))
+    return table(("what", "figure", "aim", "in the same run"), rows)
+
+
+def tables() -> dict[str, str]:
+    """Every table by its mark."""
+    parts = [S, A, V, W, *CPU.values(), K, M, Q]
+    fleets = [(one.what, one.formula, *(number(one.of(gpus / GPUS)) for gpus in FLEETS)) for one in NEEDS]
+    return {
+        "node": table(("", "of a node", "figure"), [(p.name, p.what, f"{number(p.value)} {p.unit}") for p in parts]),
+        "fleets": table(("", "formula", *(f"{gpus:,} GPUs" for gpus in FLEETS)), fleets),
+        "first": table(
+            ("what is full", "at so many GPUs", "then"), [(a, f"{round(b, -2):,.0f}", c) for a, b, c in first()]
+        ),
+        "aims": found(AIMS),
+        "live": found(LIVE),
+        "growth": found(GROWTH),
+    }
+
+
+def plot() -> str:
+    """What a tick costs by the number of nodes: a line for each process."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for what, one in GROWTH.items():
+        name, _, size = what.partition(", ")
+        if size.endswith(" nodes"):
+            lines.setdefault(name, []).append((int(size.split()[0]), one["value"]))
+    top = max(us for points in lines.values() for _, us in points) * 1.15
+    least, most = (log10(pick(nodes for points in lines.values() for nodes, _ in points)) for pick in (min, max))
+    width, height, left, right, below = 620, 300, 60, 490, 40
+
+    def at(nodes: float, us: float) -> tuple[int, int]:
+        x = left + (log10(nodes) - least) / (most - least) * (right - left)
+        return round(x), round(height - below - us / top * (height - below - 20))
+
+    parts = []
+    for (name, points), colour in zip(lines.items(), ("#1f77b4", "#d62728"), strict=True):
+        places = [at(*point) for point in points]
+        path = " ".join(f"{x},{y}" for x, y in places)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in places]
+        parts.append(f'<text x="{places[-1][0] + 8}" y="{places[-1][1] + 4}" fill="{colour}">{name}</text>')
+    for nodes, _ in next(iter(lines.values())):
+        x, y = at(nodes, 0)
+        parts.append(f'<text x="{x}" y="{y + 16}" text-anchor="middle">{nodes:,}</text>')
+    for quarter in range(5):
+        x, y = at(10**least, top * quarter / 4)
+        parts.append(f'<line x1="{x}" x2="{right}" y1="{y}" y2="{y}" stroke="#ddd"/>')
+        parts.append(f'<text x="{x - 8}" y="{y + 4}" text-anchor="end">{top * quarter / 4:.0f}</text>')
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
+            ' font-family="sans-serif" font-size="12">',
+            f'<rect width="{width}" height="{height}" fill="#fff"/>',
+            *parts,
+            f'<text x="{left}" y="14">CPU us a node tick</text>',
+            f'<text x="{(left + right) // 2}" y="{height - 6}" text-anchor="middle">nodes</text>',
+            "</svg>\n",
+        ]
+    )
+
+
+def pages() -> dict[Path, str]:
+    """The pages and the plot as they ought to be."""
+    made, files = tables(), {OPERATIONS / "growth.svg": plot()}
+    for path in (OPERATIONS / "sizing.md", OPERATIONS / "benchmarks.md"):
+        files[path] = _MARKED.sub(lambda found: found[1] + made[found[2]], path.read_text(encoding="utf-8"))
+    return files
+
+
+if __name__ == "__main__":
+    sys.exit(generate(pages(), "docs.figures", sys.argv[1:]))
