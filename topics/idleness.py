@@ -6,7 +6,7 @@ docs/decisions/2026-11-22-idle-on-a-shared-gpu.md has the rule as a table.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -26,7 +26,7 @@ class Ratios(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     decoder_utilization_ratio: float | None = None
 
 
-class Work(NamedTuple):
+class Work(msgspec.Struct, frozen=True, gc=False):
     """``most`` is the most that any measure of activity shows, ``measured`` whether one shows all of the device's;
     ``video`` is that of the engines for video alone."""
 

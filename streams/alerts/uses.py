@@ -77,16 +77,15 @@ def uses_of(device: Device, pods: tuple[OfPod, ...], before: Uses, tick: Tick, w
         return before
     if len(pods) == 1:
         metrics, name = device.metrics, pod_name(pods[0])
-        known = before[0] if before and before[0].pod == name else _of(name, before)
+        known = (
+            before[0] if before and before[0].pod == name else next((one for one in before if one.pod == name), None)
+        )
         use = _read(known, name, activity(metrics), metrics if wanted.figures else None, tick.ts_ms, wanted)
         return () if use is None else before if use is known and len(before) == 1 else (use,)
     held = {pod_name(pod): part_of([one.parts for one in some]) for pod, some in by_pod(device.holders).items()}
-    found = [_read(_of(name, before), name, share, None, tick.ts_ms, wanted) for name, share in held.items()]
+    known_by = {use.pod: use for use in before}
+    found = [_read(known_by.get(name), name, share, None, tick.ts_ms, wanted) for name, share in held.items()]
     return tuple([use for use in found if use is not None])
-
-
-def _of(pod: str, uses: Uses) -> Use | None:
-    return next((use for use in uses if use.pod == pod), None)
 
 
 def pod_name(pod: OfPod) -> str:

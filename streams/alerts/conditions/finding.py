@@ -7,6 +7,8 @@ does not hold. Only a device whose state is ``ok`` says anything of itself; no e
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from delivery.policies import Policy
 from streams.alerts.memory import HeldBy, Memory, Seen, Windows
 from streams.alerts.rules.rule import WASTE, Rule, Rules, policy_of
@@ -52,14 +54,14 @@ class Finding(NamedTuple):
     facts: Facts = Facts()
 
 
-class Pod(NamedTuple):
+class Pod(msgspec.Struct, frozen=True, gc=False):
     """A pod that holds a device, by some of its containers, and what it wants."""
 
     holders: tuple[Holder, ...]
     policy: Policy
 
 
-class View(NamedTuple):
+class View(msgspec.Struct, frozen=True, gc=False):
     """A device of a tick, what was remembered of it before and is now, and how much it works."""
 
     rules: Rules
