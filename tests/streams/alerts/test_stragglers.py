@@ -92,6 +92,40 @@ def test_noise_makes_no_suspects_and_hides_none() -> None:
         assert set(suspects(noisy(0, utilization=0.5), *[noisy(i) for i in range(1, 64)])) == {gpu(0)}
 
 
+WAITS = {"utilization": 1.0, "sm_active": 0.12, "tensor_active": 0.0, "power_watts": 220.0}  # in a collective's kernel
+STARVES = {"utilization": 0.0, "sm_active": 0.0, "tensor_active": 0.0, "power_watts": 110.0}  # for its host
+COMPUTES = {"utilization": 1.0, "sm_active": 0.7, "tensor_active": 0.35, "power_watts": 600.0}
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 512])
+@pytest.mark.parametrize(
+    ("longer", "slow_does", "clock", "is_seen"),
+    [
+        (1.15, COMPUTES, 1.15, True),
+        (1.30, STARVES, 1.0, True),
+        (1.50, COMPUTES, 1.0, True),
+        (1.10, COMPUTES, 1.0, False),
+        (1.15, STARVES, 1.0, False),
+        (2.00, WAITS, 1.0, False),
+    ],
+    ids=["a low clock", "a slow host", "more to do", "a tenth slower", "a host hardly slower", "a slow network"],
+)
+def test_what_nvml_shows_of_a_step_that_takes_longer_is_seen_among_few_and_many_ranks(
+    longer: float, slow_does: dict[str, float], clock: float, is_seen: bool, ranks: int
+) -> None:
+    """``longer``: by which factor the slow rank's step is. While it does more than the others, they wait."""
+    random = Random(7)
+
+    def of(does: dict[str, float], extra: dict[str, float], clock: float) -> dict[str, float]:
+        means = {name: (does[name] + (longer - 1) * extra[name]) / longer for name in does}
+        noisy = {name: min(value * random.gauss(1, 0.02), 1.0 if value <= 1 else 1e4) for name, value in means.items()}
+        return {**noisy, "sm_clock_hz": 1.98e9 / clock * random.gauss(1, 0.008)}
+
+    slow = rank(0, **of(COMPUTES, slow_does, clock))
+    others = [rank(i, **of(COMPUTES, WAITS, 1.0)) for i in range(1, ranks)]
+    assert set(suspects(slow, *others)) == ({gpu(0)} if is_seen else set())
+
+
 # -- through the reports of nodes
 
 
