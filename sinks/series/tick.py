@@ -78,8 +78,24 @@ _ABSENT = Raw(b"")
 _NODES = 20_000
 
 
+class _RawHolder(msgspec.Struct, frozen=True, gc=False):
+    """A holder as it is in a record: what is known of it beside its name seldom changes, and is not decoded."""
+
+    namespace: str
+    pod: str
+    pod_uid: str | None = None
+    container: str | None = None
+    workload: Raw = _ABSENT
+    job: str | None = None
+    statefulset: str | None = None
+    deployment: str | None = None
+    labels: Raw = _ABSENT
+    namespace_labels: Raw = _ABSENT
+    parts: Parts | None = None
+
+
 class _RawDevice(msgspec.Struct, frozen=True, gc=False):
-    """A device as it is in a record: what seldom changes is not decoded."""
+    """A device as it is in a record, likewise."""
 
     uuid: str
     index: UInt | None = None
@@ -93,7 +109,7 @@ class _RawDevice(msgspec.Struct, frozen=True, gc=False):
     events: Raw = _ABSENT
     info: Raw = _ABSENT
     xids: Raw = _ABSENT
-    holders: Raw = _ABSENT
+    holders: tuple[_RawHolder, ...] = ()
     unattributed: Parts | None = None
     split_scaled: bool = False
     conflict: str | None = None
@@ -105,19 +121,20 @@ class _RawTick(AttributedTick, frozen=True, kw_only=True):
 
 
 class _Said(NamedTuple):
-    """What was said of a device last, as it was written, and what that is. ``parts`` are those of its holders."""
+    """What was said of a device last, and of its holders, as it was written; and what that is."""
 
     fields: tuple[Any, ...]
+    holders: list[tuple[Any, ...]]
     device: SeriesDevice
-    parts: tuple[Parts | None, ...]
 
 
-_FIELDS = SeriesDevice.__struct_fields__
-_fields = attrgetter(*_FIELDS)
-_DECODERS = {
+_OF_DEVICE = tuple([name for name in SeriesDevice.__struct_fields__ if name != "holders"])
+_OF_HOLDER = tuple([name for name in _RawHolder.__struct_fields__ if name != "parts"])
+_of_device, _of_holder = attrgetter(*_OF_DEVICE), attrgetter(*_OF_HOLDER)
+_RAW = {
     field.name: msgspec.json.Decoder(field.type).decode
-    for field in msgspec.structs.fields(SeriesDevice)
-    if field.name in ("mig", "jobs", "events", "info", "xids", "holders")
+    for field in (*msgspec.structs.fields(SeriesDevice), *msgspec.structs.fields(Holder))
+    if field.name in ("mig", "jobs", "events", "info", "xids", "workload", "labels", "namespace_labels")
 }
 _decode_raw = msgspec.json.Decoder(_RawTick).decode
 
@@ -153,28 +170,25 @@ class TickDecoder:
 
 def _reading(raw: _RawDevice, before: Mapping[str, _Said], said: dict[str, _Said]) -> DeviceReading:
     """A device in a tick, and what is said of it now."""
-    was, fields = before.get(raw.uuid), _fields(raw)
-    if was is None or was.fields != fields:
-        was = _decoded(fields, was)
+    was, fields, holders = before.get(raw.uuid), _of_device(raw), list(map(_of_holder, raw.holders))
+    if was is None or was.fields != fields or was.holders != holders:
+        fields, holders = _copied(fields), list(map(_copied, holders))
+        held_by = tuple([Holder(**_decoded(_OF_HOLDER, one)) for one in holders])
+        was = _Said(fields, holders, SeriesDevice(**_decoded(_OF_DEVICE, fields), holders=held_by))
     said[raw.uuid] = was
-    return DeviceReading(was.device, raw.metrics, was.parts, raw.unattributed, raw.split_scaled)
+    parts = tuple([one.parts for one in raw.holders])
+    return DeviceReading(was.device, raw.metrics, parts if any(parts) else (), raw.unattributed, raw.split_scaled)
 
 
-def _decoded(fields: tuple[Any, ...], was: _Said | None) -> _Said:
-    """What these fields say. That holders have other parts makes it no other device."""
-    kept = tuple([one.copy() if isinstance(one, Raw) else one for one in fields])
-    there: dict[str, Any] = {
-        name: _DECODERS[name](one) if name in _DECODERS else one
-        for name, one in zip(_FIELDS, kept, strict=True)
-        if one != _ABSENT
-    }
-    holders: tuple[Holder, ...] = there.get("holders", ())
-    parts = tuple([one.parts for one in holders])
-    if any(parts):
-        there["holders"] = tuple([msgspec.structs.replace(one, parts=None) for one in holders])
-    device = SeriesDevice(**there)
-    same = was is not None and was.device == device
-    return _Said(kept, was.device if was and same else device, parts if any(parts) else ())
+def _copied(fields: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same without the record around it."""
+    return tuple([one.copy() if isinstance(one, Raw) else one for one in fields])
+
+
+def _decoded(names: tuple[str, ...], fields: tuple[Any, ...]) -> dict[str, Any]:
+    """What these fields say, as far as they are there."""
+    there = [(name, one) for name, one in zip(names, fields, strict=True) if one != _ABSENT]
+    return {name: _RAW[name](one) if name in _RAW else one for name, one in there}
 
 
 decode = lenient(TickDecoder().decode)
