@@ -16,11 +16,12 @@ Source: the message definitions of io.prometheus.write.v2: Request{4 symbols, 5 
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from itertools import chain, repeat
+from itertools import chain, islice
 from operator import itemgetter
 from struct import Struct
 from typing import Any, NamedTuple
 
+from sinks.remote_write.plans import planned, samples
 from sinks.remote_write.protobuf import (
     NAME,
     VALUE_BYTES,
@@ -28,7 +29,6 @@ from sinks.remote_write.protobuf import (
     message,
     sample_head,
     text,
-    timestamp,
     ts_width,
     varint,
 )
@@ -59,18 +59,39 @@ class _Shape(NamedTuple):
     ts_width: int
 
 
+class _Cut(NamedTuple):
+    """Some of a device's labels in a row, by their numbers, and what comes behind them."""
+
+    start: int
+    end: int
+    tail: bytes
+
+
 class _ShapePlan(NamedTuple):
-    """How sets of one shape are written: the packer, the references to the names of the device's labels, its constant
-    arguments, where to cut the device's references, and the order in which constants, cuts, values, the time and, with
-    ``starts``, the start are its arguments.
+    """How sets of one shape are written: the references to the names of the device's labels, constant parts, the cuts
+    through its labels, and the order in which constants, cuts, samples and, with ``starts``, the start are written.
     """
 
-    pack: Struct
     names: tuple[bytes, ...]
     constants: tuple[bytes, ...]
-    cuts: tuple[slice, ...]
+    cuts: tuple[_Cut, ...]
     order: "itemgetter[Any]"
     starts: bool
+
+
+class _Plan(NamedTuple):
+    """How some sets are written together. ``values`` are their labels' values, each once.
+
+    All cuts, one behind the other, are constants with a reference between any two: ``references`` picks those, and
+    ``cuts`` takes all apart again.
+    """
+
+    sets: tuple[SeriesSet, ...]
+    shapes: list[_ShapePlan]
+    values: tuple[str, ...]
+    constants: list[bytes]
+    references: "itemgetter[Any]"
+    cuts: Struct
 
 
 class Encoder:
@@ -83,11 +104,11 @@ class Encoder:
         self._token = object()
         self._constants: dict[str, int] = {"": 0}
         self._constant_symbols = bytearray(text(_SYMBOL, ""))
-        self._plans: dict[_Shape, _ShapePlan] = {}
+        self._shapes: dict[_Shape, _ShapePlan] = {}
 
     def encode(self, groups: Sequence[SampleGroup]) -> bytes:
         """The request that writes these groups, uncompressed."""
-        if max(len(self._constants), len(self._plans)) > _MAX_CONSTANTS:
+        if max(len(self._constants), len(self._shapes)) > _MAX_CONSTANTS:
             self._reset()
         for series in [series for series, _, _ in groups if self._token not in series.cache]:
             own = chain.from_iterable(
@@ -97,44 +118,56 @@ class Encoder:
                 if symbol not in self._constants:
                     self._constants[symbol] = len(self._constants)
                     self._constant_symbols += text(_SYMBOL, symbol)
-            series.cache[self._token] = {}
+            series.cache[self._token] = True
         most_symbols = len(self._constants) + sum([len(group.series.labels) for group in groups])
         width = next(width for width in _REF_WIDTHS if most_symbols < 1 << 7 * width)
         symbols, fresh = dict(self._constants), list[bytes]()
         written: list[bytes] = []
-        ready: dict[
-            tuple[SeriesSet, int], tuple[_ShapePlan, list[bytes]]
-        ] = {}  # several ticks of a node are of the same sets
-        for series, ts_ms, values in groups:
-            key = (series, ts_width(ts_ms))
-            if key not in ready:
-                ready[key] = self._labelled(series, (width, key[1]), symbols, fresh)
-            plan, cuts = ready[key]
-            starts = _starts(series.start_ms if series.start_ms <= ts_ms else 0, key[1]) if plan.starts else ()
-            arguments = (*plan.constants, *cuts, *values, timestamp(ts_ms), *starts)
-            written.append(plan.pack.pack(*plan.order(arguments)))
+        for plan, some in planned(groups, (self._token, width), partial(self._plan, width)):
+            for value in plan.values:
+                if value not in symbols:
+                    symbols[value] = len(symbols)
+                    fresh.append(_symbol(value))
+            written.append(_written(plan, some, [_ref(symbols[value], width) for value in plan.values]))
         return b"".join([bytes(self._constant_symbols), *fresh, *written])
 
-    def _labelled(
-        self, series: SeriesSet, widths: tuple[int, int], symbols: dict[str, int], fresh: list[bytes]
-    ) -> tuple[_ShapePlan, list[bytes]]:
-        """How a set is written, and its references. Label values that are new in this request are put in ``fresh``."""
-        plan: _ShapePlan | None = series.cache[self._token].get(widths)
-        if plan is None:
-            shape = _Shape(tuple(name for name, _ in series.labels), series.rows, *widths)
-            plan = self._plans.get(shape)
-            if plan is None:
-                plan = self._plans[shape] = _plan(shape, self._constants)
-            series.cache[self._token][widths] = plan
-        values = [value for _, value in series.labels]
-        for value in values:
-            if value not in symbols:
-                symbols[value] = len(symbols)
-                fresh.append(_symbol(value))
-        pieces = [*plan.names, *plan.names]
-        pieces[::2], pieces[1::2] = plan.names, map(_ref, map(symbols.__getitem__, values), repeat(widths[0]))
-        refs = b"".join(pieces)
-        return plan, [refs[cut] for cut in plan.cuts]
+    def _plan(self, width: int, sets: tuple[SeriesSet, ...], ts_width: int) -> _Plan:
+        """Work out how sets are written together."""
+        values: dict[str, int] = {}
+        shapes: list[_ShapePlan] = []
+        constants, picked, sizes, tail = list[bytes](), list[int](), list[int](), b""
+        for series in sets:
+            shape = self._shape(_Shape(tuple([name for name, _ in series.labels]), series.rows, width, ts_width))
+            numbers = [values.setdefault(value, len(values)) for _, value in series.labels]
+            for start, end, behind in shape.cuts:
+                constants += (tail + shape.names[start], *shape.names[start + 1 : end])
+                picked += numbers[start:end]
+                sizes.append(2 * width * (end - start) + len(behind))
+                tail = behind
+            shapes.append(shape)
+        pick = itemgetter(*picked) if len(picked) > 1 else itemgetter(slice(len(picked)))  # always a sequence
+        return _Plan(
+            sets, shapes, tuple(values), [*constants, tail], pick, Struct("".join([f"{size}s" for size in sizes]))
+        )
+
+    def _shape(self, shape: _Shape) -> _ShapePlan:
+        if shape not in self._shapes:
+            self._shapes[shape] = _shape_plan(shape, self._constants)
+        return self._shapes[shape]
+
+
+def _written(plan: _Plan, groups: Sequence[SampleGroup], refs: Sequence[bytes]) -> bytes:
+    """The series of a tick; ``refs`` has a reference for each value of a label."""
+    labels = plan.constants * 2
+    labels[::2] = plan.constants
+    labels[1::2] = *plan.references(refs), b""
+    cuts, stamped = iter(plan.cuts.unpack(b"".join(labels))), iter(samples(groups))
+    written: list[bytes] = []
+    for shape, (series, ts_ms, values) in zip(plan.shapes, groups, strict=True):
+        starts = _starts(series.start_ms if series.start_ms <= ts_ms else 0, ts_width(ts_ms)) if shape.starts else ()
+        own = (*shape.constants, *islice(cuts, len(shape.cuts)), *islice(stamped, len(values)), *starts)
+        written += shape.order(own)
+    return b"".join(written)
 
 
 @lru_cache(maxsize=65536)
@@ -149,55 +182,58 @@ _symbol = lru_cache(maxsize=65536)(partial(text, _SYMBOL))
 _ref = lru_cache(maxsize=65536)(fixed_varint)
 
 
-def _plan(shape: _Shape, symbols: dict[str, int]) -> _ShapePlan:
+def _shape_plan(shape: _Shape, symbols: dict[str, int]) -> _ShapePlan:
     """Work out a shape: every series is a head, cuts of the device's references around the row's own, and a sample."""
     constants: list[bytes] = []
-    cuts: dict[tuple[int, int], int] = {}
+    cuts: dict[_Cut, int] = {}
     parts: list[tuple[str, int]] = []
-    sizes: list[str] = []
+
+    def write(constant: bytes) -> None:
+        if parts and parts[-1][0] == "constant":
+            constants[-1] += constant
+        else:
+            parts.append(("constant", len(constants)))
+            constants.append(constant)
+
     for number, row in enumerate(shape.rows):
-        head, pieces, tail = _series(row, shape, symbols)
-        start = 1 + shape.ts_width if row.since_start else 0
-        for piece in (head, *pieces, sample_head(shape.ts_width, start)):
+        head, pieces, metadata = _series(row, shape, symbols)
+        write(head)
+        for piece in pieces:
             if isinstance(piece, bytes):
-                parts.append(("constant", len(constants)))
-                sizes.append(f"{len(piece)}s")
-                constants.append(piece)
+                write(piece)
             else:
                 parts.append(("cut", cuts.setdefault(piece, len(cuts))))
-                sizes.append(f"{piece[1] - piece[0]}s")
-        parts += [("value", number), ("time", 0), *([("start", 0)] if start else []), ("constant", len(constants))]
-        sizes += ["d", f"{1 + shape.ts_width}s", *([f"{start}s"] if start else []), f"{len(tail)}s"]
-        constants.append(tail)
-        if start:
+        parts.append(("sample", number))
+        if row.since_start:
+            parts.append(("start", 0))
+        write(metadata)
+        if row.since_start:
             parts.append(("start", 1))
-            sizes.append(f"{start}s")
     begins = {"constant": 0, "cut": len(constants)}
-    begins["value"] = begins["cut"] + len(cuts)
-    begins["time"] = begins["value"] + len(shape.rows)
-    begins["start"] = begins["time"] + 1
-    order = itemgetter(*(begins[kind] + number for kind, number in parts))
+    begins["sample"] = begins["cut"] + len(cuts)
+    begins["start"] = begins["sample"] + len(shape.rows)
+    order = itemgetter(*[begins[kind] + number for kind, number in parts])
     has_starts = any(row.since_start for row in shape.rows)
-    cut_by = tuple(slice(*cut) for cut in cuts)
     names = tuple([_ref(symbols[name], shape.ref_width) for name in shape.names])
-    return _ShapePlan(Struct("<" + "".join(sizes)), names, tuple(constants), cut_by, order, has_starts)
+    return _ShapePlan(names, tuple(constants), tuple(cuts), order, has_starts)
 
 
-def _series(row: Row, shape: _Shape, symbols: dict[str, int]) -> tuple[bytes, list[bytes | tuple[int, int]], bytes]:
-    """The head of a series, its labels (a pair is a cut through the device's references), and its metadata."""
-    pieces: list[bytes | tuple[int, int]] = []
+def _series(row: Row, shape: _Shape, symbols: dict[str, int]) -> tuple[bytes, list[bytes | _Cut], bytes]:
+    """The head of a series, its labels up to the sample's value, and its metadata."""
+    own = sorted(((NAME, row.name), *row.labels))
+    start_bytes = 1 + shape.ts_width if row.since_start else 0
+    sample = sample_head(shape.ts_width, start_bytes)
+    pieces: list[bytes | _Cut] = []
     start = 0
-    for name, value in sorted(((NAME, row.name), *row.labels)):
-        at = bisect_left(shape.names, name) * 2 * shape.ref_width
-        pieces += [(start, at), _ref(symbols[name], shape.ref_width) + _ref(symbols[value], shape.ref_width)]
+    for name, value in own:
+        at = bisect_left(shape.names, name)
+        pieces += [_Cut(start, at, b""), _ref(symbols[name], shape.ref_width) + _ref(symbols[value], shape.ref_width)]
         start = at
-    pieces.append((start, len(shape.names) * 2 * shape.ref_width))
-    refs = (len(shape.names) + 1 + len(row.labels)) * 2 * shape.ref_width
+    pieces += [_Cut(start, len(shape.names), sample)] if start < len(shape.names) else [sample]
+    refs = (len(shape.names) + len(own)) * 2 * shape.ref_width
     said = _HELP_REF + varint(symbols[row.help]) + _UNIT_REF + varint(symbols[row.unit])
     metadata = message(_METADATA, _TYPE + varint(_TYPES[row.kind]) + said)
     labels = bytes((_LABELS_REFS,)) + varint(refs)
-    start = 1 + shape.ts_width if row.since_start else 0
-    sample = len(sample_head(shape.ts_width, start)) - 1 + VALUE_BYTES + 1 + shape.ts_width + start
-    size = len(labels) + refs + sample + len(metadata) + start
-    head = bytes((_TIMESERIES,)) + varint(size) + labels
-    return head, [piece for piece in pieces if isinstance(piece, bytes) or piece[0] != piece[1]], metadata
+    size = len(labels) + refs + len(sample) - 1 + VALUE_BYTES + 1 + shape.ts_width + start_bytes
+    head = bytes((_TIMESERIES,)) + varint(size + len(metadata) + start_bytes) + labels
+    return head, [piece for piece in pieces if isinstance(piece, bytes) or piece.start < piece.end], metadata
