@@ -95,6 +95,7 @@ def _own_labels(rows: Rows, names: tuple[str, ...]) -> tuple[_OwnLabels, ...]:
 _varint = lru_cache(maxsize=4096)(varint)
 
 
+@lru_cache(maxsize=65536)
 def label(name: str, value: str) -> bytes:
     """One label of a series."""
     return message(_LABEL, text(_FIRST, name) + text(_SECOND, value))

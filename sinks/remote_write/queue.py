@@ -27,6 +27,7 @@ from delivery.ledger import Slot
 from sinks.outcomes import Undecodable, decoded
 from sinks.remote_write.nodes import NodeTick, OpenSeries
 from sinks.remote_write.refusals import Delivered, Deliverer
+from sinks.series.model import samples_of
 from sinks.series.tick import SeriesTick, decode
 from sinks.series.windows import NodeWindow
 from topics.attributed import TOPIC
@@ -158,9 +159,9 @@ class SharedRequest:
         """Put in the next record of a lane."""
         self.parts.setdefault(lane, []).append(read)
         self._records += 1
-        for series, _, values in read.tick.groups if read.tick else ():
-            self._samples += len(values)
-            self._bytes += series.bytes
+        groups = read.tick.groups if read.tick else ()
+        self._samples += samples_of(groups)
+        self._bytes += sum([series.bytes for series, _, _ in groups])
 
 
 class Queue:

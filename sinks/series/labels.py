@@ -175,8 +175,7 @@ def labels_without_room(pod: Held, info: Labels, most: int) -> int:
 
 def known(pairs: Pairs) -> list[tuple[str, str]]:
     """Those pairs that have a value, with values that any receiver takes."""
-    texts = ((name, sanitised(str(value))) for name, value in pairs if value is not None)
-    return [(name, text) for name, text in texts if text]
+    return [(name, text) for name, value in pairs if value is not None and (text := sanitised(str(value)))]
 
 
 def sanitised(value: str) -> str:

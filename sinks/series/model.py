@@ -7,6 +7,7 @@ import struct
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from topics.metric import Kind, Labels
@@ -66,7 +67,7 @@ class SeriesSet:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "primaries", sum([row.primary for row in self.rows]))
-        label_bytes = sum([len(name) + len(value) + 6 for name, value in self.labels])
+        label_bytes = sum(map(len, chain.from_iterable(self.labels))) + 6 * len(self.labels)
         object.__setattr__(self, "bytes", len(self.rows) * (label_bytes + _ROW_BYTES))
 
     def series(self) -> list[Labels]:
@@ -107,9 +108,9 @@ class SampleGroup(NamedTuple):
 
 def primaries(groups: Iterable[SampleGroup]) -> int:
     """How many values of ``metrics`` are in these groups; ends of series, which are all of a group's, are none."""
-    return sum([group.series.primaries for group in groups if not group.is_end])
+    return sum([series.primaries for series, _, values in groups if values[0] == values[0]])
 
 
 def samples_of(groups: Iterable[SampleGroup]) -> int:
     """How many samples are in these groups."""
-    return sum([len(group.values) for group in groups])
+    return sum([len(values) for _, _, values in groups])
