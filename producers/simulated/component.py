@@ -58,9 +58,11 @@ class FleetClock:
         self.start_ms = int(wall_s() * 1000)
 
     def elapsed_ms(self) -> int:
-        elapsed_ms = int((self._monotonic_s() - self._began_s) * 1000)
+        before_ms = int((self._monotonic_s() - self._began_s) * 1000)
         wall_ms = int(self._wall_s() * 1000)
-        if abs(wall_ms - self.start_ms - elapsed_ms) > TOLERANCE_MS:
+        elapsed_ms = int((self._monotonic_s() - self._began_s) * 1000)
+        # on a busy machine this process may have stood still between two of these looks: that is no step
+        if not before_ms - TOLERANCE_MS <= wall_ms - self.start_ms <= elapsed_ms + TOLERANCE_MS:
             self.start_ms = max(0, wall_ms - elapsed_ms)
         return elapsed_ms
 
@@ -162,12 +164,14 @@ class SimulatedFleet:
         interval_ms = round(self._settings.interval_s * 1000)
         order = self._fleet.order(interval_ms)
         number, made = self._clock.elapsed_ms() // interval_ms, 0
+        read_ms: dict[int, int] = {}
         while self._settings.stop_after_ticks is None or made < self._settings.stop_after_ticks:
             for phase_ms, index in order:
-                if not await self._wait(stop, number * interval_ms + phase_ms):
+                after_ms = read_ms.get(index, -1)  # a tick of the same millisecond would begin another run
+                if not await self._wait(stop, max(number * interval_ms + phase_ms, after_ms + 1)):
                     return
                 node, publisher = self._nodes[index], self._publishers[index]
-                elapsed_ms = self._clock.elapsed_ms()
+                elapsed_ms = read_ms[index] = self._clock.elapsed_ms()
                 reading, ts_ms = node.read(elapsed_ms, self._clock.start_ms), self._clock.start_ms + elapsed_ms
                 seq = publisher.publish(ts_ms, reading.devices, reading.containers, reading.at_events.get)
                 if file is not None:

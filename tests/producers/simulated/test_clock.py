@@ -39,3 +39,17 @@ def test_where_the_machines_clock_steps_the_fleets_times_step_with_it() -> None:
     times.go(10.0, step_s=-60.0)
 
     assert (clock.elapsed_ms(), clock.start_ms) == (10_000, 940_000)
+
+
+def test_a_process_that_stands_still_between_its_looks_at_the_two_clocks_has_seen_no_step() -> None:
+    now_s = [0.0]
+
+    def wall_s() -> float:
+        now_s[0] += 5.0
+        return 1_000_000.0 + now_s[0]
+
+    clock = FleetClock(wall_s, lambda: now_s[0])
+    start_ms = clock.start_ms
+    times = [clock.start_ms + clock.elapsed_ms() for _ in range(5)]
+    assert clock.start_ms == start_ms
+    assert times == sorted(set(times))

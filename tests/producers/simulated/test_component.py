@@ -132,6 +132,23 @@ async def test_a_clock_that_steps_back_starts_a_new_run_of_every_node() -> None:
     assert {record["run_id"] for record in sender.of("gpu.allocations")} == {run for _, run, _ in component.sampled()}
 
 
+async def test_a_tick_that_is_late_by_almost_an_interval_is_of_the_same_run_as_the_next_one() -> None:
+    late = iter([0.0] * 3 + [0.0099] * 9)  # the process stands still before its first tick, until the second one is due
+    last = [0.0099]
+
+    def monotonic_s() -> float:
+        last[0] += 0.0001
+        return next(late, last[0])
+
+    component = SimulatedFleet(
+        settings(fleet="1x1", interval_s=0.005, stop_after_ticks=5),
+        sender=FakeSender(prompt=True),
+        clock=FleetClock(monotonic_s=monotonic_s),
+    )
+    await run(component, asyncio.Event())
+    assert [seq for _, _, seq in component.sampled()] == [5]
+
+
 async def test_a_stop_ends_it_and_leaves_nothing_unsent() -> None:
     sender, stop = FakeSender(prompt=True), asyncio.Event()
     component = SimulatedFleet(settings(stop_after_ticks=None), sender=sender)
