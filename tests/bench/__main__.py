@@ -9,9 +9,7 @@ import sys
 from tests.bench import aims
 
 BENCHMARKS = (
-    "attribution",
     "latency",
-    "sink",
     "remote_write",
     "node",
     "compression",
