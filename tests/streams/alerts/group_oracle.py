@@ -165,9 +165,10 @@ class Fleet:
         key, history = (whose, self.numbers[node][last]), self.of[node]
         if key not in self._held:
             uuids = {device.uuid for tick in history.ticks[: last + 1] for device in tick.devices}
-            holders = [pod for uuid in uuids if self._may_be_held(history, uuid, last)
-                       for pod in self.holders(node, uuid, last)]  # fmt: skip
-            self._held[key] = sum(1 for pod in holders if not pod.observed and _whose(node, pod) == whose)
+            pods = {(uuid, pod.namespace, pod.pod, pod.pod_uid) for uuid in uuids
+                    if self._may_be_held(history, uuid, last) for pod in self.holders(node, uuid, last)
+                    if not pod.observed and _whose(node, pod) == whose}  # fmt: skip
+            self._held[key] = len(pods)
         return self._held[key]
 
     def _may_be_held(self, history: History, uuid: str, last: int) -> bool:
