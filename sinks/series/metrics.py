@@ -29,10 +29,11 @@ NOTHING: Mapping[str, Value] = {}
 
 
 class Measured(NamedTuple):
-    """A device's metrics in some profiles: rows and a value for each."""
+    """A device's metrics in some profiles: rows and a value for each, and the layout to begin with next time."""
 
     rows: Rows
     values: list[float]
+    layout: "Layout | None" = None
 
 
 class MetricNames:
@@ -46,8 +47,7 @@ class MetricNames:
         self._ratios: list[Ratio] = []
         further = any(profile.further for profile in profiles)
         self._counts = [(one.name, row_of(one)) for one in (HOLDERS, XIDS) if further]
-        self._layouts: dict[tuple[int, ...], _Layout] = {}
-        self._last: _Layout | None = None
+        self._layouts: dict[tuple[int, ...], Layout] = {}
         self._rows: dict[Rows, Rows] = {}
         named: set[tuple[str, Labels]] = set()
         for profile in profiles:
@@ -66,33 +66,40 @@ class MetricNames:
                     named.add((one.name, one.labels))
                     self._ratios.append(one)
 
-    def measure(self, metrics: Metrics, counts: Counts = NO_COUNTS, rest: Mapping[str, Value] = NOTHING) -> Measured:
+    def measure(
+        self,
+        metrics: Metrics,
+        counts: Counts = NO_COUNTS,
+        rest: Mapping[str, Value] = NOTHING,
+        *,
+        layout: "Layout | None" = None,
+    ) -> Measured:
         """The rows of what is known of a device that has metrics, and of the ``counts`` that are known then; equal rows
         are the same object.
 
         ``rest`` is written in place of the device's own values; what is made of several keys is made of those.
+        ``layout``: the device's last one.
         """
         said = msgspec.structs.astuple(metrics) + counts
-        layout = self._last
         values = layout.values(said) if layout is not None else None
         if layout is None or values is None:
             known = tuple([place for place, value in enumerate(said) if value is not None])
             if not known or known[0] >= len(KEYS):
                 return Measured((), [])
-            layout = self._last = self._layouts.get(known) or self._layout(known)
+            layout = self._layouts.get(known) or self._layout(known)
             values = layout.values(said) or []
         if rest:
             values = layout.with_rest(values, rest)
         if None in values[layout.plain :]:
             there = [(row, value) for row, value in zip(layout.rows, values, strict=True) if value is not None]
-            return Measured(self._same(row for row, _ in there), [value for _, value in there])
-        return Measured(layout.rows, values)  # type: ignore[arg-type] # None was looked for
+            return Measured(self._same(row for row, _ in there), [value for _, value in there], layout)
+        return Measured(layout.rows, values, layout)  # type: ignore[arg-type] # None was looked for
 
-    def _layout(self, known: tuple[int, ...]) -> "_Layout":
+    def _layout(self, known: tuple[int, ...]) -> "Layout":
         if len(self._layouts) >= _LAYOUTS:
             self._layouts.clear()
             self._rows.clear()
-        made = self._layouts[known] = _Layout(self._series, self._ratios, self._counts, known, self._same)
+        made = self._layouts[known] = Layout(self._series, self._ratios, self._counts, known, self._same)
         return made
 
     def _same(self, rows: Iterable[Row]) -> Rows:
@@ -100,7 +107,7 @@ class MetricNames:
         return self._rows.setdefault(found, found)
 
 
-class _Layout:
+class Layout:
     """The rows of a device of which just what is in these places is known; those past ``plain`` are made of several."""
 
     def __init__(

@@ -46,7 +46,7 @@ from sinks.series.labels import (
     place,
     sole_holder,
 )
-from sinks.series.metrics import NOTHING, Counts, MetricNames
+from sinks.series.metrics import NOTHING, Counts, Layout, MetricNames
 from sinks.series.model import Key, Rows, SampleGroup, SeriesSet, Value
 from sinks.series.relabel import Relabelling, Withheld
 from sinks.series.tick import DeviceReading, Metrics, SeriesDevice, SeriesTick
@@ -83,6 +83,7 @@ class _Written:
     labels: Labels
     names: MetricNames
     made: Made | None = None
+    layout: Layout | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -297,7 +298,7 @@ class Translator:
         rest = self._parts(reading, was, of, found) if self._by_pod else NOTHING
         uuid = reading.device.uuid
         for number, one in enumerate(was.written):
-            rows, known = one.names.measure(reading.metrics, was.counts, rest)
+            rows, known, one.layout = one.names.measure(reading.metrics, was.counts, rest, layout=one.layout)
             if rows:
                 if one.made is None or one.made.rows is not rows:
                     one.made = self._make(SeriesSet(one.labels, rows), was.of, was.of.held)
@@ -314,7 +315,7 @@ class Translator:
                 written = self._written(of, self._part_names, dict.fromkeys(self._profiles, CATALOGUE.keys()))
                 was.parts[key] = of, written
             for number, one in enumerate(written):
-                rows, known = one.names.measure(Metrics(**part.metrics))
+                rows, known, one.layout = one.names.measure(Metrics(**part.metrics), layout=one.layout)
                 if rows:
                     if one.made is None or one.made.rows is not rows:
                         one.made = self._make(SeriesSet(one.labels, rows, "by_pod"), of, of.held)
