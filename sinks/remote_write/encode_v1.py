@@ -24,7 +24,7 @@ _FIRST = 0x0A
 _SECOND = 0x12
 
 
-class _Plan(NamedTuple):
+class _PlanV1(NamedTuple):
     """How some sets are written together: what is before each value, in two parts, and a hole."""
 
     sets: tuple[SeriesSet, ...]
@@ -44,14 +44,14 @@ def pieces(groups: Sequence[SampleGroup]) -> Iterator[bytes]:
         yield b"".join(parts)
 
 
-def _plan(sets: tuple[SeriesSet, ...], width: int) -> _Plan:
+def _plan(sets: tuple[SeriesSet, ...], width: int) -> _PlanV1:
     parts: list[bytes] = []
     for series in sets:
         found = series.cache.get(("parts", width))
         if found is None:
             found = series.cache["parts", width] = _parts(series, width)
         parts += found
-    return _Plan(sets, parts)
+    return _PlanV1(sets, parts)
 
 
 def _parts(series: SeriesSet, width: int) -> list[bytes]:

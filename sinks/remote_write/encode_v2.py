@@ -59,7 +59,7 @@ class _Shape(NamedTuple):
     ts_width: int
 
 
-class _Cut(NamedTuple):
+class _LabelCut(NamedTuple):
     """Some of a device's labels in a row, by their numbers, and what comes behind them."""
 
     start: int
@@ -74,12 +74,12 @@ class _ShapePlan(NamedTuple):
 
     names: tuple[bytes, ...]
     constants: tuple[bytes, ...]
-    cuts: tuple[_Cut, ...]
+    cuts: tuple[_LabelCut, ...]
     order: "itemgetter[Any]"
     starts: bool
 
 
-class _Plan(NamedTuple):
+class _PlanV2(NamedTuple):
     """How some sets are written together. ``values`` are their labels' values, each once.
 
     All cuts, one behind the other, are constants with a reference between any two: ``references`` picks those, and
@@ -131,7 +131,7 @@ class Encoder:
             written.append(_written(plan, some, [_ref(symbols[value], width) for value in plan.values]))
         return b"".join([bytes(self._constant_symbols), *fresh, *written])
 
-    def _plan(self, width: int, sets: tuple[SeriesSet, ...], ts_width: int) -> _Plan:
+    def _plan(self, width: int, sets: tuple[SeriesSet, ...], ts_width: int) -> _PlanV2:
         """Work out how sets are written together."""
         values: dict[str, int] = {}
         shapes: list[_ShapePlan] = []
@@ -146,7 +146,7 @@ class Encoder:
                 tail = behind
             shapes.append(shape)
         pick = itemgetter(*picked) if len(picked) > 1 else itemgetter(slice(len(picked)))  # always a sequence
-        return _Plan(
+        return _PlanV2(
             sets, shapes, tuple(values), [*constants, tail], pick, Struct("".join([f"{size}s" for size in sizes]))
         )
 
@@ -156,7 +156,7 @@ class Encoder:
         return self._shapes[shape]
 
 
-def _written(plan: _Plan, groups: Sequence[SampleGroup], refs: Sequence[bytes]) -> bytes:
+def _written(plan: _PlanV2, groups: Sequence[SampleGroup], refs: Sequence[bytes]) -> bytes:
     """The series of a tick; ``refs`` has a reference for each value of a label."""
     labels = plan.constants * 2
     labels[::2] = plan.constants
@@ -185,7 +185,7 @@ _ref = lru_cache(maxsize=65536)(fixed_varint)
 def _shape_plan(shape: _Shape, symbols: dict[str, int]) -> _ShapePlan:
     """Work out a shape: every series is a head, cuts of the device's references around the row's own, and a sample."""
     constants: list[bytes] = []
-    cuts: dict[_Cut, int] = {}
+    cuts: dict[_LabelCut, int] = {}
     parts: list[tuple[str, int]] = []
 
     def write(constant: bytes) -> None:
@@ -218,18 +218,21 @@ def _shape_plan(shape: _Shape, symbols: dict[str, int]) -> _ShapePlan:
     return _ShapePlan(names, tuple(constants), tuple(cuts), order, has_starts)
 
 
-def _series(row: Row, shape: _Shape, symbols: dict[str, int]) -> tuple[bytes, list[bytes | _Cut], bytes]:
+def _series(row: Row, shape: _Shape, symbols: dict[str, int]) -> tuple[bytes, list[bytes | _LabelCut], bytes]:
     """The head of a series, its labels up to the sample's value, and its metadata."""
     own = sorted(((NAME, row.name), *row.labels))
     start_bytes = 1 + shape.ts_width if row.since_start else 0
     sample = sample_head(shape.ts_width, start_bytes)
-    pieces: list[bytes | _Cut] = []
+    pieces: list[bytes | _LabelCut] = []
     start = 0
     for name, value in own:
         at = bisect_left(shape.names, name)
-        pieces += [_Cut(start, at, b""), _ref(symbols[name], shape.ref_width) + _ref(symbols[value], shape.ref_width)]
+        pieces += [
+            _LabelCut(start, at, b""),
+            _ref(symbols[name], shape.ref_width) + _ref(symbols[value], shape.ref_width),
+        ]
         start = at
-    pieces += [_Cut(start, len(shape.names), sample)] if start < len(shape.names) else [sample]
+    pieces += [_LabelCut(start, len(shape.names), sample)] if start < len(shape.names) else [sample]
     refs = (len(shape.names) + len(own)) * 2 * shape.ref_width
     said = _HELP_REF + varint(symbols[row.help]) + _UNIT_REF + varint(symbols[row.unit])
     metadata = message(_METADATA, _TYPE + varint(_TYPES[row.kind]) + said)
