@@ -276,6 +276,8 @@ def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, A
     described = describe(finding, now.tick, one.since_ms, now.rules.wording)
     value = finding.value if finding.value is not None else (now_ms - one.since_ms) / 1000
     alert = _alert(finding.rule, one, now.state, now_ms, float(value), described)
+    if 0 < finding.rule.critical_ms <= now_ms - one.since_ms:  # it waited for another one
+        alert = _replace(alert, severity="critical", labels={**alert.labels, "severity": "critical"})
     if finding.rule.kind in WASTE:
         alert = _replace(alert, held=_devices_of(finding, now.tick))
     if one.name in now.rules.causes:
