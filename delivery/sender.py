@@ -171,7 +171,7 @@ class Sender:
         """Wait until what was sent is acknowledged, also what is sent meanwhile, at most ``timeout_s``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while waiting := [record.acknowledged for record in self._unacknowledged]:
+                while waiting := [one.acknowledged for one in self._unacknowledged if not one.acknowledged.done()]:
                     await asyncio.wait(waiting)
 
     async def stop(self, timeout_s: float = 5.0) -> None:
