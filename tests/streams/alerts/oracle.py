@@ -252,11 +252,11 @@ class History:
             idles = mean is not None and tick.ts_ms - worked_ms >= IDLE_MS
             return Verdict(mean < rule.used_below and not idles) if mean is not None else UNKNOWN
         total, held = device.metrics.memory_total_bytes, _memory_of(device, holder)
-        if held is None or not total:
+        if mean is None or not total:
             return UNKNOWN
-        if held < rule.memory_above * total:
+        if mean >= rule.used_below:
             return NO
-        return UNKNOWN if mean is None else Verdict(mean < rule.used_below)
+        return UNKNOWN if held is None else Verdict(held >= rule.memory_above * total)
 
     def _use(self, subject: Subject, i: int, window_ms: int) -> tuple[float | None, int]:
         """The mean of what a pod did in the last whole steps of a window, if that is known, and when it worked last."""
