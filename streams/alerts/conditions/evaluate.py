@@ -6,6 +6,7 @@ is a function for each kind of rule, called with a device of the tick; the table
 
 from collections.abc import Callable, Iterable
 
+from delivery.policies import Policy
 from streams.alerts.conditions.finding import (
     CONFLICTS,
     NO_WINDOWS,
@@ -113,20 +114,26 @@ def is_silenced(rules: Rules, holder: Holder, seen: Seen, tick: Tick) -> bool:
 def is_known(rules: Rules, tick: Tick, one: Tracked, memory: Memory = _NOTHING) -> bool:
     """Whether a condition that was not found in a tick is known not to hold.
 
-    It is not known if the condition is about a pod and the tick does not say who holds what, or if the tick has none of
-    the values that the condition is judged by.
+    It is not known if the condition is about a pod and the tick does not say who holds what, if the tick has none of
+    the values that the condition is judged by, or if a window is not over: a clock was set back.
     """
     rule = rules.by_name.get(one.name)
     if rule is None:
         return True
     if tick.attribution == "none" and (one.pod_uid or rule.kind in (*WASTE, "policy_invalid")):
         return False
+    found = next((device for device in tick.devices if device.uuid == one.device), None)
     if rule.kind in WINDOWED:
-        use = next((use for use in memory.uses.get(one.device, ()) if use.pod == (one.pod_uid or one.key)), None)
+        name, seen = one.pod_uid or one.key, memory.devices.get(one.device, _UNSEEN)
+        use = next((use for use in memory.uses.get(one.device, ()) if use.pod == name), None)
         if use is not None and mean_of(use, rule.window_ms // STEP_MS) is None:
             return False
+        for holder in [holder for holder in found.holders if pod_name(holder) == name] if found is not None else ():
+            is_judged = not holder.observed and not is_silenced(rules, holder, seen, tick)
+            ruled = rules.in_force(rule, holder) if is_judged else None
+            if ruled is not None and not _held_long(ruled, policy_of(holder, rules.bounds), name, seen, tick):
+                return False
     values = _VALUES.get(rule.kind, ())
-    found = next((device for device in tick.devices if device.uuid == one.device), None)
     return not values or found is None or any(getattr(found.metrics, value) is not None for value in values)
 
 
@@ -221,11 +228,16 @@ def _hardly_used(rule: Rule, view: View) -> Iterable[tuple[Rule, Pod, Use, float
         if use is None or holder.observed or (ruled := view.rules.in_force(rule, holder)) is None:
             continue
         mean = mean_of(use, ruled.window_ms // STEP_MS)
-        held_ms = [view.tick.ts_ms - one.since_ms for one in view.seen.pods if pod_name(one) == name]
-        long_enough = any(ms >= max(ruled.window_ms, pod.policy.idle_after_ms or 0) for ms in held_ms)
+        long_enough = _held_long(ruled, pod.policy, name, view.seen, view.tick)
         silenced = pod.policy.off and is_silenced(view.rules, holder, view.seen, view.tick)
         if mean is not None and mean < ruled.used_below and long_enough and not silenced:
             yield ruled, pod, use, mean
+
+
+def _held_long(ruled: Rule, policy: Policy, pod: str, seen: Seen, tick: Tick) -> bool:
+    """Whether a pod has had a device for all of a rule's window, or for its ``idle-after`` if that is longer."""
+    least_ms = max(ruled.window_ms, policy.idle_after_ms or 0)
+    return any(pod_name(one) == pod and tick.ts_ms - one.since_ms >= least_ms for one in seen.pods)
 
 
 def _of_pod(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from streams.alerts.node import Replay
@@ -58,6 +59,16 @@ def test_it_is_resolved_when_the_window_has_enough_work() -> None:
         told += replay.take(tick(second, device(0, holder(), busy=0.03 if second < 3600 else 0.95)))
     alert, end = [one for one in told if one.name == "GPUUnderused"]
     assert (alert.state, end.state, end.resolved_because) == ("firing", "resolved", "condition")
+
+
+def test_it_fires_on_while_a_clock_that_was_set_back_shows_less_than_a_window() -> None:
+    short = overlay('[rules.GPUUnderused]\nwindow = "10m"\nkeep_firing_for = "1m"')
+    replay, told = Replay(short), list[Alert]()
+    in_a_step = 200 - 3600 - START_MS // 1000 % 300  # two steps have ended 400 s later
+    for number, second in enumerate((*range(0, 7200, 10), *range(in_a_step, in_a_step + 590, 10))):
+        shown = tick(second, device(0, holder(), busy=0.05))
+        told += replay.take(msgspec.structs.replace(shown, seq=number + 1, offset=number))
+    assert [one.state for one in told if one.name == "GPUUnderused"] == ["firing"]
 
 
 @pytest.mark.parametrize("annotations", [{"gpustream.dev/alerts": "off"}, {"gpustream.dev/idle-after": "2h"}])
