@@ -6,7 +6,8 @@ In: a device of a tick, the pods that hold it, and its sums before. Out: its sum
   the time is a gap: it is not measured, and is no zero.
 - A reading counts for the step of its tick.
 - The figures by which ranks are compared are of the first tick in each five seconds.
-- A pod's sums begin with the first tick in which it holds the device, and end with the first in which it does not.
+- A pod's sums begin with the first tick in which it holds the device, and end with the first in which it does not. A pod
+  that only its processes show does not hold it.
 - If the clock is set back by more than a step, they begin again.
 
 Of a pod on a device the sums take 8 bytes a step, whatever the interval of the ticks is.
@@ -76,13 +77,19 @@ def uses_of(device: Device, pods: tuple[OfPod, ...], before: Uses, tick: Tick, w
     if tick.attribution == "none" or device.state != "ok":
         return before
     if len(pods) == 1:
+        if device.holders and device.holders[0].observed:
+            return ()
         metrics, name = device.metrics, pod_name(pods[0])
         known = (
             before[0] if before and before[0].pod == name else next((one for one in before if one.pod == name), None)
         )
         use = _read(known, name, activity(metrics), metrics if wanted.figures else None, tick.ts_ms, wanted)
         return () if use is None else before if use is known and len(before) == 1 else (use,)
-    held = {pod_name(pod): part_of([one.parts for one in some]) for pod, some in by_pod(device.holders).items()}
+    held = {
+        pod_name(pod): part_of([one.parts for one in some])
+        for pod, some in by_pod(device.holders).items()
+        if not some[0].observed
+    }
     known_by = {use.pod: use for use in before}
     found = [_read(known_by.get(name), name, share, None, tick.ts_ms, wanted) for name, share in held.items()]
     return tuple([use for use in found if use is not None])

@@ -71,6 +71,15 @@ def test_it_fires_on_while_a_clock_that_was_set_back_shows_less_than_a_window() 
     assert [one.state for one in told if one.name == "GPUUnderused"] == ["firing"]
 
 
+def test_what_a_pod_did_before_it_was_given_the_gpu_does_not_count() -> None:
+    by = overlay('[rules.GPUUnderused]\nwindow = "10m"\n[rules.GPUHeldIdle]\nenabled = false')
+    replay, told = Replay(by), list[Alert]()
+    for second in range(0, 1200, 10):
+        shown = holder(observed=second < 60)
+        told += replay.take(tick(second, device(0, shown, busy=0.9 if second < 60 else 0.0)))
+    assert "GPUUnderused" not in {one.name for one in told}
+
+
 @pytest.mark.parametrize("annotations", [{"gpustream.dev/alerts": "off"}, {"gpustream.dev/idle-after": "2h"}])
 def test_a_pod_can_say_that_it_is_meant_so(annotations: dict[str, str]) -> None:
     assert not fired("GPUUnderused", {0: 0.05}, 60, pod=holder(annotations=annotations))
