@@ -6,8 +6,8 @@ In: a device of a tick, the pods that hold it, and its sums before. Out: its sum
   the time is a gap: it is not measured, and is no zero.
 - A reading counts for the step of its tick.
 - The figures by which ranks are compared are of the first tick in each five seconds.
-- A pod's sums begin with the first tick in which it holds the device, and end with the first in which it does not. A pod
-  that only its processes show does not hold it.
+- A pod's sums begin with the first tick in which it holds the device, and end with the first in which it does not.
+  A pod that only its processes show does not hold it.
 - If the clock is set back by more than a step, they begin again.
 
 Of a pod on a device the sums take 8 bytes a step, whatever the interval of the ticks is.
