@@ -118,8 +118,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             max_poll_interval_ms=2**31 - 1,  # not to read, because a receiver is away, is no reason to leave
             max_poll_records=500,  # so many are unpacked at once: it holds up heartbeats
             auto_offset_reset="earliest",
-            fetch_max_wait_ms=100,
-            fetch_min_bytes=64 << 10,  # ticks of many nodes at once: each by itself costs half as much again
+            fetch_max_wait_ms=200,
             fetch_max_bytes=32 << 20,
             max_partition_fetch_bytes=8 << 20,
             metadata_max_age_ms=_METADATA_MS,  # so soon a partition that is added is seen
