@@ -51,6 +51,11 @@ def pytest_runtest_teardown() -> Iterator[None]:
     assert not found, f"left to the garbage collector: {found}"
 
 
+def pytest_unconfigure() -> None:
+    """What was put aside is given back, or libraries written in C++ report it as leaked when the process ends."""
+    gc.unfreeze()
+
+
 def _close_connections_first(loop: asyncio.SelectorEventLoop) -> None:
     """Close a loop without leaving sockets to the garbage collector; warn of each that nobody has closed.
 
