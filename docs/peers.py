@@ -12,7 +12,7 @@ from sinks.series.counters import AS_LABELS, pick
 from sinks.series.counters_file import Counter
 from topics.catalogue import CATALOGUE
 from topics.profiles import LABELS, PROFILES, Profile
-from topics.reference import generate
+from topics.reference import generate, table
 
 PATH = Path(__file__).parent / "how-to" / "migrate" / "names.md"
 
@@ -114,9 +114,9 @@ def markdown() -> str:
         "## Counter files",
         "How much of the files that dcgm-exporter brings along `--counters` serves, as far as the GPU and its driver "
         "have it. A row that is commented out is one that many turn on.",
-        _table(("file", "of", "rows", "served", "commented out", "of these served"), map(_share, FILES)),
+        table(("file", "of", "rows", "served", "commented out", "of these served"), map(_share, FILES)),
         "What is not served, and why:",
-        _table(("row", "why"), _not_served()),
+        table(("row", "why"), _not_served()),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -143,7 +143,7 @@ def _names(profiles: Sequence[str]) -> str:
             sums = [" + ".join(f"`{one}`" for one in keys) for keys in (ratio.numerators, ratio.denominators) if keys]
             made = " / ".join(sums)
             rows.append((made, *cells, ratio.kind))
-    return _table(("quantity", *(f"`{profile.name}`" for profile in known), "type"), dict.fromkeys(rows))
+    return table(("quantity", *(f"`{profile.name}`" for profile in known), "type"), dict.fromkeys(rows))
 
 
 def _series(name: str, labels: Iterable[tuple[str, str]]) -> str:
@@ -160,7 +160,7 @@ def _labels(name: str) -> str:
     names = next(labels for key, labels in LABELS.items() if key == name)
     rows = [(f"`{label}`", says.replace("_", " "), "always") for label, says in names.device]
     rows += [(f"`{label}`", says.replace("_", " "), "if one pod holds the device") for label, says in names.holder]
-    return _table(("label", "says", "when"), rows)
+    return table(("label", "says", "when"), rows)
 
 
 def _counters(names: Iterable[str]) -> list[Counter]:
@@ -177,11 +177,6 @@ def _share(file: CounterFile) -> Sequence[str]:
 def _not_served() -> Iterable[Sequence[str]]:
     left_out = [one for file in FILES for one in pick(_counters((*file.rows, *file.commented))).left_out]
     return dict.fromkeys((f"`{row.name}`", f"{why}.") for row, why in left_out)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Out:      Markdown.
 import importlib
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from delivery.instruments import Instrument
 from delivery.settings import Text
 from gpustream.cli import main
 from gpustream.command import OF_CONNECTION
-from topics.reference import generate
+from topics.reference import generate, table
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 MARK = "<!-- Written by `python -m gpustream.reference`: change the code that it describes, not this file. -->"
@@ -50,11 +50,11 @@ def options_markdown() -> str:
         "`-h` is `--help`. A word that is misspelt is answered with the one that was probably meant.",
         "## Shell completion",
         "A line in the shell's own file makes Tab complete commands, options and the words that an option takes:",
-        _table(("shell", "file", "line"), _COMPLETION),
+        table(("shell", "file", "line"), _COMPLETION),
         "## How Kafka is reached",
         "Every command that has `--kafka` has these too. [kafka.md](../how-to/kafka.md#connect) says which of "
         "them a broker wants.",
-        _table(_COLUMNS, [_option(param) for param in _options(main.entries["alerts"].load()) if _is_shared(param)]),
+        table(_COLUMNS, [_option(param) for param in _options(main.entries["alerts"].load()) if _is_shared(param)]),
         *(_command(path, command) for path, command in commands(main, ("gpustream",))),
     ]
     return "\n\n".join(parts) + "\n"
@@ -85,7 +85,7 @@ def metrics_markdown() -> str:
         "the reasons while it is not ready). The metrics of the GPUs are in [metrics.md](metrics.md).",
         "A stream or sink accounts for every record that it read. At any moment of a process's life, for each topic "
         "if there is such a label, `records_read_total` is the sum of the other six:",
-        _table(("what became of a record", "metric, after `gpustream_NAME_`"), _ENDS),
+        table(("what became of a record", "metric, after `gpustream_NAME_`"), _ENDS),
         "A producer does the same: `gpustream_producer_ticks_made_total` is the sum of `ticks_sent_total`, "
         "`ticks_dropped_total` and `ticks_held`. What one process releases, and what it held when it was killed, the "
         "next one reads. So across lives it is the tick that counts: the set of (cluster, node, run_id, seq).",
@@ -95,7 +95,7 @@ def metrics_markdown() -> str:
             (f"`{row.name}`", row.kind, ", ".join(f"`{label}`" for label in row.labels) or _UNSET, row.help)
             for row in section.rows
         ]
-        parts += [f"## {section.package}", _table(("metric", "kind", "labels", "meaning"), rows)]
+        parts += [f"## {section.package}", table(("metric", "kind", "labels", "meaning"), rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -143,7 +143,7 @@ def _command(path: tuple[str, ...], command: click.Command) -> str:
             f"## {title}",
             *paragraphs,
             f"```\n{title}{''.join(arguments)} [OPTIONS]\n```",
-            _table(_COLUMNS, options),
+            table(_COLUMNS, options),
             f"```sh\n{getattr(command, 'example', '').strip()}\n```",
         ]
     )
@@ -173,11 +173,6 @@ def _option(option: click.Option) -> tuple[str, str, str, str]:
         shown = f"`{default}`" if isinstance(default, str | int) and not isinstance(default, bool) else _UNSET
     repeatable = " ..." if option.multiple else ""
     return f"`{option.opts[0]}{taken}`{repeatable}", f"`{option.envvar}`", shown, option.help or ""
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 if __name__ == "__main__":

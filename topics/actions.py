@@ -132,28 +132,4 @@ TOPIC = Topic(
         "has become of the action. Before anything is changed, `intended` is written; after it `done` or `refused`. At "
         "least once: a record may be there again. Records have the headers of a CloudEvent, as gpu.alerts has."
     ),
-    example={
-        "schema": 1,
-        "id": "3f5a0c8e9b1d2c47",
-        "state": "done",
-        "at": "2026-11-21T03:59:12.500000Z",
-        "by": "reclaim-0",
-        "cluster": "prod-us-east-1",
-        "namespace": "ml-team",
-        "action": "scale",
-        "target": {
-            "api_version": "apps/v1",
-            "kind": "Deployment",
-            "name": "notebooks",
-            "uid": "77aa4f0b-8a1d-4f0b-9d55-0f6f1c9b7a10",
-        },
-        "alert": "GPUHeldIdle",
-        "fingerprint": "0f3c5b8e9a1d2c47",
-        "starts_at": "2026-11-20T23:59:12.500000Z",
-        "gpus": 8,
-        "since": "2026-11-20T23:59:12.500000Z",
-        "message": "Deployment ml-team/notebooks: 8 of 8 GPUs idle (since 2026-11-20 19:44 UTC)",
-        "replicas": 2,
-        "generation": 7,
-    },
 )

@@ -354,40 +354,6 @@ def moment(at: datetime) -> str:
     return f"{at:%Y-%m-%d %H:%M} UTC"
 
 
-_EXAMPLE = {
-    "schema": 1,
-    "name": "GPUHeldIdle",
-    "state": "firing",
-    "fingerprint": fingerprint(
-        "GPUHeldIdle",
-        "prod-us-east-1",
-        "gpu-node-1",
-        "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b",
-        "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
-    ),
-    "cluster": "prod-us-east-1",
-    "node": "gpu-node-1",
-    "starts_at": "2026-11-20T23:59:12.500000Z",
-    "severity": "warning",
-    "value": 900.0,
-    "labels": {
-        "alertname": "GPUHeldIdle",
-        "severity": "warning",
-        "k8s_cluster_name": "prod-us-east-1",
-        "k8s_node_name": "gpu-node-1",
-        "gpu_uuid": "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b",
-        "gpu_index": "0",
-        "k8s_namespace_name": "ml-team",
-        "k8s_pod_name": "bert-0",
-        "k8s_workload_kind": "Job",
-        "k8s_workload_name": "bert-finetune-v3",
-    },
-    "annotations": {
-        "summary": "ml-team/bert-0 holds GPU 0 of gpu-node-1 and has not used it since 2026-11-20 23:44 UTC",
-        "runbook": f"{RUNBOOKS}/GPUHeldIdle.md",
-    },
-}
-
 TOPIC = Topic(
     name="gpu.alerts",
     key="the alert's fingerprint",
@@ -402,7 +368,6 @@ TOPIC = Topic(
         "Each firing is followed by at most one resolved. Open alerts "
         "are written again daily; an alert that was resolved 7 days ago is deleted (a record without a value)."
     ),
-    example=_EXAMPLE,
 )
 
 _STATE_PROMISE = "Private to the alert stream, which writes it when it changes and reads it whole when it starts."
@@ -415,29 +380,6 @@ STATE = Topic(
     retention_hours=None,
     by_node=True,
     promise=_STATE_PROMISE,
-    example={
-        "schema": 1,
-        "cluster": "prod-us-east-1",
-        "node": "gpu-node-1",
-        "offset": 40312,
-        "run_id": 1795218340000,
-        "seq": 812,
-        "newest_ts_ms": 1795219152500,
-        "position": 40377,
-        "last_ts_ms": 1795219152500,
-        "logged_ms": 1795219152540,
-        "tracked": [
-            {
-                "name": _EXAMPLE["name"],
-                "device": "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b",
-                "pod_uid": "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
-                "since_ms": 1795218252500,
-                "alert": _EXAMPLE,
-                "written_ms": 1795219152500,
-            }
-        ],
-        "memory": {},
-    },
 )
 
 MEMBERS = Topic(
@@ -448,15 +390,6 @@ MEMBERS = Topic(
     retention_hours=48,
     by_node=True,
     promise="Private to the alert stream: what its workers report of single GPUs, for alerts of several GPUs.",
-    example={
-        "schema": 1,
-        "group": "0f3c5b8e9a1d2c47",
-        "scope": "workload",
-        "cluster": "prod-us-east-1",
-        "node": "gpu-node-1",
-        "ts_ms": 1795219152500,
-        "alerts": [_EXAMPLE],
-    },
 )
 
 GROUPS = Topic(
@@ -467,23 +400,4 @@ GROUPS = Topic(
     retention_hours=None,
     by_node=True,
     promise=_STATE_PROMISE,
-    example={
-        "schema": 1,
-        "group": "0f3c5b8e9a1d2c47",
-        "cluster": "prod-us-east-1",
-        "node": "gpu-node-1",
-        "offset": 118,
-        "alert": _EXAMPLE | {"fingerprint": "0f3c5b8e9a1d2c47"},
-        "members": [
-            {
-                "fingerprint": _EXAMPLE["fingerprint"],
-                "gpu": {"uuid": "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b", "node": "gpu-node-1", "index": 0},
-                "severity": "warning",
-                "starts_ms": 1795219152500,
-                "seconds": 900.0,
-                "share": 1.0,
-                "held": 8,
-            }
-        ],
-    },
 )

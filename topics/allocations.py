@@ -56,31 +56,4 @@ TOPIC = Topic(
         "A snapshot is in the log before the first sample that names it, and is sent again unchanged every 5 minutes "
         "and before buffered samples that name it."
     ),
-    example={
-        "schema": 1,
-        "cluster": "prod-us-east-1",
-        "node": "gpu-node-1",
-        "run_id": 1795218340000,
-        "seq": 5,
-        "ts_ms": 1795219151000,
-        "containers": [
-            {
-                "namespace": "ml-team",
-                "pod": "bert-0",
-                "container": "pytorch",
-                "resource": "nvidia.com/gpu",
-                "device_ids": ["GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b"],
-                "pod_uid": "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
-                "claims": [
-                    {
-                        "claim": "gpu",
-                        "namespace": "ml-team",
-                        "driver": "gpu.nvidia.com",
-                        "pool": "gpu-node-1",
-                        "device": "gpu-0",
-                    }
-                ],
-            }
-        ],
-    },
 )

@@ -5,7 +5,6 @@ from typing import Annotated, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from topics import samples
 from topics.samples import Device, Event, Job, Sample
 from topics.topic import Name, Number, Topic, UInt, Version, about
 from topics.workloads import UnwellDevice
@@ -206,17 +205,6 @@ class AttributedTick(msgspec.Struct, frozen=True, kw_only=True):
     attribution: Attribution
 
 
-_EXAMPLE_HOLDER = {
-    "namespace": "ml-team",
-    "pod": "bert-0",
-    "pod_uid": "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
-    "container": "pytorch",
-    "resource": "nvidia.com/gpu",
-    "workload": {"kind": "Job", "name": "bert-finetune-v3"},
-    "job": "bert-finetune-v3",
-    "labels": {"app": "bert"},
-}
-
 TOPIC = Topic(
     name="gpu.attributed",
     key="cluster/node",
@@ -230,12 +218,4 @@ TOPIC = Topic(
         "offset is higher than the last one's nor its ts_ms higher than any before. A record that is no replay though "
         "its offset is not higher shows that gpu.samples was deleted and created again."
     ),
-    example={
-        **{key: value for key, value in samples.TOPIC.example.items() if key != "devices"},
-        "offset": 40312,
-        "logged_ms": 1795219152040,
-        "attribution": "exact",
-        "node_labels": {"topology.kubernetes.io/zone": "us-east-1a"},
-        "devices": [{**device, "holders": [_EXAMPLE_HOLDER]} for device in samples.TOPIC.example["devices"]],
-    },
 )

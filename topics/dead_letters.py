@@ -113,5 +113,4 @@ TOPIC = Topic(
         "The value is the first 64 KiB of the original bytes, and the headers say the rest. A record with the header "
         "resubmitted is no letter: it says that the letter at that offset of its partition was sent to its topic again."
     ),
-    example={},
 )

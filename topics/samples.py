@@ -152,38 +152,4 @@ TOPIC = Topic(
         "same run that the broker acknowledged before this tick was sent, in an event likewise; null means that the "
         "node has no kubelet."
     ),
-    example={
-        "schema": 1,
-        "cluster": "prod-us-east-1",
-        "node": "gpu-node-1",
-        "run_id": 1795218340000,
-        "seq": 812,
-        "ts_ms": 1795219152000,
-        "allocations_seq": 5,
-        "interval_ms": 1000,
-        "devices": [
-            {
-                "uuid": "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b",
-                "index": 0,
-                "vendor": "nvidia",
-                "model": "NVIDIA H100 80GB HBM3",
-                "pci_bus_id": "00000000:0A:00.0",
-                "minor": 0,
-                "state": "ok",
-                "mig": None,
-                "compute_slices": 7,
-                "metrics": {"gpu_utilization_ratio": 0.93, "memory_used_bytes": 68719476736},
-                "processes": [
-                    {
-                        "pid": 4242,
-                        "pod_uid": "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
-                        "container_id": "9f2e4c1ab0d3",
-                        "memory_used_bytes": 68000000000,
-                        "sm_utilization_ratio": 0.9,
-                        "job_id": None,
-                    }
-                ],
-            }
-        ],
-    },
 )

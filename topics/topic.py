@@ -4,6 +4,7 @@ Source: the Kafka topic configuration reference for the names in :meth:`Topic.se
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -26,6 +27,9 @@ REPLICATION_FACTOR = 3
 _HOUR_MS = 3_600_000
 
 FIRST_VERSION = "0.1.0"
+
+EXAMPLES = Path(__file__).parent / "examples"
+"""A record of each topic whose values are JSON of ours, in a file of the topic's name."""
 
 
 def about(
@@ -75,8 +79,12 @@ class Topic(msgspec.Struct, frozen=True, kw_only=True):
     retention_hours: int | None
     by_node: bool
     promise: str
-    example: dict[str, Any]
     segment_ms: int = _HOUR_MS
+
+    @property
+    def example(self) -> dict[str, Any]:
+        """A record of the topic, as the docs and its JSON Schema show it."""
+        return msgspec.json.decode((EXAMPLES / f"{self.name}.json").read_bytes(), type=dict[str, Any])
 
     def settings(self) -> dict[str, str]:
         """The broker settings that the topic must have, by their Kafka names."""

@@ -108,15 +108,6 @@ class Key(NamedTuple):
         return "/".join(map(str, self)).encode()
 
 
-def read_key(key: bytes | None) -> Key:
-    """What a record is about, by its key alone. Raises ValueError for what is no such key: dead-letter it."""
-    parts = (key or b"").decode().split("/")
-    if len(parts) != len(Key._fields):
-        raise ValueError(f"the key {key!r:.300} has {len(parts)} parts, not {len(Key._fields)}")
-    cluster, node, uuid, start_ms, *rest = parts
-    return Key(cluster, node, uuid, int(start_ms), *rest)
-
-
 class UsageState(msgspec.Struct, kw_only=True):
     """The usage stream's books of a node, as of a tick. The windows that are open are the stream's own."""
 
@@ -141,41 +132,6 @@ _PROMISE = (
     "length so far. A window without a tick of a GPU has no record of it."
 )
 
-_EXAMPLE = {
-    "schema": 1,
-    "cluster": "prod-us-east-1",
-    "node": "gpu-node-1",
-    "gpu_uuid": "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b",
-    "uuid": "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b",
-    "start_ms": 1795219140000,
-    "end_ms": 1795219200000,
-    "category": "held",
-    "generation": 0,
-    "revision": 1,
-    "final": True,
-    "policy": "used",
-    "namespace": "ml-team",
-    "pod": "bert-0",
-    "pod_uid": "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
-    "container": "pytorch",
-    "workload": {"kind": "Job", "name": "bert-finetune-v3"},
-    "team": "ml",
-    "labels": {"team": "ml"},
-    "node_labels": {"topology.kubernetes.io/zone": "us-east-1a"},
-    "model": "NVIDIA H100 80GB HBM3",
-    "device_ms": 60000,
-    "slice_ms": 420000,
-    "of": 7,
-    "used_us": 55800000,
-    "idle_ms": 0,
-    "tensor_us": 21000000,
-    "energy_mj": 41000000,
-    "memory_byte_ms": 4123168604160000,
-    "exact_ms": 60000,
-    "late_ms": 0,
-    "none_ms": 0,
-}
-
 _KEY = "cluster/node/uuid/start_ms/namespace/pod/pod_uid/container/category"
 
 MINUTES = Topic(
@@ -186,7 +142,6 @@ MINUTES = Topic(
     retention_hours=7 * 24,
     by_node=True,
     promise=f"Windows of a minute. {_PROMISE}",
-    example=_EXAMPLE,
 )
 
 HOURS = Topic(
@@ -197,19 +152,6 @@ HOURS = Topic(
     retention_hours=45 * 24,
     by_node=True,
     promise=f"Windows of an hour, each the exact sum of its minutes. {_PROMISE}",
-    example={
-        **_EXAMPLE,
-        "start_ms": 1795215600000,
-        "end_ms": 1795219200000,
-        "revision": 60,
-        "device_ms": 3600000,
-        "slice_ms": 25200000,
-        "used_us": 3348000000,
-        "tensor_us": 1260000000,
-        "energy_mj": 2460000000,
-        "memory_byte_ms": 247390116249600000,
-        "exact_ms": 3600000,
-    },
 )
 
 STATE = Topic(
@@ -220,19 +162,5 @@ STATE = Topic(
     retention_hours=None,
     by_node=True,
     promise="Private to the usage stream, which writes it once a minute and reads it whole when it starts.",
-    example={
-        "schema": 1,
-        "cluster": "prod-us-east-1",
-        "node": "gpu-node-1",
-        "logs": 0,
-        "offset": 40312,
-        "run_id": 1795218340000,
-        "seq": 812,
-        "newest_ts_ms": 1795219200200,
-        "logged_ms": 1795219200240,
-        "tick_ms": 1795219200200,
-        "booked_ms": 1795219200200,
-        "final_ms": 1795218000000,
-    },
     segment_ms=10 * MINUTE_MS,
 )

@@ -121,37 +121,4 @@ TOPIC = Topic(
     by_node=True,
     promise="Sent when it changes and every 5 minutes. A pod that ended is in the record that ends it, and for 30"
     " minutes in those of every 5 minutes.",
-    example={
-        "schema": 1,
-        "cluster": "prod-us-east-1",
-        "node": "gpu-node-1",
-        "epoch": 3,
-        "seq": 17,
-        "ts_ms": 1795219150000,
-        "node_labels": {"topology.kubernetes.io/zone": "us-east-1a"},
-        "pods": [
-            {
-                "namespace": "ml-team",
-                "name": "bert-0",
-                "uid": "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
-                "phase": "Running",
-                "started_ms": 1795218000000,
-                "ended_ms": None,
-                "labels": {"app": "bert"},
-                "annotations": {},
-                "namespace_labels": {},
-                "owners": [
-                    {"api_version": "batch/v1", "kind": "Job", "name": "bert-finetune-v3", "uid": "77aa0c1e-3b2d-4a5f"}
-                ],
-            }
-        ],
-        "dra_devices": [
-            {
-                "driver": "gpu.nvidia.com",
-                "pool": "gpu-node-1",
-                "device": "gpu-0",
-                "uuid": "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b",
-            }
-        ],
-    },
 )

@@ -4,20 +4,16 @@ In: the page; the presets, and what rules of relabelling can see. Out: the page 
 mark; the rest of the page is as it was.
 """
 
-import re
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import get_args
 
 from sinks.series.labels import META
 from sinks.series.relabel_presets import PRESETS
 from topics.profiles import Attribute
-from topics.reference import generate
+from topics.reference import filled, generate, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "labels.md"
-
-_MARKED = re.compile(r"(<!-- table: (\w+) -->\n\n)(?:\|.*\n)*\n?")
 
 _MEANING = {
     "uuid": "the device's UUID: a MIG device's own",
@@ -43,15 +39,10 @@ def markdown() -> str:
         (f"`{META}namespace_label_NAME`", "what is written on the pod's namespace"),
     ]
     tables = {
-        "presets": _table(("preset", "adds"), presets),
-        "meta": _table(("label", "what it says"), meta),
+        "presets": table(("preset", "adds"), presets),
+        "meta": table(("label", "what it says"), meta),
     }
-    return _MARKED.sub(lambda found: f"{found[1]}{tables[found[2]]}\n", PAGE.read_text(encoding="utf-8"))
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return filled(PAGE, tables)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,12 @@ def test_a_transition_is_distinguished_by_fingerprint_start_and_state() -> None:
     assert transition_id(ALERT) == "6da51de3be07d817/1795219152500/firing"
 
 
+def test_the_example_has_its_own_fingerprint() -> None:
+    about = (ALERT.labels["gpu_uuid"], "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10")
+
+    assert ALERT.fingerprint == fingerprint(ALERT.name, ALERT.cluster, ALERT.node, *about)
+
+
 def test_a_fingerprint_distinguishes_which_field_a_value_stands_in() -> None:
     one = ("GPUXid", "c", "n")
     prints = {fingerprint(*one, *rest) for rest in ((), ("x",), ("", "x"), ("", "", "x"), ("x", "x"))}

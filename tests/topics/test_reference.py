@@ -11,7 +11,7 @@ import pytest
 from topics import TOPICS, dead_letters, reference
 from topics.catalogue import CATALOGUE, FURTHER, HOLDERS, POD_INFO, XIDS
 from topics.profiles import PROFILES, ProfileName
-from topics.topic import Topic, load_topics
+from topics.topic import PARTITIONS, REPLICATION_FACTOR, SCHEMA, Topic, load_topics
 
 WHOLE = (".", "A-Z a-z 0-9 . _ -")
 """How a sentence that describes a field ends."""
@@ -23,6 +23,22 @@ def section(profile: ProfileName) -> str:
 
 def test_the_pages_and_schemas_in_the_tree_are_those_of_the_tables() -> None:
     assert reference.stale(reference.files()) == []
+
+
+def test_the_page_says_how_topics_are_made_and_of_which_version_their_records_are() -> None:
+    page = (reference.DOCS / "topics.md").read_text()
+
+    assert f"with {PARTITIONS} partitions and a replication factor of {REPLICATION_FACTOR} unless" in page
+    assert set(re.findall(r"`schema: (\d+)`", page)) == {str(SCHEMA)}
+
+
+def test_a_page_without_a_place_for_a_table_is_not_written(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- written: one -->\n\nold\n\n<!-- end -->\n\nby hand\n")
+
+    assert reference.filled(page, {"one": "new"}) == "<!-- written: one -->\n\nnew\n\n<!-- end -->\n\nby hand\n"
+    with pytest.raises(ValueError, match=r"it needs them for one, two"):
+        reference.filled(page, {"one": "new", "two": "new"})
 
 
 def test_every_topic_has_a_section_with_its_settings() -> None:

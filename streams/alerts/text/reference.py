@@ -4,9 +4,8 @@ In: the page; the default rules, the table of their options, and the table of XI
 Markdown, each below its mark; the rest of the page is as it was.
 """
 
-import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,9 @@ from streams.alerts.tick import Device, Metrics, Tick
 from streams.alerts.xids import XID_KINDS, XIDS
 from topics.alerts import Alert, AlertReport, AlertState, time
 from topics.attributed import Holder, Workload
-from topics.reference import generate
+from topics.reference import filled, generate, table
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "alerts.md"
-
-_MARKED = re.compile(r"(<!-- table: (\w+) -->\n\n)(?:\|.*\n)*")
 
 _ABOUT = {
     "held_idle": "A pod holds a GPU and does nothing with it.",
@@ -111,16 +108,16 @@ def markdown() -> str:
         for rule in rules_file.defaults().values()
     ]
     tables = {
-        "rules": _table(head, rules),
-        "each": _table(("rule", "by what it judges", "default", "on the simulated fleet"), each),
-        "sentences": _table(("rule", "summary", "description"), map(_said, rules_file.defaults().values())),
-        "options": _table(("key", "of kind", "meaning"), map(_option, OPTIONS)),
-        "selectors": _table(("key", "of kind", "matches"), map(_option, SELECTORS)),
-        "xids": _table(
+        "rules": table(head, rules),
+        "each": table(("rule", "by what it judges", "default", "on the simulated fleet"), each),
+        "sentences": table(("rule", "summary", "description"), map(_said, rules_file.defaults().values())),
+        "options": table(("key", "of kind", "meaning"), map(_option, OPTIONS)),
+        "selectors": table(("key", "of kind", "matches"), map(_option, SELECTORS)),
+        "xids": table(
             ("code", "kind", "meaning", "what to do"), [(", ".join(map(str, codes)), *row) for row, codes in xids]
         ),
     }
-    return _MARKED.sub(lambda found: found[1] + tables[found[2]], PAGE.read_text(encoding="utf-8"))
+    return filled(PAGE, tables)
 
 
 _SINCE_MS = 1_795_219_152_000
@@ -196,11 +193,6 @@ def _is_further(option: Option, rule: Rule) -> bool:
 def _option(option: Option) -> Sequence[str]:
     kinds = ", ".join(f"`{kind}`" for kind in option.kinds) if len(option.kinds) < len(KINDS) - 1 else "all but `xid`"
     return f"`{option.key}`", kinds or "any", option.what
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 if __name__ == "__main__":

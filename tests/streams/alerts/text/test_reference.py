@@ -16,7 +16,7 @@ PAGE = reference.PAGE.read_text(encoding="utf-8")
 
 def test_the_page_has_the_tables_as_they_are() -> None:
     assert not stale({reference.PAGE: reference.markdown()})
-    assert re.findall(r"<!-- table: (\w+) -->\n\n\| ", PAGE) == [
+    assert re.findall(r"<!-- written: (\w+) -->\n\n\| ", PAGE) == [
         "rules",
         "each",
         "sentences",
