@@ -14,7 +14,7 @@ State: all of it is in :class:`Books`, which changes in place and is written to 
   written: a minute has 0, and 1 if it is final; an hour has one less than its closed minutes, and 60 if it is final.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from operator import add
 from typing import Literal, NamedTuple
 
@@ -291,29 +291,13 @@ class Bookkeeper:
                 continue
             used = share.used * until // 1000 - share.used * since // 1000
             tensor = share.tensor * until // 1000 - share.tensor * since // 1000
-            memory, weights = share.memory_bytes * ms, share.weights
-            parts: Iterable[tuple[int, ...]] = [(ms, used, tensor, energy, memory)]
-            if weights is not None:
-                parts = zip(
-                    divide(ms, weights.time),
-                    divide(used, weights.used),
-                    divide(tensor, weights.used),
-                    divide(energy, weights.energy),
-                    divide(memory, weights.memory),
-                    strict=True,
-                )
-            for number, idle, (lasted_ms, used, tensor, energy, memory) in zip(
-                share.held.accounts, share.idle, parts, strict=True
-            ):
-                row = hour.minute.get(number) or _row(hour.minute, number)
-                row[DEVICE] += lasted_ms
-                row[SLICE] += lasted_ms * slices
-                row[USED] += used
-                row[IDLE] += lasted_ms * idle
-                row[TENSOR] += tensor
-                row[ENERGY] += energy
-                row[MEMORY] += memory
-                row[attribution] += lasted_ms
+            amounts = ms, used, tensor, energy, share.memory_bytes * ms
+            accounts, weights = share.held.accounts, share.weights
+            if weights is None:
+                _put(hour.minute, accounts[0], amounts, slices, share.idle[0], attribution)
+                continue
+            for number, idle, *part in zip(accounts, share.idle, *map(divide, amounts, weights), strict=True):
+                _put(hour.minute, number, part, slices, idle, attribution)
 
     def _drawn(self, gpus: list[Gpu], since_ms: int, ts_ms: int) -> dict[str, Drawn]:
         """What each GPU has drawn, by its counter since that was last read, else by its power since ``since_ms``.
@@ -329,26 +313,24 @@ class Bookkeeper:
             if gpu.model is not None:
                 meter.model = gpu.model
             meter.slices, drawn = self._of[gpu.uuid], None
-            now, last, lasted_ms = gpu.energy_mj, meter.energy_mj, ts_ms - meter.at_ms
-            if now is not None and last is not None and lasted_ms > 0:
-                mj = now - last if now >= last else now
-                if mj <= MOST_WATTS * lasted_ms:
-                    drawn = self._placed(gpu.uuid, Drawn(meter.at_ms, ts_ms, mj), booked_ms, hour_ms)
+            now, last, at_ms = gpu.energy_mj, meter.energy_mj, meter.at_ms
             if now is not None:
+                if last is not None and ts_ms > at_ms:
+                    mj = now - last if now >= last else now
+                    if mj <= MOST_WATTS * (ts_ms - at_ms):
+                        drawn = Drawn(at_ms, ts_ms, mj)
+                        if not hour_ms <= booked_ms <= at_ms:
+                            drawn = self._placed(gpu.uuid, drawn, booked_ms, hour_ms)
                 meter.energy_mj, meter.at_ms = now, ts_ms
             elif gpu.power_watts is not None:
                 meter.energy_mj = None
-            if drawn is None:
-                drawn = Drawn(since_ms, ts_ms, round((gpu.power_watts or 0.0) * (ts_ms - since_ms)))
-            found[gpu.uuid] = drawn
+            found[gpu.uuid] = drawn or Drawn(since_ms, ts_ms, round((gpu.power_watts or 0.0) * (ts_ms - since_ms)))
         return found
 
     def _placed(self, uuid: str, drawn: Drawn, booked_ms: int, hour_ms: int) -> Drawn:
         """What was drawn in time that is still to be booked. What was drawn in time that was booked without it, and in
         hours in which the GPU has no rows, is ``before`` that, and no holder's."""
         at_ms, ts_ms, mj = drawn.start_ms, drawn.end_ms, drawn.mj
-        if hour_ms <= booked_ms <= at_ms:
-            return drawn
         before_mj = mj * max(0, booked_ms - at_ms) // (ts_ms - at_ms)
         placed = Drawn(max(at_ms, booked_ms), ts_ms, mj - before_mj, before_mj)
         if booked_ms < hour_ms:
@@ -495,6 +477,21 @@ def _row(rows: Rows, number: int) -> Amounts:
     if row is None:
         row = rows[number] = [0] * len(FIELDS)
     return row
+
+
+def _put(rows: Rows, number: int, amounts: Sequence[int], slices: int, idle: bool, attribution: int) -> None:
+    """Book amounts of a piece of time: its milliseconds, what was used, of tensor cores too, energy and memory."""
+    ms, used, tensor, energy, memory = amounts
+    row = rows.get(number) or _row(rows, number)
+    row[DEVICE] += ms
+    row[SLICE] += ms * slices
+    row[USED] += used
+    row[TENSOR] += tensor
+    row[ENERGY] += energy
+    row[MEMORY] += memory
+    row[attribution] += ms
+    if idle:
+        row[IDLE] += ms
 
 
 def _add(rows: Rows, more: Rows) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from streams.usage.tick import CountedDevice, CountedTick, Holder
-from topics.attributed import by_pod
+from topics.attributed import Parts, by_pod
 from topics.idleness import IDLE_BELOW, is_idle, part_of, ran_of, rest_of, work_of
 
 Split = Literal["used", "equal"]
@@ -33,6 +33,7 @@ _said = attrgetter("namespace", "pod", "pod_uid", "container", "observed", "work
 _PROFILE = re.compile(r"(?:(\d+)c\.)?(\d+)g\.")
 _FEWER_SLICES = (("A30", 4), ("RTX PRO", 4))
 _SLICES = 7
+_NO_PARTS = Parts()
 
 
 class Weights(NamedTuple):
@@ -40,6 +41,7 @@ class Weights(NamedTuple):
 
     time: Sequence[int]
     used: Sequence[int]
+    tensor: Sequence[int]
     energy: Sequence[int]
     memory: Sequence[int]
 
@@ -195,14 +197,14 @@ def _millionths(ratio: float | None) -> int:
     return round(ratio * MILLION) if ratio < 1 else MILLION
 
 
-def _idle(device: CountedDevice, pods: Sequence[Sequence[int]]) -> list[bool]:
+def _idle(device: CountedDevice, pods: Sequence[Sequence[int]]) -> Sequence[bool]:
     """Which of the holders do nothing with the device, as alerts judge it in a tick; not known is not idle."""
-    holders, work = device.holders, work_of(device.metrics)
-    idle = [False] * len(holders)
-    if len(pods) == 1 and work.most >= IDLE_BELOW:
-        return idle
+    holders = device.holders
     parts = [part_of([holders[at].parts for at in pod]) for pod in pods]
-    ran, rest = ran_of(device.processes or ()), None
+    if all([part is not None and part >= IDLE_BELOW for part in parts]):
+        return (False,) * len(holders)
+    work, ran, rest = work_of(device.metrics), ran_of(device.processes or ()), None
+    idle = [False] * len(holders)
     if len(pods) > 1:
         strangers = not ran.keys() <= {one.pod_uid for one in holders} - {None}
         rest = rest_of(device.unattributed, work, parts, strangers=strangers)
@@ -216,15 +218,17 @@ def _idle(device: CountedDevice, pods: Sequence[Sequence[int]]) -> list[bool]:
 
 
 def _weights(holders: Sequence[Holder], held: Held, used: int, memory_bytes: int, split: Split) -> Weights:
-    unit, equal, did, had = held.unit, held.equal, list[int](), list[int]()
-    for one in holders:
-        parts = one.parts
-        did.append(_millionths(parts.utilization_ratio) if parts is not None else 0)
-        had.append(max(0, round(parts.memory_used_bytes or 0)) if parts is not None else 0)
+    """How a device is divided: what each holder did or had and, of the rest, its equal part."""
+    parts = [one.parts or _NO_PARTS for one in holders]
+    did = [_millionths(one.utilization_ratio) for one in parts]
+    had = [max(0, round(one.memory_used_bytes or 0)) for one in parts]
+    worked = sum(did)
+    whole, busy = _filled(did, MILLION - worked, held), _filled(did, used - worked, held)
+    time = held.equal if split == "equal" else whole
+    return Weights(time, busy, busy, whole, _filled(had, memory_bytes - sum(had), held))
 
-    def filled(own: list[int], whole: int) -> list[int]:
-        rest = max(0, whole - sum(own))
-        return [unit * mine + rest * share for mine, share in zip(own, equal, strict=True)]
 
-    time = filled(did, MILLION)
-    return Weights(equal if split == "equal" else time, filled(did, used), time, filled(had, memory_bytes))
+def _filled(own: list[int], rest: int, held: Held) -> list[int]:
+    if rest <= 0:
+        return own
+    return [held.unit * mine + rest * share for mine, share in zip(own, held.equal, strict=True)]
