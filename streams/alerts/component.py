@@ -103,6 +103,7 @@ class AlertWorker(NodeWatch):
         self._partitions: dict[int, PartitionNodes] = {}
         self._groups: dict[int, dict[bytes, AlertGroup]] = {}
         self._groups_written: dict[tuple[int, bytes], int] = {}  # where in the topic, in this epoch
+        self._grouping = asyncio.Lock()  # held while alerts of several GPUs are made, or deleted
 
     # -- records
 
@@ -116,8 +117,9 @@ class AlertWorker(NodeWatch):
             if topic in (ATTRIBUTED, MEMBERS) and self._writings.leftover:
                 await asyncio.wait(self._writings.leftover)
             if topic == MEMBERS:
-                if self.app.current(batch[0][0]):  # all of a batch were read in one epoch
-                    await self._group(number, batch)
+                async with self._grouping:
+                    if self.app.current(batch[0][0]):  # all of a batch were read in one epoch
+                        await self._group(number, batch)
                 return
             for slot, record in batch:
                 if not self.app.current(slot):
@@ -197,7 +199,7 @@ class AlertWorker(NodeWatch):
                 known[record.key] = group
             elif slot.offset > self._groups_written.get((number, record.key), -1):
                 # written late, by a worker that had lost the partition: ours is to be the last one
-                self._writings.start(self.app, self._write_group(number, record.key, known[record.key]))
+                self._writings.start(self.app, self._write_groups(number, {record.key: known[record.key]}))
         self.app.finish(slot)
 
     async def _group(self, number: int, batch: Batch) -> None:
@@ -230,8 +232,7 @@ class AlertWorker(NodeWatch):
             for alert in step.alerts
         ]
         await self._acknowledged("alert", sent)
-        for key, group in changed.items():
-            await self._write_group(number, key, group)
+        await self._write_groups(number, changed)
         for alert, news in [(alert, step.news) for step in steps for alert in step.alerts]:
             self._note(alert, "alert" if news else "repeat")
         if epoch == self.app.reader.ledger.epoch:
@@ -239,18 +240,33 @@ class AlertWorker(NodeWatch):
             for slot in slots:
                 self.app.finish(slot)
 
-    async def _write_group(self, number: int, key: bytes, group: AlertGroup | None) -> None:
-        value = None if group is None else memory.encode(group)
-        sent = await self.app.sender.send(GROUPS, value, key=key, partition=number)
-        await self._acknowledged("state", [sent])
-        if sent.exception() is None:
-            self._groups_written[number, key] = sent.result()
+    async def _write_groups(self, number: int, written: Mapping[bytes, AlertGroup | None]) -> None:
+        sent: dict[bytes, asyncio.Future[int]] = {}
+        for key, group in written.items():
+            value = None if group is None else memory.encode(group)
+            sent[key] = await self.app.sender.send(GROUPS, value, key=key, partition=number)
+        await self._acknowledged("state", list(sent.values()))
+        for key, one in sent.items():
+            if one.exception() is None:
+                self._groups_written[number, key] = one.result()
 
-    async def _forget_group(self, number: int, key: bytes, group: AlertGroup, left: AlertGroup | None) -> None:
-        """A group is over for long: its alert is deleted, and what is kept of it, unless its workload holds GPUs."""
-        if group.alert is not None:
-            await self._acknowledged("alert", [await self.app.sender.send(ALERTS, None, key=key)])
-        await self._write_group(number, key, left)
+    async def _forget_groups(self, number: int, epoch: int) -> None:
+        """Delete the alerts of groups that are over for long, and what is kept of them: of a workload that holds GPUs
+        their number stays. No report is worked on meanwhile: a group that fires again is not over."""
+        async with self._grouping:
+            if epoch != self.app.reader.ledger.epoch:
+                return
+            known, now_ms = self._groups.setdefault(number, {}), self._clocks.now_ms()
+            over = {key: group for key, group in known.items() if groups.is_over(group, now_ms)}
+            alerts = [key for key, group in over.items() if group.alert is not None]
+            await self._acknowledged("alert", [await self.app.sender.send(ALERTS, None, key=key) for key in alerts])
+            left = {key: groups.without_alert(group) for key, group in over.items()}
+            await self._write_groups(number, left)
+            if epoch == self.app.reader.ledger.epoch:
+                for key, group in left.items():
+                    known.pop(key, None)
+                    if group is not None:
+                        known[key] = group
 
     def _note(self, alert: Alert, record: str) -> None:
         """Count and log a record of gpu.alerts that was acknowledged."""
@@ -356,13 +372,9 @@ class AlertWorker(NodeWatch):
             self._settle(partition, node)
             if node.settled() and node.current is not None and machine.is_over(node.current):
                 self._writings.start(self.app, self._delete(partition, node, node.current))
-        kept = self._groups.get(number, {})
-        for key in [key for key, group in kept.items() if groups.is_over(group, self._clocks.now_ms())]:
-            group = kept.pop(key)
-            left = groups.without_alert(group)
-            if left is not None:
-                kept[key] = left
-            self._writings.start(self.app, self._forget_group(number, key, group, left))
+        now_ms, kept = self._clocks.now_ms(), self._groups.get(number, {})
+        if not self._grouping.locked() and any(groups.is_over(group, now_ms) for group in kept.values()):
+            self._writings.start(self.app, self._forget_groups(number, self.app.reader.ledger.epoch))
 
     def observe(self) -> None:
         gauge = self._instruments.gauge

@@ -201,7 +201,7 @@ def _idle(device: CountedDevice, pods: Sequence[Sequence[int]]) -> Sequence[bool
     """Which of the holders do nothing with the device, as alerts judge it in a tick; not known is not idle."""
     holders = device.holders
     parts = [part_of([holders[at].parts for at in pod]) for pod in pods]
-    if all([part is not None and part >= IDLE_BELOW for part in parts]):
+    if min([part or 0.0 for part in parts]) >= IDLE_BELOW:
         return (False,) * len(holders)
     work, ran, rest = work_of(device.metrics), ran_of(device.processes or ()), None
     idle = [False] * len(holders)

@@ -715,6 +715,34 @@ async def test_the_alert_of_a_workload_that_was_resolved_a_week_ago_is_deleted()
     assert worker.broker.logs[GROUPS][-1].value is None
 
 
+async def test_an_alert_that_fires_again_when_it_is_a_week_old_is_not_deleted() -> None:
+    worker = await grouping(30)
+    for at_s, busy in ((30, 0.9), *((at_s, 0.0) for at_s in range(31, 61))):
+        for node, pod, number in (("n", "bert-0", 0), ("m", "bert-1", 1)):
+            worker.broker.log(tick(at_s, device(number, holder(pod), busy=busy), node=node))
+    await worker.live()
+    reports = worker.fetch(MEMBERS)
+    await worker.take(reports[:-2])
+    assert said(worker.broker)[-1] == ("GPUHeldIdle", "resolved")
+    worker.clocks.started_ms += DELETE_MS + 120_000
+    worker.sender.holding = True
+    firing = asyncio.create_task(worker.stage.take(reports[-2:]))
+    await settle()
+    worker.stage.look_at(0)
+    await settle()
+    worker.sender.holding = False
+    while not firing.done():
+        worker.sender.land()
+        await settle()
+    worker.stage.look_at(0)
+    await settle()
+    assert said(worker.broker)[-1][1] == "firing"
+    assert worker.broker.logs[ALERTS][-1].value is not None
+    kept = msgspec.json.decode(worker.broker.logs[GROUPS][-1].value or b"", type=AlertGroup)
+    assert kept.alert is not None
+    assert kept.alert.state == "firing"
+
+
 async def test_a_node_that_left_holds_nothing_of_a_workload() -> None:
     worker = await grouping(10)
     worker.broker.logs[WORKLOADS].append(
