@@ -71,7 +71,7 @@ class Alert(NamedTuple):
 # -- who holds and uses GPUs
 
 
-def recording() -> Iterator[Rule]:
+def recording() -> Iterator[tuple[str, str]]:
     """Of each device and pod, then of namespaces, workloads, nodes and the fleet; a share of a GPU counts as that."""
     alone, of_otel = 'k8s_pod_name!=""', f"{{{OTEL}}}"
     holders, part = f"gpu_holders{of_otel}", f"gpu_pod_utilization_ratio{of_otel}"
@@ -80,27 +80,25 @@ def recording() -> Iterator[Rule]:
     of_pod = f"{DEVICE}, {POD}"
     slices = f"* on ({DEVICE}) group_left () device:gpu_slices:ratio"
     per_pod = f"{of_pod}, {OWNER}"
-    yield _recorded("device:gpu_slices:ratio", _slices())
-    yield _recorded(
-        "device:gpu_held:ratio", f"device:gpu_slices:ratio and on ({DEVICE}) (max by ({DEVICE}) ({holders}) > 0)"
-    )
-    yield _recorded(
+    yield "device:gpu_slices:ratio", _slices()
+    yield ("device:gpu_held:ratio", f"device:gpu_slices:ratio and on ({DEVICE}) (max by ({DEVICE}) ({holders}) > 0)")
+    yield (
         "device:gpu_used:ratio",
         f'max by ({DEVICE}) (gpu_utilization or gpu_gr_engine_active{{gpu_mig_uuid!=""}}) {slices}',
     )
     nothing = f"max by ({DEVICE}) ({work}) < {IDLE_BELOW}"
-    yield _recorded("device:gpu_idle:ratio", f"device:gpu_held:ratio and on ({DEVICE}) ({nothing})")
-    yield _recorded(
+    yield "device:gpu_idle:ratio", f"device:gpu_held:ratio and on ({DEVICE}) ({nothing})"
+    yield (
         "pod:gpu_held:ratio",
         f"group by ({per_pod}) (gpu_holders{{{alone}}} or gpu_pod_memory_used_bytes{of_otel})\n"
         f"  / on ({DEVICE}) group_left () max by ({DEVICE}) ({holders} > 0)\n  {slices}",
     )
-    yield _recorded(
+    yield (
         "pod:gpu_used:ratio",
         f"max by ({per_pod}) (\n  {part} or on ({DEVICE})"
         f' (gpu_utilization{{{alone}}} or gpu_gr_engine_active{{{alone},gpu_mig_uuid!=""}}))\n  {slices}',
     )
-    yield _recorded(
+    yield (
         "pod:gpu_idle:ratio",
         f"pod:gpu_held:ratio and on ({of_pod}) (\n"
         f"  max by ({of_pod}) ({work_alone}) < {IDLE_BELOW}\n"
@@ -108,14 +106,10 @@ def recording() -> Iterator[Rule]:
     )
     for level, (of, by) in LEVELS.items():
         for what in ("held", "used", "idle"):
-            yield _recorded(f"{level}:gpu_{what}:sum", f"sum by ({by}) ({of}:gpu_{what}:ratio)")
-            yield _recorded(f"{level}:gpu_{what}_hours:sum1h", f"sum_over_time({level}:gpu_{what}:sum[1h]) / 60")
+            yield f"{level}:gpu_{what}:sum", f"sum by ({by}) ({of}:gpu_{what}:ratio)"
+            yield f"{level}:gpu_{what}_hours:sum1h", f"sum_over_time({level}:gpu_{what}:sum[1h]) / 60"
         if of == "device":
-            yield _recorded(f"{level}:gpu:count", f"count by ({by}) (group by ({GPU}) ({holders}))")
-
-
-def _recorded(name: str, expr: str) -> Rule:
-    return {"record": name, "expr": expr}
+            yield f"{level}:gpu:count", f"count by ({by}) (group by ({GPU}) ({holders}))"
 
 
 def _slices() -> str:
@@ -144,64 +138,69 @@ XID_SEVERITIES: dict[XidKind, Severity] = {
 """As the alert stream has them."""
 
 SUBJECT = "GPU {{ $labels.gpu_index }} of {{ $labels.k8s_node_name }}"
+ALONE, PART = 'gpu_holders{k8s_pod_name!=""}', f"gpu_pod_utilization_ratio{{{OTEL}}}"
+DID = " or ".join(
+    [
+        *(f'max_over_time({one}{{k8s_pod_name!=""}}[1h])' for one in ACTIVITY),
+        f'label_replace(max_over_time({PART}[1h]), "of", "part", "", "")',
+    ]
+)
+"""What a pod did at the most in an hour, alone on a device or as its part."""
 
 
-def _risen(counter: str, by: str, window: str) -> str:
-    """By how much a counter rose, its first step too, whoever held the GPU."""
-    merged = f"max by ({by}) ({counter})"
-    return f"(increase({merged}[{window}:15s]) > 0)\n  or ({merged} unless max by ({by}) ({counter} offset {window}))"
-
-
-def _codes(kind: XidKind) -> str:
-    """The matcher of the codes of a kind; unknown are those that no kind has."""
+def xids_of(kind: XidKind) -> str:
+    """By how much the XIDs of a kind rose, their first time too, whoever held the GPU; unknown are those of no kind."""
     known = "|".join(str(code) for code, xid in XIDS.items() if kind in {xid.kind, "unknown"})
-    return f'xid{"!~" if kind == "unknown" else "=~"}"{known}"'
+    counter = f'gpu_xid_errors_total{{{OTEL},xid{"!~" if kind == "unknown" else "=~"}"{known}"}}'
+    merged = f"max by ({ONE_GPU}, xid) ({counter})"
+    return f"(increase({merged}[15m:15s]) > 0)\n  or ({merged} unless max by ({ONE_GPU}, xid) ({counter} offset 15m))"
 
 
-def gpu_alerts() -> Iterator[Alert]:
-    """Called as the alert stream calls them, so that they have its runbooks."""
-    for kind, severity in XID_SEVERITIES.items():
-        chosen = f"gpu_xid_errors_total{{{OTEL},{_codes(kind)}}}"
-        yield Alert(
+# Called as the alert stream calls them, so that they have its runbooks.
+GPU_ALERTS = (
+    *(
+        Alert(
             "GPUXid",
-            _risen(chosen, f"{ONE_GPU}, xid", "15m"),
+            xids_of(kind),
             severity,
             SUBJECT + ": XID {{ $labels.xid }}",
             "The driver reported it within 15 minutes. docs/reference/alerts.md says what the code means and what to"
             " do.",
             labels={"xid_kind": kind},
         )
-    yield Alert(
+        for kind, severity in XID_SEVERITIES.items()
+    ),
+    Alert(
         "GPUEccUncorrectable",
         f'increase(max by ({ONE_GPU}) (gpu_ecc_errors{{gpu_ecc_error_type="uncorrectable"}})[15m:15s]) > 0',
         "critical",
         SUBJECT + ": memory errors that can't be corrected",
         "{{ $labels.gpu_uuid }}: what ran on it may have failed. Drain and reset it.",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GPURowRemapFailure",
         f"max by ({ONE_GPU}) (gpu_row_remap_failure) == 1",
         "critical",
         SUBJECT + ": a memory row could not be remapped",
         "{{ $labels.gpu_uuid }} has no spare rows left there: replace it.",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GPURowRemapPending",
         f"max by ({ONE_GPU}) (gpu_row_remap_pending or gpu_retired_pages_pending) == 1",
         "warning",
         SUBJECT + ": a memory row waits to be remapped",
         "{{ $labels.gpu_uuid }} wants a reset, which ends what runs on it.",
         "1h",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GPUThermalSlowdown",
         f'max by ({ONE_GPU}) (gpu_throttle_reason{{gpu_throttle_cause=~"temp_hardware|temp_software"}}) == 1',
         "warning",
         SUBJECT + " is too hot and slows down",
         "{{ $labels.gpu_uuid }}: look at the cooling of the node.",
         "5m",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GPUNvlinkErrors",
         f"""
         increase(max by ({ONE_GPU}) (gpu_interconnect_crc_errors)[5m:15s]) > 100
@@ -211,51 +210,54 @@ def gpu_alerts() -> Iterator[Alert]:
         "warning",
         SUBJECT + ": its NVLinks have errors",
         "{{ $value | humanize }} in 5 minutes on {{ $labels.gpu_uuid }}.",
-    )
-    alone, part = 'gpu_holders{k8s_pod_name!=""}', f"gpu_pod_utilization_ratio{{{OTEL}}}"
-    yield Alert(
+    ),
+    Alert(
         "GPUHeldIdle",
         f"""
         count by (k8s_cluster_name, {POD}) (
-          (max by ({DEVICE}, {POD}) ({_did()}) < {IDLE_BELOW})
-          and group by ({DEVICE}, {POD}) ({alone} or {part})
-          and group by ({DEVICE}, {POD}) ({alone} offset 1h or {part} offset 1h)
+          (max by ({DEVICE}, {POD}) ({DID}) < {IDLE_BELOW})
+          and group by ({DEVICE}, {POD}) ({ALONE} or {PART})
+          and group by ({DEVICE}, {POD}) ({ALONE} offset 1h or {PART} offset 1h)
         )
         """,
         "info",
         "{{ $labels.k8s_namespace_name }}/{{ $labels.k8s_pod_name }} holds {{ $value }} GPUs and uses none of them",
         "It did less than 1 % on each for an hour, alone on it or with its part.",
         "5m",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GPUUsedUnallocated",
         f"(max by ({ONE_GPU}) (gpu_utilization) > 0.05) and on ({GPU}) (max by ({GPU}) (gpu_holders{{{OTEL}}}) == 0)",
         "warning",
         SUBJECT + " works, and no pod was given it",
         "{{ $labels.gpu_uuid }} has a utilization of {{ $value | humanizePercentage }}.",
         "2m",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GPUAttributionConflict",
         f"max by ({ONE_GPU}, reason) (gpu_attribution_conflict{{{OTEL}}}) == 1",
         "warning",
         SUBJECT + ": what runs there is not what it was given to",
         "{{ $labels.gpu_uuid }}: {{ $labels.reason }}.",
         "2m",
-    )
-    for name, state, words in (
-        ("GPULost", "lost", "left the bus (XID 79) and want a reset or a new board"),
-        ("GPUNotAnswering", "timeout", "do not answer NVML"),
-    ):
-        yield Alert(
-            name,
-            f'sum by (job, instance, state) (gpustream_node_gpus{{state="{state}"}}) > 0',
-            "critical" if state == "lost" else "warning",
-            f"{{{{ $value }}}} GPUs of {{{{ $labels.instance }}}} {words}",
-            "The node producer says so.",
-            "1m",
-        )
-    yield Alert(
+    ),
+    Alert(
+        "GPULost",
+        'sum by (job, instance, state) (gpustream_node_gpus{state="lost"}) > 0',
+        "critical",
+        "{{ $value }} GPUs of {{ $labels.instance }} left the bus (XID 79) and want a reset or a new board",
+        "The node producer says so.",
+        "1m",
+    ),
+    Alert(
+        "GPUNotAnswering",
+        'sum by (job, instance, state) (gpustream_node_gpus{state="timeout"}) > 0',
+        "warning",
+        "{{ $value }} GPUs of {{ $labels.instance }} do not answer NVML",
+        "The node producer says so.",
+        "1m",
+    ),
+    Alert(
         "NodeSilent",
         f"""
         group by (k8s_cluster_name, k8s_node_name) (gpu_holders{{{OTEL}}} offset 10m)
@@ -265,14 +267,8 @@ def gpu_alerts() -> Iterator[Alert]:
         "{{ $labels.k8s_node_name }} sends nothing",
         "Prometheus had GPUs of it ten minutes ago. The node, its producer or the way to Kafka is down.",
         "2m",
-    )
-
-
-def _did() -> str:
-    """What a pod did at the most in an hour, alone on a device or as its part."""
-    alone = [f'max_over_time({one}{{k8s_pod_name!=""}}[1h])' for one in ACTIVITY]
-    part = f"max_over_time(gpu_pod_utilization_ratio{{{OTEL}}}[1h])"
-    return " or ".join([*alone, f'label_replace({part}, "of", "part", "", "")'])
+    ),
+)
 
 
 # -- alerts on gpustream itself
@@ -299,68 +295,67 @@ def _behind(name: str, lag: str, ticks: str, what: str, description: str) -> Ale
     return Alert(name, expr, "warning", f"{ITS} {what}", description, "5m")
 
 
-def pipeline_alerts() -> Iterator[Alert]:
-    """What the components' own metrics say."""
-    yield Alert(
+PIPELINE_ALERTS = (
+    Alert(
         "GpustreamDown",
         'up{job=~"gpustream.*"} == 0',
         "critical",
         f"{ITS} does not answer a scrape",
         "Prometheus reaches nobody there. Ticks wait in Kafka, or in the node's buffer, until it is back.",
         "1m",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GpustreamNotReady",
         "gpustream_ready == 0",
         "warning",
         f"{ITS} runs and can't do its work",
         "Its /readyz says why.",
         "5m",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GpustreamTicksDropped",
         _counted("gpustream_producer_ticks_dropped_total", "job, instance, reason"),
         "critical",
         f"{ITS} dropped ticks: {{{{ $labels.reason }}}}",
         "{{ $value | humanize }} ticks in 5 minutes never reached Kafka and are lost. For buffer_full and buffer_age"
         " see whether Kafka is there, or give --buffer more.",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GpustreamRecordsExpired",
         "\nor ".join(map(_counted, [*_own("lost_offsets_total"), *_own("records_expired_total")])),
         "critical",
         f"{ITS}: Kafka deleted records before they were read",
         "{{ $value | humanize }} records in 5 minutes are lost to it. It was behind by more than the topic keeps.",
-    )
-    yield _behind(
+    ),
+    _behind(
         "GpustreamAttributionBehind",
         'gpustream_attribution_lag_records{topic="gpu.samples"}',
         "gpustream_attribution_ticks_total",
         "is more than a minute behind",
         "{{ $value | humanize }} ticks wait in gpu.samples. " + KEPT,
-    )
-    yield _behind(
+    ),
+    _behind(
         "GpustreamAlertsBehind",
         'gpustream_alerts_lag_records{topic="gpu.attributed"}',
         "gpustream_alerts_ticks_total",
         "judges GPUs more than a minute late",
         "{{ $value | humanize }} ticks wait in gpu.attributed. Alerts are late, none is lost.",
-    )
-    yield _behind(
+    ),
+    _behind(
         "GpustreamUsageBehind",
         'gpustream_usage_lag_records{topic="gpu.attributed"}',
         "gpustream_usage_ticks_total",
         "counts usage more than a minute late",
         "{{ $value | humanize }} ticks wait in gpu.attributed. Hours become final later, none is lost.",
-    )
-    yield _behind(
+    ),
+    _behind(
         "GpustreamRemoteWriteBehind",
         "gpustream_remote_write_lag_records",
         "gpustream_remote_write_records_delivered_total",
         "is more than a minute behind",
         "{{ $value | humanize }} ticks wait in gpu.attributed. " + KEPT,
-    )
-    yield Alert(
+    ),
+    Alert(
         "GpustreamReceiverFailing",
         "\nor ".join(f"{one} == 1" for one in [*_own("receiver_failing"), *_own("failing")]),
         "warning",
@@ -368,8 +363,8 @@ def pipeline_alerts() -> Iterator[Alert]:
         "It is tried again for as long as it takes, and nothing is lost while Kafka keeps the records (24 h). The"
         " sink's /readyz and its log have the receiver's own words; see the address, the credentials and the limits.",
         "5m",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GpustreamSeriesLeftOut",
         "gpustream_remote_write_series_left_out > 0",
         "warning",
@@ -378,16 +373,16 @@ def pipeline_alerts() -> Iterator[Alert]:
         " gpustream_remote_write_values_left_out_total the reasons. With series_limit, the tenant has more series than"
         " the receiver lets it have.",
         "15m",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GpustreamCountersBroken",
         "max by (job, instance, sink) (gpustream_counters_broken) == 1",
         "warning",
         f"The file of --counters of {ITS} can't be used",
         "What it held before stays in force. The log names the lines, and so does gpustream counters check FILE.",
         "2m",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GpustreamSeriesCollide",
         "\nor ".join(_counted(f'{one}{{reason!="rule"}}') for one in _own("samples_withheld_total")),
         "warning",
@@ -395,16 +390,16 @@ def pipeline_alerts() -> Iterator[Alert]:
         "After the rules of --relabel another series has the same labels, or the name is not valid. Give each series a"
         " label that tells it apart.",
         "10m",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GpustreamMisplacedNodes",
         "\nor ".join(map(_counted, _own("misplaced_nodes_total"))),
         "warning",
         ITS + " reads {{ $value | humanize }} nodes from a partition that is not theirs",
         "Something else than gpustream writes to the topic, with another partitioner. The ticks of these nodes may be"
         " attributed without their snapshots.",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GpustreamTicksMissed",
         """
         sum by (job, instance) (rate(gpustream_node_ticks_missed_total[10m]))
@@ -414,15 +409,15 @@ def pipeline_alerts() -> Iterator[Alert]:
         f"{ITS} reads its GPUs late",
         "{{ $value | humanize }} readings a second never took place: the node has no CPU for it, or NVML is slow.",
         "10m",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GpustreamDeadLetters",
         "\nor ".join(map(_counted, _own("records_dead_lettered_total"))),
         "warning",
         ITS + " could not use {{ $value | humanize }} records",
         "They are in the topic gpu.dead-letters for 7 days, each with the reason in its headers.",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GpustreamLateAttribution",
         """
         sum by (job) (rate(gpustream_attribution_ticks_total{attribution="late"}[10m]))
@@ -432,23 +427,24 @@ def pipeline_alerts() -> Iterator[Alert]:
         "{{ $value | humanize }} ticks/s are attributed by an old snapshot",
         "The snapshots that they name did not come. They are marked late; see the nodes' producers.",
         "10m",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GpustreamKubeletSilent",
         "gpustream_node_kubelet_age_seconds > 300",
         "warning",
         f"The kubelet of {ITS} has not answered for {{{{ $value | humanizeDuration }}}}",
         "GPUs are booked to the pods that it last named; gpustream_node_kubelet_calls_total says what fails.",
         "1m",
-    )
-    yield Alert(
+    ),
+    Alert(
         "GpustreamNoLeader",
         "max by (job) (gpustream_cluster_leading) == 0",
         "warning",
         "No cluster producer leads",
         "New pods have no workload, labels or owners until one does. Those that were known are kept.",
         "2m",
-    )
+    ),
+)
 
 
 # -- files
@@ -477,9 +473,13 @@ def _custom_resource(name: str, groups: list[Rule]) -> str:
 
 def files() -> dict[Path, str]:
     """Every file and what is in it."""
-    use: Rule = {"name": "gpustream-use", "interval": INTERVAL, "rules": list(recording())}
-    own: Rule = {"name": "gpustream", "rules": [one.rule() for one in pipeline_alerts()]}
-    gpus: Rule = {"name": "gpustream-gpus", "rules": [one.rule() for one in gpu_alerts()]}
+    use: Rule = {
+        "name": "gpustream-use",
+        "interval": INTERVAL,
+        "rules": [{"record": name, "expr": expr} for name, expr in recording()],
+    }
+    own: Rule = {"name": "gpustream", "rules": [one.rule() for one in PIPELINE_ALERTS]}
+    gpus: Rule = {"name": "gpustream-gpus", "rules": [one.rule() for one in GPU_ALERTS]}
     named = {"recording": [use], "pipeline": [own], "gpus": [gpus]}
     return {
         **{K8S / "prometheus" / f"{name}.yml": _dumped({"groups": groups}) for name, groups in named.items()},

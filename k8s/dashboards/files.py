@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from k8s.dashboards.gpus import device, fleet, node
-from k8s.dashboards.health import health, pipeline
-from k8s.dashboards.use import idle, usage, workload
+from k8s.dashboards.gpus import FLEET, NODES_GPUS, ONE_GPU
+from k8s.dashboards.health import HEALTH, PIPELINE
+from k8s.dashboards.use import IDLE_GPUS, USAGE, WORKLOADS
 from topics.reference import generate
 
 FOLDER = Path(__file__).parents[1] / "components" / "dashboards"
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[1] / "components" / "dashboards"
 
 def files() -> dict[Path, str]:
     """Every file and what is in it."""
-    boards = [make() for make in (fleet, node, device, workload, idle, health, usage, pipeline)]
+    boards = (FLEET, NODES_GPUS, ONE_GPU, WORKLOADS, IDLE_GPUS, HEALTH, USAGE, PIPELINE)
     return {FOLDER / f"{board['uid']}.json": json.dumps(board, indent=1) + "\n" for board in boards}
 
 

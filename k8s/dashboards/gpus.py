@@ -1,7 +1,7 @@
 """The dashboards of what there is: the fleet, a node, a GPU with its every metric."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from k8s.dashboards.panel import (
     BAD_ABOVE_ZERO,
@@ -32,6 +32,7 @@ from k8s.dashboards.queries import (
     firing,
     gpus,
     held,
+    holders,
     holding,
     idle_devices,
     zero,
@@ -43,242 +44,228 @@ CLUSTER = choice("cluster", "k8s_cluster_name", "gpu_holders")
 NODE = choice("node", "k8s_node_name", 'gpu_holders{k8s_cluster_name=~"$cluster"}')
 IDLE = listed("idle", "idle for", ("1m", "5m", "15m", "1h", "6h"), "15m")
 
-OF_NODE = "/d/gpu-node?var-cluster=${__data.fields.cluster}&var-node=${__data.fields.node}&${__url_time_range}"
-OF_GPU = "/d/gpu-device?${cluster:queryparam}&${node:queryparam}&var-gpu=${__data.fields.GPU}&${__url_time_range}"
-OF_WORKLOAD = (
-    "/d/gpu-workload?var-namespace=${__data.fields.namespace}&var-workload=${__data.fields.workload}"
-    "&${__url_time_range}"
-)
 NOT_CUT = f'unless on ({DEVICE}) gpu_info{{{PLACE},mig_mode="enabled",gpu_mig_uuid=""}}'
 """Without the GPUs that are cut into MIG devices: their memory is those devices'."""
 
 
-def fleet() -> Json:
-    """All GPUs, and who has them."""
-    memory = f"sum(gpu_memory_used{{{PLACE}}} {NOT_CUT}) / sum(gpu_memory_total{{{PLACE}}} {NOT_CUT})"
-    of_held = f"gpu_utilization{{{PLACE}}} and on ({DEVICE}) (gpu_holders{{{PLACE}}} > 0)"
-    node, model = "k8s_cluster_name, k8s_node_name", "gpu_model, driver_version"
-    return dashboard(
-        "gpu-fleet",
-        "GPU fleet",
-        "How many GPUs there are, who holds them, and what they do.",
-        [CLUSTER, NODE, IDLE],
-        [
-            tile("GPUs", "Physical GPUs, those without a pod among them.", zero(f"count({gpus()})")),
-            tile(
-                "Held", "GPUs that at least one pod holds, alone, shared or in a MIG device.", zero(f"count({held()})")
-            ),
-            tile(
-                "Shared",
-                "GPUs and MIG devices that several pods hold.",
-                zero(f"count(max by ({DEVICE}) (gpu_holders{{{PLACE}}}) > 1)"),
-            ),
-            tile(
-                "Held and idle",
-                "GPUs and MIG devices that were held for the whole of the time chosen above, and did nothing in it.",
-                zero(f"count({idle_devices()})"),
-                steps=LOOK_ABOVE_ZERO,
-            ),
-            tile("Alerts", "What fires, by the alert stream or by Prometheus.", firing(), steps=BAD_ABOVE_ZERO),
-            tile(
-                "Utilization of what is held",
-                "The mean over GPUs that are held.",
-                f"avg({of_held})",
-                "percentunit",
-                SHARE_IS_GOOD,
-            ),
-            tile("Nodes", "Nodes with GPUs.", zero(f"count(group by ({node}) ({gpus()}))")),
-            tile("Memory used", "Of the memory of all GPUs.", memory, "percentunit", FULL),
-            tile("Power", "What all GPUs draw.", f"sum(gpu_power_draw{{{PLACE}}})", "watt"),
-            tile("Hottest", "The highest temperature of a GPU.", f"max(gpu_temperature{{{PLACE}}})", "celsius", HOT),
-            tile(
-                "Slowed down",
-                "GPUs that heat keeps below their clocks.",
-                zero(f'count(max by ({GPU}) (gpu_throttle_reason{{{PLACE},gpu_throttle_cause=~"temp_.*"}}) > 0)'),
-                steps=BAD_ABOVE_ZERO,
-            ),
-            tile(
-                "Not as the kubelet says",
-                "Devices on which something else runs than the kubelet gave them to.",
-                zero(f"count(group by ({DEVICE}) (gpu_attribution_conflict{{{PLACE}}} == 1))"),
-                steps=LOOK_ABOVE_ZERO,
-            ),
-            graph(
-                "GPUs over time",
-                "Physical GPUs: all, those that are held, and devices that are held and idle.",
-                [
-                    ("all", zero(f"count({gpus()})")),
-                    ("held", zero(f"count({held()})")),
-                    ("held and idle (devices)", zero(f"count({idle_devices()})")),
-                ],
-            ),
-            graph(
-                "Devices by namespace",
-                "GPUs and MIG devices that its pods hold; of a shared one each pod has an equal part.",
-                [("{{k8s_namespace_name}}", holding(PLACE, "k8s_namespace_name"))],
-                stacked=True,
-            ),
-            graph(
-                "Utilization",
-                "Of the GPUs that are held: the mean, and what a tenth of them is below and above.",
-                [
-                    ("mean", f"avg({of_held})"),
-                    ("10 % are below", f"quantile(0.1, {of_held})"),
-                    ("10 % are above", f"quantile(0.9, {of_held})"),
-                ],
-                "percentunit",
-            ),
-            graph(
-                "GPUs' worth of work by namespace",
-                "The sum of its pods' utilization: 1 is a whole GPU that works all the time.",
-                [
-                    (
-                        "{{k8s_namespace_name}}",
-                        f"sum by (k8s_namespace_name) ({alone_or_part(*UTILIZATION, PLACE)})",
-                    )
-                ],
-                stacked=True,
-            ),
-            graph(
-                "Power and its limit",
-                "What all GPUs draw, and what they may.",
-                [("drawn", f"sum(gpu_power_draw{{{PLACE}}})"), ("limit", f"sum(gpu_power_limit{{{PLACE}}})")],
-                "watt",
-            ),
-            graph(
-                "Memory by namespace",
-                "What its pods use, alone or as a part of a shared device.",
-                [("{{k8s_namespace_name}}", f"sum by (k8s_namespace_name) ({alone_or_part(*MEMORY, PLACE)})")],
-                "bytes",
-                stacked=True,
-            ),
-            table(
-                "All nodes",
-                "Click on a node to see it.",
-                {"k8s_cluster_name": "cluster", "k8s_node_name": "node"},
-                [
-                    Column("GPUs", f"count by ({node}) ({gpus()})"),
-                    Column("held", f"count by ({node}) ({held()})"),
-                    Column(
-                        "utilization", f"avg by ({node}) (gpu_utilization{{{PLACE}}})", "percentunit", SHARE_IS_GOOD
-                    ),
-                    Column("memory", f"sum by ({node}) (gpu_memory_used{{{PLACE}}} {NOT_CUT})", "bytes"),
-                    Column("power", f"sum by ({node}) (gpu_power_draw{{{PLACE}}})", "watt"),
-                    Column("hottest", f"max by ({node}) (gpu_temperature{{{PLACE}}})", "celsius", HOT),
-                    Column("alerts", f"count by ({node}) (gpu_alert_firing{{{PLACE}}})", steps=BAD_ABOVE_ZERO),
-                ],
-                links={"k8s_node_name": ("the node", OF_NODE)},
-            ),
-            table(
-                "Models",
-                "GPUs by model and driver.",
-                {"gpu_model": "model", "driver_version": "driver"},
-                [
-                    Column(
-                        "GPUs",
-                        f"count by ({model}) (group by ({GPU}, {model}) (gpu_info{{{PLACE}}}))",
-                    )
-                ],
-            ),
-        ],
-    )
+# -- the fleet: all GPUs, and who has them
+
+MEMORY_SHARE = f"sum(gpu_memory_used{{{PLACE}}} {NOT_CUT}) / sum(gpu_memory_total{{{PLACE}}} {NOT_CUT})"
+OF_HELD = f"gpu_utilization{{{PLACE}}} and on ({DEVICE}) (gpu_holders{{{PLACE}}} > 0)"
+BY_NODE, BY_MODEL = "k8s_cluster_name, k8s_node_name", "gpu_model, driver_version"
+FLEET = dashboard(
+    "gpu-fleet",
+    "GPU fleet",
+    "How many GPUs there are, who holds them, and what they do.",
+    [CLUSTER, NODE, IDLE],
+    [
+        tile("GPUs", "Physical GPUs, those without a pod among them.", zero(f"count({gpus()})")),
+        tile("Held", "GPUs that at least one pod holds, alone, shared or in a MIG device.", zero(f"count({held()})")),
+        tile(
+            "Shared",
+            "GPUs and MIG devices that several pods hold.",
+            zero(f"count(max by ({DEVICE}) (gpu_holders{{{PLACE}}}) > 1)"),
+        ),
+        tile(
+            "Held and idle",
+            "GPUs and MIG devices that were held for the whole of the time chosen above, and did nothing in it.",
+            zero(f"count({idle_devices()})"),
+            steps=LOOK_ABOVE_ZERO,
+        ),
+        tile("Alerts", "What fires, by the alert stream or by Prometheus.", firing(), steps=BAD_ABOVE_ZERO),
+        tile(
+            "Utilization of what is held",
+            "The mean over GPUs that are held.",
+            f"avg({OF_HELD})",
+            "percentunit",
+            SHARE_IS_GOOD,
+        ),
+        tile("Nodes", "Nodes with GPUs.", zero(f"count(group by ({BY_NODE}) ({gpus()}))")),
+        tile("Memory used", "Of the memory of all GPUs.", MEMORY_SHARE, "percentunit", FULL),
+        tile("Power", "What all GPUs draw.", f"sum(gpu_power_draw{{{PLACE}}})", "watt"),
+        tile("Hottest", "The highest temperature of a GPU.", f"max(gpu_temperature{{{PLACE}}})", "celsius", HOT),
+        tile(
+            "Slowed down",
+            "GPUs that heat keeps below their clocks.",
+            zero(f'count(max by ({GPU}) (gpu_throttle_reason{{{PLACE},gpu_throttle_cause=~"temp_.*"}}) > 0)'),
+            steps=BAD_ABOVE_ZERO,
+        ),
+        tile(
+            "Not as the kubelet says",
+            "Devices on which something else runs than the kubelet gave them to.",
+            zero(f"count(group by ({DEVICE}) (gpu_attribution_conflict{{{PLACE}}} == 1))"),
+            steps=LOOK_ABOVE_ZERO,
+        ),
+        graph(
+            "GPUs over time",
+            "Physical GPUs: all, those that are held, and devices that are held and idle.",
+            [
+                ("all", zero(f"count({gpus()})")),
+                ("held", zero(f"count({held()})")),
+                ("held and idle (devices)", zero(f"count({idle_devices()})")),
+            ],
+        ),
+        graph(
+            "Devices by namespace",
+            "GPUs and MIG devices that its pods hold; of a shared one each pod has an equal part.",
+            [("{{k8s_namespace_name}}", holding(PLACE, "k8s_namespace_name"))],
+            stacked=True,
+        ),
+        graph(
+            "Utilization",
+            "Of the GPUs that are held: the mean, and what a tenth of them is below and above.",
+            [
+                ("mean", f"avg({OF_HELD})"),
+                ("10 % are below", f"quantile(0.1, {OF_HELD})"),
+                ("10 % are above", f"quantile(0.9, {OF_HELD})"),
+            ],
+            "percentunit",
+        ),
+        graph(
+            "GPUs' worth of work by namespace",
+            "The sum of its pods' utilization: 1 is a whole GPU that works all the time.",
+            [
+                (
+                    "{{k8s_namespace_name}}",
+                    f"sum by (k8s_namespace_name) ({alone_or_part(*UTILIZATION, PLACE)})",
+                )
+            ],
+            stacked=True,
+        ),
+        graph(
+            "Power and its limit",
+            "What all GPUs draw, and what they may.",
+            [("drawn", f"sum(gpu_power_draw{{{PLACE}}})"), ("limit", f"sum(gpu_power_limit{{{PLACE}}})")],
+            "watt",
+        ),
+        graph(
+            "Memory by namespace",
+            "What its pods use, alone or as a part of a shared device.",
+            [("{{k8s_namespace_name}}", f"sum by (k8s_namespace_name) ({alone_or_part(*MEMORY, PLACE)})")],
+            "bytes",
+            stacked=True,
+        ),
+        table(
+            "All nodes",
+            "Click on a node to see it.",
+            "k8s_cluster_name k8s_node_name",
+            [
+                Column("GPUs", f"count by ({BY_NODE}) ({gpus()})"),
+                Column("held", f"count by ({BY_NODE}) ({held()})"),
+                Column("utilization", f"avg by ({BY_NODE}) (gpu_utilization{{{PLACE}}})", "percentunit", SHARE_IS_GOOD),
+                Column("memory", f"sum by ({BY_NODE}) (gpu_memory_used{{{PLACE}}} {NOT_CUT})", "bytes"),
+                Column("power", f"sum by ({BY_NODE}) (gpu_power_draw{{{PLACE}}})", "watt"),
+                Column("hottest", f"max by ({BY_NODE}) (gpu_temperature{{{PLACE}}})", "celsius", HOT),
+                Column("alerts", f"count by ({BY_NODE}) (gpu_alert_firing{{{PLACE}}})", steps=BAD_ABOVE_ZERO),
+            ],
+            opens="k8s_node_name",
+        ),
+        table(
+            "Models",
+            "GPUs by model and driver.",
+            "gpu_model driver_version",
+            [
+                Column(
+                    "GPUs",
+                    f"count by ({BY_MODEL}) (group by ({GPU}, {BY_MODEL}) (gpu_info{{{PLACE}}}))",
+                )
+            ],
+        ),
+    ],
+)
 
 
-def node() -> Json:
-    """One node: its devices, who holds them, what they do."""
-    device = "gpu_index, gpu_uuid, gpu_mig_uuid, gpu_mig_profile, gpu_model"
-    legend = "{{gpu_index}} {{gpu_mig_profile}}"
-    short = "gpu_index, gpu_mig_profile, gpu_mig_uuid"
+# -- one node: its devices, who holds them, what they do
 
-    def by_gpu(title: str, says: str, expr: str, unit: str, **more: object) -> Json:
-        return graph(title, says, [(legend, f"max by ({short}) ({expr})")], unit, **more)  # type: ignore[arg-type]
-
-    def holders(what: str) -> str:
-        return f"max by ({device}) ({what}{{{PLACE}}})"
-
-    return dashboard(
-        "gpu-node",
-        "GPU node",
-        "The devices of a node, who holds them, and what they do.",
-        [CLUSTER, choice("node", "k8s_node_name", 'gpu_holders{k8s_cluster_name=~"$cluster"}', one=True)],
-        [
-            tile("GPUs", "Physical GPUs of the node.", zero(f"count({gpus()})")),
-            tile("Held", "GPUs that at least one pod holds.", zero(f"count({held()})")),
-            tile("Pods", "Pods that hold a device.", zero(f"count(gpu_pod_info{{{PLACE}}})")),
-            tile("Power", "What its GPUs draw.", f"sum(gpu_power_draw{{{PLACE}}})", "watt"),
-            tile("Hottest", "The highest temperature of a GPU.", f"max(gpu_temperature{{{PLACE}}})", "celsius", HOT),
-            tile(
-                "Alerts",
-                "What the alert stream says of the node.",
-                zero(f"count(gpu_alert_firing{{{PLACE}}})"),
-                steps=BAD_ABOVE_ZERO,
-            ),
-            table(
-                "Devices",
-                "GPUs and MIG devices. Click on a UUID to see all of the GPU.",
-                {
-                    "gpu_index": "index",
-                    "gpu_uuid": "GPU",
-                    "gpu_mig_profile": "MIG profile",
-                    "gpu_mig_uuid": "MIG device",
-                    "gpu_model": "model",
-                },
-                [
-                    Column("pods", holders("gpu_holders")),
-                    Column("utilization", holders("gpu_utilization"), "percentunit", SHARE_IS_GOOD),
-                    Column("memory", holders("gpu_memory_used"), "bytes"),
-                    Column("memory in all", holders("gpu_memory_total"), "bytes"),
-                    Column("power", holders("gpu_power_draw"), "watt"),
-                    Column("temperature", holders("gpu_temperature"), "celsius", HOT),
-                ],
-                links={"gpu_uuid": ("the GPU", OF_GPU)},
-            ),
-            timeline(
-                "Holders",
-                "Which pod holds which GPU, and in which MIG device.",
-                [(f"{legend} {{{{k8s_namespace_name}}}}/{{{{k8s_pod_name}}}}", _holders(PLACE, short))],
-                "held",
-            ),
-            by_gpu(
-                "Utilization", "Share of the time in which a kernel ran.", f"gpu_utilization{{{PLACE}}}", "percentunit"
-            ),
-            by_gpu("Memory", "Memory in use.", f"gpu_memory_used{{{PLACE}}}", "bytes"),
-            by_gpu("Power by GPU", "Power drawn.", f"gpu_power_draw{{{PLACE}}}", "watt"),
-            by_gpu("Temperature", "Of the GPU.", f"gpu_temperature{{{PLACE}}}", "celsius", steps=HOT),
-            by_gpu(
-                "PCIe",
-                "What goes over PCIe in both directions.",
-                f"sum without (gpu_interconnect_direction) (gpu_pcie_throughput{{{PLACE}}})",
-                "Bps",
-            ),
-            by_gpu(
-                "NVLink",
-                "What goes over NVLink in both directions; Hopper and later.",
-                f"sum without (gpu_interconnect_direction) (gpu_interconnect_throughput{{{PLACE}}})",
-                "Bps",
-            ),
-            table(
-                "What pods use",
-                "What each pod uses, alone or of shared devices.",
-                {"k8s_namespace_name": "namespace", "k8s_pod_name": "pod"},
-                [
-                    Column("devices", holding(PLACE, POD)),
-                    Column("GPUs' worth of work", f"sum by ({POD}) ({alone_or_part(*UTILIZATION, PLACE)})"),
-                    Column("memory", f"sum by ({POD}) ({alone_or_part(*MEMORY, PLACE)})", "bytes"),
-                    Column("power", f"sum by ({POD}) ({alone_or_part(*POWER, PLACE)})", "watt"),
-                ],
-            ),
-        ],
-    )
+OF_DEVICE = "gpu_index, gpu_uuid, gpu_mig_uuid, gpu_mig_profile, gpu_model"
+BY_INDEX = "{{gpu_index}} {{gpu_mig_profile}}"
+OF_INDEX = "gpu_index, gpu_mig_profile, gpu_mig_uuid"
 
 
-def _holders(where: str, by: str) -> str:
-    """1 for each pod on each device that it holds."""
-    return f'group by ({by}, {POD}) (gpu_holders{{{where},k8s_pod_name!=""}} or gpu_pod_memory_used_bytes{{{where}}})'
+def by_gpu(title: str, says: str, expr: str, unit: str, **more: object) -> Json:
+    return graph(title, says, [(BY_INDEX, f"max by ({OF_INDEX}) ({expr})")], unit, **more)  # type: ignore[arg-type]
 
+
+def of_devices(what: str) -> str:
+    return f"max by ({OF_DEVICE}) ({what}{{{PLACE}}})"
+
+
+NODES_GPUS = dashboard(
+    "gpu-node",
+    "GPU node",
+    "The devices of a node, who holds them, and what they do.",
+    [CLUSTER, choice("node", "k8s_node_name", 'gpu_holders{k8s_cluster_name=~"$cluster"}', one=True)],
+    [
+        tile("GPUs", "Physical GPUs of the node.", zero(f"count({gpus()})")),
+        tile("Held", "GPUs that at least one pod holds.", zero(f"count({held()})")),
+        tile("Pods", "Pods that hold a device.", zero(f"count(gpu_pod_info{{{PLACE}}})")),
+        tile("Power", "What its GPUs draw.", f"sum(gpu_power_draw{{{PLACE}}})", "watt"),
+        tile("Hottest", "The highest temperature of a GPU.", f"max(gpu_temperature{{{PLACE}}})", "celsius", HOT),
+        tile(
+            "Alerts",
+            "What the alert stream says of the node.",
+            zero(f"count(gpu_alert_firing{{{PLACE}}})"),
+            steps=BAD_ABOVE_ZERO,
+        ),
+        table(
+            "Devices",
+            "GPUs and MIG devices. Click on a UUID to see all of the GPU.",
+            "gpu_index gpu_uuid gpu_mig_profile gpu_mig_uuid gpu_model",
+            [
+                Column("pods", of_devices("gpu_holders")),
+                Column("utilization", of_devices("gpu_utilization"), "percentunit", SHARE_IS_GOOD),
+                Column("memory", of_devices("gpu_memory_used"), "bytes"),
+                Column("memory in all", of_devices("gpu_memory_total"), "bytes"),
+                Column("power", of_devices("gpu_power_draw"), "watt"),
+                Column("temperature", of_devices("gpu_temperature"), "celsius", HOT),
+            ],
+            opens="gpu_uuid",
+        ),
+        timeline(
+            "Holders",
+            "Which pod holds which GPU, and in which MIG device.",
+            [(f"{BY_INDEX} {{{{k8s_namespace_name}}}}/{{{{k8s_pod_name}}}}", holders(PLACE, OF_INDEX))],
+            "held",
+        ),
+        by_gpu("Utilization", "Share of the time in which a kernel ran.", f"gpu_utilization{{{PLACE}}}", "percentunit"),
+        by_gpu("Memory", "Memory in use.", f"gpu_memory_used{{{PLACE}}}", "bytes"),
+        by_gpu("Power by GPU", "Power drawn.", f"gpu_power_draw{{{PLACE}}}", "watt"),
+        by_gpu("Temperature", "Of the GPU.", f"gpu_temperature{{{PLACE}}}", "celsius", steps=HOT),
+        by_gpu(
+            "PCIe",
+            "What goes over PCIe in both directions.",
+            f"sum without (gpu_interconnect_direction) (gpu_pcie_throughput{{{PLACE}}})",
+            "Bps",
+        ),
+        by_gpu(
+            "NVLink",
+            "What goes over NVLink in both directions; Hopper and later.",
+            f"sum without (gpu_interconnect_direction) (gpu_interconnect_throughput{{{PLACE}}})",
+            "Bps",
+        ),
+        table(
+            "What pods use",
+            "What each pod uses, alone or of shared devices.",
+            "k8s_namespace_name k8s_pod_name",
+            [
+                Column("devices", holding(PLACE, POD)),
+                Column("GPUs' worth of work", f"sum by ({POD}) ({alone_or_part(*UTILIZATION, PLACE)})"),
+                Column("memory", f"sum by ({POD}) ({alone_or_part(*MEMORY, PLACE)})", "bytes"),
+                Column("power", f"sum by ({POD}) ({alone_or_part(*POWER, PLACE)})", "watt"),
+            ],
+        ),
+    ],
+)
+
+
+# -- one GPU: its every metric, and its holders as a timeline
 
 THIS = f'{PLACE},gpu_uuid="$gpu"'
 INSTANCE = "gpu_mig_uuid, gpu_mig_profile"
+INFO = (
+    "gpu_model gpu_mig_profile gpu_mig_uuid gpu_index serial driver_version cuda_version vbios_version mig_mode"
+    " processes_visible"
+)
 
 TOPICS = {
     "Utilization": r"gpu_(utilization|memory_utilization|encode_utilization|decode_utilization)(_avg|_min|_max)?",
@@ -310,13 +297,48 @@ UNITS = {
 else is a number."""
 
 
-def device() -> Json:
-    """One GPU: its every metric, and its holders as a timeline."""
+def legend_and_query(one: Series) -> tuple[str, str]:
+    """The legend and the query of a name: counters by how fast they count, each event by itself."""
+    labels = [label for label, _ in one.labels]
+    by = ", ".join([INSTANCE, *labels])
+    legend = " ".join(["{{gpu_mig_profile}}", one.name.removeprefix("gpu_"), *(f"{{{{{label}}}}}" for label in labels)])
+    if one.kind != "counter":
+        return legend, f"max by ({by}) ({one.name}{{{THIS}}})"
+    if one.unit == "millijoules":
+        return f"{legend}, as power", f"sum by ({by}) (rate({one.name}{{{THIS}}}[$__rate_interval])) / 1000"
+    how = "rate" if one.unit in UNITS else "increase"
+    return legend, f"sum by ({by}) ({how}({one.name}{{{THIS}}}[$__rate_interval]))"
+
+
+def metrics() -> Iterator[Json]:
+    """A panel for each topic, and one for each name that is in no topic."""
+    otel = PROFILES["otel"]
+    left = {one.name: one for many in otel.series.values() for one in many}
+    left |= {one.name: Series(one.name, one.labels, unit=one.unit, help=one.help) for one in otel.ratios}
     panels = [
+        (title, [left.pop(name) for name in [*left] if re.fullmatch(pattern, name)])
+        for title, pattern in TOPICS.items()
+    ]
+    panels += [(name.removeprefix("gpu_").replace("_", " ").capitalize(), [one]) for name, one in left.items()]
+    for title, shown in panels:
+        says = " ".join(dict.fromkeys(one.help for one in shown))
+        yield graph(title, says, [legend_and_query(one) for one in shown], UNITS.get(shown[0].unit, "short"))
+
+
+ONE_GPU = dashboard(
+    "gpu-device",
+    "GPU",
+    "One GPU: its holders, and every metric that it has.",
+    [
+        CLUSTER,
+        NODE,
+        choice("gpu", "gpu_uuid", 'gpu_info{k8s_cluster_name=~"$cluster",k8s_node_name=~"$node"}', one=True),
+    ],
+    [
         timeline(
             "Holders",
             "Which pod holds the GPU, or which MIG device of it.",
-            [("{{gpu_mig_profile}} {{k8s_namespace_name}}/{{k8s_pod_name}}", _holders(THIS, INSTANCE))],
+            [("{{gpu_mig_profile}} {{k8s_namespace_name}}/{{k8s_pod_name}}", holders(THIS, INSTANCE))],
             "held",
         ),
         tile("Pods", "How many hold it, or the MIG device that most hold.", f"max(gpu_holders{{{THIS}}})", width=6),
@@ -332,27 +354,10 @@ def device() -> Json:
         table(
             "What it is",
             "The GPU and its MIG devices.",
-            {
-                "gpu_model": "model",
-                "gpu_mig_profile": "MIG profile",
-                "gpu_mig_uuid": "MIG device",
-                "gpu_index": "index",
-                "serial": "serial",
-                "driver_version": "driver",
-                "cuda_version": "CUDA",
-                "vbios_version": "VBIOS",
-                "mig_mode": "MIG mode",
-                "processes_visible": "processes visible",
-            },
-            [
-                Column(
-                    "there",
-                    "max by (gpu_model, gpu_mig_profile, gpu_mig_uuid, gpu_index, serial, driver_version, cuda_version,"
-                    f" vbios_version, mig_mode, processes_visible) (gpu_info{{{THIS}}})",
-                )
-            ],
+            INFO,
+            [Column("there", f"max by ({', '.join(INFO.split())}) (gpu_info{{{THIS}}})")],
         ),
-        *_metrics(),
+        *metrics(),
         row("Of pods"),
         *[
             graph(
@@ -388,47 +393,5 @@ def device() -> Json:
                 ("scaled", f"max(gpu_split_scaled{{{THIS}}})"),
             ],
         ),
-    ]
-    where = 'gpu_info{k8s_cluster_name=~"$cluster",k8s_node_name=~"$node"}'
-    return dashboard(
-        "gpu-device",
-        "GPU",
-        "One GPU: its holders, and every metric that it has.",
-        [CLUSTER, NODE, choice("gpu", "gpu_uuid", where, one=True)],
-        panels,
-    )
-
-
-def _metrics() -> Iterator[Json]:
-    """A panel for each topic, and one for each name that is in no topic."""
-    left = names()
-    for title, pattern in TOPICS.items():
-        chosen = [name for name in left if re.fullmatch(pattern, name)]
-        yield _metrics_panel(title, [left.pop(name) for name in chosen])
-    for name, one in left.items():
-        yield _metrics_panel(name.removeprefix("gpu_").replace("_", " ").capitalize(), [one])
-
-
-def _metrics_panel(title: str, shown: Sequence[Series]) -> Json:
-    says = " ".join(dict.fromkeys(one.help for one in shown))
-    return graph(title, says, [_metric(one) for one in shown], UNITS.get(shown[0].unit, "short"))
-
-
-def _metric(one: Series) -> tuple[str, str]:
-    """The legend and the query of a name: counters by how fast they count, each event by itself."""
-    labels = [label for label, _ in one.labels]
-    by = ", ".join([INSTANCE, *labels])
-    legend = " ".join(["{{gpu_mig_profile}}", one.name.removeprefix("gpu_"), *(f"{{{{{label}}}}}" for label in labels)])
-    if one.kind != "counter":
-        return legend, f"max by ({by}) ({one.name}{{{THIS}}})"
-    if one.unit == "millijoules":
-        return f"{legend}, as power", f"sum by ({by}) (rate({one.name}{{{THIS}}}[$__rate_interval])) / 1000"
-    how = "rate" if one.unit in UNITS else "increase"
-    return legend, f"sum by ({by}) ({how}({one.name}{{{THIS}}}[$__rate_interval]))"
-
-
-def names() -> dict[str, Series]:
-    """Every name that a GPU's metrics have with ``--names otel``, and what is said of it."""
-    otel = PROFILES["otel"]
-    found = {one.name: one for many in otel.series.values() for one in many}
-    return found | {one.name: Series(one.name, one.labels, unit=one.unit, help=one.help) for one in otel.ratios}
+    ],
+)

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 
 from gpustream import reference
-from k8s.dashboards.gpus import CLUSTER, NODE, OF_GPU
+from k8s.dashboards.gpus import CLUSTER, NODE
 from k8s.dashboards.panel import (
     BAD_ABOVE_ZERO,
     HOT,
     LOOK_ABOVE_ZERO,
     Column,
-    Json,
     choice,
     dashboard,
     graph,
@@ -21,367 +20,343 @@ from k8s.dashboards.queries import GPU, OURS, PLACE, POD, events, firing, zero
 from sinks import SINKS
 from streams import STREAMS
 
+# -- XID errors, errors of memory and links, heat, and what fires
 
-def health() -> Json:
-    """XID errors, errors of memory and links, heat, and what fires."""
-    device = f"{GPU}, gpu_index"
-    xids = f"gpu_xid_errors_total{{{PLACE}}}"
-    uncorrectable = f'gpu_ecc_errors{{{PLACE},gpu_ecc_error_type="uncorrectable"}}'
+DEVICE_OF_GPU = f"{GPU}, gpu_index"
+XIDS = f"gpu_xid_errors_total{{{PLACE}}}"
+UNCORRECTABLE = f'gpu_ecc_errors{{{PLACE},gpu_ecc_error_type="uncorrectable"}}'
 
-    def count_of(metric: str) -> str:
-        return zero(f"count(max by ({GPU}) ({metric}) > 0)")
 
-    findings = {
-        "row remap failed": f"gpu_row_remap_failure{{{PLACE}}}",
-        "row remap pending": f"gpu_row_remap_pending{{{PLACE}}}",
-        "pages to retire": f"gpu_retired_pages_pending{{{PLACE}}}",
-        "uncorrectable memory errors": uncorrectable,
-        "slowed down by heat": f'gpu_throttle_reason{{{PLACE},gpu_throttle_cause=~"temp_.*"}}',
-        "not as the kubelet says": f"gpu_attribution_conflict{{{PLACE}}}",
-    }
-    to_look_at = " or ".join(
-        f'label_replace(max by ({device}) ({metric}) > 0, "finding", "{words}", "", "")'
-        for words, metric in findings.items()
-    )
-    return dashboard(
-        "gpu-health",
-        "XIDs and health of GPUs",
-        "Errors that the driver reported, memory, links and heat, and what fires.",
-        [CLUSTER, NODE],
-        [
-            tile("Alerts", "What fires, by the alert stream or by Prometheus.", firing(), steps=BAD_ABOVE_ZERO),
-            tile("XID errors", "In the time shown.", zero(f"sum({events(xids, 'xid')})"), steps=BAD_ABOVE_ZERO),
-            tile(
-                "Memory that failed",
-                "GPUs with errors that ECC could not correct since the driver was loaded.",
-                count_of(uncorrectable),
-                steps=BAD_ABOVE_ZERO,
-            ),
-            tile(
-                "To be reset",
-                "GPUs with rows or pages that wait to be replaced.",
-                count_of(f"gpu_row_remap_pending{{{PLACE}}} or gpu_retired_pages_pending{{{PLACE}}}"),
-                steps=LOOK_ABOVE_ZERO,
-            ),
-            tile(
-                "To be replaced",
-                "GPUs of which a row could not be replaced.",
-                count_of(findings["row remap failed"]),
-                steps=BAD_ABOVE_ZERO,
-            ),
-            tile(
-                "Slowed down by heat",
-                "GPUs that heat keeps below their clocks.",
-                count_of(findings["slowed down by heat"]),
-                steps=BAD_ABOVE_ZERO,
-            ),
-            graph(
-                "XID errors by code",
-                "In the time of a point.",
-                [("XID {{xid}}", events(xids, "xid", "$__rate_interval"))],
-                bars=True,
-            ),
-            graph(
-                "Alerts by name",
-                "The alert stream's, and those that Prometheus judges.",
-                [
-                    ("{{alertname}}", f"count by (alertname) (gpu_alert_firing{{{PLACE}}})"),
-                    ("{{alertname}} (Prometheus)", f"count by (alertname) (ALERTS{{{OURS}}})"),
-                ],
-                stacked=True,
-            ),
-            table(
-                "What fires",
-                "By the alert stream. docs/runbooks says what to do about each.",
-                {
-                    "alertname": "alert",
-                    "severity": "severity",
-                    "k8s_cluster_name": "cluster",
-                    "k8s_node_name": "node",
-                    "gpu_index": "index",
-                    "gpu_uuid": "GPU",
-                    "k8s_namespace_name": "namespace",
-                    "k8s_pod_name": "pod",
-                },
-                [Column("fires", f"count by (alertname, severity, {device}, {POD}) (gpu_alert_firing{{{PLACE}}})")],
-                links={"gpu_uuid": ("the GPU", OF_GPU)},
-            ),
-            table(
-                "XID errors by GPU",
-                "In the time shown. docs/reference/alerts.md says what each code means.",
-                {
-                    "k8s_cluster_name": "cluster",
-                    "k8s_node_name": "node",
-                    "gpu_index": "index",
-                    "gpu_uuid": "GPU",
-                    "xid": "XID",
-                },
-                [Column("errors", events(xids, f"{device}, xid"), steps=BAD_ABOVE_ZERO)],
-                links={"gpu_uuid": ("the GPU", OF_GPU)},
-                width=12,
-            ),
-            table(
-                "XID errors by pod",
-                "Of pods that alone held the GPU when the error came, in the time shown.",
-                {"k8s_namespace_name": "namespace", "k8s_pod_name": "pod", "xid": "XID"},
-                [
-                    Column(
-                        "errors",
-                        f"sum by ({POD}, xid) (sum_over_time(gpu_pod_xid_errors{{{PLACE}}}[$__range]))",
-                        steps=BAD_ABOVE_ZERO,
-                    )
-                ],
-                width=12,
-            ),
-            table(
-                "GPUs to look at",
-                "What is wrong with them now, and how much of it.",
-                {
-                    "k8s_cluster_name": "cluster",
-                    "k8s_node_name": "node",
-                    "gpu_index": "index",
-                    "gpu_uuid": "GPU",
-                    "finding": "finding",
-                },
-                [Column("value", to_look_at)],
-                links={"gpu_uuid": ("the GPU", OF_GPU)},
-            ),
-            graph(
-                "Memory errors",
-                "In the time of a point, by whether ECC could correct them.",
-                [
-                    (
-                        "{{gpu_ecc_error_type}}",
-                        f"sum by (gpu_ecc_error_type) (increase(gpu_ecc_errors{{{PLACE}}}[$__rate_interval]))",
-                    )
-                ],
-            ),
-            graph(
-                "Link errors",
-                "NVLink and PCIe, in the time of a point.",
-                [
-                    ("NVLink CRC", f"sum(increase(gpu_interconnect_crc_errors{{{PLACE}}}[$__rate_interval]))"),
-                    ("NVLink replays", f"sum(increase(gpu_interconnect_replays{{{PLACE}}}[$__rate_interval]))"),
-                    ("NVLink recoveries", f"sum(increase(gpu_interconnect_recoveries{{{PLACE}}}[$__rate_interval]))"),
-                    ("PCIe replays", f"sum(increase(gpu_pcie_replay_count{{{PLACE}}}[$__rate_interval]))"),
-                ],
-            ),
-            graph(
-                "Why clocks are down",
-                "GPUs by cause.",
-                [("{{gpu_throttle_cause}}", f"sum by (gpu_throttle_cause) (gpu_throttle_reason{{{PLACE}}})")],
-            ),
-            graph(
-                "Temperature",
-                "The hottest GPU and memory, and the median GPU.",
-                [
-                    ("hottest GPU", f"max(gpu_temperature{{{PLACE}}})"),
-                    ("hottest memory", f"max(gpu_memory_temperature{{{PLACE}}})"),
-                    ("median GPU", f"quantile(0.5, gpu_temperature{{{PLACE}}})"),
-                ],
-                "celsius",
-                steps=HOT,
-            ),
-        ],
-    )
+def count_of(metric: str) -> str:
+    return zero(f"count(max by ({GPU}) ({metric}) > 0)")
 
+
+FINDINGS = {
+    "row remap failed": f"gpu_row_remap_failure{{{PLACE}}}",
+    "row remap pending": f"gpu_row_remap_pending{{{PLACE}}}",
+    "pages to retire": f"gpu_retired_pages_pending{{{PLACE}}}",
+    "uncorrectable memory errors": UNCORRECTABLE,
+    "slowed down by heat": f'gpu_throttle_reason{{{PLACE},gpu_throttle_cause=~"temp_.*"}}',
+    "not as the kubelet says": f"gpu_attribution_conflict{{{PLACE}}}",
+}
+TO_LOOK_AT = " or ".join(
+    f'label_replace(max by ({DEVICE_OF_GPU}) ({metric}) > 0, "finding", "{words}", "", "")'
+    for words, metric in FINDINGS.items()
+)
+HEALTH = dashboard(
+    "gpu-health",
+    "XIDs and health of GPUs",
+    "Errors that the driver reported, memory, links and heat, and what fires.",
+    [CLUSTER, NODE],
+    [
+        tile("Alerts", "What fires, by the alert stream or by Prometheus.", firing(), steps=BAD_ABOVE_ZERO),
+        tile("XID errors", "In the time shown.", zero(f"sum({events(XIDS, 'xid')})"), steps=BAD_ABOVE_ZERO),
+        tile(
+            "Memory that failed",
+            "GPUs with errors that ECC could not correct since the driver was loaded.",
+            count_of(UNCORRECTABLE),
+            steps=BAD_ABOVE_ZERO,
+        ),
+        tile(
+            "To be reset",
+            "GPUs with rows or pages that wait to be replaced.",
+            count_of(f"gpu_row_remap_pending{{{PLACE}}} or gpu_retired_pages_pending{{{PLACE}}}"),
+            steps=LOOK_ABOVE_ZERO,
+        ),
+        tile(
+            "To be replaced",
+            "GPUs of which a row could not be replaced.",
+            count_of(FINDINGS["row remap failed"]),
+            steps=BAD_ABOVE_ZERO,
+        ),
+        tile(
+            "Slowed down by heat",
+            "GPUs that heat keeps below their clocks.",
+            count_of(FINDINGS["slowed down by heat"]),
+            steps=BAD_ABOVE_ZERO,
+        ),
+        graph(
+            "XID errors by code",
+            "In the time of a point.",
+            [("XID {{xid}}", events(XIDS, "xid", "$__rate_interval"))],
+            bars=True,
+        ),
+        graph(
+            "Alerts by name",
+            "The alert stream's, and those that Prometheus judges.",
+            [
+                ("{{alertname}}", f"count by (alertname) (gpu_alert_firing{{{PLACE}}})"),
+                ("{{alertname}} (Prometheus)", f"count by (alertname) (ALERTS{{{OURS}}})"),
+            ],
+            stacked=True,
+        ),
+        table(
+            "What fires",
+            "By the alert stream. docs/runbooks says what to do about each.",
+            "alertname severity k8s_cluster_name k8s_node_name gpu_index gpu_uuid k8s_namespace_name k8s_pod_name",
+            [Column("fires", f"count by (alertname, severity, {DEVICE_OF_GPU}, {POD}) (gpu_alert_firing{{{PLACE}}})")],
+            opens="gpu_uuid",
+        ),
+        table(
+            "XID errors by GPU",
+            "In the time shown. docs/reference/alerts.md says what each code means.",
+            "k8s_cluster_name k8s_node_name gpu_index gpu_uuid xid",
+            [Column("errors", events(XIDS, f"{DEVICE_OF_GPU}, xid"), steps=BAD_ABOVE_ZERO)],
+            opens="gpu_uuid",
+            width=12,
+        ),
+        table(
+            "XID errors by pod",
+            "Of pods that alone held the GPU when the error came, in the time shown.",
+            "k8s_namespace_name k8s_pod_name xid",
+            [
+                Column(
+                    "errors",
+                    f"sum by ({POD}, xid) (sum_over_time(gpu_pod_xid_errors{{{PLACE}}}[$__range]))",
+                    steps=BAD_ABOVE_ZERO,
+                )
+            ],
+            width=12,
+        ),
+        table(
+            "GPUs to look at",
+            "What is wrong with them now, and how much of it.",
+            "k8s_cluster_name k8s_node_name gpu_index gpu_uuid finding",
+            [Column("value", TO_LOOK_AT)],
+            opens="gpu_uuid",
+        ),
+        graph(
+            "Memory errors",
+            "In the time of a point, by whether ECC could correct them.",
+            [
+                (
+                    "{{gpu_ecc_error_type}}",
+                    f"sum by (gpu_ecc_error_type) (increase(gpu_ecc_errors{{{PLACE}}}[$__rate_interval]))",
+                )
+            ],
+        ),
+        graph(
+            "Link errors",
+            "NVLink and PCIe, in the time of a point.",
+            [
+                ("NVLink CRC", f"sum(increase(gpu_interconnect_crc_errors{{{PLACE}}}[$__rate_interval]))"),
+                ("NVLink replays", f"sum(increase(gpu_interconnect_replays{{{PLACE}}}[$__rate_interval]))"),
+                ("NVLink recoveries", f"sum(increase(gpu_interconnect_recoveries{{{PLACE}}}[$__rate_interval]))"),
+                ("PCIe replays", f"sum(increase(gpu_pcie_replay_count{{{PLACE}}}[$__rate_interval]))"),
+            ],
+        ),
+        graph(
+            "Why clocks are down",
+            "GPUs by cause.",
+            [("{{gpu_throttle_cause}}", f"sum by (gpu_throttle_cause) (gpu_throttle_reason{{{PLACE}}})")],
+        ),
+        graph(
+            "Temperature",
+            "The hottest GPU and memory, and the median GPU.",
+            [
+                ("hottest GPU", f"max(gpu_temperature{{{PLACE}}})"),
+                ("hottest memory", f"max(gpu_memory_temperature{{{PLACE}}})"),
+                ("median GPU", f"quantile(0.5, gpu_temperature{{{PLACE}}})"),
+            ],
+            "celsius",
+            steps=HOT,
+        ),
+    ],
+)
+
+
+AGE = "time() - max by (k8s_cluster_name, k8s_node_name) (timestamp(gpu_power_draw))"
+"""By how much the newest power of a node is behind the clock."""
 
 OWN = 'job=~"$job",instance=~"$instance"'
 
 
-def pipeline() -> Json:
-    """gpustream itself: what flows, what waits, what was lost or refused."""
-    there = {row.name for section in reference.sections() for row in section.rows}
+# -- gpustream itself: what flows, what waits, what was lost or refused
 
-    def each(metric: str, query: Callable[[str], str]) -> list[tuple[str, str]]:
-        """A query for each stream and sink that has a metric of its own of this name."""
-        found = [(name, f"gpustream_{name.replace('-', '_')}_{metric}") for name in (*STREAMS, *SINKS)]
-        return [(name, query(f"{own}{{{OWN}}}")) for name, own in found if own in there]
+THERE = {row.name for section in reference.sections() for row in section.rows}
 
-    def increase(metric: str) -> str:
-        return f"sum(increase({metric}[$__rate_interval]))"
 
-    def since(metrics: list[tuple[str, str]]) -> str:
-        """How many there were in the time shown, in all; a counter begins when it first counts."""
-        parts = [
-            f"(sum(({one} unless {one} offset $__range) or increase({one}[$__range])) or vector(0))"
-            for _, one in metrics
-        ]
-        return f"round({' + '.join(parts)})"
+def each(metric: str, query: Callable[[str], str]) -> list[tuple[str, str]]:
+    """A query for each stream and sink that has a metric of its own of this name."""
+    found = [(name, f"gpustream_{name.replace('-', '_')}_{metric}") for name in (*STREAMS, *SINKS)]
+    return [(name, query(f"{own}{{{OWN}}}")) for name, own in found if own in THERE]
 
-    letters = each("records_dead_lettered_total", str)
-    lags = each("lag_records", lambda one: f"sum({one})")
-    producer = {
-        what: f"gpustream_producer_{what}{{{OWN}}}"
-        for what in ("ticks_made_total", "ticks_sent_total", "ticks_held", "buffered_bytes")
-    }
-    dropped = f"gpustream_producer_ticks_dropped_total{{{OWN}}}"
-    ticks = f"gpustream_attribution_ticks_total{{{OWN}}}"
-    return dashboard(
-        "gpu-pipeline",
-        "gpustream itself",
-        "What flows, what waits, what was late, refused or lost: the components' own metrics.",
-        [choice("job", "job", "gpustream_ready"), choice("instance", "instance", 'gpustream_ready{job=~"$job"}')],
-        [
-            tile("Processes", "Those that answer.", zero(f"count(gpustream_ready{{{OWN}}})")),
-            tile(
-                "Not ready",
-                "They run and can't do their work: /readyz says why.",
-                zero(f"count(gpustream_ready{{{OWN}}} == 0)"),
-                steps=BAD_ABOVE_ZERO,
+
+def increase(metric: str) -> str:
+    return f"sum(increase({metric}[$__rate_interval]))"
+
+
+def since(metrics: list[tuple[str, str]]) -> str:
+    """How many there were in the time shown, in all; a counter begins when it first counts."""
+    parts = [
+        f"(sum(({one} unless {one} offset $__range) or increase({one}[$__range])) or vector(0))" for _, one in metrics
+    ]
+    return f"round({' + '.join(parts)})"
+
+
+LETTERS = each("records_dead_lettered_total", str)
+LAGS = each("lag_records", lambda one: f"sum({one})")
+PRODUCER = {
+    what: f"gpustream_producer_{what}{{{OWN}}}"
+    for what in ("ticks_made_total", "ticks_sent_total", "ticks_held", "buffered_bytes")
+}
+DROPPED = f"gpustream_producer_ticks_dropped_total{{{OWN}}}"
+TICKS = f"gpustream_attribution_ticks_total{{{OWN}}}"
+PIPELINE = dashboard(
+    "gpu-pipeline",
+    "gpustream itself",
+    "What flows, what waits, what was late, refused or lost: the components' own metrics.",
+    [choice("job", "job", "gpustream_ready"), choice("instance", "instance", 'gpustream_ready{job=~"$job"}')],
+    [
+        tile("Processes", "Those that answer.", zero(f"count(gpustream_ready{{{OWN}}})")),
+        tile(
+            "Not ready",
+            "They run and can't do their work: /readyz says why.",
+            zero(f"count(gpustream_ready{{{OWN}}} == 0)"),
+            steps=BAD_ABOVE_ZERO,
+        ),
+        tile(
+            "Ticks that wait",
+            "Of gpu.samples, for attribution.",
+            zero(f'sum(gpustream_attribution_lag_records{{{OWN},topic="gpu.samples"}})'),
+        ),
+        tile(
+            "Dead letters",
+            "In the time shown: records that could not be used. gpu.dead-letters has the reasons.",
+            since(LETTERS),
+            steps=BAD_ABOVE_ZERO,
+        ),
+        tile(
+            "Ticks dropped",
+            "In the time shown: they never reached Kafka.",
+            since([("", DROPPED)]),
+            steps=BAD_ABOVE_ZERO,
+        ),
+        tile(
+            "Receivers that fail",
+            "Of the sinks: tried again for as long as it takes.",
+            " + ".join(
+                f"(sum({one}) or vector(0))" for _, one in [*each("receiver_failing", str), *each("failing", str)]
             ),
-            tile(
-                "Ticks that wait",
-                "Of gpu.samples, for attribution.",
-                zero(f'sum(gpustream_attribution_lag_records{{{OWN},topic="gpu.samples"}})'),
-            ),
-            tile(
-                "Dead letters",
-                "In the time shown: records that could not be used. gpu.dead-letters has the reasons.",
-                since(letters),
-                steps=BAD_ABOVE_ZERO,
-            ),
-            tile(
-                "Ticks dropped",
-                "In the time shown: they never reached Kafka.",
-                since([("", dropped)]),
-                steps=BAD_ABOVE_ZERO,
-            ),
-            tile(
-                "Receivers that fail",
-                "Of the sinks: tried again for as long as it takes.",
-                " + ".join(
-                    f"(sum({one}) or vector(0))" for _, one in [*each("receiver_failing", str), *each("failing", str)]
+            steps=BAD_ABOVE_ZERO,
+        ),
+        graph(
+            "Ticks per second",
+            "Made and sent by producers, attributed, and delivered by sinks. The sinks of alerts deliver alerts.",
+            [
+                ("made", f"sum(rate({PRODUCER['ticks_made_total']}[$__rate_interval]))"),
+                ("sent", f"sum(rate({PRODUCER['ticks_sent_total']}[$__rate_interval]))"),
+                ("attributed", f"sum(rate({TICKS}[$__rate_interval]))"),
+                *each("records_delivered_total", lambda one: f"sum(rate({one}[$__rate_interval]))")[len(STREAMS) :],
+            ],
+        ),
+        graph(
+            "Records that wait",
+            "Not finished yet, by stream and sink. Nothing is lost while Kafka keeps them.",
+            LAGS,
+        ),
+        graph(
+            "Delay",
+            "99 of 100 ticks take no longer: from reading until the receiver has them; of alerts, from the log.",
+            each(
+                "delay_seconds",
+                lambda one: (
+                    f"histogram_quantile(0.99, sum by (le) (rate({one.replace('{', '_bucket{')}[$__rate_interval])))"
                 ),
-                steps=BAD_ABOVE_ZERO,
             ),
-            graph(
-                "Ticks per second",
-                "Made and sent by producers, attributed, and delivered by sinks. The sinks of alerts deliver alerts.",
-                [
-                    ("made", f"sum(rate({producer['ticks_made_total']}[$__rate_interval]))"),
-                    ("sent", f"sum(rate({producer['ticks_sent_total']}[$__rate_interval]))"),
-                    ("attributed", f"sum(rate({ticks}[$__rate_interval]))"),
-                    *each("records_delivered_total", lambda one: f"sum(rate({one}[$__rate_interval]))")[len(STREAMS) :],
-                ],
-            ),
-            graph(
-                "Records that wait",
-                "Not finished yet, by stream and sink. Nothing is lost while Kafka keeps them.",
-                lags,
-            ),
-            graph(
-                "Delay",
-                "99 of 100 ticks take no longer: from reading until the receiver has them; of alerts, from the log.",
-                each(
-                    "delay_seconds",
-                    lambda one: f"histogram_quantile(0.99, sum by (le) (rate({_buckets(one)}[$__rate_interval])))",
-                ),
-                "s",
-            ),
-            graph(
-                "Age of the newest reading",
-                "In Prometheus: of the node that is behind the most, and of the median node.",
-                [("oldest", f"max({_age()})"), ("median", f"quantile(0.5, {_age()})")],
-                "s",
-            ),
-            row("Late, refused, lost"),
-            graph(
-                "Dead letters by component",
-                "In the time of a point, by who wrote them.",
-                each("records_dead_lettered_total", increase),
-                bars=True,
-            ),
-            graph(
-                "Dropped",
-                "In the time of a point: ticks by producers, and records that a receiver refused for their time.",
-                [
-                    ("producers: {{reason}}", f"sum by (reason) (increase({dropped}[$__rate_interval]))"),
-                    *each("records_dropped_total", increase),
-                ],
-                bars=True,
-            ),
-            graph(
-                "How ticks are attributed",
-                "exact by the snapshot that they name, late by the last one known, none without one.",
-                [("{{attribution}}", f"sum by (attribution) (rate({ticks}[$__rate_interval]))")],
-                stacked=True,
-            ),
-            graph(
-                "Deleted before it was read",
-                "Records that retention deleted, in the time of a point.",
-                [*each("lost_offsets_total", increase), *each("records_expired_total", increase)],
-                bars=True,
-            ),
-            row("Sinks"),
-            graph(
-                "Requests",
-                "Attempts per second, by what the answer meant.",
-                [
-                    (f"{name}: {{{{result}}}}", expr)
-                    for name, expr in each(
-                        "requests_total", lambda one: f"sum by (result) (rate({one}[$__rate_interval]))"
-                    )
-                ],
-            ),
-            graph(
-                "Series left out",
-                "Series that the receiver of remote write refused, and that are not sent for ten minutes.",
-                [("series", f"sum(gpustream_remote_write_series_left_out{{{OWN}}})")],
-            ),
-            row("The processes"),
-            graph(
-                "Buffers of producers",
-                "Ticks that wait to be sent, and their bytes.",
-                [("ticks", f"sum({producer['ticks_held']})"), ("bytes", f"sum({producer['buffered_bytes']})")],
-            ),
-            graph(
-                "Event loops",
-                "The most that a loop was late in the last minute, by stream and sink.",
-                each("loop_late_seconds", lambda one: f"max({one})"),
-                "s",
-            ),
-            graph(
-                "Rebalances of streams",
-                "Times that partitions were taken away, in the time of a point.",
-                each("rebalances_total", increase),
-                bars=True,
-            ),
-            graph(
-                "Kubelets",
-                "Seconds since the kubelet of a node last answered.",
-                [("longest", f"max(gpustream_node_kubelet_age_seconds{{{OWN}}})")],
-                "s",
-            ),
-            table(
-                "Nodes' GPUs that don't answer",
-                "By the node producers: lost left the bus, timeout do not answer NVML.",
-                {"instance": "instance", "state": "state"},
-                [
-                    Column(
-                        "GPUs",
-                        f'sum by (instance, state) (gpustream_node_gpus{{{OWN},state!="ok"}}) > 0',
-                        steps=BAD_ABOVE_ZERO,
-                    )
-                ],
-                width=12,
-            ),
-            table(
-                "Versions",
-                "Of the processes that answer.",
-                {"version": "version"},
-                [Column("processes", f"count by (version) (gpustream_build_info{{{OWN}}})")],
-                width=12,
-            ),
-        ],
-    )
-
-
-def _buckets(histogram: str) -> str:
-    """The series of a histogram, by the selector of its name."""
-    return histogram.replace("{", "_bucket{")
-
-
-def _age() -> str:
-    """By how much the newest power of a node is behind the clock."""
-    return "time() - max by (k8s_cluster_name, k8s_node_name) (timestamp(gpu_power_draw))"
+            "s",
+        ),
+        graph(
+            "Age of the newest reading",
+            "In Prometheus: of the node that is behind the most, and of the median node.",
+            [("oldest", f"max({AGE})"), ("median", f"quantile(0.5, {AGE})")],
+            "s",
+        ),
+        row("Late, refused, lost"),
+        graph(
+            "Dead letters by component",
+            "In the time of a point, by who wrote them.",
+            each("records_dead_lettered_total", increase),
+            bars=True,
+        ),
+        graph(
+            "Dropped",
+            "In the time of a point: ticks by producers, and records that a receiver refused for their time.",
+            [
+                ("producers: {{reason}}", f"sum by (reason) (increase({DROPPED}[$__rate_interval]))"),
+                *each("records_dropped_total", increase),
+            ],
+            bars=True,
+        ),
+        graph(
+            "How ticks are attributed",
+            "exact by the snapshot that they name, late by the last one known, none without one.",
+            [("{{attribution}}", f"sum by (attribution) (rate({TICKS}[$__rate_interval]))")],
+            stacked=True,
+        ),
+        graph(
+            "Deleted before it was read",
+            "Records that retention deleted, in the time of a point.",
+            [*each("lost_offsets_total", increase), *each("records_expired_total", increase)],
+            bars=True,
+        ),
+        row("Sinks"),
+        graph(
+            "Requests",
+            "Attempts per second, by what the answer meant.",
+            [
+                (f"{name}: {{{{result}}}}", expr)
+                for name, expr in each("requests_total", lambda one: f"sum by (result) (rate({one}[$__rate_interval]))")
+            ],
+        ),
+        graph(
+            "Series left out",
+            "Series that the receiver of remote write refused, and that are not sent for ten minutes.",
+            [("series", f"sum(gpustream_remote_write_series_left_out{{{OWN}}})")],
+        ),
+        row("The processes"),
+        graph(
+            "Buffers of producers",
+            "Ticks that wait to be sent, and their bytes.",
+            [("ticks", f"sum({PRODUCER['ticks_held']})"), ("bytes", f"sum({PRODUCER['buffered_bytes']})")],
+        ),
+        graph(
+            "Event loops",
+            "The most that a loop was late in the last minute, by stream and sink.",
+            each("loop_late_seconds", lambda one: f"max({one})"),
+            "s",
+        ),
+        graph(
+            "Rebalances of streams",
+            "Times that partitions were taken away, in the time of a point.",
+            each("rebalances_total", increase),
+            bars=True,
+        ),
+        graph(
+            "Kubelets",
+            "Seconds since the kubelet of a node last answered.",
+            [("longest", f"max(gpustream_node_kubelet_age_seconds{{{OWN}}})")],
+            "s",
+        ),
+        table(
+            "Nodes' GPUs that don't answer",
+            "By the node producers: lost left the bus, timeout do not answer NVML.",
+            "instance state",
+            [
+                Column(
+                    "GPUs",
+                    f'sum by (instance, state) (gpustream_node_gpus{{{OWN},state!="ok"}}) > 0',
+                    steps=BAD_ABOVE_ZERO,
+                )
+            ],
+            width=12,
+        ),
+        table(
+            "Versions",
+            "Of the processes that answer.",
+            "version",
+            [Column("processes", f"count by (version) (gpustream_build_info{{{OWN}}})")],
+            width=12,
+        ),
+    ],
+)

@@ -4,7 +4,7 @@ In: titles, words and PromQL. Out: dicts of the types of Grafana's own schema. P
 the order in which they are given. A tile and a table ask for one moment, a graph and a timeline for the time shown.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
@@ -25,6 +25,45 @@ HOT = ((None, GREEN), (80, YELLOW), (88, RED))
 FULL = ((None, GREEN), (0.85, YELLOW), (0.95, RED))
 
 Steps = Sequence[tuple[float | None, str]]
+
+HEADINGS = {
+    "k8s_cluster_name": "cluster",
+    "k8s_node_name": "node",
+    "k8s_namespace_name": "namespace",
+    "k8s_pod_name": "pod",
+    "k8s_workload_kind": "kind",
+    "k8s_workload_name": "workload",
+    "gpu_index": "index",
+    "gpu_uuid": "GPU",
+    "gpu_model": "model",
+    "gpu_mig_profile": "MIG profile",
+    "gpu_mig_uuid": "MIG device",
+    "driver_version": "driver",
+    "cuda_version": "CUDA",
+    "vbios_version": "VBIOS",
+    "mig_mode": "MIG mode",
+    "processes_visible": "processes visible",
+    "xid": "XID",
+    "alertname": "alert",
+}
+"""What a table calls a label, if not by its own name."""
+
+LINKS = {
+    "k8s_node_name": (
+        "the node",
+        "/d/gpu-node?var-cluster=${__data.fields.cluster}&var-node=${__data.fields.node}&${__url_time_range}",
+    ),
+    "gpu_uuid": (
+        "the GPU",
+        "/d/gpu-device?${cluster:queryparam}&${node:queryparam}&var-gpu=${__data.fields.GPU}&${__url_time_range}",
+    ),
+    "k8s_workload_name": (
+        "this workload alone",
+        "/d/gpu-workload?var-namespace=${__data.fields.namespace}&var-workload=${__data.fields.workload}"
+        "&${__url_time_range}",
+    ),
+}
+"""What a click on a label's value opens: its title and URL."""
 
 
 class Column(NamedTuple):
@@ -136,24 +175,18 @@ def timeline(title: str, says: str, queries: Iterable[tuple[str, str]], state: s
 
 
 def table(
-    title: str,
-    says: str,
-    labels: Mapping[str, str],
-    columns: Sequence[Column],
-    *,
-    links: Mapping[str, tuple[str, str]] | None = None,
-    width: int = WIDTH,
+    title: str, says: str, labels: str, columns: Sequence[Column], *, opens: str = "", width: int = WIDTH
 ) -> Json:
-    """A row for each set of ``labels`` (name -> heading), a column for each query, largest first by the first one.
+    """A row for each set of ``labels``, a column for each query, largest first by the first one.
 
-    ``links``: by label, the title and URL of what a click on it opens.
+    A click on the label ``opens`` opens what is in ``LINKS``.
     """
+    headings = {label: HEADINGS.get(label, label) for label in labels.split()}
     names = {"Value" if len(columns) == 1 else f"Value #{ascii_uppercase[n]}": one for n, one in enumerate(columns)}
     overrides = [_override(one.heading, unit=one.unit, thresholds=_thresholds(one.steps)) for one in columns]
-    overrides += [
-        _override(labels[label], links=[{"title": words, "url": url}]) for label, (words, url) in (links or {}).items()
-    ]
-    order = [*labels, *names]
+    if opens:
+        words, url = LINKS[opens]
+        overrides.append(_override(headings[opens], links=[{"title": words, "url": url}]))
     return _panel(
         "table",
         title,
@@ -169,8 +202,8 @@ def table(
                 "id": "organize",
                 "options": {
                     "excludeByName": {"Time": True},
-                    "indexByName": {name: number for number, name in enumerate(order)},
-                    "renameByName": {**labels, **{name: one.heading for name, one in names.items()}},
+                    "indexByName": {name: number for number, name in enumerate([*headings, *names])},
+                    "renameByName": {**headings, **{name: one.heading for name, one in names.items()}},
                 },
             },
         ],
@@ -198,13 +231,12 @@ def row(title: str) -> Json:
 
 def data_source() -> Json:
     """The variable by which a reader chooses the Prometheus."""
-    current = {"text": "Prometheus", "value": "prometheus"}
     return {
         "name": "datasource",
         "label": "data source",
         "type": "datasource",
         "query": "prometheus",
-        "current": current,
+        "current": {"text": "Prometheus", "value": "prometheus"},
     }
 
 
@@ -232,15 +264,13 @@ def choice(name: str, label: str, of: str, *, one: bool = False) -> Json:
 
 def listed(name: str, label: str, values: Sequence[str], chosen: str) -> Json:
     """A variable of fixed values."""
-    options = [{"text": value, "value": value, "selected": value == chosen} for value in values]
-    current = {"text": chosen, "value": chosen}
     return {
         "name": name,
         "label": label,
         "type": "custom",
         "query": ",".join(values),
-        "options": options,
-        "current": current,
+        "options": [{"text": value, "value": value, "selected": value == chosen} for value in values],
+        "current": {"text": chosen, "value": chosen},
     }
 
 

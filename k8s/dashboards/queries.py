@@ -38,6 +38,11 @@ def holding(where: str, by: str) -> str:
     return f"sum by ({by}) ({pods} / on ({DEVICE}) group_left () max by ({DEVICE}) (gpu_holders{{{CLUSTER}}} > 0))"
 
 
+def holders(where: str, by: str) -> str:
+    """1 for each pod on each device that it holds."""
+    return f'group by ({by}, {POD}) (gpu_holders{{{where},k8s_pod_name!=""}} or gpu_pod_memory_used_bytes{{{where}}})'
+
+
 def alone_or_part(metric: str, part: str, where: str) -> str:
     """A quantity of each pod on each device: its part of a shared device, else the device's, if it holds that alone."""
     alone = [f'{one}{{{where},k8s_pod_name!=""}}' for one in metric.split()]

@@ -1,13 +1,12 @@
 """The dashboards of who has what and what comes of it: workloads, idle GPUs, and what was used, by hour."""
 
-from k8s.dashboards.gpus import CLUSTER, IDLE, NODE, NOT_CUT, OF_WORKLOAD
+from k8s.dashboards.gpus import CLUSTER, IDLE, NODE, NOT_CUT
 from k8s.dashboards.panel import (
     BAD_ABOVE_ZERO,
     LOOK_ABOVE_ZERO,
     SHARE_IS_BAD,
     SHARE_IS_GOOD,
     Column,
-    Json,
     choice,
     dashboard,
     graph,
@@ -35,320 +34,310 @@ from k8s.dashboards.queries import (
 NAMESPACE = choice("namespace", "k8s_namespace_name", 'gpu_pod_info{k8s_cluster_name=~"$cluster"}')
 
 
-def workload() -> Json:
-    """What workloads hold and do."""
-    used, memory, power = (alone_or_part(*what, OWNED) for what in (UTILIZATION, MEMORY, POWER))
-    legend = "{{k8s_namespace_name}}/{{k8s_workload_name}}"
-    workloads = choice(
-        "workload",
-        "k8s_workload_name",
-        'gpu_pod_info{k8s_cluster_name=~"$cluster",k8s_namespace_name=~"$namespace"}',
-    )
-    pods = "k8s_namespace_name, k8s_pod_name, k8s_node_name"
-    xids = f"sum_over_time(gpu_pod_xid_errors{{{OWNED}}}[$__range])"
-    return dashboard(
-        "gpu-workload",
-        "GPU workloads",
-        "What each workload holds and does, on GPUs of its own and on shared ones.",
-        [CLUSTER, NAMESPACE, workloads],
-        [
-            tile(
-                "Workloads",
-                "Deployments, Jobs and other owners of pods that hold a GPU.",
-                zero(f"count(group by ({WORKLOAD}) (gpu_pod_info{{{OWNED}}}))"),
-            ),
-            tile("Pods", "Pods that hold a device.", zero(f"count(gpu_pod_info{{{OWNED}}})")),
-            tile(
-                "Devices",
-                "GPUs and MIG devices that they hold; a shared one counts by their part.",
-                zero(f"sum({holding(OWNED, 'k8s_namespace_name')})"),
-                "short",
-            ),
-            tile(
-                "GPUs' worth of work",
-                "The sum of their utilization: 1 is a GPU that works all the time.",
-                f"sum({used})",
-            ),
-            tile("Memory", "What they use.", f"sum({memory})", "bytes"),
-            tile("Power", "What their work draws.", f"sum({power})", "watt"),
-            graph(
-                "Devices by workload",
-                "By workload; a shared device counts by its part.",
-                [(legend, holding(OWNED, WORKLOAD))],
-                stacked=True,
-            ),
-            graph(
-                "GPUs' worth of work by workload",
-                "By workload: the sum of its pods' utilization.",
-                [(legend, f"sum by ({WORKLOAD}) ({used})")],
-                stacked=True,
-            ),
-            graph(
-                "Memory by workload",
-                "By workload.",
-                [(legend, f"sum by ({WORKLOAD}) ({memory})")],
-                "bytes",
-                stacked=True,
-            ),
-            graph(
-                "Power by workload", "By workload.", [(legend, f"sum by ({WORKLOAD}) ({power})")], "watt", stacked=True
-            ),
-            graph(
-                "Tensor cores",
-                "Share of the time in which they work, of the devices that a workload holds alone; Hopper and later.",
-                [(legend, f"avg by ({WORKLOAD}) (gpu_pipe_tensor_active{{{OWNED}}})")],
-                "percentunit",
-            ),
-            graph(
-                "Utilization",
-                "Mean of the devices that a workload holds alone.",
-                [(legend, f"avg by ({WORKLOAD}) (gpu_utilization{{{OWNED}}})")],
-                "percentunit",
-            ),
-            table(
-                "Workloads and what they hold",
-                "Now.",
-                {
-                    "k8s_cluster_name": "cluster",
-                    "k8s_namespace_name": "namespace",
-                    "k8s_workload_kind": "kind",
-                    "k8s_workload_name": "workload",
-                },
-                [
-                    Column("devices", holding(OWNED, WORKLOAD)),
-                    Column("GPUs' worth of work", f"sum by ({WORKLOAD}) ({used})"),
-                    Column("memory", f"sum by ({WORKLOAD}) ({memory})", "bytes"),
-                    Column("power", f"sum by ({WORKLOAD}) ({power})", "watt"),
-                    Column("alerts", f"count by ({WORKLOAD}) (gpu_alert_firing{{{OWNED}}})", steps=BAD_ABOVE_ZERO),
-                ],
-                links={"k8s_workload_name": ("this workload alone", OF_WORKLOAD)},
-            ),
-            table(
-                "Pods and what they do",
-                "Now.",
-                {"k8s_namespace_name": "namespace", "k8s_pod_name": "pod", "k8s_node_name": "node"},
-                [
-                    Column("devices", holding(OWNED, pods)),
-                    Column("GPUs' worth of work", f"sum by ({pods}) ({used})"),
-                    Column("memory", f"sum by ({pods}) ({memory})", "bytes"),
-                ],
-            ),
-            table(
-                "XID errors of its pods",
-                "Those that came while the pod alone held the GPU, in the time shown.",
-                {"k8s_namespace_name": "namespace", "k8s_pod_name": "pod", "xid": "XID"},
-                [Column("errors", f"sum by ({POD}, xid) ({xids})", steps=BAD_ABOVE_ZERO)],
-            ),
-        ],
-    )
+# -- what workloads hold and do
+
+DID, MEMORY_USED, DREW = (alone_or_part(*what, OWNED) for what in (UTILIZATION, MEMORY, POWER))
+LEGEND = "{{k8s_namespace_name}}/{{k8s_workload_name}}"
+CHOSEN = choice(
+    "workload",
+    "k8s_workload_name",
+    'gpu_pod_info{k8s_cluster_name=~"$cluster",k8s_namespace_name=~"$namespace"}',
+)
+PODS = "k8s_namespace_name, k8s_pod_name, k8s_node_name"
+XIDS = f"sum_over_time(gpu_pod_xid_errors{{{OWNED}}}[$__range])"
+WORKLOADS = dashboard(
+    "gpu-workload",
+    "GPU workloads",
+    "What each workload holds and does, on GPUs of its own and on shared ones.",
+    [CLUSTER, NAMESPACE, CHOSEN],
+    [
+        tile(
+            "Workloads",
+            "Deployments, Jobs and other owners of pods that hold a GPU.",
+            zero(f"count(group by ({WORKLOAD}) (gpu_pod_info{{{OWNED}}}))"),
+        ),
+        tile("Pods", "Pods that hold a device.", zero(f"count(gpu_pod_info{{{OWNED}}})")),
+        tile(
+            "Devices",
+            "GPUs and MIG devices that they hold; a shared one counts by their part.",
+            zero(f"sum({holding(OWNED, 'k8s_namespace_name')})"),
+            "short",
+        ),
+        tile(
+            "GPUs' worth of work",
+            "The sum of their utilization: 1 is a GPU that works all the time.",
+            f"sum({DID})",
+        ),
+        tile("Memory", "What they use.", f"sum({MEMORY_USED})", "bytes"),
+        tile("Power", "What their work draws.", f"sum({DREW})", "watt"),
+        graph(
+            "Devices by workload",
+            "By workload; a shared device counts by its part.",
+            [(LEGEND, holding(OWNED, WORKLOAD))],
+            stacked=True,
+        ),
+        graph(
+            "GPUs' worth of work by workload",
+            "By workload: the sum of its pods' utilization.",
+            [(LEGEND, f"sum by ({WORKLOAD}) ({DID})")],
+            stacked=True,
+        ),
+        graph(
+            "Memory by workload",
+            "By workload.",
+            [(LEGEND, f"sum by ({WORKLOAD}) ({MEMORY_USED})")],
+            "bytes",
+            stacked=True,
+        ),
+        graph("Power by workload", "By workload.", [(LEGEND, f"sum by ({WORKLOAD}) ({DREW})")], "watt", stacked=True),
+        graph(
+            "Tensor cores",
+            "Share of the time in which they work, of the devices that a workload holds alone; Hopper and later.",
+            [(LEGEND, f"avg by ({WORKLOAD}) (gpu_pipe_tensor_active{{{OWNED}}})")],
+            "percentunit",
+        ),
+        graph(
+            "Utilization",
+            "Mean of the devices that a workload holds alone.",
+            [(LEGEND, f"avg by ({WORKLOAD}) (gpu_utilization{{{OWNED}}})")],
+            "percentunit",
+        ),
+        table(
+            "Workloads and what they hold",
+            "Now.",
+            "k8s_cluster_name k8s_namespace_name k8s_workload_kind k8s_workload_name",
+            [
+                Column("devices", holding(OWNED, WORKLOAD)),
+                Column("GPUs' worth of work", f"sum by ({WORKLOAD}) ({DID})"),
+                Column("memory", f"sum by ({WORKLOAD}) ({MEMORY_USED})", "bytes"),
+                Column("power", f"sum by ({WORKLOAD}) ({DREW})", "watt"),
+                Column("alerts", f"count by ({WORKLOAD}) (gpu_alert_firing{{{OWNED}}})", steps=BAD_ABOVE_ZERO),
+            ],
+            opens="k8s_workload_name",
+        ),
+        table(
+            "Pods and what they do",
+            "Now.",
+            "k8s_namespace_name k8s_pod_name k8s_node_name",
+            [
+                Column("devices", holding(OWNED, PODS)),
+                Column("GPUs' worth of work", f"sum by ({PODS}) ({DID})"),
+                Column("memory", f"sum by ({PODS}) ({MEMORY_USED})", "bytes"),
+            ],
+        ),
+        table(
+            "XID errors of its pods",
+            "Those that came while the pod alone held the GPU, in the time shown.",
+            "k8s_namespace_name k8s_pod_name xid",
+            [Column("errors", f"sum by ({POD}, xid) ({XIDS})", steps=BAD_ABOVE_ZERO)],
+        ),
+    ],
+)
 
 
-def idle() -> Json:
-    """What is held and not used."""
-    where = f'{PLACE},k8s_namespace_name=~"$namespace"'
-    pods, by = idle_pods(where), f"{DEVICE}, {POD}"
-    devices = idle_devices()
-    blocked = f"{alone_or_part(*MEMORY, where)}"
-    power = f"{alone_or_part(*POWER, where)}"
-    hours = f'sum_over_time(gpu_alert_firing{{{where},alertname="GPUHeldIdle"}}[$__range])'
+# -- what is held and not used
 
-    def of_idle(what: str) -> str:
-        """A quantity of the pods that idle, on the devices on which they do."""
-        return f"sum by ({by}) ({what}) and on ({by}) ({pods})"
+HERE = f'{PLACE},k8s_namespace_name=~"$namespace"'
+IDLE_PODS, ON_DEVICE = idle_pods(HERE), f"{DEVICE}, {POD}"
+IDLE_DEVICES = idle_devices()
+MEMORY_BLOCKED = f"{alone_or_part(*MEMORY, HERE)}"
+POWER_DRAWN = f"{alone_or_part(*POWER, HERE)}"
+ALERTED = f'sum_over_time(gpu_alert_firing{{{HERE},alertname="GPUHeldIdle"}}[$__range])'
 
-    node = f"k8s_node_name, gpu_uuid, {POD}"
-    return dashboard(
-        "gpu-idle",
-        "Idle GPUs and waste",
-        "What is held and not used. A pod idles if it did nothing for all of the time chosen above.",
-        [CLUSTER, NODE, NAMESPACE, IDLE],
-        [
-            tile(
-                "Held and idle",
-                "GPUs and MIG devices that were held for the whole time and did nothing.",
-                zero(f"count({devices})"),
-                steps=LOOK_ABOVE_ZERO,
-            ),
-            tile(
-                "Of what is held",
-                "The share of held devices that idle.",
-                f"({zero(f'count({devices})')}) / count(max by ({DEVICE}) (gpu_holders{{{PLACE}}}) > 0)",
-                "percentunit",
-                SHARE_IS_BAD,
-            ),
-            tile(
-                "Held by nobody",
-                "GPUs and MIG devices that could be used, without GPUs that are cut into MIG devices.",
-                zero(f"count((max by ({DEVICE}) (gpu_holders{{{PLACE}}}) == 0) {NOT_CUT})"),
-            ),
-            tile(
-                "Pods that idle",
-                "Also those whose part of a shared GPU does nothing.",
-                zero(f"count(group by (k8s_cluster_name, k8s_node_name, {POD}) ({pods}))"),
-                steps=LOOK_ABOVE_ZERO,
-            ),
-            tile(
-                "Memory that they block",
-                "On the devices on which they do nothing.",
-                zero(f"sum({of_idle(blocked)})"),
-                "bytes",
-            ),
-            tile(
-                "Power for nothing",
-                "What devices that are held and idle draw.",
-                zero(f"sum(max by ({DEVICE}) (gpu_power_draw{{{PLACE}}}) and on ({DEVICE}) ({devices}))"),
-                "watt",
-            ),
-            graph(
-                "Pods that idle, by namespace",
-                "Each pod counts once for each device.",
-                [("{{k8s_namespace_name}}", f"count by (k8s_namespace_name) ({pods})")],
-                stacked=True,
-            ),
-            graph(
-                "Devices",
-                "GPUs and MIG devices.",
-                [
-                    ("held and idle", zero(f"count({devices})")),
-                    ("held", zero(f"count(max by ({DEVICE}) (gpu_holders{{{PLACE}}}) > 0)")),
-                ],
-            ),
-            table(
-                "Pods and what they block",
-                "For all of the time chosen above.",
-                {"k8s_node_name": "node", "gpu_uuid": "GPU", "k8s_namespace_name": "namespace", "k8s_pod_name": "pod"},
-                [
-                    Column("memory", f"sum by ({node}) ({of_idle(blocked)})", "bytes"),
-                    Column("power", f"sum by ({node}) ({of_idle(power)})", "watt"),
-                ],
-            ),
-            table(
-                "Idle GPU-hours by alerts",
-                "How long alerts of GPUHeldIdle fired in the time shown: a sample a minute.",
-                {"k8s_namespace_name": "namespace"},
-                [Column("hours", f"sum by (k8s_namespace_name) ({hours}) / 60", "h", LOOK_ABOVE_ZERO)],
-            ),
-        ],
-    )
+
+def of_idle(what: str) -> str:
+    """A quantity of the pods that idle, on the devices on which they do."""
+    return f"sum by ({ON_DEVICE}) ({what}) and on ({ON_DEVICE}) ({IDLE_PODS})"
+
+
+ON_GPU = f"k8s_node_name, gpu_uuid, {POD}"
+IDLE_GPUS = dashboard(
+    "gpu-idle",
+    "Idle GPUs and waste",
+    "What is held and not used. A pod idles if it did nothing for all of the time chosen above.",
+    [CLUSTER, NODE, NAMESPACE, IDLE],
+    [
+        tile(
+            "Held and idle",
+            "GPUs and MIG devices that were held for the whole time and did nothing.",
+            zero(f"count({IDLE_DEVICES})"),
+            steps=LOOK_ABOVE_ZERO,
+        ),
+        tile(
+            "Of what is held",
+            "The share of held devices that idle.",
+            f"({zero(f'count({IDLE_DEVICES})')}) / count(max by ({DEVICE}) (gpu_holders{{{PLACE}}}) > 0)",
+            "percentunit",
+            SHARE_IS_BAD,
+        ),
+        tile(
+            "Held by nobody",
+            "GPUs and MIG devices that could be used, without GPUs that are cut into MIG devices.",
+            zero(f"count((max by ({DEVICE}) (gpu_holders{{{PLACE}}}) == 0) {NOT_CUT})"),
+        ),
+        tile(
+            "Pods that idle",
+            "Also those whose part of a shared GPU does nothing.",
+            zero(f"count(group by (k8s_cluster_name, k8s_node_name, {POD}) ({IDLE_PODS}))"),
+            steps=LOOK_ABOVE_ZERO,
+        ),
+        tile(
+            "Memory that they block",
+            "On the devices on which they do nothing.",
+            zero(f"sum({of_idle(MEMORY_BLOCKED)})"),
+            "bytes",
+        ),
+        tile(
+            "Power for nothing",
+            "What devices that are held and idle draw.",
+            zero(f"sum(max by ({DEVICE}) (gpu_power_draw{{{PLACE}}}) and on ({DEVICE}) ({IDLE_DEVICES}))"),
+            "watt",
+        ),
+        graph(
+            "Pods that idle, by namespace",
+            "Each pod counts once for each device.",
+            [("{{k8s_namespace_name}}", f"count by (k8s_namespace_name) ({IDLE_PODS})")],
+            stacked=True,
+        ),
+        graph(
+            "Devices",
+            "GPUs and MIG devices.",
+            [
+                ("held and idle", zero(f"count({IDLE_DEVICES})")),
+                ("held", zero(f"count(max by ({DEVICE}) (gpu_holders{{{PLACE}}}) > 0)")),
+            ],
+        ),
+        table(
+            "Pods and what they block",
+            "For all of the time chosen above.",
+            "k8s_node_name gpu_uuid k8s_namespace_name k8s_pod_name",
+            [
+                Column("memory", f"sum by ({ON_GPU}) ({of_idle(MEMORY_BLOCKED)})", "bytes"),
+                Column("power", f"sum by ({ON_GPU}) ({of_idle(POWER_DRAWN)})", "watt"),
+            ],
+        ),
+        table(
+            "Idle GPU-hours by alerts",
+            "How long alerts of GPUHeldIdle fired in the time shown: a sample a minute.",
+            "k8s_namespace_name",
+            [Column("hours", f"sum by (k8s_namespace_name) ({ALERTED}) / 60", "h", LOOK_ABOVE_ZERO)],
+        ),
+    ],
+)
 
 
 USED = 'k8s_cluster_name=~"$cluster",k8s_namespace_name=~"$namespace",k8s_namespace_name!="",team=~"$team"'
 
 
-def usage() -> Json:
-    """Who uses the fleet: hours that are final, each one sample at its end."""
+# -- who uses the fleet: hours that are final, each one sample at its end
 
-    def hours(what: str, where: str = USED, window: str = "$__range") -> str:
-        return f"sum_over_time(gpu_usage_{what}_seconds{{{where}}}[{window}])"
 
-    def columns(by: str) -> list[Column]:
-        held, energy = hours("held"), f"sum_over_time(gpu_usage_energy_joules{{{USED}}}[$__range])"
-        return [
-            Column("held", f"sum by ({by}) ({held}) / 3600", "h"),
-            Column("used", f"sum by ({by}) ({hours('used')}) / 3600", "h"),
-            Column("wasted", f"sum by ({by}) ({hours('idle')}) / 3600", "h", LOOK_ABOVE_ZERO),
-            Column(
-                "share used", f"sum by ({by}) ({hours('used')}) / sum by ({by}) ({held})", "percentunit", SHARE_IS_GOOD
-            ),
-            Column("energy", f"sum by ({by}) ({energy}) / 3600", "watth"),
-            Column("cost", f"sum by ({by}) ({held}) / 3600 * $price"),
-        ]
+def hours(what: str, where: str = USED, window: str = "$__range") -> str:
+    return f"sum_over_time(gpu_usage_{what}_seconds{{{where}}}[{window}])"
 
-    total, team = "sum({}) / 3600", "{{team}}"
-    free = hours("free", 'k8s_cluster_name=~"$cluster"')
-    where = 'gpu_usage_held_seconds{k8s_cluster_name=~"$cluster"}'
-    return dashboard(
-        "gpu-usage",
-        "Who uses the fleet",
-        "Device-hours that were held, used and wasted, by whom. An hour of gpu.usage is here when it is final.",
-        [
-            choice("cluster", "k8s_cluster_name", "gpu_usage_held_seconds"),
-            choice("namespace", "k8s_namespace_name", where),
-            choice("team", "team", where),
-            typed("price", "price of a GPU-hour", "2.50"),
-        ],
-        [
-            tile("Held", "Hours for which pods held a GPU or a MIG device.", total.format(hours("held")), "h"),
-            tile("Used", "Hours of work.", total.format(hours("used")), "h"),
-            tile(
-                "Wasted",
-                "Hours that were held while nothing was done.",
-                total.format(hours("idle")),
-                "h",
-                LOOK_ABOVE_ZERO,
-            ),
-            tile(
-                "Free",
-                "Hours of GPUs and MIG devices that nobody held, of the clusters chosen.",
-                total.format(free),
-                "h",
-            ),
-            tile(
-                "Energy",
-                "Of what was held.",
-                f"sum(sum_over_time(gpu_usage_energy_joules{{{USED}}}[$__range])) / 3600",
-                "watth",
-            ),
-            tile("Cost", "Of what was held, by the price above.", f"sum({hours('held')}) / 3600 * $price"),
-            tile(
-                "Used of what was held",
-                "The share of it that was work.",
-                f"sum({hours('used')}) / sum({hours('held')})",
-                "percentunit",
-                SHARE_IS_GOOD,
-            ),
-            tile(
-                "Wasted of what was held",
-                "The share in which nothing was done.",
-                f"sum({hours('idle')}) / sum({hours('held')})",
-                "percentunit",
-                SHARE_IS_BAD,
-            ),
-            tile(
-                "Cost of what was wasted",
-                "By the price above.",
-                f"sum({hours('idle')}) / 3600 * $price",
-                steps=LOOK_ABOVE_ZERO,
-            ),
-            row("Over time"),
-            *[
-                graph(
-                    f"{title} by team",
-                    "Device-hours of each hour.",
-                    [(team, f"sum by (team) ({hours(what, window='1h')}) / 3600")],
-                    "h",
-                    stacked=True,
-                    bars=True,
-                    interval="1h",
-                )
-                for title, what in (("Held", "held"), ("Used", "used"), ("Wasted", "idle"))
-            ],
+
+def columns(by: str) -> list[Column]:
+    held, energy = hours("held"), f"sum_over_time(gpu_usage_energy_joules{{{USED}}}[$__range])"
+    return [
+        Column("held", f"sum by ({by}) ({held}) / 3600", "h"),
+        Column("used", f"sum by ({by}) ({hours('used')}) / 3600", "h"),
+        Column("wasted", f"sum by ({by}) ({hours('idle')}) / 3600", "h", LOOK_ABOVE_ZERO),
+        Column("share used", f"sum by ({by}) ({hours('used')}) / sum by ({by}) ({held})", "percentunit", SHARE_IS_GOOD),
+        Column("energy", f"sum by ({by}) ({energy}) / 3600", "watth"),
+        Column("cost", f"sum by ({by}) ({held}) / 3600 * $price"),
+    ]
+
+
+total, team = "sum({}) / 3600", "{{team}}"
+free = hours("free", 'k8s_cluster_name=~"$cluster"')
+where = 'gpu_usage_held_seconds{k8s_cluster_name=~"$cluster"}'
+USAGE = dashboard(
+    "gpu-usage",
+    "Who uses the fleet",
+    "Device-hours that were held, used and wasted, by whom. An hour of gpu.usage is here when it is final.",
+    [
+        choice("cluster", "k8s_cluster_name", "gpu_usage_held_seconds"),
+        choice("namespace", "k8s_namespace_name", where),
+        choice("team", "team", where),
+        typed("price", "price of a GPU-hour", "2.50"),
+    ],
+    [
+        tile("Held", "Hours for which pods held a GPU or a MIG device.", total.format(hours("held")), "h"),
+        tile("Used", "Hours of work.", total.format(hours("used")), "h"),
+        tile(
+            "Wasted",
+            "Hours that were held while nothing was done.",
+            total.format(hours("idle")),
+            "h",
+            LOOK_ABOVE_ZERO,
+        ),
+        tile(
+            "Free",
+            "Hours of GPUs and MIG devices that nobody held, of the clusters chosen.",
+            total.format(free),
+            "h",
+        ),
+        tile(
+            "Energy",
+            "Of what was held.",
+            f"sum(sum_over_time(gpu_usage_energy_joules{{{USED}}}[$__range])) / 3600",
+            "watth",
+        ),
+        tile("Cost", "Of what was held, by the price above.", f"sum({hours('held')}) / 3600 * $price"),
+        tile(
+            "Used of what was held",
+            "The share of it that was work.",
+            f"sum({hours('used')}) / sum({hours('held')})",
+            "percentunit",
+            SHARE_IS_GOOD,
+        ),
+        tile(
+            "Wasted of what was held",
+            "The share in which nothing was done.",
+            f"sum({hours('idle')}) / sum({hours('held')})",
+            "percentunit",
+            SHARE_IS_BAD,
+        ),
+        tile(
+            "Cost of what was wasted",
+            "By the price above.",
+            f"sum({hours('idle')}) / 3600 * $price",
+            steps=LOOK_ABOVE_ZERO,
+        ),
+        row("Over time"),
+        *[
             graph(
-                "Cost by team",
-                "Of what was held in each hour, by the price above.",
-                [(team, f"sum by (team) ({hours('held', window='1h')}) / 3600 * $price")],
+                f"{title} by team",
+                "Device-hours of each hour.",
+                [(team, f"sum by (team) ({hours(what, window='1h')}) / 3600")],
+                "h",
                 stacked=True,
                 bars=True,
                 interval="1h",
-            ),
-            table("Teams", "In the time shown.", {"team": "team"}, columns("team")),
-            table(
-                "Namespaces",
-                "In the time shown.",
-                {"k8s_cluster_name": "cluster", "k8s_namespace_name": "namespace"},
-                columns("k8s_cluster_name, k8s_namespace_name"),
-            ),
-            table(
-                "Workloads",
-                "In the time shown.",
-                {
-                    "k8s_cluster_name": "cluster",
-                    "k8s_namespace_name": "namespace",
-                    "k8s_workload_kind": "kind",
-                    "k8s_workload_name": "workload",
-                },
-                columns(WORKLOAD),
-            ),
+            )
+            for title, what in (("Held", "held"), ("Used", "used"), ("Wasted", "idle"))
         ],
-        since="now-7d",
-    )
+        graph(
+            "Cost by team",
+            "Of what was held in each hour, by the price above.",
+            [(team, f"sum by (team) ({hours('held', window='1h')}) / 3600 * $price")],
+            stacked=True,
+            bars=True,
+            interval="1h",
+        ),
+        table("Teams", "In the time shown.", "team", columns("team")),
+        table(
+            "Namespaces",
+            "In the time shown.",
+            "k8s_cluster_name k8s_namespace_name",
+            columns("k8s_cluster_name, k8s_namespace_name"),
+        ),
+        table(
+            "Workloads",
+            "In the time shown.",
+            "k8s_cluster_name k8s_namespace_name k8s_workload_kind k8s_workload_name",
+            columns(WORKLOAD),
+        ),
+    ],
+    since="now-7d",
+)
