@@ -197,28 +197,18 @@ def _alternatives(hint: Any) -> Iterator[Any]:
 
 
 Cluster = Annotated[str, Option("--cluster", NAME, "The cluster's name; it is in every record and every series.")]
-TopicPrefix = Annotated[
-    str,
-    Option(
-        "--topic-prefix",
-        TOPIC_PREFIX,
-        "What stands before the names of topics and consumer groups, where a Kafka is shared. The same everywhere.",
-        shown="none",
-    ),
-]
-Kubeconfig = Annotated[
-    Path | None,
-    Option(
-        "--kubeconfig",
-        READABLE_FILE,
-        "How to reach the API server.",
-        shown="the pod's service account, else KUBECONFIG, else ~/.kube/config",
-    ),
-]
-Compression = Annotated[
-    Literal["zstd", "lz4", "gzip", "none"],
-    Option("--compression", None, "How what is written to Kafka is compressed. Whoever reads it needs no setting."),
-]
+TopicPrefix = Annotated[str, Option(
+    "--topic-prefix", TOPIC_PREFIX,
+    "What stands before the names of topics and consumer groups, where a Kafka is shared. The same everywhere.",
+    shown="none",
+)]  # fmt: skip
+Kubeconfig = Annotated[Path | None, Option(
+    "--kubeconfig", READABLE_FILE, "How to reach the API server.",
+    shown="the pod's service account, else KUBECONFIG, else ~/.kube/config",
+)]  # fmt: skip
+Compression = Annotated[Literal["zstd", "lz4", "gzip", "none"], Option(
+    "--compression", None, "How what is written to Kafka is compressed. Whoever reads it needs no setting.",
+)]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,45 +219,27 @@ class ConnectionSettings:
         str | None, Option("--kafka", HOST_PORTS, "Kafka's bootstrap brokers.", shown="those of --kafka-config")
     ] = None
     topic_prefix: TopicPrefix = ""
-    kafka_config: Annotated[
-        Path | None,
-        Option(
-            "--kafka-config",
-            READABLE_FILE,
-            "A file of client settings as a cloud's console hands it out, for librdkafka or Java: brokers, security,"
-            " user and password. The log says which lines are of no use here; an option wins over its line.",
-        ),
-    ] = None
-    kafka_security: Annotated[
-        Literal["plaintext", "ssl", "sasl-plaintext", "sasl-ssl"] | None,
-        Option(
-            "--kafka-security",
-            None,
-            "How brokers are spoken to: ssl is TLS, sasl a login. They and their names are always verified.",
-            shown="plaintext",
-        ),
-    ] = None
-    kafka_ca: Annotated[
-        Path | None,
-        Option(
-            "--kafka-ca",
-            READABLE_FILE,
-            "Certificates of the CAs that sign the brokers', PEM.",
-            shown="this machine's CAs",
-        ),
-    ] = None
+    kafka_config: Annotated[Path | None, Option(
+        "--kafka-config", READABLE_FILE,
+        "A file of client settings as a cloud's console hands it out, for librdkafka or Java: brokers, security,"
+        " user and password. The log says which lines are of no use here; an option wins over its line.",
+    )] = None  # fmt: skip
+    kafka_security: Annotated[Literal["plaintext", "ssl", "sasl-plaintext", "sasl-ssl"] | None, Option(
+        "--kafka-security", None,
+        "How brokers are spoken to: ssl is TLS, sasl a login. They and their names are always verified.",
+        shown="plaintext",
+    )] = None  # fmt: skip
+    kafka_ca: Annotated[Path | None, Option(
+        "--kafka-ca", READABLE_FILE, "Certificates of the CAs that sign the brokers', PEM.",
+        shown="this machine's CAs",
+    )] = None  # fmt: skip
     kafka_cert: Annotated[
         Path | None, Option("--kafka-cert", READABLE_FILE, "The client's own certificate for mutual TLS, PEM.")
     ] = None
-    kafka_key: Annotated[
-        Path | None,
-        Option(
-            "--kafka-key",
-            READABLE_FILE,
-            "The private key of --kafka-cert, PEM, not encrypted.",
-            shown="in the file of --kafka-cert",
-        ),
-    ] = None
+    kafka_key: Annotated[Path | None, Option(
+        "--kafka-key", READABLE_FILE, "The private key of --kafka-cert, PEM, not encrypted.",
+        shown="in the file of --kafka-cert",
+    )] = None  # fmt: skip
     kafka_sasl_mechanism: Annotated[
         Literal["plain", "scram-sha-256", "scram-sha-512", "oauthbearer", "aws-msk-iam"] | None,
         Option(
@@ -278,33 +250,23 @@ class ConnectionSettings:
         ),
     ] = None
     kafka_username: Annotated[str | None, Option("--kafka-username", None, "The user, or the id of an API key.")] = None
-    kafka_password_file: Annotated[
-        Path | None,
-        Option(
-            "--kafka-password-file",
-            READABLE_FILE,
-            "A file with the user's password. It is read again for each connection: a new password needs no restart.",
-        ),
-    ] = None
-    kafka_oauth_token_endpoint: Annotated[
-        str | None,
-        Option("--kafka-oauth-token-endpoint", URL, "oauthbearer: where tokens are had, by client credentials."),
-    ] = None
+    kafka_password_file: Annotated[Path | None, Option(
+        "--kafka-password-file", READABLE_FILE,
+        "A file with the user's password. It is read again for each connection: a new password needs no restart.",
+    )] = None  # fmt: skip
+    kafka_oauth_token_endpoint: Annotated[str | None, Option(
+        "--kafka-oauth-token-endpoint", URL, "oauthbearer: where tokens are had, by client credentials.",
+    )] = None  # fmt: skip
     kafka_oauth_client_id: Annotated[
         str | None, Option("--kafka-oauth-client-id", None, "oauthbearer: the id of this client.")
     ] = None
-    kafka_oauth_client_secret_file: Annotated[
-        Path | None,
-        Option(
-            "--kafka-oauth-client-secret-file",
-            READABLE_FILE,
-            "oauthbearer: a file with the client's secret. It is read again for each token.",
-        ),
-    ] = None
-    kafka_oauth_scope: Annotated[
-        str | None,
-        Option("--kafka-oauth-scope", None, "oauthbearer: the scope that is asked for."),
-    ] = None
+    kafka_oauth_client_secret_file: Annotated[Path | None, Option(
+        "--kafka-oauth-client-secret-file", READABLE_FILE,
+        "oauthbearer: a file with the client's secret. It is read again for each token.",
+    )] = None  # fmt: skip
+    kafka_oauth_scope: Annotated[str | None, Option(
+        "--kafka-oauth-scope", None, "oauthbearer: the scope that is asked for.",
+    )] = None  # fmt: skip
 
     def connection(self) -> Connection:
         """How Kafka is reached with these settings; what of a file can't be used is logged. Raises CredentialsError."""
@@ -396,15 +358,11 @@ class MemberSettings(KafkaSettings):
     session_timeout_s: Annotated[
         float, Option("--session-timeout", DURATION, "After this long without a heartbeat, another member takes over.")
     ] = 10.0
-    leave_on_stop: Annotated[
-        bool,
-        Option(
-            "--leave-on-stop",
-            None,
-            "When this process is stopped, the others take over at once, although there is an --instance-id; when it"
-            " comes back, it has its partitions again. Without this they wait for it, for --session-timeout.",
-        ),
-    ] = False
+    leave_on_stop: Annotated[bool, Option(
+        "--leave-on-stop", None,
+        "When this process is stopped, the others take over at once, although there is an --instance-id; when it"
+        " comes back, it has its partitions again. Without this they wait for it, for --session-timeout.",
+    )] = False  # fmt: skip
 
     def mistakes(self) -> list[str]:
         """See :meth:`KafkaSettings.mistakes`."""

@@ -9,10 +9,9 @@ SHORTEST_INTERVAL_S = 0.1
 
 Interval = Annotated[float, Option("--interval", DURATION, "Time between two readings of a node.")]
 
-ResourcePrefixes = Annotated[
-    tuple[str, ...],
-    Option("--resource-prefixes", PREFIXES, "A resource whose name begins with one of these is a GPU's."),
-]
+ResourcePrefixes = Annotated[tuple[str, ...], Option(
+    "--resource-prefixes", PREFIXES, "A resource whose name begins with one of these is a GPU's.",
+)]  # fmt: skip
 GPU_RESOURCES = ("nvidia.com/",)
 
 

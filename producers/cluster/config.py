@@ -65,10 +65,9 @@ class ClusterSettings(KafkaSettings):
         "--pod-annotations", NAMES, f"Which annotations of pods are published beside {', '.join(POD_ANNOTATIONS)}.",
         shown="none",
     )] = ()  # fmt: skip
-    namespace_labels: Annotated[
-        tuple[str, ...],
-        Option("--namespace-labels", NAMES, "Which labels of namespaces are published; the rest is not read on."),
-    ] = NAMESPACE_LABELS
+    namespace_labels: Annotated[tuple[str, ...], Option(
+        "--namespace-labels", NAMES, "Which labels of namespaces are published; the rest is not read on.",
+    )] = NAMESPACE_LABELS  # fmt: skip
     node_labels: Annotated[tuple[str, ...], Option(
         "--node-labels", NAMES, f"Which labels of nodes are published beside {', '.join(NODE_LABELS)}.", shown="none",
     )] = ()  # fmt: skip

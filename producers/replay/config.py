@@ -83,27 +83,18 @@ SPEED = Text("FACTOR|max", _speed, "60", show=lambda speed: "max" if speed == ma
 class ReplaySettings(KafkaSettings):
     """Which trace is replayed, and how fast."""
 
-    trace: Annotated[
-        tuple[str, Path],
-        Option(
-            "--trace",
-            _TraceFolder(),
-            "Which published trace, alibaba-genai or alibaba-gpu-2023, and the folder with its files, as they are"
-            " published. docs/operations/benchmarks.md says where they are had.",
-        ),
-    ]
+    trace: Annotated[tuple[str, Path], Option(
+        "--trace", _TraceFolder(),
+        "Which published trace, alibaba-genai or alibaba-gpu-2023, and the folder with its files, as they are"
+        " published. docs/operations/benchmarks.md says where they are had.",
+    )]  # fmt: skip
     speed: Annotated[
         float, Option("--speed", SPEED, "How many times faster than it happened; max: as fast as Kafka takes it.")
     ] = math.inf
-    interval_s: Annotated[
-        float | None,
-        Option(
-            "--interval",
-            DURATION,
-            "alibaba-gpu-2023: time between two readings of a node, beside those when a pod comes or goes.",
-            shown="5m",
-        ),
-    ] = None
+    interval_s: Annotated[float | None, Option(
+        "--interval", DURATION,
+        "alibaba-gpu-2023: time between two readings of a node, beside those when a pod comes or goes.", shown="5m",
+    )] = None  # fmt: skip
 
     def mistakes(self) -> list[str]:
         """See :meth:`KafkaSettings.mistakes`."""

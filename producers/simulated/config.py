@@ -23,33 +23,21 @@ class SimulationSettings:
         int, Option("--seed", click.INT, "What the fleet is made from: the same seed is the same fleet.")
     ] = 1
     pod_life_s: Annotated[float, Option("--pod-life", DURATION, "How long a pod lives, on average.")] = 300.0
-    behaviours: Annotated[
-        tuple[Behaviour, ...],
-        Option(
-            "--behaviours",
-            BEHAVIOUR_NAMES,
-            f"What goes wrong in the fleet, on GPUs of its own in every ten nodes: {', '.join(BEHAVIOURS)}, or all.",
-            shown="nothing",
-        ),
-    ] = ()
-    story: Annotated[
-        bool,
-        Option(
-            "--story",
-            None,
-            "Let the first minute show everything once: an XID error after 25 s, and a GPU that is lost after 35 s."
-            " With `gpustream run` alerts come soon, too: a pod that idles is reported after 20 s.",
-        ),
-    ] = False
-    truth: Annotated[
-        Path | None,
-        Option(
-            "--truth",
-            FILE,
-            "Write who really held each GPU, what each of them did with it, and what it was read as, to this file, one"
-            " JSON object a line.",
-        ),
-    ] = None
+    behaviours: Annotated[tuple[Behaviour, ...], Option(
+        "--behaviours", BEHAVIOUR_NAMES,
+        f"What goes wrong in the fleet, on GPUs of its own in every ten nodes: {', '.join(BEHAVIOURS)}, or all.",
+        shown="nothing",
+    )] = ()  # fmt: skip
+    story: Annotated[bool, Option(
+        "--story", None,
+        "Let the first minute show everything once: an XID error after 25 s, and a GPU that is lost after 35 s."
+        " With `gpustream run` alerts come soon, too: a pod that idles is reported after 20 s.",
+    )] = False  # fmt: skip
+    truth: Annotated[Path | None, Option(
+        "--truth", FILE,
+        "Write who really held each GPU, what each of them did with it, and what it was read as, to this file, one"
+        " JSON object a line.",
+    )] = None  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
