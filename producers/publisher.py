@@ -12,12 +12,15 @@ Here is also what all producers have in common: their counters, and how they end
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from delivery.connection import Connection
 from delivery.instruments import Instrument, Instruments
 from delivery.sender import Sender
+from delivery.topic_admin import TopicCheck
+from producers import PRODUCERS
 from producers.records import Containers, Numbering, Snapshot
 from producers.retry_buffer import RetryBuffer, WaitingTick
 from topics import allocations, samples
@@ -308,6 +311,11 @@ class NodePublisher:
 # -- what all producers have in common
 
 
+def sender_of(name: str, connection: Connection, client_id: str) -> Sender:
+    """The sender of the producer of that name: it waits until the producer's topics can be used."""
+    return Sender(connection, client_id=client_id, check=TopicCheck(connection, PRODUCERS[name].uses))
+
+
 def not_sent(sender: Sender, *, what: str, waited_s: float) -> list[str]:
     """Why a producer's records do not get to Kafka; empty if they do. ``what`` has waited for ``waited_s``."""
     waiting = [f"{what} has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
@@ -327,9 +335,19 @@ async def first_of(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None
         doing.result()
 
 
-def first_failure(failures: BaseExceptionGroup[Exception]) -> Exception:
-    """The first failure of a group, however deep."""
-    failure: Exception | BaseExceptionGroup[Exception] = failures
-    while isinstance(failure, BaseExceptionGroup):
-        failure = failure.exceptions[0]
-    return failure
+@contextlib.asynccontextmanager
+async def running(*parts: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run the parts while inside, and cancel them at the end. Raises the first failure, of a part or of the inside."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(part) for part in parts]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+    except ExceptionGroup as failures:
+        failure: Exception = failures
+        while isinstance(failure, ExceptionGroup):
+            failure = failure.exceptions[0]
+        raise failure from failures

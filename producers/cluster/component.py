@@ -19,8 +19,6 @@ from delivery.connection import Connection
 from delivery.instruments import Instruments
 from delivery.kubernetes.client import Client
 from delivery.sender import Sender
-from delivery.topic_admin import TopicCheck
-from producers import PRODUCERS
 from producers.cluster import instruments as own
 from producers.cluster import objects, pods
 from producers.cluster.config import NODE_LABELS, POD_ANNOTATIONS, ClusterSettings
@@ -31,7 +29,7 @@ from producers.cluster.policy_events import PolicyEvents
 from producers.cluster.reflector import Listener, Reflector
 from producers.cluster.store import Store
 from producers.cluster.takeover import PublishedNodes, read_back
-from producers.publisher import INSTRUMENTS, first_failure, first_of, not_sent
+from producers.publisher import INSTRUMENTS, first_of, not_sent, running, sender_of
 from producers.workloads import WorkloadsPublisher
 
 log = logging.getLogger(__name__)
@@ -158,9 +156,7 @@ class ClusterProducer:
         self._settings = settings
         self._instruments = Instruments((*INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
-        connection = settings.connection()
-        check = TopicCheck(connection, PRODUCERS[self.name].uses)
-        self._sender = sender or Sender(connection, client_id=f"gpustream-{self.name}", check=check)
+        self._sender = sender or sender_of(self.name, settings.connection(), f"gpustream-{self.name}")
         self._read_back = read_back
         self._reading_since_s: float | None = None
         self._synced_s = float("inf")
@@ -210,20 +206,13 @@ class ClusterProducer:
         self._stop = stop
         try:
             await self._api.start()
-            async with asyncio.TaskGroup() as group:
-                parts = [*(watch.run() for watch in self._watches.values()), self._owners.run(), self._sender.start()]
-                if self._policies is not None:
-                    parts.append(self._policies.follow())
-                beside = [group.create_task(part) for part in parts]
-                try:
-                    await first_of(stop, self._synced())
-                    if not stop.is_set():
-                        await self._lead(stop)
-                finally:
-                    for task in beside:
-                        task.cancel()
-        except ExceptionGroup as failures:
-            raise first_failure(failures) from failures
+            parts = [*(watch.run() for watch in self._watches.values()), self._owners.run(), self._sender.start()]
+            if self._policies is not None:
+                parts.append(self._policies.follow())
+            async with running(*parts):
+                await first_of(stop, self._synced())
+                if not stop.is_set():
+                    await self._lead(stop)
         finally:
             await self._sender.stop(0.5)
             await self._api.close()
@@ -262,10 +251,8 @@ class ClusterProducer:
                 self._reading_since_s = None
         log.info("publishing %d GPU pods on %d nodes", len(self._state.pods), len(self._state.nodes))
         publisher = WorkloadsPublisher(self._sender, self._instruments, cluster=self._settings.cluster, epoch=epoch)
-        async with asyncio.TaskGroup() as group:
-            beside = [group.create_task(publisher.run())]
-            if self._policies is not None:
-                beside.append(group.create_task(self._policies.run()))
+        parts = [publisher.run()] if self._policies is None else [publisher.run(), self._policies.run()]
+        async with running(*parts):
             self._publisher = publisher
             try:
                 await self._publish(publisher)
@@ -273,8 +260,6 @@ class ClusterProducer:
                 self._publisher = None
                 if self._stop.is_set() and (left := await publisher.drain(DRAIN_S)):
                     log.warning("left unsent at the stop: %d records of workloads", left)
-                for task in beside:
-                    task.cancel()
 
     async def _publish(self, publisher: WorkloadsPublisher) -> None:
         self._state.mark_all()

@@ -14,16 +14,14 @@ import time
 
 from delivery.instruments import Instruments
 from delivery.sender import Sender
-from delivery.topic_admin import TopicCheck
-from producers import PRODUCERS
 from producers.node import instruments as own
 from producers.node.cgroups import Places
 from producers.node.config import NodeSettings
 from producers.node.gpus import Gpus
 from producers.node.job_files import JobFiles
-from producers.node.jobs import Job, with_jobs
+from producers.node.jobs import with_jobs
 from producers.node.kubelet import Kubelet
-from producers.publisher import INSTRUMENTS, NodePublisher, first_failure, first_of, not_sent
+from producers.publisher import INSTRUMENTS, NodePublisher, first_of, not_sent, running, sender_of
 from producers.retry_buffer import RetryBuffer
 
 log = logging.getLogger(__name__)
@@ -53,10 +51,8 @@ class NodeProducer:
         self._settings = settings
         self._instruments = Instruments((*INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
-        connection = settings.connection()
-        check = TopicCheck(connection, PRODUCERS[self.name].uses)
         client_id = f"gpustream-{self.name}-{settings.node}"
-        self._sender = sender or Sender(connection, client_id=client_id, check=check)
+        self._sender = sender or sender_of(self.name, settings.connection(), client_id)
         self._buffer_lasts_s: float | None = None
         self._places = places or Places(settings.procfs)
         self._gpus = gpus or Gpus(self._instruments, self._places, interval_s=settings.interval_s)
@@ -95,16 +91,11 @@ class NodeProducer:
         Raises what only a new process can mend."""
         beside = (self._publisher.run, self._sender.start, self._gpus.run, self._kubelet.run, self._ask_at_events)
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(part()) for part in beside]
+            async with running(*(part() for part in beside)):
                 await first_of(stop, self._gpus.open(OPEN_WITHIN_S))
                 await self._tick(stop)
                 if left := await self._publisher.drain(DRAIN_S):
                     log.warning("left unsent at the stop: %d ticks", left)
-                for task in tasks:
-                    task.cancel()
-        except ExceptionGroup as failures:
-            raise first_failure(failures) from failures
         finally:
             self._gpus.close()
             self._job_files.close()
@@ -147,12 +138,14 @@ class NodeProducer:
         all_known = self._settings.pod_resources_socket is None and (
             self._job_files.are_read() or self._places.has_jobs()
         )
-        devices = with_jobs(self._gpus.with_events(devices), mapped, self._job, all_known=all_known)
+        devices = with_jobs(
+            self._gpus.with_events(devices),
+            mapped,
+            lambda job_id: self._job_files.owner(self._places.job(job_id)),
+            all_known=all_known,
+        )
         self._publisher.publish(ts_ms, devices, containers, self._kubelet.in_force)
         self._report_buffer()
-
-    def _job(self, job_id: str) -> Job:
-        return self._job_files.owner(self._places.job(job_id))
 
     def _report_buffer(self) -> None:
         """Log for how long the buffer lasts: at the first tick, and when that is less than wanted, or enough again."""

@@ -15,10 +15,8 @@ from pkgutil import resolve_name
 
 from delivery.instruments import Instrument, Instruments
 from delivery.sender import Sender
-from delivery.topic_admin import TopicCheck
-from producers import PRODUCERS
 from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
-from producers.publisher import MAX_IN_FLIGHT, NodePublisher, first_failure, first_of, not_sent
+from producers.publisher import MAX_IN_FLIGHT, NodePublisher, first_of, not_sent, running, sender_of
 from producers.records import WorkloadsContent
 from producers.replay.config import TRACES, ReplaySettings
 from producers.replay.trace import Rows, Trace
@@ -58,9 +56,7 @@ class TraceReplay:
         self._settings, self._clock_s, self._sleep = settings, clock_s, sleep
         self._instruments = Instruments((*SHARED_INSTRUMENTS, *INSTRUMENTS))
         self.registry = self._instruments.registry
-        connection = settings.connection()
-        check = TopicCheck(connection, PRODUCERS[self.name].uses)
-        self._sender = sender or Sender(connection, client_id=f"gpustream-{self.name}", check=check)
+        self._sender = sender or sender_of(self.name, settings.connection(), f"gpustream-{self.name}")
         self._run_id = int(time.time() * 1000)
         self._workloads = WorkloadsPublisher(
             self._sender, self._instruments, cluster=settings.cluster, epoch=self._run_id
@@ -88,16 +84,11 @@ class TraceReplay:
         }
         beside = (self._sender.start, self._workloads.run, *(of.run for of in self._publishers.values()))
         try:
-            async with asyncio.TaskGroup() as group:
-                running = [group.create_task(part()) for part in beside]
+            async with running(*(part() for part in beside)):
                 await first_of(stop, self._send(trace))
                 drains = [publisher.drain(DRAIN_S) for publisher in self._publishers.values()]
                 if left := sum(await asyncio.gather(*drains)):
                     log.warning("left unsent at the stop: %d ticks", left)
-                for task in running:
-                    task.cancel()
-        except ExceptionGroup as failures:
-            raise first_failure(failures) from failures
         finally:
             await self._sender.stop(0.5)
 

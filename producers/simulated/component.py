@@ -18,10 +18,8 @@ import orjson
 
 from delivery.instruments import Instrument, Instruments
 from delivery.sender import Sender
-from delivery.topic_admin import TopicCheck
-from producers import PRODUCERS
 from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
-from producers.publisher import NodePublisher, first_failure, not_sent
+from producers.publisher import NodePublisher, not_sent, running, sender_of
 from producers.records import WorkloadsContent
 from producers.retry_buffer import RetryBuffer
 from producers.simulated.config import SimulatedSettings
@@ -103,9 +101,7 @@ class SimulatedFleet:
         self._instruments = Instruments((*SHARED_INSTRUMENTS, *INSTRUMENTS))
         self.registry = self._instruments.registry
         self._clock = clock or FleetClock()
-        connection = settings.connection()
-        check = TopicCheck(connection, PRODUCERS[self.name].uses)
-        self._sender = sender or Sender(connection, client_id=f"gpustream-{self.name}", check=check)
+        self._sender = sender or sender_of(self.name, settings.connection(), f"gpustream-{self.name}")
         self._nodes = [self._fleet.node(index) for index in range(self._fleet.nodes)]
         share = max(SMALLEST_BUFFER_BYTES, settings.buffer_size // self._fleet.nodes)
         run_id, cluster = self._clock.start_ms, settings.cluster
@@ -140,23 +136,18 @@ class SimulatedFleet:
     async def run(self, stop: asyncio.Event) -> None:
         """Read and send until ``stop`` is set or the limit is reached, then send what is left, for at most 4 s. A
         failure of anything that runs beside the ticks ends them."""
-        beside = (self._sender.start, self._workloads.run, self._publish_news)
+        publishers = [publisher.run for publisher in self._publishers]
+        beside = (self._sender.start, self._workloads.run, self._publish_news, *publishers)
         try:
             with contextlib.ExitStack() as files:
                 truth = self._settings.truth
                 file = None if truth is None else files.enter_context(truth.open("ab"))
-                async with asyncio.TaskGroup() as group:
-                    running = [group.create_task(publisher.run()) for publisher in self._publishers]
-                    running += [group.create_task(part()) for part in beside]
+                async with running(*(part() for part in beside)):
                     await self._tick(stop, file)
                     drains = [publisher.drain(DRAIN_S) for publisher in self._publishers]
                     *left, news = await asyncio.gather(*drains, self._workloads.drain(DRAIN_S))
                     if any(left) or news:
                         log.warning("left unsent at the stop: %d ticks, %d records of workloads", sum(left), news)
-                    for task in running:
-                        task.cancel()
-        except ExceptionGroup as failures:
-            raise first_failure(failures) from failures
         finally:
             await self._sender.stop(0.5)
 

@@ -14,7 +14,6 @@ from producers.publisher import (
     MAX_IN_FLIGHT,
     RESEND_S,
     NodePublisher,
-    first_failure,
     first_of,
 )
 from producers.retry_buffer import RetryBuffer
@@ -408,8 +407,24 @@ async def test_what_the_work_raises_is_raised() -> None:
         await first_of(asyncio.Event(), work())
 
 
-def test_the_first_failure_is_found_in_groups_of_groups() -> None:
-    first = ValueError("first")
-    failures = ExceptionGroup("all", [ExceptionGroup("inner", [first, KeyError()]), OSError()])
+async def test_what_a_part_raises_is_raised_however_deep_it_was_and_the_others_are_cancelled() -> None:
+    first, cancelled = ValueError("first"), asyncio.Event()
 
-    assert first_failure(failures) is first
+    async def fails() -> None:
+        raise ExceptionGroup("all", [ExceptionGroup("inner", [first, KeyError()]), OSError()])
+
+    async def lasts() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    with pytest.raises(ValueError, match="first"):
+        async with names.running(lasts(), fails()):
+            await asyncio.Event().wait()
+    assert cancelled.is_set()
+
+
+async def test_the_parts_end_with_what_they_run_beside() -> None:
+    async with names.running(asyncio.Event().wait()):  # type: ignore[arg-type]
+        await asyncio.sleep(0)
