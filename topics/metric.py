@@ -5,7 +5,6 @@ dcgm-exporter's default and 1.x counters for the profiles of its names; l9gpu's 
 and without unit suffixes, for ``otel``.
 """
 
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -96,16 +95,8 @@ class Ratio(NamedTuple):
         """What it is made of: without one of them there is none."""
         return (*self.numerators, *self.denominators)
 
-    def of(self, metrics: Mapping[str, float]) -> float | None:
-        """The series' value for those of its keys, or None if its denominators add up to zero."""
-        above: float = 0
-        for key in self.numerators:
-            above += metrics[key]
-        if not self.denominators:
-            return above * self.scale
-        below: float = 0
-        for key in self.denominators:
-            below += metrics[key]
+    def of(self, above: float, below: float = 1.0) -> float | None:
+        """The series' value for the sums of its numerators and denominators, or None if that of the latter is zero."""
         return above / below * self.scale if below else None
 
 

@@ -19,7 +19,7 @@ from sinks.outcomes import Outcome, Undecodable, decoded
 from sinks.remote_write.partition import RemoteWriteShared
 from sinks.remote_write.policy import UNTIMELY
 from sinks.remote_write.refusals import LEFT_OUT, Delivered
-from sinks.series.labels import MAX_LABELS, DeviceIdentity, Held, known, labels, place_of
+from sinks.series.labels import MAX_LABELS, DeviceIdentity, Held, known, labels, place_of, tenant_labels
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from sinks.series.relabel import Relabelling
 from topics.attributed import JOB
@@ -77,7 +77,7 @@ def usage_labels(usage: Usage, names: LabelNames, most: int = MAX_LABELS) -> Lab
         job = Job(workload.name, usage.labels.get("user"), usage.labels.get("partition"), usage.team)
     elif usage.namespace is not None and usage.pod is not None:
         holder = usage.namespace, usage.pod, usage.pod_uid, usage.container
-        held = Held(*holder, None, None, None, workload, usage.labels, {})
+        held = Held(*holder, None, None, None, workload, tuple(tenant_labels(usage.labels, {})))
     device = DeviceIdentity(
         place=place_of(usage.cluster, usage.node, usage.node_labels),
         uuid=usage.uuid,

@@ -8,7 +8,7 @@ parts are known; the values change in every tick.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -22,13 +22,14 @@ from sinks.series.labels import (
     identity,
     known,
     labels,
+    labels_without_room,
     pod_info_labels,
     sanitised,
 )
 from sinks.series.metrics import NOTHING, row_of
 from sinks.series.model import Row, Rows, SeriesSet, Subject, Value
-from sinks.series.tick import DeviceReading, SeriesDevice
-from topics.attributed import Holder, HoldingPod, Parts, pods_of
+from sinks.series.tick import DeviceReading, SeriesDevice, SeriesParts
+from topics.attributed import Holder, HoldingPod, pods_of
 from topics.catalogue import (
     CONFLICT,
     DEVICE_INFO,
@@ -58,10 +59,10 @@ class Described(NamedTuple):
 
 
 class PodInfo(NamedTuple):
-    """A pod that holds a device of the node, and all that is written on it."""
+    """A pod that holds a device of the node, by one of its holders."""
 
     place: Place
-    pod: Held
+    holder: Holder
 
 
 Pick = float | tuple[int, ...]
@@ -80,8 +81,26 @@ Pods = Mapping[HoldingPod, list[Holder]]
 """Who holds a device, by pod."""
 
 
-def made_of(names: LabelNames, of: OfDevice | Described | PodInfo, most: int = MAX_LABELS) -> SeriesSet:
-    """A set beside metrics; tenants' labels never make one have more than ``most``."""
+class HeldDevice(NamedTuple):
+    """A device of a node, and who holds it. ``bare`` names no holder."""
+
+    place: Place
+    device: SeriesDevice
+    holders: tuple[Holder, ...]
+    pods: Pods
+    bare: DeviceIdentity
+
+
+def made_of(
+    names: LabelNames,
+    of: OfDevice | Described | PodInfo,
+    most: int = MAX_LABELS,
+    on_cut: Callable[[int], object] = int,
+) -> SeriesSet:
+    """A set beside metrics; tenants' labels never make one have more than ``most``.
+
+    ``on_cut`` is called with how many of a pod's labels there is no room for anywhere, if there are such.
+    """
     match of:
         case OfDevice(subject, device, rows):
             return SeriesSet(labels(names, device, most), rows, subject)
@@ -89,8 +108,12 @@ def made_of(names: LabelNames, of: OfDevice | Described | PodInfo, most: int = M
             about = known((name, info.get(name)) for name in DEVICE_INFO.labels)
             row = Row(DEVICE_INFO.name, (), "gauge", DEVICE_INFO.help, primary=False)
             return SeriesSet(tuple(sorted([*labels(names, device, most), *about])), (row,), "info")
-        case PodInfo(where, pod):
-            return SeriesSet(pod_info_labels(where, pod, most), (row_of(POD_INFO),), "pod")
+        case PodInfo(where, holder):
+            pod = held(holder)
+            series = SeriesSet(pod_info_labels(where, pod, most), (row_of(POD_INFO),), "pod")
+            if cut := labels_without_room(pod, series.labels, most):
+                on_cut(cut)
+            return series
 
 
 Numbers = tuple[float | None, ...]
@@ -105,87 +128,87 @@ def numbers(reading: DeviceReading) -> Numbers:
     """What of a device changes in every tick, beside its metrics."""
     if not reading.parts and reading.unattributed is None:
         return ()
-    found: list[float | None] = [*_quantities(reading.unattributed), reading.split_scaled]
+    found = [*_quantities(reading.unattributed), float(reading.split_scaled)]
     for part in reading.parts:
         found += _quantities(part)
-    return tuple([None if one is None else float(one) for one in found])
+    return tuple(found)
 
 
-def values(picks: Sequence[Pick], of: Numbers) -> list[float]:
+def picked(picks: Sequence[Pick], of: Numbers) -> list[float]:
     """The value of each row, for the numbers of a tick in which the same are known."""
     return [pick if isinstance(pick, float) else sum([of[place] or 0.0 for place in pick]) for pick in picks]
 
 
-def beside(
-    names: LabelNames, where: Place, device: SeriesDevice, pods: Pods, bare: DeviceIdentity, of: Numbers
-) -> Iterator[Beside]:
-    """All that is beside a device's metrics; it is given with the pods that hold it, bare, and with its numbers."""
+def beside(names: LabelNames, of: HeldDevice, known: Sequence[bool]) -> Iterator[Beside]:
+    """All that is beside a device's metrics, if just these of its numbers are known."""
+    device = of.device
     if device.info:
-        yield Beside(("info", device.uuid), Described(bare, device.info), (1.0,))
-    if of or device.conflict or device.xids:
-        rest = _rest(device, of)
+        yield Beside(("info", device.uuid), Described(of.bare, device.info), (1.0,))
+    if known or device.conflict or device.xids:
+        rest = _rest(device, known)
         if rest:
-            yield Beside(("rest", device.uuid), OfDevice("rest", bare, tuple(rest)), tuple(rest.values()))
-    if len(of) > _SCALED + 1:
-        yield from _parts(names, where, device, pods, of)
+            yield Beside(("rest", device.uuid), OfDevice("rest", of.bare, tuple(rest)), tuple(rest.values()))
+    if len(known) > _SCALED + 1:
+        yield from _parts(names, of, known)
     if device.events:
-        yield from _errors(names, where, device)
+        yield from _errors(names, of)
 
 
-def pod_infos(where: Place, devices: Iterable[Pods]) -> Iterator[Beside]:
+def pod_infos(devices: Iterable[HeldDevice]) -> Iterator[Beside]:
     """What is written on each pod that holds a device of a node."""
-    holding = {pod: holders[-1] for pods in devices for pod, holders in pods.items()}
-    for pod, holder in holding.items():
-        yield Beside(("pod", pod.namespace, pod.pod, pod.pod_uid or ""), PodInfo(where, held(holder)), (1.0,))
+    holding = {pod: (of.place, holders[-1]) for of in devices for pod, holders in of.pods.items()}
+    for pod, (where, holder) in holding.items():
+        yield Beside(("pod", pod.namespace, pod.pod, pod.pod_uid or ""), PodInfo(where, holder), (1.0,))
 
 
-def _rest(device: SeriesDevice, of: Numbers) -> dict[Row, Pick]:
+def _rest(device: SeriesDevice, known: Sequence[bool]) -> dict[Row, Pick]:
     """What is nobody's of a device, and what went wrong on it."""
     rows: dict[Row, Pick] = {}
-    if of:
-        rows = {row_of(UNATTRIBUTED[one]): (at,) for at, one in enumerate(_QUANTITIES) if of[at] is not None}
+    if known:
+        rows = {row_of(UNATTRIBUTED[one]): (at,) for at, one in enumerate(_QUANTITIES) if known[at]}
         rows[row_of(SPLIT_SCALED)] = (_SCALED,)
     if device.conflict:
         rows[row_of(CONFLICT, sanitised(device.conflict))] = 1.0
     return rows | {row_of(XID_ERRORS, sanitised(code)): float(count) for code, count in device.xids.items() if code}
 
 
-def _parts(names: LabelNames, where: Place, device: SeriesDevice, pods: Pods, of: Numbers) -> Iterator[Beside]:
+def _parts(names: LabelNames, of: HeldDevice, known: Sequence[bool]) -> Iterator[Beside]:
     """The part of each pod: the sum of its containers'."""
-    places = _places(device)
+    places = _places(of.holders)
     split: dict[tuple[str, ...], list[Holder]] = {}
-    for pod, of_pod in pods.items():
+    for pod, of_pod in of.pods.items():
         split.setdefault(_pod_key(names, pod), []).extend(of_pod)
     for key, holders in split.items():
         picks: dict[Row, Pick] = {}
         for at, one in enumerate(_QUANTITIES):
             there = [places[id(holder)] + at for holder in holders]
-            if known_there := tuple([number for number in there if of[number] is not None]):
+            if known_there := tuple([number for number in there if known[number]]):
                 picks[row_of(POD_PARTS[one])] = known_there
         if picks:
-            part = OfDevice("part", identity(where, device, held(holders[0])), tuple(picks))
-            yield Beside(("part", device.uuid, *key), part, tuple(picks.values()))
+            part = OfDevice("part", identity(of.place, of.device, held(holders[0])), tuple(picks))
+            yield Beside(("part", of.device.uuid, *key), part, tuple(picks.values()))
 
 
-def _places(device: SeriesDevice) -> dict[int, int]:
+def _places(holders: Iterable[Holder]) -> dict[int, int]:
     """Where among its numbers a device's holders' parts begin, by the holder's identity."""
-    return {id(holder): _SCALED + 1 + at * len(_QUANTITIES) for at, holder in enumerate(device.holders)}
+    return {id(holder): _SCALED + 1 + at * len(_QUANTITIES) for at, holder in enumerate(holders)}
 
 
-def _errors(names: LabelNames, where: Place, device: SeriesDevice) -> Iterator[Beside]:
+def _errors(names: LabelNames, of: HeldDevice) -> Iterator[Beside]:
     """The XID errors of each pod that alone held the device when they came."""
-    pods: dict[tuple[str, ...], tuple[Held, Counter[str]]] = {}
+    device, pods = of.device, dict[tuple[str, ...], tuple[Held, Counter[str]]]()
     for event in device.events or ():
         if event.kind == "xid" and event.code is not None:
-            then = pods_of(event.held_by(device.holders))
+            then = pods_of(event.held_by(of.holders))
             for pod, holders in then.items() if len(then) == 1 else ():
                 _, counts = pods.setdefault(_pod_key(names, pod), (held(holders[0]), Counter()))
                 counts[str(event.code)] += 1
     for key, (alone, counts) in pods.items():
         codes = sorted(counts)
-        rows = tuple([row_of(POD_XID_ERRORS, code) for code in codes])
-        of = OfDevice("errors", identity(where, device, alone), rows)
-        yield Beside(("errors", device.uuid, *key), of, tuple([float(counts[code]) for code in codes]))
+        errors = OfDevice(
+            "errors", identity(of.place, device, alone), tuple([row_of(POD_XID_ERRORS, code) for code in codes])
+        )
+        yield Beside(("errors", device.uuid, *key), errors, tuple([float(counts[code]) for code in codes]))
 
 
 def _pod_key(names: LabelNames, pod: HoldingPod) -> tuple[str, ...]:
@@ -193,7 +216,7 @@ def _pod_key(names: LabelNames, pod: HoldingPod) -> tuple[str, ...]:
     return pod.namespace, pod.pod, (pod.pod_uid or "") if names.pod_uid else ""
 
 
-def _quantities(parts: Parts | None) -> Numbers:
+def _quantities(parts: SeriesParts | None) -> Numbers:
     return msgspec.structs.astuple(parts) if parts is not None else _NONE_KNOWN
 
 
@@ -239,7 +262,7 @@ def divide(reading: DeviceReading, pods: Pods, of: Numbers, *, uids: bool) -> Di
     by_name: dict[PodName, list[Holder]] = {}
     for pod, holders in pods.items():
         by_name.setdefault((pod.namespace, pod.pod, (pod.pod_uid or "") if uids else ""), []).extend(holders)
-    places, rest = _places(device), dict[str, Value]()
+    places, rest = _places(reading.holders), dict[str, Value]()
     for name, holders in by_name.items():
         for key, value in [found for holder in holders for found in _divided(of, places[id(holder)])]:
             whole = getattr(metrics, key)

@@ -7,7 +7,8 @@ it as a series has room for, the rest is on ``gpu_pod_info``. No tenant can brea
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from sinks.series.tick import SeriesDevice, SeriesTick
@@ -57,7 +58,7 @@ class Place(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The one pod that holds a device, its container if it is one, what owns the pod and what is written on it."""
+    """The one pod that holds a device, its container if it is one, what owns the pod, and its :func:`tenant_labels`."""
 
     namespace: str
     pod: str
@@ -67,8 +68,7 @@ class Held(NamedTuple):
     statefulset: str | None
     deployment: str | None
     workload: Workload | None
-    labels: dict[str, str]
-    namespace_labels: dict[str, str]
+    tenants: tuple[tuple[str, str], ...] = ()
 
 
 class DeviceIdentity(NamedTuple):
@@ -103,7 +103,9 @@ def place_of(cluster: str, node: str, node_labels: Mapping[str, str]) -> Place:
 def held(of: Holder, container: str | None = None) -> Held:
     """What labels are made of in a holder."""
     owners = (of.job, of.statefulset, of.deployment, of.workload)
-    return Held(of.namespace, of.pod, of.pod_uid, container, *owners, of.labels, of.namespace_labels)
+    return Held(
+        of.namespace, of.pod, of.pod_uid, container, *owners, tuple(tenant_labels(of.labels, of.namespace_labels))
+    )
 
 
 def sole_holder(pods: Mapping[HoldingPod, list[Holder]]) -> Held | None:
@@ -129,16 +131,29 @@ def identity(
     return DeviceIdentity(where, device.uuid, parent, *hardware, profile, instance, pod, job, info)
 
 
-def labels(names: LabelNames, device: DeviceIdentity, most: int = MAX_LABELS) -> Labels:
+def device_pairs(names: LabelNames, device: DeviceIdentity) -> list[tuple[str, str]]:
+    """Those labels of a device's series that are the same whoever holds it."""
+    says = _of_device(device)
+    return known([(name, says.get(attribute)) for name, attribute in names.device])
+
+
+def labels(
+    names: LabelNames,
+    device: DeviceIdentity,
+    most: int = MAX_LABELS,
+    of_device: Sequence[tuple[str, str]] | None = None,
+) -> Labels:
     """The labels of a device's series, sorted by name; what is not known or empty is left out.
 
     Tenants' labels never make a series have more than ``most``, with its name and the labels of its own.
+    ``of_device``: its :func:`device_pairs`, if they are known.
     """
-    says = _of_device(device) | (_of_holder(device.held) if device.held is not None else {})
-    pairs = known([(name, says.get(attribute)) for name, attribute in (*names.device, *names.holder)])
-    if names.tenants and device.held is not None:
-        tenants = tenant_labels(device.held.labels, device.held.namespace_labels)
-        pairs += tenants[: max(0, most - ROW_LABELS - len(pairs))]
+    pairs = [*(device_pairs(names, device) if of_device is None else of_device)]
+    if device.held is not None:
+        says = _of_holder(device.held)
+        pairs += known([(name, says[attribute]) for name, attribute in names.holder])
+        if names.tenants:
+            pairs += device.held.tenants[: max(0, most - ROW_LABELS - len(pairs))]
     return tuple(sorted(pairs))
 
 
@@ -147,8 +162,7 @@ def meta_labels(of: DeviceIdentity | Place, pod: Held | None) -> dict[str, str]:
     says = _of_device(of) if isinstance(of, DeviceIdentity) else _of_place(of)
     if pod is not None:
         says |= _of_holder(pod)
-    tenants = tenant_labels(pod.labels, pod.namespace_labels) if pod is not None else []
-    written = [(name.removeprefix("k8s_"), value) for name, value in tenants]
+    written = [(name.removeprefix("k8s_"), value) for name, value in (pod.tenants if pod is not None else ())]
     return {META + name: value for name, value in known([*says.items(), *written])}
 
 
@@ -157,20 +171,18 @@ def pod_info_labels(where: Place, pod: Held, most: int = MAX_LABELS) -> Labels:
 
     Those of its tenant that no device's series may have room for come first.
     """
-    says = _of_holder(pod) | {"container": None}
-    of_pod = [(name, says.get(attribute)) for name, attribute in LABELS["otel"].holder]
+    says = _of_holder(pod._replace(container=None))
+    of_pod = [(name, says[attribute]) for name, attribute in LABELS["otel"].holder]
     pairs = known([("k8s_cluster_name", where.cluster), ("k8s_node_name", where.node), *of_pod])
-    tenants = tenant_labels(pod.labels, pod.namespace_labels)
     everywhere = max(0, most - ROW_LABELS - DEVICE_LABELS)
-    rest_first = [*tenants[everywhere:], *tenants[:everywhere]]
+    rest_first = (*pod.tenants[everywhere:], *pod.tenants[:everywhere])
     return tuple(sorted([*pairs, *rest_first[: max(0, most - 1 - len(pairs))]]))
 
 
 def labels_without_room(pod: Held, info: Labels, most: int) -> int:
     """How many labels of a pod's tenant neither its ``gpu_pod_info`` nor its devices' series have room for."""
-    tenants = sum(map(bool, (*pod.labels.values(), *pod.namespace_labels.values())))
     shown = sum(name.startswith(("k8s_pod_label_", "k8s_namespace_label_")) for name, _ in info)
-    return max(0, tenants - max(0, most - ROW_LABELS - DEVICE_LABELS) - shown)
+    return max(0, len(pod.tenants) - max(0, most - ROW_LABELS - DEVICE_LABELS) - shown)
 
 
 def known(pairs: Pairs) -> list[tuple[str, str]]:
@@ -188,6 +200,7 @@ def sanitised(value: str) -> str:
     return value.encode("utf-8", "replace")[:MAX_VALUE_BYTES].decode("utf-8", "ignore")
 
 
+@lru_cache(maxsize=4096)
 def sanitised_name(text: str) -> str:
     """A label's name that any receiver takes, made of any text that begins as a name does."""
     return _NOT_IN_A_NAME.sub("_", text)[:MAX_NAME]

@@ -7,12 +7,10 @@ State: the rows for each set of known metrics, and conversions of values.
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import Any
 
 from sinks.series.model import Row, Rows, Value
-from sinks.series.tick import KEYS, Metrics
+from sinks.series.tick import KEYS
 from topics.catalogue import CATALOGUE, HOLDERS, LAST_XID, XIDS
 from topics.metric import Info, Labels, Ratio, Series
 from topics.profiles import Profile, saying_unit
@@ -21,19 +19,14 @@ MEMO_SIZE = 4096
 _LAYOUTS = 1024
 _SAID = (*KEYS, HOLDERS.name, XIDS.name, LAST_XID.name)
 
+Said = tuple[float | None, ...]
+"""What a device says: a value for each key of metrics, then its :data:`Counts`; None if that is not known."""
+
 Counts = tuple[float | None, float | None, float | None]
-"""What a device says beside its metrics: its holders, its XID errors, and the last one; None if that is not known."""
+"""What a device says beside its metrics: its holders, its XID errors, and the last one."""
 
 NO_COUNTS: Counts = (None, None, None)
 NOTHING: Mapping[str, Value] = {}
-
-
-class Measured(NamedTuple):
-    """A device's metrics in some profiles: rows and a value for each, and the layout to begin with next time."""
-
-    rows: Rows
-    values: list[float]
-    layout: "Layout | None" = None
 
 
 class MetricNames:
@@ -67,33 +60,27 @@ class MetricNames:
                     self._ratios.append(one)
 
     def measure(
-        self,
-        metrics: Metrics,
-        counts: Counts = NO_COUNTS,
-        rest: Mapping[str, Value] = NOTHING,
-        *,
-        layout: "Layout | None" = None,
-    ) -> Measured:
-        """The rows of what is known of a device that has metrics, and of the ``counts`` that are known then; equal rows
+        self, said: Said, rest: Mapping[str, Value] = NOTHING, layout: "Layout | None" = None
+    ) -> "tuple[Rows, Sequence[float], Layout | None]":
+        """The rows of what is known of a device that has metrics, a value for each, and the layout of that; equal rows
         are the same object.
 
         ``rest`` is written in place of the device's own values; what is made of several keys is made of those.
         ``layout``: the device's last one.
         """
-        said = msgspec.structs.astuple(metrics) + counts
         values = layout.values(said) if layout is not None else None
         if layout is None or values is None:
             known = tuple([place for place, value in enumerate(said) if value is not None])
             if not known or known[0] >= len(KEYS):
-                return Measured((), [])
+                return (), (), layout
             layout = self._layouts.get(known) or self._layout(known)
             values = layout.values(said) or []
         if rest:
             values = layout.with_rest(values, rest)
         if None in values[layout.plain :]:
             there = [(row, value) for row, value in zip(layout.rows, values, strict=True) if value is not None]
-            return Measured(self._same(row for row, _ in there), [value for _, value in there], layout)
-        return Measured(layout.rows, values, layout)  # type: ignore[arg-type] # None was looked for
+            return self._same(row for row, _ in there), [value for _, value in there], layout
+        return layout.rows, values, layout  # type: ignore[return-value] # None was looked for
 
     def _layout(self, known: tuple[int, ...]) -> "Layout":
         if len(self._layouts) >= _LAYOUTS:
@@ -119,11 +106,8 @@ class Layout:
         same: Callable[[Iterable[Row]], Rows],
     ) -> None:
         names = {_SAID[place]: place for place in known}
-        self._unknown = len(_SAID) - len(known)
-        self._ratios = [one for one in ratios if all(key in names for key in one.keys)]
-        self._of_ratios = [(key, names[key]) for one in self._ratios for key in one.keys]
-        self._keys: list[str] = []
         self._conversions: list[tuple[int, _Scaled]] = []
+        self._keys: list[str] = []
         rows: list[Row] = []
         for key, one, primary in series:
             if key in names:
@@ -135,24 +119,42 @@ class Layout:
         rows += [row for _, row in counted]
         self.plain = len(rows)
         written = [names[key] for key in (*self._keys, *[key for key, _ in counted])]
-        picked = [*written, *[place for place in known if place not in written], known[0]]
-        self._pick: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*picked)
-        made = [Row(one.name, one.labels, one.kind, one.help, one.unit, primary=False) for one in self._ratios]
-        self.rows = same([*rows, *made])
+        there = [*written, *[place for place in known if place not in written]]
+        absent = [place for place in range(len(_SAID)) if place not in known]
+        self._known, self._absent = len(there), (None,) * len(absent)
+        self._pick: Callable[[Said], Said] = itemgetter(*there, *absent)
+        self._sums: list[list[int]] = []
+        self._ratios: list[tuple[int, int, Ratio]] = []
+        for ratio in ratios:
+            if all(key in names for key in ratio.keys):
+                above, below = (
+                    self._sum([names[key] for key in keys]) for keys in (ratio.numerators, ratio.denominators)
+                )
+                self._ratios.append((above, below, ratio))
+                rows.append(Row(ratio.name, ratio.labels, ratio.kind, ratio.help, ratio.unit, primary=False))
+        self.rows = same(rows)
 
-    def values(self, said: tuple[Any, ...]) -> list[float | None] | None:
+    def _sum(self, places: list[int]) -> int:
+        """The place of the sum of some places, behind what is said; of none, it is one."""
+        if len(places) == 1:
+            return places[0]
+        self._sums.append(places)
+        return len(_SAID) + len(self._sums) - 1
+
+    def values(self, said: Said) -> list[float | None] | None:
         """The value of each row, None for a ratio of which the denominator is zero; or None, if something else is known
         than its places say.
         """
         picked = self._pick(said)
-        if None in picked or said.count(None) != self._unknown:
+        values = list(picked[: self._known])
+        if picked[self._known :] != self._absent or None in values:
             return None
-        values = list(picked[: self.plain])
+        del values[self.plain :]
         for at, converted in self._conversions:
             values[at] = converted[values[at]]
-        if self._ratios:
-            of = {key: said[place] for key, place in self._of_ratios}
-            values += [one.of(of) for one in self._ratios]
+        if self._sums:
+            said += tuple([sum([said[place] or 0.0 for place in places]) if places else 1.0 for places in self._sums])
+        values += [ratio.of(said[above], said[below]) for above, below, ratio in self._ratios]  # type: ignore[arg-type]
         return values
 
     def with_rest(self, values: list[float | None], rest: Mapping[str, Value]) -> list[float | None]:

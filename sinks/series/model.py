@@ -46,7 +46,7 @@ class Row(NamedTuple):
 Rows = tuple[Row, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SeriesSet:
     """The series of one device: its labels (sorted by name, none of them a row's), the rows, what they are about.
 
@@ -66,9 +66,9 @@ class SeriesSet:
     cache: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "primaries", sum([row.primary for row in self.rows]))
+        self.primaries = sum([row.primary for row in self.rows])
         label_bytes = sum(map(len, chain.from_iterable(self.labels))) + 6 * len(self.labels)
-        object.__setattr__(self, "bytes", len(self.rows) * (label_bytes + _ROW_BYTES))
+        self.bytes = len(self.rows) * (label_bytes + _ROW_BYTES)
 
     def series(self) -> list[Labels]:
         """All labels of each row, its name among them: no two series that are written at a time have the same."""
@@ -79,8 +79,7 @@ class SeriesSet:
 
     def begin(self, start_ms: int, node: tuple[str, str] | None) -> None:
         """A node's producer, which was started at a time, writes it from now on."""
-        object.__setattr__(self, "start_ms", start_ms)
-        object.__setattr__(self, "node", node)
+        self.start_ms, self.node = start_ms, node
 
     @property
     def identity(self) -> tuple[Subject, Labels]:

@@ -6,14 +6,14 @@ What is written the same again is not decoded again, and is the same object.
 On failure: ``msgspec.DecodeError`` for what is no such record.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from msgspec import Raw
 
-from topics.attributed import AttributedEvent, AttributedTick, Holder, Parts
+from topics.attributed import AttributedEvent, AttributedTick, Holder
 from topics.catalogue import CATALOGUE
 from topics.samples import Job, Mig
 from topics.topic import UInt, lenient
@@ -34,10 +34,18 @@ else:
     )
 
 
-class SeriesDevice(msgspec.Struct, frozen=True):
-    """What a device is, who holds it and what happened on it: all of its record but measured values, and parts.
+class SeriesParts(msgspec.Struct, frozen=True, gc=False):
+    """See :class:`topics.attributed.Parts`."""
 
-    See :class:`topics.attributed.AttributedDevice`. For as long as a record says the same, it is the same object.
+    utilization_ratio: float | None = None
+    memory_used_bytes: float | None = None
+    power_watts: float | None = None
+
+
+class SeriesDevice(msgspec.Struct, frozen=True):
+    """What a device is and what happened on it: all of its record but holders and measured values.
+
+    See :class:`topics.attributed.AttributedDevice`.
     """
 
     uuid: str
@@ -51,17 +59,20 @@ class SeriesDevice(msgspec.Struct, frozen=True):
     events: tuple[AttributedEvent, ...] | None = None
     info: dict[str, str] = {}
     xids: dict[str, UInt] = {}
-    holders: tuple[Holder, ...] = ()
     conflict: str | None = None
 
 
-class DeviceReading(NamedTuple):
-    """A device in a tick. ``parts`` has one for each holder, or is empty if nothing is known of any."""
+class DeviceReading(msgspec.Struct, frozen=True):
+    """A device in a tick. ``parts`` has one for each holder, or is empty if nothing is known of any.
+
+    For as long as records say the same of the device, or of who holds it, that is the same object.
+    """
 
     device: SeriesDevice
+    holders: tuple[Holder, ...] = ()
     metrics: Metrics = Metrics()
-    parts: tuple[Parts | None, ...] = ()
-    unattributed: Parts | None = None
+    parts: tuple[SeriesParts | None, ...] = ()
+    unattributed: SeriesParts | None = None
     split_scaled: bool = False
 
 
@@ -91,7 +102,7 @@ class _RawHolder(msgspec.Struct, frozen=True, gc=False):
     deployment: str | None = None
     labels: Raw = _ABSENT
     namespace_labels: Raw = _ABSENT
-    parts: Parts | None = None
+    parts: SeriesParts | None = None
 
 
 class _RawDevice(msgspec.Struct, frozen=True, gc=False):
@@ -110,7 +121,7 @@ class _RawDevice(msgspec.Struct, frozen=True, gc=False):
     info: Raw = _ABSENT
     xids: Raw = _ABSENT
     holders: tuple[_RawHolder, ...] = ()
-    unattributed: Parts | None = None
+    unattributed: SeriesParts | None = None
     split_scaled: bool = False
     conflict: str | None = None
 
@@ -124,13 +135,14 @@ class _Said(NamedTuple):
     """What was said of a device last, and of its holders, as it was written; and what that is."""
 
     fields: tuple[Any, ...]
-    holders: list[tuple[Any, ...]]
     device: SeriesDevice
+    holder_fields: list[tuple[Any, ...]]
+    holders: tuple[Holder, ...]
 
 
-_OF_DEVICE = tuple([name for name in SeriesDevice.__struct_fields__ if name != "holders"])
-_OF_HOLDER = tuple([name for name in _RawHolder.__struct_fields__ if name != "parts"])
-_of_device, _of_holder = attrgetter(*_OF_DEVICE), attrgetter(*_OF_HOLDER)
+_OF_DEVICE = SeriesDevice.__struct_fields__
+_of_device = attrgetter(*_OF_DEVICE)
+_of_holder = attrgetter(*[name for name in _RawHolder.__struct_fields__ if name != "parts"])
 _RAW = {
     field.name: msgspec.json.Decoder(field.type).decode
     for field in (*msgspec.structs.fields(SeriesDevice), *msgspec.structs.fields(Holder))
@@ -150,7 +162,24 @@ class TickDecoder:
         tick = _decode_raw(value)
         key = (tick.cluster, tick.node)
         before, said = self._nodes.pop(key, {}), dict[str, _Said]()
-        devices = tuple([_reading(one, before, said) for one in tick.devices])
+        readings: list[DeviceReading] = []
+        other: _Said | None = None
+        for raw in tick.devices:
+            was, fields, holder_fields = before.get(raw.uuid), _of_device(raw), list(map(_of_holder, raw.holders))
+            if was is None or was.fields != fields or was.holder_fields != holder_fields:
+                was = other = _said(raw, fields, holder_fields, (was, other))
+            said[raw.uuid] = was
+            parts = tuple([one.parts for one in raw.holders])
+            readings.append(
+                DeviceReading(
+                    was.device,
+                    was.holders,
+                    raw.metrics,
+                    parts if any(parts) else (),
+                    raw.unattributed,
+                    raw.split_scaled,
+                )
+            )
         self._nodes[key] = said
         if len(self._nodes) > _NODES:
             del self._nodes[next(iter(self._nodes))]
@@ -164,31 +193,44 @@ class TickDecoder:
             offset=tick.offset,
             attribution=tick.attribution,
             node_labels=tick.node_labels,
-            devices=devices,
+            devices=tuple(readings),
         )
 
 
-def _reading(raw: _RawDevice, before: Mapping[str, _Said], said: dict[str, _Said]) -> DeviceReading:
-    """A device in a tick, and what is said of it now."""
-    was, fields, holders = before.get(raw.uuid), _of_device(raw), list(map(_of_holder, raw.holders))
-    if was is None or was.fields != fields or was.holders != holders:
-        fields, holders = _copied(fields), list(map(_copied, holders))
-        held_by = tuple([Holder(**_decoded(_OF_HOLDER, one)) for one in holders])
-        was = _Said(fields, holders, SeriesDevice(**_decoded(_OF_DEVICE, fields), holders=held_by))
-    said[raw.uuid] = was
-    parts = tuple([one.parts for one in raw.holders])
-    return DeviceReading(was.device, raw.metrics, parts if any(parts) else (), raw.unattributed, raw.split_scaled)
+def _said(
+    raw: _RawDevice, fields: tuple[Any, ...], holder_fields: list[tuple[Any, ...]], others: Iterable[_Said | None]
+) -> _Said:
+    """What is said of a device; as far as one of the others says the same, it is the same object."""
+    there = [other for other in others if other is not None]
+    of_device = next(((one.fields, one.device) for one in there if one.fields == fields), None)
+    of_holders = next(((one.holder_fields, one.holders) for one in there if one.holder_fields == holder_fields), None)
+    if of_device is None:
+        known = [(name, one) for name, one in zip(_OF_DEVICE, fields, strict=True) if one != _ABSENT]
+        device = SeriesDevice(**{name: _RAW[name](one) if name in _RAW else one for name, one in known})
+        of_device = _copied(fields), device
+    if of_holders is None:
+        of_holders = list(map(_copied, holder_fields)), tuple(map(_holder, raw.holders))
+    return _Said(*of_device, *of_holders)
+
+
+def _holder(raw: _RawHolder) -> Holder:
+    return Holder(
+        raw.namespace,
+        raw.pod,
+        pod_uid=raw.pod_uid,
+        container=raw.container,
+        workload=_RAW["workload"](raw.workload) if raw.workload else None,
+        job=raw.job,
+        statefulset=raw.statefulset,
+        deployment=raw.deployment,
+        labels=_RAW["labels"](raw.labels) if raw.labels else {},
+        namespace_labels=_RAW["namespace_labels"](raw.namespace_labels) if raw.namespace_labels else {},
+    )
 
 
 def _copied(fields: tuple[Any, ...]) -> tuple[Any, ...]:
     """The same without the record around it."""
     return tuple([one.copy() if isinstance(one, Raw) else one for one in fields])
-
-
-def _decoded(names: tuple[str, ...], fields: tuple[Any, ...]) -> dict[str, Any]:
-    """What these fields say, as far as they are there."""
-    there = [(name, one) for name, one in zip(names, fields, strict=True) if one != _ABSENT]
-    return {name: _RAW[name](one) if name in _RAW else one for name, one in there}
 
 
 decode = lenient(TickDecoder().decode)

@@ -3,9 +3,11 @@
 In: a tick, and the profiles to write it in, as values. Out: the metrics of each device in all of them; beside them,
 called the same with all names, the pods' parts of devices that are split and what is nobody's, conflicts, XID errors
 and what each device is, and ``gpu_pod_info``.
-State: what was last labelled, in a cache of each node, and the rows of each set of known metrics. Series of which all
-that they are made of is the same are the same object, so that a sink works out its encoding only when something
-changes. Every set is made in one place, ``Translator._make``, once; what is to be done to labels is done there.
+State: what was last labelled, in a cache of each node, and the rows of each set of known metrics. While all that labels
+are made of stays the same, and which values are known, a tick is only values for the sets that there are. Series of
+which all that they are made of is the same are the same object, so that a sink works out its encoding only when
+something changes. Every set is made in one place, ``Translator._make``, once; what is to be done to labels is done
+there.
 
 Profiles with which a device has the same labels share one set; of two series of one name and the same labels of their
 own, that of the profile that is named first is in it. What profiles with other label names call the same is told
@@ -15,39 +17,43 @@ apart by these labels; what is the same with two label sets (of a device of whic
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+from msgspec.structs import astuple
+
 from sinks.series.beside import (
     Beside,
     Described,
+    HeldDevice,
     Numbers,
     OfDevice,
     Pick,
     PodInfo,
-    Pods,
     beside,
     divide,
     made_of,
     numbers,
+    picked,
     pod_infos,
-    values,
 )
 from sinks.series.labels import (
     MAX_LABELS,
     DeviceIdentity,
     Held,
     Place,
+    device_pairs,
+    held,
     identity,
     labels,
-    labels_without_room,
     meta_labels,
     place,
     sole_holder,
 )
-from sinks.series.metrics import NOTHING, Counts, Layout, MetricNames
-from sinks.series.model import Key, Rows, SampleGroup, SeriesSet, Value
+from sinks.series.metrics import NO_COUNTS, NOTHING, Counts, Layout, MetricNames, Said
+from sinks.series.model import Key, Rows, SampleGroup, SeriesSet, Subject, Value
 from sinks.series.relabel import Relabelling, Withheld
 from sinks.series.tick import DeviceReading, Metrics, SeriesDevice, SeriesTick
 from topics.attributed import pods_of
@@ -58,11 +64,8 @@ from topics.profiles import INFO, LabelNames, Profile
 _SPARE = 64
 _AS_THEY_ARE = Relabelling()
 
-Cut = tuple[SeriesSet, tuple[int, ...] | None]
-"""What is left of a set, and the numbers of its rows among those that it was made of; None: all of them."""
 
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Made:
     """A set that was made of rows, with the labels that relabelling has left it. ``kept``: the numbers of those rows
     that are in it, None for all; ``withheld`` counts the others. What two label sets say ``about`` one thing may be
@@ -76,31 +79,33 @@ class Made:
     hashes: tuple[int, ...] | None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Written:
-    """A device's metrics in the profiles with which it has these labels, and the set of them that was written last."""
+    """A device's metrics, or a pod's part of them, in the profiles with which it has these labels; and the set of them
+    that was written last."""
 
+    key: Key
+    of: DeviceIdentity
+    subject: Subject
     labels: Labels
     names: MetricNames
-    made: Made | None = None
     layout: Layout | None = None
+    made: Made | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Labelled:
     """A device as it was labelled last, and all of its record that this was made of.
 
-    ``beside``, by label names: the sets beside its metrics, with their keys and where their values come from; they are
-    those for numbers of which just these are ``known``.
+    ``pairs``, by label names: the labels that are its own, whoever holds it. ``beside``, by label names: the sets
+    beside its metrics, for numbers of which just these are ``known``.
     """
 
-    device: SeriesDevice
-    where: Place
+    held: HeldDevice
     attribution: str
-    pods: Pods
     counts: Counts
-    bare: DeviceIdentity
     of: DeviceIdentity
+    pairs: dict[str, list[tuple[str, str]]]
     written: list[_Written]
     parts: dict[Key, tuple[DeviceIdentity, list[_Written]]]
     known: tuple[bool, ...] = ()
@@ -116,26 +121,45 @@ class _MadeBeside(NamedTuple):
     values: list[float] | None
 
 
+class _Tick(NamedTuple):
+    """What was known of a tick's devices: the metrics that have a row, with the rows, and for each device which of its
+    :data:`Numbers`. With the same labels and the same of this, ticks have the same sets."""
+
+    written: list[_Written]
+    rows: list[Rows]
+    known: list[tuple[bool, ...]]
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Cache:
     """Of one node: the sets of each device's metrics, and those beside them, each with all that it was made of.
 
-    ``profiles``: those in which it was written. ``labelled`` are the devices of its last tick, and ``pods``, by label
-    names, the sets of the pods that held them. ``sets`` are those of its last tick, ``cut`` what of each is written,
-    None if that is all, and ``withheld`` counts what is not, by reason. ``contested``: some of its series are another
-    node's, and have the hashes that are ``claimed`` there.
+    ``profiles``: those in which it was written. ``said`` is what labels were made of in its last tick, ``labelled`` its
+    devices, and ``pods``, by label names, the sets of the pods that held them. ``run`` is when its producer was
+    started, and the node. ``tick`` is what was known in its last tick, ``sets`` are the sets, with their ``keys``, and
+    ``besides`` the values of those beside metrics; ``changing``: which of them are made of which device's numbers.
+    ``written`` is what is written, with its keys; ``cut`` says of which set it is, and of which of its rows, and is
+    None if that is all. ``withheld`` counts what is not written, by reason. ``contested``: some of its series are
+    another node's, and have the hashes that are ``claimed`` there.
     """
 
     profiles: tuple[Profile, ...] = ()
     devices: dict[str, _Labelled] = field(default_factory=dict)
     beside: dict[tuple[str, ...], tuple[OfDevice | Described | PodInfo, Made]] = field(default_factory=dict)
+    said: tuple[object, ...] = ()
     labelled: list[_Labelled] = field(default_factory=list)
     pods: dict[str, list[_MadeBeside]] = field(default_factory=dict)
+    tick: _Tick | None = None
+    keys: list[Key] = field(default_factory=list)
     sets: list[Made] = field(default_factory=list)
-    cut: list[Cut] | None = None
+    besides: list[Sequence[Value]] = field(default_factory=list)
+    changing: list[tuple[int, int, tuple[Pick, ...]]] = field(default_factory=list)
+    written: tuple[list[Key], list[SeriesSet]] = field(default_factory=lambda: ([], []))
+    cut: list[tuple[int, tuple[int, ...] | None]] | None = None
     withheld: Counter[Withheld] = field(default_factory=Counter)
     contested: bool = False
     claimed: set[int] = field(default_factory=set)
+    run: tuple[int, tuple[str, str]] = 0, ("", "")
     last_xids: dict[str, int] = field(default_factory=dict)
     reductions: dict[tuple[Made, tuple[int, ...]], SeriesSet] = field(default_factory=dict)
 
@@ -146,46 +170,16 @@ class Cache:
             self.reductions[made, rows] = SeriesSet(of.labels, tuple([of.rows[row] for row in rows]), of.subject)
         return self.reductions[made, rows]
 
-    def prune(self, keys: Sequence[Key]) -> None:
+    def prune(self) -> None:
         """Forget what is not there any more, when that is more than what is."""
-        if len(self.devices) + len(self.beside) > 2 * len(keys) + _SPARE:
-            there, self.reductions = set(keys), {}
+        if len(self.devices) + len(self.beside) > 2 * len(self.keys) + _SPARE:
+            there, self.reductions = set(self.keys), {}
             self.devices = {key: was for key, was in self.devices.items() if key in there}
             self.beside = {key: was for key, was in self.beside.items() if key in there}
 
 
 _NEVER: tuple[None, None] = None, None
-
-
-class _Found:
-    """The sets of a tick, with their keys and values."""
-
-    __slots__ = ("keys", "sets", "values")
-
-    def __init__(self) -> None:
-        self.keys: list[Key] = []
-        self.sets: list[Made] = []
-        self.values: list[Sequence[Value]] = []
-
-    def add(self, key: Key, made: Made, values: Sequence[Value]) -> None:
-        """The next set."""
-        self.keys.append(key)
-        self.sets.append(made)
-        self.values.append(values)
-
-    def groups(self, ts_ms: int) -> list[SampleGroup]:
-        """All of it."""
-        return list(map(SampleGroup, [made.series for made in self.sets], repeat(ts_ms), self.values))
-
-    def left(self, ts_ms: int, cut: Iterable[Cut]) -> tuple[list[Key], list[SampleGroup]]:
-        """The sets of which something is left, with those rows of them."""
-        keys: list[Key] = []
-        groups: list[SampleGroup] = []
-        for key, of, (series, rows) in zip(self.keys, self.values, cut, strict=True):
-            if series.rows:
-                keys.append(key)
-                groups.append(SampleGroup(series, ts_ms, of if rows is None else [of[row] for row in rows]))
-        return keys, groups
+_group = partial(tuple.__new__, SampleGroup)
 
 
 def _last_xid(device: SeriesDevice, cache: Cache) -> float | None:
@@ -262,92 +256,103 @@ class Translator:
 
         What is not written, because of its labels, is counted in ``cache.withheld``.
         """
+        self._label(sample, cache)
+        tick, values, of = _Tick([], [], []), list[Sequence[Value]](), list[Numbers]()
+        for reading, was in zip(sample.devices, cache.labelled, strict=True):
+            its = numbers(reading)
+            rest = self._parts(reading, was, its, tick, values) if self._by_pod else NOTHING
+            _measure(was.written, astuple(reading.metrics) + was.counts, rest, tick, values)
+            of.append(its)
+            tick.known.append(tuple([one is not None for one in its]) if its else ())
+        if tick != cache.tick:
+            self._find(tick, cache)
+            self._choose(cache)
+        elif cache.contested:
+            self._choose(cache)
+        values += cache.besides
+        for number, device, picks in cache.changing:
+            values[number] = picked(picks, of[device])
+        if cache.cut is not None:
+            some = [(values[number], rows) for number, rows in cache.cut]
+            values = [of_set if rows is None else [of_set[row] for row in rows] for of_set, rows in some]
+        keys, series = cache.written
+        return keys, list(map(_group, zip(series, repeat(sample.ts_ms), values, strict=False)))
+
+    def _label(self, sample: SeriesTick, cache: Cache) -> None:
+        """Label the devices of a tick, if something was said of them that was not said in the tick before."""
         if cache.profiles is not self._profiles:
-            cache.profiles, cache.devices, cache.beside, cache.labelled = self._profiles, {}, {}, []
-        found = _Found()
-        self._find(sample, cache, found)
-        cache.prune(found.keys)
-        if found.sets != cache.sets or cache.contested:
-            self._choose(found.sets, cache)
-        ts_ms = sample.ts_ms
-        keys, groups = (found.keys, found.groups(ts_ms)) if cache.cut is None else found.left(ts_ms, cache.cut)
-        for series, _, _ in groups:
-            if series.start_ms != sample.run_id:
-                series.begin(sample.run_id, (sample.cluster, sample.node))
-        return keys, groups
+            cache.profiles, cache.devices, cache.beside, cache.said = self._profiles, {}, {}, ()
+        where, attribution, devices = place(sample), sample.attribution, sample.devices
+        said = (where, attribution, sample.run_id, [one.device for one in devices], [one.holders for one in devices])
+        if said != cache.said:
+            cache.labelled = [self._labelled(where, reading, attribution, cache) for reading in devices]
+            cache.said, cache.pods, cache.tick, cache.run = said, {}, None, (sample.run_id, (where.cluster, where.node))
 
-    def _find(self, sample: SeriesTick, cache: Cache, found: _Found) -> None:
-        """Find the sets of a tick: those of the devices' metrics, then those beside them, by label names."""
-        where, of = place(sample), [numbers(reading) for reading in sample.devices]
-        labelled = [self._labelled(where, reading.device, sample.attribution, cache) for reading in sample.devices]
-        for reading, was, its in zip(sample.devices, labelled, of, strict=True):
-            self._metrics(reading, was, its, found)
-        if labelled != cache.labelled:
-            cache.labelled, cache.pods = labelled, {}
-        for names in self._label_names:
-            for was, its in zip(labelled, of, strict=True):
-                self._beside(names, was, its, cache, found)
-            if names.tenants and names.name not in cache.pods:
-                infos = pod_infos(where, [was.pods for was in labelled])
-                cache.pods[names.name] = [self._made(names, one, cache) for one in infos]
-            for key, made, picks, known in cache.pods.get(names.name, ()):
-                found.add(key, made, known or values(picks, ()))
-
-    def _metrics(self, reading: DeviceReading, was: _Labelled, of: Numbers, found: _Found) -> None:
-        """Find the sets of a device's metrics."""
-        rest = self._parts(reading, was, of, found) if self._by_pod else NOTHING
-        uuid = reading.device.uuid
-        for number, one in enumerate(was.written):
-            rows, known, one.layout = one.names.measure(reading.metrics, was.counts, rest, layout=one.layout)
-            if rows:
-                if one.made is None or one.made.rows is not rows:
-                    one.made = self._make(SeriesSet(one.labels, rows), was.of, was.of.held)
-                found.add(("metrics", uuid, str(number)) if number else uuid, one.made, known)
-
-    def _parts(self, reading: DeviceReading, was: _Labelled, numbers: Numbers, found: _Found) -> Mapping[str, Value]:
-        """Find the sets of the pods' parts of a device; the rest is what is written of the device itself."""
-        divided = divide(reading, was.pods, numbers, uids=self._pod_uids)
+    def _parts(
+        self, reading: DeviceReading, was: _Labelled, of: Numbers, tick: _Tick, values: list[Sequence[Value]]
+    ) -> Mapping[str, Value]:
+        """Measure the pods' parts of a device; the rest is what is written of the device itself."""
+        divided = divide(reading, was.held.pods, of, uids=self._pod_uids)
         for name, part in divided.parts.items():
             key = ("by_pod", reading.device.uuid, *name)
-            of = was.of if part.held is None else was.of._replace(held=part.held)
+            identity = was.of if part.held is None else was.of._replace(held=part.held)
             before, written = was.parts.get(key, (None, []))
-            if before != of:
-                written = self._written(of, self._part_names, dict.fromkeys(self._profiles, CATALOGUE.keys()))
-                was.parts[key] = of, written
-            for number, one in enumerate(written):
-                rows, known, one.layout = one.names.measure(Metrics(**part.metrics), layout=one.layout)
-                if rows:
-                    if one.made is None or one.made.rows is not rows:
-                        one.made = self._make(SeriesSet(one.labels, rows, "by_pod"), of, of.held)
-                    found.add((*key, str(number)), one.made, known)
+            if before != identity:
+                all_keys = dict.fromkeys(self._profiles, CATALOGUE.keys())
+                written = self._written(key, identity, was.pairs, self._part_names, all_keys)
+                was.parts[key] = identity, written
+            _measure(written, astuple(Metrics(**part.metrics)) + NO_COUNTS, NOTHING, tick, values)
         return divided.rest
 
-    def _beside(self, names: LabelNames, was: _Labelled, of: Numbers, cache: Cache, found: _Found) -> None:
-        """Find the sets beside a device's metrics."""
-        known = tuple([one is not None for one in of]) if of else ()
+    def _find(self, tick: _Tick, cache: Cache) -> None:
+        """Find the sets of a tick: those of the devices' metrics, then those beside them, by label names."""
+        cache.tick, cache.keys, cache.sets, cache.besides, cache.changing = tick, [], [], [], []
+        for one, rows in zip(tick.written, tick.rows, strict=True):
+            if one.made is None or one.made.rows is not rows:
+                one.made = self._make(SeriesSet(one.labels, rows, one.subject), one.of, one.of.held)
+            cache.keys.append(one.key)
+            cache.sets.append(one.made)
+        for names in self._label_names:
+            sets = [
+                (number, one)
+                for number, (was, known) in enumerate(zip(cache.labelled, tick.known, strict=True))
+                for one in self._beside(names, was, known, cache)
+            ]
+            if names.tenants and names.name not in cache.pods:
+                infos = pod_infos([was.held for was in cache.labelled])
+                cache.pods[names.name] = [self._made(names, one, cache) for one in infos]
+            sets += [(-1, one) for one in cache.pods.get(names.name, ())]
+            for number, (key, made, picks, values) in sets:
+                if values is None:
+                    cache.changing.append((len(cache.sets), number, picks))
+                cache.keys.append(key)
+                cache.sets.append(made)
+                cache.besides.append(values or ())
+        cache.prune()
+
+    def _beside(
+        self, names: LabelNames, was: _Labelled, known: tuple[bool, ...], cache: Cache
+    ) -> Sequence[_MadeBeside]:
+        """The sets beside a device's metrics."""
         if known != was.known:
             was.known, was.beside = known, {}
         if names.name not in was.beside:
-            sets = beside(names, was.where, was.device, was.pods, was.bare, of)
-            was.beside[names.name] = [self._made(names, one, cache) for one in sets]
-        for key, made, picks, its in was.beside[names.name]:
-            found.add(key, made, its or values(picks, of))
+            was.beside[names.name] = [self._made(names, one, cache) for one in beside(names, was.held, known)]
+        return was.beside[names.name]
 
     def _made(self, names: LabelNames, one: Beside, cache: Cache) -> _MadeBeside:
         """A set beside the devices' metrics: the one that was made of the same before, if there is one."""
         key = one.key if names is self._label_names[0] else (*one.key, names.name)
         was_of, made = cache.beside.get(key, _NEVER)
         if made is None or was_of != one.of:
-            of, pod = one.of if isinstance(one.of, PodInfo) else (one.of.device, one.of.device.held)
-            series = made_of(names, one.of, self._max_labels)
-            if isinstance(one.of, PodInfo) and (
-                cut := labels_without_room(one.of.pod, series.labels, self._max_labels)
-            ):
-                self._on_cut(cut)
-            made = self._make(series, of, pod, one.key)
+            series = made_of(names, one.of, self._max_labels, self._on_cut)
+            if isinstance(one.of, PodInfo):
+                made = self._make(series, one.of.place, held(one.of.holder), one.key)
+            else:
+                made = self._make(series, one.of.device, one.of.device.held, one.key)
             cache.beside[key] = one.of, made
         alone = all(isinstance(pick, float) for pick in one.picks)
-        return _MadeBeside(key, made, one.picks, values(one.picks, ()) if alone else None)
+        return _MadeBeside(key, made, one.picks, picked(one.picks, ()) if alone else None)
 
     def _make(
         self, series: SeriesSet, of: DeviceIdentity | Place, pod: Held | None, about: tuple[str, ...] | None = None
@@ -358,20 +363,22 @@ class Translator:
         hashes = tuple(map(hash, relabelled.series.series())) if self._relabelling.may_collide else None
         return Made(series.rows, *relabelled, about, hashes)
 
-    def _choose(self, sets: list[Made], cache: Cache) -> None:
+    def _choose(self, cache: Cache) -> None:
         """Of series that are the same, the first is written; and none that another node writes.
 
         Without rules, series are the same only if all of their sets are: rows are told apart by the profiles.
         """
         claimed, cache.claimed = cache.claimed, set()
-        cache.sets, cache.withheld, cache.contested = sets, Counter(), False
-        cut: list[Cut] = []
+        cache.withheld, cache.contested = Counter(), False
+        keys: list[Key] = []
+        written: list[SeriesSet] = []
+        cut: list[tuple[int, tuple[int, ...] | None]] = []
         seen: dict[object, tuple[str, ...] | None] = {}
-        for one in sets:
+        for number, (key, one) in enumerate(zip(cache.keys, cache.sets, strict=True)):
             cache.withheld.update(one.withheld)
             series, kept = one.series, one.kept
             if one.hashes is not None:
-                rows = [row for row, number in enumerate(one.hashes) if self._is_first(number, one, seen, cache)]
+                rows = [row for row, its in enumerate(one.hashes) if self._is_first(its, one, seen, cache)]
             elif series.identity not in seen:
                 seen[series.identity], rows = one.about, list(range(len(series.rows)))
             else:
@@ -381,11 +388,16 @@ class Translator:
             if len(rows) < len(series.rows):
                 kept = tuple([row if kept is None else kept[row] for row in rows])
                 series = cache.reduced(one, tuple(rows))
-            cut.append((series, kept))
+            if series.rows:
+                series.begin(*cache.run)
+                keys.append(key)
+                written.append(series)
+                cut.append((number, kept))
         for number in claimed - cache.claimed:
             self._claims.pop(number, None)
         cache.withheld = +cache.withheld
-        cache.cut = None if all(series.rows and kept is None for series, kept in cut) else cut
+        cache.written = keys, written
+        cache.cut = None if len(cut) == len(cache.sets) and all(kept is None for _, kept in cut) else cut
 
     def _is_first(self, number: int, of: Made, seen: dict[object, tuple[str, ...] | None], cache: Cache) -> bool:
         """Whether a series comes for the first time in this tick, and no other node writes it."""
@@ -397,23 +409,26 @@ class Translator:
         cache.withheld["collision"] += of.about is None or seen.get(number) != of.about
         return False
 
-    def _labelled(self, where: Place, device: SeriesDevice, attribution: str, cache: Cache) -> _Labelled:
-        """What labels are made of in a device: what was found before, while the record says the same of it."""
+    def _labelled(self, where: Place, reading: DeviceReading, attribution: str, cache: Cache) -> _Labelled:
+        """What labels are made of in a device: what was found before, as far as the record says the same of it."""
+        device, holders = reading.device, reading.holders
         was = cache.devices.get(device.uuid)
-        if was is None or (was.device, was.where, was.attribution) != (device, where, attribution):
-            pods = pods_of(device.holders)
-            job = device.jobs[0] if device.jobs and len(device.jobs) == 1 else None
-            info = tuple([device.info.get(name) for name in INFO]) if self._info else ()
-            of = identity(where, device, sole_holder(pods), job, info)
-            same = was is not None and was.of == of
-            written = was.written if was and same else self._written(of, self._metric_names, self._counted)
-            parts = was.parts if was and same and len(was.parts) <= 2 * len(pods) + 1 else {}
-            counts = self._counts(device, None if attribution == "none" else len(pods), cache)
-            bare = identity(where, device, info=info)
-            was = cache.devices[device.uuid] = _Labelled(
-                device, where, attribution, pods, counts, bare, of, written, parts
-            )
-        return was
+        same_device = was is not None and (was.held.place, was.held.device) == (where, device)
+        if was is not None and same_device and (was.held.holders, was.attribution) == (holders, attribution):
+            return was
+        info = tuple([device.info.get(name) for name in INFO]) if self._info else ()
+        bare, pairs = (was.held.bare, was.pairs) if was and same_device else (identity(where, device, info=info), {})
+        pods = pods_of(holders)
+        job = device.jobs[0] if device.jobs and len(device.jobs) == 1 else None
+        of = bare._replace(held=sole_holder(pods), job=job)
+        if was is not None and was.of == of:
+            written, parts = was.written, was.parts if len(was.parts) <= 2 * len(pods) + 1 else {}
+        else:
+            written, parts = self._written(device.uuid, of, pairs, self._metric_names, self._counted), {}
+        counts = self._counts(device, None if attribution == "none" else len(pods), cache)
+        held = HeldDevice(where, device, holders, pods, bare)
+        cache.devices[device.uuid] = made = _Labelled(held, attribution, counts, of, pairs, written, parts)
+        return made
 
     def _counts(self, device: SeriesDevice, holders: int | None, cache: Cache) -> Counts:
         """What a device says beside its metrics."""
@@ -425,18 +440,39 @@ class Translator:
 
     def _written(
         self,
+        key: Key,
         of: DeviceIdentity,
+        pairs: dict[str, list[tuple[str, str]]],
         known: dict[tuple[Profile, ...], MetricNames],
         counted: Mapping[Profile, Collection[str]],
     ) -> list[_Written]:
         """A device's labels, each with the profiles in which it has them. ``known`` are the names of some profiles."""
         sharing: dict[Labels, list[Profile]] = {}
         for profile in self._profiles:
-            sharing.setdefault(labels(profile.labels, of, self._max_labels), []).append(profile)
+            names = profile.labels
+            if names.name not in pairs:
+                pairs[names.name] = device_pairs(names, of)
+            sharing.setdefault(labels(names, of, self._max_labels, pairs[names.name]), []).append(profile)
         written: list[_Written] = []
-        for names, some in sharing.items():
+        for number, (its, some) in enumerate(sharing.items()):
             profiles = tuple(some)
             if profiles not in known:
                 known[profiles] = MetricNames(profiles, counted)
-            written.append(_Written(names, known[profiles]))
+            if isinstance(key, tuple):
+                written.append(_Written((*key, str(number)), of, "by_pod", its, known[profiles]))
+            else:
+                of_device = ("metrics", key, str(number)) if number else key
+                written.append(_Written(of_device, of, "metrics", its, known[profiles]))
         return written
+
+
+def _measure(
+    written: Iterable[_Written], said: Said, rest: Mapping[str, Value], tick: _Tick, values: list[Sequence[Value]]
+) -> None:
+    """Put what is known of a device, or of a pod's part of it, into a tick, with the values."""
+    for one in written:
+        rows, its, one.layout = one.names.measure(said, rest, one.layout)
+        if rows:
+            tick.written.append(one)
+            tick.rows.append(rows)
+            values.append(its)

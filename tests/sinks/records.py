@@ -44,10 +44,10 @@ def encoded(tick: SeriesTick) -> bytes:
     """The record that says a tick."""
     content = msgspec.to_builtins(msgspec.structs.replace(tick, devices=()))
     content["devices"] = devices = []
-    for device, *numbers in tick.devices:
-        metrics, parts, unattributed, split_scaled = msgspec.to_builtins(numbers)
-        said = {name: one for name, one in msgspec.to_builtins(device).items() if one is not None}
-        said |= {"metrics": metrics, "unattributed": unattributed, "split_scaled": split_scaled}
+    for reading in tick.devices:
+        measured = msgspec.to_builtins(reading)
+        device, parts = measured.pop("device"), measured.pop("parts")
+        said = {name: one for name, one in device.items() if one is not None} | measured
         for holder, part in zip(said["holders"], parts, strict=False):
             holder["parts"] = part
         devices.append(said)

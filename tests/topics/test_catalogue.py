@@ -269,24 +269,26 @@ def test_the_causes_of_throttling_are_the_bits_that_are_set(reasons: int, causes
 
 def test_the_percentage_of_memory_in_use_is_0_to_100() -> None:
     (share,) = [one for one in PROFILES["otel"].ratios if one.name == "gpu_memory_used_percent"]
-    percents = [share.of({"memory_used_bytes": used, "memory_total_bytes": 64}) for used in (64, 0, 16)]
 
-    assert percents == [100.0, 0.0, 25.0]
-    assert share.of({"memory_used_bytes": 1, "memory_total_bytes": 0}) is None
+    assert (share.numerators, share.denominators) == (("memory_used_bytes",), ("memory_total_bytes",))
+    assert [share.of(used, 64) for used in (64, 0, 16)] == [100.0, 0.0, 25.0]
+    assert share.of(1, 0) is None
 
 
 def test_dcgms_share_of_memory_is_of_what_is_not_reserved_and_0_to_1() -> None:
     (share,) = [one for one in PROFILES["dcgm"].ratios if one.name == "DCGM_FI_DEV_FB_USED_PERCENT"]
 
-    assert share.of({"memory_used_bytes": 30, "memory_free_bytes": 10}) == 0.75
+    assert (share.numerators, {*share.denominators}) == (
+        ("memory_used_bytes",),
+        {"memory_used_bytes", "memory_free_bytes"},
+    )
+    assert share.of(30, 40) == 0.75
 
 
 def test_dcgms_nvlink_bandwidth_is_that_of_both_directions() -> None:
-    both = {"nvlink_tx_bytes_per_second": 3e9, "nvlink_rx_bytes_per_second": 1e9}
+    both = {"nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second"}
     names = {"dcgm": "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL", "dcgm-4.9": "DCGM_FI_DEV_NVLINK_THROUGHPUT_BYTES_PER_SECOND"}
-    found = {
-        one.name: one.of(both) for profile in PROFILES.values() for one in profile.ratios if set(both) == {*one.keys}
-    }
+    found = {one.name: one.of(4e9) for profile in PROFILES.values() for one in profile.ratios if both == {*one.keys}}
 
     assert found == {names["dcgm"]: 4000.0, names["dcgm-4.9"]: 4e9, "dcgm_nvlink_bandwidth_total": 4000.0}
 

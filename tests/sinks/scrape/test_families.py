@@ -187,8 +187,7 @@ def test_what_a_tenant_calls_a_pod_is_read_back_as_it_was(odd: str) -> None:
 
 @pytest.mark.parametrize("broken", ["\ud800", "a\udfffb", "b\udce4"])
 def test_half_a_character_costs_only_itself(broken: str) -> None:
-    held = SeriesDevice(uuid="GPU-a", holders=(Holder("n", f"p{broken}"),))
-    pod = identity(Place("c", "n"), held, sole_holder(pods_of(held.holders)))
+    pod = identity(Place("c", "n"), SeriesDevice("GPU-a"), sole_holder(pods_of([Holder("n", f"p{broken}")])))
     (device,) = shown(node(GPU))
     made = SampleGroup(SeriesSet(labels(LABELS["otel"], pod), device.series.rows), 0, device.values)
     (one,) = used(exposed([made]))

@@ -45,7 +45,17 @@ FULL = DeviceIdentity(
     "00000000:0A:00.0",
     "1g.10gb",
     7,
-    Held("ml", "bert-0", "u1", "main", "job", None, None, Workload("Job", "job"), {"app": "bert"}, {"team": "ml"}),
+    Held(
+        "ml",
+        "bert-0",
+        "u1",
+        "main",
+        "job",
+        None,
+        None,
+        Workload("Job", "job"),
+        tuple(tenant_labels({"app": "bert"}, {"team": "ml"})),
+    ),
     Job("12345", "ada", "gpu", "ml"),
 )
 """A device of which everything is known."""
@@ -68,12 +78,12 @@ def of(label_set: Any, *holders: dict[str, Any], **more: Any) -> dict[str, str]:
         "minor": 4,
         "model": "H100",
         "pci_bus_id": "00000000:0A:00.0",
-        "holders": list(holders),
         **more,
     }
     one = msgspec.convert(content, SeriesDevice)
     job = one.jobs[0] if one.jobs and len(one.jobs) == 1 else None
-    return dict(labels(LABELS[label_set], identity(PLACE, one, sole_holder(pods_of(one.holders)), job)))
+    pods = pods_of(msgspec.convert(holders, tuple[Holder, ...]))
+    return dict(labels(LABELS[label_set], identity(PLACE, one, sole_holder(pods), job)))
 
 
 def test_otel_names_the_device_its_holder_and_the_owner_of_the_pod() -> None:
@@ -180,7 +190,8 @@ TEXT = st.text(st.characters(), max_size=40) | st.just("x" * 2000)
 SOME = st.none() | TEXT
 TENANT = st.dictionaries(TEXT, TEXT, max_size=40)
 WORKLOAD = st.none() | st.builds(Workload, kind=TEXT, name=TEXT)
-HELD = st.builds(Held, TEXT, TEXT, SOME, SOME, SOME, SOME, SOME, WORKLOAD, TENANT, TENANT)
+TENANTS = st.tuples(TENANT, TENANT).map(lambda labels: tuple(tenant_labels(*labels)))
+HELD = st.builds(Held, TEXT, TEXT, SOME, SOME, SOME, SOME, SOME, WORKLOAD, TENANTS)
 JOB = st.none() | st.builds(Job, id=TEXT, user=SOME, partition=SOME)
 NUMBER = st.none() | st.integers(0, 200)
 PLACES = st.builds(Place, TEXT, TEXT, SOME, SOME, SOME)
@@ -269,7 +280,7 @@ def test_what_tenants_wrote_is_on_the_series() -> None:
 
 def test_a_series_has_at_most_so_many_labels_and_its_pods_info_has_the_rest() -> None:
     tenant = {f"key-{n:02}": f"value {n}" for n in range(24)}
-    held = FULL._replace(held=FULL.held._replace(labels=tenant, namespace_labels={}) if FULL.held else None)
+    held = FULL._replace(held=FULL.held._replace(tenants=tuple(tenant_labels(tenant, {}))) if FULL.held else None)
     assert held.held is not None
     series, info = dict(labels(LABELS["otel"], held)), dict(pod_info_labels(held.place, held.held))
     written = {f"k8s_pod_label_key_{n:02}" for n in range(24)}
@@ -282,9 +293,9 @@ def test_a_series_has_at_most_so_many_labels_and_its_pods_info_has_the_rest() ->
 
 @pytest.mark.parametrize(("number", "lost"), [(0, 0), (10, 0), (24, 0), (40, 16)])
 def test_what_is_on_no_series_is_counted(number: int, lost: int) -> None:
-    pod = FULL.held._replace(labels={f"key-{n:02}": "v" for n in range(number)}) if FULL.held else None
+    tenants = tenant_labels({f"key-{n:02}": "v" for n in range(number)}, {})
+    pod = FULL.held._replace(tenants=tuple(tenants)) if FULL.held else None
     assert pod is not None
-    pod = pod._replace(namespace_labels={})
     info, series = pod_info_labels(FULL.place, pod), labels(LABELS["otel"], FULL._replace(held=pod))
     written = {name for name, _ in (*info, *series) if name.startswith("k8s_pod_label_")}
 
@@ -292,7 +303,7 @@ def test_what_is_on_no_series_is_counted(number: int, lost: int) -> None:
 
 
 def test_no_device_has_more_labels_of_its_own_than_is_reckoned_with() -> None:
-    bare = FULL._replace(held=FULL.held._replace(labels={}, namespace_labels={}) if FULL.held else None)
+    bare = FULL._replace(held=FULL.held._replace(tenants=()) if FULL.held else None)
 
     assert len(labels(LABELS["otel"], bare)) == DEVICE_LABELS
 

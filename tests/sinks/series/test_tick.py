@@ -51,7 +51,7 @@ def test_a_tick_says_the_same_whatever_came_before_it(ticks: list[tuple[list[dic
         assert remembering.decode(one) == TickDecoder().decode(one)
 
 
-def test_a_device_is_the_same_object_while_only_its_values_and_parts_change() -> None:
+def test_a_device_and_its_holders_are_the_same_objects_while_only_values_and_parts_change() -> None:
     of = {"info": {"serial": "1"}}
     first, second, third = (
         decode(record({**of, "metrics": metrics, "holders": holders, "processes": [{"pid": pid}]})).devices[0]
@@ -60,7 +60,8 @@ def test_a_device_is_the_same_object_while_only_its_values_and_parts_change() ->
         )
     )
 
-    assert first.device is second.device is not third.device
+    assert first.device is second.device is third.device
+    assert first.holders is second.holders is not third.holders
     assert (first.metrics, first.parts) != (second.metrics, second.parts)
 
 

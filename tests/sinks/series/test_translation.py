@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sinks.series import beside
-from sinks.series.beside import Described, OfDevice, PodInfo, made_of
+from sinks.series.beside import Described, HeldDevice, OfDevice, PodInfo, made_of
 from sinks.series.labels import MAX_LABELS, MAX_VALUE_BYTES, identity, place
 from sinks.series.model import Row, SeriesSet
-from sinks.series.tick import DeviceReading, SeriesDevice, SeriesTick
+from sinks.series.tick import DeviceReading, SeriesDevice, SeriesParts, SeriesTick
 from tests.sinks.conftest import sample
 from tests.sinks.series.test_labels import BERT, MIG
-from topics.attributed import Holder, Parts, pods_of
+from topics.attributed import Holder, pods_of
 from topics.catalogue import DEVICE_INFO, FURTHER
 from topics.profiles import LABELS
 
@@ -40,14 +40,14 @@ class Beside(NamedTuple):
 
 def found(label_set: Any, tick: SeriesTick) -> list[Beside]:
     """All sets beside the metrics of a tick's devices."""
-    names, where, pods = LABELS[label_set], place(tick), [pods_of(one.device.holders) for one in tick.devices]
-    sets: list[Beside] = []
-    for reading, of_pods in zip(tick.devices, pods, strict=True):
-        device, numbers = reading.device, beside.numbers(reading)
-        some = beside.beside(names, where, device, of_pods, identity(where, device), numbers)
-        sets += [Beside(key, of, beside.values(picks, numbers)) for key, of, picks in some]
-    infos = beside.pod_infos(where, pods) if names.tenants else ()
-    return sets + [Beside(key, of, beside.values(picks, ())) for key, of, picks in infos]
+    names, where, sets, devices = LABELS[label_set], place(tick), list[Beside](), list[HeldDevice]()
+    for reading in tick.devices:
+        device, holders, numbers = reading.device, reading.holders, beside.numbers(reading)
+        devices.append(HeldDevice(where, device, holders, pods_of(holders), identity(where, device)))
+        some = beside.beside(names, devices[-1], [one is not None for one in numbers])
+        sets += [Beside(key, of, beside.picked(picks, numbers)) for key, of, picks in some]
+    infos = beside.pod_infos(devices) if names.tenants else ()
+    return sets + [Beside(key, of, beside.picked(picks, ())) for key, of, picks in infos]
 
 
 def made(label_set: Any, of: Any) -> SeriesSet:
@@ -230,13 +230,12 @@ def test_a_device_of_which_none_of_this_is_known_has_nothing_more() -> None:
 
 
 TEXT = st.text(st.characters(), max_size=20) | st.just("é" * 2000)
-NUMBER = st.none() | st.floats(0, 1e308) | st.integers(0, 2**63 - 1)
-PARTS = st.none() | st.builds(Parts, NUMBER, NUMBER, NUMBER)
+NUMBER = st.none() | st.floats(0, 1e308)
+PARTS = st.none() | st.builds(SeriesParts, NUMBER, NUMBER, NUMBER)
 HOLDER = st.builds(Holder, TEXT, TEXT, st.none() | TEXT, labels=st.dictionaries(TEXT, TEXT, max_size=30))
 DEVICE = st.builds(
     SeriesDevice,
     uuid=TEXT,
-    holders=st.lists(HOLDER, max_size=3).map(tuple),
     conflict=st.none() | TEXT,
     info=st.dictionaries(st.sampled_from(DEVICE_INFO.labels) | TEXT, TEXT, max_size=4),
     xids=st.dictionaries(TEXT, st.integers(0, 2**63 - 1), max_size=3),
@@ -246,9 +245,9 @@ DEVICE = st.builds(
 @st.composite
 def readings(draw: st.DrawFn) -> DeviceReading:
     """A device in a tick."""
-    device = draw(DEVICE)
-    parts = draw(st.just(()) | st.tuples(*[PARTS for _ in device.holders]))
-    return DeviceReading(device, parts=parts, unattributed=draw(PARTS))
+    holders = tuple(draw(st.lists(HOLDER, max_size=3)))
+    parts = draw(st.just(()) | st.tuples(*[PARTS for _ in holders]))
+    return DeviceReading(draw(DEVICE), holders, parts=parts, unattributed=draw(PARTS))
 
 
 @given(readings(), st.sampled_from(list(LABELS)))
@@ -276,7 +275,7 @@ def test_no_label_that_distinguishes_series_of_a_name_is_one_of_a_device(label_s
 
 
 def test_each_pod_that_holds_a_device_has_an_info_once() -> None:
-    shared = SeriesDevice(uuid="GPU-a", holders=(Holder("ml", "a"), Holder("ml", "b"), Holder("ml", "a")))
+    shared = DeviceReading(SeriesDevice("GPU-a"), (Holder("ml", "a"), Holder("ml", "b"), Holder("ml", "a")))
     record = SeriesTick(
         schema=1,
         cluster="c",
@@ -286,7 +285,7 @@ def test_each_pod_that_holds_a_device_has_an_info_once() -> None:
         ts_ms=1,
         offset=0,
         attribution="exact",
-        devices=(DeviceReading(shared), DeviceReading(shared)),
+        devices=(shared, shared),
     )
     pods = [made("otel", one.of) for one in found("otel", record)]
 
