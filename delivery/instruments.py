@@ -22,6 +22,7 @@ class Instruments:
     def __init__(self, table: Iterable[Instrument], registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
         self._counters: dict[str, Counter] = {}
+        self._labelled: dict[tuple[str, tuple[str, ...]], Counter] = {}  # to find their labels takes a microsecond
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
         for name, kind, text, labels, buckets in table:
@@ -35,7 +36,11 @@ class Instruments:
 
     def counter(self, name: str, *labels: str) -> Counter:
         """The counter of that name, at those label values."""
-        return self._counters[name].labels(*labels) if labels else self._counters[name]
+        found = self._labelled.get((name, labels))
+        if found is None:
+            found = self._counters[name].labels(*labels) if labels else self._counters[name]
+            self._labelled[name, labels] = found
+        return found
 
     def gauge(self, name: str, *labels: str) -> Gauge:
         """The gauge of that name, at those label values."""

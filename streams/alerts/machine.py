@@ -184,12 +184,13 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
 
 def _after(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None, list[Write]]:
     """What becomes of a condition, its alert if that is to be written, and what is written before it."""
-    if any(one.name == rule.name for rule in now.rules.of("node_silent")):
+    rule = now.rules.by_name.get(one.name)
+    if rule is not None and rule.kind == "node_silent":
         return *_ended(one, now, "ticks"), []
     if MAINTENANCE in now.tick.node_labels:
         return *_ended(one, now, "maintenance"), []
     later, alert = (_pending if one.alert is None else _firing)(one, finding, now)
-    if later is None or later.alert is None or later.scope is not None or not _is_in_groups(later, now):
+    if later is None or later.alert is None or later.scope is not None or rule is None or rule.kind not in WASTE:
         return later, alert, []
     # an earlier version wrote it as an alert of its own
     ended = _transition(_resolved(later.alert, one, now.tick.ts_ms, "grouped"))
@@ -338,11 +339,6 @@ def _scope(finding: Finding, alert: Alert, now: _Now) -> Scope | None:
 
 def _scope_of_pod(alert: Alert) -> Scope:
     return "workload" if {"k8s_workload_name", "job_id"} & alert.labels.keys() else "pod"
-
-
-def _is_in_groups(one: Tracked, now: _Now) -> bool:
-    rule = now.rules.by_name.get(one.name)
-    return rule is not None and rule.kind in WASTE
 
 
 def _holdings(state: NodeAlerts, rules: Rules) -> dict[str, int]:

@@ -4,9 +4,11 @@ In: the JSON of gpu.attributed. Out: a :class:`Tick`.
 On failure: ``msgspec.DecodeError`` for what is no such record.
 """
 
+from functools import cached_property
+
 import msgspec
 
-from topics.attributed import AttributedEvent, AttributedTick, Holder, Parts
+from topics.attributed import AttributedEvent, AttributedTick, Holder, Parts, by_pod
 from topics.idleness import Ratios
 from topics.samples import Job, Mig, State
 from topics.topic import UInt, decoder
@@ -49,7 +51,7 @@ class Info(msgspec.Struct, frozen=True, omit_defaults=True):
     processes_visible: str | None = None
 
 
-class Device(msgspec.Struct, frozen=True, omit_defaults=True):
+class Device(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     uuid: str
     index: UInt | None = None
     model: str | None = None
@@ -65,6 +67,13 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     holders: tuple[Holder, ...] = ()
     unattributed: Parts | None = None
     conflict: str | None = None
+
+    @cached_property
+    def pods(self) -> tuple[tuple[Holder, ...], ...]:
+        """The holders of each pod that holds the device."""
+        if len(self.holders) < 2:
+            return (self.holders,) if self.holders else ()
+        return tuple(map(tuple, by_pod(self.holders).values()))
 
 
 class Tick(AttributedTick, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from streams.alerts.tick import Device, Metrics, Tick
-from topics.attributed import OfPod, by_pod
+from topics.attributed import OfPod
 from topics.idleness import IDLE_BELOW, part_of
 
 STEP_MS = 300_000
@@ -85,14 +85,14 @@ def uses_of(device: Device, pods: tuple[OfPod, ...], before: Uses, tick: Tick, w
         )
         use = _read(known, name, activity(metrics), metrics if wanted.figures else None, tick.ts_ms, wanted)
         return () if use is None else before if use is known and len(before) == 1 else (use,)
-    held = {
-        pod_name(pod): part_of([one.parts for one in some])
-        for pod, some in by_pod(device.holders).items()
-        if not some[0].observed
-    }
-    known_by = {use.pod: use for use in before}
-    found = [_read(known_by.get(name), name, share, None, tick.ts_ms, wanted) for name, share in held.items()]
-    return tuple([use for use in found if use is not None])
+    known_by, found = {use.pod: use for use in before}, list[Use]()
+    for some in device.pods:
+        if not some[0].observed:
+            name, share = pod_name(some[0]), part_of([one.parts for one in some])
+            use = _read(known_by.get(name), name, share, None, tick.ts_ms, wanted)
+            if use is not None:
+                found.append(use)
+    return tuple(found)
 
 
 def pod_name(pod: OfPod) -> str:

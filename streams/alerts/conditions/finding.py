@@ -4,7 +4,7 @@ A finding says that a condition holds, or (``holds`` None) that it is not known 
 does not hold. Only a device whose state is ``ok`` says anything of itself; no evidence is not idleness.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -83,10 +83,7 @@ def view_of(
     that have MIG devices."""
     before, now = memories
     whole = device.mig is not None or (device.uuid not in parents and device.info.mig_mode != "enabled")
-    pods: Iterable[Sequence[Holder]] = [device.holders] if device.holders else []
-    if len(device.holders) > 1:
-        pods = by_pod(device.holders).values()
-    holding = tuple([Pod(tuple(one), policy_of(one[0], rules.bounds)) for one in pods])
+    holding = tuple([Pod(one, policy_of(one[0], rules.bounds)) for one in device.pods])
     seen, windows = now.devices[device.uuid], now.windows.get(device.uuid, NO_WINDOWS)
     uses = now.uses.get(device.uuid, ())
     return View(rules, tick, device, before, seen, windows, uses, holding, work, whole)
