@@ -15,13 +15,13 @@ On a node without a kubelet the jobs of a batch system hold the devices; each ti
 import contextlib
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from streams.attribution.holders import HeldDevices, hold, observe
+from streams.attribution.holders import HeldDevices, hold, observe, uids_of
 from streams.attribution.log_time import Listing, Resolved
-from streams.attribution.split import split
+from streams.attribution.split import Rows, divide, rows_of
 from topics.allocations import Allocations
 from topics.attributed import AttributedDevice, AttributedEvent, AttributedSample, Attribution, Holder, holder_of_job
 from topics.device_ids import DeviceIndex, UnknownDeviceId, parse
@@ -36,7 +36,7 @@ Inventory = tuple[tuple[str, int | None, int | None, Mig | None], ...]
 _place = attrgetter("uuid", "index", "minor", "mig")
 
 
-class Named(NamedTuple):
+class Named(msgspec.Struct, frozen=True):
     """A snapshot that a tick or its events name, how certain it is, and its pods as of a time."""
 
     listing: Listing | None
@@ -44,13 +44,35 @@ class Named(NamedTuple):
     resolved: Resolved
 
 
+class Seen(msgspec.Struct, frozen=True):
+    """What of the devices of a tick decides who holds them, beside the snapshot and its pods: what a device id may say
+    of each, and whose its ``processes`` are. ``uids`` are those of the pods that processes show."""
+
+    inventory: Inventory
+    processes: list[Any]
+    uids: frozenset[str]
+
+
+class HeldDevice(msgspec.Struct, frozen=True):
+    """What stays the same of a device from tick to tick: its holders, what its processes say otherwise than the
+    kubelet, and whose each process is."""
+
+    holders: tuple[Holder, ...]
+    conflict: str | None
+    rows: Rows | None
+
+
 class Memo(msgspec.Struct, frozen=True):
     """The last answer, and all that it depends on."""
 
     snapshot: Allocations
-    inventory: Inventory
+    seen: Seen
     resolved: Resolved
     held: HeldDevices
+    devices: list[HeldDevice]
+
+
+_HELD_BY_NOBODY = HeldDevice((), None, None)
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -79,40 +101,52 @@ def named_snapshots(sample: Sample) -> dict[int, int]:
     return found
 
 
+def see(devices: Sequence[Device], last: Memo | None) -> Seen:
+    """What decides who holds these devices: the same object as in the last answer if it is the same."""
+    inventory = tuple(map(_place, devices))
+    processes = [
+        d.processes
+        and (d.info.get("processes_visible"), [(p.pod_uid, p.service, not p.memory_used_bytes) for p in d.processes])
+        for d in devices
+    ]
+    if last is None:
+        return Seen(inventory, processes, uids_of(devices))
+    was = last.seen
+    if was.processes != processes:
+        return Seen(was.inventory if was.inventory == inventory else inventory, processes, uids_of(devices))
+    return was if was.inventory == inventory else Seen(inventory, processes, was.uids)
+
+
 def attribute(
-    sample: Sample, offset: int, logged_ms: int, now: Named, earlier: Mapping[int, Named], last: Memo | None
+    sample: Sample, seen: Seen, offset: int, logged_ms: int, now: Named, earlier: Mapping[int, Named], last: Memo | None
 ) -> tuple[Joined, Memo | None]:
     """The attributed tick, and the answer to remember. ``earlier`` are the snapshots that only events name, by seq."""
-    memo, pod_of, unknown_ids = last, None, tuple[str, ...]()
+    memo, attribution, unknown_ids = last, now.attribution, tuple[str, ...]()
     holders: Mapping[str, tuple[Holder, ...]] = {}
     if now.listing is not None:
-        memo = _memo(last, now.listing.snapshot, now.resolved, sample)
-        holders = memo.held.holders
+        memo = _memo(last, now.listing.snapshot, now.resolved, sample.devices, seen)
+        holders, devices = memo.held.holders, memo.devices
         unknown_ids = memo.held.unknown_ids if last is None or memo.held is not last.held else ()
-        pod_of = None if now.resolved.shown is None else now.resolved.shown.get
     elif sample.allocations_seq is None and any(d.jobs is not None for d in sample.devices):
         holders = {d.uuid: tuple(map(holder_of_job, d.jobs)) for d in sample.devices if d.jobs}
-        now = now._replace(attribution="exact")
-    by_job = now.listing is None and bool(holders)
-    tick = _Then(holders, now.attribution)
+        devices, attribution = [_held_by_jobs(d, holders.get(d.uuid, ())) for d in sample.devices], "exact"
+    else:
+        devices = [_HELD_BY_NOBODY] * len(sample.devices)
+    tick = _Then(holders, attribution)
     then: dict[int | None, _Then] = {}
     for seq, named in earlier.items():
-        held = _memo(None, named.listing.snapshot, named.resolved, sample).held.holders if named.listing else {}
-        then[seq] = _Then(held, named.attribution)
-    devices: list[AttributedDevice] = []
-    for d in sample.devices:
-        if by_job:
-            shared, conflict = split(_with_jobs_as_pods(d), holders.get(d.uuid, ())), None
-        else:
-            all_holders, conflict = observe(d, holders.get(d.uuid, ()), pod_of)
-            shared = split(d, all_holders)
-        events = None if d.events is None else _events(d.events, d.uuid, tick, then)
+        held_then = _held(named.listing.snapshot, named.resolved, sample.devices).holders if named.listing else {}
+        then[seq] = _Then(held_then, named.attribution)
+    attributed: list[AttributedDevice] = []
+    for d, held in zip(sample.devices, devices, strict=True):
+        shared = divide(d, held.holders, held.rows)
         one = AttributedDevice(
             d.uuid, d.index, d.vendor, d.model, d.pci_bus_id, d.minor, d.state, d.mig, d.metrics, d.processes, d.jobs,
-            events, d.info, d.xids, d.read_ms, d.compute_slices, shared.holders, shared.unattributed, shared.scaled,
-            conflict,
+            None if d.events is None else _events(d.events, d.uuid, tick, then),
+            d.info, d.xids, d.read_ms, d.compute_slices,
+            shared.holders, shared.unattributed, shared.scaled, held.conflict,
         )  # fmt: skip
-        devices.append(one)
+        attributed.append(one)
     out = AttributedSample(
         schema=1,
         cluster=sample.cluster,
@@ -124,20 +158,19 @@ def attribute(
         interval_ms=sample.interval_ms,
         offset=offset,
         logged_ms=logged_ms,
-        attribution=now.attribution,
+        attribution=attribution,
         node_labels=now.resolved.node_labels,
-        devices=tuple(devices),
+        devices=tuple(attributed),
         unwell=_unwell(now.resolved.unwell, sample) if now.resolved.unwell else (),
     )
     return Joined(out, unknown_ids), memo
 
 
-def _with_jobs_as_pods(device: Device) -> Device:
-    """A device whose processes show their jobs as others show their pods: a job's id is its holder's uid."""
-    if not device.processes:
-        return device
-    processes = tuple([msgspec.structs.replace(one, pod_uid=one.job_id) for one in device.processes])
-    return msgspec.structs.replace(device, processes=processes)
+def _held_by_jobs(device: Device, jobs: tuple[Holder, ...]) -> HeldDevice:
+    """A device that jobs hold. Its processes show their jobs as others show their pods: a job's id is its uid."""
+    processes = [msgspec.structs.replace(one, pod_uid=one.job_id) for one in device.processes or ()]
+    rows = rows_of(msgspec.structs.replace(device, processes=processes), jobs) if device.processes is not None else None
+    return HeldDevice(jobs, None, rows)
 
 
 def _unwell(said: Sequence[UnwellDevice], sample: Sample) -> tuple[UnwellDevice, ...]:
@@ -151,23 +184,34 @@ def _unwell(said: Sequence[UnwellDevice], sample: Sample) -> tuple[UnwellDevice,
     return tuple(found)
 
 
-def _memo(last: Memo | None, snapshot: Allocations, found: Resolved, sample: Sample) -> Memo:
-    """Who holds the devices of a sample by a snapshot: the last answer, if all is the same that it depends on."""
-    inventory = tuple(map(_place, sample.devices))
-    if last is not None and last.snapshot is snapshot and last.inventory == inventory:
+def _memo(last: Memo | None, snapshot: Allocations, found: Resolved, devices: Sequence[Device], seen: Seen) -> Memo:
+    """Who holds the devices of a tick by a snapshot: the last answer, as far as all is the same that it depends on."""
+    held: HeldDevices | None = None
+    if last is not None and last.snapshot is snapshot and last.seen.inventory is seen.inventory:
         was = last.resolved
-        if was is found:
+        if was is found and last.seen is seen:
             return last
-        if (
+        if was is found or (
             was.dra is found.dra
             and was.admin is found.admin
             and was.over == found.over
             and was.pods.keys() == found.pods.keys()
             and all(found.pods[name] is pod for name, pod in was.pods.items())
         ):
-            return Memo(snapshot, inventory, found, last.held)
-    held = hold(snapshot, sample.devices, found.pods, found.dra, over=found.over, admin=found.admin)
-    return Memo(snapshot, inventory, found, held)
+            held = last.held
+            if last.seen is seen and found.shows(seen.uids) == was.shows(seen.uids):
+                return Memo(snapshot, seen, found, held, last.devices)
+    if held is None:
+        held = _held(snapshot, found, devices)
+    pod_of, each = None if found.shown is None else found.shown.get, list[HeldDevice]()
+    for device in devices:
+        evidence = observe(device, held.holders.get(device.uuid, ()), pod_of)
+        each.append(HeldDevice(evidence.holders, evidence.conflict, rows_of(device, evidence.holders)))
+    return Memo(snapshot, seen, found, held, each)
+
+
+def _held(snapshot: Allocations, found: Resolved, devices: Sequence[Device]) -> HeldDevices:
+    return hold(snapshot, devices, found.pods, found.dra, over=found.over, admin=found.admin)
 
 
 def _events(

@@ -186,10 +186,10 @@ def processes_visible(device: Device) -> bool:
     return device.info.get("processes_visible") != "false"
 
 
-def uids_of(devices: Iterable[Device]) -> set[str]:
+def uids_of(devices: Iterable[Device]) -> frozenset[str]:
     """The uids of the pods that processes show on devices."""
     shown = [device.processes for device in devices if device.processes and processes_visible(device)]
-    return {p.pod_uid for one in shown for p in one if p.pod_uid and p.memory_used_bytes and p.service is None}
+    return frozenset(p.pod_uid for one in shown for p in one if p.pod_uid and p.memory_used_bytes and p.service is None)
 
 
 def observe(device: Device, holders: tuple[Holder, ...], pod_of: PodOf | None) -> Evidence:

@@ -21,8 +21,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from streams.attribution.attribute import EVENT_MS, Joined, Memo, Named, attribute, named_snapshots
-from streams.attribution.holders import uids_of
+from streams.attribution.attribute import EVENT_MS, Joined, Memo, Named, attribute, named_snapshots, see
 from streams.attribution.log_time import HORIZON_MS, Listing, NotYet, When, listing, resolve
 from streams.attribution.workloads import Knowledge, forget_before, learn
 from topics.allocations import Allocations
@@ -187,13 +186,14 @@ def _release(state: NodeState, grace_s: float) -> tuple[NodeState, list[Joined]]
             if state.allocations_read_s < tick.read_s + patience_s:
                 break
             state = _replace(state, impatient=True)
-        now = _named(state, tick, sample.allocations_seq, sample.ts_ms)
+        seen = see(sample.devices, state.memo)
+        now = _named(state, tick, sample.allocations_seq, sample.ts_ms, seen.uids)
         earlier = {seq: _named(state, tick, seq, at_ms) for seq, at_ms in events_named.items()}
         known = {seq: named for seq, named in earlier.items() if isinstance(named, Named)}
         if isinstance(now, NotYet) or len(known) < len(earlier):
             wanted_ms = max([one.watermark_ms for one in (now, *earlier.values()) if isinstance(one, NotYet)])
             break
-        joined, memo = attribute(sample, tick.offset, tick.logged_ms, now, known, state.memo)
+        joined, memo = attribute(sample, seen, tick.offset, tick.logged_ms, now, known, state.memo)
         out.append(joined)
         marks, last = state.marks, state.marks[-1] if state.marks else None
         given = (now.listing.snapshot.run_id, now.listing.snapshot.seq) if now.listing else None
@@ -211,16 +211,17 @@ def _has_snapshots(state: NodeState, sample: Sample, events_named: Iterable[int]
     return all((sample.run_id, seq) in state.snapshots for seq in events_named)
 
 
-def _named(state: NodeState, tick: PendingTick, seq: int | None, ts_ms: int) -> Named | NotYet:
+def _named(
+    state: NodeState, tick: PendingTick, seq: int | None, ts_ms: int, uids: frozenset[str] = frozenset()
+) -> Named | NotYet:
     """The snapshot that a tick or its events name by ``seq``, else the last one known before it, and its pods at a
-    time. The tick's processes count for its own snapshot only."""
+    time, with those of the ``uids`` that processes show: they count for the tick's own snapshot only."""
     sample = tick.sample
     listed = None if seq is None else state.snapshots.get((sample.run_id, seq))
     attribution: Attribution = "exact"
     if listed is None:
         listed = None if seq is None else _last_before(state, sample, seq)
         attribution = "late" if listed else "none"
-    uids = uids_of(sample.devices) if seq == sample.allocations_seq else set[str]()
     when = When(ts_ms, tick.logged_ms, state.watermark_ms)
     found = resolve(state.workloads, listed, uids, when, state.memo.resolved if state.memo else None)
     return found if isinstance(found, NotYet) else Named(listed, attribution, found)

@@ -25,7 +25,7 @@ Pure. Times called ``_s`` are seconds of the reader's monotonic clock. ``ts_ms``
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
@@ -201,6 +201,10 @@ class Resolved(NamedTuple):
     admin: frozenset[Claim]
     unwell: tuple[UnwellDevice, ...] = ()
     lasting: Lasting | None = None
+
+    def shows(self, uids: Iterable[str]) -> list[Pod | None] | None:
+        """The pods of uids that processes show; None: nothing is known of the node's pods."""
+        return None if self.shown is None else [self.shown.get(uid) for uid in uids]
 
     def lasts(self, knowledge: Knowledge | None, listed: Listing | None, uids: AbstractSet[str], when: When) -> bool:
         """Whether it is the answer for a later tick, too, without a look at any pod."""

@@ -17,6 +17,8 @@ A part that is not known is absent, and then the rest is absent, too, because it
 - A pod whose uid is not known has no part if there are processes of a pod that is none of the holders: they may be its.
 - A pod has no part if one of its processes does not say how much it uses.
 
+Whose each process is stays the same from tick to tick: :func:`rows_of` says it once, and :func:`divide` each tick.
+
 Nothing is divided if the processes can't be seen. A quantity is not divided if the device does not have it (a MIG
 device has neither utilization nor power of its own) or if no process has it. Records do not say which container the
 ``container_id`` of a process is. So of a pod with several containers on the device, the first one by name has the pod's
@@ -24,7 +26,7 @@ whole part, and the others have none: sums over a pod's rows are right, whicheve
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -42,7 +44,7 @@ _NO_PARTS = Parts()
 _replace = msgspec.structs.replace
 
 
-class Split(NamedTuple):
+class Split(msgspec.Struct, frozen=True):
     """Holders with their parts, the rest, and whether the processes' sum exceeded the device."""
 
     holders: tuple[Holder, ...]
@@ -50,13 +52,19 @@ class Split(NamedTuple):
     scaled: bool = False
 
 
-class _Rows(msgspec.Struct, frozen=True):
+class Rows(msgspec.Struct, frozen=True):
     """Whose each process is, and of whom it is not known: places of holders, the one behind the last for nobody."""
 
     count: int
     of: list[int]
-    unknown: frozenset[int] = frozenset()
-    spare: frozenset[int] = frozenset()  # the further containers of a pod, whose part the first one has
+    unknown: frozenset[int] = _NONE
+    spare: frozenset[int] = _NONE  # the further containers of a pod, whose part the first one has
+    one: bool = False  # whether there is one holder only, and all processes are its
+
+    @property
+    def apart(self) -> bool:
+        """Whether no sum has three terms: the order of two does not matter."""
+        return len(self.of) < 3
 
 
 class _Shares(msgspec.Struct, frozen=True):
@@ -68,15 +76,37 @@ class _Shares(msgspec.Struct, frozen=True):
     scaled: bool = False
 
 
-def split(device: Device, holders: tuple[Holder, ...]) -> Split:
-    """The parts of a device; none if it has no holder or its processes can't be seen."""
-    processes, metrics = device.processes, device.metrics
+def rows_of(device: Device, holders: Sequence[Holder]) -> Rows | None:
+    """Whose each process of a device is: the place of the holder that has its pod's part, or the one behind the last.
+    None: nothing is divided. A pod whose uid is not known has the processes if it is the only one and they are all of
+    one pod."""
+    processes, nobody = device.processes, len(holders)
     if not holders or processes is None or not processes_visible(device):
+        return None
+    by_uid: dict[str | None, int] = {holder.pod_uid: row for row, holder in enumerate(holders)}
+    if len(by_uid) == nobody and None not in by_uid:
+        of = [by_uid.get(process.pod_uid, nobody) for process in processes]
+        return Rows(nobody, of, one=nobody == 1 and set(of) == {0})
+    first: dict[str | tuple[str, str], int] = {}
+    for row in sorted(range(nobody), key=lambda row: holders[row].container or ""):
+        first.setdefault(holders[row].pod_uid or (holders[row].namespace, holders[row].pod), row)
+    by_uid = {pod: row for pod, row in first.items() if isinstance(pod, str)}
+    nameless = [row for pod, row in first.items() if not isinstance(pod, str)]
+    others = {p.pod_uid for p in processes if p.service is None and p.pod_uid is not None}.difference(by_uid)
+    if len(nameless) == len(first) == len(others) == 1:
+        by_uid[others.pop()] = nameless.pop()
+    unknown = frozenset(nameless) if others else _NONE
+    of = [by_uid.get(process.pod_uid, nobody) for process in processes]
+    return Rows(nobody, of, unknown, frozenset(range(nobody)).difference(first.values()))
+
+
+def divide(device: Device, holders: tuple[Holder, ...], rows: Rows | None) -> Split:
+    """The parts of a device; none if it has no ``rows``."""
+    processes, metrics = device.processes, device.metrics
+    if rows is None or processes is None:
         return Split(holders)
-    uid = holders[0].pod_uid
-    if len(holders) == 1 and uid is not None and {process.pod_uid for process in processes} == {uid}:
+    if rows.one:
         return _of_one(holders[0], processes, metrics)
-    rows = _rows(processes, holders)
     ratios = [process.sm_utilization_ratio for process in processes]
     utilization = _divided(metrics.get("gpu_utilization_ratio"), ratios, rows, 1.0)
     used = [process.memory_used_bytes for process in processes]
@@ -125,27 +155,7 @@ def _used(whole: Amount | None, amounts: list[Any], most: Amount) -> tuple[Amoun
     return (used, whole - used, False) if used <= whole else (whole * 1.0, 0, used > whole * (1 + _SLACK))
 
 
-def _rows(processes: Sequence[Process], holders: Sequence[Holder]) -> _Rows:
-    """Whose each process is: the place of the holder that has its pod's part, or the one behind the last.
-    A pod whose uid is not known has the processes if it is the only one and they are all of one pod."""
-    nobody = len(holders)
-    by_uid: dict[str | None, int] = {holder.pod_uid: row for row, holder in enumerate(holders)}
-    if len(by_uid) == nobody and None not in by_uid:
-        return _Rows(nobody, [by_uid.get(process.pod_uid, nobody) for process in processes])
-    first: dict[str | tuple[str, str], int] = {}
-    for row in sorted(range(nobody), key=lambda row: holders[row].container or ""):
-        first.setdefault(holders[row].pod_uid or (holders[row].namespace, holders[row].pod), row)
-    by_uid = {pod: row for pod, row in first.items() if isinstance(pod, str)}
-    nameless = [row for pod, row in first.items() if not isinstance(pod, str)]
-    others = {p.pod_uid for p in processes if p.service is None and p.pod_uid is not None}.difference(by_uid)
-    if len(nameless) == len(first) == len(others) == 1:
-        by_uid[others.pop()] = nameless.pop()
-    unknown = frozenset(nameless) if others else _NONE
-    of = [by_uid.get(process.pod_uid, nobody) for process in processes]
-    return _Rows(nobody, of, unknown, frozenset(range(nobody)).difference(first.values()))
-
-
-def _divided(whole: Amount | None, amounts: Sequence[Amount | None], rows: _Rows, most: Amount) -> _Shares | None:
+def _divided(whole: Amount | None, amounts: Sequence[Amount | None], rows: Rows, most: Amount) -> _Shares | None:
     """A quantity that the device has and, where there are processes, at least one of them. None: can't be divided.
 
     What a holder uses is the sum over its processes. Floats are added from the least, so that their order does not
@@ -153,14 +163,14 @@ def _divided(whole: Amount | None, amounts: Sequence[Amount | None], rows: _Rows
     """
     if whole is None or not 0 <= whole <= _LARGEST:
         return None
-    said = [(amount, row) for amount, row in zip(amounts, rows.of, strict=True) if amount is not None]
-    if amounts and not said:
-        return None
     n, unknown = rows.count, rows.unknown
+    said = [(amount, row) for amount, row in zip(amounts, rows.of, strict=True) if amount is not None]
     if len(said) < len(amounts):
+        if not said:
+            return None
         unknown |= {row for amount, row in zip(amounts, rows.of, strict=True) if amount is None and row < n}
     used: list[Amount] = [0] * (n + 1)
-    for amount, row in sorted(said) if len(said) > 2 else said:
+    for amount, row in said if rows.apart else sorted(said):
         if amount > 0:
             used[row] += min(amount, most)
     used.pop()

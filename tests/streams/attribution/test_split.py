@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from streams.attribution.attribute import Named, attribute
+from streams.attribution.attribute import Named, attribute, see
 from streams.attribution.log_time import Resolved
-from streams.attribution.split import Split, split
+from streams.attribution.split import Split, divide, rows_of
 from tests.streams.attribution.records import gpu, tick
 from topics.attributed import Holder, Parts, Workload
 from topics.samples import Device, Job, Process
@@ -45,6 +45,11 @@ def device(*processes: Process, **metrics: float) -> Device:
 def busy(*processes: Process) -> Device:
     """One that does 0.8 of what it can, with 10 GiB, at 400 W."""
     return device(*processes, gpu_utilization_ratio=0.8, memory_used_bytes=10 * GIB, power_watts=400.0)
+
+
+def split(device: Device, holders: tuple[Holder, ...]) -> Split:
+    """What each of a device's holders has of it."""
+    return divide(device, holders, rows_of(device, holders))
 
 
 def parts_of(found: tuple[Holder, ...]) -> list[tuple[Any, ...] | None]:
@@ -151,7 +156,7 @@ def test_what_a_process_of_no_pod_does_not_say_is_of_the_rest() -> None:
     ids=["no list", "no holder", "not visible", "no metrics", "processes say nothing", "impossible values"],
 )
 def test_what_cannot_be_divided_has_neither_parts_nor_a_rest(given_device: Device, holders: tuple[Holder, ...]) -> None:
-    assert split(given_device, holders) == (holders, None, False)
+    assert split(given_device, holders) == Split(holders)
 
 
 def test_a_mig_device_has_memory_only() -> None:
@@ -335,7 +340,7 @@ def test_the_jobs_of_a_device_hold_it_by_their_parts_where_there_is_no_kubelet()
     shared = Device("GPU-a", jobs=jobs, processes=processes, metrics=metrics)
     sample = msgspec.structs.replace(tick(1, None), devices=(shared, Device("GPU-b")))
     nothing = Resolved({}, frozenset(), None, {}, {}, frozenset())
-    joined, _ = attribute(sample, 1, 1, Named(None, "none", nothing), {}, None)
+    joined, _ = attribute(sample, see(sample.devices, None), 1, 1, Named(None, "none", nothing), {}, None)
 
     assert joined.sample.attribution == "exact"
     device, free = joined.sample.devices
@@ -355,8 +360,8 @@ def test_the_jobs_of_a_device_hold_it_by_their_parts_where_there_is_no_kubelet()
 def test_without_jobs_a_node_without_a_kubelet_says_nothing_of_who_holds_its_gpus() -> None:
     sample = msgspec.structs.replace(tick(1, None), devices=(Device("GPU-a"),))
     nothing = Resolved({}, frozenset(), None, {}, {}, frozenset())
-    joined, _ = attribute(sample, 1, 1, Named(None, "none", nothing), {}, None)
+    joined, _ = attribute(sample, see(sample.devices, None), 1, 1, Named(None, "none", nothing), {}, None)
     assert joined.sample.attribution == "none"
     free = msgspec.structs.replace(sample, devices=(Device("GPU-a", jobs=()),))
-    joined, _ = attribute(free, 1, 1, Named(None, "none", nothing), {}, None)
+    joined, _ = attribute(free, see(free.devices, None), 1, 1, Named(None, "none", nothing), {}, None)
     assert joined.sample.attribution == "exact", "it is known that nobody has it"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.attribution.attribute import Named, attribute
+from streams.attribution.attribute import Named, attribute, see
 from streams.attribution.log_time import Resolved, When, listing, resolve
 from streams.attribution.workloads import (
     LISTED_MS,
@@ -203,7 +203,7 @@ def test_what_the_api_server_says_of_devices_is_in_the_attributed_tick_by_their_
     resolved = resolve(knowledge, None, frozenset(), When(0, 10_000, float("inf")))
     assert isinstance(resolved, Resolved)
     one = msgspec.structs.replace(tick(1, None), devices=(Device(gpu(1), index=0, minor=0),))
-    joined, _ = attribute(one, 1, 1, Named(None, "none", resolved), {}, None)
+    joined, _ = attribute(one, see(one.devices, None), 1, 1, Named(None, "none", resolved), {}, None)
     assert joined.sample.unwell == (msgspec.structs.replace(said[0], device_id=gpu(1)), said[1])
     assert after(msgspec.structs.replace(known(1), unwell=said), known(2)).unwell[-1][1][-1][1] == ()
 
