@@ -227,8 +227,18 @@ def rights(seen: Situation) -> Checked:
     for words, needed in COMPONENTS.items():
         theirs = [acl._replace(name=kafka.prefix + acl.name) for acl in needed]
         for principal in _who_runs(kafka.acls, theirs):
-            lacks = [one for one in theirs if not allows(kafka.acls, principal, one)]
-            found += [_lack(kafka.acls, words, principal, one) for one in lacks]
+            for one in (one for one in theirs if not allows(kafka.acls, principal, one)):
+                denied = _given(kafka.acls, principal, one)
+                found.append(
+                    Finding(
+                        f"{principal} may not {one.operation} {one.resource} {one.name}",
+                        "an ACL denies it" if denied else "the ACL is missing",
+                        f"it has other rights of `gpustream {words}`, which needs this one",
+                        f"`kafka-acls.sh --bootstrap-server HOST:PORT --{'remove' if denied else 'add'}"
+                        f" --{'deny' if denied else 'allow'}-principal {principal} --operation {one.operation}"
+                        f" --{one.resource.lower()} {one.name}`",
+                    )
+                )
     users = {one.principal for one in kafka.acls}
     return Checked(f"{counted(len(kafka.acls), 'ACL')} of {counted(len(users), 'user')}", found)
 
@@ -267,21 +277,6 @@ def allows(known: Sequence[Acl], principal: str, needed: acls.Acl) -> bool:
     """Whether a user may do something: an ACL allows it, and none denies it."""
     denied = any(not one.allowed and _matches(one, principal, needed, (needed.operation, "All")) for one in known)
     return _given(known, principal, needed) and not denied
-
-
-_FLAGS = {"Topic": "--topic", "Group": "--group"}
-
-
-def _lack(known: Sequence[Acl], words: str, principal: str, needed: acls.Acl) -> Finding:
-    denied = _given(known, principal, needed)
-    return Finding(
-        f"{principal} may not {needed.operation} {needed.resource} {needed.name}",
-        "an ACL denies it" if denied else "the ACL is missing",
-        f"it has other rights of `gpustream {words}`, which needs this one",
-        f"`kafka-acls.sh --bootstrap-server {'HOST:PORT'} --{'remove' if denied else 'add'}"
-        f" --{'deny' if denied else 'allow'}-principal {principal} --operation {needed.operation}"
-        f" {_FLAGS[needed.resource]} {needed.name}`",
-    )
 
 
 def readable(kafka: Kafka, needed: Iterable[str]) -> str:

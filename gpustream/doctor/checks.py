@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from delivery.values import duration_words
 from gpustream.command import counted
 from gpustream.doctor import brokers, pods, readers
-from gpustream.doctor.evidence import Fold, NodeEvidence, NodeName, Ranges, SampledRun
+from gpustream.doctor.evidence import Fold, NodeEvidence, NodeName, SampledRun
 from gpustream.doctor.readers import ATTRIBUTION, NOT_KNOWN
 from gpustream.doctor.seen import Checked, Finding, Lag, Situation
 from topics import allocations, attributed, samples, workloads
@@ -103,7 +103,11 @@ def _silence(seen: Situation, sending: Mapping[NodeName, NodeEvidence]) -> list[
                 + (f". There are topics with the prefix {', '.join(others)}, too: --topic-prefix" if others else ""),
             )
         ]
-    silent = [name for name, node in sending.items() if not node.removed and _silent(seen, node.runs.values())]
+    silent = {}
+    for name, run in ((name, node.last_run[1]) for name, node in sending.items() if not node.removed):
+        interval_ms = (run.last_ts_ms - run.first_ts_ms) / max(1, len(run.seqs) - 1)
+        if seen.now_ms - run.last_logged_ms > max(SILENT_MS, 5 * interval_ms):
+            silent[name] = run
     if len(silent) == len(sending):
         return [
             Finding(
@@ -113,7 +117,6 @@ def _silence(seen: Situation, sending: Mapping[NodeName, NodeEvidence]) -> list[
                 "look at /readyz of any producer",
             )
         ]
-    last = {name: sending[name].last_run[1] for name in silent}
     held = sum(value for one in seen.components for value in one.sums("gpustream_producer_ticks_held").values())
     asked = f"; those that were asked hold {counted(int(held), 'tick')}" if held else ""
     return [
@@ -123,7 +126,7 @@ def _silence(seen: Situation, sending: Mapping[NodeName, NodeEvidence]) -> list[
             f"seq {run.last_seq} was the last; a producer that can't reach Kafka holds what it samples{asked}",
             "docs/runbooks/NodeSilent.md",
         )
-        for name, run in last.items()
+        for name, run in silent.items()
     ]
 
 
@@ -137,11 +140,9 @@ def gaps_of(run_id: int, run: SampledRun, since_ms: int) -> list[tuple[int, int]
 
 def _gap(seen: Situation, name: NodeName, run_id: int, run: SampledRun, gaps: Sequence[tuple[int, int]]) -> Finding:
     missing = sum(last - first + 1 for first, last in gaps)
-    places = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in gaps[:5])
-    more = f" and {len(gaps) - 5} more gaps" if len(gaps) > 5 else ""
     delays = [run.jumps[first] for first, _ in gaps if first in run.jumps]
     waited_ms = max((delay - run.least_delay_ms for delay in delays), default=0)
-    evidence = f"run {run_id}, seq {places}{more}; {len(run.seqs)} others came"
+    evidence = f"run {run_id}, seq {_written(gaps, 'gaps')}; {len(run.seqs)} others came"
     dropped: dict[str, float] = {}
     for component in seen.components:
         for (_, reason), value in component.sums("gpustream_producer_ticks_dropped_total").items():
@@ -150,28 +151,31 @@ def _gap(seen: Situation, name: NodeName, run_id: int, run: SampledRun, gaps: Se
     if drops:
         evidence += f"; producers that were asked have dropped {drops}"
     if waited_ms >= HELD_MS:
-        return Finding(
-            f"{name}: {counted(missing, 'tick')} missing in {samples.TOPIC.name}",
+        cause = (
             "the node's buffer dropped them: it could not send for longer than the buffer holds"
-            f" (the next tick had waited {duration_words(waited_ms)})",
-            evidence,
-            "find out why Kafka could not be reached then; --buffer and --buffer-size of the producer say how long an"
-            " outage it rides out",
+            f" (the next tick had waited {duration_words(waited_ms)})"
         )
-    return Finding(
-        f"{name}: {counted(missing, 'tick')} missing in {samples.TOPIC.name}",
-        f"{NOT_KNOWN}: the node could send at the time, so they were too large, refused or could not be written, or"
-        " Kafka has lost them",
-        evidence,
-        "gpustream_producer_ticks_dropped_total at the producer's /metrics says what it dropped, by reason (--metrics);"
-        " if it dropped none, look for an unclean leader election in the broker's log",
-    )
+        then = (
+            "find out why Kafka could not be reached then; --buffer and --buffer-size of the producer say how long an"
+            " outage it rides out"
+        )
+    else:
+        cause = (
+            f"{NOT_KNOWN}: the node could send at the time, so they were too large, refused or could not be written, or"
+            " Kafka has lost them"
+        )
+        then = (
+            "gpustream_producer_ticks_dropped_total at the producer's /metrics says what it dropped, by reason"
+            " (--metrics); if it dropped none, look for an unclean leader election in the broker's log"
+        )
+    return Finding(f"{name}: {counted(missing, 'tick')} missing in {samples.TOPIC.name}", cause, evidence, then)
 
 
-def _silent(seen: Situation, runs: Iterable[SampledRun]) -> bool:
-    last = max(runs, key=lambda run: run.last_logged_ms)
-    interval_ms = (last.last_ts_ms - last.first_ts_ms) / max(1, len(last.seqs) - 1)
-    return seen.now_ms - last.last_logged_ms > max(SILENT_MS, 5 * interval_ms)
+def _written(ranges: Iterable[tuple[int, int]], what: str = "") -> str:
+    """The first five ranges, and how many more there are of ``what``."""
+    few, more = (found := list(ranges))[:5], len(found) - 5
+    shown = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in few)
+    return shown + (f" and {more} more {what}".rstrip() if more > 0 else "")
 
 
 # -- clocks
@@ -294,8 +298,8 @@ def attribution(seen: Situation, fold: Fold) -> Checked:
         lag = next((lag for lag in group.lags if lag.topic == samples.TOPIC.name), Lag(samples.TOPIC.name, 0, (), None))
         waiting = lag._replace(records=totals["waiting"], oldest_ms=fold.oldest_waiting_ms)
         found.append(readers.behind(seen, group, waiting))
-    told = any(tp.topic == attributed.TOPIC.name for one in seen.groups or () for tp in one.begins)
-    if totals.get("deleted") and not told:  # else the check of the groups says it
+    reported = any(tp.topic == attributed.TOPIC.name for one in seen.groups or () for tp in one.begins)
+    if totals.get("deleted") and not reported:  # else the check of the groups says it
         found.append(_emptied(fold, totals["deleted"]))
     replayed = sum(node.replayed for node in fold.nodes.values())
     once = sum(count for fate, count in totals.items() if fate not in ("waiting", "deleted", "lost", "dead_lettered"))
@@ -332,7 +336,7 @@ def _lost_or_inexact(name: NodeName, run_id: int, run: SampledRun) -> Iterator[F
             f"{name}: {counted(run.fates['lost'], 'tick')} lost between {samples.TOPIC.name} and"
             f" {attributed.TOPIC.name}",
             NOT_KNOWN,
-            f"run {run_id}, seq {_shown(run.lost)}: {ATTRIBUTION} has committed past them, and they have"
+            f"run {run_id}, seq {_written(run.lost)}: {ATTRIBUTION} has committed past them, and they have"
             " neither a record nor a dead letter",
             f"was {attributed.TOPIC.name} created again, or were the group's offsets set by hand? Setting"
             " them back to before these records attributes them",
@@ -348,12 +352,6 @@ def _lost_or_inexact(name: NodeName, run_id: int, run: SampledRun) -> Iterator[F
         then = "look at gpustream_attribution_lag_records and loop_late_seconds of the workers; a replay finds them"
     shown = f"{run.fates['late']} with the last snapshot known, {run.fates['none']} with none"
     yield Finding(f"{name}: {counted(inexact, 'tick')} not attributed exactly", cause, f"run {run_id}: {shown}", then)
-
-
-def _shown(numbers: Ranges, most: int = 5) -> str:
-    ranges = list(numbers)
-    shown = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges[:most])
-    return shown + (f" and {len(ranges) - most} more" if len(ranges) > most else "")
 
 
 # -- workloads
@@ -398,20 +396,16 @@ def leaders(seen: Situation, fold: Fold) -> Checked:
         )
     known = fold.listed_ms.keys() - late.keys()
     found += [
-        _stranger(name)
+        Finding(
+            f"{name}: the API server of {name.cluster} has no node of this name with GPU pods",
+            "the producer's --node is not the name of the Node, or its --cluster is another cluster's",
+            f"its kubelet lists pods, and {workloads.TOPIC.name} has no record of it",
+            "set NODE_NAME from spec.nodeName, as k8s/base does",
+        )
         for name, node in fold.nodes.items()
         if node.runs and node.holds and node.epoch is None and name.cluster in known
     ]
     return Checked(f"{counted(len(fold.listed_ms), 'cluster')} known", found)
-
-
-def _stranger(name: NodeName) -> Finding:
-    return Finding(
-        f"{name}: the API server of {name.cluster} has no node of this name with GPU pods",
-        "the producer's --node is not the name of the Node, or its --cluster is another cluster's",
-        f"its kubelet lists pods, and {workloads.TOPIC.name} has no record of it",
-        "set NODE_NAME from spec.nodeName, as k8s/base does",
-    )
 
 
 # -- dead letters

@@ -33,19 +33,15 @@ SHOWN = 20
 
 _WIDTH = 110
 
-
 LONGEST_S = 23 * 3600.0
 """Topics keep a day: of what is older, some may have been deleted, and would be taken for lost."""
 
-
-def _mistakes(given: dict[str, Any]) -> list[str]:
-    right = 0 < given["since_s"] <= LONGEST_S
-    return [] if right else ["--since: from above 0 to 23h: topics keep a day, and what is older may have been deleted"]
+_SINCE = "--since: from above 0 to 23h: topics keep a day, and what is older may have been deleted"
 
 
 @click.command(
     cls=Command,
-    check=_mistakes,
+    check=lambda given: [] if 0 < given["since_s"] <= LONGEST_S else [_SINCE],
     example=(
         "gpustream doctor --kafka kafka-0:9092\n"
         "gpustream doctor --kafka kafka-0:9092 --since 1h --metrics http://remote-write:9401 \\\n"

@@ -251,7 +251,14 @@ class Fold:
             if topic == samples.TOPIC.name:
                 self._take_sample(record)
             elif topic == attributed.TOPIC.name:
-                self._take_attributed(self._attributed(record.value or b""))
+                tick = self._attributed(record.value or b"")
+                node = self.nodes[NodeName(tick.cluster, tick.node)]
+                kinds = node.attributed.setdefault(tick.run_id, {})
+                if any(tick.seq in seqs for seqs in kinds.values()):
+                    node.replayed += 1
+                    return
+                kinds.setdefault(tick.attribution, Ranges()).add(tick.seq)
+                node.newest_attributed_ms = max(node.newest_attributed_ms, tick.ts_ms)
             elif topic == allocations.TOPIC.name:
                 snapshot = self._snapshot(record.value or b"")
                 node = self.nodes[NodeName(snapshot.cluster, snapshot.node)]
@@ -282,15 +289,6 @@ class Fold:
         if topic == samples.TOPIC.name:
             self._dead[cause.origin.partition].add(cause.origin.offset)
 
-    def _take_attributed(self, tick: AttributedTick) -> None:
-        node = self.nodes[NodeName(tick.cluster, tick.node)]
-        kinds = node.attributed.setdefault(tick.run_id, {})
-        if any(tick.seq in seqs for seqs in kinds.values()):
-            node.replayed += 1
-            return
-        kinds.setdefault(tick.attribution, Ranges()).add(tick.seq)
-        node.newest_attributed_ms = max(node.newest_attributed_ms, tick.ts_ms)
-
     def _take_sample(self, record: Any) -> None:
         tick = self._tick(record.value or b"")
         node = self.nodes[NodeName(tick.cluster, tick.node)]
@@ -313,20 +311,19 @@ class Fold:
         if not run.seqs.add(tick.seq):
             run.twice += 1
             return
-        fate = self._fate(node, tick, record)
+        kinds = node.attributed.get(tick.run_id, {})
+        kind = next((kind for kind, seqs in kinds.items() if tick.seq in seqs), None)
+        if kind is None:
+            fate = self._unattributed(record)
+        elif kind == "none":
+            fate = "no_kubelet" if tick.allocations_seq is None else "none"
+        else:
+            fate = "late" if kind == "late" else "exact"
         run.fates[fate] += 1
         if fate == "lost":
             run.lost.add(tick.seq)
         elif fate in ("late", "none") and tick.allocations_seq not in node.snapshots.get(tick.run_id, ()):
             run.unsent += 1
-
-    def _fate(self, node: NodeEvidence, tick: SampledTick, record: Any) -> Fate:
-        for kind, seqs in node.attributed.get(tick.run_id, {}).items():
-            if tick.seq in seqs:
-                if kind == "none":
-                    return "no_kubelet" if tick.allocations_seq is None else "none"
-                return "late" if kind == "late" else "exact"
-        return self._unattributed(record)
 
     def _unattributed(self, record: Any) -> Fate:
         """What became of a sample that has no record in gpu.attributed."""

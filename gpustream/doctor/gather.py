@@ -138,12 +138,16 @@ async def _watched(past: History, seen: Situation) -> Situation:
     again = await _groups(past.connection)
     watched_s = time.monotonic() - began_s
     later = {group.name: group for group in await _with_lags(past, again or ())}
-    return seen._replace(groups=[_moved(group, later.get(group.name), watched_s) for group in seen.groups or ()])
+    return seen._replace(
+        groups=[
+            _moved(group, after, watched_s) if (after := later.get(group.name)) else group
+            for group in seen.groups or ()
+        ]
+    )
 
 
-def _moved(group: Group, later: Group | None, watched_s: float) -> Group:
-    if later is None:
-        return group
+def _moved(group: Group, later: Group, watched_s: float) -> Group:
+    """A group, with what it finished in ``watched_s`` until it was as it is ``later``."""
     left = {lag.topic: lag.records for lag in later.lags}
     lags = [
         lag._replace(

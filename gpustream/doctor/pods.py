@@ -180,7 +180,16 @@ def pods(seen: Situation) -> Checked:
         *_absent(cluster),
         *_uncovered(cluster),
         *_variables(cluster),
-        *_rights(cluster),
+        *(
+            Finding(
+                f"the service account {account} may not {', '.join(rights)}",
+                "its Role or ClusterRole, or the binding of one, is missing or another version's",
+                "the API server was asked by a SubjectAccessReview",
+                "apply the Role, ClusterRole and bindings of k8s/base/cluster or of the chart again",
+            )
+            for account, rights in cluster.missing_rights.items()
+            if rights
+        ),
         *_lease(seen, cluster),
     ]
     ready = sum(_condition(pod, "Ready").get("status") == "True" for pod in cluster.pods)
@@ -349,18 +358,14 @@ def _kept_off(pod: Json, node: Json) -> str:
         taint
         for taint in node["spec"].get("taints") or []
         if taint["effect"] != "PreferNoSchedule"
-        and not any(_tolerates(one, taint) for one in pod.get("tolerations") or [])
+        and not any(
+            one.get("key", taint["key"]) == taint["key"]
+            and (one.get("operator") == "Exists" or one.get("value", "") == taint.get("value", ""))
+            and one.get("effect", taint["effect"]) == taint["effect"]
+            for one in pod.get("tolerations") or []
+        )
     ]
     return f"it does not tolerate {', '.join(taint['key'] for taint in taints)}" if taints else ""
-
-
-def _tolerates(toleration: Json, taint: Json) -> bool:
-    same_value = toleration.get("operator") == "Exists" or toleration.get("value", "") == taint.get("value", "")
-    return bool(
-        toleration.get("key", taint["key"]) == taint["key"]
-        and same_value
-        and toleration.get("effect", taint["effect"]) == taint["effect"]
-    )
 
 
 def _variables(cluster: Cluster) -> Iterator[Finding]:
@@ -395,17 +400,6 @@ def option_variables() -> frozenset[str]:
         yield from (param.envvar for param in one.params if isinstance(param.envvar, str))
 
     return frozenset(of(command.load("gpustream.cli:main")))
-
-
-def _rights(cluster: Cluster) -> Iterator[Finding]:
-    for account, rights in cluster.missing_rights.items():
-        if rights:
-            yield Finding(
-                f"the service account {account} may not {', '.join(rights)}",
-                "its Role or ClusterRole, or the binding of one, is missing or another version's",
-                "the API server was asked by a SubjectAccessReview",
-                "apply the Role, ClusterRole and bindings of k8s/base/cluster or of the chart again",
-            )
 
 
 def _lease(seen: Situation, cluster: Cluster) -> Iterator[Finding]:

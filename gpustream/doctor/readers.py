@@ -127,11 +127,17 @@ def silent_reader(seen: Situation) -> tuple[Group, OwnMetrics] | None:
 
 def behind(seen: Situation, group: Group, lag: Lag) -> Finding:
     """A group that has not finished what was logged a while ago: why, and whether it catches up."""
+    movement = ""
+    if lag.finished is not None:
+        pace = lag.finished / lag.watched_s if lag.watched_s else 0.0
+        left = f", so {duration_words(lag.records / (-lag.grew / lag.watched_s) * 1000)} more" if lag.grew < 0 else ""
+        change = f"{abs(lag.grew)} {'less' if lag.grew < 0 else 'more'}" if lag.grew else "as many"
+        movement = f"; in {lag.watched_s:.0f} s it finished {lag.finished} ({pace:.0f}/s), and lags by {change}{left}"
     parts = lag.partitions
     where = f"in {counted(len(parts), 'partition')}" + (f" ({', '.join(map(str, parts))})" if len(parts) <= 5 else "")
     evidence = (
         f"the oldest was logged {seen.ago(lag.oldest_ms or 0)}, {where}; the group is {group.state},"
-        f" {counted(group.members, 'member')}{_movement(lag)}"
+        f" {counted(group.members, 'member')}{movement}"
     )
     what = f"{group.name}: {counted(lag.records, 'record')} of {lag.topic} not taken yet"
     if (silent := silent_reader(seen)) is not None and silent[0] is group:
@@ -145,9 +151,10 @@ def behind(seen: Situation, group: Group, lag: Lag) -> Finding:
     if not group.members:
         return Finding(what, "nobody reads: the group has no member", evidence, "start it; what waits is read then")
     failing = [
-        component.url
-        for component in seen.components
-        if component.sums("_receiver_failing") and group.name.replace("-", "_").endswith(_stage(component))
+        one.url
+        for one in seen.components
+        for name, _ in one.sums("_receiver_failing")
+        if group.name.replace("-", "_").endswith(name.removeprefix("gpustream_").removesuffix("_receiver_failing"))
     ]
     if failing:
         return Finding(
@@ -169,20 +176,6 @@ def behind(seen: Situation, group: Group, lag: Lag) -> Finding:
         evidence,
         "/readyz of its members says what they wait for; one that does not answer either hangs: restart it",
     )
-
-
-def _movement(lag: Lag) -> str:
-    if lag.finished is None:
-        return ""
-    pace = lag.finished / lag.watched_s if lag.watched_s else 0.0
-    left = f", so {duration_words(lag.records / (-lag.grew / lag.watched_s) * 1000)} more" if lag.grew < 0 else ""
-    change = f"{abs(lag.grew)} {'less' if lag.grew < 0 else 'more'}" if lag.grew else "as many"
-    return f"; in {lag.watched_s:.0f} s it finished {lag.finished} ({pace:.0f}/s), and lags by {change}{left}"
-
-
-def _stage(component: OwnMetrics) -> str:
-    name = next((one.name for one in component.series if one.name.endswith("_receiver_failing")), "")
-    return name.removeprefix("gpustream_").removesuffix("_receiver_failing") or NOT_KNOWN
 
 
 # -- what the components say
@@ -298,8 +291,8 @@ def components(seen: Situation) -> Checked:
                 )
             )
         found += _counted_losses(seen, one)
-    told = [_outcomes(one) for one in seen.components if not one.error]
-    said = "; ".join(filter(None, told)) or "not asked (--metrics)"
+    outcomes = [_outcomes(one) for one in seen.components if not one.error]
+    said = "; ".join(filter(None, outcomes)) or "not asked (--metrics)"
     return Checked(said, found, looked=bool(seen.components))
 
 
@@ -385,7 +378,17 @@ def prometheus(seen: Situation, fold: Fold) -> Checked:
     if late and not asked.newest_ms.keys() & newest.keys():
         found.append(_nothing(seen, asked, late))
     else:
-        found += [_late(seen, asked, name, at) for name, at in late.items()]
+        for name, at in late.items():
+            has = asked.newest_ms.get(name)
+            there = seen.ago(has) if has else "nothing of 5 minutes"
+            found.append(
+                Finding(
+                    f"{name}: Prometheus does not have its newest samples",
+                    f"{NOT_KNOWN}: no sink has delivered them, or Prometheus refused them",
+                    f"attributed: {seen.ago(at)}; in Prometheus: {there}",
+                    "does the group of the sink lag? What does it say of dropped records (--metrics)?",
+                )
+            )
     return Checked(said, found)
 
 
@@ -405,14 +408,4 @@ def _nothing(seen: Situation, asked: Prometheus, late: Mapping[NodeName, int]) -
         cause,
         f"it has {counted(len(asked.newest_ms), 'other node')}; the groups here: {', '.join(sinks) or 'none'}",
         then,
-    )
-
-
-def _late(seen: Situation, asked: Prometheus, name: NodeName, at_ms: int) -> Finding:
-    has = asked.newest_ms.get(name)
-    return Finding(
-        f"{name}: Prometheus does not have its newest samples",
-        f"{NOT_KNOWN}: no sink has delivered them, or Prometheus refused them",
-        f"attributed: {seen.ago(at_ms)}; in Prometheus: {seen.ago(has) if has else 'nothing of 5 minutes'}",
-        "does the group of the sink lag? What does it say of dropped records (--metrics)?",
     )
