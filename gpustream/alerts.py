@@ -20,9 +20,9 @@ from delivery.connection import Connection
 from delivery.policies import ALERTS, IDLE_AFTER, Bounds, policy_in
 from delivery.settings import READABLE_FILE
 from delivery.values import duration_words
-from gpustream import history, logs
-from gpustream.command import KAFKA, LOG_FORMAT, Command, option
-from gpustream.topics import answer, show
+from gpustream import history
+from gpustream.command import KAFKA, LOG_FORMAT, Command, option, output_format
+from gpustream.output import answer, json_lines, printable, show_or_say
 from sinks.alerts import read
 from sinks.outcomes import Undecodable
 from streams.alerts.rules import rules_file
@@ -55,19 +55,10 @@ _UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
 @option("--policies", is_flag=True, help="List in place of alerts which pods have a policy of their own about alerts.")
 @option("--rules", type=READABLE_FILE, help="With --policies: the file of rules, for how long a policy may silence.")
 @option("--follow", is_flag=True, help="Go on, with each alert that begins or ends, until interrupted.")
-@option(
-    "--format",
-    "form",
-    type=click.Choice(["table", "json"]),
-    default="table",
-    help="json: the records of gpu.alerts, one a line.",
-)
+@output_format("table", "json", help="json: the records of gpu.alerts, one a line.")
 @LOG_FORMAT
-def alerts(
-    connection: Connection, policies: bool, rules: Path | None, follow: bool, form: Form, log_format: logs.Format
-) -> None:
+def alerts(connection: Connection, policies: bool, rules: Path | None, follow: bool, form: Form) -> None:
     """List the alerts that fire: since when, where, whose, and what is wrong."""
-    logs.setup(log_format)
     if rules is not None and not policies:
         raise click.UsageError("'--rules' is for '--policies' only.")
     if policies:
@@ -93,12 +84,9 @@ async def _show_policies(connection: Connection, form: Form, bounds: Bounds) -> 
                     log.warning("%s", error, extra={"partition": record.partition, "offset": record.offset})
     rows = sorted(row for node in nodes.values() for row in policy_rows(node, bounds))
     if form == "json":
-        for row in rows:
-            click.echo(msgspec.json.encode(dict(zip(POLICY_COLUMNS, row, strict=True))))
-    elif not rows and sys.stdout.isatty():
-        click.echo("no pod has a policy of its own")
+        json_lines(dict(zip(POLICY_COLUMNS, row, strict=True)) for row in rows)
     else:
-        show(POLICY_COLUMNS, rows)
+        show_or_say(POLICY_COLUMNS, rows, "no pod has a policy of its own")
 
 
 def policy_rows(node: NodeWorkloads, bounds: Bounds) -> list[tuple[str, ...]]:
@@ -132,12 +120,9 @@ async def _show(connection: Connection, form: Form, *, follow: bool) -> None:
                 seen.see(record)
         firing = seen.open()
         if form == "json":
-            for alert in firing:
-                click.echo(msgspec.json.encode(alert))
-        elif not firing and sys.stdout.isatty():
-            click.echo("no alert fires")
+            json_lines(firing)
         else:
-            show(COLUMNS, [row(alert, datetime.now(UTC)) for alert in firing], style)
+            show_or_say(COLUMNS, [row(alert, datetime.now(UTC)) for alert in firing], "no alert fires", style)
         if not follow:
             return
         async for records in past.after(spans):
@@ -221,7 +206,7 @@ def row(alert: Alert, now: datetime) -> AlertRow:
         who=f"{pod} ({workload})" if pod and workload else pod or workload,
         summary=" ".join(alert.annotations.get("summary", "").split()),
     )
-    return AlertRow(*("".join(sign for sign in cell if sign.isprintable()) for cell in said))
+    return AlertRow(*(printable(cell, "") for cell in said))
 
 
 def lasted(time: timedelta) -> str:

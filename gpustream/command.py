@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -225,7 +226,30 @@ def _connecting(function: Callable[..., Any]) -> Any:
 
 
 KAFKA: Decorator[Any] = _connecting
-LOG_FORMAT = options(ProcessSettings, only=("log_format",))
+
+
+def logged(level: int = logging.INFO) -> Decorator[Any]:
+    """The option ``--log-format``: what goes wrong is logged in this form from the beginning of the command."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def run(log_format: Literal["text", "json"], **given: Any) -> Any:
+            from gpustream import logs
+
+            logs.setup(log_format, level)
+            return function(**given)
+
+        return options(ProcessSettings, only=("log_format",))(run)
+
+    return decorate
+
+
+LOG_FORMAT = logged()
+
+
+def output_format(*names: str, help: str) -> Decorator[Any]:  # noqa: A002 - as in click
+    """The option ``--format``, which the command is given as ``form``. The first is the default."""
+    return option("--format", "form", type=click.Choice(names), default=names[0], help=help)
 
 
 # -- settings and components, from what was given

@@ -23,9 +23,8 @@ import msgspec
 
 from delivery import settings as schema
 from delivery.settings import DURATION, URL
-from gpustream import logs
-from gpustream.command import LOG_FORMAT, Command, counted, option, options
-from gpustream.topics import FAILED, show
+from gpustream.command import LOG_FORMAT, Command, counted, option, options, output_format
+from gpustream.output import FAILED, failed, show
 from sinks.receiver import Credentials
 from sinks.series import counters
 from sinks.settings import HttpSettings, url_mistakes
@@ -438,7 +437,7 @@ _OF_HTTP = tuple(field.name for field in schema.fields(HttpSettings))
     help="The share of a value by which both may differ and are the same.",
 )
 @option("--all", "everything", is_flag=True, help="Show what agrees, too.")
-@option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="json: one object, on one line.")
+@output_format("text", "json", help="json: one object, on one line.")
 @options(HttpSettings)
 @LOG_FORMAT
 def compare(
@@ -449,7 +448,6 @@ def compare(
     tolerance: float,
     everything: bool,
     form: Literal["text", "json"],
-    log_format: logs.Format,
     **given: Any,
 ) -> None:
     """Compare what another exporter says of each GPU and pod with what gpustream says: what differs, and why.
@@ -457,16 +455,13 @@ def compare(
     Both write to one Prometheus, each as it would alone. A value that both had, but at other times, agrees. Exit code
     1 if anything else differs, or if one of both is not there.
     """
-    logs.setup(log_format)
     try:
         theirs_found, ours_found = asyncio.run(gather(prometheus, _http(given), (theirs, ours), window_s))
     except PrometheusError as error:
-        click.echo(str(error), err=True)
-        raise SystemExit(FAILED) from error
+        raise failed(error) from error
     if not theirs_found or not ours_found:
         who, how = ("gpustream's", "--ours") if theirs_found else ("another exporter's", "--theirs")
-        click.echo(f"no series of GPUs there are {who}: say with {how} which these are", err=True)
-        raise SystemExit(FAILED)
+        raise failed(f"no series of GPUs there are {who}: say with {how} which these are")
     found = compared(theirs_found, ours_found, tolerance)
     if form == "json":
         click.echo(msgspec.json.encode(report(found)))

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from gpustream.command import Argument, Command, CommandGroup, counted
-from gpustream.topics import FAILED
+from gpustream.output import FAILED
 from sinks.series.counters import load, pick
 from sinks.series.counters_file import Counter, CountersError, Mistake
 

@@ -19,8 +19,9 @@ import orjson
 
 from delivery.instruments import Instruments
 from delivery.settings import HOST_PORTS
-from gpustream import command, logs
-from gpustream.command import LOG_FORMAT, Command, counted, option, options
+from gpustream import command
+from gpustream.command import Command, counted, logged, option, options, output_format
+from gpustream.output import FAILED, failed, printable
 from producers import PRODUCERS
 from producers.node import instruments
 from producers.node.cgroups import Places
@@ -38,7 +39,6 @@ from topics.samples import Device
 Json = Mapping[str, Any]
 
 SCHEMA = 1
-FAILED = 1
 
 KUBELET_WITHIN_S = DEADLINE_S + 1.0
 """A tick does not wait so long for the kubelet: its answer counts for the next one, which there is none of here."""
@@ -56,24 +56,22 @@ KUBELET_WITHIN_S = DEADLINE_S + 1.0
 @option(
     "--device", show_default="all", help="Only the GPU of this index or UUID, with its MIG devices, or one of them."
 )
-@option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="json: one object, on one line.")
+@output_format("text", "json", help="json: one object, on one line.")
 @options(NodeSettings, only=("interval_s", "node"))
 @options(ReadingSettings)
-@LOG_FORMAT
-def devices(device: str | None, form: Literal["text", "json"], log_format: logs.Format, **given: Any) -> None:
+@logged(logging.ERROR)
+def devices(device: str | None, form: Literal["text", "json"], **given: Any) -> None:
     """What of this machine would be sampled now: GPUs, MIG devices, who holds them, their values.
 
     And what would be left out, by which call of NVML and which error. It takes two readings, an --interval apart, just
     as the node producer does, which may run beside it; it sends nothing. Exit code 1 without a driver or without a GPU.
     """
-    logs.setup(log_format, logging.ERROR)
     settings: NodeSettings = command.settings(PRODUCERS["node"], {**given, "kafka": HOST_PORTS.example})
     try:
         report = asyncio.run(look(settings))
         found = report if device is None else only(report, device)
     except Nothing as nothing:
-        click.echo(str(nothing), err=True)
-        raise SystemExit(FAILED) from nothing
+        raise failed(nothing) from nothing
     sys.stdout.write(f"{orjson.dumps(found).decode() if form == 'json' else text(found)}\n")
     raise SystemExit(0 if found["devices"] else FAILED)
 
@@ -267,7 +265,7 @@ def text(report: Json) -> str:
         [line for content in unplaced for line in _line("", content)],
     ]
     lines = "\n\n".join("\n".join(block) for block in blocks if block)
-    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in lines)
+    return "\n".join(map(printable, lines.split("\n")))
 
 
 def amount(key: str, value: float) -> str:

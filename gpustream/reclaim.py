@@ -9,8 +9,6 @@ On failure: a sentence and exit code 1. If somebody changed the object since, no
 import getpass
 import logging
 import re
-import sys
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -25,9 +23,9 @@ from delivery.kubernetes.client import Client, Unreachable
 from delivery.kubernetes.credentials import ConfigError
 from delivery.sender import Sender, Unsendable
 from delivery.settings import READABLE_FILE
-from gpustream import history, logs
-from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, CommandGroup, option
-from gpustream.topics import answer, show
+from gpustream import history
+from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, CommandGroup, option, output_format
+from gpustream.output import answer, json_lines, now_ms, printable, show_or_say
 from sinks.reclaim.cluster import Cluster, Denied
 from sinks.reclaim.decide import Objection, unpatch, was_undone, words
 from sinks.reclaim.ledger import OVER
@@ -58,27 +56,17 @@ def reclaim() -> None:
 )
 @KAFKA
 @option("--namespace", help="Only what is about workloads of this namespace.")
-@option(
-    "--format",
-    "form",
-    type=click.Choice(["table", "json"]),
-    default="table",
-    help="json: the last record of each action, one a line.",
-)
+@output_format("table", "json", help="json: the last record of each action, one a line.")
 @LOG_FORMAT
-def list_(connection: Connection, namespace: str | None, form: Form, log_format: logs.Format) -> None:
+def list_(connection: Connection, namespace: str | None, form: Form) -> None:
     """List what is planned, would be done, was done, refused or undone: the last word on each action."""
-    logs.setup(log_format)
     found = answer(_actions(connection))
     rows = sorted(found.values(), key=lambda one: (one.at, one.id))
     rows = [one for one in rows if namespace in (None, one.namespace)]
     if form == "json":
-        for one in rows:
-            click.echo(msgspec.json.encode(one))
-    elif not rows and sys.stdout.isatty():
-        click.echo("nothing was decided")
+        json_lines(rows)
     else:
-        show(COLUMNS, [_row(one) for one in rows])
+        show_or_say(COLUMNS, [_row(one) for one in rows], "nothing was decided")
 
 
 def _row(one: Action) -> tuple[str, ...]:
@@ -88,7 +76,7 @@ def _row(one: Action) -> tuple[str, ...]:
     )
     why = " ".join(f"{one.reason or one.alert}: {one.message}".split())
     cells = (f"{one.at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}", one.id, one.state, one.cluster, what, due, why)
-    return tuple("".join(sign for sign in cell if sign.isprintable()) for cell in cells)
+    return tuple(printable(cell, "") for cell in cells)
 
 
 @reclaim.command(
@@ -105,9 +93,8 @@ def _row(one: Action) -> tuple[str, ...]:
     show_default="the pod's service account, else KUBECONFIG, else ~/.kube/config",
 )
 @LOG_FORMAT
-def undo(action: str, connection: Connection, kubeconfig: Path | None, log_format: logs.Format) -> None:
+def undo(action: str, connection: Connection, kubeconfig: Path | None) -> None:
     """Give a workload its replicas back, or let it go on, unless somebody changed it since. ACTION: `list` has it."""
-    logs.setup(log_format)
     if not re.fullmatch("[0-9a-f]{16}", action):
         raise click.UsageError(f"{action[:80]!r} is no action: `gpustream reclaim list` has those that there are")
     click.echo(answer(_undo(connection, action, kubeconfig)))
@@ -149,7 +136,7 @@ async def _undo(connection: Connection, wanted: str, kubeconfig: Path | None) ->
         raise NotUndone(f"{error}") from error
     finally:
         await api.close()
-    at = time_of(time.time_ns() // 1_000_000)
+    at = time_of(now_ms())
     undone = msgspec.structs.replace(action, state="undone", at=at, by=_user(), reason=None)
     sender = Sender(connection, client_id="gpustream-reclaim")
     async with connecting(sender):

@@ -11,7 +11,6 @@ On failure: what Kafka does not have any more is refused, with the reason and wh
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,10 +24,10 @@ from delivery.dead_letters import connecting
 from delivery.ledger import Partition
 from delivery.sender import Sender
 from delivery.settings import TOPIC_PREFIX, Uses
-from gpustream import history, logs
+from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option, options
 from gpustream.history import History, Span
-from gpustream.topics import answer
+from gpustream.output import answer, now_ms
 from gpustream.usage.command import TIME, When
 from gpustream.usage.read import Range, utc
 from streams.settings import UsageSettings
@@ -67,9 +66,9 @@ _decode_head = decoder(_WindowHead)
 def _mistakes(given: Mapping[str, Any]) -> Iterable[str]:
     try:
         if given["into"] is None:
-            asked(given["first"], given["last"], _now_ms())
+            asked(given["first"], given["last"], now_ms())
         else:
-            settled(given["first"], given["last"], _now_ms())
+            settled(given["first"], given["last"], now_ms())
     except ValueError as error:
         yield str(error)
     if given["into"] == given["topic_prefix"]:
@@ -133,7 +132,6 @@ def replay(
     into: str | None,
     split: Literal["used", "equal"],
     team_label: str,
-    log_format: logs.Format,
 ) -> None:
     """Make usage again from what gpu.attributed still has, for hours that were not booked.
 
@@ -145,11 +143,10 @@ def replay(
     gpu.attributed of another prefix: the same bytes as before, but that late ticks are exact if their snapshot came.
     Streams and sinks with that --topic-prefix read them. If it is stopped, run it again with the same --from.
     """
-    logs.setup(log_format)
     if into is not None:
         from gpustream.reattribution import reattribute  # Faust's part of the command is loaded if it is wanted
 
-        time_range = settled(first, last, _now_ms())
+        time_range = settled(first, last, now_ms())
         click.echo(f"attribution again from {utc(time_range.from_ms)} to {utc(time_range.to_ms)} into {into}", err=True)
         done = answer(reattribute(connection, into, time_range))
         click.echo(
@@ -161,7 +158,7 @@ def replay(
                 f"{counted(done.malformed, 'sample')} could not be decoded, and have their dead letters", err=True
             )
         return
-    hours = asked(first, last, _now_ms())
+    hours = asked(first, last, now_ms())
     click.echo(f"usage again from {utc(hours.from_ms)} to {utc(hours.to_ms)}", err=True)
     made = answer(_replay(connection, hours, Accounting(split, team_label)))
     click.echo(
@@ -331,7 +328,7 @@ class Partitioned:
 
         async for records in self._past.records({tp: ticks}, self._advanced):
             await write(nodes.take(records))
-        await write(nodes.end(_now_ms() - MINUTE_MS))
+        await write(nodes.end(now_ms() - MINUTE_MS))
         async for records in self._past.records(before):
             zeros = [zero for one in _decoded(records, _decode) if (zero := written.zero(one))]
             made.zeros += len(zeros)
@@ -368,7 +365,3 @@ def _decoded(records: Sequence[Any], decode: Callable[[bytes], Any]) -> Iterable
             yield decode(record.value or b"")
         except msgspec.DecodeError:
             continue
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -7,7 +7,6 @@ On failure: mistakes of the file, each with its line, on standard error and exit
           ticks are named there, left out, and make the exit code 1.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC
@@ -21,9 +20,19 @@ from click.core import ParameterSource
 from delivery.connection import Connection
 from delivery.settings import START_FROM, ConnectionSettings
 from delivery.values import duration_words
-from gpustream import alerts, history, logs
-from gpustream.command import LOG_FORMAT, Argument, Command, CommandGroup, connection, counted, option, options
-from gpustream.topics import answer, show
+from gpustream import alerts, history
+from gpustream.command import (
+    LOG_FORMAT,
+    Argument,
+    Command,
+    CommandGroup,
+    connection,
+    counted,
+    option,
+    options,
+    output_format,
+)
+from gpustream.output import FAILED, answer, failed, json_lines, show, show_or_say
 from streams.alerts import tick as ticks
 from streams.alerts.node import Replay
 from streams.alerts.rules import rules_file
@@ -34,7 +43,6 @@ from topics.alerts import Alert
 
 COLUMNS = ("fired", "resolved", "for", "severity", "alert", "where", "who", "why it ended", "summary")
 
-FAILED = 1
 R = TypeVar("R")
 _MOST_NAMED = 20
 """Of lines that are no ticks: the rest is only counted."""
@@ -109,20 +117,13 @@ def _one_source(given: dict[str, Any]) -> list[str]:
     type=click.Path(path_type=Path, allow_dash=True),
     help="A file with records of gpu.attributed, one a line; - is standard input.",
 )
-@option(
-    "--format",
-    "form",
-    type=click.Choice(["table", "json"]),
-    default="table",
-    help="json: the transitions as records of gpu.alerts, one a line.",
-)
+@output_format("table", "json", help="json: the transitions as records of gpu.alerts, one a line.")
 @LOG_FORMAT
 def test(
     file: Path | None,
     start: str | float,
     input: Path | None,  # noqa: A002 - the option's name
     form: Literal["table", "json"],
-    log_format: logs.Format,
     **given: Any,
 ) -> None:
     """Judge recorded ticks by a file of alert rules, or by the defaults, and show what would have fired, and when.
@@ -130,7 +131,6 @@ def test(
     Nothing is written to Kafka. Nodes that were silent are found by the gaps between their ticks. Exit code 1 if the
     file has mistakes, or something that was read is no tick.
     """
-    logs.setup(log_format)
     trial = Trial(rules_file.load(None) if file is None else _load(file))
     if input is None:
         answer(_read(connection(given), start, trial))
@@ -139,12 +139,9 @@ def test(
             trial.take(recorded)
     trial.end()
     if form == "json":
-        for alert in sorted(trial.transitions, key=lambda one: (one.ends_at or one.starts_at, one.fingerprint)):
-            click.echo(msgspec.json.encode(alert))
-    elif sys.stdout.isatty() and not trial.transitions:
-        click.echo("nothing would have fired")
+        json_lines(sorted(trial.transitions, key=lambda one: (one.ends_at or one.starts_at, one.fingerprint)))
     else:
-        show(COLUMNS, rows(trial.transitions))
+        show_or_say(COLUMNS, rows(trial.transitions), "nothing would have fired")
     click.echo(trial.summary(), err=True)
     raise SystemExit(FAILED if trial.wrong else 0)
 
@@ -212,8 +209,7 @@ def _lines(path: Path) -> Iterator[Recorded]:
                 if line.strip():
                     yield Recorded(line, f"{name}:{number}")
     except OSError as error:
-        click.echo(f"{path}: {error.strerror}", err=True)
-        raise SystemExit(FAILED) from error
+        raise failed(f"{path}: {error.strerror}") from error
 
 
 async def _read(connection: Connection, start: str | float, trial: Trial) -> None:

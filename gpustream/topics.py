@@ -5,30 +5,18 @@ Out:      lines on standard output: a table on a terminal, tab-separated fields 
 On failure: what is wrong, on standard error, and exit code 1.
 """
 
-import asyncio
-import sys
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import click
-from aiokafka.errors import KafkaError
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from delivery import topic_admin
 from delivery.connection import Connection
-from delivery.kafka_admin import BrokerError, Found
-from delivery.kafka_errors import describe
+from delivery.kafka_admin import Found
 from delivery.topic_admin import Mismatch
-from gpustream import logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, CommandGroup, option
+from gpustream.output import FAILED, answer, show
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic
-
-R = TypeVar("R")
-Row = TypeVar("Row", bound=tuple[str, ...])
-
-FAILED = 1
 
 COLUMNS = ("topic", "key", "partitions", "cleanup", "retention", "as it must be")
 
@@ -55,10 +43,8 @@ def create(
     partitions: int,
     replication_factor: int,
     recreate_empty: bool,
-    log_format: logs.Format,
 ) -> None:
     """Create the topics that are missing, and mend the settings of those that are there. Partitions never change."""
-    logs.setup(log_format)
     changes = answer(topic_admin.create(connection, partitions, replication_factor, recreate_empty=recreate_empty))
     for line in changes or ["every topic is there, as it must be"]:
         click.echo(line)
@@ -67,9 +53,8 @@ def create(
 @topics.command("list", cls=Command, example="gpustream topics list --kafka 127.0.0.1:9092")
 @KAFKA
 @LOG_FORMAT
-def list_(connection: Connection, log_format: logs.Format) -> None:
+def list_(connection: Connection) -> None:
     """Compare the broker's topics with what they should be. Exit code 1 if any differs or is missing."""
-    logs.setup(log_format)
     found, unchecked = answer(topic_admin.inspect(connection))
     wanted = list(topic_admin.contract(connection).values())
     wrong = topic_admin.mismatches(wanted, found)
@@ -107,33 +92,3 @@ def rows(wanted: Iterable[Topic], found: Mapping[str, Found], wrong: Iterable[Mi
         )
         for topic in wanted
     ]
-
-
-# -- what every command does that asks a broker
-
-
-def answer(asked: Coroutine[Any, Any, R]) -> R:
-    """The broker's answer. A broker that says no, or nothing, is a sentence on standard error and exit code 1."""
-    try:
-        return asyncio.run(asked)
-    except (BrokerError, KafkaError) as error:
-        click.echo(describe(error) if isinstance(error, KafkaError) else str(error), err=True)
-        raise SystemExit(FAILED) from error
-
-
-def show(columns: Sequence[str], rows: Sequence[Row], style: Callable[[Row], str] = lambda _: "") -> None:
-    """A table on a terminal, tab-separated fields elsewhere."""
-    if sys.stdout.isatty():
-        Console().print(table(columns, rows, style))
-    else:
-        click.echo("\t".join(columns))
-        for row in rows:
-            click.echo("\t".join(row))
-
-
-def table(columns: Sequence[str], rows: Iterable[Row], style: Callable[[Row], str] = lambda _: "") -> Table:
-    """The rows for a terminal, each in its style."""
-    drawn = Table(*columns)
-    for row in rows:
-        drawn.add_row(*map(Text, row), style=style(row))
-    return drawn

@@ -17,8 +17,18 @@ import orjson
 
 from delivery.connection import Connection
 from delivery.settings import DURATION, KafkaSettings, Text
-from gpustream import history, logs
-from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, CommandGroup, counted, option, options
+from gpustream import history
+from gpustream.command import (
+    KAFKA,
+    LOG_FORMAT,
+    Argument,
+    Command,
+    CommandGroup,
+    counted,
+    option,
+    options,
+    output_format,
+)
 from gpustream.dead_letters import resubmission
 from gpustream.dead_letters.letters import (
     DONE,
@@ -32,7 +42,7 @@ from gpustream.dead_letters.letters import (
     original,
     refused,
 )
-from gpustream.topics import FAILED, answer, show
+from gpustream.output import FAILED, answer, failed, json_lines, printable, show_or_say
 from topics import dead_letters as contract
 
 _ALL_S = 365 * 86_400.0
@@ -75,26 +85,21 @@ def dead_letters() -> None:
 @KAFKA
 @_filters
 @option("--by", type=click.Choice(["reason", "topic", "node", "letter"]), default="reason", help="A line for each.")
-@option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="json: an object a line.")
+@output_format("text", "json", help="json: an object a line.")
 @LOG_FORMAT
 def list_letters(
     connection: Connection,
     since_s: float,
     by: By,
     form: Literal["text", "json"],
-    log_format: logs.Format,
     **given: str | None,
 ) -> None:
     """List dead letters by reason, topic or node, or each by itself. It reads in no group and commits nothing."""
-    logs.setup(log_format)
     rows = answer(_list(connection, since_s, _wanted(given), by))
     if form == "json":
-        for row in rows:
-            click.echo(orjson.dumps(row._asdict()))
-    elif not rows and sys.stdout.isatty():
-        click.echo("no dead letter")
+        json_lines(row._asdict() for row in rows)
     else:
-        show(LetterGroup._fields, [tuple(map(_printable, row)) for row in rows])
+        show_or_say(LetterGroup._fields, [tuple(map(printable, row)) for row in rows], "no dead letter")
 
 
 class LetterGroup(NamedTuple):
@@ -163,32 +168,21 @@ def _time(letter: Letter) -> str:
     return f"{datetime.fromtimestamp(letter.logged_ms / 1000, UTC):%Y-%m-%d %H:%M:%SZ}"
 
 
-def _printable(cell: object) -> str:
-    return "".join(sign if sign.isprintable() else "?" for sign in str(cell))
-
-
 @dead_letters.command("show", cls=Command, example="gpustream dead-letters show 3:17 --kafka kafka-0:9092")
 @click.argument("letter", cls=Argument, type=_LETTER)
 @KAFKA
-@option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "json", "raw"]),
-    default="text",
+@output_format(
+    "text",
+    "json",
+    "raw",
     help="json: one object, the record in base64; raw: the bytes of the record, and nothing else.",
 )
 @LOG_FORMAT
-def show_letter(
-    letter: LetterId, connection: Connection, form: Literal["text", "json", "raw"], log_format: logs.Format
-) -> None:
+def show_letter(letter: LetterId, connection: Connection, form: Literal["text", "json", "raw"]) -> None:
     """Show a dead letter: its record, its error, where it came from, and whether it can be sent again."""
-    logs.setup(log_format)
     found = answer(_find(connection, letter))
     if found is None:
-        click.echo(
-            f"there is no letter {letter}: `gpustream dead-letters list --by letter` has those that there are", err=True
-        )
-        raise SystemExit(FAILED)
+        raise failed(f"there is no letter {letter}: `gpustream dead-letters list --by letter` has those that there are")
     one, record = found
     whole = isinstance(record, Original)
     value = (record.value or b"") if isinstance(record, Original) else one.value
@@ -230,9 +224,9 @@ def _text(letter: Letter, value: bytes, why_not: str | None) -> Iterator[str]:
     name, partition, offset = letter.cause.origin
     size = counted(letter.cause.length, "byte")
     yield f"letter    {letter.id}, of {_time(letter)}"
-    yield f"from      {name} partition {partition} offset {offset}, key {_printable(letter.key_text) or 'not kept'}"
-    yield f"stage     {_printable(letter.cause.stage)}"
-    yield f"error     {_printable(letter.cause.error)}"
+    yield f"from      {name} partition {partition} offset {offset}, key {printable(letter.key_text) or 'not kept'}"
+    yield f"stage     {printable(letter.cause.stage)}"
+    yield f"error     {printable(letter.cause.error)}"
     yield f"record    {size}" if len(value) == letter.cause.length else f"record    the first {len(value)} of {size}"
     yield f"again     {f'no: {why_not}' if why_not else 'it can be sent again: `gpustream dead-letters resubmit`'}"
     yield ""
@@ -240,7 +234,7 @@ def _text(letter: Letter, value: bytes, why_not: str | None) -> Iterator[str]:
         lines = orjson.dumps(orjson.loads(value), option=orjson.OPT_INDENT_2).decode().splitlines()
     except orjson.JSONDecodeError:
         lines = [repr(value)[2:-1]]
-    yield from map(_printable, lines)
+    yield from map(printable, lines)
 
 
 @dead_letters.command(
@@ -263,7 +257,6 @@ def resubmit(
     compression: str,
     since_s: float,
     yes: bool,
-    log_format: logs.Format,
     **given: str | None,
 ) -> None:
     """Send letters to the topic that they came from: the same partition, key and bytes, at most once for each letter.
@@ -276,7 +269,6 @@ def resubmit(
     its node: gpu.attributed has it then, and readers that go by (cluster, node, run_id, seq) take it; sinks that have
     had a newer tick of the same run count it as a duplicate.
     """
-    logs.setup(log_format)
     wanted = _wanted(given)._replace(ids=frozenset(letters))
     connection = dataclasses.replace(connection, compression=compression)
     done = answer(resubmission.resubmit(connection, since_s, wanted, send=yes))

@@ -18,12 +18,11 @@ import msgspec
 
 from delivery.connection import Connection
 from delivery.settings import DURATION, URL
-from gpustream import logs
-from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option, options
+from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option, options, output_format
 from gpustream.doctor import checks
 from gpustream.doctor.gather import Scope, gather
 from gpustream.doctor.seen import Checked, Situation
-from gpustream.topics import FAILED, answer
+from gpustream.output import FAILED, answer, printable
 from producers.cluster.config import ClusterSettings
 
 SCHEMA = 1
@@ -57,7 +56,7 @@ _SINCE = "--since: from above 0 to 23h: topics keep a day, and what is older may
 @option("--kube", is_flag=True, show_default=False, help="Look at gpustream's pods in a Kubernetes cluster, too.")
 @option("--namespace", default="gpustream", help="With --kube: the namespace that gpustream is in.")
 @options(ClusterSettings, only=("kubeconfig",))
-@option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="json: one object, on one line.")
+@output_format("text", "json", help="json: one object, on one line.")
 @LOG_FORMAT
 def doctor(
     connection: Connection,
@@ -68,7 +67,6 @@ def doctor(
     namespace: str,
     kubeconfig: Path | None,
     form: Literal["text", "json"],
-    log_format: logs.Format,
 ) -> None:
     """Check a running pipeline, in an operator's order: what is wrong, why, what shows it, and what to do next.
 
@@ -78,7 +76,6 @@ def doctor(
     It reads the topics from --since to where they end when it starts, in no consumer group, and commits nothing. Exit
     code 1 if anything was found: each finding with its cause, what shows it, and what to do next.
     """
-    logs.setup(log_format)
     wanted = Scope(since_s, metrics, prometheus, namespace if kube else None, kubeconfig)
     seen = answer(gather(connection, wanted))
     found = checks.run(seen)
@@ -94,25 +91,20 @@ def text(seen: Situation, found: Mapping[str, Checked]) -> Iterator[str]:
     width = max(map(len, found))
     for name, one in found.items():
         mark = "FOUND" if one.findings else "ok" if one.looked else "-"
-        yield _printable(f"{mark:5}  {name:{width}}  {one.summary}")
+        yield printable(f"{mark:5}  {name:{width}}  {one.summary}")
         for finding in one.findings[:SHOWN]:
             yield from textwrap.wrap(
-                _printable(finding.finding), _WIDTH, initial_indent="       ", subsequent_indent="         "
+                printable(finding.finding), _WIDTH, initial_indent="       ", subsequent_indent="         "
             )
             for label, said in (("cause", finding.cause), ("shown by", finding.evidence), ("next", finding.next)):
                 indent = f"{'':9}{label + ':':10}"
                 yield from textwrap.wrap(
-                    _printable(said), _WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent)
+                    printable(said), _WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent)
                 )
         if len(one.findings) > SHOWN:
             yield f"       and {len(one.findings) - SHOWN} more: --format json has them all"
     count = sum(len(one.findings) for one in found.values())
     yield f"{counted(count, 'finding')} in {seen.window}" if count else f"all is well in {seen.window}"
-
-
-def _printable(text: str) -> str:
-    """Names and errors come from records that anybody may have written."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def report(seen: Situation, found: Mapping[str, Checked]) -> dict[str, Any]:

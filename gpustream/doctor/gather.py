@@ -33,6 +33,7 @@ from gpustream.doctor.evidence import Fold, NodeName
 from gpustream.doctor.readers import ATTRIBUTION
 from gpustream.doctor.seen import Cluster, Group, Lag, OwnMetrics, Prometheus, Series, Situation
 from gpustream.history import History, Span
+from gpustream.output import now_ms
 from topics import allocations, attributed, dead_letters, samples, workloads
 
 GROUPS = "gpustream-"
@@ -68,9 +69,9 @@ async def gather(connection: Connection, wanted: Scope) -> Situation:
         return await pods.ask(wanted.kubeconfig, wanted.namespace) if wanted.namespace is not None else None
 
     asked, components, cluster = await asyncio.gather(brokers.ask(connection), ask_components(wanted.metrics), kube())
-    now_ms = time.time_ns() // 1_000_000  # only now: what hangs takes seconds, and the records are read after that
-    since_ms = now_ms - int(wanted.since_s * 1000)
-    seen = Situation(since_ms, now_ms, asked, components=components, cluster=cluster)
+    at_ms = now_ms()  # only now: what hangs takes seconds, and the records are read after that
+    since_ms = at_ms - int(wanted.since_s * 1000)
+    seen = Situation(since_ms, at_ms, asked, components=components, cluster=cluster)
     if asked.error:
         seen = seen._replace(groups=None, unread=asked.error)
     else:

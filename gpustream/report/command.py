@@ -14,14 +14,14 @@ from delivery import prices as price_list
 from delivery.connection import Connection
 from delivery.prices import Prices, PricesError
 from delivery.settings import FILE
-from gpustream import history, logs
-from gpustream.command import KAFKA, LOG_FORMAT, Command, option
+from gpustream import history
+from gpustream.command import KAFKA, LOG_FORMAT, Command, option, output_format
 from gpustream.history import History
+from gpustream.output import answer, failed, now_ms, written
 from gpustream.report import forms
 from gpustream.report.summary import DAY_MS, Firings, Summary
-from gpustream.topics import FAILED, answer
 from gpustream.usage import read
-from gpustream.usage.command import PRICES, When, now_ms, remarks, time_mistakes, time_options, wanted
+from gpustream.usage.command import PRICES, When, remarks, time_mistakes, time_options, wanted
 from gpustream.usage.read import Range, utc
 from topics import alerts
 from topics.usage import HOUR_MS, HOURS, MINUTES
@@ -39,13 +39,7 @@ WEEK_S = 7 * 24 * 3600.0
 )
 @KAFKA
 @time_options("7d")
-@option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "html"]),
-    default="text",
-    help="html: one file that needs no other, without scripts.",
-)
+@output_format("text", "html", help="html: one file that needs no other, without scripts.")
 @option("--output", type=FILE, show_default="standard output", help="The file that the report is written to.")
 @PRICES
 @option("--top", type=click.IntRange(min=1), default=10, help="How many workloads are listed.")
@@ -59,32 +53,26 @@ def report(
     output: Path | None,
     prices_file: Path | None,
     top: int,
-    log_format: logs.Format,
 ) -> None:
     """Report who had the GPUs, what was used and wasted, how that changed, and which alerts fired."""
-    logs.setup(log_format)
     if any(one is not None and one.is_assumed for one in (first, last)):
         click.echo("times without a zone are taken as UTC", err=True)
     at_ms = now_ms()
     try:
         prices = price_list.load(prices_file) if prices_file is not None else None
     except PricesError as error:
-        click.echo(str(error), err=True)
-        raise SystemExit(FAILED) from error
+        raise failed(error) from error
     found = answer(_gather(connection, wanted(since_s or WEEK_S, first, last, at_ms), prices, top, at_ms))
     lines = forms.as_html(found) if form == "html" else forms.as_text(found)
     text = "\n".join(lines) + "\n"
     if output is None:
         click.echo(text, nl=False)
         return
-    temporary = output.with_name(f".{output.name}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(output)
+        with written(output) as file:
+            file.write(text)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        click.echo(f"{output}: it can't be written: {error}", err=True)
-        raise SystemExit(FAILED) from error
+        raise failed(f"{output}: it can't be written: {error}") from error
 
 
 async def _gather(connection: Connection, time: Range, prices: Prices | None, top: int, at_ms: int) -> forms.Report:
@@ -93,8 +81,7 @@ async def _gather(connection: Connection, time: Range, prices: Prices | None, to
     async with history.opened(connection, topics) as past:
         now, found = Summary(prices), await read.plan(past, time, at_ms)
         if not found.range.is_some:
-            click.echo("\n".join(found.notes), err=True)
-            raise SystemExit(FAILED)
+            raise failed("\n".join(found.notes))
         await _count(past, found, now)
         before, why = await _before(past, found.range, prices, at_ms)
         firings = Firings()

@@ -58,7 +58,7 @@ def top(connection: Connection, since_s: float | None, plain: bool) -> None:
 
     It only reads, and in no consumer group: it disturbs nothing, and needs no right to write. ? lists the keys.
     """
-    from gpustream.topics import answer
+    from gpustream.output import answer
 
     logs.setup(level=logging.WARNING)
     with contextlib.suppress(KeyboardInterrupt):

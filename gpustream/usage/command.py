@@ -10,7 +10,6 @@ import csv
 import functools
 import re
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from fractions import Fraction
@@ -25,9 +24,8 @@ from delivery import values
 from delivery.connection import Connection
 from delivery.prices import PricesError
 from delivery.settings import FILE, READABLE_FILE, Text
-from gpustream import logs
-from gpustream.command import KAFKA, LOG_FORMAT, Command, Decorator, counted, option
-from gpustream.topics import FAILED, answer
+from gpustream.command import KAFKA, LOG_FORMAT, Command, Decorator, counted, option, output_format
+from gpustream.output import FAILED, answer, failed, now_ms, printable, written
 from gpustream.usage import read
 from gpustream.usage.focus import Bill, BillError, Nodes, read_nodes
 from gpustream.usage.read import Range, utc
@@ -172,13 +170,7 @@ def _mistakes(given: dict[str, Any]) -> Iterator[str]:
     help="Whose usage is a row. A pod without a workload is a workload by itself.",
 )
 @time_options("24h")
-@option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "csv", "json"]),
-    default="text",
-    help="json: one object, with integers as they are in gpu.usage.",
-)
+@output_format("text", "csv", "json", help="json: one object, with integers as they are in gpu.usage.")
 @PRICES
 @option(
     "--focus-origin",
@@ -220,11 +212,9 @@ def usage(
     last: When | None,
     form: Literal["text", "csv", "json"],
     prices_file: Path | None,
-    log_format: logs.Format,
     **focus: Any,
 ) -> None:
     """Say who had how many GPU-hours, what of them was used, and what that costs. It reads in no group."""
-    logs.setup(log_format)
     if any(one is not None and one.is_assumed for one in (first, last)):
         click.echo("times without a zone are taken as UTC", err=True)
     time_range = wanted(since_s, first, last, now_ms())
@@ -241,8 +231,7 @@ def usage(
         if bill is not None:
             _write(bill, found.range, focus["focus_file"])
     except (PricesError, BillError) as error:
-        click.echo(str(error), err=True)
-        raise SystemExit(FAILED) from error
+        raise failed(error) from error
     if form == "json":
         click.echo(msgspec.json.encode(as_json(found.range, table)))
     elif form == "csv":
@@ -282,15 +271,11 @@ async def _count(connection: Connection, time_range: Range, table: Table, bill: 
 
 def _write(bill: Bill, counted_range: Range, file: Path) -> None:
     """Write the bill, whole or not at all, and say what became of its charges. Raises BillError."""
-    temporary = file.with_name(f".{file.name}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", newline="") as out:
+        with written(file) as out:
             csv.writer(out, lineterminator="\n").writerows(bill.lines(counted_range))
-        temporary.replace(file)
     except OSError as error:
         raise BillError(f"{file}: it can't be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     click.echo(f"{file}: {counted(bill.divided, 'charge')} divided", err=True)
     if bill.partly:
         click.echo(
@@ -298,11 +283,6 @@ def _write(bill: Bill, counted_range: Range, file: Path) -> None:
         )
     for why, number in sorted(bill.unchanged.items()):
         click.echo(f"{counted(number, 'charge')} as before: {why}", err=True)
-
-
-def now_ms() -> int:
-    """The time."""
-    return time.time_ns() // 1_000_000
 
 
 def remarks(table: Table) -> Iterator[str]:
@@ -398,7 +378,7 @@ def _cells(row: UsageRow) -> list[str]:
 
 def fitting(name: str, room: int) -> str:
     """A name in so many signs, without those that a terminal would act on."""
-    shown = "".join(sign if sign.isprintable() else "?" for sign in name)
+    shown = printable(name)
     return shown if len(shown) <= room else f"{shown[: room - 1]}…"
 
 

@@ -19,7 +19,7 @@ from gpustream import alerts
 from gpustream.alerts import Seen
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
-from gpustream.topics import table
+from gpustream.output import table
 from tests.sinks.alerts import START_MS, alert, alert_record
 from topics.alerts import Alert
 from topics.alerts import time as at

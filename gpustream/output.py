@@ -1,0 +1,99 @@
+"""What every command does that shows something: waits for a broker's answer, prints tables or JSON, writes a file.
+
+In:       a coroutine that asks; rows or records; lines.
+Out:      standard output: a table on a terminal, tab-separated fields elsewhere, or JSON lines. A file, whole or not.
+On failure: what is wrong, on standard error, and exit code 1.
+"""
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import click
+import msgspec
+from aiokafka.errors import KafkaError
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from delivery.kafka_admin import BrokerError
+from delivery.kafka_errors import describe
+
+R = TypeVar("R")
+Row = TypeVar("Row", bound=tuple[str, ...])
+
+FAILED = 1
+
+
+def now_ms() -> int:
+    """The time."""
+    return time.time_ns() // 1_000_000
+
+
+def answer(asked: Coroutine[Any, Any, R]) -> R:
+    """The broker's answer. A broker that says no, or nothing, is a sentence on standard error and exit code 1."""
+    try:
+        return asyncio.run(asked)
+    except (BrokerError, KafkaError) as error:
+        raise failed(describe(error) if isinstance(error, KafkaError) else str(error)) from error
+
+
+def failed(sentence: object) -> SystemExit:
+    """What ends a command: the sentence is on standard error, and the exit code is 1."""
+    click.echo(str(sentence), err=True)
+    return SystemExit(FAILED)
+
+
+def show(columns: Sequence[str], rows: Sequence[Row], style: Callable[[Row], str] = lambda _: "") -> None:
+    """A table on a terminal, tab-separated fields elsewhere."""
+    if sys.stdout.isatty():
+        Console().print(table(columns, rows, style))
+    else:
+        click.echo("\t".join(columns))
+        for row in rows:
+            click.echo("\t".join(row))
+
+
+def show_or_say(
+    columns: Sequence[str], rows: Sequence[Row], nothing: str, style: Callable[[Row], str] = lambda _: ""
+) -> None:
+    """The same, but on a terminal the sentence ``nothing`` if there is no row."""
+    if not rows and sys.stdout.isatty():
+        click.echo(nothing)
+    else:
+        show(columns, rows, style)
+
+
+def json_lines(records: Iterable[Any]) -> None:
+    """Each record as JSON, on a line."""
+    for record in records:
+        click.echo(msgspec.json.encode(record))
+
+
+def table(columns: Sequence[str], rows: Iterable[Row], style: Callable[[Row], str] = lambda _: "") -> Table:
+    """The rows for a terminal, each in its style."""
+    drawn = Table(*columns)
+    for row in rows:
+        drawn.add_row(*map(Text, row), style=style(row))
+    return drawn
+
+
+def printable(text: object, instead: str = "?") -> str:
+    """A text without the signs that a terminal would act on: names and errors come from records of anybody."""
+    return "".join(sign if sign.isprintable() else instead for sign in str(text))
+
+
+@contextlib.contextmanager
+def written(file: Path) -> Iterator[TextIO]:
+    """A file that is there only when it is whole. Raises OSError."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", newline="") as out:
+            yield out
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
