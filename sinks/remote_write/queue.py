@@ -4,6 +4,7 @@ In: records, those of a node in their order. Out: requests; what became of each 
 State: the lanes, and what is under way. Nothing of it outlives the process: Kafka has the records.
 
 A node has one request under way at a time. A request has ticks of many nodes, of whatever partitions, the oldest first.
+A very large tick has one to itself.
 Several ticks of a node share one only if the node's last tick was accepted whole and they write just its series: then
 nothing of them is refused for what it is, after a later tick is in and nothing can be sent again.
 
@@ -34,6 +35,9 @@ from topics.attributed import TOPIC
 
 MAX_BYTES = 4 << 20
 """A request has about so many bytes before it is compressed, or one tick."""
+
+LARGE_BYTES = MAX_BYTES // 4
+"""A tick that takes so many goes alone: to write it takes the receiver long, and other nodes' ticks would wait for it."""
 
 MAX_RECORDS = 500
 """A request stands for so many records at most; those that say nothing new need no room in it."""
@@ -105,18 +109,19 @@ class Lane:
         """Put the next tick into a request, and those after it that may share it with it."""
         before: SeriesTick | None = None
         while (read := self.head()) is not None and not request.is_full():
-            alone, sample = False, read.sample
+            alone, size, sample = False, 0, read.sample
             verdict = "replay" if sample is None else self.series.verdict(sample, before)
             if sample is not None and verdict != "replay":
                 if before is not None and not before.ts_ms < sample.ts_ms <= until_ms:
                     return
                 tick = self.series.tick(sample, read.window)
-                alone = verdict == "new_log" or not self.series.is_proven(tick)
-                if before is not None and alone:
+                size = sum([series.bytes for series, _, _ in tick.groups])
+                alone = size >= LARGE_BYTES or verdict == "new_log" or not self.series.is_proven(tick)
+                if (before is not None and alone) or (size >= LARGE_BYTES and request.parts):
                     return
                 before, read.tick = sample, tick
             self.waiting.popleft()
-            request.add(self, read)
+            request.add(self, read, size)
             if alone:
                 return
 
@@ -155,13 +160,12 @@ class SharedRequest:
         """Whether nothing more is to be put in."""
         return self._samples >= self._max_samples or self._bytes >= MAX_BYTES or self._records >= MAX_RECORDS
 
-    def add(self, lane: Lane, read: ReadRecord) -> None:
-        """Put in the next record of a lane."""
+    def add(self, lane: Lane, read: ReadRecord, size: int) -> None:
+        """Put in the next record of a lane; what its tick writes takes so many bytes."""
         self.parts.setdefault(lane, []).append(read)
         self._records += 1
-        groups = read.tick.groups if read.tick else ()
-        self._samples += samples_of(groups)
-        self._bytes += sum([series.bytes for series, _, _ in groups])
+        self._samples += samples_of(read.tick.groups) if read.tick else 0
+        self._bytes += size if size < LARGE_BYTES else MAX_BYTES
 
 
 class Queue:
@@ -211,10 +215,15 @@ class Queue:
         request = SharedRequest(self._ready[0][2].abandon, first, self._max_samples, self.clock_s())
         until_ms = self._until_ms(request.progress)
         while self._ready and self._ready[0][0] <= until_ms and not request.is_full():
-            _, _, lane = heapq.heappop(self._ready)
-            if not lane.abandon.is_set():
-                lane.busy = True
-                lane.take(request, until_ms)
+            turn = heapq.heappop(self._ready)
+            lane = turn[2]
+            if lane.abandon.is_set() or not lane.waiting:
+                continue
+            lane.take(request, until_ms)
+            lane.busy = lane in request.parts
+            if not lane.busy:  # its tick goes alone
+                heapq.heappush(self._ready, turn)
+                break
         return request if request.parts else None
 
     def _until_ms(self, oldest: Progress) -> float:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sinks.remote_write import partition as module
+from sinks.remote_write import queue
 from sinks.remote_write.partition import RemoteWritePartition
 from sinks.remote_write.policy import Answer, Protocol
 from sinks.remote_write.queue import APART_MS, PATIENCE_S
@@ -67,6 +68,18 @@ async def test_ticks_of_all_nodes_and_partitions_go_together_and_then_several_of
     assert receiver.nodes() == [{"x", "a", "b"}, {"a", "b"}]
     assert [len(asked) for asked in receiver.asked] == [3, 16]
     assert one.ends() == {"delivered": 18}
+
+
+async def test_a_very_large_tick_goes_alone_and_no_other_node_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "LARGE_BYTES", 5000)
+    one = Setup(receiver := Held(hold={"large"}))
+    large = sample(2, *[device(f"GPU-{number}") for number in range(9)], node="large")
+    await given_to(one.handler, one, *ticks("a"), record(large), *ticks("a", "a", "b", "c")[2:])
+    await eventually(lambda: len(receiver.stored) == 3 * len(SERIES))
+    assert [nodes for nodes in receiver.nodes() if "large" in nodes] == [{"large"}]
+    receiver.hold = set()
+    await one.deliver()
+    await eventually(lambda: len(receiver.stored) == 12 * len(SERIES))
 
 
 async def test_a_tick_of_other_series_goes_alone() -> None:
