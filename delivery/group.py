@@ -38,6 +38,10 @@ from delivery.watchdog import RESTART, LoopLateness
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.3
+_MANY_RECORDS = 30
+"""If so many come between two looks, a fetch waits for more: to fetch each by itself costs more than to work on it."""
+_GATHER_BYTES = 1 << 20
+_GATHER_MS = 200
 _RETRY_S = 0.5
 _POSITION_S = 0.1
 _LATE_S = 0.05
@@ -91,6 +95,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._assignor = CoPartitioned(settings.instance_id)
         self._consumer: Any = None
         self._joined = False
+        self._fetched = 0
         self._trouble: str | None = None
         self._silent_since_s: float | None = None
         self._reminder = Reminder()
@@ -118,7 +123,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             max_poll_interval_ms=2**31 - 1,  # not to read, because a receiver is away, is no reason to leave
             max_poll_records=500,  # so many are unpacked at once: it holds up heartbeats
             auto_offset_reset="earliest",
-            fetch_max_wait_ms=200,
+            fetch_max_wait_ms=_GATHER_MS,
             fetch_max_bytes=32 << 20,
             max_partition_fetch_bytes=8 << 20,
             metadata_max_age_ms=_METADATA_MS,  # so soon a partition that is added is seen
@@ -274,6 +279,8 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             now_s, silent = time.monotonic(), self._consumer._coordinator.coordinator_id is None  # noqa: SLF001
             self._silent_since_s = (self._silent_since_s or now_s) if silent else None
             self.look(now_s)
+            gathered = _GATHER_BYTES if self._fetched >= _MANY_RECORDS else 1
+            self._consumer._fetcher._fetch_min_bytes, self._fetched = gathered, 0  # noqa: SLF001 - each fetch looks
             await self.read_new_logs()
             await asyncio.sleep(_LOOK_EVERY_S)
 
@@ -381,6 +388,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             self._complain(error)
             await asyncio.sleep(_RETRY_S)
             return {}
+        self._fetched += sum(map(len, records.values()))
         if records and self._joined:
             self._trouble = None
         return {Partition(self._topics[tp.topic], tp.partition): found for tp, found in records.items()}

@@ -190,6 +190,7 @@ class Queue:
         self._ready: list[tuple[int, int, Lane]] = []
         self._turns = count()
         self._requests: dict[asyncio.Task[None], SharedRequest] = {}
+        self._pumping = False
 
     def ready(self, lane: Lane) -> None:
         """A lane has records that wait, and is not busy."""
@@ -199,12 +200,19 @@ class Queue:
             heapq.heappush(self._ready, (ts_ms, next(self._turns), lane))
 
     def pump(self) -> None:
-        """Send what may be sent now, one request each turn of the loop."""
+        """Send what may be sent, one request each turn of the loop, from the next on: what several partitions were
+        given in this turn goes together."""
+        if not self._pumping:
+            self._pumping = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pumping = False
         if len(self._requests) < self._at_once and (request := self._next()) is not None:
             task = asyncio.ensure_future(self._send(request))
             self._requests[task] = request
             task.add_done_callback(self._sent)
-            asyncio.get_running_loop().call_soon(self.pump)
+            self.pump()
 
     def _next(self) -> SharedRequest | None:
         """The next request: the oldest ticks, as many as it takes."""

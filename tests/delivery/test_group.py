@@ -58,6 +58,8 @@ class Client:
         self._conns: dict[int, Any] = {}
         self._client, self.cluster = self, SimpleNamespace(unauthorized_topics=set[str]())
         self.refuses: Exception | None = None
+        self.waiting = 0
+        self._fetcher = SimpleNamespace(_fetch_min_bytes=1)
 
     def assignment(self) -> set[TopicPartition]:
         return {TopicPartition(*tp) for tp in self.assigned}
@@ -78,7 +80,7 @@ class Client:
         if self.errors:
             raise self.errors.pop(0)
         await asyncio.sleep(0)
-        return {}
+        return {tp: [None] * self.waiting for tp in tps if tp in self.assignment() and self.waiting}
 
     async def stop(self) -> None:
         """Nothing to close."""
@@ -194,6 +196,27 @@ async def test_a_client_that_has_given_up_on_the_group_ends_the_process(monkeypa
     watching = asyncio.create_task(group.watch())
     with pytest.raises(MustRestart, match="no member of the group g any more"):
         await asyncio.wait_for(group.failed, 10)
+    watching.cancel()
+
+
+async def test_a_fetch_waits_for_more_while_many_records_come_and_not_for_one_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.0)
+    client = Client(MINE)
+    group, _ = group_of(client)
+    watching = asyncio.create_task(group.watch())
+
+    async def waits_after(records: int) -> bool:
+        client.waiting, looks = records, client.polled + 5
+        await group.fetch({MINE}, 0.1)
+        least = set()
+        while client.polled < looks:
+            await asyncio.sleep(0)
+            least.add(client._fetcher._fetch_min_bytes)
+        return max(least) > 1 and client._fetcher._fetch_min_bytes == 1
+
+    assert [await waits_after(records) for records in (1, 200, 2)] == [False, True, False]
     watching.cancel()
 
 

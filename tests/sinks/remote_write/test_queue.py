@@ -55,9 +55,11 @@ class Held(Receiver):
 
 
 async def given_to(partition: RemoteWritePartition, one: Setup, *records: Read) -> list[int]:
-    """What a handler gives for records, when it is called once."""
+    """What a handler gives for records, when it is called once; then the queue has a turn."""
     one.queue_s += 1.0
-    return [step async for step in partition.deliver(records, one.abandon)]
+    steps = [step async for step in partition.deliver(records, one.abandon)]
+    await asyncio.sleep(0)
+    return steps
 
 
 async def test_ticks_of_all_nodes_and_partitions_go_together_and_then_several_of_each() -> None:
@@ -121,6 +123,7 @@ async def test_partitions_advance_together() -> None:
     await given_to(one.handler, one, at("slow", 0))
     for other in (ahead, further):
         await other.quiet(one.abandon)
+    await eventually(lambda: receiver.nodes() == [{"slow"}])
     await given_to(ahead, one, at("near", APART_MS))
     await given_to(further, one, at("far", APART_MS + 1))
     await eventually(lambda: {"near"} in receiver.nodes())
