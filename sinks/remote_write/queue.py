@@ -37,7 +37,7 @@ MAX_BYTES = 4 << 20
 """A request has about so many bytes before it is compressed, or one tick."""
 
 LARGE_BYTES = MAX_BYTES // 4
-"""A tick that takes so many goes alone: to write it takes the receiver long, and other nodes' ticks would wait for it."""
+"""A tick that takes so many goes alone: others would wait long for it."""
 
 MAX_RECORDS = 500
 """A request stands for so many records at most; those that say nothing new need no room in it."""
