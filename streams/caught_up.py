@@ -51,3 +51,10 @@ class CaughtUp:
     def lasted_s(self, since_s: float) -> float:
         """For how long, from that time on, the partition has been read to its end; below 0: not at all."""
         return self._until_s - max(since_s, self._since_s)
+
+
+class WatchedPartition:
+    """What is known of a partition of gpu.attributed: ``logged_ms`` is how far its log has come."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.logged_ms, self.caught_up = number, 0, CaughtUp()

@@ -8,7 +8,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
@@ -17,12 +17,13 @@ from aiokafka.partitioner import murmur2
 from delivery.dead_letters import send_letter
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
+from delivery.sender import Unsendable
 from delivery.settings import MemberSettings
 from delivery.topic_admin import TopicCheck
 from delivery.watchdog import fail_stop, lateness_instrument
 from streams import STREAMS, reader
 from streams.app import ReaderApp
-from streams.caught_up import CaughtUp, Ends
+from streams.caught_up import Ends, WatchedPartition
 from streams.reader import Batch, Reader, Reads
 from topics.dead_letters import Origin
 from topics.topic import MAX_MESSAGE_BYTES, node_key
@@ -190,30 +191,83 @@ class StreamWorker(reader.Stage, Protocol):
         """See to what waits for time to pass. Never returns."""
 
 
-class WatchedPartition(Protocol):
-    caught_up: CaughtUp
+P = TypeVar("P", bound=WatchedPartition)
 
 
-class NodeWatch(ABC):
-    """What workers that read gpu.attributed have alike: how far each partition was read, and a look at it each second.
-    ``lagging`` are the topics whose lag is shown."""
+class NodeWatch(ABC, Generic[P]):
+    """What workers that read gpu.attributed have alike: each record is worked on in its order, what can't be used is
+    dead-lettered, what is sent is acknowledged, and each partition is looked at each second.
+
+    A worker gives ``new``, of which what it knows of a partition is made; ``inputs``, which wait for what an earlier
+    epoch has sent; ``lagging``, the topics whose lag is shown; and how it calls a fault that ends the process.
+    """
 
     app: ReaderApp
+    new: Callable[[int], P]
+    inputs: tuple[str, ...]
     lagging: tuple[str, ...]
-    _partitions: Mapping[int, WatchedPartition]
+    fault: str
 
     def __init__(self, instruments: Instruments, *, stage: str, partitions: int, clocks: Clocks | None) -> None:
         self._instruments, self._stage, self._clocks = instruments, stage, clocks or Clocks()
         self._books = Bookkeeping(instruments, stage=stage, partitions=partitions)
         self._writings = Writings()
+        self._partitions: dict[int, P] = {}
 
     @abstractmethod
-    def _partition(self, number: int) -> WatchedPartition:
-        """What is known of a partition, now if not before."""
+    def read(self, topic: str, partition: P, slot: Slot, record: Any) -> None:
+        """Work on a record. Raises Malformed."""
 
     @abstractmethod
     def look_at(self, number: int) -> None:
         """See to what waits in a partition for time to pass."""
+
+    @abstractmethod
+    def close_silent(self, partition: P) -> None:
+        """The log of a partition has come further: see which of its nodes are silent."""
+
+    async def take(self, batch: Batch) -> None:
+        """Work on a batch of one partition. Nothing is raised: a fault here ends the process."""
+        if not batch:
+            return
+        topic, number = batch[0][0].tp
+        try:
+            if topic in self.inputs and self._writings.leftover:
+                await asyncio.wait(self._writings.leftover)
+            await self.read_batch(topic, self._partition(number), batch)
+        except Exception as error:
+            log.exception("%s", self.fault)
+            self.app.fail(f"{self.fault}: {error!r}")
+
+    async def read_batch(self, topic: str, partition: P, batch: Batch) -> None:
+        """Work on each record of a batch, unless the partition is taken away meanwhile."""
+        for slot, record in batch:
+            if not self.app.current(slot):
+                return
+            try:
+                self.read(topic, partition, slot, record)
+            except Malformed as error:
+                await self._books.dead_letter(self.app, slot, record, error.reason, str(error))
+        if topic == ATTRIBUTED:
+            self.close_silent(partition)
+
+    def _partition(self, number: int) -> P:
+        """What is known of a partition, from now on if not before."""
+        if number not in self._partitions:
+            self._partitions[number] = self.new(number)
+        return self._partitions[number]
+
+    async def _acknowledged(self, what: str, sent: Iterable["asyncio.Future[int]"]) -> int:
+        """Wait for all, and say how many the broker took. What can never be sent is left out: to stop for it would stop
+        for ever."""
+        outcomes = await asyncio.gather(*sent, return_exceptions=True)
+        for error in outcomes:
+            if isinstance(error, Unsendable):
+                self._instruments.counter(f"gpustream_{self._stage}_unsendable_total", what).inc()
+                log.error("a record of %s (%s) is left out: %s", self._stage, what, error)
+            elif isinstance(error, BaseException):
+                raise error
+        return sum([isinstance(one, int) for one in outcomes])
 
     @abstractmethod
     def observe(self) -> None:
@@ -228,7 +282,12 @@ class NodeWatch(ABC):
                 self.look_at(number)
             self.observe()
 
-    def committed(self, offsets: Mapping[Partition, int]) -> None:  # noqa: B027 - this is what it does
+    def drop(self, partitions: frozenset[int]) -> None:
+        """Drop what is known of these partitions."""
+        for number in partitions:
+            self._partitions.pop(number, None)
+
+    def committed(self, offsets: Mapping[Partition, int]) -> None:
         """Nothing is kept for what may be read again."""
 
     def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:

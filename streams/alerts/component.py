@@ -13,7 +13,7 @@ counted; an output that is not acknowledged ends the process.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -23,7 +23,6 @@ from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
 from delivery.policies import ALERTS as ALERTS_POLICY
 from delivery.policies import IDLE_AFTER
-from delivery.sender import Unsendable
 from streams.alerts import groups, machine, memory
 from streams.alerts.memory import NodeAlerts
 from streams.alerts.node import Due, Log, Node, PartitionNodes
@@ -89,10 +88,12 @@ class Alerts(Stream[AlertSettings]):
         return AlertWorker(self.instruments, self._rules, partitions=partitions[ATTRIBUTED]), reads
 
 
-class AlertWorker(NodeWatch):
+class AlertWorker(NodeWatch[PartitionNodes]):
     """Judges the nodes of its partitions: gives each its ticks, writes what comes of them, then finishes them."""
 
-    lagging = (ATTRIBUTED, MEMBERS, STATE, GROUPS)
+    new = PartitionNodes
+    inputs, lagging = (ATTRIBUTED, MEMBERS), (ATTRIBUTED, MEMBERS, STATE, GROUPS)
+    fault = "judging failed"
 
     def __init__(
         self, instruments: Instruments, rules: Rules, *, partitions: int, clocks: Clocks | None = None
@@ -100,41 +101,21 @@ class AlertWorker(NodeWatch):
         super().__init__(instruments, stage="alerts", partitions=partitions, clocks=clocks)
         self._rules, self._count = rules, partitions
         self._policies: set[tuple[str, str]] = set()
-        self._partitions: dict[int, PartitionNodes] = {}
         self._groups: dict[int, dict[bytes, AlertGroup]] = {}
         self._groups_written: dict[tuple[int, bytes], int] = {}  # where in the topic, in this epoch
         self._grouping = asyncio.Lock()  # held while alerts of several GPUs are made, or deleted
 
     # -- records
 
-    async def take(self, batch: Batch) -> None:
-        """Judge a batch of one partition. Nothing is raised: a fault here ends the process."""
-        if not batch:
+    async def read_batch(self, topic: str, partition: PartitionNodes, batch: Batch) -> None:
+        if topic != MEMBERS:
+            await super().read_batch(topic, partition, batch)
             return
-        topic, number = batch[0][0].tp
-        partition = self._partition(number)
-        try:
-            if topic in (ATTRIBUTED, MEMBERS) and self._writings.leftover:
-                await asyncio.wait(self._writings.leftover)
-            if topic == MEMBERS:
-                async with self._grouping:
-                    if self.app.current(batch[0][0]):  # all of a batch were read in one epoch
-                        await self._group(number, batch)
-                return
-            for slot, record in batch:
-                if not self.app.current(slot):
-                    return
-                try:
-                    self._take(topic, partition, slot, record)
-                except Malformed as error:
-                    await self._books.dead_letter(self.app, slot, record, error.reason, str(error))
-            for node in partition.close_quiet() if topic == ATTRIBUTED else ():
-                self._settle(partition, node)
-        except Exception as error:
-            log.exception("judging failed")
-            self.app.fail(f"judging failed: {error!r}")
+        async with self._grouping:
+            if self.app.current(batch[0][0]):  # all of a batch were read in one epoch
+                await self._group(partition.number, batch)
 
-    def _take(self, topic: str, partition: PartitionNodes, slot: Slot, record: Any) -> None:
+    def read(self, topic: str, partition: PartitionNodes, slot: Slot, record: Any) -> None:
         """Judge a tick, or learn of a state. Raises Malformed."""
         if topic == STATE:
             self._learn(partition, slot, record)
@@ -146,10 +127,9 @@ class AlertWorker(NodeWatch):
         else:
             self._judge(partition, slot, record)
 
-    def _partition(self, number: int) -> PartitionNodes:
-        if number not in self._partitions:
-            self._partitions[number] = PartitionNodes(number)
-        return self._partitions[number]
+    def close_silent(self, partition: PartitionNodes) -> None:
+        for node in partition.close_quiet():
+            self._settle(partition, node)
 
     def _learn(self, partition: PartitionNodes, slot: Slot, record: Any) -> None:
         """Take on a node's state, or its deletion. Raises Malformed."""
@@ -245,7 +225,7 @@ class AlertWorker(NodeWatch):
         for key, group in written.items():
             value = None if group is None else memory.encode(group)
             sent[key] = await self.app.sender.send(GROUPS, value, key=key, partition=number)
-        await self._acknowledged("state", list(sent.values()))
+        await self._acknowledged("state", sent.values())
         for key, one in sent.items():
             if one.exception() is None:
                 self._groups_written[number, key] = one.result()
@@ -348,15 +328,6 @@ class AlertWorker(NodeWatch):
         sent = await self.app.sender.send(STATE, value, key=node.key, partition=partition.number)
         await self._acknowledged("state", [sent])
 
-    async def _acknowledged(self, what: str, sent: Sequence["asyncio.Future[int]"]) -> None:
-        """Wait for all. What can never be sent is left out: to stop for it would stop for ever."""
-        for error in await asyncio.gather(*sent, return_exceptions=True):
-            if isinstance(error, Unsendable):
-                self._instruments.counter("gpustream_alerts_unsendable_total", what).inc()
-                log.error("a record of %s is left out: %s", ALERTS if what == "alert" else STATE, error)
-            elif isinstance(error, BaseException):
-                raise error
-
     # -- time
 
     def look_at(self, number: int) -> None:
@@ -366,8 +337,7 @@ class AlertWorker(NodeWatch):
             return
         partition = self._partition(number)
         partition.caught_up.read(position)
-        for node in partition.close_quiet():
-            self._settle(partition, node)
+        self.close_silent(partition)
         for node in partition.close_silent(self._rules, self._clocks.now_ms()):
             self._settle(partition, node)
             if node.settled() and node.current is not None and machine.is_over(node.current):
@@ -406,8 +376,8 @@ class AlertWorker(NodeWatch):
         self._writings.forget()
 
     def drop(self, partitions: frozenset[int]) -> None:
+        super().drop(partitions)
         for number in partitions:
-            self._partitions.pop(number, None)
             self._groups.pop(number, None)
 
 

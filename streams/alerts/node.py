@@ -23,7 +23,7 @@ from streams.alerts.machine import LogPosition, Step, Write
 from streams.alerts.memory import NodeAlerts, Order, last_tick, order
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
-from streams.caught_up import CaughtUp
+from streams.caught_up import CaughtUp, WatchedPartition
 from topics.alerts import Alert, AlertGroup
 
 Outcome = Literal["judged", "new_log", "replayed", "resumed"]
@@ -169,16 +169,14 @@ class _Removal(msgspec.Struct, frozen=True):
     removed: bool | None = False
 
 
-class PartitionNodes:
+class PartitionNodes(WatchedPartition):
     """The nodes of one partition, by key. ``active`` are those that are not known to be quiet, in the order in which
     their last ticks were read. ``logged_ms`` is when the last tick of any was logged."""
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        super().__init__(number)
         self.nodes: dict[bytes, Node] = {}
         self.active: dict[bytes, Node] = {}
-        self.caught_up = CaughtUp()
-        self.logged_ms = 0
         self._removed_ms: dict[bytes, int] = {}
 
     def rank(self, node: Node, *, active: bool) -> None:

@@ -12,16 +12,15 @@ counted; an output that is not acknowledged ends the process.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
-from delivery.sender import Unsendable
-from streams.caught_up import CaughtUp
-from streams.reader import Batch, Reads
+from streams.caught_up import CaughtUp, WatchedPartition
+from streams.reader import Reads
 from streams.settings import UsageSettings
 from streams.stage import ATTRIBUTED, SAMPLES, Clocks, Malformed, NodeWatch, Stream, decode_record, instruments
 from streams.usage import books as bookkeeping
@@ -102,60 +101,42 @@ def _order(books: Books) -> tuple[int, ...]:
     return books.logs, books.offset, books.booked_ms, books.final_ms
 
 
-class PartitionBooks:
-    """The nodes of one partition, by key. ``logged_ms`` is how far its log has come; ``passed_ms`` up to when it was
-    seen who is silent."""
+class PartitionBooks(WatchedPartition):
+    """The nodes of one partition, by key. ``passed_ms``: up to when it was seen who is silent."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
         self.nodes: dict[bytes, NodeBooks] = {}
-        self.caught_up = CaughtUp()
-        self.logged_ms = self.passed_ms = 0
+        self.passed_ms = 0
 
 
-class UsageWorker(NodeWatch):
+class UsageWorker(NodeWatch[PartitionBooks]):
     """Books the ticks of the nodes of its partitions, writes what comes of them, then finishes them."""
 
-    lagging = (ATTRIBUTED, STATE.name)
+    new = PartitionBooks
+    inputs, lagging = (ATTRIBUTED,), (ATTRIBUTED, STATE.name)
+    fault = "booking failed"
 
     def __init__(
         self, instruments: Instruments, policy: Accounting, *, partitions: int, clocks: Clocks | None = None
     ) -> None:
         super().__init__(instruments, stage="usage", partitions=partitions, clocks=clocks)
         self._policy = policy
-        self._partitions: dict[int, PartitionBooks] = {}
 
     # -- records
 
-    async def take(self, batch: Batch) -> None:
-        """Book a batch of one partition. Nothing is raised: a fault here ends the process."""
-        if not batch:
-            return
-        topic, number = batch[0][0].tp
-        partition = self._partition(number)
-        try:
-            if topic == ATTRIBUTED and self._writings.leftover:
-                await asyncio.wait(self._writings.leftover)
-            for slot, record in batch:
-                if not self.app.current(slot):
-                    return
-                try:
-                    if topic == STATE.name:
-                        self._learn(number, partition, record)
-                        self.app.finish(slot)
-                    else:
-                        self._book(number, partition, slot, record)
-                except Malformed as error:
-                    await self._books.dead_letter(self.app, slot, record, error.reason, str(error))
-            if topic == ATTRIBUTED:
-                self._pass_time(number, partition, partition.logged_ms - LEADERS_APART_MS)
-        except Exception as error:
-            log.exception("booking failed")
-            self.app.fail(f"booking failed: {error!r}")
+    def read(self, topic: str, partition: PartitionBooks, slot: Slot, record: Any) -> None:
+        """Book a tick, or learn of the books of a node. Raises Malformed."""
+        if topic == STATE.name:
+            self._learn(partition, record)
+            self.app.finish(slot)
+        else:
+            self._book(partition, slot, record)
 
-    def _partition(self, number: int) -> PartitionBooks:
-        return self._partitions.setdefault(number, PartitionBooks())
+    def close_silent(self, partition: PartitionBooks) -> None:
+        self._pass_time(partition, partition.logged_ms - LEADERS_APART_MS)
 
-    def _learn(self, number: int, partition: PartitionBooks, record: Any) -> None:
+    def _learn(self, partition: PartitionBooks, record: Any) -> None:
         """Take on a node's books, or their deletion. Raises Malformed.
 
         The latest count, not the last: what was written late, by a worker that had lost the partition, is older than
@@ -173,19 +154,19 @@ class UsageWorker(NodeWatch):
         else:
             books = decode_record(bookkeeping.decode, record.key, record.value)
             if node is None:
-                self._books.check_place(number, record.key)
+                self._books.check_place(partition.number, record.key)
             if node is None or (node.fresh and _order(books) >= node.order):
                 partition.nodes[record.key] = NodeBooks(record.key, books, self._policy, record.value)
                 partition.caught_up.attributed(books.offset)
             else:
                 node.stale = True
 
-    def _book(self, number: int, partition: PartitionBooks, slot: Slot, record: Any) -> None:
+    def _book(self, partition: PartitionBooks, slot: Slot, record: Any) -> None:
         """Book a node's tick. Raises Malformed."""
         tick = decode_record(decode_tick, record.key, record.value)
         node = partition.nodes.get(record.key)
         if node is None:
-            self._books.check_place(number, record.key)
+            self._books.check_place(partition.number, record.key)
             books = Books(schema=1, cluster=tick.cluster, node=tick.node)
             node = partition.nodes[record.key] = NodeBooks(record.key, books, self._policy)
         logged_ms = tick.logged_ms
@@ -212,7 +193,7 @@ class UsageWorker(NodeWatch):
         self.app.reader.ledger.set_aside(slot)
         if records:
             node.due += records
-            self._settle(number, node)
+            self._settle(partition.number, node)
 
     # -- writing
 
@@ -228,18 +209,15 @@ class UsageWorker(NodeWatch):
             records, node.due, node.stale = node.due, [], False
             value, slots = bookkeeping.encode(node.keeper.books), tuple(node.kept)
             node.kept.clear()
-            sent: dict[str, list[asyncio.Future[int]]] = {"minute": [], "hour": []}
+            kinds: dict[str, list[tuple[str, bytes, bytes | None]]] = {"minute": [], "hour": []}
             for one in records:
-                kind, topic = ("minute", MINUTES) if one.end_ms - one.start_ms == MINUTE_MS else ("hour", HOURS)
-                key, text = one.key.encode(), bookkeeping.encode(one)
-                sent[kind].append(await self.app.sender.send(topic.name, text, key=key, partition=number))
-            for kind, some in sent.items():
-                await self._acknowledged(kind, some)
+                what, topic = ("minute", MINUTES) if one.end_ms - one.start_ms == MINUTE_MS else ("hour", HOURS)
+                kinds[what].append((topic.name, one.key.encode(), bookkeeping.encode(one)))
+            await asyncio.gather(*[self._send(number, what, some) for what, some in kinds.items()])
             if self.app.reader.ledger.epoch != epoch:
                 return
             node.sent.append(value)
-            written = await self.app.sender.send(STATE.name, value, key=node.key, partition=number)
-            await self._acknowledged("state", [written])
+            await self._send(number, "state", [(STATE.name, node.key, value)])
             if self.app.reader.ledger.epoch != epoch:
                 return
             node.durable = value
@@ -249,21 +227,11 @@ class UsageWorker(NodeWatch):
                 break
         node.writing = False
 
-    async def _acknowledged(self, what: str, sent: Sequence["asyncio.Future[int]"]) -> None:
-        """Wait for all. What can never be sent is left out: to stop for it would stop for ever."""
-        for error in await asyncio.gather(*sent, return_exceptions=True):
-            if isinstance(error, Unsendable):
-                self._instruments.counter("gpustream_usage_unsendable_total", what).inc()
-                log.error("a record of usage (%s) is left out: %s", what, error)
-            elif isinstance(error, BaseException):
-                raise error
-            else:
-                self._instruments.counter("gpustream_usage_written_total", what).inc()
-
-    async def _delete(self, number: int, node: NodeBooks) -> None:
-        """Delete the books of a node that was away for longer than its ticks are kept."""
-        written = await self.app.sender.send(STATE.name, None, key=node.key, partition=number)
-        await self._acknowledged("state", [written])
+    async def _send(self, number: int, what: str, records: Iterable[tuple[str, bytes, bytes | None]]) -> None:
+        """Send records, each with its topic and key, and wait until the broker has them."""
+        sent = [await self.app.sender.send(topic, value, key=key, partition=number) for topic, key, value in records]
+        taken = await self._acknowledged(what, sent)
+        self._instruments.counter("gpustream_usage_written_total", what).inc(taken)
 
     # -- time
 
@@ -273,15 +241,15 @@ class UsageWorker(NodeWatch):
         position = self.app.reader.ledger.expected(Partition(ATTRIBUTED, number))
         if position is None:
             return
-        partition, now_s = self._partitions[number], self._clocks.monotonic_s()
+        partition, now_s = self._partition(number), self._clocks.monotonic_s()
         partition.caught_up.read(position)
         ago_s = now_s - partition.caught_up.until_s
         if ago_s < FORGET_MS / 1000:
-            self._pass_time(number, partition, self._clocks.now_ms() - round(ago_s * 1000) - LEADERS_APART_MS)
+            self._pass_time(partition, self._clocks.now_ms() - round(ago_s * 1000) - LEADERS_APART_MS)
         for node in partition.nodes.values():
             self._settle(number, node, now=bool(node.kept) and now_s - node.kept_s >= KEEP_S)
 
-    def _pass_time(self, number: int, partition: PartitionBooks, log_ms: int) -> None:
+    def _pass_time(self, partition: PartitionBooks, log_ms: int) -> None:
         """The log has come so far: once a minute, close what ends for the nodes that are silent."""
         if log_ms // MINUTE_MS <= partition.passed_ms // MINUTE_MS:
             return
@@ -290,10 +258,10 @@ class UsageWorker(NodeWatch):
             books = node.keeper.books
             if records := node.keeper.silent(log_ms):
                 node.due += records
-                self._settle(number, node)
+                self._settle(partition.number, node)
             elif not (books.hours or node.writing or node.kept) and log_ms - books.logged_ms >= FORGET_MS:
                 del partition.nodes[node.key]
-                self._writings.start(self.app, self._delete(number, node))
+                self._writings.start(self.app, self._send(partition.number, "state", [(STATE.name, node.key, None)]))
 
     def observe(self) -> None:
         gauge = self._instruments.gauge
@@ -315,7 +283,3 @@ class UsageWorker(NodeWatch):
             }
             partition.caught_up, partition.logged_ms, partition.passed_ms = CaughtUp(), 0, 0
         self._writings.forget()
-
-    def drop(self, partitions: frozenset[int]) -> None:
-        for number in partitions:
-            self._partitions.pop(number, None)
