@@ -14,7 +14,6 @@ Source: api/v2/openapi.yaml (postableAlert), and alert/alert.go (Validate) of Al
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import time
@@ -30,8 +29,8 @@ from delivery.positions import WHOLE
 from delivery.sender import Sender
 from delivery.settings import MemberSettings
 from sinks import outcomes, receiver
-from sinks.alerts import Transitions, batches, read
-from sinks.consumer import GroupReader, Source
+from sinks.alerts import Transitions, batches, key_of, read
+from sinks.consumer import GroupReader, Source, together
 from sinks.outcomes import Outcomes, Undecodable
 from sinks.receiver import BACKOFF_FIRST_S, Http, Post, Receiver, Request
 from sinks.settings import ALERTS_PATH, AlertmanagerSettings
@@ -106,9 +105,9 @@ class ActiveAlerts:
         """An alert's state, and when the broker got it."""
         self._by_fingerprint[alert.fingerprint] = alert, written_ms
 
-    def remove(self, key: bytes | None) -> None:
-        """The alert of a record's key is gone from the topic."""
-        self._by_fingerprint.pop((key or b"").decode("ascii", "replace"), None)
+    def remove(self, fingerprint: str) -> None:
+        """An alert is gone from the topic."""
+        self._by_fingerprint.pop(fingerprint, None)
 
     def clear(self) -> None:
         """The topic was created again."""
@@ -340,7 +339,7 @@ class AlertmanagerPartition:
         if one.error:
             return
         if one.alert is None:
-            self._active.remove(one.record.key)
+            self._active.remove(key_of(one.record))
         elif one.is_news or (one.is_last and one.alert.is_open):
             self._active.put(one.alert, one.record.timestamp)
         if one.alert is None or one.is_news:
@@ -366,23 +365,12 @@ class AlertmanagerSink:
         http, sender = Http(self.settings), Sender(self.settings.connection(), client_id=self.settings.group)
         letters, counted = DeadLetters(sender, "sink alertmanager"), Outcomes(COMPONENT, self._instruments)
         self._alertmanagers = [self._one(url, http, letters, counted) for url in self.settings.urls]
-        ending = asyncio.Event()
-        async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(http.close)
-            await stack.enter_async_context(connecting(sender))
-            reading = [asyncio.ensure_future(reader.run(ending)) for _, reader in self._alertmanagers]
-            resending = [asyncio.ensure_future(notifier.resend()) for notifier, _ in self._alertmanagers]
-            stopping = asyncio.ensure_future(stop.wait())
-            try:
-                await asyncio.wait((stopping, *reading, *resending), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                ending.set()
-                for task in (stopping, *(task for task in resending if not task.done())):
-                    task.cancel()
-                ends = await asyncio.gather(*reading, *resending, return_exceptions=True)
-            for end in ends:
-                if isinstance(end, Exception):
-                    raise end
+        readers = [reader for _, reader in self._alertmanagers]
+        try:
+            async with connecting(sender):
+                await together(stop, readers, beside=[notifier.resend() for notifier, _ in self._alertmanagers])
+        finally:
+            await http.close()
 
     def not_ready(self) -> list[str]:
         """Why nothing is delivered; empty when all is well."""

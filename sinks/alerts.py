@@ -13,6 +13,11 @@ T = TypeVar("T")
 _decode = decoder(Alert)
 
 
+def key_of(record: Record) -> str:
+    """The key of a record: the fingerprint of its alert, also of one that is deleted."""
+    return (record.key or b"").decode("utf-8", "replace")
+
+
 def read(record: Record) -> Alert | None:
     """The alert in a record; None for a tombstone, of an alert that is long over. Raises Undecodable."""
     if record.value is None:
@@ -67,7 +72,7 @@ class Transitions:
     def learn(self, record: Record, alert: Alert | None) -> None:
         """Know what a record says, in place of what was before. None: its alert is gone from the topic."""
         if alert is None:
-            self._last.pop((record.key or b"").decode("ascii", "replace"), None)
+            self._last.pop(key_of(record), None)
         else:
             self._last[alert.fingerprint] = milliseconds(alert.starts_at), alert.is_open, alert.revision
 

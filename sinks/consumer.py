@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from delivery.group import ConsumerGroup
 from delivery.ledger import Partition
 from delivery.positions import From, Start
 from delivery.settings import DEAD_LETTERS, MemberSettings, Uses
+from delivery.tail import Tail
 from delivery.topic_admin import TopicCheck
 from sinks.outcomes import Outcomes
 
@@ -184,6 +185,25 @@ class GroupReader:
             log.info("%s: no longer ours: %s", tp, error)
         elif error is not None and not isinstance(error, Abandoned) and not self._failure.done():
             self._failure.set_exception(error)
+
+
+async def together(
+    stop: asyncio.Event, readers: Iterable[GroupReader | Tail], beside: Iterable[Coroutine[Any, Any, None]] = ()
+) -> None:
+    """Run readers until ``stop``, or until one of them, or of what runs beside, ends. Raises what any raised."""
+    ending, stopping = asyncio.Event(), asyncio.ensure_future(stop.wait())
+    reading = [asyncio.ensure_future(reader.run(ending)) for reader in readers]
+    others = [asyncio.ensure_future(one) for one in beside]
+    try:
+        await asyncio.wait((stopping, *reading, *others), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ending.set()
+        for task in (stopping, *others):
+            task.cancel()
+        ends = await asyncio.gather(*reading, *others, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, Exception):
+            raise end
 
 
 class Assignment:

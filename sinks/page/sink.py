@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from delivery.dead_letters import Record
@@ -80,11 +80,6 @@ class PageSink:
         self.fleet = Fleet(int(time.time() * 1000), settings.team_label)
         from_: dict[str, From] = {ATTRIBUTED.name: _TICKS_S, ALERTS.name: "earliest", HOURS.name: USAGE_HOURS * 3600.0}
         self._tail = Tail(settings.connection(), from_, self.take, client_id=f"gpustream-sink-{self.name}")
-        self._takers: Mapping[str, Callable[[Record], bool]] = {
-            ATTRIBUTED.name: self._take_tick,
-            ALERTS.name: self._take_alert,
-            HOURS.name: self._take_usage,
-        }
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read and serve until ``stop``. Raises ListenError and MustRestart."""
@@ -124,33 +119,27 @@ class PageSink:
 
     def take(self, topic: str, records: Sequence[Record]) -> None:
         """Show what these records say."""
-        counter, take = self._instruments.counter, self._takers[topic]
+        counter = self._instruments.counter
         counter(READ).inc(len(records))
         for record in records:
+            key, is_news = record.key or b"", True
             try:
-                counter(DELIVERED if take(record) else DUPLICATE).inc()
+                if topic == ALERTS.name:
+                    self.fleet.see(key, alerts.read(record))
+                elif topic == ATTRIBUTED.name:
+                    # a tick is as old as its node's clock or the log says, whichever is less; a log without times: -1
+                    tick, now_ms = decoded(record, _decode_tick, topic), time.time() * 1000
+                    age_s = (now_ms - max(tick.ts_ms, record.timestamp)) / 1000
+                    if is_news := self.fleet.take(tick, time.monotonic(), age_s) != "replay":
+                        self._instruments.histogram(DELAY).observe(max(0.0, (now_ms - tick.ts_ms) / 1000))
+                elif record.value is None:  # its key was deleted: its hour is more than a day ago
+                    is_news = False
+                else:
+                    is_news = self.fleet.book(key, decoded(record, _decode_usage, topic))
             except Undecodable:
                 counter(DROPPED, "undecodable").inc()
-
-    def _take_tick(self, record: Record) -> bool:
-        """A tick is as old as its node's clock or the log says, whichever is less; a log without times says -1."""
-        tick = decoded(record, _decode_tick, ATTRIBUTED.name)
-        now_ms = time.time() * 1000
-        age_s = (now_ms - max(tick.ts_ms, record.timestamp)) / 1000
-        if self.fleet.take(tick, time.monotonic(), age_s) == "replay":
-            return False
-        self._instruments.histogram(DELAY).observe(max(0.0, (now_ms - tick.ts_ms) / 1000))
-        return True
-
-    def _take_alert(self, record: Record) -> bool:
-        self.fleet.see(record.key or b"", alerts.read(record))
-        return True
-
-    def _take_usage(self, record: Record) -> bool:
-        """A record without a value says that its key was deleted: its hour is more than a day ago."""
-        return record.value is not None and self.fleet.book(
-            record.key or b"", decoded(record, _decode_usage, HOURS.name)
-        )
+            else:
+                counter(DELIVERED if is_news else DUPLICATE).inc()
 
     async def _pass_time(self) -> None:
         closed = 0

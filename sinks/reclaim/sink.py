@@ -29,14 +29,11 @@ from delivery.sender import Sender
 from delivery.settings import Uses
 from delivery.tail import Tail
 from delivery.topic_admin import TopicCheck
-from sinks.alerts import Transitions, read
-from sinks.consumer import GroupReader, Source
+from sinks.alerts import Transitions, key_of, read
+from sinks.consumer import GroupReader, Source, together
 from sinks.outcomes import Outcomes, Undecodable
 from sinks.reclaim.cluster import Cluster
-from sinks.reclaim.decide import (
-    Watched,
-    works_partly,
-)
+from sinks.reclaim.decide import Watched, works_partly
 from sinks.reclaim.reclaimer import API_REQUESTS, COMPONENT, HURRY_S, INSTRUMENTS, Reclaimer
 from sinks.settings import ReclaimSettings
 from topics import actions, alerts
@@ -128,10 +125,9 @@ class ReclaimPartition:
         """Take a record in; whether it says something new of an alert that this sink acts on. Raises Undecodable."""
         alert, settings = read(record), self._reclaimer.settings
         if alert is None:
-            key = (record.key or b"").decode("ascii", "replace")
             self._transitions.learn(record, None)
-            self._watched.pop(key, None)
-            self._known.discard(key)
+            self._watched.pop(key_of(record), None)
+            self._known.discard(key_of(record))
             return False
         if alert.cluster != settings.cluster or alert.name not in settings.alert_names:
             return False
@@ -192,22 +188,12 @@ class ReclaimSink:
             log.info("acting")
         else:
             log.info("a dry run: nothing is changed, and gpu.actions says what would be")
-        ending = asyncio.Event()
-        async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(api.close)
+        try:
             await api.start()
-            await stack.enter_async_context(connecting(sender))
-            tasks = [asyncio.ensure_future(part.run(ending)) for part in (self._reader, tail)]
-            stopping = asyncio.ensure_future(stop.wait())
-            try:
-                await asyncio.wait((stopping, *tasks), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                ending.set()
-                stopping.cancel()
-                ends = await asyncio.gather(*tasks, return_exceptions=True)
-            for end in ends:
-                if isinstance(end, Exception):
-                    raise end
+            async with connecting(sender):
+                await together(stop, [self._reader, tail])
+        finally:
+            await api.close()
 
     def not_ready(self) -> list[str]:
         """Why nothing is decided; empty when all is well."""

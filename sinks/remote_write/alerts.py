@@ -13,19 +13,18 @@ Rules of relabelling may do anything to a series but take its fingerprint away, 
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from delivery.dead_letters import Record
-from sinks.alerts import batches, read
-from sinks.outcomes import Outcome, Undecodable
+from sinks.alerts import batches, key_of, read
+from sinks.outcomes import Undecodable
 from sinks.remote_write.partition import RemoteWriteShared
-from sinks.remote_write.policy import UNTIMELY
-from sinks.remote_write.refusals import LEFT_OUT, Delivered
+from sinks.remote_write.samples import END, SampleWriter, Written
 from sinks.series.labels import MAX_LABELS, sanitised, sanitised_name
-from sinks.series.model import STALE, Row, SampleGroup, SeriesSet
+from sinks.series.model import Row, SampleGroup, SeriesSet
 from sinks.series.relabel import Relabelling
 from topics.alerts import Alert, milliseconds
 from topics.catalogue import ALERT_FIRING
@@ -44,7 +43,6 @@ _BEHIND_MS = 5_000
 _AS_THEY_ARE = Relabelling()
 _ROWS = (Row(ALERT_FIRING.name, (), "gauge", ALERT_FIRING.help, primary=False),)
 _ONE = (1.0,)
-_END = (STALE,)
 _FIRST = ("alertname", "severity", "fingerprint")
 
 
@@ -101,7 +99,7 @@ class AlertSeries:
             if known is None or known.series is None:
                 return Change(fingerprint, None, [])
             deleted_ms = max(written_ms, _last(known, written_ms, now_ms) + 1)
-            return Change(fingerprint, None, _written([SampleGroup(known.series, deleted_ms, _END)]))
+            return Change(fingerprint, None, _written([SampleGroup(known.series, deleted_ms, END)]))
         starts_ms, ends_ms = _times(alert)
         going_on = known.series if known is not None and known.starts_ms == starts_ms else None
         series = going_on or self._series_of(alert)
@@ -109,7 +107,7 @@ class AlertSeries:
         if ends_ms is None and going_on is not None:  # an update
             at_ms, series = max(last_ms + 1, min(written_ms, now_ms)), self._series_of(alert)
             renamed = going_on.labels != series.labels
-            ends = [SampleGroup(going_on, at_ms, _END)] if renamed else []
+            ends = [SampleGroup(going_on, at_ms, END)] if renamed else []
             return Change(fingerprint, alert, _written([*ends, SampleGroup(series, at_ms, _values(alert))]))
         if ends_ms is None:
             groups = [SampleGroup(series, starts_ms, _values(alert))] if starts_ms > last_ms else []
@@ -119,7 +117,7 @@ class AlertSeries:
         values = known.values if going_on and known is not None else _values(alert)
         groups = [SampleGroup(series, ts_ms, values) for ts_ms in points if ts_ms > last_ms]
         last_ms = groups[-1].ts_ms if groups else last_ms
-        return Change(fingerprint, alert, _written([*groups, SampleGroup(series, max(ends_ms, last_ms + 1), _END)]))
+        return Change(fingerprint, alert, _written([*groups, SampleGroup(series, max(ends_ms, last_ms + 1), END)]))
 
     def settle(self, change: Change) -> None:
         """What a record writes was written, or refused for good."""
@@ -221,115 +219,52 @@ def _between(starts_ms: int, after_ms: int, before_ms: int) -> Sequence[int]:
     return range(max(starts_ms, _floor(starts_ms, after_ms)) + EVERY_MS, before_ms, EVERY_MS)
 
 
-class _AlertRecord(NamedTuple):
-    """A record and what it writes: a change, an error, or neither if it is a replay."""
-
-    record: Record
-    change: Change | None = None
-    error: str = ""
-
-
 class AlertPartition:
     """The handler of a partition. ``clock_s`` says the time of day."""
 
     def __init__(
         self, series: AlertSeries, shared: RemoteWriteShared, clock_s: Callable[[], float] = time.time
     ) -> None:
-        self._series, self._shared, self._clock_s = series, shared, clock_s
+        self._series, self._max_samples, self._clock_s = series, shared.max_samples, clock_s
+        self._writer = SampleWriter(shared, "gpustream_remote_write_alert_samples_refused_total")
 
     def recall(self, records: Sequence[Record]) -> None:
         """Know what was written before."""
         for record in records:
             try:
-                self._series.recall(_fingerprint(record), read(record))
+                self._series.recall(key_of(record), read(record))
             except Undecodable:
                 continue  # its dead letter was written then
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
-        """Write the alerts' starts and ends, batch by batch; dead letters first, so that nothing is counted that may
-        be repeated."""
-        shared = self._shared
-        for some in batches(records, shared.max_samples, key=lambda record: record.key):
-            batch = [self._read(record) for record in some]
-            results = iter(await self._write([one.change for one in batch if one.change], abandon))
-            ends = []
-            for one in batch:
-                result = next(results) if one.change else None
-                outcome, why = _outcome(one, result)
-                if outcome == "dead_lettered":
-                    await shared.letters.bury(one.record, why, abandon)
-                ends.append((one.change, result, outcome, why))
-            for change, result, outcome, why in ends:
-                if change is not None and result is not None:
-                    self._series.settle(change)
-                    self._count(result)
-                    if outcome == "delivered" and change.groups and change.groups[-1].values is _END:
-                        shared.instruments.counter("gpustream_remote_write_markers_total").inc()
-                shared.outcomes.finish(outcome, why)
+        """Write the alerts' starts and ends, batch by batch."""
+        for some in batches(records, self._max_samples, key=lambda record: record.key):
+            await self._writer.finish([self._read(record) for record in some], abandon)
             yield some[-1].offset + 1
 
     async def quiet(self, abandon: asyncio.Event) -> None:
         """Write again what fires."""
         while due := self._series.due(self._now_ms()):
-            for start in range(0, len(due), self._shared.max_samples):
-                some = due[start : start + self._shared.max_samples]
-                delivered = await self._send([one.group for one in some], abandon)
+            for start in range(0, len(due), self._max_samples):
+                some = due[start : start + self._max_samples]
+                delivered = await self._writer.send([one.group for one in some], abandon)
                 for repeat, result in zip(some, delivered, strict=True):
                     self._series.repeated(repeat)
-                    self._count(result)
+                    self._writer.count(result)
 
     def reset(self) -> None:
         """The topic was created again."""
         self._series.clear()
 
-    def _read(self, record: Record) -> _AlertRecord:
-        fingerprint = _fingerprint(record)
+    def _read(self, record: Record) -> Written:
         try:
-            alert = read(record)
+            fingerprint, alert = key_of(record), read(record)
         except Undecodable as error:
-            return _AlertRecord(record, error=str(error))
+            return Written(record, None, "dead_lettered", str(error))
         if self._series.is_replay(fingerprint, alert):
-            return _AlertRecord(record)
-        return _AlertRecord(record, self._series.change(fingerprint, alert, record.timestamp, self._now_ms()))
-
-    async def _write(self, changes: Sequence[Change], abandon: asyncio.Event) -> list[Delivered]:
-        """Write changes of different alerts, the earlier samples of each first; a request has one of each series."""
-        delivered = [Delivered() for _ in changes]
-        for depth in range(max((len(change.groups) for change in changes), default=0)):
-            some = [number for number, change in enumerate(changes) if depth < len(change.groups)]
-            results = await self._send([changes[number].groups[depth] for number in some], abandon)
-            for number, result in zip(some, results, strict=True):
-                delivered[number].refused += result.refused
-                delivered[number].left_out += result.left_out
-        return delivered
-
-    async def _send(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> list[Delivered]:
-        async with self._shared.slots:
-            return await self._shared.deliverer.deliver([[group] for group in groups], abandon)
-
-    def _count(self, result: Delivered) -> None:
-        reasons = [*(refusal.reason for _, refusal in result.refused), *(LEFT_OUT for _ in result.left_out)]
-        for reason, samples in Counter(reasons).items():
-            made = self._shared.instruments
-            made.counter("gpustream_remote_write_alert_samples_refused_total", reason).inc(samples)
+            return Written(record)
+        change = self._series.change(fingerprint, alert, record.timestamp, self._now_ms())
+        return Written(record, change.groups, settle=partial(self._series.settle, change))
 
     def _now_ms(self) -> int:
         return int(self._clock_s() * 1000)
-
-
-def _fingerprint(record: Record) -> str:
-    return (record.key or b"").decode("utf-8", "replace")
-
-
-def _outcome(one: _AlertRecord, result: Delivered | None) -> tuple[Outcome, str]:
-    """What became of a record, and why. A sample between start and end that is refused for its time does not matter."""
-    if one.error:
-        return "dead_lettered", one.error
-    if one.change is None or result is None:
-        return "duplicate", ""
-    if not {refusal.reason for _, refusal in result.refused} <= UNTIMELY:
-        return "dead_lettered", result.describe()
-    reasons = [(group.ts_ms, refusal.reason) for group, refusal in result.refused]
-    reasons += [(group.ts_ms, LEFT_OUT) for group, _ in result.left_out]
-    late = [reason for ts_ms, reason in reasons if ts_ms == one.change.groups[-1].ts_ms]
-    return ("dropped", late[0]) if late else ("delivered", "")

@@ -9,16 +9,14 @@ higher generation, is left out and counted: `gpustream usage` has it.
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from delivery.dead_letters import Record
 from sinks.alerts import batches
-from sinks.outcomes import Outcome, Undecodable, decoded
+from sinks.outcomes import Undecodable, decoded
 from sinks.remote_write.partition import RemoteWriteShared
-from sinks.remote_write.policy import UNTIMELY
-from sinks.remote_write.refusals import LEFT_OUT, Delivered
+from sinks.remote_write.samples import SampleWriter, Written
 from sinks.series.labels import MAX_LABELS, DeviceIdentity, Held, known, labels, place_of, tenant_labels
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from sinks.series.relabel import Relabelling
@@ -109,29 +107,18 @@ class UsagePartition:
     def __init__(
         self, names: LabelNames, max_labels: int, shared: RemoteWriteShared, relabelling: Relabelling = _AS_THEY_ARE
     ) -> None:
-        self._names, self._max_labels, self._shared = names, max_labels - relabelling.more_labels, shared
-        self._relabelling = relabelling
+        self._names, self._max_labels, self._relabelling = names, max_labels - relabelling.more_labels, relabelling
+        self._most = max(1, shared.max_samples // len(_HELD))
+        self._writer = SampleWriter(shared, "gpustream_remote_write_usage_samples_refused_total")
 
     def recall(self, records: Sequence[Record]) -> None:
         """Nothing is remembered: an hour that is sent again is the same sample."""
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
-        """Write the final hours, batch by batch; dead letters first, as nothing is counted that may be repeated."""
-        shared = self._shared
+        """Write the final hours, batch by batch."""
         hours = [self._read(record) for record in records]
-        for some in batches(hours, max(1, shared.max_samples // len(_HELD)), key=_series):
-            results = iter(await self._send([hour.group for hour in some if hour.group], abandon))
-            ends = []
-            for hour in some:
-                result = next(results) if hour.group else None
-                outcome, why = _outcome(result) if result else (hour.outcome, hour.why)
-                if outcome == "dead_lettered":
-                    await shared.letters.bury(hour.record, why, abandon)
-                ends.append((result, outcome, why))
-            for result, outcome, why in ends:
-                if result is not None:
-                    self._count(result)
-                shared.outcomes.finish(outcome, why)
+        for some in batches(hours, self._most, key=lambda hour: hour.groups and hour.groups[0].series.labels):
+            await self._writer.finish(some, abandon)
             yield some[-1].record.offset + 1
 
     async def quiet(self, abandon: asyncio.Event) -> None:
@@ -140,56 +127,21 @@ class UsagePartition:
     def reset(self) -> None:
         """The topic was created again: nothing is remembered of it."""
 
-    def _read(self, record: Record) -> "_Hour":
+    def _read(self, record: Record) -> Written:
         """What a record writes; if that is nothing, what becomes of it."""
         if record.value is None:
-            return _Hour(record)
+            return Written(record)
         try:
             head = decoded(record, _decode_head, HOURS.name)
             if not head.final:
-                return _Hour(record)
+                return Written(record)
             if head.generation:
-                return _Hour(record, None, "dropped", REPLAYED)
+                return Written(record, None, "dropped", REPLAYED)
             usage = decoded(record, _decode, HOURS.name)
             if record.key != usage.key.encode():
                 raise Undecodable(f"not a record of {HOURS.name}: its key is not that of its window")
         except Undecodable as error:
-            return _Hour(record, None, "dead_lettered", str(error))
+            return Written(record, None, "dead_lettered", str(error))
         group = group_of(usage, self._names, self._max_labels)
-        return _Hour(record, None if group is None else self._relabelling.group(group))
-
-    async def _send(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> list[Delivered]:
-        if not groups:
-            return []
-        async with self._shared.slots:
-            return await self._shared.deliverer.deliver([[group] for group in groups], abandon)
-
-    def _count(self, result: Delivered) -> None:
-        refused = [*((group, refusal.reason) for group, refusal in result.refused)]
-        refused += [(group, LEFT_OUT) for group, _ in result.left_out]
-        for group, reason in refused:
-            counter = self._shared.instruments.counter("gpustream_remote_write_usage_samples_refused_total", reason)
-            counter.inc(len(group.values))
-
-
-class _Hour(NamedTuple):
-    """A record, and the samples that it writes; without any, what becomes of it."""
-
-    record: Record
-    group: SampleGroup | None = None
-    outcome: Outcome = "duplicate"
-    why: str = ""
-
-
-def _series(hour: _Hour) -> object:
-    """What an hour's series are told apart by."""
-    return hour.group.series.labels if hour.group else None
-
-
-def _outcome(result: Delivered) -> tuple[Outcome, str]:
-    """What became of a record that was sent, and why."""
-    reasons = {refusal.reason for _, refusal in result.refused}
-    if reasons - UNTIMELY:
-        return "dead_lettered", result.describe()
-    reasons |= {LEFT_OUT} if result.left_out else set()
-    return ("dropped", min(reasons)) if reasons else ("delivered", "")
+        made = group and self._relabelling.group(group)
+        return Written(record, [made] if made else None)

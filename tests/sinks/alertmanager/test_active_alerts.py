@@ -1,7 +1,8 @@
-"""What is told again and again."""
+"""What is sent again and again."""
 
 from sinks.alertmanager import RESOLVED_FOR_MS, ActiveAlerts
-from tests.sinks.alerts import START_MS, alert
+from sinks.alerts import key_of
+from tests.sinks.alerts import START_MS, alert, alert_record
 
 
 def test_what_is_open_is_due_for_ever_and_what_is_over_for_a_quarter_of_an_hour() -> None:
@@ -21,10 +22,10 @@ def test_what_is_open_is_due_for_ever_and_what_is_over_for_a_quarter_of_an_hour(
 def test_what_is_deleted_is_not_reported() -> None:
     active = ActiveAlerts()
     active.put(alert(), START_MS)
-    active.remove(None)
-    active.remove(b"\xff")
+    active.remove(key_of(alert_record(b"", key=None)))
+    active.remove(key_of(alert_record(b"", key=b"\xff")))
     assert active.count_open() == 1
-    active.remove(alert().fingerprint.encode())
+    active.remove(key_of(alert_record(alert())))
     assert active.due(START_MS) == []
 
 
