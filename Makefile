@@ -75,7 +75,7 @@ test: install ## unit and property tests, and every real test whose server is at
 	$(PYTEST) $(ARGS)
 
 test-fast: install ## the tests that need neither servers nor seconds, with few examples each: while you write
-	GPUSTREAM_HYPOTHESIS=fast $(PYTEST) -m "not real and not slow" $(ARGS)
+	GPUSTREAM_HYPOTHESIS=fast $(PYTEST) -m "not real and not slow" --ignore=tests/real $(ARGS)
 
 coverage: install ## the tests that need no server, and which lines of the code none of them runs
 	$(PYTEST) -m "not real" --cov --cov-report=term-missing:skip-covered $(ARGS)

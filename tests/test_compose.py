@@ -5,12 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import click
 import jsonschema
 import pytest
 import yaml
 
-from gpustream.cli import main
+from tests.command_line import parsed
 from tests.real import servers
 
 ROOT = Path(__file__).parent.parent
@@ -24,16 +23,6 @@ SCHEMAS = "check_jsonschema/builtin_schemas/vendor"
 def config(name: str) -> Any:
     """A configuration file that the compose file holds, parsed."""
     return yaml.safe_load(COMPOSE["configs"][name]["content"])
-
-
-def parsed(arguments: list[str]) -> click.Context:
-    """The command line, checked as the command itself does and not run."""
-    command: click.Command | None = main
-    while isinstance(command, click.Group):
-        name, *arguments = arguments
-        command = command.get_command(click.Context(command), name)
-    assert command is not None
-    return command.make_context(command.name, arguments)
 
 
 def violations(document: Any, schema_name: str = "compose-spec") -> list[str]:

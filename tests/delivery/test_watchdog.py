@@ -4,6 +4,7 @@ import asyncio
 import threading
 
 import msgspec
+import pytest
 
 from delivery.watchdog import Deadlines, Judge, LoopLateness, Pulse, Watchdog
 from tests.clock import run
@@ -89,6 +90,7 @@ def test_the_first_look_has_nothing_to_compare_with() -> None:
     assert Judge(Deadlines(start=0, beat=0, progress=0)).look(IDLE) is None
 
 
+@pytest.mark.slow
 def test_a_watchdog_that_cannot_look_ends_the_process_rather_than_its_watch() -> None:
     reasons: list[str] = []
     ended = threading.Event()

@@ -2,14 +2,13 @@
 
 import re
 
-import click
 import msgspec
 import pytest
 import yaml
 
-from gpustream.cli import main
 from sinks.receiver import meaning
 from sinks.webhook import signature
+from tests.command_line import parsed
 from tests.docs.page import ROOT, blocks
 from topics.alerts import TOPIC, Alert, cloud_event
 
@@ -30,12 +29,7 @@ def test_the_check_of_a_signature_takes_ours_and_no_other() -> None:
 @pytest.mark.parametrize("command", [block.text for block in blocks(PAGE, "sh")])
 def test_its_commands_have_no_mistake_but_the_file_that_is_not_here(command: str) -> None:
     arguments = command.replace("--secret-file /etc/gpustream/webhook-key", "--unsigned").split()[1:]
-    context = main.make_context("gpustream", list(arguments), resilient_parsing=True)
-    group = main.get_command(context, arguments[0])
-    assert isinstance(group, click.Group)
-    sink = group.get_command(context, arguments[1])
-    assert sink is not None
-    given = sink.make_context(arguments[1], arguments[2:]).params
+    given = parsed(arguments).params
     assert given.get("url") or given["urls"]
 
 

@@ -3,10 +3,9 @@
 import shlex
 from pathlib import Path
 
-import click
 import pytest
 
-from gpustream.cli import main
+from tests.command_line import parsed
 from tests.docs.page import ROOT, blocks
 
 RUNBOOKS = sorted((ROOT / "docs" / "runbooks").glob("*.md"))
@@ -26,10 +25,4 @@ def test_a_runbook_has_commands(path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "line"), OURS)
 def test_a_command_of_a_runbook_is_right(name: str, line: str) -> None:
-    command: click.Command | None = main
-    words = shlex.split(line.replace("HOST:PORT", "127.0.0.1:9092"), comments=True)[1:]
-    while isinstance(command, click.Group):
-        word, *words = words
-        command = command.get_command(click.Context(command), word)
-    assert command is not None, name
-    command.make_context(command.name, words)
+    assert parsed(shlex.split(line.replace("HOST:PORT", "127.0.0.1:9092"), comments=True)[1:]), name

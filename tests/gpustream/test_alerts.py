@@ -90,6 +90,7 @@ def test_as_json_they_are_the_records_of_the_topic(kafka: str) -> None:
     assert result.stdout_bytes == msgspec.json.encode(alert("a", labels=LABELS)) + b"\n"
 
 
+@pytest.mark.slow
 def test_following_reports_each_transition_once() -> None:
     with EmbeddedBroker() as running:
         running.start({"gpu.alerts": 1})

@@ -199,6 +199,7 @@ def test_the_line_of_the_docs_makes_a_shell_complete(shell: str) -> None:
     assert "_GPUSTREAM_COMPLETE" in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreign", ["{}/__init__.py", "{}/notes.txt", "{}.py"])
 @pytest.mark.parametrize("by_path", [False, True], ids=["python -m", "the command, by PYTHONPATH"])
 def test_folders_of_other_programs_with_the_names_of_its_packages_are_not_in_its_way(

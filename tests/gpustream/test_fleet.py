@@ -45,6 +45,7 @@ def device(found: Fleet, uuid: str = "a") -> Device:
     return next(one for one in found.devices() if one.uuid == uuid)
 
 
+@pytest.mark.slow
 def test_what_is_shown_of_a_simulated_fleet_is_what_it_says_of_itself() -> None:
     simulated, found = SimulatedFleet(4, 8, pod_life_s=20.0), Fleet()
     nodes = [simulated.node(index) for index in range(4)]

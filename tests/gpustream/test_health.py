@@ -212,6 +212,7 @@ async def test_all_metrics_are_of_one_moment_between_two_steps_of_the_components
     assert where.threads == [threading.current_thread()]
 
 
+@pytest.mark.slow
 async def test_a_process_whose_loop_hangs_still_has_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ASK_S", 0.2)
     where = _Where()

@@ -7,12 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
 import msgspec
 import pytest
 
-from gpustream.cli import main
 from gpustream.tally import RunSummary
+from tests.command_line import parsed
 
 pytestmark = pytest.mark.slow
 
@@ -72,14 +71,7 @@ def _summary(text: str) -> RunSummary:
 
 @pytest.mark.parametrize("line", ELSEWHERE)
 def test_what_needs_servers_is_a_command_line_that_is_right(line: str) -> None:
-    command: click.Command | None = main
-    arguments = shlex.split(line, comments=True)[1:]
-    while isinstance(command, click.Group):
-        name, *arguments = arguments
-        command = command.get_command(click.Context(command), name)
-
-    assert command is not None
-    assert command.make_context(name, arguments).params["kafka"] == "kafka-0:9092"
+    assert parsed(shlex.split(line, comments=True)[1:]).params["kafka"] == "kafka-0:9092"
 
 
 def test_links_lead_somewhere() -> None:

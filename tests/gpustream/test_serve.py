@@ -42,6 +42,7 @@ def _process(body: str, within: float = 10.0) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_sigterm_stops_cleanly() -> None:
     process = _process("await stop.wait()")
     process.send_signal(signal.SIGTERM)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner
 
@@ -21,6 +20,7 @@ from sinks.remote_write.sink import RemoteWriteSink
 from sinks.settings import RemoteWriteSettings
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
+from tests.command_line import parsed
 from tests.docs.page import blocks
 from tests.eventually import eventually
 from tests.real.pipeline import Expected, Point, Truth, differences, read_all, running, stored
@@ -47,7 +47,7 @@ async def test_each_command_runs_on_a_real_kafka_in_the_order_of_the_page(empty_
     for line in HERE:
         words = words_of(line, empty_kafka.address)
         if words[0] in RUN_LONG:
-            _parse(main, words)
+            parsed(words)
             continue
         done = await asyncio.to_thread(CliRunner().invoke, main, words)
         if words[0] == "doctor":
@@ -58,15 +58,6 @@ async def test_each_command_runs_on_a_real_kafka_in_the_order_of_the_page(empty_
     (delete,) = [line for line in LINES if line.startswith("kafka-topics.sh")]
     pattern = words_of(delete, empty_kafka.address)[-1]
     assert {one for one in empty_kafka.topics() if re.fullmatch(pattern, one)} == set(TOPICS)
-
-
-def _parse(command: click.Command | None, words: list[str]) -> None:
-    """A component's command line is right."""
-    while isinstance(command, click.Group):
-        name, *words = words
-        command = command.get_command(click.Context(command), name)
-    assert command is not None
-    command.make_context(command.name, words)
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["more-partitions", "another-kafka"])

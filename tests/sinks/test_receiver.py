@@ -123,6 +123,7 @@ async def test_who_gives_up_does_not_say_that_the_receiver_answers_again(caplog:
     assert "answers again" not in caplog.text
 
 
+@pytest.mark.slow
 async def test_retry_after_is_waited_for() -> None:
     async def post(_: str, body: bytes, __: Mapping[str, str]) -> Reply:
         statuses.append(asyncio.get_running_loop().time())

@@ -57,6 +57,7 @@ async def connect(config: Path, tmp_path: Path) -> AsyncIterator[Open]:
 # -- requests
 
 
+@pytest.mark.slow
 async def test_a_request_is_answered_whatever_its_status(server: ApiServer, connect: Open) -> None:
     api = await connect()
     server.next(answers(429, "slow down", Retry_After="7"))
@@ -381,6 +382,7 @@ async def test_an_account_without_a_certificate_authority_is_said(
 # -- where it runs
 
 
+@pytest.mark.slow
 def test_the_kubernetes_library_is_loaded_when_it_is_wanted() -> None:
     code = (
         "import sys, delivery.kubernetes.client, producers.cluster.reflector, producers.cluster.lease;"
@@ -389,6 +391,7 @@ def test_the_kubernetes_library_is_loaded_when_it_is_wanted() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 async def test_it_works_on_uvloop_and_leaves_nothing_open(server: ApiServer, tmp_path: Path) -> None:
     login = '{"apiVersion": "v1", "kind": "ExecCredential", "status": {"token": "one"}}'
     command = {"apiVersion": "v1", "command": "echo", "args": [login]}

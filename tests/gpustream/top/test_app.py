@@ -177,6 +177,7 @@ async def test_a_click_on_a_title_sorts_and_on_a_row_marks_and_opens_it() -> Non
     await with_screen(now_of(simulated()), (100, 24), test)
 
 
+@pytest.mark.slow
 async def test_two_thousand_gpus_are_walked_through_to_the_last() -> None:
     async def test(screen: Screen) -> None:
         last = await screen.after("3", "end")

@@ -441,6 +441,7 @@ async def test_a_server_that_is_away_is_found_when_it_comes_back(server: ApiServ
     assert bench.known.lists == 1
 
 
+@pytest.mark.slow
 async def test_a_watch_that_is_silent_where_a_bookmark_was_due_is_begun_with_a_new_list(
     server: ApiServer, start: Start
 ) -> None:

@@ -263,6 +263,7 @@ async def test_the_kubelet_is_asked_as_soon_as_something_happens() -> None:
     assert bench.gpus.reads == 2, "one tick at the start, and one at the stop"
 
 
+@pytest.mark.slow
 async def test_a_tick_that_would_be_an_interval_late_is_never_read_and_counted() -> None:
     bench = Bench()
     bench.gpus.takes_s = 0.35

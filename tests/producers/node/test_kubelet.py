@@ -413,6 +413,7 @@ async def test_an_answer_above_the_limit_is_asked_for_again_once_a_minute(
         assert await bench.pods() == ["bert-1"]
 
 
+@pytest.mark.slow
 async def test_an_answer_of_5_mb_is_read(path: Path) -> None:
     said = many(40_000)
     assert len(said) > 5_000_000

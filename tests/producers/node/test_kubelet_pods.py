@@ -141,6 +141,7 @@ async def test_a_static_pod_has_no_uid_since_the_api_server_has_another(tmp_path
 # -- without it
 
 
+@pytest.mark.slow
 async def test_without_the_socket_the_kubelet_is_polled_until_it_comes(tmp_path: Path, server: Server) -> None:
     async with following(tmp_path, server) as found:
         assert await found.holds() == {"bert-0": None}
@@ -175,6 +176,7 @@ async def test_a_kubelet_that_refuses_to_push_is_polled(
             assert value(found.instruments, names.PODS_WATCHED) == 0
 
 
+@pytest.mark.slow
 async def test_a_refusal_ends_with_the_kubelet_that_refused(tmp_path: Path, server: Server) -> None:
     with pushing(tmp_path / "pods.sock") as pods:
         pods.error = (grpc.StatusCode.UNIMPLEMENTED, "unknown service v1alpha1.Pods")

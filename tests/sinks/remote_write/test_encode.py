@@ -103,6 +103,7 @@ def test_a_staleness_marker_keeps_its_bits(protocol: str) -> None:
     assert [sample.bits for sample in read(encoder()([made]))] == [0x7FF0000000000002]
 
 
+@pytest.mark.slow
 @protocols
 def test_ten_thousand_label_values_have_room(protocol: str) -> None:
     encoder, read = ENCODERS[protocol]

@@ -86,6 +86,7 @@ async def warm(one: Setup) -> None:
     one.receiver.requests = 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("protocol", "partial"), KINDS)
 @pytest.mark.parametrize("kind", sorted(REFUSALS))
 def test_the_rest_is_delivered_and_what_is_refused_costs_its_budget_once(

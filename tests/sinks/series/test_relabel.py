@@ -3,6 +3,8 @@
 import random
 from collections.abc import Mapping
 
+import pytest
+
 from sinks.series.labels import META
 from sinks.series.model import Row, Rows, SeriesSet
 from sinks.series.relabel import Relabelling, Withheld, relabelled
@@ -71,6 +73,7 @@ def test_no_preset_takes_a_label_away_or_touches_what_is_not_known() -> None:
     assert set(found) == {*LABELS, ("Hostname", "n1"), ("node", "n1")}
 
 
+@pytest.mark.slow
 def test_a_set_is_relabelled_as_each_of_its_series_would_be() -> None:
     """On random rules, which look at what tells the series apart, or do not."""
     tried = {"one by one": 0, "at once": 0}

@@ -130,6 +130,7 @@ def by_alert(found: dict[str, bytes]) -> dict[str, list[str]]:
     return lists
 
 
+@pytest.mark.slow
 @given(lives(nodes=2, least=12), st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 0.4]))
 def test_any_batching_and_any_restart_give_the_same_transitions(ticks: list[Tick], seed: int, kills: float) -> None:
     """Nodes' reports come in any order, by which alerts of several GPUs may differ. So those are compared with what one
@@ -201,6 +202,7 @@ def gang(second: int) -> list[Tick]:
 GANG = [one for second in range(0, 2400, 30) for one in gang(second)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_what_rests_on_sums_of_hours_and_on_other_nodes_is_the_same_after_any_restart(seed: int) -> None:
     straight = run(undisturbed(GANG, grouped=True))

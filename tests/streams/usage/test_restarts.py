@@ -4,6 +4,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -118,6 +119,7 @@ def counted(broker: Broker, topic: str) -> dict[Any, bytes]:
     return {key: value for (key, _), value in sorted(revisions(broker, topic).items(), key=lambda one: one[0][1])}
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.integers(0, 2**32))
 def test_any_batching_and_any_restart_give_the_same_records(seed: int) -> None:

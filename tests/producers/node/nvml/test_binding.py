@@ -39,6 +39,7 @@ def test_a_code_of_a_later_nvml_has_a_name_too() -> None:
     assert NvmlError(4711).name == "CODE_4711"
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_pynvml(nvml: ScriptedNvml, real: Nvml) -> None:
     assert real.count() == 8
     assert real.call("nvmlSystemGetDriverVersion") == pynvml.nvmlSystemGetDriverVersion()

@@ -186,6 +186,7 @@ async def test_a_driver_without_events_is_asked_once_and_not_counted(bench: Benc
     assert bench.errors == []
 
 
+@pytest.mark.slow
 async def test_paused_it_lets_go_of_the_set_and_can_begin_again(bench: Bench) -> None:
     await bench.watch()
     bench.events.pause()
