@@ -22,6 +22,7 @@ from sinks.metrics_api.custom_metrics import GROUP, VERSIONS
 from sinks.reclaim.cluster import PLURALS
 from sinks.reclaim.decide import KUEUE, SCALED, SUSPENDED
 from streams import STREAMS
+from tests.command_line import parsed
 from tests.k8s.manifests import (
     K8S,
     OBJECTS,
@@ -36,7 +37,7 @@ from tests.k8s.manifests import (
     merged,
     the,
 )
-from tests.test_compose import SERVICES, parsed
+from tests.test_compose import SERVICES
 from topics.topic import PARTITIONS
 
 ROOT = K8S.parent

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_compose import parsed
+from tests.command_line import parsed
 
 UNITS = Path(__file__).parents[3] / "producers" / "node" / "systemd"
 NAMES = ("gpustream-node.service", "gpustream@.service")
