@@ -9,7 +9,6 @@ import importlib.util
 import os
 import re
 import ssl
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -127,7 +126,13 @@ class Connection:
                 "username": self.username or config.get("username", ""),
                 "password": secret or config.get("password", ""),
             }
-        return Secrets(**login, tls=self._tls(config) if self.has_tls else None)
+        tls = None
+        if self.has_tls:
+            ca = _pem("--kafka-ca", self.ca, config.get("ca_pem"))
+            cert = _pem("--kafka-cert", self.cert, config.get("cert_pem"))
+            key = _pem("--kafka-key", self.key, config.get("key_pem"))
+            tls = _context(ca, cert + key, config.get("key_password", ""))
+        return Secrets(**login, tls=tls)
 
     def trust(self) -> ssl.SSLContext:
         """What a token endpoint is verified by: the CAs of this machine, and those of the brokers."""
@@ -135,13 +140,6 @@ class Connection:
         if ca := _pem("--kafka-ca", self.ca, None):
             context.load_verify_locations(cadata=ca)
         return context
-
-    def _tls(self, config: Mapping[str, str]) -> ssl.SSLContext:
-        """The context of a connection that verifies the broker and its name."""
-        ca = _pem("--kafka-ca", self.ca, config.get("ca_pem"))
-        cert = _pem("--kafka-cert", self.cert, config.get("cert_pem"))
-        key = _pem("--kafka-key", self.key, config.get("key_pem"))
-        return _context(ca, cert + key, config.get("key_password", ""))
 
 
 def _secret(option: str, path: Path | None) -> str | None:
@@ -172,7 +170,7 @@ def _pem(option: str, path: Path | None, inline: str | None) -> str:
 
 @lru_cache(maxsize=4)
 def _context(ca: str, identity: str, key_password: str) -> ssl.SSLContext:
-    """A context made from PEM texts; the same for the same texts, because it takes long to make.
+    """A context that verifies the broker and its name, kept by the PEM texts that it is made from: making it is slow.
 
     ``ca`` empty are the CAs of this machine. Python reads a certificate from a file only: it is given one in memory.
     """

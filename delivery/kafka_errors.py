@@ -10,7 +10,6 @@ import asyncio
 import errno
 import socket
 import ssl
-from collections.abc import Iterator
 
 from aiokafka.errors import (
     ClusterAuthorizationFailedError,
@@ -55,7 +54,9 @@ def of_connecting(error: BaseException, connection: Connection, user: str = "", 
     ``user`` is who was to log in. A connection that is only closed may be that of a broker that stops, unless it is
     closed ``again``.
     """
-    causes = list(_causes(error))
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
     for cause in causes:
         if isinstance(cause, CredentialsError):
             return str(cause)
@@ -79,12 +80,6 @@ def of_first_request(connection: Connection) -> str:
     """What is wrong if a broker opens a connection and closes it at the first request that is more than hello."""
     security = "sasl-ssl" if connection.has_tls else "sasl-plaintext"
     return f"it closes the connection: it wants a login: give --kafka-security {security} and how to log in"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _of_tls(error: ssl.SSLError, connection: Connection) -> str | None:

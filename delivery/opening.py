@@ -53,7 +53,6 @@ class _Login(AbstractTokenProvider):  # type: ignore[misc]
         self.closed = False
 
     async def token(self) -> str:
-        """See :func:`tokens.token`."""
         return await tokens.token(self.connection)
 
 

@@ -71,12 +71,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _as_written(_: _Loader, node: yaml.Node) -> str:
-    return str(node.value)
-
-
 for _tag in ("float", "int", "bool"):  # a label's value may be true or 1
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _as_written)
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", lambda _, node: str(node.value))
 
 
 def load(path: Path) -> Prices:

@@ -343,7 +343,6 @@ class KafkaSettings(ConnectionSettings):
     compression: Compression = "zstd"
 
     def connection(self) -> Connection:
-        """See :meth:`ConnectionSettings.connection`."""
         return dataclasses.replace(super().connection(), compression=self.compression)
 
 
@@ -365,7 +364,6 @@ class MemberSettings(KafkaSettings):
     )] = False  # fmt: skip
 
     def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
         found = super().mistakes()
         if not self.group:
             found.append("--group: empty")

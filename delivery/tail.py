@@ -139,7 +139,11 @@ class Tail:
             asked_s = time.monotonic()
             try:
                 ends = await self._offsets.ends(tps)
-                while behind := await self._left(ends):
+                while behind := {
+                    tp: end - read
+                    for tp, end in ends.items()
+                    if (read := await self._consumer.position(theirs(self._connection, tp))) < end
+                }:
                     self._behind = behind
                     await asyncio.sleep(_LAP_EVERY_S / 5)
                 self._behind, self._read_to_end_s = {}, asked_s
@@ -151,11 +155,6 @@ class Tail:
                 if count not in (0, had):
                     raise MustRestart(f"{name} has {count} partitions, and had {had} when this process started")
             await asyncio.sleep(_LAP_EVERY_S)
-
-    async def _left(self, ends: Mapping[Partition, int]) -> dict[Partition, int]:
-        """How many records of each partition are not read yet, of those up to an offset."""
-        left = {tp: end - await self._consumer.position(theirs(self._connection, tp)) for tp, end in ends.items()}
-        return {tp: count for tp, count in left.items() if count > 0}
 
     async def _retry(self, error: KafkaError) -> None:
         """Say what is wrong, now and then, and wait before it is tried again."""

@@ -96,11 +96,9 @@ class Watchdog:
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Begin to look."""
         threading.Thread(target=self.run, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more."""
         self._stopped.set()
 
     def run(self) -> None:

@@ -191,7 +191,14 @@ def _topic(topic: Topic, known: set[str]) -> str:
             "```json\n" + _indented(topic.example) + "\n```",
         ]
     if topic.name == "gpu.alerts":
-        parts += _cloud_event(msgspec.convert(topic.example, Alert))
+        example = msgspec.convert(topic.example, Alert)
+        rows = [(f"`{one.header}`", f"`{one.of(example)}`", one.meaning) for one in CLOUD_EVENT]
+        parts += [
+            "The headers make each record a CloudEvent, in the binary mode of CloudEvents' Kafka protocol binding."
+            " They depend on the record alone, so that a repeat has the same ones. A record without a value is no event"
+            " and has none. Readers of gpustream look at no header.",
+            table(("header", "in the example", "meaning"), rows),
+        ]
     if topic.name == "gpu.attributed":
         parts.append("Read it with Python, Faust, kcat and jq, or ClickHouse: [examples](../consumers/README.md).")
     if topic.record is not None:
@@ -214,17 +221,13 @@ def _records(topic: Topic, known: set[str]) -> Iterator[str]:
             fields = {f"at {place}": (item, True) for place, item in enumerate(kind["prefixItems"])}
         else:
             fields = {f"`{key}`": (item, key in kind["required"]) for key, item in kind["properties"].items()}
-        rows = [
-            (
-                key,
-                _kind(field),
-                "required" if required else _default(field),
-                field.get("x-unit", ""),
-                re.sub(r"docs/reference/((\w+)\.md)", r"[\2](\1)", field["description"]),
-                field.get("x-since", FIRST_VERSION),
-            )
-            for key, (field, required) in fields.items()
-        ]
+        rows = []
+        for key, (field, required) in fields.items():
+            default = field.get("default")
+            shown = "required" if required else f"`{_json(default)}`" if default or default in (False, 0) else ""
+            meaning = re.sub(r"docs/reference/((\w+)\.md)", r"[\2](\1)", field["description"])
+            since = field.get("x-since", FIRST_VERSION)
+            rows.append((key, _kind(field), shown, field.get("x-unit", ""), meaning, since))
         yield from (f"### {name}", kind["description"])
         yield table(("field", "type", "default", "unit", "meaning", "since"), rows)
 
@@ -251,28 +254,12 @@ def _kind(schema: Mapping[str, Any]) -> str:
     return "any"
 
 
-def _default(field: Mapping[str, Any]) -> str:
-    default = field.get("default")
-    return f"`{_json(default)}`" if default or default in (False, 0) else ""
-
-
 def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
 def _link(name: str) -> str:
     return f"[{name}](#{name.lower()})"
-
-
-def _cloud_event(example: Alert) -> Sequence[str]:
-    """The headers of an alert's record."""
-    rows = [(f"`{one.header}`", f"`{one.of(example)}`", one.meaning) for one in CLOUD_EVENT]
-    return (
-        "The headers make each record a CloudEvent, in the binary mode of CloudEvents' Kafka protocol binding. They"
-        " depend on the record alone, so that a repeat has the same ones. A record without a value is no event and has"
-        " none. Readers of gpustream look at no header.",
-        table(("header", "in the example", "meaning"), rows),
-    )
 
 
 def _profile(profile: Profile) -> str:

@@ -211,8 +211,18 @@ class ClusterProducer:
                 parts.append(self._policies.follow())
             async with running(*parts):
                 await first_of(stop, self._synced())
-                if not stop.is_set():
-                    await self._lead(stop)
+                if stop.is_set():
+                    return
+                if self._settings.lease is None:
+                    self._instruments.gauge(own.LEADING).set(1)
+                    await first_of(stop, self._work(_now_ms()))
+                    return
+                namespace, _, name = self._settings.lease.partition("/")
+                who = self._settings.identity
+                self._elector = LeaderElector(
+                    self._api, self._instruments, namespace=namespace, name=name, identity=who
+                )
+                await self._elector.run(self._work, stop)
         finally:
             await self._sender.stop(0.5)
             await self._api.close()
@@ -226,17 +236,6 @@ class ClusterProducer:
                 while self._owners.unknown or not all(watch.synced for watch in self._watches.values()):
                     await self._sleep(0.1)
         self._synced_s = time.monotonic()
-
-    async def _lead(self, stop: asyncio.Event) -> None:
-        """Publish, whenever this replica leads, until the stop."""
-        if self._settings.lease is None:
-            self._instruments.gauge(own.LEADING).set(1)
-            await first_of(stop, self._work(_now_ms()))
-            return
-        namespace, _, name = self._settings.lease.partition("/")
-        identity = self._settings.identity
-        self._elector = LeaderElector(self._api, self._instruments, namespace=namespace, name=name, identity=identity)
-        await self._elector.run(self._work, stop)
 
     async def _work(self, epoch: int) -> None:
         """Publish all nodes, then what changes, until it is cancelled. Before that, learn what the last leader

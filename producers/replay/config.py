@@ -97,7 +97,6 @@ class ReplaySettings(KafkaSettings):
     )] = None  # fmt: skip
 
     def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
         found = super().mistakes()
         name, _ = self.trace
         if TRACES[name].interval_s is None and self.interval_s is not None:

@@ -123,7 +123,14 @@ class Profiling:
         """The metrics since the last time, in that order, each with its own return code; None the first time, and if
         that was too short a time ago. Raises Lost, NvmlError: one that says "unsupported" if the GPU has no GPM."""
         if not self._asked:
-            self._unsupported = self._refusal()
+            self._unsupported = None
+            try:
+                if not self._calls.ask("nvmlGpmQueryDeviceSupport", self._gpu).isSupportedDevice:
+                    self._unsupported = NvmlError(binding.NOT_SUPPORTED)
+            except NvmlError as error:
+                if not is_unsupported(error):
+                    raise
+                self._unsupported = error
             self._asked = True
         if self._unsupported is not None:
             raise self._unsupported
@@ -159,16 +166,6 @@ class Profiling:
         self.forget()
         while self._buffers:
             self._calls.gpm_free(self._buffers.pop())
-
-    def _refusal(self) -> NvmlError | None:
-        """Why the GPU has no GPM; None if it has. Raises Lost, NvmlError."""
-        try:
-            supported = self._calls.ask("nvmlGpmQueryDeviceSupport", self._gpu).isSupportedDevice
-        except NvmlError as error:
-            if not is_unsupported(error):
-                raise
-            return error
-        return None if supported else NvmlError(binding.NOT_SUPPORTED)
 
 
 class Links:
