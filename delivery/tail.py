@@ -25,6 +25,7 @@ from delivery.group import MustRestart
 from delivery.ledger import Partition
 from delivery.positions import From
 from delivery.settings import Uses
+from delivery.tasks import first_of
 from delivery.topic_admin import TopicCheck
 
 log = logging.getLogger(__name__)
@@ -65,16 +66,9 @@ class Tail:
             return
         counts = checked.partitions
         tps = [Partition(topic, number) for topic in self._from for number in range(counts[topic])]
-        stopping = asyncio.ensure_future(stop.wait())
-        reading = asyncio.ensure_future(self._read(tps))
         try:
-            await asyncio.wait((stopping, reading), return_when=asyncio.FIRST_COMPLETED)
-            if reading.done():
-                reading.result()
+            await first_of(stop, self._read(tps))
         finally:
-            stopping.cancel()
-            reading.cancel()
-            await asyncio.wait((reading,))
             consumers = [] if self._consumer is None else [self._consumer]
             await asyncio.gather(self._offsets.close(), *map(clients.close, consumers))
 

@@ -6,7 +6,6 @@ with :class:`TopicCheck` until its topics can be used, for as long as it takes, 
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from delivery.clients import Reminder, backoff
 from delivery.connection import Connection
 from delivery.kafka_admin import Admin, BrokerError, BrokerUnavailable, Found, SettingsUnknown, connect
 from delivery.settings import Uses
+from delivery.tasks import set_within
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
 
 _AT_LEAST = ("retention.ms", "max.message.bytes")
@@ -292,6 +292,5 @@ class TopicCheck:
             if reminder.is_due("; ".join(wrong)):
                 log.warning("waiting for topics that can be used: %s", "; ".join(wrong))
             self._wrong = wrong
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), delay_s)
+            await set_within(stop, delay_s)
         return None

@@ -2,23 +2,23 @@
 
 In: each tick's devices and containers. Out: records on gpu.samples and gpu.allocations, keyed by ``cluster/node``.
 State: the ticks that wait, in a buffer bounded by bytes and age, and those in flight; the snapshots sent lately.
-On failure: a broker that is away is waited for, and the oldest tick gives way and is counted; a tick keeps its ``seq``,
-so the gap is visible downstream. What can never be sent is dropped and counted. A snapshot that can never be sent
-leaves its samples to go without: their reader finds that it never came.
+On failure: a broker that is away is waited for. When the buffer is full, the oldest tick is dropped and counted; every
+tick keeps its ``seq``, so that readers see the gap. What can never be sent is dropped and counted. If a snapshot can
+never be sent, its samples are sent without it, and their reader finds that it never came.
 
 Here is also what all producers have in common: their counters, and how they end.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from delivery.connection import Connection
 from delivery.instruments import Instrument, Instruments
 from delivery.sender import Sender
+from delivery.tasks import set_within
 from delivery.topic_admin import TopicCheck
 from producers import PRODUCERS
 from producers.records import Containers, Numbering, Snapshot
@@ -244,10 +244,7 @@ class NodePublisher:
             alone = head is not None and head.compressed and self._buffer.crowded
             if head is None or len(self._in_flight) >= (1 if alone else MAX_IN_FLIGHT):
                 self._wake.clear()
-                try:
-                    async with asyncio.timeout(self._snapshots.idle_s()):
-                        await self._wake.wait()
-                except TimeoutError:
+                if not await set_within(self._wake, self._snapshots.idle_s()):
                     await self._snapshots.repeat(one for tick in self._in_flight for one in tick.snapshots)
             elif (snapshot := self._snapshots.due(head.snapshots)) is not None:
                 await self._snapshots.send(snapshot)
@@ -265,9 +262,7 @@ class NodePublisher:
     async def drain(self, timeout_s: float) -> int:
         """Wait until all is acknowledged, at most ``timeout_s``; what is left is dropped and counted, and its number
         returned. Publish nothing after it."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._empty.wait()
+        await set_within(self._empty, timeout_s)
         left = self.held
         self._buffer.clear()
         self._in_flight.clear()
@@ -320,34 +315,3 @@ def not_sent(sender: Sender, *, what: str, waited_s: float) -> list[str]:
     """Why a producer's records do not get to Kafka; empty if they do. ``what`` has waited for ``waited_s``."""
     waiting = [f"{what} has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
     return sender.not_ready() or waiting
-
-
-async def first_of(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work, unless the stop comes before its end; returns when it has ended. Raises what the work raised."""
-    doing, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait((doing, stopped), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in (doing, stopped):
-            task.cancel()
-        await asyncio.wait((doing, stopped))
-    if not doing.cancelled():
-        doing.result()
-
-
-@contextlib.asynccontextmanager
-async def running(*parts: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run the parts while inside, and cancel them at the end. Raises the first failure, of a part or of the inside."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(part) for part in parts]
-            try:
-                yield
-            finally:
-                for task in tasks:
-                    task.cancel()
-    except ExceptionGroup as failures:
-        failure: Exception = failures
-        while isinstance(failure, ExceptionGroup):
-            failure = failure.exceptions[0]
-        raise failure from failures

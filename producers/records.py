@@ -27,7 +27,7 @@ class Unencodable(Exception):
 
 
 def checked_name(what: str, name: str) -> str:
-    """``name``, if it can name a cluster or a node; otherwise ValueError says what it may be made of."""
+    """``name``, if it can name a cluster or a node. Raises ValueError, which says what a name may consist of."""
     try:
         return msgspec.convert(name, Name)
     except msgspec.ValidationError:

@@ -1,8 +1,8 @@
 """What a node has not sent yet, bounded by bytes and by age: the oldest gives way. Pure: the time is given.
 
 In: encoded ticks. Out: the oldest one, and those that gave way.
-State: the ticks, oldest first. The newest few are as they came, so that a tick that is sent at once costs nothing more;
-those that wait longer are compressed, each by itself: the ticks of many devices to a tenth.
+State: the ticks, oldest first. The newest few are kept as they came, so that a tick that is sent at once costs nothing
+more. Those that wait longer are compressed, each by itself; a tick of many devices becomes a tenth as large.
 """
 
 from collections import deque
@@ -64,7 +64,7 @@ class RetryBuffer:
         return 1 + max(0, self.max_bytes - len(value)) // max(1, len(waiting))
 
     def head(self) -> WaitingTick | None:
-        """The oldest tick, left where it is and as it waits."""
+        """The oldest tick, as it waits; it stays in the buffer."""
         return self._old[0] if self._old else self._new[0] if self._new else None
 
     def push(self, tick: WaitingTick) -> list[WaitingTick]:

@@ -1,16 +1,15 @@
-"""How what the API server knows reaches gpu.workloads: when it changes, and every 5 minutes.
+"""Sends what the API server knows to gpu.workloads: when it changes, and every 5 minutes.
 
 In: a node's pods, with their owners and labels. Out: records on gpu.workloads, keyed by ``cluster/node``.
-State: what is known of each node, which pods' ends were sent, and the nodes of which a record is to be sent. A node
-that is gone is forgotten once its last record was handed over.
-On failure: while the broker is away only the last state of each node is kept, and every end that was not sent yet.
+State: what is known of each node, which pods' ends were sent, and the nodes whose record waits. A node that is gone is
+forgotten once its last record was handed over.
+On failure: while the broker is away, only the last state of each node is kept, and every end that was not sent yet.
 
-A pod that ended is in the record that says so, and then only in the records of every 5 minutes: so the topic grows with
-the number of pods, and not with its square.
+A pod that ended is in the record that reports its end, and then only in the records of every 5 minutes. So the topic
+grows with the number of pods, and not with its square.
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 
 from delivery.instruments import Instruments
 from delivery.sender import Sender
+from delivery.tasks import set_within
 from producers import records
 from producers.publisher import LARGEST_VALUE_BYTES, RESEND_S, WORKLOADS, WORKLOADS_DROPPED
 from producers.records import WorkloadsContent
@@ -127,9 +127,7 @@ class WorkloadsPublisher:
                 await self._send(next(iter(self._waiting)))
                 continue
             self._wake.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CHECK_S):
-                    await self._wake.wait()
+            await set_within(self._wake, CHECK_S)
             if self._clock() - self._checked_s >= CHECK_S:
                 self._checked_s = self._clock()
                 self.queue_overdue()
@@ -149,9 +147,7 @@ class WorkloadsPublisher:
 
     async def drain(self, timeout_s: float) -> int:
         """Wait until all is acknowledged, at most ``timeout_s``; gives the number of records that are not."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._empty.wait()
+        await set_within(self._empty, timeout_s)
         return len(self._waiting) + len(self._in_flight)
 
     def _queue(self, node: str) -> None:

@@ -21,6 +21,7 @@ from prometheus_client import Counter
 
 from delivery.kafka_errors import describe
 from delivery.kubernetes.credentials import SERVICE_ACCOUNT, ApiConnection, ConfigError, CredentialSource
+from delivery.tasks import set_within
 
 log = logging.getLogger(__name__)
 
@@ -285,9 +286,7 @@ class Client:
         """Read the credentials again, for ever: tokens change every hour, certificates every year."""
         logged = ""
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._refresh_s):
-                    await self._denied.wait()
+            await set_within(self._denied, self._refresh_s)
             denied = self._denied.is_set()
             self._denied.clear()
             problem = ""

@@ -1,10 +1,11 @@
-"""The cluster as a producer: what its API server says of GPU pods, node by node, published by one of all replicas.
+"""The cluster as a producer: what its API server says of GPU pods, node by node. One of the replicas publishes it.
 
-In: watches of pods, nodes, namespaces, resource slices, claims and device taint rules; owners, asked for once each.
+In: watches of pods, nodes, namespaces, resource slices, claims and device taint rules; owners, each asked for once.
 Out: gpu.workloads.
-State: the cluster as far as it concerns GPUs, kept by every replica; a standby knows all that the leader knows.
-On failure: without an API server or a Kafka it runs, says so, and works when they come. Nothing is published before all
-of the pods and nodes are known, because readers take a pod that is missing in a record for ended.
+State: the cluster as far as it concerns GPUs. Every replica keeps it, so that a standby knows what the leader knows.
+On failure: without an API server or a Kafka it runs, reports what is missing, and works as soon as they are there.
+Nothing is published before all pods and nodes are known, because to a reader a pod that is missing in a record has
+ended.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from delivery.connection import Connection
 from delivery.instruments import Instruments
 from delivery.kubernetes.client import Client
 from delivery.sender import Sender
+from delivery.tasks import first_of, running, set_within
 from producers.cluster import instruments as own
 from producers.cluster import objects, pods
 from producers.cluster.config import NODE_LABELS, POD_ANNOTATIONS, ClusterSettings
@@ -29,7 +31,7 @@ from producers.cluster.policy_events import PolicyEvents
 from producers.cluster.reflector import Listener, Reflector
 from producers.cluster.store import Store
 from producers.cluster.takeover import PublishedNodes, read_back
-from producers.publisher import INSTRUMENTS, first_of, not_sent, running, sender_of
+from producers.publisher import INSTRUMENTS, not_sent, sender_of
 from producers.workloads import WorkloadsPublisher
 
 log = logging.getLogger(__name__)
@@ -285,9 +287,7 @@ class ClusterProducer:
         self._wake.set()
 
     async def _sleep(self, longest_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(longest_s):
-                await self._wake.wait()
+        await set_within(self._wake, longest_s)
         self._wake.clear()
 
 

@@ -1,12 +1,12 @@
 """Who leads: of several processes the one that holds a Lease, and never two at a time.
 
-In: a coordination.k8s.io/v1 Lease. Out: the work, run while this process holds it.
+In: a coordination.k8s.io/v1 Lease. Out: the work, which runs while this process holds the Lease.
 State: the Lease as last seen, and when that was on our own clock.
-On failure: without a renewal for 7 s the work is cancelled and awaited, before the Lease's 10 s are over and another
-may take it. Work that does not end by then ends the process.
+On failure: if the Lease can't be renewed for 7 s, the work is cancelled and awaited. After 10 s another process may take
+the Lease. If the work has not ended by then, this process ends.
 
-Source: the Lease's fields as client-go's leader election writes them. Clocks of two machines are never compared:
-another's Lease is over when it has not changed for as long as it says, on our clock.
+Source: the Lease's fields as client-go's leader election writes them. Clocks of two machines are never compared: the
+Lease of another process has expired if, on our clock, it has not changed for as long as it says.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """What is read of the API server's objects, and what of them is kept.
 
 In: an object's bytes. Out: frozen records with the fields that something here reads; which pods and drivers concern
-GPUs; and of labels and annotations what an allow-list names, within bounds. Everything else, managedFields first of
-all, is skipped and never kept. Lists and maps may be null, as Go writes empty ones. A tenant writes a pod's labels and
-annotations: whatever is in them, what is kept of one pod has a greatest size. All of it is pure.
+GPUs; and the labels and annotations that an allow-list names, within bounds. Everything else is skipped and never kept,
+managedFields first of all. Lists and maps may be null, because Go writes empty ones so. Tenants write the labels and
+annotations of their pods: so there is a limit to what is kept of one pod. All of it is pure.
 On failure: :class:`UndecodableObject`.
 Source: the Kubernetes API reference, v1 of core, meta and resource.k8s.io.
 """

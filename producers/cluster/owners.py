@@ -1,16 +1,15 @@
 """Who owns a pod: the chain of controllers from its own to the top, each asked for once.
 
-In: a pod's controller, as a tenant's pod may name it; the API server's metadata of each owner. Out: owner chains.
-State: the chains that are wanted, what is above each owner, the kinds that each API group serves, and what is left
-alone for a while.
-On failure: a chain that can't be followed now is incomplete, and tried again; what was once found of it stays. An owner
-that is gone, or that may not be read, stays in the chain as the last. What may not be read is tried again with pauses
-that grow to ten minutes, because an API server that has just started refuses what it allows later; what makes no sense
-after ten minutes; an API that is away with growing pauses, each group for itself.
+In: a pod's controller, which a tenant may have written; the API server's metadata of each owner. Out: owner chains.
+State: the chains that are wanted, what is above each owner, the kinds that each API group serves, and the groups and
+kinds that are not asked for a while.
+On failure: a chain that can't be followed now is incomplete, and tried again; what is known of it stays. An owner that
+is gone, or that may not be read, is the last of its chain. If reading is refused, it is tried again with pauses that
+grow to ten minutes, because an API server that has just started refuses what it allows later. After an answer that
+makes no sense it is tried again in ten minutes. An API group that does not answer is tried again with growing pauses.
 """
 
 import asyncio
-import contextlib
 import heapq
 import logging
 import random
@@ -25,6 +24,7 @@ import msgspec
 
 from delivery.instruments import Instruments
 from delivery.kubernetes.client import Answer, Client, Unreachable
+from delivery.tasks import set_within
 from producers.cluster import instruments as names
 from producers.cluster import objects
 from producers.cluster.objects import UndecodableObject, controller, decode
@@ -289,9 +289,7 @@ class Owners:
                             climbs.create_task(self._climb(uid))
                     self._wake.clear()
                     wait_s = max(0.0, self._due[0][0] - self._clock()) if self._due else None
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(wait_s):
-                            await self._wake.wait()
+                    await set_within(self._wake, wait_s)
         finally:
             for asked in self._asking.values():
                 asked.cancel()

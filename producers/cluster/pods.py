@@ -2,7 +2,7 @@
 
 In: pods as the API server has them, and deletions. Out: what is known of the pods of a node.
 State: the pods by uid, because a StatefulSet's pods come back under the same name.
-On failure: a pod that is missing in a full list, or that is no GPU pod any more, ended when that was noticed.
+On failure: if a pod is missing in a full list, or is no GPU pod any more, it counts as ended from then on.
 All of it is pure: times are given, in ms since the epoch.
 """
 

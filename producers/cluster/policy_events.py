@@ -1,11 +1,11 @@
-"""Says in a Kubernetes Event on a pod what is wrong with its annotations for gpustream, or its namespace's.
+"""Writes a Kubernetes Event on a pod if its annotations for gpustream, or its namespace's, have a mistake.
 
-In: GPU pods and namespaces as the watches have them. Out: an Event for each pod and mistake.
-State: the mistakes of pods and namespaces, kept by every replica, and those that were said; the leader says them.
-An Event has a name made of its pod and mistake, so that another leader, or this one after a restart, does not say it
-again while the API server has it, which is an hour unless it is set otherwise. What a replica has known for longer than
-that when it begins to lead, the last leader has said.
-On failure: what the API server can't take now is tried again; of what it refuses the log has a line.
+In: GPU pods and namespaces as the watches have them. Out: an Event for each pod and mistake, written by the leader.
+State: the mistakes of pods and namespaces, and which of them have an Event. Every replica keeps them.
+The name of an Event is made of its pod and mistake. So another leader, or this one after a restart, writes none twice
+while the API server keeps it, which is an hour by default. If a replica begins to lead and has known a mistake for
+longer than that, the last leader has written its Event.
+On failure: what the API server can't take now is tried again. What it refuses is logged.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from producers.cluster.pods import KnownPod, Pods
 log = logging.getLogger(__name__)
 
 KEPT_S = 3600.0
-"""For so long the API server keeps an Event, if it is not told otherwise."""
+"""How long the API server keeps an Event, by default."""
 
 REASON = "GpustreamAnnotation"
 _LOOK_S = 1.0
@@ -39,7 +39,7 @@ Said = tuple[str, PolicyMistake]
 
 
 class PolicyEvents:
-    """What is wrong with annotations, and who was told. ``pods`` are the GPU pods that there are."""
+    """The mistakes in annotations, and which pods have an Event about them. ``pods`` are all GPU pods."""
 
     def __init__(
         self,

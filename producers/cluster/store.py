@@ -3,7 +3,7 @@
 In: pods, nodes, namespaces, slices, claims and taint rules as the API server has them, and owner chains. Out: the
 content of a node's gpu.workloads record, and which nodes changed.
 State: the GPU pods, and the labels, chains and devices that are published with them.
-On failure: what does not fit into a record gives way in a fixed order, and is counted.
+On failure: what does not fit into a record is left out in a fixed order, and counted.
 All of it is pure: times are given, in ms since the epoch.
 """
 

@@ -1,9 +1,9 @@
-"""What the last leader published, which the next one reads back from gpu.workloads before it writes.
+"""What the last leader published: the next one reads it back from gpu.workloads before it writes.
 
-In: the records of a cluster of the last half hour. Out: each node's pods, as they were published last.
-On failure: a broker that is away is waited for, since nothing can be sent without it. If the records may not be read,
-or are not read within 30 s of the broker's first answer, the leader goes on without them, and a line in the log says
-so: pods that ended before this process began to watch are then not published again, and their ends stay in the log.
+In: the records of a cluster of the last half hour. Out: each node's pods, as they were last published.
+On failure: a broker that is away is waited for, because nothing can be sent without it. If the records may not be read,
+or take longer than 30 s after the broker's first answer, the leader goes on without them, and the log says so. Pods
+that ended before this process began to watch are then not published again, and their ends stay in the log.
 """
 
 import asyncio

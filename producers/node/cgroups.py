@@ -2,13 +2,14 @@
 
 In: process ids, and procfs. Out: the pod's uid, the container's id, the job's id, whose that job is, and whether the
 process serves others.
-State: the places of the processes asked for last, by process id and start time: ids are used again; and their jobs.
-On failure: a process that can't be seen has no place (None). One that was seen just before has ended since NVML listed
-it: it keeps the place that it had. One whose group says nothing has an empty place. Without privileges the environment
-may not be read, and says nothing.
+State: the places of the last processes, by process id and start time, because ids are used again; and their jobs.
+On failure: a process that is not in procfs has no place (None). If it was there just before, it has ended since NVML
+listed it, and keeps the place that it had. A process whose group names nothing has an empty place. The environment of a
+process may be unreadable without privileges; then it says nothing.
 
-Outside of pods a job that no group names is taken from the environment, where Slurm puts it too. A user can set that to
-anything, so the group goes before it, and what it says of another job than the group's does not count.
+If a process is in no pod and its group names no job, the job is taken from its environment, because Slurm writes it
+there, too. A user can set that to anything. So the group counts first, and an environment that names another job than
+the group does not count.
 
 An MPS server, which computes for the processes of others, is known by the name of its command.
 

@@ -1,9 +1,10 @@
-"""The node as a producer: at each tick its GPUs and its kubelet are read at the same time, and their answers are sent.
+"""The node as a producer: each tick reads the GPUs and the kubelet at the same time, and sends their answers.
 
 In: NVML, the kubelet's sockets, procfs, a batch system's job files. Out: gpu.samples, gpu.allocations.
 State: the devices and containers last known, and the ticks that Kafka has not acknowledged.
-On failure: without a driver, a kubelet or a Kafka it runs, says so, and works when they come. A tick goes out at 80 %
-of the interval with the devices that have answered. At the stop a last tick has what happened since the one before.
+On failure: without a driver, a kubelet or a Kafka it runs, reports what is missing, and works as soon as they are there.
+A tick waits for its devices until 80 % of the interval has passed, and is sent with those that have answered. At the
+stop a last tick reports what happened since the one before.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import time
 
 from delivery.instruments import Instruments
 from delivery.sender import Sender
+from delivery.tasks import first_of, running
 from producers.node import instruments as own
 from producers.node.cgroups import Places
 from producers.node.config import NodeSettings
@@ -21,7 +23,7 @@ from producers.node.gpus import Gpus
 from producers.node.job_files import JobFiles
 from producers.node.jobs import with_jobs
 from producers.node.kubelet import Kubelet
-from producers.publisher import INSTRUMENTS, NodePublisher, first_of, not_sent, running, sender_of
+from producers.publisher import INSTRUMENTS, NodePublisher, not_sent, sender_of
 from producers.retry_buffer import RetryBuffer
 
 log = logging.getLogger(__name__)

@@ -1,14 +1,13 @@
-"""The node's GPUs, whatever becomes of them and of their driver: what the component asks each tick.
+"""The node's GPUs and their driver: the component asks here for the devices of each tick, whatever fails.
 
 In: NVML, on threads of its own. Out: devices as in gpu.samples.
-State: the GPUs of the driver that is open, those that have gone since the start, and what the last census saw.
-On failure: a GPU that hangs or is lost is reported so, under the identity that it had, and the others go on; a call
-that hangs is left out, and the rest of its GPU is read. Without a driver there are no devices, and it is tried again.
-What only a new process can mend is :meth:`Gpus.fatal`.
+State: the GPUs that the driver has now, those that have gone since the start, and what the last census saw.
+On failure: a GPU that hangs or is lost is reported as such, under its last identity, and the others go on. A call that
+hangs is left out, and the rest of its GPU is read. Without a driver there are no devices, and opening it is tried again.
+:meth:`Gpus.fatal` is what only a new process can mend.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from delivery.instruments import Instruments
+from delivery.tasks import set_within
 from producers.node import instruments as names
 from producers.node.cgroups import Places
 from producers.node.nvml.binding import Nvml
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 STATES = ("ok", "lost", "timeout")
 KINDS = ("attributed", "host", "unseen")
-QUIET_WITHIN_S = 2.0  # so long to wait for calls in flight before NVML is opened again; after that it is put off
-TURNS_SHARE = 0.25  # within this share of a tick every GPU has begun to be read, however slow those before it are
+QUIET_WITHIN_S = 2.0  # how long the opening of NVML waits for calls in flight; if they take longer, it is put off
+TURNS_SHARE = 0.25  # the share of a tick within which the reading of every GPU begins, however slow the first ones are
 SLOW_SHARE = 0.25  # the share of a tick that one call may take; one that takes longer is left out
 SLOW_AFTER_S = 0.1  # no call is slow before that, however short the ticks are
 _NUMBERS = ("index", "minor")
@@ -269,9 +269,7 @@ class Gpus:
     async def _take_census(self) -> None:
         """Ask a new process which GPUs work, and open NVML again if one does that does not work here.
         Waits before that until it is due: sooner, but not at once, if a GPU was lost."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._looked_s + self._pace.census_s - self._clock()):
-                await self._soon.wait()
+        await set_within(self._soon, self._looked_s + self._pace.census_s - self._clock())
         await asyncio.sleep(max(0.0, self._looked_s + self._pace.soon_s - self._clock()))
         self._soon.clear()
         if self._census is None:

@@ -2,9 +2,10 @@
 
 In: files named by GPU index (``0``), by GPU index and GPU instance (``2.1``), or by UUID, a job id a line; and a file
 of each job in the folder ``jobs``: ``user=``, ``partition=`` and ``account=``, one a line.
-Out: the ids by file name, and what is said of each job. State: what was read of each file, until it changes.
-On failure: what can't be read is left out of that tick, counted by reason, and logged once. If reading does
-not end in time, what was read last stays in force.
+Out: the ids by file name, and the user, partition and account of each job. State: the content of each file, until it
+changes.
+On failure: what can't be read is left out of that tick, counted by reason, and logged once. If reading does not end in
+time, what was read last stays in force.
 """
 
 import asyncio

@@ -3,12 +3,12 @@
 In: devices with their processes, the jobs that files name for devices, what processes show of their jobs, and what the
 machine's name service knows of users. Out: ``jobs`` of gpu.samples.
 State: the user and the partition of the jobs seen last, and the names of users.
-On failure: a user without a name is called by number, and looked up again with the next process. A directory service
-that hangs costs a name and never a reading.
+On failure: a user without a name is called by number, and looked up again with the next process. If a directory service
+hangs, a name is missing, and the reading goes on.
 
-Source: the output variables of sbatch and srun. SLURM_JOB_ID is a number of its own for each task of an array, as in
-the control group's path; the components of a heterogeneous job get the first one's. The environment is the user's:
-whatever is started inherits it, and anybody may set it.
+Source: the output variables of sbatch and srun. Each task of an array has a SLURM_JOB_ID of its own, the same as in the
+control group's path; all components of a heterogeneous job have the first one's. The environment belongs to the user:
+every process that is started inherits it, and anybody may set it.
 """
 
 import os
@@ -118,7 +118,7 @@ def user_of_this_machine(uid: int) -> str | None:
 
 
 def merged(known: Evidence | None, new: Evidence) -> Evidence:
-    """What two processes show of one job: what is sure wins, then what is newer; any other user goes before root."""
+    """What two processes show of one job: what is sure wins, then the later one; any other user wins over root."""
     if known is None or new.sure != known.sure:
         return new if known is None or new.sure else known
     uid = known.uid if new.uid in (None, _ROOT) and known.uid is not None else new.uid

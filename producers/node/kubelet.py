@@ -1,13 +1,14 @@
 """The kubelet's pod resources: which container of this node was given which devices, asked at each tick.
 
-In: the answers to ``/v1.PodResourcesLister/List`` on the kubelet's unix socket; from Kubernetes 1.37 on also its pods,
-as they begin and end (``pods_api.py``): then it is asked at once, too. Out: the containers of gpu.allocations.
-State: the last answer that could be read, in force until there is another; which ones were in force lately; one call at
-most.
-On failure: a call that fails is counted by what went wrong, logged when that changes, and made again at the next tick;
-if that can't help, less often. The last known containers stay, for as long as it takes. A kubelet that begins again
-answers before it knows all its pods: until it has settled, a container that it does not list is kept, unless another
-one has its devices.
+In: the answers to ``/v1.PodResourcesLister/List`` on the kubelet's unix socket. From Kubernetes 1.37 on, the kubelet
+also pushes its pods as they begin and end (``pods_api.py``), and is then asked at once. Out: the containers of
+gpu.allocations.
+State: the last answer that could be read, which stays in force until the next; the answers that were in force lately;
+the call in flight, at most one.
+On failure: a failed call is counted by what went wrong, logged when that changes, and made again at the next tick, or
+less often if that can't help. The last known containers stay in force, for as long as it takes. A kubelet that was
+restarted answers before it knows all its pods. For some seconds a container that it does not list is kept, unless
+another container has its devices.
 
 Source: Kubernetes' pod-resources API, v1 (podresources.proto); the kubelet limits all its clients together to 100 calls
 a second.

@@ -3,9 +3,9 @@
 In: the stream of ``/v1alpha1.Pods/WatchPods`` on a unix socket of its own, from Kubernetes 1.37 on. Out: which pod has
 each name, with its uid; which have ended; and what their statuses say of their devices.
 State: the pods of the stream, from its first complete list on.
-On failure: a stream that breaks is opened again, and until it has a complete list there are no pods: then the kubelet's
-pod resources, which are asked at every tick, are all that is known. A kubelet without this API, or one that has
-switched it off, is asked again once a minute, and another kubelet at once.
+On failure: a stream that breaks is opened again. Until it has a complete list, no pods are known from here, and only
+the kubelet's pod resources count, which are asked at every tick. If the kubelet does not have this API, or has it
+switched off, it is asked again once a minute, and at once after its restart.
 
 Source: Kubernetes' documentation, Kubelet Pods API; KEP-4188; KEP-4680 for ``allocatedResourcesStatus``.
 """

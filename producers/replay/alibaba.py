@@ -1,10 +1,10 @@
-"""The traces of https://github.com/alibaba/clusterdata, each as nodes, pods and ticks. Pure but for the files.
+"""The traces of https://github.com/alibaba/clusterdata, each as nodes, pods and ticks. Pure, except that files are read.
 
 ``alibaba-genai``: readings of the GPU of each serving container, every 57 s. The trace does not say which of them are
 on one machine, so each is a pod on a node with one GPU of its own.
-``alibaba-gpu-2023``: nodes, and pods with what they asked for and when they ran. The trace does not say where, so each
-gets the first node in the order of the file that has room for it. A share that a pod asked for counts as used, for the
-trace has no readings.
+``alibaba-gpu-2023``: nodes, and pods with what they asked for and when they ran. The trace does not say on which node a
+pod ran, so it gets the first node in the file that has room for it. The share that a pod asked for counts as used,
+because the trace has no readings.
 """
 
 import heapq

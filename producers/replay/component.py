@@ -2,8 +2,8 @@
 
 In: a folder of the trace's files. Out: gpu.samples, gpu.allocations and gpu.workloads, of one run for each node.
 State: where in the trace it is; the next start begins the trace again, as a new run.
-On failure: files that are not the trace's end it with a sentence; a row that can't be used is left out, counted and
-named. A broker that is away is waited for: nothing is dropped, for the trace waits too.
+On failure: if the files are not the trace's, the component ends with a sentence. A row that can't be used is left out,
+counted and named. A broker that is away is waited for, and nothing is dropped, because the trace waits, too.
 """
 
 import asyncio
@@ -15,8 +15,9 @@ from pkgutil import resolve_name
 
 from delivery.instruments import Instrument, Instruments
 from delivery.sender import Sender
+from delivery.tasks import first_of, running
 from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
-from producers.publisher import MAX_IN_FLIGHT, NodePublisher, first_of, not_sent, running, sender_of
+from producers.publisher import MAX_IN_FLIGHT, NodePublisher, not_sent, sender_of
 from producers.records import WorkloadsContent
 from producers.replay.config import TRACES, ReplaySettings
 from producers.replay.trace import Rows, Trace

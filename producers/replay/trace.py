@@ -1,8 +1,8 @@
-"""What a trace is, and how its tables are read. Pure but for the files.
+"""What a trace is, and how its tables are read. Pure, except that files are read.
 
 In: a folder of CSV files, or of the archives that they are published in. Out: rows; then ticks, in the order of time.
-On failure: a row that can't be used is left out, counted by its file and the reason, and the first of each is named. A
-table without a column that is needed is no table of the trace: :class:`NoTrace`.
+On failure: a row that can't be used is left out and counted by its file and the reason. The first of each is named. If
+a table lacks a column that is needed, it is not the trace's: :class:`NoTrace`.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""What looks busy and is not, and what goes wrong: behaviours that a simulated fleet has if it is asked for them.
+"""What looks busy and is not, and what goes wrong: behaviours that a simulated fleet shows with ``--behaviours``.
 
-In: the fleet's size and seed, and the behaviours. Out: which of its GPUs behave so, in pods of their own; from when
-until when; and what such a GPU does meanwhile.
+In: the fleet's size and seed, and the behaviours. Out: which of its GPUs behave so, in pods of their own, and when; and
+what such a GPU does meanwhile.
 State: none. Everything is a function of the fleet and of the time since its start.
 
 The figures are published ones, or follow from them:

@@ -1,9 +1,9 @@
 """The simulated fleet as a producer: it reads its nodes as time passes, and sends what they say.
 
 In: a fleet's size and seed. Out: gpu.samples, gpu.allocations and gpu.workloads; and the truth as a file of JSON lines:
-who held each device, whatever the kubelet said.
-State: the nodes, and what of theirs is not yet acknowledged.
-On failure: see the publishers; a truth that can't be written ends it.
+who really held each device, whatever the kubelet said.
+State: the nodes, and their records that Kafka has not acknowledged.
+On failure: see the publishers. If the truth can't be written, the component ends.
 """
 
 import asyncio
@@ -18,8 +18,9 @@ import orjson
 
 from delivery.instruments import Instrument, Instruments
 from delivery.sender import Sender
+from delivery.tasks import running, set_within
 from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
-from producers.publisher import NodePublisher, not_sent, running, sender_of
+from producers.publisher import NodePublisher, not_sent, sender_of
 from producers.records import WorkloadsContent
 from producers.retry_buffer import RetryBuffer
 from producers.simulated.config import SimulatedSettings
@@ -185,9 +186,7 @@ class SimulatedFleet:
             if elapsed_ms >= due_ms:
                 await asyncio.sleep(0)
                 return True
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout((due_ms - elapsed_ms) / 1000):
-                    await stop.wait()
+            await set_within(stop, (due_ms - elapsed_ms) / 1000)
         return False
 
     async def _publish_news(self) -> None:

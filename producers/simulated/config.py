@@ -17,7 +17,7 @@ BEHAVIOUR_NAMES = Text("NAME[,...]|all", behaviour_names, "hung,straggler", show
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationSettings:
-    """What a fleet is made from, but for its size. Lines are appended to the file ``truth``."""
+    """What a fleet is made from, beside its size. Lines are appended to the file ``truth``."""
 
     seed: Annotated[
         int, Option("--seed", click.INT, "What the fleet is made from: the same seed is the same fleet.")

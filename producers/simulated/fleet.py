@@ -2,8 +2,8 @@
 
 In: how many nodes and GPUs, a seed, how long pods live; and times that only go forward. Out: ticks.
 State: of each node the pods that ran lately, and each GPU since its last redraw.
-All times are milliseconds since the fleet's start; what a reader sees carries them added to the start's own time.
-Everything is a function of the seed and of the time since the start, at whatever pace it is read.
+All times are milliseconds since the fleet's start; the records have them as time of day.
+Everything is a function of the seed and of the time since the start, however often it is read.
 """
 
 import heapq
@@ -107,8 +107,8 @@ class SimulatedNode:
         self._redraw_ms = 0
 
     def read(self, at_ms: int, start_ms: int = 0) -> NodeReading:
-        """What a producer on the node would read at ``at_ms``, for a fleet that began at ``start_ms`` since the epoch:
-        a function of the time, but for the events, which are those since the reading before."""
+        """What a producer on the node would read at ``at_ms``, for a fleet that began at ``start_ms`` since the epoch.
+        It depends on the time alone, except the events: those are the ones since the last reading."""
         self._advance(at_ms)
         devices = [self._device(position, at_ms, start_ms) for position in range(len(self._identities))]
         times = {event["ts_ms"] for device in devices for event in device.get("events", ())}

@@ -1,10 +1,10 @@
 """How a GPU answers to what runs on it: load, memory, power, heat, clocks and counters.
 
 In: the pods that work on a GPU, from when and until when. Out: the metrics and processes of a sample.
-State: what the GPU did since the last redraw. Between two redraws everything is constant, but for energy, which is the
-integral of power, the time for which its clocks were kept down, and temperature, which follows power with a lag. A GPU
-is redrawn at fixed times and when a pod's work begins or ends, so that its values are a function of the time since the
-start, whenever they are read.
+State: what the GPU did since the last redraw. Between two redraws everything is constant except three things: energy is
+the integral of power, the time of lowered clocks adds up, and temperature follows power with a lag. A GPU is redrawn at
+fixed times and when a pod's work begins or ends. So its values depend only on the time since the start, and not on when
+they are read.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 In: a node's units and its place in the fleet. Out: pods, in the order of their starts.
 State: the units that are free, the tenants that wait for some, and what happens next.
-Everything is a function of the place and of the time since the fleet's start; when it is asked changes nothing.
+Everything is a function of the place and of the time since the fleet's start, however often it is asked.
 """
 
 import heapq

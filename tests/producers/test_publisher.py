@@ -14,7 +14,6 @@ from producers.publisher import (
     MAX_IN_FLIGHT,
     RESEND_S,
     NodePublisher,
-    first_of,
 )
 from producers.retry_buffer import RetryBuffer
 from tests.producers.fakes import (
@@ -372,59 +371,3 @@ def _check(bench: Bench, made: list[tuple[int, int]]) -> None:
 
 
 # -- how a producer ends
-
-
-async def test_work_that_ends_is_waited_for() -> None:
-    done = []
-
-    async def work() -> None:
-        await asyncio.sleep(0)
-        done.append("work")
-
-    await first_of(asyncio.Event(), work())
-    assert done == ["work"]
-
-
-async def test_a_stop_ends_work_that_hangs_and_what_it_has_to_put_away_is_put_away() -> None:
-    stop, ended = asyncio.Event(), []
-
-    async def work() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("put away")
-
-    asyncio.get_running_loop().call_soon(stop.set)
-    await first_of(stop, work())
-    assert ended == ["put away"]
-
-
-async def test_what_the_work_raises_is_raised() -> None:
-    async def work() -> None:
-        raise LookupError("gone")
-
-    with pytest.raises(LookupError, match="gone"):
-        await first_of(asyncio.Event(), work())
-
-
-async def test_what_a_part_raises_is_raised_however_deep_it_was_and_the_others_are_cancelled() -> None:
-    first, cancelled = ValueError("first"), asyncio.Event()
-
-    async def fails() -> None:
-        raise ExceptionGroup("all", [ExceptionGroup("inner", [first, KeyError()]), OSError()])
-
-    async def lasts() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-
-    with pytest.raises(ValueError, match="first"):
-        async with names.running(lasts(), fails()):
-            await asyncio.Event().wait()
-    assert cancelled.is_set()
-
-
-async def test_the_parts_end_with_what_they_run_beside() -> None:
-    async with names.running(asyncio.Event().wait()):  # type: ignore[arg-type]
-        await asyncio.sleep(0)

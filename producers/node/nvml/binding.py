@@ -1,12 +1,12 @@
 """The boundary to pynvml: nothing above it sees its exceptions, its structures of fields, or its traps.
 
-In: functions by pynvml's names. Out: what they answer; the errors that they give as :class:`NvmlError`.
+In: functions by pynvml's names. Out: what they answer, or their error as :class:`NvmlError`.
 State: none of its own; the loaded library is pynvml's.
-On failure: every call raises NvmlError and nothing else. Any call may hang, for ever too. A call that succeeds and
-fills nothing in is an error. pynvml would answer it with zeros, so the functions in ``_ANSWERS`` are called here, with
-every bit of the answers set: that is how NVML itself writes "not available".
-Source: nvml.h and pynvml. pynvml's own errors are unhashable, can't be compared with None, and come as ``NVMLError(0)``
-if a list of processes is empty; a missing symbol is sometimes an error of another family.
+On failure: every call raises NvmlError and nothing else. Any call may hang, even for ever. A call that succeeds without
+an answer counts as an error. pynvml would give zeros for it. So the functions in ``_ANSWERS`` are called here, with
+every bit of their answers set before: NVML itself writes "not available" that way.
+Source: nvml.h and pynvml. pynvml's own errors are unhashable and can't be compared with None. An empty list of processes
+comes as ``NVMLError(0)``. A missing symbol is sometimes an error of another family.
 """
 
 import ctypes
@@ -52,8 +52,8 @@ _KINDS = {
     pynvml.NVML_VALUE_TYPE_UNSIGNED_SHORT: ("usVal", "H", 16),
     pynvml.NVML_VALUE_TYPE_DOUBLE: ("dVal", "d", 0),
 }
-"""By the type that a value says it has: where it is in the union, how it is packed there, and how wide it is: a counter
-wraps there. 0: it is no integer."""
+"""By the type of a value: its name in the union, how it is packed there, and its width in bits, at which a counter
+wraps. 0: it is no integer."""
 
 _FIELD = struct.Struct("=IIqqII8s")  # nvmlFieldValue_t: field, scope, timestamp, latency, type, return code, value
 _UINT, _ULONG = ctypes.c_uint, ctypes.c_ulonglong
@@ -241,7 +241,7 @@ class Nvml:
 
 
 def _address(handle: Any) -> int:
-    """Each answer of NVML is a new pointer of ctypes; where it points to is the same."""
+    """What a handle points to: each answer of NVML is a new pointer of ctypes, to the same place."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 

@@ -3,10 +3,10 @@
 In: questions to NVML. Out: answers.
 State: the call that has not returned, the errors of this reading, the calls that were slow, and (:class:`Support`) the
 sources that were refused.
-On failure: :class:`Lost` if nothing can be asked of the GPU at all, else NvmlError. The event loop may leave a call
-that does not return to its thread (:meth:`Calls.leave`). When the call returns after all, that thread gets
-:class:`Left`, and must touch nothing any more. Until then, and for some readings afterwards, the call is not made:
-whoever asks gets :class:`NotReturned`.
+On failure: :class:`Lost` if the GPU answers nothing at all, else NvmlError. A call may hang. The event loop then leaves
+it to its thread (:meth:`Calls.leave`), and another thread goes on with the GPU. When the call returns after all, its
+thread gets :class:`Left` and must touch nothing any more. Until then, and for some readings afterwards, nobody makes
+that call again: who asks for it gets :class:`NotReturned`.
 """
 
 import threading
@@ -35,7 +35,7 @@ _LOST = frozenset({
 _UNSUPPORTED = frozenset(
     {binding.NOT_SUPPORTED, binding.FUNCTION_NOT_FOUND, binding.ARGUMENT_VERSION_MISMATCH, binding.DEPRECATED}
 )
-"""What the device or its driver can't be asked, now and later."""
+"""What the device or its driver never answers."""
 
 
 class Tried(NamedTuple):

@@ -1,16 +1,16 @@
-"""The driver: there, not there, silent, or another one than when this process began; and when to open it again.
+"""The driver: whether it is there and answers, whether it was replaced, and when NVML has to be opened again.
 
-In: nvmlInit, on a thread of its own; a short-lived child that loads NVML for itself. Out: how many GPUs there are, or
-what is wrong; the UUIDs of the GPUs that a new process would see, and why NVML is to be opened again: this process sees
-only those that were there when it attached to the driver.
-State: whether NVML is open, and the last trouble with it; the child that runs, at most one; for each GPU, how often
-opening NVML again was in vain, and when it may be tried again.
-On failure: :meth:`Driver.attach` never raises; the caller tries again. A nvmlInit that does not return is waited for,
-and there is no second one beside it. A child that fails, is slow or answers nonsense gives None, which changes nothing.
-One that can't even be killed is left alone, and there is no other until it has ended.
+In: nvmlInit, on a thread of its own; a short-lived child process that loads NVML for itself.
+Out: how many GPUs there are, or what is wrong; the UUIDs of the GPUs that a new process would see, and why NVML must be
+opened again. This process sees only the GPUs that were there when it attached to the driver.
+State: whether NVML is open, and the last trouble with it; the child that runs, at most one; how often opening NVML
+again did not help a GPU, and when to try again.
+On failure: :meth:`Driver.attach` never raises; the caller tries again. If nvmlInit does not return, it is waited for,
+and no second one begins. A child that fails, is slow or answers nonsense gives None, which changes nothing. A child
+that can't even be killed is left alone, and no other begins before it has ended.
 
-Why a child: to attach again here, this process would have to detach first. Without persistence mode the driver would
-take that for the end of the GPUs' use, and reset their volatile counters.
+Why a child: to attach again, this process would have to detach first. Without persistence mode the driver would then
+reset the GPUs' volatile counters, because nobody uses them any more.
 """
 
 import asyncio

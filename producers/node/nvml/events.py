@@ -1,14 +1,14 @@
 """XID errors, as the driver reports them: a thread of its own waits for them, whatever the ticks do.
 
-In: NVML's events of every GPU, and its devices. Out: each :class:`Xid`, on the event loop's thread; ``events`` and
-``xids`` of gpu.samples, and a line of log each.
-State: the set of events that is waited on, the GPUs in it, and those that could not be taken into it yet; by device how
-many there were of each code since the start, and those that no tick has had yet. Both are bounded: past its bounds an
-error is only counted.
-On failure: a GPU that can't be asked is asked again after 5 s; one that reports no XID errors after a minute, and then
-less and less often, because a driver may refuse for a moment. A set that fails, as by the loss of a GPU, is made again,
-after a rest that grows. A wait that does not return holds up only the next opening of NVML.
-Source: nvml.h. What happened before the registration is not reported; a wait may end early, with nothing.
+In: NVML's events of every GPU, and the devices of each. Out: each :class:`Xid`, on the event loop's thread; ``events``
+and ``xids`` of gpu.samples; a line in the log for each error.
+State: the set of events that NVML is asked for, the GPUs in it, and those that are not in it yet; for each device how
+many errors of each code there were since the start, and the errors that no tick has had yet. Both are bounded: an error
+past the bound is only counted.
+On failure: a GPU that gives an error is asked again after 5 s. A GPU that reports no XID errors is asked again after a
+minute, and then less and less often, because a driver may refuse for a moment. If the set fails, for instance because a
+GPU was lost, a new one is made after a pause that grows. A wait that hangs delays only the next opening of NVML.
+Source: nvml.h. Errors from before the registration are not reported. A wait may end early, without an event.
 """
 
 import asyncio

@@ -1,14 +1,14 @@
 """One physical GPU, on its own thread: who it is, and the devices that it is: itself, and its MIG devices.
 
 In: NVML's answers. Out: a :class:`GpuReading` per tick.
-State: the identity from the healthy time, since a lost GPU can't be asked for it; the layout of its MIG devices, and
-the slots without one, so that a new one is noticed without listing all; whether any of its processes was ever seen.
-On failure: a reading never raises for what NVML answers; it says that the GPU can't be opened, or is lost. A MIG slot
-that can't be asked is left out, and counted; if a call is too slow to be made, or answers nothing, there is no listing,
-and the layout stays.
-Source: nvml.h. A GPU has so many slots for MIG devices, of which any may be empty; the profile is only in the name.
-Handles of MIG devices go stale when the layout changes, and may be used again for others: each reading asks a handle
-for its UUID first.
+State: the GPU's identity from when it worked, because a lost GPU does not answer; the layout of its MIG devices, and
+the empty slots, so that a new MIG device is noticed without a full listing; whether any of its processes was ever seen.
+On failure: a reading never raises because of an answer of NVML. It says that the GPU can't be opened, or is lost. A MIG
+slot that gives an error is left out and counted. If a call is left out because it is slow, or gives no answer, there is
+no listing, and the layout stays.
+Source: nvml.h. A GPU has a number of slots for MIG devices, and any of them may be empty. The profile of a MIG device is
+only in its name. When the layout changes, a handle may belong to another MIG device: each reading asks a handle for its
+UUID first.
 """
 
 import contextlib

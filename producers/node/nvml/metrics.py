@@ -2,9 +2,9 @@
 
 In: NVML's answers. Out: values by the catalogue's keys.
 State: which sources the device supports, and the last reading of each counter.
-On failure: a source that the device does not support gives way to the next one, and is asked again later; that is not
-counted. Any other error leaves out its values this time, and is counted. So does a value that can't be, and a counter
-that went back to zero for a moment.
+On failure: if the device does not support a source, the next source is asked. The first is tried again later, and this
+is not counted as an error. Any other error is counted, and its values are left out of this tick. An implausible value
+is treated the same way, and so is a counter that goes back to zero for a moment.
 """
 
 import time
@@ -159,7 +159,7 @@ class Metrics:
             self._profiling.forget()
 
     def _planned(self, rows: Iterable[table.Row]) -> Plan:
-        """The first source of each row that is to be asked now, by question; rows without one are left out."""
+        """The first source of each row that may be asked now, by question; rows without one are left out."""
         found: dict[Question, list[Wanted]] = {}
         for row in rows:
             if (source := self._source(row)) is not None:
@@ -172,7 +172,7 @@ class Metrics:
         return found
 
     def _source(self, row: table.Row) -> table.ValueSource | None:
-        """The first one that is to be asked now."""
+        """The first one that may be asked now."""
         return next((one for one in self._sources[row] if self._support.asks(one.question)), None)
 
     def _take(self, question: Question, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[table.Row]:

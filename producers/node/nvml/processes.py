@@ -1,11 +1,11 @@
 """The processes on one device: what memory they hold, how busy they keep it, and which pod or job they are of.
 
 In: NVML's lists of processes, their control groups. Out: processes as in gpu.samples.
-State: which lists the device has; the newest utilization seen, and until when.
-On failure: if a list can't be had that the device has, there are no processes at all this time: a part of them would
-look like all. If the utilization can't, the processes come without. What the device does not support is asked again
+State: which lists the device has; the last utilization of each process, and the time of the newest sample.
+On failure: if one of the device's lists fails, this tick has no processes at all, because some of them would look like
+all of them. If the utilization fails, the processes come without it. What the device does not support is asked again
 later.
-Source: nvml.h. A process that did nothing in the last sample period has no utilization sample: that is 0.
+Source: nvml.h. A process that did nothing in the last sample period has no utilization sample: that counts as 0.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -40,7 +40,7 @@ class DeviceProcesses(NamedTuple):
 
 
 class _Failed(Exception):
-    """What was asked can't be had this time; it is counted."""
+    """There is no answer this time; that is counted."""
 
 
 class Processes:
@@ -109,10 +109,10 @@ class Processes:
         return found if listed else None
 
     def _utilization(self, pids: Container[int]) -> Mapping[int, float | None] | None:
-        """How busy each process keeps the device, None for what can't be, which is counted; those that are not there
-        did nothing. None: it can't be said.
+        """How busy each process keeps the device. A process that is not in it did nothing; None for an implausible value,
+        which is counted. None in place of all: it is not known.
 
-        The driver also has samples of processes that have ended, and of none: those are of no use.
+        The driver also has samples of processes that have ended, and samples of no process: those are left out.
         """
         since_us = self._newest.since_us() or 0
         try:

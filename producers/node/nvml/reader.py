@@ -1,11 +1,11 @@
 """One GPU as the event loop sees it: read once per tick on a thread, and known while it does not answer.
 
 In: the readings of a :class:`PhysicalGpu`. Out: its devices as in gpu.samples: ok, lost or timeout.
-State: who it and its MIG devices are, whether it is lost and since when, the reading that no tick has had yet, and the
-threads of calls that do not return.
-On failure: a call that does not return in time is left to its thread. Another thread reads the rest at once, and the
-call is left out until it has returned. A reading that ends after its tick is in the next one, with its own time.
-At most MOST_LEFT calls of a GPU are left so. Past that the GPU is ``timeout`` until one returns.
+State: who the GPU and its MIG devices are, whether it is lost and since when, the reading that no tick has had yet, and
+the threads whose calls hang.
+On failure: a call that does not return in time is left to its thread. Another thread reads the rest at once, without
+that call, until it has returned. A reading that ends after its tick goes into the next tick, with its own time. At most
+MOST_LEFT calls of a GPU are left to threads. If one more hangs, the GPU is ``timeout`` until one of them returns.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """The sources of values that remember what they gave last: the driver's own samples, GPM, and the errors of NVLinks.
 
-In: NVML's answers of one device. Out: the spread of the samples of a tick, GPM's metrics of the time between two ticks,
-and the errors of all links together.
+In: NVML's answers for one device. Out: the mean, least and greatest of the samples of a tick; GPM's metrics of the time
+between two ticks; and the errors of all links together.
 State: see the classes.
-On failure: NvmlError, or Lost. A sample that can't be is left out, and counted.
+On failure: NvmlError, or Lost. An implausible sample is left out, and counted.
 """
 
 import math
@@ -169,10 +169,10 @@ class Profiling:
 
 
 class Links:
-    """The errors that a GPU's NVLinks counted, over all of its links: from Hopper on each link counts for itself.
+    """The errors that all of a GPU's NVLinks counted: from Hopper on each link counts for itself.
 
-    It keeps what each link counted last: one that is down does not answer, and does not take back what it has counted.
-    What can't be said of one link can't be said of all.
+    It keeps what each link counted last, because a link that is down does not answer, and its errors still happened. If
+    one link gives an implausible count, there is no sum.
     Source: nvml.h. The fields for all links together are of older GPUs, with up to 12 links; later ones still answer
     them, with 0. Blackwell counts neither CRC errors nor replays, and recoveries by another field.
     """

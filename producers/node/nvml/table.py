@@ -1,10 +1,10 @@
-"""What is asked of a device for each key of the catalogue, and how NVML's numbers become the catalogue's.
+"""What to ask a device for each key of the catalogue, and how NVML's numbers become the catalogue's.
 
-In: raw numbers and how wide they are. Out: numbers in base units, within limits; None if there is none. Pure.
+In: raw numbers and their widths in bits. Out: numbers in base units, within limits; None if there is none. Pure.
 
-A row names its sources in order of preference: the first one that a device supports is used, and those of the
-catalogue's own column come first. The numbers of PCIe come from byte counters: nvmlDeviceGetPcieThroughput measures for
-20 ms in each direction, so it is never asked.
+A row names its sources in order of preference, and the first that the device supports is used. The source that the
+catalogue names comes first. PCIe throughput comes from byte counters, because nvmlDeviceGetPcieThroughput takes 20 ms
+for each direction.
 
 Source: nvml.h for calls, fields and units; it writes "not available" as all ones of the type. DCGM, whose numbers pass
 through some layers, writes it as 2^31 - 16 and 2^63 - 16 (and three more above each); some calls as -1. The limits are
