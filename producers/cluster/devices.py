@@ -2,10 +2,10 @@
 
 In: resource slices and claims as the API server has them. Out: the devices of a node with their UUIDs; the devices that
 claims have for administration, for instance for monitoring: such a claim holds nothing; and which devices are tainted.
-State: the slices, by pool. While a driver replaces a pool's slices there are two generations, and the higher one counts.
-The claims for administration, by uid. A claim that is gone is kept as long as a pod that ended, because the kubelet may
-go on reporting it, but only until there is another claim of its name.
-All of it is pure: times are given, in ms since the epoch.
+State: the slices, by pool. While a driver replaces a pool's slices there are two generations, and the higher one
+counts. The claims for administration, by uid. A claim that is gone is kept as long as a pod that ended, because the
+kubelet may go on reporting it, but only until there is another claim of its name. All of it is pure: times are given,
+in ms since the epoch.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

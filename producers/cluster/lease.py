@@ -2,8 +2,8 @@
 
 In: a coordination.k8s.io/v1 Lease. Out: the work, which runs while this process holds the Lease.
 State: the Lease as last seen, and when that was on our own clock.
-On failure: if the Lease can't be renewed for 7 s, the work is cancelled and awaited. After 10 s another process may take
-the Lease. If the work has not ended by then, this process ends.
+On failure: if the Lease can't be renewed for 7 s, the work is cancelled and awaited. After 10 s another process may
+take the Lease. If the work has not ended by then, this process ends.
 
 Source: the Lease's fields as client-go's leader election writes them. Clocks of two machines are never compared: the
 Lease of another process has expired if, on our clock, it has not changed for as long as it says.

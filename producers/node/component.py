@@ -2,9 +2,9 @@
 
 In: NVML, the kubelet's sockets, procfs, a batch system's job files. Out: gpu.samples, gpu.allocations.
 State: the devices and containers last known, and the ticks that Kafka has not acknowledged.
-On failure: without a driver, a kubelet or a Kafka it runs, reports what is missing, and works as soon as they are there.
-A tick waits for its devices until 80 % of the interval has passed, and is sent with those that have answered. At the
-stop a last tick reports what happened since the one before.
+On failure: without a driver, a kubelet or a Kafka it runs, reports what is missing, and works as soon as they are
+there. A tick waits for its devices until 80 % of the interval has passed, and is sent with those that have answered. At
+the stop a last tick reports what happened since the one before.
 """
 
 import asyncio

@@ -3,8 +3,8 @@
 In: NVML, on threads of its own. Out: devices as in gpu.samples.
 State: the GPUs that the driver has now, those that have gone since the start, and what the last census saw.
 On failure: a GPU that hangs or is lost is reported as such, under its last identity, and the others go on. A call that
-hangs is left out, and the rest of its GPU is read. Without a driver there are no devices, and opening it is tried again.
-:meth:`Gpus.fatal` is what only a new process can mend.
+hangs is left out, and the rest of its GPU is read. Without a driver there are no devices, and opening it is tried
+again. :meth:`Gpus.fatal` is what only a new process can mend.
 """
 
 import asyncio

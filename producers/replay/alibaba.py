@@ -1,4 +1,4 @@
-"""The traces of https://github.com/alibaba/clusterdata, each as nodes, pods and ticks. Pure, except that files are read.
+"""The traces of https://github.com/alibaba/clusterdata, each as nodes, pods and ticks. Pure, except for reading files.
 
 ``alibaba-genai``: readings of the GPU of each serving container, every 57 s. The trace does not say which of them are
 on one machine, so each is a pod on a node with one GPU of its own.

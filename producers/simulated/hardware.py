@@ -2,8 +2,8 @@
 
 In: a node's place in the fleet. Out: its devices, and the units of them that pods can be given.
 A GPU in MIG mode stays a device: NVML still answers its power, temperature, clocks and energy, refuses its utilization,
-and reports its memory to privileged callers only. Its instances are devices of their own, and NVML reports their memory.
-So the sum over a node's devices is right for memory, too.
+and reports its memory to privileged callers only. Its instances are devices of their own, and NVML reports their
+memory. So the sum over a node's devices is right for memory, too.
 """
 
 from dataclasses import dataclass

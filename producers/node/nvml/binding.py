@@ -5,8 +5,8 @@ State: none of its own; the loaded library is pynvml's.
 On failure: every call raises NvmlError and nothing else. Any call may hang, even for ever. A call that succeeds without
 an answer counts as an error. pynvml would give zeros for it. So the functions in ``_ANSWERS`` are called here, with
 every bit of their answers set before: NVML itself writes "not available" that way.
-Source: nvml.h and pynvml. pynvml's own errors are unhashable and can't be compared with None. An empty list of processes
-comes as ``NVMLError(0)``. A missing symbol is sometimes an error of another family.
+Source: nvml.h and pynvml. pynvml's own errors are unhashable and can't be compared with None. An empty list of
+processes comes as ``NVMLError(0)``. A missing symbol is sometimes an error of another family.
 """
 
 import ctypes

@@ -6,9 +6,9 @@ the empty slots, so that a new MIG device is noticed without a full listing; whe
 On failure: a reading never raises because of an answer of NVML. It says that the GPU can't be opened, or is lost. A MIG
 slot that gives an error is left out and counted. If a call is left out because it is slow, or gives no answer, there is
 no listing, and the layout stays.
-Source: nvml.h. A GPU has a number of slots for MIG devices, and any of them may be empty. The profile of a MIG device is
-only in its name. When the layout changes, a handle may belong to another MIG device: each reading asks a handle for its
-UUID first.
+Source: nvml.h. A GPU has a number of slots for MIG devices, and any of them may be empty. The profile of a MIG device
+is only in its name. When the layout changes, a handle may belong to another MIG device: each reading asks a handle for
+its UUID first.
 """
 
 import contextlib

@@ -109,8 +109,8 @@ class Processes:
         return found if listed else None
 
     def _utilization(self, pids: Container[int]) -> Mapping[int, float | None] | None:
-        """How busy each process keeps the device. A process that is not in it did nothing; None for an implausible value,
-        which is counted. None in place of all: it is not known.
+        """How busy each process keeps the device. A process that is not in it did nothing; None for an implausible
+        value, which is counted. None in place of all: it is not known.
 
         The driver also has samples of processes that have ended, and samples of no process: those are left out.
         """

@@ -1,8 +1,8 @@
 """A thread that does one job at a time, so that a call that hangs holds up nobody else, and not the exit either.
 
 In: jobs, from the event loop. Out: futures of the loop. State: the job that runs.
-On failure: the future raises what its job raised. A job that never returns keeps its worker busy for ever; the thread is
-a daemon, and nobody waits for its end. An answer that comes after the loop was closed is dropped.
+On failure: the future raises what its job raised. A job that never returns keeps its worker busy for ever; the thread
+is a daemon, and nobody waits for its end. An answer that comes after the loop was closed is dropped.
 """
 
 import asyncio
