@@ -36,6 +36,7 @@ from gpustream.output import FAILED, answer, failed, json_lines, show, show_or_s
 from streams.alerts import tick as ticks
 from streams.alerts.node import Replay
 from streams.alerts.rules import rules_file
+from streams.alerts.rules.options import OPTIONS
 from streams.alerts.rules.rule import Rule, Rules
 from streams.alerts.rules.rules_file import RulesError
 from topics import attributed
@@ -83,7 +84,7 @@ def show_rules(file: Path | None) -> None:
 
 def _row(rule: Rule) -> tuple[str, ...]:
     """``for`` of an event, and other durations that are nothing, are shown as a dash."""
-    of_kind = [one for one in rules_file.OPTIONS if rule.kind in one.kinds and one.key not in ("for", "critical_after")]
+    of_kind = [one for one in OPTIONS if rule.kind in one.kinds and one.key not in ("for", "critical_after")]
     further = [f"{option.key} {option.shown(rule)}" for option in of_kind]
     further += [f"critical_after {duration_words(rule.critical_ms)}"] if rule.critical_ms else []
     further += [counted(len(rule.overrides), "override")] if rule.overrides else []

@@ -14,8 +14,8 @@ from streams.alerts import groups
 from streams.alerts.conditions.finding import Facts, Finding
 from streams.alerts.memory import HeldBy, Memory, Seen
 from streams.alerts.rules import rules_file
+from streams.alerts.rules.options import OPTIONS, SELECTORS, Option
 from streams.alerts.rules.rule import KINDS, OF_ALL, WASTE, WINDOWED, Kind, Rule, Rules
-from streams.alerts.rules.rules_file import OPTIONS, SELECTORS, Option
 from streams.alerts.text.describe import describe, silent
 from streams.alerts.tick import Device, Metrics, Tick
 from streams.alerts.xids import XID_KINDS, XIDS

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.alerts.rules import rules_file
+from streams.alerts.rules.options import OPTIONS, Wrong
 from streams.alerts.rules.rule import KINDS, Rule, Rules
-from streams.alerts.rules.rules_file import OPTIONS, RulesError
+from streams.alerts.rules.rules_file import RulesError
 
 
 def parsed(text: str) -> Rules:
@@ -321,7 +322,7 @@ keys = st.sampled_from([option.key for option in OPTIONS] + ["kind", "overrides"
 
 @given(st.dictionaries(st.sampled_from(["GPUHeldIdle", "GPUXid", "mine"]), st.dictionaries(keys, values, max_size=4)))
 def test_whatever_a_table_holds_it_is_a_rule_or_a_mistake(tables: dict[str, dict[str, object]]) -> None:
-    wrong: rules_file.Wrong = []
+    wrong: Wrong = []
     for name, table in tables.items():
         found = rules_file.rule(name, table, rules_file.defaults(), wrong)
         assert wrong or (found is not None and found.name == name)
