@@ -15,13 +15,13 @@ from typing import NamedTuple, get_args
 
 import msgspec
 
+from streams.alerts.reports import DELETE_MS
 from streams.alerts.rules.rule import OF_ALL, Rule, Rules
 from streams.alerts.stragglers import compare
 from streams.alerts.text.grouped import grouped, kind_of, labels_of
 from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Seen, Severity, milliseconds, time
 from topics.topic import decoder
 
-DELETE_MS = 7 * 24 * 3_600_000  # how long a group that was resolved is kept, and its alert
 _MOST_ENDED = 1000  # of the parts of a group that goes on; those that ended first are forgotten
 _SENT_MS = 24 * 3_600_000  # a node that has nothing in the group sends nothing again from before that
 _SEVERITIES = get_args(Severity)  # the worst last

@@ -21,39 +21,42 @@ resolved:
 - An alert that fires for ``critical_after`` becomes critical, which is an update of it.
 """
 
-from collections import Counter
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from delivery.values import milliseconds as duration_ms
 from streams.alerts.conditions import evaluate
-from streams.alerts.conditions.finding import Facts, Finding, sole_pod, uid_and_key
+from streams.alerts.conditions.finding import Finding, uid_and_key
 from streams.alerts.memory import Identity, Memory, NodeAlerts, identity
-from streams.alerts.rules.rule import CAUSES, WASTE, Kind, Rule, Rules
-from streams.alerts.text.describe import Described, describe, in_the_end, silent, status_of
+from streams.alerts.reports import (
+    Step,
+    Write,
+    firing,
+    for_others,
+    holdings_of,
+    reports_of_ranks,
+    resolved_alert,
+    scope_of_pod,
+    step_of,
+    with_holdings,
+    written,
+)
+from streams.alerts.rules.rule import CAUSES, WASTE, Kind, Rules
+from streams.alerts.text.describe import describe, silent, status_of
 from streams.alerts.tick import Tick
-from streams.alerts.uses import STEP_MS, closed
-from topics.alerts import MAX_TIME_MS, Alert, AlertReport, Limits, Rank, Scope, Tracked, fingerprint, milliseconds, time
-from topics.attributed import JOB
+from streams.alerts.uses import STEP_MS
+from topics.alerts import MAX_TIME_MS, Alert, Scope, Tracked, fingerprint, milliseconds
 from topics.workloads import MAINTENANCE
 
 MAX_GAP_MS = 60_000  # a pending condition of which nothing is known for longer begins again
 REPEAT_MS = 24 * 3_600_000  # how often an open alert is written again
 REPORT_MS = 3_600_000  # how often what is a part of an alert is reported again, for its figures
-DELETE_MS = 7 * 24 * 3_600_000  # how long a resolved alert stays
 FORGET_MS = 24 * 3_600_000  # after so long without a tick a node is taken to be removed
 LEAVING_MS = 120_000  # for how long a node that was removed from the cluster may send ticks before its machine is off
 YOUNG_MS = 10_000  # what was pending for less is not written yet; rising counters are written once in so long
 YOUNG_USES_MS = 20_000  # sums of use, which every tick changes, are written once in so long
 _TOGETHER: tuple[Kind, ...] = ("missing", "lost", "not_answering")  # of several GPUs of a node, of one cause
-_OTHERS: dict[Kind, tuple[Kind, ...]] = {  # the alerts of one workload that know of each other's GPUs
-    "crash_loop": ("held_idle", "stalled", "straggler"),
-    "held_idle": ("stalled", "straggler"),
-    "stalled": ("held_idle",),
-}
-_OF_RANKS = ("ranks", "limits", "pattern")  # the fields of a report by which GPUs are compared
 _replace = msgspec.structs.replace
 
 
@@ -62,37 +65,6 @@ class LogPosition(NamedTuple):
 
     position: int
     logged_ms: int
-
-
-class Write(NamedTuple):
-    """A record of gpu.alerts: a transition, an open alert as it was written before, or the end of one (None); or one of
-    gpu.alert-members: a report of transitions, or of open alerts for their figures (renewal)."""
-
-    kind: Literal["alert", "repeat", "deletion", "report", "renewal"]
-    fingerprint: str
-    alert: Alert | AlertReport | None
-
-
-class Step(NamedTuple):
-    """The state after a step, and what to write, in this order."""
-
-    state: NodeAlerts
-    writes: tuple[Write, ...] = ()
-
-    @property
-    def alerts(self) -> list[Alert]:
-        """The transitions, those of alerts that are parts of another one too."""
-        found: list[Alert] = []
-        for kind, _, written in self.writes:
-            if isinstance(written, AlertReport):
-                found += written.alerts if kind == "report" else ()
-            elif written is not None and kind == "alert":
-                found.append(written)
-        return found
-
-    @property
-    def reports(self) -> list[AlertReport]:
-        return [written for _, _, written in self.writes if isinstance(written, AlertReport)]
 
 
 OnDevice = tuple[str, str, str]  # the device, and the uid or the name of a pod on it
@@ -148,10 +120,10 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
     step_ends = tick.ts_ms // STEP_MS != state.last_ts_ms // STEP_MS  # then other rules are found, too
     some_missing = len(memory.devices) != len(tick.devices)  # what is held of those goes by the time
     if state.holdings is None or memory.devices is not state.memory.devices or some_missing or step_ends:
-        after, reports = _with_holdings(after, _holdings(after, rules))
+        after, reports = with_holdings(after, holdings_of(after, rules))
     if after.maintenance is not None:
         findings = []
-    reports += _ranks(state, after, tick, rules)
+    reports += reports_of_ranks(state, after, tick, rules)
     if not (findings or state.tracked or state.resolved or reports):
         return Step(after, announced)
     now = _Now(tick, rules, state, findings, memory, {}, {})
@@ -176,10 +148,10 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
         if later is not None:
             tracked.append(later)
         if alert is not None:
-            writes.append(_written(alert, later or one, tick.ts_ms, repeat=alert is one.alert))
-            writes += _for_others(alert, later or one, tick.ts_ms, rules)
+            writes.append(written(alert, later or one, tick.ts_ms, repeat=alert is one.alert))
+            writes += for_others(alert, later or one, tick.ts_ms, rules)
     unchanged = len(tracked) == len(state.tracked) and all(a is b for a, b in zip(tracked, state.tracked, strict=True))
-    return _closed(after if unchanged else _replace(after, tracked=tuple(tracked)), writes, tick.ts_ms)
+    return step_of(after if unchanged else _replace(after, tracked=tuple(tracked)), writes, tick.ts_ms)
 
 
 def _after(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None, list[Write]]:
@@ -193,8 +165,8 @@ def _after(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | 
     if later is None or later.alert is None or later.scope is not None or rule is None or rule.kind not in WASTE:
         return later, alert, []
     # an earlier version wrote it as an alert of its own
-    ended = _transition(_resolved(later.alert, one, now.tick.ts_ms, "grouped"))
-    return _replace(later, scope=_scope_of_pod(later.alert)), later.alert, [ended]
+    ended = resolved_alert(later.alert, one, now.tick.ts_ms, "grouped")
+    return _replace(later, scope=scope_of_pod(later.alert)), later.alert, [Write("alert", ended.fingerprint, ended)]
 
 
 def _pending(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None]:
@@ -276,7 +248,7 @@ def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, A
         return one, None
     described = describe(finding, now.tick, one.since_ms, now.rules.wording)
     value = finding.value if finding.value is not None else (now_ms - one.since_ms) / 1000
-    alert = _alert(finding.rule, one, now.state, now_ms, float(value), described)
+    alert = firing(finding.rule, one, now.state, now_ms, float(value), described)
     if 0 < finding.rule.critical_ms <= now_ms - one.since_ms:  # it waited for another one
         alert = _replace(alert, severity="critical", labels={**alert.labels, "severity": "critical"})
     if finding.rule.kind in WASTE:
@@ -329,86 +301,12 @@ def _scope(finding: Finding, alert: Alert, now: _Now) -> Scope | None:
     """Of what an alert is a part: of that of its pod's workload or, if other GPUs of the node went with it, of that of
     the node. None: it is an alert of its own, and stays one."""
     if finding.rule.kind in WASTE:
-        return _scope_of_pod(alert)
+        return scope_of_pod(alert)
     if finding.rule.kind not in _TOGETHER:
         return None
     name, devices = finding.rule.name, {finding.device}
     devices |= {t.device for t in now.state.tracked if t.name == name and t.alert is not None and t.scope is None}
     return "node" if any(f.holds and f.rule.name == name and f.device not in devices for f in now.findings) else None
-
-
-def _scope_of_pod(alert: Alert) -> Scope:
-    return "workload" if {"k8s_workload_name", "job_id"} & alert.labels.keys() else "pod"
-
-
-def _holdings(state: NodeAlerts, rules: Rules) -> dict[str, int]:
-    """How many devices of the node each workload holds, by the alert of several GPUs that it would have."""
-    held = Counter(
-        ("", "", "", pod.pod)
-        if pod.workload_kind == JOB
-        else (pod.namespace, pod.workload_kind or "", pod.workload_name, "")
-        for seen in state.memory.devices.values()
-        for pod in seen.pods
-        if pod.workload_name and not pod.observed and not evaluate.is_gone(seen, state.last_ts_ms)
-    )
-    return {
-        fingerprint(rule.name, state.cluster, "", key="/".join(("workload", *whose))): count
-        for rule in rules.rules
-        if rule.kind in WASTE and (rule.enabled or rule.overrides)
-        for whose, count in held.items()
-    }
-
-
-def _with_holdings(state: NodeAlerts, holdings: dict[str, int]) -> tuple[NodeAlerts, list[Write]]:
-    """The state with what workloads hold on the node now, and the reports of what is another number than before."""
-    before = state.holdings or {}
-    changed = {group: holdings.get(group, 0) for group in before | holdings}
-    reports = [
-        AlertReport(
-            schema=1, group=group, scope="workload", cluster=state.cluster, node=state.node, ts_ms=state.last_ts_ms,
-            held=held,
-        )
-        for group, held in changed.items()
-        if held != before.get(group, 0)
-    ]  # fmt: skip
-    return _replace(state, holdings=holdings), [Write("report", report.group, report) for report in reports]
-
-
-def _ranks(before: NodeAlerts, after: NodeAlerts, tick: Tick, rules: Rules) -> list[Write]:
-    """The reports of what the GPUs of each workload did in the step that a tick has ended, to compare them."""
-    if after.maintenance is not None or tick.ts_ms // STEP_MS == before.last_ts_ms // STEP_MS:
-        return []
-    ranks: dict[str, list[Rank]] = {}
-    reports: dict[str, AlertReport] = {}
-    for rule in rules.of("straggler"):
-        for device in tick.devices:
-            uses = (one.memory.uses.get(device.uuid, ()) for one in (before, after))
-            holder, figures = sole_pod(device.holders) if device.holders else None, closed(*uses)
-            if (
-                figures is None
-                or holder is None
-                or holder.observed
-                or device.mig is not None
-                or evaluate.is_silenced(rules, holder, after.memory.devices[device.uuid], tick)
-            ):
-                continue
-            ruled = rules.in_force(rule, holder)
-            if ruled is None:
-                continue
-            uid, key = uid_and_key(holder)
-            finding = Finding(ruled, device.uuid, uid, key, facts=Facts(device, None, device.holders))
-            one = Tracked(name=rule.name, device=device.uuid, pod_uid=uid, key=key, since_ms=tick.ts_ms)
-            described = describe(finding, tick, tick.ts_ms, rules.wording)
-            pattern = _alert(ruled, one, after, tick.ts_ms, 0.0, described)
-            scope = _scope_of_pod(pattern)
-            group = _group(pattern, scope)
-            ranks.setdefault(group, []).append(Rank(device.uuid, device.index, holder.pod, figures, device.model))
-            limits = Limits(ruled.for_ms, ruled.keep_firing_ms, ruled.peers, ruled.deviations)
-            reports[group] = AlertReport(
-                schema=1, group=group, scope=scope, cluster=after.cluster, node=after.node, ts_ms=tick.ts_ms,
-                pattern=pattern, limits=limits,
-            )  # fmt: skip
-    return [Write("report", key, _replace(one, ranks=tuple(ranks[key]))) for key, one in reports.items()]
 
 
 def _devices_of(finding: Finding, tick: Tick) -> int:
@@ -418,56 +316,8 @@ def _devices_of(finding: Finding, tick: Tick) -> int:
     return len({device.uuid for device in held})
 
 
-def _group(alert: Alert, scope: Scope) -> str:
-    """The fingerprint of the alert that another one is a part of."""
-    whose = {
-        "workload": ("k8s_namespace_name", "k8s_workload_kind", "k8s_workload_name", "job_id"),
-        "pod": ("k8s_node_name", "k8s_namespace_name", "k8s_pod_name", "k8s_pod_uid"),
-        "node": ("k8s_node_name",),
-    }[scope]
-    key = "/".join((scope, *[alert.labels.get(name, "") for name in whose]))
-    return fingerprint(alert.name, alert.cluster, "", key=key)
-
-
-def _written(alert: Alert, one: Tracked, now_ms: int, *, repeat: bool = False) -> Write:
-    """The record of what has become of an alert: its own or, if it is a part of another, a report. That one has how
-    long the condition has held until now, and when the device last worked."""
-    if one.scope is None:
-        return Write("repeat" if repeat else "alert", alert.fingerprint, alert)
-    if alert.is_open and one.scope != "node":
-        since, worked = (f"{time(ms):%Y-%m-%dT%H:%M:%SZ}" for ms in (one.since_ms, one.again_ms or one.since_ms))
-        active = {"last_active": worked} if one.again_ms or "last_active" in alert.annotations else {}
-        alert = _replace(alert, annotations={**alert.annotations, **active, "since": since})
-    if alert.is_open and "gpu_share" in alert.annotations:
-        until_ms = now_ms if one.ceased_ms is None else one.ceased_ms
-        window_ms = duration_ms(alert.annotations["window"]) if "window" in alert.annotations else 0
-        alert = _replace(alert, value=(max(until_ms - one.since_ms - one.paused_ms, 0) + window_ms) / 1000)
-    group = _group(alert, one.scope)
-    report = AlertReport(
-        schema=1, group=group, scope=one.scope, cluster=alert.cluster, node=alert.node, ts_ms=now_ms, alerts=(alert,)
-    )
-    return Write("renewal" if repeat else "report", group, report)
-
-
-def _for_others(alert: Alert, one: Tracked, now_ms: int, rules: Rules) -> list[Write]:
-    """The reports of a GPU to the alerts of other kinds that go by it or name it. The end of one by a rule that is gone
-    is reported to all of them."""
-    if one.scope not in ("workload", "pod"):
-        return []
-    others = _OTHERS.get(rules.by_name[alert.name].kind, ()) if alert.name in rules.by_name else _OTHERS["crash_loop"]
-    reports = [
-        AlertReport(
-            schema=1, group=_group(_replace(alert, name=rule.name), one.scope), scope=one.scope,
-            cluster=alert.cluster, node=alert.node, ts_ms=now_ms, others=(alert,),
-        )
-        for other in others
-        for rule in rules.of(other)
-    ]  # fmt: skip
-    return [Write("report", report.group, report) for report in reports]
-
-
 def _ended(one: Tracked, now: _Now, because: str) -> tuple[None, Alert | None]:
-    return None, None if one.alert is None else _resolved(one.alert, one, now.tick.ts_ms, because)
+    return None, None if one.alert is None else resolved_alert(one.alert, one, now.tick.ts_ms, because)
 
 
 def same(durable: NodeAlerts, current: NodeAlerts) -> bool:
@@ -533,7 +383,7 @@ def silence(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAlerts:
         if lasted_ms >= rule.for_ms and all(identity(one) != identity(tracked) for one in state.tracked):
             starts_ms = min(state.last_ts_ms + rule.for_ms, MAX_TIME_MS)
             described = silent(rule, state, state.memory, rules.wording)
-            alert = _alert(rule, tracked, state, starts_ms, rule.for_ms / 1000, described)
+            alert = firing(rule, tracked, state, starts_ms, rule.for_ms / 1000, described)
             state = _replace(quiet(state), tracked=(*state.tracked, _replace(tracked, alert=alert)))
     return state
 
@@ -544,7 +394,7 @@ def retire(state: NodeAlerts, at_ms: int) -> NodeAlerts:
     if is_retired(state):
         return state
     ended = [
-        _replace(one, alert=_resolved(one.alert, one, min(at_ms, MAX_TIME_MS), "node_removed"), written_ms=None)
+        _replace(one, alert=resolved_alert(one.alert, one, min(at_ms, MAX_TIME_MS), "node_removed"), written_ms=None)
         for one in state.tracked
         if one.alert is not None
     ]
@@ -562,14 +412,14 @@ def announce(state: NodeAlerts) -> Step:
     tracked: list[Tracked] = []
     writes: list[Write] = []
     if _holds_nothing(state):
-        state, writes = _with_holdings(state, {})
+        state, writes = with_holdings(state, {})
     for one in state.tracked:
         if one.alert is not None and one.written_ms is None:
-            writes.append(_written(one.alert, one, state.last_ts_ms))
+            writes.append(written(one.alert, one, state.last_ts_ms))
             one = _replace(one, written_ms=milliseconds(one.alert.starts_at))
         if one.alert is None or one.alert.is_open:
             tracked.append(one)
-    return _closed(_replace(state, tracked=tuple(tracked)), writes, state.last_ts_ms)
+    return step_of(_replace(state, tracked=tuple(tracked)), writes, state.last_ts_ms)
 
 
 def has_unwritten(state: NodeAlerts) -> bool:
@@ -583,7 +433,7 @@ def _holds_nothing(state: NodeAlerts) -> bool:
 
 
 def expire(state: NodeAlerts, now_ms: int) -> Step:
-    return _closed(state, [], now_ms)
+    return step_of(state, [], now_ms)
 
 
 def is_retired(state: NodeAlerts) -> bool:
@@ -593,69 +443,3 @@ def is_retired(state: NodeAlerts) -> bool:
 
 def is_over(state: NodeAlerts) -> bool:
     return is_retired(state) and not state.resolved and not state.holdings
-
-
-# -- alerts
-
-
-def _alert(rule: Rule, one: Tracked, state: NodeAlerts, now_ms: int, value: float, described: Described) -> Alert:
-    """A firing alert: it starts now, and after the last of its kind ended."""
-    key = fingerprint(rule.name, state.cluster, state.node, one.device, one.pod_uid, one.key)
-    labels, annotations = described
-    return Alert(
-        schema=1,
-        name=rule.name,
-        state="firing",
-        fingerprint=key,
-        cluster=state.cluster,
-        node=state.node,
-        starts_at=time(max(now_ms, state.resolved.get(key, -1) + 1)),
-        severity=rule.severity,
-        value=value,
-        labels=labels,
-        annotations=annotations,
-    )
-
-
-def _resolved(alert: Alert, one: Tracked, at_ms: int, because: str) -> Alert:
-    ends_at = max(time(at_ms), alert.starts_at)
-    resolved = _replace(alert, state="resolved", ends_at=ends_at, resolved_because=because)
-    held_until_ms = at_ms if one.ceased_ms is None else one.ceased_ms
-    return in_the_end(resolved, held_until_ms - one.since_ms - one.paused_ms)
-
-
-def _transition(alert: Alert) -> Write:
-    return Write("alert", alert.fingerprint, alert)
-
-
-def _closed(state: NodeAlerts, writes: list[Write], now_ms: int) -> Step:
-    """The step's end: what is resolved is remembered until it is deleted, or fires again."""
-    resolved = dict(state.resolved)
-    reports: dict[tuple[str, bool], AlertReport] = {}
-    alone: list[Write] = []
-    for write in writes:
-        one = write.alert
-        alerts: tuple[Alert, ...] = () if one is None else (one,) if isinstance(one, Alert) else one.alerts
-        for alert in alerts:
-            resolved.pop(alert.fingerprint, None)
-            if alert.ends_at is not None:
-                resolved[alert.fingerprint] = milliseconds(alert.ends_at)
-        if isinstance(one, AlertReport):
-            phase = 2 * state.silent + (write.kind == "renewal")
-            one = _replace(one, position=state.position, logged_ms=state.logged_ms, phase=phase)
-            known = reports.get(place := (one.group, write.kind == "renewal"))
-            held = known.held if known is not None and one.held is None else one.held
-            alerts = one.alerts if known is None else (*known.alerts, *one.alerts)
-            others = one.others if known is None else (*known.others, *one.others)
-            compared = one if known is None or one.ranks else known
-            ranks = {field: getattr(compared, field) for field in _OF_RANKS}
-            reports[place] = _replace(one, held=held, alerts=alerts, others=others, **ranks)
-        else:
-            alone.append(write)
-    by_phase = sorted(reports.items(), key=lambda item: item[1].phase)
-    reported = [Write("renewal" if again else "report", group, one) for (group, again), one in by_phase]
-    writes = [*alone, *reported]
-    for key in [key for key, at_ms in resolved.items() if now_ms - at_ms >= DELETE_MS]:
-        del resolved[key]
-        writes.append(Write("deletion", key, None))
-    return Step(state if resolved == state.resolved else _replace(state, resolved=resolved), tuple(writes))

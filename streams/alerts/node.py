@@ -19,8 +19,9 @@ import msgspec
 from delivery import replays
 from delivery.ledger import Slot
 from streams.alerts import groups, machine
-from streams.alerts.machine import LogPosition, Step, Write
+from streams.alerts.machine import LogPosition
 from streams.alerts.memory import NodeAlerts, Order, last_tick, order
+from streams.alerts.reports import Step, Write
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from streams.caught_up import CaughtUp, WatchedPartition

@@ -8,8 +8,9 @@ import pytest
 from delivery.ledger import Partition
 from delivery.settings import DEAD_LETTERS
 from streams.alerts.component import ALERTS, GROUPS, MEMBERS, STATE, WORKLOADS
-from streams.alerts.machine import DELETE_MS, FORGET_MS, LEAVING_MS
+from streams.alerts.machine import FORGET_MS, LEAVING_MS
 from streams.alerts.memory import NodeAlerts, decode, encode
+from streams.alerts.reports import DELETE_MS
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device
 from streams.stage import ATTRIBUTED

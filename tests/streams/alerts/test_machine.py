@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 
 from streams.alerts import machine
-from streams.alerts.machine import DELETE_MS, MAX_GAP_MS, REPEAT_MS, LogPosition
+from streams.alerts.machine import MAX_GAP_MS, REPEAT_MS, LogPosition
 from streams.alerts.memory import NodeAlerts, decode, encode
+from streams.alerts.reports import DELETE_MS, Step
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.stories import SHORT, lives
@@ -42,7 +43,7 @@ class Life:
         before = self.state or machine.begin(one, place)
         return self.take(machine.step(before, one, place, self.rules))
 
-    def take(self, step: machine.Step) -> list[Alert]:
+    def take(self, step: Step) -> list[Alert]:
         self.state = step.state
         self.written += step.alerts
         self.repeated += [one for kind, _, one in step.writes if isinstance(one, Alert) and kind == "repeat"]
