@@ -106,13 +106,14 @@ class Layout:
         same: Callable[[Iterable[Row]], Rows],
     ) -> None:
         names = {_SAID[place]: place for place in known}
-        self._conversions: list[tuple[int, _Scaled]] = []
+        self._conversions: list[tuple[int, Callable[[Any], float]]] = []
         self._keys: list[str] = []
         rows: list[Row] = []
         for key, one, primary in series:
             if key in names:
                 if one.scale != 1.0 or one.bits is not None:
-                    self._conversions.append((len(rows), _Scaled(one.of)))
+                    convert = one.of if one.kind == "counter" else _Scaled(one.of).__getitem__
+                    self._conversions.append((len(rows), convert))
                 self._keys.append(key)
                 rows.append(Row(one.name, one.labels, one.kind, one.help, one.unit, primary))
         counted = [(key, row) for key, row in counts if key in names and rows]
@@ -150,8 +151,8 @@ class Layout:
         if picked[self._known :] != self._absent or None in values:
             return None
         del values[self.plain :]
-        for at, converted in self._conversions:
-            values[at] = converted[values[at]]
+        for at, convert in self._conversions:
+            values[at] = convert(values[at])
         if self._sums:
             said += tuple([sum([said[place] or 0.0 for place in places]) if places else 1.0 for places in self._sums])
         values += [ratio.of(said[above], said[below]) for above, below, ratio in self._ratios]  # type: ignore[arg-type]
@@ -162,12 +163,13 @@ class Layout:
         conversions = dict(self._conversions)
         for at, key in enumerate(self._keys):
             if (value := rest.get(key)) is not None:
-                values[at] = conversions[at][value] if at in conversions else float(value)
+                values[at] = conversions[at](value) if at in conversions else float(value)
         return values
 
 
 class _Scaled(dict[Any, float]):
-    """The values of a series by those of its key, remembered: a GPU's clocks, temperatures and percentages are few."""
+    """The values of a series by those of its key, remembered: clocks, temperatures and percentages are few; what
+    a counter says does not come again."""
 
     def __init__(self, of: Callable[[Value], float]) -> None:
         super().__init__()

@@ -132,12 +132,12 @@ class _RawTick(AttributedTick, frozen=True, kw_only=True):
 
 
 class _Said(NamedTuple):
-    """What was said of a device last, and of its holders, as it was written; and what that is."""
+    """What a tick said of a node's devices and of the holders of each, as it was written; and what that is."""
 
-    fields: tuple[Any, ...]
-    device: SeriesDevice
-    holder_fields: list[tuple[Any, ...]]
-    holders: tuple[Holder, ...]
+    fields: list[tuple[Any, ...]]
+    holder_fields: list[list[tuple[Any, ...]]]
+    devices: list[SeriesDevice]
+    holders: list[tuple[Holder, ...]]
 
 
 _OF_DEVICE = SeriesDevice.__struct_fields__
@@ -148,6 +148,7 @@ _RAW = {
     for field in (*msgspec.structs.fields(SeriesDevice), *msgspec.structs.fields(Holder))
     if field.name in ("mig", "jobs", "events", "info", "xids", "workload", "labels", "namespace_labels")
 }
+_NOTHING = _Said([], [], [], [])
 _decode_raw = msgspec.json.Decoder(_RawTick).decode
 
 
@@ -155,32 +156,17 @@ class TickDecoder:
     """Decodes ticks, and remembers of each node what the last one said of its devices."""
 
     def __init__(self) -> None:
-        self._nodes: dict[tuple[str, str], dict[str, _Said]] = {}
+        self._nodes: dict[tuple[str, str], _Said] = {}
 
     def decode(self, value: bytes) -> SeriesTick:
         """A tick. Raises what msgspec does for what is none, or has a null where the type allows none."""
         tick = _decode_raw(value)
-        key = (tick.cluster, tick.node)
-        before, said = self._nodes.pop(key, {}), dict[str, _Said]()
-        readings: list[DeviceReading] = []
-        other: _Said | None = None
-        for raw in tick.devices:
-            was, fields, holder_fields = before.get(raw.uuid), _of_device(raw), list(map(_of_holder, raw.holders))
-            if was is None or was.fields != fields or was.holder_fields != holder_fields:
-                was = other = _said(raw, fields, holder_fields, (was, other))
-            said[raw.uuid] = was
-            parts = tuple([one.parts for one in raw.holders])
-            readings.append(
-                DeviceReading(
-                    was.device,
-                    was.holders,
-                    raw.metrics,
-                    parts if any(parts) else (),
-                    raw.unattributed,
-                    raw.split_scaled,
-                )
-            )
-        self._nodes[key] = said
+        key, raws = (tick.cluster, tick.node), tick.devices
+        was = self._nodes.pop(key, _NOTHING)
+        fields, holder_fields = list(map(_of_device, raws)), [list(map(_of_holder, raw.holders)) for raw in raws]
+        if was.fields != fields or was.holder_fields != holder_fields:
+            was = _said(raws, fields, holder_fields, was)
+        self._nodes[key] = was
         if len(self._nodes) > _NODES:
             del self._nodes[next(iter(self._nodes))]
         return SeriesTick(
@@ -193,24 +179,43 @@ class TickDecoder:
             offset=tick.offset,
             attribution=tick.attribution,
             node_labels=tick.node_labels,
-            devices=tuple(readings),
+            devices=tuple(map(_reading, was.devices, was.holders, raws)),
         )
 
 
+def _reading(device: SeriesDevice, holders: tuple[Holder, ...], raw: _RawDevice) -> DeviceReading:
+    parts = tuple([one.parts for one in raw.holders])
+    return DeviceReading(device, holders, raw.metrics, parts if any(parts) else (), raw.unattributed, raw.split_scaled)
+
+
 def _said(
-    raw: _RawDevice, fields: tuple[Any, ...], holder_fields: list[tuple[Any, ...]], others: Iterable[_Said | None]
+    raws: Iterable[_RawDevice],
+    fields: Iterable[tuple[Any, ...]],
+    holder_fields: Iterable[list[tuple[Any, ...]]],
+    was: _Said,
 ) -> _Said:
-    """What is said of a device; as far as one of the others says the same, it is the same object."""
-    there = [other for other in others if other is not None]
-    of_device = next(((one.fields, one.device) for one in there if one.fields == fields), None)
-    of_holders = next(((one.holder_fields, one.holders) for one in there if one.holder_fields == holder_fields), None)
-    if of_device is None:
-        known = [(name, one) for name, one in zip(_OF_DEVICE, fields, strict=True) if one != _ABSENT]
-        device = SeriesDevice(**{name: _RAW[name](one) if name in _RAW else one for name, one in known})
-        of_device = _copied(fields), device
-    if of_holders is None:
-        of_holders = list(map(_copied, holder_fields)), tuple(map(_holder, raw.holders))
-    return _Said(*of_device, *of_holders)
+    """What is said of devices. What was said of a device before, or of the one before it, is the same object."""
+    said = _Said([], [], [], [])
+    before = {device.uuid: number for number, device in enumerate(was.devices)}
+    for raw, of_device, of_holders in zip(raws, fields, holder_fields, strict=True):
+        number = before.get(raw.uuid, -1)
+        if number >= 0 and was.fields[number] == of_device:
+            said.fields.append(was.fields[number])
+            said.devices.append(was.devices[number])
+        else:
+            known = [(name, one) for name, one in zip(_OF_DEVICE, of_device, strict=True) if one != _ABSENT]
+            said.fields.append(_copied(of_device))
+            said.devices.append(SeriesDevice(**{name: _RAW[name](one) if name in _RAW else one for name, one in known}))
+        if number >= 0 and was.holder_fields[number] == of_holders:
+            said.holder_fields.append(was.holder_fields[number])
+            said.holders.append(was.holders[number])
+        elif said.holders and said.holder_fields[-1] == of_holders:
+            said.holder_fields.append(said.holder_fields[-1])
+            said.holders.append(said.holders[-1])
+        else:
+            said.holder_fields.append(list(map(_copied, of_holders)))
+            said.holders.append(tuple(map(_holder, raw.holders)))
+    return said
 
 
 def _holder(raw: _RawHolder) -> Holder:
