@@ -134,15 +134,20 @@ class OpenSeries:
 
     def _ends(self, before: Sequence[SeriesSet], written: Sequence[SeriesSet], at_ms: int) -> list[SampleGroup]:
         """The ends of those series that are not written any more."""
-        kept, identities = set(before).intersection(written), self._translator.identities
-        gone_sets = [series for series in before if series not in kept]
-        new = {one for series in written if gone_sets and series not in kept for one in identities(series)}
+        kept, translator = set(before).intersection(written), self._translator
+        gone, begun = ([series for series in some if series not in kept] for some in (before, written))
+        there = {series.labels for series in begun}
+        alike = {series for series in gone if translator.may_collide or series.labels in there}
+        new = {one for series in (begun if alike else ()) for one in translator.identities(series)}
         markers: list[SampleGroup] = []
-        for series in gone_sets:
-            rows = tuple([row for row, one in zip(series.rows, identities(series), strict=True) if one not in new])
-            if rows:  # all of a set, as a rule, and then it is the one that was written
-                gone = series if len(rows) == len(series.rows) else SeriesSet(series.labels, rows, series.subject)
-                markers.append(SampleGroup(gone, at_ms, [STALE] * len(rows)))
+        for series in gone:
+            if series in alike:
+                identities = translator.identities(series)
+                rows = tuple([row for row, one in zip(series.rows, identities, strict=True) if one not in new])
+                if len(rows) < len(series.rows):
+                    series = SeriesSet(series.labels, rows, series.subject)
+            if series.rows:
+                markers.append(SampleGroup(series, at_ms, [STALE] * len(series.rows)))
         return markers
 
     def _cache(self, sample: SeriesTick) -> Cache:

@@ -181,6 +181,8 @@ def pod_info_labels(where: Place, pod: Held, most: int = MAX_LABELS) -> Labels:
 
 def labels_without_room(pod: Held, info: Labels, most: int) -> int:
     """How many labels of a pod's tenant neither its ``gpu_pod_info`` nor its devices' series have room for."""
+    if len(info) + 1 < most:
+        return 0
     shown = sum(name.startswith(("k8s_pod_label_", "k8s_namespace_label_")) for name, _ in info)
     return max(0, len(pod.tenants) - max(0, most - ROW_LABELS - DEVICE_LABELS) - shown)
 

@@ -42,7 +42,6 @@ from sinks.series.beside import (
 from sinks.series.labels import (
     MAX_LABELS,
     DeviceIdentity,
-    Held,
     Place,
     device_pairs,
     held,
@@ -309,7 +308,7 @@ class Translator:
         cache.tick, cache.keys, cache.sets, cache.besides, cache.changing = tick, [], [], [], []
         for one, rows in zip(tick.written, tick.rows, strict=True):
             if one.made is None or one.made.rows is not rows:
-                one.made = self._make(SeriesSet(one.labels, rows, one.subject), one.of, one.of.held)
+                one.made = self._make(SeriesSet(one.labels, rows, one.subject), one.of)
             cache.keys.append(one.key)
             cache.sets.append(one.made)
         for names in self._label_names:
@@ -346,19 +345,16 @@ class Translator:
         was_of, made = cache.beside.get(key, _NEVER)
         if made is None or was_of != one.of:
             series = made_of(names, one.of, self._max_labels, self._on_cut)
-            if isinstance(one.of, PodInfo):
-                made = self._make(series, one.of.place, held(one.of.holder), one.key)
-            else:
-                made = self._make(series, one.of.device, one.of.device.held, one.key)
+            made = self._make(series, one.of if isinstance(one.of, PodInfo) else one.of.device, one.key)
             cache.beside[key] = one.of, made
         alone = all(isinstance(pick, float) for pick in one.picks)
         return _MadeBeside(key, made, one.picks, picked(one.picks, ()) if alone else None)
 
-    def _make(
-        self, series: SeriesSet, of: DeviceIdentity | Place, pod: Held | None, about: tuple[str, ...] | None = None
-    ) -> Made:
+    def _make(self, series: SeriesSet, of: DeviceIdentity | PodInfo, about: tuple[str, ...] | None = None) -> Made:
         """A set as it is written: of every one there is, when something of it has changed."""
-        meta = meta_labels(of, pod) if self._relabelling.with_meta else {}
+        meta: Mapping[str, str] = {}
+        if self._relabelling.with_meta:
+            meta = meta_labels(of.place, held(of.holder)) if isinstance(of, PodInfo) else meta_labels(of, of.held)
         relabelled = self._relabelling.relabel(series, meta)
         hashes = tuple(map(hash, relabelled.series.series())) if self._relabelling.may_collide else None
         return Made(series.rows, *relabelled, about, hashes)
@@ -375,17 +371,18 @@ class Translator:
         cut: list[tuple[int, tuple[int, ...] | None]] = []
         seen: dict[object, tuple[str, ...] | None] = {}
         for number, (key, one) in enumerate(zip(cache.keys, cache.sets, strict=True)):
-            cache.withheld.update(one.withheld)
-            series, kept = one.series, one.kept
+            series, kept, rows = one.series, one.kept, None
+            if one.withheld:
+                cache.withheld.update(one.withheld)
             if one.hashes is not None:
                 rows = [row for row, its in enumerate(one.hashes) if self._is_first(its, one, seen, cache)]
-            elif series.identity not in seen:
-                seen[series.identity], rows = one.about, list(range(len(series.rows)))
+            elif (identity := series.identity) not in seen:
+                seen[identity] = one.about
             else:
-                again = one.about is None or seen[series.identity] != one.about
+                again = one.about is None or seen[identity] != one.about
                 cache.withheld["collision"] += len(series.rows) if again else 0
                 rows = []
-            if len(rows) < len(series.rows):
+            if rows is not None and len(rows) < len(series.rows):
                 kept = tuple([row if kept is None else kept[row] for row in rows])
                 series = cache.reduced(one, tuple(rows))
             if series.rows:
@@ -425,6 +422,8 @@ class Translator:
             written, parts = was.written, was.parts if len(was.parts) <= 2 * len(pods) + 1 else {}
         else:
             written, parts = self._written(device.uuid, of, pairs, self._metric_names, self._counted), {}
+            for one, before in zip(written, was.written if was is not None else (), strict=False):
+                one.layout = before.layout if one.names is before.names else None
         counts = self._counts(device, None if attribution == "none" else len(pods), cache)
         held = HeldDevice(where, device, holders, pods, bare)
         cache.devices[device.uuid] = made = _Labelled(held, attribution, counts, of, pairs, written, parts)
