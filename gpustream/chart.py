@@ -404,65 +404,8 @@ def kafka_users(of_kafka: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-STRIMZI_MOUNTS = """\
-# Topics and users of a Kafka by Strimzi, which is called kafka: written by `python -m gpustream.chart`. Every pod logs
-# in with the certificate of a user of its own, who may do what its command needs and no more. What else it wants, such
-# as which namespace the operators watch: ../../README.md.
-apiVersion: kustomize.config.k8s.io/v1alpha1
-kind: Component
-resources:
-  - topics.yaml
-  - users.yaml
-configMapGenerator:
-  - name: gpustream
-    namespace: gpustream
-    behavior: merge
-    literals:
-      - GPUSTREAM_KAFKA=kafka-kafka-bootstrap:9093
-      - GPUSTREAM_KAFKA_SECURITY=ssl
-      - GPUSTREAM_KAFKA_CA=/etc/gpustream/kafka/ca.crt
-      - GPUSTREAM_KAFKA_CERT=/etc/gpustream/kafka/user.crt
-      - GPUSTREAM_KAFKA_KEY=/etc/gpustream/kafka/user.key
-patches:
-  - target:
-      kind: Job
-      name: topics
-    patch: |
-      $patch: delete
-      apiVersion: batch/v1
-      kind: Job
-      metadata:
-        name: topics
-  - target:
-      kind: DaemonSet|Deployment|StatefulSet
-      labelSelector: app.kubernetes.io/name=gpustream
-    patch: |
-      - op: add
-        path: /spec/template/spec/volumes/0
-        value:
-          name: kafka
-          projected:
-            defaultMode: 0440
-            sources:
-              - secret:
-                  name: the user's
-                  items:
-                    - {key: user.crt, path: user.crt}
-                    - {key: user.key, path: user.key}
-              - secret:
-                  name: kafka-cluster-ca-cert
-                  items:
-                    - {key: ca.crt, path: ca.crt}
-      - op: add
-        path: /spec/template/spec/containers/0/volumeMounts/-
-        value:
-          name: kafka
-          mountPath: /etc/gpustream/kafka
-          readOnly: true
-      - op: add # reads the Secrets' files
-        path: /spec/template/spec/securityContext/fsGroup
-        value: 65532
-"""
+USERS = "  # written by `python -m gpustream.chart`: the user of each component\n"
+"""What stands after it in the kustomization is written; what stands before it is kept."""
 
 OF_ONE_USER = """\
   - target:
@@ -486,7 +429,8 @@ def as_documents(things: list[dict[str, Any]], what: str) -> str:
 def files() -> dict[Path, str]:
     """The files as they should be."""
     made, of_kafka = schema(), kafka()
-    mounts = STRIMZI_MOUNTS + "".join(OF_ONE_USER.format(name=name) for name in users_of_components())
+    head, mark, _ = (STRIMZI / "kustomization.yaml").read_text(encoding="utf-8").partition(USERS)
+    mounts = head + mark + "".join(OF_ONE_USER.format(name=name) for name in users_of_components())
     return {
         CHART / "values.schema.json": json.dumps(made, indent=2) + "\n",
         CHART / "README.md": readme(made),

@@ -252,13 +252,17 @@ def text(report: Json) -> str:
     """The report for people. Whatever is not printable is a question mark."""
     shown: dict[str, str] = {}
     unopened = [f"GPU at {one['place']} can't be opened: {sentence([one])}" for one in report["unopened"]]
+    unwell = [
+        f"{_name(one)} {one['state']}" for one in report["devices"] if one["state"] != "ok" and not one.get("mig")
+    ]
+    unwell += [f"GPU at {one['place']} can't be opened" for one in report["unopened"]]
     unplaced = []
     for one in report["unplaced"]:
         claim = one["claim"]
         what = one["device_id"] if claim is None else f"{claim['driver']}/{claim['pool']}/{claim['device']}"
         unplaced.append(f"on no device: {what} of {_who(one)}: {_WHY[one['why']]}")
     blocks = [
-        [line for content in _unwell(report) for line in _line("", content)],
+        _line("", f"not well: {', '.join(unwell)}") if unwell else [],
         [line for content in _head(report) for line in _line("", content)],
         *(_block(device, shown) for device in report["devices"]),
         [line for content in unopened for line in _line("", content)],
@@ -289,14 +293,6 @@ def sentence(tried: Iterable[Json]) -> str:
     return ", then ".join(
         _ERRORS.get(error, error) + (f" ({names})" if names else "") for error, names in named.items()
     )
-
-
-def _unwell(report: Json) -> Iterator[str]:
-    """The GPUs that are lost, hang or can't be opened, in a line."""
-    names = [f"{_name(one)} {one['state']}" for one in report["devices"] if one["state"] != "ok" and not one.get("mig")]
-    names += [f"GPU at {one['place']} can't be opened" for one in report["unopened"]]
-    if names:
-        yield f"not well: {', '.join(names)}"
 
 
 def _head(report: Json) -> Iterator[str]:

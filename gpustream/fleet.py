@@ -246,6 +246,21 @@ class Device:
         found = {"lost": "lost", "timeout": "does not answer"}.get(self.state, "")
         return found or ("unwell" if self.unwell else "") or (f"XID {self.xid}" if self.xid is not None else "")
 
+    def is_idle_for(self, one: Held) -> bool:
+        """Whether one does nothing with it: by its own part, if that is known."""
+        if one.used_ratio is None or self.status not in ("busy", "idle"):
+            return self.status == "idle"
+        return one.used_ratio < IDLE_BELOW
+
+    def held_since_ms(self, name: str) -> int:
+        """When this pod got it, as far back as is known."""
+        since_ms = self.ts_ms
+        for tenure in reversed(self.tenures):
+            if name not in tenure.pods:
+                break
+            since_ms = tenure.from_ms
+        return since_ms
+
     def take(self, tick: Tick, device: TickDevice, held: list[Held]) -> None:
         """Takes in what a tick says of it."""
         of = device.metrics
@@ -466,27 +481,10 @@ def _use(of: list[tuple[Device, Held]]) -> Use:
         pods=len({(part.namespace, part.pod) for _, part in of}),
         nodes=len({device.node for device, _ in of}),
         gpus=len({device.gpu for device, _ in of}),
-        idle=len({device.gpu for device, part in of if _is_idle(device, part)}),
+        idle=len({device.gpu for device, part in of if device.is_idle_for(part)}),
         used_ratio=sum(ratios) / len(ratios) if ratios else None,
         memory_used_bytes=memory,
         power_watts=power,
-        since_ms=min(_since(device, part.name) for device, part in of),
+        since_ms=min(device.held_since_ms(part.name) for device, part in of),
         devices=tuple(device for device, _ in of),
     )
-
-
-def _is_idle(device: Device, part: Held) -> bool:
-    """Whether one does nothing with a device: by its own part, if that is known."""
-    if part.used_ratio is None or device.status not in ("busy", "idle"):
-        return device.status == "idle"
-    return part.used_ratio < IDLE_BELOW
-
-
-def _since(device: Device, name: str) -> int:
-    """When this one got the device, as far back as is known."""
-    since_ms = device.ts_ms
-    for tenure in reversed(device.tenures):
-        if name not in tenure.pods:
-            break
-        since_ms = tenure.from_ms
-    return since_ms

@@ -23,7 +23,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from importlib.metadata import version
 from socketserver import TCPServer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import Metric, make_wsgi_app
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 INSTRUMENTS = (
     Instrument("gpustream_build_info", "gauge", "Always 1; the version is a label.", ("version",)),
@@ -81,36 +83,31 @@ class Health:
         self.instruments.gauge("gpustream_build_info", version("gpustream")).set(1)
         ProcessCollector(registry=self.instruments.registry)
         GCCollector(registry=self.instruments.registry)
-        families = Families([*registries, self.instruments.registry], at_once=self._at_once)
+        families = Families(
+            [*registries, self.instruments.registry],
+            at_once=lambda collect: self._on_the_loop(collect, collect),  # beside it, if it does not answer
+        )
         self._exposition: WSGIApplication = make_wsgi_app(families)
 
     def reasons(self) -> list[str]:
         """Why the process is not ready, asked of the components on their own thread."""
-        return [*no_descriptor_left(), *self._of_components()]
+        silent = [f"the event loop has not answered for {_ASK_S:.0f} s"]
+        return [*no_descriptor_left(), *self._on_the_loop(self._not_ready, lambda: silent)]
 
-    def _of_components(self) -> list[str]:
+    def _on_the_loop(self, ask: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """What a function gives between two steps of the components, so that their counts agree with each other.
 
-        async def ask() -> list[str]:
-            return self._not_ready()
+        If the event loop does not answer, what ``otherwise`` gives.
+        """
 
-        asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
-        try:
-            return asked.result(_ASK_S)
-        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
-            return [f"the event loop has not answered for {_ASK_S:.0f} s"]
-
-    def _at_once(self, collect: "Collect") -> list[Metric]:
-        """All metrics as of one moment between two steps of the components: so their counts agree with each other. If
-        the event loop does not answer, they are collected beside it."""
-
-        async def on_the_loop() -> list[Metric]:
-            return collect()
+        async def on_the_loop() -> T:
+            return ask()
 
         asked = asyncio.run_coroutine_threadsafe(on_the_loop(), self._loop)
         try:
             return asked.result(_ASK_S)
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
-            return collect()
+            return otherwise()
 
     def hung(self) -> bool:
         """Whether the event loop has not turned for too long."""

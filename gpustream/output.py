@@ -7,6 +7,7 @@ On failure: what is wrong, on standard error, and exit code 1.
 
 import asyncio
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -46,6 +47,12 @@ def failed(sentence: object) -> SystemExit:
     """What ends a command: the sentence is on standard error, and the exit code is 1."""
     click.echo(str(sentence), err=True)
     return SystemExit(FAILED)
+
+
+def is_screen() -> bool:
+    """Whether a person is at a terminal that can show more than lines."""
+    whole = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    return whole and os.environ.get("TERM", "") not in ("", "dumb")
 
 
 def show(columns: Sequence[str], rows: Sequence[Row], style: Callable[[Row], str] = lambda _: "") -> None:

@@ -38,14 +38,15 @@ from delivery.settings import (
     Option,
     Uses,
 )
-from gpustream import alerts, command, live, logs, serve
+from gpustream import alerts, command, logs, serve
 from gpustream.command import OF_CONNECTION, Command, ProcessSettings
 from gpustream.embedded import EmbeddedBroker, every_topic
 from gpustream.fleet import Fleet, Tick
+from gpustream.output import is_screen
 from gpustream.pipeline import Failed, Pipeline, Tail
 from gpustream.sightings import Sightings
 from gpustream.tally import Run, Sampled, Tally
-from gpustream.top.views import Now, firing
+from gpustream.top.views import LINE_EVERY_S, Now, firing
 from producers import PRODUCERS
 from producers.node.config import Node, ReadingSettings, node_name
 from producers.settings import Interval
@@ -204,7 +205,7 @@ class OneProcess:
         self._alerts = alerts.Seen()
         self._fleet = Fleet(self._command_of)
         self._sightings = Sightings()
-        self._began_s, self._line_due_s = time.monotonic(), live.LINE_EVERY_S
+        self._began_s, self._line_due_s = time.monotonic(), LINE_EVERY_S
         self._not_ready: list[str] = []
         self._counted: deque[tuple[float, int]] = deque([(self._began_s, 0)], maxlen=_RATE_LOOKS)
         self._stopping = False
@@ -221,7 +222,7 @@ class OneProcess:
         pipeline = Pipeline(self._producer, self._streams, sinks, tail, self._look, self._behind)
         async with serve.observed(pipeline.components, self._chosen.listen):
             running = asyncio.create_task(pipeline.run(stop, duration_s))
-            if not self._chosen.plain and live.is_screen():
+            if not self._chosen.plain and is_screen():
                 from gpustream.top.app import TopApp
 
                 def stop_now() -> None:
@@ -248,7 +249,7 @@ class OneProcess:
         if self._chosen.summary == "json":
             click.echo(msgspec.json.encode(summary).decode())
         else:
-            click.echo(live.summary_text(summary, self._sightings.lines()))
+            click.echo(summary.text(self._sightings.lines()))
         return 0 if summary.ok else serve.FAILED
 
     def leave(self, code: int) -> None:
@@ -301,10 +302,8 @@ class OneProcess:
         if self._screen is not None or elapsed_s < self._line_due_s:
             return
         while self._line_due_s <= elapsed_s:
-            self._line_due_s += live.LINE_EVERY_S
-        now = self._now()
-        said = live.fleet_line(now.fleet, now.facts, len(now.firing), now.trouble)
-        click.echo(f"{elapsed_s:5.0f} s  {said}", err=self._chosen.summary == "json")
+            self._line_due_s += LINE_EVERY_S
+        click.echo(f"{elapsed_s:5.0f} s  {self._now().line()}", err=self._chosen.summary == "json")
 
     def _now(self) -> Now:
         """This moment of the run."""

@@ -2,11 +2,12 @@
 
 In:       what producers sampled, what gpu.attributed held, what each sink did.
 Out:      the summary of a run; ``lost`` is found from the sequence numbers, not from anybody's counters.
-State:    per run of a node, the sequence numbers seen: a prefix and what is beyond it, so hours of ticks stay small.
+State:    per run of a node, the sequence numbers seen, as ranges: so hours of ticks stay small.
 """
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -23,25 +24,56 @@ class Run(NamedTuple):
     run_id: int
 
 
-class Seqs:
-    """A set of sequence numbers, which count from 1."""
+class Ranges:
+    """A set of integers, as the ranges that it is made of, in their order."""
+
+    __slots__ = ("_firsts", "_lasts")
 
     def __init__(self) -> None:
-        self.prefix = 0
-        self._beyond: set[int] = set()
+        self._firsts: list[int] = []
+        self._lasts: list[int] = []
 
-    def add(self, seq: int) -> bool:
+    def add(self, number: int) -> bool:
         """Takes a number in; False if it was there."""
-        if seq in self:
+        firsts, lasts = self._firsts, self._lasts
+        if lasts and number == lasts[-1] + 1:
+            lasts[-1] = number
+            return True
+        at = bisect_left(lasts, number)  # the first range that ends at the number or after it
+        if at < len(lasts) and firsts[at] <= number:
             return False
-        self._beyond.add(seq)
-        while self.prefix + 1 in self._beyond:
-            self.prefix += 1
-            self._beyond.remove(self.prefix)
+        follows, precedes = at > 0 and lasts[at - 1] == number - 1, at < len(firsts) and firsts[at] == number + 1
+        if follows and precedes:
+            lasts[at - 1] = lasts.pop(at)
+            del firsts[at]
+        elif follows:
+            lasts[at - 1] = number
+        elif precedes:
+            firsts[at] = number
+        else:
+            firsts.insert(at, number)
+            lasts.insert(at, number)
         return True
 
-    def __contains__(self, seq: int) -> bool:
-        return 0 < seq <= self.prefix or seq in self._beyond
+    def __contains__(self, number: int) -> bool:
+        at = bisect_left(self._lasts, number)
+        return at < len(self._lasts) and self._firsts[at] <= number
+
+    def __len__(self) -> int:
+        return sum(self._lasts) - sum(self._firsts) + len(self._firsts)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """The first and the last number of each range."""
+        return zip(self._firsts, self._lasts, strict=True)
+
+    @property
+    def prefix(self) -> int:
+        """Up to where all numbers from 1 on are in it."""
+        return self._lasts[0] if self._firsts[:1] == [1] else 0
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """The first and the last number of each gap between two ranges."""
+        return [(last + 1, first - 1) for last, first in zip(self._lasts, self._firsts[1:], strict=False)]
 
 
 class Sampled(NamedTuple):
@@ -55,7 +87,7 @@ class SinkTally:
     """What one sink did: the ticks that it took or dead-lettered, and how many it dropped."""
 
     def __init__(self) -> None:
-        self.ticks: dict[Run, Seqs] = defaultdict(Seqs)
+        self.ticks: dict[Run, Ranges] = defaultdict(Ranges)
         self.dropped = 0
 
     def outcome(self, cluster: str, node: str, run_id: int, seq: int, outcome: Outcome) -> None:
@@ -90,13 +122,27 @@ class RunSummary(msgspec.Struct, frozen=True):
         """Whether nothing was lost or dropped."""
         return not self.lost and not self.dropped
 
+    def text(self, seen: Sequence[str] = ()) -> str:
+        """The end of the run for people: what was ``seen``, and where every tick went."""
+        by = self.attributed
+        rows = [
+            *(("seen" if not number else "", text) for number, text in enumerate(seen)),
+            ("sampled", f"{self.ticks:,} ticks, {self.samples:,} values"),
+            ("attributed", f"{by.exact:,} exact, {by.late:,} late, {by.none:,} without a snapshot"),
+            *((f"to {name}", f"{values:,} values") for name, values in self.delivered.items()),
+            ("dead-lettered", f"{self.dead_lettered:,}"),
+            ("dropped", f"{self.dropped:,}"),
+            ("lost", f"{self.lost:,}"),
+        ]
+        return "\n".join(f"{name:>16}  {text}" for name, text in rows)
+
 
 class Tally:
     """Counts a run. ``sinks`` are the names of those that are enabled, as the summary calls them."""
 
     def __init__(self, sinks: Iterable[str]) -> None:
         self.sinks = {name: SinkTally() for name in sinks}
-        self._attributed: dict[Run, Seqs] = defaultdict(Seqs)
+        self._attributed: dict[Run, Ranges] = defaultdict(Ranges)
         self._kinds: Counter[tuple[Run, Attribution]] = Counter()
         self._letters: set[tuple[bytes, ...]] = set()
 
@@ -142,11 +188,11 @@ class Tally:
         )
 
 
-def missing(sampled: Iterable[Sampled], everywhere: Collection[Mapping[Run, Seqs]]) -> int:
+def missing(sampled: Iterable[Sampled], everywhere: Collection[Mapping[Run, Ranges]]) -> int:
     """How many sampled ticks are absent from at least one of the sets."""
     count = 0
     for one in sampled:
-        sets = [ticks.get(one.run, Seqs()) for ticks in everywhere]
+        sets = [ticks.get(one.run, Ranges()) for ticks in everywhere]
         common = min((seqs.prefix for seqs in sets), default=one.last_seq)
         count += sum(any(seq not in seqs for seqs in sets) for seq in range(common + 1, one.last_seq + 1))
     return count

@@ -12,7 +12,7 @@ from delivery.connection import Connection
 from delivery.kafka_admin import Acl, BrokerError, Found
 from gpustream import acls
 from gpustream.command import counted
-from gpustream.doctor.seen import Checked, Finding, Kafka, Situation
+from gpustream.doctor.seen import Checked, Finding, Findings, Kafka, Situation
 from producers import PRODUCERS
 from sinks import SINKS
 from streams import STREAMS
@@ -92,7 +92,7 @@ def broker(seen: Situation) -> Checked:
             f"no answer, as {kafka.whom}",
             [Finding(f"Kafka at {kafka.servers} can't be asked", kafka.error, "it was asked", then)],
         )
-    found = []
+    found = Findings()
     for disk in kafka.disks:
         if disk.error:
             cause, shown = "the broker can't use it: the disk is full or broken", disk.error
@@ -100,13 +100,11 @@ def broker(seen: Situation) -> Checked:
             cause, shown = "it is nearly full", f"{_gib(disk.usable)} of {_gib(disk.total)} are left"
         else:
             continue
-        found.append(
-            Finding(
-                f"broker {disk.broker}: the disk of {disk.path}",
-                cause,
-                shown,
-                "make it larger, or give topics less retention.ms; a broker whose disk is full stops",
-            )
+        found.say(
+            f"broker {disk.broker}: the disk of {disk.path}",
+            cause,
+            shown,
+            "make it larger, or give topics less retention.ms; a broker whose disk is full stops",
         )
     return Checked(f"{counted(len(kafka.brokers), 'broker')} at {kafka.servers}, asked as {kafka.whom}", found)
 
@@ -134,7 +132,7 @@ def topics(seen: Situation) -> Checked:
                 )
             ],
         )
-    wrong = [
+    wrong = Findings(
         Finding(
             str(one),
             "the topic was made or changed by something else, or never made",
@@ -143,15 +141,13 @@ def topics(seen: Situation) -> Checked:
         )
         for one in kafka.mismatches
         if one.what != topic_admin.NUMBER_OF_PARTITIONS
-    ]
+    )
     if numbers := [one for one in kafka.mismatches if one.what == topic_admin.NUMBER_OF_PARTITIONS]:
-        wrong.append(
-            Finding(
-                f"{counted(len(numbers), 'topic')} of another number of partitions: it must be {numbers[0].want}",
-                "partitions were added to a topic, or it was made by something else",
-                ", ".join(f"{one.topic} has {one.have}" for one in numbers),
-                "see `More partitions` in docs/operations/README.md: records of a node must stay in one partition",
-            )
+        wrong.say(
+            f"{counted(len(numbers), 'topic')} of another number of partitions: it must be {numbers[0].want}",
+            "partitions were added to a topic, or it was made by something else",
+            ", ".join(f"{one.topic} has {one.have}" for one in numbers),
+            "see `More partitions` in docs/operations/README.md: records of a node must stay in one partition",
         )
     wrong += [found for name, one in kafka.found.items() for found in _without_leader_or_replicas(kafka, name, one)]
     wrong += _limited(kafka)
@@ -180,7 +176,7 @@ def _without_leader_or_replicas(kafka: Kafka, name: str, one: Found) -> Iterator
         )
 
 
-def _limited(kafka: Kafka) -> list[Finding]:
+def _limited(kafka: Kafka) -> Iterator[Finding]:
     """That topics lose records by their size, before their time."""
     limited: list[str] = []
     for name, one in kafka.found.items():
@@ -188,15 +184,14 @@ def _limited(kafka: Kafka) -> list[Finding]:
         limit = settings.get("retention.bytes") or "-1"
         if limit != "-1" and "delete" in settings.get("cleanup.policy", ""):
             limited.append(f"{kafka.prefix}{name}: {limit}")
-    return [
-        Finding(
+    if limited:
+        yield Finding(
             f"{counted(len(limited), 'topic')} may lose records before their time: retention.bytes limits them",
             "it was set for them, or for the broker (log.retention.bytes)",
             f"bytes of each partition: {', '.join(limited)}",
             "see in docs/how-to/kafka.md how many bytes a day has; `kafka-configs.sh --alter --add-config"
             " retention.bytes=-1 --entity-type topics --entity-name TOPIC` takes the limit away",
         )
-    ] * bool(limited)
 
 
 def rights(seen: Situation) -> Checked:
@@ -205,22 +200,20 @@ def rights(seen: Situation) -> Checked:
     if kafka.error:
         return Checked("not asked", looked=False)
     missing = [name for name, one in kafka.found.items() if one.allowed is not None and "Read" not in one.allowed]
-    found = [
-        Finding(
+    found = Findings()
+    if missing:
+        found.say(
             f"{counted(len(missing), 'topic')} not looked at: {kafka.whom} may not read",
             "its ACLs are not those of `doctor` in docs/how-to/kafka.md",
             ", ".join(missing),
             f"allow Read on these topics, with the prefix {kafka.prefix!r}" if kafka.prefix else "allow Read on these",
         )
-    ] * bool(missing)
     if kafka.hidden:
-        found.append(
-            Finding(
-                f"{counted(len(kafka.hidden), 'group')} not looked at: {kafka.whom} may not see",
-                "its ACLs are not those of `doctor` in docs/how-to/kafka.md",
-                ", ".join(kafka.hidden),
-                "allow Describe on these groups",
-            )
+        found.say(
+            f"{counted(len(kafka.hidden), 'group')} not looked at: {kafka.whom} may not see",
+            "its ACLs are not those of `doctor` in docs/how-to/kafka.md",
+            ", ".join(kafka.hidden),
+            "allow Describe on these groups",
         )
     if kafka.acls is None:
         return Checked("ACLs are not known: there are none, or this client may not Describe the cluster", found)
@@ -229,15 +222,13 @@ def rights(seen: Situation) -> Checked:
         for principal in _who_runs(kafka.acls, theirs):
             for one in (one for one in theirs if not allows(kafka.acls, principal, one)):
                 denied = _given(kafka.acls, principal, one)
-                found.append(
-                    Finding(
-                        f"{principal} may not {one.operation} {one.resource} {one.name}",
-                        "an ACL denies it" if denied else "the ACL is missing",
-                        f"it has other rights of `gpustream {words}`, which needs this one",
-                        f"`kafka-acls.sh --bootstrap-server HOST:PORT --{'remove' if denied else 'add'}"
-                        f" --{'deny' if denied else 'allow'}-principal {principal} --operation {one.operation}"
-                        f" --{one.resource.lower()} {one.name}`",
-                    )
+                found.say(
+                    f"{principal} may not {one.operation} {one.resource} {one.name}",
+                    "an ACL denies it" if denied else "the ACL is missing",
+                    f"it has other rights of `gpustream {words}`, which needs this one",
+                    f"`kafka-acls.sh --bootstrap-server HOST:PORT --{'remove' if denied else 'add'}"
+                    f" --{'deny' if denied else 'allow'}-principal {principal} --operation {one.operation}"
+                    f" --{one.resource.lower()} {one.name}`",
                 )
     users = {one.principal for one in kafka.acls}
     return Checked(f"{counted(len(kafka.acls), 'ACL')} of {counted(len(users), 'user')}", found)

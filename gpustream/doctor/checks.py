@@ -11,7 +11,7 @@ from gpustream.command import counted
 from gpustream.doctor import brokers, pods, readers
 from gpustream.doctor.evidence import Fold, NodeEvidence, NodeName, SampledRun
 from gpustream.doctor.readers import ATTRIBUTION, NOT_KNOWN
-from gpustream.doctor.seen import Checked, Finding, Lag, Situation
+from gpustream.doctor.seen import Checked, Finding, Findings, Lag, Situation
 from topics import allocations, attributed, samples, workloads
 
 SILENT_MS = 30_000
@@ -55,7 +55,7 @@ _SHOW = "`gpustream dead-letters show {id}` has it; once its error is mended, `d
 
 def sent(seen: Situation, fold: Fold) -> Checked:
     """What each node sent: gaps in its runs, nodes that went silent, and two producers of one name."""
-    found: list[Finding] = []
+    found = Findings()
     runs = ticks = missing = 0
     sending = {name: node for name, node in fold.nodes.items() if node.runs}
     for name, node in sending.items():
@@ -66,24 +66,20 @@ def sent(seen: Situation, fold: Fold) -> Checked:
             if gaps:
                 found.append(_gap(seen, name, run_id, run, gaps))
         if node.returns > 1:
-            found.append(
-                Finding(
-                    f"{name}: two producers send under this name",
-                    f"its runs took turns {node.returns} times, and a producer that ended does not go on",
-                    f"runs {', '.join(map(str, node.runs))}",
-                    "stop one of them, or give it a --node of its own",
-                )
+            found.say(
+                f"{name}: two producers send under this name",
+                f"its runs took turns {node.returns} times, and a producer that ended does not go on",
+                f"runs {', '.join(map(str, node.runs))}",
+                "stop one of them, or give it a --node of its own",
             )
     found += _silence(seen, sending)
     if fold.unreadable["lost"]:
-        found.append(
-            Finding(
-                f"{counted(fold.unreadable['lost'], 'record')} of {samples.TOPIC.name} can't be read, and"
-                " have no dead letter",
-                NOT_KNOWN,
-                "attribution has gone past them",
-                f"compare with {ATTRIBUTION}'s log: it names each record that it dead-letters",
-            )
+        found.say(
+            f"{counted(fold.unreadable['lost'], 'record')} of {samples.TOPIC.name} can't be read, and"
+            " have no dead letter",
+            NOT_KNOWN,
+            "attribution has gone past them",
+            f"compare with {ATTRIBUTION}'s log: it names each record that it dead-letters",
         )
     twice = sum(run.twice for node in sending.values() for run in node.runs.values())
     said = f"{counted(len(sending), 'node')} sent {counted(ticks, 'tick')} in {counted(runs, 'run')}"
@@ -186,27 +182,24 @@ def clocks(seen: Situation, fold: Fold) -> Checked:
     runs = {name: node.last_run[1] for name, node in fold.nodes.items() if node.runs}
     off = {name: -run.last_delay_ms for name, run in runs.items() if run.last_delay_ms < -AHEAD_MS}
     off |= {name: -run.last_delay_ms for name, run in runs.items() if run.last_delay_ms > LATE_MS}
-    found = [_clock(name, runs[name], by_ms) for name, by_ms in off.items()]
+    found = Findings(_clock(name, runs[name], by_ms) for name, by_ms in off.items())
     alike = off and max(off.values()) - min(off.values()) < STEADY_MS and len(off) == len(runs) > 1
     if alike:  # it is not all of them
         by_ms = next(iter(off.values()))
-        found = [
-            Finding(
-                f"all {counted(len(runs), 'node')} are {_off(by_ms)} the brokers' clock",
-                "the brokers' clock is wrong, or that from which the nodes have theirs",
-                "their ticks and the log times of these differ by as much",
-                "`chronyc tracking` on a broker and on a node",
-            )
-        ]
+        found = Findings()
+        found.say(
+            f"all {counted(len(runs), 'node')} are {_off(by_ms)} the brokers' clock",
+            "the brokers' clock is wrong, or that from which the nodes have theirs",
+            "their ticks and the log times of these differ by as much",
+            "`chronyc tracking` on a broker and on a node",
+        )
     newest_ms = max((run.last_logged_ms for run in runs.values()), default=0)
     if newest_ms - seen.now_ms > AHEAD_MS:
-        found.append(
-            Finding(
-                f"this machine's clock is {duration_words(newest_ms - seen.now_ms)} behind the brokers'",
-                "one of the two is wrong",
-                "a tick was logged after now",
-                "what is said here of ages is wrong by as much: `chronyc tracking` here and on a broker",
-            )
+        found.say(
+            f"this machine's clock is {duration_words(newest_ms - seen.now_ms)} behind the brokers'",
+            "one of the two is wrong",
+            "a tick was logged after now",
+            "what is said here of ages is wrong by as much: `chronyc tracking` here and on a broker",
         )
     least = [run.last_delay_ms for name, run in runs.items() if name not in off]
     return Checked(f"the newest ticks were {min(least)} to {max(least)} ms old when they came" if least else "-", found)
@@ -239,7 +232,7 @@ def _off(by_ms: int) -> str:
 
 def snapshots(seen: Situation, fold: Fold) -> Checked:
     """Whether each node's kubelet says who has its devices, and gpu.allocations has what the newest tick names."""
-    found = []
+    found = Findings()
     sending = {name: node for name, node in fold.nodes.items() if node.runs}
     named = 0
     for name, node in sending.items():
@@ -248,26 +241,22 @@ def snapshots(seen: Situation, fold: Fold) -> Checked:
             beside = any(one.last_run[1].last_named is not None for key, one in sending.items() if key != name)
             if node.epoch is not None or beside:
                 before = "" if run_id not in node.snapshots else "; earlier ones of this run did"
-                found.append(
-                    Finding(
-                        f"{name}: no kubelet answers its producer: its samples have no pods",
-                        "the kubelet is down, its socket is elsewhere or not mounted, or the producer may not open it",
-                        f"run {run_id}: tick {run.last_seq} names no snapshot, as those of a machine without"
-                        f" Kubernetes{before}",
-                        "docs/runbooks/GpustreamKubeletSilent.md: is /var/lib/kubelet/pod-resources mounted?"
-                        " --pod-resources-socket",
-                    )
+                found.say(
+                    f"{name}: no kubelet answers its producer: its samples have no pods",
+                    "the kubelet is down, its socket is elsewhere or not mounted, or the producer may not open it",
+                    f"run {run_id}: tick {run.last_seq} names no snapshot, as those of a machine without"
+                    f" Kubernetes{before}",
+                    "docs/runbooks/GpustreamKubeletSilent.md: is /var/lib/kubelet/pod-resources mounted?"
+                    " --pod-resources-socket",
                 )
             continue
         named += 1
         if run.last_named not in node.snapshots.get(run_id, ()) and not run.unsent:  # attribution says those
-            found.append(
-                Finding(
-                    f"{name}: the snapshot that its ticks name is not in {allocations.TOPIC.name}",
-                    "it could not be written (an ACL, its size), or the topic was made again or keeps too little",
-                    f"run {run_id} names snapshot {run.last_named}; it is sent again every 5 minutes",
-                    "gpustream_producer_snapshots_dropped_total at the producer's /metrics says which it did not send",
-                )
+            found.say(
+                f"{name}: the snapshot that its ticks name is not in {allocations.TOPIC.name}",
+                "it could not be written (an ACL, its size), or the topic was made again or keeps too little",
+                f"run {run_id} names snapshot {run.last_named}; it is sent again every 5 minutes",
+                "gpustream_producer_snapshots_dropped_total at the producer's /metrics says which it did not send",
             )
     return Checked(f"{named} of {counted(len(sending), 'node')} have a kubelet", found)
 
@@ -277,7 +266,7 @@ def snapshots(seen: Situation, fold: Fold) -> Checked:
 
 def attribution(seen: Situation, fold: Fold) -> Checked:
     """What became of each tick that was sent: attributed exactly, late or without a snapshot, waiting, or lost."""
-    found: list[Finding] = []
+    found = Findings()
     totals: dict[str, int] = {}
     for name, node in fold.nodes.items():
         for run_id, run in node.runs.items():
@@ -286,13 +275,11 @@ def attribution(seen: Situation, fold: Fold) -> Checked:
             found += _lost_or_inexact(name, run_id, run)
     group = next((group for group in seen.groups or () if group.name == ATTRIBUTION), None)
     if group is None and seen.groups is not None and fold.nodes and ATTRIBUTION not in seen.kafka.hidden:
-        found.append(
-            Finding(
-                f"nothing is attributed: there is no group {ATTRIBUTION}",
-                "no worker has ever run here",
-                f"{counted(totals.get('waiting', 0), 'tick')} wait",
-                "start `gpustream stream attribution`",
-            )
+        found.say(
+            f"nothing is attributed: there is no group {ATTRIBUTION}",
+            "no worker has ever run here",
+            f"{counted(totals.get('waiting', 0), 'tick')} wait",
+            "start `gpustream stream attribution`",
         )
     elif group is not None and readers.is_behind(seen, fold.oldest_waiting_ms):
         lag = next((lag for lag in group.lags if lag.topic == samples.TOPIC.name), Lag(samples.TOPIC.name, 0, (), None))
@@ -304,13 +291,11 @@ def attribution(seen: Situation, fold: Fold) -> Checked:
     replayed = sum(node.replayed for node in fold.nodes.values())
     once = sum(count for fate, count in totals.items() if fate not in ("waiting", "deleted", "lost", "dead_lettered"))
     if replayed > MANY_TIMES * max(once, 1):
-        found.append(
-            Finding(
-                f"{counted(replayed, 'tick')} of {once} were attributed again",
-                "two workers attribute that are not in one group, or the group's offsets were set back",
-                f"{attributed.TOPIC.name} has them twice; readers drop the second one",
-                "look for a second `gpustream stream attribution` with this --topic-prefix, maybe in another cluster",
-            )
+        found.say(
+            f"{counted(replayed, 'tick')} of {once} were attributed again",
+            "two workers attribute that are not in one group, or the group's offsets were set back",
+            f"{attributed.TOPIC.name} has them twice; readers drop the second one",
+            "look for a second `gpustream stream attribution` with this --topic-prefix, maybe in another cluster",
         )
     said = ", ".join(f"{totals[fate]} {word}" for fate, word in FATES.items() if totals.get(fate)) or "nothing was sent"
     return Checked(said + (f"; {replayed} written again, which readers drop" if replayed else ""), found)
@@ -364,47 +349,39 @@ def leaders(seen: Situation, fold: Fold) -> Checked:
         return Checked(
             f"no cluster producer writes {workloads.TOPIC.name}: pods have no owners and no labels" if clusters else "-"
         )
-    found = [
-        Finding(
+    found = Findings()
+    for cluster in sorted(clusters - fold.listed_ms.keys()):
+        found.say(
             f"{cluster}: nothing is in {workloads.TOPIC.name} of this cluster",
             "its cluster producer does not run, does not lead, has another --cluster, or does not reach Kafka",
             f"it sends each node every 5 minutes; {', '.join(sorted(fold.listed_ms))} is there",
             "see /readyz of `gpustream produce cluster`: it says who leads",
         )
-        for cluster in sorted(clusters - fold.listed_ms.keys())
-    ]
     late = {name: at for name, at in fold.listed_ms.items() if name in clusters and seen.now_ms - at > NO_LEADER_MS}
-    found += [
-        Finding(
+    for cluster, at in late.items():
+        found.say(
             f"{cluster}: no cluster producer leads",
             "none runs, none has the Lease, or the leader does not reach Kafka or the API server",
             f"its last record was logged {seen.ago(at)}, and a leader sends each node every 5 minutes",
             "docs/runbooks/GpustreamNoLeader.md; /readyz of `gpustream produce cluster` says who leads",
         )
-        for cluster, at in late.items()
-    ]
     if outdated := {name: node for name, node in fold.nodes.items() if node.outdated}:
         name, node = next(iter(outdated.items()))
-        found.append(
-            Finding(
-                f"{name.cluster}: two cluster producers write at a time",
-                "they have different Leases or none (--lease off), or one was cut off from the API server",
-                f"{name}: {counted(node.outdated, 'record')} of an older epoch came after epoch {node.epoch};"
-                " readers drop them",
-                "give all replicas of a cluster one --lease, and each cluster a --cluster of its own",
+        found.say(
+            f"{name.cluster}: two cluster producers write at a time",
+            "they have different Leases or none (--lease off), or one was cut off from the API server",
+            f"{name}: {counted(node.outdated, 'record')} of an older epoch came after epoch {node.epoch};"
+            " readers drop them",
+            "give all replicas of a cluster one --lease, and each cluster a --cluster of its own",
+        )
+    for name, node in fold.nodes.items():
+        if node.runs and node.holds and node.epoch is None and name.cluster in fold.listed_ms.keys() - late.keys():
+            found.say(
+                f"{name}: the API server of {name.cluster} has no node of this name with GPU pods",
+                "the producer's --node is not the name of the Node, or its --cluster is another cluster's",
+                f"its kubelet lists pods, and {workloads.TOPIC.name} has no record of it",
+                "set NODE_NAME from spec.nodeName, as k8s/base does",
             )
-        )
-    known = fold.listed_ms.keys() - late.keys()
-    found += [
-        Finding(
-            f"{name}: the API server of {name.cluster} has no node of this name with GPU pods",
-            "the producer's --node is not the name of the Node, or its --cluster is another cluster's",
-            f"its kubelet lists pods, and {workloads.TOPIC.name} has no record of it",
-            "set NODE_NAME from spec.nodeName, as k8s/base does",
-        )
-        for name, node in fold.nodes.items()
-        if node.runs and node.holds and node.epoch is None and name.cluster in known
-    ]
     return Checked(f"{counted(len(fold.listed_ms), 'cluster')} known", found)
 
 
@@ -415,16 +392,14 @@ def letters(seen: Situation, fold: Fold) -> Checked:
     """What was dead-lettered, by who gave up and why."""
     counts = {kind: count for kind, count in fold.open_letters().items() if count}
     done = sum(len(receipts) for receipts in fold.resubmitted.values())
-    found = []
+    found = Findings()
     for kind, count in sorted(counts.items(), key=lambda item: -item[1]):
         last = fold.letters[kind].last
-        found.append(
-            Finding(
-                f"{kind.stage} dead-lettered {counted(count, 'record')} of {kind.topic}: {kind.reason}",
-                last.error if last is not None else NOT_KNOWN,
-                f"letter {fold.letters[kind].last_id} is the last of them",
-                _SHOW.format(id=fold.letters[kind].last_id),
-            )
+        found.say(
+            f"{kind.stage} dead-lettered {counted(count, 'record')} of {kind.topic}: {kind.reason}",
+            last.error if last is not None else NOT_KNOWN,
+            f"letter {fold.letters[kind].last_id} is the last of them",
+            _SHOW.format(id=fold.letters[kind].last_id),
         )
     said = f"{counted(sum(counts.values()), 'dead letter')}" if counts else "none"
     return Checked(said + (f"; {done} were sent again" if done else ""), found)

@@ -11,9 +11,8 @@ committed offset, is lost; one after it waits. If gpu.attributed begins only aft
 """
 
 import math
-from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -21,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from delivery.ledger import Partition
+from gpustream.tally import Ranges
 from topics import allocations, attributed, dead_letters, samples, workloads
 from topics.dead_letters import Cause
 from topics.topic import Name, UInt, decoder
@@ -30,53 +30,6 @@ MAX_JUMPS = 64
 
 MAX_REASONS = 200
 """So many kinds of dead letters are told apart; the others are one kind."""
-
-
-class Ranges:
-    """A set of integers, as the ranges that it is made of, in their order."""
-
-    __slots__ = ("_firsts", "_lasts")
-
-    def __init__(self) -> None:
-        self._firsts: list[int] = []
-        self._lasts: list[int] = []
-
-    def add(self, number: int) -> bool:
-        """Takes a number in; False if it was there."""
-        firsts, lasts = self._firsts, self._lasts
-        if lasts and number == lasts[-1] + 1:
-            lasts[-1] = number
-            return True
-        at = bisect_left(lasts, number)  # the first range that ends at the number or after it
-        if at < len(lasts) and firsts[at] <= number:
-            return False
-        follows, precedes = at > 0 and lasts[at - 1] == number - 1, at < len(firsts) and firsts[at] == number + 1
-        if follows and precedes:
-            lasts[at - 1] = lasts.pop(at)
-            del firsts[at]
-        elif follows:
-            lasts[at - 1] = number
-        elif precedes:
-            firsts[at] = number
-        else:
-            firsts.insert(at, number)
-            lasts.insert(at, number)
-        return True
-
-    def __contains__(self, number: int) -> bool:
-        at = bisect_left(self._lasts, number)
-        return at < len(self._lasts) and self._firsts[at] <= number
-
-    def __len__(self) -> int:
-        return sum(self._lasts) - sum(self._firsts) + len(self._firsts)
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """The first and the last number of each range."""
-        return zip(self._firsts, self._lasts, strict=True)
-
-    def gaps(self) -> list[tuple[int, int]]:
-        """The first and the last number of each gap between two ranges."""
-        return [(last + 1, first - 1) for last, first in zip(self._lasts, self._firsts[1:], strict=False)]
 
 
 class SampledTick(msgspec.Struct, frozen=True):

@@ -110,7 +110,11 @@ async def _ask(api: _Asking, namespace: str) -> Cluster:
     within = f"namespaces/{namespace}"
     pods = await api.items("pods", f"/api/v1/{within}/pods", _OURS)
     owners = [one for kind in _OWNERS for one in await api.items(kind, f"/apis/apps/v1/{within}/{kind}", _OURS)]
-    nodes = [node for node in await api.items("nodes", "/api/v1/nodes", {}) if _has_gpus(node)]
+    nodes = []
+    for node in await api.items("nodes", "/api/v1/nodes", {}):
+        capacity, labels = node.get("status", {}).get("capacity") or {}, node["metadata"].get("labels") or {}
+        has = any(name.startswith(GPU_RESOURCES) and amount != "0" for name, amount in capacity.items())
+        nodes += [node] if has or labels.get("nvidia.com/gpu.present") == "true" else []
     names = dict.fromkeys(
         source["configMapRef"]["name"]
         for pod in pods
@@ -150,13 +154,6 @@ async def _missing(api: _Asking, namespace: str, account: str) -> list[str]:
     except PermissionError as error:
         api.refused["rights"] = str(error)
         return []
-
-
-def _has_gpus(node: Json) -> bool:
-    capacity = node.get("status", {}).get("capacity") or {}
-    labels = node["metadata"].get("labels") or {}
-    has = any(name.startswith(GPU_RESOURCES) and amount != "0" for name, amount in capacity.items())
-    return has or labels.get("nvidia.com/gpu.present") == "true"
 
 
 def _ms(time: str | None) -> int | None:

@@ -5,12 +5,12 @@ Out:      findings.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from delivery.values import duration_words
 from gpustream.command import counted
 from gpustream.doctor.evidence import Fold, NodeName
-from gpustream.doctor.seen import Checked, Finding, Group, Lag, OwnMetrics, Prometheus, Situation
+from gpustream.doctor.seen import Checked, Finding, Findings, Group, Lag, OwnMetrics, Prometheus, Situation
 from streams import STREAMS
 from topics import attributed, samples
 
@@ -42,7 +42,7 @@ def groups(seen: Situation) -> Checked:
     """What each consumer group has not taken yet, whether that gets less, and whether there are groups too many."""
     if seen.groups is None:
         return Checked("not known: no broker answers for the groups", looked=False)
-    found, lines = [], []
+    found, lines = Findings(), list[str]()
     for group in seen.groups:
         oldest = min((lag.oldest_ms for lag in group.lags if lag.oldest_ms is not None), default=None)
         lines.append(f"{group.name} " + ("at the end" if oldest is None else f"at {seen.ago(oldest)}"))
@@ -83,7 +83,7 @@ def groups(seen: Situation) -> Checked:
 
 def _expired(groups: Sequence[Group]) -> list[Finding]:
     """For each topic, which groups had not read its records when they were deleted."""
-    found = []
+    found = Findings()
     for topic in sorted({tp.topic for group in groups for tp in group.begins}):
         counts, places = {}, []
         for group in groups:
@@ -95,16 +95,14 @@ def _expired(groups: Sequence[Group]) -> list[Finding]:
                 for tp, at in sorted(mine.items())
             ]
         more = f"; and {len(places) - _PLACES} more" if len(places) > _PLACES else ""
-        found.append(
-            Finding(
-                f"records of {topic} were deleted before they were read: "
-                + ", ".join(f"{number} that {name} lacks" for name, number in counts.items()),
-                "the group was away or behind for longer than the topic keeps them (retention.ms, retention.bytes), or"
-                " somebody deleted them (kafka-delete-records, the topic made again)",
-                "; ".join(places[:_PLACES]) + more,
-                "docs/runbooks/GpustreamRecordsExpired.md: a member that starts goes on with the oldest record that is"
-                " left; `gpustream topics create` sets a topic's retention right again",
-            )
+        found.say(
+            f"records of {topic} were deleted before they were read: "
+            + ", ".join(f"{number} that {name} lacks" for name, number in counts.items()),
+            "the group was away or behind for longer than the topic keeps them (retention.ms, retention.bytes), or"
+            " somebody deleted them (kafka-delete-records, the topic made again)",
+            "; ".join(places[:_PLACES]) + more,
+            "docs/runbooks/GpustreamRecordsExpired.md: a member that starts goes on with the oldest record that is"
+            " left; `gpustream topics create` sets a topic's retention right again",
         )
     return found
 
@@ -127,54 +125,38 @@ def silent_reader(seen: Situation) -> tuple[Group, OwnMetrics] | None:
 
 def behind(seen: Situation, group: Group, lag: Lag) -> Finding:
     """A group that has not finished what was logged a while ago: why, and whether it catches up."""
-    movement = ""
-    if lag.finished is not None:
-        pace = lag.finished / lag.watched_s if lag.watched_s else 0.0
-        left = f", so {duration_words(lag.records / (-lag.grew / lag.watched_s) * 1000)} more" if lag.grew < 0 else ""
-        change = f"{abs(lag.grew)} {'less' if lag.grew < 0 else 'more'}" if lag.grew else "as many"
-        movement = f"; in {lag.watched_s:.0f} s it finished {lag.finished} ({pace:.0f}/s), and lags by {change}{left}"
     parts = lag.partitions
     where = f"in {counted(len(parts), 'partition')}" + (f" ({', '.join(map(str, parts))})" if len(parts) <= 5 else "")
     evidence = (
         f"the oldest was logged {seen.ago(lag.oldest_ms or 0)}, {where}; the group is {group.state},"
-        f" {counted(group.members, 'member')}{movement}"
+        f" {counted(group.members, 'member')}{lag.movement}"
     )
-    what = f"{group.name}: {counted(lag.records, 'record')} of {lag.topic} not taken yet"
-    if (silent := silent_reader(seen)) is not None and silent[0] is group:
-        url, why = silent[1].url, silent[1].error
-        return Finding(
-            what,
-            f"{url} does not answer ({why}): it hangs, is stopped or is down",
-            evidence,
-            "restart it: what waits is read then. Its log, and that of its node, may say why",
-        )
-    if not group.members:
-        return Finding(what, "nobody reads: the group has no member", evidence, "start it; what waits is read then")
+    silent = silent_reader(seen)
     failing = [
         one.url
         for one in seen.components
         for name, _ in one.sums("_receiver_failing")
         if group.name.replace("-", "_").endswith(name.removeprefix("gpustream_").removesuffix("_receiver_failing"))
     ]
-    if failing:
-        return Finding(
-            what, "the receiver does not take it", f"{evidence}; {failing[0]} says so", f"see {failing[0]} /readyz"
-        )
-    if lag.finished and lag.grew < 0:
-        return Finding(what, "it was away, or slow, and catches up", evidence, "wait; look again then")
-    if lag.finished:
-        return Finding(
-            what,
-            "it is slower than what comes",
-            evidence,
-            "more members share the partitions; its loop_late_seconds and request_seconds say how busy it is",
-        )
-    nothing = "it takes nothing: it hangs or is stopped, its receiver does not take anything, or it waits for a topic"
+    if silent is not None and silent[0] is group:
+        cause = f"{silent[1].url} does not answer ({silent[1].error}): it hangs, is stopped or is down"
+        then = "restart it: what waits is read then. Its log, and that of its node, may say why"
+    elif not group.members:
+        cause, then = "nobody reads: the group has no member", "start it; what waits is read then"
+    elif failing:
+        cause, then = "the receiver does not take it", f"see {failing[0]} /readyz"
+        evidence += f"; {failing[0]} says so"
+    elif lag.finished and lag.grew < 0:
+        cause, then = "it was away, or slow, and catches up", "wait; look again then"
+    elif lag.finished:
+        cause = "it is slower than what comes"
+        then = "more members share the partitions; its loop_late_seconds and request_seconds say how busy it is"
+    else:
+        cause = "it takes nothing: it hangs or is stopped, its receiver does not take anything, or it waits for a topic"
+        cause = "it has not read that far" if lag.finished is None else cause
+        then = "/readyz of its members says what they wait for; one that does not answer either hangs: restart it"
     return Finding(
-        what,
-        "it has not read that far" if lag.finished is None else nothing,
-        evidence,
-        "/readyz of its members says what they wait for; one that does not answer either hangs: restart it",
+        f"{group.name}: {counted(lag.records, 'record')} of {lag.topic} not taken yet", cause, evidence, then
     )
 
 
@@ -270,7 +252,7 @@ _KUBELET_SILENT_S = 60.0
 
 def components(seen: Situation) -> Checked:
     """What the components say of themselves: what they dropped, why they are not ready, what their receiver answers."""
-    found: list[Finding] = []
+    found = Findings()
     silent = silent_reader(seen)  # that is said of its group
     for one in seen.components:
         if one.error and silent is not None and one is silent[1]:
@@ -282,13 +264,11 @@ def components(seen: Situation) -> Checked:
             found.append(Finding(f"{one.url}: not ready", one.not_ready, "/readyz says so", _then(one.not_ready)))
         silent_s = max((row.value for row in one.series if row.name == "gpustream_node_kubelet_age_seconds"), default=0)
         if silent_s > _KUBELET_SILENT_S:
-            found.append(
-                Finding(
-                    f"{one.url}: its kubelet has been silent for {duration_words(silent_s * 1000)}",
-                    "the kubelet is down or its socket is another one: new pods are missing",
-                    "gpustream_node_kubelet_age_seconds",
-                    "docs/runbooks/GpustreamKubeletSilent.md",
-                )
+            found.say(
+                f"{one.url}: its kubelet has been silent for {duration_words(silent_s * 1000)}",
+                "the kubelet is down or its socket is another one: new pods are missing",
+                "gpustream_node_kubelet_age_seconds",
+                "docs/runbooks/GpustreamKubeletSilent.md",
             )
         found += _counted_losses(seen, one)
     outcomes = [_outcomes(one) for one in seen.components if not one.error]
@@ -306,7 +286,7 @@ def _then(not_ready: str) -> str:
 
 
 def _counted_losses(seen: Situation, one: OwnMetrics) -> list[Finding]:
-    found = []
+    found = Findings()
     names: set[str] = set()
     reasons: set[str] = set()  # of a record that was dropped, the values count as refused, too; then they are left out
     for suffix, (what, causes, then) in _BAD_COUNTERS.items():
@@ -347,18 +327,16 @@ def prometheus(seen: Situation, fold: Fold) -> Checked:
         return Checked(
             "not known", [Finding(f"{asked.url}: no answer", asked.error, "it was asked", "see --prometheus")]
         )
-    found = [
+    found = Findings(
         Finding(f"{asked.url}: the rule {name} fails", said, "/api/v1/rules", "`promtool check rules FILE` says where")
         for name, said in asked.broken_rules.items()
-    ]
+    )
     if asked.reload_failed:
-        found.append(
-            Finding(
-                f"{asked.url}: it does not run with the configuration that it has",
-                "its file, or a file of rules that it names, could not be parsed: it goes on with the one before",
-                "prometheus_config_last_reload_successful is 0",
-                "`promtool check config FILE` names the line; then reload it",
-            )
+        found.say(
+            f"{asked.url}: it does not run with the configuration that it has",
+            "its file, or a file of rules that it names, could not be parsed: it goes on with the one before",
+            "prometheus_config_last_reload_successful is 0",
+            "`promtool check config FILE` names the line; then reload it",
         )
     newest = {
         name: node.newest_attributed_ms
@@ -375,25 +353,22 @@ def prometheus(seen: Situation, fold: Fold) -> Checked:
     said = f"has {len(newest) - len(late)} of {counted(len(newest), 'node')}"
     if late and len(slow) == len(sinks) > 0:  # it has what they have taken
         return Checked(f"{said}: {', '.join(one.name for one in slow)} has not taken more", found)
-    if late and not asked.newest_ms.keys() & newest.keys():
-        found.append(_nothing(seen, asked, late))
-    else:
-        for name, at in late.items():
-            has = asked.newest_ms.get(name)
-            there = seen.ago(has) if has else "nothing of 5 minutes"
-            found.append(
-                Finding(
-                    f"{name}: Prometheus does not have its newest samples",
-                    f"{NOT_KNOWN}: no sink has delivered them, or Prometheus refused them",
-                    f"attributed: {seen.ago(at)}; in Prometheus: {there}",
-                    "does the group of the sink lag? What does it say of dropped records (--metrics)?",
-                )
-            )
-    return Checked(said, found)
+    return Checked(said, [*found, *_not_there(seen, asked, late, nothing=not asked.newest_ms.keys() & newest.keys())])
 
 
-def _nothing(seen: Situation, asked: Prometheus, late: Mapping[NodeName, int]) -> Finding:
-    """No node of ours is in this Prometheus."""
+def _not_there(seen: Situation, asked: Prometheus, late: Mapping[NodeName, int], *, nothing: bool) -> Iterator[Finding]:
+    """What Prometheus lacks, by node; ``nothing``: it has no node of ours at all, which has another cause."""
+    for name, at in () if nothing else late.items():
+        has = asked.newest_ms.get(name)
+        there = seen.ago(has) if has else "nothing of 5 minutes"
+        yield Finding(
+            f"{name}: Prometheus does not have its newest samples",
+            f"{NOT_KNOWN}: no sink has delivered them, or Prometheus refused them",
+            f"attributed: {seen.ago(at)}; in Prometheus: {there}",
+            "does the group of the sink lag? What does it say of dropped records (--metrics)?",
+        )
+    if not late or not nothing:
+        return
     sinks = [group.name for group in seen.groups or () if group.name.startswith("gpustream-sink-")]
     if asked.receives is False and not any("scrape" in name for name in sinks):
         cause, then = "it takes no remote write", "start it with --web.enable-remote-write-receiver"
@@ -403,7 +378,7 @@ def _nothing(seen: Situation, asked: Prometheus, late: Mapping[NodeName, int]) -
     else:
         cause = "the sink writes to another Prometheus or tenant, or nothing scrapes it, or nothing is delivered"
         then = "compare --url of the sink with this address; does its group lag, what does it say (--metrics)?"
-    return Finding(
+    yield Finding(
         f"{asked.url} has no sample of {counted(len(late), 'node')}",
         cause,
         f"it has {counted(len(asked.newest_ms), 'other node')}; the groups here: {', '.join(sinks) or 'none'}",

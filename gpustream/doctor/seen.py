@@ -22,6 +22,14 @@ class Finding(msgspec.Struct, frozen=True):
     next: str
 
 
+class Findings(list[Finding]):
+    """What a check finds, as it goes."""
+
+    def say(self, finding: str, cause: str, evidence: str, then: str) -> None:
+        """One more thing that is not as it should be; ``then``: what to do next."""
+        self.append(Finding(finding, cause, evidence, then))
+
+
 class Checked(NamedTuple):
     """What a check has seen, in one line, and what it has found; ``looked``: whether it could look at all."""
 
@@ -67,6 +75,18 @@ class Lag(NamedTuple):
     finished: int | None = None
     grew: int = 0
     watched_s: float = 0.0
+
+    @property
+    def movement(self) -> str:
+        """What changed while it was watched, as the end of a sentence; no text if nobody looked again."""
+        if self.finished is None:
+            return ""
+        pace = self.finished / self.watched_s if self.watched_s else 0.0
+        change = f"{abs(self.grew)} more" if self.grew else "as many"
+        if self.grew < 0:
+            left_ms = self.records / (-self.grew / self.watched_s) * 1000
+            change = f"{-self.grew} less, so {duration_words(left_ms)} more"
+        return f"; in {self.watched_s:.0f} s it finished {self.finished} ({pace:.0f}/s), and lags by {change}"
 
 
 class Group(NamedTuple):

@@ -20,11 +20,12 @@ import msgspec
 from delivery.connection import Connection
 from delivery.ledger import Partition
 from delivery.settings import DURATION
-from gpustream import history, live, logs
+from gpustream import history, logs
 from gpustream.alerts import Seen
 from gpustream.command import KAFKA, Command, option
 from gpustream.fleet import Fleet, decode_tick
 from gpustream.history import Span
+from gpustream.output import answer, is_screen
 from gpustream.top import views
 from topics import alerts, attributed
 
@@ -58,16 +59,19 @@ def top(connection: Connection, since_s: float | None, plain: bool) -> None:
 
     It only reads, and in no consumer group: it disturbs nothing, and needs no right to write. ? lists the keys.
     """
-    from gpustream.output import answer
-
     logs.setup(level=logging.WARNING)
     with contextlib.suppress(KeyboardInterrupt):
-        answer(_show(connection, since_s, plain=plain or not live.is_screen()))
+        answer(_show(connection, since_s, plain=plain or not is_screen()))
 
 
 async def _show(connection: Connection, since_s: float | None, *, plain: bool) -> None:
     async with followed(connection, since_s) as (now, reading):
-        showing = asyncio.create_task(_lines(now) if plain else _screen(now))
+        if plain:
+            showing = asyncio.create_task(_lines(now))
+        else:
+            from gpustream.top.app import TopApp
+
+            showing = asyncio.create_task(TopApp(now).run_async())
         await asyncio.wait((reading, showing), return_when=asyncio.FIRST_COMPLETED)
         showing.cancel()
         (shown,) = await asyncio.gather(showing, return_exceptions=True)
@@ -101,19 +105,11 @@ def latest(spans: Mapping[Partition, Span], most: int) -> dict[Partition, Span]:
     return {tp: Span(end - int((end - start) * share), end) for tp, (start, end) in spans.items()}
 
 
-async def _screen(now: Callable[[], views.Now]) -> None:
-    from gpustream.top.app import TopApp
-
-    await TopApp(now).run_async()
-
-
 async def _lines(now: Callable[[], views.Now]) -> None:
     while True:
-        await asyncio.sleep(live.LINE_EVERY_S)
+        await asyncio.sleep(views.LINE_EVERY_S)
         shown = now()
-        click.echo(
-            f"{shown.at:%H:%M:%SZ}  " + live.fleet_line(shown.fleet, shown.facts, len(shown.firing), shown.trouble)
-        )
+        click.echo(f"{shown.at:%H:%M:%SZ}  {shown.line()}")
 
 
 def moment(fleet: Fleet, seen: Seen, title: str, began_s: float) -> views.Now:

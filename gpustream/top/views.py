@@ -13,13 +13,16 @@ from typing import Any, NamedTuple
 from gpustream import alerts
 from gpustream.alerts import AlertRow
 from gpustream.command import counted
-from gpustream.fleet import STATUSES, Device, Fleet, Held, Node, Status, Use, pods, workloads
+from gpustream.fleet import STATUSES, Device, Fleet, Node, Status, Use, pods, workloads
 from gpustream.top import draw
 from gpustream.top.draw import Column, Line, TableView, ago, bar, gib, watts
 from topics.alerts import Alert
 
 _NAMESPACE_FROM = 30
 """A column of so many cells has room for namespaces."""
+
+LINE_EVERY_S = 5.0
+"""So often the line of the moment is printed where no screen is."""
 
 _RANKS = {"critical": 2, "warning": 1}
 _LEAST_LISTED, _UNLISTED = 4, 14
@@ -48,6 +51,20 @@ class Now:
     def ms(self) -> int:
         """The time of the newest tick: ages are by the nodes' clocks."""
         return self.fleet.now_ms
+
+    def line(self) -> str:
+        """All of it in a line, for where no screen is."""
+        fleet = self.fleet
+        if not fleet.nodes and self.trouble:
+            return self.trouble
+        held = len({device.gpu for device in fleet.devices() if device.held})
+        found = [f"{len(fleet.nodes)} nodes, {len(list(fleet.gpus()))} GPUs ({held} held)", *self.facts]
+        found += [counted(len(self.firing), "alert")] if self.firing else []
+        known = [(use.used_ratio, use.who) for use in pods(fleet.devices()) if use.used_ratio is not None]
+        if known:
+            ratio, who = max(known)
+            found.append(f"busiest {who} at {ratio:.0%}")
+        return ", ".join(filter(None, [*found, self.trouble]))
 
 
 def firing(seen: alerts.Seen, at: datetime) -> list[FiringAlert]:
@@ -101,16 +118,8 @@ def _who(device: Device, width: int = 80) -> str:
     return ", ".join(one.pod if width < _NAMESPACE_FROM else one.name for one in device.held)
 
 
-def _held_text(one: Held) -> str:
-    return f"{one.name} {one.workload} {one.team}"
-
-
 def _index(device: Device) -> tuple[int, str]:
     return -1 if device.index is None else device.index, device.mig
-
-
-def _held_ms(device: Device) -> int | None:
-    return device.ts_ms - device.tenures[-1].from_ms if device.held else None
 
 
 # -- the tables
@@ -175,7 +184,8 @@ GPUS = TableView(
     rows=lambda now: list(now.fleet.devices()),
     key=lambda one: one.uuid,
     text=lambda one: " ".join(
-        (one.cluster, one.where, one.uuid, one.zone, one.model, one.status, one.trouble, *map(_held_text, one.held))
+        [one.cluster, one.where, one.uuid, one.zone, one.model, one.status, one.trouble]
+        + [f"{held.name} {held.workload} {held.team}" for held in one.held]
     ),
     columns=(
         Column("NODE", 9, lambda one: (one.node, *_index(one)), lambda one, _: _text(one.node), share=1),
@@ -185,7 +195,7 @@ GPUS = TableView(
         _bar("MEMORY", 11, lambda one: _ratio(one.memory_used_bytes, one.memory_total_bytes), lambda _: draw.MEMORY),
         _amount("POWER", 6, lambda one: one.power_watts, watts),
         _amount("°C", 3, lambda one: one.temperature_celsius),
-        _amount("HELD", 8, _held_ms, ago, from_width=100),
+        _amount("HELD", 8, lambda one: one.ts_ms - one.tenures[-1].from_ms if one.held else None, ago, from_width=100),
         _words("TROUBLE", 15, lambda one: one.trouble, draw.STYLES["failing"], from_width=100),
         Column("HELD BY", 8, lambda one: _who(one) or None, lambda one, width: _text(_who(one, width)), share=3),
         _words("MODEL", 12, lambda one: one.model, share=1, from_width=130),
@@ -287,8 +297,13 @@ def fleet_lines(now: Now, width: int, height: int) -> list[Line]:
     limit = sum(gpu.power_limit_watts or 0.0 for gpu in gpus)
     power = sum(gpu.power_watts or 0.0 for gpu in gpus)
     third = max(16, (width - 8) // 3 - 7)
+    legend: Line = []
+    for status, count in ordered.items():
+        if count or status in ("busy", "idle", "free", "failing"):
+            mark = "▁▅█" if status == "busy" else draw.SIGNS[status]
+            legend += [(f"{mark} {status} {count}", draw.STYLES[status]), ("  ", "")]
     lines: list[Line] = [
-        [(f"{counted(len(now.fleet.nodes), 'node')}, {counted(len(gpus), 'GPU')}: ", "bold"), *_legend(ordered)],
+        [(f"{counted(len(now.fleet.nodes), 'node')}, {counted(len(gpus), 'GPU')}: ", "bold"), *legend[:-1]],
         draw.stacked(ordered, width),
         [
             ("used ", ""), *bar(sum(used) / len(used) if used else None, third, draw.STYLES["busy"]),
@@ -297,10 +312,15 @@ def fleet_lines(now: Now, width: int, height: int) -> list[Line]:
         ],
         [],
     ]  # fmt: skip
-    listed = max(_LEAST_LISTED, (height - _UNLISTED) // 3)
+    lines += _fires_and_idles(now, max(_LEAST_LISTED, (height - _UNLISTED) // 3))
+    return [*lines, [], [("GPUs by node", "bold")], *_map(now.fleet, width)]
+
+
+def _fires_and_idles(now: Now, most: int) -> list[Line]:
+    """The alerts that fire, and the pods that idle; of each so many at the most, the worst first."""
     firing = draw.chosen(ALERTS, list(now.firing), "", "SEVERITY", falling=True)
-    lines.append([(f"alerts that fire: {len(firing)}", "bold")])
-    for one in firing[:listed]:
+    lines: list[Line] = [[(f"alerts that fire: {len(firing)}", "bold")]]
+    for one in firing[:most]:
         said = one.row
         style = draw.SEVERITIES.get(said.severity, "")
         lines.append(
@@ -310,7 +330,7 @@ def fleet_lines(now: Now, width: int, height: int) -> list[Line]:
         (use for use in pods(now.fleet.devices()) if use.idle == use.gpus), key=lambda use: (-use.gpus, use.since_ms)
     )
     lines += [[], [(f"idle pods: {len(idle)}, and how long each has had its GPUs", "bold")]]
-    for use in idle[:listed]:
+    for use in idle[:most]:
         team = f", team {use.team}" if use.team else ""
         held = ago(max(device.ts_ms for device in use.devices) - use.since_ms)
         lines.append(
@@ -320,16 +340,7 @@ def fleet_lines(now: Now, width: int, height: int) -> list[Line]:
                 (f"{counted(use.gpus, 'GPU')} for {held}{team}", ""),
             ]
         )
-    return [*lines, [], [("GPUs by node", "bold")], *_map(now.fleet, width)]
-
-
-def _legend(counts: dict[Status, int]) -> Line:
-    line: Line = []
-    for status, count in counts.items():
-        if count or status in ("busy", "idle", "free", "failing"):
-            mark = "▁▅█" if status == "busy" else draw.SIGNS[status]
-            line += [(f"{mark} {status} {count}", draw.STYLES[status]), ("  ", "")]
-    return line[:-1]
+    return lines
 
 
 def _map(fleet: Fleet, width: int) -> list[Line]:

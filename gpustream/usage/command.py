@@ -212,7 +212,11 @@ def usage(
     last: When | None,
     form: Literal["text", "csv", "json"],
     prices_file: Path | None,
-    **focus: Any,
+    bill_file: Path | None,
+    focus_file: Path | None,
+    nodes_file: Path | None,
+    focus_label: str | None,
+    focus_sum: tuple[str, ...],
 ) -> None:
     """Say who had how many GPU-hours, what of them was used, and what that costs. It reads in no group."""
     if any(one is not None and one.is_assumed for one in (first, last)):
@@ -220,7 +224,10 @@ def usage(
     time_range = wanted(since_s, first, last, now_ms())
     try:
         table = Table(by, price_list.load(prices_file) if prices_file is not None else None)
-        bill = _bill(by, **focus)
+        bill = None
+        if bill_file is not None and focus_file is not None:
+            nodes = Nodes(read_nodes(nodes_file) if nodes_file is not None else {}, focus_label)
+            bill = Bill(bill_file, by, nodes, focus_sum)
         if bill is not None and bill.range is not None and since_s is None and first is None:
             time_range = bill.range.until(now_ms())
         found = answer(_count(connection, time_range, table, bill))
@@ -228,8 +235,8 @@ def usage(
             click.echo(note, err=True)
         if not found.range.is_some:
             raise SystemExit(FAILED)
-        if bill is not None:
-            _write(bill, found.range, focus["focus_file"])
+        if bill is not None and focus_file is not None:
+            _write(bill, found.range, focus_file)
     except (PricesError, BillError) as error:
         raise failed(error) from error
     if form == "json":
@@ -238,21 +245,6 @@ def usage(
         csv.writer(sys.stdout, lineterminator="\n").writerows([CSV_COLUMNS, *as_csv(table)])
     else:
         click.echo("\n".join(as_text(found.range, table)))
-
-
-def _bill(
-    by: By,
-    bill_file: Path | None,
-    focus_file: Path | None,
-    nodes_file: Path | None,
-    focus_label: str | None,
-    focus_sum: tuple[str, ...],
-) -> Bill | None:
-    """The bill that is to be divided. Raises BillError."""
-    if bill_file is None or focus_file is None:
-        return None
-    nodes = Nodes(read_nodes(nodes_file) if nodes_file is not None else {}, focus_label)
-    return Bill(bill_file, by, nodes, focus_sum)
 
 
 async def _count(connection: Connection, time_range: Range, table: Table, bill: Bill | None) -> read.Answer:

@@ -3,10 +3,11 @@
 from typing import cast
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpustream.tally import Run, RunSummary, Sampled, Seqs, Tally
+from gpustream.tally import Attributed, Ranges, Run, RunSummary, Sampled, Tally
 from sinks.outcomes import Outcome
 
 NODE = Run("c", "n-0", 1000)
@@ -25,19 +26,19 @@ def _tally(**taken: list[int]) -> Tally:
 
 @given(seqs)
 def test_sequence_numbers_are_a_set(numbers: list[int]) -> None:
-    known = Seqs()
+    known = Ranges()
     new = [known.add(seq) for seq in numbers]
 
     assert new == [seq not in numbers[:i] for i, seq in enumerate(numbers)]
     assert {seq for seq in range(-1, 40) if seq in known} == set(numbers)
 
 
-def test_a_long_run_in_order_is_only_a_prefix() -> None:
-    known = Seqs()
+def test_a_long_run_in_order_is_one_range() -> None:
+    known = Ranges()
     for seq in range(1, 100_001):
         known.add(seq)
 
-    assert (known.prefix, known._beyond) == (100_000, set())
+    assert (known.prefix, list(known)) == (100_000, [(1, 100_000)])
 
 
 @given(seqs, seqs, st.integers(0, 30))
@@ -104,3 +105,19 @@ def test_a_dropped_tick_is_not_taken() -> None:
 
 def _summary(tally: Tally, *sampled: Sampled) -> RunSummary:
     return tally.summary(sampled, values=0, delivered={}, dropped=0)
+
+
+@pytest.mark.parametrize("seen_things", [[], ["XID 31 on GPU 4 of sim-0000", "GPU 4 of sim-0000 lost"]])
+def test_the_summary_says_what_was_seen_and_where_everything_went(seen_things: list[str]) -> None:
+    summary = RunSummary(60, 13200, Attributed(58, 1, 1), {"scrape": 13200}, 0, 0, 2)
+    head = ["            seen  XID 31 on GPU 4 of sim-0000", "                  GPU 4 of sim-0000 lost"]
+
+    assert summary.text(seen_things).splitlines() == [
+        *head[: len(seen_things)],
+        "         sampled  60 ticks, 13,200 values",
+        "      attributed  58 exact, 1 late, 1 without a snapshot",
+        "       to scrape  13,200 values",
+        "   dead-lettered  0",
+        "         dropped  0",
+        "            lost  2",
+    ]

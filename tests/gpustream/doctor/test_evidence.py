@@ -7,7 +7,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpustream.doctor.evidence import MAX_REASONS, OTHERS, Fold, NodeEvidence, NodeName, Ranges, SampledRun
+from gpustream.doctor.evidence import MAX_REASONS, OTHERS, Fold, NodeEvidence, NodeName, SampledRun
+from gpustream.tally import Ranges
 from tests.gpustream.doctor.records import RUN, Record, attributed, letter, receipt, sample, snapshot
 
 NODE = NodeName("c", "n")

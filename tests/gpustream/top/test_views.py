@@ -1,0 +1,31 @@
+"""The moment as a line: what a run and ``gpustream top`` print where no screen is."""
+
+from datetime import UTC, datetime
+
+from gpustream.fleet import Fleet
+from gpustream.top.views import FiringAlert, Now
+from tests.gpustream.test_fleet import gpu, seen, tick
+
+FACTS = ["4 ticks/s, 890 values/s", "lag 0.3 s", "scrape 9,600 values (9 ticks behind)"]
+
+
+def line(fleet: Fleet, facts: list[str], alerts: int, trouble: str) -> str:
+    firing = [FiringAlert(None, None)] * alerts  # type: ignore[arg-type] # only counted
+    return Now(fleet, firing, datetime.now(UTC), "", facts, trouble).line()
+
+
+def test_a_line_says_how_many_gpus_are_held_what_flows_and_who_is_busiest() -> None:
+    fleet = seen(tick(gpu("a", 0.2, "ml/x"), gpu("b", 0.93, "ml/bert-0"), gpu("c", 0.0)))
+
+    assert line(fleet, FACTS, 0, "") == (
+        "1 nodes, 3 GPUs (2 held), 4 ticks/s, 890 values/s, lag 0.3 s, "
+        "scrape 9,600 values (9 ticks behind), busiest ml/bert-0 at 93%"
+    )
+    assert ", 9 alerts, busiest" in line(fleet, FACTS, 9, "")
+    assert line(fleet, FACTS, 0, "not ready: GPU 3 is lost").endswith("at 93%, not ready: GPU 3 is lost")
+
+
+def test_while_it_starts_it_says_what_it_waits_for() -> None:
+    waiting = "starting: sink: no assignment yet"
+
+    assert line(Fleet(), [], 0, waiting) == waiting
