@@ -31,7 +31,8 @@ from gpustream.output import answer, now_ms
 from gpustream.usage.command import TIME, When
 from gpustream.usage.read import Range, utc
 from streams.settings import UsageSettings
-from streams.usage.books import AHEAD_MS, FIELDS, PATIENCE_MS, Accounting, Bookkeeper, Books
+from streams.usage.bookkeeper import AHEAD_MS, Bookkeeper
+from streams.usage.books import FIELDS, PATIENCE_MS, Accounting, Books
 from streams.usage.tick import CountedTick
 from streams.usage.tick import decode as decode_tick
 from topics.attributed import TOPIC as ATTRIBUTED

@@ -24,7 +24,8 @@ from streams.reader import Reads
 from streams.settings import UsageSettings
 from streams.stage import ATTRIBUTED, SAMPLES, Clocks, Malformed, NodeWatch, Stream, decode_record, instruments
 from streams.usage import books as bookkeeping
-from streams.usage.books import Accounting, Bookkeeper, Books
+from streams.usage.bookkeeper import Bookkeeper
+from streams.usage.books import Accounting, Books
 from streams.usage.tick import decode as decode_tick
 from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, STATE, Usage
 

@@ -16,7 +16,8 @@ import msgspec
 
 from producers.simulated.fleet import Fleet
 from streams.usage import books as bookkeeping
-from streams.usage.books import Accounting, Bookkeeper, Books
+from streams.usage.bookkeeper import Bookkeeper
+from streams.usage.books import Accounting, Books
 from streams.usage.tick import decode
 from tests.bench.score import joined
 

@@ -21,7 +21,8 @@ from gpustream.replay import (
 )
 from gpustream.usage.command import when
 from gpustream.usage.read import Range
-from streams.usage.books import Accounting, Bookkeeper, Books
+from streams.usage.bookkeeper import Bookkeeper
+from streams.usage.books import Accounting, Books
 from streams.usage.tick import decode
 from topics.usage import HOUR_MS, Usage
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import msgspec
 
-from streams.usage.books import Accounting, Bookkeeper, Books, Taken
+from streams.usage.bookkeeper import Bookkeeper, Taken
+from streams.usage.books import Accounting, Books
 from streams.usage.tick import CountedTick, decode
 from topics.usage import HOUR_MS, Usage
 

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from gpustream.replay import UsageReplay
-from streams.usage.books import Accounting, Bookkeeper, decode, encode
+from streams.usage.bookkeeper import Bookkeeper
+from streams.usage.books import Accounting, decode, encode
 from streams.usage.tick import CountedTick
 from tests.streams.usage.made import START_MS, Kept, gpu, holder, mig, tick
 from topics.usage import HOUR_MS, MINUTE_MS

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.usage import books as bookkeeping
-from streams.usage.books import Accounting, Bookkeeper, Books
+from streams.usage.bookkeeper import Bookkeeper
+from streams.usage.books import Accounting, Books
 from streams.usage.tick import decode
 from tests.streams.usage.made import START_MS, gpu, holder, tick
 from tests.topics import records
