@@ -1,7 +1,7 @@
 """Which member of a group reads which partitions: the same numbers of all its topics, and as few moves as possible.
 
-A member sends with each join what it has had until now (its :class:`Claim`); whoever leads the group deals the numbers.
-Each member keeps its own up to its share, and what is left over goes to those who have the least.
+With each join a member sends which numbers it has had until now (its :class:`Claim`). The leader of the group deals the
+numbers. Each member keeps its own up to its share, and the rest goes to those who have the least.
 """
 
 import time

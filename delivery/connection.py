@@ -1,7 +1,7 @@
-"""How Kafka is reached: one value, which everything that makes a Kafka client takes, and the secrets that it names.
+"""How Kafka is reached: one value, from which every Kafka client is made, and the secrets in the files that it names.
 
 In: options, a file of a cloud's console, certificates, a file with a password. Out: what a connection is opened with.
-Files are read again for each connection, so that what is rotated on disk is in force at the next one.
+The files are read again for each connection, so that a rotated secret is used from the next connection on.
 On failure: :class:`CredentialsError`, in a sentence that names the option and repeats no secret.
 """
 

@@ -1,4 +1,4 @@
-"""Where a stream or a sink puts what it could not decode or deliver, before it goes past it."""
+"""Dead letters: a stream or a sink keeps here what it could not decode or deliver, before it goes on."""
 
 import asyncio
 import contextlib

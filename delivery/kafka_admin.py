@@ -1,7 +1,7 @@
-"""A broker's topics and their settings, and nothing else of Kafka's administration.
+"""Kafka's administration: topics and their settings, consumer groups, ACLs, and the brokers' disks.
 
 In: an address. Out: what the broker has, in plain types. On failure: :class:`BrokerUnavailable` if nobody answers,
-:class:`SettingsUnknown` if the broker does not say, :class:`Refused` if it says no.
+:class:`SettingsUnknown` if the broker does not say, :class:`Refused` if it refuses.
 
 Source: Kafka's protocol for the error codes, for Metadata 8, for IncrementalAlterConfigs and for DescribeLogDirs.
 """

@@ -1,7 +1,8 @@
 """The file that a cloud's console hands out for Kafka clients, as librdkafka and Java's client read it.
 
-In: lines ``name=value`` (or ``name: value``), with comments and continued lines. Out: what a connection needs of it,
-under one name for both dialects, and the lines that are of no use here. On failure: CredentialsError, in a sentence.
+In: lines ``name=value`` (or ``name: value``), with comments and continued lines. Out: the settings that a connection
+needs, under the same names for both dialects, and the lines that can't be used here. On failure: CredentialsError, in a
+sentence.
 
 Source: librdkafka's CONFIGURATION.md, Kafka's documentation of its producer's and consumer's settings, and the login
 modules of Apache Kafka (KIP-768), Strimzi and AWS for what stands in ``sasl.jaas.config``.

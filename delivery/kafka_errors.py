@@ -1,9 +1,9 @@
-"""What Kafka's errors mean for whoever must mend them: the one place where an error becomes a sentence.
+"""Kafka's errors as sentences that say what to do about them.
 
-In: an error of the client's, of Python's TLS, or of the broker. Out: a line that says what to do. Pure.
+In: an error of the Kafka client, of Python's TLS, or of the broker. Out: a line that says what to do. Pure.
 
-Source: Kafka's protocol for its error codes; OpenSSL's x509_vfy.h for those of certificates; and what Apache Kafka 4.1
-was seen to do with a client that comes without TLS, with TLS, without a login, or with one that it does not want.
+Source: Kafka's protocol for its error codes; OpenSSL's x509_vfy.h for those of certificates; and observations of Apache
+Kafka 4.1, with clients that come without TLS, with TLS, without a login, or with a login that it does not want.
 """
 
 import asyncio

@@ -1,12 +1,14 @@
-"""How a connection to a broker is opened, whichever client wants it: with what stands in the files at that moment.
+"""Opens connections to brokers for all Kafka clients, with the secrets that are in the files at that moment.
 
 In: a :class:`Connection`. Out: aiokafka's options for a client, and what is wrong, in a sentence (:func:`trouble`).
-State: of each broker, whether the last connection to it could be opened, and why not.
-On failure: what must be mended is tried again every few seconds only, because a TLS handshake and a login cost CPU on
-both sides and clients ask ten times a second. aiokafka logs the sentence, for a client that was connected before.
+State: for each broker, whether the last connection could be opened, and why not.
+On failure: if something must be mended, connecting is tried again only every few seconds, because a TLS handshake and a
+login cost CPU on both sides, and clients try ten times a second. aiokafka logs the sentence for a client that was
+connected before.
 
-aiokafka keeps the password and the TLS context that a client was made with. So they are given to the one function of
-it that opens a connection, which is replaced for the whole process; a client's :class:`_Login` says whose it is.
+An aiokafka client keeps the password and the TLS context that it was made with. So this module replaces, for the whole
+process, aiokafka's one function that opens a connection, and gives it the secrets of now. A client's :class:`_Login`
+says which connection it is for.
 """
 
 import asyncio
@@ -27,7 +29,7 @@ PAUSES_S = (0.5, 1.0, 2.0, 5.0)
 """Between two attempts to connect to a broker of which something must be mended."""
 
 _REMEMBERED_S = 20.0
-"""A broker that nobody has wanted to be connected with for so long is nobody's trouble any more."""
+"""If nobody has tried to connect with a broker for so long, its trouble is not reported any more."""
 
 _TO_FILL_IN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """A client must be made with a context. This one trusts nobody, and is replaced before it is used."""
@@ -41,11 +43,11 @@ class Unusable(KafkaConnectionError):  # type: ignore[misc] # aiokafka has no ty
 
 
 class ClientClosed(KafkaConnectionError):  # type: ignore[misc]
-    """The client was given up: what goes on in it ends with it, and is nobody's trouble."""
+    """The client was given up, and its tasks end with it. That is no trouble to report."""
 
 
 class _Login(AbstractTokenProvider):  # type: ignore[misc]
-    """Says for whom a client opens connections, has the token if it takes one, and knows which are open."""
+    """Says for which :class:`Connection` a client opens connections, gives it a token, and knows which are open."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -57,7 +59,7 @@ class _Login(AbstractTokenProvider):  # type: ignore[misc]
 
 
 class _Broker:
-    """What became of the last attempts to connect with one broker."""
+    """How the last attempts to connect with one broker ended."""
 
     def __init__(self) -> None:
         self.trouble: str | None = None

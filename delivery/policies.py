@@ -1,9 +1,9 @@
-"""What pods and namespaces say themselves, by annotations under ``gpustream.dev/``. Pure.
+"""The policies of pods and namespaces, which they state in annotations under ``gpustream.dev/``. Pure.
 
-A pod, or its namespace, has a policy about alerts of its own: ``gpustream.dev/idle-after: 2h`` sets for how long its
-GPUs may be idle, ``gpustream.dev/alerts: off`` silences what is about the pod's own doing: idle GPUs and errors of its
-programs, never the state of a GPU. A namespace says the same by an annotation, which its pods inherit in gpu.workloads,
-or a label; a pod's goes before its namespace's. What is malformed is as if it were not there, and named as a mistake.
+A pod or a namespace may have a policy about its alerts. ``gpustream.dev/idle-after: 2h`` sets how long its GPUs may be
+idle. ``gpustream.dev/alerts: off`` silences alerts about what the pod does, which are idle GPUs and errors of its
+programs, but never about the state of a GPU. A namespace states its policy in a label, or in an annotation, which its
+pods inherit in gpu.workloads. A pod's own policy wins. A malformed one does not count, and is reported as a mistake.
 """
 
 from collections.abc import Mapping
@@ -133,10 +133,10 @@ def opt_in(text: str) -> OptIn:
 
 
 def opted_out(annotations: Mapping[str, str], inherited: Mapping[str, str], idle_ms: int) -> str | None:
-    """Why a pod, or an object above it, is left alone by its own annotations or its namespace's; None if it is not.
+    """Why nothing may be done to a pod, or an object above it, by its own annotations or its namespace's; None: it may.
 
-    A pod's annotation goes before its namespace's. Nobody's ``longest`` counts here: who wants to keep idle GPUs is not
-    stopped, however long that is. What can't be read leaves it alone, too.
+    A pod's own annotation wins. ``longest`` does not count here: who asks to keep idle GPUs keeps them, however long
+    that is. If an annotation can't be read, nothing is done either.
     """
     for name in (ALERTS, IDLE_AFTER):
         text = annotations.get(name, inherited.get(name, ""))
@@ -202,7 +202,7 @@ def mistakes_in(
 
 @lru_cache(maxsize=4096)
 def _misspelt(name: str) -> PolicyMistake | None:
-    """An annotation that is not known, and that was meant for gpustream by its name."""
+    """The mistake in the name of an annotation that is not known, and looks as if it was meant for gpustream."""
     prefix, slash, last = name.lower().partition("/")
     if name in OF_PODS or name in WRITTEN or not slash:
         return None

@@ -1,4 +1,4 @@
-"""From where a partition is read: at the first record that the group has not finished, or some way before it.
+"""The offset from which a partition is read: the first record that the group has not finished, or some way before it.
 
 In: what the group has committed, and where the log begins and ends. Out: a :class:`Start` of each partition.
 
@@ -6,10 +6,10 @@ In: what the group has committed, and where the log begins and ends. Out: a :cla
              gone by            known again          to be done
 
 A sink reads the last records that it finished again, so that it knows what it has delivered. A stream reads its state
-topics from ten minutes of log time before its first unfinished input: a snapshot of a node is sent again every five
-minutes, so ten minutes of them hold every node's state; a partition whose newest record is older than that is read from
-ten minutes before it. A broker that can't find offsets by time, or a topic without times, is read from the beginning;
-so is a compacted state topic, whose every record may be the last of its key.
+topics from ten minutes of log time before its first unfinished input. A snapshot of a node is sent again every five
+minutes, so ten minutes of them hold every node's state. If a partition's newest record is older than that, it is read
+from ten minutes before that record. If the broker can't find offsets by time, or a topic has no times, it is read from
+the beginning. So is a compacted state topic, because each of its records may be the last of its key.
 """
 
 import asyncio

@@ -64,7 +64,7 @@ class _Loader(yaml.SafeLoader):
     """YAML whose numbers stay text, and in which a name that stands twice is a mistake."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As the loader's own, but for names that stand twice."""
+        """As the loader's own, except that a name may not stand twice."""
         names = [self.construct_object(key, deep=True) for key, _ in node.value]
         if twice := {str(name) for name in names if names.count(name) > 1}:
             raise yaml.constructor.ConstructorError(None, None, f"{min(twice)} stands twice", node.start_mark)

@@ -1,13 +1,13 @@
-"""Which records of gpu.attributed say nothing new: one rule for all its readers.
+"""Which records of gpu.attributed are replays: one rule for all its readers.
 
 In: what is kept of a node's last tick, and the node's next record. Out: whether that is its next tick, a replay, or the
 first tick of a new log. Pure.
 
-Whoever writes gpu.attributed begins again, after a crash or a rebalance, with ticks that it has written before. A tick
-of the last run is a replay if its ``seq`` is not above the last one's. A tick of another run is a replay if neither its
-``offset`` nor its ``ts_ms`` is later than that of any tick before: runs come in no order of their ids, and a clock may
-have been set back. Whatever else has an ``offset`` that is not above the last one's shows that gpu.samples was deleted
-and created again, so that its offsets began again.
+After a crash or a rebalance, the attribution stream writes some ticks again. A tick of the last run is a replay if its
+``seq`` is not above the last one's. A tick of another run is a replay if neither its ``offset`` nor its ``ts_ms`` is
+later than that of all ticks before; the ids of runs have no order, and a clock may have been set back. If any other
+tick has an ``offset`` that is not above the last one's, gpu.samples was deleted and created again, and its offsets
+began again.
 """
 
 from typing import Literal, Protocol

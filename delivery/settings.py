@@ -5,8 +5,8 @@
         stale_after_s: Annotated[float, Option("--stale-after", DURATION, "How long ...")] = 60.0
 
 The command line, the environment variable, the documentation and the default all come from the field. A field without
-an :class:`Option` can only be set by code. ``mistakes()`` of a record names what is wrong with its values together.
-Nothing here is heavy: the command's help imports the settings of every component.
+an :class:`Option` can only be set by code. ``mistakes()`` of a record says which values do not go together.
+This module imports nothing heavy, because the command's help imports the settings of every component.
 """
 
 import dataclasses
@@ -183,7 +183,7 @@ def fields(record: type[Any]) -> list[Field]:
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:
-    """The types, or the values of a Literal, that an annotation allows, but for None."""
+    """The types, or the values of a Literal, that an annotation allows beside None."""
     if typing.get_origin(hint) is typing.Literal:
         yield from typing.get_args(hint)
     elif arguments := typing.get_args(hint):
@@ -330,7 +330,7 @@ class ConnectionSettings:
 
 @lru_cache
 def _report(path: Path, unused: tuple[str, ...]) -> None:
-    """Say once which lines of a file are of no use."""
+    """Log once which lines of a file can't be used."""
     if unused:
         log.info("%s: not used here: %s", path, "; ".join(unused))
 

@@ -1,10 +1,10 @@
-"""Reads every partition of topics in no group: for what every replica has to know.
+"""Reads every partition of topics, without a consumer group: for what every replica has to know.
 
-In: topics, and from where on each is read. Out: their records, in order per partition, on the event loop. Nothing is
-committed.
+In: topics, and where each of them is read from. Out: their records, in order per partition, on the event loop. Nothing
+is committed.
 State: the Kafka client, and when all partitions were last known to be read to their ends.
-On failure: an outage is waited for, and :meth:`Tail.not_ready` says so meanwhile. What only another start can mend
-raises :class:`MustRestart`: a topic that has another number of partitions than at the start. A topic that was created
+On failure: during an outage it waits, and :meth:`Tail.not_ready` says so. If a topic has another number of partitions
+than at the start, it raises :class:`MustRestart`, because only another start can mend that. A topic that was created
 again is read from its beginning.
 """
 
@@ -85,7 +85,6 @@ class Tail:
         return [f"whether {name} is read to its end is not known for {late_s:.0f} s"] if late_s > _LATE_S else []
 
     async def _read(self, tps: list[Partition]) -> None:
-        """Read for ever."""
         await self._offsets.connect()
         self._consumer = consumer = await connected(
             self._connection,

@@ -1,6 +1,6 @@
 """Tokens for OAUTHBEARER: by client credentials, or by the AWS role of this machine.
 
-In: a connection's token endpoint, client id and secret. Out: a token that is good for at least a fifth of its life.
+In: a connection's token endpoint, client id and secret. Out: a token that is valid for at least a fifth of its life.
 State: the last token of each connection. On failure: :class:`CredentialsError`, in a sentence without the secret.
 
 Source: RFC 6749, sections 2.3.1, 4.4 and 5.2; for AWS the README of aws-msk-iam-sasl-signer-python.
@@ -19,16 +19,16 @@ from delivery.connection import Connection, CredentialsError
 
 _TIMEOUT_S = 10.0
 _FRESH = 0.8
-"""A token is taken again for this part of its life."""
+"""A token is used again during this part of its life."""
 
 _LIFE_S = 300.0
-"""What is taken for a token's life if the answer does not say."""
+"""A token's life, if the answer does not say it."""
 
 _AWS_HOST = re.compile(r"\.([a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.com", re.ASCII)
 
 
 class Token(NamedTuple):
-    """A token, and until when it is taken again."""
+    """A token, and until when it is used again."""
 
     text: str
     fresh_until_s: float

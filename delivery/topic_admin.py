@@ -1,8 +1,9 @@
-"""What the contract says of topics against what a broker has.
+"""Compares a broker's topics with the contract, creates and mends them, and lets components wait for them.
 
-In: a broker's topics. Out: topics made, settings altered, or every mistake in one message.
+In: a broker's topics. Out: topics created, settings altered, or every mistake in one message.
 On failure: :class:`BrokerUnavailable` may be tried again; every other error is for a person to read. A component waits
-with :class:`TopicCheck` until its topics can be used, for as long as it takes, and does not touch them before.
+with :class:`TopicCheck` until its topics can be used, for as long as it takes. Before that it neither reads nor writes
+them.
 """
 
 import asyncio
@@ -67,7 +68,7 @@ class Checked(NamedTuple):
 
 
 class ContractMismatch(BrokerError):
-    """Topics are missing or not as they must be; one line a mistake. ``advice`` is logged where it ends a process."""
+    """Topics are missing or not as they must be; one line a mistake. ``advice`` is logged if this ends a process."""
 
     def __init__(self, mistakes: Iterable[Mismatch], command: str = COMMAND) -> None:
         self.mistakes = tuple(mistakes)
@@ -103,7 +104,7 @@ def contract(connection: Connection, names: Iterable[str] | None = None) -> dict
 
 
 def command(connection: Connection) -> str:
-    """What to run where topics are missing or not as they must be."""
+    """The command to run if topics are missing or not as they must be."""
     return f"{COMMAND} --topic-prefix {connection.topic_prefix}" if connection.topic_prefix else COMMAND
 
 

@@ -1,4 +1,4 @@
-"""The values that options take, from text: pure parsers.
+"""Pure parsers for the values of options.
 
 In:       what a user typed, or an environment variable held.
 Out:      a float in seconds, an int in bytes, or one of the small tuples below.

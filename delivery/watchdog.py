@@ -1,7 +1,8 @@
-"""How well the event loop runs: ends a process that hangs, and measures how late the loop is meanwhile.
+"""Watches the event loop: ends a process that hangs, and measures how late the loop is.
 
-Being started again and reading again is the recovery. The watchdog runs in a thread, because the event loop may be what
-hangs, and counts its own seconds, because a process that was suspended has not stalled.
+A process that was ended is started again, and reads again what it had not finished. The watchdog runs in a thread of
+its own, because the event loop may hang. It counts its own seconds, because a process that was suspended has not
+stalled.
 """
 
 import asyncio
@@ -58,7 +59,7 @@ class Deadlines(msgspec.Struct, frozen=True):
 
 
 class Judge:
-    """Counts for how many looks each condition has lasted. Pure: a look is a second only because the thread says so."""
+    """Counts for how many looks each condition has lasted. Pure: the thread looks once a second."""
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines

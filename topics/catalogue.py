@@ -1,7 +1,7 @@
 """The metric catalogue: every key of ``metrics``, what it is, where NVML has it, and its series in each naming profile.
 
-Producers read what to sample here, ``topics.profiles`` what to call it, the docs are written from it. A key without a
-name in a profile is not emitted in that profile.
+Producers take from it what to sample, and ``topics.profiles`` how to call it; the docs are written from it. A key
+without a name in a profile is not written in that profile.
 """
 
 from topics.metric import ROWS, Family, Info, Metric
@@ -61,8 +61,8 @@ FAMILIES: dict[str, Family] = {
 }
 """The names that several series of a device share, in any profile. Every other name has one series for each device.
 
-Nobody who leaves out a label gets nonsense: what is another quantity, a part of another series, or in another unit has
-a name of its own.
+A query that leaves out a label makes sense, because whatever is another quantity, a part of another series, or in
+another unit has a name of its own.
 """
 
 HOLDERS = Info(
@@ -155,7 +155,7 @@ POD_XID_ERRORS = Info(
     "errors",
     labels=("xid",),
 )
-"""For the pod that held the device at the time of the error, which may be another than holds it in the tick."""
+"""For the pod that held the device at the time of the error. In the tick another pod may hold it."""
 
 ALERT_FIRING = Info(
     "gpu_alert_firing",

@@ -1,6 +1,6 @@
 """Device ids: what a device plugin's id string says of the device, and which device of a tick that is.
 
-In: an id as the kubelet hands it on, and the devices of a node's tick. Out: the device's UUID, or that it is none.
+In: an id as the kubelet reports it, and the devices of a node's tick. Out: the device's UUID, or that there is none.
 
 Source: the id formats of NVIDIA's device plugin (a UUID, ``::N`` for a time-sliced or MPS replica,
 ``MIG-GPU-<uuid>/<gi>/<ci>`` before driver R470), of GKE's (``nvidia<I>[/gi<J>][/vgpu<N>]``: I is the number of the
@@ -31,7 +31,7 @@ _FORMS = tuple(
 
 
 class UnknownDeviceId(ValueError):
-    """The id is of no form that is known: the device can't be told from it. Count it, and go on without it."""
+    """The id has no known form, so it names no device. Count it, and go on without it."""
 
     def __init__(self, device_id: str) -> None:
         quoted = repr(device_id[:_MAX_QUOTED]) + ("..." if len(device_id) > _MAX_QUOTED else "")
@@ -74,7 +74,7 @@ def parse(device_id: str) -> DeviceRef:
 
 
 def normal(uuid: str) -> str:
-    """A UUID as it is compared: in lower case, but for the ``GPU-`` or ``MIG-`` before it."""
+    """A UUID as it is compared: in lower case, except the ``GPU-`` or ``MIG-`` before it."""
     return uuid[:4] + uuid[4:].lower()
 
 

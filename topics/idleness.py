@@ -1,6 +1,6 @@
-"""How much a device works, whether a pod does nothing with it, and what is said of the device in a word. Pure.
+"""How much a device works, whether a pod does nothing with it, and one word for what it does. Pure.
 
-The streams judge by it, and what shows the fleet to people says the same.
+The streams use it, and so do the commands and pages that show the fleet to people.
 
 docs/decisions/2026-11-22-idle-on-a-shared-gpu.md has the rule as a table.
 """

@@ -1,12 +1,12 @@
 """Naming profiles: what the series of a device are called, as values.
 
 A :class:`Profile` is frozen data: the series of each key of ``metrics`` (name, labels, scale, type, unit, help), the
-series that are made of several keys, and the names of the device's and its holder's labels (:class:`LabelNames`). Who
-needs another profile makes one, with ``dataclasses.replace`` or from nothing: whatever translates a device takes the
-profiles as values and has no other source of names. ``PROFILES`` has those that ``--names`` picks from.
+series that are made of several keys, and the names of the labels of the device and its holder (:class:`LabelNames`).
+Code that translates a device takes the profiles as values and has no other source of names. So another profile can be
+made with ``dataclasses.replace``, or from nothing. ``PROFILES`` has those that ``--names`` picks from.
 
-A device may be written in several profiles at once. Profiles with which it has the same labels share one set of
-series; what two of them call alike is in it once, as the first of them says it.
+A device may be written in several profiles at once. If two profiles give it the same labels, they share one set of
+series; a series that both have under one name is in it once, as in the first of them.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
-"""What is written from the tables of topics and metrics: ``python -m topics.reference [--check]``.
+"""The docs and schemas of topics and metrics, written from their tables: ``python -m topics.reference [--check]``.
 
-Out: the pages ``topics.md`` and ``metrics.md`` of ``docs/reference``, and the JSON Schema of each record in
-``topics/schemas``, for readers that are not ours. In a schema no object is closed, because readers let unknown fields
-pass; what need not be there may be null, because null is absent.
+Out: the tables in the pages ``topics.md`` and ``metrics.md`` of ``docs/reference``, and the JSON Schema of each record
+in ``topics/schemas``, for readers that others write. The schemas allow unknown fields, as readers must. A field that
+may be absent may also be null, because null means absent.
 
 Source: JSON Schema draft 2020-12; its patterns are ECMA 262's, which has no ``\\A`` and ``\\Z``.
 """

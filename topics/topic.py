@@ -113,8 +113,8 @@ def load_topics() -> dict[str, Topic]:
 def decoder(record: type[R]) -> Callable[[bytes], R]:
     """A function that decodes and validates the JSON of one record.
 
-    It raises ``msgspec.DecodeError``, and nothing else, for what is not such a record: dead-letter it. A null where the
-    type allows none costs a second pass; our own producers write none.
+    It raises ``msgspec.DecodeError``, and nothing else, for what is not such a record: dead-letter it. If a field is
+    null and its type does not allow that, a second pass takes it as absent; our own producers write no such null.
     """
     return lenient(msgspec.json.Decoder(record).decode)
 

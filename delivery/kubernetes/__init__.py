@@ -1,1 +1,1 @@
-"""The Kubernetes API: who we are to it, and what it answers."""
+"""The Kubernetes API: credentials, requests and streams."""

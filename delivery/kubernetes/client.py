@@ -1,9 +1,9 @@
 """The Kubernetes API over HTTP: requests and streams; bodies as they come.
 
-In: where to find credentials; the API server's answers. Out: :class:`Answer`, :class:`Stream`.
-State: one connection pool, and the credentials, read again every minute and after a 401.
-On failure: whatever goes wrong on the way is an :class:`Unreachable` that says why; every status is an answer.
-Credentials that can't be read again stay what they were.
+In: the place of the credentials; the API server's answers. Out: :class:`Answer`, :class:`Stream`.
+State: one connection pool, and the credentials, which are read again every minute and after a 401.
+On failure: without an answer :class:`Unreachable` says why; an answer with any status is an answer. If the credentials
+can't be read again, the last ones stay in use.
 """
 
 import asyncio
@@ -255,7 +255,7 @@ class Client:
             response.close()
 
     async def close(self) -> None:
-        """Let go; what is still asked fails."""
+        """Close the connections; requests in flight fail."""
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.wait([self._refreshing])

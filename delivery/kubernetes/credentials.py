@@ -1,10 +1,10 @@
-"""Who we are to the API server, and the connections that say so.
+"""The credentials for the API server, and the connections that use them.
 
 In: the service account's files or a kubeconfig. Out: :class:`ApiConnection`.
 On failure: :class:`ConfigError`, in a sentence.
 
-Source: kubernetes_asyncio's configuration loaders, whose own refreshing leaves out token files of a kubeconfig and
-certificates. The package takes 0.3 s and 37 MiB to import, so that it is imported where a connection is made.
+Source: kubernetes_asyncio's configuration loaders. Their own refreshing leaves out the token files of a kubeconfig, and
+certificates. The package takes 0.3 s and 37 MiB to import, so it is imported only when a connection is made.
 """
 
 import asyncio
