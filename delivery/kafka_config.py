@@ -8,6 +8,7 @@ Source: librdkafka's CONFIGURATION.md, Kafka's documentation of its producer's a
 modules of Apache Kafka (KIP-768), Strimzi and AWS for what stands in ``sasl.jaas.config``.
 """
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,8 +148,10 @@ def _taken(name: str, value: str) -> dict[str, str] | str:
         return _login(value)
     if name not in _AS_WRITTEN:
         value = _ESCAPED.sub(r"\1", value)
-    if name in _STORES and _is_binary(Path(value)):
-        return f", {name}: no PEM file: give one with --kafka-ca, --kafka-cert and --kafka-key"
+    if name in _STORES:
+        with contextlib.suppress(OSError):
+            if b"-----BEGIN" not in Path(value).read_bytes():  # a store of Java's
+                return f", {name}: no PEM file: give one with --kafka-ca, --kafka-cert and --kafka-key"
     if name in _VERIFICATION and value.lower() != _VERIFICATION[name]:
         return f", {name}: brokers and their names are always verified"
     if _NAMES.get(name) == "servers":
@@ -196,11 +199,3 @@ def _lines(text: str) -> Iterator[tuple[int, str, str]]:
             match = _SETTING.fullmatch(whole)
             yield begins, match[1] if match else "", match[2].strip() if match else ""
         whole = ""
-
-
-def _is_binary(path: Path) -> bool:
-    """Whether a file is there that holds no PEM: a store of Java's."""
-    try:
-        return b"-----BEGIN" not in path.read_bytes()
-    except OSError:
-        return False

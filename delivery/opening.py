@@ -25,12 +25,8 @@ from aiokafka.errors import KafkaConnectionError, KafkaError
 from delivery import kafka_errors, tokens
 from delivery.connection import Connection, CredentialsError, Secrets
 
-PAUSES_S = (0.5, 1.0, 2.0, 5.0)
-"""Between two attempts to connect to a broker of which something must be mended."""
-
-_REMEMBERED_S = 20.0
-"""If nobody has tried to connect with a broker for so long, its trouble is not reported any more."""
-
+PAUSES_S = (0.5, 1.0, 2.0, 5.0)  # between two attempts to connect to a broker of which something must be mended
+_REMEMBERED_S = 20.0  # if nobody has tried to connect with a broker for so long, its trouble is not reported any more
 _TO_FILL_IN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """A client must be made with a context. This one trusts nobody, and is replaced before it is used."""
 

@@ -157,9 +157,7 @@ def opted_out(annotations: Mapping[str, str], inherited: Mapping[str, str], idle
 # -- what is wrong with annotations, for whoever wrote them
 
 PREFIX = "gpustream.dev/"
-OF_PODS = (ALERTS, IDLE_AFTER, RECLAIM)
-"""What pods, the templates that they are made from, and namespaces may say."""
-
+OF_PODS = (ALERTS, IDLE_AFTER, RECLAIM)  # what pods, the templates that they are made from, and namespaces may say
 WRITTEN = frozenset({"gpustream.dev/reclaimed-by", "gpustream.dev/reclaimed", "gpustream.dev/reclaim-undone"})
 """What gpustream itself writes."""
 

@@ -18,12 +18,8 @@ from urllib.parse import quote_plus
 from delivery.connection import Connection, CredentialsError
 
 _TIMEOUT_S = 10.0
-_FRESH = 0.8
-"""A token is used again during this part of its life."""
-
-_LIFE_S = 300.0
-"""A token's life, if the answer does not say it."""
-
+_FRESH = 0.8  # a token is used again during this part of its life
+_LIFE_S = 300.0  # a token's life, if the answer does not say it
 _AWS_HOST = re.compile(r"\.([a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.com", re.ASCII)
 
 

@@ -21,25 +21,15 @@ from delivery.settings import Uses
 from delivery.tasks import set_within
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
 
-_AT_LEAST = ("retention.ms", "max.message.bytes")
-"""Settings of which more is as good; retention.ms of -1 is for ever."""
-
+_AT_LEAST = ("retention.ms", "max.message.bytes")  # settings of which more is as good; retention.ms of -1 is for ever
 _HARMLESS = ("segment.ms",)
 """Settings that do no harm if they differ: they change when old records go, not which ones a reader may rely on."""
 
 _PASSES = 100
-_PASS_S = 0.1
-"""A broker learns of a change some time after the controller has made it."""
-
-ASK_AFTER_S = (0.5, 1.0, 2.0, 5.0, 10.0)
-"""When to ask again: not too often, because a whole fleet may wait."""
-
-NUMBER_OF_PARTITIONS = "its number of partitions"
-"""What a mismatch is about that no command mends."""
-
-COMMAND = "gpustream topics create"
-"""It makes what is missing, mends settings, and says how to mend the rest."""
-
+_PASS_S = 0.1  # a broker learns of a change some time after the controller has made it
+ASK_AFTER_S = (0.5, 1.0, 2.0, 5.0, 10.0)  # when to ask again: not too often, because a whole fleet may wait
+NUMBER_OF_PARTITIONS = "its number of partitions"  # what a mismatch is about that no command mends
+COMMAND = "gpustream topics create"  # it makes what is missing, mends settings, and says how to mend the rest
 log = logging.getLogger(__name__)
 
 

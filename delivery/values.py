@@ -26,12 +26,8 @@ _FLEET = re.compile(r"[1-9][0-9]{0,5}x[1-9][0-9]{0,2}")
 _HOST = re.compile(r"\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9._-]+")
 _PREFIX = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?/[A-Za-z0-9._-]*")
 _TOPIC_PREFIX = re.compile(r"[A-Za-z0-9._-]*")
-_LONGEST_TOPIC_PREFIX = 249 - max(map(len, TOPICS))
-"""Kafka takes topic names of 249 characters."""
-
-_LONGEST_SOCKET_PATH = 107
-"""Of a sockaddr_un's 108 bytes the last is a zero."""
-
+_LONGEST_TOPIC_PREFIX = 249 - max(map(len, TOPICS))  # Kafka takes topic names of 249 characters
+_LONGEST_SOCKET_PATH = 107  # of a sockaddr_un's 108 bytes the last is a zero
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 

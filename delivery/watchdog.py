@@ -23,8 +23,7 @@ log = logging.getLogger(__name__)
 _LATE_EVERY_S = 0.1
 _LATE_FOR_S = 60.0
 
-RESTART = 70
-"""The exit code of a process that stopped itself to be restarted."""
+RESTART = 70  # the exit code of a process that stopped itself to be restarted
 
 
 def fail_stop(reason: str) -> NoReturn:

@@ -68,15 +68,11 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 MAX_IN_FLIGHT = 64
 """Ticks of one node that may wait for their acknowledgement: enough to catch up at thousands per second."""
 
-RESIZED = 0.25
-"""By this share the size of ticks has to change before it is worked out again how many fit."""
-
+RESIZED = 0.25  # by this share the size of ticks has to change before it is worked out again how many fit
 RESEND_S = 300.0
 """How long a record of state counts as just sent; readers look back 10 minutes for the state of a sample."""
 
-UNREADY_AFTER_S = 30.0
-"""A producer whose records have waited for longer is not ready."""
-
+UNREADY_AFTER_S = 30.0  # a producer whose records have waited for longer is not ready
 LARGEST_VALUE_BYTES = MAX_MESSAGE_BYTES - 2048
 """What is left of a batch for one value beside its key and the batch's own framing."""
 

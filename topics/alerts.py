@@ -13,9 +13,7 @@ import msgspec
 
 from topics.topic import Cluster, Name, Node, Number, Topic, UInt, Version, about
 
-Severity = Literal["info", "warning", "critical"]
-"""The severities that a rule may have."""
-
+Severity = Literal["info", "warning", "critical"]  # the severities that a rule may have
 AnySeverity = Annotated[
     str, about("How bad it is, from the least to the worst.", words=("info", "warning", "critical"))
 ]
@@ -23,9 +21,7 @@ State = Annotated[str, about("firing: it goes on. resolved: it is over.", words=
 Fingerprint = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z", description="16 hex digits")]
 Time = Annotated[datetime, msgspec.Meta(tz=True, description="RFC 3339, UTC, of a whole millisecond")]
 
-MAX_TIME_MS = 253_402_300_799_999
-"""The last millisecond of the year 9999: RFC 3339 has no later one."""
-
+MAX_TIME_MS = 253_402_300_799_999  # the last millisecond of the year 9999: RFC 3339 has no later one
 RUNBOOKS = "https://github.com/gpustream/gpustream/blob/main/docs/runbooks"
 """Where the runbooks are, unless it is said otherwise: an absolute address works from a notification."""
 

@@ -6,9 +6,7 @@ without a name in a profile is not written in that profile.
 
 from topics.metric import ROWS, Family, Info, Metric
 
-CATALOGUE: dict[str, Metric] = {row.key: row for row in ROWS}
-"""Every key, in the order of the docs."""
-
+CATALOGUE: dict[str, Metric] = {row.key: row for row in ROWS}  # every key, in the order of the docs
 FAMILIES: dict[str, Family] = {
     "gpu_clock_frequency": Family(
         "gpu_clock_type", ("graphics_clock_hz", "sm_clock_hz"), mean="the clocks of the cores, not of the memory"

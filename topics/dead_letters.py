@@ -6,9 +6,7 @@ from typing import NamedTuple
 from topics.topic import Topic
 
 MAX_VALUE_BYTES = 64 * 1024
-MAX_KEY_BYTES = 1024
-"""A longer key is no key of ours, and could make the dead letter itself too large to be sent."""
-
+MAX_KEY_BYTES = 1024  # a longer key is no key of ours, and could make the dead letter itself too large to be sent
 RESUBMITTED = "resubmitted"
 """The header of a receipt: the offset of the letter, in the same partition, that was sent to its topic again."""
 

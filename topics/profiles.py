@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from topics.catalogue import CATALOGUE, LAST_XID
-from topics.metric import DCGM_49, SCALED, Metric, Ratio, Series
+from topics.metric import DCGM_49, SCALED, Ratio, Series
 
 ProfileName = Literal["otel", "otel-suffixed", "dcgm", "dcgm-4.9", "dcgm-legacy"]
 LabelSet = Literal["otel", "dcgm", "dcgm-4.9", "dcgm-legacy", "pod-devices"]
@@ -161,10 +161,17 @@ def profile(
     for key, many in series.items():
         for one in many:
             helps.setdefault(one.name, {})[CATALOGUE[key].help] = None
-    found = {
-        key: tuple([_described(CATALOGUE[key], one, " ".join(helps[one.name])) for one in many])
-        for key, many in series.items()
-    }
+    found = {}
+    for key, many in series.items():
+        metric, described = CATALOGUE[key], []
+        for one in many:
+            text = " ".join(helps[one.name])
+            if one.bits is not None:  # some bits of a counter or a mask are a gauge, 0 or 1
+                described.append(one._replace(kind="gauge", unit="bool", help=text))
+            else:
+                unit = metric.unit if one.scale == 1.0 else SCALED[metric.unit, one.scale]
+                described.append(one._replace(kind=metric.kind, unit=unit, help=saying_unit(text, unit)))
+        found[key] = tuple(described)
     if last_xid is not None:
         found[LAST_XID.name] = (Series(last_xid, unit=LAST_XID.unit, help=LAST_XID.help),)
     said = tuple([one._replace(help=saying_unit(one.help, one.unit)) for one in ratios])
@@ -174,14 +181,6 @@ def profile(
 def saying_unit(text: str, unit: str) -> str:
     """A help that ends with the unit, if that is one."""
     return text if unit in {"", "bool", "bitmask", "state", "code"} else f"{text} Unit: {unit.replace('_', ' ')}."
-
-
-def _described(metric: Metric, one: Series, text: str) -> Series:
-    """A series with all that is said of it: some bits of a counter or a mask are a gauge, 0 or 1."""
-    if one.bits is not None:
-        return one._replace(kind="gauge", unit="bool", help=text)
-    unit = metric.unit if one.scale == 1.0 else SCALED[metric.unit, one.scale]
-    return one._replace(kind=metric.kind, unit=unit, help=saying_unit(text, unit))
 
 
 _SUFFIXES = {

@@ -15,9 +15,7 @@ from topics import TOPICS
 R = TypeVar("R", bound=msgspec.Struct)
 T = TypeVar("T")
 
-SCHEMA = 1
-"""The version every record carries; a field never changes unit or meaning under the same version."""
-
+SCHEMA = 1  # the version every record carries; a field never changes unit or meaning under the same version
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 """The largest record batch a topic takes, and so the largest record that can be sent."""
 
@@ -48,9 +46,7 @@ def about(
     return msgspec.Meta(description=meaning, examples=list(words) or None, extra_json_schema=more or None)
 
 
-Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9._-]{1,253}\Z")]
-"""The name of a cluster or a node."""
-
+Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9._-]{1,253}\Z")]  # the name of a cluster or a node
 Cluster = Annotated[Name, about("The cluster's name: 1-253 of A-Z a-z 0-9 . _ -")]
 Node = Annotated[Name, about("The node's name: 1-253 of A-Z a-z 0-9 . _ -")]
 

@@ -26,9 +26,7 @@ from producers.cluster.pods import KnownPod, Pods
 
 log = logging.getLogger(__name__)
 
-KEPT_S = 3600.0
-"""How long the API server keeps an Event, by default."""
-
+KEPT_S = 3600.0  # how long the API server keeps an Event, by default
 REASON = "GpustreamAnnotation"
 _LOOK_S = 1.0
 _SPACING_S = 0.1

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from producers.node.jobs import Evidence, Job, KnownJobs, remember, slurm_job
+from producers.node.jobs import Evidence, KnownJobs, remember, slurm_job
 
 LARGEST_ENVIRON_BYTES = 256 * 1024
 ADOPTED_WITHIN_S = 10.0  # after so long a process that belonged nowhere is looked at again: it may have been adopted
@@ -84,14 +84,17 @@ class _KnownProcess(NamedTuple):
 
 
 class Places:
-    """Asks ``procfs`` for the places of processes, from any thread, and remembers them: what names a pod or a job for
-    good, else for 10 s, since a batch system may adopt a process after it began."""
+    """Asks ``procfs`` for the places of processes, from any thread, and remembers them.
+
+    A process in a pod or a job stays there. Any other is looked at again after 10 s, because a batch system may adopt
+    it. ``jobs`` learns of each job.
+    """
 
     def __init__(
         self, procfs: Path = Path("/proc"), jobs: KnownJobs | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._procfs, self._clock = procfs, clock
-        self._jobs = jobs or KnownJobs()
+        self.jobs = jobs or KnownJobs()
         self._lock = threading.Lock()
         self._known: OrderedDict[int, _KnownProcess] = OrderedDict()
 
@@ -122,18 +125,10 @@ class Places:
         if self._started(pid) != started:
             return None
         if place.job_id is not None:
-            self._jobs.learn(place.job_id, shown)
+            self.jobs.learn(place.job_id, shown)
         with self._lock:
             remember(self._known, pid, _KnownProcess(started, place, until_s, self._clock()), most=_REMEMBERED)
         return place
-
-    def job(self, job_id: str) -> Job:
-        """Whose job it is, as far as its processes showed."""
-        return self._jobs.of(job_id)
-
-    def has_jobs(self) -> bool:
-        """Whether a process of a job was ever seen."""
-        return self._jobs.any()
 
     def _started(self, pid: int) -> int | None:
         """When a process began, in ticks since the boot: with its id, which process it is. That is field 22 of

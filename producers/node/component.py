@@ -138,12 +138,12 @@ class NodeProducer:
             self._kubelet.read(within_s), self._gpus.read(within_s), self._job_files.read(within_s)
         )
         all_known = self._settings.pod_resources_socket is None and (
-            self._job_files.are_read() or self._places.has_jobs()
+            self._job_files.are_read() or self._places.jobs.any()
         )
         devices = with_jobs(
             self._gpus.with_events(devices),
             mapped,
-            lambda job_id: self._job_files.owner(self._places.job(job_id)),
+            lambda job_id: self._job_files.owner(self._places.jobs.of(job_id)),
             all_known=all_known,
         )
         self._publisher.publish(ts_ms, devices, containers, self._kubelet.in_force)

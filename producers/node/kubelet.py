@@ -60,6 +60,14 @@ Result = Literal["ok", "unavailable", "deadline", "rate_limited", "too_large", "
 State = Literal["absent"] | Result
 _PAUSE_S: Mapping[State, float] = {"too_large": 60.0, "refused": 10.0}  # after what asking again does not mend
 
+_FAILURES: Sequence[tuple[grpc.StatusCode, str, Result]] = (
+    (grpc.StatusCode.UNAVAILABLE, "", "unavailable"),
+    (grpc.StatusCode.DEADLINE_EXCEEDED, "", "deadline"),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max", "too_large"),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, "rate limit", "rate_limited"),
+)
+"""What the error status of a call means, if its text has these words."""
+
 _SENTENCES: Mapping[State, str] = {
     "absent": "no kubelet at %s: %s",
     "unavailable": "nobody answers on the kubelet's socket %s: %s",
@@ -118,15 +126,8 @@ def failure(code: grpc.StatusCode, details: str | None) -> tuple[Result, str]:
     """What a call's error status means here, and in words. The text says which meaning RESOURCE_EXHAUSTED has."""
     text = " ".join((details or "").split())[:_LONGEST_REASON]
     reason = f"{code.name}: {text}"
-    if code is grpc.StatusCode.UNAVAILABLE:
-        return "unavailable", reason
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return "deadline", reason
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
-        return "too_large", reason
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "rate limit" in text:
-        return "rate_limited", reason
-    return "refused", reason
+    found = (result for status, said, result in _FAILURES if code is status and said in text)
+    return next(found, "refused"), reason
 
 
 @dataclass(slots=True)

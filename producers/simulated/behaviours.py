@@ -29,8 +29,7 @@ Behaviour = Literal[
     "hung", "straggler", "throttled", "loader-bound", "notebook", "hoarder", "crash-loop", "underused"
 ]  # fmt: skip
 BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
-SYNCHRONOUS: tuple[Behaviour, ...] = ("hung", "straggler")
-"""Those of a job with ranks on several nodes."""
+SYNCHRONOUS: tuple[Behaviour, ...] = ("hung", "straggler")  # those of a job with ranks on several nodes
 
 CLOCK_SETTING, SW_THERMAL, HW_SLOWDOWN, HW_POWER_BRAKE = 0x2, 0x20, 0x8, 0x80  # bits of clock_event_reasons
 CELL_EVERY_MS = 14 * 60_000

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from producers.simulated import names
 from producers.simulated.behaviours import BEHAVIOURS, Role, Round, Story, rounds
 from producers.simulated.hardware import Machine, Unit, in_use, whole_gpus
-from producers.simulated.pods import CAST, TEMPLATES, PodPlace, SimulatedPod, Template, pod
+from producers.simulated.pods import CAST, TEMPLATES, Kind, PodPlace, SimulatedPod, Template, pod
 
 SHORTEST_LIFE_MS = 500
 _FIRST_ROLE = 90  # the number of the first behaviour among a node's tenants, which are fewer
@@ -21,6 +21,11 @@ _FIRST_ROLE = 90  # the number of the first behaviour among a node's tenants, wh
 REBIRTH_MS = (4_000, 9_000)
 """How long a pod of a StatefulSet is away before it is back under its name: more than twice as long as a kubelet lags.
 So a name in a snapshot never stands for two pods: the one that is nearer in time is meant."""
+
+PAUSES_MS: dict[Kind, tuple[int, int]] = {
+    "StatefulSet": REBIRTH_MS, "Deployment": (300, 2_000), "DaemonSet": (300, 2_000), "RayCluster": (300, 2_000),
+}  # fmt: skip
+"""How long after the end of a pod the next one of its tenant comes; of other kinds a share of a pod's life."""
 
 
 class Tenant(NamedTuple):
@@ -93,7 +98,10 @@ class Schedule:
             else:
                 for unit in (unit for container in entry.ended.containers for unit in container.units):
                     self._free[unit.resource].append(unit)
-                self._push(entry.at_ms + self._pause_ms(entry.tenant.template), entry.tenant, None)
+                span_ms = PAUSES_MS.get(entry.tenant.template.kind)
+                mean_ms = 0.15 * self._life_ms
+                pause_ms = self._random.randrange(*span_ms) if span_ms else int(self._random.expovariate(1 / mean_ms))
+                self._push(entry.at_ms + pause_ms, entry.tenant, None)
             self._admit(entry.at_ms, started)
         for number, (coming, role, units, later) in enumerate(self._played):
             while coming.start_ms <= until_ms:
@@ -120,13 +128,6 @@ class Schedule:
             number = self._made[tenant.number] = self._made.get(tenant.number, -1) + 1
             started.append(pod(tenant.template, PodPlace(*self._where, tenant.number, number), now_ms, end_ms, units))
             self._push(end_ms, tenant, started[-1])
-
-    def _pause_ms(self, template: Template) -> int:
-        if template.kind == "StatefulSet":
-            return self._random.randrange(*REBIRTH_MS)
-        if template.kind in ("Deployment", "DaemonSet", "RayCluster"):
-            return self._random.randrange(300, 2_000)
-        return int(self._random.expovariate(1 / (0.15 * self._life_ms)))
 
     def _push(self, at_ms: int, tenant: Tenant, ended: SimulatedPod | None) -> None:
         self._order += 1

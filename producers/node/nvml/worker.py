@@ -40,6 +40,13 @@ class Worker:
         future: asyncio.Future[T] = loop.create_future()
         self._since_s = self._clock()
 
+        def settle(answer: Any, error: Exception | None) -> None:
+            self._since_s = None
+            if error is not None and not future.cancelled():
+                future.set_exception(error)
+            elif not future.cancelled():
+                future.set_result(answer)
+
         def job() -> None:
             answer: Any = None
             error: Exception | None = None
@@ -48,7 +55,7 @@ class Worker:
             except Exception as raised:  # noqa: BLE001 - it is raised where the future is awaited
                 error = raised
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._settle, future, answer, error)
+                loop.call_soon_threadsafe(settle, answer, error)
 
         self._jobs.put(job)
         return future
@@ -64,12 +71,3 @@ class Worker:
         for job in iter(self._jobs.get, None):
             with contextlib.suppress(Exception):  # what is left to it is for nobody
                 job()
-
-    def _settle(self, future: "asyncio.Future[Any]", answer: Any, error: Exception | None) -> None:
-        self._since_s = None
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(answer)

@@ -313,7 +313,7 @@ LOGIN = "0::/user.slice/user-1000.slice/session-2.scope\n"
 def test_a_process_in_no_group_of_a_job_is_of_the_job_that_its_environment_names(procfs: Procfs) -> None:
     procfs.begin(42, 1000, LOGIN, environ=BATCH)
     assert procfs.places.of(42) == ProcessPlace(None, None, "7")
-    assert procfs.places.job("7") == Job("7", "carol", "gpu")
+    assert procfs.places.jobs.of("7") == Job("7", "carol", "gpu")
 
 
 def test_a_container_that_is_no_pods_keeps_its_id_beside_the_job_of_its_environment(procfs: Procfs) -> None:
@@ -324,20 +324,20 @@ def test_a_container_that_is_no_pods_keeps_its_id_beside_the_job_of_its_environm
 def test_the_environment_of_a_pods_process_does_not_count(procfs: Procfs) -> None:
     procfs.begin(42, 1000, in_pod(UID), environ=BATCH)
     assert procfs.places.of(42) == POD
-    assert procfs.places.job("7") == Job("7")
+    assert procfs.places.jobs.of("7") == Job("7")
 
 
 def test_the_group_goes_before_the_environment(procfs: Procfs) -> None:
     procfs.begin(42, 1000, IN_JOB, environ=BATCH.replace(b"=7", b"=8"), uid=1000)
     assert procfs.places.of(42) == ProcessPlace(None, None, "7")
-    assert procfs.places.job("7") == Job("7", "alice"), "who it is of is not taken from another job's environment"
-    assert procfs.places.job("8") == Job("8")
+    assert procfs.places.jobs.of("7") == Job("7", "alice"), "who it is of is not taken from another job's environment"
+    assert procfs.places.jobs.of("8") == Job("8")
 
 
 def test_a_job_in_a_group_has_the_user_and_partition_of_its_environment(procfs: Procfs) -> None:
     procfs.begin(42, 1000, IN_JOB, environ=BATCH, uid=1000)
     procfs.places.of(42)
-    assert procfs.places.job("7") == Job("7", "carol", "gpu")
+    assert procfs.places.jobs.of("7") == Job("7", "carol", "gpu")
 
 
 @pytest.mark.parametrize(("uid", "user"), [(1000, "alice"), (1001, "1001"), (None, None)])
@@ -347,7 +347,7 @@ def test_where_no_environment_may_be_read_the_user_is_who_began_the_process(
     procfs.begin(42, 1000, IN_JOB, uid=uid)
     (procfs.root / "42" / "environ").mkdir()  # reading it fails, whoever reads
     assert procfs.places.of(42) == ProcessPlace(None, None, "7")
-    assert procfs.places.job("7") == Job("7", user)
+    assert procfs.places.jobs.of("7") == Job("7", user)
 
 
 def test_whoever_says_to_be_of_anothers_job_does_not_take_it(procfs: Procfs) -> None:
@@ -355,7 +355,7 @@ def test_whoever_says_to_be_of_anothers_job_does_not_take_it(procfs: Procfs) -> 
     procfs.begin(43, 1000, LOGIN, environ=BATCH, uid=2000)
     for pid in (42, 43):
         procfs.places.of(pid)
-    assert procfs.places.job("7") == Job("7", "alice")
+    assert procfs.places.jobs.of("7") == Job("7", "alice")
 
 
 def test_an_environment_is_read_once(procfs: Procfs) -> None:
@@ -378,7 +378,7 @@ def test_a_status_that_reports_no_user_leaves_the_job_without(procfs: Procfs, st
     procfs.begin(42, 1000, IN_JOB)
     (procfs.root / "42" / "status").write_text(status)
     assert procfs.places.of(42) == ProcessPlace(None, None, "7")
-    assert procfs.places.job("7") == Job("7")
+    assert procfs.places.jobs.of("7") == Job("7")
 
 
 def test_a_process_that_ends_while_it_is_looked_at_teaches_nothing_of_its_job(
@@ -396,7 +396,7 @@ def test_a_process_that_ends_while_it_is_looked_at_teaches_nothing_of_its_job(
 
     monkeypatch.setattr(cgroups, "_read_bytes", ending)
     assert procfs.places.of(42) is None
-    assert procfs.places.job("7") == Job("7")
+    assert procfs.places.jobs.of("7") == Job("7")
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no procfs here")
@@ -416,7 +416,7 @@ def test_the_environment_and_the_user_of_a_real_process_are_read() -> None:
         pytest.skip("the test itself is in a pod or in a job")
     assert place is not None
     assert place.job_id == "4242"
-    assert places.job("4242") == Job("4242", "alice", "gpu")
+    assert places.jobs.of("4242") == Job("4242", "alice", "gpu")
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no procfs here")
