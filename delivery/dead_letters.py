@@ -34,12 +34,12 @@ class Record(Protocol):
 
 
 class Abandoned(Exception):
-    """Whoever asked is to let go of the partition: what was under way may have been done, or not."""
+    """The caller must let go of the partition. What was under way may have been done, or not."""
 
 
 @contextlib.asynccontextmanager
 async def connecting(sender: Sender) -> AsyncIterator[None]:
-    """The sender connects while inside, for as long as that takes, and is let go at the end."""
+    """The sender connects while inside, however long that takes, and is stopped at the end."""
     starting = asyncio.ensure_future(sender.start())
     try:
         yield

@@ -154,7 +154,7 @@ def opted_out(annotations: Mapping[str, str], inherited: Mapping[str, str], idle
     return None
 
 
-# -- what is wrong with annotations, for whoever wrote them
+# -- mistakes in annotations, for their authors
 
 PREFIX = "gpustream.dev/"
 OF_PODS = (ALERTS, IDLE_AFTER, RECLAIM)  # what pods, the templates that they are made from, and namespaces may say

@@ -26,7 +26,7 @@ from delivery.ledger import Partition
 STATE_WINDOW_MS = 10 * 60 * 1000
 
 From = Literal["earliest", "latest"] | float
-"""Where a group without offsets starts: at an end of the log, or so many seconds ago."""
+"""Where a group without offsets starts: at an end of the log, or at a time, as seconds ago."""
 
 WHOLE = math.inf  # read back the whole log: of a compacted topic, whose older records are as true as its newest
 _ANY_TIME_MS = 1

@@ -34,7 +34,7 @@ _POLL_MS = 200
 _BATCH_RECORDS = 500
 _RETRY_S = 0.5
 _LAP_EVERY_S = 0.5
-_LATE_S = 10.0  # if it is not known for so long that everything is read, it isn't
+_LATE_S = 10.0  # after this time without knowing whether everything is read, it is reported as not read
 _METADATA_MS = 20_000
 
 

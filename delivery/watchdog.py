@@ -106,7 +106,7 @@ class Watchdog:
         while not self._stopped.wait(1.0):
             try:
                 reason = self._judge.look(self._pulse())
-            except Exception as error:  # noqa: BLE001 - whatever it is, nobody else would notice
+            except Exception as error:  # noqa: BLE001 - nobody else would notice it
                 reason = f"the watchdog failed: {error!r}"
             if reason is not None and not self._stopped.is_set():
                 self._fail(reason)

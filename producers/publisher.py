@@ -78,7 +78,7 @@ LARGEST_VALUE_BYTES = MAX_MESSAGE_BYTES - 2048
 
 
 class Fits(NamedTuple):
-    """How many ticks of so many bytes a buffer holds."""
+    """How many ticks of that size a buffer holds."""
 
     ticks: int
     tick_bytes: int

@@ -18,7 +18,7 @@ import orjson
 
 from topics.topic import SCHEMA, Name
 
-READ_MS = 10_000  # so long after its time a tick may be read; a later time is of a clock that was set back
+READ_MS = 10_000  # a tick is read within this after its time; a later time is of a clock that was set back
 Containers = Iterable[Mapping[str, Any]] | None  # those of gpu.allocations as dicts; None: there is no kubelet
 
 

@@ -1,6 +1,6 @@
-"""What a node has not sent yet, bounded by bytes and by age: the oldest gives way. Pure: the time is given.
+"""The ticks that a node has not sent yet, bounded by bytes and by age: the oldest is dropped. Pure: the time is given.
 
-In: encoded ticks. Out: the oldest one, and those that gave way.
+In: encoded ticks. Out: the oldest one, and those that were dropped.
 State: the ticks, oldest first. The newest few are kept as they came, so that a tick that is sent at once costs nothing
 more. Those that wait longer are compressed, each by itself; a tick of many devices becomes a tenth as large.
 """
@@ -12,7 +12,7 @@ import cramjam
 
 from producers.records import Snapshot
 
-PLAIN_TICKS = 4  # so many of the newest ticks are as they came, if there is room
+PLAIN_TICKS = 4  # how many of the newest ticks are not compressed, if there is room
 LEAST_BYTES = 512  # what is smaller is not worth compressing
 _CROWDED = 7 / 8  # a buffer fuller than this has no room for several ticks in flight as they came
 
@@ -68,7 +68,7 @@ class RetryBuffer:
         return self._old[0] if self._old else self._new[0] if self._new else None
 
     def push(self, tick: WaitingTick) -> list[WaitingTick]:
-        """Add the newest tick; gives those that gave way because there was no room."""
+        """Add the newest tick; gives those that were dropped because there was no room."""
         self._new.append(tick)
         self.bytes += len(tick.value)
         while len(self._new) > 1 and (len(self._new) > PLAIN_TICKS or self._over()):

@@ -25,7 +25,7 @@ from topics import workloads
 from topics.topic import node_key
 
 MAX_IN_FLIGHT = 64  # records that may wait for their acknowledgement
-CHECK_S = 1.0  # how often to look for nodes whose record is to be sent again
+CHECK_S = 1.0  # how often to look for nodes whose record must be sent again
 
 
 Row = Mapping[str, Any]
@@ -160,7 +160,7 @@ class WorkloadsPublisher:
         self._wake.set()
 
     async def _send(self, node: str) -> None:
-        """Send what is known of a node by now: what changed, or all if that is due. What can't be sent is counted."""
+        """Send what is known of a node now: what changed, or all if that is due. What can't be sent is counted."""
         del self._waiting[node]
         known = self._nodes[node]
         if known.whole:

@@ -112,7 +112,7 @@ def doing(device: AttributedDevice) -> Doing:
 
 
 def doing_of(state: str, work: Work, done: float, *, held: bool) -> Doing:
-    """What is said of a device in that state that works so much, of which its holders or processes ``done`` most."""
+    """One word for a device in that state, by how much it works, and ``done``, the most that one of its holders did."""
     if state in ("lost", "timeout"):
         return "failing"
     if not held:

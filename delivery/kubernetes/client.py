@@ -29,7 +29,7 @@ REFRESH_S = 60.0
 LOAD_WITHIN_S = 30.0
 REFRESH_AGAIN_S = 5.0
 CONNECT_WITHIN_S = 10.0
-SILENCE_S = 100.0  # a watch says something every 60 s; one that is silent for so long is dead
+SILENCE_S = 100.0  # a watch sends something every 60 s; after this long a silent one is dead
 LARGEST_ANSWER_BYTES = 256 * 1024 * 1024
 
 LARGEST_ERROR_BYTES = 64 * 1024

@@ -50,12 +50,12 @@ OLDER_PATHS = {  # of what an older API server has under another version only
 
 REQUIRED = ("pods", "nodes")  # nothing is published without these
 OPTIONAL = ("resourceslices", "resourceclaims", "devicetaintrules")  # these an API server need not have
-EXTRAS_WITHIN_S = 10.0  # so long the first record waits for namespaces, slices, claims and owners
+EXTRAS_WITHIN_S = 10.0  # how long the first record waits for namespaces, slices, claims and owners
 CHECK_S = 1.0
 AT_ONCE = 64  # how many records are made before anything else has its turn
 DRAIN_S = 3.0
-SPACING_S = 0.2  # at least so much lies between two records of a node: a pod that starts changes often
-HOLD_S = 1.0  # a new pod waits so long for its owners: readers wait 2 s, and owners that come later change labels
+SPACING_S = 0.2  # the shortest time between two records of a node: a pod that starts changes often
+HOLD_S = 1.0  # how long a new pod waits for its owners: readers wait 2 s, and owners that come later change labels
 _FORGET_S = 60.0
 
 

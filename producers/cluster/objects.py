@@ -282,7 +282,7 @@ def milliseconds(at: datetime | None) -> int | None:
 
 
 class Bounds(NamedTuple):
-    """At most so many entries, of values of so many bytes (longer ones are cut), in so many bytes of JSON."""
+    """The most entries that are kept, the most bytes of a value (longer ones are cut), and of all of them as JSON."""
 
     entries: int
     value_bytes: int
@@ -296,7 +296,7 @@ LONGEST_TEXT = 317  # the longest name of a label, and more than any other name 
 
 
 def shortened(text: str, longest: int = LONGEST_TEXT) -> str:
-    """The text itself, or as much of its beginning as has so many bytes in UTF-8."""
+    """The text itself, or as much of its beginning as fits into ``longest`` bytes of UTF-8."""
     if len(text) * 4 <= longest or len(text.encode()) <= longest:
         return text
     return text[:longest].encode()[:longest].decode(errors="ignore")

@@ -101,7 +101,7 @@ class _ApiGroup:
 
 
 class _Denial(NamedTuple):
-    """That a kind may not be read in a namespace: when the API server said so, and how long it is believed."""
+    """A kind may not be read in a namespace: when the API server refused, and for how long it is not asked again."""
 
     at_s: float
     pause_s: float

@@ -96,7 +96,7 @@ class PolicyEvents:
         self._said &= there
 
     def unsaid(self) -> Iterator[tuple[KnownPod, PolicyMistake]]:
-        """What is to be said now: of each pod that runs, each mistake of its own and of its namespace."""
+        """What to write now: for each pod that runs, each mistake of its own and of its namespace."""
         self.watch()
         return ((pod, mistake) for pod, mistake in self._wrong() if (pod.uid, mistake) not in self._said)
 

@@ -1,4 +1,4 @@
-"""Everything of one resource, and every change of it, correct through whatever the API server does.
+"""Lists and watches one resource: all of its objects, and every change, whatever the API server does.
 
 In: a streaming list, or pages of 500 if the server has none, then a watch. Out: the objects, to a :class:`Listener`.
 State: the resource version to go on from, which is opaque.
@@ -125,7 +125,7 @@ def rule(path: str) -> str:
 
 
 def refused(path: str, status: int, body: bytes, retry_after_s: float | None = None) -> Restart:
-    """What a status that is no success means: how it is counted, the sentence for the log, and when to ask again."""
+    """What a status other than success means: how it is counted, the sentence for the log, and when to ask again."""
     said = message(body)
     wait_s = min(retry_after_s or 0.0, LONGEST_RETRY_AFTER_S)
     if status in (400, 422) and ("sendInitialEvents" in said or "resourceVersionMatch" in said):
@@ -251,7 +251,7 @@ class Reflector:
             return ABSENT_WAIT_S * random.uniform(0.8, 1.2)
         if self._well_since_s is None and restart.reason not in ("unsupported", "expired"):
             self._health.bad(restart.reason, str(restart))
-        if lapsed:  # the API server is back and asks for a new list: do that without a wait, but only once
+        if lapsed:  # the API server is back and asks for a new list: once without a wait
             return FIRST_WAIT_S * random.uniform(0.5, 1)
         self._wait_s = 0.0 if self._went_well() else min(LONGEST_WAIT_S, max(FIRST_WAIT_S, 2 * self._wait_s))
         return restart.wait_s + max(self._wait_s, FIRST_WAIT_S) * random.uniform(0.5, 1)

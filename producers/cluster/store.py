@@ -73,7 +73,7 @@ class Store:
 
     def take_over(self, published: Mapping[str, PublishedNode], now_ms: int) -> None:
         """What the last leader published and is not known here: pods and nodes that went unseen, and owner chains.
-        A pod that nobody saw end has ended by now, and a node that is not there is gone."""
+        A pod whose end nobody saw has ended now, and a node that is not there is gone."""
         for name, node in published.items():
             if name not in self.nodes and not node.removed:
                 self._gone_ms[name] = now_ms
@@ -93,7 +93,7 @@ class Store:
         return [pod.uid for pod in known if pod.uid not in self._published and not self._chain(pod).complete]
 
     def take(self, node: str, held: Collection[str] = ()) -> WorkloadsContent | None:
-        """What is to be published of a node now; None if there is no such node.
+        """What to publish of a node now; None if there is no such node.
         The pods that are ``held`` are left out, and the node stays due."""
         self._changed.pop(node, None)
         gone_ms = self._gone_ms.pop(node, None)
@@ -262,10 +262,10 @@ def _row(pod: KnownPod | Pod, ended_ms: int | None, chain: Chain, namespace: Nam
 
 
 def fit(rows: list[JsonDict], room: int) -> tuple[list[JsonDict], int]:
-    """As many of a node's pods as fit into so many bytes, and how many were left out, or are not there in full.
+    """As many of a node's pods as fit into ``room`` bytes, and how many were left out or shortened.
 
-    First the pods that ended give way, the earliest end first; then annotations and labels of those that have the most;
-    then the pods that began last, because the first ones got the GPUs.
+    First the pods that ended are left out, the earliest end first; then annotations and labels of those that have the
+    most; then the pods that began last, because the first ones got the GPUs.
     """
     sizes = [_size(row) + 1 for row in rows]
     over = sum(sizes) - room

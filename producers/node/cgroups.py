@@ -31,8 +31,8 @@ from typing import NamedTuple
 from producers.node.jobs import Evidence, KnownJobs, remember, slurm_job
 
 LARGEST_ENVIRON_BYTES = 256 * 1024
-ADOPTED_WITHIN_S = 10.0  # after so long a process that belonged nowhere is looked at again: it may have been adopted
-ENDED_WITHIN_S = 10.0  # for so long an id without a process is still that of the process that had it
+ADOPTED_WITHIN_S = 10.0  # when a process that belonged nowhere is looked at again: it may have been adopted
+ENDED_WITHIN_S = 10.0  # for this long the id of a process that has ended still stands for it
 _REMEMBERED = 4096  # far above the processes that a node has on its GPUs
 _START_TIME = 19  # the place of field 22 of stat behind the parenthesis that closes field 2
 _SERVICES = {"nvidia-cuda-mps": "mps"}  # by command, of which the kernel keeps 15 characters
@@ -142,7 +142,7 @@ def _read(path: Path) -> str:
 
 
 def _read_bytes(path: Path, most: int = -1) -> bytes:
-    """A file of procfs, at most so much of it; nothing if it can't be read: hidden, or its process ends just now."""
+    """At most ``most`` bytes of a file of procfs; nothing if it is hidden, or its process ends just now."""
     try:
         with path.open("rb") as file:
             return file.read(most)

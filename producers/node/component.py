@@ -28,10 +28,10 @@ from producers.retry_buffer import RetryBuffer
 
 log = logging.getLogger(__name__)
 ANSWER_WITHIN = 0.8  # the share of the interval that the GPUs and the kubelet have to answer in
-OPEN_WITHIN_S = 10.0  # the first tick waits so long for the driver, or a restart would look like a node without GPUs
+OPEN_WITHIN_S = 10.0  # how long the first tick waits for the driver: a restart must not look like a node without GPUs
 DRAIN_S = 4.0
 _MIB = 1024 * 1024
-LAST_WITHIN_S = 2.0  # so long waits the last tick, at the stop: with the drain it fits into a clean stop's 10 s
+LAST_WITHIN_S = 2.0  # how long the last tick waits at the stop: with the drain it fits into a clean stop's 10 s
 HOLDERS_WITHIN_S = 0.4
 HOLDERS_EVERY_S = 0.1  # the kubelet is asked so often at most at XID errors: all its clients share 100 calls a second
 

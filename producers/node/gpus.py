@@ -96,7 +96,7 @@ class Gpus:
 
     async def read(self, within_s: float) -> list[dict[str, Any]]:
         """The devices of one tick, by index, MIG devices after their GPU; after ``within_s`` those that did not answer
-        are ``timeout``, unless an earlier reading of theirs has ended since the last tick."""
+        are ``timeout``, unless an earlier reading of them has ended since the last tick."""
         ends_s = asyncio.get_running_loop().time() + within_s
         if self._opening is not None and self._gpus:
             await asyncio.wait([self._opening], timeout=within_s)

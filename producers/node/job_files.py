@@ -148,7 +148,7 @@ class Directory:
 
 
 def _content(path: str) -> bytes:
-    """A file, which may have become a pipe by now. Raises OSError."""
+    """The content of a file, which may have become a pipe meanwhile. Raises OSError."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         content = file.read(LARGEST_FILE_BYTES + 1)
     if len(content) > LARGEST_FILE_BYTES:

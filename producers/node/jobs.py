@@ -126,7 +126,7 @@ def merged(known: Evidence | None, new: Evidence) -> Evidence:
 
 
 def remember(known: OrderedDict[K, V], key: K, value: V, *, most: int) -> None:
-    """Keep the value as the newest one, and not more than so many."""
+    """Keep the value as the newest one, and at most ``most`` of them."""
     known[key] = value
     known.move_to_end(key)
     if len(known) > most:
@@ -174,7 +174,7 @@ class Users:
 
 
 class KnownJobs:
-    """Remembers, from any thread and of so many jobs, whose they are."""
+    """Remembers whose the last jobs are. For any thread."""
 
     def __init__(self, users: Users | None = None) -> None:
         self._users = users or Users()

@@ -94,7 +94,7 @@ def _checked(column: str, name: str) -> str:
 
 
 class _Asked(NamedTuple):
-    """A pod that ran in [start_ms, end_ms), and what it asked for: ``milli`` of each of so many GPUs."""
+    """A pod that ran in [start_ms, end_ms), and what it asked for: ``milli`` thousandths of each of its GPUs."""
 
     line: int
     name: str

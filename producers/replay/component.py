@@ -36,7 +36,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 
 DRAIN_S = 4.0
 KNOWN_S = 3.0
-"""So long before the first tick the pods are in Kafka: a tick is joined with what was there 2 s before it."""
+"""How long before the first tick the pods are in Kafka: a tick is joined with what was there 2 s before it."""
 
 PROGRESS_S = 10.0
 

@@ -34,10 +34,10 @@ SYNCHRONOUS: tuple[Behaviour, ...] = ("hung", "straggler")  # those of a job wit
 CLOCK_SETTING, SW_THERMAL, HW_SLOWDOWN, HW_POWER_BRAKE = 0x2, 0x20, 0x8, 0x80  # bits of clock_event_reasons
 CELL_EVERY_MS = 14 * 60_000
 BACK_OFF_S = (10, 20, 40, 80, 160, 300)
-BLOCK = 10  # nodes: in each block of so many, each behaviour is there once
+BLOCK = 10  # nodes: each behaviour is there once in each block of nodes
 _FIRST_MS = -90_000  # the first pods of each behaviour run when the fleet starts
 _RANKS = 4  # of a synchronous job on one node, at most
-_ATTEMPT_MS = 25_000  # so long a container runs before it fails
+_ATTEMPT_MS = 25_000  # how long a container runs before it fails
 _CHECKPOINT_EVERY_MS, _CHECKPOINT_MS = 900_000, 25_000
 
 _LASTS: dict[Behaviour, tuple[tuple[int, int], tuple[int, int]]] = {
@@ -184,7 +184,7 @@ def _evenly(use: float, memory: float) -> Doing:
 
 
 class Attempt(NamedTuple):
-    """A container that fails again and again runs from ``start_ms`` to ``fails_ms``, after so many restarts."""
+    """A container that fails again and again runs from ``start_ms`` to ``fails_ms``, after that many restarts."""
 
     restarts: int
     start_ms: int

@@ -251,7 +251,7 @@ class SimulatedGpu:
         idle, limit = 1.03 * model.idle_watts, model.power_limit_watts
         found = spread_of("power", "watts", power, least=idle, most=limit, chance=chance)
         if self.device.mig_mode:
-            return found | (active(self.load, chance) if model.gpm else {})  # no story is told of one that is cut
+            return found | (active(self.load, chance) if model.gpm else {})  # a GPU that is cut has no story
         busy = self.parts[0].utilization
         found |= spread_of("gpu_utilization", "ratio", busy, least=0.0, most=1.0, chance=chance)
         found |= self.parts[0].profile

@@ -80,7 +80,7 @@ class Schedule:
         self._made: dict[int, int] = {}
         self._entries: list[_ScheduleEntry] = []
         self._order = 0
-        warm_up_ms = min(2 * self._life_ms, 3_600_000)  # so long before the fleet's start the node is empty
+        warm_up_ms = min(2 * self._life_ms, 3_600_000)  # how long before the fleet's start the node is empty
         for tenant in tenants(self._free, node, self._random):
             self._push(-warm_up_ms + self._random.randrange(warm_up_ms // 2 + 1), tenant, None)
 

@@ -39,7 +39,7 @@ _UNSUPPORTED = frozenset(
 
 
 class Tried(NamedTuple):
-    """What was asked for in vain, and the error that NVML gave, without NVML_ERROR_, or one of those above."""
+    """A call that gave no value, and its error: NVML's, without NVML_ERROR_, or one of those above."""
 
     call: str
     error: str
@@ -72,7 +72,7 @@ def is_lost(error: NvmlError) -> bool:
 
 
 def is_unsupported(error: NvmlError) -> bool:
-    """Whether there is no use in asking again."""
+    """Whether asking again would not help."""
     return error.code in _UNSUPPORTED
 
 
@@ -132,7 +132,7 @@ class Calls:
         return 0.0 if running is None else self._clock() - running.since_s
 
     def leave(self, after_s: float) -> str | None:
-        """Leave the present call to its thread if it has run for so long; gives its name. Another thread must go on."""
+        """Leave the present call to its thread if it has run for ``after_s``; gives its name. Another goes on."""
         with self._lock:
             running = self._in_flight
             if running is None or self._clock() - running.since_s < after_s:
@@ -264,7 +264,7 @@ class Support:
         self._refused: dict[Hashable, _RefusedSource] = {}
 
     def begin(self) -> bool:
-        """A new reading; whether a refused source is to be asked again in it."""
+        """Begin a new reading. Returns whether it asks a refused source again."""
         self._readings += 1
         return any(one.again <= self._readings for one in self._refused.values())
 

@@ -208,7 +208,7 @@ class Census:
         devnull, pipe = subprocess.DEVNULL, subprocess.PIPE
         try:
             child = subprocess.Popen(self._command, stdin=devnull, stdout=pipe, stderr=devnull)  # noqa: S603 - ours
-        except OSError:  # no process or no memory is to be had
+        except OSError:  # the system gives no process or no memory
             return None
         self._child = child
         try:
@@ -222,7 +222,7 @@ class Census:
 
 
 def parse_census(said: bytes) -> frozenset[str] | None:
-    """The UUIDs that a child names; None if it says something else."""
+    """The UUIDs that a child has printed; None if it has printed something else."""
     try:
         return frozenset(msgspec.json.decode(said, type=list[Annotated[str, msgspec.Meta(min_length=1)]]))
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -230,7 +230,7 @@ def parse_census(said: bytes) -> frozenset[str] | None:
 
 
 class Reopening:
-    """Why NVML is to be opened again: less and less often if that is in vain, since it interrupts the other GPUs."""
+    """Decides when NVML is opened again: less and less often if that does not help, since other GPUs suffer."""
 
     def __init__(self, first_s: float, clock: Callable[[], float]) -> None:
         self._first_s, self._clock = first_s, clock
@@ -240,7 +240,7 @@ class Reopening:
         self._tried.pop(uuid, None)
 
     def why(self, seen: Set[str], working: Set[str | None]) -> str | None:
-        """Why NVML is to be opened again, if it is. ``seen``: what works for a new process; ``working``: for this."""
+        """Why NVML must be opened again, or None. ``seen``: what works for a new process; ``working``: for this."""
         now_s = self._clock()
         missing = sorted(uuid for uuid in seen - working if now_s >= self._tried.get(uuid, (0, now_s))[1])
         for uuid in missing:

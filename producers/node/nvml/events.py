@@ -30,10 +30,10 @@ from producers.node.nvml.worker import Worker
 log = logging.getLogger(__name__)
 
 XID_EVENT = 8
-WAIT_MS = 500  # ending the wait takes so long at most
+WAIT_MS = 500  # the longest time until a wait ends
 AT_ONCE = 1024  # events that are taken before the loop gets them
 MISSING_EVERY_S = 5.0
-UNSUPPORTED_EVERY_S = 60.0  # so long a GPU without XID errors is left alone at first; then each time twice as long
+UNSUPPORTED_EVERY_S = 60.0  # when a GPU without XID errors is asked again; then after twice as long each time
 LONGEST_UNSUPPORTED_S = 3600.0
 LONGEST_REST_S = 60.0
 MOST_EVENTS = 64  # of one device in one tick
@@ -148,7 +148,7 @@ class _Watch:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is to be waited for any more."""
+        """Whether there is nothing to wait for any more."""
         idle = not self._handles and self.new.empty()
         return self.useless is not None or idle or self.ending.is_set()
 
@@ -200,7 +200,7 @@ class _Watch:
                 if is_unsupported(error):
                     last_s = self._unsupported_s.get(gpu, UNSUPPORTED_EVERY_S / 2)
                     wait_s = self._unsupported_s[gpu] = min(LONGEST_UNSUPPORTED_S, 2 * last_s)
-                elif not is_lost(error):  # whoever reads the values of a lost one says so
+                elif not is_lost(error):  # the reading of the GPU reports that it is lost
                     seen.errors.append((self._doing, error.name))
                 self._ask_at_s[gpu] = now_s + wait_s
         if self._indexes:

@@ -109,7 +109,7 @@ class PhysicalGpu:
         self._parts: dict[str, SampledDevice] = {}
 
     def leave(self, after_s: float) -> str | None:
-        """Leave a call that has run for so long to its thread; gives its name. :meth:`read` is then to be called on
+        """Leave a call that has run for that long to its thread; gives its name. :meth:`read` must then be called on
         another one. A GPU that is being opened is not left. For any thread."""
         return None if self._identity is None else self.calls.leave(after_s)
 

@@ -30,7 +30,7 @@ from producers.node.nvml.sources import Links, Profiling, Samples
 
 FIELDS = table.Call("nvmlDeviceGetFieldValues")
 GPM = table.Call("nvmlGpmMetricsGet")
-ZERO_LASTS_S = 10.0  # a counter that stays at zero for so long was cleared; until then it has no value
+ZERO_LASTS_S = 10.0  # if a counter stays at zero for this long, it was cleared; until then it has no value
 _ROWS = {row.key: row for row in table.TABLE}
 _MEMORY = "nvmlDeviceGetMemoryInfo"
 _MEMORY_PARTS = ("memory_used_bytes", "memory_free_bytes", "memory_reserved_bytes")
@@ -38,7 +38,7 @@ Question = table.Call | table.Sampled | table.LinkErrors  # what is asked at onc
 
 
 class Wanted(NamedTuple):
-    """A key, and the source that it is to be had from."""
+    """A key, and the source that is asked for it."""
 
     row: table.Row
     source: table.ValueSource
@@ -198,7 +198,7 @@ class Metrics:
         return [row for one, answer in pairs for row in self._take_one(one, answer, found)]
 
     def _ask(self, question: Question, wanted: Sequence[Wanted], found: dict[str, float]) -> Sequence[FieldValue]:
-        """An answer for each that is wanted; none if there is nothing new, or the values are in ``found`` by now.
+        """An answer for each that is wanted; none if there is nothing new, or if the values are in ``found`` already.
         Raises Lost, NvmlError."""
         if question in (FIELDS, GPM):
             asked = [one.source.question for one in wanted]
@@ -268,7 +268,7 @@ class Metrics:
         return False
 
     def _without(self, name: str, wanted: Sequence[Wanted], error: NvmlError, *, never: bool) -> Iterable[table.Row]:
-        """What is wanted can't be had: the device does not support it, or it fails this time, which is counted."""
+        """There are no values: the device does not support the source, or it failed this time, which is counted."""
         if never:
             return self._refuse(wanted, Tried(name, error.name))
         self._calls.count(name, error.name)

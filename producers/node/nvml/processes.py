@@ -32,7 +32,7 @@ _PERCENT = Scale(per=100)
 
 
 class DeviceProcesses(NamedTuple):
-    """The processes as in gpu.samples, None if they can't be had, and of which kind each pid is, as the instrument
+    """The processes as in gpu.samples, None if they are not known, and the kind of each pid, as the instrument
     ``gpustream_node_processes`` has it."""
 
     rows: list[dict[str, Any]] | None

@@ -79,7 +79,7 @@ class GpuReader:
 
     @property
     def refused(self) -> bool:
-        """Whether it could not be opened; there is no use in asking it again."""
+        """Whether it could not be opened, so that it is not asked any more."""
         return self.trouble is not None and self.uuid is None
 
     @property
@@ -89,7 +89,7 @@ class GpuReader:
 
     @property
     def _is_silent(self) -> bool:
-        """Whether its reading has not ended for so long that people should know."""
+        """Whether its reading takes so long that it must be reported."""
         return self._worker.busy_s() > self._hangs_after_s
 
     async def begin(self, tick: int, within_s: float) -> None:

@@ -153,7 +153,7 @@ class Profiling:
         return self._calls.make("nvmlGpmMetricsGet", lambda nvml: nvml.gpm_metrics(older, newer, metrics))
 
     def ask_again(self) -> None:
-        """A GPU that had no GPM may have it by now."""
+        """Ask again whether the GPU has GPM, if it had none."""
         if self._unsupported is not None:
             self._asked = False
 

@@ -242,7 +242,7 @@ TABLE: tuple[Row, ...] = (
 )  # fmt: skip
 """Every key of the catalogue. The first call of a device is the first row's that it supports."""
 
-AMBIGUOUS_AFTER_S: Final = 10.0  # after so long a counter of 32 bits may have wrapped more than once
+AMBIGUOUS_AFTER_S: Final = 10.0  # after this time a counter of 32 bits may have wrapped more than once
 
 _BLANK: dict[int, frozenset[float]] = {
     bits: frozenset({-1, (1 << bits) - 1, *((1 << (bits - 1)) - 16 + more for more in range(4))}) for bits in (32, 64)
