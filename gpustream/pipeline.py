@@ -18,8 +18,8 @@ import msgspec
 
 from delivery import clients
 from delivery.connection import Connection
-from gpustream.fleet import Tick, decode_tick
 from gpustream.serve import Component
+from gpustream.ticks import Tick, decode_tick
 from topics import alerts, attributed, dead_letters
 
 log = logging.getLogger(__name__)

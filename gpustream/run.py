@@ -41,11 +41,12 @@ from delivery.settings import (
 from gpustream import alerts, command, logs, serve
 from gpustream.command import OF_CONNECTION, Command, ProcessSettings
 from gpustream.embedded import EmbeddedBroker, every_topic
-from gpustream.fleet import Fleet, Tick
+from gpustream.fleet import Fleet
 from gpustream.output import is_screen
 from gpustream.pipeline import Failed, Pipeline, Tail
 from gpustream.sightings import Sightings
 from gpustream.tally import Run, Sampled, Tally
+from gpustream.ticks import Tick
 from gpustream.top.views import LINE_EVERY_S, Now, firing
 from producers import PRODUCERS
 from producers.node.config import Node, ReadingSettings, node_name

@@ -7,7 +7,7 @@ State:    who holds each node's devices, which devices were cut or lost, and cou
 
 from collections import Counter
 
-from gpustream.fleet import Tick
+from gpustream.ticks import Tick
 from topics.alerts import Alert, milliseconds
 from topics.attributed import by_pod
 

@@ -23,9 +23,10 @@ from delivery.settings import DURATION
 from gpustream import history, logs
 from gpustream.alerts import Seen
 from gpustream.command import KAFKA, Command, option
-from gpustream.fleet import Fleet, decode_tick
+from gpustream.fleet import Fleet
 from gpustream.history import Span
 from gpustream.output import answer, is_screen
+from gpustream.ticks import decode_tick
 from gpustream.top import views
 from topics import alerts, attributed
 

@@ -118,6 +118,11 @@ def text_of(line: Line) -> str:
     return "".join(text for text, _ in line)
 
 
+def plain(text: str, style: str = "") -> Line:
+    """A text in one style."""
+    return [(text, style)]
+
+
 # -- tables
 
 
@@ -137,6 +142,31 @@ class Column:
     right: bool = False
     falling: bool = False
     """Whether the greatest come first when it is sorted by."""
+
+
+def words_column(
+    title: str, width: int, of: Callable[[Any], str], style: str = "", *, share: int = 0, from_width: int = 0
+) -> Column:
+    """A column of words; rows without any come last."""
+    return Column(title, width, lambda one: of(one) or None, lambda one, _: plain(of(one), style), share, from_width)
+
+
+def amount_column(
+    title: str, width: int, of: Callable[[Any], float | None], words: Callable[[Any], str] = "{:.0f}".format, *,
+    from_width: int = 0,
+) -> Column:  # fmt: skip
+    """A column of numbers, the greatest first; one that is not known is a dash."""
+
+    def drawn(one: Any, _: int) -> Line:
+        value = of(one)
+        return plain("-", "dim") if value is None else plain(words(value))
+
+    return Column(title, width, of, drawn, from_width=from_width, right=True, falling=True)
+
+
+def bar_column(title: str, width: int, of: Callable[[Any], float | None], style: Callable[[Any], str]) -> Column:
+    """A column of shares, the greatest first."""
+    return Column(title, width, of, lambda one, wide: bar(of(one), wide, style(one)), falling=True)
 
 
 @dataclass(frozen=True)

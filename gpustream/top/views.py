@@ -5,17 +5,29 @@ Out:      lines, and rows of tables.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpustream import alerts
 from gpustream.alerts import AlertRow
 from gpustream.command import counted
 from gpustream.fleet import STATUSES, Device, Fleet, Node, Status, Use, pods, workloads
 from gpustream.top import draw
-from gpustream.top.draw import Column, Line, TableView, ago, bar, gib, watts
+from gpustream.top.draw import (
+    Column,
+    Line,
+    TableView,
+    ago,
+    amount_column,
+    bar,
+    bar_column,
+    gib,
+    plain,
+    watts,
+    words_column,
+)
 from topics.alerts import Alert
 
 _NAMESPACE_FROM = 30
@@ -75,41 +87,12 @@ def firing(seen: alerts.Seen, at: datetime) -> list[FiringAlert]:
 # -- cells
 
 
-def _text(text: str, style: str = "") -> Line:
-    return [(text, style)]
-
-
 def _status(status: Status) -> Line:
     return [(status, draw.STYLES[status])]
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
-
-
-def _words(
-    title: str, width: int, of: Callable[[Any], str], style: str = "", *, share: int = 0, from_width: int = 0
-) -> Column:
-    """A column of words; rows without any come last."""
-    return Column(title, width, lambda one: of(one) or None, lambda one, _: _text(of(one), style), share, from_width)
-
-
-def _amount(
-    title: str, width: int, of: Callable[[Any], float | None], words: Callable[[Any], str] = "{:.0f}".format, *,
-    from_width: int = 0,
-) -> Column:  # fmt: skip
-    """A column of numbers, the greatest first; one that is not known is a dash."""
-
-    def drawn(one: Any, _: int) -> Line:
-        value = of(one)
-        return _text("-", "dim") if value is None else _text(words(value))
-
-    return Column(title, width, of, drawn, from_width=from_width, right=True, falling=True)
-
-
-def _bar(title: str, width: int, of: Callable[[Any], float | None], style: Callable[[Any], str]) -> Column:
-    """A column of shares, the greatest first."""
-    return Column(title, width, of, lambda one, wide: bar(of(one), wide, style(one)), falling=True)
 
 
 def _who(device: Device, width: int = 80) -> str:
@@ -164,16 +147,16 @@ NODES = TableView(
         (one.node.cluster, one.node.name, one.node.zone, one.trouble, *one.counts, *(g.model for g in one.gpus[:1]))
     ),
     columns=(
-        _words("NODE", 10, lambda one: one.node.name, share=2),
+        words_column("NODE", 10, lambda one: one.node.name, share=2),
         Column("GPUS", 16, lambda one: len(one.gpus), lambda one, _: [draw.sign(gpu) for gpu in one.gpus]),
-        _amount("HELD", 5, lambda one: len(one.gpus) - one.counts["free"]),
-        _bar("USED", 12, lambda one: one.used_ratio, lambda _: draw.STYLES["busy"]),
-        _bar("MEMORY", 12, lambda one: one.memory_ratio, lambda _: draw.MEMORY),
-        _amount("POWER", 8, lambda one: one.power_watts, watts),
-        _amount("°C", 4, lambda one: one.celsius),
-        _words("MODEL", 12, lambda one: one.gpus[0].model if one.gpus else "", share=2, from_width=110),
-        _words("ZONE", 12, lambda one: one.node.zone, share=1, from_width=140),
-        _words("TROUBLE", 7, lambda one: one.trouble, draw.STYLES["failing"], share=3, from_width=90),
+        amount_column("HELD", 5, lambda one: len(one.gpus) - one.counts["free"]),
+        bar_column("USED", 12, lambda one: one.used_ratio, lambda _: draw.STYLES["busy"]),
+        bar_column("MEMORY", 12, lambda one: one.memory_ratio, lambda _: draw.MEMORY),
+        amount_column("POWER", 8, lambda one: one.power_watts, watts),
+        amount_column("°C", 4, lambda one: one.celsius),
+        words_column("MODEL", 12, lambda one: one.gpus[0].model if one.gpus else "", share=2, from_width=110),
+        words_column("ZONE", 12, lambda one: one.node.zone, share=1, from_width=140),
+        words_column("TROUBLE", 7, lambda one: one.trouble, draw.STYLES["failing"], share=3, from_width=90),
     ),
     sorted_by="NODE",
     empty="no node has sent a tick yet",
@@ -188,17 +171,21 @@ GPUS = TableView(
         + [f"{held.name} {held.workload} {held.team}" for held in one.held]
     ),
     columns=(
-        Column("NODE", 9, lambda one: (one.node, *_index(one)), lambda one, _: _text(one.node), share=1),
-        Column("GPU", 9, _index, lambda one, _: _text(f"{'?' if one.index is None else one.index} {one.mig}")),
+        Column("NODE", 9, lambda one: (one.node, *_index(one)), lambda one, _: plain(one.node), share=1),
+        Column("GPU", 9, _index, lambda one, _: plain(f"{'?' if one.index is None else one.index} {one.mig}")),
         Column("STATUS", 8, lambda one: STATUSES.index(one.status), lambda one, _: _status(one.status), falling=True),
-        _bar("USED", 11, lambda one: one.used_ratio, lambda one: draw.STYLES[one.status]),
-        _bar("MEMORY", 11, lambda one: _ratio(one.memory_used_bytes, one.memory_total_bytes), lambda _: draw.MEMORY),
-        _amount("POWER", 6, lambda one: one.power_watts, watts),
-        _amount("°C", 3, lambda one: one.temperature_celsius),
-        _amount("HELD", 8, lambda one: one.ts_ms - one.tenures[-1].from_ms if one.held else None, ago, from_width=100),
-        _words("TROUBLE", 15, lambda one: one.trouble, draw.STYLES["failing"], from_width=100),
-        Column("HELD BY", 8, lambda one: _who(one) or None, lambda one, width: _text(_who(one, width)), share=3),
-        _words("MODEL", 12, lambda one: one.model, share=1, from_width=130),
+        bar_column("USED", 11, lambda one: one.used_ratio, lambda one: draw.STYLES[one.status]),
+        bar_column(
+            "MEMORY", 11, lambda one: _ratio(one.memory_used_bytes, one.memory_total_bytes), lambda _: draw.MEMORY
+        ),
+        amount_column("POWER", 6, lambda one: one.power_watts, watts),
+        amount_column("°C", 3, lambda one: one.temperature_celsius),
+        amount_column(
+            "HELD", 8, lambda one: one.ts_ms - one.tenures[-1].from_ms if one.held else None, ago, from_width=100
+        ),
+        words_column("TROUBLE", 15, lambda one: one.trouble, draw.STYLES["failing"], from_width=100),
+        Column("HELD BY", 8, lambda one: _who(one) or None, lambda one, width: plain(_who(one, width)), share=3),
+        words_column("MODEL", 12, lambda one: one.model, share=1, from_width=130),
     ),
     sorted_by="NODE",
     empty="no GPU is known yet",
@@ -209,14 +196,16 @@ def _use_columns(*first: Column) -> tuple[Column, ...]:
     """The columns of pods, or of workloads."""
     return (
         *first,
-        _words("TEAM", 8, lambda one: one.team, from_width=90),
-        _amount("GPUS", 5, lambda one: one.gpus),
-        _amount("IDLE", 5, lambda one: one.idle),
-        _bar("USED", 11, lambda one: one.used_ratio, lambda one: draw.STYLES[_use_status(one)]),
-        _amount("MEMORY", 8, lambda one: one.memory_used_bytes, gib),
-        _amount("POWER", 8, lambda one: one.power_watts, watts, from_width=100),
-        _amount("FOR", 7, lambda one: one.devices[0].ts_ms - one.since_ms, ago),
-        _words("NODES", 12, lambda one: ", ".join(sorted({d.node for d in one.devices})), share=1, from_width=120),
+        words_column("TEAM", 8, lambda one: one.team, from_width=90),
+        amount_column("GPUS", 5, lambda one: one.gpus),
+        amount_column("IDLE", 5, lambda one: one.idle),
+        bar_column("USED", 11, lambda one: one.used_ratio, lambda one: draw.STYLES[_use_status(one)]),
+        amount_column("MEMORY", 8, lambda one: one.memory_used_bytes, gib),
+        amount_column("POWER", 8, lambda one: one.power_watts, watts, from_width=100),
+        amount_column("FOR", 7, lambda one: one.devices[0].ts_ms - one.since_ms, ago),
+        words_column(
+            "NODES", 12, lambda one: ", ".join(sorted({d.node for d in one.devices})), share=1, from_width=120
+        ),
     )
 
 
@@ -235,7 +224,8 @@ PODS = TableView(
     key=lambda one: (one.who, "" if one.namespace else one.devices[0].node),
     text=_use_text,
     columns=_use_columns(
-        _words("POD", 14, lambda one: one.who, share=3), _words("WORKLOAD", 8, lambda one: one.workload, share=2)
+        words_column("POD", 14, lambda one: one.who, share=3),
+        words_column("WORKLOAD", 8, lambda one: one.workload, share=2),
     ),
     sorted_by="USED",
     empty="no pod holds a GPU",
@@ -247,7 +237,7 @@ WORKLOADS = TableView(
     key=lambda one: one.who,
     text=_use_text,
     columns=_use_columns(
-        _words("WORKLOAD", 14, lambda one: one.who, share=3), _amount("PODS", 5, lambda one: one.pods)
+        words_column("WORKLOAD", 14, lambda one: one.who, share=3), amount_column("PODS", 5, lambda one: one.pods)
     ),
     sorted_by="GPUS",
     empty="no workload holds a GPU",
@@ -263,14 +253,14 @@ ALERTS = TableView(
             "SEVERITY",
             9,
             lambda one: (_RANKS.get(one.alert.severity, 0), one.alert.starts_at),
-            lambda one, _: _text(one.row.severity, draw.SEVERITIES.get(one.row.severity, "")),
+            lambda one, _: plain(one.row.severity, draw.SEVERITIES.get(one.row.severity, "")),
             falling=True,
         ),
-        Column("FOR", 7, lambda one: one.alert.starts_at, lambda one, _: _text(one.row.lasted), right=True),
-        _words("ALERT", 18, lambda one: one.row.alert, share=1),
-        _words("WHERE", 14, lambda one: one.row.where, share=2),
-        _words("WHO", 10, lambda one: one.row.who, share=2),
-        _words("SUMMARY", 20, lambda one: one.row.summary, share=5, from_width=120),
+        Column("FOR", 7, lambda one: one.alert.starts_at, lambda one, _: plain(one.row.lasted), right=True),
+        words_column("ALERT", 18, lambda one: one.row.alert, share=1),
+        words_column("WHERE", 14, lambda one: one.row.where, share=2),
+        words_column("WHO", 10, lambda one: one.row.who, share=2),
+        words_column("SUMMARY", 20, lambda one: one.row.summary, share=5, from_width=120),
     ),
     sorted_by="SEVERITY",
     empty="no alert fires",
@@ -448,9 +438,9 @@ def alert_lines(now: Now, one: FiringAlert, width: int, height: int) -> list[Lin
             (f"  for {one.row.lasted}, since {one.row.since}", ""),
         ],
         [],
-        *(_text(f"{name}: {text}") for name, text in alert.annotations.items()),
+        *(plain(f"{name}: {text}") for name, text in alert.annotations.items()),
         [],
-        *(_text(f"{name}={text}", "dim") for name, text in alert.labels.items()),
+        *(plain(f"{name}={text}", "dim") for name, text in alert.labels.items()),
         [],
     ]  # fmt: skip
     uuids = {gpu.uuid for gpu in alert.gpus} | {alert.labels.get("gpu_mig_uuid") or alert.labels.get("gpu_uuid")}

@@ -7,20 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from gpustream.cli import main
-from gpustream.compare import (
-    FINE,
-    Asker,
-    Compared,
-    Comparison,
-    PrometheusError,
-    Reading,
-    Sample,
-    compared,
-    gather,
-    is_ours,
-    report,
-    summary,
-)
+from gpustream.compare import Asker, PrometheusError, gather, report, summary
+from gpustream.comparison import FINE, Compared, Comparison, Reading, Sample, compared, is_ours
 from sinks.series.translation import Cache, Translator
 from sinks.settings import HttpSettings
 from tests.sinks.scrape.fleet import full_node

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from gpustream import fleet as module
-from gpustream.fleet import Device, Fleet, Flow, Tick, decode_tick, pods, workloads
+from gpustream.fleet import Device, Fleet, Flow, pods, workloads
+from gpustream.ticks import Tick, decode_tick
 from producers.simulated.fleet import Fleet as SimulatedFleet
 from producers.simulated.fleet import NodeReading
 from topics.attributed import TOPIC

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from gpustream.alerts import Seen
-from gpustream.fleet import Fleet, decode_tick
+from gpustream.fleet import Fleet
+from gpustream.ticks import decode_tick
 from gpustream.top import draw, views
-from gpustream.top.app import HELP, Pane, TopApp
+from gpustream.top.app import TopApp
 from gpustream.top.views import Now
+from gpustream.top.widgets import HELP, Pane
 from producers.simulated.fleet import Fleet as SimulatedFleet
 from tests.eventually import eventually
 from tests.gpustream.test_fleet import gpu, record, seen, tick

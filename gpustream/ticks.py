@@ -1,0 +1,93 @@
+"""The ticks of gpu.attributed as a person looks at them: only what is shown is decoded."""
+
+import msgspec
+
+from topics.attributed import Workload
+from topics.idleness import Ratios
+from topics.samples import Mig, Process
+from topics.topic import decoder
+
+
+class Metrics(Ratios, frozen=True, gc=False):
+    """The values that are shown, by the catalogue's keys."""
+
+    memory_used_bytes: float | None = None
+    memory_total_bytes: float | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    temperature_celsius: float | None = None
+
+    @property
+    def used_ratio(self) -> float | None:
+        """How much the device is used: NVML's utilization; of a MIG device, which has none, GPM's."""
+        if self.gpu_utilization_ratio is not None:
+            return self.gpu_utilization_ratio
+        return self.graphics_engine_active_ratio if self.sm_active_ratio is None else self.sm_active_ratio
+
+
+class TickParts(msgspec.Struct, frozen=True, gc=False):
+    """What of a shared device is one holder's."""
+
+    utilization_ratio: float | None = None
+    memory_used_bytes: float | None = None
+    power_watts: float | None = None
+
+
+class TickHolder(msgspec.Struct, frozen=True):
+    """A container that holds a device."""
+
+    namespace: str
+    pod: str
+    pod_uid: str | None = None
+    container: str | None = None
+    workload: Workload | None = None
+    labels: dict[str, str] = {}
+    namespace_labels: dict[str, str] = {}
+    parts: TickParts | None = None
+
+
+class TickEvent(msgspec.Struct, frozen=True, gc=False):
+    """Something that happened on a device."""
+
+    kind: str
+    code: int | None = None
+    ts_ms: int | None = None
+
+
+class TickDevice(msgspec.Struct, frozen=True):
+    """A GPU or MIG device of a tick."""
+
+    uuid: str
+    index: int | None = None
+    model: str | None = None
+    state: str = "ok"
+    mig: Mig | None = None
+    metrics: Metrics = Metrics()
+    holders: tuple[TickHolder, ...] = ()
+    processes: tuple[Process, ...] | None = None
+    events: tuple[TickEvent, ...] | None = None
+
+
+class Unwell(msgspec.Struct, frozen=True):
+    """A device that the API server says is not well."""
+
+    uuid: str | None = None
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """A node's tick in gpu.attributed, as far as it is shown."""
+
+    cluster: str
+    node: str
+    run_id: int
+    seq: int
+    ts_ms: int
+    offset: int
+    attribution: str
+    node_labels: dict[str, str] = {}
+    devices: tuple[TickDevice, ...] = ()
+    unwell: tuple[Unwell, ...] = ()
+
+
+decode_tick = decoder(Tick)
+"""Decodes a record of gpu.attributed. Raises ``msgspec.DecodeError`` for what is none."""

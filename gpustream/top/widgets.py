@@ -1,0 +1,133 @@
+"""What the terminal application is made of: the lines, the help, and a question.
+
+In:       lines of styled text; keys and clicks.
+Out:      the parts of the screen that changed.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.geometry import Region
+from textual.screen import ModalScreen
+from textual.strip import Strip
+from textual.widget import Widget
+from textual.widgets import Static
+
+from gpustream.top import draw
+from gpustream.top.draw import Line
+
+HELP = """\
+1 to 7, Tab     fleet, nodes, GPUs, pods, workloads, alerts, log
+↑ ↓ j k, wheel  move; PgUp PgDn, Home End (g G): further
+Enter, click    what is behind a row: a node's or pod's GPUs,
+                a workload's pods, a GPU's last minutes, an alert
+Esc             back; then out of the filter
+/               filter: words that a row must have, !word must not
+< >             sort by the column to the left or right;
+                or click its title, twice: the other way round
+r               the other way round
+Space           hold the picture still, and go on
+q               quit
+Ctrl-Z          to the shell; fg brings it back
+
+█ busy, as high as it is used    i idle: held, and does nothing
+h held, and its use not known    · free    ? silent for 15 s
+X failing: lost, does not answer, or unwell"""
+
+
+class Pane(Widget, can_focus=True):
+    """Lines, of which the first stay when the others are scrolled. Draws only lines that changed."""
+
+    def __init__(self, *, id: str) -> None:  # noqa: A002 - as in Textual
+        super().__init__(id=id)
+        self.head: list[Line] = []
+        self.count = 0
+        self.line: Callable[[int, int], Line] = lambda _at, _width: []
+        self.top = 0
+        self.cursor: int | None = None
+        self._drawn: list[Line] = []
+
+    @property
+    def room(self) -> int:
+        """So many lines scroll."""
+        return max(1, self.size.height - len(self.head))
+
+    def show(self, head: list[Line], count: int, line: Callable[[int, int], Line], cursor: int | None) -> None:
+        """Shows these lines, the marked one among them if there is one."""
+        self.head, self.count, self.line, self.cursor = head, count, line, cursor
+        if cursor is not None:
+            self.top = min(max(self.top, cursor - self.room + 1), cursor)
+        self.top = max(0, min(self.top, count - self.room))
+        drawn = [self._line(y) for y in range(self.size.height)]
+        changed = [y for y, of in enumerate(drawn) if y >= len(self._drawn) or self._drawn[y] != of]
+        self._drawn = drawn
+        if changed:
+            self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
+
+    def _line(self, y: int) -> Line:
+        width = self.size.width
+        if y < len(self.head):
+            return draw.fit(self.head[y], width)
+        at = self.top + y - len(self.head)
+        if at >= self.count:
+            return draw.fit([], width)
+        bar = self.count > self.room
+        fitted = draw.fit(self.line(at, width - bar), width - bar, "reverse" if at == self.cursor else "")
+        return [*fitted, self._bar(y - len(self.head))] if bar else fitted
+
+    def _bar(self, y: int) -> tuple[str, str]:
+        first = self.top * self.room // self.count
+        length = max(1, self.room * self.room // self.count)
+        return ("┃", "") if first <= y < first + length or (y == self.room - 1 and first + length > y) else ("│", "dim")
+
+    def render_line(self, y: int) -> Strip:
+        """A line of the screen, as Textual asks for it."""
+        line = self._drawn[y] if y < len(self._drawn) else self._line(y)
+        return Strip([Segment(text, _style(style)) for text, style in line], self.size.width)
+
+    def text(self) -> str:
+        """What is on the screen, without colour."""
+        return "\n".join(draw.text_of(self._line(y)).rstrip() for y in range(self.size.height))
+
+
+_style = functools.cache(Style.parse)
+
+
+class Question(ModalScreen[bool]):
+    """Asks, and gives whether it was answered with yes."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y,enter,ctrl+c", "dismiss(True)", "yes"),
+        Binding("n,escape,q", "dismiss(False)", "no"),
+    ]
+
+    def __init__(self, question: str) -> None:
+        super().__init__()
+        self._question = question
+
+    def compose(self) -> ComposeResult:
+        """The question in a box."""
+        yield Static(f"{self._question}\n\ny: yes    n: no", classes="box", markup=False)
+
+
+class Help(ModalScreen[None]):
+    """The keys, and what the signs mean. Any key closes it."""
+
+    def compose(self) -> ComposeResult:
+        """The text in a box."""
+        yield Static(HELP, classes="box", markup=False)
+
+    def on_key(self, event: events.Key) -> None:
+        """Any key closes it."""
+        event.stop()
+        self.dismiss()
+
+    def on_click(self) -> None:
+        """So does a click."""
+        self.dismiss()
