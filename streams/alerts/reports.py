@@ -12,7 +12,7 @@ import msgspec
 
 from delivery.values import milliseconds as duration_ms
 from streams.alerts.conditions import evaluate
-from streams.alerts.conditions.finding import Facts, Finding, sole_pod, uid_and_key
+from streams.alerts.conditions.finding import Facts, Finding, is_silenced, sole_pod, uid_and_key
 from streams.alerts.memory import NodeAlerts
 from streams.alerts.rules.rule import WASTE, Kind, Rule, Rules
 from streams.alerts.text.describe import Described, describe, in_the_end
@@ -227,7 +227,7 @@ def reports_of_ranks(before: NodeAlerts, after: NodeAlerts, tick: Tick, rules: R
                 or holder is None
                 or holder.observed
                 or device.mig is not None
-                or evaluate.is_silenced(rules, holder, after.memory.devices[device.uuid], tick)
+                or is_silenced(rules, holder, after.memory.devices[device.uuid], tick)
             ):
                 continue
             ruled = rules.in_force(rule, holder)

@@ -106,6 +106,16 @@ def sole_pod(holders: Sequence[Holder]) -> Holder | None:
     return holders[0] if len(by_pod(holders)) == 1 else None
 
 
+def is_silenced(rules: Rules, holder: Holder, seen: Seen, tick: Tick) -> bool:
+    """Whether a pod's policy silences what is about its doing on a device: that counts for so long after it got it."""
+    if not policy_of(holder).off:
+        return False
+    name = (holder.pod_uid, holder.pod, holder.namespace)
+    held = [pod.since_ms for pod in seen.pods if (pod.pod_uid, pod.pod, pod.namespace) == name]
+    longest_ms = rules.bounds.longest(holder.namespace)
+    return not held or any(tick.ts_ms - since_ms < longest_ms for since_ms in held)
+
+
 def held_memory(pods: Sequence[Holder], device: Device | None, sharing: int) -> float | None:
     """How much of a device's memory a pod has: its part, else all of a device that it has alone."""
     parts = [one.parts.memory_used_bytes for one in pods if one.parts and one.parts.memory_used_bytes is not None]
