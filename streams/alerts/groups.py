@@ -10,6 +10,7 @@ changes, also when none of them is idle: such a group has no alert.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple, get_args
 
@@ -59,19 +60,7 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
             return GroupStep(group)
         return GroupStep(_replace(compared.group, node=report.node, offset=offset, seen=seen))
     group, report = compared.group, _replace(report, alerts=(*report.alerts, *compared.alerts))
-    members = {member.fingerprint: member for member in group.members}
-    ended: Alert | None = None
-    began: Alert | None = None
-    for alert in report.alerts:
-        member = members.get(alert.fingerprint)
-        if member is not None and member.ended_ms is not None and milliseconds(alert.starts_at) == member.starts_ms:
-            continue  # after a crash it is reported again
-        if member is not None or alert.is_open:
-            members[alert.fingerprint] = _member(alert, member)
-        began = began or (alert if alert.is_open else None)
-        ended = ended if alert.is_open else alert
-    over = sorted([m.ended_ms for m in members.values() if m.ended_ms is not None])[:-_MOST_ENDED]
-    kept = [m for m in members.values() if m.ended_ms is None or not over or m.ended_ms > over[-1]]
+    kept, began, ended = _parts(group.members, report.alerts)
     was, now = group.alert, None
     began = began or ((group.part or was) if any(member.ended_ms is None for member in kept) else None)
     of = began or was
@@ -96,6 +85,23 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
         now.state, now.revision, now.starts_at
     )  # fmt: skip
     return GroupStep(after, () if now is None else (now,), news)
+
+
+def _parts(before: Sequence[Member], alerts: Sequence[Alert]) -> tuple[list[Member], Alert | None, Alert | None]:
+    """The parts of a group after alerts of single GPUs, the first of these that is open, and the last that ended."""
+    members = {member.fingerprint: member for member in before}
+    began: Alert | None = None
+    ended: Alert | None = None
+    for alert in alerts:
+        member = members.get(alert.fingerprint)
+        if member is not None and member.ended_ms is not None and milliseconds(alert.starts_at) == member.starts_ms:
+            continue  # after a crash it is reported again
+        if member is not None or alert.is_open:
+            members[alert.fingerprint] = _member(alert, member)
+        began = began or (alert if alert.is_open else None)
+        ended = ended if alert.is_open else alert
+    over = sorted([m.ended_ms for m in members.values() if m.ended_ms is not None])[:-_MOST_ENDED]
+    return [m for m in members.values() if m.ended_ms is None or not over or m.ended_ms > over[-1]], began, ended
 
 
 def is_over(group: AlertGroup, now_ms: int) -> bool:
@@ -224,7 +230,8 @@ def _described(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rule
     going = [member for member in group.members if member.ended_ms is None]
     going.sort(key=lambda m: (m.gpu.node, m.gpu.index or 0, m.gpu.uuid))
     if going:
-        severity = max([alert.severity, *[m.severity for m in going]], key=_rank) if alert.gpus else _worst(going)
+        severities = [m.severity for m in going] + ([alert.severity] if alert.gpus else [])
+        severity = max(severities, key=_rank)
         alert = _replace(
             alert,
             gpus=tuple(m.gpu for m in going),
@@ -236,10 +243,6 @@ def _described(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rule
         )
     annotations, value = grouped(alert, group, report, rules)
     return _replace(alert, annotations=annotations, value=value)
-
-
-def _worst(members: list[Member]) -> str:
-    return max([member.severity for member in members], key=_rank)
 
 
 def _rank(severity: str) -> int:

@@ -97,18 +97,23 @@ def grouped(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) 
     if not alert.is_open:
         figures, words = _waste(members, rules, "In the end")
         description = f"{alert.annotations.get('description', '')} {words}".strip()
-        return {**alert.annotations, **figures, "description": description, **own}, value
-    if report.scope == "node":
+        found = {**alert.annotations, **figures, "description": description}
+    elif report.scope == "node":
         kind = rule.kind if rule is not None else "missing"
-        words_of_kind = _OF_NODE.get(kind, ("has a fault", "have a fault"))[len(alert.gpus) > 1]
-        summary = f"{_count(len(alert.gpus), 'GPU')} of {alert.node} {words_of_kind}"
-        description = (
-            f"{summary}: {_places(alert.gpus)}. They went at one time, so the cause is likely one: the driver,"
-        )
-        description += " its module, or the machine."
-        return {**alert.annotations, "summary": summary, "description": description, **own}, value
-    figures, wasted = _waste(members, rules, f"Wasted by {moment(time(report.ts_ms))}")
-    worked = max([m.last_active for m in members if m.ended_ms is None and m.last_active is not None], default=None)
+        state = _OF_NODE.get(kind, ("has a fault", "have a fault"))[len(alert.gpus) > 1]
+        summary = f"{_count(len(alert.gpus), 'GPU')} of {alert.node} {state}"
+        cause = "They went at one time, so the cause is likely one: the driver, its module, or the machine."
+        found = {**alert.annotations, "summary": summary, "description": f"{summary}: {_places(alert.gpus)}. {cause}"}
+    else:
+        found = _of_pods(alert, group, report, rules)
+    return {**found, **own}, value
+
+
+def _of_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> dict[str, str]:
+    """The annotations of an alert about what pods do with their GPUs."""
+    rule, going = rules.by_name.get(alert.name), [member for member in group.members if member.ended_ms is None]
+    figures, wasted = _waste(group.members, rules, f"Wasted by {moment(time(report.ts_ms))}")
+    worked = max([member.last_active for member in going if member.last_active is not None], default=None)
     idle, held = alert.idle or 0, max(alert.held or 0, alert.idle or 0)
     state, policy, since, never = _OF_PODS[rule.kind if rule is not None and rule.kind in _OF_PODS else "held_idle"]
     noun = "MIG device" if all(gpu.uuid.startswith("MIG-") for gpu in alert.gpus) else "GPU"
@@ -118,42 +123,29 @@ def grouped(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) 
     work = _others_do(others, rule, held - idle)
     culprits = [f"{_OTHERS_DO[kind].named}: {_places(some)}." for kind, some in others.items() if some]
     culprits += ["Look there first: the others may wait for it."] if culprits else []
-    culprits = culprits if rule is not None and rule.kind in OF_ALL else []
-    window = alert.annotations.get("window")
-    open_members = [member for member in members if member.ended_ms is None]
-    held_since = [member.since for member in open_members if member.since is not None]
-    summary = (
-        f"{_whose(alert.labels)}: {idle} of {_count(held, noun)} {state}{work}{_since(open_members, rule, window)}"
-    )
-    last = never if not worked else f"{since} {worked}." if since else ""
-    evidence = _listed(list(dict.fromkeys(f"{_place(m)}: {m.evidence}" for m in open_members if m.evidence)), "; ")
-    pods = sorted({gpu.pod for gpu in alert.gpus if gpu.pod})
-    found = {
-        **{name: text for name, text in alert.annotations.items() if name != "last_active"},
+    held_since = [member.since for member in going if member.since is not None]
+    when = _since(going, rule, alert.annotations.get("window"))
+    summary = f"{_whose(alert.labels)}: {idle} of {_count(held, noun)} {state}{work}{when}"
+    evidence = _listed(list(dict.fromkeys(f"{_place(m)}: {m.evidence}" for m in going if m.evidence)), "; ")
+    sentences = [
+        f"{summary}. {state.partition(',')[0].capitalize()}: {_places(alert.gpus)}.",
+        *(culprits if rule is not None and rule.kind in OF_ALL else []),
+        f"Evidence: {evidence}." if evidence else "",
+        wasted,
+        never if not worked else f"{since} {worked}." if since else "",
+        policy,
+    ]
+    return {
+        **{name: text for name, text in alert.annotations.items() if name not in ("last_active", "gpu_hour_price")},
         "summary": summary,
-        "description": " ".join(
-            filter(
-                None,
-                (
-                    f"{summary}. {_first(state)}: {_places(alert.gpus)}.",
-                    *culprits,
-                    evidence and f"Evidence: {evidence}.",
-                    wasted,
-                    last,
-                    policy,
-                ),
-            )
-        ),
-        "pods": _listed(pods),
+        "description": " ".join(filter(None, sentences)),
+        "pods": _listed(sorted({gpu.pod for gpu in alert.gpus if gpu.pod})),
         "policy": policy,
         **figures,
         **({"evidence": evidence} if evidence else {}),
         **({"last_active": worked} if worked else {}),
         **({"since": f"{min(held_since):%Y-%m-%dT%H:%M:%SZ}"} if held_since else {}),
-        **own,
     }
-    found.pop("gpu_hour_price", None)
-    return found, value
 
 
 def _since(members: Sequence[Member], rule: Rule | None, window: str | None) -> str:
@@ -234,11 +226,6 @@ def _places(gpus: Iterable[AlertGpu]) -> str:
 
 def _place(member: Member) -> str:
     return f"GPU {member.gpu.uuid if member.gpu.index is None else member.gpu.index} of {member.gpu.node}"
-
-
-def _first(state: str) -> str:
-    """The state as it begins a sentence: what it is, without more words."""
-    return state.partition(",")[0].capitalize()
 
 
 def _listed(names: Sequence[str], between: str = ", ") -> str:
