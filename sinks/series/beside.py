@@ -9,9 +9,10 @@ parts are known; the values change in every tick.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import astuple
 
 from sinks.series.labels import (
     MAX_LABELS,
@@ -28,7 +29,7 @@ from sinks.series.labels import (
 )
 from sinks.series.metrics import NOTHING, row_of
 from sinks.series.model import Row, Rows, SeriesSet, Subject, Value
-from sinks.series.tick import DeviceReading, SeriesDevice, SeriesParts
+from sinks.series.tick import DeviceReading, SeriesDevice
 from topics.attributed import Holder, HoldingPod, pods_of
 from topics.catalogue import (
     CONFLICT,
@@ -59,14 +60,16 @@ class Described(NamedTuple):
 
 
 class PodInfo(NamedTuple):
-    """A pod that holds a device of the node, by one of its holders."""
+    """A pod that holds a device of the node, by one of its holders. ``held``: what labels are made of in it, if that is
+    known."""
 
     place: Place
     holder: Holder
+    held: Held | None
 
 
-Pick = float | tuple[int, ...]
-"""A value, or the places of those of :func:`numbers` that it is the sum of."""
+Pick = float | int | tuple[int, ...]
+"""A value, or the place of one of :func:`numbers`, or the places of those that it is the sum of."""
 
 
 class Beside(NamedTuple):
@@ -82,13 +85,14 @@ Pods = Mapping[HoldingPod, list[Holder]]
 
 
 class HeldDevice(NamedTuple):
-    """A device of a node, and who holds it. ``bare`` names no holder."""
+    """A device of a node, and who holds it. ``bare`` names no holder, ``sole`` is the only one."""
 
     place: Place
     device: SeriesDevice
     holders: tuple[Holder, ...]
     pods: Pods
     bare: DeviceIdentity
+    sole: Held | None
 
 
 def made_of(
@@ -108,8 +112,8 @@ def made_of(
             about = known((name, info.get(name)) for name in DEVICE_INFO.labels)
             row = Row(DEVICE_INFO.name, (), "gauge", DEVICE_INFO.help, primary=False)
             return SeriesSet(tuple(sorted([*labels(names, device, most), *about])), (row,), "info")
-        case PodInfo(where, holder):
-            pod = held(holder)
+        case PodInfo(where, holder, sole):
+            pod = sole or held(holder)
             series = SeriesSet(pod_info_labels(where, pod, most), (row_of(POD_INFO),), "pod")
             if cut := labels_without_room(pod, series.labels, most):
                 on_cut(cut)
@@ -117,26 +121,32 @@ def made_of(
 
 
 Numbers = tuple[float | None, ...]
-"""Of a device that is split: what is nobody's, whether it was scaled, and the part of each holder; else nothing."""
+"""Of a device that is split: whether it was scaled, what is nobody's, and the part of each holder; else nothing."""
 
 _QUANTITIES = tuple(POD_PARTS)
 _NONE_KNOWN = (None,) * len(_QUANTITIES)
-_SCALED = len(_QUANTITIES)
+_SCALED, _UNATTRIBUTED = 0, 1
+_FIRST_PART = _UNATTRIBUTED + len(_QUANTITIES)
 
 
 def numbers(reading: DeviceReading) -> Numbers:
     """What of a device changes in every tick, beside its metrics."""
     if not reading.parts and reading.unattributed is None:
         return ()
-    found = [*_quantities(reading.unattributed), float(reading.split_scaled)]
-    for part in reading.parts:
-        found += _quantities(part)
-    return tuple(found)
+    parts = [astuple(one) if one is not None else _NONE_KNOWN for one in (reading.unattributed, *reading.parts)]
+    return (float(reading.split_scaled), *chain.from_iterable(parts))
 
 
 def picked(picks: Sequence[Pick], of: Numbers) -> list[float]:
     """The value of each row, for the numbers of a tick in which the same are known."""
-    return [pick if isinstance(pick, float) else sum([of[place] or 0.0 for place in pick]) for pick in picks]
+    return [
+        pick
+        if isinstance(pick, float)
+        else (of[pick] or 0.0)
+        if isinstance(pick, int)
+        else sum([of[place] or 0.0 for place in pick])
+        for pick in picks
+    ]
 
 
 def beside(names: LabelNames, of: HeldDevice, known: Sequence[bool]) -> Iterator[Beside]:
@@ -148,7 +158,7 @@ def beside(names: LabelNames, of: HeldDevice, known: Sequence[bool]) -> Iterator
         rest = _rest(device, known)
         if rest:
             yield Beside(("rest", device.uuid), OfDevice("rest", of.bare, tuple(rest)), tuple(rest.values()))
-    if len(known) > _SCALED + 1:
+    if len(known) > _FIRST_PART:
         yield from _parts(names, of, known)
     if device.events:
         yield from _errors(names, of)
@@ -156,17 +166,18 @@ def beside(names: LabelNames, of: HeldDevice, known: Sequence[bool]) -> Iterator
 
 def pod_infos(devices: Iterable[HeldDevice]) -> Iterator[Beside]:
     """What is written on each pod that holds a device of a node."""
-    holding = {pod: (of.place, holders[-1]) for of in devices for pod, holders in of.pods.items()}
-    for pod, (where, holder) in holding.items():
-        yield Beside(("pod", pod.namespace, pod.pod, pod.pod_uid or ""), PodInfo(where, holder), (1.0,))
+    holding = {pod: PodInfo(of.place, holders[-1], of.sole) for of in devices for pod, holders in of.pods.items()}
+    for pod, info in holding.items():
+        yield Beside(("pod", pod.namespace, pod.pod, pod.pod_uid or ""), info, (1.0,))
 
 
 def _rest(device: SeriesDevice, known: Sequence[bool]) -> dict[Row, Pick]:
     """What is nobody's of a device, and what went wrong on it."""
     rows: dict[Row, Pick] = {}
     if known:
-        rows = {row_of(UNATTRIBUTED[one]): (at,) for at, one in enumerate(_QUANTITIES) if known[at]}
-        rows[row_of(SPLIT_SCALED)] = (_SCALED,)
+        places = enumerate(_QUANTITIES, _UNATTRIBUTED)
+        rows = {row_of(UNATTRIBUTED[one]): place for place, one in places if known[place]}
+        rows[row_of(SPLIT_SCALED)] = _SCALED
     if device.conflict:
         rows[row_of(CONFLICT, sanitised(device.conflict))] = 1.0
     return rows | {row_of(XID_ERRORS, sanitised(code)): float(count) for code, count in device.xids.items() if code}
@@ -183,7 +194,7 @@ def _parts(names: LabelNames, of: HeldDevice, known: Sequence[bool]) -> Iterator
         for at, one in enumerate(_QUANTITIES):
             there = [places[id(holder)] + at for holder in holders]
             if known_there := tuple([number for number in there if known[number]]):
-                picks[row_of(POD_PARTS[one])] = known_there
+                picks[row_of(POD_PARTS[one])] = known_there if len(known_there) > 1 else known_there[0]
         if picks:
             part = OfDevice("part", identity(of.place, of.device, held(holders[0])), tuple(picks))
             yield Beside(("part", of.device.uuid, *key), part, tuple(picks.values()))
@@ -191,7 +202,7 @@ def _parts(names: LabelNames, of: HeldDevice, known: Sequence[bool]) -> Iterator
 
 def _places(holders: Iterable[Holder]) -> dict[int, int]:
     """Where among its numbers a device's holders' parts begin, by the holder's identity."""
-    return {id(holder): _SCALED + 1 + at * len(_QUANTITIES) for at, holder in enumerate(holders)}
+    return {id(holder): _FIRST_PART + at * len(_QUANTITIES) for at, holder in enumerate(holders)}
 
 
 def _errors(names: LabelNames, of: HeldDevice) -> Iterator[Beside]:
@@ -214,10 +225,6 @@ def _errors(names: LabelNames, of: HeldDevice) -> Iterator[Beside]:
 def _pod_key(names: LabelNames, pod: HoldingPod) -> tuple[str, ...]:
     """A pod that was created again is another one only where its uid is a label."""
     return pod.namespace, pod.pod, (pod.pod_uid or "") if names.pod_uid else ""
-
-
-def _quantities(parts: SeriesParts | None) -> Numbers:
-    return msgspec.structs.astuple(parts) if parts is not None else _NONE_KNOWN
 
 
 # -- what a device does, by pod
@@ -271,7 +278,7 @@ def divide(reading: DeviceReading, pods: Pods, of: Numbers, *, uids: bool) -> Di
                 part = parts.setdefault(name, PodPart(held(holders[0], holders[0].container if one else None), {}))
                 part.metrics[key] = part.metrics.get(key, 0) + value
                 rest[key] = max(0.0, rest.get(key, whole) - value)
-    return Divided(parts, rest | {key: value for key, value in _divided(of, 0) if key in rest})
+    return Divided(parts, rest | {key: value for key, value in _divided(of, _UNATTRIBUTED) if key in rest})
 
 
 def _divided(of: Numbers, place: int) -> list[tuple[str, float]]:

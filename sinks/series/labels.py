@@ -171,8 +171,8 @@ def pod_info_labels(where: Place, pod: Held, most: int = MAX_LABELS) -> Labels:
 
     Those of its tenant that no device's series may have room for come first.
     """
-    says = _of_holder(pod._replace(container=None))
-    of_pod = [(name, says[attribute]) for name, attribute in LABELS["otel"].holder]
+    says = _of_holder(pod)
+    of_pod = [(name, says[attribute]) for name, attribute in LABELS["otel"].holder if attribute != "container"]
     pairs = known([("k8s_cluster_name", where.cluster), ("k8s_node_name", where.node), *of_pod])
     everywhere = max(0, most - ROW_LABELS - DEVICE_LABELS)
     rest_first = (*pod.tenants[everywhere:], *pod.tenants[:everywhere])
@@ -215,6 +215,8 @@ def tenant_labels(pod: Mapping[str, str], namespace: Mapping[str, str]) -> list[
     """
     found: list[tuple[str, str]] = []
     for prefix, labels in (("k8s_pod_label_", pod), ("k8s_namespace_label_", namespace)):
+        if not labels:
+            continue
         names: dict[str, list[str]] = {}
         for key in sorted(labels):
             if labels[key]:

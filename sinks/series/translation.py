@@ -425,8 +425,8 @@ class Translator:
             for one, before in zip(written, was.written if was is not None else (), strict=False):
                 one.layout = before.layout if one.names is before.names else None
         counts = self._counts(device, None if attribution == "none" else len(pods), cache)
-        held = HeldDevice(where, device, holders, pods, bare)
-        cache.devices[device.uuid] = made = _Labelled(held, attribution, counts, of, pairs, written, parts)
+        held_by = HeldDevice(where, device, holders, pods, bare, of.held)
+        cache.devices[device.uuid] = made = _Labelled(held_by, attribution, counts, of, pairs, written, parts)
         return made
 
     def _counts(self, device: SeriesDevice, holders: int | None, cache: Cache) -> Counts:

@@ -68,6 +68,13 @@ def test_a_device_takes_the_place_of_one_that_was_the_same_without_an_end() -> N
     assert (second.markers, second.withheld) == (0, {})
 
 
+def test_a_rule_sees_a_pods_container_on_its_devices_and_none_on_the_pod() -> None:
+    rules = "- {source_labels: [__meta_gpustream_container], target_label: c}"
+    (tick,) = play(OpenSeries(writer(rules, names="otel")), sample(1, device(pod="a")))
+    seen = {labels["__name__"]: labels.get("c") for labels in map(dict, written(tick.groups))}
+    assert (seen["gpu_utilization"], seen["gpu_pod_info"]) == ("main", None)
+
+
 def test_a_marker_ends_the_series_that_was_sent() -> None:
     rules = "- {source_labels: [pod], regex: (.+), target_label: exported_pod}\n- {regex: pod, action: labeldrop}"
     first, second = play(OpenSeries(writer(rules)), sample(1, device(pod="a")), sample(2, device(pod="b")))

@@ -43,7 +43,7 @@ def found(label_set: Any, tick: SeriesTick) -> list[Beside]:
     names, where, sets, devices = LABELS[label_set], place(tick), list[Beside](), list[HeldDevice]()
     for reading in tick.devices:
         device, holders, numbers = reading.device, reading.holders, beside.numbers(reading)
-        devices.append(HeldDevice(where, device, holders, pods_of(holders), identity(where, device)))
+        devices.append(HeldDevice(where, device, holders, pods_of(holders), identity(where, device), None))
         some = beside.beside(names, devices[-1], [one is not None for one in numbers])
         sets += [Beside(key, of, beside.picked(picks, numbers)) for key, of, picks in some]
     infos = beside.pod_infos(devices) if names.tenants else ()
