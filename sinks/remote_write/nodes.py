@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from delivery import replays
 from delivery.replays import Last, Verdict
-from sinks.series.model import STALE, SampleGroup, SeriesSet, samples_of
+from sinks.series.model import STALE, SampleGroup, SeriesSet, primaries, samples_of
 from sinks.series.relabel import Withheld
 from sinks.series.tick import SeriesTick
 from sinks.series.translation import Cache, Translator
@@ -24,12 +24,20 @@ _FORGET_AFTER_S = 24 * 3600
 NodeKey = tuple[str, str]
 
 
+class Size(NamedTuple):
+    """How much a tick writes: samples, about how many bytes before they are compressed, and values of metrics."""
+
+    samples: int
+    bytes: int
+    primaries: int
+
+
 @dataclass(slots=True)
 class _Node:
     """What is known of a node. ``last`` is its last sample, ``heard_s`` the clock's time when that was settled.
 
     ``ts_ms`` and ``open``: the time and the series of the last one that was accepted. ``proven``: all of that was
-    accepted, by this process.
+    accepted, by this process. ``size`` is that of a tick that writes these series and ends none, once it is known.
     """
 
     last: Last
@@ -37,6 +45,7 @@ class _Node:
     ts_ms: int | None = None
     open: tuple[SeriesSet, ...] = ()
     proven: bool = False
+    size: Size | None = None
     cache: Cache = field(default_factory=Cache)
 
 
@@ -50,6 +59,7 @@ class NodeTick(NamedTuple):
     open: tuple[SeriesSet, ...]
     markers: int
     withheld: Mapping[Withheld, int]
+    size: Size
 
     @property
     def node(self) -> NodeKey:
@@ -129,8 +139,12 @@ class OpenSeries:
         if window is not None:
             written = tuple([group.series for group in groups])
             ends = samples_of([one for one in (*markers, *ended) if one.is_end])
-            return NodeTick(sample, [*markers, *ended, *groups], written, ends, withheld)
-        return NodeTick(sample, [*groups, *markers], written, samples_of(markers), withheld)
+            groups = [*markers, *ended, *groups]
+            return NodeTick(sample, groups, written, ends, withheld, _size(groups))
+        if node is not None and node.size is not None and before == written:
+            return NodeTick(sample, groups, before, 0, withheld, node.size)
+        groups += markers
+        return NodeTick(sample, groups, written, samples_of(markers), withheld, _size(groups))
 
     def _ends(self, before: Sequence[SeriesSet], written: Sequence[SeriesSet], at_ms: int) -> list[SampleGroup]:
         """The ends of those series that are not written any more."""
@@ -168,6 +182,7 @@ class OpenSeries:
         node.last, node.heard_s, node.proven = replays.after(node.last, sample), now_s, whole
         if accepted:
             node.ts_ms, node.open = sample.ts_ms, tick.open
+            node.size = None if tick.markers else tick.size
 
     def recall(self, sample: SeriesTick, now_s: float) -> None:
         """A record that an earlier life settled: know it, and write nothing."""
@@ -196,3 +211,7 @@ class OpenSeries:
         """The topic was created again: offsets start again."""
         self._nodes.clear()
         self._unsettled.clear()
+
+
+def _size(groups: Sequence[SampleGroup]) -> Size:
+    return Size(samples_of(groups), sum([series.bytes for series, _, _ in groups]), primaries(groups))

@@ -296,7 +296,7 @@ def _values(tick: NodeTick, result: Delivered) -> _Values:
         untimely = [group for group, refusal in result.refused if refusal.reason in UNTIMELY]
         most = samples_of(untimely) - result.written
         refused = Counter({why: min(of, most) if why in UNTIMELY else of for why, of in refused.items()})
-    delivered = primaries(tick.groups) - refused.total() - left_out.total()
+    delivered = tick.size.primaries - refused.total() - left_out.total()
     markers = 0 if result.refused or result.left_out else tick.markers
     return _Values(delivered, refused, left_out, tick.withheld, markers)
 

@@ -28,7 +28,6 @@ from delivery.ledger import Slot
 from sinks.outcomes import Undecodable, decoded
 from sinks.remote_write.nodes import NodeTick, OpenSeries
 from sinks.remote_write.refusals import Delivered, Deliverer
-from sinks.series.model import samples_of
 from sinks.series.tick import SeriesTick, decode
 from sinks.series.windows import NodeWindow
 from topics.attributed import TOPIC
@@ -109,19 +108,19 @@ class Lane:
         """Put the next tick into a request, and those after it that may share it with it."""
         before: SeriesTick | None = None
         while (read := self.head()) is not None and not request.is_full():
-            alone, size, sample = False, 0, read.sample
+            alone, sample = False, read.sample
             verdict = "replay" if sample is None else self.series.verdict(sample, before)
             if sample is not None and verdict != "replay":
                 if before is not None and not before.ts_ms < sample.ts_ms <= until_ms:
                     return
                 tick = self.series.tick(sample, read.window)
-                size = sum([series.bytes for series, _, _ in tick.groups])
-                alone = size >= LARGE_BYTES or verdict == "new_log" or not self.series.is_proven(tick)
-                if (before is not None and alone) or (size >= LARGE_BYTES and request.parts):
+                is_large = tick.size.bytes >= LARGE_BYTES
+                alone = is_large or verdict == "new_log" or not self.series.is_proven(tick)
+                if (before is not None and alone) or (is_large and request.parts):
                     return
                 before, read.tick = sample, tick
             self.waiting.popleft()
-            request.add(self, read, size)
+            request.add(self, read)
             if alone:
                 return
 
@@ -160,12 +159,14 @@ class SharedRequest:
         """Whether nothing more is to be put in."""
         return self._samples >= self._max_samples or self._bytes >= MAX_BYTES or self._records >= MAX_RECORDS
 
-    def add(self, lane: Lane, read: ReadRecord, size: int) -> None:
-        """Put in the next record of a lane; what its tick writes takes so many bytes."""
+    def add(self, lane: Lane, read: ReadRecord) -> None:
+        """Put in the next record of a lane."""
         self.parts.setdefault(lane, []).append(read)
         self._records += 1
-        self._samples += samples_of(read.tick.groups) if read.tick else 0
-        self._bytes += size if size < LARGE_BYTES else MAX_BYTES
+        if read.tick is not None:
+            size = read.tick.size
+            self._samples += size.samples
+            self._bytes += size.bytes if size.bytes < LARGE_BYTES else MAX_BYTES
 
 
 class Queue:
