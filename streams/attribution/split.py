@@ -53,18 +53,19 @@ class Split(msgspec.Struct, frozen=True):
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """Whose each process is, and of whom it is not known: places of holders, the one behind the last for nobody."""
+    """Whose each process is, and of whom it is not known: places of holders, the one behind the last for nobody.
+
+    ``spare`` are the further containers of a pod, whose part the first one has. ``one``: there is one holder only, and
+    all processes are its. ``few``: no holder has more than two processes, so that it does not matter in which order
+    they are added.
+    """
 
     count: int
     of: list[int]
     unknown: frozenset[int] = _NONE
-    spare: frozenset[int] = _NONE  # the further containers of a pod, whose part the first one has
-    one: bool = False  # whether there is one holder only, and all processes are its
-
-    @property
-    def apart(self) -> bool:
-        """Whether no sum has three terms: the order of two does not matter."""
-        return len(self.of) < 3
+    spare: frozenset[int] = _NONE
+    one: bool = False
+    few: bool = False
 
 
 class _Shares(msgspec.Struct, frozen=True):
@@ -86,7 +87,8 @@ def rows_of(device: Device, holders: Sequence[Holder]) -> Rows | None:
     by_uid: dict[str | None, int] = {holder.pod_uid: row for row, holder in enumerate(holders)}
     if len(by_uid) == nobody and None not in by_uid:
         of = [by_uid.get(process.pod_uid, nobody) for process in processes]
-        return Rows(nobody, of, one=nobody == 1 and set(of) == {0})
+        few = all(of.count(row) <= 2 for row in range(nobody))
+        return Rows(nobody, of, one=nobody == 1 and set(of) == {0}, few=few)
     first: dict[str | tuple[str, str], int] = {}
     for row in sorted(range(nobody), key=lambda row: holders[row].container or ""):
         first.setdefault(holders[row].pod_uid or (holders[row].namespace, holders[row].pod), row)
@@ -107,21 +109,21 @@ def divide(device: Device, holders: tuple[Holder, ...], rows: Rows | None) -> Sp
         return Split(holders)
     if rows.one:
         return _of_one(holders[0], processes, metrics)
-    ratios = [process.sm_utilization_ratio for process in processes]
-    utilization = _divided(metrics.get("gpu_utilization_ratio"), ratios, rows, 1.0)
-    used = [process.memory_used_bytes for process in processes]
-    memory = _divided(metrics.get("memory_used_bytes"), used, rows, _LARGEST)
-    power, watts, busy = None, metrics.get("power_watts"), metrics.get("gpu_utilization_ratio")
+    busy, watts, power = metrics.get("gpu_utilization_ratio"), metrics.get("power_watts"), None
+    utilization = _divided(busy, [process.sm_utilization_ratio for process in processes], rows, 1.0)
+    bytes_used = [process.memory_used_bytes for process in processes]
+    memory = _divided(metrics.get("memory_used_bytes"), bytes_used, rows, _LARGEST)
     if utilization is not None and busy is not None and watts is not None and 0 <= watts <= _LARGEST:
         watts_per_ratio = watts / max(1.0, busy)
         *busy_parts, idle = utilization.of
         drawn: list[Amount] = [watts_per_ratio * (part or 0) for part in busy_parts]
         power = _fitted(watts, drawn, utilization.absent, all_known=idle is not None)
-    unknown = [None] * (len(holders) + 1)
-    *parts, rest = map(Parts, *[one.of if one else unknown for one in (utilization, memory, power)])
+    if utilization is None and memory is None:
+        return Split(holders)
+    nothing = [None] * (len(holders) + 1)
+    *parts, rest = map(Parts, *[one.of if one else nothing for one in (utilization, memory, power)])
     with_parts = [
-        holder if part == _NO_PARTS else _replace(holder, parts=part)
-        for holder, part in zip(holders, parts, strict=True)
+        _replace(holder, parts=None if part == _NO_PARTS else part) for holder, part in zip(holders, parts, strict=True)
     ]
     scaled = (utilization is not None and utilization.scaled) or (memory is not None and memory.scaled)
     return Split(tuple(with_parts), None if rest == _NO_PARTS else rest, scaled)
@@ -164,17 +166,17 @@ def _divided(whole: Amount | None, amounts: Sequence[Amount | None], rows: Rows,
     if whole is None or not 0 <= whole <= _LARGEST:
         return None
     n, unknown = rows.count, rows.unknown
-    said = [(amount, row) for amount, row in zip(amounts, rows.of, strict=True) if amount is not None]
-    if len(said) < len(amounts):
-        if not said:
-            return None
+    if None in amounts:
         unknown |= {row for amount, row in zip(amounts, rows.of, strict=True) if amount is None and row < n}
+        if amounts.count(None) == len(amounts):
+            return None
     used: list[Amount] = [0] * (n + 1)
-    for amount, row in said if rows.apart else sorted(said):
+    said = zip([amount or 0 for amount in amounts], rows.of, strict=True)
+    for amount, row in said if rows.few else sorted(said):
         if amount > 0:
             used[row] += min(amount, most)
     used.pop()
-    return _fitted(whole, used, unknown | rows.spare if unknown or rows.spare else _NONE, all_known=not unknown)
+    return _fitted(whole, used, unknown | rows.spare, all_known=not unknown)
 
 
 def _fitted(whole: Amount, used: list[Amount], absent: frozenset[int], *, all_known: bool) -> _Shares:
@@ -185,7 +187,7 @@ def _fitted(whole: Amount, used: list[Amount], absent: frozenset[int], *, all_kn
     rest, scaled = whole - total, False
     if total > whole:
         used, rest, scaled = [whole * (amount / total) for amount in used], 0, total > whole * (1 + _SLACK)
-    of: list[Amount | None] = [*used, rest if all_known else None]
+    shares: list[Amount | None] = [*used, rest if all_known else None]
     for row in absent:
-        of[row] = None
-    return _Shares(of, absent, scaled)
+        shares[row] = None
+    return _Shares(shares, absent, scaled)
