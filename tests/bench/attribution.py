@@ -3,7 +3,6 @@
 8 whole GPUs a node of up to 27 values each (15 where a GPU is cut up by MIG), and pods that change.
 """
 
-import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
@@ -13,14 +12,16 @@ from typing import Any
 import orjson
 from aiokafka import AIOKafkaConsumer
 
+from delivery import clients, kafka_admin
 from delivery.connection import Connection
-from delivery.sender import Sender
 from producers.simulated.fleet import Fleet
 from tests.producers.simulated.made import Tick, ticks
 from topics.topic import node_key
 from topics.usage import HOUR_MS
 
 GPUS, VALUES = 8, 27
+LOGGED_AFTER_MS = {"gpu.samples": 60, "gpu.allocations": 40, "gpu.workloads": 300}
+"""How long after its time the broker logs a record."""
 
 
 def cpu_s(pid: int) -> float:
@@ -30,17 +31,20 @@ def cpu_s(pid: int) -> float:
 
 
 async def produce(kafka: Connection, count: int, nodes: int) -> None:
-    """Writes the log of a fleet, at any pace."""
-    sender = Sender(kafka, client_id="bench", max_batch_bytes=512 * 1024)
-    await sender.start()
-    waiting = []
-    async for topic, key, value in records(count, nodes):
-        sent = await sender.send(topic, value, key=key)
-        waiting.append(sent)
-        if topic == "gpu.allocations":
-            await sent
-    await asyncio.gather(*waiting)
-    await sender.stop()
+    """Writes the log of a fleet, at any pace, with the log times of a fleet that is followed: a tick is joined with
+    what was logged 2 s before it, and in a log of minutes that is written in seconds each tick would lack pods."""
+    topics = [kafka.prefixed(topic) for topic in LOGGED_AFTER_MS]
+    producer = clients.producer(kafka, max_batch_size=512 * 1024, linger_ms=20)
+    await producer.start()
+    async with kafka_admin.connect(kafka) as admin:
+        for topic in topics:
+            await admin.alter(topic, {"message.timestamp.type": "CreateTime"})
+        async for topic, key, value in records(count, nodes):
+            logged_ms = orjson.loads(value)["ts_ms"] + LOGGED_AFTER_MS[topic]
+            await producer.send(kafka.prefixed(topic), value, key=key, timestamp_ms=logged_ms)
+        await producer.stop()
+        for topic in topics:
+            await admin.alter(topic, {"message.timestamp.type": "LogAppendTime"})
 
 
 async def records(count: int, nodes: int) -> AsyncIterator[tuple[str, bytes, bytes]]:
