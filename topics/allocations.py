@@ -7,7 +7,7 @@ import msgspec
 from topics.topic import Cluster, Node, Topic, UInt, Version, about
 
 
-class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
+class Claim(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A device that a container got through a resource claim (DRA)."""
 
     claim: Annotated[str, about("The resource claim's name.")]
@@ -17,7 +17,7 @@ class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
     device: Annotated[str, about("The device's name in its pool.")]
 
 
-class Container(msgspec.Struct, frozen=True, omit_defaults=True):
+class Container(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A container and the devices of one resource that the kubelet gave it."""
 
     namespace: Annotated[str, about("The pod's namespace.")]
@@ -29,7 +29,7 @@ class Container(msgspec.Struct, frozen=True, omit_defaults=True):
     pod_uid: Annotated[str | None, about("The pod's UID, if the kubelet says it, which takes its Pods API.")] = None
 
 
-class Allocations(msgspec.Struct, frozen=True, kw_only=True):
+class Allocations(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A snapshot of a node."""
 
     schema: Version

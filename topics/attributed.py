@@ -20,14 +20,14 @@ Attribution = Annotated[
 ]
 
 
-class Workload(msgspec.Struct, frozen=True):
+class Workload(msgspec.Struct, frozen=True, gc=False):
     """The top of a pod's owner chain."""
 
     kind: Annotated[str, about("Its kind, such as Job or Deployment; SlurmJob for a batch job.")]
     name: Annotated[str, about("Its name.")]
 
 
-class Parts(msgspec.Struct, frozen=True, omit_defaults=True):
+class Parts(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What of a shared device is one holder's, or nobody's."""
 
     utilization_ratio: Annotated[Number | None, about("The part of the device's utilization.", "0-1")] = None
@@ -35,7 +35,7 @@ class Parts(msgspec.Struct, frozen=True, omit_defaults=True):
     power_watts: Annotated[Number | None, about("The part of its power.", "W")] = None
 
 
-class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
+class Holder(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A container that holds a device. At most one of ``job``, ``statefulset`` and ``deployment`` is set.
 
     On a node without a kubelet it is a batch job: its id is ``pod`` and ``pod_uid``, its partition ``namespace``, and
@@ -138,7 +138,7 @@ def pods_of(holders: Sequence[Holder]) -> dict[HoldingPod, list[Holder]]:
     return {} if workload is not None and workload.kind == JOB else by_pod(holders)
 
 
-class AttributedEvent(Event, frozen=True, omit_defaults=True):
+class AttributedEvent(Event, frozen=True, gc=False, omit_defaults=True):
     """Something that happened on the device, and who held the device then."""
 
     holders: Annotated[
@@ -154,7 +154,7 @@ class AttributedEvent(Event, frozen=True, omit_defaults=True):
         return device_holders if self.holders is None else self.holders
 
 
-class AttributedDevice(Device, frozen=True, omit_defaults=True):
+class AttributedDevice(Device, frozen=True, gc=False, omit_defaults=True):
     """A device of a sample and its holders. The holders' parts and ``unattributed`` add up to the device."""
 
     events: Annotated[tuple[AttributedEvent, ...] | None, about("What happened on it since the tick before.")] = None
@@ -173,7 +173,7 @@ class AttributedDevice(Device, frozen=True, omit_defaults=True):
     ] = None
 
 
-class AttributedSample(Sample, frozen=True, kw_only=True):
+class AttributedSample(Sample, frozen=True, gc=False, kw_only=True):
     """A node's tick with holders."""
 
     offset: Annotated[UInt, about("The sample's offset in its partition of gpu.samples.", "none")]
@@ -192,7 +192,7 @@ class AttributedSample(Sample, frozen=True, kw_only=True):
     ] = ()
 
 
-class AttributedTick(msgspec.Struct, frozen=True, kw_only=True):
+class AttributedTick(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """What every reader of :class:`AttributedSample` decodes, whatever else it leaves out."""
 
     schema: Version

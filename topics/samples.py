@@ -16,7 +16,7 @@ State = Annotated[
 ]
 
 
-class Mig(msgspec.Struct, frozen=True, omit_defaults=True):
+class Mig(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Where a MIG device is cut from."""
 
     uuid: Annotated[str, about("The MIG device's own UUID.")]
@@ -26,7 +26,7 @@ class Mig(msgspec.Struct, frozen=True, omit_defaults=True):
     profile: Annotated[str | None, about("The name of its profile, such as 1g.10gb.")] = None
 
 
-class Process(msgspec.Struct, frozen=True, omit_defaults=True):
+class Process(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A process on a device."""
 
     pid: Annotated[UInt, about("Its process id on the host.", "none")]
@@ -46,7 +46,7 @@ class Process(msgspec.Struct, frozen=True, omit_defaults=True):
     ] = None
 
 
-class Job(msgspec.Struct, frozen=True, omit_defaults=True):
+class Job(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A job of a scheduler without Kubernetes (Slurm) that uses the device."""
 
     id: Annotated[str, about("The scheduler's id of it.")]
@@ -55,7 +55,7 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     account: Annotated[str | None, about("Whom it is charged to.")] = None
 
 
-class Event(msgspec.Struct, frozen=True, omit_defaults=True):
+class Event(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Something that happened on the device since the tick before."""
 
     kind: Annotated[str, about("What it was: xid is an XID error. A later version may have other words.")]
@@ -71,7 +71,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     ] = None
 
 
-class Device(msgspec.Struct, frozen=True, omit_defaults=True):
+class Device(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A GPU or a MIG device."""
 
     uuid: Annotated[str, about("The device's UUID, as NVML says it.")]
@@ -117,7 +117,7 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     ] = None
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class Sample(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One node's tick."""
 
     schema: Version

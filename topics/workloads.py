@@ -11,7 +11,7 @@ MAINTENANCE = "gpustream.dev/maintenance"
 """The annotation of a node, or the key of its taint, by which nobody is alerted of it. It is among its labels here."""
 
 
-class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
+class Owner(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One link of a pod's owner chain."""
 
     api_version: Annotated[str, about("The owner's API group and version, such as batch/v1.")]
@@ -20,7 +20,7 @@ class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
     uid: Annotated[str | None, about("Its UID.")] = None
 
 
-class Pod(msgspec.Struct, frozen=True, omit_defaults=True):
+class Pod(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A pod and its owner chain."""
 
     namespace: Annotated[str, about("Its namespace.")]
@@ -57,7 +57,7 @@ class Pod(msgspec.Struct, frozen=True, omit_defaults=True):
     restarts: Annotated[UInt | None, about("How often that container was restarted.", "none")] = None
 
 
-class DraDevice(msgspec.Struct, frozen=True, omit_defaults=True):
+class DraDevice(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A device of a resource slice, and the UUID that NVML knows it by."""
 
     driver: Annotated[str, about("The DRA driver.")]
@@ -66,7 +66,7 @@ class DraDevice(msgspec.Struct, frozen=True, omit_defaults=True):
     uuid: Annotated[str, about("The device's UUID, as NVML says it.")]
 
 
-class UnwellDevice(msgspec.Struct, frozen=True, omit_defaults=True):
+class UnwellDevice(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A device that is not well, as the API server has it."""
 
     device_id: Annotated[str, about("The device plugin's id of it, or the UUID of a device of a resource slice.")]
@@ -83,7 +83,7 @@ class UnwellDevice(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{self.health}: {self.message}" if self.message else str(self.health)
 
 
-class NodeWorkloads(msgspec.Struct, frozen=True, kw_only=True):
+class NodeWorkloads(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A node's GPU pods."""
 
     schema: Version

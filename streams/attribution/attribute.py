@@ -15,7 +15,7 @@ On a node without a kubelet the jobs of a batch system hold the devices; each ti
 import contextlib
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,16 +44,19 @@ class Named(msgspec.Struct, frozen=True):
     resolved: Resolved
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """What of the devices of a tick decides who holds them, beside the snapshot and its pods: what a device id may say
-    of each, and whose its ``processes`` are. ``uids`` are those of the pods that processes show."""
+class Seen(msgspec.Struct, frozen=True, gc=False):
+    """What of the devices of a tick decides who holds them, beside the snapshot and its pods.
+
+    ``inventory``: what a device id may say of each. ``processes``: of each how many it shows, and whether they can be
+    seen; then whose each is, what it computes for, and whether it has no memory. ``uids``: of the pods that they show.
+    """
 
     inventory: Inventory
-    processes: list[Any]
+    processes: list[str | bool | int | None]
     uids: frozenset[str]
 
 
-class HeldDevice(msgspec.Struct, frozen=True):
+class HeldDevice(msgspec.Struct, frozen=True, gc=False):
     """What stays the same of a device from tick to tick: its holders, what its processes say otherwise than the
     kubelet, and whose each process is."""
 
@@ -69,7 +72,7 @@ class Memo(msgspec.Struct, frozen=True):
     seen: Seen
     resolved: Resolved
     held: HeldDevices
-    devices: list[HeldDevice]
+    devices: tuple[HeldDevice, ...]
 
 
 _HELD_BY_NOBODY = HeldDevice((), None, None)
@@ -104,11 +107,12 @@ def named_snapshots(sample: Sample) -> dict[int, int]:
 def see(devices: Sequence[Device], last: Memo | None) -> Seen:
     """What decides who holds these devices: the same object as in the last answer if it is the same."""
     inventory = tuple(map(_place, devices))
-    processes = [
-        d.processes
-        and (d.info.get("processes_visible"), [(p.pod_uid, p.service, not p.memory_used_bytes) for p in d.processes])
-        for d in devices
-    ]
+    processes: list[str | bool | int | None] = []
+    for device in devices:
+        shown = device.processes
+        processes += (None if shown is None else len(shown), device.info.get("processes_visible"))
+        for one in shown or ():
+            processes += (one.pod_uid, one.service, not one.memory_used_bytes)
     if last is None:
         return Seen(inventory, processes, uids_of(devices))
     was = last.seen
@@ -129,9 +133,10 @@ def attribute(
         unknown_ids = memo.held.unknown_ids if last is None or memo.held is not last.held else ()
     elif sample.allocations_seq is None and any(d.jobs is not None for d in sample.devices):
         holders = {d.uuid: tuple(map(holder_of_job, d.jobs)) for d in sample.devices if d.jobs}
-        devices, attribution = [_held_by_jobs(d, holders.get(d.uuid, ())) for d in sample.devices], "exact"
+        attribution = "exact"
+        devices = tuple([_held_by_jobs(d, holders.get(d.uuid, ())) for d in sample.devices])
     else:
-        devices = [_HELD_BY_NOBODY] * len(sample.devices)
+        devices = (_HELD_BY_NOBODY,) * len(sample.devices)
     tick = _Then(holders, attribution)
     then: dict[int | None, _Then] = {}
     for seq, named in earlier.items():
@@ -207,7 +212,7 @@ def _memo(last: Memo | None, snapshot: Allocations, found: Resolved, devices: Se
     for device in devices:
         evidence = observe(device, held.holders.get(device.uuid, ()), pod_of)
         each.append(HeldDevice(evidence.holders, evidence.conflict, rows_of(device, evidence.holders)))
-    return Memo(snapshot, seen, found, held, each)
+    return Memo(snapshot, seen, found, held, tuple(each))
 
 
 def _held(snapshot: Allocations, found: Resolved, devices: Sequence[Device]) -> HeldDevices:

@@ -27,6 +27,7 @@ Pure. Times called ``_s`` are seconds of the reader's monotonic clock. ``ts_ms``
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from sys import intern
 from typing import NamedTuple
 
 import msgspec
@@ -41,6 +42,7 @@ LEADERS_APART_MS = 500  # by how much the clock of the workloads' leader may be 
 NEW_MS = 10_000  # for how long a name is new in the snapshots of its node: the API server has a pod much sooner
 _GONE_MS = 300_000  # so long it is remembered that a snapshot lacked a name: a start reads from further back
 _MOST_ASKED = 64
+_replace = msgspec.structs.replace
 
 
 # -- how far the workloads have been read
@@ -146,7 +148,15 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 def listing(snapshot: Allocations, before: Listing | None) -> Listing:
-    """A snapshot that follows another one; None: it is the first that is known."""
+    """A snapshot that follows another one; None: it is the first that is known. What its containers have in common with
+    others is one object."""
+    containers = [
+        _replace(
+            c, namespace=intern(c.namespace), container=intern(c.container), resource=c.resource and intern(c.resource)
+        )
+        for c in snapshot.containers
+    ]
+    snapshot = _replace(snapshot, containers=tuple(containers))
     names = frozenset([(c.namespace, c.pod) for c in snapshot.containers])
     uids = frozenset([c.pod_uid for c in snapshot.containers if c.pod_uid])
     if before is None:

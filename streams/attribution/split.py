@@ -44,7 +44,7 @@ _NO_PARTS = Parts()
 _replace = msgspec.structs.replace
 
 
-class Split(msgspec.Struct, frozen=True):
+class Split(msgspec.Struct, frozen=True, gc=False):
     """Holders with their parts, the rest, and whether the processes' sum exceeded the device."""
 
     holders: tuple[Holder, ...]
@@ -52,7 +52,7 @@ class Split(msgspec.Struct, frozen=True):
     scaled: bool = False
 
 
-class Rows(msgspec.Struct, frozen=True):
+class Rows(msgspec.Struct, frozen=True, gc=False):
     """Whose each process is, and of whom it is not known: places of holders, the one behind the last for nobody.
 
     ``spare`` are the further containers of a pod, whose part the first one has. ``one``: there is one holder only, and
@@ -61,14 +61,14 @@ class Rows(msgspec.Struct, frozen=True):
     """
 
     count: int
-    of: list[int]
+    of: tuple[int, ...]
     unknown: frozenset[int] = _NONE
     spare: frozenset[int] = _NONE
     one: bool = False
     few: bool = False
 
 
-class _Shares(msgspec.Struct, frozen=True):
+class _Shares(msgspec.Struct, frozen=True, gc=False):
     """One quantity: what each holder has of it and, behind the last, the rest; None: not known.
     ``absent`` are the places of the holders without a share."""
 
@@ -86,7 +86,7 @@ def rows_of(device: Device, holders: Sequence[Holder]) -> Rows | None:
         return None
     by_uid: dict[str | None, int] = {holder.pod_uid: row for row, holder in enumerate(holders)}
     if len(by_uid) == nobody and None not in by_uid:
-        of = [by_uid.get(process.pod_uid, nobody) for process in processes]
+        of = tuple([by_uid.get(process.pod_uid, nobody) for process in processes])
         few = all(of.count(row) <= 2 for row in range(nobody))
         return Rows(nobody, of, one=nobody == 1 and set(of) == {0}, few=few)
     first: dict[str | tuple[str, str], int] = {}
@@ -98,7 +98,7 @@ def rows_of(device: Device, holders: Sequence[Holder]) -> Rows | None:
     if len(nameless) == len(first) == len(others) == 1:
         by_uid[others.pop()] = nameless.pop()
     unknown = frozenset(nameless) if others else _NONE
-    of = [by_uid.get(process.pod_uid, nobody) for process in processes]
+    of = tuple([by_uid.get(process.pod_uid, nobody) for process in processes])
     return Rows(nobody, of, unknown, frozenset(range(nobody)).difference(first.values()))
 
 

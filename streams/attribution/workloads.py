@@ -22,7 +22,7 @@ import msgspec
 from topics.allocations import Claim
 from topics.samples import TOPIC as SAMPLES
 from topics.workloads import TOPIC as WORKLOADS
-from topics.workloads import NodeWorkloads, Pod, UnwellDevice
+from topics.workloads import NodeWorkloads, Owner, Pod, UnwellDevice
 
 TOLERANCE_MS = 2_000  # by how much a node's clock may differ from the API server's before a sample misses its pod
 WHOLE_SECOND_MS = 999  # by how much later than its started_ms a pod may have begun: the API server gives whole seconds
@@ -41,12 +41,11 @@ History = tuple[tuple[int, T], ...]  # what was known of something from a log ti
 PodName = tuple[str, str]  # a pod's namespace and name
 DraKey = tuple[str, str, str]  # a DRA device's driver, pool and name
 _replace = msgspec.structs.replace
-_looks = operator.attrgetter(
-    "labels", "annotations", "namespace_labels", "owners", "owners_complete", "waiting", "restarts"
-)
+_looks = operator.attrgetter("labels", "annotations", "namespace_labels", "owners_complete", "waiting", "restarts")
+_owner = operator.attrgetter("api_version", "kind", "name")
 
 
-class Life(msgspec.Struct, frozen=True):
+class Life(msgspec.Struct, frozen=True, gc=False):
     """What is known of one pod, by uid: its versions, and when it ran. ``seen_ms`` is the time of its first record.
     ``end_reported``: a record has its end. Otherwise the pod is only missing since ``ended_ms``."""
 
@@ -261,7 +260,7 @@ def _with_pods(lives: Lives, record: NodeWorkloads, logged_ms: int) -> Lives:
         history = next((history for history in pods if history[-1][1].uid == pod.uid), ())
         last = history[-1][1] if history else None
         pod = pod if last else _sharing(pod)
-        versions = _add(last.versions if last else (), record.ts_ms, pod, same=lambda a, b: _looks(a) == _looks(b))
+        versions = _add(last.versions if last else (), record.ts_ms, pod, same=_alike)
         started_ms = last.started_ms if last and pod.started_ms is None else pod.started_ms
         seen_ms = last.seen_ms if last else record.ts_ms
         life = Life(pod.uid, versions, seen_ms, started_ms, pod.ended_ms, end_reported=pod.ended_ms is not None)
@@ -276,8 +275,14 @@ def _with_pods(lives: Lives, record: NodeWorkloads, logged_ms: int) -> Lives:
     return learned
 
 
+def _alike(a: Pod, b: Pod) -> bool:
+    """Whether a holder looks the same by two versions of its pod."""
+    return _looks(a) == _looks(b) and list(map(_owner, a.owners)) == list(map(_owner, b.owners))
+
+
 def _sharing(pod: Pod) -> Pod:
-    """The same pod, but what it has in common with others is one object: a fleet has few namespaces and kinds."""
+    """The same pod, but what it has in common with others is one object: a fleet has few namespaces and kinds. Its
+    owners are kept without their uids, which nobody asks for."""
     return _replace(
         pod,
         namespace=intern(pod.namespace),
@@ -285,7 +290,7 @@ def _sharing(pod: Pod) -> Pod:
         labels={name: intern(text) for name, text in pod.labels.items()},
         annotations=_labels(*pod.annotations.items()),
         namespace_labels=_labels(*pod.namespace_labels.items()),
-        owners=tuple([_replace(o, api_version=intern(o.api_version), kind=intern(o.kind)) for o in pod.owners]),
+        owners=tuple([Owner(intern(o.api_version), intern(o.kind), o.name) for o in pod.owners]),
     )
 
 
