@@ -251,8 +251,9 @@ def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, A
     alert = firing(finding.rule, one, now.state, now_ms, float(value), described)
     if 0 < finding.rule.critical_ms <= now_ms - one.since_ms:  # it waited for another one
         alert = _replace(alert, severity="critical", labels={**alert.labels, "severity": "critical"})
-    if finding.rule.kind in WASTE:
-        alert = _replace(alert, held=_devices_of(finding, now.tick))
+    if finding.rule.kind in WASTE:  # how many devices of the node the pod was given
+        pods = [(device.uuid, uid_and_key(holder)) for device in now.tick.devices for holder in device.holders]
+        alert = _replace(alert, held=len({uuid for uuid, pod in pods if pod == (finding.pod_uid, finding.key)}))
     if one.name in now.rules.causes:
         _fires(one, now)
     scope = _scope(finding, alert, now)
@@ -307,13 +308,6 @@ def _scope(finding: Finding, alert: Alert, now: _Now) -> Scope | None:
     name, devices = finding.rule.name, {finding.device}
     devices |= {t.device for t in now.state.tracked if t.name == name and t.alert is not None and t.scope is None}
     return "node" if any(f.holds and f.rule.name == name and f.device not in devices for f in now.findings) else None
-
-
-def _devices_of(finding: Finding, tick: Tick) -> int:
-    """How many devices of the node the pod of a finding was given."""
-    pod = (finding.pod_uid, finding.key)
-    held = [device for device in tick.devices for holder in device.holders if uid_and_key(holder) == pod]
-    return len({device.uuid for device in held})
 
 
 def _ended(one: Tracked, now: _Now, because: str) -> tuple[None, Alert | None]:

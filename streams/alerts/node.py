@@ -123,7 +123,9 @@ class Node:
 
     def settled(self) -> bool:
         """Whether the broker has all that is worth having."""
-        return not self.writing and not self._changed()
+        if self.durable is None or self.current is None:
+            return self.current is None and not self.writing
+        return not self.writing and not self._writes and machine.same(self.durable, self.current)
 
     def due(self, *, settled: bool) -> Due | None:
         """What is to be written; from now on it is on its way."""
@@ -154,11 +156,6 @@ class Node:
         while self.kept and self.kept[0].offset < self.durable.position:
             over.append(self.kept.popleft())
         return over
-
-    def _changed(self) -> bool:
-        if self.durable is None or self.current is None:
-            return self.current is not None
-        return bool(self._writes) or not machine.same(self.durable, self.current)
 
 
 # -- the nodes of a partition

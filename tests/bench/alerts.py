@@ -1,4 +1,4 @@
-"""How soon an alert is told, and what a worker of the alert stream costs.
+"""How soon an alert is reported, and what a worker of the alert stream costs.
 
     python -m tests.bench.alerts [SECONDS] [NODES]
 
@@ -48,7 +48,7 @@ for = "{FOR_S}s"
 grace = "0s"
 """
 
-Told = tuple[str, int]
+Fired = tuple[str, int]
 """Which alert began when: its fingerprint, milliseconds since the epoch."""
 
 
@@ -70,7 +70,7 @@ def main(seconds: int, nodes: int) -> None:
 
 
 def soon(directory: Path, kafka: str, seconds: int) -> Iterator[str]:
-    """The rows of how soon alerts are told."""
+    """The rows of how soon alerts are reported."""
     rules, at = directory / "rules.toml", ("--kafka", kafka)
     rules.write_text(RULES)
     with ExitStack() as running:
@@ -102,9 +102,9 @@ def soon(directory: Path, kafka: str, seconds: int) -> Iterator[str]:
     yield "Cores: " + ", ".join(f"{name} {share:.2f}" for name, share in cores.items() if name != "fleet") + "."
 
 
-def watch(manager: AlertmanagerServer, seconds: int) -> dict[Told, int]:
+def watch(manager: AlertmanagerServer, seconds: int) -> dict[Fired, int]:
     """When Alertmanager first had each alert, by its own word, looked at twice a second."""
-    had: dict[Told, int] = {}
+    had: dict[Fired, int] = {}
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         for one in manager.alerts():
@@ -114,10 +114,10 @@ def watch(manager: AlertmanagerServer, seconds: int) -> dict[Told, int]:
     return had
 
 
-async def log_times(kafka: str) -> dict[Told, tuple[int, int]]:
-    """When each GPUHeldIdle that fired was logged, and when it was due, where each sample until then said so."""
+async def log_times(kafka: str) -> dict[Fired, tuple[int, int]]:
+    """When each GPUHeldIdle that fired was logged, and when it was due, if each sample until then showed it."""
     decode = decoder(Alert)
-    found: dict[Told, tuple[int, int]] = {}
+    found: dict[Fired, tuple[int, int]] = {}
     for record in await read_all(kafka, "gpu.alerts"):
         alert = decode(record.value) if record.value else None
         idle = alert is not None and alert.name == "GPUHeldIdle" and alert.state == "firing" and not alert.revision

@@ -249,6 +249,8 @@ def _fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, Any]:
     there = [f"Given to: {given}." if given else "", f"Seen there: {observed}." if observed else ""]
     there += [f"Processes: {pids}." if pids else ""]
     last = _listed(_name(pod) for pod in seen.pods)
+    total = device.metrics.memory_total_bytes if device is not None else None
+    used = held_memory(facts.pods, device, facts.sharing)
     return {
         "where": _where(finding, tick),
         "value": value or 0,
@@ -268,14 +270,8 @@ def _fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, Any]:
         "times": f"{value:.0f} times. " if value is not None and value > 1 else "",
         "xid": of_text(facts.text),
         "window": duration_words(finding.rule.window_ms),
-        "memory": _share_of_memory(facts),
+        "memory": f"{used / total:.0%}" if used is not None and total else "much",
     }
-
-
-def _share_of_memory(facts: Facts) -> str:
-    total = facts.device.metrics.memory_total_bytes if facts.device is not None else None
-    held = held_memory(facts.pods, facts.device, facts.sharing)
-    return f"{held / total:.0%}" if held is not None and total else "much"
 
 
 def _evidence(device: Device) -> str:

@@ -180,14 +180,12 @@ def _said(rule: Rule) -> Sequence[str]:
 
 
 def _further(rule: Rule) -> list[str]:
-    return [f"`{option.key}` {option.shown(rule)}" for option in OPTIONS if _is_further(option, rule)]
-
-
-def _is_further(option: Option, rule: Rule) -> bool:
-    """Whether the row of a rule has an option that has no column."""
-    if option.key == "critical_after":
-        return rule.critical_ms > 0
-    return rule.kind in option.kinds and option.key != "for"
+    """The options of a rule that have no column."""
+    further = [
+        option for option in OPTIONS if rule.kind in option.kinds and option.key not in ("for", "critical_after")
+    ]
+    further += [option for option in OPTIONS if option.key == "critical_after" and rule.critical_ms]
+    return [f"`{option.key}` {option.shown(rule)}" for option in further]
 
 
 def _option(option: Option) -> Sequence[str]:
