@@ -14,7 +14,7 @@ from streams.alerts import groups
 from streams.alerts.conditions.finding import Facts, Finding
 from streams.alerts.memory import HeldBy, Memory, Seen
 from streams.alerts.rules import rules_file
-from streams.alerts.rules.options import OPTIONS, SELECTORS, Option
+from streams.alerts.rules.options import BY_KEY, OPTIONS, SELECTORS, Option
 from streams.alerts.rules.rule import KINDS, OF_ALL, WASTE, WINDOWED, Kind, Rule, Rules
 from streams.alerts.text.describe import describe, silent
 from streams.alerts.tick import Device, Metrics, Tick
@@ -181,10 +181,10 @@ def _said(rule: Rule) -> Sequence[str]:
 
 def _further(rule: Rule) -> list[str]:
     """The options of a rule that have no column."""
-    further = [
+    of_kind = [
         option for option in OPTIONS if rule.kind in option.kinds and option.key not in ("for", "critical_after")
     ]
-    further += [option for option in OPTIONS if option.key == "critical_after" and rule.critical_ms]
+    further = [*([BY_KEY["critical_after"]] if rule.critical_ms else []), *of_kind]
     return [f"`{option.key}` {option.shown(rule)}" for option in further]
 
 
