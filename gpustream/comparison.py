@@ -113,8 +113,8 @@ def quantity(labels: Labels) -> _Quantity:
     for own, found in _known().get(labels["__name__"], ()):
         if own.items() <= labels.items():
             return found
-    told = sorted((name, labels[name]) for name in ("xid", "gpu_throttle_cause", "gpu_task_type") if name in labels)
-    return _Quantity(labels["__name__"] + "".join(f" {name}={value}" for name, value in told))
+    apart = sorted((name, labels[name]) for name in ("xid", "gpu_throttle_cause", "gpu_task_type") if name in labels)
+    return _Quantity(labels["__name__"] + "".join(f" {name}={value}" for name, value in apart))
 
 
 def is_ours(labels: Labels) -> bool:

@@ -3,7 +3,7 @@
 With ``--into`` it attributes again instead: :mod:`gpustream.reattribution`.
 
 In:       gpu.attributed, in no group; what gpu.usage and gpu.usage-minutes have of the same time.
-Out:      the final records of that time, as the usage stream writes them but for the generation; and zeros under every
+Out:      the final records of that time, as the usage stream writes them, except the generation; and zeros under every
           key that they had there and do not have now, because readers take the highest generation of each key.
 State:    none. Of each partition the generation is one above the highest that its records have. So a replay that was
           killed is run again, and overwrites what it had written.

@@ -29,7 +29,7 @@ MAX_JUMPS = 64
 """Of so many jumps in a run's seq it is kept what was sent after them."""
 
 MAX_REASONS = 200
-"""So many kinds of dead letters are told apart; the others are one kind."""
+"""So many kinds of dead letters are counted by themselves; the others are one kind."""
 
 
 class SampledTick(msgspec.Struct, frozen=True):
@@ -148,7 +148,7 @@ class NodeEvidence:
 
 
 class LetterKind(NamedTuple):
-    """What dead letters are told apart by."""
+    """What makes one kind of dead letters differ from another."""
 
     stage: str
     topic: str

@@ -194,7 +194,7 @@ def _alerts(found: Sequence[AlertSums]) -> Section:
 
 
 def as_text(report: Report) -> Iterator[str]:
-    """The lines for people, at most 100 signs wide but for what can't be shorter."""
+    """The lines for people, at most 100 signs wide, if nothing in them has to be wider."""
     yield report.title
     yield ""
     yield from (line for fact in report.facts for line in _wrapped(fact))

@@ -3,8 +3,8 @@
 In:       a time, in whole minutes.
 Out:      the part of it that can be answered, what can't be and why, and the records, a partition at a time.
 Whole hours are read from gpu.usage, what is left at both ends from gpu.usage-minutes. A window is chosen by what its
-record says. Where it may be in the log is found by time: nothing of a window is written before it begins, but for nodes
-whose clocks are ahead, and a replay may write it again at any later time, so each log is read to its end.
+record says. Where it may be in the log is found by time. Nothing of a window is written before it begins, except by
+nodes whose clocks are ahead. A replay may write it again at any later time, so each log is read to its end.
 On failure: BrokerError with a sentence. A record that can't be decoded is logged and left out.
 """
 
