@@ -57,9 +57,8 @@ _RESOURCES = {2: "Topic", 3: "Group"}
 _OPERATIONS = {2: "All", 3: "Read", 4: "Write", 5: "Create", 8: "Describe", 10: "DescribeConfigs", 11: "AlterConfigs"}
 """Of ACLs, by Kafka's codes."""
 
-RIGHTS = {3: "Read", 4: "Write", 8: "Describe"}
-"""What an ACL allows with a topic, as far as components need it, by Kafka's codes. Each of the first two implies the
-third."""
+RIGHTS = {code: _OPERATIONS[code] for code in (3, 4, 8)}
+"""What an ACL allows with a topic, as far as components need it. Each of the first two implies the third."""
 
 
 class BrokerError(Exception):
@@ -165,29 +164,16 @@ class _Topics(Response):  # type: ignore[misc]
     API_VERSION = 8
     BROKERS = Array(("node_id", Int32), ("host", _TEXT), ("port", Int32), ("rack", _TEXT))
     PARTITIONS = Array(
-        ("error_code", Int16),
-        ("partition", Int32),
-        ("leader", Int32),
-        ("leader_epoch", Int32),
-        ("replicas", Array(Int32)),
-        ("isr", Array(Int32)),
-        ("offline", Array(Int32)),
-    )
+        ("error_code", Int16), ("partition", Int32), ("leader", Int32), ("leader_epoch", Int32),
+        ("replicas", Array(Int32)), ("isr", Array(Int32)), ("offline", Array(Int32)),
+    )  # fmt: skip
     TOPICS = Array(
-        ("error_code", Int16),
-        ("name", _TEXT),
-        ("is_internal", Boolean),
-        ("partitions", PARTITIONS),
-        ("allowed", Int32),
+        ("error_code", Int16), ("name", _TEXT), ("is_internal", Boolean), ("partitions", PARTITIONS), ("allowed", Int32)
     )
     SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        ("brokers", BROKERS),
-        ("cluster_id", _TEXT),
-        ("controller_id", Int32),
-        ("topics", TOPICS),
-        ("allowed", Int32),
-    )
+        ("throttle_time_ms", Int32), ("brokers", BROKERS), ("cluster_id", _TEXT), ("controller_id", Int32),
+        ("topics", TOPICS), ("allowed", Int32),
+    )  # fmt: skip
 
 
 class _MetadataWithRights(RequestStruct):  # type: ignore[misc]
@@ -195,11 +181,9 @@ class _MetadataWithRights(RequestStruct):  # type: ignore[misc]
     API_VERSION = 8
     RESPONSE_TYPE = _Topics
     SCHEMA = Schema(
-        ("topics", Array(_TEXT)),
-        ("allow_auto_topic_creation", Boolean),
-        ("include_cluster_allowed", Boolean),
+        ("topics", Array(_TEXT)), ("allow_auto_topic_creation", Boolean), ("include_cluster_allowed", Boolean),
         ("include_topic_allowed", Boolean),
-    )
+    )  # fmt: skip
 
 
 class DescribeTopics(Request[_MetadataWithRights]):  # type: ignore[misc]
@@ -274,12 +258,7 @@ class Admin:
                 allowed = frozenset(right for one, right in RIGHTS.items() if bits >> one & 1)
                 leaderless = tuple(sorted(number for _, number, leader, *_ in partitions if leader < 0))
                 in_sync = {number: len(isr) for _, number, _, _, _, isr, _ in partitions} if bits != _UNSAID else {}
-                found[name] = Found(
-                    len(partitions),
-                    leaderless=leaderless,
-                    in_sync=in_sync,
-                    allowed=None if bits == _UNSAID else allowed,
-                )
+                found[name] = Found(len(partitions), None, leaderless, in_sync, None if bits == _UNSAID else allowed)
         return found
 
     async def brokers(self) -> dict[int, str]:
@@ -315,18 +294,12 @@ class Admin:
             return None
         if answer.error_code:
             return None
-        return [
-            Acl(
-                who,
-                _OPERATIONS.get(operation, ""),
-                _RESOURCES[kind],
-                name + "*" * (pattern == _PREFIXED),
-                may == _ALLOW,
-            )
-            for kind, name, pattern, rows in answer.resources
-            if kind in _RESOURCES
-            for who, _, operation, may in rows
-        ]
+        found = []
+        for kind, name, pattern, rows in answer.resources:
+            of = name + "*" if pattern == _PREFIXED else name
+            for who, _, operation, may in rows if kind in _RESOURCES else ():
+                found.append(Acl(who, _OPERATIONS.get(operation, ""), _RESOURCES[kind], of, may == _ALLOW))
+        return found
 
     async def hidden_groups(self, names: Iterable[str]) -> list[str]:
         """Those of these groups that this client may not see."""

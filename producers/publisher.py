@@ -42,27 +42,18 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(MADE, "counter", "Ticks that were sampled; each ends as sent, dropped or held."),
     Instrument(VALUES, "counter", "Metric values in the ticks that were sampled."),
     Instrument(SENT, "counter", "Ticks that the broker acknowledged."),
-    Instrument(
-        DROPPED,
-        "counter",
-        "Ticks that were never acknowledged: buffer_full and buffer_age gave way to newer ones, too_large and refused"
-        " could never be sent, unencodable could not be written, stopped were left at the stop.",
-        ("reason",),
-    ),
+    Instrument(DROPPED, "counter", "Ticks that were never acknowledged: buffer_full and buffer_age gave way to newer"
+               " ones, too_large and refused could never be sent, unencodable could not be written, stopped were left"
+               " at the stop.", ("reason",)),
     Instrument(HELD, "gauge", "Ticks that wait to be sent or to be acknowledged."),
     Instrument(BUFFERED, "gauge", "Bytes of the ticks that are held; those that wait for long are compressed."),
     Instrument(SNAPSHOTS, "counter", "Snapshots of allocations that the broker acknowledged, repeats included."),
     Instrument(SNAPSHOTS_DROPPED, "counter", "Snapshots that could never be sent, by reason.", ("reason",)),
     Instrument(WORKLOADS, "counter", "Records of workloads that the broker acknowledged, repeats included."),
-    Instrument(
-        WORKLOADS_DROPPED,
-        "counter",
-        "Records of workloads that were not sent: superseded by a newer one while the broker was away, or could never"
-        " be sent.",
-        ("reason",),
-    ),
+    Instrument(WORKLOADS_DROPPED, "counter", "Records of workloads that were not sent: superseded by a newer one while"
+               " the broker was away, or could never be sent.", ("reason",)),
     Instrument(RUNS, "counter", "Runs that began: one per node at the start, and one each time a clock stepped back."),
-)
+)  # fmt: skip
 """What every producer counts about itself."""
 
 MAX_IN_FLIGHT = 64
