@@ -29,25 +29,11 @@ Reason = Annotated[
     about(
         "Why it was refused or has ended.",
         words=(
-            "policy_invalid",
-            "opted_out",
-            "partly",
-            "old",
-            "no_owner",
-            "several_owners",
-            "unsupported",
-            "managed",
-            "already",
-            "changed",
-            "budget",
-            "forbidden",
-            "rejected",
-            "interrupted",
-            "resolved",
-            "not_opted_in",
+            "policy_invalid", "opted_out", "partly", "old", "no_owner", "several_owners", "unsupported", "managed",
+            "already", "changed", "budget", "forbidden", "rejected", "interrupted", "resolved", "not_opted_in",
         ),
     ),
-]
+]  # fmt: skip
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):

@@ -273,17 +273,12 @@ def _profile(profile: Profile) -> str:
         for key, many in profile.series.items()
         for one in many
     ]
-    rows += [
-        (_name(one.name, one.labels), _unit(one.unit), "gauge", " / ".join(map(_sum, filter(None, one[1:3]))))
-        for one in profile.ratios
-    ]
+    for one in profile.ratios:
+        sums = [" + ".join(f"`{key}`" for key in keys) for keys in (one.numerators, one.denominators) if keys]
+        shown = " / ".join(f"({text})" if " + " in text else text for text in sums)
+        rows.append((_name(one.name, one.labels), _unit(one.unit), "gauge", shown))
     said = (HOLDERS, XIDS, POD_INFO) if profile.labels.tenants else (HOLDERS, XIDS)
     return table(("series", "unit", "kind", "from"), [*rows, *map(_info, said)])
-
-
-def _sum(keys: Sequence[str]) -> str:
-    text = " + ".join(f"`{key}`" for key in keys)
-    return f"({text})" if len(keys) > 1 else text
 
 
 def _info(info: Info) -> Sequence[str]:

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.jobs import Job, as_name
-from producers.node.nvml.worker import Worker
+from producers.node.worker import Worker
 
 log = logging.getLogger(__name__)
 MOST_JOBS = 64  # of one file: a tick has to fit in a record, whatever is in the files

@@ -32,7 +32,7 @@ from google.protobuf.message import DecodeError
 from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.podresources_pb2 import ListPodResourcesResponse
-from producers.node.pods_api import PodWatch, held
+from producers.node.pods_api import PodWatch, held, holder
 
 log = logging.getLogger(__name__)
 
@@ -291,9 +291,9 @@ class Kubelet:
             settled = self._clock() >= self._settled_s
             missed: list[JsonDict] = []
             if not settled:  # it may lack pods: what is known stays, unless another container has its devices
-                there, taken = {_holder(row) for row in found}, {device for row in found for device in _devices(row)}
+                there, taken = set(map(holder, found)), {device for row in found for device in _devices(row)}
                 missed = [
-                    row for row in self._listed or () if _holder(row) not in there and taken.isdisjoint(_devices(row))
+                    row for row in self._listed or () if holder(row) not in there and taken.isdisjoint(_devices(row))
                 ]
             self._listed, self._answer = [*found, *missed], answer if settled else None
         self._asked, self._answered_s = asked, self._clock()
@@ -339,10 +339,6 @@ class Kubelet:
 
     def _sentence(self) -> str:
         return _SENTENCES[self._state or "absent"] % (self._socket, self._reason)
-
-
-def _holder(row: JsonDict) -> tuple[Any, ...]:
-    return (row["namespace"], row["pod"], row["container"], row.get("resource"))
 
 
 def _devices(row: JsonDict) -> set[Any]:

@@ -89,11 +89,13 @@ def held(listed: Sequence[JsonDict], asked: int, pods: Collection[PushedPod]) ->
             rows.append(row)
         elif live is not None and (live.push <= asked or name not in over):
             rows.append({**row, **_uid(live.uid)})
-    there = {(row["namespace"], row["pod"], row["container"], row.get("resource")) for row in rows}
-    named = (row for pod in lives.values() for row in pod.rows)
-    return rows + [
-        row for row in named if (row["namespace"], row["pod"], row["container"], row["resource"]) not in there
-    ]
+    there = set(map(holder, rows))
+    return rows + [row for pod in lives.values() for row in pod.rows if holder(row) not in there]
+
+
+def holder(row: JsonDict) -> tuple[Any, ...]:
+    """Who holds the devices of a row: a container, and the resource that they are of."""
+    return (row["namespace"], row["pod"], row["container"], row.get("resource"))
 
 
 def _uid(uid: str) -> dict[str, str]:

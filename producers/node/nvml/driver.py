@@ -30,7 +30,7 @@ from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.nvml import binding
 from producers.node.nvml.binding import Nvml, NvmlError
-from producers.node.nvml.worker import Worker
+from producers.node.worker import Worker
 
 log = logging.getLogger(__name__)
 

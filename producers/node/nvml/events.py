@@ -25,7 +25,7 @@ from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.nvml.binding import FUNCTION_NOT_FOUND, NOT_SUPPORTED, EventSet, Handle, Nvml, NvmlError, NvmlEvent
 from producers.node.nvml.calls import Tried, is_lost, is_unsupported
-from producers.node.nvml.worker import Worker
+from producers.node.worker import Worker
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.nvml.calls import LONGEST_WAIT, Left, LeftOut, Lost, Tried
 from producers.node.nvml.gpu import GpuReading, PhysicalGpu, bare, log_fields
-from producers.node.nvml.worker import Worker
+from producers.node.worker import Worker
 
 log = logging.getLogger(__name__)
 TIMEOUT = "TIMEOUT"  # the error of a call that has not returned

@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
-from producers.node.nvml.worker import Worker
+from producers.node.worker import Worker
 from tests.eventually import eventually
 
 HANGS = """
 import asyncio, threading
-from producers.node.nvml.worker import Worker
+from producers.node.worker import Worker
 
 async def main():
     await asyncio.wait([Worker("hangs").ask(threading.Event().wait)], timeout=0.05)
