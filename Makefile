@@ -15,8 +15,8 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 ARGS ?=
 
 # How many test files run at a time, in the order of tests/real/conftest.py: tests wait more than they compute, so that
-# five keep two cores busy. JOBS=0 runs them one after another.
-JOBS ?= 5
+# six keep two cores busy. JOBS=0 runs them one after another.
+JOBS ?= 6
 PYTEST = $(COMPILED) $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # How long the faults last, and which they are.

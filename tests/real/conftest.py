@@ -35,16 +35,22 @@ HERE = Path(__file__).parent
 LONGEST_FIRST = (
     "test_cluster",
     "test_soak",
+    "test_alert_sinks",
     "test_node",
     "test_cluster_transport",
-    "test_alert_sinks",
-    "test_autoscaling",
     "test_sharing",
     "test_alerts",
-    "test_path",
-    "test_simulated",
-    "test_consumers",
+    "test_manifests",
+    "test_reclaim",
+    "test_reader",
+    "test_doctor",
+    "test_remote_write",
     "test_dashboards",
+    "test_servers",
+    "test_consumers",
+    "test_alert_path",
+    "test_simulated",
+    "test_path",
 )
 """The files that take the longest. They wait more than they compute."""
 
