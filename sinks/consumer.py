@@ -298,7 +298,7 @@ class Assignment:
             position = records[-1].offset + 1
 
     async def _be_quiet(self, position: int) -> None:
-        """Tell the handler that the partition is read to its end, if the broker said so just now."""
+        """Let the handler know that the partition is read to its end, if the broker said so just now."""
         now_s = asyncio.get_running_loop().time()
         if not self._group.is_read_to_end(self.tp, position) or now_s - self._quiet_s < _QUIET_EVERY_S:
             return

@@ -1,7 +1,7 @@
 """The stages of the Dockerfile, run without a container engine: ``make image`` says how large what they make is.
 
 In:       the Dockerfile; a bare virtual environment as its base, with no compiler.
-Does:     copies what it copies, runs its RUN lines as they are, but for the folder that their paths are below, and then
+Does:     copies what it copies, runs its RUN lines, with their paths below a folder of its own, and then
           the command with nothing else on PATH.
 Out:      the compressed size beside the base image; 1 if that is too large, or if something is there that only
           development needs.

@@ -43,7 +43,7 @@ SERVED: dict[str, Together] = {
     for key, metric in CATALOGUE.items()
     if metric.kind == "gauge" and metric.unit in _BY_UNIT
 }
-"""The metrics that are served, and what several values make: the catalogue's gauges but for states and bitmasks."""
+"""The metrics that are served, and what several values make: the catalogue's gauges, without states and bitmasks."""
 
 SUMMED = frozenset(key for key in SERVED if CATALOGUE[key].unit not in {"celsius", "hertz"})
 """Those of which a sum over pods says something: of a ratio it is how many GPUs are used in all."""

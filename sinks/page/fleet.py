@@ -80,7 +80,7 @@ class ShownDevice:
     readings: "array[float]" = field(default_factory=lambda: array("f", [_NO_READING]) * (STEPS * len(READ)))
 
     def take(self, device: AttributedDevice, ts_ms: int) -> None:
-        """What a tick says of it, but for its holders."""
+        """What a tick says of it, without its holders."""
         said = doing(device)
         if said == "busy":
             self.worked_ms = ts_ms

@@ -34,8 +34,8 @@ _METRICS = [(key, metric.unit, metric.help) for key, metric in CATALOGUE.items()
 Json = dict[str, Any]
 
 
-class Told(NamedTuple):
-    """Up to which versions of the fleet somebody knows it."""
+class Versions(NamedTuple):
+    """The versions of a fleet, or up to which ones somebody knows it."""
 
     version: int = 0
     forgotten: int = 0
@@ -43,31 +43,31 @@ class Told(NamedTuple):
     usage: int = 0
 
 
-def versions(fleet: Fleet) -> Told:
+def versions(fleet: Fleet) -> Versions:
     """Those that the fleet has now."""
-    return Told(fleet.version, fleet.forgotten, fleet.alerts_version, fleet.usage_version)
+    return Versions(fleet.version, fleet.forgotten, fleet.alerts_version, fleet.usage_version)
 
 
-def frame(fleet: Fleet, metric: str, at_ms: int, since: Told | None = None) -> Json:
+def frame(fleet: Fleet, metric: str, at_ms: int, since: Versions | None = None) -> Json:
     """What has changed since then; None, or if nodes are gone: everything."""
     whole = since is None or since.forgotten != fleet.forgotten
-    told = Told() if since is None or whole else since
+    known = Versions() if since is None or whole else since
     kind: Literal["all", "more"] = "all" if whole else "more"
     said: Json = {"kind": kind, "at_ms": at_ms, "metric": metric}
     if whole:
         said |= {"began_ms": fleet.began_ms, "metrics": _METRICS}
-    changed = [node for node in fleet.nodes.values() if node.version > told.version or whole]
+    changed = [node for node in fleet.nodes.values() if node.version > known.version or whole]
     said["nodes"] = [
         [node.slot, node.tick.cluster, node.tick.node, node.zone, [_device(one) for one in node.devices.values()]]
         for node in changed
-        if node.shaped > told.version or whole
+        if node.shaped > known.version or whole
     ]
     said["now"] = [
         [node.slot, node.tick.ts_ms, node.words, _values(node, metric) if metric else []] for node in changed
     ]
-    if whole or told.alerts != fleet.alerts_version:
+    if whole or known.alerts != fleet.alerts_version:
         said["alerts"] = [_alert(alert) for alert in fleet.alerts()]
-    if whole or told.usage != fleet.usage_version:
+    if whole or known.usage != fleet.usage_version:
         said["usage"] = fleet.usage()
     return said
 

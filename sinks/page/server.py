@@ -22,12 +22,12 @@ from prometheus_client import Counter, Gauge
 
 from sinks.page import frames
 from sinks.page.fleet import Fleet
-from sinks.page.frames import Told
+from sinks.page.frames import Versions
 from topics.catalogue import CATALOGUE
 
 FRAME_EVERY_S = 1.0
 MAX_PAGES = 64
-"""So many pages are open at a time; a further one is told to come back later."""
+"""So many pages are open at a time; a further one is asked to come back later."""
 
 _PIECE_BYTES = 64 * 1024
 _TAKE_S = 20.0
@@ -77,7 +77,7 @@ class PageServer:
         self._files = {"": (files.pop(_INDEX), _TYPES[".html"])}
         self._files |= {name: (body, _TYPES[Path(name).suffix]) for name, body in files.items()}
         self._watched: Count[str] = Count()
-        self._told: dict[str, Told] = {}
+        self._known: dict[str, Versions] = {}
         self._more: dict[str, _Packed] = {}
         self._whole: dict[str, tuple[int, asyncio.Task[_Packed]]] = {}
         self._number, self._made = 0, asyncio.Event()
@@ -122,8 +122,8 @@ class PageServer:
         """The next frame of each metric that a page shows."""
         self._more.clear()
         for metric in self._watched:
-            said = frames.frame(self._fleet, metric, at_ms, self._told.get(metric))
-            self._told[metric], self._more[metric] = frames.versions(self._fleet), _pack(said)
+            said = frames.frame(self._fleet, metric, at_ms, self._known.get(metric))
+            self._known[metric], self._more[metric] = frames.versions(self._fleet), _pack(said)
         self._number += 1
         self._whole.clear()
         made, self._made = self._made, asyncio.Event()
@@ -198,7 +198,7 @@ class PageServer:
             self._watched[metric] -= 1
             if not self._watched[metric]:
                 del self._watched[metric]
-                self._told.pop(metric, None)
+                self._known.pop(metric, None)
 
     async def _frames(self, metric: str) -> AsyncIterator[_Packed]:
         """What a page is given, one after another as it takes them."""
@@ -217,7 +217,7 @@ class PageServer:
         """The whole fleet, made once for all who want it at the same time; with the number of the frame before."""
         if metric not in self._whole:
             said = frames.frame(self._fleet, metric, int(time.time() * 1000))
-            self._told.setdefault(metric, frames.versions(self._fleet))
+            self._known.setdefault(metric, frames.versions(self._fleet))
             self._whole[metric] = self._number, asyncio.ensure_future(asyncio.to_thread(_pack, said))
         number, packing = self._whole[metric]
         return number, await asyncio.shield(packing)

@@ -1,8 +1,8 @@
 """``gpu_usage_*_seconds``: one partition of gpu.usage on its way to the receiver, a sample for each hour that is final.
 
 In: records, the hours of a holder in order. Out: requests, dead letters, offsets.
-State: none. A record is one sample of each of its series, at the end of its hour: the series have in their labels what
-its key has but for the hour, so that no two records have one sample in common and none waits for another.
+State: none. A record is one sample of each of its series, at the end of its hour. The labels of the series have all
+that its key has, except for the hour. So no two records have a sample in common, and none waits for another.
 A sample can't be rewritten. So what grows is not written before it is final, and what a replay writes again, under a
 higher generation, is left out and counted: `gpustream usage` has it.
 """

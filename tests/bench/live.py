@@ -5,7 +5,7 @@
 Apache Kafka, one worker of the attribution stream, one of remote write, and a receiver that only counts are on this
 machine; so is the load, which replays records of a simulated fleet (8 whole GPUs a node, with processes and shared
 GPUs). First 2,000 nodes; if these are too many, the most at which the lag stays flat, in steps of 250. It is flat if it
-is no longer in the second half of a window than in the first, but for what half a second brings.
+is no longer in the second half of a window than in the first, except for what half a second brings.
 
 Ages are of the sink's own histogram, interpolated, as Prometheus would show them. CPU is user and system time of each
 process, all threads.

@@ -52,7 +52,7 @@ def main(seconds: float) -> None:
 
 
 def running() -> list[int]:
-    """Processes of this machine, one for each container where there are so many."""
+    """Processes of this machine, one for each container if there are so many."""
     found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
     return [found[n % len(found)] for n in range(WHOLE * SHARED + CUT * PARTS)]
 
@@ -72,7 +72,7 @@ def gpus(directory: Path, pids: list[int]) -> ScriptedNvml:
 
 
 def pods_of(pids: list[int], procfs: Path) -> Path:
-    """A procfs in which these processes are pods': what the kernel says of them, but for their control groups."""
+    """A procfs in which these processes are pods': what the kernel says of them, except for their control groups."""
     for pid in set(pids):
         (procfs / str(pid)).mkdir(parents=True)
         (procfs / str(pid) / "stat").symlink_to(f"/proc/{pid}/stat")

@@ -75,7 +75,7 @@ class Read(NamedTuple):
 
 
 def device(rng: random.Random, node: int, gpu: int, pods: Sequence[str]) -> dict[str, Any]:
-    """One GPU that Jobs' pods hold; where there are several, with their parts."""
+    """One GPU that Jobs' pods hold; if there are several, with their parts."""
     parts = {"utilization_ratio": 0.2, "memory_used_bytes": 1 << 30, "power_watts": 50.5}
     shared = len(pods) > 1
     return {

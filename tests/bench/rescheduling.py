@@ -31,9 +31,9 @@ from tests.real.servers import KafkaServer, PrometheusServer
 PARTITIONS = 12
 WORKERS = 3
 IN_PLACE_S = 1.0
-"""From a pod's end to its next process, where a container is started again on its node, with its image there."""
+"""From a pod's end to its next process, when a container is started again on its node, with its image there."""
 ELSEWHERE_S = 20.0
-"""The same where the pod is put on another node: it is scheduled, and the image is pulled."""
+"""The same when the pod is put on another node: it is scheduled, and the image is pulled."""
 SETTLED_S = 5.0
 
 MEMBERSHIPS: dict[str, tuple[float, bool, bool]] = {

@@ -23,7 +23,7 @@ numbers = st.integers(1, 1000)
 
 
 def found(topic: Topic, partitions: int, **other: str) -> Found:
-    """A topic as it must be, but for other settings (dots as underscores)."""
+    """A topic as it must be, with other settings (dots as underscores)."""
     wanted = topic.settings() | {name.replace("_", "."): value for name, value in other.items()}
     return Found(partitions, wanted)
 

@@ -39,7 +39,7 @@ def gpu_hours() -> Any:
 
 @pytest.fixture
 async def idle_gpus() -> Any:
-    """Anew for each test, as it has its nodes, and within the test's event loop, as it has a Faust app."""
+    """New for each test, as it has its nodes, and within the test's event loop, as it has a Faust app."""
     return load("idle_gpus")
 
 

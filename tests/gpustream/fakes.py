@@ -1,4 +1,4 @@
-"""A component that does nothing but what a test tells it to."""
+"""A component that does only what a test says."""
 
 import asyncio
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""``gpustream alerts``: what people, and what programs, are told of gpu.alerts."""
+"""``gpustream alerts``: what people, and what programs, learn of gpu.alerts."""
 
 import asyncio
 import json

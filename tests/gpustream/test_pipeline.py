@@ -65,7 +65,7 @@ class Eyes(Tail):
 
 
 class Made:
-    """A pipeline of fakes whose sink takes every tick at once, unless told otherwise."""
+    """A pipeline of fakes whose sink takes every tick at once, unless the test says otherwise."""
 
     def __init__(self, taken: int = 10) -> None:
         self.log: list[str] = []

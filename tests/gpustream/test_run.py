@@ -139,8 +139,8 @@ def test_the_embedded_broker_takes_no_login() -> None:
 
 
 def test_the_rules_of_the_story_are_the_defaults_but_soon() -> None:
-    told, usual = (rules_file.load(path) for path in (STORY_RULES, None))
-    changed = {new.name: (new, old) for new, old in zip(told.rules, usual.rules, strict=True) if new != old}
+    reported, usual = (rules_file.load(path) for path in (STORY_RULES, None))
+    changed = {new.name: (new, old) for new, old in zip(reported.rules, usual.rules, strict=True) if new != old}
 
     assert list(changed) == ["GPUHeldIdle"]
     assert changed["GPUHeldIdle"][0].for_ms == 20_000

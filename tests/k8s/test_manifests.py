@@ -536,15 +536,15 @@ def test_the_reclaim_sink_reads_what_it_looks_at_and_changes_nothing_without_its
 
 
 def test_the_readme_gives_a_reason_for_every_rule_and_for_no_other() -> None:
-    told = set()
+    reported = set()
     for group, resources, verbs, reason in table("What the cluster producer may do"):
         assert reason
-        told |= {
+        reported |= {
             ("" if group == "core" else group, resource, verb.split(" ")[0])
             for resource in resources.split(", ")
             for verb in verbs.split(", ")
         }
-    assert told == {rule[:3] for rule in rules("gpustream-cluster", "cluster")}
+    assert reported == {rule[:3] for rule in rules("gpustream-cluster", "cluster")}
 
 
 def test_the_readme_says_when_to_take_each_component() -> None:
@@ -557,7 +557,7 @@ def test_every_variable_that_the_readme_names_is_an_options() -> None:
 
 
 def test_the_readme_says_what_every_file_is_for() -> None:
-    told = {row[0] for row in table("What each file is for")}
-    assert told == {str(thing) for thing in OBJECTS} | {
+    reported = {row[0] for row in table("What each file is for")}
+    assert reported == {str(thing) for thing in OBJECTS} | {
         str(file.relative_to(K8S)) for file in (*K8S.rglob("*.env"), *K8S.glob("components/*/kustomization.yaml"))
     }

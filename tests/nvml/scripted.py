@@ -5,7 +5,7 @@
     nvml.set(0, utilization_gpu=93)
     nvml.lose(1)
 
-What it answers by default differs by GPU and stays as it is, but for the energy and PCIe counters, which run.
+What it answers by default differs by GPU and stays as it is; only the energy and PCIe counters run.
 """
 
 import atexit

@@ -113,7 +113,7 @@ def instruments() -> Instruments:
 
 
 def value(made: Instruments, name: str, **labels: str) -> float:
-    """What a metric of a component says; 0 where it says nothing."""
+    """What a metric of a component says; 0 if it says nothing."""
     return made.registry.get_sample_value(name, labels) or 0.0
 
 

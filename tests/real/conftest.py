@@ -1,6 +1,6 @@
-"""Fixtures of the real servers. A test here is marked `real`, and skipped, loudly, where its server can't be had.
+"""Fixtures of the real servers. A test here is marked `real`, and skipped, loudly, if its server can't be had.
 
-With GPUSTREAM_REQUIRE_REAL=1 a server that can't be had is a failure, but for the optional Prometheus 2.42.
+With GPUSTREAM_REQUIRE_REAL=1 a server that can't be had is a failure; only Prometheus 2.42 is optional.
 """
 
 import os
@@ -75,7 +75,7 @@ def _turn(item: pytest.Item) -> int:
 
 
 def need(*finders: Callable[[], Path]) -> None:
-    """Skips the test where a program is missing, or fails it where real servers are required."""
+    """Skips the test if a program is missing, or fails it if real servers are required."""
     for find in finders:
         try:
             find()

@@ -41,7 +41,7 @@ async def ends(address: str, topic: str, partitions: int = 1) -> dict[int, int]:
 
 
 async def committed(address: str, group: str, topic: str, partitions: int = 1) -> dict[int, int]:
-    """What a group has committed, by partition; 0 where it has not."""
+    """What a group has committed, by partition; 0 if it has not."""
     consumer = AIOKafkaConsumer(bootstrap_servers=address, group_id=group, enable_auto_commit=False)
     await consumer.start()
     try:

@@ -23,7 +23,7 @@ SERIES = {(one.name, one.labels): (key, one) for key, many in PROFILES["otel"].s
 
 
 class Holding(NamedTuple):
-    """A pod on a device: its labels, how many hold the device, and its parts of it where it has some."""
+    """A pod on a device: its labels, how many hold the device, and its parts of it if it has some."""
 
     labels: Labels
     of: int
@@ -150,7 +150,7 @@ def each(devices: Iterable[At], name: str, **labels: str) -> Iterator[Row]:
 
 
 def of_pods(devices: Iterable[At], name: str, part: str) -> Iterator[Row]:
-    """A quantity of each pod on each device: its part where the device is divided, else the device's."""
+    """A quantity of each pod on each device: its part if the device is divided, else the device's."""
     for one in devices:
         divided = any(part in pod.parts for pod in one.pods)
         for pod in one.pods:

@@ -195,7 +195,7 @@ class ApiServer(Server):
             return False
 
     def start(self) -> Self:
-        """Starts etcd where it does not run, then the API server."""
+        """Starts etcd if it does not run, then the API server."""
         self.etcd.start()
         return super().start()
 
@@ -211,7 +211,7 @@ class ApiServer(Server):
         return f"{user}-token"
 
     def service_account(self, namespace: str, name: str) -> str:
-        """A new token of that service account, which is made where it is not there."""
+        """A new token of that service account, which is made if it is not there."""
         self.namespace(namespace)
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts"
         if self.request("GET", f"{path}/{name}").status == 404:
@@ -261,7 +261,7 @@ class ApiServer(Server):
     # -- objects
 
     def namespace(self, name: str) -> None:
-        """Makes a namespace where it is not there."""
+        """Makes a namespace if it is not there."""
         if self.request("GET", f"/api/v1/namespaces/{name}").status == 404:
             self.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
 
@@ -311,7 +311,7 @@ class ApiServer(Server):
         user: str = ADMIN,
         content_type: str = "application/json",
     ) -> Reply:
-        """Asks as a user; any status is an answer. Raises ``OSError`` where there is none."""
+        """Asks as a user; any status is an answer. Raises ``OSError`` if there is none."""
         headers = {"Authorization": f"Bearer {self.token(user)}", "Content-Type": content_type}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers, method=method)  # noqa: S310 - https, and ours

@@ -130,7 +130,7 @@ class Server:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """Ends the server in good order, and kills it where that takes longer than ``stop_timeout_s``."""
+        """Ends the server in good order, and kills it if that takes longer than ``stop_timeout_s``."""
         if not self.running:
             return
         self.sigcont()
@@ -147,7 +147,7 @@ class Server:
             self._reap(None)
 
     def restart(self) -> Self:
-        """Starts the server again on the same ports and data, stopping it first where it runs."""
+        """Starts the server again on the same ports and data, stopping it first if it runs."""
         self.stop()
         return self.start()
 

@@ -147,7 +147,7 @@ PLAIN_PASSWORDS = {"plain": "Plain-Passw0rd"}
 
 
 class KafkaServer(Server):
-    """Apache Kafka in KRaft mode: one node, broker and controller, in its default configuration but for its size.
+    """Apache Kafka in KRaft mode: one node, broker and controller, in its default configuration, except for its size.
 
     Topics are not made on first use, so that a test finds out when something forgot to create them. With an authority
     it has listeners that ask who comes, and ACLs say what a user may do; who comes to ``address`` may do everything.
@@ -229,7 +229,7 @@ class KafkaServer(Server):
         return AdminClient({"bootstrap.servers": self.address, "log_level": 0})
 
     def create_topics(self, partitions: Mapping[str, int], settings: Mapping[str, str] | None = None) -> None:
-        """Creates topics with these partition counts and settings; raises ``KafkaException`` where one exists.
+        """Creates topics with these partition counts and settings; raises ``KafkaException`` if one exists.
 
         They are seen when it returns: a broker says that it is done before its own metadata say so.
         """

@@ -96,7 +96,7 @@ class Truth:
         return found
 
     def splits(self) -> dict[str, Split]:
-        """By quantity; nothing where nobody holds the device, or it is lost."""
+        """By quantity; nothing if nobody holds the device, or it is lost."""
         if not self.holders or self.lost:
             return {}
         values, found = self.values(), {}
@@ -120,7 +120,7 @@ class Truth:
         return too_much or (self.busy is not None and sum(one.busy for one in pods) > self.busy)
 
     def without(self, name: str) -> "Truth":
-        """The same where nobody knows whose the processes of that pod are: its part is not known, nor is the rest."""
+        """The same if nobody knows whose the processes of that pod are: its part is not known, nor is the rest."""
         processes = tuple(one._replace(pod=HOST) if one.pod == name else one for one in self.processes)
         return replace(self, processes=processes, unknown=frozenset({name}))
 
@@ -215,7 +215,7 @@ class World:
             self.device(device, processes=faded)
 
     def cut(self, gpu: int, *migs: Mig) -> None:
-        """Cuts a GPU anew: what it was cut into is gone."""
+        """Cuts a GPU again: what it was cut into is gone."""
         for mig in self.migs.get(gpu, ()):
             if mig not in migs:
                 del self.devices[mig_uuid(gpu, mig.gpu_instance)]

@@ -46,14 +46,14 @@ class Stage:
         self._changes: list[tuple[int, float]] = []
         self._kafka = kafka
         self._pods: dict[str, Mapping[str, Any]] = {}
-        self._told = 0
+        self._reports = 0
         self._alive: dict[int, Running] = {}
 
     def play(self, scene: Scene, number: int) -> None:
-        """Everything says what the scene says; the API server hears of pods before, and of their end afterwards."""
+        """Everything says what the scene says; the API server reports pods before, and their end afterwards."""
         pods = {one["uid"]: one for one in scene.pods}
         if not pods.keys() <= self._pods.keys():
-            self._tell({**self._pods, **pods})
+            self._report({**self._pods, **pods})
             time.sleep(KNOWN_S)
         made = self._made()
         self._begin_and_end(pids([scene]))
@@ -62,7 +62,7 @@ class Stage:
             self._script(scene, number)
         self._changes.append((made, time.time() * 1000))
         if not self._pods.keys() <= pods.keys():
-            self._tell(pods)
+            self._report(pods)
 
     def torn(self, tick: AttributedSample) -> bool:
         """Whether a tick may have been read while a scene changed: it was not made before, and began before the end."""
@@ -101,11 +101,11 @@ class Stage:
             self.procfs.begin(pid, 1000 + pid, alive[pid].cgroup, alive[pid].comm)
         self._alive = dict(alive)
 
-    def _tell(self, pods: dict[str, Mapping[str, Any]]) -> None:
-        self._pods, self._told = pods, self._told + 1
-        now = {"schema": 1, "cluster": CLUSTER, "node": NODE, "epoch": 1, "seq": self._told}
-        told = {"pods": list(pods.values()), "dra_devices": DRA_DEVICES}
-        asyncio.run(self._send({**now, "ts_ms": int(time.time() * 1000), **told}))
+    def _report(self, pods: dict[str, Mapping[str, Any]]) -> None:
+        self._pods, self._reports = pods, self._reports + 1
+        now = {"schema": 1, "cluster": CLUSTER, "node": NODE, "epoch": 1, "seq": self._reports}
+        content = {"pods": list(pods.values()), "dra_devices": DRA_DEVICES}
+        asyncio.run(self._send({**now, "ts_ms": int(time.time() * 1000), **content}))
 
     async def _send(self, record: Mapping[str, Any]) -> None:
         producer = AIOKafkaProducer(bootstrap_servers=self._kafka)
@@ -123,7 +123,7 @@ def _process(one: Running, instance: int | None) -> Process:
     return Process(one.pid, one.memory, sm=one.busy, gpu_instance=instance, compute_instance=0)
 
 
-def tell(
+def play_all(
     servers: ExitStack, directory: Path, kafka: KafkaServer, receivers: Mapping[str, PrometheusServer]
 ) -> tuple[Sequence[Scene], Stage]:
     """Plays the whole story, with a sink for each receiver, named as its naming profile; gives the scenes and the stage

@@ -363,7 +363,7 @@ async def count(pipeline: Pipeline) -> Count:
 
 
 async def compare(pipeline: Pipeline, cluster: str, truth: Truth, lost: set[Tick], counted: Count) -> None:
-    """What Prometheus has, against the truth but for the ticks that were lost before Kafka.
+    """What Prometheus has, against the truth without the ticks that were lost before Kafka.
 
     Of the cluster whose clock was wrong nothing may be wrong; but what its clock made unacceptable may be missing.
     """

@@ -139,7 +139,7 @@ def users(kafka: KafkaServer, authority: Authority) -> Users:
 
 
 def component(name: str, url: str, api: str, **kafka: Any) -> Component:
-    """The component as its command makes it, but for what it reads from: GPUs, a kubelet, Kubernetes."""
+    """The component as its command makes it, except for what it reads from: GPUs, a kubelet, Kubernetes."""
     fakes: dict[str, Any] = {"gpus": FakeGpus(), "kubelet": FakeKubelet([])}
     made: dict[str, Callable[[], Component]] = {
         "produce node": lambda: NodeProducer(NodeSettings(**kafka, node="n", interval_s=0.2), **fakes),

@@ -1,4 +1,4 @@
-"""From ticks to Alertmanager, with the product's own processes: killed or away in turn, they tell each alert once."""
+"""From ticks to Alertmanager, with the product's own processes: killed or away in turn, they send each alert once."""
 
 import asyncio
 import time
@@ -39,7 +39,7 @@ PODS = ("stays", "works", "ends", "later", "busy")
 EVERY_S = 0.2
 AWAY_S = 20.0
 RESEND = "15s"
-"""What nobody tells again ends after four times that: longer than a sink takes to come back on a busy machine."""
+"""What nobody sends again ends after four times that: longer than a sink takes to come back on a busy machine."""
 
 
 def now_ms() -> int:
@@ -180,8 +180,10 @@ async def test_an_idle_gpu_is_reported_once_whoever_is_killed_or_away_until_its_
         await kill_and_start(worker, sink)
         await asyncio.to_thread(eventually_sync, lambda: shown(manager) == ["stays"], "one works, and one has ended")
         await kill_and_start(worker, sink)
-        told = {"stays": ["firing"], "works": ["firing", "resolved"], "ends": ["firing", "resolved"], "busy": []}
-        await eventually(lambda: {one: notified(notifications, one) for one in told} == told, "each is notified once")
+        reported = {"stays": ["firing"], "works": ["firing", "resolved"], "ends": ["firing", "resolved"], "busy": []}
+        await eventually(
+            lambda: {one: notified(notifications, one) for one in reported} == reported, "each is notified once"
+        )
 
         # -- Alertmanager is away, and knows nothing when it is back
 

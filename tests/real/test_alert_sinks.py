@@ -203,10 +203,10 @@ async def test_an_alertmanager_that_is_away_loses_nothing_and_holds_up_no_other(
     await write(alerts_kafka, [b"{nonsense", fleet.firing("last")])
     everything = named([*range(5, 25), "last"])
     await asyncio.to_thread(eventually_sync, lambda: pods(stays) == everything, "the other one has all, all the while")
-    assert sink.get("/readyz") is None, "it says that it cannot tell one of them"
+    assert sink.get("/readyz") is None, "it says that it cannot reach one of them"
     await asyncio.to_thread(away.start)
     await asyncio.to_thread(
-        eventually_sync, lambda: pods(away) == everything, "what is open is told to the one that is back"
+        eventually_sync, lambda: pods(away) == everything, "what is open is sent to the one that is back"
     )
     await asyncio.to_thread(eventually_sync, sink.ready, "all is well again")
     assert pods(stays) == everything
@@ -233,7 +233,7 @@ async def test_while_kafka_is_away_no_alert_ends_and_when_the_sink_is_gone_all_d
     await write(kafka, [fleet.over(0)])
     await asyncio.to_thread(eventually_sync, lambda: pods(manager) == named(range(1, 5)), "it reads on")
     await asyncio.to_thread(sink.kill9)
-    await asyncio.to_thread(eventually_sync, lambda: pods(manager) == set(), "nobody tells them any more")
+    await asyncio.to_thread(eventually_sync, lambda: pods(manager) == set(), "nobody sends them any more")
 
 
 async def test_a_member_that_is_killed_leaves_its_alerts_to_the_other(
@@ -249,7 +249,7 @@ async def test_a_member_that_is_killed_leaves_its_alerts_to_the_other(
     await asyncio.to_thread(both[0].kill9)
     await write(alerts_kafka, [fleet.over(pod) for pod in range(15)])
     await asyncio.to_thread(eventually_sync, lambda: pods(manager) == named(range(15, 30)), "15 are over")
-    for _ in range(10):  # longer than anything is held that is not told again
+    for _ in range(10):  # longer than anything is held that is not sent again
         await asyncio.sleep(1)
         assert await asyncio.to_thread(pods, manager) == named(range(15, 30))
 

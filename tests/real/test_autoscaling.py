@@ -1,6 +1,6 @@
 """Autoscalers of a real Kubernetes on values that come through a real Kafka: the three ways of docs/how-to/autoscaling.
 
-The objects are those of k8s/examples, as a user applies them, but for names and addresses.
+The objects are those of k8s/examples, as a user applies them, except for names and addresses.
 """
 
 import asyncio

@@ -165,13 +165,13 @@ class Cluster:
         self.api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}})
         return name
 
-    def told(self, node: str) -> dict[str, Pod]:
+    def reported(self, node: str) -> dict[str, Pod]:
         """The pods of a node's last record that run, by name."""
         records = self.workloads.of(node)
         return {pod.name: pod for pod in records[-1].pods if pod.ended_ms is None} if records else {}
 
     def settle(self) -> None:
-        """Wait until each node's last record says what the API server says, with all their owners where they churn."""
+        """Wait until each node's last record says what the API server says, with all their owners if they churn."""
         if not comes(lambda: self._all_told() == there(self.api)):
             assert self._all_told() == there(self.api)
         eventually_sync(lambda: {tuple(one.kind for one in pod.owners) for pod in self._churned()} <= {DEPLOYED})
@@ -352,10 +352,10 @@ def delete_pod(api: ApiServer, namespace: str, name: str) -> None:
     api.delete(f"/api/v1/namespaces/{namespace}/pods/{name}")
 
 
-def chain_of(told: Pod) -> list[Made]:
+def chain_of(reported: Pod) -> list[Made]:
     """The owners of a pod in a record."""
-    assert all(one.api_version == API_VERSIONS[one.kind] for one in told.owners)
-    return [Made(one.kind, one.name, one.uid or "") for one in told.owners]
+    assert all(one.api_version == API_VERSIONS[one.kind] for one in reported.owners)
+    return [Made(one.kind, one.name, one.uid or "") for one in reported.owners]
 
 
 # -- nodes
@@ -465,13 +465,15 @@ def owned(cluster: Cluster) -> dict[str, list[Made]]:
     for name, kinds in CHAINS.items():
         made[name] = owners(cluster.api, "owned", name, *kinds)
         pod(cluster.api, "owned", name, node, made[name][0])
-    eventually_sync(lambda: set(cluster.told("owned")) == set(made))
-    eventually_sync(lambda: all(len(cluster.told("owned")[name].owners) >= len(chain) for name, chain in made.items()))
+    eventually_sync(lambda: set(cluster.reported("owned")) == set(made))
+    eventually_sync(
+        lambda: all(len(cluster.reported("owned")[name].owners) >= len(chain) for name, chain in made.items())
+    )
     return made
 
 
 def test_a_pod_has_the_owners_that_it_has_up_to_the_top(cluster: Cluster, owned: dict[str, list[Made]]) -> None:
-    assert {name: chain_of(told) for name, told in cluster.told("owned").items()} == owned
+    assert {name: chain_of(reported) for name, reported in cluster.reported("owned").items()} == owned
 
 
 def test_what_is_above_a_kind_that_may_not_be_read_is_not_known_and_that_is_logged_once(
@@ -479,9 +481,9 @@ def test_what_is_above_a_kind_that_may_not_be_read_is_not_known_and_that_is_logg
 ) -> None:
     hidden = owners(cluster.api, "owned", "hidden", "RayJob", "Widget")
     pod(cluster.api, "owned", "hidden", "owned", hidden[0])
-    eventually_sync(lambda: "hidden" in cluster.told("owned"))
+    eventually_sync(lambda: "hidden" in cluster.reported("owned"))
     cluster.settle()
-    assert chain_of(cluster.told("owned")["hidden"]) == hidden[:1]
+    assert chain_of(cluster.reported("owned")["hidden"]) == hidden[:1]
     for process in cluster.replicas.values():
         eventually_sync(lambda one=process: counted(one, own.OWNER_REQUESTS, kind="Widget", result="forbidden") >= 1)  # type: ignore[misc]
         said = process.log.read_text().splitlines()
@@ -515,7 +517,7 @@ NAMED = {
 def test_a_tick_names_the_workload_of_each_of_them(cluster: Cluster, owned: dict[str, list[Made]]) -> None:
     node, names = Node(cluster.kafka, "owned", len(owned)), list(owned)
     node.give(*(("owned", name) for name in names))
-    uids = {name: told.uid for name, told in cluster.told("owned").items()}
+    uids = {name: reported.uid for name, reported in cluster.reported("owned").items()}
     found = dict(zip(names, holders(cluster, node), strict=True))
     assert {name: (one.pod, one.pod_uid) for name, one in found.items() if one} == {
         name: (name, uids[name]) for name in names
@@ -541,10 +543,12 @@ def test_a_chain_ends_at_an_owner_that_is_gone_at_a_loop_and_at_the_deepest_leve
     expected = {"gone": [gone], "another": [below, another], "deep": deep[:DEEPEST], "loop": loop}
     for name, chain in expected.items():
         pod(api, "ends", name, node, chain[0])
-    eventually_sync(lambda: all(len(told.owners) >= len(expected[name]) for name, told in cluster.told("ends").items()))
+    eventually_sync(
+        lambda: all(len(reported.owners) >= len(expected[name]) for name, reported in cluster.reported("ends").items())
+    )
     cluster.settle()
-    assert {name: chain_of(told) for name, told in cluster.told("ends").items()} == expected
-    complete = {name: told.owners_complete for name, told in cluster.told("ends").items()}
+    assert {name: chain_of(reported) for name, reported in cluster.reported("ends").items()} == expected
+    complete = {name: reported.owners_complete for name, reported in cluster.reported("ends").items()}
     assert complete == {"gone": True, "another": True, "deep": False, "loop": False}
     assert counted(cluster.leader(), own.OWNER_REQUESTS, kind="ReplicaSet", result="gone") == 1
     assert counted(cluster.leader(), own.OWNER_REQUESTS, kind="RayJob", result="gone") == 1
@@ -562,11 +566,11 @@ def test_of_labels_and_annotations_what_is_allowed_is_reported_and_follows_every
     said = {"app": "bert", "app.kubernetes.io/part-of": "nlp", "kueue.x-k8s.io/queue-name": "q", "other": "x"}
     notes = {"gpustream.dev/note": "ünïcode \"' \\", "kubectl.kubernetes.io/last-applied-configuration": "{}"}
     pod(api, "labelled", "bert", "labelled", labels=said, annotations=notes)
-    eventually_sync(lambda: "bert" in cluster.told("labelled"))
-    told = cluster.told("labelled")["bert"]
-    assert told.labels == {"app": "bert", "app.kubernetes.io/part-of": "nlp", "kueue.x-k8s.io/queue-name": "q"}
-    assert told.annotations == {"gpustream.dev/note": "ünïcode \"' \\"}
-    assert told.namespace_labels == {"team": "research", "gpustream.dev/tier": "gold"}
+    eventually_sync(lambda: "bert" in cluster.reported("labelled"))
+    reported = cluster.reported("labelled")["bert"]
+    assert reported.labels == {"app": "bert", "app.kubernetes.io/part-of": "nlp", "kueue.x-k8s.io/queue-name": "q"}
+    assert reported.annotations == {"gpustream.dev/note": "ünïcode \"' \\"}
+    assert reported.namespace_labels == {"team": "research", "gpustream.dev/tier": "gold"}
     shown = {name: label for name, label in labels.items() if name != "other"}
     assert cluster.workloads.of("labelled")[-1].node_labels == shown
 
@@ -574,14 +578,14 @@ def test_of_labels_and_annotations_what_is_allowed_is_reported_and_follows_every
     (holder,) = holders(cluster, node)
     assert holder is not None
     assert (holder.labels, holder.annotations, holder.namespace_labels) == (
-        told.labels,
-        told.annotations,
-        told.namespace_labels,
+        reported.labels,
+        reported.annotations,
+        reported.namespace_labels,
     )
     api.patch("/api/v1/namespaces/labelled/pods/bert", {"metadata": {"labels": {"app": "gpt", "team": "a"}}})
-    eventually_sync(lambda: cluster.told("labelled")["bert"].labels["app"] == "gpt")
+    eventually_sync(lambda: cluster.reported("labelled")["bert"].labels["app"] == "gpt")
     api.patch("/api/v1/namespaces/labelled", {"metadata": {"labels": {"team": "product"}}})
-    eventually_sync(lambda: cluster.told("labelled")["bert"].namespace_labels["team"] == "product")
+    eventually_sync(lambda: cluster.reported("labelled")["bert"].namespace_labels["team"] == "product")
     api.patch("/api/v1/nodes/labelled", {"metadata": {"labels": {"rack": None}}})
     eventually_sync(lambda: "rack" not in cluster.workloads.of("labelled")[-1].node_labels)
     assert [tick.node_labels for tick in cluster.ticks.of("labelled")] == [shown]
@@ -603,11 +607,11 @@ def test_however_much_a_tenant_writes_a_bounded_part_is_reported_and_nobody_else
     pod(api, "flooded", "note", node, annotations={"gpustream.dev/note": "ü" * 100_000}, labels={"app": "note"})
     eventually_sync(lambda: counted(cluster.leader(), own.CUT) == cut + 10_000 - LABEL_BOUNDS.entries + 1)
     pod(api, "flooded", "after", node, labels={"app": "after"})
-    eventually_sync(lambda: set(cluster.told("flooded")) == {"labels", "note", "after"})
-    told = cluster.told("flooded")
-    assert list(told["labels"].labels) == sorted(labels)[: LABEL_BOUNDS.entries]
-    assert told["note"].annotations == {"gpustream.dev/note": "ü" * (ANNOTATION_BOUNDS.value_bytes // 2)}
-    assert (told["note"].labels, told["after"].labels) == ({"app": "note"}, {"app": "after"})
+    eventually_sync(lambda: set(cluster.reported("flooded")) == {"labels", "note", "after"})
+    reported = cluster.reported("flooded")
+    assert list(reported["labels"].labels) == sorted(labels)[: LABEL_BOUNDS.entries]
+    assert reported["note"].annotations == {"gpustream.dev/note": "ü" * (ANNOTATION_BOUNDS.value_bytes // 2)}
+    assert (reported["note"].labels, reported["after"].labels) == ({"app": "note"}, {"app": "after"})
     delete_pod(api, "flooded", "labels")
     cluster.settle()
 
@@ -620,17 +624,17 @@ def test_only_gpu_pods_that_a_node_has_are_reported_from_the_binding_to_the_end(
     sidecar = {**CONTAINER, "name": "sidecar", "restartPolicy": "Always"}
     plain = [{"name": "main", "image": "x"}]
     pod(api, "bound", "sidecar", node, containers=plain, initContainers=[sidecar])
-    eventually_sync(lambda: set(cluster.told("bound")) == {"sidecar"})
+    eventually_sync(lambda: set(cluster.reported("bound")) == {"sidecar"})
     cluster.settle()
     api.bind("bound", "pending", node)
-    eventually_sync(lambda: set(cluster.told("bound")) == {"sidecar", "pending"})
+    eventually_sync(lambda: set(cluster.reported("bound")) == {"sidecar", "pending"})
     ended = {"terminated": {"exitCode": 0, "finishedAt": "2026-01-02T03:04:05Z"}}
     status = {"phase": "Succeeded", "startTime": "2026-01-02T03:00:00Z"}
     containers = [{"name": "main", "image": "x", "imageID": "", "ready": False, "restartCount": 0, "state": ended}]
     api.patch(
         "/api/v1/namespaces/bound/pods/pending", {"status": {**status, "containerStatuses": containers}}, status=True
     )
-    eventually_sync(lambda: set(cluster.told("bound")) == {"sidecar"})
+    eventually_sync(lambda: set(cluster.reported("bound")) == {"sidecar"})
     (over,) = [pod for pod in cluster.workloads.of("bound")[-1].pods if pod.ended_ms is not None]
     assert (over.name, over.phase, over.started_ms, over.ended_ms) == (
         "pending",
@@ -644,10 +648,10 @@ def test_a_node_that_is_removed_has_a_last_record_in_which_its_pods_ended(cluste
     api, node = cluster.api, cluster.node("removed")
     api.namespace("removed")
     uid = pod(api, "removed", "p", node)
-    eventually_sync(lambda: "p" in cluster.told("removed"))
+    eventually_sync(lambda: "p" in cluster.reported("removed"))
     before_ms = now_ms()
     api.delete("/api/v1/nodes/removed")
-    eventually_sync(lambda: not cluster.told("removed"))
+    eventually_sync(lambda: not cluster.reported("removed"))
     (ended,) = cluster.workloads.of("removed")[-1].pods
     assert ended.uid == uid
     assert ended.ended_ms is not None
@@ -680,7 +684,7 @@ def test_the_devices_of_resource_claims_are_reported_with_their_uuids_and_a_tick
     claims = [{"name": "gpu", "resourceClaimName": "one-gpu"}]
     plain = [{"name": "main", "image": "x", "resources": {"claims": [{"name": "gpu"}]}}]
     uid = pod(api, "dra", "claims", "dra", containers=plain, resourceClaims=claims)
-    eventually_sync(lambda: "claims" in cluster.told("dra") and cluster.workloads.of("dra")[-1].dra_devices)
+    eventually_sync(lambda: "claims" in cluster.reported("dra") and cluster.workloads.of("dra")[-1].dra_devices)
     cluster.settle()
     found = cluster.workloads.of("dra")[-1].dra_devices
     assert [(one.driver, one.pool, one.device, one.uuid) for one in found] == [
@@ -707,7 +711,7 @@ def test_the_devices_of_resource_claims_are_reported_with_their_uuids_and_a_tick
     assert (held.pod, held.pod_uid) == ("claims", uid)
     api.delete("/apis/resource.k8s.io/v1/resourceslices/dra-gpu.nvidia.com")
     eventually_sync(lambda: not cluster.workloads.of("dra")[-1].dra_devices)
-    assert set(cluster.told("dra")) == {"claims", "monitor"}
+    assert set(cluster.reported("dra")) == {"claims", "monitor"}
 
 
 def monitored_by(cluster: Cluster, node: str, device: str) -> None:
@@ -725,7 +729,7 @@ def monitored_by(cluster: Cluster, node: str, device: str) -> None:
     plain = [{"name": "main", "image": "x", "resources": {"claims": [{"name": "gpu"}]}}]
     claims = [{"name": "gpu", "resourceClaimName": "monitor"}]
     pod(api, "dra", "monitor", node, containers=plain, resourceClaims=claims)
-    eventually_sync(lambda: "monitor" in cluster.told(node) and cluster.workloads.of(node)[-1].admin_claims)
+    eventually_sync(lambda: "monitor" in cluster.reported(node) and cluster.workloads.of(node)[-1].admin_claims)
 
 
 # -- an API server that goes away
@@ -818,8 +822,8 @@ class Life(NamedTuple):
 
 
 def test_the_ticks_of_a_pod_that_comes_back_under_its_name_are_booked_to_the_right_uid(cluster: Cluster) -> None:
-    """But for ticks near the change, and to no other after the last one, which its kubelet still lists. The kubelet
-    says the same before and after a change, or nothing for a while."""
+    """Ticks near a change do not count. After the last pod, which its kubelet still lists, no other has them. The
+    kubelet says the same before and after a change, or nothing for a while."""
     api, node = cluster.api, Node(cluster.kafka, "returning", 1)
     api.namespace("returning")
     cluster.node("returning")
@@ -879,7 +883,7 @@ def since(cluster: Cluster, epoch: int) -> list[Record[NodeWorkloads]]:
 
 
 def epoch_now(cluster: Cluster) -> int:
-    """The highest epoch that was told."""
+    """The highest epoch that was reported."""
     return max(value.epoch for value, _ in cluster.workloads.records())
 
 
@@ -893,9 +897,9 @@ def test_a_leader_that_is_killed_is_followed_within_15_s_without_a_node_missing(
     churn.turn(5)
     eventually_sync(lambda: {value.node for value, _ in since(cluster, before)} >= there(cluster.api).keys())
     cluster.settle()
-    told = since(cluster, before)
-    assert len({value.epoch for value, _ in told}) == 1
-    assert min(ts_ms for _, ts_ms in told) - killed_ms < TAKEN_OVER_WITHIN_S * 1000
+    reported = since(cluster, before)
+    assert len({value.epoch for value, _ in reported}) == 1
+    assert min(ts_ms for _, ts_ms in reported) - killed_ms < TAKEN_OVER_WITHIN_S * 1000
     cluster.replica()
 
 
@@ -959,7 +963,7 @@ def test_a_leader_that_is_paused_past_its_lease_reports_nothing_that_a_reader_ta
 
 
 def ended_pods(cluster: Cluster, epoch: int = 0) -> dict[tuple[str, str], int]:
-    """When each pod ended this hour that was told of since an epoch, by node and uid, on the nodes that are there."""
+    """When each pod ended this hour that was reported since an epoch, by node and uid, on the nodes that are there."""
     nodes, hour_ms = there(cluster.api).keys(), 3_600_000
     return {
         (value.node, pod.uid): pod.ended_ms
@@ -1004,7 +1008,7 @@ class Starting(Gpustream):
         return self.get("/healthz") is not None
 
     def why_not(self) -> str:
-        """What /readyz says where it is not."""
+        """What /readyz says if it is not."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[0].number}/readyz", timeout=5):
                 return ""

@@ -1,4 +1,4 @@
-"""Workers that fall seconds behind name the same pods as one that reads the same logs later, and all that are told."""
+"""Workers that fall seconds behind name the same pods as one that reads the same logs later, and all that are known."""
 
 import asyncio
 from pathlib import Path
@@ -28,15 +28,15 @@ GROUP, REPLAY = "gpustream-attribution", "replayed"
 
 
 class Writer:
-    """Writes the nodes' records: on each node one pod after the other, which the API server tells of a little later."""
+    """Writes the nodes' records: on each node one pod after the other, which the API server reports a little later."""
 
     def __init__(self, producer: AIOKafkaProducer) -> None:
         self._producer, self._random = producer, Random(1)
         self._later: list[asyncio.Task[None]] = []
-        self._told: dict[str, list[Pod]] = {}
+        self._reported: dict[str, list[Pod]] = {}
 
     async def run(self) -> None:
-        """For some seconds, and until all is told."""
+        """For some seconds, and until all is reported."""
         for node in NODES:
             await self._send("gpu.workloads", node, known(1, node=node))
         await asyncio.sleep(2.2)
@@ -55,7 +55,7 @@ class Writer:
 
     async def _tell(self, node: str, name: str, number: int) -> None:
         await asyncio.sleep(self._random.uniform(0, TOLD_AFTER_S))
-        pods = self._told.setdefault(node, [])
+        pods = self._reported.setdefault(node, [])
         pods.append(pod(name, owners=(Owner("batch/v1", "Job", f"job-{number}"),)))
         await self._send("gpu.workloads", node, known(1 + len(pods), *pods, node=node))
 

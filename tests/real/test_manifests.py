@@ -246,12 +246,12 @@ def test_the_readmes_overlay_changes_what_it_says(overlay: Render) -> None:
     pods = [thing["spec"]["template"]["spec"] for thing in things if "template" in thing.get("spec", {})]
     assert {pod["containers"][0]["image"] for pod in pods} == {"registry.example.com/gpustream:0.1.0"}
     assert [pod["runtimeClassName"] for pod in pods if pod.get("hostPID")] == ["nvidia"]
-    (told,) = [
+    (reported,) = [
         thing["data"]
         for thing in things
         if thing["kind"] == "ConfigMap" and thing["metadata"]["name"].startswith("gpustream")
     ]
-    assert (told["GPUSTREAM_CLUSTER"], told["GPUSTREAM_LOG_FORMAT"]) == ("prod-us-east-1", "json")
+    assert (reported["GPUSTREAM_CLUSTER"], reported["GPUSTREAM_LOG_FORMAT"]) == ("prod-us-east-1", "json")
 
 
 def test_the_readmes_rules_and_webhook_are_where_the_pods_look_for_them(overlay: Render) -> None:
@@ -547,7 +547,7 @@ def pods_of(things: list[Manifest]) -> dict[str, Manifest]:
 
 
 def let_in(cluster: Cluster, namespace: str, pod: Manifest) -> tuple[bool, str]:
-    """Whether a pod is let into a namespace, and what is said where it is not."""
+    """Whether a pod is let into a namespace, and what is said if it is not."""
     answer = cluster.ask("POST", f"/api/v1/namespaces/{namespace}/pods?dryRun=All&fieldValidation=Strict", pod)
     return answer.status == 201, answer.body.get("message", "")
 

@@ -93,7 +93,7 @@ class Served:
     proxy: ReverseProxy
     truth: Path
 
-    def told(self) -> dict[str, list[dict[str, Any]]]:
+    def reported(self) -> dict[str, list[dict[str, Any]]]:
         """The truth of each device, tick by tick."""
         found = defaultdict(list)
         for line in self.truth.read_text().splitlines(keepends=True):
@@ -163,7 +163,7 @@ async def test_what_a_tile_and_a_row_say_is_what_the_truth_says(page: Page, serv
     seen: set[str] = set()
 
     async def is_enough() -> bool:
-        rows, truth = await page.value(ROWS), served.told()
+        rows, truth = await page.value(ROWS), served.reported()
         for row in rows:
             uuid, ts_ms, cells = row["uuid"], row["ts"], row["cells"]
             of = next((one for one in truth[uuid] if one["ts_ms"] == ts_ms), None)

@@ -361,7 +361,7 @@ def test_what_a_job_of_slurm_does(answers: Answers) -> None:
 
 
 def _memory_by_namespace(last: Iterable[tuple[str, Device]]) -> dict[Hashable, float]:
-    """Our cluster's memory in use: pods' parts where a device has some, else the device's, by who alone holds it."""
+    """Our cluster's memory in use: pods' parts if a device has some, else the device's, by who alone holds it."""
     by: dict[Hashable, float] = defaultdict(float)
     for cluster, device in last:
         memory = device["metrics"].get("memory_used_bytes")

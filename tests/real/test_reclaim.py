@@ -217,7 +217,7 @@ async def test_what_idles_is_stopped_once_although_the_sink_is_killed_before_and
     assert len([one for one in by_id.values() if one.target is not None]) == len(PATHS)
     await asyncio.to_thread(last.stop)
 
-    # taken back, but for what somebody changed
+    # taken back, except for what somebody changed
     ids = {one.target.name: one.id for one in by_id.values() if one.target is not None}
     api.patch(PATHS["notes"], {"spec": {"replicas": 1}})
     said = {name: await asyncio.to_thread(_undo, kafka, api, ids[name]) for name in PATHS}

@@ -20,7 +20,7 @@ from tests.real.conftest import need
 from tests.real.pipeline import read_all
 from tests.real.servers import KafkaServer, Missing, PrometheusServer, Series, find_java, find_kafka, find_prometheus
 from tests.real.sharing import GPUS, LATE, NAMESPACE, Scene, Truth, mig_uuid, pod_uid
-from tests.real.sharing_stage import BLIND, NODE, UNSEEN, tell
+from tests.real.sharing_stage import BLIND, NODE, UNSEEN, play_all
 from topics.attributed import AttributedDevice, AttributedSample
 from topics.topic import decoder
 
@@ -69,8 +69,8 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Told:
-    """What came out: the scenes, the ticks of gpu.attributed in order, but for torn ones, those of the node that sees
+class Played:
+    """What came out: the scenes, the ticks of gpu.attributed in order, without torn ones, those of the node that sees
     no processes, and the receivers by naming profile."""
 
     scenes: Sequence[Scene]
@@ -86,8 +86,10 @@ class Told:
 
     def scene(self, tick: AttributedSample) -> Scene:
         """Which scene a tick is of."""
-        told = [one.metrics.get("pcie_replays_total") for one in tick.devices if one.mig is None and one.state == "ok"]
-        (number,) = set(told)
+        played = [
+            one.metrics.get("pcie_replays_total") for one in tick.devices if one.mig is None and one.state == "ok"
+        ]
+        (number,) = set(played)
         return self.scenes[int(number or 0)]
 
 
@@ -106,7 +108,7 @@ def find_compiler() -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     """The whole story, once."""
     need(find_compiler, find_java, find_kafka, find_prometheus)
     directory = tmp_path_factory.mktemp("sharing")
@@ -114,13 +116,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
         receivers = {name: servers.enter_context(PrometheusServer(directory / name)) for name in PROFILES}
         asyncio.run(topic_admin.create(kafka.connection, partitions=4, replication_factor=1))
-        scenes, stage = tell(servers, directory, kafka, receivers)
+        scenes, stage = play_all(servers, directory, kafka, receivers)
         records = sorted(asyncio.run(read_all(kafka.address, "gpu.attributed")), key=lambda one: one.offset)
         every = [decoder(AttributedSample)(one.value) for one in records]
         ticks, blind = ([tick for tick in every if tick.node == node] for node in (NODE, BLIND))
         assert [tick.seq for tick in ticks] == list(range(1, len(ticks) + 1))
-        told = Told(scenes, [tick for tick in ticks if not stage.torn(tick)], blind, receivers)
-        yield told
+        played = Played(scenes, [tick for tick in ticks if not stage.torn(tick)], blind, receivers)
+        yield played
 
 
 def _key(names: Names, device: AttributedDevice) -> Key:
@@ -140,9 +142,9 @@ def _pod(names: Names, series: Series) -> str | None:
     return name
 
 
-def _asked(told: Told, profile: str, expr: str, tick: AttributedSample) -> list[Series]:
+def _asked(played: Played, profile: str, expr: str, tick: AttributedSample) -> list[Series]:
     """The answer at the time of a tick, without the GPU of the node that sees no processes."""
-    found = told.receivers[profile].query(expr, tick.ts_ms)
+    found = played.receivers[profile].query(expr, tick.ts_ms)
     return [one for one in found if one.labels[PROFILES[profile].gpu] != UNSEEN]
 
 
@@ -150,29 +152,29 @@ def _close(expected: Mapping[Any, float]) -> Any:
     return pytest.approx(dict(expected), rel=1e-9, abs=1e-12)
 
 
-def test_every_scene_is_in_some_ticks_and_each_gpu_answers_in_all(told: Told) -> None:
-    assert {tick.attribution for tick in told.ticks} == {"exact"}
-    for tick in told.ticks:
-        lost = {uuid for uuid, truth in told.truths(tick).items() if truth.lost}
+def test_every_scene_is_in_some_ticks_and_each_gpu_answers_in_all(played: Played) -> None:
+    assert {tick.attribution for tick in played.ticks} == {"exact"}
+    for tick in played.ticks:
+        lost = {uuid for uuid, truth in played.truths(tick).items() if truth.lost}
         assert {one.uuid: one.state for one in tick.devices if one.state != "ok"} == dict.fromkeys(lost, "lost")
-    seen = [told.scene(tick).name for tick in told.ticks]
-    assert list(dict.fromkeys(seen)) == [scene.name for scene in told.scenes]
+    seen = [played.scene(tick).name for tick in played.ticks]
+    assert list(dict.fromkeys(seen)) == [scene.name for scene in played.scenes]
 
 
-def test_each_device_is_held_by_the_pods_that_have_it_and_those_that_are_seen_there(told: Told) -> None:
-    for tick in told.ticks:
-        truths = told.truths(tick)
+def test_each_device_is_held_by_the_pods_that_have_it_and_those_that_are_seen_there(played: Played) -> None:
+    for tick in played.ticks:
+        truths = played.truths(tick)
         found = {one.uuid: {holder.pod for holder in one.holders} for one in tick.devices}
-        assert found == {uuid: truth.holders for uuid, truth in truths.items()}, told.scene(tick).name
+        assert found == {uuid: truth.holders for uuid, truth in truths.items()}, played.scene(tick).name
         assert {one.uuid: one.conflict for one in tick.devices} == {uuid: one.conflict for uuid, one in truths.items()}
         observed = {holder.pod for one in tick.devices for holder in one.holders if holder.observed}
         assert observed == ({"claimer"} if truths[GPUS[1]].conflict else set())
 
 
-def test_a_pod_is_known_by_its_uid_once_the_api_servers_list_has_it(told: Told) -> None:
+def test_a_pod_is_known_by_its_uid_once_the_api_servers_list_has_it(played: Played) -> None:
     late = [
-        (told.scene(tick).name, one.pod_uid)
-        for tick in told.ticks
+        (played.scene(tick).name, one.pod_uid)
+        for tick in played.ticks
         for d in tick.devices
         for one in d.holders
         if one.pod == LATE
@@ -186,29 +188,29 @@ def test_a_pod_is_known_by_its_uid_once_the_api_servers_list_has_it(told: Told) 
     assert "the API server's list has the pod" in known
 
 
-def test_the_devices_of_a_gpu_that_is_cut_while_it_runs_come_and_go_with_the_next_tick(told: Told) -> None:
-    seen = [{one.uuid for one in tick.devices if one.mig and one.mig.parent_uuid == GPUS[5]} for tick in told.ticks]
+def test_the_devices_of_a_gpu_that_is_cut_while_it_runs_come_and_go_with_the_next_tick(played: Played) -> None:
+    seen = [{one.uuid for one in tick.devices if one.mig and one.mig.parent_uuid == GPUS[5]} for tick in played.ticks]
     assert [one for one, before in zip(seen, [None, *seen], strict=False) if one != before] == [
         set(),
         {mig_uuid(5, 1), mig_uuid(5, 2)},
         {mig_uuid(5, 1), mig_uuid(5, 3)},
     ]
-    profiles = {one.uuid: one.mig.profile for tick in told.ticks for one in tick.devices if one.mig}
+    profiles = {one.uuid: one.mig.profile for tick in played.ticks for one in tick.devices if one.mig}
     assert profiles[mig_uuid(5, 2)] == "1g.10gb"
     assert profiles[mig_uuid(5, 3)] == "3g.40gb"
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
-def test_records_have_each_pods_part_and_the_rest(told: Told, quantity: str) -> None:
-    for tick in told.ticks:
+def test_records_have_each_pods_part_and_the_rest(played: Played, quantity: str) -> None:
+    for tick in played.ticks:
         for device in tick.devices:
-            splits = told.truths(tick)[device.uuid].splits()
+            splits = played.truths(tick)[device.uuid].splits()
             parts = [(one.pod, getattr(one.parts, quantity, None)) for one in device.holders]
             found = {
                 name: sum(part or 0 for one, part in parts if one == name) for name, part in parts if part is not None
             }
             rest = getattr(device.unattributed, quantity, None)
-            where = (told.scene(tick).name, device.uuid)
+            where = (played.scene(tick).name, device.uuid)
             if quantity not in splits:
                 assert (found, rest) == ({}, None), where
             else:
@@ -220,17 +222,17 @@ def test_records_have_each_pods_part_and_the_rest(told: Told, quantity: str) -> 
 @pytest.mark.parametrize("quantity", QUANTITIES)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_prometheus_has_each_pods_part_and_the_rest_and_of_those_that_ended_nothing(
-    told: Told, profile: str, quantity: str
+    played: Played, profile: str, quantity: str
 ) -> None:
     names = PROFILES[profile]
-    for tick in told.ticks:
-        truths = {_key(names, one): told.truths(tick)[one.uuid].splits() for one in tick.devices}
+    for tick in played.ticks:
+        truths = {_key(names, one): played.truths(tick)[one.uuid].splits() for one in tick.devices}
         splits = {key: found[quantity] for key, found in truths.items() if quantity in found}
-        parts = _asked(told, profile, f"gpu_pod_{quantity}", tick)
+        parts = _asked(played, profile, f"gpu_pod_{quantity}", tick)
         assert {(_labelled(names, one), _pod(names, one)): one.value for one in parts} == _close(
             {(key, name): part for key, split in splits.items() for name, part in split.parts.items()}
-        ), told.scene(tick).name
-        rest = _asked(told, profile, f"gpu_unattributed_{quantity}", tick)
+        ), played.scene(tick).name
+        rest = _asked(played, profile, f"gpu_unattributed_{quantity}", tick)
         known = {(key, None): split.rest for key, split in splits.items() if split.rest is not None}
         assert {(_labelled(names, one), _pod(names, one)): one.value for one in rest} == pytest.approx(
             known, rel=1e-9, abs=1e-9
@@ -242,13 +244,13 @@ def test_prometheus_has_each_pods_part_and_the_rest_and_of_those_that_ended_noth
 @pytest.mark.parametrize("quantity", QUANTITIES)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_devices_appear_once_and_name_a_pod_only_where_one_alone_holds_them(
-    told: Told, profile: str, quantity: str
+    played: Played, profile: str, quantity: str
 ) -> None:
     names = PROFILES[profile]
     name, scale = names.device[quantity]
-    for tick in told.ticks:
-        truths = {_key(names, one): told.truths(tick)[one.uuid] for one in tick.devices}
-        series = _asked(told, profile, name, tick)
+    for tick in played.ticks:
+        truths = {_key(names, one): played.truths(tick)[one.uuid] for one in tick.devices}
+        series = _asked(played, profile, name, tick)
         known = {key: truth for key, truth in truths.items() if quantity in truth.values()}
         assert {_labelled(names, one): one.value * scale for one in series} == _close(
             {key: truth.values()[quantity] for key, truth in known.items()}
@@ -261,77 +263,83 @@ def test_devices_appear_once_and_name_a_pod_only_where_one_alone_holds_them(
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
 @pytest.mark.parametrize("profile", PROFILES)
-def test_in_promql_the_parts_and_the_rest_are_the_device_at_every_tick(told: Told, profile: str, quantity: str) -> None:
+def test_in_promql_the_parts_and_the_rest_are_the_device_at_every_tick(
+    played: Played, profile: str, quantity: str
+) -> None:
     """What is held is there if all of its parts are known, and nothing else."""
     names = PROFILES[profile]
     by = f"({names.gpu}, {names.part})"
     whole, scale = names.device[quantity]
     summed = f"sum by {by} (gpu_pod_{quantity}) + on {by} gpu_unattributed_{quantity}"
     compared = 0
-    for tick in told.ticks:
-        sums = {_labelled(names, one): one.value for one in _asked(told, profile, summed, tick)}
-        device = {_labelled(names, one): one.value * scale for one in _asked(told, profile, whole, tick)}
-        splits = {_key(names, one): told.truths(tick)[one.uuid].splits().get(quantity) for one in tick.devices}
+    for tick in played.ticks:
+        sums = {_labelled(names, one): one.value for one in _asked(played, profile, summed, tick)}
+        device = {_labelled(names, one): one.value * scale for one in _asked(played, profile, whole, tick)}
+        splits = {_key(names, one): played.truths(tick)[one.uuid].splits().get(quantity) for one in tick.devices}
         held = {key for key, split in splits.items() if split is not None and split.rest is not None}
         assert sums == _close({key: value for key, value in device.items() if key in held})
         compared += len(sums)
-    assert compared > 5 * len(told.ticks) / 2
+    assert compared > 5 * len(played.ticks) / 2
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_prometheus_has_what_was_scaled_and_where_the_processes_contradict(told: Told, profile: str) -> None:
+def test_prometheus_has_what_was_scaled_and_where_the_processes_contradict(played: Played, profile: str) -> None:
     names = PROFILES[profile]
-    for tick in told.ticks:
-        truths = {_key(names, one): told.truths(tick)[one.uuid] for one in tick.devices}
-        scaled = _asked(told, profile, "gpu_split_scaled", tick)
+    for tick in played.ticks:
+        truths = {_key(names, one): played.truths(tick)[one.uuid] for one in tick.devices}
+        scaled = _asked(played, profile, "gpu_split_scaled", tick)
         expected = {key: float(truth.scaled) for key, truth in truths.items() if truth.splits()}
         assert {_labelled(names, one): one.value for one in scaled} == expected
-        conflicts = _asked(told, profile, "gpu_attribution_conflict", tick)
+        conflicts = _asked(played, profile, "gpu_attribution_conflict", tick)
         assert {_labelled(names, one): one.labels["reason"] for one in conflicts} == {
             key: truth.conflict for key, truth in truths.items() if truth.conflict
         }
-    assert {one.scaled for scene in told.scenes for one in scene.devices.values()} == {True, False}
+    assert {one.scaled for scene in played.scenes for one in scene.devices.values()} == {True, False}
 
 
-def test_an_xid_error_is_reported_once_with_the_pods_that_held_the_device_and_counted_from_then_on(told: Told) -> None:
-    events = [(tick, device, event) for tick in told.ticks for device in tick.devices for event in device.events or ()]
+def test_an_xid_error_is_reported_once_with_the_pods_that_held_the_device_and_counted_from_then_on(
+    played: Played,
+) -> None:
+    events = [
+        (tick, device, event) for tick in played.ticks for device in tick.devices for event in device.events or ()
+    ]
     assert [(device.uuid, event.code, {one.pod for one in device.holders}) for _, device, event in events] == [
         (GPUS[4], 94, {"greedy-a", "greedy-b"}),
         (mig_uuid(6, 5), 31, {"mig-b", "mig-c"}),
     ]
-    for tick in told.ticks:
+    for tick in played.ticks:
         so_far = {(_key(OTEL, d), str(e.code)): 1.0 for t, d, e in events if t.seq <= tick.seq}
         here = {_key(OTEL, device) for device in tick.devices}
-        counted = _asked(told, "otel", "gpu_xid_errors_total", tick)
+        counted = _asked(played, "otel", "gpu_xid_errors_total", tick)
         assert {(_labelled(OTEL, one), one.labels["xid"]): one.value for one in counted} == {
             key: count for key, count in so_far.items() if key[0] in here
         }
 
 
 @pytest.mark.parametrize(("profile", "metric"), [("otel", "gpu_sm_active"), ("dcgm", "DCGM_FI_PROF_SM_ACTIVE")])
-def test_each_gpu_and_gpu_instance_has_its_own_activity(told: Told, profile: str, metric: str) -> None:
+def test_each_gpu_and_gpu_instance_has_its_own_activity(played: Played, profile: str, metric: str) -> None:
     """It takes two samples, and a tick leaves out what the driver is slow to say, as it is on a busy machine."""
     names, seen = PROFILES[profile], set[str]()
-    for tick in told.ticks[1:]:
-        truths = told.truths(tick)
+    for tick in played.ticks[1:]:
+        truths = played.truths(tick)
         known = [one for one in tick.devices if "sm_active_ratio" in one.metrics]
         if len(known) == sum(one.state == "ok" for one in tick.devices):
-            seen.add(told.scene(tick).name)
+            seen.add(played.scene(tick).name)
         active = {_key(names, one): truths[one.uuid].sm_active for one in known}
-        found = {_labelled(names, one): one.value for one in _asked(told, profile, metric, tick)}
+        found = {_labelled(names, one): one.value for one in _asked(played, profile, metric, tick)}
         expected = {key: one / 100 for key, one in active.items() if one is not None}
-        assert {key: found[key] for key in expected} == _close(expected), told.scene(tick).name
-    assert seen == {scene.name for scene in told.scenes}
+        assert {key: found[key] for key in expected} == _close(expected), played.scene(tick).name
+    assert seen == {scene.name for scene in played.scenes}
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_what_a_device_is_is_one_series_as_long_as_it_is_there(told: Told, profile: str) -> None:
+def test_what_a_device_is_is_one_series_as_long_as_it_is_there(played: Played, profile: str) -> None:
     """Also while it is lost; and the same one, but that at first nobody knows whether processes can be seen, and that
     MIG is switched on."""
     names = PROFILES[profile]
     said: dict[Key, set[frozenset[tuple[str, str]]]] = defaultdict(set)
-    for tick in told.ticks:
-        info = _asked(told, profile, "gpu_info", tick)
+    for tick in played.ticks:
+        info = _asked(played, profile, "gpu_info", tick)
         assert sorted(_labelled(names, one) for one in info) == sorted(_key(names, one) for one in tick.devices)
         assert {one.labels.get("processes_visible") for one in info} <= {"true", None}
         for one in info:
@@ -340,20 +348,20 @@ def test_what_a_device_is_is_one_series_as_long_as_it_is_there(told: Told, profi
     assert len(said[GPUS[5], ""]) <= 3
 
 
-def test_how_many_pods_hold_a_device_is_reported(told: Told) -> None:
-    for tick in told.ticks:
-        truths = {_key(OTEL, one): told.truths(tick)[one.uuid] for one in tick.devices}
-        holders = {_labelled(OTEL, one): one.value for one in _asked(told, "otel", "gpu_holders", tick)}
+def test_how_many_pods_hold_a_device_is_reported(played: Played) -> None:
+    for tick in played.ticks:
+        truths = {_key(OTEL, one): played.truths(tick)[one.uuid] for one in tick.devices}
+        holders = {_labelled(OTEL, one): one.value for one in _asked(played, "otel", "gpu_holders", tick)}
         assert holders == {key: len(truth.holders) for key, truth in truths.items() if not truth.lost}
 
 
-def test_where_processes_can_not_be_seen_nothing_is_divided_and_that_is_said(told: Told) -> None:
-    assert len(told.blind) > len(told.scenes)
-    for tick in told.blind:
+def test_where_processes_can_not_be_seen_nothing_is_divided_and_that_is_said(played: Played) -> None:
+    assert len(played.blind) > len(played.scenes)
+    for tick in played.blind:
         (device,) = tick.devices
         assert [(one.pod, one.parts) for one in device.holders] == [("unseen-0", None), ("unseen-1", None)]
         assert (device.unattributed, device.conflict, device.split_scaled) == (None, None, False)
-    every = told.receivers["otel"].query(f'{{gpu_uuid="{UNSEEN}",gpu_index="0"}}', told.blind[-1].ts_ms)
+    every = played.receivers["otel"].query(f'{{gpu_uuid="{UNSEEN}",gpu_index="0"}}', played.blind[-1].ts_ms)
     names = {one.labels["__name__"] for one in every}
     assert {"gpu_memory_used", "gpu_info", "gpu_holders"} <= names
     assert not {name for name in names if name.startswith(("gpu_pod_", "gpu_unattributed", "gpu_split", "gpu_attrib"))}

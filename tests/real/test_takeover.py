@@ -1,4 +1,4 @@
-"""What a leader told of is read back by the next one, on Apache Kafka."""
+"""What a leader reported is read back by the next one, on Apache Kafka."""
 
 import asyncio
 import time

@@ -108,8 +108,8 @@ async def test_open_alerts_of_the_version_before_are_neither_lost_nor_doubled(
         await send(kafka.address, *story()[OPEN:])
         await eventually(lambda: _none_fires(alerts, last_of), within_s=20)
     everything = [*old, *await alerts()]
-    told = [(one["fingerprint"], one["state"]) for one in everything if not one.get("revision")]
-    assert len(told) == len(set(told)) == 2 * len({one["fingerprint"] for one in everything})
+    reported = [(one["fingerprint"], one["state"]) for one in everything if not one.get("revision")]
+    assert len(reported) == len(set(reported)) == 2 * len({one["fingerprint"] for one in everything})
     assert await read_all(kafka.address, "gpu.dead-letters") == []
 
 

@@ -1,4 +1,4 @@
-"""A receiver over HTTP that needs no network: it answers as it is told, and notes what it got."""
+"""A receiver over HTTP that needs no network: it answers as the test says, and notes what it got."""
 
 import asyncio
 from collections.abc import Callable, Mapping

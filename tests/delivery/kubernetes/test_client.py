@@ -42,7 +42,7 @@ def config(server: ApiServer, tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def connect(config: Path, tmp_path: Path) -> AsyncIterator[Open]:
-    """Starts a client, of the kubeconfig unless told otherwise."""
+    """Starts a client, of the kubeconfig unless the test says otherwise."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(path: Path | None = config, **settings: Any) -> Client:
@@ -274,9 +274,9 @@ async def test_a_token_that_vanished_stays_what_it_was(
     token.unlink()
     await asyncio.sleep(0.5)
     assert await accepted(api)
-    told = [record for record in caplog.records if record.name == module.__name__]
-    assert len(told) == 1, "once, and not at every attempt"
-    assert "stay what they were" in told[0].getMessage()
+    reported = [record for record in caplog.records if record.name == module.__name__]
+    assert len(reported) == 1, "once, and not at every attempt"
+    assert "stay what they were" in reported[0].getMessage()
 
 
 async def test_a_login_command_gives_the_token_and_is_run_again_after_a_401(

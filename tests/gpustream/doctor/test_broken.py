@@ -89,7 +89,7 @@ def topic_with(name: str, partitions: int = 1, **settings: str) -> Situation:
 
 
 def acls(*, without: str = "", denied: str = "") -> list[Acl]:
-    """What attribution needs, but for one topic, or with one denied."""
+    """What attribution needs, without one topic, or with one denied."""
     needed = brokers.COMPONENTS["stream attribution"]
     given = [Acl("User:a", *row, True) for row in needed if row.name != without]
     return given + [Acl("User:a", row.operation, row.resource, row.name, False) for row in needed if row.name == denied]

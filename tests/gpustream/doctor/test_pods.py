@@ -14,7 +14,7 @@ GPUS = {"nvidia.com/gpu": "8"}
 
 
 def pod(component: str = "attribution", *, node: str | None = "n", **status: Any) -> Json:
-    """A pod that is well, but for what is said of its status."""
+    """A pod that is well, except for what is said of its status."""
     well = {
         "phase": "Running",
         "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": LONG_AGO}],
@@ -67,7 +67,7 @@ def machine(name: str, labels: Json | None = None, taints: Sequence[Json] = (), 
 
 
 def cluster(*attribution: Json, **fields: Any) -> Cluster:
-    """A namespace in which all is well, but for what is given."""
+    """A namespace in which all is well, except for what is given."""
     return Cluster(
         **{
             "namespace": "gpustream",

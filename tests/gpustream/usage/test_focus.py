@@ -47,7 +47,7 @@ FLEET = [
 
 
 def bill(tmp_path: Path, *rows: Mapping[str, str], by: By = "namespace", nodes: Nodes = NO_NODES, **more: Any) -> Bill:
-    """A bill with these rows, each as ``CHARGE`` but for what is given."""
+    """A bill with these rows, each as ``CHARGE``, except for what is given."""
     path = tmp_path / "bill.csv"
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, CHARGE)

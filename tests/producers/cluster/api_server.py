@@ -140,20 +140,20 @@ class ApiServer:
         return [request for request in self.requests if request.path == path]
 
     def put(self, collection: str, content: Json) -> Json:
-        """Create or change an object, and tell the watches."""
+        """Create or change an object, and notify the watches."""
         name = content["metadata"]["name"]
         known = self.objects.setdefault(collection, {})
         kind = "MODIFIED" if name in known else "ADDED"
         known[name] = self._stamped(content)
-        self.tell(collection, kind, known[name])
+        self.notify(collection, kind, known[name])
         return known[name]
 
     def delete(self, collection: str, name: str) -> None:
-        """Delete an object, and tell the watches."""
-        self.tell(collection, "DELETED", self._stamped(self.objects[collection].pop(name)))
+        """Delete an object, and notify the watches."""
+        self.notify(collection, "DELETED", self._stamped(self.objects[collection].pop(name)))
 
-    def tell(self, collection: str, kind: str, content: Json) -> None:
-        """Tell the watches of that collection something."""
+    def notify(self, collection: str, kind: str, content: Json) -> None:
+        """Send something to the watches of that collection."""
         for queue in self._watchers.get(collection, ()):
             queue.put_nowait((kind, content))
 
@@ -246,7 +246,7 @@ class ApiServer:
         await reply.answer(200, {"kind": "List", "metadata": metadata, "items": every[first : first + size]})
 
     async def watch(self, request: Request, reply: Reply) -> None:
-        """A watch, beginning with a streaming list where one is asked for."""
+        """A watch, beginning with a streaming list if one is asked for."""
         lists = "sendInitialEvents" in request.params
         if lists and not self.streaming:
             return await reply.status(422, "sendInitialEvents is forbidden for watch unless the WatchList feature ...")

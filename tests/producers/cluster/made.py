@@ -166,7 +166,7 @@ class Follower:
 
 
 def chosen(*, labels: Sequence[str] = config.POD_LABELS) -> Selection:
-    """The default selection, but for the labels of pods."""
+    """The default selection, except for the labels of pods."""
     return Selection(
         PREFIXES,
         pod_labels=AllowList(labels, LABEL_BOUNDS),

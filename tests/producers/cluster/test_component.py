@@ -63,10 +63,10 @@ class Replica:
         self.component = ClusterProducer(settings, sender=self.sender, read_back=self._read_back)
         self.task = asyncio.create_task(self.component.run(self.stop))
 
-    async def _read_back(self, _: Connection, since_ms: int, told: PublishedNodes) -> None:
+    async def _read_back(self, _: Connection, since_ms: int, published: PublishedNodes) -> None:
         await self.readable.wait()
         for record in self.log:
-            told.take(orjson.dumps(record))
+            published.take(orjson.dumps(record))
 
     def records(self, node: str = "n1") -> list[dict[str, Any]]:
         return [record for record in self.sender.of("gpu.workloads") if record["node"] == node]
@@ -209,7 +209,7 @@ async def test_a_malformed_object_is_counted_and_nothing_else_is_lost(tmp_path: 
         await replica.until(replica.pods)
         server.put(PODS, {**pod_json("broken"), "spec": "none"})
         server.put(PODS, {**pod_json(), "spec": {"containers": 7}})
-        server.tell(PODS, "DELETED", {"metadata": {"name": "who", "resourceVersion": "9"}})
+        server.notify(PODS, "DELETED", {"metadata": {"name": "who", "resourceVersion": "9"}})
         server.put(PODS, pod_json("good"))
         await replica.until(lambda: "uid-good" in replica.pods())
 

@@ -1,4 +1,4 @@
-"""Objects are read as the API server writes them; what is malformed is told from what is merely empty."""
+"""Objects are read as the API server writes them; what is malformed is not taken for what is empty."""
 
 import msgspec
 import pytest

@@ -113,7 +113,7 @@ class Bench:
             await asyncio.wait([task])
 
     async def chain(self, owner: Owner, namespace: str = "ml") -> list[str]:
-        """The chain as it is told of."""
+        """The chain as it is reported."""
         self.owners.follow(owner, namespace)
         await eventually(lambda: any(uid == owner.uid for uid, _ in self.learned))
         return dict(self.learned)[owner.uid or ""]

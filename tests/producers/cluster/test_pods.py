@@ -1,4 +1,4 @@
-"""A pod is told of from its binding to half an hour after its end, whatever the watch does meanwhile."""
+"""A pod is reported from its binding to half an hour after its end, whatever the watch does meanwhile."""
 
 from typing import Any
 

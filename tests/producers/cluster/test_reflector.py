@@ -289,7 +289,7 @@ async def test_gone_in_any_form_lists_again(server: ApiServer, start: Start, gon
 async def test_bookmarks_move_on_where_it_goes_on_from(server: ApiServer, start: Start) -> None:
     bench = await start()
     await bench.watching()
-    server.tell(PODS, "BOOKMARK", {"metadata": {"resourceVersion": "opaque-7", "annotations": None}, "spec": None})
+    server.notify(PODS, "BOOKMARK", {"metadata": {"resourceVersion": "opaque-7", "annotations": None}, "spec": None})
     await bench.until(lambda: bench.events("BOOKMARK") == 2)
     await server.drop()
     await bench.until(lambda: len(server.requests) == 2)
@@ -300,7 +300,7 @@ async def test_bookmarks_move_on_where_it_goes_on_from(server: ApiServer, start:
 async def test_an_event_of_an_unknown_type_is_counted_and_ignored(server: ApiServer, start: Start) -> None:
     bench = await start()
     await bench.watching()
-    server.tell(PODS, "SPLIT", {"no": "metadata"})
+    server.notify(PODS, "SPLIT", {"no": "metadata"})
     server.put(PODS, pod("a"))
     await bench.knows("a")
     assert bench.events("other") == 1

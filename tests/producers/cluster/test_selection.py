@@ -1,4 +1,4 @@
-"""GPU pods are told from others, and what is kept of labels is what an allow-list names, in bounds."""
+"""GPU pods are known from others. Of labels, those that an allow-list names are kept, in bounds."""
 
 import msgspec
 import orjson

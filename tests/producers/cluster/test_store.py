@@ -1,4 +1,4 @@
-"""What is told of a node is what the API server said last, in whatever order; no tenant can spoil another's record."""
+"""What is reported of a node is what the API server said last, in any order. No tenant can spoil another's record."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -45,14 +45,14 @@ DEPLOYMENT = Owner("apps/v1", "Deployment", "llm", "dep-1")
 CHAIN = Chain((RS, DEPLOYMENT), complete=True)
 
 
-def told(of: Store, node: str = "n1") -> WorkloadsContent:
+def reported(of: Store, node: str = "n1") -> WorkloadsContent:
     content = of.take(node)
     assert content is not None
     return content
 
 
 def row(of: Store, node: str = "n1", number: int = 0) -> dict[str, Any]:
-    return dict(told(of, node).pods[number])
+    return dict(reported(of, node).pods[number])
 
 
 def encoded(content: WorkloadsContent, node: str = "n1") -> bytes:
@@ -83,7 +83,7 @@ def test_what_is_reported_is_a_record_of_the_contract() -> None:
     cluster = state("n1")
     cluster.put_pod(pod(owner=RS), NOW)
     cluster.put_slice(slice_())
-    read = decoder(NodeWorkloads)(encoded(told(cluster)))
+    read = decoder(NodeWorkloads)(encoded(reported(cluster)))
 
     assert read.pods[0].owners == (RS,)
     assert [device.uuid for device in read.dra_devices] == ["GPU-a", "GPU-b"]
@@ -103,7 +103,7 @@ def test_a_pod_is_reported_once_it_is_bound() -> None:
     cluster.put_pod(pod(node=None), NOW)
     cluster.put_pod(pod(), NOW)
 
-    assert [pod["name"] for pod in told(cluster).pods] == ["bert-0"]
+    assert [pod["name"] for pod in reported(cluster).pods] == ["bert-0"]
 
 
 def test_only_what_changes_a_record_makes_it_due() -> None:
@@ -164,11 +164,11 @@ def test_node_labels_are_those_of_the_allow_list() -> None:
     kept = {"topology.kubernetes.io/zone": "a", "nvidia.com/gpu.product": "H100"}
     cluster.put_node("n1", {**kept, "kubernetes.io/hostname": "n1"})
 
-    assert told(cluster).node_labels == kept
+    assert reported(cluster).node_labels == kept
 
 
 def test_a_node_that_has_no_pods_is_reported_too() -> None:
-    assert told(state("n1")) == WorkloadsContent({}, [], [], [], unwell=[])
+    assert reported(state("n1")) == WorkloadsContent({}, [], [], [], unwell=[])
 
 
 def test_a_pod_on_a_node_that_is_not_there_is_reported_when_it_comes() -> None:
@@ -185,7 +185,7 @@ def test_the_last_record_of_a_node_says_that_its_pods_ended() -> None:
     cluster.put_pod(pod(), NOW)
     cluster.put_slice(slice_())
     cluster.remove_node("n1", NOW + 5)
-    last = told(cluster)
+    last = reported(cluster)
 
     assert (last.removed, last.pods[0]["ended_ms"], last.dra_devices) == (True, NOW + 5, [])
     assert (cluster.take("n1"), cluster.changed()) == (None, [])
@@ -206,7 +206,7 @@ def test_a_node_that_was_away_for_a_moment_never_left() -> None:
     cluster.put_pod(pod(), NOW)
     cluster.remove_node("n1", NOW + 5)
     cluster.put_node("n1", {})
-    content = told(cluster)
+    content = reported(cluster)
 
     assert (content.removed, content.pods[0]["ended_ms"]) == (False, None)
 
@@ -299,15 +299,15 @@ def test_a_claim_that_only_looks_at_a_device_is_reported_on_the_nodes_of_its_poo
         cluster.take(node)
     cluster.put_claim(claim(pool="n2"), NOW)
     assert cluster.changed() == ["n2"]
-    assert (told(cluster, "n1").admin_claims, len(told(cluster, "n2").admin_claims)) == ([], 1)
-    record = decoder(NodeWorkloads)(encoded(told(cluster, "n2"), "n2"))
+    assert (reported(cluster, "n1").admin_claims, len(reported(cluster, "n2").admin_claims)) == ([], 1)
+    record = decoder(NodeWorkloads)(encoded(reported(cluster, "n2"), "n2"))
     assert record.admin_claims == (Claim("monitor", "ml", "gpu.nvidia.com", "n2", "gpu-0"),)
 
     cluster.claims.remove("uid-monitor", NOW)
     cluster.expire(NOW + KEPT_MS - 1)
-    assert (cluster.changed(), len(told(cluster, "n2").admin_claims)) == ([], 1)
+    assert (cluster.changed(), len(reported(cluster, "n2").admin_claims)) == ([], 1)
     cluster.expire(NOW + KEPT_MS)
-    assert (cluster.changed(), told(cluster, "n2").admin_claims) == (["n2"], [])
+    assert (cluster.changed(), reported(cluster, "n2").admin_claims) == (["n2"], [])
 
 
 def test_claims_of_other_drivers_do_not_matter() -> None:
@@ -315,7 +315,7 @@ def test_claims_of_other_drivers_do_not_matter() -> None:
     cluster.put_slice(slice_())
     cluster.put_claim(claim(driver="net.example.com"), NOW)
 
-    assert (told(cluster).admin_claims, len(cluster.claims.keys())) == ([], 0)
+    assert (reported(cluster).admin_claims, len(cluster.claims.keys())) == ([], 0)
 
 
 def unwell(store: Store, node: str = "n1") -> list[dict[str, Any]]:
@@ -378,7 +378,7 @@ def test_slices_of_other_drivers_do_not_matter() -> None:
     cluster = state("n1")
     cluster.put_slice(slice_(driver="net.example.com"))
 
-    assert told(cluster).dra_devices == []
+    assert reported(cluster).dra_devices == []
 
 
 def test_all_nodes_can_be_made_due() -> None:
@@ -408,7 +408,7 @@ def test_no_node_of_greedy_tenants_has_a_record_that_is_too_large() -> None:
     for number in range(20):
         looks_at = [(f"gpu-{device}", True) for device in range(100)]
         cluster.put_claim(claim(f"monitor-{number}", results=looks_at), NOW)
-    content = told(cluster)
+    content = reported(cluster)
 
     assert (len(encoded(content)) <= LARGEST_VALUE_BYTES, len(content.admin_claims)) == (True, 2000)
     assert content.shed > 0
@@ -416,7 +416,7 @@ def test_no_node_of_greedy_tenants_has_a_record_that_is_too_large() -> None:
 
 
 def told_of(*pods: Pod, node: str = "n1", removed: bool = False) -> dict[str, PublishedNode]:
-    """What another leader told of."""
+    """What another leader reported."""
     return {node: PublishedNode((1, 1), removed, {pod.uid: pod for pod in pods})}
 
 
@@ -429,17 +429,17 @@ def test_a_new_leader_reports_again_the_ended_pods_of_the_last_for_as_long_as_th
     old = Pod("ml", "old", "uid-old", ended_ms=NOW - KEPT_MS)
     cluster.take_over(told_of(gone, unseen, known_better, old), NOW)
 
-    rows = {row["uid"]: row for row in told(cluster).pods}
+    rows = {row["uid"]: row for row in reported(cluster).pods}
     assert {uid: row["ended_ms"] for uid, row in rows.items()} == {
         "uid-here": None,
         "uid-gone": NOW - 10,
         "uid-unseen": NOW,
     }
     assert [owner["kind"] for owner in rows["uid-gone"]["owners"]] == ["ReplicaSet", "Deployment"]
-    assert decoder(NodeWorkloads)(encoded(told(cluster))).pods
+    assert decoder(NodeWorkloads)(encoded(reported(cluster))).pods
 
     cluster.expire(NOW - 10 + KEPT_MS)
-    assert {row["uid"] for row in told(cluster).pods} == {"uid-here", "uid-unseen"}
+    assert {row["uid"] for row in reported(cluster).pods} == {"uid-here", "uid-unseen"}
 
 
 def test_a_new_leader_takes_over_the_chains_of_owners_that_it_does_not_know_yet() -> None:
@@ -460,7 +460,7 @@ def test_a_node_that_left_while_nobody_led_is_said_to_be_gone_with_its_pods() ->
     cluster.mark_all()
 
     assert set(cluster.changed()) == {"n1", "n2"}
-    last = told(cluster, "n2")
+    last = reported(cluster, "n2")
     assert (last.removed, [row["ended_ms"] for row in last.pods]) == (True, [NOW])
 
 
@@ -494,7 +494,7 @@ _EVENTS = st.one_of(
 
 
 def _apply(cluster: Store, events: Iterable[Event]) -> dict[tuple[str, Any], Event]:
-    """Tell of the events; gives the objects that are there at the end, by what they are."""
+    """Report the events; gives the objects that are there at the end, by what they are."""
     last: dict[tuple[str, Any], Event] = {}
     for number, (what, of) in enumerate(events):
         now_ms = NOW + number
@@ -536,8 +536,8 @@ def _as_heard(heard: dict[str, Listener[Any]], what: str, of: Any) -> tuple[List
 
 
 def _alive(cluster: Store) -> dict[str, Any]:
-    """What is told of each node, but for what has ended."""
-    told = {node: cluster.take(node) for node in ("n1", "n2")}
+    """What is reported of each node, except what has ended."""
+    reported = {node: cluster.take(node) for node in ("n1", "n2")}
     return {
         node: (
             content.node_labels,
@@ -545,7 +545,7 @@ def _alive(cluster: Store) -> dict[str, Any]:
             sorted(content.dra_devices, key=lambda row: (row["pool"], row["device"], row["uuid"])),
             sorted(content.admin_claims, key=lambda row: (row["claim"], row["device"])),
         )
-        for node, content in told.items()
+        for node, content in reported.items()
         if content and not content.removed
     }
 
@@ -600,7 +600,7 @@ def test_no_label_of_a_tenant_changes_another_pod(labels: dict[str, str], annota
     for cluster in (alone, together):
         cluster.put_pod(pod("mine", labels={"app": "mine"}), NOW)
     together.put_pod(pod("theirs", labels={**labels, "app": "x"}, annotations=annotations), NOW)
-    content = told(together)
+    content = reported(together)
 
     assert next(row for row in content.pods if row["name"] == "mine") == row(alone)
     assert decoder(NodeWorkloads)(encoded(content)).pods[0].labels == {"app": "mine"}
@@ -611,7 +611,7 @@ def test_ended_pods_are_reported_with_their_ends() -> None:
     cluster.put_pod(pod("a"), NOW)
     cluster.put_pod(pod("b", status=over("Succeeded", "2026-03-01T12:40:00Z")), NOW)
     cluster.remove_pod("uid-a", NOW + 1)
-    ends: Sequence[Any] = [(row["name"], row["ended_ms"], row["phase"]) for row in told(cluster).pods]
+    ends: Sequence[Any] = [(row["name"], row["ended_ms"], row["phase"]) for row in reported(cluster).pods]
 
     assert ends == [("b", START_MS + 40 * 60_000, "Succeeded"), ("a", NOW + 1, "Running")]
 

@@ -1,4 +1,4 @@
-"""A new leader knows what the last one told of, waits for it as long as it must, and no longer."""
+"""A new leader knows what the last one reported. It waits for that as long as it must, and no longer."""
 
 import asyncio
 import logging
@@ -26,10 +26,10 @@ def pod(uid: str, ended_ms: int | None = None) -> dict[str, Any]:
 
 def ends(*values: bytes) -> dict[str, int | None]:
     """The ends of the pods of n1 after these records."""
-    told = PublishedNodes("prod")
+    known = PublishedNodes("prod")
     for value in values:
-        told.take(value)
-    return {uid: pod.ended_ms for uid, pod in told.nodes["n1"].pods.items()} if told.nodes else {}
+        known.take(value)
+    return {uid: pod.ended_ms for uid, pod in known.nodes["n1"].pods.items()} if known.nodes else {}
 
 
 def test_a_pod_that_ended_is_known_from_the_record_that_ended_it() -> None:

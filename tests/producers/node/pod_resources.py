@@ -56,12 +56,12 @@ def answer(*pods: PodResources) -> bytes:
 
 
 def pods_on(gpus: Mapping[str, str]) -> bytes:
-    """The answer of a node where each GPU (by id) is held by a pod of one container."""
+    """The answer of a node in which each GPU (by id) is held by a pod of one container."""
     return answer(*(pod(name, container(gpus=[gpu])) for gpu, name in gpus.items()))
 
 
 INVALID_UTF8 = pods_on({GPU_A: "bert-0"}).replace(b"bert-0", b"ber\xff-0")
-"""An answer, but for a name that is no text."""
+"""An answer, with a name that is no text."""
 
 
 def many(count: int, namespace: str = "ml-team") -> bytes:

@@ -224,7 +224,7 @@ async def test_what_happened_since_the_last_tick_is_in_one_more_at_the_stop(
     monkeypatch.setattr("producers.node.component.LAST_WITHIN_S", 0.1)
     bench = Bench(interval_s=3600.0)
     running = asyncio.create_task(bench.until(lambda: bench.stop.is_set()))
-    while not bench.ticks:  # noqa: ASYNC110 - nobody tells when it holds
+    while not bench.ticks:  # noqa: ASYNC110 - nobody says when it holds
         await asyncio.sleep(0.01)
     bench.gpus.takes_s = 0.2 if hangs else 0.0
     bench.gpus.xid(79)
@@ -242,7 +242,7 @@ async def test_an_event_that_comes_while_a_reading_is_under_way_is_not_lost_by_a
     bench = Bench(interval_s=2.0)
     bench.gpus.takes_s = 0.3
     running = asyncio.create_task(bench.until(lambda: bench.stop.is_set()))
-    while bench.gpus.reads < 2:  # noqa: ASYNC110 - nobody tells when it holds
+    while bench.gpus.reads < 2:  # noqa: ASYNC110 - nobody says when it holds
         await asyncio.sleep(0.01)
     bench.gpus.xid(31)
     bench.stop.set()

@@ -245,8 +245,8 @@ async def test_a_call_that_hangs_is_left_out_and_the_rest_of_its_gpu_is_read_in_
     await bench.read()
     assert (await bench.read())[1]["metrics"] == before
     assert bench.gpus.not_ready() == []
-    told = [text for text in caplog.messages if POWER in text]
-    assert told == [
+    reported = [text for text in caplog.messages if POWER in text]
+    assert reported == [
         f"GPU 1 (GPU-1): {POWER} has not returned for 0.2 s; what it gives is left out until it is quick again",
         f"GPU 1 (GPU-1): {POWER} is quick again",
     ]
@@ -302,8 +302,8 @@ async def test_a_gpu_that_is_slow_to_read_is_in_each_tick_with_the_time_when_it_
         assert "read_ms" not in first
     (reason,) = bench.gpus.not_ready()
     assert "GPU 1 (GPU-1) takes " in reason
-    (told,) = said(caplog)
-    assert "GPU 1 (GPU-1) takes " in told
+    (reported,) = said(caplog)
+    assert "GPU 1 (GPU-1) takes " in reported
     bench.nvml.delays_s.clear()
     await eventually(lambda: not bench.gpus._gpus[1].busy)
     assert "read_ms" not in (await bench.read())[1]
@@ -433,12 +433,12 @@ async def test_errors_are_counted_by_call_and_error(bench: Bench) -> None:
     ],
 )
 async def test_a_driver_that_comes_later_works_and_until_then_it_is_reported_once(
-    quick: Bench, caplog: pytest.LogCaptureFixture, code: int, told: str
+    quick: Bench, caplog: pytest.LogCaptureFixture, code: int, reported: str
 ) -> None:
     caplog.set_level(logging.INFO)
     quick.nvml.driver_error = code
     assert await quick.open() == []
-    assert told in quick.gpus.not_ready()[0]
+    assert reported in quick.gpus.not_ready()[0]
     quick.run()
     await eventually(lambda: quick.nvml.inits > 3)
     assert await quick.read() == []
@@ -573,9 +573,11 @@ async def test_a_gpu_that_vanishes_is_lost_with_its_identity_reported_once_and_b
     (lost,) = [device for device in await quick.read() if device["uuid"] == "GPU-2"]
     kept = {key: before[key] for key in ("uuid", "vendor", "model", "pci_bus_id", "minor", "info", "compute_slices")}
     assert lost == {**kept, "state": "lost", "metrics": {}}
-    told = [record for record in caplog.records if "GPU-2" in record.getMessage()]
-    assert [record.getMessage() for record in told] == ["GPU 2 (GPU-2) is lost: the driver does not open it any more"]
-    assert {key: getattr(told[0], key) for key in ("gpu_uuid", "pci_bus_id", "serial")} == {
+    reported = [record for record in caplog.records if "GPU-2" in record.getMessage()]
+    assert [record.getMessage() for record in reported] == [
+        "GPU 2 (GPU-2) is lost: the driver does not open it any more"
+    ]
+    assert {key: getattr(reported[0], key) for key in ("gpu_uuid", "pci_bus_id", "serial")} == {
         "gpu_uuid": "GPU-2",
         "pci_bus_id": "00000000:0A:00.0",
         "serial": "1650922",

@@ -527,9 +527,9 @@ async def test_three_ticks_of_not_supported_cost_their_values_and_no_more_and_ar
     assert len(gone) >= 13
     node.nvml.fail(2, "nvmlDeviceGetFieldValues", 0)
     assert [(await node.complete())[2]["metrics"].keys() == before for _ in range(4)][-1]
-    told = [text for text in caplog.messages if "NOT_SUPPORTED" in text]
-    assert f"GPU 2 ({UUID.format(2)}): nvmlDeviceGetFieldValues answers NOT_SUPPORTED" in told[0]
-    assert all(sum(key in text for text in told) == 1 for key in gone)
+    reported = [text for text in caplog.messages if "NOT_SUPPORTED" in text]
+    assert f"GPU 2 ({UUID.format(2)}): nvmlDeviceGetFieldValues answers NOT_SUPPORTED" in reported[0]
+    assert all(sum(key in text for text in reported) == 1 for key in gone)
     (back,) = [text for text in caplog.messages if text.endswith(" again")]
     assert all(key in back for key in gone)
 
@@ -556,16 +556,16 @@ async def test_xid_errors_are_in_the_next_tick_with_their_mig_device_and_survive
     node.nvml.xid(0, 79)
     node.nvml.xid(1, 31, 4, times=100)
 
-    async def told() -> list[dict[str, Any]]:
+    async def reported() -> list[dict[str, Any]]:
         for _ in range(3000):
             if found := [device for device in await node.read() if "events" in device]:
                 return found
             await asyncio.sleep(0.01)
         raise AssertionError("no event came")
 
-    found = await told()
+    found = await reported()
     if len(found) == 1:
-        found += await told()
+        found += await reported()
     assert [(one["uuid"][:3], one["index"], one["events"][0]["code"]) for one in found] == [
         ("GPU", 0, 79),
         ("MIG", 1, 31),

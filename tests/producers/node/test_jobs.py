@@ -74,9 +74,9 @@ def test_only_devices_with_jobs_are_said_to_have_some_and_none_is_changed() -> N
     made = [device("7"), device(index=3), {"uuid": "GPU-3", "state": "timeout", "processes": None}]
     before = [dict(one) for one in made]
 
-    told = with_jobs(made, {}, known)
+    reported = with_jobs(made, {}, known)
 
-    assert ["jobs" in one for one in told] == [True, False, False]
+    assert ["jobs" in one for one in reported] == [True, False, False]
     assert made == before
 
 
@@ -88,8 +88,8 @@ def test_a_device_without_jobs_says_so_where_all_jobs_are_known() -> None:
 
 def test_a_device_with_jobs_is_one_of_the_contract() -> None:
     tick = {"schema": 1, "cluster": "c", "node": "n", "run_id": 1, "seq": 1, "ts_ms": 1}
-    (told,) = with_jobs([device("7", "8")], {}, known)
-    made = decoder(Sample)(msgspec.json.encode({**tick, "devices": [told]}))
+    (reported,) = with_jobs([device("7", "8")], {}, known)
+    made = decoder(Sample)(msgspec.json.encode({**tick, "devices": [reported]}))
     assert made.devices[0].jobs is not None
     assert [(one.id, one.user, one.partition) for one in made.devices[0].jobs] == [ALICES[:3], ("8", None, None)]
 

@@ -19,7 +19,7 @@ class FakeAlertmanager(Scripted):
         super().__init__(*script, then=self._judge)
         self.bad = bad
         self.held: dict[str, Mapping[str, Any]] = {}
-        self.told: list[tuple[str, bool]] = []
+        self.heard: list[tuple[str, bool]] = []
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         """One attempt."""
@@ -45,4 +45,4 @@ class FakeAlertmanager(Scripted):
         pod = one["labels"]["k8s_pod_name"]
         if pod not in self.bad:
             self.held[pod] = one
-            self.told.append((pod, pod in self.firing()))
+            self.heard.append((pod, pod in self.firing()))

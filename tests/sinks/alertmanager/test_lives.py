@@ -83,6 +83,6 @@ async def _batch(one: Setup, batch: list[Read], committed: int, killed_at: int |
 
 
 async def _all_told(one: Setup) -> None:
-    """As a minute later: everything is told once more."""
+    """As a minute later: everything is sent once more."""
     await one.partition.quiet(one.abandon)
     await asyncio.wait_for(one.notifier.resend_now(one.partition._active), 10)

@@ -1,4 +1,4 @@
-"""A partition of alerts, told to an Alertmanager: what is new at once, what is open again and again."""
+"""A partition of alerts on its way to an Alertmanager: what is new at once, what is open again and again."""
 
 import asyncio
 import logging
@@ -48,7 +48,7 @@ class Setup:
 
     @asynccontextmanager
     async def resending(self) -> AsyncIterator[None]:
-        """It tells again what is open."""
+        """It sends again what is open."""
         task = asyncio.ensure_future(self.notifier.resend())
         try:
             yield
@@ -99,7 +99,7 @@ def now_ms() -> int:
 async def test_each_transition_is_reported_in_order_and_each_offset_follows_its_request() -> None:
     one = Setup(FakeAlertmanager())
     assert await one.deliver(records(firing("a"), firing("b"), over("a"), over("b"), firing("c"))) == [2, 5]
-    assert one.manager.told == [("a", True), ("b", True), ("a", False), ("b", False), ("c", True)]
+    assert one.manager.heard == [("a", True), ("b", True), ("a", False), ("b", False), ("c", True)]
     assert one.manager.firing() == {"c"}
     assert one.ends() == {"delivered": 5}
 
@@ -132,10 +132,10 @@ async def test_after_a_start_what_is_open_is_reported_and_what_ended_lately_and_
     )
     async with one.resending():
         await one.partition.quiet(one.abandon)
-        await eventually(lambda: len(one.manager.told) == 2)
+        await eventually(lambda: len(one.manager.heard) == 2)
         await one.partition.quiet(one.abandon)
         await asyncio.sleep(0.02)
-    assert one.manager.told == [("open", True), ("over", False)]
+    assert one.manager.heard == [("open", True), ("over", False)]
     assert (one.value("open_alerts"), one.value("resent_total")) == (1, 2)
     assert one.sender.sent == []
 
@@ -145,9 +145,9 @@ async def test_what_is_open_is_reported_again_and_again_and_later_each_time() ->
     async with one.resending():
         await one.deliver(records(firing("a"), firing("b"), over("b")))
         ends = one.manager.held["a"]["endsAt"]
-        await eventually(lambda: len(one.manager.told) >= 12)
+        await eventually(lambda: len(one.manager.heard) >= 12)
     assert one.manager.held["a"]["endsAt"] > ends
-    assert one.manager.told[-2:] in ([("a", True), ("b", False)], [("b", False), ("a", True)])
+    assert one.manager.heard[-2:] in ([("a", True), ("b", False)], [("b", False), ("a", True)])
 
 
 async def test_a_partition_that_is_taken_away_is_not_reported_any_more() -> None:
@@ -157,12 +157,12 @@ async def test_a_partition_that_is_taken_away_is_not_reported_any_more() -> None
     async with one.resending():
         await one.deliver(records(firing("leaves")))
         await stays.quiet(other)
-        await eventually(lambda: len(one.manager.told) >= 6)
+        await eventually(lambda: len(one.manager.heard) >= 6)
         one.abandon.set()
         await asyncio.sleep(0.05)
-        one.manager.told.clear()
-        await eventually(lambda: len(one.manager.told) >= 3)
-    assert set(one.manager.told) == {("stays", True)}
+        one.manager.heard.clear()
+        await eventually(lambda: len(one.manager.heard) >= 3)
+    assert set(one.manager.heard) == {("stays", True)}
     assert one.value("open_alerts") == 1
 
 
@@ -195,7 +195,7 @@ async def test_no_older_state_arrives_after_a_newer_one() -> None:
         assert one.manager.under_way == 1, "the resolved one waits for its turn"
         one.manager.hold.set()
         await delivering
-    assert one.manager.told == [("a", True)] * 2 + [("a", False)]
+    assert one.manager.heard == [("a", True)] * 2 + [("a", False)]
     assert one.manager.most == 1
 
 
@@ -270,7 +270,7 @@ async def test_a_tombstone_is_let_pass() -> None:
     assert one.ends() == {"delivered": 1, "duplicate": 1}
     async with one.resending():
         await asyncio.sleep(0.02)
-    assert one.manager.told == [("a", False)]
+    assert one.manager.heard == [("a", False)]
 
 
 async def test_after_the_topic_was_made_again_nothing_of_the_old_one_is_reported() -> None:
@@ -279,17 +279,17 @@ async def test_after_the_topic_was_made_again_nothing_of_the_old_one_is_reported
     one.partition.reset()
     assert await one.deliver(records(firing("a"))) == [1]
     async with one.resending():
-        await eventually(lambda: len(one.manager.told) == 2)
+        await eventually(lambda: len(one.manager.heard) == 2)
     assert one.manager.firing() == {"a"}
 
 
 def test_the_log_says_nothing_of_what_goes_well(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
-    async def tell() -> None:
+    async def deliver_all() -> None:
         await Setup(FakeAlertmanager()).deliver(records(firing("a"), over("a")))
 
-    asyncio.run(tell())
+    asyncio.run(deliver_all())
     assert caplog.records == []
 
 

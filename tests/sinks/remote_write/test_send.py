@@ -23,7 +23,7 @@ def group(name: str = "up", value: float = 1.0) -> SampleGroup:
 
 
 class Script:
-    """Answers as told, then 204, and notes the protocols."""
+    """Answers as the test says, then 204, and notes the protocols."""
 
     def __init__(self, *answers: Answer) -> None:
         self.answers = list(answers)

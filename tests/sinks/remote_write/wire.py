@@ -56,7 +56,7 @@ def messages(name: str) -> Any:
 
 
 def read_v1(body: bytes) -> list[Sample]:
-    """The samples of an uncompressed 1.0 request; raises ``DecodeError`` where it is none."""
+    """The samples of an uncompressed 1.0 request; raises ``DecodeError`` if it is none."""
     request = messages("write_v1").WriteRequest.FromString(body)
     return [
         Sample(tuple((label.name, label.value) for label in series.labels), sample.timestamp, bits(sample.value))
@@ -66,7 +66,7 @@ def read_v1(body: bytes) -> list[Sample]:
 
 
 def read_v2(body: bytes) -> list[Sample]:
-    """The samples of an uncompressed 2.0 request; raises ``DecodeError`` or ``IndexError`` where it is none."""
+    """The samples of an uncompressed 2.0 request; raises ``DecodeError`` or ``IndexError`` if it is none."""
     request = messages("write_v2").Request.FromString(body)
     if request.symbols[0]:
         raise message.DecodeError("the first symbol is not empty")

@@ -163,7 +163,7 @@ class _Events:
     def __init__(self, session: int) -> None:
         self.session = session
         self.devices: list[FakeDevice] = []
-        self.told: queue.SimpleQueue[NvmlEvent | NvmlError] = queue.SimpleQueue()
+        self.reported: queue.SimpleQueue[NvmlEvent | NvmlError] = queue.SimpleQueue()
 
 
 class FakeNvml(Nvml):
@@ -325,12 +325,12 @@ class FakeNvml(Nvml):
         self._called(None, "nvmlEventSetWait")
         assert events.session == self.inits, "the set is void"
         try:
-            told = events.told.get(timeout=within_ms / 1000)
+            reported = events.reported.get(timeout=within_ms / 1000)
         except queue.Empty:
             return None
-        if isinstance(told, NvmlError):
-            raise told
-        found: NvmlEvent = told
+        if isinstance(reported, NvmlError):
+            raise reported
+        found: NvmlEvent = reported
         return found
 
     def free(self, events: Any) -> None:
@@ -340,7 +340,7 @@ class FakeNvml(Nvml):
     def xid(self, gpu: FakeDevice, code: int, gpu_instance: int | None = None) -> None:
         """An XID error, for the sets that the GPU is in."""
         for events in self.sets:
-            events.told.put(NvmlEvent(id(gpu), XID_EVENT, code, gpu_instance))
+            events.reported.put(NvmlEvent(id(gpu), XID_EVENT, code, gpu_instance))
 
     def _device(self, handle: Any, function: str) -> FakeDevice:
         device: FakeDevice = handle.device

@@ -24,11 +24,11 @@ class Bench:
         self.nvml.init()
         for gpu in self.nvml.gpus:
             gpu.answers[SUPPORTED] = XID_EVENT | 3
-        self.told: list[Xid] = []
+        self.reported: list[Xid] = []
         self.instruments = Instruments(names.INSTRUMENTS)
         self.ahead_s = 0.0
         self.events = Events(
-            self.nvml, self.instruments, take=self.told.append, clock=lambda: time.monotonic() + self.ahead_s
+            self.nvml, self.instruments, take=self.reported.append, clock=lambda: time.monotonic() + self.ahead_s
         )
 
     @property
@@ -57,7 +57,7 @@ class Bench:
         await eventually(lambda: self.nvml.asked["", WAIT] > before)
 
     def codes(self) -> list[tuple[int | None, int]]:
-        return [(xid.gpu, xid.code) for xid in self.told]
+        return [(xid.gpu, xid.code) for xid in self.reported]
 
 
 @pytest.fixture
@@ -79,10 +79,10 @@ async def test_each_error_is_reported_with_its_gpu_its_code_and_the_time_when_it
     before_ms = time.time_ns() // 1_000_000
     bench.nvml.xid(bench.nvml.gpus[1], 79)
     bench.nvml.xid(bench.nvml.gpus[0], 31, 4)
-    await eventually(lambda: len(bench.told) == 2)
+    await eventually(lambda: len(bench.reported) == 2)
     assert bench.codes() == [(1, 79), (0, 31)]
-    assert [xid.gpu_instance for xid in bench.told] == [None, 4]
-    assert all(before_ms <= xid.ts_ms <= time.time_ns() // 1_000_000 for xid in bench.told)
+    assert [xid.gpu_instance for xid in bench.reported] == [None, 4]
+    assert all(before_ms <= xid.ts_ms <= time.time_ns() // 1_000_000 for xid in bench.reported)
     assert bench.errors == []
 
 
@@ -90,7 +90,7 @@ async def test_it_goes_on_after_an_error(bench: Bench) -> None:
     await bench.watch()
     for times in (1, 2, 3):
         bench.nvml.xid(bench.nvml.gpus[0], times)
-        await eventually(lambda: len(bench.told) == times)  # noqa: B023 - awaited here
+        await eventually(lambda: len(bench.reported) == times)  # noqa: B023 - awaited here
     assert bench.codes() == [(0, 1), (0, 2), (0, 3)]
 
 
@@ -115,7 +115,7 @@ async def test_a_gpu_that_said_in_passing_that_it_has_no_events_is_asked_again_a
     bench.ahead_s = UNSUPPORTED_EVERY_S
     await eventually(lambda: bench.nvml.asked["GPU-0", SUPPORTED] == 2 and not bench.events.refusals())
     bench.nvml.xid(bench.nvml.gpus[0], 79)
-    await eventually(lambda: bench.told)
+    await eventually(lambda: bench.reported)
     assert bench.codes() == [(0, 79)]
     assert bench.errors == []
 
@@ -130,22 +130,22 @@ async def test_a_gpu_that_can_not_be_asked_is_counted_and_the_others_are_waited_
     bench.nvml.gpus[0].fail(SUPPORTED, binding.UNKNOWN)
     await bench.watch()
     bench.nvml.xid(bench.nvml.gpus[1], 13)
-    await eventually(lambda: bench.told)
+    await eventually(lambda: bench.reported)
     assert bench.errors == [(SUPPORTED, "UNKNOWN")]
 
 
 async def test_an_event_of_a_gpu_that_is_not_known_is_reported_without_one(bench: Bench) -> None:
     await bench.watch()
-    bench.nvml.sets[0].told.put(NvmlEvent(4711, XID_EVENT, 13))
-    await eventually(lambda: bench.told)
+    bench.nvml.sets[0].reported.put(NvmlEvent(4711, XID_EVENT, 13))
+    await eventually(lambda: bench.reported)
     assert bench.codes() == [(None, 13)]
 
 
 async def test_other_events_are_not_reported(bench: Bench) -> None:
     await bench.watch()
-    bench.nvml.sets[0].told.put(NvmlEvent(id(bench.nvml.gpus[0]), 1, 5))
+    bench.nvml.sets[0].reported.put(NvmlEvent(id(bench.nvml.gpus[0]), 1, 5))
     bench.nvml.xid(bench.nvml.gpus[0], 13)
-    await eventually(lambda: bench.told)
+    await eventually(lambda: bench.reported)
     assert bench.codes() == [(0, 13)]
 
 
@@ -153,10 +153,10 @@ async def test_other_events_are_not_reported(bench: Bench) -> None:
 async def test_a_set_that_fails_is_made_again_and_counted(bench: Bench) -> None:
     await bench.watch()
     bench.nvml.gpus[0].error = binding.GPU_IS_LOST
-    bench.nvml.sets[0].told.put(NvmlError(binding.GPU_IS_LOST))
+    bench.nvml.sets[0].reported.put(NvmlError(binding.GPU_IS_LOST))
     await bench.renewed(2)
     bench.nvml.xid(bench.nvml.gpus[1], 79)
-    await eventually(lambda: bench.told)
+    await eventually(lambda: bench.reported)
     assert bench.codes() == [(1, 79)]
     assert bench.errors == [(WAIT, "GPU_IS_LOST")]
     assert len(bench.nvml.sets) == 1
@@ -167,11 +167,15 @@ async def test_an_xid_error_that_stands_behind_the_news_of_a_loss_is_reported(be
     await bench.watch()
     lost = bench.nvml.gpus[0]
     lost.error = binding.GPU_IS_LOST
-    waited_on = bench.nvml.sets[0].told
+    waited_on = bench.nvml.sets[0].reported
     hang = bench.nvml.hang(None, WAIT)
     await eventually(hang.begun.is_set)
-    for told in (NvmlError(binding.GPU_IS_LOST), NvmlEvent(id(lost), XID_EVENT, 79), NvmlError(binding.GPU_IS_LOST)):
-        waited_on.put(told)
+    for reported in (
+        NvmlError(binding.GPU_IS_LOST),
+        NvmlEvent(id(lost), XID_EVENT, 79),
+        NvmlError(binding.GPU_IS_LOST),
+    ):
+        waited_on.put(reported)
     bench.nvml.release()
     await bench.renewed(2)
     assert bench.codes() == [(0, 79)]
@@ -196,7 +200,7 @@ async def test_paused_it_lets_go_of_the_set_and_can_begin_again(bench: Bench) ->
     bench.add()
     await bench.renewed(2)
     bench.nvml.xid(bench.nvml.gpus[0], 13)
-    await eventually(lambda: bench.told)
+    await eventually(lambda: bench.reported)
     assert bench.codes() == [(0, 13)]
 
 
@@ -228,7 +232,7 @@ async def test_a_gpu_that_is_added_again_is_registered_once(bench: Bench) -> Non
     await bench.watch()
     bench.add()
     bench.nvml.xid(bench.nvml.gpus[0], 13)
-    await eventually(lambda: bench.told)
+    await eventually(lambda: bench.reported)
     assert bench.nvml.asked["GPU-0", "nvmlDeviceRegisterEvents"] == 1
 
 
@@ -239,5 +243,5 @@ async def test_a_gpu_that_comes_later_is_added_to_those_that_are_waited_for(benc
     bench.events.add(1, bench.nvml.handle(1))
     await eventually(lambda: bench.nvml.asked["GPU-1", "nvmlDeviceRegisterEvents"])
     bench.nvml.xid(bench.nvml.gpus[1], 13)
-    await eventually(lambda: bench.told)
+    await eventually(lambda: bench.reported)
     assert bench.codes() == [(1, 13)]

@@ -1,4 +1,4 @@
-"""From Hopper on each NVLink counts its errors, and what is told is their sum."""
+"""From Hopper on each NVLink counts its errors. The sum of all is reported."""
 
 import pytest
 
@@ -50,8 +50,8 @@ def test_what_the_links_count_is_added_up_and_the_fields_for_all_are_not_believe
     bench.count(REPLAY, 1, 2, 4)
     bench.count(RECOVERY, 0, 0, 0)
     bench.count(CRC, 0, 8, 0)
-    told = {KEYS[REPLAY]: 7, KEYS[RECOVERY]: 0, KEYS[CRC]: 8}
-    assert [bench.values(), bench.values()] == [told, told]
+    reported = {KEYS[REPLAY]: 7, KEYS[RECOVERY]: 0, KEYS[CRC]: 8}
+    assert [bench.values(), bench.values()] == [reported, reported]
     assert bench.calls.errors() == []
 
 
@@ -61,10 +61,10 @@ def test_an_older_gpu_counts_for_all_links_in_the_call_of_all_fields(error: int 
     if error is not None:
         bench.gpu.fail("nvmlDeviceGetArchitecture", error)
     bench.count(CRC, 1, 1, 1)
-    told = {KEYS[CRC]: 20, KEYS[REPLAY]: 30, KEYS[RECOVERY]: 40}
-    assert bench.values() == told
+    reported = {KEYS[CRC]: 20, KEYS[REPLAY]: 30, KEYS[RECOVERY]: 40}
+    assert bench.values() == reported
     bench.nvml.asked.clear()
-    assert bench.values() == told
+    assert bench.values() == reported
     assert bench.nvml.asked["GPU-0", "nvmlDeviceGetFieldValues"] == 1
     assert bench.nvml.asked["GPU-0", "nvmlDeviceGetArchitecture"] == 0
 

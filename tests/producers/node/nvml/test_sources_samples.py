@@ -58,14 +58,14 @@ def test_the_spread_is_that_of_the_new_samples_in_any_order(raw: list[int], rand
 def test_no_sample_is_lost_or_reported_twice_over_the_ticks(ticks: list[list[int]]) -> None:
     bench = Bench()
     bench.read()
-    at_us, told = 0, []
+    at_us, reported = 0, []
     for tick in ticks:
         for raw in tick:
             at_us += 1
             bench.keep(at_us, raw)
         found = bench.read()
-        told.append(None if found is None else found.maximum)
-    assert told == [max(tick) / 100 if tick else None for tick in ticks]
+        reported.append(None if found is None else found.maximum)
+    assert reported == [max(tick) / 100 if tick else None for tick in ticks]
 
 
 @given(st.lists(st.one_of(st.integers(-(2**31), 2**64), st.floats())))
