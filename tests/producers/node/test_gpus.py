@@ -423,7 +423,7 @@ async def test_errors_are_counted_by_call_and_error(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "reported"),
     [
         (binding.LIBRARY_NOT_FOUND, "libnvidia-ml.so.1 is not found"),
         (binding.DRIVER_NOT_LOADED, "kernel module is not loaded"),
