@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from delivery import replays
 from delivery.replays import Last, Verdict
+from sinks.series.cache import Cache
 from sinks.series.model import STALE, SampleGroup, SeriesSet, primaries, samples_of
 from sinks.series.relabel import Withheld
 from sinks.series.tick import SeriesTick
-from sinks.series.translation import Cache, Translator
+from sinks.series.translation import Translator
 from sinks.series.windows import NodeWindow, Resolution
 
 _MAX_MS = 2**63 - 1

@@ -29,10 +29,11 @@ from sinks.counters_reload import following
 from sinks.outcomes import OnOutcome, Outcome, Outcomes, Undecodable, decoded
 from sinks.scrape.exposition import Renderings
 from sinks.scrape.server import serving
+from sinks.series.cache import Cache
 from sinks.series.model import Key, SampleGroup, primaries
 from sinks.series.relabel import WITHHELD, Withheld
 from sinks.series.tick import SeriesTick, decode
-from sinks.series.translation import Cache, Translator
+from sinks.series.translation import Translator
 from sinks.series.windows import NodeWindow, Resolution
 from sinks.settings import ScrapeSettings
 from topics.attributed import TOPIC

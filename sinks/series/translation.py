@@ -15,22 +15,17 @@ apart by these labels; what is the same with two label sets (of a device of whic
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from msgspec.structs import astuple
 
 from sinks.series.beside import (
     Beside,
-    Described,
     HeldDevice,
     Numbers,
-    OfDevice,
-    Pick,
     PodInfo,
     beside,
     divide,
@@ -39,6 +34,7 @@ from sinks.series.beside import (
     picked,
     pod_infos,
 )
+from sinks.series.cache import BesideSet, Cache, LabelledDevice, MeasuredTick, RelabelledSet, WrittenMetrics
 from sinks.series.labels import (
     MAX_LABELS,
     DeviceIdentity,
@@ -51,130 +47,16 @@ from sinks.series.labels import (
     place,
     sole_holder,
 )
-from sinks.series.metrics import NO_COUNTS, NOTHING, Counts, Layout, MetricNames, Said
-from sinks.series.model import Key, Rows, SampleGroup, SeriesSet, Subject, Value
-from sinks.series.relabel import Relabelling, Withheld
+from sinks.series.metrics import NO_COUNTS, NOTHING, Counts, MetricNames
+from sinks.series.model import Key, SampleGroup, SeriesSet, Value
+from sinks.series.relabel import Relabelling
 from sinks.series.tick import DeviceReading, Metrics, SeriesDevice, SeriesTick
 from topics.attributed import pods_of
 from topics.catalogue import CATALOGUE, LAST_XID
 from topics.metric import Labels
 from topics.profiles import INFO, LabelNames, Profile
 
-_SPARE = 64
 _AS_THEY_ARE = Relabelling()
-
-
-@dataclass(slots=True, eq=False)
-class Made:
-    """A set that was made of rows, with the labels that relabelling has left it. ``kept``: the numbers of those rows
-    that are in it, None for all; ``withheld`` counts the others. What two label sets say ``about`` one thing may be
-    the same. ``hashes``: of the labels of each series, if different ones may have become the same."""
-
-    rows: Rows
-    series: SeriesSet
-    kept: tuple[int, ...] | None
-    withheld: Mapping[Withheld, int]
-    about: tuple[str, ...] | None
-    hashes: tuple[int, ...] | None
-
-
-@dataclass(slots=True, eq=False)
-class _Written:
-    """A device's metrics, or a pod's part of them, in the profiles with which it has these labels; and the set of them
-    that was written last."""
-
-    key: Key
-    of: DeviceIdentity
-    subject: Subject
-    labels: Labels
-    names: MetricNames
-    layout: Layout | None = None
-    made: Made | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Labelled:
-    """A device as it was labelled last, and all of its record that this was made of.
-
-    ``pairs``, by label names: the labels that are its own, whoever holds it. ``beside``, by label names: the sets
-    beside its metrics, for numbers of which just these are ``known``.
-    """
-
-    held: HeldDevice
-    attribution: str
-    counts: Counts
-    of: DeviceIdentity
-    pairs: dict[str, list[tuple[str, str]]]
-    written: list[_Written]
-    parts: dict[Key, tuple[DeviceIdentity, list[_Written]]]
-    known: tuple[bool, ...] = ()
-    beside: dict[str, list["_MadeBeside"]] = field(default_factory=dict)
-
-
-class _MadeBeside(NamedTuple):
-    """A set beside metrics. ``values`` are its own if no number is among them."""
-
-    key: Key
-    made: Made
-    picks: tuple[Pick, ...]
-    values: list[float] | None
-
-
-class _Tick(NamedTuple):
-    """What was known of a tick's devices: the metrics that have a row, with the rows, and for each device which of its
-    :data:`Numbers`. With the same labels and the same of this, ticks have the same sets."""
-
-    written: list[_Written]
-    rows: list[Rows]
-    known: list[tuple[bool, ...]]
-
-
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class Cache:
-    """Of one node: the sets of each device's metrics, and those beside them, each with all that it was made of.
-
-    ``profiles``: those in which it was written. ``said`` is what labels were made of in its last tick, ``labelled`` its
-    devices, and ``pods``, by label names, the sets of the pods that held them. ``run`` is when its producer was
-    started, and the node. ``tick`` is what was known in its last tick, ``sets`` are the sets, with their ``keys``, and
-    ``besides`` the values of those beside metrics; ``changing``: which of them are made of which device's numbers.
-    ``written`` is what is written, with its keys; ``cut`` says of which set it is, and of which of its rows, and is
-    None if that is all. ``withheld`` counts what is not written, by reason. ``contested``: some of its series are
-    another node's, and have the hashes that are ``claimed`` there.
-    """
-
-    profiles: tuple[Profile, ...] = ()
-    devices: dict[str, _Labelled] = field(default_factory=dict)
-    beside: dict[tuple[str, ...], tuple[OfDevice | Described | PodInfo, Made]] = field(default_factory=dict)
-    said: tuple[object, ...] = ()
-    labelled: list[_Labelled] = field(default_factory=list)
-    pods: dict[str, list[_MadeBeside]] = field(default_factory=dict)
-    tick: _Tick | None = None
-    keys: list[Key] = field(default_factory=list)
-    sets: list[Made] = field(default_factory=list)
-    besides: list[Sequence[Value]] = field(default_factory=list)
-    changing: list[tuple[int, int, tuple[Pick, ...]]] = field(default_factory=list)
-    written: tuple[list[Key], list[SeriesSet]] = field(default_factory=lambda: ([], []))
-    cut: list[tuple[int, tuple[int, ...] | None]] | None = None
-    withheld: Counter[Withheld] = field(default_factory=Counter)
-    contested: bool = False
-    claimed: set[int] = field(default_factory=set)
-    run: tuple[int, tuple[str, str]] = 0, ("", "")
-    last_xids: dict[str, int] = field(default_factory=dict)
-    reductions: dict[tuple[Made, tuple[int, ...]], SeriesSet] = field(default_factory=dict)
-
-    def reduced(self, made: Made, rows: tuple[int, ...]) -> SeriesSet:
-        """Some of the rows of a set: the same set for the same rows."""
-        if (made, rows) not in self.reductions:
-            of = made.series
-            self.reductions[made, rows] = SeriesSet(of.labels, tuple([of.rows[row] for row in rows]), of.subject)
-        return self.reductions[made, rows]
-
-    def prune(self) -> None:
-        """Forget what is not there any more, when that is more than what is."""
-        if len(self.devices) + len(self.beside) > 2 * len(self.keys) + _SPARE:
-            there, self.reductions = set(self.keys), {}
-            self.devices = {key: was for key, was in self.devices.items() if key in there}
-            self.beside = {key: was for key, was in self.beside.items() if key in there}
 
 
 _NEVER: tuple[None, None] = None, None
@@ -256,21 +138,21 @@ class Translator:
         What is not written, because of its labels, is counted in ``cache.withheld``.
         """
         self._label(sample, cache)
-        tick, values, of = _Tick([], [], []), list[Sequence[Value]](), list[Numbers]()
+        tick = MeasuredTick()
         for reading, was in zip(sample.devices, cache.labelled, strict=True):
-            its = numbers(reading)
-            rest = self._parts(reading, was, its, tick, values) if self._by_pod else NOTHING
-            _measure(was.written, astuple(reading.metrics) + was.counts, rest, tick, values)
-            of.append(its)
-            tick.known.append(tuple([one is not None for one in its]) if its else ())
-        if tick != cache.tick:
+            of = numbers(reading)
+            tick.numbers.append(of)
+            tick.known.append(tuple([one is not None for one in of]) if of else ())
+            rest = self._parts(reading, was, of, tick) if self._by_pod else NOTHING
+            tick.measure(was.written, astuple(reading.metrics) + was.counts, rest)
+        if tick.shape != cache.shape:
             self._find(tick, cache)
             self._choose(cache)
         elif cache.contested:
             self._choose(cache)
-        values += cache.besides
+        values = tick.values + cache.besides
         for number, device, picks in cache.changing:
-            values[number] = picked(picks, of[device])
+            values[number] = picked(picks, tick.numbers[device])
         if cache.cut is not None:
             some = [(values[number], rows) for number, rows in cache.cut]
             values = [of_set if rows is None else [of_set[row] for row in rows] for of_set, rows in some]
@@ -285,10 +167,10 @@ class Translator:
         said = (where, attribution, sample.run_id, [one.device for one in devices], [one.holders for one in devices])
         if said != cache.said:
             cache.labelled = [self._labelled(where, reading, attribution, cache) for reading in devices]
-            cache.said, cache.pods, cache.tick, cache.run = said, {}, None, (sample.run_id, (where.cluster, where.node))
+            cache.said, cache.pods, cache.shape, cache.run = said, {}, (), (sample.run_id, (where.cluster, where.node))
 
     def _parts(
-        self, reading: DeviceReading, was: _Labelled, of: Numbers, tick: _Tick, values: list[Sequence[Value]]
+        self, reading: DeviceReading, was: LabelledDevice, of: Numbers, tick: MeasuredTick
     ) -> Mapping[str, Value]:
         """Measure the pods' parts of a device; the rest is what is written of the device itself."""
         divided = divide(reading, was.held.pods, of, uids=self._pod_uids)
@@ -300,12 +182,12 @@ class Translator:
                 all_keys = dict.fromkeys(self._profiles, CATALOGUE.keys())
                 written = self._written(key, identity, was.pairs, self._part_names, all_keys)
                 was.parts[key] = identity, written
-            _measure(written, astuple(Metrics(**part.metrics)) + NO_COUNTS, NOTHING, tick, values)
+            tick.measure(written, astuple(Metrics(**part.metrics)) + NO_COUNTS)
         return divided.rest
 
-    def _find(self, tick: _Tick, cache: Cache) -> None:
+    def _find(self, tick: MeasuredTick, cache: Cache) -> None:
         """Find the sets of a tick: those of the devices' metrics, then those beside them, by label names."""
-        cache.tick, cache.keys, cache.sets, cache.besides, cache.changing = tick, [], [], [], []
+        cache.shape, cache.keys, cache.sets, cache.besides, cache.changing = tick.shape, [], [], [], []
         for one, rows in zip(tick.written, tick.rows, strict=True):
             if one.made is None or one.made.rows is not rows:
                 one.made = self._make(SeriesSet(one.labels, rows, one.subject), one.of)
@@ -330,8 +212,8 @@ class Translator:
         cache.prune()
 
     def _beside(
-        self, names: LabelNames, was: _Labelled, known: tuple[bool, ...], cache: Cache
-    ) -> Sequence[_MadeBeside]:
+        self, names: LabelNames, was: LabelledDevice, known: tuple[bool, ...], cache: Cache
+    ) -> Sequence[BesideSet]:
         """The sets beside a device's metrics."""
         if known != was.known:
             was.known, was.beside = known, {}
@@ -339,7 +221,7 @@ class Translator:
             was.beside[names.name] = [self._made(names, one, cache) for one in beside(names, was.held, known)]
         return was.beside[names.name]
 
-    def _made(self, names: LabelNames, one: Beside, cache: Cache) -> _MadeBeside:
+    def _made(self, names: LabelNames, one: Beside, cache: Cache) -> BesideSet:
         """A set beside the devices' metrics: the one that was made of the same before, if there is one."""
         key = one.key if names is self._label_names[0] else (*one.key, names.name)
         was_of, made = cache.beside.get(key, _NEVER)
@@ -348,16 +230,18 @@ class Translator:
             made = self._make(series, one.of if isinstance(one.of, PodInfo) else one.of.device, one.key)
             cache.beside[key] = one.of, made
         alone = all(isinstance(pick, float) for pick in one.picks)
-        return _MadeBeside(key, made, one.picks, picked(one.picks, ()) if alone else None)
+        return BesideSet(key, made, one.picks, picked(one.picks, ()) if alone else None)
 
-    def _make(self, series: SeriesSet, of: DeviceIdentity | PodInfo, about: tuple[str, ...] | None = None) -> Made:
+    def _make(
+        self, series: SeriesSet, of: DeviceIdentity | PodInfo, about: tuple[str, ...] | None = None
+    ) -> RelabelledSet:
         """A set as it is written: of every one there is, when something of it has changed."""
         meta: Mapping[str, str] = {}
         if self._relabelling.with_meta:
             meta = meta_labels(of.place, held(of.holder)) if isinstance(of, PodInfo) else meta_labels(of, of.held)
         relabelled = self._relabelling.relabel(series, meta)
         hashes = tuple(map(hash, relabelled.series.series())) if self._relabelling.may_collide else None
-        return Made(series.rows, *relabelled, about, hashes)
+        return RelabelledSet(series.rows, *relabelled, about, hashes)
 
     def _choose(self, cache: Cache) -> None:
         """Of series that are the same, the first is written; and none that another node writes.
@@ -396,7 +280,9 @@ class Translator:
         cache.written = keys, written
         cache.cut = None if len(cut) == len(cache.sets) and all(kept is None for _, kept in cut) else cut
 
-    def _is_first(self, number: int, of: Made, seen: dict[object, tuple[str, ...] | None], cache: Cache) -> bool:
+    def _is_first(
+        self, number: int, of: RelabelledSet, seen: dict[object, tuple[str, ...] | None], cache: Cache
+    ) -> bool:
         """Whether a series comes for the first time in this tick, and no other node writes it."""
         if number not in seen and self._claims.setdefault(number, cache) is cache:
             seen[number] = of.about
@@ -406,7 +292,7 @@ class Translator:
         cache.withheld["collision"] += of.about is None or seen.get(number) != of.about
         return False
 
-    def _labelled(self, where: Place, reading: DeviceReading, attribution: str, cache: Cache) -> _Labelled:
+    def _labelled(self, where: Place, reading: DeviceReading, attribution: str, cache: Cache) -> LabelledDevice:
         """What labels are made of in a device: what was found before, as far as the record says the same of it."""
         device, holders = reading.device, reading.holders
         was = cache.devices.get(device.uuid)
@@ -426,7 +312,7 @@ class Translator:
                 one.layout = before.layout if one.names is before.names else None
         counts = self._counts(device, None if attribution == "none" else len(pods), cache)
         held_by = HeldDevice(where, device, holders, pods, bare, of.held)
-        cache.devices[device.uuid] = made = _Labelled(held_by, attribution, counts, of, pairs, written, parts)
+        cache.devices[device.uuid] = made = LabelledDevice(held_by, attribution, counts, of, pairs, written, parts)
         return made
 
     def _counts(self, device: SeriesDevice, holders: int | None, cache: Cache) -> Counts:
@@ -444,7 +330,7 @@ class Translator:
         pairs: dict[str, list[tuple[str, str]]],
         known: dict[tuple[Profile, ...], MetricNames],
         counted: Mapping[Profile, Collection[str]],
-    ) -> list[_Written]:
+    ) -> list[WrittenMetrics]:
         """A device's labels, each with the profiles in which it has them. ``known`` are the names of some profiles."""
         sharing: dict[Labels, list[Profile]] = {}
         for profile in self._profiles:
@@ -452,26 +338,14 @@ class Translator:
             if names.name not in pairs:
                 pairs[names.name] = device_pairs(names, of)
             sharing.setdefault(labels(names, of, self._max_labels, pairs[names.name]), []).append(profile)
-        written: list[_Written] = []
+        written: list[WrittenMetrics] = []
         for number, (its, some) in enumerate(sharing.items()):
             profiles = tuple(some)
             if profiles not in known:
                 known[profiles] = MetricNames(profiles, counted)
             if isinstance(key, tuple):
-                written.append(_Written((*key, str(number)), of, "by_pod", its, known[profiles]))
+                written.append(WrittenMetrics((*key, str(number)), of, "by_pod", its, known[profiles]))
             else:
                 of_device = ("metrics", key, str(number)) if number else key
-                written.append(_Written(of_device, of, "metrics", its, known[profiles]))
+                written.append(WrittenMetrics(of_device, of, "metrics", its, known[profiles]))
         return written
-
-
-def _measure(
-    written: Iterable[_Written], said: Said, rest: Mapping[str, Value], tick: _Tick, values: list[Sequence[Value]]
-) -> None:
-    """Put what is known of a device, or of a pod's part of it, into a tick, with the values."""
-    for one in written:
-        rows, its, one.layout = one.names.measure(said, rest, one.layout)
-        if rows:
-            tick.written.append(one)
-            tick.rows.append(rows)
-            values.append(its)

@@ -9,7 +9,8 @@ from click.testing import CliRunner
 from gpustream.cli import main
 from gpustream.compare import Asker, PrometheusError, gather, report, summary
 from gpustream.comparison import FINE, Compared, Comparison, Reading, Sample, compared, is_ours
-from sinks.series.translation import Cache, Translator
+from sinks.series.cache import Cache
+from sinks.series.translation import Translator
 from sinks.settings import HttpSettings
 from tests.sinks.scrape.fleet import full_node
 from topics.catalogue import CATALOGUE

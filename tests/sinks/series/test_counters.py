@@ -11,10 +11,11 @@ import pytest
 from delivery.instruments import Instruments
 from sinks.counters_reload import INSTRUMENTS, CountersReload, following
 from sinks.remote_write.nodes import OpenSeries
+from sinks.series.cache import Cache
 from sinks.series.counters import Picked, load, pick
 from sinks.series.counters_file import Counter, CountersError
 from sinks.series.model import STALE, SampleGroup
-from sinks.series.translation import Cache, Translator
+from sinks.series.translation import Translator
 from sinks.settings import NamingSettings, ScrapeSettings
 from tests.eventually import eventually
 from tests.sinks.conftest import device, sample

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from msgspec.structs import astuple
 
+from sinks.series.cache import Cache
 from sinks.series.model import SampleGroup, primaries
-from sinks.series.translation import Cache, Translator
+from sinks.series.translation import Translator
 from tests.sinks.scrape.fleet import full_node, node
 from topics.catalogue import XIDS
 from topics.profiles import LABELS, PROFILES, ProfileName
