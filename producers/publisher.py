@@ -121,12 +121,7 @@ class SnapshotSender:
 
     def _settle(self, done: "asyncio.Future[int]") -> None:
         self._repeats.discard(done)
-        if done.cancelled():
-            return
-        if done.exception() is None:
-            self._instruments.counter(SNAPSHOTS).inc()
-        else:
-            self._instruments.counter(SNAPSHOTS_DROPPED, "refused").inc()
+        count_settled(self._instruments, done, SNAPSHOTS, SNAPSHOTS_DROPPED)
 
 
 class NodePublisher:
@@ -283,10 +278,7 @@ class NodePublisher:
         del self._in_flight[tick]
         self._buffer.in_flight_bytes -= len(tick.value)
         self._count_held()
-        if done.exception() is None:
-            self._instruments.counter(SENT).inc()
-        else:
-            self._count_dropped("refused")
+        count_settled(self._instruments, done, SENT, DROPPED)
         self._wake.set()
 
 
@@ -296,6 +288,13 @@ class NodePublisher:
 def sender_of(name: str, connection: Connection, client_id: str) -> Sender:
     """The sender of the producer of that name: it waits until the producer's topics can be used."""
     return Sender(connection, client_id=client_id, check=TopicCheck(connection, PRODUCERS[name].uses))
+
+
+def count_settled(instruments: Instruments, done: "asyncio.Future[int]", sent: str, dropped: str) -> None:
+    """Count a record that was handed to the sender as sent or as dropped, unless nobody waits for it any more."""
+    if not done.cancelled():
+        refused = done.exception() is not None
+        (instruments.counter(dropped, "refused") if refused else instruments.counter(sent)).inc()
 
 
 def not_sent(sender: Sender, *, what: str, waited_s: float) -> list[str]:

@@ -19,7 +19,7 @@ from delivery.instruments import Instruments
 from delivery.sender import Sender
 from delivery.tasks import set_within
 from producers import records
-from producers.publisher import LARGEST_VALUE_BYTES, RESEND_S, WORKLOADS, WORKLOADS_DROPPED
+from producers.publisher import LARGEST_VALUE_BYTES, RESEND_S, WORKLOADS, WORKLOADS_DROPPED, count_settled
 from producers.records import WorkloadsContent
 from topics import workloads
 from topics.topic import node_key
@@ -195,12 +195,7 @@ class WorkloadsPublisher:
         self._moved_s = self._clock()
         self._wake.set()
         self._note_empty()
-        if done.cancelled():
-            return
-        if done.exception() is None:
-            self._instruments.counter(WORKLOADS).inc()
-        else:
-            self._count_dropped("refused")
+        count_settled(self._instruments, done, WORKLOADS, WORKLOADS_DROPPED)
 
     def _note_empty(self) -> None:
         if not self._waiting and not self._in_flight:
