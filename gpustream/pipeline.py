@@ -7,7 +7,6 @@ On failure: the first component that fails ends the run, and its error is raised
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -18,6 +17,7 @@ import msgspec
 
 from delivery import clients
 from delivery.connection import Connection
+from delivery.tasks import set_within
 from gpustream.serve import Component
 from gpustream.ticks import Tick, decode_tick
 from topics import alerts, attributed, dead_letters
@@ -179,8 +179,7 @@ class Pipeline:
                 raise Failed(f"{name} failed: {error}") from error
             if task.done() and not asked:
                 raise Failed(f"{name} ended on its own")
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), _LOOK_EVERY_S)
+        await set_within(stop, _LOOK_EVERY_S)
 
     async def _stop(self) -> None:
         """Stops the components, then the tail; what does not stop in time is cancelled and left behind."""

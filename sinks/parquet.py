@@ -27,6 +27,7 @@ from delivery.clients import Reminder
 from delivery.dead_letters import Abandoned, DeadLetters, Record, connecting
 from delivery.instruments import Instrument, Instruments
 from delivery.sender import Sender
+from delivery.tasks import set_within
 from sinks import outcomes
 from sinks.consumer import GroupReader, Source
 from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
@@ -169,9 +170,7 @@ class Disk:
                 fresh = await asyncio.to_thread(files.merge, start_ms, records)
             except (OSError, _pyarrow()[0].ArrowException) as error:
                 self._note(f"{type(error).__name__}: {error}")
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(abandon.wait(), _RETRY_S)
-                if abandon.is_set():
+                if await set_within(abandon, _RETRY_S):
                     raise Abandoned from error
             else:
                 self._note(None)

@@ -17,6 +17,7 @@ from urllib.parse import quote
 import msgspec
 
 from delivery.kubernetes.client import ApiHealth, Client, Unreachable, message
+from delivery.tasks import set_within
 from sinks.metrics_api.custom_metrics import GROUP
 from sinks.metrics_api.selectors import SelectorError
 
@@ -175,8 +176,7 @@ class ApiServer:
                 found = await ask()
             except Unreachable as error:
                 self._health.bad(error.reason, str(error))
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), _RETRY_S)
+                await set_within(stop, _RETRY_S)
             else:
                 self._health.good("asked")
                 return found
