@@ -44,7 +44,7 @@ class Named(msgspec.Struct, frozen=True):
     resolved: Resolved
 
 
-class Seen(msgspec.Struct, frozen=True, gc=False):
+class DevicesSeen(msgspec.Struct, frozen=True, gc=False):
     """What of the devices of a tick decides who holds them, beside the snapshot and its pods.
 
     ``inventory``: what a device id may say of each. ``processes``: of each how many it shows, and whether they can be
@@ -69,7 +69,7 @@ class Memo(msgspec.Struct, frozen=True):
     """The last answer, and all that it depends on."""
 
     snapshot: Allocations
-    seen: Seen
+    seen: DevicesSeen
     resolved: Resolved
     held: HeldDevices
     devices: tuple[HeldDevice, ...]
@@ -104,7 +104,7 @@ def named_snapshots(sample: Sample) -> dict[int, int]:
     return found
 
 
-def see(devices: Sequence[Device], last: Memo | None) -> Seen:
+def see(devices: Sequence[Device], last: Memo | None) -> DevicesSeen:
     """What decides who holds these devices: the same object as in the last answer if it is the same."""
     inventory = tuple(map(_place, devices))
     processes: list[str | bool | int | None] = []
@@ -114,15 +114,21 @@ def see(devices: Sequence[Device], last: Memo | None) -> Seen:
         for one in shown or ():
             processes += (one.pod_uid, one.service, not one.memory_used_bytes)
     if last is None:
-        return Seen(inventory, processes, uids_of(devices))
+        return DevicesSeen(inventory, processes, uids_of(devices))
     was = last.seen
     if was.processes != processes:
-        return Seen(was.inventory if was.inventory == inventory else inventory, processes, uids_of(devices))
-    return was if was.inventory == inventory else Seen(inventory, processes, was.uids)
+        return DevicesSeen(was.inventory if was.inventory == inventory else inventory, processes, uids_of(devices))
+    return was if was.inventory == inventory else DevicesSeen(inventory, processes, was.uids)
 
 
 def attribute(
-    sample: Sample, seen: Seen, offset: int, logged_ms: int, now: Named, earlier: Mapping[int, Named], last: Memo | None
+    sample: Sample,
+    seen: DevicesSeen,
+    offset: int,
+    logged_ms: int,
+    now: Named,
+    earlier: Mapping[int, Named],
+    last: Memo | None,
 ) -> tuple[Joined, Memo | None]:
     """The attributed tick, and the answer to remember. ``earlier`` are the snapshots that only events name, by seq."""
     memo, attribution, unknown_ids = last, now.attribution, tuple[str, ...]()
@@ -138,20 +144,21 @@ def attribute(
     else:
         devices = (_HELD_BY_NOBODY,) * len(sample.devices)
     tick = _Then(holders, attribution)
-    then: dict[int | None, _Then] = {}
-    for seq, named in earlier.items():
-        held_then = _held(named.listing.snapshot, named.resolved, sample.devices).holders if named.listing else {}
-        then[seq] = _Then(held_then, named.attribution)
-    attributed: list[AttributedDevice] = []
-    for d, held in zip(sample.devices, devices, strict=True):
-        shared = divide(d, held.holders, held.rows)
-        one = AttributedDevice(
+    then: dict[int | None, _Then] = {
+        seq: _Then(
+            _held(one.listing.snapshot, one.resolved, sample.devices).holders if one.listing else {}, one.attribution
+        )
+        for seq, one in earlier.items()
+    }
+    shares = [divide(d, held.holders, held.rows) for d, held in zip(sample.devices, devices, strict=True)]
+    attributed = [
+        AttributedDevice(
             d.uuid, d.index, d.vendor, d.model, d.pci_bus_id, d.minor, d.state, d.mig, d.metrics, d.processes, d.jobs,
-            None if d.events is None else _events(d.events, d.uuid, tick, then),
-            d.info, d.xids, d.read_ms, d.compute_slices,
-            shared.holders, shared.unattributed, shared.scaled, held.conflict,
-        )  # fmt: skip
-        attributed.append(one)
+            None if d.events is None else _events(d.events, d.uuid, tick, then), d.info, d.xids, d.read_ms,
+            d.compute_slices, share.holders, share.unattributed, share.scaled, held.conflict,
+        )
+        for d, held, share in zip(sample.devices, devices, shares, strict=True)
+    ]  # fmt: skip
     out = AttributedSample(
         schema=1,
         cluster=sample.cluster,
@@ -189,7 +196,9 @@ def _unwell(said: Sequence[UnwellDevice], sample: Sample) -> tuple[UnwellDevice,
     return tuple(found)
 
 
-def _memo(last: Memo | None, snapshot: Allocations, found: Resolved, devices: Sequence[Device], seen: Seen) -> Memo:
+def _memo(
+    last: Memo | None, snapshot: Allocations, found: Resolved, devices: Sequence[Device], seen: DevicesSeen
+) -> Memo:
     """Who holds the devices of a tick by a snapshot: the last answer, as far as all is the same that it depends on."""
     held: HeldDevices | None = None
     if last is not None and last.snapshot is snapshot and last.seen.inventory is seen.inventory:
