@@ -137,7 +137,7 @@ COMMANDS = {
     cls=Listed,
     entries=COMMANDS,
     epilog="gpustream COMMAND --help says more, with an example.",
-    context_settings={"help_option_names": ["--help", "-h"]},
+    context_settings=command.HELP_BY,
 )
 @click.version_option(package_name="gpustream", prog_name="gpustream")
 def main() -> None:

@@ -28,6 +28,9 @@ Decorator = Callable[[F], F]
 
 _MISTAKES = "gpustream.mistakes"
 
+HELP_BY = {"help_option_names": ["--help", "-h"]}
+"""What asks any command for its help."""
+
 
 class Mistakes(click.UsageError):
     """Every mistake of a command line and its environment."""
@@ -107,7 +110,7 @@ class Command(click.Command):
         example: str = "",
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"context_settings": HELP_BY, **kwargs})
         self.check = check
         self.example = example
 

@@ -12,7 +12,7 @@ ends, however much comes meanwhile. Groups that are behind are asked a second ti
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
@@ -164,59 +164,42 @@ def _moved(group: Group, later: Group, watched_s: float) -> Group:
 
 
 async def _with_lags(past: History, groups: Sequence[GroupFound]) -> list[Group]:
+    """The groups, each with what it has not finished of the topics in which it has committed something."""
     topics = {tp.topic for group in groups for tp in group.committed} & past.partitions.keys()
-    spans = {topic: await past.spans(topic) for topic in topics}
-    lags = await _lags(past, groups, spans)
-    begins = {tp: span.start for some in spans.values() for tp, span in some.items()}
-    return [
-        Group(
-            one.name,
-            one.state,
-            one.members,
-            lags[one.name],
-            one.committed,
-            {tp: begins[tp] for tp, at in one.committed.items() if at < begins.get(tp, 0)},
-        )
-        for one in groups
-    ]
-
-
-async def _lags(
-    past: History, groups: Iterable[GroupFound], spans: Mapping[str, Mapping[Partition, Span]]
-) -> dict[str, tuple[Lag, ...]]:
-    """What each group has not finished, of the topics in which it has committed something."""
+    spans = {tp: span for topic in topics for tp, span in (await past.spans(topic)).items()}
     behind: dict[str, dict[Partition, int]] = {}
     for group in groups:
-        for topic in {tp.topic for tp in group.committed} & spans.keys():
-            for tp, span in spans[topic].items():
-                at = max(group.committed.get(tp, span.start), span.start)
-                if at < span.end:
-                    behind.setdefault(group.name, {})[tp] = at
+        mine = {tp.topic for tp in group.committed}
+        at = {tp: max(group.committed.get(tp, one.start), one.start) for tp, one in spans.items() if tp.topic in mine}
+        behind[group.name] = {tp: offset for tp, offset in at.items() if offset < spans[tp].end}
+    times = await _times(past, [place for places in behind.values() for place in places.items()])
+    found = []
+    for group in groups:
+        lags = []
+        for topic in sorted({tp.topic for tp in behind[group.name]}):
+            places = {tp: at for tp, at in behind[group.name].items() if tp.topic == topic}
+            records = sum(spans[tp].end - at for tp, at in places.items())
+            oldest_ms = min((at_ms for place in places.items() if (at_ms := times[place])), default=None)
+            lags.append(Lag(topic, records, tuple(tp.partition for tp in places), oldest_ms))
+        lost = {tp: spans[tp].start for tp, at in group.committed.items() if tp in spans and at < spans[tp].start}
+        found.append(Group(group.name, group.state, group.members, tuple(lags), group.committed, lost))
+    return found
+
+
+async def _times(past: History, places: Iterable[tuple[Partition, int]]) -> dict[tuple[Partition, int], int | None]:
+    """When the records at these offsets were logged. A question has one offset of each partition."""
     asked: dict[Partition, set[int]] = {}
-    for places in behind.values():
-        for tp, at in places.items():
-            asked.setdefault(tp, set()).add(at)
-    times: dict[tuple[Partition, int], int | None] = {}
-    offsets = OffsetClient(past.connection, client_id="gpustream-doctor")
-    while asked:  # one offset of each partition at a time
-        some = {tp: offsets_left.pop() for tp, offsets_left in asked.items()}
-        asked = {tp: offsets_left for tp, offsets_left in asked.items() if offsets_left}
+    for tp, at in places:
+        asked.setdefault(tp, set()).add(at)
+    offsets, times = (
+        OffsetClient(past.connection, client_id="gpustream-doctor"),
+        dict[tuple[Partition, int], int | None](),
+    )
+    while asked:
+        some = {tp: left.pop() for tp, left in asked.items()}
+        asked = {tp: left for tp, left in asked.items() if left}
         times |= {(tp, some[tp]): at_ms for tp, at_ms in (await offsets.times(some)).items()}
-    return {
-        group.name: tuple(
-            Lag(
-                topic,
-                sum(spans[topic][tp].end - at for tp, at in places.items() if tp.topic == topic),
-                tuple(tp.partition for tp in places if tp.topic == topic),
-                min(
-                    (at_ms for tp, at in places.items() if tp.topic == topic and (at_ms := times[tp, at])), default=None
-                ),
-            )
-            for topic in sorted({tp.topic for tp in places})
-        )
-        for group in groups
-        for places in [behind.get(group.name, {})]
-    }
+    return times
 
 
 # -- over HTTP
