@@ -77,11 +77,7 @@ async def _show_policies(connection: Connection, form: Form, bounds: Bounds) -> 
     nodes: dict[bytes, NodeWorkloads] = {}
     async with history.opened(connection, [workloads.TOPIC.name]) as past:
         async for records in past.records(await past.spans(workloads.TOPIC.name)):
-            for record in records:
-                try:
-                    nodes[record.key] = _decode_workloads(record.value or b"")
-                except msgspec.DecodeError as error:
-                    log.warning("%s", error, extra={"partition": record.partition, "offset": record.offset})
+            nodes |= {record.key: node for record, node in history.decoded(records, _decode_workloads, log)}
     rows = sorted(row for node in nodes.values() for row in policy_rows(node, bounds))
     if form == "json":
         json_lines(dict(zip(POLICY_COLUMNS, row, strict=True)) for row in rows)

@@ -1,5 +1,7 @@
 """Reads what topics hold, from a time to where they end when they are asked: in no group, and without a commit.
 
+It also has what commands do with that beside: decode, show how far it is, write records again.
+
 In:       topics that there are, and a time.
 Out:      where that is in each partition, and the records from there to the end, in batches.
 On failure: BrokerError with a sentence, also if the broker stops to answer in the middle.
@@ -7,12 +9,14 @@ On failure: BrokerError with a sentence, also if the broker stops to answer in t
 
 import asyncio
 import contextlib
+import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from aiokafka.errors import KafkaError
 from rich.console import Console
 from rich.progress import Progress
@@ -23,13 +27,17 @@ from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError, BrokerUnavailable
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
+from delivery.sender import Sender
 from topics.topic import Topic
+
+R = TypeVar("R")
 
 STALLED_S = 30.0
 """A broker that gives no record for so long, though there are some, does not answer."""
 
 _WAIT_MS = 500
 _ANY_TIME_MS = 1
+_UNACKNOWLEDGED = 2000
 
 
 class Span(NamedTuple):
@@ -129,6 +137,39 @@ class History:
     def _of(self, topic: str) -> list[Partition]:
         every = [Partition(topic, number) for number in range(self.partitions[topic])]
         return [tp for tp in every if tp not in self._without]
+
+
+def decoded(
+    records: Iterable[Any], decode: Callable[[bytes], R], log: logging.Logger | None = None
+) -> Iterator[tuple[Any, R]]:
+    """Each record with what it says. One that can't be decoded is left out, and written to the log if there is one."""
+    for record in records:
+        try:
+            found = decode(record.value or b"")
+        except msgspec.DecodeError as error:
+            if log is not None:
+                log.warning("%s", error, extra={"partition": record.partition, "offset": record.offset})
+        else:
+            yield record, found
+
+
+class Writer:
+    """Writes records again, and waits now and then until those before are acknowledged."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+        self._waiting: list[asyncio.Future[int]] = []
+
+    async def write(self, topic: str, value: bytes, key: bytes, partition: int) -> None:
+        """Write a record. Raises what became of one before it."""
+        self._waiting.append(await self._sender.send(topic, value, key=key, partition=partition))
+        if len(self._waiting) >= _UNACKNOWLEDGED:
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Wait until all is acknowledged."""
+        await asyncio.gather(*self._waiting)
+        self._waiting.clear()
 
 
 def utc(at_ms: int) -> str:

@@ -7,7 +7,6 @@ State:    none. What the target has already is not written again, so one that wa
 On failure: what Kafka does not have any more, and a target that has something else, are refused with the reason.
 """
 
-import asyncio
 import dataclasses
 import math
 from collections.abc import AsyncIterator, Sequence
@@ -37,7 +36,6 @@ from topics.topic import UInt, decoder, node_key
 from topics.workloads import NodeWorkloads
 
 _STATES = (allocations.TOPIC.name, workloads.TOPIC.name)
-_UNACKNOWLEDGED = 2000
 _PRUNE_AT_MARKS = 64
 _READ_TO_THE_END = msgspec.structs.replace(join.NEW, allocations_read_s=math.inf, watermark_ms=math.inf)
 """A node of which all snapshots and workloads have been read: none of its ticks waits."""
@@ -156,7 +154,7 @@ async def _write(
     ticks: AsyncIterator[Sequence[Any]], theirs: History, sender: Sender, again: JoinedAgain, done: Reattributed
 ) -> None:
     """Write what becomes of a partition's samples, behind what the target has of them."""
-    encode, waiting = msgspec.json.Encoder().encode, list[asyncio.Future[int]]()
+    encode, writer = msgspec.json.Encoder().encode, history.Writer(sender)
     there: Span | None = None
     async for records in ticks:
         for record in records:
@@ -174,12 +172,8 @@ async def _write(
                 continue
             setattr(done, made.attribution, getattr(done, made.attribution) + 1)
             key = node_key(made.cluster, made.node)
-            sent = await sender.send(attributed.TOPIC.name, encode(made), key=key, partition=record.partition)
-            waiting.append(sent)
-            if len(waiting) >= _UNACKNOWLEDGED:
-                await asyncio.gather(*waiting)
-                waiting.clear()
-    await asyncio.gather(*waiting)
+            await writer.write(attributed.TOPIC.name, encode(made), key, record.partition)
+    await writer.settle()
     done.nodes, done.malformed = done.nodes + again.nodes, done.malformed + again.malformed
 
 

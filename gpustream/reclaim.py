@@ -109,12 +109,7 @@ async def _actions(connection: Connection) -> dict[str, Action]:
     found: dict[str, Action] = {}
     async with history.opened(connection, [actions.TOPIC.name]) as past:
         async for records in past.records(await past.spans(actions.TOPIC.name)):
-            for record in records:
-                try:
-                    one = _decode(record.value or b"")
-                except msgspec.DecodeError as error:
-                    log.warning("%s", error, extra={"partition": record.partition, "offset": record.offset})
-                    continue
+            for _, one in history.decoded(records, _decode, log):
                 last = found.get(one.id)
                 if last is None or last.state not in OVER or one.state == "undone":
                     found[one.id] = one

@@ -10,7 +10,6 @@ State:    none. Of each partition the generation is one above the highest that i
 On failure: what Kafka does not have any more is refused, with the reason and what it has; exit code 1.
 """
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -47,8 +46,6 @@ SETTLED_MS = PATIENCE_MS + 2 * MINUTE_MS
 
 SETTLED_MS_OF_SAMPLES = 15_000
 """A sample that was logged so long ago can be attributed: what its join waits for has been logged since."""
-
-_UNACKNOWLEDGED = 2000
 
 _decode = decoder(Usage)
 
@@ -309,8 +306,7 @@ class Partitioned:
     """A partition that is made again."""
 
     def __init__(self, past: History, sender: Sender, hours: Range, advanced: Callable[[int], None]) -> None:
-        self._past, self._sender, self._hours, self._advanced = past, sender, hours, advanced
-        self._waiting: list[asyncio.Future[int]] = []
+        self._past, self._writer, self._hours, self._advanced = past, history.Writer(sender), hours, advanced
 
     async def replay(
         self, tp: Partition, ticks: Span, before: Mapping[Partition, Span], policy: Accounting, made: Made
@@ -331,10 +327,10 @@ class Partitioned:
             await write(nodes.take(records))
         await write(nodes.end(now_ms() - MINUTE_MS))
         async for records in self._past.records(before):
-            zeros = [zero for one in _decoded(records, _decode) if (zero := written.zero(one))]
+            zeros = [zero for _, one in history.decoded(records, _decode) if (zero := written.zero(one))]
             made.zeros += len(zeros)
             await self._send(tp.partition, zeros)
-        await asyncio.gather(*self._waiting)
+        await self._writer.settle()
         made.nodes, made.ticks = made.nodes + len(nodes.nodes), made.ticks + nodes.ticks
         made.malformed += nodes.malformed
         made.generation = max(made.generation, generation)
@@ -343,26 +339,13 @@ class Partitioned:
         """The highest that the partition has of these hours."""
         highest = 0
         async for records in self._past.records(before, self._advanced):
-            for one in _decoded(records, _decode_head):
+            for _, one in history.decoded(records, _decode_head):
                 if _holds(self._hours, one):
                     highest = max(highest, one.generation)
         return highest
 
     async def _send(self, partition: int, records: Sequence[Usage]) -> None:
-        """Write records, and wait when much is not acknowledged."""
+        """Write records of hours and of minutes, each to its topic."""
         for one in records:
             topic = HOURS if one.end_ms - one.start_ms == HOUR_MS else MINUTES
-            value, key = msgspec.json.encode(one), one.key.encode()
-            self._waiting.append(await self._sender.send(topic.name, value, key=key, partition=partition))
-            if len(self._waiting) >= _UNACKNOWLEDGED:
-                await asyncio.gather(*self._waiting)
-                self._waiting.clear()
-
-
-def _decoded(records: Sequence[Any], decode: Callable[[bytes], Any]) -> Iterable[Any]:
-    """The records that are none of usage are left out."""
-    for record in records:
-        try:
-            yield decode(record.value or b"")
-        except msgspec.DecodeError:
-            continue
+            await self._writer.write(topic.name, msgspec.json.encode(one), one.key.encode(), partition)

@@ -77,14 +77,12 @@ class Pane(Widget, can_focus=True):
         at = self.top + y - len(self.head)
         if at >= self.count:
             return draw.fit([], width)
-        bar = self.count > self.room
-        fitted = draw.fit(self.line(at, width - bar), width - bar, "reverse" if at == self.cursor else "")
-        return [*fitted, self._bar(y - len(self.head))] if bar else fitted
-
-    def _bar(self, y: int) -> tuple[str, str]:
-        first = self.top * self.room // self.count
-        length = max(1, self.room * self.room // self.count)
-        return ("┃", "") if first <= y < first + length or (y == self.room - 1 and first + length > y) else ("│", "dim")
+        has_bar = self.count > self.room
+        fitted = draw.fit(self.line(at, width - has_bar), width - has_bar, "reverse" if at == self.cursor else "")
+        if not has_bar:
+            return fitted
+        first, length = self.top * self.room // self.count, max(1, self.room * self.room // self.count)
+        return [*fitted, ("┃", "") if first <= y - len(self.head) < first + length else ("│", "dim")]
 
     def render_line(self, y: int) -> Strip:
         """A line of the screen, as Textual asks for it."""
