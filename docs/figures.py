@@ -24,7 +24,7 @@ LINK_BYTES, DISTRIBUTOR, RESOLUTION_S = 125e6, 25_000, 15
 
 
 def figures(name: str) -> dict[str, dict[str, Any]]:
-    """What a benchmark has found, by what it is of."""
+    """What a benchmark has measured: each figure by its name."""
     return {one["what"]: one for one in json.loads((BENCH / f"{name}.json").read_text())}
 
 
@@ -118,7 +118,7 @@ def brokers(nodes: float) -> int:
 
 
 def first() -> list[tuple[str, float, str]]:
-    """What gives, at how many GPUs, and what is done then; in this order."""
+    """What becomes full, at how many GPUs, and what to do then; the first one first."""
     full = {name: USED * 1e6 / part.value * GPUS for name, part in CPU.items()}
     found = [
         *((f"one pod of {name}", gpus, "more pods") for name, gpus in full.items()),
@@ -222,7 +222,7 @@ def plot() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """The pages and the plot as they ought to be."""
+    """The pages and the plot as they should be."""
     made, files = tables(), {OPERATIONS / "growth.svg": plot()}
     for path in (OPERATIONS / "sizing.md", OPERATIONS / "benchmarks.md"):
         files[path] = _MARKED.sub(lambda found: found[1] + made[found[2]], path.read_text(encoding="utf-8"))

@@ -61,7 +61,7 @@ def svg() -> str:
 
 
 def _arrow(source: tuple[int, int], target: tuple[int, int]) -> str:
-    """From the right of one box to the left of another; back, where a stream reads what another one wrote."""
+    """From the right of one box to the left of another; back if a stream reads what another one wrote."""
     x1, y1, x2, y2 = source[0] + WIDTH, source[1] + HEIGHT // 2, target[0], target[1] + HEIGHT // 2
     if x2 < x1:
         x1, x2, y2 = source[0], target[0] + WIDTH, y2 - 6

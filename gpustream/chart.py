@@ -374,7 +374,7 @@ def kafka_topics(of_kafka: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def users_of_components() -> dict[str, str]:
-    """The workload of each command but that which makes topics: its name in k8s/, which its user has too."""
+    """The workload of each command, except of the one that makes topics: its name in k8s/, which is also its user's."""
     names = {re.sub("([A-Z])", r"-\1", name).lower(): words for name, words in COMPONENTS.items()}
     return {name: words for name, words in names.items() if name != "topics"}
 

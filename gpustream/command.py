@@ -67,13 +67,13 @@ class Argument(_Collecting, click.Argument):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The sentence that names the known word that this one is nearest to; empty if none is near."""
+    """The sentence that names the known word nearest to this one; empty if none is near."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" Did you mean {close[0]}?" if close else ""
 
 
 class CommandGroup(click.Group):
-    """A click group that says which command was meant by a misspelt one, or which commands there are."""
+    """A click group that, for a misspelt command, says which one was probably meant, or which there are."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click's; an option that the group does not have may be one of its commands'."""
@@ -271,7 +271,7 @@ def settings(row: Registered, given: Mapping[str, Any]) -> Any:
 
 
 def mistakes(row: Registered, given: Mapping[str, Any]) -> list[str]:
-    """Every mistake in what was given to a component, in words for whoever wrote it."""
+    """Every mistake in what was given to a component, in words for the person who wrote it."""
     found: list[str] = settings(row, given).mistakes()
     return found
 

@@ -30,7 +30,7 @@ SCHEMA = 1
 
 _SHOWN = 300
 _AT_ONCE = 25
-"""So many names are asked for in a question."""
+"""How many names are asked for at once."""
 
 _ANY_NAME = "DCGM_.+|dcgm_.+|gpu_.+"
 

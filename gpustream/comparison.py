@@ -22,7 +22,7 @@ _UUIDS, _INDEXES = ("UUID", "uuid", "gpu_uuid"), ("gpu", "gpu_index")
 _NODES = ("Hostname", "hostname", "k8s_node_name", "host_name", "node", "instance")
 _NAMESPACES = ("exported_namespace", "pod_namespace", "k8s_namespace_name", "namespace")
 _PODS = ("exported_pod", "pod_name", "k8s_pod_name", "pod")
-"""Where a scrape's own labels win, those of the holder are ``exported_``, and ``pod`` is the exporter's own."""
+"""If a scrape's own labels win, those of the holder begin with ``exported_``, and ``pod`` is the exporter's own."""
 _FACTORS = (100.0, 1e3, 1e6, 1e9, 1024.0, 1024.0**2, 1e6 / 1024**2)
 
 Labels = Mapping[str, str]
@@ -58,7 +58,7 @@ class Reading(NamedTuple):
 
 
 class ComparedDevice(NamedTuple):
-    """A GPU, or a GPU instance of one: its UUID, or where that is not said, its node and index."""
+    """A GPU, or a GPU instance of one: its UUID or, if that is not known, its node and index."""
 
     uuid: str
     instance: str = ""
@@ -153,7 +153,7 @@ class Comparison(NamedTuple):
 
     @property
     def differing(self) -> int:
-        """How many rows differ but in when they were read."""
+        """How many rows differ, other than by when they were read."""
         return sum(row.verdict not in FINE for row in self.rows)
 
 
@@ -192,7 +192,7 @@ def compared(theirs: Sequence[Reading], ours: Sequence[Reading], tolerance: floa
 
 
 def _with_holders(readings: Sequence[Reading]) -> Sequence[Reading]:
-    """The same without the exporter's own pod, where a side says that it has its holders in other labels."""
+    """The same without the exporter's own pod, if a side has its holders in other labels."""
     if not any("exported_pod" in one.labels for one in readings):
         return readings
     own = ("pod", "namespace", "container")

@@ -41,7 +41,7 @@ Json = Mapping[str, Any]
 SCHEMA = 1
 
 KUBELET_WITHIN_S = DEADLINE_S + 1.0
-"""A tick does not wait so long for the kubelet: its answer counts for the next one, which there is none of here."""
+"""A tick does not wait so long for the kubelet: a late answer counts for the next tick. Here there is no next one."""
 
 
 @click.command(
@@ -128,7 +128,7 @@ class Placed(NamedTuple):
 
 
 def place(containers: Iterable[Json], devices: Sequence[Json]) -> Placed:
-    """Who holds which of the devices, as the ids that the kubelet hands on say.
+    """Who holds which of the devices, according to the ids that the kubelet hands on.
 
     A slot of HAMi's may not be on the device that its id names: ``hami_slot`` says that it is one.
     """
@@ -372,7 +372,7 @@ def _users(device: Json) -> Iterator[tuple[str, str]]:
 
 
 def _metrics(metrics: Mapping[str, float], width: int) -> Iterator[str]:
-    """Two to a line; what is too long for that has a line of its own."""
+    """Two values on a line; one that is too long for that has its own line."""
     yield from _line("metrics", f"{len(metrics)} of {len(CATALOGUE)}", width)
     half = (width - len(_MARGIN) - len(_GAP)) // 2
     named = [(key, amount(key, metrics[key])) for key in CATALOGUE if key in metrics]
@@ -385,7 +385,7 @@ def _metrics(metrics: Mapping[str, float], width: int) -> Iterator[str]:
 
 
 def _left_out(device: Json, shown: dict[str, str], width: int) -> Iterator[str]:
-    """By reason. If all of it was shown of a device before, only the name of that one."""
+    """What was left out, by reason; if it is the same as for a device before, only the name of that device."""
     reasons: dict[str, list[str]] = {}
     for one in device["left_out"]:
         reasons.setdefault(sentence(one["tried"]), []).append(one["what"])

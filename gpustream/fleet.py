@@ -22,10 +22,10 @@ from topics.idleness import IDLE_BELOW, Doing, doing_of, work_of
 from topics.samples import Process
 
 SILENT_S = 15.0
-"""A node without a tick for so long is silent: what is shown of it is old, and is marked so."""
+"""A node is silent if it has sent no tick for so long: what is shown of it is old, and marked as such."""
 
 FORGOTTEN_S = 600.0
-"""A node without a tick for so long is left out."""
+"""A node is left out if it has sent no tick for so long."""
 
 MOST_TENURES = 64
 XID_SHOWN_S = 300.0

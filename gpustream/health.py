@@ -60,7 +60,7 @@ CLIENT_S = 10.0
 """A client has so long to send its request, and again so long to take the answer."""
 
 MAX_CLIENTS = 64
-"""So many connections are served at once, each by a thread; further ones are closed."""
+"""At most this many connections are served at once, each by a thread; further ones are closed."""
 
 
 class ListenError(Exception):

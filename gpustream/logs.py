@@ -28,7 +28,7 @@ NOISE_S = 60.0
 """And that of a library, which repeats itself for as long as a broker is away, at most this often."""
 
 MOST_SUBJECTS = 64
-"""So many subjects of one message have a line each within that time. Further ones share one line, and are counted."""
+"""At most this many subjects of one message have a line each in that time. Further ones share a line, and are counted."""
 
 MOST_WINDOWS = 1024
 _LONGEST_SUBJECT = 200
@@ -126,7 +126,7 @@ class RateLimiter:
         self._look_s = min((window.ends_s for window in self._quiet_spells.values()), default=float("inf"))
 
     def rest(self) -> Iterator[logging.LogRecord]:
-        """All that is held back, for the process ends."""
+        """All that is held back, because the process ends."""
         for key in list(self._quiet_spells):
             if (newest := self._close(key)) is not None:
                 yield newest
@@ -183,9 +183,9 @@ def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
 
 
 class LimitedHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever standard error is at that moment, for a live view puts itself in between.
+    """Writes to whatever standard error is at that moment, because a live view may have replaced it.
 
-    What the limiter holds back is written by a timer, for nothing else may be logged any more.
+    What the limiter holds back is written by a timer, because nothing else may ever be logged.
     """
 
     def __init__(self, limiter: RateLimiter | None = None) -> None:
@@ -220,7 +220,7 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
             self.release()
 
     def close(self) -> None:
-        """Write all that is held back, for the process ends."""
+        """Write all that is held back, because the process ends."""
         self.acquire()
         try:
             if self._timer is not None:

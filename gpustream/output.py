@@ -90,7 +90,7 @@ def table(columns: Sequence[str], rows: Iterable[Row], style: Callable[[Row], st
 
 
 def printable(text: object, instead: str = "?") -> str:
-    """A text without the signs that a terminal would act on: names and errors come from records of anybody."""
+    """A text without the characters that a terminal would act on: anybody may have written what is in records."""
     return "".join(sign if sign.isprintable() else instead for sign in str(text))
 
 

@@ -39,7 +39,7 @@ _LETTER_HEADERS = ("topic", "partition", "offset", "stage")
 
 
 class Tail:
-    """Reads what comes out as any consumer downstream would, in no group.
+    """Reads what comes out, as any consumer downstream would, in no group.
 
     It calls ``on_tick`` with each tick of gpu.attributed and ``on_letter`` with each dead letter (where its original
     stood, and who gave up) from :meth:`start` on, and ``on_alert`` with every record of gpu.alerts; in order per
@@ -58,7 +58,7 @@ class Tail:
         self._consumer: Any = None
 
     async def start(self) -> None:
-        """Stands at the end of every partition once it returns. Raises aiokafka's errors if that can't be had."""
+        """When it returns, it is at the end of every partition. Raises aiokafka's errors if that can't be had."""
         self._consumer = clients.consumer(
             self._connection,
             *[self._connection.prefixed(one.TOPIC.name) for one in (attributed, alerts, dead_letters)],
@@ -171,7 +171,7 @@ class Pipeline:
         return [f"{component.name}: {reason}" for component in running for reason in component.not_ready()]
 
     async def _pause(self, stop: asyncio.Event, reasons: list[str]) -> None:
-        """A moment, unless a component ends in it that was not asked to."""
+        """Waits a moment. Raises if a component ends in it that was not asked to."""
         self.look(reasons)
         for name, task in self._tasks.items():
             asked = name in self._stops and self._stops[name].is_set()
@@ -201,6 +201,6 @@ class Pipeline:
 
 
 async def _unfinished(tasks: Iterable["asyncio.Task[None]"], timeout_s: float) -> set["asyncio.Task[None]"]:
-    """Those of the tasks that are not done after so long."""
+    """The tasks that are not done after this time."""
     waited = list(tasks)
     return (await asyncio.wait(waited, timeout=timeout_s))[1] if waited else set()

@@ -153,7 +153,7 @@ async def reattribute(connection: Connection, into: str, asked: Range) -> Reattr
 async def _write(
     ticks: AsyncIterator[Sequence[Any]], theirs: History, sender: Sender, again: JoinedAgain, done: Reattributed
 ) -> None:
-    """Write what becomes of a partition's samples, behind what the target has of them."""
+    """Write what becomes of a partition's samples, after those that the target has."""
     encode, writer = msgspec.json.Encoder().encode, history.Writer(sender)
     there: Span | None = None
     async for records in ticks:
@@ -178,7 +178,7 @@ async def _write(
 
 
 async def _there(theirs: History, tp: Partition) -> Span:
-    """Of which samples the target has the ticks: from the first one's offset to behind the last one's."""
+    """The samples of which the target has the ticks: from the first one's offset to the one after the last."""
     begin, end = (await theirs.spans(tp.topic))[tp]
     if begin == end:
         return Span(0, 0)

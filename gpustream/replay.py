@@ -42,10 +42,10 @@ BEFORE_MS = 30 * MINUTE_MS
 """What was logged before the time is read too: the first tick in it stands for the time since the one before."""
 
 SETTLED_MS = PATIENCE_MS + 2 * MINUTE_MS
-"""An hour is made again when its end is so long ago: then the stream has made it final, if it ever will."""
+"""An hour is made again only so long after its end: by then the stream has made it final, if it ever will."""
 
 SETTLED_MS_OF_SAMPLES = 15_000
-"""A sample that was logged so long ago can be attributed: what its join waits for has been logged since."""
+"""A sample can be attributed so long after it was logged: what its join waits for has been logged by then."""
 
 _decode = decoder(Usage)
 
@@ -205,7 +205,7 @@ class UsageReplay:
         return self._whole_hours(minutes, keeper.take(tick, logged_ms).records)
 
     def end(self, log_ms: int = 0) -> list[Usage]:
-        """What is to be written at the end of the log, if that has come so far without a record."""
+        """What is to be written at the end of the log, which may be later than its last record."""
         found: list[Usage] = []
         for keeper, minutes in self._nodes.values():
             found += self._whole_hours(minutes, keeper.silent(max(self._logged_ms, log_ms)))
@@ -255,7 +255,7 @@ class NodesAgain:
 
 
 class Written:
-    """What was written of a partition, to know which keys of before it does not have. Keys are kept as their hashes."""
+    """What was written of a partition, to find the keys of before that it does not have. Keys are kept as hashes."""
 
     def __init__(self, hours: Range, generation: int) -> None:
         self._range, self._generation = hours, generation
@@ -311,7 +311,7 @@ class Partitioned:
     async def replay(
         self, tp: Partition, ticks: Span, before: Mapping[Partition, Span], policy: Accounting, made: Made
     ) -> None:
-        """Write what its nodes had, and zeros for what the records of before have and these do not."""
+        """Write what its nodes had, and zeros under the keys that only the records of before have."""
         generation = 1 + await self._generation(before)
         nodes = NodesAgain(self._hours, policy._replace(generation=generation))
         written = Written(self._hours, generation)

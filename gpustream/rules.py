@@ -46,7 +46,7 @@ COLUMNS = ("fired", "resolved", "for", "severity", "alert", "where", "who", "why
 
 R = TypeVar("R")
 _MOST_NAMED = 20
-"""Of lines that are no ticks: the rest is only counted."""
+"""At most this many lines that are no ticks are named; the rest is only counted."""
 
 
 RULES_FILE = click.argument("file", cls=Argument, type=click.Path(path_type=Path))
@@ -93,7 +93,7 @@ def _row(rule: Rule) -> tuple[str, ...]:
 
 
 def _one_source(given: dict[str, Any]) -> list[str]:
-    """Ticks come from one place; the environment's Kafka is there for other commands too, and gives way to a file."""
+    """Ticks come from one place. The environment's Kafka is for other commands too, so a file takes precedence."""
     asked = click.get_current_context().get_parameter_source
     sources = [asked(name) for name in ("kafka", "kafka_config") if given[name]]
     kafka = bool(sources) and (given["input"] is None or set(sources) != {ParameterSource.ENVIRONMENT})

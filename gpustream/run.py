@@ -61,16 +61,16 @@ if TYPE_CHECKING:
     from gpustream.top.app import TopApp
 
 UNWATCHED_S = 30.0
-"""How long a run lasts that nobody watches and nobody gave a duration."""
+"""How long a run lasts without a terminal and without ``--duration``."""
 
 STORY_RULES = Path(__file__).with_name("story.toml")
-"""The rules of ``--story``: the defaults, but soon."""
+"""The rules of ``--story``: the defaults, with shorter times."""
 
 _QUESTION = "Stop the pipeline? What was sampled arrives first, and a summary follows."
 _LOG_LINES = 10
 _RATE_LOOKS = 10
 _BEHIND = 2
-"""A sink is behind, and said to be, when it lacks more than so many ticks a node."""
+"""A sink is shown as behind if it lacks more than this many ticks for each node."""
 
 _DROPPED = "gpustream_producer_ticks_dropped_total"
 _DELIVERED = {
@@ -295,7 +295,7 @@ class OneProcess:
             self._sightings.alert(alert)
 
     def _look(self, not_ready: list[str]) -> None:
-        """What is done again and again while it runs: a line now and then, and an end without its broker."""
+        """What is done ten times a second: prints a line now and then, and ends the run if its broker has ended."""
         if self._embedded is not None and not self._embedded.running:
             raise BrokerEnded("the embedded broker ended, and all that it held is gone")
         self._not_ready = not_ready

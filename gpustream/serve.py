@@ -59,7 +59,7 @@ class Deadline:
         self._timer.daemon = True
 
     def start(self) -> None:
-        """Starts the clock; again: ends the process at once."""
+        """Starts the clock. A second call ends the process at once."""
         if self._timer.ident is not None:
             self._expire()
         else:
@@ -120,7 +120,7 @@ def run(
 ) -> int:
     """Runs ``main`` with signals and deadline, and turns what it raises into an exit code.
 
-    On uvloop; on asyncio's own loop where ``light`` asks for a small process rather than for one that does much.
+    It runs on uvloop, or on asyncio's own loop if ``light`` asks for a small process rather than a fast one.
     """
     deadline = Deadline(stop_within_s, exit_process)
     threads = set(threading.enumerate())

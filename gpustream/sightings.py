@@ -12,7 +12,7 @@ from topics.alerts import Alert, milliseconds
 from topics.attributed import by_pod
 
 _MOST = 4
-"""So many things of one kind are named."""
+"""At most this many things of one kind are named."""
 
 
 class Sightings:

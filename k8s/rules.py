@@ -72,7 +72,7 @@ class Alert(NamedTuple):
 
 
 def recording() -> Iterator[tuple[str, str]]:
-    """Of each device and pod, then of namespaces, workloads, nodes and the fleet; a share of a GPU counts as that."""
+    """Of each device and pod, then of namespaces, workloads, nodes and the fleet; of a shared GPU the share counts."""
     alone, of_otel = 'k8s_pod_name!=""', f"{{{OTEL}}}"
     holders, part = f"gpu_holders{of_otel}", f"gpu_pod_utilization_ratio{of_otel}"
     work = " or ".join(f"max_over_time({one}[{INTERVAL}])" for one in ACTIVITY)

@@ -29,7 +29,7 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
 LONGEST_TICK_MS = 10_000
-"""A tick stands for the time since the node's last one, but a gap that is longer than this is nobody's."""
+"""A tick stands for the time since the node's last one. If the gap is longer than this, nobody has that time."""
 
 NOBODY, UNKNOWN = "(nobody)", "(unknown)"
 
@@ -170,7 +170,7 @@ def devices(tick: Tick) -> Iterator[tuple[str, Device]]:
 
 
 def count(database: sqlite3.Connection, values: Iterable[bytes | None]) -> None:
-    """Add records to the sums, those that were counted before excepted."""
+    """Add records to the sums, except those that were counted before."""
     with database:
         database.execute("BEGIN IMMEDIATE")
         for value in values:

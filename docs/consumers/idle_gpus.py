@@ -28,7 +28,7 @@ TOPIC_PREFIX = os.environ.get("GPUSTREAM_TOPIC_PREFIX", "")
 IDLE_BELOW = 0.05
 IDLE_AFTER_MS = 1000 * int(os.environ.get("IDLE_AFTER_SECONDS", "600"))
 FORGET_AFTER_S = 60.0
-"""A node that has sent nothing for so long is down, or another worker's."""
+"""A node that has sent nothing for so long is down, or belongs to another worker now."""
 
 log = logging.getLogger("idle_gpus")
 
@@ -112,7 +112,7 @@ def see(tick: Tick, now_s: float) -> None:
 
 
 def is_idle(device: Device) -> bool:
-    """Whether a pod holds the device and nothing uses it. NVML tells no utilization of MIG devices: they never are."""
+    """Whether a pod holds the device and nothing uses it. MIG devices never are idle: NVML has no utilization of them."""
     utilization = (device.metrics or {}).get("gpu_utilization_ratio")
     return bool(device.holders) and utilization is not None and utilization < IDLE_BELOW
 

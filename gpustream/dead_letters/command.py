@@ -103,7 +103,7 @@ def list_letters(
 
 
 class LetterGroup(NamedTuple):
-    """Letters that have something in common. What they do not have in common is ``several``."""
+    """Letters that have something in common. A field in which they differ is ``several``."""
 
     letters: int
     sent_again: int

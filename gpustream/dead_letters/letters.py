@@ -20,7 +20,7 @@ from topics.dead_letters import MAX_KEY_BYTES, Cause
 from topics.topic import decoder
 
 RESUBMITTABLE = ("gpu.samples", "gpu.allocations", "gpu.workloads")
-"""What attribution reads. A record of another topic that comes again says nothing new, or something that is over."""
+"""What attribution reads. Records of other topics that came again would say nothing new, or what is over."""
 
 DONE = "it was sent again before"
 

@@ -95,7 +95,7 @@ class Resubmission:
 
 @contextlib.asynccontextmanager
 async def resubmitting(connection: Connection) -> AsyncIterator[Resubmission]:
-    """A resubmission: whatever another one left open is ended, and no other one can go on.
+    """A resubmission. It ends what another one left open, and no other one can go on.
 
     Raises BrokerError if the broker begins no transaction.
     """
@@ -131,7 +131,7 @@ class Resubmitted(NamedTuple):
 
 
 async def resubmit(connection: Connection, since_s: float, wanted: LetterFilter, *, send: bool) -> Resubmitted:
-    """Send the wanted letters, or only see which could be. The receipts are read when no other can write one."""
+    """Send the wanted letters, or only find out which could be. Receipts are read when nobody else can write one."""
     done = Resubmitted({}, {})
     async with contextlib.AsyncExitStack() as stack:
         sending = await stack.enter_async_context(resubmitting(connection)) if send else None

@@ -19,7 +19,7 @@ from streams import STREAMS
 from topics import TOPICS, samples
 
 NEARLY_FULL = 0.05
-"""A disk with less than this of its room left is nearly full."""
+"""A disk is nearly full if less than this share of it is free."""
 
 COMPONENTS = {
     f"{word} {name}": acls.of_component(row)
@@ -67,7 +67,7 @@ async def ask(connection: Connection) -> Kafka:
 
 
 def whom(connection: Connection) -> str:
-    """As whom a client of this connection comes, as far as the connection says."""
+    """The user that a client of this connection is for Kafka, as far as the connection says."""
     secrets = connection.secrets()
     if connection.has_login:
         name = secrets.username or secrets.oauth_client_id
@@ -156,7 +156,7 @@ def topics(seen: Situation) -> Checked:
 
 
 def _without_leader_or_replicas(kafka: Kafka, name: str, one: Found) -> Iterator[Finding]:
-    """That partitions of a topic have no leader, or too few replicas in sync to take records."""
+    """Findings for partitions of a topic that have no leader, or too few replicas in sync to take records."""
     if one.leaderless:
         yield Finding(
             f"{name}: {counted(len(one.leaderless), 'partition')} of {one.partitions} have no leader",
@@ -177,7 +177,7 @@ def _without_leader_or_replicas(kafka: Kafka, name: str, one: Found) -> Iterator
 
 
 def _limited(kafka: Kafka) -> Iterator[Finding]:
-    """That topics lose records by their size, before their time."""
+    """A finding for topics that lose records because of their size, before their time."""
     limited: list[str] = []
     for name, one in kafka.found.items():
         settings = one.settings or {}

@@ -15,25 +15,25 @@ from gpustream.doctor.seen import Checked, Finding, Findings, Lag, Situation
 from topics import allocations, attributed, samples, workloads
 
 SILENT_MS = 30_000
-"""A node without a tick for so long, and for five of its intervals, is silent."""
+"""A node is silent if it has sent no tick for so long, and for five of its intervals."""
 
 HELD_MS = 2_000
-"""A tick that was so much older than others when Kafka got it had waited in the node's buffer."""
+"""A tick waited in the node's buffer if it was so much older than others when Kafka got it."""
 
 AHEAD_MS = 2_000
-"""A tick that is so much younger than its log time can not be: a clock is ahead."""
+"""If a tick's time is so much later than its log time, a clock is ahead."""
 
 LATE_MS = 30_000
-"""A tick that was so old when Kafka got it came from a buffer, or from a clock that is behind."""
+"""If a tick was so old when Kafka got it, it comes from a buffer, or its clock is behind."""
 
 STEADY_MS = 5_000
-"""Delays that differ by no more than this are a clock's: what comes from a buffer comes sooner and sooner."""
+"""If delays differ by no more than this, a clock is wrong: what comes from a buffer is less and less late."""
 
 NO_LEADER_MS = 7 * 60_000
 """A leader sends each node of its cluster again every 5 minutes."""
 
 MANY_TIMES = 0.1
-"""If more of the ticks than this were attributed again, it was not a restart."""
+"""If more than this share of the ticks was attributed again, it was not a restart."""
 
 FATES = {
     "exact": "exact",
@@ -45,7 +45,7 @@ FATES = {
     "deleted": "deleted after that",
     "lost": "lost",
 }
-"""What may have become of a tick, and how it is said."""
+"""What may have become of a tick, and the words for it."""
 
 _SHOW = "`gpustream dead-letters show {id}` has it; once its error is mended, `dead-letters resubmit` sends it again"
 
@@ -87,7 +87,7 @@ def sent(seen: Situation, fold: Fold) -> Checked:
 
 
 def _silence(seen: Situation, sending: Mapping[NodeName, NodeEvidence]) -> list[Finding]:
-    """That nobody sends, that all have stopped, or each node that has."""
+    """Findings if no node sends, if all have stopped, or for each node that has stopped."""
     others = [repr(prefix) for prefix in seen.kafka.elsewhere]
     if not sending:
         return [
@@ -302,7 +302,7 @@ def attribution(seen: Situation, fold: Fold) -> Checked:
 
 
 def _emptied(fold: Fold, ticks: int) -> Finding:
-    """gpu.attributed no longer has what it had, and no group says that it lacks it."""
+    """A finding that gpu.attributed has lost records, if no group reports that it lacks them."""
     begins = {tp: at for tp, at in fold.begins.items() if tp.topic == attributed.TOPIC.name}
     some = ", ".join(f"partition {tp.partition} begins at offset {at}" for tp, at in sorted(begins.items())[:5])
     return Finding(

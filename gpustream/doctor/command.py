@@ -28,7 +28,7 @@ from producers.cluster.config import ClusterSettings
 SCHEMA = 1
 
 SHOWN = 20
-"""So many findings of a check are written out; JSON has them all."""
+"""At most this many findings of a check are written out; JSON has them all."""
 
 _WIDTH = 110
 

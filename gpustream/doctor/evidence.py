@@ -26,10 +26,10 @@ from topics.dead_letters import Cause
 from topics.topic import Name, UInt, decoder
 
 MAX_JUMPS = 64
-"""Of so many jumps in a run's seq it is kept what was sent after them."""
+"""Of at most this many jumps in a run's seq, the delay of the tick after them is kept."""
 
 MAX_REASONS = 200
-"""So many kinds of dead letters are counted by themselves; the others are one kind."""
+"""At most this many kinds of dead letters are counted by themselves; the others are one kind."""
 
 
 class SampledTick(msgspec.Struct, frozen=True):

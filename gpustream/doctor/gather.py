@@ -40,7 +40,7 @@ GROUPS = "gpustream-"
 
 _ANSWER_S = 10.0
 _BROKERS_DIFFER_MS = 60_000
-"""By so much the clocks of two brokers may differ: what comes of a sample may have an earlier log time."""
+"""How much the clocks of two brokers may differ: what is made of a sample may have an earlier log time than that."""
 
 WATCH_S = 3.0
 """After this a group that is behind is asked again: it commits every second."""
@@ -133,7 +133,7 @@ async def _fold(
 
 
 async def _watched(past: History, seen: Situation) -> Situation:
-    """The same some seconds later, with what each group has done since."""
+    """The same, after some seconds, with what each group has done in them."""
     began_s = time.monotonic()
     await asyncio.sleep(WATCH_S)
     again = await _groups(past.connection)

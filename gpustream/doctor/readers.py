@@ -32,14 +32,14 @@ IN_PROMETHEUS_MS = 240_000
 NOT_KNOWN = "not known"
 
 _PLACES = 5
-"""So many partitions are written out in a finding."""
+"""At most this many partitions are written out in a finding."""
 
 
 # -- consumer groups
 
 
 def groups(seen: Situation) -> Checked:
-    """What each consumer group has not taken yet, whether that gets less, and whether there are groups too many."""
+    """What each consumer group has not taken yet, whether that gets less, and whether there are too many groups."""
     if seen.groups is None:
         return Checked("not known: no broker answers for the groups", looked=False)
     found, lines = Findings(), list[str]()
@@ -82,7 +82,7 @@ def groups(seen: Situation) -> Checked:
 
 
 def _expired(groups: Sequence[Group]) -> list[Finding]:
-    """For each topic, which groups had not read its records when they were deleted."""
+    """For each topic, the groups that had not read its records when these were deleted."""
     found = Findings()
     for topic in sorted({tp.topic for group in groups for tp in group.begins}):
         counts, places = {}, []
@@ -113,7 +113,7 @@ def is_behind(seen: Situation, oldest_ms: int | None) -> bool:
 
 
 def silent_reader(seen: Situation) -> tuple[Group, OwnMetrics] | None:
-    """The only group that takes nothing, with the only component that does not answer: it is that one's group."""
+    """The group that takes nothing and the component that does not answer, if there is one of each: it is its group."""
     stuck = [
         group
         for group in seen.groups or ()

@@ -114,7 +114,7 @@ async def _before(past: History, time: Range, prices: Prices | None, at_ms: int)
 
 
 def time_before(time: Range) -> Range:
-    """The time before a time, as long. For a day or more it is the nearest whole hours: Kafka forgets minutes first."""
+    """The time before a time, just as long. For a day or more it is in whole hours: Kafka forgets minutes first."""
     length_ms, ends_ms = time.to_ms - time.from_ms, time.from_ms
     if length_ms >= DAY_MS:
         length_ms, ends_ms = round(length_ms / HOUR_MS) * HOUR_MS, ends_ms // HOUR_MS * HOUR_MS

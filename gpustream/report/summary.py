@@ -61,7 +61,7 @@ def shares(table: Table) -> tuple[Fraction, ...]:
 
 
 def part(some: Fraction, whole: Fraction) -> Fraction:
-    """Some of a whole, as a part of it; of nothing, nothing."""
+    """Some of a whole, as a part of it; 0 if the whole is 0."""
     return some / whole if whole else Fraction(0)
 
 
@@ -76,7 +76,7 @@ class AlertSums(NamedTuple):
 
 
 class Firings:
-    """Each time that an alert fired, as gpu.alerts says last. An alert that fires again is another firing."""
+    """Each time that an alert fired, by the last record of it. An alert that fires again is another firing."""
 
     def __init__(self) -> None:
         self._found: dict[str, dict[int, tuple[Alert, int | None]]] = {}  # by fingerprint and start: until when

@@ -224,7 +224,7 @@ class TopApp(App[None]):
         return not (covered and action in ("leave", "next_view"))
 
     def action_view(self, name: str) -> None:
-        """Another view; the one that is open: all of it."""
+        """Opens another view; if it is open already, shows all of it."""
         if name == self._view:
             self._stack.clear()
             self._places[name] = replace(_fresh(name), filter=self.place.filter)
@@ -280,7 +280,7 @@ class TopApp(App[None]):
         self.draw()
 
     def action_leave(self) -> None:
-        """Out of the filter's line, of what was opened, of the filter."""
+        """Leaves the filter's line, then what was opened, then the filter."""
         entry = self._find("#filter", Input)
         if entry.display:
             entry.display = False

@@ -84,7 +84,7 @@ async def _show(connection: Connection, since_s: float | None, *, plain: bool) -
 async def followed(
     connection: Connection, since_s: float | None
 ) -> AsyncIterator[tuple[Callable[[], views.Now], "asyncio.Task[None]"]]:
-    """Reads the fleet while inside: a function that gives the moment, and the reading, which ends only by an error."""
+    """Reads the fleet while inside. Gives a function that gives the moment, and the task, which ends only by an error."""
     fleet, seen, began_s = Fleet(), Seen(), time.monotonic()
     async with history.opened(connection, [attributed.TOPIC.name, alerts.TOPIC.name]) as past:
         since_ms = int((time.time() - (_PAST_S if since_s is None else since_s)) * 1000)
@@ -127,7 +127,7 @@ def moment(fleet: Fleet, seen: Seen, title: str, began_s: float) -> views.Now:
 
 
 async def _read(past: history.History, spans: Mapping[Partition, Span], fleet: Fleet, seen: Seen) -> None:
-    """Takes in what was, and then what comes: in batches, for a poll a record would cost more than the record."""
+    """Takes in what was, then what comes, in batches: a poll for each record would cost more than the record."""
 
     def take(records: Sequence[Any]) -> None:
         ahead_s = time.time() - time.monotonic()

@@ -51,7 +51,7 @@ def bar(ratio: float | None, width: int, style: str) -> Line:
 
 
 def stacked(counts: dict[Status, int], width: int) -> Line:
-    """One bar of all statuses, each as long as its share and never nothing where there is some."""
+    """One bar of all statuses, each as long as its share, and at least one cell long."""
     shown = [(status, count) for status, count in counts.items() if count]
     left, still = width, sum(count for _, count in shown)
     line: Line = []
@@ -71,7 +71,7 @@ def sign(device: Device) -> tuple[str, str]:
 
 
 def spark(values: Sequence[float | None], most: float, height: int) -> list[str]:
-    """A value a cell, in lines of which the first is the upper one; a gap where nothing was measured."""
+    """One cell for each value, in lines from the top down; a gap if nothing was measured."""
     lines = []
     for row in range(height - 1, -1, -1):
         signs = []
@@ -100,7 +100,7 @@ def ago(duration_ms: float) -> str:
 
 
 def fit(line: Line, width: int, style: str = "") -> Line:
-    """The line in exactly so many cells: cut with an ellipsis, or filled up. ``style`` is put under all but bars."""
+    """The line in exactly ``width`` cells, cut with an ellipsis or filled up. ``style`` is put under all except bars."""
     fitted: Line = []
     left = width
     for text, own in line:
@@ -128,7 +128,7 @@ def plain(text: str, style: str = "") -> Line:
 
 @dataclass(frozen=True)
 class Column:
-    """A column: what it is sorted by, and how a cell is drawn in so many cells.
+    """A column: what it is sorted by, and how a cell is drawn in a given width.
 
     It is ``width`` cells wide, and has ``share`` of what is left over. It is shown from a terminal of ``from_width``.
     """
@@ -171,7 +171,7 @@ def bar_column(title: str, width: int, of: Callable[[Any], float | None], style:
 
 @dataclass(frozen=True)
 class TableView:
-    """A view: its rows of what there is now, what tells one from another, and what a filter looks in."""
+    """A view: its rows of what there is now, the key of each row, and the text that a filter searches."""
 
     name: str
     rows: Callable[[Any], list[Any]]
@@ -187,7 +187,7 @@ class TableView:
 
 
 def layout(columns: Sequence[Column], width: int) -> list[tuple[Column, int]]:
-    """The columns that are shown in so many cells, each with its width."""
+    """The columns that there is room for, each with its width."""
     shown = [column for column in columns if column.from_width <= width]
     left = width - sum(column.width for column in shown) - _GAP * (len(shown) - 1)
     shares = sum(column.share for column in shown)

@@ -31,14 +31,14 @@ from gpustream.top.draw import (
 from topics.alerts import Alert
 
 _NAMESPACE_FROM = 30
-"""A column of so many cells has room for namespaces."""
+"""A column that is at least so wide has room for namespaces."""
 
 LINE_EVERY_S = 5.0
-"""So often the line of the moment is printed where no screen is."""
+"""How often the line is printed if there is no screen."""
 
 _RANKS = {"critical": 2, "warning": 1}
 _LEAST_LISTED, _UNLISTED = 4, 14
-"""The fleet's view lists so many alerts, and idle pods, and more on a screen of many lines more than the latter."""
+"""The fewest alerts, and idle pods, that the fleet's view lists; and how many lines it needs for other things."""
 
 
 class FiringAlert(NamedTuple):
@@ -65,7 +65,7 @@ class Now:
         return self.fleet.now_ms
 
     def line(self) -> str:
-        """All of it in a line, for where no screen is."""
+        """All of it in one line, if there is no screen."""
         fleet = self.fleet
         if not fleet.nodes and self.trouble:
             return self.trouble
@@ -307,7 +307,7 @@ def fleet_lines(now: Now, width: int, height: int) -> list[Line]:
 
 
 def _fires_and_idles(now: Now, most: int) -> list[Line]:
-    """The alerts that fire, and the pods that idle; of each so many at the most, the worst first."""
+    """The alerts that fire, and the pods that idle: at most ``most`` of each, the worst first."""
     firing = draw.chosen(ALERTS, list(now.firing), "", "SEVERITY", falling=True)
     lines: list[Line] = [[(f"alerts that fire: {len(firing)}", "bold")]]
     for one in firing[:most]:
@@ -334,7 +334,7 @@ def _fires_and_idles(now: Now, most: int) -> list[Line]:
 
 
 def _map(fleet: Fleet, width: int) -> list[Line]:
-    """Every node with a sign a GPU, as many side by side as there is room for."""
+    """Every node with a sign for each GPU, as many nodes side by side as there is room for."""
     nodes = sorted(fleet.nodes.values(), key=lambda node: (node.cluster, node.name))
     named = max(len(node.name) for node in nodes)
     cells = named + 1 + max(len(node.gpus) for node in nodes) + 2
@@ -392,7 +392,7 @@ def device_lines(now: Now, device: Device, width: int, height: int) -> list[Line
 
 
 def _timeline(now: Now, device: Device, wide: int) -> list[Line]:
-    """Who held it when, under the sparklines: a line a pod, the last one first."""
+    """Who held it when, under the sparklines: a line for each pod, the last one first."""
     slot_ms = device.history.span_ms // len(device.history.of("used_ratio", now.ms))
     first = now.ms // slot_ms - wide + 1
     spans: dict[str, list[str]] = {}

@@ -55,7 +55,7 @@ class Pane(Widget, can_focus=True):
 
     @property
     def room(self) -> int:
-        """So many lines scroll."""
+        """How many lines scroll."""
         return max(1, self.size.height - len(self.head))
 
     def show(self, head: list[Line], count: int, line: Callable[[int, int], Line], cursor: int | None) -> None:
@@ -98,7 +98,7 @@ _style = functools.cache(Style.parse)
 
 
 class Question(ModalScreen[bool]):
-    """Asks, and gives whether it was answered with yes."""
+    """Asks a question; the result says whether the answer was yes."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y,enter,ctrl+c", "dismiss(True)", "yes"),

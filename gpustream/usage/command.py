@@ -369,7 +369,7 @@ def _cells(row: UsageRow) -> list[str]:
 
 
 def fitting(name: str, room: int) -> str:
-    """A name in so many signs, without those that a terminal would act on."""
+    """A name in at most ``room`` characters, without those that a terminal would act on."""
     shown = printable(name)
     return shown if len(shown) <= room else f"{shown[: room - 1]}…"
 

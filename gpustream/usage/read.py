@@ -58,7 +58,7 @@ class Range(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is read for a time: ``range`` is what of it can be, ``notes`` say what can't be."""
+    """What is read for a time: ``range`` is the part that can be read, ``notes`` say what can't be."""
 
     range: Range
     spans: Mapping[Partition, Span]
@@ -90,7 +90,7 @@ async def plan(past: History, wanted: Range, now_ms: int) -> Answer:
 
 
 async def _spans(past: History, topic: Topic, wanted: Range, now_ms: int) -> tuple[dict[Partition, Span], bool]:
-    """Where a topic has a time, and whether it may have had more of it once: it is older than what the topic keeps."""
+    """Where a topic has a time, and whether it may have had more of it: it is older than what the topic keeps."""
     spans = await past.spans(topic.name, max(0, wanted.from_ms - AHEAD_MS))
     kept_ms = past.kept_ms.get(topic.name, (topic.retention_hours or 0) * HOUR_MS)
     if kept_ms < 0 or wanted.from_ms >= now_ms - kept_ms:
@@ -125,7 +125,7 @@ _decode, _decode_head = decoder(Usage), decoder(_Head)
 class Counting:
     """The records of some partitions: of each key the highest generation and, in that, the highest revision.
 
-    Hours count where they are whole, minutes where no whole hour is.
+    Hours count if they are whole; minutes count for the rest.
     """
 
     def __init__(self, range: Range) -> None:  # noqa: A002 - it is one
@@ -149,7 +149,7 @@ class Counting:
                     self._found[key] = head.generation, head.revision, record.value
 
     def records(self) -> Iterator[Usage]:
-        """Those that count, without those that say that there was nothing."""
+        """The records that count, without those that say that there was nothing."""
         for (topic, key), (*_, value) in self._found.items():
             try:
                 usage = _decode(value)

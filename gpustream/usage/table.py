@@ -187,7 +187,7 @@ class Table:
 
 
 def rounded(value: Fraction, places: int) -> Decimal:
-    """With so many digits after the point; a half goes to the even digit."""
+    """With ``places`` digits after the point; a half is rounded to the even digit."""
     return _decimal(round(value * 10**places), places)
 
 
@@ -211,5 +211,5 @@ def divided(amount: Decimal, weights: Sequence[Fraction | int], places: int = 2)
 
 
 def _decimal(units: int, places: int) -> Decimal:
-    """So many of the smallest unit. However long it is: arithmetic would round to the context's digits."""
+    """A number of the smallest unit, however long: arithmetic would round it to the context's digits."""
     return Decimal(f"{units}E-{places}")

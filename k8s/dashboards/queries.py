@@ -14,7 +14,7 @@ CLUSTER = 'k8s_cluster_name=~"$cluster"'
 PLACE = f'{CLUSTER},k8s_node_name=~"$node"'
 OWNED = 'k8s_cluster_name=~"$cluster",k8s_namespace_name=~"$namespace",k8s_workload_name=~"$workload",k8s_pod_name!=""'
 ACTIVITY = ("gpu_utilization", "gpu_gr_engine_active", "gpu_encode_utilization", "gpu_decode_utilization")
-"""What tells that a device works. No two of them have the same labels on one device."""
+"""What shows that a device works. No two of them have the same labels on one device."""
 
 IDLE_BELOW = 0.01
 OURS = 'alertstate="firing",alertname=~"(?i)gpu.*|NodeSilent"'
@@ -27,7 +27,7 @@ def gpus(where: str = PLACE) -> str:
 
 
 def held(where: str = PLACE) -> str:
-    """Each physical GPU that any pod holds, alone, shared or in a MIG device, and how many hold the most held one."""
+    """Each physical GPU that any pod holds, alone, shared or in a MIG device; its value is how many hold it at most."""
     return f"max by ({GPU}) (gpu_holders{{{where}}}) > 0"
 
 
@@ -52,7 +52,7 @@ def alone_or_part(metric: str, part: str, where: str) -> str:
 UTILIZATION = ("gpu_utilization gpu_gr_engine_active", "gpu_pod_utilization_ratio")
 MEMORY = ("gpu_memory_used", "gpu_pod_memory_used_bytes")
 POWER = ("gpu_power_draw", "gpu_pod_power_watts")
-"""The device's, or what stands for it where there is none, and a pod's part."""
+"""The device's own metric, or the one that stands for it if that is missing; and the metric of a pod's part."""
 
 
 def works(where: str, by: str) -> str:
@@ -86,7 +86,7 @@ def firing(where: str = PLACE) -> str:
 
 
 def events(counter: str, by: str, window: str = "$__range") -> str:
-    """How often something was counted in the window, its first time too, from which on a counter has a series."""
+    """How often something was counted in the window, with the first time, from which on a counter has a series."""
     old = f"increase({counter}[{window}])"
     return f"round(sum by ({by}) (({counter} unless {counter} offset {window}) or {old})) > 0"
 
