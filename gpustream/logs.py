@@ -28,7 +28,7 @@ NOISE_S = 60.0
 """And that of a library, which repeats itself for as long as a broker is away, at most this often."""
 
 MOST_SUBJECTS = 64
-"""At most this many subjects of one message have a line each in that time. Further ones share a line, and are counted."""
+"""At most this many subjects of one message have a line each in that time. Further ones share a line."""
 
 MOST_WINDOWS = 1024
 _LONGEST_SUBJECT = 200

@@ -84,7 +84,7 @@ async def _show(connection: Connection, since_s: float | None, *, plain: bool) -
 async def followed(
     connection: Connection, since_s: float | None
 ) -> AsyncIterator[tuple[Callable[[], views.Now], "asyncio.Task[None]"]]:
-    """Reads the fleet while inside. Gives a function that gives the moment, and the task, which ends only by an error."""
+    """Reads the fleet while inside. Gives what gives the moment, and the task, which ends only by an error."""
     fleet, seen, began_s = Fleet(), Seen(), time.monotonic()
     async with history.opened(connection, [attributed.TOPIC.name, alerts.TOPIC.name]) as past:
         since_ms = int((time.time() - (_PAST_S if since_s is None else since_s)) * 1000)

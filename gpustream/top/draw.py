@@ -100,7 +100,7 @@ def ago(duration_ms: float) -> str:
 
 
 def fit(line: Line, width: int, style: str = "") -> Line:
-    """The line in exactly ``width`` cells, cut with an ellipsis or filled up. ``style`` is put under all except bars."""
+    """The line in exactly ``width`` cells, cut with an ellipsis or filled up. Bars do not get ``style``."""
     fitted: Line = []
     left = width
     for text, own in line:
