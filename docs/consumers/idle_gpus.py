@@ -112,7 +112,7 @@ def see(tick: Tick, now_s: float) -> None:
 
 
 def is_idle(device: Device) -> bool:
-    """Whether a pod holds the device and nothing uses it. Never true of MIG devices: NVML has no utilization of them."""
+    """Whether a pod holds the device and nothing uses it. Never true of MIG devices, whose use NVML does not know."""
     utilization = (device.metrics or {}).get("gpu_utilization_ratio")
     return bool(device.holders) and utilization is not None and utilization < IDLE_BELOW
 
