@@ -38,15 +38,13 @@ class Metrics(Ratios, frozen=True, omit_defaults=True, gc=False):
     nvlink_recovery_errors_total: float | None = None
 
 
-class Process(msgspec.Struct, frozen=True, omit_defaults=True):
+class Process(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     pid: UInt
     pod_uid: str | None = None
     sm_utilization_ratio: float | None = None
 
 
-class Info(msgspec.Struct, frozen=True, omit_defaults=True):
-    serial: str | None = None
-    driver_version: str | None = None
+class Info(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     mig_mode: str | None = None
     processes_visible: str | None = None
 

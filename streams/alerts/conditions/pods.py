@@ -36,6 +36,8 @@ def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
     if len(view.pods) == 1 and view.work.most >= rule.most_work:
         return
     parts = [part_of([holder.parts for holder in pod.holders]) for pod in view.pods]
+    if min([part or 0.0 for part in parts]) >= rule.most_work:
+        return
     ran, rest = ran_of(view.device.processes or ()), None
     if len(parts) > 1:
         strangers = not ran.keys() <= {pod.holders[0].pod_uid for pod in view.pods} - {None}
@@ -51,9 +53,8 @@ def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
         idle = False if ruled is None else is_idle(ruled.idle_below, view.work, part, done, rest)
         if ruled is None or idle is False:
             continue
-        name = (holder.pod_uid, holder.pod, holder.namespace)
-        held = [one for one in view.seen.pods if (one.pod_uid, one.pod, one.namespace) == name]
-        since_ms = (held[0].since_ms if held else 0) + ruled.grace_ms
+        held = [one for one in view.seen.pods if one.pod == holder.pod and one.namespace == holder.namespace]
+        since_ms = next((one.since_ms for one in held if one.pod_uid == holder.pod_uid), 0) + ruled.grace_ms
         holds = idle if view.tick.ts_ms >= since_ms else None
         uid, key = uid_and_key(holder)
         facts = Facts(view.device, None, pod.holders, len(view.pods))
