@@ -59,12 +59,17 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
         if compared.group is group:
             return GroupStep(group)
         return GroupStep(_replace(compared.group, node=report.node, offset=offset, seen=seen))
-    group, report = compared.group, _replace(report, alerts=(*report.alerts, *compared.alerts))
+    group = _replace(compared.group, node=report.node, offset=offset, seen=seen)
+    return _with_parts(group, _replace(report, alerts=(*report.alerts, *compared.alerts)), rules)
+
+
+def _with_parts(group: AlertGroup, report: AlertReport, rules: Rules) -> GroupStep:
+    """The group with the parts that a report has, and whether its alert fires, goes on or ends with that."""
     kept, began, ended = _parts(group.members, report.alerts)
     was, now = group.alert, None
     began = began or ((group.part or was) if any(member.ended_ms is None for member in kept) else None)
     of = began or was
-    group = _replace(group, members=tuple(kept), seen=seen)
+    group = _replace(group, members=tuple(kept))
     is_open = of is not None and _is_open(rules.by_name.get(of.name), group, rules)
     if was is not None and was.is_open:
         now = _going_on(was, group, report, rules) if is_open else _resolved(was, group, report, ended, rules)
@@ -75,16 +80,16 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
     nodes = {member.gpu.node for member in kept} | {report.node}
     seen = {
         node: one
-        for node, one in seen.items()
+        for node, one in group.seen.items()
         if node in nodes or one.held or report.logged_ms - one.logged_ms < _SENT_MS
     }
     waits = not is_open or (now is None and (was is None or not was.is_open))
     part = began if began is not None and (waits or _is_of_all(rules.by_name.get(began.name))) else None
-    after = _replace(group, node=report.node, offset=offset, alert=now or was, seen=seen, part=part)
-    news = was is None or now is None or (was.state, was.revision, was.starts_at) != (
-        now.state, now.revision, now.starts_at
-    )  # fmt: skip
-    return GroupStep(after, () if now is None else (now,), news)
+    after = _replace(group, alert=now or was, seen=seen, part=part)
+    if now is None:
+        return GroupStep(after)
+    is_repeat = was is not None and (was.state, was.revision, was.starts_at) == (now.state, now.revision, now.starts_at)
+    return GroupStep(after, (now,), news=not is_repeat)
 
 
 def _parts(before: Sequence[Member], alerts: Sequence[Alert]) -> tuple[list[Member], Alert | None, Alert | None]:
