@@ -15,7 +15,7 @@ import fcntl
 import importlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -110,7 +110,10 @@ class HourFiles:
         start = datetime.fromtimestamp(start_ms / 1000, UTC)
         file = self._root / f"date={start:%Y-%m-%d}" / f"usage-{start:%H}-p{self._partition}.parquet"
         file.parent.mkdir(parents=True, exist_ok=True)
-        with self._locked():
+        with (self._root / f".p{self._partition}.lock").open("w") as lock:
+            fcntl.flock(
+                lock, fcntl.LOCK_EX
+            )  # a worker that has lost the partition, and does not know it, may merge too
             old = pq.read_table(file, partitioning=None) if file.exists() else _schema().empty_table()
             orders = list(zip(*(old[name].to_pylist() for name in ("generation", "revision")), strict=True))
             keys = list(zip(*(old[name].to_pylist() for name in _KEY), strict=True))
@@ -131,13 +134,6 @@ class HourFiles:
                 whole = pa.table([both[name] for name in _schema().names], schema=_schema())
                 self._replace(file, lambda out: pq.write_table(whole, out, compression="zstd"))
         return len(fresh)
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Nobody else merges into files of the partition, not even a worker that has lost it and does not know it."""
-        with (self._root / f".p{self._partition}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     def _replace(self, file: Path, write: Callable[[Any], None]) -> None:
         """Write a file whole, or not at all, whatever ends this process or the machine."""

@@ -16,7 +16,6 @@ On failure: :class:`~delivery.kubernetes.client.Unreachable`, or :class:`Denied`
 import asyncio
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
@@ -78,10 +77,10 @@ class Cluster:
         self._namespaces: dict[str, tuple[float, Json | None]] = {}
         self._kueue: tuple[float, str | None] = (float("-inf"), None)
 
-    async def namespace(self, name: str, *, fresh: bool = False) -> Json | None:
+    async def namespace(self, name: str) -> Json | None:
         """A namespace; None if it is not there. Raises Denied and Unreachable."""
         asked_s, known = self._namespaces.get(name, (float("-inf"), None))
-        if fresh or time.monotonic() - asked_s > NAMESPACE_S:
+        if time.monotonic() - asked_s > NAMESPACE_S:
             if len(self._namespaces) >= _MOST_NAMESPACES:
                 self._namespaces.clear()
             known = await self._get(f"/api/v1/namespaces/{quote(name, safe='')}")
@@ -92,12 +91,8 @@ class Cluster:
         """The pods of an alert and what is above them, as they are now. Raises Denied and Unreachable."""
         where, names = namespace["metadata"]["name"], pods_of(alert)
         found = await asyncio.gather(*(self._get(_path("v1", "pods", where, name)) for name in names))
-        seen: dict[str, Json] = {}
-        owners = {
-            name: await self._owners(pod, where, seen) if pod is not None else []
-            for name, pod in zip(names, found, strict=True)
-        }
-        pods = {name: None if pod is None else _dated(pod) for name, pod in zip(names, found, strict=True)}
+        pods, seen = dict(zip(names, found, strict=True)), dict[str, Json]()
+        owners = {name: await self._owners(pod, where, seen) if pod is not None else [] for name, pod in pods.items()}
         return Facts(namespace, pods, owners, await self._workload(where, list(seen)) if seen else None)
 
     async def look(self, target: Target, namespace: str) -> Json | None:
@@ -122,8 +117,12 @@ class Cluster:
     async def _owners(self, pod: Json, namespace: str, seen: dict[str, Json]) -> list[Json]:
         """What is above a pod, each object asked for once."""
         chain: list[Json] = []
-        one = pod
-        while len(chain) < _DEEPEST and (above := _controller(one)) is not None:
+        while len(chain) < _DEEPEST:
+            one = chain[-1] if chain else pod
+            owners = one["metadata"].get("ownerReferences") or ()
+            above = next((owner for owner in owners if owner.get("controller")), None)
+            if above is None:
+                break
             uid = above["uid"]
             if uid not in seen:
                 reference = {**above, "metadata": {"name": above["name"], "uid": uid}}
@@ -132,8 +131,7 @@ class Cluster:
                     target = Target(api_version=above["apiVersion"], kind=above["kind"], name=above["name"], uid=uid)
                     found = await self.look(target, namespace)
                 seen[uid] = found or reference
-            one = seen[uid]
-            chain.append(one)
+            chain.append(seen[uid])
         return chain
 
     async def _workload(self, namespace: str, uids: Sequence[str]) -> Json | None:
@@ -169,11 +167,6 @@ class Cluster:
         raise Denied(reason, f"the API server says to {method} {path} (HTTP {answer.status}): {message(answer.body)}")
 
 
-def _controller(one: Json) -> Json | None:
-    owners = one["metadata"].get("ownerReferences") or ()
-    return next((owner for owner in owners if owner.get("controller")), None)
-
-
 def _path_of(target: Target, namespace: str) -> str:
     group = target.api_version.rpartition("/")[0]
     return _path(target.api_version, PLURALS[group, target.kind], namespace, target.name)
@@ -182,9 +175,3 @@ def _path_of(target: Target, namespace: str) -> str:
 def _path(version: str, plural: str, namespace: str, name: str) -> str:
     root = f"/apis/{version}" if "/" in version else f"/api/{version}"
     return f"{root}/namespaces/{quote(namespace, safe='')}/{plural}/{quote(name, safe='')}"
-
-
-def _dated(pod: Json) -> Json:
-    """A pod, and when it was made in ms."""
-    made = datetime.fromisoformat(pod["metadata"]["creationTimestamp"])
-    return {**pod, "created_ms": int(made.timestamp() * 1000)}

@@ -5,11 +5,12 @@ server has them. Out: a :class:`WorkloadChange`, or an :class:`Objection`.
 """
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from delivery.policies import opted_out
 from topics.actions import Action, ActionKind, Target
-from topics.alerts import Alert
+from topics.alerts import Alert, milliseconds
 
 Json = dict[str, Any]
 
@@ -150,7 +151,7 @@ def _unfit(name: str, pod: Json | None, written_ms: int) -> Objection | None:
         return Objection("changed", f"pod {name} is not there any more")
     if pod["metadata"].get("deletionTimestamp") or pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
         return Objection("changed", f"pod {name} has ended")
-    if pod["created_ms"] > written_ms:
+    if milliseconds(datetime.fromisoformat(pod["metadata"]["creationTimestamp"])) > written_ms:
         return Objection("changed", f"pod {name} was made after the alert was written: it is another pod")
     return None
 

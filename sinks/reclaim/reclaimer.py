@@ -147,9 +147,11 @@ class Reclaimer:
         if not dues:
             return LOOK_S
         wait_s = max(0.0, (min(dues.values()) - now_ms) / 1000)
-        if wait_s and (firing.since_ms is None or all(self._is_planned(alert, *due) for due in dues.items())):
+        lasts = [(self.ledger.last(action_id(alert, kind)), time_of(due_at_ms)) for kind, due_at_ms in dues.items()]
+        planned = all(last and last.state == "planned" and last.due_at == due_at for last, due_at in lasts)
+        if wait_s and (firing.since_ms is None or planned):
             return min(LOOK_S, wait_s)
-        facts = self._unfit(firing, now_ms) or await self._facts(alert, namespace)
+        facts = await self._facts(firing, namespace, now_ms)
         if isinstance(facts, Objection):
             for kind in [kind for kind, due_at_ms in dues.items() if due_at_ms <= now_ms]:
                 await self._refuse(firing, kind, facts, abandon)
@@ -202,8 +204,16 @@ class Reclaimer:
             why = f"the annotation {RECLAIM} of the namespace can't be read, so nothing is done: {error}"
             return namespace, Objection("policy_invalid", why)
 
-    async def _facts(self, alert: Alert, namespace: Json) -> Facts | Objection:
-        """What the API server has of an alert. Raises Unreachable."""
+    async def _facts(self, firing: Firing, namespace: Json, now_ms: int) -> Facts | Objection:
+        """What the API server has of an alert, or why the alert is not acted on. Raises Unreachable."""
+        alert, age_ms = firing.alert, now_ms - firing.written_ms
+        if firing.since_ms is None:
+            some = f"{alert.idle} of {alert.held} GPUs are in it"
+            count = some if alert.held else "how many GPUs it holds is not known"
+            return Objection("partly", f"the workload works partly ({count}), and the namespace does not say partly")
+        if age_ms > self.settings.alert_age_s * 1000:
+            message = f"the alert was last written {duration_words(age_ms)} ago: is the alert stream well?"
+            return Objection("old", message)
         try:
             return await self.cluster.facts(alert, namespace)
         except Denied as denied:
@@ -234,24 +244,6 @@ class Reclaimer:
             if last is None or last.state not in over:
                 dues[kind] = due_ms(wants.actions[kind], least_ms, since_ms)
         return dues
-
-    def _is_planned(self, alert: Alert, kind: str, due_at_ms: int) -> bool:
-        last = self.ledger.last(action_id(alert, kind))
-        return last is not None and last.state == "planned" and last.due_at == time_of(due_at_ms)
-
-    def _unfit(self, firing: Firing, now_ms: int) -> Objection | None:
-        """Why an alert is not acted on, by itself."""
-        alert, age_ms = firing.alert, now_ms - firing.written_ms
-        if firing.since_ms is None:
-            count = (
-                f"{alert.idle} of {alert.held} GPUs are in it" if alert.held else "how many GPUs it holds is not known"
-            )
-            return Objection("partly", f"the workload works partly ({count}), and the namespace does not say partly")
-        if age_ms > self.settings.alert_age_s * 1000:
-            return Objection(
-                "old", f"the alert was last written {duration_words(age_ms)} ago: is the alert stream well?"
-            )
-        return None
 
     async def _follow(self, firing: Firing, facts: Facts, dues: dict[ActionKind, int], abandon: asyncio.Event) -> float:
         """Decide, and do what is due."""
@@ -307,7 +299,7 @@ class Reclaimer:
             await self.settle(intention, abandon, "changed")
 
     async def _do(self, plan: WorkloadChange, intention: Action, alert: Alert, facts: Facts) -> bool:
-        """WorkloadChange the object, or write the Events. False: it was changed, or went, meanwhile."""
+        """Change the object, or write the Events. False: it was changed, or went, meanwhile."""
         namespace, target = intention.namespace, plan.target
         if plan.spec is not None:
             content = patch(plan, intention.id, intention.message)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from tests.real.certificates import Authority
-from tests.real.process import Server, listens
+from tests.real.process import HttpServer, Server, listens
 from tests.real.servers import Missing, find_openssl, real_dir
 
 ETCD = "etcd-3.6.5"
@@ -56,16 +56,11 @@ def _program(folder: str, name: str) -> Path:
     return Path(found)
 
 
-class Etcd(Server):
+class Etcd(HttpServer):
     """One etcd."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, ports=2)
-
-    @property
-    def url(self) -> str:
-        """For clients."""
-        return f"http://127.0.0.1:{self.ports[0].number}"
 
     def command(self) -> Sequence[str]:
         """The server in the foreground. What it writes need not outlive a power cut."""
@@ -84,11 +79,8 @@ class Etcd(Server):
 
     def ready(self) -> bool:
         """Whether it has a leader."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:  # noqa: S310 - http, and ours
-                return bool(json.load(answer)["health"] == "true")
-        except OSError:
-            return False
+        answer = self.get("/health")
+        return answer is not None and json.loads(answer)["health"] == "true"
 
     def compact(self) -> int:
         """Forget all history; the revision that it goes back to from now on."""

@@ -16,7 +16,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from gpustream.serve import Component
 from tests.real.accounting import assert_accounted
-from tests.real.process import Server
+from tests.real.process import HttpServer
 from tests.real.servers import PrometheusServer, Series
 from topics.usage import Usage
 
@@ -27,8 +27,10 @@ Point = tuple[str, str, str, int]
 """A device's reading: cluster, node, device uuid, ts_ms."""
 
 
-class Gpustream(Server):
+class Gpustream(HttpServer):
     """One `gpustream` process; it is up when its /readyz says so."""
+
+    health = "/readyz"
 
     def __init__(self, directory: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         super().__init__(directory, environment=environment)
@@ -41,18 +43,17 @@ class Gpustream(Server):
         listen = f"127.0.0.1:{self.ports[0].number}"
         return [sys.executable, *self.python, *self.arguments, "--listen", listen]
 
-    def ready(self) -> bool:
-        """Whether /readyz answers 200."""
-        return self.get("/readyz") is not None
-
-    def get(self, path: str) -> str | None:
-        """What its own HTTP server answers with 200, or None."""
+    def why_not(self) -> str:
+        """What /readyz says if it is not ready; empty if it is."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[0].number}{path}", timeout=2) as answer:
-                text: str = answer.read().decode()
-                return text
-        except (OSError, urllib.error.HTTPError):
-            return None
+            with urllib.request.urlopen(f"{self.url}/readyz", timeout=5):  # noqa: S310 - http, and ours
+                return ""
+        except urllib.error.HTTPError as error:
+            with error:
+                said: str = error.read().decode()
+                return said
+        except OSError as error:
+            return f"no answer: {error}"
 
     def stop(self) -> None:
         """Ends it in good order. Until then it accounts for all that it received."""

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
@@ -197,6 +198,30 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class HttpServer(Server):
+    """A server on HTTP; it is up when it answers 200 at ``health``."""
+
+    health = "/-/ready"
+
+    @property
+    def url(self) -> str:
+        """The base URL, without a slash at the end."""
+        return f"http://127.0.0.1:{self.ports[0].number}"
+
+    def get(self, path: str, timeout_s: float = 2) -> str | None:
+        """What it answers with 200, or None."""
+        try:
+            with urllib.request.urlopen(f"{self.url}{path}", timeout=timeout_s) as answer:  # noqa: S310 - http, and ours
+                text: str = answer.read().decode()
+                return text
+        except OSError:
+            return None
+
+    def ready(self) -> bool:
+        """Whether it says that it is ready."""
+        return self.get(self.health) is not None
 
 
 def _spawn(

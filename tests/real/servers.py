@@ -36,7 +36,7 @@ from confluent_kafka.admin import (
 
 from delivery.connection import Connection
 from tests.real.certificates import Authority
-from tests.real.process import Server, listens
+from tests.real.process import HttpServer, Server, listens
 from topics.topic import load_topics
 
 KAFKA = "kafka-4.1.1"
@@ -442,7 +442,7 @@ def _knows(broker: KafkaServer, brokers: int) -> bool:
     return broker.ready() and len(broker.admin().list_topics(timeout=ASK_TIMEOUT_S).brokers) == brokers
 
 
-class AlertmanagerServer(Server):
+class AlertmanagerServer(HttpServer):
     """Alertmanager by itself, with one receiver of notifications: a webhook, or nothing.
 
     It notifies at once, of each alert by itself, and of what is resolved too, unless another configuration is given.
@@ -452,11 +452,6 @@ class AlertmanagerServer(Server):
         super().__init__(directory)
         self.webhook = webhook
         self.configuration = configuration
-
-    @property
-    def url(self) -> str:
-        """The server's base URL, without a slash at the end."""
-        return f"http://127.0.0.1:{self.ports[0].number}"
 
     def prepare(self) -> None:
         """Writes the configuration."""
@@ -479,14 +474,6 @@ class AlertmanagerServer(Server):
             "--log.level=warn",
         ]
 
-    def ready(self) -> bool:
-        """Whether it says that it is ready."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=2) as answer:  # noqa: S310 - http, and ours
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
     def alerts(self) -> list[Mapping[str, Any]]:
         """The alerts that it holds to be active, as its API gives them."""
         with urllib.request.urlopen(f"{self.url}/api/v2/alerts", timeout=60) as answer:  # noqa: S310 - http, and ours
@@ -507,7 +494,7 @@ class Series:
         return self.points[-1][1]
 
 
-class PrometheusServer(Server):
+class PrometheusServer(HttpServer):
     """Prometheus with the remote-write receiver on; its configuration is the default one: no out-of-order window."""
 
     def __init__(
@@ -521,11 +508,6 @@ class PrometheusServer(Server):
         super().__init__(directory)
         self.program = program or find_prometheus()
         self.options, self.config = list(options), config
-
-    @property
-    def url(self) -> str:
-        """The server's base URL, without a slash at the end."""
-        return f"http://127.0.0.1:{self.ports[0].number}"
 
     @property
     def write_url(self) -> str:
@@ -547,14 +529,6 @@ class PrometheusServer(Server):
             "--log.level=warn",
             *self.options,
         ]
-
-    def ready(self) -> bool:
-        """Whether it says that it is ready."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=2) as answer:  # noqa: S310 - http, and ours
-                return bool(answer.status == 200)
-        except OSError:
-            return False
 
     def query(self, expr: str, time_ms: int | None = None) -> list[Series]:
         """The answer at that time (default now): one point per series, or all of them for a selector like ``x[5m]``.

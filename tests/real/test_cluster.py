@@ -14,8 +14,6 @@ import os
 import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -1006,15 +1004,6 @@ class Starting(Gpustream):
 
     def ready(self) -> bool:
         return self.get("/healthz") is not None
-
-    def why_not(self) -> str:
-        """What /readyz says if it is not."""
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[0].number}/readyz", timeout=5):
-                return ""
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.read().decode()
 
 
 def token(api: ApiServer, **more: Any) -> str:

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import urllib.error
-import urllib.request
 from base64 import b64decode
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -290,11 +288,7 @@ def write(config: Path, kafka: KafkaServer, authority: Authority, password: str)
 
 def is_refused(process: Gpustream) -> bool:
     """Whether /readyz says that the password is wrong."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{process.ports[0].number}/readyz", timeout=2):
-            return False
-    except urllib.error.HTTPError as error:
-        return b"does not accept the user" in error.read()
+    return "does not accept the user" in process.why_not()
 
 
 async def ticks(kafka: KafkaServer, topic: str, made: set[tuple[str, int]]) -> bool:

@@ -2,11 +2,8 @@
 
 import asyncio
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from tests.eventually import eventually_sync
@@ -52,14 +49,4 @@ async def test_a_process_that_can_resolve_no_name_or_open_no_file_says_so_and_re
 
 async def says(process: Gpustream, text: str) -> None:
     """Wait until /readyz gives this as a reason."""
-    await asyncio.to_thread(eventually_sync, partial(_says, process, text), f"/readyz of {process.name}: {text}")
-
-
-def _says(process: Gpustream, text: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{process.ports[0].number}/readyz", timeout=5):
-            return False
-    except urllib.error.HTTPError as error:
-        return text in error.read().decode()
-    except OSError:
-        return False
+    await asyncio.to_thread(eventually_sync, lambda: text in process.why_not(), f"/readyz of {process.name}: {text}")
