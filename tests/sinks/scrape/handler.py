@@ -1,4 +1,4 @@
-"""The handler of a partition on a bench: records in, what a scrape gets out, and all that it tells."""
+"""The handler of a partition on a bench: records in, what a scrape gets out, and what became of each."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,21 +14,9 @@ from sinks.series.tick import SeriesTick
 from sinks.series.translation import Translator
 from sinks.series.windows import Resolution
 from sinks.settings import NamingSettings
-from tests.sinks.records import encoded
+from tests.sinks.records import Read, encoded
 from tests.sinks.scrape.fleet import exposed
 from topics.profiles import LabelSet, ProfileName
-
-
-@dataclass
-class FakeRecord:
-    """A record as it was read."""
-
-    value: bytes | None
-    offset: int = 0
-    topic: str = "gpu.attributed"
-    partition: int = 0
-    timestamp: int = 0
-    key: bytes | None = b"c/n-0"
 
 
 class FakeLetters(DeadLetters):
@@ -44,14 +32,14 @@ class FakeLetters(DeadLetters):
 
 @dataclass
 class Bench:
-    """A handler, and all that it tells."""
+    """A handler, and what became of its records: ``outcomes``."""
 
     names: tuple[ProfileName, ...] = ("otel",)
     label_set: LabelSet | None = None
     now_s: float = 0.0
     resolution: Resolution | None = None
     letters: FakeLetters = field(default_factory=FakeLetters)
-    told: list[tuple[str, int, Outcome]] = field(default_factory=list)
+    outcomes: list[tuple[str, int, Outcome]] = field(default_factory=list)
     abandon: asyncio.Event = field(default_factory=asyncio.Event)
     instruments: Instruments = field(default_factory=lambda: Instruments(INSTRUMENTS))
 
@@ -60,7 +48,7 @@ class Bench:
         shared = ScrapeShared(
             translator=Translator(NamingSettings(names=self.names, labels=self.label_set).profiles()),
             stale_after_s=60.0,
-            outcomes=Outcomes(COMPONENT, self.instruments, self._told),
+            outcomes=Outcomes(COMPONENT, self.instruments, self._ended),
             instruments=self.instruments,
             letters=self.letters,
             resolution=self.resolution,
@@ -68,10 +56,10 @@ class Bench:
         )
         self.handler = ScrapePartition(0, shared)
 
-    def _told(self, _cluster: str, node: str, _run: int, seq: int, outcome: Outcome) -> None:
-        self.told.append((node, seq, outcome))
+    def _ended(self, _cluster: str, node: str, _run: int, seq: int, outcome: Outcome) -> None:
+        self.outcomes.append((node, seq, outcome))
 
-    async def deliver(self, *records: FakeRecord) -> list[int]:
+    async def deliver(self, *records: Read) -> list[int]:
         """Delivers the records; gives the offsets to commit."""
         read: Sequence[Any] = records
         return [upto async for upto in self.handler.deliver(read, self.abandon)]
@@ -90,5 +78,5 @@ class Bench:
 def shown(tick: SeriesTick, *names: ProfileName, label_set: LabelSet | None = None) -> list[SampleGroup]:
     """What is shown of a tick with these names, and their labels or others."""
     bench = Bench(names=names or ("otel",), label_set=label_set)
-    bench.handler.recall([FakeRecord(encoded(tick))])
+    bench.handler.recall([Read(0, encoded(tick))])
     return list(bench.handler.series())

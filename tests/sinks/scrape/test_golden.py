@@ -11,8 +11,9 @@ from typing import NamedTuple
 import pytest
 from prometheus_client import Metric
 
+from tests.sinks.records import Read
 from tests.sinks.scrape.fleet import exposed, full_node, parsed
-from tests.sinks.scrape.handler import Bench, FakeRecord, shown
+from tests.sinks.scrape.handler import Bench, shown
 from topics.profiles import PROFILES, LabelSet, ProfileName
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -117,7 +118,7 @@ every_exporter = pytest.mark.parametrize("exporter", [DCGM, POD_DEVICES], ids=la
 async def ours(exporter: Exporter) -> list[Metric]:
     """What the sink says of the node."""
     bench = Bench(names=(exporter.names,), label_set=exporter.label_set)
-    await bench.deliver(FakeRecord(NODE))
+    await bench.deliver(Read(0, NODE))
     return parsed(bench.shown())
 
 

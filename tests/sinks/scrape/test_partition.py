@@ -9,8 +9,9 @@ import pytest
 from delivery.dead_letters import Abandoned, Record
 from sinks.scrape.sink import VALUES
 from sinks.series.windows import Resolution
+from tests.sinks.records import Read
 from tests.sinks.scrape.fleet import parsed, samples
-from tests.sinks.scrape.handler import Bench, FakeLetters, FakeRecord
+from tests.sinks.scrape.handler import Bench, FakeLetters
 from topics.attributed import AttributedDevice, AttributedSample, Holder, Parts
 
 
@@ -19,7 +20,7 @@ def _device(uuid: str, used: float, *pods: str, **metrics: float) -> AttributedD
     return AttributedDevice(uuid=uuid, metrics={"gpu_utilization_ratio": used, **metrics}, holders=holders)
 
 
-def _tick(number: int, *devices: AttributedDevice, node: str = "n-0", offset: int | None = None) -> FakeRecord:
+def _tick(number: int, *devices: AttributedDevice, node: str = "n-0", offset: int | None = None) -> Read:
     offset = number if offset is None else offset
     sample = AttributedSample(
         schema=1,
@@ -32,7 +33,7 @@ def _tick(number: int, *devices: AttributedDevice, node: str = "n-0", offset: in
         attribution="exact",
         devices=devices,
     )
-    return FakeRecord(msgspec.json.encode(sample), offset)
+    return Read(offset, msgspec.json.encode(sample))
 
 
 async def test_the_last_tick_of_every_node_is_shown() -> None:
@@ -58,7 +59,7 @@ async def test_with_a_resolution_the_last_window_that_is_over_is_shown() -> None
     values = {one.name: one.value for one in samples(bench.shown()) if "gpu_task_type" in one.labels}
     assert values == {"gpu_utilization": 0.4, "gpu_utilization_max": 0.4}
     assert bench.counted("gpustream_scrape_delay_seconds_count") == 2
-    assert [outcome for _, _, outcome in bench.told] == ["delivered"] * 5
+    assert [outcome for _, _, outcome in bench.outcomes] == ["delivered"] * 5
 
 
 async def test_what_is_read_back_shows_the_window_that_was_shown_and_goes_on_in_the_one_that_is_not_over() -> None:
@@ -186,7 +187,7 @@ async def test_a_replay_is_a_duplicate_and_changes_nothing() -> None:
     await bench.deliver(_tick(0, _device("a", 0.1)), _tick(1, _device("a", 0.2)))
     await bench.deliver(_tick(0, _device("a", 0.1)))
 
-    assert [outcome for _, _, outcome in bench.told] == ["delivered", "delivered", "duplicate"]
+    assert [outcome for _, _, outcome in bench.outcomes] == ["delivered", "delivered", "duplicate"]
     assert " 0.2\n" in bench.shown()
 
 
@@ -223,20 +224,20 @@ async def test_a_partition_that_was_taken_away_is_not_shown_until_it_is_ours_aga
 
 async def test_what_an_earlier_life_showed_is_shown_again() -> None:
     bench = Bench()
-    recalled: Any = [_tick(0, _device("a", 0.1)), FakeRecord(b"{"), FakeRecord(None)]
+    recalled: Any = [_tick(0, _device("a", 0.1)), Read(0, b"{"), Read(0, None)]
     bench.handler.recall(recalled)
 
     assert "n-0" in bench.shown()
-    assert bench.told == []
+    assert bench.outcomes == []
     await bench.deliver(_tick(0, _device("a", 0.1)))
-    assert bench.told == [("n-0", 1, "duplicate")]
+    assert bench.outcomes == [("n-0", 1, "duplicate")]
 
 
 @pytest.mark.parametrize("value", [b"", b"{", b'{"schema":2}', b"\xff", None])
 async def test_what_cannot_be_decoded_is_dead_lettered(value: bytes | None) -> None:
     bench = Bench()
 
-    assert await bench.deliver(FakeRecord(value, 7)) == [8]
+    assert await bench.deliver(Read(7, value)) == [8]
     assert bench.letters.errors[0].startswith("not a record of gpu.attributed")
     assert bench.counted("gpustream_scrape_records_dead_lettered_total") == 1.0
 
@@ -248,8 +249,8 @@ async def test_nothing_counts_of_a_step_whose_dead_letter_is_abandoned() -> None
 
     bench = Bench(letters=Away())
     with pytest.raises(Abandoned):
-        await bench.deliver(_tick(0, _device("a", 0.1)), FakeRecord(b"{", 1))
-    assert bench.told == []
+        await bench.deliver(_tick(0, _device("a", 0.1)), Read(1, b"{"))
+    assert bench.outcomes == []
     assert bench.counted("gpustream_scrape_records_delivered_total") == 0
 
 
@@ -257,7 +258,7 @@ async def test_nothing_counts_of_a_step_whose_dead_letter_is_abandoned() -> None
 async def test_a_name_that_is_no_text_is_dead_lettered_and_the_last_tick_stays(broken: bytes) -> None:
     bench = Bench()
     value = _tick(1, _device("a", 0.2, "bert-0")).value or b""
-    await bench.deliver(_tick(0, _device("a", 0.1)), FakeRecord(value.replace(b"bert-0", broken), 1))
+    await bench.deliver(_tick(0, _device("a", 0.1)), Read(1, value.replace(b"bert-0", broken)))
 
     assert len(bench.letters.errors) == 1
     assert " 0.1\n" in bench.shown()
