@@ -74,6 +74,7 @@ demo: $(RUNS) ## everything in one command: a simulated fleet of 4 nodes of 8 GP
 test: install ## unit and property tests, and every real test whose server is at hand; skips are listed at the end
 	$(PYTEST) $(ARGS)
 
+test-fast: JOBS = 4
 test-fast: install ## the tests that need neither servers nor seconds, with few examples each: while you write
 	GPUSTREAM_HYPOTHESIS=fast $(PYTEST) -m "not real and not slow" --ignore=tests/real $(ARGS)
 

@@ -100,7 +100,7 @@ def library(*, old: bool = False) -> Path:
         raise NoCompiler("no C compiler on PATH: install gcc or clang, or name one with CC")
     directory = Path(tempfile.mkdtemp(prefix="scripted-nvml-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    options = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
+    options = ["-std=gnu11", "-O0", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
     link = [f"-Wl,-soname,{SONAME}", "-o", str(directory / SONAME)]
     build = [compiler, *options, *(["-DOLD"] if old else []), str(SOURCE), *link]
     done = subprocess.run(build, capture_output=True, text=True, check=False)
