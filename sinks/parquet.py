@@ -10,7 +10,6 @@ On failure: a full or missing disk is waited for, and Kafka keeps the records. W
 """
 
 import asyncio
-import contextlib
 import fcntl
 import importlib
 import logging
