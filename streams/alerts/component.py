@@ -183,8 +183,8 @@ class AlertWorker(NodeWatch[PartitionNodes]):
         self.app.finish(slot)
 
     async def _group(self, number: int, batch: Batch) -> None:
-        """Make of the reports of a batch what they change in the alerts of several GPUs. The alerts are written and,
-        when they are acknowledged, the groups, and then the reports are finished."""
+        """Change the alerts of several GPUs by the reports of a batch. First the alerts are written, then the groups.
+        When both are acknowledged, the reports are finished."""
         known, epoch = self._groups.setdefault(number, {}), self.app.reader.ledger.epoch
         ended = self.app.reader.input_ends.get(Partition(MEMBERS, number), MAX_TIME_MS)
         changed: dict[bytes, AlertGroup] = {}
@@ -231,8 +231,8 @@ class AlertWorker(NodeWatch[PartitionNodes]):
                 self._groups_written[number, key] = one.result()
 
     async def _forget_groups(self, number: int, epoch: int) -> None:
-        """Delete the alerts of groups that are over for long, and what is kept of them: of a workload that holds GPUs
-        their number stays. No report is worked on meanwhile: a group that fires again is not over."""
+        """Delete the alerts of groups that have been over for a week, and the groups. If a workload holds GPUs, only
+        their number is kept. Meanwhile no report is worked on, because it may fire the alert again."""
         async with self._grouping:
             if epoch != self.app.reader.ledger.epoch:
                 return

@@ -191,8 +191,8 @@ def _going_on(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules
 
 
 def _resolved(alert: Alert, group: AlertGroup, report: AlertReport, last: Alert | None, rules: Rules) -> Alert:
-    """The alert has ended, with its last part or, if it is of all GPUs or gives way, with this report. What it was
-    about stays."""
+    """The alert has ended. Its end is that of its last part. If parts of it still hold (it is of all GPUs, or another
+    alert comes before it), its end is this report. Its GPUs stay as they were."""
     ends_at = max((time(report.ts_ms) if last is None or last.ends_at is None else last.ends_at), alert.starts_at)
     because = last.resolved_because if last is not None else "condition"
     if not _is_of_all(rules.by_name.get(alert.name)) and any(member.ended_ms is None for member in group.members):
@@ -214,8 +214,8 @@ def _held(group: AlertGroup) -> int:
 
 
 def _is_open(rule: Rule | None, group: AlertGroup, rules: Rules) -> bool:
-    """Whether the alert goes on: of any GPU or, if the rule is about all, of each that the workload holds. The others
-    may be idle, if they are no more than those that it is about: then the alert of the idle ones does not go on."""
+    """Whether the alert goes on. For most rules one GPU is enough. A rule about all GPUs needs each that the workload
+    holds: some may be idle instead, but no more than half. While it goes on, there is no alert about the idle ones."""
     going = {member.gpu.uuid for member in group.members if member.ended_ms is None}
     if not going or rule is None or rule.kind not in ("held_idle", *OF_ALL):
         return bool(going)

@@ -1,11 +1,12 @@
 """The alert state machine: from what the conditions find in a node's tick to what becomes of its alerts.
 
 In: a node's state and a tick, or that none came. Out: the state after it, and the alerts to write. Pure.
-All times are the ticks' own, so that a replay gives the same alerts. What is decided without a tick, by the worker's
-clock, is in the state before its alerts are written (:func:`announce`): a replay may not find it again.
+All times are the ticks' own, so that a replay gives the same alerts. Some things are decided without a tick, by the
+worker's clock, and a replay may not find them again. So they are written to the state first, and then their alerts
+(:func:`announce`).
 
-A condition, identified by rule, device, pod and the rule's own key, is inactive, pending since a tick, firing, and then
-resolved:
+A condition is identified by rule, device, pod and the rule's own key. It is inactive, pending since a tick, firing, and
+then resolved:
 
 - It fires in the tick in which it has held for the rule's ``for``. An event fires at once.
 - A pending one ends with the first tick in which it does not hold. Without evidence it neither fires nor
@@ -13,10 +14,10 @@ resolved:
 - A firing one is resolved in the tick in which it has not held for the rule's ``keep_firing``; without evidence it
   fires on. It is resolved at once when the pod that it is about is gone, or the rule is.
 - Two firings of one alert never start at the same time, whatever the node's clock does.
-- What is true of several devices for one reason is one alert (:func:`_scope`): then what becomes of the conditions of a
-  tick is reported to ``streams/alerts/groups.py``, which makes that alert.
-- Of a pod on a device one cause is reported (``CAUSES`` of ``streams/alerts/rules/rule.py``). What comes after it
-  waits, and is resolved if it fires.
+- What is true of several devices for one reason is one alert (:func:`_scope`). Then the conditions of single devices
+  are reported to ``streams/alerts/groups.py``, which makes that alert.
+- Of a pod on a device one cause is reported, the first in ``CAUSES`` of ``streams/alerts/rules/rule.py``. The later
+  ones wait, or are resolved if they fire.
 - While a node is in maintenance, nothing fires, not even its silence, and what fired is resolved.
 - An alert that fires for ``critical_after`` becomes critical, which is an update of it.
 """
@@ -299,8 +300,8 @@ def _held(one: Tracked, finding: Finding, now: _Now) -> Tracked:
 
 
 def _scope(finding: Finding, alert: Alert, now: _Now) -> Scope | None:
-    """Of what an alert is a part: of that of its pod's workload or, if other GPUs of the node went with it, of that of
-    the node. None: it is an alert of its own, and stays one."""
+    """Whose alert this one is a part of: its pod's workload's, or the node's if other GPUs went at the same time. None:
+    it is an alert of its own, and stays one."""
     if finding.rule.kind in WASTE:
         return scope_of_pod(alert)
     if finding.rule.kind not in _TOGETHER:
@@ -315,8 +316,8 @@ def _ended(one: Tracked, now: _Now, because: str) -> tuple[None, Alert | None]:
 
 
 def same(durable: NodeAlerts, current: NodeAlerts) -> bool:
-    """Whether the state that was written says all that is worth writing, so that a replay gives the same. What began to
-    be pending a moment ago is not written yet. Counters that rise all the time are written now and then."""
+    """Whether the state that was written is enough for a replay to give the same. What began to be pending a moment ago
+    is not written yet. Counters that rise all the time are written now and then."""
     if durable.maintenance != current.maintenance:
         return False
     if durable.silent != current.silent or durable.generation != current.generation:
@@ -368,8 +369,8 @@ def without_ticks(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_ms: i
 
 
 def silence(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAlerts:
-    """The state of a node that had no tick for so long: the rules for which that is long enough have fired in it.
-    It is the same whoever finds it. Write it first, then what :func:`announce` makes of it."""
+    """The state of a node after a silence: the rules for which that is long enough have fired. Every worker finds the
+    same. Write it first, then what :func:`announce` makes of it."""
     if is_retired(state) or state.maintenance is not None:
         return state
     for rule in rules.of("node_silent"):
@@ -392,7 +393,7 @@ def retire(state: NodeAlerts, at_ms: int) -> NodeAlerts:
         for one in state.tracked
         if one.alert is not None
     ]
-    return _replace(quiet(state), tracked=tuple(ended), memory=Memory())  # what was held is not, which is announced
+    return _replace(quiet(state), tracked=tuple(ended), memory=Memory())  # that nothing is held any more is announced
 
 
 def announce(state: NodeAlerts) -> Step:

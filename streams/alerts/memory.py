@@ -1,10 +1,10 @@
 """What the conditions remember of a node: its devices, who holds them since when, and how far their counters were.
 
-In: ticks. Out: the memory after each; the same object if nothing changed, and in it the same devices if nothing but
-the counters in windows did, so that state is written on changes only. Pure; all times are of the ticks.
+In: ticks. Out: the memory after each. It is the same object if nothing changed, and has the same devices if only
+counters changed: so the state is written on changes only. Pure; all times are the ticks' own.
 
-Errors are counted within a minute of the ticks' time, a window that moves in buckets of five seconds, so that a counter
-that runs all the time takes at most 14 numbers:
+Errors are counted within the last minute of the ticks' time. That window moves in buckets of five seconds, so a counter
+that rises all the time takes at most 14 numbers:
 
 - An error counts from the tick that shows it, for at least 60 s and for less than 65 s. It never comes back.
 - The first reading of a counter is where it begins: it shows no error. A reading below the last one is a counter that

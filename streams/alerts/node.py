@@ -28,8 +28,8 @@ from streams.caught_up import CaughtUp, WatchedPartition
 from topics.alerts import Alert, AlertGroup
 
 Outcome = Literal["judged", "new_log", "replayed", "resumed"]
-"""What a tick was: a new one; a new one with which the offsets of gpu.samples begin again; one that had been judged
-before its node's state was written; or the first after that."""
+"""What a tick was: ``judged``, a new one; ``new_log``, a new one with which the offsets of gpu.samples begin again;
+``replayed``, judged before; ``resumed``, the first after a state that was read, judged before by another worker."""
 
 QUIET_S = 30.0  # after so long without a tick a node's state is written, and its last tick holds back no commit
 

@@ -143,8 +143,8 @@ def group_of(alert: Alert, scope: Scope) -> str:
 
 
 def written(alert: Alert, one: Tracked, now_ms: int, *, repeat: bool = False) -> Write:
-    """The record of what has become of an alert: its own or, if it is a part of another, a report. That one has how
-    long the condition has held until now, and when the device last worked."""
+    """The record of an alert that has changed. If it is a part of another alert, that is a report, which also has how
+    long the condition has held and when the device last worked."""
     if one.scope is None:
         return Write("repeat" if repeat else "alert", alert.fingerprint, alert)
     if alert.is_open and one.scope != "node":
@@ -163,8 +163,8 @@ def written(alert: Alert, one: Tracked, now_ms: int, *, repeat: bool = False) ->
 
 
 def for_others(alert: Alert, one: Tracked, now_ms: int, rules: Rules) -> list[Write]:
-    """The reports of a GPU to the alerts of other kinds that go by it or name it. The end of one by a rule that is gone
-    is reported to all of them."""
+    """The reports of a GPU to the alerts of other kinds that depend on it or name it. If its rule is gone, its end is
+    reported to all of them."""
     if one.scope not in ("workload", "pod"):
         return []
     others = _OTHERS.get(rules.by_name[alert.name].kind, ()) if alert.name in rules.by_name else _OTHERS["crash_loop"]

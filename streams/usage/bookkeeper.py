@@ -263,8 +263,8 @@ class Bookkeeper:
         return found
 
     def _placed(self, uuid: str, drawn: Drawn, booked_ms: int, hour_ms: int) -> Drawn:
-        """What was drawn in time that is still to be booked. What was drawn in time that was booked without it, and in
-        hours in which the GPU has no rows, is ``before`` that, and no holder's."""
+        """The part of the energy that was drawn in time that is still to be booked. The rest is ``before`` it, and no
+        holder's: it was drawn in time that was booked without it, or in hours in which the GPU has no rows."""
         at_ms, ts_ms, mj = drawn.start_ms, drawn.end_ms, drawn.mj
         before_mj = mj * max(0, booked_ms - at_ms) // (ts_ms - at_ms)
         placed = Drawn(max(at_ms, booked_ms), ts_ms, mj - before_mj, before_mj)
