@@ -29,7 +29,7 @@ from sinks.series.labels import (
 )
 from sinks.series.metrics import NOTHING, row_of
 from sinks.series.model import Row, Rows, SeriesSet, Subject, Value
-from sinks.series.tick import DeviceReading, SeriesDevice
+from sinks.series.tick import DeviceReading, Metrics, SeriesDevice
 from topics.attributed import Holder, HoldingPod, pods_of
 from topics.catalogue import (
     CONFLICT,
@@ -254,22 +254,22 @@ class Divided(NamedTuple):
     rest: Mapping[str, Value]
 
 
-def divide(reading: DeviceReading, pods: Pods, of: Numbers, *, uids: bool) -> Divided:
+def divide(held_by: HeldDevice, metrics: Metrics, of: Numbers, *, uids: bool) -> Divided:
     """A device by pod. Parts and rest come to the device; what no part is known of stays the device's.
 
     NVML has no utilization of a MIG device: it is the share of the time in which its engines were busy.
     ``uids``: a pod that was created again under its name is another one.
     """
-    device, metrics, parts = reading.device, reading.metrics, dict[PodName, PodPart]()
+    parts: dict[PodName, PodPart] = {}
     busy = metrics.graphics_engine_active_ratio
-    if device.mig is not None and busy is not None and metrics.gpu_utilization_ratio is None:
+    if held_by.device.mig is not None and busy is not None and metrics.gpu_utilization_ratio is None:
         parts[()] = PodPart(None, {"gpu_utilization_ratio": busy})
-    if len(pods) < 2:
+    if len(held_by.pods) < 2:
         return Divided(parts, NOTHING)
     by_name: dict[PodName, list[Holder]] = {}
-    for pod, holders in pods.items():
+    for pod, holders in held_by.pods.items():
         by_name.setdefault((pod.namespace, pod.pod, (pod.pod_uid or "") if uids else ""), []).extend(holders)
-    places, rest = _places(reading.holders), dict[str, Value]()
+    places, rest = _places(held_by.holders), dict[str, Value]()
     for name, holders in by_name.items():
         for key, value in [found for holder in holders for found in _divided(of, places[id(holder)])]:
             whole = getattr(metrics, key)

@@ -82,8 +82,8 @@ class Translator:
     """Translates ticks, in the given profiles; no tenant makes a series have more than ``max_labels``.
 
     ``profiles`` may be replaced by others: from the next tick of a node on, it is written in these. ``by_pod``: what a
-    device does is written for each pod that shares it, and the rest of it for the device. ``on_cut`` hears of how many
-    labels of a pod there was no room anywhere, when its labels are made.
+    device does is written for each pod that shares it, and the rest of it for the device. ``on_cut`` is called when a
+    pod's labels are made, with how many of them there is no room for anywhere.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Translator:
         self, reading: DeviceReading, was: LabelledDevice, of: Numbers, tick: MeasuredTick
     ) -> Mapping[str, Value]:
         """Measure the pods' parts of a device; the rest is what is written of the device itself."""
-        divided = divide(reading, was.held.pods, of, uids=self._pod_uids)
+        divided = divide(was.held, reading.metrics, of, uids=self._pod_uids)
         for name, part in divided.parts.items():
             key = ("by_pod", reading.device.uuid, *name)
             identity = was.of if part.held is None else was.of._replace(held=part.held)

@@ -168,6 +168,13 @@ def test_what_no_part_is_known_of_stays_the_devices() -> None:
     assert (found[USED], found[POWER]) == ({None: 1000}, {None: 300})
 
 
+def test_a_shared_device_that_a_tick_lacks_is_written_by_pod_again_when_it_is_back() -> None:
+    of = shared(("a", parts(0.5, 600, 150.0)), ("b", parts(0.15, 300, 75.0)))
+    ticks = sample(1, of), sample(2, device("GPU-b")), sample(3, of)
+    first, _, third = play(OpenSeries(writer(by_pod=True)), *ticks)
+    assert written(third.groups[: len(first.groups)]) == written(first.groups)
+
+
 def test_a_share_of_the_memory_is_the_devices() -> None:
     of = shared(("a", parts(0.5, 600, 150.0)), ("b", parts(0.15, 300, 75.0)))
     of["metrics"]["memory_total_bytes"] = 4000 * MIB

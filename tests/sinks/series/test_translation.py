@@ -9,14 +9,17 @@ from hypothesis import strategies as st
 
 from sinks.series import beside
 from sinks.series.beside import Described, HeldDevice, OfDevice, PodInfo, made_of
+from sinks.series.cache import Cache
 from sinks.series.labels import MAX_LABELS, MAX_VALUE_BYTES, identity, place
 from sinks.series.model import Row, SeriesSet
 from sinks.series.tick import DeviceReading, SeriesDevice, SeriesParts, SeriesTick
+from sinks.series.translation import Translator
 from tests.sinks.conftest import sample
 from tests.sinks.series.test_labels import BERT, MIG
+from tests.sinks.series.test_tick import DEVICES
 from topics.attributed import Holder, pods_of
 from topics.catalogue import DEVICE_INFO, FURTHER
-from topics.profiles import LABELS
+from topics.profiles import LABELS, PROFILES, profile_names
 
 FIVE = {"gpu", "uuid", "pod_namespace", "pod_name", "container_name"}
 INFO = dict.fromkeys(DEVICE_INFO.labels, "x")
@@ -297,3 +300,20 @@ def test_each_pod_that_holds_a_device_has_an_info_once() -> None:
         "k8s_namespace_name": "ml",
         "k8s_pod_name": "a",
     }
+
+
+def written(translator: Translator, tick: SeriesTick, cache: Cache) -> list[tuple[Any, ...]]:
+    """All of a tick, in the order in which it is written."""
+    keys, groups = translator.translate(tick, cache)
+    of_each = [(series.labels, series.rows, series.start_ms, list(values)) for series, _, values in groups]
+    return [(key, *one) for key, one in zip(keys, of_each, strict=True)]
+
+
+@given(st.lists(DEVICES, min_size=2, max_size=6), st.booleans(), st.sampled_from(["otel", "otel,otel-suffixed"]))
+def test_a_tick_is_written_the_same_whatever_came_before_it(ticks: Any, by_pod: bool, names: str) -> None:
+    profiles = [PROFILES[name] for name in profile_names(names)]
+    translator, cache = Translator(profiles, by_pod=by_pod), Cache()
+    for seq, devices in enumerate(ticks, 1):
+        listed = [{"uuid": f"GPU-{number}", **one} for number, one in enumerate(devices)]
+        tick = sample(seq, *listed, run_id=seq // 3) if listed else msgspec.structs.replace(sample(seq), devices=())
+        assert written(translator, tick, cache) == written(Translator(profiles, by_pod=by_pod), tick, Cache())
