@@ -55,15 +55,15 @@ class Split(msgspec.Struct, frozen=True, gc=False):
 class Rows(msgspec.Struct, frozen=True, gc=False):
     """Whose each process is, and of whom it is not known: places of holders, the one behind the last for nobody.
 
-    ``spare`` are the further containers of a pod, whose part the first one has. ``one``: there is one holder only, and
-    all processes are its. ``few``: no holder has more than two processes, so that it does not matter in which order
-    they are added.
+    ``absent`` have no part: they, and the further containers of a pod, whose part the first one has. ``one``: there is
+    one holder only, and all processes are its. ``few``: no holder has more than two processes, so that it does not
+    matter in which order they are added.
     """
 
     count: int
     of: tuple[int, ...]
     unknown: frozenset[int] = _NONE
-    spare: frozenset[int] = _NONE
+    absent: frozenset[int] = _NONE
     one: bool = False
     few: bool = False
 
@@ -99,7 +99,7 @@ def rows_of(device: Device, holders: Sequence[Holder]) -> Rows | None:
         by_uid[others.pop()] = nameless.pop()
     unknown = frozenset(nameless) if others else _NONE
     of = tuple([by_uid.get(process.pod_uid, nobody) for process in processes])
-    return Rows(nobody, of, unknown, frozenset(range(nobody)).difference(first.values()))
+    return Rows(nobody, of, unknown, unknown.union(set(range(nobody)).difference(first.values())))
 
 
 def divide(device: Device, holders: tuple[Holder, ...], rows: Rows | None) -> Split:
@@ -152,12 +152,14 @@ def _used(whole: Amount | None, amounts: list[Any], most: Amount) -> tuple[Amoun
         return None, None, False
     used: Amount = 0
     for amount in sorted(amounts) if len(amounts) > 2 else amounts:
-        if amount > 0:
-            used += min(amount, most)
+        if amount > most:
+            used += most
+        elif amount > 0:
+            used += amount
     return (used, whole - used, False) if used <= whole else (whole * 1.0, 0, used > whole * (1 + _SLACK))
 
 
-def _divided(whole: Amount | None, amounts: Sequence[Amount | None], rows: Rows, most: Amount) -> _Shares | None:
+def _divided(whole: Amount | None, amounts: list[Any], rows: Rows, most: Amount) -> _Shares | None:
     """A quantity that the device has and, where there are processes, at least one of them. None: can't be divided.
 
     What a holder uses is the sum over its processes. Floats are added from the least, so that their order does not
@@ -165,18 +167,22 @@ def _divided(whole: Amount | None, amounts: Sequence[Amount | None], rows: Rows,
     """
     if whole is None or not 0 <= whole <= _LARGEST:
         return None
-    n, unknown = rows.count, rows.unknown
+    n, unknown, absent = rows.count, rows.unknown, rows.absent
     if None in amounts:
-        unknown |= {row for amount, row in zip(amounts, rows.of, strict=True) if amount is None and row < n}
         if amounts.count(None) == len(amounts):
             return None
+        unknown |= {row for amount, row in zip(amounts, rows.of, strict=True) if amount is None and row < n}
+        absent |= unknown
+        amounts = [amount or 0 for amount in amounts]
     used: list[Amount] = [0] * (n + 1)
-    said = zip([amount or 0 for amount in amounts], rows.of, strict=True)
+    said = zip(amounts, rows.of, strict=True)
     for amount, row in said if rows.few else sorted(said):
-        if amount > 0:
-            used[row] += min(amount, most)
+        if amount > most:
+            used[row] += most
+        elif amount > 0:
+            used[row] += amount
     used.pop()
-    return _fitted(whole, used, unknown | rows.spare, all_known=not unknown)
+    return _fitted(whole, used, absent, all_known=not unknown)
 
 
 def _fitted(whole: Amount, used: list[Amount], absent: frozenset[int], *, all_known: bool) -> _Shares:
