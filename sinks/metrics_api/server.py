@@ -53,16 +53,15 @@ class Access:
             subject = [pair for pairs in certificate.get("subject", ()) for pair in pairs]
             name, names = next((str(value) for key, value in subject if key == "commonName"), ""), self.names()
             return (403, f"{name!r} is not a name of a front proxy") if names and name not in names else None
-        if certificate is not None or self._has_token(request):
+        if certificate is not None:
             return None
-        return 401, "show a certificate of the clients' CA" + (" or the bearer token" if self.token_file else "")
-
-    def _has_token(self, request: web.Request) -> bool:
         if self.token_file is None:
-            return False
+            return 401, "show a certificate of the clients' CA"
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         token = self.token_file.read_bytes().strip()
-        return bool(token) and scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token)
+        if token and scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token):
+            return None
+        return 401, "show a certificate of the clients' CA or the bearer token"
 
 
 class Api:
@@ -85,8 +84,8 @@ class Api:
             root = f"{_APIS}/{GROUP}"
             version = f"{root}/{{version:{'|'.join(VERSIONS)}}}"
             found += [
-                web.get(root, self._group),
-                web.get(version, self._resources),
+                web.get(root, self._discovery),
+                web.get(version, self._discovery),
                 web.get(f"{version}/namespaces/{{namespace}}/metrics/{{metric}}", self._namespace),
                 web.get(f"{version}/namespaces/{{namespace}}/{{resource}}/{{name}}/{{metric}}", self._objects),
             ]
@@ -141,11 +140,10 @@ class Api:
 
     # -- the aggregated API
 
-    async def _group(self, _: web.Request) -> web.Response:
-        return _json(custom_metrics.group())
-
-    async def _resources(self, request: web.Request) -> web.Response:
-        return _json(custom_metrics.resources(request.match_info["version"]))
+    async def _discovery(self, request: web.Request) -> web.Response:
+        """What can be asked: the versions, or the metrics of one of them."""
+        version = request.match_info.get("version")
+        return _json(custom_metrics.group() if version is None else custom_metrics.resources(version))
 
     async def _namespace(self, request: web.Request) -> web.Response:
         """A metric of a namespace, or of all: of its pods together."""

@@ -9,7 +9,7 @@ State:    of each node its last tick; of each device who held it when, and one r
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -150,6 +150,13 @@ class ShownNode:
             return SILENT * len(self.devices)
         return b"".join([device.word for device in self.devices.values()]).decode()
 
+    def values(self, metric: str) -> list[Number | None]:
+        """A metric of each device, with the six digits that are shown."""
+        if self.silent:
+            return [None] * len(self.devices)
+        found = [device.last.metrics.get(metric) for device in self.devices.values()]
+        return [float(f"{value:.6g}") if isinstance(value, float) else value for value in found]
+
 
 class _Booked(NamedTuple):
     """What a record of gpu.usage says; ``order`` says which of a key counts."""
@@ -281,8 +288,3 @@ class Fleet:
         """Each team's GPU-hours within the last day: held, and idle of them; the most first."""
         rows = [(team, held / HOUR_MS, idle / HOUR_MS) for team, (held, idle) in self._teams.items() if held]
         return sorted(rows, key=lambda row: (-row[1], row[0]))
-
-
-def count(nodes: Iterable[ShownNode]) -> int:
-    """How many devices these nodes have."""
-    return sum(len(node.devices) for node in nodes)

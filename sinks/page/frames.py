@@ -22,10 +22,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from sinks.page.fleet import READ, STEP_MS, Fleet, ShownDevice, ShownNode
+from sinks.page.fleet import READ, STEP_MS, Fleet, ShownDevice
 from topics.alerts import Alert, milliseconds
 from topics.catalogue import CATALOGUE
-from topics.topic import Number
 
 GZIP_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _FASTEST = 1
@@ -62,9 +61,7 @@ def frame(fleet: Fleet, metric: str, at_ms: int, since: Versions | None = None) 
         for node in changed
         if node.shaped > known.version or whole
     ]
-    said["now"] = [
-        [node.slot, node.tick.ts_ms, node.words, _values(node, metric) if metric else []] for node in changed
-    ]
+    said["now"] = [[node.slot, node.tick.ts_ms, node.words, node.values(metric) if metric else []] for node in changed]
     if whole or known.alerts != fleet.alerts_version:
         said["alerts"] = [_alert(alert) for alert in fleet.alerts()]
     if whole or known.usage != fleet.usage_version:
@@ -76,13 +73,6 @@ def _device(device: ShownDevice) -> list[Any]:
     is_, mig = device.last, device.last.mig
     cut = [mig.profile, mig.parent_uuid] if mig else [None, None]
     return [is_.uuid, is_.index, is_.model, *cut, device.since_ms, device.who]
-
-
-def _values(node: ShownNode, metric: str) -> list[Number | None]:
-    if node.silent:
-        return [None] * len(node.devices)
-    found = [device.last.metrics.get(metric) for device in node.devices.values()]
-    return [float(f"{value:.6g}") if isinstance(value, float) else value for value in found]  # more is never shown
 
 
 def _alert(alert: Alert) -> Json:

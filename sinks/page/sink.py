@@ -22,7 +22,7 @@ from delivery.tail import Tail
 from delivery.values import Address
 from sinks import alerts, http_server, outcomes
 from sinks.outcomes import Undecodable, decoded
-from sinks.page.fleet import USAGE_HOURS, Fleet, count
+from sinks.page.fleet import USAGE_HOURS, Fleet
 from sinks.page.server import Pages, PageServer
 from sinks.settings import PAGE_ADDRESS, PageSettings
 from topics.alerts import TOPIC as ALERTS
@@ -149,5 +149,5 @@ class PageSink:
                 self.fleet.close_books(hour * HOUR_MS)
                 closed = hour
             self._instruments.gauge(NODES).set(len(self.fleet.nodes))
-            self._instruments.gauge(DEVICES).set(count(self.fleet.nodes.values()))
+            self._instruments.gauge(DEVICES).set(sum(len(node.devices) for node in self.fleet.nodes.values()))
             await asyncio.sleep(_PASS_EVERY_S)
