@@ -70,6 +70,7 @@ class OfNode(Protocol):
 
 
 R = TypeVar("R", bound=OfNode)
+T = TypeVar("T")
 S = TypeVar("S", bound=MemberSettings)
 
 
@@ -81,16 +82,21 @@ class Malformed(Exception):
         self.reason: Reason = reason
 
 
-def decode_record(decode: Callable[[bytes], R], key: bytes | None, value: bytes | None) -> R:
-    """The record of a topic that is keyed by node. Raises Malformed."""
+def decode_value(decode: Callable[[bytes], T], value: bytes | None) -> T:
+    """The record that a value is. Raises Malformed."""
     if value is None:
         raise Malformed("undecodable", "no value")
     if len(value) > MAX_MESSAGE_BYTES:
         raise Malformed("oversized", f"{len(value)} bytes, and a record may have {MAX_MESSAGE_BYTES}")
     try:
-        record = decode(value)
+        return decode(value)
     except msgspec.DecodeError as error:
         raise Malformed("undecodable", str(error)) from error
+
+
+def decode_record(decode: Callable[[bytes], R], key: bytes | None, value: bytes | None) -> R:
+    """The record of a topic that is keyed by node. Raises Malformed."""
+    record = decode_value(decode, value)
     if key != node_key(record.cluster, record.node):
         raise Malformed("key", f"the key {key!r:.300} is not {record.cluster}/{record.node}")
     return record

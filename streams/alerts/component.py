@@ -31,9 +31,18 @@ from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick
 from streams.reader import Batch, Reads
 from streams.settings import AlertSettings
-from streams.stage import ATTRIBUTED, SAMPLES, Clocks, Malformed, NodeWatch, Stream, decode_record, instruments
+from streams.stage import (
+    ATTRIBUTED,
+    SAMPLES,
+    Clocks,
+    Malformed,
+    NodeWatch,
+    Stream,
+    decode_record,
+    decode_value,
+    instruments,
+)
 from topics.alerts import MAX_TIME_MS, Alert, AlertGroup, AlertReport, Severity, kafka_headers
-from topics.topic import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -394,12 +403,7 @@ def policies_of(tick: Tick) -> frozenset[tuple[str, str, str]]:
 
 def _decoded(decode: Callable[[bytes], G], record: Any) -> G:
     """The record of a topic that is keyed by the group. Raises Malformed."""
-    if record.value is None or len(record.value) > MAX_MESSAGE_BYTES:
-        raise Malformed("undecodable", "no value" if record.value is None else "too large")
-    try:
-        found = decode(record.value)
-    except msgspec.DecodeError as error:
-        raise Malformed("undecodable", str(error)) from error
+    found = decode_value(decode, record.value)
     if record.key != found.group.encode():
         raise Malformed("key", f"the key {record.key!r:.300} is not {found.group}")
     return found
