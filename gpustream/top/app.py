@@ -4,6 +4,7 @@ In:       a function that gives the moment to be shown; keys and the mouse.
 Out:      the screen: twice a second at most, and of it only the lines that changed.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from textual import events
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.css.query import NoMatches
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
@@ -121,7 +123,7 @@ class TopApp(App[None]):
         """Draws, and goes on to draw."""
         self.begin_capture_print(self, stdout=False)
         self.pane.focus()
-        self.set_interval(DRAW_EVERY_S, self.draw)
+        self.set_interval(DRAW_EVERY_S, self._draw_again)
         self.call_after_refresh(self.draw)
 
     @property
@@ -143,6 +145,10 @@ class TopApp(App[None]):
         self.draw()
 
     # -- drawing
+
+    def _draw_again(self) -> None:
+        with contextlib.suppress(NoMatches):  # at the end the widgets go before the timer does
+            self.draw()
 
     def draw(self) -> None:
         """Draws the moment, or the one that is held."""
