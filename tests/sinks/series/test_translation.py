@@ -317,3 +317,14 @@ def test_a_tick_is_written_the_same_whatever_came_before_it(ticks: Any, by_pod: 
         listed = [{"uuid": f"GPU-{number}", **one} for number, one in enumerate(devices)]
         tick = sample(seq, *listed, run_id=seq // 3) if listed else msgspec.structs.replace(sample(seq), devices=())
         assert written(translator, tick, cache) == written(Translator(profiles, by_pod=by_pod), tick, Cache())
+
+
+@given(
+    st.lists(st.tuples(*[st.sampled_from([parts(0.5), parts(memory=1), parts(), None])] * 3), min_size=2, max_size=6)
+)
+def test_only_the_parts_that_are_known_are_written(ticks: Any) -> None:
+    translator, cache = Translator([PROFILES["otel"]]), Cache()
+    for seq, (of_bert, of_other, rest) in enumerate(ticks, 1):
+        holders = [{**BERT, "parts": of_bert}, {**OTHER, "parts": of_other}]
+        tick = sample(seq, {"uuid": "GPU-a", "holders": holders, "unattributed": rest})
+        assert written(translator, tick, cache) == written(Translator([PROFILES["otel"]]), tick, Cache())
