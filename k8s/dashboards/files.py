@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from k8s.dashboards.gpus import FLEET, NODES_GPUS, ONE_GPU
-from k8s.dashboards.health import HEALTH, PIPELINE
-from k8s.dashboards.use import IDLE_GPUS, USAGE, WORKLOADS
+from k8s.dashboards.gpus import FLEET_BOARD, GPU_BOARD, NODE_BOARD
+from k8s.dashboards.health import HEALTH_BOARD, PIPELINE_BOARD
+from k8s.dashboards.use import IDLE_BOARD, USAGE_BOARD, WORKLOADS_BOARD
 from topics.reference import generate
 
 FOLDER = Path(__file__).parents[1] / "components" / "dashboards"
@@ -17,7 +17,16 @@ FOLDER = Path(__file__).parents[1] / "components" / "dashboards"
 
 def files() -> dict[Path, str]:
     """Every file and what is in it."""
-    boards = (FLEET, NODES_GPUS, ONE_GPU, WORKLOADS, IDLE_GPUS, HEALTH, USAGE, PIPELINE)
+    boards = (
+        FLEET_BOARD,
+        NODE_BOARD,
+        GPU_BOARD,
+        WORKLOADS_BOARD,
+        IDLE_BOARD,
+        HEALTH_BOARD,
+        USAGE_BOARD,
+        PIPELINE_BOARD,
+    )
     return {FOLDER / f"{board['uid']}.json": json.dumps(board, indent=1) + "\n" for board in boards}
 
 

@@ -53,7 +53,7 @@ NOT_CUT = f'unless on ({DEVICE}) gpu_info{{{PLACE},mig_mode="enabled",gpu_mig_uu
 MEMORY_SHARE = f"sum(gpu_memory_used{{{PLACE}}} {NOT_CUT}) / sum(gpu_memory_total{{{PLACE}}} {NOT_CUT})"
 OF_HELD = f"gpu_utilization{{{PLACE}}} and on ({DEVICE}) (gpu_holders{{{PLACE}}} > 0)"
 BY_NODE, BY_MODEL = "k8s_cluster_name, k8s_node_name", "gpu_model, driver_version"
-FLEET = dashboard(
+FLEET_BOARD = dashboard(
     "gpu-fleet",
     "GPU fleet",
     "How many GPUs there are, who holds them, and what they do.",
@@ -190,7 +190,7 @@ def of_devices(what: str) -> str:
     return f"max by ({OF_DEVICE}) ({what}{{{PLACE}}})"
 
 
-NODES_GPUS = dashboard(
+NODE_BOARD = dashboard(
     "gpu-node",
     "GPU node",
     "The devices of a node, who holds them, and what they do.",
@@ -325,7 +325,7 @@ def metrics() -> Iterator[Json]:
         yield graph(title, says, [legend_and_query(one) for one in shown], UNITS.get(shown[0].unit, "short"))
 
 
-ONE_GPU = dashboard(
+GPU_BOARD = dashboard(
     "gpu-device",
     "GPU",
     "One GPU: its holders, and every metric that it has.",

@@ -43,7 +43,7 @@ TO_LOOK_AT = " or ".join(
     f'label_replace(max by ({DEVICE_OF_GPU}) ({metric}) > 0, "finding", "{words}", "", "")'
     for words, metric in FINDINGS.items()
 )
-HEALTH = dashboard(
+HEALTH_BOARD = dashboard(
     "gpu-health",
     "XIDs and health of GPUs",
     "Errors that the driver reported, memory, links and heat, and what fires.",
@@ -202,7 +202,7 @@ PRODUCER = {
 }
 DROPPED = f"gpustream_producer_ticks_dropped_total{{{OWN}}}"
 TICKS = f"gpustream_attribution_ticks_total{{{OWN}}}"
-PIPELINE = dashboard(
+PIPELINE_BOARD = dashboard(
     "gpu-pipeline",
     "gpustream itself",
     "What flows, what waits, what was late, refused or lost: the components' own metrics.",

@@ -45,7 +45,7 @@ CHOSEN = choice(
 )
 PODS = "k8s_namespace_name, k8s_pod_name, k8s_node_name"
 XIDS = f"sum_over_time(gpu_pod_xid_errors{{{OWNED}}}[$__range])"
-WORKLOADS = dashboard(
+WORKLOADS_BOARD = dashboard(
     "gpu-workload",
     "GPU workloads",
     "What each workload holds and does, on GPUs of its own and on shared ones.",
@@ -151,7 +151,7 @@ def of_idle(what: str) -> str:
 
 
 ON_GPU = f"k8s_node_name, gpu_uuid, {POD}"
-IDLE_GPUS = dashboard(
+IDLE_BOARD = dashboard(
     "gpu-idle",
     "Idle GPUs and waste",
     "What is held and not used. A pod idles if it did nothing for all of the time chosen above.",
@@ -251,7 +251,7 @@ def columns(by: str) -> list[Column]:
 total, team = "sum({}) / 3600", "{{team}}"
 free = hours("free", 'k8s_cluster_name=~"$cluster"')
 where = 'gpu_usage_held_seconds{k8s_cluster_name=~"$cluster"}'
-USAGE = dashboard(
+USAGE_BOARD = dashboard(
     "gpu-usage",
     "Who uses the fleet",
     "Device-hours that were held, used and wasted, by whom. An hour of gpu.usage is here when it is final.",
