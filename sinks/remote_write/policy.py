@@ -5,7 +5,7 @@
 | 2xx to 1.0; 2xx to 2.0 that says that all was written | accepted |
 | 2xx or 4xx to 2.0 that does not count what was written, 415 | not 2.0: `auto` goes on in 1.0; with `2.0` as for 401 |
 | 2xx to 2.0 that says that less was written | refused |
-| none, 408, 425, 429, 5xx but 500 | tried again for as long as it takes, after what `Retry-After` says, never split |
+| none, 408, 425, 429, other 5xx | tried again for as long as it takes, after what `Retry-After` says, never split |
 | 429 that speaks of a limit of series | refused |
 | 500 | tried again, and refused after 5 in a row while other requests are accepted |
 | 401, 403, 404, 405, 407, 410, 3xx | the receiver refuses everything: waited for, with a small request now and then |
