@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from delivery.instruments import Instruments
-from delivery.ledger import Ledger, Partition, Slot
+from delivery.ledger import Partition
 from delivery.sender import Unsendable
 from delivery.settings import DEAD_LETTERS
 from streams.alerts.component import (
@@ -28,6 +28,7 @@ from streams.caught_up import BREAK_S
 from streams.reader import Batch
 from streams.stage import ATTRIBUTED, SAMPLES, Clocks
 from tests.streams.alerts.stories import SHORT
+from tests.streams.fakes import LedgerApp
 from topics.alerts import Alert
 from topics.topic import node_key
 
@@ -119,7 +120,7 @@ class FakeClocks(Clocks):
         return self.started_ms + round(self.at_s * 1000)
 
 
-class Worker:
+class Worker(LedgerApp):
     """A worker that has the partition: what a stage sees of its app. Another stream's has other ``reads``: its input,
     its state, and what it reads beside."""
 
@@ -128,14 +129,10 @@ class Worker:
 
     def __init__(self, broker: Broker, rules: Rules = SHORT) -> None:
         self.broker, self.sender = broker, FakeSender(broker)
+        super().__init__()
         self.reader = self
-        self.ledger = Ledger()
-        self.rebalances = self.holes = self.lost = 0
-        self.loop_late_s = 0.0
         self.input_ends: dict[Partition, int] = {}
         self.torn: frozenset[int] = frozenset()
-        self.settled: dict[Partition, int] = {}
-        self.failures: list[str] = []
         self.clocks = FakeClocks()
         self.make(rules)
         self.stage.app = cast("ReaderApp", self)
@@ -146,21 +143,6 @@ class Worker:
         self.stage = AlertWorker(self.instruments, rules, partitions=1, clocks=self.clocks)
 
     # -- what the watch may ask
-
-    def finish(self, slot: Slot) -> None:
-        self.ledger.finish(slot)
-
-    def finish_when(self, slot: Slot, acknowledged: Sequence["asyncio.Future[int]"]) -> None:
-        ReaderApp.finish_when(cast("ReaderApp", self), slot, acknowledged)
-
-    def is_settled(self, slot: Slot) -> bool:
-        return slot.offset < self.settled.get(slot.tp, 0)
-
-    def current(self, slot: Slot) -> bool:
-        return slot.epoch == self.ledger.epoch
-
-    def fail(self, reason: str) -> None:
-        self.failures.append(reason)
 
     def pending_states(self) -> list[Partition]:
         return []

@@ -11,12 +11,13 @@ import msgspec
 import pytest
 
 from delivery.instruments import Instruments
-from delivery.ledger import Ledger, Partition, Slot
+from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
 from delivery.settings import DEAD_LETTERS
 from streams.app import ReaderApp
 from streams.attribution import component
 from streams.attribution.component import ALLOCATIONS, INSTRUMENTS, OUTPUT, SAMPLES, WORKLOADS, Joiner
+from tests.streams.fakes import LedgerApp
 from topics.allocations import Allocations
 from topics.attributed import AttributedSample
 from topics.samples import Sample
@@ -91,17 +92,13 @@ class Record(NamedTuple):
     partition: int = 0
 
 
-class FakeApp:
+class FakeApp(LedgerApp):
     """What the joiner sees of its app. Records are appended to logs, and the joiner reads them in batches."""
 
     def __init__(self, *, grace_s: float = 0.0, partitions: int = 4) -> None:
         self.sender = FakeSender()
+        super().__init__()
         self.reader = self
-        self.ledger = Ledger()
-        self.rebalances = self.holes = self.lost = 0
-        self.loop_late_s = 0.0
-        self.settled: dict[Partition, int] = {}
-        self.failures: list[str] = []
         self.ends_asked = 0
         self.answering = True
         self.ahead_s = 0.0
@@ -112,21 +109,6 @@ class FakeApp:
         self.begin({})
 
     # -- what the joiner may ask
-
-    def finish(self, slot: Slot) -> None:
-        self.ledger.finish(slot)
-
-    def finish_when(self, slot: Slot, acknowledged: Sequence["asyncio.Future[int]"]) -> None:
-        ReaderApp.finish_when(cast("ReaderApp", self), slot, acknowledged)
-
-    def is_settled(self, slot: Slot) -> bool:
-        return slot.offset < self.settled.get(slot.tp, 0)
-
-    def current(self, slot: Slot) -> bool:
-        return slot.epoch == self.ledger.epoch
-
-    def fail(self, reason: str) -> None:
-        self.failures.append(reason)
 
     def ask_ends(self) -> None:
         """Asks where the partitions end. Those of the allocations are for tests to tell."""

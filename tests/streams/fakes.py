@@ -1,0 +1,34 @@
+"""What the stages of all streams may ask of their app, without a broker: the ledger is the real one."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import cast
+
+from delivery.ledger import Ledger, Partition, Slot
+from streams.app import ReaderApp
+
+
+class LedgerApp:
+    """An app of a ledger alone. ``settled``: before which offset of each partition all is committed."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.rebalances = self.holes = self.lost = 0
+        self.loop_late_s = 0.0
+        self.settled: dict[Partition, int] = {}
+        self.failures: list[str] = []
+
+    def finish(self, slot: Slot) -> None:
+        self.ledger.finish(slot)
+
+    def finish_when(self, slot: Slot, acknowledged: Sequence["asyncio.Future[int]"]) -> None:
+        ReaderApp.finish_when(cast("ReaderApp", self), slot, acknowledged)
+
+    def is_settled(self, slot: Slot) -> bool:
+        return slot.offset < self.settled.get(slot.tp, 0)
+
+    def current(self, slot: Slot) -> bool:
+        return slot.epoch == self.ledger.epoch
+
+    def fail(self, reason: str) -> None:
+        self.failures.append(reason)
