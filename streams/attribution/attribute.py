@@ -185,10 +185,10 @@ def _held_by_jobs(device: Device, jobs: tuple[Holder, ...]) -> HeldDevice:
     return HeldDevice(jobs, None, rows)
 
 
-def _unwell(said: Sequence[UnwellDevice], sample: Sample) -> tuple[UnwellDevice, ...]:
+def _unwell(reported: Sequence[UnwellDevice], sample: Sample) -> tuple[UnwellDevice, ...]:
     """What the API server says of devices, each by its UUID if its id means a device of the tick."""
     index, found = DeviceIndex(sample.devices), list[UnwellDevice]()
-    for one in said:
+    for one in reported:
         uuid = None
         with contextlib.suppress(UnknownDeviceId):
             uuid = index.find(parse(one.device_id))

@@ -175,8 +175,8 @@ def _divided(whole: Amount | None, amounts: list[Any], rows: Rows, most: Amount)
         absent |= unknown
         amounts = [amount or 0 for amount in amounts]
     used: list[Amount] = [0] * (n + 1)
-    said = zip(amounts, rows.of, strict=True)
-    for amount, row in said if rows.few else sorted(said):
+    pairs = zip(amounts, rows.of, strict=True)
+    for amount, row in pairs if rows.few else sorted(pairs):
         if amount > most:
             used[row] += most
         elif amount > 0:

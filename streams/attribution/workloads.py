@@ -343,8 +343,8 @@ def forget_before(known: Knowledge, ts_ms: int, logged_ms: int) -> Knowledge:
 def _over(history: History[Life], ts_ms: int, logged_ms: int) -> bool:
     """Whether a pod had ended long before a time, and nothing else is said of it after a log time."""
     known_ms, life = history[0]
-    said = len(history) == 1 and known_ms <= logged_ms
-    return said and life.ended_ms is not None and life.ended_ms + LISTED_MS < ts_ms
+    is_last = len(history) == 1 and known_ms <= logged_ms
+    return is_last and life.ended_ms is not None and life.ended_ms + LISTED_MS < ts_ms
 
 
 # -- versions and histories

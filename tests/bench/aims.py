@@ -4,10 +4,11 @@
 
 One Apache Kafka holds some logs, each read as a backlog by one process after the other. The first is a simulated
 fleet's samples, 200 ticks a node of 8 whole GPUs of up to 27 values, with processes, infos and pods that change, a
-quarter of the held GPUs by several. The attribution stream joins them, and what it writes is read by remote write, the
-alert stream and the usage stream. The others are made for remote write: in ``warm`` a pod holds each of eight GPUs of
-27 values, in ``shared`` two of the eight are held by four pods each, and in ``cold`` each tick finds other pods. CPU is
-user and system time of a process, all threads, less that of its start on empty topics.
+quarter of the held GPUs by several; each has the log time that it would have had live. The attribution stream joins
+them, and what it writes is read by remote write, the alert stream and the usage stream. The others are made for remote
+write: in ``warm`` a pod holds each of eight GPUs of 27 values, in ``shared`` two of the eight are held by four pods
+each, and in ``cold`` each tick finds other pods. CPU is user and system time of a process, all threads, less that of
+its start on empty topics.
 
 Yardsticks, in the same run: a loop of aiokafka that decodes nothing; the messages that protoc made of the official
 definitions, filled with the labels and values of a tick, serialized and compressed, which is what remote write 1.0 does
