@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from streams.attribution import join
 from tests.streams.attribution.records import container, gpu, known, pod, process, read, snapshot, tick
+from topics.samples import Process
 from topics.workloads import Pod
 
 NAMES = ("p0", "p1")
@@ -29,16 +30,23 @@ said = st.lists(
     max_size=6,
 )
 listed = st.lists(st.tuples(times_s, st.sets(names)), max_size=4)
-shown = st.dictionaries(times_s, st.sampled_from(["p0-0", "p1-1", "p1-2", "stranger"]), max_size=8)
+uids = st.sampled_from(["p0-0", "p1-1", "p1-2", "stranger", None])
+memory = st.sampled_from([None, 0, 40, 50])
+at_work = st.lists(st.builds(process, uids, memory, st.sampled_from([None, "mps"])), max_size=3).map(tuple)
+shown = st.dictionaries(times_s, at_work, max_size=20)
 
 Said = list[tuple[int, int, list[Pod]]]
 """When a record was logged, how far ahead of that its clock is, in s, and its pods."""
 
 
-def log_of(said: Said, listed: list[tuple[int, set[str]]], shown: dict[int, str]) -> list[join.Record]:
+Shown = dict[int, tuple[Process, ...]]
+"""The processes from a time on."""
+
+
+def log_of(said: Said, listed: list[tuple[int, set[str]]], shown: Shown) -> list[join.Record]:
     """A tick a second with what is said of pods, listed in snapshots, and seen of processes, all at once."""
     records: list[join.Record] = [join.LoggedWorkloads(known(1, pod_of("p0", 0, None, 0), labels={"at": "0"}), -5_000)]
-    snapshots = 0
+    snapshots, processes = 0, tuple[Process, ...]()
     for now_s in range(END_S):
         now_ms = now_s * 1000
         for at_s, ahead_s, those in said:
@@ -49,8 +57,8 @@ def log_of(said: Said, listed: list[tuple[int, set[str]]], shown: dict[int, str]
             if at_s == now_s:
                 snapshots += 1
                 records.append(snapshot(snapshots, *(container(name, gpu(0)) for name in sorted(held)), ts_ms=now_ms))
-        processes = [(process(shown[now_s]),)] if now_s in shown else [()]
-        sample = tick(now_s + 1, snapshots, ts_ms=now_ms, processes=processes)
+        processes = shown.get(now_s, processes)
+        sample = tick(now_s + 1, snapshots, ts_ms=now_ms, processes=[processes])
         records.append(read(sample, now_s, logged_ms=now_ms, far_ms=now_ms + 2_000))
     return records
 
@@ -67,9 +75,11 @@ def outputs(records: list[join.Record], *, remembering: bool) -> tuple[list[byte
 
 
 @example([(1, 0, [pod_of("p0", 0, 15, 0)])], [], {})
+@example([], [], {9: (process("other"),), 10: (process("other", None),), 11: (process("other"),)})
+@example([], [], {9: (process("other"),), 10: (process("other", service="mps"),)})
 @given(said, listed, shown)
 def test_every_tick_is_joined_as_if_nothing_were_remembered(
-    said: Said, listed: list[tuple[int, set[str]]], shown: dict[int, str]
+    said: Said, listed: list[tuple[int, set[str]]], shown: Shown
 ) -> None:
     live = log_of(said, listed, shown)
     replayed = sorted(live, key=lambda record: isinstance(record, join.PendingTick))
@@ -79,6 +89,8 @@ def test_every_tick_is_joined_as_if_nothing_were_remembered(
 
 
 def test_nothing_is_worked_out_again_while_nothing_changes() -> None:
-    out, again = outputs(log_of([], [], {}), remembering=True)
+    busy: Shown = {now_s: (process("p0-0", now_s + 1), process(None, 0)) for now_s in range(END_S)}
 
-    assert (len(out), again) == (END_S, END_S - 1)
+    for processes in ({}, busy):
+        out, again = outputs(log_of([], [], processes), remembering=True)
+        assert (len(out), again) == (END_S, END_S - 1)
