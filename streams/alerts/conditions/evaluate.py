@@ -94,7 +94,8 @@ def is_known(rules: Rules, tick: Tick, one: Tracked, memory: Memory = _NOTHING) 
     """Whether a condition that was not found in a tick is known not to hold.
 
     It is not known if the condition is about a pod and the tick does not say who holds what, if the tick has none of
-    the values that the condition is judged by, or if a window is not over: a clock was set back.
+    the values that the condition is judged by, or if a window is not over: a clock was set back. That does not matter
+    for a pod that is gone or silenced.
     """
     rule = rules.by_name.get(one.name)
     if rule is None:
@@ -104,12 +105,15 @@ def is_known(rules: Rules, tick: Tick, one: Tracked, memory: Memory = _NOTHING) 
     found = next((device for device in tick.devices if device.uuid == one.device), None)
     if rule.kind in WINDOWED:
         name, seen = one.pod_uid or one.key, memory.devices.get(one.device, _UNSEEN)
+        holders = [holder for holder in found.holders if pod_name(holder) == name] if found is not None else []
+        judged = [one for one in holders if not one.observed and not is_silenced(rules, one, seen, tick)]
+        if found is not None and not judged:
+            return True
         use = next((use for use in memory.uses.get(one.device, ()) if use.pod == name), None)
         if use is not None and mean_of(use, rule.window_ms // STEP_MS) is None:
             return False
-        for holder in [holder for holder in found.holders if pod_name(holder) == name] if found is not None else ():
-            is_judged = not holder.observed and not is_silenced(rules, holder, seen, tick)
-            ruled = rules.in_force(rule, holder) if is_judged else None
+        for holder in judged:
+            ruled = rules.in_force(rule, holder)
             if ruled is not None and not pods.held_long(ruled, policy_of(holder, rules.bounds), name, seen, tick):
                 return False
     values = _VALUES.get(rule.kind, ())

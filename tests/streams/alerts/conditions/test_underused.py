@@ -80,6 +80,17 @@ def test_what_a_pod_did_before_it_was_given_the_gpu_does_not_count() -> None:
     assert "GPUUnderused" not in {one.name for one in told}
 
 
+def test_it_ends_at_once_for_a_pod_that_got_the_gpu_again_and_is_silenced() -> None:
+    replay, found = Replay(overlay('[rules.GPUUnderused]\nwindow = "10m"')), list[Alert]()
+    only_seen = msgspec.structs.replace(holder(), observed=True)
+    silenced = holder(annotations={"gpustream.dev/alerts": "off"})
+    for second in range(0, 7220, 10):
+        pod = holder() if second < 7200 else only_seen if second == 7200 else silenced
+        found += replay.take(tick(second, device(0, pod, busy=0.05)))
+    states = [(one.state, one.resolved_because) for one in found if one.name == "GPUUnderused"]
+    assert states == [("firing", None), ("resolved", "policy")]
+
+
 @pytest.mark.parametrize("annotations", [{"gpustream.dev/alerts": "off"}, {"gpustream.dev/idle-after": "2h"}])
 def test_a_pod_can_say_that_it_is_meant_so(annotations: dict[str, str]) -> None:
     assert not fired("GPUUnderused", {0: 0.05}, 60, pod=holder(annotations=annotations))
