@@ -80,7 +80,7 @@ class _ShapePlan(NamedTuple):
 
 
 class _PlanV2(NamedTuple):
-    """How some sets are written together. ``values`` are their labels' values, each once.
+    """How some sets are written together. ``values`` are their labels' values, each once, and ``encoded`` as symbols.
 
     All cuts, one behind the other, are constants with a reference between any two: ``references`` picks those, and
     ``cuts`` takes all apart again.
@@ -89,6 +89,7 @@ class _PlanV2(NamedTuple):
     sets: tuple[SeriesSet, ...]
     shapes: list[_ShapePlan]
     values: tuple[str, ...]
+    encoded: list[bytes]
     constants: list[bytes]
     references: "itemgetter[Any]"
     cuts: Struct
@@ -124,10 +125,10 @@ class Encoder:
         symbols, fresh = dict(self._constants), list[bytes]()
         written: list[bytes] = []
         for plan, some in planned(groups, (self._token, width), partial(self._plan, width)):
-            for value in plan.values:
+            for value, encoded in zip(plan.values, plan.encoded, strict=True):
                 if value not in symbols:
                     symbols[value] = len(symbols)
-                    fresh.append(_symbol(value))
+                    fresh.append(encoded)
             written.append(_written(plan, some, [_ref(symbols[value], width) for value in plan.values]))
         return b"".join([bytes(self._constant_symbols), *fresh, *written])
 
@@ -146,9 +147,8 @@ class Encoder:
                 tail = behind
             shapes.append(shape)
         pick = itemgetter(*picked) if len(picked) > 1 else itemgetter(slice(len(picked)))  # always a sequence
-        return _PlanV2(
-            sets, shapes, tuple(values), [*constants, tail], pick, Struct("".join([f"{size}s" for size in sizes]))
-        )
+        cuts = Struct("".join([f"{size}s" for size in sizes]))
+        return _PlanV2(sets, shapes, tuple(values), list(map(_symbol, values)), [*constants, tail], pick, cuts)
 
     def _shape(self, shape: _Shape) -> _ShapePlan:
         if shape not in self._shapes:
