@@ -50,7 +50,6 @@ from streams.usage.tick import CountedTick
 from topics.usage import HOUR_MS, MINUTE_MS, Usage
 
 AHEAD_MS = 60_000
-HOUR_EVERY = 5  # minutes after which an hour that grows is written again, if nothing new is in it
 INTERVALS = 3
 INTERVAL_MS = 10_000  # of a producer that does not say it
 LONGEST_INTERVAL_MS = HOUR_MS
@@ -352,11 +351,10 @@ class Bookkeeper:
                     self._records += records_of(books, self._policy, rows_of(minute.rows), hour.of, window)
                     minute.written = True
             final = hour.end_ms <= until_ms and not hour.minutes and hour.end_ms <= books.booked_ms
-            grows = hour.closed // HOUR_EVERY > hour.written // HOUR_EVERY or len(hour.rows) > hour.listed
-            if final or (hour.written < hour.closed and grows):
+            if final or hour.written < hour.closed:
                 window = Window(hour.start_ms, hour.end_ms, 60 if final else hour.closed - 1, final)
                 self._records += records_of(books, self._policy, hour.rows, hour.of, window)
-                hour.written, hour.listed = hour.closed, len(hour.rows)
+                hour.written = hour.closed
             if final:
                 books.hours.remove(hour)
                 self._prune()

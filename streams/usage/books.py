@@ -75,14 +75,12 @@ class Closed(msgspec.Struct):
 
 class Hour(msgspec.Struct):
     """An hour that is not final. ``of``: its GPUs, with their slices. ``rows`` is the sum of its ``closed`` minutes, of
-    which ``written`` are in its last records, with ``listed`` rows; ``minute`` is the open one, ``minutes`` are those
-    closed and not final."""
+    which ``written`` are in its last record; ``minute`` is the open one, ``minutes`` are those closed and not final."""
 
     start_ms: int
     of: dict[str, int] = {}
     closed: int = 0
     written: int = 0
-    listed: int = 0
     rows: Rows = {}
     minute: Rows = {}
     minutes: list[Closed] = []
