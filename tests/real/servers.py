@@ -249,18 +249,21 @@ class KafkaServer(Server):
         found = self.admin().list_topics(timeout=ASK_TIMEOUT_S).topics
         return {name: len(topic.partitions) for name, topic in found.items() if not name.startswith("__")}
 
-    def empty(self) -> None:
-        """Deletes every topic and every consumer group without members; others keep their offsets."""
+    def empty(self) -> list[str]:
+        """Deletes every topic and every consumer group without members. Returns the others."""
         admin = self.admin()
         if names := list(self.topics()):
             for done in admin.delete_topics(names, operation_timeout=ASK_TIMEOUT_S).values():
                 done.result(ASK_TIMEOUT_S)
             self.wait_until(lambda: not self.topics())
         groups = [group.group_id for group in admin.list_consumer_groups().result(ASK_TIMEOUT_S).valid]
-        for done in (admin.delete_consumer_groups(groups) if groups else {}).values():
+        left: list[str] = []
+        for group, done in (admin.delete_consumer_groups(groups) if groups else {}).items():
             error = done.exception(ASK_TIMEOUT_S)
             if error and error.args[0].code() != KafkaError.NON_EMPTY_GROUP:
                 raise error
+            left += [group] if error else []
+        return left
 
     def add_user(self, name: str, password: str) -> None:
         """A user of SCRAM-SHA-256 and SCRAM-SHA-512, without any rights; or another password for one."""

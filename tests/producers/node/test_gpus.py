@@ -273,10 +273,10 @@ async def test_a_call_that_is_slow_each_time_is_made_less_and_less_often_and_cos
     bench: Bench,
 ) -> None:
     await bench.open()
-    bench.nvml.delays_s["GPU-1", POWER] = 0.15
+    bench.nvml.delays_s["GPU-1", POWER] = 0.4
     before = bench.nvml.asked["GPU-1", POWER]
     for _ in range(20):
-        device = (await bench.read(0.4))[1]
+        device = (await bench.read(0.6))[1]
         assert (device["state"], "power_watts" in device["metrics"]) == ("ok", False)
         assert "temperature_celsius" in device["metrics"]
         await eventually(lambda: not bench.gpus._gpus[1].busy)
