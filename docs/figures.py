@@ -16,7 +16,7 @@ from topics.reference import generate
 
 OPERATIONS, BENCH = Path(__file__).parent / "operations", Path(__file__).parents[1] / "tests" / "bench"
 
-_MARKED = re.compile(r"(<!-- figures: (\w+) -->\n\n)(?:\|.*\n)*")
+_MARKED = re.compile(r"(<!-- figures: (\w+) -->\n\n)(?:\|.*\n)*\n*")
 
 GPUS, FLEETS, PARTITIONS = 8, (1_000, 3_000, 10_000, 30_000, 100_000), 32
 USED, BROKER_CORES, BROKER_USED, BROKER_DISK, REPLICAS, DAY_S = 0.7, 4, 0.5, 2e12, 3, 86_400
@@ -225,7 +225,7 @@ def pages() -> dict[Path, str]:
     """The pages and the plot as they should be."""
     made, files = tables(), {OPERATIONS / "growth.svg": plot()}
     for path in (OPERATIONS / "sizing.md", OPERATIONS / "benchmarks.md"):
-        files[path] = _MARKED.sub(lambda found: found[1] + made[found[2]], path.read_text(encoding="utf-8"))
+        files[path] = _MARKED.sub(lambda found: found[1] + made[found[2]] + "\n", path.read_text(encoding="utf-8"))
     return files
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.bench.live [--write]
 
-Apache Kafka, one worker of the attribution stream, one of remote write, and a receiver that only counts are on this
+Apache Kafka, one worker of the attribution stream, two of remote write, and a receiver that only counts are on this
 machine; so is the load, which replays records of a simulated fleet (8 whole GPUs a node, with processes and shared
 GPUs). First 2,000 nodes; if these are too many, the most at which the lag stays flat, in steps of 250. It is flat if it
 is no longer in the second half of a window than in the first, except for what half a second brings.
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,6 +44,7 @@ GROUPS = {
 }
 LAST = Path(__file__).with_suffix(".json")
 
+_NEVER_STALE = ("--stale-after", "1h")
 _BUCKET = re.compile(r'^gpustream_remote_write_delay_seconds_bucket{le="(.*)"} (.*)', re.MULTILINE)
 _LAG = re.compile(r'^gpustream_\w+_lag_records(?:{topic="gpu.samples"})? (.*)', re.MULTILINE)
 
@@ -51,14 +53,28 @@ class Pipeline:
     """Workers of the attribution stream and one of remote write, on topics of their own; no node is silent so long that
     its series end."""
 
-    def __init__(self, running: ExitStack, kafka: KafkaServer, prefix: str, url: str, workers: int = 1) -> None:
+    def __init__(
+        self, running: ExitStack, kafka: KafkaServer, prefix: str, url: str, workers: int = 1, sinks: int = 1
+    ) -> None:
         self.kafka, self.prefix = kafka, prefix
         connection = Connection(kafka.address, topic_prefix=prefix)
         asyncio.run(topic_admin.create(connection, partitions=PARTITIONS, replication_factor=1))
         at = ("--kafka", kafka.address, "--topic-prefix", prefix)
         commands: dict[str, tuple[str, ...]] = {
             **{f"attribution {n + 1}": ("stream", "attribution", *at) for n in range(workers)},
-            "remote write": ("sink", "remote-write", *at, "--url", url, "--from", "earliest", "--stale-after", "1h"),
+            **{
+                f"remote write {n + 1}": (
+                    "sink",
+                    "remote-write",
+                    *at,
+                    "--url",
+                    url,
+                    "--from",
+                    "earliest",
+                    *_NEVER_STALE,
+                )
+                for n in range(sinks)
+            },
         }
         self.processes = {
             name: running.enter_context(Gpustream(kafka.directory.parent / f"{prefix}{name}", *command))
@@ -79,13 +95,17 @@ class Pipeline:
 
     def cpu_s(self) -> tuple[float, float]:
         """CPU seconds of all workers of attribution, and of remote write."""
-        *streams, sink = (cpu_s(process.pid) for process in self.processes.values())
-        return sum(streams), sink
+        spent = {name: cpu_s(process.pid) for name, process in self.processes.items()}
+        streams = sum(s for name, s in spent.items() if name.startswith("attribution"))
+        return streams, sum(spent.values()) - streams
 
     def ages(self) -> dict[float, float]:
         """How many ticks were written when they were no older than so many seconds, since the start."""
-        text = self.processes["remote write"].get("/metrics") or ""
-        return {float(bound): float(count) for bound, count in _BUCKET.findall(text)}
+        ages: Counter[float] = Counter()
+        for name, process in self.processes.items():
+            found = _BUCKET.findall(process.get("/metrics") or "") if name.startswith("remote write") else []
+            ages.update({float(bound): float(count) for bound, count in found})
+        return dict(ages)
 
 
 class Window(NamedTuple):
@@ -122,7 +142,7 @@ def measured(nodes: int, kafka: KafkaServer, url: str) -> Window:
     """A window with so many nodes, on topics of its own."""
     prefix, stop = f"live-{nodes}.", threading.Event()
     with ExitStack() as running:
-        pipeline = Pipeline(running, kafka, prefix, url)
+        pipeline = Pipeline(running, kafka, prefix, url, sinks=2)
         replay = Replay(kafka.address, prefix, asyncio.run(fleet(nodes)))
         replay.ticks(range(1, WARM + 1), WARM)
         pipeline.finish()
