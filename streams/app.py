@@ -135,7 +135,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         for future in waiting:
             future.add_done_callback(done)
 
-    def current(self, slot: Slot) -> bool:
+    def is_current(self, slot: Slot) -> bool:
         """Whether the slot still counts. Ask again after every await."""
         return slot.epoch == self.reader.ledger.epoch
 

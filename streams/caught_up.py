@@ -53,7 +53,7 @@ class CaughtUp:
         return self._until_s - max(since_s, self._since_s)
 
 
-class WatchedPartition:
+class PartitionState:
     """What is known of a partition of gpu.attributed: ``logged_ms`` is how far its log has come."""
 
     def __init__(self, number: int) -> None:

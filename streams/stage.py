@@ -23,7 +23,7 @@ from delivery.topic_admin import TopicCheck
 from delivery.watchdog import fail_stop, lateness_instrument
 from streams import STREAMS, reader
 from streams.app import ReaderApp
-from streams.caught_up import Ends, WatchedPartition
+from streams.caught_up import Ends, PartitionState
 from streams.reader import Batch, Reader, Reads
 from topics.dead_letters import Origin
 from topics.topic import MAX_MESSAGE_BYTES, node_key
@@ -107,7 +107,7 @@ def instruments(*names: str) -> tuple[Instrument, ...]:
     return tuple(row._replace(name=name) for row, name in zip(COMMON, names, strict=True))
 
 
-class Bookkeeping:
+class Housekeeping:
     """One stream's books; ``stage`` is what it is called, ``partitions`` how many its topics have."""
 
     def __init__(self, instruments: Instruments, *, stage: str, partitions: int) -> None:
@@ -149,7 +149,7 @@ class Bookkeeping:
             self._counted[name, *labels] = count
 
 
-class Writings:
+class WriteTasks:
     """What a worker is writing, each a task. What was begun before the last :meth:`forget` is ``leftover``."""
 
     def __init__(self) -> None:
@@ -190,17 +190,17 @@ class StreamWorker(reader.Stage, Protocol):
 
     app: ReaderApp
 
-    async def take(self, batch: Batch) -> None:
+    async def handle(self, batch: Batch) -> None:
         """Work on a batch of one partition."""
 
-    async def look(self) -> None:
+    async def watch(self) -> None:
         """See to what waits for time to pass. Never returns."""
 
 
-P = TypeVar("P", bound=WatchedPartition)
+P = TypeVar("P", bound=PartitionState)
 
 
-class NodeWatch(ABC, Generic[P]):
+class NodeWorker(ABC, Generic[P]):
     """What workers that read gpu.attributed have alike: each record is worked on in its order, what can't be used is
     dead-lettered, what is sent is acknowledged, and each partition is looked at each second.
 
@@ -209,61 +209,61 @@ class NodeWatch(ABC, Generic[P]):
     """
 
     app: ReaderApp
-    new: Callable[[int], P]
+    new_partition: Callable[[int], P]
     inputs: tuple[str, ...]
-    lagging: tuple[str, ...]
-    fault: str
+    lag_topics: tuple[str, ...]
+    batch_failure: str
 
     def __init__(self, instruments: Instruments, *, stage: str, partitions: int, clocks: Clocks | None) -> None:
         self._instruments, self._stage, self._clocks = instruments, stage, clocks or Clocks()
-        self._books = Bookkeeping(instruments, stage=stage, partitions=partitions)
-        self._writings = Writings()
+        self._housekeeping = Housekeeping(instruments, stage=stage, partitions=partitions)
+        self._write_tasks = WriteTasks()
         self._partitions: dict[int, P] = {}
 
     @abstractmethod
-    def read(self, topic: str, partition: P, slot: Slot, record: Any) -> None:
+    def handle_record(self, topic: str, partition: P, slot: Slot, record: Any) -> None:
         """Work on a record. Raises Malformed."""
 
     @abstractmethod
-    def look_at(self, number: int) -> None:
+    def check_partition(self, number: int) -> None:
         """See to what waits in a partition for time to pass."""
 
     @abstractmethod
     def close_silent(self, partition: P) -> None:
         """The log of a partition has come further: see which of its nodes are silent."""
 
-    async def take(self, batch: Batch) -> None:
+    async def handle(self, batch: Batch) -> None:
         """Work on a batch of one partition. Nothing is raised: a fault here ends the process."""
         if not batch:
             return
         topic, number = batch[0][0].tp
         try:
-            if topic in self.inputs and self._writings.leftover:
-                await asyncio.wait(self._writings.leftover)
-            await self.read_batch(topic, self._partition(number), batch)
+            if topic in self.inputs and self._write_tasks.leftover:
+                await asyncio.wait(self._write_tasks.leftover)
+            await self.handle_batch(topic, self._partition(number), batch)
         except Exception as error:
-            log.exception("%s", self.fault)
-            self.app.fail(f"{self.fault}: {error!r}")
+            log.exception("%s", self.batch_failure)
+            self.app.fail(f"{self.batch_failure}: {error!r}")
 
-    async def read_batch(self, topic: str, partition: P, batch: Batch) -> None:
+    async def handle_batch(self, topic: str, partition: P, batch: Batch) -> None:
         """Work on each record of a batch, unless the partition is taken away meanwhile."""
         for slot, record in batch:
-            if not self.app.current(slot):
+            if not self.app.is_current(slot):
                 return
             try:
-                self.read(topic, partition, slot, record)
+                self.handle_record(topic, partition, slot, record)
             except Malformed as error:
-                await self._books.dead_letter(self.app, slot, record, error.reason, str(error))
+                await self._housekeeping.dead_letter(self.app, slot, record, error.reason, str(error))
         if topic == ATTRIBUTED:
             self.close_silent(partition)
 
     def _partition(self, number: int) -> P:
         """What is known of a partition, from now on if not before."""
         if number not in self._partitions:
-            self._partitions[number] = self.new(number)
+            self._partitions[number] = self.new_partition(number)
         return self._partitions[number]
 
-    async def _acknowledged(self, what: str, sent: Iterable["asyncio.Future[int]"]) -> int:
+    async def _count_acknowledged(self, what: str, sent: Iterable["asyncio.Future[int]"]) -> int:
         """Wait for all, and say how many the broker took. What can never be sent is left out: to stop for it would stop
         for ever."""
         outcomes = await asyncio.gather(*sent, return_exceptions=True)
@@ -279,13 +279,13 @@ class NodeWatch(ABC, Generic[P]):
     def observe(self) -> None:
         """Set the gauges."""
 
-    async def look(self) -> None:
+    async def watch(self) -> None:
         """See to what waits for time to pass. Never returns."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             waiting = {tp.partition for tp in self.app.reader.pending_states()}
             for number in self._partitions.keys() - waiting:
-                self.look_at(number)
+                self.check_partition(number)
             self.observe()
 
     def drop(self, partitions: frozenset[int]) -> None:
@@ -306,7 +306,7 @@ class NodeWatch(ABC, Generic[P]):
                 self._partition(tp.partition).caught_up.ends(
                     Ends(asked_s, end, ends.get(Partition(SAMPLES, tp.partition)))
                 )
-        for topic in self.lagging:
+        for topic in self.lag_topics:
             self._instruments.gauge(f"gpustream_{self._stage}_lag_records", topic).set(lags[topic])
 
 
@@ -319,7 +319,7 @@ class Stream(Generic[S]):
 
     name: str
     table: tuple[Instrument, ...]
-    failed: str
+    watch_failure: str
 
     def __init__(self, settings: S, *, fail: Callable[[str], None] = fail_stop) -> None:
         self.settings, self._fail = settings, fail
@@ -328,7 +328,7 @@ class Stream(Generic[S]):
         self._check = TopicCheck(settings.connection(), STREAMS[self.name].uses)
         self._app: ReaderApp | None = None
 
-    def work(self, partitions: Mapping[str, int]) -> tuple[StreamWorker, Reads]:
+    def make_worker(self, partitions: Mapping[str, int]) -> tuple[StreamWorker, Reads]:
         """The worker and what it reads. ``partitions``: how many each topic has."""
         raise NotImplementedError
 
@@ -337,19 +337,19 @@ class Stream(Generic[S]):
         checked = await self._check.passed(stop)
         if checked is None:
             return
-        worker, reads = self.work(checked.partitions)
+        worker, reads = self.make_worker(checked.partitions)
         app = self._app = worker.app = ReaderApp(self.settings, reads, worker, fail=self._fail)
 
         @app.agent(app.batches, name=self.name)  # type: ignore[untyped-decorator]
         async def agent(batches: AsyncIterable[Batch]) -> None:
             async for batch in batches:
-                await worker.take(batch)
+                await worker.handle(batch)
 
         def looked(looking: "asyncio.Task[None]") -> None:
             if not looking.cancelled():
-                app.fail(f"{self.failed}: {looking.exception()!r}")
+                app.fail(f"{self.watch_failure}: {looking.exception()!r}")
 
-        looking = asyncio.create_task(worker.look())
+        looking = asyncio.create_task(worker.watch())
         looking.add_done_callback(looked)
         try:
             await app.run(stop)

@@ -36,7 +36,7 @@ from streams.stage import (
     SAMPLES,
     Clocks,
     Malformed,
-    NodeWatch,
+    NodeWorker,
     Stream,
     decode_record,
     decode_value,
@@ -84,25 +84,25 @@ class Alerts(Stream[AlertSettings]):
 
     name = "alerts"
     table = INSTRUMENTS
-    failed = "looking at the nodes failed"
+    watch_failure = "looking at the nodes failed"
 
     async def run(self, stop: asyncio.Event) -> None:
         self._rules = await asyncio.to_thread(self.settings.load)
         await super().run(stop)
 
-    def work(self, partitions: Mapping[str, int]) -> tuple["AlertWorker", Reads]:
+    def make_worker(self, partitions: Mapping[str, int]) -> tuple["AlertWorker", Reads]:
         states, inputs = (STATE, GROUPS, WORKLOADS), (ATTRIBUTED, MEMBERS)
         compacted, watched = (STATE, GROUPS), (SAMPLES,)
         reads = Reads(inputs=inputs, states=states, compacted=compacted, watched=watched, partitions=partitions)
         return AlertWorker(self.instruments, self._rules, partitions=partitions[ATTRIBUTED]), reads
 
 
-class AlertWorker(NodeWatch[PartitionNodes]):
+class AlertWorker(NodeWorker[PartitionNodes]):
     """Judges the nodes of its partitions: gives each its ticks, writes what comes of them, then finishes them."""
 
-    new = PartitionNodes
-    inputs, lagging = (ATTRIBUTED, MEMBERS), (ATTRIBUTED, MEMBERS, STATE, GROUPS)
-    fault = "judging failed"
+    new_partition = PartitionNodes
+    inputs, lag_topics = (ATTRIBUTED, MEMBERS), (ATTRIBUTED, MEMBERS, STATE, GROUPS)
+    batch_failure = "judging failed"
 
     def __init__(
         self, instruments: Instruments, rules: Rules, *, partitions: int, clocks: Clocks | None = None
@@ -116,15 +116,15 @@ class AlertWorker(NodeWatch[PartitionNodes]):
 
     # -- records
 
-    async def read_batch(self, topic: str, partition: PartitionNodes, batch: Batch) -> None:
+    async def handle_batch(self, topic: str, partition: PartitionNodes, batch: Batch) -> None:
         if topic != MEMBERS:
-            await super().read_batch(topic, partition, batch)
+            await super().handle_batch(topic, partition, batch)
             return
         async with self._grouping:
-            if self.app.current(batch[0][0]):  # all of a batch were read in one epoch
+            if self.app.is_current(batch[0][0]):  # all of a batch were read in one epoch
                 await self._group(partition.number, batch)
 
-    def read(self, topic: str, partition: PartitionNodes, slot: Slot, record: Any) -> None:
+    def handle_record(self, topic: str, partition: PartitionNodes, slot: Slot, record: Any) -> None:
         """Judge a tick, or learn of a state. Raises Malformed."""
         if topic == STATE:
             self._learn(partition, slot, record)
@@ -188,7 +188,7 @@ class AlertWorker(NodeWatch[PartitionNodes]):
                 known[record.key] = group
             elif slot.offset > self._groups_written.get((number, record.key), -1):
                 # written late, by a worker that had lost the partition: ours is to be the last one
-                self._writings.start(self.app, self._write_groups(number, {record.key: known[record.key]}))
+                self._write_tasks.start(self.app, self._write_groups(number, {record.key: known[record.key]}))
         self.app.finish(slot)
 
     async def _group(self, number: int, batch: Batch) -> None:
@@ -203,7 +203,7 @@ class AlertWorker(NodeWatch[PartitionNodes]):
             try:
                 report = _decoded(groups.decode_report, record)
             except Malformed as error:
-                await self._books.dead_letter(self.app, slot, record, error.reason, str(error))
+                await self._housekeeping.dead_letter(self.app, slot, record, error.reason, str(error))
                 continue
             group = changed.get(record.key) or known.get(record.key)
             if group is not None and slot.offset <= group.offset and group.offset >= ended:  # the log is another one
@@ -220,7 +220,7 @@ class AlertWorker(NodeWatch[PartitionNodes]):
             for step in steps
             for alert in step.alerts
         ]
-        await self._acknowledged("alert", sent)
+        await self._count_acknowledged("alert", sent)
         await self._write_groups(number, changed)
         for alert, news in [(alert, step.news) for step in steps for alert in step.alerts]:
             self._note(alert, "alert" if news else "repeat")
@@ -234,7 +234,7 @@ class AlertWorker(NodeWatch[PartitionNodes]):
         for key, group in written.items():
             value = None if group is None else memory.encode(group)
             sent[key] = await self.app.sender.send(GROUPS, value, key=key, partition=number)
-        await self._acknowledged("state", sent.values())
+        await self._count_acknowledged("state", sent.values())
         for key, one in sent.items():
             if one.exception() is None:
                 self._groups_written[number, key] = one.result()
@@ -248,7 +248,9 @@ class AlertWorker(NodeWatch[PartitionNodes]):
             known, now_ms = self._groups.setdefault(number, {}), self._clocks.now_ms()
             over = {key: group for key, group in known.items() if groups.is_over(group, now_ms)}
             alerts = [key for key, group in over.items() if group.alert is not None]
-            await self._acknowledged("alert", [await self.app.sender.send(ALERTS, None, key=key) for key in alerts])
+            await self._count_acknowledged(
+                "alert", [await self.app.sender.send(ALERTS, None, key=key) for key in alerts]
+            )
             left = {key: groups.without_alert(group) for key, group in over.items()}
             await self._write_groups(number, left)
             if epoch == self.app.reader.ledger.epoch:
@@ -268,7 +270,7 @@ class AlertWorker(NodeWatch[PartitionNodes]):
     def _node(self, partition: PartitionNodes, key: bytes) -> Node:
         node = partition.nodes.get(key)
         if node is None:
-            self._books.check_place(partition.number, key)
+            self._housekeeping.check_place(partition.number, key)
             node = partition.nodes[key] = Node(key)
         return node
 
@@ -279,7 +281,7 @@ class AlertWorker(NodeWatch[PartitionNodes]):
         settled = node.settled()
         if (due := node.due(settled=settled)) is not None:
             settled = False
-            self._writings.start(self.app, self._write(partition, node, due, self.app.reader.ledger.epoch))
+            self._write_tasks.start(self.app, self._write(partition, node, due, self.app.reader.ledger.epoch))
         for slot in node.finished(settled=settled):
             self.app.finish(slot)
         if settled:
@@ -298,7 +300,7 @@ class AlertWorker(NodeWatch[PartitionNodes]):
             else:
                 headers = [] if written is None else kafka_headers(written)
                 sent.append(await self.app.sender.send(ALERTS, value, key=key, headers=headers))
-        await self._acknowledged("alert", sent)
+        await self._count_acknowledged("alert", sent)
         if epoch != self.app.reader.ledger.epoch:
             return
         await self._write_state(partition, node, memory.encode(due.state))
@@ -335,11 +337,11 @@ class AlertWorker(NodeWatch[PartitionNodes]):
 
     async def _write_state(self, partition: PartitionNodes, node: Node, value: bytes | None) -> None:
         sent = await self.app.sender.send(STATE, value, key=node.key, partition=partition.number)
-        await self._acknowledged("state", [sent])
+        await self._count_acknowledged("state", [sent])
 
     # -- time
 
-    def look_at(self, number: int) -> None:
+    def check_partition(self, number: int) -> None:
         """Find which nodes of a partition are quiet or silent now, by how far it has been read."""
         position = self.app.reader.ledger.expected(Partition(ATTRIBUTED, number))
         if position is None:
@@ -350,10 +352,10 @@ class AlertWorker(NodeWatch[PartitionNodes]):
         for node in partition.close_silent(self._rules, self._clocks.now_ms()):
             self._settle(partition, node)
             if node.settled() and node.current is not None and machine.is_over(node.current):
-                self._writings.start(self.app, self._delete(partition, node, node.current))
+                self._write_tasks.start(self.app, self._delete(partition, node, node.current))
         now_ms, kept = self._clocks.now_ms(), self._groups.get(number, {})
         if not self._grouping.locked() and any(groups.is_over(group, now_ms) for group in kept.values()):
-            self._writings.start(self.app, self._forget_groups(number, self.app.reader.ledger.epoch))
+            self._write_tasks.start(self.app, self._forget_groups(number, self.app.reader.ledger.epoch))
 
     def observe(self) -> None:
         gauge = self._instruments.gauge
@@ -373,7 +375,7 @@ class AlertWorker(NodeWatch[PartitionNodes]):
         gauge("gpustream_alerts_maintained_nodes").set(sum(1 for each in states if each.maintenance is not None))
         gauge("gpustream_alerts_silent_nodes").set(sum(1 for each in states if each.silent))
         gauge("gpustream_alerts_nodes").set(len(states))
-        self._books.observe(self.app.reader)
+        self._housekeeping.observe(self.app.reader)
 
     # -- what the reader knows of offsets
 
@@ -382,7 +384,7 @@ class AlertWorker(NodeWatch[PartitionNodes]):
         for partition in self._partitions.values():
             partition.forget()
         self._groups_written.clear()
-        self._writings.forget()
+        self._write_tasks.forget()
 
     def drop(self, partitions: frozenset[int]) -> None:
         super().drop(partitions)

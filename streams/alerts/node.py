@@ -24,7 +24,7 @@ from streams.alerts.memory import NodeAlerts, Order, last_tick, order
 from streams.alerts.reports import Step, Write
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
-from streams.caught_up import CaughtUp, WatchedPartition
+from streams.caught_up import CaughtUp, PartitionState
 from topics.alerts import Alert, AlertGroup
 
 Outcome = Literal["judged", "new_log", "replayed", "resumed"]
@@ -167,7 +167,7 @@ class _Removal(msgspec.Struct, frozen=True):
     removed: bool | None = False
 
 
-class PartitionNodes(WatchedPartition):
+class PartitionNodes(PartitionState):
     """The nodes of one partition, by key. ``active`` are those that are not known to be quiet, in the order in which
     their last ticks were read. ``logged_ms`` is when the last tick of any was logged."""
 

@@ -25,7 +25,7 @@ from streams.attribution import join
 from streams.attribution.log_time import Watermark
 from streams.reader import Batch, Reads
 from streams.settings import AttributionSettings
-from streams.stage import Bookkeeping, Malformed, Stream, decode_record, instruments
+from streams.stage import Housekeeping, Malformed, Stream, decode_record, instruments
 from topics.allocations import Allocations
 from topics.samples import Sample
 from topics.topic import decoder
@@ -78,9 +78,9 @@ def decode(topic: str, key: bytes | None, value: bytes | None) -> NodeRecord:
 class Attribution(Stream[AttributionSettings]):
     name = "attribution"
     table = INSTRUMENTS
-    failed = "the join failed"
+    watch_failure = "the join failed"
 
-    def work(self, partitions: Mapping[str, int]) -> tuple["Joiner", Reads]:
+    def make_worker(self, partitions: Mapping[str, int]) -> tuple["Joiner", Reads]:
         reads = Reads(inputs=(SAMPLES,), states=(ALLOCATIONS, WORKLOADS), partitions=partitions)
         return Joiner(self.instruments, grace_s=self.settings.grace_s, partitions=partitions[SAMPLES]), reads
 
@@ -95,7 +95,7 @@ class Joiner:
         self, instruments: Instruments, *, grace_s: float, partitions: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._instruments, self._grace_s, self._clock = instruments, grace_s, clock
-        self._books = Bookkeeping(instruments, stage="attribution", partitions=partitions)
+        self._housekeeping = Housekeeping(instruments, stage="attribution", partitions=partitions)
         self._states: dict[int, dict[bytes, join.NodeState]] = defaultdict(dict)
         self._pending: dict[int, dict[bytes, None]] = defaultdict(dict)
         self._slots: dict[tuple[int, int], tuple[Slot, Any]] = {}
@@ -112,12 +112,12 @@ class Joiner:
 
     # -- records
 
-    async def take(self, batch: Batch) -> None:
+    async def handle(self, batch: Batch) -> None:
         """Join a batch of one partition. Nothing is raised: a fault here ends the process."""
         try:
             async with self._lock:
                 for slot, record in batch:
-                    if not self.app.current(slot):
+                    if not self.app.is_current(slot):
                         return
                     await self._take(slot, record)
                 if batch and batch[0][0].tp.topic == WORKLOADS and self._pending.get(batch[0][0].tp.partition):
@@ -131,7 +131,7 @@ class Joiner:
         try:
             decoded = decode(slot.tp.topic, record.key, record.value)
         except Malformed as error:
-            await self._books.dead_letter(self.app, slot, record, error.reason, str(error))
+            await self._housekeeping.dead_letter(self.app, slot, record, error.reason, str(error))
             return
         partition, stamped, now_s = slot.tp.partition, record.timestamp, self._clock()
         logged_ms: int = stamped if stamped is not None and stamped >= 0 else time.time_ns() // 1_000_000
@@ -175,7 +175,7 @@ class Joiner:
         states = self._states[partition]
         state = states.get(key)
         if state is None:
-            self._books.check_place(partition, key)
+            self._housekeeping.check_place(partition, key)
             state = join.NEW
         states[key], joined = join.step(state, record, self._grace_s)
         if states[key].pending:
@@ -185,16 +185,16 @@ class Joiner:
         for one in joined:
             sample, unknown_ids = one.sample, one.unknown_ids
             slot, read = self._slots.pop((partition, sample.offset), (None, None))
-            if slot is None or not self.app.current(slot):
+            if slot is None or not self.app.is_current(slot):
                 continue
             if unknown_ids:
                 self._instruments.counter("gpustream_attribution_unknown_device_ids_total").inc(len(unknown_ids))
                 node = f"{sample.cluster}/{sample.node}"
                 log.warning("%s: device ids in no known grammar: %.300s", node, unknown_ids)
             sent = await self.app.sender.send(OUTPUT, self._encoder.encode(sample), key=key, partition=partition)
-            sent.add_done_callback(partial(self._acknowledged, slot, read, sample.attribution))
+            sent.add_done_callback(partial(self._on_acknowledged, slot, read, sample.attribution))
 
-    def _acknowledged(self, slot: Slot, record: Any, attribution: str, sent: "asyncio.Future[int]") -> None:
+    def _on_acknowledged(self, slot: Slot, record: Any, attribution: str, sent: "asyncio.Future[int]") -> None:
         """The broker has a tick, or it never will: then it is a dead letter."""
 
         def written(writing: "asyncio.Task[None]") -> None:
@@ -206,27 +206,27 @@ class Joiner:
             return
         error = sent.exception()
         if isinstance(error, Unsendable):
-            letter = self._books.dead_letter(self.app, slot, record, "unsendable", str(error))
+            letter = self._housekeeping.dead_letter(self.app, slot, record, "unsendable", str(error))
             writing = asyncio.ensure_future(letter)
             self._letters.add(writing)
             writing.add_done_callback(written)
         elif error is not None:
             self.app.fail(f"{slot.tp} offset {slot.offset}: output not acknowledged: {error!r}")
-        elif self.app.current(slot):
+        elif self.app.is_current(slot):
             self._attributed[attribution] += 1
             self.app.finish(slot)
 
     # -- time
 
-    async def look(self) -> None:
+    async def watch(self) -> None:
         """Let go, again and again, what waits for time to pass or for the end of a state partition. Never returns."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), _LOOK_EVERY_S)
             self._wake.clear()
-            await self.look_once()
+            await self.check_pending()
 
-    async def look_once(self) -> None:
+    async def check_pending(self) -> None:
         """Let go the ticks that have waited long enough, and ask the broker for what the others wait for.
         The newest end of the allocations counts that was asked for and has been read to."""
         async with self._lock:
@@ -261,7 +261,7 @@ class Joiner:
                 self._instruments.counter("gpustream_attribution_misordered_workloads_total").inc(watermark.misordered)
                 watermark.misordered = 0
         gauge("gpustream_attribution_nodes").set(sum(len(states) for states in self._states.values()))
-        self._books.observe(self.app.reader)
+        self._housekeeping.observe(self.app.reader)
 
     def _ask_for_workloads(self, partition: int, key: bytes, now_s: float) -> None:
         """Ask where the workloads end, as soon as the answer lets a node's first pending tick go."""

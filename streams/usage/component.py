@@ -19,10 +19,10 @@ import msgspec
 
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
-from streams.caught_up import CaughtUp, WatchedPartition
+from streams.caught_up import CaughtUp, PartitionState
 from streams.reader import Reads
 from streams.settings import UsageSettings
-from streams.stage import ATTRIBUTED, SAMPLES, Clocks, Malformed, NodeWatch, Stream, decode_record, instruments
+from streams.stage import ATTRIBUTED, SAMPLES, Clocks, Malformed, NodeWorker, Stream, decode_record, instruments
 from streams.usage import books as bookkeeping
 from streams.usage.bookkeeper import Bookkeeper
 from streams.usage.books import Accounting, Books
@@ -66,9 +66,9 @@ class UsageStream(Stream[UsageSettings]):
 
     name = "usage"
     table = INSTRUMENTS
-    failed = "looking at the nodes failed"
+    watch_failure = "looking at the nodes failed"
 
-    def work(self, partitions: Mapping[str, int]) -> tuple["UsageWorker", Reads]:
+    def make_worker(self, partitions: Mapping[str, int]) -> tuple["UsageWorker", Reads]:
         state = (STATE.name,)
         reads = Reads(inputs=(ATTRIBUTED,), states=state, compacted=state, watched=(SAMPLES,), partitions=partitions)
         policy = Accounting(self.settings.split, self.settings.team_label)
@@ -102,7 +102,7 @@ def _order(books: Books) -> tuple[int, ...]:
     return books.logs, books.offset, books.booked_ms, books.final_ms
 
 
-class PartitionBooks(WatchedPartition):
+class PartitionBooks(PartitionState):
     """The nodes of one partition, by key. ``passed_ms``: up to when it was seen who is silent."""
 
     def __init__(self, number: int) -> None:
@@ -111,12 +111,12 @@ class PartitionBooks(WatchedPartition):
         self.passed_ms = 0
 
 
-class UsageWorker(NodeWatch[PartitionBooks]):
+class UsageWorker(NodeWorker[PartitionBooks]):
     """Books the ticks of the nodes of its partitions, writes what comes of them, then finishes them."""
 
-    new = PartitionBooks
-    inputs, lagging = (ATTRIBUTED,), (ATTRIBUTED, STATE.name)
-    fault = "booking failed"
+    new_partition = PartitionBooks
+    inputs, lag_topics = (ATTRIBUTED,), (ATTRIBUTED, STATE.name)
+    batch_failure = "booking failed"
 
     def __init__(
         self, instruments: Instruments, policy: Accounting, *, partitions: int, clocks: Clocks | None = None
@@ -126,7 +126,7 @@ class UsageWorker(NodeWatch[PartitionBooks]):
 
     # -- records
 
-    def read(self, topic: str, partition: PartitionBooks, slot: Slot, record: Any) -> None:
+    def handle_record(self, topic: str, partition: PartitionBooks, slot: Slot, record: Any) -> None:
         """Book a tick, or learn of the books of a node. Raises Malformed."""
         if topic == STATE.name:
             self._learn(partition, record)
@@ -155,7 +155,7 @@ class UsageWorker(NodeWatch[PartitionBooks]):
         else:
             books = decode_record(bookkeeping.decode, record.key, record.value)
             if node is None:
-                self._books.check_place(partition.number, record.key)
+                self._housekeeping.check_place(partition.number, record.key)
             if node is None or (node.fresh and _order(books) >= node.order):
                 partition.nodes[record.key] = NodeBooks(record.key, books, self._policy, record.value)
                 partition.caught_up.attributed(books.offset)
@@ -167,7 +167,7 @@ class UsageWorker(NodeWatch[PartitionBooks]):
         tick = decode_record(decode_tick, record.key, record.value)
         node = partition.nodes.get(record.key)
         if node is None:
-            self._books.check_place(partition.number, record.key)
+            self._housekeeping.check_place(partition.number, record.key)
             books = Books(schema=1, cluster=tick.cluster, node=tick.node)
             node = partition.nodes[record.key] = NodeBooks(record.key, books, self._policy)
         logged_ms = tick.logged_ms
@@ -202,7 +202,7 @@ class UsageWorker(NodeWatch[PartitionBooks]):
         """Begin to write what is due; ``now``: the books, though nothing else is."""
         if not node.writing and (node.due or node.stale or now):
             node.writing = True
-            self._writings.start(self.app, self._write(number, node, self.app.reader.ledger.epoch))
+            self._write_tasks.start(self.app, self._write(number, node, self.app.reader.ledger.epoch))
 
     async def _write(self, number: int, node: NodeBooks, epoch: int) -> None:
         """The records, and when they are acknowledged the books, and then whatever has come due since."""
@@ -231,12 +231,12 @@ class UsageWorker(NodeWatch[PartitionBooks]):
     async def _send(self, number: int, what: str, records: Iterable[tuple[str, bytes, bytes | None]]) -> None:
         """Send records, each with its topic and key, and wait until the broker has them."""
         sent = [await self.app.sender.send(topic, value, key=key, partition=number) for topic, key, value in records]
-        taken = await self._acknowledged(what, sent)
+        taken = await self._count_acknowledged(what, sent)
         self._instruments.counter("gpustream_usage_written_total", what).inc(taken)
 
     # -- time
 
-    def look_at(self, number: int) -> None:
+    def check_partition(self, number: int) -> None:
         """Close what the next record of a partition would, and write the books of nodes that have no tick any more, or
         of which the topic has others."""
         position = self.app.reader.ledger.expected(Partition(ATTRIBUTED, number))
@@ -262,7 +262,7 @@ class UsageWorker(NodeWatch[PartitionBooks]):
                 self._settle(partition.number, node)
             elif not (books.hours or node.writing or node.kept) and log_ms - books.logged_ms >= FORGET_MS:
                 del partition.nodes[node.key]
-                self._writings.start(self.app, self._send(partition.number, "state", [(STATE.name, node.key, None)]))
+                self._write_tasks.start(self.app, self._send(partition.number, "state", [(STATE.name, node.key, None)]))
 
     def observe(self) -> None:
         gauge = self._instruments.gauge
@@ -270,7 +270,7 @@ class UsageWorker(NodeWatch[PartitionBooks]):
         gauge("gpustream_usage_nodes").set(len(nodes))
         gauge("gpustream_usage_open_hours").set(sum([len(node.keeper.books.hours) for node in nodes]))
         gauge("gpustream_usage_state_bytes").set(sum([len(node.durable or b"") for node in nodes]))
-        self._books.observe(self.app.reader)
+        self._housekeeping.observe(self.app.reader)
 
     # -- what the reader knows of offsets
 
@@ -283,4 +283,4 @@ class UsageWorker(NodeWatch[PartitionBooks]):
                 if node.durable is not None
             }
             partition.caught_up, partition.logged_ms, partition.passed_ms = CaughtUp(), 0, 0
-        self._writings.forget()
+        self._write_tasks.forget()

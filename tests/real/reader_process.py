@@ -67,7 +67,7 @@ def echo_app(echo: Echo) -> ReaderApp:
 
 async def _write_on(app: ReaderApp, output: str, batch: Batch) -> None:
     for slot, record in batch:
-        if not app.current(slot):
+        if not app.is_current(slot):
             return
         sent = []
         if slot.tp.topic in app.reader.reads.inputs:

@@ -27,7 +27,7 @@ class LedgerApp:
     def is_settled(self, slot: Slot) -> bool:
         return slot.offset < self.settled.get(slot.tp, 0)
 
-    def current(self, slot: Slot) -> bool:
+    def is_current(self, slot: Slot) -> bool:
         return slot.epoch == self.ledger.epoch
 
     def fail(self, reason: str) -> None:

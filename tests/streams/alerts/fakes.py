@@ -178,7 +178,7 @@ class Worker(LedgerApp):
     async def take(self, batch: Batch, *, ends_after: int = 10**6) -> None:
         """Give the stage a batch, and let all that follows happen. ``ends_after``: or the worker ends when so many
         records have been written."""
-        taking = asyncio.create_task(self.stage.take(batch))
+        taking = asyncio.create_task(self.stage.handle(batch))
         await settle()
         while not taking.done():  # it waits for what it sends, or what an older epoch has sent
             if not ends_after:
@@ -217,14 +217,14 @@ class Worker(LedgerApp):
                 ends = {Partition(topic, 0): len(self.broker.logs[topic]) for topic in self.reads[:2]}
                 samples = {} if samples_end is None else {Partition(SAMPLES, 0): samples_end}
                 self.stage.ends(self.clocks.at_s, {**ends, **samples})
-            self.stage.look_at(0)
+            self.stage.check_partition(0)
             await settle()
 
     def kill(self, chance: Random) -> None:
         """End at once: of what flies some arrives, and nobody hears of it."""
         for topic in dict.fromkeys(sent.topic for sent in self.sender.flying):
             self.sender.land(chance.randint(0, 3), topic=topic, acknowledge=False)
-        for task in self.stage._writings.under_way:
+        for task in self.stage._write_tasks.under_way:
             task.cancel()
 
     def total(self, name: str, *labels: str) -> float:

@@ -701,7 +701,7 @@ async def test_the_alert_of_a_workload_that_was_resolved_a_week_ago_is_deleted()
     await worker.read(MEMBERS)
     assert said(worker.broker)[-1] == ("GPUHeldIdle", "resolved")
     worker.clocks.started_ms += DELETE_MS + 60_000
-    worker.stage.look_at(0)
+    worker.stage.check_partition(0)
     await settle()
     assert worker.broker.logs[ALERTS][-1].value is None
     kept = msgspec.json.decode(worker.broker.logs[GROUPS][-1].value or b"", type=AlertGroup)
@@ -711,7 +711,7 @@ async def test_the_alert_of_a_workload_that_was_resolved_a_week_ago_is_deleted()
         worker.broker.log(tick(31, device(number, busy=0.9), node=node))
     await worker.live()
     await worker.read(MEMBERS)
-    worker.stage.look_at(0)
+    worker.stage.check_partition(0)
     await settle()
     assert worker.broker.logs[GROUPS][-1].value is None
 
@@ -727,15 +727,15 @@ async def test_an_alert_that_fires_again_when_it_is_a_week_old_is_not_deleted() 
     assert said(worker.broker)[-1] == ("GPUHeldIdle", "resolved")
     worker.clocks.started_ms += DELETE_MS + 120_000
     worker.sender.holding = True
-    firing = asyncio.create_task(worker.stage.take(reports[-2:]))
+    firing = asyncio.create_task(worker.stage.handle(reports[-2:]))
     await settle()
-    worker.stage.look_at(0)
+    worker.stage.check_partition(0)
     await settle()
     worker.sender.holding = False
     while not firing.done():
         worker.sender.land()
         await settle()
-    worker.stage.look_at(0)
+    worker.stage.check_partition(0)
     await settle()
     assert said(worker.broker)[-1][1] == "firing"
     assert worker.broker.logs[ALERTS][-1].value is not None

@@ -149,7 +149,7 @@ class FakeApp(LedgerApp):
     async def read(self, *topics: str, partition: int = 0) -> None:
         """Have the joiner take all that there is of these topics."""
         for topic in topics:
-            await self.joiner.take(self.batch(topic, partition))
+            await self.joiner.handle(self.batch(topic, partition))
             await self.settle()
             await self.look()
 
@@ -157,7 +157,7 @@ class FakeApp(LedgerApp):
         """The joiner looks at the clock, and at what the broker has answered since."""
         for _ in range(2):
             try:
-                await self.joiner.look_once()
+                await self.joiner.check_pending()
             except RuntimeError as error:
                 self.fail(repr(error))
             await self.settle()
@@ -189,7 +189,7 @@ class FakeApp(LedgerApp):
 async def looking(app: FakeApp, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """The joiner looks at the clock again and again, without pause."""
     monkeypatch.setattr(component, "_LOOK_EVERY_S", 0.0)
-    task = asyncio.create_task(app.joiner.look())
+    task = asyncio.create_task(app.joiner.watch())
     yield
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -75,7 +75,7 @@ async def test_outputs_keep_the_order_of_each_nodes_ticks_whatever_is_awaited(mo
 
     async with looking(app, monkeypatch):
         taking = [
-            asyncio.create_task(app.joiner.take(batch))
+            asyncio.create_task(app.joiner.handle(batch))
             for _ in range(12)
             for partition in (0, 1)
             for batch in (app.batch(SAMPLES, partition, 7), app.batch(ALLOCATIONS, partition, 1))

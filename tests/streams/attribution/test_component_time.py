@@ -117,7 +117,7 @@ async def test_ticks_that_come_live_find_the_workloads_read() -> None:
     for i in range(1, 6):
         app.ahead_s += 1.0
         app.log(tick(i, 1), timestamp=9_000 + i * 1_000)
-        await app.joiner.take(app.batch(SAMPLES))
+        await app.joiner.handle(app.batch(SAMPLES))
         assert len(app.sender.sent) == i + 1
         app.ask_ends()  # as the app does every second
         await app.settle()
@@ -131,7 +131,7 @@ async def test_the_end_of_the_workloads_is_asked_for_before_a_tick_has_to_wait_f
         app.ahead_s += 0.3
         asked = app.ends_asked
         app.log(tick(2 + i, None), timestamp=10_300 + i * 300)
-        await app.joiner.take(app.batch(SAMPLES))
+        await app.joiner.handle(app.batch(SAMPLES))
         await app.settle()
         assert (len(app.sender.sent), app.ends_asked - asked <= 1) == (2 + i, True)
 
@@ -199,7 +199,7 @@ async def test_a_batch_of_an_epoch_that_is_over_does_nothing() -> None:
     stale = app.batch(SAMPLES)
     app.begin({})
 
-    await app.joiner.take(stale)
+    await app.joiner.handle(stale)
 
     assert app.sender.sent == []
     assert (app.total("records_released_total", SAMPLES), app.total("records_held", SAMPLES)) == (2, 0)
@@ -212,7 +212,7 @@ async def test_an_epoch_that_ends_while_the_sender_has_no_room_ends_the_batch() 
     for i in range(3):
         app.log(tick(i, None))
     app.sender.room.clear()
-    taking = asyncio.create_task(app.joiner.take(app.batch(SAMPLES)))
+    taking = asyncio.create_task(app.joiner.handle(app.batch(SAMPLES)))
     await app.settle()
     app.begin({Partition(SAMPLES, 0): 0})
     app.sender.room.set()
