@@ -24,14 +24,14 @@ from gpustream.command import Command, counted, logged, option, options, output_
 from gpustream.output import FAILED, failed, printable
 from producers import PRODUCERS
 from producers.node import instruments
-from producers.node.cgroups import Places
+from producers.node.cgroups import ProcessOwners
 from producers.node.component import ANSWER_WITHIN, OPEN_WITHIN_S
 from producers.node.config import NodeSettings, ReadingSettings
 from producers.node.gpus import Gpus
 from producers.node.job_files import JobFiles
 from producers.node.jobs import with_jobs
 from producers.node.kubelet import DEADLINE_S, Kubelet
-from producers.node.nvml.calls import LeftOut, Tried
+from producers.node.nvml.calls import FailedCall, LeftOut
 from topics.catalogue import CATALOGUE
 from topics.device_ids import DeviceIndex, UnknownDeviceId, normal, parse
 from topics.samples import Device
@@ -82,8 +82,8 @@ class Nothing(Exception):
 
 async def look(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_S) -> dict[str, Any]:
     """Read twice, and say what was found. Raises :class:`Nothing`."""
-    counted, places = Instruments(instruments.INSTRUMENTS), Places(settings.procfs)
-    gpus = Gpus(counted, places, interval_s=settings.interval_s)
+    counted, owners = Instruments(instruments.INSTRUMENTS), ProcessOwners(settings.procfs)
+    gpus = Gpus(counted, owners, interval_s=settings.interval_s)
     kubelet = Kubelet(settings.pod_resources_socket, counted, prefixes=settings.resource_prefixes)
     files = JobFiles(settings.hpc_job_mapping_dir, counted)
     within_s = settings.interval_s * ANSWER_WITHIN
@@ -106,12 +106,12 @@ async def look(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_S) -> 
             },
             "job_files": {"directory": _text(settings.hpc_job_mapping_dir), "troubles": files.troubles()},
             "devices": described(
-                with_jobs(found, mapped, lambda job_id: files.owner(places.jobs.of(job_id))),
+                with_jobs(found, mapped, lambda job_id: files.owner(owners.jobs.of(job_id))),
                 placed.holders,
-                {one.uuid: one.why for one in refusals if one.uuid is not None},
+                {one.uuid: one.failed_call for one in refusals if one.uuid is not None},
                 gpus.left_out(),
             ),
-            "unopened": [{"place": one.place, **_tried(one.why)} for one in refusals if one.uuid is None],
+            "unopened": [{"place": one.gpu_index, **_tried(one.failed_call)} for one in refusals if one.uuid is None],
             "unplaced": list(placed.unplaced),
         }
     finally:
@@ -156,7 +156,7 @@ def place(containers: Iterable[Json], devices: Sequence[Json]) -> Placed:
 def described(
     devices: Iterable[Json],
     holders: Mapping[str, Sequence[Json]],
-    refusals: Mapping[str, Tried],
+    refusals: Mapping[str, FailedCall],
     left_out: Mapping[str, LeftOut],
 ) -> list[Json]:
     """The devices as in gpu.samples, each with who holds it, why it could not be read, and what it could not say.
@@ -196,7 +196,7 @@ def only(report: Json, wanted: str) -> dict[str, Any]:
     return {**report, "devices": devices, "unopened": unopened}
 
 
-def _tried(one: Tried) -> Json:
+def _tried(one: FailedCall) -> Json:
     return {"call": one.call, "error": one.error}
 
 

@@ -29,13 +29,13 @@ class BufferSettings(KafkaSettings):
         return [*super().mistakes(), *wrong]
 
 
-def interval_mistakes(interval_s: float) -> list[str]:
+def interval_errors(interval_s: float) -> list[str]:
     if interval_s >= SHORTEST_INTERVAL_S:
         return []
     return [f"--interval: {interval_s:g} s is less than a GPU can be read in; the least is 100ms"]
 
 
-def prefix_mistakes(prefixes: tuple[str, ...]) -> list[str]:
+def prefix_errors(prefixes: tuple[str, ...]) -> list[str]:
     if prefixes and all(prefixes):
         return []
     return ["--resource-prefixes: an empty prefix would take every resource for a GPU"]

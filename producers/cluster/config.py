@@ -12,7 +12,7 @@ from delivery.policies import DAY, Bounds, bounds, bounds_text
 from delivery.settings import LEASE, NAME, NAMES, KafkaSettings, Kubeconfig, Option, Text
 from producers import records
 from producers.cluster.objects import allow_list_mistakes
-from producers.settings import GPU_RESOURCES, ResourcePrefixes, prefix_mistakes
+from producers.settings import GPU_RESOURCES, ResourcePrefixes, prefix_errors
 
 POD_LABELS = (
     "app", "app.kubernetes.io/*", "team", "project", "owner", "cost-center", "queue", "ray.io/cluster", "ray.io/group",
@@ -92,7 +92,7 @@ class ClusterSettings(KafkaSettings):
         found = super().mistakes()
         for name in ("pod_labels", "pod_annotations", "namespace_labels", "node_labels"):
             found += allow_list_mistakes(f"--{name.replace('_', '-')}", getattr(self, name))
-        found += prefix_mistakes(self.resource_prefixes)
+        found += prefix_errors(self.resource_prefixes)
         if self.lease is not None and not _LEASE.fullmatch(self.lease):
             found.append(f"--lease: {self.lease!r} is not NAMESPACE/NAME, as {LEASE_NAME} in a namespace is")
         if not self.identity:

@@ -1,22 +1,22 @@
-"""Where a process belongs, as the path of its control group says: a pod's container, a batch system's job, or neither.
+"""The owner of a process, from the path of its control group: a pod's container, a batch system's job, or neither.
 
-In: process ids, and procfs. Out: the pod's uid, the container's id, the job's id, whose that job is, and whether the
-process serves others.
-State: the places of the last processes, by process id and start time, because ids are used again; and their jobs.
-On failure: a process that is not in procfs has no place (None). If it was there just before, it has ended since NVML
-listed it, and keeps the place that it had. A process whose group names nothing has an empty place. The environment of a
-process may be unreadable without privileges; then it says nothing.
+In: process ids, and procfs. Out: the uid of the pod, the ids of the container and of the job, the user of the job, and
+whether the process serves other processes.
+State: the owners of the last processes, by process id and start time, because ids are used again; and their jobs.
+On failure: a process that is missing in procfs has no owner (None). If it was there a moment ago, it ended after NVML
+listed it, and keeps its last owner. A process whose control group names neither a pod nor a job has an empty owner. An
+environment that can't be read without privileges is ignored.
 
-If a process is in no pod and its group names no job, the job is taken from its environment, because Slurm writes it
-there, too. A user can set that to anything. So the group counts first, and an environment that names another job than
-the group does not count.
+If a process is in no pod and its control group names no job, the job is taken from its environment, where Slurm writes
+it too. Users can change their environment. So the control group wins, and an environment that names another job than
+the control group is ignored.
 
-An MPS server, which computes for the processes of others, is known by the name of its command.
+An MPS server, which computes for other processes, is recognised by its command name.
 
 Source: Kubernetes names groups ``kubepods[...]-pod<uid>.slice/<runtime>-<id>.scope`` (systemd, ``_`` for ``-``) or
 ``kubepods/[burstable/]pod<uid>/<id>`` (cgroupfs), Slurm ``slurm/uid_<u>/job_<id>`` (v1) or
 ``slurmstepd.scope/job_<id>`` (v2). A reader in a namespace of its own sees only the part that differs from its own
-path, so nothing is anchored at the start; and groups may lie below a container's own, so nothing is at the end.
+path, so no pattern is anchored at the start. Groups may lie below a container's own, so none is anchored at the end.
 """
 
 import math
@@ -28,22 +28,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from producers.node.jobs import Evidence, KnownJobs, remember, slurm_job
+from producers.node.jobs import Evidence, KnownJobs, cache_put, slurm_job
 
 LARGEST_ENVIRON_BYTES = 256 * 1024
-ADOPTED_WITHIN_S = 10.0  # when a process that belonged nowhere is looked at again: it may have been adopted
-ENDED_WITHIN_S = 10.0  # for this long the id of a process that has ended still stands for it
-_REMEMBERED = 4096  # far above the processes that a node has on its GPUs
-_START_TIME = 19  # the place of field 22 of stat behind the parenthesis that closes field 2
+ADOPTED_WITHIN_S = 10.0  # a process without an owner is read again after this: a batch system may adopt it
+ENDED_WITHIN_S = 10.0  # for this long the id of an ended process still belongs to it
+_MAX_CACHED = 4096  # far above the processes that a node has on its GPUs
+_START_TIME_INDEX = 19  # of field 22 of stat, counted from the parenthesis that closes field 2
 _SERVICES = {"nvidia-cuda-mps": "mps"}  # by command, of which the kernel keeps 15 characters
 _POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})(?=[/.:]|$)")
 _CONTAINER = re.compile(r"(?:^|[/:-])(?<!/crio-conmon-)([0-9a-f]{64})(?=\.scope|/|$)")
 _JOB = re.compile(r"/job_([0-9]+)(?=/|$)")
-_UID = re.compile(r"^Uid:\s+([0-9]{1,10})\s", re.MULTILINE)  # the real user id: right also if it may not be dumped
+_UID = re.compile(r"^Uid:\s+([0-9]{1,10})\s", re.MULTILINE)  # the real user id, right for undumpable processes too
 
 
-class ProcessPlace(NamedTuple):
-    """What a process's control group says: the uid of its pod, the id of its container, and of its batch job.
+class ProcessOwner(NamedTuple):
+    """The uid of a process's pod, and the ids of its container and its batch job, from its control group.
     ``service`` is "mps" for an MPS server."""
 
     pod_uid: str | None
@@ -52,42 +52,43 @@ class ProcessPlace(NamedTuple):
     service: str | None = None
 
 
-NOWHERE = ProcessPlace(None, None, None)
+NO_OWNER = ProcessOwner(None, None, None)
 
 
-def parse(text: str) -> ProcessPlace:
-    """The place that the whole of ``/proc/<pid>/cgroup`` names; never raises.
+def parse(text: str) -> ProcessOwner:
+    """The owner in ``text``, which is all of ``/proc/<pid>/cgroup``; never raises.
 
-    Of each path: the outermost pod, the container right below it, and the job if it is Slurm's. Of several lines (one
-    per hierarchy), one that names a pod goes before others.
+    Each path gives the outermost pod, the container right below it, and the job if it is Slurm's. If there are several
+    lines (one per hierarchy), those that name a pod win.
     """
-    places = []
+    owners = []
     for path in (line.split(":", 2)[2] for line in text.split("\n") if line.count(":") >= 2):
         pod = _POD.search(path)
         container = _CONTAINER.search(path, pod.end() if pod else 0)
         job = _JOB.search(path) if "slurm" in path else None
         uid = pod[1].replace("_", "-") if pod else None
-        places.append(ProcessPlace(uid, container[1] if container else None, job[1] if job else None))
-    if not places:
-        return NOWHERE
-    places.sort(key=lambda place: place.pod_uid is None)
-    return ProcessPlace(*(next(filter(None, found), None) for found in zip(*places, strict=True)))
+        owners.append(ProcessOwner(uid, container[1] if container else None, job[1] if job else None))
+    if not owners:
+        return NO_OWNER
+    owners.sort(key=lambda owner: owner.pod_uid is None)
+    return ProcessOwner(*(next(filter(None, values), None) for values in zip(*owners, strict=True)))
 
 
-class _KnownProcess(NamedTuple):
-    """Where a process belongs, which began then, how long that is believed, and when it was last seen."""
+class _CachedProcess(NamedTuple):
+    """The owner of a process that started at ``start_ticks``. It is read again at ``expires_s``; ``seen_s`` is when
+    the process was last asked for."""
 
-    started: int
-    place: ProcessPlace
-    until_s: float
+    start_ticks: int
+    owner: ProcessOwner
+    expires_s: float
     seen_s: float
 
 
-class Places:
-    """Asks ``procfs`` for the places of processes, from any thread, and remembers them.
+class ProcessOwners:
+    """Reads the owners of processes from ``procfs``, and caches them. For any thread.
 
-    A process in a pod or a job stays there. Any other is looked at again after 10 s, because a batch system may adopt
-    it. ``jobs`` learns of each job.
+    A process keeps its pod or job. A process without either is read again after 10 s, because a batch system may adopt
+    it. Every job that is seen is added to ``jobs``.
     """
 
     def __init__(
@@ -96,55 +97,57 @@ class Places:
         self._procfs, self._clock = procfs, clock
         self.jobs = jobs or KnownJobs()
         self._lock = threading.Lock()
-        self._known: OrderedDict[int, _KnownProcess] = OrderedDict()
+        self._cache: OrderedDict[int, _CachedProcess] = OrderedDict()
 
-    def of(self, pid: int) -> ProcessPlace | None:
-        """The place of a process that NVML lists; None if it ended unseen, or the host's ids can't be seen here."""
-        started = self._started(pid)
+    def of(self, pid: int) -> ProcessOwner | None:
+        """The owner of a process that NVML lists; None if it ended unseen, or the host's ids can't be seen here."""
+        start_ticks = self._start_ticks(pid)
         with self._lock:
-            known, now_s = self._known.get(pid), self._clock()
-            if started is None:
-                if known is not None and now_s - known.seen_s <= ENDED_WITHIN_S:
-                    return known.place
-                self._known.pop(pid, None)
+            cached, now_s = self._cache.get(pid), self._clock()
+            if start_ticks is None:
+                if cached is not None and now_s - cached.seen_s <= ENDED_WITHIN_S:
+                    return cached.owner
+                self._cache.pop(pid, None)
                 return None
-            if known is not None and known.started == started and known.until_s > now_s:
-                self._known[pid] = known._replace(seen_s=now_s)
-                self._known.move_to_end(pid)
-                return known.place
-        folder = self._procfs / str(pid)
-        place = parse(_read(folder / "cgroup"))
-        uid, sure = _UID.search(_read(folder / "status")), place.job_id is not None
-        shown = Evidence(sure, uid=int(uid[1]) if uid else None)
-        claimed = None if place.pod_uid else slurm_job(_read_bytes(folder / "environ", LARGEST_ENVIRON_BYTES))
-        if claimed is not None and place.job_id in (None, claimed.id):
-            place = place._replace(job_id=claimed.id)
-            shown = Evidence(sure, claimed.user, claimed.partition, shown.uid)
-        until_s = self._clock() + (ADOPTED_WITHIN_S if place == NOWHERE else math.inf)
-        place = place._replace(service=_SERVICES.get(_read(folder / "comm").removesuffix("\n")))
-        if self._started(pid) != started:
+            if cached is not None and cached.start_ticks == start_ticks and cached.expires_s > now_s:
+                self._cache[pid] = cached._replace(seen_s=now_s)
+                self._cache.move_to_end(pid)
+                return cached.owner
+        directory = self._procfs / str(pid)
+        owner = parse(_read(directory / "cgroup"))
+        uid, from_cgroup = _UID.search(_read(directory / "status")), owner.job_id is not None
+        evidence = Evidence(from_cgroup, uid=int(uid[1]) if uid else None)
+        claimed = None if owner.pod_uid else slurm_job(_read_bytes(directory / "environ", LARGEST_ENVIRON_BYTES))
+        if claimed is not None and owner.job_id in (None, claimed.id):
+            owner = owner._replace(job_id=claimed.id)
+            evidence = Evidence(from_cgroup, claimed.user, claimed.partition, evidence.uid)
+        expires_s = self._clock() + (ADOPTED_WITHIN_S if owner == NO_OWNER else math.inf)
+        owner = owner._replace(service=_SERVICES.get(_read(directory / "comm").removesuffix("\n")))
+        if self._start_ticks(pid) != start_ticks:  # the id is another process's now
             return None
-        if place.job_id is not None:
-            self.jobs.learn(place.job_id, shown)
+        if owner.job_id is not None:
+            self.jobs.learn(owner.job_id, evidence)
+        process = _CachedProcess(start_ticks, owner, expires_s, self._clock())
         with self._lock:
-            remember(self._known, pid, _KnownProcess(started, place, until_s, self._clock()), most=_REMEMBERED)
-        return place
+            cache_put(self._cache, pid, process, limit=_MAX_CACHED)
+        return owner
 
-    def _started(self, pid: int) -> int | None:
-        """When a process began, in ticks since the boot: with its id, which process it is. That is field 22 of
-        ``stat``; field 2, the command's name in parentheses, may hold anything, parentheses too."""
+    def _start_ticks(self, pid: int) -> int | None:
+        """When a process started, in clock ticks since the boot: together with its id this identifies the process.
+        It is field 22 of ``stat``. Field 2, the command name in parentheses, may contain anything, parentheses too."""
         fields = _read(self._procfs / str(pid) / "stat").rpartition(")")[2].split()
-        return int(fields[_START_TIME]) if len(fields) > _START_TIME and fields[_START_TIME].isdecimal() else None
+        start_time = fields[_START_TIME_INDEX] if len(fields) > _START_TIME_INDEX else ""
+        return int(start_time) if start_time.isdecimal() else None
 
 
 def _read(path: Path) -> str:
     return _read_bytes(path).decode("ascii", "replace")
 
 
-def _read_bytes(path: Path, most: int = -1) -> bytes:
-    """At most ``most`` bytes of a file of procfs; nothing if it is hidden, or its process ends just now."""
+def _read_bytes(path: Path, size: int = -1) -> bytes:
+    """At most ``size`` bytes of a file of procfs; empty if the file is hidden, or its process has just ended."""
     try:
         with path.open("rb") as file:
-            return file.read(most)
+            return file.read(size)
     except OSError:
         return b""

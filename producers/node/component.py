@@ -17,7 +17,7 @@ from delivery.instruments import Instruments
 from delivery.sender import Sender
 from delivery.tasks import first_of, running
 from producers.node import instruments as own
-from producers.node.cgroups import Places
+from producers.node.cgroups import ProcessOwners
 from producers.node.config import NodeSettings
 from producers.node.gpus import Gpus
 from producers.node.job_files import JobFiles
@@ -37,7 +37,7 @@ HOLDERS_EVERY_S = 0.1  # the kubelet is asked so often at most at XID errors: al
 
 
 class NodeProducer:
-    """The component ``produce node``. ``sender``, ``gpus``, ``kubelet`` and ``places`` are for tests."""
+    """The component ``produce node``. ``sender``, ``gpus``, ``kubelet`` and ``process_owners`` are for tests."""
 
     name = "node"
 
@@ -48,7 +48,7 @@ class NodeProducer:
         sender: Sender | None = None,
         gpus: Gpus | None = None,
         kubelet: Kubelet | None = None,
-        places: Places | None = None,
+        process_owners: ProcessOwners | None = None,
     ) -> None:
         self._settings = settings
         self._instruments = Instruments((*INSTRUMENTS, *own.INSTRUMENTS))
@@ -56,8 +56,8 @@ class NodeProducer:
         client_id = f"gpustream-{self.name}-{settings.node}"
         self._sender = sender or sender_of(self.name, settings.connection(), client_id)
         self._buffer_lasts_s: float | None = None
-        self._places = places or Places(settings.procfs)
-        self._gpus = gpus or Gpus(self._instruments, self._places, interval_s=settings.interval_s)
+        self._owners = process_owners or ProcessOwners(settings.procfs)
+        self._gpus = gpus or Gpus(self._instruments, self._owners, interval_s=settings.interval_s)
         self._job_files = JobFiles(settings.hpc_job_mapping_dir, self._instruments)
         self._kubelet = kubelet or Kubelet(
             settings.pod_resources_socket,
@@ -138,12 +138,12 @@ class NodeProducer:
             self._kubelet.read(within_s), self._gpus.read(within_s), self._job_files.read(within_s)
         )
         all_known = self._settings.pod_resources_socket is None and (
-            self._job_files.are_read() or self._places.jobs.any()
+            self._job_files.are_read() or self._owners.jobs.any()
         )
         devices = with_jobs(
             self._gpus.with_events(devices),
             mapped,
-            lambda job_id: self._job_files.owner(self._places.jobs.of(job_id)),
+            lambda job_id: self._job_files.owner(self._owners.jobs.of(job_id)),
             all_known=all_known,
         )
         self._publisher.publish(ts_ms, devices, containers, self._kubelet.in_force)

@@ -12,8 +12,8 @@ from producers.settings import (
     BufferSettings,
     Interval,
     ResourcePrefixes,
-    interval_mistakes,
-    prefix_mistakes,
+    interval_errors,
+    prefix_errors,
 )
 
 KUBELET_SOCKET = Path("/var/lib/kubelet/pod-resources/kubelet.sock")  # where a kubelet serves its pod resources
@@ -63,4 +63,4 @@ class NodeSettings(BufferSettings, ReadingSettings):
     interval_s: Interval = 1.0
 
     def mistakes(self) -> list[str]:
-        return [*super().mistakes(), *interval_mistakes(self.interval_s), *prefix_mistakes(self.resource_prefixes)]
+        return [*super().mistakes(), *interval_errors(self.interval_s), *prefix_errors(self.resource_prefixes)]

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from delivery.instruments import Instruments
 from delivery.tasks import set_within
 from producers.node import instruments as names
-from producers.node.cgroups import Places
+from producers.node.cgroups import ProcessOwners
 from producers.node.nvml.binding import Nvml
-from producers.node.nvml.calls import LeftOut, Tried
+from producers.node.nvml.calls import FailedCall, LeftOut
 from producers.node.nvml.driver import Census, Driver, Reopening
 from producers.node.nvml.events import Events, Xid, Xids
 from producers.node.nvml.gpu import PhysicalGpu, bare, log_fields
@@ -49,11 +49,12 @@ class Pace:
 
 
 class UnreadableGpu(NamedTuple):
-    """The GPU at ``place`` of the driver can't be read, and why. ``uuid`` None: it can't be opened either."""
+    """A GPU that can't be read, by its index in the driver, and the call that failed.
+    ``uuid`` is None if the GPU can't even be opened."""
 
-    place: int
+    gpu_index: int
     uuid: str | None
-    why: Tried
+    failed_call: FailedCall
 
 
 class Gpus:
@@ -63,7 +64,7 @@ class Gpus:
     def __init__(
         self,
         instruments: Instruments,
-        places: Places,
+        owners: ProcessOwners,
         *,
         interval_s: float = 1.0,
         nvml: Nvml | None = None,
@@ -71,7 +72,7 @@ class Gpus:
         pace: Pace = Pace(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._instruments, self._places, self._pace, self._clock = instruments, places, pace, clock
+        self._instruments, self._owners, self._pace, self._clock = instruments, owners, pace, clock
         self._nvml = nvml or Nvml()
         self._hangs_after_s = max(2.0, 2 * interval_s)
         self._driver = Driver(self._nvml, instruments, clock)
@@ -212,7 +213,7 @@ class Gpus:
         clock, list_s, hangs_s = self._clock, self._pace.list_s, self._hangs_after_s
         self._gpus = []
         for index in range(self._driver.count):
-            gpu = PhysicalGpu(self._nvml, index, self._places, list_every_s=list_s, clock=clock)
+            gpu = PhysicalGpu(self._nvml, index, self._owners, list_every_s=list_s, clock=clock)
             reader = GpuReader(gpu, self._instruments, changed=self._changed, hangs_after_s=hangs_s, clock=clock)
             self._gpus.append(reader)
         self._looked_s = self._clock()

@@ -1,14 +1,14 @@
-"""Which jobs of a batch system use a device, and whose they are.
+"""The batch jobs that use a device, with their users.
 
-In: devices with their processes, the jobs that files name for devices, what processes show of their jobs, and what the
-machine's name service knows of users. Out: ``jobs`` of gpu.samples.
+In: devices with their processes, the jobs that files name for devices, the control groups and environments of
+processes, and the user names of the machine's name service. Out: ``jobs`` of gpu.samples.
 State: the user and the partition of the jobs seen last, and the names of users.
-On failure: a user without a name is called by number, and looked up again with the next process. If a directory service
-hangs, a name is missing, and the reading goes on.
+On failure: a user whose name can't be found is reported by number, and looked up again with the next process. If a
+directory service hangs, the name is missing, and the reading goes on.
 
-Source: the output variables of sbatch and srun. Each task of an array has a SLURM_JOB_ID of its own, the same as in the
-control group's path; all components of a heterogeneous job have the first one's. The environment belongs to the user:
-every process that is started inherits it, and anybody may set it.
+Source: the output variables of sbatch and srun. Each task of an array has its own SLURM_JOB_ID, the same as in the
+control group's path. All components of a heterogeneous job have the id of the first one. Users can set the environment
+of their processes, and every child process inherits it.
 """
 
 import os
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 
 LONGEST_NAME_BYTES = 256
 USER_WITHIN_S = 0.05  # enough for a file or a local cache, so that a job has its user's name from its first tick on
-_REMEMBERED = 4096  # jobs, and users: far above those that a node has at a time
-_MOST_LOOKUPS = 4
+_MAX_CACHED = 4096  # jobs, and users: far above those that a node has at a time
+_MAX_LOOKUPS = 4
 _ROOT = 0
 _JOB_ID = re.compile(rb"[0-9]{1,20}")
 _VARIABLES = (b"SLURM_JOB_ID", b"SLURM_JOB_USER", b"SLURM_JOB_PARTITION")
@@ -41,10 +41,10 @@ class Job(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What one process shows of its job. ``sure``: its control group, which a user can't choose, says that it is of it.
-    ``user`` and ``partition`` are as its environment names them, ``uid`` is who began it."""
+    """What one process tells about its job. ``from_cgroup``: its control group, which users can't choose, names the
+    job. ``user`` and ``partition`` are from its environment; ``uid`` is the user id of the process."""
 
-    sure: bool
+    from_cgroup: bool
     user: str | None = None
     partition: str | None = None
     uid: int | None = None
@@ -52,29 +52,32 @@ class Evidence(NamedTuple):
 
 def with_jobs(
     devices: Iterable[Mapping[str, Any]],
-    mapped: Mapping[str, Sequence[str]],
-    known: Callable[[str], Job],
+    job_ids_by_file: Mapping[str, Sequence[str]],
+    job_by_id: Callable[[str], Job],
     *,
     all_known: bool = False,
 ) -> list[Mapping[str, Any]]:
-    """The devices of a tick as in gpu.samples, each with its jobs. ``mapped`` has the jobs by the names of files: a
-    device's UUID, or see :func:`file_name`. ``all_known``: a device without a job has none; else it is not known."""
-    found = [(device, jobs_of(device, mapped, known)) for device in devices]
-    return [{**device, "jobs": jobs} if jobs or all_known else device for device, jobs in found]
+    """The devices of a tick as in gpu.samples, each with its jobs.
+
+    The file names of ``job_ids_by_file`` are UUIDs of devices, or those of :func:`file_name`. ``all_known``: every job
+    of this machine is known, so a device without any gets an empty list.
+    """
+    jobs_of_devices = [(device, jobs_of(device, job_ids_by_file, job_by_id)) for device in devices]
+    return [{**device, "jobs": jobs} if jobs or all_known else device for device, jobs in jobs_of_devices]
 
 
 def jobs_of(
-    device: Mapping[str, Any], mapped: Mapping[str, Sequence[str]], known: Callable[[str], Job]
+    device: Mapping[str, Any], job_ids_by_file: Mapping[str, Sequence[str]], job_by_id: Callable[[str], Job]
 ) -> list[JobDict]:
-    """The jobs of a device, each once: those of its file, then those of its processes. ``known`` gives each by id."""
-    of_file = (*mapped.get(file_name(device) or "", ()), *mapped.get(device.get("uuid") or "", ()))
+    """The jobs of a device, each once: those of its files, then those of its processes."""
+    of_files = (*job_ids_by_file.get(file_name(device) or "", ()), *job_ids_by_file.get(device.get("uuid") or "", ()))
     of_processes = (process.get("job_id") for process in device.get("processes") or ())
-    ids = dict.fromkeys(job_id for job_id in (*of_file, *of_processes) if job_id)
-    return [{key: value for key, value in known(job_id)._asdict().items() if value is not None} for job_id in ids]
+    ids = dict.fromkeys(job_id for job_id in (*of_files, *of_processes) if job_id)
+    return [{key: value for key, value in job_by_id(job_id)._asdict().items() if value is not None} for job_id in ids]
 
 
 def file_name(device: Mapping[str, Any]) -> str | None:
-    """What a device's file is called: ``2`` is the GPU of index 2, ``2.1`` its GPU instance 1."""
+    """The name of a device's file: ``2`` for the GPU of index 2, ``2.1`` for its GPU instance 1; None if unknown."""
     index, mig = device.get("index"), device.get("mig")
     if index is None or mig is None:
         return None if index is None else str(index)
@@ -83,23 +86,23 @@ def file_name(device: Mapping[str, Any]) -> str | None:
 
 
 def slurm_job(environ: bytes) -> Job | None:
-    """The job that a process's ``/proc/<pid>/environ`` names, ``NAME=value`` and a zero each; None if it names none.
-    Never raises; what can't be a name is as if it were not there.
+    """The job that a process's ``/proc/<pid>/environ`` names; None if it names none. Never raises.
 
-    Of a variable that is there twice the first counts, as for getenv. The end may be cut off: what no zero follows does
-    not count.
+    ``environ`` has entries ``NAME=value``, each ended by a zero byte. A last entry without it was cut off, and is
+    ignored. If a variable is there twice, the first one counts, as for getenv. A user or partition that can't be a
+    name is None.
     """
-    found: dict[bytes, bytes] = {}
+    variables: dict[bytes, bytes] = {}
     for entry in environ.split(b"\0")[:-1]:
         name, _, value = entry.partition(b"=")
         if name in _VARIABLES:
-            found.setdefault(name, value)
-    job_id, user, partition = (found.get(name, b"") for name in _VARIABLES)
+            variables.setdefault(name, value)
+    job_id, user, partition = (variables.get(name, b"") for name in _VARIABLES)
     return Job(job_id.decode(), as_name(user), as_name(partition)) if _JOB_ID.fullmatch(job_id) else None
 
 
 def as_name(raw: bytes) -> str | None:
-    """The text of a name, as people gave it; None if it is empty, over 256 bytes, no UTF-8, or can't be printed."""
+    """The text of a name that a person chose; None if it is empty, over 256 bytes, not UTF-8, or not printable."""
     if not 0 < len(raw) <= LONGEST_NAME_BYTES:
         return None
     try:
@@ -110,31 +113,31 @@ def as_name(raw: bytes) -> str | None:
 
 
 def user_of_this_machine(uid: int) -> str | None:
-    """What the machine calls a user; None if it knows none, or calls it what can't be printed."""
+    """The name of a user on this machine; None if there is no such user, or its name can't be printed."""
     try:
         return as_name(os.fsencode(pwd.getpwuid(uid).pw_name))
     except (KeyError, OverflowError):
         return None
 
 
-def merged(known: Evidence | None, new: Evidence) -> Evidence:
-    """What two processes show of one job: what is sure wins, then the later one; any other user wins over root."""
-    if known is None or new.sure != known.sure:
-        return new if known is None or new.sure else known
-    uid = known.uid if new.uid in (None, _ROOT) and known.uid is not None else new.uid
-    return Evidence(new.sure, new.user or known.user, new.partition or known.partition, uid)
+def merged(old: Evidence | None, new: Evidence) -> Evidence:
+    """The evidence of two processes for one job: a control group's wins, then the newer; any user wins over root."""
+    if old is None or new.from_cgroup != old.from_cgroup:
+        return new if old is None or new.from_cgroup else old
+    uid = old.uid if new.uid in (None, _ROOT) and old.uid is not None else new.uid
+    return Evidence(new.from_cgroup, new.user or old.user, new.partition or old.partition, uid)
 
 
-def remember(known: OrderedDict[K, V], key: K, value: V, *, most: int) -> None:
-    """Keep the value as the newest one, and at most ``most`` of them."""
-    known[key] = value
-    known.move_to_end(key)
-    if len(known) > most:
-        known.popitem(last=False)
+def cache_put(cache: OrderedDict[K, V], key: K, value: V, *, limit: int) -> None:
+    """Store a value as the newest one; if there are more than ``limit``, the oldest is removed."""
+    cache[key] = value
+    cache.move_to_end(key)
+    if len(cache) > limit:
+        cache.popitem(last=False)
 
 
 class Users:
-    """The names of users, for any thread. ``lookup`` gives a name, and may take for ever."""
+    """The names of users, for any thread. ``lookup`` gives a name, and may never return."""
 
     def __init__(
         self, lookup: Callable[[int], str | None] = user_of_this_machine, *, within_s: float = USER_WITHIN_S
@@ -142,31 +145,31 @@ class Users:
         self._lookup, self._within_s = lookup, within_s
         self._lock = threading.Lock()
         self._names: OrderedDict[int, str] = OrderedDict()
-        self._asked: set[int] = set()
+        self._lookups: set[int] = set()
 
-    def ask(self, uid: int) -> None:
-        """Find a name out; waits a moment for it, once."""
+    def look_up(self, uid: int) -> None:
+        """Begin to look up a name, unless it is known, and wait a moment for it."""
         with self._lock:
-            if uid in self._names or uid in self._asked or len(self._asked) >= _MOST_LOOKUPS:
+            if uid in self._names or uid in self._lookups or len(self._lookups) >= _MAX_LOOKUPS:
                 return
-            self._asked.add(uid)
+            self._lookups.add(uid)
 
-        def find() -> None:
+        def look_up() -> None:
             name = None
             try:
                 name = self._lookup(uid)
             finally:
                 with self._lock:
-                    self._asked.discard(uid)
+                    self._lookups.discard(uid)
                     if name is not None:
-                        remember(self._names, uid, name, most=_REMEMBERED)
+                        cache_put(self._names, uid, name, limit=_MAX_CACHED)
 
-        lookup = threading.Thread(target=find, name=f"user-{uid}", daemon=True)
-        lookup.start()
-        lookup.join(self._within_s)
+        thread = threading.Thread(target=look_up, name=f"user-{uid}", daemon=True)
+        thread.start()
+        thread.join(self._within_s)
 
     def name(self, uid: int) -> str:
-        """The name if it has been found, else the number. Never waits."""
+        """The name if it was found, else the number. Never waits."""
         with self._lock:
             if uid in self._names:
                 self._names.move_to_end(uid)
@@ -174,29 +177,30 @@ class Users:
 
 
 class KnownJobs:
-    """Remembers whose the last jobs are. For any thread."""
+    """The user and partition of the jobs seen last. For any thread."""
 
     def __init__(self, users: Users | None = None) -> None:
         self._users = users or Users()
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, Evidence] = OrderedDict()
+        self._evidence: OrderedDict[str, Evidence] = OrderedDict()
 
-    def learn(self, job_id: str, shown: Evidence) -> None:
-        if shown.user is None and shown.uid is not None:
-            self._users.ask(shown.uid)
+    def learn(self, job_id: str, evidence: Evidence) -> None:
+        if evidence.user is None and evidence.uid is not None:
+            self._users.look_up(evidence.uid)
         with self._lock:
-            remember(self._known, job_id, merged(self._known.get(job_id), shown), most=_REMEMBERED)
+            cache_put(self._evidence, job_id, merged(self._evidence.get(job_id), evidence), limit=_MAX_CACHED)
 
     def any(self) -> bool:
-        """Whether a process of a job was ever seen: there is a batch system on this machine."""
-        return bool(self._known)
+        """Whether a process of a job was ever seen, so that this machine has a batch system."""
+        return bool(self._evidence)
 
     def of(self, job_id: str) -> Job:
-        """All that is known of a job. The user is who Slurm says, else who began its processes, by name or number."""
+        """A job with all that is known of it. Its user is the one that Slurm names, else the user of its processes, by
+        name or number."""
         with self._lock:
-            known = self._known.get(job_id)
-            if known is None:
+            evidence = self._evidence.get(job_id)
+            if evidence is None:
                 return Job(job_id)
-            self._known.move_to_end(job_id)
-        user = known.user or (None if known.uid is None else self._users.name(known.uid))
-        return Job(job_id, user, known.partition)
+            self._evidence.move_to_end(job_id)
+        user = evidence.user or (None if evidence.uid is None else self._users.name(evidence.uid))
+        return Job(job_id, user, evidence.partition)

@@ -20,7 +20,7 @@ import orjson
 from delivery.instruments import Instruments
 from delivery.sender import Sender
 from producers.node import instruments
-from producers.node.cgroups import Places
+from producers.node.cgroups import ProcessOwners
 from producers.node.component import NodeProducer
 from producers.node.config import NodeSettings
 from producers.node.gpus import Gpus
@@ -70,9 +70,9 @@ class FileSender(Sender):
 async def read(nvml: RecordingNvml, sender: FileSender, seconds: float) -> list[str]:
     """Run the node producer for so long; gives what it says is wrong at the end."""
     settings = NodeSettings(kafka="", node="this-machine", pod_resources_socket=None)
-    places = Places(settings.procfs)
-    gpus = Gpus(Instruments(instruments.INSTRUMENTS), places, interval_s=settings.interval_s, nvml=nvml)
-    node = NodeProducer(settings, sender=sender, gpus=gpus, places=places)
+    owners = ProcessOwners(settings.procfs)
+    gpus = Gpus(Instruments(instruments.INSTRUMENTS), owners, interval_s=settings.interval_s, nvml=nvml)
+    node = NodeProducer(settings, sender=sender, gpus=gpus, process_owners=owners)
     stop = asyncio.Event()
     asyncio.get_running_loop().call_later(seconds, stop.set)
     running = asyncio.create_task(node.run(stop))
@@ -84,7 +84,7 @@ async def read(nvml: RecordingNvml, sender: FileSender, seconds: float) -> list[
 
 async def trouble() -> str | None:
     """Why there is nothing to read here."""
-    gpus = Gpus(Instruments(instruments.INSTRUMENTS), Places(Path("/proc")))
+    gpus = Gpus(Instruments(instruments.INSTRUMENTS), ProcessOwners(Path("/proc")))
     try:
         await gpus.open(OPEN_WITHIN_S)
         return None if gpus.count else "; ".join(gpus.not_ready())

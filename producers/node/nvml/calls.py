@@ -38,14 +38,14 @@ _UNSUPPORTED = frozenset(
 """What the device or its driver never answers."""
 
 
-class Tried(NamedTuple):
+class FailedCall(NamedTuple):
     """A call that gave no value, and its error: NVML's, without NVML_ERROR_, or one of those above."""
 
     call: str
     error: str
 
 
-LeftOut = dict[str, tuple[Tried, ...]]  # by what there is not (a key, "info.serial", ...): what was tried
+LeftOut = dict[str, tuple[FailedCall, ...]]  # by what there is not (a key, "info.serial", ...): what was tried
 
 
 class Lost(Exception):
@@ -121,7 +121,7 @@ class Calls:
         self._readings = 0
         self.doing = ""
         self.slowest: tuple[str, float] = ("", 0.0)
-        self.refusals: dict[str, Tried] = {}
+        self.refusals: dict[str, FailedCall] = {}
 
     def begin(self) -> None:
         self._readings += 1
@@ -182,7 +182,7 @@ class Calls:
                 answer = self.ask(function, handle)
         except NvmlError as error:
             if what:
-                self.refusals[what] = Tried(self.doing, error.name)
+                self.refusals[what] = FailedCall(self.doing, error.name)
             if not is_unsupported(error):
                 self.count(self.doing, error.name)
             return None
@@ -246,7 +246,7 @@ def _key(call: str) -> str:
 
 
 class _RefusedSource(NamedTuple):
-    why: Tried
+    why: FailedCall
     wait: int
     again: int
 
@@ -279,14 +279,14 @@ class Support:
         self._answered.add(source)
         self._refused.pop(source, None)
 
-    def refuse(self, source: Hashable, why: Tried) -> None:
+    def refuse(self, source: Hashable, why: FailedCall) -> None:
         known = source in self._answered
         first, longest = (FIRST_WAIT, LONGEST_WAIT) if known else (FIRST_UNKNOWN_WAIT, LONGEST_UNKNOWN_WAIT)
         before = self._refused.get(source)
         wait = first if before is None else min(longest, 2 * before.wait)
         self._refused[source] = _RefusedSource(why, wait, self._readings + wait)
 
-    def why(self, source: Hashable) -> Tried | None:
+    def why(self, source: Hashable) -> FailedCall | None:
         """Why it was refused when it was asked last; None if it was not."""
         refused = self._refused.get(source)
         return None if refused is None else refused.why

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.nvml.binding import FUNCTION_NOT_FOUND, NOT_SUPPORTED, EventSet, Handle, Nvml, NvmlError, NvmlEvent
-from producers.node.nvml.calls import Tried, is_lost, is_unsupported
+from producers.node.nvml.calls import FailedCall, is_lost, is_unsupported
 from producers.node.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Events:
         """Whether NVML may not be opened again."""
         return self._worker.busy
 
-    def refusals(self) -> dict[int, Tried]:
+    def refusals(self) -> dict[int, FailedCall]:
         useless = self._watch.useless
         return dict(self._watch.refusals) if useless is None else dict.fromkeys(self._added, useless)
 
@@ -135,8 +135,8 @@ class _Watch:
     def __init__(self, nvml: Nvml, clock: Callable[[], float]) -> None:
         self.ending = threading.Event()
         self.new: queue.SimpleQueue[tuple[int, Handle]] = queue.SimpleQueue()
-        self.refusals: dict[int, Tried] = {}
-        self.useless: Tried | None = None
+        self.refusals: dict[int, FailedCall] = {}
+        self.useless: FailedCall | None = None
         self._nvml, self._clock = nvml, clock
         self._handles: dict[int, Handle] = {}
         self._events: EventSet | None = None
@@ -160,7 +160,7 @@ class _Watch:
                 self._step(seen)
             except NvmlError as error:
                 self.close()
-                why = Tried(self._doing, error.name)
+                why = FailedCall(self._doing, error.name)
                 self.refusals = dict.fromkeys(self._handles, why)
                 if error.code == FUNCTION_NOT_FOUND:
                     self.useless = why
@@ -195,7 +195,7 @@ class _Watch:
             try:
                 self._register(gpu, self._events)
             except NvmlError as error:
-                self.refusals = {**self.refusals, gpu: Tried(self._doing, error.name)}
+                self.refusals = {**self.refusals, gpu: FailedCall(self._doing, error.name)}
                 wait_s = MISSING_EVERY_S
                 if is_unsupported(error):
                     last_s = self._unsupported_s.get(gpu, UNSUPPORTED_EVERY_S / 2)

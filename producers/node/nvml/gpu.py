@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from producers.node.cgroups import Places
+from producers.node.cgroups import ProcessOwners
 from producers.node.nvml import binding
 from producers.node.nvml.binding import Handle, Nvml, NvmlError
-from producers.node.nvml.calls import NO_VALUE, Calls, LeftOut, Lost, NotReturned, Support, Tried, is_unsupported
+from producers.node.nvml.calls import NO_VALUE, Calls, FailedCall, LeftOut, Lost, NotReturned, Support, is_unsupported
 from producers.node.nvml.metrics import Metrics, Turn
 from producers.node.nvml.processes import DeviceProcesses, Processes
 from producers.node.nvml.sources import Profiling
@@ -91,12 +91,12 @@ class PhysicalGpu:
     _whole: SampledDevice
 
     def __init__(
-        self, nvml: Nvml, index: int, places: Places, *, list_every_s: float, clock: Callable[[], float]
+        self, nvml: Nvml, index: int, owners: ProcessOwners, *, list_every_s: float, clock: Callable[[], float]
     ) -> None:
         self.index = index
         self.calls = Calls(nvml, clock)
         self._support = Support()
-        self._places, self._list_every_s, self._clock = places, list_every_s, clock
+        self._owners, self._list_every_s, self._clock = owners, list_every_s, clock
         self._identity: Mapping[str, Any] | None = None
         self._identified = False
         self._lost = False
@@ -196,7 +196,7 @@ class PhysicalGpu:
         self, handle: Handle, profiling: Profiling | None, *, cut: bool, identity: Mapping[str, Any] | None = None
     ) -> SampledDevice:
         metrics = Metrics(self.calls, handle, cut=cut, profiling=profiling, clock=self._clock)
-        processes = Processes(self.calls, handle, self._places, cut=cut, clock=self._clock)
+        processes = Processes(self.calls, handle, self._owners, cut=cut, clock=self._clock)
         return SampledDevice(identity or {}, metrics, processes, profiling)
 
     def _devices(self, kinds: dict[int, str]) -> list[dict[str, Any]]:
@@ -255,7 +255,7 @@ class PhysicalGpu:
                 slots = (self.calls.ask if cut else self.calls.optional)(MIG_SLOTS, self.handle)
                 instances = self._instances(slots) if cut else []
             except NvmlError as error:
-                self.calls.refusals["mig"] = why = Tried(self.calls.doing, error.name)
+                self.calls.refusals["mig"] = why = FailedCall(self.calls.doing, error.name)
                 if is_unsupported(error):
                     self._support.refuse(MIG_MODE, why)
                     self._identity = {**(self._identity or {}), "compute_slices": 1}
@@ -294,7 +294,7 @@ class PhysicalGpu:
         self._identity = {**before, **{key: value for key, value in asked.items() if value is not None}}
         self._identified = asked.keys() <= self._identity.keys() and len(self._identity["info"]) == len(INFO)
         if not self._identified:
-            self._support.refuse(INFO, Tried("", NO_VALUE))
+            self._support.refuse(INFO, FailedCall("", NO_VALUE))
 
     def _instances(self, slots: int) -> list[MigInstance]:
         """The MIG devices. Raises NvmlError, Lost."""

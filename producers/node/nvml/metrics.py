@@ -18,10 +18,10 @@ from producers.node.nvml.calls import (
     NO_VALUE,
     SHARED_INSTANCE,
     Calls,
+    FailedCall,
     LeftOut,
     Lost,
     Support,
-    Tried,
     error_of,
     is_refused,
     is_unsupported,
@@ -51,7 +51,7 @@ class Turn(NamedTuple):
     """Keys that have no value any more, since no source of theirs is supported now, with the last one that was asked;
     and keys that have one again."""
 
-    gone: Mapping[str, Tried]
+    gone: Mapping[str, FailedCall]
     back: Sequence[str]
 
 
@@ -77,7 +77,7 @@ class Metrics:
         self._counts: dict[str, table.Count] = {}
         self._counted: dict[str, float] = {}
         self._zero_since_s: dict[str, float] = {}
-        self._failures: dict[str, Tried] = {}
+        self._failures: dict[str, FailedCall] = {}
         self._found: Mapping[str, float] = {}
         self._had: set[str] = set()
         self._gone: set[str] = set()
@@ -108,7 +108,7 @@ class Metrics:
             if key in found and (found[key] > total or not total):
                 del found[key]
                 self._calls.count(_MEMORY, IMPLAUSIBLE)
-                self._failures[key] = Tried(_MEMORY, IMPLAUSIBLE)
+                self._failures[key] = FailedCall(_MEMORY, IMPLAUSIBLE)
         self._found = found
         return found
 
@@ -131,7 +131,7 @@ class Metrics:
             if row.key not in self._found:
                 tried = [why for one in sources if (why := self._support.why(one.question)) is not None]
                 if (asked := self._source(row)) is not None:
-                    tried.append(self._failures.get(row.key, Tried(asked.question.name, NO_VALUE)))
+                    tried.append(self._failures.get(row.key, FailedCall(asked.question.name, NO_VALUE)))
                 left_out[row.key] = tuple(tried)
         return left_out
 
@@ -178,7 +178,7 @@ class Metrics:
     def _take(self, question: Question, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[table.Row]:
         """Ask, and put what is wanted of the answer into ``found``; gives the rows that the device does not support."""
         if question == GPM and self._profiling is None:
-            return self._refuse(wanted, Tried(GPM.name, SHARED_INSTANCE))
+            return self._refuse(wanted, FailedCall(GPM.name, SHARED_INSTANCE))
         try:
             answers = self._ask(question, wanted, found)
         except NvmlError as error:
@@ -250,7 +250,7 @@ class Metrics:
             found[row.key] = value
         else:
             self._calls.count(source.question.name, IMPLAUSIBLE)
-            self._failures[row.key] = Tried(source.question.name, IMPLAUSIBLE)
+            self._failures[row.key] = FailedCall(source.question.name, IMPLAUSIBLE)
         return ()
 
     def _is_lapse(self, key: str, count: float) -> bool:
@@ -270,14 +270,14 @@ class Metrics:
     def _without(self, name: str, wanted: Sequence[Wanted], error: NvmlError, *, never: bool) -> Iterable[table.Row]:
         """There are no values: the device does not support the source, or it failed this time, which is counted."""
         if never:
-            return self._refuse(wanted, Tried(name, error.name))
+            return self._refuse(wanted, FailedCall(name, error.name))
         self._calls.count(name, error.name)
-        self._failures.update({one.row.key: Tried(name, error.name) for one in wanted})
+        self._failures.update({one.row.key: FailedCall(name, error.name) for one in wanted})
         if error.code == binding.RESET_REQUIRED:
             self._refused = Lost(name, error)
         return ()
 
-    def _refuse(self, wanted: Sequence[Wanted], why: Tried) -> Iterable[table.Row]:
+    def _refuse(self, wanted: Sequence[Wanted], why: FailedCall) -> Iterable[table.Row]:
         """Leave these sources out for a while."""
         for question in {one.source.question for one in wanted}:
             self._support.refuse(question, why)

@@ -1,6 +1,6 @@
 """The processes on one device: what memory they hold, how busy they keep it, and which pod or job they are of.
 
-In: NVML's lists of processes, their control groups. Out: processes as in gpu.samples.
+In: NVML's lists of processes, and their control groups. Out: processes as in gpu.samples.
 State: which lists the device has; the last utilization of each process, and the time of the newest sample.
 On failure: if one of the device's lists fails, this tick has no processes at all, because some of them would look like
 all of them. If the utilization fails, the processes come without it. What the device does not support is asked again
@@ -11,10 +11,10 @@ Source: nvml.h. A process that did nothing in the last sample period has no util
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from producers.node.cgroups import Places
+from producers.node.cgroups import ProcessOwners
 from producers.node.nvml import binding
 from producers.node.nvml.binding import Handle, NvmlError
-from producers.node.nvml.calls import IMPLAUSIBLE, Calls, LeftOut, Support, Tried, is_refused, is_unsupported
+from producers.node.nvml.calls import IMPLAUSIBLE, Calls, FailedCall, LeftOut, Support, is_refused, is_unsupported
 from producers.node.nvml.sources import Newest
 from producers.node.nvml.table import LARGEST_MEMORY_BYTES, Limits, Scale, measured
 
@@ -46,8 +46,10 @@ class _Failed(Exception):
 class Processes:
     """Those of one handle. ``cut``: it is a part of a GPU."""
 
-    def __init__(self, calls: Calls, handle: Handle, places: Places, *, cut: bool, clock: Callable[[], float]) -> None:
-        self._calls, self.handle, self._places, self._cut, self._clock = calls, handle, places, cut, clock
+    def __init__(
+        self, calls: Calls, handle: Handle, owners: ProcessOwners, *, cut: bool, clock: Callable[[], float]
+    ) -> None:
+        self._calls, self.handle, self._owners, self._cut, self._clock = calls, handle, owners, cut, clock
         self._support = Support()
         self._newest = Newest()
         self._ratios: dict[int, float | None] = {}
@@ -71,21 +73,21 @@ class Processes:
             self._left_out["processes.sm_utilization_ratio"] = UTILIZATION
         rows, kinds = [], {}
         for pid, held in memory.items():
-            place = self._places.of(pid)
+            owner = self._owners.of(pid)
             ratio = None if ratios is None else ratios.get(pid, 0.0)
             row = {"pid": pid, "memory_used_bytes": held, "sm_utilization_ratio": ratio}
-            if place is None:
+            if owner is None:
                 kinds[pid] = "unseen"
             else:
-                row |= place._asdict()
-                kinds[pid] = "host" if place.pod_uid is None and place.job_id is None else "attributed"
+                row |= owner._asdict()
+                kinds[pid] = "host" if owner.pod_uid is None and owner.job_id is None else "attributed"
             rows.append({key: value for key, value in row.items() if value is not None})
         return DeviceProcesses(rows, kinds)
 
     def left_out(self) -> LeftOut:
         """What the last reading could not have of them."""
         return {
-            what: tuple(Tried(name, self._errors[name]) for name in names if name in self._errors)
+            what: tuple(FailedCall(name, self._errors[name]) for name in names if name in self._errors)
             for what, names in self._left_out.items()
         }
 
@@ -141,7 +143,7 @@ class Processes:
                 if not (is_refused(error) if self._cut else is_unsupported(error)):
                     self._calls.count(name, error.name)
                     raise _Failed from None
-                self._support.refuse(name, Tried(name, error.name))
+                self._support.refuse(name, FailedCall(name, error.name))
             else:
                 self._errors.pop(name, None)
                 self._support.answer(name)

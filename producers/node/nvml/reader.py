@@ -17,7 +17,7 @@ from typing import Any
 
 from delivery.instruments import Instruments
 from producers.node import instruments as names
-from producers.node.nvml.calls import LONGEST_WAIT, Left, LeftOut, Lost, Tried
+from producers.node.nvml.calls import LONGEST_WAIT, FailedCall, Left, LeftOut, Lost
 from producers.node.nvml.gpu import GpuReading, PhysicalGpu, bare, log_fields
 from producers.node.worker import Worker
 
@@ -136,13 +136,13 @@ class GpuReader:
         """What the last reading could not have, by the UUID of the device, and why; nothing while it reads."""
         return {} if self.reads else self.gpu.left_out()
 
-    def refusal(self) -> Tried | None:
+    def refusal(self) -> FailedCall | None:
         """The call that ended the last reading, or that has not returned; None if it works."""
         if self.reads:
-            return Tried(self.gpu.calls.doing, TIMEOUT)
+            return FailedCall(self.gpu.calls.doing, TIMEOUT)
         if self.lost is not None:
-            return Tried(self.lost.call, self.lost.error.name)
-        return Tried("", self.trouble) if self.trouble is not None else None
+            return FailedCall(self.lost.call, self.lost.error.name)
+        return FailedCall("", self.trouble) if self.trouble is not None else None
 
     def watch(self) -> None:
         """Log once that it does not answer."""

@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-from producers.node.cgroups import Places
+from producers.node.cgroups import ProcessOwners
 from producers.node.jobs import KnownJobs, Users
 
 
 class Procfs:
-    """Processes in ``root``, and the places that they have. User 1000 is alice."""
+    """Processes in ``root``, and the owners that they have. User 1000 is alice."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir(exist_ok=True)
         self.root = root
-        self.places = Places(root, KnownJobs(Users({1000: "alice"}.get, within_s=30.0)))
+        self.owners = ProcessOwners(root, KnownJobs(Users({1000: "alice"}.get, within_s=30.0)))
 
     def begin(
         self,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from producers.node import cgroups
-from producers.node.cgroups import ADOPTED_WITHIN_S, NOWHERE, Places, ProcessPlace, parse
+from producers.node.cgroups import ADOPTED_WITHIN_S, NO_OWNER, ProcessOwner, ProcessOwners, parse
 from producers.node.jobs import Job, KnownJobs, Users
 from tests.producers.node.procfs import Procfs
 
@@ -22,7 +22,7 @@ STATIC_UID = "9f86d081884c7d659a2feaa0c55ad015"
 ID = "9f2e" * 16
 OUTER_ID = "abcd" * 16
 
-POD = ProcessPlace(UID, ID, None)
+POD = ProcessOwner(UID, ID, None)
 BURSTABLE = f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SLICE_UID}.slice"
 
 FORMS = {
@@ -35,7 +35,7 @@ FORMS = {
     "cgroupfs, CRI-O": (f"0::/kubepods/besteffort/pod{UID}/crio-{ID}", POD),
     "CRI-O": (f"0::{BURSTABLE}/crio-{ID}.scope", POD),
     "CRI-O with crun": (f"0::{BURSTABLE}/crio-{ID}.scope/container", POD),
-    "CRI-O's monitor is not the workload": (f"0::{BURSTABLE}/crio-conmon-{ID}.scope", ProcessPlace(UID, None, None)),
+    "CRI-O's monitor is not the workload": (f"0::{BURSTABLE}/crio-conmon-{ID}.scope", ProcessOwner(UID, None, None)),
     "kubelet on cgroupfs, containerd on systemd": (
         f"0::/system.slice/containerd.service/kubepods-burstable-pod{SLICE_UID}.slice:cri-containerd:{ID}",
         POD,
@@ -52,9 +52,9 @@ FORMS = {
     "a container engine inside a pod": (f"0::/kubepods/burstable/pod{UID}/{ID}/docker/{OUTER_ID}", POD),
     "static pod, systemd": (
         f"0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{STATIC_UID}.slice/cri-containerd-{ID}.scope",
-        ProcessPlace(STATIC_UID, ID, None),
+        ProcessOwner(STATIC_UID, ID, None),
     ),
-    "static pod, cgroupfs": (f"0::/kubepods/burstable/pod{STATIC_UID}/{ID}", ProcessPlace(STATIC_UID, ID, None)),
+    "static pod, cgroupfs": (f"0::/kubepods/burstable/pod{STATIC_UID}/{ID}", ProcessOwner(STATIC_UID, ID, None)),
     "v1": (f"12:devices:/kubepods/burstable/pod{UID}/{ID}\n4:memory:/kubepods/burstable/pod{UID}/{ID}\n", POD),
     "v1, only some hierarchies": (f"12:devices:/\n4:cpu,cpuacct:/kubepods/pod{UID}/{ID}\n1:name=systemd:/\n", POD),
     "v1, a runtime's own hierarchy first": (f"9:misc:/docker/{OUTER_ID}\n4:cpu:/kubepods/pod{UID}/{ID}", POD),
@@ -63,47 +63,47 @@ FORMS = {
     "another pod, seen from a namespace": (f"0::/../../kubepods-pod{SLICE_UID}.slice/cri-containerd-{ID}.scope", POD),
     "another container of the pod, seen from a namespace": (
         f"0::/../cri-containerd-{ID}.scope",
-        ProcessPlace(None, ID, None),
+        ProcessOwner(None, ID, None),
     ),
-    "itself, seen from a namespace": ("0::/", NOWHERE),
-    "the host's first, seen from a namespace": ("0::/../../../..", NOWHERE),
-    "docker without Kubernetes": (f"0::/system.slice/docker-{ID}.scope", ProcessPlace(None, ID, None)),
-    "Slurm v1": ("4:memory:/slurm/uid_1000/job_4242/step_0/task_1", ProcessPlace(None, None, "4242")),
+    "itself, seen from a namespace": ("0::/", NO_OWNER),
+    "the host's first, seen from a namespace": ("0::/../../../..", NO_OWNER),
+    "docker without Kubernetes": (f"0::/system.slice/docker-{ID}.scope", ProcessOwner(None, ID, None)),
+    "Slurm v1": ("4:memory:/slurm/uid_1000/job_4242/step_0/task_1", ProcessOwner(None, None, "4242")),
     "Slurm v1, several daemons": (
         "4:memory:/slurm_gpu-1/uid_1000/job_4242/step_batch",
-        ProcessPlace(None, None, "4242"),
+        ProcessOwner(None, None, "4242"),
     ),
-    "Slurm v2": ("0::/system.slice/slurmstepd.scope/job_4242/step_0/user/task_0", ProcessPlace(None, None, "4242")),
+    "Slurm v2": ("0::/system.slice/slurmstepd.scope/job_4242/step_0/user/task_0", ProcessOwner(None, None, "4242")),
     "Slurm v2, several daemons": (
         "0::/system.slice/gpu-1_slurmstepd.scope/job_4242/step_extern/user/task_special",
-        ProcessPlace(None, None, "4242"),
+        ProcessOwner(None, None, "4242"),
     ),
-    "Slurm v2, the job itself": ("0::/system.slice/slurmstepd.scope/job_4242", ProcessPlace(None, None, "4242")),
+    "Slurm v2, the job itself": ("0::/system.slice/slurmstepd.scope/job_4242", ProcessOwner(None, None, "4242")),
     "a container in a Slurm job": (
         f"0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0/libpod-{ID}.scope",
-        ProcessPlace(None, ID, "7"),
+        ProcessOwner(None, ID, "7"),
     ),
-    "a job that is not Slurm's": ("0::/system.slice/build.service/job_4242", NOWHERE),
-    "a login": ("0::/user.slice/user-1000.slice/session-2.scope", NOWHERE),
-    "a service that has pod in its name": ("0::/system.slice/podman.service", NOWHERE),
-    "hexadecimal that is too long": (f"0::/kubepods/pod{UID}/{ID}0", ProcessPlace(UID, None, None)),
-    "nothing": ("", NOWHERE),
-    "no control groups at all": ("what is this\n::", NOWHERE),
+    "a job that is not Slurm's": ("0::/system.slice/build.service/job_4242", NO_OWNER),
+    "a login": ("0::/user.slice/user-1000.slice/session-2.scope", NO_OWNER),
+    "a service that has pod in its name": ("0::/system.slice/podman.service", NO_OWNER),
+    "hexadecimal that is too long": (f"0::/kubepods/pod{UID}/{ID}0", ProcessOwner(UID, None, None)),
+    "nothing": ("", NO_OWNER),
+    "no control groups at all": ("what is this\n::", NO_OWNER),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_names_its_pod_container_and_job(form: str) -> None:
-    text, place = FORMS[form]
-    assert parse(text) == place
+    text, owner = FORMS[form]
+    assert parse(text) == owner
 
 
 @given(st.text() | st.lists(st.sampled_from([*"0:/.-_\npod8", UID, SLICE_UID, ID, "job_", "slurm"])).map("".join))
 def test_no_text_is_too_strange_to_be_read(text: str) -> None:
-    place = parse(text)
-    assert place.pod_uid is None or place.pod_uid.replace("-", "_") in text.replace("-", "_")
-    assert place.container_id is None or place.container_id in text
-    assert place.job_id is None or f"job_{place.job_id}" in text
+    owner = parse(text)
+    assert owner.pod_uid is None or owner.pod_uid.replace("-", "_") in text.replace("-", "_")
+    assert owner.container_id is None or owner.container_id in text
+    assert owner.job_id is None or f"job_{owner.job_id}" in text
 
 
 @pytest.fixture
@@ -117,42 +117,42 @@ def in_pod(uid: str) -> str:
 
 def test_a_process_is_found_where_its_group_says(procfs: Procfs) -> None:
     procfs.begin(42, 1000, in_pod(UID))
-    assert procfs.places.of(42) == POD
+    assert procfs.owners.of(42) == POD
 
 
 def test_a_process_that_is_not_in_procfs_has_no_place(procfs: Procfs) -> None:
-    assert procfs.places.of(42) is None
+    assert procfs.owners.of(42) is None
 
 
 def test_a_process_outside_of_pods_and_jobs_is_seen_and_nowhere(procfs: Procfs) -> None:
     procfs.begin(42, 1000, "0::/user.slice\n")
-    assert procfs.places.of(42) == NOWHERE
+    assert procfs.owners.of(42) == NO_OWNER
 
 
 def test_the_group_of_a_known_process_is_not_read_again(procfs: Procfs) -> None:
     procfs.begin(42, 1000, in_pod(UID))
-    procfs.places.of(42)
+    procfs.owners.of(42)
     procfs.begin(42, 1000, None)
-    assert procfs.places.of(42) == POD
+    assert procfs.owners.of(42) == POD
 
 
 def test_a_process_id_that_is_used_again_is_another_process(procfs: Procfs) -> None:
     other = UID.replace("1b6c", "2222")
     procfs.begin(42, 1000, in_pod(UID))
-    procfs.places.of(42)
+    procfs.owners.of(42)
     procfs.begin(42, 1001, in_pod(other))
-    assert procfs.places.of(42) == ProcessPlace(other, ID, None)
+    assert procfs.owners.of(42) == ProcessOwner(other, ID, None)
 
 
 def test_a_process_that_a_batch_system_adopts_later_is_found_there(procfs: Procfs) -> None:
     now_s = 0.0
-    places = Places(procfs.root, clock=lambda: now_s)
+    owners = ProcessOwners(procfs.root, clock=lambda: now_s)
     procfs.begin(42, 1000, "0::/user.slice\n")
-    places.of(42)
+    owners.of(42)
     procfs.begin(42, 1000, "0::/system.slice/slurmstepd.scope/job_7/step_extern\n")
-    assert places.of(42) == NOWHERE
+    assert owners.of(42) == NO_OWNER
     now_s = ADOPTED_WITHIN_S
-    assert places.of(42) == ProcessPlace(None, None, "7")
+    assert owners.of(42) == ProcessOwner(None, None, "7")
 
 
 @pytest.mark.parametrize(
@@ -160,31 +160,31 @@ def test_a_process_that_a_batch_system_adopts_later_is_found_there(procfs: Procf
 )
 def test_the_start_time_is_read_past_any_command_name(procfs: Procfs, comm: str) -> None:
     procfs.begin(42, 1000, in_pod(UID), comm)
-    procfs.places.of(42)
+    procfs.owners.of(42)
     procfs.begin(42, 1000, None, comm)
-    assert procfs.places.of(42) == POD
+    assert procfs.owners.of(42) == POD
     procfs.begin(42, 1001, None, comm)
-    assert procfs.places.of(42) == NOWHERE
+    assert procfs.owners.of(42) == NO_OWNER
 
 
 @pytest.mark.parametrize("stat", ["", "42", "42 (python) S 1 2 3", "42 (python) S" + " x" * 30, ")" * 100])
 def test_a_stat_that_is_none_is_no_process(procfs: Procfs, stat: str) -> None:
     procfs.begin(42, 1000, in_pod(UID))
     (procfs.root / "42" / "stat").write_text(stat)
-    assert procfs.places.of(42) is None
+    assert procfs.owners.of(42) is None
 
 
 def test_a_process_whose_group_is_hidden_is_nowhere(procfs: Procfs) -> None:
     procfs.begin(42, 1000, None)
     (procfs.root / "42" / "cgroup").mkdir()  # reading it fails, whoever reads
-    assert procfs.places.of(42) == NOWHERE
+    assert procfs.owners.of(42) == NO_OWNER
 
 
 def test_a_process_that_may_not_be_read_has_no_place(procfs: Procfs) -> None:
     procfs.begin(42, 1000, in_pod(UID))
     (procfs.root / "42" / "stat").unlink()
     (procfs.root / "42" / "stat").mkdir()
-    assert procfs.places.of(42) is None
+    assert procfs.owners.of(42) is None
 
 
 @pytest.mark.parametrize("successor", [None, 2000])
@@ -202,52 +202,52 @@ def test_a_process_that_ends_between_two_reads_has_no_place(
         return read(path)
 
     monkeypatch.setattr(cgroups, "_read", ending)
-    assert procfs.places.of(42) is None
+    assert procfs.owners.of(42) is None
 
 
 def test_what_ended_since_it_was_listed_is_where_it_was_and_forgotten_soon_after(procfs: Procfs) -> None:
     now_s = 0.0
-    places = Places(procfs.root, clock=lambda: now_s)
+    owners = ProcessOwners(procfs.root, clock=lambda: now_s)
     procfs.begin(42, 1000, in_pod(UID))
-    assert places.of(42) == POD
+    assert owners.of(42) == POD
     now_s = 3600
-    assert places.of(42) == POD
+    assert owners.of(42) == POD
     procfs.end(42)
     now_s = 3609
-    assert places.of(42) == POD
+    assert owners.of(42) == POD
     now_s = 3611
-    assert places.of(42) is None
-    assert not places._known
+    assert owners.of(42) is None
+    assert not owners._cache
 
 
 def test_an_id_that_is_another_process_by_now_is_not_where_the_first_one_was(procfs: Procfs) -> None:
     procfs.begin(42, 1000, in_pod(UID))
-    procfs.places.of(42)
+    procfs.owners.of(42)
     procfs.end(42)
     procfs.begin(42, 2000, LOGIN)
-    assert procfs.places.of(42) == NOWHERE
+    assert procfs.owners.of(42) == NO_OWNER
 
 
 def test_no_more_is_remembered_than_there_is_room_for(procfs: Procfs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroups, "_REMEMBERED", 3)
+    monkeypatch.setattr(cgroups, "_MAX_CACHED", 3)
     for pid in (1, 2, 3):
         procfs.begin(pid, 1000, in_pod(UID))
-        procfs.places.of(pid)
-    procfs.places.of(1)
+        procfs.owners.of(pid)
+    procfs.owners.of(1)
     procfs.begin(4, 1000, in_pod(UID))
-    procfs.places.of(4)
-    assert set(procfs.places._known) == {3, 1, 4}
+    procfs.owners.of(4)
+    assert set(procfs.owners._cache) == {3, 1, 4}
 
 
 def test_many_threads_may_ask_at_once(procfs: Procfs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroups, "_REMEMBERED", 8)
+    monkeypatch.setattr(cgroups, "_MAX_CACHED", 8)
     for pid in range(16):
         procfs.begin(pid, 1000, f"0::/slurm/job_{pid}\n")
     wrong: list[object] = []
 
     def ask() -> None:
-        found = [(pid, procfs.places.of(pid)) for _ in range(20) for pid in range(16)]
-        wrong.extend(pair for pair in found if pair[1] != ProcessPlace(None, None, str(pair[0])))
+        found = [(pid, procfs.owners.of(pid)) for _ in range(20) for pid in range(16)]
+        wrong.extend(pair for pair in found if pair[1] != ProcessOwner(None, None, str(pair[0])))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -255,7 +255,7 @@ def test_many_threads_may_ask_at_once(procfs: Procfs, monkeypatch: pytest.Monkey
     for thread in threads:
         thread.join()
     assert not wrong
-    assert len(procfs.places._known) <= 8
+    assert len(procfs.owners._cache) <= 8
 
 
 @pytest.mark.parametrize(
@@ -272,24 +272,24 @@ def test_many_threads_may_ask_at_once(procfs: Procfs, monkeypatch: pytest.Monkey
 )
 def test_an_mps_server_is_known_by_its_command(procfs: Procfs, comm: str, service: str | None) -> None:
     procfs.begin(42, 1000, in_pod(UID), comm)
-    assert procfs.places.of(42) == POD._replace(service=service)
+    assert procfs.owners.of(42) == POD._replace(service=service)
 
 
 def test_a_process_whose_command_is_hidden_is_no_server(procfs: Procfs) -> None:
     procfs.begin(42, 1000, in_pod(UID), "nvidia-cuda-mps")
     (procfs.root / "42" / "comm").unlink()
     (procfs.root / "42" / "comm").mkdir()  # reading it fails, whoever reads
-    assert procfs.places.of(42) == POD
+    assert procfs.owners.of(42) == POD
 
 
 def test_an_mps_server_on_the_node_that_a_batch_system_adopts_later_is_found_there(procfs: Procfs) -> None:
     now_s = 0.0
-    places = Places(procfs.root, clock=lambda: now_s)
+    owners = ProcessOwners(procfs.root, clock=lambda: now_s)
     procfs.begin(42, 1000, LOGIN, "nvidia-cuda-mps")
-    assert places.of(42) == NOWHERE._replace(service="mps")
+    assert owners.of(42) == NO_OWNER._replace(service="mps")
     procfs.begin(42, 1000, IN_JOB, "nvidia-cuda-mps")
     now_s = ADOPTED_WITHIN_S
-    assert places.of(42) == ProcessPlace(None, None, "7", "mps")
+    assert owners.of(42) == ProcessOwner(None, None, "7", "mps")
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no procfs here")
@@ -298,11 +298,11 @@ def test_the_command_of_a_real_process_is_read_as_long_as_the_kernel_keeps_it(tm
     server.symlink_to(shutil.which("sleep") or "sleep")
     with subprocess.Popen([server, "60"]) as process:
         try:
-            place = Places().of(process.pid)
+            owner = ProcessOwners().of(process.pid)
         finally:
             process.kill()
-    assert place is not None
-    assert place.service == "mps"
+    assert owner is not None
+    assert owner.service == "mps"
 
 
 BATCH = b"HOME=/\0SLURM_JOB_ID=7\0SLURM_JOB_USER=carol\0SLURM_JOB_PARTITION=gpu\0"
@@ -312,32 +312,32 @@ LOGIN = "0::/user.slice/user-1000.slice/session-2.scope\n"
 
 def test_a_process_in_no_group_of_a_job_is_of_the_job_that_its_environment_names(procfs: Procfs) -> None:
     procfs.begin(42, 1000, LOGIN, environ=BATCH)
-    assert procfs.places.of(42) == ProcessPlace(None, None, "7")
-    assert procfs.places.jobs.of("7") == Job("7", "carol", "gpu")
+    assert procfs.owners.of(42) == ProcessOwner(None, None, "7")
+    assert procfs.owners.jobs.of("7") == Job("7", "carol", "gpu")
 
 
 def test_a_container_that_is_no_pods_keeps_its_id_beside_the_job_of_its_environment(procfs: Procfs) -> None:
     procfs.begin(42, 1000, f"0::/system.slice/docker-{ID}.scope", environ=BATCH)
-    assert procfs.places.of(42) == ProcessPlace(None, ID, "7")
+    assert procfs.owners.of(42) == ProcessOwner(None, ID, "7")
 
 
 def test_the_environment_of_a_pods_process_does_not_count(procfs: Procfs) -> None:
     procfs.begin(42, 1000, in_pod(UID), environ=BATCH)
-    assert procfs.places.of(42) == POD
-    assert procfs.places.jobs.of("7") == Job("7")
+    assert procfs.owners.of(42) == POD
+    assert procfs.owners.jobs.of("7") == Job("7")
 
 
 def test_the_group_goes_before_the_environment(procfs: Procfs) -> None:
     procfs.begin(42, 1000, IN_JOB, environ=BATCH.replace(b"=7", b"=8"), uid=1000)
-    assert procfs.places.of(42) == ProcessPlace(None, None, "7")
-    assert procfs.places.jobs.of("7") == Job("7", "alice"), "who it is of is not taken from another job's environment"
-    assert procfs.places.jobs.of("8") == Job("8")
+    assert procfs.owners.of(42) == ProcessOwner(None, None, "7")
+    assert procfs.owners.jobs.of("7") == Job("7", "alice"), "who it is of is not taken from another job's environment"
+    assert procfs.owners.jobs.of("8") == Job("8")
 
 
 def test_a_job_in_a_group_has_the_user_and_partition_of_its_environment(procfs: Procfs) -> None:
     procfs.begin(42, 1000, IN_JOB, environ=BATCH, uid=1000)
-    procfs.places.of(42)
-    assert procfs.places.jobs.of("7") == Job("7", "carol", "gpu")
+    procfs.owners.of(42)
+    assert procfs.owners.jobs.of("7") == Job("7", "carol", "gpu")
 
 
 @pytest.mark.parametrize(("uid", "user"), [(1000, "alice"), (1001, "1001"), (None, None)])
@@ -346,29 +346,29 @@ def test_where_no_environment_may_be_read_the_user_is_who_began_the_process(
 ) -> None:
     procfs.begin(42, 1000, IN_JOB, uid=uid)
     (procfs.root / "42" / "environ").mkdir()  # reading it fails, whoever reads
-    assert procfs.places.of(42) == ProcessPlace(None, None, "7")
-    assert procfs.places.jobs.of("7") == Job("7", user)
+    assert procfs.owners.of(42) == ProcessOwner(None, None, "7")
+    assert procfs.owners.jobs.of("7") == Job("7", user)
 
 
 def test_whoever_says_to_be_of_anothers_job_does_not_take_it(procfs: Procfs) -> None:
     procfs.begin(42, 1000, IN_JOB, uid=1000)
     procfs.begin(43, 1000, LOGIN, environ=BATCH, uid=2000)
     for pid in (42, 43):
-        procfs.places.of(pid)
-    assert procfs.places.jobs.of("7") == Job("7", "alice")
+        procfs.owners.of(pid)
+    assert procfs.owners.jobs.of("7") == Job("7", "alice")
 
 
 def test_an_environment_is_read_once(procfs: Procfs) -> None:
     procfs.begin(42, 1000, LOGIN, environ=BATCH)
-    procfs.places.of(42)
+    procfs.owners.of(42)
     procfs.begin(42, 1000, LOGIN, environ=b"")
-    assert procfs.places.of(42) == ProcessPlace(None, None, "7")
+    assert procfs.owners.of(42) == ProcessOwner(None, None, "7")
 
 
 def test_of_an_environment_no_more_is_read_than_has_a_bound(procfs: Procfs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroups, "LARGEST_ENVIRON_BYTES", len(b"HOME=/\0SLURM_JOB_ID=7"))
     procfs.begin(42, 1000, LOGIN, environ=BATCH.replace(b"=7", b"=77"))
-    assert procfs.places.of(42) == NOWHERE, "half a number is none"
+    assert procfs.owners.of(42) == NO_OWNER, "half a number is none"
 
 
 @pytest.mark.parametrize(
@@ -377,8 +377,8 @@ def test_of_an_environment_no_more_is_read_than_has_a_bound(procfs: Procfs, monk
 def test_a_status_that_reports_no_user_leaves_the_job_without(procfs: Procfs, status: str) -> None:
     procfs.begin(42, 1000, IN_JOB)
     (procfs.root / "42" / "status").write_text(status)
-    assert procfs.places.of(42) == ProcessPlace(None, None, "7")
-    assert procfs.places.jobs.of("7") == Job("7")
+    assert procfs.owners.of(42) == ProcessOwner(None, None, "7")
+    assert procfs.owners.jobs.of("7") == Job("7")
 
 
 def test_a_process_that_ends_while_it_is_looked_at_teaches_nothing_of_its_job(
@@ -395,8 +395,8 @@ def test_a_process_that_ends_while_it_is_looked_at_teaches_nothing_of_its_job(
         return content
 
     monkeypatch.setattr(cgroups, "_read_bytes", ending)
-    assert procfs.places.of(42) is None
-    assert procfs.places.jobs.of("7") == Job("7")
+    assert procfs.owners.of(42) is None
+    assert procfs.owners.jobs.of("7") == Job("7")
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no procfs here")
@@ -407,20 +407,20 @@ def test_the_environment_and_the_user_of_a_real_process_are_read() -> None:
             environ = Path(f"/proc/{process.pid}/environ")
             while not environ.read_bytes():  # it has begun before it has one
                 time.sleep(0.01)
-            places = Places(jobs=KnownJobs(Users({os.getuid(): "alice"}.get, within_s=30.0)))
-            place = places.of(process.pid)
+            owners = ProcessOwners(jobs=KnownJobs(Users({os.getuid(): "alice"}.get, within_s=30.0)))
+            owner = owners.of(process.pid)
         finally:
             process.kill()
     own = parse(Path("/proc/self/cgroup").read_text())
     if own.pod_uid is not None or own.job_id is not None:
         pytest.skip("the test itself is in a pod or in a job")
-    assert place is not None
-    assert place.job_id == "4242"
-    assert places.jobs.of("4242") == Job("4242", "alice", "gpu")
+    assert owner is not None
+    assert owner.job_id == "4242"
+    assert owners.jobs.of("4242") == Job("4242", "alice", "gpu")
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no procfs here")
 def test_the_procfs_of_this_machine_is_read() -> None:
-    places = Places()
-    assert places.of(os.getpid()) == parse(Path("/proc/self/cgroup").read_text())
-    assert places.of(2**22 + 1) is None
+    owners = ProcessOwners()
+    assert owners.of(os.getpid()) == parse(Path("/proc/self/cgroup").read_text())
+    assert owners.of(2**22 + 1) is None

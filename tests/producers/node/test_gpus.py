@@ -16,7 +16,7 @@ from delivery.instruments import Instruments
 from gpustream.logs import RateLimiter
 from producers.node import gpus
 from producers.node import instruments as own
-from producers.node.cgroups import ProcessPlace
+from producers.node.cgroups import ProcessOwner
 from producers.node.gpus import Gpus, Pace
 from producers.node.nvml import binding, reader
 from producers.node.nvml.binding import Nvml
@@ -24,7 +24,7 @@ from producers.node.nvml.driver import DriverReplaced
 from producers.node.nvml.events import XID_EVENT
 from tests.eventually import eventually
 from tests.producers.fakes import FakeClock
-from tests.producers.node.nvml.fake import FakeCensus, FakeDevice, FakeNvml, FakePlaces, part, running
+from tests.producers.node.nvml.fake import FakeCensus, FakeDevice, FakeNvml, FakeProcessOwners, part, running
 from topics.samples import Device
 
 QUICK = Pace(retry_s=0.01, census_s=0.05, soon_s=0.01, list_s=0.01)
@@ -44,7 +44,7 @@ class Bench:
     """GPUs, the machine that they are in, and what is counted."""
 
     def __init__(self, gpus: int = 3, *, pace: Pace = NEVER) -> None:
-        self.nvml, self.clock, self.places = FakeNvml(gpus), FakeClock(), FakePlaces()
+        self.nvml, self.clock, self.owners = FakeNvml(gpus), FakeClock(), FakeProcessOwners()
         self.census = FakeCensus(lambda: None)
         self.instruments = Instruments(own.INSTRUMENTS)
         self.pace = pace
@@ -54,7 +54,7 @@ class Bench:
     def make(self, *, nvml: Nvml | None = None, clock: Callable[[], float] | None = None) -> Gpus:
         more: dict[str, Any] = {} if clock is None else {"clock": clock}
         census: Any = self.census
-        return Gpus(self.instruments, self.places, nvml=nvml or self.nvml, census=census, pace=self.pace, **more)
+        return Gpus(self.instruments, self.owners, nvml=nvml or self.nvml, census=census, pace=self.pace, **more)
 
     async def open(self) -> Devices:
         await self.gpus.open(30)
@@ -397,10 +397,10 @@ async def test_a_fault_in_reading_one_gpu_is_reported_and_holds_up_no_other(
 
 
 async def test_processes_are_counted_once_each_by_what_is_known_of_them(bench: Bench) -> None:
-    bench.places.places = {
-        1: ProcessPlace("pod", None, None),
-        2: ProcessPlace(None, None, "job"),
-        3: ProcessPlace(None, None, None),
+    bench.owners.owners = {
+        1: ProcessOwner("pod", None, None),
+        2: ProcessOwner(None, None, "job"),
+        3: ProcessOwner(None, None, None),
     }
     bench.nvml.gpus[0].answers[COMPUTE] = [running(1), running(2), running(3)]
     bench.nvml.gpus[1].answers[COMPUTE] = [running(1), running(4)]
@@ -887,7 +887,7 @@ async def test_gpus_that_can_not_be_read_say_by_which_call_and_why_and_those_tha
     hang = bench.nvml.hang("GPU-1", "*")
     await bench.read(0.8)
     await bench.read(0.8)
-    silent = bench.gpus.refusals()[1].why.call
+    silent = bench.gpus.refusals()[1].failed_call.call
     assert bench.gpus.refusals() == [
         (0, "GPU-0", ("nvmlDeviceGetUtilizationRates", "GPU_IS_LOST")),
         (1, "GPU-1", (silent, "TIMEOUT")),
@@ -897,7 +897,7 @@ async def test_gpus_that_can_not_be_read_say_by_which_call_and_why_and_those_tha
     bench.nvml.gpus[0].error = None
     hang.end.set()
     await bench.comes(OK)
-    assert [refusal.place for refusal in bench.gpus.refusals()] == [3]
+    assert [refusal.gpu_index for refusal in bench.gpus.refusals()] == [3]
 
 
 @pytest.mark.slow

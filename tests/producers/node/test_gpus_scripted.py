@@ -21,7 +21,7 @@ from producers.node import instruments as own
 from producers.node.gpus import Gpus, Pace
 from tests.eventually import eventually
 from tests.nvml.scripted import Mig, Process, ScriptedNvml
-from tests.producers.node.nvml.fake import FakePlaces
+from tests.producers.node.nvml.fake import FakeProcessOwners
 from topics.catalogue import CATALOGUE
 from topics.samples import Device
 
@@ -36,12 +36,12 @@ CHILD = """
 import asyncio, json, sys
 from producers.node import instruments
 from producers.node.gpus import Gpus
-from tests.producers.node.nvml.fake import FakePlaces
+from tests.producers.node.nvml.fake import FakeProcessOwners
 from delivery.instruments import Instruments
 
 async def main():
     table = Instruments(instruments.INSTRUMENTS)
-    gpus = Gpus(table, FakePlaces())
+    gpus = Gpus(table, FakeProcessOwners())
     await gpus.open(float(sys.argv[1]))
     devices = await gpus.read(float(sys.argv[1]))
     counted = [[*one.labels.values(), one.value] for family in table.registry.collect()
@@ -59,7 +59,7 @@ class Node:
     def __init__(self, nvml: ScriptedNvml) -> None:
         self.nvml = nvml
         self.instruments = Instruments(own.INSTRUMENTS)
-        self.gpus = Gpus(self.instruments, FakePlaces(), pace=QUICK)
+        self.gpus = Gpus(self.instruments, FakeProcessOwners(), pace=QUICK)
         self.running: asyncio.Task[None] | None = None
 
     async def open(self, within_s: float = GENEROUS_S) -> None:

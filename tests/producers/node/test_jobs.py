@@ -94,27 +94,27 @@ def test_a_device_with_jobs_is_one_of_the_contract() -> None:
     assert [(one.id, one.user, one.partition) for one in made.devices[0].jobs] == [ALICES[:3], ("8", None, None)]
 
 
-SURE, CLAIMED = Evidence(sure=True, uid=1000), Evidence(sure=False, uid=2000)
+FROM_CGROUP, CLAIMED = Evidence(from_cgroup=True, uid=1000), Evidence(from_cgroup=False, uid=2000)
 
 
 @pytest.mark.parametrize(
     ("first", "then", "holds"),
     [
         (None, CLAIMED, CLAIMED),
-        (SURE, CLAIMED, SURE),
-        (CLAIMED, SURE, SURE),
-        (SURE, SURE._replace(user="alice", partition="gpu"), Evidence(True, "alice", "gpu", 1000)),
-        (Evidence(True, "alice", "gpu", 1000), SURE, Evidence(True, "alice", "gpu", 1000)),
+        (FROM_CGROUP, CLAIMED, FROM_CGROUP),
+        (CLAIMED, FROM_CGROUP, FROM_CGROUP),
+        (FROM_CGROUP, FROM_CGROUP._replace(user="alice", partition="gpu"), Evidence(True, "alice", "gpu", 1000)),
+        (Evidence(True, "alice", "gpu", 1000), FROM_CGROUP, Evidence(True, "alice", "gpu", 1000)),
         (Evidence(True, "alice", "gpu", 1000), Evidence(True, "bob", "cpu", 1001), Evidence(True, "bob", "cpu", 1001)),
-        (SURE, SURE._replace(uid=0), SURE),
-        (SURE._replace(uid=0), SURE, SURE),
-        (SURE._replace(uid=0), SURE._replace(uid=0), SURE._replace(uid=0)),
-        (SURE._replace(uid=None), SURE._replace(uid=0), SURE._replace(uid=0)),
-        (SURE._replace(uid=0), SURE._replace(uid=None), SURE._replace(uid=0)),
-        (SURE, SURE._replace(uid=1001), SURE._replace(uid=1001)),
+        (FROM_CGROUP, FROM_CGROUP._replace(uid=0), FROM_CGROUP),
+        (FROM_CGROUP._replace(uid=0), FROM_CGROUP, FROM_CGROUP),
+        (FROM_CGROUP._replace(uid=0), FROM_CGROUP._replace(uid=0), FROM_CGROUP._replace(uid=0)),
+        (FROM_CGROUP._replace(uid=None), FROM_CGROUP._replace(uid=0), FROM_CGROUP._replace(uid=0)),
+        (FROM_CGROUP._replace(uid=0), FROM_CGROUP._replace(uid=None), FROM_CGROUP._replace(uid=0)),
+        (FROM_CGROUP, FROM_CGROUP._replace(uid=1001), FROM_CGROUP._replace(uid=1001)),
     ],
 )
-def test_what_is_sure_wins_then_what_is_newer_and_root_last(
+def test_a_control_group_wins_then_what_is_newer_and_root_last(
     first: Evidence | None, then: Evidence, holds: Evidence
 ) -> None:
     assert merged(first, then) == holds
@@ -136,7 +136,7 @@ def test_a_job_is_of_who_slurm_says_else_of_who_began_it_by_name_or_number() -> 
 
 
 def test_no_more_jobs_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "_REMEMBERED", 2)
+    monkeypatch.setattr(jobs, "_MAX_CACHED", 2)
     seen = of_users()
     seen.learn("1", Evidence(True, "alice"))
     seen.learn("2", Evidence(True, "bob"))

@@ -13,16 +13,16 @@ LONG_S = 30.0
 
 
 def test_a_name_that_is_found_is_known_at_once() -> None:
-    known = Users({1000: "alice"}.get, within_s=LONG_S)
-    known.ask(1000)
-    assert known.name(1000) == "alice"
+    users = Users({1000: "alice"}.get, within_s=LONG_S)
+    users.look_up(1000)
+    assert users.name(1000) == "alice"
 
 
 def test_who_has_no_name_is_called_by_number() -> None:
-    known = Users({1000: "alice"}.get, within_s=LONG_S)
-    known.ask(1001)
-    assert known.name(1001) == "1001"
-    assert known.name(1000) == "1000", "it was never asked for"
+    users = Users({1000: "alice"}.get, within_s=LONG_S)
+    users.look_up(1001)
+    assert users.name(1001) == "1001"
+    assert users.name(1000) == "1000", "it was never asked for"
 
 
 def test_a_name_is_asked_for_until_it_is_found_and_then_no_more() -> None:
@@ -33,10 +33,10 @@ def test_a_name_is_asked_for_until_it_is_found_and_then_no_more() -> None:
         asked.append(uid)
         return next(answers)
 
-    known = Users(lookup, within_s=LONG_S)
+    users = Users(lookup, within_s=LONG_S)
     for _ in range(4):
-        known.ask(1000)
-    assert known.name(1000) == "alice"
+        users.look_up(1000)
+    assert users.name(1000) == "alice"
     assert asked == [1000, 1000]
 
 
@@ -48,29 +48,29 @@ def test_a_name_service_that_hangs_costs_the_name_and_no_more_threads_than_a_few
         hangs.wait(LONG_S)
         return f"user-{uid}"
 
-    known = Users(lookup, within_s=0.0)
+    users = Users(lookup, within_s=0.0)
     for uid in (*range(1000, 1010), 1000):
-        known.ask(uid)
+        users.look_up(uid)
     for _ in range(4):
         assert asked.acquire(timeout=LONG_S)
     assert not asked.acquire(blocking=False)
-    assert known.name(1000) == "1000"
+    assert users.name(1000) == "1000"
 
     asking = [thread for thread in threading.enumerate() if thread.name.startswith("user-10")]
     hangs.set()
     for thread in asking:
         thread.join(LONG_S)
-    assert known.name(1000) == "user-1000"
+    assert users.name(1000) == "user-1000"
 
 
 def test_no_more_names_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "_REMEMBERED", 2)
-    known = Users(lambda uid: f"user-{uid}", within_s=LONG_S)
-    known.ask(1)
-    known.ask(2)
-    known.name(1)
-    known.ask(3)
-    assert [known.name(uid) for uid in (1, 2, 3)] == ["user-1", "2", "user-3"]
+    monkeypatch.setattr(jobs, "_MAX_CACHED", 2)
+    users = Users(lambda uid: f"user-{uid}", within_s=LONG_S)
+    users.look_up(1)
+    users.look_up(2)
+    users.name(1)
+    users.look_up(3)
+    assert [users.name(uid) for uid in (1, 2, 3)] == ["user-1", "2", "user-3"]
 
 
 def test_this_machine_knows_who_runs_the_test() -> None:

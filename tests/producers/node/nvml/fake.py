@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from producers.node.cgroups import Places, ProcessPlace
+from producers.node.cgroups import ProcessOwner, ProcessOwners
 from producers.node.nvml import binding
 from producers.node.nvml.binding import EventSet, FieldId, FieldValue, Handle, Nvml, NvmlError, NvmlEvent
 from producers.node.nvml.events import XID_EVENT
@@ -367,15 +367,15 @@ def _existing(found: FakeDevice | None) -> FakeDevice:
     return found
 
 
-class FakePlaces(Places):
+class FakeProcessOwners(ProcessOwners):
     """Where processes belong, as the test says; the others are not to be seen."""
 
-    def __init__(self, places: dict[int, ProcessPlace] | None = None) -> None:
+    def __init__(self, owners: dict[int, ProcessOwner] | None = None) -> None:
         super().__init__()
-        self.places = places or {}
+        self.owners = owners or {}
 
-    def of(self, pid: int) -> ProcessPlace | None:
-        return self.places.get(pid)
+    def of(self, pid: int) -> ProcessOwner | None:
+        return self.owners.get(pid)
 
 
 class FakeCensus:

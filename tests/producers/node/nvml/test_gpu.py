@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from producers.node.cgroups import ProcessPlace
+from producers.node.cgroups import ProcessOwner
 from producers.node.nvml import binding
 from producers.node.nvml.binding import NvmlError
 from producers.node.nvml.gpu import GpuReading, PhysicalGpu
 from tests.producers.fakes import FakeClock
-from tests.producers.node.nvml.fake import GIB, FakeNvml, FakePlaces, part, running
+from tests.producers.node.nvml.fake import GIB, FakeNvml, FakeProcessOwners, part, running
 
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
 
@@ -21,8 +21,8 @@ class Bench:
         self.gpu = self.nvml.gpus[0]
         self.nvml.init()
         self.nvml.version_error = binding.NOT_SUPPORTED
-        places = FakePlaces({7: ProcessPlace("1b6c", None, None)})
-        self.physical = PhysicalGpu(self.nvml, 0, places, list_every_s=10, clock=self.clock)
+        owners = FakeProcessOwners({7: ProcessOwner("1b6c", None, None)})
+        self.physical = PhysicalGpu(self.nvml, 0, owners, list_every_s=10, clock=self.clock)
 
     def read(self) -> GpuReading:
         self.clock.now_s += 1

@@ -11,7 +11,7 @@ from producers.node.nvml.binding import FieldValue
 from producers.node.nvml.calls import LeftOut
 from producers.node.nvml.gpu import PhysicalGpu
 from tests.producers.fakes import FakeClock
-from tests.producers.node.nvml.fake import FakeNvml, FakePlaces, part, running
+from tests.producers.node.nvml.fake import FakeNvml, FakeProcessOwners, part, running
 
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
 POWER, POWER_FIELD = "nvmlDeviceGetPowerUsage", "NVML_FI_DEV_POWER_AVERAGE"
@@ -24,7 +24,7 @@ class Bench:
         self.nvml, self.clock = FakeNvml(1), FakeClock()
         self.gpu = self.nvml.gpus[0]
         self.nvml.init()
-        self.physical = PhysicalGpu(self.nvml, 0, FakePlaces(), list_every_s=0, clock=self.clock)
+        self.physical = PhysicalGpu(self.nvml, 0, FakeProcessOwners(), list_every_s=0, clock=self.clock)
 
     def left_out(self, uuid: str = "GPU-0") -> LeftOut:
         self.clock.now_s += 1

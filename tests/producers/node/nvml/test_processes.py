@@ -6,25 +6,25 @@ from unittest.mock import patch
 
 import pytest
 
-from producers.node.cgroups import ProcessPlace
+from producers.node.cgroups import ProcessOwner
 from producers.node.nvml import binding
 from producers.node.nvml.calls import Calls, Lost
 from producers.node.nvml.processes import DeviceProcesses, Processes
 from tests.producers.fakes import FakeClock
-from tests.producers.node.nvml.fake import GIB, FakeNvml, FakePlaces, busy, running
+from tests.producers.node.nvml.fake import GIB, FakeNvml, FakeProcessOwners, busy, running
 
 COMPUTE, GRAPHICS, MPS = (f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "Graphics", "MPSCompute"))
 NEWER, OLDER = "nvmlDeviceGetProcessesUtilizationInfo", "nvmlDeviceGetProcessUtilization"
-POD = ProcessPlace("1b6c", "9f2e", None)
+POD = ProcessOwner("1b6c", "9f2e", None)
 
 
 class Bench:
-    def __init__(self, places: dict[int, ProcessPlace] | None = None, *, cut: bool = False) -> None:
+    def __init__(self, owners: dict[int, ProcessOwner] | None = None, *, cut: bool = False) -> None:
         self.nvml, self.clock = FakeNvml(1), FakeClock()
         self.answers = self.nvml.gpus[0].answers
         self.nvml.init()
         self.calls = Calls(self.nvml)
-        self.processes = Processes(self.calls, self.calls.open(0), FakePlaces(places), cut=cut, clock=self.clock)
+        self.processes = Processes(self.calls, self.calls.open(0), FakeProcessOwners(owners), cut=cut, clock=self.clock)
 
     def read(self) -> DeviceProcesses:
         return self.processes.read()
@@ -37,7 +37,7 @@ class Bench:
 
 
 def test_a_process_has_its_memory_its_share_and_its_place() -> None:
-    bench = Bench({7: POD, 8: ProcessPlace(None, None, "4711"), 9: ProcessPlace(None, None, None)})
+    bench = Bench({7: POD, 8: ProcessOwner(None, None, "4711"), 9: ProcessOwner(None, None, None)})
     bench.answers[COMPUTE] = [running(7, 5 * GIB), running(8, 0), running(9, None)]
     bench.answers[MPS] = [running(10)]
     bench.answers[NEWER] = [busy(7, 90), busy(9, 100)]
