@@ -263,7 +263,7 @@ class NodeWorker(ABC, Generic[P]):
             self._partitions[number] = self.new_partition(number)
         return self._partitions[number]
 
-    async def _count_acknowledged(self, what: str, sent: Iterable["asyncio.Future[int]"]) -> int:
+    async def _await_acks(self, what: str, sent: Iterable["asyncio.Future[int]"]) -> int:
         """Wait for all, and say how many the broker took. What can never be sent is left out: to stop for it would stop
         for ever."""
         outcomes = await asyncio.gather(*sent, return_exceptions=True)

@@ -220,7 +220,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             for step in steps
             for alert in step.alerts
         ]
-        await self._count_acknowledged("alert", sent)
+        await self._await_acks("alert", sent)
         await self._write_groups(number, changed)
         for alert, news in [(alert, step.news) for step in steps for alert in step.alerts]:
             self._note(alert, "alert" if news else "repeat")
@@ -234,7 +234,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         for key, group in written.items():
             value = None if group is None else memory.encode(group)
             sent[key] = await self.app.sender.send(GROUPS, value, key=key, partition=number)
-        await self._count_acknowledged("state", sent.values())
+        await self._await_acks("state", sent.values())
         for key, one in sent.items():
             if one.exception() is None:
                 self._groups_written[number, key] = one.result()
@@ -248,9 +248,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             known, now_ms = self._groups.setdefault(number, {}), self._clocks.now_ms()
             over = {key: group for key, group in known.items() if groups.is_over(group, now_ms)}
             alerts = [key for key, group in over.items() if group.alert is not None]
-            await self._count_acknowledged(
-                "alert", [await self.app.sender.send(ALERTS, None, key=key) for key in alerts]
-            )
+            await self._await_acks("alert", [await self.app.sender.send(ALERTS, None, key=key) for key in alerts])
             left = {key: groups.without_alert(group) for key, group in over.items()}
             await self._write_groups(number, left)
             if epoch == self.app.reader.ledger.epoch:
@@ -300,7 +298,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             else:
                 headers = [] if written is None else kafka_headers(written)
                 sent.append(await self.app.sender.send(ALERTS, value, key=key, headers=headers))
-        await self._count_acknowledged("alert", sent)
+        await self._await_acks("alert", sent)
         if epoch != self.app.reader.ledger.epoch:
             return
         await self._write_state(partition, node, memory.encode(due.state))
@@ -337,7 +335,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
 
     async def _write_state(self, partition: PartitionNodes, node: Node, value: bytes | None) -> None:
         sent = await self.app.sender.send(STATE, value, key=node.key, partition=partition.number)
-        await self._count_acknowledged("state", [sent])
+        await self._await_acks("state", [sent])
 
     # -- time
 

@@ -231,7 +231,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
     async def _send(self, number: int, what: str, records: Iterable[tuple[str, bytes, bytes | None]]) -> None:
         """Send records, each with its topic and key, and wait until the broker has them."""
         sent = [await self.app.sender.send(topic, value, key=key, partition=number) for topic, key, value in records]
-        taken = await self._count_acknowledged(what, sent)
+        taken = await self._await_acks(what, sent)
         self._instruments.counter("gpustream_usage_written_total", what).inc(taken)
 
     # -- time
