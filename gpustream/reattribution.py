@@ -70,7 +70,7 @@ class JoinedAgain:
         except Malformed:
             return
         if isinstance(decoded, NodeWorkloads):
-            logged_ms = self._watermark.workloads(record.offset, record.timestamp)
+            logged_ms = self._watermark.workloads_read(record.offset, record.timestamp)
             self._step(record.key, join.LoggedWorkloads(decoded, logged_ms))
         elif not isinstance(decoded, Sample):
             self._step(record.key, decoded)

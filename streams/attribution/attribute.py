@@ -19,36 +19,38 @@ from typing import NamedTuple
 
 import msgspec
 
-from streams.attribution.holders import HeldDevices, hold, observe, uids_of
-from streams.attribution.log_time import Listing, Resolved
-from streams.attribution.split import Rows, divide, rows_of
+from streams.attribution.holders import SnapshotHolders, add_observed, holders_by_snapshot, process_uids
+from streams.attribution.log_time import IndexedSnapshot, ResolvedPods
+from streams.attribution.split import ProcessOwners, divide, owners_of
 from topics.allocations import Allocations
 from topics.attributed import AttributedDevice, AttributedEvent, AttributedSample, Attribution, Holder, holder_of_job
 from topics.device_ids import DeviceIndex, UnknownDeviceId, parse
 from topics.samples import Device, Event, Mig, Sample
 from topics.workloads import UnwellDevice
 
-EVENT_MS = 60_000  # an event's pods are looked up as of the event, but at most so long before its tick
-READ_MS = 10_000  # for how long after its tick's time an event may come while the tick is read
+EVENT_MS = 60_000  # an event's pods are looked up as of the event, but at most this long before its tick
+READ_MS = 10_000  # an event may be this much later than its tick's time, because it comes while the tick is read
 Inventory = tuple[tuple[str, int | None, int | None, Mig | None], ...]
-"""What a device id may say of each device of a tick: uuid, index, minor number and MIG place."""
+"""What a device id may refer to, of each device of a tick: UUID, index, minor number and MIG instance."""
 
-_place = attrgetter("uuid", "index", "minor", "mig")
+_inventory_fields = attrgetter("uuid", "index", "minor", "mig")
 
 
-class Named(msgspec.Struct, frozen=True):
-    """A snapshot that a tick or its events name, how certain it is, and its pods as of a time."""
+class ResolvedSnapshot(msgspec.Struct, frozen=True):
+    """The snapshot that a tick or its events are joined with (None: none), how it was found, and its pods as of a
+    time."""
 
-    listing: Listing | None
+    snapshot: IndexedSnapshot | None
     attribution: Attribution
-    resolved: Resolved
+    pods: ResolvedPods
 
 
-class DevicesSeen(msgspec.Struct, frozen=True, gc=False):
-    """What of the devices of a tick decides who holds them, beside the snapshot and its pods.
+class DeviceFacts(msgspec.Struct, frozen=True, gc=False):
+    """What the devices of a tick contribute to the question who holds them, beside the snapshot and its pods.
 
-    ``inventory``: what a device id may say of each. ``processes``: of each how many it shows, and whether they can be
-    seen; then whose each is, what it computes for, and whether it has no memory. ``uids``: of the pods that they show.
+    ``inventory`` has what a device id may refer to. ``processes`` has, flat, for each device the number of its
+    processes and whether all can be seen, and for each process its pod's uid, its service, and whether it is without
+    memory. ``uids`` are those of the pods that the processes show.
     """
 
     inventory: Inventory
@@ -57,21 +59,20 @@ class DevicesSeen(msgspec.Struct, frozen=True, gc=False):
 
 
 class HeldDevice(msgspec.Struct, frozen=True, gc=False):
-    """What stays the same of a device from tick to tick: its holders, what its processes say otherwise than the
-    kubelet, and whose each process is."""
+    """What stays the same of a device from tick to tick: its holders, their conflict, and who owns each process."""
 
     holders: tuple[Holder, ...]
     conflict: str | None
-    rows: Rows | None
+    owners: ProcessOwners | None
 
 
 class Memo(msgspec.Struct, frozen=True):
-    """The last answer, and all that it depends on."""
+    """Who held the devices in the last tick, and all that this was made of: it is reused while that is the same."""
 
     snapshot: Allocations
-    seen: DevicesSeen
-    resolved: Resolved
-    held: HeldDevices
+    facts: DeviceFacts
+    pods: ResolvedPods
+    holders: SnapshotHolders
     devices: tuple[HeldDevice, ...]
 
 
@@ -79,87 +80,90 @@ _HELD_BY_NOBODY = HeldDevice((), None, None)
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """An attributed sample, and the device ids that could not be read, if its holders were worked out again."""
+    """An attributed sample, and the device ids in no known grammar, if its holders were worked out again."""
 
     sample: AttributedSample
     unknown_ids: tuple[str, ...]
 
 
-class _Then(NamedTuple):
-    """What an event's holders rest on: the holders by the device's UUID in a snapshot, and how certain it is."""
+class _HoldersThen(NamedTuple):
+    """The holders at the time of a tick or an event, by the device's UUID, and how their snapshot was found."""
 
-    holders: Mapping[str, tuple[Holder, ...]]
+    by_uuid: Mapping[str, tuple[Holder, ...]]
     attribution: Attribution
 
 
-def named_snapshots(sample: Sample) -> dict[int, int]:
-    """The ``seq`` of each snapshot that events name and the tick does not, and the time of the last such event."""
-    found: dict[int, int] = {}
+def event_snapshots(sample: Sample) -> dict[int, int]:
+    """The ``seq`` of each snapshot that events name and the tick does not, with the time of the last such event."""
+    times_ms: dict[int, int] = {}
     for device in sample.devices:
         for event in device.events or ():
             seq = event.allocations_seq
             if seq is not None and seq != sample.allocations_seq:
-                at_ms = sample.ts_ms if event.ts_ms is None else min(event.ts_ms, sample.ts_ms + READ_MS)
-                found[seq] = max(at_ms, sample.ts_ms - EVENT_MS, found.get(seq, 0))
-    return found
+                event_ms = sample.ts_ms if event.ts_ms is None else min(event.ts_ms, sample.ts_ms + READ_MS)
+                times_ms[seq] = max(event_ms, sample.ts_ms - EVENT_MS, times_ms.get(seq, 0))
+    return times_ms
 
 
-def see(devices: Sequence[Device], last: Memo | None) -> DevicesSeen:
-    """What decides who holds these devices: the same object as in the last answer if it is the same."""
-    inventory = tuple(map(_place, devices))
+def facts_of(devices: Sequence[Device], last: Memo | None) -> DeviceFacts:
+    """The facts of these devices. Those that equal the facts of the last tick are the same objects."""
+    inventory = tuple(map(_inventory_fields, devices))
     processes: list[str | bool | int | None] = []
     for device in devices:
-        shown = device.processes
-        processes += (None if shown is None else len(shown), device.info.get("processes_visible"))
-        for one in shown or ():
-            processes += (one.pod_uid, one.service, not one.memory_used_bytes)
+        on_device = device.processes
+        processes += (None if on_device is None else len(on_device), device.info.get("processes_visible"))
+        for process in on_device or ():
+            processes += (process.pod_uid, process.service, not process.memory_used_bytes)
     if last is None:
-        return DevicesSeen(inventory, processes, uids_of(devices))
-    was = last.seen
-    if was.processes != processes:
-        return DevicesSeen(was.inventory if was.inventory == inventory else inventory, processes, uids_of(devices))
-    return was if was.inventory == inventory else DevicesSeen(inventory, processes, was.uids)
+        return DeviceFacts(inventory, processes, process_uids(devices))
+    previous = last.facts
+    if previous.processes != processes:
+        same_inventory = previous.inventory == inventory
+        return DeviceFacts(previous.inventory if same_inventory else inventory, processes, process_uids(devices))
+    return previous if previous.inventory == inventory else DeviceFacts(inventory, processes, previous.uids)
 
 
 def attribute(
     sample: Sample,
-    seen: DevicesSeen,
+    facts: DeviceFacts,
     offset: int,
     logged_ms: int,
-    now: Named,
-    earlier: Mapping[int, Named],
+    current: ResolvedSnapshot,
+    by_event: Mapping[int, ResolvedSnapshot],
     last: Memo | None,
 ) -> tuple[Joined, Memo | None]:
-    """The attributed tick, and the answer to remember. ``earlier`` are the snapshots that only events name, by seq."""
-    memo, attribution, unknown_ids = last, now.attribution, tuple[str, ...]()
+    """The attributed tick, and the memo for the next one. ``current`` is the tick's own snapshot, ``by_event`` has the
+    snapshots that only events name, by seq."""
+    memo, attribution, unknown_ids = last, current.attribution, tuple[str, ...]()
     holders: Mapping[str, tuple[Holder, ...]] = {}
-    if now.listing is not None:
-        memo = _memo(last, now.listing.snapshot, now.resolved, sample.devices, seen)
-        holders, devices = memo.held.holders, memo.devices
-        unknown_ids = memo.held.unknown_ids if last is None or memo.held is not last.held else ()
+    if current.snapshot is not None:
+        memo = _memo(last, current.snapshot.snapshot, current.pods, sample.devices, facts)
+        holders, devices = memo.holders.by_uuid, memo.devices
+        unknown_ids = memo.holders.unknown_ids if last is None or memo.holders is not last.holders else ()
     elif sample.allocations_seq is None and any(d.jobs is not None for d in sample.devices):
         holders = {d.uuid: tuple(map(holder_of_job, d.jobs)) for d in sample.devices if d.jobs}
         attribution = "exact"
         devices = tuple([_held_by_jobs(d, holders.get(d.uuid, ())) for d in sample.devices])
     else:
         devices = (_HELD_BY_NOBODY,) * len(sample.devices)
-    tick = _Then(holders, attribution)
-    then: dict[int | None, _Then] = {
-        seq: _Then(
-            _held(one.listing.snapshot, one.resolved, sample.devices).holders if one.listing else {}, one.attribution
+    at_tick = _HoldersThen(holders, attribution)
+    at_events: dict[int | None, _HoldersThen] = {
+        seq: _HoldersThen(
+            _holders(resolved.snapshot.snapshot, resolved.pods, sample.devices).by_uuid if resolved.snapshot else {},
+            resolved.attribution,
         )
-        for seq, one in earlier.items()
+        for seq, resolved in by_event.items()
     }
-    shares = [divide(d, held.holders, held.rows) for d, held in zip(sample.devices, devices, strict=True)]
+    splits = [divide(d, held.holders, held.owners) for d, held in zip(sample.devices, devices, strict=True)]
     attributed = [
         AttributedDevice(
             d.uuid, d.index, d.vendor, d.model, d.pci_bus_id, d.minor, d.state, d.mig, d.metrics, d.processes, d.jobs,
-            None if d.events is None else _events(d.events, d.uuid, tick, then), d.info, d.xids, d.read_ms,
-            d.compute_slices, share.holders, share.unattributed, share.scaled, held.conflict,
+            None if d.events is None else _events(d.events, d.uuid, at_tick, at_events), d.info, d.xids, d.read_ms,
+            d.compute_slices, split.holders, split.unattributed, split.scaled, held.conflict,
         )
-        for d, held, share in zip(sample.devices, devices, shares, strict=True)
+        for d, held, split in zip(sample.devices, devices, splits, strict=True)
     ]  # fmt: skip
-    out = AttributedSample(
+    record = AttributedSample(
         schema=1,
         cluster=sample.cluster,
         node=sample.node,
@@ -171,76 +175,85 @@ def attribute(
         offset=offset,
         logged_ms=logged_ms,
         attribution=attribution,
-        node_labels=now.resolved.node_labels,
+        node_labels=current.pods.node_labels,
         devices=tuple(attributed),
-        unwell=_unwell(now.resolved.unwell, sample) if now.resolved.unwell else (),
+        unwell=_unwell(current.pods.unwell, sample) if current.pods.unwell else (),
     )
-    return Joined(out, unknown_ids), memo
+    return Joined(record, unknown_ids), memo
 
 
 def _held_by_jobs(device: Device, jobs: tuple[Holder, ...]) -> HeldDevice:
-    """A device that jobs hold. Its processes show their jobs as others show their pods: a job's id is its uid."""
-    processes = [msgspec.structs.replace(one, pod_uid=one.job_id) for one in device.processes or ()]
-    rows = rows_of(msgspec.structs.replace(device, processes=processes), jobs) if device.processes is not None else None
-    return HeldDevice(jobs, None, rows)
+    """A device that jobs hold. Its processes are divided by job as others are by pod: a job's id takes the uid's
+    place."""
+    if device.processes is None:
+        return HeldDevice(jobs, None, None)
+    processes = [msgspec.structs.replace(process, pod_uid=process.job_id) for process in device.processes]
+    return HeldDevice(jobs, None, owners_of(msgspec.structs.replace(device, processes=processes), jobs))
 
 
 def _unwell(reported: Sequence[UnwellDevice], sample: Sample) -> tuple[UnwellDevice, ...]:
-    """What the API server says of devices, each by its UUID if its id means a device of the tick."""
-    index, found = DeviceIndex(sample.devices), list[UnwellDevice]()
-    for one in reported:
+    """The devices that the API server reports as unwell, each with its UUID if its id means a device of the tick."""
+    index, unwell = DeviceIndex(sample.devices), list[UnwellDevice]()
+    for device in reported:
         uuid = None
         with contextlib.suppress(UnknownDeviceId):
-            uuid = index.find(parse(one.device_id))
-        found.append(one if uuid is None else msgspec.structs.replace(one, device_id=uuid))
-    return tuple(found)
+            uuid = index.find(parse(device.device_id))
+        unwell.append(device if uuid is None else msgspec.structs.replace(device, device_id=uuid))
+    return tuple(unwell)
 
 
 def _memo(
-    last: Memo | None, snapshot: Allocations, found: Resolved, devices: Sequence[Device], seen: DevicesSeen
+    last: Memo | None, snapshot: Allocations, pods: ResolvedPods, devices: Sequence[Device], facts: DeviceFacts
 ) -> Memo:
-    """Who holds the devices of a tick by a snapshot: the last answer, as far as all is the same that it depends on."""
-    held: HeldDevices | None = None
-    if last is not None and last.snapshot is snapshot and last.seen.inventory is seen.inventory:
-        was = last.resolved
-        if was is found and last.seen is seen:
+    """Who holds the devices of a tick by a snapshot. Of the last answer, what was made of the same is reused."""
+    holders: SnapshotHolders | None = None
+    if last is not None and last.snapshot is snapshot and last.facts.inventory is facts.inventory:
+        previous = last.pods
+        if previous is pods and last.facts is facts:
             return last
-        if was is found or (
-            was.dra is found.dra
-            and was.admin is found.admin
-            and was.over == found.over
-            and was.pods.keys() == found.pods.keys()
-            and all(found.pods[name] is pod for name, pod in was.pods.items())
+        if previous is pods or (
+            previous.dra is pods.dra
+            and previous.admin is pods.admin
+            and previous.ended == pods.ended
+            and previous.pods.keys() == pods.pods.keys()
+            and all(pods.pods[name] is pod for name, pod in previous.pods.items())
         ):
-            held = last.held
-            if last.seen is seen and found.shows(seen.uids) == was.shows(seen.uids):
-                return Memo(snapshot, seen, found, held, last.devices)
-    if held is None:
-        held = _held(snapshot, found, devices)
-    pod_of, each = None if found.shown is None else found.shown.get, list[HeldDevice]()
+            holders = last.holders
+            if last.facts is facts and pods.pods_of(facts.uids) == previous.pods_of(facts.uids):
+                return Memo(snapshot, facts, pods, holders, last.devices)
+    if holders is None:
+        holders = _holders(snapshot, pods, devices)
+    pod_of, held = None if pods.by_uid is None else pods.by_uid.get, list[HeldDevice]()
     for device in devices:
-        evidence = observe(device, held.holders.get(device.uuid, ()), pod_of)
-        each.append(HeldDevice(evidence.holders, evidence.conflict, rows_of(device, evidence.holders)))
-    return Memo(snapshot, seen, found, held, tuple(each))
+        all_holders, conflict = add_observed(device, holders.by_uuid.get(device.uuid, ()), pod_of)
+        held.append(HeldDevice(all_holders, conflict, owners_of(device, all_holders)))
+    return Memo(snapshot, facts, pods, holders, tuple(held))
 
 
-def _held(snapshot: Allocations, found: Resolved, devices: Sequence[Device]) -> HeldDevices:
-    return hold(snapshot, devices, found.pods, found.dra, over=found.over, admin=found.admin)
+def _holders(snapshot: Allocations, pods: ResolvedPods, devices: Sequence[Device]) -> SnapshotHolders:
+    return holders_by_snapshot(snapshot, devices, pods.pods, pods.dra, ended=pods.ended, admin=pods.admin)
 
 
 def _events(
-    events: Sequence[Event], uuid: str, tick: _Then, earlier: Mapping[int | None, _Then]
+    events: Sequence[Event], uuid: str, at_tick: _HoldersThen, at_events: Mapping[int | None, _HoldersThen]
 ) -> tuple[AttributedEvent, ...]:
-    """The events of a device, each with its own holders and attribution if these are not the tick's."""
-    held, found = tick.holders.get(uuid, ()), []
+    """The events of a device. An event has holders and an attribution of its own only if these are not the tick's."""
+    tick_holders, attributed = at_tick.by_uuid.get(uuid, ()), []
     for event in events:
-        then = earlier.get(event.allocations_seq, tick)
-        holders = then.holders.get(uuid, ())
-        same = _identities(holders) == _identities(held)
-        own = None if same else holders, None if then.attribution == tick.attribution else then.attribution
-        found.append(AttributedEvent(event.kind, event.code, event.ts_ms, event.allocations_seq, *own))
-    return tuple(found)
+        then = at_events.get(event.allocations_seq, at_tick)
+        holders = then.by_uuid.get(uuid, ())
+        attributed.append(
+            AttributedEvent(
+                event.kind,
+                event.code,
+                event.ts_ms,
+                event.allocations_seq,
+                None if _identities(holders) == _identities(tick_holders) else holders,
+                None if then.attribution == at_tick.attribution else then.attribution,
+            )
+        )
+    return tuple(attributed)
 
 
 def _identities(holders: Sequence[Holder]) -> list[tuple[str, str, str | None, str | None]]:
-    return [(one.namespace, one.pod, one.pod_uid, one.container) for one in holders]
+    return [(holder.namespace, holder.pod, holder.pod_uid, holder.container) for holder in holders]

@@ -1,13 +1,12 @@
 """The attribution stream: ticks join the snapshot that they name and the workload that owns each GPU.
 
 In: gpu.samples, gpu.allocations, gpu.workloads. Out: gpu.attributed, in the partition that the sample came from.
-State: one :class:`~streams.attribution.join.NodeState` a node, by partition, read from the allocations and workloads
+State: one :class:`~streams.attribution.join.NodeState` per node, by partition, read from the allocations and workloads
 themselves; the slots of the pending ticks; the watermark of each partition.
 On failure: what can't be decoded or sent goes to gpu.dead-letters; an output that is not acknowledged ends the process.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter, defaultdict, deque
@@ -20,6 +19,7 @@ import msgspec
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
+from delivery.tasks import set_within
 from streams.app import ReaderApp
 from streams.attribution import join
 from streams.attribution.log_time import Watermark
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 SAMPLES, ALLOCATIONS, WORKLOADS = "gpu.samples", "gpu.allocations", "gpu.workloads"
 OUTPUT = "gpu.attributed"
 
-_LOOK_EVERY_S = 0.2
+_WATCH_EVERY_S = 0.2
 _ASK_AHEAD_MS = 1_100
 _ASK_AHEAD_EVERY_S = 0.25
 _FORGET_AFTER_MS = 48 * 3_600_000
@@ -86,8 +86,9 @@ class Attribution(Stream[AttributionSettings]):
 
 
 class Joiner:
-    """Carries out the join: gives it its records, sends what it lets go, and finishes what is acknowledged.
-    Records of a node are joined and sent under one lock, so that its outputs keep their order whatever is awaited."""
+    """Carries out the join: passes it the records, sends the ticks that it releases, and finishes the samples whose
+    ticks are acknowledged. Records are joined and sent under one lock, so that a node's outputs keep their order
+    whatever is awaited."""
 
     app: ReaderApp
 
@@ -97,13 +98,13 @@ class Joiner:
         self._instruments, self._grace_s, self._clock = instruments, grace_s, clock
         self._housekeeping = Housekeeping(instruments, stage="attribution", partitions=partitions)
         self._states: dict[int, dict[bytes, join.NodeState]] = defaultdict(dict)
-        self._pending: dict[int, dict[bytes, None]] = defaultdict(dict)
+        self._waiting_nodes: dict[int, dict[bytes, None]] = defaultdict(dict)  # those with pending ticks, in order
         self._slots: dict[tuple[int, int], tuple[Slot, Any]] = {}
-        self._asked: dict[int, deque[tuple[float, int]]] = defaultdict(deque)
+        self._allocations_ends: dict[int, deque[tuple[float, int]]] = defaultdict(deque)  # asked_s and offset
         self._watermarks: dict[int, Watermark] = defaultdict(Watermark)
         self._wake = asyncio.Event()
         self._asked_ahead_s = float("-inf")
-        self._heard_ms: dict[int, dict[bytes, int]] = defaultdict(dict)
+        self._last_logged_ms: dict[int, dict[bytes, int]] = defaultdict(dict)
         self._forgot_ms = 0
         self._lock = asyncio.Lock()
         self._encoder = msgspec.json.Encoder()
@@ -113,77 +114,77 @@ class Joiner:
     # -- records
 
     async def handle(self, batch: Batch) -> None:
-        """Join a batch of one partition. Nothing is raised: a fault here ends the process."""
+        """Join a batch of one partition. Raises nothing: a failure here ends the process."""
         try:
             async with self._lock:
                 for slot, record in batch:
                     if not self.app.is_current(slot):
                         return
-                    await self._take(slot, record)
-                if batch and batch[0][0].tp.topic == WORKLOADS and self._pending.get(batch[0][0].tp.partition):
+                    await self._handle_record(slot, record)
+                if batch and batch[0][0].tp.topic == WORKLOADS and self._waiting_nodes.get(batch[0][0].tp.partition):
                     self._wake.set()
         except Exception as error:
             log.exception("the join failed")
             self.app.fail(f"the join failed: {error!r}")
 
-    async def _take(self, slot: Slot, record: Any) -> None:
-        """Decode a record, and give it to the join of its node. If it has no log time, it has the time of reading."""
+    async def _handle_record(self, slot: Slot, record: Any) -> None:
+        """Decode a record, and pass it to the join of its node. Without a log time it gets the time of reading."""
         try:
             decoded = decode(slot.tp.topic, record.key, record.value)
         except Malformed as error:
             await self._housekeeping.dead_letter(self.app, slot, record, error.reason, str(error))
             return
-        partition, stamped, now_s = slot.tp.partition, record.timestamp, self._clock()
-        logged_ms: int = stamped if stamped is not None and stamped >= 0 else time.time_ns() // 1_000_000
+        partition, timestamp, now_s = slot.tp.partition, record.timestamp, self._clock()
+        logged_ms: int = timestamp if timestamp is not None and timestamp >= 0 else time.time_ns() // 1_000_000
         watermark = self._watermarks[partition]
         self._forget_old_nodes(partition, record.key, logged_ms)
         if isinstance(decoded, Sample):
             self._slots[partition, slot.offset] = (slot, record)
-            watermark.sample(slot.offset, logged_ms, now_s)
-            if watermark.asked:
-                watermark.reached(self._learned(WORKLOADS, partition))
+            watermark.sample_read(slot.offset, logged_ms, now_s)
+            if watermark.ends_ahead:
+                watermark.read_to(self._position(WORKLOADS, partition))
             tick = join.PendingTick(decoded, slot.offset, now_s, logged_ms, watermark.ms)
             await self._step(partition, record.key, tick)
-            if record.key in self._pending[partition]:
-                self._ask_for_workloads(partition, record.key, now_s)
+            if record.key in self._waiting_nodes[partition]:
+                self._ask_for_workloads_end(partition, record.key, now_s)
             if watermark.ms < logged_ms - _ASK_AHEAD_MS and now_s - self._asked_ahead_s > _ASK_AHEAD_EVERY_S:
                 self._asked_ahead_s = now_s  # asked for before a tick has to wait for it
                 self.app.ask_ends()
             return
         if isinstance(decoded, NodeWorkloads):
-            decoded_at = join.LoggedWorkloads(decoded, watermark.workloads(slot.offset, logged_ms))
-            await self._step(partition, record.key, decoded_at)
+            logged = join.LoggedWorkloads(decoded, watermark.workloads_read(slot.offset, logged_ms))
+            await self._step(partition, record.key, logged)
         else:
             await self._step(partition, record.key, decoded)
-            self._ask_for_workloads(partition, record.key, self._clock())
+            self._ask_for_workloads_end(partition, record.key, self._clock())
         self.app.finish(slot)
 
     def _forget_old_nodes(self, partition: int, key: bytes, logged_ms: int) -> None:
-        """Forget, now and then, the nodes that no record was about for longer than any sample is kept."""
-        self._heard_ms[partition][key] = logged_ms
+        """Now and then, forget the nodes without a record for longer than any sample is kept."""
+        self._last_logged_ms[partition][key] = logged_ms
         if logged_ms - self._forgot_ms < _FORGET_EVERY_MS:
             return
         self._forgot_ms = logged_ms
-        for number, nodes in self._heard_ms.items():
-            for gone in [node for node, heard_ms in nodes.items() if logged_ms - heard_ms > _FORGET_AFTER_MS]:
-                if gone not in self._pending[number]:
-                    del nodes[gone]
-                    self._states[number].pop(gone, None)
+        for number, nodes in self._last_logged_ms.items():
+            for old in [node for node, last_ms in nodes.items() if logged_ms - last_ms > _FORGET_AFTER_MS]:
+                if old not in self._waiting_nodes[number]:
+                    del nodes[old]
+                    self._states[number].pop(old, None)
 
     async def _step(self, partition: int, key: bytes, record: join.Record) -> None:
-        """The next state of a node; the ticks that it lets go are sent."""
+        """Take a node to its next state, and send the ticks that the join releases."""
         states = self._states[partition]
         state = states.get(key)
         if state is None:
             self._housekeeping.check_place(partition, key)
             state = join.NEW
-        states[key], joined = join.step(state, record, self._grace_s)
+        states[key], released = join.step(state, record, self._grace_s)
         if states[key].pending:
-            self._pending[partition][key] = None
+            self._waiting_nodes[partition][key] = None
         elif state.pending:
-            self._pending[partition].pop(key, None)
-        for one in joined:
-            sample, unknown_ids = one.sample, one.unknown_ids
+            self._waiting_nodes[partition].pop(key, None)
+        for joined in released:
+            sample, unknown_ids = joined.sample, joined.unknown_ids
             slot, read = self._slots.pop((partition, sample.offset), (None, None))
             if slot is None or not self.app.is_current(slot):
                 continue
@@ -195,9 +196,9 @@ class Joiner:
             sent.add_done_callback(partial(self._on_acknowledged, slot, read, sample.attribution))
 
     def _on_acknowledged(self, slot: Slot, record: Any, attribution: str, sent: "asyncio.Future[int]") -> None:
-        """The broker has a tick, or it never will: then it is a dead letter."""
+        """The broker has taken a tick: finish its sample. If it can never take it, the sample is a dead letter."""
 
-        def written(writing: "asyncio.Task[None]") -> None:
+        def on_letter_written(writing: "asyncio.Task[None]") -> None:
             self._letters.discard(writing)
             if not writing.cancelled() and writing.exception() is not None:
                 self.app.fail(f"no dead letter could be written: {writing.exception()!r}")
@@ -209,7 +210,7 @@ class Joiner:
             letter = self._housekeeping.dead_letter(self.app, slot, record, "unsendable", str(error))
             writing = asyncio.ensure_future(letter)
             self._letters.add(writing)
-            writing.add_done_callback(written)
+            writing.add_done_callback(on_letter_written)
         elif error is not None:
             self.app.fail(f"{slot.tp} offset {slot.offset}: output not acknowledged: {error!r}")
         elif self.app.is_current(slot):
@@ -219,39 +220,38 @@ class Joiner:
     # -- time
 
     async def watch(self) -> None:
-        """Let go, again and again, what waits for time to pass or for the end of a state partition. Never returns."""
+        """Check the pending ticks again and again, at once if something has changed. Never returns."""
         while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), _LOOK_EVERY_S)
+            await set_within(self._wake, _WATCH_EVERY_S)
             self._wake.clear()
             await self.check_pending()
 
     async def check_pending(self) -> None:
-        """Let go the ticks that have waited long enough, and ask the broker for what the others wait for.
-        The newest end of the allocations counts that was asked for and has been read to."""
+        """Tell the join how far the state has been read, and ask the broker for the ends that pending ticks need.
+        Of the ends of the allocations that have been reached, the one counts that was asked for last."""
         async with self._lock:
-            for partition in list(self._pending):
-                asked_s, asked, watermark = None, self._asked[partition], self._watermarks[partition]
-                read = self._learned(ALLOCATIONS, partition)
-                while asked and read >= asked[0][1]:
-                    asked_s = asked.popleft()[0]
-                watermark.reached(self._learned(WORKLOADS, partition))
+            for partition in list(self._waiting_nodes):
+                asked_s, ends, watermark = None, self._allocations_ends[partition], self._watermarks[partition]
+                position = self._position(ALLOCATIONS, partition)
+                while ends and position >= ends[0][1]:
+                    asked_s = ends.popleft()[0]
+                watermark.read_to(self._position(WORKLOADS, partition))
                 now_s = self._clock()
-                for key in list(self._pending[partition]):
-                    if asked_s is not None and key in self._pending[partition]:
+                for key in list(self._waiting_nodes[partition]):
+                    if asked_s is not None and key in self._waiting_nodes[partition]:
                         await self._step(partition, key, join.AllocationsRead(asked_s))
-                    wanted_ms = self._state(partition, key).wanted_ms
-                    if wanted_ms is not None and watermark.ms >= wanted_ms:
+                    needed_ms = self._state(partition, key).needed_ms
+                    if needed_ms is not None and watermark.ms >= needed_ms:
                         await self._step(partition, key, join.WatermarkRaised(watermark.ms))
-                    self._ask_for_workloads(partition, key, now_s)
-                    if join.wants_end(self._state(partition, key), now_s, self._grace_s):
+                    self._ask_for_workloads_end(partition, key, now_s)
+                    if join.needs_end(self._state(partition, key), now_s, self._grace_s):
                         self.app.ask_ends()
         self.observe()
 
     def observe(self) -> None:
         """Set the metrics that follow from the state."""
         gauge = self._instruments.gauge
-        pending = sum(len(self._states[p][key].pending) for p, keys in self._pending.items() for key in keys)
+        pending = sum(len(self._states[p][key].pending) for p, keys in self._waiting_nodes.items() for key in keys)
         gauge("gpustream_attribution_pending_ticks").set(pending)
         for attribution, ticks in self._attributed.items():
             self._instruments.counter("gpustream_attribution_ticks_total", attribution).inc(ticks)
@@ -263,13 +263,13 @@ class Joiner:
         gauge("gpustream_attribution_nodes").set(sum(len(states) for states in self._states.values()))
         self._housekeeping.observe(self.app.reader)
 
-    def _ask_for_workloads(self, partition: int, key: bytes, now_s: float) -> None:
-        """Ask where the workloads end, as soon as the answer lets a node's first pending tick go."""
-        wanted_ms = self._state(partition, key).wanted_ms
-        if wanted_ms is not None and self._watermarks[partition].if_asked_at(now_s) >= wanted_ms:
+    def _ask_for_workloads_end(self, partition: int, key: bytes, now_s: float) -> None:
+        """Ask where the workloads end, as soon as the answer would release a node's first pending tick."""
+        needed_ms = self._state(partition, key).needed_ms
+        if needed_ms is not None and self._watermarks[partition].if_end_asked_at(now_s) >= needed_ms:
             self.app.ask_ends()
 
-    def _learned(self, topic: str, partition: int) -> int:
+    def _position(self, topic: str, partition: int) -> int:
         return self.app.reader.ledger.position(Partition(topic, partition)) or 0
 
     def _state(self, partition: int, key: bytes) -> join.NodeState:
@@ -280,22 +280,22 @@ class Joiner:
     def forget(self) -> None:
         """Drop the pending ticks: they are read again."""
         self._slots.clear()
-        self._asked.clear()
+        self._allocations_ends.clear()
         for watermark in self._watermarks.values():
             watermark.forget()
-        for partition, pending in self._pending.items():
-            for key in pending:
+        for partition, keys in self._waiting_nodes.items():
+            for key in keys:
                 self._states[partition][key], _ = join.step(self._states[partition][key], join.Forget(), self._grace_s)
-        self._pending.clear()
+        self._waiting_nodes.clear()
 
     def drop(self, partitions: frozenset[int]) -> None:
         for partition in partitions:
             self._states.pop(partition, None)
-            self._heard_ms.pop(partition, None)
+            self._last_logged_ms.pop(partition, None)
             self._watermarks.pop(partition, None)
 
     def committed(self, offsets: Mapping[Partition, int]) -> None:
-        """Forget what only finished samples could ask for."""
+        """Forget what only finished samples could need."""
         for tp, offset in offsets.items():
             states = self._states[tp.partition]
             for key, state in states.items():
@@ -305,14 +305,14 @@ class Joiner:
     def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:
         lags: dict[str, int] = defaultdict(int)
         for tp, end in ends.items():
-            learned = self.app.reader.ledger.position(tp)
-            lags[tp.topic] += max(0, end - learned) if learned is not None else 0
-            if tp.topic == ALLOCATIONS and self._pending.get(tp.partition):
-                self._asked[tp.partition].append((asked_s, end))
+            position = self.app.reader.ledger.position(tp)
+            lags[tp.topic] += max(0, end - position) if position is not None else 0
+            if tp.topic == ALLOCATIONS and self._waiting_nodes.get(tp.partition):
+                self._allocations_ends[tp.partition].append((asked_s, end))
             if tp.topic == WORKLOADS and (samples_end := ends.get(Partition(SAMPLES, tp.partition))) is not None:
-                self._watermarks[tp.partition].ends(asked_s, end, samples_end)
-                self._watermarks[tp.partition].reached(self._learned(WORKLOADS, tp.partition))
-        if any(self._pending.values()):
+                self._watermarks[tp.partition].add_ends(asked_s, end, samples_end)
+                self._watermarks[tp.partition].read_to(self._position(WORKLOADS, tp.partition))
+        if any(self._waiting_nodes.values()):
             self._wake.set()
         for topic, lag in lags.items():
             self._instruments.gauge("gpustream_attribution_lag_records", topic).set(lag)

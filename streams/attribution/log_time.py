@@ -14,10 +14,10 @@ lacks a pod waits longer: until a record with the pod is read, or the watermark 
 
 Which pod a name or a process means:
 
-- A node of which no record was logged by T - 2 s has no known pods. Its ticks wait for none.
-- If a process shows the uid of a pod of that name, it is that pod, whatever the time says.
-- A name that comes back in a snapshot after it was gone is a new pod. A pod that certainly ran before is meant only if
-  the records have no other pod of the name, and not its end.
+- A node without a record that was logged by T - 2 s has no known pods. Its ticks wait for none.
+- If a process has the uid of a pod of that name, it is that pod, whatever the time says.
+- A name that comes back in a snapshot after it was missing is a new pod. A pod that certainly ran before is meant only
+  if the records have no other pod of the name, and not its end.
 - A pod that ended long ago is not waited for, unless its name is new in the snapshot, or came back there
   after the end while others were listed.
 
@@ -32,27 +32,27 @@ from typing import NamedTuple
 
 import msgspec
 
-from streams.attribution.holders import is_static
-from streams.attribution.workloads import AsOf, DraKey, Knowledge, PodName, Until
+from streams.attribution.holders import is_static_pod
+from streams.attribution.workloads import AsOf, DraKey, KnownWorkloads, PodName, ValidUntil
 from topics.allocations import Allocations, Claim
 from topics.workloads import Pod, UnwellDevice
 
-HORIZON_MS = 2_000  # records count that are logged so long before a tick; or after it, if the tick lacks its pod
+HORIZON_MS = 2_000  # records count that are logged this long before a tick; or after it, if the tick lacks its pod
 LEADERS_APART_MS = 500  # by how much the clock of the workloads' leader may be behind that of the samples'
-NEW_MS = 10_000  # for how long a name is new in the snapshots of its node: the API server has a pod much sooner
-_GONE_MS = 300_000  # so long it is remembered that a snapshot lacked a name: a start reads from further back
-_MOST_ASKED = 64
+NEW_MS = 10_000  # how long a name is new in the snapshots of its node: the API server has a pod much sooner
+_MISSING_MS = 300_000  # how long it is remembered that a snapshot lacked a name: a start reads from further back
+_MAX_ENDS = 64
 _replace = msgspec.structs.replace
 
 
 # -- how far the workloads have been read
 
 
-class _Asked(NamedTuple):
-    """An answer of the broker: when it was asked, where the workloads end, and where the samples had ended before."""
+class _EndsAnswer(NamedTuple):
+    """An answer of the broker: when it was asked, where the workloads end, and the previous end of the samples."""
 
-    at_s: float
-    end: int
+    asked_s: float
+    workloads_end: int
     samples_end: int
 
 
@@ -60,27 +60,27 @@ class Watermark:
     """The watermark of one partition, in ``ms``. It looks at no wall clock; three things raise it:
 
     - A record of gpu.workloads is read: all that were logged earlier have been read.
-    - An end of the workloads is reached that was asked of the broker: when it was asked, the broker's clock showed at
+    - An end of the workloads is reached that the broker was asked for: when it was asked, the broker's clock showed at
       least the log time of a sample that had been read, plus the seconds that had passed since.
-    - A sample is read that is older than such an end: it lies below an end of the samples that the broker had given
-      before it was asked for the end of the workloads. So one answer is enough for a backlog.
+    - A sample is read that is older than such an end: its offset is below an end of the samples that the broker had
+      given before it was asked for the end of the workloads. So one answer is enough for a backlog.
 
     The clocks are those of the two partitions' leaders. If they are more than half a second apart, a record may come
-    that was logged before the watermark. ``misordered`` counts these: a replay may join the ticks that went out before
-    in another way. The embedded broker keeps the producers' times: it is a broker whose clock is behind by as long as a
-    record is on its way.
+    that was logged before the watermark. ``misordered`` counts these records: a replay may join the earlier ticks in
+    another way. The embedded broker keeps the producers' times, so its clock is behind by the time that a record is on
+    its way.
     """
 
     def __init__(self) -> None:
         self.ms = float("-inf")
         self.misordered = 0
+        self.ends_ahead: deque[_EndsAnswer] = deque(maxlen=_MAX_ENDS)
         self._offset = self._newest_ms = -1
-        self._sample: tuple[int, float] | None = None
-        self.asked: deque[_Asked] = deque(maxlen=_MOST_ASKED)
+        self._last_sample: tuple[int, float] | None = None
         self._samples_end = self._backlog_end = 0
 
-    def workloads(self, offset: int, logged_ms: int) -> int:
-        """A record of the workloads was read. Returns its log time, never less than that of the one before."""
+    def workloads_read(self, offset: int, logged_ms: int) -> int:
+        """A record of the workloads was read. Returns its log time, never less than that of the previous record."""
         if offset > self._offset and logged_ms <= self.ms:
             self.misordered += 1
         self._offset = max(self._offset, offset)
@@ -88,33 +88,34 @@ class Watermark:
         self.ms = max(self.ms, self._newest_ms - 1)
         return self._newest_ms
 
-    def sample(self, offset: int, logged_ms: int, now_s: float) -> None:
-        self._sample = logged_ms, now_s
+    def sample_read(self, offset: int, logged_ms: int, now_s: float) -> None:
+        """A sample was read."""
+        self._last_sample = logged_ms, now_s
         if offset < self._backlog_end:
             self.ms = max(self.ms, logged_ms - LEADERS_APART_MS)
 
-    def ends(self, asked_s: float, workloads: int, samples: int) -> None:
-        """The broker has said where the partitions end. It gave its last answer before it was asked for this one."""
-        self.asked.append(_Asked(asked_s, workloads, self._samples_end))
-        self._samples_end = samples
+    def add_ends(self, asked_s: float, workloads_end: int, samples_end: int) -> None:
+        """The broker has reported the ends of the partitions. It gave its last answer before it was asked for this."""
+        self.ends_ahead.append(_EndsAnswer(asked_s, workloads_end, self._samples_end))
+        self._samples_end = samples_end
 
-    def reached(self, position: int) -> None:
+    def read_to(self, position: int) -> None:
         """The workloads have been read up to an offset."""
-        while self.asked and self.asked[0].end <= position:
-            asked = self.asked.popleft()
-            self._backlog_end = max(self._backlog_end, asked.samples_end)
-            self.ms = max(self.ms, self.if_asked_at(asked.at_s))
+        while self.ends_ahead and self.ends_ahead[0].workloads_end <= position:
+            reached = self.ends_ahead.popleft()
+            self._backlog_end = max(self._backlog_end, reached.samples_end)
+            self.ms = max(self.ms, self.if_end_asked_at(reached.asked_s))
 
-    def if_asked_at(self, asked_s: float) -> float:
-        """The watermark of a reader that has read to an end that was asked for at a time."""
-        if self._sample is None:
+    def if_end_asked_at(self, asked_s: float) -> float:
+        """The watermark, in ms, that follows from reading to an end of the workloads that was asked for at a time."""
+        if self._last_sample is None:
             return float("-inf")
-        logged_ms, read_s = self._sample
+        logged_ms, read_s = self._last_sample
         return logged_ms + (asked_s - read_s) * 1000 - LEADERS_APART_MS
 
     def forget(self) -> None:
         """Offsets may mean other records from now on. What was read stays read."""
-        self.asked.clear()
+        self.ends_ahead.clear()
         self._samples_end = self._backlog_end = 0
 
 
@@ -122,34 +123,36 @@ class Watermark:
 
 
 class Appeared(NamedTuple):
-    """When a name came into the snapshots, and when it had gone from them before, if it had.
+    """When a name came into the snapshots, and since when it was missing from them before, if it was.
 
-    ``beside_others``: the snapshot before had other names. A kubelet that starts again has none at first.
+    ``beside_others``: the previous snapshot had other names. A kubelet that has just started has none at first.
     """
 
     at_ms: int
-    gone_ms: int | None
+    missing_ms: int | None
     beside_others: bool = False
 
 
-class Listing(msgspec.Struct, frozen=True):
-    """A snapshot and the names in it; which of them appeared, and which others have gone of late, with the times; and
-    the uids that the kubelet says."""
+class IndexedSnapshot(msgspec.Struct, frozen=True):
+    """A snapshot and the names in it.
+
+    ``appeared`` has the names that came in lately, ``missing_ms`` the names that went lately and since when they are
+    missing. ``uids`` are those of the pods whose uid the kubelet reports.
+    """
 
     snapshot: Allocations
     names: frozenset[PodName]
     appeared: dict[PodName, Appeared] = {}
-    gone: dict[PodName, int] = {}
+    missing_ms: dict[PodName, int] = {}
     uids: frozenset[str] = frozenset()
 
     def new_at(self, ts_ms: int) -> dict[PodName, Appeared]:
-        """Which of the names are new at a time."""
-        return {name: at for name, at in self.appeared.items() if ts_ms - at.at_ms < NEW_MS}
+        """The names that are new at a time."""
+        return {name: appeared for name, appeared in self.appeared.items() if ts_ms - appeared.at_ms < NEW_MS}
 
 
-def listing(snapshot: Allocations, before: Listing | None) -> Listing:
-    """A snapshot that follows another one; None: it is the first that is known. What its containers have in common with
-    others is one object."""
+def index_snapshot(snapshot: Allocations, previous: IndexedSnapshot | None) -> IndexedSnapshot:
+    """A snapshot after the previous one; None: it is the first that is known. Equal strings become one object."""
     containers = [
         _replace(
             c, namespace=intern(c.namespace), container=intern(c.container), resource=c.resource and intern(c.resource)
@@ -159,160 +162,176 @@ def listing(snapshot: Allocations, before: Listing | None) -> Listing:
     snapshot = _replace(snapshot, containers=tuple(containers))
     names = frozenset([(c.namespace, c.pod) for c in snapshot.containers])
     uids = frozenset([c.pod_uid for c in snapshot.containers if c.pod_uid])
-    if before is None:
-        return Listing(snapshot, names, uids=uids)
+    if previous is None:
+        return IndexedSnapshot(snapshot, names, uids=uids)
     ts_ms = snapshot.ts_ms
-    appeared = {name: at for name, at in before.appeared.items() if name in names and ts_ms - at.at_ms < _GONE_MS}
-    appeared |= {name: Appeared(ts_ms, before.gone.get(name), bool(before.names)) for name in names - before.names}
-    gone = {name: at_ms for name, at_ms in before.gone.items() if name not in names and ts_ms - at_ms < _GONE_MS}
-    gone |= dict.fromkeys(before.names - names, ts_ms)
-    return Listing(snapshot, names, appeared, gone, uids)
+    appeared = {
+        name: entry for name, entry in previous.appeared.items() if name in names and ts_ms - entry.at_ms < _MISSING_MS
+    }
+    for name in names - previous.names:
+        appeared[name] = Appeared(ts_ms, previous.missing_ms.get(name), bool(previous.names))
+    missing_ms = {
+        name: since_ms
+        for name, since_ms in previous.missing_ms.items()
+        if name not in names and ts_ms - since_ms < _MISSING_MS
+    }
+    missing_ms |= dict.fromkeys(previous.names - names, ts_ms)
+    return IndexedSnapshot(snapshot, names, appeared, missing_ms, uids)
 
 
 # -- which pods
 
 
-class When(NamedTuple):
-    """The time that is asked for, when the tick was logged, and the watermark."""
+class LookupTime(NamedTuple):
+    """The time of which pods are looked up, the log time of the tick, and the watermark."""
 
     ts_ms: int
     logged_ms: int
     watermark_ms: float
 
 
-class NotYet(NamedTuple):
-    """The watermark has to reach this log time first."""
+class Unresolved(NamedTuple):
+    """The pods are not known yet: the watermark has to reach this log time first."""
 
     watermark_ms: int
 
 
-class Lasting(NamedTuple):
-    """What an answer rests on, and until when it is the answer for later ticks, too."""
+class Validity(NamedTuple):
+    """What an answer was made of, and until when it is the answer for later ticks, too."""
 
-    knowledge: Knowledge
-    listing: Listing
-    when: When
-    until: Until
+    workloads: KnownWorkloads
+    snapshot: IndexedSnapshot
+    time: LookupTime
+    until: ValidUntil
 
 
-class Resolved(NamedTuple):
+class ResolvedPods(NamedTuple):
     """The pods of a tick, and its node.
 
-    ``pods`` has those that the snapshot names; None: no record has that pod. ``over`` has the names of pods that ended
-    long before and hold nothing; they are not in ``pods``. ``shown`` has the pods of the uids that processes show;
-    None: nothing is known of the node's pods.
+    ``pods`` has the pods that the snapshot names; None: no record has that pod. ``ended`` has the names of pods that
+    ended long before and hold nothing; they are not in ``pods``. ``by_uid`` has the pods of the uids that the snapshot
+    or processes show; None: nothing is known of the node's pods.
     """
 
     pods: Mapping[PodName, Pod | None]
-    over: frozenset[PodName]
-    shown: Mapping[str, Pod | None] | None
+    ended: frozenset[PodName]
+    by_uid: Mapping[str, Pod | None] | None
     node_labels: dict[str, str]
     dra: Mapping[DraKey, str]
     admin: frozenset[Claim]
     unwell: tuple[UnwellDevice, ...] = ()
-    lasting: Lasting | None = None
+    validity: Validity | None = None
 
-    def shows(self, uids: Iterable[str]) -> list[Pod | None] | None:
+    def pods_of(self, uids: Iterable[str]) -> list[Pod | None] | None:
         """The pods of uids that processes show; None: nothing is known of the node's pods."""
-        return None if self.shown is None else [self.shown.get(uid) for uid in uids]
+        return None if self.by_uid is None else [self.by_uid.get(uid) for uid in uids]
 
-    def lasts(self, knowledge: Knowledge | None, listed: Listing | None, uids: AbstractSet[str], when: When) -> bool:
+    def is_valid_for(
+        self,
+        workloads: KnownWorkloads | None,
+        snapshot: IndexedSnapshot | None,
+        uids: AbstractSet[str],
+        time: LookupTime,
+    ) -> bool:
         """Whether it is the answer for a later tick, too, without a look at any pod."""
-        if self.lasting is None or self.shown is None or not uids <= self.shown.keys():
+        if self.validity is None or self.by_uid is None or not uids <= self.by_uid.keys():
             return False
-        known, named, asked, until = self.lasting
+        known, indexed, since, until = self.validity
         return (
-            known is knowledge
-            and named is listed
-            and asked.ts_ms <= when.ts_ms < until.ts_ms
-            and asked.logged_ms <= when.logged_ms < until.logged_ms
+            known is workloads
+            and indexed is snapshot
+            and since.ts_ms <= time.ts_ms < until.ts_ms
+            and since.logged_ms <= time.logged_ms < until.logged_ms
         )
 
 
-_NOTHING = Resolved({}, frozenset(), None, {}, {}, frozenset())
+_NO_PODS_KNOWN = ResolvedPods({}, frozenset(), None, {}, {}, frozenset())
 
 
 def resolve(
-    knowledge: Knowledge | None,
-    listed: Listing | None,
+    workloads: KnownWorkloads | None,
+    snapshot: IndexedSnapshot | None,
     uids: AbstractSet[str],
-    when: When,
-    last: Resolved | None = None,
-) -> Resolved | NotYet:
-    """The pods that a snapshot names, by their uids if it has them, and those of the uids that processes show.
-    ``last`` is an earlier answer."""
-    ts_ms, since_ms = when.ts_ms, when.logged_ms - HORIZON_MS
-    if when.watermark_ms < since_ms:
-        return NotYet(since_ms)
-    if last is not None and last.lasts(knowledge, listed, uids, when):
+    time: LookupTime,
+    last: ResolvedPods | None = None,
+) -> ResolvedPods | Unresolved:
+    """The pods that a snapshot names, by their uids if it has them, and the pods of the uids that processes show.
+    ``last`` is an earlier answer, which is returned as long as it is valid."""
+    ts_ms, known_by_ms = time.ts_ms, time.logged_ms - HORIZON_MS
+    if time.watermark_ms < known_by_ms:
+        return Unresolved(known_by_ms)
+    if last is not None and last.is_valid_for(workloads, snapshot, uids, time):
         return last
-    known = knowledge.as_of(since_ms) if knowledge else None
-    if knowledge is None or known is None:
-        return _NOTHING
-    if listed is None:
-        return Resolved({}, frozenset(), {}, *known.node_at(ts_ms))
-    new, uids = listed.new_at(ts_ms), uids | listed.uids
-    by_time = {name: _pod_at(known, name, new.get(name), ts_ms) for name in listed.names}
+    as_of = workloads.as_of(known_by_ms) if workloads else None
+    if workloads is None or as_of is None:
+        return _NO_PODS_KNOWN
+    if snapshot is None:
+        return ResolvedPods({}, frozenset(), {}, *as_of.node_at(ts_ms))
+    new, uids = snapshot.new_at(ts_ms), uids | snapshot.uids
+    by_time = {name: _pod_at(as_of, name, new.get(name), ts_ms) for name in snapshot.names}
     pods = {name: pod for name, pod in by_time.items() if pod is not None}
-    shown = {pod.uid: pod for pod in pods.values()}
-    if len(pods) < len(by_time) or not uids <= shown.keys():
-        return _search(known, by_time, listed, uids, when)
-    same = known.same_until(pods, ts_ms)
-    lasting = Lasting(knowledge, listed, when, Until(same.ts_ms, same.logged_ms + HORIZON_MS))
-    return Resolved(pods, frozenset(), shown, *known.node_at(ts_ms), lasting)
+    by_uid = {pod.uid: pod for pod in pods.values()}
+    if len(pods) < len(by_time) or not uids <= by_uid.keys():
+        return _resolve_missing(as_of, by_time, snapshot, uids, time)
+    until = as_of.valid_until(pods, ts_ms)
+    validity = Validity(workloads, snapshot, time, ValidUntil(until.ts_ms, until.logged_ms + HORIZON_MS))
+    return ResolvedPods(pods, frozenset(), by_uid, *as_of.node_at(ts_ms), validity)
 
 
-def _search(
-    known: AsOf,
+def _resolve_missing(
+    as_of: AsOf,
     by_time: Mapping[PodName, Pod | None],
-    listed: Listing,
+    snapshot: IndexedSnapshot,
     uids: AbstractSet[str],
-    when: When,
-) -> Resolved | NotYet:
-    """The pods of a tick whose time does not give them all: processes may show them, or records that came later."""
-    knowledge, ts_ms, since_ms, until_ms = known.known, when.ts_ms, known.logged_ms, when.logged_ms + HORIZON_MS
-    new = listed.new_at(ts_ms)
-    beside_others = {name: at for name, at in listed.appeared.items() if at.beside_others}
-    gone_ms = {name: at.gone_ms for name, at in beside_others.items() if ts_ms - at.at_ms < _GONE_MS}
-    by_uid, may_come = _pods_of(known, uids - {pod.uid for pod in by_time.values() if pod}, ts_ms, until_ms)
-    pods, over, lacking = dict(by_time), set[PodName](), set[PodName]()
+    time: LookupTime,
+) -> ResolvedPods | Unresolved:
+    """The pods of a tick if its time does not give them all: processes may show them, or records that came later."""
+    workloads, ts_ms, until_ms = as_of.workloads, time.ts_ms, time.logged_ms + HORIZON_MS
+    new = snapshot.new_at(ts_ms)
+    missing_ms = {
+        name: appeared.missing_ms
+        for name, appeared in snapshot.appeared.items()
+        if appeared.beside_others and ts_ms - appeared.at_ms < _MISSING_MS
+    }
+    by_uid, may_come = _pods_of(as_of, uids - {pod.uid for pod in by_time.values() if pod}, ts_ms, until_ms)
+    pods, ended, unknown = dict(by_time), set[PodName](), set[PodName]()
     for pod in sorted([pod for pod in by_uid.values() if pod], key=lambda pod: (pod.started_ms or 0, pod.uid)):
         name = (pod.namespace, pod.name)
-        if name in by_time and ((by_then := by_time[name]) is None or by_then.uid not in uids):
+        if name in by_time and ((pod_then := by_time[name]) is None or pod_then.uid not in uids):
             pods[name] = pod
-    for name in [name for name, found in pods.items() if found is None]:
-        if name not in new and known.is_over(name, ts_ms, gone_ms.get(name)):
-            over.add(name)
+    for name in [name for name, pod in pods.items() if pod is None]:
+        if name not in new and as_of.has_ended(name, ts_ms, missing_ms.get(name)):
+            ended.add(name)
             continue
-        later = [AsOf(knowledge, logged_ms) for logged_ms in knowledge.changes_ms(name, since_ms, until_ms)]
-        pods[name] = next((first for then in later if (first := _pod_at(then, name, new.get(name), ts_ms))), None)
+        views = [AsOf(workloads, ms) for ms in workloads.changes_ms(name, as_of.logged_ms, until_ms)]
+        pods[name] = next((later for view in views if (later := _pod_at(view, name, new.get(name), ts_ms))), None)
         if pods[name] is None:
-            lacking.add(name)
-    if when.watermark_ms < until_ms and (lacking or may_come):
-        return NotYet(until_ms)
-    for name in lacking:
-        pods[name] = known.pod_at(name, ts_ms, new[name].at_ms if name in new else None)
-        if pods[name] is None and known.is_over(name, ts_ms, gone_ms.get(name)):
-            over.add(name)
-    pods = {name: found for name, found in pods.items() if name not in over}
-    shown = by_uid | {found.uid: found for found in pods.values() if found}
-    return Resolved(pods, frozenset(over), shown, *known.node_at(ts_ms))
+            unknown.add(name)
+    if time.watermark_ms < until_ms and (unknown or may_come):
+        return Unresolved(until_ms)
+    for name in unknown:
+        pods[name] = as_of.pod_at(name, ts_ms, new[name].at_ms if name in new else None)
+        if pods[name] is None and as_of.has_ended(name, ts_ms, missing_ms.get(name)):
+            ended.add(name)
+    pods = {name: pod for name, pod in pods.items() if name not in ended}
+    by_uid |= {pod.uid: pod for pod in pods.values() if pod}
+    return ResolvedPods(pods, frozenset(ended), by_uid, *as_of.node_at(ts_ms))
 
 
-def _pods_of(known: AsOf, uids: AbstractSet[str], ts_ms: int, until_ms: int) -> tuple[dict[str, Pod | None], bool]:
-    """The pods of uids, each as the first record says that counts and has it; and whether such a record may yet come.
+def _pods_of(as_of: AsOf, uids: AbstractSet[str], ts_ms: int, until_ms: int) -> tuple[dict[str, Pod | None], bool]:
+    """The pods of uids, each as in the first record that counts and has it; and whether such a record may yet come.
     No record ever has the uid that the processes of a static pod show."""
     pods: dict[str, Pod | None] = {}
     may_come = False
     for uid in uids:
-        history = known.known.history_of(uid)
+        history = as_of.workloads.history_of(uid)
         if history is not None and history[0][0] <= until_ms:
-            pods[uid] = AsOf(known.known, max(history[0][0], known.logged_ms)).pod_of(uid, ts_ms)
+            pods[uid] = AsOf(as_of.workloads, max(history[0][0], as_of.logged_ms)).pod_of(uid, ts_ms)
         else:
             pods[uid] = None
-            may_come |= not is_static(uid)
+            may_come |= not is_static_pod(uid)
     return pods, may_come
 
 
-def _pod_at(known: AsOf, name: PodName, new: Appeared | None, ts_ms: int) -> Pod | None:
-    return known.pod_at(name, ts_ms) if new is None else known.new_pod_at(name, ts_ms, new.gone_ms)
+def _pod_at(as_of: AsOf, name: PodName, new: Appeared | None, ts_ms: int) -> Pod | None:
+    return as_of.pod_at(name, ts_ms) if new is None else as_of.new_pod_at(name, ts_ms, new.missing_ms)

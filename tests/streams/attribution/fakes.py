@@ -188,7 +188,7 @@ class FakeApp(LedgerApp):
 @contextlib.asynccontextmanager
 async def looking(app: FakeApp, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """The joiner looks at the clock again and again, without pause."""
-    monkeypatch.setattr(component, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(component, "_WATCH_EVERY_S", 0.0)
     task = asyncio.create_task(app.joiner.watch())
     yield
     task.cancel()

@@ -31,7 +31,7 @@ class Reading:
         self.at = {"samples": self.committed, "allocations": 0, "workloads": 0}
         self.asked: list[tuple[float, int]] = []
         self.read_s = float("-inf")
-        self.impatient: dict[str, bool] = defaultdict(bool)
+        self.skip_grace: dict[str, bool] = defaultdict(bool)
         self.watermark = Watermark()
         self._new_epoch()
         self.workloads(len(self.story.logs.workloads))
@@ -59,7 +59,7 @@ class Reading:
             if self.story.allocated_s[self.at["allocations"]] > self.now_s:
                 return
             self.at["allocations"] += 1
-            self.impatient[record.node] = False
+            self.skip_grace[record.node] = False
             self._step(record.node, record)
 
     def workloads(self, amount: int) -> None:
@@ -69,7 +69,7 @@ class Reading:
             if self.story.told_s[offset] > self.now_s:
                 return
             self.at["workloads"] += 1
-            logged_ms = self.watermark.workloads(offset, self.story.logs.told_ms[offset])
+            logged_ms = self.watermark.workloads_read(offset, self.story.logs.told_ms[offset])
             self._step(record.node, join.LoggedWorkloads(record, logged_ms))
 
     def samples(self, amount: int) -> None:
@@ -81,20 +81,20 @@ class Reading:
             self.at["samples"] += 1
             self.reads[offset] = self.now_s
             logged_ms = self.story.logs.sampled_ms[offset]
-            self.watermark.sample(offset, logged_ms, self.now_s)
+            self.watermark.sample_read(offset, logged_ms, self.now_s)
             self._step(sample.node, join.PendingTick(sample, offset, self.now_s, logged_ms, self.watermark.ms))
 
     def ask(self, _: int) -> None:
         """The broker is asked where the partitions end."""
         self.asked.append((self.now_s, self._end(self.story.allocated_s)))
-        self.watermark.ends(self.now_s, self._end(self.story.told_s), self._end(self.story.sampled_s))
+        self.watermark.add_ends(self.now_s, self._end(self.story.told_s), self._end(self.story.sampled_s))
 
     def _end(self, written_s: list[float]) -> int:
         return sum(at_s <= self.now_s for at_s in written_s)
 
     def read(self, _: int) -> None:
         """The allocations or the workloads have been read to an end that was asked for."""
-        self.watermark.reached(self.at["workloads"])
+        self.watermark.read_to(self.at["workloads"])
         for node in self.story.logs.runs:
             self._step(node, join.WatermarkRaised(self.watermark.ms))
         reached = [asked_s for asked_s, end in self.asked if self.at["allocations"] >= end]
@@ -140,7 +140,7 @@ class Reading:
 
     def _step(self, node: str, record: join.Record) -> None:
         if isinstance(record, join.PendingTick):
-            self.impatient[node] |= len(self.states[node].pending) >= join.MAX_PENDING
+            self.skip_grace[node] |= len(self.states[node].pending) >= join.MAX_PENDING
         self.states[node], joined = join.step(self.states[node], record, GRACE_S)
         for one in joined:
             self._check(node, one.sample.offset)
@@ -154,9 +154,9 @@ class Reading:
         self.released[node].append(offset)
         sample = self.story.logs.samples[offset]
         if sample.allocations_seq is not None and not self._arrived(sample):
-            wait_s = 0.0 if self.impatient[node] else GRACE_S
+            wait_s = 0.0 if self.skip_grace[node] else GRACE_S
             assert self.read_s >= self.reads[offset] + wait_s, "given up too early"
-            self.impatient[node] = True
+            self.skip_grace[node] = True
 
     def _arrived(self, sample: Sample) -> bool:
         named = (sample.node, sample.run_id, sample.allocations_seq)

@@ -69,7 +69,7 @@ def test_another_snapshot_with_the_same_holder_says_nothing_more() -> None:
 def test_a_tick_waits_for_the_snapshots_of_its_events_and_goes_on_without_those_that_never_come() -> None:
     state, out = run(join.NEW, PODS, NEW, read(CHANGED, 0))
     assert out == []
-    assert join.wants_end(state, GRACE_S, GRACE_S)
+    assert join.needs_end(state, GRACE_S, GRACE_S)
 
     _, (in_time,) = run(state, OLD)
     assert pods_of(events_of(in_time)[0]) == [("old", "uid-old")]

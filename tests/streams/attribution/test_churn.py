@@ -11,7 +11,7 @@ from hypothesis import given
 from producers.publisher import RESEND_S
 from producers.records import WorkloadsContent
 from producers.workloads import WorkloadsPublisher
-from streams.attribution.workloads import AsOf, Knowledge, learn
+from streams.attribution.workloads import AsOf, KnownWorkloads, add_record
 from tests.producers.fakes import FakeClock, FakeSender, instruments, settle
 from topics.topic import decoder
 from topics.workloads import NodeWorkloads
@@ -58,11 +58,11 @@ async def _logs(events: Sequence[tuple[int, int]], times_ms: Sequence[int]) -> t
 
 
 def _known(log: Log, since_ms: int) -> AsOf:
-    knowledge: Knowledge | None = None
+    workloads: KnownWorkloads | None = None
     for logged_ms, record in log:
         if logged_ms >= since_ms:
-            knowledge = learn(knowledge, record, logged_ms)
-    known = knowledge.as_of(log[-1][0]) if knowledge else None
+            workloads = add_record(workloads, record, logged_ms)
+    known = workloads.as_of(log[-1][0]) if workloads else None
     assert known is not None
     return known
 
@@ -81,4 +81,4 @@ def test_a_reader_learns_as_much_from_whatever_record_it_starts(events: list[tup
         if ts_ms >= from_ms:
             for name in (("ml", f"p{number}") for number in range(3)):
                 assert known.pod_at(name, ts_ms) == all_known.pod_at(name, ts_ms)
-                assert known.is_over(name, ts_ms) == all_known.is_over(name, ts_ms)
+                assert known.has_ended(name, ts_ms) == all_known.has_ended(name, ts_ms)

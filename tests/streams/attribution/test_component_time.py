@@ -330,7 +330,7 @@ async def test_nothing_of_a_large_fleet_is_left_waiting_when_all_of_it_is_finish
 
     assert sorted(out.node for out in app.sender.outputs()) == sorted(f"n{i}" for i in range(200))
     assert app.position(SAMPLES) == 200
-    assert not any(app.joiner._pending.values())
+    assert not any(app.joiner._waiting_nodes.values())
     assert not app.joiner._slots
     assert [sent for sent in app.sender.sent if sent.topic == DEAD_LETTERS] == []
 

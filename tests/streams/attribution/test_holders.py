@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.attribution.holders import hold
+from streams.attribution.holders import holders_by_snapshot
 from streams.attribution.workloads import DraKey
 from tests.streams.attribution.records import container, gpu, pod, snapshot
 from topics.allocations import Claim, Container
@@ -26,8 +26,8 @@ DEVICES = (
 
 def held(*containers: Container, devices: tuple[Device, ...] = DEVICES) -> dict[str, list[str]]:
     """The pods that hold each device."""
-    found = hold(snapshot(1, *containers), devices, {}, {})
-    return {uuid: [holder.pod for holder in holders] for uuid, holders in found.holders.items()}
+    result = holders_by_snapshot(snapshot(1, *containers), devices, {}, {})
+    return {uuid: [holder.pod for holder in holders] for uuid, holders in result.by_uuid.items()}
 
 
 def claiming(pod_name: str, *keys: DraKey) -> Container:
@@ -44,7 +44,7 @@ def test_the_uid_that_the_kubelet_says_is_the_holders_whatever_pod_the_name_mean
     name = (listed.namespace, "p")
 
     for known in ({}, {name: None}, {name: pod("p", uid="uid-1")}, {name: pod("p", uid="uid-2")}):
-        (holder,) = hold(snapshot(1, listed), DEVICES, known, {}).holders[A]
+        (holder,) = holders_by_snapshot(snapshot(1, listed), DEVICES, known, {}).by_uuid[A]
         assert holder.pod_uid == "uid-2"
         assert (holder.workload is not None) == (known.get(name) == pod("p", uid="uid-2"))
 
@@ -79,10 +79,10 @@ def test_every_form_of_id_finds_its_device(device_id: str, uuid: str) -> None:
     "device_id", [gpu(99), f"{gpu(99)}::1", "nvidia9", "nvidia1/gi7", f"MIG-{A}/7/0", f"MIG-{B}/7/1", "nvidia0/gi8"]
 )
 def test_a_device_that_the_tick_does_not_have_is_nobodys_and_no_mistake(device_id: str) -> None:
-    found = hold(snapshot(1, container("p", device_id)), DEVICES, {}, {})
+    result = holders_by_snapshot(snapshot(1, container("p", device_id)), DEVICES, {}, {})
 
-    assert found.holders == {}
-    assert found.unknown_ids == ()
+    assert result.by_uuid == {}
+    assert result.unknown_ids == ()
 
 
 def test_a_number_means_the_index_where_the_tick_has_no_minor_number() -> None:
@@ -91,10 +91,12 @@ def test_a_number_means_the_index_where_the_tick_has_no_minor_number() -> None:
 
 @pytest.mark.parametrize("device_id", ["", "tpu-3", "GPU-0", f"{A}::", f"{A}::x", "nvidia", "nvidia01", f"{A}\n", "é"])
 def test_ids_in_no_grammar_are_reported_and_the_rest_kept(device_id: str) -> None:
-    found = hold(snapshot(1, container("p", A, device_id, B), container("q", device_id, A)), DEVICES, {}, {})
+    result = holders_by_snapshot(
+        snapshot(1, container("p", A, device_id, B), container("q", device_id, A)), DEVICES, {}, {}
+    )
 
-    assert found.unknown_ids == (device_id, device_id)
-    assert {uuid: [h.pod for h in holders] for uuid, holders in found.holders.items()} == {A: ["p", "q"], B: ["p"]}
+    assert result.unknown_ids == (device_id, device_id)
+    assert {uuid: [h.pod for h in holders] for uuid, holders in result.by_uuid.items()} == {A: ["p", "q"], B: ["p"]}
 
 
 # -- one holder a container and device
@@ -112,7 +114,7 @@ def test_a_container_that_the_kubelet_names_per_resource_holds_a_device_once() -
 def test_a_device_under_two_resources_is_held_under_the_first() -> None:
     shared = Container("ns", "p", "main", resource="nvidia.com/gpu.shared", device_ids=(f"{A}::1",))
 
-    holders = hold(snapshot(1, container("p", A), shared), DEVICES, {}, {}).holders[A]
+    holders = holders_by_snapshot(snapshot(1, container("p", A), shared), DEVICES, {}, {}).by_uuid[A]
 
     assert [holder.resource for holder in holders] == ["nvidia.com/gpu"]
 
@@ -143,31 +145,33 @@ def test_a_mig_device_and_its_parent_are_different_devices() -> None:
 def test_a_claimed_device_is_found_by_its_slice() -> None:
     key = ("gpu.nvidia.com", "n", "gpu-0")
 
-    found = hold(snapshot(1, claiming("p", key)), DEVICES, {}, {key: A, ("gpu.nvidia.com", "n", "gpu-1"): B})
+    result = holders_by_snapshot(
+        snapshot(1, claiming("p", key)), DEVICES, {}, {key: A, ("gpu.nvidia.com", "n", "gpu-1"): B}
+    )
 
-    assert {uuid: [h.pod for h in holders] for uuid, holders in found.holders.items()} == {A: ["p"]}
+    assert {uuid: [h.pod for h in holders] for uuid, holders in result.by_uuid.items()} == {A: ["p"]}
 
 
 @pytest.mark.parametrize("other", [("x", "n", "gpu-0"), ("gpu.nvidia.com", "m", "gpu-0"), ("gpu.nvidia.com", "n", "x")])
 def test_a_claim_of_another_driver_pool_or_device_is_another_device(other: DraKey) -> None:
-    found = hold(snapshot(1, claiming("p", other)), DEVICES, {}, {("gpu.nvidia.com", "n", "gpu-0"): A})
+    result = holders_by_snapshot(snapshot(1, claiming("p", other)), DEVICES, {}, {("gpu.nvidia.com", "n", "gpu-0"): A})
 
-    assert (found.holders, found.unknown_ids) == ({}, ())
+    assert (result.by_uuid, result.unknown_ids) == ({}, ())
 
 
 def test_a_claimed_mig_device_and_an_id_of_the_same_make_one_holder() -> None:
     key = ("gpu.nvidia.com", "n", "gpu-1-mig-1g.10gb-0")
     both = Container("ns", "p", "main", device_ids=(MIG_1,), claims=claiming("p", key).claims)
 
-    found = hold(snapshot(1, both), DEVICES, {}, {key: MIG_1})
+    result = holders_by_snapshot(snapshot(1, both), DEVICES, {}, {key: MIG_1})
 
-    assert [(uuid, len(holders)) for uuid, holders in found.holders.items()] == [(MIG_1, 1)]
+    assert [(uuid, len(holders)) for uuid, holders in result.by_uuid.items()] == [(MIG_1, 1)]
 
 
 def test_a_slice_that_says_no_uuid_is_reported() -> None:
     key = ("gpu.nvidia.com", "n", "gpu-0")
 
-    assert hold(snapshot(1, claiming("p", key)), DEVICES, {}, {key: "?"}).unknown_ids == ("?",)
+    assert holders_by_snapshot(snapshot(1, claiming("p", key)), DEVICES, {}, {key: "?"}).unknown_ids == ("?",)
 
 
 # -- owners
@@ -187,7 +191,7 @@ OTHER_STATEFUL_SET = Owner("apps.kruise.io/v1beta1", "StatefulSet", "kruise")
 
 def holder_of(owners: tuple[Owner, ...]) -> Holder:
     pods = {("ns", "p"): pod("p", owners=owners)}
-    return hold(snapshot(1, container("p", A)), DEVICES, pods, {}).holders[A][0]
+    return holders_by_snapshot(snapshot(1, container("p", A)), DEVICES, pods, {}).by_uuid[A][0]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +225,7 @@ def test_the_workload_is_the_top_of_the_chain_and_the_nearest_controller_is_name
 
 def test_a_chain_that_is_not_complete_names_no_workload_and_no_controller() -> None:
     known_pod = msgspec.structs.replace(pod("p", owners=(RS, DEPLOYMENT)), owners_complete=False)
-    holder = hold(snapshot(1, container("p", A)), DEVICES, {("ns", "p"): known_pod}, {}).holders[A][0]
+    holder = holders_by_snapshot(snapshot(1, container("p", A)), DEVICES, {("ns", "p"): known_pod}, {}).by_uuid[A][0]
 
     assert (holder.workload, holder.job, holder.statefulset, holder.deployment) == (None, None, None, None)
     assert holder.pod == "p"
@@ -242,19 +246,19 @@ def test_at_most_one_controller_is_named_and_it_is_of_the_chain(owners: tuple[Ow
 def test_a_holder_has_its_pods_uid_labels_and_annotations() -> None:
     known_pod = pod("p", uid="u", labels={"app": "x"})
 
-    holder = hold(snapshot(1, container("p", A)), DEVICES, {("ns", "p"): known_pod}, {}).holders[A][0]
+    holder = holders_by_snapshot(snapshot(1, container("p", A)), DEVICES, {("ns", "p"): known_pod}, {}).by_uuid[A][0]
 
     assert (holder.pod_uid, holder.labels, holder.resource) == ("u", {"app": "x"}, "nvidia.com/gpu")
 
 
 def test_a_holder_whose_pod_is_not_known_has_its_names_and_nothing_made_up() -> None:
-    holder = hold(snapshot(1, container("p", A)), DEVICES, {}, {}).holders[A][0]
+    holder = holders_by_snapshot(snapshot(1, container("p", A)), DEVICES, {}, {}).by_uuid[A][0]
 
     assert holder == Holder(namespace="ns", pod="p", container="main", resource="nvidia.com/gpu")
 
 
 def test_a_holder_that_the_workloads_do_not_have_says_so() -> None:
-    holder = hold(snapshot(1, container("p", A)), DEVICES, {("ns", "p"): None}, {}).holders[A][0]
+    holder = holders_by_snapshot(snapshot(1, container("p", A)), DEVICES, {("ns", "p"): None}, {}).by_uuid[A][0]
 
     assert holder == Holder(namespace="ns", pod="p", container="main", resource="nvidia.com/gpu", pod_unknown=True)
     assert msgspec.json.decode(msgspec.json.encode(holder))["pod_unknown"] is True

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.attribution.holders import ANNOTATION, devices_in, hold
+from streams.attribution.holders import ANNOTATION, holders_by_snapshot, parse_hami_annotation
 from tests.streams.attribution.records import container, gpu, pod, snapshot
 from topics.allocations import Container
 from topics.device_ids import parse
@@ -24,9 +24,9 @@ def held(annotation: str | None, *containers: Container) -> dict[str, list[tuple
     """The pod and container of each device's holders, the pod p with this annotation."""
     annotations = {} if annotation is None else {ANNOTATION: annotation}
     pods = {("ns", "p"): msgspec.structs.replace(pod("p"), annotations=annotations)}
-    found = hold(snapshot(1, *containers), DEVICES, pods, {})
-    assert found.unknown_ids == ()
-    return {uuid: [(h.pod, h.container) for h in holders] for uuid, holders in found.holders.items()}
+    result = holders_by_snapshot(snapshot(1, *containers), DEVICES, pods, {})
+    assert result.unknown_ids == ()
+    return {uuid: [(h.pod, h.container) for h in holders] for uuid, holders in result.by_uuid.items()}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def held(annotation: str | None, *containers: Container) -> dict[str, list[tuple
     ],
 )
 def test_each_container_has_the_devices_of_its_section(annotation: str, ids: tuple[tuple[str, ...], ...]) -> None:
-    assert devices_in(annotation) == ids
+    assert parse_hami_annotation(annotation) == ids
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_each_container_has_the_devices_of_its_section(annotation: str, ids: tup
     ],
 )
 def test_an_annotation_that_names_no_devices_says_nothing(annotation: str) -> None:
-    assert devices_in(annotation) is None
+    assert parse_hami_annotation(annotation) is None
     assert held(annotation, container("p", f"{C}-1")) == {C: [("p", "main")]}
 
 
 @given(st.text(alphabet=f";:,-[] \n{A}", max_size=200) | st.text(max_size=50))
 def test_no_annotation_raises_and_all_that_is_read_are_device_ids(annotation: str) -> None:
-    for section in devices_in(annotation) or ():
+    for section in parse_hami_annotation(annotation) or ():
         assert [parse(device_id).uuid for device_id in section]
 
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from streams.attribution import join
-from streams.attribution.holders import Evidence, observe
+from streams.attribution.holders import DeviceHolders, add_observed
 from tests.streams.attribution.records import container, gpu, known, pod, read, snapshot, tick, told
 from topics.attributed import AttributedDevice, Holder, Parts, Workload
 from topics.samples import Device, Process
@@ -22,18 +22,18 @@ def process(pod_name: str | None, memory: int | None = 40, ratio: float | None =
     return Process(1, pod_uid=uid, memory_used_bytes=memory, sm_utilization_ratio=ratio)
 
 
-def seen(*processes: Process, holders: tuple[Holder, ...] = (A,), **info: str) -> Evidence:
+def seen(*processes: Process, holders: tuple[Holder, ...] = (A,), **info: str) -> DeviceHolders:
     """What is observed on a GPU; the pods a, b and c are known."""
-    return observe(Device(gpu(1), processes=processes, info=info), holders, PODS.get)
+    return add_observed(Device(gpu(1), processes=processes, info=info), holders, PODS.get)
 
 
-def names(evidence: Evidence) -> list[tuple[str, bool]]:
+def names(evidence: DeviceHolders) -> list[tuple[str, bool]]:
     """The pods, and whether each was observed."""
     return [(holder.pod, holder.observed) for holder in evidence.holders]
 
 
 def test_processes_of_the_holder_are_no_news() -> None:
-    assert seen(process("a"), process("a")) == Evidence((A,), None)
+    assert seen(process("a"), process("a")) == DeviceHolders((A,), None)
 
 
 def test_a_pod_on_a_device_that_it_was_not_given_is_an_observed_holder_with_all_that_is_known() -> None:
@@ -64,7 +64,7 @@ def test_observed_holders_stand_in_one_order_each_once() -> None:
 
 
 def test_a_process_of_no_pod_on_a_device_that_pods_hold_is_a_conflict() -> None:
-    assert seen(process(None), process("a")) == Evidence((A,), "no_pod")
+    assert seen(process(None), process("a")) == DeviceHolders((A,), "no_pod")
 
 
 def test_a_pods_process_goes_before_one_of_no_pod() -> None:
@@ -72,18 +72,18 @@ def test_a_pods_process_goes_before_one_of_no_pod() -> None:
 
 
 def test_a_process_of_no_pod_on_a_device_that_nobody_holds_is_none() -> None:
-    assert seen(process(None), holders=()) == Evidence((), None)
+    assert seen(process(None), holders=()) == DeviceHolders((), None)
 
 
 @pytest.mark.parametrize("memory", [0, None])
 @pytest.mark.parametrize("pod_name", ["b", None])
 def test_a_process_without_memory_on_the_device_does_not_count(pod_name: str | None, memory: int | None) -> None:
-    assert seen(process(pod_name, memory)) == Evidence((A,), None)
+    assert seen(process(pod_name, memory)) == DeviceHolders((A,), None)
 
 
 @pytest.mark.parametrize("holders", [(A,), ()])
 def test_a_pod_that_the_workloads_do_not_have_is_a_conflict_though_it_is_not_shown(holders: tuple[Holder, ...]) -> None:
-    assert seen(process("z"), holders=holders) == Evidence(holders, "unallocated_process")
+    assert seen(process("z"), holders=holders) == DeviceHolders(holders, "unallocated_process")
 
 
 def test_it_goes_before_a_process_of_no_pod() -> None:
@@ -93,15 +93,15 @@ def test_it_goes_before_a_process_of_no_pod() -> None:
 def test_it_may_be_a_holder_whose_uid_is_not_known() -> None:
     holders = (A, Holder("ns", "late"))
 
-    assert seen(process("z"), holders=holders) == Evidence(holders, None)
-    assert seen(process("z"), process(None), holders=holders) == Evidence(holders, "no_pod")
+    assert seen(process("z"), holders=holders) == DeviceHolders(holders, None)
+    assert seen(process("z"), process(None), holders=holders) == DeviceHolders(holders, "no_pod")
 
 
 @pytest.mark.parametrize("pod_name", ["b", "z", None])
 def test_an_mps_server_is_no_evidence_whoever_runs_it(pod_name: str | None) -> None:
     server = msgspec.structs.replace(process(pod_name), service="mps")
 
-    assert seen(server) == Evidence((A,), None)
+    assert seen(server) == DeviceHolders((A,), None)
     assert names(seen(server, process("b"))) == [("a", False), ("b", True)]
 
 
@@ -109,24 +109,24 @@ def test_a_static_pod_is_none_that_the_workloads_do_not_have() -> None:
     """Its control group names it otherwise than the API server does."""
     static = Process(1, pod_uid="0123456789abcdef" * 2, memory_used_bytes=40)
 
-    assert seen(static) == Evidence((A,), None)
+    assert seen(static) == DeviceHolders((A,), None)
 
 
 def test_where_the_node_has_no_workloads_no_pod_is_one_that_they_do_not_have() -> None:
     device = Device(gpu(1), processes=(process("z"), process("b")))
 
-    assert observe(device, (A,), None) == Evidence((A,), None)
+    assert add_observed(device, (A,), None) == DeviceHolders((A,), None)
 
 
 def test_a_holder_whose_uid_is_not_known_is_known_by_its_name() -> None:
     nameless = Holder("ns", "b")
 
-    assert seen(process("b"), holders=(nameless,)) == Evidence((nameless,), None)
+    assert seen(process("b"), holders=(nameless,)) == DeviceHolders((nameless,), None)
 
 
 def test_where_processes_cannot_be_seen_there_is_no_evidence() -> None:
-    assert seen(process("b"), process(None), processes_visible="false") == Evidence((A,), None)
-    assert observe(Device(gpu(1), processes=None), (A,), PODS.get) == Evidence((A,), None)
+    assert seen(process("b"), process(None), processes_visible="false") == DeviceHolders((A,), None)
+    assert add_observed(Device(gpu(1), processes=None), (A,), PODS.get) == DeviceHolders((A,), None)
 
 
 # -- in a tick

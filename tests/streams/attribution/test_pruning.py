@@ -27,14 +27,14 @@ def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Joined
 def size(state: NodeState) -> dict[str, int]:
     """How much is remembered of each kind."""
     workloads = state.workloads
-    histories = [history for pods in workloads.lives.values() for history in pods] if workloads else []
+    histories = [history for pods in workloads.lifetimes.values() for history in pods] if workloads else []
     return {
         "snapshots": len(state.snapshots),
         "runs": max(len(state.snapshot_runs), len(state.sample_runs)),
-        "held": len(state.pending),
+        "pending": len(state.pending),
         "marks": len(state.marks),
-        "lives": len(histories),
-        "ended": len(workloads.ended) if workloads else 0,
+        "lifetimes": len(histories),
+        "ends": len(workloads.ends) if workloads else 0,
         "changes": max([len(history) for history in histories] + [len(workloads.node_labels) if workloads else 0]),
     }
 
@@ -55,7 +55,7 @@ def test_a_node_of_many_runs_snapshots_and_pods_is_remembered_in_little(lost_eve
         assert len(out) == 1
         most = {kind: max(count, most.get(kind, 0)) for kind, count in size(state).items()}
 
-    bounds = {"snapshots": 3, "runs": 8, "held": 0, "marks": 2, "lives": 9, "ended": 0, "changes": 3}
+    bounds = {"snapshots": 3, "runs": 8, "pending": 0, "marks": 2, "lifetimes": 9, "ends": 0, "changes": 3}
     assert {kind: count for kind, count in most.items() if count > bounds[kind]} == {}
 
 

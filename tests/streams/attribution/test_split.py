@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from streams.attribution.attribute import Named, attribute, see
-from streams.attribution.log_time import Resolved
-from streams.attribution.split import Split, divide, rows_of
+from streams.attribution.attribute import ResolvedSnapshot, attribute, facts_of
+from streams.attribution.log_time import ResolvedPods
+from streams.attribution.split import Split, divide, owners_of
 from tests.streams.attribution.records import gpu, tick
 from topics.attributed import Holder, Parts, Workload
 from topics.samples import Device, Job, Process
@@ -49,7 +49,7 @@ def busy(*processes: Process) -> Device:
 
 def split(device: Device, holders: tuple[Holder, ...]) -> Split:
     """What each of a device's holders has of it."""
-    return divide(device, holders, rows_of(device, holders))
+    return divide(device, holders, owners_of(device, holders))
 
 
 def parts_of(found: tuple[Holder, ...]) -> list[tuple[Any, ...] | None]:
@@ -339,8 +339,10 @@ def test_the_jobs_of_a_device_hold_it_by_their_parts_where_there_is_no_kubelet()
     metrics: dict[str, float | int | None] = {"gpu_utilization_ratio": 0.9, "memory_used_bytes": 50}
     shared = Device("GPU-a", jobs=jobs, processes=processes, metrics=metrics)
     sample = msgspec.structs.replace(tick(1, None), devices=(shared, Device("GPU-b")))
-    nothing = Resolved({}, frozenset(), None, {}, {}, frozenset())
-    joined, _ = attribute(sample, see(sample.devices, None), 1, 1, Named(None, "none", nothing), {}, None)
+    nothing = ResolvedPods({}, frozenset(), None, {}, {}, frozenset())
+    joined, _ = attribute(
+        sample, facts_of(sample.devices, None), 1, 1, ResolvedSnapshot(None, "none", nothing), {}, None
+    )
 
     assert joined.sample.attribution == "exact"
     device, free = joined.sample.devices
@@ -359,9 +361,11 @@ def test_the_jobs_of_a_device_hold_it_by_their_parts_where_there_is_no_kubelet()
 
 def test_without_jobs_a_node_without_a_kubelet_says_nothing_of_who_holds_its_gpus() -> None:
     sample = msgspec.structs.replace(tick(1, None), devices=(Device("GPU-a"),))
-    nothing = Resolved({}, frozenset(), None, {}, {}, frozenset())
-    joined, _ = attribute(sample, see(sample.devices, None), 1, 1, Named(None, "none", nothing), {}, None)
+    nothing = ResolvedPods({}, frozenset(), None, {}, {}, frozenset())
+    joined, _ = attribute(
+        sample, facts_of(sample.devices, None), 1, 1, ResolvedSnapshot(None, "none", nothing), {}, None
+    )
     assert joined.sample.attribution == "none"
     free = msgspec.structs.replace(sample, devices=(Device("GPU-a", jobs=()),))
-    joined, _ = attribute(free, see(free.devices, None), 1, 1, Named(None, "none", nothing), {}, None)
+    joined, _ = attribute(free, facts_of(free.devices, None), 1, 1, ResolvedSnapshot(None, "none", nothing), {}, None)
     assert joined.sample.attribution == "exact", "it is known that nobody has it"

@@ -6,7 +6,7 @@ import pytest
 
 from streams.attribution import join
 from streams.attribution.attribute import Joined
-from streams.attribution.join import AllocationsRead, Forget, NodeState, PendingTick, WatermarkRaised, wants_end
+from streams.attribution.join import AllocationsRead, Forget, NodeState, PendingTick, WatermarkRaised, needs_end
 from tests.streams.attribution import records
 from tests.streams.attribution.records import container, gpu, known, pod, process, snapshot, tick, told
 from topics.attributed import Attribution
@@ -107,28 +107,28 @@ def test_an_older_end_that_arrives_later_takes_nothing_back() -> None:
 def test_an_end_is_wanted_when_grace_is_up(now_s: float, wanted: bool) -> None:
     state, _ = run(join.NEW, read(tick(1, 1), 5.0))
 
-    assert wants_end(state, now_s, GRACE_S) is wanted
+    assert needs_end(state, now_s, GRACE_S) is wanted
 
 
-def test_an_impatient_node_wants_an_end_at_once() -> None:
+def test_a_node_without_grace_needs_an_end_at_once() -> None:
     state, _ = run(lost_once(), read(tick(2, 2), 20.0))
 
-    assert wants_end(state, 20.0, GRACE_S)
+    assert needs_end(state, 20.0, GRACE_S)
 
 
 def test_no_end_is_wanted_for_a_node_that_waits_for_nothing_or_for_a_pod() -> None:
     waiting_for_a_pod, out = run(join.NEW, told(known(1)), SNAPSHOT, read(tick(1, 1), far_ms=10_000))
 
     assert out == []
-    assert not wants_end(waiting_for_a_pod, 1e9, GRACE_S)
-    assert not wants_end(join.NEW, 1e9, GRACE_S)
+    assert not needs_end(waiting_for_a_pod, 1e9, GRACE_S)
+    assert not needs_end(join.NEW, 1e9, GRACE_S)
 
 
 def test_an_end_that_was_read_is_not_wanted_again() -> None:
     state, out = run(join.NEW, told(known(1)), SNAPSHOT, read(tick(1, 2), far_ms=0), AllocationsRead(GRACE_S))
 
     assert out == []
-    assert not wants_end(state, 1e9, GRACE_S)
+    assert not needs_end(state, 1e9, GRACE_S)
 
 
 def test_what_was_forgotten_does_not_come_out() -> None:
@@ -166,7 +166,7 @@ def test_a_node_whose_first_record_was_logged_too_late_for_a_tick_has_no_known_p
 
 def test_a_tick_waits_until_the_workloads_are_read_to_two_seconds_before_it() -> None:
     state, out = run(join.NEW, SNAPSHOT, read(tick(1, 1), far_ms=7_999), told(known(1, pod("p")), 7_999))
-    assert (out, state.wanted_ms) == ([], 8_000)
+    assert (out, state.needed_ms) == ([], 8_000)
 
     assert uids(run(state, WatermarkRaised(8_000))[1]) == ["uid-p"]
 
@@ -189,7 +189,7 @@ def test_a_pod_that_is_lacking_is_that_of_the_first_record_until_two_seconds_lat
     logged_ms: int, uid: str | None
 ) -> None:
     state, out = run(join.NEW, told(known(1)), SNAPSHOT, read(tick(1, 1), far_ms=8_000))
-    assert (out, state.wanted_ms) == ([], 12_000)
+    assert (out, state.needed_ms) == ([], 12_000)
 
     news = told(known(2, pod("p")), logged_ms), told(known(3, pod("p", uid="another")), logged_ms + 1)
     live, replayed = run(state, *news, WatermarkRaised(12_001))[1], run(join.NEW, told(known(1)), *news, SNAPSHOT)[0]
@@ -232,7 +232,7 @@ OLD, NEW = pod("p", uid="old", started=1_000), pod("p", uid="new", started=20_00
 
 def test_a_name_that_comes_back_after_it_was_gone_is_a_new_pod_and_waited_for() -> None:
     state, out = run(join.NEW, *renewed(OLD), read(tick(1, 3, ts_ms=21_000), far_ms=8_000))
-    assert (out, state.wanted_ms) == ([], 12_000)
+    assert (out, state.needed_ms) == ([], 12_000)
 
     assert uids(run(state, told(known(2, OLD, NEW), 9_000))[1]) == ["new"]
 
