@@ -6,16 +6,15 @@
     async def attribution(batches):
         async for batch in batches: ...
 
-- Faust runs the agent, its channel and the reader's loops, and stops them. It has no Kafka client of its own.
+- Faust starts and stops the agent, its channel and the reader's loops. It has no Kafka client of its own.
 - :class:`~streams.reader.Reader` reads, seeks and commits; :class:`~delivery.group.ConsumerGroup` is the membership.
 - The agent sends through ``app.sender`` and finishes each record's slot with ``app.finish`` or ``app.finish_when``. It
   knows nothing of rebalances, seeks or commits.
 
-All of it shares one event loop.
+All of this runs on one event loop.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -32,21 +31,22 @@ from delivery.group import ConsumerGroup
 from delivery.ledger import Partition, Slot
 from delivery.sender import Sender
 from delivery.settings import MemberSettings
+from delivery.tasks import set_within
 from delivery.watchdog import Pulse, Watchdog, fail_stop
 from streams.reader import Reader, Reads, Stage
 
 log = logging.getLogger(__name__)
 
-_BATCHES_IN_HAND = 2
+_MAX_BATCHES = 2
 _COMMIT_EVERY_S = 1.0
 _ASK_EVERY_S = 1.0
-_ASK_AT_MOST_EVERY_S = 0.05
-_ASK_FOR_S = 10.0
-_STOP_S = 6.0
+_ASK_PAUSE_S = 0.05
+_ASK_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 6.0
 
 
 class Batches(Channel):  # type: ignore[misc]  # faust has no types that pass strict
-    """A bounded channel that Faust's flow control neither clears nor suspends."""
+    """A bounded channel that Faust's flow control neither clears nor pauses."""
 
     _queue: Any
 
@@ -55,16 +55,16 @@ class Batches(Channel):  # type: ignore[misc]  # faust has no types that pass st
         """The one queue, made at first use in the running loop."""
         if self._queue is None:
             flow = FlowControlEvent(initially_suspended=False)
-            self._queue = ThrowableQueue(maxsize=_BATCHES_IN_HAND, flow_control=flow)
+            self._queue = ThrowableQueue(maxsize=_MAX_BATCHES, flow_control=flow)
         return self._queue
 
     def readers(self) -> int:
-        """How many get the batches. Without a reader the batches are dropped; each of several gets them all."""
+        """How many agents read the batches. Without one they are dropped; if there are several, each gets them all."""
         return len(self._subscribers)
 
 
 class _Boot(BootStrategy):  # type: ignore[misc]
-    """Neither a consumer nor a producer of Faust's, no web server and no sensors: agents only."""
+    """Starts agents only: no consumer or producer of Faust's, no web server and no sensors."""
 
     enable_kafka = False
     enable_web = False
@@ -72,22 +72,22 @@ class _Boot(BootStrategy):  # type: ignore[misc]
 
 
 class _NoConsumer:
-    """What Faust looks at of a consumer, in place of the one that it would make: records come from the group."""
+    """The attributes of a consumer that Faust reads, in place of Faust's own consumer: records come from the group."""
 
     def __init__(self, beacon: Any) -> None:
         self.beacon = beacon
         self.unacked = self._unacked_messages = WeakSet[Any]()
 
     def assignment(self) -> set[Any]:
-        """None by Faust."""
+        """Faust has no partitions."""
         return set()
 
     async def on_task_error(self, error: BaseException) -> None:
-        """An agent failed, which Faust logs."""
+        """An agent failed. Faust has logged it."""
 
 
 class ReaderApp(faust.App):  # type: ignore[misc]
-    """A Faust app that reads its topics without loss. ``fail`` ends the process; tests give another."""
+    """A Faust app that reads its topics without loss. ``fail`` ends the process; tests replace it."""
 
     BootStrategy = _Boot
 
@@ -114,40 +114,42 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         self.reader.ledger.finish(slot)
 
     def finish_when(self, slot: Slot, acknowledged: Sequence["asyncio.Future[int]"]) -> None:
-        """The record of this slot needs nothing more once all these are acknowledged; a failure ends the process."""
-        waiting = [future for future in acknowledged if not future.done() or future.cancelled() or future.exception()]
-        if not waiting:
+        """Finish the record of this slot once all these sends are acknowledged; a failure ends the process."""
+        open_sends = [
+            future for future in acknowledged if not future.done() or future.cancelled() or future.exception()
+        ]
+        if not open_sends:
             self.finish(slot)
-        left = len(waiting)
+        remaining = len(open_sends)
 
-        def done(future: "asyncio.Future[int]") -> None:
-            nonlocal left
+        def on_done(future: "asyncio.Future[int]") -> None:
+            nonlocal remaining
             if slot.epoch != self.reader.ledger.epoch:
                 return
             if future.cancelled() or future.exception() is not None:
                 reason = "cancelled" if future.cancelled() else repr(future.exception())
                 self.fail(f"{self.group.place(slot.tp)} offset {slot.offset}: output not acknowledged: {reason}")
                 return
-            left -= 1
-            if not left:
+            remaining -= 1
+            if not remaining:
                 self.finish(slot)
 
-        for future in waiting:
-            future.add_done_callback(done)
+        for future in open_sends:
+            future.add_done_callback(on_done)
 
     def is_current(self, slot: Slot) -> bool:
-        """Whether the slot still counts. Ask again after every await."""
+        """Whether the slot is of this epoch, so that its record may still be used. Check again after every await."""
         return slot.epoch == self.reader.ledger.epoch
 
     def ask_ends(self) -> None:
-        """Ask the broker at once where the partitions end; the stage is notified."""
+        """Ask the broker at once where the partitions end. The stage gets the answer in :meth:`Stage.ends`."""
         self.loops.ask.set()
 
     # -- life
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read until ``stop`` is set or something fails. Raises MustRestart.
-        The stop takes bounded time: a broker that is away is not waited for."""
+        Stopping takes bounded time: it does not wait for a broker that is unreachable."""
         starting, stopping = asyncio.create_task(self._start()), asyncio.create_task(stop.wait())
         failed = self.group.failed
         ends: list[asyncio.Future[Any]] = [stopping, failed]
@@ -165,12 +167,12 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         finally:
             stopping.cancel()
             starting.cancel()
-            ending = asyncio.create_task(self.close())
-            done, _ = await asyncio.wait([ending], timeout=_STOP_S)
+            closing = asyncio.create_task(self.close())
+            done, _ = await asyncio.wait([closing], timeout=_STOP_TIMEOUT_S)
             self._watchdog.stop()
             if not done:
-                log.warning("not stopped cleanly in %s s; what is not committed will be read again", _STOP_S)
-                ending.cancel()
+                log.warning("not stopped cleanly in %s s; what is not committed will be read again", _STOP_TIMEOUT_S)
+                closing.cancel()
 
     async def _start(self) -> None:
         """Connect, start the agent and then the reader's loops, and join the group."""
@@ -187,13 +189,13 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         self.group.join()
 
     async def close(self) -> None:
-        """Stop reading, wait for what was sent, commit, and leave: what the broker took is not read again."""
+        """Stop reading, wait for what was sent, commit, and leave the group: finished records are not read again."""
         await self.stop()
-        await self.reader.revoked()  # nothing can be finished any more, and what is not sent now is no failure
+        await self.reader.revoked()  # from here on no record is finished, and a send that fails is no failure
         await asyncio.gather(self.group.close(), self.sender.stop(timeout_s=1.0))
 
     def not_ready(self) -> list[str]:
-        """What keeps the reader from reading; empty when it reads."""
+        """The reasons why the reader does not read yet; empty if it reads."""
         if reasons := self.group.not_ready() or self.sender.not_ready():
             return reasons
         if not self.reader.ledger.ready:
@@ -219,8 +221,8 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
 
 class ReaderLoops(Service):  # type: ignore[misc]
-    """What the reader does all the time, as a service of the app: started after its agent, stopped before it.
-    ``beat`` and ``answers`` count for the watchdog how often the broker was asked and has answered."""
+    """The loops of the reader, as a service of the app: started after its agent, stopped before it.
+    ``beat`` and ``answers`` count, for the watchdog, how often the broker was asked and how often it answered."""
 
     def __init__(self, app: ReaderApp) -> None:
         super().__init__()
@@ -229,15 +231,15 @@ class ReaderLoops(Service):  # type: ignore[misc]
         self.ask = asyncio.Event()
 
     async def on_start(self) -> None:
-        """Begin with all of them."""
+        """Start all loops."""
         for loop in (self.read(), self.commit(), self.ask_for_ends()):
             self.add_future(loop)
 
     async def read(self) -> None:
-        """Turn after turn. Whatever fails in one ends the process."""
+        """Read, turn after turn. Any failure ends the process."""
         try:
             while not self.app.should_stop:
-                await asyncio.sleep(0)  # records that are there already are given without waiting
+                await asyncio.sleep(0)  # a turn need not wait if records have already been fetched
                 await self.reader.turn()
         except asyncio.CancelledError:
             if not self.app.should_stop:
@@ -253,26 +255,25 @@ class ReaderLoops(Service):  # type: ignore[misc]
             await self.reader.commit()
 
     async def ask_for_ends(self) -> None:
-        """Ask the broker where our partitions end, every second and when somebody wants to know.
-        While none is ours, any partition is asked about: the watchdog has to know whether the broker answers."""
+        """Ask the broker where the assigned partitions end, every second and on :meth:`ReaderApp.ask_ends`.
+        While none is assigned, ask for another one: the watchdog has to know whether the broker answers."""
         reader, ledger, reads = self.reader, self.reader.ledger, self.reader.reads
         while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.ask.wait(), _ASK_EVERY_S)
+            await set_within(self.ask, _ASK_EVERY_S)
             self.ask.clear()
             self.beat += 1
             reader.loop_late_s = reader.group.lateness.worst_s()
-            epoch, asked_s, ours = ledger.epoch, time.monotonic(), list(ledger.positions())
-            numbers = sorted({tp.partition for tp in ours if tp.topic in reads.inputs})
-            ours += [Partition(topic, number) for topic in reads.watched for number in numbers]
-            asking = asyncio.ensure_future(reader.group.offsets.ends(ours or [Partition(reads.inputs[0], 0)]))
-            done, _ = await asyncio.wait([asking], timeout=_ASK_FOR_S)
+            epoch, asked_s, partitions = ledger.epoch, time.monotonic(), list(ledger.positions())
+            numbers = sorted({tp.partition for tp in partitions if tp.topic in reads.inputs})
+            partitions += [Partition(topic, number) for topic in reads.watched for number in numbers]
+            asking = asyncio.ensure_future(reader.group.offsets.ends(partitions or [Partition(reads.inputs[0], 0)]))
+            done, _ = await asyncio.wait([asking], timeout=_ASK_TIMEOUT_S)
             if not done or asking.cancelled():
                 asking.cancel()
             elif asking.exception() is not None:
                 log.info("where the partitions end is not known: %r", asking.exception())
             else:
                 self.answers += 1
-                if ours and epoch == ledger.epoch:
+                if partitions and epoch == ledger.epoch:
                     reader.stage.ends(asked_s, asking.result())
-            await asyncio.sleep(_ASK_AT_MOST_EVERY_S)
+            await asyncio.sleep(_ASK_PAUSE_S)

@@ -3,18 +3,19 @@
 In: the records of assigned partitions. Out: batches for an agent, and commits of finished prefixes.
 State: a ledger of the records that were read and are not finished, and how far this process has read the state topics.
 
-- One loop alone sets the positions, each partition explicitly. Nothing is taken before that.
+- One loop alone sets the positions, each partition explicitly. No record is read before that.
 - The same loop seeks and fetches, so if offsets are missing before a record, they are missing in the log: a hole (ends
-  of transactions, compaction), or records that were deleted, which are counted. If a log goes on before an offset that
+  of transactions, compaction), or records that were deleted, which are counted. If a log continues below an offset that
   was read, it is another log, and positions are set again.
 - Inputs wait until the state of their partition has been read to where it ended at the assignment.
 - Only finished prefixes are committed, and no commit outlives the assignment that it was made for. The commit of an
-  input says where to go on; one without gets it at the start, also if it is empty: then its lag is known. State is read
-  again at each start: its commit says up to where each malformed record has its dead letter.
+  input is where reading resumes; an input without a commit gets one at the start, even if it is empty, so that its lag
+  is known. State is read again at each start: its commit is where dead-lettering resumes, so that a malformed record
+  gets one dead letter only.
 - Whatever is awaited may return in another epoch. Then its result is not used.
 
-On failure: a request that the broker may yet answer is repeated; anything else ends the process, and reading again is
-the recovery.
+On failure: a request that the broker may yet answer is repeated; any other failure ends the process, which reads again
+when it is restarted.
 """
 
 import asyncio
@@ -34,21 +35,22 @@ from delivery.watchdog import Deadlines
 
 log = logging.getLogger(__name__)
 Batch = list[tuple[Slot, Any]]  # records of one partition in offset order, each with its slot
-NOT_OURS = (KafkaError, AssertionError)  # of a partition that was taken away, or a broker without an answer yet
+NOT_OURS = (KafkaError, AssertionError)  # the partition was revoked, or the broker has no answer yet
 _FETCH_S = 0.5
 _COMMIT_ON_REVOKE_S = 5.0
 _ACKNOWLEDGED_S = 1.0
 _RETRY_S = 0.2
 _IDLE_S = 0.05
-_SKIP_EVERY_S = 0.2
+_CHECK_POSITIONS_EVERY_S = 0.2
 
 
 class Reads(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stream reads: its inputs, whose offsets count, and the states, which each process reads for itself.
+    """What a stream reads: its inputs, whose offsets are committed, and its states, which each process reads again.
 
-    ``compacted`` are the states that are read whole. ``watched`` are topics that are not read: only where their
-    partitions end is asked, of those numbers whose inputs are read. ``partitions`` is how many each topic has, as
-    checked at the start. ``max_open_bytes`` bounds what is read and not finished.
+    ``compacted`` are the states that are read from the beginning. ``watched`` are topics that are not read: the broker
+    is only asked where their partitions end, for the partition numbers whose inputs are read. ``partitions`` is the
+    number of partitions of each topic, as checked at the start. ``max_open_bytes`` limits the bytes of records that are
+    read and not finished.
     """
 
     inputs: tuple[str, ...]
@@ -61,10 +63,10 @@ class Reads(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage(Protocol):
-    """What works on the records. It is notified of everything that ends or bounds that work."""
+    """What processes the records. It is notified of everything that ends or limits its work."""
 
     def forget(self) -> None:
-        """Drop what is unfinished: the partitions are taken away, or read again."""
+        """Drop what is unfinished: the partitions were revoked, or are read again."""
 
     def drop(self, partitions: frozenset[int]) -> None:
         """Drop the state of these partition numbers."""
@@ -73,16 +75,17 @@ class Stage(Protocol):
         """The broker has committed these offsets."""
 
     def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:
-        """Where assigned and watched partitions end, asked of the broker at ``asked_s`` of the monotonic clock."""
+        """Where assigned and watched partitions end. The broker was asked at ``asked_s`` of the monotonic clock."""
 
 
 class Reader:
-    """Reads ``reads`` for a stage; ``deliver`` takes a batch, and waits for room; ``acknowledged`` waits until the
-    broker has what the stage sent, for so many seconds at most.
+    """Reads ``reads`` for a stage. ``deliver`` accepts a batch, and waits while there is no room. ``acknowledged``
+    waits until the broker has what the stage sent, for that many seconds at most.
 
-    ``input_ends`` is where the inputs ended at the assignment, ``torn`` the partition numbers whose committed offset
-    was no longer in the log then. ``loop_late_s`` is the most that the event loop was late in the last minute, as
-    whoever runs the reader measures it. ``group`` is set before the first turn.
+    ``commits`` are the last commits of the inputs. ``input_ends`` and ``state_ends`` are where inputs and states ended
+    at the assignment; ``torn`` are the partition numbers whose committed offset was no longer in the log then.
+    ``loop_late_s`` is the longest delay of the event loop in the last minute; the app sets it. ``group`` is set before
+    the first turn.
     """
 
     group: ConsumerGroup
@@ -100,13 +103,13 @@ class Reader:
         self.state_ends: dict[Partition, int] = {}
         self.input_ends: dict[Partition, int] = {}
         self.torn: frozenset[int] = frozenset()
-        self._settled: dict[Partition, int] = {}
+        self._state_commits: dict[Partition, int] = {}
         self.holes = self.lost = self.rebalances = self.turns = 0
         self.loop_late_s = 0.0
         self._held = positions.Held()
-        self._waiting: set[int] = set()
+        self._behind: set[int] = set()  # the partition numbers whose state has not been read to its end
         self._full = False
-        self._skipped_s = 0.0
+        self._positions_checked_s = 0.0
         self._committing: asyncio.Task[bool] | None = None
 
     # -- offsets
@@ -125,36 +128,38 @@ class Reader:
         return committing.result()
 
     async def _commit_prefixes(self) -> bool:
-        epoch = self.ledger.epoch
-        positions = self.ledger.positions().items()
-        inputs = {tp: at for tp, at in positions if tp.topic in self.reads.inputs and self.commits.get(tp) != at}
-        states = {tp: at for tp, at in positions if tp.topic in self.reads.states and self._settled.get(tp, at) < at}
+        epoch, inputs, states = self.ledger.epoch, dict[Partition, int](), dict[Partition, int]()
+        for tp, offset in self.ledger.positions().items():
+            if tp.topic in self.reads.inputs and self.commits.get(tp) != offset:
+                inputs[tp] = offset
+            if tp.topic in self.reads.states and self._state_commits.get(tp, offset) < offset:
+                states[tp] = offset
         if not (inputs or states) or not await self.group.commit(inputs | states):
             return False
         if epoch == self.ledger.epoch:
             self.commits |= inputs
-            self._settled |= states
+            self._state_commits |= states
             if inputs:
                 self.stage.committed(inputs)
         return True
 
     def is_settled(self, slot: Slot) -> bool:
-        """Whether the group has finished this record of a state before, its dead letter included."""
-        return slot.offset < self._settled.get(slot.tp, 0)
+        """Whether the group has finished this record of a state before: it needs no dead letter again."""
+        return slot.offset < self._state_commits.get(slot.tp, 0)
 
     # -- assignment
 
     async def revoked(self) -> None:
-        """The partitions are taken away: wait for what was sent and commit what is finished, in bounded time, and drop
+        """The partitions are revoked: wait for what was sent and commit what is finished, in bounded time, and drop
         everything else.
 
-        A commit that is still under way after that is ended: with the next assignment it would count for partitions
-        that another worker may have then.
+        A commit that is still under way after that is cancelled: with the next assignment it would count for partitions
+        that another worker may have by then.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_COMMIT_ON_REVOKE_S):
                 await self._acknowledged(_ACKNOWLEDGED_S)
-                if self._committing is not None:  # it has less than what is finished now
+                if self._committing is not None:  # it commits less than what is finished now
                     await asyncio.wait([self._committing])
                 await self.commit()
         if self._committing is not None and not self._committing.done():
@@ -165,20 +170,21 @@ class Reader:
         self.end_epoch()
 
     def assigned(self, tps: set[Partition]) -> None:
-        """Partitions are ours: the loop sets their positions."""
+        """Partitions are assigned: the loop sets their positions."""
         self.end_epoch()
 
     def end_epoch(self) -> None:
         """Positions are unknown until the loop has set them; what is unfinished is read again."""
         if self.ledger.ready:
-            states = {tp: at for tp, at in self.ledger.positions().items() if tp.topic in self.reads.states}
+            positions_now = self.ledger.positions().items()
+            states = {tp: offset for tp, offset in positions_now if tp.topic in self.reads.states}
             self._held = positions.Held(states, dict(self.commits))
         self.ledger.forget()
         self.stage.forget()
 
     def pending_states(self) -> list[Partition]:
-        """The state partitions that are not learned to where they ended at the assignment."""
-        positions, ends = self.ledger.positions(), dict(self.state_ends)  # copied: the watchdog's thread asks too
+        """The state partitions that have not been read to where they ended at the assignment."""
+        positions, ends = self.ledger.positions(), dict(self.state_ends)  # copied: the watchdog's thread calls this too
         return [tp for tp, end in ends.items() if positions.get(tp, end) < end]
 
     # -- the loop
@@ -194,13 +200,13 @@ class Reader:
             await self._read()
 
     async def _position(self) -> None:
-        """Set every position, or none, and read from there; the stage drops what it holds of other logs and partitions.
-        An assignment that changes meanwhile is positioned again."""
+        """Set all positions or none; the stage drops its state of other logs and partitions.
+        If the assignment changes meanwhile, the next turn sets them again."""
         epoch, assigned = self.ledger.epoch, self.group.assignment()
         inputs = {tp for tp in assigned if tp.topic in self.reads.inputs}
-        states, whole = {tp for tp in assigned if tp.topic in self.reads.states}, frozenset(self.reads.compacted)
+        states, compacted = {tp for tp in assigned if tp.topic in self.reads.states}, frozenset(self.reads.compacted)
         try:
-            starts, fresh = await positions.find_with_state(self.group, inputs, states, self._held, whole)
+            starts, fresh = await positions.find_with_state(self.group, inputs, states, self._held, compacted)
             if epoch != self.ledger.epoch or assigned != self.group.assignment():
                 return
             self.group.seek({tp: start.position for tp, start in starts.items()})
@@ -211,32 +217,32 @@ class Reader:
         torn = {tp: starts[tp] for tp in inputs if starts[tp].is_torn}
         for tp, start in torn.items():
             self.lost += start.expired
-            place = self.group.place(tp)
-            log.error("%s: offset %s is not in the log; reading on from %s", place, start.committed, start.resume)
-        ours = {tp.partition for tp in states}
-        self.stage.drop(fresh | ({tp.partition for tp in self._held.states} - ours))
+            name = self.group.place(tp)
+            log.error("%s: offset %s is not in the log; reading on from %s", name, start.committed, start.resume)
+        numbers = {tp.partition for tp in states}
+        self.stage.drop(fresh | ({tp.partition for tp in self._held.states} - numbers))
         self.ledger.begin({tp: start.position for tp, start in starts.items()})
         self.commits = {tp: starts[tp].resume for tp in inputs if starts[tp].committed == starts[tp].resume}
         self.input_ends, self.state_ends = {tp: starts[tp].end for tp in inputs}, {tp: starts[tp].end for tp in states}
         self.torn = frozenset(tp.partition for tp in torn)
-        self._settled, self._waiting = {tp: starts[tp].resume for tp in states}, ours
+        self._state_commits, self._behind = {tp: starts[tp].resume for tp in states}, numbers
         log.info("reading %d partitions, %d of them state", len(starts), len(states))
 
     async def _read(self) -> None:
-        """Fetch once, and take what came: state first.
+        """Fetch once, and deliver the records: state first.
 
-        State is fetched always, an input once its state is learned, and none while too many bytes are open.
-        A partition without records is followed to the client's position, past offsets that hold no record for a reader:
-        a log that ends in such offsets would never be read to its end otherwise.
+        State is always fetched. An input is fetched once its state has been read, but not while too many bytes are
+        open. A partition without new records follows the client's position, past offsets that hold no record for a
+        reader: otherwise a log that ends in such offsets would never be read to its end.
         """
-        if self._waiting:
-            self._waiting &= {tp.partition for tp in self.pending_states()}
+        if self._behind:
+            self._behind &= {tp.partition for tp in self.pending_states()}
         limit = self.reads.max_open_bytes // 2 if self._full else self.reads.max_open_bytes
         self._full = self.ledger.open_bytes >= limit
         active = {
             tp
             for tp in self.ledger.positions()
-            if tp.topic in self.reads.states or not (self._full or tp.partition in self._waiting)
+            if tp.topic in self.reads.states or not (self._full or tp.partition in self._behind)
         }
         if not active:
             await asyncio.sleep(_IDLE_S)
@@ -246,29 +252,29 @@ class Reader:
         for tp in sorted(records, key=lambda tp: tp.topic not in self.reads.states):
             if epoch != self.ledger.epoch:
                 return
-            await self._take(tp, records[tp])
+            await self._deliver_records(tp, records[tp])
         now_s = asyncio.get_running_loop().time()
-        if not self._waiting and now_s - self._skipped_s < _SKIP_EVERY_S:
+        if not self._behind and now_s - self._positions_checked_s < _CHECK_POSITIONS_EVERY_S:
             return
-        self._skipped_s, epoch = now_s, self.ledger.epoch
+        self._positions_checked_s, epoch = now_s, self.ledger.epoch
         for tp, position in (await self.group.positions(active.difference(records))).items():
             expected = self.ledger.expected(tp)
             if epoch == self.ledger.epoch and expected is not None and position >= expected:
-                await self._pass_over(tp, expected, position)
+                await self._count_deleted(tp, expected, position)
                 if epoch == self.ledger.epoch:
                     self.ledger.skip(tp, position)
 
-    async def _take(self, tp: Partition, records: Sequence[Any]) -> None:
-        """Admit the records and deliver them, unless they are of another log than those before."""
+    async def _deliver_records(self, tp: Partition, records: Sequence[Any]) -> None:
+        """Open a slot for each record and deliver them, unless they are of another log than the records before."""
         expected, epoch = self.ledger.expected(tp), self.ledger.epoch
         if expected is None:
             return
         if records[0].offset < expected:
-            place, found = self.group.place(tp), records[0].offset
-            log.error("%s: offset %d is gone, and the log goes on at %d", place, expected, found)
+            name, offset = self.group.place(tp), records[0].offset
+            log.error("%s: offset %d is gone, and the log goes on at %d", name, expected, offset)
             self.end_epoch()
             return
-        await self._pass_over(tp, expected, records[0].offset)
+        await self._count_deleted(tp, expected, records[0].offset)
         if epoch != self.ledger.epoch:
             return
         batch: Batch = []
@@ -278,21 +284,21 @@ class Reader:
             batch.append((self.ledger.admit(tp, record.offset, size), record))
         await self.deliver(batch)
 
-    async def _pass_over(self, tp: Partition, expected: int, offset: int) -> None:
-        """The log goes on at ``offset``: count what was deleted before it could be read.
+    async def _count_deleted(self, tp: Partition, expected: int, offset: int) -> None:
+        """The log continues at ``offset``: count the records that were deleted before they could be read.
 
-        That is all before where the log begins now; the client goes there by itself. What is missing after that was
-        never to be read. Within what was fetched at once, nothing is deleted.
+        These are all offsets below the beginning of the log, where the client resumes by itself. Offsets that are
+        missing above it never held a record for a reader. Within one fetch nothing is deleted.
         """
         if offset <= expected or tp.topic in self.reads.compacted:
             return
         try:
-            begins = (await self.group.offsets.beginnings([tp]))[tp]
+            beginning = (await self.group.offsets.beginnings([tp]))[tp]
         except NOT_OURS as error:
-            place = self.group.place(tp)
-            log.info("%s: whether offsets %d to %d were deleted is not known: %r", place, expected, offset - 1, error)
+            name = self.group.place(tp)
+            log.info("%s: whether offsets %d to %d were deleted is not known: %r", name, expected, offset - 1, error)
             return
-        if (gone := min(begins, offset) - expected) > 0:
-            self.lost += gone
-            last, place = expected + gone - 1, self.group.place(tp)
-            log.error("%s: offsets %d to %d were deleted before they were read", place, expected, last)
+        if (deleted := min(beginning, offset) - expected) > 0:
+            self.lost += deleted
+            name, last = self.group.place(tp), expected + deleted - 1
+            log.error("%s: offsets %d to %d were deleted before they were read", name, expected, last)

@@ -45,7 +45,7 @@ class UsageSettings(TeamSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class AlertSettings(TeamSettings):
-    """By which rules ticks are judged, and what alerts say of owners, costs and what to do."""
+    """The rules of the alerts, and what alerts say about teams, costs and runbooks."""
 
     rules: Annotated[Path | None, Option(
         "--rules", READABLE_FILE, "alerts: a TOML file of rules, laid over the defaults; see `gpustream rules check`.",
@@ -62,9 +62,9 @@ class AlertSettings(TeamSettings):
     group: str = "gpustream-alerts"
 
     def load(self) -> Rules:
-        """The rules, with what alerts say beside them. Raises RulesError or PricesError."""
-        listed = prices.load(self.prices) if self.prices is not None else None
-        wording = Wording(self.runbook_url.rstrip("/"), self.team_label, listed)
+        """The rules, with the wording of their alerts. Raises RulesError or PricesError."""
+        price_list = prices.load(self.prices) if self.prices is not None else None
+        wording = Wording(self.runbook_url.rstrip("/"), self.team_label, price_list)
         return msgspec.structs.replace(rules_file.load(self.rules), wording=wording)
 
     def mistakes(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What every stream does beside its own work: decoding, dead letters, nodes in the wrong place, counts, its one agent.
+"""What all streams have in common: decoding, dead letters, misplaced nodes, metrics, and the component with its agent.
 
 Source: murmur2 is the partitioner of Kafka's Java clients.
 """
@@ -31,8 +31,7 @@ from topics.topic import MAX_MESSAGE_BYTES, node_key
 log = logging.getLogger(__name__)
 
 ATTRIBUTED, SAMPLES = "gpu.attributed", "gpu.samples"
-_LOOK_EVERY_S = 1.0
-
+_WATCH_EVERY_S = 1.0
 
 COMMON: tuple[Instrument, ...] = (
     Instrument("records_read_total", "counter", "Records read; a worker that has lost a partition and has it again"
@@ -57,25 +56,25 @@ COMMON: tuple[Instrument, ...] = (
     Instrument("lost_offsets_total", "counter", "Offsets that retention, or somebody, deleted before they were read."),
     lateness_instrument("")._replace(name="loop_late_seconds"),
 )  # fmt: skip
-"""What every stream says of itself; the names are in full where a stream lists its own."""
+"""The metrics of every stream, without their prefix: each stream lists them with their full names."""
 
 Reason = Literal["undecodable", "key", "oversized", "unsendable"]
 
 
-class OfNode(Protocol):
+class HasNode(Protocol):
     @property
     def cluster(self) -> str: ...
     @property
     def node(self) -> str: ...
 
 
-R = TypeVar("R", bound=OfNode)
+R = TypeVar("R", bound=HasNode)
 T = TypeVar("T")
 S = TypeVar("S", bound=MemberSettings)
 
 
 class Malformed(Exception):
-    """A record that can never be used: ``reason`` is its class, the message says what is wrong. Dead-letter it."""
+    """A record that can never be used; dead-letter it. ``reason`` is the label of its metric, the message says more."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -83,7 +82,7 @@ class Malformed(Exception):
 
 
 def decode_value(decode: Callable[[bytes], T], value: bytes | None) -> T:
-    """The record that a value is. Raises Malformed."""
+    """The record in a value. Raises Malformed."""
     if value is None:
         raise Malformed("undecodable", "no value")
     if len(value) > MAX_MESSAGE_BYTES:
@@ -103,27 +102,30 @@ def decode_record(decode: Callable[[bytes], R], key: bytes | None, value: bytes 
 
 
 def instruments(*names: str) -> tuple[Instrument, ...]:
-    """The instruments that every stream has, under the names that they have in this one: one for each of ``COMMON``."""
-    return tuple(row._replace(name=name) for row, name in zip(COMMON, names, strict=True))
+    """The instruments of ``COMMON``, in their order, under the full names that they have in one stream."""
+    return tuple(instrument._replace(name=name) for instrument, name in zip(COMMON, names, strict=True))
 
 
 class Housekeeping:
-    """One stream's books; ``stage`` is what it is called, ``partitions`` how many its topics have."""
+    """Dead letters, the check for misplaced nodes, and the common metrics of one stream.
+
+    ``stage`` is the stream's name; ``partitions`` is how many partitions its topics have.
+    """
 
     def __init__(self, instruments: Instruments, *, stage: str, partitions: int) -> None:
         self._instruments, self._stage, self._partitions = instruments, stage, partitions
         self._counted: Counter[tuple[str, ...]] = Counter()
 
     def check_place(self, partition: int, key: bytes) -> None:
-        """Once a node: whether its key belongs here, or another partitioner put it here."""
+        """Count and log a new node whose key does not belong in its partition: another partitioner put it there."""
         if (murmur2(key) & 0x7FFFFFFF) % self._partitions != partition:
             self._instruments.counter(f"gpustream_{self._stage}_misplaced_nodes_total").inc()
             node = key.decode("utf-8", "replace")
             log.warning("%s: it is in partition %s, where murmur2 would not put it", node, partition)
 
     async def dead_letter(self, app: ReaderApp, slot: Slot, record: Any, reason: Reason, error: str) -> None:
-        """Send a record to the dead letters; its slot is finished when that is acknowledged.
-        State is read again at each start: a record of it that has its dead letter gets no other."""
+        """Send a record to the dead letters; its slot is finished when the letter is acknowledged.
+        State is read again at each start: a record of it that has a dead letter gets no second one."""
         if app.reader.is_settled(slot):
             slot.end = ("duplicate",)
             app.finish(slot)
@@ -136,76 +138,78 @@ class Housekeeping:
         app.finish_when(slot, [sent])
 
     def observe(self, reader: Reader) -> None:
-        """Take over what the reader and its ledger have counted, all of it as of one moment."""
-        ledger, made, prefix = reader.ledger, self._instruments, f"gpustream_{self._stage}"
-        made.gauge(f"{prefix}_open_bytes").set(ledger.open_bytes)
-        made.gauge(f"{prefix}_loop_late_seconds").set(reader.loop_late_s)
+        """Set the metrics from what the reader and its ledger have counted, all as of one moment."""
+        ledger, instruments, prefix = reader.ledger, self._instruments, f"gpustream_{self._stage}"
+        instruments.gauge(f"{prefix}_open_bytes").set(ledger.open_bytes)
+        instruments.gauge(f"{prefix}_loop_late_seconds").set(reader.loop_late_s)
         for topic, held in ledger.held.items():
-            made.gauge(f"{prefix}_records_held", topic).set(held)
-        counts = {(f"records_{end}", topic, *why): count for (topic, end, *why), count in ledger.counts.items()}
+            instruments.gauge(f"{prefix}_records_held", topic).set(held)
+        counts = {(f"records_{end}", topic, *reason): count for (topic, end, *reason), count in ledger.counts.items()}
         counts |= {("rebalances",): reader.rebalances, ("holes",): reader.holes, ("lost_offsets",): reader.lost}
         for (name, *labels), count in counts.items():
-            made.counter(f"{prefix}_{name}_total", *labels).inc(count - self._counted[name, *labels])
+            instruments.counter(f"{prefix}_{name}_total", *labels).inc(count - self._counted[name, *labels])
             self._counted[name, *labels] = count
 
 
 class WriteTasks:
-    """What a worker is writing, each a task. What was begun before the last :meth:`forget` is ``leftover``."""
+    """The tasks in which a worker writes to Kafka. ``leftover`` are those that began before the last :meth:`forget`."""
 
     def __init__(self) -> None:
-        self.under_way: set[asyncio.Task[None]] = set()
+        self.running: set[asyncio.Task[None]] = set()
         self.leftover: set[asyncio.Task[None]] = set()
 
     def start(self, app: ReaderApp, work: Coroutine[Any, Any, None]) -> None:
-        """Begin to write. What can't be written ends the process."""
+        """Start to write. If it fails, the process ends."""
 
-        def ended(writing: "asyncio.Task[None]") -> None:
-            self.under_way.discard(writing)
-            self.leftover.discard(writing)
-            if not writing.cancelled() and writing.exception() is not None:
-                app.fail(f"not written: {writing.exception()!r}")
+        def on_done(task: "asyncio.Task[None]") -> None:
+            self.running.discard(task)
+            self.leftover.discard(task)
+            if not task.cancelled() and task.exception() is not None:
+                app.fail(f"not written: {task.exception()!r}")
 
-        writing = asyncio.create_task(work)
-        self.under_way.add(writing)
-        writing.add_done_callback(ended)
+        task = asyncio.create_task(work)
+        self.running.add(task)
+        task.add_done_callback(on_done)
 
     def forget(self) -> None:
-        """The records are read again: nothing may be done with them before what is on its way has arrived."""
-        self.leftover |= self.under_way
+        """The records are read again. They may be used only when the writes that are still running have ended."""
+        self.leftover |= self.running
 
 
 class Clocks:
-    """The worker's own clocks, which judge silence and nothing else."""
+    """The worker's own clocks. They only decide which nodes are silent; tests replace them."""
 
     def monotonic_s(self) -> float:
-        """Seconds of the clock that is never set."""
+        """Seconds of the monotonic clock."""
         return time.monotonic()
 
     def now_ms(self) -> int:
+        """Milliseconds since 1970."""
         return time.time_ns() // 1_000_000
 
 
 class StreamWorker(reader.Stage, Protocol):
-    """What works on the batches of a stream."""
+    """What processes the batches of a stream."""
 
     app: ReaderApp
 
     async def handle(self, batch: Batch) -> None:
-        """Work on a batch of one partition."""
+        """Process a batch of one partition."""
 
     async def watch(self) -> None:
-        """See to what waits for time to pass. Never returns."""
+        """Do what has to be done because time passes. Never returns."""
 
 
 P = TypeVar("P", bound=PartitionState)
 
 
 class NodeWorker(ABC, Generic[P]):
-    """What workers that read gpu.attributed have alike: each record is worked on in its order, what can't be used is
-    dead-lettered, what is sent is acknowledged, and each partition is looked at each second.
+    """What all workers that read gpu.attributed have in common: they process records in order, dead-letter malformed
+    ones, wait for acknowledgements, and check each partition once a second.
 
-    A worker gives ``new``, of which what it knows of a partition is made; ``inputs``, which wait for what an earlier
-    epoch has sent; ``lagging``, the topics whose lag is shown; and how it calls a fault that ends the process.
+    A worker defines ``new_partition``, which makes the state of a partition; ``inputs``, the topics that wait for the
+    writes of an earlier epoch; ``lag_topics``, the topics whose lag is a metric; and ``batch_failure``, what is logged
+    if a batch fails and the process ends.
     """
 
     app: ReaderApp
@@ -222,18 +226,18 @@ class NodeWorker(ABC, Generic[P]):
 
     @abstractmethod
     def handle_record(self, topic: str, partition: P, slot: Slot, record: Any) -> None:
-        """Work on a record. Raises Malformed."""
+        """Process a record. Raises Malformed."""
 
     @abstractmethod
     def check_partition(self, number: int) -> None:
-        """See to what waits in a partition for time to pass."""
+        """Do what has to be done in a partition because time passes."""
 
     @abstractmethod
     def close_silent(self, partition: P) -> None:
-        """The log of a partition has come further: see which of its nodes are silent."""
+        """The log of a partition has advanced: find the nodes that are silent."""
 
     async def handle(self, batch: Batch) -> None:
-        """Work on a batch of one partition. Nothing is raised: a fault here ends the process."""
+        """Process a batch of one partition. Raises nothing: a failure here ends the process."""
         if not batch:
             return
         topic, number = batch[0][0].tp
@@ -246,7 +250,7 @@ class NodeWorker(ABC, Generic[P]):
             self.app.fail(f"{self.batch_failure}: {error!r}")
 
     async def handle_batch(self, topic: str, partition: P, batch: Batch) -> None:
-        """Work on each record of a batch, unless the partition is taken away meanwhile."""
+        """Process each record of a batch, until the partition is revoked."""
         for slot, record in batch:
             if not self.app.is_current(slot):
                 return
@@ -258,14 +262,14 @@ class NodeWorker(ABC, Generic[P]):
             self.close_silent(partition)
 
     def _partition(self, number: int) -> P:
-        """What is known of a partition, from now on if not before."""
+        """The state of a partition, made at first use."""
         if number not in self._partitions:
             self._partitions[number] = self.new_partition(number)
         return self._partitions[number]
 
     async def _await_acks(self, what: str, sent: Iterable["asyncio.Future[int]"]) -> int:
-        """Wait for all, and say how many the broker took. What can never be sent is left out: to stop for it would stop
-        for ever."""
+        """Wait for all acknowledgements, and return how many records the broker took. A record that can never be sent
+        is counted and left out: to fail because of it would fail again after each restart."""
         outcomes = await asyncio.gather(*sent, return_exceptions=True)
         for error in outcomes:
             if isinstance(error, Unsendable):
@@ -273,35 +277,35 @@ class NodeWorker(ABC, Generic[P]):
                 log.error("a record of %s (%s) is left out: %s", self._stage, what, error)
             elif isinstance(error, BaseException):
                 raise error
-        return sum([isinstance(one, int) for one in outcomes])
+        return sum([isinstance(outcome, int) for outcome in outcomes])
 
     @abstractmethod
     def observe(self) -> None:
         """Set the gauges."""
 
     async def watch(self) -> None:
-        """See to what waits for time to pass. Never returns."""
+        """Once a second, check each partition whose state has been read. Never returns."""
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
-            waiting = {tp.partition for tp in self.app.reader.pending_states()}
-            for number in self._partitions.keys() - waiting:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            unready = {tp.partition for tp in self.app.reader.pending_states()}
+            for number in self._partitions.keys() - unready:
                 self.check_partition(number)
             self.observe()
 
     def drop(self, partitions: frozenset[int]) -> None:
-        """Drop what is known of these partitions."""
+        """Drop the state of these partitions."""
         for number in partitions:
             self._partitions.pop(number, None)
 
     def committed(self, offsets: Mapping[Partition, int]) -> None:
-        """Nothing is kept for what may be read again."""
+        """Nothing to do: no state is kept for records that may be read again."""
 
     def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:
-        """Where partitions end: how far behind this is, and whether a node without a tick is silent."""
+        """Set the lag from where partitions end. Whether a node without a tick is silent follows from it, too."""
         lags: Counter[str] = Counter()
         for tp, end in ends.items():
-            read = self.app.reader.ledger.expected(tp)
-            lags[tp.topic] += max(0, end - read) if read is not None else 0
+            position = self.app.reader.ledger.expected(tp)
+            lags[tp.topic] += max(0, end - position) if position is not None else 0
             if tp.topic == ATTRIBUTED:
                 self._partition(tp.partition).caught_up.ends(
                     Ends(asked_s, end, ends.get(Partition(SAMPLES, tp.partition)))
@@ -311,10 +315,10 @@ class NodeWorker(ABC, Generic[P]):
 
 
 class Stream(Generic[S]):
-    """A stream as a component: once its topics are there its one agent runs its worker, until the stop.
+    """A stream as a component: it waits for its topics, then its one agent runs its worker until the stop.
 
-    A stream gives its name in the registry, its instruments, how it calls a failure of the worker's look, and the
-    worker with what that reads.
+    A stream defines its ``name`` in the registry, the ``table`` of its instruments, ``watch_failure``, what is logged
+    if the worker's :meth:`~StreamWorker.watch` fails, and :meth:`make_worker`.
     """
 
     name: str
@@ -329,11 +333,11 @@ class Stream(Generic[S]):
         self._app: ReaderApp | None = None
 
     def make_worker(self, partitions: Mapping[str, int]) -> tuple[StreamWorker, Reads]:
-        """The worker and what it reads. ``partitions``: how many each topic has."""
+        """The worker, and the topics that it reads. ``partitions``: how many partitions each topic has."""
         raise NotImplementedError
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Wait for the topics, then work until ``stop`` is set. A look that fails ends the process."""
+        """Wait for the topics, then work until ``stop`` is set. If the worker's watch fails, the process ends."""
         checked = await self._check.passed(stop)
         if checked is None:
             return
@@ -345,17 +349,17 @@ class Stream(Generic[S]):
             async for batch in batches:
                 await worker.handle(batch)
 
-        def looked(looking: "asyncio.Task[None]") -> None:
-            if not looking.cancelled():
-                app.fail(f"{self.watch_failure}: {looking.exception()!r}")
+        def on_done(watching: "asyncio.Task[None]") -> None:
+            if not watching.cancelled():
+                app.fail(f"{self.watch_failure}: {watching.exception()!r}")
 
-        looking = asyncio.create_task(worker.watch())
-        looking.add_done_callback(looked)
+        watching = asyncio.create_task(worker.watch())
+        watching.add_done_callback(on_done)
         try:
             await app.run(stop)
         finally:
-            looking.cancel()
+            watching.cancel()
 
     def not_ready(self) -> list[str]:
-        """What keeps it from working; empty when it does."""
+        """The reasons why it does not work yet; empty if it works."""
         return self._check.not_ready() if self._app is None else self._app.not_ready()

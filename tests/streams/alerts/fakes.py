@@ -224,7 +224,7 @@ class Worker(LedgerApp):
         """End at once: of what flies some arrives, and nobody hears of it."""
         for topic in dict.fromkeys(sent.topic for sent in self.sender.flying):
             self.sender.land(chance.randint(0, 3), topic=topic, acknowledge=False)
-        for task in self.stage._write_tasks.under_way:
+        for task in self.stage._write_tasks.running:
             task.cancel()
 
     def total(self, name: str, *labels: str) -> float:
