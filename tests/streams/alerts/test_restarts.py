@@ -266,7 +266,7 @@ async def test_whenever_a_worker_ends_the_alerts_of_a_silent_node_are_what_its_s
     broker = first.broker
     await acknowledged(first, after)
     if end != "rebalanced":
-        for task in first.stage._write_tasks.under_way:
+        for task in first.stage._write_tasks.running:
             task.cancel()
         first.sender.land(0 if end == "killed" else 1, acknowledge=False)
         await settle()
