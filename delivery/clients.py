@@ -127,7 +127,7 @@ def _options(connection: Connection, options: Mapping[str, Any]) -> dict[str, An
     return {**opening.options(connection), **options, **named}
 
 
-class Reminder:
+class LogThrottle:
     """Which troubles are to be logged: one that is new, and again each minute while it lasts."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -143,7 +143,7 @@ class Reminder:
         return True
 
 
-def why_not(error: BaseException, connection: Connection) -> str:
+def explain(error: BaseException, connection: Connection) -> str:
     """Why Kafka does not do what was asked of it, in a line."""
     if not isinstance(error, SILENCE):
         return f"Kafka at {connection}: {describe(error)}"
@@ -155,21 +155,21 @@ def backoff(delays_s: Sequence[float]) -> Iterator[float]:
     return itertools.chain(delays_s, itertools.repeat(delays_s[-1]))
 
 
-async def connected(connection: Connection, **options: Any) -> Any:
+async def connect_consumer(connection: Connection, **options: Any) -> Any:
     """A :func:`consumer` once a broker answers; cancel to give up."""
-    return await started(lambda: consumer(connection, **options), connection)
+    return await start_client(lambda: consumer(connection, **options), connection)
 
 
-async def started(make: Callable[[], Any], connection: Connection, backoff_s: Sequence[float] = (0.5,)) -> Any:
+async def start_client(make: Callable[[], Any], connection: Connection, backoff_s: Sequence[float] = (0.5,)) -> Any:
     """A client that ``make`` makes, started once a broker answers, for as long as that takes; cancel to give up."""
-    reminder = Reminder()
+    throttle = LogThrottle()
     for delay_s in backoff(backoff_s):
         client = make()
         try:
             await client.start()
         except KafkaError as error:
             await close(client)
-            if reminder.is_due(why := why_not(error, connection)):
+            if throttle.is_due(why := explain(error, connection)):
                 log.warning("%s; trying again", why)
             await asyncio.sleep(delay_s)
         except BaseException:
@@ -220,7 +220,7 @@ class OffsetClient:
 
     async def connect(self) -> None:
         """Connect, for as long as that takes; cancel to give up."""
-        self._consumer = await connected(self._connection, client_id=f"{self._client_id}-offsets", **_NO_GROUP)
+        self._consumer = await connect_consumer(self._connection, client_id=f"{self._client_id}-offsets", **_NO_GROUP)
 
     async def close(self) -> None:
         """Let go of the connection."""
@@ -246,10 +246,10 @@ class OffsetClient:
         before it are read as well, by a consumer that lives no longer than this.
         """
         times: dict[Partition, int | None] = dict.fromkeys(offsets)
-        waiting = {theirs(self._connection, tp): offset for tp, offset in offsets.items()}
+        waiting = {to_kafka(self._connection, tp): offset for tp, offset in offsets.items()}
         client_id = f"{self._client_id}-peek"
         options = {"client_id": client_id, "max_partition_fetch_bytes": _PEEK_BYTES, **_NO_GROUP}
-        peeking = await connected(self._connection, **options)
+        peeking = await connect_consumer(self._connection, **options)
         try:
             peeking.assign(list(waiting))
             for tp, offset in waiting.items():
@@ -258,7 +258,7 @@ class OffsetClient:
                 if not waiting:
                     break
                 for tp, records in (await peeking.getmany(*waiting, timeout_ms=1000)).items():
-                    known = ours(self._connection, tp)
+                    known = from_kafka(self._connection, tp)
                     for record in records:
                         if record.offset <= waiting[tp] or times[known] is None:
                             times[known] = record.timestamp
@@ -272,29 +272,29 @@ class OffsetClient:
 
 async def beginnings(connection: Connection, consumer: Any, tps: Sequence[Partition]) -> dict[Partition, int]:
     """What a client says is the first offset of each partition."""
-    found = await consumer.beginning_offsets([theirs(connection, tp) for tp in tps]) if tps else {}
-    return {ours(connection, tp): offset for tp, offset in found.items()}
+    found = await consumer.beginning_offsets([to_kafka(connection, tp) for tp in tps]) if tps else {}
+    return {from_kafka(connection, tp): offset for tp, offset in found.items()}
 
 
 async def ends(connection: Connection, consumer: Any, tps: Sequence[Partition]) -> dict[Partition, int]:
     """What a client says is the offset after the last one of each partition that can be read."""
-    found = await consumer.end_offsets([theirs(connection, tp) for tp in tps]) if tps else {}
-    return {ours(connection, tp): offset for tp, offset in found.items()}
+    found = await consumer.end_offsets([to_kafka(connection, tp) for tp in tps]) if tps else {}
+    return {from_kafka(connection, tp): offset for tp, offset in found.items()}
 
 
 async def offsets_at(
     connection: Connection, consumer: Any, times_ms: Mapping[Partition, int]
 ) -> Mapping[Partition, int | None]:
     """What a client says is the first offset at or after a time; None: there is none, or the broker can't tell."""
-    found = await consumer.offsets_for_times({theirs(connection, tp): at for tp, at in times_ms.items()})
-    return {ours(connection, tp): at.offset if at is not None else None for tp, at in found.items()}
+    found = await consumer.offsets_for_times({to_kafka(connection, tp): at for tp, at in times_ms.items()})
+    return {from_kafka(connection, tp): at.offset if at is not None else None for tp, at in found.items()}
 
 
-def theirs(connection: Connection, tp: Partition) -> TopicPartition:
+def to_kafka(connection: Connection, tp: Partition) -> TopicPartition:
     """A partition as the client knows it."""
     return TopicPartition(connection.prefixed(tp.topic), tp.partition)
 
 
-def ours(connection: Connection, tp: TopicPartition) -> Partition:
+def from_kafka(connection: Connection, tp: TopicPartition) -> Partition:
     """A partition that a client names, as the contract calls it."""
     return Partition(connection.unprefixed(tp.topic), tp.partition)

@@ -79,7 +79,7 @@ class Connection:
         """Whether the client says who it is by SASL."""
         return self.security in ("sasl-plaintext", "sasl-ssl")
 
-    def mistakes(self) -> list[str]:
+    def errors(self) -> list[str]:
         """What keeps a connection from being opened with this, in words for whoever wrote it."""
         try:
             secrets = self.secrets()

@@ -57,7 +57,7 @@ class DeadLetters:
         self._sender = sender
         self._stage = stage
 
-    async def bury(self, record: Record, error: str, abandon: asyncio.Event) -> None:
+    async def write(self, record: Record, error: str, abandon: asyncio.Event) -> None:
         """Write a record to the dead letters; returns once it is there. Raises Abandoned if that is not awaited."""
         origin = Origin(record.topic, record.partition, record.offset)
         log.warning("%s: dead-lettered: %s", origin, error)
@@ -68,7 +68,7 @@ class DeadLetters:
             except Unsendable as refused:
                 log.error("%s: not even its dead letter could be sent: %s", origin, refused)
 
-        await unless(abandon, send())
+        await until_abandoned(abandon, send())
 
 
 async def send_letter(sender: Sender, record: Any, origin: Origin, *, stage: str, error: str) -> asyncio.Future[int]:
@@ -78,7 +78,7 @@ async def send_letter(sender: Sender, record: Any, origin: Origin, *, stage: str
     return await sender.send(dead_letters.TOPIC.name, letter.value, key=letter.key, headers=letter.headers)
 
 
-async def unless(abandon: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+async def until_abandoned(abandon: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
     """Await work until ``abandon`` is set. Raises Abandoned, with the work cancelled, or what the work raises."""
     task = asyncio.ensure_future(work)
     given_up = asyncio.ensure_future(abandon.wait())

@@ -28,7 +28,7 @@ from aiokafka.structs import OffsetAndMetadata
 
 from delivery import clients, opening
 from delivery.assignor import CoPartitioned, claim_of
-from delivery.clients import OffsetClient, Reminder, close, connected, theirs
+from delivery.clients import LogThrottle, OffsetClient, close, connect_consumer, to_kafka
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from delivery.settings import MemberSettings
@@ -98,7 +98,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._fetched = 0
         self._trouble: str | None = None
         self._silent_since_s: float | None = None
-        self._reminder = Reminder()
+        self._log_throttle = LogThrottle()
         self._open: dict[Partition, tuple[int, float]] = {}
         self._seen: set[str] = set()
         self._vanished: set[str] = set()
@@ -111,7 +111,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         """Connect, for as long as that takes; cancel to give up."""
         settings, session_ms = self.settings, int(self.settings.session_timeout_s * 1000)
         await self.offsets.connect()
-        self._consumer = await connected(
+        self._consumer = await connect_consumer(
             self.connection,
             client_id=self.name,
             group_id=self.name,
@@ -129,7 +129,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             metadata_max_age_ms=_METADATA_MS,  # so soon a partition that is added is seen
         )
 
-    async def commits(self) -> Mapping[Partition, int | None]:
+    async def committed_offsets(self) -> Mapping[Partition, int | None]:
         """What the group has committed, for each partition that its topics had when this process started."""
         tps = [
             Partition(topic, number)
@@ -143,7 +143,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                 self._complain(error)
                 await asyncio.sleep(_RETRY_S)
 
-    async def begin(self, offsets: Mapping[Partition, int]) -> bool:
+    async def commit_before_join(self, offsets: Mapping[Partition, int]) -> bool:
         """Commit where the group begins, all or nothing, before it is joined. Raises KafkaError.
 
         False: it has members, and nothing was committed. The broker takes the commit of a process that is no member
@@ -189,7 +189,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             return [*absent, *(describe(TopicAuthorizationFailedError(topic)) for topic in sorted(denied))]
         now_s = time.monotonic()
         hanging = [
-            f"{self.place(tp)}: a transaction is open since offset {offset}, for"
+            f"{self.kafka_name(tp)}: a transaction is open since offset {offset}, for"
             f" {now_s - since_s:.0f} s now, and nothing after it can be read: see `kafka-transactions.sh find-hanging`"
             for tp, (offset, since_s) in sorted(self._open.items())
             if now_s - since_s >= _HANGING_S
@@ -218,7 +218,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         """Called by the client, which sends no heartbeats until this returns."""
         self.look(time.monotonic())
         self._joined, self._trouble = True, None
-        self._reminder = Reminder()
+        self._log_throttle = LogThrottle()
         self._member.assigned(self.assignment())
 
     async def _successor(self) -> str | None:
@@ -345,7 +345,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     def _complain(self, error: Exception) -> None:
         """Say what is wrong, and again each minute until all is well."""
         self._trouble = describe(error)
-        if self._reminder.is_due(self._trouble):
+        if self._log_throttle.is_due(self._trouble):
             log.warning("group %s: %s; trying again", self.name, self._trouble)
 
     def _end(self, reason: str) -> None:
@@ -360,14 +360,14 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         known = (tp for tp in mine if tp.partition < self._partitions.get(tp.topic, tp.partition + 1))
         return {Partition(self._topics[tp.topic], tp.partition) for tp in known}
 
-    def place(self, tp: Partition) -> str:
+    def kafka_name(self, tp: Partition) -> str:
         """How an operator finds a partition in Kafka."""
         return f"{self.connection.prefixed(tp.topic)} partition {tp.partition}"
 
     def _theirs(self, tp: Partition) -> TopicPartition:
-        return theirs(self.connection, tp)
+        return to_kafka(self.connection, tp)
 
-    def flowing(self) -> bool:
+    def can_fetch(self) -> bool:
         """Whether records may be taken: we are a member, and not in the middle of a rebalance."""
         return self._joined and not self.failed.done()
 

@@ -40,7 +40,7 @@ from aiokafka.protocol.types import (
 )
 
 from delivery import clients, opening
-from delivery.clients import SILENCE, why_not
+from delivery.clients import SILENCE, explain
 from delivery.connection import Connection
 from delivery.ledger import Partition
 
@@ -82,7 +82,7 @@ class Refused(BrokerError):
         super().__init__("\n".join(f"{topic}: {what}: {reason}" for topic, reason in reasons.items()))
 
 
-class Found(NamedTuple):
+class TopicDescription(NamedTuple):
     """A topic as the broker has it. ``settings`` None if it does not say.
 
     ``leaderless`` are the partitions without a leader, ``in_sync`` how many replicas of each partition are in sync.
@@ -97,7 +97,7 @@ class Found(NamedTuple):
     allowed: frozenset[str] | None = None
 
 
-class GroupFound(NamedTuple):
+class GroupDescription(NamedTuple):
     """A consumer group: its state as the broker calls it, how many members it has, and what it has committed."""
 
     name: str
@@ -240,7 +240,7 @@ class Admin:
     def __init__(self, client: Any, connection: Connection) -> None:
         self._client, self._connection = client, connection
 
-    async def layouts(self, names: Iterable[str]) -> dict[str, Found]:
+    async def layouts(self, names: Iterable[str]) -> dict[str, TopicDescription]:
         """Those of these topics that there are, as far as this client may see them."""
         try:
             rows = (await self._client._send_request(DescribeTopics(names))).topics  # noqa: SLF001
@@ -253,12 +253,14 @@ class Admin:
         found = {}
         for code, name, _, partitions, bits in rows:
             if code == _UNAUTHORIZED:
-                found[name] = Found(0, allowed=frozenset())
+                found[name] = TopicDescription(0, allowed=frozenset())
             elif partitions:
                 allowed = frozenset(right for one, right in RIGHTS.items() if bits >> one & 1)
                 leaderless = tuple(sorted(number for _, number, leader, *_ in partitions if leader < 0))
                 in_sync = {number: len(isr) for _, number, _, _, _, isr, _ in partitions} if bits != _UNSAID else {}
-                found[name] = Found(len(partitions), None, leaderless, in_sync, None if bits == _UNSAID else allowed)
+                found[name] = TopicDescription(
+                    len(partitions), None, leaderless, in_sync, None if bits == _UNSAID else allowed
+                )
         return found
 
     async def brokers(self) -> dict[int, str]:
@@ -361,7 +363,7 @@ class Admin:
         if reasons:
             raise Refused("settings not altered", reasons)
 
-    async def groups(self, prefix: str) -> list[GroupFound]:
+    async def groups(self, prefix: str) -> list[GroupDescription]:
         """The consumer groups whose names begin so, without the prefix of all names; those that this client may see.
 
         They are described one by one: of an answer about several, aiokafka 0.14 can't read the second.
@@ -372,8 +374,12 @@ class Admin:
             (answer,) = await self._client.describe_consumer_groups([name])
             (_, _, state, _, _, members, *_) = answer.groups[0]
             offsets = await self._client.list_consumer_group_offsets(name)
-            committed = {clients.ours(self._connection, tp): at.offset for tp, at in offsets.items() if at.offset >= 0}
-            found.append(GroupFound(self._connection.unprefixed(name), state, len(members), committed))
+            committed = {
+                clients.from_kafka(self._connection, tp): metadata.offset
+                for tp, metadata in offsets.items()
+                if metadata.offset >= 0
+            }
+            found.append(GroupDescription(self._connection.unprefixed(name), state, len(members), committed))
         return found
 
     async def is_empty(self, name: str, partitions: int) -> bool:
@@ -418,8 +424,8 @@ async def connect(connection: Connection) -> AsyncIterator[Admin]:
                 await client.start()
             yield Admin(client, connection)
     except SILENCE as error:
-        raise BrokerUnavailable(why_not(error, connection)) from error
+        raise BrokerUnavailable(explain(error, connection)) from error
     except KafkaError as error:
-        raise BrokerError(why_not(error, connection)) from error
+        raise BrokerError(explain(error, connection)) from error
     finally:
         await clients.close(client)

@@ -20,14 +20,14 @@ class Partition(NamedTuple):
 class Slot:
     """One record that was read: its place, its size in bytes, and the epoch in which it was read.
 
-    ``end`` is what becomes of it when it is finished: ``delivered``, ``duplicate``, or ``dead_lettered`` and why.
+    ``outcome`` is what becomes of it when it is finished: ``delivered``, ``duplicate``, or ``dead_lettered`` and why.
     """
 
-    __slots__ = ("done", "end", "epoch", "offset", "size", "tp")
+    __slots__ = ("done", "epoch", "offset", "outcome", "size", "tp")
 
     def __init__(self, tp: Partition, offset: int, epoch: int, size: int) -> None:
         self.tp, self.offset, self.epoch, self.size, self.done = tp, offset, epoch, size, False
-        self.end: tuple[str, ...] = ("delivered",)
+        self.outcome: tuple[str, ...] = ("delivered",)
 
 
 class Ledger:
@@ -35,7 +35,7 @@ class Ledger:
 
     An epoch ends (:meth:`forget`) whenever partitions go or positions are about to move: what was read in it may be
     finished later without effect, because somebody reads it again. ``ready`` says that positions are known.
-    ``counts`` has how many records of a topic were ``read``, came to each ``end``, or were ``released``: given back
+    ``counts`` has how many records of a topic were ``read``, came to each ``outcome``, or were ``released``: given back
     unfinished. ``held`` has how many are not finished.
     """
 
@@ -105,7 +105,7 @@ class Ledger:
         slot.done = True
         self.finished += 1
         self.open_bytes -= slot.size
-        self.counts[slot.tp.topic, *slot.end] += 1
+        self.counts[slot.tp.topic, *slot.outcome] += 1
         self.held[slot.tp.topic] -= 1
         window = self._windows[slot.tp]
         while window and window[0].done:
@@ -117,6 +117,6 @@ class Ledger:
             self.open_bytes -= slot.size
             slot.size = 0
 
-    def open(self) -> int:
+    def unfinished(self) -> int:
         """How many records were read and are not finished."""
         return sum(not slot.done for window in self._windows.values() for slot in window)

@@ -20,7 +20,7 @@ IDLE_AFTER = "gpustream.dev/idle-after"
 _SHORTEST_MS = 1_000
 
 
-class PolicyMistake(NamedTuple):
+class PolicyError(NamedTuple):
     name: str
     text: str
 
@@ -30,7 +30,7 @@ class Policy(NamedTuple):
 
     off: bool = False
     idle_after_ms: int | None = None
-    mistakes: tuple[PolicyMistake, ...] = ()
+    errors: tuple[PolicyError, ...] = ()
 
 
 NO_POLICY = Policy()
@@ -49,10 +49,10 @@ class Bounds(NamedTuple):
         return found
 
 
-DAY = Bounds()
+DEFAULT_BOUNDS = Bounds()
 
 
-def policy_in(pod: Mapping[str, str], spaces: Mapping[str, str], namespace: str, bounds: Bounds) -> Policy:
+def parse_policy(pod: Mapping[str, str], spaces: Mapping[str, str], namespace: str, bounds: Bounds) -> Policy:
     """The policy in the annotations of a pod and the labels of its namespace."""
     if not pod and not spaces:
         return NO_POLICY
@@ -67,14 +67,14 @@ def _policy(
     """The policy of these annotations of a pod and labels of its namespace, each text read once."""
     off: bool | None = None
     idle_after_ms: int | None = None
-    mistakes: list[PolicyMistake] = []
+    errors: list[PolicyError] = []
     for whose, switch, duration in (("annotation", pod_alerts, pod_idle), ("namespace label", alerts, idle)):
         if off is None and switch is not None:
             if (word := switch.strip().lower()) in ("on", "off"):
                 off = word == "off"
             else:
                 text = f"the {whose} {ALERTS} is {switch[:80]!r}: write on or off"
-                mistakes.append(PolicyMistake(ALERTS, text))
+                errors.append(PolicyError(ALERTS, text))
         if idle_after_ms is None and duration is not None:
             try:
                 ms = milliseconds(duration)
@@ -84,11 +84,11 @@ def _policy(
                 if ms > longest_ms:
                     most = duration_words(longest_ms)
                     text = f"the {whose} {IDLE_AFTER} is {duration[:80]!r}, and {most} is the most that counts here"
-                    mistakes.append(PolicyMistake(IDLE_AFTER, text))
+                    errors.append(PolicyError(IDLE_AFTER, text))
             except ValueError as error:
                 text = f"the {whose} {IDLE_AFTER} is malformed: {error}"
-                mistakes.append(PolicyMistake(IDLE_AFTER, text))
-    return Policy(bool(off), idle_after_ms, tuple(mistakes))
+                errors.append(PolicyError(IDLE_AFTER, text))
+    return Policy(bool(off), idle_after_ms, tuple(errors))
 
 
 # -- what may be done about a workload that wastes GPUs
@@ -157,9 +157,10 @@ def opted_out(annotations: Mapping[str, str], inherited: Mapping[str, str], idle
 # -- mistakes in annotations, for their authors
 
 PREFIX = "gpustream.dev/"
-OF_PODS = (ALERTS, IDLE_AFTER, RECLAIM)  # what pods, the templates that they are made from, and namespaces may say
-WRITTEN = frozenset({"gpustream.dev/reclaimed-by", "gpustream.dev/reclaimed", "gpustream.dev/reclaim-undone"})
-"""What gpustream itself writes."""
+POLICY_ANNOTATIONS = (ALERTS, IDLE_AFTER, RECLAIM)
+"""The annotations of pods, of the templates that they are made from, and of namespaces."""
+OWN_ANNOTATIONS = frozenset({"gpustream.dev/reclaimed-by", "gpustream.dev/reclaimed", "gpustream.dev/reclaim-undone"})
+"""The annotations that gpustream itself writes."""
 
 _NEAR = 0.75
 _LONGEST_NAME = 100
@@ -181,34 +182,34 @@ def bounds_text(of: Bounds) -> str:
     return ",".join([duration_text(of.longest_ms / 1000), *some])
 
 
-def mistakes_in(
+def annotation_errors(
     annotations: Mapping[str, str], namespace: str, longest: Bounds, *, of_pod: bool
-) -> list[PolicyMistake]:
+) -> list[PolicyError]:
     """What is wrong with the annotations of a pod, or of its namespace: names that nobody reads, and values."""
     found = [mistake for name in sorted(annotations) if (mistake := _misspelt(name)) is not None]
-    found += policy_in(annotations, {}, namespace, longest).mistakes
+    found += parse_policy(annotations, {}, namespace, longest).errors
     if (text := annotations.get(RECLAIM)) is not None and not of_pod:
         try:
             opt_in(text)
         except ValueError as error:
-            found.append(PolicyMistake(RECLAIM, f"the annotation {RECLAIM} is malformed: {error}"))
+            found.append(PolicyError(RECLAIM, f"the annotation {RECLAIM} is malformed: {error}"))
     elif text is not None and text.strip().lower() != "off":
         why = f"the annotation {RECLAIM} is {text[:80]!r}: on a pod write off; what may be done says its namespace"
-        found.append(PolicyMistake(RECLAIM, why))
+        found.append(PolicyError(RECLAIM, why))
     return found
 
 
 @lru_cache(maxsize=4096)
-def _misspelt(name: str) -> PolicyMistake | None:
+def _misspelt(name: str) -> PolicyError | None:
     """The mistake in the name of an annotation that is not known, and looks as if it was meant for gpustream."""
     prefix, slash, last = name.lower().partition("/")
-    if name in OF_PODS or name in WRITTEN or not slash:
+    if name in POLICY_ANNOTATIONS or name in OWN_ANNOTATIONS or not slash:
         return None
-    meant = get_close_matches(last, [known.removeprefix(PREFIX) for known in OF_PODS], n=1, cutoff=_NEAR)
+    meant = get_close_matches(last, [known.removeprefix(PREFIX) for known in POLICY_ANNOTATIONS], n=1, cutoff=_NEAR)
     if f"{prefix}/" != PREFIX:
         near = SequenceMatcher(None, prefix, PREFIX.rstrip("/")).ratio() >= _NEAR
         if not near or not meant:
             return None
     shown = name[:_LONGEST_NAME]
-    text = f"did you mean {PREFIX}{meant[0]}?" if meant else f"pods and namespaces have {', '.join(OF_PODS)}"
-    return PolicyMistake(shown, f"the annotation {shown} is not known, and nobody reads it: {text}")
+    text = f"did you mean {PREFIX}{meant[0]}?" if meant else f"pods and namespaces have {', '.join(POLICY_ANNOTATIONS)}"
+    return PolicyError(shown, f"the annotation {shown} is not known, and nobody reads it: {text}")

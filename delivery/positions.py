@@ -25,10 +25,10 @@ from delivery.ledger import Partition
 
 STATE_WINDOW_MS = 10 * 60 * 1000
 
-From = Literal["earliest", "latest"] | float
+StartFrom = Literal["earliest", "latest"] | float
 """Where a group without offsets starts: at an end of the log, or at a time, as seconds ago."""
 
-WHOLE = math.inf  # read back the whole log: of a compacted topic, whose older records are as true as its newest
+WHOLE_LOG = math.inf  # read back the whole log: of a compacted topic, whose older records are as true as its newest
 _ANY_TIME_MS = 1
 
 
@@ -55,7 +55,7 @@ class Start(NamedTuple):
         return max(0, self.resume - self.committed) if self.committed is not None else 0
 
 
-class Held(msgspec.Struct, frozen=True):
+class ReadState(msgspec.Struct, frozen=True):
     """What a process already holds: how far it has read each state partition, and the inputs' last commits.
 
     State is pruned behind the commits, so a group that was set back makes it useless.
@@ -65,25 +65,27 @@ class Held(msgspec.Struct, frozen=True):
     commits: dict[Partition, int] = {}
 
 
-async def begin(group: ConsumerGroup, from_: Mapping[str, From]) -> frozenset[str]:
+async def commit_start(group: ConsumerGroup, from_: Mapping[str, StartFrom]) -> frozenset[str]:
     """Commit where a group begins in each topic of which it has committed nothing. Gives the topics that it has begun.
 
     All partitions are committed at once, before any is read. So a partition without an offset in a topic that was begun
     was added later, whenever a process was killed. A topic that is read from its beginning needs no such commit. A
     group that has members was begun by them. Raises KafkaError if the broker does not answer: ask again.
     """
-    commits = await group.commits()
+    commits = await group.committed_offsets()
     begun = frozenset(tp.topic for tp, committed in commits.items() if committed is not None)
     new = from_.keys() - begun - {topic for topic, start in from_.items() if start == "earliest"}
     starts: dict[Partition, Start] = {}
     for topic in new:
         starts |= await _resume(group, dict.fromkeys(tp for tp in commits if tp.topic == topic), from_[topic])
-    if not starts or await group.begin({tp: start.resume for tp, start in starts.items()}):
+    if not starts or await group.commit_before_join({tp: start.resume for tp, start in starts.items()}):
         return begun | new
-    return frozenset(tp.topic for tp, committed in (await group.commits()).items() if committed is not None)
+    return frozenset(tp.topic for tp, committed in (await group.committed_offsets()).items() if committed is not None)
 
 
-async def find(group: ConsumerGroup, tp: Partition, from_: From, recall_s: float, *, known: int | None = None) -> Start:
+async def find_start(
+    group: ConsumerGroup, tp: Partition, from_: StartFrom, recall_s: float, *, known: int | None = None
+) -> Start:
     """Where a sink starts: ``recall_s`` before the last finished record, or there if that is the offset ``known``.
 
     ``known`` is where the last assignment of this reader ended, if it had the partition. Raises KafkaError if the
@@ -93,7 +95,7 @@ async def find(group: ConsumerGroup, tp: Partition, from_: From, recall_s: float
     if committed is not None and committed == known:
         return Start(committed, committed, committed, committed, committed)
     (start,) = (await _resume(group, {tp: committed}, from_)).values()
-    if recall_s == WHOLE:
+    if recall_s == WHOLE_LOG:
         return start._replace(position=start.begin)
     if committed is None or start.is_torn or committed == start.begin:
         return start
@@ -103,11 +105,11 @@ async def find(group: ConsumerGroup, tp: Partition, from_: From, recall_s: float
     return start._replace(position=max(start.begin, min(found[tp] or start.begin, committed)))
 
 
-async def find_with_state(
+async def find_start_with_state(
     group: ConsumerGroup,
     inputs: Collection[Partition],
     states: Collection[Partition],
-    held: Held,
+    held: ReadState,
     compacted: frozenset[str] = frozenset(),
 ) -> tuple[dict[Partition, Start], frozenset[int]]:
     """Where a stream starts, and the partition numbers whose state is read again: drop what is held of them.
@@ -140,10 +142,10 @@ async def find_with_state(
     return starts, frozenset(fresh)
 
 
-async def first(
+async def initial_offset(
     offsets_at: Callable[[Mapping[Partition, int]], Awaitable[Mapping[Partition, int | None]]],
     tp: Partition,
-    from_: From,
+    from_: StartFrom,
     begin: int,
     end: int,
 ) -> int:
@@ -160,7 +162,7 @@ async def first(
 
 
 async def _resume(
-    group: ConsumerGroup, commits: Mapping[Partition, int | None], from_: From = "earliest"
+    group: ConsumerGroup, commits: Mapping[Partition, int | None], from_: StartFrom = "earliest"
 ) -> dict[Partition, Start]:
     """Where the group goes on in each partition: at what it has committed, as far as the log has it."""
     tps = list(commits)
@@ -169,7 +171,7 @@ async def _resume(
     for tp, committed in commits.items():
         begin, end = begins[tp], ends[tp]
         if committed is None:
-            resume = await first(group.offsets.offsets_at, tp, from_, begin, end)
+            resume = await initial_offset(group.offsets.offsets_at, tp, from_, begin, end)
         else:
             resume = committed if begin <= committed <= end else begin
         starts[tp] = Start(begin, resume, resume, end, committed)

@@ -48,7 +48,7 @@ class Prices:
     def __init__(self, currency: str, entries: tuple[Price, ...]) -> None:
         self.currency, self.entries = currency, entries
 
-    def of(self, model: str, start_ms: int, node_labels: Mapping[str, str]) -> Decimal | None:
+    def price_of(self, model: str, start_ms: int, node_labels: Mapping[str, str]) -> Decimal | None:
         """What an hour of a GPU of this model costs in a window that begins then; None if no entry says so."""
         for entry in self.entries:
             if (

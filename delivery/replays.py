@@ -32,7 +32,7 @@ class Tick(Protocol):
     def offset(self) -> int: ...
 
 
-class Last(msgspec.Struct, frozen=True):
+class LastTick(msgspec.Struct, frozen=True):
     """The last tick of a node that was not a replay; ``newest_ts_ms`` is the latest time of any."""
 
     run_id: UInt
@@ -41,7 +41,7 @@ class Last(msgspec.Struct, frozen=True):
     newest_ts_ms: UInt
 
 
-def verdict(last: Last | None, tick: Tick) -> Verdict:
+def verdict(last: LastTick | None, tick: Tick) -> Verdict:
     """What a record is, after the last tick of its node; None: there was none."""
     if last is None:
         return "next"
@@ -53,7 +53,7 @@ def verdict(last: Last | None, tick: Tick) -> Verdict:
     return "next" if later else "new_log"
 
 
-def after(last: Last | None, tick: Tick) -> Last:
+def after(last: LastTick | None, tick: Tick) -> LastTick:
     """What to keep after a tick that is not a replay."""
     newest_ts_ms = tick.ts_ms if last is None else max(last.newest_ts_ms, tick.ts_ms)
-    return Last(tick.run_id, tick.seq, tick.offset, newest_ts_ms)
+    return LastTick(tick.run_id, tick.seq, tick.offset, newest_ts_ms)

@@ -25,7 +25,7 @@ from aiokafka.errors import (
 )
 
 from delivery import opening
-from delivery.clients import backoff, close, producer, started
+from delivery.clients import backoff, close, producer, start_client
 from delivery.connection import Connection
 from delivery.kafka_errors import describe
 from delivery.topic_admin import TopicCheck
@@ -112,7 +112,7 @@ class Sender:
     async def start(self) -> None:
         """Connect, for as long as it takes until a broker answers whose topics may be used; cancel to give up."""
         if self._check is not None:
-            await self._check.passed(asyncio.Event())
+            await self._check.wait(asyncio.Event())
         await self._renew()
         self._healthy.set()
 
@@ -167,7 +167,7 @@ class Sender:
             self._handing_over -= 1
         return record.acknowledged
 
-    async def settled(self, timeout_s: float) -> None:
+    async def flush(self, timeout_s: float) -> None:
         """Wait until what was sent is acknowledged, also what is sent meanwhile, at most ``timeout_s``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -176,7 +176,7 @@ class Sender:
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Wait for what is unacknowledged, at most ``timeout_s``, and let go. What is left is cancelled."""
-        await self.settled(timeout_s)
+        await self.flush(timeout_s)
         self._stopped = True
         self._healthy.set()
         if self._recovery is not None:
@@ -262,4 +262,4 @@ class Sender:
         if self._producer is not None:
             await close(self._producer)
         connection, options = self._connection, self._options
-        self._producer = await started(lambda: producer(connection, **options), connection, _BACKOFF_S)
+        self._producer = await start_client(lambda: producer(connection, **options), connection, _BACKOFF_S)

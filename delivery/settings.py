@@ -5,7 +5,7 @@
         stale_after_s: Annotated[float, Option("--stale-after", DURATION, "How long ...")] = 60.0
 
 The command line, the environment variable, the documentation and the default all come from the field. A field without
-an :class:`Option` can only be set by code. ``mistakes()`` of a record says which values do not go together.
+an :class:`Option` can only be set by code. ``errors()`` of a record says which values do not go together.
 This module imports nothing heavy, because the command's help imports the settings of every component.
 """
 
@@ -29,24 +29,26 @@ log = logging.getLogger(__name__)
 DEAD_LETTERS = "gpu.dead-letters"
 
 
-class Uses(NamedTuple):
-    """What a component must be allowed to do with topics. Those that it ``sees`` it neither reads nor writes.
+class TopicAccess(NamedTuple):
+    """What a component must be allowed to do with topics. Those that it ``describes`` it neither reads nor writes.
 
-    Topics ``beside`` may be missing, and this client need not see them; if it does, they must have as many partitions.
+    ``optional`` topics may be missing or hidden from this client. If it sees them, they must have as many partitions as
+    the others.
     """
 
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
-    sees: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    describes: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
 
-class Registered(NamedTuple):
+class ComponentSpec(NamedTuple):
     """A row of a registry of components: import strings ``module:name`` of the component and of its settings.
 
-    ``reads`` and ``writes`` are its topics in the flow. What it ``keeps`` it writes, and reads back at a start; the
-    others are as in :class:`Uses`. ``help`` and ``example`` are what the command says of it. A ``light`` component runs
-    in little memory. One without ``dead_letters`` leaves what it can't decode to the others who read the topic.
+    ``reads`` and ``writes`` are its topics in the flow. It writes the topics that it ``keeps``, and reads them back at
+    a start. ``describes`` and ``optional`` are those of :class:`TopicAccess`. ``help`` and ``example`` are shown by the
+    command. A ``light`` component runs in little memory. A component without ``dead_letters`` leaves what it can't
+    decode to the other readers of the topic.
     """
 
     component: str
@@ -56,17 +58,17 @@ class Registered(NamedTuple):
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
-    sees: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    describes: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     light: bool = False
     dead_letters: bool = True
 
     @property
-    def uses(self) -> Uses:
+    def uses(self) -> TopicAccess:
         """What it must be allowed to do. Whoever reads a flow writes dead letters."""
         letters = (DEAD_LETTERS,) if self.reads and self.dead_letters else ()
         writes = tuple(dict.fromkeys((*self.writes, *self.keeps, *letters)))
-        return Uses((*self.reads, *self.keeps), writes, self.sees, self.beside)
+        return TopicAccess((*self.reads, *self.keeps), writes, self.describes, self.optional)
 
 
 class Text(click.ParamType):
@@ -299,7 +301,7 @@ class ConnectionSettings:
         )
         return made, unused
 
-    def mistakes(self) -> list[str]:
+    def errors(self) -> list[str]:
         """Every mistake in the values, in words for whoever wrote them; empty if there is none."""
         found = []
         for field in fields(type(self)):
@@ -325,7 +327,7 @@ class ConnectionSettings:
         ):
             needless = [name for name, value in options.items() if value is not None and not has]
             found += [f"{name}: it is of no use without {needs}: --kafka-security {what}" for name in needless]
-        return found + connection.mistakes()
+        return found + connection.errors()
 
 
 @lru_cache
@@ -363,8 +365,8 @@ class MemberSettings(KafkaSettings):
         " comes back, it has its partitions again. Without this they wait for it, for --session-timeout.",
     )] = False  # fmt: skip
 
-    def mistakes(self) -> list[str]:
-        found = super().mistakes()
+    def errors(self) -> list[str]:
+        found = super().errors()
         if not self.group:
             found.append("--group: empty")
         if self.session_timeout_s < 1:

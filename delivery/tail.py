@@ -18,14 +18,14 @@ from typing import Any
 from aiokafka.errors import KafkaError
 
 from delivery import clients, positions
-from delivery.clients import OffsetClient, Reminder, connected, theirs
+from delivery.clients import LogThrottle, OffsetClient, connect_consumer, to_kafka
 from delivery.connection import Connection
 from delivery.dead_letters import Record
 from delivery.group import MustRestart
 from delivery.ledger import Partition
-from delivery.positions import From
-from delivery.settings import Uses
-from delivery.tasks import first_of
+from delivery.positions import StartFrom
+from delivery.settings import TopicAccess
+from delivery.tasks import until_stopped
 from delivery.topic_admin import TopicCheck
 
 log = logging.getLogger(__name__)
@@ -44,28 +44,28 @@ class Tail:
     def __init__(
         self,
         connection: Connection,
-        from_: Mapping[str, From],
+        from_: Mapping[str, StartFrom],
         take: Callable[[str, Sequence[Record]], None],
         *,
         client_id: str,
     ) -> None:
         self._connection, self._from, self._take = connection, from_, take
         self._client_id = client_id
-        self._check = TopicCheck(connection, Uses(tuple(from_)))
+        self._check = TopicCheck(connection, TopicAccess(tuple(from_)))
         self._offsets = OffsetClient(connection, client_id=client_id)
         self._consumer: Any = None
         self._read_to_end_s: float | None = None
         self._behind: dict[Partition, int] = {}
-        self._reminder = Reminder()
+        self._log_throttle = LogThrottle()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read until ``stop``. Raises MustRestart, and what ``take`` raises."""
-        if (checked := await self._check.passed(stop)) is None:
+        if (checked := await self._check.wait(stop)) is None:
             return
         counts = checked.partitions
         tps = [Partition(topic, number) for topic in self._from for number in range(counts[topic])]
         try:
-            await first_of(stop, self._read(tps))
+            await until_stopped(stop, self._read(tps))
         finally:
             consumers = [] if self._consumer is None else [self._consumer]
             await asyncio.gather(self._offsets.close(), *map(clients.close, consumers))
@@ -84,7 +84,7 @@ class Tail:
 
     async def _read(self, tps: list[Partition]) -> None:
         await self._offsets.connect()
-        self._consumer = consumer = await connected(
+        self._consumer = consumer = await connect_consumer(
             self._connection,
             client_id=self._client_id,
             group_id=None,
@@ -93,9 +93,9 @@ class Tail:
             metadata_max_age_ms=_METADATA_MS,
         )
         starts = await self._starts(tps)
-        consumer.assign([theirs(self._connection, tp) for tp in tps])
+        consumer.assign([to_kafka(self._connection, tp) for tp in tps])
         for tp, offset in starts.items():
-            consumer.seek(theirs(self._connection, tp), offset)
+            consumer.seek(to_kafka(self._connection, tp), offset)
         watching = asyncio.ensure_future(self._watch(tps))
         try:
             while not watching.done():
@@ -105,7 +105,7 @@ class Tail:
                     await self._retry(error)
                     continue
                 for tp, records in batches.items():
-                    self._take(clients.ours(self._connection, tp).topic, records)
+                    self._take(clients.from_kafka(self._connection, tp).topic, records)
                     await asyncio.sleep(0)
             watching.result()
         finally:
@@ -117,7 +117,7 @@ class Tail:
             try:
                 begins, ends = await asyncio.gather(self._offsets.beginnings(tps), self._offsets.ends(tps))
                 found = [
-                    positions.first(self._offsets.offsets_at, tp, self._from[tp.topic], begins[tp], ends[tp])
+                    positions.initial_offset(self._offsets.offsets_at, tp, self._from[tp.topic], begins[tp], ends[tp])
                     for tp in tps
                 ]
                 return dict(zip(tps, await asyncio.gather(*found), strict=True))
@@ -133,7 +133,7 @@ class Tail:
                 while behind := {
                     tp: end - read
                     for tp, end in ends.items()
-                    if (read := await self._consumer.position(theirs(self._connection, tp))) < end
+                    if (read := await self._consumer.position(to_kafka(self._connection, tp))) < end
                 }:
                     self._behind = behind
                     await asyncio.sleep(_LAP_EVERY_S / 5)
@@ -149,6 +149,6 @@ class Tail:
 
     async def _retry(self, error: KafkaError) -> None:
         """Say what is wrong, now and then, and wait before it is tried again."""
-        if self._reminder.is_due(why := clients.why_not(error, self._connection)):
+        if self._log_throttle.is_due(why := clients.explain(error, self._connection)):
             log.warning("%s; trying again", why)
         await asyncio.sleep(_RETRY_S)

@@ -14,7 +14,7 @@ async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
     return False
 
 
-async def first_of(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
     """Do the work, unless the stop comes before its end; returns when it has ended. Raises what the work raised."""
     doing, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:

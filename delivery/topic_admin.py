@@ -14,10 +14,10 @@ from typing import NamedTuple
 import msgspec
 from aiokafka.admin import NewTopic
 
-from delivery.clients import Reminder, backoff
+from delivery.clients import LogThrottle, backoff
 from delivery.connection import Connection
-from delivery.kafka_admin import Admin, BrokerError, BrokerUnavailable, Found, SettingsUnknown, connect
-from delivery.settings import Uses
+from delivery.kafka_admin import Admin, BrokerError, BrokerUnavailable, SettingsUnknown, TopicDescription, connect
+from delivery.settings import TopicAccess
 from delivery.tasks import set_within
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
 
@@ -70,15 +70,17 @@ class NotAllowed(BrokerError):
     """Kafka's ACLs do not let this client do what it must; one line a topic and a right."""
 
 
-def mismatches(topics: Iterable[Topic], found: Mapping[str, Found], beside: Iterable[Topic] = ()) -> list[Mismatch]:
+def mismatches(
+    topics: Iterable[Topic], found: Mapping[str, TopicDescription], optional: Iterable[Topic] = ()
+) -> list[Mismatch]:
     """Everything about these topics that is not as it must be, of what the broker says.
 
-    Topics ``beside`` them may be missing, and have other settings: only their numbers of partitions count.
+    ``optional`` topics may be missing, and have other settings: only their numbers of partitions count.
     """
     topics = list(topics)
     there = [topic for topic in topics if topic.name in found]
     wrong = [Mismatch(topic.name, "the topic", "there", "missing") for topic in topics if topic.name not in found]
-    by_node = [topic.name for topic in (*there, *beside) if topic.by_node and topic.name in found]
+    by_node = [topic.name for topic in (*there, *optional) if topic.by_node and topic.name in found]
     for name in by_node[1:]:
         want, have = found[by_node[0]].partitions, found[name].partitions
         if have != want:
@@ -98,7 +100,9 @@ def command(connection: Connection) -> str:
     return f"{COMMAND} --topic-prefix {connection.topic_prefix}" if connection.topic_prefix else COMMAND
 
 
-async def inspect(connection: Connection, names: Iterable[str] | None = None) -> tuple[dict[str, Found], str | None]:
+async def inspect(
+    connection: Connection, names: Iterable[str] | None = None
+) -> tuple[dict[str, TopicDescription], str | None]:
     """The topics of the contract (or those named) that the broker has, by its own names, and why their settings
     are not known, if so.
 
@@ -111,29 +115,29 @@ async def inspect(connection: Connection, names: Iterable[str] | None = None) ->
     return found, unchecked
 
 
-async def check(connection: Connection, uses: Uses) -> Checked:
+async def check(connection: Connection, uses: TopicAccess) -> Checked:
     """Whether a component may use its topics.
 
     :raises NotAllowed: it has not the right to, and every right that is missing.
     :raises ContractMismatch: they are not as they must be, and every reason.
     :raises BrokerUnavailable: nobody answers.
     """
-    reads, writes, sees, beside = (
-        contract(connection, names) for names in (uses.reads, uses.writes, uses.sees, uses.beside)
+    reads, writes, describes, optional = (
+        contract(connection, names) for names in (uses.reads, uses.writes, uses.describes, uses.optional)
     )
-    topics = reads | writes | sees
+    topics = reads | writes | describes
     async with connect(connection) as admin:
-        found, unchecked = await _inspect(admin, [*topics, *beside])
-    _require(found, {"Read": reads, "Write": writes, "Describe": sees})
+        found, unchecked = await _inspect(admin, [*topics, *optional])
+    _require(found, {"Read": reads, "Write": writes, "Describe": describes})
     found = {name: one for name, one in found.items() if one.partitions}
-    wrong = mismatches(topics.values(), found, beside.values())
+    wrong = mismatches(topics.values(), found, optional.values())
     if any(one.breaks for one in wrong):
         raise ContractMismatch((one for one in wrong if one.breaks), command(connection))
     partitions = {connection.unprefixed(name): found[name].partitions for name in topics}
     return Checked(partitions, tuple(wrong), unchecked)
 
 
-def _require(found: Mapping[str, Found], needed: Mapping[str, Iterable[str]]) -> None:
+def _require(found: Mapping[str, TopicDescription], needed: Mapping[str, Iterable[str]]) -> None:
     """Raises NotAllowed if this client has not each of these rights on the topics that are there."""
     missing = [
         f"{name}: Kafka does not let this client {right} it: add the ACL {right} on Topic {name} for its user"
@@ -203,7 +207,7 @@ def _settings(topic: Topic, settings: Mapping[str, str] | None) -> list[Mismatch
     return wrong
 
 
-async def _inspect(admin: Admin, names: Iterable[str]) -> tuple[dict[str, Found], str | None]:
+async def _inspect(admin: Admin, names: Iterable[str]) -> tuple[dict[str, TopicDescription], str | None]:
     found = await admin.layouts(names)
     try:
         settings = await admin.settings(found)
@@ -233,7 +237,11 @@ async def _delete_empty(admin: Admin, wrong: Mapping[str, int], partitions: int,
 
 
 async def _mend(
-    admin: Admin, topics: Mapping[str, Topic], found: Mapping[str, Found], partitions: int, replication_factor: int
+    admin: Admin,
+    topics: Mapping[str, Topic],
+    found: Mapping[str, TopicDescription],
+    partitions: int,
+    replication_factor: int,
 ) -> list[str]:
     """Create what is missing, and set what is not as it must be; a topic's other settings stay. One line a change."""
     missing = [topic for name, topic in topics.items() if name not in found]
@@ -252,7 +260,7 @@ async def _mend(
 class TopicCheck:
     """Asks whether topics may be used, until they may."""
 
-    def __init__(self, connection: Connection, uses: Uses) -> None:
+    def __init__(self, connection: Connection, uses: TopicAccess) -> None:
         self._connection, self._uses = connection, uses
         self._wrong: list[str] = [f"no Kafka broker has answered at {connection} yet"]
 
@@ -260,9 +268,9 @@ class TopicCheck:
         """Why they may not be used, one reason a mistake; empty once they may."""
         return list(self._wrong)
 
-    async def passed(self, stop: asyncio.Event) -> Checked | None:
+    async def wait(self, stop: asyncio.Event) -> Checked | None:
         """The topics, once they may be used; None if ``stop`` is set before."""
-        reminder = Reminder()
+        throttle = LogThrottle()
         for delay_s in backoff(ASK_AFTER_S):
             if stop.is_set():
                 break
@@ -280,7 +288,7 @@ class TopicCheck:
                     log.info("the topics can be used: %s", used)
                 self._wrong = []
                 return found
-            if reminder.is_due("; ".join(wrong)):
+            if throttle.is_due("; ".join(wrong)):
                 log.warning("waiting for topics that can be used: %s", "; ".join(wrong))
             self._wrong = wrong
             await set_within(stop, delay_s)

@@ -11,7 +11,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import NamedTuple
 
-from delivery.settings import DEAD_LETTERS, Registered
+from delivery.settings import DEAD_LETTERS, ComponentSpec
 from producers import PRODUCERS
 from sinks import SINKS
 from streams import STREAMS
@@ -35,9 +35,9 @@ class Acl(NamedTuple):
     name: str
 
 
-def of_component(row: Registered) -> list[Acl]:
+def of_component(row: ComponentSpec) -> list[Acl]:
     """What a component needs."""
-    needed = {"Read": row.uses.reads, "Write": row.uses.writes, "Describe": row.uses.sees}
+    needed = {"Read": row.uses.reads, "Write": row.uses.writes, "Describe": row.uses.describes}
     found = [Acl(operation, "Topic", name) for operation, names in needed.items() for name in names]
     defaults = {field.name: field.default for field in dataclasses.fields(resolve_name(row.settings))}
     return found + ([Acl("Read", "Group", str(defaults["group"]))] if "group" in defaults else [])

@@ -17,7 +17,7 @@ import click
 import msgspec
 
 from delivery.connection import Connection
-from delivery.policies import ALERTS, IDLE_AFTER, Bounds, policy_in
+from delivery.policies import ALERTS, IDLE_AFTER, Bounds, parse_policy
 from delivery.settings import READABLE_FILE
 from delivery.values import duration_words
 from gpustream import history
@@ -92,8 +92,8 @@ def policy_rows(node: NodeWorkloads, bounds: Bounds) -> list[tuple[str, ...]]:
         said = f"{MAINTENANCE}={node.node_labels[MAINTENANCE]}"
         found.append(("", "", f"{node.cluster}/{node.node}", said, "no alerts about the node"))
     for pod in [pod for pod in node.pods if pod.ended_ms is None and not node.removed]:
-        policy = policy_in(pod.annotations, pod.namespace_labels, pod.namespace, bounds)
-        counts = {mistake.name: mistake.text for mistake in policy.mistakes}
+        policy = parse_policy(pod.annotations, pod.namespace_labels, pod.namespace, bounds)
+        counts = {mistake.name: mistake.text for mistake in policy.errors}
         if policy.off:
             most = duration_words(bounds.longest(pod.namespace))
             counts[ALERTS] = f"no alerts about its doing, for {most} after it got a GPU"

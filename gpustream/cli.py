@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from delivery.settings import Registered
+from delivery.settings import ComponentSpec
 from gpustream import command
 from gpustream.command import Command, CommandGroup, ProcessSettings
 from producers import PRODUCERS
@@ -55,7 +55,7 @@ class Listed(CommandGroup):
 # -- the commands that run one component
 
 
-def _runs(name: str, row: Registered) -> click.Command:
+def _runs(name: str, row: ComponentSpec) -> click.Command:
     """The command that runs one component."""
 
     @click.command(
@@ -75,7 +75,7 @@ def _runs(name: str, row: Registered) -> click.Command:
     return run
 
 
-def _group(name: str, help: str, registry: Mapping[str, Registered]) -> Entry:  # noqa: A002 - as in click
+def _group(name: str, help: str, registry: Mapping[str, ComponentSpec]) -> Entry:  # noqa: A002 - as in click
     """The group of the commands that run the components of a registry."""
     entries = {key: Entry(row.help, partial(_runs, key, row)) for key, row in sorted(registry.items())}
     return Entry(help, lambda: Listed(name, help=help, entries=entries))

@@ -20,7 +20,7 @@ import click
 
 from delivery import settings as schema
 from delivery.connection import Connection
-from delivery.settings import LISTEN, ConnectionSettings, Field, Registered, Text
+from delivery.settings import LISTEN, ComponentSpec, ConnectionSettings, Field, Text
 from delivery.values import Address
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -212,7 +212,7 @@ OF_CONNECTION = tuple(field.name for field in dataclasses.fields(ConnectionSetti
 def connection(given: Mapping[str, Any]) -> Connection:
     """How Kafka is reached with what was given to a command. Raises :class:`Mistakes`."""
     chosen = ConnectionSettings(**{name: given[name] for name in OF_CONNECTION})
-    if found := chosen.mistakes():
+    if found := chosen.errors():
         raise Mistakes(found, click.get_current_context())
     return chosen.connection()
 
@@ -264,18 +264,18 @@ def load(target: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def settings(row: Registered, given: Mapping[str, Any]) -> Any:
+def settings(row: ComponentSpec, given: Mapping[str, Any]) -> Any:
     """The settings of a component from the values given for its fields; the others have their defaults."""
     record = load(row.settings)
     return record(**{field.name: given[field.name] for field in dataclasses.fields(record) if field.name in given})
 
 
-def mistakes(row: Registered, given: Mapping[str, Any]) -> list[str]:
+def mistakes(row: ComponentSpec, given: Mapping[str, Any]) -> list[str]:
     """Every mistake in what was given to a component, in words for the person who wrote it."""
-    found: list[str] = settings(row, given).mistakes()
+    found: list[str] = settings(row, given).errors()
     return found
 
 
-def component(row: Registered, given: Mapping[str, Any], **hooks: Any) -> Any:
+def component(row: ComponentSpec, given: Mapping[str, Any], **hooks: Any) -> Any:
     """The component with its settings. ``hooks`` are further arguments of its constructor."""
     return load(row.component)(settings(row, given), **hooks)

@@ -115,7 +115,7 @@ def _mistakes(given: dict[str, Any]) -> list[str]:
     found = [text.replace("--url", "--prometheus") for text in url_mistakes(given["prometheus"])]
     if given["window_s"] < 1:
         found.append("--window: must be at least 1 s")
-    return [*found, *_http(given).mistakes()]
+    return [*found, *_http(given).errors()]
 
 
 def _http(given: Mapping[str, Any]) -> HttpSettings:

@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from delivery import replays
-from delivery.replays import Last
+from delivery.replays import LastTick
 from gpustream.ticks import Tick, TickDevice, TickHolder, TickParts
 from topics.attributed import by_pod
-from topics.idleness import IDLE_BELOW, Doing, doing_of, work_of
+from topics.idleness import IDLE_BELOW, Activity, activity_of, work_of
 from topics.samples import Process
 
 SILENT_S = 15.0
@@ -33,7 +33,7 @@ XID_SHOWN_S = 300.0
 
 _RATE_S = 5.0
 
-Status = Doing | Literal["silent"]
+Status = Activity | Literal["silent"]
 """What a device does, in a word; ``silent``: its node says nothing."""
 
 STATUSES: tuple[Status, ...] = ("busy", "held", "idle", "free", "failing", "silent")
@@ -136,7 +136,7 @@ class Device:
         self.xid_ms = self.ts_ms = 0
         self.attribution = ""
         self.silent = self.unwell = False
-        self._doing: Doing = "free"
+        self._doing: Activity = "free"
 
     @property
     def where(self) -> str:
@@ -192,7 +192,7 @@ class Device:
             self.gpu, self.mig = device.mig.parent_uuid, device.mig.profile or "MIG"
         self.held, self.processes = held, device.processes or ()
         done = [one.used_ratio or 0.0 for one in held] + [one.sm_utilization_ratio or 0.0 for one in self.processes]
-        self._doing = doing_of(device.state, work_of(of), max(done, default=0.0), held=bool(held))
+        self._doing = activity_of(device.state, work_of(of), max(done, default=0.0), held=bool(held))
         self.used_ratio, self.memory_used_bytes = of.used_ratio, of.memory_used_bytes
         self.memory_total_bytes, self.power_limit_watts = of.memory_total_bytes, of.power_limit_watts
         self.power_watts, self.temperature_celsius = of.power_watts, of.temperature_celsius
@@ -215,7 +215,7 @@ class Node:
     def __init__(self, cluster: str, name: str) -> None:
         self.cluster, self.name, self.zone = cluster, name, ""
         self.at_s = 0.0
-        self.last: Last | None = None
+        self.last: LastTick | None = None
         self.devices: dict[str, Device] = {}
 
     @property

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from delivery import clients, topic_admin
-from delivery.clients import close, connected, offsets_at, theirs
+from delivery.clients import close, connect_consumer, offsets_at, to_kafka
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError, BrokerUnavailable
 from delivery.kafka_errors import describe
@@ -90,7 +90,7 @@ class History:
         self, spans: Mapping[Partition, Span], advanced: Callable[[int], None] = lambda _: None
     ) -> AsyncIterator[Sequence[Any]]:
         """The records of these spans, in order per partition. ``advanced`` gets how many offsets each step took."""
-        left = {theirs(self.connection, tp): span for tp, span in spans.items() if span.start < span.end}
+        left = {to_kafka(self.connection, tp): span for tp, span in spans.items() if span.start < span.end}
         self._consumer.assign(list(left))
         at = {tp: span.start for tp, span in left.items()}
         for tp, offset in at.items():
@@ -115,7 +115,7 @@ class History:
 
     async def after(self, spans: Mapping[Partition, Span], every_s: float = 0.0) -> AsyncIterator[Sequence[Any]]:
         """The records after these spans, as they come, or those of each ``every_s`` together. Never ends."""
-        ends = {theirs(self.connection, tp): span.end for tp, span in spans.items()}
+        ends = {to_kafka(self.connection, tp): span.end for tp, span in spans.items()}
         self._consumer.assign(list(ends))
         for tp, offset in ends.items():
             self._consumer.seek(tp, offset)
@@ -220,7 +220,7 @@ async def opened(
     if missing := [name for topic in topics if (name := connection.prefixed(topic)) not in found]:
         command = topic_admin.command(connection)
         raise BrokerError(f"there is no topic {missing[0]} at {connection}: `{command}` makes it")
-    consumer = await connected(connection, auto_offset_reset="earliest", max_poll_records=None)
+    consumer = await connect_consumer(connection, auto_offset_reset="earliest", max_poll_records=None)
     try:
         partitions = {connection.unprefixed(name): one.partitions for name, one in found.items()}
         kept_ms = {

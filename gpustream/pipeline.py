@@ -69,7 +69,7 @@ class Tail:
         )
         await self._consumer.start()
         partitions = self._consumer.assignment()
-        whole = [tp for tp in partitions if clients.ours(self._connection, tp).topic == alerts.TOPIC.name]
+        whole = [tp for tp in partitions if clients.from_kafka(self._connection, tp).topic == alerts.TOPIC.name]
         await self._consumer.seek_to_end(*(partitions - set(whole)))
         await self._consumer.seek_to_beginning(*whole)
         for partition in partitions:
@@ -81,7 +81,7 @@ class Tail:
             batches = await self._consumer.getmany(timeout_ms=1000)
             for tp, records in batches.items():
                 for record in records:
-                    self._take(clients.ours(self._connection, tp).topic, record)
+                    self._take(clients.from_kafka(self._connection, tp).topic, record)
 
     async def stop(self) -> None:
         """Closes the consumer."""

@@ -22,7 +22,7 @@ from delivery.connection import Connection
 from delivery.dead_letters import connecting
 from delivery.ledger import Partition
 from delivery.sender import Sender
-from delivery.settings import TOPIC_PREFIX, Uses
+from delivery.settings import TOPIC_PREFIX, TopicAccess
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option, options
 from gpustream.history import History, Span
@@ -290,7 +290,7 @@ async def _replay(connection: Connection, hours: Range, policy: Accounting) -> M
     sender = Sender(connection, client_id="gpustream-replay", max_batch_bytes=512 * 1024)
     written = (HOURS.name, MINUTES.name)
     async with history.opened(connection, [ATTRIBUTED.name, *written]) as past, connecting(sender):
-        await topic_admin.check(connection, Uses((ATTRIBUTED.name, *written), written))
+        await topic_admin.check(connection, TopicAccess((ATTRIBUTED.name, *written), written))
         ticks = await past.spans(ATTRIBUTED.name, hours.from_ms - BEFORE_MS)
         await history.refuse_what_is_gone(past, ATTRIBUTED, ticks, hours.from_ms, before_ms=BEFORE_MS, step_ms=HOUR_MS)
         before = await past.spans(HOURS.name, hours.from_ms) | await past.spans(MINUTES.name, hours.from_ms)

@@ -36,7 +36,7 @@ from delivery.settings import (
     Compression,
     ConnectionSettings,
     Option,
-    Uses,
+    TopicAccess,
 )
 from gpustream import alerts, command, logs, serve
 from gpustream.command import OF_CONNECTION, Command, ProcessSettings
@@ -217,7 +217,7 @@ class OneProcess:
         duration_s = self._chosen.duration_s
         if duration_s is None and not self._chosen.watched:
             duration_s = UNWATCHED_S
-        await topic_admin.check(self._connection, Uses(reads=tuple(load_topics())))
+        await topic_admin.check(self._connection, TopicAccess(reads=tuple(load_topics())))
         tail = Tail(self._connection, self._on_tick, self._on_alert, self._tally.dead_lettered)
         sinks = [*self._sinks.values(), *([self._page] if self._page else [])]
         pipeline = Pipeline(self._producer, self._streams, sinks, tail, self._look, self._behind)

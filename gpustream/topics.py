@@ -12,7 +12,7 @@ import click
 
 from delivery import topic_admin
 from delivery.connection import Connection
-from delivery.kafka_admin import Found
+from delivery.kafka_admin import TopicDescription
 from delivery.topic_admin import Mismatch
 from gpustream.command import KAFKA, LOG_FORMAT, Command, CommandGroup, option
 from gpustream.output import FAILED, answer, show
@@ -75,7 +75,7 @@ class TopicRow(NamedTuple):
     verdict: str
 
 
-def rows(wanted: Iterable[Topic], found: Mapping[str, Found], wrong: Iterable[Mismatch]) -> list[TopicRow]:
+def rows(wanted: Iterable[Topic], found: Mapping[str, TopicDescription], wrong: Iterable[Mismatch]) -> list[TopicRow]:
     """A row per topic of the contract, in the order of the flow."""
     mistakes: dict[str, list[str]] = {}
     for one in wrong:

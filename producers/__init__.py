@@ -1,13 +1,13 @@
 """Producers: the world -> Kafka."""
 
-from delivery.settings import Registered
+from delivery.settings import ComponentSpec
 
 PRODUCERS = {
-    "node": Registered(
+    "node": ComponentSpec(
         component="producers.node.component:NodeProducer",
         settings="producers.node.config:NodeSettings",
         writes=("gpu.samples", "gpu.allocations"),
-        beside=("gpu.workloads",),
+        optional=("gpu.workloads",),
         help="This machine's GPUs, and the pods and processes that have them.",
         example=(
             "gpustream produce node --kafka kafka-0:9092 --cluster prod-us-east-1\n"
@@ -15,12 +15,12 @@ PRODUCERS = {
         ),
         light=True,
     ),
-    "cluster": Registered(
+    "cluster": ComponentSpec(
         component="producers.cluster.component:ClusterProducer",
         settings="producers.cluster.config:ClusterSettings",
         writes=("gpu.workloads",),
         keeps=("gpu.workloads",),
-        beside=("gpu.samples", "gpu.allocations"),
+        optional=("gpu.samples", "gpu.allocations"),
         help=(
             "What the Kubernetes API server says of the pods that have GPUs, for all nodes: owners, labels, life times."
             " Run two; a Lease decides which of them publishes."
@@ -30,7 +30,7 @@ PRODUCERS = {
             "gpustream produce cluster --kafka 127.0.0.1:9092 --kubeconfig ~/.kube/config --lease off"
         ),
     ),
-    "replay": Registered(
+    "replay": ComponentSpec(
         component="producers.replay.component:TraceReplay",
         settings="producers.replay.config:ReplaySettings",
         writes=("gpu.samples", "gpu.allocations", "gpu.workloads"),
@@ -44,7 +44,7 @@ PRODUCERS = {
             "    --trace alibaba-gpu-2023 ./cluster-trace-gpu-v2023"
         ),
     ),
-    "simulated": Registered(
+    "simulated": ComponentSpec(
         component="producers.simulated.component:SimulatedFleet",
         settings="producers.simulated.config:SimulatedSettings",
         writes=("gpu.samples", "gpu.allocations", "gpu.workloads"),

@@ -24,9 +24,9 @@ class BufferSettings(KafkaSettings):
         16 * 1024 * 1024
     )
 
-    def mistakes(self) -> list[str]:
+    def errors(self) -> list[str]:
         wrong = [] if self.buffer_s > 0 and self.buffer_size > 0 else ["--buffer and --buffer-size: must be above 0"]
-        return [*super().mistakes(), *wrong]
+        return [*super().errors(), *wrong]
 
 
 def interval_errors(interval_s: float) -> list[str]:

@@ -1,9 +1,9 @@
 """Kafka -> the world: each sink reads what it needs of gpu.attributed, gpu.alerts and gpu.usage, in its own group."""
 
-from delivery.settings import Registered
+from delivery.settings import ComponentSpec
 
 SINKS = {
-    "remote-write": Registered(
+    "remote-write": ComponentSpec(
         component="sinks.remote_write.sink:RemoteWriteSink",
         settings="sinks.settings:RemoteWriteSettings",
         reads=("gpu.attributed", "gpu.alerts", "gpu.usage"),
@@ -14,7 +14,7 @@ SINKS = {
             "    --header 'X-Scope-OrgID: ml' --bearer-token-file /etc/gpustream/token"
         ),
     ),
-    "scrape": Registered(
+    "scrape": ComponentSpec(
         component="sinks.scrape.sink:ScrapeSink",
         settings="sinks.settings:ScrapeSettings",
         reads=("gpu.attributed",),
@@ -27,7 +27,7 @@ SINKS = {
             "gpustream sink scrape --kafka 127.0.0.1:9092 --names dcgm-legacy --labels pod-devices"
         ),
     ),
-    "alertmanager": Registered(
+    "alertmanager": ComponentSpec(
         component="sinks.alertmanager:AlertmanagerSink",
         settings="sinks.settings:AlertmanagerSettings",
         reads=("gpu.alerts",),
@@ -41,7 +41,7 @@ SINKS = {
             "    --url http://alertmanager-1:9093"
         ),
     ),
-    "webhook": Registered(
+    "webhook": ComponentSpec(
         component="sinks.webhook:WebhookSink",
         settings="sinks.settings:WebhookSettings",
         reads=("gpu.alerts",),
@@ -55,7 +55,7 @@ SINKS = {
             "gpustream sink webhook --kafka 127.0.0.1:9092 --url http://127.0.0.1:8080/ --unsigned"
         ),
     ),
-    "metrics-api": Registered(
+    "metrics-api": ComponentSpec(
         component="sinks.metrics_api.sink:MetricsApiSink",
         settings="sinks.settings:MetricsApiSettings",
         reads=("gpu.attributed",),
@@ -71,7 +71,7 @@ SINKS = {
             "    --serving-key tls.key --custom-metrics gpustream/gpustream-metrics-api"
         ),
     ),
-    "reclaim": Registered(
+    "reclaim": ComponentSpec(
         component="sinks.reclaim.sink:ReclaimSink",
         settings="sinks.settings:ReclaimSettings",
         reads=("gpu.alerts",),
@@ -86,7 +86,7 @@ SINKS = {
             "gpustream sink reclaim --kafka kafka-0:9092 --cluster prod-us-east-1 --act --budget 5 --least 4h"
         ),
     ),
-    "page": Registered(
+    "page": ComponentSpec(
         component="sinks.page.sink:PageSink",
         settings="sinks.settings:PageSettings",
         reads=("gpu.attributed", "gpu.alerts", "gpu.usage"),
@@ -100,7 +100,7 @@ SINKS = {
             "gpustream sink page --kafka kafka-0:9092 --page-listen 0.0.0.0:9402 --page-prefix /gpus/"
         ),
     ),
-    "parquet": Registered(
+    "parquet": ComponentSpec(
         component="sinks.parquet:ParquetSink",
         settings="sinks.settings:ParquetSettings",
         reads=("gpu.usage",),

@@ -25,7 +25,7 @@ import msgspec
 
 from delivery.dead_letters import Abandoned, DeadLetters, Record, connecting
 from delivery.instruments import Instrument, Instruments
-from delivery.positions import WHOLE
+from delivery.positions import WHOLE_LOG
 from delivery.sender import Sender
 from delivery.settings import MemberSettings
 from sinks import outcomes, receiver
@@ -311,7 +311,7 @@ class AlertmanagerPartition:
             wrong = [one.error or (refused.get(one.alert.fingerprint, "") if one.alert else "") for one in reads]
             for one, error in zip(reads, wrong, strict=True):
                 if error:
-                    await self._letters.bury(one.record, error, abandon)
+                    await self._letters.write(one.record, error, abandon)
             for one, error in zip(reads, wrong, strict=True):
                 self._outcomes.finish("dead_lettered" if error else "delivered" if one.is_news else "duplicate")
             yield some[-1].offset + 1
@@ -390,5 +390,5 @@ class AlertmanagerSink:
         shared = (notifier, letters, counted, settings.max_alerts)
         of_member = {field.name: getattr(settings, field.name) for field in dataclasses.fields(MemberSettings)}
         member = MemberSettings(**{**of_member, "group": settings.group_of(url)})
-        source = Source(TOPIC.name, lambda _: AlertmanagerPartition(*shared), settings.from_, WHOLE)
+        source = Source(TOPIC.name, lambda _: AlertmanagerPartition(*shared), settings.from_, WHOLE_LOG)
         return notifier, GroupReader(member, [source], counted)

@@ -22,8 +22,8 @@ from delivery import positions
 from delivery.dead_letters import Abandoned, Record
 from delivery.group import ConsumerGroup
 from delivery.ledger import Partition
-from delivery.positions import From, Start
-from delivery.settings import DEAD_LETTERS, MemberSettings, Uses
+from delivery.positions import Start, StartFrom
+from delivery.settings import DEAD_LETTERS, MemberSettings, TopicAccess
 from delivery.tail import Tail
 from delivery.topic_admin import TopicCheck
 from sinks.outcomes import Outcomes
@@ -69,13 +69,13 @@ class Source(NamedTuple):
     """A topic that a sink reads, and what makes the handler of one of its partitions, given its number.
 
     ``from_`` says where a group without offsets starts, ``recall_s`` how much of the log before the first unfinished
-    record is read back; ``WHOLE`` is all of it. ``holds``: its handler may leave records unfinished that wait for later
-    ones, and is called at the end of a partition in spite of them.
+    record is read back; ``WHOLE_LOG`` is all of it. ``holds``: its handler may leave records unfinished that wait for
+    later ones, and is called at the end of a partition in spite of them.
     """
 
     topic: str
     handler: Callable[[int], Handler]
-    from_: From
+    from_: StartFrom
     recall_s: float
     holds: bool = False
 
@@ -86,7 +86,7 @@ class GroupReader:
     def __init__(self, settings: MemberSettings, sources: Sequence[Source], outcomes: Outcomes) -> None:
         self._settings, self._outcomes = settings, outcomes
         self._sources = {source.topic: source for source in sources}
-        self._check = TopicCheck(settings.connection(), Uses(tuple(self._sources), (DEAD_LETTERS,)))
+        self._check = TopicCheck(settings.connection(), TopicAccess(tuple(self._sources), (DEAD_LETTERS,)))
         self._group: ConsumerGroup | None = None
         self._begun: frozenset[str] = frozenset()
         self._tasks: dict[Assignment, asyncio.Task[None]] = {}
@@ -95,7 +95,7 @@ class GroupReader:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read until ``stop``. Raises what a handler raised, what the broker refuses us with, and MustRestart."""
-        if (checked := await self._check.passed(stop)) is None:
+        if (checked := await self._check.wait(stop)) is None:
             return
         group = self._group = ConsumerGroup(self._settings, list(self._sources), self, checked.partitions)
 
@@ -105,7 +105,7 @@ class GroupReader:
             await group.connect()
             while True:
                 try:
-                    self._begun = await positions.begin(group, from_)
+                    self._begun = await positions.commit_start(group, from_)
                     break
                 except KafkaError as error:
                     log.warning("group %s: where it begins is not known (%s), trying again", group.name, error)
@@ -215,7 +215,7 @@ class Assignment:
     def __init__(
         self, group: ConsumerGroup, tp: Partition, handler: Handler, outcomes: Outcomes, kept: "Assignment | None"
     ) -> None:
-        self.tp, self.place = tp, group.place(tp)
+        self.tp, self.place = tp, group.kafka_name(tp)
         self.abandon = asyncio.Event()
         self.next: int | None = None
         self.busy = False
@@ -224,7 +224,7 @@ class Assignment:
         self._quiet_s = -_QUIET_EVERY_S
         self._unfinished: deque[int] = deque()
 
-    async def run(self, from_: From, recall_s: float, *, holds: bool = False) -> None:
+    async def run(self, from_: StartFrom, recall_s: float, *, holds: bool = False) -> None:
         """Read and deliver until abandoned. Raises Abandoned, KafkaError, and whatever the handler raises."""
         start = await self._open(from_, recall_s)
         try:
@@ -245,12 +245,12 @@ class Assignment:
             return max(0, end - self.next) if end is not None and self.next is not None else 0
         return 0
 
-    async def _open(self, from_: From, recall_s: float) -> Start:
+    async def _open(self, from_: StartFrom, recall_s: float) -> Start:
         """Find where to start, for as long as that takes, and go there."""
         kept, self._kept = self._kept, None
         while not self.abandon.is_set():
             try:
-                start = await positions.find(
+                start = await positions.find_start(
                     self._group, self.tp, from_, recall_s, known=kept.next if kept is not None else None
                 )
             except IllegalStateError:

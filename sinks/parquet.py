@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from delivery.clients import Reminder
+from delivery.clients import LogThrottle
 from delivery.dead_letters import Abandoned, DeadLetters, Record, connecting
 from delivery.instruments import Instrument, Instruments
 from delivery.sender import Sender
@@ -155,7 +155,7 @@ class Disk:
 
     def __init__(self, made: Instruments) -> None:
         self._made = made
-        self._reminder = Reminder()
+        self._log_throttle = LogThrottle()
         self.failing: str | None = None
 
     async def merge(self, files: HourFiles, start_ms: int, records: Iterable[Usage], abandon: asyncio.Event) -> int:
@@ -175,7 +175,7 @@ class Disk:
     def _note(self, failing: str | None) -> None:
         self.failing = failing
         self._made.gauge("gpustream_parquet_failing").set(failing is not None)
-        if failing is not None and self._reminder.is_due(failing):
+        if failing is not None and self._log_throttle.is_due(failing):
             log.warning("no file can be written: %s; trying again", failing)
 
 
@@ -227,7 +227,7 @@ class ParquetPartition:
             if usage is not None and usage.key.encode() != record.key:
                 raise Undecodable(f"not a record of {HOURS.name}: its key is another")
         except Undecodable as error:
-            await self._letters.bury(record, str(error), abandon)
+            await self._letters.write(record, str(error), abandon)
             self._dead += 1
         else:
             if usage is not None:

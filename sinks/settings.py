@@ -82,9 +82,9 @@ class SinkSettings(MemberSettings):
     group: Group
     from_: From
 
-    def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
-        found = super().mistakes()
+    def errors(self) -> list[str]:
+        """See :meth:`KafkaSettings.errors`."""
+        found = super().errors()
         if isinstance(self.from_, str) and self.from_ not in {"earliest", "latest"}:
             found.append(f"--from: {self.from_!r} is not earliest, latest or a duration")
         if not isinstance(self.from_, str) and self.from_ < 0:
@@ -259,9 +259,9 @@ class SeriesSettings(SinkSettings, NamingSettings):
         """The windows in which ticks are written; None: each for itself."""
         return Resolution(round(self.resolution_s * 1000), self.aggregate) if self.resolution_s else None
 
-    def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
-        found = super().mistakes()
+    def errors(self) -> list[str]:
+        """See :meth:`KafkaSettings.errors`."""
+        found = super().errors()
         if self.stale_after_s <= 0:
             found.append("--stale-after: must be above zero")
         if self.resolution_s is not None and not 1 <= self.resolution_s <= _LONGEST_WINDOW_S:
@@ -304,7 +304,7 @@ class HttpSettings:
     tls_key: Annotated[Path | None, Option("--tls-key", READABLE_FILE, "The client's private key (PEM).")] = None
     request_timeout_s: float = 30.0
 
-    def mistakes(self) -> list[str]:
+    def errors(self) -> list[str]:
         """What is wrong with these settings together."""
         found: list[str] = []
         basic = (self.basic_auth_user, self.basic_auth_password_file)
@@ -330,9 +330,9 @@ class HttpSettings:
 class ReceiverSettings(HttpSettings, SinkSettings):
     """How a sink's receiver is spoken to over HTTP."""
 
-    def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
-        return [*SinkSettings.mistakes(self), *HttpSettings.mistakes(self)]
+    def errors(self) -> list[str]:
+        """See :meth:`KafkaSettings.errors`."""
+        return [*SinkSettings.errors(self), *HttpSettings.errors(self)]
 
 
 def url_mistakes(url: str) -> list[str]:
@@ -363,9 +363,9 @@ class RemoteWriteSettings(SeriesSettings, ReceiverSettings):
     max_request_samples: int = 10_000
     max_in_flight: int = 8
 
-    def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
-        found = [*url_mistakes(self.url), *super().mistakes()]
+    def errors(self) -> list[str]:
+        """See :meth:`KafkaSettings.errors`."""
+        found = [*url_mistakes(self.url), *super().errors()]
         if min(self.max_request_samples, self.max_in_flight, self.request_timeout_s) <= 0:
             found.append("limits of requests must be above zero")
         return found
@@ -409,8 +409,8 @@ class AlertmanagerSettings(ReceiverSettings):
     from_: From = 3600.0
     max_alerts: int = 256
 
-    def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
+    def errors(self) -> list[str]:
+        """See :meth:`KafkaSettings.errors`."""
         given = [url.rstrip("/") for url in self.urls]
         found = [mistake for url in given for mistake in url_mistakes(url)]
         found += [f"--url: {url!r}: without {ALERTS_PATH}" for url in given if url.endswith(ALERTS_PATH)]
@@ -418,7 +418,7 @@ class AlertmanagerSettings(ReceiverSettings):
         found += [f"--url: {url!r} is given twice" for url in sorted({url for url in given if given.count(url) > 1})]
         if not given:
             found.append("--url: missing")
-        found += super().mistakes()
+        found += super().errors()
         if not 1 <= self.resend_s <= _RARELY_S:
             found.append("--resend: must be at least 1 s and at most 24 h")
         return found
@@ -473,8 +473,8 @@ class WebhookSettings(ReceiverSettings):
     from_: From = 3600.0
     max_in_flight: int = 8
 
-    def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
+    def errors(self) -> list[str]:
+        """See :meth:`KafkaSettings.errors`."""
         found, file = url_mistakes(self.url), self.secret_file
         if self.content_mode == "structured" and self.format == "record":
             found.append("--content-mode: it is of no use without --format cloudevents")
@@ -486,7 +486,7 @@ class WebhookSettings(ReceiverSettings):
             found.append(f"--secret-file: no file {file}")
         elif not file.read_bytes().strip():
             found.append(f"--secret-file: {file} is empty")
-        return [*found, *super().mistakes()]
+        return [*found, *super().errors()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -549,9 +549,9 @@ class MetricsApiSettings(KafkaSettings):
     ] = None
     kubeconfig: Kubeconfig = None
 
-    def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
-        found = super().mistakes()
+    def errors(self) -> list[str]:
+        """See :meth:`KafkaSettings.errors`."""
+        found = super().errors()
         tls = self.serving_cert is not None and self.serving_key is not None
         if (self.serving_cert is None) != (self.serving_key is None):
             found.append("--serving-cert and --serving-key go together")
@@ -604,9 +604,9 @@ class PageSettings(KafkaSettings):
         str, Option("--team-label", None, "The label that names a pod's team: the pod's own, else its namespace's.")
     ] = "team"
 
-    def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
-        found = super().mistakes()
+    def errors(self) -> list[str]:
+        """See :meth:`KafkaSettings.errors`."""
+        found = super().errors()
         if self.page_listen is None:
             found.append("--page-listen: off is not possible: it is all that this sink does")
         if not _PREFIX.fullmatch(self.page_prefix):
@@ -642,9 +642,9 @@ class ParquetSettings(SinkSettings):
     group: Group = "gpustream-sink-parquet"
     from_: From = "earliest"
 
-    def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
-        found = super().mistakes()
+    def errors(self) -> list[str]:
+        """See :meth:`KafkaSettings.errors`."""
+        found = super().errors()
         if importlib.util.find_spec("pyarrow") is None:
             found.append("sink parquet: run `pip install 'gpustream[parquet]'` first: it needs pyarrow")
         if self.path.exists() and not (self.path.is_dir() and os.access(self.path, os.W_OK | os.X_OK)):
@@ -709,9 +709,9 @@ class ReclaimSettings(SinkSettings):
     ] = "gpustream-sink-reclaim"
     from_: From = "earliest"
 
-    def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
-        found = super().mistakes()
+    def errors(self) -> list[str]:
+        """See :meth:`KafkaSettings.errors`."""
+        found = super().errors()
         if self.act and self.dry_run:
             found.append("--act and --dry-run: one or the other")
         if self.alert_age_s <= 0:

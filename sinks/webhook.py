@@ -26,7 +26,7 @@ import msgspec
 
 from delivery.dead_letters import DeadLetters, Record, connecting
 from delivery.instruments import Instrument, Instruments
-from delivery.positions import WHOLE
+from delivery.positions import WHOLE_LOG
 from delivery.sender import Sender
 from sinks import outcomes, receiver
 from sinks.alerts import Transitions, read
@@ -219,13 +219,13 @@ class WebhookPartition:
         try:
             alert = read(record)
         except Undecodable as error:
-            await self._letters.bury(record, str(error), abandon)
+            await self._letters.write(record, str(error), abandon)
             return "dead_lettered"
         outcome: Outcome = "duplicate"
         if alert is not None and self._transitions.is_news(alert):
             refused = await self._receiver.send(lambda: request(alert, body, self._form, self._secret.now()), abandon)
             if refused is not None:
-                await self._letters.bury(record, f"refused: {refused}", abandon)
+                await self._letters.write(record, f"refused: {refused}", abandon)
             outcome = "delivered" if refused is None else "dead_lettered"
         self._transitions.learn(record, alert)
         return outcome
@@ -254,7 +254,7 @@ class WebhookSink:
         form: Form = "record" if settings.format == "record" else settings.content_mode
         secret, letters = Secret(settings.secret_file), DeadLetters(sender, "sink webhook")
         shared = (self._receiver, form, secret, letters, counted)
-        source = Source(TOPIC.name, lambda _: WebhookPartition(*shared), settings.from_, WHOLE)
+        source = Source(TOPIC.name, lambda _: WebhookPartition(*shared), settings.from_, WHOLE_LOG)
         self._reader = GroupReader(settings, [source], counted)
         try:
             async with connecting(sender):

@@ -97,7 +97,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         self.fail = fail
         self.sender = Sender(member.connection(), client_id=member.group, max_batch_bytes=512 * 1024)
         self.reader = Reader(
-            stage, lambda batch: self.batches.send(value=batch), reads, lambda timeout_s: self.sender.settled(timeout_s)
+            stage, lambda batch: self.batches.send(value=batch), reads, lambda timeout_s: self.sender.flush(timeout_s)
         )
         self.group = ConsumerGroup(member, (*reads.inputs, *reads.states), self.reader, reads.partitions)
         self.reader.group = self.group
@@ -128,7 +128,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
                 return
             if future.cancelled() or future.exception() is not None:
                 reason = "cancelled" if future.cancelled() else repr(future.exception())
-                self.fail(f"{self.group.place(slot.tp)} offset {slot.offset}: output not acknowledged: {reason}")
+                self.fail(f"{self.group.kafka_name(slot.tp)} offset {slot.offset}: output not acknowledged: {reason}")
                 return
             remaining -= 1
             if not remaining:

@@ -106,7 +106,7 @@ class Reader:
         self._state_commits: dict[Partition, int] = {}
         self.holes = self.lost = self.rebalances = self.turns = 0
         self.loop_late_s = 0.0
-        self._held = positions.Held()
+        self._held = positions.ReadState()
         self._behind: set[int] = set()  # the partition numbers whose state has not been read to its end
         self._full = False
         self._positions_checked_s = 0.0
@@ -178,7 +178,7 @@ class Reader:
         if self.ledger.ready:
             positions_now = self.ledger.positions().items()
             states = {tp: offset for tp, offset in positions_now if tp.topic in self.reads.states}
-            self._held = positions.Held(states, dict(self.commits))
+            self._held = positions.ReadState(states, dict(self.commits))
         self.ledger.forget()
         self.stage.forget()
 
@@ -192,7 +192,7 @@ class Reader:
     async def turn(self) -> None:
         """One turn of the loop: wait for the group, set positions, or read."""
         self.turns += 1
-        if not self.group.flowing():
+        if not self.group.can_fetch():
             await asyncio.sleep(_IDLE_S)
         elif not self.ledger.ready:
             await self._position()
@@ -206,7 +206,7 @@ class Reader:
         inputs = {tp for tp in assigned if tp.topic in self.reads.inputs}
         states, compacted = {tp for tp in assigned if tp.topic in self.reads.states}, frozenset(self.reads.compacted)
         try:
-            starts, fresh = await positions.find_with_state(self.group, inputs, states, self._held, compacted)
+            starts, fresh = await positions.find_start_with_state(self.group, inputs, states, self._held, compacted)
             if epoch != self.ledger.epoch or assigned != self.group.assignment():
                 return
             self.group.seek({tp: start.position for tp, start in starts.items()})
@@ -217,7 +217,7 @@ class Reader:
         torn = {tp: starts[tp] for tp in inputs if starts[tp].is_torn}
         for tp, start in torn.items():
             self.lost += start.expired
-            name = self.group.place(tp)
+            name = self.group.kafka_name(tp)
             log.error("%s: offset %s is not in the log; reading on from %s", name, start.committed, start.resume)
         numbers = {tp.partition for tp in states}
         self.stage.drop(fresh | ({tp.partition for tp in self._held.states} - numbers))
@@ -270,7 +270,7 @@ class Reader:
         if expected is None:
             return
         if records[0].offset < expected:
-            name, offset = self.group.place(tp), records[0].offset
+            name, offset = self.group.kafka_name(tp), records[0].offset
             log.error("%s: offset %d is gone, and the log goes on at %d", name, expected, offset)
             self.end_epoch()
             return
@@ -295,10 +295,10 @@ class Reader:
         try:
             beginning = (await self.group.offsets.beginnings([tp]))[tp]
         except NOT_OURS as error:
-            name = self.group.place(tp)
+            name = self.group.kafka_name(tp)
             log.info("%s: whether offsets %d to %d were deleted is not known: %r", name, expected, offset - 1, error)
             return
         if (deleted := min(beginning, offset) - expected) > 0:
             self.lost += deleted
-            name, last = self.group.place(tp), expected + deleted - 1
+            name, last = self.group.kafka_name(tp), expected + deleted - 1
             log.error("%s: offsets %d to %d were deleted before they were read", name, expected, last)

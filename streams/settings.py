@@ -67,11 +67,11 @@ class AlertSettings(TeamSettings):
         wording = Wording(self.runbook_url.rstrip("/"), self.team_label, price_list)
         return msgspec.structs.replace(rules_file.load(self.rules), wording=wording)
 
-    def mistakes(self) -> list[str]:
+    def errors(self) -> list[str]:
         try:
             self.load()
         except rules_file.RulesError as error:
-            return [*super().mistakes(), *map(str, error.mistakes)]
+            return [*super().errors(), *map(str, error.mistakes)]
         except prices.PricesError as error:
-            return [*super().mistakes(), *str(error).splitlines()]
-        return super().mistakes()
+            return [*super().errors(), *str(error).splitlines()]
+        return super().errors()

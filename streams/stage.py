@@ -127,10 +127,10 @@ class Housekeeping:
         """Send a record to the dead letters; its slot is finished when the letter is acknowledged.
         State is read again at each start: a record of it that has a dead letter gets no second one."""
         if app.reader.is_settled(slot):
-            slot.end = ("duplicate",)
+            slot.outcome = ("duplicate",)
             app.finish(slot)
             return
-        slot.end = ("dead_lettered", reason)
+        slot.outcome = ("dead_lettered", reason)
         place = f"{record.topic} partition {record.partition}"
         log.warning("%s: dead-lettered at offset %s: %s: %.300s", place, slot.offset, reason, error)
         origin = Origin(record.topic, record.partition, slot.offset)
@@ -338,7 +338,7 @@ class Stream(Generic[S]):
 
     async def run(self, stop: asyncio.Event) -> None:
         """Wait for the topics, then work until ``stop`` is set. If the worker's watch fails, the process ends."""
-        checked = await self._check.passed(stop)
+        checked = await self._check.wait(stop)
         if checked is None:
             return
         worker, reads = self.make_worker(checked.partitions)

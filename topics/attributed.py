@@ -100,7 +100,7 @@ class HoldingPod(NamedTuple):
     pod_uid: str | None
 
 
-class OfPod(Protocol):
+class PodRef(Protocol):
     """What tells which pod a holder is of."""
 
     @property
@@ -111,7 +111,7 @@ class OfPod(Protocol):
     def pod_uid(self) -> str | None: ...
 
 
-H = TypeVar("H", bound=OfPod)
+H = TypeVar("H", bound=PodRef)
 
 
 def by_pod(holders: Sequence[H]) -> dict[HoldingPod, list[H]]:

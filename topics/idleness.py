@@ -52,7 +52,7 @@ def part_of(parts: Iterable[Parts | None]) -> float | None:
     return whole
 
 
-class OfProcess(Protocol):
+class ProcessWork(Protocol):
     """A process on a device, as far as idleness looks at it."""
 
     @property
@@ -61,7 +61,7 @@ class OfProcess(Protocol):
     def sm_utilization_ratio(self) -> float | None: ...
 
 
-def ran_of(processes: Iterable[OfProcess]) -> dict[str | None, float]:
+def work_by_pod(processes: Iterable[ProcessWork]) -> dict[str | None, float]:
     """What the processes of each pod did, by its uid; None: those that are of no pod."""
     ran: dict[str | None, float] = {}
     for one in processes:
@@ -99,19 +99,19 @@ def is_idle(below: float, work: Work, part: float | None, processes: float, rest
     return True if part is not None and rest < below and work.video < below else None
 
 
-Doing = Literal["busy", "idle", "held", "free", "failing"]
+Activity = Literal["busy", "idle", "held", "free", "failing"]
 """A device in a word: ``busy`` and ``idle`` are held, ``held`` by pods of which it is not known whether they work."""
 
 
-def doing(device: AttributedDevice) -> Doing:
+def device_activity(device: AttributedDevice) -> Activity:
     """What is said of a device of a tick. It is idle if all pods that hold it are."""
     work = work_of(Ratios(*map(device.metrics.get, Ratios.__struct_fields__)))
     done = [one.sm_utilization_ratio or 0.0 for one in device.processes or ()]
     part = part_of([one.parts for one in device.holders]) or 0.0
-    return doing_of(device.state, work, max([part, *done]), held=bool(device.holders))
+    return activity_of(device.state, work, max([part, *done]), held=bool(device.holders))
 
 
-def doing_of(state: str, work: Work, done: float, *, held: bool) -> Doing:
+def activity_of(state: str, work: Work, done: float, *, held: bool) -> Activity:
     """One word for a device in that state, by how much it works, and ``done``, the most that one of its holders did."""
     if state in ("lost", "timeout"):
         return "failing"

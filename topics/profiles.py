@@ -170,15 +170,15 @@ def profile(
                 described.append(one._replace(kind="gauge", unit="bool", help=text))
             else:
                 unit = metric.unit if one.scale == 1.0 else SCALED[metric.unit, one.scale]
-                described.append(one._replace(kind=metric.kind, unit=unit, help=saying_unit(text, unit)))
+                described.append(one._replace(kind=metric.kind, unit=unit, help=help_with_unit(text, unit)))
         found[key] = tuple(described)
     if last_xid is not None:
         found[LAST_XID.name] = (Series(last_xid, unit=LAST_XID.unit, help=LAST_XID.help),)
-    said = tuple([one._replace(help=saying_unit(one.help, one.unit)) for one in ratios])
+    said = tuple([one._replace(help=help_with_unit(one.help, one.unit)) for one in ratios])
     return Profile(name, found, said, LABELS[labels or name])  # type: ignore[index] # one without labels says whose it has
 
 
-def saying_unit(text: str, unit: str) -> str:
+def help_with_unit(text: str, unit: str) -> str:
     """A help that ends with the unit, if that is one."""
     return text if unit in {"", "bool", "bitmask", "state", "code"} else f"{text} Unit: {unit.replace('_', ' ')}."
 
@@ -196,12 +196,12 @@ _SUFFIXES = {
 """What Prometheus appends to the name of a metric that comes to it by OTLP. A unit in braces, as percent, has none."""
 
 
-def suffixed(name: str, unit: str) -> str:
+def with_unit_suffix(name: str, unit: str) -> str:
     """A name of ``otel`` as its dashboards have it that take it from Prometheus."""
     return name + _SUFFIXES.get(unit, "")
 
 
-def with_suffix(name: str, suffix: str, unit: str) -> str:
+def insert_suffix(name: str, suffix: str, unit: str) -> str:
     """A name with a further suffix, before that of its unit if it has one."""
     of_unit = _SUFFIXES.get(unit, "")
     return f"{name.removesuffix(of_unit)}{suffix}{of_unit if name.endswith(of_unit) else ''}"
@@ -238,10 +238,11 @@ PROFILES: dict[ProfileName, Profile] = {
     "otel-suffixed": profile(
         "otel-suffixed",
         {
-            key: CATALOGUE[key].suffixed or tuple([one._replace(name=suffixed(one.name, one.unit)) for one in many])
+            key: CATALOGUE[key].suffixed
+            or tuple([one._replace(name=with_unit_suffix(one.name, one.unit)) for one in many])
             for key, many in _OTEL.series.items()
         },
-        tuple([one._replace(name=suffixed(one.name, one.unit)) for one in _OTEL.ratios]),
+        tuple([one._replace(name=with_unit_suffix(one.name, one.unit)) for one in _OTEL.ratios]),
         labels="otel",
     ),
     "dcgm": profile(

@@ -116,7 +116,7 @@ class Tick(msgspec.Struct):
 decoder = msgspec.json.Decoder(Tick)
 
 
-class Last(NamedTuple):
+class LastTick(NamedTuple):
     """How far a node has been counted: its last tick, and the latest time of any."""
 
     run_id: int
@@ -182,7 +182,7 @@ def count(database: sqlite3.Connection, values: Iterable[bytes | None]) -> None:
                 _count(database, tick)
 
 
-def is_replay(last: Last, tick: Tick) -> bool:
+def is_replay(last: LastTick, tick: Tick) -> bool:
     """Whether the tick has come before: of the same run by its number, of another one by its place and its time."""
     if tick.run_id == last.run_id:
         return tick.seq <= last.seq
@@ -192,11 +192,11 @@ def is_replay(last: Last, tick: Tick) -> bool:
 def _count(database: sqlite3.Connection, tick: Tick) -> None:
     node = (tick.cluster, tick.node)
     row = database.execute(LAST, node).fetchone()
-    last = Last(*row) if row else None
+    last = LastTick(*row) if row else None
     if last and is_replay(last, tick):
         return
     newest_ts_ms = max(tick.ts_ms, last.newest_ts_ms) if last else tick.ts_ms
-    now = Last(tick.run_id, tick.seq, tick.offset, newest_ts_ms, tick.ts_ms)
+    now = LastTick(tick.run_id, tick.seq, tick.offset, newest_ts_ms, tick.ts_ms)
     database.execute("REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?)", (*node, *now))
     since_ms = tick.ts_ms - last.ts_ms if last and tick.run_id == last.run_id else 0
     if not 0 < since_ms <= LONGEST_TICK_MS:

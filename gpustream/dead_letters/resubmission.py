@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from aiokafka.errors import KafkaError, ProducerFenced
 
-from delivery.clients import close, producer, started
+from delivery.clients import close, producer, start_client
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError
 from delivery.kafka_errors import describe
@@ -102,7 +102,7 @@ async def resubmitting(connection: Connection) -> AsyncIterator[Resubmission]:
     sender = None
     try:
         async with asyncio.timeout(_BEGIN_S):
-            sender = await started(
+            sender = await start_client(
                 lambda: producer(
                     connection,
                     client_id=TRANSACTIONS,

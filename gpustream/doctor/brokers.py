@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from delivery import kafka_admin, topic_admin
 from delivery.connection import Connection
-from delivery.kafka_admin import Acl, BrokerError, Found
+from delivery.kafka_admin import Acl, BrokerError, TopicDescription
 from gpustream import acls
 from gpustream.command import counted
 from gpustream.doctor.seen import Checked, Finding, Findings, Kafka, Situation
@@ -155,7 +155,7 @@ def topics(seen: Situation) -> Checked:
     return Checked(f"{counted(len(wrong), 'mistake')}" if wrong else said, wrong)
 
 
-def _without_leader_or_replicas(kafka: Kafka, name: str, one: Found) -> Iterator[Finding]:
+def _without_leader_or_replicas(kafka: Kafka, name: str, one: TopicDescription) -> Iterator[Finding]:
     """Findings for partitions of a topic that have no leader, or too few replicas in sync to take records."""
     if one.leaderless:
         yield Finding(
@@ -279,7 +279,7 @@ def readable(kafka: Kafka, needed: Iterable[str]) -> str:
     return f"{kafka.whom} may not read {hidden[0]}" if hidden else ""
 
 
-def known_topics(found: Mapping[str, kafka_admin.Found]) -> list[str]:
+def known_topics(found: Mapping[str, kafka_admin.TopicDescription]) -> list[str]:
     """Those topics of the contract that are there and can be read."""
     may = {name: one.allowed for name, one in found.items() if one.partitions}
     return [name for name in TOPICS if name in may and ((allowed := may[name]) is None or "Read" in allowed)]

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from delivery import kafka_admin
 from delivery.clients import OffsetClient
 from delivery.connection import Connection
-from delivery.kafka_admin import BrokerError, GroupFound
+from delivery.kafka_admin import BrokerError, GroupDescription
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from delivery.positions import STATE_WINDOW_MS
@@ -99,7 +99,7 @@ async def _read(connection: Connection, seen: Situation) -> Situation:
         return seen._replace(unread=str(error), groups=seen.groups or None)
 
 
-async def _groups(connection: Connection) -> list[GroupFound] | None:
+async def _groups(connection: Connection) -> list[GroupDescription] | None:
     """The groups; None if no broker answers for them."""
     try:
         async with kafka_admin.connect(connection) as admin:
@@ -109,7 +109,7 @@ async def _groups(connection: Connection) -> list[GroupFound] | None:
 
 
 async def _fold(
-    past: History, spans: dict[str, dict[Partition, Span]], since_ms: int, groups: Iterable[GroupFound]
+    past: History, spans: dict[str, dict[Partition, Span]], since_ms: int, groups: Iterable[GroupDescription]
 ) -> Fold:
     """The records, folded. ``spans`` are those of gpu.samples, which were asked for before the groups."""
     for topic in _IN_ORDER[:-1]:
@@ -163,7 +163,7 @@ def _moved(group: Group, later: Group, watched_s: float) -> Group:
     return group._replace(lags=tuple(lags))
 
 
-async def _with_lags(past: History, groups: Sequence[GroupFound]) -> list[Group]:
+async def _with_lags(past: History, groups: Sequence[GroupDescription]) -> list[Group]:
     """The groups, each with what it has not finished of the topics in which it has committed something."""
     topics = {tp.topic for group in groups for tp in group.committed} & past.partitions.keys()
     spans = {tp: span for topic in topics for tp, span in (await past.spans(topic)).items()}

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from delivery.kafka_admin import Acl, Disk, Found
+from delivery.kafka_admin import Acl, Disk, TopicDescription
 from delivery.ledger import Partition
 from delivery.topic_admin import COMMAND, Mismatch
 from delivery.values import duration_words
@@ -51,7 +51,7 @@ class Kafka(NamedTuple):
     error: str = ""
     brokers: Mapping[int, str] = MappingProxyType({})
     disks: Sequence[Disk] = ()
-    found: Mapping[str, Found] = MappingProxyType({})
+    found: Mapping[str, TopicDescription] = MappingProxyType({})
     unchecked: str | None = None
     mismatches: Sequence[Mismatch] = ()
     create: str = COMMAND

@@ -157,7 +157,7 @@ class Table:
         """What a GPU-hour of a record costs; what has no price is noted."""
         if self.prices is None:
             return None
-        price = self.prices.of(record.model or "", record.start_ms, record.node_labels)
+        price = self.prices.price_of(record.model or "", record.start_ms, record.node_labels)
         if price is None and record.slice_ms:
             model = record.model or _NO_MODEL
             hours = Fraction(record.slice_ms, record.of * HOUR_MS)

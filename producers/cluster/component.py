@@ -20,7 +20,7 @@ from delivery.connection import Connection
 from delivery.instruments import Instruments
 from delivery.kubernetes.client import Client
 from delivery.sender import Sender
-from delivery.tasks import first_of, running, set_within
+from delivery.tasks import running, set_within, until_stopped
 from producers.cluster import instruments as own
 from producers.cluster import objects, pods
 from producers.cluster.config import NODE_LABELS, POD_ANNOTATIONS, ClusterSettings
@@ -212,12 +212,12 @@ class ClusterProducer:
             if self._policies is not None:
                 parts.append(self._policies.follow())
             async with running(*parts):
-                await first_of(stop, self._synced())
+                await until_stopped(stop, self._synced())
                 if stop.is_set():
                     return
                 if self._settings.lease is None:
                     self._instruments.gauge(own.LEADING).set(1)
-                    await first_of(stop, self._work(_now_ms()))
+                    await until_stopped(stop, self._work(_now_ms()))
                     return
                 namespace, _, name = self._settings.lease.partition("/")
                 who = self._settings.identity

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 from uuid import uuid4
 
-from delivery.policies import DAY, Bounds, bounds, bounds_text
+from delivery.policies import DEFAULT_BOUNDS, Bounds, bounds, bounds_text
 from delivery.settings import LEASE, NAME, NAMES, KafkaSettings, Kubeconfig, Option, Text
 from producers import records
 from producers.cluster.objects import allow_list_mistakes
@@ -82,14 +82,14 @@ class ClusterSettings(KafkaSettings):
     policy_longest: Annotated[Bounds, Option(
         "--policy-longest", POLICY_LONGEST, "For how long a policy may silence alerts, as the alert stream's rules file"
         " says: `longest`, and then others for some namespaces.",
-    )] = DAY  # fmt: skip
+    )] = DEFAULT_BOUNDS  # fmt: skip
     identity: Annotated[str, Option(
         "--identity", NAME, "What this replica is called in the Lease.",
         shown="POD_NAME, else the host's name and a random part",
     )] = field(default_factory=default_identity)  # fmt: skip
 
-    def mistakes(self) -> list[str]:
-        found = super().mistakes()
+    def errors(self) -> list[str]:
+        found = super().errors()
         for name in ("pod_labels", "pod_annotations", "namespace_labels", "node_labels"):
             found += allow_list_mistakes(f"--{name.replace('_', '-')}", getattr(self, name))
         found += prefix_errors(self.resource_prefixes)

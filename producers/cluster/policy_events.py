@@ -20,7 +20,7 @@ import msgspec
 
 from delivery.instruments import Instruments
 from delivery.kubernetes.client import Answer, ApiHealth, Client, Unreachable, message
-from delivery.policies import Bounds, PolicyMistake, mistakes_in
+from delivery.policies import Bounds, PolicyError, annotation_errors
 from producers.cluster import instruments as own
 from producers.cluster.pods import KnownPod, Pods
 
@@ -33,7 +33,7 @@ _SPACING_S = 0.1
 _AGAIN_S = 30.0
 _NOTE_S = 60.0
 
-Said = tuple[str, PolicyMistake]
+Said = tuple[str, PolicyError]
 
 
 class PolicyEvents:
@@ -50,20 +50,20 @@ class PolicyEvents:
         self._api, self._pods, self._longest, self._instruments = api, pods, longest, instruments
         self._clock_s = clock_s
         self._health = ApiHealth("events about annotations", log)
-        self._of_pods: dict[str, list[PolicyMistake]] = {}
-        self._of_namespaces: dict[str, list[PolicyMistake]] = {}
+        self._of_pods: dict[str, list[PolicyError]] = {}
+        self._of_namespaces: dict[str, list[PolicyError]] = {}
         self._seen_s: dict[Said, float] = {}
         self._said: set[Said] = set()
 
     def put_pod(self, uid: str, namespace: str, annotations: Mapping[str, str] | None) -> None:
         """A pod as it is now; one that holds no GPU is passed over later."""
-        self._put(self._of_pods, uid, mistakes_in(annotations or {}, namespace, self._longest, of_pod=True))
+        self._put(self._of_pods, uid, annotation_errors(annotations or {}, namespace, self._longest, of_pod=True))
 
     def put_namespace(self, name: str, annotations: Mapping[str, str] | None) -> None:
         """A namespace as it is now."""
-        self._put(self._of_namespaces, name, mistakes_in(annotations or {}, name, self._longest, of_pod=False))
+        self._put(self._of_namespaces, name, annotation_errors(annotations or {}, name, self._longest, of_pod=False))
 
-    def _put(self, where: dict[str, list[PolicyMistake]], name: str, found: list[PolicyMistake]) -> None:
+    def _put(self, where: dict[str, list[PolicyError]], name: str, found: list[PolicyError]) -> None:
         if found:
             where[name] = found
         else:
@@ -95,12 +95,12 @@ class PolicyEvents:
         self._seen_s = {said: self._seen_s.get(said, now_s) for said in there}
         self._said &= there
 
-    def unsaid(self) -> Iterator[tuple[KnownPod, PolicyMistake]]:
+    def unsaid(self) -> Iterator[tuple[KnownPod, PolicyError]]:
         """What to write now: for each pod that runs, each mistake of its own and of its namespace."""
         self.watch()
         return ((pod, mistake) for pod, mistake in self._wrong() if (pod.uid, mistake) not in self._said)
 
-    def _wrong(self) -> Iterator[tuple[KnownPod, PolicyMistake]]:
+    def _wrong(self) -> Iterator[tuple[KnownPod, PolicyError]]:
         for uid, mistakes in self._of_pods.items():
             pod = self._pods.get(uid)
             if pod is not None and pod.ended_ms is None:
@@ -111,7 +111,7 @@ class PolicyEvents:
                     of_namespace = (one._replace(text=f"namespace {name}: {one.text}") for one in mistakes)
                     yield from ((pod, mistake) for mistake in of_namespace)
 
-    async def _say(self, pod: KnownPod, mistake: PolicyMistake) -> float:
+    async def _say(self, pod: KnownPod, mistake: PolicyError) -> float:
         """Write an Event; gives how many seconds to wait, if it could not be written now."""
         content = msgspec.json.encode(event(pod, mistake, datetime.now(UTC)))
         try:
@@ -139,7 +139,7 @@ def _sentence(answer: Answer) -> str:
     return f"HTTP {answer.status}: {message(answer.body)}{rule}"
 
 
-def event(pod: KnownPod, mistake: PolicyMistake, now: datetime) -> dict[str, Any]:
+def event(pod: KnownPod, mistake: PolicyError, now: datetime) -> dict[str, Any]:
     """The Event about a pod and what is wrong with an annotation."""
     which = blake2b(f"{pod.uid}\0{mistake.name}\0{mistake.text}".encode(), digest_size=8).hexdigest()
     at = f"{now:%Y-%m-%dT%H:%M:%SZ}"

@@ -16,7 +16,7 @@ from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
 from delivery import clients, positions, topic_admin
-from delivery.clients import offsets_at, ours
+from delivery.clients import from_kafka, offsets_at
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError
 from delivery.kafka_errors import describe
@@ -64,7 +64,7 @@ class PublishedNodes:
 
 async def read_back(connection: Connection, since_ms: int, published: PublishedNodes) -> None:
     """Take the records that were logged at ``since_ms`` or later, to where the topic ends now."""
-    topic, consumer = connection.prefixed(TOPIC.name), await clients.connected(connection)
+    topic, consumer = connection.prefixed(TOPIC.name), await clients.connect_consumer(connection)
     try:
         async with asyncio.timeout(WITHIN_S):
             found, _ = await topic_admin.inspect(connection, [TOPIC.name])
@@ -74,7 +74,9 @@ async def read_back(connection: Connection, since_ms: int, published: PublishedN
             begins, ends = await consumer.beginning_offsets(partitions), await consumer.end_offsets(partitions)
             since_s, when, starts = time.time() - since_ms / 1000, partial(offsets_at, connection, consumer), {}
             for tp in partitions:  # before any is assigned: behind a fetch that waits, each answer takes half a second
-                starts[tp] = await positions.first(when, ours(connection, tp), since_s, begins[tp], ends[tp])
+                starts[tp] = await positions.initial_offset(
+                    when, from_kafka(connection, tp), since_s, begins[tp], ends[tp]
+                )
             consumer.assign(partitions)
             for tp, start in starts.items():
                 consumer.seek(tp, start)

@@ -15,7 +15,7 @@ import time
 
 from delivery.instruments import Instruments
 from delivery.sender import Sender
-from delivery.tasks import first_of, running
+from delivery.tasks import running, until_stopped
 from producers.node import instruments as own
 from producers.node.cgroups import ProcessOwners
 from producers.node.config import NodeSettings
@@ -94,7 +94,7 @@ class NodeProducer:
         beside = (self._publisher.run, self._sender.start, self._gpus.run, self._kubelet.run, self._ask_at_events)
         try:
             async with running(*(part() for part in beside)):
-                await first_of(stop, self._gpus.open(OPEN_WITHIN_S))
+                await until_stopped(stop, self._gpus.open(OPEN_WITHIN_S))
                 await self._tick(stop)
                 if left := await self._publisher.drain(DRAIN_S):
                     log.warning("left unsent at the stop: %d ticks", left)
@@ -118,13 +118,13 @@ class NodeProducer:
         begin a whole interval late is never read."""
         interval_s, began_s, number = self._settings.interval_s, time.monotonic(), 0
         while not stop.is_set() and self._gpus.fatal() is None:
-            await first_of(stop, self._read(interval_s * ANSWER_WITHIN))
+            await until_stopped(stop, self._read(interval_s * ANSWER_WITHIN))
             passed_s = time.monotonic() - began_s
             late = max(0, int(passed_s / interval_s) - number - 1)
             if late:
                 self._instruments.counter(own.MISSED).inc(late)
             number += 1 + late
-            await first_of(stop, asyncio.sleep(number * interval_s - passed_s))
+            await until_stopped(stop, asyncio.sleep(number * interval_s - passed_s))
         if any(self._publisher.sampled().values()):
             await asyncio.sleep(0.001)  # a tick of the same millisecond would begin another run
             with contextlib.suppress(TimeoutError):

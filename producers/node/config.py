@@ -62,5 +62,5 @@ class NodeSettings(BufferSettings, ReadingSettings):
     node: Node = field(default_factory=node_name)
     interval_s: Interval = 1.0
 
-    def mistakes(self) -> list[str]:
-        return [*super().mistakes(), *interval_errors(self.interval_s), *prefix_errors(self.resource_prefixes)]
+    def errors(self) -> list[str]:
+        return [*super().errors(), *interval_errors(self.interval_s), *prefix_errors(self.resource_prefixes)]

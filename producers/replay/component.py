@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 
 from delivery.instruments import Instrument, Instruments
 from delivery.sender import Sender
-from delivery.tasks import first_of, running
+from delivery.tasks import running, until_stopped
 from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
 from producers.publisher import MAX_IN_FLIGHT, NodePublisher, not_sent, sender_of
 from producers.records import WorkloadsContent
@@ -86,7 +86,7 @@ class TraceReplay:
         beside = (self._sender.start, self._workloads.run, *(of.run for of in self._publishers.values()))
         try:
             async with running(*(part() for part in beside)):
-                await first_of(stop, self._send(trace))
+                await until_stopped(stop, self._send(trace))
                 drains = [publisher.drain(DRAIN_S) for publisher in self._publishers.values()]
                 if left := sum(await asyncio.gather(*drains)):
                     log.warning("left unsent at the stop: %d ticks", left)

@@ -96,8 +96,8 @@ class ReplaySettings(KafkaSettings):
         "alibaba-gpu-2023: time between two readings of a node, beside those when a pod comes or goes.", shown="5m",
     )] = None  # fmt: skip
 
-    def mistakes(self) -> list[str]:
-        found = super().mistakes()
+    def errors(self) -> list[str]:
+        found = super().errors()
         name, _ = self.trace
         if TRACES[name].interval_s is None and self.interval_s is not None:
             found.append(f"--interval: {name} has readings of its own")

@@ -49,8 +49,8 @@ class SimulatedSettings(BufferSettings, SimulationSettings):
     buffer_size: int = 256 * 1024 * 1024
     stop_after_ticks: int | None = None
 
-    def mistakes(self) -> list[str]:
-        found = super().mistakes()
+    def errors(self) -> list[str]:
+        found = super().errors()
         if not self.interval_s >= SHORTEST_INTERVAL_S:
             found.append(f"--interval: {self.interval_s:g} s is too short; the least is 10ms")
         size = (1, 1)

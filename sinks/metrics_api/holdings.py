@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from delivery import replays
-from delivery.replays import Last, Verdict
+from delivery.replays import LastTick, Verdict
 from topics.attributed import Parts, Workload, by_pod
 from topics.catalogue import CATALOGUE
 from topics.samples import Mig
@@ -178,7 +178,7 @@ def _device_labels(tick: HoldingsTick, device: TickDevice) -> dict[str, str]:
 class _HeardNode:
     """A node's last tick: its identity, until when it counts, and what its namespaces hold."""
 
-    last: Last
+    last: LastTick
     until_s: float
     namespaces: dict[str, list[Holding]]
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import msgspec
 
 from delivery import replays
-from delivery.replays import Last, Verdict
+from delivery.replays import LastTick, Verdict
 from topics.alerts import Alert, milliseconds
 from topics.attributed import AttributedDevice, AttributedSample, by_pod
-from topics.idleness import doing
+from topics.idleness import device_activity
 from topics.topic import Number
 from topics.usage import HOUR_MS, Usage
 
@@ -45,7 +45,7 @@ _RANKS = {"critical": 0, "warning": 1, "info": 2}
 _NO_READING = math.nan
 _WORDS = {"busy": b"b", "idle": b"i", "held": b"h", "free": b"f", "failing": b"x"}
 SILENT = "s"
-"""What stands for each word of :data:`topics.idleness.Doing` in a line of words, and for that of a silent node."""
+"""What stands for each word of :data:`topics.idleness.Activity` in a line of words, and for that of a silent node."""
 
 
 class Who(NamedTuple):
@@ -81,7 +81,7 @@ class ShownDevice:
 
     def take(self, device: AttributedDevice, ts_ms: int) -> None:
         """What a tick says of it, without its holders."""
-        said = doing(device)
+        said = device_activity(device)
         if said == "busy":
             self.worked_ms = ts_ms
         elif said == "idle" and 0 <= ts_ms - self.worked_ms < IDLE_AFTER_MS:
@@ -131,7 +131,7 @@ class ShownNode:
     changed beside values: its devices, or who holds them."""
 
     slot: int
-    last: Last
+    last: LastTick
     tick: AttributedSample
     heard_s: float
     devices: dict[str, ShownDevice]

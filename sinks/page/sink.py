@@ -17,7 +17,7 @@ from functools import partial
 
 from delivery.dead_letters import Record
 from delivery.instruments import Instrument, Instruments
-from delivery.positions import From
+from delivery.positions import StartFrom
 from delivery.tail import Tail
 from delivery.values import Address
 from sinks import alerts, http_server, outcomes
@@ -78,7 +78,11 @@ class PageSink:
         self._instruments = Instruments(INSTRUMENTS)
         self.registry = self._instruments.registry
         self.fleet = Fleet(int(time.time() * 1000), settings.team_label)
-        from_: dict[str, From] = {ATTRIBUTED.name: _TICKS_S, ALERTS.name: "earliest", HOURS.name: USAGE_HOURS * 3600.0}
+        from_: dict[str, StartFrom] = {
+            ATTRIBUTED.name: _TICKS_S,
+            ALERTS.name: "earliest",
+            HOURS.name: USAGE_HOURS * 3600.0,
+        }
         self._tail = Tail(settings.connection(), from_, self.take, client_id=f"gpustream-sink-{self.name}")
 
     async def run(self, stop: asyncio.Event) -> None:

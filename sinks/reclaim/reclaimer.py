@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from delivery.dead_letters import Abandoned, Record, unless
+from delivery.dead_letters import Abandoned, Record, until_abandoned
 from delivery.instruments import Instrument, Instruments
 from delivery.kubernetes.client import ApiHealth
 from delivery.policies import RECLAIM, OptIn, opt_in
@@ -327,7 +327,7 @@ class Reclaimer:
                 self._taken.clear()
                 await self._taken.wait()
 
-        await unless(abandon, write())
+        await until_abandoned(abandon, write())
         self._made.counter(ACTIONS, action.action or "none", action.state, action.reason or "none").inc()
         return self.ledger.verdict(action) is True
 

@@ -24,9 +24,9 @@ import msgspec
 from delivery.dead_letters import Abandoned, DeadLetters, Record, connecting
 from delivery.instruments import Instruments
 from delivery.kubernetes.client import Client, Unreachable
-from delivery.positions import WHOLE
+from delivery.positions import WHOLE_LOG
 from delivery.sender import Sender
-from delivery.settings import Uses
+from delivery.settings import TopicAccess
 from delivery.tail import Tail
 from delivery.topic_admin import TopicCheck
 from sinks.alerts import Transitions, key_of, read
@@ -76,7 +76,7 @@ class ReclaimPartition:
             try:
                 self._outcomes.finish("delivered" if self._learn(record) else "duplicate")
             except Undecodable as error:
-                await self._letters.bury(record, str(error), abandon)
+                await self._letters.write(record, str(error), abandon)
                 self._outcomes.finish("dead_lettered")
         yield records[-1].offset + 1
 
@@ -169,7 +169,7 @@ class ReclaimSink:
         """Read, decide and act until ``stop``; returns within 8 s of it. Raises what cannot be waited for."""
         settings, made = self.settings, self._instruments
         api = Client(settings.kubeconfig, partial(made.counter, API_REQUESTS))
-        check = TopicCheck(settings.connection(), Uses(writes=(actions.TOPIC.name,)))
+        check = TopicCheck(settings.connection(), TopicAccess(writes=(actions.TOPIC.name,)))
         sender = self._sender = Sender(settings.connection(), client_id=settings.group, check=check)
         letters, counted = DeadLetters(sender, "sink reclaim"), Outcomes(COMPONENT, made)
 
@@ -182,7 +182,7 @@ class ReclaimSink:
             settings.connection(), {actions.TOPIC.name: _KEPT_S}, reclaimer.take, client_id=settings.group
         )
         shared = (reclaimer, letters, counted, lambda: not tail.not_ready())
-        source = Source(alerts.TOPIC.name, lambda _: ReclaimPartition(*shared), settings.from_, WHOLE)
+        source = Source(alerts.TOPIC.name, lambda _: ReclaimPartition(*shared), settings.from_, WHOLE_LOG)
         self._reader = GroupReader(settings, [source], counted)
         if settings.act:
             log.info("acting")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from delivery import replays
-from delivery.replays import Last, Verdict
+from delivery.replays import LastTick, Verdict
 from sinks.series.cache import Cache
 from sinks.series.model import STALE, SampleGroup, SeriesSet, primaries, samples_of
 from sinks.series.relabel import Withheld
@@ -41,7 +41,7 @@ class _Node:
     accepted, by this process. ``size`` is that of a tick that writes these series and ends none, once it is known.
     """
 
-    last: Last
+    last: LastTick
     heard_s: float
     ts_ms: int | None = None
     open: tuple[SeriesSet, ...] = ()

@@ -235,7 +235,7 @@ class RemoteWritePartition:
             if outcome == "delivered" and read.sample:
                 self._shared.outcomes.delay(read.sample)
             if outcome == "dead_lettered":
-                await self._shared.letters.bury(read.record, why, abandon)
+                await self._shared.letters.write(read.record, why, abandon)
                 if read.slot.epoch != self._ledger.epoch:
                     return
             values = self._settled(tick, result, read.heard_s) if tick and result else _Values()

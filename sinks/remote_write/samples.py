@@ -55,7 +55,7 @@ class SampleWriter:
         ends = [_outcome(one, result) for one, result in zip(batch, results, strict=True)]
         for one, (outcome, why) in zip(batch, ends, strict=True):
             if outcome == "dead_lettered":
-                await self._shared.letters.bury(one.record, why, abandon)
+                await self._shared.letters.write(one.record, why, abandon)
         for one, result, (outcome, why) in zip(batch, results, ends, strict=True):
             if result is not None:
                 one.settle()

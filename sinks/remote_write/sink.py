@@ -9,7 +9,7 @@ import asyncio
 
 from delivery.dead_letters import DeadLetters, connecting
 from delivery.instruments import Instrument, Instruments
-from delivery.positions import WHOLE
+from delivery.positions import WHOLE_LOG
 from delivery.sender import Sender
 from sinks import counters_reload, outcomes
 from sinks.consumer import GroupReader, Source
@@ -173,7 +173,7 @@ class RemoteWriteSink:
 
         sources = [
             Source(TOPIC.name, samples, settings.from_, settings.stale_after_s, holds=bool(resolution)),
-            Source(ALERTS.name, alerts, settings.from_, WHOLE),
+            Source(ALERTS.name, alerts, settings.from_, WHOLE_LOG),
             Source(HOURS.name, usage, settings.from_, 0.0),
         ]
         self._reader = GroupReader(settings, sources, self._outcomes)

@@ -21,7 +21,7 @@ import msgspec
 from delivery import replays
 from delivery.dead_letters import DeadLetters, Record, connecting
 from delivery.instruments import Instrument, Instruments
-from delivery.replays import Last
+from delivery.replays import LastTick
 from delivery.sender import Sender
 from sinks import counters_reload, outcomes
 from sinks.consumer import GroupReader, Source
@@ -84,7 +84,7 @@ class _RenderedNode:
     """A node: its last tick, and what is shown of it. That is a tick's, or a window's of which ``shown`` is the last
     tick; ``newest`` is the last one of the ``window`` that is not over."""
 
-    last: Last
+    last: LastTick
     heard_s: float
     cache: Cache
     newest: SeriesTick
@@ -151,7 +151,7 @@ class ScrapePartition:
                 try:
                     samples.append(decoded(record, decode, TOPIC.name))
                 except Undecodable as error:
-                    await self._shared.letters.bury(record, str(error), abandon)
+                    await self._shared.letters.write(record, str(error), abandon)
                     samples.append(None)
             for sample in samples:
                 if sample is None:

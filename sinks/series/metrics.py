@@ -13,7 +13,7 @@ from sinks.series.model import Row, Rows, Value
 from sinks.series.tick import KEYS
 from topics.catalogue import CATALOGUE, HOLDERS, LAST_XID, XIDS
 from topics.metric import Info, Labels, Ratio, Series
-from topics.profiles import Profile, saying_unit
+from topics.profiles import Profile, help_with_unit
 
 MEMO_SIZE = 4096
 _LAYOUTS = 1024
@@ -185,5 +185,5 @@ class _Scaled(dict[Any, float]):
 @lru_cache(maxsize=MEMO_SIZE)
 def row_of(info: Info, *values: str) -> Row:
     own = tuple(zip(info.labels, values, strict=True))
-    of = (info.name, own, info.kind, saying_unit(info.help, info.unit), info.unit)
+    of = (info.name, own, info.kind, help_with_unit(info.help, info.unit), info.unit)
     return Row(*of, primary=False, since_start=info.since_start)

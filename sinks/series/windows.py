@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from sinks.series.model import STALE, Key, Row, Rows, SampleGroup, SeriesSet, Value
 from sinks.series.relabel import Withheld
-from topics.profiles import with_suffix
+from topics.profiles import insert_suffix
 
 Aggregate = Literal["min", "mean", "max"]
 """What a window says of a gauge beside its last value."""
@@ -246,5 +246,5 @@ def _beside(series: SeriesSet, aggregates: tuple[Aggregate, ...]) -> SeriesSet:
 
 @lru_cache(maxsize=4096)
 def _aggregated(row: Row, one: Aggregate) -> Row:
-    name = with_suffix(row.name, f"_{one}", row.unit)
+    name = insert_suffix(row.name, f"_{one}", row.unit)
     return row._replace(name=name, help=f"{_HELP[one]} in the window. {row.help}", primary=False)

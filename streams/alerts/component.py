@@ -169,7 +169,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             what = "gpu.samples was deleted and created again: its new records are judged"
             log.warning("partition %d: %s", partition.number, what)
         if outcome == "replayed":
-            slot.end = ("duplicate",)
+            slot.outcome = ("duplicate",)
         else:
             partition.caught_up.attributed(tick.offset, new_log=outcome == "new_log")
         self._settle(partition, node)

@@ -20,7 +20,7 @@ from sys import intern
 
 import msgspec
 
-from delivery.replays import Last
+from delivery.replays import LastTick
 from streams.alerts.tick import Device, Tick
 from streams.alerts.uses import Uses, Wanted, uses_of
 from topics.alerts import AlertState, Tracked
@@ -280,9 +280,9 @@ def order(state: NodeAlerts) -> Order:
     return state.generation, state.offset, state.silent
 
 
-def last_tick(state: NodeAlerts) -> Last:
+def last_tick(state: NodeAlerts) -> LastTick:
     """The last tick of a node, by which replays are known."""
-    return Last(state.run_id, state.seq, state.offset, max(state.newest_ts_ms, state.last_ts_ms))
+    return LastTick(state.run_id, state.seq, state.offset, max(state.newest_ts_ms, state.last_ts_ms))
 
 
 def identity(tracked: Tracked) -> Identity:

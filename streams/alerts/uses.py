@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from streams.alerts.tick import Device, Metrics, Tick
-from topics.attributed import OfPod
+from topics.attributed import PodRef
 from topics.idleness import IDLE_BELOW, part_of
 
 STEP_MS = 300_000
@@ -72,7 +72,7 @@ class Use(msgspec.Struct, frozen=True, array_like=True, gc=False):
 Uses = tuple[Use, ...]  # of a device, one for each of its pods
 
 
-def uses_of(device: Device, pods: tuple[OfPod, ...], before: Uses, tick: Tick, wanted: Wanted) -> Uses:
+def uses_of(device: Device, pods: tuple[PodRef, ...], before: Uses, tick: Tick, wanted: Wanted) -> Uses:
     """The sums of a device after a tick; the same object if the tick says nothing of it."""
     if tick.attribution == "none" or device.state != "ok":
         return before
@@ -95,7 +95,7 @@ def uses_of(device: Device, pods: tuple[OfPod, ...], before: Uses, tick: Tick, w
     return tuple(found)
 
 
-def pod_name(pod: OfPod) -> str:
+def pod_name(pod: PodRef) -> str:
     """By what a pod is known here: its uid or, if that is not known, its name."""
     return pod.pod_uid or f"{pod.namespace}/{pod.pod}"
 

@@ -104,7 +104,7 @@ class Bookkeeper:
         books = self.books
         last = None
         if books.run_id >= 0:
-            last = replays.Last(books.run_id, books.seq, books.offset, books.newest_ts_ms)
+            last = replays.LastTick(books.run_id, books.seq, books.offset, books.newest_ts_ms)
         verdict = replays.verdict(last, tick)
         if verdict == "replay":
             return Taken("replayed", [])

@@ -181,7 +181,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         self._instruments.counter("gpustream_usage_ticks_total", outcome).inc()
         partition.logged_ms = max(partition.logged_ms, logged_ms)
         if outcome == "replayed":
-            slot.end = ("duplicate",)
+            slot.outcome = ("duplicate",)
             self.app.finish(slot)
             return
         if unbooked_ms:

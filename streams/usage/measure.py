@@ -20,7 +20,7 @@ import msgspec
 
 from streams.usage.tick import CountedDevice, CountedTick, Holder
 from topics.attributed import Parts, by_pod
-from topics.idleness import IDLE_BELOW, is_idle, part_of, ran_of, rest_of, work_of
+from topics.idleness import IDLE_BELOW, is_idle, part_of, rest_of, work_by_pod, work_of
 
 Split = Literal["used", "equal"]
 
@@ -203,7 +203,7 @@ def _idle(device: CountedDevice, pods: Sequence[Sequence[int]]) -> Sequence[bool
     parts = [part_of([holders[at].parts for at in pod]) for pod in pods]
     if min([part or 0.0 for part in parts]) >= IDLE_BELOW:
         return (False,) * len(holders)
-    work, ran, rest = work_of(device.metrics), ran_of(device.processes or ()), None
+    work, ran, rest = work_of(device.metrics), work_by_pod(device.processes or ()), None
     idle = [False] * len(holders)
     if len(pods) > 1:
         strangers = not ran.keys() <= {one.pod_uid for one in holders} - {None}

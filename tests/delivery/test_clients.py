@@ -173,7 +173,7 @@ async def test_a_client_that_is_given_up_while_it_bootstraps_leaves_no_connectio
     half: tuple[HalfABroker, Connection], make: Callable[[Connection], Any]
 ) -> None:
     broker, connection = half
-    starting = asyncio.create_task(delivery.clients.started(lambda: make(connection), connection))
+    starting = asyncio.create_task(delivery.clients.start_client(lambda: make(connection), connection))
     await broker.asked.wait()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

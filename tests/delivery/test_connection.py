@@ -58,7 +58,7 @@ def test_a_file_of_a_cloud_is_enough(files: Files) -> None:
     settings = KafkaSettings(kafka_config=files("client.properties", CONFIG))
     connection = settings.connection()
 
-    assert settings.mistakes() == []
+    assert settings.errors() == []
     assert (connection.servers, connection.security, connection.mechanism) == ("b:9093", "sasl-ssl", "plain")
     assert (connection.secrets().username, connection.secrets().password) == ("u", SECRET)
 
@@ -98,7 +98,7 @@ def test_a_password_in_the_file_of_a_cloud_is_read_again_too(files: Files) -> No
     ],
 )
 def test_a_mistake_names_its_option_and_what_to_do(files: Files, changed: dict[str, Any], mistake: str) -> None:
-    assert login(files, **changed).mistakes()[0].startswith(mistake)
+    assert login(files, **changed).errors()[0].startswith(mistake)
 
 
 def test_a_secret_is_sent_to_a_token_endpoint_by_https_only(files: Files) -> None:
@@ -115,7 +115,7 @@ def test_a_secret_is_sent_to_a_token_endpoint_by_https_only(files: Files) -> Non
         ("http://localhost/t", 0),
         ("https://u:p@l", 1),
     ):
-        found = login(files, kafka_oauth_token_endpoint=endpoint, **oauth).mistakes()
+        found = login(files, kafka_oauth_token_endpoint=endpoint, **oauth).errors()
         assert len(found) == wrong, found
 
 
@@ -136,7 +136,7 @@ def test_no_secret_is_in_what_may_be_shown(files: Files) -> None:
     config = files("client.properties", CONFIG)
     settings = login(files, kafka_config=config)
     connection = settings.connection()
-    shown = [settings, connection, connection.secrets(), settings.mistakes(), vars(settings)]
+    shown = [settings, connection, connection.secrets(), settings.errors(), vars(settings)]
 
     assert not [one for one in shown if SECRET in f"{one} {one!r}"]
 

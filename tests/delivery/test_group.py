@@ -241,7 +241,7 @@ async def test_a_partition_that_is_added_is_nobodys_and_ends_the_process_with_70
     client.counts["ticks"], client.assigned = 3, (MINE, THEIRS, Partition("ticks", 2))
     await group.on_partitions_assigned(set())
     assert member.has == [{MINE, THEIRS}, {MINE, THEIRS}]
-    assert not group.flowing()
+    assert not group.can_fetch()
     with pytest.raises(MustRestart, match="ticks has 3 partitions, and had 2") as ended:
         group.failed.result()
     assert ended.value.exit_code == 70
@@ -261,15 +261,15 @@ async def test_what_a_group_has_committed_is_known_before_it_is_joined(
         return answer
 
     monkeypatch.setattr(group, "committed", committed)
-    assert await group.commits() == {MINE: None, THEIRS: 5}
+    assert await group.committed_offsets() == {MINE: None, THEIRS: 5}
 
 
 async def test_a_group_that_has_members_is_not_begun() -> None:
     client = Client()
     group, _ = group_of(client)
-    assert await group.begin({MINE: 5})
+    assert await group.commit_before_join({MINE: 5})
     client.refuses = CommitFailedError()
-    assert not await group.begin({MINE: 7})
+    assert not await group.commit_before_join({MINE: 7})
     assert client.committed == {MINE: 5}
 
 

@@ -8,7 +8,15 @@ import pytest
 from aiokafka.admin import NewTopic
 
 from delivery.connection import Connection
-from delivery.kafka_admin import Admin, BrokerUnavailable, DescribeTopics, Found, Refused, SettingsUnknown, connect
+from delivery.kafka_admin import (
+    Admin,
+    BrokerUnavailable,
+    DescribeTopics,
+    Refused,
+    SettingsUnknown,
+    TopicDescription,
+    connect,
+)
 
 TOPIC = 2
 UNSAID = -(2**31)
@@ -57,8 +65,8 @@ async def test_a_partition_without_a_leader_counts_and_is_reported() -> None:
     rows = [topic("a", [1, 2, 3], allowed=8), topic("b", [1, -1], allowed=8), topic("deleted", [])]
 
     assert await admin(topics=rows).layouts(["a", "b", "deleted"]) == {
-        "a": Found(3, in_sync={0: 1, 1: 1, 2: 1}, allowed=frozenset({"Read"})),
-        "b": Found(2, leaderless=(1,), in_sync={0: 1, 1: 1}, allowed=frozenset({"Read"})),
+        "a": TopicDescription(3, in_sync={0: 1, 1: 1, 2: 1}, allowed=frozenset({"Read"})),
+        "b": TopicDescription(2, leaderless=(1,), in_sync={0: 1, 1: 1}, allowed=frozenset({"Read"})),
     }
 
 
@@ -78,7 +86,7 @@ async def test_an_older_broker_does_not_say_what_this_client_may_do() -> None:
     partition = {"error_code": 0, "partition": 0, "leader": 1, "replicas": [1], "isr": [1], "offline_replicas": []}
     rows = [{"error_code": 0, "topic": "a", "is_internal": False, "partitions": [partition]}]
 
-    assert await admin(older=rows).layouts(["a"]) == {"a": Found(1)}
+    assert await admin(older=rows).layouts(["a"]) == {"a": TopicDescription(1)}
 
 
 async def test_settings_are_reported_by_topic() -> None:

@@ -27,7 +27,7 @@ def test_the_position_is_the_offset_after_the_finished_prefix(
         ledger.finish(slots[index])
     first_open = next((i for i in range(12) if i not in done), 12)
     assert ledger.position(TP) == (offsets[first_open - 1] + 1 if first_open else 5)
-    assert ledger.open() == ledger.held["ticks"] == 12 - finished
+    assert ledger.unfinished() == ledger.held["ticks"] == 12 - finished
     assert ledger.open_bytes == sum(offsets[i] for i in range(12) if i not in done)
     assert ledger.position(OTHER) == 0
 
@@ -50,10 +50,10 @@ def test_every_record_that_was_read_has_ended_or_is_held_or_was_given_back(what:
             ledger.begin({TP: 0})
         elif slots:
             slot = slots.pop(0)
-            slot.end = ("delivered",) if one == "finish" else ("duplicate",)
+            slot.outcome = ("delivered",) if one == "finish" else ("duplicate",)
             ledger.finish(slot)
         counts, held = ledger.counts, ledger.held["ticks"]
-        assert held == ledger.open()
+        assert held == ledger.unfinished()
         assert counts["ticks", "read"] == held + sum(
             counts["ticks", end] for end in ("delivered", "duplicate", "released")
         )
@@ -78,7 +78,7 @@ def test_what_is_set_aside_holds_back_its_offset_but_no_bytes() -> None:
     kept, other = ledger.admit(TP, 0, 10), ledger.admit(TP, 1, 5)
     ledger.set_aside(kept)
     ledger.finish(other)
-    assert (ledger.open_bytes, ledger.position(TP), ledger.open()) == (0, 0, 1)
+    assert (ledger.open_bytes, ledger.position(TP), ledger.unfinished()) == (0, 0, 1)
     ledger.finish(kept)
     ledger.set_aside(kept)
     assert (ledger.open_bytes, ledger.position(TP)) == (0, 2)
@@ -108,7 +108,7 @@ def test_forgetting_leaves_nothing_open_and_no_position() -> None:
     ledger = ledger_at()
     ledger.admit(TP, 0, 10)
     ledger.forget()
-    assert (ledger.open(), ledger.open_bytes, ledger.ready, ledger.positions()) == (0, 0, False, {})
+    assert (ledger.unfinished(), ledger.open_bytes, ledger.ready, ledger.positions()) == (0, 0, False, {})
     assert ledger.expected(TP) is None
 
 

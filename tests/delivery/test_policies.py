@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from delivery.policies import (
     ALERTS,
-    DAY,
+    DEFAULT_BOUNDS,
     IDLE_AFTER,
     RECLAIM,
     Bounds,
     OptIn,
+    annotation_errors,
     bounds,
     bounds_text,
-    mistakes_in,
     opt_in,
     opted_out,
 )
@@ -70,7 +70,9 @@ def test_a_pod_goes_before_its_namespace_and_what_can_not_be_read_leaves_it_alon
     ],
 )
 def test_a_misspelt_annotation_is_named_with_the_one_that_was_meant(name: str, said: str) -> None:
-    (mistake,) = mistakes_in({name: "2h", "kubectl.kubernetes.io/x": "y", "note": "z"}, "ml", DAY, of_pod=True)
+    (mistake,) = annotation_errors(
+        {name: "2h", "kubectl.kubernetes.io/x": "y", "note": "z"}, "ml", DEFAULT_BOUNDS, of_pod=True
+    )
     assert mistake.name == name
     assert mistake.text.startswith(f"the annotation {name} is not known, and nobody reads it: {said}")
 
@@ -80,7 +82,7 @@ def test_a_misspelt_annotation_is_named_with_the_one_that_was_meant(name: str, s
     ["prometheus.io/alerts", "example.com/idle-after", "gpustream.dev/reclaimed-by", "app.kubernetes.io/name", ALERTS],
 )
 def test_what_was_not_meant_for_gpustream_is_nobodys_mistake(name: str) -> None:
-    assert mistakes_in({name: "on"}, "ml", DAY, of_pod=True) == []
+    assert annotation_errors({name: "on"}, "ml", DEFAULT_BOUNDS, of_pod=True) == []
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_what_was_not_meant_for_gpustream_is_nobodys_mistake(name: str) -> None:
     ],
 )  # fmt: skip
 def test_a_value_that_is_wrong_or_out_of_bounds_is_named(given: dict[str, str], of_pod: bool, said: str | None) -> None:
-    found = mistakes_in(given, "ml", DAY, of_pod=of_pod)
+    found = annotation_errors(given, "ml", DEFAULT_BOUNDS, of_pod=of_pod)
     assert len(found) == (said is not None)
     assert all(mistake.text.startswith(said or "") for mistake in found)
 
@@ -104,7 +106,7 @@ def test_bounds_are_by_namespace() -> None:
     longest = bounds("24h,notebooks-*=72h")
     assert longest == Bounds(24 * HOUR_MS, ((("notebooks-*",), 72 * HOUR_MS),))
     assert bounds_text(longest) == "1d,notebooks-*=3d"
-    assert mistakes_in({IDLE_AFTER: "48h"}, "notebooks-a", longest, of_pod=True) == []
+    assert annotation_errors({IDLE_AFTER: "48h"}, "notebooks-a", longest, of_pod=True) == []
     for wrong in ("", "24h,x", "24h,=1h", "24h,x=y"):
         with pytest.raises(ValueError, match="write"):
             bounds(wrong)

@@ -8,7 +8,7 @@ import pytest
 
 from delivery import positions
 from delivery.ledger import Partition
-from delivery.positions import STATE_WINDOW_MS, WHOLE, Held, Start
+from delivery.positions import STATE_WINDOW_MS, WHOLE_LOG, ReadState, Start
 from tests.sinks.records import FakeGroup, Read
 from tests.streams.desk import LABELS, OWNERS, TICKS, Desk, instant
 
@@ -22,7 +22,7 @@ LOG = [Read(offset, b"", offset * 1000) for offset in range(10, 200)]
 async def find(
     consumer: FakeGroup, from_: str | float = "earliest", recall_s: float = 60, known: int | None = None
 ) -> Start:
-    found = positions.find(consumer, TP, from_, recall_s, known=known)  # type: ignore[arg-type]
+    found = positions.find_start(consumer, TP, from_, recall_s, known=known)  # type: ignore[arg-type]
     return await asyncio.wait_for(found, 10)
 
 
@@ -44,10 +44,10 @@ class New:
         self.committed, self.member = dict(committed), member
         self.offsets = FakeGroup(LOG, begin=10)
 
-    async def commits(self) -> dict[Any, int | None]:
+    async def committed_offsets(self) -> dict[Any, int | None]:
         return dict.fromkeys([Partition("a", 0), Partition("a", 1), Partition("b", 0)]) | self.committed
 
-    async def begin(self, offsets: dict[Any, int]) -> bool:
+    async def commit_before_join(self, offsets: dict[Any, int]) -> bool:
         self.committed |= offsets if self.member is None else self.member
         return self.member is None
 
@@ -67,7 +67,7 @@ async def test_a_group_begins_in_all_partitions_of_a_topic_at_once_or_has_member
     committed: dict[Any, int], from_: Any, member: dict[Any, int] | None, wanted: dict[Any, int], begun: str
 ) -> None:
     group = New(committed, member)
-    assert await positions.begin(group, {"a": from_, "b": "earliest"}) == set(begun)  # type: ignore[arg-type]
+    assert await positions.commit_start(group, {"a": from_, "b": "earliest"}) == set(begun)  # type: ignore[arg-type]
     assert group.committed == wanted
 
 
@@ -92,9 +92,9 @@ async def test_everything_is_read_back_where_the_broker_knows_no_times() -> None
 
 
 async def test_a_topic_that_is_to_be_read_back_whole_is_read_from_its_beginning() -> None:
-    assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE) == Start(10, 10, 150, 200, 150)
-    assert await find(FakeGroup(LOG, begin=10), "latest", recall_s=WHOLE) == Start(10, 10, 200, 200, None)
-    assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE, known=150) == KNOWN
+    assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE_LOG) == Start(10, 10, 150, 200, 150)
+    assert await find(FakeGroup(LOG, begin=10), "latest", recall_s=WHOLE_LOG) == Start(10, 10, 200, 200, None)
+    assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE_LOG, known=150) == KNOWN
 
 
 async def test_nothing_is_read_back_where_the_last_assignment_ended_just_here() -> None:
@@ -142,9 +142,11 @@ def client(desk: Desk) -> Any:
     return desk.client
 
 
-async def find_all(desk: Desk, held: Held | None = None, *compacted: str) -> Found:
+async def find_all(desk: Desk, held: ReadState | None = None, *compacted: str) -> Found:
     desk.client.assign(desk.broker.all())
-    found = positions.find_with_state(client(desk), [TICKS], [OWNERS, LABELS], held or Held(), frozenset(compacted))
+    found = positions.find_start_with_state(
+        client(desk), [TICKS], [OWNERS, LABELS], held or ReadState(), frozenset(compacted)
+    )
     starts, fresh = await found
     return Found(
         {tp: start.position for tp, start in starts.items()},
@@ -260,7 +262,7 @@ async def test_compacted_state_is_read_whole_and_the_rest_as_ever() -> None:
 async def test_compacted_state_that_is_held_is_read_on_from_where_it_was() -> None:
     desk = Desk()
     desk.log(LABELS).append(9)
-    found = await find_all(desk, Held({LABELS: 4, OWNERS: 0}), LABELS.topic)
+    found = await find_all(desk, ReadState({LABELS: 4, OWNERS: 0}), LABELS.topic)
     assert (found.positions[LABELS], found.fresh) == (4, frozenset())
 
 
@@ -302,7 +304,7 @@ async def test_empty_state_begins_where_its_log_does() -> None:
 async def test_state_that_is_held_is_read_on() -> None:
     desk = Desk()
     fill(desk, minutes=60)
-    found = await find_all(desk, Held({OWNERS: 55, LABELS: 0}, {TICKS: 0}))
+    found = await find_all(desk, ReadState({OWNERS: 55, LABELS: 0}, {TICKS: 0}))
     assert found.positions[OWNERS] == 55
     assert found.fresh == frozenset()
 
@@ -311,7 +313,7 @@ async def test_state_that_is_held_is_read_on() -> None:
 async def test_where_one_state_topic_of_a_partition_is_not_held_all_of_it_is_read_again() -> None:
     desk = Desk()
     fill(desk, minutes=60)
-    found = await find_all(desk, Held({OWNERS: 55}))
+    found = await find_all(desk, ReadState({OWNERS: 55}))
     assert found.positions[OWNERS] == 60 - 1 - 10
     assert found.fresh == {0}
 
@@ -321,7 +323,7 @@ async def test_held_state_that_the_log_no_longer_reaches_is_read_again() -> None
     desk = Desk()
     fill(desk, minutes=60)
     desk.log(OWNERS).retain(30)
-    found = await find_all(desk, Held({OWNERS: 20, LABELS: 0}))
+    found = await find_all(desk, ReadState({OWNERS: 20, LABELS: 0}))
     assert found.positions[OWNERS] == 60 - 1 - 10
     assert found.fresh == {0}
 
@@ -330,7 +332,7 @@ async def test_held_state_that_the_log_no_longer_reaches_is_read_again() -> None
 async def test_held_state_stays_where_the_log_is_another_one_which_is_read_as_well() -> None:
     desk = Desk()
     fill(desk, minutes=60)
-    found = await find_all(desk, Held({OWNERS: 61, LABELS: 0}))
+    found = await find_all(desk, ReadState({OWNERS: 61, LABELS: 0}))
     assert found.positions[OWNERS] == 60 - 1 - 10
     assert found.positions[LABELS] == 0
     assert found.fresh == frozenset()
@@ -342,7 +344,7 @@ async def test_a_group_that_was_set_back_makes_held_state_useless() -> None:
     fill(desk, minutes=60)
     desk.log(TICKS).append(50, timestamp=NOW_MS)
     desk.broker.committed[TICKS] = 10
-    held = Held({OWNERS: 60, LABELS: 0}, {TICKS: 11})
+    held = ReadState({OWNERS: 60, LABELS: 0}, {TICKS: 11})
     assert (await find_all(desk, held)).fresh == {0}
     desk.broker.committed[TICKS] = 11
     assert (await find_all(desk, held)).fresh == frozenset()
@@ -351,4 +353,4 @@ async def test_a_group_that_was_set_back_makes_held_state_useless() -> None:
 @instant
 async def test_without_an_assignment_there_is_nowhere_to_begin() -> None:
     desk = Desk()
-    assert await positions.find_with_state(client(desk), [], [], Held({OWNERS: 3})) == ({}, frozenset())
+    assert await positions.find_start_with_state(client(desk), [], [], ReadState({OWNERS: 3})) == ({}, frozenset())

@@ -50,18 +50,18 @@ def test_the_first_entry_that_matches_is_the_price(tmp_path: Path, text: str, na
     prices = loaded(tmp_path, text, name)
     h100, hour = "NVIDIA H100 80GB HBM3", 3_600_000
     assert prices.currency == "EUR"
-    assert prices.of(h100, START_MS, SPOT) == Decimal("1.10")
-    assert prices.of(h100, START_MS, {**SPOT, "paid": "false"}) == Decimal("2.95")
-    assert prices.of(h100, START_MS - hour, {}) is None
-    assert prices.of(h100, START_MS + 22 * hour, {}) == Decimal("2.95")
-    assert prices.of(h100, START_MS + 23 * hour, {}) is None
-    assert prices.of("Tesla T4", START_MS, {}) == 1
-    assert prices.of("Tesla T4 more", START_MS, {}) is None
+    assert prices.price_of(h100, START_MS, SPOT) == Decimal("1.10")
+    assert prices.price_of(h100, START_MS, {**SPOT, "paid": "false"}) == Decimal("2.95")
+    assert prices.price_of(h100, START_MS - hour, {}) is None
+    assert prices.price_of(h100, START_MS + 22 * hour, {}) == Decimal("2.95")
+    assert prices.price_of(h100, START_MS + 23 * hour, {}) is None
+    assert prices.price_of("Tesla T4", START_MS, {}) == 1
+    assert prices.price_of("Tesla T4 more", START_MS, {}) is None
 
 
 def test_a_price_is_what_the_file_says_and_no_float(tmp_path: Path) -> None:
     text = "currency: EUR\nprices: [{model: a, per_gpu_hour: 0.1234567890123456789}]"
-    assert loaded(tmp_path, text).of("a", 0, {}) == Decimal("0.1234567890123456789")
+    assert loaded(tmp_path, text).price_of("a", 0, {}) == Decimal("0.1234567890123456789")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> 
 def test_a_price_for_more_time_than_an_earlier_one_is_for_the_rest(tmp_path: Path) -> None:
     rows = "[{model: a, per_gpu_hour: 1, from: 1970-01-02, to: 1970-01-03}, {model: a, per_gpu_hour: 2}]"
     found = loaded(tmp_path, f"currency: EUR\nprices: {rows}")
-    assert [found.of("a", day * 86_400_000, {}) for day in range(3)] == [2, 1, 2]
+    assert [found.price_of("a", day * 86_400_000, {}) for day in range(3)] == [2, 1, 2]
 
 
 def test_all_mistakes_are_said_at_once(tmp_path: Path) -> None:

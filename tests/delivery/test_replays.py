@@ -5,7 +5,7 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivery.replays import Last, Verdict, after, verdict
+from delivery.replays import LastTick, Verdict, after, verdict
 
 
 class Tick(NamedTuple):
@@ -20,7 +20,7 @@ class Tick(NamedTuple):
 class Node(NamedTuple):
     """What a reader keeps of a node, and the identities of the ticks that it has taken."""
 
-    last: Last | None = None
+    last: LastTick | None = None
     taken: tuple[tuple[int, int], ...] = ()
 
 

@@ -249,11 +249,11 @@ def test_an_outage_is_waited_for_and_everything_arrives_once_in_order() -> None:
 def test_what_was_sent_is_waited_for_and_no_longer_than_asked() -> None:
     async def scenario(sender: Sender, cluster: Cluster) -> None:
         taken = await sender.send("t", b"1", partition=0)
-        await sender.settled(1.0)
+        await sender.flush(1.0)
         assert taken.done()
         cluster.away = asyncio.Event()
         waiting, began_s = await sender.send("t", b"2", partition=0), asyncio.get_running_loop().time()
-        await sender.settled(1.0)
+        await sender.flush(1.0)
         assert not waiting.done()
         assert 1.0 <= asyncio.get_running_loop().time() - began_s < 2.0
         cluster.away.set()

@@ -60,13 +60,13 @@ def test_the_type_is_found_from_the_annotation() -> None:
 def test_every_mistake_of_the_shared_settings_is_named() -> None:
     wrong = ThingSettings(url="u", form="xml", group="", session_timeout_s=0.5)  # type: ignore[arg-type]
 
-    assert [mistake.partition(":")[0] for mistake in wrong.mistakes()] == [
+    assert [mistake.partition(":")[0] for mistake in wrong.errors()] == [
         "--form",
         "--kafka",
         "--group",
         "--session-timeout",
     ]
-    assert KafkaSettings(kafka="k:1").mistakes() == []
+    assert KafkaSettings(kafka="k:1").errors() == []
 
 
 def test_what_a_file_says_in_vain_is_logged_once_when_there_is_a_log_and_no_value_is_repeated(
@@ -77,7 +77,7 @@ def test_what_a_file_says_in_vain_is_logged_once_when_there_is_a_log_and_no_valu
     settings = KafkaSettings(kafka_config=file)
 
     with caplog.at_level("INFO"):
-        assert settings.mistakes() == []
+        assert settings.errors() == []
         assert caplog.messages == []
         assert settings.connection() == settings.connection()
 

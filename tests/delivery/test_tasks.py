@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from delivery.tasks import first_of, running, set_within
+from delivery.tasks import running, set_within, until_stopped
 
 
 async def test_an_event_that_is_set_in_time_is_known_to_be() -> None:
@@ -23,7 +23,7 @@ async def test_work_that_ends_is_waited_for() -> None:
         await asyncio.sleep(0)
         done.append("work")
 
-    await first_of(asyncio.Event(), work())
+    await until_stopped(asyncio.Event(), work())
     assert done == ["work"]
 
 
@@ -37,7 +37,7 @@ async def test_a_stop_ends_work_that_hangs_and_what_it_has_to_put_away_is_put_aw
             ended.append("put away")
 
     asyncio.get_running_loop().call_soon(stop.set)
-    await first_of(stop, work())
+    await until_stopped(stop, work())
     assert ended == ["put away"]
 
 
@@ -46,7 +46,7 @@ async def test_what_the_work_raises_is_raised() -> None:
         raise LookupError("gone")
 
     with pytest.raises(LookupError, match="gone"):
-        await first_of(asyncio.Event(), work())
+        await until_stopped(asyncio.Event(), work())
 
 
 async def test_what_a_part_raises_is_raised_however_deep_it_was_and_the_others_are_cancelled() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from delivery import topic_admin
 from delivery.connection import Connection
-from delivery.kafka_admin import BrokerUnavailable, Found, SettingsUnknown
-from delivery.settings import Uses
+from delivery.kafka_admin import BrokerUnavailable, SettingsUnknown, TopicDescription
+from delivery.settings import TopicAccess
 from delivery.topic_admin import Mismatch, command, contract, mismatches
 from topics import TOPICS
 from topics.topic import Topic, load_topics
@@ -22,10 +22,10 @@ BY_NODE = [name for name, topic in ALL.items() if topic.by_node]
 numbers = st.integers(1, 1000)
 
 
-def found(topic: Topic, partitions: int, **other: str) -> Found:
+def found(topic: Topic, partitions: int, **other: str) -> TopicDescription:
     """A topic as it must be, with other settings (dots as underscores)."""
     wanted = topic.settings() | {name.replace("_", "."): value for name, value in other.items()}
-    return Found(partitions, wanted)
+    return TopicDescription(partitions, wanted)
 
 
 def of_samples(other: dict[str, str]) -> list[Mismatch]:
@@ -62,7 +62,7 @@ def test_topics_not_keyed_by_node_may_have_any_number_of_partitions() -> None:
 @given(numbers, numbers)
 def test_a_topic_beside_them_may_be_missing_but_must_have_as_many_partitions(own: int, others: int) -> None:
     topic, beside = ALL["gpu.workloads"], [ALL["gpu.samples"], ALL["gpu.allocations"]]
-    there = {topic.name: found(topic, own), "gpu.samples": Found(others, {"cleanup.policy": "compact"})}
+    there = {topic.name: found(topic, own), "gpu.samples": TopicDescription(others, {"cleanup.policy": "compact"})}
 
     wrong = mismatches([topic], there, beside)
 
@@ -99,7 +99,7 @@ def test_more_retention_and_larger_messages_are_as_good(other: dict[str, str]) -
 
 
 def test_settings_that_the_broker_does_not_report_are_not_mistakes() -> None:
-    assert mismatches(ALL.values(), dict.fromkeys(ALL, Found(4))) == []
+    assert mismatches(ALL.values(), dict.fromkeys(ALL, TopicDescription(4))) == []
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def embedded() -> Iterator[str]:
 
 
 async def test_on_an_embedded_broker_only_partition_counts_are_checked(embedded: str) -> None:
-    assert await topic_admin.check(Connection(embedded), Uses(("gpu.samples",))) == topic_admin.Checked(
+    assert await topic_admin.check(Connection(embedded), TopicAccess(("gpu.samples",))) == topic_admin.Checked(
         {"gpu.samples": 4}, (), "the broker has no topic settings"
     )
 
@@ -122,7 +122,7 @@ async def test_on_an_embedded_broker_only_partition_counts_are_checked(embedded:
 async def test_on_an_embedded_broker_a_missing_topic_is_a_mistake_and_stays_missing(embedded: str) -> None:
     for _ in range(2):
         with pytest.raises(topic_admin.ContractMismatch, match=r"gpu\.attributed: the topic is missing"):
-            await topic_admin.check(Connection(embedded), Uses(("gpu.samples", "gpu.attributed")))
+            await topic_admin.check(Connection(embedded), TopicAccess(("gpu.samples", "gpu.attributed")))
 
 
 async def test_topics_are_not_created_on_an_embedded_broker(embedded: str) -> None:
@@ -136,7 +136,7 @@ async def test_a_broker_that_is_not_there_is_named() -> None:
         address = f"127.0.0.1:{held.getsockname()[1]}"
 
         with pytest.raises(BrokerUnavailable, match=f"no Kafka broker answers at {address}"):
-            await topic_admin.check(Connection(address), Uses(("gpu.samples",)))
+            await topic_admin.check(Connection(address), TopicAccess(("gpu.samples",)))
 
 
 def test_what_is_missing_is_called_as_kafka_knows_it_and_so_is_what_to_run() -> None:

@@ -7,10 +7,10 @@ import pytest
 from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerUnavailable
-from delivery.settings import Uses
+from delivery.settings import TopicAccess
 from delivery.topic_admin import Checked, ContractMismatch, Mismatch, TopicCheck
 
-USES = Uses(reads=("gpu.samples",), beside=("gpu.workloads",))
+USES = TopicAccess(reads=("gpu.samples",), optional=("gpu.workloads",))
 MISSING = ContractMismatch([Mismatch("gpu.samples", "the topic", "there", "missing")])
 RESIZED = ContractMismatch([Mismatch("gpu.samples", "its number of partitions", "32, as gpu.workloads has", "1")])
 GOOD = Checked({"gpu.samples": 32}, (Mismatch("gpu.samples", "segment.ms", "3600000", "604800000", breaks=False),))
@@ -25,10 +25,10 @@ class Answers:
         self.waiting: list[list[str]] = []
         self.check: TopicCheck | None = None
 
-    async def __call__(self, connection: Connection, uses: Uses) -> Checked:
+    async def __call__(self, connection: Connection, uses: TopicAccess) -> Checked:
         if self.check is not None:
             self.waiting.append(self.check.not_ready())
-        self.seen.append((*uses.reads, *uses.beside))
+        self.seen.append((*uses.reads, *uses.optional))
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -53,7 +53,7 @@ async def test_it_says_what_is_missing_and_what_to_run_and_goes_on_when_it_is_th
 ) -> None:
     one, answers = asking(monkeypatch, BrokerUnavailable("no Kafka broker answers"), MISSING, MISSING, RESIZED, GOOD)
 
-    assert await one.passed(asyncio.Event()) is GOOD
+    assert await one.wait(asyncio.Event()) is GOOD
 
     run = "run `gpustream topics create`"
     missing = [f"gpu.samples: the topic is missing, must be there: {run}"]
@@ -74,7 +74,7 @@ async def test_a_stop_ends_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topic_admin, "ASK_AFTER_S", (3600.0,))
     one, answers = asking(monkeypatch, MISSING)
     stop = asyncio.Event()
-    waiting = asyncio.ensure_future(one.passed(stop))
+    waiting = asyncio.ensure_future(one.wait(stop))
     while not answers.seen:  # noqa: ASYNC110 - one turn of the loop
         await asyncio.sleep(0)
     stop.set()

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from delivery.settings import Registered
+from delivery.settings import ComponentSpec
 from docs import flow
 from producers import PRODUCERS
 from sinks import SINKS
@@ -50,7 +50,7 @@ def test_the_picture_has_every_component_and_is_fresh() -> None:
 @pytest.mark.parametrize(
     "row", [*PRODUCERS.values(), *STREAMS.values(), *SINKS.values()], ids=lambda row: row.component
 )
-def test_a_components_topics_are_those_that_its_module_names(row: Registered) -> None:
+def test_a_components_topics_are_those_that_its_module_names(row: ComponentSpec) -> None:
     module = ROOT / (row.component.partition(":")[0].replace(".", "/") + ".py")
     head = module.read_text().split("State:")[0].split("State,")[0].partition("In:")[2]
     inputs, _, outputs = head.partition("Out:")

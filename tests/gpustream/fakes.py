@@ -19,7 +19,7 @@ class FakeSettings:
     grace_s: float = 10.0
     instance_id: str | None = None
 
-    def mistakes(self) -> list[str]:
+    def errors(self) -> list[str]:
         """What is wrong with the settings together."""
         return ["--grace must be below 100 s"] if self.grace_s >= 100 else []
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from delivery import settings
-from delivery.settings import Registered
+from delivery.settings import ComponentSpec
 from gpustream import command
 from gpustream.cli import COMMANDS as LISTED
 from gpustream.cli import main
@@ -78,7 +78,7 @@ def test_a_command_takes_what_its_options_of_kafka_make_of_it(path: tuple[str, .
 
 
 @pytest.mark.parametrize(("group", "registry"), [("produce", PRODUCERS), ("sink", SINKS), ("stream", STREAMS)])
-def test_every_option_of_a_component_is_its_command_s(group: str, registry: dict[str, Registered]) -> None:
+def test_every_option_of_a_component_is_its_command_s(group: str, registry: dict[str, ComponentSpec]) -> None:
     for name, row in registry.items():
         path = (group, name)
         given = {param.name for param in COMMANDS[path].params if isinstance(param, click.Option)}
@@ -133,7 +133,7 @@ def test_an_unknown_stream_is_a_mistake() -> None:
 
 @pytest.mark.parametrize(("group", "registry"), [("produce", PRODUCERS), ("sink", SINKS), ("stream", STREAMS)])
 def test_a_group_without_a_name_lists_what_there_is_with_a_line_each(
-    group: str, registry: dict[str, Registered]
+    group: str, registry: dict[str, ComponentSpec]
 ) -> None:
     result = _invoke(group)
 

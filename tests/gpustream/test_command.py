@@ -8,7 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from delivery.settings import DURATION, HEADER, KafkaSettings, Option, Registered
+from delivery.settings import DURATION, HEADER, ComponentSpec, KafkaSettings, Option
 from delivery.values import Address
 from gpustream import command
 from gpustream.command import Command, ProcessSettings, options
@@ -28,7 +28,7 @@ class ThingSettings(KafkaSettings):
 
 def _together(given: dict[str, Any]) -> list[str]:
     record = ThingSettings(**{field.name: given[field.name] for field in dataclasses.fields(ThingSettings)})
-    return record.mistakes() + (["--interval must be at least 1 s"] if given["interval_s"] < 1 else [])
+    return record.errors() + (["--interval must be at least 1 s"] if given["interval_s"] < 1 else [])
 
 
 @click.command(cls=Command, check=_together, example="gpustream thing --kafka 127.0.0.1:9092")
@@ -118,7 +118,9 @@ def test_a_repeatable_option_takes_a_line_each_from_its_variable() -> None:
 # -- settings and components, from what was given
 
 
-FAKE = Registered("tests.gpustream.fakes:FakeComponent", "tests.gpustream.fakes:FakeSettings", "A fake.", "gpustream")
+FAKE = ComponentSpec(
+    "tests.gpustream.fakes:FakeComponent", "tests.gpustream.fakes:FakeSettings", "A fake.", "gpustream"
+)
 
 
 def test_settings_take_what_was_given_for_their_fields() -> None:

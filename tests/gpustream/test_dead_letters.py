@@ -3,7 +3,7 @@
 import pytest
 from click.testing import CliRunner
 
-from delivery.replays import Last, after, verdict
+from delivery.replays import LastTick, after, verdict
 from gpustream.cli import main
 from gpustream.dead_letters import letters
 from gpustream.dead_letters.command import merged, row
@@ -108,7 +108,7 @@ def test_readers_that_had_a_newer_tick_of_its_run_drop_it_and_others_take_it() -
         fields = {"schema": 1, "cluster": "c", "node": "n", "attribution": "exact"}
         return AttributedSample(run_id=run_id, seq=seq, ts_ms=at_ms, offset=offset, **fields)  # type: ignore[arg-type]
 
-    newest: Last = after(None, attributed(1, 9, 9))
+    newest: LastTick = after(None, attributed(1, 9, 9))
     newer_run = after(newest, attributed(2, 10, 10))
 
     assert verdict(newest, attributed(1, 2, 11)) == "replay"

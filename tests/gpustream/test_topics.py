@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from delivery import topic_admin
-from delivery.kafka_admin import Found
+from delivery.kafka_admin import TopicDescription
 from gpustream import topics as topics_module
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker, every_topic
@@ -29,7 +29,9 @@ def _topics(*args: str) -> Result:
 
 def test_a_row_says_what_is_missing_or_wrong() -> None:
     topics = list(load_topics().values())
-    found = {topic.name: Found(4) for topic in topics if topic.name != "gpu.alerts"} | {"gpu.workloads": Found(8)}
+    found = {topic.name: TopicDescription(4) for topic in topics if topic.name != "gpu.alerts"} | {
+        "gpu.workloads": TopicDescription(8)
+    }
     table = {row.topic: row for row in topics_module.rows(topics, found, topic_admin.mismatches(topics, found))}
 
     assert table["gpu.samples"].verdict == "yes"

@@ -53,7 +53,7 @@ def says(connection: Connection, what: str) -> bool:
 
 async def connects(connection: Connection) -> bool:
     """Whether a broker can be asked something."""
-    client = await asyncio.wait_for(clients.connected(connection), 60)
+    client = await asyncio.wait_for(clients.connect_consumer(connection), 60)
     await clients.close(client)
     return opening.trouble(connection) is None
 

@@ -17,7 +17,7 @@ from delivery.dead_letters import Record
 from delivery.group import ConsumerGroup, MustRestart
 from delivery.instruments import Instruments
 from delivery.ledger import Partition
-from delivery.positions import WHOLE
+from delivery.positions import WHOLE_LOG
 from delivery.sender import Sender
 from delivery.settings import MemberSettings
 from sinks.consumer import GroupReader, Source
@@ -254,7 +254,7 @@ class Collector:
 async def sink(kafka: KafkaServer, name: str, got: list[bytes]) -> AsyncIterator[GroupReader]:
     """A sink that begins with what is written from now on."""
     settings = MemberSettings(kafka=kafka.address, topic_prefix=f"{name}.", group="sink")
-    source = Source("gpu.attributed", lambda _: Collector(got), "latest", WHOLE)
+    source = Source("gpu.attributed", lambda _: Collector(got), "latest", WHOLE_LOG)
     reader = GroupReader(settings, [source], Outcomes("test", Instruments(outcome_instruments("test"))))
     stop = asyncio.Event()
     task = asyncio.create_task(reader.run(stop))

@@ -23,7 +23,7 @@ from tests.real.conftest import need
 from tests.sinks.page.bench import Bench
 from tests.sinks.page.ticks import alert, device, holder, hour, tick
 from topics.attributed import AttributedDevice
-from topics.idleness import doing
+from topics.idleness import device_activity
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -141,7 +141,10 @@ def word_of(rows: list[dict[str, Any]], ts_ms: int) -> str:
     while lately and pods(lately[0]) != pods(now):
         lately.pop(0)
     last = max([n for n, row in enumerate(lately) if pods(row) != pods(now)], default=-1)
-    said = [doing(msgspec.convert({**row, "holders": row["reported"]}, AttributedDevice)) for row in lately[last + 1 :]]
+    said = [
+        device_activity(msgspec.convert({**row, "holders": row["reported"]}, AttributedDevice))
+        for row in lately[last + 1 :]
+    ]
     return "busy" if said[-1] == "idle" and "busy" in said else said[-1]
 
 

@@ -9,7 +9,7 @@ from confluent_kafka.admin import ConfigResource
 from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.kafka_admin import Refused
-from delivery.settings import Uses
+from delivery.settings import TopicAccess
 from delivery.topic_admin import Mismatch, mismatches
 from tests.eventually import eventually_sync
 from tests.real.servers import ASK_TIMEOUT_S, KafkaServer
@@ -155,7 +155,9 @@ async def test_a_replication_factor_above_the_number_of_brokers_is_refused_with_
 async def test_topics_that_fit_may_be_used(empty: KafkaServer) -> None:
     await topic_admin.create(empty.connection, partitions=4, replication_factor=1)
 
-    assert await topic_admin.check(empty.connection, Uses(tuple(FLOW))) == topic_admin.Checked(dict.fromkeys(FLOW, 4))
+    assert await topic_admin.check(empty.connection, TopicAccess(tuple(FLOW))) == topic_admin.Checked(
+        dict.fromkeys(FLOW, 4)
+    )
 
 
 async def test_every_mistake_is_in_one_message(empty: KafkaServer) -> None:
@@ -164,7 +166,7 @@ async def test_every_mistake_is_in_one_message(empty: KafkaServer) -> None:
     have(empty, {"gpu.attributed": 6}, {"cleanup.policy": "compact", "max.message.bytes": "1000"})
 
     with pytest.raises(topic_admin.ContractMismatch) as raised:
-        await topic_admin.check(empty.connection, Uses(tuple(FLOW)))
+        await topic_admin.check(empty.connection, TopicAccess(tuple(FLOW)))
 
     assert str(raised.value).splitlines() == [
         "gpu.workloads: the topic is missing, must be there",

@@ -63,7 +63,7 @@ async def test_workers_that_are_killed_count_what_integer_sums_over_gpu_attribut
     empty_kafka: KafkaServer, gpustream: Callable[..., Gpustream]
 ) -> None:
     uses = STREAMS["usage"].uses
-    topics = dict.fromkeys((*uses.reads, *uses.writes, *uses.sees), PARTITIONS)
+    topics = dict.fromkeys((*uses.reads, *uses.writes, *uses.describes), PARTITIONS)
     empty_kafka.create_ours(topics)
     start_ms = (time.time_ns() // 1_000_000 // HOUR_MS + 2) * HOUR_MS
     ticks, chance = story(start_ms), Random(7)

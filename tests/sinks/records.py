@@ -92,7 +92,7 @@ class FakeGroup:
         """Asks where the log begins and ends."""
         return self
 
-    def place(self, tp: object) -> str:
+    def kafka_name(self, tp: object) -> str:
         """How its partition is called."""
         return str(tp)
 

@@ -107,10 +107,10 @@ class FakeClient:
     def assignment(self) -> set[Partition]:
         return set(self.tps)
 
-    def place(self, tp: Partition) -> str:
+    def kafka_name(self, tp: Partition) -> str:
         return str(tp)
 
-    def flowing(self) -> bool:
+    def can_fetch(self) -> bool:
         return self.flow
 
     async def fetch(self, active: set[Partition], timeout_s: float) -> Mapping[Partition, list[Record]]:
@@ -390,4 +390,4 @@ class World:
             assert self.broker.committed.get(tp, 0) >= last + 1, f"{tp}: {self.broker.committed} of {last + 1}"
         for process in self.processes:
             assert process.reader.ledger.open_bytes == 0
-            assert process.reader.ledger.open() == 0
+            assert process.reader.ledger.unfinished() == 0

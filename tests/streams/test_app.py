@@ -352,7 +352,7 @@ async def test_what_the_broker_takes_while_the_app_stops_is_finished_before_the_
     output, committed = asyncio.Future[int](), list[int | None]()
     bench.app.finish_when(bench.admit(), [output])
 
-    async def settled(timeout_s: float) -> None:
+    async def flush(timeout_s: float) -> None:
         if not output.done():
             output.set_result(7)
         await asyncio.sleep(0)
@@ -361,7 +361,7 @@ async def test_what_the_broker_takes_while_the_app_stops_is_finished_before_the_
         committed.append(bench.position())
         return True
 
-    monkeypatch.setattr(bench.app.sender, "settled", settled)
+    monkeypatch.setattr(bench.app.sender, "flush", flush)
     monkeypatch.setattr(bench.app.reader, "commit", commit)
     await bench.app.close()
     assert committed == [1]

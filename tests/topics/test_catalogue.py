@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.topics.records import own_labels
 from topics.catalogue import ALERT_FIRING, CATALOGUE, FAMILIES, FURTHER, HOLDERS, POD_INFO
 from topics.metric import SCALED, Ratio, Series
-from topics.profiles import PROFILES, ProfileName, suffixed
+from topics.profiles import PROFILES, ProfileName, with_unit_suffix
 
 KEYS = """
 ecc_corrected_aggregate_total ecc_uncorrected_aggregate_total retired_pages_single_bit_total
@@ -109,7 +109,7 @@ def test_all_series_of_a_name_have_one_unit_and_are_of_one_kind(profile: Profile
 
 def stem(profile: ProfileName, one: Series | Ratio) -> str:
     """What ``otel`` calls a series of ``otel-suffixed``; any other by its own name."""
-    return one.name.removesuffix(suffixed("", one.unit)) if profile == "otel-suffixed" else one.name
+    return one.name.removesuffix(with_unit_suffix("", one.unit)) if profile == "otel-suffixed" else one.name
 
 
 @every_profile

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from topics.attributed import AttributedDevice
-from topics.idleness import Doing, doing
+from topics.idleness import Activity, device_activity
 
 
 def device(*pods: float | None, used: float | None = None, **more: Any) -> AttributedDevice:
@@ -36,5 +36,5 @@ def device(*pods: float | None, used: float | None = None, **more: Any) -> Attri
         (device(None, used=0.9, state="a word of a later version"), "busy"),
     ],
 )
-def test_a_device_is_said_in_a_word(of: AttributedDevice, said: Doing) -> None:
-    assert doing(of) == said
+def test_a_device_is_said_in_a_word(of: AttributedDevice, said: Activity) -> None:
+    assert device_activity(of) == said

@@ -20,7 +20,7 @@ from streams.alerts.rules.rule import Rule
 from streams.alerts.tick import Tick
 from streams.alerts.uses import STEP_MS, Use, mean_of, pod_name
 from topics.attributed import CRASH_LOOP
-from topics.idleness import is_idle, part_of, ran_of, rest_of
+from topics.idleness import is_idle, part_of, rest_of, work_by_pod
 
 IDLE_MS = 900_000  # a device that did nothing for so long is idle, and not only underused
 
@@ -38,7 +38,7 @@ def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
     parts = [part_of([holder.parts for holder in pod.holders]) for pod in view.pods]
     if min([part or 0.0 for part in parts]) >= rule.most_work:
         return
-    ran, rest = ran_of(view.device.processes or ()), None
+    ran, rest = work_by_pod(view.device.processes or ()), None
     if len(parts) > 1:
         strangers = not ran.keys() <= {pod.holders[0].pod_uid for pod in view.pods} - {None}
         rest = rest_of(view.device.unattributed, view.work, parts, strangers=strangers)
@@ -176,7 +176,7 @@ def attribution_conflict(rule: Rule, view: View, found: list[Finding]) -> None:
 def policy_invalid(rule: Rule, view: View, found: list[Finding]) -> None:
     """Each mistake of a pod once, whatever devices it holds."""
     for pod in view.pods:
-        for mistake in pod.policy.mistakes:
+        for mistake in pod.policy.errors:
             uid, name = uid_and_key(pod.holders[0])
             key = f"{name} {mistake.name}".strip()
             ruled = view.rules.in_force(rule, pod.holders[0])

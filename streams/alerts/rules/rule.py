@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
-from delivery.policies import ALERTS, DAY, IDLE_AFTER, NO_POLICY, Bounds, Policy, policy_in
+from delivery.policies import ALERTS, DEFAULT_BOUNDS, IDLE_AFTER, NO_POLICY, Bounds, Policy, parse_policy
 from delivery.prices import Prices
 from streams.alerts.uses import STEP_MS, Wanted
 from streams.alerts.xids import XidKind
@@ -126,9 +126,9 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 # -- what pods and namespaces say themselves
 
 
-def policy_of(holder: Holder, bounds: Bounds = DAY) -> Policy:
+def policy_of(holder: Holder, bounds: Bounds = DEFAULT_BOUNDS) -> Policy:
     """The policy of a holder, as far as the bounds let it count."""
-    return policy_in(holder.annotations, holder.namespace_labels, holder.namespace, bounds)
+    return parse_policy(holder.annotations, holder.namespace_labels, holder.namespace, bounds)
 
 
 def has_policy(holder: Holder) -> bool:
@@ -157,7 +157,7 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
 
     rules: tuple[Rule, ...]
     wording: Wording = Wording()
-    bounds: Bounds = DAY
+    bounds: Bounds = DEFAULT_BOUNDS
 
     def of(self, kind: Kind) -> tuple[Rule, ...]:
         return self.by_kind.get(kind, ())

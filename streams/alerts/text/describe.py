@@ -235,7 +235,7 @@ def _price(finding: Finding, tick: Tick, wording: Wording) -> dict[str, str]:
     device = finding.facts.device
     if wording.prices is None or device is None:
         return {}
-    price = wording.prices.of(device.model or "", tick.ts_ms, tick.node_labels)
+    price = wording.prices.price_of(device.model or "", tick.ts_ms, tick.node_labels)
     return {} if price is None else {"gpu_hour_price": str(price)}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from delivery.kafka_admin import Acl, Disk, Found
+from delivery.kafka_admin import Acl, Disk, TopicDescription
 from delivery.ledger import Partition
 from delivery.topic_admin import mismatches
 from gpustream.doctor import brokers, checks, command
@@ -80,8 +80,8 @@ def remote_write_says(said: str) -> Situation:
 def topic_with(name: str, partitions: int = 1, **settings: str) -> Situation:
     """A Kafka whose topic has other settings than the contract's."""
     topics = load_topics()
-    have = {one: Found(1, dict(topic.settings())) for one, topic in topics.items()}
-    have[name] = Found(
+    have = {one: TopicDescription(1, dict(topic.settings())) for one, topic in topics.items()}
+    have[name] = TopicDescription(
         partitions, dict(topics[name].settings()) | {key.replace("_", "."): value for key, value in settings.items()}
     )
     wrong = [mistake for mistake in mismatches(topics.values(), have) if mistake.breaks]
@@ -220,13 +220,15 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
         "message.timestamp.type is CreateTime",
     ),
     "a partition has no leader": (
-        lambda: see(healthy(), kafka=KAFKA._replace(found={"gpu.samples": Found(3, leaderless=(2,))})),
+        lambda: see(healthy(), kafka=KAFKA._replace(found={"gpu.samples": TopicDescription(3, leaderless=(2,))})),
         "gpu.samples: 1 partition of 3 have no leader | brokers that have the replicas are down | partitions 2;",
     ),
     "too few replicas are in sync": (
         lambda: see(
             healthy(),
-            kafka=KAFKA._replace(found={"gpu.samples": Found(1, {"min.insync.replicas": "2"}, in_sync={0: 1})}),
+            kafka=KAFKA._replace(
+                found={"gpu.samples": TopicDescription(1, {"min.insync.replicas": "2"}, in_sync={0: 1})}
+            ),
         ),
         "gpu.samples: 1 partition take no records | fewer than min.insync.replicas (2)",
     ),
@@ -247,7 +249,9 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
         "User:a may not Read Topic gpu.workloads | denies it | --remove --deny-principal",
     ),
     "the doctor may not read": (
-        lambda: see([], kafka=KAFKA._replace(found={"gpu.samples": Found(0, allowed=frozenset())}), fold=None),
+        lambda: see(
+            [], kafka=KAFKA._replace(found={"gpu.samples": TopicDescription(0, allowed=frozenset())}), fold=None
+        ),
         "1 topic not looked at: User:doctor may not read | `doctor` in docs/how-to/kafka.md | gpu.samples",
     ),
     "a node's clock is ahead": (

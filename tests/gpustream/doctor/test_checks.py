@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from delivery.kafka_admin import Found
+from delivery.kafka_admin import TopicDescription
 from delivery.ledger import Partition
 from delivery.topic_admin import Mismatch
 from gpustream.doctor import checks, command
@@ -31,7 +31,7 @@ from topics import TOPICS
 LAST = 600
 NOTHING: Mapping[Partition, int] = MappingProxyType({})
 READING = Group(ATTRIBUTION, "Stable", 1, ())
-KAFKA = Kafka("k:9092", "User:doctor", found={name: Found(1) for name in TOPICS}, brokers={1: "k:9092"})
+KAFKA = Kafka("k:9092", "User:doctor", found={name: TopicDescription(1) for name in TOPICS}, brokers={1: "k:9092"})
 
 
 def healthy(nodes: Iterable[str] = ("n",)) -> list[Record]:
@@ -78,7 +78,7 @@ def test_nothing_is_found_where_all_is_well_and_a_fleet_is_not_a_line_for_each_n
 
 def test_topics_that_are_not_as_they_must_be_are_all_that_is_said() -> None:
     missing = Mismatch("gpu.samples", "the topic", "there", "missing")
-    kafka = Kafka("k", "User:x", found={"gpu.attributed": Found(2)}, mismatches=[missing])
+    kafka = Kafka("k", "User:x", found={"gpu.attributed": TopicDescription(2)}, mismatches=[missing])
     seen = Situation(SINCE_MS, NOW_MS, kafka, unread="there is no gpu.samples")
 
     assert found(seen).keys() == {"topics"}

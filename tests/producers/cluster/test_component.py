@@ -475,12 +475,12 @@ def test_every_mistake_of_the_settings_is_named() -> None:
     )
     beginnings = ("--pod-labels", "--pod-annotations", "--namespace-labels", "--node-labels", "--resource-prefixes")
 
-    found = settings.mistakes()
+    found = settings.errors()
     assert [mistake.startswith(start) for mistake, start in zip(found, beginnings, strict=False)] == [True] * 5
     assert found[5].startswith("--lease")
     assert found[6].startswith("--identity")
     assert "a/b" in found[7]
-    assert ClusterSettings(kafka="k:1").mistakes() == []
+    assert ClusterSettings(kafka="k:1").errors() == []
 
 
 def test_the_lease_and_the_identity_have_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

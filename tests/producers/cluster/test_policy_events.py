@@ -8,7 +8,7 @@ import pytest
 
 from delivery.instruments import Instruments
 from delivery.kubernetes.client import Answer, Client, Unreachable
-from delivery.policies import DAY
+from delivery.policies import DEFAULT_BOUNDS
 from producers.cluster import instruments as own
 from producers.cluster import policy_events
 from producers.cluster.pods import KnownPod, Pods
@@ -53,7 +53,11 @@ class Bench:
     def replica(self) -> PolicyEvents:
         """A replica that has just started."""
         return PolicyEvents(
-            cast("Client", self.api), self.pods, DAY, Instruments(own.INSTRUMENTS), clock_s=lambda: self.now_s
+            cast("Client", self.api),
+            self.pods,
+            DEFAULT_BOUNDS,
+            Instruments(own.INSTRUMENTS),
+            clock_s=lambda: self.now_s,
         )
 
 

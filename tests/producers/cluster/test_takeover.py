@@ -10,7 +10,7 @@ from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
 from delivery import clients, topic_admin
 from delivery.connection import Connection
-from delivery.kafka_admin import Found
+from delivery.kafka_admin import TopicDescription
 from producers.cluster import takeover
 from producers.cluster.takeover import PublishedNodes, read_back
 
@@ -102,13 +102,13 @@ async def test_what_can_not_be_read_is_done_without_and_said(
 ) -> None:
     consumer = FakeConsumer(error)
 
-    async def connected(_: Connection) -> FakeConsumer:
+    async def connect_consumer(_: Connection) -> FakeConsumer:
         return consumer
 
-    async def inspect(*_: object) -> tuple[dict[str, Found], None]:
-        return {"gpu.workloads": Found(1)}, None
+    async def inspect(*_: object) -> tuple[dict[str, TopicDescription], None]:
+        return {"gpu.workloads": TopicDescription(1)}, None
 
-    monkeypatch.setattr(clients, "connected", connected)
+    monkeypatch.setattr(clients, "connect_consumer", connect_consumer)
     monkeypatch.setattr(topic_admin, "inspect", inspect)
     monkeypatch.setattr(takeover, "WITHIN_S", 0.01)
     caplog.set_level(logging.WARNING)

@@ -372,7 +372,7 @@ def jobs_in(tick: dict[str, Any]) -> list[Any]:
     ],
 )
 def test_settings_that_can_not_be_are_mistakes(changed: dict[str, Any], word: str) -> None:
-    (mistake,) = NodeSettings(kafka="127.0.0.1:1", node="gpu-1", **changed).mistakes()
+    (mistake,) = NodeSettings(kafka="127.0.0.1:1", node="gpu-1", **changed).errors()
 
     assert word in mistake
 

@@ -113,11 +113,11 @@ async def test_files_of_another_trace_end_it_with_a_sentence(folder: Path) -> No
 def test_an_interval_is_of_use_only_where_the_trace_has_no_readings(tmp_path: Path) -> None:
     genai = ReplaySettings(kafka="127.0.0.1:1", trace=("alibaba-genai", tmp_path), interval_s=5.0)
 
-    assert genai.mistakes() == ["--interval: alibaba-genai has readings of its own"]
-    assert settings(tmp_path, interval_s=0.5).mistakes() == [
+    assert genai.errors() == ["--interval: alibaba-genai has readings of its own"]
+    assert settings(tmp_path, interval_s=0.5).errors() == [
         "--interval: 0.5 s is too short; the trace counts in seconds"
     ]
-    assert settings(tmp_path, interval_s=5.0).mistakes() == []
+    assert settings(tmp_path, interval_s=5.0).errors() == []
     assert settings(tmp_path).speed == math.inf
 
 

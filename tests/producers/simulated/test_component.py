@@ -218,13 +218,13 @@ async def test_a_process_that_was_held_up_skips_ticks_and_says_so() -> None:
 def test_every_mistake_in_the_settings_is_reported() -> None:
     wrong = settings(fleet="8", cluster="a/b", interval_s=0.0, buffer_s=0.0)
 
-    assert [mistake.split(":")[0].split(" ")[0] for mistake in wrong.mistakes()] == [
+    assert [mistake.split(":")[0].split(" ")[0] for mistake in wrong.errors()] == [
         "--buffer",
         "--interval",
         "fleet",
         "cluster",
     ]
-    assert settings().mistakes() == []
+    assert settings().errors() == []
 
 
 def test_the_registry_names_it() -> None:

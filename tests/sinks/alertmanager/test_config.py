@@ -11,7 +11,7 @@ GOOD: dict[str, Any] = {"kafka": "127.0.0.1:9092", "urls": ("http://am-0:9093", 
 
 
 def test_good_settings_have_no_mistakes() -> None:
-    assert AlertmanagerSettings(**GOOD).mistakes() == []
+    assert AlertmanagerSettings(**GOOD).errors() == []
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_good_settings_have_no_mistakes() -> None:
     ],
 )
 def test_a_mistake_names_its_option(more: dict[str, Any], option: str) -> None:
-    (found,) = AlertmanagerSettings(**{**GOOD, **more}).mistakes()
+    (found,) = AlertmanagerSettings(**{**GOOD, **more}).errors()
     assert found.startswith(option)
 
 

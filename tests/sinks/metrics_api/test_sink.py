@@ -38,13 +38,13 @@ def test_every_mistake_of_the_settings_is_reported(tmp_path: Path) -> None:
         },
     }  # fmt: skip
 
-    assert SETTINGS.mistakes() == []
+    assert SETTINGS.errors() == []
     for what, more in wrong.items():
-        (found,) = replace(SETTINGS, **more).mistakes()  # type: ignore[arg-type]
+        (found,) = replace(SETTINGS, **more).errors()  # type: ignore[arg-type]
         assert found.startswith(what)
-    assert len(replace(SETTINGS, metrics_listen=EVERYWHERE).mistakes()) == 2
+    assert len(replace(SETTINGS, metrics_listen=EVERYWHERE).errors()) == 2
     served = replace(SETTINGS, metrics_listen=EVERYWHERE, serving_cert=file, serving_key=file, client_ca=file)
-    assert served.mistakes() == []
+    assert served.errors() == []
 
 
 def record(seq: int, *devices: dict[str, Any], age_s: float = 0.0, logged_s: float = 0.0, **more: Any) -> Read:

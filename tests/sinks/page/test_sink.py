@@ -19,12 +19,12 @@ SETTINGS = PageSettings(kafka="127.0.0.1:1", page_listen=Address("127.0.0.1", 0)
 
 
 def test_every_mistake_of_the_settings_is_reported() -> None:
-    assert SETTINGS.mistakes() == []
-    assert replace(SETTINGS, page_prefix="/a/b-c/").mistakes() == []
-    (off,) = replace(SETTINGS, page_listen=None).mistakes()
+    assert SETTINGS.errors() == []
+    assert replace(SETTINGS, page_prefix="/a/b-c/").errors() == []
+    (off,) = replace(SETTINGS, page_listen=None).errors()
     assert off.startswith("--page-listen: off is not possible")
     for prefix in ("", "gpus", "/gpus", "gpus/", "//", "/a b/", "/<x>/"):
-        (wrong,) = replace(SETTINGS, page_prefix=prefix).mistakes()
+        (wrong,) = replace(SETTINGS, page_prefix=prefix).errors()
         assert wrong.startswith("--page-prefix:")
 
 

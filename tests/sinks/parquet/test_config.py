@@ -9,7 +9,7 @@ from sinks.settings import ParquetSettings
 
 
 def mistakes(path: Path) -> list[str]:
-    return ParquetSettings(kafka="127.0.0.1:9092", path=path).mistakes()
+    return ParquetSettings(kafka="127.0.0.1:9092", path=path).errors()
 
 
 def test_a_directory_need_not_be_there_yet(tmp_path: Path) -> None:

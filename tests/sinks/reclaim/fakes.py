@@ -241,7 +241,7 @@ class Replica:
 class Letters:
     """Dead letters that go nowhere."""
 
-    async def bury(self, record: Any, error: str, abandon: asyncio.Event) -> None:
+    async def write(self, record: Any, error: str, abandon: asyncio.Event) -> None:
         """As the real ones'."""
 
 

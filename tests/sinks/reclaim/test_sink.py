@@ -43,4 +43,4 @@ async def test_without_a_broker_it_says_so_and_stops_when_asked(tmp_path: Path) 
     ],
 )
 def test_settings_that_can_not_be_meant_are_named(given: dict[str, object], mistake: str) -> None:
-    assert ReclaimSettings(kafka="127.0.0.1:1", **given).mistakes() == [mistake]  # type: ignore[arg-type]
+    assert ReclaimSettings(kafka="127.0.0.1:1", **given).errors() == [mistake]  # type: ignore[arg-type]

@@ -13,11 +13,9 @@ GOOD: dict[str, Any] = {"kafka": "127.0.0.1:9092", "url": "https://mimir.example
 def test_good_settings_have_no_mistakes(tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("s3cret")
-    assert RemoteWriteSettings(**GOOD).mistakes() == []
+    assert RemoteWriteSettings(**GOOD).errors() == []
     assert (
-        RemoteWriteSettings(
-            **GOOD, bearer_token_file=secret, tls_ca=secret, headers=(("X-Scope-OrgID", "a"),)
-        ).mistakes()
+        RemoteWriteSettings(**GOOD, bearer_token_file=secret, tls_ca=secret, headers=(("X-Scope-OrgID", "a"),)).errors()
         == []
     )
 
@@ -52,11 +50,11 @@ def test_good_settings_have_no_mistakes(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_names_its_option(more: dict[str, Any], option: str) -> None:
-    found = RemoteWriteSettings(**{**GOOD, **more}).mistakes()
+    found = RemoteWriteSettings(**{**GOOD, **more}).errors()
     assert found
     assert all(mistake.startswith(option) or option == "--tls-key" for mistake in found)
 
 
 def test_every_mistake_is_listed() -> None:
-    found = RemoteWriteSettings(kafka="", url="nope", protocol="9", stale_after_s=-1).mistakes()  # type: ignore[arg-type]
+    found = RemoteWriteSettings(kafka="", url="nope", protocol="9", stale_after_s=-1).errors()  # type: ignore[arg-type]
     assert [mistake.split(":")[0] for mistake in found] == ["--url", "--protocol", "--kafka", "--stale-after"]

@@ -25,7 +25,7 @@ class FakeLetters(DeadLetters):
     def __init__(self) -> None:
         self.errors: list[str] = []
 
-    async def bury(self, record: Record, error: str, abandon: asyncio.Event) -> None:
+    async def write(self, record: Record, error: str, abandon: asyncio.Event) -> None:
         """Keeps the error."""
         self.errors.append(error)
 

@@ -244,7 +244,7 @@ async def test_what_cannot_be_decoded_is_dead_lettered(value: bytes | None) -> N
 
 async def test_nothing_counts_of_a_step_whose_dead_letter_is_abandoned() -> None:
     class Away(FakeLetters):
-        async def bury(self, record: Record, error: str, abandon: asyncio.Event) -> None:
+        async def write(self, record: Record, error: str, abandon: asyncio.Event) -> None:
             raise Abandoned
 
     bench = Bench(letters=Away())

@@ -187,7 +187,7 @@ def test_a_yaml_file_may_name_a_csv_file(tmp_path: Path) -> None:
 def test_a_broken_file_is_a_mistake_of_the_command_line_with_its_lines(tmp_path: Path) -> None:
     settings = ScrapeSettings(kafka="k:1", counters=written(tmp_path, "A,gauge\nDCGM_FI_DEV_GPU_TEMP,gage,x\n"))
 
-    first, second = settings.mistakes()
+    first, second = settings.errors()
 
     assert first.startswith(f"--counters: {tmp_path}/counters.csv:1: has 2 columns")
     assert ":2: has the type 'gage'" in second

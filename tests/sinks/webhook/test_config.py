@@ -13,8 +13,8 @@ GOOD: dict[str, Any] = {"kafka": "127.0.0.1:9092", "url": "https://hooks.example
 def test_good_settings_have_no_mistakes(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("s3cret\n")
-    assert WebhookSettings(**GOOD, unsigned=True).mistakes() == []
-    assert WebhookSettings(**GOOD, secret_file=secret, headers=(("X-Team", "a"),)).mistakes() == []
+    assert WebhookSettings(**GOOD, unsigned=True).errors() == []
+    assert WebhookSettings(**GOOD, secret_file=secret, headers=(("X-Team", "a"),)).errors() == []
 
 
 @pytest.mark.parametrize(
@@ -38,16 +38,16 @@ def test_good_settings_have_no_mistakes(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_names_its_option(more: dict[str, Any], option: str) -> None:
-    (found,) = WebhookSettings(**{**GOOD, "unsigned": True, **more}).mistakes()
+    (found,) = WebhookSettings(**{**GOOD, "unsigned": True, **more}).errors()
     assert found.startswith(option)
 
 
 def test_an_empty_secret_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(" \n")
-    (found,) = WebhookSettings(**GOOD, secret_file=tmp_path / "secret").mistakes()
+    (found,) = WebhookSettings(**GOOD, secret_file=tmp_path / "secret").errors()
     assert found.endswith("is empty")
 
 
 def test_every_mistake_is_listed() -> None:
-    found = WebhookSettings(kafka="", url="nope").mistakes()
+    found = WebhookSettings(kafka="", url="nope").errors()
     assert [mistake.split(":")[0] for mistake in found] == ["--url", "--secret-file", "--kafka"]
