@@ -196,7 +196,7 @@ class RemoteWritePartition:
             self._finish(read.slot, "duplicate", "", sample, _Values())
             return
         was = self._open.get(key)
-        if was is not None and was.window and (verdict == "new_log" or not was.window.has(sample.ts_ms)):
+        if was is not None and was.window and (verdict == "new_log" or not was.window.includes(sample.ts_ms)):
             self._close(key)
             was = None
         read.window, read.heard_s = self._series.fold(sample, was.window if was else None), time.monotonic()

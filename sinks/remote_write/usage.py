@@ -17,7 +17,15 @@ from sinks.alerts import batches
 from sinks.outcomes import Undecodable, decoded
 from sinks.remote_write.partition import RemoteWriteShared
 from sinks.remote_write.samples import SampleWriter, Written
-from sinks.series.labels import MAX_LABELS, DeviceIdentity, Held, known, labels, place_of, tenant_labels
+from sinks.series.labels import (
+    MAX_LABELS,
+    DeviceIdentity,
+    HolderIdentity,
+    labels,
+    node_identity,
+    nonempty,
+    tenant_labels,
+)
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from sinks.series.relabel import Relabelling
 from topics.attributed import JOB
@@ -70,24 +78,24 @@ def usage_labels(usage: Usage, names: LabelNames, most: int = MAX_LABELS) -> Lab
 
     A batch job is named by its labels and as a workload, and has none of a pod."""
     is_mig, workload = usage.uuid != usage.gpu_uuid, usage.workload
-    held = job = None
+    holder = job = None
     if workload is not None and workload.kind == JOB:
         job = Job(workload.name, usage.labels.get("user"), usage.labels.get("partition"), usage.team)
     elif usage.namespace is not None and usage.pod is not None:
-        holder = usage.namespace, usage.pod, usage.pod_uid, usage.container
-        held = Held(*holder, None, None, None, workload, tuple(tenant_labels(usage.labels, {})))
+        pod = usage.namespace, usage.pod, usage.pod_uid, usage.container
+        holder = HolderIdentity(*pod, None, None, None, workload, tuple(tenant_labels(usage.labels, {})))
     device = DeviceIdentity(
-        place=place_of(usage.cluster, usage.node, usage.node_labels),
+        node=node_identity(usage.cluster, usage.node, usage.node_labels),
         uuid=usage.uuid,
         parent=usage.gpu_uuid if is_mig else None,
-        number=None,
+        gpu_index=None,
         minor=None,
         vendor="",
         model=usage.model,
         pci_bus_id=None,
         profile=None,
         gpu_instance=None,
-        held=held,
+        holder=holder,
         job=job,
     )
     own = {
@@ -98,7 +106,7 @@ def usage_labels(usage: Usage, names: LabelNames, most: int = MAX_LABELS) -> Lab
         "k8s_workload_name": workload.name if workload else None,
         "team": usage.team,
     }
-    return tuple(sorted((dict(known(own.items())) | dict(labels(names, device, most - _OWN_LABELS))).items()))
+    return tuple(sorted((dict(nonempty(own.items())) | dict(labels(names, device, most - _OWN_LABELS))).items()))
 
 
 class UsagePartition:

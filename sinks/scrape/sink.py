@@ -192,7 +192,7 @@ class ScrapePartition:
         keys, groups = translator.translate(sample, node.cache)
         if resolution is None:
             node.show(bare, keys, groups, node.cache.withheld)
-        elif node.window is not None and verdict == "next" and node.window.has(sample.ts_ms):
+        elif node.window is not None and verdict == "next" and node.window.includes(sample.ts_ms):
             node.window.add(sample.ts_ms, keys, groups, node.cache.withheld)
         else:
             if over := node.window:

@@ -1,9 +1,9 @@
-"""What labels a series carries: those of a profile, the one holder that they may name, and what tenants wrote. Pure.
+"""The labels of a series: those of a profile, of the one pod that holds the device, and of its tenant. Pure.
 
-In: a device of gpu.attributed, its node. Out: (name, value) pairs sorted by name, each name once, no value empty.
-A device that several pods hold carries no holder labels, so that a sum over pods never counts it twice; two containers
-of one pod count as one holder without a container. What tenants wrote on a pod and its namespace comes last: as much of
-it as a series has room for, the rest is on ``gpu_pod_info``. No tenant can break a series with it.
+In: a device of gpu.attributed and its node. Out: (name, value) pairs sorted by name, each name once, no value empty.
+A device that several pods hold carries no holder labels, so that a sum over pods never counts it twice. Two containers
+of one pod count as one holder without a container. The tenant's labels, those of the pod and its namespace, come last:
+as many as the series has room for. ``gpu_pod_info`` has the others. No tenant can break a series with them.
 """
 
 import re
@@ -20,13 +20,13 @@ from topics.samples import Job
 Pairs = Iterable[tuple[str, str | int | None]]
 
 META = "__meta_gpustream_"
-"""So begin the labels that only rules of relabelling see."""
+"""The prefix of labels that only relabelling rules see."""
 
 MAX_LABELS = 30
-"""Of one series, its name included: what receivers commonly allow."""
+"""The most labels of a series, its name included, that receivers commonly allow."""
 
 ROW_LABELS = 3
-"""What a series has beside its device's labels: its name, and at most two that tell it from others of that name."""
+"""The most labels of a series beside its device's: its name, and two that distinguish it from others of that name."""
 
 SERVICE_NAME = "gpustream"
 SCRAPE_PORT = 9400
@@ -39,26 +39,29 @@ MAX_NAME = 200
 """Longer names of labels are cut: receivers commonly refuse names beyond 1024."""
 
 DEVICE_LABELS = 24
-"""The most labels that a device's series has beside a tenant's: a MIG device, held by an owned pod, that runs a job."""
+"""The most labels of a device's series without its tenant's: a MIG device that runs a job, held by an owned pod."""
 
-_OF_PLACE = ("topology.kubernetes.io/zone", "topology.kubernetes.io/region", "node.kubernetes.io/instance-type")
-"""The labels of a node that say where it stands, and what kind of host it is."""
+_LOCATION_LABELS = ("topology.kubernetes.io/zone", "topology.kubernetes.io/region", "node.kubernetes.io/instance-type")
+"""The node labels for its zone, its region and its kind of host, in the order of :class:`NodeIdentity`."""
 
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
-class Place(NamedTuple):
-    """A node, and where it stands: the same for all devices of a tick."""
+class NodeIdentity(NamedTuple):
+    """A node and its location: what labels say of it. The same for all devices of a tick."""
 
     cluster: str
-    node: str
+    name: str
     zone: str | None = None
     region: str | None = None
     host_type: str | None = None
 
 
-class Held(NamedTuple):
-    """The one pod that holds a device, its container if it is one, what owns the pod, and its :func:`tenant_labels`."""
+class HolderIdentity(NamedTuple):
+    """The one pod that holds a device: what labels say of it. ``container`` is None if several of its containers do.
+
+    ``tenant_labels``: see :func:`tenant_labels`.
+    """
 
     namespace: str
     pod: str
@@ -68,134 +71,135 @@ class Held(NamedTuple):
     statefulset: str | None
     deployment: str | None
     workload: Workload | None
-    tenants: tuple[tuple[str, str], ...] = ()
+    tenant_labels: tuple[tuple[str, str], ...] = ()
 
 
 class DeviceIdentity(NamedTuple):
-    """All of a device that its labels are made of: equal ones have equal labels."""
+    """Everything that a device's labels are made of: equal identities have equal labels."""
 
-    place: Place
+    node: NodeIdentity
     uuid: str
     parent: str | None
-    number: int | None
+    gpu_index: int | None
     minor: int | None
     vendor: str
     model: str | None
     pci_bus_id: str | None
     profile: str | None
     gpu_instance: int | None
-    held: Held | None
+    holder: HolderIdentity | None
     job: Job | None
     info: tuple[str | None, ...] = ()
-    """What the record's ``info`` says, in the order of ``INFO``; empty if no label says it."""
+    """The values of the record's ``info``, in the order of ``INFO``; empty if no label shows them."""
 
 
-def place(sample: SeriesTick) -> Place:
-    """Where a tick was read."""
-    return place_of(sample.cluster, sample.node, sample.node_labels)
+def node_of(tick: SeriesTick) -> NodeIdentity:
+    """The node of a tick."""
+    return node_identity(tick.cluster, tick.node, tick.node_labels)
 
 
-def place_of(cluster: str, node: str, node_labels: Mapping[str, str]) -> Place:
-    """A node, and what its labels say of where it stands."""
-    return Place(cluster, node, *(node_labels.get(name) for name in _OF_PLACE))
+def node_identity(cluster: str, node: str, node_labels: Mapping[str, str]) -> NodeIdentity:
+    """A node, with its location from its labels."""
+    return NodeIdentity(cluster, node, *(node_labels.get(name) for name in _LOCATION_LABELS))
 
 
-def held(of: Holder, container: str | None = None) -> Held:
-    """What labels are made of in a holder."""
-    owners = (of.job, of.statefulset, of.deployment, of.workload)
-    return Held(
-        of.namespace, of.pod, of.pod_uid, container, *owners, tuple(tenant_labels(of.labels, of.namespace_labels))
-    )
+def holder_identity(holder: Holder, container: str | None = None) -> HolderIdentity:
+    """What labels say of a holder."""
+    owners = (holder.job, holder.statefulset, holder.deployment, holder.workload)
+    tenant = tuple(tenant_labels(holder.labels, holder.namespace_labels))
+    return HolderIdentity(holder.namespace, holder.pod, holder.pod_uid, container, *owners, tenant)
 
 
-def sole_holder(pods: Mapping[HoldingPod, list[Holder]]) -> Held | None:
-    """The pod that alone holds a device, or None where no pod or more than one does."""
+def sole_holder(pods: Mapping[HoldingPod, list[Holder]]) -> HolderIdentity | None:
+    """The pod that holds a device alone, or None if no pod or more than one holds it."""
     if len(pods) != 1:
         return None
     ((first, *others),) = pods.values()
-    several = others and any(other.container != first.container for other in others)
-    return held(first, None if several else first.container)
+    several = any(other.container != first.container for other in others)
+    return holder_identity(first, None if several else first.container)
 
 
-def identity(
-    where: Place,
+def device_identity(
+    node: NodeIdentity,
     device: SeriesDevice,
-    pod: Held | None = None,
+    holder: HolderIdentity | None = None,
     job: Job | None = None,
     info: tuple[str | None, ...] = (),
 ) -> DeviceIdentity:
-    """What of a device its labels are made of, with this pod and this job."""
+    """The identity of a device that this pod holds and that runs this job."""
     mig = device.mig
     parent, profile, instance = (mig.parent_uuid, mig.profile, mig.gpu_instance) if mig else (None, None, None)
     hardware = (device.index, device.minor, device.vendor, device.model, device.pci_bus_id)
-    return DeviceIdentity(where, device.uuid, parent, *hardware, profile, instance, pod, job, info)
+    return DeviceIdentity(node, device.uuid, parent, *hardware, profile, instance, holder, job, info)
 
 
 def device_pairs(names: LabelNames, device: DeviceIdentity) -> list[tuple[str, str]]:
-    """Those labels of a device's series that are the same whoever holds it."""
-    says = _of_device(device)
-    return known([(name, says.get(attribute)) for name, attribute in names.device])
+    """The labels of a device's series that do not depend on who holds it."""
+    attributes = _device_attributes(device)
+    return nonempty([(name, attributes.get(attribute)) for name, attribute in names.device])
 
 
 def labels(
     names: LabelNames,
     device: DeviceIdentity,
-    most: int = MAX_LABELS,
-    of_device: Sequence[tuple[str, str]] | None = None,
+    max_labels: int = MAX_LABELS,
+    own_pairs: Sequence[tuple[str, str]] | None = None,
 ) -> Labels:
-    """The labels of a device's series, sorted by name; what is not known or empty is left out.
+    """The labels of a device's series, sorted by name, without those whose value is unknown or empty.
 
-    Tenants' labels never make a series have more than ``most``, with its name and the labels of its own.
-    ``of_device``: its :func:`device_pairs`, if they are known.
+    A tenant's labels are cut so that a series, with its name and its row's labels, has at most ``max_labels``.
+    ``own_pairs``: the device's :func:`device_pairs`, if they have been computed before.
     """
-    pairs = [*(device_pairs(names, device) if of_device is None else of_device)]
-    if device.held is not None:
-        says = _of_holder(device.held)
-        pairs += known([(name, says[attribute]) for name, attribute in names.holder])
+    pairs = [*(device_pairs(names, device) if own_pairs is None else own_pairs)]
+    if device.holder is not None:
+        attributes = _holder_attributes(device.holder)
+        pairs += nonempty([(name, attributes[attribute]) for name, attribute in names.holder])
         if names.tenants:
-            pairs += device.held.tenants[: max(0, most - ROW_LABELS - len(pairs))]
+            pairs += device.holder.tenant_labels[: max(0, max_labels - ROW_LABELS - len(pairs))]
     return tuple(sorted(pairs))
 
 
-def meta_labels(of: DeviceIdentity | Place, pod: Held | None) -> dict[str, str]:
-    """Whatever is known of a device, or of a node, and of a pod there, as labels that only rules of relabelling see."""
-    says = _of_device(of) if isinstance(of, DeviceIdentity) else _of_place(of)
-    if pod is not None:
-        says |= _of_holder(pod)
-    written = [(name.removeprefix("k8s_"), value) for name, value in (pod.tenants if pod is not None else ())]
-    return {META + name: value for name, value in known([*says.items(), *written])}
+def meta_labels(subject: DeviceIdentity | NodeIdentity, holder: HolderIdentity | None) -> dict[str, str]:
+    """All that is known of a device, or of a node, and of its holder, as labels that only relabelling rules see."""
+    attributes = _device_attributes(subject) if isinstance(subject, DeviceIdentity) else _node_attributes(subject)
+    tenant: list[tuple[str, str]] = []
+    if holder is not None:
+        attributes |= _holder_attributes(holder)
+        tenant = [(name.removeprefix("k8s_"), value) for name, value in holder.tenant_labels]
+    return {META + name: value for name, value in nonempty([*attributes.items(), *tenant])}
 
 
-def pod_info_labels(where: Place, pod: Held, most: int = MAX_LABELS) -> Labels:
-    """The labels of a pod's ``gpu_pod_info``, sorted by name, at most ``most`` with its name.
+def pod_info_labels(node: NodeIdentity, pod: HolderIdentity, max_labels: int = MAX_LABELS) -> Labels:
+    """The labels of a pod's ``gpu_pod_info``, sorted by name, at most ``max_labels`` with its name.
 
-    Those of its tenant that no device's series may have room for come first.
+    The tenant's labels that a device's series may have no room for take precedence over the others.
     """
-    says = _of_holder(pod)
-    of_pod = [(name, says[attribute]) for name, attribute in LABELS["otel"].holder if attribute != "container"]
-    pairs = known([("k8s_cluster_name", where.cluster), ("k8s_node_name", where.node), *of_pod])
-    everywhere = max(0, most - ROW_LABELS - DEVICE_LABELS)
-    rest_first = (*pod.tenants[everywhere:], *pod.tenants[:everywhere])
-    return tuple(sorted([*pairs, *rest_first[: max(0, most - 1 - len(pairs))]]))
+    attributes = _holder_attributes(pod)
+    of_pod = [(name, attributes[attribute]) for name, attribute in LABELS["otel"].holder if attribute != "container"]
+    pairs = nonempty([("k8s_cluster_name", node.cluster), ("k8s_node_name", node.name), *of_pod])
+    on_devices = max(0, max_labels - ROW_LABELS - DEVICE_LABELS)
+    tenant = (*pod.tenant_labels[on_devices:], *pod.tenant_labels[:on_devices])
+    return tuple(sorted([*pairs, *tenant[: max(0, max_labels - 1 - len(pairs))]]))
 
 
-def labels_without_room(pod: Held, info: Labels, most: int) -> int:
-    """How many labels of a pod's tenant neither its ``gpu_pod_info`` nor its devices' series have room for."""
-    if len(info) + 1 < most:
+def labels_without_room(pod: HolderIdentity, info: Labels, max_labels: int) -> int:
+    """How many labels of a pod's tenant have room neither on its ``gpu_pod_info`` nor on its devices' series."""
+    if len(info) + 1 < max_labels:
         return 0
-    shown = sum(name.startswith(("k8s_pod_label_", "k8s_namespace_label_")) for name, _ in info)
-    return max(0, len(pod.tenants) - max(0, most - ROW_LABELS - DEVICE_LABELS) - shown)
+    on_info = sum(name.startswith(("k8s_pod_label_", "k8s_namespace_label_")) for name, _ in info)
+    on_devices = max(0, max_labels - ROW_LABELS - DEVICE_LABELS)
+    return max(0, len(pod.tenant_labels) - on_devices - on_info)
 
 
-def known(pairs: Pairs) -> list[tuple[str, str]]:
-    """Those pairs that have a value, with values that any receiver takes."""
+def nonempty(pairs: Pairs) -> list[tuple[str, str]]:
+    """The pairs that have a value, with values that any receiver accepts."""
     return [(name, text) for name, value in pairs if value is not None and (text := sanitised(str(value)))]
 
 
 def sanitised(value: str) -> str:
-    """A value that any receiver takes: valid UTF-8 (lone surrogates become ``?``), at most 1024 bytes of it.
+    """A value that any receiver accepts: valid UTF-8 (lone surrogates become ``?``), at most 1024 bytes of it.
 
-    Control characters and newlines stay: a label value may hold them.
+    Control characters and newlines stay: a label value may have them.
     """
     if value.isascii() and len(value) <= MAX_VALUE_BYTES:
         return value
@@ -204,16 +208,16 @@ def sanitised(value: str) -> str:
 
 @lru_cache(maxsize=4096)
 def sanitised_name(text: str) -> str:
-    """A label's name that any receiver takes, made of any text that begins as a name does."""
+    """A label name that any receiver accepts, from a text that begins like one."""
     return _NOT_IN_A_NAME.sub("_", text)[:MAX_NAME]
 
 
 def tenant_labels(pod: Mapping[str, str], namespace: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The labels of a pod, then those of its namespace, each in the order of their keys; empty values are left out.
+    """The labels of a pod, then those of its namespace, each in the order of their keys, without empty values.
 
-    Keys that become one name are told apart as kube-state-metrics does: ``_conflict1``, ``_conflict2``, ...
+    Keys that become the same name are numbered, as in kube-state-metrics: ``_conflict1``, ``_conflict2``, ...
     """
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for prefix, labels in (("k8s_pod_label_", pod), ("k8s_namespace_label_", namespace)):
         if not labels:
             continue
@@ -221,32 +225,32 @@ def tenant_labels(pod: Mapping[str, str], namespace: Mapping[str, str]) -> list[
         for key in sorted(labels):
             if labels[key]:
                 names.setdefault(sanitised_name(prefix + key), []).append(sanitised(labels[key]))
-        found += [(name, values[0]) for name, values in names.items() if len(values) == 1]
+        pairs += [(name, values[0]) for name, values in names.items() if len(values) == 1]
         clashes = [(name, values) for name, values in names.items() if len(values) > 1]
         numbered = [(f"{name}_conflict{n}", value) for name, values in clashes for n, value in enumerate(values, 1)]
-        found += [(name, value) for name, value in numbered if len(names.get(name, ())) != 1]
-    return found
+        pairs += [(name, value) for name, value in numbered if len(names.get(name, ())) != 1]
+    return pairs
 
 
-def _of_place(where: Place) -> dict[Attribute, str | int | None]:
+def _node_attributes(node: NodeIdentity) -> dict[Attribute, str | int | None]:
     """What labels may say of a node."""
     return {
-        "cluster": where.cluster,
-        "node": where.node,
-        "instance": f"{where.node}:{SCRAPE_PORT}",
-        "zone": where.zone,
-        "region": where.region,
-        "host_type": where.host_type,
+        "cluster": node.cluster,
+        "node": node.name,
+        "instance": f"{node.name}:{SCRAPE_PORT}",
+        "zone": node.zone,
+        "region": node.region,
+        "host_type": node.host_type,
         "service": SERVICE_NAME,
     }
 
 
-def _of_device(device: DeviceIdentity) -> dict[Attribute, str | int | None]:
+def _device_attributes(device: DeviceIdentity) -> dict[Attribute, str | int | None]:
     """What labels may say of a device."""
     is_mig, job = device.parent is not None, device.job
-    says = _of_place(device.place) | {
+    attributes = _node_attributes(device.node) | {
         "vendor": device.vendor,
-        "index": device.number,
+        "index": device.gpu_index,
         "gpu_uuid": device.parent or device.uuid,
         "uuid": device.uuid,
         "mig_uuid": device.uuid if is_mig else None,
@@ -257,16 +261,16 @@ def _of_device(device: DeviceIdentity) -> dict[Attribute, str | int | None]:
         "device": None if device.minor is None else f"nvidia{device.minor}",
     }
     if job is not None:
-        says |= {
+        attributes |= {
             "job_id": job.id,
             "job_user": job.user,
             "job_partition": job.partition,
             "job_account": job.account,
         }
-    return says | dict(zip(INFO, device.info, strict=False))
+    return attributes | dict(zip(INFO, device.info, strict=False))
 
 
-def _of_holder(pod: Held) -> dict[Attribute, str | int | None]:
+def _holder_attributes(pod: HolderIdentity) -> dict[Attribute, str | int | None]:
     """What labels may say of the pod that holds a device, and of what owns it."""
     owned, workload = pod.job or pod.statefulset, pod.workload
     return {

@@ -1,7 +1,7 @@
 """A device's metrics -> rows and values, in profiles that share its labels. Pure.
 
-In: what is known of a device, as values. Out: the rows of each profile's series, and a value for each.
-State: the rows for each set of known metrics, and conversions of values.
+In: the values of a device. Out: the rows of each profile's series, and a value for each.
+State: the rows for each set of known metrics, and converted values.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,173 +17,178 @@ from topics.profiles import Profile, help_with_unit
 
 MEMO_SIZE = 4096
 _LAYOUTS = 1024
-_SAID = (*KEYS, HOLDERS.name, XIDS.name, LAST_XID.name)
+_ALL_KEYS = (*KEYS, HOLDERS.name, XIDS.name, LAST_XID.name)
 
-Said = tuple[float | None, ...]
-"""What a device says: a value for each key of metrics, then its :data:`Counts`; None if that is not known."""
+DeviceValues = tuple[float | None, ...]
+"""A value for each key of metrics, then the device's :data:`Counts`; None if it is not known."""
 
 Counts = tuple[float | None, float | None, float | None]
-"""What a device says beside its metrics: its holders, its XID errors, and the last one."""
+"""How many holders a device has, how many XID errors it had, and the code of the last one."""
 
 NO_COUNTS: Counts = (None, None, None)
-NOTHING: Mapping[str, Value] = {}
+NO_REST: Mapping[str, Value] = {}
 
 
 class MetricNames:
-    """How a device becomes rows and values in profiles that share its labels, remembered by what is known of it.
+    """The names of a device's metrics in profiles that share its labels. Layouts are kept by which values are known.
 
-    ``counted``: the keys of each profile whose values another one counts.
+    ``counted``: for each profile, the keys whose values are counted as another profile's.
     """
 
     def __init__(self, profiles: Sequence[Profile], counted: Mapping[Profile, Collection[str]]) -> None:
         self._series: list[tuple[str, Series, bool]] = []
         self._ratios: list[Ratio] = []
         further = any(profile.further for profile in profiles)
-        self._counts = [(one.name, row_of(one)) for one in (HOLDERS, XIDS) if further]
+        self._counts = [(info.name, row_of(info)) for info in (HOLDERS, XIDS) if further]
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._rows: dict[Rows, Rows] = {}
-        named: set[tuple[str, Labels]] = set()
+        names: set[tuple[str, Labels]] = set()
         for profile in profiles:
             for key in [key for key in CATALOGUE if key in profile.series]:
                 for number, series in enumerate(profile.series[key]):
-                    if (series.name, series.labels) not in named:
-                        named.add((series.name, series.labels))
+                    if (series.name, series.labels) not in names:
+                        names.add((series.name, series.labels))
                         self._series.append((key, series, not number and key not in counted[profile]))
             for series in profile.series.get(LAST_XID.name, ()):
-                if (series.name, series.labels) not in named:
-                    named.add((series.name, series.labels))
+                if (series.name, series.labels) not in names:
+                    names.add((series.name, series.labels))
                     row = Row(series.name, (), series.kind, series.help, series.unit, primary=False)
                     self._counts.append((LAST_XID.name, row))
-            for one in profile.ratios:
-                if (one.name, one.labels) not in named:
-                    named.add((one.name, one.labels))
-                    self._ratios.append(one)
+            for ratio in profile.ratios:
+                if (ratio.name, ratio.labels) not in names:
+                    names.add((ratio.name, ratio.labels))
+                    self._ratios.append(ratio)
 
     def measure(
-        self, said: Said, rest: Mapping[str, Value] = NOTHING, layout: "Layout | None" = None
+        self, values: DeviceValues, rest: Mapping[str, Value] = NO_REST, layout: "Layout | None" = None
     ) -> "tuple[Rows, Sequence[float], Layout | None]":
-        """The rows of what is known of a device that has metrics, a value for each, and the layout of that; equal rows
-        are the same object.
+        """The rows of a device, a value for each, and the layout used. Equal rows are the same object.
 
-        ``rest`` is written in place of the device's own values; what is made of several keys is made of those.
-        ``layout``: the device's last one.
+        A device without any metric has no rows. ``rest`` replaces the device's own values, but not in what is computed
+        from several of them. ``layout``: the device's last one, which is tried first.
         """
-        values = layout.values(said) if layout is not None else None
-        if layout is None or values is None:
-            known = tuple([place for place, value in enumerate(said) if value is not None])
+        row_values = layout.values(values) if layout is not None else None
+        if layout is None or row_values is None:
+            known = tuple([index for index, value in enumerate(values) if value is not None])
             if not known or known[0] >= len(KEYS):
                 return (), (), layout
             layout = self._layouts.get(known) or self._layout(known)
-            values = layout.values(said) or []
+            row_values = layout.values(values) or []
         if rest:
-            values = layout.with_rest(values, rest)
-        if None in values[layout.plain :]:
-            there = [(row, value) for row, value in zip(layout.rows, values, strict=True) if value is not None]
-            return self._same(row for row, _ in there), [value for _, value in there], layout
-        return layout.rows, values, layout  # type: ignore[return-value] # None was looked for
+            row_values = layout.with_rest(row_values, rest)
+        if None in row_values[layout.plain :]:
+            present = [(row, value) for row, value in zip(layout.rows, row_values, strict=True) if value is not None]
+            return self._shared(row for row, _ in present), [value for _, value in present], layout
+        return layout.rows, row_values, layout  # type: ignore[return-value] # there is no None among them
 
     def _layout(self, known: tuple[int, ...]) -> "Layout":
         if len(self._layouts) >= _LAYOUTS:
             self._layouts.clear()
             self._rows.clear()
-        made = self._layouts[known] = Layout(self._series, self._ratios, self._counts, known, self._same)
-        return made
+        layout = self._layouts[known] = Layout(self._series, self._ratios, self._counts, known, self._shared)
+        return layout
 
-    def _same(self, rows: Iterable[Row]) -> Rows:
-        found = tuple(rows)
-        return self._rows.setdefault(found, found)
+    def _shared(self, rows: Iterable[Row]) -> Rows:
+        """The rows as a tuple, the same object for equal ones."""
+        unique = tuple(rows)
+        return self._rows.setdefault(unique, unique)
 
 
 class Layout:
-    """The rows of a device of which just what is in these places is known; those past ``plain`` are made of several."""
+    """The rows of a device of which just the values at these indices are known.
+
+    The first ``plain`` rows have one value each; the others are ratios of several.
+    """
 
     def __init__(
         self,
-        series: Iterable[tuple[str, Series, bool]],
+        all_series: Iterable[tuple[str, Series, bool]],
         ratios: Iterable[Ratio],
         counts: Iterable[tuple[str, Row]],
         known: tuple[int, ...],
-        same: Callable[[Iterable[Row]], Rows],
+        shared: Callable[[Iterable[Row]], Rows],
     ) -> None:
-        names = {_SAID[place]: place for place in known}
+        index_by_key = {_ALL_KEYS[index]: index for index in known}
         self._conversions: list[tuple[int, Callable[[Any], float]]] = []
         self._keys: list[str] = []
         rows: list[Row] = []
-        for key, one, primary in series:
-            if key in names:
-                if one.scale != 1.0 or one.bits is not None:
-                    convert = one.of if one.kind == "counter" else _Scaled(one.of).__getitem__
+        for key, series, primary in all_series:
+            if key in index_by_key:
+                if series.scale != 1.0 or series.bits is not None:
+                    convert = series.of if series.kind == "counter" else _ConvertedValues(series.of).__getitem__
                     self._conversions.append((len(rows), convert))
                 self._keys.append(key)
-                rows.append(Row(one.name, one.labels, one.kind, one.help, one.unit, primary))
-        counted = [(key, row) for key, row in counts if key in names and rows]
-        rows += [row for _, row in counted]
+                rows.append(Row(series.name, series.labels, series.kind, series.help, series.unit, primary))
+        known_counts = [(key, row) for key, row in counts if key in index_by_key and rows]
+        rows += [row for _, row in known_counts]
         self.plain = len(rows)
-        written = [names[key] for key in (*self._keys, *[key for key, _ in counted])]
-        there = [*written, *[place for place in known if place not in written]]
-        absent = [place for place in range(len(_SAID)) if place not in known]
-        self._known, self._absent = len(there), (None,) * len(absent)
-        self._pick: Callable[[Said], Said] = itemgetter(*there, *absent)
+        in_rows = [index_by_key[key] for key in (*self._keys, *[key for key, _ in known_counts])]
+        picked = [*in_rows, *[index for index in known if index not in in_rows]]
+        unknown = [index for index in range(len(_ALL_KEYS)) if index not in known]
+        self._known, self._unknown = len(picked), (None,) * len(unknown)
+        self._pick: Callable[[DeviceValues], DeviceValues] = itemgetter(*picked, *unknown)
         self._sums: list[list[int]] = []
         self._ratios: list[tuple[int, int, Ratio]] = []
         for ratio in ratios:
-            if all(key in names for key in ratio.keys):
-                above, below = (
-                    self._sum([names[key] for key in keys]) for keys in (ratio.numerators, ratio.denominators)
+            if all(key in index_by_key for key in ratio.keys):
+                numerator, denominator = (
+                    self._sum([index_by_key[key] for key in keys]) for keys in (ratio.numerators, ratio.denominators)
                 )
-                self._ratios.append((above, below, ratio))
+                self._ratios.append((numerator, denominator, ratio))
                 rows.append(Row(ratio.name, ratio.labels, ratio.kind, ratio.help, ratio.unit, primary=False))
-        self.rows = same(rows)
+        self.rows = shared(rows)
 
-    def _sum(self, places: list[int]) -> int:
-        """The place of the sum of some places, behind what is said; of none, it is one."""
-        if len(places) == 1:
-            return places[0]
-        self._sums.append(places)
-        return len(_SAID) + len(self._sums) - 1
+    def _sum(self, indices: list[int]) -> int:
+        """The index of a sum of values, behind all values. The sum of no values counts as one."""
+        if len(indices) == 1:
+            return indices[0]
+        self._sums.append(indices)
+        return len(_ALL_KEYS) + len(self._sums) - 1
 
-    def values(self, said: Said) -> list[float | None] | None:
-        """The value of each row, None for a ratio of which the denominator is zero; or None, if something else is known
-        than its places say.
+    def values(self, values: DeviceValues) -> list[float | None] | None:
+        """The value of each row, None for a ratio whose denominator is zero.
+
+        Returns None if other values are known than this layout is for.
         """
-        picked = self._pick(said)
-        values = list(picked[: self._known])
-        if picked[self._known :] != self._absent or None in values:
+        picked = self._pick(values)
+        row_values = list(picked[: self._known])
+        if picked[self._known :] != self._unknown or None in row_values:
             return None
-        del values[self.plain :]
-        for at, convert in self._conversions:
-            values[at] = convert(values[at])
+        del row_values[self.plain :]
+        for row, convert in self._conversions:
+            row_values[row] = convert(row_values[row])
         if self._sums:
-            said += tuple([sum([said[place] or 0.0 for place in places]) if places else 1.0 for places in self._sums])
-        values += [ratio.of(said[above], said[below]) for above, below, ratio in self._ratios]  # type: ignore[arg-type]
-        return values
+            values += tuple([sum([values[at] or 0.0 for at in indices]) if indices else 1.0 for indices in self._sums])
+        row_values += [ratio.of(values[above], values[below]) for above, below, ratio in self._ratios]  # type: ignore[arg-type]
+        return row_values
 
-    def with_rest(self, values: list[float | None], rest: Mapping[str, Value]) -> list[float | None]:
-        """The values, but for the keys of which the rest is written."""
+    def with_rest(self, row_values: list[float | None], rest: Mapping[str, Value]) -> list[float | None]:
+        """The row values, with those of ``rest`` in place of the device's own."""
         conversions = dict(self._conversions)
-        for at, key in enumerate(self._keys):
+        for row, key in enumerate(self._keys):
             if (value := rest.get(key)) is not None:
-                values[at] = conversions[at](value) if at in conversions else float(value)
-        return values
+                row_values[row] = conversions[row](value) if row in conversions else float(value)
+        return row_values
 
 
-class _Scaled(dict[Any, float]):
-    """The values of a series by those of its key, remembered: clocks, temperatures and percentages are few; what
-    a counter says does not come again."""
+class _ConvertedValues(dict[Any, float]):
+    """A series' values by those of its key. Clocks, temperatures and percentages repeat; counters do not, and are not
+    kept."""
 
-    def __init__(self, of: Callable[[Value], float]) -> None:
+    def __init__(self, convert: Callable[[Value], float]) -> None:
         super().__init__()
-        self._of = of
+        self._convert = convert
 
     def __missing__(self, value: Value) -> float:
         if len(self) >= MEMO_SIZE:
             self.clear()
-        made = self[value] = self._of(value)
-        return made
+        converted = self[value] = self._convert(value)
+        return converted
 
 
 @lru_cache(maxsize=MEMO_SIZE)
 def row_of(info: Info, *values: str) -> Row:
+    """The row of an info metric with these values of its labels; equal rows are the same object."""
     own = tuple(zip(info.labels, values, strict=True))
-    of = (info.name, own, info.kind, help_with_unit(info.help, info.unit), info.unit)
-    return Row(*of, primary=False, since_start=info.since_start)
+    text = (info.name, own, info.kind, help_with_unit(info.help, info.unit), info.unit)
+    return Row(*text, primary=False, since_start=info.since_start)

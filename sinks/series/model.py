@@ -1,6 +1,6 @@
-"""Series by the set: those of one device under one label set, which change only when a pod or a metric comes or goes.
+"""Series in sets: those of one device under one label set. They change only when a pod or a metric comes or goes.
 
-A set is made once and then only given values, so whatever a sink works out for its labels it may keep on it.
+A set is made once and then only gets values, so a sink may keep on it what it computed from the labels.
 """
 
 import struct
@@ -13,25 +13,25 @@ from typing import Any, Literal, NamedTuple
 from topics.metric import Kind, Labels
 
 Subject = Literal["metrics", "by_pod", "info", "rest", "part", "errors", "pod", "alert", "usage"]
-"""What the series of a set are of: sets about different things may have the same labels, and share no name."""
+"""What the series of a set are about. Sets about different things may have the same labels; they share no name."""
 
 Value = int | float
 
 Key = str | tuple[str, ...]
-"""Of a set within its node: a device's uuid for its metrics, else a kind and what it is about."""
+"""The key of a set within its node: a device's uuid for its metrics, otherwise a kind and what it is about."""
 
 _ROW_BYTES = 70
-"""About what a sample takes in a request, with its name and its own labels."""
+"""The approximate size of a sample in a request, with its name and its row's labels."""
 
 STALE: float = struct.unpack("<d", struct.pack("<Q", 0x7FF0000000000002))[0]
-"""The value that ends a series in Prometheus: a NaN with just these bits."""
+"""Prometheus' staleness marker, the value that ends a series: a NaN with exactly these bits."""
 
 
 class Row(NamedTuple):
-    """One series of a device, without the device's labels, and what is said of it.
+    """One series of a device: its name, its own labels without the device's, and its metadata.
 
-    ``primary``: a value of ``metrics``, not made of one, and in no other profile that is written. ``since_start``: it
-    counts from its producer's start.
+    ``primary``: its value is one of ``metrics`` itself, and no other written profile has it. ``since_start``: it counts
+    from its producer's start.
     """
 
     name: str
@@ -48,12 +48,12 @@ Rows = tuple[Row, ...]
 
 @dataclass(slots=True, eq=False)
 class SeriesSet:
-    """The series of one device: its labels (sorted by name, none of them a row's), the rows, what they are about.
+    """The series of one device: its labels, sorted by name, and the rows, whose own labels have other names.
 
-    ``primaries`` counts the rows that are a value of ``metrics``, ``bytes`` is about what all rows take in a request,
-    before it is compressed. ``start_ms`` is when the producer of its last samples was started, ``node`` whose tick they
-    were in: the sets of a node's tick are written together. ``cache`` is the encoders': what they made of labels and
-    rows, under a key of their own.
+    ``primaries``: the number of primary rows. ``bytes``: the approximate size of all rows in a request before it is
+    compressed. ``start_ms``: when the producer of its last samples was started. ``node``: the node of the tick that has
+    them; the sets of a node's tick are encoded together. ``cache``: what each encoder computed from labels and rows,
+    under a key of its own.
     """
 
     labels: Labels
@@ -71,19 +71,19 @@ class SeriesSet:
         self.bytes = len(self.rows) * (label_bytes + _ROW_BYTES)
 
     def series(self) -> list[Labels]:
-        """All labels of each row, its name among them: no two series that are written at a time have the same."""
+        """All labels of each row, ``__name__`` included. No two series written at the same time have equal ones."""
         labels = {own: sorted((*self.labels, *own)) for own in {row.labels for row in self.rows}}
         at = {own: bisect_left(pairs, ("__name__",)) for own, pairs in labels.items()}
         rows = [(row.name, labels[row.labels], at[row.labels]) for row in self.rows]
         return [(*pairs[:here], ("__name__", name), *pairs[here:]) for name, pairs, here in rows]
 
-    def begin(self, start_ms: int, node: tuple[str, str] | None) -> None:
-        """A node's producer, which was started at a time, writes it from now on."""
+    def set_producer(self, start_ms: int, node: tuple[str, str] | None) -> None:
+        """From now on its samples come from the producer of this node that was started at this time."""
         self.start_ms, self.node = start_ms, node
 
     @property
     def identity(self) -> tuple[Subject, Labels]:
-        """Sets with the same one are of the same series: of each there is one value at a time."""
+        """Sets with equal identities have the same series, so only one of them is written at a time."""
         return self.subject, self.labels
 
 
@@ -96,20 +96,20 @@ class SampleGroup(NamedTuple):
 
     @property
     def is_end(self) -> bool:
-        """Whether it ends its series."""
+        """Whether it ends its series: its values are staleness markers."""
         return self.values[0] != self.values[0]
 
     def part(self, rows: Sequence[int]) -> "SampleGroup":
-        """Some of its series, by their numbers."""
+        """A group of some of its rows, by their numbers."""
         series = SeriesSet(self.series.labels, tuple(self.series.rows[row] for row in rows), self.series.subject)
         return SampleGroup(series, self.ts_ms, [self.values[row] for row in rows])
 
 
 def primaries(groups: Iterable[SampleGroup]) -> int:
-    """How many values of ``metrics`` are in these groups; ends of series, which are all of a group's, are none."""
+    """The number of primary values in these groups, without staleness markers."""
     return sum([series.primaries for series, _, values in groups if values[0] == values[0]])
 
 
 def samples_of(groups: Iterable[SampleGroup]) -> int:
-    """How many samples are in these groups."""
+    """The number of samples in these groups."""
     return sum([len(values) for _, _, values in groups])

@@ -1,8 +1,8 @@
-"""Other labels for series: what Prometheus's relabelling makes of them, and external labels. Pure.
+"""Relabelling of series by Prometheus' rules, and external labels. Pure.
 
-In: rules, and the labels of series, ``__name__`` among them. Out: other labels, or none if a rule drops the series.
-This happens when a set of series is made, never for a value.
-Source: Prometheus's configuration reference, and what its package ``model/relabel`` makes of any rules and labels:
+In: rules, and the labels of series, ``__name__`` among them. Out: the new labels, or none if a rule drops the series.
+A set is relabelled when it is made, not for each value.
+Source: Prometheus' configuration reference, and the behaviour of its package ``model/relabel``:
 expressions are RE2 and match the whole text; ``$1``, ``${1}`` and ``${name}`` expand as in Go; an empty value removes a
 label; ``labelmap`` sees the labels by name, then those that rules before it have set, and the last of equal names wins.
 """
@@ -43,23 +43,23 @@ Action = Literal[
     "dropequal",
 ]
 Scheme = Literal["utf8", "legacy"]
-"""Which names are valid: any text, or those of Prometheus 2."""
+"""Which names are valid: any text (utf8), or those of Prometheus 2 (legacy)."""
 
 _LEGACY_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _LEGACY_METRIC = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _ANY_BYTE = re.compile(r"(?<!\\)(?:\\\\)*\\C")
-"""What RE2 takes in C++ and not in Go."""
+"""An escape that RE2 accepts in C++ and not in Go."""
 
 _EXPRESSION_BYTES = 256 << 20
 _REMEMBERED = 8192
 
 
 Groups = tuple[str, ...]
-"""What an expression matched, and each of its groups; empty if a group took no part."""
+"""The text that an expression matched, then each of its groups, empty if the group did not take part."""
 
 
 class Expression:
-    """An expression of RE2 that is bound to the whole text. Raises ValueError if it is none."""
+    """An RE2 expression that is anchored at both ends. Raises ValueError if it is not valid."""
 
     def __init__(self, text: str) -> None:
         options = re2.Options()
@@ -71,29 +71,29 @@ class Expression:
         except re2.error as error:
             raise ValueError(error.args[0].decode() if isinstance(error.args[0], bytes) else str(error)) from error
         self.groups, self.names = self._compiled.groups, dict(self._compiled.groupindex)
-        if unlike := [name for name in self.names if not (name.isascii() and re.fullmatch(r"\w+", name))]:
-            raise ValueError(f"the name of a group is a word, not {unlike[0]!r}")
+        if invalid := [name for name in self.names if not (name.isascii() and re.fullmatch(r"\w+", name))]:
+            raise ValueError(f"the name of a group is a word, not {invalid[0]!r}")
         self.match = lru_cache(_REMEMBERED)(self._match)
 
     def _match(self, text: str) -> Groups | None:
-        found = self._compiled.search(text)
-        return None if found is None else (found[0], *found.groups(""))
+        match = self._compiled.search(text)
+        return None if match is None else (match[0], *match.groups(""))
 
     def replaced(self, text: str, template: "Template") -> str:
-        """The text with each match replaced, as Go does: none that is empty and follows another one."""
+        """The text with each match replaced, as Go does it: an empty match right behind another one is skipped."""
         pieces, end = [], 0
-        for found in self._compiled.finditer(text):
-            pieces.append(text[end : found.start()])
-            if found.end() > end or found.start() == 0:
-                pieces.append(template.expanded((found[0], *found.groups(""))))
-            end = found.end()
+        for match in self._compiled.finditer(text):
+            pieces.append(text[end : match.start()])
+            if match.end() > end or match.start() == 0:
+                pieces.append(template.expanded((match[0], *match.groups(""))))
+            end = match.end()
         return "".join((*pieces, text[end:]))
 
 
 class Template:
     """A text in which ``$1``, ``${1}`` and ``${name}`` are groups of an expression."""
 
-    def __init__(self, text: str, of: Expression) -> None:
+    def __init__(self, text: str, expression: Expression) -> None:
         self._pieces: list[str | int] = []
         before, *parts = text.split("$")
         self._pieces.append(before)
@@ -107,16 +107,19 @@ class Template:
             if not name:
                 self._pieces.append("$" + part)
                 continue
-            number = int(name) if re.fullmatch("0|[1-9][0-9]{0,8}", name) else of.names.get(name, of.groups + 1)
-            self._pieces += [number, rest] if number <= of.groups else [rest]
+            if re.fullmatch("0|[1-9][0-9]{0,8}", name):
+                number = int(name)
+            else:
+                number = expression.names.get(name, expression.groups + 1)
+            self._pieces += [number, rest] if number <= expression.groups else [rest]
 
     def expanded(self, groups: Groups) -> str:
-        """The text for a match."""
+        """The text with the groups of a match filled in."""
         return "".join([piece if isinstance(piece, str) else groups[piece] for piece in self._pieces])
 
 
 def _group_name(text: str) -> tuple[str, str]:
-    """The name of a group at the start of a text, and what follows it; no name if there is none."""
+    """The name of a group at the start of a text, empty if there is none, and the text behind it."""
     start = 1 if text.startswith("{") else 0
     end = start
     while end < len(text) and (text[end].isalpha() or text[end].isdecimal() or text[end] == "_"):
@@ -127,7 +130,7 @@ def _group_name(text: str) -> tuple[str, str]:
 
 
 class Rule(NamedTuple):
-    """A rule; ``scheme`` says which names it may make."""
+    """A rule. ``scheme``: which label names are valid in it."""
 
     action: Action
     source_labels: tuple[str, ...]
@@ -141,89 +144,89 @@ class Rule(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """Rules in their order, which names they may make, and whether one of them may speak of ``__meta_`` labels."""
+    """Rules in their order, the names that are valid in them, and whether one of them may use ``__meta_`` labels."""
 
     rules: tuple[Rule, ...] = ()
     scheme: Scheme = "utf8"
     with_meta: bool = False
 
 
-# -- what rules make of labels
+# -- applying rules
 
 
 class _Labels:
-    """Labels while rules change them: those that were given, by name, and those that were set, in that order."""
+    """Labels while rules change them: the original ones by name, then those that rules have set, in that order."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
-        self.given = {name: value for name, value in sorted(labels.items()) if value}
+        self.original = {name: value for name, value in sorted(labels.items()) if value}
         self.set: dict[str, str] = {}
 
     def __getitem__(self, name: str) -> str:
-        return self.set.get(name) or self.given.get(name, "")
+        return self.set.get(name) or self.original.get(name, "")
 
     def __setitem__(self, name: str, value: str) -> None:
-        self.given.pop(name, None)
+        self.original.pop(name, None)
         if value:
             self.set[name] = value
         else:
             self.set.pop(name, None)
 
     def items(self) -> list[tuple[str, str]]:
-        return [*self.given.items(), *self.set.items()]
+        return [*self.original.items(), *self.set.items()]
 
 
 def relabelled(rules: Iterable[Rule], labels: Mapping[str, str]) -> dict[str, str] | None:
-    """What the rules make of a series' labels, sorted by name; None if one drops it."""
-    now = _Labels(labels)
+    """The labels of a series after the rules, sorted by name; None if a rule drops it."""
+    current = _Labels(labels)
     for rule in rules:
-        value = rule.separator.join([now[name] for name in rule.source_labels])
+        value = rule.separator.join([current[name] for name in rule.source_labels])
         match rule.action:
             case "keep" | "drop":
                 if (rule.regex.match(value) is None) == (rule.action == "keep"):
                     return None
             case "keepequal" | "dropequal":
-                if (now[rule.target_label] == value) == (rule.action == "dropequal"):
+                if (current[rule.target_label] == value) == (rule.action == "dropequal"):
                     return None
             case "labelmap" | "labeldrop" | "labelkeep":
-                _change_names(rule, now)
+                _change_names(rule, current)
             case _:
-                _set_target(rule, now, value)
-    return dict(sorted(now.items()))
+                _set_target(rule, current, value)
+    return dict(sorted(current.items()))
 
 
-def _change_names(rule: Rule, now: _Labels) -> None:
-    """Copy or remove labels by their names. What is copied to here is not looked at again."""
-    for name, value in now.items():
+def _change_names(rule: Rule, current: _Labels) -> None:
+    """Copy or remove labels by their names. The copies are not matched again."""
+    for name, value in current.items():
         matches = rule.regex.match(name) is not None
         if rule.action == "labelmap" and matches:
-            now[rule.regex.replaced(name, rule.replacement)] = value
+            current[rule.regex.replaced(name, rule.replacement)] = value
         elif rule.action != "labelmap" and matches == (rule.action == "labeldrop"):
-            now[name] = ""
+            current[name] = ""
 
 
-def _set_target(rule: Rule, now: _Labels, value: str) -> None:
-    """Give a label another value; an empty one removes it."""
+def _set_target(rule: Rule, current: _Labels, value: str) -> None:
+    """Set the target label; an empty value removes it."""
     match rule.action:
         case "replace":
             groups = rule.regex.match(value)
             if groups is not None and is_label_name(target := rule.target.expanded(groups), rule.scheme):
-                now[target] = rule.replacement.expanded(groups)
+                current[target] = rule.replacement.expanded(groups)
         case "hashmod":
             digest = md5(value.encode(), usedforsecurity=False).digest()
-            now[rule.target_label] = str(int.from_bytes(digest[8:]) % rule.modulus)
+            current[rule.target_label] = str(int.from_bytes(digest[8:]) % rule.modulus)
         case "lowercase":
-            now[rule.target_label] = lowercase(value)
+            current[rule.target_label] = lowercase(value)
         case "uppercase":
-            now[rule.target_label] = uppercase(value)
+            current[rule.target_label] = uppercase(value)
 
 
 def lowercase(text: str) -> str:
-    """A text in lower case, each letter by itself."""
+    """A text in lower case, letter by letter, as Go does it."""
     return text.lower() if text.isascii() else "".join([letter.lower()[0] for letter in text])
 
 
 def uppercase(text: str) -> str:
-    """A text in upper case, each letter by itself; one that has no single capital stays."""
+    """A text in upper case, letter by letter, as Go does it; a letter without a single capital stays."""
     if text.isascii():
         return text.upper()
     forms = [(letter.upper(), letter.title(), letter) for letter in text]
@@ -244,7 +247,7 @@ def is_metric_name(name: str, scheme: Scheme) -> bool:
 
 
 def _touches(rule: Rule, name: str) -> bool:
-    """Whether a rule may look at a label of this name, or change it; not whether ``labelmap`` makes one."""
+    """Whether a rule may read or change a label of this name. Labels that ``labelmap`` creates do not count."""
     match rule.action:
         case "labelmap" | "labeldrop":
             return rule.regex.match(name) is not None
@@ -262,8 +265,8 @@ _NONE_WITHHELD: Mapping[Withheld, int] = {}
 
 
 class Relabelled(NamedTuple):
-    """A set of series with other labels. ``kept`` are the numbers of its rows among those that there were, None for all
-    of them; ``withheld`` counts the others."""
+    """A set after relabelling. ``kept``: the numbers of the original rows that are still in it, None for all.
+    ``withheld`` counts the others, by reason."""
 
     series: SeriesSet
     kept: tuple[int, ...] | None
@@ -271,15 +274,15 @@ class Relabelled(NamedTuple):
 
 
 class Relabelling:
-    """What is done to the labels of every series: the rules, then the external labels whose names are free."""
+    """The relabelling of every series: the rules, then those external labels whose names the series does not have."""
 
     def __init__(self, rules: Sequence[Rules] = (), external: Labels = ()) -> None:
         self._rules, self._external = tuple(rules), external
-        self.with_meta = any(some.with_meta for some in rules)
-        targets = {rule.target_label for some in rules for rule in some.rules if rule.target_label}
+        self.with_meta = any(group.with_meta for group in rules)
+        targets = {rule.target_label for group in rules for rule in group.rules if rule.target_label}
         self.more_labels = len(targets) + len(external)
-        """About so many labels it adds."""
-        self._same: dict[Rows, Rows] = {}
+        """At most about so many labels it adds."""
+        self._unique_rows: dict[Rows, Rows] = {}
         self._touched: dict[str, bool] = {}
 
     def __bool__(self) -> bool:
@@ -287,75 +290,76 @@ class Relabelling:
 
     @property
     def may_collide(self) -> bool:
-        """Whether different series may become the same."""
+        """Whether different series may become equal."""
         return bool(self._rules)
 
     def relabel(self, series: SeriesSet, meta: Mapping[str, str] = _NO_META) -> Relabelled:
-        """A set with its new labels; ``meta`` are those that only rules see. What all series share are the set's."""
+        """Relabel a set. ``meta``: the labels that only rules see. Labels that all series share become the set's."""
         if not self:
             return Relabelled(series, None, _NONE_WITHHELD)
-        return self._at_once(series, meta) or self._one_by_one(series, meta)
+        return self._relabel_set(series, meta) or self._relabel_rows(series, meta)
 
-    def _at_once(self, series: SeriesSet, meta: Mapping[str, str]) -> Relabelled | None:
-        """All series of a set together, if no rule looks at what tells them apart, or changes it."""
-        apart = {name for row in series.rows for name, _ in row.labels}
-        if any(self._touches(name) for name in (METRIC_NAME, *apart)):
+    def _relabel_set(self, series: SeriesSet, meta: Mapping[str, str]) -> Relabelled | None:
+        """Relabel all series of a set together; None if a rule may read or change a label in which they differ."""
+        row_names = {name for row in series.rows for name, _ in row.labels}
+        if any(self._touches(name) for name in (METRIC_NAME, *row_names)):
             return None
-        made = self._one({METRIC_NAME: _ANY_NAME, **meta, **dict(series.labels)})
-        if isinstance(made, str):
-            return Relabelled(SeriesSet((), (), series.subject), (), {made: len(series.rows)})
-        if made.pop(METRIC_NAME) != _ANY_NAME or not apart.isdisjoint(made):
+        new = self._new_labels({METRIC_NAME: _ANY_NAME, **meta, **dict(series.labels)})
+        if isinstance(new, str):
+            return Relabelled(SeriesSet((), (), series.subject), (), {new: len(series.rows)})
+        if new.pop(METRIC_NAME) != _ANY_NAME or not row_names.isdisjoint(new):
             return None
-        return Relabelled(SeriesSet(tuple(made.items()), series.rows, series.subject), None, _NONE_WITHHELD)
+        return Relabelled(SeriesSet(tuple(new.items()), series.rows, series.subject), None, _NONE_WITHHELD)
 
     def _touches(self, name: str) -> bool:
-        """Whether a rule may look at a label of this name, or change it."""
+        """Whether any rule may read or change a label of this name."""
         if name not in self._touched:
-            rules = [rule for some in self._rules for rule in some.rules]
+            rules = [rule for group in self._rules for rule in group.rules]
             self._touched[name] = any(_touches(rule, name) for rule in rules)
         return self._touched[name]
 
-    def _one_by_one(self, series: SeriesSet, meta: Mapping[str, str]) -> Relabelled:
-        found: dict[int, dict[str, str]] = {}
+    def _relabel_rows(self, series: SeriesSet, meta: Mapping[str, str]) -> Relabelled:
+        labels_by_row: dict[int, dict[str, str]] = {}
         withheld: Counter[Withheld] = Counter()
         for number, row in enumerate(series.rows):
-            made = self._one({METRIC_NAME: row.name, **meta, **dict(series.labels), **dict(row.labels)})
-            if isinstance(made, str):
-                withheld[made] += 1
+            new = self._new_labels({METRIC_NAME: row.name, **meta, **dict(series.labels), **dict(row.labels)})
+            if isinstance(new, str):
+                withheld[new] += 1
             else:
-                found[number] = made
-        shared = set.intersection(*[set(one.items()) for one in found.values()]) if found else set()
+                labels_by_row[number] = new
+        pairs_by_row = [set(labels.items()) for labels in labels_by_row.values()]
+        shared = set.intersection(*pairs_by_row) if pairs_by_row else set()
         shared = {pair for pair in shared if pair[0] != METRIC_NAME}
-        made_rows = []
-        for number, one in found.items():
-            name = one.pop(METRIC_NAME)
-            own = tuple([pair for pair in one.items() if pair not in shared])
-            made_rows.append(series.rows[number]._replace(name=name, labels=own))
-        if len(self._same) > _REMEMBERED:
-            self._same.clear()
-        rows = self._same.setdefault(tuple(made_rows), tuple(made_rows))
-        kept = tuple(found) if withheld else None
+        new_rows = []
+        for number, labels in labels_by_row.items():
+            name = labels.pop(METRIC_NAME)
+            own = tuple([pair for pair in labels.items() if pair not in shared])
+            new_rows.append(series.rows[number]._replace(name=name, labels=own))
+        if len(self._unique_rows) > _REMEMBERED:
+            self._unique_rows.clear()
+        rows = self._unique_rows.setdefault(tuple(new_rows), tuple(new_rows))
+        kept = tuple(labels_by_row) if withheld else None
         return Relabelled(SeriesSet(tuple(sorted(shared)), rows, series.subject), kept, withheld)
 
     def group(self, group: SampleGroup) -> SampleGroup | None:
-        """Samples of a set under its new labels; None if none is to be written."""
-        made = self.relabel(group.series)
-        if not made.series.rows:
+        """Relabel the samples of a set; None if all of them are dropped."""
+        relabelled = self.relabel(group.series)
+        if not relabelled.series.rows:
             return None
-        values = group.values if made.kept is None else [group.values[row] for row in made.kept]
-        return SampleGroup(made.series, group.ts_ms, values)
+        values = group.values if relabelled.kept is None else [group.values[row] for row in relabelled.kept]
+        return SampleGroup(relabelled.series, group.ts_ms, values)
 
-    def _one(self, labels: Mapping[str, str]) -> dict[str, str] | Withheld:
-        """The new labels of a series, sorted by name, or why it is not written."""
-        made = dict(labels)
-        for some in self._rules:
-            left = relabelled(some.rules, made)
-            if not left:
+    def _new_labels(self, labels: Mapping[str, str]) -> dict[str, str] | Withheld:
+        """The new labels of a series, sorted by name, or the reason why it is not written."""
+        new = dict(labels)
+        for group in self._rules:
+            after = relabelled(group.rules, new)
+            if not after:
                 return "rule"
-            names_are_valid = all(is_label_name(name, some.scheme) for name in left)
-            if not names_are_valid or not is_metric_name(left.get(METRIC_NAME, ""), some.scheme):
+            names_are_valid = all(is_label_name(name, group.scheme) for name in after)
+            if not names_are_valid or not is_metric_name(after.get(METRIC_NAME, ""), group.scheme):
                 return "name"
-            made = left
+            new = after
         for name, value in self._external:
-            made.setdefault(name, value)
-        return {name: value for name, value in sorted(made.items()) if not name.startswith(META)}
+            new.setdefault(name, value)
+        return {name: value for name, value in sorted(new.items()) if not name.startswith(META)}

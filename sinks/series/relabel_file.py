@@ -1,7 +1,7 @@
-"""A file of relabelling: Prometheus's own ``metric_relabel_configs`` as YAML, and presets of them. Pure.
+"""Reads relabelling files: Prometheus' ``metric_relabel_configs`` as YAML, and presets of them. Pure.
 
 In: the text of a file. Out: its rules, or every mistake with its line and its rule.
-Source: Prometheus's configuration reference, and what its package ``model/relabel`` takes for valid.
+Source: Prometheus' configuration reference, and the validation of its package ``model/relabel``.
 """
 
 import re
@@ -76,8 +76,8 @@ def load(text: str, file: str) -> Rules:
         loader = yaml.SafeLoader(text)
         document = loader.get_single_node()
     except (yaml.YAMLError, ValueError) as error:
-        where = getattr(error, "problem_mark", None)
-        line = f"{file}:{where.line + 1}" if where is not None else file
+        mark = getattr(error, "problem_mark", None)
+        line = f"{file}:{mark.line + 1}" if mark is not None else file
         raise BadRules(
             [f"{line}: not YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}"]
         ) from error
@@ -85,15 +85,15 @@ def load(text: str, file: str) -> Rules:
     section, scheme = _section(document, file, mistakes)
     rules = []
     for number, node in enumerate(section.value if section is not None else (), 1):
-        at = f"{file}:{node.start_mark.line + 1}: rule {number}"
+        rule_at = f"{file}:{node.start_mark.line + 1}: rule {number}"
         if not isinstance(node, yaml.MappingNode):
-            mistakes.append(f"{at}: a rule has fields, such as source_labels and action; this has none")
+            mistakes.append(f"{rule_at}: a rule has fields, such as source_labels and action; this has none")
             continue
-        wrong: list[str] = []
-        fields = _fields(node, loader, f"{file}:{{line}}: rule {number}", wrong)
-        if not wrong and (rule := _rule(fields, scheme, wrong)) is not None:
+        errors: list[str] = []
+        fields = _fields(node, loader, f"{file}:{{line}}: rule {number}", errors)
+        if not errors and (rule := _rule(fields, scheme, errors)) is not None:
             rules.append(rule)
-        mistakes += [one if one.startswith(f"{file}:") else f"{at}: {one}" for one in wrong]
+        mistakes += [error if error.startswith(f"{file}:") else f"{rule_at}: {error}" for error in errors]
     if mistakes:
         raise BadRules(mistakes)
     return Rules(tuple(rules), scheme, META in text)
@@ -104,15 +104,16 @@ def _section(document: yaml.Node | None, file: str, mistakes: list[str]) -> tupl
     scheme: Scheme = "utf8"
     section = document
     if isinstance(document, yaml.MappingNode):
-        found = {key.value: value for key, value in document.value}
-        unknown = [key for key in found if key not in (*_SECTIONS, _SCHEME)]
+        fields = {key.value: value for key, value in document.value}
+        unknown = [key for key in fields if key not in (*_SECTIONS, _SCHEME)]
         if unknown:
             mistakes.append(f"{file}: only {', '.join(_SECTIONS)} and {_SCHEME} belong here, not {', '.join(unknown)}")
-        if _SCHEME in found and (given := found[_SCHEME].value) not in get_args(Scheme):
-            mistakes.append(f"{file}:{found[_SCHEME].start_mark.line + 1}: {_SCHEME} is utf8 or legacy, not {given!r}")
-        elif _SCHEME in found:
-            scheme = found[_SCHEME].value
-        sections = [found[name] for name in _SECTIONS if name in found]
+        if _SCHEME in fields and (value := fields[_SCHEME].value) not in get_args(Scheme):
+            line = fields[_SCHEME].start_mark.line + 1
+            mistakes.append(f"{file}:{line}: {_SCHEME} is utf8 or legacy, not {value!r}")
+        elif _SCHEME in fields:
+            scheme = fields[_SCHEME].value
+        sections = [fields[name] for name in _SECTIONS if name in fields]
         section = sections[0] if len(sections) == 1 else None
         if len(sections) != 1 and not unknown:
             mistakes.append(f"{file}: it has to have one of {' and '.join(_SECTIONS)}")
@@ -124,77 +125,89 @@ def _section(document: yaml.Node | None, file: str, mistakes: list[str]) -> tupl
     return None, scheme
 
 
-def _fields(node: yaml.MappingNode, loader: yaml.SafeLoader, at: str, wrong: list[str]) -> dict[str, yaml.Node]:
+def _fields(node: yaml.MappingNode, loader: yaml.SafeLoader, at: str, errors: list[str]) -> dict[str, yaml.Node]:
     """The fields of a rule by name."""
     keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
     for key, value in node.value:
         line = at.format(line=key.start_mark.line + 1)
         if not isinstance(key, yaml.ScalarNode) or key.value not in (*_FIELDS, "<<"):
-            wrong.append(f"{line}: there is no field {key.value!r}; there are {', '.join(_FIELDS)}")
+            errors.append(f"{line}: there is no field {key.value!r}; there are {', '.join(_FIELDS)}")
         elif keys.count(key.value) > 1:
-            wrong.append(f"{line}: {key.value} is given twice")
+            errors.append(f"{line}: {key.value} is given twice")
         elif isinstance(value, yaml.ScalarNode) == (key.value == "source_labels") and not _is_null(value):
             kind = "a list" if key.value == "source_labels" else "a text"
-            wrong += [f"{line}: {key.value} is {kind}"] if key.value != "<<" else []
-    if not wrong:
+            errors += [f"{line}: {key.value} is {kind}"] if key.value != "<<" else []
+    if not errors:
         loader.flatten_mapping(node)
-    return {key.value: value for key, value in node.value} if not wrong else {}
+    return {key.value: value for key, value in node.value} if not errors else {}
 
 
 def _is_null(node: yaml.Node) -> bool:
     return node.tag == "tag:yaml.org,2002:null"
 
 
-def _rule(fields: Mapping[str, yaml.Node], scheme: Scheme, wrong: list[str]) -> Rule | None:
-    """A rule of its fields; adds to ``wrong`` why there is none."""
+def _rule(fields: Mapping[str, yaml.Node], scheme: Scheme, errors: list[str]) -> Rule | None:
+    """The rule of these fields, or None; then ``errors`` has got the reasons."""
     sources = fields.get("source_labels")
     names = sources.value if isinstance(sources, yaml.SequenceNode) else []
-    if [one for one in names if not isinstance(one, yaml.ScalarNode) or not (one.value or _is_null(one))]:
-        wrong.append("source_labels is a list of names")
-    given = {name: "" if _is_null(one) else str(one.value) for name, one in fields.items() if name != "source_labels"}
+    if [node for node in names if not isinstance(node, yaml.ScalarNode) or not (node.value or _is_null(node))]:
+        errors.append("source_labels is a list of names")
+    texts = {
+        name: "" if _is_null(node) else str(node.value) for name, node in fields.items() if name != "source_labels"
+    }
     modulus = _modulus(fields.get("modulus"))
     if modulus is None:
-        wrong.append(f"modulus is a whole number from 0 to {_MOST}, not {given['modulus']!r}")
-    elif "modulus" in given:
-        given["modulus"] = str(modulus)
-    regex, expression = None, given.get("regex", _DEFAULTS["regex"])
+        errors.append(f"modulus is a whole number from 0 to {_MOST}, not {texts['modulus']!r}")
+    elif "modulus" in texts:
+        texts["modulus"] = str(modulus)
+    regex, expression = None, texts.get("regex", _DEFAULTS["regex"])
     try:
         regex = Expression(expression)
     except ValueError as error:
-        wrong.append(f"regex '{expression}' is not an expression of RE2: {error}")
-    changed = [name for name, text in given.items() if text != _DEFAULTS[name] or name == "regex"]
-    text = _DEFAULTS | given
-    action = lowercase(text["action"])
-    wrong += _misfits(
-        action, text, scheme, [*changed, *(["source_labels"] if sources and not _is_null(sources) else [])]
+        errors.append(f"regex '{expression}' is not an expression of RE2: {error}")
+    changed = [name for name, text in texts.items() if text != _DEFAULTS[name] or name == "regex"]
+    all_texts = _DEFAULTS | texts
+    action = lowercase(all_texts["action"])
+    errors += _inconsistencies(
+        action, all_texts, scheme, [*changed, *(["source_labels"] if sources and not _is_null(sources) else [])]
     )
-    if wrong or modulus is None or regex is None:
+    if errors or modulus is None or regex is None:
         return None
-    source_labels = tuple("" if _is_null(one) else one.value for one in names)
-    target, replacement = Template(text["target_label"], regex), Template(text["replacement"], regex)
-    made = (source_labels, text["separator"], regex, modulus, text["target_label"], target, replacement, scheme)
-    return Rule(action, *made)  # type: ignore[arg-type] # _misfits has seen that it is one of them
+    source_labels = tuple("" if _is_null(node) else node.value for node in names)
+    target, replacement = Template(all_texts["target_label"], regex), Template(all_texts["replacement"], regex)
+    separator, target_name = all_texts["separator"], all_texts["target_label"]
+    rest = (source_labels, separator, regex, modulus, target_name, target, replacement, scheme)
+        source_labels,
+        all_texts["separator"],
+        regex,
+        modulus,
+        all_texts["target_label"],
+        target,
+        replacement,
+        scheme,
+    )
+    return Rule(action, *rest)  # type: ignore[arg-type] # _inconsistencies has checked the action
 
 
 def _modulus(node: yaml.Node | None) -> int | None:
-    """A number that is not negative and has 64 bits, as YAML 1.1 writes it; None if it is none."""
+    """A whole number of 64 bits that is not negative, as YAML 1.1 writes it; None if it is anything else."""
     if node is None or _is_null(node):
         return 0
     text = node.value.replace("_", "")
-    found: int | None = None
+    number: int | None = None
     if getattr(node, "style", None) is not None:
         return None  # in quotes it is a text
     if _INTEGER.fullmatch(text):
-        found = int(text, 0)
+        number = int(text, 0)
     elif _OCTAL.fullmatch(text):
-        found = int(text, 8)
+        number = int(text, 8)
     elif _FLOAT.fullmatch(text):
-        found = int(float(text)) if float(text) <= _MOST else None
-    return found if found is not None and found <= _MOST else None
+        number = int(float(text)) if float(text) <= _MOST else None
+    return number if number is not None and number <= _MOST else None
 
 
-def _misfits(action: str, text: Mapping[str, str], scheme: Scheme, changed: Iterable[str]) -> Iterator[str]:
-    """What of a rule does not go together; ``changed`` are the fields that say something else than their defaults."""
+def _inconsistencies(action: str, text: Mapping[str, str], scheme: Scheme, changed: Iterable[str]) -> Iterator[str]:
+    """What does not fit together in a rule. ``changed``: the fields that differ from their defaults."""
     target, replacement = text["target_label"], text["replacement"]
     if action not in get_args(Action):
         yield f"there is no action {text['action']!r}; there are {', '.join(get_args(Action))}"
@@ -210,11 +223,11 @@ def _misfits(action: str, text: Mapping[str, str], scheme: Scheme, changed: Iter
         yield f"replacement {replacement!r} is not the name of a label"
     if action in {"lowercase", "uppercase"} and "replacement" in changed:
         yield f"{action} takes no replacement"
-    further = [name for name in _FIELDS if name in changed and name not in ("action", *_ONLY.get(action, _FIELDS))]
-    if further:
-        yield f"{action} takes only {' and '.join(_ONLY[action])}, not {', '.join(further)}"
+    unexpected = [name for name in _FIELDS if name in changed and name not in ("action", *_ONLY.get(action, _FIELDS))]
+    if unexpected:
+        yield f"{action} takes only {' and '.join(_ONLY[action])}, not {', '.join(unexpected)}"
 
 
 def _is_template(text: str, scheme: Scheme) -> bool:
-    """Whether the name of a label may come of a text in which groups are put."""
+    """Whether a text may become the name of a label once groups are filled in."""
     return bool(text) if scheme == "utf8" else _LEGACY_TEMPLATE.search(text) is not None

@@ -1,9 +1,9 @@
-"""What of a record of gpu.attributed series are made of: the rest is not decoded.
+"""The part of a gpu.attributed record that series are made of; the rest is not decoded.
 
 In: the JSON of gpu.attributed. Out: a :class:`SeriesTick`.
-State: of the last tick of each node that was heard of lately, what it said of its devices, as it was written there.
-What is written the same again is not decoded again, and is the same object.
-On failure: ``msgspec.DecodeError`` for what is no such record.
+State: for each node, the devices and holders of its last tick, as raw JSON and as objects. A part whose JSON is
+the same in the next tick is not decoded again: it is the same object.
+On failure: ``msgspec.DecodeError`` if the value is not such a record.
 """
 
 from collections.abc import Iterable
@@ -43,7 +43,7 @@ class SeriesParts(msgspec.Struct, frozen=True, gc=False):
 
 
 class SeriesDevice(msgspec.Struct, frozen=True):
-    """What a device is and what happened on it: all of its record but holders and measured values.
+    """A device's identity, jobs and events: all of its record except holders and measured values.
 
     See :class:`topics.attributed.AttributedDevice`.
     """
@@ -63,9 +63,9 @@ class SeriesDevice(msgspec.Struct, frozen=True):
 
 
 class DeviceReading(msgspec.Struct, frozen=True):
-    """A device in a tick. ``parts`` has one for each holder, or is empty if nothing is known of any.
+    """A device in a tick. ``parts`` has an entry for each holder, or is empty if no holder's part is known.
 
-    For as long as records say the same of the device, or of who holds it, that is the same object.
+    ``device`` and ``holders`` are the same objects as in the last tick if their JSON has not changed.
     """
 
     device: SeriesDevice
@@ -90,7 +90,7 @@ _NODES = 20_000
 
 
 class _RawHolder(msgspec.Struct, frozen=True, gc=False):
-    """A holder as it is in a record: what is known of it beside its name seldom changes, and is not decoded."""
+    """A holder with its nested objects as raw JSON: they seldom change, so they are decoded only when they do."""
 
     namespace: str
     pod: str
@@ -106,7 +106,7 @@ class _RawHolder(msgspec.Struct, frozen=True, gc=False):
 
 
 class _RawDevice(msgspec.Struct, frozen=True, gc=False):
-    """A device as it is in a record, likewise."""
+    """A device with its nested objects as raw JSON, for the same reason."""
 
     uuid: str
     index: UInt | None = None
@@ -131,42 +131,46 @@ class _RawTick(AttributedTick, frozen=True, kw_only=True):
     devices: tuple[_RawDevice, ...] = ()
 
 
-class _Said(NamedTuple):
-    """What a tick said of a node's devices and of the holders of each, as it was written; and what that is."""
+class _LastTick(NamedTuple):
+    """The devices and holders of a node's last tick: the fields compared with the next tick's, and the decoded objects.
 
-    fields: list[tuple[Any, ...]]
+    All four lists have an entry for each device.
+    """
+
+    device_fields: list[tuple[Any, ...]]
     holder_fields: list[list[tuple[Any, ...]]]
     devices: list[SeriesDevice]
     holders: list[tuple[Holder, ...]]
 
 
-_OF_DEVICE = SeriesDevice.__struct_fields__
-_of_device = attrgetter(*_OF_DEVICE)
-_of_holder = attrgetter(*[name for name in _RawHolder.__struct_fields__ if name != "parts"])
-_RAW = {
+_DEVICE_FIELDS = SeriesDevice.__struct_fields__
+_device_fields = attrgetter(*_DEVICE_FIELDS)
+_holder_fields = attrgetter(*[name for name in _RawHolder.__struct_fields__ if name != "parts"])
+_RAW_DECODERS = {
     field.name: msgspec.json.Decoder(field.type).decode
     for field in (*msgspec.structs.fields(SeriesDevice), *msgspec.structs.fields(Holder))
     if field.name in ("mig", "jobs", "events", "info", "xids", "workload", "labels", "namespace_labels")
 }
-_NOTHING = _Said([], [], [], [])
+_NO_TICK = _LastTick([], [], [], [])
 _decode_raw = msgspec.json.Decoder(_RawTick).decode
 
 
 class TickDecoder:
-    """Decodes ticks, and remembers of each node what the last one said of its devices."""
+    """Decodes ticks, and keeps the last one of each node to decode only what has changed."""
 
     def __init__(self) -> None:
-        self._nodes: dict[tuple[str, str], _Said] = {}
+        self._nodes: dict[tuple[str, str], _LastTick] = {}
 
     def decode(self, value: bytes) -> SeriesTick:
-        """A tick. Raises what msgspec does for what is none, or has a null where the type allows none."""
+        """Decode a tick. Raises what msgspec raises if it is malformed or has a null where the type allows none."""
         tick = _decode_raw(value)
-        key, raws = (tick.cluster, tick.node), tick.devices
-        was = self._nodes.pop(key, _NOTHING)
-        fields, holder_fields = list(map(_of_device, raws)), [list(map(_of_holder, raw.holders)) for raw in raws]
-        if was.fields != fields or was.holder_fields != holder_fields:
-            was = _said(raws, fields, holder_fields, was)
-        self._nodes[key] = was
+        node, devices = (tick.cluster, tick.node), tick.devices
+        last = self._nodes.pop(node, _NO_TICK)
+        device_fields = list(map(_device_fields, devices))
+        holder_fields = [list(map(_holder_fields, device.holders)) for device in devices]
+        if last.device_fields != device_fields or last.holder_fields != holder_fields:
+            last = _decode_changed(devices, device_fields, holder_fields, last)
+        self._nodes[node] = last
         if len(self._nodes) > _NODES:
             del self._nodes[next(iter(self._nodes))]
         return SeriesTick(
@@ -179,43 +183,47 @@ class TickDecoder:
             offset=tick.offset,
             attribution=tick.attribution,
             node_labels=tick.node_labels,
-            devices=tuple(map(_reading, was.devices, was.holders, raws)),
+            devices=tuple(map(_reading, last.devices, last.holders, devices)),
         )
 
 
 def _reading(device: SeriesDevice, holders: tuple[Holder, ...], raw: _RawDevice) -> DeviceReading:
-    parts = tuple([one.parts for one in raw.holders])
+    parts = tuple([holder.parts for holder in raw.holders])
     return DeviceReading(device, holders, raw.metrics, parts if any(parts) else (), raw.unattributed, raw.split_scaled)
 
 
-def _said(
-    raws: Iterable[_RawDevice],
-    fields: Iterable[tuple[Any, ...]],
+def _decode_changed(
+    raw_devices: Iterable[_RawDevice],
+    device_fields: Iterable[tuple[Any, ...]],
     holder_fields: Iterable[list[tuple[Any, ...]]],
-    was: _Said,
-) -> _Said:
-    """What is said of devices. What was said of a device before, or of the one before it, is the same object."""
-    said = _Said([], [], [], [])
-    before = {device.uuid: number for number, device in enumerate(was.devices)}
-    for raw, of_device, of_holders in zip(raws, fields, holder_fields, strict=True):
-        number = before.get(raw.uuid, -1)
-        if number >= 0 and was.fields[number] == of_device:
-            said.fields.append(was.fields[number])
-            said.devices.append(was.devices[number])
+    last: _LastTick,
+) -> _LastTick:
+    """Decode the devices and holders that differ from the last tick, and take the objects of the others from there.
+
+    Devices in a row that have the same holders share one object for them.
+    """
+    decoded = _LastTick([], [], [], [])
+    last_index = {device.uuid: index for index, device in enumerate(last.devices)}
+    for raw, fields, fields_of_holders in zip(raw_devices, device_fields, holder_fields, strict=True):
+        index = last_index.get(raw.uuid, -1)
+        if index >= 0 and last.device_fields[index] == fields:
+            decoded.device_fields.append(last.device_fields[index])
+            decoded.devices.append(last.devices[index])
         else:
-            known = [(name, one) for name, one in zip(_OF_DEVICE, of_device, strict=True) if one != _ABSENT]
-            said.fields.append(_copied(of_device))
-            said.devices.append(SeriesDevice(**{name: _RAW[name](one) if name in _RAW else one for name, one in known}))
-        if number >= 0 and was.holder_fields[number] == of_holders:
-            said.holder_fields.append(was.holder_fields[number])
-            said.holders.append(was.holders[number])
-        elif said.holders and said.holder_fields[-1] == of_holders:
-            said.holder_fields.append(said.holder_fields[-1])
-            said.holders.append(said.holders[-1])
+            present = [(name, field) for name, field in zip(_DEVICE_FIELDS, fields, strict=True) if field != _ABSENT]
+            values = {name: _RAW_DECODERS[name](field) if name in _RAW_DECODERS else field for name, field in present}
+            decoded.device_fields.append(_copied(fields))
+            decoded.devices.append(SeriesDevice(**values))
+        if index >= 0 and last.holder_fields[index] == fields_of_holders:
+            decoded.holder_fields.append(last.holder_fields[index])
+            decoded.holders.append(last.holders[index])
+        elif decoded.holders and decoded.holder_fields[-1] == fields_of_holders:
+            decoded.holder_fields.append(decoded.holder_fields[-1])
+            decoded.holders.append(decoded.holders[-1])
         else:
-            said.holder_fields.append(list(map(_copied, of_holders)))
-            said.holders.append(tuple(map(_holder, raw.holders)))
-    return said
+            decoded.holder_fields.append(list(map(_copied, fields_of_holders)))
+            decoded.holders.append(tuple(map(_holder, raw.holders)))
+    return decoded
 
 
 def _holder(raw: _RawHolder) -> Holder:
@@ -224,19 +232,19 @@ def _holder(raw: _RawHolder) -> Holder:
         raw.pod,
         pod_uid=raw.pod_uid,
         container=raw.container,
-        workload=_RAW["workload"](raw.workload) if raw.workload else None,
+        workload=_RAW_DECODERS["workload"](raw.workload) if raw.workload else None,
         job=raw.job,
         statefulset=raw.statefulset,
         deployment=raw.deployment,
-        labels=_RAW["labels"](raw.labels) if raw.labels else {},
-        namespace_labels=_RAW["namespace_labels"](raw.namespace_labels) if raw.namespace_labels else {},
+        labels=_RAW_DECODERS["labels"](raw.labels) if raw.labels else {},
+        namespace_labels=_RAW_DECODERS["namespace_labels"](raw.namespace_labels) if raw.namespace_labels else {},
     )
 
 
 def _copied(fields: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same without the record around it."""
-    return tuple([one.copy() if isinstance(one, Raw) else one for one in fields])
+    """The fields with raw JSON copied, so that they do not keep the whole record in memory."""
+    return tuple([field.copy() if isinstance(field, Raw) else field for field in fields])
 
 
 decode = lenient(TickDecoder().decode)
-"""A tick of gpu.attributed, for every sink of this process that writes series."""
+"""Decodes a tick of gpu.attributed. All sinks of this process that write series share it."""

@@ -1,17 +1,18 @@
-"""A tick of gpu.attributed -> series and their values: for every sink that writes series.
+"""A tick of gpu.attributed -> series and their values, for every sink that writes series.
 
-In: a tick, and the profiles to write it in, as values. Out: the metrics of each device in all of them; beside them,
-called the same with all names, the pods' parts of devices that are split and what is nobody's, conflicts, XID errors
-and what each device is, and ``gpu_pod_info``.
-State: what was last labelled, in a cache of each node, and the rows of each set of known metrics. While all that labels
-are made of stays the same, and which values are known, a tick is only values for the sets that there are. Series of
-which all that they are made of is the same are the same object, so that a sink works out its encoding only when
-something changes. Every set is made in one place, ``Translator._make``, once; what is to be done to labels is done
-there.
+In: a tick, and the profiles to write it in, as values.
+Out: the metrics of each device in all profiles; beside them, with the same names in all profiles, the pods' parts and
+the rest of shared devices, conflicts, XID errors, what each device is, and ``gpu_pod_info``.
+State: a cache for each node, and the rows for each set of known metrics.
 
-Profiles with which a device has the same labels share one set; of two series of one name and the same labels of their
-own, that of the profile that is named first is in it. What profiles with other label names call the same is told
-apart by these labels; what is the same with two label sets (of a device of which little is known, say) is written once.
+As long as the inputs of labels stay the same, and the same values are known, a tick is only new values for the sets of
+the last one. Sets with the same inputs are the same object, so a sink computes an encoding only when something has
+changed. Every set is made once, in ``Translator._relabel``.
+
+Profiles in which a device has the same labels share one set. If two of them have a series of the same name and row
+labels, the set has that of the first profile. Two profiles with different label names may use the same metric names,
+because the labels distinguish their series. Series that come out equal (of a device with few known labels, for example)
+are written once.
 """
 
 from collections import Counter
@@ -22,32 +23,32 @@ from weakref import WeakValueDictionary
 
 from msgspec.structs import astuple
 
-from sinks.series.beside import (
-    Beside,
+from sinks.series.cache import Cache, ExtraSet, LabelledDevice, MeasuredTick, MetricSet, RelabelledSet
+from sinks.series.extras import (
+    ExtraSeries,
     HeldDevice,
-    Numbers,
     PodInfo,
-    beside,
+    SplitValues,
+    device_extras,
     divide,
-    made_of,
-    numbers,
-    picked,
     pod_infos,
+    resolve,
+    series_set,
+    split_values,
 )
-from sinks.series.cache import BesideSet, Cache, LabelledDevice, MeasuredTick, RelabelledSet, WrittenMetrics
 from sinks.series.labels import (
     MAX_LABELS,
     DeviceIdentity,
-    Place,
+    NodeIdentity,
+    device_identity,
     device_pairs,
-    held,
-    identity,
+    holder_identity,
     labels,
     meta_labels,
-    place,
+    node_of,
     sole_holder,
 )
-from sinks.series.metrics import NO_COUNTS, NOTHING, Counts, MetricNames
+from sinks.series.metrics import NO_COUNTS, NO_REST, Counts, MetricNames
 from sinks.series.model import Key, SampleGroup, SeriesSet, Value
 from sinks.series.relabel import Relabelling
 from sinks.series.tick import DeviceReading, Metrics, SeriesDevice, SeriesTick
@@ -56,34 +57,33 @@ from topics.catalogue import CATALOGUE, LAST_XID
 from topics.metric import Labels
 from topics.profiles import INFO, LabelNames, Profile
 
-_AS_THEY_ARE = Relabelling()
-
-
-_NEVER: tuple[None, None] = None, None
+_NO_RELABELLING = Relabelling()
+_NOT_MADE: tuple[None, None] = None, None
 _group = partial(tuple.__new__, SampleGroup)
 
 
 def _last_xid(device: SeriesDevice, cache: Cache) -> float | None:
-    """The code of a device's last XID error, 0 if the producer has seen none. None: of several codes that came before
-    this sink's first tick, none is known to be the last.
+    """The code of a device's last XID error, 0 if the producer has seen none.
+
+    None if it had errors of several codes before this sink's first tick: which came last is unknown then.
     """
-    seen = [event.code for event in device.events or () if event.kind == "xid" and event.code is not None]
-    codes = [int(code) for code in device.xids if code.isdecimal()]
-    if seen:
-        cache.last_xids[device.uuid] = seen[-1]
-    elif not codes:
+    event_codes = [event.code for event in device.events or () if event.kind == "xid" and event.code is not None]
+    counted_codes = [int(code) for code in device.xids if code.isdecimal()]
+    if event_codes:
+        cache.last_xids[device.uuid] = event_codes[-1]
+    elif not counted_codes:
         cache.last_xids[device.uuid] = 0
-    elif device.uuid not in cache.last_xids and len(codes) == 1:
-        cache.last_xids[device.uuid] = codes[0]
+    elif device.uuid not in cache.last_xids and len(counted_codes) == 1:
+        cache.last_xids[device.uuid] = counted_codes[0]
     return cache.last_xids.get(device.uuid)
 
 
 class Translator:
-    """Translates ticks, in the given profiles; no tenant makes a series have more than ``max_labels``.
+    """Translates ticks in the given profiles; no tenant's labels make a series have more than ``max_labels``.
 
-    ``profiles`` may be replaced by others: from the next tick of a node on, it is written in these. ``by_pod``: what a
-    device does is written for each pod that shares it, and the rest of it for the device. ``on_cut`` is called when a
-    pod's labels are made, with how many of them there is no room for anywhere.
+    ``profiles`` may be replaced: a node is written in the new ones from its next tick on. ``by_pod``: a shared device's
+    metrics are written for each pod, and the rest for the device. ``on_cut`` is called when a pod's labels are made,
+    with the number of those that have room on no series.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Translator:
         profiles: Sequence[Profile],
         max_labels: int = MAX_LABELS,
         *,
-        relabelling: Relabelling = _AS_THEY_ARE,
+        relabelling: Relabelling = _NO_RELABELLING,
         by_pod: bool = False,
         on_cut: Callable[[int], object] = int,
     ) -> None:
@@ -103,12 +103,12 @@ class Translator:
 
     @property
     def may_collide(self) -> bool:
-        """Whether series of sets with other labels may be the same: rules can make them so."""
+        """Whether sets with different labels may have equal series: relabelling rules can do that."""
         return self._relabelling.may_collide
 
     @property
     def profiles(self) -> tuple[Profile, ...]:
-        """What a device is written in, the first of them first."""
+        """The profiles to write in; of equal series, that of the first profile is written."""
         return self._profiles
 
     @profiles.setter
@@ -116,8 +116,8 @@ class Translator:
         self._profiles = profiles
         self._label_names = tuple({one.labels.name: one.labels for one in profiles if one.further}.values())
         self._has_last_xid = any(LAST_XID.name in profile.series for profile in profiles)
-        self._info = self._relabelling.with_meta or any(profile.labels.info for profile in profiles)
-        self._pod_uids = all(profile.labels.pod_uid for profile in profiles)
+        self._has_info = self._relabelling.with_meta or any(profile.labels.info for profile in profiles)
+        self._has_pod_uids = all(profile.labels.pod_uid for profile in profiles)
         self._metric_names: dict[tuple[Profile, ...], MetricNames] = {}
         self._part_names: dict[tuple[Profile, ...], MetricNames] = {}
         self._counted: dict[Profile, set[str]] = {}
@@ -127,7 +127,7 @@ class Translator:
             counted |= profile.series.keys()
 
     def identities(self, series: SeriesSet) -> Sequence[Hashable]:
-        """What tells a set's series from all others that are written."""
+        """A key for each series of a set that no other written series has."""
         if self.may_collide:
             return series.series()
         return [(series.labels, row.name, row.labels) for row in series.rows]
@@ -135,217 +135,234 @@ class Translator:
     def translate(self, sample: SeriesTick, cache: Cache) -> tuple[list[Key], list[SampleGroup]]:
         """All series of a tick that have a value, each once, and the key of each set. ``cache`` is its node's.
 
-        What is not written, because of its labels, is counted in ``cache.withheld``.
+        Series that are not written because of their labels are counted in ``cache.withheld``.
         """
-        self._label(sample, cache)
+        self._label_devices(sample, cache)
         tick = MeasuredTick()
-        for reading, was in zip(sample.devices, cache.labelled, strict=True):
-            of = numbers(reading)
-            tick.numbers.append(of)
-            tick.known.append(tuple([one is not None for one in of]) if of else ())
-            rest = self._parts(reading, was, of, tick) if self._by_pod else NOTHING
-            tick.measure(was.written, astuple(reading.metrics) + was.counts, rest)
+        for reading, labelled in zip(sample.devices, cache.labelled, strict=True):
+            split = split_values(reading)
+            tick.split_values.append(split)
+            tick.known.append(tuple([value is not None for value in split]) if split else ())
+            rest = self._measure_parts(reading, labelled, split, tick) if self._by_pod else NO_REST
+            tick.measure(labelled.metrics, astuple(reading.metrics) + labelled.counts, rest)
         if tick.shape != cache.shape:
-            self._find(tick, cache)
-            self._choose(cache)
+            self._update_sets(tick, cache)
+            self._select(cache)
         elif cache.contested:
-            self._choose(cache)
-        values = tick.values + cache.besides
-        for number, device, picks in cache.changing:
-            values[number] = picked(picks, tick.numbers[device])
-        if cache.cut is not None:
-            some = [(values[number], rows) for number, rows in cache.cut]
-            values = [of_set if rows is None else [of_set[row] for row in rows] for of_set, rows in some]
+            self._select(cache)
+        values = tick.values + cache.extra_values
+        for number, device, sources in cache.changing:
+            values[number] = resolve(sources, tick.split_values[device])
+        if cache.selection is not None:
+            selected = [(values[number], rows) for number, rows in cache.selection]
+            values = [of_set if rows is None else [of_set[row] for row in rows] for of_set, rows in selected]
         keys, series = cache.written
         return keys, list(map(_group, zip(series, repeat(sample.ts_ms), values, strict=False)))
 
-    def _label(self, sample: SeriesTick, cache: Cache) -> None:
-        """Label the devices of a tick, if something was said of them that was not said in the tick before."""
+    def _label_devices(self, sample: SeriesTick, cache: Cache) -> None:
+        """Label the devices of a tick, unless everything that labels are made of is as in the last tick."""
         if cache.profiles is not self._profiles:
-            cache.profiles, cache.devices, cache.beside, cache.said = self._profiles, {}, {}, ()
-        where, attribution, devices = place(sample), sample.attribution, sample.devices
-        said = (where, attribution, sample.run_id, [one.device for one in devices], [one.holders for one in devices])
-        if said != cache.said:
-            cache.labelled = [self._labelled(where, reading, attribution, cache) for reading in devices]
-            cache.said, cache.pods, cache.shape, cache.run = said, {}, (), (sample.run_id, (where.cluster, where.node))
+            cache.profiles, cache.devices, cache.extras, cache.label_inputs = self._profiles, {}, {}, ()
+        node, attribution, readings = node_of(sample), sample.attribution, sample.devices
+        devices, holders = [reading.device for reading in readings], [reading.holders for reading in readings]
+        inputs = (node, attribution, sample.run_id, devices, holders)
+        if inputs != cache.label_inputs:
+            cache.labelled = [self._labelled(node, reading, attribution, cache) for reading in readings]
+            cache.label_inputs, cache.pod_infos, cache.shape = inputs, {}, ()
+            cache.producer = (sample.run_id, (node.cluster, node.name))
 
-    def _parts(
-        self, reading: DeviceReading, was: LabelledDevice, of: Numbers, tick: MeasuredTick
+    def _measure_parts(
+        self, reading: DeviceReading, labelled: LabelledDevice, split: SplitValues, tick: MeasuredTick
     ) -> Mapping[str, Value]:
-        """Measure the pods' parts of a device; the rest is what is written of the device itself."""
-        divided = divide(was.held, reading.metrics, of, uids=self._pod_uids)
+        """Measure the pods' parts of a device. Returns the values to write for the device itself."""
+        divided = divide(labelled.held, reading.metrics, split, uids=self._has_pod_uids)
         for name, part in divided.parts.items():
             key = ("by_pod", reading.device.uuid, *name)
-            identity = was.of if part.held is None else was.of._replace(held=part.held)
-            before, written = was.parts.get(key, (None, []))
-            if before != identity:
+            identity = labelled.identity if part.holder is None else labelled.identity._replace(holder=part.holder)
+            last_identity, sets = labelled.parts.get(key, (None, []))
+            if last_identity != identity:
                 all_keys = dict.fromkeys(self._profiles, CATALOGUE.keys())
-                written = self._written(key, identity, was.pairs, self._part_names, all_keys)
-                was.parts[key] = identity, written
-            tick.measure(written, astuple(Metrics(**part.metrics)) + NO_COUNTS)
+                sets = self._metric_sets(key, identity, labelled.own_pairs, self._part_names, all_keys)
+                labelled.parts[key] = identity, sets
+            tick.measure(sets, astuple(Metrics(**part.metrics)) + NO_COUNTS)
         return divided.rest
 
-    def _find(self, tick: MeasuredTick, cache: Cache) -> None:
-        """Find the sets of a tick: those of the devices' metrics, then those beside them, by label names."""
-        cache.shape, cache.keys, cache.sets, cache.besides, cache.changing = tick.shape, [], [], [], []
-        for one, rows in zip(tick.written, tick.rows, strict=True):
-            if one.made is None or one.made.rows is not rows:
-                one.made = self._make(SeriesSet(one.labels, rows, one.subject), one.of)
-            cache.keys.append(one.key)
-            cache.sets.append(one.made)
+    def _update_sets(self, tick: MeasuredTick, cache: Cache) -> None:
+        """Determine the sets of a tick: those of the devices' metrics, then, by label names, those beside them."""
+        cache.shape, cache.keys, cache.sets, cache.extra_values, cache.changing = tick.shape, [], [], [], []
+        for metrics, rows in zip(tick.metrics, tick.rows, strict=True):
+            if metrics.relabelled is None or metrics.relabelled.rows is not rows:
+                metrics.relabelled = self._relabel(SeriesSet(metrics.labels, rows, metrics.subject), metrics.device)
+            cache.keys.append(metrics.key)
+            cache.sets.append(metrics.relabelled)
         for names in self._label_names:
             sets = [
-                (number, one)
-                for number, (was, known) in enumerate(zip(cache.labelled, tick.known, strict=True))
-                for one in self._beside(names, was, known, cache)
+                (number, extra)
+                for number, (labelled, known) in enumerate(zip(cache.labelled, tick.known, strict=True))
+                for extra in self._device_extras(names, labelled, known, cache)
             ]
-            if names.tenants and names.name not in cache.pods:
-                infos = pod_infos([was.held for was in cache.labelled])
-                cache.pods[names.name] = [self._made(names, one, cache) for one in infos]
-            sets += [(-1, one) for one in cache.pods.get(names.name, ())]
-            for number, (key, made, picks, values) in sets:
+            if names.tenants and names.name not in cache.pod_infos:
+                infos = pod_infos([labelled.held for labelled in cache.labelled])
+                cache.pod_infos[names.name] = [self._extra_set(names, info, cache) for info in infos]
+            sets += [(-1, info) for info in cache.pod_infos.get(names.name, ())]
+            for number, (key, relabelled, sources, values) in sets:
                 if values is None:
-                    cache.changing.append((len(cache.sets), number, picks))
+                    cache.changing.append((len(cache.sets), number, sources))
                 cache.keys.append(key)
-                cache.sets.append(made)
-                cache.besides.append(values or ())
+                cache.sets.append(relabelled)
+                cache.extra_values.append(values or ())
         cache.prune()
 
-    def _beside(
-        self, names: LabelNames, was: LabelledDevice, known: tuple[bool, ...], cache: Cache
-    ) -> Sequence[BesideSet]:
+    def _device_extras(
+        self, names: LabelNames, labelled: LabelledDevice, known: tuple[bool, ...], cache: Cache
+    ) -> Sequence[ExtraSet]:
         """The sets beside a device's metrics."""
-        if known != was.known:
-            was.known, was.beside = known, {}
-        if names.name not in was.beside:
-            was.beside[names.name] = [self._made(names, one, cache) for one in beside(names, was.held, known)]
-        return was.beside[names.name]
+        if known != labelled.known:
+            labelled.known, labelled.extras = known, {}
+        if names.name not in labelled.extras:
+            extras = device_extras(names, labelled.held, known)
+            labelled.extras[names.name] = [self._extra_set(names, extra, cache) for extra in extras]
+        return labelled.extras[names.name]
 
-    def _made(self, names: LabelNames, one: Beside, cache: Cache) -> BesideSet:
-        """A set beside the devices' metrics: the one that was made of the same before, if there is one."""
-        key = one.key if names is self._label_names[0] else (*one.key, names.name)
-        was_of, made = cache.beside.get(key, _NEVER)
-        if made is None or was_of != one.of:
-            series = made_of(names, one.of, self._max_labels, self._on_cut)
-            made = self._make(series, one.of if isinstance(one.of, PodInfo) else one.of.device, one.key)
-            cache.beside[key] = one.of, made
-        alone = all(isinstance(pick, float) for pick in one.picks)
-        return BesideSet(key, made, one.picks, picked(one.picks, ()) if alone else None)
+    def _extra_set(self, names: LabelNames, extra: ExtraSeries, cache: Cache) -> ExtraSet:
+        """A set beside the metrics: that of the last tick, if it was made of the same source."""
+        key = extra.key if names is self._label_names[0] else (*extra.key, names.name)
+        source, relabelled = cache.extras.get(key, _NOT_MADE)
+        if relabelled is None or source != extra.source:
+            series = series_set(names, extra.source, self._max_labels, self._on_cut)
+            subject = extra.source if isinstance(extra.source, PodInfo) else extra.source.device
+            relabelled = self._relabel(series, subject, extra.key)
+            cache.extras[key] = extra.source, relabelled
+        constant = all(isinstance(source, float) for source in extra.values)
+        return ExtraSet(key, relabelled, extra.values, resolve(extra.values, ()) if constant else None)
 
-    def _make(
-        self, series: SeriesSet, of: DeviceIdentity | PodInfo, about: tuple[str, ...] | None = None
+    def _relabel(
+        self, series: SeriesSet, subject: DeviceIdentity | PodInfo, about: tuple[str, ...] | None = None
     ) -> RelabelledSet:
-        """A set as it is written: of every one there is, when something of it has changed."""
+        """Apply relabelling to a new set, with all that is known of the device or pod as meta labels."""
         meta: Mapping[str, str] = {}
-        if self._relabelling.with_meta:
-            meta = meta_labels(of.place, held(of.holder)) if isinstance(of, PodInfo) else meta_labels(of, of.held)
+        if self._relabelling.with_meta and isinstance(subject, PodInfo):
+            meta = meta_labels(subject.node, holder_identity(subject.holder))
+        elif self._relabelling.with_meta and isinstance(subject, DeviceIdentity):
+            meta = meta_labels(subject, subject.holder)
         relabelled = self._relabelling.relabel(series, meta)
         hashes = tuple(map(hash, relabelled.series.series())) if self._relabelling.may_collide else None
         return RelabelledSet(series.rows, *relabelled, about, hashes)
 
-    def _choose(self, cache: Cache) -> None:
-        """Of series that are the same, the first is written; and none that another node writes.
+    def _select(self, cache: Cache) -> None:
+        """Select the series to write: of equal ones the first, and none that another node writes.
 
-        Without rules, series are the same only if all of their sets are: rows are told apart by the profiles.
+        Without rules, two series are equal only if their whole sets are, because profiles have no row twice.
         """
         claimed, cache.claimed = cache.claimed, set()
         cache.withheld, cache.contested = Counter(), False
         keys: list[Key] = []
         written: list[SeriesSet] = []
-        cut: list[tuple[int, tuple[int, ...] | None]] = []
+        selection: list[tuple[int, tuple[int, ...] | None]] = []
         seen: dict[object, tuple[str, ...] | None] = {}
-        for number, (key, one) in enumerate(zip(cache.keys, cache.sets, strict=True)):
-            series, kept, rows = one.series, one.kept, None
-            if one.withheld:
-                cache.withheld.update(one.withheld)
-            if one.hashes is not None:
-                rows = [row for row, its in enumerate(one.hashes) if self._is_first(its, one, seen, cache)]
+        for number, (key, relabelled) in enumerate(zip(cache.keys, cache.sets, strict=True)):
+            series, kept, rows = relabelled.series, relabelled.kept, None
+            if relabelled.withheld:
+                cache.withheld.update(relabelled.withheld)
+            if relabelled.hashes is not None:
+                hashes = enumerate(relabelled.hashes)
+                rows = [row for row, digest in hashes if self._is_first(digest, relabelled, seen, cache)]
             elif (identity := series.identity) not in seen:
-                seen[identity] = one.about
+                seen[identity] = relabelled.about
             else:
-                again = one.about is None or seen[identity] != one.about
-                cache.withheld["collision"] += len(series.rows) if again else 0
+                collides = relabelled.about is None or seen[identity] != relabelled.about
+                cache.withheld["collision"] += len(series.rows) if collides else 0
                 rows = []
             if rows is not None and len(rows) < len(series.rows):
                 kept = tuple([row if kept is None else kept[row] for row in rows])
-                series = cache.reduced(one, tuple(rows))
+                series = cache.subset(relabelled, tuple(rows))
             if series.rows:
-                series.begin(*cache.run)
+                series.set_producer(*cache.producer)
                 keys.append(key)
                 written.append(series)
-                cut.append((number, kept))
-        for number in claimed - cache.claimed:
-            self._claims.pop(number, None)
+                selection.append((number, kept))
+        for digest in claimed - cache.claimed:
+            self._claims.pop(digest, None)
         cache.withheld = +cache.withheld
         cache.written = keys, written
-        cache.cut = None if len(cut) == len(cache.sets) and all(kept is None for _, kept in cut) else cut
+        is_whole = len(selection) == len(cache.sets) and all(kept is None for _, kept in selection)
+        cache.selection = None if is_whole else selection
 
     def _is_first(
-        self, number: int, of: RelabelledSet, seen: dict[object, tuple[str, ...] | None], cache: Cache
+        self, digest: int, relabelled: RelabelledSet, seen: dict[object, tuple[str, ...] | None], cache: Cache
     ) -> bool:
-        """Whether a series comes for the first time in this tick, and no other node writes it."""
-        if number not in seen and self._claims.setdefault(number, cache) is cache:
-            seen[number] = of.about
-            cache.claimed.add(number)
+        """Whether no series with this hash came before in the tick, and no other node writes one."""
+        if digest not in seen and self._claims.setdefault(digest, cache) is cache:
+            seen[digest] = relabelled.about
+            cache.claimed.add(digest)
             return True
-        cache.contested |= number not in seen
-        cache.withheld["collision"] += of.about is None or seen.get(number) != of.about
+        cache.contested |= digest not in seen
+        cache.withheld["collision"] += relabelled.about is None or seen.get(digest) != relabelled.about
         return False
 
-    def _labelled(self, where: Place, reading: DeviceReading, attribution: str, cache: Cache) -> LabelledDevice:
-        """What labels are made of in a device: what was found before, as far as the record says the same of it."""
+    def _labelled(self, node: NodeIdentity, reading: DeviceReading, attribution: str, cache: Cache) -> LabelledDevice:
+        """A device with its labels; those of the last tick, as far as their inputs are the same."""
         device, holders = reading.device, reading.holders
-        was = cache.devices.get(device.uuid)
-        same_device = was is not None and (was.held.place, was.held.device) == (where, device)
-        if was is not None and same_device and (was.held.holders, was.attribution) == (holders, attribution):
-            return was
-        info = tuple([device.info.get(name) for name in INFO]) if self._info else ()
-        bare, pairs = (was.held.bare, was.pairs) if was and same_device else (identity(where, device, info=info), {})
+        last = cache.devices.get(device.uuid)
+        same_device = last is not None and (last.held.node, last.held.device) == (node, device)
+        if last is not None and same_device and (last.held.holders, last.attribution) == (holders, attribution):
+            return last
+        if last is not None and same_device:
+            bare, own_pairs = last.held.bare, last.own_pairs
+        else:
+            info = tuple([device.info.get(name) for name in INFO]) if self._has_info else ()
+            bare, own_pairs = device_identity(node, device, info=info), {}
         pods = pods_of(holders)
         job = device.jobs[0] if device.jobs and len(device.jobs) == 1 else None
-        of = bare._replace(held=sole_holder(pods), job=job)
-        if was is not None and was.of == of:
-            written, parts = was.written, was.parts if len(was.parts) <= 2 * len(pods) + 1 else {}
+        identity = bare._replace(holder=sole_holder(pods), job=job)
+        if last is not None and last.identity == identity:
+            metrics, parts = last.metrics, last.parts if len(last.parts) <= 2 * len(pods) + 1 else {}
         else:
-            written, parts = self._written(device.uuid, of, pairs, self._metric_names, self._counted), {}
-            for one, before in zip(written, was.written if was is not None else (), strict=False):
-                one.layout = before.layout if one.names is before.names else None
+            metrics, parts = self._metric_sets(device.uuid, identity, own_pairs, self._metric_names, self._counted), {}
+            for new, old in zip(metrics, last.metrics if last is not None else (), strict=False):
+                new.layout = old.layout if new.names is old.names else None
         counts = self._counts(device, None if attribution == "none" else len(pods), cache)
-        held_by = HeldDevice(where, device, holders, pods, bare, of.held)
-        cache.devices[device.uuid] = made = LabelledDevice(held_by, attribution, counts, of, pairs, written, parts)
-        return made
+        held = HeldDevice(node, device, holders, pods, bare, identity.holder)
+        labelled = LabelledDevice(held, attribution, counts, identity, own_pairs, metrics, parts)
+        cache.devices[device.uuid] = labelled
+        return labelled
 
     def _counts(self, device: SeriesDevice, holders: int | None, cache: Cache) -> Counts:
-        """What a device says beside its metrics."""
+        """A device's holders and XID errors, beside its metrics."""
         xids = last_xid = None
-        if device.xids or (device.info and device.mig is None):  # who says what a GPU is watches its XIDs
+        if device.xids or (device.info and device.mig is None):  # a producer that sends info also watches XID errors
             xids = float(sum(device.xids.values())) if device.xids else 0.0
             last_xid = _last_xid(device, cache) if self._has_last_xid else None
         return None if holders is None else float(holders), xids, last_xid
 
-    def _written(
+    def _metric_sets(
         self,
         key: Key,
-        of: DeviceIdentity,
-        pairs: dict[str, list[tuple[str, str]]],
-        known: dict[tuple[Profile, ...], MetricNames],
+        device: DeviceIdentity,
+        own_pairs: dict[str, list[tuple[str, str]]],
+        names_by_profiles: dict[tuple[Profile, ...], MetricNames],
         counted: Mapping[Profile, Collection[str]],
-    ) -> list[WrittenMetrics]:
-        """A device's labels, each with the profiles in which it has them. ``known`` are the names of some profiles."""
-        sharing: dict[Labels, list[Profile]] = {}
+    ) -> list[MetricSet]:
+        """A metric set for each label set of a device, with the profiles that share it.
+
+        ``own_pairs`` and ``names_by_profiles`` are memos, and get what is missing in them.
+        """
+        profiles_by_labels: dict[Labels, list[Profile]] = {}
         for profile in self._profiles:
             names = profile.labels
-            if names.name not in pairs:
-                pairs[names.name] = device_pairs(names, of)
-            sharing.setdefault(labels(names, of, self._max_labels, pairs[names.name]), []).append(profile)
-        written: list[WrittenMetrics] = []
-        for number, (its, some) in enumerate(sharing.items()):
-            profiles = tuple(some)
-            if profiles not in known:
-                known[profiles] = MetricNames(profiles, counted)
+            if names.name not in own_pairs:
+                own_pairs[names.name] = device_pairs(names, device)
+            label_set = labels(names, device, self._max_labels, own_pairs[names.name])
+            profiles_by_labels.setdefault(label_set, []).append(profile)
+        sets: list[MetricSet] = []
+        for number, (label_set, sharing) in enumerate(profiles_by_labels.items()):
+            profiles = tuple(sharing)
+            if profiles not in names_by_profiles:
+                names_by_profiles[profiles] = MetricNames(profiles, counted)
             if isinstance(key, tuple):
-                written.append(WrittenMetrics((*key, str(number)), of, "by_pod", its, known[profiles]))
+                part_key = (*key, str(number))
+                sets.append(MetricSet(part_key, device, "by_pod", label_set, names_by_profiles[profiles]))
             else:
-                of_device = ("metrics", key, str(number)) if number else key
-                written.append(WrittenMetrics(of_device, of, "metrics", its, known[profiles]))
-        return written
+                device_key = ("metrics", key, str(number)) if number else key
+                sets.append(MetricSet(device_key, device, "metrics", label_set, names_by_profiles[profiles]))
+        return sets

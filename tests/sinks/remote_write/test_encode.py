@@ -59,7 +59,7 @@ def groups(draw: st.DrawFn) -> list[SampleGroup]:
     blocks = [SeriesSet(draw(pairs(DEVICE_NAMES)), tuple(draw(ROWS))) for _ in range(draw(st.integers(1, 3)))]
     for block in blocks:
         if node := draw(st.sampled_from(["", "n1", "n2"])):
-            block.begin(0, ("c1", node))
+            block.set_producer(0, ("c1", node))
     chosen = draw(st.lists(st.sampled_from(blocks), min_size=1, max_size=8))
     return [SampleGroup(block, draw(TIMES), [draw(NUMBERS) for _ in block.rows]) for block in chosen]
 
@@ -120,7 +120,7 @@ def test_2_0_says_type_help_and_unit_of_each_metric() -> None:
 def test_2_0_says_when_a_counter_began_on_the_sample_and_on_the_series() -> None:
     rows = (Row("gpu_xids", kind="counter", since_start=True), Row("gpu_power"), Row("gpu_energy", kind="counter"))
     made = SeriesSet((("gpu", "0"),), rows)
-    made.begin(START_MS, ("c1", "n1"))
+    made.set_producer(START_MS, ("c1", "n1"))
     body = encode_v2.Encoder().encode([SampleGroup(made, START_MS + 5, [1, 2, 3])])
 
     assert starts_v2(body) == {"gpu_xids": (START_MS, START_MS), "gpu_power": (0, 0), "gpu_energy": (0, 0)}
@@ -129,7 +129,7 @@ def test_2_0_says_when_a_counter_began_on_the_sample_and_on_the_series() -> None
 
 def test_a_counter_of_a_producer_that_has_begun_again_since_has_no_start() -> None:
     made = SeriesSet((("gpu", "0"),), (Row("gpu_xids", kind="counter", since_start=True),))
-    made.begin(START_MS, ("c1", "n1"))
+    made.set_producer(START_MS, ("c1", "n1"))
 
     assert starts_v2(encode_v2.Encoder().encode([SampleGroup(made, START_MS - 1, [1])])) == {"gpu_xids": (0, 0)}
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from sinks.scrape.exposition import GivenUp, exposition
-from sinks.series.labels import Place, identity, labels, sole_holder
+from sinks.series.labels import NodeIdentity, device_identity, labels, sole_holder
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from sinks.series.tick import SeriesDevice
 from tests.sinks.scrape.fleet import BESIDE, exposed, full_node, node, samples, types
@@ -187,7 +187,9 @@ def test_what_a_tenant_calls_a_pod_is_read_back_as_it_was(odd: str) -> None:
 
 @pytest.mark.parametrize("broken", ["\ud800", "a\udfffb", "b\udce4"])
 def test_half_a_character_costs_only_itself(broken: str) -> None:
-    pod = identity(Place("c", "n"), SeriesDevice("GPU-a"), sole_holder(pods_of([Holder("n", f"p{broken}")])))
+    pod = device_identity(
+        NodeIdentity("c", "n"), SeriesDevice("GPU-a"), sole_holder(pods_of([Holder("n", f"p{broken}")]))
+    )
     (device,) = shown(node(GPU))
     made = SampleGroup(SeriesSet(labels(LABELS["otel"], pod), device.series.rows), 0, device.values)
     (one,) = used(exposed([made]))

@@ -14,12 +14,12 @@ from sinks.series.labels import (
     MAX_VALUE_BYTES,
     ROW_LABELS,
     DeviceIdentity,
-    Held,
-    Place,
-    identity,
+    HolderIdentity,
+    NodeIdentity,
+    device_identity,
     labels,
     labels_without_room,
-    place,
+    node_of,
     pod_info_labels,
     sanitised,
     sole_holder,
@@ -33,9 +33,9 @@ from topics.samples import Job
 
 NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
 
-PLACE = Place("prod", "n1")
+NODE = NodeIdentity("prod", "n1")
 FULL = DeviceIdentity(
-    Place("prod", "n1", "us-east-1a", "us-east-1", "p5.48xlarge"),
+    NodeIdentity("prod", "n1", "us-east-1a", "us-east-1", "p5.48xlarge"),
     "MIG-1",
     "GPU-a",
     0,
@@ -45,7 +45,7 @@ FULL = DeviceIdentity(
     "00000000:0A:00.0",
     "1g.10gb",
     7,
-    Held(
+    HolderIdentity(
         "ml",
         "bert-0",
         "u1",
@@ -83,7 +83,7 @@ def of(label_set: Any, *holders: dict[str, Any], **more: Any) -> dict[str, str]:
     one = msgspec.convert(content, SeriesDevice)
     job = one.jobs[0] if one.jobs and len(one.jobs) == 1 else None
     pods = pods_of(msgspec.convert(holders, tuple[Holder, ...]))
-    return dict(labels(LABELS[label_set], identity(PLACE, one, sole_holder(pods), job)))
+    return dict(labels(LABELS[label_set], device_identity(NODE, one, sole_holder(pods), job)))
 
 
 def test_otel_names_the_device_its_holder_and_the_owner_of_the_pod() -> None:
@@ -191,12 +191,12 @@ SOME = st.none() | TEXT
 TENANT = st.dictionaries(TEXT, TEXT, max_size=40)
 WORKLOAD = st.none() | st.builds(Workload, kind=TEXT, name=TEXT)
 TENANTS = st.tuples(TENANT, TENANT).map(lambda labels: tuple(tenant_labels(*labels)))
-HELD = st.builds(Held, TEXT, TEXT, SOME, SOME, SOME, SOME, SOME, WORKLOAD, TENANTS)
+HELD = st.builds(HolderIdentity, TEXT, TEXT, SOME, SOME, SOME, SOME, SOME, WORKLOAD, TENANTS)
 JOB = st.none() | st.builds(Job, id=TEXT, user=SOME, partition=SOME)
 NUMBER = st.none() | st.integers(0, 200)
-PLACES = st.builds(Place, TEXT, TEXT, SOME, SOME, SOME)
+NODES = st.builds(NodeIdentity, TEXT, TEXT, SOME, SOME, SOME)
 DEVICE = st.builds(
-    DeviceIdentity, PLACES, TEXT, SOME, NUMBER, NUMBER, TEXT, SOME, SOME, SOME, NUMBER, st.none() | HELD, JOB
+    DeviceIdentity, NODES, TEXT, SOME, NUMBER, NUMBER, TEXT, SOME, SOME, SOME, NUMBER, st.none() | HELD, JOB
 )
 
 
@@ -251,7 +251,7 @@ def test_a_node_says_where_it_stands() -> None:
     )
     where = {"cloud_availability_zone": "us-east-1a", "cloud_region": "us-east-1", "host_type": "p5.48xlarge"}
 
-    assert place(record) == FULL.place
+    assert node_of(record) == FULL.node
     assert where.items() <= dict(labels(LABELS["otel"], FULL)).items()
 
 
@@ -280,9 +280,11 @@ def test_what_tenants_wrote_is_on_the_series() -> None:
 
 def test_a_series_has_at_most_so_many_labels_and_its_pods_info_has_the_rest() -> None:
     tenant = {f"key-{n:02}": f"value {n}" for n in range(24)}
-    held = FULL._replace(held=FULL.held._replace(tenants=tuple(tenant_labels(tenant, {}))) if FULL.held else None)
-    assert held.held is not None
-    series, info = dict(labels(LABELS["otel"], held)), dict(pod_info_labels(held.place, held.held))
+    held = FULL._replace(
+        holder=FULL.holder._replace(tenant_labels=tuple(tenant_labels(tenant, {}))) if FULL.holder else None
+    )
+    assert held.holder is not None
+    series, info = dict(labels(LABELS["otel"], held)), dict(pod_info_labels(held.node, held.holder))
     written = {f"k8s_pod_label_key_{n:02}" for n in range(24)}
 
     assert len(series) + ROW_LABELS == MAX_LABELS
@@ -294,16 +296,16 @@ def test_a_series_has_at_most_so_many_labels_and_its_pods_info_has_the_rest() ->
 @pytest.mark.parametrize(("number", "lost"), [(0, 0), (10, 0), (24, 0), (40, 16)])
 def test_what_is_on_no_series_is_counted(number: int, lost: int) -> None:
     tenants = tenant_labels({f"key-{n:02}": "v" for n in range(number)}, {})
-    pod = FULL.held._replace(tenants=tuple(tenants)) if FULL.held else None
+    pod = FULL.holder._replace(tenant_labels=tuple(tenants)) if FULL.holder else None
     assert pod is not None
-    info, series = pod_info_labels(FULL.place, pod), labels(LABELS["otel"], FULL._replace(held=pod))
+    info, series = pod_info_labels(FULL.node, pod), labels(LABELS["otel"], FULL._replace(holder=pod))
     written = {name for name, _ in (*info, *series) if name.startswith("k8s_pod_label_")}
 
     assert number - len(written) == labels_without_room(pod, info, MAX_LABELS) == lost
 
 
 def test_no_device_has_more_labels_of_its_own_than_is_reckoned_with() -> None:
-    bare = FULL._replace(held=FULL.held._replace(tenants=()) if FULL.held else None)
+    bare = FULL._replace(holder=FULL.holder._replace(tenant_labels=()) if FULL.holder else None)
 
     assert len(labels(LABELS["otel"], bare)) == DEVICE_LABELS
 

@@ -96,5 +96,5 @@ def test_a_set_is_relabelled_as_each_of_its_series_would_be() -> None:
         assert found.series.series() == expected, question
         assert sum(found.withheld.values()) == len(rows) - len(expected)
         assert found.kept is None or len(found.kept) == len(expected)
-        tried["at once" if relabelling._at_once(series, {}) else "one by one"] += 1
+        tried["at once" if relabelling._relabel_set(series, {}) else "one by one"] += 1
     assert min(tried.values()) > 100

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.series import beside
-from sinks.series.beside import Described, HeldDevice, OfDevice, PodInfo, made_of
+from sinks.series import extras
 from sinks.series.cache import Cache
-from sinks.series.labels import MAX_LABELS, MAX_VALUE_BYTES, identity, place
+from sinks.series.extras import HeldDevice, Source, series_set
+from sinks.series.labels import MAX_LABELS, MAX_VALUE_BYTES, device_identity, node_of
 from sinks.series.model import Row, SeriesSet
 from sinks.series.tick import DeviceReading, SeriesDevice, SeriesParts, SeriesTick
 from sinks.series.translation import Translator
@@ -33,50 +33,50 @@ def parts(used: float | None = None, memory: float | None = None, power: float |
     return {"utilization_ratio": used, "memory_used_bytes": memory, "power_watts": power}
 
 
-class Beside(NamedTuple):
+class Extra(NamedTuple):
     """A set beside metrics, as a sink writes it."""
 
     key: tuple[str, ...]
-    of: OfDevice | Described | PodInfo
+    source: Source
     values: list[float]
 
 
-def found(label_set: Any, tick: SeriesTick) -> list[Beside]:
+def all_extras(label_set: Any, tick: SeriesTick) -> list[Extra]:
     """All sets beside the metrics of a tick's devices."""
-    names, where, sets, devices = LABELS[label_set], place(tick), list[Beside](), list[HeldDevice]()
+    names, node, sets, devices = LABELS[label_set], node_of(tick), list[Extra](), list[HeldDevice]()
     for reading in tick.devices:
-        device, holders, numbers = reading.device, reading.holders, beside.numbers(reading)
-        devices.append(HeldDevice(where, device, holders, pods_of(holders), identity(where, device), None))
-        some = beside.beside(names, devices[-1], [one is not None for one in numbers])
-        sets += [Beside(key, of, beside.picked(picks, numbers)) for key, of, picks in some]
-    infos = beside.pod_infos(devices) if names.tenants else ()
-    return sets + [Beside(key, of, beside.picked(picks, ())) for key, of, picks in infos]
+        device, holders, values = reading.device, reading.holders, extras.split_values(reading)
+        devices.append(HeldDevice(node, device, holders, pods_of(holders), device_identity(node, device), None))
+        of_device = extras.device_extras(names, devices[-1], [value is not None for value in values])
+        sets += [Extra(key, source, extras.resolve(sources, values)) for key, source, sources in of_device]
+    infos = extras.pod_infos(devices) if names.tenants else ()
+    return sets + [Extra(key, source, extras.resolve(sources, ())) for key, source, sources in infos]
 
 
-def made(label_set: Any, of: Any) -> SeriesSet:
+def series_of(label_set: Any, source: Source) -> SeriesSet:
     """A set beside metrics, with these labels."""
-    return made_of(LABELS[label_set], of)
+    return series_set(LABELS[label_set], source)
 
 
-def others(label_set: Any, *holders: dict[str, Any], **more: Any) -> list[Beside]:
+def extras_of(label_set: Any, *holders: dict[str, Any], **more: Any) -> list[Extra]:
     """What a tick with this device has beside its metrics, without the pods' own series."""
     tick = sample(1, {"uuid": "GPU-a", "index": 0, "holders": list(holders), **more})
-    return [one for one in found(label_set, tick) if one.key[0] != "pod"]
+    return [extra for extra in all_extras(label_set, tick) if extra.key[0] != "pod"]
 
 
-def rows(label_set: Any, sets: list[Beside]) -> list[tuple[Row, float, dict[str, str]]]:
+def rows(label_set: Any, sets: list[Extra]) -> list[tuple[Row, float, dict[str, str]]]:
     """Every series: its row, its value and all of its labels."""
-    seriess = [(made(label_set, one.of), one.values) for one in sets]
+    written = [(series_of(label_set, extra.source), extra.values) for extra in sets]
     return [
         (row, value, dict((*series.labels, *row.labels)))
-        for series, values in seriess
+        for series, values in written
         for row, value in zip(series.rows, values, strict=True)
     ]
 
 
 def values(label_set: Any, *holders: dict[str, Any], **more: Any) -> dict[tuple[str, str | None], float]:
     """The value of each series, by its name and pod."""
-    found = rows(label_set, others(label_set, *holders, **more))
+    found = rows(label_set, extras_of(label_set, *holders, **more))
     pod = {"otel": "k8s_pod_name", "dcgm": "pod", "dcgm-4.9": "pod"}.get(label_set, "pod_name")
     return {(row.name, labels.get(pod)): value for row, value, labels in found}
 
@@ -109,20 +109,24 @@ def test_the_containers_of_a_pod_are_one_part(label_set: Any) -> None:
         ("gpu_pod_memory_used_bytes", "bert-0"): 10.0,
         ("gpu_split_scaled", None): 0.0,
     }
-    assert not named & {name for *_, labels in rows(label_set, others(label_set, *both)) for name in labels}
+    assert not named & {name for *_, labels in rows(label_set, extras_of(label_set, *both)) for name in labels}
 
 
 @pytest.mark.parametrize(("label_set", "pods"), [("otel", 2), ("dcgm", 1), ("dcgm-legacy", 1), ("pod-devices", 1)])
 def test_a_pod_made_again_is_another_one_only_where_its_uid_is_a_label(label_set: Any, pods: int) -> None:
     again = [{**BERT, "pod_uid": uid, "parts": parts(memory=10)} for uid in ("u1", "u2")]
-    parts_of = [value for row, value, _ in rows(label_set, others(label_set, *again)) if row.name != "gpu_split_scaled"]
+    parts_of = [
+        value for row, value, _ in rows(label_set, extras_of(label_set, *again)) if row.name != "gpu_split_scaled"
+    ]
 
     assert (len(parts_of), sum(parts_of)) == (pods, 20.0)
 
 
 def test_a_part_says_all_of_its_pod_that_a_sole_holders_series_says() -> None:
     holder = {**BERT, "labels": {"app": "bert"}, "namespace_labels": {"team": "ml"}, "parts": parts(memory=1)}
-    (labels,) = [labels for row, _, labels in rows("otel", others("otel", holder, OTHER)) if "pod_memory" in row.name]
+    (labels,) = [
+        labels for row, _, labels in rows("otel", extras_of("otel", holder, OTHER)) if "pod_memory" in row.name
+    ]
 
     assert labels == {
         "k8s_cluster_name": "c1",
@@ -147,7 +151,8 @@ def test_a_part_says_all_of_its_pod_that_a_sole_holders_series_says() -> None:
 def test_only_a_part_names_a_pod_even_where_one_pod_holds_the_device(label_set: Any) -> None:
     everything = {"info": INFO, "xids": {"79": 1}, "conflict": "no_pod", "unattributed": parts(1)}
     of_held, of_free = (
-        [made(label_set, one.of) for one in others(label_set, *holders, **everything)] for holders in ([BERT], [])
+        [series_of(label_set, extra.source) for extra in extras_of(label_set, *holders, **everything)]
+        for holders in ([BERT], [])
     )
 
     assert [(one.labels, one.rows) for one in of_held] == [(one.labels, one.rows) for one in of_free]
@@ -156,7 +161,7 @@ def test_only_a_part_names_a_pod_even_where_one_pod_holds_the_device(label_set: 
 @every_label_set
 def test_the_part_of_a_mig_device_is_distinguished_from_its_gpus(label_set: Any) -> None:
     (of_mig, *_), (of_gpu, *_) = (
-        rows(label_set, others(label_set, {**BERT, "parts": parts(1)}, **more))
+        rows(label_set, extras_of(label_set, {**BERT, "parts": parts(1)}, **more))
         for more in ({"uuid": "MIG-1", "mig": MIG}, {})
     )
     assert of_mig[2] != of_gpu[2]
@@ -169,18 +174,18 @@ def test_scaling_is_reported_devices_that_are_split_and_of_no_others() -> None:
 
 
 def test_a_conflict_is_reported_while_there_is_one() -> None:
-    (told,) = rows("otel", others("otel", BERT, conflict="unallocated_process"))
+    (told,) = rows("otel", extras_of("otel", BERT, conflict="unallocated_process"))
 
     assert (told[0].name, told[0].labels, told[1]) == (
         "gpu_attribution_conflict",
         (("reason", "unallocated_process"),),
         1.0,
     )
-    assert others("otel", BERT, conflict=None) == others("otel", BERT, conflict="") == []
+    assert extras_of("otel", BERT, conflict=None) == extras_of("otel", BERT, conflict="") == []
 
 
 def test_xid_errors_are_counted_by_code() -> None:
-    found = rows("dcgm", others("dcgm", xids={"79": 2, "48": 0, "": 7}))
+    found = rows("dcgm", extras_of("dcgm", xids={"79": 2, "48": 0, "": 7}))
 
     assert {(row.labels, row.kind, value) for row, value, _ in found} == {
         ((("xid", "79"),), "counter", 2.0),
@@ -196,7 +201,7 @@ def xid(code: int, *holders: dict[str, Any] | None) -> dict[str, Any]:
 @every_label_set
 def test_a_pods_xid_errors_are_those_that_came_while_it_alone_held_the_device(label_set: Any) -> None:
     events = [xid(31, BERT), xid(31, BERT), xid(79, BERT), xid(31, None), xid(13, BERT, OTHER), xid(13), {"kind": "x"}]
-    found = rows(label_set, others(label_set, OTHER, events=events))
+    found = rows(label_set, extras_of(label_set, OTHER, events=events))
     pod = {"otel": "k8s_pod_name", "dcgm": "pod", "dcgm-4.9": "pod"}.get(label_set, "pod_name")
 
     assert {(row.name, labels[pod], labels["xid"], value) for row, value, labels in found} == {
@@ -210,8 +215,8 @@ def test_a_pods_xid_errors_are_those_that_came_while_it_alone_held_the_device(la
 @every_label_set
 def test_what_a_device_is_is_in_the_labels_of_one_series(label_set: Any) -> None:
     info = {"serial": "1", "driver_version": "570.1", "mig_mode": "", "processes_visible": "no", "strange": "x"}
-    (told,) = rows(label_set, others(label_set, info=info))
-    plain = rows(label_set, others(label_set, xids={"79": 1}))[0][2]
+    (told,) = rows(label_set, extras_of(label_set, info=info))
+    plain = rows(label_set, extras_of(label_set, xids={"79": 1}))[0][2]
 
     assert (told[0].name, told[1]) == ("gpu_info", 1.0)
     assert told[2].items() - plain.items() == {
@@ -222,14 +227,14 @@ def test_what_a_device_is_is_in_the_labels_of_one_series(label_set: Any) -> None
 
 
 def test_pod_devices_keeps_its_five_labels_on_all_but_info() -> None:
-    found = rows("pod-devices", others("pod-devices", {**BERT, "parts": parts(1)}, info=INFO, unattributed=parts(0)))
+    found = rows("pod-devices", extras_of("pod-devices", {**BERT, "parts": parts(1)}, info=INFO, unattributed=parts(0)))
     names = {row.name: set(labels) - FIVE for row, _, labels in found}
 
     assert {name for name, more in names.items() if more} == {"gpu_info"}
 
 
 def test_a_device_of_which_none_of_this_is_known_has_nothing_more() -> None:
-    assert others("otel", BERT) == others("otel") == []
+    assert extras_of("otel", BERT) == extras_of("otel") == []
 
 
 TEXT = st.text(st.characters(), max_size=20) | st.just("é" * 2000)
@@ -256,23 +261,23 @@ def readings(draw: st.DrawFn) -> DeviceReading:
 @given(readings(), st.sampled_from(list(LABELS)))
 def test_whatever_a_record_says_its_series_are_ones_that_receivers_take(reading: Any, label_set: Any) -> None:
     tick = msgspec.structs.replace(sample(1), devices=(reading,))
-    sets = found(label_set, tick)
-    for one in sets:
-        series = made(label_set, one.of)
-        assert len(series.rows) == len(one.values) > 0
+    sets = all_extras(label_set, tick)
+    for extra in sets:
+        series = series_of(label_set, extra.source)
+        assert len(series.rows) == len(extra.values) > 0
         for row in series.rows:
             pairs = [*series.labels, *row.labels]
             assert len({name for name, _ in pairs}) == len(pairs) < MAX_LABELS
             assert all(0 < len(value.encode()) <= MAX_VALUE_BYTES for _, value in pairs)
         assert len({(row.name, row.labels) for row in series.rows}) == len(series.rows)
         assert list(series.labels) == sorted(series.labels)
-    assert [one.of for one in sets] == [one.of for one in found(label_set, tick)]
+    assert [extra.source for extra in sets] == [extra.source for extra in all_extras(label_set, tick)]
 
 
 @every_label_set
 def test_no_label_that_distinguishes_series_of_a_name_is_one_of_a_device(label_set: Any) -> None:
     full = {"mig": MIG, "model": "H100", "minor": 0, "pci_bus_id": "0:A", "xids": {"79": 1}}
-    series = made(label_set, others(label_set, {**BERT, "parts": parts(1)}, **full)[1].of)
+    series = series_of(label_set, extras_of(label_set, {**BERT, "parts": parts(1)}, **full)[1].source)
 
     assert not {name for name, _ in series.labels} & {name for info in FURTHER for name in info.labels}
 
@@ -290,10 +295,10 @@ def test_each_pod_that_holds_a_device_has_an_info_once() -> None:
         attribution="exact",
         devices=(shared, shared),
     )
-    pods = [made("otel", one.of) for one in found("otel", record)]
+    pods = [series_of("otel", extra.source) for extra in all_extras("otel", record)]
 
     assert [dict(pod.labels)["k8s_pod_name"] for pod in pods] == ["a", "b"]
-    assert found("dcgm", record) == []
+    assert all_extras("dcgm", record) == []
     assert dict(pods[0].labels) == {
         "k8s_cluster_name": "c",
         "k8s_node_name": "n",

@@ -46,7 +46,7 @@ def write(ticks: Sequence[SeriesTick], resolution: Resolution, made: Translator 
     state, written = OpenSeries(made or translator(), resolution), Written()
     window: NodeWindow | None = None
     for before, now in itertools.pairwise([None, *ticks]):
-        if before is not None and window is not None and not window.has(now.ts_ms):  # type: ignore[union-attr]
+        if before is not None and window is not None and not window.includes(now.ts_ms):  # type: ignore[union-attr]
             over = state.tick(before, window)
             for series, ts_ms, value in points(over.groups):
                 written.setdefault(series, []).append((ts_ms, value))
