@@ -177,15 +177,6 @@ def _rule(fields: Mapping[str, yaml.Node], scheme: Scheme, errors: list[str]) ->
     target, replacement = Template(all_texts["target_label"], regex), Template(all_texts["replacement"], regex)
     separator, target_name = all_texts["separator"], all_texts["target_label"]
     rest = (source_labels, separator, regex, modulus, target_name, target, replacement, scheme)
-        source_labels,
-        all_texts["separator"],
-        regex,
-        modulus,
-        all_texts["target_label"],
-        target,
-        replacement,
-        scheme,
-    )
     return Rule(action, *rest)  # type: ignore[arg-type] # _inconsistencies has checked the action
 
 
