@@ -182,7 +182,7 @@ class Trial:
     def take(self, recorded: Recorded) -> None:
         """Judge a record; one that is no tick is named, the first few times."""
         try:
-            self.transitions += self._replay.take(ticks.decode(recorded.value), recorded.logged_ms)
+            self.transitions += self._replay.judge(ticks.decode(recorded.value), recorded.logged_ms)
         except msgspec.DecodeError as error:
             self.wrong += 1
             if self.wrong <= _MOST_NAMED:

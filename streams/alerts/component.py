@@ -1,13 +1,13 @@
-"""The alert stream: judges every node's ticks by the rules, and writes what becomes of each alert.
+"""The alert stream: applies the rules to every node's ticks, and writes the alerts that fire, change or are resolved.
 
-In: gpu.attributed; gpu.alert-state, whole; of gpu.workloads, which nodes were removed; and what the reader knows of
-offsets. Out: gpu.alerts by fingerprint, gpu.alert-state, and to gpu.alert-members what is a part of an alert of several
-GPUs. That topic is an input too: whoever has the partition of such an alert, makes it of the reports of all nodes.
-State: one :class:`~streams.alerts.node.Node` a node, by partition, in the order in which ticks of them were last read;
-a node's state is written whenever it changes. Of each alert of several GPUs its group, in gpu.alert-groups, which is
-written with each report.
-On failure: what can't be decoded goes to gpu.dead-letters; an alert or a state that is too large is left out and
-counted; an output that is not acknowledged ends the process.
+In: gpu.attributed; all of gpu.alert-state; from gpu.workloads, which nodes were removed; and the offsets that the
+reader knows. Out: gpu.alerts by fingerprint, gpu.alert-state, and to gpu.alert-members the parts of alerts of several
+GPUs. The last topic is an input, too: the worker that has the partition of such an alert makes it from the reports of
+all nodes.
+State: one :class:`~streams.alerts.node.Node` for each node, by partition; its state is written whenever it changes.
+One :class:`~topics.alerts.AlertGroup` for each alert of several GPUs, in gpu.alert-groups, written after its alert.
+On failure: a record that can't be decoded goes to gpu.dead-letters; an alert or a state that is too large is left out
+and counted; an output that is not acknowledged ends the process.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from delivery.policies import ALERTS as ALERTS_POLICY
 from delivery.policies import IDLE_AFTER
 from streams.alerts import groups, machine, memory
 from streams.alerts.memory import NodeAlerts
-from streams.alerts.node import Due, Log, Node, PartitionNodes
+from streams.alerts.node import Log, Node, PartitionNodes, PendingWrite
 from streams.alerts.rules.rule import Rules, has_policy
 from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick
@@ -80,7 +80,7 @@ INSTRUMENTS = (
 
 
 class Alerts(Stream[AlertSettings]):
-    """The component: ``run`` judges until stopped; rules that are not right are an error."""
+    """The component: ``run`` applies the rules until stopped. Invalid rules are an error at the start."""
 
     name = "alerts"
     table = INSTRUMENTS
@@ -98,7 +98,7 @@ class Alerts(Stream[AlertSettings]):
 
 
 class AlertWorker(NodeWorker[PartitionNodes]):
-    """Judges the nodes of its partitions: gives each its ticks, writes what comes of them, then finishes them."""
+    """Gives the nodes of its partitions their ticks, writes their alerts and states, and then finishes the ticks."""
 
     new_partition = PartitionNodes
     inputs, lag_topics = (ATTRIBUTED, MEMBERS), (ATTRIBUTED, MEMBERS, STATE, GROUPS)
@@ -108,11 +108,11 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         self, instruments: Instruments, rules: Rules, *, partitions: int, clocks: Clocks | None = None
     ) -> None:
         super().__init__(instruments, stage="alerts", partitions=partitions, clocks=clocks)
-        self._rules, self._count = rules, partitions
+        self._rules, self._partition_count = rules, partitions
         self._policies: set[tuple[str, str]] = set()
         self._groups: dict[int, dict[bytes, AlertGroup]] = {}
-        self._groups_written: dict[tuple[int, bytes], int] = {}  # where in the topic, in this epoch
-        self._grouping = asyncio.Lock()  # held while alerts of several GPUs are made, or deleted
+        self._group_offsets: dict[tuple[int, bytes], int] = {}  # of the groups written in this epoch
+        self._group_lock = asyncio.Lock()  # held while alerts of several GPUs are written or deleted
 
     # -- records
 
@@ -120,144 +120,147 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         if topic != MEMBERS:
             await super().handle_batch(topic, partition, batch)
             return
-        async with self._grouping:
+        async with self._group_lock:
             if self.app.is_current(batch[0][0]):  # all of a batch were read in one epoch
-                await self._group(partition.number, batch)
+                await self._update_groups(partition.number, batch)
 
     def handle_record(self, topic: str, partition: PartitionNodes, slot: Slot, record: Any) -> None:
-        """Judge a tick, or learn of a state. Raises Malformed."""
+        """Judge a tick, or take on a state, a group or a node's removal. Raises Malformed."""
         if topic == STATE:
-            self._learn(partition, slot, record)
+            self._read_state(partition, slot, record)
         elif topic == GROUPS:
-            self._learn_group(partition.number, slot, record)
+            self._read_group(partition.number, slot, record)
         elif topic == WORKLOADS:
             partition.note_removal(record.key, record.value, record.timestamp)
             self.app.finish(slot)
         else:
-            self._judge(partition, slot, record)
+            self._judge_tick(partition, slot, record)
 
     def close_silent(self, partition: PartitionNodes) -> None:
-        for node in partition.close_quiet():
-            self._settle(partition, node)
+        for node in partition.judge_quiet():
+            self._write_and_finish(partition, node)
 
-    def _learn(self, partition: PartitionNodes, slot: Slot, record: Any) -> None:
+    def _read_state(self, partition: PartitionNodes, slot: Slot, record: Any) -> None:
         """Take on a node's state, or its deletion. Raises Malformed."""
         if record.value is None:
-            partition.remove(record.key)
+            partition.remove_state(record.key)
         else:
             state = decode_record(memory.decode, record.key, record.value)
-            node = self._node(partition, record.key)
-            partition.learn(node, state)
+            node = self._node_of(partition, record.key)
+            partition.read_state(node, state)
             partition.caught_up.attributed(state.offset)
-            self._settle(partition, node)
+            self._write_and_finish(partition, node)
         self.app.finish(slot)
 
-    def _judge(self, partition: PartitionNodes, slot: Slot, record: Any) -> None:
+    def _judge_tick(self, partition: PartitionNodes, slot: Slot, record: Any) -> None:
         """Judge a node's tick. Raises Malformed."""
         tick = decode_record(decode_tick, record.key, record.value)
         if tick.ts_ms > MAX_TIME_MS:
             raise Malformed("undecodable", f"ts_ms is {tick.ts_ms}, past the year 9999")
-        node, reader = self._node(partition, record.key), self.app.reader
-        partition.rank(node, active=True)
+        node, reader = self._node_of(partition, record.key), self.app.reader
+        partition.set_active(node, active=True)
         node.policies = policies_of(tick)
         partition.logged_ms = record.timestamp
         node.read_s = self._clocks.monotonic_s()
-        known = Log(reader.input_ends.get(slot.tp, MAX_TIME_MS), partition.number in reader.torn)
-        outcome = node.take(tick, slot, record.timestamp, self._rules, known)
+        source_log = Log(reader.input_ends.get(slot.tp, MAX_TIME_MS), partition.number in reader.torn)
+        outcome = node.judge(tick, slot, record.timestamp, self._rules, source_log)
         self._instruments.counter("gpustream_alerts_ticks_total", outcome).inc()
         if outcome == "new_log":
-            what = "gpu.samples was deleted and created again: its new records are judged"
-            log.warning("partition %d: %s", partition.number, what)
+            message = "gpu.samples was deleted and created again: its new records are judged"
+            log.warning("partition %d: %s", partition.number, message)
         if outcome == "replayed":
             slot.outcome = ("duplicate",)
         else:
             partition.caught_up.attributed(tick.offset, new_log=outcome == "new_log")
-        self._settle(partition, node)
+        self._write_and_finish(partition, node)
 
     # -- alerts of several GPUs
 
-    def _learn_group(self, number: int, slot: Slot, record: Any) -> None:
-        """Take on a group as it is in the topic, unless it is known as of a later report. Raises Malformed."""
-        known = self._groups.setdefault(number, {})
+    def _read_group(self, number: int, slot: Slot, record: Any) -> None:
+        """Take on a group that was read, or its deletion, unless a later version of it is known. Raises Malformed."""
+        group_by_key = self._groups.setdefault(number, {})
         if record.value is None:
-            if record.key in known and groups.is_over(known[record.key], self._clocks.now_ms()):
-                del known[record.key]
+            if record.key in group_by_key and groups.is_over(group_by_key[record.key], self._clocks.now_ms()):
+                del group_by_key[record.key]
         else:
-            group = _decoded(groups.decode_group, record)
-            if record.key not in known or known[record.key].offset <= group.offset:
-                known[record.key] = group
-            elif slot.offset > self._groups_written.get((number, record.key), -1):
-                # written late, by a worker that had lost the partition: ours is to be the last one
-                self._write_tasks.start(self.app, self._write_groups(number, {record.key: known[record.key]}))
+            group = _decode_grouped(groups.decode_group, record)
+            if record.key not in group_by_key or group_by_key[record.key].offset <= group.offset:
+                group_by_key[record.key] = group
+            elif slot.offset > self._group_offsets.get((number, record.key), -1):
+                # written late, by a worker that had lost the partition: make ours the last one in the topic
+                self._write_tasks.start(self.app, self._write_groups(number, {record.key: group_by_key[record.key]}))
         self.app.finish(slot)
 
-    async def _group(self, number: int, batch: Batch) -> None:
-        """Change the alerts of several GPUs by the reports of a batch. First the alerts are written, then the groups.
+    async def _update_groups(self, number: int, batch: Batch) -> None:
+        """Update the alerts of several GPUs from a batch of reports. The alerts are written first, then the groups.
         When both are acknowledged, the reports are finished."""
-        known, epoch = self._groups.setdefault(number, {}), self.app.reader.ledger.epoch
-        ended = self.app.reader.input_ends.get(Partition(MEMBERS, number), MAX_TIME_MS)
+        group_by_key, epoch = self._groups.setdefault(number, {}), self.app.reader.ledger.epoch
+        log_end = self.app.reader.input_ends.get(Partition(MEMBERS, number), MAX_TIME_MS)
         changed: dict[bytes, AlertGroup] = {}
         steps: list[groups.GroupStep] = []
         slots: list[Slot] = []
         for slot, record in batch:
             try:
-                report = _decoded(groups.decode_report, record)
+                report = _decode_grouped(groups.decode_report, record)
             except Malformed as error:
                 await self._housekeeping.dead_letter(self.app, slot, record, error.reason, str(error))
                 continue
-            group = changed.get(record.key) or known.get(record.key)
-            if group is not None and slot.offset <= group.offset and group.offset >= ended:  # the log is another one
+            group = changed.get(record.key) or group_by_key.get(record.key)
+            if (
+                group is not None and slot.offset <= group.offset and group.offset >= log_end
+            ):  # the log was created again
                 group = msgspec.structs.replace(group, offset=-1)
             step = groups.step(group, report, slot.offset, self._rules)
             if step.group is not group:
                 changed[record.key] = step.group
             steps.append(step)
             slots.append(slot)
-        sent = [
+        acks = [
             await self.app.sender.send(
                 ALERTS, memory.encode(alert), key=alert.fingerprint.encode(), headers=kafka_headers(alert)
             )
             for step in steps
             for alert in step.alerts
         ]
-        await self._await_acks("alert", sent)
+        await self._await_acks("alert", acks)
         await self._write_groups(number, changed)
-        for alert, news in [(alert, step.news) for step in steps for alert in step.alerts]:
-            self._note(alert, "alert" if news else "repeat")
+        for alert, is_news in [(alert, step.news) for step in steps for alert in step.alerts]:
+            self._count_and_log(alert, "alert" if is_news else "repeat")
         if epoch == self.app.reader.ledger.epoch:
-            known |= changed
+            group_by_key |= changed
             for slot in slots:
                 self.app.finish(slot)
 
-    async def _write_groups(self, number: int, written: Mapping[bytes, AlertGroup | None]) -> None:
-        sent: dict[bytes, asyncio.Future[int]] = {}
-        for key, group in written.items():
+    async def _write_groups(self, number: int, groups_by_key: Mapping[bytes, AlertGroup | None]) -> None:
+        """Write groups, or their deletions, to gpu.alert-groups, and remember their offsets."""
+        ack_by_key: dict[bytes, asyncio.Future[int]] = {}
+        for key, group in groups_by_key.items():
             value = None if group is None else memory.encode(group)
-            sent[key] = await self.app.sender.send(GROUPS, value, key=key, partition=number)
-        await self._await_acks("state", sent.values())
-        for key, one in sent.items():
-            if one.exception() is None:
-                self._groups_written[number, key] = one.result()
+            ack_by_key[key] = await self.app.sender.send(GROUPS, value, key=key, partition=number)
+        await self._await_acks("state", ack_by_key.values())
+        for key, ack in ack_by_key.items():
+            if ack.exception() is None:
+                self._group_offsets[number, key] = ack.result()
 
-    async def _forget_groups(self, number: int, epoch: int) -> None:
-        """Delete the alerts of groups that have been over for a week, and the groups. If a workload holds GPUs, only
-        their number is kept. Meanwhile no report is worked on, because it may fire the alert again."""
-        async with self._grouping:
+    async def _delete_groups(self, number: int, epoch: int) -> None:
+        """Delete the groups that have been over for a week, and their alerts. Of a workload that still holds GPUs the
+        number of these is kept. Meanwhile no report is handled, because it may fire the alert again."""
+        async with self._group_lock:
             if epoch != self.app.reader.ledger.epoch:
                 return
-            known, now_ms = self._groups.setdefault(number, {}), self._clocks.now_ms()
-            over = {key: group for key, group in known.items() if groups.is_over(group, now_ms)}
+            group_by_key, now_ms = self._groups.setdefault(number, {}), self._clocks.now_ms()
+            over = {key: group for key, group in group_by_key.items() if groups.is_over(group, now_ms)}
             alerts = [key for key, group in over.items() if group.alert is not None]
             await self._await_acks("alert", [await self.app.sender.send(ALERTS, None, key=key) for key in alerts])
-            left = {key: groups.without_alert(group) for key, group in over.items()}
-            await self._write_groups(number, left)
+            remaining = {key: groups.without_alert(group) for key, group in over.items()}
+            await self._write_groups(number, remaining)
             if epoch == self.app.reader.ledger.epoch:
-                for key, group in left.items():
-                    known.pop(key, None)
+                for key, group in remaining.items():
+                    group_by_key.pop(key, None)
                     if group is not None:
-                        known[key] = group
+                        group_by_key[key] = group
 
-    def _note(self, alert: Alert, record: str) -> None:
+    def _count_and_log(self, alert: Alert, record: str) -> None:
         """Count and log a record of gpu.alerts that was acknowledged."""
         self._instruments.counter("gpustream_alerts_written_total", record).inc()
         if record == "alert":
@@ -265,7 +268,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             self._instruments.counter("gpustream_alerts_transitions_total", alert.name, state).inc()
             log.info("%s", f"{alert.name} {state}: {alert.annotations.get('summary', alert.node)}")
 
-    def _node(self, partition: PartitionNodes, key: bytes) -> Node:
+    def _node_of(self, partition: PartitionNodes, key: bytes) -> Node:
         node = partition.nodes.get(key)
         if node is None:
             self._housekeeping.check_place(partition.number, key)
@@ -274,53 +277,54 @@ class AlertWorker(NodeWorker[PartitionNodes]):
 
     # -- writing
 
-    def _settle(self, partition: PartitionNodes, node: Node) -> None:
-        """Begin to write what is due, and finish what needs nothing more. What is only kept takes no room."""
+    def _write_and_finish(self, partition: PartitionNodes, node: Node) -> None:
+        """Start to write a node's new records and state, and finish the ticks that no replay needs any more.
+        The slots of a settled node stay open, but do not count against the limit of records held."""
         settled = node.settled()
-        if (due := node.due(settled=settled)) is not None:
+        if (pending := node.start_write(settled=settled)) is not None:
             settled = False
-            self._write_tasks.start(self.app, self._write(partition, node, due, self.app.reader.ledger.epoch))
-        for slot in node.finished(settled=settled):
+            self._write_tasks.start(self.app, self._write_node(partition, node, pending, self.app.reader.ledger.epoch))
+        for slot in node.take_finished_slots(settled=settled):
             self.app.finish(slot)
         if settled:
-            for slot in node.kept:
+            for slot in node.open_slots:
                 self.app.reader.ledger.set_aside(slot)
 
-    async def _write(self, partition: PartitionNodes, node: Node, due: Due, epoch: int) -> None:
-        """The alerts, and when they are acknowledged the state, and then whatever has come due since.
-        In a later epoch the state is in the topic after all: the ticks have waited for it, and go on from there."""
-        sent: list[asyncio.Future[int]] = []
-        for _, fingerprint, written in due.writes:
-            key, value = fingerprint.encode(), memory.encode(written) if written is not None else None
-            if isinstance(written, AlertReport):
-                place = (murmur2(key) & 0x7FFFFFFF) % self._count
-                sent.append(await self.app.sender.send(MEMBERS, value, key=key, partition=place))
+    async def _write_node(self, partition: PartitionNodes, node: Node, pending: PendingWrite, epoch: int) -> None:
+        """Write the alerts, then the state, and then what has become due meanwhile; each waits for acknowledgements.
+        If an epoch ends while the state is written, the node takes it on as one that was read from the topic."""
+        acks: list[asyncio.Future[int]] = []
+        for _, fingerprint, record in pending.writes:
+            key, value = fingerprint.encode(), memory.encode(record) if record is not None else None
+            if isinstance(record, AlertReport):
+                number = (murmur2(key) & 0x7FFFFFFF) % self._partition_count
+                acks.append(await self.app.sender.send(MEMBERS, value, key=key, partition=number))
             else:
-                headers = [] if written is None else kafka_headers(written)
-                sent.append(await self.app.sender.send(ALERTS, value, key=key, headers=headers))
-        await self._await_acks("alert", sent)
+                headers = [] if record is None else kafka_headers(record)
+                acks.append(await self.app.sender.send(ALERTS, value, key=key, headers=headers))
+        await self._await_acks("alert", acks)
         if epoch != self.app.reader.ledger.epoch:
             return
-        await self._write_state(partition, node, memory.encode(due.state))
+        await self._write_state(partition, node, memory.encode(pending.state))
         self._instruments.counter("gpustream_alerts_written_total", "state").inc()
         if epoch != self.app.reader.ledger.epoch:
-            now = self._partitions.get(partition.number)
-            if now is not None and node.key in now.nodes:
-                now.learn(now.nodes[node.key], due.state)
+            current_partition = self._partitions.get(partition.number)
+            if current_partition is not None and node.key in current_partition.nodes:
+                current_partition.read_state(current_partition.nodes[node.key], pending.state)
             return
-        delay_s = max(0, self._clocks.now_ms() - due.state.logged_ms) / 1000
-        for kind, _, alert in due.writes:
+        delay_s = max(0, self._clocks.now_ms() - pending.state.logged_ms) / 1000
+        for kind, _, alert in pending.writes:
             if isinstance(alert, Alert):
-                self._note(alert, kind)
+                self._count_and_log(alert, kind)
             else:
                 self._instruments.counter("gpustream_alerts_written_total", kind).inc()
             if kind in ("alert", "report"):
                 self._instruments.histogram("gpustream_alerts_delay_seconds").observe(delay_s)
-        node.written(due.state)
-        self._settle(partition, node)
+        node.finish_write(pending.state)
+        self._write_and_finish(partition, node)
 
     async def _delete(self, partition: PartitionNodes, node: Node, last: NodeAlerts) -> None:
-        """Delete the state of a node that nothing is left of, unless it comes back meanwhile."""
+        """Delete the empty state of a node that was removed. If the node comes back meanwhile, write its new state."""
         node.writing = True
         epoch = self.app.reader.ledger.epoch
         await self._write_state(partition, node, None)
@@ -330,58 +334,58 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         if node.current is last:
             del partition.nodes[node.key]
         else:
-            node.durable = None
-            self._settle(partition, node)
+            node.saved = None
+            self._write_and_finish(partition, node)
 
     async def _write_state(self, partition: PartitionNodes, node: Node, value: bytes | None) -> None:
-        sent = await self.app.sender.send(STATE, value, key=node.key, partition=partition.number)
-        await self._await_acks("state", [sent])
+        ack = await self.app.sender.send(STATE, value, key=node.key, partition=partition.number)
+        await self._await_acks("state", [ack])
 
     # -- time
 
     def check_partition(self, number: int) -> None:
-        """Find which nodes of a partition are quiet or silent now, by how far it has been read."""
+        """Judge which nodes of a partition are quiet or silent, by how far it was read, and delete what is over."""
         position = self.app.reader.ledger.expected(Partition(ATTRIBUTED, number))
         if position is None:
             return
         partition = self._partition(number)
         partition.caught_up.read(position)
         self.close_silent(partition)
-        for node in partition.close_silent(self._rules, self._clocks.now_ms()):
-            self._settle(partition, node)
+        for node in partition.judge_silent(self._rules, self._clocks.now_ms()):
+            self._write_and_finish(partition, node)
             if node.settled() and node.current is not None and machine.is_over(node.current):
                 self._write_tasks.start(self.app, self._delete(partition, node, node.current))
-        now_ms, kept = self._clocks.now_ms(), self._groups.get(number, {})
-        if not self._grouping.locked() and any(groups.is_over(group, now_ms) for group in kept.values()):
-            self._write_tasks.start(self.app, self._forget_groups(number, self.app.reader.ledger.epoch))
+        now_ms, group_by_key = self._clocks.now_ms(), self._groups.get(number, {})
+        if not self._group_lock.locked() and any(groups.is_over(group, now_ms) for group in group_by_key.values()):
+            self._write_tasks.start(self.app, self._delete_groups(number, self.app.reader.ledger.epoch))
 
     def observe(self) -> None:
         gauge = self._instruments.gauge
         nodes = [node for partition in self._partitions.values() for node in partition.nodes.values()]
         states = [node.current for node in nodes if node.current]
-        tracked = [one for each in states for one in each.tracked]
-        firing = Counter(one.alert.severity for one in tracked if one.alert is not None)
+        tracked = [condition for state in states for condition in state.tracked]
+        firing = Counter(condition.alert.severity for condition in tracked if condition.alert is not None)
         for severity in get_args(Severity):
             gauge("gpustream_alerts_firing", severity).set(firing[severity])
         gauge("gpustream_alerts_pending").set(len(tracked) - firing.total())
-        policies = Counter((one[0], one[2]) for node in nodes for one in node.policies)
+        policies = Counter((condition[0], condition[2]) for node in nodes for condition in node.policies)
         for pair in self._policies - policies.keys():
             gauge("gpustream_alerts_policies", *pair).set(0)
         for pair, count in policies.items():
             gauge("gpustream_alerts_policies", *pair).set(count)
         self._policies = set(policies)
-        gauge("gpustream_alerts_maintained_nodes").set(sum(1 for each in states if each.maintenance is not None))
-        gauge("gpustream_alerts_silent_nodes").set(sum(1 for each in states if each.silent))
+        gauge("gpustream_alerts_maintained_nodes").set(sum(1 for state in states if state.maintenance is not None))
+        gauge("gpustream_alerts_silent_nodes").set(sum(1 for state in states if state.silent))
         gauge("gpustream_alerts_nodes").set(len(states))
         self._housekeeping.observe(self.app.reader)
 
-    # -- what the reader knows of offsets
+    # -- rebalances
 
     def forget(self) -> None:
-        """Whatever was not acknowledged is read and judged again, as soon as it is known what has arrived."""
+        """Go back to the states that the broker has: ticks whose results are not acknowledged are read again."""
         for partition in self._partitions.values():
             partition.forget()
-        self._groups_written.clear()
+        self._group_offsets.clear()
         self._write_tasks.forget()
 
     def drop(self, partitions: frozenset[int]) -> None:
@@ -391,19 +395,19 @@ class AlertWorker(NodeWorker[PartitionNodes]):
 
 
 def policies_of(tick: Tick) -> frozenset[tuple[str, str, str]]:
-    """Namespace, pod and annotation of each policy that a tick's holders have."""
-    held = [one for device in tick.devices for one in device.holders if has_policy(one)]
+    """The alert policies of a tick's holders, as namespace, pod and annotation."""
+    holders = [holder for device in tick.devices for holder in device.holders if has_policy(holder)]
     return frozenset(
-        (one.namespace, one.pod, name)
-        for one in held
+        (holder.namespace, holder.pod, name)
+        for holder in holders
         for name in (ALERTS_POLICY, IDLE_AFTER)
-        if name in one.annotations or name in one.namespace_labels
+        if name in holder.annotations or name in holder.namespace_labels
     )
 
 
-def _decoded(decode: Callable[[bytes], G], record: Any) -> G:
-    """The record of a topic that is keyed by the group. Raises Malformed."""
-    found = decode_value(decode, record.value)
-    if record.key != found.group.encode():
-        raise Malformed("key", f"the key {record.key!r:.300} is not {found.group}")
-    return found
+def _decode_grouped(decode: Callable[[bytes], G], record: Any) -> G:
+    """A report or a group, whose record's key is the group's fingerprint. Raises Malformed."""
+    decoded = decode_value(decode, record.value)
+    if record.key != decoded.group.encode():
+        raise Malformed("key", f"the key {record.key!r:.300} is not {decoded.group}")
+    return decoded

@@ -1,27 +1,28 @@
-"""The alert state machine: from what the conditions find in a node's tick to what becomes of its alerts.
+"""The alert state machine: turns the findings of a node's tick into alerts that fire, are updated or are resolved.
 
-In: a node's state and a tick, or that none came. Out: the state after it, and the alerts to write. Pure.
-All times are the ticks' own, so that a replay gives the same alerts. Some things are decided without a tick, by the
-worker's clock, and a replay may not find them again. So they are written to the state first, and then their alerts
-(:func:`announce`).
+In: a node's state, and a tick or the absence of one. Out: the next state, and the records to write. Pure.
+All times are those of the ticks, so that a replay gives the same alerts. A few decisions are made without a tick, by
+the worker's clock, and a replay may not make them again. They are written to the state first, and their alerts after
+that (:func:`announce`).
 
-A condition is identified by rule, device, pod and the rule's own key. It is inactive, pending since a tick, firing, and
-then resolved:
+A condition is identified by rule, device, pod and the rule's own key. It is inactive, then pending, then firing, then
+resolved:
 
 - It fires in the tick in which it has held for the rule's ``for``. An event fires at once.
-- A pending one ends with the first tick in which it does not hold. Without evidence it neither fires nor
-  ends; after a minute without any, or without a tick, it begins again.
-- A firing one is resolved in the tick in which it has not held for the rule's ``keep_firing``; without evidence it
-  fires on. It is resolved at once when the pod that it is about is gone, or the rule is.
-- Two firings of one alert never start at the same time, whatever the node's clock does.
-- What is true of several devices for one reason is one alert (:func:`_scope`). Then the conditions of single devices
-  are reported to ``streams/alerts/groups.py``, which makes that alert.
-- Of a pod on a device one cause is reported, the first in ``CAUSES`` of ``streams/alerts/rules/rule.py``. The later
-  ones wait, or are resolved if they fire.
-- While a node is in maintenance, nothing fires, not even its silence, and what fired is resolved.
-- An alert that fires for ``critical_after`` becomes critical, which is an update of it.
+- A pending condition ends with the first tick in which it does not hold. Without evidence it neither fires nor ends.
+  After a minute without evidence or without a tick, its ``for`` starts again.
+- A firing condition is resolved in the tick in which it has not held for the rule's ``keep_firing_for``. Without
+  evidence it keeps firing. It is resolved at once if its pod has ended or its rule was removed.
+- Two firings of one alert never start at the same time, even if the node's clock is set back.
+- Conditions of several devices with one cause are one alert (:func:`_scope`). The conditions of single devices are
+  then reported to ``streams/alerts/groups.py``, which makes that alert.
+- For a pod on a device only one cause is reported: the first in ``CAUSES`` of ``streams/alerts/rules/rule.py``. The
+  later ones wait, or are resolved if they fire.
+- While a node is in maintenance, nothing fires, not even its silence, and firing alerts are resolved.
+- An alert that has held for ``critical_after`` becomes critical, which is an update of it.
 """
 
+import operator
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -33,329 +34,354 @@ from streams.alerts.memory import Identity, Memory, NodeAlerts, identity
 from streams.alerts.reports import (
     Step,
     Write,
-    firing,
-    for_others,
-    holdings_of,
-    reports_of_ranks,
+    alert_write,
+    count_holdings,
+    finish_step,
+    firing_alert,
+    rank_reports,
+    reports_to_other_rules,
     resolved_alert,
     scope_of_pod,
-    step_of,
     with_holdings,
-    written,
 )
 from streams.alerts.rules.rule import CAUSES, WASTE, Kind, Rules
-from streams.alerts.text.describe import describe, silent, status_of
+from streams.alerts.text.describe import api_status, describe, describe_silence
 from streams.alerts.tick import Tick
 from streams.alerts.uses import STEP_MS
 from topics.alerts import MAX_TIME_MS, Alert, Scope, Tracked, fingerprint, milliseconds
 from topics.workloads import MAINTENANCE
 
-MAX_GAP_MS = 60_000  # a pending condition of which nothing is known for longer begins again
+MAX_GAP_MS = 60_000  # after longer without evidence the ``for`` of a pending condition starts again
 REPEAT_MS = 24 * 3_600_000  # how often an open alert is written again
-REPORT_MS = 3_600_000  # how often what is a part of an alert is reported again, for its figures
-FORGET_MS = 24 * 3_600_000  # after so long without a tick a node is taken to be removed
-LEAVING_MS = 120_000  # for how long a node that was removed from the cluster may send ticks before its machine is off
-YOUNG_MS = 10_000  # what was pending for less is not written yet; rising counters are written once in so long
-YOUNG_USES_MS = 20_000  # sums of use, which every tick changes, are written once in so long
-_TOGETHER: tuple[Kind, ...] = ("missing", "lost", "not_answering")  # of several GPUs of a node, of one cause
+REPORT_MS = 3_600_000  # how often a part of a group is reported again, to update the group's figures
+FORGET_MS = 24 * 3_600_000  # after so long without a tick a node counts as removed
+LEAVING_MS = 120_000  # for so long a node that was removed from the cluster may still send ticks
+YOUNG_MS = 10_000  # a condition that is pending for less is not saved yet; rising counters are saved at this interval
+YOUNG_USES_MS = 20_000  # sums of use, which every tick changes, are saved at this interval
+_GROUPED_BY_NODE: tuple[Kind, ...] = ("missing", "lost", "not_answering")  # several GPUs of a node have one cause
 _replace = msgspec.structs.replace
 
 
 class LogPosition(NamedTuple):
-    """Where in its partition of gpu.attributed a tick stands, and when it was logged."""
+    """The offset of a tick in its partition of gpu.attributed, and the tick's log time."""
 
     position: int
     logged_ms: int
 
 
-OnDevice = tuple[str, str, str]  # the device, and the uid or the name of a pod on it
+PodOnDevice = tuple[str, str, str]  # the device's UUID, and the uid and the key of a pod on it (one of them is empty)
 
 
-class _Now(NamedTuple):
-    """A tick, and the state before it. ``first``: of each pod on a device the place of the first cause that fires;
-    ``due``: the places of those that hold and do not fire yet, and when they would."""
+class _Context(NamedTuple):
+    """A tick, and the state before it.
+
+    ``firing_priority`` has for each pod on a device the priority of its first cause that fires (0 is the first).
+    ``pending_causes`` has the priorities of its causes that are pending, and when each would fire.
+    """
 
     tick: Tick
     rules: Rules
     state: NodeAlerts
     findings: list[Finding]
     memory: Memory
-    first: dict[OnDevice, int]
-    due: dict[OnDevice, list[tuple[int, int]]]
+    firing_priority: dict[PodOnDevice, int]
+    pending_causes: dict[PodOnDevice, list[tuple[int, int]]]
 
 
 # -- a tick
 
 
-def begin(tick: Tick, place: LogPosition) -> NodeAlerts:
-    """The state of a node before its first tick, which this is."""
-    nothing = NodeAlerts(
-        schema=1, cluster=tick.cluster, node=tick.node, offset=0, position=0, last_ts_ms=0, logged_ms=0
-    )
-    return arrived(nothing, tick, place, nothing.memory)
+def initial_state(tick: Tick, log_position: LogPosition) -> NodeAlerts:
+    """The state of a node before its first tick."""
+    empty = NodeAlerts(schema=1, cluster=tick.cluster, node=tick.node, offset=0, position=0, last_ts_ms=0, logged_ms=0)
+    return after_tick(empty, tick, log_position, empty.memory)
 
 
-def arrived(state: NodeAlerts, tick: Tick, place: LogPosition, memory: Memory) -> NodeAlerts:
-    """The state after a tick that changes nothing but which tick is the last one, and the memory."""
+def after_tick(state: NodeAlerts, tick: Tick, log_position: LogPosition, memory: Memory) -> NodeAlerts:
+    """The state with a new last tick and a new memory; its alerts are those of before."""
     return _replace(
         state,
         offset=tick.offset,
         run_id=tick.run_id,
         seq=tick.seq,
         newest_ts_ms=max(state.newest_ts_ms, tick.ts_ms),
-        position=place.position,
+        position=log_position.position,
         last_ts_ms=tick.ts_ms,
-        logged_ms=place.logged_ms,
+        logged_ms=log_position.logged_ms,
         silent=False,
         maintenance=tick.node_labels.get(MAINTENANCE),
         memory=memory,
     )
 
 
-def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Step:
-    """What a tick makes of a node's alerts."""
+def step(state: NodeAlerts, tick: Tick, log_position: LogPosition, rules: Rules) -> Step:
+    """The state after a tick, and what to write: alerts of the node, and reports to alerts of several GPUs."""
     state, announced = announce(state)
     findings, memory = evaluate.evaluate(rules, tick, state.memory)
-    after = arrived(state, tick, place, memory)
+    after = after_tick(state, tick, log_position, memory)
     reports: list[Write] = []
-    step_ends = tick.ts_ms // STEP_MS != state.last_ts_ms // STEP_MS  # then other rules are found, too
-    some_missing = len(memory.devices) != len(tick.devices)  # what is held of those goes by the time
+    step_ends = tick.ts_ms // STEP_MS != state.last_ts_ms // STEP_MS  # the rules may be new: report it regularly
+    some_missing = len(memory.devices) != len(tick.devices)  # a missing device stops being held after some time
     if state.holdings is None or memory.devices is not state.memory.devices or some_missing or step_ends:
-        after, reports = with_holdings(after, holdings_of(after, rules))
+        after, reports = with_holdings(after, count_holdings(after, rules))
     if after.maintenance is not None:
         findings = []
-    reports += reports_of_ranks(state, after, tick, rules)
+    reports += rank_reports(state, after, tick, rules)
     if not (findings or state.tracked or state.resolved or reports):
         return Step(after, announced)
-    now = _Now(tick, rules, state, findings, memory, {}, {})
-    for one in state.tracked:
-        if one.alert is not None and one.name in rules.causes:
-            _fires(one, now)
-    found: dict[Identity, Finding] = {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings}
-    known = {identity(one) for one in state.tracked}
-    new = [
+    context = _Context(tick, rules, state, findings, memory, {}, {})
+    for condition in state.tracked:
+        if condition.alert is not None and condition.name in rules.causes:
+            _note_firing_cause(condition, context)
+    finding_by_identity: dict[Identity, Finding] = {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings}
+    tracked_identities = {identity(condition) for condition in state.tracked}
+    new_conditions = [
         Tracked(name=name, device=device, pod_uid=uid, key=key, since_ms=max(tick.ts_ms, f.since_ms), event=f.event)
-        for (name, device, uid, key), f in found.items()
-        if f.holds and (name, device, uid, key) not in known
+        for (name, device, uid, key), f in finding_by_identity.items()
+        if f.holds and (name, device, uid, key) not in tracked_identities
     ]
     conditions: Iterable[Tracked] = state.tracked
-    if new:  # what comes first is judged first
-        conditions = sorted((*conditions, *new), key=lambda one: rules.causes.get(one.name, -1))
+    if new_conditions:  # the first cause is judged first: the others may wait for it
+        conditions = sorted((*conditions, *new_conditions), key=lambda condition: rules.causes.get(condition.name, -1))
     tracked: list[Tracked] = []
     writes = [*announced, *reports]
-    for one in conditions:
-        later, alert, ended = _after(one, found.get(identity(one)), now)
-        writes += ended
-        if later is not None:
-            tracked.append(later)
+    for condition in conditions:
+        updated, alert, earlier_writes = _advance(condition, finding_by_identity.get(identity(condition)), context)
+        writes += earlier_writes
+        if updated is not None:
+            tracked.append(updated)
         if alert is not None:
-            writes.append(written(alert, later or one, tick.ts_ms, repeat=alert is one.alert))
-            writes += for_others(alert, later or one, tick.ts_ms, rules)
-    unchanged = len(tracked) == len(state.tracked) and all(a is b for a, b in zip(tracked, state.tracked, strict=True))
-    return step_of(after if unchanged else _replace(after, tracked=tuple(tracked)), writes, tick.ts_ms)
+            writes.append(alert_write(alert, updated or condition, tick.ts_ms, repeat=alert is condition.alert))
+            writes += reports_to_other_rules(alert, updated or condition, tick.ts_ms, rules)
+    unchanged = len(tracked) == len(state.tracked) and all(map(operator.is_, tracked, state.tracked))
+    return finish_step(after if unchanged else _replace(after, tracked=tuple(tracked)), writes, tick.ts_ms)
 
 
-def _after(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None, list[Write]]:
-    """What becomes of a condition, its alert if that is to be written, and what is written before it."""
-    rule = now.rules.by_name.get(one.name)
+def _advance(
+    condition: Tracked, finding: Finding | None, context: _Context
+) -> tuple[Tracked | None, Alert | None, list[Write]]:
+    """The condition after the tick (None: it ended), its alert if that is to be written, and the writes before it."""
+    rule = context.rules.by_name.get(condition.name)
     if rule is not None and rule.kind == "node_silent":
-        return *_ended(one, now, "ticks"), []
-    if MAINTENANCE in now.tick.node_labels:
-        return *_ended(one, now, "maintenance"), []
-    later, alert = (_pending if one.alert is None else _firing)(one, finding, now)
-    if later is None or later.alert is None or later.scope is not None or rule is None or rule.kind not in WASTE:
-        return later, alert, []
-    # an earlier version wrote it as an alert of its own
-    ended = resolved_alert(later.alert, one, now.tick.ts_ms, "grouped")
-    return _replace(later, scope=scope_of_pod(later.alert)), later.alert, [Write("alert", ended.fingerprint, ended)]
+        return *_resolve(condition, context, "ticks"), []
+    if MAINTENANCE in context.tick.node_labels:
+        return *_resolve(condition, context, "maintenance"), []
+    updated, alert = (_pending if condition.alert is None else _firing)(condition, finding, context)
+    if updated is None or updated.alert is None or updated.scope is not None or rule is None or rule.kind not in WASTE:
+        return updated, alert, []
+    # an earlier version wrote it as an alert of its own: resolve that one, and report it to the group
+    previous = resolved_alert(updated.alert, condition, context.tick.ts_ms, "grouped")
+    return (
+        _replace(updated, scope=scope_of_pod(updated.alert)),
+        updated.alert,
+        [Write("alert", previous.fingerprint, previous)],
+    )
 
 
-def _pending(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None]:
-    """A pending condition goes on, begins again after a minute of which nothing is known, ends, or fires."""
-    now_ms, before_ms, holds = now.tick.ts_ms, now.state.last_ts_ms, _holds(one, finding, now)
-    blind_ms = before_ms if one.blind_ms is None else one.blind_ms
-    in_doubt = holds is None or one.blind_ms is not None
-    again = not 0 <= now_ms - before_ms <= MAX_GAP_MS or (in_doubt and now_ms - blind_ms > MAX_GAP_MS)
-    if holds is None and not again:
-        return (one if one.blind_ms is not None else _replace(one, blind_ms=blind_ms)), None
+def _pending(condition: Tracked, finding: Finding | None, context: _Context) -> tuple[Tracked | None, Alert | None]:
+    """A pending condition after the tick: it stays pending, starts again after a gap, ends, or fires."""
+    now_ms, before_ms, holds = context.tick.ts_ms, context.state.last_ts_ms, _holds(condition, finding, context)
+    blind_ms = before_ms if condition.blind_ms is None else condition.blind_ms
+    in_doubt = holds is None or condition.blind_ms is not None
+    restarts = not 0 <= now_ms - before_ms <= MAX_GAP_MS or (in_doubt and now_ms - blind_ms > MAX_GAP_MS)
+    if holds is None and not restarts:
+        return (condition if condition.blind_ms is not None else _replace(condition, blind_ms=blind_ms)), None
     if finding is None or not holds:
         return None, None
-    since_ms = max(now_ms if again else one.since_ms, finding.since_ms)
-    if since_ms != one.since_ms or one.blind_ms is not None:
-        one = _replace(one, since_ms=since_ms, blind_ms=None)
-    return _fired_if_due(one, finding, now)
+    since_ms = max(now_ms if restarts else condition.since_ms, finding.since_ms)
+    if since_ms != condition.since_ms or condition.blind_ms is not None:
+        condition = _replace(condition, since_ms=since_ms, blind_ms=None)
+    return _fire_if_due(condition, finding, context)
 
 
-def _firing(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None]:
-    """A firing condition goes on, its alert written again now and then, or it has not held for long enough and ends."""
-    now_ms, holds = now.tick.ts_ms, _holds(one, finding, now)
-    if now.first.get(_place(one), len(CAUSES)) < now.rules.causes.get(one.name, -1):
-        return _ended(one, now, "superseded")
+def _firing(condition: Tracked, finding: Finding | None, context: _Context) -> tuple[Tracked | None, Alert | None]:
+    """A firing condition after the tick: it keeps firing, or is resolved. Its alert is due if it changed, and at an
+    interval."""
+    now_ms, holds = context.tick.ts_ms, _holds(condition, finding, context)
+    if context.firing_priority.get(_pod_on_device(condition), len(CAUSES)) < context.rules.causes.get(
+        condition.name, -1
+    ):
+        return _resolve(condition, context, "superseded")
     if finding is not None and holds:
-        one = _held(one, finding, now)
-        if one.alert is not None:
-            one = _with_status(one, one.alert, status_of(finding, now.tick))
+        condition = _still_holding(condition, finding, context)
+        if condition.alert is not None:
+            condition = _with_status(condition, condition.alert, api_status(finding, context.tick))
     elif holds is not None:
-        ceased_ms = now_ms if one.ceased_ms is None else min(one.ceased_ms, now_ms)
-        because = evaluate.because(now.rules, now.tick, one, now.memory)
-        # What can't hold again ends at once. What happened to a pod outlives the pod.
-        pod_ended = because == "pod_ended" and not one.event and now.tick.attribution == "exact"
-        if pod_ended or because in ("rule_removed", "policy") or now_ms - ceased_ms >= one.keep_ms:
-            return _ended(one, now, because)
-        if one.ceased_ms != ceased_ms:
-            one = _replace(one, ceased_ms=ceased_ms)
+        ceased_ms = now_ms if condition.ceased_ms is None else min(condition.ceased_ms, now_ms)
+        reason = evaluate.resolve_reason(context.rules, context.tick, condition, context.memory)
+        # A condition that can't hold again ends at once. An event that happened to a pod outlives the pod.
+        pod_ended = reason == "pod_ended" and not condition.event and context.tick.attribution == "exact"
+        if pod_ended or reason in ("rule_removed", "policy") or now_ms - ceased_ms >= condition.keep_ms:
+            return _resolve(condition, context, reason)
+        if condition.ceased_ms != ceased_ms:
+            condition = _replace(condition, ceased_ms=ceased_ms)
     critical_ms = finding.rule.critical_ms if finding is not None and holds else 0
-    if one.alert is not None and critical_ms and now_ms - one.since_ms >= critical_ms:
-        one = _escalated(one, one.alert)
-    every_ms = REPEAT_MS if one.scope is None else REPORT_MS
-    if one.written_ms is not None and 0 <= now_ms - one.written_ms < every_ms:
-        return one, None
-    return _replace(one, written_ms=now_ms), one.alert
+    if condition.alert is not None and critical_ms and now_ms - condition.since_ms >= critical_ms:
+        condition = _escalate(condition, condition.alert)
+    every_ms = REPEAT_MS if condition.scope is None else REPORT_MS
+    if condition.written_ms is not None and 0 <= now_ms - condition.written_ms < every_ms:
+        return condition, None
+    return _replace(condition, written_ms=now_ms), condition.alert
 
 
-def _with_status(one: Tracked, alert: Alert, status: dict[str, str]) -> Tracked:
-    """The API server says something else of its device than before, which is to be written."""
+def _with_status(condition: Tracked, alert: Alert, status: dict[str, str]) -> Tracked:
+    """Set what the API server reports of the device. If that is new, the alert is updated, and has to be written."""
     if status.items() <= alert.annotations.items():
-        return one
+        return condition
     alert = _replace(alert, annotations={**alert.annotations, **status}, revision=alert.revision + 1)
-    return _replace(one, alert=alert, written_ms=None)
+    return _replace(condition, alert=alert, written_ms=None)
 
 
-def _escalated(one: Tracked, alert: Alert) -> Tracked:
-    """It fires for so long that it is critical, which is to be written."""
+def _escalate(condition: Tracked, alert: Alert) -> Tracked:
+    """Make the alert critical, if it is not: an update, which has to be written."""
     if alert.severity == "critical":
-        return one
+        return condition
     labels = {**alert.labels, "severity": "critical"}
     alert = _replace(alert, severity="critical", labels=labels, revision=alert.revision + 1)
-    return _replace(one, alert=alert, written_ms=None)
+    return _replace(condition, alert=alert, written_ms=None)
 
 
-def _holds(one: Tracked, finding: Finding | None, now: _Now) -> bool | None:
-    """Whether a condition holds; None: it is not known."""
+def _holds(condition: Tracked, finding: Finding | None, context: _Context) -> bool | None:
+    """Whether a condition holds in the tick; None if the tick has no evidence."""
     if finding is not None:
         return finding.holds
-    return False if evaluate.is_known(now.rules, now.tick, one, now.memory) else None
+    return False if evaluate.is_known_not_to_hold(context.rules, context.tick, condition, context.memory) else None
 
 
-def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, Alert | None]:
-    """A condition that holds fires at once if it is an event, else when it has held for long enough."""
-    now_ms = now.tick.ts_ms
-    if not finding.event and now_ms - one.since_ms < finding.rule.for_ms:
-        if one.name in now.rules.causes:
-            due = now.rules.causes[one.name], one.since_ms + finding.rule.for_ms
-            now.due.setdefault(_place(one), []).append(due)
-        return one, None
-    if one.name in now.rules.causes and _waits(one, finding.rule.keep_firing_ms, now):
-        return one, None
-    described = describe(finding, now.tick, one.since_ms, now.rules.wording)
-    value = finding.value if finding.value is not None else (now_ms - one.since_ms) / 1000
-    alert = firing(finding.rule, one, now.state, now_ms, float(value), described)
-    if 0 < finding.rule.critical_ms <= now_ms - one.since_ms:  # it waited for another one
-        alert = _replace(alert, severity="critical", labels={**alert.labels, "severity": "critical"})
-    if finding.rule.kind in WASTE:  # how many devices of the node the pod was given
-        pods = [(device.uuid, uid_and_key(holder)) for device in now.tick.devices for holder in device.holders]
-        alert = _replace(alert, held=len({uuid for uuid, pod in pods if pod == (finding.pod_uid, finding.key)}))
-    if one.name in now.rules.causes:
-        _fires(one, now)
-    scope = _scope(finding, alert, now)
-    return _held(_replace(one, alert=alert, written_ms=now_ms, scope=scope), finding, now), alert
+def _fire_if_due(condition: Tracked, finding: Finding, context: _Context) -> tuple[Tracked, Alert | None]:
+    """Fire a condition that holds, if it is an event or has held for the rule's ``for``, and no other cause is first.
 
-
-def _place(one: Tracked) -> OnDevice:
-    return one.device, one.pod_uid, one.key
-
-
-def _fires(one: Tracked, now: _Now) -> None:
-    """Note that a cause fires."""
-    now.first[_place(one)] = min(now.rules.causes[one.name], now.first.get(_place(one), len(CAUSES)))
-
-
-def _waits(one: Tracked, keep_ms: int, now: _Now) -> bool:
-    """Whether another cause comes first: it fires, would fire within this time, or has been over for less than it."""
-    causes, state = now.rules.causes, now.state
-    if now.first.get(_place(one), len(CAUSES)) < causes[one.name]:
-        return True
-    if any(
-        place < causes[one.name] and due_ms - now.tick.ts_ms < keep_ms for place, due_ms in now.due.get(_place(one), ())
+    Returns the condition, and its alert if it fires."""
+    now_ms = context.tick.ts_ms
+    if not finding.event and now_ms - condition.since_ms < finding.rule.for_ms:
+        if condition.name in context.rules.causes:
+            due = context.rules.causes[condition.name], condition.since_ms + finding.rule.for_ms
+            context.pending_causes.setdefault(_pod_on_device(condition), []).append(due)
+        return condition, None
+    if condition.name in context.rules.causes and _waits_for_other_cause(
+        condition, finding.rule.keep_firing_ms, context
     ):
+        return condition, None
+    described = describe(finding, context.tick, condition.since_ms, context.rules.wording)
+    value = finding.value if finding.value is not None else (now_ms - condition.since_ms) / 1000
+    alert = firing_alert(finding.rule, condition, context.state, now_ms, float(value), described)
+    if 0 < finding.rule.critical_ms <= now_ms - condition.since_ms:  # it waited for another cause
+        alert = _replace(alert, severity="critical", labels={**alert.labels, "severity": "critical"})
+    if finding.rule.kind in WASTE:  # held: how many devices of the node the pod has
+        pods = [(device.uuid, uid_and_key(holder)) for device in context.tick.devices for holder in device.holders]
+        alert = _replace(alert, held=len({uuid for uuid, pod in pods if pod == (finding.pod_uid, finding.key)}))
+    if condition.name in context.rules.causes:
+        _note_firing_cause(condition, context)
+    scope = _scope(finding, alert, context)
+    return _still_holding(_replace(condition, alert=alert, written_ms=now_ms, scope=scope), finding, context), alert
+
+
+def _pod_on_device(condition: Tracked) -> PodOnDevice:
+    return condition.device, condition.pod_uid, condition.key
+
+
+def _note_firing_cause(condition: Tracked, context: _Context) -> None:
+    """Note that a cause fires for its pod on its device."""
+    key, priority = _pod_on_device(condition), context.rules.causes[condition.name]
+    context.firing_priority[key] = min(priority, context.firing_priority.get(key, len(CAUSES)))
+
+
+def _waits_for_other_cause(condition: Tracked, keep_ms: int, context: _Context) -> bool:
+    """Whether an earlier cause fires for the same pod and device, will fire within ``keep_ms``, or was resolved less
+    than ``keep_ms`` ago."""
+    causes, state, now_ms = context.rules.causes, context.state, context.tick.ts_ms
+    key, own_priority = _pod_on_device(condition), causes[condition.name]
+    if context.firing_priority.get(key, len(CAUSES)) < own_priority:
         return True
-    earlier = [name for name, place in causes.items() if place < causes[one.name]]
-    keys = [fingerprint(name, state.cluster, state.node, *_place(one)) for name in earlier]
-    ended_ms = [state.resolved[key] for key in keys if key in state.resolved]
-    return any(0 <= now.tick.ts_ms - at_ms < keep_ms for at_ms in ended_ms)
+    pending = context.pending_causes.get(key, ())
+    if any(priority < own_priority and due_ms - now_ms < keep_ms for priority, due_ms in pending):
+        return True
+    earlier_rules = [name for name, priority in causes.items() if priority < own_priority]
+    fingerprints = [fingerprint(name, state.cluster, state.node, *key) for name in earlier_rules]
+    ends_ms = [state.resolved[earlier] for earlier in fingerprints if earlier in state.resolved]
+    return any(0 <= now_ms - end_ms < keep_ms for end_ms in ends_ms)
 
 
-def _held(one: Tracked, finding: Finding, now: _Now) -> Tracked:
-    """A firing condition that holds in this tick. An event is over with its tick."""
-    now_ms, keep_ms, paused_ms, again_ms = now.tick.ts_ms, finding.rule.keep_firing_ms, one.paused_ms, one.again_ms
+def _still_holding(condition: Tracked, finding: Finding, context: _Context) -> Tracked:
+    """A firing condition that holds in this tick. An event ceases in its own tick."""
+    now_ms, keep_ms = context.tick.ts_ms, finding.rule.keep_firing_ms
+    paused_ms, again_ms = condition.paused_ms, condition.again_ms
     ceased_ms = now_ms if finding.event else None
-    if one.ceased_ms == ceased_ms and one.keep_ms == keep_ms:
-        return one
-    if one.ceased_ms is not None and not finding.event:
-        paused_ms, again_ms = paused_ms + max(now_ms - one.ceased_ms, 0), now_ms
-    return _replace(one, ceased_ms=ceased_ms, keep_ms=keep_ms, paused_ms=paused_ms, again_ms=again_ms)
+    if condition.ceased_ms == ceased_ms and condition.keep_ms == keep_ms:
+        return condition
+    if condition.ceased_ms is not None and not finding.event:
+        paused_ms, again_ms = paused_ms + max(now_ms - condition.ceased_ms, 0), now_ms
+    return _replace(condition, ceased_ms=ceased_ms, keep_ms=keep_ms, paused_ms=paused_ms, again_ms=again_ms)
 
 
-# -- what is a part of an alert of several devices
-
-
-def _scope(finding: Finding, alert: Alert, now: _Now) -> Scope | None:
-    """Whose alert this one is a part of: its pod's workload's, or the node's if other GPUs went at the same time. None:
-    it is an alert of its own, and stays one."""
+def _scope(finding: Finding, alert: Alert, context: _Context) -> Scope | None:
+    """The scope of the group that a new alert is a part of: the workload or pod of its GPU, or the node if other GPUs
+    of it have the same condition now. None: it is an alert of its own, as long as it fires."""
     if finding.rule.kind in WASTE:
         return scope_of_pod(alert)
-    if finding.rule.kind not in _TOGETHER:
+    if finding.rule.kind not in _GROUPED_BY_NODE:
         return None
     name, devices = finding.rule.name, {finding.device}
-    devices |= {t.device for t in now.state.tracked if t.name == name and t.alert is not None and t.scope is None}
-    return "node" if any(f.holds and f.rule.name == name and f.device not in devices for f in now.findings) else None
+    devices |= {
+        condition.device
+        for condition in context.state.tracked
+        if condition.name == name and condition.alert is not None and condition.scope is None
+    }
+    return (
+        "node"
+        if any(other.holds and other.rule.name == name and other.device not in devices for other in context.findings)
+        else None
+    )
 
 
-def _ended(one: Tracked, now: _Now, because: str) -> tuple[None, Alert | None]:
-    return None, None if one.alert is None else resolved_alert(one.alert, one, now.tick.ts_ms, because)
+def _resolve(condition: Tracked, context: _Context, reason: str) -> tuple[None, Alert | None]:
+    return None, None if condition.alert is None else resolved_alert(
+        condition.alert, condition, context.tick.ts_ms, reason
+    )
 
 
-def same(durable: NodeAlerts, current: NodeAlerts) -> bool:
-    """Whether the state that was written is enough for a replay to give the same. What began to be pending a moment ago
-    is not written yet. Counters that rise all the time are written now and then."""
-    if durable.maintenance != current.maintenance:
+def is_saved(saved: NodeAlerts, current: NodeAlerts) -> bool:
+    """Whether a replay from the saved state gives the current one, so that nothing has to be written.
+    Conditions that became pending a moment ago are not saved yet; counters that rise all the time are at intervals."""
+    if saved.maintenance != current.maintenance:
         return False
-    if durable.silent != current.silent or durable.generation != current.generation:
+    if saved.silent != current.silent or saved.generation != current.generation:
         return False
-    now_ms, written, memory = current.last_ts_ms, durable.memory, current.memory
-    if written is not memory:
-        only_uses = written.windows is memory.windows
-        young = 0 <= now_ms - durable.last_ts_ms < (YOUNG_USES_MS if only_uses else YOUNG_MS)
-        if not young or written.devices is not memory.devices or written.run_id != memory.run_id:
+    now_ms, saved_memory, memory = current.last_ts_ms, saved.memory, current.memory
+    if saved_memory is not memory:
+        only_uses = saved_memory.windows is memory.windows
+        young = 0 <= now_ms - saved.last_ts_ms < (YOUNG_USES_MS if only_uses else YOUNG_MS)
+        if not young or saved_memory.devices is not memory.devices or saved_memory.run_id != memory.run_id:
             return False
-    if durable.resolved is not current.resolved and durable.resolved != current.resolved:
+    if saved.resolved is not current.resolved and saved.resolved != current.resolved:
         return False
-    if durable.tracked is current.tracked:
+    if saved.tracked is current.tracked:
         return True
-    known = {identity(one) for one in durable.tracked}
+    saved_identities = {identity(condition) for condition in saved.tracked}
     worth_writing = [
-        one
-        for one in current.tracked
-        if identity(one) in known
-        or one.alert is not None
-        or one.blind_ms is not None
-        or not 0 <= now_ms - one.since_ms < YOUNG_MS
+        condition
+        for condition in current.tracked
+        if identity(condition) in saved_identities
+        or condition.alert is not None
+        or condition.blind_ms is not None
+        or not 0 <= now_ms - condition.since_ms < YOUNG_MS
     ]
-    return durable.tracked == tuple(worth_writing)
+    return saved.tracked == tuple(worth_writing)
 
 
-# -- no tick
+# -- without a tick
 
 
-def quiet(state: NodeAlerts) -> NodeAlerts:
+def mark_silent(state: NodeAlerts) -> NodeAlerts:
+    """The state of a node of which no tick has come for a while."""
     return _replace(state, silent=True)
 
 
-def without_ticks(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_ms: int | None) -> Step:
-    """What becomes of a node of which no tick came: it has left, or its silence fires.
+def step_without_tick(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_ms: int | None) -> Step:
+    """The state of a node of which no tick came: it has left, or its silence fires, or old alerts are deleted.
 
-    It has left if the cluster removed it (``removed_ms``, in log time), or after a day. Alerts that the state has as
-    not written go first: the worker that decided them has ended.
+    It has left if the cluster removed it (at ``removed_ms``, in log time), or after a day without ticks. Alerts in the
+    state that are not written yet are written first: the worker that decided them has ended.
     """
     if has_unwritten(state):
         return announce(state)
@@ -364,77 +390,78 @@ def without_ticks(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_ms: i
     elif now_ms - state.logged_ms >= FORGET_MS:
         after = retire(state, state.last_ts_ms + FORGET_MS)
     else:
-        after = silence(state, rules, now_ms - state.logged_ms)
-    return Step(after) if after is not state else expire(state, now_ms)
+        after = fire_node_silent(state, rules, now_ms - state.logged_ms)
+    return Step(after) if after is not state else finish_step(state, [], now_ms)
 
 
-def silence(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAlerts:
-    """The state of a node after a silence: the rules for which that is long enough have fired. Every worker finds the
-    same. Write it first, then what :func:`announce` makes of it."""
+def fire_node_silent(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAlerts:
+    """The state in which the rules about silent nodes fire, if the silence has lasted for their ``for``.
+    Every worker makes the same state. Write it before what :func:`announce` makes of it."""
     if is_retired(state) or state.maintenance is not None:
         return state
     for rule in rules.of("node_silent"):
         tracked = Tracked(name=rule.name, since_ms=state.last_ts_ms, keep_ms=rule.keep_firing_ms)
-        if lasted_ms >= rule.for_ms and all(identity(one) != identity(tracked) for one in state.tracked):
+        if lasted_ms >= rule.for_ms and all(identity(condition) != identity(tracked) for condition in state.tracked):
             starts_ms = min(state.last_ts_ms + rule.for_ms, MAX_TIME_MS)
-            described = silent(rule, state, state.memory, rules.wording)
-            alert = firing(rule, tracked, state, starts_ms, rule.for_ms / 1000, described)
-            state = _replace(quiet(state), tracked=(*state.tracked, _replace(tracked, alert=alert)))
+            described = describe_silence(rule, state, state.memory, rules.wording)
+            alert = firing_alert(rule, tracked, state, starts_ms, rule.for_ms / 1000, described)
+            state = _replace(mark_silent(state), tracked=(*state.tracked, _replace(tracked, alert=alert)))
     return state
 
 
 def retire(state: NodeAlerts, at_ms: int) -> NodeAlerts:
-    """The state of a node that is gone: whatever was open is resolved, and what was remembered of it forgotten.
-    Write it first, then what :func:`announce` makes of it."""
+    """The state of a node that was removed: its alerts are resolved, and its memory is empty.
+    Write it before what :func:`announce` makes of it, which also reports that workloads hold nothing there."""
     if is_retired(state):
         return state
     ended = [
-        _replace(one, alert=resolved_alert(one.alert, one, min(at_ms, MAX_TIME_MS), "node_removed"), written_ms=None)
-        for one in state.tracked
-        if one.alert is not None
+        _replace(
+            condition,
+            alert=resolved_alert(condition.alert, condition, min(at_ms, MAX_TIME_MS), "node_removed"),
+            written_ms=None,
+        )
+        for condition in state.tracked
+        if condition.alert is not None
     ]
-    return _replace(quiet(state), tracked=tuple(ended), memory=Memory())  # that nothing is held any more is announced
+    return _replace(mark_silent(state), tracked=tuple(ended), memory=Memory())
 
 
 def announce(state: NodeAlerts) -> Step:
-    """Write the alerts that a state has as not written yet.
+    """Write the alerts in the state that are not written yet.
 
-    These are what the worker's clock has decided. Ticks are read again after a crash, and decide the same again; a
-    silence may not be found again, since the node may have come back.
+    The worker's clock has decided them. After a crash ticks are read again and give the same alerts; a silence may not
+    be found again, because the node may send ticks by then.
     """
     if not has_unwritten(state):
         return Step(state)
     tracked: list[Tracked] = []
     writes: list[Write] = []
-    if _holds_nothing(state):
+    if _has_no_memory(state):
         state, writes = with_holdings(state, {})
-    for one in state.tracked:
-        if one.alert is not None and one.written_ms is None:
-            writes.append(written(one.alert, one, state.last_ts_ms))
-            one = _replace(one, written_ms=milliseconds(one.alert.starts_at))
-        if one.alert is None or one.alert.is_open:
-            tracked.append(one)
-    return step_of(_replace(state, tracked=tuple(tracked)), writes, state.last_ts_ms)
+    for condition in state.tracked:
+        if condition.alert is not None and condition.written_ms is None:
+            writes.append(alert_write(condition.alert, condition, state.last_ts_ms))
+            condition = _replace(condition, written_ms=milliseconds(condition.alert.starts_at))
+        if condition.alert is None or condition.alert.is_open:
+            tracked.append(condition)
+    return finish_step(_replace(state, tracked=tuple(tracked)), writes, state.last_ts_ms)
 
 
 def has_unwritten(state: NodeAlerts) -> bool:
-    """Whether a state has alerts that are to be written once the broker has the state."""
-    unwritten = any(one.alert is not None and one.written_ms is None for one in state.tracked)
-    return unwritten or (_holds_nothing(state) and bool(state.holdings))
+    """Whether the state has alerts that are written as soon as the broker has acknowledged the state."""
+    unwritten = any(condition.alert is not None and condition.written_ms is None for condition in state.tracked)
+    return unwritten or (_has_no_memory(state) and bool(state.holdings))
 
 
-def _holds_nothing(state: NodeAlerts) -> bool:
+def _has_no_memory(state: NodeAlerts) -> bool:
     return state.silent and state.memory == Memory()
 
 
-def expire(state: NodeAlerts, now_ms: int) -> Step:
-    return step_of(state, [], now_ms)
-
-
 def is_retired(state: NodeAlerts) -> bool:
-    """Whether all that is known of a node is which of its alerts were resolved."""
-    return not state.tracked and _holds_nothing(state)
+    """Whether a state has nothing but resolved alerts that are not deleted yet."""
+    return not state.tracked and _has_no_memory(state)
 
 
 def is_over(state: NodeAlerts) -> bool:
+    """Whether a state has nothing at all, so that it can be deleted."""
     return is_retired(state) and not state.resolved and not state.holdings

@@ -22,7 +22,7 @@ import msgspec
 
 from delivery.replays import LastTick
 from streams.alerts.tick import Device, Tick
-from streams.alerts.uses import Uses, Wanted, uses_of
+from streams.alerts.uses import UseNeeds, Uses, uses_of
 from topics.alerts import AlertState, Tracked
 from topics.attributed import Holder, HoldingPod, by_pod
 from topics.topic import decoder
@@ -92,7 +92,7 @@ class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
     uses: dict[str, Uses] = {}
 
 
-def remember(memory: Memory, tick: Tick, forget_ms: int, wanted: Wanted | None = None) -> Memory:
+def remember(memory: Memory, tick: Tick, forget_ms: int, use_needs: UseNeeds | None = None) -> Memory:
     """The memory after a tick. A device that is missing is forgotten when it has left: a MIG device whose GPU is well
     without it, a GPU that has another in its place, or what has been away for ``forget_ms``. ``wanted``: what of its
     use is remembered."""
@@ -106,8 +106,8 @@ def remember(memory: Memory, tick: Tick, forget_ms: int, wanted: Wanted | None =
             changed[device.uuid] = now
         if counters is not None and counters is not before:
             counted[device.uuid] = counters
-        if wanted is not None and now.pods:
-            used = uses_of(device, now.pods, memory.uses.get(device.uuid, ()), tick, wanted)
+        if use_needs is not None and now.pods:
+            used = uses_of(device, now.pods, memory.uses.get(device.uuid, ()), tick, use_needs)
             if used:
                 uses[device.uuid] = used
     present = {device.uuid for device in tick.devices}

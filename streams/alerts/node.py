@@ -1,13 +1,13 @@
-"""What a worker holds of its nodes: their states, what of them the broker has, and which of them are silent.
+"""The nodes of a worker: their states, which states the broker has, and which nodes are silent.
 
-In: ticks, states that were read, acknowledgements, where the broker says that partitions end. Out: what is to be
-written, and which slots may be finished.
-State: all of it; no clock, no Kafka.
+In: ticks, states read from Kafka, acknowledgements, and the ends of partitions. Out: records to write, and slots that
+may be finished.
+State: all of the above; no clock, no Kafka.
 
-A state is written only when it changes. So a replay must find out the rest: the slot of a node's last tick stays open
-until its next tick is judged and, if that changed anything, written. A replay therefore begins at or before the last
-tick that was judged. The first tick of a node after its state is one that was judged before: only its time is taken
-over. If no tick comes for a while, a state that says so is written, and nothing stays open.
+A state is written only if it changes, so the broker may not have a node's last tick. The slot of that tick therefore
+stays open until the node's next tick is judged and, if that changed the state, written. A replay begins at or before
+the last tick that was judged: the first tick of a node after its state was judged before, and only its time is used.
+If no tick comes for a while, a state with ``silent`` is written, and no slot stays open.
 """
 
 import contextlib
@@ -28,23 +28,24 @@ from streams.caught_up import CaughtUp, PartitionState
 from topics.alerts import Alert, AlertGroup
 
 Outcome = Literal["judged", "new_log", "replayed", "resumed"]
-"""What a tick was: ``judged``, a new one; ``new_log``, a new one with which the offsets of gpu.samples begin again;
-``replayed``, judged before; ``resumed``, the first after a state that was read, judged before by another worker."""
+"""How a tick was handled. ``judged``: it was new. ``new_log``: it was new, and the offsets of gpu.samples begin again
+with it. ``replayed``: it was judged before. ``resumed``: it is the first after a state that was read, and another
+worker has judged it."""
 
-QUIET_S = 30.0  # after so long without a tick a node's state is written, and its last tick holds back no commit
+QUIET_S = 30.0  # after so long without a tick a node's state is written, and its last tick does not hold back commits
 
 _replace = msgspec.structs.replace
 
 
 class Log(NamedTuple):
-    """The partition that ticks are read from: its end at the assignment, and whether unread ticks were lost."""
+    """The partition that ticks are read from: its end at the assignment, and whether ticks were deleted unread."""
 
-    ended: int
-    torn: bool
+    end: int
+    has_gap: bool
 
 
-class Due(NamedTuple):
-    """What is to be written: first the alerts in their order and, when they are acknowledged, the state."""
+class PendingWrite(NamedTuple):
+    """The records of alerts, in their order, and the state to write after these are acknowledged."""
 
     writes: tuple[Write, ...]
     state: NodeAlerts
@@ -53,123 +54,125 @@ class Due(NamedTuple):
 class Node:
     """A node of a partition, by its key.
 
-    ``durable`` is the state that the broker has, ``current`` the one after the last tick. ``fresh``: no tick was read
-    since the state was. ``stale``: the topic's last state is not ours. ``writing``: something is on its way.
-    ``kept``: the slots of the ticks that a replay must begin with. ``read_s``: when a tick was last read, of the
-    monotonic clock. ``policies``: which pods have one about alerts, as namespace, pod and annotation.
+    ``saved`` is the state that the broker has, ``current`` the state after the last tick. ``awaits_first_tick``: no
+    tick was read since the state was. ``stale``: the last state in the topic is another worker's. ``writing``: a write
+    is not acknowledged yet. ``open_slots``: the slots of the ticks at which a replay must begin. ``read_s``: when a
+    tick was last read, by the monotonic clock. ``policies``: the alert policies of its pods, as namespace, pod and
+    annotation.
     """
 
     __slots__ = (
-        "_echoes", "_over", "_writes", "current", "durable", "fresh", "kept", "key", "policies", "read_s", "stale",
-        "writing",
+        "_finished_slots", "_unread_writes", "_unwritten", "awaits_first_tick", "current", "key", "open_slots",
+        "policies", "read_s", "saved", "stale", "writing",
     )  # fmt: skip
 
-    def __init__(self, key: bytes, durable: NodeAlerts | None = None) -> None:
+    def __init__(self, key: bytes, saved: NodeAlerts | None = None) -> None:
         self.key = key
-        self.durable = self.current = durable
-        self.fresh, self.stale, self.writing = True, False, False
-        self._echoes: deque[Order] = deque()
+        self.saved = self.current = saved
+        self.awaits_first_tick, self.stale, self.writing = True, False, False
+        self._unread_writes: deque[Order] = deque()
         self.read_s = float("-inf")
         self.policies: frozenset[tuple[str, str, str]] = frozenset()
-        self.kept: deque[Slot] = deque()
-        self._over: list[Slot] = []
-        self._writes: list[Write] = []
+        self.open_slots: deque[Slot] = deque()
+        self._finished_slots: list[Slot] = []
+        self._unwritten: list[Write] = []
 
-    # -- what was read
+    # -- reading
 
-    def learn(self, state: NodeAlerts) -> None:
-        """A state of this node was read. It is taken on, unless ticks were read since.
+    def read_state(self, state: NodeAlerts) -> None:
+        """Use a state that was read from Kafka, unless ticks of the node were read already.
 
-        If ticks were, a state that is not ours was written late, by a worker that had lost the partition. Ours is
-        written again, so that the last state in the topic is always the one that the partition's owner goes by.
+        In that case a state that this worker did not write was written late, by a worker that had lost the partition.
+        The current state is then written again, so that the last one in the topic is the partition owner's.
         """
-        ours = order(state) in self._echoes
-        while ours and self._echoes.popleft() != order(state):
+        is_own_write = order(state) in self._unread_writes
+        while is_own_write and self._unread_writes.popleft() != order(state):
             pass
-        if self.fresh and not self.writing:
-            self.durable = self.current = state
-        elif not ours:
-            self.stale = not self._echoes
+        if self.awaits_first_tick and not self.writing:
+            self.saved = self.current = state
+        elif not is_own_write:
+            self.stale = not self._unread_writes
 
-    def take(self, tick: Tick, slot: Slot, logged_ms: int, rules: Rules, log: Log) -> Outcome:
-        """A tick was read."""
-        place = LogPosition(slot.offset, logged_ms)
-        fresh, self.fresh = self.fresh, False
+    def judge(self, tick: Tick, slot: Slot, logged_ms: int, rules: Rules, log: Log) -> Outcome:
+        """Judge a tick that was read, and keep its slot open or let it finish."""
+        log_position = LogPosition(slot.offset, logged_ms)
+        is_first_tick, self.awaits_first_tick = self.awaits_first_tick, False
         outcome: Outcome = "judged"
-        state = machine.begin(tick, place) if self.current is None else self.current
-        if fresh and self.current is not None and state.position >= log.ended:  # the log is another one now
+        state = machine.initial_state(tick, log_position) if self.current is None else self.current
+        if is_first_tick and self.current is not None and state.position >= log.end:  # the log was created again
             state = _replace(state, generation=state.generation + 1, silent=True)
         elif self.current is not None:
             verdict = replays.verdict(last_tick(state), tick)
             if verdict == "replay":
-                again = tick.offset == state.offset and not self.kept
-                (self.kept if again else self._over).append(slot)
+                is_last_tick = tick.offset == state.offset and not self.open_slots
+                (self.open_slots if is_last_tick else self._finished_slots).append(slot)
                 return "replayed"
-            if verdict == "new_log":  # of the samples
+            if verdict == "new_log":  # gpu.samples was created again
                 outcome, state = "new_log", _replace(state, generation=state.generation + 1)
-            elif fresh and not state.silent and not log.torn:
-                self.current = machine.arrived(state, tick, place, state.memory)
-                self.kept.append(slot)
+            elif is_first_tick and not state.silent and not log.has_gap:
+                self.current = machine.after_tick(state, tick, log_position, state.memory)
+                self.open_slots.append(slot)
                 return "resumed"
-        self.close(machine.step(state, tick, place, rules))
-        self.kept.append(slot)
+        self.apply(machine.step(state, tick, log_position, rules))
+        self.open_slots.append(slot)
         return outcome
 
-    def close(self, step: Step) -> None:
+    def apply(self, step: Step) -> None:
+        """Take on the state of a step, and keep its records to be written."""
         self.current = step.state
-        self._writes += step.writes
+        self._unwritten += step.writes
 
-    # -- what is to be done
+    # -- writing
 
     def settled(self) -> bool:
-        """Whether the broker has all that is worth having."""
-        if self.durable is None or self.current is None:
+        """Whether nothing has to be written, and nothing is being written."""
+        if self.saved is None or self.current is None:
             return self.current is None and not self.writing
-        return not self.writing and not self._writes and machine.same(self.durable, self.current)
+        return not self.writing and not self._unwritten and machine.is_saved(self.saved, self.current)
 
-    def due(self, *, settled: bool) -> Due | None:
-        """What is to be written; from now on it is on its way."""
+    def start_write(self, *, settled: bool) -> PendingWrite | None:
+        """The records to write now, if any. Until :meth:`finish_write` the node counts as writing."""
         if self.current is None or self.writing or (settled and not self.stale):
             return None
-        due = Due(tuple(self._writes), self.current)
-        self._writes = []
+        pending = PendingWrite(tuple(self._unwritten), self.current)
+        self._unwritten = []
         self.writing, self.stale = True, False
-        self._echoes.append(order(due.state))
-        return due
+        self._unread_writes.append(order(pending.state))
+        return pending
 
-    def written(self, state: NodeAlerts) -> None:
-        """All that was due is acknowledged. Alerts that the state had before they were written are due now."""
-        self.durable, self.writing = state, False
+    def finish_write(self, state: NodeAlerts) -> None:
+        """The write is acknowledged. Alerts that had to be in the state first may be written now."""
+        self.saved, self.writing = state, False
         if self.current is not None and self.settled():
-            self.close(machine.announce(self.current))
+            self.apply(machine.announce(self.current))
 
-    def finished(self, *, settled: bool) -> list[Slot]:
-        """The slots of ticks that no replay needs any more, each once."""
-        over, self._over = self._over, []
-        if self.durable is None or self.current is None:
-            return over
-        durable, current = self.durable, self.current
-        if settled and len(durable.tracked) == len(current.tracked) and durable.memory is current.memory:
-            keep = 0 if self.durable.silent else 1
-            while len(self.kept) > keep:
-                over.append(self.kept.popleft())
-        while self.kept and self.kept[0].offset < self.durable.position:
-            over.append(self.kept.popleft())
-        return over
+    def take_finished_slots(self, *, settled: bool) -> list[Slot]:
+        """The slots of ticks that no replay needs any more. Each is returned once."""
+        slots, self._finished_slots = self._finished_slots, []
+        if self.saved is None or self.current is None:
+            return slots
+        saved, current = self.saved, self.current
+        if settled and len(saved.tracked) == len(current.tracked) and saved.memory is current.memory:
+            keep = 0 if self.saved.silent else 1
+            while len(self.open_slots) > keep:
+                slots.append(self.open_slots.popleft())
+        while self.open_slots and self.open_slots[0].offset < self.saved.position:
+            slots.append(self.open_slots.popleft())
+        return slots
 
 
 # -- the nodes of a partition
 
 
 class _Removal(msgspec.Struct, frozen=True):
-    """What of gpu.workloads is looked at."""
+    """The field of a gpu.workloads record that is read here."""
 
     removed: bool | None = False
 
 
 class PartitionNodes(PartitionState):
-    """The nodes of one partition, by key. ``active`` are those that are not known to be quiet, in the order in which
-    their last ticks were read. ``logged_ms`` is when the last tick of any was logged."""
+    """The nodes of one partition, by key. ``active`` has those that are not quiet, in the order in which their last
+    ticks were read. ``logged_ms`` is the log time of the last tick of any node."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -177,69 +180,74 @@ class PartitionNodes(PartitionState):
         self.active: dict[bytes, Node] = {}
         self._removed_ms: dict[bytes, int] = {}
 
-    def rank(self, node: Node, *, active: bool) -> None:
-        """A node is active now, the last one, or it is not."""
+    def set_active(self, node: Node, *, active: bool) -> None:
+        """Make a node the last of the active ones, or not active."""
         self.active.pop(node.key, None)
         if active:
             self.active[node.key] = node
 
-    def learn(self, node: Node, state: NodeAlerts) -> None:
-        """A state was read. A node that no tick was read of is active unless its state says that it is silent."""
-        node.learn(state)
-        if node.fresh:
-            self.rank(node, active=node.current is not None and not node.current.silent)
+    def read_state(self, node: Node, state: NodeAlerts) -> None:
+        """Pass on a state that was read. A node without a tick since then is active unless its state is silent."""
+        node.read_state(state)
+        if node.awaits_first_tick:
+            self.set_active(node, active=node.current is not None and not node.current.silent)
 
-    def remove(self, key: bytes) -> None:
-        """The state of a node was deleted. One that a tick was read of stays."""
+    def remove_state(self, key: bytes) -> None:
+        """Forget a node whose state was deleted, unless a tick of it was read since."""
         node = self.nodes.get(key)
-        if node is not None and node.fresh and not node.writing:
+        if node is not None and node.awaits_first_tick and not node.writing:
             del self.nodes[key]
             self.active.pop(key, None)
 
     def note_removal(self, key: bytes, value: bytes | None, logged_ms: int) -> None:
-        """Whether the cluster still has a node, by gpu.workloads. Attribution dead-letters what can't be decoded."""
+        """Note from a gpu.workloads record whether the cluster still has a node. A record that can't be decoded is
+        ignored: attribution dead-letters it."""
         self._removed_ms.pop(key, None)
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             if value and msgspec.json.decode(value, type=_Removal).removed:
                 self._removed_ms[key] = logged_ms
 
-    def close_quiet(self) -> list[Node]:
-        """Take the nodes that had no tick for a while as quiet, and no longer as active.
+    def judge_quiet(self) -> list[Node]:
+        """Mark the active nodes without a tick for ``QUIET_S`` as quiet, and return them.
 
-        The log has gone on for that long without the node, or the partition has been read to its end for as long. Only
-        the latter counts for a node of which no tick was read: its last ticks may still have to be read again.
+        For that long the log has continued without the node, or the partition has been read to its end. Only the latter
+        counts for a node of which no tick was read yet: its last ticks may still have to be read again.
         """
         quiet: list[Node] = []
         for node in self.active.values():
             current = node.current
-            passed = current is not None and not node.fresh and self.logged_ms - current.logged_ms >= QUIET_S * 1000
+            passed = (
+                current is not None
+                and not node.awaits_first_tick
+                and self.logged_ms - current.logged_ms >= QUIET_S * 1000
+            )
             if passed or self.caught_up.lasted_s(node.read_s) >= QUIET_S:
                 quiet.append(node)
-            elif not node.fresh:
+            elif not node.awaits_first_tick:
                 break
         for node in quiet:
             del self.active[node.key]
             if node.current is not None:
-                node.close(Step(machine.quiet(node.current)))
+                node.apply(Step(machine.mark_silent(node.current)))
         return quiet
 
-    def close_silent(self, rules: Rules, now_ms: int) -> list[Node]:
-        """Judge the nodes that are not active: whether they are silent, or have left. Gives those that were judged."""
-        found = [
+    def judge_silent(self, rules: Rules, now_ms: int) -> list[Node]:
+        """Judge whether the nodes that are not active are silent or have left. Returns the nodes judged."""
+        silent_nodes = [
             node
             for key, node in self.nodes.items()
             if key not in self.active and node.settled() and self.caught_up.lasted_s(node.read_s) >= QUIET_S
         ]
-        for node in found:
+        for node in silent_nodes:
             if node.current is not None:
                 removed_ms = self._removed_ms.get(node.key)
-                node.close(machine.without_ticks(node.current, rules, now_ms=now_ms, removed_ms=removed_ms))
-        return found
+                node.apply(machine.step_without_tick(node.current, rules, now_ms=now_ms, removed_ms=removed_ms))
+        return silent_nodes
 
     def forget(self) -> None:
-        """Only what the broker has is known from now on: the rest is read again."""
-        self.nodes = {key: Node(key, node.durable) for key, node in self.nodes.items() if node.durable}
-        self.active = {key: node for key, node in self.nodes.items() if node.durable and not node.durable.silent}
+        """Go back to the states that the broker has: the ticks since then are read again."""
+        self.nodes = {key: Node(key, node.saved) for key, node in self.nodes.items() if node.saved}
+        self.active = {key: node for key, node in self.nodes.items() if node.saved and not node.saved.silent}
         self.caught_up, self.logged_ms = CaughtUp(), 0
 
 
@@ -247,13 +255,14 @@ class PartitionNodes(PartitionState):
 
 
 class Replay:
-    """Recorded ticks of any number of nodes, in the order in which they were read: which alerts the rules would have
-    given, and which updates. ``ticks`` and ``repeats`` count what was judged, and what had been before.
+    """Applies rules to recorded ticks of any number of nodes, in the order of their log, and returns the alerts.
 
-    A live worker finds a silent node by the time of the log. Here a node was silent if its own clock says so and, if
-    the ticks' log times are known, they do as well: a clock that is set is no silence, nor is a log that stood still
-    for everybody. A clock that was set back is not behind the others: its node was heard when its clock showed the
-    most. Not ``grouped``: the alerts of single GPUs, which are parts of those.
+    ``ticks`` and ``repeats`` count the ticks judged, and those that had been judged before. Without ``grouped`` it
+    returns the alerts of single GPUs in place of alerts of several.
+
+    A live worker finds a silent node by log time. Here a node was silent if the clocks of the ticks show it and, if
+    log times are known, these show it too: neither a clock that was set nor a log that stood still is a silence. If
+    a node's clock was set back, its silence counts from the latest time that it has shown.
     """
 
     def __init__(self, rules: Rules, *, grouped: bool = True) -> None:
@@ -268,42 +277,42 @@ class Replay:
     def nodes(self) -> int:
         return len(self._states)
 
-    def take(self, tick: Tick, logged_ms: int | None = None) -> list[Alert]:
-        """The transitions that a tick brings."""
+    def judge(self, tick: Tick, logged_ms: int | None = None) -> list[Alert]:
+        """The transitions and updates that a tick causes."""
         node = (tick.cluster, tick.node)
         state = self._states.get(node)
         if state is not None and replays.verdict(last_tick(state), tick) == "replay":
             self.repeats += 1
             return []
         self.ticks += 1
-        place = LogPosition(self.ticks, tick.ts_ms if logged_ms is None else logged_ms)
-        before = machine.begin(tick, place) if state is None else state
-        lasted_ms = min(tick.ts_ms - before.last_ts_ms, place.logged_ms - before.logged_ms)
-        step = machine.step(machine.silence(before, self._rules, lasted_ms), tick, place, self._rules)
+        log_position = LogPosition(self.ticks, tick.ts_ms if logged_ms is None else logged_ms)
+        before = machine.initial_state(tick, log_position) if state is None else state
+        lasted_ms = min(tick.ts_ms - before.last_ts_ms, log_position.logged_ms - before.logged_ms)
+        step = machine.step(machine.fire_node_silent(before, self._rules, lasted_ms), tick, log_position, self._rules)
         self._states[node] = step.state
         self._newest_ms[node] = max(tick.ts_ms, self._newest_ms.get(node, 0))
         self._logged_ms = max(self._logged_ms, logged_ms or 0)
-        return self._written(step)
+        return self._alerts_of(step)
 
-    def _written(self, step: Step) -> list[Alert]:
-        """What comes of a step, the alerts of several GPUs after the others."""
+    def _alerts_of(self, step: Step) -> list[Alert]:
+        """The alerts of a step: those of single devices or nodes first, then those of several GPUs."""
         if not self._grouped:
             return step.alerts
-        found = [one for kind, _, one in step.writes if kind == "alert" and isinstance(one, Alert)]
+        alerts = [alert for kind, _, alert in step.writes if kind == "alert" and isinstance(alert, Alert)]
         for report in step.reports:
             self._reports += 1
-            after = groups.step(self._groups.get(report.group), report, self._reports, self._rules)
-            self._groups[report.group] = after.group
-            found += after.alerts if after.news else ()
-        return found
+            group_step = groups.step(self._groups.get(report.group), report, self._reports, self._rules)
+            self._groups[report.group] = group_step.group
+            alerts += group_step.alerts if group_step.news else ()
+        return alerts
 
     def end(self) -> list[Alert]:
-        """The transitions of nodes that sent nothing any more while others did."""
+        """The alerts about nodes that stopped sending while others went on. Call it after the last tick."""
         now_ms = max((state.last_ts_ms for state in self._states.values()), default=0)
-        found: list[Alert] = []
+        alerts: list[Alert] = []
         for node, state in self._states.items():
             lasted_ms = now_ms - self._newest_ms[node]
             if self._logged_ms:
                 lasted_ms = min(lasted_ms, self._logged_ms - state.logged_ms)
-            found += self._written(machine.announce(machine.silence(state, self._rules, lasted_ms)))
-        return found
+            alerts += self._alerts_of(machine.announce(machine.fire_node_silent(state, self._rules, lasted_ms)))
+        return alerts

@@ -1,8 +1,8 @@
-"""What a node writes: its own alerts, and its reports to the alerts of several GPUs. Pure.
+"""The records that a node's step writes: its own alerts, and its reports to alerts of several GPUs. Pure.
 
-In: the conditions of a node, and what has become of them. Out: records of gpu.alerts and gpu.alert-members. To the
-latter go what is a part of an alert of several GPUs, how many GPUs each workload holds, and what its GPUs did in the
-step that has ended, by which they are compared.
+In: the conditions of a node, and the transitions of their alerts. Out: records of gpu.alerts and gpu.alert-members.
+The latter has the parts of alerts of several GPUs, how many GPUs each workload holds, and the figures of its GPUs in
+the step that has ended, by which they are compared.
 """
 
 from collections import Counter
@@ -15,25 +15,29 @@ from streams.alerts.conditions import evaluate
 from streams.alerts.conditions.finding import Facts, Finding, is_silenced, sole_pod, uid_and_key
 from streams.alerts.memory import NodeAlerts
 from streams.alerts.rules.rule import WASTE, Kind, Rule, Rules
-from streams.alerts.text.describe import Described, describe, in_the_end
+from streams.alerts.text.describe import Described, describe, with_final_figures
 from streams.alerts.tick import Tick
-from streams.alerts.uses import STEP_MS, closed
+from streams.alerts.uses import STEP_MS, means_of_closed_step
 from topics.alerts import Alert, AlertReport, Limits, Rank, Scope, Tracked, fingerprint, milliseconds, time
 from topics.attributed import JOB
 
 DELETE_MS = 7 * 24 * 3_600_000  # how long a resolved alert stays
-_OTHERS: dict[Kind, tuple[Kind, ...]] = {  # the alerts of one workload that know of each other's GPUs
+_DEPENDENT_KINDS: dict[Kind, tuple[Kind, ...]] = {  # the alerts of a workload that depend on its GPUs of this kind
     "crash_loop": ("held_idle", "stalled", "straggler"),
     "held_idle": ("stalled", "straggler"),
     "stalled": ("held_idle",),
 }
-_OF_RANKS = ("ranks", "limits", "pattern")  # the fields of a report by which GPUs are compared
+_RANK_FIELDS = ("ranks", "limits", "pattern")  # of a report: they belong together
 _replace = msgspec.structs.replace
 
 
 class Write(NamedTuple):
-    """A record of gpu.alerts: a transition, an open alert as it was written before, or the end of one (None); or one of
-    gpu.alert-members: a report of transitions, or of open alerts for their figures (renewal)."""
+    """A record of gpu.alerts or gpu.alert-members, by ``kind``.
+
+    To gpu.alerts: ``alert`` is a transition or an update, ``repeat`` an open alert that is written again unchanged,
+    ``deletion`` a tombstone. To gpu.alert-members: ``report`` has transitions and updates, ``renewal`` open alerts for
+    their figures.
+    """
 
     kind: Literal["alert", "repeat", "deletion", "report", "renewal"]
     fingerprint: str
@@ -41,33 +45,35 @@ class Write(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The state after a step, and what to write, in this order."""
+    """The state after a step, and the records to write, in this order."""
 
     state: NodeAlerts
     writes: tuple[Write, ...] = ()
 
     @property
     def alerts(self) -> list[Alert]:
-        """The transitions, those of alerts that are parts of another one too."""
-        found: list[Alert] = []
-        for kind, _, written in self.writes:
-            if isinstance(written, AlertReport):
-                found += written.alerts if kind == "report" else ()
-            elif written is not None and kind == "alert":
-                found.append(written)
-        return found
+        """The transitions and updates, also those of alerts that are parts of a group."""
+        alerts: list[Alert] = []
+        for kind, _, record in self.writes:
+            if isinstance(record, AlertReport):
+                alerts += record.alerts if kind == "report" else ()
+            elif record is not None and kind == "alert":
+                alerts.append(record)
+        return alerts
 
     @property
     def reports(self) -> list[AlertReport]:
-        return [written for _, _, written in self.writes if isinstance(written, AlertReport)]
+        return [record for _, _, record in self.writes if isinstance(record, AlertReport)]
 
 
 # -- alerts
 
 
-def firing(rule: Rule, one: Tracked, state: NodeAlerts, now_ms: int, value: float, described: Described) -> Alert:
-    """A firing alert: it starts now, and after the last of its kind ended."""
-    key = fingerprint(rule.name, state.cluster, state.node, one.device, one.pod_uid, one.key)
+def firing_alert(
+    rule: Rule, condition: Tracked, state: NodeAlerts, now_ms: int, value: float, described: Described
+) -> Alert:
+    """A new firing alert. It starts now or, if the clock was set back, just after its last firing was resolved."""
+    key = fingerprint(rule.name, state.cluster, state.node, condition.device, condition.pod_uid, condition.key)
     labels, annotations = described
     return Alert(
         schema=1,
@@ -84,43 +90,50 @@ def firing(rule: Rule, one: Tracked, state: NodeAlerts, now_ms: int, value: floa
     )
 
 
-def resolved_alert(alert: Alert, one: Tracked, at_ms: int, because: str) -> Alert:
+def resolved_alert(alert: Alert, condition: Tracked, at_ms: int, reason: str) -> Alert:
+    """The alert, resolved at a time, with its final figures."""
     ends_at = max(time(at_ms), alert.starts_at)
-    resolved = _replace(alert, state="resolved", ends_at=ends_at, resolved_because=because)
-    held_until_ms = at_ms if one.ceased_ms is None else one.ceased_ms
-    return in_the_end(resolved, held_until_ms - one.since_ms - one.paused_ms)
+    resolved = _replace(alert, state="resolved", ends_at=ends_at, resolved_because=reason)
+    held_until_ms = at_ms if condition.ceased_ms is None else condition.ceased_ms
+    return with_final_figures(resolved, held_until_ms - condition.since_ms - condition.paused_ms)
 
 
-def step_of(state: NodeAlerts, writes: list[Write], now_ms: int) -> Step:
-    """The step's end: what is resolved is remembered until it is deleted, or fires again."""
+def finish_step(state: NodeAlerts, writes: list[Write], now_ms: int) -> Step:
+    """The step with the reports to each group as one record, and with deletions of alerts resolved a week ago.
+    The state keeps which alerts are resolved until they are deleted or fire again."""
     resolved = dict(state.resolved)
     reports: dict[tuple[str, bool], AlertReport] = {}
-    alone: list[Write] = []
+    other_writes: list[Write] = []
     for write in writes:
-        one = write.alert
-        alerts: tuple[Alert, ...] = () if one is None else (one,) if isinstance(one, Alert) else one.alerts
+        record = write.alert
+        alerts: tuple[Alert, ...] = () if record is None else (record,) if isinstance(record, Alert) else record.alerts
         for alert in alerts:
             resolved.pop(alert.fingerprint, None)
             if alert.ends_at is not None:
                 resolved[alert.fingerprint] = milliseconds(alert.ends_at)
-        if isinstance(one, AlertReport):
+        if isinstance(record, AlertReport):
             phase = 2 * state.silent + (write.kind == "renewal")
-            one = _replace(one, position=state.position, logged_ms=state.logged_ms, phase=phase)
-            known = reports.get(place := (one.group, write.kind == "renewal"))
-            held = known.held if known is not None and one.held is None else one.held
-            alerts = one.alerts if known is None else (*known.alerts, *one.alerts)
-            others = one.others if known is None else (*known.others, *one.others)
-            compared = one if known is None or one.ranks else known
-            ranks = {field: getattr(compared, field) for field in _OF_RANKS}
-            reports[place] = _replace(one, held=held, alerts=alerts, others=others, **ranks)
+            record = _replace(record, position=state.position, logged_ms=state.logged_ms, phase=phase)
+            key = (record.group, write.kind == "renewal")
+            merged = reports.get(key)
+            if merged is not None:
+                with_ranks = record if record.ranks else merged
+                record = _replace(
+                    record,
+                    held=merged.held if record.held is None else record.held,
+                    alerts=(*merged.alerts, *record.alerts),
+                    others=(*merged.others, *record.others),
+                    **{field: getattr(with_ranks, field) for field in _RANK_FIELDS},
+                )
+            reports[key] = record
         else:
-            alone.append(write)
+            other_writes.append(write)
     by_phase = sorted(reports.items(), key=lambda item: item[1].phase)
-    reported = [Write("renewal" if again else "report", group, one) for (group, again), one in by_phase]
-    writes = [*alone, *reported]
-    for key in [key for key, at_ms in resolved.items() if now_ms - at_ms >= DELETE_MS]:
-        del resolved[key]
-        writes.append(Write("deletion", key, None))
+    report_writes = [Write("renewal" if renewal else "report", group, record) for (group, renewal), record in by_phase]
+    writes = [*other_writes, *report_writes]
+    for expired in [key for key, ended_ms in resolved.items() if now_ms - ended_ms >= DELETE_MS]:
+        del resolved[expired]
+        writes.append(Write("deletion", expired, None))
     return Step(state if resolved == state.resolved else _replace(state, resolved=resolved), tuple(writes))
 
 
@@ -128,100 +141,112 @@ def step_of(state: NodeAlerts, writes: list[Write], now_ms: int) -> Step:
 
 
 def scope_of_pod(alert: Alert) -> Scope:
+    """The scope of the group of an alert about a pod: its workload or, if it has none, the pod."""
     return "workload" if {"k8s_workload_name", "job_id"} & alert.labels.keys() else "pod"
 
 
 def group_of(alert: Alert, scope: Scope) -> str:
-    """The fingerprint of the alert that another one is a part of."""
-    whose = {
+    """The fingerprint of the alert of several GPUs that an alert is a part of."""
+    label_names = {
         "workload": ("k8s_namespace_name", "k8s_workload_kind", "k8s_workload_name", "job_id"),
         "pod": ("k8s_node_name", "k8s_namespace_name", "k8s_pod_name", "k8s_pod_uid"),
         "node": ("k8s_node_name",),
     }[scope]
-    key = "/".join((scope, *[alert.labels.get(name, "") for name in whose]))
+    key = "/".join((scope, *[alert.labels.get(name, "") for name in label_names]))
     return fingerprint(alert.name, alert.cluster, "", key=key)
 
 
-def written(alert: Alert, one: Tracked, now_ms: int, *, repeat: bool = False) -> Write:
-    """The record of an alert that has changed. If it is a part of another alert, that is a report, which also has how
-    long the condition has held and when the device last worked."""
-    if one.scope is None:
+def alert_write(alert: Alert, condition: Tracked, now_ms: int, *, repeat: bool = False) -> Write:
+    """The record of a transition or, with ``repeat``, of an open alert. If the alert is a part of a group, that is a
+    report, which also has since when the condition holds and when the device last worked."""
+    if condition.scope is None:
         return Write("repeat" if repeat else "alert", alert.fingerprint, alert)
-    if alert.is_open and one.scope != "node":
-        since, worked = (f"{time(ms):%Y-%m-%dT%H:%M:%SZ}" for ms in (one.since_ms, one.again_ms or one.since_ms))
-        active = {"last_active": worked} if one.again_ms or "last_active" in alert.annotations else {}
-        alert = _replace(alert, annotations={**alert.annotations, **active, "since": since})
+    if alert.is_open and condition.scope != "node":
+        annotations = dict(alert.annotations)
+        if condition.again_ms or "last_active" in annotations:
+            last_active = time(condition.again_ms or condition.since_ms)
+            annotations["last_active"] = f"{last_active:%Y-%m-%dT%H:%M:%SZ}"
+        annotations["since"] = f"{time(condition.since_ms):%Y-%m-%dT%H:%M:%SZ}"
+        alert = _replace(alert, annotations=annotations)
     if alert.is_open and "gpu_share" in alert.annotations:
-        until_ms = now_ms if one.ceased_ms is None else one.ceased_ms
+        until_ms = now_ms if condition.ceased_ms is None else condition.ceased_ms
         window_ms = duration_ms(alert.annotations["window"]) if "window" in alert.annotations else 0
-        alert = _replace(alert, value=(max(until_ms - one.since_ms - one.paused_ms, 0) + window_ms) / 1000)
-    group = group_of(alert, one.scope)
+        alert = _replace(alert, value=(max(until_ms - condition.since_ms - condition.paused_ms, 0) + window_ms) / 1000)
+    group = group_of(alert, condition.scope)
     report = AlertReport(
-        schema=1, group=group, scope=one.scope, cluster=alert.cluster, node=alert.node, ts_ms=now_ms, alerts=(alert,)
+        schema=1,
+        group=group,
+        scope=condition.scope,
+        cluster=alert.cluster,
+        node=alert.node,
+        ts_ms=now_ms,
+        alerts=(alert,),
     )
     return Write("renewal" if repeat else "report", group, report)
 
 
-def for_others(alert: Alert, one: Tracked, now_ms: int, rules: Rules) -> list[Write]:
-    """The reports of a GPU to the alerts of other kinds that depend on it or name it. If its rule is gone, its end is
-    reported to all of them."""
-    if one.scope not in ("workload", "pod"):
+def reports_to_other_rules(alert: Alert, condition: Tracked, now_ms: int, rules: Rules) -> list[Write]:
+    """The reports of a GPU's alert to the workload's alerts of other kinds that depend on it or name it. If its rule
+    was removed, its end is reported to all of them."""
+    if condition.scope not in ("workload", "pod"):
         return []
-    others = _OTHERS.get(rules.by_name[alert.name].kind, ()) if alert.name in rules.by_name else _OTHERS["crash_loop"]
+    rule = rules.by_name.get(alert.name)
+    dependent_kinds = _DEPENDENT_KINDS.get(rule.kind, ()) if rule is not None else _DEPENDENT_KINDS["crash_loop"]
     reports = [
         AlertReport(
-            schema=1, group=group_of(_replace(alert, name=rule.name), one.scope), scope=one.scope,
+            schema=1, group=group_of(_replace(alert, name=dependent.name), condition.scope), scope=condition.scope,
             cluster=alert.cluster, node=alert.node, ts_ms=now_ms, others=(alert,),
         )
-        for other in others
-        for rule in rules.of(other)
+        for kind in dependent_kinds
+        for dependent in rules.of(kind)
     ]  # fmt: skip
     return [Write("report", report.group, report) for report in reports]
 
 
-def holdings_of(state: NodeAlerts, rules: Rules) -> dict[str, int]:
-    """How many devices of the node each workload holds, by the alert of several GPUs that it would have."""
-    held = Counter(
+def count_holdings(state: NodeAlerts, rules: Rules) -> dict[str, int]:
+    """How many devices of the node each workload holds, by the fingerprint of each group that it may have."""
+    counts = Counter(
         ("", "", "", pod.pod)
         if pod.workload_kind == JOB
         else (pod.namespace, pod.workload_kind or "", pod.workload_name, "")
-        for seen in state.memory.devices.values()
-        for pod in seen.pods
-        if pod.workload_name and not pod.observed and not evaluate.is_gone(seen, state.last_ts_ms)
+        for device in state.memory.devices.values()
+        for pod in device.pods
+        if pod.workload_name and not pod.observed and not evaluate.is_gone(device, state.last_ts_ms)
     )
     return {
-        fingerprint(rule.name, state.cluster, "", key="/".join(("workload", *whose))): count
+        fingerprint(rule.name, state.cluster, "", key="/".join(("workload", *workload))): count
         for rule in rules.rules
         if rule.kind in WASTE and (rule.enabled or rule.overrides)
-        for whose, count in held.items()
+        for workload, count in counts.items()
     }
 
 
 def with_holdings(state: NodeAlerts, holdings: dict[str, int]) -> tuple[NodeAlerts, list[Write]]:
-    """The state with what workloads hold on the node now, and the reports of what is another number than before."""
+    """The state with how many devices each workload holds on the node now, and the reports of the numbers that have
+    changed."""
     before = state.holdings or {}
     changed = {group: holdings.get(group, 0) for group in before | holdings}
     reports = [
         AlertReport(
             schema=1, group=group, scope="workload", cluster=state.cluster, node=state.node, ts_ms=state.last_ts_ms,
-            held=held,
+            held=count,
         )
-        for group, held in changed.items()
-        if held != before.get(group, 0)
+        for group, count in changed.items()
+        if count != before.get(group, 0)
     ]  # fmt: skip
     return _replace(state, holdings=holdings), [Write("report", report.group, report) for report in reports]
 
 
-def reports_of_ranks(before: NodeAlerts, after: NodeAlerts, tick: Tick, rules: Rules) -> list[Write]:
-    """The reports of what the GPUs of each workload did in the step that a tick has ended, to compare them."""
+def rank_reports(before: NodeAlerts, after: NodeAlerts, tick: Tick, rules: Rules) -> list[Write]:
+    """The reports of what the GPUs of each workload did in the step that a tick has ended: groups compare them."""
     if after.maintenance is not None or tick.ts_ms // STEP_MS == before.last_ts_ms // STEP_MS:
         return []
     ranks: dict[str, list[Rank]] = {}
     reports: dict[str, AlertReport] = {}
     for rule in rules.of("straggler"):
         for device in tick.devices:
-            uses = (one.memory.uses.get(device.uuid, ()) for one in (before, after))
-            holder, figures = sole_pod(device.holders) if device.holders else None, closed(*uses)
+            uses = (state.memory.uses.get(device.uuid, ()) for state in (before, after))
+            holder, figures = sole_pod(device.holders) if device.holders else None, means_of_closed_step(*uses)
             if (
                 figures is None
                 or holder is None
@@ -230,20 +255,22 @@ def reports_of_ranks(before: NodeAlerts, after: NodeAlerts, tick: Tick, rules: R
                 or is_silenced(rules, holder, after.memory.devices[device.uuid], tick)
             ):
                 continue
-            ruled = rules.in_force(rule, holder)
-            if ruled is None:
+            effective_rule = rules.in_force(rule, holder)
+            if effective_rule is None:
                 continue
             uid, key = uid_and_key(holder)
-            finding = Finding(ruled, device.uuid, uid, key, facts=Facts(device, None, device.holders))
-            one = Tracked(name=rule.name, device=device.uuid, pod_uid=uid, key=key, since_ms=tick.ts_ms)
+            finding = Finding(effective_rule, device.uuid, uid, key, facts=Facts(device, None, device.holders))
+            condition = Tracked(name=rule.name, device=device.uuid, pod_uid=uid, key=key, since_ms=tick.ts_ms)
             described = describe(finding, tick, tick.ts_ms, rules.wording)
-            pattern = firing(ruled, one, after, tick.ts_ms, 0.0, described)
+            pattern = firing_alert(effective_rule, condition, after, tick.ts_ms, 0.0, described)
             scope = scope_of_pod(pattern)
             group = group_of(pattern, scope)
             ranks.setdefault(group, []).append(Rank(device.uuid, device.index, holder.pod, figures, device.model))
-            limits = Limits(ruled.for_ms, ruled.keep_firing_ms, ruled.peers, ruled.deviations)
+            limits = Limits(
+                effective_rule.for_ms, effective_rule.keep_firing_ms, effective_rule.peers, effective_rule.deviations
+            )
             reports[group] = AlertReport(
                 schema=1, group=group, scope=scope, cluster=after.cluster, node=after.node, ts_ms=tick.ts_ms,
                 pattern=pattern, limits=limits,
             )  # fmt: skip
-    return [Write("report", key, _replace(one, ranks=tuple(ranks[key]))) for key, one in reports.items()]
+    return [Write("report", group, _replace(report, ranks=tuple(ranks[group]))) for group, report in reports.items()]

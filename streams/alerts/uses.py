@@ -39,7 +39,7 @@ Figures = tuple[float | None, ...]  # one for each of these; None: it is not kno
 _NOTHING: Figures = (0.0,) * (len(FIGURES) + 1)
 
 
-class Wanted(NamedTuple):
+class UseNeeds(NamedTuple):
     """What the rules need: how many steps, whether the figures by which the ranks of a workload are compared, and which
     windows they judge: how many steps each has, and less than which use is hardly any."""
 
@@ -72,7 +72,7 @@ class Use(msgspec.Struct, frozen=True, array_like=True, gc=False):
 Uses = tuple[Use, ...]  # of a device, one for each of its pods
 
 
-def uses_of(device: Device, pods: tuple[PodRef, ...], before: Uses, tick: Tick, wanted: Wanted) -> Uses:
+def uses_of(device: Device, pods: tuple[PodRef, ...], before: Uses, tick: Tick, needs: UseNeeds) -> Uses:
     """The sums of a device after a tick; the same object if the tick says nothing of it."""
     if tick.attribution == "none" or device.state != "ok":
         return before
@@ -83,13 +83,13 @@ def uses_of(device: Device, pods: tuple[PodRef, ...], before: Uses, tick: Tick, 
         known = (
             before[0] if before and before[0].pod == name else next((one for one in before if one.pod == name), None)
         )
-        use = _read(known, name, activity(metrics), metrics if wanted.figures else None, tick.ts_ms, wanted)
+        use = _read(known, name, activity(metrics), metrics if needs.figures else None, tick.ts_ms, needs)
         return () if use is None else before if use is known and len(before) == 1 else (use,)
     known_by, found = {use.pod: use for use in before}, list[Use]()
     for some in device.pods:
         if not some[0].observed:
             name, share = pod_name(some[0]), part_of([one.parts for one in some])
-            use = _read(known_by.get(name), name, share, None, tick.ts_ms, wanted)
+            use = _read(known_by.get(name), name, share, None, tick.ts_ms, needs)
             if use is not None:
                 found.append(use)
     return tuple(found)
@@ -113,7 +113,7 @@ def activity(metrics: Metrics) -> float | None:
 
 
 def _read(
-    before: Use | None, pod: str, share: float | None, metrics: Metrics | None, now_ms: int, wanted: Wanted
+    before: Use | None, pod: str, share: float | None, metrics: Metrics | None, now_ms: int, needs: UseNeeds
 ) -> Use | None:
     """The sums of a pod after a reading, if there is one. The first is of no time."""
     if share is None:
@@ -128,8 +128,8 @@ def _read(
     marks, sums, low, violation_s = before.marks, before.sums, before.low, before.violation_s
     if step > before.step:
         mark = _MARK.pack(before.ms & _MASK, before.work & _MASK)
-        marks = (marks + mark * min(step - before.step, wanted.steps + 1))[-_MARK.size * (wanted.steps + 1) :]
-        means = [(_mean(marks, steps), below) for steps, below in wanted.windows]
+        marks = (marks + mark * min(step - before.step, needs.steps + 1))[-_MARK.size * (needs.steps + 1) :]
+        means = [(_mean(marks, steps), below) for steps, below in needs.windows]
         sums, low = (), any(mean is not None and mean < below for mean, below in means)
     if metrics is not None and now_ms // _FIGURES_MS != before.at_ms // _FIGURES_MS:
         violation_s = _violations_s(metrics)
@@ -193,7 +193,7 @@ def _mean(marks: bytes, steps: int) -> float | None:
     return work / _UNITS_PER_MS / measured_ms
 
 
-def closed(before: Uses, after: Uses) -> Figures | None:
+def means_of_closed_step(before: Uses, after: Uses) -> Figures | None:
     """The means of the figures in the step that a tick has ended, if one pod held the device in half of it or more."""
     if len(before) != 1 or len(after) != 1 or after[0].step != before[0].step + 1 or after[0].pod != before[0].pod:
         return None

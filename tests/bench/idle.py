@@ -98,7 +98,7 @@ class Stream:
         """What is claimed at a tick."""
         read = tick.decode(msgspec.json.encode(sample))
         place = LogPosition(read.offset, read.ts_ms)
-        step = machine.step(self._state or machine.begin(read, place), read, place, self.rules)
+        step = machine.step(self._state or machine.initial_state(read, place), read, place, self.rules)
         self._state = step.state
         for alert in step.alerts:
             said = alert.labels

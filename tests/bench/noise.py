@@ -109,7 +109,7 @@ def of_bursts(minutes: int) -> Iterator[str]:
         spells.see(made.node.name, set(_true(made)), made.ts_ms)
         read = ticks.decode(msgspec.json.encode(sample))
         for which, replay in replays.items():
-            written[which] += replay.take(read, read.ts_ms)
+            written[which] += replay.judge(read, read.ts_ms)
     spells.close()
     yield "| alerts about idle GPUs | `keep_firing_for` | alerts | useful | noise | kept |"
     yield "|---|---|---|---|---|---|"
@@ -148,7 +148,7 @@ def of_behaviours(hours: float, seed: int) -> Iterator[str]:
     for made, sample in joined(fleet, int(hours * 3600) // LABELLED_STEP_S, step_s=LABELLED_STEP_S):
         spells.see(made.node.name, set(_true(made)), made.ts_ms)
         read = ticks.decode(msgspec.json.encode(sample))
-        written += replay.take(read, read.ts_ms)
+        written += replay.judge(read, read.ts_ms)
     spells.close()
     yield "| rule | by default | alerts | useful | again | false | missed | seconds until it fired |"
     yield "|---|---|---|---|---|---|---|---|"

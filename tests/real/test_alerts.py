@@ -97,7 +97,7 @@ def expected(lives: list[list[Tick]], by: Rules) -> dict[str, bytes]:
         for number, one in enumerate(ticks):
             tick = msgspec.json.decode(msgspec.json.encode(one), type=Tick)
             place = LogPosition(number, 0)
-            step = machine.step(now or machine.begin(tick, place), tick, place, by)
+            step = machine.step(now or machine.initial_state(tick, place), tick, place, by)
             now = step.state
             written = [alert for _, _, alert in step.writes if isinstance(alert, Alert)]
             for report in step.reports:

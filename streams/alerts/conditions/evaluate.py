@@ -42,7 +42,7 @@ _VALUES: dict[Kind, tuple[str, ...]] = {
 
 def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], Memory]:
     """What is found in a tick. The memory is the same object if nothing of it changed."""
-    now = remember(memory, tick, rules.forget_ms, rules.wanted)
+    now = remember(memory, tick, rules.forget_ms, rules.use_needs)
     found: list[Finding] = []
     parents = {device.mig.parent_uuid for device in tick.devices if device.mig is not None}
     for device in tick.devices:
@@ -72,44 +72,48 @@ def is_gone(seen: Seen, now_ms: int) -> bool:
     return bool(seen.missing_ms) and now_ms - seen.missing_ms > BLIND_MS
 
 
-def because(rules: Rules, tick: Tick, one: Tracked, memory: Memory = _NOTHING) -> str:
+def resolve_reason(rules: Rules, tick: Tick, condition: Tracked, memory: Memory = _NOTHING) -> str:
     """Why what held is not found any more, as ``resolved_because`` has it."""
-    rule = rules.by_name.get(one.name)
+    rule = rules.by_name.get(condition.name)
     if rule is None:
         return "rule_removed"
-    if one.device and all(device.uuid != one.device for device in tick.devices):
+    if condition.device and all(device.uuid != condition.device for device in tick.devices):
         return "device_removed"
-    if not (one.pod_uid or rule.kind in WASTE):
+    if not (condition.pod_uid or rule.kind in WASTE):
         return "condition"
-    holders = [holder for device in tick.devices if one.device in ("", device.uuid) for holder in device.holders]
-    uid_or_name = one.pod_uid or one.key
+    holders = [holder for device in tick.devices if condition.device in ("", device.uuid) for holder in device.holders]
+    uid_or_name = condition.pod_uid or condition.key
     pod = next((holder for holder in holders if uid_or_name in uid_and_key(holder)), None)
     if pod is None:
         return "pod_ended"
-    silenced = is_silenced(rules, pod, memory.devices.get(one.device, _UNSEEN), tick)
+    silenced = is_silenced(rules, pod, memory.devices.get(condition.device, _UNSEEN), tick)
     return "policy" if silenced or rules.in_force(rule, pod) is None else "condition"
 
 
-def is_known(rules: Rules, tick: Tick, one: Tracked, memory: Memory = _NOTHING) -> bool:
+def is_known_not_to_hold(rules: Rules, tick: Tick, condition: Tracked, memory: Memory = _NOTHING) -> bool:
     """Whether a condition that was not found in a tick is known not to hold.
 
     It is not known if the condition is about a pod and the tick does not say who holds what, if the tick has none of
     the values that the condition is judged by, or if a window is not over: a clock was set back. That does not matter
     for a pod that is gone or silenced.
     """
-    rule = rules.by_name.get(one.name)
+    rule = rules.by_name.get(condition.name)
     if rule is None:
         return True
-    if tick.attribution == "none" and (one.pod_uid or rule.kind in (*WASTE, "policy_invalid")):
+    if tick.attribution == "none" and (condition.pod_uid or rule.kind in (*WASTE, "policy_invalid")):
         return False
-    found = next((device for device in tick.devices if device.uuid == one.device), None)
+    found = next((device for device in tick.devices if device.uuid == condition.device), None)
     if rule.kind in WINDOWED:
-        name, seen = one.pod_uid or one.key, memory.devices.get(one.device, _UNSEEN)
+        name, seen = condition.pod_uid or condition.key, memory.devices.get(condition.device, _UNSEEN)
         holders = [holder for holder in found.holders if pod_name(holder) == name] if found is not None else []
-        judged = [one for one in holders if not one.observed and not is_silenced(rules, one, seen, tick)]
+        judged = [
+            condition
+            for condition in holders
+            if not condition.observed and not is_silenced(rules, condition, seen, tick)
+        ]
         if found is not None and not judged:
             return True
-        use = next((use for use in memory.uses.get(one.device, ()) if use.pod == name), None)
+        use = next((use for use in memory.uses.get(condition.device, ()) if use.pod == name), None)
         if use is not None and mean_of(use, rule.window_ms // STEP_MS) is None:
             return False
         for holder in judged:

@@ -10,7 +10,7 @@ import msgspec
 
 from delivery.policies import ALERTS, DEFAULT_BOUNDS, IDLE_AFTER, NO_POLICY, Bounds, Policy, parse_policy
 from delivery.prices import Prices
-from streams.alerts.uses import STEP_MS, Wanted
+from streams.alerts.uses import STEP_MS, UseNeeds
 from streams.alerts.xids import XidKind
 from topics.alerts import RUNBOOKS, Severity
 from topics.attributed import Holder
@@ -197,7 +197,7 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
         return max((rule.forget_ms for rule in self.rules), default=0)
 
     @cached_property
-    def wanted(self) -> Wanted | None:
+    def use_needs(self) -> UseNeeds | None:
         """What of the use of devices is remembered; None: nothing."""
         windows = {
             (one.get("window_ms", rule.window_ms) // STEP_MS, one.get("used_below", rule.used_below))
@@ -210,7 +210,7 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
             return None
         below = max([below for _, below in windows], default=0.0)  # overrides may be laid over one another
         lengths = sorted({steps for steps, _ in windows})
-        return Wanted(max(lengths, default=0), figures, tuple((steps, below) for steps in lengths))
+        return UseNeeds(max(lengths, default=0), figures, tuple((steps, below) for steps in lengths))
 
     @cached_property
     def plan(self) -> dict[Any, Any]:

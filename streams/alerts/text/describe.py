@@ -103,11 +103,11 @@ def describe(finding: Finding, tick: Tick, since_ms: int, wording: Wording = PLA
         xid = of_text(facts.text)
         pairs += [("xid", facts.text), ("xid_kind", xid.kind)]
         more = {"action": xid.action}
-    more |= status_of(finding, tick)
+    more |= api_status(finding, tick)
     return _labels(rule, tick.cluster, tick.node, pairs), _annotations(rule, summary, description, more, wording)
 
 
-def status_of(finding: Finding, tick: Tick) -> dict[str, str]:
+def api_status(finding: Finding, tick: Tick) -> dict[str, str]:
     """The annotation of a GPU that is gone with what the API server says of it now; empty if it says nothing."""
     if not tick.unwell or finding.rule.kind not in ("lost", "missing", "not_answering"):
         return {}
@@ -115,7 +115,7 @@ def status_of(finding: Finding, tick: Tick) -> dict[str, str]:
     return {"api_status": _clean(said)} if said else {}
 
 
-def in_the_end(alert: Alert, held_ms: int) -> Alert:
+def with_final_figures(alert: Alert, held_ms: int) -> Alert:
     """A resolved alert. If it is about waste, its figures are of all the time for which it held."""
     share = alert.annotations.get("gpu_share")
     if share is None:
@@ -128,7 +128,7 @@ def in_the_end(alert: Alert, held_ms: int) -> Alert:
     return msgspec.structs.replace(alert, value=seconds, annotations=annotations)
 
 
-def silent(rule: Rule, state: AlertState, memory: Memory, wording: Wording = PLAIN) -> Described:
+def describe_silence(rule: Rule, state: AlertState, memory: Memory, wording: Wording = PLAIN) -> Described:
     """Those of a node without ticks."""
     held = {(pod.namespace, pod.pod) for seen in memory.devices.values() for pod in seen.pods}
     summary = f"{state.node} has sent nothing since {moment(time(state.last_ts_ms))}"

@@ -16,7 +16,7 @@ from streams.alerts.memory import HeldBy, Memory, Seen
 from streams.alerts.rules import rules_file
 from streams.alerts.rules.options import BY_KEY, OPTIONS, SELECTORS, Option
 from streams.alerts.rules.rule import KINDS, OF_ALL, WASTE, WINDOWED, Kind, Rule, Rules
-from streams.alerts.text.describe import describe, silent
+from streams.alerts.text.describe import describe, describe_silence
 from streams.alerts.tick import Device, Metrics, Tick
 from streams.alerts.xids import XID_KINDS, XIDS
 from topics.alerts import Alert, AlertReport, AlertState, time
@@ -159,7 +159,7 @@ def _said(rule: Rule) -> Sequence[str]:
         state = AlertState(
             schema=1, cluster="prod", node="gpu-node-1", offset=1, position=1, last_ts_ms=after_ms, logged_ms=after_ms
         )
-        labels, words = silent(rule, state, Memory(devices={"GPU-1": seen}))
+        labels, words = describe_silence(rule, state, Memory(devices={"GPU-1": seen}))
     if rule.kind in WASTE:
         words |= {"since": f"{time(_SINCE_MS):%Y-%m-%dT%H:%M:%SZ}"}
         if rule.kind == "straggler":

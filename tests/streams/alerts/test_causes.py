@@ -42,7 +42,7 @@ def said(alerts: list[Alert]) -> list[Said]:
 def of(*moments: tuple[float, Device], rules: Rules = DEFAULTS) -> list[Said]:
     replay = Replay(rules)
     return said(
-        [one for made in ticks_of(*moments) for one in replay.take(made) if not one.revision or not one.is_open]
+        [one for made in ticks_of(*moments) for one in replay.judge(made) if not one.revision or not one.is_open]
     )
 
 
@@ -109,7 +109,7 @@ def test_the_others_on_a_shared_gpu_have_their_own_causes() -> None:
 def test_a_restart_at_any_tick_changes_nothing() -> None:
     moments = ((40, IDLE), (60, CRASHES), (140, WORKS), (160, IDLE), (170, WORKS), (200, IDLE), (210, CRASHES))
     ticks = ticks_of(*moments)
-    state = machine.begin(ticks[0], LogPosition(0, ticks[0].ts_ms))
+    state = machine.initial_state(ticks[0], LogPosition(0, ticks[0].ts_ms))
     written: list[list[str]] = []
     for again in (False, True):
         ids: list[str] = []

@@ -125,7 +125,7 @@ def written(rules: Rules, log: list[Tick], kinds: tuple[str, ...]) -> list[Writt
     return [
         as_written(number, alert)
         for number, tick in enumerate(log)
-        for alert in replay.take(tick)
+        for alert in replay.judge(tick)
         if rules.by_name[alert.name].kind in kinds
     ]
 

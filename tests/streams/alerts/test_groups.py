@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from delivery.prices import Price, Prices
 from streams.alerts import groups
-from streams.alerts.machine import LogPosition, begin, step
+from streams.alerts.machine import LogPosition, initial_state, step
 from streams.alerts.memory import NodeAlerts
 from streams.alerts.node import Replay
 from streams.alerts.rules.rule import Rules, Wording
@@ -44,7 +44,7 @@ def fired(rules: Rules, *moments: tuple[range, str, list[Device]]) -> list[Alert
         alert
         for seconds, node, devices in moments
         for s in seconds
-        for alert in replay.take(tick(s, *devices, node=node))
+        for alert in replay.judge(tick(s, *devices, node=node))
     ]
 
 
@@ -72,7 +72,7 @@ def test_a_gang_on_three_nodes_is_one_alert() -> None:
         alert
         for s in range(60)
         for node, devices in pods.items()
-        for alert in replay.take(tick(s, *devices, node=node))
+        for alert in replay.judge(tick(s, *devices, node=node))
     ]
     assert said(found) == [("firing", 0, 8, 24), ("firing", 1, 16, 24), ("firing", 2, 24, 24)]
     assert len({(alert.fingerprint, alert.starts_at, tuple(alert.labels.items())) for alert in found}) == 1
@@ -101,7 +101,9 @@ def test_what_a_gang_holds_is_what_its_pods_hold_on_all_nodes_whatever_is_sent_o
     truth, offset = dict.fromkeys(("n0", "n1", "n2"), 0), 0
     for place, (number, count, idle) in enumerate(story):
         node, unsaved = f"n{number}", list[tuple[Tick, LogPosition]]()
-        durable[node] = states.get(node) or durable.get(node) or begin(tick(0, node=node), LogPosition(0, START_MS))
+        durable[node] = (
+            states.get(node) or durable.get(node) or initial_state(tick(0, node=node), LogPosition(0, START_MS))
+        )
         for s in range(place * 50, place * 50 + 50, 10):
             given = held(count, holder(f"bert-{node}"), idle=min(idle, count))
             one = tick(s, *given, *[device(i, busy=0.0) for i in range(count, 4)], node=node)
@@ -241,7 +243,7 @@ def test_a_job_that_hung_on_three_nodes_and_works_again_is_not_said_to_idle() ->
         for n in range(3):
             does = WORKS if not 600 <= s < 3000 else IDLES if n == 1 else HANGS
             rank = device(0, holder(f"bert-{n}"), uuid=gpu(n), power_limit_watts=700.0, **does)
-            found += replay.take(tick(s + n * 7, rank, node=f"n{n}"))
+            found += replay.judge(tick(s + n * 7, rank, node=f"n{n}"))
     shown = [(alert.name, alert.state) for alert in found if alert.name != "GPUStraggler"]
     assert shown == [("GPUStalled", "firing"), ("GPUStalled", "resolved")]
 
@@ -276,7 +278,7 @@ def reports() -> list[AlertReport]:
         for s in seconds:
             one = tick(s, *held(4, holder(f"bert-{node}"), idle=idle), node=node)
             place = LogPosition(one.offset, one.ts_ms)
-            after = step(states.get(node) or begin(one, place), one, place, SOON)
+            after = step(states.get(node) or initial_state(one, place), one, place, SOON)
             states[node] = after.state
             made += after.reports
     return made
@@ -318,7 +320,9 @@ def test_reports_that_a_node_sends_again_after_a_crash_say_nothing_new_whatever_
 
 def test_the_first_tick_of_a_node_that_the_version_before_has_a_state_of_reports_what_is_held() -> None:
     one = held(4, holder(), idle=0)
-    state = step(begin(tick(0, *one), LogPosition(0, START_MS)), tick(0, *one), LogPosition(0, START_MS), SOON).state
+    state = step(
+        initial_state(tick(0, *one), LogPosition(0, START_MS)), tick(0, *one), LogPosition(0, START_MS), SOON
+    ).state
     old = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(state, holdings=None)), type=NodeAlerts)
     after = step(old, tick(1, *one), LogPosition(1, START_MS + 1000), SOON)
     assert {(report.node, report.held, report.alerts) for report in after.reports} == {("n", 4, ())}
@@ -328,7 +332,7 @@ def test_the_first_tick_of_a_node_that_the_version_before_has_a_state_of_reports
 def test_an_alert_that_the_version_before_has_open_ends_and_its_workloads_goes_on_since_then() -> None:
     one = held(1, holder())
     place = LogPosition(0, START_MS)
-    state = begin(tick(0, *one), place)
+    state = initial_state(tick(0, *one), place)
     for s in range(40):
         state = step(state, tick(s, *one), LogPosition(s, START_MS + s * 1000), SOON).state
     (tracked,) = state.tracked

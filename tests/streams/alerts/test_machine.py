@@ -10,7 +10,7 @@ from hypothesis import given
 from streams.alerts import machine
 from streams.alerts.machine import MAX_GAP_MS, REPEAT_MS, LogPosition
 from streams.alerts.memory import NodeAlerts, decode, encode
-from streams.alerts.reports import DELETE_MS, Step
+from streams.alerts.reports import DELETE_MS, Step, finish_step
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.stories import SHORT, lives
@@ -40,7 +40,7 @@ class Life:
     def step(self, one: Tick) -> list[Alert]:
         """The alerts that a tick brings."""
         place = LogPosition(one.offset, one.ts_ms)
-        before = self.state or machine.begin(one, place)
+        before = self.state or machine.initial_state(one, place)
         return self.take(machine.step(before, one, place, self.rules))
 
     def take(self, step: Step) -> list[Alert]:
@@ -285,7 +285,7 @@ def test_a_silent_nodes_alert_starts_a_rules_duration_after_its_last_tick_and_on
     life.go(range(3), BUSY)
     assert life.state is not None
     for _ in range(2):
-        life.take(machine.announce(machine.silence(life.state, SHORT, 60_000)))
+        life.take(machine.announce(machine.fire_node_silent(life.state, SHORT, 60_000)))
     (alert,) = life.written
     assert (alert.name, alert.starts_at, alert.state) == ("NodeSilent", second(62), "firing")
 
@@ -294,7 +294,7 @@ def test_the_next_tick_resolves_a_silent_nodes_alert() -> None:
     life = Life()
     life.go(range(3), BUSY)
     assert life.state is not None
-    life.take(machine.announce(machine.silence(life.state, SHORT, 60_000)))
+    life.take(machine.announce(machine.fire_node_silent(life.state, SHORT, 60_000)))
     assert life.go(range(300, 301), BUSY) == [(300, "NodeSilent", "resolved")]
     assert life.written[-1].resolved_because == "ticks"
 
@@ -303,7 +303,7 @@ def test_a_tick_that_was_held_up_resolves_a_silent_nodes_alert_no_earlier_than_i
     life = Life()
     life.go(range(3), BUSY)
     assert life.state is not None
-    life.take(machine.announce(machine.silence(life.state, SHORT, 60_000)))
+    life.take(machine.announce(machine.fire_node_silent(life.state, SHORT, 60_000)))
     life.go(range(3, 5), BUSY)
     assert life.written[-1].ends_at == life.written[0].starts_at
 
@@ -316,7 +316,7 @@ def test_a_node_that_is_gone_has_its_alerts_resolved_and_in_the_end_nothing_left
     assert [a.resolved_because for a in life.written if a.state == "resolved"] == ["node_removed"]
     assert not machine.is_over(life.state)
     assert life.take(machine.announce(machine.retire(life.state, START_MS + 86_400_000))) == []
-    life.take(machine.expire(life.state, START_MS + 86_400_000 + DELETE_MS))
+    life.take(finish_step(life.state, [], START_MS + 86_400_000 + DELETE_MS))
     assert life.deleted == [life.written[0].fingerprint]
     assert machine.is_over(life.state)
 
@@ -331,7 +331,7 @@ def test_of_a_node_in_maintenance_nothing_fires_and_what_fired_is_resolved() -> 
     assert (ended.state, ended.resolved_because) == ("resolved", "maintenance")
     assert [life.step(maintained(tick(s, IDLE))) for s in range(31, 100)] == [[]] * 69
     assert life.state is not None
-    assert machine.silence(life.state, SHORT, 3_600_000) is life.state
+    assert machine.fire_node_silent(life.state, SHORT, 3_600_000) is life.state
     assert life.go(range(100, 130), IDLE) == [(120, "GPUHeldIdle", "firing")]
 
 

@@ -266,7 +266,7 @@ def _device(place: int, one: Gpu, moment: Moment, count: int, xids: dict[str, in
 
 def told(ticks: list[Tick]) -> list[Transition]:
     replay = Replay(RULES, grouped=False)
-    alerts = [alert for tick in ticks for alert in replay.take(tick)] + replay.end()
+    alerts = [alert for tick in ticks for alert in replay.judge(tick)] + replay.end()
     return [_transition(alert) for alert in alerts]
 
 

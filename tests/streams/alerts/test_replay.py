@@ -35,7 +35,7 @@ def _device(pod: str, busy: float | None, state: str) -> Device:
 
 def transitions(ticks: Sequence[Tick]) -> list[Alert]:
     replay = Replay(RULES, grouped=False)
-    return [alert for one in ticks for alert in replay.take(one) if alert.name == "GPUHeldIdle"]
+    return [alert for one in ticks for alert in replay.judge(one) if alert.name == "GPUHeldIdle"]
 
 
 @given(st.lists(moments, max_size=30))
@@ -82,7 +82,7 @@ def test_what_is_wrong_with_a_gpu_fires_once_and_is_resolved_once() -> None:
     ticks += [tick(i, device(0, busy=0.0)) for i in range(200, 210)]
     over = msgspec.structs.replace(well.metrics, ecc_uncorrected_volatile_total=1.0)
     ticks += [tick(i, msgspec.structs.replace(well, metrics=over)) for i in range(210, 4300)]
-    transitions = [alert for one in ticks for alert in replay.take(one)]
+    transitions = [alert for one in ticks for alert in replay.judge(one)]
     names = [
         "GPUEccUncorrectable",
         "GPUPowerBrake",
@@ -100,7 +100,7 @@ def silent(*ticks: Tick, logged_s: Sequence[float] | None = None) -> list[tuple[
     replay, found = Replay(DEFAULTS), list[Alert]()
     for number, one in enumerate(ticks):
         numbered = msgspec.structs.replace(one, offset=number, seq=number + 1)
-        found += replay.take(numbered, None if logged_s is None else tick(logged_s[number]).ts_ms)
+        found += replay.judge(numbered, None if logged_s is None else tick(logged_s[number]).ts_ms)
     return [(alert.node, alert.state) for alert in [*found, *replay.end()] if alert.name == "NodeSilent"]
 
 

@@ -136,7 +136,7 @@ def fired(of: Of, minutes: Iterable[int], *, nodes: int = 2, kind: str = "Job", 
         for n in range(nodes):
             pod = holder(f"bert-{n}", workload=Workload(kind, "bert"))
             devices = [device(i, pod, uuid=gpu(n * 8 + i), **WORKS | of(n, i, second / 60)) for i in range(8)]
-            told += replay.take(tick(second, *devices, node=f"n{n}"))
+            told += replay.judge(tick(second, *devices, node=f"n{n}"))
     return [one for one in told if one.name == "GPUStraggler"]
 
 
@@ -159,7 +159,7 @@ def test_a_gpu_that_is_slow_for_two_steps_is_found_however_late_in_a_step_its_fi
     replay, found = Replay(ON), list[Alert]()
     for second in range(0, 1200, 55):
         slow = [{"sm_clock_hz": 1.2e9}, *[dict[str, Any]()] * 7]
-        found += replay.take(tick(second, *[device(i, holder(), **WORKS | one) for i, one in enumerate(slow)]))
+        found += replay.judge(tick(second, *[device(i, holder(), **WORKS | one) for i, one in enumerate(slow)]))
     (alert,) = found
     assert milliseconds(alert.starts_at) == START_MS + 660_000
     assert alert.annotations["summary"] == "Job ml/bert: 1 of 8 GPUs suspect (since 2026-11-21 00:00 UTC)"
@@ -189,7 +189,7 @@ def test_a_job_that_ends_ends_its_alert() -> None:
     for second in range(0, 1800, 20):
         pods = [holder(workload=Workload("Job", "bert"))] if second < 1500 else []
         devices = [device(i, *pods, **WORKS | ({"sm_clock_hz": 1.2e9} if i == 2 else {})) for i in range(8)]
-        told += replay.take(tick(second, *devices))
+        told += replay.judge(tick(second, *devices))
     alert, end = [one for one in told if one.name == "GPUStraggler"]
     assert (alert.state, end.state, end.resolved_because) == ("firing", "resolved", "pod_ended")
 
@@ -199,7 +199,7 @@ def test_a_pod_can_say_that_it_is_meant_so() -> None:
     off = holder(annotations={"gpustream.dev/alerts": "off"})
     for second in range(0, 1800, 20):
         devices = [device(i, off, **WORKS | ({"sm_clock_hz": 1.2e9} if i == 2 else {})) for i in range(8)]
-        assert not [one for one in replay.take(tick(second, *devices)) if one.name == "GPUStraggler"]
+        assert not [one for one in replay.judge(tick(second, *devices)) if one.name == "GPUStraggler"]
 
 
 def test_without_the_rule_its_alert_ends_within_five_minutes_and_another_name_is_another_alert() -> None:
@@ -209,7 +209,7 @@ def test_without_the_rule_its_alert_ends_within_five_minutes_and_another_name_is
         if second == 1500:
             replay._rules = overlay('[rules.GPUStraggler]\nenabled = false\n[rules.Laggards]\nkind = "straggler"')
         devices = [device(i, holder(), **WORKS | ({"sm_clock_hz": 1.2e9} if i == 2 else {})) for i in range(8)]
-        told += replay.take(tick(second, *devices))
+        told += replay.judge(tick(second, *devices))
     first, end, other = [one for one in told if one.name in ("GPUStraggler", "Laggards")]
     assert (first.name, end.resolved_because, other.name) == ("GPUStraggler", "rule_removed", "Laggards")
     assert end.ends_at is not None

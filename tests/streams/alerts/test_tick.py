@@ -31,7 +31,7 @@ def changed(record: dict[str, Any], values: list[dict[str, Any]], i: int) -> byt
 def test_whatever_the_contract_allows_is_judged(story: list[dict[str, Any]], values: list[dict[str, Any]]) -> None:
     replay = Replay(DEFAULTS)
     for i, record in enumerate(story):
-        for alert in replay.take(decode(changed(record, values, i))):
+        for alert in replay.judge(decode(changed(record, values, i))):
             assert msgspec.json.decode(msgspec.json.encode(alert), type=type(alert)) == alert
     replay.end()
 

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from streams.alerts.memory import Memory, NodeAlerts, remember
 from streams.alerts.tick import Tick
-from streams.alerts.uses import STEP_MS, Wanted, closed, mean_of
+from streams.alerts.uses import STEP_MS, UseNeeds, mean_of, means_of_closed_step
 from tests.streams.alerts.ticks import START_MS, device, gpu, holder, tick
 
-WANTED = Wanted(4, figures=True)
+NEEDS = UseNeeds(4, figures=True)
 FROM_S = (STEP_MS - START_MS % STEP_MS) / 1000  # the first step that begins after the first tick
 
 
-def after(*ticks: Tick, wanted: Wanted = WANTED) -> Memory:
+def after(*ticks: Tick, needs: UseNeeds = NEEDS) -> Memory:
     memory = Memory()
     for one in ticks:
-        memory = remember(memory, one, 1, wanted)
+        memory = remember(memory, one, 1, needs)
     return memory
 
 
@@ -87,7 +87,7 @@ def test_what_is_kept_is_bounded_and_read_as_it_was_written(steps: list[tuple[fl
     memory, at_s = Memory(), 0.0
     for after_s, share in steps:
         at_s += after_s
-        memory = remember(memory, busy(max(at_s, 0), share, sm_clock_hz=1.5e9), 1, WANTED)
+        memory = remember(memory, busy(max(at_s, 0), share, sm_clock_hz=1.5e9), 1, NEEDS)
     state = NodeAlerts(schema=1, cluster="c", node="n", offset=0, position=0, last_ts_ms=0, logged_ms=0, memory=memory)
     assert msgspec.json.decode(msgspec.json.encode(state), type=NodeAlerts).memory == memory
     assert all(len(use.marks) <= 8 * 5 for uses in memory.uses.values() for use in uses)
@@ -98,7 +98,7 @@ def test_a_node_of_eight_gpus_takes_less_than_six_kilobytes_for_four_hours() -> 
         metrics = {"sm_active_ratio": 0.31, "tensor_active_ratio": 0.2, "sm_clock_hz": 1.98e9, "power_watts": 431.5}
         return tick(second, *[device(i, holder(), busy=0.5, clock_event_reasons=4, **metrics) for i in range(8)])
 
-    uses = after(*[node(s) for s in range(0, 5 * 3600, 60)], wanted=Wanted(48, figures=True)).uses
+    uses = after(*[node(s) for s in range(0, 5 * 3600, 60)], needs=UseNeeds(48, figures=True)).uses
     assert len(msgspec.json.encode(uses)) < 8 * 750
 
 
@@ -106,7 +106,7 @@ def test_the_figures_of_a_step_are_given_when_it_has_ended() -> None:
     fields = {"sm_clock_hz": 1.5e9, "power_watts": 300.0, "clock_event_reasons": 0x40}
     ticks = [busy(s, 0.5, **fields) for s in range(0, 300, 5)]
     before, now = after(*ticks), after(*ticks, busy(300, 0.5))
-    figures = closed(before.uses[gpu(0)], now.uses[gpu(0)])
+    figures = means_of_closed_step(before.uses[gpu(0)], now.uses[gpu(0)])
     assert figures is not None
     assert [None if one is None else round(one, 6) for one in figures] == [0.5, None, None, 1.5e9, 300, 1.0, None]
-    assert closed(before.uses[gpu(0)], before.uses[gpu(0)]) is None
+    assert means_of_closed_step(before.uses[gpu(0)], before.uses[gpu(0)]) is None

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from streams.alerts.conditions.evaluate import because
+from streams.alerts.conditions.evaluate import resolve_reason
 from streams.alerts.node import Replay
 from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import KINDS
@@ -402,18 +402,23 @@ def test_an_override_goes_by_the_one_pod_that_holds_a_device() -> None:
 )
 def test_why_a_pods_gpu_is_not_idle_any_more(text: str, after: Any, why: str) -> None:
     by = overlay(text)
-    assert because(by, after, Tracked(name="GPUHeldIdle", device=gpu(0), pod_uid="uid-bert-0", since_ms=0)) == why
+    assert (
+        resolve_reason(by, after, Tracked(name="GPUHeldIdle", device=gpu(0), pod_uid="uid-bert-0", since_ms=0)) == why
+    )
 
 
 def test_a_pod_without_a_uid_ends_when_its_name_is_gone() -> None:
     for pod, why in ((holder(pod_uid=None), "condition"), (holder("b", pod_uid=None), "pod_ended")):
         after = tick(1, device(0, pod, busy=0.9))
-        assert because(DEFAULTS, after, Tracked(name="GPUHeldIdle", device=gpu(0), key="ml/bert-0", since_ms=0)) == why
+        assert (
+            resolve_reason(DEFAULTS, after, Tracked(name="GPUHeldIdle", device=gpu(0), key="ml/bert-0", since_ms=0))
+            == why
+        )
 
 
 def test_a_devices_condition_ends_for_itself_whoever_holds_it() -> None:
     after = tick(1, device(0))
-    assert because(DEFAULTS, after, Tracked(name="GPULost", device=gpu(0), since_ms=0)) == "condition"
+    assert resolve_reason(DEFAULTS, after, Tracked(name="GPULost", device=gpu(0), since_ms=0)) == "condition"
 
 
 def test_processes_are_no_evidence_of_their_own_for_a_conflict() -> None:
@@ -426,10 +431,10 @@ def test_a_value_that_is_not_there_ends_nothing() -> None:
     faults = {"clock_event_reasons": 0xC0, "row_remap_failure": 1, "row_remap_pending": 1}
     replay = Replay(DEFAULTS)
     bad, blind = device(0, busy=0.9, **faults), device(0, busy=0.9)
-    began = [alert for s in range(100) for alert in replay.take(tick(s, bad))]
-    during = [alert for s in range(100, 2000, 10) for alert in replay.take(tick(s, blind))]
+    began = [alert for s in range(100) for alert in replay.judge(tick(s, bad))]
+    during = [alert for s in range(100, 2000, 10) for alert in replay.judge(tick(s, blind))]
     well = device(0, busy=0.9, **dict.fromkeys(faults, 0))
-    after = [alert for s in range(2000, 2400, 10) for alert in replay.take(tick(s, well))]
+    after = [alert for s in range(2000, 2400, 10) for alert in replay.judge(tick(s, well))]
     names = {"GPURowRemapFailure", "GPURowRemapPending", "GPUThermalSlowdown", "GPUPowerBrake"}
     assert {alert.name for alert in began} >= names
     assert not names & {alert.name for alert in during}

@@ -174,7 +174,7 @@ def test_an_idle_pod_beside_one_that_works_is_found_if_no_process_of_others_is_t
         assert found == {"uid-a": holds}
     replay = Replay(DEFAULTS)
     shared = device(0, *pods, busy=0.9, unattributed=Parts(utilization_ratio=0.1), processes=(own,))
-    (alert,) = [alert for s in range(0, 3000, 10) for alert in replay.take(tick(s, shared))]
+    (alert,) = [alert for s in range(0, 3000, 10) for alert in replay.judge(tick(s, shared))]
     assert [gpu.pod for gpu in alert.gpus] == ["ml/a"]
     assert "1 of 2 GPUs idle, the other one works" in alert.annotations["summary"]
 
@@ -183,7 +183,7 @@ def test_ten_pods_that_do_nothing_are_idle_though_the_device_they_share_is_not()
     pods = [holder(f"p{number}", busy=0.009) for number in range(10)]
     one = device(0, *pods, busy=0.09, unattributed=Parts(utilization_ratio=0.0))
     replay = Replay(DEFAULTS, grouped=False)
-    fired = [alert for s in range(0, 7200, 10) for alert in replay.take(tick(s, one))]
+    fired = [alert for s in range(0, 7200, 10) for alert in replay.judge(tick(s, one))]
     assert [(alert.name, alert.state) for alert in fired] == [(RULE, "firing")] * 10
     assert {alert.labels["k8s_pod_name"] for alert in fired} == {f"p{number}" for number in range(10)}
     assert {alert.annotations["gpu_share"] for alert in fired} == {"0.1"}

@@ -62,7 +62,7 @@ def test_it_is_on_unless_a_file_turns_it_off() -> None:
 
 def fired(*moments: tuple[range, list[Device]]) -> list[Alert]:
     replay = Replay(ON)
-    told = [alert for seconds, devices in moments for s in seconds for alert in replay.take(tick(s, *devices))]
+    told = [alert for seconds, devices in moments for s in seconds for alert in replay.judge(tick(s, *devices))]
     return [alert for alert in told if alert.name == "GPUStalled"]
 
 
@@ -92,7 +92,7 @@ def test_of_ranks_on_several_nodes_all_must_stall() -> None:
     def both(seconds: range, second: Device) -> list[Alert]:
         told: list[Alert] = []
         for s in seconds:
-            told += replay.take(tick(s, hung(), node="a")) + replay.take(tick(s, second, node="b"))
+            told += replay.judge(tick(s, hung(), node="a")) + replay.judge(tick(s, second, node="b"))
         return [one for one in told if one.name == "GPUStalled"]
 
     replay = Replay(ON)
@@ -113,7 +113,7 @@ def test_work_in_between_ends_what_is_pending_and_after_five_minutes_what_fires(
 
 def test_the_alert_of_a_gpu_names_its_evidence() -> None:
     replay = Replay(ON, grouped=False)
-    told = [alert for s in range(0, 605, 5) for alert in replay.take(tick(s, hung()))]
+    told = [alert for s in range(0, 605, 5) for alert in replay.judge(tick(s, hung()))]
     (alert,) = [one for one in told if one.name == "GPUStalled"]
     words = "Utilization 100%, 140 of 700 W, SMs active 10%, tensor cores 0%."
     assert words in alert.annotations["description"]
@@ -122,7 +122,7 @@ def test_the_alert_of_a_gpu_names_its_evidence() -> None:
 def of_job(*moments: tuple[range, list[Device]]) -> dict[str, list[Alert]]:
     """The alerts of a job, by rule."""
     replay = Replay(DEFAULTS)
-    alerts = [alert for seconds, devices in moments for s in seconds for alert in replay.take(tick(s, *devices))]
+    alerts = [alert for seconds, devices in moments for s in seconds for alert in replay.judge(tick(s, *devices))]
     return {name: [one for one in alerts if one.name == name] for name in ("GPUStalled", "GPUHeldIdle")}
 
 

@@ -29,7 +29,7 @@ def fired(name: str, busy: dict[int, float], minutes: int, *, pod: Holder | None
     replay, told, share = Replay(ON), list[Alert](), 0.0
     for second in range(0, minutes * 60, 10):
         share = busy.get(second // 60 % 14, share) if second % 60 == 0 else share
-        told += replay.take(tick(second, device(0, pod or holder(), busy=share, **fields)))
+        told += replay.judge(tick(second, device(0, pod or holder(), busy=share, **fields)))
     return [one for one in told if one.name == name]
 
 
@@ -56,7 +56,7 @@ def test_what_does_nothing_at_all_is_idle_and_what_is_used_for_a_tenth_is_used(
 def test_it_is_resolved_when_the_window_has_enough_work() -> None:
     replay, told = Replay(ON), list[Alert]()
     for second in range(0, 7200, 10):
-        told += replay.take(tick(second, device(0, holder(), busy=0.03 if second < 3600 else 0.95)))
+        told += replay.judge(tick(second, device(0, holder(), busy=0.03 if second < 3600 else 0.95)))
     alert, end = [one for one in told if one.name == "GPUUnderused"]
     assert (alert.state, end.state, end.resolved_because) == ("firing", "resolved", "condition")
 
@@ -67,7 +67,7 @@ def test_it_fires_on_while_a_clock_that_was_set_back_shows_less_than_a_window() 
     in_a_step = 200 - 3600 - START_MS // 1000 % 300  # two steps have ended 400 s later
     for number, second in enumerate((*range(0, 7200, 10), *range(in_a_step, in_a_step + 590, 10))):
         shown = tick(second, device(0, holder(), busy=0.05))
-        told += replay.take(msgspec.structs.replace(shown, seq=number + 1, offset=number))
+        told += replay.judge(msgspec.structs.replace(shown, seq=number + 1, offset=number))
     assert [one.state for one in told if one.name == "GPUUnderused"] == ["firing"]
 
 
@@ -76,7 +76,7 @@ def test_what_a_pod_did_before_it_was_given_the_gpu_does_not_count() -> None:
     replay, told = Replay(by), list[Alert]()
     for second in range(0, 1200, 10):
         shown = holder(observed=second < 60)
-        told += replay.take(tick(second, device(0, shown, busy=0.9 if second < 60 else 0.0)))
+        told += replay.judge(tick(second, device(0, shown, busy=0.9 if second < 60 else 0.0)))
     assert "GPUUnderused" not in {one.name for one in told}
 
 
@@ -86,7 +86,7 @@ def test_it_ends_at_once_for_a_pod_that_got_the_gpu_again_and_is_silenced() -> N
     silenced = holder(annotations={"gpustream.dev/alerts": "off"})
     for second in range(0, 7220, 10):
         pod = holder() if second < 7200 else only_seen if second == 7200 else silenced
-        found += replay.take(tick(second, device(0, pod, busy=0.05)))
+        found += replay.judge(tick(second, device(0, pod, busy=0.05)))
     states = [(one.state, one.resolved_because) for one in found if one.name == "GPUUnderused"]
     assert states == [("firing", None), ("resolved", "policy")]
 
@@ -120,7 +120,7 @@ def test_a_crash_loop_is_one_alert_of_the_workload_while_its_container_runs_now_
     replay, told = Replay(ON), list[Alert]()
     for second in range(0, 3600, 10):
         crashes = holder(waiting="CrashLoopBackOff" if second % 300 > 40 else None, restarts=4 + second // 300)
-        told += replay.take(tick(second, *[device(i, crashes, busy=0.0) for i in range(4)]))
+        told += replay.judge(tick(second, *[device(i, crashes, busy=0.0) for i in range(4)]))
     (alert,) = [one for one in told if one.name == "GPUCrashLoop"]
     assert (alert.held, alert.idle) == (4, 4)
     words = "Job ml/bert: 4 of 4 GPUs held by containers that crash again and again"

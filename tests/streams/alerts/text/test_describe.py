@@ -14,7 +14,7 @@ from streams.alerts.conditions.finding import Facts, Finding
 from streams.alerts.memory import Memory, NodeAlerts, remember
 from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import Rules
-from streams.alerts.text.describe import MAX_VALUE_BYTES, Described, describe, share_of, silent
+from streams.alerts.text.describe import MAX_VALUE_BYTES, Described, describe, describe_silence, share_of
 from streams.alerts.tick import Device, Info, Process, Tick
 from tests.streams.alerts.ticks import DEFAULTS, GRACE_S, START_MS, device, found, gpu, holder, mig, overlay, tick
 from topics.alerts import RUNBOOKS
@@ -286,7 +286,7 @@ def test_a_silent_node_is_described_by_what_it_had() -> None:
     memory = remember(Memory(), tick(0, device(0, holder("a")), device(1, holder("a")), device(2)), 1)
     (rule,) = DEFAULTS.of("node_silent")
     state = NodeAlerts(schema=1, cluster="c", node="n", offset=0, position=0, last_ts_ms=START_MS, logged_ms=START_MS)
-    labels, annotations = silent(rule, state, memory)
+    labels, annotations = describe_silence(rule, state, memory)
     assert labels == {
         "alertname": "NodeSilent",
         "severity": "critical",
