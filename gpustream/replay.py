@@ -31,7 +31,7 @@ from gpustream.usage.command import TIME, When
 from gpustream.usage.read import Range, utc
 from streams.settings import UsageSettings
 from streams.usage.bookkeeper import AHEAD_MS, Bookkeeper
-from streams.usage.books import FIELDS, PATIENCE_MS, Accounting, Books
+from streams.usage.books import FIELDS, FINAL_AFTER_MS, Accounting, Books
 from streams.usage.tick import CountedTick
 from streams.usage.tick import decode as decode_tick
 from topics.attributed import TOPIC as ATTRIBUTED
@@ -41,7 +41,7 @@ from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, Usage
 BEFORE_MS = 30 * MINUTE_MS
 """What was logged before the time is read too: the first tick in it stands for the time since the one before."""
 
-SETTLED_MS = PATIENCE_MS + 2 * MINUTE_MS
+SETTLED_MS = FINAL_AFTER_MS + 2 * MINUTE_MS
 """An hour is made again only so long after its end: by then the stream has made it final, if it ever will."""
 
 SETTLED_MS_OF_SAMPLES = 15_000
@@ -189,7 +189,7 @@ class UsageReplay:
     """
 
     def __init__(self, policy: Accounting, from_ms: int) -> None:
-        self._policy = policy._replace(patience_ms=None)
+        self._policy = policy._replace(silent_after_ms=None)
         self._first_ms = -(-(from_ms + AHEAD_MS) // HOUR_MS) * HOUR_MS
         self._nodes: dict[tuple[str, str], tuple[Bookkeeper, list[Usage]]] = {}
         self._logged_ms = 0
@@ -202,13 +202,13 @@ class UsageReplay:
             self._nodes[name] = Bookkeeper(books, self._policy), []
         self._logged_ms = max(self._logged_ms, logged_ms)
         keeper, minutes = self._nodes[name]
-        return self._whole_hours(minutes, keeper.take(tick, logged_ms).records)
+        return self._whole_hours(minutes, keeper.book(tick, logged_ms).records)
 
     def end(self, log_ms: int = 0) -> list[Usage]:
         """What is to be written at the end of the log, which may be later than its last record."""
         found: list[Usage] = []
         for keeper, minutes in self._nodes.values():
-            found += self._whole_hours(minutes, keeper.silent(max(self._logged_ms, log_ms)))
+            found += self._whole_hours(minutes, keeper.close_silent(max(self._logged_ms, log_ms)))
         return found
 
     def _whole_hours(self, minutes: list[Usage], records: list[Usage]) -> list[Usage]:

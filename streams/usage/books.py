@@ -1,4 +1,4 @@
-"""The books of a node: its GPUs, to whom their time is booked, and its open windows. Integers only. Pure.
+"""The books of a node: its GPUs, the accounts to which their time is booked, and its open windows. Integers only. Pure.
 
 In: rows of amounts, by account. Out: records of usage. The books are written to gpu.usage-state as they are.
 """
@@ -10,12 +10,13 @@ from typing import NamedTuple
 import msgspec
 
 from streams.usage.measure import Split
-from streams.usage.tick import NOTHING
+from streams.usage.tick import JSON_NULL
 from topics.attributed import Workload
 from topics.topic import decoder
 from topics.usage import HOUR_MS, MINUTE_MS, Usage, UsageState
 
-PATIENCE_MS = 20 * MINUTE_MS  # above the producers' --buffer
+FINAL_AFTER_MS = 20 * MINUTE_MS
+"""A minute is final, and a node without a record is silent, after this time: longer than the producers' --buffer."""
 
 FIELDS = (
     "device_ms", "slice_ms", "used_us", "idle_ms", "tensor_us", "energy_mj", "memory_byte_ms", "exact_ms", "late_ms",
@@ -23,21 +24,22 @@ FIELDS = (
 )  # fmt: skip
 DEVICE, SLICE, USED, IDLE, TENSOR, ENERGY, MEMORY, EXACT, LATE, NONE = range(10)
 Amounts = list[int]
-Rows = dict[int, Amounts]  # by the number of the account
+Rows = dict[int, Amounts]  # by account number
 
 
 class Accounting(NamedTuple):
-    """How devices that pods share are divided, the label that names the team, and which generation is written.
-    ``patience_ms``: after how long without a record a node is silent; None: time is closed by its own ticks only."""
+    """How shared devices are divided, the label that names the team, and the generation of the records.
+    ``silent_after_ms``: a node is silent after this time without a record; None: never, only its own ticks close
+    windows."""
 
     split: Split = "used"
     team_label: str = "team"
     generation: int = 0
-    patience_ms: int | None = PATIENCE_MS
+    silent_after_ms: int | None = FINAL_AFTER_MS
 
 
 class Account(msgspec.Struct, frozen=True, omit_defaults=True):
-    """To whom time is booked: a device and its holder, or why it has none. Workload and labels are JSON."""
+    """What time is booked to: a device and its holder, or the reason why it has none. Workload and labels are JSON."""
 
     gpu_uuid: str
     uuid: str
@@ -46,18 +48,18 @@ class Account(msgspec.Struct, frozen=True, omit_defaults=True):
     pod: str | None = None
     pod_uid: str | None = None
     container: str | None = None
-    workload: msgspec.Raw = NOTHING
-    labels: msgspec.Raw = NOTHING
-    namespace_labels: msgspec.Raw = NOTHING
+    workload: msgspec.Raw = JSON_NULL
+    labels: msgspec.Raw = JSON_NULL
+    namespace_labels: msgspec.Raw = JSON_NULL
 
     @property
     def name(self) -> tuple[str | None, ...]:
-        """What tells it apart in a window: two accounts of one name differ in workload or labels only."""
+        """What identifies it in a window. Accounts with the same name differ in workload or labels only."""
         return self.gpu_uuid, self.uuid, self.category, self.namespace, self.pod, self.pod_uid, self.container
 
 
 class Meter(msgspec.Struct, omit_defaults=True):
-    """What is known of a physical GPU: its model, its slices, and what its energy counter said last, and when."""
+    """What is known of a physical GPU: its model, its slices, and the last reading of its energy counter."""
 
     model: str | None = None
     slices: int = 1
@@ -74,8 +76,11 @@ class Closed(msgspec.Struct):
 
 
 class Hour(msgspec.Struct):
-    """An hour that is not final. ``of``: its GPUs, with their slices. ``rows`` is the sum of its ``closed`` minutes, of
-    which ``written`` are in its last record; ``minute`` is the open one, ``minutes`` are those closed and not final."""
+    """An hour that is not final.
+
+    ``of`` has the slices of its GPUs. ``closed`` is the number of its closed minutes, and ``rows`` is their sum;
+    ``written`` of them are in its last record. ``minute`` is the open minute, ``minutes`` are closed and not final.
+    """
 
     start_ms: int
     of: dict[str, int] = {}
@@ -91,9 +96,9 @@ class Hour(msgspec.Struct):
 
 
 class Books(UsageState, kw_only=True):
-    """The books of a node: its GPUs, to whom their time is booked, and the windows that are open."""
+    """The books of a node: its GPUs, the accounts to which their time is booked, and its open windows."""
 
-    node_labels: msgspec.Raw = NOTHING
+    node_labels: msgspec.Raw = JSON_NULL
     accounts: dict[int, Account] = msgspec.field(default_factory=dict)
     meters: dict[str, Meter] = msgspec.field(default_factory=dict)
     hours: list[Hour] = msgspec.field(default_factory=list)
@@ -107,14 +112,15 @@ workload_of = msgspec.json.Decoder(Workload | None).decode
 
 
 def row_of(rows: Rows, number: int) -> Amounts:
+    """The row of an account, added if it is missing."""
     row = rows.get(number)
     if row is None:
         row = rows[number] = [0] * len(FIELDS)
     return row
 
 
-def put(rows: Rows, number: int, amounts: Sequence[int], slices: int, idle: bool, attribution: int) -> None:
-    """Book amounts of a piece of time: its milliseconds, what was used, of tensor cores too, energy and memory."""
+def add_amounts(rows: Rows, number: int, amounts: Sequence[int], slices: int, idle: bool, attribution: int) -> None:
+    """Book the amounts of a piece of time: milliseconds, used time, used time of tensor cores, energy and memory."""
     ms, used, tensor, energy, memory = amounts
     row = rows.get(number) or row_of(rows, number)
     row[DEVICE] += ms
@@ -128,8 +134,9 @@ def put(rows: Rows, number: int, amounts: Sequence[int], slices: int, idle: bool
         row[IDLE] += ms
 
 
-def add_rows(rows: Rows, more: Rows) -> None:
-    for number, amounts in more.items():
+def add_rows(rows: Rows, others: Rows) -> None:
+    """Add the amounts of other rows to these."""
+    for number, amounts in others.items():
         rows[number] = list(map(add, row_of(rows, number), amounts))
 
 
@@ -142,17 +149,19 @@ class Window(NamedTuple):
     final: bool
 
 
-def records_of(books: Books, policy: Accounting, rows: Rows, of: Mapping[str, int], window: Window) -> Iterator[Usage]:
-    """The records of a window: one for each holder and category, with the workload and labels that it had last.
-    ``of``: the slices of its GPUs."""
+def records_of(
+    books: Books, policy: Accounting, rows: Rows, slices: Mapping[str, int], window: Window
+) -> Iterator[Usage]:
+    """The records of a window: one for each holder and category, with the last workload and labels of the holder.
+    ``slices``: those of its GPUs."""
     merged: dict[tuple[str | None, ...], tuple[Account, Amounts]] = {}
     for number in sorted(rows):
         account = books.accounts[number]
-        before = merged.get(account.name)
-        amounts = rows[number] if before is None else list(map(add, before[1], rows[number]))
+        earlier = merged.get(account.name)
+        amounts = rows[number] if earlier is None else list(map(add, earlier[1], rows[number]))
         merged[account.name] = account, amounts
     for account, amounts in merged.values():
-        labels, spaces = labels_of(account.labels) or {}, labels_of(account.namespace_labels) or {}
+        labels, namespace_labels = labels_of(account.labels) or {}, labels_of(account.namespace_labels) or {}
         yield Usage(
             schema=1,
             cluster=books.cluster,
@@ -171,10 +180,10 @@ def records_of(books: Books, policy: Accounting, rows: Rows, of: Mapping[str, in
             pod_uid=account.pod_uid,
             container=account.container,
             workload=workload_of(account.workload),
-            team=labels.get(policy.team_label, spaces.get(policy.team_label)),
+            team=labels.get(policy.team_label, namespace_labels.get(policy.team_label)),
             labels=labels,
             node_labels=labels_of(books.node_labels) or {},
             model=books.meters[account.gpu_uuid].model,
-            of=of[account.gpu_uuid],
+            of=slices[account.gpu_uuid],
             **dict(zip(FIELDS, amounts, strict=True)),
         )

@@ -1,10 +1,10 @@
-"""The usage stream: books every node's ticks, and writes what becomes of the minutes and hours.
+"""The usage stream: books every node's ticks, and writes the records of minutes and hours.
 
-In: gpu.attributed; gpu.usage-state, whole; and what the reader knows of offsets. Out: gpu.usage-minutes and gpu.usage,
-in the partition number of the node's ticks, and gpu.usage-state by node.
-State: one :class:`NodeBooks` a node, by partition. When a minute closes, its records are written, and when they are
-acknowledged the books; the ticks that the books hold are finished when those are acknowledged. So a worker that takes
-over goes on from the last books, reads what came after it again, and gives the same records.
+In: gpu.attributed; gpu.usage-state, from its beginning; and what the reader knows of offsets. Out: gpu.usage-minutes
+and gpu.usage, in the partition number of the node's ticks, and gpu.usage-state by node.
+State: one :class:`NodeBooks` per node, by partition. When a minute closes, its records are written; when they are
+acknowledged, the books; and when those are acknowledged, the ticks that they include are finished. So a worker that
+takes over starts from the last books, reads the later ticks again, and writes the same records.
 On failure: what can't be decoded goes to gpu.dead-letters; a record or books that are too large are left out and
 counted; an output that is not acknowledged ends the process.
 """
@@ -23,20 +23,20 @@ from streams.caught_up import CaughtUp, PartitionState
 from streams.reader import Reads
 from streams.settings import UsageSettings
 from streams.stage import ATTRIBUTED, SAMPLES, Clocks, Malformed, NodeWorker, Stream, decode_record, instruments
-from streams.usage import books as bookkeeping
 from streams.usage.bookkeeper import Bookkeeper
-from streams.usage.books import Accounting, Books
+from streams.usage.books import Accounting, Books, encode
+from streams.usage.books import decode as decode_books
 from streams.usage.tick import decode as decode_tick
 from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, STATE, Usage
 
 log = logging.getLogger(__name__)
 
 KEEP_S = 75.0
-"""Ticks of a node that has closed no minute for so long hold back no commit any more: its books are written."""
+"""If a node closes no minute for this time, its books are written all the same: its ticks would delay the commit."""
 LEADERS_APART_MS = 60_000
-"""By how much the next record of a log may say an earlier time than the clocks here, or the last record, do."""
+"""By how much the log time of the next record may be behind the clock here, or behind the last record."""
 FORGET_MS = 25 * HOUR_MS
-"""After so long without a tick a node's books are deleted: gpu.attributed has no tick of it any more."""
+"""After this time without a tick a node's books are deleted: gpu.attributed has no tick of it any more."""
 
 INSTRUMENTS = (
     Instrument("gpustream_usage_ticks_total", "counter", "Node ticks read: booked, opened (the first of a run), behind"
@@ -62,11 +62,11 @@ INSTRUMENTS = (
 
 
 class UsageStream(Stream[UsageSettings]):
-    """The component: ``run`` counts until stopped."""
+    """The usage stream as a component."""
 
     name = "usage"
     table = INSTRUMENTS
-    watch_failure = "looking at the nodes failed"
+    watch_failure = "checking the nodes failed"
 
     def make_worker(self, partitions: Mapping[str, int]) -> tuple["UsageWorker", Reads]:
         state = (STATE.name,)
@@ -76,10 +76,11 @@ class UsageStream(Stream[UsageSettings]):
 
 
 class NodeBooks:
-    """A node of a partition. ``durable`` are its books as the broker has them. ``fresh``: no tick was read since.
+    """A node of a partition. ``durable`` are its books as the broker has them. ``fresh``: no tick was read since then.
 
-    ``kept`` are the slots of the ticks that are not in the durable books, since ``kept_s`` of the monotonic clock;
-    ``due`` what is to be written. ``writing``: something is on its way; ``stale``: the topic's last books are not ours.
+    ``kept`` are the slots of the ticks that are not in the durable books; the first was read at ``kept_s`` of the
+    monotonic clock. ``due`` are the records to write. ``sent`` are the books that were sent and not read back yet.
+    ``writing``: a write is running. ``stale``: the last books in the topic are another worker's.
     """
 
     __slots__ = ("due", "durable", "fresh", "keeper", "kept", "kept_s", "key", "sent", "stale", "writing")
@@ -94,16 +95,17 @@ class NodeBooks:
 
     @property
     def order(self) -> tuple[int, ...]:
+        """The order of its books."""
         return _order(self.keeper.books)
 
 
 def _order(books: Books) -> tuple[int, ...]:
-    """By which of two books of a node the later ones are known."""
+    """The key that sorts the books of a node: later books are greater."""
     return books.logs, books.offset, books.booked_ms, books.final_ms
 
 
 class PartitionBooks(PartitionState):
-    """The nodes of one partition, by key. ``passed_ms``: up to when it was seen who is silent."""
+    """The nodes of one partition, by key. ``passed_ms``: the log time up to which silent nodes have been closed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -112,7 +114,7 @@ class PartitionBooks(PartitionState):
 
 
 class UsageWorker(NodeWorker[PartitionBooks]):
-    """Books the ticks of the nodes of its partitions, writes what comes of them, then finishes them."""
+    """Books the ticks of the nodes of its partitions, writes the records and the books, then finishes the ticks."""
 
     new_partition = PartitionBooks
     inputs, lag_topics = (ATTRIBUTED,), (ATTRIBUTED, STATE.name)
@@ -127,9 +129,9 @@ class UsageWorker(NodeWorker[PartitionBooks]):
     # -- records
 
     def handle_record(self, topic: str, partition: PartitionBooks, slot: Slot, record: Any) -> None:
-        """Book a tick, or learn of the books of a node. Raises Malformed."""
+        """Book a tick, or read the books of a node. Raises Malformed."""
         if topic == STATE.name:
-            self._learn(partition, record)
+            self._read_books(partition, record)
             self.app.finish(slot)
         else:
             self._book(partition, slot, record)
@@ -137,11 +139,12 @@ class UsageWorker(NodeWorker[PartitionBooks]):
     def close_silent(self, partition: PartitionBooks) -> None:
         self._pass_time(partition, partition.logged_ms - LEADERS_APART_MS)
 
-    def _learn(self, partition: PartitionBooks, record: Any) -> None:
-        """Take on a node's books, or their deletion. Raises Malformed.
+    def _read_books(self, partition: PartitionBooks, record: Any) -> None:
+        """Read a node's books, or their deletion, from the state topic. Raises Malformed.
 
-        The latest count, not the last: what was written late, by a worker that had lost the partition, is older than
-        what its owner wrote. The owner writes the latest again, before a compaction leaves nothing but the last.
+        The latest books by their order count, not the last in the topic: books that were written late, by a worker that
+        had lost the partition, are older than the owner's. The owner writes its books again, before a compaction leaves
+        only the last ones.
         """
         node = partition.nodes.get(record.key)
         if node is not None and record.value in node.sent:
@@ -153,7 +156,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
             elif node is not None:
                 node.stale = True
         else:
-            books = decode_record(bookkeeping.decode, record.key, record.value)
+            books = decode_record(decode_books, record.key, record.value)
             if node is None:
                 self._housekeeping.check_place(partition.number, record.key)
             if node is None or (node.fresh and _order(books) >= node.order):
@@ -175,7 +178,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
             logged_ms = record.timestamp if record.timestamp >= 0 else self._clocks.now_ms()
         logs = node.keeper.books.logs
         try:
-            outcome, records, unbooked_ms = node.keeper.take(tick, logged_ms)
+            outcome, records, unbooked_ms = node.keeper.book(tick, logged_ms)
         except msgspec.DecodeError as error:
             raise Malformed("undecodable", str(error)) from error
         self._instruments.counter("gpustream_usage_ticks_total", outcome).inc()
@@ -194,27 +197,28 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         self.app.reader.ledger.set_aside(slot)
         if records:
             node.due += records
-            self._settle(partition.number, node)
+            self._start_write(partition.number, node)
 
     # -- writing
 
-    def _settle(self, number: int, node: NodeBooks, *, now: bool = False) -> None:
-        """Begin to write what is due; ``now``: the books, though nothing else is."""
+    def _start_write(self, number: int, node: NodeBooks, *, now: bool = False) -> None:
+        """Start to write what is due; ``now``: write the books even if no record is due."""
         if not node.writing and (node.due or node.stale or now):
             node.writing = True
             self._write_tasks.start(self.app, self._write(number, node, self.app.reader.ledger.epoch))
 
     async def _write(self, number: int, node: NodeBooks, epoch: int) -> None:
-        """The records, and when they are acknowledged the books, and then whatever has come due since."""
+        """Write the records, then, once acknowledged, the books; repeat while more has become due. If the epoch ends
+        meanwhile, stop: what was not acknowledged is read again."""
         while self.app.reader.ledger.epoch == epoch:
             records, node.due, node.stale = node.due, [], False
-            value, slots = bookkeeping.encode(node.keeper.books), tuple(node.kept)
+            value, slots = encode(node.keeper.books), tuple(node.kept)
             node.kept.clear()
-            kinds: dict[str, list[tuple[str, bytes, bytes | None]]] = {"minute": [], "hour": []}
-            for one in records:
-                what, topic = ("minute", MINUTES) if one.end_ms - one.start_ms == MINUTE_MS else ("hour", HOURS)
-                kinds[what].append((topic.name, one.key.encode(), bookkeeping.encode(one)))
-            await asyncio.gather(*[self._send(number, what, some) for what, some in kinds.items()])
+            by_kind: dict[str, list[tuple[str, bytes, bytes | None]]] = {"minute": [], "hour": []}
+            for usage in records:
+                kind, topic = ("minute", MINUTES) if usage.end_ms - usage.start_ms == MINUTE_MS else ("hour", HOURS)
+                by_kind[kind].append((topic.name, usage.key.encode(), encode(usage)))
+            await asyncio.gather(*[self._send(number, kind, values) for kind, values in by_kind.items()])
             if self.app.reader.ledger.epoch != epoch:
                 return
             node.sent.append(value)
@@ -228,38 +232,38 @@ class UsageWorker(NodeWorker[PartitionBooks]):
                 break
         node.writing = False
 
-    async def _send(self, number: int, what: str, records: Iterable[tuple[str, bytes, bytes | None]]) -> None:
-        """Send records, each with its topic and key, and wait until the broker has them."""
-        sent = [await self.app.sender.send(topic, value, key=key, partition=number) for topic, key, value in records]
-        taken = await self._await_acks(what, sent)
-        self._instruments.counter("gpustream_usage_written_total", what).inc(taken)
+    async def _send(self, number: int, kind: str, values: Iterable[tuple[str, bytes, bytes | None]]) -> None:
+        """Send values, each with its topic and key, and wait until the broker has them."""
+        sent = [await self.app.sender.send(topic, value, key=key, partition=number) for topic, key, value in values]
+        acknowledged = await self._await_acks(kind, sent)
+        self._instruments.counter("gpustream_usage_written_total", kind).inc(acknowledged)
 
     # -- time
 
     def check_partition(self, number: int) -> None:
-        """Close what the next record of a partition would, and write the books of nodes that have no tick any more, or
-        of which the topic has others."""
+        """Close the windows that the next record of the partition would close. Write the books of nodes that have kept
+        ticks for too long, or whose last books in the topic are another worker's."""
         position = self.app.reader.ledger.expected(Partition(ATTRIBUTED, number))
         if position is None:
             return
         partition, now_s = self._partition(number), self._clocks.monotonic_s()
         partition.caught_up.read(position)
-        ago_s = now_s - partition.caught_up.until_s
-        if ago_s < FORGET_MS / 1000:
-            self._pass_time(partition, self._clocks.now_ms() - round(ago_s * 1000) - LEADERS_APART_MS)
+        age_s = now_s - partition.caught_up.until_s
+        if age_s < FORGET_MS / 1000:
+            self._pass_time(partition, self._clocks.now_ms() - round(age_s * 1000) - LEADERS_APART_MS)
         for node in partition.nodes.values():
-            self._settle(number, node, now=bool(node.kept) and now_s - node.kept_s >= KEEP_S)
+            self._start_write(number, node, now=bool(node.kept) and now_s - node.kept_s >= KEEP_S)
 
     def _pass_time(self, partition: PartitionBooks, log_ms: int) -> None:
-        """The log has come so far: once a minute, close what ends for the nodes that are silent."""
+        """The log has advanced to a time: once a minute, close the windows of the silent nodes."""
         if log_ms // MINUTE_MS <= partition.passed_ms // MINUTE_MS:
             return
         partition.passed_ms = log_ms
         for node in list(partition.nodes.values()):
             books = node.keeper.books
-            if records := node.keeper.silent(log_ms):
+            if records := node.keeper.close_silent(log_ms):
                 node.due += records
-                self._settle(partition.number, node)
+                self._start_write(partition.number, node)
             elif not (books.hours or node.writing or node.kept) and log_ms - books.logged_ms >= FORGET_MS:
                 del partition.nodes[node.key]
                 self._write_tasks.start(self.app, self._send(partition.number, "state", [(STATE.name, node.key, None)]))
@@ -275,10 +279,10 @@ class UsageWorker(NodeWorker[PartitionBooks]):
     # -- what the reader knows of offsets
 
     def forget(self) -> None:
-        """Only what the broker has is known from now on: the rest is read again, as soon as all has arrived."""
+        """Go back to the books that the broker has: the later ticks are read again, once all writes have ended."""
         for partition in self._partitions.values():
             partition.nodes = {
-                key: NodeBooks(key, bookkeeping.decode(node.durable), self._policy, node.durable)
+                key: NodeBooks(key, decode_books(node.durable), self._policy, node.durable)
                 for key, node in partition.nodes.items()
                 if node.durable is not None
             }

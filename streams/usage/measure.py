@@ -1,12 +1,14 @@
-"""What one tick says of each physical GPU, and how that is divided among those who hold it. Integers only. Pure.
+"""What one tick reports of each physical GPU, and how it is divided among the holders. Integers only. Pure.
 
-In: a tick. Out: for each GPU of it, the shares of its devices: a whole GPU, or its MIG devices and what was not cut.
+In: a tick. Out: for each GPU of it, the shares of its devices: a whole GPU, or its MIG devices and the slices of no MIG
+device.
 
-- A MIG device has the compute slices that its profile names: 3 in "3g.40gb", 1 in "1c.3g.40gb". All others of its GPU
-  are free, those of a GPU instance that no compute instance has included. The GPU's energy is divided by slices.
-- A device that several hold is divided by their parts. What nobody used is divided in equal parts among the pods that
-  it was given to, and then among their containers. Whoever was not given it, but runs on it, gets what it used.
-- Ratios count in millionths. What does not come out even goes to the largest remainders.
+- A MIG device has the compute slices that its profile names: 3 in "3g.40gb", 1 in "1c.3g.40gb". All other slices of
+  its GPU are free, also those of a GPU instance that no compute instance has. The GPU's energy is divided by slices.
+- A device with several holders is divided by their parts. What nobody used is divided in equal parts among the pods
+  that the device was given to, and then among their containers. A holder that was not given the device, but runs on it,
+  gets what it used.
+- Ratios are integers in millionths. What is left by rounding goes to the largest remainders.
 """
 
 import re
@@ -29,7 +31,7 @@ MOST_BYTES = 2**41  # a device with more memory in use measures nothing; an hour
 MOST_SLICES = 64
 MOST_WATTS = 20_000  # a GPU that draws more has a counter that jumped
 
-_said = attrgetter("namespace", "pod", "pod_uid", "container", "observed", "workload", "labels", "namespace_labels")
+_identity = attrgetter("namespace", "pod", "pod_uid", "container", "observed", "workload", "labels", "namespace_labels")
 _PROFILE = re.compile(r"(?:(\d+)c\.)?(\d+)g\.")
 _FEWER_SLICES = (("A30", 4), ("RTX PRO", 4))
 _SLICES = 7
@@ -37,7 +39,7 @@ _NO_PARTS = Parts()
 
 
 class Weights(NamedTuple):
-    """How a device that several hold is divided: one weight for each holder, by what is divided."""
+    """How a device with several holders is divided: one weight for each holder, by the quantity that is divided."""
 
     time: Sequence[int]
     used: Sequence[int]
@@ -46,32 +48,32 @@ class Weights(NamedTuple):
     memory: Sequence[int]
 
 
-class Held(msgspec.Struct):
-    """Who holds a device of a GPU, worked out once: it counts for as long as ticks say the same.
+class DeviceHolders(msgspec.Struct):
+    """Who holds a device of a GPU, worked out once: it is reused for as long as ticks report the same.
 
-    ``said`` is what each holder says of itself but its parts; None: the device is lost. ``pods`` has the places of each
-    pod's holders. ``equal`` are the equal parts among those that it was given to, each of ``unit``. ``accounts`` are
-    the numbers of the accounts to which its time goes, once they are known.
+    ``identities`` has all that a tick reports of each holder but its parts; None: the device is lost. ``pods`` has the
+    indices of each pod's holders. ``equal_parts`` are the parts of the holders that were given the device, each in
+    units of ``1 / unit``. ``accounts`` are the numbers of the accounts to which its time is booked, once they are open.
     """
 
     gpu_uuid: str
-    said: tuple[tuple[Any, ...], ...] | None
+    identities: tuple[tuple[Any, ...], ...] | None
     pods: tuple[tuple[int, ...], ...] = ()
-    equal: tuple[int, ...] = ()
+    equal_parts: tuple[int, ...] = ()
     unit: int = 1
     accounts: tuple[int, ...] = ()
 
 
 class DeviceShare(msgspec.Struct, frozen=True, gc=False):
-    """A device of a GPU. ``slices`` are those of a MIG device; 0: it is the GPU itself, or what of it was not cut.
+    """A device of a GPU. ``slices`` are those of a MIG device; 0: it is the GPU itself, or its slices of no MIG device.
 
-    ``used`` and ``tensor`` are in millionths of the time. ``idle`` says who does nothing with it; ``weights`` are there
-    if several hold it.
+    ``used`` and ``tensor`` are in millionths of the time. ``idle`` has, for each holder, whether it does nothing with
+    the device. ``weights`` is None unless there are several holders.
     """
 
     uuid: str
     slices: int
-    held: Held
+    holders: DeviceHolders
     used: int = 0
     tensor: int = 0
     memory_bytes: int = 0
@@ -80,7 +82,7 @@ class DeviceShare(msgspec.Struct, frozen=True, gc=False):
 
 
 class Gpu(msgspec.Struct, frozen=True, gc=False):
-    """A physical GPU in a tick: its MIG devices, and then itself. ``energy_mj`` is what its counter says."""
+    """A physical GPU in a tick: its MIG devices, and then itself. ``energy_mj`` is what its energy counter reads."""
 
     uuid: str
     model: str | None
@@ -90,7 +92,7 @@ class Gpu(msgspec.Struct, frozen=True, gc=False):
 
 
 def divide(total: int, weights: Sequence[int]) -> list[int]:
-    """Parts of a total in proportion to the weights; the largest remainders are rounded up, so that the parts sum.
+    """Parts of a total in proportion to the weights. The largest remainders are rounded up, so that the parts add up.
     If all weights are 0 the parts are equal."""
     if not total:
         return [0] * len(weights)
@@ -101,70 +103,73 @@ def divide(total: int, weights: Sequence[int]) -> list[int]:
     if left := total - sum(parts):
         remainders = [total * weight % whole for weight in weights]
         for _ in range(left):
-            at = remainders.index(max(remainders))
-            parts[at] += 1
-            remainders[at] = -1
+            index = remainders.index(max(remainders))
+            parts[index] += 1
+            remainders[index] = -1
     return parts
 
 
-def gpus_of(tick: CountedTick, of: dict[str, int], held: dict[str, Held], split: Split) -> list[Gpu]:
-    """The physical GPUs of a tick. What the tick says of the slices of each is put into ``of``, and who holds a device,
-    if others did before, into ``held``."""
-    groups: dict[str, list[CountedDevice]] = {}
+def gpus_of(
+    tick: CountedTick, slices_by_gpu: dict[str, int], holders_by_device: dict[str, DeviceHolders], split: Split
+) -> list[Gpu]:
+    """The physical GPUs of a tick. It updates ``slices_by_gpu`` with the slices that the tick reports, and
+    ``holders_by_device`` where the holders have changed."""
+    devices_by_gpu: dict[str, list[CountedDevice]] = {}
     for device in tick.devices:
         uuid = device.uuid if device.mig is None else device.mig.parent_uuid
-        if uuid in groups:
-            groups[uuid].append(device)
+        if uuid in devices_by_gpu:
+            devices_by_gpu[uuid].append(device)
         else:
-            groups[uuid] = [device]
+            devices_by_gpu[uuid] = [device]
         if device.compute_slices and device.compute_slices <= MOST_SLICES:
-            of[uuid] = device.compute_slices
-    found = []
-    for uuid, devices in groups.items():
-        first, cut = devices[0], []
+            slices_by_gpu[uuid] = device.compute_slices
+    gpus = []
+    for uuid, devices in devices_by_gpu.items():
+        first, mig_devices = devices[0], []
         if len(devices) > 1 or first.mig is not None:
-            cut = [one for one in devices if one.mig is not None]
-            first = next((one for one in devices if one.mig is None), first)
-        if uuid not in of:
-            of[uuid] = slices_without(first)
-        shares = [_share(one, held, split) for one in cut]
-        shares.append(_share(first if first.mig is None else CountedDevice(uuid), held, split))
-        if cut:
-            beside = max(0, shares[-1].memory_bytes - sum([one.memory_bytes for one in shares[:-1]]))
-            shares[-1] = msgspec.structs.replace(shares[-1], used=0, tensor=0, memory_bytes=beside)
+            mig_devices = [device for device in devices if device.mig is not None]
+            first = next((device for device in devices if device.mig is None), first)
+        if uuid not in slices_by_gpu:
+            slices_by_gpu[uuid] = default_slices(first)
+        shares = [_share(device, holders_by_device, split) for device in mig_devices]
+        shares.append(_share(first if first.mig is None else CountedDevice(uuid), holders_by_device, split))
+        if mig_devices:
+            other_bytes = max(0, shares[-1].memory_bytes - sum([share.memory_bytes for share in shares[:-1]]))
+            shares[-1] = msgspec.structs.replace(shares[-1], used=0, tensor=0, memory_bytes=other_bytes)
         energy, power = first.metrics.energy_joules_total, first.metrics.power_watts
         if first.mig is not None:
             energy = power = None
         energy_mj = round(energy * 1000) if energy is not None and 0 <= energy < 1e12 else None
         watts = power if power is not None and 0 <= power <= MOST_WATTS else None
-        found.append(Gpu(uuid, first.model, shares, energy_mj, watts))
-    return found
+        gpus.append(Gpu(uuid, first.model, shares, energy_mj, watts))
+    return gpus
 
 
-def slices_without(device: CountedDevice) -> int:
-    """Into how many slices a GPU can be cut, if no tick has said so."""
+def default_slices(device: CountedDevice) -> int:
+    """Into how many slices a GPU can be cut, if no tick has reported it."""
     if device.mig is None and device.info.mig_mode is None:
         return 1
-    return next((few for name, few in _FEWER_SLICES if name in (device.model or "")), _SLICES)
+    return next((slices for name, slices in _FEWER_SLICES if name in (device.model or "")), _SLICES)
 
 
 @lru_cache(maxsize=256)
-def slices_of(profile: str | None) -> int:
-    """The compute slices of a MIG device; 1 if its profile does not say."""
-    found = _PROFILE.match(profile or "")
-    return max(1, int(found[1] or found[2])) if found else 1
+def profile_slices(profile: str | None) -> int:
+    """The compute slices of a MIG device; 1 if its profile does not name them."""
+    match = _PROFILE.match(profile or "")
+    return max(1, int(match[1] or match[2])) if match else 1
 
 
-def _share(device: CountedDevice, known: dict[str, Held], split: Split) -> DeviceShare:
-    uuid, metrics, holders, gpu_uuid, slices = device.uuid, device.metrics, device.holders, device.uuid, 0
+def _share(device: CountedDevice, holders_by_device: dict[str, DeviceHolders], split: Split) -> DeviceShare:
+    uuid, metrics, gpu_uuid, slices = device.uuid, device.metrics, device.uuid, 0
     if device.mig is not None:
-        gpu_uuid, slices = device.mig.parent_uuid, slices_of(device.mig.profile)
-    said = tuple(map(_said, holders)) if device.state not in ("lost", "timeout") else None
-    held = known.get(uuid)
-    if held is None or held.said != said or held.gpu_uuid != gpu_uuid:
-        held = known[uuid] = Held(gpu_uuid, None) if said is None else _held(gpu_uuid, holders)
-    if said is None:
-        return DeviceShare(uuid, slices, held)
+        gpu_uuid, slices = device.mig.parent_uuid, profile_slices(device.mig.profile)
+    identities = tuple(map(_identity, device.holders)) if device.state not in ("lost", "timeout") else None
+    holders = holders_by_device.get(uuid)
+    if holders is None or holders.identities != identities or holders.gpu_uuid != gpu_uuid:
+        holders = DeviceHolders(gpu_uuid, None) if identities is None else _holders(gpu_uuid, device.holders)
+        holders_by_device[uuid] = holders
+    if identities is None:
+        return DeviceShare(uuid, slices, holders)
     busy, memory = metrics.gpu_utilization_ratio, metrics.memory_used_bytes
     if busy is None:
         busy = metrics.graphics_engine_active_ratio
@@ -172,23 +177,27 @@ def _share(device: CountedDevice, known: dict[str, Held], split: Split) -> Devic
         busy = metrics.sm_active_ratio
     used, tensor = _millionths(busy), _millionths(metrics.tensor_active_ratio)
     memory_bytes = round(memory) if memory is not None and 0 <= memory <= MOST_BYTES else 0
-    if not holders or (len(holders) == 1 and busy is not None and busy >= IDLE_BELOW):
-        return DeviceShare(uuid, slices, held, used, tensor, memory_bytes)
-    weights = _weights(holders, held, used, memory_bytes, split) if len(holders) > 1 else None
-    idle = _idle(device, held.pods)
-    return DeviceShare(uuid, slices, held, used, tensor, memory_bytes, idle, weights)
+    count = len(device.holders)
+    if not count or (count == 1 and busy is not None and busy >= IDLE_BELOW):
+        return DeviceShare(uuid, slices, holders, used, tensor, memory_bytes)
+    weights = _weights(device.holders, holders, used, memory_bytes, split) if count > 1 else None
+    idle = _idle(device, holders.pods)
+    return DeviceShare(uuid, slices, holders, used, tensor, memory_bytes, idle, weights)
 
 
-def _held(gpu_uuid: str, holders: Sequence[Holder]) -> Held:
-    """Who holds a device, as a tick has it. The JSON in it is copied: it is a part of the whole record."""
-    said = [[one.copy() if isinstance(one, msgspec.Raw) else one for one in _said(holder)] for holder in holders]
-    places = {id(one): at for at, one in enumerate(holders)}
-    pods = [tuple([places[id(one)] for one in pod]) for pod in by_pod(holders).values()]
-    given = list(by_pod([one for one in holders if not one.observed] or holders).values())
-    parts_of = {places[id(one)]: len(given) * len(pod) for pod in given for one in pod}
-    unit = lcm(*parts_of.values())
-    equal = [unit // parts_of[at] if at in parts_of else 0 for at in range(len(holders))]
-    return Held(gpu_uuid, tuple(map(tuple, said)), tuple(pods), tuple(equal), unit)
+def _holders(gpu_uuid: str, holders: Sequence[Holder]) -> DeviceHolders:
+    """Who holds a device, as a tick reports it. The JSON in it is copied, or it would keep the whole record alive."""
+    identities = [
+        tuple([value.copy() if isinstance(value, msgspec.Raw) else value for value in _identity(holder)])
+        for holder in holders
+    ]
+    indices = {id(holder): index for index, holder in enumerate(holders)}
+    pods = [tuple([indices[id(holder)] for holder in pod]) for pod in by_pod(holders).values()]
+    allocated = list(by_pod([holder for holder in holders if not holder.observed] or holders).values())
+    denominators = {indices[id(holder)]: len(allocated) * len(pod) for pod in allocated for holder in pod}
+    unit = lcm(*denominators.values())
+    equal_parts = [unit // denominators[index] if index in denominators else 0 for index in range(len(holders))]
+    return DeviceHolders(gpu_uuid, tuple(identities), tuple(pods), tuple(equal_parts), unit)
 
 
 def _millionths(ratio: float | None) -> int:
@@ -198,37 +207,41 @@ def _millionths(ratio: float | None) -> int:
 
 
 def _idle(device: CountedDevice, pods: Sequence[Sequence[int]]) -> Sequence[bool]:
-    """Which of the holders do nothing with the device, as alerts judge it in a tick; not known is not idle."""
+    """Which of the holders do nothing with the device, judged as alerts do in a tick; not known counts as not idle."""
     holders = device.holders
-    parts = [part_of([holders[at].parts for at in pod]) for pod in pods]
+    parts = [part_of([holders[index].parts for index in pod]) for pod in pods]
     if min([part or 0.0 for part in parts]) >= IDLE_BELOW:
         return (False,) * len(holders)
     work, ran, rest = work_of(device.metrics), work_by_pod(device.processes or ()), None
     idle = [False] * len(holders)
     if len(pods) > 1:
-        strangers = not ran.keys() <= {one.pod_uid for one in holders} - {None}
+        strangers = not ran.keys() <= {holder.pod_uid for holder in holders} - {None}
         rest = rest_of(device.unattributed, work, parts, strangers=strangers)
     for pod, part in zip(pods, parts, strict=True):
         uid = holders[pod[0]].pod_uid
-        done = ran.get(uid, 0.0) if uid is not None else 0.0
-        found = is_idle(IDLE_BELOW, work, part, done, rest) is True
-        for at in pod:
-            idle[at] = found and not holders[at].observed
+        pod_ran = ran.get(uid, 0.0) if uid is not None else 0.0
+        pod_is_idle = is_idle(IDLE_BELOW, work, part, pod_ran, rest) is True
+        for index in pod:
+            idle[index] = pod_is_idle and not holders[index].observed
     return idle
 
 
-def _weights(holders: Sequence[Holder], held: Held, used: int, memory_bytes: int, split: Split) -> Weights:
-    """How a device is divided: what each holder did or had and, of the rest, its equal part."""
-    parts = [one.parts or _NO_PARTS for one in holders]
-    did = [_millionths(one.utilization_ratio) for one in parts]
-    had = [max(0, round(one.memory_used_bytes or 0)) for one in parts]
-    worked = sum(did)
-    whole, busy = _filled(did, MILLION - worked, held), _filled(did, used - worked, held)
-    time = held.equal if split == "equal" else whole
-    return Weights(time, busy, busy, whole, _filled(had, memory_bytes - sum(had), held))
+def _weights(
+    holders: Sequence[Holder], device_holders: DeviceHolders, used: int, memory_bytes: int, split: Split
+) -> Weights:
+    """How a device is divided: each holder has what it used itself, and its equal part of the rest."""
+    parts = [holder.parts or _NO_PARTS for holder in holders]
+    used_by = [_millionths(part.utilization_ratio) for part in parts]
+    memory_by = [max(0, round(part.memory_used_bytes or 0)) for part in parts]
+    used_by_all = sum(used_by)
+    whole = _with_rest(used_by, MILLION - used_by_all, device_holders)
+    busy = _with_rest(used_by, used - used_by_all, device_holders)
+    time = device_holders.equal_parts if split == "equal" else whole
+    return Weights(time, busy, busy, whole, _with_rest(memory_by, memory_bytes - sum(memory_by), device_holders))
 
 
-def _filled(own: list[int], rest: int, held: Held) -> list[int]:
+def _with_rest(amounts: list[int], rest: int, holders: DeviceHolders) -> list[int]:
+    """The amounts of the holders, each with its equal part of the rest, in units of ``1 / holders.unit``."""
     if rest <= 0:
-        return own
-    return [held.unit * mine + rest * share for mine, share in zip(own, held.equal, strict=True)]
+        return amounts
+    return [holders.unit * amount + rest * part for amount, part in zip(amounts, holders.equal_parts, strict=True)]

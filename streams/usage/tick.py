@@ -1,8 +1,8 @@
-"""What of a record of gpu.attributed counts for usage: the rest is not decoded.
+"""The fields of a record of gpu.attributed that count for usage: the others are not decoded.
 
-In: the JSON of gpu.attributed. Out: a :class:`CountedTick`. Labels and workloads stay the text that they are: they are
-read only if they differ from those of the tick before.
-On failure: ``msgspec.DecodeError`` for what is no such record.
+In: the JSON of gpu.attributed. Out: a :class:`CountedTick`. Labels and workloads stay JSON text: they are decoded only
+if they differ from those of the previous tick.
+On failure: ``msgspec.DecodeError`` if it is no such record.
 """
 
 import msgspec
@@ -12,11 +12,11 @@ from topics.idleness import Ratios
 from topics.samples import Mig, State
 from topics.topic import UInt, decoder
 
-NOTHING = msgspec.Raw(b"null")
+JSON_NULL = msgspec.Raw(b"null")
 
 
 class CountedMetrics(Ratios, frozen=True, omit_defaults=True, gc=False):
-    """The keys of the catalogue that are counted."""
+    """The metrics of the catalogue that are counted."""
 
     memory_used_bytes: float | None = None
     power_watts: float | None = None
@@ -34,9 +34,9 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     pod: str
     pod_uid: str | None = None
     container: str | None = None
-    workload: msgspec.Raw = NOTHING
-    labels: msgspec.Raw = NOTHING
-    namespace_labels: msgspec.Raw = NOTHING
+    workload: msgspec.Raw = JSON_NULL
+    labels: msgspec.Raw = JSON_NULL
+    namespace_labels: msgspec.Raw = JSON_NULL
     parts: Parts | None = None
     observed: bool = False
 
@@ -61,17 +61,17 @@ class CountedDevice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 class CountedTick(AttributedTick, frozen=True, kw_only=True, gc=False):
     interval_ms: UInt | None = None
     logged_ms: UInt | None = None
-    node_labels: msgspec.Raw = NOTHING
+    node_labels: msgspec.Raw = JSON_NULL
     devices: tuple[CountedDevice, ...] = ()
 
 
 _strict = msgspec.json.Decoder(CountedTick)
-_whole = decoder(AttributedSample)
+_decode_sample = decoder(AttributedSample)
 
 
 def decode(value: bytes) -> CountedTick:
-    """The tick of a record. One with nulls where there is usually nothing costs a second pass."""
+    """The tick of a record. If it has null in fields that are usually absent, it is decoded a second time."""
     try:
         return _strict.decode(value)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _strict.decode(msgspec.json.encode(_whole(value)))
+        return _strict.decode(msgspec.json.encode(_decode_sample(value)))

@@ -33,11 +33,11 @@ def main(nodes: int) -> None:
     for name, encoded in values.items():
         keeper = Bookkeeper(Books(schema=1, cluster="default", node=name), Accounting())
         for value in encoded[:60]:
-            keeper.take(decode(value), decode(value).ts_ms)
+            keeper.book(decode(value), decode(value).ts_ms)
         began_s = time.process_time()
         for value in encoded[60:120]:
             tick = decode(value)
-            for one in keeper.take(tick, tick.ts_ms).records:
+            for one in keeper.book(tick, tick.ts_ms).records:
                 one.key.encode(), bookkeeping.encode(one)
         bookkeeping.encode(keeper.books)
         last = decode(encoded[-1])
@@ -47,7 +47,7 @@ def main(nodes: int) -> None:
         for number in range(MINUTES * 6):
             ts_ms = last.ts_ms + number * 10_000
             later = msgspec.structs.replace(last, ts_ms=ts_ms, seq=last.seq + number, offset=last.offset + number)
-            keeper.take(msgspec.structs.replace(later, interval_ms=10_000), ts_ms)
+            keeper.book(msgspec.structs.replace(later, interval_ms=10_000), ts_ms)
         books.append(bookkeeping.encode(keeper.books))
     empty_kib = _resident_kib()
     kept = [Bookkeeper(bookkeeping.decode(value), Accounting()) for value in books for _ in range(COPIES)]

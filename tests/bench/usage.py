@@ -43,7 +43,7 @@ from topics.usage import HOUR_MS, HOURS, Usage
 
 GENAI, GPU_2023 = "cluster-trace-v2026-GenAI", "cluster-trace-gpu-v2023"
 PARTITIONS = 4
-PATIENCE_MS = 20 * 60_000
+FINAL_AFTER_MS = 20 * 60_000
 LOGS = (
     "pipeline_inference_data_anon.csv",
     "model_predict_data_anon.csv",
@@ -136,7 +136,7 @@ def of_genai(folder: Path, records: list[Usage]) -> dict[tuple[str, ...], Sums]:
     found: dict[tuple[str, ...], Sums] = defaultdict(Counter)
     for address, readings in read.items():
         times = sorted(readings)
-        final_ms = (times[-1] - PATIENCE_MS) // HOUR_MS * HOUR_MS
+        final_ms = (times[-1] - FINAL_AFTER_MS) // HOUR_MS * HOUR_MS
         for before_ms, ts_ms in itertools.pairwise(times):
             since_ms, said = max(before_ms, ts_ms - 3 * 57_000), readings[ts_ms]
             ratio = float(said["duty"]) / 100 if "duty" in said else 0.0

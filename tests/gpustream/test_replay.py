@@ -54,8 +54,8 @@ def live(records: Sequence[Read], until_ms: int) -> list[Usage]:
     for record in records:
         one = decode(record.value)
         books = Books(schema=1, cluster=one.cluster, node=one.node)
-        found += keepers.setdefault(record.key, Bookkeeper(books, Accounting())).take(one, record.timestamp).records
-    return found + [one for keeper in keepers.values() for one in keeper.silent(until_ms)]
+        found += keepers.setdefault(record.key, Bookkeeper(books, Accounting())).book(one, record.timestamp).records
+    return found + [one for keeper in keepers.values() for one in keeper.close_silent(until_ms)]
 
 
 STEPS = st.lists(

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from streams.usage.bookkeeper import Bookkeeper, Taken
+from streams.usage.bookkeeper import Booking, Bookkeeper
 from streams.usage.books import Accounting, Books
 from streams.usage.tick import CountedTick, decode
 from topics.usage import HOUR_MS, Usage
@@ -50,13 +50,13 @@ class Kept:
         self.records: dict[tuple[Any, ...], Usage] = {}
         self.written: list[Usage] = []
 
-    def take(self, one: CountedTick, logged_ms: int | None = None) -> Taken:
-        taken = self.keeper.take(one, one.ts_ms if logged_ms is None else logged_ms)
+    def take(self, one: CountedTick, logged_ms: int | None = None) -> Booking:
+        taken = self.keeper.book(one, one.ts_ms if logged_ms is None else logged_ms)
         self.learn(taken.records)
         return taken
 
     def silent(self, at_ms: int) -> None:
-        self.learn(self.keeper.silent(START_MS + at_ms))
+        self.learn(self.keeper.close_silent(START_MS + at_ms))
 
     def learn(self, records: list[Usage]) -> None:
         for record in records:

@@ -219,7 +219,11 @@ def test_a_node_that_is_silent_is_closed_by_the_time_of_the_log() -> None:
 
 
 def test_what_comes_after_its_window_was_closed_is_not_booked_but_by_a_replay() -> None:
-    late, live, replay = seconds(91, 4900, gpu("GPU-a", A)), Kept(), Kept(Accounting(generation=1, patience_ms=None))
+    late, live, replay = (
+        seconds(91, 4900, gpu("GPU-a", A)),
+        Kept(),
+        Kept(Accounting(generation=1, silent_after_ms=None)),
+    )
     for kept in (live, replay):
         kept.play(*seconds(0, 90, gpu("GPU-a", A)))
         for one in late:
@@ -278,4 +282,4 @@ def test_books_are_read_back_as_they_were_written() -> None:
     assert encode(decode(encode(kept.keeper.books))) == encode(kept.keeper.books)
     again = Bookkeeper(decode(encode(kept.keeper.books)), kept.policy)
     one = tick(3720_000, gpu("GPU-a", A))
-    assert again.take(one, one.ts_ms).records == kept.keeper.take(one, one.ts_ms).records
+    assert again.book(one, one.ts_ms).records == kept.keeper.book(one, one.ts_ms).records

@@ -27,9 +27,9 @@ def test_every_record_that_the_topic_allows_is_counted(given_records: list[recor
             device.uuid for device in decoder(AttributedSample)(value).devices
         ]
         with suppress(msgspec.DecodeError):
-            keeper.take(one, one.ts_ms)
+            keeper.book(one, one.ts_ms)
     last = tick(0, gpu("GPU-a", holder("a")), run_id=2, offset=10)
-    written = keeper.take(last, START_MS).records + keeper.silent(START_MS + 10**9)
+    written = keeper.book(last, START_MS).records + keeper.close_silent(START_MS + 10**9)
     for found in written:
         assert msgspec.json.decode(bookkeeping.encode(found), type=Usage) == found
     assert bookkeeping.decode(bookkeeping.encode(keeper.books)) == keeper.books
@@ -47,5 +47,5 @@ def test_an_interval_of_an_age_counts_as_an_hour() -> None:
     keeper = Bookkeeper(Books(schema=1, cluster="c", node="n"), Accounting())
     for number, at_ms in enumerate((0, 10**12)):
         one = tick(at_ms, gpu("GPU-a"), interval_ms=2**62, seq=number + 1, offset=number + 1)
-        keeper.take(one, one.ts_ms)
+        keeper.book(one, one.ts_ms)
     assert keeper.books.booked_ms == START_MS + 10**12
