@@ -1,8 +1,8 @@
-"""What was read and not yet finished, per partition, in offset order; and so what may be committed.
+"""Which records of each partition were read and are not finished yet, and so up to where may be committed.
 
-In: the offsets that were read, and which of them are finished, in any order. Out: the offset after the last one of the
-finished prefix, per partition; per topic, what became of the records: each that was read has ended, is held, or was
-given back. State: one window of open slots per partition. No clock, no Kafka.
+In: the offsets that were read, and which of them are finished, in any order. Out: for each partition, the offset after
+its finished prefix; for each topic, how many records were read, and how many of them were delivered, released and so
+on. State: one window of open slots per partition. No clock, no Kafka.
 """
 
 from collections import Counter, deque
@@ -18,9 +18,9 @@ class Partition(NamedTuple):
 
 
 class Slot:
-    """One record that was read: its place, its size in bytes, and the epoch in which it was read.
+    """One record that was read: its partition and offset, its size in bytes, and the epoch in which it was read.
 
-    ``outcome`` is what becomes of it when it is finished: ``delivered``, ``duplicate``, or ``dead_lettered`` and why.
+    ``outcome`` is counted when it is finished: ``delivered``, ``duplicate``, or ``dead_lettered`` with the reason.
     """
 
     __slots__ = ("done", "epoch", "offset", "outcome", "size", "tp")
@@ -33,10 +33,10 @@ class Slot:
 class Ledger:
     """The only source of offsets to commit.
 
-    An epoch ends (:meth:`forget`) whenever partitions go or positions are about to move: what was read in it may be
-    finished later without effect, because somebody reads it again. ``ready`` says that positions are known.
-    ``counts`` has how many records of a topic were ``read``, came to each ``outcome``, or were ``released``: given back
-    unfinished. ``held`` has how many are not finished.
+    An epoch ends (:meth:`forget`) when partitions are revoked or before positions change. To finish a record of an
+    earlier epoch has no effect, because that record is read again. ``ready`` is True while positions are known.
+    ``counts`` has the number of records of each topic that were ``read``, had each outcome, or were ``released``, which
+    means given back unfinished. ``held`` has the number of unfinished records of each topic.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Ledger:
         self._prefix: dict[Partition, int] = {}
 
     def forget(self) -> int:
-        """End the epoch: nothing read in it counts any more. Returns the number of the new one."""
+        """End the epoch: what was read in it no longer counts. Returns the number of the new epoch."""
         self.epoch += 1
         self.ready = False
         self.open_bytes = 0
@@ -62,7 +62,7 @@ class Ledger:
         return self.epoch
 
     def begin(self, positions: Mapping[Partition, int]) -> None:
-        """Read on from these positions: for each partition, the next offset."""
+        """Begin an epoch with these partitions and the next offset of each."""
         self.forget()
         self._expected = dict(positions)
         self._prefix = dict(positions)
@@ -70,11 +70,11 @@ class Ledger:
         self.ready = True
 
     def expected(self, tp: Partition) -> int | None:
-        """The next offset to read, or None if the partition is not ours."""
+        """The next offset to read, or None if the partition is not assigned."""
         return self._expected.get(tp)
 
     def position(self, tp: Partition) -> int | None:
-        """The offset after the last one of the finished prefix, or None if the partition is not ours."""
+        """The offset after the finished prefix, or None if the partition is not assigned."""
         return self._prefix.get(tp)
 
     def positions(self) -> dict[Partition, int]:
@@ -82,7 +82,7 @@ class Ledger:
         return dict(self._prefix)
 
     def admit(self, tp: Partition, offset: int, size: int) -> Slot:
-        """Open a slot for a record of a partition that is ours, at or after the expected offset."""
+        """Open a slot for a record of an assigned partition, at or after the expected offset."""
         slot = Slot(tp, offset, self.epoch, size)
         self._windows[tp].append(slot)
         self._expected[tp] = offset + 1
@@ -92,14 +92,14 @@ class Ledger:
         return slot
 
     def skip(self, tp: Partition, offset: int) -> None:
-        """Nothing is left to read before this offset, but what no reader is given, such as the end of a transaction."""
+        """Expect this offset next: before it are only markers that no reader gets, such as the end of a transaction."""
         if offset > self._expected.get(tp, offset):
             self._expected[tp] = offset
         if tp in self._prefix and not self._windows[tp]:
             self._prefix[tp] = self._expected[tp]
 
     def finish(self, slot: Slot) -> None:
-        """The record needs nothing more. Finishing twice, or after the epoch has ended, has no effect."""
+        """Mark the record as finished. To do so twice, or after the epoch has ended, has no effect."""
         if slot.epoch != self.epoch or slot.done:
             return
         slot.done = True
@@ -112,11 +112,11 @@ class Ledger:
             self._prefix[slot.tp] = window.popleft().offset + 1
 
     def set_aside(self, slot: Slot) -> None:
-        """The record is not finished, but its bytes are no longer held: only its offset waits."""
+        """Stop counting the bytes of a record that stays unfinished: the caller keeps only its offset."""
         if slot.epoch == self.epoch and not slot.done:
             self.open_bytes -= slot.size
             slot.size = 0
 
     def unfinished(self) -> int:
-        """How many records were read and are not finished."""
+        """The number of records that were read and are not finished."""
         return sum(not slot.done for window in self._windows.values() for slot in window)

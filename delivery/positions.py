@@ -1,9 +1,9 @@
 """The offset from which a partition is read: the first record that the group has not finished, or some way before it.
 
-In: what the group has committed, and where the log begins and ends. Out: a :class:`Start` of each partition.
+In: the group's commits, and where the log begins and ends. Out: the :class:`Start` of each partition.
 
     begin ............ position ............ resume ............ end
-             gone by            known again          to be done
+            not read           read again         unfinished
 
 A sink reads the last records that it finished again, so that it knows what it has delivered. A stream reads its state
 topics from ten minutes of log time before its first unfinished input. A snapshot of a node is sent again every five
@@ -28,14 +28,15 @@ STATE_WINDOW_MS = 10 * 60 * 1000
 StartFrom = Literal["earliest", "latest"] | float
 """Where a group without offsets starts: at an end of the log, or at a time, as seconds ago."""
 
-WHOLE_LOG = math.inf  # read back the whole log: of a compacted topic, whose older records are as true as its newest
+WHOLE_LOG = math.inf  # read back the whole log, as of a compacted topic, whose oldest records still count
 _ANY_TIME_MS = 1
 
 
 class Start(NamedTuple):
-    """Where the log began and ended when it was asked, where it is read from, and the first unfinished record.
+    """Where a partition is read from.
 
-    ``committed`` is the group's offset, None if it had none.
+    ``begin`` and ``end`` are those of the log when the broker was asked. Reading starts at ``position``; ``resume`` is
+    the first unfinished record. ``committed`` is the group's offset, None if it had none.
     """
 
     begin: int
@@ -46,19 +47,19 @@ class Start(NamedTuple):
 
     @property
     def is_torn(self) -> bool:
-        """Whether the log does not have the record that is next to the group: it was deleted, or the log is another."""
+        """Whether the group's committed offset is outside the log: records were deleted, or the log was replaced."""
         return self.committed is not None and self.committed != self.resume
 
     @property
     def expired(self) -> int:
-        """How many unfinished records were gone."""
+        """How many unfinished records were deleted before the group read them."""
         return max(0, self.resume - self.committed) if self.committed is not None else 0
 
 
 class ReadState(msgspec.Struct, frozen=True):
-    """What a process already holds: how far it has read each state partition, and the inputs' last commits.
+    """How far a process has read each state partition, and the last commits of its inputs.
 
-    State is pruned behind the commits, so a group that was set back makes it useless.
+    State is pruned behind the commits, so it is useless if the group was set back to an earlier offset.
     """
 
     states: dict[Partition, int] = {}
@@ -66,30 +67,30 @@ class ReadState(msgspec.Struct, frozen=True):
 
 
 async def commit_start(group: ConsumerGroup, from_: Mapping[str, StartFrom]) -> frozenset[str]:
-    """Commit where a group begins in each topic of which it has committed nothing. Gives the topics that it has begun.
+    """Commit where a group begins in each topic without a commit. Returns the topics that have one now.
 
-    All partitions are committed at once, before any is read. So a partition without an offset in a topic that was begun
-    was added later, whenever a process was killed. A topic that is read from its beginning needs no such commit. A
-    group that has members was begun by them. Raises KafkaError if the broker does not answer: ask again.
+    All partitions of a topic are committed at once, before any is read. So if one of them has no offset later, it was
+    added later, even if a process was killed in between. A topic that is read from its beginning needs no such commit.
+    If the group has members, one of them has done it. Raises KafkaError if the broker does not answer: try again.
     """
     commits = await group.committed_offsets()
-    begun = frozenset(tp.topic for tp, committed in commits.items() if committed is not None)
-    new = from_.keys() - begun - {topic for topic, start in from_.items() if start == "earliest"}
+    started = frozenset(tp.topic for tp, committed in commits.items() if committed is not None)
+    new = from_.keys() - started - {topic for topic, start in from_.items() if start == "earliest"}
     starts: dict[Partition, Start] = {}
     for topic in new:
         starts |= await _resume(group, dict.fromkeys(tp for tp in commits if tp.topic == topic), from_[topic])
     if not starts or await group.commit_before_join({tp: start.resume for tp, start in starts.items()}):
-        return begun | new
+        return started | new
     return frozenset(tp.topic for tp, committed in (await group.committed_offsets()).items() if committed is not None)
 
 
 async def find_start(
     group: ConsumerGroup, tp: Partition, from_: StartFrom, recall_s: float, *, known: int | None = None
 ) -> Start:
-    """Where a sink starts: ``recall_s`` before the last finished record, or there if that is the offset ``known``.
+    """Where a sink starts: ``recall_s`` before the last finished record, or at the commit if that is still ``known``.
 
     ``known`` is where the last assignment of this reader ended, if it had the partition. Raises KafkaError if the
-    broker does not answer: ask again.
+    broker does not answer: try again.
     """
     committed = await group.committed(tp)
     if committed is not None and committed == known:
@@ -99,10 +100,10 @@ async def find_start(
         return start._replace(position=start.begin)
     if committed is None or start.is_torn or committed == start.begin:
         return start
-    found = await _before(group, {tp: {tp: committed - 1}}, int(recall_s * 1000))
-    if tp not in found:  # nothing but what no reader is given
+    offsets = await _offsets_before(group, {tp: {tp: committed - 1}}, int(recall_s * 1000))
+    if tp not in offsets:  # there are only markers that no reader is given
         return start
-    return start._replace(position=max(start.begin, min(found[tp] or start.begin, committed)))
+    return start._replace(position=max(start.begin, min(offsets[tp] or start.begin, committed)))
 
 
 async def find_start_with_state(
@@ -112,32 +113,32 @@ async def find_start_with_state(
     held: ReadState,
     compacted: frozenset[str] = frozenset(),
 ) -> tuple[dict[Partition, Start], frozenset[int]]:
-    """Where a stream starts, and the partition numbers whose state is read again: drop what is held of them.
+    """Where a stream starts, and the partition numbers whose state is read again: drop the state of those.
 
-    ``compacted`` topics are read whole. If a state's topic was deleted and created again, what is held of it stays
-    true, and its new log is read as well. A state's ``resume`` says before which offset the group has finished its
-    records once, dead letters included: they are read again for what they say, and not dead-lettered again.
+    ``held`` is how far this process has read. ``compacted`` topics are read whole. If a state topic was deleted and
+    created again, the state stays true, and the new log is read as well. State records before ``resume`` were finished
+    once: they are read again for their content, and not dead-lettered again.
     """
     tps = [*inputs, *states]
     commits = dict(zip(tps, await asyncio.gather(*(group.committed(tp) for tp in tps)), strict=True))
     starts = await _resume(group, commits)
-    renewed = {tp for tp in states if held.states.get(tp, 0) > starts[tp].end}
-    fresh = {tp.partition for tp in states if tp not in renewed and held.states.get(tp, -1) < starts[tp].begin}
+    recreated = {tp for tp in states if held.states.get(tp, 0) > starts[tp].end}
+    fresh = {tp.partition for tp in states if tp not in recreated and held.states.get(tp, -1) < starts[tp].begin}
     fresh |= {tp.partition for tp in inputs if starts[tp].resume < held.commits.get(tp, 0)}
-    unread = [tp for tp in states if tp.partition in fresh or tp in renewed]
+    unread = [tp for tp in states if tp.partition in fresh or tp in recreated]
     anchors = {
         tp: {
-            other: starts[other].resume
-            for other in inputs
-            if other.partition == tp.partition and starts[other].resume < starts[other].end
+            source: starts[source].resume
+            for source in inputs
+            if source.partition == tp.partition and starts[source].resume < starts[source].end
         }
         | {tp: starts[tp].end - 1}
         for tp in unread
         if tp.topic not in compacted and starts[tp].begin < starts[tp].end
     }
-    found = await _before(group, anchors, STATE_WINDOW_MS)
+    offsets = await _offsets_before(group, anchors, STATE_WINDOW_MS)
     for tp in states:
-        position = (found.get(tp) or starts[tp].begin) if tp in unread else held.states[tp]
+        position = (offsets.get(tp) or starts[tp].begin) if tp in unread else held.states[tp]
         starts[tp] = starts[tp]._replace(position=position)
     return starts, frozenset(fresh)
 
@@ -149,22 +150,22 @@ async def initial_offset(
     begin: int,
     end: int,
 ) -> int:
-    """Where a reader starts that has no offset, between the ends of the log.
+    """Where a reader without an offset starts, between ``begin`` and ``end`` of the log.
 
     ``offsets_at`` asks for the first offset at or after a time in ms; None: there is none, or the broker can't tell.
     """
     if isinstance(from_, str):
         return begin if from_ == "earliest" else end
-    found = (await offsets_at({tp: int((time.time() - from_) * 1000)}))[tp]
-    if found is None:  # all is older, or this broker does not know offsets by time
+    offset = (await offsets_at({tp: int((time.time() - from_) * 1000)}))[tp]
+    if offset is None:  # every record is older, or this broker does not find offsets by time
         return begin if (await offsets_at({tp: _ANY_TIME_MS}))[tp] is None else end
-    return found
+    return offset
 
 
 async def _resume(
     group: ConsumerGroup, commits: Mapping[Partition, int | None], from_: StartFrom = "earliest"
 ) -> dict[Partition, Start]:
-    """Where the group goes on in each partition: at what it has committed, as far as the log has it."""
+    """Where the group goes on in each partition: at its commit if the log has that offset."""
     tps = list(commits)
     begins, ends = await asyncio.gather(group.offsets.beginnings(tps), group.offsets.ends(tps))
     starts = {}
@@ -178,20 +179,21 @@ async def _resume(
     return starts
 
 
-async def _before(
+async def _offsets_before(
     group: ConsumerGroup, anchors: Mapping[Partition, Mapping[Partition, int]], window_ms: int
 ) -> Mapping[Partition, int | None]:
-    """For each partition, its first offset in the time before the earliest of its anchors, which are records anywhere.
+    """For each partition, the first offset from ``window_ms`` before the earliest of its anchors on.
 
-    None if the broker can't tell. A partition of which an anchor's time is not known is left out.
+    An anchor is the offset of a record in any partition. The offset is None if the broker can't tell. A partition is
+    left out if the time of one of its anchors is not known.
     """
     records: dict[Partition, int] = {}
-    for some in anchors.values():
-        records |= some
+    for offsets in anchors.values():
+        records |= offsets
     times = await group.offsets.times(records) if records else {}
-    since = {}
-    for tp, some in anchors.items():
-        known = [at for at in (times[record] for record in some) if at is not None]
-        if len(known) == len(some):
-            since[tp] = max(_ANY_TIME_MS, min(known) - window_ms)
-    return await group.offsets.offsets_at(since) if since else {}
+    since_ms = {}
+    for tp, offsets in anchors.items():
+        known_ms = [time_ms for time_ms in (times[anchor] for anchor in offsets) if time_ms is not None]
+        if len(known_ms) == len(offsets):
+            since_ms[tp] = max(_ANY_TIME_MS, min(known_ms) - window_ms)
+    return await group.offsets.offsets_at(since_ms) if since_ms else {}

@@ -159,7 +159,7 @@ async def test_what_the_coordinator_refuses_is_polled_away_and_logged_once_a_kin
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "delivery.group")
-    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.0)
     client = Client()
     client.errors = [InconsistentGroupProtocolError() for _ in range(5)] + [GroupAuthorizationFailedError("g")] * 5
     group, _ = group_of(client)
@@ -175,7 +175,7 @@ async def test_what_the_coordinator_refuses_is_polled_away_and_logged_once_a_kin
 
 
 async def test_a_member_whose_brokers_have_gone_says_so_until_they_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.0)
     monkeypatch.setattr(module, "_SILENT_S", 0.01)
     client = Client()
     group, _ = group_of(client)
@@ -189,7 +189,7 @@ async def test_a_member_whose_brokers_have_gone_says_so_until_they_are_back(monk
 
 
 async def test_a_client_that_has_given_up_on_the_group_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.0)
     client = Client()
     client.errors = [KafkaError("Unexpected error during coordination ValueError()")]
     group, _ = group_of(client)
@@ -202,7 +202,7 @@ async def test_a_client_that_has_given_up_on_the_group_ends_the_process(monkeypa
 async def test_a_fetch_waits_for_more_while_many_records_come_and_not_for_one_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.0)
     client = Client(MINE)
     group, _ = group_of(client)
     watching = asyncio.create_task(group.watch())
@@ -284,16 +284,16 @@ async def test_a_transaction_that_stays_open_is_said_after_a_minute_and_a_moving
     await group.on_partitions_assigned(set())
     now_s = time.monotonic()
     client.log_end, client.stable = 20, 10
-    group.look(now_s - 200)
+    group.check_topics(now_s - 200)
     client.stable = 12
-    group.look(now_s - 61)
-    group.look(now_s - 1)
+    group.check_topics(now_s - 61)
+    group.check_topics(now_s - 1)
     assert group.not_ready() == [
         "ticks partition 0: a transaction is open since offset 12, for 61 s now, and nothing after it can be read:"
         " see `kafka-transactions.sh find-hanging`"
     ]
     client.stable = 20
-    group.look(now_s)
+    group.check_topics(now_s)
     assert group.not_ready() == []
 
 

@@ -60,17 +60,17 @@ def member() -> tuple[ConsumerGroup, Client]:
 
 async def test_a_topic_that_is_gone_is_asked_for_and_read_from_its_beginning_when_it_is_back() -> None:
     group, client = member()
-    group.look(0.0)
+    group.check_topics(0.0)
     assert (client.seeks, client.asked) == ({}, 0)
 
     del client.there[TOPIC]
-    group.look(0.3)
-    group.look(0.6)
+    group.check_topics(0.3)
+    group.check_topics(0.6)
     assert (client.seeks, client.asked) == ({}, 2)
 
     client.there[TOPIC] = {0, 1}
     for now_s in (0.9, 1.2):
-        group.look(now_s)
+        group.check_topics(now_s)
         await group.read_new_logs()
     assert client.seeks == {TopicPartition(TOPIC, 1): 0}
     assert client.asked == 2
@@ -81,7 +81,7 @@ async def test_one_that_was_only_out_of_sight_goes_on_where_it_was() -> None:
     client.offset = 42
     there, gone = client.there, {OTHER: {0, 1}}
     for client.there in (there, gone, there):
-        group.look(0.0)
+        group.check_topics(0.0)
         await group.read_new_logs()
     assert client.seeks == {}
 
@@ -90,7 +90,7 @@ async def test_one_that_is_back_with_other_partitions_ends_the_process() -> None
     group, client = member()
     for there in ({}, {TOPIC: {0}}):
         client.there = {OTHER: {0, 1}, **there}
-        group.look(0.0)
+        group.check_topics(0.0)
 
     assert "has 1 partitions, and had 2" in str(group.failed.exception())
 
@@ -98,7 +98,7 @@ async def test_one_that_is_back_with_other_partitions_ends_the_process() -> None
 async def test_one_that_is_not_known_yet_after_joining_is_not_taken_for_one_that_is_gone() -> None:
     group, client = member()
     there, client.there = client.there, {}
-    group.look(0.0)
+    group.check_topics(0.0)
     client.there = there
-    group.look(0.3)
+    group.check_topics(0.3)
     assert (client.seeks, client.asked) == ({}, 0)
