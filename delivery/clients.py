@@ -1,16 +1,16 @@
-"""aiokafka's clients, which never make a topic: import them from here. How they are connected, let go, and asked.
+"""aiokafka's clients, patched so that they never create a topic: make, start and close them with these functions.
 
-A client asks for metadata of the topics that it uses by name, and a broker with ``auto.create.topics.enable``, which is
-Kafka's default, makes a topic that is asked for, with the broker's own number of partitions and settings. Only the
-request itself can forbid that, and aiokafka has no option for it: so the request is replaced in every module that
-makes one, for the whole process.
+A client requests metadata of its topics by name. A broker with ``auto.create.topics.enable``, which is Kafka's default,
+creates a topic that is requested, with the broker's own number of partitions and settings. Only the request itself can
+forbid that, and aiokafka has no option for it. So the request is replaced in every module that makes one, for the whole
+process.
 
-While a partition has no leader and no broker answers, a producer of aiokafka asks for metadata thousands of times a
-second. So a client waits after it has asked in vain. And it closes a connection that a broker has ended: aiokafka may
-forget one that it has not closed yet, and then the descriptor stays open until the garbage collector finds it.
+While a partition has no leader and no broker answers, a producer of aiokafka requests metadata thousands of times a
+second. So a client waits after a request without an answer. It also closes a connection that the broker has ended:
+aiokafka may drop one without closing it, and then its descriptor stays open until the garbage collector finds it.
 
-A producer compresses at zstd's level 1, for which aiokafka has no option: records as ours are no larger by it than at
-level 3, and take 0.8 of the time.
+A producer compresses at zstd's level 1, for which aiokafka has no option: our records become no larger than at level 3,
+in 0.8 of the time.
 
 Source: Kafka's protocol, Metadata from version 4 on (``allow_auto_topic_creation``).
 """
@@ -44,49 +44,49 @@ from delivery.ledger import Partition
 log = logging.getLogger(__name__)
 
 SILENCE = (KafkaConnectionError, NodeNotReadyError, RequestTimedOutError, StaleMetadata, OSError, TimeoutError)
-"""What the client raises if nobody answers."""
+"""What the client raises if no broker answers."""
 
-_CLOSE_S = 2.0
+_CLOSE_TIMEOUT_S = 2.0
 _CANCELLATIONS = 20
-_REMIND_S = 60.0
-_PEEKS = 10
-_PEEK_BACK = 8
+_LOG_AGAIN_S = 60.0
+_PEEK_POLLS = 10
+_PEEK_BACK_RECORDS = 8
 _PEEK_BYTES = 256 << 10
 _NO_GROUP: dict[str, Any] = {"group_id": None, "auto_offset_reset": "earliest"}
 
 
-class _MakesNoTopic(MetadataRequest):  # type: ignore[misc] # aiokafka has no types
-    """A request for metadata that leaves a topic missing that is missing."""
+class _MetadataRequest(MetadataRequest):  # type: ignore[misc] # aiokafka has no types
+    """A request for metadata that does not create a missing topic."""
 
     def __init__(self, topics: list[str] | None = None) -> None:
         super().__init__(topics, allow_auto_topic_creation=False)
 
 
 for _module in (aiokafka.client, aiokafka.admin.client):
-    _module.MetadataRequest = _MakesNoTopic
+    _module.MetadataRequest = _MetadataRequest
 
 
-_ASKS_AGAIN_S = 0.1
-_ask_once: Callable[..., Awaitable[bool]] = AIOKafkaClient._metadata_update  # noqa: SLF001 - there is no option
+_METADATA_RETRY_S = 0.1
+_metadata_update: Callable[..., Awaitable[bool]] = AIOKafkaClient._metadata_update  # noqa: SLF001 - there is no option
 
 
-async def _ask(client: AIOKafkaClient, *given: Any) -> bool:
-    """aiokafka's own request for metadata; if nobody has answered, the next one is not made at once."""
-    answered = await _ask_once(client, *given)
+async def _paced_metadata_update(client: AIOKafkaClient, *args: Any) -> bool:
+    """aiokafka's own request for metadata, with a pause after it if no broker has answered."""
+    answered = await _metadata_update(client, *args)
     if not answered:
-        await asyncio.sleep(_ASKS_AGAIN_S)
+        await asyncio.sleep(_METADATA_RETRY_S)
     return answered
 
 
-AIOKafkaClient._metadata_update = _ask  # noqa: SLF001 - likewise
+AIOKafkaClient._metadata_update = _paced_metadata_update  # noqa: SLF001 - likewise
 _get_conn: Callable[..., Awaitable[Any]] = AIOKafkaClient._get_conn  # noqa: SLF001 - likewise
 
 
 async def _get_open_conn(client: AIOKafkaClient, node_id: Any, **options: Any) -> Any:
-    """aiokafka's own connection to a node; one that has ended is closed before it is forgotten."""
-    known = client._conns.get((node_id, options.get("group", ConnectionGroup.DEFAULT)))  # noqa: SLF001 - likewise
-    if known is not None and not known.connected():
-        known.close(reason=CloseReason.CONNECTION_BROKEN)
+    """aiokafka's own connection to a node; one that the broker has ended is closed before it is dropped."""
+    cached = client._conns.get((node_id, options.get("group", ConnectionGroup.DEFAULT)))  # noqa: SLF001 - likewise
+    if cached is not None and not cached.connected():
+        cached.close(reason=CloseReason.CONNECTION_BROKEN)
     return await _get_conn(client, node_id, **options)
 
 
@@ -100,68 +100,69 @@ sys.modules[DefaultRecordBatchBuilder.__module__].zstd_encode = partial(  # type
 
 
 def consumer(connection: Connection, *topics: str, **options: Any) -> AIOKafkaConsumer:
-    """A consumer that is not started. It reads committed records only, and commits nothing by itself."""
+    """A consumer that is not started yet. It reads committed records only, and commits nothing by itself."""
     defaults = {"enable_auto_commit": False, "isolation_level": "read_committed"}
     return AIOKafkaConsumer(*topics, **_options(connection, defaults | options))
 
 
 def producer(connection: Connection, **options: Any) -> AIOKafkaProducer:
-    """A producer that is not started. It gives up no batch, however long its partition has no leader.
+    """A producer that is not started yet. It never gives up a batch, however long its partition has no leader.
 
-    aiokafka would after ``request_timeout_ms``, also one that was stored and whose answer was lost. It can't be sent by
-    another producer without being there twice; only this one can, by its sequence number.
+    aiokafka would give up after ``request_timeout_ms``, even a batch that was stored and whose answer was lost. Only
+    this producer can send such a batch again without a duplicate, by its sequence number.
     """
     compression = None if connection.compression == "none" else connection.compression
-    made = AIOKafkaProducer(compression_type=compression, **_options(connection, options))
-    made._message_accumulator._batch_ttl = math.inf  # noqa: SLF001 - there is no option
-    return made
+    client = AIOKafkaProducer(compression_type=compression, **_options(connection, options))
+    client._message_accumulator._batch_ttl = math.inf  # noqa: SLF001 - there is no option
+    return client
 
 
 def admin(connection: Connection, **options: Any) -> AIOKafkaAdminClient:
-    """A client of the administration that is not started."""
+    """An admin client that is not started yet."""
     return AIOKafkaAdminClient(**_options(connection, options))
 
 
 def _options(connection: Connection, options: Mapping[str, Any]) -> dict[str, Any]:
-    named = {"client_id": connection.client_id} if connection.client_id is not None else {}
-    return {**opening.options(connection), **options, **named}
+    client_id = {"client_id": connection.client_id} if connection.client_id is not None else {}
+    return {**opening.options(connection), **options, **client_id}
 
 
 class LogThrottle:
-    """Which troubles are to be logged: one that is new, and again each minute while it lasts."""
+    """Decides which messages are logged: a new one, and the same one again after a minute."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._said_s: dict[str, float] = {}
+        self._logged_s: dict[str, float] = {}
 
-    def is_due(self, trouble: str) -> bool:
-        """Whether to log it now."""
-        if self._now() - self._said_s.get(trouble, -_REMIND_S) < _REMIND_S:
+    def is_due(self, message: str) -> bool:
+        """Whether to log the message now; if so, it counts as logged."""
+        now_s = self._now()
+        if now_s - self._logged_s.get(message, -_LOG_AGAIN_S) < _LOG_AGAIN_S:
             return False
-        self._said_s = {one: at for one, at in self._said_s.items() if self._now() - at < _REMIND_S}
-        self._said_s[trouble] = self._now()
+        self._logged_s = {text: at_s for text, at_s in self._logged_s.items() if now_s - at_s < _LOG_AGAIN_S}
+        self._logged_s[message] = now_s
         return True
 
 
 def explain(error: BaseException, connection: Connection) -> str:
-    """Why Kafka does not do what was asked of it, in a line."""
+    """Why a request to Kafka failed, in a line."""
     if not isinstance(error, SILENCE):
         return f"Kafka at {connection}: {describe(error)}"
     return opening.trouble(connection) or f"no Kafka broker answers at {connection} ({type(error).__name__})"
 
 
 def backoff(delays_s: Sequence[float]) -> Iterator[float]:
-    """How long to wait after each failure: these delays, and then the last of them for ever."""
+    """The delays to wait after each failure: these, and then the last of them for ever."""
     return itertools.chain(delays_s, itertools.repeat(delays_s[-1]))
 
 
 async def connect_consumer(connection: Connection, **options: Any) -> Any:
-    """A :func:`consumer` once a broker answers; cancel to give up."""
+    """Start a :func:`consumer`, for as long as that takes; cancel to give up."""
     return await start_client(lambda: consumer(connection, **options), connection)
 
 
 async def start_client(make: Callable[[], Any], connection: Connection, backoff_s: Sequence[float] = (0.5,)) -> Any:
-    """A client that ``make`` makes, started once a broker answers, for as long as that takes; cancel to give up."""
+    """Start a client from ``make``, with a new one for each attempt, until a broker answers; cancel to give up."""
     throttle = LogThrottle()
     for delay_s in backoff(backoff_s):
         client = make()
@@ -169,8 +170,8 @@ async def start_client(make: Callable[[], Any], connection: Connection, backoff_
             await client.start()
         except KafkaError as error:
             await close(client)
-            if throttle.is_due(why := explain(error, connection)):
-                log.warning("%s; trying again", why)
+            if throttle.is_due(reason := explain(error, connection)):
+                log.warning("%s; trying again", reason)
             await asyncio.sleep(delay_s)
         except BaseException:
             await close(client)
@@ -180,23 +181,25 @@ async def start_client(make: Callable[[], Any], connection: Connection, backoff_
     return client
 
 
-async def _end_fetching(client: Any) -> None:
-    """End what fetches for a consumer, before it leaves its group: while it lets go of partitions it would swallow the
-    one cancellation that aiokafka gives it, go on, and never end."""
-    fetching: asyncio.Task[None] | None = getattr(getattr(client, "_fetcher", None), "_fetch_task", None)
+async def _stop_fetching(client: Any) -> None:
+    """Cancel a consumer's fetch task until it ends, before the consumer leaves its group.
+
+    aiokafka cancels it only once. While it lets go of partitions it swallows that cancellation, and never ends.
+    """
+    fetch_task: asyncio.Task[None] | None = getattr(getattr(client, "_fetcher", None), "_fetch_task", None)
     for _ in range(_CANCELLATIONS):
-        if fetching is None or fetching.done():
+        if fetch_task is None or fetch_task.done():
             return
-        fetching.cancel()
-        await asyncio.wait((fetching,), timeout=_CLOSE_S / _CANCELLATIONS)
+        fetch_task.cancel()
+        await asyncio.wait((fetch_task,), timeout=_CLOSE_TIMEOUT_S / _CANCELLATIONS)
 
 
 async def close(client: Any) -> None:
-    """Stop a client, but not for ever: one whose brokers are away waits for them. No connection of it stays open."""
-    await _end_fetching(client)
+    """Stop a client within two seconds, although it would wait for an unavailable broker, and close its connections."""
+    await _stop_fetching(client)
     stopping = asyncio.ensure_future((client.stop if hasattr(client, "stop") else client.close)())
     try:
-        await asyncio.wait((stopping,), timeout=_CLOSE_S)
+        await asyncio.wait((stopping,), timeout=_CLOSE_TIMEOUT_S)
     finally:
         if not stopping.done():
             stopping.cancel()
@@ -207,11 +210,11 @@ async def close(client: Any) -> None:
 
 
 class OffsetClient:
-    """Asks where logs begin and end, and where a time is in them. Raises KafkaError if the broker does not answer.
+    """Looks up the first, the last and other offsets of logs. Raises KafkaError if the broker does not answer.
 
-    It has a connection of its own: a broker answers the requests of a connection one after the other, and behind a
-    fetch that waits for records each of these would wait too. Where a log ends is its last stable offset: what comes
-    after it is of transactions that are still open, and can't be read yet.
+    It has a connection of its own: a broker answers the requests of a connection one after the other, so each of these
+    would wait behind a fetch that waits for records. The end of a log is its last stable offset: later records are of
+    open transactions, and can't be read yet.
     """
 
     def __init__(self, connection: Connection, *, client_id: str) -> None:
@@ -223,7 +226,7 @@ class OffsetClient:
         self._consumer = await connect_consumer(self._connection, client_id=f"{self._client_id}-offsets", **_NO_GROUP)
 
     async def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         if self._consumer is not None:
             await close(self._consumer)
 
@@ -232,69 +235,69 @@ class OffsetClient:
         return await beginnings(self._connection, self._consumer, tps)
 
     async def ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
-        """The offset after the last one of each partition that can be read."""
+        """The offset after the last readable record of each partition."""
         return await ends(self._connection, self._consumer, tps)
 
     async def offsets_at(self, times_ms: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
-        """The first offset at or after a time; None: there is none, or the broker can't tell."""
+        """The first offset at or after a time in ms; None: there is none, or the broker can't tell."""
         return await offsets_at(self._connection, self._consumer, times_ms)
 
     async def times(self, offsets: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
-        """The log time in ms of the last record up to each offset, or of the next one; None: none could be read.
+        """The log time in ms of the last record up to each offset, else of the next one; None: none could be read.
 
-        At the offset itself may be what no reader is given, such as the end of a transaction, so the records shortly
-        before it are read as well, by a consumer that lives no longer than this.
+        At the offset itself may be a marker that no reader gets, such as the end of a transaction. So a temporary
+        consumer reads a few records before it as well.
         """
         times: dict[Partition, int | None] = dict.fromkeys(offsets)
-        waiting = {to_kafka(self._connection, tp): offset for tp, offset in offsets.items()}
+        unread = {to_kafka(self._connection, tp): offset for tp, offset in offsets.items()}
         client_id = f"{self._client_id}-peek"
         options = {"client_id": client_id, "max_partition_fetch_bytes": _PEEK_BYTES, **_NO_GROUP}
-        peeking = await connect_consumer(self._connection, **options)
+        consumer = await connect_consumer(self._connection, **options)
         try:
-            peeking.assign(list(waiting))
-            for tp, offset in waiting.items():
-                peeking.seek(tp, max(0, offset - _PEEK_BACK))
-            for _ in range(_PEEKS):
-                if not waiting:
+            consumer.assign(list(unread))
+            for tp, offset in unread.items():
+                consumer.seek(tp, max(0, offset - _PEEK_BACK_RECORDS))
+            for _ in range(_PEEK_POLLS):
+                if not unread:
                     break
-                for tp, records in (await peeking.getmany(*waiting, timeout_ms=1000)).items():
-                    known = from_kafka(self._connection, tp)
+                for tp, records in (await consumer.getmany(*unread, timeout_ms=1000)).items():
+                    partition = from_kafka(self._connection, tp)
                     for record in records:
-                        if record.offset <= waiting[tp] or times[known] is None:
-                            times[known] = record.timestamp
-                for tp in [tp for tp, offset in waiting.items() if await peeking.position(tp) > offset]:
-                    del waiting[tp]
-                    peeking.pause(tp)
+                        if record.offset <= unread[tp] or times[partition] is None:
+                            times[partition] = record.timestamp
+                for tp in [tp for tp, offset in unread.items() if await consumer.position(tp) > offset]:
+                    del unread[tp]
+                    consumer.pause(tp)
         finally:
-            await close(peeking)
+            await close(consumer)
         return times
 
 
 async def beginnings(connection: Connection, consumer: Any, tps: Sequence[Partition]) -> dict[Partition, int]:
-    """What a client says is the first offset of each partition."""
-    found = await consumer.beginning_offsets([to_kafka(connection, tp) for tp in tps]) if tps else {}
-    return {from_kafka(connection, tp): offset for tp, offset in found.items()}
+    """The first offset of each partition, by a consumer that is connected."""
+    offsets = await consumer.beginning_offsets([to_kafka(connection, tp) for tp in tps]) if tps else {}
+    return {from_kafka(connection, tp): offset for tp, offset in offsets.items()}
 
 
 async def ends(connection: Connection, consumer: Any, tps: Sequence[Partition]) -> dict[Partition, int]:
-    """What a client says is the offset after the last one of each partition that can be read."""
-    found = await consumer.end_offsets([to_kafka(connection, tp) for tp in tps]) if tps else {}
-    return {from_kafka(connection, tp): offset for tp, offset in found.items()}
+    """The offset after the last readable record of each partition, by a consumer that is connected."""
+    offsets = await consumer.end_offsets([to_kafka(connection, tp) for tp in tps]) if tps else {}
+    return {from_kafka(connection, tp): offset for tp, offset in offsets.items()}
 
 
 async def offsets_at(
     connection: Connection, consumer: Any, times_ms: Mapping[Partition, int]
 ) -> Mapping[Partition, int | None]:
-    """What a client says is the first offset at or after a time; None: there is none, or the broker can't tell."""
-    found = await consumer.offsets_for_times({to_kafka(connection, tp): at for tp, at in times_ms.items()})
-    return {from_kafka(connection, tp): at.offset if at is not None else None for tp, at in found.items()}
+    """The first offset at or after a time in ms; None: there is none, or the broker can't tell."""
+    offsets = await consumer.offsets_for_times({to_kafka(connection, tp): time_ms for tp, time_ms in times_ms.items()})
+    return {from_kafka(connection, tp): None if offset is None else offset.offset for tp, offset in offsets.items()}
 
 
 def to_kafka(connection: Connection, tp: Partition) -> TopicPartition:
-    """A partition as the client knows it."""
+    """A partition under its topic's name in Kafka."""
     return TopicPartition(connection.prefixed(tp.topic), tp.partition)
 
 
 def from_kafka(connection: Connection, tp: TopicPartition) -> Partition:
-    """A partition that a client names, as the contract calls it."""
+    """A partition of Kafka under its topic's name in the contract."""
     return Partition(connection.unprefixed(tp.topic), tp.partition)

@@ -1,13 +1,12 @@
 """Which records of gpu.attributed are replays: one rule for all its readers.
 
-In: what is kept of a node's last tick, and the node's next record. Out: whether that is its next tick, a replay, or the
-first tick of a new log. Pure.
+In: the node's last tick, and its next record. Out: whether the record is the next tick, a replay, or the first tick of
+a new log. Pure.
 
 After a crash or a rebalance, the attribution stream writes some ticks again. A tick of the last run is a replay if its
 ``seq`` is not above the last one's. A tick of another run is a replay if neither its ``offset`` nor its ``ts_ms`` is
-later than that of all ticks before; the ids of runs have no order, and a clock may have been set back. If any other
-tick has an ``offset`` that is not above the last one's, gpu.samples was deleted and created again, and its offsets
-began again.
+above that of all ticks before; run ids have no order, and a clock may have been set back. If any other tick has an
+``offset`` that is not above the last one's, gpu.samples was deleted and created again, and its offsets began again.
 """
 
 from typing import Literal, Protocol
@@ -20,7 +19,7 @@ Verdict = Literal["next", "replay", "new_log"]
 
 
 class Tick(Protocol):
-    """A record of gpu.attributed, as far as the rule looks at it."""
+    """The fields of a record of gpu.attributed that the rule needs."""
 
     @property
     def run_id(self) -> int: ...
@@ -33,7 +32,7 @@ class Tick(Protocol):
 
 
 class LastTick(msgspec.Struct, frozen=True):
-    """The last tick of a node that was not a replay; ``newest_ts_ms`` is the latest time of any."""
+    """The last tick of a node that was not a replay; ``newest_ts_ms`` is the latest ``ts_ms`` of all its ticks."""
 
     run_id: UInt
     seq: UInt
@@ -42,18 +41,18 @@ class LastTick(msgspec.Struct, frozen=True):
 
 
 def verdict(last: LastTick | None, tick: Tick) -> Verdict:
-    """What a record is, after the last tick of its node; None: there was none."""
+    """What a record is, given the last tick of its node; None: there was none."""
     if last is None:
         return "next"
-    later = tick.offset > last.offset
+    offset_rises = tick.offset > last.offset
     if tick.run_id == last.run_id and tick.seq <= last.seq:
         return "replay"
-    if tick.run_id != last.run_id and not later and tick.ts_ms <= last.newest_ts_ms:
+    if tick.run_id != last.run_id and not offset_rises and tick.ts_ms <= last.newest_ts_ms:
         return "replay"
-    return "next" if later else "new_log"
+    return "next" if offset_rises else "new_log"
 
 
 def after(last: LastTick | None, tick: Tick) -> LastTick:
-    """What to keep after a tick that is not a replay."""
+    """The :class:`LastTick` after a tick that is not a replay."""
     newest_ts_ms = tick.ts_ms if last is None else max(last.newest_ts_ms, tick.ts_ms)
     return LastTick(tick.run_id, tick.seq, tick.offset, newest_ts_ms)

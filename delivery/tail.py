@@ -1,10 +1,10 @@
-"""Reads every partition of topics, without a consumer group: for what every replica has to know.
+"""Reads all partitions of topics without a consumer group, for what every replica needs.
 
 In: topics, and where each of them is read from. Out: their records, in order per partition, on the event loop. Nothing
 is committed.
 State: the Kafka client, and when all partitions were last known to be read to their ends.
-On failure: during an outage it waits, and :meth:`Tail.not_ready` says so. If a topic has another number of partitions
-than at the start, it raises :class:`MustRestart`, because only another start can mend that. A topic that was created
+On failure: during an outage it waits, and :meth:`Tail.not_ready` reports it. If the number of partitions of a topic has
+changed since the start, it raises :class:`MustRestart`, because only a restart can mend that. A topic that was created
 again is read from its beginning.
 """
 
@@ -33,23 +33,23 @@ log = logging.getLogger(__name__)
 _POLL_MS = 200
 _BATCH_RECORDS = 500
 _RETRY_S = 0.5
-_LAP_EVERY_S = 0.5
-_LATE_S = 10.0  # after this time without knowing whether everything is read, it is reported as not read
+_CHECK_EVERY_S = 0.5
+_LATE_S = 10.0  # the tail is not ready if it has not known for so long whether everything is read
 _METADATA_MS = 20_000
 
 
 class Tail:
-    """Reads topics, each ``from_`` an end or some seconds ago on. ``take`` gets a topic's records as they come."""
+    """Reads topics, each from where ``from_`` says. ``on_records`` gets each topic's records as they come."""
 
     def __init__(
         self,
         connection: Connection,
         from_: Mapping[str, StartFrom],
-        take: Callable[[str, Sequence[Record]], None],
+        on_records: Callable[[str, Sequence[Record]], None],
         *,
         client_id: str,
     ) -> None:
-        self._connection, self._from, self._take = connection, from_, take
+        self._connection, self._from, self._on_records = connection, from_, on_records
         self._client_id = client_id
         self._check = TopicCheck(connection, TopicAccess(tuple(from_)))
         self._offsets = OffsetClient(connection, client_id=client_id)
@@ -59,7 +59,7 @@ class Tail:
         self._log_throttle = LogThrottle()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Read until ``stop``. Raises MustRestart, and what ``take`` raises."""
+        """Read until ``stop`` is set. Raises MustRestart, and what ``on_records`` raises."""
         if (checked := await self._check.wait(stop)) is None:
             return
         counts = checked.partitions
@@ -71,7 +71,7 @@ class Tail:
             await asyncio.gather(self._offsets.close(), *map(clients.close, consumers))
 
     def not_ready(self) -> list[str]:
-        """Why not everything that there is was taken; empty when it was."""
+        """The reasons why not all records were read; empty if they were."""
         if self._consumer is None:
             return self._check.not_ready() or ["not connected to Kafka"]
         topics = dict.fromkeys(tp.topic for tp in self._behind) or self._from
@@ -92,63 +92,63 @@ class Tail:
             fetch_max_wait_ms=_POLL_MS,
             metadata_max_age_ms=_METADATA_MS,
         )
-        starts = await self._starts(tps)
+        starts = await self._find_starts(tps)
         consumer.assign([to_kafka(self._connection, tp) for tp in tps])
         for tp, offset in starts.items():
             consumer.seek(to_kafka(self._connection, tp), offset)
-        watching = asyncio.ensure_future(self._watch(tps))
+        end_watch = asyncio.ensure_future(self._watch_ends(tps))
         try:
-            while not watching.done():
+            while not end_watch.done():
                 try:
                     batches = await consumer.getmany(timeout_ms=_POLL_MS, max_records=_BATCH_RECORDS)
                 except KafkaError as error:
                     await self._retry(error)
                     continue
                 for tp, records in batches.items():
-                    self._take(clients.from_kafka(self._connection, tp).topic, records)
+                    self._on_records(clients.from_kafka(self._connection, tp).topic, records)
                     await asyncio.sleep(0)
-            watching.result()
+            end_watch.result()
         finally:
-            watching.cancel()
+            end_watch.cancel()
 
-    async def _starts(self, tps: list[Partition]) -> dict[Partition, int]:
-        """Where to begin, as soon as the broker says."""
+    async def _find_starts(self, tps: list[Partition]) -> dict[Partition, int]:
+        """The offset to begin at in each partition, once the broker answers."""
         while True:
             try:
                 begins, ends = await asyncio.gather(self._offsets.beginnings(tps), self._offsets.ends(tps))
-                found = [
+                offsets = [
                     positions.initial_offset(self._offsets.offsets_at, tp, self._from[tp.topic], begins[tp], ends[tp])
                     for tp in tps
                 ]
-                return dict(zip(tps, await asyncio.gather(*found), strict=True))
+                return dict(zip(tps, await asyncio.gather(*offsets), strict=True))
             except KafkaError as error:
                 await self._retry(error)
 
-    async def _watch(self, tps: list[Partition]) -> None:
-        """Ask again and again where the partitions end, and wait until all is read up to there. Raises MustRestart."""
+    async def _watch_ends(self, tps: list[Partition]) -> None:
+        """Look up the ends of the partitions, wait until they are read, and so on. Raises MustRestart."""
         while True:
             asked_s = time.monotonic()
             try:
                 ends = await self._offsets.ends(tps)
                 while behind := {
-                    tp: end - read
+                    tp: end - position
                     for tp, end in ends.items()
-                    if (read := await self._consumer.position(to_kafka(self._connection, tp))) < end
+                    if (position := await self._consumer.position(to_kafka(self._connection, tp))) < end
                 }:
                     self._behind = behind
-                    await asyncio.sleep(_LAP_EVERY_S / 5)
+                    await asyncio.sleep(_CHECK_EVERY_S / 5)
                 self._behind, self._read_to_end_s = {}, asked_s
             except KafkaError as error:
                 await self._retry(error)
-            for topic, had in Counter(tp.topic for tp in tps).items():
+            for topic, expected in Counter(tp.topic for tp in tps).items():
                 name = self._connection.prefixed(topic)
                 count = len(self._consumer.partitions_for_topic(name) or ())
-                if count not in (0, had):
-                    raise MustRestart(f"{name} has {count} partitions, and had {had} when this process started")
-            await asyncio.sleep(_LAP_EVERY_S)
+                if count not in (0, expected):
+                    raise MustRestart(f"{name} has {count} partitions, and had {expected} when this process started")
+            await asyncio.sleep(_CHECK_EVERY_S)
 
     async def _retry(self, error: KafkaError) -> None:
-        """Say what is wrong, now and then, and wait before it is tried again."""
-        if self._log_throttle.is_due(why := clients.explain(error, self._connection)):
-            log.warning("%s; trying again", why)
+        """Log the error, if that is due, and wait before the next attempt."""
+        if self._log_throttle.is_due(reason := clients.explain(error, self._connection)):
+            log.warning("%s; trying again", reason)
         await asyncio.sleep(_RETRY_S)

@@ -1,4 +1,4 @@
-"""What components do with tasks and events: wait for a time at most, work until a stop, run parts side by side."""
+"""Tasks and events: wait for an event with a timeout, work until a stop, run coroutines side by side."""
 
 import asyncio
 import contextlib
@@ -15,21 +15,21 @@ async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
 
 
 async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work, unless the stop comes before its end; returns when it has ended. Raises what the work raised."""
-    doing, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    """Do the work, and cancel it once ``stop`` is set; returns when it has ended. Raises what the work raises."""
+    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait((doing, stopped), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in (doing, stopped):
+        for task in (working, stopping):
             task.cancel()
-        await asyncio.wait((doing, stopped))
-    if not doing.cancelled():
-        doing.result()
+        await asyncio.wait((working, stopping))
+    if not working.cancelled():
+        working.result()
 
 
 @contextlib.asynccontextmanager
 async def running(*parts: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run the parts while inside, and cancel them at the end. Raises the first failure, of a part or of the inside."""
+    """Run the parts during the ``async with`` block and cancel them at its end. Raises the first failure of any."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(part) for part in parts]

@@ -1,8 +1,7 @@
 """Watches the event loop: ends a process that hangs, and measures how late the loop is.
 
-A process that was ended is started again, and reads again what it had not finished. The watchdog runs in a thread of
-its own, because the event loop may hang. It counts its own seconds, because a process that was suspended has not
-stalled.
+A process that is ended is started again, and reads again what it had not finished. The watchdog runs in a thread of its
+own, because the event loop may hang. It counts its own seconds, because a suspended process has not stalled.
 """
 
 import asyncio
@@ -20,25 +19,26 @@ from delivery.instruments import Instrument
 
 log = logging.getLogger(__name__)
 
-_LATE_EVERY_S = 0.1
-_LATE_FOR_S = 60.0
+_MEASURE_EVERY_S = 0.1
+_LATENESS_WINDOW_S = 60.0
 
 RESTART = 70  # the exit code of a process that stopped itself to be restarted
 
 
 def fail_stop(reason: str) -> NoReturn:
-    """End the process at once, without finishing anything: the next one reads again what is not finished."""
+    """End the process at once, without finishing anything: its successor reads again what is not finished."""
     log.critical("stopping to be restarted: %s", reason)
     sys.stderr.flush()
     os._exit(RESTART)
 
 
 class Pulse(msgspec.Struct, frozen=True):
-    """What a watchdog looks at: a beat of the event loop, the progress so far, and what is being waited for.
+    """What a process reports to its watchdog.
 
-    ``progress`` is any number that changes when work is done. ``working``: there is work that should be getting done.
-    ``turns`` counts how often the reader has looked for records.
-    ``reachable`` counts the broker's answers: without them nothing can progress, and ending the process helps nobody.
+    ``beat`` changes while the event loop runs. ``progress`` is any number that changes when work is done. ``turns``
+    counts how often the reader has looked for records. ``working``: there are unfinished records. ``ready``: the reader
+    knows its positions. ``reachable`` counts the broker's answers: without them there can be no progress, and ending
+    the process would not help.
     """
 
     beat: int
@@ -57,42 +57,42 @@ class Deadlines(msgspec.Struct, frozen=True):
     progress: int = 90
 
 
-class Judge:
-    """Counts for how many looks each condition has lasted. Pure: the thread looks once a second."""
+class StallDetector:
+    """Counts for how many seconds each kind of stall has lasted, one call of :meth:`check` a second. Pure."""
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
         self._last: Pulse | None = None
-        self._unready = self._still = self._stuck = self._idle = 0
+        self._unready_s = self._no_beat_s = self._no_progress_s = self._no_turn_s = 0
 
-    def look(self, pulse: Pulse) -> str | None:
+    def check(self, pulse: Pulse) -> str | None:
         """The reason to end the process, or None."""
         last, self._last = self._last, pulse
         if last is None:
             return None
         answered, progressed = pulse.reachable != last.reachable, pulse.progress != last.progress
-        self._still = self._still + 1 if pulse.beat == last.beat else 0
-        self._unready = 0 if pulse.ready or progressed else self._unready + answered
-        self._stuck = 0 if not pulse.working or progressed else self._stuck + answered
-        self._idle = 0 if pulse.turns != last.turns else self._idle + answered
-        if self._still >= self._deadlines.beat:
-            return f"the event loop has not moved for {self._still} s"
-        if self._unready >= self._deadlines.start:
-            return f"not ready after {self._unready} s of a broker that answers"
-        if self._stuck >= self._deadlines.progress:
-            return f"records were read and none was finished in {self._stuck} s of a broker that answers"
-        if self._idle >= self._deadlines.progress:
-            return f"no records were looked for in {self._idle} s of a broker that answers"
+        self._no_beat_s = self._no_beat_s + 1 if pulse.beat == last.beat else 0
+        self._unready_s = 0 if pulse.ready or progressed else self._unready_s + answered
+        self._no_progress_s = 0 if not pulse.working or progressed else self._no_progress_s + answered
+        self._no_turn_s = 0 if pulse.turns != last.turns else self._no_turn_s + answered
+        if self._no_beat_s >= self._deadlines.beat:
+            return f"the event loop has not moved for {self._no_beat_s} s"
+        if self._unready_s >= self._deadlines.start:
+            return f"not ready after {self._unready_s} s of a broker that answers"
+        if self._no_progress_s >= self._deadlines.progress:
+            return f"records were read and none was finished in {self._no_progress_s} s of a broker that answers"
+        if self._no_turn_s >= self._deadlines.progress:
+            return f"no records were looked for in {self._no_turn_s} s of a broker that answers"
         return None
 
 
 class Watchdog:
-    """Looks once a second, from :meth:`start` to :meth:`stop`, and ends the process when its judge says so."""
+    """Checks the pulse once a second, from :meth:`start` to :meth:`stop`, and ends the process if it has stalled."""
 
     def __init__(
         self, pulse: Callable[[], Pulse], deadlines: Deadlines, *, fail: Callable[[str], None] = fail_stop
     ) -> None:
-        self._pulse, self._judge, self._fail = pulse, Judge(deadlines), fail
+        self._pulse, self._detector, self._fail = pulse, StallDetector(deadlines), fail
         self._stopped = threading.Event()
 
     def start(self) -> None:
@@ -102,11 +102,11 @@ class Watchdog:
         self._stopped.set()
 
     def run(self) -> None:
-        """Look until stopped, or until there is a reason to end the process."""
+        """Check until stopped, or until there is a reason to end the process."""
         while not self._stopped.wait(1.0):
             try:
-                reason = self._judge.look(self._pulse())
-            except Exception as error:  # noqa: BLE001 - nobody else would notice it
+                reason = self._detector.check(self._pulse())
+            except Exception as error:  # noqa: BLE001 - or the thread would end unnoticed
                 reason = f"the watchdog failed: {error!r}"
             if reason is not None and not self._stopped.is_set():
                 self._fail(reason)
@@ -114,7 +114,7 @@ class Watchdog:
 
 
 def lateness_instrument(component: str) -> Instrument:
-    """What a component says of its own event loop."""
+    """The metric of a component's event loop: how late it is."""
     return Instrument(
         f"gpustream_{component}_loop_late_seconds",
         "gauge",
@@ -124,7 +124,7 @@ def lateness_instrument(component: str) -> Instrument:
 
 
 class LoopLateness:
-    """Measures, while :meth:`watch` runs, how much later than due a sleeper wakes."""
+    """Measures, while :meth:`watch` runs, how late a sleeping task is woken."""
 
     def __init__(self) -> None:
         self._worst: deque[tuple[float, float]] = deque()
@@ -133,18 +133,18 @@ class LoopLateness:
         """Measure ten times a second. Never returns."""
         loop = asyncio.get_running_loop()
         while True:
-            due_s = loop.time() + _LATE_EVERY_S
-            await asyncio.sleep(_LATE_EVERY_S)
+            due_s = loop.time() + _MEASURE_EVERY_S
+            await asyncio.sleep(_MEASURE_EVERY_S)
             self.note(loop.time(), loop.time() - due_s)
 
     def note(self, now_s: float, late_s: float) -> None:
-        """The loop was this late. Smaller values from before are forgotten: none can be the worst of a minute again."""
+        """Keep a measurement, and drop earlier smaller ones: they can't be the worst of a minute again."""
         while self._worst and self._worst[-1][1] <= late_s:
             self._worst.pop()
         self._worst.append((now_s, late_s))
-        while self._worst[0][0] < now_s - _LATE_FOR_S:
+        while self._worst[0][0] < now_s - _LATENESS_WINDOW_S:
             self._worst.popleft()
 
     def worst_s(self) -> float:
-        """The most that it was late within the last minute, in seconds."""
+        """The largest lateness of the last minute, in seconds."""
         return max(0.0, self._worst[0][1]) if self._worst else 0.0

@@ -108,7 +108,7 @@ async def test_a_client_that_asked_for_metadata_in_vain_waits_before_it_asks_aga
         return answered
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    monkeypatch.setattr(delivery.clients, "_ask_once", ask)
+    monkeypatch.setattr(delivery.clients, "_metadata_update", ask)
 
     assert await aiokafka.client.AIOKafkaClient._metadata_update(object(), None, []) is answered
     assert made == pauses
@@ -191,7 +191,7 @@ async def test_a_client_whose_end_takes_too_long_leaves_no_connection_open_and_o
     client = delivery.clients.consumer(connection)
     starting = asyncio.create_task(client.start())
     await broker.asked.wait()
-    monkeypatch.setattr(delivery.clients, "_CLOSE_S", 0)
+    monkeypatch.setattr(delivery.clients, "_CLOSE_TIMEOUT_S", 0)
     monkeypatch.setattr(client, "stop", asyncio.Event().wait)
     await delivery.clients.close(client)
     await broker.ended.wait()

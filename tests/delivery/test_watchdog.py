@@ -6,7 +6,7 @@ import threading
 import msgspec
 import pytest
 
-from delivery.watchdog import Deadlines, Judge, LoopLateness, Pulse, Watchdog
+from delivery.watchdog import Deadlines, LoopLateness, Pulse, StallDetector, Watchdog
 from tests.clock import run
 
 DEADLINES = Deadlines(start=120, beat=60, progress=90)
@@ -14,10 +14,10 @@ IDLE = Pulse(beat=0, progress=0, turns=0, working=False, ready=True, reachable=0
 
 
 class Life:
-    """A process as the judge sees it, a look a second."""
+    """A process as the detector sees it, a check a second."""
 
     def __init__(self) -> None:
-        self.judge = Judge(DEADLINES)
+        self.detector = StallDetector(DEADLINES)
         self.pulse = IDLE
 
     def live(self, seconds: int, **stands_still: object) -> str | None:
@@ -25,7 +25,7 @@ class Life:
         for _ in range(seconds):
             moves = {name: getattr(self.pulse, name) + 1 for name in ("beat", "progress", "turns", "reachable")}
             self.pulse = msgspec.structs.replace(self.pulse, **(moves | stands_still))
-            if verdict := self.judge.look(self.pulse):
+            if verdict := self.detector.check(self.pulse):
                 return verdict
         return None
 
@@ -82,12 +82,12 @@ def test_a_process_that_was_suspended_has_not_stalled() -> None:
     life = Life()
     life.live(10, working=True)
     suspended = life.pulse  # for hours, but nobody looked: the next look is a second later
-    assert life.judge.look(suspended) is None
+    assert life.detector.check(suspended) is None
     assert life.live(10, working=True) is None
 
 
 def test_the_first_look_has_nothing_to_compare_with() -> None:
-    assert Judge(Deadlines(start=0, beat=0, progress=0)).look(IDLE) is None
+    assert StallDetector(Deadlines(start=0, beat=0, progress=0)).check(IDLE) is None
 
 
 @pytest.mark.slow
