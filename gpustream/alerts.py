@@ -75,8 +75,8 @@ def alerts(connection: Connection, policies: bool, rules: Path | None, follow: b
 async def _show_policies(connection: Connection, form: Form, bounds: Bounds) -> None:
     """The policies of the pods that run, by the last record of each node in gpu.workloads."""
     nodes: dict[bytes, NodeWorkloads] = {}
-    async with history.opened(connection, [workloads.TOPIC.name]) as past:
-        async for records in past.records(await past.spans(workloads.TOPIC.name)):
+    async with history.opened(connection, [workloads.TOPIC.name]) as reader:
+        async for records in reader.records(await reader.spans(workloads.TOPIC.name)):
             nodes |= {record.key: node for record, node in history.decoded(records, _decode_workloads, log)}
     rows = sorted(row for node in nodes.values() for row in policy_rows(node, bounds))
     if form == "json":
@@ -87,54 +87,54 @@ async def _show_policies(connection: Connection, form: Form, bounds: Bounds) -> 
 
 def policy_rows(node: NodeWorkloads, bounds: Bounds) -> list[tuple[str, ...]]:
     """A row for a node's maintenance, and for each policy of its pods."""
-    found: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = []
     if MAINTENANCE in node.node_labels and not node.removed:
-        said = f"{MAINTENANCE}={node.node_labels[MAINTENANCE]}"
-        found.append(("", "", f"{node.cluster}/{node.node}", said, "no alerts about the node"))
+        label = f"{MAINTENANCE}={node.node_labels[MAINTENANCE]}"
+        rows.append(("", "", f"{node.cluster}/{node.node}", label, "no alerts about the node"))
     for pod in [pod for pod in node.pods if pod.ended_ms is None and not node.removed]:
         policy = parse_policy(pod.annotations, pod.namespace_labels, pod.namespace, bounds)
-        counts = {mistake.name: mistake.text for mistake in policy.errors}
+        effects = {mistake.name: mistake.text for mistake in policy.errors}
         if policy.off:
             most = duration_words(bounds.longest(pod.namespace))
-            counts[ALERTS] = f"no alerts about its doing, for {most} after it got a GPU"
-        if policy.idle_after_ms is not None and IDLE_AFTER not in counts:
-            counts[IDLE_AFTER] = f"its GPUs may be idle for {duration_words(policy.idle_after_ms)}"
-        given = {name: pod.annotations.get(name, pod.namespace_labels.get(name, "")) for name in counts}
-        found += [
-            (pod.namespace, pod.name, f"{node.cluster}/{node.node}", f"{name}={given[name]}", what)
-            for name, what in counts.items()
+            effects[ALERTS] = f"no alerts about its doing, for {most} after it got a GPU"
+        if policy.idle_after_ms is not None and IDLE_AFTER not in effects:
+            effects[IDLE_AFTER] = f"its GPUs may be idle for {duration_words(policy.idle_after_ms)}"
+        values = {name: pod.annotations.get(name, pod.namespace_labels.get(name, "")) for name in effects}
+        rows += [
+            (pod.namespace, pod.name, f"{node.cluster}/{node.node}", f"{name}={values[name]}", effect)
+            for name, effect in effects.items()
         ]
-    return found
+    return rows
 
 
 async def _show(connection: Connection, form: Form, *, follow: bool) -> None:
-    seen = Seen()
-    async with history.opened(connection, [TOPIC.name]) as past:
-        spans = await past.spans(TOPIC.name)
-        async for records in past.records(spans):
+    latest = LatestAlerts()
+    async with history.opened(connection, [TOPIC.name]) as reader:
+        spans = await reader.spans(TOPIC.name)
+        async for records in reader.records(spans):
             for record in records:
-                seen.see(record)
-        firing = seen.open()
+                latest.update(record)
+        firing = latest.firing()
         if form == "json":
             json_lines(firing)
         else:
             show_or_say(COLUMNS, [row(alert, datetime.now(UTC)) for alert in firing], "no alert fires", style)
         if not follow:
             return
-        async for records in past.after(spans):
+        async for records in reader.after(spans):
             for record in records:
-                if (transition := seen.see(record)) is not None:
+                if (transition := latest.update(record)) is not None:
                     _print_transition(transition, form)
 
 
-class Seen:
-    """The last state of each alert, and which transitions were seen."""
+class LatestAlerts:
+    """The last transition of each alert, by its key."""
 
     def __init__(self) -> None:
         self._last: dict[bytes, Alert] = {}
 
-    def see(self, record: Any) -> Alert | None:
-        """Take a record in. Gives the alert if it is a transition: not a repeat of the last one, nor a deletion."""
+    def update(self, record: Any) -> Alert | None:
+        """Takes in a record of gpu.alerts. Returns its alert, or None if it is a repeat, a deletion or malformed."""
         key = record.key or b""
         try:
             alert = read(record)
@@ -144,13 +144,15 @@ class Seen:
         if alert is None:
             self._last.pop(key, None)
             return None
-        before, self._last[key] = self._last.get(key), alert
-        return None if before is not None and transition_id(before) == transition_id(alert) else alert
+        previous, self._last[key] = self._last.get(key), alert
+        return None if previous is not None and transition_id(previous) == transition_id(alert) else alert
 
-    def open(self) -> list[Alert]:
+    def firing(self) -> list[Alert]:
         """The alerts that fire, the most severe first, then the oldest."""
         firing = [alert for alert in self._last.values() if alert.is_open]
-        return sorted(firing, key=lambda one: (_RANKS.get(one.severity, len(_RANKS)), one.starts_at, one.fingerprint))
+        return sorted(
+            firing, key=lambda alert: (_RANKS.get(alert.severity, len(_RANKS)), alert.starts_at, alert.fingerprint)
+        )
 
 
 def _print_transition(alert: Alert, form: Form) -> None:
@@ -158,15 +160,15 @@ def _print_transition(alert: Alert, form: Form) -> None:
         click.echo(msgspec.json.encode(alert))
         return
     at = alert.ends_at or alert.starts_at
-    said = row(alert, at)
+    cells = row(alert, at)
     state = ("changes" if alert.revision else "fires") if alert.state == "firing" else alert.state
-    after = "" if alert.is_open else f" after {said.lasted}"
-    words = (f"{at.astimezone(UTC):%H:%M:%SZ}", f"{state}{after}", *said[2:])
-    click.echo("\t".join(words) if not sys.stdout.isatty() else "  ".join(filter(None, words)))
+    lasting = "" if alert.is_open else f" after {cells.lasted}"
+    fields = (f"{at.astimezone(UTC):%H:%M:%SZ}", f"{state}{lasting}", *cells[2:])
+    click.echo("\t".join(fields) if not sys.stdout.isatty() else "  ".join(filter(None, fields)))
 
 
 class AlertRow(NamedTuple):
-    """An alert as people read it."""
+    """An alert as a row of text: ``lasted`` is for how long, ``who`` the pod and its workload."""
 
     since: str
     lasted: str
@@ -178,22 +180,22 @@ class AlertRow(NamedTuple):
 
 
 def row(alert: Alert, now: datetime) -> AlertRow:
-    """What is said of an alert; one that ended lasted until then."""
-    given = alert.labels
+    """An alert as a row. ``lasted`` is until ``now``, or until the alert ended."""
+    labels = alert.labels
     pods = {gpu.pod for gpu in alert.gpus}
-    pod = "/".join(filter(None, (given.get("k8s_namespace_name"), given.get("k8s_pod_name"))))
+    pod = "/".join(filter(None, (labels.get("k8s_namespace_name"), labels.get("k8s_pod_name"))))
     pod = (pods.pop() or pod) if len(pods) == 1 else pod
-    workload = "/".join(filter(None, (given.get("k8s_workload_kind"), given.get("k8s_workload_name"))))
-    gpu = f" GPU {given['gpu_index']}" if "gpu_index" in given else ""
-    mig = f" {given['gpu_mig_profile']}" if "gpu_mig_profile" in given else ""
-    nodes = sorted({one.node for one in alert.gpus})
-    indices = ", ".join(map(str, sorted({one.index for one in alert.gpus if one.index is not None})))
-    where = f"{alert.cluster}/{alert.node}{gpu}{mig}"
+    workload = "/".join(filter(None, (labels.get("k8s_workload_kind"), labels.get("k8s_workload_name"))))
+    gpu_suffix = f" GPU {labels['gpu_index']}" if "gpu_index" in labels else ""
+    mig_suffix = f" {labels['gpu_mig_profile']}" if "gpu_mig_profile" in labels else ""
+    nodes = sorted({gpu.node for gpu in alert.gpus})
+    gpu_indices = ", ".join(map(str, sorted({gpu.index for gpu in alert.gpus if gpu.index is not None})))
+    where = f"{alert.cluster}/{alert.node}{gpu_suffix}{mig_suffix}"
     if len(nodes) > 1:
         where = f"{alert.cluster}: {len(alert.gpus)} GPUs of {len(nodes)} nodes"
-    elif nodes and indices:
-        where = f"{alert.cluster}/{nodes[0]} GPU {indices}"
-    said = AlertRow(
+    elif nodes and gpu_indices:
+        where = f"{alert.cluster}/{nodes[0]} GPU {gpu_indices}"
+    cells = AlertRow(
         since=f"{alert.starts_at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}",
         lasted=lasted((alert.ends_at or now) - alert.starts_at),
         severity=alert.severity,
@@ -202,7 +204,7 @@ def row(alert: Alert, now: datetime) -> AlertRow:
         who=f"{pod} ({workload})" if pod and workload else pod or workload,
         summary=" ".join(alert.annotations.get("summary", "").split()),
     )
-    return AlertRow(*(printable(cell, "") for cell in said))
+    return AlertRow(*(printable(cell, "") for cell in cells))
 
 
 def lasted(time: timedelta) -> str:
@@ -216,5 +218,5 @@ def lasted(time: timedelta) -> str:
 
 
 def style(row: AlertRow) -> str:
-    """How a row is drawn on a terminal."""
+    """The rich style of a row, by its severity."""
     return _STYLES.get(row.severity, "")

@@ -1,9 +1,9 @@
-"""The fleet as it is now, and as it was in the last minutes: what a person looks at. Pure.
+"""The fleet now and in the last minutes, as ``gpustream top`` shows it. Pure.
 
 In:       ticks of gpu.attributed (:mod:`gpustream.ticks`).
-Out:      devices, nodes, pods and workloads as rows; of a device its last minutes and who held it.
-State:    of each device the last tick, a ring of ``slots`` means, and at most :data:`MOST_TENURES` holders. What ended
-          is forgotten: a device that a tick lacks, a node that was silent for :data:`FORGOTTEN_S`.
+Out:      devices, nodes, pods and workloads as rows; for each device its last minutes and who held it.
+State:    for each device the last tick, a ring of ``slots`` means, and at most :data:`MOST_TENURES` tenures. A device
+          is forgotten if a tick of its node lacks it, a node if it was silent for :data:`FORGOTTEN_S`.
 """
 
 import math
@@ -22,10 +22,10 @@ from topics.idleness import IDLE_BELOW, Activity, activity_of, work_of
 from topics.samples import Process
 
 SILENT_S = 15.0
-"""A node is silent if it has sent no tick for so long: what is shown of it is old, and marked as such."""
+"""A node that has sent no tick for this long is silent: its values are old, and are marked as old."""
 
 FORGOTTEN_S = 600.0
-"""A node is left out if it has sent no tick for so long."""
+"""A node that has sent no tick for this long is left out."""
 
 MOST_TENURES = 64
 XID_SHOWN_S = 300.0
@@ -34,16 +34,19 @@ XID_SHOWN_S = 300.0
 _RATE_S = 5.0
 
 Status = Activity | Literal["silent"]
-"""What a device does, in a word; ``silent``: its node says nothing."""
+"""What a device does, in a word; ``silent``: its node sends no ticks."""
 
 STATUSES: tuple[Status, ...] = ("busy", "held", "idle", "free", "failing", "silent")
 
 METRICS = ("used_ratio", "memory_used_bytes", "power_watts", "temperature_celsius")
-"""What is kept of the last minutes, by the attributes of :class:`Device`."""
+"""The attributes of :class:`Device` whose last minutes are kept."""
 
 
-class Held(NamedTuple):
-    """A pod on a device, and its own part; None of it is not known. A process without a pod has no namespace."""
+class Holder(NamedTuple):
+    """A pod on a device, and its own part of the device; a part that is not known is None.
+
+    A process without a pod has no namespace, and ``pod`` is then its PID.
+    """
 
     namespace: str
     pod: str
@@ -55,7 +58,7 @@ class Held(NamedTuple):
 
     @property
     def name(self) -> str:
-        """How it is called."""
+        """``namespace/pod``, or only the name of a process without a pod."""
         return f"{self.namespace}/{self.pod}" if self.namespace else self.pod
 
 
@@ -68,7 +71,7 @@ class Tenure(NamedTuple):
 
 
 class RecentMeans:
-    """The means of the last ``slots`` times ``slot_ms`` of each of :data:`METRICS`; NaN where nothing was measured."""
+    """Each of :data:`METRICS` as a ring of ``slots`` means over ``slot_ms`` each; NaN if nothing was measured."""
 
     __slots__ = ("_counted", "_rings", "_slot", "_slot_ms")
 
@@ -77,29 +80,31 @@ class RecentMeans:
         self._rings = tuple(array("f", [math.nan]) * slots for _ in METRICS)
 
     def add(self, ts_ms: int, values: tuple[float | None, ...]) -> None:
-        """Takes in what was measured at a time. What is older than the last slot is left out."""
+        """Adds the values of :data:`METRICS` at a time. Values older than the last slot are left out."""
         slot = ts_ms // self._slot_ms
         slots = len(self._rings[0])
         if slot < self._slot:
             return
         if slot > self._slot:
             for ring in self._rings:
-                for gone in range(max(self._slot + 1, slot - slots + 1), slot + 1):
-                    ring[gone % slots] = math.nan
+                for missed in range(max(self._slot + 1, slot - slots + 1), slot + 1):
+                    ring[missed % slots] = math.nan
             self._slot, self._counted = slot, 0
         self._counted += 1
-        at = slot % slots
+        index = slot % slots
         for ring, value in zip(self._rings, values, strict=True):
             if value is not None:
-                mean = ring[at]
-                ring[at] = value if mean != mean else mean + (value - mean) / self._counted
+                mean = ring[index]
+                ring[index] = value if mean != mean else mean + (value - mean) / self._counted
 
     def of(self, metric: str, now_ms: int) -> list[float | None]:
-        """The means of a metric up to ``now_ms``, the oldest first; None where nothing was measured."""
+        """The means of a metric up to ``now_ms``, the oldest first; None if nothing was measured."""
         ring = self._rings[METRICS.index(metric)]
         last, slots = now_ms // self._slot_ms, len(ring)
-        numbers = range(last - slots + 1, last + 1)
-        values = [ring[n % slots] if self._slot - slots < n <= self._slot else math.nan for n in numbers]
+        slot_numbers = range(last - slots + 1, last + 1)
+        values = [
+            ring[number % slots] if self._slot - slots < number <= self._slot else math.nan for number in slot_numbers
+        ]
         return [None if math.isnan(value) else value for value in values]
 
     @property
@@ -109,10 +114,10 @@ class RecentMeans:
 
 
 class Device:
-    """A GPU or MIG device: what its last tick said, and its last minutes."""
+    """A GPU or MIG device: its state in the last tick, and its last minutes."""
 
     __slots__ = (
-        "_doing", "attribution", "cluster", "gpu", "held", "history", "index", "memory_total_bytes",
+        "_doing", "attribution", "cluster", "gpu", "history", "holders", "index", "memory_total_bytes",
         "memory_used_bytes", "mig", "model", "node", "parts", "power_limit_watts", "power_watts", "processes",
         "silent", "state", "temperature_celsius", "tenures", "ts_ms", "unwell", "used_ratio", "uuid", "xid",
         "xid_ms", "zone",
@@ -122,7 +127,7 @@ class Device:
         self.cluster, self.node, self.uuid, self.history = cluster, node, uuid, history
         self.gpu, self.mig, self.model, self.zone, self.state = uuid, "", "", "", "ok"
         self.index: int | None = None
-        self.held: list[Held] = []
+        self.holders: list[Holder] = []
         self.parts: list[Device] = []
         self.processes: tuple[Process, ...] = ()
         self.tenures: deque[Tenure] = deque(maxlen=MOST_TENURES)
@@ -145,30 +150,30 @@ class Device:
 
     @property
     def status(self) -> Status:
-        """What it does. A GPU that is cut into parts does what the busiest part does."""
+        """What the device does. A GPU that is cut into MIG devices does what the busiest of them does."""
         if self.silent:
             return "silent"
         if self.state in ("lost", "timeout") or self.unwell:
             return "failing"
         if self.parts:
-            found = {part.status for part in self.parts}
-            return next((one for one in ("failing", "busy", "held", "idle") if one in found), "free")
+            statuses = {part.status for part in self.parts}
+            return next((status for status in ("failing", "busy", "held", "idle") if status in statuses), "free")
         return self._doing
 
     @property
     def trouble(self) -> str:
-        """What is wrong with it, in a few words; empty if nothing is known to be."""
-        found = {"lost": "lost", "timeout": "does not answer"}.get(self.state, "")
-        return found or ("unwell" if self.unwell else "") or (f"XID {self.xid}" if self.xid is not None else "")
+        """What is wrong with the device, in a few words; empty if nothing is."""
+        trouble = {"lost": "lost", "timeout": "does not answer"}.get(self.state, "")
+        return trouble or ("unwell" if self.unwell else "") or (f"XID {self.xid}" if self.xid is not None else "")
 
-    def is_idle_for(self, one: Held) -> bool:
-        """Whether one does nothing with it: by its own part, if that is known."""
-        if one.used_ratio is None or self.status not in ("busy", "idle"):
+    def is_idle_for(self, holder: Holder) -> bool:
+        """Whether a holder does nothing with the device: by its own part of the use, if that is known."""
+        if holder.used_ratio is None or self.status not in ("busy", "idle"):
             return self.status == "idle"
-        return one.used_ratio < IDLE_BELOW
+        return holder.used_ratio < IDLE_BELOW
 
     def held_since_ms(self, name: str) -> int:
-        """When this pod got it, as far back as is known."""
+        """Since when the pod of this name has held the device, as far back as is known."""
         since_ms = self.ts_ms
         for tenure in reversed(self.tenures):
             if name not in tenure.pods:
@@ -176,12 +181,11 @@ class Device:
             since_ms = tenure.from_ms
         return since_ms
 
-    def take(self, tick: Tick, device: TickDevice, held: list[Held]) -> None:
-        """Takes in what a tick says of it."""
-        of = device.metrics
-        names = tuple(one.name for one in held)
-        same = bool(self.tenures) and self.tenures[-1].pods == names
-        if not same:
+    def update(self, tick: Tick, device: TickDevice, holders: list[Holder]) -> None:
+        """Takes in the device's part of a tick. ``holders`` are the pods and processes that hold it."""
+        metrics = device.metrics
+        names = tuple(holder.name for holder in holders)
+        if not self.tenures or self.tenures[-1].pods != names:
             if self.tenures:
                 self.tenures[-1] = self.tenures[-1]._replace(to_ms=tick.ts_ms)
             self.tenures.append(Tenure(tick.ts_ms, None, names))
@@ -190,12 +194,14 @@ class Device:
         self.index, self.model, self.state = device.index, device.model or "", device.state
         if device.mig is not None:
             self.gpu, self.mig = device.mig.parent_uuid, device.mig.profile or "MIG"
-        self.held, self.processes = held, device.processes or ()
-        done = [one.used_ratio or 0.0 for one in held] + [one.sm_utilization_ratio or 0.0 for one in self.processes]
-        self._doing = activity_of(device.state, work_of(of), max(done, default=0.0), held=bool(held))
-        self.used_ratio, self.memory_used_bytes = of.used_ratio, of.memory_used_bytes
-        self.memory_total_bytes, self.power_limit_watts = of.memory_total_bytes, of.power_limit_watts
-        self.power_watts, self.temperature_celsius = of.power_watts, of.temperature_celsius
+        self.holders, self.processes = holders, device.processes or ()
+        utilizations = [holder.used_ratio or 0.0 for holder in holders] + [
+            process.sm_utilization_ratio or 0.0 for process in self.processes
+        ]
+        self._doing = activity_of(device.state, work_of(metrics), max(utilizations, default=0.0), held=bool(holders))
+        self.used_ratio, self.memory_used_bytes = metrics.used_ratio, metrics.memory_used_bytes
+        self.memory_total_bytes, self.power_limit_watts = metrics.memory_total_bytes, metrics.power_limit_watts
+        self.power_watts, self.temperature_celsius = metrics.power_watts, metrics.temperature_celsius
         self.ts_ms, self.attribution = tick.ts_ms, tick.attribution
         for event in device.events or ():
             if event.kind == "xid":
@@ -203,7 +209,7 @@ class Device:
         if self.xid is not None and tick.ts_ms - self.xid_ms > XID_SHOWN_S * 1000:
             self.xid = None
         self.history.add(
-            tick.ts_ms, (of.used_ratio, self.memory_used_bytes, self.power_watts, self.temperature_celsius)
+            tick.ts_ms, (metrics.used_ratio, self.memory_used_bytes, self.power_watts, self.temperature_celsius)
         )
 
 
@@ -227,8 +233,8 @@ class Node:
 class Use(NamedTuple):
     """A pod, a workload or a process without a pod, and what it does with the GPUs that it holds, alone or with others.
 
-    ``used_ratio`` is the mean over its devices, None if none says it; ``devices`` are those that it holds, and
-    ``since_ms`` is when it got the first of those, as far back as is known. ``nodes`` and ``gpus`` count each once.
+    ``used_ratio`` is the mean over its devices, None if none reports it. ``devices`` are those that it holds, and
+    ``since_ms`` is when it got the first of them, as far back as is known. ``nodes`` and ``gpus`` count each once.
     """
 
     namespace: str
@@ -247,12 +253,12 @@ class Use(NamedTuple):
 
     @property
     def who(self) -> str:
-        """How it is called."""
+        """``namespace/pod``, or only the name of a process without a pod."""
         return f"{self.namespace}/{self.name}" if self.namespace else self.name
 
 
 class Flow(NamedTuple):
-    """How ticks come in: ``latency_s`` is the median of tick made to tick arrived, None before the first."""
+    """The rate of ticks. ``latency_s`` is the median time from a tick's making to its arrival; None without ticks."""
 
     ticks: int
     ticks_per_s: float
@@ -260,7 +266,7 @@ class Flow(NamedTuple):
 
 
 class Fleet:
-    """Takes ticks in, and gives the fleet as it is.
+    """Every node and device, kept up to date from ticks.
 
     ``command_of`` gives the command of a process by its node and PID; empty if it is not known.
     """
@@ -280,8 +286,10 @@ class Fleet:
         self._newest_s = float("-inf")
 
     def observe(self, tick: Tick, at_s: float, wall_ms: int) -> bool:
-        """Takes a tick in that arrived at ``at_s`` of the monotonic clock, when the wall clock said ``wall_ms``.
-        False for a replay."""
+        """Takes in a tick that arrived at ``at_s`` of the monotonic clock, which is ``wall_ms`` of the wall clock.
+
+        Returns False if the tick is a replay, which changes nothing.
+        """
         node = self.nodes.get((tick.cluster, tick.node))
         if node is None:
             node = self.nodes[tick.cluster, tick.node] = Node(tick.cluster, tick.node)
@@ -289,28 +297,28 @@ class Fleet:
             return False
         node.at_s, node.last = at_s, replays.after(node.last, tick)
         node.zone = tick.node_labels.get("topology.kubernetes.io/zone", "")
-        unwell = {one.uuid for one in tick.unwell}
-        before, node.devices = node.devices, {}
-        for of in tick.devices:
-            device = before.get(of.uuid)
+        unwell = {entry.uuid for entry in tick.unwell}
+        previous, node.devices = node.devices, {}
+        for tick_device in tick.devices:
+            device = previous.get(tick_device.uuid)
             if device is None:
-                device = Device(tick.cluster, tick.node, of.uuid, RecentMeans(self._slot_ms, self._slots))
-            device.take(tick, of, self._held(tick.node, of))
-            device.zone, device.unwell, device.silent, device.parts = node.zone, of.uuid in unwell, False, []
-            node.devices[of.uuid] = device
+                device = Device(tick.cluster, tick.node, tick_device.uuid, RecentMeans(self._slot_ms, self._slots))
+            device.update(tick, tick_device, self._holders(tick.node, tick_device))
+            device.zone, device.unwell, device.silent, device.parts = node.zone, tick_device.uuid in unwell, False, []
+            node.devices[tick_device.uuid] = device
             if device.mig and (parent := node.devices.get(device.gpu)) is not None:
                 parent.parts.append(device)
         self.now_ms = max(self.now_ms, tick.ts_ms)
         self._ticks += 1
         self._newest_s = max(self._newest_s, at_s)
-        if self._newest_s - at_s <= _RATE_S:  # else it is of the past, as of a partition that is read after another
+        if self._newest_s - at_s <= _RATE_S:  # else it is old: its partition was read after another one
             self._arrivals.append((at_s, max(0.0, (wall_ms - tick.ts_ms) / 1000)))
         while self._newest_s - self._arrivals[0][0] > _RATE_S:
             self._arrivals.popleft()
         return True
 
     def age(self, now_s: float) -> None:
-        """Marks nodes that have become silent, and forgets those that were for long. Call it before you look."""
+        """Marks nodes that have become silent, and forgets those silent for long. Call it before you read."""
         while self._arrivals and now_s - self._arrivals[0][0] > _RATE_S:
             self._arrivals.popleft()
         for key, node in list(self.nodes.items()):
@@ -321,7 +329,7 @@ class Fleet:
                     device.silent = True
 
     def flow(self) -> Flow:
-        """How ticks came in, in the last seconds."""
+        """The rate and the latency of the ticks of the last seconds."""
         latencies = sorted(latency_s for _, latency_s in self._arrivals)
         median = latencies[len(latencies) // 2] if latencies else None
         return Flow(self._ticks, len(latencies) / _RATE_S, median)
@@ -335,71 +343,73 @@ class Fleet:
         """Every physical GPU."""
         return (device for device in self.devices() if not device.mig)
 
-    def _held(self, node: str, device: TickDevice) -> list[Held]:
+    def _holders(self, node: str, device: TickDevice) -> list[Holder]:
         """Each pod that holds the device, once; each process on a device that no pod holds."""
         if not device.holders:
             return [
-                Held("", f"pid {one.pid}", self._command_of(node, one.pid), "", one.sm_utilization_ratio,
-                     one.memory_used_bytes)
-                for one in device.processes or ()
+                Holder("", f"pid {process.pid}", self._command_of(node, process.pid), "", process.sm_utilization_ratio,
+                     process.memory_used_bytes)
+                for process in device.processes or ()
             ]  # fmt: skip
         if len(device.holders) == 1:
-            return [_held(device.holders[0], device.holders)]
-        return [_held(holders[0], holders) for holders in by_pod(device.holders).values()]
+            return [_pod(device.holders[0], device.holders)]
+        return [_pod(holders[0], holders) for holders in by_pod(device.holders).values()]
 
 
-def _held(first: TickHolder, holders: Iterable[TickHolder]) -> Held:
-    """A pod by its containers on a device: one of those has its parts."""
-    parts = next((one.parts for one in holders if one.parts is not None), TickParts())
+def _pod(first: TickHolder, holders: Iterable[TickHolder]) -> Holder:
+    """A pod from its containers on a device. One of them has the pod's parts."""
+    parts = next((holder.parts for holder in holders if holder.parts is not None), TickParts())
     workload = f"{first.workload.kind}/{first.workload.name}" if first.workload else ""
     team = first.labels.get("team") or first.namespace_labels.get("team", "")
-    return Held(first.namespace, first.pod, workload, team, *msgspec.structs.astuple(parts))
+    return Holder(first.namespace, first.pod, workload, team, *msgspec.structs.astuple(parts))
 
 
 def pods(devices: Iterable[Device]) -> list[Use]:
     """Every pod, and every process without one, that holds one of these devices."""
-    return _uses(devices, lambda device, one: (one.namespace, one.pod, "" if one.namespace else device.node))
+    return _uses(
+        devices, lambda device, holder: (holder.namespace, holder.pod, "" if holder.namespace else device.node)
+    )
 
 
 def workloads(devices: Iterable[Device]) -> list[Use]:
     """Every workload whose pods hold one of these devices; a pod without a known one is its own."""
-    found = _uses(devices, lambda device, one: (one.namespace, one.workload or one.pod, device.cluster))
-    return [use._replace(name=use.workload or use.name) for use in found]
+    uses = _uses(devices, lambda device, holder: (holder.namespace, holder.workload or holder.pod, device.cluster))
+    return [use._replace(name=use.workload or use.name) for use in uses]
 
 
-def _uses(devices: Iterable[Device], key: Callable[[Device, Held], tuple[str, str, str]]) -> list[Use]:
-    held: dict[tuple[str, str, str], list[tuple[Device, Held]]] = {}
+def _uses(devices: Iterable[Device], key: Callable[[Device, Holder], tuple[str, str, str]]) -> list[Use]:
+    pairs_by_key: dict[tuple[str, str, str], list[tuple[Device, Holder]]] = {}
     for device in devices:
-        for one in device.held:
-            held.setdefault(key(device, one), []).append((device, one))
-    return [_use(of) for of in held.values()]
+        for holder in device.holders:
+            pairs_by_key.setdefault(key(device, holder), []).append((device, holder))
+    return [_use(pairs) for pairs in pairs_by_key.values()]
 
 
-def _use(of: list[tuple[Device, Held]]) -> Use:
-    """What one has of its devices: its own part of each, and all of a device that it has alone."""
+def _use(pairs: list[tuple[Device, Holder]]) -> Use:
+    """The sums over a holder's devices: its own part of each, and the whole of a device that it holds alone."""
     ratios, memory, power = list[float](), 0.0, 0.0
-    for device, part in of:
-        used, memory_bytes, watts = part[4:]
-        if len(device.held) == 1:
+    for device, holder in pairs:
+        used, memory_bytes, watts = holder[4:]
+        if len(device.holders) == 1:
             memory_bytes = device.memory_used_bytes if memory_bytes is None else memory_bytes
             watts = device.power_watts if watts is None else watts
         used = device.used_ratio if used is None else used
         ratios += [] if used is None else [used]
         memory += memory_bytes or 0.0
         power += watts or 0.0
-    one = of[0][1]
+    first = pairs[0][1]
     return Use(
-        one.namespace,
-        one.pod,
-        one.workload,
-        one.team,
-        pods=len({(part.namespace, part.pod) for _, part in of}),
-        nodes=len({device.node for device, _ in of}),
-        gpus=len({device.gpu for device, _ in of}),
-        idle=len({device.gpu for device, part in of if device.is_idle_for(part)}),
+        first.namespace,
+        first.pod,
+        first.workload,
+        first.team,
+        pods=len({(holder.namespace, holder.pod) for _, holder in pairs}),
+        nodes=len({device.node for device, _ in pairs}),
+        gpus=len({device.gpu for device, _ in pairs}),
+        idle=len({device.gpu for device, holder in pairs if device.is_idle_for(holder)}),
         used_ratio=sum(ratios) / len(ratios) if ratios else None,
         memory_used_bytes=memory,
         power_watts=power,
-        since_ms=min(device.held_since_ms(part.name) for device, part in of),
-        devices=tuple(device for device, _ in of),
+        since_ms=min(device.held_since_ms(holder.name) for device, holder in pairs),
+        devices=tuple(device for device, _ in pairs),
     )

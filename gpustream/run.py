@@ -203,7 +203,7 @@ class OneProcess:
             for name in enabled
         }
         self._page = command.component(SINKS["page"], options) if chosen.page_listen else None
-        self._alerts = alerts.Seen()
+        self._alerts = alerts.LatestAlerts()
         self._fleet = Fleet(self._command_of)
         self._sightings = Sightings()
         self._began_s, self._line_due_s = time.monotonic(), LINE_EVERY_S
@@ -290,7 +290,7 @@ class OneProcess:
             self._sightings.tick(tick)
 
     def _on_alert(self, record: Any) -> None:
-        alert = self._alerts.see(record)
+        alert = self._alerts.update(record)
         if alert is not None:
             self._sightings.alert(alert)
 

@@ -1,4 +1,4 @@
-"""The ticks of gpu.attributed as a person looks at them: only what is shown is decoded."""
+"""The ticks of gpu.attributed as the views need them: only the fields that are shown are decoded."""
 
 import msgspec
 
@@ -9,7 +9,7 @@ from topics.topic import decoder
 
 
 class Metrics(Ratios, frozen=True, gc=False):
-    """The values that are shown, by the catalogue's keys."""
+    """The values that are shown, under the catalogue's keys."""
 
     memory_used_bytes: float | None = None
     memory_total_bytes: float | None = None
@@ -26,7 +26,7 @@ class Metrics(Ratios, frozen=True, gc=False):
 
 
 class TickParts(msgspec.Struct, frozen=True, gc=False):
-    """What of a shared device is one holder's."""
+    """One holder's part of a shared device."""
 
     utilization_ratio: float | None = None
     memory_used_bytes: float | None = None
@@ -90,4 +90,4 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 decode_tick = decoder(Tick)
-"""Decodes a record of gpu.attributed. Raises ``msgspec.DecodeError`` for what is none."""
+"""Decodes a record of gpu.attributed. Raises ``msgspec.DecodeError`` if it is not one."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from gpustream.alerts import Seen
+from gpustream.alerts import LatestAlerts
 from sinks import alerts as alert_records
 from sinks.alertmanager import ActiveAlerts, postable
 from sinks.remote_write.alerts import AlertSeries
@@ -160,12 +160,12 @@ def test_an_alert_in_a_state_that_is_not_known_is_open_everywhere() -> None:
     alert = alert_records.read(record)
     assert alert is not None
 
-    active, watched, now_ms = ActiveAlerts(), Seen(), milliseconds(alert.starts_at) + 1_000
+    active, watched, now_ms = ActiveAlerts(), LatestAlerts(), milliseconds(alert.starts_at) + 1_000
     active.put(alert, now_ms)
-    watched.see(record)
+    watched.update(record)
     assert alert_records.Transitions().is_news(alert)
     assert active.count_open() == 1
-    assert [one.fingerprint for one in watched.open()] == [alert.fingerprint]
+    assert [one.fingerprint for one in watched.firing()] == [alert.fingerprint]
     assert postable(alert, alert.starts_at, 60.0).ends_at > alert.starts_at
     (group,) = AlertSeries().change(alert.fingerprint, alert, now_ms, now_ms).groups
     assert list(group.values) == [1.0]

@@ -1,1 +1,1 @@
-"""What a person sees of a pipeline on a terminal: ``gpustream top``, and ``gpustream run`` on a terminal."""
+"""The terminal application: ``gpustream top``, and ``gpustream run`` on a terminal."""

@@ -1,7 +1,7 @@
-"""The terminal application: keys, mouse, and what of the screen is drawn again.
+"""The terminal application: keys, mouse, and drawing.
 
-In:       a function that gives the moment to be shown; keys and the mouse.
-Out:      the screen: twice a second at most, and of it only the lines that changed.
+In:       a function that returns the moment to show; keys and the mouse.
+Out:      the screen, drawn at most twice a second, and only the lines that changed.
 """
 
 import contextlib
@@ -34,31 +34,35 @@ LOG_LINES = 200
 _WHEEL = 3
 _NAMES = ("Fleet", *(table.name for table in views.TABLES), "Log")
 _TABLES = {table.name: table for table in views.TABLES}
-_FILTERED_HINT = "words that a row must have; !word: must not have"
+_KEY_HINTS = "? help  / filter  < > sort  Enter open  Esc back  q quit"
+_FILTER_HINT = "words that a row must have; !word: must not have"
 
 
 @dataclass(frozen=True)
-class Place:
-    """What is looked at: a view, the rows that are in it, how they are sorted, and which one is marked."""
+class ViewState:
+    """The state of a view: which rows are in it, how they are sorted, and which one is marked.
+
+    ``about`` says in words which rows ``only`` keeps; None keeps all. ``detail`` is the row that is shown by itself.
+    """
 
     view: str
     about: str = ""
     only: Callable[[Any], bool] | None = None
     filter: str = ""
     sorted_by: str = ""
-    falling: bool = False
+    descending: bool = False
     marked: Any = None
     detail: Any = None
 
 
-def _fresh(view: str) -> Place:
+def _new_state(view: str) -> ViewState:
     table = _TABLES.get(view)
     by = table.sorted_by if table else ""
-    return Place(view, sorted_by=by, falling=table.column(by).falling if table else False)
+    return ViewState(view, sorted_by=by, descending=table.column(by).descending if table else False)
 
 
 class TopApp(App[None]):
-    """Shows what ``now`` gives. ``question`` is asked before ``quit`` is called; without one it is not."""
+    """Shows what ``now`` returns. ``q`` calls ``quit_now``, after asking the ``question`` if there is one."""
 
     CSS = """
     Screen { background: transparent; }
@@ -99,11 +103,11 @@ class TopApp(App[None]):
     ) -> None:
         super().__init__(ansi_color=True)
         self.theme = "ansi-dark"
-        self._moment = now
+        self._get_now = now
         self._quit_now, self._question = quit_now or self.exit, question
         self._now: Now | None = None
-        self._places = {name: _fresh(name) for name in _NAMES}
-        self._stack: list[Place] = []
+        self._states = {name: _new_state(name) for name in _NAMES}
+        self._stack: list[ViewState] = []
         self._view = _NAMES[0]
         self._held = False
         self._rows: list[Any] = []
@@ -116,7 +120,7 @@ class TopApp(App[None]):
         yield Static(id="trouble", markup=False)
         with Vertical(id="pane"):
             yield Pane(id="lines")
-        yield Input(id="filter", placeholder=_FILTERED_HINT, select_on_focus=False)
+        yield Input(id="filter", placeholder=_FILTER_HINT, select_on_focus=False)
         yield Static(id="keys", markup=False)
 
     def on_mount(self) -> None:
@@ -132,16 +136,16 @@ class TopApp(App[None]):
         return self._find("#lines", Pane)
 
     def _find(self, selector: str, kind: type[W]) -> W:
-        """A widget of the view, whatever lies over it."""
+        """A widget of the main screen, even if a dialog lies over it."""
         return self.screen_stack[0].query_one(selector, kind)
 
     @property
-    def place(self) -> Place:
-        """What is looked at."""
-        return self._places[self._view]
+    def state(self) -> ViewState:
+        """The state of the current view."""
+        return self._states[self._view]
 
-    def _go(self, **changes: Any) -> None:
-        self._places[self._view] = replace(self.place, **changes)
+    def _change(self, **changes: Any) -> None:
+        self._states[self._view] = replace(self.state, **changes)
         self.draw()
 
     # -- drawing
@@ -151,71 +155,73 @@ class TopApp(App[None]):
             self.draw()
 
     def draw(self) -> None:
-        """Draws the moment, or the one that is held."""
+        """Draws the current moment, or again the moment that is held."""
         if self._now is None or not self._held:
-            self._now = self._moment()
-        width, place = self.size.width, self.place
+            self._now = self._get_now()
+        width, state = self.size.width, self.state
         clock = f"{self._now.at:%H:%M:%S}Z" + (" HELD" if self._held else "")
-        left = " · ".join((self._now.title, *self._now.facts))
-        self._put("#title", [*draw.fit([(left, "bold")], max(0, width - len(clock) - 1)), (f" {clock}", "")])
+        title = " · ".join((self._now.title, *self._now.facts))
+        self._show_line("#title", [*draw.fit([(title, "bold")], max(0, width - len(clock) - 1)), (f" {clock}", "")])
         tabs: Line = []
         for number, name in enumerate(_NAMES, 1):
             count = f"({len(self._now.firing)})" if name == "Alerts" and self._now.firing else ""
             tabs += [(f" {number} {name}{count} ", "reverse bold" if name == self._view else ""), (" ", "")]
-        self._put("#tabs", draw.fit(tabs, width))
-        said = [f"filter: {place.filter}" if place.filter else "", place.about]
-        keys = "? help  / filter  < > sort  Enter open  Esc back  q quit"
-        keys = "  ".join(filter(None, (*said, keys)))
-        self._put("#keys", draw.fit([(keys, "dim")], width))
+        self._show_line("#tabs", draw.fit(tabs, width))
+        context = [f"filter: {state.filter}" if state.filter else "", state.about]
+        hints = "  ".join(filter(None, (*context, _KEY_HINTS)))
+        self._show_line("#keys", draw.fit([(hints, "dim")], width))
         trouble = self._find("#trouble", Static)
         trouble.display = bool(self._now.trouble)
         if self._now.trouble:
-            self._put("#trouble", [(self._now.trouble, "yellow")])
+            self._show_line("#trouble", [(self._now.trouble, "yellow")])
         pane = self.pane
-        if place.detail is not None:
-            lines = self._detail(self._now, place.detail)
-            pane.show([], len(lines), lambda at, _: lines[at], None)
-        elif place.view in _TABLES:
-            self._draw_table(self._now, _TABLES[place.view], place)
+        if state.detail is not None:
+            lines = self._detail(self._now, state.detail)
+            pane.show([], len(lines), lambda index, _: lines[index], None)
+        elif state.view in _TABLES:
+            self._draw_table(self._now, _TABLES[state.view], state)
         else:
             lines = (
                 views.fleet_lines(self._now, self.size.width, self.size.height)
-                if place.view == "Fleet"
+                if state.view == "Fleet"
                 else ([[(line, "")] for line in self.logged] or [[("nothing was logged", "dim")]])
             )
-            pane.show([], len(lines), lambda at, _: lines[at], None)
+            pane.show([], len(lines), lambda index, _: lines[index], None)
 
-    def _draw_table(self, now: Now, table: TableView, place: Place) -> None:
-        rows = [one for one in table.rows(now) if place.only is None or place.only(one)]
-        self._rows = draw.chosen(table, rows, place.filter, place.sorted_by, falling=place.falling)
-        at = next((n for n, one in enumerate(self._rows) if table.key(one) == place.marked), 0)
-        if self._rows and place.marked is None:
-            self._places[self._view] = replace(place, marked=table.key(self._rows[0]))
+    def _draw_table(self, now: Now, table: TableView, state: ViewState) -> None:
+        rows = [row for row in table.rows(now) if state.only is None or state.only(row)]
+        self._rows = draw.filtered_rows(table, rows, state.filter, state.sorted_by, descending=state.descending)
+        cursor = next((index for index, row in enumerate(self._rows) if table.key(row) == state.marked), 0)
+        if self._rows and state.marked is None:
+            self._states[self._view] = replace(state, marked=table.key(self._rows[0]))
         width = self.size.width - 1
-        head = [draw.head(table.columns, width, place.sorted_by, falling=place.falling)]
+        header = [draw.header_line(table.columns, width, state.sorted_by, descending=state.descending)]
         if not self._rows:
-            found = f"nothing has {place.filter!r}" if place.filter else table.empty
-            self.pane.show(head, 1, lambda _at, _width: [(found, "dim")], None)
+            message = f"nothing has {state.filter!r}" if state.filter else table.empty
+            self.pane.show(header, 1, lambda _at, _width: [(message, "dim")], None)
             return
-        self.pane.show(head, len(self._rows), lambda n, _: draw.row(table.columns, self._rows[n], width), at)
+        self.pane.show(
+            header, len(self._rows), lambda index, _: draw.row_line(table.columns, self._rows[index], width), cursor
+        )
 
     def _detail(self, now: Now, detail: Any) -> list[Line]:
         size = self.size
         if isinstance(detail, Device):
-            known = next((one for one in now.fleet.devices() if one.uuid == detail.uuid), detail)
-            return views.device_lines(now, known, size.width, size.height)
-        current = next((one for one in now.firing if one.alert.fingerprint == detail.alert.fingerprint), detail)
-        return views.alert_lines(now, current, size.width, size.height)
+            current = next((device for device in now.fleet.devices() if device.uuid == detail.uuid), detail)
+            return views.device_lines(now, current, size.width, size.height)
+        fingerprint = detail.alert.fingerprint
+        firing = next((firing for firing in now.firing if firing.alert.fingerprint == fingerprint), detail)
+        return views.alert_lines(now, firing, size.width, size.height)
 
-    def _put(self, selector: str, line: Line) -> None:
-        """Shows a line in a widget, if it is another than before."""
+    def _show_line(self, selector: str, line: Line) -> None:
+        """Shows a line in a widget, if it has changed."""
         widget = self._find(selector, Static)
         if getattr(widget, "shown", None) != line:
             widget.shown = line  # type: ignore[attr-defined] # of ours
             widget.update(Text.assemble(*line, no_wrap=selector != "#trouble", end=""))
 
     def on_print(self, event: events.Print) -> None:
-        """Keeps the last lines of what is written to standard error, which would spoil the screen."""
+        """Keeps the last lines written to standard error for the view Log: they would spoil the screen."""
         self.logged.extend(filter(str.strip, event.text.splitlines()))
 
     def on_resize(self) -> None:
@@ -225,120 +231,120 @@ class TopApp(App[None]):
     # -- keys
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """What lies over the view, such as the help, has the keys to itself."""
+        """Keys do nothing to the view while a dialog, such as the help, lies over it."""
         covered = len(self.screen_stack) > 1
         return not (covered and action in ("leave", "next_view"))
 
     def action_view(self, name: str) -> None:
-        """Opens another view; if it is open already, shows all of it."""
+        """Opens a view; if it is open already, shows all its rows again."""
         if name == self._view:
             self._stack.clear()
-            self._places[name] = replace(_fresh(name), filter=self.place.filter)
+            self._states[name] = replace(_new_state(name), filter=self.state.filter)
         self._view = name
         self.pane.top = 0
         self.draw()
 
     def action_next_view(self, step: int) -> None:
-        """The view to the right or left."""
+        """Opens the view to the right or left."""
         self.action_view(_NAMES[(_NAMES.index(self._view) + step) % len(_NAMES)])
 
     def action_move(self, step: int) -> None:
-        """The marked row, or the lines."""
-        pane, place = self.pane, self.place
-        if pane.cursor is None or place.view not in _TABLES or not self._rows:
+        """Moves the marked row, or scrolls if there is none."""
+        pane, state = self.pane, self.state
+        if pane.cursor is None or state.view not in _TABLES or not self._rows:
             pane.top = max(0, min(pane.top + step, pane.count - pane.room))
             self.draw()
             return
-        at = max(0, min(pane.cursor + step, len(self._rows) - 1))
-        self._go(marked=_TABLES[place.view].key(self._rows[at]))
+        index = max(0, min(pane.cursor + step, len(self._rows) - 1))
+        self._change(marked=_TABLES[state.view].key(self._rows[index]))
 
     def action_page(self, step: int) -> None:
-        """A screen further."""
+        """Moves by a screen."""
         self.action_move(step * max(1, self.pane.room - 1))
 
     def action_enter(self) -> None:
-        """What is behind the marked row."""
-        place, cursor = self.place, self.pane.cursor
-        if place.view == "Fleet":
+        """Opens what belongs to the marked row: the GPUs of a node or pod, the pods of a workload, or its detail."""
+        state, cursor = self.state, self.pane.cursor
+        if state.view == "Fleet":
             self.action_view("GPUs")
-        if place.detail is not None or cursor is None or cursor >= len(self._rows) or place.view not in _TABLES:
+        if state.detail is not None or cursor is None or cursor >= len(self._rows) or state.view not in _TABLES:
             return
-        one = self._rows[cursor]
-        if isinstance(one, NodeRow):
-            node = one.node
+        row = self._rows[cursor]
+        if isinstance(row, NodeRow):
+            node = row.node
             self._open("GPUs", f"of {node.name}", lambda d: d.node == node.name and d.cluster == node.cluster)
-        elif isinstance(one, Use) and place.view == "Workloads":
-            names = {held.name for device in one.devices for held in device.held if held.workload == one.workload}
-            self._open("Pods", f"of {one.who}", lambda use: use.who in names)
-        elif isinstance(one, Use):
-            uuids = {device.uuid for device in one.devices}
-            self._open("GPUs", f"of {one.who}", lambda device: device.uuid in uuids)
-        elif isinstance(one, Device | FiringAlert):
-            self._stack.append(place)
+        elif isinstance(row, Use) and state.view == "Workloads":
+            names = {held.name for device in row.devices for held in device.holders if held.workload == row.workload}
+            self._open("Pods", f"of {row.who}", lambda use: use.who in names)
+        elif isinstance(row, Use):
+            uuids = {device.uuid for device in row.devices}
+            self._open("GPUs", f"of {row.who}", lambda device: device.uuid in uuids)
+        elif isinstance(row, Device | FiringAlert):
+            self._stack.append(state)
             self.pane.top = 0
-            self._go(detail=one)
+            self._change(detail=row)
 
     def _open(self, view: str, about: str, only: Callable[[Any], bool]) -> None:
-        self._stack.append(self.place)
+        self._stack.append(self.state)
         self._view = view
-        self._places[view] = replace(_fresh(view), about=about, only=only)
+        self._states[view] = replace(_new_state(view), about=about, only=only)
         self.pane.top = 0
         self.draw()
 
     def action_leave(self) -> None:
-        """Leaves the filter's line, then what was opened, then the filter."""
-        entry = self._find("#filter", Input)
-        if entry.display:
-            entry.display = False
+        """Closes the filter's input; else goes back to the view before; else clears the filter."""
+        filter_input = self._find("#filter", Input)
+        if filter_input.display:
+            filter_input.display = False
             self.pane.focus()
-            self._go(filter="")
+            self._change(filter="")
         elif self._stack:
-            before, left = self._stack.pop(), self._view
-            if left != before.view:
-                self._places[left] = _fresh(left)
-            self._view, self._places[before.view] = before.view, before
+            previous, leaving = self._stack.pop(), self._view
+            if leaving != previous.view:
+                self._states[leaving] = _new_state(leaving)
+            self._view, self._states[previous.view] = previous.view, previous
             self.draw()
-        elif self.place.filter:
-            self._go(filter="")
+        elif self.state.filter:
+            self._change(filter="")
 
     def action_filter(self) -> None:
-        """Opens the line for the filter."""
-        if self.place.view in _TABLES and self.place.detail is None:
-            entry = self._find("#filter", Input)
-            entry.value = self.place.filter
-            entry.display = True
-            self.screen.set_focus(entry)  # at once: what is typed next is for it
+        """Opens the filter's input."""
+        if self.state.view in _TABLES and self.state.detail is None:
+            filter_input = self._find("#filter", Input)
+            filter_input.value = self.state.filter
+            filter_input.display = True
+            self.screen.set_focus(filter_input)  # at once: what is typed next is for it
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Each letter filters."""
+        """Filters again with each letter that is typed."""
         if self._find("#filter", Input).display:
-            self._go(filter=event.value, marked=None)
+            self._change(filter=event.value, marked=None)
 
     def on_input_submitted(self) -> None:
-        """The filter stays, and its line goes."""
+        """Keeps the filter, and closes its input."""
         self._find("#filter", Input).display = False
         self.pane.focus()
 
     def action_sort(self, step: int) -> None:
-        """By the column to the right or left."""
-        if self.place.view in _TABLES:
-            columns = [column for column, _ in draw.layout(_TABLES[self.place.view].columns, self.size.width - 1)]
+        """Sorts by the column to the right or left."""
+        if self.state.view in _TABLES:
+            columns = [column for column, _ in draw.layout(_TABLES[self.state.view].columns, self.size.width - 1)]
             titles = [column.title for column in columns]
-            at = titles.index(self.place.sorted_by) if self.place.sorted_by in titles else 0
-            column = columns[(at + step) % len(columns)]
-            self._go(sorted_by=column.title, falling=column.falling)
+            index = titles.index(self.state.sorted_by) if self.state.sorted_by in titles else 0
+            column = columns[(index + step) % len(columns)]
+            self._change(sorted_by=column.title, descending=column.descending)
 
     def action_reverse(self) -> None:
-        """The other way round."""
-        self._go(falling=not self.place.falling)
+        """Reverses the order."""
+        self._change(descending=not self.state.descending)
 
     def action_hold(self) -> None:
-        """Holds the picture, or lets it go on."""
+        """Holds the picture still, or lets it go on."""
         self._held = not self._held
         self.draw()
 
     def action_help(self) -> None:
-        """The keys and the signs."""
+        """Shows the help."""
         self.push_screen(Help())
 
     async def action_ask(self) -> None:
@@ -363,7 +369,7 @@ class TopApp(App[None]):
         self.action_move(-_WHEEL)
 
     def on_click(self, event: events.Click) -> None:
-        """A tab opens its view, a title sorts, a row is marked, and is opened when it is marked."""
+        """A click on a tab opens its view, on a title sorts, on a row marks it; on the marked row it opens it."""
         if len(self.screen_stack) > 1 or event.widget is None:
             return
         if event.widget.id == "tabs":
@@ -374,22 +380,25 @@ class TopApp(App[None]):
                 if event.x < edge:
                     self.action_view(name)
                     return
-        elif isinstance(event.widget, Pane) and self.place.view in _TABLES and self.place.detail is None:
+        elif isinstance(event.widget, Pane) and self.state.view in _TABLES and self.state.detail is None:
             self._click_table(event.x, event.y)
 
     def _click_table(self, x: int, y: int) -> None:
-        place, table = self.place, _TABLES[self.place.view]
+        state, table = self.state, _TABLES[self.state.view]
         if y == 0:
             edge = 0
             for column, size in draw.layout(table.columns, self.size.width - 1):
                 edge += size + 1
                 if x < edge:
-                    same = column.title == place.sorted_by
-                    self._go(sorted_by=column.title, falling=not place.falling if same else column.falling)
+                    is_sorted_by_it = column.title == state.sorted_by
+                    self._change(
+                        sorted_by=column.title,
+                        descending=not state.descending if is_sorted_by_it else column.descending,
+                    )
                     return
-        at = self.pane.top + y - 1
-        if 0 <= at < len(self._rows):
-            if at == self.pane.cursor:
+        index = self.pane.top + y - 1
+        if 0 <= index < len(self._rows):
+            if index == self.pane.cursor:
                 self.action_enter()
             else:
-                self._go(marked=table.key(self._rows[at]))
+                self._change(marked=table.key(self._rows[index]))

@@ -21,7 +21,7 @@ from delivery.connection import Connection
 from delivery.ledger import Partition
 from delivery.settings import DURATION
 from gpustream import history, logs
-from gpustream.alerts import Seen
+from gpustream.alerts import LatestAlerts
 from gpustream.command import KAFKA, Command, option
 from gpustream.fleet import Fleet
 from gpustream.history import Span
@@ -75,46 +75,49 @@ async def _show(connection: Connection, since_s: float | None, *, plain: bool) -
             showing = asyncio.create_task(TopApp(now).run_async())
         await asyncio.wait((reading, showing), return_when=asyncio.FIRST_COMPLETED)
         showing.cancel()
-        (shown,) = await asyncio.gather(showing, return_exceptions=True)
-    if isinstance(shown, Exception):
-        raise shown
+        (result,) = await asyncio.gather(showing, return_exceptions=True)
+    if isinstance(result, Exception):
+        raise result
 
 
 @contextlib.asynccontextmanager
 async def followed(
     connection: Connection, since_s: float | None
 ) -> AsyncIterator[tuple[Callable[[], views.Now], "asyncio.Task[None]"]]:
-    """Reads the fleet while inside. Gives what gives the moment, and the task, which ends only by an error."""
-    fleet, seen, began_s = Fleet(), Seen(), time.monotonic()
-    async with history.opened(connection, [attributed.TOPIC.name, alerts.TOPIC.name]) as past:
+    """Reads the fleet while inside. Gives a function that returns the current moment, and the reading task.
+
+    The task ends only by an error.
+    """
+    fleet, latest_alerts, began_s = Fleet(), LatestAlerts(), time.monotonic()
+    async with history.opened(connection, [attributed.TOPIC.name, alerts.TOPIC.name]) as reader:
         since_ms = int((time.time() - (_PAST_S if since_s is None else since_s)) * 1000)
-        ticks = await past.spans(attributed.TOPIC.name, since_ms)
-        spans = (latest(ticks, _PAST_TICKS) if since_s is None else ticks) | await past.spans(alerts.TOPIC.name)
-        reading = asyncio.create_task(_read(past, spans, fleet, seen))
+        ticks = await reader.spans(attributed.TOPIC.name, since_ms)
+        spans = (latest_spans(ticks, _PAST_TICKS) if since_s is None else ticks) | await reader.spans(alerts.TOPIC.name)
+        reading = asyncio.create_task(_read(reader, spans, fleet, latest_alerts))
         try:
-            yield lambda: moment(fleet, seen, f"gpustream top {connection}", began_s), reading
+            yield lambda: moment(fleet, latest_alerts, f"gpustream top {connection}", began_s), reading
         finally:
             reading.cancel()
-            (read,) = await asyncio.gather(reading, return_exceptions=True)
-    if isinstance(read, Exception):
-        raise read
+            (result,) = await asyncio.gather(reading, return_exceptions=True)
+    if isinstance(result, Exception):
+        raise result
 
 
-def latest(spans: Mapping[Partition, Span], most: int) -> dict[Partition, Span]:
-    """About the last ``most`` offsets of these spans, the same share of each: so all reach back to about one time."""
-    share = min(1.0, most / max(1, sum(end - start for start, end in spans.values())))
+def latest_spans(spans: Mapping[Partition, Span], limit: int) -> dict[Partition, Span]:
+    """About the last ``limit`` offsets of these spans, the same share of each: so all reach back to about one time."""
+    share = min(1.0, limit / max(1, sum(end - start for start, end in spans.values())))
     return {tp: Span(end - int((end - start) * share), end) for tp, (start, end) in spans.items()}
 
 
 async def _lines(now: Callable[[], views.Now]) -> None:
     while True:
         await asyncio.sleep(views.LINE_EVERY_S)
-        shown = now()
-        click.echo(f"{shown.at:%H:%M:%SZ}  {shown.line()}")
+        moment = now()
+        click.echo(f"{moment.at:%H:%M:%SZ}  {moment.line()}")
 
 
-def moment(fleet: Fleet, seen: Seen, title: str, began_s: float) -> views.Now:
-    """The fleet now, by this machine's clock; what is wrong is that nothing comes."""
+def moment(fleet: Fleet, latest_alerts: LatestAlerts, title: str, began_s: float) -> views.Now:
+    """The fleet now, by this machine's clock. Its ``trouble`` is that no tick has come for some time."""
     at_s, at = time.monotonic(), datetime.now(UTC)
     fleet.age(at_s)
     newest_s = max((node.at_s for node in fleet.nodes.values()), default=began_s)
@@ -123,17 +126,19 @@ def moment(fleet: Fleet, seen: Seen, title: str, began_s: float) -> views.Now:
     flow = fleet.flow()
     facts = [f"{flow.ticks_per_s:,.0f} ticks/s"]
     facts += [] if flow.latency_s is None else [f"lag {flow.latency_s:.1f} s"]
-    return views.Now(fleet, views.firing(seen, at), at, title, facts, quiet)
+    return views.Now(fleet, views.firing(latest_alerts, at), at, title, facts, quiet)
 
 
-async def _read(past: history.History, spans: Mapping[Partition, Span], fleet: Fleet, seen: Seen) -> None:
-    """Takes in what was, then what comes, in batches: a poll for each record would cost more than the record."""
+async def _read(
+    reader: history.History, spans: Mapping[Partition, Span], fleet: Fleet, latest_alerts: LatestAlerts
+) -> None:
+    """Takes in the records of the spans, then new ones, in batches: a poll for each record would cost more than it."""
 
     def take(records: Sequence[Any]) -> None:
         ahead_s = time.time() - time.monotonic()
         for record in records:
-            if past.connection.unprefixed(record.topic) == alerts.TOPIC.name:
-                seen.see(record)
+            if reader.connection.unprefixed(record.topic) == alerts.TOPIC.name:
+                latest_alerts.update(record)
                 continue
             try:
                 tick = decode_tick(record.value or b"")
@@ -143,8 +148,8 @@ async def _read(past: history.History, spans: Mapping[Partition, Span], fleet: F
                 logged_s = min(record.timestamp / 1000, time.time())
                 fleet.observe(tick, logged_s - ahead_s, record.timestamp)
 
-    async for records in past.records(spans):
+    async for records in reader.records(spans):
         take(records)
         await asyncio.sleep(0)  # the screen is drawn meanwhile
-    async for records in past.after(spans, every_s=_READ_EVERY_S):
+    async for records in reader.after(spans, every_s=_READ_EVERY_S):
         take(records)

@@ -24,10 +24,10 @@ STYLES: dict[Status, str] = {
     "failing": "bold red",
     "silent": "magenta",
 }
-"""How each status is drawn, wherever it is."""
+"""The style of each status."""
 
 SIGNS: dict[Status, str] = {"busy": "█", "held": "h", "idle": "i", "free": "·", "failing": "X", "silent": "?"}
-"""Its sign in a map; a busy device's is as high as it is used."""
+"""The sign of each status in the map of GPUs; a busy device has a block as high as its use."""
 
 MEMORY, POWER, HEAT = "blue", "magenta", "red"
 SEVERITIES = {"critical": "bold red", "warning": "yellow"}
@@ -43,22 +43,22 @@ def bar(ratio: float | None, width: int, style: str) -> Line:
     """A bar, and the percentage at its right: ``████▌   57%``."""
     if ratio is None:
         return [(f"{'-':>{width}}", "dim")]
-    long = max(1, width - 5)
-    eighths = round(min(1.0, max(0.0, ratio)) * long * 8)
+    bar_width = max(1, width - 5)
+    eighths = round(min(1.0, max(0.0, ratio)) * bar_width * 8)
     full, rest = divmod(eighths, 8)
     drawn = "█" * full + (_EIGHTHS[rest] if rest else "")
-    return [(f"{drawn:<{long}}", style), (f"{ratio:>5.0%}", "")]
+    return [(f"{drawn:<{bar_width}}", style), (f"{ratio:>5.0%}", "")]
 
 
 def stacked(counts: dict[Status, int], width: int) -> Line:
     """One bar of all statuses, each as long as its share, and at least one cell long."""
-    shown = [(status, count) for status, count in counts.items() if count]
-    left, still = width, sum(count for _, count in shown)
+    nonzero = [(status, count) for status, count in counts.items() if count]
+    left_width, left_count = width, sum(count for _, count in nonzero)
     line: Line = []
-    for number, (status, count) in enumerate(shown, 1):
-        length = max(1, min(left - (len(shown) - number), round(left * count / still)))
+    for number, (status, count) in enumerate(nonzero, 1):
+        length = max(1, min(left_width - (len(nonzero) - number), round(left_width * count / left_count)))
         line.append((("█" if status == "busy" else SIGNS[status]) * length, STYLES[status]))
-        left, still = left - length, still - count
+        left_width, left_count = left_width - length, left_count - count
     return line
 
 
@@ -70,13 +70,13 @@ def sign(device: Device) -> tuple[str, str]:
     return SIGNS[status], STYLES[status]
 
 
-def spark(values: Sequence[float | None], most: float, height: int) -> list[str]:
+def spark(values: Sequence[float | None], maximum: float, height: int) -> list[str]:
     """One cell for each value, in lines from the top down; a gap if nothing was measured."""
     lines = []
     for row in range(height - 1, -1, -1):
         signs = []
         for value in values:
-            level = 0.0 if value is None or most <= 0 else min(1.0, value / most) * height - row
+            level = 0.0 if value is None or maximum <= 0 else min(1.0, value / maximum) * height - row
             signs.append(" " if value is None or (level <= 0 and row > 0) else _LEVELS[min(7, int(max(0, level) * 8))])
         lines.append("".join(signs))
     return lines
@@ -103,18 +103,18 @@ def fit(line: Line, width: int, style: str = "") -> Line:
     """The line in exactly ``width`` cells, cut with an ellipsis or filled up. Bars do not get ``style``."""
     fitted: Line = []
     left = width
-    for text, own in line:
+    for text, own_style in line:
         if left <= 0:
             break
         size = cell_len(text)
         cut = text if size <= left else set_cell_size(text, left - 1) + "…"
-        fitted.append((cut, own if _BLOCKS.intersection(text) else f"{own} {style}".strip()))
+        fitted.append((cut, own_style if _BLOCKS.intersection(text) else f"{own_style} {style}".strip()))
         left -= min(size, left)
     return [*fitted, (" " * left, style)] if left > 0 else fitted
 
 
 def text_of(line: Line) -> str:
-    """What a line says, without colour."""
+    """The text of a line, without styles."""
     return "".join(text for text, _ in line)
 
 
@@ -128,9 +128,10 @@ def plain(text: str, style: str = "") -> Line:
 
 @dataclass(frozen=True)
 class Column:
-    """A column: what it is sorted by, and how a cell is drawn in a given width.
+    """A column: ``value`` gives a row's sort key, ``draw`` its cell in a given width.
 
-    It is ``width`` cells wide, and has ``share`` of what is left over. It is shown from a terminal of ``from_width``.
+    It is ``width`` cells wide, and gets ``share`` of the space left over. A terminal narrower than ``from_width`` does
+    not show it.
     """
 
     title: str
@@ -140,38 +141,44 @@ class Column:
     share: int = 0
     from_width: int = 0
     right: bool = False
-    falling: bool = False
-    """Whether the greatest come first when it is sorted by."""
+    descending: bool = False
+    """Whether sorting by this column puts the greatest value first."""
 
 
 def words_column(
-    title: str, width: int, of: Callable[[Any], str], style: str = "", *, share: int = 0, from_width: int = 0
+    title: str, width: int, value_of: Callable[[Any], str], style: str = "", *, share: int = 0, from_width: int = 0
 ) -> Column:
     """A column of words; rows without any come last."""
-    return Column(title, width, lambda one: of(one) or None, lambda one, _: plain(of(one), style), share, from_width)
+    return Column(
+        title, width, lambda row: value_of(row) or None, lambda row, _: plain(value_of(row), style), share, from_width
+    )
 
 
 def amount_column(
-    title: str, width: int, of: Callable[[Any], float | None], words: Callable[[Any], str] = "{:.0f}".format, *,
+    title: str,
+    width: int,
+    value_of: Callable[[Any], float | None],
+    text_for: Callable[[Any], str] = "{:.0f}".format,
+    *,
     from_width: int = 0,
-) -> Column:  # fmt: skip
+) -> Column:
     """A column of numbers, the greatest first; one that is not known is a dash."""
 
-    def drawn(one: Any, _: int) -> Line:
-        value = of(one)
-        return plain("-", "dim") if value is None else plain(words(value))
+    def draw_cell(row: Any, _: int) -> Line:
+        value = value_of(row)
+        return plain("-", "dim") if value is None else plain(text_for(value))
 
-    return Column(title, width, of, drawn, from_width=from_width, right=True, falling=True)
+    return Column(title, width, value_of, draw_cell, from_width=from_width, right=True, descending=True)
 
 
-def bar_column(title: str, width: int, of: Callable[[Any], float | None], style: Callable[[Any], str]) -> Column:
+def bar_column(title: str, width: int, value_of: Callable[[Any], float | None], style: Callable[[Any], str]) -> Column:
     """A column of shares, the greatest first."""
-    return Column(title, width, of, lambda one, wide: bar(of(one), wide, style(one)), falling=True)
+    return Column(title, width, value_of, lambda row, width: bar(value_of(row), width, style(row)), descending=True)
 
 
 @dataclass(frozen=True)
 class TableView:
-    """A view: its rows of what there is now, the key of each row, and the text that a filter searches."""
+    """A table: its rows at a moment, the key of each row, and the text that a filter searches."""
 
     name: str
     rows: Callable[[Any], list[Any]]
@@ -187,34 +194,34 @@ class TableView:
 
 
 def layout(columns: Sequence[Column], width: int) -> list[tuple[Column, int]]:
-    """The columns that there is room for, each with its width."""
+    """The columns that fit into the width, each with its own width."""
     shown = [column for column in columns if column.from_width <= width]
     left = width - sum(column.width for column in shown) - _GAP * (len(shown) - 1)
     shares = sum(column.share for column in shown)
-    found = []
+    columns_with_widths = []
     for column in shown:
-        more = max(0, left) * column.share // shares if column.share else 0
-        left, shares = left - more, shares - column.share
-        found.append((column, column.width + more))
-    return found
+        extra = max(0, left) * column.share // shares if column.share else 0
+        left, shares = left - extra, shares - column.share
+        columns_with_widths.append((column, column.width + extra))
+    return columns_with_widths
 
 
-def head(columns: Sequence[Column], width: int, sorted_by: str, *, falling: bool) -> Line:
-    """The titles; the one that is sorted by is marked."""
+def header_line(columns: Sequence[Column], width: int, sorted_by: str, *, descending: bool) -> Line:
+    """The titles as a line; the title of the column that the rows are sorted by is marked."""
     line: Line = []
     for column, size in layout(columns, width):
         marked = column.title == sorted_by
-        title = column.title + (("▼" if falling else "▲") if marked else "")
+        title = column.title + (("▼" if descending else "▲") if marked else "")
         cell = f"{title:>{size}}" if column.right else f"{title:<{size}}"
         line += [(cell[:size], "bold underline" if marked else "bold"), (" " * _GAP, "")]
     return line[:-1]
 
 
-def row(columns: Sequence[Column], one: Any, width: int) -> Line:
-    """A row of a table."""
+def row_line(columns: Sequence[Column], row: Any, width: int) -> Line:
+    """A row of a table as a line."""
     line: Line = []
     for column, size in layout(columns, width):
-        cell = column.draw(one, size)
+        cell = column.draw(row, size)
         if column.right:
             text = text_of(cell)
             cell = [(" " * (size - cell_len(text)), ""), *cell]
@@ -222,13 +229,15 @@ def row(columns: Sequence[Column], one: Any, width: int) -> Line:
     return line[:-1]
 
 
-def chosen(table: TableView, rows: list[Any], words: str, sorted_by: str, *, falling: bool) -> list[Any]:
-    """The rows that have every word and none after a ``!``, sorted; what has no value comes last."""
-    for word in words.casefold().split():
-        wanted, needle = not word.startswith("!"), word.lstrip("!")
-        rows = [one for one in rows if (needle in table.text(one).casefold()) == wanted]
+def filtered_rows(
+    table: TableView, rows: list[Any], filter_text: str, sorted_by: str, *, descending: bool
+) -> list[Any]:
+    """The rows whose text has every word of the filter and no ``!word``, sorted; rows without a value come last."""
+    for word in filter_text.casefold().split():
+        must_match, needle = not word.startswith("!"), word.lstrip("!")
+        rows = [row for row in rows if (needle in table.text(row).casefold()) == must_match]
     value = table.column(sorted_by).value
-    keyed = [(value(one), one) for one in rows]
-    with_value = [pair for pair in keyed if pair[0] is not None]
-    with_value.sort(key=lambda pair: pair[0], reverse=falling)
-    return [one for _, one in with_value] + [one for found, one in keyed if found is None]
+    rows_by_value = [(value(row), row) for row in rows]
+    with_value = [pair for pair in rows_by_value if pair[0] is not None]
+    with_value.sort(key=lambda pair: pair[0], reverse=descending)
+    return [row for _, row in with_value] + [row for row_value, row in rows_by_value if row_value is None]

@@ -1,4 +1,4 @@
-"""What can be looked at: the fleet, and tables of nodes, GPUs, pods, workloads and alerts; and one GPU. Pure.
+"""The views: the fleet; tables of nodes, GPUs, pods, workloads and alerts; one GPU; one alert. Pure.
 
 In:       a fleet, the alerts that fire, and the time.
 Out:      lines, and rows of tables.
@@ -34,15 +34,15 @@ _NAMESPACE_FROM = 30
 """A column that is at least so wide has room for namespaces."""
 
 LINE_EVERY_S = 5.0
-"""How often the line is printed if there is no screen."""
+"""How often the summary line is printed if the output is no terminal."""
 
 _RANKS = {"critical": 2, "warning": 1}
 _LEAST_LISTED, _UNLISTED = 4, 14
-"""The fewest alerts, and idle pods, that the fleet's view lists; and how many lines it needs for other things."""
+"""How many alerts and idle pods the fleet's view always has room for; how many lines it needs for everything else."""
 
 
 class FiringAlert(NamedTuple):
-    """An alert that fires, and how people read it."""
+    """An alert that fires, and its row."""
 
     alert: Alert
     row: AlertRow
@@ -50,7 +50,7 @@ class FiringAlert(NamedTuple):
 
 @dataclass
 class Now:
-    """One moment: the fleet and its alerts at ``at``; ``facts`` of the flow, and what is wrong with it."""
+    """One moment: the fleet and its alerts at ``at``. ``facts`` are rates; ``trouble`` says why no ticks come."""
 
     fleet: Fleet
     firing: list[FiringAlert]
@@ -65,23 +65,23 @@ class Now:
         return self.fleet.now_ms
 
     def line(self) -> str:
-        """All of it in one line, if there is no screen."""
+        """A summary in one line, for an output that is no terminal."""
         fleet = self.fleet
         if not fleet.nodes and self.trouble:
             return self.trouble
-        held = len({device.gpu for device in fleet.devices() if device.held})
-        found = [f"{len(fleet.nodes)} nodes, {len(list(fleet.gpus()))} GPUs ({held} held)", *self.facts]
-        found += [counted(len(self.firing), "alert")] if self.firing else []
-        known = [(use.used_ratio, use.who) for use in pods(fleet.devices()) if use.used_ratio is not None]
-        if known:
-            ratio, who = max(known)
-            found.append(f"busiest {who} at {ratio:.0%}")
-        return ", ".join(filter(None, [*found, self.trouble]))
+        held_gpus = len({device.gpu for device in fleet.devices() if device.holders})
+        parts = [f"{len(fleet.nodes)} nodes, {len(list(fleet.gpus()))} GPUs ({held_gpus} held)", *self.facts]
+        parts += [counted(len(self.firing), "alert")] if self.firing else []
+        ratios = [(use.used_ratio, use.who) for use in pods(fleet.devices()) if use.used_ratio is not None]
+        if ratios:
+            ratio, who = max(ratios)
+            parts.append(f"busiest {who} at {ratio:.0%}")
+        return ", ".join(filter(None, [*parts, self.trouble]))
 
 
-def firing(seen: alerts.Seen, at: datetime) -> list[FiringAlert]:
+def firing(latest: alerts.LatestAlerts, at: datetime) -> list[FiringAlert]:
     """The alerts that fire, the most severe first."""
-    return [FiringAlert(alert, alerts.row(alert, at)) for alert in seen.open()]
+    return [FiringAlert(alert, alerts.row(alert, at)) for alert in latest.firing()]
 
 
 # -- cells
@@ -97,8 +97,8 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 
 def _who(device: Device, width: int = 80) -> str:
     if device.parts:
-        return f"{sum(bool(part.held) for part in device.parts)} of {len(device.parts)} MIG devices held"
-    return ", ".join(one.pod if width < _NAMESPACE_FROM else one.name for one in device.held)
+        return f"{sum(bool(part.holders) for part in device.parts)} of {len(device.parts)} MIG devices held"
+    return ", ".join(holder.pod if width < _NAMESPACE_FROM else holder.name for holder in device.holders)
 
 
 def _index(device: Device) -> tuple[int, str]:
@@ -122,17 +122,19 @@ class NodeRow(NamedTuple):
 
 
 def node_row(node: Node) -> NodeRow:
-    """A row of the nodes' table."""
+    """The row of a node in the table of nodes."""
     gpus = node.gpus
     used = [gpu.used_ratio for gpu in gpus if gpu.used_ratio is not None]
-    memory = [(d.memory_used_bytes, d.memory_total_bytes) for d in node.devices.values() if not d.parts]
-    known = [(part, whole) for part, whole in memory if part is not None and whole]
+    memory = [
+        (device.memory_used_bytes, device.memory_total_bytes) for device in node.devices.values() if not device.parts
+    ]
+    known_memory = [(part, whole) for part, whole in memory if part is not None and whole]
     return NodeRow(
         node,
         gpus,
         Counter(gpu.status for gpu in gpus),
         sum(used) / len(used) if used else None,
-        sum(part for part, _ in known) / sum(whole for _, whole in known) if known else None,
+        sum(part for part, _ in known_memory) / sum(whole for _, whole in known_memory) if known_memory else None,
         sum(gpu.power_watts or 0.0 for gpu in gpus),
         max((gpu.temperature_celsius for gpu in gpus if gpu.temperature_celsius is not None), default=None),
         ", ".join(f"GPU {gpu.index} {gpu.trouble}" for gpu in node.devices.values() if gpu.trouble and not gpu.mig),
@@ -142,21 +144,21 @@ def node_row(node: Node) -> NodeRow:
 NODES = TableView(
     "Nodes",
     rows=lambda now: [node_row(node) for node in now.fleet.nodes.values()],
-    key=lambda one: (one.node.cluster, one.node.name),
-    text=lambda one: " ".join(
-        (one.node.cluster, one.node.name, one.node.zone, one.trouble, *one.counts, *(g.model for g in one.gpus[:1]))
+    key=lambda row: (row.node.cluster, row.node.name),
+    text=lambda row: " ".join(
+        (row.node.cluster, row.node.name, row.node.zone, row.trouble, *row.counts, *(g.model for g in row.gpus[:1]))
     ),
     columns=(
-        words_column("NODE", 10, lambda one: one.node.name, share=2),
-        Column("GPUS", 16, lambda one: len(one.gpus), lambda one, _: [draw.sign(gpu) for gpu in one.gpus]),
-        amount_column("HELD", 5, lambda one: len(one.gpus) - one.counts["free"]),
-        bar_column("USED", 12, lambda one: one.used_ratio, lambda _: draw.STYLES["busy"]),
-        bar_column("MEMORY", 12, lambda one: one.memory_ratio, lambda _: draw.MEMORY),
-        amount_column("POWER", 8, lambda one: one.power_watts, watts),
-        amount_column("°C", 4, lambda one: one.celsius),
-        words_column("MODEL", 12, lambda one: one.gpus[0].model if one.gpus else "", share=2, from_width=110),
-        words_column("ZONE", 12, lambda one: one.node.zone, share=1, from_width=140),
-        words_column("TROUBLE", 7, lambda one: one.trouble, draw.STYLES["failing"], share=3, from_width=90),
+        words_column("NODE", 10, lambda row: row.node.name, share=2),
+        Column("GPUS", 16, lambda row: len(row.gpus), lambda row, _: [draw.sign(gpu) for gpu in row.gpus]),
+        amount_column("HELD", 5, lambda row: len(row.gpus) - row.counts["free"]),
+        bar_column("USED", 12, lambda row: row.used_ratio, lambda _: draw.STYLES["busy"]),
+        bar_column("MEMORY", 12, lambda row: row.memory_ratio, lambda _: draw.MEMORY),
+        amount_column("POWER", 8, lambda row: row.power_watts, watts),
+        amount_column("°C", 4, lambda row: row.celsius),
+        words_column("MODEL", 12, lambda row: row.gpus[0].model if row.gpus else "", share=2, from_width=110),
+        words_column("ZONE", 12, lambda row: row.node.zone, share=1, from_width=140),
+        words_column("TROUBLE", 7, lambda row: row.trouble, draw.STYLES["failing"], share=3, from_width=90),
     ),
     sorted_by="NODE",
     empty="no node has sent a tick yet",
@@ -165,27 +167,44 @@ NODES = TableView(
 GPUS = TableView(
     "GPUs",
     rows=lambda now: list(now.fleet.devices()),
-    key=lambda one: one.uuid,
-    text=lambda one: " ".join(
-        [one.cluster, one.where, one.uuid, one.zone, one.model, one.status, one.trouble]
-        + [f"{held.name} {held.workload} {held.team}" for held in one.held]
+    key=lambda device: device.uuid,
+    text=lambda device: " ".join(
+        [device.cluster, device.where, device.uuid, device.zone, device.model, device.status, device.trouble]
+        + [f"{held.name} {held.workload} {held.team}" for held in device.holders]
     ),
     columns=(
-        Column("NODE", 9, lambda one: (one.node, *_index(one)), lambda one, _: plain(one.node), share=1),
-        Column("GPU", 9, _index, lambda one, _: plain(f"{'?' if one.index is None else one.index} {one.mig}")),
-        Column("STATUS", 8, lambda one: STATUSES.index(one.status), lambda one, _: _status(one.status), falling=True),
-        bar_column("USED", 11, lambda one: one.used_ratio, lambda one: draw.STYLES[one.status]),
+        Column("NODE", 9, lambda device: (device.node, *_index(device)), lambda device, _: plain(device.node), share=1),
+        Column(
+            "GPU", 9, _index, lambda device, _: plain(f"{'?' if device.index is None else device.index} {device.mig}")
+        ),
+        Column(
+            "STATUS",
+            8,
+            lambda device: STATUSES.index(device.status),
+            lambda device, _: _status(device.status),
+            descending=True,
+        ),
+        bar_column("USED", 11, lambda device: device.used_ratio, lambda device: draw.STYLES[device.status]),
         bar_column(
-            "MEMORY", 11, lambda one: _ratio(one.memory_used_bytes, one.memory_total_bytes), lambda _: draw.MEMORY
+            "MEMORY",
+            11,
+            lambda device: _ratio(device.memory_used_bytes, device.memory_total_bytes),
+            lambda _: draw.MEMORY,
         ),
-        amount_column("POWER", 6, lambda one: one.power_watts, watts),
-        amount_column("°C", 3, lambda one: one.temperature_celsius),
+        amount_column("POWER", 6, lambda device: device.power_watts, watts),
+        amount_column("°C", 3, lambda device: device.temperature_celsius),
         amount_column(
-            "HELD", 8, lambda one: one.ts_ms - one.tenures[-1].from_ms if one.held else None, ago, from_width=100
+            "HELD",
+            8,
+            lambda device: device.ts_ms - device.tenures[-1].from_ms if device.holders else None,
+            ago,
+            from_width=100,
         ),
-        words_column("TROUBLE", 15, lambda one: one.trouble, draw.STYLES["failing"], from_width=100),
-        Column("HELD BY", 8, lambda one: _who(one) or None, lambda one, width: plain(_who(one, width)), share=3),
-        words_column("MODEL", 12, lambda one: one.model, share=1, from_width=130),
+        words_column("TROUBLE", 15, lambda device: device.trouble, draw.STYLES["failing"], from_width=100),
+        Column(
+            "HELD BY", 8, lambda device: _who(device) or None, lambda device, width: plain(_who(device, width)), share=3
+        ),
+        words_column("MODEL", 12, lambda device: device.model, share=1, from_width=130),
     ),
     sorted_by="NODE",
     empty="no GPU is known yet",
@@ -196,15 +215,15 @@ def _use_columns(*first: Column) -> tuple[Column, ...]:
     """The columns of pods, or of workloads."""
     return (
         *first,
-        words_column("TEAM", 8, lambda one: one.team, from_width=90),
-        amount_column("GPUS", 5, lambda one: one.gpus),
-        amount_column("IDLE", 5, lambda one: one.idle),
-        bar_column("USED", 11, lambda one: one.used_ratio, lambda one: draw.STYLES[_use_status(one)]),
-        amount_column("MEMORY", 8, lambda one: one.memory_used_bytes, gib),
-        amount_column("POWER", 8, lambda one: one.power_watts, watts, from_width=100),
-        amount_column("FOR", 7, lambda one: one.devices[0].ts_ms - one.since_ms, ago),
+        words_column("TEAM", 8, lambda use: use.team, from_width=90),
+        amount_column("GPUS", 5, lambda use: use.gpus),
+        amount_column("IDLE", 5, lambda use: use.idle),
+        bar_column("USED", 11, lambda use: use.used_ratio, lambda use: draw.STYLES[_use_status(use)]),
+        amount_column("MEMORY", 8, lambda use: use.memory_used_bytes, gib),
+        amount_column("POWER", 8, lambda use: use.power_watts, watts, from_width=100),
+        amount_column("FOR", 7, lambda use: use.devices[0].ts_ms - use.since_ms, ago),
         words_column(
-            "NODES", 12, lambda one: ", ".join(sorted({d.node for d in one.devices})), share=1, from_width=120
+            "NODES", 12, lambda use: ", ".join(sorted({d.node for d in use.devices})), share=1, from_width=120
         ),
     )
 
@@ -221,11 +240,11 @@ def _use_text(use: Use) -> str:
 PODS = TableView(
     "Pods",
     rows=lambda now: pods(now.fleet.devices()),
-    key=lambda one: (one.who, "" if one.namespace else one.devices[0].node),
+    key=lambda use: (use.who, "" if use.namespace else use.devices[0].node),
     text=_use_text,
     columns=_use_columns(
-        words_column("POD", 14, lambda one: one.who, share=3),
-        words_column("WORKLOAD", 8, lambda one: one.workload, share=2),
+        words_column("POD", 14, lambda use: use.who, share=3),
+        words_column("WORKLOAD", 8, lambda use: use.workload, share=2),
     ),
     sorted_by="USED",
     empty="no pod holds a GPU",
@@ -234,10 +253,10 @@ PODS = TableView(
 WORKLOADS = TableView(
     "Workloads",
     rows=lambda now: workloads(now.fleet.devices()),
-    key=lambda one: one.who,
+    key=lambda use: use.who,
     text=_use_text,
     columns=_use_columns(
-        words_column("WORKLOAD", 14, lambda one: one.who, share=3), amount_column("PODS", 5, lambda one: one.pods)
+        words_column("WORKLOAD", 14, lambda use: use.who, share=3), amount_column("PODS", 5, lambda use: use.pods)
     ),
     sorted_by="GPUS",
     empty="no workload holds a GPU",
@@ -246,21 +265,21 @@ WORKLOADS = TableView(
 ALERTS = TableView(
     "Alerts",
     rows=lambda now: list(now.firing),
-    key=lambda one: one.alert.fingerprint,
-    text=lambda one: " ".join(one.row),
+    key=lambda firing: firing.alert.fingerprint,
+    text=lambda firing: " ".join(firing.row),
     columns=(
         Column(
             "SEVERITY",
             9,
-            lambda one: (_RANKS.get(one.alert.severity, 0), one.alert.starts_at),
-            lambda one, _: plain(one.row.severity, draw.SEVERITIES.get(one.row.severity, "")),
-            falling=True,
+            lambda firing: (_RANKS.get(firing.alert.severity, 0), firing.alert.starts_at),
+            lambda firing, _: plain(firing.row.severity, draw.SEVERITIES.get(firing.row.severity, "")),
+            descending=True,
         ),
-        Column("FOR", 7, lambda one: one.alert.starts_at, lambda one, _: plain(one.row.lasted), right=True),
-        words_column("ALERT", 18, lambda one: one.row.alert, share=1),
-        words_column("WHERE", 14, lambda one: one.row.where, share=2),
-        words_column("WHO", 10, lambda one: one.row.who, share=2),
-        words_column("SUMMARY", 20, lambda one: one.row.summary, share=5, from_width=120),
+        Column("FOR", 7, lambda firing: firing.alert.starts_at, lambda firing, _: plain(firing.row.lasted), right=True),
+        words_column("ALERT", 18, lambda firing: firing.row.alert, share=1),
+        words_column("WHERE", 14, lambda firing: firing.row.where, share=2),
+        words_column("WHO", 10, lambda firing: firing.row.who, share=2),
+        words_column("SUMMARY", 20, lambda firing: firing.row.summary, share=5, from_width=120),
     ),
     sorted_by="SEVERITY",
     empty="no alert fires",
@@ -281,9 +300,12 @@ def fleet_lines(now: Now, width: int, height: int) -> list[Line]:
     ordered: dict[Status, int] = {status: counts[status] for status in STATUSES}
     used = [gpu.used_ratio for gpu in gpus if gpu.used_ratio is not None]
     memory = [
-        d for d in now.fleet.devices() if not d.parts and d.memory_used_bytes is not None and d.memory_total_bytes
+        device
+        for device in now.fleet.devices()
+        if not device.parts and device.memory_used_bytes is not None and device.memory_total_bytes
     ]
-    whole = sum(d.memory_total_bytes or 0 for d in memory)
+    total_memory = sum(device.memory_total_bytes or 0 for device in memory)
+    used_memory = sum(device.memory_used_bytes or 0 for device in memory)
     limit = sum(gpu.power_limit_watts or 0.0 for gpu in gpus)
     power = sum(gpu.power_watts or 0.0 for gpu in gpus)
     third = max(16, (width - 8) // 3 - 7)
@@ -297,7 +319,7 @@ def fleet_lines(now: Now, width: int, height: int) -> list[Line]:
         draw.stacked(ordered, width),
         [
             ("used ", ""), *bar(sum(used) / len(used) if used else None, third, draw.STYLES["busy"]),
-            ("  memory ", ""), *bar(_ratio(sum(d.memory_used_bytes or 0 for d in memory), whole), third, draw.MEMORY),
+            ("  memory ", ""), *bar(_ratio(used_memory, total_memory), third, draw.MEMORY),
             ("  power ", ""), *bar(_ratio(power, limit), third, draw.POWER), (f" {watts(power)}", ""),
         ],
         [],
@@ -306,28 +328,26 @@ def fleet_lines(now: Now, width: int, height: int) -> list[Line]:
     return [*lines, [], [("GPUs by node", "bold")], *_map(now.fleet, width)]
 
 
-def _fires_and_idles(now: Now, most: int) -> list[Line]:
-    """The alerts that fire, and the pods that idle: at most ``most`` of each, the worst first."""
-    firing = draw.chosen(ALERTS, list(now.firing), "", "SEVERITY", falling=True)
+def _fires_and_idles(now: Now, limit: int) -> list[Line]:
+    """The alerts that fire, and the idle pods: at most ``limit`` of each, the worst first."""
+    firing = draw.filtered_rows(ALERTS, list(now.firing), "", "SEVERITY", descending=True)
     lines: list[Line] = [[(f"alerts that fire: {len(firing)}", "bold")]]
-    for one in firing[:most]:
-        said = one.row
-        style = draw.SEVERITIES.get(said.severity, "")
-        lines.append(
-            [(f"  {said.severity:<9}", style), (f"{said.alert} ", "bold"), (f"{said.lasted}: {said.summary}", "")]
-        )
+    for alert in firing[:limit]:
+        row = alert.row
+        style = draw.SEVERITIES.get(row.severity, "")
+        lines.append([(f"  {row.severity:<9}", style), (f"{row.alert} ", "bold"), (f"{row.lasted}: {row.summary}", "")])
     idle = sorted(
         (use for use in pods(now.fleet.devices()) if use.idle == use.gpus), key=lambda use: (-use.gpus, use.since_ms)
     )
     lines += [[], [(f"idle pods: {len(idle)}, and how long each has had its GPUs", "bold")]]
-    for use in idle[:most]:
+    for use in idle[:limit]:
         team = f", team {use.team}" if use.team else ""
-        held = ago(max(device.ts_ms for device in use.devices) - use.since_ms)
+        held_for = ago(max(device.ts_ms for device in use.devices) - use.since_ms)
         lines.append(
             [
                 ("  idle     ", draw.STYLES["idle"]),
                 (f"{use.who} ", "bold"),
-                (f"{counted(use.gpus, 'GPU')} for {held}{team}", ""),
+                (f"{counted(use.gpus, 'GPU')} for {held_for}{team}", ""),
             ]
         )
     return lines
@@ -336,15 +356,19 @@ def _fires_and_idles(now: Now, most: int) -> list[Line]:
 def _map(fleet: Fleet, width: int) -> list[Line]:
     """Every node with a sign for each GPU, as many nodes side by side as there is room for."""
     nodes = sorted(fleet.nodes.values(), key=lambda node: (node.cluster, node.name))
-    named = max(len(node.name) for node in nodes)
-    cells = named + 1 + max(len(node.gpus) for node in nodes) + 2
-    beside = max(1, (width + 2) // cells)
+    name_width = max(len(node.name) for node in nodes)
+    node_width = name_width + 1 + max(len(node.gpus) for node in nodes) + 2
+    per_line = max(1, (width + 2) // node_width)
     lines: list[Line] = []
-    for at in range(0, len(nodes), beside):
+    for start in range(0, len(nodes), per_line):
         line: Line = []
-        for node in nodes[at : at + beside]:
+        for node in nodes[start : start + per_line]:
             signs = [draw.sign(gpu) for gpu in node.gpus]
-            line += [(f"{node.name:<{named}} ", ""), *signs, (" " * (cells - named - 1 - len(signs)), "")]
+            line += [
+                (f"{node.name:<{name_width}} ", ""),
+                *signs,
+                (" " * (node_width - name_width - 1 - len(signs)), ""),
+            ]
         lines.append(line)
     return lines
 
@@ -354,54 +378,58 @@ def _map(fleet: Fleet, width: int) -> list[Line]:
 
 def device_lines(now: Now, device: Device, width: int, height: int) -> list[Line]:
     """A device: what it is, its last minutes, who holds it and who did."""
-    said: list[str] = [device.model, device.uuid, device.zone, f"attribution {device.attribution}"]
+    facts: list[str] = [device.model, device.uuid, device.zone, f"attribution {device.attribution}"]
     lines: list[Line] = [
         [(f"{device.where}  ", "bold"), *_status(device.status), (f"  {device.trouble}", draw.STYLES["failing"])],
-        [(" · ".join(filter(None, said)), "dim")],
+        [(" · ".join(filter(None, facts)), "dim")],
     ]
-    for one in now.firing:
-        if device.uuid in ([gpu.uuid for gpu in one.alert.gpus] or [one.alert.labels.get("gpu_uuid", "")]):
-            style = draw.SEVERITIES.get(one.row.severity, "")
-            lines.append([(f"{one.row.severity} ", style), (f"{one.row.alert} ", "bold"), (one.row.summary, "")])
+    for firing in now.firing:
+        if device.uuid in ([gpu.uuid for gpu in firing.alert.gpus] or [firing.alert.labels.get("gpu_uuid", "")]):
+            style = draw.SEVERITIES.get(firing.row.severity, "")
+            lines.append(
+                [(f"{firing.row.severity} ", style), (f"{firing.row.alert} ", "bold"), (firing.row.summary, "")]
+            )
     metrics = (
         ("used", "used_ratio", device.used_ratio, 1.0, draw.STYLES["busy"], lambda v: f"{v:.0%}"),
         ("memory", "memory_used_bytes", device.memory_used_bytes, device.memory_total_bytes, draw.MEMORY, gib),
         ("power", "power_watts", device.power_watts, device.power_limit_watts, draw.POWER, watts),
         ("heat", "temperature_celsius", device.temperature_celsius, 100.0, draw.HEAT, lambda v: f"{v:.0f} °C"),
     )
-    wide = max(8, min(len(device.history.of("used_ratio", now.ms)), width - 31))
-    tall = 1 if height < 30 else 3
-    span = ago(device.history.span_ms * wide / len(device.history.of("used_ratio", now.ms)))
+    columns = max(8, min(len(device.history.of("used_ratio", now.ms)), width - 31))
+    rows = 1 if height < 30 else 3
+    span = ago(device.history.span_ms * columns / len(device.history.of("used_ratio", now.ms)))
     lines += [[], [(f"the last {span}", "bold")]]
-    for name, metric, value, most, style, words in metrics:
-        values = device.history.of(metric, now.ms)[-wide:]
-        known = [one for one in values if one is not None]
-        drawn = draw.spark(values, most or max(known, default=0.0), tall)
-        spread = f"{words(min(known))} to {words(max(known))}" if known else "not known"
-        for number, of in enumerate(drawn):
-            last = number == len(drawn) - 1
-            words_now = "-" if value is None else words(value)
+    for name, metric, value, maximum, style, text_for in metrics:
+        values = device.history.of(metric, now.ms)[-columns:]
+        measured = [value for value in values if value is not None]
+        graph = draw.spark(values, maximum or max(measured, default=0.0), rows)
+        spread = f"{text_for(min(measured))} to {text_for(max(measured))}" if measured else "not known"
+        for number, blocks in enumerate(graph):
+            last = number == len(graph) - 1
+            current = "-" if value is None else text_for(value)
             lines.append(
                 [
-                    (f"{name if last else '':<7}{words_now if last else '':>8} ", ""),
-                    (of, style),
+                    (f"{name if last else '':<7}{current if last else '':>8} ", ""),
+                    (blocks, style),
                     (f" {spread}" if last else "", "dim"),
                 ]
             )
-    return [*lines, *_timeline(now, device, wide), *_holder_lines(device)]
+    return [*lines, *_timeline(now, device, columns), *_holder_lines(device)]
 
 
-def _timeline(now: Now, device: Device, wide: int) -> list[Line]:
+def _timeline(now: Now, device: Device, columns: int) -> list[Line]:
     """Who held it when, under the sparklines: a line for each pod, the last one first."""
     slot_ms = device.history.span_ms // len(device.history.of("used_ratio", now.ms))
-    first = now.ms // slot_ms - wide + 1
+    first = now.ms // slot_ms - columns + 1
     spans: dict[str, list[str]] = {}
     for tenure in reversed(device.tenures):
-        ends = now.ms if tenure.to_ms is None else tenure.to_ms
+        end_ms = now.ms if tenure.to_ms is None else tenure.to_ms
         for pod in tenure.pods or ("free",):
-            cells = spans.setdefault(pod, [" "] * wide)
-            for at in range(max(0, tenure.from_ms // slot_ms - first), min(wide - 1, ends // slot_ms - first) + 1):
-                cells[at] = "·" if pod == "free" else "━"
+            cells = spans.setdefault(pod, [" "] * columns)
+            for index in range(
+                max(0, tenure.from_ms // slot_ms - first), min(columns - 1, end_ms // slot_ms - first) + 1
+            ):
+                cells[index] = "·" if pod == "free" else "━"
     lines: list[Line] = [[], [("who held it", "bold")]]
     for pod, cells in spans.items():
         style = draw.STYLES["free" if pod == "free" else "busy"]
@@ -410,16 +438,16 @@ def _timeline(now: Now, device: Device, wide: int) -> list[Line]:
 
 
 def _holder_lines(device: Device) -> list[Line]:
-    lines: list[Line] = [[], [("held by", "bold")]] if device.held else []
-    for one in device.held:
-        known = [
-            "" if one.used_ratio is None else f"{one.used_ratio:.0%}",
-            "" if one.memory_used_bytes is None else gib(one.memory_used_bytes),
-            "" if one.power_watts is None else watts(one.power_watts),
-            one.workload,
-            f"team {one.team}" if one.team else "",
+    lines: list[Line] = [[], [("held by", "bold")]] if device.holders else []
+    for holder in device.holders:
+        facts = [
+            "" if holder.used_ratio is None else f"{holder.used_ratio:.0%}",
+            "" if holder.memory_used_bytes is None else gib(holder.memory_used_bytes),
+            "" if holder.power_watts is None else watts(holder.power_watts),
+            holder.workload,
+            f"team {holder.team}" if holder.team else "",
         ]
-        lines.append([(f"  {one.name}  ", ""), (" · ".join(filter(None, known)), "dim")])
+        lines.append([(f"  {holder.name}  ", ""), (" · ".join(filter(None, facts)), "dim")])
     if device.processes:
         pids = ", ".join(str(process.pid) for process in device.processes[:8])
         lines.append(
@@ -428,14 +456,14 @@ def _holder_lines(device: Device) -> list[Line]:
     return lines
 
 
-def alert_lines(now: Now, one: FiringAlert, width: int, height: int) -> list[Line]:
+def alert_lines(now: Now, firing: FiringAlert, width: int, height: int) -> list[Line]:
     """An alert: what it says, and the GPU that it is about."""
-    alert = one.alert
+    alert = firing.alert
     lines: list[Line] = [
         [
             (f"{alert.severity} ", draw.SEVERITIES.get(alert.severity, "")),
             (alert.name, "bold"),
-            (f"  for {one.row.lasted}, since {one.row.since}", ""),
+            (f"  for {firing.row.lasted}, since {firing.row.since}", ""),
         ],
         [],
         *(plain(f"{name}: {text}") for name, text in alert.annotations.items()),

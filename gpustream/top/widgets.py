@@ -1,4 +1,4 @@
-"""What the terminal application is made of: the lines, the help, and a question.
+"""The widgets of the terminal application: scrolling lines, the help, and a question.
 
 In:       lines of styled text; keys and clicks.
 Out:      the parts of the screen that changed.
@@ -42,7 +42,7 @@ X failing: lost, does not answer, or unwell"""
 
 
 class Pane(Widget, can_focus=True):
-    """Lines, of which the first stay when the others are scrolled. Draws only lines that changed."""
+    """Scrolling lines below a fixed head. Draws only the lines that changed."""
 
     def __init__(self, *, id: str) -> None:  # noqa: A002 - as in Textual
         super().__init__(id=id)
@@ -55,7 +55,7 @@ class Pane(Widget, can_focus=True):
 
     @property
     def room(self) -> int:
-        """How many lines scroll."""
+        """How many of the scrolling lines are visible at once."""
         return max(1, self.size.height - len(self.head))
 
     def show(self, head: list[Line], count: int, line: Callable[[int, int], Line], cursor: int | None) -> None:
@@ -65,7 +65,7 @@ class Pane(Widget, can_focus=True):
             self.top = min(max(self.top, cursor - self.room + 1), cursor)
         self.top = max(0, min(self.top, count - self.room))
         drawn = [self._line(y) for y in range(self.size.height)]
-        changed = [y for y, of in enumerate(drawn) if y >= len(self._drawn) or self._drawn[y] != of]
+        changed = [y for y, line_drawn in enumerate(drawn) if y >= len(self._drawn) or self._drawn[y] != line_drawn]
         self._drawn = drawn
         if changed:
             self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
@@ -74,11 +74,11 @@ class Pane(Widget, can_focus=True):
         width = self.size.width
         if y < len(self.head):
             return draw.fit(self.head[y], width)
-        at = self.top + y - len(self.head)
-        if at >= self.count:
+        index = self.top + y - len(self.head)
+        if index >= self.count:
             return draw.fit([], width)
         has_bar = self.count > self.room
-        fitted = draw.fit(self.line(at, width - has_bar), width - has_bar, "reverse" if at == self.cursor else "")
+        fitted = draw.fit(self.line(index, width - has_bar), width - has_bar, "reverse" if index == self.cursor else "")
         if not has_bar:
             return fitted
         first, length = self.top * self.room // self.count, max(1, self.room * self.room // self.count)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from delivery.policies import Bounds
 from gpustream import alerts
-from gpustream.alerts import Seen
+from gpustream.alerts import LatestAlerts
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
 from gpustream.output import table
@@ -127,14 +127,14 @@ def test_a_broker_that_is_not_there_or_has_no_alerts_is_one_sentence() -> None:
 
 
 def test_what_sinks_take_for_no_alert_is_not_shown() -> None:
-    seen, over = Seen(), alert(ends_ms=START_MS + 5)
-    assert seen.see(alert_record(alert(), key=b"0" * 16)) is None
-    assert seen.see(alert_record(msgspec.structs.replace(over, ends_at=None))) is None
-    assert seen.open() == []
+    latest, over = LatestAlerts(), alert(ends_ms=START_MS + 5)
+    assert latest.update(alert_record(alert(), key=b"0" * 16)) is None
+    assert latest.update(alert_record(msgspec.structs.replace(over, ends_at=None))) is None
+    assert latest.firing() == []
 
 
 def test_the_most_severe_come_first_then_the_oldest() -> None:
-    seen = Seen()
+    latest = LatestAlerts()
     given = [
         alert("new", START_MS + 1, severity="critical"),
         alert("old", START_MS, severity="critical"),
@@ -142,9 +142,9 @@ def test_the_most_severe_come_first_then_the_oldest() -> None:
         alert("mid", START_MS - 5),
     ]
     for one in given:
-        assert seen.see(alert_record(one)) == one
-        assert seen.see(alert_record(one)) is None
-    assert [one.labels["k8s_pod_name"] for one in seen.open()] == ["old", "new", "mid", "far"]
+        assert latest.update(alert_record(one)) == one
+        assert latest.update(alert_record(one)) is None
+    assert [one.labels["k8s_pod_name"] for one in latest.firing()] == ["old", "new", "mid", "far"]
 
 
 @pytest.mark.parametrize(

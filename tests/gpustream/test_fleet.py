@@ -63,7 +63,7 @@ def test_what_is_shown_of_a_simulated_fleet_is_what_it_says_of_itself() -> None:
     assert {one.uuid for one in found.devices()} == set(truth)
     for shown in found.devices():
         said, names, began_ms = truth[shown.uuid]
-        assert sorted(one.name for one in shown.held) == names
+        assert sorted(one.name for one in shown.holders) == names
         assert shown.temperature_celsius == said["metrics"].get("temperature_celsius")
         assert shown.memory_used_bytes == said["metrics"].get("memory_used_bytes")
         assert shown.tenures[-1].from_ms == began_ms

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpustream.alerts import Seen
+from gpustream.alerts import LatestAlerts
 from gpustream.fleet import Fleet
 from gpustream.ticks import decode_tick
 from gpustream.top import draw, views
@@ -33,9 +33,9 @@ def simulated(nodes: int = 4, seconds: int = 30) -> Fleet:
     return fleet
 
 
-def now_of(fleet: Fleet, alerts: Seen | None = None, trouble: str = "") -> Callable[[], Now]:
+def now_of(fleet: Fleet, alerts: LatestAlerts | None = None, trouble: str = "") -> Callable[[], Now]:
     at = time(START_MS + 61_000)
-    return lambda: Now(fleet, views.firing(alerts or Seen(), at), at, "gpustream top", ["4 ticks/s"], trouble)
+    return lambda: Now(fleet, views.firing(alerts or LatestAlerts(), at), at, "gpustream top", ["4 ticks/s"], trouble)
 
 
 class Screen:
@@ -107,7 +107,7 @@ async def test_enter_leads_from_a_node_to_its_gpus_to_one_gpus_last_minutes_and_
         assert "Tesla T4" in detail
         assert "of sim-0001" in await screen.after("escape")
         assert "TROUBLE" in await screen.after("escape") or size[0] < 90
-        assert screen.app.place.view == "Nodes"
+        assert screen.app.state.view == "Nodes"
 
     await with_screen(now_of(simulated()), size, test)
 
@@ -143,7 +143,7 @@ async def test_a_filter_takes_words_and_their_absence_and_escape_ends_it() -> No
         await screen.after("slash")
         found = await screen.after("exclamation_mark", *"free", "space", *"q1")
         assert "nothing has '!free q1'" in found
-        assert screen.app.place.view == "GPUs"
+        assert screen.app.state.view == "GPUs"
 
     await with_screen(now_of(fleet), (100, 24), test)
 
@@ -170,11 +170,11 @@ async def test_a_click_on_a_title_sorts_and_on_a_row_marks_and_opens_it() -> Non
         await screen.pilot.click(Pane, offset=(used, 0))
         assert "USED▼" in screen.text()
         await screen.pilot.click(Pane, offset=(used, 3))
-        marked = screen.app.place.marked
+        marked = screen.app.state.marked
         await screen.pilot.click(Pane, offset=(used, 3))
-        assert screen.app.place.detail.uuid == marked
+        assert screen.app.state.detail.uuid == marked
         await screen.pilot.click("#tabs", offset=(14, 0))
-        assert screen.app.place.view == "Nodes"
+        assert screen.app.state.view == "Nodes"
 
     await with_screen(now_of(simulated()), (100, 24), test)
 
@@ -218,9 +218,9 @@ async def test_only_lines_that_changed_are_drawn_again() -> None:
 
 
 async def test_alerts_are_listed_the_worst_first_and_opened_with_all_that_they_say() -> None:
-    alerts = Seen()
+    alerts = LatestAlerts()
     for number, severity in enumerate(["warning", "critical"]):
-        alerts.see(alert_record(alert(f"pod-{number}", severity=severity)))
+        alerts.update(alert_record(alert(f"pod-{number}", severity=severity)))
 
     async def test(screen: Screen) -> None:
         text = await screen.after("6")
@@ -286,7 +286,7 @@ async def test_the_help_fits_the_screen_and_any_key_closes_it(size: tuple[int, i
             assert "must not" in await screen.after("question_mark")
             await screen.after(key)
             assert len(screen.app.screen_stack) == 1
-            assert screen.app.place.view == "Fleet"
+            assert screen.app.state.view == "Fleet"
 
     await with_screen(now_of(simulated()), size, test)
 
@@ -319,8 +319,8 @@ def test_a_line_fits_any_width(width: int) -> None:
     for table in views.TABLES[:4]:
         rows = table.rows(now_of(fleet)())
         for line in (
-            draw.head(table.columns, width, table.sorted_by, falling=True),
-            draw.row(table.columns, rows[0], width),
+            draw.header_line(table.columns, width, table.sorted_by, descending=True),
+            draw.row_line(table.columns, rows[0], width),
         ):
             assert len(draw.text_of(draw.fit(line, width))) == width
 

@@ -2,19 +2,19 @@
 
 from delivery.ledger import Partition
 from gpustream.history import Span
-from gpustream.top.command import latest
+from gpustream.top.command import latest_spans
 
 QUIET, BUSY, EMPTY = (Partition("gpu.attributed", number) for number in range(3))
 
 
 def test_of_a_large_fleet_each_partition_is_read_from_about_the_same_time() -> None:
-    past = {QUIET: Span(100, 1_100), BUSY: Span(0, 9_000), EMPTY: Span(5, 5)}
+    spans = {QUIET: Span(100, 1_100), BUSY: Span(0, 9_000), EMPTY: Span(5, 5)}
 
-    assert latest(past, 1_000) == {QUIET: Span(1_000, 1_100), BUSY: Span(8_100, 9_000), EMPTY: Span(5, 5)}
+    assert latest_spans(spans, 1_000) == {QUIET: Span(1_000, 1_100), BUSY: Span(8_100, 9_000), EMPTY: Span(5, 5)}
 
 
 def test_of_a_small_fleet_all_of_the_time_is_read() -> None:
-    past = {QUIET: Span(100, 1_100), EMPTY: Span(5, 5)}
+    spans = {QUIET: Span(100, 1_100), EMPTY: Span(5, 5)}
 
-    assert latest(past, 1_000) == past
-    assert latest({EMPTY: Span(5, 5)}, 1_000) == {EMPTY: Span(5, 5)}
+    assert latest_spans(spans, 1_000) == spans
+    assert latest_spans({EMPTY: Span(5, 5)}, 1_000) == {EMPTY: Span(5, 5)}
