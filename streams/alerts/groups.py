@@ -17,7 +17,7 @@ from typing import NamedTuple, get_args
 import msgspec
 
 from streams.alerts.reports import DELETE_MS
-from streams.alerts.rules.rule import OF_ALL, Rule, Rules
+from streams.alerts.rules.rule import ALL_GPUS_KINDS, Rule, Rules
 from streams.alerts.stragglers import compare
 from streams.alerts.text.grouped import grouped, kind_of, labels_of
 from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Seen, Severity, milliseconds, time
@@ -217,17 +217,17 @@ def _is_open(rule: Rule | None, group: AlertGroup, rules: Rules) -> bool:
     """Whether the alert goes on. For most rules one GPU is enough. A rule about all GPUs needs each that the workload
     holds: some may be idle instead, but no more than half. While it goes on, there is no alert about the idle ones."""
     going = {member.gpu.uuid for member in group.members if member.ended_ms is None}
-    if not going or rule is None or rule.kind not in ("held_idle", *OF_ALL):
+    if not going or rule is None or rule.kind not in ("held_idle", *ALL_GPUS_KINDS):
         return bool(going)
-    stalled = {one.gpu.uuid for one in group.others if kind_of(one, rule, rules) in OF_ALL}
+    stalled = {one.gpu.uuid for one in group.others if kind_of(one, rule, rules) in ALL_GPUS_KINDS}
     idle = {one.gpu.uuid for one in group.others} - stalled
-    stalled, idle = (stalled | going, idle - going) if rule.kind in OF_ALL else (stalled - going, idle | going)
+    stalled, idle = (stalled | going, idle - going) if rule.kind in ALL_GPUS_KINDS else (stalled - going, idle | going)
     all_stall = bool(stalled) and len(idle) <= len(stalled) and len(stalled) + len(idle) >= _held(group)
-    return all_stall if rule.kind in OF_ALL else not all_stall
+    return all_stall if rule.kind in ALL_GPUS_KINDS else not all_stall
 
 
 def _is_of_all(rule: Rule | None) -> bool:
-    return rule is not None and rule.kind in OF_ALL
+    return rule is not None and rule.kind in ALL_GPUS_KINDS
 
 
 def _described(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> Alert:

@@ -1,7 +1,7 @@
-"""What of a record of gpu.attributed the rules look at: the rest is not decoded.
+"""The fields of a gpu.attributed record that the rules read. The others are not decoded.
 
 In: the JSON of gpu.attributed. Out: a :class:`Tick`.
-On failure: ``msgspec.DecodeError`` for what is no such record.
+On failure: ``msgspec.DecodeError`` for a record that is not one of gpu.attributed.
 """
 
 from functools import cached_property
@@ -16,7 +16,7 @@ from topics.workloads import UnwellDevice
 
 
 class Metrics(Ratios, frozen=True, omit_defaults=True, gc=False):
-    """The keys of the catalogue that rules judge or describe by."""
+    """The metrics of the catalogue that rules judge, or that the texts of alerts have."""
 
     memory_used_bytes: float | None = None
     memory_total_bytes: float | None = None
@@ -68,7 +68,7 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
 
     @cached_property
     def pods(self) -> tuple[tuple[Holder, ...], ...]:
-        """The holders of each pod that holds the device."""
+        """The pods that hold the device, each as its holders (one for each container)."""
         if len(self.holders) < 2:
             return (self.holders,) if self.holders else ()
         return tuple(map(tuple, by_pod(self.holders).values()))

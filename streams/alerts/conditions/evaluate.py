@@ -1,7 +1,7 @@
-"""The conditions: which of the rules hold in a node's tick. Pure.
+"""Evaluates the rules on a node's tick, and returns the conditions that hold. Pure.
 
-In: the rules, a node's tick, and what is remembered of the node. Out: findings, and what is remembered now. A condition
-is a function for each kind of rule, called with a device of the tick; the tables below say in which of its states.
+In: the rules, a node's tick, and the memory of the node. Out: findings, and the next memory. Each kind of rule has a
+check, a function that is called with a device of the tick; the tables below say in which states of the device.
 """
 
 from collections.abc import Callable
@@ -14,66 +14,68 @@ from streams.alerts.conditions.finding import (
     Finding,
     View,
     is_silenced,
+    make_view,
     uid_and_key,
-    unseen,
-    view_of,
+    unknown_findings,
 )
-from streams.alerts.memory import Memory, Seen, remember
+from streams.alerts.memory import DeviceMemory, Memory, remember
 from streams.alerts.rules.rule import WASTE, WINDOWED, Kind, Rule, Rules, has_policy, policy_of
 from streams.alerts.tick import Device, Tick
 from streams.alerts.uses import STEP_MS, mean_of, pod_name
 from topics.alerts import Tracked
 from topics.idleness import Work, work_of
 
-Condition = Callable[[Rule, View, list[Finding]], None]  # adds to the findings what a rule finds on a device
-_PLANS = 1000  # are remembered: a state is a text that a later version may have many of
-BLIND_MS = 600_000  # for how long after a device went missing it is not known whether what was found on it still holds
-_NOTHING, _UNSEEN = Memory(), Seen()
+Check = Callable[[Rule, View, list[Finding]], None]  # adds a rule's findings on a device to the list
+_MAX_PLANS = 1000  # cached at most: a state is any text, of which a later version may have many
+BLIND_MS = 600_000  # for so long after a device went missing, its conditions have no evidence; then they do not hold
+_EMPTY_MEMORY, _EMPTY_DEVICE = Memory(), DeviceMemory()
 
-_VALUES: dict[Kind, tuple[str, ...]] = {
+_JUDGED_METRICS: dict[Kind, tuple[str, ...]] = {
     "row_remap_failure": ("row_remap_failure",),
     "row_remap_pending": ("row_remap_pending", "retired_pages_pending"),
     "thermal_slowdown": ("clock_event_reasons",),
     "power_brake": ("clock_event_reasons",),
     "memory_hoarded": ("memory_total_bytes",),
 }
-"""The values of the tick that a kind is judged by."""
+"""The metrics without which there is no evidence of a kind."""
 
 
 def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], Memory]:
-    """What is found in a tick. The memory is the same object if nothing of it changed."""
-    now = remember(memory, tick, rules.forget_ms, rules.use_needs)
-    found: list[Finding] = []
+    """The findings of a tick, and the memory after it; the same object if nothing changed."""
+    memory_now = remember(memory, tick, rules.forget_ms, rules.use_needs)
+    findings: list[Finding] = []
     parents = {device.mig.parent_uuid for device in tick.devices if device.mig is not None}
     for device in tick.devices:
         work = work_of(device.metrics)
-        conditions = _conditions(rules, device.state, _signs(rules, tick, device, now, work))
-        if not conditions:
+        checks = _checks_for(rules, device.state, _signs_of(rules, tick, device, memory_now, work))
+        if not checks:
             continue
-        view = view_of(rules, tick, device, (memory, now), work, parents)
-        for condition, ruled in conditions:
-            for rule in ruled:
-                condition(rule, view, found)
-    if len(now.devices) == len(tick.devices):
-        return found, now
+        view = make_view(rules, tick, device, (memory, memory_now), work, parents)
+        for check, kind_rules in checks:
+            for rule in kind_rules:
+                check(rule, view, findings)
+    if len(memory_now.devices) == len(tick.devices):
+        return findings, memory_now
     present = {device.uuid for device in tick.devices}
-    for uuid, seen in [(uuid, seen) for uuid, seen in now.devices.items() if uuid not in present]:
-        kinds = () if is_gone(seen, tick.ts_ms) else (*_OK, "lost", "not_answering")
+    for uuid, remembered in memory_now.devices.items():
+        if uuid in present:
+            continue
+        kinds = () if is_gone(remembered, tick.ts_ms) else (*_OK_CHECKS, "lost", "not_answering")
         for rule in [rule for kind in kinds for rule in rules.of(kind)]:
-            found.extend(unseen(rule, uuid, seen))
-        if seen.parent is None:  # of a MIG device its GPU is what is missing
+            findings.extend(unknown_findings(rule, uuid, remembered))
+        if remembered.parent is None:  # a MIG device that is missing is no finding: its GPU is
             missing = [rules.in_force(rule, None) for rule in rules.of("missing")]
-            found.extend(Finding(rule, uuid, facts=Facts(None, seen)) for rule in missing if rule is not None)
-    return found, now
+            findings.extend(Finding(rule, uuid, facts=Facts(None, remembered)) for rule in missing if rule is not None)
+    return findings, memory_now
 
 
-def is_gone(seen: Seen, now_ms: int) -> bool:
-    """Whether a device has been missing for so long that nothing of it holds any more."""
-    return bool(seen.missing_ms) and now_ms - seen.missing_ms > BLIND_MS
+def is_gone(remembered: DeviceMemory, now_ms: int) -> bool:
+    """Whether a device has been missing for so long that no condition of it holds any more."""
+    return bool(remembered.missing_ms) and now_ms - remembered.missing_ms > BLIND_MS
 
 
-def resolve_reason(rules: Rules, tick: Tick, condition: Tracked, memory: Memory = _NOTHING) -> str:
-    """Why what held is not found any more, as ``resolved_because`` has it."""
+def resolve_reason(rules: Rules, tick: Tick, condition: Tracked, memory: Memory = _EMPTY_MEMORY) -> str:
+    """Why a condition does not hold any more, as a value of ``resolved_because``."""
     rule = rules.by_name.get(condition.name)
     if rule is None:
         return "rule_removed"
@@ -86,48 +88,48 @@ def resolve_reason(rules: Rules, tick: Tick, condition: Tracked, memory: Memory 
     pod = next((holder for holder in holders if uid_or_name in uid_and_key(holder)), None)
     if pod is None:
         return "pod_ended"
-    silenced = is_silenced(rules, pod, memory.devices.get(condition.device, _UNSEEN), tick)
+    silenced = is_silenced(rules, pod, memory.devices.get(condition.device, _EMPTY_DEVICE), tick)
     return "policy" if silenced or rules.in_force(rule, pod) is None else "condition"
 
 
-def is_known_not_to_hold(rules: Rules, tick: Tick, condition: Tracked, memory: Memory = _NOTHING) -> bool:
-    """Whether a condition that was not found in a tick is known not to hold.
+def is_known_not_to_hold(rules: Rules, tick: Tick, condition: Tracked, memory: Memory = _EMPTY_MEMORY) -> bool:
+    """Whether a condition without a finding in a tick does not hold. Else there is no evidence, and it may still hold.
 
-    It is not known if the condition is about a pod and the tick does not say who holds what, if the tick has none of
-    the values that the condition is judged by, or if a window is not over: a clock was set back. That does not matter
-    for a pod that is gone or silenced.
+    There is no evidence if the condition is about a pod and the tick has no holders, if the tick has none of the
+    metrics that the condition needs, or if a window is incomplete because a clock was set back. A pod that has ended or
+    is silenced needs no evidence.
     """
     rule = rules.by_name.get(condition.name)
     if rule is None:
         return True
     if tick.attribution == "none" and (condition.pod_uid or rule.kind in (*WASTE, "policy_invalid")):
         return False
-    found = next((device for device in tick.devices if device.uuid == condition.device), None)
+    device = next((device for device in tick.devices if device.uuid == condition.device), None)
     if rule.kind in WINDOWED:
-        name, seen = condition.pod_uid or condition.key, memory.devices.get(condition.device, _UNSEEN)
-        holders = [holder for holder in found.holders if pod_name(holder) == name] if found is not None else []
-        judged = [
-            condition
-            for condition in holders
-            if not condition.observed and not is_silenced(rules, condition, seen, tick)
+        pod, remembered = condition.pod_uid or condition.key, memory.devices.get(condition.device, _EMPTY_DEVICE)
+        holders = [holder for holder in device.holders if pod_name(holder) == pod] if device is not None else []
+        judged_holders = [
+            holder for holder in holders if not holder.observed and not is_silenced(rules, holder, remembered, tick)
         ]
-        if found is not None and not judged:
+        if device is not None and not judged_holders:
             return True
-        use = next((use for use in memory.uses.get(condition.device, ()) if use.pod == name), None)
+        use = next((use for use in memory.uses.get(condition.device, ()) if use.pod == pod), None)
         if use is not None and mean_of(use, rule.window_ms // STEP_MS) is None:
             return False
-        for holder in judged:
-            ruled = rules.in_force(rule, holder)
-            if ruled is not None and not pods.held_long(ruled, policy_of(holder, rules.bounds), name, seen, tick):
+        for holder in judged_holders:
+            effective_rule, policy = rules.in_force(rule, holder), policy_of(holder, rules.bounds)
+            if effective_rule is None:
+                continue
+            if not pods.held_whole_window(effective_rule, policy, pod, remembered, tick):
                 return False
-    values = _VALUES.get(rule.kind, ())
-    return not values or found is None or any(getattr(found.metrics, value) is not None for value in values)
+    metrics = _JUDGED_METRICS.get(rule.kind, ())
+    return not metrics or device is None or any(getattr(device.metrics, metric) is not None for metric in metrics)
 
 
-# -- which conditions judge a device, by its state
+# -- the checks of a device, by its state
 
-_ALWAYS: dict[Kind, Condition] = {"xid": faults.xid, "policy_invalid": pods.policy_invalid}
-_OK: dict[Kind, Condition] = {
+_ALWAYS_CHECKS: dict[Kind, Check] = {"xid": faults.xid, "policy_invalid": pods.policy_invalid}
+_OK_CHECKS: dict[Kind, Check] = {
     "held_idle": pods.held_idle,
     "stalled": pods.stalled,
     "underused": pods.underused,
@@ -142,74 +144,76 @@ _OK: dict[Kind, Condition] = {
     "power_brake": faults.power_brake,
     "nvlink_errors": faults.nvlink_errors,
 }
-_BLIND = _ALWAYS | dict.fromkeys(_OK, faults.blind) | {"lost": faults.lost}
-_BY_STATE: dict[str, dict[Kind, Condition]] = {
-    "ok": _ALWAYS | _OK,
-    "lost": _BLIND,
-    "timeout": _BLIND | {"not_answering": faults.not_answering},
+_NO_EVIDENCE_CHECKS = _ALWAYS_CHECKS | dict.fromkeys(_OK_CHECKS, faults.no_evidence) | {"lost": faults.lost}
+_CHECKS_BY_STATE: dict[str, dict[Kind, Check]] = {
+    "ok": _ALWAYS_CHECKS | _OK_CHECKS,
+    "lost": _NO_EVIDENCE_CHECKS,
+    "timeout": _NO_EVIDENCE_CHECKS | {"not_answering": faults.not_answering},
 }
-_UNKNOWN_STATE = _ALWAYS | _OK | dict.fromkeys(("lost", "not_answering"), faults.blind)
-"""For a device in a state of a later version: its values are judged, and it is not known whether it answers."""
+_UNKNOWN_STATE_CHECKS = _ALWAYS_CHECKS | _OK_CHECKS | dict.fromkeys(("lost", "not_answering"), faults.no_evidence)
+"""The checks of a device in a state of a later version: its values are judged; whether it answers has no evidence."""
 
-_ERRORS, _VALUED, _XIDS, _LOW, _WAITS, _POLICY, _IDLE, _FULL, _UNGIVEN, _CONFLICT = (1 << at for at in range(10))
-_BY_SIGN: dict[Kind, int] = {
-    "held_idle": _IDLE,
-    "stalled": _FULL,
-    "used_unallocated": _UNGIVEN,
-    "attribution_conflict": _CONFLICT,
-    "ecc_uncorrectable": _ERRORS,
-    "nvlink_errors": _ERRORS,
-    "row_remap_failure": _VALUED,
-    "row_remap_pending": _VALUED,
-    "thermal_slowdown": _VALUED,
-    "power_brake": _VALUED,
-    "xid": _XIDS,
-    "underused": _LOW,
-    "memory_hoarded": _LOW,
-    "crash_loop": _WAITS,
-    "policy_invalid": _POLICY,
+_HAS_ERRORS, _HAS_FAULT, _HAS_XIDS, _LITTLE_USED, _CONTAINER_WAITS = (1 << bit for bit in range(5))
+_HAS_POLICY, _MAY_BE_IDLE, _FULLY_USED, _USED_UNALLOCATED, _MAY_CONFLICT = (1 << bit for bit in range(5, 10))
+_REQUIRED_SIGN: dict[Kind, int] = {
+    "held_idle": _MAY_BE_IDLE,
+    "stalled": _FULLY_USED,
+    "used_unallocated": _USED_UNALLOCATED,
+    "attribution_conflict": _MAY_CONFLICT,
+    "ecc_uncorrectable": _HAS_ERRORS,
+    "nvlink_errors": _HAS_ERRORS,
+    "row_remap_failure": _HAS_FAULT,
+    "row_remap_pending": _HAS_FAULT,
+    "thermal_slowdown": _HAS_FAULT,
+    "power_brake": _HAS_FAULT,
+    "xid": _HAS_XIDS,
+    "underused": _LITTLE_USED,
+    "memory_hoarded": _LITTLE_USED,
+    "crash_loop": _CONTAINER_WAITS,
+    "policy_invalid": _HAS_POLICY,
 }
-"""Of each kind that judges a device that answers: the sign without which it does not hold. Most devices show none."""
+"""The sign without which a kind can't hold on a device that answers. Most devices have none, and need no check."""
 
 
-def _signs(rules: Rules, tick: Tick, device: Device, now: Memory, work: Work) -> int:
-    """The signs that a device shows."""
-    metrics, holders, used = device.metrics, device.holders, device.metrics.gpu_utilization_ratio
-    signs = _IDLE | _UNGIVEN | _CONFLICT if tick.attribution == "none" else 0
-    slow = int(metrics.clock_event_reasons or 0) & (HW_THERMAL | SW_THERMAL | HW_POWER_BRAKE)
-    if slow or metrics.row_remap_failure or metrics.row_remap_pending or metrics.retired_pages_pending:
-        signs |= _VALUED
+def _signs_of(rules: Rules, tick: Tick, device: Device, memory: Memory, work: Work) -> int:
+    """The signs of a device, as bits: cheap tests that tell which checks can't find anything."""
+    metrics, holders, utilization = device.metrics, device.holders, device.metrics.gpu_utilization_ratio
+    signs = _MAY_BE_IDLE | _USED_UNALLOCATED | _MAY_CONFLICT if tick.attribution == "none" else 0
+    slowdown = int(metrics.clock_event_reasons or 0) & (HW_THERMAL | SW_THERMAL | HW_POWER_BRAKE)
+    if slowdown or metrics.row_remap_failure or metrics.row_remap_pending or metrics.retired_pages_pending:
+        signs |= _HAS_FAULT
     if device.xids or device.events:
-        signs |= _XIDS
+        signs |= _HAS_XIDS
     if device.conflict is not None or device.processes is None or device.info.processes_visible == "false":
-        signs |= _CONFLICT
-    for window in now.windows.get(device.uuid, NO_WINDOWS).values():
-        signs |= _ERRORS if window.errors else 0
-    for use in now.uses.get(device.uuid, ()):
-        signs |= _LOW if use.low else 0
+        signs |= _MAY_CONFLICT
+    for window in memory.windows.get(device.uuid, NO_WINDOWS).values():
+        signs |= _HAS_ERRORS if window.errors else 0
+    for use in memory.uses.get(device.uuid, ()):
+        signs |= _LITTLE_USED if use.low else 0
     for holder in holders:
-        signs |= (_POLICY if has_policy(holder) else 0) | (_WAITS if holder.waiting is not None else 0)
-    if holders and (len(holders) > 1 or work.most < rules.busy):
-        signs |= _IDLE
-    if holders and (used is None or used >= rules.full):
-        signs |= _FULL
-    cut = device.mig is None and device.info.mig_mode == "enabled"
-    if not cut and (not holders or holders[0].observed) and (work.most >= rules.ungiven or not work.measured):
-        signs |= _UNGIVEN
+        signs |= (_HAS_POLICY if has_policy(holder) else 0) | (_CONTAINER_WAITS if holder.waiting is not None else 0)
+    if holders and (len(holders) > 1 or work.most < rules.max_idle_work):
+        signs |= _MAY_BE_IDLE
+    if holders and (utilization is None or utilization >= rules.min_stalled_utilization):
+        signs |= _FULLY_USED
+    is_partitioned = device.mig is None and device.info.mig_mode == "enabled"
+    may_work = work.most >= rules.unallocated_work or not work.measured
+    if not is_partitioned and (not holders or holders[0].observed) and may_work:
+        signs |= _USED_UNALLOCATED
     return signs
 
 
-def _conditions(rules: Rules, state: str, signs: int) -> list[tuple[Condition, tuple[Rule, ...]]]:
-    """What judges a device in a state that shows some signs, and by which rules."""
-    found: list[tuple[Condition, tuple[Rule, ...]]] | None = rules.plan.get((state, signs))
-    if found is None:
-        judges = _BY_STATE.get(state, _UNKNOWN_STATE)
-        kinds = {
-            kind: one
-            for kind, one in judges.items()
-            if one is faults.blind or kind not in _BY_SIGN or signs & _BY_SIGN[kind]
+def _checks_for(rules: Rules, state: str, signs: int) -> list[tuple[Check, tuple[Rule, ...]]]:
+    """The checks for a device in a state with some signs, each with its rules."""
+    checks: list[tuple[Check, tuple[Rule, ...]]] | None = rules.plan.get((state, signs))
+    if checks is None:
+        checks_of_state = _CHECKS_BY_STATE.get(state, _UNKNOWN_STATE_CHECKS)
+        check_by_kind = {
+            kind: check
+            for kind, check in checks_of_state.items()
+            if check is faults.no_evidence or kind not in _REQUIRED_SIGN or signs & _REQUIRED_SIGN[kind]
         }
-        found = [(one, rules.by_kind[kind]) for kind, one in kinds.items() if kind in rules.by_kind]
-        if len(rules.plan) < _PLANS:
-            rules.plan[state, signs] = found
-    return found
+        checks = [(check, rules.by_kind[kind]) for kind, check in check_by_kind.items() if kind in rules.by_kind]
+        if len(rules.plan) < _MAX_PLANS:
+            rules.plan[state, signs] = checks
+    return checks

@@ -1,4 +1,4 @@
-"""Conditions about what is wrong with a device, whoever holds it. Pure."""
+"""Conditions about faults of a device, whichever pod holds it. Pure."""
 
 from collections.abc import Iterable
 
@@ -7,12 +7,12 @@ from streams.alerts.conditions.finding import (
     Facts,
     Finding,
     View,
+    add_device_finding,
     is_silenced,
-    of_device,
     sole_pod,
-    unseen,
+    unknown_findings,
 )
-from streams.alerts.memory import XID, within
+from streams.alerts.memory import XID, errors_in_window
 from streams.alerts.rules.rule import Rule
 from streams.alerts.xids import code_of, of_code
 from topics.attributed import Holder
@@ -20,13 +20,13 @@ from topics.attributed import Holder
 HW_THERMAL, SW_THERMAL, HW_POWER_BRAKE = 0x40, 0x20, 0x80  # bits of clock_event_reasons, as nvml.h has them
 
 
-def xid(rule: Rule, view: View, found: list[Finding]) -> None:
-    """The XID errors since the last tick, by code; those of programs by the pod that alone held the device then.
+def xid(rule: Rule, view: View, findings: list[Finding]) -> None:
+    """The XID errors since the last tick, by code. Those of programs are also by the pod that held the device alone.
 
     The producer counts them; errors that it does not count are counted by their events. In the first tick of a node
-    the earlier errors of the producer's run are left out: it is not known when they came.
+    earlier errors of the producer's run are left out: it is not known when they came.
     """
-    device, memory = view.device, view.before
+    device, memory = view.device, view.memory_before
     if not device.xids and not device.events:
         return
     events = [str(event.code) for event in device.events or () if event.kind == "xid" and event.code is not None]
@@ -41,88 +41,94 @@ def xid(rule: Rule, view: View, found: list[Finding]) -> None:
     for text, errors in counts.items():
         code = code_of(text)
         kind = of_code(code).kind
-        for holders, times in _held_then(view, text, errors, by_pod=kind == "application") if errors > 0 else ():
-            pod = sole_pod(holders)
-            ruled = view.rules.in_force(rule, pod, xid=code)
-            own = pod if kind == "application" else None
-            if ruled is None or (own is not None and is_silenced(view.rules, own, view.seen, view.tick)):
+        if errors <= 0:
+            continue
+        for holders, times in _errors_by_holders(view, text, errors, by_pod=kind == "application"):
+            sole = sole_pod(holders)
+            effective_rule = view.rules.in_force(rule, sole, xid=code)
+            pod = sole if kind == "application" else None
+            if effective_rule is None or (pod is not None and is_silenced(view.rules, pod, view.remembered, view.tick)):
                 continue
-            ruled, uid = ruled.with_severity(kind), (own.pod_uid or "") if own is not None else ""
+            effective_rule, uid = effective_rule.with_severity(kind), (pod.pod_uid or "") if pod is not None else ""
             facts = Facts(device, None, holders, text=text)
-            found.append(Finding(ruled, device.uuid, uid, text, value=times, event=True, facts=facts))
+            findings.append(Finding(effective_rule, device.uuid, uid, text, value=times, event=True, facts=facts))
 
 
-def _held_then(view: View, code: str, count: float, *, by_pod: bool) -> Iterable[tuple[tuple[Holder, ...], float]]:
-    """Who held the device when errors of a code came, and how many errors.
+def _errors_by_holders(
+    view: View, code: str, count: float, *, by_pod: bool
+) -> Iterable[tuple[tuple[Holder, ...], float]]:
+    """The holders of the device when errors of a code came, and the number of errors.
 
-    That is one group with all holders. With ``by_pod`` each pod that held the device alone, and has a known uid, is a
-    group, and all others are one. Errors without an event came at the tick's time.
+    Without ``by_pod`` that is one group with all holders. With it each pod that held the device alone, and has a known
+    uid, is a group, and all others are one. Errors without an event came at the tick's time.
     """
-    now = view.device.holders
+    holders_now = view.device.holders
     events = [event for event in view.device.events or () if event.kind == "xid" and str(event.code) == code]
-    times = [(event.held_by(now), 1.0) for event in events]
-    times += [(now, count - len(events))] if count > len(events) else []
+    occurrences = [(event.held_by(holders_now), 1.0) for event in events]
+    occurrences += [(holders_now, count - len(events))] if count > len(events) else []
     groups: dict[str | None, tuple[dict[tuple[str | None, ...], Holder], float]] = {}
-    for holders, errors in times:
+    for holders, errors in occurrences:
         pod = sole_pod(holders) if by_pod else None
         uid = None if pod is None else pod.pod_uid
-        held, before = groups.get(uid, ({}, 0.0))
-        held |= {(one.namespace, one.pod, one.pod_uid, one.container): one for one in holders}
-        groups[uid] = (held, before + errors)
-    return [(tuple(held.values()), errors) for held, errors in groups.values()]
+        holder_by_key, total = groups.get(uid, ({}, 0.0))
+        holder_by_key |= {
+            (holder.namespace, holder.pod, holder.pod_uid, holder.container): holder for holder in holders
+        }
+        groups[uid] = (holder_by_key, total + errors)
+    return [(tuple(holder_by_key.values()), total) for holder_by_key, total in groups.values()]
 
 
-def ecc_uncorrectable(rule: Rule, view: View, found: list[Finding]) -> None:
-    """One error is in the volatile and in the aggregate count."""
-    count = _errors(view, "ecc_uncorrected_volatile_total", "ecc_uncorrected_aggregate_total")
+def ecc_uncorrectable(rule: Rule, view: View, findings: list[Finding]) -> None:
+    """The same errors are in the volatile and in the aggregate counter: the greater of the two counts."""
+    count = _max_errors(view, "ecc_uncorrected_volatile_total", "ecc_uncorrected_aggregate_total")
     if count >= rule.at_least:
-        of_device(rule, view, found, value=count)
+        add_device_finding(rule, view, findings, value=count)
 
 
-def nvlink_errors(rule: Rule, view: View, found: list[Finding]) -> None:
+def nvlink_errors(rule: Rule, view: View, findings: list[Finding]) -> None:
     for key in NVLINK_ERRORS:
-        count = _errors(view, f"nvlink_{key}_errors_total")
+        count = _max_errors(view, f"nvlink_{key}_errors_total")
         if count >= (rule.recoveries if key == "recovery" else rule.at_least):
-            of_device(rule, view, found, value=count, key=key)
+            add_device_finding(rule, view, findings, value=count, key=key)
 
 
-def _errors(view: View, *names: str) -> float:
-    """The most errors that any of these counters had within the last minute."""
-    return max([within(view.windows.get(name), view.tick.ts_ms) for name in names])
+def _max_errors(view: View, *names: str) -> float:
+    """The greatest number of errors within the last minute, of some counters."""
+    return max([errors_in_window(view.windows.get(name), view.tick.ts_ms) for name in names])
 
 
-def row_remap_failure(rule: Rule, view: View, found: list[Finding]) -> None:
+def row_remap_failure(rule: Rule, view: View, findings: list[Finding]) -> None:
     if view.device.metrics.row_remap_failure:
-        of_device(rule, view, found, value=view.device.metrics.row_remap_failure)
+        add_device_finding(rule, view, findings, value=view.device.metrics.row_remap_failure)
 
 
-def row_remap_pending(rule: Rule, view: View, found: list[Finding]) -> None:
+def row_remap_pending(rule: Rule, view: View, findings: list[Finding]) -> None:
     metrics = view.device.metrics
     if metrics.row_remap_pending or metrics.retired_pages_pending:
-        of_device(rule, view, found, value=1.0)
+        add_device_finding(rule, view, findings, value=1.0)
 
 
-def thermal_slowdown(rule: Rule, view: View, found: list[Finding]) -> None:
+def thermal_slowdown(rule: Rule, view: View, findings: list[Finding]) -> None:
     reasons = view.device.metrics.clock_event_reasons
     if reasons and int(reasons) & (HW_THERMAL | SW_THERMAL):
-        of_device(rule, view, found, value=view.device.metrics.temperature_celsius)
+        add_device_finding(rule, view, findings, value=view.device.metrics.temperature_celsius)
 
 
-def power_brake(rule: Rule, view: View, found: list[Finding]) -> None:
+def power_brake(rule: Rule, view: View, findings: list[Finding]) -> None:
     reasons = view.device.metrics.clock_event_reasons
     if reasons and int(reasons) & HW_POWER_BRAKE:
-        of_device(rule, view, found, value=view.device.metrics.power_watts)
+        add_device_finding(rule, view, findings, value=view.device.metrics.power_watts)
 
 
-def lost(rule: Rule, view: View, found: list[Finding]) -> None:
-    of_device(rule, view, found, holds=True if view.device.state == "lost" else None)
+def lost(rule: Rule, view: View, findings: list[Finding]) -> None:
+    add_device_finding(rule, view, findings, holds=True if view.device.state == "lost" else None)
 
 
-def not_answering(rule: Rule, view: View, found: list[Finding]) -> None:
+def not_answering(rule: Rule, view: View, findings: list[Finding]) -> None:
     if view.device.state == "timeout":
-        of_device(rule, view, found)
+        add_device_finding(rule, view, findings)
 
 
-def blind(rule: Rule, view: View, found: list[Finding]) -> None:
-    """A device that does not answer says nothing."""
-    found.extend(unseen(rule, view.device.uuid, view.seen))
+def no_evidence(rule: Rule, view: View, findings: list[Finding]) -> None:
+    """A device that does not answer gives no evidence."""
+    findings.extend(unknown_findings(rule, view.device.uuid, view.remembered))

@@ -1,7 +1,7 @@
-"""What is found in a tick, and how a device of it is seen. Pure.
+"""Findings: the conditions that hold in a tick; and the view of a device by which they are found. Pure.
 
-A finding says that a condition holds, or (``holds`` None) that it is not known whether it does; what is not found
-does not hold. Only a device whose state is ``ok`` says anything of itself; no evidence is not idleness.
+A finding says that a condition holds or, if ``holds`` is None, that there is no evidence. A condition without a finding
+does not hold. Only a device whose state is ``ok`` gives evidence about itself; a device without evidence is not idle.
 """
 
 from collections.abc import Sequence
@@ -10,37 +10,44 @@ from typing import NamedTuple
 import msgspec
 
 from delivery.policies import Policy
-from streams.alerts.memory import HeldBy, Memory, Seen, Windows
+from streams.alerts.memory import DeviceMemory, Memory, PodMemory, Windows
 from streams.alerts.rules.rule import WASTE, Rule, Rules, policy_of
 from streams.alerts.tick import Device, Tick
 from streams.alerts.uses import Uses
 from topics.attributed import Holder, by_pod
 from topics.idleness import Work
 
-CONFLICTS = ("unallocated_process", "no_pod")  # what conflict of a device may be
-NVLINK_ERRORS = ("crc", "replay", "recovery")  # the kinds of errors that an NVLink counts
-_KEYS = {"attribution_conflict": CONFLICTS, "nvlink_errors": NVLINK_ERRORS}  # of a kind's findings; else only ""
+CONFLICTS = ("unallocated_process", "no_pod")  # the values of a device's ``conflict``
+NVLINK_ERRORS = ("crc", "replay", "recovery")  # the errors that an NVLink counts
+_KEYS_BY_KIND = {
+    "attribution_conflict": CONFLICTS,
+    "nvlink_errors": NVLINK_ERRORS,
+}  # the keys of a kind's findings; for others only ""
 
 
 class Facts(NamedTuple):
-    """What a finding rests on: the device of the tick or, if the tick does not have it, of the inventory (``seen``);
-    the pod that it is about, or the pods that hold the device; the rest by kind."""
+    """The evidence of a finding, for the texts of its alert.
+
+    ``device`` is the device of the tick, or ``remembered`` the one of the memory if the tick does not have it. ``pods``
+    are the holders of the pod that it is about, or of all pods that hold the device. ``sharing`` is the number of pods
+    that share the device. ``text`` is by kind: an XID code, a number of restarts, a mistake.
+    """
 
     device: Device | None = None
-    seen: Seen | None = None
+    remembered: DeviceMemory | None = None
     pods: tuple[Holder, ...] = ()
     sharing: int = 1
     text: str = ""
 
 
 class Finding(NamedTuple):
-    """A condition that holds, or of which there is no evidence (``holds`` None).
+    """A condition that holds, or (``holds`` None) of which there is no evidence.
 
-    If ``holds`` is False, work was seen on a device, and it is not known who holds it now.
+    ``holds`` is False if a device works while it is not known who holds it: no pod on it is idle.
 
-    It is identified by the rule's name, ``device`` ("" is the node), ``pod_uid`` and ``key``. It can't have held
-    before ``since_ms``. ``value`` is the figure that the rule judges; None: the seconds for which it has held. An
-    ``event`` is a happening: it fires at once.
+    A condition is identified by the rule's name, ``device`` ("" for the node), ``pod_uid`` and ``key``. It can't have
+    held before ``since_ms``. ``value`` is the figure that the rule judges, None for the seconds for which it has held.
+    An ``event`` fires at once.
     """
 
     rule: Rule
@@ -55,20 +62,21 @@ class Finding(NamedTuple):
 
 
 class Pod(msgspec.Struct, frozen=True, gc=False):
-    """A pod that holds a device, by some of its containers, and what it wants."""
+    """A pod that holds a device, by some of its containers, and its policy about alerts."""
 
     holders: tuple[Holder, ...]
     policy: Policy
 
 
 class View(msgspec.Struct, frozen=True, gc=False):
-    """A device of a tick, what was remembered of it before and is now, and how much it works."""
+    """A device of a tick, with the node's memory before the tick, the device's memory after it, and its work.
+    ``whole``: it is not a GPU that is divided into MIG devices."""
 
     rules: Rules
     tick: Tick
     device: Device
-    before: Memory
-    seen: Seen
+    memory_before: Memory
+    remembered: DeviceMemory
     windows: Windows
     uses: Uses
     pods: tuple[Pod, ...]
@@ -76,72 +84,74 @@ class View(msgspec.Struct, frozen=True, gc=False):
     whole: bool
 
 
-def view_of(
+def make_view(
     rules: Rules, tick: Tick, device: Device, memories: tuple[Memory, Memory], work: Work, parents: set[str]
 ) -> View:
-    """How a device of a tick is seen; ``memories`` are the one before the tick and the one now, ``parents`` the GPUs
-    that have MIG devices."""
-    before, now = memories
+    """The view of a device. ``memories`` are those before and after the tick, ``parents`` the GPUs with MIG devices."""
+    memory_before, memory = memories
     whole = device.mig is not None or (device.uuid not in parents and device.info.mig_mode != "enabled")
-    holding = tuple([Pod(one, policy_of(one[0], rules.bounds)) for one in device.pods])
-    seen, windows = now.devices[device.uuid], now.windows.get(device.uuid, NO_WINDOWS)
-    uses = now.uses.get(device.uuid, ())
-    return View(rules, tick, device, before, seen, windows, uses, holding, work, whole)
+    pods = tuple([Pod(holders, policy_of(holders[0], rules.bounds)) for holders in device.pods])
+    remembered, windows = memory.devices[device.uuid], memory.windows.get(device.uuid, NO_WINDOWS)
+    uses = memory.uses.get(device.uuid, ())
+    return View(rules, tick, device, memory_before, remembered, windows, uses, pods, work, whole)
 
 
 NO_WINDOWS: Windows = {}
 
 
-def uid_and_key(pod: Holder | HeldBy) -> tuple[str, str]:
-    """What identifies a pod in findings: its uid, or its name as the key if the uid is not known."""
+def uid_and_key(pod: Holder | PodMemory) -> tuple[str, str]:
+    """The ``pod_uid`` and the ``key`` of findings about a pod: the key is its name if its uid is not known, else ""."""
     return (pod.pod_uid, "") if pod.pod_uid else ("", f"{pod.namespace}/{pod.pod}")
 
 
-def sole(view: View) -> Holder | None:
+def sole_holder(view: View) -> Holder | None:
+    """A holder of the pod that holds the device alone; None if several pods hold it, or none."""
     return view.pods[0].holders[0] if len(view.pods) == 1 else None
 
 
 def sole_pod(holders: Sequence[Holder]) -> Holder | None:
-    """The one pod of these holders, by any of its containers."""
+    """The first of some holders, if all are of one pod; else None."""
     return holders[0] if len(by_pod(holders)) == 1 else None
 
 
-def is_silenced(rules: Rules, holder: Holder, seen: Seen, tick: Tick) -> bool:
-    """Whether a pod's policy silences what is about its doing on a device: that counts for so long after it got it."""
+def is_silenced(rules: Rules, holder: Holder, remembered: DeviceMemory, tick: Tick) -> bool:
+    """Whether a pod's policy switches off the alerts about its use of a device.
+    A policy counts for a limited time after the pod got the device."""
     if not policy_of(holder).off:
         return False
     name = (holder.pod_uid, holder.pod, holder.namespace)
-    held = [pod.since_ms for pod in seen.pods if (pod.pod_uid, pod.pod, pod.namespace) == name]
+    holding_since = [pod.since_ms for pod in remembered.pods if (pod.pod_uid, pod.pod, pod.namespace) == name]
     longest_ms = rules.bounds.longest(holder.namespace)
-    return not held or any(tick.ts_ms - since_ms < longest_ms for since_ms in held)
+    return not holding_since or any(tick.ts_ms - since_ms < longest_ms for since_ms in holding_since)
 
 
 def held_memory(pods: Sequence[Holder], device: Device | None, sharing: int) -> float | None:
-    """How much of a device's memory a pod has: its part, else all of a device that it has alone."""
-    parts = [one.parts.memory_used_bytes for one in pods if one.parts and one.parts.memory_used_bytes is not None]
-    if parts:
-        return sum(parts)
+    """The bytes of a device's memory that a pod has: the sum of its parts, or all if it has the device alone."""
+    used = [holder.parts.memory_used_bytes for holder in pods if holder.parts is not None]
+    known = [bytes_ for bytes_ in used if bytes_ is not None]
+    if known:
+        return sum(known)
     return device.metrics.memory_used_bytes if sharing == 1 and device is not None else None
 
 
-def of_device(
+def add_device_finding(
     rule: Rule,
     view: View,
-    found: list[Finding],
+    findings: list[Finding],
     *,
     holds: bool | None = True,
     value: float | None = None,
     key: str = "",
 ) -> None:
-    """A finding about a device, whoever holds it."""
-    ruled = view.rules.in_force(rule, sole(view))
-    if ruled is not None:
+    """Add a finding about a device as such, whichever pod holds it."""
+    effective_rule = view.rules.in_force(rule, sole_holder(view))
+    if effective_rule is not None:
         facts = Facts(view.device, None, view.device.holders)
-        found.append(Finding(ruled, view.device.uuid, key=key, holds=holds, value=value, facts=facts))
+        findings.append(Finding(effective_rule, view.device.uuid, key=key, holds=holds, value=value, facts=facts))
 
 
-def unseen(rule: Rule, uuid: str, seen: Seen) -> list[Finding]:
-    """No evidence, of everything that a rule may have found on a device."""
+def unknown_findings(rule: Rule, uuid: str, remembered: DeviceMemory) -> list[Finding]:
+    """Findings without evidence, one for each condition that a rule may have found on a device before."""
     if rule.kind in WASTE:
-        return [Finding(rule, uuid, *uid_and_key(pod), holds=None) for pod in seen.pods if not pod.observed]
-    return [Finding(rule, uuid, key=key, holds=None) for key in _KEYS.get(rule.kind, ("",))]
+        return [Finding(rule, uuid, *uid_and_key(pod), holds=None) for pod in remembered.pods if not pod.observed]
+    return [Finding(rule, uuid, key=key, holds=None) for key in _KEYS_BY_KIND.get(rule.kind, ("",))]

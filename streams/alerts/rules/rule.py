@@ -1,4 +1,4 @@
-"""A rule, and what an override or a pod's own policy (:mod:`delivery.policies`) makes of it. Pure."""
+"""The rules, and how overrides and a pod's own policy (:mod:`delivery.policies`) change them. Pure."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -23,22 +23,22 @@ Kind = Literal[
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 WASTE: tuple[Kind, ...] = ("held_idle", "stalled", "underused", "memory_hoarded", "straggler", "crash_loop")
-"""What pods do with their GPUs: it is judged for each pod on a device, and is one alert a workload."""
-OF_ALL: tuple[Kind, ...] = ("stalled",)
-"""What is true of a workload only if it is true of all its GPUs."""
+"""How pods use their GPUs: judged for each pod on a device, and reported as one alert for each workload."""
+ALL_GPUS_KINDS: tuple[Kind, ...] = ("stalled",)
+"""The kinds whose alert needs all GPUs of a workload."""
 
 WINDOWED: tuple[Kind, ...] = ("underused", "memory_hoarded")
-"""What is judged by what pods did in a window."""
+"""The kinds that are judged by a pod's use in a window of time."""
 
 CAUSES: tuple[Kind, ...] = ("crash_loop", "held_idle", "memory_hoarded", "underused")
-"""Of which one at a time is reported of a pod on a device, the first of them: it is the cause of the others."""
+"""The kinds of which only the first is reported of a pod on a device: it is the cause of the others."""
 
-_CACHED = 10_000  # of how many pods' rules are remembered; past that, all are found again
+_MAX_CACHED = 10_000  # rules of pods in the cache; at the limit it is emptied
 
 
 class Override(msgspec.Struct, frozen=True, kw_only=True):
-    """Other settings for some of what a rule is about. What is given must all match; each matches by any of its globs.
-    ``changes``: fields of :class:`Rule`."""
+    """Other settings of a rule for the pods, or XID codes, that match. All selectors that are set must match, each by
+    any of its globs. ``changes`` has the fields of :class:`Rule` to replace."""
 
     namespace: tuple[str, ...] = ()
     workload_kind: tuple[str, ...] = ()
@@ -50,9 +50,9 @@ class Override(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A rule; ``kind`` says what it judges, and which of the thresholds it reads.
-    It fires when it has held for ``for_ms``, is critical when it has for ``critical_ms`` (0: never by that), and
-    resolves when it has not held for ``keep_firing_ms``."""
+    """A rule. Its ``kind`` decides which condition it judges, and which of the thresholds it reads.
+    It fires when the condition has held for ``for_ms``, is critical when it has held for ``critical_ms`` (0: never),
+    and is resolved when it has not held for ``keep_firing_ms``."""
 
     name: str
     kind: Kind
@@ -87,6 +87,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     overrides: tuple[Override, ...] = ()
 
     def with_severity(self, xid: XidKind) -> "Rule":
+        """The rule with its severity for XID errors of a kind."""
         severities: dict[XidKind, Severity] = {
             "hardware": self.severity,
             "driver": self.driver_severity,
@@ -98,50 +99,53 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def most_work(self) -> float:
-        """What is no idleness for any pod."""
-        return max(self._thresholds)
+        """The work from which on no pod is idle, by any override."""
+        return max(self._idle_thresholds)
 
     @cached_property
     def least_work(self) -> float:
-        """What is no idleness for some pod."""
-        return min(self._thresholds)
+        """The work below which every pod is idle, by any override."""
+        return min(self._idle_thresholds)
 
     @cached_property
     def least_used(self) -> float:
-        """What is less than full use for every pod."""
-        return min([self.used_above, *(float(one.changes.get("used_above", 1.0)) for one in self.overrides)])
+        """The utilization below which no pod's GPU is stalled, by any override."""
+        return min([self.used_above, *(float(override.changes.get("used_above", 1.0)) for override in self.overrides)])
 
     @property
-    def _thresholds(self) -> list[float]:
-        return [self.idle_below, *(float(o.changes.get("idle_below", self.idle_below)) for o in self.overrides)]
+    def _idle_thresholds(self) -> list[float]:
+        return [
+            self.idle_below,
+            *(float(override.changes.get("idle_below", self.idle_below)) for override in self.overrides),
+        ]
 
     @cached_property
     def label_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The labels of pods, and those of namespaces, that the overrides go by."""
+        """The names of the pods' labels, and of the namespaces' labels, that overrides select by."""
         pod = {name for override in self.overrides for name in override.pod_labels}
         namespace = {name for override in self.overrides for name in override.namespace_labels}
         return tuple(sorted(pod)), tuple(sorted(namespace))
 
 
-# -- what pods and namespaces say themselves
+# -- policies of pods and namespaces
 
 
 def policy_of(holder: Holder, bounds: Bounds = DEFAULT_BOUNDS) -> Policy:
-    """The policy of a holder, as far as the bounds let it count."""
+    """The policy of a holder about alerts, within the bounds."""
     return parse_policy(holder.annotations, holder.namespace_labels, holder.namespace, bounds)
 
 
 def has_policy(holder: Holder) -> bool:
-    """Whether a pod, or its namespace, says anything of alerts itself."""
-    pod, spaces = holder.annotations, holder.namespace_labels
-    return ALERTS in spaces or IDLE_AFTER in spaces or ALERTS in pod or IDLE_AFTER in pod
+    """Whether a pod, or its namespace, has a policy about alerts."""
+    pod, namespace = holder.annotations, holder.namespace_labels
+    return ALERTS in namespace or IDLE_AFTER in namespace or ALERTS in pod or IDLE_AFTER in pod
 
 
 # -- all rules
 
 
 class Wording(NamedTuple):
-    """What alerts say beside what was found: where runbooks are, which label names a pod's team, what GPUs cost."""
+    """Settings for the texts of alerts: where the runbooks are, which pod label is the team, and what GPUs cost."""
 
     runbook_url: str = RUNBOOKS
     team_label: str = "team"
@@ -173,22 +177,22 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def causes(self) -> Mapping[str, int]:
-        """The places of the rules of those kinds in their order, by name."""
-        return {rule.name: place for place, kind in enumerate(CAUSES) for rule in self.of(kind)}
+        """The priorities of the rules of the kinds in ``CAUSES``, by name; 0 is the first cause."""
+        return {rule.name: priority for priority, kind in enumerate(CAUSES) for rule in self.of(kind)}
 
     @cached_property
-    def busy(self) -> float:
-        """The work from which on no pod is idle."""
+    def max_idle_work(self) -> float:
+        """The work from which on no pod is idle, by any rule."""
         return max([rule.most_work for rule in self.of("held_idle")], default=0.0)
 
     @cached_property
-    def full(self) -> float:
-        """The utilization below which no device stalls."""
+    def min_stalled_utilization(self) -> float:
+        """The utilization below which no device is stalled, by any rule."""
         return min([rule.least_used for rule in self.of("stalled")], default=inf)
 
     @cached_property
-    def ungiven(self) -> float:
-        """The work below which no device is used without having been given."""
+    def unallocated_work(self) -> float:
+        """The work below which no device is used without being allocated, by any rule."""
         return min([rule.used_above for rule in self.of("used_unallocated")], default=inf)
 
     @cached_property
@@ -198,23 +202,23 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def use_needs(self) -> UseNeeds | None:
-        """What of the use of devices is remembered; None: nothing."""
+        """The sums of use that the rules need; None if they need none."""
         windows = {
-            (one.get("window_ms", rule.window_ms) // STEP_MS, one.get("used_below", rule.used_below))
+            (settings.get("window_ms", rule.window_ms) // STEP_MS, settings.get("used_below", rule.used_below))
             for kind in WINDOWED
             for rule in self.of(kind)
-            for one in ({}, *[override.changes for override in rule.overrides])
+            for settings in ({}, *[override.changes for override in rule.overrides])
         }
         figures = bool(self.of("straggler"))
         if not windows and not figures:
             return None
-        below = max([below for _, below in windows], default=0.0)  # overrides may be laid over one another
+        below = max([below for _, below in windows], default=0.0)  # several overrides may apply at once
         lengths = sorted({steps for steps, _ in windows})
         return UseNeeds(max(lengths, default=0), figures, tuple((steps, below) for steps in lengths))
 
     @cached_property
     def plan(self) -> dict[Any, Any]:
-        """What the conditions work out from the rules once."""
+        """A cache for what the conditions compute from the rules."""
         return {}
 
     @cached_property
@@ -224,7 +228,7 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
     def in_force(
         self, rule: Rule, pod: Holder | None, *, xid: int | None = None, policy: Policy = NO_POLICY
     ) -> Rule | None:
-        """The rule as it is for a pod, and for errors of a code; None: it is disabled there."""
+        """The rule with the overrides for a pod and an XID code, and the pod's policy; None if it is disabled then."""
         if not rule.overrides and policy.idle_after_ms is None:
             return rule
         key: tuple[Any, ...] = (rule.name, xid, policy.idle_after_ms)
@@ -233,19 +237,20 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
             labels = (*map(pod.labels.get, names), *map(pod.namespace_labels.get, namespace_names))
             key += (pod.namespace, pod.workload and (pod.workload.kind, pod.workload.name), labels)
         if key not in self._in_force:
-            if len(self._in_force) >= _CACHED:
+            if len(self._in_force) >= _MAX_CACHED:
                 self._in_force.clear()
-            self._in_force[key] = overridden(rule, pod, xid, policy)
+            self._in_force[key] = apply_overrides(rule, pod, xid, policy)
         return self._in_force[key]
 
 
-def overridden(rule: Rule, pod: Holder | None, xid: int | None, policy: Policy) -> Rule | None:
-    """The rule with its overrides, a later one over an earlier one, and the pod's policy over all."""
+def apply_overrides(rule: Rule, pod: Holder | None, xid: int | None, policy: Policy) -> Rule | None:
+    """The rule with the overrides that match, later ones over earlier ones, and the pod's policy over all.
+    None if it is disabled then."""
     changes: dict[str, Any] = {}
     owner = pod.workload if pod is not None else None
     labels, namespace_labels = (pod.labels, pod.namespace_labels) if pod is not None else ({}, {})
     for override in rule.overrides:
-        wanted = [
+        matchers = [
             (override.namespace, pod.namespace if pod is not None else None),
             (override.workload_kind, owner.kind if owner is not None else None),
             (override.workload, owner.name if owner is not None else None),
@@ -254,11 +259,13 @@ def overridden(rule: Rule, pod: Holder | None, xid: int | None, policy: Policy) 
         ]
         if override.xid and xid not in override.xid:
             continue
-        if all(text is not None and any(fnmatchcase(text, glob) for glob in globs) for globs, text in wanted if globs):
+        if all(
+            text is not None and any(fnmatchcase(text, glob) for glob in globs) for globs, text in matchers if globs
+        ):
             for field, value in override.changes.items():
-                beneath = changes.get(field, getattr(rule, field))  # labels and annotations that it lacks stay
-                changes[field] = {**beneath, **value} if isinstance(value, dict) else value
+                inherited = changes.get(field, getattr(rule, field))  # labels and annotations are merged
+                changes[field] = {**inherited, **value} if isinstance(value, dict) else value
     if rule.kind == "held_idle" and policy.idle_after_ms is not None:
         changes["for_ms"] = policy.idle_after_ms
-    found = msgspec.structs.replace(rule, **changes) if changes else rule
-    return found if found.enabled else None
+    effective = msgspec.structs.replace(rule, **changes) if changes else rule
+    return effective if effective.enabled else None

@@ -15,7 +15,7 @@ import msgspec
 
 from delivery.values import duration_words
 from streams.alerts.conditions.finding import Facts, Finding, held_memory, sole_pod
-from streams.alerts.memory import HeldBy, Memory, Seen
+from streams.alerts.memory import DeviceMemory, Memory, PodMemory
 from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import WASTE, WINDOWED, Kind, Rule, Wording
 from streams.alerts.tick import Device, Tick
@@ -130,7 +130,7 @@ def with_final_figures(alert: Alert, held_ms: int) -> Alert:
 
 def describe_silence(rule: Rule, state: AlertState, memory: Memory, wording: Wording = PLAIN) -> Described:
     """Those of a node without ticks."""
-    held = {(pod.namespace, pod.pod) for seen in memory.devices.values() for pod in seen.pods}
+    held = {(pod.namespace, pod.pod) for remembered in memory.devices.values() for pod in remembered.pods}
     summary = f"{state.node} has sent nothing since {moment(time(state.last_ts_ms))}"
     description = f"{summary}. It had {_count(memory.devices, 'GPU')}, held by {_count(held, 'pod')}."
     return _labels(rule, state.cluster, state.node, ()), _annotations(rule, summary, description, {}, wording)
@@ -154,7 +154,7 @@ def _clean(value: str) -> str:
 def _about(finding: Finding, team_label: str) -> Pairs:
     """The device and the pod that an alert is about, with the pod's and namespace's labels that the rule asks for."""
     facts = finding.facts
-    found: Device | Seen | None = facts.device or facts.seen
+    found: Device | DeviceMemory | None = facts.device or facts.remembered
     mig = facts.device.mig if facts.device is not None else None
     if finding.device:
         yield "gpu_uuid", mig.parent_uuid if mig is not None else finding.device
@@ -241,14 +241,14 @@ def _price(finding: Finding, tick: Tick, wording: Wording) -> dict[str, str]:
 
 def _fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, Any]:
     facts, value, now = finding.facts, finding.value, moment(time(tick.ts_ms))
-    device, seen = facts.device, facts.seen or Seen()
+    device, remembered = facts.device, facts.remembered or DeviceMemory()
     holders = _listed(_name(pod) for pod in facts.pods)
     given = _listed(_name(pod) for pod in facts.pods if not pod.observed)
     observed = _listed(_name(pod) for pod in facts.pods if pod.observed)
     pids = _listed(str(process.pid) for process in device.processes or ()) if device is not None else ""
     there = [f"Given to: {given}." if given else "", f"Seen there: {observed}." if observed else ""]
     there += [f"Processes: {pids}." if pids else ""]
-    last = _listed(_name(pod) for pod in seen.pods)
+    last = _listed(_name(pod) for pod in remembered.pods)
     total = device.metrics.memory_total_bytes if device is not None else None
     used = held_memory(facts.pods, device, facts.sharing)
     return {
@@ -289,12 +289,12 @@ def _evidence(device: Device) -> str:
 def _where(finding: Finding, tick: Tick) -> str:
     """``GPU 3 of gpu-node-1``, ``MIG 1g.10gb of GPU 3 of gpu-node-1``."""
     device = finding.facts.device
-    found: Device | Seen | None = device or finding.facts.seen
+    found: Device | DeviceMemory | None = device or finding.facts.remembered
     gpu = f"GPU {finding.device if found is None or found.index is None else found.index} of {tick.node}"
     return f"MIG {device.mig.profile or device.uuid} of {gpu}" if device is not None and device.mig is not None else gpu
 
 
-def _name(pod: Holder | HeldBy) -> str:
+def _name(pod: Holder | PodMemory) -> str:
     return f"{pod.namespace}/{pod.pod}"
 
 

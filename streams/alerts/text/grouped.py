@@ -6,7 +6,7 @@ from decimal import Decimal
 from itertools import groupby
 from typing import NamedTuple
 
-from streams.alerts.rules.rule import OF_ALL, Kind, Rule, Rules
+from streams.alerts.rules.rule import ALL_GPUS_KINDS, Kind, Rule, Rules
 from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Scope, moment, time
 
 _OF_DEVICE = ("gpu_uuid", "gpu_index", "gpu_model", "gpu_mig_uuid", "gpu_mig_profile", "k8s_container_name")
@@ -129,7 +129,7 @@ def _of_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules)
     evidence = _listed(list(dict.fromkeys(f"{_place(m)}: {m.evidence}" for m in going if m.evidence)), "; ")
     sentences = [
         f"{summary}. {state.partition(',')[0].capitalize()}: {_places(alert.gpus)}.",
-        *(culprits if rule is not None and rule.kind in OF_ALL else []),
+        *(culprits if rule is not None and rule.kind in ALL_GPUS_KINDS else []),
         f"Evidence: {evidence}." if evidence else "",
         wasted,
         never if not worked else f"{since} {worked}." if since else "",
@@ -157,7 +157,7 @@ def _since(members: Sequence[Member], rule: Rule | None, window: str | None) -> 
     since = f"in the {window} until" if window else "since"
     first = "the first " if len({moment(at) for at in known}) > 1 else ""
     worked = [at for one in members if one.last_active and (at := datetime.fromisoformat(one.last_active)) > max(known)]
-    says_work = rule is not None and rule.kind in ("held_idle", *OF_ALL)
+    says_work = rule is not None and rule.kind in ("held_idle", *ALL_GPUS_KINDS)
     between = f", with work until {moment(max(worked))}" if worked and says_work else ""
     return f" ({first}{since} {moment(min(known))}{between})"
 
@@ -166,12 +166,12 @@ def kind_of(other: Member, rule: Rule | None, rules: Rules) -> Kind:
     """What another rule says of a GPU. An earlier version kept no name, and knew these two kinds."""
     if other.name is not None and other.name in rules.by_name:
         return rules.by_name[other.name].kind
-    return "held_idle" if rule is not None and rule.kind in OF_ALL else "stalled"
+    return "held_idle" if rule is not None and rule.kind in ALL_GPUS_KINDS else "stalled"
 
 
 def _others_do(others: Mapping[Kind, Sequence[AlertGpu]], rule: Rule | None, count: int) -> str:
     """What the GPUs of the workload do that an alert is not about, if that is known."""
-    if count <= 0 or (rule is not None and rule.kind not in ("held_idle", *OF_ALL)):
+    if count <= 0 or (rule is not None and rule.kind not in ("held_idle", *ALL_GPUS_KINDS)):
         return ""
     known = [(len(some), _OTHERS_DO[kind]) for kind, some in others.items() if some]
     working = count - sum(some for some, _ in known)

@@ -12,10 +12,10 @@ from typing import Any
 from delivery.values import duration_words
 from streams.alerts import groups
 from streams.alerts.conditions.finding import Facts, Finding
-from streams.alerts.memory import HeldBy, Memory, Seen
+from streams.alerts.memory import DeviceMemory, Memory, PodMemory
 from streams.alerts.rules import rules_file
 from streams.alerts.rules.options import BY_KEY, OPTIONS, SELECTORS, Option
-from streams.alerts.rules.rule import KINDS, OF_ALL, WASTE, WINDOWED, Kind, Rule, Rules
+from streams.alerts.rules.rule import ALL_GPUS_KINDS, KINDS, WASTE, WINDOWED, Kind, Rule, Rules
 from streams.alerts.text.describe import describe, describe_silence
 from streams.alerts.tick import Device, Metrics, Tick
 from streams.alerts.xids import XID_KINDS, XIDS
@@ -155,11 +155,11 @@ def _said(rule: Rule) -> Sequence[str]:
     if rule.kind != "node_silent":
         labels, words = describe(finding, tick, _SINCE_MS)
     else:
-        seen = Seen(3, pods=(HeldBy("ml-team", "bert-0", _SINCE_MS),))
+        remembered = DeviceMemory(3, pods=(PodMemory("ml-team", "bert-0", _SINCE_MS),))
         state = AlertState(
             schema=1, cluster="prod", node="gpu-node-1", offset=1, position=1, last_ts_ms=after_ms, logged_ms=after_ms
         )
-        labels, words = describe_silence(rule, state, Memory(devices={"GPU-1": seen}))
+        labels, words = describe_silence(rule, state, Memory(devices={"GPU-1": remembered}))
     if rule.kind in WASTE:
         words |= {"since": f"{time(_SINCE_MS):%Y-%m-%dT%H:%M:%SZ}"}
         if rule.kind == "straggler":
@@ -172,7 +172,7 @@ def _said(rule: Rule) -> Sequence[str]:
         )  # fmt: skip
         report = AlertReport(
             schema=1, group="0" * 16, scope="workload", cluster="prod", node="gpu-node-1", ts_ms=after_ms,
-            held=1 if rule.kind in OF_ALL else 8, alerts=(part,),
+            held=1 if rule.kind in ALL_GPUS_KINDS else 8, alerts=(part,),
         )  # fmt: skip
         made = groups.step(None, report, 0, Rules((rule,))).group.alert
         words = made.annotations if made is not None else words

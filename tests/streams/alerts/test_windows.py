@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.alerts.memory import BUCKET_MS, WINDOW_MS, Window, began, read, within
+from streams.alerts.memory import BUCKET_MS, WINDOW_MS, Window, errors_in_window, first_window, next_window
 from tests.streams.alerts.ticks import START_MS
 
 Readings = list[tuple[int, float | None]]
@@ -39,9 +39,9 @@ def after(told: Readings) -> Window | None:
     window: Window | None = None
     for at_ms, value in told:
         if window is not None:
-            window = read(window, value, at_ms)
+            window = next_window(window, value, at_ms)
         elif value is not None:
-            window = began(value)
+            window = first_window(value)
     return window
 
 
@@ -53,7 +53,7 @@ def test_an_error_counts_for_a_minute_and_for_less_than_five_seconds_more(story:
         errors = shown(told[:count])
         least = sum(rise for at_ms, rise in errors if now_ms - at_ms < WINDOW_MS)
         most = sum(rise for at_ms, rise in errors if now_ms - at_ms < WINDOW_MS + BUCKET_MS)
-        assert least <= within(after(told[:count]), now_ms) <= most
+        assert least <= errors_in_window(after(told[:count]), now_ms) <= most
 
 
 @given(steps)
@@ -62,7 +62,7 @@ def test_what_is_remembered_is_bounded_and_goes_when_it_is_over(story: list[tupl
     window = after(told)
     if window is not None:
         assert len(window.errors) <= WINDOW_MS // BUCKET_MS + 2
-        assert read(window, None, told[-1][0] + WINDOW_MS + BUCKET_MS).errors == ()
+        assert next_window(window, None, told[-1][0] + WINDOW_MS + BUCKET_MS).errors == ()
 
 
 @given(steps, st.integers(1, 10_000_000))
@@ -74,14 +74,14 @@ def test_errors_from_before_a_clock_was_set_back_count_from_the_first_tick_after
     if window is None:
         return
     now_ms = told[-1][0]
-    counted = within(window, now_ms)
-    then = read(window, None, now_ms - back_ms)
-    assert within(then, now_ms - back_ms) <= counted
+    counted = errors_in_window(window, now_ms)
+    then = next_window(window, None, now_ms - back_ms)
+    assert errors_in_window(then, now_ms - back_ms) <= counted
     if back_ms >= WINDOW_MS + 2 * BUCKET_MS:
-        assert within(then, now_ms - back_ms) == sum(n for _, n in window.errors)
-    assert within(then, now_ms - back_ms + WINDOW_MS + BUCKET_MS) == 0
+        assert errors_in_window(then, now_ms - back_ms) == sum(n for _, n in window.errors)
+    assert errors_in_window(then, now_ms - back_ms + WINDOW_MS + BUCKET_MS) == 0
 
 
 def test_the_first_reading_shows_no_error_and_a_reset_shows_all_of_what_is_there() -> None:
     told: Readings = [(START_MS, 40.0), (START_MS + 1000, 41.0), (START_MS + 2000, 3.0), (START_MS + 3000, 0.0)]
-    assert [within(after(told[: i + 1]), told[i][0]) for i in range(4)] == [0.0, 1.0, 4.0, 4.0]
+    assert [errors_in_window(after(told[: i + 1]), told[i][0]) for i in range(4)] == [0.0, 1.0, 4.0, 4.0]
