@@ -9,7 +9,7 @@ from gpustream.dead_letters import letters
 from gpustream.dead_letters.command import merged, row
 from gpustream.dead_letters.letters import Letter, LetterFilter, LetterId, letter_id, refused
 from streams.attribution import join
-from tests.streams.attribution.records import container, gpu, read, snapshot, tick
+from tests.streams.attribution.records import container, gpu, pending, snapshot, tick
 from topics.attributed import AttributedSample
 from topics.dead_letters import Cause, Origin
 
@@ -77,12 +77,12 @@ def _worker_that_forgot() -> join.NodeState:
         state, _ = join.step(state, snapshot(number, container(f"p{number}", gpu(0))), GRACE_S)
         for _ in range(3):
             offset += 1
-            state, out = join.step(state, read(tick(offset, number, ts_ms=offset * 11_000), offset, offset), GRACE_S)
+            state, out = join.step(state, pending(tick(offset, number, ts_ms=offset * 11_000), offset, offset), GRACE_S)
             assert len(out) == 1
     return join.step(state, join.Committed(offset + 1), GRACE_S)[0]
 
 
-OLD = read(tick(2, 1, ts_ms=22_000), offset=11, at_s=20.0)
+OLD = pending(tick(2, 1, ts_ms=22_000), offset=11, at_s=20.0)
 
 
 def test_an_old_tick_is_attributed_exactly_if_its_snapshot_is_sent_again_before_it() -> None:
@@ -95,7 +95,7 @@ def test_an_old_tick_is_attributed_exactly_if_its_snapshot_is_sent_again_before_
 
 def test_without_its_snapshot_it_waits_for_grace_and_the_nodes_ticks_behind_it() -> None:
     state, waiting = join.step(_worker_that_forgot(), OLD, GRACE_S)
-    state, behind = join.step(state, read(tick(10, 3, ts_ms=110_000), offset=12, at_s=21.0), GRACE_S)
+    state, behind = join.step(state, pending(tick(10, 3, ts_ms=110_000), offset=12, at_s=21.0), GRACE_S)
     _, out = join.step(state, join.AllocationsRead(OLD.read_s + GRACE_S), GRACE_S)
 
     assert (waiting, behind) == ([], [])

@@ -19,7 +19,7 @@ from tests.real.pipeline import Gpustream, read_all
 from tests.real.servers import AlertmanagerServer, KafkaServer
 from tests.real.test_alert_sinks import alertmanager_sink, hook, notified
 from tests.real.test_alerts import expected, written
-from tests.streams.attribution.records import CLUSTER, container, gpu, known, pod, snapshot
+from tests.streams.attribution.records import CLUSTER, container, gpu, pod, snapshot, workloads
 from topics.alerts import Alert
 from topics.samples import Device, Sample
 from topics.topic import node_key
@@ -63,7 +63,7 @@ class Node:
             pod(one, ended=None if one in pods else now_ms(), owners=(Owner("batch/v1", "Job", f"train-{one}"),))
             for one in PODS
         ]
-        await self._acknowledged("gpu.workloads", known(seq, *lives, ts_ms=now_ms(), epoch=self.run_id))
+        await self._acknowledged("gpu.workloads", workloads(seq, *lives, ts_ms=now_ms(), epoch=self.run_id))
         await self._acknowledged("gpu.allocations", snapshot(seq, *held, run_id=self.run_id, ts_ms=now_ms()))
         self._snapshots = seq
 

@@ -15,7 +15,7 @@ from streams.settings import AttributionSettings
 from tests.eventually import eventually
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import KafkaServer
-from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
+from tests.streams.attribution.records import container, gpu, pod, snapshot, tick, workloads
 from topics.attributed import AttributedSample
 from topics.topic import node_key
 from topics.workloads import Owner, Pod
@@ -38,7 +38,7 @@ class Writer:
     async def run(self) -> None:
         """For some seconds, and until all is reported."""
         for node in NODES:
-            await self._send("gpu.workloads", node, known(1, node=node))
+            await self._send("gpu.workloads", node, workloads(1, node=node))
         await asyncio.sleep(2.2)
         for seq in range(1, int(WRITE_S / EVERY_S)):
             await asyncio.gather(*(self._tick(index, node, seq) for index, node in enumerate(NODES)))
@@ -57,7 +57,7 @@ class Writer:
         await asyncio.sleep(self._random.uniform(0, TOLD_AFTER_S))
         pods = self._reported.setdefault(node, [])
         pods.append(pod(name, owners=(Owner("batch/v1", "Job", f"job-{number}"),)))
-        await self._send("gpu.workloads", node, known(1 + len(pods), *pods, node=node))
+        await self._send("gpu.workloads", node, workloads(1 + len(pods), *pods, node=node))
 
     async def _send(self, topic: str, node: str, record: msgspec.Struct) -> None:
         await self._producer.send_and_wait(topic, msgspec.json.encode(record), key=node_key("c", node))

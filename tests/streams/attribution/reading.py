@@ -28,7 +28,7 @@ class Reading:
     def _begin(self) -> None:
         """A process that knows nothing: it reads the state to its present end before any sample."""
         self.states: dict[str, join.NodeState] = defaultdict(lambda: join.NEW)
-        self.at = {"samples": self.committed, "allocations": 0, "workloads": 0}
+        self.positions = {"samples": self.committed, "allocations": 0, "workloads": 0}
         self.asked: list[tuple[float, int]] = []
         self.read_s = float("-inf")
         self.skip_grace: dict[str, bool] = defaultdict(bool)
@@ -37,7 +37,7 @@ class Reading:
         self.workloads(len(self.story.logs.workloads))
 
     def _new_epoch(self) -> None:
-        self.at["samples"] = self.committed
+        self.positions["samples"] = self.committed
         self.reads: dict[int, float] = {}
         self.released: dict[str, list[int]] = defaultdict(list)
         self.asked.clear()
@@ -55,30 +55,30 @@ class Reading:
 
     def allocations(self, amount: int) -> None:
         """Some more of the allocations that are written by now arrive."""
-        for record in self.story.logs.allocations[self.at["allocations"] :][:amount]:
-            if self.story.allocated_s[self.at["allocations"]] > self.now_s:
+        for record in self.story.logs.allocations[self.positions["allocations"] :][:amount]:
+            if self.story.allocated_s[self.positions["allocations"]] > self.now_s:
                 return
-            self.at["allocations"] += 1
+            self.positions["allocations"] += 1
             self.skip_grace[record.node] = False
             self._step(record.node, record)
 
     def workloads(self, amount: int) -> None:
         """Some more of the workloads that are written by now arrive."""
-        for record in self.story.logs.workloads[self.at["workloads"] :][:amount]:
-            offset = self.at["workloads"]
+        for record in self.story.logs.workloads[self.positions["workloads"] :][:amount]:
+            offset = self.positions["workloads"]
             if self.story.told_s[offset] > self.now_s:
                 return
-            self.at["workloads"] += 1
+            self.positions["workloads"] += 1
             logged_ms = self.watermark.workloads_read(offset, self.story.logs.told_ms[offset])
             self._step(record.node, join.LoggedWorkloads(record, logged_ms))
 
     def samples(self, amount: int) -> None:
         """Some more of the samples that are written by now arrive."""
-        for sample in self.story.logs.samples[self.at["samples"] :][:amount]:
-            offset = self.at["samples"]
+        for sample in self.story.logs.samples[self.positions["samples"] :][:amount]:
+            offset = self.positions["samples"]
             if self.story.sampled_s[offset] > self.now_s:
                 return
-            self.at["samples"] += 1
+            self.positions["samples"] += 1
             self.reads[offset] = self.now_s
             logged_ms = self.story.logs.sampled_ms[offset]
             self.watermark.sample_read(offset, logged_ms, self.now_s)
@@ -94,10 +94,10 @@ class Reading:
 
     def read(self, _: int) -> None:
         """The allocations or the workloads have been read to an end that was asked for."""
-        self.watermark.read_to(self.at["workloads"])
+        self.watermark.read_to(self.positions["workloads"])
         for node in self.story.logs.runs:
             self._step(node, join.WatermarkRaised(self.watermark.ms))
-        reached = [asked_s for asked_s, end in self.asked if self.at["allocations"] >= end]
+        reached = [asked_s for asked_s, end in self.asked if self.positions["allocations"] >= end]
         if reached:
             self.asked = [a for a in self.asked if a[0] > reached[-1]]
             self.read_s = max(self.read_s, reached[-1])
@@ -142,11 +142,11 @@ class Reading:
         if isinstance(record, join.PendingTick):
             self.skip_grace[node] |= len(self.states[node].pending) >= join.MAX_PENDING
         self.states[node], joined = join.step(self.states[node], record, GRACE_S)
-        for one in joined:
-            self._check(node, one.sample.offset)
-            value = msgspec.json.encode(one.sample)
-            assert self.out.get(one.sample.offset, value) == value
-            self.out[one.sample.offset] = value
+        for output in joined:
+            self._check(node, output.sample.offset)
+            value = msgspec.json.encode(output.sample)
+            assert self.out.get(output.sample.offset, value) == value
+            self.out[output.sample.offset] = value
 
     def _check(self, node: str, offset: int) -> None:
         waiting = [o for o in self.reads if self.story.logs.samples[o].node == node]
@@ -160,4 +160,5 @@ class Reading:
 
     def _arrived(self, sample: Sample) -> bool:
         named = (sample.node, sample.run_id, sample.allocations_seq)
-        return any((a.node, a.run_id, a.seq) == named for a in self.story.logs.allocations[: self.at["allocations"]])
+        arrived = self.story.logs.allocations[: self.positions["allocations"]]
+        return any((a.node, a.run_id, a.seq) == named for a in arrived)

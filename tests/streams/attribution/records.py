@@ -57,17 +57,22 @@ def process(uid: str | None, memory: int | None = 40, service: str | None = None
 
 
 LONG_AFTER_MS = 1 << 50
-"""A log time that is later than that of anything that was told."""
+"""A log time that is later than that of any record of the workloads."""
 
 
-def read(
-    sample: Sample, offset: int = 0, at_s: float = 0.0, *, logged_ms: int = LONG_AFTER_MS, far_ms: float = float("inf")
+def pending(
+    sample: Sample,
+    offset: int = 0,
+    at_s: float = 0.0,
+    *,
+    logged_ms: int = LONG_AFTER_MS,
+    watermark_ms: float = float("inf"),
 ) -> join.PendingTick:
-    """A sample that was read at a time, when the workloads had been read to ``far_ms``: by default all there are."""
-    return join.PendingTick(sample, offset, at_s, logged_ms, far_ms)
+    """A sample that was read at a time, when the watermark was ``watermark_ms``: by default infinite."""
+    return join.PendingTick(sample, offset, at_s, logged_ms, watermark_ms)
 
 
-def told(record: NodeWorkloads, logged_ms: int = 0) -> join.LoggedWorkloads:
+def logged(record: NodeWorkloads, logged_ms: int = 0) -> join.LoggedWorkloads:
     """A record of the workloads that was read."""
     return join.LoggedWorkloads(record, logged_ms)
 
@@ -97,10 +102,10 @@ def pod(
     return Pod("ns", name, uid or f"uid-{name}", started_ms=started, ended_ms=ended, labels=labels or {}, owners=owners)
 
 
-def known(
+def workloads(
     seq: int, *pods: Pod, ts_ms: int = 0, epoch: int = 1, labels: dict[str, str] | None = None, node: str = "n"
 ) -> NodeWorkloads:
-    """What the API server knows of a node's pods."""
+    """A record of the pods of a node."""
     return NodeWorkloads(
         schema=1, cluster=CLUSTER, node=node, epoch=epoch, seq=seq, ts_ms=ts_ms, node_labels=labels or {}, pods=pods
     )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from tests.streams.attribution.model import Logs
-from tests.streams.attribution.records import container, event, gpu, known, pod, process, snapshot, tick
+from tests.streams.attribution.records import container, event, gpu, pod, process, snapshot, tick, workloads
 from topics.allocations import Allocations, Container
 from topics.samples import Event, Process, Sample
 from topics.workloads import NodeWorkloads, Pod
@@ -102,7 +102,7 @@ class _Node:
             epoch += self.draw(st.integers(0, 4)) == 0
             pods = [p for name in PODS if (p := self._pod(name, ts_ms)) is not None]
             labels = {"version": str(self.draw(st.integers(0, 1)))}
-            records.append(known(seq, *pods, ts_ms=ts_ms, epoch=epoch, labels=labels, node=self.name))
+            records.append(workloads(seq, *pods, ts_ms=ts_ms, epoch=epoch, labels=labels, node=self.name))
             if self.draw(st.integers(0, 4)) == 0:
                 records.append(self.draw(st.sampled_from(records)))
         return records

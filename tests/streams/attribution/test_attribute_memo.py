@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streams.attribution import join
-from tests.streams.attribution.records import container, gpu, known, pod, process, read, snapshot, tick
+from tests.streams.attribution.records import container, gpu, pending, pod, process, snapshot, tick, workloads
 from topics.samples import Process
 from topics.workloads import Pod
 
@@ -24,7 +24,7 @@ def pod_of(name: str, generation: int, life_s: int | None, label: int) -> Pod:
 
 
 pods = st.builds(pod_of, names, st.integers(0, 2), st.none() | st.integers(1, 20), st.integers(0, 1))
-said = st.lists(
+changes = st.lists(
     st.tuples(times_s, st.integers(-2, 5), st.lists(pods, min_size=1, max_size=3, unique_by=lambda pod: pod.uid)),
     min_size=1,
     max_size=6,
@@ -32,34 +32,38 @@ said = st.lists(
 listed = st.lists(st.tuples(times_s, st.sets(names)), max_size=4)
 uids = st.sampled_from(["p0-0", "p1-1", "p1-2", "stranger", None])
 memory = st.sampled_from([None, 0, 40, 50])
-at_work = st.lists(st.builds(process, uids, memory, st.sampled_from([None, "mps"])), max_size=3).map(tuple)
-shown = st.dictionaries(times_s, at_work, max_size=20)
+device_processes = st.lists(st.builds(process, uids, memory, st.sampled_from([None, "mps"])), max_size=3).map(tuple)
+processes_by_time = st.dictionaries(times_s, device_processes, max_size=20)
 
-Said = list[tuple[int, int, list[Pod]]]
+Changes = list[tuple[int, int, list[Pod]]]
 """When a record was logged, how far ahead of that its clock is, in s, and its pods."""
 
 
-Shown = dict[int, tuple[Process, ...]]
+ProcessesByTime = dict[int, tuple[Process, ...]]
 """The processes from a time on."""
 
 
-def log_of(said: Said, listed: list[tuple[int, set[str]]], shown: Shown) -> list[join.Record]:
-    """A tick a second with what is said of pods, listed in snapshots, and seen of processes, all at once."""
-    records: list[join.Record] = [join.LoggedWorkloads(known(1, pod_of("p0", 0, None, 0), labels={"at": "0"}), -5_000)]
+def log_of(changes: Changes, listed: list[tuple[int, set[str]]], processes_at: ProcessesByTime) -> list[join.Record]:
+    """A tick each second, with the changes of the pods, the snapshots and the processes of that second."""
+    records: list[join.Record] = [
+        join.LoggedWorkloads(workloads(1, pod_of("p0", 0, None, 0), labels={"at": "0"}), -5_000)
+    ]
     snapshots, processes = 0, tuple[Process, ...]()
     for now_s in range(END_S):
         now_ms = now_s * 1000
-        for at_s, ahead_s, those in said:
+        for at_s, ahead_s, pods_then in changes:
             if at_s == now_s:
-                told = known(len(records) + 1, *those, ts_ms=now_ms + ahead_s * 1000, labels={"at": str(now_s // 10)})
-                records.append(join.LoggedWorkloads(told, now_ms))
-        for at_s, held in [(0, {"p0"}), *listed]:
+                record = workloads(
+                    len(records) + 1, *pods_then, ts_ms=now_ms + ahead_s * 1000, labels={"at": str(now_s // 10)}
+                )
+                records.append(join.LoggedWorkloads(record, now_ms))
+        for at_s, names in [(0, {"p0"}), *listed]:
             if at_s == now_s:
                 snapshots += 1
-                records.append(snapshot(snapshots, *(container(name, gpu(0)) for name in sorted(held)), ts_ms=now_ms))
-        processes = shown.get(now_s, processes)
+                records.append(snapshot(snapshots, *(container(name, gpu(0)) for name in sorted(names)), ts_ms=now_ms))
+        processes = processes_at.get(now_s, processes)
         sample = tick(now_s + 1, snapshots, ts_ms=now_ms, processes=[processes])
-        records.append(read(sample, now_s, logged_ms=now_ms, far_ms=now_ms + 2_000))
+        records.append(pending(sample, now_s, logged_ms=now_ms, watermark_ms=now_ms + 2_000))
     return records
 
 
@@ -69,7 +73,7 @@ def outputs(records: list[join.Record], *, remembering: bool) -> tuple[list[byte
     for record in records:
         before = state if remembering else msgspec.structs.replace(state, memo=None)
         state, joined = join.step(before, record, 10.0)
-        out += [msgspec.json.encode(one.sample) for one in joined]
+        out += [msgspec.json.encode(output.sample) for output in joined]
         again += state.memo is not None and state.memo is before.memo and bool(joined)
     return out, again
 
@@ -77,11 +81,11 @@ def outputs(records: list[join.Record], *, remembering: bool) -> tuple[list[byte
 @example([(1, 0, [pod_of("p0", 0, 15, 0)])], [], {})
 @example([], [], {9: (process("other"),), 10: (process("other", None),), 11: (process("other"),)})
 @example([], [], {9: (process("other"),), 10: (process("other", service="mps"),)})
-@given(said, listed, shown)
+@given(changes, listed, processes_by_time)
 def test_every_tick_is_joined_as_if_nothing_were_remembered(
-    said: Said, listed: list[tuple[int, set[str]]], shown: Shown
+    changes: Changes, listed: list[tuple[int, set[str]]], processes_by_time: ProcessesByTime
 ) -> None:
-    live = log_of(said, listed, shown)
+    live = log_of(changes, listed, processes_by_time)
     replayed = sorted(live, key=lambda record: isinstance(record, join.PendingTick))
 
     for log in (live, replayed):
@@ -89,7 +93,7 @@ def test_every_tick_is_joined_as_if_nothing_were_remembered(
 
 
 def test_nothing_is_worked_out_again_while_nothing_changes() -> None:
-    busy: Shown = {now_s: (process("p0-0", now_s + 1), process(None, 0)) for now_s in range(END_S)}
+    busy: ProcessesByTime = {now_s: (process("p0-0", now_s + 1), process(None, 0)) for now_s in range(END_S)}
 
     for processes in ({}, busy):
         out, again = outputs(log_of([], [], processes), remembering=True)

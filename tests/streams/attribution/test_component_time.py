@@ -9,7 +9,7 @@ from delivery.ledger import Partition
 from delivery.settings import DEAD_LETTERS
 from streams.attribution.component import ALLOCATIONS, SAMPLES, WORKLOADS
 from tests.streams.attribution.fakes import FakeApp, Record, looking, until_sent
-from tests.streams.attribution.records import LONG_AFTER_MS, container, gpu, known, pod, snapshot, tick
+from tests.streams.attribution.records import LONG_AFTER_MS, container, gpu, pod, snapshot, tick, workloads
 
 KEY = b"c/n"
 
@@ -77,7 +77,7 @@ async def test_a_tick_waits_until_the_broker_has_said_where_the_workloads_end_an
     app = FakeApp()
     app.answering = False
     app.log(snapshot(1, container("p", gpu(0))))
-    app.log(known(1, pod("p")), timestamp=97_000)
+    app.log(workloads(1, pod("p")), timestamp=97_000)
     app.log(tick(1, 1), timestamp=100_000)
     await app.read(ALLOCATIONS, SAMPLES)
     assert app.ends_asked > 0
@@ -93,7 +93,7 @@ async def test_a_tick_waits_until_the_broker_has_said_where_the_workloads_end_an
 async def test_one_answer_is_enough_for_a_backlog_that_is_read_later() -> None:
     app = FakeApp()
     app.log(snapshot(1, container("p", gpu(0))))
-    app.log(known(1, pod("p")), timestamp=1_000)
+    app.log(workloads(1, pod("p")), timestamp=1_000)
     for i in range(200):
         app.log(tick(i, 1), timestamp=10_000 + i * 1_000)
     await app.read(WORKLOADS, ALLOCATIONS)
@@ -109,7 +109,7 @@ async def test_one_answer_is_enough_for_a_backlog_that_is_read_later() -> None:
 
 async def test_ticks_that_come_live_find_the_workloads_read() -> None:
     app = FakeApp()
-    app.log(known(1, pod("p")), timestamp=1_000)
+    app.log(workloads(1, pod("p")), timestamp=1_000)
     app.log(snapshot(1, container("p", gpu(0))))
     await app.read(WORKLOADS, ALLOCATIONS)
     app.log(tick(0, 1), timestamp=9_000)
@@ -140,7 +140,7 @@ async def test_the_end_of_the_workloads_is_asked_for_before_a_tick_has_to_wait_f
 
 async def test_a_tick_waits_for_its_pod_until_what_was_logged_two_seconds_later_is_read() -> None:
     app = FakeApp()
-    app.log(known(1), timestamp=1_000)
+    app.log(workloads(1), timestamp=1_000)
     app.log(snapshot(1, container("p", gpu(0))))
     app.log(tick(1, 1), timestamp=10_000)
     await app.read(WORKLOADS, ALLOCATIONS, SAMPLES)
@@ -148,15 +148,15 @@ async def test_a_tick_waits_for_its_pod_until_what_was_logged_two_seconds_later_
     await app.look()
     assert app.sender.sent == []
 
-    app.log(known(2, pod("p")), timestamp=12_000)
-    app.log(known(3, pod("p", uid="other")), timestamp=12_001)
+    app.log(workloads(2, pod("p")), timestamp=12_000)
+    app.log(workloads(3, pod("p", uid="other")), timestamp=12_001)
     await app.read(WORKLOADS)
     assert uids(app) == ["uid-p"]
 
 
 async def test_a_tick_goes_without_its_pod_once_an_end_that_was_asked_for_later_is_read() -> None:
     app = FakeApp()
-    app.log(known(1), timestamp=1_000)
+    app.log(workloads(1), timestamp=1_000)
     app.log(snapshot(1, container("p", gpu(0))))
     app.log(tick(1, 1), timestamp=10_000)
     await app.read(WORKLOADS, ALLOCATIONS, SAMPLES)
@@ -172,8 +172,8 @@ async def test_a_record_that_was_logged_before_what_was_taken_as_read_is_counted
     app = FakeApp()
     app.log(tick(1, None), timestamp=100_000)
     await app.read(SAMPLES)
-    app.log(known(1), timestamp=99_000)
-    app.log(known(2), timestamp=100_000)
+    app.log(workloads(1), timestamp=99_000)
+    app.log(workloads(2), timestamp=100_000)
     await app.read(WORKLOADS)
 
     assert app.total("misordered_workloads_total") == 1
@@ -181,7 +181,7 @@ async def test_a_record_that_was_logged_before_what_was_taken_as_read_is_counted
 
 async def test_a_record_without_a_log_time_has_that_of_its_reading() -> None:
     app = FakeApp()
-    app.log(known(1, pod("p")), timestamp=-1)
+    app.log(workloads(1, pod("p")), timestamp=-1)
     app.log(snapshot(1, container("p", gpu(0))))
     app.log(tick(1, 1), timestamp=time.time_ns() // 1_000_000 + 3_600_000)
     await app.read(WORKLOADS, ALLOCATIONS, SAMPLES)
@@ -207,7 +207,7 @@ async def test_a_batch_of_an_epoch_that_is_over_does_nothing() -> None:
 
 async def test_an_epoch_that_ends_while_the_sender_has_no_room_ends_the_batch() -> None:
     app = FakeApp()
-    app.log(known(1, node="other"), timestamp=LONG_AFTER_MS)
+    app.log(workloads(1, node="other"), timestamp=LONG_AFTER_MS)
     await app.read(WORKLOADS)
     for i in range(3):
         app.log(tick(i, None))

@@ -5,7 +5,7 @@ import pytest
 
 from streams.attribution import join
 from streams.attribution.holders import DeviceHolders, add_observed
-from tests.streams.attribution.records import container, gpu, known, pod, read, snapshot, tick, told
+from tests.streams.attribution.records import container, gpu, logged, pending, pod, snapshot, tick, workloads
 from topics.attributed import AttributedDevice, Holder, Parts, Workload
 from topics.samples import Device, Process
 from topics.workloads import Owner, Pod
@@ -132,16 +132,16 @@ def test_where_processes_cannot_be_seen_there_is_no_evidence() -> None:
 # -- in a tick
 
 
-def joined(*processes: Process, named: int | None = 1, workloads: tuple[Pod, ...] | None = None) -> AttributedDevice:
+def joined(*processes: Process, named: int | None = 1, known_pods: tuple[Pod, ...] | None = None) -> AttributedDevice:
     """A GPU with these processes that the pods a and b hold by time-slicing, a twice."""
     shared = snapshot(1, container("a", f"{gpu(0)}::0", f"{gpu(0)}::2"), container("b", f"{gpu(0)}::1"))
     device = Device(
         gpu(0), index=0, metrics=METRICS, processes=processes, info={"serial": "7"}, xids={"79": 1}, read_ms=5
     )
     sample = msgspec.structs.replace(tick(1, named), devices=(device,))
-    pods = tuple(PODS.values()) if workloads is None else workloads
+    pods = tuple(PODS.values()) if known_pods is None else known_pods
     state = join.NEW
-    records: list[join.Record] = [told(known(1, *pods)), shared, read(sample)]
+    records: list[join.Record] = [logged(workloads(1, *pods)), shared, pending(sample)]
     for record in records:
         state, out = join.step(state, record, 10.0)
     return out[0].sample.devices[0]
@@ -174,7 +174,7 @@ def test_a_tick_without_a_kubelet_is_neither_divided_nor_contradicted() -> None:
 
 def test_a_pod_that_had_ended_is_not_observed_but_a_conflict() -> None:
     ended = (*[PODS[uid] for uid in ("uid-a", "uid-b")], pod("c", ended=-60_000))
-    found = joined(process("c"), workloads=ended)
+    found = joined(process("c"), known_pods=ended)
 
     assert ([h.pod for h in found.holders], found.conflict) == (["a", "b"], "unallocated_process")
 
@@ -183,8 +183,8 @@ def test_a_lost_gpu_has_the_holders_that_the_kubelet_still_says_and_is_not_divid
     lost = Device(gpu(0), index=0, state="lost", info={"serial": "7"})
     sample = msgspec.structs.replace(tick(1, 1), devices=(lost,))
     state = join.NEW
-    records: list[join.Record] = [told(known(1, *PODS.values())), snapshot(1, container("a", gpu(0)))]
-    for record in [*records, read(sample)]:
+    records: list[join.Record] = [logged(workloads(1, *PODS.values())), snapshot(1, container("a", gpu(0)))]
+    for record in [*records, pending(sample)]:
         state, out = join.step(state, record, 10.0)
     (found,) = out[0].sample.devices
 

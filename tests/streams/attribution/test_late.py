@@ -5,7 +5,7 @@ import pytest
 from streams.attribution import join
 from streams.attribution.attribute import Joined
 from streams.attribution.join import AllocationsRead
-from tests.streams.attribution.records import container, gpu, read, snapshot, tick
+from tests.streams.attribution.records import container, gpu, pending, snapshot, tick
 from topics.allocations import Allocations
 from topics.samples import Sample
 
@@ -15,15 +15,15 @@ def held_by(*records: Allocations | Sample) -> list[tuple[str, str]]:
     state, out, offset = join.NEW, list[Joined](), 0
     for record in records:
         if isinstance(record, Sample):
-            state, joined = join.step(state, read(record, offset, float(offset)), 10.0)
+            state, joined = join.step(state, pending(record, offset, float(offset)), 10.0)
             out += joined
             offset += 1
             state, joined = join.step(state, AllocationsRead(offset + 10.0), 10.0)
         else:
             state, joined = join.step(state, record, 10.0)
         out += joined
-    pods = [[holder.pod for holder in one.sample.devices[0].holders] for one in out]
-    return [(one.sample.attribution, "".join(found)) for one, found in zip(out, pods, strict=True)]
+    pods = [[holder.pod for holder in output.sample.devices[0].holders] for output in out]
+    return [(output.sample.attribution, "".join(names)) for output, names in zip(out, pods, strict=True)]
 
 
 def named(run_id: int, seq: int, *, ts_ms: int = 0) -> Allocations:

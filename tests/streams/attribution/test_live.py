@@ -1,7 +1,7 @@
-"""What is said live and what a replay says later: the same bytes, for pods that only their processes show, too.
+"""The live join and a replay give the same bytes, also for pods that only their processes show.
 
-Live, processes are seen at once, the kubelet tells of a pod some seconds later, and the API server within 4 s, but for
-one that asked for no GPU: of that neither ever tells. A StatefulSet's pod is made again under its name.
+Live, processes are seen at once, the kubelet reports a pod some seconds later, and the API server within 4 s; neither
+ever reports a pod that requested no GPU. A StatefulSet's pod is created again under its name.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from streams.attribution import join
 from tests.streams.attribution.model import Logs
 from tests.streams.attribution.reading import Reading
-from tests.streams.attribution.records import container, gpu, known, pod, process, read, snapshot, tick
+from tests.streams.attribution.records import container, gpu, pending, pod, process, snapshot, tick, workloads
 from tests.streams.attribution.stories import Act, Story, schedules, stalls
 from topics.allocations import Allocations
 from topics.attributed import AttributedSample
@@ -26,9 +26,9 @@ END_MS = 30_000
 FIRST = pod("first", started=-60_000)
 
 
-class Life(NamedTuple):
-    """A pod on one of two GPUs: when it starts, how much later the API server and the kubelet tell, when it ends, and
-    how much longer the kubelet lists it."""
+class PodStory(NamedTuple):
+    """A pod on one of two GPUs: when it starts, how much later the API server and the kubelet report it, when it ends,
+    and how much longer the kubelet lists it."""
 
     start_ms: int
     told_ms: int
@@ -43,8 +43,9 @@ def steps(least: int, most: int) -> st.SearchStrategy[int]:
     return st.integers(least, most).map(lambda number: number * STEP_MS)
 
 
-lives = st.lists(
-    st.builds(Life, steps(1, 12), steps(0, 8), steps(0, 8), steps(14, 30), st.integers(0, 1), steps(0, 40)), max_size=4
+pod_stories = st.lists(
+    st.builds(PodStory, steps(1, 12), steps(0, 8), steps(0, 8), steps(14, 30), st.integers(0, 1), steps(0, 40)),
+    max_size=4,
 )
 
 
@@ -55,84 +56,86 @@ class Logged(NamedTuple):
     record: Sample | Allocations | NodeWorkloads
 
 
-def log_of(pods: list[Life], rogue_ms: int = END_MS) -> list[Logged]:
-    """What is written of these pods, in order: workloads, snapshots and ticks, one every second. From ``rogue_ms`` on
-    a process of a pod is on the second GPU that no workloads ever have."""
-    found = [Logged(-60_000, known(1, FIRST))]
+def log_of(pods: list[PodStory], rogue_ms: int = END_MS) -> list[Logged]:
+    """The records about these pods, in order: workloads, snapshots and ticks, one every second. From ``rogue_ms`` on
+    the second GPU has a process of a pod that is in no record of the workloads."""
+    log = [Logged(-60_000, workloads(1, FIRST))]
     for at_ms in range(0, END_MS, STEP_MS):
-        told = tuple(_known(n, p, at_ms) for n, p in enumerate(pods) if p.start_ms + p.told_ms <= at_ms)
-        if told != _told(found):
-            found.append(Logged(at_ms, known(len(found) + 1, FIRST, *told, ts_ms=at_ms)))
+        known_pods = tuple(_known(n, p, at_ms) for n, p in enumerate(pods) if p.start_ms + p.told_ms <= at_ms)
+        if known_pods != _told(log):
+            log.append(Logged(at_ms, workloads(len(log) + 1, FIRST, *known_pods, ts_ms=at_ms)))
         if at_ms % 1000 == 0:
-            found += _ticked(pods, at_ms, rogue=at_ms >= rogue_ms)
-    return found
+            log += _ticked(pods, at_ms, rogue=at_ms >= rogue_ms)
+    return log
 
 
-def _known(number: int, one: Life, at_ms: int) -> Pod:
+def _known(number: int, story: PodStory, at_ms: int) -> Pod:
     """A pod as the API server has it by then."""
-    ended_ms = one.end_ms if one.end_ms + one.told_ms <= at_ms else None
-    return pod(f"p{number}", started=one.start_ms, ended=ended_ms)
+    ended_ms = story.end_ms if story.end_ms + story.told_ms <= at_ms else None
+    return pod(f"p{number}", started=story.start_ms, ended=ended_ms)
 
 
-def _told(found: Iterable[Logged]) -> tuple[Pod, ...]:
+def _told(log: Iterable[Logged]) -> tuple[Pod, ...]:
     """The pods that the last workloads have, the first apart."""
-    return [one.record.pods[1:] for one in found if isinstance(one.record, NodeWorkloads)][-1]
+    return [logged.record.pods[1:] for logged in log if isinstance(logged.record, NodeWorkloads)][-1]
 
 
-def _ticked(pods: list[Life], at_ms: int, *, rogue: bool) -> list[Logged]:
+def _ticked(pods: list[PodStory], at_ms: int, *, rogue: bool) -> list[Logged]:
     """A snapshot and the tick that names it."""
     seq = at_ms // 1000 + 1
     reported = [container(f"p{n}", gpu(p.gpu)) for n, p in enumerate(pods) if _listed(p, at_ms)]
-    shown = [[process(f"uid-p{n}") for n, p in enumerate(pods) if p.gpu == i and _runs(p, at_ms)] for i in (0, 1)]
-    shown[1] += [process("uid-rogue")] * rogue
-    sample = tick(seq, seq, ts_ms=at_ms, processes=[tuple(of) for of in shown])
+    processes = [[process(f"uid-p{n}") for n, p in enumerate(pods) if p.gpu == i and _runs(p, at_ms)] for i in (0, 1)]
+    processes[1] += [process("uid-rogue")] * rogue
+    sample = tick(seq, seq, ts_ms=at_ms, processes=[tuple(on_gpu) for on_gpu in processes])
     return [Logged(at_ms, snapshot(seq, container("first", gpu(0)), *reported, ts_ms=at_ms)), Logged(at_ms, sample)]
 
 
-def _runs(one: Life, at_ms: int) -> bool:
-    return one.start_ms <= at_ms < one.end_ms
+def _runs(story: PodStory, at_ms: int) -> bool:
+    return story.start_ms <= at_ms < story.end_ms
 
 
-def _listed(one: Life, at_ms: int) -> bool:
-    return one.start_ms + one.reported_ms <= at_ms < one.end_ms + max(one.reported_ms, one.listed_ms)
+def _listed(story: PodStory, at_ms: int) -> bool:
+    return story.start_ms + story.reported_ms <= at_ms < story.end_ms + max(story.reported_ms, story.listed_ms)
 
 
 def live(log: list[Logged], step_ms: int = STEP_MS) -> list[bytes]:
-    """What comes out while it is written, each record read at once."""
+    """The outputs of the live join, which reads each record at once."""
     records: list[join.Record] = []
     for at_ms in (-60_000, *range(0, END_MS + 3_000, step_ms)):
-        records += [_read(one, at_ms) for one in log if one.at_ms == at_ms]
+        records += [_read(logged, at_ms) for logged in log if logged.at_ms == at_ms]
         records.append(join.WatermarkRaised(at_ms))
     return outputs(records)
 
 
 def replay(log: list[Logged]) -> list[bytes]:
-    """What comes out long after: the state is read first."""
-    state = [one for one in log if not isinstance(one.record, Sample)]
-    samples = [one for one in log if isinstance(one.record, Sample)]
-    return outputs([_read(one, END_MS + 3_000) for one in (*state, *samples)])
+    """The outputs of a replay: it reads the state first."""
+    state = [logged for logged in log if not isinstance(logged.record, Sample)]
+    samples = [logged for logged in log if isinstance(logged.record, Sample)]
+    return outputs([_read(logged, END_MS + 3_000) for logged in (*state, *samples)])
 
 
-def _read(one: Logged, far_ms: int) -> join.Record:
+def _read(logged: Logged, watermark_ms: int) -> join.Record:
     """A record that is read when the workloads have been read to a time."""
-    if isinstance(one.record, Sample):
-        return read(one.record, one.record.seq, logged_ms=one.at_ms, far_ms=far_ms)
-    return one.record if isinstance(one.record, Allocations) else join.LoggedWorkloads(one.record, one.at_ms)
+    if isinstance(logged.record, Sample):
+        return pending(logged.record, logged.record.seq, logged_ms=logged.at_ms, watermark_ms=watermark_ms)
+    if isinstance(logged.record, Allocations):
+        return logged.record
+    return join.LoggedWorkloads(logged.record, logged.at_ms)
 
 
 def outputs(records: Iterable[join.Record]) -> list[bytes]:
-    """All that the join lets go, encoded."""
+    """The ticks that the join releases, encoded."""
     state, out = join.NEW, list[bytes]()
     for record in records:
         state, joined = join.step(state, record, 10.0)
-        out += [msgspec.json.encode(one.sample) for one in joined]
+        out += [msgspec.json.encode(output.sample) for output in joined]
     return out
 
 
-@given(lives, steps(0, END_MS // STEP_MS))
-@example([Life(500, 1_500, 4_000, 9_000, 1)], 3_000)
-@example([Life(500, 1_500, 1_000, 7_000, 1, 20_000)], END_MS)
-def test_a_replay_gives_the_bytes_that_were_given_live(pods: list[Life], rogue_ms: int) -> None:
+@given(pod_stories, steps(0, END_MS // STEP_MS))
+@example([PodStory(500, 1_500, 4_000, 9_000, 1)], 3_000)
+@example([PodStory(500, 1_500, 1_000, 7_000, 1, 20_000)], END_MS)
+def test_a_replay_gives_the_bytes_that_were_given_live(pods: list[PodStory], rogue_ms: int) -> None:
     log = log_of(pods, rogue_ms)
 
     assert live(log) == replay(log)
@@ -141,9 +144,9 @@ def test_a_replay_gives_the_bytes_that_were_given_live(pods: list[Life], rogue_m
 
 def story(log: list[Logged]) -> Story:
     """The same logs, to be read in another order."""
-    samples = [(one.at_ms, one.record) for one in log if isinstance(one.record, Sample)]
-    allocations = [(one.at_ms, one.record) for one in log if isinstance(one.record, Allocations)]
-    workloads = [(one.at_ms, one.record) for one in log if isinstance(one.record, NodeWorkloads)]
+    samples = [(logged.at_ms, logged.record) for logged in log if isinstance(logged.record, Sample)]
+    allocations = [(logged.at_ms, logged.record) for logged in log if isinstance(logged.record, Allocations)]
+    workloads = [(logged.at_ms, logged.record) for logged in log if isinstance(logged.record, NodeWorkloads)]
     times = ([at_ms for at_ms, _ in those] for those in (samples, workloads))
     logs = Logs([r for _, r in samples], [r for _, r in allocations], [r for _, r in workloads], {"n": [1]}, *times)
     return Story(logs, *([at_ms / 1000 for at_ms, _ in those] for those in (samples, allocations, workloads)))
@@ -158,9 +161,9 @@ def read_by(log: list[Logged], schedule: list[Act]) -> dict[int, bytes]:
     return reading.out
 
 
-@given(lives, schedules, stalls)
+@given(pod_stories, schedules, stalls)
 def test_any_order_of_reading_stalls_and_restarts_gives_the_same_bytes(
-    pods: list[Life], schedule: list[Act], stall: list[Act]
+    pods: list[PodStory], schedule: list[Act], stall: list[Act]
 ) -> None:
     log = log_of(pods)
 
@@ -168,9 +171,9 @@ def test_any_order_of_reading_stalls_and_restarts_gives_the_same_bytes(
 
 
 def test_a_pod_that_its_processes_show_first_is_shown_live() -> None:
-    shown = [b'"observed":true' in tick for tick in live(log_of([Life(500, 1_500, 4_000, 9_000, 1)]))]
+    processes = [b'"observed":true' in tick for tick in live(log_of([PodStory(500, 1_500, 4_000, 9_000, 1)]))]
 
-    assert shown == [False, *[True] * 4, *[False] * 25]
+    assert processes == [False, *[True] * 4, *[False] * 25]
 
 
 def test_a_pod_that_asked_for_no_gpu_is_a_conflict_live_from_its_first_tick() -> None:
@@ -180,7 +183,7 @@ def test_a_pod_that_asked_for_no_gpu_is_a_conflict_live_from_its_first_tick() ->
 
 
 def test_a_pod_that_the_kubelet_lists_long_after_its_end_holds_its_gpu_for_ten_seconds_more() -> None:
-    held = [b'"pod":"p0"' in tick for tick in live(log_of([Life(500, 1_500, 0, 7_000, 1, 20_000)]))]
+    held = [b'"pod":"p0"' in tick for tick in live(log_of([PodStory(500, 1_500, 0, 7_000, 1, 20_000)]))]
 
     assert held == [False, *[True] * 17, *[False] * 12]
 
@@ -191,7 +194,7 @@ TICK_MS, WHOLE = 100, 1_000
 
 
 class Renewal(NamedTuple):
-    """When the old pod ended, and when that was told; when the new one began, was told and was listed."""
+    """When the old pod ended, and when that was reported; when the new one started, was reported and was listed."""
 
     ended_ms: int
     end_told_ms: int
@@ -202,7 +205,7 @@ class Renewal(NamedTuple):
 
 @st.composite
 def renewals(draw: st.DrawFn) -> Renewal:
-    """As the API server and the kubelet go about it: in any order that may be, within some seconds."""
+    """The API server and the kubelet report in any possible order, within some seconds."""
     ended_ms = 4_000 + draw(st.integers(0, 20)) * TICK_MS
     begun_ms = ended_ms + draw(st.integers(1, 20)) * TICK_MS
     end_told_ms = ended_ms + draw(st.integers(0, 30)) * TICK_MS
@@ -211,38 +214,38 @@ def renewals(draw: st.DrawFn) -> Renewal:
     return Renewal(ended_ms, end_told_ms, begun_ms, told_ms, listed_ms)
 
 
-def renewed(story: Renewal, *, shown: bool) -> list[Logged]:
+def renewed(story: Renewal, *, processes: bool) -> list[Logged]:
     """A tick every 100 ms. The API server gives a pod's start in whole seconds."""
     old, new = pod("web-0", uid="old"), pod("web-0", uid="new", started=story.begun_ms // WHOLE * WHOLE)
     over = pod("web-0", uid="old", ended=story.ended_ms)
-    found, snapshots = [Logged(-60_000, known(1, old))], list[Allocations]()
+    log, snapshots = [Logged(-60_000, workloads(1, old))], list[Allocations]()
     for at_ms in range(0, 15_000, TICK_MS):
         if at_ms == story.end_told_ms:
-            found.append(Logged(at_ms, known(2, over, ts_ms=at_ms)))
+            log.append(Logged(at_ms, workloads(2, over, ts_ms=at_ms)))
         if at_ms == story.told_ms:
-            found.append(Logged(at_ms, known(3, over, new, ts_ms=at_ms)))
+            log.append(Logged(at_ms, workloads(3, over, new, ts_ms=at_ms)))
         listed = at_ms < story.ended_ms or at_ms >= story.listed_ms
         if not snapshots or bool(snapshots[-1].containers) != listed:
             containers = [container("web-0", gpu(0))] if listed else []
             snapshots.append(snapshot(len(snapshots) + 1, *containers, ts_ms=at_ms))
-            found.append(Logged(at_ms, snapshots[-1]))
+            log.append(Logged(at_ms, snapshots[-1]))
         runs = [process("old")] * (at_ms < story.ended_ms) + [process("new")] * (at_ms >= story.begun_ms)
-        sample = tick(at_ms // TICK_MS, len(snapshots), ts_ms=at_ms, processes=[tuple(runs) if shown else ()])
-        found.append(Logged(at_ms, sample))
-    return found
+        sample = tick(at_ms // TICK_MS, len(snapshots), ts_ms=at_ms, processes=[tuple(runs) if processes else ()])
+        log.append(Logged(at_ms, sample))
+    return log
 
 
 @given(renewals(), st.booleans())
 def test_a_statefulsets_pod_that_is_made_again_has_the_same_holder_at_every_tick_live_and_in_a_replay(
-    story: Renewal, shown: bool
+    story: Renewal, processes: bool
 ) -> None:
-    log = renewed(story, shown=shown)
+    log = renewed(story, processes=processes)
     written = live(log, TICK_MS)
 
     assert written == replay(log)
     out = [msgspec.json.decode(value, type=AttributedSample) for value in written]
     assert len(out) == 150
-    given_to = {one.ts_ms: [holder.pod_uid for holder in one.devices[0].holders] for one in out}
+    given_to = {sample.ts_ms: [holder.pod_uid for holder in sample.devices[0].holders] for sample in out}
     assert all(uids == ["old"] for ts_ms, uids in given_to.items() if ts_ms < story.ended_ms)
     in_time_ms = max(story.listed_ms, story.told_ms - 2_000)
     assert all(uids == ["new"] for ts_ms, uids in given_to.items() if ts_ms >= in_time_ms)

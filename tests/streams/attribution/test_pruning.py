@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from streams.attribution import join
 from streams.attribution.attribute import Joined
 from streams.attribution.join import AllocationsRead, Committed, Forget, NodeState
-from tests.streams.attribution.records import container, gpu, known, pod, read, snapshot, tick, told
+from tests.streams.attribution.records import container, gpu, logged, pending, pod, snapshot, tick, workloads
 from topics.allocations import Claim, Container
 from topics.workloads import DraDevice
 
@@ -26,16 +26,16 @@ def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Joined
 
 def size(state: NodeState) -> dict[str, int]:
     """How much is remembered of each kind."""
-    workloads = state.workloads
-    histories = [history for pods in workloads.lifetimes.values() for history in pods] if workloads else []
+    known = state.workloads
+    histories = [history for pods in known.lifetimes.values() for history in pods] if known else []
     return {
         "snapshots": len(state.snapshots),
         "runs": max(len(state.snapshot_runs), len(state.sample_runs)),
         "pending": len(state.pending),
         "marks": len(state.marks),
         "lifetimes": len(histories),
-        "ends": len(workloads.ends) if workloads else 0,
-        "changes": max([len(history) for history in histories] + [len(workloads.node_labels) if workloads else 0]),
+        "ends": len(known.ends) if known else 0,
+        "changes": max([len(history) for history in histories] + [len(known.node_labels) if known else 0]),
     }
 
 
@@ -46,9 +46,9 @@ def test_a_node_of_many_runs_snapshots_and_pods_is_remembered_in_little(lost_eve
         ts_ms, named = i * 11_000, seq + 1_000 * ((i + 1) % lost_every == 0)
         state, out = run(
             state,
-            told(known(i, pod(f"p{i}", started=ts_ms), ts_ms=ts_ms, labels={"i": str(i)}), ts_ms),
+            logged(workloads(i, pod(f"p{i}", started=ts_ms), ts_ms=ts_ms, labels={"i": str(i)}), ts_ms),
             snapshot(seq, container(f"p{i}", gpu(0)), run_id=run_id, ts_ms=ts_ms),
-            read(tick(seq, named, run_id=run_id, ts_ms=ts_ms), i, logged_ms=ts_ms + 2_000),
+            pending(tick(seq, named, run_id=run_id, ts_ms=ts_ms), i, logged_ms=ts_ms + 2_000),
             AllocationsRead(i + GRACE_S),
             Committed(i + 1),
         )
@@ -60,7 +60,7 @@ def test_a_node_of_many_runs_snapshots_and_pods_is_remembered_in_little(lost_eve
 
 
 def test_a_quiet_node_keeps_one_mark_in_ten_seconds() -> None:
-    state, _ = run(join.NEW, snapshot(1), *(read(tick(i, 1, ts_ms=i * 1000), i) for i in range(100)))
+    state, _ = run(join.NEW, snapshot(1), *(pending(tick(i, 1, ts_ms=i * 1000), i) for i in range(100)))
 
     assert len(state.marks) == 10
 
@@ -68,16 +68,16 @@ def test_a_quiet_node_keeps_one_mark_in_ten_seconds() -> None:
 def test_a_pod_and_a_snapshot_that_uncommitted_samples_ask_for_are_kept() -> None:
     samples = [tick(i, 1 + i // 5, ts_ms=i * 5_000) for i in range(10)]
     before = (
-        told(known(1, pod("p", ended=20_000, labels={"a": "1"}))),
+        logged(workloads(1, pod("p", ended=20_000, labels={"a": "1"}))),
         snapshot(1, container("p", gpu(0))),
         snapshot(2),
     )
     state, first = run(
-        join.NEW, *before, *(read(sample, i) for i, sample in enumerate(samples)), Committed(4), Forget()
+        join.NEW, *before, *(pending(sample, i) for i, sample in enumerate(samples)), Committed(4), Forget()
     )
-    _, again = run(state, *(read(sample, i) for i, sample in enumerate(samples) if i >= 4))
+    _, again = run(state, *(pending(sample, i) for i, sample in enumerate(samples) if i >= 4))
 
-    assert [one.sample for one in again] == [one.sample for one in first[4:]]
+    assert [output.sample for output in again] == [output.sample for output in first[4:]]
     assert again[0].sample.devices[0].holders[0].labels == {"a": "1"}
 
 
@@ -86,14 +86,14 @@ def test_a_pod_is_kept_for_samples_of_a_run_whose_clock_was_set_back_before_the_
     samples = [tick(1, 1), tick(2, 1, ts_ms=90_000), tick(1, 1, run_id=2, ts_ms=10_000)]
     state, first = run(
         join.NEW,
-        told(known(1, pod("p", ended=20_000, labels={"a": "1"}))),
+        logged(workloads(1, pod("p", ended=20_000, labels={"a": "1"}))),
         snapshot(1, container("p", gpu(0))),
         snapshot(1, container("p", gpu(0)), run_id=2),
-        *(read(sample, i) for i, sample in enumerate(samples)),
+        *(pending(sample, i) for i, sample in enumerate(samples)),
         Committed(2),
         Forget(),
     )
-    _, again = run(state, read(samples[2], 2))
+    _, again = run(state, pending(samples[2], 2))
 
     assert first[2].sample.devices[0].holders[0].pod_uid == "uid-p"
     assert again[0].sample == first[2].sample
@@ -104,20 +104,22 @@ def test_a_pod_is_kept_for_a_sample_that_waits_while_later_ones_are_committed() 
     samples = [tick(1, 1), tick(2, 1, ts_ms=90_000), tick(1, 1, run_id=2, ts_ms=10_000)]
     state, _ = run(
         join.NEW,
-        told(known(1, pod("p", ended=20_000))),
+        logged(workloads(1, pod("p", ended=20_000))),
         snapshot(1, container("p", gpu(0))),
-        *(read(sample, i) for i, sample in enumerate(samples)),
+        *(pending(sample, i) for i, sample in enumerate(samples)),
         Committed(2),
     )
     _, out = run(state, snapshot(1, container("p", gpu(0)), run_id=2))
 
-    assert [one.sample.devices[0].holders[0].pod_uid for one in out] == ["uid-p"]
+    assert [output.sample.devices[0].holders[0].pod_uid for output in out] == ["uid-p"]
 
 
 def test_the_last_snapshot_of_the_run_before_is_kept_while_a_late_sample_may_need_it() -> None:
-    held = snapshot(2, container("p", gpu(0)))
-    state, _ = run(join.NEW, snapshot(1), held, read(tick(1, 1), 0), read(tick(2, 2, ts_ms=11_000), 1), Committed(2))
-    _, out = run(state, read(tick(1, 1, run_id=9, ts_ms=12_000), 2), AllocationsRead(GRACE_S))
+    listed = snapshot(2, container("p", gpu(0)))
+    state, _ = run(
+        join.NEW, snapshot(1), listed, pending(tick(1, 1), 0), pending(tick(2, 2, ts_ms=11_000), 1), Committed(2)
+    )
+    _, out = run(state, pending(tick(1, 1, run_id=9, ts_ms=12_000), 2), AllocationsRead(GRACE_S))
 
     assert out[0].sample.attribution == "late"
     assert [holder.pod for holder in out[0].sample.devices[0].holders] == ["p"]
@@ -129,7 +131,7 @@ def test_snapshots_do_not_pile_up_behind_samples_that_never_name_one_of_them() -
         state, _ = run(
             state,
             snapshot(i + 1, ts_ms=i * 11_000),
-            read(tick(i, i + 1000, ts_ms=i * 11_000), i),
+            pending(tick(i, i + 1000, ts_ms=i * 11_000), i),
             AllocationsRead(GRACE_S),
             Committed(i + 1),
         )
@@ -140,12 +142,12 @@ def test_snapshots_do_not_pile_up_behind_samples_that_never_name_one_of_them() -
 def test_that_a_pod_has_ended_is_remembered_while_a_kubelet_that_begins_again_lists_nothing() -> None:
     listing = [container("p", gpu(0))]
     snapshots = snapshot(1, *listing), snapshot(2, ts_ms=90_000), snapshot(3, *listing, ts_ms=200_000)
-    ticks = [read(tick(1 + i, 1 + i // 5, ts_ms=i * 20_000), i) for i in range(13)]
-    whole, all_out = run(join.NEW, told(known(1, pod("p", ended=20_000))), *snapshots, *ticks)
-    _, some_out = run(whole, Committed(9), Forget(), *ticks[9:])
+    ticks = [pending(tick(1 + i, 1 + i // 5, ts_ms=i * 20_000), i) for i in range(13)]
+    whole, all_out = run(join.NEW, logged(workloads(1, pod("p", ended=20_000))), *snapshots, *ticks)
+    _, pruned_out = run(whole, Committed(9), Forget(), *ticks[9:])
 
-    assert [bool(one.sample.devices[0].holders) for one in all_out] == [True, True, *[False] * 11]
-    assert [one.sample for one in some_out] == [one.sample for one in all_out[9:]]
+    assert [bool(output.sample.devices[0].holders) for output in all_out] == [True, True, *[False] * 11]
+    assert [output.sample for output in pruned_out] == [output.sample for output in all_out[9:]]
 
 
 # -- the last answer is used again only where it is the same
@@ -153,49 +155,49 @@ def test_that_a_pod_has_ended_is_remembered_while_a_kubelet_that_begins_again_li
 
 def test_a_minor_number_that_appears_within_a_snapshot_counts() -> None:
     """An id that names the device file means another device once the tick says which."""
-    held, first, second = snapshot(1, container("p", "nvidia1")), tick(1, 1), tick(2, 1)
+    listed, first, second = snapshot(1, container("p", "nvidia1")), tick(1, 1), tick(2, 1)
     swapped = tuple(replace(device, minor=1 - (device.index or 0)) for device in second.devices)
     second = replace(second, devices=swapped)
 
-    _, out = run(join.NEW, held, read(first, 0), read(second, 1))
+    _, out = run(join.NEW, listed, pending(first, 0), pending(second, 1))
 
-    assert [[bool(device.holders) for device in one.sample.devices] for one in out] == [[False, True], [True, False]]
+    assert [[bool(device.holders) for device in o.sample.devices] for o in out] == [[False, True], [True, False]]
 
 
 def test_device_ids_in_no_grammar_are_reported_once_a_snapshot() -> None:
-    held = snapshot(1, container("p", "strange", gpu(0)))
+    listed = snapshot(1, container("p", "strange", gpu(0)))
 
-    _, out = run(join.NEW, held, read(tick(1, 1), 0), read(tick(2, 1), 1))
+    _, out = run(join.NEW, listed, pending(tick(1, 1), 0), pending(tick(2, 1), 1))
 
-    assert [one.unknown_ids for one in out] == [("strange",), ()]
-    assert all(one.sample.devices[0].holders for one in out)
+    assert [output.unknown_ids for output in out] == [("strange",), ()]
+    assert all(output.sample.devices[0].holders for output in out)
 
 
 def test_a_resource_slice_that_changes_within_a_snapshot_counts() -> None:
     claimed = Container("ns", "p", "main", claims=(Claim("claim", "ns", "gpu.nvidia.com", "n", "gpu-0"),))
     slices = [
-        told(replace(known(i, ts_ms=i * 1000), dra_devices=(DraDevice("gpu.nvidia.com", "n", "gpu-0", gpu(i)),)))
+        logged(replace(workloads(i, ts_ms=i * 1000), dra_devices=(DraDevice("gpu.nvidia.com", "n", "gpu-0", gpu(i)),)))
         for i in range(2)
     ]
 
-    ticks = (read(tick(i, 1, ts_ms=i * 1000), i) for i in range(2))
+    ticks = (pending(tick(i, 1, ts_ms=i * 1000), i) for i in range(2))
     _, out = run(join.NEW, *slices, snapshot(1, claimed), *ticks)
 
-    assert [[bool(device.holders) for device in one.sample.devices] for one in out] == [[True, False], [False, True]]
+    assert [[bool(device.holders) for device in o.sample.devices] for o in out] == [[True, False], [False, True]]
 
 
 def test_a_claim_that_only_looks_at_a_device_holds_nothing_and_may_be_reported_within_a_snapshot() -> None:
     given, monitoring = (Claim(name, "ns", "gpu.nvidia.com", "n", "gpu-0") for name in ("given", "monitoring"))
-    of_claims = [Container("ns", one.claim, "main", claims=(one,)) for one in (given, monitoring)]
+    of_claims = [Container("ns", claim.claim, "main", claims=(claim,)) for claim in (given, monitoring)]
     also = replace(of_claims[1], pod="also", device_ids=(gpu(1),))
     device = DraDevice("gpu.nvidia.com", "n", "gpu-0", gpu(0))
     claims = [
-        told(replace(known(i, ts_ms=i * 1000), dra_devices=(device,), admin_claims=admin))
+        logged(replace(workloads(i, ts_ms=i * 1000), dra_devices=(device,), admin_claims=admin))
         for i, admin in enumerate([(), (monitoring,), ()])
     ]
-    ticks = (read(tick(i, 1, ts_ms=i * 1000), i) for i in range(3))
+    ticks = (pending(tick(i, 1, ts_ms=i * 1000), i) for i in range(3))
     _, out = run(join.NEW, *claims, snapshot(1, *of_claims, also), *ticks)
 
-    pods = [[[holder.pod for holder in device.holders] for device in one.sample.devices] for one in out]
+    pods = [[[holder.pod for holder in device.holders] for device in output.sample.devices] for output in out]
     everyone = [["given", "monitoring", "also"], ["also"]]
     assert pods == [everyone, [["given"], ["also"]], everyone]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.attribution import join
-from tests.streams.attribution.records import container, gpu, known, pod, process, read, snapshot, tick, told
+from tests.streams.attribution.records import container, gpu, logged, pending, pod, process, snapshot, tick, workloads
 from topics.allocations import Allocations
 from topics.samples import Sample
 from topics.workloads import NodeWorkloads
@@ -72,7 +72,7 @@ def _workloads(lives: list[tuple[int, int, Run]]) -> list[Logged]:
                 labels = {"v": str(one.labels)}
                 end = end_ms if ended else None
                 pods.append(pod("web-0", uid=f"uid-{number}", started=whole_second_ms, ended=end, labels=labels))
-        found.append(Logged(at_ms, known(len(found) + 1, *pods, ts_ms=at_ms)))
+        found.append(Logged(at_ms, workloads(len(found) + 1, *pods, ts_ms=at_ms)))
     return found
 
 
@@ -106,10 +106,10 @@ def replay(log: list[Logged], from_ms: int, *, live: bool = False) -> dict[int, 
             continue
         record: join.Record
         if isinstance(one.record, Sample):
-            far_ms = one.at_ms - 1_000 if live else float("inf")
-            record = read(one.record, one.record.seq, logged_ms=one.at_ms, far_ms=far_ms)
+            watermark_ms = one.at_ms - 1_000 if live else float("inf")
+            record = pending(one.record, one.record.seq, logged_ms=one.at_ms, watermark_ms=watermark_ms)
         else:
-            record = told(one.record, one.at_ms) if isinstance(one.record, NodeWorkloads) else one.record
+            record = logged(one.record, one.at_ms) if isinstance(one.record, NodeWorkloads) else one.record
         state, joined = join.step(state, record, 10.0)
         for done in joined:
             out[done.sample.seq] = msgspec.json.encode(done.sample)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from producers.simulated.fleet import Fleet
 from streams.attribution import join
 from tests.producers.simulated.made import Tick, ticks
-from tests.streams.attribution.records import read
+from tests.streams.attribution.records import pending
 from topics.allocations import Allocations
 from topics.attributed import AttributedDevice
 from topics.samples import Sample
@@ -55,8 +55,8 @@ def attributed(fleet: Fleet, count: int) -> Iterator[Seen]:
     log = list(ticks(fleet, START_MS, 1000, count + TOLD_WITHIN))
     states: dict[str, join.NodeState] = {}
     for tick in log:
-        for told in _told(tick):
-            states[tick.node.name], _ = join.step(states.get(tick.node.name, join.NEW), told, 10.0)
+        for workloads in _told(tick):
+            states[tick.node.name], _ = join.step(states.get(tick.node.name, join.NEW), workloads, 10.0)
     for tick in (tick for tick in log if tick.seq <= count):
         for record in _read(tick):
             states[tick.node.name], joined = join.step(states[tick.node.name], record, 10.0)
@@ -67,16 +67,16 @@ def attributed(fleet: Fleet, count: int) -> Iterator[Seen]:
 
 def _told(tick: Tick) -> Iterable[join.LoggedWorkloads]:
     head = {"schema": 1, "cluster": "default", "node": tick.node.name, "epoch": 1}
-    for known in tick.news:
-        told: dict[str, Any] = {**head, "seq": known.at_ms, "ts_ms": known.at_ms, "pods": known.pods}
-        yield join.LoggedWorkloads(msgspec.convert(told, NodeWorkloads), 0)
+    for news in tick.news:
+        record: dict[str, Any] = {**head, "seq": news.at_ms, "ts_ms": news.at_ms, "pods": news.pods}
+        yield join.LoggedWorkloads(msgspec.convert(record, NodeWorkloads), 0)
 
 
 def _read(tick: Tick) -> Iterable[join.Record]:
     head = {"schema": 1, "cluster": "default", "node": tick.node.name, "run_id": 1, "seq": tick.seq}
     yield msgspec.convert({**head, "ts_ms": tick.ts_ms, "containers": tick.reading.containers}, Allocations)
     sample = {**head, "ts_ms": tick.ts_ms, "allocations_seq": tick.seq, "devices": tick.reading.devices}
-    yield read(msgspec.convert(sample, Sample), tick.seq)
+    yield pending(msgspec.convert(sample, Sample), tick.seq)
 
 
 @given(fleets)
@@ -91,13 +91,13 @@ def test_who_is_reported_to_hold_a_device_holds_it_and_parts_and_rest_are_the_de
         parts = [holder.parts for holder in device.holders]
         assert (device.unattributed is not None) == bool(parts)
         for key, quantity in QUANTITIES:
-            of = [getattr(one, quantity) for one in (*parts, device.unattributed) if one is not None]
+            amounts = [getattr(part, quantity) for part in (*parts, device.unattributed) if part is not None]
             whole = device.metrics.get(key)
             if whole is None or not parts or (device.mig and quantity != "memory_used_bytes"):
-                assert all(value is None for value in of)
+                assert all(value is None for value in amounts)
             else:
-                assert min(of) >= 0
-                assert abs(sum(of) - whole) <= 1e-9 * whole
+                assert min(amounts) >= 0
+                assert abs(sum(amounts) - whole) <= 1e-9 * whole
 
 
 def test_pods_share_gpus_and_their_processes_may_sum_to_more() -> None:
@@ -105,4 +105,4 @@ def test_pods_share_gpus_and_their_processes_may_sum_to_more() -> None:
     pods = [{(h.namespace, h.pod) for h in device.holders} for device in seen]
 
     assert max(map(len, pods)) > 2
-    assert any(len(of) > 1 and device.unattributed for of, device in zip(pods, seen, strict=True))
+    assert any(len(names) > 1 and device.unattributed for names, device in zip(pods, seen, strict=True))

@@ -8,7 +8,7 @@ from streams.attribution import join
 from streams.attribution.attribute import Joined
 from streams.attribution.join import AllocationsRead, Forget, NodeState, PendingTick, WatermarkRaised, needs_end
 from tests.streams.attribution import records
-from tests.streams.attribution.records import container, gpu, known, pod, process, snapshot, tick, told
+from tests.streams.attribution.records import container, gpu, logged, pod, process, snapshot, tick, workloads
 from topics.attributed import Attribution
 from topics.samples import Sample
 from topics.workloads import NodeWorkloads, Pod
@@ -26,35 +26,37 @@ def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Joined
     return state, out
 
 
-def read(sample: Sample, at_s: float = 0.0, logged_ms: int = 10_000, far_ms: float = float("inf")) -> PendingTick:
+def pending(
+    sample: Sample, at_s: float = 0.0, logged_ms: int = 10_000, watermark_ms: float = float("inf")
+) -> PendingTick:
     """A sample that was read at a time, in offset order of its seq."""
-    return records.read(sample, sample.seq, at_s, logged_ms=logged_ms, far_ms=far_ms)
+    return records.pending(sample, sample.seq, at_s, logged_ms=logged_ms, watermark_ms=watermark_ms)
 
 
 def attributions(out: Iterable[Joined]) -> list[tuple[int, Attribution]]:
-    return [(one.sample.seq, one.sample.attribution) for one in out]
+    return [(output.sample.seq, output.sample.attribution) for output in out]
 
 
 def lost_once() -> NodeState:
     """A node that has run out of grace: its snapshot 2 never came."""
-    state, out = run(join.NEW, SNAPSHOT, read(tick(1, 2), 0.0), AllocationsRead(GRACE_S))
+    state, out = run(join.NEW, SNAPSHOT, pending(tick(1, 2), 0.0), AllocationsRead(GRACE_S))
     assert attributions(out) == [(1, "late")]
     return state
 
 
 def test_a_sample_goes_at_once_when_its_snapshot_is_there() -> None:
-    assert attributions(run(join.NEW, SNAPSHOT, read(tick(1, 1), 0.0))[1]) == [(1, "exact")]
+    assert attributions(run(join.NEW, SNAPSHOT, pending(tick(1, 1), 0.0))[1]) == [(1, "exact")]
 
 
 def test_a_sample_waits_for_its_snapshot_and_those_behind_it_wait_too() -> None:
-    state, out = run(join.NEW, SNAPSHOT, read(tick(1, 2), 0.0), read(tick(2, 1), 0.0))
+    state, out = run(join.NEW, SNAPSHOT, pending(tick(1, 2), 0.0), pending(tick(2, 1), 0.0))
     assert out == []
 
     assert attributions(run(state, snapshot(2))[1]) == [(1, "exact"), (2, "exact")]
 
 
 def test_a_snapshot_of_another_run_with_the_same_number_is_not_the_one() -> None:
-    _, out = run(join.NEW, SNAPSHOT, read(tick(1, 1, run_id=2), 0.0))
+    _, out = run(join.NEW, SNAPSHOT, pending(tick(1, 1, run_id=2), 0.0))
 
     assert out == []
 
@@ -63,61 +65,61 @@ def test_a_snapshot_of_another_run_with_the_same_number_is_not_the_one() -> None
 def test_grace_is_up_when_an_end_has_been_read_that_was_asked_that_long_after_the_sample(
     asked_s: float, released: list[tuple[int, str]]
 ) -> None:
-    _, out = run(join.NEW, read(tick(1, 1), 5.0), AllocationsRead(asked_s))
+    _, out = run(join.NEW, pending(tick(1, 1), 5.0), AllocationsRead(asked_s))
 
     assert attributions(out) == released
 
 
 def test_a_node_that_ran_out_of_grace_waits_only_for_an_end_asked_after_the_sample() -> None:
-    state, out = run(lost_once(), read(tick(2, 2), 20.0), AllocationsRead(19.9))
+    state, out = run(lost_once(), pending(tick(2, 2), 20.0), AllocationsRead(19.9))
     assert out == []
 
     assert attributions(run(state, AllocationsRead(20.0))[1]) == [(2, "late")]
 
 
 def test_a_snapshot_makes_the_node_wait_the_whole_grace_again() -> None:
-    state, out = run(lost_once(), snapshot(3), read(tick(2, 4), 20.0), AllocationsRead(29.9))
+    state, out = run(lost_once(), snapshot(3), pending(tick(2, 4), 20.0), AllocationsRead(29.9))
     assert out == []
 
     assert attributions(run(state, AllocationsRead(30.0))[1]) == [(2, "late")]
 
 
 def test_a_snapshot_that_is_sent_again_makes_the_node_wait_the_whole_grace_again() -> None:
-    _, out = run(lost_once(), SNAPSHOT, read(tick(2, 2), 20.0), AllocationsRead(29.9))
+    _, out = run(lost_once(), SNAPSHOT, pending(tick(2, 2), 20.0), AllocationsRead(29.9))
 
     assert out == []
 
 
 def test_a_node_that_holds_more_than_64_samples_does_not_wait_for_grace() -> None:
-    ticks = [read(tick(seq, 1), 5.0) for seq in range(1, join.MAX_PENDING + 1)]
+    ticks = [pending(tick(seq, 1), 5.0) for seq in range(1, join.MAX_PENDING + 1)]
     state, out = run(join.NEW, *ticks, AllocationsRead(5.0))
     assert out == []
 
-    state, out = run(state, read(tick(65, 1), 5.0))
+    state, out = run(state, pending(tick(65, 1), 5.0))
     assert attributions(out) == [(seq, "none") for seq in range(1, 66)]
 
 
 def test_an_older_end_that_arrives_later_takes_nothing_back() -> None:
-    _, out = run(join.NEW, AllocationsRead(50.0), AllocationsRead(1.0), read(tick(1, 1), 30.0))
+    _, out = run(join.NEW, AllocationsRead(50.0), AllocationsRead(1.0), pending(tick(1, 1), 30.0))
 
     assert attributions(out) == [(1, "none")]
 
 
-@pytest.mark.parametrize(("now_s", "wanted"), [(14.9, False), (15.0, True)])
-def test_an_end_is_wanted_when_grace_is_up(now_s: float, wanted: bool) -> None:
-    state, _ = run(join.NEW, read(tick(1, 1), 5.0))
+@pytest.mark.parametrize(("now_s", "needed"), [(14.9, False), (15.0, True)])
+def test_an_end_is_wanted_when_grace_is_up(now_s: float, needed: bool) -> None:
+    state, _ = run(join.NEW, pending(tick(1, 1), 5.0))
 
-    assert needs_end(state, now_s, GRACE_S) is wanted
+    assert needs_end(state, now_s, GRACE_S) is needed
 
 
 def test_a_node_without_grace_needs_an_end_at_once() -> None:
-    state, _ = run(lost_once(), read(tick(2, 2), 20.0))
+    state, _ = run(lost_once(), pending(tick(2, 2), 20.0))
 
     assert needs_end(state, 20.0, GRACE_S)
 
 
 def test_no_end_is_wanted_for_a_node_that_waits_for_nothing_or_for_a_pod() -> None:
-    waiting_for_a_pod, out = run(join.NEW, told(known(1)), SNAPSHOT, read(tick(1, 1), far_ms=10_000))
+    waiting_for_a_pod, out = run(join.NEW, logged(workloads(1)), SNAPSHOT, pending(tick(1, 1), watermark_ms=10_000))
 
     assert out == []
     assert not needs_end(waiting_for_a_pod, 1e9, GRACE_S)
@@ -125,18 +127,20 @@ def test_no_end_is_wanted_for_a_node_that_waits_for_nothing_or_for_a_pod() -> No
 
 
 def test_an_end_that_was_read_is_not_wanted_again() -> None:
-    state, out = run(join.NEW, told(known(1)), SNAPSHOT, read(tick(1, 2), far_ms=0), AllocationsRead(GRACE_S))
+    state, out = run(
+        join.NEW, logged(workloads(1)), SNAPSHOT, pending(tick(1, 2), watermark_ms=0), AllocationsRead(GRACE_S)
+    )
 
     assert out == []
     assert not needs_end(state, 1e9, GRACE_S)
 
 
 def test_what_was_forgotten_does_not_come_out() -> None:
-    state, _ = run(join.NEW, read(tick(1, 1), 0.0), Forget())
+    state, _ = run(join.NEW, pending(tick(1, 1), 0.0), Forget())
     state, out = run(state, SNAPSHOT, AllocationsRead(1e9))
     assert out == []
 
-    assert attributions(run(state, read(tick(1, 1), 2e9))[1]) == [(1, "exact")]
+    assert attributions(run(state, pending(tick(1, 1), 2e9))[1]) == [(1, "exact")]
 
 
 # -- pods, in log time: ticks are logged at 10 s, but where another time is said
@@ -144,61 +148,68 @@ def test_what_was_forgotten_does_not_come_out() -> None:
 
 def uids(out: Iterable[Joined]) -> list[str | None]:
     """The uid of who holds the first GPU, by tick."""
-    return [one.sample.devices[0].holders[0].pod_uid for one in out]
+    return [output.sample.devices[0].holders[0].pod_uid for output in out]
 
 
 def unknown(out: Iterable[Joined]) -> list[bool]:
     """Whether the holder of the first GPU is one that the workloads do not have, by tick."""
-    return [one.sample.devices[0].holders[0].pod_unknown for one in out]
+    return [output.sample.devices[0].holders[0].pod_unknown for output in out]
 
 
 def test_if_nothing_reports_workloads_no_pod_is_waited_for() -> None:
-    _, out = run(join.NEW, SNAPSHOT, read(tick(1, 1), far_ms=8_000))
+    _, out = run(join.NEW, SNAPSHOT, pending(tick(1, 1), watermark_ms=8_000))
 
     assert (uids(out), unknown(out)) == ([None], [False])
 
 
 def test_a_node_whose_first_record_was_logged_too_late_for_a_tick_has_no_known_pods_in_it() -> None:
-    _, out = run(join.NEW, told(known(1, pod("p")), 8_001), SNAPSHOT, read(tick(1, 1)), read(tick(2, 1), 0.0, 10_001))
+    _, out = run(
+        join.NEW, logged(workloads(1, pod("p")), 8_001), SNAPSHOT, pending(tick(1, 1)), pending(tick(2, 1), 0.0, 10_001)
+    )
 
     assert (uids(out), unknown(out)) == ([None, "uid-p"], [False, False])
 
 
 def test_a_tick_waits_until_the_workloads_are_read_to_two_seconds_before_it() -> None:
-    state, out = run(join.NEW, SNAPSHOT, read(tick(1, 1), far_ms=7_999), told(known(1, pod("p")), 7_999))
+    state, out = run(join.NEW, SNAPSHOT, pending(tick(1, 1), watermark_ms=7_999), logged(workloads(1, pod("p")), 7_999))
     assert (out, state.needed_ms) == ([], 8_000)
 
     assert uids(run(state, WatermarkRaised(8_000))[1]) == ["uid-p"]
 
 
 def test_a_pod_that_is_known_is_waited_for_no_longer() -> None:
-    _, out = run(join.NEW, told(known(1, pod("p")), 8_000), SNAPSHOT, read(tick(1, 1), far_ms=8_000))
+    _, out = run(join.NEW, logged(workloads(1, pod("p")), 8_000), SNAPSHOT, pending(tick(1, 1), watermark_ms=8_000))
 
     assert uids(out) == ["uid-p"]
 
 
 def test_what_was_logged_later_changes_nothing_for_a_pod_that_is_known() -> None:
-    first, later = (told(known(n, pod("p", labels={"n": str(n)})), logged_ms) for n, logged_ms in ((1, 0), (2, 8_001)))
-    _, out = run(join.NEW, first, later, SNAPSHOT, read(tick(1, 1)), read(tick(2, 1), 0.0, 10_001))
+    first, later = (
+        logged(workloads(n, pod("p", labels={"n": str(n)})), logged_ms) for n, logged_ms in ((1, 0), (2, 8_001))
+    )
+    _, out = run(join.NEW, first, later, SNAPSHOT, pending(tick(1, 1)), pending(tick(2, 1), 0.0, 10_001))
 
-    assert [one.sample.devices[0].holders[0].labels for one in out] == [{"n": "1"}, {"n": "2"}]
+    assert [output.sample.devices[0].holders[0].labels for output in out] == [{"n": "1"}, {"n": "2"}]
 
 
 @pytest.mark.parametrize(("logged_ms", "uid"), [(8_001, "uid-p"), (12_000, "uid-p"), (12_001, None)])
 def test_a_pod_that_is_lacking_is_that_of_the_first_record_until_two_seconds_later(
     logged_ms: int, uid: str | None
 ) -> None:
-    state, out = run(join.NEW, told(known(1)), SNAPSHOT, read(tick(1, 1), far_ms=8_000))
+    state, out = run(join.NEW, logged(workloads(1)), SNAPSHOT, pending(tick(1, 1), watermark_ms=8_000))
     assert (out, state.needed_ms) == ([], 12_000)
 
-    news = told(known(2, pod("p")), logged_ms), told(known(3, pod("p", uid="another")), logged_ms + 1)
-    live, replayed = run(state, *news, WatermarkRaised(12_001))[1], run(join.NEW, told(known(1)), *news, SNAPSHOT)[0]
+    news = logged(workloads(2, pod("p")), logged_ms), logged(workloads(3, pod("p", uid="another")), logged_ms + 1)
+    live, replayed = (
+        run(state, *news, WatermarkRaised(12_001))[1],
+        run(join.NEW, logged(workloads(1)), *news, SNAPSHOT)[0],
+    )
     assert (uids(live), unknown(live)) == ([uid], [uid is None])
-    assert run(replayed, read(tick(1, 1)))[1] == live
+    assert run(replayed, pending(tick(1, 1)))[1] == live
 
 
 def test_a_pod_that_is_lacking_is_only_named_once_everything_is_read() -> None:
-    state, out = run(join.NEW, told(known(1)), SNAPSHOT, read(tick(1, 1), far_ms=11_999))
+    state, out = run(join.NEW, logged(workloads(1)), SNAPSHOT, pending(tick(1, 1), watermark_ms=11_999))
     assert out == []
 
     _, out = run(state, WatermarkRaised(12_000))
@@ -212,7 +223,9 @@ def test_a_pod_that_is_lacking_is_only_named_once_everything_is_read() -> None:
 )
 def test_a_pod_of_that_name_at_another_time_is_not_the_pod(other: Pod) -> None:
     new = snapshot(2, container("p", gpu(0)), ts_ms=29_000)
-    _, out = run(join.NEW, told(known(1, other)), snapshot(1, ts_ms=20_000), new, read(tick(1, 2, ts_ms=29_000)))
+    _, out = run(
+        join.NEW, logged(workloads(1, other)), snapshot(1, ts_ms=20_000), new, pending(tick(1, 2, ts_ms=29_000))
+    )
 
     holders = out[0].sample.devices[0].holders
     assert [holder.pod_uid for holder in holders] == ([None] if other.uid == "next" else [])
@@ -224,155 +237,160 @@ def test_a_pod_of_that_name_at_another_time_is_not_the_pod(other: Pod) -> None:
 def renewed(*pods: Pod, before: int = 0) -> list[join.Record]:
     """The pod p is in the snapshots until 20 s, away from then on, and back at 21 s. What is known of it by 8 s."""
     away, back = snapshot(2, ts_ms=20_000), snapshot(3, container("p", gpu(0)), ts_ms=21_000)
-    return [told(known(1, *pods), before), SNAPSHOT, away, back]
+    return [logged(workloads(1, *pods), before), SNAPSHOT, away, back]
 
 
 OLD, NEW = pod("p", uid="old", started=1_000), pod("p", uid="new", started=20_000)
 
 
 def test_a_name_that_comes_back_after_it_was_gone_is_a_new_pod_and_waited_for() -> None:
-    state, out = run(join.NEW, *renewed(OLD), read(tick(1, 3, ts_ms=21_000), far_ms=8_000))
+    state, out = run(join.NEW, *renewed(OLD), pending(tick(1, 3, ts_ms=21_000), watermark_ms=8_000))
     assert (out, state.needed_ms) == ([], 12_000)
 
-    assert uids(run(state, told(known(2, OLD, NEW), 9_000))[1]) == ["new"]
+    assert uids(run(state, logged(workloads(2, OLD, NEW), 9_000))[1]) == ["new"]
 
 
 def test_if_nothing_says_that_it_is_another_one_it_is_the_old_one() -> None:
-    ticks = [read(tick(n, 3, ts_ms=21_000 + n), far_ms=12_000) for n in (0, 9_999, 10_000)]
+    ticks = [pending(tick(n, 3, ts_ms=21_000 + n), watermark_ms=12_000) for n in (0, 9_999, 10_000)]
     state, out = run(join.NEW, *renewed(OLD), *ticks)
 
     assert (uids(out), unknown(out)) == (["old"] * 3, [False] * 3)
-    assert run(state, read(tick(4, 3, ts_ms=31_000), far_ms=8_000))[1] != []
+    assert run(state, pending(tick(4, 3, ts_ms=31_000), watermark_ms=8_000))[1] != []
 
 
 def test_a_name_that_comes_back_after_its_pods_end_is_no_pod_that_is_over_however_late_the_new_ones_record_is() -> None:
-    ended = known(1, pod("p", uid="old", started=1_000, ended=19_000), pod("q"))
-    ticks = [read(tick(n, 3, ts_ms=ms), far_ms=12_000) for n, ms in enumerate((21_000, 30_000, 31_000, 300_000))]
+    ended = workloads(1, pod("p", uid="old", started=1_000, ended=19_000), pod("q"))
+    ticks = [
+        pending(tick(n, 3, ts_ms=ms), watermark_ms=12_000) for n, ms in enumerate((21_000, 30_000, 31_000, 300_000))
+    ]
     p, q = container("p", gpu(0)), container("q", gpu(1))
     snapshots = snapshot(1, p, q), snapshot(2, q, ts_ms=20_000), snapshot(3, p, q, ts_ms=21_000)
-    _, out = run(join.NEW, told(ended), *snapshots, *ticks)
+    _, out = run(join.NEW, logged(ended), *snapshots, *ticks)
 
     assert (uids(out), unknown(out)) == ([None] * 4, [True] * 4)
-    later = read(tick(1, 3, ts_ms=321_000), far_ms=12_000)
-    assert held(run(join.NEW, told(ended), *snapshots, later)[1]) == [[]]
+    later = pending(tick(1, 3, ts_ms=321_000), watermark_ms=12_000)
+    assert pods_held(run(join.NEW, logged(ended), *snapshots, later)[1]) == [[]]
 
 
 def test_the_uid_of_a_process_decides_before_the_time_does() -> None:
-    both = told(known(1, pod("p", uid="old", started=1_000, ended=20_500), NEW))
-    shown = {uid: tick(1, 1, ts_ms=20_100, processes=((process(uid),),)) for uid in ("old", "new", None)}
+    both = logged(workloads(1, pod("p", uid="old", started=1_000, ended=20_500), NEW))
+    samples = {uid: tick(1, 1, ts_ms=20_100, processes=((process(uid),),)) for uid in ("old", "new", None)}
 
-    found = {uid: uids(run(join.NEW, both, SNAPSHOT, read(sample))[1]) for uid, sample in shown.items()}
-    assert found == {"old": ["old"], "new": ["new"], None: ["old"]}
+    uids_held = {uid: uids(run(join.NEW, both, SNAPSHOT, pending(sample))[1]) for uid, sample in samples.items()}
+    assert uids_held == {"old": ["old"], "new": ["new"], None: ["old"]}
 
 
 def test_a_process_of_a_pod_that_is_not_known_yet_is_waited_for_although_its_name_is() -> None:
     sample = tick(1, 1, ts_ms=20_100, processes=((process("new"),),))
-    state, out = run(join.NEW, told(known(1, OLD)), SNAPSHOT, read(sample, far_ms=8_000))
+    state, out = run(join.NEW, logged(workloads(1, OLD)), SNAPSHOT, pending(sample, watermark_ms=8_000))
     assert out == []
 
-    assert uids(run(state, told(known(2, OLD, NEW), 9_000))[1]) == ["new"]
+    assert uids(run(state, logged(workloads(2, OLD, NEW), 9_000))[1]) == ["new"]
 
 
 # -- pods that ended, and that the kubelet goes on listing
 
-OVER = told(known(1, pod("p", ended=20_000)))
+OVER = logged(workloads(1, pod("p", ended=20_000)))
 
 
-def listed(seq: int, ts_ms: int, far_ms: float = float("inf")) -> PendingTick:
+def listed(seq: int, ts_ms: int, watermark_ms: float = float("inf")) -> PendingTick:
     """A tick of the snapshot that has the pod."""
-    return read(tick(seq, 1, ts_ms=ts_ms), ts_ms / 1000, far_ms=far_ms)
+    return pending(tick(seq, 1, ts_ms=ts_ms), ts_ms / 1000, watermark_ms=watermark_ms)
 
 
-def held(out: Iterable[Joined]) -> list[list[str]]:
+def pods_held(out: Iterable[Joined]) -> list[list[str]]:
     """Who holds the first GPU, by tick."""
-    return [[holder.pod for holder in one.sample.devices[0].holders] for one in out]
+    return [[holder.pod for holder in output.sample.devices[0].holders] for output in out]
 
 
 def test_a_pod_that_ended_more_than_ten_seconds_before_holds_nothing_from_one_tick_to_the_next() -> None:
     _, out = run(join.NEW, OVER, SNAPSHOT, *[listed(n, ms, 8_000) for n, ms in enumerate([21_000, 30_000, 30_001])])
 
-    assert held(out) == [["p"], ["p"], []]
+    assert pods_held(out) == [["p"], ["p"], []]
     assert uids(out[:2]) == ["uid-p", "uid-p"]
 
 
 def test_one_that_is_over_and_one_whose_name_has_a_new_pod_in_the_same_tick_change_places() -> None:
     pods = pod("p", ended=20_000), pod("q", ended=0), pod("q", uid="next", started=32_500)
     shared = snapshot(1, container("p", gpu(0)), container("q", gpu(0)))
-    _, out = run(join.NEW, told(known(1, *pods)), shared, listed(1, 30_000), listed(2, 31_000))
+    _, out = run(join.NEW, logged(workloads(1, *pods)), shared, listed(1, 30_000), listed(2, 31_000))
 
-    assert held(out) == [["p"], ["q"]]
+    assert pods_held(out) == [["p"], ["q"]]
 
 
 def test_the_other_pods_of_the_snapshot_hold_what_they_held() -> None:
     shared = snapshot(1, container("p", f"{gpu(0)}::0"), container("q", f"{gpu(0)}::1"))
-    _, out = run(join.NEW, told(known(1, pod("p", ended=20_000), pod("q"))), shared, listed(1, 60_000))
+    _, out = run(join.NEW, logged(workloads(1, pod("p", ended=20_000), pod("q"))), shared, listed(1, 60_000))
 
-    assert held(out) == [["q"]]
+    assert pods_held(out) == [["q"]]
 
 
 @pytest.mark.parametrize(
-    "workloads",
+    "node_workloads",
     [
-        (known(1, pod("p")),),
-        (known(1, pod("p")), known(2, ts_ms=20_000)),
-        (known(1, pod("p", ended=20_000)), known(2, pod("p"), ts_ms=25_000)),
-        (known(1, pod("p", ended=20_000), pod("p", uid="next", started=61_000)),),
-        (known(1, pod("p", ended=20_000), pod("p", uid="next", started=30_000, ended=55_000)),),
-        (known(1, pod("q", ended=20_000)),),
+        (workloads(1, pod("p")),),
+        (workloads(1, pod("p")), workloads(2, ts_ms=20_000)),
+        (workloads(1, pod("p", ended=20_000)), workloads(2, pod("p"), ts_ms=25_000)),
+        (workloads(1, pod("p", ended=20_000), pod("p", uid="next", started=61_000)),),
+        (workloads(1, pod("p", ended=20_000), pod("p", uid="next", started=30_000, ended=55_000)),),
+        (workloads(1, pod("q", ended=20_000)),),
     ],
     ids=["runs", "is only missing", "runs after all", "another begins", "another ended just now", "of another name"],
 )
 def test_the_kubelets_word_counts_where_the_pods_end_is_not_reported_or_another_may_be_meant(
-    workloads: tuple[NodeWorkloads, ...],
+    node_workloads: tuple[NodeWorkloads, ...],
 ) -> None:
-    assert held(run(join.NEW, *map(told, workloads), SNAPSHOT, listed(1, 60_000))[1]) == [["p"]]
+    assert pods_held(run(join.NEW, *map(logged, node_workloads), SNAPSHOT, listed(1, 60_000))[1]) == [["p"]]
 
 
 def test_a_pod_that_ended_long_ago_is_waited_for_while_its_name_is_new_in_the_snapshots() -> None:
     records = (OVER, snapshot(1, ts_ms=55_000), snapshot(2, container("p", gpu(0)), ts_ms=60_000))
-    state, out = run(join.NEW, *records, read(tick(1, 2, ts_ms=60_000), far_ms=8_000))
+    state, out = run(join.NEW, *records, pending(tick(1, 2, ts_ms=60_000), watermark_ms=8_000))
     assert out == []
 
-    assert held(run(state, told(known(2, pod("p", uid="next", started=59_000)), 9_000))[1]) == [["p"]]
-    assert held(run(state, WatermarkRaised(12_000), read(tick(2, 2, ts_ms=70_000), far_ms=8_000))[1]) == [[], []]
+    assert pods_held(run(state, logged(workloads(2, pod("p", uid="next", started=59_000)), 9_000))[1]) == [["p"]]
+    assert pods_held(run(state, WatermarkRaised(12_000), pending(tick(2, 2, ts_ms=70_000), watermark_ms=8_000))[1]) == [
+        [],
+        [],
+    ]
 
 
 # -- pods that only processes show
 
 
-def shown(seq: int, *uids: str | None, memory: int | None = 40) -> Sample:
+def tick_with_processes(seq: int, *uids: str | None, memory: int | None = 40) -> Sample:
     """A tick of the snapshot 1 in which processes of these pods are on the second GPU, which nobody was given."""
     return tick(seq, 1, processes=((), tuple(process(uid, memory) for uid in uids)))
 
 
-def observed(out: Iterable[Joined]) -> list[tuple[int, list[str]]]:
+def observed_pods(out: Iterable[Joined]) -> list[tuple[int, list[str]]]:
     """Who is seen on the second GPU, by tick."""
-    return [(one.sample.seq, [h.pod for h in one.sample.devices[1].holders if h.observed]) for one in out]
+    return [(output.sample.seq, [h.pod for h in output.sample.devices[1].holders if h.observed]) for output in out]
 
 
-HELD = (told(known(1, pod("p"))), SNAPSHOT)
+HELD = (logged(workloads(1, pod("p"))), SNAPSHOT)
 
 
-@pytest.mark.parametrize(("logged_ms", "found"), [(8_001, ["q"]), (12_000, ["q"]), (12_001, [])])
+@pytest.mark.parametrize(("logged_ms", "names"), [(8_001, ["q"]), (12_000, ["q"]), (12_001, [])])
 def test_a_pod_that_only_its_processes_show_is_that_of_the_first_record_until_two_seconds_later(
-    logged_ms: int, found: list[str]
+    logged_ms: int, names: list[str]
 ) -> None:
-    state, out = run(join.NEW, *HELD, read(shown(1, "uid-q"), far_ms=8_000))
+    state, out = run(join.NEW, *HELD, pending(tick_with_processes(1, "uid-q"), watermark_ms=8_000))
     assert out == []
 
-    news = told(known(2, pod("p"), pod("q")), logged_ms)
-    assert observed(run(state, news, WatermarkRaised(12_000))[1]) == [(1, found)]
+    news = logged(workloads(2, pod("p"), pod("q")), logged_ms)
+    assert observed_pods(run(state, news, WatermarkRaised(12_000))[1]) == [(1, names)]
 
 
 @pytest.mark.parametrize(
     "records",
     [
-        (SNAPSHOT, read(shown(1, "uid-q"), far_ms=8_000)),
-        (*HELD, read(tick(1, None, processes=((process("uid-q"),),)), far_ms=8_000)),
-        (*HELD, read(shown(1, "uid-q", memory=None), far_ms=8_000)),
-        (*HELD, read(shown(1, None), far_ms=8_000)),
-        (*HELD, read(shown(1, "uid-p"), far_ms=8_000)),
-        (*HELD, read(shown(1, "0123456789abcdef" * 2), far_ms=8_000)),
+        (SNAPSHOT, pending(tick_with_processes(1, "uid-q"), watermark_ms=8_000)),
+        (*HELD, pending(tick(1, None, processes=((process("uid-q"),),)), watermark_ms=8_000)),
+        (*HELD, pending(tick_with_processes(1, "uid-q", memory=None), watermark_ms=8_000)),
+        (*HELD, pending(tick_with_processes(1, None), watermark_ms=8_000)),
+        (*HELD, pending(tick_with_processes(1, "uid-p"), watermark_ms=8_000)),
+        (*HELD, pending(tick_with_processes(1, "0123456789abcdef" * 2), watermark_ms=8_000)),
     ],
     ids=["no workloads", "no kubelet", "no memory", "of no pod", "known", "static"],
 )
