@@ -75,7 +75,7 @@ Form = Literal["record", "binary", "structured"]
 
 SIGNATURE = "X-Gpustream-Signature"
 _LOOK_EVERY_S = 1.0
-_PATIENCE_S = 0.2
+_STUCK_AFTER_S = 0.2
 
 
 _PRINTABLE = "".join(map(chr, range(0x21, 0x7F))).translate({ord('"'): None, ord("%"): None})
@@ -165,7 +165,7 @@ class WebhookPartition:
                 if (offset := self._finished()) is not None:
                     yield offset
                 elif pending:
-                    patience_s = _PATIENCE_S if records else 0.0
+                    patience_s = _STUCK_AFTER_S if records else 0.0
                     timeout_s = None if waiting or abandon.is_set() else patience_s
                     done, _ = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                     if not done:

@@ -1,15 +1,15 @@
-"""Ticks that were read, on their way into requests: a lane for each node, and the requests that are under way.
+"""Puts ticks that were read into requests: a lane of records for each node, and the requests in flight.
 
-In: records, those of a node in their order. Out: requests; what became of each record, to whoever read it.
-State: the lanes, and what is under way. Nothing of it outlives the process: Kafka has the records.
+In: records, those of a node in their order. Out: requests, and the result of each record to the partition that read it.
+State: the lanes and the requests in flight. If the process ends, they are lost, and the records are read again.
 
-A node has one request under way at a time. A request has ticks of many nodes, of whatever partitions, the oldest first.
-A very large tick has one to itself.
-Several ticks of a node share one only if the node's last tick was accepted whole and they write just its series: then
-nothing of them is refused for what it is, after a later tick is in and nothing can be sent again.
+A node has one request in flight at a time. A request has ticks of many nodes and partitions, the oldest ticks first. A
+very large tick has a request of its own. Several ticks of a node share a request only if its last tick was accepted as
+a whole and they have exactly its series. Then none of them will be refused for its content; if one were, after a later
+one was accepted, it could not be sent again.
 
-A tick that is ten minutes later than one of a backlog waits for it: Prometheus refuses what is an hour older than its
-newest sample. What has not moved for a minute is not waited for.
+A tick waits if it is more than ten minutes later than the oldest tick of a backlog, because Prometheus refuses samples
+that are an hour older than its newest one. A backlog that has not moved for a minute is not waited for.
 """
 
 import asyncio
@@ -33,30 +33,30 @@ from sinks.series.windows import NodeWindow
 from topics.attributed import TOPIC
 
 MAX_BYTES = 4 << 20
-"""A request has about so many bytes before it is compressed, or one tick."""
+"""The approximate size of a request before compression, unless it has only one tick."""
 
 LARGE_BYTES = MAX_BYTES // 4
-"""A tick that takes so many goes alone: others would wait long for it."""
+"""A tick of this size has a request of its own, because the other ticks would wait long for it."""
 
 MAX_RECORDS = 500
-"""A request stands for so many records at most; those that say nothing new need no room in it."""
+"""The most records of a request; replays count, although they add nothing to it."""
 
-APART_MS = 10 * 60_000
-"""A tick may be so much later than the oldest one of a backlog."""
+MAX_AHEAD_MS = 10 * 60_000
+"""A tick may be that much later than the oldest one of a backlog."""
 
 BACKLOG_MS = 60_000
-"""What Kafka has had for longer is a backlog."""
+"""Records that have been in Kafka for longer than this are a backlog."""
 
-PATIENCE_S = 60.0
-"""So long a backlog that does not move is waited for."""
+STUCK_AFTER_S = 60.0
+"""A backlog that has not moved for this time is not waited for."""
 
 
 @dataclass(slots=True, eq=False)
 class ReadRecord:
-    """A record and what it says: a tick, an error, or neither if it is a replay. It is decoded when its turn comes.
+    """A record, and the tick decoded from it, or the error; neither if it is a replay. It is decoded in its turn.
 
-    ``in_doubt``: a process before this one may have sent it. ``window``: it is the last one of that, and ``before``
-    are the others, of which only that is kept. It was read at ``heard_s``, if it has a window.
+    ``in_doubt``: an earlier process may have sent it. ``window``: the window of which it is the last record. Then it
+    was read at ``read_s``, and ``earlier`` are the window's other records, without their devices.
     """
 
     record: Record
@@ -66,12 +66,12 @@ class ReadRecord:
     tick: NodeTick | None = None
     error: str = ""
     window: NodeWindow | None = None
-    heard_s: float = 0.0
-    before: list[tuple[Slot, SeriesTick]] = field(default_factory=list)
+    read_s: float = 0.0
+    earlier: list[tuple[Slot, SeriesTick]] = field(default_factory=list)
 
 
-class Ended(NamedTuple):
-    """A record that was in a request, and what became of its tick, if it has one."""
+class Sent(NamedTuple):
+    """A record that was in a request, and the result of its tick, if it has one."""
 
     read: ReadRecord
     result: Delivered | None
@@ -79,21 +79,20 @@ class Ended(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """The records of a node that wait, in order. ``busy``: a request with those before them is under way.
+    """The waiting records of a node, in order. ``busy``: a request with earlier records of it is in flight.
 
-    ``settle`` is called with those that were in a request, in order; then ``moved`` is set. ``abandon``: nothing more
-    is to be sent.
+    ``settle`` is called with the records of a request, in order; then ``moved`` is set. ``abandon``: send nothing more.
     """
 
     series: OpenSeries
-    settle: Callable[[Sequence[Ended]], Awaitable[None]]
+    settle: Callable[[Sequence[Sent]], Awaitable[None]]
     moved: asyncio.Event
     abandon: asyncio.Event
     waiting: deque[ReadRecord] = field(default_factory=deque)
     busy: bool = False
 
     def head(self) -> ReadRecord | None:
-        """The first of them, decoded."""
+        """The first waiting record, decoded."""
         if not self.waiting:
             return None
         head = self.waiting[0]
@@ -105,20 +104,20 @@ class Lane:
         return head
 
     def take(self, request: "SharedRequest", until_ms: float) -> None:
-        """Put the next tick into a request, and those after it that may share it with it."""
-        before: SeriesTick | None = None
+        """Put the next tick into a request, and those after it that may share the request with it."""
+        previous: SeriesTick | None = None
         while (read := self.head()) is not None and not request.is_full():
             alone, sample = False, read.sample
-            verdict = "replay" if sample is None else self.series.verdict(sample, before)
+            verdict = "replay" if sample is None else self.series.verdict(sample, previous)
             if sample is not None and verdict != "replay":
-                if before is not None and not before.ts_ms < sample.ts_ms <= until_ms:
+                if previous is not None and not previous.ts_ms < sample.ts_ms <= until_ms:
                     return
                 tick = self.series.tick(sample, read.window)
                 is_large = tick.size.bytes >= LARGE_BYTES
                 alone = is_large or verdict == "new_log" or not self.series.is_proven(tick)
-                if (before is not None and alone) or (is_large and request.parts):
+                if (previous is not None and alone) or (is_large and request.parts):
                     return
-                before, read.tick = sample, tick
+                previous, read.tick = sample, tick
             self.waiting.popleft()
             request.add(self, read)
             if alone:
@@ -127,9 +126,9 @@ class Lane:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Progress:
-    """How far somebody has got: the time of the oldest tick that is not finished, when it was logged, and since when.
+    """The progress of a partition or a request: the time and log time of its oldest unfinished tick, and since when.
 
-    ``ts_ms`` 0: that is not known yet. ``at_end``: nothing is unfinished.
+    ``ts_ms`` 0: the tick is not known yet. ``at_end``: nothing is unfinished.
     """
 
     since_s: float
@@ -138,14 +137,14 @@ class Progress:
     at_end: bool = False
 
     def move(self, read: ReadRecord, now_s: float) -> None:
-        """It has got to a record."""
+        """Advance to a record."""
         if read.sample is not None:
             self.ts_ms, self.logged_ms = read.sample.ts_ms, read.record.timestamp
         self.since_s, self.at_end = now_s, False
 
 
 class SharedRequest:
-    """Records of many lanes. ``progress`` is that of its oldest tick."""
+    """The records of many lanes that are sent together. ``progress`` is that of the oldest tick."""
 
     def __init__(self, abandon: asyncio.Event, first: ReadRecord, max_samples: int, now_s: float) -> None:
         self.abandon = abandon
@@ -156,11 +155,11 @@ class SharedRequest:
         self._samples = self._bytes = self._records = 0
 
     def is_full(self) -> bool:
-        """Whether nothing more is to be put in."""
+        """Whether nothing more should be added."""
         return self._samples >= self._max_samples or self._bytes >= MAX_BYTES or self._records >= MAX_RECORDS
 
     def add(self, lane: Lane, read: ReadRecord) -> None:
-        """Put in the next record of a lane."""
+        """Add the next record of a lane."""
         self.parts.setdefault(lane, []).append(read)
         self._records += 1
         if read.tick is not None:
@@ -170,9 +169,9 @@ class SharedRequest:
 
 
 class Queue:
-    """What all partitions of a sink have to send. ``clock_s`` never steps back, ``wall_s`` is the time of day.
+    """The queue of all partitions of a sink. ``clock_s`` never steps back, ``wall_s`` is the time of day.
 
-    ``partitions`` has how far each of them has got. ``failure`` is what ended a request that should not have.
+    ``partitions``: the progress of each. ``failure``: the unexpected error that ended a request.
     """
 
     def __init__(
@@ -194,15 +193,17 @@ class Queue:
         self._pumping = False
 
     def ready(self, lane: Lane) -> None:
-        """A lane has records that wait, and is not busy."""
+        """Enqueue a lane that has waiting records and is not busy."""
         head = lane.head()
         if head is not None:
             ts_ms = head.sample.ts_ms if head.sample else 0
             heapq.heappush(self._ready, (ts_ms, next(self._turns), lane))
 
     def pump(self) -> None:
-        """Send what may be sent, one request each turn of the loop, from the next on: what several partitions were
-        given in this turn goes together."""
+        """Start requests from the next turn of the event loop on, one in each turn.
+
+        So the records that several partitions get in this turn share a request.
+        """
         if not self._pumping:
             self._pumping = True
             asyncio.get_running_loop().call_soon(self._pump)
@@ -216,7 +217,7 @@ class Queue:
             self.pump()
 
     def _next(self) -> SharedRequest | None:
-        """The next request: the oldest ticks, as many as it takes."""
+        """The next request: the oldest ticks, as many as fit."""
         while self._ready and (self._ready[0][2].abandon.is_set() or not self._ready[0][2].waiting):
             heapq.heappop(self._ready)
         if not self._ready or (first := self._ready[0][2].head()) is None:
@@ -230,15 +231,15 @@ class Queue:
                 continue
             lane.take(request, until_ms)
             lane.busy = lane in request.parts
-            if not lane.busy:  # its tick goes alone
+            if not lane.busy:  # its tick needs a request of its own
                 heapq.heappush(self._ready, turn)
                 break
         return request if request.parts else None
 
     def _until_ms(self, oldest: Progress) -> float:
-        """The latest tick that may be sent now; ``oldest`` is what would be sent first.
+        """The time of the latest tick that may be sent now; ``oldest`` is the first one to send.
 
-        A tick that was logged just now does not wait for partitions that are not opened yet.
+        A live tick does not wait for partitions whose oldest tick is not known yet.
         """
         now_s, now_ms = self.clock_s(), self._wall_s() * 1000
         is_live = now_ms - oldest.logged_ms <= BACKLOG_MS
@@ -247,20 +248,20 @@ class Queue:
             for progress in (oldest, *self.partitions, *(request.progress for request in self._requests.values()))
             if not progress.at_end
             and now_ms - progress.logged_ms > BACKLOG_MS
-            and now_s - progress.since_s < PATIENCE_S
+            and now_s - progress.since_s < STUCK_AFTER_S
             and (progress.ts_ms or not is_live)
         ]
-        return min(backlogs, default=math.inf) + APART_MS
+        return min(backlogs, default=math.inf) + MAX_AHEAD_MS
 
     async def _send(self, request: SharedRequest) -> None:
-        """Send a request, and settle what was in it."""
+        """Send a request, and settle its records."""
         ticks = [read.tick.groups for reads in request.parts.values() for read in reads if read.tick]
         results = iter(await self._deliverer.deliver(ticks, request.abandon))
         for lane, reads in request.parts.items():
-            await lane.settle([Ended(read, next(results) if read.tick else None) for read in reads])
+            await lane.settle([Sent(read, next(results) if read.tick else None) for read in reads])
 
     def _sent(self, task: asyncio.Task[None]) -> None:
-        """A request is over. What was not settled, as it was abandoned, is read again by whoever has it then."""
+        """A request has ended. Records that an abandoned one did not settle are read again by their next owner."""
         request = self._requests.pop(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, Abandoned):
@@ -272,7 +273,7 @@ class Queue:
         self.pump()
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel the requests in flight."""
         self._at_once, tasks = 0, list(self._requests)
         for task in tasks:
             task.cancel()

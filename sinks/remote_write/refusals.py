@@ -1,17 +1,18 @@
-"""Delivers what a receiver takes of some ticks, and finds out what it does not take.
+"""Delivers the samples that the receiver accepts, and finds out which series it refuses.
 
-In: ticks, each a list of groups, those of a node in their order. Out: for each, what of it was refused and left out,
-and why.
-State: the series that were refused lately, and how large a request may be.
-A refused request is halved, by tick, then by device, then by series, the earlier half first, until the rest is in.
-Halves that have no node in common are sent at the same time; at most ``at_once`` requests of all are under way.
-To send a sample again is safe. A receiver may have kept a part of the refused request, or not: it takes an exact
-duplicate of the newest sample of a series silently, and refuses an older one, which is in then.
+In: ticks, each a list of groups, those of a node in their order. Out: for each tick, what was refused or left out, and
+why.
+State: the series that were refused lately, and the size that a request may have.
 
-A refused request of m ticks costs at most 2 m requests to find the ticks, and at most ``BUDGET`` more for each of
-those. If ``FEW`` series of a tick or of a device, far from one another, are refused one by one and none is accepted,
-they stand for all of it. What is refused is left out for ten minutes. What could not be found out is not: it is refused
-with its tick, and the node's next tick goes on where this one stopped.
+A refused request is bisected, by tick, then by device, then by series, the earlier half first, until everything else is
+accepted. Halves without a common node are sent at the same time; at most ``at_once`` requests are in flight. To send a
+sample again is safe, whether or not the receiver has kept a part of the refused request: it accepts an exact duplicate
+of the newest sample of a series, and refuses an older sample, which it has then.
+
+To find the refused ticks of m ticks takes at most 2 m requests, and at most ``BUDGET`` more for each of those. If
+``FEW`` series of a tick or a device, spread over all of it, are refused one by one and none is accepted, all of it
+counts as refused. Refused series are left out for ten minutes. If the budget did not suffice to find them, the tick is
+refused and its series are not left out: the search goes on with the node's next tick.
 """
 
 import asyncio
@@ -28,19 +29,19 @@ from sinks.series.model import Row, SampleGroup, SeriesSet, samples_of
 from topics.metric import Labels
 
 FEW = 8
-"""So many series, refused one by one and none accepted, stand for all of their device or tick."""
+"""If so many series are refused one by one and none is accepted, all of their device or tick is refused."""
 
 BUDGET = 64
-"""So many requests may find out what of a tick is refused; what is left then is sent once more and not split."""
+"""The most requests to find out which series of a tick are refused; the rest is sent once more as a whole."""
 
 LEFT_OUT = "left_out"
-"""The reason of a record of which all is left out."""
+"""The reason of a record whose series are all left out."""
 
 LEFT_OUT_S = 600.0
-"""A series that was refused is not sent for so long, and then tried again."""
+"""How long a refused series is left out before it is tried again."""
 
 GROWS_EVERY_S = 60.0
-"""So often the size of requests grows by a tenth, while such requests are accepted."""
+"""How often the size of requests grows by a tenth, while requests of that size are accepted."""
 
 _SERIES_NAMED = 3
 
@@ -52,19 +53,19 @@ _Key = tuple[Labels, str, Labels]
 
 
 class _Cut(NamedTuple):
-    """How a set is cut, until other series are left out: the numbers of the rows that are sent, and that are not.
+    """The rows of a set that are sent, and those that are left out by reason, as of a version of :class:`LeftOut`.
 
-    ``series`` has those that are sent.
+    ``series``: the set of the rows that are sent.
     """
 
     version: int
     series: SeriesSet
     sent: list[int]
-    left: dict[Refusal, list[int]]
+    left_out: dict[Refusal, list[int]]
 
 
 class LeftOut:
-    """The series that are left out."""
+    """The series that are left out because they were refused lately."""
 
     def __init__(self) -> None:
         self._entries: dict[_Key, tuple[Refusal, float]] = {}
@@ -75,43 +76,43 @@ class LeftOut:
         return len(self._entries)
 
     def add(self, group: SampleGroup, refusal: Refusal, now_s: float) -> None:
-        """Series were refused."""
+        """Leave out the series of a group from now on."""
         until_s = now_s + LEFT_OUT_S
         self._entries |= {_key(group.series, row): (refusal, until_s) for row in group.series.rows}
         self._next_s = min(self._next_s, until_s)
         self._version += 1
 
     def expire(self, now_s: float) -> None:
-        """Forget those whose time is over."""
+        """Forget the series whose time is over."""
         if now_s < self._next_s:
             return
-        self._entries = {key: (why, until_s) for key, (why, until_s) in self._entries.items() if until_s > now_s}
+        self._entries = {key: entry for key, entry in self._entries.items() if entry[1] > now_s}
         self._next_s = min((until_s for _, until_s in self._entries.values()), default=math.inf)
         self._version += 1
 
     def cut(self, groups: Sequence[SampleGroup]) -> tuple[Sequence[SampleGroup], list[Refused]]:
-        """What of these groups is sent, and what is left out."""
+        """Divide groups into what to send and what to leave out."""
         if not self._entries:
             return groups, []
         sent: list[SampleGroup] = []
-        left: list[Refused] = []
+        left_out: list[Refused] = []
         for group in groups:
             cut: _Cut | None = group.series.cache.get(self)
             if cut is None or cut.version != self._version:
                 cut = _Cut(self._version, group.series, [], {})
                 for number, row in enumerate(group.series.rows):
                     entry = self._entries.get(_key(group.series, row))
-                    (cut.sent if entry is None else cut.left.setdefault(entry[0], [])).append(number)
-                if cut.left:
+                    (cut.sent if entry is None else cut.left_out.setdefault(entry[0], [])).append(number)
+                if cut.left_out:
                     cut = cut._replace(series=group.part(cut.sent).series)
                 group.series.cache[self] = cut
-            if not cut.left:
+            if not cut.left_out:
                 sent.append(group)
                 continue
-            left += [(group.part(rows), refusal) for refusal, rows in cut.left.items()]
+            left_out += [(group.part(rows), refusal) for refusal, rows in cut.left_out.items()]
             if cut.sent:
                 sent.append(SampleGroup(cut.series, group.ts_ms, [group.values[row] for row in cut.sent]))
-        return sent, left
+        return sent, left_out
 
 
 def _key(series: SeriesSet, row: Row) -> _Key:
@@ -119,9 +120,10 @@ def _key(series: SeriesSet, row: Row) -> _Key:
 
 
 class RequestSize:
-    """How many samples a request may have, as the receiver has shown.
+    """The most samples of a request, learned from the receiver.
 
-    Half of what was too large, then a tenth more each minute, for as long as requests of that size are accepted.
+    It is halved when a request was too large, and grows by a tenth each minute while requests of that size are
+    accepted.
     """
 
     def __init__(self) -> None:
@@ -129,12 +131,12 @@ class RequestSize:
         self._grown_s = 0.0
 
     def too_large(self, samples: int, now_s: float) -> None:
-        """A request of so many samples was too large."""
+        """Note that a request with so many samples was too large."""
         self.samples = min(self.samples, max(1, samples // 2))
         self._grown_s = now_s
 
-    def taken(self, samples: int, now_s: float) -> None:
-        """A request of so many samples was accepted."""
+    def accepted(self, samples: int, now_s: float) -> None:
+        """Note that a request with so many samples was accepted."""
         if samples >= 0.9 * self.samples and now_s - self._grown_s >= GROWS_EVERY_S:
             self.samples += max(1.0, self.samples // 10)
             self._grown_s = now_s
@@ -142,10 +144,11 @@ class RequestSize:
 
 @dataclass(slots=True)
 class Delivered:
-    """What became of a tick: the groups of it that were refused now or left out, with the reasons; else all is in.
+    """The result of a tick: the groups that were refused now or left out, with the reasons. All others were accepted.
 
-    ``written``: so many samples of what was refused for its time are in all the same; which ones is not known.
-    ``requests`` counts those that found it out. ``in_doubt``: it was sent more than once, and may have been in already.
+    ``written``: how many samples of groups that were refused for their time were accepted nevertheless; which ones is
+    unknown. ``requests`` counts the requests that it took to find out. ``in_doubt``: it was sent more than once, so its
+    samples may have been accepted before they were refused.
     """
 
     refused: list[Refused] = field(default_factory=list)
@@ -160,7 +163,7 @@ class Delivered:
         return bool(refused) and samples_of(group for group, _ in refused) == samples_of(tick)
 
     def describe(self) -> str:
-        """One line on what was refused: what was said, and which series, the first few of them by name and labels."""
+        """What was refused, in one line: the receiver's reason, and the first few series by name and labels."""
         refusal = self.refused[0][1]
         names = []
         for group, _ in self.refused:
@@ -174,7 +177,7 @@ class Delivered:
 
 
 class Deliverer:
-    """Delivers ticks to one receiver, and remembers what it does not take."""
+    """Delivers ticks to one receiver, and remembers which series it refuses."""
 
     def __init__(
         self,
@@ -191,13 +194,13 @@ class Deliverer:
         made.gauge("gpustream_remote_write_series_left_out").set_function(self._left_out.__len__)
 
     async def deliver(self, ticks: Sequence[Sequence[SampleGroup]], abandon: asyncio.Event) -> list[Delivered]:
-        """Send ticks as one request, or as many as the receiver's size asks for, in parts if that is refused.
+        """Send ticks in one request, or in several if that is too large or refused.
 
-        A receiver that refuses everything is waited for, and all is sent again. Raises Abandoned.
+        If the receiver refuses everything, this waits until it does not, and sends everything again. Raises Abandoned.
         """
         self._left_out.expire(self._clock_s())
         cuts = [self._left_out.cut(tick) for tick in ticks]
-        again = False
+        sent_before = False
         while True:
             results = [Delivered(left_out=left) for _, left in cuts]
             pieces = [_Piece(result, group) for result, (sent, _) in zip(results, cuts, strict=True) for group in sent]
@@ -205,17 +208,17 @@ class Deliverer:
             try:
                 await bisection.run()
             except _RefusesEverything:
-                again = True
+                sent_before = True
                 continue
             for group, refusal in bisection.found:
                 self._left_out.add(group, refusal, self._clock_s())
             for result in results:
-                result.in_doubt = again or bisection.sent_again
+                result.in_doubt = sent_before or bisection.sent_again
             return results
 
 
 class _Piece(NamedTuple):
-    """A group to be sent, and the result of its tick."""
+    """A group to send, and the result of its tick."""
 
     result: Delivered
     group: SampleGroup
@@ -229,13 +232,13 @@ _Pieces = Sequence[_Piece]
 
 
 class _RefusesEverything(Exception):
-    """The receiver refused everything for a while, and accepts again: nothing is known of what was sent."""
+    """The receiver refused everything for a while and accepts again, so its refusals said nothing about the samples."""
 
 
 class _Bisection:
-    """Pieces on their way. ``found`` are the series that are refused for what they are, if that was found out.
+    """Sends pieces, and bisects those that are refused. ``found``: the series found to be refused for their content.
 
-    ``sent_again``: some of it was sent more than once.
+    ``sent_again``: some pieces were sent more than once.
     """
 
     def __init__(
@@ -255,24 +258,24 @@ class _Bisection:
         self._last_refusal: tuple[Refusal, int] | None = None
 
     async def run(self) -> None:
-        """Send the pieces, and find out what of them is refused. Raises _RefusesEverything: send all again."""
+        """Send the pieces, and find out which are refused. Raises _RefusesEverything: send all of them again."""
         await self._send(self._all)
         if self._last_refusal is not None:
             await self._ensure_it_accepts_anything(*self._last_refusal)
 
     async def _send(self, pieces: _Pieces) -> None:
-        """Send pieces in requests of the size that the receiver takes; narrow down those that are refused."""
+        """Send pieces in requests of the size that the receiver accepts, and bisect those that are refused."""
         while pieces:
-            some, pieces = _take(pieces, self._size.samples)
-            await self._send_ticks(some)
+            batch, pieces = _take(pieces, self._size.samples)
+            await self._send_ticks(batch)
 
     async def _send_smaller(self, pieces: _Pieces, samples: int) -> None:
-        """Send pieces in smaller requests: one of so many samples was too large."""
+        """Send pieces in smaller requests, because one with so many samples was too large."""
         self._size.too_large(samples, self._clock_s())
         await self._send(pieces)
 
     async def _send_ticks(self, pieces: _Pieces) -> None:
-        """Send pieces of any ticks, and narrow down what is refused."""
+        """Send pieces of several ticks, and find out which are refused."""
         refusal = await self._request(pieces)
         if refusal is None:
             return
@@ -292,7 +295,7 @@ class _Bisection:
             await self._narrow(pieces, refusal, try_a_few=True)
 
     async def _send_halves(self, *halves: _Pieces) -> None:
-        """Send ticks before others: at the same time, unless both have samples of one device or node."""
+        """Send two halves at the same time, or one after the other if both have samples of the same labels."""
         earlier, later = ({piece.group.series.labels for piece in half} for half in halves)
         if not earlier.isdisjoint(later):
             for half in halves:
@@ -303,7 +306,7 @@ class _Bisection:
             raise failed
 
     async def _narrow(self, pieces: _Pieces, refusal: Refusal, *, try_a_few: bool) -> None:
-        """Find out which series of one tick are refused. ``try_a_few``: try a few of many before anything else."""
+        """Find out which series of one tick are refused. ``try_a_few``: try a few of many first."""
         samples = samples_of(piece.group for piece in pieces)
         if refusal.reason in WHOLE or samples == 1:
             self._refuse(pieces, refusal)
@@ -325,25 +328,25 @@ class _Bisection:
                 await self._narrow_part([pieces[0].part(rows)], try_a_few=False)
 
     async def _narrow_part(self, pieces: _Pieces, *, try_a_few: bool) -> None:
-        """Send a part of one tick, and find out which series of it are refused."""
+        """Send a part of one tick, and find out which of its series are refused."""
         refusal = await self._request_of_tick(pieces)
         if refusal is not None:
             await self._narrow(pieces, refusal, try_a_few=try_a_few)
 
     async def _try_a_few(self, pieces: _Pieces, refusal: Refusal) -> _Pieces:
-        """Send a few series one by one, until one is accepted. Gives what is not settled then.
+        """Send a few series one by one, until one is accepted. Returns the pieces that are still to be settled.
 
-        If none is, they stand for all that are about the same, as metrics or pods.
+        If none is accepted, all series about the same subject (metrics, pods and so on) are refused.
         """
         series = [(number, row) for number, piece in enumerate(pieces) for row in range(len(piece.group.values))]
         refused: set[tuple[int, int]] = set()
         for turn in range(FEW):
             number, row = series[(2 * turn + 1) * len(series) // (2 * FEW)]
             one = [pieces[number].part([row])]
-            why = await self._request_of_tick(one)
-            if why is None:
+            refused_alone = await self._request_of_tick(one)
+            if refused_alone is None:
                 return _without(pieces, refused) if refused else pieces
-            self._refuse(one, why)
+            self._refuse(one, refused_alone)
             refused.add((number, row))
         tried = {pieces[number].group.series.subject for number, _ in refused}
         left = _without(pieces, refused)
@@ -351,7 +354,7 @@ class _Bisection:
         return [piece for piece in left if piece.group.series.subject not in tried]
 
     def _refuse(self, pieces: _Pieces, refusal: Refusal, *, known: bool = True) -> None:
-        """These are refused. ``known``: all of them are, not just some."""
+        """Note that pieces are refused. ``known``: each of their series is, not just some."""
         if not pieces:
             return
         refused = [(piece.group, refusal) for piece in pieces]
@@ -362,7 +365,7 @@ class _Bisection:
             self._last_refusal = refusal, self._sender.accepted
 
     async def _request_of_tick(self, pieces: _Pieces) -> Refusal | None:
-        """Send a part of one tick as one request; a tick has so many of them, and no more."""
+        """Send a part of one tick as one request, and count it against the tick's budget."""
         pieces[0].result.requests += 1
         return await self._request(pieces)
 
@@ -372,18 +375,18 @@ class _Bisection:
         async with self._slots:
             refusal = await self._sender.send(groups, self._abandon)
         if refusal is None and not math.isinf(self._size.samples):
-            self._size.taken(samples_of(groups), self._clock_s())
+            self._size.accepted(samples_of(groups), self._clock_s())
         return refusal
 
     async def _ensure_it_accepts_anything(self, refusal: Refusal, since: int) -> None:
-        """The receiver accepts something else, if not this. Else raises _RefusesEverything, when it accepts again."""
+        """Return if the receiver accepts other requests; else wait until it does and raise _RefusesEverything."""
         groups = [piece.group for piece in self._all]
         if not await self._sender.accepts_anything(groups, since, refusal.text, self._abandon):
             raise _RefusesEverything
 
 
 def _take(pieces: _Pieces, most: float) -> tuple[_Pieces, _Pieces]:
-    """The first pieces with at most so many samples, at least one, and the others."""
+    """Split off the first pieces with at most so many samples, but at least one sample."""
     if math.isinf(most):
         return pieces, []
     room = int(most)
@@ -399,7 +402,7 @@ def _take(pieces: _Pieces, most: float) -> tuple[_Pieces, _Pieces]:
 
 
 def _without(pieces: _Pieces, series: Collection[tuple[int, int]]) -> _Pieces:
-    """The pieces without some series, each given by the numbers of its piece and its row."""
+    """The pieces without some series, which are given by the numbers of piece and row."""
     kept = []
     for number, piece in enumerate(pieces):
         if rows := [row for row in range(len(piece.group.values)) if (number, row) not in series]:

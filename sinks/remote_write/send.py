@@ -1,11 +1,11 @@
-"""Sends a request until the receiver accepts or refuses it: encoding, retries, and which protocol the receiver speaks.
+"""Sends a request until the receiver accepts or refuses it: encoding, retries, and the version of the protocol.
 
-In: groups of samples. Out: accepted, or why they were refused.
-State: the protocol; how many requests were accepted, and the last of them, which is sent again to learn whether the
-receiver accepts anything at all; why it does not.
-On failure: a request is tried again for as long as it takes. A receiver that refuses everything is sent one small
-request now and then. To give up, set ``abandon``: :class:`Abandoned` is raised after the attempt that is under way, and
-the receiver may have the request then, or not.
+In: groups of samples. Out: None if they were accepted, or the refusal.
+State: the protocol; the number of accepted requests, and a small one of them, which is sent again to find out whether
+the receiver accepts anything at all; why it does not.
+On failure: a request is retried for as long as it takes. A receiver that refuses everything gets one small request now
+and then. To give up, set ``abandon``: :class:`Abandoned` is raised after the current attempt, and the receiver may or
+may not have the request then.
 """
 
 import asyncio
@@ -30,19 +30,19 @@ from sinks.settings import RemoteWriteSettings
 log = logging.getLogger(__name__)
 
 Post = Callable[[bytes, Protocol], Awaitable[Answer]]
-"""Makes one attempt; whatever goes wrong is in the answer."""
+"""Makes one attempt; an error is in the answer, too."""
 
 WRITTEN = "X-Prometheus-Remote-Write-Samples-Written"
 
 SERVER_ERRORS = 5
-"""So many 500 in a row are the request's fault, if others are accepted meanwhile."""
+"""After this many answers of 500 in a row, while others are accepted, the request itself is to blame."""
 
 _BACKOFF_FIRST_S = 0.2
 _BACKOFF_MAX_S = 5.0
 _PROBE_FIRST_S = 10.0
 _PROBE_MAX_S = 60.0
 _LOG_EVERY_S = 30.0
-_FRAGMENT_BYTES = 64 << 10  # snappy compresses so much at a time, and looks no further back
+_FRAGMENT_BYTES = 64 << 10  # snappy compresses fragments of this size, and refers to nothing outside of them
 _GOLDEN_RATIO = 0.618034
 
 _HEADERS: dict[Protocol, dict[str, str]] = {
@@ -60,20 +60,20 @@ _HEADERS: dict[Protocol, dict[str, str]] = {
 
 
 def compressed(pieces: Iterable[bytes]) -> bytes:
-    """A block of snappy's, made of the pieces while each is still in the processor's cache.
+    """The pieces as one snappy block, each compressed while it is still in the processor's cache.
 
-    A block is the length of all, then what each piece is compressed to: but for its own length, that stands by itself.
+    A block is the length of the whole, then the compressed fragments one after the other.
     Source: snappy's format description.
     """
-    made, some, size, start = list[bytes](), list[bytes](), 0, 0
+    compressed_parts, part, size, start = list[bytes](), list[bytes](), 0, 0
     for piece in chain(pieces, [b""]):
-        some.append(piece)
+        part.append(piece)
         size += len(piece)
         if size - start >= _FRAGMENT_BYTES or not piece:
-            whole = b"".join(some)
-            made.append(bytes(snappy.compress_raw(whole))[len(varint(len(whole))) :])
-            some, start = [], size
-    return b"".join((varint(size), *made))
+            joined = b"".join(part)
+            compressed_parts.append(bytes(snappy.compress_raw(joined))[len(varint(len(joined))) :])
+            part, start = [], size
+    return b"".join((varint(size), *compressed_parts))
 
 
 class Client:
@@ -89,16 +89,16 @@ class Client:
         return Answer(reply.status, reply.text, int(written) if written.isdigit() else None, reply.retry_after_s)
 
     async def close(self) -> None:
-        """Close what is open."""
+        """Close the connections."""
         await self._http.close()
 
 
 class RemoteWriteSender:
-    """Sends requests of one sink to its receiver; several may be under way at once.
+    """Sends the requests of one sink to its receiver; several may be in flight.
 
-    ``failing`` says why the receiver does not accept, None while it does; ``accepted`` counts the requests of which it
-    accepted something. ``first_s`` is the first wait before trying again; it doubles, to 5 s. ``probe_s`` is
-    the first wait before a receiver that refuses everything is asked again; it doubles, to a minute.
+    ``failing``: why the receiver does not accept requests, None while it does. ``accepted`` counts the requests of
+    which it accepted anything. ``first_s``: the first wait before a retry; it doubles up to 5 s. ``probe_s``: the first
+    wait before a receiver that refuses everything is probed; it doubles up to a minute.
     """
 
     def __init__(
@@ -160,9 +160,9 @@ class RemoteWriteSender:
     async def accepts_anything(
         self, groups: Sequence[SampleGroup], since: int, said: str, abandon: asyncio.Event
     ) -> bool:
-        """Whether the receiver, which refused these groups, accepts anything: more than ``since``, or a small request.
+        """Whether the receiver, which refused these groups, accepts anything: requests after ``since``, or a probe.
 
-        False: it did not. It was waited for, and does now: send the groups again. Raises Abandoned.
+        False: it did not, this has waited until it does, and the groups should be sent again. Raises Abandoned.
         """
         if self.accepted > since or await self._probe(groups, 0):
             return True
@@ -171,7 +171,7 @@ class RemoteWriteSender:
         return False
 
     def _begin_hold(self, said: str) -> None:
-        """The receiver refuses everything: nothing is sent to it but a small request now and then."""
+        """The receiver refuses everything: from now on send it only a small request now and then."""
         self.failing = f"it refuses everything: {said}"
         self._instruments.gauge("gpustream_remote_write_receiver_failing").set(1)
         if self._holding:
@@ -186,7 +186,7 @@ class RemoteWriteSender:
             )
 
     async def _hold(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> None:
-        """Wait until the receiver accepts something. Of all that wait, one sends a small request when it is time."""
+        """Wait until the receiver accepts something. One of those that wait sends a small request when it is time."""
         while self._holding:
             waits = [asyncio.ensure_future(abandon.wait()), asyncio.ensure_future(self._taken.wait())]
             try:
@@ -212,16 +212,18 @@ class RemoteWriteSender:
         self._taken.set()
 
     async def _probe(self, groups: Sequence[SampleGroup], turn: int) -> bool:
-        """Whether a small request is accepted, or refused for its time alone.
+        """Whether a small request is accepted, or refused only for its time.
 
-        By turns, what was accepted last, an exact duplicate of which changes nothing, and one of these series, each
-        time another one.
+        It is, by turns, what was accepted last, as an exact duplicate changes nothing, and one of these series, a
+        different one each time.
         """
         small = self._newest
         if not small or turn % 2:
-            first = {id(group.series): group for group in reversed(groups)}  # or it would be later than what is to come
+            first = {
+                id(group.series): group for group in reversed(groups)
+            }  # the earliest, so that it is not later than what follows
             rows = [(group, row) for group in first.values() for row in range(len(group.values))]
-            group, row = rows[int(len(rows) * (turn * _GOLDEN_RATIO % 1))]  # far from those of the turns before
+            group, row = rows[int(len(rows) * (turn * _GOLDEN_RATIO % 1))]  # far from those of earlier turns
             small = [group.part([row])]
         protocol = self.protocol
         answer, means = await self._attempt(self._encode(small, protocol), protocol, samples_of(small))
@@ -238,18 +240,18 @@ class RemoteWriteSender:
         return compressed(encode_v1.pieces(groups) if protocol == "1.0" else [self._encoder.encode(groups)])
 
     async def _attempt(self, body: bytes, protocol: Protocol, samples: int) -> tuple[Answer, Meaning]:
-        """Send a body once. Gives the answer and what it means; both are counted and remembered."""
-        made = self._instruments
+        """Send a body once. Returns the answer and its meaning, and counts both."""
+        instruments = self._instruments
         start = time.perf_counter()
         answer = await self._post(body, protocol)
-        made.histogram("gpustream_remote_write_request_seconds").observe(time.perf_counter() - start)
-        made.counter("gpustream_remote_write_request_bytes_total").inc(len(body))
+        instruments.histogram("gpustream_remote_write_request_seconds").observe(time.perf_counter() - start)
+        instruments.counter("gpustream_remote_write_request_bytes_total").inc(len(body))
         means = meaning(answer, protocol, samples, speaks_2_0=self._speaks_2_0)
-        made.counter("gpustream_remote_write_requests_total", protocol, means).inc()
+        instruments.counter("gpustream_remote_write_requests_total", protocol, means).inc()
         self._speaks_2_0 = self._speaks_2_0 or answer.written is not None
         if means == "accepted":
             self.accepted += 1
-            made.counter("gpustream_remote_write_samples_accepted_total").inc(samples)
+            instruments.counter("gpustream_remote_write_samples_accepted_total").inc(samples)
             self._end_hold()
         elif means in {"again", "server-error"}:
             self.failing = f"{means}: {answer.said}" if answer.status else answer.text
@@ -260,7 +262,7 @@ class RemoteWriteSender:
             self.failing = None
         if means == "refused" and answer.written:
             self.accepted += 1
-        made.gauge("gpustream_remote_write_receiver_failing").set(self.failing is not None)
+        instruments.gauge("gpustream_remote_write_receiver_failing").set(self.failing is not None)
         if self._holding and answer.retry_after_s is not None:
             asked_s = time.monotonic() + min(answer.retry_after_s, MAX_RETRY_AFTER_S)
             self._next_probe_s = max(self._next_probe_s, asked_s)

@@ -258,28 +258,28 @@ def test_a_silent_node_ends_one_millisecond_after_its_last_tick_and_only_once() 
     state = series()
     play(state, sample(1), sample(2), now_s=100.0)
     play(state, sample(1, node="n2"), now_s=150.0)
-    assert state.silent(159.9, 60) == []
-    (silence,) = state.silent(160.0, 60)
+    assert state.silences(159.9, 60) == []
+    (silence,) = state.silences(160.0, 60)
     assert silence.node == ("c1", "n1")
     assert {ts_ms for ts_ms, _, _ in ended(silence.groups)} == {sample(2).ts_ms + 1}
     assert len(ended(silence.groups)) == PER_DEVICE
     state.ended(silence)
-    assert state.silent(161.0, 60) == []
+    assert state.silences(161.0, 60) == []
 
 
 def test_a_node_that_comes_back_after_silence_ends_nothing_and_opens_again() -> None:
     state = series()
     play(state, sample(1, device(pod="a")))
-    state.ended(state.silent(60.0, 60)[0])
+    state.ended(state.silences(60.0, 60)[0])
     (tick,) = play(state, sample(2, device(pod="b")), now_s=61.0)
     assert ended(tick.groups) == []
-    assert len(state.silent(200.0, 60)) == 1
+    assert len(state.silences(200.0, 60)) == 1
 
 
 def test_the_last_millisecond_there_is_has_an_end_too() -> None:
     state = series()
     play(state, sample(1, ts_ms=2**63 - 1))
-    assert {ts_ms for ts_ms, _, _ in ended(state.silent(60.0, 60)[0].groups)} == {2**63 - 1}
+    assert {ts_ms for ts_ms, _, _ in ended(state.silences(60.0, 60)[0].groups)} == {2**63 - 1}
 
 
 def test_what_was_recalled_is_open_and_a_replay() -> None:
@@ -293,7 +293,7 @@ def test_what_was_recalled_is_open_and_a_replay() -> None:
 def test_a_node_not_heard_of_for_a_day_is_forgotten() -> None:
     state = series()
     play(state, sample(1))
-    state.silent(24 * 3600 + 1.0, 60)
+    state.silences(24 * 3600 + 1.0, 60)
     assert state.verdict(sample(1)) == "next"
 
 

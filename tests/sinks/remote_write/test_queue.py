@@ -13,7 +13,7 @@ from sinks.remote_write import partition as module
 from sinks.remote_write import queue
 from sinks.remote_write.partition import RemoteWritePartition
 from sinks.remote_write.policy import Answer, Protocol
-from sinks.remote_write.queue import APART_MS, PATIENCE_S
+from sinks.remote_write.queue import MAX_AHEAD_MS, STUCK_AFTER_S
 from tests.eventually import eventually
 from tests.sinks.conftest import SERIES, device, sample
 from tests.sinks.records import Read, record
@@ -124,8 +124,8 @@ async def test_partitions_advance_together() -> None:
     for other in (ahead, further):
         await other.quiet(one.abandon)
     await eventually(lambda: receiver.nodes() == [{"slow"}])
-    await given_to(ahead, one, at("near", APART_MS))
-    await given_to(further, one, at("far", APART_MS + 1))
+    await given_to(ahead, one, at("near", MAX_AHEAD_MS))
+    await given_to(further, one, at("far", MAX_AHEAD_MS + 1))
     await eventually(lambda: {"near"} in receiver.nodes())
     assert {"far"} not in receiver.nodes()
     receiver.hold = set()
@@ -138,8 +138,8 @@ async def test_what_does_not_move_for_a_minute_is_not_waited_for() -> None:
     one = Setup(receiver := Held(hold={"slow"}))
     other = one.partition()
     await given_to(one.handler, one, at("slow", 0))
-    await given_to(other, one, at("far", APART_MS + 1))
-    one.queue_s += PATIENCE_S
+    await given_to(other, one, at("far", MAX_AHEAD_MS + 1))
+    one.queue_s += STUCK_AFTER_S
     await given_to(other, one)
     await eventually(lambda: {"far"} in receiver.nodes())
 

@@ -147,7 +147,7 @@ async def test_a_refused_transition_is_a_dead_letter_and_the_next_one_goes_on() 
 async def test_an_outage_loses_nothing_and_keeps_the_order_of_each_alert(
     patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(webhook, "_PATIENCE_S", patience_s)
+    monkeypatch.setattr(webhook, "_STUCK_AFTER_S", patience_s)
     one = Setup(Scripted(*[0, 503, 429, 500, 401] * 10))
     await one.deliver(records(*[alert(pod, ends_ms=ends) for ends in (None, OVER_MS) for pod in "abcde"]))
     assert sorted(one.posted()) == sorted(set(one.posted()))
@@ -171,7 +171,7 @@ async def test_alerts_do_not_wait_for_one_another_but_one_waits_for_itself() -> 
 
 
 async def test_no_offset_passes_an_unfinished_transition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhook, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(webhook, "_STUCK_AFTER_S", 60.0)
     one = Setup(Scripted(then=lambda body: 503 if b'"k8s_pod_name":"b"' in body else 200))
     one.outcomes.read(3)
     steps = one.partition.deliver(records(alert("a"), alert("b"), alert("c")), one.abandon)
@@ -238,7 +238,7 @@ async def test_a_partition_that_comes_back_begins_again_with_what_it_had_not_fin
 async def test_what_counts_as_delivered_is_given_as_finished_though_the_next_one_is_abandoned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(webhook, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(webhook, "_STUCK_AFTER_S", 60.0)
     one = Setup(Scripted(then=lambda body: 503 if b'"k8s_pod_name":"1"' in body else 200))
     one.scripted.hold.clear()
     steps = one.partition.deliver(records(alert("0"), alert("1")), one.abandon)
