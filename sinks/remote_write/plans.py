@@ -1,4 +1,4 @@
-"""How the series of a tick are written, worked out once: a node's ticks differ in values and time alone, as a rule."""
+"""Plans for encoding a tick, made once and used again: a node's ticks usually differ only in values and time."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
@@ -11,7 +11,7 @@ from sinks.series.model import SampleGroup, SeriesSet
 
 
 class Plan(Protocol):
-    """How some sets are written together."""
+    """How some sets are encoded together."""
 
     @property
     def sets(self) -> tuple[SeriesSet, ...]: ...
@@ -21,27 +21,28 @@ P = TypeVar("P", bound=Plan)
 
 
 def planned(
-    groups: Sequence[SampleGroup], key: Hashable, made: Callable[[tuple[SeriesSet, ...], int], P]
+    groups: Sequence[SampleGroup], key: Hashable, make: Callable[[tuple[SeriesSet, ...], int], P]
 ) -> Iterator[tuple[P, Sequence[SampleGroup]]]:
-    """The groups of each tick, and how they are written: as those that the node wrote last, if it has the same sets.
+    """Each tick's groups with their plan: that of the node's last tick if it has the same sets, otherwise a new one.
 
-    ``made`` is given the sets and how many bytes a timestamp has; the plan is kept with the first of them.
+    ``make`` gets the sets and the width of a timestamp in bytes. The plan is kept in the cache of the first set.
     """
     start = 0
     while start < len(groups):
         first, ts_ms, _ = groups[start]
         width = ts_width(ts_ms)
         plan: P | None = first.cache.get((key, width))
-        some = groups[start : start + len(plan.sets)] if plan else ()
-        if plan is None or plan.sets != tuple([one.series for one in some]) or any(one.ts_ms != ts_ms for one in some):
-            some = _of_one_tick(groups, start)
-            plan = first.cache[key, width] = made(tuple([one.series for one in some]), width)
-        yield plan, some
-        start += len(some)
+        tick = groups[start : start + len(plan.sets)] if plan else ()
+        same_sets = plan is not None and plan.sets == tuple([group.series for group in tick])
+        if plan is None or not same_sets or any(group.ts_ms != ts_ms for group in tick):
+            tick = _tick_at(groups, start)
+            plan = first.cache[key, width] = make(tuple([group.series for group in tick]), width)
+        yield plan, tick
+        start += len(tick)
 
 
-def _of_one_tick(groups: Sequence[SampleGroup], start: int) -> Sequence[SampleGroup]:
-    """A group and those after it that are of the same tick of a node."""
+def _tick_at(groups: Sequence[SampleGroup], start: int) -> Sequence[SampleGroup]:
+    """The group at ``start`` and those behind it that are of the same tick."""
     first, end = groups[start], start + 1
     while first.series.node is not None and end < len(groups):
         if groups[end].ts_ms != first.ts_ms or groups[end].series.node != first.series.node:
@@ -51,13 +52,13 @@ def _of_one_tick(groups: Sequence[SampleGroup], start: int) -> Sequence[SampleGr
 
 
 def samples(groups: Sequence[SampleGroup]) -> tuple[bytes, ...]:
-    """The value and the time of each series of a tick, from behind the value's tag."""
+    """The encoded value and timestamp of each series of a tick, without the tag of the value."""
     time = timestamp(groups[0].ts_ms)
     values = list(chain.from_iterable([group.values for group in groups]))
-    both: list[float | bytes] = [time] * (2 * len(values))
-    both[::2] = values
+    alternating: list[float | bytes] = [time] * (2 * len(values))
+    alternating[::2] = values
     packers = _packers(len(values), len(time))
-    return packers.apart.unpack(packers.together.pack(*both))
+    return packers.apart.unpack(packers.together.pack(*alternating))
 
 
 class _Packers(NamedTuple):

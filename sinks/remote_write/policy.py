@@ -1,22 +1,22 @@
-"""What a receiver's answer means: one policy for each status.
+"""Interprets a receiver's answer: one policy for each status.
 
 | answer | policy |
 |---|---|
-| 2xx to 1.0; 2xx to 2.0 that says that all was written | accepted |
-| 2xx or 4xx to 2.0 that does not count what was written, 415 | not 2.0: `auto` goes on in 1.0; with `2.0` as for 401 |
-| 2xx to 2.0 that says that less was written | refused |
-| none, 408, 425, 429, other 5xx | tried again for as long as it takes, after what `Retry-After` says, never split |
-| 429 that speaks of a limit of series | refused |
-| 500 | tried again, and refused after 5 in a row while other requests are accepted |
-| 401, 403, 404, 405, 407, 410, 3xx | the receiver refuses everything: waited for, with a small request now and then |
-| 413 | too large: halved, and the size remembered |
+| 2xx to 1.0; 2xx to 2.0 that counts all samples as written | accepted |
+| 2xx or 4xx to 2.0 that does not count written samples, 415 | not 2.0: `auto` falls back to 1.0; `2.0`: as for 401 |
+| 2xx to 2.0 that counts fewer samples as written | refused |
+| none, 408, 425, 429, other 5xx | retried for as long as it takes, after `Retry-After`, and never split |
+| 429 that names a limit of series | refused |
+| 500 | retried, and refused after 5 in a row while other requests are accepted |
+| 401, 403, 404, 405, 407, 410, 3xx | the receiver refuses everything: wait, and probe it with a small request |
+| 413 | too large: sent in halves, and the size is remembered |
 | any other 4xx | refused |
 
-What is refused is narrowed down to series, if the receiver accepts a small request meanwhile; else it refuses
-everything. The same is asked before a request that is too large is halved.
+If a request is refused, or too large, and the receiver accepts a small one meanwhile, it is bisected to find the
+refused series. Otherwise the receiver refuses everything.
 
-Source: the remote-write specifications 1.0 and 2.0; the texts are Prometheus's, Mimir's and Cortex's. Thanos answers
-409 to samples in whose place it has others.
+Source: the remote-write specifications 1.0 and 2.0. The patterns match the texts of Prometheus, Mimir and Cortex.
+Thanos answers 409 to samples of which it has other values.
 """
 
 import re
@@ -26,19 +26,19 @@ Protocol = Literal["1.0", "2.0"]
 Meaning = Literal["accepted", "refused", "too-large", "again", "server-error", "not-2.0", "misconfigured"]
 
 AHEAD_MS = 5 * 60_000
-"""How far in the receiver's future a sample that is out of its bounds must lie to be ahead of them, not behind."""
+"""A sample that is out of bounds is too early, unless it is this far ahead of now."""
 
 UNTIMELY = frozenset({"out_of_order", "too_old", "duplicate", "conflict"})
-"""Reasons for which a node's tick as a whole is dropped: sending it in parts would change nothing."""
+"""Reasons to drop a node's tick as a whole, because sending it in parts would change nothing."""
 
 THERE = frozenset({"out_of_order", "duplicate", "conflict"})
-"""Reasons that say that a receiver has a later sample, or this one."""
+"""Reasons that mean that the receiver has this sample or a later one."""
 
 WHOLE = UNTIMELY | {"too_far_ahead"}
-"""Reasons that hold for all of a node's tick, as all of it has one time."""
+"""Reasons that hold for a whole tick, because all of its samples have the same time."""
 
 TOO_LARGE = "too_large"
-"""The reason of a request that is larger than the receiver takes."""
+"""The reason for refusing a request that is larger than the receiver accepts."""
 
 _PAYLOAD_TOO_LARGE = 413
 _TOO_MANY = 429
@@ -60,7 +60,7 @@ _OUT_OF_BOUNDS = re.compile(r"out of bounds")
 
 
 class Answer(NamedTuple):
-    """What came back. ``status`` 0: nothing did; ``text`` says why. ``written``: how many samples, if said."""
+    """The answer to an attempt. ``status`` 0: there was none, ``text`` says why. ``written``: the samples it counts."""
 
     status: int
     text: str = ""
@@ -69,16 +69,16 @@ class Answer(NamedTuple):
 
     @property
     def said(self) -> str:
-        """What came back, in a line."""
+        """The answer in one line."""
         text = " ".join(self.text.split())[:200]
         return f"HTTP {self.status}: {text}".rstrip(": ") if self.status else text
 
 
 class Refusal(NamedTuple):
-    """Why samples were refused: a reason to count by, and one line of what was said.
+    """Why samples were refused: a reason to count by, and the receiver's text in one line.
 
-    ``written``: how many of them were not, of those that were refused for their time by a receiver that says so.
-    ``sent_before``: no attempt before this one was answered, and any of them may have been accepted.
+    ``written``: how many of them were accepted nevertheless, if they were refused for their time by a receiver that
+    counts them. ``sent_before``: earlier attempts were not answered, so any of them may have been accepted.
     """
 
     reason: str
@@ -88,9 +88,9 @@ class Refusal(NamedTuple):
 
 
 def meaning(answer: Answer, protocol: Protocol, samples: int, *, speaks_2_0: bool = False) -> Meaning:
-    """What to do about an answer to a request of so many samples.
+    """What an answer to a request with this many samples means.
 
-    ``speaks_2_0``: the receiver once counted what it wrote, so one that says nothing is not one of 1.0.
+    ``speaks_2_0``: the receiver has counted written samples before, so an answer without a count is not one of 1.0.
     """
     status = answer.status
     uncounted = protocol == "2.0" and answer.written is None
@@ -114,16 +114,16 @@ def meaning(answer: Answer, protocol: Protocol, samples: int, *, speaks_2_0: boo
 
 
 def refusal(answer: Answer, ts_ms: int, now_ms: int) -> Refusal:
-    """Why samples of about that time were refused, from what the receiver said."""
-    said = answer.text.lower()
+    """Why samples of about this time were refused, from the receiver's text."""
+    lowered = answer.text.lower()
     text = " ".join(answer.text.split())[:300] or f"HTTP {answer.status}"
     if answer.status == _PAYLOAD_TOO_LARGE:
         return Refusal(TOO_LARGE, text)
     if answer.status < 300:
         return Refusal("not_written", f"HTTP {answer.status}, and {answer.written} samples written")
     for reason, pattern in _REASONS:
-        if pattern.search(said):
+        if pattern.search(lowered):
             return Refusal(reason, text, (answer.written or 0) if reason in UNTIMELY else 0)
-    if _OUT_OF_BOUNDS.search(said):
+    if _OUT_OF_BOUNDS.search(lowered):
         return Refusal("too_far_ahead" if ts_ms > now_ms + AHEAD_MS else "too_old", text)
     return Refusal(_BY_STATUS.get(answer.status, "rejected"), text)

@@ -1,20 +1,20 @@
-"""The few pieces of the protobuf wire format that remote write needs, and a sample, which 1.0 and 2.0 write alike.
+"""The parts of the protobuf wire format that remote write needs; and a sample, which 1.0 and 2.0 encode alike.
 
-Source: the protocol buffers encoding guide. A varint may be padded with continuation bytes: a timestamp is always
-written in the same number of bytes, so that what surrounds it never moves.
+Source: the protocol buffers encoding guide. A varint may be padded with continuation bytes. Timestamps are padded to
+the same number of bytes, so that the bytes around them never move.
 """
 
 from functools import lru_cache
 
 TS_WIDTH = 6
-"""Bytes of a timestamp before 2109, in milliseconds; it is what any of our century takes anyway."""
+"""The bytes of a timestamp in milliseconds before the year 2109; without padding it takes as many now."""
 
 TS_WIDTH_MAX = 9
-"""Bytes of any timestamp."""
+"""The bytes of any timestamp."""
 
 NAME = "__name__"
 VALUE_BYTES = 9
-"""Of a sample's value: its tag, and the double."""
+"""The bytes of a sample's value: its tag and the double."""
 
 _SAMPLES = 0x12
 _VALUE = b"\x09"
@@ -24,7 +24,7 @@ _MORE = 0x80
 
 
 def varint(number: int) -> bytes:
-    """A number of 0 to 2**64 - 1 in as few bytes as it takes."""
+    """A number from 0 to 2**64 - 1 in as few bytes as possible."""
     out = bytearray()
     while number > _SEVEN_BITS:
         out.append(number & _SEVEN_BITS | _MORE)
@@ -34,14 +34,14 @@ def varint(number: int) -> bytes:
 
 
 def fixed_varint(number: int, width: int) -> bytes:
-    """A number of less than 2**(7 * width) in just so many bytes."""
+    """A number below 2**(7 * width) in exactly ``width`` bytes."""
     out = bytearray(number >> shift & _SEVEN_BITS | _MORE for shift in range(0, 7 * width, 7))
     out[-1] &= _SEVEN_BITS
     return bytes(out)
 
 
 def ts_width(ts_ms: int) -> int:
-    """How many bytes a timestamp is written in."""
+    """The number of bytes of a timestamp."""
     return TS_WIDTH if ts_ms < 1 << 7 * TS_WIDTH else TS_WIDTH_MAX
 
 
@@ -62,8 +62,8 @@ def timestamp(ts_ms: int) -> bytes:
 
 
 def sample_head(width: int, more: int = 0) -> bytes:
-    """What is before a sample's value, of which the timestamp is so wide: its tag, its length, the value's tag.
+    """The bytes before a sample's value: the sample's tag, its length, the value's tag.
 
-    ``more``: the bytes that come after the timestamp.
+    ``width``: the bytes of its timestamp; ``more``: the bytes behind the timestamp.
     """
     return bytes((_SAMPLES,)) + varint(VALUE_BYTES + 1 + width + more) + _VALUE

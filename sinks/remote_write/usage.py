@@ -1,10 +1,10 @@
-"""``gpu_usage_*_seconds``: one partition of gpu.usage on its way to the receiver, a sample for each hour that is final.
+"""``gpu_usage_*_seconds``: writes one partition of gpu.usage, a sample for each final hour.
 
-In: records, the hours of a holder in order. Out: requests, dead letters, offsets.
-State: none. A record is one sample of each of its series, at the end of its hour. The labels of the series have all
-that its key has, except for the hour. So no two records have a sample in common, and none waits for another.
-A sample can't be rewritten. So what grows is not written before it is final, and what a replay writes again, under a
-higher generation, is left out and counted: `gpustream usage` has it.
+In: records, the hours of a holder in order. Out: requests, dead letters, offsets. State: none. A record is one sample
+of each of its series, at the end of its hour. The labels have everything that the record's key has, except the hour, so
+no two records have a sample in common, and none waits for another. A sample can't be rewritten. So an hour is not
+written before it is final, and the record of a replay, which has a higher generation, is dropped and counted;
+`gpustream usage` shows it.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from topics.topic import UInt, decoder
 from topics.usage import HOURS, Usage
 
 REPLAYED = "replayed"
-"""The reason of a record of a higher generation: what was final first has been written."""
+"""The reason for dropping a record of a higher generation: the first final one has been written."""
 
 _OWN_LABELS = 6
 """The most labels that usage adds to those of a device's series."""
@@ -45,12 +45,12 @@ _OWN_LABELS = 6
 _HELD = tuple(Row(USAGE[key].name, (), "gauge", USAGE[key].help, primary=False) for key in USAGE if key != "free")
 _FREE = tuple(Row(USAGE[key].name, (), "gauge", USAGE[key].help, primary=False) for key in ("free", "energy"))
 
-_AS_THEY_ARE = Relabelling()
+_NO_RELABELLING = Relabelling()
 _decode = decoder(Usage)
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """What says whether a record is written at all; most are not, and are not decoded further."""
+    """Decides whether a record is written at all; most are not, and are not decoded further."""
 
     generation: UInt
     final: bool
@@ -59,24 +59,25 @@ class _Head(msgspec.Struct, frozen=True):
 _decode_head = decoder(_Head)
 
 
-def group_of(usage: Usage, names: LabelNames, most: int = MAX_LABELS) -> SampleGroup | None:
-    """What an hour writes: seconds of the device, and joules. None: nobody had it, or it is not known who."""
+def group_of(usage: Usage, names: LabelNames, max_labels: int = MAX_LABELS) -> SampleGroup | None:
+    """The samples of an hour: seconds of the device, and joules. None if the hour is neither held nor free."""
     if not usage.device_ms:
         return None
     joules = usage.energy_mj / 1000
     if usage.category == "held":
         values = (usage.device_ms / 1000, usage.used_us / 1_000_000, usage.idle_ms / 1000, joules)
-        return SampleGroup(SeriesSet(usage_labels(usage, names, most), _HELD, "usage"), usage.end_ms, values)
+        return SampleGroup(SeriesSet(usage_labels(usage, names, max_labels), _HELD, "usage"), usage.end_ms, values)
     if usage.category == "free":
-        series = SeriesSet(usage_labels(usage, names, most), _FREE, "usage")
+        series = SeriesSet(usage_labels(usage, names, max_labels), _FREE, "usage")
         return SampleGroup(series, usage.end_ms, (usage.device_ms / 1000, joules))
     return None
 
 
-def usage_labels(usage: Usage, names: LabelNames, most: int = MAX_LABELS) -> Labels:
-    """The labels of the device's series as its holder has them, and what else tells one record from another.
+def usage_labels(usage: Usage, names: LabelNames, max_labels: int = MAX_LABELS) -> Labels:
+    """The labels of the held device's series, and the others that make records distinct.
 
-    A batch job is named by its labels and as a workload, and has none of a pod."""
+    A batch job has its own labels and those of a workload, and none of a pod.
+    """
     is_mig, workload = usage.uuid != usage.gpu_uuid, usage.workload
     holder = job = None
     if workload is not None and workload.kind == JOB:
@@ -106,37 +107,37 @@ def usage_labels(usage: Usage, names: LabelNames, most: int = MAX_LABELS) -> Lab
         "k8s_workload_name": workload.name if workload else None,
         "team": usage.team,
     }
-    return tuple(sorted((dict(nonempty(own.items())) | dict(labels(names, device, most - _OWN_LABELS))).items()))
+    return tuple(sorted((dict(nonempty(own.items())) | dict(labels(names, device, max_labels - _OWN_LABELS))).items()))
 
 
 class UsagePartition:
     """The handler of a partition."""
 
     def __init__(
-        self, names: LabelNames, max_labels: int, shared: RemoteWriteShared, relabelling: Relabelling = _AS_THEY_ARE
+        self, names: LabelNames, max_labels: int, shared: RemoteWriteShared, relabelling: Relabelling = _NO_RELABELLING
     ) -> None:
         self._names, self._max_labels, self._relabelling = names, max_labels - relabelling.more_labels, relabelling
-        self._most = max(1, shared.max_samples // len(_HELD))
+        self._max_records = max(1, shared.max_samples // len(_HELD))
         self._writer = SampleWriter(shared, "gpustream_remote_write_usage_samples_refused_total")
 
     def recall(self, records: Sequence[Record]) -> None:
-        """Nothing is remembered: an hour that is sent again is the same sample."""
+        """Keeps nothing: an hour that is sent again is the same sample."""
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         """Write the final hours, batch by batch."""
         hours = [self._read(record) for record in records]
-        for some in batches(hours, self._most, key=lambda hour: hour.groups and hour.groups[0].series.labels):
-            await self._writer.finish(some, abandon)
-            yield some[-1].record.offset + 1
+        for batch in batches(hours, self._max_records, key=lambda hour: hour.groups and hour.groups[0].series.labels):
+            await self._writer.finish(batch, abandon)
+            yield batch[-1].record.offset + 1
 
     async def quiet(self, abandon: asyncio.Event) -> None:
-        """Nothing is written but what is read."""
+        """Writes nothing."""
 
     def reset(self) -> None:
-        """The topic was created again: nothing is remembered of it."""
+        """Keeps nothing."""
 
     def _read(self, record: Record) -> Written:
-        """What a record writes; if that is nothing, what becomes of it."""
+        """The samples of a record, or its outcome if it has none."""
         if record.value is None:
             return Written(record)
         try:
@@ -151,5 +152,5 @@ class UsagePartition:
         except Undecodable as error:
             return Written(record, None, "dead_lettered", str(error))
         group = group_of(usage, self._names, self._max_labels)
-        made = group and self._relabelling.group(group)
-        return Written(record, [made] if made else None)
+        relabelled = group and self._relabelling.group(group)
+        return Written(record, [relabelled] if relabelled else None)

@@ -171,7 +171,7 @@ def test_labels_from_hell_are_written_as_names_and_values_that_any_receiver_take
 
 
 def test_a_series_has_no_more_labels_than_a_receiver_takes_and_what_distinguishes_alerts_stays() -> None:
-    pairs = labels(alert(labels={f"l{n:02}": "x" for n in range(50)}), most=10)
+    pairs = labels(alert(labels={f"l{n:02}": "x" for n in range(50)}), max_labels=10)
     assert len(pairs) == 9
     assert {"alertname", "severity", "fingerprint", "l00", "l05"} <= dict(pairs).keys()
 
