@@ -1,12 +1,12 @@
-"""How a node's ticks reach Kafka: each snapshot before the samples that name it, in order, through outages.
+"""Sends a node's ticks to Kafka: in order, each snapshot before the samples that name it, and through outages.
 
 In: each tick's devices and containers. Out: records on gpu.samples and gpu.allocations, keyed by ``cluster/node``.
 State: the ticks that wait, in a buffer bounded by bytes and age, and those in flight; the snapshots sent lately.
-On failure: a broker that is away is waited for. When the buffer is full, the oldest tick is dropped and counted; every
-tick keeps its ``seq``, so that readers see the gap. What can never be sent is dropped and counted. If a snapshot can
-never be sent, its samples are sent without it, and their reader finds that it never came.
+On failure: while the broker is away, ticks wait. When the buffer is full, the oldest tick is dropped and counted; every
+tick keeps its ``seq``, so that readers see the gap. A record that can never be sent is dropped and counted. If that is
+a snapshot, its samples are sent without it, and their reader finds that it is missing.
 
-Here is also what all producers have in common: their counters, and how they end.
+This module also has what all producers share: their counters, their sender, and their readiness.
 """
 
 import asyncio
@@ -59,25 +59,25 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 MAX_IN_FLIGHT = 64
 """Ticks of one node that may wait for their acknowledgement: enough to catch up at thousands per second."""
 
-RESIZED = 0.25  # by this share the size of ticks has to change before it is worked out again how many fit
+RESIZE_SHARE = 0.25  # if the size of ticks has changed by this share, the capacity of the buffer is computed again
 RESEND_S = 300.0
-"""How long a record of state counts as just sent; readers look back 10 minutes for the state of a sample."""
+"""A snapshot or a node's workloads are sent again after this; readers look back 10 minutes for those of a sample."""
 
 UNREADY_AFTER_S = 30.0  # a producer whose records have waited for longer is not ready
 LARGEST_VALUE_BYTES = MAX_MESSAGE_BYTES - 2048
-"""What is left of a batch for one value beside its key and the batch's own framing."""
+"""What one batch has room for, beside the key and the batch's own framing."""
 
 
-class Fits(NamedTuple):
-    """How many ticks of that size a buffer holds."""
+class BufferCapacity(NamedTuple):
+    """How many ticks of ``tick_bytes`` a buffer holds."""
 
     ticks: int
     tick_bytes: int
 
 
 class SnapshotSender:
-    """How a node's snapshots reach gpu.allocations: acknowledged before a sample names them, and again while they are
-    in use. A snapshot that can never be sent is counted, once."""
+    """Sends a node's snapshots to gpu.allocations: each is acknowledged before a sample names it, and is sent again
+    while it is in use. A snapshot that can never be sent is counted once."""
 
     def __init__(self, sender: Sender, instruments: Instruments, key: bytes, clock: Callable[[], float]) -> None:
         self._sender, self._instruments, self._key, self._clock = sender, instruments, key, clock
@@ -85,39 +85,41 @@ class SnapshotSender:
         self._last_sent_s = self._last_repeat_s = clock()
         self._repeats: set[asyncio.Future[int]] = set()
 
-    def due(self, named: Iterable[Snapshot]) -> Snapshot | None:
-        """The first of the snapshots that a sample names which must be sent before it; None: the sample may go."""
-        since_s = self._clock() - RESEND_S
-        return next((one for one in named if self._sent_s.get(one, since_s) <= since_s), None)
+    def due(self, snapshots: Iterable[Snapshot]) -> Snapshot | None:
+        """The first of a sample's snapshots that must be sent before the sample; None if the sample may be sent."""
+        sent_before_s = self._clock() - RESEND_S
+        return next(
+            (snapshot for snapshot in snapshots if self._sent_s.get(snapshot, sent_before_s) <= sent_before_s), None
+        )
 
     def idle_s(self) -> float:
-        """Seconds after which :meth:`repeat` is due, if no sample brings the last snapshot along before."""
+        """Seconds until :meth:`repeat` is due, if no snapshot is sent before."""
         return max(self._last_sent_s, self._last_repeat_s) + RESEND_S - self._clock()
 
     async def send(self, snapshot: Snapshot) -> None:
-        """Send a snapshot and wait until it is acknowledged, or can never be."""
-        handed_over_s = self._clock()
+        """Send a snapshot, and wait until it is acknowledged or has failed for good."""
+        submitted_s = self._clock()
         if len(snapshot.value) > LARGEST_VALUE_BYTES:
             self._instruments.counter(SNAPSHOTS_DROPPED, "too_large").inc()
         else:
             acknowledged = await self._sender.send(allocations.TOPIC.name, snapshot.value, key=self._key)
             await asyncio.wait([acknowledged])
             self._settle(acknowledged)
-        self._sent_s = {one: at_s for one, at_s in self._sent_s.items() if handed_over_s - at_s < RESEND_S}
+        self._sent_s = {sent: sent_s for sent, sent_s in self._sent_s.items() if submitted_s - sent_s < RESEND_S}
         self._sent_s.pop(snapshot, None)
-        self._sent_s[snapshot] = self._last_sent_s = handed_over_s
+        self._sent_s[snapshot] = self._last_sent_s = submitted_s
 
-    async def repeat(self, named: Iterable[Snapshot]) -> None:
-        """Send the snapshots in use again. They were acknowledged before, so nothing waits for them now."""
+    async def repeat(self, snapshots: Iterable[Snapshot]) -> None:
+        """Send the snapshots in use again. They were acknowledged before, so no sample waits for them now."""
         self._last_repeat_s = self._clock()
         if self._repeats or not self._sent_s:
             return
-        last = next(reversed(self._sent_s))
-        for snapshot in dict.fromkeys((*named, last)):
+        last_snapshot = next(reversed(self._sent_s))
+        for snapshot in dict.fromkeys((*snapshots, last_snapshot)):
             if len(snapshot.value) <= LARGEST_VALUE_BYTES:
-                repeated = await self._sender.send(allocations.TOPIC.name, snapshot.value, key=self._key)
-                self._repeats.add(repeated)
-                repeated.add_done_callback(self._settle)
+                acknowledged = await self._sender.send(allocations.TOPIC.name, snapshot.value, key=self._key)
+                self._repeats.add(acknowledged)
+                acknowledged.add_done_callback(self._settle)
 
     def _settle(self, done: "asyncio.Future[int]") -> None:
         self._repeats.discard(done)
@@ -125,12 +127,11 @@ class SnapshotSender:
 
 
 class NodePublisher:
-    """The sending half of one node. Call :meth:`publish` each tick, and keep :meth:`run` running beside it.
+    """Sends the ticks of one node. Call :meth:`publish` each tick, and keep :meth:`run` running beside it.
 
-    ``run_id`` is milliseconds since the epoch at the start, and differs from that of any earlier publisher of the node.
-    ``interval_ms`` is how far apart its ticks are meant to be.
-    ``buffer`` is this node's own.
-    ``fits`` says how many ticks like the last one the buffer holds; it is worked out when their size has changed.
+    ``run_id`` is the start time in milliseconds since the epoch, and differs from that of any earlier publisher of the
+    node. ``interval_ms`` is the time between two ticks. ``buffer`` must not be shared with another node.
+    ``capacity`` is how many ticks like the last one the buffer holds; it is computed when their size has changed.
     ``clock`` gives seconds and never steps back. Raises ValueError if ``cluster`` or ``node`` can't be a name.
     """
 
@@ -150,9 +151,9 @@ class NodePublisher:
         self._key = node_key(cluster, node)
         self._sender, self._instruments, self._clock = sender, instruments, clock
         self.sampled_values = 0
-        self.fits = Fits(0, 0)
+        self.capacity = BufferCapacity(0, 0)
         self._buffer = RetryBuffer() if buffer is None else buffer
-        self._counted = (0, 0)
+        self._reported_held = (0, 0)
         self._in_flight: dict[WaitingTick, None] = {}
         self._wake, self._empty = asyncio.Event(), asyncio.Event()
         self._empty.set()
@@ -165,7 +166,7 @@ class NodePublisher:
         return self._numbering.run_id
 
     def sampled(self) -> dict[int, int]:
-        """Every run so far, and the ``seq`` of its last tick, dropped ones included."""
+        """The ``seq`` of the last tick of every run so far, dropped ticks included."""
         return self._numbering.runs()
 
     @property
@@ -174,7 +175,7 @@ class NodePublisher:
         return len(self._buffer) + len(self._in_flight)
 
     def waited_s(self) -> float:
-        """For how long the oldest held tick has waited; 0 if none is held."""
+        """How long the oldest held tick has waited, in seconds; 0 if none is held."""
         oldest = next(iter(self._in_flight), None) or self._buffer.head()
         return self._clock() - oldest.made_at_s if oldest else 0.0
 
@@ -185,15 +186,15 @@ class NodePublisher:
         containers: Containers,
         in_force: Callable[[int], Containers] | None = None,
     ) -> int:
-        """Take a tick read at ``ts_ms``, without waiting; gives its ``seq`` in :attr:`run_id`.
+        """Queue a tick read at ``ts_ms``, without waiting; returns its ``seq`` in :attr:`run_id`.
 
         ``devices`` and ``containers`` are dicts as in gpu.samples and gpu.allocations; ``containers`` None: there is no
-        kubelet. ``in_force`` gives the containers of an earlier time, for events. What is given may be changed once
-        this returns.
+        kubelet. ``in_force`` returns the containers at an earlier time, for events. The caller may change the arguments
+        afterwards.
         """
-        before = self._numbering.run_id
+        previous_run_id = self._numbering.run_id
         tick = self._numbering.step(ts_ms, devices, containers, in_force)
-        if tick.run_id != before:
+        if tick.run_id != previous_run_id:
             self._instruments.counter(RUNS).inc()
         self._instruments.counter(MADE).inc()
         values = sum(len(device.get("metrics") or ()) for device in devices)
@@ -204,30 +205,30 @@ class NodePublisher:
         elif len(tick.value) > LARGEST_VALUE_BYTES:
             self._count_dropped("too_large")
         else:
-            if abs(len(tick.value) - self.fits.tick_bytes) > RESIZED * self.fits.tick_bytes:
-                self.fits = Fits(self._buffer.capacity(tick.value), len(tick.value))
+            if abs(len(tick.value) - self.capacity.tick_bytes) > RESIZE_SHARE * self.capacity.tick_bytes:
+                self.capacity = BufferCapacity(self._buffer.capacity(tick.value), len(tick.value))
             self._expire()
-            gone = self._buffer.push(WaitingTick(tick.value, tick.snapshots, self._clock()))
-            self._count_dropped("buffer_full", len(gone))
-            self._count_held()
+            dropped = self._buffer.push(WaitingTick(tick.value, tick.snapshots, self._clock()))
+            self._count_dropped("buffer_full", len(dropped))
+            self._update_held()
             self._wake.set()
         return tick.seq
 
     async def run(self) -> None:
-        """Send what is published, for as long as it runs. Cancel it to stop, after :meth:`drain`.
+        """Send what is published, until it is cancelled. To stop, call :meth:`drain` before.
 
-        If nothing comes or is acknowledged for long, the snapshots in use are sent again. One tick is in flight at a
-        time while the buffer has no room for several that were compressed and now are as they came.
+        If nothing is published or acknowledged for long, the snapshots in use are sent again. Only one tick is in
+        flight at a time while the buffer is crowded and its ticks are compressed, because a tick is sent uncompressed.
         """
         while True:
             await self._sender.ready()
             self._expire()
             head = self._buffer.head()
-            alone = head is not None and head.compressed and self._buffer.crowded
-            if head is None or len(self._in_flight) >= (1 if alone else MAX_IN_FLIGHT):
+            one_at_a_time = head is not None and head.compressed and self._buffer.crowded
+            if head is None or len(self._in_flight) >= (1 if one_at_a_time else MAX_IN_FLIGHT):
                 self._wake.clear()
                 if not await set_within(self._wake, self._snapshots.idle_s()):
-                    await self._snapshots.repeat(one for tick in self._in_flight for one in tick.snapshots)
+                    await self._snapshots.repeat(snapshot for tick in self._in_flight for snapshot in tick.snapshots)
             elif (snapshot := self._snapshots.due(head.snapshots)) is not None:
                 await self._snapshots.send(snapshot)
             else:
@@ -238,35 +239,35 @@ class NodePublisher:
                 acknowledged.add_done_callback(partial(self._settle, tick))
 
     async def emptied(self) -> None:
-        """Wait until all that was published is acknowledged, or dropped."""
+        """Wait until every published tick is acknowledged or dropped."""
         await self._empty.wait()
 
     async def drain(self, timeout_s: float) -> int:
-        """Wait until all is acknowledged, at most ``timeout_s``; what is left is dropped and counted, and its number
-        returned. Publish nothing after it."""
+        """Wait until every tick is acknowledged, at most ``timeout_s``. The ticks that are left are dropped and
+        counted; returns their number. Publish nothing afterwards."""
         await set_within(self._empty, timeout_s)
-        left = self.held
+        unsent = self.held
         self._buffer.clear()
         self._in_flight.clear()
         self._buffer.in_flight_bytes = 0
-        self._instruments.counter(DROPPED, "stopped").inc(left)
-        self._count_held()
-        return left
+        self._instruments.counter(DROPPED, "stopped").inc(unsent)
+        self._update_held()
+        return unsent
 
     def _expire(self) -> None:
         self._count_dropped("buffer_age", len(self._buffer.expire(self._clock())))
-        self._count_held()
+        self._update_held()
 
     def _count_dropped(self, reason: str, count: int = 1) -> None:
         if count:
             self._instruments.counter(DROPPED, reason).inc(count)
 
-    def _count_held(self) -> None:
-        """Say what is held now; several publishers may share the gauges."""
+    def _update_held(self) -> None:
+        """Update the gauges by what has changed, because several publishers may share them."""
         ticks, size = self.held, self._buffer.bytes + self._buffer.in_flight_bytes
-        before, self._counted = self._counted, (ticks, size)
-        self._instruments.gauge(HELD).inc(ticks - before[0])
-        self._instruments.gauge(BUFFERED).inc(size - before[1])
+        previous, self._reported_held = self._reported_held, (ticks, size)
+        self._instruments.gauge(HELD).inc(ticks - previous[0])
+        self._instruments.gauge(BUFFERED).inc(size - previous[1])
         if ticks:
             self._empty.clear()
         else:
@@ -277,7 +278,7 @@ class NodePublisher:
             return
         del self._in_flight[tick]
         self._buffer.in_flight_bytes -= len(tick.value)
-        self._count_held()
+        self._update_held()
         count_settled(self._instruments, done, SENT, DROPPED)
         self._wake.set()
 
@@ -286,18 +287,19 @@ class NodePublisher:
 
 
 def sender_of(name: str, connection: Connection, client_id: str) -> Sender:
-    """The sender of the producer of that name: it waits until the producer's topics can be used."""
+    """The sender for the producer of that name: it waits until the producer's topics are ready for use."""
     return Sender(connection, client_id=client_id, check=TopicCheck(connection, PRODUCERS[name].uses))
 
 
 def count_settled(instruments: Instruments, done: "asyncio.Future[int]", sent: str, dropped: str) -> None:
-    """Count a record that was handed to the sender as sent or as dropped, unless nobody waits for it any more."""
+    """Count a record whose future is done as sent or as dropped; a cancelled one is not counted."""
     if not done.cancelled():
         refused = done.exception() is not None
         (instruments.counter(dropped, "refused") if refused else instruments.counter(sent)).inc()
 
 
 def not_sent(sender: Sender, *, what: str, waited_s: float) -> list[str]:
-    """Why a producer's records do not get to Kafka; empty if they do. ``what`` has waited for ``waited_s``."""
+    """Why a producer's records do not reach Kafka; empty if they do. ``what`` names the record that has waited for
+    ``waited_s``."""
     waiting = [f"{what} has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
     return sender.not_ready() or waiting

@@ -1,9 +1,9 @@
 """The records that producers write, with their numbers: plain dicts in, JSON bytes out. All of it is pure.
 
-In: what was read at each tick; what is known of a node's pods. Out: values of gpu.samples, gpu.allocations and
-gpu.workloads; and the runs, ticks and snapshots of a node, numbered as readers rely on.
+In: the devices and containers of each tick; the pods of a node. Out: values of gpu.samples, gpu.allocations and
+gpu.workloads; the runs, ticks and snapshots of a node, numbered as readers expect.
 State: a node's run, the last tick of it, and the last snapshot of it.
-On failure: :class:`Unencodable`, for something that JSON has no word for.
+On failure: :class:`Unencodable`, for a value that JSON can't express.
 A missing value is absent: ``None``, NaN and infinities are left out, and zero is zero.
 """
 
@@ -18,20 +18,21 @@ import orjson
 
 from topics.topic import SCHEMA, Name
 
-READ_MS = 10_000  # a tick is read within this after its time; a later time is of a clock that was set back
+READ_MS = 10_000  # reading a tick takes at most this; an event that is later is from before the clock was set back
 Containers = Iterable[Mapping[str, Any]] | None  # those of gpu.allocations as dicts; None: there is no kubelet
 
 
 class Unencodable(Exception):
-    """This record holds something that JSON has no word for, such as lone surrogates. Drop and count it."""
+    """The record has a value that JSON can't express, such as lone surrogates. Drop and count it."""
 
 
-def checked_name(what: str, name: str) -> str:
-    """``name``, if it can name a cluster or a node. Raises ValueError, which says what a name may consist of."""
+def checked_name(name_kind: str, name: str) -> str:
+    """``name``, if it is valid for a cluster or a node. Raises ValueError with a text that begins with ``name_kind``,
+    and says which names are valid."""
     try:
         return msgspec.convert(name, Name)
     except msgspec.ValidationError:
-        raise ValueError(f"{what} {name!r}: a name has 1-253 of A-Z a-z 0-9 . _ -") from None
+        raise ValueError(f"{name_kind} {name!r}: a name has 1-253 of A-Z a-z 0-9 . _ -") from None
 
 
 def sample(
@@ -58,27 +59,28 @@ def snapshot(*, cluster: str, node: str, run_id: int, seq: int, ts_ms: int, cont
 
 
 def workloads(*, cluster: str, node: str, epoch: int, seq: int, ts_ms: int, content: bytes) -> bytes:
-    """What the API server knows of a node's pods; ``content`` is an encoded :class:`WorkloadsContent`."""
+    """A record of gpu.workloads; ``content`` is an encoded :class:`WorkloadsContent`."""
     head = {"schema": SCHEMA, "cluster": cluster, "node": node, "epoch": epoch, "seq": seq, "ts_ms": ts_ms}
     return _dumps(head)[:-1] + b"," + content[1:]
 
 
 def containers_content(containers: Iterable[Mapping[str, Any]]) -> bytes:
-    """The containers of a snapshot in one order, so that equal content is equal bytes (a kubelet's order varies)."""
+    """The containers of a snapshot, sorted, so that equal content gives equal bytes (a kubelet's order varies)."""
 
-    def order(row: Mapping[str, Any]) -> tuple[str, ...]:
+    def sort_key(row: Mapping[str, Any]) -> tuple[str, ...]:
         ids = row["device_ids"]
         return (row["namespace"], row["pod"], row["container"], row.get("resource", ""), ids[0] if ids else "")
 
     rows = [_present({**row, "device_ids": sorted(row.get("device_ids") or ())}) for row in containers]
-    return _dumps(sorted(rows, key=order), sort_keys=True)
+    return _dumps(sorted(rows, key=sort_key), sort_keys=True)
 
 
 class WorkloadsContent(NamedTuple):
-    """What a gpu.workloads record says of a node beside its numbers.
+    """The content of a gpu.workloads record, without its numbers.
 
-    ``pods``, ``dra_devices``, ``admin_claims`` and ``unwell`` are dicts as in the record; ``removed``: there is no such
-    node any more. ``shed`` is not in the record: how many pods had no room in it, or none for labels and annotations.
+    ``pods``, ``dra_devices``, ``admin_claims`` and ``unwell`` are dicts as in the record. ``removed``: the node does
+    not exist any more. ``shed`` is not in the record: it counts the pods for which, or for whose labels and
+    annotations, the record had no room.
     """
 
     node_labels: Mapping[str, str]
@@ -90,33 +92,35 @@ class WorkloadsContent(NamedTuple):
     unwell: Sequence[Mapping[str, Any]] = ()
 
     def encoded(self) -> bytes:
-        """It in one order, so that equal content is equal bytes. Raises Unencodable."""
+        """The content as JSON, sorted, so that equal content gives equal bytes. Raises Unencodable."""
         rows = sorted(map(_present, self.pods), key=lambda pod: (pod["namespace"], pod["name"], pod["uid"]))
-        dra = sorted(map(_present, self.dra_devices), key=lambda row: (row["driver"], row["pool"], row["device"]))
-        content = {"node_labels": dict(self.node_labels), "pods": rows, "dra_devices": dra}
-        if admin := sorted(map(dict, self.admin_claims), key=lambda row: sorted(row.items())):
-            content["admin_claims"] = admin
-        if unwell := sorted(map(_present, self.unwell), key=lambda row: sorted(row.items())):
-            content["unwell"] = unwell
+        dra_devices = sorted(
+            map(_present, self.dra_devices), key=lambda row: (row["driver"], row["pool"], row["device"])
+        )
+        content = {"node_labels": dict(self.node_labels), "pods": rows, "dra_devices": dra_devices}
+        if admin_claims := sorted(map(dict, self.admin_claims), key=lambda row: sorted(row.items())):
+            content["admin_claims"] = admin_claims
+        if unwell_devices := sorted(map(_present, self.unwell), key=lambda row: sorted(row.items())):
+            content["unwell"] = unwell_devices
         return _dumps(content | {"removed": True} if self.removed else content, sort_keys=True)
 
 
 def _device(device: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A device without its missing values; most have none, and go out as they are.
-    No metric is missing if their sum is finite. One that overflows costs a copy, and changes nothing."""
+    """A device without its missing values. Most have none, and are returned as they are: if the sum of the metrics is
+    finite, none is missing. A sum that overflows only costs a copy."""
     metrics, processes = device.get("metrics"), device.get("processes")
     try:
-        whole = math.isfinite(sum(metrics.values())) if metrics else True
+        has_all_values = math.isfinite(sum(metrics.values())) if metrics else True
     except (TypeError, OverflowError):
-        whole = False
-    if whole and all(_is_present(value) for row in processes or () for value in row.values()):
+        has_all_values = False
+    if has_all_values and all(_is_present(value) for row in processes or () for value in row.values()):
         return device
-    clean = _present(device)
+    cleaned = _present(device)
     if metrics is not None:
-        clean["metrics"] = _present(metrics)
+        cleaned["metrics"] = _present(metrics)
     if processes is not None:
-        clean["processes"] = [_present(row) for row in processes]
-    return clean
+        cleaned["processes"] = [_present(row) for row in processes]
+    return cleaned
 
 
 def _present(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,8 +152,8 @@ class Snapshot:
 
 
 class NumberedTick(NamedTuple):
-    """A tick with its place in its run. ``value`` is None if it could not be encoded; its ``seq`` is used up.
-    ``snapshots`` are its own and those that its events name, in order."""
+    """A tick with its run and its number. ``value`` is None if it could not be encoded; the ``seq`` is used up anyway.
+    ``snapshots`` are the tick's own and those that its events name, in order."""
 
     run_id: int
     seq: int
@@ -158,9 +162,9 @@ class NumberedTick(NamedTuple):
 
 
 class Numbering:
-    """Gives one node's ticks and snapshots their numbers. ``run_id`` is the first run's, milliseconds since the epoch
-    at its start; ``interval_ms`` is how far apart its ticks are meant to be. Raises ValueError if ``cluster`` or
-    ``node`` can't be a name."""
+    """Numbers the ticks and snapshots of one node. ``run_id`` is that of the first run: its start in milliseconds since
+    the epoch. ``interval_ms`` is the time between two ticks. Raises ValueError if ``cluster`` or ``node`` can't be a
+    name."""
 
     def __init__(self, *, cluster: str, node: str, run_id: int, interval_ms: int | None = None) -> None:
         self.cluster = checked_name("cluster", cluster)
@@ -181,51 +185,61 @@ class Numbering:
         containers: Containers,
         in_force: Callable[[int], Containers] | None = None,
     ) -> NumberedTick:
-        """Number a tick read at ``ts_ms``. A time that is not after the last tick's starts a new run.
+        """Number a tick read at ``ts_ms``. If its time is not after the last tick's, a new run begins.
 
-        Without ``containers`` no snapshot is named. ``in_force`` gives those of an earlier time: an event names the
-        snapshot of its own time, if it came after the tick before, or while this one was read. Snapshots are in the
-        order of time.
+        Without ``containers`` the tick names no snapshot. ``in_force`` returns the containers at an earlier time, for
+        the events: an event after the previous tick, or while this one was read, names the snapshot of its own time.
+        Snapshots are numbered in the order of time.
         """
-        before_ms, self._last_ts_ms = self._last_ts_ms, ts_ms
-        if ts_ms <= before_ms:
+        previous_ts_ms, self._last_ts_ms = self._last_ts_ms, ts_ms
+        if ts_ms <= previous_ts_ms:
             self.run_id = next(run_id for run_id in itertools.count(ts_ms) if run_id not in self._seqs)
             self._seqs[self.run_id], self._snapshot = 0, None
         seq = self._seqs[self.run_id] = self._seqs[self.run_id] + 1
-        named: dict[Snapshot, None] = {}
-        own: Snapshot | None = None
+        snapshots: dict[Snapshot, None] = {}
+        own_snapshot: Snapshot | None = None
         try:
             if containers is not None:
                 events = [event for device in devices for event in device.get("events") or () if "ts_ms" in event]
-                known = in_force is not None and ts_ms > before_ms
-                times = sorted({event["ts_ms"] for event in events}) if known else []
-                earlier = self._snapshots_at([at_ms for at_ms in times if before_ms < at_ms <= ts_ms], in_force)
-                own = self._snapshot_of(ts_ms, containers)
-                later = self._snapshots_at([at_ms for at_ms in times if 0 < at_ms - ts_ms <= READ_MS], in_force)
-                named = dict.fromkeys([*earlier.values(), own, *later.values()])
-                by_time = earlier | later
-                devices = [_with_seqs(device, by_time) if device.get("events") else device for device in devices]
+                event_snapshots_known = in_force is not None and ts_ms > previous_ts_ms
+                event_times_ms = sorted({event["ts_ms"] for event in events}) if event_snapshots_known else []
+                earlier = self._snapshots_at(
+                    [event_ms for event_ms in event_times_ms if previous_ts_ms < event_ms <= ts_ms], in_force
+                )
+                own_snapshot = self._snapshot_of(ts_ms, containers)
+                later = self._snapshots_at(
+                    [event_ms for event_ms in event_times_ms if 0 < event_ms - ts_ms <= READ_MS], in_force
+                )
+                snapshots = dict.fromkeys([*earlier.values(), own_snapshot, *later.values()])
+                snapshot_by_time = earlier | later
+                devices = [
+                    _with_seqs(device, snapshot_by_time) if device.get("events") else device for device in devices
+                ]
             value = sample(
                 cluster=self.cluster,
                 node=self.node,
                 run_id=self.run_id,
                 seq=seq,
                 ts_ms=ts_ms,
-                allocations_seq=own.seq if own else None,
+                allocations_seq=own_snapshot.seq if own_snapshot else None,
                 interval_ms=self._interval_ms,
                 devices=devices,
             )
         except Unencodable:
             return NumberedTick(self.run_id, seq, None)
-        return NumberedTick(self.run_id, seq, value, tuple(named))
+        return NumberedTick(self.run_id, seq, value, tuple(snapshots))
 
     def _snapshots_at(self, times: Sequence[int], in_force: Callable[[int], Containers] | None) -> dict[int, Snapshot]:
-        """The snapshot in force at each of these times, which are in order, if it is known."""
-        known = {at_ms: in_force(at_ms) for at_ms in times} if in_force is not None else {}
-        return {at_ms: self._snapshot_of(at_ms, rows) for at_ms, rows in known.items() if rows is not None}
+        """The snapshot in force at each of these times, if it is known. The times must be in order."""
+        containers_by_time = {time_ms: in_force(time_ms) for time_ms in times} if in_force is not None else {}
+        return {
+            time_ms: self._snapshot_of(time_ms, rows)
+            for time_ms, rows in containers_by_time.items()
+            if rows is not None
+        }
 
     def _snapshot_of(self, ts_ms: int, containers: Iterable[Mapping[str, Any]]) -> Snapshot:
-        """The snapshot in force: the last one, or a new one if the content differs."""
+        """The snapshot of these containers: the last one if its content is equal, else a new one."""
         last, content = self._snapshot, containers_content(containers)
         if last is not None and last.content == content:
             return last
@@ -235,10 +249,12 @@ class Numbering:
         return self._snapshot
 
 
-def _with_seqs(device: Mapping[str, Any], snapshots: Mapping[int, Snapshot]) -> Mapping[str, Any]:
-    """A device whose events say which snapshot was in force at their time, if that is known."""
+def _with_seqs(device: Mapping[str, Any], snapshot_by_time: Mapping[int, Snapshot]) -> Mapping[str, Any]:
+    """A device whose events name the snapshots that were in force at their times, if they are known."""
     events = [
-        {**event, "allocations_seq": snapshots[at_ms].seq} if (at_ms := event.get("ts_ms")) in snapshots else event
+        {**event, "allocations_seq": snapshot_by_time[event_ms].seq}
+        if (event_ms := event.get("ts_ms")) in snapshot_by_time
+        else event
         for event in device["events"]
     ]
     return {**device, "events": events}

@@ -152,7 +152,7 @@ class NodeProducer:
     def _report_buffer(self) -> None:
         """Log for how long the buffer lasts: at the first tick, and when that is less than wanted, or enough again."""
         wanted_s, size = self._settings.buffer_s, self._settings.buffer_size
-        ticks, tick_bytes = self._publisher.fits
+        ticks, tick_bytes = self._publisher.capacity
         before_s, lasts_s = self._buffer_lasts_s, min(wanted_s, ticks * self._settings.interval_s)
         if not ticks or lasts_s == before_s:
             return

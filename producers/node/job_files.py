@@ -183,7 +183,7 @@ class JobFiles:
             return {}
         self._take()
         if self._reading is None:
-            self._reading = self._worker.ask(self._look)
+            self._reading = self._worker.submit(self._look)
         await asyncio.wait([self._reading], timeout=within_s)
         if not self._take():
             self._report([Problem("timeout", self._directory, "reading it takes too long")])

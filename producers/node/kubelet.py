@@ -1,14 +1,14 @@
-"""The kubelet's pod resources: which container of this node was given which devices, asked at each tick.
+"""The kubelet's pod resources: which container of this node was given which devices, read at each tick.
 
 In: the answers to ``/v1.PodResourcesLister/List`` on the kubelet's unix socket. From Kubernetes 1.37 on, the kubelet
-also pushes its pods as they begin and end (``pods_api.py``), and is then asked at once. Out: the containers of
-gpu.allocations.
-State: the last answer that could be read, which stays in force until the next; the answers that were in force lately;
-the call in flight, at most one.
-On failure: a failed call is counted by what went wrong, logged when that changes, and made again at the next tick, or
-less often if that can't help. The last known containers stay in force, for as long as it takes. A kubelet that was
-restarted answers before it knows all its pods. For some seconds a container that it does not list is kept, unless
-another container has its devices.
+also pushes its pods as they begin and end (``pods_api.py``); after each push it is called at once. Out: the containers
+of gpu.allocations.
+State: the last answer that could be decoded, which stays in force until the next; the answers that were in force
+lately; the call in flight, at most one.
+On failure: a failed call is counted by its result, logged when the result changes, and made again at the next tick, or
+later if that can't help. The last known containers stay in force, however long it takes. A kubelet that was restarted
+answers before it knows all its pods. So for some seconds a container that it does not list is kept, unless another
+container has its devices.
 
 Source: Kubernetes' pod-resources API, v1 (podresources.proto); the kubelet limits all its clients together to 100 calls
 a second.
@@ -32,7 +32,7 @@ from google.protobuf.message import DecodeError
 from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.podresources_pb2 import ListPodResourcesResponse
-from producers.node.pods_api import PodWatch, held, holder
+from producers.node.pods_api import PodWatch, container_key, merge_pods
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +40,12 @@ DEADLINE_S = 5.0
 LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
 UNREADY_AFTER_S = 30.0
 SETTLED_AFTER_S = 5.0  # static pods are listed at once, the others when the kubelet has them from the API server
-AFTERWARDS_MS = 500  # an answer so soon after an event was asked for because of it: who held what at the event
-ASKED_WITHIN_S, ASKED_EVERY_S = 0.8, 0.05  # after a push
+EVENT_READ_WITHIN_MS = 500  # an answer so soon after an XID error was asked for because of it, and counts for its time
+PUSH_READ_WITHIN_S, PUSH_READ_EVERY_S = 0.8, 0.05  # after a push of the Pods API
 _LOG_AGAIN_S = 60.0
-_REMEMBERED_ANSWERS = 64
-_LONGEST_REASON = 300
-_DECODED_ASIDE_BYTES = 256 * 1024
+_MAX_ANSWERS = 64
+_MAX_REASON_CHARS = 300
+_DECODED_IN_LOOP_BYTES = 256 * 1024
 
 _RECONNECT = (
     ("grpc.initial_reconnect_backoff_ms", 200),
@@ -53,12 +53,12 @@ _RECONNECT = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
-_CLAIMED = ("claim", "namespace", "driver", "pool", "device")  # of a device of a resource claim, as in gpu.allocations
-JsonDict = Mapping[str, Any]
+_CLAIM_KEYS = ("claim", "namespace", "driver", "pool", "device")  # as in gpu.allocations
+Json = Mapping[str, Any]
 
 Result = Literal["ok", "unavailable", "deadline", "rate_limited", "too_large", "undecodable", "refused"]
 State = Literal["absent"] | Result
-_PAUSE_S: Mapping[State, float] = {"too_large": 60.0, "refused": 10.0}  # after what asking again does not mend
+_PAUSE_S: Mapping[State, float] = {"too_large": 60.0, "refused": 10.0}  # until the next call, after such a result
 
 _FAILURES: Sequence[tuple[grpc.StatusCode, str, Result]] = (
     (grpc.StatusCode.UNAVAILABLE, "", "unavailable"),
@@ -66,9 +66,9 @@ _FAILURES: Sequence[tuple[grpc.StatusCode, str, Result]] = (
     (grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max", "too_large"),
     (grpc.StatusCode.RESOURCE_EXHAUSTED, "rate limit", "rate_limited"),
 )
-"""What the error status of a call means, if its text has these words."""
+"""The result of a call by its error status, if the status text contains these words."""
 
-_SENTENCES: Mapping[State, str] = {
+_STATE_TEXTS: Mapping[State, str] = {
     "absent": "no kubelet at %s: %s",
     "unavailable": "nobody answers on the kubelet's socket %s: %s",
     "deadline": "the kubelet at %s does not answer in time: %s",
@@ -81,68 +81,73 @@ _SENTENCES: Mapping[State, str] = {
 
 
 class UndecodableAnswer(ValueError):
-    """The kubelet's answer can't be read. Keep the last one, and ask again."""
+    """The kubelet's answer can't be decoded. Keep the last one, and call again."""
 
 
 def containers(answer: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
     """The containers of gpu.allocations in a ListPodResourcesResponse.
 
-    One dict for each container and resource whose name begins with one of ``prefixes``, and one for the claims of a
-    container whose driver is of the domain of one ("gpu.nvidia.com" is of "nvidia.com/"). What the answer says twice is
-    there once. Raises :class:`UndecodableAnswer`.
+    One dict for each container and resource whose name begins with one of ``prefixes``. One more for the resource
+    claims of a container whose driver belongs to the domain of a prefix ("gpu.nvidia.com" belongs to "nvidia.com/").
+    A device that the answer lists twice is returned once. Raises :class:`UndecodableAnswer`.
     """
     try:
-        decoded = ListPodResourcesResponse.FromString(answer)
+        response = ListPodResourcesResponse.FromString(answer)
     except DecodeError as error:
         raise UndecodableAnswer(str(error)) from error
     domains = tuple("." + prefix.partition("/")[0] for prefix in prefixes)
-    given: dict[tuple[str, ...], dict[Any, None]] = {}
-    for pod, container in [(one, each) for one in decoded.pod_resources for each in one.containers]:
-        who = (pod.namespace, pod.name, container.name)
+    devices_by_container: dict[tuple[str, ...], dict[Any, None]] = {}
+    for pod, container in [(listed, each) for listed in response.pod_resources for each in listed.containers]:
+        full_name = (pod.namespace, pod.name, container.name)
         for devices in container.devices:
             if devices.device_ids and devices.resource_name.startswith(tuple(prefixes)):
-                given.setdefault((*who, devices.resource_name), {}).update(dict.fromkeys(devices.device_ids))
+                distinct = devices_by_container.setdefault((*full_name, devices.resource_name), {})
+                distinct.update(dict.fromkeys(devices.device_ids))
         claims = [
-            (dynamic.claim_name, dynamic.claim_namespace, one.driver_name, one.pool_name, one.device_name)
-            for dynamic in container.dynamic_resources
-            for one in dynamic.claim_resources
-            if f".{one.driver_name}".endswith(domains)
+            (claim.claim_name, claim.claim_namespace, device.driver_name, device.pool_name, device.device_name)
+            for claim in container.dynamic_resources
+            for device in claim.claim_resources
+            if f".{device.driver_name}".endswith(domains)
         ]
         if claims:
-            given.setdefault(who, {}).update(dict.fromkeys(claims))
+            devices_by_container.setdefault(full_name, {}).update(dict.fromkeys(claims))
     rows = []
-    for (namespace, pod_name, container_name, *resource), once in given.items():
+    for (namespace, pod_name, container_name, *resource), device_ids in devices_by_container.items():
         if not (namespace and pod_name and container_name):
             raise UndecodableAnswer("a container with devices, or its pod or namespace, has no name")
         row: dict[str, Any] = {"namespace": namespace, "pod": pod_name, "container": container_name}
         if resource:
-            rows.append({**row, "resource": resource[0], "device_ids": list(once)})
+            rows.append({**row, "resource": resource[0], "device_ids": list(device_ids)})
         else:
-            rows.append({**row, "claims": [dict(zip(_CLAIMED, one, strict=True)) for one in sorted(once)]})
+            rows.append({**row, "claims": [dict(zip(_CLAIM_KEYS, claim, strict=True)) for claim in sorted(device_ids)]})
     return rows
 
 
-def failure(code: grpc.StatusCode, details: str | None) -> tuple[Result, str]:
-    """What a call's error status means here, and in words. The text says which meaning RESOURCE_EXHAUSTED has."""
-    text = " ".join((details or "").split())[:_LONGEST_REASON]
+def call_failure(code: grpc.StatusCode, details: str | None) -> tuple[Result, str]:
+    """The result of a failed call, and a text for people. RESOURCE_EXHAUSTED has several meanings, which differ in
+    ``details``."""
+    text = " ".join((details or "").split())[:_MAX_REASON_CHARS]
     reason = f"{code.name}: {text}"
-    found = (result for status, said, result in _FAILURES if code is status and said in text)
-    return next(found, "refused"), reason
+    results = (result for status, text_part, result in _FAILURES if code is status and text_part in text)
+    return next(results, "refused"), reason
 
 
 @dataclass(slots=True)
-class _Answered:
-    """Containers that the kubelet named from one time to another, in milliseconds since the epoch."""
+class _Answer:
+    """Containers that were in force from ``first_ms`` to ``last_ms``, in milliseconds since the epoch."""
 
-    containers: list[JsonDict]
+    containers: list[Json]
     first_ms: int
     last_ms: int
 
 
 class Kubelet:
-    """Asks one kubelet, on ``socket``; None: there is none. A resource that begins with one of ``prefixes`` counts.
-    ``pods_socket`` is its Pods API's, followed while :meth:`run` runs; None: it is not followed.
-    ``clock`` gives seconds and never steps back, ``now_ms`` the time of day in milliseconds since the epoch."""
+    """Reads the pod resources of one kubelet on ``socket``; None: this machine has no kubelet.
+
+    Only resources whose name begins with one of ``prefixes`` count. ``pods_socket`` is that of the kubelet's Pods API,
+    which is watched while :meth:`run` runs; None: it is not watched. ``clock`` gives seconds and never steps back;
+    ``now_ms`` gives the time of day in milliseconds since the epoch.
+    """
 
     def __init__(
         self,
@@ -160,67 +165,67 @@ class Kubelet:
         self._now_ms = now_ms
         self._deadline_s, self._largest_answer_bytes = deadline_s, largest_answer_bytes
         self._channel: grpc.aio.Channel | None = None
-        self._asking: asyncio.Task[None] | None = None
-        self._ask_again_s = self._settled_s = clock()
-        self._met: tuple[int, ...] | None = None
-        self._answer: bytes | None = None
-        self._listed: list[JsonDict] | None = None
-        self._containers: list[JsonDict] | None = None
-        self._pushed, self._asked = asyncio.Event(), 0
-        self._pods = (
+        self._call: asyncio.Task[None] | None = None
+        self._next_call_s = self._settled_s = clock()
+        self._socket_identity: tuple[int, ...] | None = None
+        self._last_answer: bytes | None = None
+        self._listed_containers: list[Json] | None = None
+        self._containers: list[Json] | None = None
+        self._pod_changed, self._events_at_call = asyncio.Event(), 0
+        self._pod_watch = (
             None
             if socket is None or pods_socket is None
-            else PodWatch(pods_socket, instruments, prefixes=self._prefixes, changed=self._take_push)
+            else PodWatch(pods_socket, instruments, prefixes=self._prefixes, changed=self._on_pod_change)
         )
-        self._answers: deque[_Answered] = deque(maxlen=_REMEMBERED_ANSWERS)
+        self._answers: deque[_Answer] = deque(maxlen=_MAX_ANSWERS)
         self._answered_s: float | None = None
         self._state: State | None = None
         self._reason = ""
-        self._logged: State | None = None
+        self._logged_state: State | None = None
         self._logged_s: dict[State, float] = {}
 
     async def run(self) -> None:
-        """Follow the pods for as long as it runs, and ask which devices they have when one begins, changes or ends."""
-        if self._pods is None:
+        """Watch the pods until it is cancelled, and read their devices when one begins, changes or ends."""
+        if self._pod_watch is None:
             return
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._pods.run())
+            group.create_task(self._pod_watch.run())
             while True:
-                await self._pushed.wait()
-                self._pushed.clear()
-                await self.read(ASKED_WITHIN_S)
-                await asyncio.sleep(ASKED_EVERY_S)
+                await self._pod_changed.wait()
+                self._pod_changed.clear()
+                await self.read(PUSH_READ_WITHIN_S)
+                await asyncio.sleep(PUSH_READ_EVERY_S)
 
-    async def read(self, within_s: float) -> list[JsonDict] | None:
-        """Ask, and give the last known containers after at most ``within_s``; None while nothing is known.
-        They are dicts as in gpu.allocations, not to be changed. An answer that comes later is in force from then on."""
+    async def read(self, within_s: float) -> list[Json] | None:
+        """Call the kubelet, and return the containers in force after at most ``within_s``; None while none are known.
+        They are dicts as in gpu.allocations; do not change them. An answer that comes later is in force from then."""
         if self._socket is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(within_s):
-                    await self._ended()
-                    self._begin(self._socket)
-                    await self._ended()
+                    await self._wait_for_call()
+                    self._begin_call(self._socket)
+                    await self._wait_for_call()
             age_s = 0.0 if self._answered_s is None else self._clock() - self._answered_s
             self._instruments.gauge(names.KUBELET_AGE).set(age_s)
         return self._containers
 
-    def in_force(self, ts_ms: int) -> list[JsonDict] | None:
-        """The containers at an earlier time, in milliseconds since the epoch: those of an answer that came within half
-        a second after it, else of the last one before it. None while nothing is known."""
+    def in_force(self, ts_ms: int) -> list[Json] | None:
+        """The containers at an earlier time, in milliseconds since the epoch: those of an answer that came at most half
+        a second later, else those of the last answer before it. None while none are known."""
         before = after = None
-        for answered in reversed(self._answers):
-            if answered.first_ms <= ts_ms:
-                before = answered
+        for answer in reversed(self._answers):
+            if answer.first_ms <= ts_ms:
+                before = answer
                 break
-            after = answered
+            after = answer
         if before is not None and ts_ms <= before.last_ms:
             return before.containers
-        if after is not None and (before is None or after.first_ms - ts_ms <= AFTERWARDS_MS):
+        if after is not None and (before is None or after.first_ms - ts_ms <= EVENT_READ_WITHIN_MS):
             return after.containers
         return self._containers if before is None else before.containers
 
     def not_ready(self) -> list[str]:
-        """Why it is not ready: the kubelet never answered, or not for 30 s."""
+        """Why this is not ready: the kubelet has never answered, or not for 30 s."""
         if self._socket is None:
             return []
         silent_s = None if self._answered_s is None else self._clock() - self._answered_s
@@ -229,118 +234,119 @@ class Kubelet:
         since = "has not answered yet" if silent_s is None else f"has not answered for {silent_s:.0f} s"
         if self._state in (None, "ok"):
             return [f"the kubelet at {self._socket} {since}"]
-        return [f"{self._sentence()} (it {since})"]
+        return [f"{self._state_text()} (it {since})"]
 
     async def close(self) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.wait([self._asking], timeout=1.0)
+        if self._call is not None:
+            self._call.cancel()
+            await asyncio.wait([self._call], timeout=1.0)
         if self._channel is not None:
             await self._channel.close()
 
-    async def _ended(self) -> None:
-        """Wait for the call in flight, if there is one. A caller that stops waiting does not end it."""
-        asking = self._asking
-        if asking is not None:
-            if not asking.done():
-                await asyncio.wait([asking])
-            if self._asking is asking:
-                self._asking = None
-            asking.result()
+    async def _wait_for_call(self) -> None:
+        """Wait for the call in flight, if there is one. If the caller is cancelled, the call goes on."""
+        call = self._call
+        if call is not None:
+            if not call.done():
+                await asyncio.wait([call])
+            if self._call is call:
+                self._call = None
+            call.result()
 
-    def _begin(self, socket: Path) -> None:
-        """Begin a call, unless there is one, or none may be made yet."""
+    def _begin_call(self, socket: Path) -> None:
+        """Begin a call, unless one is in flight, or the pause after a failure has not passed."""
         try:
-            found = socket.stat()
+            status = socket.stat()
         except OSError as error:
             absent = isinstance(error, FileNotFoundError)
-            self._note("absent", "the socket is not there" if absent else error.strerror or str(error))
+            self._set_state("absent", "the socket is not there" if absent else error.strerror or str(error))
             return
-        identity, now_s = (found.st_dev, found.st_ino, found.st_ctime_ns), self._clock()
-        if identity != self._met:  # of a kubelet that has just begun, whatever the last one refused
-            self._settled_s = now_s + (SETTLED_AFTER_S if self._met is not None else 0.0)
-            self._met, self._ask_again_s = identity, now_s
-        if self._asking is None and now_s >= self._ask_again_s:
-            self._asking = asyncio.create_task(self._ask(socket))
+        identity, now_s = (status.st_dev, status.st_ino, status.st_ctime_ns), self._clock()
+        if identity != self._socket_identity:  # the kubelet was restarted: the pause after a failure is over
+            self._settled_s = now_s + (SETTLED_AFTER_S if self._socket_identity is not None else 0.0)
+            self._socket_identity, self._next_call_s = identity, now_s
+        if self._call is None and now_s >= self._next_call_s:
+            self._call = asyncio.create_task(self._call_list(socket))
 
-    async def _ask(self, socket: Path) -> None:
+    async def _call_list(self, socket: Path) -> None:
         if self._channel is None:
             limit = ("grpc.max_receive_message_length", self._largest_answer_bytes)
             self._channel = grpc.aio.insecure_channel(f"unix:{quote(str(socket))}", (limit, *_RECONNECT))
-        ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
-        ask = self._channel.unary_unary("/v1.PodResourcesLister/List")
+        call_method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+        call_method = self._channel.unary_unary("/v1.PodResourcesLister/List")
         result: Result = "ok"
-        reason, pushes = "", self._pods.pushes if self._pods else 0
+        reason, events = "", self._pod_watch.event_count if self._pod_watch else 0
         try:
-            await self._take(await ask(b"", timeout=self._deadline_s), pushes)
+            await self._accept(await call_method(b"", timeout=self._deadline_s), events)
         except grpc.aio.AioRpcError as error:
-            result, reason = failure(error.code(), error.details())
+            result, reason = call_failure(error.code(), error.details())
         except UndecodableAnswer as error:
             result, reason = "undecodable", str(error)
-        self._ask_again_s = self._clock() + _PAUSE_S.get(result, 0.0)
+        self._next_call_s = self._clock() + _PAUSE_S.get(result, 0.0)
         self._instruments.counter(names.KUBELET_CALLS, result).inc()
-        self._note(result, reason)
+        self._set_state(result, reason)
 
-    async def _take(self, answer: bytes, asked: int) -> None:
-        """Take an answer to what was asked after so many pushes. Raises UndecodableAnswer."""
-        if self._listed is None or answer != self._answer:
-            if len(answer) < _DECODED_ASIDE_BYTES:
-                found = containers(answer, self._prefixes)
+    async def _accept(self, answer: bytes, events_at_call: int) -> None:
+        """Put an answer into force. ``events_at_call`` is the number of pushed events before the call. Raises
+        UndecodableAnswer."""
+        if self._listed_containers is None or answer != self._last_answer:
+            if len(answer) < _DECODED_IN_LOOP_BYTES:
+                decoded = containers(answer, self._prefixes)
             else:
-                found = await asyncio.to_thread(containers, answer, self._prefixes)
+                decoded = await asyncio.to_thread(containers, answer, self._prefixes)
             settled = self._clock() >= self._settled_s
-            missed: list[JsonDict] = []
-            if not settled:  # it may lack pods: what is known stays, unless another container has its devices
-                there, taken = set(map(holder, found)), {device for row in found for device in _devices(row)}
-                missed = [
-                    row for row in self._listed or () if holder(row) not in there and taken.isdisjoint(_devices(row))
-                ]
-            self._listed, self._answer = [*found, *missed], answer if settled else None
-        self._asked, self._answered_s = asked, self._clock()
-        if self._pods is not None:
-            self._pods.forget({(row["namespace"], row["pod"]) for row in self._listed}, asked)
-        self._put_in_force(self._listed)
+            kept: list[Json] = []
+            if not settled:  # it may lack pods: keep the known containers whose devices are free
+                listed_keys = set(map(container_key, decoded))
+                taken_devices = {device for row in decoded for device in _devices(row)}
+                missing = [row for row in self._listed_containers or () if container_key(row) not in listed_keys]
+                kept = [row for row in missing if taken_devices.isdisjoint(_devices(row))]
+            self._listed_containers, self._last_answer = [*decoded, *kept], answer if settled else None
+        self._events_at_call, self._answered_s = events_at_call, self._clock()
+        if self._pod_watch is not None:
+            self._pod_watch.forget({(row["namespace"], row["pod"]) for row in self._listed_containers}, events_at_call)
+        self._put_in_force(self._listed_containers)
 
-    def _take_push(self) -> None:
-        """A pod began, changed or ended: what is known of it is in force at once, and the kubelet is asked for more.
-        Until then nothing had changed."""
-        self._pushed.set()
-        if self._listed is not None:
+    def _on_pod_change(self) -> None:
+        """A pod began, changed or ended: put what is known of it into force at once, and have the kubelet called.
+        Until now nothing has changed, so the last answer was in force until now."""
+        self._pod_changed.set()
+        if self._listed_containers is not None:
             if self._answers:
                 self._answers[-1].last_ms = max(self._answers[-1].last_ms, self._now_ms())
-            self._put_in_force(self._listed)
+            self._put_in_force(self._listed_containers)
 
-    def _put_in_force(self, listed: list[JsonDict]) -> None:
-        """Put into force what is listed and what is known of the pods, and remember since when."""
-        known, now_ms = listed, self._now_ms()
-        if self._pods is not None and self._pods.pods:
-            known = held(listed, self._asked, self._pods.pods)
-        if known == self._containers:
-            known = self._containers
-        self._containers = known
+    def _put_in_force(self, listed: list[Json]) -> None:
+        """Put into force the listed containers, corrected by what the Pods API reports, and note the time."""
+        merged, now_ms = listed, self._now_ms()
+        if self._pod_watch is not None and self._pod_watch.pods:
+            merged = merge_pods(listed, self._events_at_call, self._pod_watch.pods)
+        if merged == self._containers:
+            merged = self._containers
+        self._containers = merged
         if self._answers and self._answers[-1].last_ms > now_ms:  # the clock was set back
             self._answers.clear()
-        if self._answers and self._answers[-1].containers is known:
+        if self._answers and self._answers[-1].containers is merged:
             self._answers[-1].last_ms = now_ms
         else:
-            self._answers.append(_Answered(known, now_ms, now_ms))
+            self._answers.append(_Answer(merged, now_ms, now_ms))
 
-    def _note(self, state: State, reason: str) -> None:
-        """Remember the kubelet's state; log it when it has changed, and one that comes and goes once a minute."""
+    def _set_state(self, state: State, reason: str) -> None:
+        """Note the kubelet's state, and log it if it has changed, but each state at most once a minute."""
         self._state, self._reason = state, reason
         now_s = self._clock()
-        if state == self._logged or now_s - self._logged_s.get(state, float("-inf")) < _LOG_AGAIN_S:
+        if state == self._logged_state or now_s - self._logged_s.get(state, float("-inf")) < _LOG_AGAIN_S:
             return
-        self._logged, self._logged_s[state] = state, now_s
+        self._logged_state, self._logged_s[state] = state, now_s
         if state == "ok":
             log.info("the kubelet answers", extra={"socket": str(self._socket)})
         else:
-            log.warning("%s", self._sentence())
+            log.warning("%s", self._state_text())
 
-    def _sentence(self) -> str:
-        return _SENTENCES[self._state or "absent"] % (self._socket, self._reason)
+    def _state_text(self) -> str:
+        return _STATE_TEXTS[self._state or "absent"] % (self._socket, self._reason)
 
 
-def _devices(row: JsonDict) -> set[Any]:
-    claimed = {(claim["driver"], claim["pool"], claim["device"]) for claim in row.get("claims", ())}
-    return {*row.get("device_ids", ()), *claimed}
+def _devices(row: Json) -> set[Any]:
+    claimed_devices = {(claim["driver"], claim["pool"], claim["device"]) for claim in row.get("claims", ())}
+    return {*row.get("device_ids", ()), *claimed_devices}

@@ -1,11 +1,11 @@
 """The kubelet's Pods API: the pods of this node, pushed as they begin, change and end.
 
-In: the stream of ``/v1alpha1.Pods/WatchPods`` on a unix socket of its own, from Kubernetes 1.37 on. Out: which pod has
-each name, with its uid; which have ended; and what their statuses say of their devices.
+In: the stream of ``/v1alpha1.Pods/WatchPods`` on a unix socket of its own, from Kubernetes 1.37 on. Out: each pod's
+name and uid, whether it has ended, and the devices that its status names.
 State: the pods of the stream, from its first complete list on.
-On failure: a stream that breaks is opened again. Until it has a complete list, no pods are known from here, and only
-the kubelet's pod resources count, which are asked at every tick. If the kubelet does not have this API, or has it
-switched off, it is asked again once a minute, and at once after its restart.
+On failure: a stream that breaks is opened again. Until it has sent a complete list, this module reports no pods, and
+only the kubelet's pod resources count, which are read at every tick. If the kubelet does not have this API, or has it
+switched off, it is tried again once a minute, and at once after a restart of the kubelet.
 
 Source: Kubernetes' documentation, Kubelet Pods API; KEP-4188; KEP-4680 for ``allocatedResourcesStatus``.
 """
@@ -28,12 +28,12 @@ from producers.node.pods_pb2 import ADDED, DELETED, INITIAL_SYNC_COMPLETE, MODIF
 log = logging.getLogger(__name__)
 
 LARGEST_EVENT_BYTES = 64 * 1024 * 1024
-LOOK_AGAIN_S = 1.0  # how often the socket is looked for: it comes with an upgrade of the kubelet
+LOOK_AGAIN_S = 1.0  # how often the socket is looked for: an upgrade of the kubelet may create it
 REFUSED_AGAIN_S = 60.0
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 5.0  # after a stream that broke
-_LONGEST_REASON = 300
-_STATIC_UID_LENGTH = 32  # of a static pod the kubelet has another uid than the API server
-_OVER = ("Succeeded", "Failed")
+_MAX_REASON_CHARS = 300
+_STATIC_UID_LENGTH = 32  # a static pod has another uid in the kubelet than in the API server
+_ENDED_PHASES = ("Succeeded", "Failed")
 _TYPES = {ADDED: "added", MODIFIED: "modified", DELETED: "deleted", INITIAL_SYNC_COMPLETE: "synced"}
 
 Ending = Literal["ended", "unavailable", "too_slow", "refused", "undecodable"]
@@ -43,58 +43,61 @@ _ENDINGS: Mapping[grpc.StatusCode, Ending] = {
     grpc.StatusCode.INTERNAL: "unavailable",
     grpc.StatusCode.RESOURCE_EXHAUSTED: "too_slow",
 }
-JsonDict = Mapping[str, Any]
+Json = Mapping[str, Any]
 PodName = tuple[str, str]  # namespace and name
 
 
 class PushedPod(NamedTuple):
-    """A pod as the stream said it last. ``over``: it has ended. ``rows``: the containers of gpu.allocations that its
-    status names. ``push``: the number of the event with which it began, or ended, counted from the process's start."""
+    """A pod as the stream reported it last. ``containers`` are those of gpu.allocations that its status names.
+    ``event_number`` is that of the event with which it began or ended, counted from the start of this process."""
 
     name: PodName
     uid: str
-    over: bool
-    rows: tuple[JsonDict, ...]
-    push: int
+    ended: bool
+    containers: tuple[Json, ...]
+    event_number: int
 
 
-def pushed(pod: Pod, *, deleted: bool, prefixes: Sequence[str], push: int) -> PushedPod:
-    """What an event says of its pod."""
+def decode_pod(pod: Pod, *, deleted: bool, prefixes: Sequence[str], event_number: int) -> PushedPod:
+    """The pod of an event."""
     name, uid = (pod.metadata.namespace, pod.metadata.name), pod.metadata.uid
-    over = deleted or pod.status.phase in _OVER
-    rows: list[JsonDict] = []
-    for container in () if over else pod.status.container_statuses:
+    ended = deleted or pod.status.phase in _ENDED_PHASES
+    containers: list[Json] = []
+    for container in () if ended else pod.status.container_statuses:
         for status in container.allocated_resources_status:
-            ids = dict.fromkeys(one.resource_id for one in status.resources if one.resource_id)
+            ids = dict.fromkeys(resource.resource_id for resource in status.resources if resource.resource_id)
             if ids and status.name.startswith(tuple(prefixes)):
                 row = {"namespace": name[0], "pod": name[1], "container": container.name, "resource": status.name}
-                rows.append({**row, "device_ids": list(ids), **_uid(uid)})
-    return PushedPod(name, uid, over, tuple(rows), push)
+                containers.append({**row, "device_ids": list(ids), **_uid(uid)})
+    return PushedPod(name, uid, ended, tuple(containers), event_number)
 
 
-def held(listed: Sequence[JsonDict], asked: int, pods: Collection[PushedPod]) -> list[JsonDict]:
-    """The containers that hold devices, by the kubelet's pod resources (``listed``) and by its pods.
+def merge_pods(listed: Sequence[Json], events_at_call: int, pods: Collection[PushedPod]) -> list[Json]:
+    """The containers that hold devices, according to the kubelet's pod resources (``listed``) and its pods.
 
-    ``asked`` is the number of the last event before the pod resources were asked. What ended holds nothing, whatever is
-    listed. A pod that is listed has its uid, unless it is listed since before it began, when its name was another
-    pod's. A pod that is not listed yet holds what its status names. What no event has named stays as it is listed.
+    ``events_at_call`` is the number of the last event before the pod resources were read. A pod that has ended holds
+    nothing, even if it is listed. A listed pod gets its uid, unless the list is older than the pod, when its name was
+    another pod's. A pod that is not listed yet holds the devices that its status names. A listed pod without any event
+    stays as it is.
     """
-    lives: dict[PodName, PushedPod] = {pod.name: pod for pod in pods if not pod.over}
-    over = {pod.name for pod in pods if pod.over}
-    rows: list[JsonDict] = []
+    live_by_name: dict[PodName, PushedPod] = {pod.name: pod for pod in pods if not pod.ended}
+    ended_names = {pod.name for pod in pods if pod.ended}
+    rows: list[Json] = []
     for row in listed:
         name = (row["namespace"], row["pod"])
-        live = lives.get(name)
-        if live is None and name not in over:
+        live_pod = live_by_name.get(name)
+        if live_pod is None and name not in ended_names:
             rows.append(row)
-        elif live is not None and (live.push <= asked or name not in over):
-            rows.append({**row, **_uid(live.uid)})
-    there = set(map(holder, rows))
-    return rows + [row for pod in lives.values() for row in pod.rows if holder(row) not in there]
+        elif live_pod is not None and (live_pod.event_number <= events_at_call or name not in ended_names):
+            rows.append({**row, **_uid(live_pod.uid)})
+    listed_keys = set(map(container_key, rows))
+    return rows + [
+        row for pod in live_by_name.values() for row in pod.containers if container_key(row) not in listed_keys
+    ]
 
 
-def holder(row: JsonDict) -> tuple[Any, ...]:
-    """Who holds the devices of a row: a container, and the resource that they are of."""
+def container_key(row: Json) -> tuple[Any, ...]:
+    """What identifies a row of containers: the container, and the resource of its devices."""
     return (row["namespace"], row["pod"], row["container"], row.get("resource"))
 
 
@@ -103,8 +106,8 @@ def _uid(uid: str) -> dict[str, str]:
 
 
 class PodWatch:
-    """Follows one kubelet's pods, on ``socket``. A resource that begins with one of ``prefixes`` counts; ``changed`` is
-    called when something new is known."""
+    """Watches the pods of one kubelet on ``socket``. Only resources whose name begins with one of ``prefixes`` count.
+    ``changed`` is called after each change."""
 
     def __init__(
         self, socket: Path, instruments: Instruments, *, prefixes: Sequence[str], changed: Callable[[], None]
@@ -114,25 +117,27 @@ class PodWatch:
         self._pods: dict[str, PushedPod] = {}
         self._synced = False
         self._logged: str | None = None
-        self.pushes = 0
+        self.event_count = 0
 
     @property
     def pods(self) -> Collection[PushedPod]:
-        """The pods by uid, if the stream has said them all; else none."""
+        """The pods, if the stream has sent its complete list; else none."""
         return self._pods.values() if self._synced else ()
 
-    def forget(self, listed: Collection[PodName], asked: int) -> None:
-        """Forget the pods that had ended before the pod resources were asked, and are not listed any more."""
-        for pod in [pod for pod in self.pods if pod.over and pod.push <= asked and pod.name not in listed]:
+    def forget(self, listed: Collection[PodName], events_at_call: int) -> None:
+        """Forget the pods that ended before the pod resources were read, and are not listed any more."""
+        for pod in [
+            pod for pod in self.pods if pod.ended and pod.event_number <= events_at_call and pod.name not in listed
+        ]:
             del self._pods[pod.uid]
 
     async def run(self) -> None:
-        """Watch for as long as it runs."""
+        """Watch until it is cancelled."""
         retry_s = FIRST_RETRY_S
         while True:
             identity = self._identity()
             if identity is None:
-                self._note("absent", "the socket is not there")
+                self._log_state("absent", "the socket is not there")
                 await asyncio.sleep(LOOK_AGAIN_S)
                 continue
             result, reason = await self._watch()
@@ -141,60 +146,60 @@ class PodWatch:
             self._pods.clear()
             self._instruments.gauge(names.PODS_WATCHED).set(0)
             self._instruments.counter(names.POD_WATCHES, result).inc()
-            self._note(result, reason)
+            self._log_state(result, reason)
             for _ in range(round(REFUSED_AGAIN_S / LOOK_AGAIN_S) if result == "refused" else 1):
                 await asyncio.sleep(LOOK_AGAIN_S if result == "refused" else retry_s)
                 if self._identity() != identity:  # of a kubelet that has just begun, whatever the last one refused
                     break
 
     async def _watch(self) -> tuple[Ending, str]:
-        """Open a stream, and take its events to its end: how it ended, and in words."""
+        """Open a stream, and handle its events until it ends; returns how it ended, and a text for people."""
         limit = ("grpc.max_receive_message_length", LARGEST_EVENT_BYTES)
         async with grpc.aio.insecure_channel(f"unix:{quote(str(self._socket))}", [limit]) as channel:
             watch: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
             watch = channel.unary_stream("/v1alpha1.Pods/WatchPods")
             try:
                 async for value in watch(b""):
-                    self._take(WatchPodsEvent.FromString(value))
+                    self._handle(WatchPodsEvent.FromString(value))
             except grpc.aio.AioRpcError as error:
                 code = error.code()
-                return _ENDINGS.get(code, "refused"), f"{code.name}: {error.details()}"[:_LONGEST_REASON]
+                return _ENDINGS.get(code, "refused"), f"{code.name}: {error.details()}"[:_MAX_REASON_CHARS]
             except DecodeError as error:
                 return "undecodable", str(error)
         return "ended", "the kubelet ended it"
 
-    def _take(self, event: WatchPodsEvent) -> None:
-        """Take an event. Until the first complete list, a pod counts as known before anything was asked."""
+    def _handle(self, event: WatchPodsEvent) -> None:
+        """Handle an event. A pod of the first complete list gets the event number 0, as if it was always known."""
         if event.type not in _TYPES:
             return
         self._instruments.counter(names.POD_EVENTS, _TYPES[event.type]).inc()
-        self.pushes += 1
+        self.event_count += 1
         if event.type == INITIAL_SYNC_COMPLETE:
             self._synced = True
             self._instruments.gauge(names.PODS_WATCHED).set(1)
-            self._note("synced", "")
+            self._log_state("synced", "")
             self._changed()
             return
         if not event.pod.metadata.uid:
             raise DecodeError("a pod without a uid")
-        push, known = self.pushes if self._synced else 0, self._pods.get(event.pod.metadata.uid)
-        pod = pushed(event.pod, deleted=event.type == DELETED, prefixes=self._prefixes, push=push)
-        if known is not None and known.over == pod.over:
-            pod = pod._replace(push=known.push)
+        event_number, previous = self.event_count if self._synced else 0, self._pods.get(event.pod.metadata.uid)
+        pod = decode_pod(event.pod, deleted=event.type == DELETED, prefixes=self._prefixes, event_number=event_number)
+        if previous is not None and previous.ended == pod.ended:
+            pod = pod._replace(event_number=previous.event_number)
         self._pods[pod.uid] = pod
-        if self._synced and pod != known:
+        if self._synced and pod != previous:
             self._changed()
 
     def _identity(self) -> tuple[int, ...] | None:
-        """Which socket is there; None: there is none."""
+        """What identifies the socket, to notice a restart of the kubelet; None if there is no socket."""
         try:
-            found = self._socket.stat()
+            status = self._socket.stat()
         except OSError:
             return None
-        return found.st_dev, found.st_ino, found.st_ctime_ns
+        return status.st_dev, status.st_ino, status.st_ctime_ns
 
-    def _note(self, state: str, reason: str) -> None:
-        """Log whether pods are pushed, when that has changed."""
+    def _log_state(self, state: str, reason: str) -> None:
+        """Log whether pods are pushed, if that has changed."""
         state = state if state in ("synced", "absent") else "broken"
         if state == self._logged:
             return

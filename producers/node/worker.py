@@ -1,8 +1,8 @@
-"""A thread that does one job at a time, so that a call that hangs holds up nobody else, and not the exit either.
+"""A thread that runs one job at a time, so that a call that hangs blocks neither the event loop nor the exit.
 
 In: jobs, from the event loop. Out: futures of the loop. State: the job that runs.
 On failure: the future raises what its job raised. A job that never returns keeps its worker busy for ever; the thread
-is a daemon, and nobody waits for its end. An answer that comes after the loop was closed is dropped.
+is a daemon, and nobody waits for its end. A result that comes after the loop was closed is dropped.
 """
 
 import asyncio
@@ -22,52 +22,53 @@ class Worker:
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._clock = clock
-        self._since_s: float | None = None
+        self._job_began_s: float | None = None
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     @property
     def busy(self) -> bool:
-        return self._since_s is not None
+        return self._job_began_s is not None
 
     def busy_s(self) -> float:
-        return 0.0 if self._since_s is None else self._clock() - self._since_s
+        return 0.0 if self._job_began_s is None else self._clock() - self._job_began_s
 
-    def ask(self, work: Callable[[], T]) -> "asyncio.Future[T]":
-        """Do ``work`` on the thread, if not busy; it is until ``work`` returns, even if the future is cancelled."""
+    def submit(self, function: Callable[[], T]) -> "asyncio.Future[T]":
+        """Run ``function`` on the thread. The worker is busy until it returns, even if the future is cancelled.
+        Raises RuntimeError if the worker is busy."""
         if self.busy:
-            raise RuntimeError("asked while another job runs")
+            raise RuntimeError("submitted while another job runs")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._since_s = self._clock()
+        self._job_began_s = self._clock()
 
-        def settle(answer: Any, error: Exception | None) -> None:
-            self._since_s = None
+        def settle(result: Any, error: Exception | None) -> None:
+            self._job_began_s = None
             if error is not None and not future.cancelled():
                 future.set_exception(error)
             elif not future.cancelled():
-                future.set_result(answer)
+                future.set_result(result)
 
         def job() -> None:
-            answer: Any = None
+            result: Any = None
             error: Exception | None = None
             try:
-                answer = work()
+                result = function()
             except Exception as raised:  # noqa: BLE001 - it is raised where the future is awaited
                 error = raised
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(settle, answer, error)
+                loop.call_soon_threadsafe(settle, result, error)
 
         self._jobs.put(job)
         return future
 
-    def leave(self, work: Callable[[], None]) -> None:
-        """Do ``work`` as the last thing, without an answer."""
-        self._jobs.put(work)
+    def submit_last(self, function: Callable[[], None]) -> None:
+        """Run ``function`` after the jobs before it; nobody gets its result. Call :meth:`stop` next."""
+        self._jobs.put(function)
 
     def stop(self) -> None:
         self._jobs.put(None)
 
     def _work(self) -> None:
         for job in iter(self._jobs.get, None):
-            with contextlib.suppress(Exception):  # what is left to it is for nobody
+            with contextlib.suppress(Exception):  # nobody waits for what was submitted last
                 job()

@@ -117,5 +117,5 @@ async def test_fifteen_minutes_of_a_node_of_56_mig_devices_wait_and_are_sent_in_
     assert sender.sent == read
     assert sum(value(made, names.DROPPED, reason=reason) for reason in DROP_REASONS) == 0
     assert most_held < RetryBuffer().max_bytes
-    assert publisher.fits.ticks > OUTAGE_S
-    assert publisher.fits.tick_bytes == pytest.approx(sizes[-1], rel=0.1)
+    assert publisher.capacity.ticks > OUTAGE_S
+    assert publisher.capacity.tick_bytes == pytest.approx(sizes[-1], rel=0.1)

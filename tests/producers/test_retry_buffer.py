@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.retry_buffer import LEAST_BYTES, PLAIN_TICKS, RetryBuffer, WaitingTick
+from producers.retry_buffer import MIN_COMPRESSED_BYTES, PLAIN_TICKS, RetryBuffer, WaitingTick
 
 
 def _tick(size: int, at_s: float = 0.0) -> WaitingTick:
@@ -106,4 +106,4 @@ def test_how_many_ticks_fit_is_what_fits() -> None:
 
     assert fits > 100_000 // 2_000
     assert dropped.index(1) == pytest.approx(fits, rel=0.1)
-    assert RetryBuffer(max_bytes=10, max_age_s=1.0).capacity(b"x" * LEAST_BYTES) == 1
+    assert RetryBuffer(max_bytes=10, max_age_s=1.0).capacity(b"x" * MIN_COMPRESSED_BYTES) == 1

@@ -1,16 +1,16 @@
 """The driver: whether it is there and answers, whether it was replaced, and when NVML has to be opened again.
 
 In: nvmlInit, on a thread of its own; a short-lived child process that loads NVML for itself.
-Out: how many GPUs there are, or what is wrong; the UUIDs of the GPUs that a new process would see, and why NVML must be
-opened again. This process sees only the GPUs that were there when it attached to the driver.
-State: whether NVML is open, and the last trouble with it; the child that runs, at most one; how often opening NVML
-again did not help a GPU, and when to try again.
-On failure: :meth:`Driver.attach` never raises; the caller tries again. If nvmlInit does not return, it is waited for,
-and no second one begins. A child that fails, is slow or answers nonsense gives None, which changes nothing. A child
-that can't even be killed is left alone, and no other begins before it has ended.
+Out: the number of GPUs, or an error; the UUIDs of the GPUs that a new process would see; the reason to open NVML again.
+This process only sees the GPUs that existed when it attached to the driver.
+State: whether NVML is open, and its last error; the child that runs, at most one; how often opening NVML again did not
+help a GPU, and when to try again.
+On failure: :meth:`Driver.attach` never raises; the caller tries again. If nvmlInit does not return, no second one
+begins until it does. A child that fails, is slow or prints nonsense gives None, which changes nothing. If a child can't
+even be killed, no other begins before it has ended.
 
-Why a child: to attach again, this process would have to detach first. Without persistence mode the driver would then
-reset the GPUs' volatile counters, because nobody uses them any more.
+Why a child process: to attach again, this process would have to detach first. Without persistence mode the driver would
+then reset the GPUs' volatile counters, because no process uses them any more.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 SILENT_AFTER_S = 2.0
 ENDS_WITHIN_S = 5.0
-LONGEST_REOPENING_S = 3600.0  # opening NVML for a GPU that does not work afterwards either is tried at least this often
+LONGEST_REOPENING_S = 3600.0  # NVML is opened again for a GPU that still does not work at least this often
 
-_TEXTS = {
+_MESSAGES = {
     binding.LIBRARY_NOT_FOUND:
         "no NVIDIA driver: libnvidia-ml.so.1 is not found; on a machine with GPUs install the driver, and give a"
         " container the NVIDIA runtime and NVIDIA_DRIVER_CAPABILITIES=utility",
@@ -71,13 +71,13 @@ print(json.dumps([uuid for uuid in map(works, range(pynvml.nvmlDeviceGetCount())
 
 
 class DriverReplaced(Exception):
-    """The driver was replaced while this process ran, and the library that it has loaded is of the old one. A new
-    process loads the new one."""
+    """The driver was replaced while this process ran, which still has the old driver's library loaded. Start a new
+    process: it loads the new library."""
 
     exit_code = 70
 
 
-class _Attached(NamedTuple):
+class _AttachedDriver(NamedTuple):
     version: str
     gpus: int
 
@@ -88,42 +88,45 @@ class Driver:
     def __init__(self, nvml: Nvml, instruments: Instruments, clock: Callable[[], float]) -> None:
         self._nvml, self._instruments = nvml, instruments
         self._worker = Worker("nvml-driver", clock)
-        self._doing = "nvmlInit"
+        self._current_call = "nvmlInit"
         self._worked = False
-        self._now: _Attached | None = None
-        self._trouble: NvmlError | None = None
+        self._attached_driver: _AttachedDriver | None = None
+        self._error: NvmlError | None = None
         self.fatal: DriverReplaced | None = None
 
     @property
     def attached(self) -> bool:
-        return self._now is not None
+        return self._attached_driver is not None
 
     @property
     def count(self) -> int:
         """How many GPUs it has; 0 while it is not open."""
-        return self._now.gpus if self._now else 0
+        return self._attached_driver.gpus if self._attached_driver else 0
 
-    async def attach(self, why: str | None) -> None:
-        """Open NVML; if ``why`` says why, close it before. Nothing else may be asked of NVML meanwhile."""
-        job = self._worker.ask(lambda: self._attach(again=why is not None))
+    async def attach(self, reason: str | None) -> None:
+        """Open NVML; with a ``reason``, close it first. Make no other call of NVML meanwhile."""
+        job = self._worker.submit(lambda: self._attach(again=reason is not None))
         job.add_done_callback(lambda done: done.cancelled() or done.exception())  # maybe nobody waits any more
         await asyncio.wait([job])
         error = job.exception()
         if error is None:
-            self._now, self._trouble, self._worked = job.result(), None, True
+            self._attached_driver, self._error, self._worked = job.result(), None, True
             self._instruments.counter(names.OPENED).inc()
-            again = f", opened again: {why}" if why is not None else ""
-            log.info("NVIDIA driver %s", f"{self._now.version} with {self._now.gpus} GPUs{again}")
+            again_text = f", opened again: {reason}" if reason is not None else ""
+            log.info(
+                "NVIDIA driver %s",
+                f"{self._attached_driver.version} with {self._attached_driver.gpus} GPUs{again_text}",
+            )
         elif isinstance(error, NvmlError):
-            if self._now is not None or self._trouble is None or self._trouble.code != error.code:
-                log.warning("%s; it is tried again", _text(error))
-            self._now, self._trouble = None, error
-            self.judge(error)
+            if self._attached_driver is not None or self._error is None or self._error.code != error.code:
+                log.warning("%s; it is tried again", _message(error))
+            self._attached_driver, self._error = None, error
+            self.check_replaced(error)
         else:
             raise error
 
-    def judge(self, error: NvmlError) -> None:
-        """Find out from an error that a call gave whether the driver has been replaced."""
+    def check_replaced(self, error: NvmlError) -> None:
+        """Set ``fatal`` if the error of a call shows that the driver was replaced."""
         if error.code == binding.LIB_RM_VERSION_MISMATCH and self._worked and self.fatal is None:
             self.fatal = DriverReplaced(
                 "the NVIDIA driver was replaced while this process ran, and the library that it has loaded belongs to"
@@ -134,24 +137,25 @@ class Driver:
         if self.fatal is not None:
             return [str(self.fatal)]
         if (waited_s := self._worker.busy_s()) > SILENT_AFTER_S:
-            return [f"the NVIDIA driver does not answer: {self._doing} has not returned for {waited_s:.0f} s"]
-        if self._now is None:
-            return [_text(self._trouble)]
-        return [] if self._now.gpus else ["the NVIDIA driver has no GPU"]
+            return [f"the NVIDIA driver does not answer: {self._current_call} has not returned for {waited_s:.0f} s"]
+        if self._attached_driver is None:
+            return [_message(self._error)]
+        return [] if self._attached_driver.gpus else ["the NVIDIA driver has no GPU"]
 
     def close(self, *, detach: bool, after: threading.Event) -> None:
-        """Let the thread end. If no GPU's thread uses NVML (``detach``), it is closed first, once ``after`` is set."""
+        """Let the thread end. With ``detach``, which needs that no GPU's thread uses NVML, NVML is closed first, once
+        ``after`` is set."""
 
         def detach_after() -> None:
             if after.wait(ENDS_WITHIN_S):
                 self._detach()
 
         if detach and self.attached and not self._worker.busy:
-            self._worker.leave(detach_after)
+            self._worker.submit_last(detach_after)
         self._worker.stop()
 
-    def _attach(self, *, again: bool) -> _Attached:
-        """Open NVML, on the thread. A driver that does not give its version is used all the same. Raises NvmlError."""
+    def _attach(self, *, again: bool) -> _AttachedDriver:
+        """Open NVML, on the thread. A driver that does not give its version is used anyway. Raises NvmlError."""
         if again:
             self._detach()
         self._call("nvmlInit")
@@ -159,9 +163,9 @@ class Driver:
             version = str(self._call("nvmlSystemGetDriverVersion"))
         except NvmlError as error:
             version = f"of an unknown version ({error.name})"
-        self._doing = "nvmlDeviceGetCount"
+        self._current_call = "nvmlDeviceGetCount"
         try:
-            return _Attached(version, self._nvml.count())
+            return _AttachedDriver(version, self._nvml.count())
         except NvmlError:
             self._detach()
             raise
@@ -171,18 +175,18 @@ class Driver:
             self._call("nvmlShutdown")
 
     def _call(self, function: str) -> Any:
-        self._doing = function
+        self._current_call = function
         return self._nvml.call(function)
 
 
-def _text(trouble: NvmlError | None) -> str:
-    if trouble is None:
+def _message(error: NvmlError | None) -> str:
+    if error is None:
         return "the NVIDIA driver has not been asked yet"
-    return _TEXTS.get(trouble.code, f"the NVIDIA driver can't be opened: {trouble.name}")
+    return _MESSAGES.get(error.code, f"the NVIDIA driver can't be opened: {error.name}")
 
 
 class Census:
-    """Asks a child which GPUs work for a new process. ``command`` is for tests."""
+    """Finds out which GPUs work for a new process, by a child process. ``command`` is for tests."""
 
     def __init__(self, *, within_s: float = 10.0, command: Sequence[str] | None = None) -> None:
         self._within_s = within_s
@@ -190,11 +194,11 @@ class Census:
         self._worker = Worker("nvml-census")
         self._child: subprocess.Popen[bytes] | None = None
 
-    async def take(self) -> frozenset[str] | None:
+    async def run(self) -> frozenset[str] | None:
         """The UUIDs of the GPUs that work; None if that can't be found out now."""
         if self._worker.busy:
             return None
-        return await self._worker.ask(self._count)
+        return await self._worker.submit(self._run_child)
 
     def close(self) -> None:
         """End the child, without waiting for its end."""
@@ -202,7 +206,7 @@ class Census:
         if (child := self._child) is not None:
             child.kill()
 
-    def _count(self) -> frozenset[str] | None:
+    def _run_child(self) -> frozenset[str] | None:
         if self._child is not None and self._child.poll() is None:
             return None
         devnull, pipe = subprocess.DEVNULL, subprocess.PIPE
@@ -212,38 +216,41 @@ class Census:
             return None
         self._child = child
         try:
-            said, _ = child.communicate(timeout=self._within_s)
+            output, _ = child.communicate(timeout=self._within_s)
         except subprocess.TimeoutExpired:
             child.kill()
             if child.stdout is not None:
                 child.stdout.close()
             return None
-        return parse_census(said) if child.returncode == 0 else None
+        return parse_census(output) if child.returncode == 0 else None
 
 
-def parse_census(said: bytes) -> frozenset[str] | None:
+def parse_census(output: bytes) -> frozenset[str] | None:
     """The UUIDs that a child has printed; None if it has printed something else."""
     try:
-        return frozenset(msgspec.json.decode(said, type=list[Annotated[str, msgspec.Meta(min_length=1)]]))
+        return frozenset(msgspec.json.decode(output, type=list[Annotated[str, msgspec.Meta(min_length=1)]]))
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 
 class Reopening:
-    """Decides when NVML is opened again: less and less often if that does not help, since other GPUs suffer."""
+    """Decides when NVML is opened again: less and less often if that does not help, because it delays other GPUs."""
 
     def __init__(self, first_s: float, clock: Callable[[], float]) -> None:
         self._first_s, self._clock = first_s, clock
-        self._tried: dict[str, tuple[int, float]] = {}  # how often, and when it may be tried again
+        self._attempts: dict[str, tuple[int, float]] = {}  # how often, and when it may be tried again
 
     def worked(self, uuid: str) -> None:
-        self._tried.pop(uuid, None)
+        self._attempts.pop(uuid, None)
 
-    def why(self, seen: Set[str], working: Set[str | None]) -> str | None:
-        """Why NVML must be opened again, or None. ``seen``: what works for a new process; ``working``: for this."""
+    def reason(self, working_in_child: Set[str], working_here: Set[str | None]) -> str | None:
+        """Why NVML must be opened again, or None. The sets are the UUIDs of the GPUs that work for a child process, and
+        of those that work for this process."""
         now_s = self._clock()
-        missing = sorted(uuid for uuid in seen - working if now_s >= self._tried.get(uuid, (0, now_s))[1])
+        missing = sorted(
+            uuid for uuid in working_in_child - working_here if now_s >= self._attempts.get(uuid, (0, now_s))[1]
+        )
         for uuid in missing:
-            times, _ = self._tried.get(uuid, (-1, now_s))
-            self._tried[uuid] = times + 1, now_s + min(LONGEST_REOPENING_S, self._first_s * 2 ** (times + 1))
+            attempts, _ = self._attempts.get(uuid, (-1, now_s))
+            self._attempts[uuid] = attempts + 1, now_s + min(LONGEST_REOPENING_S, self._first_s * 2 ** (attempts + 1))
         return f"{', '.join(missing)} would answer a new process, and not this one" if missing else None

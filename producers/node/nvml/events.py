@@ -1,13 +1,14 @@
-"""XID errors, as the driver reports them: a thread of its own waits for them, whatever the ticks do.
+"""XID errors, as the driver reports them: a thread of its own waits for them, independent of the ticks.
 
 In: NVML's events of every GPU, and the devices of each. Out: each :class:`Xid`, on the event loop's thread; ``events``
 and ``xids`` of gpu.samples; a line in the log for each error.
-State: the set of events that NVML is asked for, the GPUs in it, and those that are not in it yet; for each device how
-many errors of each code there were since the start, and the errors that no tick has had yet. Both are bounded: an error
-past the bound is only counted.
-On failure: a GPU that gives an error is asked again after 5 s. A GPU that reports no XID errors is asked again after a
-minute, and then less and less often, because a driver may refuse for a moment. If the set fails, for instance because a
-GPU was lost, a new one is made after a pause that grows. A wait that hangs delays only the next opening of NVML.
+State: NVML's event set, the GPUs in it, and those that are not in it yet; for each device the number of errors of each
+code since the start, and the errors that no tick has had yet. Both are bounded: an error above the bound is only
+counted.
+On failure: a GPU whose registration fails is registered again after 5 s. A GPU that does not support XID errors is
+tried again after a minute, and then less and less often, because a driver may refuse for a moment. If the event set
+fails, for instance because a GPU was lost, a new one is created after a pause that grows. A wait that hangs delays only
+the next opening of NVML.
 Source: nvml.h. Errors from before the registration are not reported. A wait may end early, without an event.
 """
 
@@ -31,21 +32,21 @@ log = logging.getLogger(__name__)
 
 XID_EVENT = 8
 WAIT_MS = 500  # the longest time until a wait ends
-AT_ONCE = 1024  # events that are taken before the loop gets them
-MISSING_EVERY_S = 5.0
-UNSUPPORTED_EVERY_S = 60.0  # when a GPU without XID errors is asked again; then after twice as long each time
+MAX_BATCH = 1024  # events that are collected before the event loop gets them
+RETRY_EVERY_S = 5.0
+UNSUPPORTED_EVERY_S = 60.0  # after this a GPU without XID errors is tried again; then after twice as long each time
 LONGEST_UNSUPPORTED_S = 3600.0
-LONGEST_REST_S = 60.0
-MOST_EVENTS = 64  # of one device in one tick
-UNKNOWN_XID = 999  # NVML's own code for an unknown error; here also for codes that can't be, and those past the bound
+LONGEST_RETRY_DELAY_S = 60.0
+MAX_EVENTS = 64  # of one device in one tick
+UNKNOWN_XID = 999  # NVML's code for an unknown error; here also for impossible codes, and those above the bound
 _LARGEST_CODE = 0xFFFF
-_MOST_CODES = 64
-_MOST_DEVICES = 1024
+_MAX_CODES = 64
+_MAX_DEVICES = 1024
 
 
 class Xid(NamedTuple):
-    """An XID error, seen at ``ts_ms`` since the epoch, of the GPU of index ``gpu`` (None: of one that is not known).
-    Of a part of it if NVML says of which instances."""
+    """An XID error, reported at ``ts_ms`` since the epoch. ``gpu`` is the index of its GPU, None if it is unknown.
+    The instances are set if NVML reports the error for a part of the GPU."""
 
     gpu: int | None
     code: int
@@ -54,213 +55,214 @@ class Xid(NamedTuple):
     compute_instance: int | None = None
 
 
-class _Seen(NamedTuple):
-    """What a wait has brought: XID errors, and calls that failed with their errors."""
+class _WaitResult(NamedTuple):
+    """The result of a wait: XID errors, and the calls that failed, each with its error."""
 
     xids: list[Xid]
     errors: list[tuple[str, str]]
 
 
 class Events:
-    """All methods are for the event loop's thread. ``take`` gets each XID error."""
+    """Waits for the XID errors of all GPUs, and calls ``on_xid`` for each. All methods are for the event loop's
+    thread."""
 
     def __init__(
-        self, nvml: Nvml, instruments: Instruments, *, take: Callable[[Xid], None], clock: Callable[[], float]
+        self, nvml: Nvml, instruments: Instruments, *, on_xid: Callable[[Xid], None], clock: Callable[[], float]
     ) -> None:
-        self._nvml, self._instruments, self._take, self._clock = nvml, instruments, take, clock
+        self._nvml, self._instruments, self._on_xid, self._clock = nvml, instruments, on_xid, clock
         self._worker = Worker("nvml-events", clock)
-        self._watch = _Watch(nvml, clock)
+        self._watch = _XidWatch(nvml, clock)
         self._added: set[int] = set()
         self.pause()
 
     @property
     def busy(self) -> bool:
-        """Whether NVML may not be opened again."""
+        """Whether a wait has not returned, so that NVML must not be opened again."""
         return self._worker.busy
 
     def refusals(self) -> dict[int, FailedCall]:
-        useless = self._watch.useless
-        return dict(self._watch.refusals) if useless is None else dict.fromkeys(self._added, useless)
+        unsupported = self._watch.unsupported
+        return dict(self._watch.refusals) if unsupported is None else dict.fromkeys(self._added, unsupported)
 
-    def watch(self) -> None:
-        """From now on GPUs may be added: NVML is open."""
+    def resume(self) -> None:
+        """NVML is open: from now on GPUs may be added."""
         self._paused = False
 
     def add(self, gpu: int, handle: Handle) -> None:
-        """Wait for the events of the GPU of that index, too. May be called again for the same."""
+        """Wait for the events of the GPU of that index, too. Adding a GPU again has no effect."""
         if self._watch.ending.is_set() and not (self._paused or self.busy):
-            self._watch, self._added = _Watch(self._nvml, self._clock), set()
+            self._watch, self._added = _XidWatch(self._nvml, self._clock), set()
         if self._watch.ending.is_set() or gpu in self._added:
             return
         self._added.add(gpu)
         self._watch.new.put((gpu, handle))
         if not self.busy:
-            self._ask(self._watch)
+            self._wait_for_events(self._watch)
 
     def pause(self) -> None:
-        """Let the wait end, and the GPUs be void, until NVML is open again."""
+        """End the wait, and forget the GPUs, until NVML is open again."""
         self._paused = True
         self._watch.ending.set()
 
     def close(self) -> threading.Event:
-        """Let the thread end; gives what is set when it asks NVML nothing any more."""
+        """Let the thread end; returns an event that is set when the thread makes no calls of NVML any more."""
         ended = threading.Event()
         self.pause()
-        self._worker.leave(self._watch.close)
-        self._worker.leave(ended.set)
+        self._worker.submit_last(self._watch.close)
+        self._worker.submit_last(ended.set)
         self._worker.stop()
         return ended
 
-    def _ask(self, watch: "_Watch") -> None:
-        self._worker.ask(watch.run).add_done_callback(functools.partial(self._settle, watch))
+    def _wait_for_events(self, watch: "_XidWatch") -> None:
+        self._worker.submit(watch.run).add_done_callback(functools.partial(self._settle, watch))
 
-    def _settle(self, watch: "_Watch", done: "asyncio.Future[_Seen]") -> None:
-        if done.cancelled():
+    def _settle(self, watch: "_XidWatch", wait: "asyncio.Future[_WaitResult]") -> None:
+        if wait.cancelled():
             return
-        if (fault := done.exception()) is not None:
-            log.error("XID errors can't be read any more", exc_info=fault)
+        if (exception := wait.exception()) is not None:
+            log.error("XID errors can't be read any more", exc_info=exception)
             return
-        for xid in done.result().xids:
-            self._take(xid)
-        for call, error in done.result().errors:
+        for xid in wait.result().xids:
+            self._on_xid(xid)
+        for call, error in wait.result().errors:
             self._instruments.counter(names.NVML_ERRORS, call, error).inc()
-        if not (watch.ended or self.busy):
-            self._ask(watch)
+        if not (watch.is_done or self.busy):
+            self._wait_for_events(watch)
 
 
-class _Watch:
-    """The set of events of NVML as it is open now. ``useless``: why no GPU ever reports anything.
-    All else but ``ending``, ``new`` and ``refusals`` is for the thread."""
+class _XidWatch:
+    """NVML's event set, from one opening of NVML to the next. ``unsupported`` is set if the driver has no event sets.
+    All but ``ending``, ``new`` and ``refusals`` is for the thread."""
 
     def __init__(self, nvml: Nvml, clock: Callable[[], float]) -> None:
         self.ending = threading.Event()
         self.new: queue.SimpleQueue[tuple[int, Handle]] = queue.SimpleQueue()
         self.refusals: dict[int, FailedCall] = {}
-        self.useless: FailedCall | None = None
+        self.unsupported: FailedCall | None = None
         self._nvml, self._clock = nvml, clock
         self._handles: dict[int, Handle] = {}
-        self._events: EventSet | None = None
+        self._event_set: EventSet | None = None
         self._indexes: dict[int, int] = {}
-        self._ask_at_s: dict[int, float] = {}
-        self._unsupported_s: dict[int, float] = {}
-        self._rest_s = 0.0
-        self._doing = ""
+        self._register_at_s: dict[int, float] = {}
+        self._unsupported_delay_s: dict[int, float] = {}
+        self._retry_delay_s = 0.0
+        self._current_call = ""
 
     @property
-    def ended(self) -> bool:
-        """Whether there is nothing to wait for any more."""
+    def is_done(self) -> bool:
+        """Whether there is nothing left to wait for."""
         idle = not self._handles and self.new.empty()
-        return self.useless is not None or idle or self.ending.is_set()
+        return self.unsupported is not None or idle or self.ending.is_set()
 
-    def run(self) -> _Seen:
-        """Wait until something happens. A set that failed is dropped; a driver without the call is not asked again."""
-        seen = _Seen([], [])
-        while not (self.ended or seen.xids or seen.errors):
+    def run(self) -> _WaitResult:
+        """Wait until something happens. A set that fails is freed; a driver without event sets is not asked again."""
+        result = _WaitResult([], [])
+        while not (self.is_done or result.xids or result.errors):
             try:
-                self._step(seen)
+                self._step(result)
             except NvmlError as error:
                 self.close()
-                why = FailedCall(self._doing, error.name)
-                self.refusals = dict.fromkeys(self._handles, why)
+                failed_call = FailedCall(self._current_call, error.name)
+                self.refusals = dict.fromkeys(self._handles, failed_call)
                 if error.code == FUNCTION_NOT_FOUND:
-                    self.useless = why
+                    self.unsupported = failed_call
                 elif is_unsupported(error):
-                    self._rest_s = LONGEST_REST_S
+                    self._retry_delay_s = LONGEST_RETRY_DELAY_S
                 else:
-                    seen.errors.append((self._doing, error.name))
-                    self._rest_s = min(LONGEST_REST_S, max(1.0, 2 * self._rest_s))
-        if self.ended:
+                    result.errors.append((self._current_call, error.name))
+                    self._retry_delay_s = min(LONGEST_RETRY_DELAY_S, max(1.0, 2 * self._retry_delay_s))
+        if self.is_done:
             self.close()
-        return seen
+        return result
 
     def close(self) -> None:
-        events, self._events = self._events, None
-        if events is not None:
+        event_set, self._event_set = self._event_set, None
+        if event_set is not None:
             with contextlib.suppress(NvmlError):  # it is void already
-                self._nvml.call("nvmlEventSetFree", events)
+                self._nvml.call("nvmlEventSetFree", event_set)
 
-    def _step(self, seen: _Seen) -> None:
-        """Make a set if there is none, take the GPUs into it that are due, and wait once. Raises NvmlError."""
+    def _step(self, result: _WaitResult) -> None:
+        """Create a set if there is none, register the GPUs that are due, and wait once. Raises NvmlError."""
         while not self.new.empty():
             gpu, self._handles[gpu] = self.new.get()
-            self._ask_at_s[gpu] = self._clock()
-        if self._events is None:
-            if self.ending.wait(self._rest_s):
+            self._register_at_s[gpu] = self._clock()
+        if self._event_set is None:
+            if self.ending.wait(self._retry_delay_s):
                 return
-            self._doing = "nvmlEventSetCreate"
-            self._events = EventSet(self._nvml.call(self._doing))
-            self._indexes, self._ask_at_s = {}, dict.fromkeys(self._handles, self._clock())
+            self._current_call = "nvmlEventSetCreate"
+            self._event_set = EventSet(self._nvml.call(self._current_call))
+            self._indexes, self._register_at_s = {}, dict.fromkeys(self._handles, self._clock())
         now_s = self._clock()
-        for gpu in sorted(gpu for gpu, at_s in self._ask_at_s.items() if at_s <= now_s):
+        for gpu in sorted(gpu for gpu, register_at_s in self._register_at_s.items() if register_at_s <= now_s):
             try:
-                self._register(gpu, self._events)
+                self._register(gpu, self._event_set)
             except NvmlError as error:
-                self.refusals = {**self.refusals, gpu: FailedCall(self._doing, error.name)}
-                wait_s = MISSING_EVERY_S
+                self.refusals = {**self.refusals, gpu: FailedCall(self._current_call, error.name)}
+                delay_s = RETRY_EVERY_S
                 if is_unsupported(error):
-                    last_s = self._unsupported_s.get(gpu, UNSUPPORTED_EVERY_S / 2)
-                    wait_s = self._unsupported_s[gpu] = min(LONGEST_UNSUPPORTED_S, 2 * last_s)
+                    previous_delay_s = self._unsupported_delay_s.get(gpu, UNSUPPORTED_EVERY_S / 2)
+                    delay_s = self._unsupported_delay_s[gpu] = min(LONGEST_UNSUPPORTED_S, 2 * previous_delay_s)
                 elif not is_lost(error):  # the reading of the GPU reports that it is lost
-                    seen.errors.append((self._doing, error.name))
-                self._ask_at_s[gpu] = now_s + wait_s
+                    result.errors.append((self._current_call, error.name))
+                self._register_at_s[gpu] = now_s + delay_s
         if self._indexes:
-            self._wait(self._events, seen)
+            self._wait(self._event_set, result)
         else:
             self.ending.wait(WAIT_MS / 1000)
 
     def _register(self, gpu: int, events: EventSet) -> None:
-        """Take a GPU into the set. Raises NvmlError."""
+        """Register a GPU's events with the set. Raises NvmlError."""
         if self.ending.is_set():
             return
         handle = self._handles[gpu]
-        self._doing = "nvmlDeviceGetSupportedEventTypes"
-        if not self._nvml.ask(self._doing, handle) & XID_EVENT:
+        self._current_call = "nvmlDeviceGetSupportedEventTypes"
+        if not self._nvml.ask(self._current_call, handle) & XID_EVENT:
             raise NvmlError(NOT_SUPPORTED)
-        self._doing = "nvmlDeviceRegisterEvents"
-        self._nvml.call(self._doing, handle, XID_EVENT, events)
+        self._current_call = "nvmlDeviceRegisterEvents"
+        self._nvml.call(self._current_call, handle, XID_EVENT, events)
         self._indexes[self._nvml.address(handle)] = gpu
-        del self._ask_at_s[gpu]
-        self._unsupported_s.pop(gpu, None)
-        self.refusals = {index: why for index, why in self.refusals.items() if index != gpu}
+        del self._register_at_s[gpu]
+        self._unsupported_delay_s.pop(gpu, None)
+        self.refusals = {index: failed_call for index, failed_call in self.refusals.items() if index != gpu}
 
-    def _wait(self, events: EventSet, seen: _Seen) -> None:
-        """Take what there is, waiting for the first. Raises NvmlError."""
-        self._doing = "nvmlEventSetWait"
+    def _wait(self, events: EventSet, result: _WaitResult) -> None:
+        """Wait for an event, and collect it with those behind it. Raises NvmlError."""
+        self._current_call = "nvmlEventSetWait"
         began_s = self._clock()
         try:
             event = self._nvml.wait(events, WAIT_MS)
         except NvmlError:
-            with contextlib.suppress(NvmlError):  # the error that a GPU was lost by may stand behind its loss
-                self._take(events, self._nvml.wait(events, 0), seen)
+            with contextlib.suppress(NvmlError):  # the XID error that caused the loss of a GPU may be queued behind it
+                self._drain(events, self._nvml.wait(events, 0), result)
             raise
-        self._rest_s = 0.0
+        self._retry_delay_s = 0.0
         if event is None and self._clock() - began_s < WAIT_MS / 2000:
-            self.ending.wait(WAIT_MS / 1000)  # it has not waited
-        self._take(events, event, seen)
+            self.ending.wait(WAIT_MS / 1000)  # NVML has not waited
+        self._drain(events, event, result)
 
-    def _take(self, events: EventSet, event: NvmlEvent | None, seen: _Seen) -> None:
-        """Take an event and those behind it. Raises NvmlError."""
+    def _drain(self, events: EventSet, event: NvmlEvent | None, result: _WaitResult) -> None:
+        """Collect an event and those behind it. Raises NvmlError."""
         while event is not None:
             if event.kind & XID_EVENT:
                 now_ms, gpu = time.time_ns() // 1_000_000, self._indexes.get(event.address)
-                seen.xids.append(Xid(gpu, event.data, now_ms, event.gpu_instance, event.compute_instance))
-            event = self._nvml.wait(events, 0) if len(seen.xids) < AT_ONCE else None
+                result.xids.append(Xid(gpu, event.data, now_ms, event.gpu_instance, event.compute_instance))
+            event = self._nvml.wait(events, 0) if len(result.xids) < MAX_BATCH else None
 
 
 class Xids:
-    """XID errors by device: those of this tick, and how many there were of each code since the start. All methods are
+    """XID errors by device: those that no tick has had, and the number of each code since the start. All methods are
     for the event loop's thread."""
 
     def __init__(self, instruments: Instruments) -> None:
         self._instruments = instruments
         self._counts: dict[str, dict[str, int]] = {}
-        self._unsent: dict[str, list[dict[str, Any]]] = {}
+        self._pending: dict[str, list[dict[str, Any]]] = {}
 
-    def note(self, xid: Xid, known: Sequence[Mapping[str, Any]]) -> None:
-        """Take an error. ``known``: its GPU and that one's MIG devices; nothing if they are not known.
-        A line of log for each code and device; an error of an instance is of its MIG devices, else of the GPU."""
+    def record(self, xid: Xid, gpu_devices: Sequence[Mapping[str, Any]]) -> None:
+        """Count, log and keep an error. ``gpu_devices``: its GPU and that GPU's MIG devices; empty if unknown.
+        An error of a GPU instance belongs to its MIG devices, any other to the GPU."""
         code = xid.code if 0 <= xid.code <= _LARGEST_CODE else UNKNOWN_XID
-        devices = [device for device in known if _is_of(device.get("mig"), xid)] or known[:1]
+        devices = [device for device in gpu_devices if _is_of(device.get("mig"), xid)] or gpu_devices[:1]
         self._instruments.counter(names.XIDS, "device" if devices else "unknown_device").inc()
         if not devices:
             what = f"{code} of a GPU that is not known"
@@ -268,28 +270,28 @@ class Xids:
         for device in devices:
             uuid, mig = device["uuid"], device.get("mig")
             counts = self._counts.setdefault(uuid, {})
-            key = str(code) if str(code) in counts or len(counts) < _MOST_CODES else str(UNKNOWN_XID)
+            key = str(code) if str(code) in counts or len(counts) < _MAX_CODES else str(UNKNOWN_XID)
             counts[key] = counts.get(key, 0) + 1
-            if len(self._counts) > _MOST_DEVICES:
+            if len(self._counts) > _MAX_DEVICES:
                 oldest = next(iter(self._counts))
                 self._counts.pop(oldest)
-                self._unsent.pop(oldest, None)
-            unsent = self._unsent.setdefault(uuid, [])
-            if len(unsent) < MOST_EVENTS:
-                unsent.append({"kind": "xid", "code": code, "ts_ms": xid.ts_ms})
-            who = {"gpu_uuid": uuid if mig is None else mig["parent_uuid"], "gpu_index": device.get("index")}
-            extra = {**who, **({} if mig is None else {"gpu_mig_uuid": uuid}), "xid": code, "ts_ms": xid.ts_ms}
+                self._pending.pop(oldest, None)
+            pending = self._pending.setdefault(uuid, [])
+            if len(pending) < MAX_EVENTS:
+                pending.append({"kind": "xid", "code": code, "ts_ms": xid.ts_ms})
+            gpu_fields = {"gpu_uuid": uuid if mig is None else mig["parent_uuid"], "gpu_index": device.get("index")}
+            extra = {**gpu_fields, **({} if mig is None else {"gpu_mig_uuid": uuid}), "xid": code, "ts_ms": xid.ts_ms}
             log.warning("XID %s", f"{code} of {uuid}", extra=extra)
 
-    def onto(self, devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The devices of a tick with their errors; each error is in one tick, the next that has its device."""
-        found = []
+    def with_errors(self, devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The devices of a tick with their errors. Each error is in one tick: the next one that has its device."""
+        devices_with_errors = []
         for device in devices:
             if (counts := self._counts.get(device["uuid"])) is not None:
-                events = self._unsent.pop(device["uuid"], None)
+                events = self._pending.pop(device["uuid"], None)
                 device = {**device, "xids": dict(counts), **({"events": events} if events else {})}
-            found.append(device)
-        return found
+            devices_with_errors.append(device)
+        return devices_with_errors
 
 
 def _is_of(mig: Mapping[str, Any] | None, xid: Xid) -> bool:

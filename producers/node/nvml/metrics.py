@@ -1,4 +1,4 @@
-"""The metric values of one device, a GPU or a part of one, as the table says.
+"""The metric values of one device, a GPU or a MIG device, read as the table says.
 
 In: NVML's answers. Out: values by the catalogue's keys.
 State: which sources the device supports, and the last reading of each counter.
@@ -19,8 +19,8 @@ from producers.node.nvml.calls import (
     SHARED_INSTANCE,
     Calls,
     FailedCall,
+    GpuLost,
     LeftOut,
-    Lost,
     Support,
     error_of,
     is_refused,
@@ -30,114 +30,127 @@ from producers.node.nvml.sources import Links, Profiling, Samples
 
 FIELDS = table.Call("nvmlDeviceGetFieldValues")
 GPM = table.Call("nvmlGpmMetricsGet")
-ZERO_LASTS_S = 10.0  # if a counter stays at zero for this long, it was cleared; until then it has no value
+ZERO_LASTS_S = 10.0  # a counter that stays at zero for this long was cleared; until then it has no value
 _ROWS = {row.key: row for row in table.TABLE}
 _MEMORY = "nvmlDeviceGetMemoryInfo"
 _MEMORY_PARTS = ("memory_used_bytes", "memory_free_bytes", "memory_reserved_bytes")
-Question = table.Call | table.Sampled | table.LinkErrors  # what is asked at once
+Question = table.Call | table.Sampled | table.LinkErrors  # one call, which may give several values
 
 
-class Wanted(NamedTuple):
-    """A key, and the source that is asked for it."""
+class RowSource(NamedTuple):
+    """A row of the table, and the source that is asked for its value."""
 
     row: table.Row
     source: table.ValueSource
 
 
-Plan = Mapping[Question, Sequence[Wanted]]  # every question of a reading, and what is wanted of its answer
+Plan = Mapping[Question, Sequence[RowSource]]  # every question of a reading, and the values that come from it
 
 
-class Turn(NamedTuple):
-    """Keys that have no value any more, since no source of theirs is supported now, with the last one that was asked;
-    and keys that have one again."""
+class AvailabilityChange(NamedTuple):
+    """The keys that have lost their value, because none of their sources is supported now, each with the last call
+    that was tried; and the keys that have a value again."""
 
-    gone: Mapping[str, FailedCall]
-    back: Sequence[str]
+    lost: Mapping[str, FailedCall]
+    regained: Sequence[str]
 
 
 class Metrics:
-    """What one handle is asked. ``cut``: it is a part of a GPU, or a GPU that is cut into parts. ``profiling``: what
-    GPM says of it, if it can be asked."""
+    """Reads the values of one handle. ``mig_enabled``: it is a MIG device, or a GPU in MIG mode. ``profiling`` reads
+    GPM for it; None if GPM can't be read for this device alone."""
 
     def __init__(
         self,
         calls: Calls,
         handle: Handle,
         *,
-        cut: bool = False,
+        mig_enabled: bool = False,
         profiling: Profiling | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._calls, self.handle, self._cut, self._profiling, self._clock = calls, handle, cut, profiling, clock
+        self._calls, self.handle, self._mig_enabled, self._profiling, self._clock = (
+            calls,
+            handle,
+            mig_enabled,
+            profiling,
+            clock,
+        )
         self._sources: dict[table.Row, Sequence[table.ValueSource]] = {row: row.sources for row in table.TABLE}
         self._support = Support()
-        self._plan = self._planned(table.TABLE)
+        self._plan = self._make_plan(table.TABLE)
         self._samples: dict[table.Sampled, Samples] = {}
         self._links = Links(calls)
         self._counts: dict[str, table.Count] = {}
-        self._counted: dict[str, float] = {}
+        self._last_values: dict[str, float] = {}
         self._zero_since_s: dict[str, float] = {}
         self._failures: dict[str, FailedCall] = {}
-        self._found: Mapping[str, float] = {}
-        self._had: set[str] = set()
-        self._gone: set[str] = set()
-        self.changed = False
-        """Whether in the last reading it could not be asked what it had answered before: it may have been cut."""
+        self._values: Mapping[str, float] = {}
+        self._ever_had: set[str] = set()
+        self._unavailable: set[str] = set()
+        self.mig_mode_may_have_changed = False
+        """Whether a call that had succeeded before was refused in the last reading: MIG may have been switched on."""
 
     def values(self) -> dict[str, float]:
-        """The values of this moment. Raises Lost: also if the only answer is that a reset is needed."""
-        found: dict[str, float] = {}
-        self._refused: Lost | None = None
+        """The values of this moment. Raises GpuLost, also if every call only answers that a reset is needed."""
+        values: dict[str, float] = {}
+        self._reset_required: GpuLost | None = None
         self._answers = 0
         self._failures.clear()
-        self.changed = False
-        if self._support.begin():
-            self._plan = self._planned(table.TABLE)
+        self.mig_mode_may_have_changed = False
+        if self._support.begin_reading():
+            self._plan = self._make_plan(table.TABLE)
             if self._profiling is not None:
                 self._profiling.ask_again()
         pending = self._plan
         while pending:
-            unsupported = [row for one in pending.items() for row in self._take(*one, found)]
-            pending = self._planned(unsupported)
+            unsupported = [row for planned in pending.items() for row in self._read_question(*planned, values)]
+            pending = self._make_plan(unsupported)
             if unsupported:
-                self._plan = self._planned(table.TABLE)
-        if self._refused is not None and not self._answers:
-            raise self._refused
-        total = found.get("memory_total_bytes", 0)
-        for key in _MEMORY_PARTS:  # a part can't be larger than all of it
-            if key in found and (found[key] > total or not total):
-                del found[key]
+                self._plan = self._make_plan(table.TABLE)
+        if self._reset_required is not None and not self._answers:
+            raise self._reset_required
+        total = values.get("memory_total_bytes", 0)
+        for key in _MEMORY_PARTS:  # none can be larger than the total
+            if key in values and (values[key] > total or not total):
+                del values[key]
                 self._calls.count(_MEMORY, IMPLAUSIBLE)
                 self._failures[key] = FailedCall(_MEMORY, IMPLAUSIBLE)
-        self._found = found
-        return found
+        self._values = values
+        return values
 
-    def turn(self) -> Turn | None:
-        """What the last reading no longer has, or has again; None if nothing has changed. Only once for each."""
-        gone = {key for key in self._had - self._found.keys() if self._source(_ROWS[key]) is None}
-        new, back = gone - self._gone, self._gone & self._found.keys()
-        self._had |= self._found.keys()
-        self._gone = (self._gone | new) - back
-        if not (new or back):
+    def availability_change(self) -> AvailabilityChange | None:
+        """The keys that have lost or regained a value in the last reading; None if nothing has changed.
+        Each change is returned once."""
+        lost = {key for key in self._ever_had - self._values.keys() if self._source(_ROWS[key]) is None}
+        newly_lost, regained = lost - self._unavailable, self._unavailable & self._values.keys()
+        self._ever_had |= self._values.keys()
+        self._unavailable = (self._unavailable | newly_lost) - regained
+        if not (newly_lost or regained):
             return None
         left_out = self.left_out()
-        return Turn({key: left_out[key][-1] for key in sorted(new)}, sorted(back))
+        return AvailabilityChange({key: left_out[key][-1] for key in sorted(newly_lost)}, sorted(regained))
 
     def left_out(self) -> LeftOut:
-        """Every key without a value in the last reading: the sources that it does not support, then what the one that
-        it does support gave instead of a value."""
+        """The failed calls for every key without a value in the last reading: first those of the sources that the
+        device does not support, then the call of the source that it supports."""
         left_out = {}
         for row, sources in self._sources.items():
-            if row.key not in self._found:
-                tried = [why for one in sources if (why := self._support.why(one.question)) is not None]
-                if (asked := self._source(row)) is not None:
-                    tried.append(self._failures.get(row.key, FailedCall(asked.question.name, NO_VALUE)))
-                left_out[row.key] = tuple(tried)
+            if row.key not in self._values:
+                failed_calls = [
+                    failed_call
+                    for candidate in sources
+                    if (failed_call := self._support.failed_call(candidate.question)) is not None
+                ]
+                if (source := self._source(row)) is not None:
+                    failed_calls.append(self._failures.get(row.key, FailedCall(source.question.name, NO_VALUE)))
+                left_out[row.key] = tuple(failed_calls)
         return left_out
 
     def probe(self) -> None:
-        """Ask the first question only. Raises Lost, also if the answer is that a reset is needed."""
-        question = next((one for one in self._plan if one not in (FIELDS, GPM)), None)
+        """Ask only the first question. Raises GpuLost, also if the answer is that a reset is needed."""
+        question = next(
+            (question_in_plan for question_in_plan in self._plan if question_in_plan not in (FIELDS, GPM)), None
+        )
         if not isinstance(question, table.Call):
             return
         try:
@@ -145,12 +158,12 @@ class Metrics:
         except NvmlError as error:
             self._calls.count(question.name, error.name)
             if error.code == binding.RESET_REQUIRED:
-                raise Lost(question.name, error) from None
+                raise GpuLost(question.name, error) from None
 
     def forget_counts(self) -> None:
-        """The counters may begin again; what was sampled is of another time."""
+        """Forget the counts and samples: the counters may start again from 0."""
         self._counts.clear()
-        self._counted.clear()
+        self._last_values.clear()
         self._zero_since_s.clear()
         self._links.forget()
         for samples in self._samples.values():
@@ -158,9 +171,9 @@ class Metrics:
         if self._profiling is not None:
             self._profiling.forget()
 
-    def _planned(self, rows: Iterable[table.Row]) -> Plan:
-        """The first source of each row that may be asked now, by question; rows without one are left out."""
-        found: dict[Question, list[Wanted]] = {}
+    def _make_plan(self, rows: Iterable[table.Row]) -> Plan:
+        """The first source of each row that may be asked now, grouped by question; rows without one are left out."""
+        plan: dict[Question, list[RowSource]] = {}
         for row in rows:
             if (source := self._source(row)) is not None:
                 question = source.question
@@ -168,67 +181,76 @@ class Metrics:
                     question = FIELDS
                 elif isinstance(question, table.GpmMetric):
                     question = GPM
-                found.setdefault(question, []).append(Wanted(row, source))
-        return found
+                plan.setdefault(question, []).append(RowSource(row, source))
+        return plan
 
     def _source(self, row: table.Row) -> table.ValueSource | None:
-        """The first one that may be asked now."""
-        return next((one for one in self._sources[row] if self._support.asks(one.question)), None)
+        """The row's first source that may be asked now."""
+        return next((source for source in self._sources[row] if self._support.may_ask(source.question)), None)
 
-    def _take(self, question: Question, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[table.Row]:
-        """Ask, and put what is wanted of the answer into ``found``; gives the rows that the device does not support."""
+    def _read_question(
+        self, question: Question, row_sources: Sequence[RowSource], values: dict[str, float]
+    ) -> Iterable[table.Row]:
+        """Ask one question, and store its values in ``values``; returns the rows that the device does not support."""
         if question == GPM and self._profiling is None:
-            return self._refuse(wanted, FailedCall(GPM.name, SHARED_INSTANCE))
+            return self._mark_refused(row_sources, FailedCall(GPM.name, SHARED_INSTANCE))
         try:
-            answers = self._ask(question, wanted, found)
+            answers = self._ask(question, row_sources, values)
         except NvmlError as error:
-            if question == FIELDS and error.code == binding.INVALID_ARGUMENT and len(wanted) > 1:
-                return [row for one in wanted for row in self._take(question, [one], found)]  # this driver lacks one
+            if question == FIELDS and error.code == binding.INVALID_ARGUMENT and len(row_sources) > 1:
+                # This driver does not know one of the fields: ask for each by itself.
+                return [row for one in row_sources for row in self._read_question(question, [one], values)]
             answered = self._support.has_answered(question)
             if isinstance(question, table.Call) and question not in (FIELDS, GPM) and is_refused(error):
-                self.changed = self.changed or (answered and self._support.why(question) is None)
-            # What a part can't be asked is often an invalid argument.
-            may_lack = question == FIELDS or (self._cut and not answered)
-            never = is_refused(error) if may_lack else is_unsupported(error)
-            if never and isinstance(question, table.LinkErrors) and self._links.newer:
-                row = wanted[0].row
-                self._sources[row] = row.sources[:1]  # the field for all links says 0, whatever they count
-            return self._without(self._calls.doing if question == GPM else question.name, wanted, error, never=never)
-        pairs = zip(wanted, answers, strict=False)
-        return [row for one, answer in pairs for row in self._take_one(one, answer, found)]
+                newly_refused = answered and self._support.failed_call(question) is None
+                self.mig_mode_may_have_changed = self.mig_mode_may_have_changed or newly_refused
+            # A call that a MIG device does not support often answers INVALID_ARGUMENT.
+            may_lack = question == FIELDS or (self._mig_enabled and not answered)
+            unsupported = is_refused(error) if may_lack else is_unsupported(error)
+            if unsupported and isinstance(question, table.LinkErrors) and self._links.newer:
+                row = row_sources[0].row
+                self._sources[row] = row.sources[:1]  # the field for all links is always 0 here
+            name = self._calls.current_call if question == GPM else question.name
+            return self._fail(name, row_sources, error, unsupported=unsupported)
+        pairs = zip(row_sources, answers, strict=False)
+        return [row for row_source, answer in pairs for row in self._store_answer(row_source, answer, values)]
 
-    def _ask(self, question: Question, wanted: Sequence[Wanted], found: dict[str, float]) -> Sequence[FieldValue]:
-        """An answer for each that is wanted; none if there is nothing new, or if the values are in ``found`` already.
-        Raises Lost, NvmlError."""
+    def _ask(
+        self, question: Question, row_sources: Sequence[RowSource], values: dict[str, float]
+    ) -> Sequence[FieldValue]:
+        """An answer for each selected source. Empty if there is nothing new, or if the values were stored in
+        ``values`` already. Raises GpuLost, NvmlError."""
         if question in (FIELDS, GPM):
-            asked = [one.source.question for one in wanted]
+            parts = [row_source.source.question for row_source in row_sources]
             if question == FIELDS:
-                return self._calls.fields(self.handle, [one.asked for one in asked if isinstance(one, table.Field)])
-            numbers = [one.number for one in asked if isinstance(one, table.GpmMetric)]
-            answers = None if self._profiling is None else self._profiling.read(numbers)
+                field_ids = [part.field_id for part in parts if isinstance(part, table.Field)]
+                return self._calls.fields(self.handle, field_ids)
+            metric_numbers = [part.number for part in parts if isinstance(part, table.GpmMetric)]
+            answers = None if self._profiling is None else self._profiling.read(metric_numbers)
             if answers is not None:
-                self._support.answer(GPM)
+                self._support.mark_answered(GPM)
             return answers or ()
         if isinstance(question, table.Sampled):
             samples = self._samples.setdefault(question, Samples(self._calls, question.name, question.number))
-            row, source = wanted[0]
+            row, source = row_sources[0]
             spread = samples.read(self.handle, source.scale, row.limits)
-            self._support.answer(question)
-            found.update({one.row.key: _part(spread, one.source.part) for one in wanted} if spread is not None else {})
+            self._support.mark_answered(question)
+            if spread is not None:
+                values.update({row.key: _part(spread, source.part) for row, source in row_sources})
             return ()
         if isinstance(question, table.LinkErrors):
             return [FieldValue(0, self._links.errors(self.handle, question), 0)]
         answer = self._calls.ask(question.name, self.handle, *question.arguments)
-        return [FieldValue(0, _part(answer, source.part), source.bits) for _, source in wanted]
+        return [FieldValue(0, _part(answer, source.part), source.bits) for _, source in row_sources]
 
-    def _take_one(self, wanted: Wanted, answer: FieldValue, found: dict[str, float]) -> Iterable[table.Row]:
-        """Put one answer into ``found``; gives the row if the device does not support it."""
-        row, source = wanted
+    def _store_answer(self, row_source: RowSource, answer: FieldValue, values: dict[str, float]) -> Iterable[table.Row]:
+        """Store one answer in ``values``; returns the row if the device does not support its source."""
+        row, source = row_source
         error = error_of(answer, source.question.name)
         if error is not None:
-            return self._without(source.question.name, [wanted], error, never=is_refused(error))
+            return self._fail(source.question.name, [row_source], error, unsupported=is_refused(error))
         self._answers += 1
-        self._support.answer(source.question)
+        self._support.mark_answered(source.question)
         raw, value = answer.value, None
         if raw == source.unknown and raw is not None:
             return ()
@@ -247,45 +269,49 @@ class Metrics:
                 return ()
             value = table.within(per_s * source.scale.times, row.limits)
         if value is not None:
-            found[row.key] = value
+            values[row.key] = value
         else:
             self._calls.count(source.question.name, IMPLAUSIBLE)
             self._failures[row.key] = FailedCall(source.question.name, IMPLAUSIBLE)
         return ()
 
     def _is_lapse(self, key: str, count: float) -> bool:
-        """Whether a counter seems to be zero only for a moment, as when its answer was not filled in.
-        One that was cleared stays at zero, or counts on from there. If the GPU was reset, another counter counts on."""
-        last = self._counted.get(key, 0)
+        """Whether a counter is probably zero only for a moment, for instance because its answer was not filled in.
+        A counter that was cleared stays at zero or counts up from there. If another counter went back, the GPU was
+        reset, and zero is believed."""
+        last = self._last_values.get(key, 0)
         if count == 0 and last > 0:
             since_s = self._zero_since_s.setdefault(key, self._clock())
             if self._clock() - since_s < ZERO_LASTS_S:
                 return True
         elif count < last and key.endswith("_total"):  # a byte counter may wrap
-            self._counted.clear()
+            self._last_values.clear()
         self._zero_since_s.pop(key, None)
-        self._counted[key] = count
+        self._last_values[key] = count
         return False
 
-    def _without(self, name: str, wanted: Sequence[Wanted], error: NvmlError, *, never: bool) -> Iterable[table.Row]:
-        """There are no values: the device does not support the source, or it failed this time, which is counted."""
-        if never:
-            return self._refuse(wanted, FailedCall(name, error.name))
+    def _fail(
+        self, name: str, row_sources: Sequence[RowSource], error: NvmlError, *, unsupported: bool
+    ) -> Iterable[table.Row]:
+        """Note that the selected sources have no value: they are unsupported, or failed this time, which is counted.
+        Returns the rows that are unsupported."""
+        if unsupported:
+            return self._mark_refused(row_sources, FailedCall(name, error.name))
         self._calls.count(name, error.name)
-        self._failures.update({one.row.key: FailedCall(name, error.name) for one in wanted})
+        self._failures.update({row_source.row.key: FailedCall(name, error.name) for row_source in row_sources})
         if error.code == binding.RESET_REQUIRED:
-            self._refused = Lost(name, error)
+            self._reset_required = GpuLost(name, error)
         return ()
 
-    def _refuse(self, wanted: Sequence[Wanted], why: FailedCall) -> Iterable[table.Row]:
-        """Leave these sources out for a while."""
-        for question in {one.source.question for one in wanted}:
-            self._support.refuse(question, why)
-        return [one.row for one in wanted]
+    def _mark_refused(self, row_sources: Sequence[RowSource], failed_call: FailedCall) -> Iterable[table.Row]:
+        """Do not ask these sources for a while; returns their rows."""
+        for question in {row_source.source.question for row_source in row_sources}:
+            self._support.mark_refused(question, failed_call)
+        return [row_source.row for row_source in row_sources]
 
 
 def _part(answer: Any, part: str | int | None) -> Any:
-    """A part of an answer: an attribute, an item, or all of it."""
+    """A part of an answer: an attribute if ``part`` is a name, an item if it is a number, else all of it."""
     if part is None:
         return answer
     return getattr(answer, part) if isinstance(part, str) else answer[part]

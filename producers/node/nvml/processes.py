@@ -1,10 +1,10 @@
-"""The processes on one device: what memory they hold, how busy they keep it, and which pod or job they are of.
+"""The processes on one device: how much memory they use, how busy they keep it, and their pod or job.
 
 In: NVML's lists of processes, and their control groups. Out: processes as in gpu.samples.
 State: which lists the device has; the last utilization of each process, and the time of the newest sample.
-On failure: if one of the device's lists fails, this tick has no processes at all, because some of them would look like
-all of them. If the utilization fails, the processes come without it. What the device does not support is asked again
-later.
+On failure: if one of the device's lists fails, this tick has no processes at all, because an incomplete list would look
+like a complete one. If the utilization fails, the processes are reported without it. A list that the device does not
+support is asked for again later.
 Source: nvml.h. A process that did nothing in the last sample period has no utilization sample: that counts as 0.
 """
 
@@ -15,17 +15,17 @@ from producers.node.cgroups import ProcessOwners
 from producers.node.nvml import binding
 from producers.node.nvml.binding import Handle, NvmlError
 from producers.node.nvml.calls import IMPLAUSIBLE, Calls, FailedCall, LeftOut, Support, is_refused, is_unsupported
-from producers.node.nvml.sources import Newest
+from producers.node.nvml.sources import SampleCursor
 from producers.node.nvml.table import LARGEST_MEMORY_BYTES, Limits, Scale, measured
 
 LISTS: tuple[tuple[str, ...], ...] = tuple(
     (f"nvmlDeviceGet{kind}RunningProcesses_v3", f"nvmlDeviceGet{kind}RunningProcesses_v2")
     for kind in ("Compute", "Graphics", "MPSCompute")
 )
-"""Every list of processes, by its newest and its older function."""
+"""Every list of processes: its newest function, then the older one."""
 
 UTILIZATION = ("nvmlDeviceGetProcessesUtilizationInfo", "nvmlDeviceGetProcessUtilization")
-SAMPLE_PERIOD_S = 0.9  # within it, nothing new may mean that no sample was taken; after it, that nothing was done
+SAMPLE_PERIOD_S = 0.9  # without a new sample for longer than this, the processes did nothing
 _MEMORY = Limits(0, LARGEST_MEMORY_BYTES)
 _RATIO = Limits(0, 1)
 _PERCENT = Scale(per=100)
@@ -39,43 +39,49 @@ class DeviceProcesses(NamedTuple):
     kinds: Mapping[int, str]
 
 
-class _Failed(Exception):
-    """There is no answer this time; that is counted."""
+class _ListFailed(Exception):
+    """The device supports the list, but it could not be read this time. The error is counted already."""
 
 
 class Processes:
-    """Those of one handle. ``cut``: it is a part of a GPU."""
+    """The processes of one handle. ``mig_enabled``: it is a MIG device, or its GPU is in MIG mode."""
 
     def __init__(
-        self, calls: Calls, handle: Handle, owners: ProcessOwners, *, cut: bool, clock: Callable[[], float]
+        self, calls: Calls, handle: Handle, owners: ProcessOwners, *, mig_enabled: bool, clock: Callable[[], float]
     ) -> None:
-        self._calls, self.handle, self._owners, self._cut, self._clock = calls, handle, owners, cut, clock
+        self._calls, self.handle, self._owners, self._mig_enabled, self._clock = (
+            calls,
+            handle,
+            owners,
+            mig_enabled,
+            clock,
+        )
         self._support = Support()
-        self._newest = Newest()
-        self._ratios: dict[int, float | None] = {}
+        self._cursor = SampleCursor()
+        self._sm_utilization: dict[int, float | None] = {}
         self._sampled_s = clock()
         self._errors: dict[str, str] = {}
-        self._left_out: dict[str, Sequence[str]] = {}
+        self._missing: dict[str, Sequence[str]] = {}
 
     def read(self) -> DeviceProcesses:
-        """Those of this moment, each once; what is not known of one is left out. Raises Lost."""
-        self._left_out.clear()
-        self._support.begin()
+        """The processes of this moment, each once, without the values that are not known. Raises GpuLost."""
+        self._missing.clear()
+        self._support.begin_reading()
         try:
-            memory = self._memory()
-        except _Failed:
-            memory = None
-        if memory is None:
-            self._left_out["processes"] = [name for names in LISTS for name in names]
+            memory_by_pid = self._memory()
+        except _ListFailed:
+            memory_by_pid = None
+        if memory_by_pid is None:
+            self._missing["processes"] = [name for names in LISTS for name in names]
             return DeviceProcesses(None, {})
-        ratios = self._utilization(memory) if memory else None
-        if memory and ratios is None:
-            self._left_out["processes.sm_utilization_ratio"] = UTILIZATION
+        utilization = self._utilization(memory_by_pid) if memory_by_pid else None
+        if memory_by_pid and utilization is None:
+            self._missing["processes.sm_utilization_ratio"] = UTILIZATION
         rows, kinds = [], {}
-        for pid, held in memory.items():
+        for pid, memory_bytes in memory_by_pid.items():
             owner = self._owners.of(pid)
-            ratio = None if ratios is None else ratios.get(pid, 0.0)
-            row = {"pid": pid, "memory_used_bytes": held, "sm_utilization_ratio": ratio}
+            sm_utilization = None if utilization is None else utilization.get(pid, 0.0)
+            row = {"pid": pid, "memory_used_bytes": memory_bytes, "sm_utilization_ratio": sm_utilization}
             if owner is None:
                 kinds[pid] = "unseen"
             else:
@@ -85,79 +91,80 @@ class Processes:
         return DeviceProcesses(rows, kinds)
 
     def left_out(self) -> LeftOut:
-        """What the last reading could not have of them."""
+        """The values of processes that the last reading lacks, with the calls that failed."""
         return {
-            what: tuple(FailedCall(name, self._errors[name]) for name in names if name in self._errors)
-            for what, names in self._left_out.items()
+            value_name: tuple(FailedCall(name, self._errors[name]) for name in names if name in self._errors)
+            for value_name, names in self._missing.items()
         }
 
     def _memory(self) -> dict[int, int | None] | None:
-        """What each process holds, None if that is not known; None if the device lists no processes.
-        Raises Lost, _Failed."""
-        found: dict[int, int | None] = {}
-        listed = False
+        """The memory of each process in bytes, None if it is not known. None in place of the dict if the device
+        supports no list of processes. Raises GpuLost, _ListFailed."""
+        memory_by_pid: dict[int, int | None] = {}
+        any_list = False
         for names in LISTS:
             answer = self._first_supported(names)
             if answer is None and any(map(self._support.has_answered, names)):
-                raise _Failed
-            listed = listed or answer is not None
+                raise _ListFailed
+            any_list = any_list or answer is not None
             for process in answer or ():
-                held = process.usedGpuMemory
-                if held is not None and measured(held, 64, Scale(), _MEMORY) is None:
+                memory_bytes = process.usedGpuMemory
+                if memory_bytes is not None and measured(memory_bytes, 64, Scale(), _MEMORY) is None:
                     self._calls.count("usedGpuMemory", IMPLAUSIBLE)
-                    held = None
-                known = [one for one in (found.get(process.pid), held) if one is not None]
-                found[process.pid] = max(known, default=None)  # it may be in two lists
-        return found if listed else None
+                    memory_bytes = None
+                amounts = [amount for amount in (memory_by_pid.get(process.pid), memory_bytes) if amount is not None]
+                memory_by_pid[process.pid] = max(amounts, default=None)  # it may be in two lists
+        return memory_by_pid if any_list else None
 
     def _utilization(self, pids: Container[int]) -> Mapping[int, float | None] | None:
-        """How busy each process keeps the device. A process that is not in it did nothing; None for an implausible
-        value, which is counted. None in place of all: it is not known.
+        """How busy each process keeps the device; a missing process did nothing. None for an implausible value, which
+        is counted. None in place of the dict if it is not known.
 
-        The driver also has samples of processes that have ended, and samples of no process: those are left out.
+        The driver also has samples of ended processes, and samples of no process: those are ignored.
         """
-        since_us = self._newest.since_us() or 0
+        since_us = self._cursor.since_us() or 0
         try:
             samples = self._first_supported(UTILIZATION, since_us)
-        except _Failed:
+        except _ListFailed:
             return None
         if samples is None:
             return None
-        now_s, new = self._clock(), self._newest.take(samples, lambda one: int(one.timeStamp))
+        now_s, new = self._clock(), self._cursor.new_samples(samples, lambda sample: int(sample.timeStamp))
         if new or now_s - self._sampled_s > SAMPLE_PERIOD_S:
-            self._ratios, self._sampled_s = {}, now_s
+            self._sm_utilization, self._sampled_s = {}, now_s
             for sample in sorted(new, key=lambda sample: int(sample.timeStamp)):
                 if sample.pid in pids:
-                    self._ratios[sample.pid] = ratio = measured(sample.smUtil, 32, _PERCENT, _RATIO)
+                    self._sm_utilization[sample.pid] = ratio = measured(sample.smUtil, 32, _PERCENT, _RATIO)
                     if ratio is None:
                         self._calls.count("smUtil", IMPLAUSIBLE)
-        return self._ratios
+        return self._sm_utilization
 
     def _first_supported(self, names: Sequence[str], *arguments: Any) -> Sequence[Any] | None:
-        """What the first of these answers that the device supports; None if it supports none. Raises Lost, _Failed."""
-        for name in filter(self._support.asks, names):
+        """The answer of the first of these functions that the device supports; None if it supports none.
+        Raises GpuLost, _ListFailed."""
+        for name in filter(self._support.may_ask, names):
             try:
-                found = self._list(name, *arguments)
+                answer = self._list(name, *arguments)
             except NvmlError as error:
                 self._errors[name] = error.name
-                if not (is_refused(error) if self._cut else is_unsupported(error)):
+                if not (is_refused(error) if self._mig_enabled else is_unsupported(error)):
                     self._calls.count(name, error.name)
-                    raise _Failed from None
-                self._support.refuse(name, FailedCall(name, error.name))
+                    raise _ListFailed from None
+                self._support.mark_refused(name, FailedCall(name, error.name))
             else:
                 self._errors.pop(name, None)
-                self._support.answer(name)
-                return found
+                self._support.mark_answered(name)
+                return answer
         return None
 
-    def _list(self, name: str, *arguments: Any, again: bool = True) -> Sequence[Any]:
-        """A list; one that grew while it was asked for is asked for once more. Raises NvmlError, Lost."""
+    def _list(self, name: str, *arguments: Any, retry: bool = True) -> Sequence[Any]:
+        """One list; if it grew during the call, it is asked for once more. Raises NvmlError, GpuLost."""
         try:
-            found: Sequence[Any] = self._calls.ask(name, self.handle, *arguments)
+            processes: Sequence[Any] = self._calls.ask(name, self.handle, *arguments)
         except NvmlError as error:
             if error.code == binding.NOT_FOUND:
                 return ()
-            if error.code == binding.INSUFFICIENT_SIZE and again:
-                return self._list(name, *arguments, again=False)
+            if error.code == binding.INSUFFICIENT_SIZE and retry:
+                return self._list(name, *arguments, retry=False)
             raise
-        return found
+        return processes

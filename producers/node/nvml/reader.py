@@ -1,11 +1,11 @@
-"""One GPU as the event loop sees it: read once per tick on a thread, and known while it does not answer.
+"""One GPU for the event loop: it is read once per tick on a thread, and stays in the ticks while it does not answer.
 
 In: the readings of a :class:`PhysicalGpu`. Out: its devices as in gpu.samples: ok, lost or timeout.
-State: who the GPU and its MIG devices are, whether it is lost and since when, the reading that no tick has had yet, and
-the threads whose calls hang.
-On failure: a call that does not return in time is left to its thread. Another thread reads the rest at once, without
-that call, until it has returned. A reading that ends after its tick goes into the next tick, with its own time. At most
-MOST_LEFT calls of a GPU are left to threads. If one more hangs, the GPU is ``timeout`` until one of them returns.
+State: the identities of the GPU and its MIG devices, whether it is lost and since when, the reading that no tick has
+had yet, and the threads whose calls hang.
+On failure: a call that does not return in time is abandoned: another thread reads the rest at once, without that call,
+until the call returns. A reading that ends after its tick goes into the next tick, with its own time. At most
+MAX_ABANDONED calls of a GPU are abandoned at a time. If one more hangs, the GPU is ``timeout`` until one returns.
 """
 
 import asyncio
@@ -17,18 +17,19 @@ from typing import Any
 
 from delivery.instruments import Instruments
 from producers.node import instruments as names
-from producers.node.nvml.calls import LONGEST_WAIT, FailedCall, Left, LeftOut, Lost
-from producers.node.nvml.gpu import GpuReading, PhysicalGpu, bare, log_fields
+from producers.node.nvml.calls import LONGEST_WAIT, CallAbandoned, FailedCall, GpuLost, LeftOut
+from producers.node.nvml.gpu import GpuReading, PhysicalGpu, log_fields, without_values
 from producers.node.worker import Worker
 
 log = logging.getLogger(__name__)
 TIMEOUT = "TIMEOUT"  # the error of a call that has not returned
-MOST_LEFT = 4  # threads of one GPU that wait for calls which do not return, beside the one that reads
+MAX_ABANDONED = 4  # threads of one GPU whose calls do not return, beside the thread that reads
 SHORTEST_CHECK_S = 0.01
 
 
 class GpuReader:
-    """Reads ``gpu``. ``changed`` is called after each reading; ``turned`` says if trouble began or ended with it."""
+    """Reads ``gpu``. ``changed`` is called after each reading. ``failure`` says why the last reading failed, and
+    ``failure_changed`` whether the GPU began or ceased to fail with it."""
 
     def __init__(
         self,
@@ -42,21 +43,21 @@ class GpuReader:
         self.gpu, self.index = gpu, gpu.index
         self._instruments, self._changed, self._clock = instruments, changed, clock
         self._worker = Worker(f"nvml-{gpu.index}", clock)
-        self._left: list[Worker] = []
+        self._abandoned: list[Worker] = []
         self._reading: asyncio.Future[GpuReading] | None = None
-        self._tick = self._read_in = 0
-        self._newest: tuple[int, GpuReading] | None = None
-        self._late: GpuReading | None = None
+        self._tick = self._last_read_tick = 0
+        self._pending: tuple[int, GpuReading] | None = None
+        self._late_reading: GpuReading | None = None
         self._hangs_after_s = hangs_after_s
         self._hang_logged = False
         self._slow_logged: set[str] = set()
-        self._since_s = clock()
+        self._failed_at_s = clock()
         self.uuid: str | None = None
-        self.known: Sequence[Mapping[str, Any]] = ()
-        self.trouble: str | None = None
-        self.lost: Lost | None = None
-        self.turned = False
-        self.asked = False
+        self.last_devices: Sequence[Mapping[str, Any]] = ()
+        self.failure: str | None = None
+        self.lost: GpuLost | None = None
+        self.failure_changed = False
+        self.was_read = False
 
     @property
     def title(self) -> str:
@@ -65,131 +66,136 @@ class GpuReader:
     @property
     def busy(self) -> bool:
         """Whether a call has not returned."""
-        return self._worker.busy or bool(self._left)
+        return self._worker.busy or bool(self._abandoned)
 
     @property
-    def reads(self) -> bool:
+    def is_reading(self) -> bool:
         """Whether a reading has not ended."""
         return self._worker.busy
 
     @property
     def hangs(self) -> bool:
-        """Whether calls do not return, so that NVML may not be closed."""
-        return self._is_silent or bool(self._left)
+        """Whether calls do not return, so that NVML must not be closed."""
+        return self._is_silent or bool(self._abandoned)
 
     @property
     def refused(self) -> bool:
-        """Whether it could not be opened, so that it is not asked any more."""
-        return self.trouble is not None and self.uuid is None
+        """Whether it could not be opened, so that it is not read any more."""
+        return self.failure is not None and self.uuid is None
 
     @property
     def works(self) -> bool:
-        """Whether it answered when it was asked last."""
-        return self.uuid is not None and self.trouble is None
+        """Whether the last reading succeeded."""
+        return self.uuid is not None and self.failure is None
 
     @property
     def _is_silent(self) -> bool:
-        """Whether its reading takes so long that it must be reported."""
+        """Whether its reading takes so long that people must be told."""
         return self._worker.busy_s() > self._hangs_after_s
 
     async def begin(self, tick: int, within_s: float) -> None:
-        """Begin a tick: read, and wait for the end for that long; not if the last reading has not ended."""
+        """Begin a tick: read the GPU, and wait for at most ``within_s``. Does nothing while the last reading runs."""
         self._tick = tick
         if not self._worker.busy:
-            await asyncio.wait([self._read()], timeout=within_s)
+            await asyncio.wait([self._submit_reading()], timeout=within_s)
 
     async def finish(self, ends_s: float, slow_after_s: float, may_read: Callable[[], bool]) -> None:
         """Wait for the reading of this tick until the loop's time is ``ends_s``. A call that takes longer than
-        ``slow_after_s`` is left to its thread. While ``may_read`` says no, no reading begins."""
+        ``slow_after_s`` is abandoned. While ``may_read`` is false, no reading begins."""
         loop = asyncio.get_running_loop()
-        while (left_s := ends_s - loop.time()) > 0 and self._read_in != self._tick:
+        while (left_s := ends_s - loop.time()) > 0 and self._last_read_tick != self._tick:
             if may_read() and not (self._worker.busy or self.refused):
-                self._read()  # the last one was of an earlier tick
+                self._submit_reading()  # the last one was of an earlier tick
             elif may_read():
-                self._leave(slow_after_s)
+                self._abandon_slow_call(slow_after_s)
             if self._reading is None:
                 return
-            rest_s = slow_after_s - self.gpu.calls.running_s()  # below 0 if the call could not be left
+            rest_s = slow_after_s - self.gpu.calls.running_s()  # below 0 if the call could not be abandoned
             check_s = max(SHORTEST_CHECK_S, rest_s) if rest_s > 0 else slow_after_s
             await asyncio.wait([self._reading], timeout=min(left_s, check_s))
 
-    def take(self) -> GpuReading | None:
-        """The newest reading that no tick has had; each is taken once. Of an earlier tick it has its own time."""
-        if self._newest is None:
+    def take_reading(self) -> GpuReading | None:
+        """The newest reading that no tick has had, or None. One of an earlier tick gets ``read_ms`` in its devices."""
+        if self._pending is None:
             return None
-        (tick, reading), self._newest = self._newest, None
-        before, self._late = self._late, reading if tick != self._tick else None
-        if self._late is None:
-            if before is not None:
+        (tick, reading), self._pending = self._pending, None
+        previous, self._late_reading = self._late_reading, reading if tick != self._tick else None
+        if self._late_reading is None:
+            if previous is not None:
                 log.info("%s is read in time again", self.title)
             return reading
-        if before is None:
+        if previous is None:
             log.warning("%s", self._late_text(reading))
         return reading._replace(devices=[{**device, "read_ms": reading.read_ms} for device in reading.devices])
 
     def devices(self, reading: GpuReading | None) -> Sequence[dict[str, Any]]:
         if reading is not None and reading.devices:
             return reading.devices
-        return bare(self.known, "lost" if self.trouble is not None and not self.reads else "timeout")
+        return without_values(
+            self.last_devices, "lost" if self.failure is not None and not self.is_reading else "timeout"
+        )
 
     def left_out(self) -> dict[str, LeftOut]:
-        """What the last reading could not have, by the UUID of the device, and why; nothing while it reads."""
-        return {} if self.reads else self.gpu.left_out()
+        """The values that the last reading lacks, by the UUID of the device, with the calls that failed; empty while a
+        reading runs."""
+        return {} if self.is_reading else self.gpu.left_out()
 
-    def refusal(self) -> FailedCall | None:
+    def failed_call(self) -> FailedCall | None:
         """The call that ended the last reading, or that has not returned; None if it works."""
-        if self.reads:
-            return FailedCall(self.gpu.calls.doing, TIMEOUT)
+        if self.is_reading:
+            return FailedCall(self.gpu.calls.current_call, TIMEOUT)
         if self.lost is not None:
             return FailedCall(self.lost.call, self.lost.error.name)
-        return FailedCall("", self.trouble) if self.trouble is not None else None
+        return FailedCall("", self.failure) if self.failure is not None else None
 
-    def watch(self) -> None:
-        """Log once that it does not answer."""
+    def log_hang(self) -> None:
+        """Log that the GPU does not answer, once for each hang."""
         if self._is_silent and not self._hang_logged:
             self._hang_logged = True
-            log.warning("%s has not answered for %.0f s (%s)", self.title, self._worker.busy_s(), self.gpu.calls.doing)
+            log.warning(
+                "%s has not answered for %.0f s (%s)", self.title, self._worker.busy_s(), self.gpu.calls.current_call
+            )
 
     def not_ready(self) -> list[str]:
-        found = [f"{self.title}: {call} {how}" for call, how in self.gpu.calls.slow().items()]
+        slow_calls = [f"{self.title}: {call} {detail}" for call, detail in self.gpu.calls.slow().items()]
         if self._is_silent:
-            silent_s, doing = self._worker.busy_s(), self.gpu.calls.doing
-            return [f"{self.title} has not answered for {silent_s:.0f} s ({doing})", *found]
-        if self.trouble is not None:
-            return [f"{self._trouble_text()} (for {self._clock() - self._since_s:.0f} s)", *found]
-        return found if self._late is None else [self._late_text(self._late), *found]
+            silent_s, call = self._worker.busy_s(), self.gpu.calls.current_call
+            return [f"{self.title} has not answered for {silent_s:.0f} s ({call})", *slow_calls]
+        if self.failure is not None:
+            return [f"{self._failure_text()} (for {self._clock() - self._failed_at_s:.0f} s)", *slow_calls]
+        return slow_calls if self._late_reading is None else [self._late_text(self._late_reading), *slow_calls]
 
-    def refuse(self, why: str) -> None:
-        """Never report it: another GPU has its UUID."""
-        self.uuid, self.known = None, ()
-        self._change(why)
+    def refuse(self, reason: str) -> None:
+        """Do not report this GPU any more, for instance because another one has its UUID."""
+        self.uuid, self.last_devices = None, ()
+        self._set_failure(reason)
 
-    def let_go(self) -> "asyncio.Future[None]":
-        """Begin to give back what NVML has lent. Only for one that is not busy."""
-        return self._worker.ask(self.gpu.let_go)
+    def release(self) -> "asyncio.Future[None]":
+        """Begin to free what NVML has allocated. Raises RuntimeError if the reader is busy."""
+        return self._worker.submit(self.gpu.release)
 
     def stop(self) -> None:
-        for worker in (self._worker, *self._left):
+        for worker in (self._worker, *self._abandoned):
             worker.stop()
 
-    def _read(self) -> "asyncio.Future[GpuReading]":
-        self.asked = True
-        self._reading = reading = self._worker.ask(self.gpu.read)
+    def _submit_reading(self) -> "asyncio.Future[GpuReading]":
+        self.was_read = True
+        self._reading = reading = self._worker.submit(self.gpu.read)
         reading.add_done_callback(functools.partial(self._settle, self._worker, self._tick))
         return reading
 
-    def _leave(self, slow_after_s: float) -> None:
-        """Leave a slow call to its thread, and read the rest on another one."""
-        if len(self._left) == MOST_LEFT or self.gpu.calls.running_s() < slow_after_s:
+    def _abandon_slow_call(self, slow_after_s: float) -> None:
+        """Abandon the call that runs if it is slow, and read the rest on another thread."""
+        if len(self._abandoned) == MAX_ABANDONED or self.gpu.calls.running_s() < slow_after_s:
             return
         try:
-            other = Worker(f"nvml-{self.index}", self._clock)
+            new_worker = Worker(f"nvml-{self.index}", self._clock)
         except RuntimeError as error:  # as many threads as the system allows
             log.warning("%s: its slow call holds up the others: %s", self.title, error)
             return
-        call = self.gpu.leave(slow_after_s)
+        call = self.gpu.abandon(slow_after_s)
         if call is None:
-            other.stop()
+            new_worker.stop()
             return
         if call not in self._slow_logged:
             self._slow_logged.add(call)
@@ -198,67 +204,67 @@ class GpuReader:
                 f"{self.title}: {call}",
                 slow_after_s,
             )
-        self._left.append(self._worker)
-        self._worker = other
-        self._read()
+        self._abandoned.append(self._worker)
+        self._worker = new_worker
+        self._submit_reading()
 
     def _settle(self, worker: Worker, tick: int, future: "asyncio.Future[GpuReading]") -> None:
-        """A reading has ended, or the call that it was left in has returned."""
-        fault = future.exception()
-        if worker in self._left:
-            self._left.remove(worker)
+        """A reading has ended, or an abandoned call has returned."""
+        error = future.exception()
+        if worker in self._abandoned:
+            self._abandoned.remove(worker)
             worker.stop()
-            if not isinstance(fault, Left):
-                log.error("%s: a call that was left went on", self.title, exc_info=fault)
+            if not isinstance(error, CallAbandoned):
+                log.error("%s: a call that was left went on", self.title, exc_info=error)
             return
-        self._reading, self._read_in = None, tick
+        self._reading, self._last_read_tick = None, tick
         if self._hang_logged:
             self._hang_logged = False
             log.info("%s has returned", self.title)
-        if fault is None:
-            self._take(future.result())
+        if error is None:
+            self._apply(future.result())
             return
-        if self.trouble is None:
-            log.error("%s can't be read", self.title, exc_info=fault)
-        self._change(f"{type(fault).__name__}: {fault}")
+        if self.failure is None:
+            log.error("%s can't be read", self.title, exc_info=error)
+        self._set_failure(f"{type(error).__name__}: {error}")
 
-    def _take(self, reading: GpuReading) -> None:
-        """Note a reading: count it, log which values have gone, by the call that gave them, and which are back."""
-        self._newest = self._read_in, reading
+    def _apply(self, reading: GpuReading) -> None:
+        """Take over a reading: count it, and log which values were lost, by the failed call, and which are back."""
+        self._pending = self._last_read_tick, reading
         self._instruments.histogram(names.READ_SECONDS).observe(reading.took_s)
         for call, error in reading.errors:
             self._instruments.counter(names.NVML_ERRORS, call, error).inc()
         if reading.identity is not None:
             self.uuid = str(reading.identity["uuid"])
-            self.known = reading.devices or self.known or [reading.identity]
-        for uuid, turn in reading.turns:
-            whose = self.title if uuid == self.uuid else f"{self.title}, MIG device {uuid}"
-            for tried in dict.fromkeys(turn.gone.values()):
-                keys = ", ".join(key for key, one in turn.gone.items() if one == tried)
-                what = f"{whose}: {tried.call} answers {tried.error}, and there is no {keys}"
-                log.warning("%s; it is asked again, at the latest after %d ticks", what, LONGEST_WAIT)
-            if turn.back:
-                log.info("%s again", f"{whose}: there is {', '.join(turn.back)}")
+            self.last_devices = reading.devices or self.last_devices or [reading.identity]
+        for uuid, change in reading.availability_changes:
+            device_title = self.title if uuid == self.uuid else f"{self.title}, MIG device {uuid}"
+            for failed_call in dict.fromkeys(change.lost.values()):
+                keys = ", ".join(key for key, candidate in change.lost.items() if candidate == failed_call)
+                message = f"{device_title}: {failed_call.call} answers {failed_call.error}, and there is no {keys}"
+                log.warning("%s; it is asked again, at the latest after %d ticks", message, LONGEST_WAIT)
+            if change.regained:
+                log.info("%s again", f"{device_title}: there is {', '.join(change.regained)}")
         for call in sorted(self._slow_logged - self.gpu.calls.slow().keys()):
             self._slow_logged.discard(call)
             log.info("%s is quick again", f"{self.title}: {call}")
-        self.lost = reading.trouble
-        self._change(str(reading.trouble) if reading.trouble else None)
+        self.lost = reading.lost
+        self._set_failure(str(reading.lost) if reading.lost else None)
 
-    def _change(self, trouble: str | None) -> None:
-        before, self.trouble = self.trouble, trouble
-        self.turned = (trouble is None) is not (before is None)
-        if trouble is not None and before is None:
-            self._since_s = self._clock()
-            log.warning("%s", self._trouble_text(), extra=log_fields(self.known[0]) if self.known else {})
-        elif trouble is None and before is not None:
+    def _set_failure(self, failure: str | None) -> None:
+        previous, self.failure = self.failure, failure
+        self.failure_changed = (failure is None) is not (previous is None)
+        if failure is not None and previous is None:
+            self._failed_at_s = self._clock()
+            log.warning("%s", self._failure_text(), extra=log_fields(self.last_devices[0]) if self.last_devices else {})
+        elif failure is None and previous is not None:
             log.info("%s answers again", self.title)
         self._changed(self)
 
-    def _trouble_text(self) -> str:
+    def _failure_text(self) -> str:
         if self.uuid is None:
-            return f"GPU {self.index} can't be opened: {self.trouble}"
-        return f"{self.title} is lost: {self.trouble}"
+            return f"GPU {self.index} can't be opened: {self.failure}"
+        return f"{self.title} is lost: {self.failure}"
 
     def _late_text(self, reading: GpuReading) -> str:
         call, longest_s = reading.slowest

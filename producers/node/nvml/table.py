@@ -46,7 +46,7 @@ class Field(NamedTuple):
     scope: int | None = None
 
     @property
-    def asked(self) -> int | tuple[int, int]:
+    def field_id(self) -> int | tuple[int, int]:
         return self.number if self.scope is None else (self.number, self.scope)
 
 

@@ -182,7 +182,7 @@ async def silenced(bench: Bench, *uuids: str) -> None:
     """Nothing that these are asked returns, and every thread that they may have waits."""
     for uuid in uuids:
         bench.nvml.hang(uuid, "*")
-    for _ in range(reader.MOST_LEFT + 1):
+    for _ in range(reader.MAX_ABANDONED + 1):
         await bench.read(0.05)
         bench.clock.now_s += 40
 
@@ -219,7 +219,7 @@ async def test_a_gpu_that_hangs_keeps_no_more_than_a_few_threads_and_none_when_i
         for _ in range(20):
             await bench.read(0.01)
             bench.clock.now_s += 40
-        assert len(threads()) - others == 1 + reader.MOST_LEFT
+        assert len(threads()) - others == 1 + reader.MAX_ABANDONED
         bench.nvml.release()
         await bench.comes(OK)
         await eventually(lambda: len(threads()) - others == 1)

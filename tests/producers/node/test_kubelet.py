@@ -16,7 +16,7 @@ import pytest
 from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node import kubelet as module
-from producers.node.kubelet import SETTLED_AFTER_S, Kubelet, Result, containers, failure
+from producers.node.kubelet import SETTLED_AFTER_S, Kubelet, Result, call_failure, containers
 from tests.eventually import eventually
 from tests.producers.fakes import FakeClock, value
 from tests.producers.node.pod_resources import (
@@ -52,13 +52,13 @@ from tests.producers.node.pod_resources import (
     ],
 )
 def test_each_error_has_its_result(code: grpc.StatusCode, text: str | None, result: str) -> None:
-    found, reason = failure(code, text)
+    found, reason = call_failure(code, text)
     assert found == result
     assert reason.startswith(code.name)
 
 
 def test_what_a_server_says_of_its_error_is_one_line_of_bounded_length() -> None:
-    _, reason = failure(grpc.StatusCode.UNKNOWN, "a\nb\r" + "x" * 10_000)
+    _, reason = call_failure(grpc.StatusCode.UNKNOWN, "a\nb\r" + "x" * 10_000)
     assert reason.startswith("UNKNOWN: a b xxx")
     assert len(reason) < 400
 
@@ -500,7 +500,7 @@ async def test_the_loop_runs_on_while_the_kubelet_hangs_and_close_does_not_wait(
         reading = asyncio.create_task(bench.pods(60.0))
         await server_has(server, calls=1)
         assert await longest_gap_s(0.3) < 10.0
-        asked, began_s = bench.kubelet._asking, time.monotonic()
+        asked, began_s = bench.kubelet._call, time.monotonic()
         await bench.kubelet.close()
         assert time.monotonic() - began_s < 10.0
         assert asked is not None

@@ -12,7 +12,7 @@ import pytest
 from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.kubelet import Kubelet
-from producers.node.pods_api import PushedPod, held
+from producers.node.pods_api import PushedPod, merge_pods
 from tests.bench import score
 from tests.eventually import eventually
 from tests.producers.fakes import value
@@ -248,11 +248,11 @@ def test_a_row_that_was_listed_before_its_pod_began_is_of_the_pod_that_ended() -
     row = {"namespace": "ml-team", "pod": "bert-0", "container": "main", "resource": GPU, "device_ids": [GPU_A]}
     name = ("ml-team", "bert-0")
     ended, began = PushedPod(name, UID, True, (), 4), PushedPod(name, ANOTHER, False, (), 5)
-    assert held([row], 4, [ended, began]) == []
-    assert held([row], 5, [ended, began]) == [{**row, "pod_uid": ANOTHER}]
-    assert held([row], 5, [ended]) == []
-    assert held([row], 0, [began]) == [{**row, "pod_uid": ANOTHER}]
-    assert held([row], 0, []) == [row]
+    assert merge_pods([row], 4, [ended, began]) == []
+    assert merge_pods([row], 5, [ended, began]) == [{**row, "pod_uid": ANOTHER}]
+    assert merge_pods([row], 5, [ended]) == []
+    assert merge_pods([row], 0, [began]) == [{**row, "pod_uid": ANOTHER}]
+    assert merge_pods([row], 0, []) == [row]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import asyncio, threading
 from producers.node.worker import Worker
 
 async def main():
-    await asyncio.wait([Worker("hangs").ask(threading.Event().wait)], timeout=0.05)
+    await asyncio.wait([Worker("hangs").submit(threading.Event().wait)], timeout=0.05)
 
 asyncio.run(main())
 """
@@ -23,25 +23,25 @@ asyncio.run(main())
 
 async def test_the_answer_comes_to_the_loop_from_another_thread() -> None:
     worker = Worker("worker-here")
-    assert await worker.ask(lambda: threading.current_thread().name) == "worker-here"
-    assert await worker.ask(lambda: 2) == 2
+    assert await worker.submit(lambda: threading.current_thread().name) == "worker-here"
+    assert await worker.submit(lambda: 2) == 2
     worker.stop()
 
 
 async def test_what_a_job_raises_is_raised_where_it_is_awaited() -> None:
     worker = Worker("worker")
     with pytest.raises(ZeroDivisionError):
-        await worker.ask(lambda: 1 // 0)
-    assert await worker.ask(lambda: 2) == 2
+        await worker.submit(lambda: 1 // 0)
+    assert await worker.submit(lambda: 2) == 2
     worker.stop()
 
 
 async def test_there_is_no_second_job_beside_one_that_has_not_returned() -> None:
     worker, end = Worker("worker"), threading.Event()
-    job = worker.ask(end.wait)
+    job = worker.submit(end.wait)
     assert worker.busy
     with pytest.raises(RuntimeError):
-        worker.ask(end.wait)
+        worker.submit(end.wait)
     end.set()
     assert await job
     assert not worker.busy
@@ -51,7 +51,7 @@ async def test_there_is_no_second_job_beside_one_that_has_not_returned() -> None
 
 async def test_a_job_that_nobody_waits_for_any_more_still_keeps_the_worker_busy_until_it_returns() -> None:
     worker, end = Worker("worker"), threading.Event()
-    job = worker.ask(end.wait)
+    job = worker.submit(end.wait)
     job.cancel()
     await asyncio.sleep(0)
     assert worker.busy
@@ -63,7 +63,7 @@ async def test_a_job_that_nobody_waits_for_any_more_still_keeps_the_worker_busy_
 async def test_it_says_for_how_long_a_job_has_run() -> None:
     now = [100.0]
     worker, end = Worker("worker", lambda: now[0]), threading.Event()
-    job = worker.ask(end.wait)
+    job = worker.submit(end.wait)
     now[0] += 40
     assert worker.busy_s() == 40
     end.set()
@@ -74,12 +74,12 @@ async def test_it_says_for_how_long_a_job_has_run() -> None:
 def test_an_answer_that_comes_when_the_loop_is_closed_goes_nowhere() -> None:
     end, workers = threading.Event(), []
 
-    async def ask() -> None:
+    async def submit_and_return() -> None:
         worker = Worker("worker-late")
         workers.append(worker)
-        worker.ask(end.wait)
+        worker.submit(end.wait)
 
-    asyncio.run(ask())
+    asyncio.run(submit_and_return())
     end.set()
     workers[0].stop()
     for thread in [thread for thread in threading.enumerate() if thread.name == "worker-late"]:

@@ -36,11 +36,11 @@ async def test_it_sees_the_gpus_that_work(nvml: ScriptedNvml, inherit: Environme
     nvml.fail(2, "nvmlDeviceGetMemoryInfo", 3)
     census = Census()
     uuid = "GPU-5c41b7ed-0000-4000-8000-00000000000{}"
-    assert await census.take() == frozenset({uuid.format(0), uuid.format(2)})
+    assert await census.run() == frozenset({uuid.format(0), uuid.format(2)})
     nvml.gpus = 4
     nvml.recover(1)
     nvml.fail(0, "nvmlDeviceGetMemoryInfo", 16)
-    assert await census.take() == frozenset(uuid.format(index) for index in (1, 2, 3))
+    assert await census.run() == frozenset(uuid.format(index) for index in (1, 2, 3))
     census.close()
 
 
@@ -51,19 +51,19 @@ async def test_without_a_driver_it_sees_nothing_and_does_not_mind(
     inherit(nvml)
     nvml.driver("absent" if state == "absent" else "mismatch")
     census = Census()
-    assert await census.take() is None
+    assert await census.run() is None
     census.close()
 
 
 async def test_a_child_that_is_slow_is_ended_and_another_is_asked_later() -> None:
     census = Census(within_s=0.2, command=says("import time; time.sleep(600)"))
-    assert await census.take() is None
+    assert await census.run() is None
     child = census._child
     assert child is not None
     await eventually(lambda: child.poll() is not None)
     census._command = says("print('[\"GPU-0\"]')")
     census._within_s = 60
-    assert await census.take() == frozenset({"GPU-0"})
+    assert await census.run() == frozenset({"GPU-0"})
     census.close()
 
 
@@ -71,11 +71,11 @@ async def test_there_is_no_second_child_beside_one_that_can_not_be_ended(monkeyp
     census = Census(within_s=0.1, command=says("import time; time.sleep(600)"))
     with monkeypatch.context() as patched:
         patched.setattr("subprocess.Popen.kill", lambda child: None)
-        assert await census.take() is None
+        assert await census.run() is None
     child = census._child
     assert child is not None
     began_s = time.monotonic()
-    assert await census.take() is None
+    assert await census.run() is None
     assert census._child is child
     assert time.monotonic() - began_s < 60
     census.close()
@@ -84,7 +84,7 @@ async def test_there_is_no_second_child_beside_one_that_can_not_be_ended(monkeyp
 
 async def test_a_child_that_can_not_be_started_changes_nothing() -> None:
     census = Census(command=["/nowhere/at-all"])
-    assert await census.take() is None
+    assert await census.run() is None
     census.close()
 
 
@@ -100,12 +100,12 @@ def test_a_list_of_uuids_is_one() -> None:
 
 def test_there_is_no_reason_while_all_that_work_work_here() -> None:
     reopening = Reopening(40, FakeClock())
-    assert reopening.why(set(), set()) is None
-    assert reopening.why({"GPU-0"}, {"GPU-0", "GPU-1", None}) is None
+    assert reopening.reason(set(), set()) is None
+    assert reopening.reason({"GPU-0"}, {"GPU-0", "GPU-1", None}) is None
 
 
 def test_a_gpu_that_works_for_others_is_one() -> None:
-    why = Reopening(40, FakeClock()).why({"GPU-2", "GPU-1", "GPU-0"}, {"GPU-0"})
+    why = Reopening(40, FakeClock()).reason({"GPU-2", "GPU-1", "GPU-0"}, {"GPU-0"})
     assert why == "GPU-1, GPU-2 would answer a new process, and not this one"
 
 
@@ -114,7 +114,7 @@ def test_what_was_in_vain_is_tried_again_after_twice_the_time_each_time() -> Non
     reopening = Reopening(40, clock)
     began_s, tried_s = clock.now_s, []
     while clock.now_s < began_s + 6 * LONGEST_REOPENING_S:
-        if reopening.why({"GPU-1"}, set()):
+        if reopening.reason({"GPU-1"}, set()):
             tried_s.append(clock.now_s - began_s)
         clock.now_s += 10
     assert tried_s[:5] == [0, 40, 120, 280, 600]
@@ -123,12 +123,12 @@ def test_what_was_in_vain_is_tried_again_after_twice_the_time_each_time() -> Non
 
 def test_another_gpu_does_not_wait_for_it() -> None:
     reopening = Reopening(40, FakeClock())
-    reopening.why({"GPU-1"}, set())
-    assert reopening.why({"GPU-1", "GPU-2"}, set()) == "GPU-2 would answer a new process, and not this one"
+    reopening.reason({"GPU-1"}, set())
+    assert reopening.reason({"GPU-1", "GPU-2"}, set()) == "GPU-2 would answer a new process, and not this one"
 
 
 def test_one_that_worked_since_is_tried_at_once() -> None:
     reopening = Reopening(40, FakeClock())
-    assert reopening.why({"GPU-1"}, set())
+    assert reopening.reason({"GPU-1"}, set())
     reopening.worked("GPU-1")
-    assert reopening.why({"GPU-1"}, set())
+    assert reopening.reason({"GPU-1"}, set())

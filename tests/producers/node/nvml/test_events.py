@@ -28,7 +28,7 @@ class Bench:
         self.instruments = Instruments(names.INSTRUMENTS)
         self.ahead_s = 0.0
         self.events = Events(
-            self.nvml, self.instruments, take=self.reported.append, clock=lambda: time.monotonic() + self.ahead_s
+            self.nvml, self.instruments, on_xid=self.reported.append, clock=lambda: time.monotonic() + self.ahead_s
         )
 
     @property
@@ -39,7 +39,7 @@ class Bench:
         return [(one.labels["call"], one.labels["error"]) for one in counted for _ in range(int(one.value))]
 
     def add(self) -> None:
-        self.events.watch()
+        self.events.resume()
         for index in range(len(self.nvml.gpus)):
             self.events.add(index, self.nvml.handle(index))
 
@@ -237,7 +237,7 @@ async def test_a_gpu_that_is_added_again_is_registered_once(bench: Bench) -> Non
 
 
 async def test_a_gpu_that_comes_later_is_added_to_those_that_are_waited_for(bench: Bench) -> None:
-    bench.events.watch()
+    bench.events.resume()
     bench.events.add(0, bench.nvml.handle(0))
     await eventually(bench.waiting)
     bench.events.add(1, bench.nvml.handle(1))

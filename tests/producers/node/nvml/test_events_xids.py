@@ -8,7 +8,7 @@ import pytest
 
 from delivery.instruments import Instruments
 from producers.node import instruments as own
-from producers.node.nvml.events import MOST_EVENTS, Xid, Xids
+from producers.node.nvml.events import MAX_EVENTS, Xid, Xids
 from topics.samples import Device
 
 GPU: dict[str, Any] = {"uuid": "GPU-0", "index": 0, "state": "ok", "metrics": {}}
@@ -27,8 +27,8 @@ class Bench:
         self.instruments = Instruments(own.INSTRUMENTS)
         self.xids = Xids(self.instruments)
 
-    def onto(self, devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        found = self.xids.onto(devices)
+    def with_errors(self, devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        found = self.xids.with_errors(devices)
         msgspec.convert(found, list[Device])
         return found
 
@@ -38,26 +38,26 @@ class Bench:
 
 def test_an_error_is_in_one_tick_and_its_count_in_all_that_follow() -> None:
     bench = Bench()
-    assert bench.onto([GPU]) == [GPU]
-    bench.xids.note(Xid(0, 79, 1_000), [GPU])
-    bench.xids.note(Xid(0, 31, 1_001), [GPU])
-    bench.xids.note(Xid(0, 31, 1_002), [GPU])
-    (first,) = bench.onto([GPU])
+    assert bench.with_errors([GPU]) == [GPU]
+    bench.xids.record(Xid(0, 79, 1_000), [GPU])
+    bench.xids.record(Xid(0, 31, 1_001), [GPU])
+    bench.xids.record(Xid(0, 31, 1_002), [GPU])
+    (first,) = bench.with_errors([GPU])
     assert first["events"] == [
         {"kind": "xid", "code": 79, "ts_ms": 1_000},
         {"kind": "xid", "code": 31, "ts_ms": 1_001},
         {"kind": "xid", "code": 31, "ts_ms": 1_002},
     ]
     assert first["xids"] == {"79": 1, "31": 2}
-    assert bench.onto([GPU]) == [{**GPU, "xids": {"79": 1, "31": 2}}]
+    assert bench.with_errors([GPU]) == [{**GPU, "xids": {"79": 1, "31": 2}}]
     assert bench.counted("device") == 3
 
 
 def test_what_a_tick_was_given_does_not_change_afterwards() -> None:
     bench = Bench()
-    bench.xids.note(Xid(0, 31, 1), [GPU])
-    (first,) = bench.onto([GPU])
-    bench.xids.note(Xid(0, 31, 2), [GPU])
+    bench.xids.record(Xid(0, 31, 1), [GPU])
+    (first,) = bench.with_errors([GPU])
+    bench.xids.record(Xid(0, 31, 2), [GPU])
     assert first["xids"] == {"31": 1}
     assert len(first["events"]) == 1
 
@@ -76,15 +76,15 @@ def test_an_error_of_an_instance_is_its_mig_devices(
     gpu_instance: int | None, compute_instance: int | None, uuids: list[str]
 ) -> None:
     bench = Bench()
-    bench.xids.note(Xid(0, 31, 1, gpu_instance, compute_instance), CUT)
-    assert [device["uuid"] for device in bench.onto(CUT) if "events" in device] == uuids
-    assert [device["uuid"] for device in bench.onto(CUT) if "xids" in device] == uuids
+    bench.xids.record(Xid(0, 31, 1, gpu_instance, compute_instance), CUT)
+    assert [device["uuid"] for device in bench.with_errors(CUT) if "events" in device] == uuids
+    assert [device["uuid"] for device in bench.with_errors(CUT) if "xids" in device] == uuids
 
 
 def test_an_error_of_a_gpu_that_is_not_known_is_counted_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
-    bench.xids.note(Xid(None, 79, 1), ())
-    assert bench.onto([GPU]) == [GPU]
+    bench.xids.record(Xid(None, 79, 1), ())
+    assert bench.with_errors([GPU]) == [GPU]
     assert bench.counted("unknown_device") == 1
     assert [record.getMessage() for record in caplog.records] == ["XID 79 of a GPU that is not known"]
 
@@ -92,18 +92,18 @@ def test_an_error_of_a_gpu_that_is_not_known_is_counted_and_reported(caplog: pyt
 def test_of_a_storm_a_tick_reports_so_many_and_counts_all() -> None:
     bench = Bench()
     for at_ms in range(1000):
-        bench.xids.note(Xid(0, 31, at_ms), [GPU])
-    (device,) = bench.onto([GPU])
-    assert len(device["events"]) == MOST_EVENTS
+        bench.xids.record(Xid(0, 31, at_ms), [GPU])
+    (device,) = bench.with_errors([GPU])
+    assert len(device["events"]) == MAX_EVENTS
     assert device["xids"] == {"31": 1000}
 
 
 def test_codes_without_end_are_counted_as_unknown_past_a_bound() -> None:
     bench = Bench()
     for code in range(1, 101):
-        bench.xids.note(Xid(0, code, 1), [GPU])
-    bench.xids.note(Xid(0, 2**64 - 1, 1), [GPU])
-    (device,) = bench.onto([GPU])
+        bench.xids.record(Xid(0, code, 1), [GPU])
+    bench.xids.record(Xid(0, 2**64 - 1, 1), [GPU])
+    (device,) = bench.with_errors([GPU])
     assert sum(device["xids"].values()) == 101
     assert device["xids"]["999"] == 37
     assert len(device["xids"]) == 65
@@ -112,8 +112,8 @@ def test_codes_without_end_are_counted_as_unknown_past_a_bound() -> None:
 def test_devices_without_end_are_forgotten_from_the_oldest() -> None:
     bench = Bench()
     for number in range(2000):
-        bench.xids.note(Xid(0, 31, 1), [{**GPU, "uuid": f"GPU-{number}"}])
-    first, last = bench.onto([GPU, {**GPU, "uuid": "GPU-1999"}])
+        bench.xids.record(Xid(0, 31, 1), [{**GPU, "uuid": f"GPU-{number}"}])
+    first, last = bench.with_errors([GPU, {**GPU, "uuid": "GPU-1999"}])
     assert "xids" not in first
     assert last["xids"] == {"31": 1}
 
@@ -121,8 +121,8 @@ def test_devices_without_end_are_forgotten_from_the_oldest() -> None:
 def test_the_log_has_the_same_identity(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     with caplog.at_level(logging.WARNING):
-        bench.xids.note(Xid(0, 79, 5), CUT)
-        bench.xids.note(Xid(0, 31, 6, 1), CUT)
+        bench.xids.record(Xid(0, 79, 5), CUT)
+        bench.xids.record(Xid(0, 31, 6, 1), CUT)
     extras = [(vars(record)["gpu_uuid"], vars(record)["gpu_index"], vars(record)["xid"]) for record in caplog.records]
     assert extras == [("GPU-0", 0, 79), ("GPU-0", 0, 31)]
     assert [vars(record).get("gpu_mig_uuid") for record in caplog.records] == [None, "MIG-1"]
@@ -130,7 +130,7 @@ def test_the_log_has_the_same_identity(caplog: pytest.LogCaptureFixture) -> None
 
 def test_an_error_of_a_device_that_is_not_in_a_tick_is_in_the_next_that_has_it() -> None:
     bench = Bench()
-    bench.xids.note(Xid(0, 31, 1), [GPU])
-    assert bench.onto([]) == []
-    (later,) = bench.onto([GPU])
+    bench.xids.record(Xid(0, 31, 1), [GPU])
+    assert bench.with_errors([]) == []
+    (later,) = bench.with_errors([GPU])
     assert [event["ts_ms"] for event in later["events"]] == [1]

@@ -54,8 +54,8 @@ def test_a_gpu_says_who_it_is_and_how_it_is() -> None:
         "info": {"processes_visible": "true"},
     }
     assert metrics["gpu_utilization_ratio"] == 0.93
-    assert reading.kinds == {7: "attributed"}
-    assert (reading.trouble, reading.errors) == (None, [])
+    assert reading.process_kinds == {7: "attributed"}
+    assert (reading.lost, reading.errors) == (None, [])
 
 
 def test_who_it_is_is_asked_once() -> None:
@@ -88,7 +88,7 @@ def test_a_gpu_that_can_not_be_opened_says_why(code: int, name: str) -> None:
     bench.gpu.open_error = code
     reading = bench.read()
     assert (reading.identity, list(reading.devices)) == (None, [])
-    assert str(reading.trouble) == f"{name} (nvmlDeviceGetHandleByIndex)"
+    assert str(reading.lost) == f"{name} (nvmlDeviceGetHandleByIndex)"
     assert reading.errors == [("nvmlDeviceGetHandleByIndex", name)]
 
 
@@ -99,7 +99,7 @@ def test_a_lost_gpu_is_asked_one_thing_and_is_back_when_it_answers() -> None:
     for _ in range(3):
         bench.nvml.asked.clear()
         reading = bench.read()
-        assert str(reading.trouble) == "GPU_IS_LOST (nvmlDeviceGetUtilizationRates)"
+        assert str(reading.lost) == "GPU_IS_LOST (nvmlDeviceGetUtilizationRates)"
         assert reading.identity is not None
         assert reading.identity["uuid"] == "GPU-0"
         assert bench.nvml.asked.total() == 1
@@ -120,9 +120,9 @@ def test_a_gpu_that_needs_a_reset_is_lost_and_asked_one_thing() -> None:
     bench = Bench()
     bench.read()
     bench.gpu.error = binding.RESET_REQUIRED
-    assert str(bench.read().trouble).startswith("RESET_REQUIRED")
+    assert str(bench.read().lost).startswith("RESET_REQUIRED")
     bench.nvml.asked.clear()
-    assert str(bench.read().trouble).startswith("RESET_REQUIRED")
+    assert str(bench.read().lost).startswith("RESET_REQUIRED")
     assert bench.nvml.asked.total() == 1
 
 
@@ -333,7 +333,7 @@ def test_a_mig_device_that_says_that_the_gpu_is_lost_is_right() -> None:
     bench.gpu.cut(cut)
     bench.read()
     cut.fail("nvmlDeviceGetMemoryInfo", binding.GPU_IS_LOST)
-    assert str(bench.read().trouble) == "GPU_IS_LOST (nvmlDeviceGetMemoryInfo)"
+    assert str(bench.read().lost) == "GPU_IS_LOST (nvmlDeviceGetMemoryInfo)"
 
 
 def test_counters_begin_again_after_a_loss() -> None:
@@ -353,7 +353,7 @@ def test_what_is_being_asked_can_be_seen_from_outside() -> None:
     seen: list[str] = []
 
     def slow() -> Any:
-        seen.append(bench.physical.calls.doing)
+        seen.append(bench.physical.calls.current_call)
         return NvmlError(binding.NOT_SUPPORTED)
 
     bench.gpu.answers["nvmlDeviceGetFanSpeed"] = slow
@@ -402,8 +402,8 @@ def test_the_buffers_of_gpm_are_given_back_when_the_layout_changes_and_when_it_l
     bench.read()
     assert len(bench.nvml.lent) == 4
     assert bench.asked("nvmlGpmSampleFree", "") == 2
-    bench.physical.let_go()
-    bench.physical.let_go()
+    bench.physical.release()
+    bench.physical.release()
     assert bench.nvml.lent == []
     bench.read()
     assert bench.read().devices[1]["metrics"]["sm_active_ratio"] == 0.2
@@ -425,7 +425,7 @@ def test_the_mig_devices_that_stay_when_another_comes_or_goes_miss_nothing() -> 
         active.append([device["metrics"].get("sm_active_ratio") for device in bench.read().devices])
     assert active == [[0.8, 0.1, None], [0.8, 0.1, 0.2], [0.8, 0.1]]
     assert len(bench.nvml.lent) == 4
-    bench.physical.let_go()
+    bench.physical.release()
     assert bench.nvml.lent == []
 
 
@@ -458,7 +458,7 @@ def test_a_buffer_that_can_not_be_given_back_is_counted() -> None:
     bench.gpu.profiled({2: 80})
     bench.read()
     bench.nvml.free_error = binding.UNINITIALIZED
-    bench.physical.let_go()
+    bench.physical.release()
     assert bench.read().errors == [("nvmlGpmSampleFree", "UNINITIALIZED")] * 2
 
 

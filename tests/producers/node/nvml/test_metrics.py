@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from producers.node.nvml import binding, table
 from producers.node.nvml.binding import FieldValue, NvmlError
-from producers.node.nvml.calls import Calls, Lost
+from producers.node.nvml.calls import Calls, GpuLost
 from producers.node.nvml.metrics import Metrics
 from producers.node.nvml.sources import Profiling
 from producers.node.nvml.table import TABLE
@@ -26,7 +26,7 @@ SAMPLED_POWER, UTILIZATION = 0, 1
 class Bench:
     """A device, and the machine that it is in."""
 
-    def __init__(self, *, cut: bool = False) -> None:
+    def __init__(self, *, mig_enabled: bool = False) -> None:
         self.nvml, self.clock = FakeNvml(1), FakeClock()
         self._sampled_us = 10**15
         self.gpu = self.nvml.gpus[0]
@@ -34,7 +34,7 @@ class Bench:
         self.calls = Calls(self.nvml)
         handle = self.calls.open(0)
         profiling = Profiling(self.calls, handle, clock=self.clock)
-        self.metrics = Metrics(self.calls, handle, cut=cut, profiling=profiling, clock=self.clock)
+        self.metrics = Metrics(self.calls, handle, mig_enabled=mig_enabled, profiling=profiling, clock=self.clock)
 
     def keep(self, kind: int, *raw: float) -> None:
         """The driver takes samples of that kind."""
@@ -202,19 +202,19 @@ def test_an_error_leaves_out_that_value_this_time_and_is_counted_and_no_other_so
 
 
 def test_an_invalid_argument_is_an_error_of_a_gpu_and_an_answer_of_a_part_that_never_gave_another() -> None:
-    whole, cut = Bench(), Bench(cut=True)
-    for bench in (whole, cut):
+    whole, mig_device = Bench(), Bench(mig_enabled=True)
+    for bench in (whole, mig_device):
         bench.values()
         for function in ("nvmlDeviceGetFanSpeed", POWER):
             bench.gpu.fail(function, binding.INVALID_ARGUMENT)
-    fresh = Metrics(cut.calls, cut.calls.open(0), cut=True)
+    fresh = Metrics(mig_device.calls, mig_device.calls.open(0), mig_enabled=True)
     for _ in range(2):
         whole.values()
         fresh.values()
-        cut.values()
+        mig_device.values()
     assert whole.calls.errors() == [(POWER, "INVALID_ARGUMENT"), ("nvmlDeviceGetFanSpeed", "INVALID_ARGUMENT")] * 2
-    assert len(cut.calls.errors()) == 4
-    assert cut.asked(POWER) == 1 + 1 + 2
+    assert len(mig_device.calls.errors()) == 4
+    assert mig_device.asked(POWER) == 1 + 1 + 2
 
 
 def test_a_field_that_fails_leaves_out_only_itself() -> None:
@@ -352,7 +352,7 @@ def test_a_device_that_is_lost_is_not_asked_further(code: int) -> None:
     bench.values()
     bench.nvml.asked.clear()
     bench.gpu.error = code
-    with pytest.raises(Lost):
+    with pytest.raises(GpuLost):
         bench.values()
     assert bench.nvml.asked.total() == 1
 
@@ -360,7 +360,7 @@ def test_a_device_that_is_lost_is_not_asked_further(code: int) -> None:
 def test_a_field_may_say_that_the_device_is_lost() -> None:
     bench = Bench()
     bench.gpu.fields[82] = FieldValue(binding.GPU_IS_LOST)
-    with pytest.raises(Lost, match="GPU_IS_LOST"):
+    with pytest.raises(GpuLost, match="GPU_IS_LOST"):
         bench.values()
 
 
@@ -369,9 +369,9 @@ def test_that_a_reset_is_needed_is_a_loss_only_where_nothing_answers() -> None:
     bench.gpu.fail(POWER, binding.RESET_REQUIRED)
     assert "temperature_celsius" in bench.values()
     bench.gpu.error = binding.RESET_REQUIRED
-    with pytest.raises(Lost, match="RESET_REQUIRED"):
+    with pytest.raises(GpuLost, match="RESET_REQUIRED"):
         bench.values()
-    with pytest.raises(Lost, match="RESET_REQUIRED"):
+    with pytest.raises(GpuLost, match="RESET_REQUIRED"):
         bench.metrics.probe()
 
 
@@ -399,16 +399,16 @@ def test_gpm_needs_two_samples_more_than_100_ms_apart() -> None:
 
 
 def test_gpm_that_is_an_invalid_argument_for_a_part_is_not_asked_for_again() -> None:
-    whole, cut = Bench(), Bench(cut=True)
-    for bench in (whole, cut):
+    whole, mig_device = Bench(), Bench(mig_enabled=True)
+    for bench in (whole, mig_device):
         bench.gpu.profiled({2: 80})
         bench.gpu.fail("nvmlGpmMetricsGet", binding.INVALID_ARGUMENT)
         for _ in range(4):
             bench.values()
             bench.clock.now_s += 1
-    assert [bench.asked("nvmlGpmMetricsGet") for bench in (whole, cut)] == [3, 1]
+    assert [bench.asked("nvmlGpmMetricsGet") for bench in (whole, mig_device)] == [3, 1]
     assert whole.calls.errors() == [("nvmlGpmMetricsGet", "INVALID_ARGUMENT")] * 3
-    assert cut.calls.errors() == []
+    assert mig_device.calls.errors() == []
 
 
 def test_gpm_is_asked_for_the_time_between_one_tick_and_the_next_with_two_buffers() -> None:
@@ -571,7 +571,7 @@ def test_whatever_a_device_says_its_values_are_within_their_limits(answers: list
     limits = {row.key: row.limits for row in TABLE}
     try:
         found = bench.values()
-    except Lost:
+    except GpuLost:
         return
     assert all(limits[key].low <= value <= limits[key].high for key, value in found.items())
 
@@ -596,29 +596,29 @@ def test_what_is_not_supported_for_a_while_has_values_again_soon_after() -> None
 def test_what_goes_and_what_comes_back_is_reported_once_with_the_call_that_gave_it() -> None:
     bench = Bench()
     bench.values()
-    assert bench.metrics.turn() is None
+    assert bench.metrics.availability_change() is None
     kept = bench.gpu.answers["nvmlDeviceGetRemappedRows"]
     bench.gpu.fail("nvmlDeviceGetRemappedRows", binding.NOT_SUPPORTED)
     bench.values()
-    turn = bench.metrics.turn()
+    turn = bench.metrics.availability_change()
     assert turn is not None
-    assert set(turn.gone) == {
+    assert set(turn.lost) == {
         "remapped_rows_correctable_total",
         "remapped_rows_uncorrectable_total",
         "row_remap_pending",
         "row_remap_failure",
     }
-    assert {one.error for one in turn.gone.values()} == {"NOT_SUPPORTED"}
+    assert {one.error for one in turn.lost.values()} == {"NOT_SUPPORTED"}
     for _ in range(5):
         bench.values()
-        assert bench.metrics.turn() is None
+        assert bench.metrics.availability_change() is None
     bench.gpu.answers["nvmlDeviceGetRemappedRows"] = kept
     turns = []
     for _ in range(8):
         bench.values()
-        turns.append(bench.metrics.turn())
+        turns.append(bench.metrics.availability_change())
     (back,) = [turn for turn in turns if turn is not None]
-    assert (back.gone, back.back) == ({}, sorted(turn.gone))
+    assert (back.lost, back.regained) == ({}, sorted(turn.lost))
 
 
 def test_a_source_that_never_answered_is_asked_again_but_seldom() -> None:
@@ -629,7 +629,7 @@ def test_a_source_that_never_answered_is_asked_again_but_seldom() -> None:
     assert bench.asked("nvmlDeviceGetFanSpeed") == 1
     bench.gpu.answers["nvmlDeviceGetFanSpeed"] = 30
     assert any("fan_speed_ratio" in bench.values() for _ in range(10))
-    assert bench.metrics.turn() is None
+    assert bench.metrics.availability_change() is None
 
 
 def test_a_source_that_answered_once_is_asked_less_and_less_often_while_it_refuses() -> None:

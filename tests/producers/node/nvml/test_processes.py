@@ -8,7 +8,7 @@ import pytest
 
 from producers.node.cgroups import ProcessOwner
 from producers.node.nvml import binding
-from producers.node.nvml.calls import Calls, Lost
+from producers.node.nvml.calls import Calls, GpuLost
 from producers.node.nvml.processes import DeviceProcesses, Processes
 from tests.producers.fakes import FakeClock
 from tests.producers.node.nvml.fake import GIB, FakeNvml, FakeProcessOwners, busy, running
@@ -19,12 +19,14 @@ POD = ProcessOwner("1b6c", "9f2e", None)
 
 
 class Bench:
-    def __init__(self, owners: dict[int, ProcessOwner] | None = None, *, cut: bool = False) -> None:
+    def __init__(self, owners: dict[int, ProcessOwner] | None = None, *, mig_enabled: bool = False) -> None:
         self.nvml, self.clock = FakeNvml(1), FakeClock()
         self.answers = self.nvml.gpus[0].answers
         self.nvml.init()
         self.calls = Calls(self.nvml)
-        self.processes = Processes(self.calls, self.calls.open(0), FakeProcessOwners(owners), cut=cut, clock=self.clock)
+        self.processes = Processes(
+            self.calls, self.calls.open(0), FakeProcessOwners(owners), mig_enabled=mig_enabled, clock=self.clock
+        )
 
     def read(self) -> DeviceProcesses:
         return self.processes.read()
@@ -231,20 +233,20 @@ def test_where_it_can_not_be_said_how_busy_they_are_the_processes_come_without()
 
 
 def test_an_invalid_argument_means_not_supported_only_for_a_part() -> None:
-    whole, part = Bench(), Bench(cut=True)
-    for bench in (whole, part):
+    whole, mig_device = Bench(), Bench(mig_enabled=True)
+    for bench in (whole, mig_device):
         bench.answers[COMPUTE] = [running(7)]
         bench.fail(NEWER, binding.INVALID_ARGUMENT)
         bench.fail(OLDER, binding.INVALID_ARGUMENT)
         bench.read()
         bench.read()
-    assert (whole.asked(NEWER), part.asked(NEWER), part.asked(OLDER)) == (2, 1, 1)
+    assert (whole.asked(NEWER), mig_device.asked(NEWER), mig_device.asked(OLDER)) == (2, 1, 1)
 
 
 def test_a_lost_device_says_so() -> None:
     bench = Bench()
     bench.nvml.gpus[0].error = binding.GPU_IS_LOST
-    with pytest.raises(Lost):
+    with pytest.raises(GpuLost):
         bench.read()
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from producers.node.nvml import binding
 from producers.node.nvml.binding import FieldValue
-from producers.node.nvml.calls import Calls, Lost
+from producers.node.nvml.calls import Calls, GpuLost
 from producers.node.nvml.metrics import Metrics
-from producers.node.nvml.sources import HOPPER, LINK_COUNT, MOST_LINKS
+from producers.node.nvml.sources import HOPPER, LINK_COUNT, MAX_LINKS
 from tests.producers.node.nvml.fake import FakeNvml
 
 AMPERE, BLACKWELL, UNKNOWN = 7, 10, 0xFFFFFFFF
@@ -139,7 +139,7 @@ def test_a_link_that_says_what_can_not_be_leaves_out_the_sum_and_is_counted(raw:
 def test_a_link_may_say_that_the_gpu_is_lost() -> None:
     bench = Bench()
     bench.gpu.fields[REPLAY, 0] = FieldValue(binding.GPU_IS_LOST)
-    with pytest.raises(Lost, match="GPU_IS_LOST"):
+    with pytest.raises(GpuLost, match="GPU_IS_LOST"):
         bench.values()
 
 
@@ -160,4 +160,4 @@ def test_however_many_links_it_says_it_has_not_more_than_so_many_are_asked() -> 
     bench.count(CRC, 1)
     assert bench.values() == {KEYS[CRC]: 1}
     asked = [name for _, name in bench.nvml.asked if name.startswith(f"field ({CRC},")]
-    assert len(asked) == MOST_LINKS
+    assert len(asked) == MAX_LINKS
