@@ -386,7 +386,7 @@ class FakeCensus:
         self.times: list[float] = []
         self.closed = False
 
-    async def take(self) -> frozenset[str] | None:
+    async def run(self) -> frozenset[str] | None:
         self.times.append(time.monotonic())
         seen = self._look()
         return None if seen is None else frozenset(seen)
