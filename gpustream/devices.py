@@ -106,7 +106,7 @@ async def look(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_S) -> 
             },
             "job_files": {"directory": _text(settings.hpc_job_mapping_dir), "troubles": files.troubles()},
             "devices": described(
-                with_jobs(found, mapped, lambda job_id: files.owner(owners.jobs.of(job_id))),
+                with_jobs(found, mapped, lambda job_id: files.enriched(owners.jobs.of(job_id))),
                 placed.holders,
                 {one.uuid: one.failed_call for one in refusals if one.uuid is not None},
                 gpus.left_out(),

@@ -1,10 +1,10 @@
-"""The node as a producer: each tick reads the GPUs and the kubelet at the same time, and sends their answers.
+"""The node producer: each tick reads the GPUs and the kubelet at the same time, and sends the result.
 
 In: NVML, the kubelet's sockets, procfs, a batch system's job files. Out: gpu.samples, gpu.allocations.
 State: the devices and containers last known, and the ticks that Kafka has not acknowledged.
-On failure: without a driver, a kubelet or a Kafka it runs, reports what is missing, and works as soon as they are
-there. A tick waits for its devices until 80 % of the interval has passed, and is sent with those that have answered. At
-the stop a last tick reports what happened since the one before.
+On failure: without a driver, a kubelet or Kafka it runs, reports what is missing, and works as soon as they come. A
+tick waits for its devices until 80 % of the interval has passed, and is sent with those that have answered. At the
+stop, a last tick reports what happened since the one before.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import time
 from delivery.instruments import Instruments
 from delivery.sender import Sender
 from delivery.tasks import running, until_stopped
-from producers.node import instruments as own
+from producers.node import instruments
 from producers.node.cgroups import ProcessOwners
 from producers.node.config import NodeSettings
 from producers.node.gpus import Gpus
@@ -27,13 +27,13 @@ from producers.publisher import INSTRUMENTS, NodePublisher, not_sent, sender_of
 from producers.retry_buffer import RetryBuffer
 
 log = logging.getLogger(__name__)
-ANSWER_WITHIN = 0.8  # the share of the interval that the GPUs and the kubelet have to answer in
+ANSWER_WITHIN = 0.8  # the share of the interval within which the GPUs and the kubelet must answer
 OPEN_WITHIN_S = 10.0  # how long the first tick waits for the driver: a restart must not look like a node without GPUs
 DRAIN_S = 4.0
 _MIB = 1024 * 1024
-LAST_WITHIN_S = 2.0  # how long the last tick waits at the stop: with the drain it fits into a clean stop's 10 s
+LAST_TICK_WITHIN_S = 2.0  # how long the last tick waits at the stop: with the drain it fits into a clean stop's 10 s
 HOLDERS_WITHIN_S = 0.4
-HOLDERS_EVERY_S = 0.1  # the kubelet is asked so often at most at XID errors: all its clients share 100 calls a second
+HOLDERS_EVERY_S = 0.1  # at XID errors the kubelet is called at most so often: its clients share 100 calls a second
 
 
 class NodeProducer:
@@ -51,13 +51,13 @@ class NodeProducer:
         process_owners: ProcessOwners | None = None,
     ) -> None:
         self._settings = settings
-        self._instruments = Instruments((*INSTRUMENTS, *own.INSTRUMENTS))
+        self._instruments = Instruments((*INSTRUMENTS, *instruments.INSTRUMENTS))
         self.registry = self._instruments.registry
         client_id = f"gpustream-{self.name}-{settings.node}"
         self._sender = sender or sender_of(self.name, settings.connection(), client_id)
-        self._buffer_lasts_s: float | None = None
-        self._owners = process_owners or ProcessOwners(settings.procfs)
-        self._gpus = gpus or Gpus(self._instruments, self._owners, interval_s=settings.interval_s)
+        self._reported_buffer_s: float | None = None
+        self._process_owners = process_owners or ProcessOwners(settings.procfs)
+        self._gpus = gpus or Gpus(self._instruments, self._process_owners, interval_s=settings.interval_s)
         self._job_files = JobFiles(settings.hpc_job_mapping_dir, self._instruments)
         self._kubelet = kubelet or Kubelet(
             settings.pod_resources_socket,
@@ -89,15 +89,21 @@ class NodeProducer:
         return self._publisher.sampled_values
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Read and send until ``stop``, then send what is left, for at most 4 s.
-        Raises what only a new process can mend."""
-        beside = (self._publisher.run, self._sender.start, self._gpus.run, self._kubelet.run, self._ask_at_events)
+        """Read and send until ``stop``, then send the ticks that are left, for at most 4 s.
+        Raises an error that only a new process can fix."""
+        background = (
+            self._publisher.run,
+            self._sender.start,
+            self._gpus.run,
+            self._kubelet.run,
+            self._read_holders_at_events,
+        )
         try:
-            async with running(*(part() for part in beside)):
+            async with running(*(task() for task in background)):
                 await until_stopped(stop, self._gpus.open(OPEN_WITHIN_S))
-                await self._tick(stop)
-                if left := await self._publisher.drain(DRAIN_S):
-                    log.warning("left unsent at the stop: %d ticks", left)
+                await self._run_ticks(stop)
+                if unsent := await self._publisher.drain(DRAIN_S):
+                    log.warning("left unsent at the stop: %d ticks", unsent)
         finally:
             self._gpus.close()
             self._job_files.close()
@@ -106,70 +112,71 @@ class NodeProducer:
         if (fatal := self._gpus.fatal()) is not None:
             raise fatal
 
-    async def _ask_at_events(self) -> None:
-        """Ask the kubelet who holds what as soon as something happens to a GPU; the next tick may find others."""
+    async def _read_holders_at_events(self) -> None:
+        """Read the kubelet's containers as soon as a GPU has an XID error: by the next tick they may be others."""
         while True:
             await self._gpus.event()
             await self._kubelet.read(HOLDERS_WITHIN_S)
             await asyncio.sleep(HOLDERS_EVERY_S)
 
-    async def _tick(self, stop: asyncio.Event) -> None:
-        """Read once an interval until the end, and once at the end, unless there was no tick before; a tick that would
-        begin a whole interval late is never read."""
-        interval_s, began_s, number = self._settings.interval_s, time.monotonic(), 0
+    async def _run_ticks(self, stop: asyncio.Event) -> None:
+        """Read a tick every interval until ``stop``, and a last one then, unless there was none before. A tick that
+        would begin a whole interval late is skipped and counted."""
+        interval_s, started_s, tick_number = self._settings.interval_s, time.monotonic(), 0
         while not stop.is_set() and self._gpus.fatal() is None:
-            await until_stopped(stop, self._read(interval_s * ANSWER_WITHIN))
-            passed_s = time.monotonic() - began_s
-            late = max(0, int(passed_s / interval_s) - number - 1)
-            if late:
-                self._instruments.counter(own.MISSED).inc(late)
-            number += 1 + late
-            await until_stopped(stop, asyncio.sleep(number * interval_s - passed_s))
+            await until_stopped(stop, self._read_tick(interval_s * ANSWER_WITHIN))
+            elapsed_s = time.monotonic() - started_s
+            missed = max(0, int(elapsed_s / interval_s) - tick_number - 1)
+            if missed:
+                self._instruments.counter(instruments.MISSED).inc(missed)
+            tick_number += 1 + missed
+            await until_stopped(stop, asyncio.sleep(tick_number * interval_s - elapsed_s))
         if any(self._publisher.sampled().values()):
             await asyncio.sleep(0.001)  # a tick of the same millisecond would begin another run
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WITHIN_S + 0.5):
-                    await self._read(min(interval_s * ANSWER_WITHIN, LAST_WITHIN_S))
+                async with asyncio.timeout(LAST_TICK_WITHIN_S + 0.5):
+                    await self._read_tick(min(interval_s * ANSWER_WITHIN, LAST_TICK_WITHIN_S))
 
-    async def _read(self, within_s: float) -> None:
-        """One tick. Nothing is waited for between taking the events and publishing them, so that none is lost."""
+    async def _read_tick(self, within_s: float) -> None:
+        """Read and publish one tick. There is no await between taking the events and publishing them, so that none is
+        lost."""
         ts_ms = _now_ms()
-        containers, devices, mapped = await asyncio.gather(
+        containers, devices, job_ids_by_file = await asyncio.gather(
             self._kubelet.read(within_s), self._gpus.read(within_s), self._job_files.read(within_s)
         )
-        all_known = self._settings.pod_resources_socket is None and (
-            self._job_files.are_read() or self._owners.jobs.any()
+        all_jobs_known = self._settings.pod_resources_socket is None and (
+            self._job_files.cover_all_gpus() or self._process_owners.jobs.any()
         )
         devices = with_jobs(
             self._gpus.with_events(devices),
-            mapped,
-            lambda job_id: self._job_files.owner(self._owners.jobs.of(job_id)),
-            all_known=all_known,
+            job_ids_by_file,
+            lambda job_id: self._job_files.enriched(self._process_owners.jobs.of(job_id)),
+            all_known=all_jobs_known,
         )
         self._publisher.publish(ts_ms, devices, containers, self._kubelet.in_force)
         self._report_buffer()
 
     def _report_buffer(self) -> None:
-        """Log for how long the buffer lasts: at the first tick, and when that is less than wanted, or enough again."""
-        wanted_s, size = self._settings.buffer_s, self._settings.buffer_size
+        """Log how long the buffer lasts: at the first tick, and when it becomes too small, or large enough again."""
+        configured_s, size = self._settings.buffer_s, self._settings.buffer_size
         ticks, tick_bytes = self._publisher.capacity
-        before_s, lasts_s = self._buffer_lasts_s, min(wanted_s, ticks * self._settings.interval_s)
-        if not ticks or lasts_s == before_s:
+        reported_s, buffer_s = self._reported_buffer_s, min(configured_s, ticks * self._settings.interval_s)
+        if not ticks or buffer_s == reported_s:
             return
-        self._buffer_lasts_s = lasts_s
-        self._instruments.gauge(own.BUFFER_SECONDS).set(lasts_s)
-        if before_s is not None and (before_s == wanted_s) == (lasts_s == wanted_s):
+        self._reported_buffer_s = buffer_s
+        self._instruments.gauge(instruments.BUFFER_SECONDS).set(buffer_s)
+        if reported_s is not None and (reported_s == configured_s) == (buffer_s == configured_s):
             return
         holds = (size / _MIB, ticks * self._settings.interval_s / 60, tick_bytes)
-        if lasts_s == wanted_s:
+        if buffer_s == configured_s:
             log.info("the buffer of %.3g MiB holds about %.3g minutes at %d bytes a tick", *holds)
             return
-        enough_mib = math.ceil(size / _MIB * wanted_s / lasts_s)
+        enough_mib = math.ceil(size / _MIB * configured_s / buffer_s)
         log.warning(
             "the buffer of %.3g MiB holds about %.3g minutes at %d bytes a tick, and --buffer wants %.3g minutes: "
             "give --buffer-size %dMiB",
             *holds,
-            wanted_s / 60,
+            configured_s / 60,
             enough_mib,
         )
 

@@ -1,11 +1,11 @@
 """A directory in which a batch system's prolog names the jobs of each device, as in dcgm-exporter's job mapping.
 
-In: files named by GPU index (``0``), by GPU index and GPU instance (``2.1``), or by UUID, a job id a line; and a file
-of each job in the folder ``jobs``: ``user=``, ``partition=`` and ``account=``, one a line.
-Out: the ids by file name, and the user, partition and account of each job. State: the content of each file, until it
-changes.
-On failure: what can't be read is left out of that tick, counted by reason, and logged once. If reading does not end in
-time, what was read last stays in force.
+In: files named by GPU index (``0``), by GPU index and GPU instance (``2.1``), or by UUID, with one job id per line; and
+for each job a file in the subdirectory ``jobs``, with the lines ``user=``, ``partition=`` and ``account=``.
+Out: the job ids by file name, and the user, partition and account of each job. State: the content of each file, until
+it changes.
+On failure: a file or line that can't be used is left out of that tick, counted by reason, and logged once. If reading
+does not end in time, the last result stays in force.
 """
 
 import asyncio
@@ -26,21 +26,21 @@ from producers.node.jobs import Job, as_name
 from producers.node.worker import Worker
 
 log = logging.getLogger(__name__)
-MOST_JOBS = 64  # of one file: a tick has to fit in a record, whatever is in the files
+MAX_JOBS = 64  # of one file: a tick has to fit in a record, whatever is in the files
 LARGEST_FILE_BYTES = 64 * 1024
-MOST_ENTRIES = 4096
-SETTLED_AFTER_NS = 2_000_000_000  # a file may change within this without a new time of change: file clocks are coarse
+MAX_ENTRIES = 4096
+SETTLED_AFTER_NS = 2_000_000_000  # a newer file is not cached: it may change again without a new ctime
 _LOG_AGAIN_S = 60.0
-_NAME = re.compile(r"[0-9]+(?:\.[0-9]+)?|(?:GPU|MIG)-[0-9a-fA-F-]+")
+_FILE_NAME = re.compile(r"[0-9]+(?:\.[0-9]+)?|(?:GPU|MIG)-[0-9a-fA-F-]+")
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+.-]{0,63}")
-_SAID = ("user", "partition", "account")  # of a job, in its own file
+_JOB_KEYS = ("user", "partition", "account")  # the keys of a job's own file
 
 Reason = Literal["directory", "file", "line", "timeout"]
-Jobs = Mapping[str, tuple[str, ...]]
+JobIdsByFile = Mapping[str, tuple[str, ...]]
 
 
 class Problem(NamedTuple):
-    """What was left out: why, of which file or directory, in words, and how often."""
+    """Files or lines that were left out: the reason, the path, a text for people, and how many."""
 
     reason: Reason
     path: Path
@@ -53,102 +53,104 @@ class Problem(NamedTuple):
 
 
 class JobLines(NamedTuple):
-    """What a file says: job ids, each once, and how many lines are none or too many."""
+    """The content of a file: its job ids, each once, and how many lines were left out as invalid or too many."""
 
-    jobs: tuple[str, ...]
+    job_ids: tuple[str, ...]
     left_out: int
 
 
 class JobMapping(NamedTuple):
-    """What the directory says: job ids by file name, what is wrong, and whose the jobs are that have a file."""
+    """The content of the directory: the job ids by file name, the problems, and the jobs that have their own file."""
 
-    jobs: dict[str, tuple[str, ...]]
+    job_ids_by_file: dict[str, tuple[str, ...]]
     problems: list[Problem]
-    owners: Mapping[str, Job] = {}
+    jobs_by_id: Mapping[str, Job] = {}
 
 
 def parse(content: bytes) -> JobLines:
-    """The job ids of a file: one a line, without the blanks around it; empty lines say nothing. Never raises."""
+    """The job ids of a file: one per line, without the blanks around it; empty lines are ignored. Never raises."""
     lines = [line for line in map(bytes.strip, content.split(b"\n")) if line]
     ids = list(filter(None, map(as_name, lines)))
     distinct = list(dict.fromkeys(ids))
-    return JobLines(tuple(distinct[:MOST_JOBS]), len(lines) - len(ids) + len(distinct[MOST_JOBS:]))
+    return JobLines(tuple(distinct[:MAX_JOBS]), len(lines) - len(ids) + len(distinct[MAX_JOBS:]))
 
 
-def owner(job_id: str, content: bytes) -> Job:
-    """What a job's own file says of it. Never raises; what can't be a name is as if it were not there."""
+def parse_job(job_id: str, content: bytes) -> Job:
+    """The job that its own file describes. Never raises; a value that can't be a name is None."""
     lines = dict(line.strip().partition(b"=")[::2] for line in reversed(content.split(b"\n")))  # the first one counts
-    return Job(job_id, *(as_name(lines.get(name.encode(), b"")) for name in _SAID))
+    return Job(job_id, *(as_name(lines.get(name.encode(), b"")) for name in _JOB_KEYS))
 
 
 class Directory:
-    """Reads the files of ``directory`` that were changed since; for one thread, and blocking."""
+    """Reads the files of ``directory``, and caches their content until they change. Blocks; for one thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._read: dict[str, tuple[tuple[int, ...], JobLines]] = {}
-        self._known: dict[str, Job] = {}
+        self._cache: dict[str, tuple[tuple[int, ...], JobLines]] = {}
+        self._jobs_by_id: dict[str, Job] = {}
 
-    def look(self) -> JobMapping:
-        jobs: dict[str, tuple[str, ...]] = {}
+    def read(self) -> JobMapping:
+        job_ids_by_file: dict[str, tuple[str, ...]] = {}
         problems: list[Problem] = []
         try:
-            with os.scandir(self._directory) as listed:
-                entries = list(islice(listed, MOST_ENTRIES + 1))
+            with os.scandir(self._directory) as directory_entries:
+                entries = list(islice(directory_entries, MAX_ENTRIES + 1))
         except OSError as error:
-            self._read.clear()
-            self._known.clear()
+            self._cache.clear()
+            self._jobs_by_id.clear()
             return JobMapping({}, [Problem("directory", self._directory, error.strerror or str(error))])
-        if len(entries) > MOST_ENTRIES:
-            problems.append(Problem("directory", self._directory, f"more than {MOST_ENTRIES} entries"))
-        files = [entry for entry in entries[:MOST_ENTRIES] if _NAME.fullmatch(entry.name)]
+        if len(entries) > MAX_ENTRIES:
+            problems.append(Problem("directory", self._directory, f"more than {MAX_ENTRIES} entries"))
+        files = [entry for entry in entries[:MAX_ENTRIES] if _FILE_NAME.fullmatch(entry.name)]
         for entry in files:
             path = self._directory / entry.name
             try:
-                lines = self._lines(entry)
+                lines = self._read_lines(entry)
             except FileNotFoundError:  # the job ended just now
                 continue
             except OSError as error:
-                self._read.pop(entry.name, None)
+                self._cache.pop(entry.name, None)
                 problems.append(Problem("file", path, error.strerror or str(error)))
                 continue
             if lines.left_out:
-                text = f"{lines.left_out} lines are not job ids, or beyond the first {MOST_JOBS}"
+                text = f"{lines.left_out} lines are not job ids, or beyond the first {MAX_JOBS}"
                 problems.append(Problem("line", path, text, lines.left_out))
-            if lines.jobs:
-                jobs[entry.name] = lines.jobs
-        for name in self._read.keys() - {entry.name for entry in files}:
-            del self._read[name]
-        return JobMapping(jobs, problems, self._owners({one for ids in jobs.values() for one in ids}))
+            if lines.job_ids:
+                job_ids_by_file[entry.name] = lines.job_ids
+        for name in self._cache.keys() - {entry.name for entry in files}:
+            del self._cache[name]
+        job_ids = {job_id for job_ids in job_ids_by_file.values() for job_id in job_ids}
+        return JobMapping(job_ids_by_file, problems, self._read_jobs(job_ids))
 
-    def _owners(self, jobs: Collection[str]) -> dict[str, Job]:
-        """Whose these jobs are, of those that have a file of their own, which is written before those of their GPUs."""
-        self._known = {job_id: job for job_id, job in self._known.items() if job_id in jobs}
-        for job_id in [one for one in jobs if one not in self._known and _JOB.fullmatch(one)]:
+    def _read_jobs(self, job_ids: Collection[str]) -> dict[str, Job]:
+        """Those of these jobs that have their own file, by id. It is written before the files of the job's GPUs, so it
+        is read once."""
+        self._jobs_by_id = {job_id: job for job_id, job in self._jobs_by_id.items() if job_id in job_ids}
+        for job_id in [job_id for job_id in job_ids if job_id not in self._jobs_by_id and _JOB.fullmatch(job_id)]:
             path = self._directory / "jobs" / job_id
             with contextlib.suppress(OSError):
                 if path.is_file():
-                    self._known[job_id] = owner(job_id, _content(str(path)))
-        return dict(self._known)
+                    self._jobs_by_id[job_id] = parse_job(job_id, _content(str(path)))
+        return dict(self._jobs_by_id)
 
-    def _lines(self, entry: "os.DirEntry[str]") -> JobLines:
-        """What a file says. Raises OSError if it is none, is too large or can't be read."""
-        now = entry.stat()
-        if not stat.S_ISREG(now.st_mode):
+    def _read_lines(self, entry: "os.DirEntry[str]") -> JobLines:
+        """The lines of a file. Raises OSError if it is no regular file, is too large or can't be read."""
+        status = entry.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise OSError("it is not a file")
-        identity = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
-        known = self._read.get(entry.name)
-        if known is not None and known[0] == identity:
-            return known[1]
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        cached = self._cache.get(entry.name)
+        if cached is not None and cached[0] == identity:
+            return cached[1]
         lines = parse(_content(entry.path))
-        self._read.pop(entry.name, None)
-        if abs(time.time_ns() - now.st_ctime_ns) > SETTLED_AFTER_NS:
-            self._read[entry.name] = (identity, lines)
+        self._cache.pop(entry.name, None)
+        if abs(time.time_ns() - status.st_ctime_ns) > SETTLED_AFTER_NS:
+            self._cache[entry.name] = (identity, lines)
         return lines
 
 
 def _content(path: str) -> bytes:
-    """The content of a file, which may have become a pipe meanwhile. Raises OSError."""
+    """The content of a file. Does not block if it has become a pipe. Raises OSError, also if it is too large."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         content = file.read(LARGEST_FILE_BYTES + 1)
     if len(content) > LARGEST_FILE_BYTES:
@@ -157,80 +159,78 @@ def _content(path: str) -> bytes:
 
 
 class JobFiles:
-    """Reads a directory on a thread of its own, so that a file system that hangs holds up no tick. None: there is none.
-    ``look`` and ``clock`` are for tests."""
+    """Reads a directory on a thread of its own, so that a file system that hangs delays no tick. ``directory`` None:
+    there are no job files. ``read_directory`` and ``clock`` are for tests."""
 
     def __init__(
         self,
         directory: Path | None,
         instruments: Instruments,
         *,
-        look: Callable[[], JobMapping] | None = None,
+        read_directory: Callable[[], JobMapping] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory, self._instruments, self._clock = directory, instruments, clock
-        self._look = look or (None if directory is None else Directory(directory).look)
-        self._worker = None if self._look is None else Worker("job-files")
+        self._read_directory = read_directory or (None if directory is None else Directory(directory).read)
+        self._worker = None if self._read_directory is None else Worker("job-files")
         self._reading: asyncio.Future[JobMapping] | None = None
-        self._jobs: Jobs = {}
-        self._owners: Mapping[str, Job] = {}
+        self._job_ids_by_file: JobIdsByFile = {}
+        self._jobs_by_id: Mapping[str, Job] = {}
         self._problems: Mapping[tuple[Reason, Path], Problem] = {}
         self._logged_s: dict[tuple[Reason, Path], float] = {}
 
-    async def read(self, within_s: float) -> Jobs:
-        """The job ids by the name of the device's file; after ``within_s`` those that were read last."""
-        if self._worker is None or self._look is None or self._directory is None:
+    async def read(self, within_s: float) -> JobIdsByFile:
+        """The job ids by file name; after ``within_s`` those that were read last."""
+        if self._worker is None or self._read_directory is None or self._directory is None:
             return {}
-        self._take()
+        self._accept()
         if self._reading is None:
-            self._reading = self._worker.submit(self._look)
+            self._reading = self._worker.submit(self._read_directory)
         await asyncio.wait([self._reading], timeout=within_s)
-        if not self._take():
+        if not self._accept():
             self._report([Problem("timeout", self._directory, "reading it takes too long")])
-        return self._jobs
+        return self._job_ids_by_file
 
-    def owner(self, known: Job) -> Job:
-        """A job with what its own file says of it, which root wrote, before what its processes show."""
-        said = self._owners.get(known.id)
-        return (
-            known
-            if said is None
-            else Job(known.id, *(by or then for by, then in zip(said[1:], known[1:], strict=True)))
-        )
+    def enriched(self, job: Job) -> Job:
+        """The job with the values of its own file, which win, because root wrote it, over those of its processes."""
+        described = self._jobs_by_id.get(job.id)
+        if described is None:
+            return job
+        return Job(job.id, *(new or old for new, old in zip(described[1:], job[1:], strict=True)))
 
-    def are_read(self) -> bool:
-        """Whether the files say of each GPU which jobs it has."""
+    def cover_all_gpus(self) -> bool:
+        """Whether there are job files, so that a GPU without one has no job."""
         return self._directory is not None and not any(reason == "directory" for reason, _ in self._problems)
 
     def troubles(self) -> list[str]:
-        """What is wrong with what was read last, for people."""
+        """The problems of the last reading, as texts for people."""
         return [str(problem) for problem in self._problems.values()]
 
     def close(self) -> None:
         if self._worker is not None:
             self._worker.stop()
 
-    def _take(self) -> bool:
-        """Put into force what was read, if that has ended."""
+    def _accept(self) -> bool:
+        """If the reading has ended, put its result into force; returns whether it has."""
         if self._reading is None or not self._reading.done():
             return False
-        found, self._reading = self._reading.result(), None
-        self._jobs, self._owners = found.jobs, found.owners
-        self._report(found.problems)
+        mapping, self._reading = self._reading.result(), None
+        self._job_ids_by_file, self._jobs_by_id = mapping.job_ids_by_file, mapping.jobs_by_id
+        self._report(mapping.problems)
         return True
 
     def _report(self, problems: list[Problem]) -> None:
-        """Count every problem, and log each that is new; one that comes and goes, once a minute."""
+        """Count every problem, and log each new one, but one that comes and goes only once a minute."""
         now_s = self._clock()
         for problem in problems:
             self._instruments.counter(names.JOB_FILE_ERRORS, problem.reason).inc(problem.times)
-            which = (problem.reason, problem.path)
-            if which not in self._problems and now_s - self._logged_s.get(which, float("-inf")) >= _LOG_AGAIN_S:
-                self._logged_s[which] = now_s
+            key = (problem.reason, problem.path)
+            if key not in self._problems and now_s - self._logged_s.get(key, float("-inf")) >= _LOG_AGAIN_S:
+                self._logged_s[key] = now_s
                 log.warning("%s", problem)
         self._problems = {(problem.reason, problem.path): problem for problem in problems}
         self._logged_s = {
-            which: logged_s
-            for which, logged_s in self._logged_s.items()
-            if which in self._problems or now_s - logged_s < _LOG_AGAIN_S
+            key: logged_s
+            for key, logged_s in self._logged_s.items()
+            if key in self._problems or now_s - logged_s < _LOG_AGAIN_S
         }

@@ -195,7 +195,7 @@ class Links:
         """
         if self._link_range is None:
             self._link_range = range(self._count(handle))
-        field_numbers = (kind.number,) if kind.later is None else (kind.number, kind.later)
+        field_numbers = (kind.number,) if kind.newer_number is None else (kind.number, kind.newer_number)
         candidates = self._fields.setdefault(kind, field_numbers)
         while candidates:
             queried = [(candidates[0], link) for link in self._link_range]

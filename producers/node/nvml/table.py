@@ -1,4 +1,4 @@
-"""What to ask a device for each key of the catalogue, and how NVML's numbers become the catalogue's.
+"""The NVML sources of each key of the catalogue, and the conversion of NVML's numbers to the catalogue's units.
 
 In: raw numbers and their widths in bits. Out: numbers in base units, within limits; None if there is none. Pure.
 
@@ -6,24 +6,24 @@ A row names its sources in order of preference, and the first that the device su
 catalogue names comes first. PCIe throughput comes from byte counters, because nvmlDeviceGetPcieThroughput takes 20 ms
 for each direction.
 
-Source: nvml.h for calls, fields and units; it writes "not available" as all ones of the type. DCGM, whose numbers pass
-through some layers, writes it as 2^31 - 16 and 2^63 - 16 (and three more above each); some calls as -1. The limits are
-far beyond any device, and far below any garbage. No device has a memory of 0 bytes, or a power limit of 0 W.
+Source: nvml.h for calls, fields and units; it writes "not available" as all ones of the type. DCGM, whose numbers may
+come through some layers, writes it as 2^31 - 16 and 2^63 - 16 (and the three numbers above each); some calls as -1. The
+limits are far above any device, and far below any garbage. No device has a memory of 0 bytes, or a power limit of 0 W.
 """
 
 from typing import Any, Final, NamedTuple
 
 
 class Scale(NamedTuple):
-    """How a raw number becomes one in base units: ``times``, then ``per``, which keeps 93 % exactly 0.93."""
+    """Converts a raw number to base units: multiply by ``times``, then divide by ``per`` (93 % is exactly 0.93)."""
 
     times: int = 1
     per: int = 1
 
 
 class Limits(NamedTuple):
-    """The smallest and the largest value, in base units, that a device can have; what is over the largest by at most
-    ``slack``, as what is measured may be, is the largest."""
+    """The smallest and the largest possible value, in base units. A measured value may exceed ``high`` by at most
+    ``slack``, and then counts as ``high``."""
 
     low: float
     high: float
@@ -31,15 +31,15 @@ class Limits(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One of pynvml's functions, and what it is asked beside the handle."""
+    """One of pynvml's functions, and its arguments after the handle."""
 
     name: str
     arguments: tuple[Any, ...] = ()
 
 
 class Field(NamedTuple):
-    """One of the fields of nvmlDeviceGetFieldValues, which gives all that are wanted in one call. ``scope``: of what,
-    if it is not of the device as such."""
+    """A field of nvmlDeviceGetFieldValues, which reads many fields in one call. ``scope``: a link or all links, if the
+    field is not of the whole device."""
 
     number: int
     name: str
@@ -51,32 +51,33 @@ class Field(NamedTuple):
 
 
 class GpmMetric(NamedTuple):
-    """One of the metrics of GPM, which gives all that are wanted in one call."""
+    """A metric of GPM, which reads many metrics in one call."""
 
     number: int
     name: str
 
 
 class Sampled(NamedTuple):
-    """One of the kinds of samples that the driver keeps of its own accord."""
+    """A kind of samples that the driver takes by itself."""
 
     number: int
     name: str
 
 
 class LinkErrors(NamedTuple):
-    """Errors that each NVLink counts, by this field, or if it does not have that one, by the field ``later``."""
+    """Errors that each NVLink counts, in the field ``number``, or on newer GPUs in ``newer_number``."""
 
     number: int
     name: str
-    later: int | None = None
+    newer_number: int | None = None
 
 
 class ValueSource(NamedTuple):
-    """Where a value is: what to ask, which part of the answer, how wide (a field says so itself), and its unit.
+    """Where a value comes from: the question, the part of its answer, the conversion to base units, and the width in
+    ``bits`` (a field's answer has its own).
 
-    ``unknown`` is the number that stands for "the device does not know". ``rate``: a counter is read, and what it runs
-    per second is the value.
+    ``unknown`` is the number that means "the device does not know". ``rate``: the answer is a counter, and the value is
+    its increase per second.
     """
 
     question: Call | Field | GpmMetric | Sampled | LinkErrors
@@ -156,8 +157,8 @@ def _gpm(number: int, name: str, scale: Scale = _PERCENT) -> ValueSource:
     return ValueSource(GpmMetric(number, f"NVML_GPM_METRIC_{name}"), scale=scale)
 
 
-def _linked(number: int, name: str, later: int | None = None) -> ValueSource:
-    return ValueSource(LinkErrors(number, f"NVML_FI_DEV_NVLINK_ERROR_DL_{name}", later))
+def _linked(number: int, name: str, newer_number: int | None = None) -> ValueSource:
+    return ValueSource(LinkErrors(number, f"NVML_FI_DEV_NVLINK_ERROR_DL_{name}", newer_number))
 
 
 def _memory(part: str) -> tuple[ValueSource, ...]:
@@ -213,7 +214,7 @@ TABLE: tuple[Row, ...] = (
     _row("retired_pages_pending", _FLAG, _field(31, "RETIRED_PENDING")),
     _row("nvlink_crc_errors_total", _COUNT, _linked(163, "CRC"), _field(38, "NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL")),
     _row("nvlink_replay_errors_total", _COUNT, _linked(161, "REPLAY"), _field(52, "NVLINK_REPLAY_ERROR_COUNT_TOTAL")),
-    _row("nvlink_recovery_errors_total", _COUNT, _linked(162, "RECOVERY", later=215),
+    _row("nvlink_recovery_errors_total", _COUNT, _linked(162, "RECOVERY", newer_number=215),
          _field(59, "NVLINK_RECOVERY_ERROR_COUNT_TOTAL")),
     _row("power_violation_seconds_total", _SECONDS, _field(74, "PERF_POLICY_POWER", _NANO)),
     _row("thermal_violation_seconds_total", _SECONDS, _field(75, "PERF_POLICY_THERMAL", _NANO)),
@@ -240,7 +241,7 @@ TABLE: tuple[Row, ...] = (
     _row("nvlink_rx_bytes_per_second", _NVLINK, _gpm(60, "NVLINK_TOTAL_RX_PER_SEC", _MIB),
          _links(139, "THROUGHPUT_DATA_RX")),
 )  # fmt: skip
-"""Every key of the catalogue. The first call of a device is the first row's that it supports."""
+"""Every key of the catalogue. The first call made for a device is the first supported one in the order of rows."""
 
 AMBIGUOUS_AFTER_S: Final = 10.0  # after this time a counter of 32 bits may have wrapped more than once
 
@@ -252,8 +253,8 @@ _NONE_BLANK = frozenset({-1.0})
 
 
 class Count(NamedTuple):
-    """A counter as it was read: ``bits`` wide, at ``at_us`` by its own clock (0: it has none) and ``at_s`` by ours,
-    which never steps back."""
+    """A reading of a counter that is ``bits`` wide: at ``at_us`` by the device's clock (0: it has none), and at
+    ``at_s`` by this process's clock, which never steps back."""
 
     raw: int
     bits: int
@@ -262,12 +263,12 @@ class Count(NamedTuple):
 
 
 def is_blank(raw: float, bits: int) -> bool:
-    """Whether a number of that width stands for "not available"."""
+    """Whether a number of that width means "not available"."""
     return raw in _BLANK.get(bits, _NONE_BLANK)
 
 
 def measured(raw: object, bits: int, scale: Scale, limits: Limits) -> float | None:
-    """A raw number in base units; None if it is blank, no number, or beyond the limits."""
+    """A raw number in base units; None if it is blank, not a number, or outside the limits."""
     if not isinstance(raw, int | float) or is_blank(raw, bits):
         return None
     value = raw * scale.times
@@ -275,15 +276,16 @@ def measured(raw: object, bits: int, scale: Scale, limits: Limits) -> float | No
 
 
 def within(value: float, limits: Limits) -> float | None:
-    """The value itself, or None; NaN is within nothing."""
+    """The value, at most ``limits.high``; None if it is outside the limits, as NaN always is."""
     return min(value, limits.high) if limits.low <= value <= limits.high + limits.slack else None
 
 
 def per_second(last: Count, now: Count) -> float | None:
-    """How fast a counter that may have wrapped once has run; None if that can't be said.
+    """The increase per second of a counter that may have wrapped once; None if it can't be computed.
 
-    The time is by the counter's own clock if that agrees with ours within a factor of two, else by ours. A counter that
-    was reset to 0 looks wrapped: of 64 bits it is far beyond any limit, of 32 bits it can't be distinguished.
+    The time is that of the device's clock if it agrees with this process's within a factor of two, else this
+    process's. A counter that was reset to 0 looks wrapped: with 64 bits the rate is far above any limit, with 32 bits a
+    reset can't be distinguished from a wrap.
     """
     ours_s = now.at_s - last.at_s
     own_s = (now.at_us - last.at_us) / 1e6 if last.at_us > 0 else 0.0
@@ -294,5 +296,5 @@ def per_second(last: Count, now: Count) -> float | None:
 
 
 def is_same_reading(last: Count, now: Count) -> bool:
-    """Whether the device gave an answer that it had given before."""
+    """Whether the device has returned the same reading again."""
     return now.at_us > 0 and now.at_us == last.at_us and now.raw == last.raw

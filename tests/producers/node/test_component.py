@@ -187,7 +187,7 @@ async def test_a_stop_does_not_wait_for_a_driver_that_hangs() -> None:
 
 
 async def test_a_stop_does_not_wait_for_a_reading_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("producers.node.component.LAST_WITHIN_S", 0.1)
+    monkeypatch.setattr("producers.node.component.LAST_TICK_WITHIN_S", 0.1)
     bench = Bench(interval_s=3600.0)
     bench.gpus.takes_s = 3600.0
     asyncio.get_running_loop().call_later(0.1, bench.stop.set)
@@ -221,7 +221,7 @@ async def test_at_the_first_tick_it_is_said_once_how_long_the_buffer_lasts(
 async def test_what_happened_since_the_last_tick_is_in_one_more_at_the_stop(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("producers.node.component.LAST_WITHIN_S", 0.1)
+    monkeypatch.setattr("producers.node.component.LAST_TICK_WITHIN_S", 0.1)
     bench = Bench(interval_s=3600.0)
     running = asyncio.create_task(bench.until(lambda: bench.stop.is_set()))
     while not bench.ticks:  # noqa: ASYNC110 - nobody says when it holds

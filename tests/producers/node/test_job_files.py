@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from delivery.instruments import Instruments
 from producers.node import instruments as own
 from producers.node import job_files
-from producers.node.job_files import LARGEST_FILE_BYTES, MOST_JOBS, Directory, JobFiles, JobLines, JobMapping, parse
+from producers.node.job_files import LARGEST_FILE_BYTES, MAX_JOBS, Directory, JobFiles, JobLines, JobMapping, parse
 from tests.producers.fakes import FakeClock
 
 ROOT = Path(__file__).parents[3]
@@ -46,8 +46,8 @@ def test_a_line_that_is_no_job_id_is_left_out_and_the_others_are_not(line: bytes
 
 
 def test_a_file_has_no_more_jobs_than_fit() -> None:
-    lines = parse(b"\n".join(b"%d" % number for number in range(MOST_JOBS + 3)))
-    assert len(lines.jobs) == MOST_JOBS
+    lines = parse(b"\n".join(b"%d" % number for number in range(MAX_JOBS + 3)))
+    assert len(lines.job_ids) == MAX_JOBS
     assert lines.left_out == 3
 
 
@@ -55,7 +55,7 @@ def test_a_file_has_no_more_jobs_than_fit() -> None:
 def test_no_content_is_too_strange_to_be_read(content: bytes) -> None:
     jobs, left_out = parse(content)
     assert left_out >= 0
-    assert len(set(jobs)) == len(jobs) <= MOST_JOBS
+    assert len(set(jobs)) == len(jobs) <= MAX_JOBS
     assert all(job.isprintable() and job.encode() in content for job in jobs)
 
 
@@ -67,21 +67,21 @@ def test_files_are_named_by_gpu_or_by_gpu_and_instance_and_others_are_not_read(t
     (tmp_path / "sub").mkdir()
     (tmp_path / "3").write_text("")
 
-    assert Directory(tmp_path).look() == JobMapping({"0": ("job-0",), "12": ("job-12",), "2.1": ("job-2.1",)}, [])
+    assert Directory(tmp_path).read() == JobMapping({"0": ("job-0",), "12": ("job-12",), "2.1": ("job-2.1",)}, [])
 
 
 def test_what_changes_in_the_directory_is_in_the_next_look(tmp_path: Path) -> None:
     directory = Directory(tmp_path)
-    assert directory.look().jobs == {}
+    assert directory.read().job_ids_by_file == {}
     (tmp_path / "0").write_text("1\n")
-    assert directory.look().jobs == {"0": ("1",)}
+    assert directory.read().job_ids_by_file == {"0": ("1",)}
     (tmp_path / "0").write_text("2\n")
-    assert directory.look().jobs == {"0": ("2",)}
+    assert directory.read().job_ids_by_file == {"0": ("2",)}
     (tmp_path / "new").write_text("3\n")
     (tmp_path / "new").replace(tmp_path / "0")
-    assert directory.look().jobs == {"0": ("3",)}
+    assert directory.read().job_ids_by_file == {"0": ("3",)}
     (tmp_path / "0").unlink()
-    assert directory.look().jobs == {}
+    assert directory.read().job_ids_by_file == {}
 
 
 def counting_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -103,14 +103,14 @@ def test_a_file_that_does_not_change_is_read_once(tmp_path: Path, monkeypatch: p
     (tmp_path / "0").write_text("1\n")
     (tmp_path / "1").write_text("2\n")
     for _ in range(3):
-        assert directory.look().jobs == {"0": ("1",), "1": ("2",)}
+        assert directory.read().job_ids_by_file == {"0": ("1",), "1": ("2",)}
     (tmp_path / "0").write_text("12\n")
-    assert directory.look().jobs == {"0": ("12",), "1": ("2",)}
+    assert directory.read().job_ids_by_file == {"0": ("12",), "1": ("2",)}
     assert sorted(read) == ["0", "0", "1"]
 
     (tmp_path / "0").unlink()
-    directory.look()
-    assert set(directory._read) == {"1"}
+    directory.read()
+    assert set(directory._cache) == {"1"}
 
 
 def test_a_file_that_changed_just_now_may_change_again_unseen_and_is_read_again(
@@ -120,8 +120,8 @@ def test_a_file_that_changed_just_now_may_change_again_unseen_and_is_read_again(
     read = counting_reads(monkeypatch)
     directory = Directory(tmp_path)
     (tmp_path / "0").write_text("1\n")
-    directory.look()
-    directory.look()
+    directory.read()
+    directory.read()
     assert read == ["0", "0"]
 
 
@@ -143,8 +143,8 @@ def test_a_file_that_can_not_be_read_is_reported_and_the_others_are_read(
 ) -> None:
     (tmp_path / "0").write_text("1\n")
     spoil(tmp_path / "1")
-    found = Directory(tmp_path).look()
-    assert found.jobs == {"0": ("1",)}
+    found = Directory(tmp_path).read()
+    assert found.job_ids_by_file == {"0": ("1",)}
     assert [(problem.reason, problem.path) for problem in found.problems] == [("file", tmp_path / "1")]
 
 
@@ -152,7 +152,7 @@ def test_a_file_that_can_not_be_read_is_reported_and_the_others_are_read(
 def test_a_file_that_may_not_be_read_is_reported(tmp_path: Path) -> None:
     (tmp_path / "0").write_text("1\n")
     (tmp_path / "0").chmod(0)
-    (problem,) = Directory(tmp_path).look().problems
+    (problem,) = Directory(tmp_path).read().problems
     assert problem.reason == "file"
 
 
@@ -168,24 +168,24 @@ def test_a_job_that_ends_while_its_file_is_read_is_no_problem(tmp_path: Path, mo
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(job_files, "_content", gone)
-    assert Directory(tmp_path).look() == JobMapping({}, [])
+    assert Directory(tmp_path).read() == JobMapping({}, [])
 
 
 def test_a_directory_that_is_not_there_is_reported_and_used_when_it_comes(tmp_path: Path) -> None:
     directory = Directory(tmp_path / "jobs")
-    (problem,) = directory.look().problems
+    (problem,) = directory.read().problems
     assert (problem.reason, problem.path) == ("directory", tmp_path / "jobs")
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "0").write_text("1\n")
-    assert directory.look() == JobMapping({"0": ("1",)}, [])
+    assert directory.read() == JobMapping({"0": ("1",)}, [])
 
 
 def test_a_directory_of_too_many_entries_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_files, "MOST_ENTRIES", 2)
+    monkeypatch.setattr(job_files, "MAX_ENTRIES", 2)
     for name in "012":
         (tmp_path / name).write_text("1\n")
-    found = Directory(tmp_path).look()
-    assert len(found.jobs) == 2
+    found = Directory(tmp_path).read()
+    assert len(found.job_ids_by_file) == 2
     assert [problem.reason for problem in found.problems] == ["directory"]
 
 
@@ -195,7 +195,7 @@ class Bench:
     def __init__(self, directory: Path | None, look: Callable[[], JobMapping] | None = None) -> None:
         self.clock = FakeClock()
         self._made = Instruments(own.INSTRUMENTS)
-        self.files = JobFiles(directory, self._made, look=look, clock=self.clock)
+        self.files = JobFiles(directory, self._made, read_directory=look, clock=self.clock)
 
     def errors(self, reason: str) -> float:
         return self._made.registry.get_sample_value(own.JOB_FILE_ERRORS, {"reason": reason}) or 0.0

@@ -19,7 +19,7 @@ class Node:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.read = Directory(directory)
+        self.job_files = Directory(directory)
 
     def run(self, script: str, job: int | str, **environment: str) -> str:
         """Run a script as slurmd does; gives what it says on standard error. It never fails."""
@@ -30,9 +30,9 @@ class Node:
 
     def jobs(self) -> dict[str, tuple[str, ...]]:
         """What the node producer reads."""
-        found = self.read.look()
+        found = self.job_files.read()
         assert not found.problems
-        return found.jobs
+        return found.job_ids_by_file
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def node(tmp_path: Path) -> Node:
 def test_a_job_is_named_for_each_of_its_gpus_until_it_ends(node: Node, gpus: str) -> None:
     assert node.run("prolog", 4242, SLURM_JOB_GPUS=gpus) == ""
     assert node.jobs() == {"0": ("4242",), "2": ("4242",), "3": ("4242",)}
-    assert node.read.look().owners == {"4242": Job("4242", "ana", "gpu", "vision")}
+    assert node.job_files.read().jobs_by_id == {"4242": Job("4242", "ana", "gpu", "vision")}
     assert node.run("epilog", 4242) == ""
     assert node.jobs() == {}
     assert sorted(path.name for path in node.directory.rglob("*")) == [".lock", "jobs"]
@@ -108,4 +108,4 @@ def test_neither_script_fails_whatever_is_wrong(tmp_path: Path, script: str) -> 
 def test_what_is_no_name_in_a_jobs_own_file_does_not_count(node: Node, said: bytes) -> None:
     node.run("prolog", 4242, SLURM_JOB_GPUS="0")
     (node.directory / "jobs" / "4242").write_bytes(said)
-    assert node.read.look().owners == {"4242": Job("4242", "ana")}
+    assert node.job_files.read().jobs_by_id == {"4242": Job("4242", "ana")}
