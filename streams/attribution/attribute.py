@@ -1,15 +1,15 @@
-"""What an attributed tick says: who held each device, with their parts, and who held it when something happened to it.
+"""Makes the record of an attributed tick: the holders of each device with their parts, and the holders at each event.
 
 In: a sample, and each snapshot that it or its events name, with its pods. Out: the record of gpu.attributed. Pure.
 
-A pod that a snapshot names holds nothing if gpu.workloads says that it ended long before the sample, and if no pod of
-that name may still run: kubelets go on listing a pod that ended until its devices are needed again. Nor does a pod hold
-what it has by a claim for administration, as monitoring does.
+A pod that a snapshot names holds nothing if gpu.workloads reports that it ended long before the sample, and if no pod
+of that name may still run: a kubelet lists an ended pod until its devices are needed again. Nor does a pod hold a
+device that it has by a claim for administration, as monitoring does.
 
-An event names the snapshot of its own time, because another pod may have the device by the tick. Its pods are looked up
-as of the event, at most a minute before the tick: for so long they are remembered.
+An event names the snapshot of its own time, because another pod may have the device by the time of the tick. The pods
+of an event are looked up as of the event, at most a minute before the tick: they are remembered for that long.
 
-On a node without a kubelet the jobs of a batch system hold the devices; each tick has its own.
+On a node without a kubelet the jobs of a batch system hold the devices; each tick lists its jobs.
 """
 
 import contextlib

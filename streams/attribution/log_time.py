@@ -57,7 +57,7 @@ class _EndsAnswer(NamedTuple):
 
 
 class Watermark:
-    """The watermark of one partition, in ``ms``. It looks at no wall clock; three things raise it:
+    """The watermark of one partition, in ``ms``. It reads no wall clock; three things raise it:
 
     - A record of gpu.workloads is read: all that were logged earlier have been read.
     - An end of the workloads is reached that the broker was asked for: when it was asked, the broker's clock showed at

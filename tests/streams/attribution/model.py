@@ -16,7 +16,7 @@ TOLERANCE_MS = 2_000
 LISTED_MS = 10_000
 NEW_MS = 10_000
 GONE_MS = 300_000
-OVER, UNKNOWN = "over", "unknown"
+ENDED, UNKNOWN = "over", "unknown"
 
 
 class Holding(NamedTuple):
@@ -49,29 +49,27 @@ class Logs(NamedTuple):
     allocations: Sequence[Allocations]
     workloads: Sequence[NodeWorkloads]
     runs: dict[str, list[int]]
-    sampled_ms: Sequence[int]
-    told_ms: Sequence[int]
+    samples_logged_ms: Sequence[int]
+    workloads_logged_ms: Sequence[int]
 
-    def told(self, node: str, until_ms: int) -> list[NodeWorkloads]:
-        """What is said of a node by the records that were logged until then."""
-        logged = zip(self.told_ms, self.workloads, strict=True)
+    def workloads_by(self, node: str, until_ms: int) -> list[NodeWorkloads]:
+        """The records of a node that were logged until then."""
+        logged = zip(self.workloads_logged_ms, self.workloads, strict=True)
         return accepted(record for at_ms, record in logged if record.node == node and at_ms <= until_ms)
 
 
 def answer(logs: Logs, offset: int) -> Answer:
-    """What the sample must be given."""
-    sample, logged_ms = logs.samples[offset], logs.sampled_ms[offset]
+    """The answer that the join must give for a sample."""
+    sample, logged_ms = logs.samples[offset], logs.samples_logged_ms[offset]
     snapshots = [a for a in logs.allocations if a.node == sample.node]
-    told = [
-        logs.told(sample.node, logged_ms - 2_000),
-        *[logs.told(sample.node, ms) for ms in sorted(set(logs.told_ms)) if abs(ms - logged_ms) <= 2_000],
-    ]
+    later_ms = [ms for ms in sorted(set(logs.workloads_logged_ms)) if abs(ms - logged_ms) <= 2_000]
+    versions = [logs.workloads_by(sample.node, ms) for ms in (logged_ms - 2_000, *later_ms)]
     attribution, snapshot = _snapshot(snapshots, sample, sample.allocations_seq, logs.runs[sample.node])
-    by_uid = {uid: first_of(uid, told, sample.ts_ms) for uid in _uids(sample)} if told[0] else {}
-    holders = _held(told, snapshots, snapshot, sample, sample.ts_ms, by_uid)
+    by_uid = {uid: first_version_of(uid, versions, sample.ts_ms) for uid in _uids(sample)} if versions[0] else {}
+    holders = _holdings_of(versions, snapshots, snapshot, sample, sample.ts_ms, by_uid)
     conflicts: dict[str, str | None] = {device.uuid: None for device in sample.devices}
     for device in sample.devices if snapshot else ():
-        conflicts[device.uuid] = _conflict(bool(told[0]), by_uid, device, holders[device.uuid])
+        conflicts[device.uuid] = _conflict(bool(versions[0]), by_uid, device, holders[device.uuid])
         holders[device.uuid] += _observed(by_uid, device, holders[device.uuid])
     events = []
     for device in sample.devices:
@@ -80,11 +78,11 @@ def answer(logs: Logs, offset: int) -> Answer:
             if event.allocations_seq not in (None, sample.allocations_seq):
                 rests_on, before = _snapshot(snapshots, sample, event.allocations_seq, logs.runs[sample.node])
                 as_of_ms = _as_of_ms(sample, event.allocations_seq)
-                own = _held(told, snapshots, before, sample, as_of_ms, {})[device.uuid]
+                own = _holdings_of(versions, snapshots, before, sample, as_of_ms, {})[device.uuid]
                 given_now = [h[:4] for h in held if not h.observed]
                 held = held if [h[:4] for h in own] == given_now else own
             events.append((rests_on, held))
-    return Answer(attribution, node_labels(told[0], sample.ts_ms), holders, conflicts, tuple(events))
+    return Answer(attribution, node_labels(versions[0], sample.ts_ms), holders, conflicts, tuple(events))
 
 
 def _as_of_ms(sample: Sample, named: int | None) -> int:
@@ -93,8 +91,8 @@ def _as_of_ms(sample: Sample, named: int | None) -> int:
     return max(sample.ts_ms - 60_000, min(sample.ts_ms + 10_000, max(times)))
 
 
-def _held(
-    told: Sequence[list[NodeWorkloads]],
+def _holdings_of(
+    versions: Sequence[list[NodeWorkloads]],
     snapshots: Sequence[Allocations],
     snapshot: Allocations | None,
     sample: Sample,
@@ -103,49 +101,50 @@ def _held(
 ) -> dict[str, tuple[Holding, ...]]:
     """Who holds each device of a sample by a snapshot, as of a time. Their uids are added to those that are known."""
     holders: dict[str, tuple[Holding, ...]] = {device.uuid: () for device in sample.devices}
-    names = {(c.namespace, c.pod) for c in snapshot.containers} if snapshot and told[0] else set()
-    pods = {name: _meant(name, snapshots, snapshot, by_uid, told, ts_ms) for name in names}
-    by_uid |= {found.uid: found for found in pods.values() if isinstance(found, Pod)}
+    names = {(c.namespace, c.pod) for c in snapshot.containers} if snapshot and versions[0] else set()
+    pods = {name: _pod_meant(name, snapshots, snapshot, by_uid, versions, ts_ms) for name in names}
+    by_uid |= {meant.uid: meant for meant in pods.values() if isinstance(meant, Pod)}
     for c in snapshot.containers if snapshot else ():
         name = (c.namespace, c.pod)
-        found = pods.get(name)
-        if found == OVER:
+        meant = pods.get(name)
+        if meant == ENDED:
             continue
-        pod = found if isinstance(found, Pod) else None
-        holding = Holding(*name, c.container, pod.uid if pod else None, _labels(pod), unknown=found == UNKNOWN)
+        pod = meant if isinstance(meant, Pod) else None
+        holding = Holding(*name, c.container, pod.uid if pod else None, _labels(pod), unknown=meant == UNKNOWN)
         for uuid in {device_id.split("::")[0] for device_id in c.device_ids} & holders.keys():
-            if not any(held[:3] == holding[:3] for held in holders[uuid]):
+            if not any(other[:3] == holding[:3] for other in holders[uuid]):
                 holders[uuid] = (*holders[uuid], holding)
     return holders
 
 
-def _meant(
+def _pod_meant(
     name: tuple[str, str],
     snapshots: Sequence[Allocations],
     snapshot: Allocations | None,
     by_uid: dict[str, Pod | None],
-    told: Sequence[list[NodeWorkloads]],
+    versions: Sequence[list[NodeWorkloads]],
     ts_ms: int,
 ) -> Pod | str:
-    """The pod that a name means, by what was told in time and then by what came a little later."""
-    appeared_ms, left_ms, alone = _appeared(name, snapshots, snapshot)
+    """The pod that a name means, by the records that came in time, then by those that came a little later."""
+    appeared_ms, missing_ms, was_alone = _appeared(name, snapshots, snapshot)
     new = appeared_ms is not None and ts_ms - appeared_ms < NEW_MS
-    since_ms, gone_ms = (appeared_ms, left_ms) if new else (None, None)
-    left_ms = left_ms if appeared_ms is not None and ts_ms - appeared_ms < GONE_MS and not alone else None
-    by_time = pod_at(told[0], name, ts_ms, new=new, gone_ms=gone_ms)
+    listed_since_ms, missing_if_new_ms = (appeared_ms, missing_ms) if new else (None, None)
+    lately = appeared_ms is not None and ts_ms - appeared_ms < GONE_MS
+    missing_lately_ms = missing_ms if lately and not was_alone else None
+    by_time = pod_at(versions[0], name, ts_ms, new=new, missing_ms=missing_if_new_ms)
     if by_time is not None and by_time.uid in by_uid:
         return by_time
-    shown = [pod for pod in by_uid.values() if pod and (pod.namespace, pod.name) == name]
-    if shown:
-        return max(shown, key=lambda pod: (pod.started_ms or 0, pod.uid))
-    if by_time is None and not new and is_over(told[0], name, ts_ms, left_ms):
-        return OVER
-    for records in told:
-        if (found := pod_at(records, name, ts_ms, new=new, gone_ms=gone_ms)) is not None:
-            return found
-    if (found := pod_at(told[0], name, ts_ms, since_ms=since_ms)) is not None:
-        return found
-    return OVER if is_over(told[0], name, ts_ms, left_ms) else UNKNOWN
+    by_process = [pod for pod in by_uid.values() if pod and (pod.namespace, pod.name) == name]
+    if by_process:
+        return max(by_process, key=lambda pod: (pod.started_ms or 0, pod.uid))
+    if by_time is None and not new and has_ended(versions[0], name, ts_ms, missing_lately_ms):
+        return ENDED
+    for records in versions:
+        if (pod := pod_at(records, name, ts_ms, new=new, missing_ms=missing_if_new_ms)) is not None:
+            return pod
+    if (pod := pod_at(versions[0], name, ts_ms, listed_since_ms=listed_since_ms)) is not None:
+        return pod
+    return ENDED if has_ended(versions[0], name, ts_ms, missing_lately_ms) else UNKNOWN
 
 
 def _appeared(
@@ -155,52 +154,52 @@ def _appeared(
     whether no other name was there when it came."""
     first = {(a.run_id, a.seq): a for a in reversed(snapshots)}
     chain = [a for i, a in enumerate(snapshots) if a is first[a.run_id, a.seq] and a not in snapshots[:i]]
-    appeared: int | None = None
-    gone: int | None = None
+    appeared_ms: int | None = None
+    missing_ms: int | None = None
     came_back_ms: int | None = None
     alone = False
-    for i, one in enumerate(chain):
-        here = any((c.namespace, c.pod) == name for c in one.containers)
-        before = i > 0 and any((c.namespace, c.pod) == name for c in chain[i - 1].containers)
-        if i and here and not before:
-            appeared, came_back_ms, gone, alone = one.ts_ms, gone, None, not chain[i - 1].containers
-        elif i and before and not here:
-            gone = one.ts_ms
-        if one is snapshot or (snapshot and (one.run_id, one.seq) == (snapshot.run_id, snapshot.seq)):
+    for i, current in enumerate(chain):
+        is_listed = any((c.namespace, c.pod) == name for c in current.containers)
+        was_listed = i > 0 and any((c.namespace, c.pod) == name for c in chain[i - 1].containers)
+        if i and is_listed and not was_listed:
+            appeared_ms, came_back_ms, missing_ms, alone = current.ts_ms, missing_ms, None, not chain[i - 1].containers
+        elif i and was_listed and not is_listed:
+            missing_ms = current.ts_ms
+        if current is snapshot or (snapshot and (current.run_id, current.seq) == (snapshot.run_id, snapshot.seq)):
             break
-    return appeared, came_back_ms, alone
+    return appeared_ms, came_back_ms, alone
 
 
 def _uids(sample: Sample) -> set[str]:
-    return {uid for device in sample.devices for uid in _shown(device) if uid is not None}
+    return {uid for device in sample.devices for uid in _process_uids(device) if uid is not None}
 
 
-def first_of(uid: str, told: Sequence[list[NodeWorkloads]], ts_ms: int) -> Pod | None:
+def first_version_of(uid: str, versions: Sequence[list[NodeWorkloads]], ts_ms: int) -> Pod | None:
     """The pod of a uid, by the first records that have it."""
-    for records in told:
+    for records in versions:
         if any(pod.uid == uid for record in records for pod in record.pods):
             return pod_of(records, uid, ts_ms)
     return None
 
 
-def _shown(device: Device) -> set[str | None]:
+def _process_uids(device: Device) -> set[str | None]:
     return {p.pod_uid for p in device.processes or () if p.memory_used_bytes and p.service != "mps"}
 
 
 def _conflict(known: bool, by_uid: dict[str, Pod | None], device: Device, held: Sequence[Holding]) -> str | None:
-    """What the processes on a device say otherwise than the kubelet."""
+    """The conflict between the processes on a device and what the kubelet reports."""
     if _observed(by_uid, device, held):
         return "unallocated_process"
     named = {h.uid for h in held}
-    unknown = [uid for uid in _shown(device) - named if uid and by_uid.get(uid) is None]
+    unknown = [uid for uid in _process_uids(device) - named if uid and by_uid.get(uid) is None]
     if known and unknown and all(h.uid for h in held):
         return "unallocated_process"
-    return "no_pod" if held and None in _shown(device) else None
+    return "no_pod" if held and None in _process_uids(device) else None
 
 
 def _observed(by_uid: dict[str, Pod | None], device: Device, held: Sequence[Holding]) -> tuple[Holding, ...]:
     """The pods that only their processes show on a device, by name."""
-    uids = _shown(device) - {h.uid for h in held}
+    uids = _process_uids(device) - {h.uid for h in held}
     pods = [pod for uid in uids if uid and (pod := by_uid.get(uid)) is not None]
     nameless = {h[:2] for h in held if h.uid is None}
     strange = [p for p in pods if (p.namespace, p.name) not in nameless]
@@ -212,8 +211,8 @@ def _labels(pod: Pod | None) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(pod.labels.items())) if pod else ()
 
 
-def given(out: AttributedSample) -> Answer:
-    """What an attributed sample was given."""
+def answer_of(out: AttributedSample) -> Answer:
+    """The answer that the join has given in an attributed sample."""
     holders = {device.uuid: _holdings(device.holders) for device in out.devices}
     events = tuple(
         (
@@ -274,73 +273,81 @@ def pod_at(
     ts_ms: int,
     *,
     new: bool = False,
-    gone_ms: int | None = None,
-    since_ms: int | None = None,
+    missing_ms: int | None = None,
+    listed_since_ms: int | None = None,
 ) -> Pod | None:
     """The pod of that name at a time: of those that the kubelet may list the nearest, then the youngest; of a name that
-    is new there, of those that run. A pod that ran before the name had gone is not the new one, nor is one that was
-    told to have ended before the name came."""
+    is new there, of those that run. A pod that ran before the name was missing is not the new one, nor is one that is
+    reported to have ended before the name appeared."""
     ranked: list[tuple[int, int, str]] = []
-    for uid, (started, ended) in _cut(records, name).items():
+    for uid, (started, ended) in _without_overlaps(records, name).items():
         before = max(0, started - ts_ms) if started is not None else 0
         after = max(0, ts_ms - ended + 1) if ended is not None else 0
-        runs = before <= TOLERANCE_MS and after - (not new) <= (TOLERANCE_MS if new else LISTED_MS)
-        old = gone_ms is not None and started is not None and started + 999 + TOLERANCE_MS < gone_ms
-        told = next(p.ended_ms for r in reversed(records) for p in r.pods if p.uid == uid)
-        over = since_ms is not None and told is not None and (ended or 0) <= since_ms
-        if runs and not old and not over:
+        may_be_listed = before <= TOLERANCE_MS and after - (not new) <= (TOLERANCE_MS if new else LISTED_MS)
+        old = missing_ms is not None and started is not None and started + 999 + TOLERANCE_MS < missing_ms
+        reported_end_ms = next(p.ended_ms for r in reversed(records) for p in r.pods if p.uid == uid)
+        had_ended = listed_since_ms is not None and reported_end_ms is not None and (ended or 0) <= listed_since_ms
+        if may_be_listed and not old and not had_ended:
             ranked.append((max(before, after), -(started or 0), uid))
-    return _as_it_was(records, min(ranked)[2], ts_ms) if ranked else None
+    return _version_of(records, min(ranked)[2], ts_ms) if ranked else None
 
 
-def _cut(records: Sequence[NodeWorkloads], name: tuple[str, str]) -> dict[str, tuple[int | None, int | None]]:
-    """When each pod of a name ran: not before the one that began earlier had ended, or a second had passed."""
+def _without_overlaps(
+    records: Sequence[NodeWorkloads], name: tuple[str, str]
+) -> dict[str, tuple[int | None, int | None]]:
+    """When each pod of a name ran: not before the previous one had ended, or a second after its own start."""
     uids = {p.uid for r in records for p in r.pods if (p.namespace, p.name) == name}
-    seen = {uid: next(r.ts_ms for r in records if any(p.uid == uid for p in r.pods)) for uid in uids}
-    lives = {uid: _life(records, uid) for uid in uids}
-    begun = {uid: seen[uid] if started is None else started for uid, (started, _) in lives.items()}
-    order = sorted(uids, key=lambda uid: (begun[uid], seen[uid], uid))
-    for one, following in itertools.pairwise(order):
-        ended = min(begun[following] + 999, begun[following] + 999 if lives[one][1] is None else lives[one][1] or 0)
-        lives[one] = lives[one][0], ended
-        lives[following] = max(begun[following], ended), lives[following][1]
-    return lives
+    first_seen_ms = {uid: next(r.ts_ms for r in records if any(p.uid == uid for p in r.pods)) for uid in uids}
+    lifetimes = {uid: _lifetime(records, uid) for uid in uids}
+    started_ms = {uid: first_seen_ms[uid] if started is None else started for uid, (started, _) in lifetimes.items()}
+    order = sorted(uids, key=lambda uid: (started_ms[uid], first_seen_ms[uid], uid))
+    for uid, following in itertools.pairwise(order):
+        latest_ms, ended_ms = started_ms[following] + 999, lifetimes[uid][1]
+        ended = min(latest_ms, latest_ms if ended_ms is None else ended_ms)
+        lifetimes[uid] = lifetimes[uid][0], ended
+        lifetimes[following] = max(started_ms[following], ended), lifetimes[following][1]
+    return lifetimes
 
 
-def is_over(records: Sequence[NodeWorkloads], name: tuple[str, str], ts_ms: int, left_ms: int | None = None) -> bool:
-    """Whether a pod of that name was told to have ended more than 10 s before a time, and none began since. One that
-    ended before the name left the snapshots is not what came back."""
+def has_ended(
+    records: Sequence[NodeWorkloads], name: tuple[str, str], ts_ms: int, missing_ms: int | None = None
+) -> bool:
+    """Whether a pod of that name is reported to have ended more than 10 s before a time, and none started since. A pod
+    that had ended before the name was missing from the snapshots is not the one that came back."""
     uids = {p.uid for r in records for p in r.pods if (p.namespace, p.name) == name}
-    told = [[p.ended_ms for r in records for p in r.pods if p.uid == uid][-1] for uid in uids]
-    lives = [_life(records, uid) for uid in uids]
-    begun = [ended for started, ended in lives if started is None or started <= ts_ms + TOLERANCE_MS]
-    over = any(end is not None and end + LISTED_MS < ts_ms and (left_ms is None or end > left_ms) for end in told)
-    return over and all(end is not None and end + LISTED_MS < ts_ms for end in begun)
+    reported_ends = [[p.ended_ms for r in records for p in r.pods if p.uid == uid][-1] for uid in uids]
+    lifetimes = [_lifetime(records, uid) for uid in uids]
+    ends_of_started = [ended for started, ended in lifetimes if started is None or started <= ts_ms + TOLERANCE_MS]
+    ended = any(
+        end is not None and end + LISTED_MS < ts_ms and (missing_ms is None or end > missing_ms)
+        for end in reported_ends
+    )
+    return ended and all(end is not None and end + LISTED_MS < ts_ms for end in ends_of_started)
 
 
 def pod_of(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> Pod | None:
     """The pod of that uid, where it ran within the tolerance of a time, as it was then."""
     having = [r for r in records if any(p.uid == uid for p in r.pods)]
-    if not having or _away_ms(records, uid, ts_ms) > TOLERANCE_MS:
+    if not having or _distance_ms(records, uid, ts_ms) > TOLERANCE_MS:
         return None
-    return _as_it_was(records, uid, ts_ms)
+    return _version_of(records, uid, ts_ms)
 
 
-def _as_it_was(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> Pod:
+def _version_of(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> Pod:
     """A pod that is known, in the version of a time."""
     having = [r for r in records if any(p.uid == uid for p in r.pods)]
     return next(p for p in _version(having, ts_ms).pods if p.uid == uid)
 
 
-def _away_ms(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> int:
+def _distance_ms(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> int:
     """By how much a time lies outside of a pod's life."""
-    started, ended = _life(records, uid)
+    started, ended = _lifetime(records, uid)
     before = max(0, started - ts_ms) if started is not None else 0
     after = max(0, ts_ms - ended + 1) if ended is not None else 0
     return max(before, after)
 
 
-def _life(records: Sequence[NodeWorkloads], uid: str) -> tuple[int | None, int | None]:
+def _lifetime(records: Sequence[NodeWorkloads], uid: str) -> tuple[int | None, int | None]:
     """When a pod ran: it ended when its last record says, or by the first record after that does not have it."""
     having = [(i, p) for i, r in enumerate(records) for p in r.pods if p.uid == uid]
     i, last = having[-1]

@@ -56,7 +56,7 @@ class Reading:
     def allocations(self, amount: int) -> None:
         """Some more of the allocations that are written by now arrive."""
         for record in self.story.logs.allocations[self.positions["allocations"] :][:amount]:
-            if self.story.allocated_s[self.positions["allocations"]] > self.now_s:
+            if self.story.allocations_written_s[self.positions["allocations"]] > self.now_s:
                 return
             self.positions["allocations"] += 1
             self.skip_grace[record.node] = False
@@ -66,28 +66,30 @@ class Reading:
         """Some more of the workloads that are written by now arrive."""
         for record in self.story.logs.workloads[self.positions["workloads"] :][:amount]:
             offset = self.positions["workloads"]
-            if self.story.told_s[offset] > self.now_s:
+            if self.story.workloads_written_s[offset] > self.now_s:
                 return
             self.positions["workloads"] += 1
-            logged_ms = self.watermark.workloads_read(offset, self.story.logs.told_ms[offset])
+            logged_ms = self.watermark.workloads_read(offset, self.story.logs.workloads_logged_ms[offset])
             self._step(record.node, join.LoggedWorkloads(record, logged_ms))
 
     def samples(self, amount: int) -> None:
         """Some more of the samples that are written by now arrive."""
         for sample in self.story.logs.samples[self.positions["samples"] :][:amount]:
             offset = self.positions["samples"]
-            if self.story.sampled_s[offset] > self.now_s:
+            if self.story.samples_written_s[offset] > self.now_s:
                 return
             self.positions["samples"] += 1
             self.reads[offset] = self.now_s
-            logged_ms = self.story.logs.sampled_ms[offset]
+            logged_ms = self.story.logs.samples_logged_ms[offset]
             self.watermark.sample_read(offset, logged_ms, self.now_s)
             self._step(sample.node, join.PendingTick(sample, offset, self.now_s, logged_ms, self.watermark.ms))
 
     def ask(self, _: int) -> None:
         """The broker is asked where the partitions end."""
-        self.asked.append((self.now_s, self._end(self.story.allocated_s)))
-        self.watermark.add_ends(self.now_s, self._end(self.story.told_s), self._end(self.story.sampled_s))
+        self.asked.append((self.now_s, self._end(self.story.allocations_written_s)))
+        self.watermark.add_ends(
+            self.now_s, self._end(self.story.workloads_written_s), self._end(self.story.samples_written_s)
+        )
 
     def _end(self, written_s: list[float]) -> int:
         return sum(at_s <= self.now_s for at_s in written_s)

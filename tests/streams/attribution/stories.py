@@ -22,9 +22,9 @@ class Story(NamedTuple):
     their log time is up to half a second less."""
 
     logs: Logs
-    sampled_s: list[float]
-    allocated_s: list[float]
-    told_s: list[float]
+    samples_written_s: list[float]
+    allocations_written_s: list[float]
+    workloads_written_s: list[float]
 
 
 containers = st.lists(
@@ -43,8 +43,8 @@ def processes(generation: int) -> st.SearchStrategy[list[tuple[Process, ...] | N
     """Those on the first GPUs of a tick, most of them of pods of this generation."""
     uids = st.sampled_from([*[f"{name}-{generation}" for name in PODS] * 2, "p0-0", "p1-1", "stranger", None])
     services = st.sampled_from([None, None, None, "mps"])
-    of = st.lists(st.builds(process, uids, st.sampled_from([40, 40, 0]), services), max_size=4)
-    return st.lists(st.none() | of.map(tuple), max_size=2)
+    on_gpu = st.lists(st.builds(process, uids, st.sampled_from([40, 40, 0]), services), max_size=4)
+    return st.lists(st.none() | on_gpu.map(tuple), max_size=2)
 
 
 class _Node:
@@ -62,9 +62,9 @@ class _Node:
         self.ts_ms = self.ts_ms + 500 if self.steady else self.draw(st.integers(0, 40)) * 1000
         kubelet = self.draw(st.integers(0, 4)) > 0
         for seq in range(1, 1 + (self.draw(st.integers(1, 3)) if kubelet else 1)):
-            made: list[Container] = self.draw(containers)
+            drawn: list[Container] = self.draw(containers)
             if kubelet and (self.draw(st.integers(0, 2)) or not (self.steady or seq > 1)):
-                present.append(snapshot(seq, *made, run_id=run_id, ts_ms=self.ts_ms, node=self.name))
+                present.append(snapshot(seq, *drawn, run_id=run_id, ts_ms=self.ts_ms, node=self.name))
                 self.written.append(present[-1])
             if present and self.draw(st.integers(0, 3)) == 0:
                 self.written.append(self.draw(st.sampled_from(present)))
@@ -78,21 +78,21 @@ class _Node:
         self.ticks += 1
         self.ts_ms += self.draw(st.sampled_from([1_000, 1_000, 11_000]))
         named = named if self.draw(st.integers(0, 7)) else None
-        shown = self.draw(processes(self._generation(self.ts_ms)))
+        on_gpus = self.draw(processes(self._generation(self.ts_ms)))
         events = [] if named is None else self._events(named)
         self.named = max(self.named, named or 0)
         self.written.append(
-            tick(self.ticks, named, run_id=run_id, ts_ms=self.ts_ms, node=self.name, processes=shown, events=events)
+            tick(self.ticks, named, run_id=run_id, ts_ms=self.ts_ms, node=self.name, processes=on_gpus, events=events)
         )
 
     def _events(self, named: int) -> list[Event]:
         """What happened since the tick before, under its snapshot or a later one, if one may have been in force."""
         seqs = st.integers(self.named, named) if self.named else st.just(named)
         ages = st.sampled_from([0, 500, 9_000, 70_000])
-        made: list[Event] = self.draw(
+        drawn: list[Event] = self.draw(
             st.lists(st.builds(lambda seq, age: event(seq, max(0, self.ts_ms - age)), seqs, ages), max_size=2)
         )
-        return made
+        return drawn
 
     def workloads(self) -> list[NodeWorkloads]:
         """What the API server says; where the clock steps back it never changes."""
@@ -125,7 +125,7 @@ class _Node:
 def stories(draw: st.DrawFn) -> Story:
     """One to three nodes that share a partition."""
     timed: list[tuple[float, int, Written]] = []
-    told: list[tuple[float, int, NodeWorkloads]] = []
+    timed_workloads: list[tuple[float, int, NodeWorkloads]] = []
     runs: dict[str, list[int]] = {}
     for name in ("a", "b", "c")[: draw(st.integers(1, 3))]:
         node = _Node(draw, name)
@@ -137,23 +137,23 @@ def stories(draw: st.DrawFn) -> Story:
             at_s += draw(st.integers(0, 2)) / 2
             timed.append((at_s, len(timed), record))
         at_s = draw(st.sampled_from([-4.0, -4.0, -2.0, 0.0, 2.0]))
-        for known_then in node.workloads():
-            told.append((at_s, len(told), known_then))
+        for news in node.workloads():
+            timed_workloads.append((at_s, len(timed_workloads), news))
             at_s += draw(st.integers(0, 6)) / 2
     timed.sort(key=lambda t: t[:2])
     samples = [(at_s, r) for at_s, _, r in timed if isinstance(r, Sample)]
     allocations = [(at_s, r) for at_s, _, r in timed if isinstance(r, Allocations)]
-    told.sort(key=lambda t: t[:2])
+    timed_workloads.sort(key=lambda t: t[:2])
     behind_ms = draw(st.sampled_from([0, 0, 499]))
     logs = Logs(
         [r for _, r in samples],
         [r for _, r in allocations],
-        [r for _, _, r in told],
+        [r for _, _, r in timed_workloads],
         runs,
         [_START_MS + round(at_s * 1000) for at_s, _ in samples],
-        [_START_MS + round(at_s * 1000) - behind_ms for at_s, _, _ in told],
+        [_START_MS + round(at_s * 1000) - behind_ms for at_s, _, _ in timed_workloads],
     )
-    written = ([at_s for at_s, *_ in those] for those in (samples, allocations, told))
+    written = ([at_s for at_s, *_ in records] for records in (samples, allocations, timed_workloads))
     return Story(logs, *written)
 
 

@@ -28,7 +28,7 @@ def test_every_sample_is_given_what_the_logs_say_whatever_the_order_of_arrival(
 
     assert sorted(out) == list(range(len(story.logs.samples)))
     for offset, sample in enumerate(story.logs.samples):
-        assert model.given(_decode(out[offset])) == model.answer(story.logs, offset), sample
+        assert model.answer_of(_decode(out[offset])) == model.answer(story.logs, offset), sample
 
 
 @given(stories(), schedules, schedules)

@@ -331,8 +331,10 @@ def test_every_answer_is_that_of_looking_at_all_records_that_were_logged_by_then
     counted = model.accepted(records[: count + 1])
     names = [("ns", name) for name in "pq"]
     found = [model.pod_at(counted, name, ts_ms) for name in names]
-    found += [model.pod_at(counted, name, ts_ms, new=True, gone_ms=gone) for name in names for gone in (None, 10_000)]
-    over = [model.is_over(counted, name, ts_ms) for name in names]
+    found += [
+        model.pod_at(counted, name, ts_ms, new=True, missing_ms=gone) for name in names for gone in (None, 10_000)
+    ]
+    over = [model.has_ended(counted, name, ts_ms) for name in names]
 
     expected = model.node_labels(counted, ts_ms), [(p.uid, p.labels) if p else None for p in found], over
     assert seen(logged(records).as_of(count * LOGGED_MS), ts_ms) == expected

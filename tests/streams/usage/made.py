@@ -50,10 +50,10 @@ class Kept:
         self.records: dict[tuple[Any, ...], Usage] = {}
         self.written: list[Usage] = []
 
-    def take(self, one: CountedTick, logged_ms: int | None = None) -> Booking:
-        taken = self.keeper.book(one, one.ts_ms if logged_ms is None else logged_ms)
-        self.learn(taken.records)
-        return taken
+    def book(self, counted: CountedTick, logged_ms: int | None = None) -> Booking:
+        booking = self.keeper.book(counted, counted.ts_ms if logged_ms is None else logged_ms)
+        self.learn(booking.records)
+        return booking
 
     def silent(self, at_ms: int) -> None:
         self.learn(self.keeper.close_silent(START_MS + at_ms))
@@ -66,11 +66,11 @@ class Kept:
         self.written += records
 
     def play(self, *ticks: CountedTick) -> "Kept":
-        for one in ticks:
-            self.take(one)
+        for counted in ticks:
+            self.book(counted)
         return self
 
     def window(self, start_ms: int = 0, lasts_ms: int = HOUR_MS) -> dict[tuple[str, str, str | None], Usage]:
         """What a window has, by device, category and pod."""
-        found = [one for (lasts, *_), one in self.records.items() if lasts == lasts_ms]
-        return {(one.uuid, one.category, one.pod): one for one in found if one.start_ms == START_MS + start_ms}
+        records = [row for (lasts, *_), row in self.records.items() if lasts == lasts_ms]
+        return {(row.uuid, row.category, row.pod): row for row in records if row.start_ms == START_MS + start_ms}

@@ -15,21 +15,21 @@ from topics.usage import HOUR_MS, MINUTE_MS
 A = holder("a")
 
 
-def held(kept: Kept, pod: str = "a", start_ms: int = 0) -> int:
+def held_ms(kept: Kept, pod: str = "a", start_ms: int = 0) -> int:
     return kept.window(start_ms, MINUTE_MS)["GPU-a", "held", pod].device_ms
 
 
 def seconds(first: int, last: int, *devices: Any, step: int = 1, **more: Any) -> list[CountedTick]:
-    return [tick(at * 1000, *devices, **more) for at in range(first, last + 1, step)]
+    return [tick(second * 1000, *devices, **more) for second in range(first, last + 1, step)]
 
 
 def test_the_example_of_the_page_is_counted_so() -> None:
     free, busy, idle = gpu("GPU-a", busy=0.0), gpu("GPU-a", A, busy=0.9), gpu("GPU-a", A, busy=0.0)
     kept = Kept().play(*seconds(0, 20, free), *seconds(21, 40, busy))
-    for at in range(48, 61):
-        kept.take(tick(at * 1000, idle, run_id=2))
+    for second in range(48, 61):
+        kept.book(tick(second * 1000, idle, run_id=2))
     rows = kept.window(0, MINUTE_MS)
-    assert {key: (one.device_ms, one.slice_ms, one.used_us, one.idle_ms) for key, one in rows.items()} == {
+    assert {key: (row.device_ms, row.slice_ms, row.used_us, row.idle_ms) for key, row in rows.items()} == {
         ("GPU-a", "free", None): (20_000, 140_000, 0, 0),
         ("GPU-a", "held", "a"): (32_000, 224_000, 18_000_000, 12_000),
         ("GPU-a", "unobserved", None): (8_000, 56_000, 0, 0),
@@ -49,80 +49,84 @@ def test_what_is_longer_than_three_intervals_is_unobserved() -> None:
 
 
 def test_a_producer_that_does_not_say_its_interval_is_taken_to_have_ten_seconds() -> None:
-    kept = Kept().play(*[tick(at, gpu("GPU-a", A), interval_ms=None) for at in (0, 25_000, 60_000)])
-    assert (held(kept), kept.window(0, MINUTE_MS)["GPU-a", "unobserved", None].device_ms) == (55_000, 5_000)
+    kept = Kept().play(*[tick(second, gpu("GPU-a", A), interval_ms=None) for second in (0, 25_000, 60_000)])
+    assert (held_ms(kept), kept.window(0, MINUTE_MS)["GPU-a", "unobserved", None].device_ms) == (55_000, 5_000)
 
 
 def test_a_clock_that_was_set_back_counts_no_time_twice() -> None:
     kept = Kept().play(*seconds(0, 30, gpu("GPU-a", A)))
     outcomes = [
-        kept.take(tick(at * 1000, gpu("GPU-a", holder("b")), run_id=2, offset=10_000 + at)).outcome
-        for at in range(11, 61)
+        kept.book(tick(second * 1000, gpu("GPU-a", holder("b")), run_id=2, offset=10_000 + second)).outcome
+        for second in range(11, 61)
     ]
     minute = kept.window(0, MINUTE_MS)
-    assert (held(kept), held(kept, "b")) == (30_000, 30_000)
-    assert sum(one.device_ms for one in minute.values()) == 60_000
+    assert (held_ms(kept), held_ms(kept, "b")) == (30_000, 30_000)
+    assert sum(row.device_ms for row in minute.values()) == 60_000
     assert (outcomes[0], outcomes[1], outcomes[-1]) == ("behind", "behind", "booked")
 
 
 def test_a_tick_that_is_a_minute_ahead_of_its_log_time_is_not_booked() -> None:
     kept = Kept().play(*seconds(0, 10, gpu("GPU-a", A)))
-    assert kept.take(tick(HOUR_MS, gpu("GPU-a", A)), START_MS + 11_000).outcome == "ahead"
-    for at in range(12, 61):
-        kept.take(tick(at * 1000, gpu("GPU-a", A), run_id=2, offset=50_000 + at))
+    assert kept.book(tick(HOUR_MS, gpu("GPU-a", A)), START_MS + 11_000).outcome == "ahead"
+    for second in range(12, 61):
+        kept.book(tick(second * 1000, gpu("GPU-a", A), run_id=2, offset=50_000 + second))
     minute = kept.window(0, MINUTE_MS)
     assert (minute["GPU-a", "held", "a"].device_ms, minute["GPU-a", "unobserved", None].device_ms) == (58_000, 2_000)
 
 
 def test_a_run_whose_first_tick_is_ahead_stands_for_no_time_before_it() -> None:
     kept = Kept().play(*seconds(0, 10, gpu("GPU-a", A)))
-    kept.take(tick(HOUR_MS, gpu("GPU-a", holder("b")), run_id=2, offset=50_000), START_MS + 11_000)
-    for at in range(12, 61):
-        kept.take(tick(at * 1000, gpu("GPU-a", holder("b")), run_id=2, seq=40_000 + at, offset=50_000 + at))
-    assert (held(kept), held(kept, "b")) == (10_000, 48_000)
+    kept.book(tick(HOUR_MS, gpu("GPU-a", holder("b")), run_id=2, offset=50_000), START_MS + 11_000)
+    for second in range(12, 61):
+        kept.book(tick(second * 1000, gpu("GPU-a", holder("b")), run_id=2, seq=40_000 + second, offset=50_000 + second))
+    assert (held_ms(kept), held_ms(kept, "b")) == (10_000, 48_000)
 
 
 def test_a_tick_that_was_read_before_is_not_booked_again() -> None:
     kept = Kept().play(*seconds(0, 30, gpu("GPU-a", A)))
-    assert kept.take(tick(20_000, gpu("GPU-a", A))).outcome == "replayed"
-    assert held(kept.play(*seconds(31, 60, gpu("GPU-a", A)))) == 60_000
+    assert kept.book(tick(20_000, gpu("GPU-a", A))).outcome == "replayed"
+    assert held_ms(kept.play(*seconds(31, 60, gpu("GPU-a", A)))) == 60_000
 
 
 def test_a_tick_is_divided_where_a_minute_begins_and_its_parts_sum() -> None:
     energy = [{"energy_joules_total": joules} for joules in (1.0, 1.007)]
     first, second = (tick(59_000 + n * 2000, gpu("GPU-a", A, metrics=energy[n], busy=0.3333333)) for n in range(2))
     kept = Kept().play(first, second, *seconds(62, 120, gpu("GPU-a", A, metrics=energy[1], busy=0)))
-    one, two = (kept.window(start, MINUTE_MS)["GPU-a", "held", "a"] for start in (0, MINUTE_MS))
-    assert (one.device_ms, two.device_ms, one.energy_mj + two.energy_mj) == (1000, 60_000, 7)
-    assert one.used_us + two.used_us == 2000 * 333_333 // 1000
+    first_minute, second_minute = (kept.window(start, MINUTE_MS)["GPU-a", "held", "a"] for start in (0, MINUTE_MS))
+    assert (first_minute.device_ms, second_minute.device_ms, first_minute.energy_mj + second_minute.energy_mj) == (
+        1000,
+        60_000,
+        7,
+    )
+    assert first_minute.used_us + second_minute.used_us == 2000 * 333_333 // 1000
 
 
 def test_a_gpu_is_in_the_books_of_the_whole_hour_in_which_it_comes_or_goes() -> None:
     kept = Kept().play(*seconds(600, 610, gpu("GPU-a", A), gpu("GPU-b")), *seconds(611, 4900, gpu("GPU-a", A)))
     hour = kept.window()
-    of_b = {category: one.device_ms for (uuid, category, _), one in hour.items() if uuid == "GPU-b"}
+    of_b = {category: row.device_ms for (uuid, category, _), row in hour.items() if uuid == "GPU-b"}
     assert of_b == {"free": 10_000, "unobserved": HOUR_MS - 10_000}
     assert hour["GPU-a", "unobserved", None].device_ms == 600_000
-    assert {one.uuid for one in kept.window(HOUR_MS, MINUTE_MS).values()} == {"GPU-a"}
-    assert all(one.final for one in hour.values())
+    assert {row.uuid for row in kept.window(HOUR_MS, MINUTE_MS).values()} == {"GPU-a"}
+    assert all(row.final for row in hour.values())
 
 
 def test_a_device_that_does_not_answer_is_lost_whoever_holds_it() -> None:
     kept = Kept().play(*seconds(0, 29, gpu("GPU-a", A)), *seconds(30, 60, gpu("GPU-a", A, state="lost")))
-    assert (held(kept), kept.window(0, MINUTE_MS)["GPU-a", "lost", None].slice_ms) == (29_000, 31_000 * 7)
+    assert (held_ms(kept), kept.window(0, MINUTE_MS)["GPU-a", "lost", None].slice_ms) == (29_000, 31_000 * 7)
 
 
 def test_slices_that_were_not_cut_are_free_and_mig_on_and_off_within_a_minute_sums() -> None:
     cut = [gpu("GPU-a"), mig("MIG-1", "1c.3g.40gb", A), mig("MIG-2", "2g.20gb")]
     kept = Kept().play(*seconds(0, 30, gpu("GPU-a", A)), *seconds(31, 60, *cut))
     minute = kept.window(0, MINUTE_MS)
-    assert {key: one.slice_ms for key, one in minute.items()} == {
+    assert {key: row.slice_ms for key, row in minute.items()} == {
         ("GPU-a", "held", "a"): 30_000 * 7,
         ("MIG-1", "held", "a"): 30_000,
         ("MIG-2", "free", None): 30_000 * 2,
         ("GPU-a", "free", None): 30_000 * 4,
     }
-    assert {one.gpu_uuid for one in minute.values()} == {"GPU-a"}
+    assert {row.gpu_uuid for row in minute.values()} == {"GPU-a"}
 
 
 @pytest.mark.parametrize(
@@ -132,16 +136,16 @@ def test_a_shared_device_is_divided_by_the_policy(split: Any, expected: dict[str
     both = gpu("GPU-a", holder("a", 0.6), holder("b", 0.1), busy=0.8)
     kept = Kept(Accounting(split=split)).play(*seconds(0, 60, both))
     minute = kept.window(0, MINUTE_MS)
-    assert {pod: held(kept, pod) for pod in "ab"} == expected
+    assert {pod: held_ms(kept, pod) for pod in "ab"} == expected
     used = {pod: minute["GPU-a", "held", pod].used_us for pod in "ab"}
     assert used == {"a": 39_000_000, "b": 9_000_000}
-    assert {one.policy for one in minute.values()} == {split}
+    assert {row.policy for row in minute.values()} == {split}
 
 
 def test_who_was_not_given_the_device_gets_what_it_used() -> None:
     both = gpu("GPU-a", holder("a", 0.2), holder("b", 0.1, observed=True), busy=0.3)
     kept = Kept().play(*seconds(0, 60, both))
-    assert (held(kept, "a"), held(kept, "b")) == (54_000, 6_000)
+    assert (held_ms(kept, "a"), held_ms(kept, "b")) == (54_000, 6_000)
 
 
 def test_who_holds_a_device_and_does_nothing_with_it_is_idle_in_that_tick() -> None:
@@ -151,10 +155,10 @@ def test_who_holds_a_device_and_does_nothing_with_it_is_idle_in_that_tick() -> N
 
 
 def test_the_energy_is_the_counters_and_a_counter_that_began_again_counts_from_zero() -> None:
-    counter = [100.0 + at * 0.25 for at in range(31)] + [at * 0.5 for at in range(30)]
+    counter = [100.0 + second * 0.25 for second in range(31)] + [second * 0.5 for second in range(30)]
     ticks = [
-        tick(at * 1000, gpu("GPU-a", A, metrics={"energy_joules_total": joules, "power_watts": 999}))
-        for at, joules in enumerate(counter)
+        tick(second * 1000, gpu("GPU-a", A, metrics={"energy_joules_total": joules, "power_watts": 999}))
+        for second, joules in enumerate(counter)
     ]
     kept = Kept().play(*ticks)
     assert kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].energy_mj == 7_500 + 14_500
@@ -169,26 +173,26 @@ def test_what_was_drawn_while_nobody_looked_is_nobodys() -> None:
     def drew(joules: float) -> Any:
         return gpu("GPU-a", A, metrics={"energy_joules_total": joules})
 
-    kept = Kept().play(*[tick(at, drew(at / 1000)) for at in (0, 1000, 11_000, 12_000)], *seconds(13, 60, drew(12)))
+    kept = Kept().play(*[tick(ms, drew(ms / 1000)) for ms in (0, 1000, 11_000, 12_000)], *seconds(13, 60, drew(12)))
     minute = kept.window(0, MINUTE_MS)
     assert (minute["GPU-a", "held", "a"].energy_mj, minute["GPU-a", "unobserved", None].energy_mj) == (5_000, 7_000)
 
 
 @pytest.mark.parametrize(("ends_s", "first_s"), [(3590, 3610), (3590, 3700), (3590, 7300), (3600, 3630), (10, 7210)])
 def test_what_was_drawn_while_nobody_looked_sums_over_the_hours(ends_s: int, first_s: int) -> None:
-    def drew(at: int) -> Any:
-        return gpu("GPU-a", A, metrics={"energy_joules_total": 300.0 * at})
+    def drew(second: int) -> Any:
+        return gpu("GPU-a", A, metrics={"energy_joules_total": 300.0 * second})
 
     kept, stop_s = Kept(), 3 * 3600
-    for at in (*range(0, ends_s + 1, 10), *range(first_s, stop_s + 1, 10)):
-        kept.take(tick(at * 1000, drew(at), interval_ms=10_000, run_id=1 if at <= ends_s else 2))
-    hours = [one for key, one in kept.records.items() if key[0] == HOUR_MS]
-    assert sum(one.energy_mj for one in hours) == 300_000 * stop_s
+    for second in (*range(0, ends_s + 1, 10), *range(first_s, stop_s + 1, 10)):
+        kept.book(tick(second * 1000, drew(second), interval_ms=10_000, run_id=1 if second <= ends_s else 2))
+    hours = [row for key, row in kept.records.items() if key[0] == HOUR_MS]
+    assert sum(row.energy_mj for row in hours) == 300_000 * stop_s
 
 
 def test_a_minute_is_written_when_it_is_over_and_final_twenty_minutes_later() -> None:
     kept = Kept().play(*seconds(0, 60, gpu("GPU-a", A)))
-    assert [(one.revision, one.final) for one in kept.written if one.end_ms - one.start_ms == MINUTE_MS] == [(0, False)]
+    assert [(row.revision, row.final) for row in kept.written if row.end_ms - row.start_ms == MINUTE_MS] == [(0, False)]
     kept.play(*seconds(61, 21 * 60 - 1, gpu("GPU-a", A)))
     assert not kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].final
     kept.play(tick(21 * MINUTE_MS, gpu("GPU-a", A)))
@@ -198,8 +202,8 @@ def test_a_minute_is_written_when_it_is_over_and_final_twenty_minutes_later() ->
 
 def test_an_hour_grows_once_a_minute() -> None:
     kept = Kept().play(*seconds(0, 185, gpu("GPU-a", A)))
-    hours = [one for one in kept.written if one.end_ms - one.start_ms == HOUR_MS]
-    assert [(one.revision, one.device_ms, one.final) for one in hours] == [
+    hours = [row for row in kept.written if row.end_ms - row.start_ms == HOUR_MS]
+    assert [(row.revision, row.device_ms, row.final) for row in hours] == [
         (0, 60_000, False), (1, 120_000, False), (2, 180_000, False),
     ]  # fmt: skip
 
@@ -210,11 +214,11 @@ def test_a_node_that_is_silent_is_closed_by_the_time_of_the_log() -> None:
     assert not kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].final
     kept.silent(22 * MINUTE_MS)
     minute = kept.window(MINUTE_MS, MINUTE_MS)
-    assert (held(kept, start_ms=MINUTE_MS), minute["GPU-a", "unobserved", None].device_ms) == (30_000, 30_000)
+    assert (held_ms(kept, start_ms=MINUTE_MS), minute["GPU-a", "unobserved", None].device_ms) == (30_000, 30_000)
     kept.silent(HOUR_MS + 20 * MINUTE_MS)
     hour = kept.window()
     assert (hour["GPU-a", "held", "a"].device_ms, hour["GPU-a", "unobserved", None].device_ms) == (90_000, 3_510_000)
-    assert all(one.final for one in hour.values())
+    assert all(row.final for row in hour.values())
     assert kept.keeper.books.hours == []
 
 
@@ -226,40 +230,40 @@ def test_what_comes_after_its_window_was_closed_is_not_booked_but_by_a_replay() 
     )
     for kept in (live, replay):
         kept.play(*seconds(0, 90, gpu("GPU-a", A)))
-        for one in late:
-            kept.take(one, START_MS + 2 * HOUR_MS)
+        for late_tick in late:
+            kept.book(late_tick, START_MS + 2 * HOUR_MS)
     assert live.window()["GPU-a", "held", "a"].device_ms == 90_000
-    assert {key: one.device_ms for key, one in replay.window().items()} == {("GPU-a", "held", "a"): HOUR_MS}
+    assert {key: row.device_ms for key, row in replay.window().items()} == {("GPU-a", "held", "a"): HOUR_MS}
 
 
 def test_a_replay_writes_whole_hours_only_each_with_its_minutes() -> None:
     replay = UsageReplay(Accounting(generation=3), START_MS - 30_000)
     ticks = seconds(0, 3 * 3600, gpu("GPU-a", A), step=2)
-    found = [record for one in ticks for record in replay.take(one, one.ts_ms)] + replay.end()
-    assert {one.start_ms // HOUR_MS * HOUR_MS - START_MS for one in found} == {HOUR_MS}
-    assert [one.end_ms - one.start_ms for one in found].count(MINUTE_MS) == 60
-    assert {(one.generation, one.final) for one in found} == {(3, True)}
+    records = [row for each in ticks for row in replay.take(each, each.ts_ms)] + replay.end()
+    assert {row.start_ms // HOUR_MS * HOUR_MS - START_MS for row in records} == {HOUR_MS}
+    assert [row.end_ms - row.start_ms for row in records].count(MINUTE_MS) == 60
+    assert {(row.generation, row.final) for row in records} == {(3, True)}
 
 
 @pytest.mark.parametrize("away_s", [1300, 3000, 5003])
 def test_a_replay_divides_what_was_drawn_in_a_silence_as_it_was_live(away_s: int) -> None:
     ticks = [
-        tick(at * 1000, gpu("GPU-a", A, metrics={"energy_joules_total": 301.7 * at}), interval_ms=10_000)
-        for at in (*range(0, 1001, 10), *range(1001 + away_s, 13_000, 10))
+        tick(second * 1000, gpu("GPU-a", A, metrics={"energy_joules_total": 301.7 * second}), interval_ms=10_000)
+        for second in (*range(0, 1001, 10), *range(1001 + away_s, 13_000, 10))
     ]
     kept = Kept().play(*ticks)
     replay = UsageReplay(Accounting(generation=1), START_MS - HOUR_MS)
-    written = [one for each in ticks for one in replay.take(each, each.ts_ms)]
-    again = {(one.end_ms, *one.key): one.energy_mj for one in written}
-    live = {(one.end_ms, *one.key): one.energy_mj for one in kept.written if one.final}
+    written = [row for each in ticks for row in replay.take(each, each.ts_ms)]
+    again = {(row.end_ms, *row.key): row.energy_mj for row in written}
+    live = {(row.end_ms, *row.key): row.energy_mj for row in kept.written if row.final}
     assert len(again) > 60
     assert {key: live[key] for key in again} == again
 
 
 def test_the_team_is_the_pods_before_the_namespaces() -> None:
     spaces: Any = {"namespace_labels": {"team": "space"}}
-    one, two = holder("a", labels={"team": "own"}, **spaces), holder("b", **spaces)
-    kept = Kept().play(*seconds(0, 60, gpu("GPU-a", one), gpu("GPU-b", two)))
+    first, second = holder("a", labels={"team": "own"}, **spaces), holder("b", **spaces)
+    kept = Kept().play(*seconds(0, 60, gpu("GPU-a", first), gpu("GPU-b", second)))
     minute = kept.window(0, MINUTE_MS)
     assert (minute["GPU-a", "held", "a"].team, minute["GPU-b", "held", "b"].team) == ("own", "space")
 
@@ -267,19 +271,19 @@ def test_the_team_is_the_pods_before_the_namespaces() -> None:
 def test_labels_that_change_are_those_of_the_last_tick_and_the_time_is_one_row() -> None:
     first, second = (gpu("GPU-a", holder("a", labels={"team": team})) for team in ("x", "y"))
     kept = Kept().play(*seconds(0, 30, first), *seconds(31, 60, second))
-    assert (kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].team, held(kept)) == ("y", 60_000)
+    assert (kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].team, held_ms(kept)) == ("y", 60_000)
 
 
 def test_labels_that_are_none_are_refused_and_nothing_is_booked() -> None:
     kept = Kept().play(tick(0, gpu("GPU-a", A)))
     with pytest.raises(msgspec.DecodeError):
-        kept.take(tick(1000, gpu("GPU-a", holder("a", labels=[1]))))
-    assert held(kept.play(*seconds(2, 60, gpu("GPU-a", A)))) == 60_000
+        kept.book(tick(1000, gpu("GPU-a", holder("a", labels=[1]))))
+    assert held_ms(kept.play(*seconds(2, 60, gpu("GPU-a", A)))) == 60_000
 
 
 def test_books_are_read_back_as_they_were_written() -> None:
     kept = Kept().play(*seconds(0, 3700, gpu("GPU-a", A), gpu("GPU-b", holder("b")), step=5))
     assert encode(decode(encode(kept.keeper.books))) == encode(kept.keeper.books)
     again = Bookkeeper(decode(encode(kept.keeper.books)), kept.policy)
-    one = tick(3720_000, gpu("GPU-a", A))
-    assert again.book(one, one.ts_ms).records == kept.keeper.book(one, one.ts_ms).records
+    last = tick(3720_000, gpu("GPU-a", A))
+    assert again.book(last, last.ts_ms).records == kept.keeper.book(last, last.ts_ms).records

@@ -48,10 +48,10 @@ def holders(draw: st.DrawFn, most: int) -> list[Json]:
         holder(pod, draw(st.sampled_from([None, 0.0, 0.004, 0.1, 0.3])), container=container)
         for pod, container in draw(st.lists(names, unique=True, max_size=most))
     ]
-    for one in found:
-        if "parts" in one:
-            one["parts"]["memory_used_bytes"] = draw(st.integers(0, 8 << 30))
-        one["observed"] = draw(st.integers(0, 9)) == 0
+    for row in found:
+        if "parts" in row:
+            row["parts"]["memory_used_bytes"] = draw(st.integers(0, 8 << 30))
+        row["observed"] = draw(st.integers(0, 9)) == 0
     return found
 
 
@@ -66,8 +66,8 @@ def devices(draw: st.DrawFn) -> list[Json]:
         if ran := draw(st.sampled_from([None, 0.0, 0.2])):
             found[-1]["processes"] = [{"pid": 1, "pod_uid": "uid-a", "sm_utilization_ratio": ran}]
         found += [
-            mig(f"MIG-{uuid}-{at}", profile, *draw(holders(2)), parent=uuid, metrics=draw(readings))
-            for at, profile in enumerate(parts)
+            mig(f"MIG-{uuid}-{number}", profile, *draw(holders(2)), parent=uuid, metrics=draw(readings))
+            for number, profile in enumerate(parts)
         ]
     return found
 
@@ -87,7 +87,7 @@ def records_of(story: list[Step]) -> list[Any]:
         at_ms, run_id = at_ms + step.after_ms, run_id + (step.after_ms < 0)
         more = {"attribution": step.attribution, "interval_ms": step.interval_ms}
         found.append(tick(at_ms, *step.devices, run_id=run_id, seq=seq, offset=seq, **more))
-    newest_ms = max(one.ts_ms for one in found) - START_MS
+    newest_ms = max(each.ts_ms for each in found) - START_MS
     found.append(tick(newest_ms + 3 * HOUR_MS, run_id=10_000, seq=1, offset=10_000))
     return found
 
@@ -97,31 +97,31 @@ def records_of(story: list[Step]) -> list[Any]:
 def test_every_field_of_every_window_is_what_sums_of_other_code_say(split: Any, story: list[Step]) -> None:
     ticks, sums = records_of(story), UsageSums(split)
     kept = Kept(Accounting(split)).play(*ticks)
-    for one in ticks:
-        sums.take(msgspec.json.decode(msgspec.json.encode(one)), one.ts_ms)
+    for counted in ticks:
+        sums.take(msgspec.json.decode(msgspec.json.encode(counted)), counted.ts_ms)
     for lasts_ms in (MINUTE_MS, HOUR_MS):
-        assert sums.wrong([one for (lasts, *_), one in kept.records.items() if lasts == lasts_ms], lasts_ms) == []
+        assert sums.wrong([row for (lasts, *_), row in kept.records.items() if lasts == lasts_ms], lasts_ms) == []
 
 
 @given(steps, st.randoms(use_true_random=False))
 def test_windows_close_hours_are_their_minutes_and_a_restart_changes_nothing(story: list[Step], chance: Any) -> None:
     ticks = records_of(story)
     kept, again = Kept().play(*ticks), Kept()
-    for one in ticks:
-        again.take(one)
+    for counted in ticks:
+        again.book(counted)
         if chance.random() < 0.3:
             again.keeper = type(again.keeper)(decode(encode(again.keeper.books)), again.policy)
     assert again.written == kept.written
     sums: dict[tuple[int, int, str], int] = defaultdict(int)
     minutes: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0] * len(FIELDS))
     hours: dict[tuple[Any, ...], list[int]] = {}
-    for one in kept.records.values():
-        assert one.final
-        assert one.exact_ms + one.late_ms + one.none_ms == (0 if one.category == "unobserved" else one.device_ms)
-        sums[one.end_ms - one.start_ms, one.start_ms, one.gpu_uuid] += one.slice_ms
-        amounts = [getattr(one, field) for field in FIELDS]
-        name = (one.start_ms // HOUR_MS, *one.key._replace(start_ms=0))
-        if one.end_ms - one.start_ms == HOUR_MS:
+    for row in kept.records.values():
+        assert row.final
+        assert row.exact_ms + row.late_ms + row.none_ms == (0 if row.category == "unobserved" else row.device_ms)
+        sums[row.end_ms - row.start_ms, row.start_ms, row.gpu_uuid] += row.slice_ms
+        amounts = [getattr(row, field) for field in FIELDS]
+        name = (row.start_ms // HOUR_MS, *row.key._replace(start_ms=0))
+        if row.end_ms - row.start_ms == HOUR_MS:
             hours[name] = amounts
         else:
             minutes[name] = [a + b for a, b in zip(minutes[name], amounts, strict=True)]
@@ -145,11 +145,11 @@ def test_the_policy_moves_time_between_pods_and_nothing_else(story: list[Step]) 
     used, equal = (Kept(Accounting(split)).play(*records_of(story)) for split in ("used", "equal"))
 
     def totals(kept: Kept) -> dict[tuple[Any, ...], int]:
-        found: dict[tuple[Any, ...], int] = defaultdict(int)
-        for one in kept.records.values():
+        sums: dict[tuple[Any, ...], int] = defaultdict(int)
+        for row in kept.records.values():
             for field in ("device_ms", "slice_ms", "used_us", "energy_mj", "memory_byte_ms"):
-                found[one.end_ms - one.start_ms, one.start_ms, one.uuid, one.category, field] += getattr(one, field)
-        return found
+                sums[row.end_ms - row.start_ms, row.start_ms, row.uuid, row.category, field] += getattr(row, field)
+        return sums
 
     assert totals(used) == totals(equal)
 
@@ -158,12 +158,12 @@ def test_the_policy_moves_time_between_pods_and_nothing_else(story: list[Step]) 
 def test_a_replay_gives_the_same_records_but_for_the_generation(story: list[Step]) -> None:
     ticks = records_of(story)
     replay = UsageReplay(Accounting(generation=7), START_MS - HOUR_MS)
-    found = [record for one in ticks for record in replay.take(one, one.ts_ms)] + replay.end()
-    live = {_named(one): one for one in Kept().play(*ticks).records.values() if one.final}
-    booked = {_named(one): msgspec.structs.replace(one, generation=0) for one in found}
+    found = [row for each in ticks for row in replay.take(each, each.ts_ms)] + replay.end()
+    live = {_named(row): row for row in Kept().play(*ticks).records.values() if row.final}
+    booked = {_named(row): msgspec.structs.replace(row, generation=0) for row in found}
     assert booked == live
-    assert {one.generation for one in found} <= {7}
+    assert {row.generation for row in found} <= {7}
 
 
-def _named(one: Usage) -> tuple[Any, ...]:
-    return (one.end_ms - one.start_ms, *one.key)
+def _named(row: Usage) -> tuple[Any, ...]:
+    return (row.end_ms - row.start_ms, *row.key)
