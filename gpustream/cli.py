@@ -1,7 +1,7 @@
 """The command line: ``gpustream run | devices | produce | stream | sink | topics | alerts | doctor | ...``.
 
-A subcommand is one module: its options, what it does, how that is shown. It is loaded when it is wanted. A command that
-runs a component (``produce``, ``stream``, ``sink``) has the options of the component's settings, and is made here.
+A subcommand is one module: its options, what it does, and its output. It is imported only when it is run. A command
+that runs a component (``produce``, ``stream``, ``sink``) is built here from the component's settings.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,17 +18,17 @@ from sinks import SINKS
 from streams import STREAMS
 
 
-class Entry(NamedTuple):
-    """A command in a list of commands. ``help`` begins with the sentence that is listed."""
+class CommandEntry(NamedTuple):
+    """A command of a group. The list of commands shows the first sentence of its ``help``; ``load`` imports it."""
 
     help: str
     load: Callable[[], click.Command]
 
 
-class Listed(CommandGroup):
+class LazyGroup(CommandGroup):
     """A group that lists its commands without loading them, in the order of its entries."""
 
-    def __init__(self, *args: Any, entries: Mapping[str, Entry], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, entries: Mapping[str, CommandEntry], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.entries = entries
 
@@ -55,77 +55,85 @@ class Listed(CommandGroup):
 # -- the commands that run one component
 
 
-def _runs(name: str, row: ComponentSpec) -> click.Command:
+def _component_command(name: str, spec: ComponentSpec) -> click.Command:
     """The command that runs one component."""
 
     @click.command(
         name,
         cls=Command,
-        check=lambda given: command.mistakes(row, given),
-        help=row.help,
-        example=row.example,
+        check=lambda values: command.errors(spec, values),
+        help=spec.help,
+        example=spec.example,
     )
-    @command.options(command.load(row.settings), ProcessSettings)
-    def run(**given: Any) -> None:
+    @command.options(command.load(spec.settings), ProcessSettings)
+    def run(**values: Any) -> None:
         from gpustream import logs, serve
 
-        logs.setup(given["log_format"])
-        raise SystemExit(serve.serve(lambda: command.component(row, given), given["listen"], light=row.light))
+        logs.setup(values["log_format"])
+        raise SystemExit(serve.serve(lambda: command.component(spec, values), values["listen"], light=spec.light))
 
     return run
 
 
-def _group(name: str, help: str, registry: Mapping[str, ComponentSpec]) -> Entry:  # noqa: A002 - as in click
+def _component_group(name: str, help: str, registry: Mapping[str, ComponentSpec]) -> CommandEntry:  # noqa: A002 - as in click
     """The group of the commands that run the components of a registry."""
-    entries = {key: Entry(row.help, partial(_runs, key, row)) for key, row in sorted(registry.items())}
-    return Entry(help, lambda: Listed(name, help=help, entries=entries))
+    entries = {
+        key: CommandEntry(spec.help, partial(_component_command, key, spec)) for key, spec in sorted(registry.items())
+    }
+    return CommandEntry(help, lambda: LazyGroup(name, help=help, entries=entries))
 
 
 # -- all commands
 
 
-def _module(name: str, help: str) -> Entry:  # noqa: A002 - as in click
-    """The command of that name in the module of that name."""
-    return Entry(help, lambda: command.load(f"gpustream.{name}:{name}"))
+def _module_command(name: str, help: str) -> CommandEntry:  # noqa: A002 - as in click
+    """A command that has the same name as its module."""
+    return CommandEntry(help, lambda: command.load(f"gpustream.{name}:{name}"))
 
 
 COMMANDS = {
-    "run": _module("run", "Everything in one process: GPUs, stream, sinks, and a broker where none is given."),
-    "top": Entry(
+    "run": _module_command("run", "Everything in one process: GPUs, stream, sinks, and a broker where none is given."),
+    "top": CommandEntry(
         "Look at the fleet live: nodes, GPUs, pods, workloads, alerts, and each GPU's last minutes.",
         lambda: command.load("gpustream.top.command:top"),
     ),
-    "devices": _module(
+    "devices": _module_command(
         "devices", "What of this machine would be sampled now: GPUs, MIG devices, who holds them, their values."
     ),
-    "produce": _group("produce", "Read GPUs and pods, and send what they say to Kafka.", PRODUCERS),
-    "stream": _group("stream", "Make more of what producers sent: who holds each GPU, alerts, usage.", STREAMS),
-    "sink": _group("sink", "Take gpu.attributed from Kafka to where it is wanted.", SINKS),
-    "topics": _module("topics", "Create the topics, or compare them with what they should be."),
-    "alerts": _module("alerts", "List the alerts that fire: since when, where, whose, and what is wrong."),
-    "reclaim": _module("reclaim", "What was decided about workloads that waste GPUs, and how to take it back."),
-    "usage": Entry(
+    "produce": _component_group("produce", "Read GPUs and pods, and send what they say to Kafka.", PRODUCERS),
+    "stream": _component_group(
+        "stream", "Make more of what producers sent: who holds each GPU, alerts, usage.", STREAMS
+    ),
+    "sink": _component_group("sink", "Take gpu.attributed from Kafka to where it is wanted.", SINKS),
+    "topics": _module_command("topics", "Create the topics, or compare them with what they should be."),
+    "alerts": _module_command("alerts", "List the alerts that fire: since when, where, whose, and what is wrong."),
+    "reclaim": _module_command("reclaim", "What was decided about workloads that waste GPUs, and how to take it back."),
+    "usage": CommandEntry(
         "Say who had how many GPU-hours, what of them was used, and what that costs.",
         lambda: command.load("gpustream.usage.command:usage"),
     ),
-    "report": Entry(
+    "report": CommandEntry(
         "Report who had the GPUs, what was used and wasted, how that changed, and which alerts fired.",
         lambda: command.load("gpustream.report.command:report"),
     ),
-    "doctor": Entry(
+    "doctor": CommandEntry(
         "Check a running pipeline, in an operator's order: what is wrong, why, what shows it, and what to do next.",
         lambda: command.load("gpustream.doctor.command:doctor"),
     ),
-    "dead-letters": Entry(
+    "dead-letters": CommandEntry(
         "List what could not be used and why, show it, and send it again after a fix.",
         lambda: command.load("gpustream.dead_letters.command:dead_letters"),
     ),
-    "replay": _module("replay", "Make usage again from what gpu.attributed still has, for hours that were not booked."),
-    "rules": _module("rules", "Check a file of alert rules, show what holds by it, or try it on what was recorded."),
-    "counters": _module(
+    "replay": _module_command(
+        "replay", "Make usage again from what gpu.attributed still has, for hours that were not booked."
+    ),
+    "rules": _module_command(
+        "rules", "Check a file of alert rules, show what holds by it, or try it on what was recorded."
+    ),
+    "counters": _module_command(
         "counters", "Check a file of counters, as dcgm-exporter has them, before --counters is given it."
     ),
-    "compare": _module(
+    "compare": _module_command(
         "compare",
         "Compare what another exporter says of each GPU and pod with what gpustream says: what differs, and why.",
     ),
@@ -134,7 +142,7 @@ COMMANDS = {
 
 @click.group(
     "gpustream",
-    cls=Listed,
+    cls=LazyGroup,
     entries=COMMANDS,
     epilog="gpustream COMMAND --help says more, with an example.",
     context_settings=command.HELP_BY,

@@ -1,8 +1,8 @@
-"""Commands that are made from records of settings, and that report every mistake of a command line at once.
+"""Builds commands from records of settings. A command reports every mistake of its command line at once.
 
 In:       records of settings (:mod:`delivery.settings`); arguments and environment variables, as click parses them.
 Out:      the parsed parameters, and the settings and the component made from them; or one usage error (exit code 2)
-          with a line per mistake.
+          with a line for each mistake.
 
 Each option has one environment variable, ``GPUSTREAM_`` and its name, whatever the subcommand.
 """
@@ -29,7 +29,7 @@ Decorator = Callable[[F], F]
 _MISTAKES = "gpustream.mistakes"
 
 HELP_BY = {"help_option_names": ["--help", "-h"]}
-"""What asks any command for its help."""
+"""The options that show the help of any command."""
 
 
 class Mistakes(click.UsageError):
@@ -41,7 +41,7 @@ class Mistakes(click.UsageError):
 
 
 class _Collecting(click.Parameter):
-    """A parameter whose mistake is noted, and its value replaced by one that is right, so that parsing goes on."""
+    """A parameter that notes its mistake and takes a valid value instead, so that parsing goes on."""
 
     def handle_parse_result(
         self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
@@ -66,17 +66,17 @@ class Argument(_Collecting, click.Argument):
     """An argument of a :class:`Command`."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The sentence that names the known word nearest to this one; empty if none is near."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """A sentence with the choice that is most like the word; empty if none is like it."""
+    close = difflib.get_close_matches(word, list(choices), n=1)
     return f" Did you mean {close[0]}?" if close else ""
 
 
 class CommandGroup(click.Group):
-    """A click group that, for a misspelt command, says which one was probably meant, or which there are."""
+    """A click group that answers a misspelt command with the most similar one, or with all of them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click's; an option that the group does not have may be one of its commands'."""
+        """As click's. The error for an unknown option names the commands: the option may be of one of them."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -89,18 +89,18 @@ class CommandGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """As click's, with a suggestion."""
-        known = self.list_commands(ctx)
-        if args[0] not in known and not ctx.resilient_parsing:
-            meant = did_you_mean(args[0], known) or f" The commands are: {', '.join(known)}."
-            ctx.fail(f"No such command {args[0]!r}.{meant}")
+        names = self.list_commands(ctx)
+        if args[0] not in names and not ctx.resilient_parsing:
+            hint = did_you_mean(args[0], names) or f" The commands are: {', '.join(names)}."
+            ctx.fail(f"No such command {args[0]!r}.{hint}")
         return super().resolve_command(ctx, args)
 
 
 class Command(click.Command):
     """A click command with an example in its help, whose mistakes are all reported at once.
 
-    ``check`` gets the parameters, and says what is wrong with them together. In place of a value that is wrong it gets
-    the example of the option's type, so that one mistake does not hide the others.
+    ``check`` gets all parameters, and returns what is wrong with their combination. If a value is invalid, it gets the
+    example of the option's type instead, so that one mistake does not hide the others.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class Command(click.Command):
                 args = [arg for arg in args if arg.partition("=")[0] != error.option_name]
         mistakes += ctx.meta.get(_MISTAKES, ())
         unknown = [arg.partition("=")[0] for arg in rest if arg.startswith("-") and arg != "-"]
-        known = [name for param in self.get_params(ctx) for name in param.opts]
-        mistakes += [f"No such option {name!r}.{did_you_mean(name, known)}" for name in unknown]
+        valid_names = [name for param in self.get_params(ctx) for name in param.opts]
+        mistakes += [f"No such option {name!r}.{did_you_mean(name, valid_names)}" for name in unknown]
         if not unknown:  # an unknown option could have brought the surplus arguments
             mistakes += [f"Got an unexpected argument {arg!r}." for arg in rest]
         mistakes += self.check(ctx.params) if self.check else ()
@@ -164,27 +164,27 @@ def option(name: str, *declarations: str, **attributes: Any) -> Decorator[Any]:
 
 
 def options(*records: type[Any], only: Sequence[str] = ()) -> Decorator[Any]:
-    """The options of these records, each once, in the order of the help; ``only`` those of these fields.
+    """Adds the options of these records, each once, in the order of the help; if ``only`` names fields, only theirs.
 
     A default is given to click as it would be typed, so that help and docs can show it.
     """
-    found: dict[str, Field] = {}
+    fields_by_option: dict[str, Field] = {}
     for field in (field for record in records for field in schema.fields(record)):
         if not only or field.name in only:
-            found.setdefault(field.option.name, field)
+            fields_by_option.setdefault(field.option.name, field)
 
     def decorate(function: F) -> F:
-        for field in reversed(found.values()):
-            how: dict[str, Any] = {"help": field.option.help, "multiple": field.option.repeatable}
-            how |= {"is_flag": True} if field.is_flag else {"type": field.type}
+        for field in reversed(fields_by_option.values()):
+            attributes: dict[str, Any] = {"help": field.option.help, "multiple": field.option.repeatable}
+            attributes |= {"is_flag": True} if field.is_flag else {"type": field.type}
             if field.default is schema.REQUIRED:
-                how["required"] = True
+                attributes["required"] = True
             elif field.default is not None and not field.option.repeatable:
                 show = field.type.show if isinstance(field.type, Text) and not callable(field.default) else None
-                how["default"] = show(field.default) if show else field.default
+                attributes["default"] = show(field.default) if show else field.default
             if field.option.shown is not None or field.is_flag:
-                how["show_default"] = field.option.shown or False
-            function = option(field.option.name, field.name, **how)(function)
+                attributes["show_default"] = field.option.shown or False
+            function = option(field.option.name, field.name, **attributes)(function)
         return function
 
     return decorate
@@ -195,7 +195,7 @@ OWN_ADDRESS = Address("127.0.0.1", 9401)
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSettings:
-    """What every long-running process has beside its component's settings. ``listen`` None: nowhere."""
+    """The settings of every long-running process, beside its component's. If ``listen`` is None, it listens nowhere."""
 
     listen: Annotated[
         Address | None,
@@ -209,38 +209,38 @@ class ProcessSettings:
 OF_CONNECTION = tuple(field.name for field in dataclasses.fields(ConnectionSettings))
 
 
-def connection(given: Mapping[str, Any]) -> Connection:
-    """How Kafka is reached with what was given to a command. Raises :class:`Mistakes`."""
-    chosen = ConnectionSettings(**{name: given[name] for name in OF_CONNECTION})
-    if found := chosen.errors():
-        raise Mistakes(found, click.get_current_context())
-    return chosen.connection()
+def connection(values: Mapping[str, Any]) -> Connection:
+    """The connection to Kafka that these values of options describe. Raises :class:`Mistakes`."""
+    settings = ConnectionSettings(**{name: values[name] for name in OF_CONNECTION})
+    if messages := settings.errors():
+        raise Mistakes(messages, click.get_current_context())
+    return settings.connection()
 
 
 def _connecting(function: Callable[..., Any]) -> Any:
-    """The options of how Kafka is reached; the function is given the ``connection`` that they make."""
+    """Adds the options of the connection to Kafka; the function gets the ``connection`` made from them."""
 
     @functools.wraps(function)
-    def connecting(**given: Any) -> Any:
-        rest = {name: value for name, value in given.items() if name not in OF_CONNECTION}
-        return function(connection=connection(given), **rest)
+    def with_connection(**values: Any) -> Any:
+        rest = {name: value for name, value in values.items() if name not in OF_CONNECTION}
+        return function(connection=connection(values), **rest)
 
-    return options(ConnectionSettings)(connecting)
+    return options(ConnectionSettings)(with_connection)
 
 
 KAFKA: Decorator[Any] = _connecting
 
 
 def logged(level: int = logging.INFO) -> Decorator[Any]:
-    """The option ``--log-format``: what goes wrong is logged in this form from the beginning of the command."""
+    """Adds the option ``--log-format``, and sets up logging in that format before the command runs."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
-        def run(log_format: Literal["text", "json"], **given: Any) -> Any:
+        def run(log_format: Literal["text", "json"], **values: Any) -> Any:
             from gpustream import logs
 
             logs.setup(log_format, level)
-            return function(**given)
+            return function(**values)
 
         return options(ProcessSettings, only=("log_format",))(run)
 
@@ -251,11 +251,11 @@ LOG_FORMAT = logged()
 
 
 def output_format(*names: str, help: str) -> Decorator[Any]:  # noqa: A002 - as in click
-    """The option ``--format``, which the command is given as ``form``. The first is the default."""
+    """The option ``--format``, which the command gets as ``form``. The first name is the default."""
     return option("--format", "form", type=click.Choice(names), default=names[0], help=help)
 
 
-# -- settings and components, from what was given
+# -- settings and components, from the values of options
 
 
 def load(target: str) -> Any:
@@ -264,18 +264,18 @@ def load(target: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def settings(row: ComponentSpec, given: Mapping[str, Any]) -> Any:
-    """The settings of a component from the values given for its fields; the others have their defaults."""
-    record = load(row.settings)
-    return record(**{field.name: given[field.name] for field in dataclasses.fields(record) if field.name in given})
+def settings(spec: ComponentSpec, values: Mapping[str, Any]) -> Any:
+    """The settings of a component from these values of its fields. A field without a value has its default."""
+    record = load(spec.settings)
+    return record(**{field.name: values[field.name] for field in dataclasses.fields(record) if field.name in values})
 
 
-def mistakes(row: ComponentSpec, given: Mapping[str, Any]) -> list[str]:
-    """Every mistake in what was given to a component, in words for the person who wrote it."""
-    found: list[str] = settings(row, given).errors()
-    return found
+def errors(spec: ComponentSpec, values: Mapping[str, Any]) -> list[str]:
+    """Every mistake in the settings of a component, as sentences for whoever wrote them."""
+    messages: list[str] = settings(spec, values).errors()
+    return messages
 
 
-def component(row: ComponentSpec, given: Mapping[str, Any], **hooks: Any) -> Any:
-    """The component with its settings. ``hooks`` are further arguments of its constructor."""
-    return load(row.component)(settings(row, given), **hooks)
+def component(spec: ComponentSpec, values: Mapping[str, Any], **hooks: Any) -> Any:
+    """The component, with its settings from these values. ``hooks`` are further arguments of its constructor."""
+    return load(spec.component)(settings(spec, values), **hooks)

@@ -46,7 +46,7 @@ KUBELET_WITHIN_S = DEADLINE_S + 1.0
 
 @click.command(
     cls=Command,
-    check=lambda given: command.mistakes(PRODUCERS["node"], {**given, "kafka": HOST_PORTS.example}),
+    check=lambda given: command.errors(PRODUCERS["node"], {**given, "kafka": HOST_PORTS.example}),
     example=(
         "gpustream devices\n"
         "gpustream devices --device 3 --interval 5s\n"

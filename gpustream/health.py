@@ -3,9 +3,9 @@
 In:       the registries and the readiness reasons of the components of this process.
 Out:      ``/metrics`` (Prometheus text or OpenMetrics; ``?name[]=`` picks samples), ``/healthz`` (200 while the event
           loop turns, else 503), ``/readyz`` (503 and the reasons until there are none).
-On failure: ``ListenError`` if the address can't be had.
-It answers from threads of its own, so that it can say that the event loop hangs, and it needs no more than
-prometheus-client loads anyway: a node's producer has to stay small.
+On failure: ``ListenError`` if it can't listen on the address.
+It answers from threads of its own, so that it can report that the event loop hangs. It imports nothing that
+prometheus-client does not import anyway: a node's producer has to stay small.
 """
 
 import asyncio
@@ -57,20 +57,20 @@ _ASK_S = 2.0
 _POLL_S = 0.1
 
 CLIENT_S = 10.0
-"""A client has so long to send its request, and again so long to take the answer."""
+"""How long a client may take to send its request, and again to receive the answer."""
 
 MAX_CLIENTS = 64
 """At most this many connections are served at once, each by a thread; further ones are closed."""
 
 
 class ListenError(Exception):
-    """The address to listen on can't be had."""
+    """The process can't listen on the address."""
 
     exit_code = 1
 
 
 class Health:
-    """What a process says of itself. ``not_ready`` gives the reasons of all its components.
+    """The health and own metrics of a process. ``not_ready`` returns the reasons of all its components.
 
     Made on the event loop; every method but :meth:`beat` may be called from any other thread.
     """
@@ -90,22 +90,22 @@ class Health:
         self._exposition: WSGIApplication = make_wsgi_app(families)
 
     def reasons(self) -> list[str]:
-        """Why the process is not ready, asked of the components on their own thread."""
+        """Why the process is not ready. The components are asked on their own thread."""
         silent = [f"the event loop has not answered for {_ASK_S:.0f} s"]
-        return [*no_descriptor_left(), *self._on_the_loop(self._not_ready, lambda: silent)]
+        return [*descriptor_errors(), *self._on_the_loop(self._not_ready, lambda: silent)]
 
-    def _on_the_loop(self, ask: Callable[[], T], otherwise: Callable[[], T]) -> T:
-        """What a function gives between two steps of the components, so that their counts agree with each other.
+    def _on_the_loop(self, function: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """Calls a function on the event loop, between two steps of the components, so that their counts are consistent.
 
-        If the event loop does not answer, what ``otherwise`` gives.
+        If the event loop does not answer, the result is that of ``otherwise``.
         """
 
-        async def on_the_loop() -> T:
-            return ask()
+        async def call() -> T:
+            return function()
 
-        asked = asyncio.run_coroutine_threadsafe(on_the_loop(), self._loop)
+        future = asyncio.run_coroutine_threadsafe(call(), self._loop)
         try:
-            return asked.result(_ASK_S)
+            return future.result(_ASK_S)
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
             return otherwise()
 
@@ -114,13 +114,13 @@ class Health:
         return time.monotonic() - self._beat_s > HUNG_AFTER_S
 
     def answer(self, environ: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
-        """The WSGI application: what each path answers."""
+        """The WSGI application."""
         status, path = "200 OK", environ.get("PATH_INFO", "")
         if path == "/metrics":
             self.instruments.gauge("gpustream_ready").set(not self.reasons())
             try:
                 choose_encoder(environ.get("HTTP_ACCEPT", ""))
-            except (TypeError, ValueError):  # what the library says to a version that is no number
+            except (TypeError, ValueError):  # the library raises these for a version that is no number
                 environ = {**environ, "HTTP_ACCEPT": ""}
             return self._exposition(environ, start)
         if path == "/healthz":
@@ -146,8 +146,8 @@ class Health:
             self.instruments.gauge("gpustream_loop_lag_seconds").set(max(0.0, self._beat_s - due_s))
 
 
-def no_descriptor_left() -> list[str]:
-    """That the process can open no file and no connection, in a sentence, if that is so."""
+def descriptor_errors() -> list[str]:
+    """A sentence if the process has no file descriptor left for a file or a connection; else nothing."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
@@ -164,8 +164,8 @@ Collect = Callable[[], list[Metric]]
 class Families(Collector):
     """Several registries as one: a metric that two of them have is exposed once, with the samples of both.
 
-    ``at_once`` collects, so that nothing changes meanwhile. ``names``: only the samples with one of these names; None:
-    all.
+    ``at_once`` calls the function that collects, so that nothing changes meanwhile. ``names``: only samples with these
+    names; None: all.
     """
 
     def __init__(
@@ -185,14 +185,15 @@ class Families(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every metric family once, without the ``_created`` series that the client library adds."""
         merged: dict[str, Metric] = {}
-        for family in self._at_once(lambda: [one for registry in self._registries for one in registry.collect()]):
+        families = self._at_once(lambda: [family for registry in self._registries for family in registry.collect()])
+        for family in families:
             samples = [
                 sample
                 for sample in family.samples
                 if not sample.name.endswith("_created") and (self._names is None or sample.name in self._names)
             ]
-            known = merged.setdefault(family.name, family)
-            known.samples = samples if known is family else [*known.samples, *samples]
+            existing = merged.setdefault(family.name, family)
+            existing.samples = samples if existing is family else [*existing.samples, *samples]
         yield from (family for family in merged.values() if family.samples or self._names is None)
 
 
@@ -216,7 +217,7 @@ async def listening(application: "WSGIApplication", address: Address | None) -> 
 
 
 class _TimedReader(io.RawIOBase):
-    """What a client sends until a time of the monotonic clock; raises TimeoutError after it."""
+    """Reads from a client until a deadline of the monotonic clock, and then raises TimeoutError."""
 
     def __init__(self, connection: socket.socket, deadline_s: float) -> None:
         self._connection = connection
@@ -239,10 +240,10 @@ class _TimedReader(io.RawIOBase):
 
 
 class _Handler(WSGIRequestHandler):
-    """Answers without a log line, and lets go of a client that does not send its whole request in time."""
+    """Logs no requests, and drops a client that does not send its whole request in time."""
 
     def setup(self) -> None:
-        """Limits the time of the request as a whole: one that comes byte by byte gets no more."""
+        """Sets a deadline for the whole request, so that one that comes byte by byte gets no more time."""
         super().setup()
         self.connection.settimeout(CLIENT_S)
         self.rfile.close()
@@ -262,7 +263,7 @@ class _Server(ThreadingWSGIServer):
 
     def __init__(self, address: Address) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        self._places = threading.BoundedSemaphore(MAX_CLIENTS)
+        self._slots = threading.BoundedSemaphore(MAX_CLIENTS)
         self._reserve: int | None = os.open(os.devnull, os.O_RDONLY)
         super().__init__((address.host, address.port), _Handler)
 
@@ -283,14 +284,14 @@ class _Server(ThreadingWSGIServer):
             raise
 
     def close_request(self, request: Any) -> None:
-        """Lets go of a client. Its descriptor is in reserve again if that one was used."""
+        """Closes a client's connection, and takes a descriptor in reserve again if the reserve was used."""
         super().close_request(request)
         if self._reserve is None:
             with contextlib.suppress(OSError):
                 self._reserve = os.open(os.devnull, os.O_RDONLY)
 
     def server_close(self) -> None:
-        """Lets go of the address and of what is in reserve."""
+        """Closes the listening socket and the descriptor in reserve."""
         super().server_close()
         if self._reserve is not None:
             os.close(self._reserve)
@@ -298,7 +299,7 @@ class _Server(ThreadingWSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serves a client in a thread of its own, or closes its connection if too many are served."""
-        if self._places.acquire(blocking=False):
+        if self._slots.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -308,7 +309,7 @@ class _Server(ThreadingWSGIServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away or was too slow is no fault of ours; anything else is."""
@@ -317,7 +318,7 @@ class _Server(ThreadingWSGIServer):
             log.error("a request of %s failed", client_address, exc_info=error)
 
     def server_bind(self) -> None:
-        """Binds, and says what WSGI wants to know."""
+        """Binds, and sets the environment that WSGI needs."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment] # a TCP address
         self.setup_environ()

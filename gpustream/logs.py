@@ -3,7 +3,7 @@
 In:       records of :mod:`logging`; the first argument of a message is its subject, the thing that it is about; what a
           caller gives in ``extra`` becomes a field.
 Out:      ``12:00:01 WARNING sinks.remote_write: refused  status=400 node=a`` or one JSON object a line.
-State:    the messages of the last seconds by what they say and of which subject, and the newest that was held back.
+State:    the messages of the last seconds, by text and subject, with the newest of each that was held back.
 """
 
 import datetime as dt
@@ -22,15 +22,15 @@ import orjson
 Format = Literal["text", "json"]
 
 REPEAT_S = 10.0
-"""A message about one subject is written at most this often; at the end of that time the newest that was held back."""
+"""A message about one subject is written at most this often; then the newest that was held back is written."""
 
 NOISE_S = 60.0
-"""And that of a library, which repeats itself for as long as a broker is away, at most this often."""
+"""The same for messages of the Kafka libraries, which repeat them for as long as a broker is away."""
 
 MOST_SUBJECTS = 64
 """At most this many subjects of one message have a line each in that time. Further ones share a line."""
 
-MOST_WINDOWS = 1024
+MAX_SPELLS = 1024
 _LONGEST_SUBJECT = 200
 _NOISY = ("aiokafka", "faust", "mode", "kafka", "asyncio", "aiohttp")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "held_back", "taskName"}
@@ -55,21 +55,21 @@ def setup(log_format: Format = "text", level: int = logging.INFO) -> None:
 
 
 def redact(text: str) -> str:
-    """The text without passwords in URLs, credentials in headers, and values of what is called a secret."""
+    """The text with passwords in URLs, credentials in headers and values of secrets replaced by ``***``."""
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text
 
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What the caller gave in ``extra``, and how many of these messages were held back before it."""
+    """The fields that the caller passed in ``extra``, and how many messages of this kind were held back before it."""
     extra = {key: value for key, value in vars(record).items() if key not in _STANDARD}
     held_back = getattr(record, "held_back", 0)
     return {**extra, "held_back": held_back} if held_back else extra
 
 
 Message = tuple[str, int, str, float]
-"""What a record says: its logger, level and text before its arguments, and how often that may be written."""
+"""The kind of a record: its logger, level and format string, and how often it may be written, in seconds."""
 
 
 @dataclass(slots=True)
@@ -82,75 +82,72 @@ class _QuietSpell:
 
 
 class RateLimiter:
-    """Which records are written at once, and which at the end of their window. ``now`` gives seconds.
+    """Decides which records are written at once, and which at the end of their quiet spell. ``now`` returns seconds.
 
     A record that is written has ``held_back``: how many of its kind were not, since the one before.
     """
 
     def __init__(self, every_s: float = REPEAT_S, now: Callable[[], float] = time.monotonic) -> None:
         self._every_s, self._now = every_s, now
-        self._quiet_spells: dict[tuple[Message, str], _QuietSpell] = {}
+        self._spells: dict[tuple[Message, str], _QuietSpell] = {}
         self._subjects: Counter[Message] = Counter()
         self._crowded_out: list[logging.LogRecord] = []
-        self._look_s = float("inf")
+        self._next_due_s = float("inf")
 
     @property
     def holds_back(self) -> bool:
-        """Whether something waits for the end of its window."""
-        return bool(self._crowded_out) or any(window.newest for window in self._quiet_spells.values())
+        """Whether a record waits for the end of its quiet spell."""
+        return bool(self._crowded_out) or any(spell.newest for spell in self._spells.values())
 
     def admit(self, record: logging.LogRecord) -> bool:
         """Whether a record is to be written now. Call :meth:`due` before it."""
         every_s = NOISE_S if record.name.partition(".")[0] in _NOISY else self._every_s
         message = (record.name, record.levelno, str(record.msg), every_s)
         subject = str(record.args[0])[:_LONGEST_SUBJECT] if isinstance(record.args, tuple) and record.args else ""
-        if (message, subject) not in self._quiet_spells and self._subjects[message] >= MOST_SUBJECTS:
+        if (message, subject) not in self._spells and self._subjects[message] >= MOST_SUBJECTS:
             subject = "and others"
-        window = self._quiet_spells.get((message, subject))
-        if window is None:
+        spell = self._spells.get((message, subject))
+        if spell is None:
             self._open((message, subject))
             return True
-        window.newest, window.held_back = record, window.held_back + 1
+        spell.newest, spell.held_back = record, spell.held_back + 1
         return False
 
     def due(self) -> Iterator[logging.LogRecord]:
-        """The newest record that was held back in each window that is over."""
+        """The newest record that was held back in each quiet spell that is over."""
         crowded_out, self._crowded_out = self._crowded_out, []
         yield from crowded_out
-        if self._now() < self._look_s:
+        if self._now() < self._next_due_s:
             return
-        for key in [key for key, window in self._quiet_spells.items() if window.ends_s <= self._now()]:
+        for key in [key for key, spell in self._spells.items() if spell.ends_s <= self._now()]:
             if (newest := self._close(key)) is not None:
                 self._open(key)
                 yield newest
-        self._look_s = min((window.ends_s for window in self._quiet_spells.values()), default=float("inf"))
+        self._next_due_s = min((spell.ends_s for spell in self._spells.values()), default=float("inf"))
 
     def rest(self) -> Iterator[logging.LogRecord]:
-        """All that is held back, because the process ends."""
-        for key in list(self._quiet_spells):
+        """All records that are held back, for the end of the process."""
+        for key in list(self._spells):
             if (newest := self._close(key)) is not None:
                 yield newest
         yield from self._crowded_out
 
     def _open(self, key: tuple[Message, str]) -> None:
-        if (
-            len(self._quiet_spells) >= MOST_WINDOWS
-            and (newest := self._close(next(iter(self._quiet_spells)))) is not None
-        ):
+        if len(self._spells) >= MAX_SPELLS and (newest := self._close(next(iter(self._spells)))) is not None:
             self._crowded_out.append(newest)
         ends_s = self._now() + key[0][3]
-        self._quiet_spells[key], self._look_s = _QuietSpell(ends_s), min(self._look_s, ends_s)
+        self._spells[key], self._next_due_s = _QuietSpell(ends_s), min(self._next_due_s, ends_s)
         self._subjects[key[0]] += 1
 
     def _close(self, key: tuple[Message, str]) -> logging.LogRecord | None:
-        """Forget a window; gives its newest record, which says how many others there were."""
-        window = self._quiet_spells.pop(key)
+        """Forgets a quiet spell. Returns its newest record, with the number of the others that were held back."""
+        spell = self._spells.pop(key)
         self._subjects[key[0]] -= 1
         if not self._subjects[key[0]]:
             del self._subjects[key[0]]
-        if window.newest is not None:
-            window.newest.held_back = window.held_back - 1
-        return window.newest
+        if spell.newest is not None:
+            spell.newest.held_back = spell.held_back - 1
+        return spell.newest
 
 
 class Text(logging.Formatter):
@@ -158,8 +155,8 @@ class Text(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as text."""
-        at = dt.datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
-        line = f"{at} {record.levelname:<7} {record.name}: {record.getMessage()}"
+        clock = dt.datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
+        line = f"{clock} {record.levelname:<7} {record.name}: {record.getMessage()}"
         extra = "".join(f" {key}={value}" for key, value in fields(record).items())
         return redact(line + ("  " + extra.lstrip() if extra else "") + _traceback(self, record))
 
@@ -169,8 +166,8 @@ class Json(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as JSON."""
-        at = dt.datetime.fromtimestamp(record.created, dt.UTC).isoformat(timespec="milliseconds")
-        line: dict[str, Any] = {"ts": at, "level": record.levelname.lower(), "logger": record.name}
+        timestamp = dt.datetime.fromtimestamp(record.created, dt.UTC).isoformat(timespec="milliseconds")
+        line: dict[str, Any] = {"ts": timestamp, "level": record.levelname.lower(), "logger": record.name}
         line |= {"message": redact(record.getMessage())}
         line |= {key: redact(value) if isinstance(value, str) else value for key, value in fields(record).items()}
         if traceback := _traceback(self, record):
@@ -185,7 +182,7 @@ def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
 class LimitedHandler(logging.StreamHandler[TextIO]):
     """Writes to whatever standard error is at that moment, because a live view may have replaced it.
 
-    What the limiter holds back is written by a timer, because nothing else may ever be logged.
+    A timer writes what the limiter holds back, because nothing else may ever be logged.
     """
 
     def __init__(self, limiter: RateLimiter | None = None) -> None:

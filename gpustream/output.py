@@ -1,4 +1,4 @@
-"""What every command does that shows something: waits for a broker's answer, prints tables or JSON, writes a file.
+"""Output of commands: waits for a broker's answer, prints tables or JSON, writes a file.
 
 In:       a coroutine that asks; rows or records; lines.
 Out:      standard output: a table on a terminal, tab-separated fields elsewhere, or JSON lines. A file, whole or not.
@@ -31,28 +31,28 @@ FAILED = 1
 
 
 def now_ms() -> int:
-    """The time."""
+    """The time in milliseconds since the epoch."""
     return time.time_ns() // 1_000_000
 
 
-def answer(asked: Coroutine[Any, Any, R]) -> R:
-    """The broker's answer. A broker that says no, or nothing, is a sentence on standard error and exit code 1."""
+def answer(request: Coroutine[Any, Any, R]) -> R:
+    """Runs the request. If the broker refuses it or is silent, prints a sentence and ends with exit code 1."""
     try:
-        return asyncio.run(asked)
+        return asyncio.run(request)
     except (BrokerError, KafkaError) as error:
         raise failed(describe(error) if isinstance(error, KafkaError) else str(error)) from error
 
 
 def failed(sentence: object) -> SystemExit:
-    """What ends a command: the sentence is on standard error, and the exit code is 1."""
+    """Prints the sentence on standard error. Raise the result to end the command with exit code 1."""
     click.echo(str(sentence), err=True)
     return SystemExit(FAILED)
 
 
 def is_screen() -> bool:
     """Whether a person is at a terminal that can show more than lines."""
-    whole = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
-    return whole and os.environ.get("TERM", "") not in ("", "dumb")
+    interactive = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    return interactive and os.environ.get("TERM", "") not in ("", "dumb")
 
 
 def show(columns: Sequence[str], rows: Sequence[Row], style: Callable[[Row], str] = lambda _: "") -> None:
@@ -68,7 +68,7 @@ def show(columns: Sequence[str], rows: Sequence[Row], style: Callable[[Row], str
 def show_or_say(
     columns: Sequence[str], rows: Sequence[Row], nothing: str, style: Callable[[Row], str] = lambda _: ""
 ) -> None:
-    """The same, but on a terminal the sentence ``nothing`` if there is no row."""
+    """As :func:`show`, but without rows it prints the sentence ``nothing`` on a terminal."""
     if not rows and sys.stdout.isatty():
         click.echo(nothing)
     else:
@@ -83,20 +83,20 @@ def json_lines(records: Iterable[Any]) -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Row], style: Callable[[Row], str] = lambda _: "") -> Table:
     """The rows for a terminal, each in its style."""
-    drawn = Table(*columns)
+    result = Table(*columns)
     for row in rows:
-        drawn.add_row(*map(Text, row), style=style(row))
-    return drawn
+        result.add_row(*map(Text, row), style=style(row))
+    return result
 
 
-def printable(text: object, instead: str = "?") -> str:
-    """A text without the characters that a terminal would act on: anybody may have written what is in records."""
-    return "".join(sign if sign.isprintable() else instead for sign in str(text))
+def printable(text: object, replacement: str = "?") -> str:
+    """A text without control characters, on which a terminal would act: records are not to be trusted."""
+    return "".join(character if character.isprintable() else replacement for character in str(text))
 
 
 @contextlib.contextmanager
 def written(file: Path) -> Iterator[TextIO]:
-    """A file that is there only when it is whole. Raises OSError."""
+    """Opens a file for writing that appears only when it is complete. Raises OSError."""
     temporary = file.with_name(f".{file.name}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", newline="") as out:

@@ -1,7 +1,7 @@
 """A producer, streams and sinks in one process: started back to front, drained front to back.
 
 In:       the components, and the tail that reads what comes out of them.
-Out:      calls of ``look`` while it runs.
+Out:      calls of ``check`` while it runs.
 On failure: the first component that fails ends the run, and its error is raised when the others have stopped. The tail
           waits out an outage; a record that it can't decode is logged and passed over.
 """
@@ -25,10 +25,10 @@ from topics import alerts, attributed, dead_letters
 log = logging.getLogger(__name__)
 
 DRAIN_S = 8.0
-"""From the end of sampling, the longest that sinks may take to get everything."""
+"""How long after the end of sampling the sinks may take to receive everything."""
 
 STOPPED_BY_S = 9.5
-"""From the end of sampling, when components that have not stopped are cancelled."""
+"""How long after the end of sampling components that have not stopped are cancelled."""
 
 _CLOSE_S = 1.0
 _LOOK_EVERY_S = 0.1
@@ -39,11 +39,11 @@ _LETTER_HEADERS = ("topic", "partition", "offset", "stage")
 
 
 class Tail:
-    """Reads what comes out, as any consumer downstream would, in no group.
+    """Reads the pipeline's output topics as any consumer would, in no group.
 
-    It calls ``on_tick`` with each tick of gpu.attributed and ``on_letter`` with each dead letter (where its original
-    stood, and who gave up) from :meth:`start` on, and ``on_alert`` with every record of gpu.alerts; in order per
-    partition, replays included.
+    From :meth:`start` on it calls ``on_tick`` with each tick of gpu.attributed, and ``on_letter`` with the identity of
+    each dead letter: its original's topic, partition and offset, and the stage that gave up. It calls ``on_alert`` with
+    every record of gpu.alerts, also older ones. All are in order per partition, replays included.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Tail:
         self._consumer: Any = None
 
     async def start(self) -> None:
-        """When it returns, it is at the end of every partition. Raises aiokafka's errors if that can't be had."""
+        """Connects, and returns when it is positioned in every partition. Raises aiokafka's errors."""
         self._consumer = clients.consumer(
             self._connection,
-            *[self._connection.prefixed(one.TOPIC.name) for one in (attributed, alerts, dead_letters)],
+            *[self._connection.prefixed(module.TOPIC.name) for module in (attributed, alerts, dead_letters)],
             auto_offset_reset="latest",
             fetch_max_wait_ms=_FETCH_WAIT_MS,
             fetch_max_bytes=_FETCH_BYTES,
@@ -69,9 +69,11 @@ class Tail:
         )
         await self._consumer.start()
         partitions = self._consumer.assignment()
-        whole = [tp for tp in partitions if clients.from_kafka(self._connection, tp).topic == alerts.TOPIC.name]
-        await self._consumer.seek_to_end(*(partitions - set(whole)))
-        await self._consumer.seek_to_beginning(*whole)
+        from_beginning = [
+            tp for tp in partitions if clients.from_kafka(self._connection, tp).topic == alerts.TOPIC.name
+        ]
+        await self._consumer.seek_to_end(*(partitions - set(from_beginning)))
+        await self._consumer.seek_to_beginning(*from_beginning)
         for partition in partitions:
             await self._consumer.position(partition)
 
@@ -81,14 +83,14 @@ class Tail:
             batches = await self._consumer.getmany(timeout_ms=1000)
             for tp, records in batches.items():
                 for record in records:
-                    self._take(clients.from_kafka(self._connection, tp).topic, record)
+                    self._dispatch(clients.from_kafka(self._connection, tp).topic, record)
 
     async def stop(self) -> None:
         """Closes the consumer."""
         if self._consumer is not None:
             await clients.close(self._consumer)
 
-    def _take(self, topic: str, record: Any) -> None:
+    def _dispatch(self, topic: str, record: Any) -> None:
         if topic == alerts.TOPIC.name:
             self._on_alert(record)
         elif topic == dead_letters.TOPIC.name:
@@ -110,16 +112,16 @@ class Failed(Exception):
 
 @dataclass
 class Pipeline:
-    """One run. ``look`` is called ten times a second with why it is not ready yet.
+    """One run. ``check`` is called ten times a second, with the reasons why it is not ready yet.
 
-    ``behind`` says whether a tick that was sampled is still on its way.
+    ``behind`` returns whether a tick that was sampled is still on its way.
     """
 
     producer: Component
     streams: Sequence[Component]
     sinks: Sequence[Component]
     tail: Tail
-    look: Callable[[list[str]], None]
+    check: Callable[[list[str]], None]
     behind: Callable[[], bool]
     _tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _stops: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -171,13 +173,13 @@ class Pipeline:
         return [f"{component.name}: {reason}" for component in running for reason in component.not_ready()]
 
     async def _pause(self, stop: asyncio.Event, reasons: list[str]) -> None:
-        """Waits a moment. Raises if a component ends in it that was not asked to."""
-        self.look(reasons)
+        """Waits a moment. Raises :class:`Failed` if a component has ended that was not asked to stop."""
+        self.check(reasons)
         for name, task in self._tasks.items():
-            asked = name in self._stops and self._stops[name].is_set()
+            stop_requested = name in self._stops and self._stops[name].is_set()
             if task.done() and (error := task.exception()):
                 raise Failed(f"{name} failed: {error}") from error
-            if task.done() and not asked:
+            if task.done() and not stop_requested:
                 raise Failed(f"{name} ended on its own")
         await set_within(stop, _LOOK_EVERY_S)
 
@@ -187,20 +189,20 @@ class Pipeline:
             event.set()
         left_s = STOPPED_BY_S - (time.monotonic() - (self._ended_s or time.monotonic()))
         tail = self._tasks.pop("tail", None)
-        late = await _unfinished(self._tasks.values(), max(0.0, left_s))
-        for task in late:
+        unfinished = await _unfinished(self._tasks.values(), max(0.0, left_s))
+        for task in unfinished:
             log.warning("did not stop in time", extra={"component": task.get_name()})
-        for task in [*late, *([tail] if tail else [])]:
+        for task in [*unfinished, *([tail] if tail else [])]:
             task.cancel()
         closing = asyncio.create_task(self.tail.stop())
         for task in await _unfinished([closing], _CLOSE_S):
             task.cancel()
         for task in [*self._tasks.values(), closing]:
             if task.done() and not task.cancelled():
-                task.exception()  # reported before, or of no interest any more
+                task.exception()  # retrieved, so that asyncio does not log it too
 
 
 async def _unfinished(tasks: Iterable["asyncio.Task[None]"], timeout_s: float) -> set["asyncio.Task[None]"]:
     """The tasks that are not done after this time."""
-    waited = list(tasks)
-    return (await asyncio.wait(waited, timeout=timeout_s))[1] if waited else set()
+    waiting = list(tasks)
+    return (await asyncio.wait(waiting, timeout=timeout_s))[1] if waiting else set()

@@ -114,25 +114,25 @@ class RunSettings(ReadingSettings, SimulationSettings, NamingSettings, Connectio
     watched: bool = False
 
 
-def _mistakes(given: dict[str, Any]) -> list[str]:
+def _mistakes(values: dict[str, Any]) -> list[str]:
     """What is wrong with the options together."""
-    simulate = given["simulate"]
+    simulate = values["simulate"]
     if simulate is None and not driver_is_here():
         return [
             "Missing option '--simulate': this machine has no NVIDIA driver (no libnvidia-ml.so.1) whose GPUs could be"
             " read. To see a fleet that is not there: --simulate 4x8"
         ]
-    producer, needless = PRODUCERS["simulated" if simulate else "node"], []
-    if given["kafka"] is None and given["kafka_config"] is None:
-        needless = [name for name in OF_CONNECTION if name.startswith("kafka_") and given[name] is not None]
-        given = {**given, "kafka": HOST_PORTS.example}
-    wrong = [f"--{name.replace('_', '-')}: it is of no use without --kafka or --kafka-config" for name in needless]
-    naming = NamingSettings(**{one.name: given[one.name] for one in dataclasses.fields(NamingSettings)})
-    return wrong + naming.naming_mistakes() + command.mistakes(producer, {**given, "fleet": simulate})
+    producer, useless = PRODUCERS["simulated" if simulate else "node"], []
+    if values["kafka"] is None and values["kafka_config"] is None:
+        useless = [name for name in OF_CONNECTION if name.startswith("kafka_") and values[name] is not None]
+        values = {**values, "kafka": HOST_PORTS.example}
+    messages = [f"--{name.replace('_', '-')}: it is of no use without --kafka or --kafka-config" for name in useless]
+    naming = NamingSettings(**{field.name: values[field.name] for field in dataclasses.fields(NamingSettings)})
+    return messages + naming.naming_mistakes() + command.errors(producer, {**values, "fleet": simulate})
 
 
 def driver_is_here() -> bool:
-    """Whether NVML's library can be loaded; its driver may still be away."""
+    """Whether NVML's library can be loaded. Its kernel driver may still be missing."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -150,7 +150,7 @@ def driver_is_here() -> bool:
     ),
 )
 @command.options(RunSettings)
-def run(**given: Any) -> None:
+def run(**values: Any) -> None:
     """Everything in one process: GPUs, stream, sinks, and a broker where none is given.
 
     On a terminal it shows the fleet as `gpustream top` does: ? lists the keys, and q stops it. It samples until its
@@ -158,72 +158,72 @@ def run(**given: Any) -> None:
     dropped.
     """
     watched = sys.stdout.isatty()
-    logs.setup(given["log_format"], logging.WARNING if watched and not given["plain"] else logging.INFO)
-    chosen = RunSettings(**given, watched=watched)
+    logs.setup(values["log_format"], logging.WARNING if watched and not values["plain"] else logging.INFO)
+    settings = RunSettings(**values, watched=watched)
     with contextlib.ExitStack() as stack:
         embedded = None
-        if chosen.kafka is None and chosen.kafka_config is None:
+        if settings.kafka is None and settings.kafka_config is None:
             embedded = stack.enter_context(EmbeddedBroker())
-            embedded.start({chosen.topic_prefix + name: count for name, count in every_topic().items()})
-        process = OneProcess(chosen, embedded)
+            embedded.start({settings.topic_prefix + name: count for name, count in every_topic().items()})
+        process = OneProcess(settings, embedded)
         code = serve.run(process.run, process.leave)
     raise SystemExit(code)
 
 
 class BrokerEnded(Failed):
-    """The embedded broker's process is gone, and all that it held."""
+    """The embedded broker's process has ended, and its records are lost."""
 
     exit_code = serve.FAILED
 
 
 class OneProcess:
-    """The components of a run, and what is known of it. ``embedded`` is the broker if none was given."""
+    """The components of a run, and its state. ``embedded`` is the broker of this process, if it has one."""
 
-    def __init__(self, chosen: RunSettings, embedded: EmbeddedBroker | None) -> None:
-        self._chosen = chosen
+    def __init__(self, settings: RunSettings, embedded: EmbeddedBroker | None) -> None:
+        self._settings = settings
         self._embedded = embedded
-        chosen = dataclasses.replace(chosen, kafka=embedded.address) if embedded else chosen
-        socket = chosen.pod_resources_socket
+        settings = dataclasses.replace(settings, kafka=embedded.address) if embedded else settings
+        socket = settings.pod_resources_socket
         options = {
-            **vars(chosen),
-            "rules": STORY_RULES if chosen.story else None,
-            "fleet": chosen.simulate,
-            "url": chosen.remote_write,
+            **vars(settings),
+            "rules": STORY_RULES if settings.story else None,
+            "fleet": settings.simulate,
+            "url": settings.remote_write,
             # a machine that has no kubelet when the run begins is not reported to lack one
             "pod_resources_socket": socket if socket is not None and socket.exists() else None,
         }
-        enabled = ["scrape", "remote_write"] if chosen.remote_write else ["scrape"]
+        enabled = ["scrape", "remote_write"] if settings.remote_write else ["scrape"]
         self._tally = Tally(enabled)
-        producer = PRODUCERS["simulated" if chosen.simulate else "node"]
+        producer = PRODUCERS["simulated" if settings.simulate else "node"]
         self._connection = command.settings(producer, options).connection()
         self._producer = command.component(producer, options)
-        self._streams = [command.component(row, options) for row in STREAMS.values()]
+        self._streams = [command.component(spec, options) for spec in STREAMS.values()]
         self._sinks = {
             name: command.component(SINKS[name.replace("_", "-")], options, on_outcome=self._tally.sinks[name].outcome)
             for name in enabled
         }
-        self._page = command.component(SINKS["page"], options) if chosen.page_listen else None
+        self._page = command.component(SINKS["page"], options) if settings.page_listen else None
         self._alerts = alerts.LatestAlerts()
         self._fleet = Fleet(self._command_of)
         self._sightings = Sightings()
-        self._began_s, self._line_due_s = time.monotonic(), LINE_EVERY_S
+        self._started_s, self._line_due_s = time.monotonic(), LINE_EVERY_S
         self._not_ready: list[str] = []
-        self._counted: deque[tuple[float, int]] = deque([(self._began_s, 0)], maxlen=_RATE_LOOKS)
+        self._value_counts: deque[tuple[float, int]] = deque([(self._started_s, 0)], maxlen=_RATE_LOOKS)
         self._stopping = False
         self._screen: TopApp | None = None
 
     async def run(self, stop: asyncio.Event) -> int:
         """Runs until ``stop`` or its end, prints the summary, and gives the exit code."""
-        duration_s = self._chosen.duration_s
-        if duration_s is None and not self._chosen.watched:
+        duration_s = self._settings.duration_s
+        if duration_s is None and not self._settings.watched:
             duration_s = UNWATCHED_S
         await topic_admin.check(self._connection, TopicAccess(reads=tuple(load_topics())))
         tail = Tail(self._connection, self._on_tick, self._on_alert, self._tally.dead_lettered)
         sinks = [*self._sinks.values(), *([self._page] if self._page else [])]
-        pipeline = Pipeline(self._producer, self._streams, sinks, tail, self._look, self._behind)
-        async with serve.observed(pipeline.components, self._chosen.listen):
+        pipeline = Pipeline(self._producer, self._streams, sinks, tail, self._check, self._behind)
+        async with serve.observed(pipeline.components, self._settings.listen):
             running = asyncio.create_task(pipeline.run(stop, duration_s))
-            if not self._chosen.plain and is_screen():
+            if not self._settings.plain and is_screen():
                 from gpustream.top.app import TopApp
 
                 def stop_now() -> None:
@@ -245,9 +245,9 @@ class OneProcess:
             self._sampled(),
             values=int(self._producer.sampled_values),
             delivered=self._delivered(),
-            dropped=_counted(self._producer.registry, _DROPPED),
+            dropped=_counter_total(self._producer.registry, _DROPPED),
         )
-        if self._chosen.summary == "json":
+        if self._settings.summary == "json":
             click.echo(msgspec.json.encode(summary).decode())
         else:
             click.echo(summary.text(self._sightings.lines()))
@@ -262,8 +262,8 @@ class OneProcess:
         os._exit(code)
 
     def _sampled(self) -> list[Sampled]:
-        """Every run of every node so far, and the last tick of each, dropped ones included."""
-        cluster = self._chosen.cluster
+        """Each node's runs so far, with the number of the last tick of each. Dropped ticks are counted too."""
+        cluster = self._settings.cluster
         return [Sampled(Run(cluster, node, run_id), seq) for node, run_id, seq in self._producer.sampled()]
 
     def _behind(self) -> bool:
@@ -272,15 +272,15 @@ class OneProcess:
         return bool(self._tally.undelivered(sampled) or self._tally.unattributed(sampled))
 
     def _delivered(self) -> dict[str, int]:
-        """Metric values that each sink delivered, as it counts them itself."""
-        return {name: _counted(sink.registry, _DELIVERED[name]) for name, sink in self._sinks.items()}
+        """How many metric values each sink has delivered, by its own counter."""
+        return {name: _counter_total(sink.registry, _DELIVERED[name]) for name, sink in self._sinks.items()}
 
     def _command_of(self, node: str, pid: int) -> str:
         """The command of a process of this machine, as procfs has it."""
-        if self._chosen.simulate or node != self._chosen.node:
+        if self._settings.simulate or node != self._settings.node:
             return ""
         try:
-            return (self._chosen.procfs / str(pid) / "comm").read_text(errors="replace").strip()
+            return (self._settings.procfs / str(pid) / "comm").read_text(errors="replace").strip()
         except OSError:
             return ""
 
@@ -294,25 +294,27 @@ class OneProcess:
         if alert is not None:
             self._sightings.alert(alert)
 
-    def _look(self, not_ready: list[str]) -> None:
-        """What is done ten times a second: prints a line now and then, and ends the run if its broker has ended."""
+    def _check(self, not_ready: list[str]) -> None:
+        """Called ten times a second: prints a line every five seconds, and ends the run if its broker has ended."""
         if self._embedded is not None and not self._embedded.running:
             raise BrokerEnded("the embedded broker ended, and all that it held is gone")
         self._not_ready = not_ready
-        elapsed_s = time.monotonic() - self._began_s
+        elapsed_s = time.monotonic() - self._started_s
         if self._screen is not None or elapsed_s < self._line_due_s:
             return
         while self._line_due_s <= elapsed_s:
             self._line_due_s += LINE_EVERY_S
-        click.echo(f"{elapsed_s:5.0f} s  {self._now().line()}", err=self._chosen.summary == "json")
+        click.echo(f"{elapsed_s:5.0f} s  {self._now().line()}", err=self._settings.summary == "json")
 
     def _now(self) -> Now:
         """This moment of the run."""
         at_s, values, sampled = time.monotonic(), int(self._producer.sampled_values), self._sampled()
         self._fleet.age(at_s)
-        self._counted.append((at_s, values))
-        flow, (then_s, then) = self._fleet.flow(), self._counted[0]
-        facts = [f"{flow.ticks_per_s:,.0f} ticks/s, {(values - then) / max(0.1, at_s - then_s):,.0f} values/s"]
+        self._value_counts.append((at_s, values))
+        flow, (earlier_s, earlier_values) = self._fleet.flow(), self._value_counts[0]
+        facts = [
+            f"{flow.ticks_per_s:,.0f} ticks/s, {(values - earlier_values) / max(0.1, at_s - earlier_s):,.0f} values/s"
+        ]
         facts += [] if flow.latency_s is None else [f"lag {flow.latency_s:.1f} s"]
         for name, count in self._delivered().items():
             behind = self._tally.behind(name, sampled)
@@ -323,12 +325,14 @@ class OneProcess:
             f"{'not ready' if flow.ticks else 'starting'}: {'; '.join(self._not_ready)}" if self._not_ready else ""
         )
         trouble = "stopping: what was sampled goes on to arrive" if self._stopping else trouble
-        simulated, at = self._chosen.simulate, datetime.now(UTC)
-        source = f"{simulated} GPUs simulated" if simulated else f"the GPUs of {self._chosen.node}"
-        page = self._chosen.page_listen
+        simulated, at = self._settings.simulate, datetime.now(UTC)
+        source = f"{simulated} GPUs simulated" if simulated else f"the GPUs of {self._settings.node}"
+        page = self._settings.page_listen
         title = " · ".join(filter(None, ("gpustream", source, f"http://{page}" if page else "")))
         return Now(self._fleet, firing(self._alerts, at), at, title, facts, trouble)
 
 
-def _counted(registry: CollectorRegistry, counter: str) -> int:
-    return int(sum(s.value for family in registry.collect() for s in family.samples if s.name == counter))
+def _counter_total(registry: CollectorRegistry, counter: str) -> int:
+    return int(
+        sum(sample.value for family in registry.collect() for sample in family.samples if sample.name == counter)
+    )

@@ -2,8 +2,8 @@
 
 In:       a function that makes the components, and what to do with them.
 Out:      an exit code: 0 stopped as asked, 1 failed, 70 stopped itself to be restarted.
-On failure: a component that raises ends the process with 1 (or with its error's ``exit_code``); one that does not stop
-          in time, and a second signal, with 70.
+On failure: if a component raises, the process exits with 1 or with the error's ``exit_code``. If it does not stop in
+          time, or a second signal comes, it exits with 70.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Component(Protocol):
         """Works until ``stop`` is set, and returns within 8 s of that. Raises when it can't go on."""
 
     def not_ready(self) -> list[str]:
-        """Why it is not ready yet; empty when it is."""
+        """The reasons why it is not ready yet; empty if it is ready."""
 
 
 class Deadline:
@@ -79,19 +79,19 @@ def stop_on_signals(stop: asyncio.Event, deadline: Deadline) -> Iterator[None]:
     """SIGTERM and SIGINT set ``stop`` and start the deadline, even while the loop hangs; a second one ends all."""
     loop = asyncio.get_running_loop()
 
-    def note(name: str) -> None:
+    def request_stop(name: str) -> None:
         log.info("stopping", extra={"signal": name})
         stop.set()
 
     def on_signal(number: int, _: FrameType | None) -> None:
         deadline.start()
-        loop.call_soon_threadsafe(note, signal.Signals(number).name)
+        loop.call_soon_threadsafe(request_stop, signal.Signals(number).name)
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous_handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -134,12 +134,12 @@ def run(
             try:
                 code = await main(stop)
             except Exception as error:  # noqa: BLE001 - the last place where it can be logged
-                code = _failed(error)
+                code = _log_failure(error)
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
                 task.cancel()
             if tasks and (await asyncio.wait(tasks, timeout=_CANCEL_S))[1]:  # the loop would wait for them for ever
-                _leave(code, exit_process)
+                _flush_and_exit(code, exit_process)
             return code
 
     try:
@@ -151,33 +151,33 @@ def run(
             code = uvloop.run(guarded())
     finally:
         deadline.cancel()
-    if _hanging(set(threading.enumerate()) - threads):
-        _leave(code, exit_process)
+    if _any_alive_after_wait(set(threading.enumerate()) - threads):
+        _flush_and_exit(code, exit_process)
     return code
 
 
-def _hanging(threads: Iterable[threading.Thread]) -> bool:
-    """Whether any of the threads, which the interpreter would wait for, does not end soon."""
-    waited_for = [thread for thread in threads if not thread.daemon]
+def _any_alive_after_wait(threads: Iterable[threading.Thread]) -> bool:
+    """Whether any of the threads that the interpreter would wait for is still alive after a second."""
+    non_daemon = [thread for thread in threads if not thread.daemon]
     end = time.monotonic() + _CANCEL_S
-    for thread in waited_for:
+    for thread in non_daemon:
         thread.join(max(0.0, end - time.monotonic()))
-    return any(thread.is_alive() for thread in waited_for)
+    return any(thread.is_alive() for thread in non_daemon)
 
 
-def _leave(code: int, exit_process: Exit) -> None:
-    """Ends the process, with all that it has written, whatever still hangs in it."""
+def _flush_and_exit(code: int, exit_process: Exit) -> None:
+    """Flushes the output and ends the process, even if threads or tasks hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     exit_process(code)
 
 
-def _failed(error: Exception) -> int:
-    """Logs the error and gives the exit code. One with an ``exit_code`` of its own is a sentence and its ``advice``."""
-    deliberate = [one for one in (error, error.__cause__) if hasattr(one, "exit_code")]
-    if deliberate:
-        log.critical("%s", "\n".join(filter(None, (str(error), getattr(deliberate[-1], "advice", "")))))
-        return int(deliberate[-1].exit_code)  # type: ignore[union-attr] # which it has
+def _log_failure(error: Exception) -> int:
+    """Logs the error and returns the exit code. One with an ``exit_code`` is logged as its text and its ``advice``."""
+    expected = [candidate for candidate in (error, error.__cause__) if hasattr(candidate, "exit_code")]
+    if expected:
+        log.critical("%s", "\n".join(filter(None, (str(error), getattr(expected[-1], "advice", "")))))
+        return int(expected[-1].exit_code)  # type: ignore[union-attr] # which it has
     log.critical("failed", exc_info=error)
     return FAILED
 

@@ -143,7 +143,7 @@ def test_off_is_given_to_a_field_that_may_be_none() -> None:
 def test_a_component_says_what_is_wrong_with_its_settings() -> None:
     given = {"kafka": "a:1", "cluster": "c", "grace_s": 100.0}
 
-    assert command.mistakes(FAKE, given) == ["--grace must be below 100 s"]
+    assert command.errors(FAKE, given) == ["--grace must be below 100 s"]
 
 
 def test_a_component_is_made_with_its_settings() -> None:

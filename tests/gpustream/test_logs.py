@@ -126,7 +126,7 @@ def test_what_is_remembered_is_bounded_and_nothing_held_back_is_lost_by_that() -
     for n in range(5000):
         log.say(_record(f"message {n}"))
         log.say(_record(f"message {n}"))
-    assert len(log.limiter._quiet_spells) == logs.MOST_WINDOWS
+    assert len(log.limiter._spells) == logs.MAX_SPELLS
 
     written = [text for text, _ in log.written] + [record.getMessage() for record in log.limiter.rest()]
     assert written.count("message 0") == written.count("message 4999") == 2
