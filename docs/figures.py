@@ -1,22 +1,19 @@
 """The figures of the pages on sizing and benchmarks, and the plot of growth: ``python -m docs.figures [--check]``.
 
 In: what the benchmarks wrote beside themselves, ``tests/bench/*.json``; the pages. Out: the pages with tables made of
-these figures, each below its mark; the rest of a page is as it was. SVG.
+these figures, each between its marks; the rest of a page stays. An SVG.
 """
 
 import json
-import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import ceil, log2, log10
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from topics.reference import generate
+from topics.reference import filled, generate, table
 
 OPERATIONS, BENCH = Path(__file__).parent / "operations", Path(__file__).parents[1] / "tests" / "bench"
-
-_MARKED = re.compile(r"(<!-- figures: (\w+) -->\n\n)(?:\|.*\n)*\n*")
 
 GPUS, FLEETS, PARTITIONS = 8, (1_000, 3_000, 10_000, 30_000, 100_000), 32
 USED, BROKER_CORES, BROKER_USED, BROKER_DISK, REPLICAS, DAY_S = 0.7, 4, 0.5, 2e12, 3, 86_400
@@ -25,7 +22,7 @@ LINK_BYTES, DISTRIBUTOR, RESOLUTION_S = 125e6, 25_000, 15
 
 def figures(name: str) -> dict[str, dict[str, Any]]:
     """What a benchmark has measured: each figure by its name."""
-    return {one["what"]: one for one in json.loads((BENCH / f"{name}.json").read_text())}
+    return {figure["what"]: figure for figure in json.loads((BENCH / f"{name}.json").read_text())}
 
 
 AIMS, LIVE, GROWTH = figures("aims"), figures("live"), figures("growth")
@@ -119,10 +116,14 @@ def brokers(nodes: float) -> int:
 
 def first() -> list[tuple[str, float, str]]:
     """What becomes full, at how many GPUs, and what to do then; the first one first."""
-    full = {name: USED * 1e6 / part.value * GPUS for name, part in CPU.items()}
-    found = [
-        *((f"one pod of {name}", gpus, "more pods") for name, gpus in full.items()),
-        ("a pod of remote write for each of 32 partitions", PARTITIONS * full["remote write"], "more partitions"),
+    gpus_of_one_pod = {name: USED * 1e6 / part.value * GPUS for name, part in CPU.items()}
+    limits = [
+        *((f"one pod of {name}", gpus, "more pods") for name, gpus in gpus_of_one_pod.items()),
+        (
+            "a pod of remote write for each of 32 partitions",
+            PARTITIONS * gpus_of_one_pod["remote write"],
+            "more partitions",
+        ),
         ("10 cores of Mimir's distributors", 10 * DISTRIBUTOR / V.value * GPUS, "`--resolution`, or more of them"),
         ("the same with `--resolution 15s`", 10 * DISTRIBUTOR * RESOLUTION_S / V.value * GPUS, "more of them"),
         ("1 Gbit/s to the receiver", USED * LINK_BYTES / W.value * GPUS, "pods on several machines"),
@@ -133,16 +134,10 @@ def first() -> list[tuple[str, float, str]]:
         ),
         ("the disk of three brokers, 24 h", REPLICAS * BROKER_DISK / disk(1) * GPUS, "more brokers, or less retention"),
     ]
-    return sorted(found, key=lambda row: row[1])
+    return sorted(limits, key=lambda row: row[1])
 
 
 # -- tables and the plot
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown."""
-    lines = (header, ["---"] * len(header), *rows)
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def number(value: float) -> str:
@@ -151,61 +146,64 @@ def number(value: float) -> str:
     return f"{round(value, 2 - int(log10(value)) if value >= 1 else 2):,.{digits}f}" if value % 1 else f"{value:,.0f}"
 
 
-def found(run: Mapping[str, dict[str, Any]]) -> str:
+def run_table(run: Mapping[str, dict[str, Any]]) -> str:
     """The table of a run: each figure, its aim, and how many times its yardsticks it is."""
     rows = []
-    for what, one in run.items():
-        aim = number(one["aim"]) if "aim" in one else ""
+    for title, figure in run.items():
+        aim = number(figure["aim"]) if "aim" in figure else ""
         times = ", ".join(
-            f"{number(one['value'] / run[name]['value'])} x {name}" for name in one.get("beside", ()) if name in run
+            f"{number(figure['value'] / run[name]['value'])} x {name}"
+            for name in figure.get("beside", ())
+            if name in run
         )
-        rows.append((what, f"{number(one['value'])} {one['unit']}", aim, times))
+        rows.append((title, f"{number(figure['value'])} {figure['unit']}", aim, times))
     return table(("what", "figure", "aim", "in the same run"), rows)
 
 
-def tables() -> dict[str, str]:
-    """Every table by its mark."""
+def tables() -> dict[str, dict[str, str]]:
+    """The tables of each page, by their marks."""
     parts = [S, A, V, W, *CPU.values(), K, M, Q]
-    fleets = [(one.what, one.formula, *(number(one.of(gpus / GPUS)) for gpus in FLEETS)) for one in NEEDS]
+    fleets = [(need.what, need.formula, *(number(need.of(gpus / GPUS)) for gpus in FLEETS)) for need in NEEDS]
+    limits = [(what, f"{round(gpus, -2):,.0f}", remedy) for what, gpus, remedy in first()]
     return {
-        "node": table(("", "of a node", "figure"), [(p.name, p.what, f"{number(p.value)} {p.unit}") for p in parts]),
-        "fleets": table(("", "formula", *(f"{gpus:,} GPUs" for gpus in FLEETS)), fleets),
-        "first": table(
-            ("what is full", "at so many GPUs", "then"), [(a, f"{round(b, -2):,.0f}", c) for a, b, c in first()]
-        ),
-        "aims": found(AIMS),
-        "live": found(LIVE),
-        "growth": found(GROWTH),
+        "sizing.md": {
+            "node": table(
+                ("", "of a node", "figure"), [(p.name, p.what, f"{number(p.value)} {p.unit}") for p in parts]
+            ),
+            "fleets": table(("", "formula", *(f"{gpus:,} GPUs" for gpus in FLEETS)), fleets),
+            "first": table(("what is full", "at so many GPUs", "then"), limits),
+        },
+        "benchmarks.md": {"aims": run_table(AIMS), "live": run_table(LIVE), "growth": run_table(GROWTH)},
     }
 
 
 def plot() -> str:
     """What a tick costs by the number of nodes: a line for each process."""
     lines: dict[str, list[tuple[int, float]]] = {}
-    for what, one in GROWTH.items():
-        name, _, size = what.partition(", ")
+    for title, figure in GROWTH.items():
+        name, _, size = title.partition(", ")
         if size.endswith(" nodes"):
-            lines.setdefault(name, []).append((int(size.split()[0]), one["value"]))
+            lines.setdefault(name, []).append((int(size.split()[0]), figure["value"]))
     top = max(us for points in lines.values() for _, us in points) * 1.15
-    least, most = (log10(pick(nodes for points in lines.values() for nodes, _ in points)) for pick in (min, max))
+    lowest, highest = (log10(pick(nodes for points in lines.values() for nodes, _ in points)) for pick in (min, max))
     width, height, left, right, below = 620, 300, 60, 490, 40
 
-    def at(nodes: float, us: float) -> tuple[int, int]:
-        x = left + (log10(nodes) - least) / (most - least) * (right - left)
+    def position(nodes: float, us: float) -> tuple[int, int]:
+        x = left + (log10(nodes) - lowest) / (highest - lowest) * (right - left)
         return round(x), round(height - below - us / top * (height - below - 20))
 
     parts = []
     for (name, points), colour in zip(lines.items(), ("#1f77b4", "#d62728"), strict=True):
-        places = [at(*point) for point in points]
-        path = " ".join(f"{x},{y}" for x, y in places)
+        positions = [position(*point) for point in points]
+        path = " ".join(f"{x},{y}" for x, y in positions)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in places]
-        parts.append(f'<text x="{places[-1][0] + 8}" y="{places[-1][1] + 4}" fill="{colour}">{name}</text>')
+        parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in positions]
+        parts.append(f'<text x="{positions[-1][0] + 8}" y="{positions[-1][1] + 4}" fill="{colour}">{name}</text>')
     for nodes, _ in next(iter(lines.values())):
-        x, y = at(nodes, 0)
+        x, y = position(nodes, 0)
         parts.append(f'<text x="{x}" y="{y + 16}" text-anchor="middle">{nodes:,}</text>')
     for quarter in range(5):
-        x, y = at(10**least, top * quarter / 4)
+        x, y = position(10**lowest, top * quarter / 4)
         parts.append(f'<line x1="{x}" x2="{right}" y1="{y}" y2="{y}" stroke="#ddd"/>')
         parts.append(f'<text x="{x - 8}" y="{y + 4}" text-anchor="end">{top * quarter / 4:.0f}</text>')
     return "\n".join(
@@ -223,10 +221,8 @@ def plot() -> str:
 
 def pages() -> dict[Path, str]:
     """The pages and the plot as they should be."""
-    made, files = tables(), {OPERATIONS / "growth.svg": plot()}
-    for path in (OPERATIONS / "sizing.md", OPERATIONS / "benchmarks.md"):
-        files[path] = _MARKED.sub(lambda found: found[1] + made[found[2]] + "\n", path.read_text(encoding="utf-8"))
-    return files
+    files = {OPERATIONS / page: filled(OPERATIONS / page, parts) for page, parts in tables().items()}
+    return {OPERATIONS / "growth.svg": plot(), **files}
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 """
 
 import dataclasses
-import re
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
@@ -16,12 +15,9 @@ from producers import PRODUCERS
 from sinks import SINKS
 from streams import STREAMS
 from topics import TOPICS
-from topics.reference import generate
+from topics.reference import filled, generate
 
 PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "kafka.md"
-
-_MARKED = re.compile(r"(<!-- acls: (\w+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
-
 
 _OPTIONS = {"Topic": "topic", "Group": "group", "TransactionalId": "transactional-id"}
 """Of ``kafka-acls.sh``."""
@@ -35,12 +31,12 @@ class Acl(NamedTuple):
     name: str
 
 
-def of_component(row: ComponentSpec) -> list[Acl]:
+def of_component(spec: ComponentSpec) -> list[Acl]:
     """What a component needs."""
-    needed = {"Read": row.uses.reads, "Write": row.uses.writes, "Describe": row.uses.describes}
-    found = [Acl(operation, "Topic", name) for operation, names in needed.items() for name in names]
-    defaults = {field.name: field.default for field in dataclasses.fields(resolve_name(row.settings))}
-    return found + ([Acl("Read", "Group", str(defaults["group"]))] if "group" in defaults else [])
+    topics_by_operation = {"Read": spec.uses.reads, "Write": spec.uses.writes, "Describe": spec.uses.describes}
+    acls = [Acl(operation, "Topic", name) for operation, names in topics_by_operation.items() for name in names]
+    defaults = {field.name: field.default for field in dataclasses.fields(resolve_name(spec.settings))}
+    return acls + ([Acl("Read", "Group", str(defaults["group"]))] if "group" in defaults else [])
 
 
 def _every_topic(*operations: str) -> list[Acl]:
@@ -49,8 +45,10 @@ def _every_topic(*operations: str) -> list[Acl]:
 
 def of_commands() -> dict[str, list[Acl]]:
     """What each command needs, in the order of the flow. Read, Write and AlterConfigs each imply Describe."""
-    words = {"produce": PRODUCERS, "stream": STREAMS, "sink": SINKS}
-    components = {f"{word} {name}": of_component(row) for word, rows in words.items() for name, row in rows.items()}
+    registries = {"produce": PRODUCERS, "stream": STREAMS, "sink": SINKS}
+    components = {
+        f"{word} {name}": of_component(spec) for word, specs in registries.items() for name, spec in specs.items()
+    }
     return {
         **components,
         "topics create": _every_topic("Create", "Describe", "AlterConfigs"),
@@ -89,42 +87,41 @@ def of_commands() -> dict[str, list[Acl]]:
 
 
 def _by_operation(acls: list[Acl]) -> dict[str, list[Acl]]:
-    found: dict[str, list[Acl]] = {}
+    grouped: dict[str, list[Acl]] = {}
     for acl in acls:
-        found.setdefault(acl.operation, []).append(acl)
-    return found
+        grouped.setdefault(acl.operation, []).append(acl)
+    return grouped
 
 
 def _table() -> str:
     lines = ["| command | operation | topics | consumer groups, or transactional id |", "| --- | --- | --- | --- |"]
     for command, acls in of_commands().items():
-        for operation, some in _by_operation(acls).items():
-            topics = [f"`{acl.name}`" for acl in some if acl.resource == "Topic"]
-            groups = [f"`{acl.name}`" for acl in some if acl.resource != "Topic"]
-            every = len(topics) == len(TOPICS)
-            shown = "every topic" if every else ", ".join(topics)
-            lines.append(f"| `{command}` | {operation} | {shown} | {', '.join(groups)} |")
+        for operation, granted in _by_operation(acls).items():
+            topics = [f"`{acl.name}`" for acl in granted if acl.resource == "Topic"]
+            groups = [f"`{acl.name}`" for acl in granted if acl.resource != "Topic"]
+            is_every_topic = len(topics) == len(TOPICS)
+            topics_cell = "every topic" if is_every_topic else ", ".join(topics)
+            lines.append(f"| `{command}` | {operation} | {topics_cell} | {', '.join(groups)} |")
     return "\n".join(lines)
 
 
 def _commands() -> str:
     lines = []
     for command, acls in of_commands().items():
-        same: dict[tuple[Acl, ...], list[str]] = {}  # operations on the same things are given together
-        for operation, some in _by_operation(acls).items():
-            same.setdefault(tuple(acl._replace(operation="") for acl in some), []).append(operation)
-        for things, operations in same.items():
+        operations_by_acls: dict[tuple[Acl, ...], list[str]] = {}  # operations on the same things are given together
+        for operation, granted in _by_operation(acls).items():
+            operations_by_acls.setdefault(tuple(acl._replace(operation="") for acl in granted), []).append(operation)
+        for resources, operations in operations_by_acls.items():
             user = f"--allow-principal User:gpustream-{command.replace(' ', '-')}"
             lines.append(" ".join([f"$ACLS {user}", *(f"--operation {operation}" for operation in operations)]) + " \\")
-            lines += [f'  --{_OPTIONS[thing.resource]} "${{PREFIX}}{thing.name}" \\' for thing in things]
+            lines += [f'  --{_OPTIONS[acl.resource]} "${{PREFIX}}{acl.name}" \\' for acl in resources]
             lines[-1] = lines[-1].removesuffix(" \\")
     return "\n".join(["```sh", *lines, "```"])
 
 
 def markdown() -> str:
     """The page as it should be."""
-    parts = {"table": _table(), "commands": _commands()}
-    return _MARKED.sub(lambda found: found[1] + parts[found[2]] + found[3], PAGE.read_text(encoding="utf-8"))
+    return filled(PAGE, {"table": _table(), "commands": _commands()})
 
 
 if __name__ == "__main__":

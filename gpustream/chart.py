@@ -1,4 +1,4 @@
-"""What the Helm chart knows of the commands: ``python -m gpustream.chart [--check]``.
+"""Writes the parts of the Helm chart that follow from the commands: ``python -m gpustream.chart [--check]``.
 
 In:       the chart's values.yaml; every command's options, as click knows them; the topics; the ACLs.
 Out:      ``values.schema.json``, which refuses a value or an option that there is not; the table of values in the
@@ -52,199 +52,210 @@ SWITCH: dict[str, Any] = {"type": "boolean"}
 COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
 
 
-def said(schema: Mapping[str, Any], description: str) -> dict[str, Any]:
-    """A value and what it is for."""
+def described(schema: Mapping[str, Any], description: str) -> dict[str, Any]:
+    """The schema of a value with its description."""
     return {**schema, "description": description}
 
 
-def closed(**properties: dict[str, Any]) -> dict[str, Any]:
-    """An object that has these and nothing else."""
+def object_of(**properties: dict[str, Any]) -> dict[str, Any]:
+    """The schema of an object with these properties and no others."""
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
-def of_kubernetes(words: str) -> dict[str, Any]:
-    """An object of Kubernetes that has these fields, whatever is in them, and nothing else."""
-    return closed(**{word: {} for word in words.split()})
+def kubernetes_object(words: str) -> dict[str, Any]:
+    """The schema of an object of Kubernetes with these fields, of any content, and no others."""
+    return object_of(**{word: {} for word in words.split()})
 
 
-def several(item: Mapping[str, Any], *required: str) -> dict[str, Any]:
-    """A list of such objects."""
+def list_of(item: Mapping[str, Any], *required: str) -> dict[str, Any]:
+    """The schema of a list of such objects, of which some fields are required."""
     return {"type": "array", "items": {**item, "required": list(required)}}
 
 
-OF_EVERY_POD: dict[str, dict[str, Any]] = {
-    "resources": said(closed(requests=TEXTS, limits=TEXTS, claims=ANY_LIST), "Requests and limits of the container."),
-    "nodeSelector": said(TEXTS, "The labels of the nodes that the pods run on."),
-    "tolerations": said(
-        several(of_kubernetes("key operator value effect tolerationSeconds")), "The taints that the pods tolerate."
+POD_VALUES: dict[str, dict[str, Any]] = {
+    "resources": described(
+        object_of(requests=TEXTS, limits=TEXTS, claims=ANY_LIST), "Requests and limits of the container."
     ),
-    "affinity": said(of_kubernetes("nodeAffinity podAffinity podAntiAffinity"), "The pods' affinity."),
-    "priorityClassName": said(TEXT, "The pods' priority class."),
-    "runtimeClassName": said(TEXT, "The pods' RuntimeClass, for example nvidia for the node producer."),
-    "podLabels": said(TEXTS, "More labels of the pods."),
-    "podAnnotations": said(TEXTS, "Annotations of the pods."),
-    "serviceAccountName": said(
+    "nodeSelector": described(TEXTS, "The labels of the nodes that the pods run on."),
+    "tolerations": described(
+        list_of(kubernetes_object("key operator value effect tolerationSeconds")), "The taints that the pods tolerate."
+    ),
+    "affinity": described(kubernetes_object("nodeAffinity podAffinity podAntiAffinity"), "The pods' affinity."),
+    "priorityClassName": described(TEXT, "The pods' priority class."),
+    "runtimeClassName": described(TEXT, "The pods' RuntimeClass, for example nvidia for the node producer."),
+    "podLabels": described(TEXTS, "More labels of the pods."),
+    "podAnnotations": described(TEXTS, "Annotations of the pods."),
+    "serviceAccountName": described(
         TEXT, "An account of yours, for example with a role of a cloud; the cluster producer has its own."
     ),
-    "podSecurityContext": said(
-        of_kubernetes(
+    "podSecurityContext": described(
+        kubernetes_object(
             "runAsNonRoot runAsUser runAsGroup fsGroup fsGroupChangePolicy supplementalGroups supplementalGroupsPolicy "
             "seccompProfile appArmorProfile seLinuxOptions seLinuxChangePolicy sysctls"
         ),
         "The pods' security context.",
     ),
-    "securityContext": said(
-        of_kubernetes(
+    "securityContext": described(
+        kubernetes_object(
             "allowPrivilegeEscalation readOnlyRootFilesystem capabilities privileged procMount runAsNonRoot runAsUser "
             "runAsGroup seccompProfile appArmorProfile seLinuxOptions"
         ),
         "The container's security context.",
     ),
-    "resourceClaims": said(
-        several(ANY_OBJECT, "name"), "Claims of the pods, if GPUs come by dynamic resource allocation."
+    "resourceClaims": described(
+        list_of(ANY_OBJECT, "name"), "Claims of the pods, if GPUs come by dynamic resource allocation."
     ),
-    "terminationGracePeriodSeconds": said(COUNT, "A process takes at most 10 s to stop."),
-    "extraArgs": said({"type": "array", "items": TEXT}, "More arguments of the command."),
-    "extraEnv": said(
-        several(of_kubernetes("name value valueFrom"), "name"), "More environment variables, as the container has them."
+    "terminationGracePeriodSeconds": described(COUNT, "A process takes at most 10 s to stop."),
+    "extraArgs": described({"type": "array", "items": TEXT}, "More arguments of the command."),
+    "extraEnv": described(
+        list_of(kubernetes_object("name value valueFrom"), "name"),
+        "More environment variables, as the container has them.",
     ),
-    "extraEnvFrom": said(
-        several(of_kubernetes("configMapRef secretRef prefix")),
+    "extraEnvFrom": described(
+        list_of(kubernetes_object("configMapRef secretRef prefix")),
         "ConfigMaps and Secrets that are environment variables.",
     ),
-    "extraVolumes": said(several(ANY_OBJECT, "name"), "More volumes of the pods."),
-    "extraVolumeMounts": said(
-        several(
-            of_kubernetes("name mountPath readOnly subPath subPathExpr mountPropagation recursiveReadOnly"),
+    "extraVolumes": described(list_of(ANY_OBJECT, "name"), "More volumes of the pods."),
+    "extraVolumeMounts": described(
+        list_of(
+            kubernetes_object("name mountPath readOnly subPath subPathExpr mountPropagation recursiveReadOnly"),
             "name",
             "mountPath",
         ),
         "More mounts of the container.",
     ),
-    "secret": said(
+    "secret": described(
         TEXT, "A Secret of yours whose files the pod sees in /etc/gpustream/NAME, for options that name files."
     ),
-    "disruptionBudget": said(SWITCH, "A PodDisruptionBudget, if there is more than one replica."),
-    "autoscaling": closed(
-        enabled=said(
+    "disruptionBudget": described(SWITCH, "A PodDisruptionBudget, if there is more than one replica."),
+    "autoscaling": object_of(
+        enabled=described(
             SWITCH, "Scale streams and remoteWrite, by KEDA or a HorizontalPodAutoscaler; webhook and parquet, by KEDA."
         ),
-        minReplicas=said(COUNT, "The fewest pods; 0 only by KEDA: none while there is no lag."),
-        maxReplicas=said(COUNT, "The most pods: no more than partitions."),
-        targetCPU=said(TEXT, "Of one pod, which has one core; empty: not scaled on CPU."),
-        lagThreshold=said(COUNT, "Records that one pod may be behind. KEDA only."),
+        minReplicas=described(COUNT, "The fewest pods; 0 only by KEDA: none while there is no lag."),
+        maxReplicas=described(COUNT, "The most pods: no more than partitions."),
+        targetCPU=described(TEXT, "Of one pod, which has one core; empty: not scaled on CPU."),
+        lagThreshold=described(COUNT, "Records that one pod may be behind. KEDA only."),
     ),
 }
 
-OF_ONE: dict[str, dict[str, dict[str, Any]]] = {
+COMPONENT_VALUES: dict[str, dict[str, dict[str, Any]]] = {
     "node": {
-        "maxUnavailable": said({"type": ["string", "integer"]}, "Nodes that are updated at once."),
-        "kubeletDirectory": said(TEXT, "Where the kubelet has its files; /var/lib/k0s/kubelet, for example."),
-        "resourceQuota": said(SWITCH, "A ResourceQuota for the pods' priority class, as GKE wants it."),
+        "maxUnavailable": described({"type": ["string", "integer"]}, "Nodes that are updated at once."),
+        "kubeletDirectory": described(TEXT, "Where the kubelet has its files; /var/lib/k0s/kubelet, for example."),
+        "resourceQuota": described(SWITCH, "A ResourceQuota for the pods' priority class, as GKE wants it."),
     },
     "cluster": {
-        "policyEvents": said(SWITCH, "Events on pods whose annotations under gpustream.dev/ are wrong."),
-        "serviceAccount": closed(annotations=said(TEXTS, "Annotations of the account.")),
-        "customOwners": said(
+        "policyEvents": described(SWITCH, "Events on pods whose annotations under gpustream.dev/ are wrong."),
+        "serviceAccount": object_of(annotations=described(TEXTS, "Annotations of the account.")),
+        "customOwners": described(
             {
                 "type": "array",
-                "items": {**closed(apiGroups=ANY_LIST, resources=ANY_LIST), "required": ["apiGroups", "resources"]},
+                "items": {**object_of(apiGroups=ANY_LIST, resources=ANY_LIST), "required": ["apiGroups", "resources"]},
             },
             "Custom controllers above GPU pods that the cluster producer may get; "
             "k8s/components/custom-owners has those that are common.",
         ),
     },
     "parquet": {
-        "storage": closed(
-            size=said(TEXT, "Of the volume in which the files are."),
-            className=said(TEXT, "Its StorageClass; empty: the cluster's default."),
+        "storage": object_of(
+            size=described(TEXT, "Of the volume in which the files are."),
+            className=described(TEXT, "Its StorageClass; empty: the cluster's default."),
         )
     },
     "metricsApi": {
-        "aggregated": said(SWITCH, "Serve custom.metrics.k8s.io too, if no other server has it."),
-        "tlsSecret": said(TEXT, "A Secret with tls.crt and tls.key; empty: that of the certificate below."),
-        "caBundle": said(TEXT, "Without cert-manager: the CA of that certificate, in base64, for the API server."),
-        "certificate": closed(
-            enabled=said(SWITCH, "A Certificate by cert-manager, which also gives its CA to the API server."),
-            issuerRef=said(of_kubernetes("name kind group"), "Who issues it."),
+        "aggregated": described(SWITCH, "Serve custom.metrics.k8s.io too, if no other server has it."),
+        "tlsSecret": described(TEXT, "A Secret with tls.crt and tls.key; empty: that of the certificate below."),
+        "caBundle": described(TEXT, "Without cert-manager: the CA of that certificate, in base64, for the API server."),
+        "certificate": object_of(
+            enabled=described(SWITCH, "A Certificate by cert-manager, which also gives its CA to the API server."),
+            issuerRef=described(kubernetes_object("name kind group"), "Who issues it."),
         ),
     },
     "page": {
-        "from": said(
-            several(of_kubernetes("podSelector namespaceSelector ipBlock")),
+        "from": described(
+            list_of(kubernetes_object("podSelector namespaceSelector ipBlock")),
             "With networkPolicy.enabled, the peers that may connect; empty: nobody but `kubectl port-forward`.",
         )
     },
     "reclaim": {
-        "act": said(SWITCH, "Do what namespaces let be done, with the rights to change workloads; else a dry run."),
-        "namespaces": said({"type": "array", "items": TEXT}, "Where it may read, and act; empty: everywhere."),
+        "act": described(
+            SWITCH, "Do what namespaces let be done, with the rights to change workloads; else a dry run."
+        ),
+        "namespaces": described({"type": "array", "items": TEXT}, "Where it may read, and act; empty: everywhere."),
     },
-    "alerts": {"rules": said(TEXT, "The text of a rules file; empty: the rules that come with gpustream.")},
+    "alerts": {"rules": described(TEXT, "The text of a rules file; empty: the rules that come with gpustream.")},
 }
 
-GLOBAL: dict[str, dict[str, Any]] = {
-    "image": closed(
-        repository=said(TEXT, "The image."),
-        tag=said(TEXT, "Its tag; empty: the chart's appVersion."),
-        digest=said({**TEXT, "pattern": "^(sha256:[0-9a-f]{64})?$"}, "Its digest, which wins over the tag."),
-        pullPolicy=said({"enum": ["Always", "IfNotPresent", "Never"]}, "When it is pulled."),
-        pullSecrets=said(several(closed(name=TEXT), "name"), "Secrets of its registry, as `- name: NAME`."),
+GLOBAL_VALUES: dict[str, dict[str, Any]] = {
+    "image": object_of(
+        repository=described(TEXT, "The image."),
+        tag=described(TEXT, "Its tag; empty: the chart's appVersion."),
+        digest=described({**TEXT, "pattern": "^(sha256:[0-9a-f]{64})?$"}, "Its digest, which wins over the tag."),
+        pullPolicy=described({"enum": ["Always", "IfNotPresent", "Never"]}, "When it is pulled."),
+        pullSecrets=described(list_of(object_of(name=TEXT), "name"), "Secrets of its registry, as `- name: NAME`."),
     ),
-    "fullnameOverride": said(TEXT, "What the names of all objects begin with; empty: the release's name."),
-    "commonLabels": said(TEXTS, "More labels of every object; those of pods are `defaults.podLabels`."),
-    "kafkaSecret": said(
+    "fullnameOverride": described(TEXT, "What the names of all objects begin with; empty: the release's name."),
+    "commonLabels": described(TEXTS, "More labels of every object; those of pods are `defaults.podLabels`."),
+    "kafkaSecret": described(
         TEXT,
         "A Secret of yours whose files every pod sees in /etc/gpustream/kafka; with `strimzi.users` ca.crt is enough, "
         "and empty is the CA that Strimzi has in the namespace.",
     ),
-    "keda": closed(
-        enabled=said(SWITCH, "Scale by KEDA on lag and CPU, instead of by a HorizontalPodAutoscaler on CPU."),
-        pollingInterval=said(COUNT, "Seconds."),
-        authentication=said(
+    "keda": object_of(
+        enabled=described(SWITCH, "Scale by KEDA on lag and CPU, instead of by a HorizontalPodAutoscaler on CPU."),
+        pollingInterval=described(COUNT, "Seconds."),
+        authentication=described(
             TEXT, "A TriggerAuthentication of yours, for a Kafka with TLS or SASL; with `strimzi.users` it has a user."
         ),
     ),
-    "monitors": closed(
-        enabled=said(SWITCH, "A PodMonitor, and a ServiceMonitor of the scrape sink, for the Prometheus operator."),
-        labels=said(TEXTS, "Labels by which your Prometheus selects them."),
-        interval=said(TEXT, "How often they are scraped; empty: the Prometheus's own."),
-        honorLabels=said(SWITCH, "The scrape sink's series keep their labels: those of the GPUs' pods."),
+    "monitors": object_of(
+        enabled=described(
+            SWITCH, "A PodMonitor, and a ServiceMonitor of the scrape sink, for the Prometheus operator."
+        ),
+        labels=described(TEXTS, "Labels by which your Prometheus selects them."),
+        interval=described(TEXT, "How often they are scraped; empty: the Prometheus's own."),
+        honorLabels=described(SWITCH, "The scrape sink's series keep their labels: those of the GPUs' pods."),
     ),
-    "prometheusRule": closed(
-        enabled=said(SWITCH, "A PrometheusRule with the alerts about gpustream itself."),
-        labels=said(TEXTS, "Labels by which your Prometheus selects it."),
-        gpus=said(SWITCH, "Alerts about GPUs too; only if the component alerts does not run, or each comes twice."),
+    "prometheusRule": object_of(
+        enabled=described(SWITCH, "A PrometheusRule with the alerts about gpustream itself."),
+        labels=described(TEXTS, "Labels by which your Prometheus selects it."),
+        gpus=described(
+            SWITCH, "Alerts about GPUs too; only if the component alerts does not run, or each comes twice."
+        ),
     ),
-    "dashboards": closed(
-        enabled=said(SWITCH, "A ConfigMap for each dashboard, for Grafana's sidecar."),
-        labels=said(TEXTS, "The label that the sidecar looks for."),
-        annotations=said(TEXTS, "For example the folder in Grafana."),
+    "dashboards": object_of(
+        enabled=described(SWITCH, "A ConfigMap for each dashboard, for Grafana's sidecar."),
+        labels=described(TEXTS, "The label that the sidecar looks for."),
+        annotations=described(TEXTS, "For example the folder in Grafana."),
     ),
-    "networkPolicy": closed(
-        enabled=said(SWITCH, "Nothing may connect to the pods but to the ports that are scraped."),
+    "networkPolicy": object_of(
+        enabled=described(SWITCH, "Nothing may connect to the pods but to the ports that are scraped."),
         **{
-            "from": said(
-                several(of_kubernetes("podSelector namespaceSelector ipBlock")),
+            "from": described(
+                list_of(kubernetes_object("podSelector namespaceSelector ipBlock")),
                 "And only from these peers; empty: from anywhere. The metrics API's port is open: it asks who one is.",
             )
         },
     ),
-    "strimzi": closed(
-        topics=said(SWITCH, "A KafkaTopic for each topic, instead of the Job."),
-        users=said(
+    "strimzi": object_of(
+        topics=described(SWITCH, "A KafkaTopic for each topic, instead of the Job."),
+        users=described(
             SWITCH,
             "A KafkaUser for each component, with the ACLs that it needs and no more. The component logs in as it: the "
             "user operator must write its Secret into the release's namespace.",
         ),
-        cluster=said(TEXT, "The name of the Kafka."),
-        namespace=said(TEXT, "Where the Kafka is; empty: the release's namespace."),
-        authentication=said(
+        cluster=described(TEXT, "The name of the Kafka."),
+        namespace=described(TEXT, "Where the Kafka is; empty: the release's namespace."),
+        authentication=described(
             {"enum": ["tls", "tls-external", "scram-sha-512"]}, "How the users log in; tls-external: by `kafkaSecret`."
         ),
     ),
-    "openshift": said(SWITCH, "The cluster picks the users; the node producer may use its constraints `privileged`."),
-    "selinux": said(SWITCH, "The node producer has the type that SELinux lets connect to the kubelet's socket."),
-    "extraObjects": said(
+    "openshift": described(
+        SWITCH, "The cluster picks the users; the node producer may use its constraints `privileged`."
+    ),
+    "selinux": described(SWITCH, "The node producer has the type that SELinux lets connect to the kubelet's socket."),
+    "extraObjects": described(
         {"type": "array", "items": {"type": ["object", "string"]}},
         "More objects, or texts of objects; they may have templates in them.",
     ),
@@ -253,71 +264,82 @@ GLOBAL: dict[str, dict[str, Any]] = {
 
 def options_of(command: click.Command) -> dict[str, Any]:
     """The options of a command as properties, by their names without dashes."""
-    found = {}
+    properties = {}
     for option in command.params:
         if isinstance(option, click.Option) and option.envvar:
             takes_several = option.multiple or "[,...]" in option.type.name
             kind: dict[str, Any] = {"type": ["string", "number", "boolean", *(["array"] if takes_several else [])]}
             if isinstance(option.type, click.Choice) and not option.multiple:
                 kind = {"enum": list(option.type.choices)}
-            found[option.opts[0].removeprefix("--")] = said(kind, " ".join((option.help or "").split()))
-    return found
+            properties[option.opts[0].removeprefix("--")] = described(kind, " ".join((option.help or "").split()))
+    return properties
 
 
 def schema() -> dict[str, Any]:
     """The schema of the chart's values."""
     by_words = {" ".join(path[1:]): command for path, command in commands(main, ("gpustream",))}
     options = {
-        name: options_of(by_words.get(words) or by_words[words.split()[0]]) for name, words in COMPONENTS.items()
+        name: options_of(by_words.get(command_words) or by_words[command_words.split()[0]])
+        for name, command_words in COMPONENTS.items()
     }
-    every: dict[str, Any] = {}
-    for some in options.values():
-        every |= {
-            option: value for option, value in some.items() if "array" not in every.get(option, {}).get("type", [])
+    all_options: dict[str, Any] = {}
+    for component_options in options.values():
+        all_options |= {
+            option: value
+            for option, value in component_options.items()
+            if "array" not in all_options.get(option, {}).get("type", [])
         }
-    of_a_pod = {name: {"$ref": f"#/definitions/{name}"} for name in OF_EVERY_POD}
+    pod_references = {name: {"$ref": f"#/definitions/{name}"} for name in POD_VALUES}
     components = {
         name: {
-            **closed(
-                enabled=said(SWITCH, f"Whether `gpustream {words}` runs."),
-                **({} if name in {"topics", "node"} else {"replicas": said(COUNT, "How many pods.")}),
-                options=said(closed(**options[name]), f"Options of `gpustream {words}`, without the dashes."),
-                **of_a_pod,
-                **OF_ONE.get(name, {}),
+            **object_of(
+                enabled=described(SWITCH, f"Whether `gpustream {command_words}` runs."),
+                **({} if name in {"topics", "node"} else {"replicas": described(COUNT, "How many pods.")}),
+                options=described(
+                    object_of(**options[name]), f"Options of `gpustream {command_words}`, without the dashes."
+                ),
+                **pod_references,
+                **COMPONENT_VALUES.get(name, {}),
             ),
-            "description": f"`gpustream {words}`.",
+            "description": f"`gpustream {command_words}`.",
         }
-        for name, words in COMPONENTS.items()
+        for name, command_words in COMPONENTS.items()
     }
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
-        **closed(
-            **GLOBAL,
-            options=said(closed(**every), "Options of every component that has them, without the dashes."),
-            defaults=said(closed(**of_a_pod), "What every pod has, unless its component says otherwise."),
+        **object_of(
+            **GLOBAL_VALUES,
+            options=described(
+                object_of(**all_options), "Options of every component that has them, without the dashes."
+            ),
+            defaults=described(object_of(**pod_references), "What every pod has, unless its component says otherwise."),
             **components,
-            **{"global": said(ANY_OBJECT, "Helm's own, for a chart that this one is a part of.")},
+            **{"global": described(ANY_OBJECT, "Helm's own, for a chart that this one is a part of.")},
         ),
-        "definitions": OF_EVERY_POD,
+        "definitions": POD_VALUES,
     }
 
 
 def rows(schema: Mapping[str, Any], values: Any, path: str = "") -> Iterator[str]:
     """The table of values: each with its default and what it is for."""
-    for name, property_of in schema["properties"].items():
-        here, default = f"{path}{name}", values.get(name) if isinstance(values, dict) else None
-        value = OF_EVERY_POD[name] if "$ref" in property_of else property_of
+    for name, property_schema in schema["properties"].items():
+        name_path, default = f"{path}{name}", values.get(name) if isinstance(values, dict) else None
+        value = POD_VALUES[name] if "$ref" in property_schema else property_schema
         if name == "options" or "properties" not in value or (path and "description" in value):
             shown = "" if default is None else f"`{json.dumps(default)}`"
-            yield f"| `{here}` | {shown} | {value.get('description', '')} |"
+            yield f"| `{name_path}` | {shown} | {value.get('description', '')} |"
         elif not path and name in COMPONENTS:
-            own = {"properties": {key: one for key, one in value["properties"].items() if key not in OF_EVERY_POD}}
-            yield from rows(own, default, f"{here}.")
-            for key, of_its_own in sorted((default or {}).items()):
-                if key in OF_EVERY_POD:
-                    yield f"| `{here}.{key}` | `{json.dumps(of_its_own)}` | As `defaults.{key}`. |"
+            own_schema = {
+                "properties": {
+                    key: value_schema for key, value_schema in value["properties"].items() if key not in POD_VALUES
+                }
+            }
+            yield from rows(own_schema, default, f"{name_path}.")
+            for key, own_default in sorted((default or {}).items()):
+                if key in POD_VALUES:
+                    yield f"| `{name_path}.{key}` | `{json.dumps(own_default)}` | As `defaults.{key}`. |"
         else:
-            yield from rows(value, default, f"{here}.")
+            yield from rows(value, default, f"{name_path}.")
 
 
 def readme(schema: Mapping[str, Any]) -> str:
@@ -330,16 +352,18 @@ def readme(schema: Mapping[str, Any]) -> str:
 
 def kafka() -> dict[str, Any]:
     """The topics, and what each command may do, as Strimzi writes it."""
-    rights: dict[str, list[dict[str, Any]]] = {}
+    acls_by_command: dict[str, list[dict[str, Any]]] = {}
     of_commands = acls.of_commands()
-    for words in COMPONENTS.values():
+    for command_words in COMPONENTS.values():
         operations: dict[tuple[str, str], list[str]] = {}
-        for acl in of_commands[words]:
+        for acl in of_commands[command_words]:
             kind = {"TransactionalId": "transactionalId"}.get(acl.resource, acl.resource.lower())
             operations.setdefault((kind, acl.name), []).append(acl.operation)
-        rights[words] = [{"type": kind, "name": name, "operations": some} for (kind, name), some in operations.items()]
+        acls_by_command[command_words] = [
+            {"type": kind, "name": name, "operations": granted} for (kind, name), granted in operations.items()
+        ]
     topics = [{"name": topic.name, "config": topic.settings()} for topic in load_topics().values()]
-    return {"topics": topics, "acls": rights}
+    return {"topics": topics, "acls": acls_by_command}
 
 
 def strimzi_object(kind: str, name: str, component: str, spec: dict[str, Any]) -> dict[str, Any]:
@@ -358,10 +382,10 @@ def strimzi_object(kind: str, name: str, component: str, spec: dict[str, Any]) -
     }
 
 
-def kafka_topics(of_kafka: Mapping[str, Any]) -> list[dict[str, Any]]:
+def kafka_topics(contents: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A KafkaTopic for each topic, with as many partitions and replicas as the chart has."""
-    made_with = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["topics"]["options"]
-    size = {"partitions": made_with["partitions"], "replicas": made_with["replication-factor"]}
+    options = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["topics"]["options"]
+    size = {"partitions": options["partitions"], "replicas": options["replication-factor"]}
     return [
         strimzi_object(
             "KafkaTopic",
@@ -369,7 +393,7 @@ def kafka_topics(of_kafka: Mapping[str, Any]) -> list[dict[str, Any]]:
             "topics",
             {"topicName": topic["name"], **size, "config": topic["config"]},
         )
-        for topic in of_kafka["topics"]
+        for topic in contents["topics"]
     ]
 
 
@@ -379,7 +403,7 @@ def users_of_components() -> dict[str, str]:
     return {name: words for name, words in names.items() if name != "topics"}
 
 
-def kafka_users(of_kafka: Mapping[str, Any]) -> list[dict[str, Any]]:
+def kafka_users(contents: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A KafkaUser for each component, with the ACLs that its command needs."""
     return [
         strimzi_object(
@@ -395,19 +419,19 @@ def kafka_users(of_kafka: Mapping[str, Any]) -> list[dict[str, Any]]:
                             "resource": {"type": acl["type"], "name": acl["name"], "patternType": "literal"},
                             "operations": acl["operations"],
                         }
-                        for acl in of_kafka["acls"][words]
+                        for acl in contents["acls"][command_words]
                     ],
                 },
             },
         )
-        for name, words in users_of_components().items()
+        for name, command_words in users_of_components().items()
     ]
 
 
 USERS = "  # written by `python -m gpustream.chart`: the user of each component\n"
-"""What stands after it in the kustomization is written; what stands before it is kept."""
+"""The marker in the kustomization: what follows it is written, what is before it is kept."""
 
-OF_ONE_USER = """\
+USER_PATCH = """\
   - target:
       kind: DaemonSet|Deployment|StatefulSet
       name: {name}
@@ -428,15 +452,15 @@ def as_documents(things: list[dict[str, Any]], what: str) -> str:
 
 def files() -> dict[Path, str]:
     """The files as they should be."""
-    made, of_kafka = schema(), kafka()
+    values_schema, kafka_contents = schema(), kafka()
     head, mark, _ = (STRIMZI / "kustomization.yaml").read_text(encoding="utf-8").partition(USERS)
-    mounts = head + mark + "".join(OF_ONE_USER.format(name=name) for name in users_of_components())
+    mounts = head + mark + "".join(USER_PATCH.format(name=name) for name in users_of_components())
     return {
-        CHART / "values.schema.json": json.dumps(made, indent=2) + "\n",
-        CHART / "README.md": readme(made),
-        CHART / "files" / "kafka.json": json.dumps(of_kafka, indent=2) + "\n",
-        STRIMZI / "topics.yaml": as_documents(kafka_topics(of_kafka), "The topics"),
-        STRIMZI / "users.yaml": as_documents(kafka_users(of_kafka), "A user for each component"),
+        CHART / "values.schema.json": json.dumps(values_schema, indent=2) + "\n",
+        CHART / "README.md": readme(values_schema),
+        CHART / "files" / "kafka.json": json.dumps(kafka_contents, indent=2) + "\n",
+        STRIMZI / "topics.yaml": as_documents(kafka_topics(kafka_contents), "The topics"),
+        STRIMZI / "users.yaml": as_documents(kafka_users(kafka_contents), "A user for each component"),
         STRIMZI / "kustomization.yaml": mounts,
     }
 

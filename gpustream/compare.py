@@ -28,101 +28,106 @@ COLUMNS = ("gpu", "pod", "theirs", "their value", "ours", "our value", "verdict"
 
 SCHEMA = 1
 
-_SHOWN = 300
-_AT_ONCE = 25
-"""How many names are asked for at once."""
+_MAX_ERROR_CHARS = 300
+_NAMES_PER_QUERY = 25
+"""How many metric names one query has."""
 
-_ANY_NAME = "DCGM_.+|dcgm_.+|gpu_.+"
+_NAME_PATTERN = "DCGM_.+|dcgm_.+|gpu_.+"
 
 
-# -- asking Prometheus
+# -- querying Prometheus
 
 
 class PrometheusError(Exception):
-    """What is wrong with the answer, in a sentence."""
+    """Prometheus could not be queried; the message says why."""
 
 
-class Asker:
-    """Asks one Prometheus about one moment. Every question may raise PrometheusError."""
+class PrometheusClient:
+    """Queries one Prometheus at one moment. Every query may raise PrometheusError."""
 
     def __init__(self, base: str, session: aiohttp.ClientSession, credentials: Credentials, at_s: float) -> None:
         self._url, self._session, self._credentials = f"{base.rstrip('/')}/api/v1/query", session, credentials
         self._at_s = at_s
 
     async def readings(self, matchers: str, window_s: float) -> list[Reading]:
-        """Every series of GPUs of the window that the matchers allow."""
-        inner = matchers.strip()
-        inner = inner[1:-1] if inner.startswith("{") and inner.endswith("}") else inner
-        further = f",{inner}" if inner else ""
-        counts = await self._ask(f'count by (__name__) ({{__name__=~"{_ANY_NAME}"{further}}})')
-        names = sorted(one["metric"]["__name__"] for one in counts)
-        found: list[Reading] = []
-        for start in range(0, len(names), _AT_ONCE):
-            some = f'{{__name__=~"{"|".join(names[start : start + _AT_ONCE])}"{further}}}'
-            there = {frozenset(one["metric"].items()) for one in await self._ask(some)}
-            for one in await self._ask(f"{some}[{int(window_s * 1000)}ms]"):
-                samples = [Sample(float(at_s), float(value)) for at_s, value in one["values"]]
-                ended = frozenset(one["metric"].items()) not in there
-                found.append(Reading(one["metric"], tuple(samples), ended))
-        return found
+        """Every series of GPUs in the window that the matchers select."""
+        matchers_text = matchers.strip()
+        matchers_text = (
+            matchers_text[1:-1] if matchers_text.startswith("{") and matchers_text.endswith("}") else matchers_text
+        )
+        extra_matchers = f",{matchers_text}" if matchers_text else ""
+        counts = await self._query(f'count by (__name__) ({{__name__=~"{_NAME_PATTERN}"{extra_matchers}}})')
+        names = sorted(series["metric"]["__name__"] for series in counts)
+        readings: list[Reading] = []
+        for start in range(0, len(names), _NAMES_PER_QUERY):
+            selector = f'{{__name__=~"{"|".join(names[start : start + _NAMES_PER_QUERY])}"{extra_matchers}}}'
+            current_series = {frozenset(series["metric"].items()) for series in await self._query(selector)}
+            for series in await self._query(f"{selector}[{int(window_s * 1000)}ms]"):
+                samples = [Sample(float(at_s), float(value)) for at_s, value in series["values"]]
+                ended = frozenset(series["metric"].items()) not in current_series
+                readings.append(Reading(series["metric"], tuple(samples), ended))
+        return readings
 
-    async def _ask(self, expression: str) -> list[dict[str, Any]]:
+    async def _query(self, expression: str) -> list[dict[str, Any]]:
         try:
             headers, context = self._credentials.now()
             form = {"query": expression, "time": f"{self._at_s:.3f}"}
             async with self._session.post(
                 self._url, data=form, headers=headers, ssl=context or True, allow_redirects=False
-            ) as answer:
-                text = await answer.text()
+            ) as reply:
+                text = await reply.text()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise PrometheusError(f"{self._url} can't be asked: {str(error) or type(error).__name__}") from error
         try:
-            said = msgspec.json.decode(text)
-            if said["status"] == "success":
-                result: list[dict[str, Any]] = said["data"]["result"]
+            response = msgspec.json.decode(text)
+            if response["status"] == "success":
+                result: list[dict[str, Any]] = response["data"]["result"]
                 return result
-            reason = said.get("error", text)
+            reason = response.get("error", text)
         except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
-            reason = " ".join(text[:_SHOWN].split())
-        raise PrometheusError(f"{self._url} answered {answer.status}: {reason}")
+            reason = " ".join(text[:_MAX_ERROR_CHARS].split())
+        raise PrometheusError(f"{self._url} answered {reply.status}: {reason}")
 
 
 async def gather(
     base: str, settings: HttpSettings, matchers: tuple[str | None, str | None], window_s: float
 ) -> tuple[list[Reading], list[Reading]]:
-    """What they and we have now. What only one side has matchers for is divided by them; without any, by who is who.
-    Raises PrometheusError."""
+    """The readings of the other exporter and of gpustream.
+
+    If only one side has matchers, the other side has all other series. Without any, :func:`is_ours` decides.
+    Raises PrometheusError.
+    """
     theirs, ours = matchers
     timeout = aiohttp.ClientTimeout(total=settings.request_timeout_s)
     async with aiohttp.ClientSession(timeout=timeout, headers=dict(settings.headers)) as session:
-        prometheus = Asker(base, session, Credentials(settings), time.time())
-        their_own = await prometheus.readings(theirs, window_s) if theirs else []
-        our_own = await prometheus.readings(ours, window_s) if ours else []
-        everything = [] if theirs and ours else await prometheus.readings("", window_s)
-    taken = {frozenset(one.labels.items()) for one in (*their_own, *our_own)}
-    rest = [one for one in everything if frozenset(one.labels.items()) not in taken]
+        prometheus = PrometheusClient(base, session, Credentials(settings), time.time())
+        their_readings = await prometheus.readings(theirs, window_s) if theirs else []
+        our_readings = await prometheus.readings(ours, window_s) if ours else []
+        all_readings = [] if theirs and ours else await prometheus.readings("", window_s)
+    selected = {frozenset(reading.labels.items()) for reading in (*their_readings, *our_readings)}
+    rest = [reading for reading in all_readings if frozenset(reading.labels.items()) not in selected]
     if not theirs:
-        their_own = [one for one in rest if ours or not is_ours(one.labels)]
+        their_readings = [reading for reading in rest if ours or not is_ours(reading.labels)]
     if not ours:
-        our_own = [one for one in rest if theirs or is_ours(one.labels)]
-    return their_own, our_own
+        our_readings = [reading for reading in rest if theirs or is_ours(reading.labels)]
+    return their_readings, our_readings
 
 
 # -- the command
 
 
-def _mistakes(given: dict[str, Any]) -> list[str]:
-    found = [text.replace("--url", "--prometheus") for text in url_mistakes(given["prometheus"])]
-    if given["window_s"] < 1:
-        found.append("--window: must be at least 1 s")
-    return [*found, *_http(given).errors()]
+def _mistakes(values: dict[str, Any]) -> list[str]:
+    messages = [text.replace("--url", "--prometheus") for text in url_mistakes(values["prometheus"])]
+    if values["window_s"] < 1:
+        messages.append("--window: must be at least 1 s")
+    return [*messages, *_http(values).errors()]
 
 
-def _http(given: Mapping[str, Any]) -> HttpSettings:
-    return HttpSettings(**{name: given[name] for name in _OF_HTTP})
+def _http(values: Mapping[str, Any]) -> HttpSettings:
+    return HttpSettings(**{name: values[name] for name in _HTTP_FIELDS})
 
 
-_OF_HTTP = tuple(field.name for field in schema.fields(HttpSettings))
+_HTTP_FIELDS = tuple(field.name for field in schema.fields(HttpSettings))
 
 
 @click.command(
@@ -172,7 +177,7 @@ def compare(
     tolerance: float,
     everything: bool,
     form: Literal["text", "json"],
-    **given: Any,
+    **values: Any,
 ) -> None:
     """Compare what another exporter says of each GPU and pod with what gpustream says: what differs, and why.
 
@@ -180,44 +185,44 @@ def compare(
     1 if anything else differs, or if one of both is not there.
     """
     try:
-        theirs_found, ours_found = asyncio.run(gather(prometheus, _http(given), (theirs, ours), window_s))
+        their_readings, our_readings = asyncio.run(gather(prometheus, _http(values), (theirs, ours), window_s))
     except PrometheusError as error:
         raise failed(error) from error
-    if not theirs_found or not ours_found:
-        who, how = ("gpustream's", "--ours") if theirs_found else ("another exporter's", "--theirs")
-        raise failed(f"no series of GPUs there are {who}: say with {how} which these are")
-    found = compared(theirs_found, ours_found, tolerance)
+    if not their_readings or not our_readings:
+        owner, option_name = ("gpustream's", "--ours") if their_readings else ("another exporter's", "--theirs")
+        raise failed(f"no series of GPUs there are {owner}: say with {option_name} which these are")
+    comparison = compared(their_readings, our_readings, tolerance)
     if form == "json":
-        click.echo(msgspec.json.encode(report(found)))
+        click.echo(msgspec.json.encode(report(comparison)))
     else:
-        show(COLUMNS, [shown(row) for row in found.rows if everything or row.verdict not in FINE])
-        click.echo(summary(found), err=True)
-    raise SystemExit(FAILED if found.differing else 0)
+        show(COLUMNS, [row_text(row) for row in comparison.rows if everything or row.verdict not in FINE])
+        click.echo(summary(comparison), err=True)
+    raise SystemExit(FAILED if comparison.differing else 0)
 
 
-def shown(row: Compared) -> tuple[str, ...]:
+def row_text(row: Compared) -> tuple[str, ...]:
     """A row as text."""
     sides = [("-", "-") if side is None else (side.name, f"{side.value:.10g}") for side in (row.theirs, row.ours)]
     pods = dict.fromkeys(side.pod or "-" for side in (row.theirs, row.ours) if side is not None)
     return str(row.device), " / ".join(pods), *sides[0], *sides[1], row.verdict, row.why or "-"
 
 
-def summary(found: Comparison) -> str:
+def summary(comparison: Comparison) -> str:
     """How many series agree and why the others don't, in a sentence."""
-    verdicts = Counter(row.verdict for row in found.rows)
+    verdicts = Counter(row.verdict for row in comparison.rows)
     parts = [f"{number} {verdict}" for verdict, number in sorted(verdicts.items())]
-    devices = len({row.device for row in found.rows})
-    only = f"; only gpustream has {counted(len(found.only_ours), 'name')}" if found.only_ours else ""
-    return f"{counted(len(found.rows), 'row')} of {counted(devices, 'GPU')}: {', '.join(parts)}{only}"
+    devices = len({row.device for row in comparison.rows})
+    only = f"; only gpustream has {counted(len(comparison.only_ours), 'name')}" if comparison.only_ours else ""
+    return f"{counted(len(comparison.rows), 'row')} of {counted(devices, 'GPU')}: {', '.join(parts)}{only}"
 
 
-def report(found: Comparison) -> dict[str, Any]:
+def report(comparison: Comparison) -> dict[str, Any]:
     """The comparison for programs: every row, also those that agree."""
     return {
         "schema": SCHEMA,
-        "ok": not found.differing,
-        "verdicts": Counter(row.verdict for row in found.rows),
-        "only_ours": found.only_ours,
+        "ok": not comparison.differing,
+        "verdicts": Counter(row.verdict for row in comparison.rows),
+        "only_ours": comparison.only_ours,
         "rows": [
             {
                 "gpu": row.device.uuid,
@@ -228,6 +233,6 @@ def report(found: Comparison) -> dict[str, Any]:
                 "verdict": row.verdict,
                 "why": row.why or None,
             }
-            for row in found.rows
+            for row in comparison.rows
         ],
     }

@@ -1,11 +1,11 @@
-"""What another exporter says of a GPU and a pod beside what gpustream says, and why they differ. Pure.
+"""Compares the series of another exporter with gpustream's, GPU by GPU, and says why they differ. Pure.
 
 In:       the series of both sides, with their samples of a window.
 Out:      a row for each of their series: ours of the same GPU and quantity, and a verdict.
 
-A value is compared in the unit of the catalogue, whatever each side's name says. Theirs is of some moment before their
-scrape, so that ours of a whole window is looked at: if it was theirs once, or below and above it, the two were only
-read at different times.
+Values are compared in the unit of the catalogue, whatever unit each side's name has. The other exporter read its value
+at some moment before its scrape. So all of gpustream's samples in a window are looked at: if one of them equals that
+value, or some are below and some above it, the two were only read at different times.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ class Sample(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A series of one side: all its labels, its samples of the window, oldest first, and whether it has ended since."""
+    """A series of one side: its labels, its samples in the window, oldest first, and whether it has ended since."""
 
     labels: Labels
     samples: tuple[Sample, ...]
@@ -47,7 +47,7 @@ class Reading(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The metric's name."""
         return self.labels["__name__"]
 
     @property
@@ -68,8 +68,10 @@ class ComparedDevice(NamedTuple):
 
 
 class _Quantity(NamedTuple):
-    """What a series measures: a key of the catalogue, several of them, or its own name. ``scale`` takes that to the
-    series' unit."""
+    """What a series measures: a key of the catalogue, several of them, or its own name.
+
+    A value in the catalogue's unit times ``scale`` is in the series' unit.
+    """
 
     key: str
     scale: float = 1.0
@@ -80,7 +82,7 @@ def _first(labels: Labels, names: Iterable[str]) -> str | None:
 
 
 def device(labels: Labels, uuids: Mapping[tuple[str, str], str]) -> ComparedDevice | None:
-    """What a series is of; ``uuids``: of GPUs, by node and index. None: of no GPU."""
+    """The GPU of a series; None if it has none. ``uuids`` are the UUIDs of GPUs by node and index."""
     uuid, index = _first(labels, _UUIDS), _first(labels, _INDEXES)
     if uuid is None and index is not None:
         node = (_first(labels, _NODES) or "").partition(":")[0]
@@ -91,34 +93,38 @@ def device(labels: Labels, uuids: Mapping[tuple[str, str], str]) -> ComparedDevi
 
 
 def _quantities(profile: Profile) -> Iterator[tuple[str, Labels, _Quantity]]:
-    """What each name of a profile measures, with the labels that tell it from others of that name."""
-    for key, many in profile.series.items():
-        yield from [(one.name, dict(one.labels), _Quantity(key, one.scale)) for one in many if one.bits is None]
+    """The names of a profile: each with the labels that tell it from others of that name, and what it measures."""
+    for key, series in profile.series.items():
+        yield from [
+            (entry.name, dict(entry.labels), _Quantity(key, entry.scale)) for entry in series if entry.bits is None
+        ]
     for ratio in profile.ratios:
         key = "/".join("+".join(keys) for keys in (ratio.numerators, ratio.denominators) if keys)
         yield ratio.name, dict(ratio.labels), _Quantity(key, ratio.scale)
 
 
 @cache
-def _known() -> dict[str, list[tuple[Labels, _Quantity]]]:
-    """What each name of any profile measures."""
-    found: dict[str, list[tuple[Labels, _Quantity]]] = {}
-    for name, own, of in [one for profile in PROFILES.values() for one in _quantities(profile)]:
-        found.setdefault(name, []).append((own, of))
-    return found
+def _quantities_by_name() -> dict[str, list[tuple[Labels, _Quantity]]]:
+    """What each name of any profile measures, by its labels."""
+    quantities: dict[str, list[tuple[Labels, _Quantity]]] = {}
+    for name, labels, quantity in [row for profile in PROFILES.values() for row in _quantities(profile)]:
+        quantities.setdefault(name, []).append((labels, quantity))
+    return quantities
 
 
 def quantity(labels: Labels) -> _Quantity:
     """What a series measures, by its name and labels."""
-    for own, found in _known().get(labels["__name__"], ()):
-        if own.items() <= labels.items():
-            return found
-    apart = sorted((name, labels[name]) for name in ("xid", "gpu_throttle_cause", "gpu_task_type") if name in labels)
-    return _Quantity(labels["__name__"] + "".join(f" {name}={value}" for name, value in apart))
+    for own_labels, quantity_found in _quantities_by_name().get(labels["__name__"], ()):
+        if own_labels.items() <= labels.items():
+            return quantity_found
+    distinguishing = sorted(
+        (name, labels[name]) for name in ("xid", "gpu_throttle_cause", "gpu_task_type") if name in labels
+    )
+    return _Quantity(labels["__name__"] + "".join(f" {name}={value}" for name, value in distinguishing))
 
 
 def is_ours(labels: Labels) -> bool:
-    """Whether a series is gpustream's: by its service or its job. What remote write sends of it has no job at all."""
+    """Whether a series is gpustream's, by its service or its job. Series from its remote write have no job."""
     return labels.get("service_name") == "gpustream" or "gpustream" in labels.get("job", "gpustream")
 
 
@@ -126,7 +132,7 @@ def is_ours(labels: Labels) -> bool:
 
 
 class Side(NamedTuple):
-    """What one side says."""
+    """The last value of one side's series."""
 
     name: str
     value: float
@@ -146,68 +152,75 @@ class Compared(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """All rows; the names that only ours has."""
+    """All rows, and the names of metrics that only gpustream has."""
 
     rows: tuple[Compared, ...]
     only_ours: tuple[str, ...]
 
     @property
     def differing(self) -> int:
-        """How many rows differ, other than by when they were read."""
+        """How many rows differ in more than the time of reading."""
         return sum(row.verdict not in FINE for row in self.rows)
 
 
 def compared(theirs: Sequence[Reading], ours: Sequence[Reading], tolerance: float) -> Comparison:
-    """Each of their series beside ours; GPUs that only one side has. ``tolerance`` is a share of the value."""
+    """A row for each of their series, and for each GPU that only we have. ``tolerance`` is a share of the value."""
     uuids = {
-        ((_first(one.labels, _NODES) or "").partition(":")[0], index): uuid
-        for one in (*theirs, *ours)
-        if (index := _first(one.labels, _INDEXES)) and (uuid := _first(one.labels, _UUIDS))
+        ((_first(reading.labels, _NODES) or "").partition(":")[0], index): uuid
+        for reading in (*theirs, *ours)
+        if (index := _first(reading.labels, _INDEXES)) and (uuid := _first(reading.labels, _UUIDS))
     }
     theirs, ours = _with_holders(theirs), _with_holders(ours)
-    of_theirs = _grouped([one for one in theirs if not one.ended], uuids)
-    of_ours = _grouped([one for one in ours if not one.ended], uuids)
-    ended = _grouped([one for one in ours if one.ended], uuids)
-    devices = {found for found, _ in of_ours}
-    known = {key for _, key in of_ours}
+    their_groups = _by_device_and_quantity([reading for reading in theirs if not reading.ended], uuids)
+    our_groups = _by_device_and_quantity([reading for reading in ours if not reading.ended], uuids)
+    ended = _by_device_and_quantity([reading for reading in ours if reading.ended], uuids)
+    devices = {device_found for device_found, _ in our_groups}
+    our_quantities = {key for _, key in our_groups}
     rows: list[Compared] = []
-    for (found, key), readings in of_theirs.items():
+    for (device_found, key), readings in their_groups.items():
         pods = {reading.pod for reading in readings}
         for reading in readings:
-            if found not in devices:
-                why = "gpustream has no such GPU"
-                rows.append(Compared(found, key, _side(reading), None, "missing", why))
-            elif (found, key) not in of_ours:
-                verdict, why = _absent(reading.name, key, known)
-                rows.append(Compared(found, key, _side(reading), None, verdict, why))
+            if device_found not in devices:
+                reason = "gpustream has no such GPU"
+                rows.append(Compared(device_found, key, _side(reading), None, "missing", reason))
+            elif (device_found, key) not in our_groups:
+                verdict, reason = _why_absent(reading.name, key, our_quantities)
+                rows.append(Compared(device_found, key, _side(reading), None, verdict, reason))
             else:
-                there, before = of_ours[found, key], ended.get((found, key), ())
-                rows.append(_beside(found, key, reading, (there, before), tolerance, shared=len(pods) > 1))
-    for found in devices - {found for found, _ in of_theirs}:
-        some = next(readings[0] for (of, _), readings in of_ours.items() if of == found)
-        rows.append(Compared(found, "", None, _side(some), "missing", "they have no such GPU"))
-    theirs_too = {key for _, key in of_theirs}
-    only = {one.name for (_, key), readings in of_ours.items() if key not in theirs_too for one in readings}
-    return Comparison(tuple(sorted(rows, key=lambda row: (row.device, row.quantity))), tuple(sorted(only)))
+                current, ended_readings = our_groups[device_found, key], ended.get((device_found, key), ())
+                rows.append(
+                    _compare_one(device_found, key, reading, (current, ended_readings), tolerance, shared=len(pods) > 1)
+                )
+    for device_found in devices - {device_found for device_found, _ in their_groups}:
+        example = next(readings[0] for (other, _), readings in our_groups.items() if other == device_found)
+        rows.append(Compared(device_found, "", None, _side(example), "missing", "they have no such GPU"))
+    their_quantities = {key for _, key in their_groups}
+    only_ours = {
+        reading.name for (_, key), readings in our_groups.items() if key not in their_quantities for reading in readings
+    }
+    return Comparison(tuple(sorted(rows, key=lambda row: (row.device, row.quantity))), tuple(sorted(only_ours)))
 
 
 def _with_holders(readings: Sequence[Reading]) -> Sequence[Reading]:
-    """The same without the exporter's own pod, if a side has its holders in other labels."""
-    if not any("exported_pod" in one.labels for one in readings):
+    """The readings without the labels of the exporter's own pod, if the holders are in ``exported_`` labels."""
+    if not any("exported_pod" in reading.labels for reading in readings):
         return readings
-    own = ("pod", "namespace", "container")
-    return [one._replace(labels={k: v for k, v in one.labels.items() if k not in own}) for one in readings]
+    exporter_labels = ("pod", "namespace", "container")
+    return [
+        reading._replace(labels={name: value for name, value in reading.labels.items() if name not in exporter_labels})
+        for reading in readings
+    ]
 
 
-def _grouped(
+def _by_device_and_quantity(
     readings: Iterable[Reading], uuids: Mapping[tuple[str, str], str]
 ) -> dict[tuple[ComparedDevice, str], list[Reading]]:
-    """The series of each GPU and quantity."""
-    found: dict[tuple[ComparedDevice, str], list[Reading]] = {}
-    for one in readings:
-        if (of := device(one.labels, uuids)) is not None:
-            found.setdefault((of, quantity(one.labels).key), []).append(one)
-    return found
+    """The readings of each GPU and quantity."""
+    groups: dict[tuple[ComparedDevice, str], list[Reading]] = {}
+    for reading in readings:
+        if (compared_device := device(reading.labels, uuids)) is not None:
+            groups.setdefault((compared_device, quantity(reading.labels).key), []).append(reading)
+    return groups
 
 
 def _side(reading: Reading) -> Side:
@@ -215,18 +228,22 @@ def _side(reading: Reading) -> Side:
     return Side(reading.name, last.value, reading.pod, last.at_s)
 
 
-def _absent(name: str, key: str, known: Iterable[str]) -> tuple[Verdict, str]:
-    """Why ours lacks what they have of a GPU."""
-    if name not in _known():
+def _why_absent(name: str, key: str, our_quantities: Iterable[str]) -> tuple[Verdict, str]:
+    """Why gpustream lacks a quantity that they have of a GPU."""
+    if name not in _quantities_by_name():
         return "unknown", f"gpustream has no {name}: {counters.why_not_served(name)}"
-    if key in known:
+    if key in our_quantities:
         return "missing", "gpustream has it of other GPUs: NVML does not say it of this one"
-    having = [name for name, profile in PROFILES.items() if any(of.key == key for _, _, of in _quantities(profile))]
-    return "missing", f"gpustream has it with --names {' or '.join(having)}, if NVML says it"
+    profiles = [
+        name
+        for name, profile in PROFILES.items()
+        if any(quantity.key == key for _, _, quantity in _quantities(profile))
+    ]
+    return "missing", f"gpustream has it with --names {' or '.join(profiles)}, if NVML says it"
 
 
-def _beside(
-    found: ComparedDevice,
+def _compare_one(
+    compared_device: ComparedDevice,
     key: str,
     theirs: Reading,
     ours: tuple[Sequence[Reading], Sequence[Reading]],
@@ -234,21 +251,27 @@ def _beside(
     *,
     shared: bool,
 ) -> Compared:
-    """Their series beside that of ours, which are there and which have ended, that is most like it: of its name, else
-    of its pod."""
-    there, ended = ours
-    our = max(there, key=lambda one: (one.name == theirs.name, one.pod == theirs.pod, one.samples[-1].at_s))
-    before = [sample for one in ended if one.name == our.name for sample in one.samples]
-    scales = quantity(theirs.labels).scale, quantity(our.labels).scale
-    verdict, why = judged(theirs, scales[0], sorted([*before, *our.samples]), scales[1], tolerance)
-    if verdict in FINE and theirs.pod != our.pod:
-        verdict, why = "holder", _holder(theirs.pod, our.pod, shared=shared)
-    elif verdict in FINE and theirs.name != our.name:
-        why = "; ".join(filter(None, ["another name for the same", why]))
-    return Compared(found, key, _side(theirs), _side(our), verdict, why)
+    """Compares their series with the most similar of ours: that of the same name, else of the same pod.
+
+    ``ours`` are the current series and those that have ended.
+    """
+    current, ended = ours
+    our_reading = max(
+        current, key=lambda reading: (reading.name == theirs.name, reading.pod == theirs.pod, reading.samples[-1].at_s)
+    )
+    ended_samples = [sample for reading in ended if reading.name == our_reading.name for sample in reading.samples]
+    scales = quantity(theirs.labels).scale, quantity(our_reading.labels).scale
+    verdict, reason = verdict_of(
+        theirs, scales[0], sorted([*ended_samples, *our_reading.samples]), scales[1], tolerance
+    )
+    if verdict in FINE and theirs.pod != our_reading.pod:
+        verdict, reason = "holder", _why_other_holder(theirs.pod, our_reading.pod, shared=shared)
+    elif verdict in FINE and theirs.name != our_reading.name:
+        reason = "; ".join(filter(None, ["another name for the same", reason]))
+    return Compared(compared_device, key, _side(theirs), _side(our_reading), verdict, reason)
 
 
-def _holder(theirs: str | None, ours: str | None, *, shared: bool) -> str:
+def _why_other_holder(theirs: str | None, ours: str | None, *, shared: bool) -> str:
     if theirs is None:
         return "they name no pod: the kubelet told them of none when they were scraped"
     if ours is None and shared:
@@ -258,7 +281,7 @@ def _holder(theirs: str | None, ours: str | None, *, shared: bool) -> str:
     return "another pod: theirs is who held the GPU at the scrape, ours who held it when the value was read"
 
 
-def judged(
+def verdict_of(
     theirs: Reading, their_scale: float, ours: Sequence[Sample], our_scale: float, tolerance: float
 ) -> tuple[Verdict, str]:
     """Whether two series of one quantity agree, and if not, why. ``ours``: the samples of the window, oldest first."""
@@ -267,21 +290,21 @@ def judged(
     step = 1.0 / their_scale if last.value == int(last.value) and their_scale != 1.0 else 0.0
     history = [Sample(at_s, value / our_scale) for at_s, value in ours]
 
-    def is_close(one: float, other: float) -> bool:
-        return abs(one - other) <= step + tolerance * max(abs(one), abs(other)) + 1e-9
+    def is_close(a: float, b: float) -> bool:
+        return abs(a - b) <= step + tolerance * max(abs(a), abs(b)) + 1e-9
 
     nearest = min(history, key=lambda sample: abs(sample.at_s - last.at_s))
     if is_close(value, nearest.value):
         return "same", ""
-    once = [sample for sample in history if is_close(value, sample.value)]
-    if once:
-        then = min(once, key=lambda sample: abs(sample.at_s - last.at_s))
-        later = last.at_s - then.at_s
-        return "timing", f"theirs is what gpustream said {abs(later):.0f} s {'before' if later >= 0 else 'after'}"
+    close_samples = [sample for sample in history if is_close(value, sample.value)]
+    if close_samples:
+        nearest_close = min(close_samples, key=lambda sample: abs(sample.at_s - last.at_s))
+        delay_s = last.at_s - nearest_close.at_s
+        return "timing", f"theirs is what gpustream said {abs(delay_s):.0f} s {'before' if delay_s >= 0 else 'after'}"
     low, high = min(sample.value for sample in history), max(sample.value for sample in history)
     if low <= value <= high:
         return "timing", "theirs is between the lowest and the highest of gpustream's in the window"
-    for factor in (one for way in _FACTORS for one in (way, 1.0 / way)):
+    for factor in (either for base in _FACTORS for either in (base, 1.0 / base)):
         if value and low and (is_close(value / factor, nearest.value) or low <= value / factor <= high):
             return "unit", f"theirs is {factor:g} times gpustream's: another unit than its name has in gpustream"
     return "value", f"theirs is {value - nearest.value:+.6g} from gpustream's {nearest.value:.6g}, in base units"

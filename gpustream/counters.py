@@ -37,8 +37,8 @@ def check(file: Path) -> None:
         for line, text in sorted({*error.mistakes, *_unserved(error.rows)}):
             click.echo(f"{file}:{line}: {text}" if line else f"{file}: {text}", err=True)
         raise SystemExit(FAILED) from error
-    for counter, why in picked.left_out:
-        click.echo(f"{file}:{counter.line}: {counter.name}: {why}")
+    for counter, reason in picked.left_out:
+        click.echo(f"{file}:{counter.line}: {counter.name}: {reason}")
     rows = len(picked.served) + len(picked.left_out)
     click.echo(f"{file}: {len(picked.served)} of {counted(rows, 'row')} can be served")
     raise SystemExit(FAILED if picked.left_out else 0)
@@ -47,6 +47,6 @@ def check(file: Path) -> None:
 def _unserved(rows: Iterable[Counter]) -> Iterator[Mistake]:
     """Those of a file with mistakes that can't be served either."""
     try:
-        yield from (Mistake(counter.line, f"{counter.name}: {why}") for counter, why in pick(rows).left_out)
-    except CountersError as none:  # nothing of it could be
-        yield from (mistake for mistake in none.mistakes if mistake.line)
+        yield from (Mistake(counter.line, f"{counter.name}: {reason}") for counter, reason in pick(rows).left_out)
+    except CountersError as error:  # nothing of it could be
+        yield from (mistake for mistake in error.mistakes if mistake.line)

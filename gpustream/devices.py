@@ -41,12 +41,12 @@ Json = Mapping[str, Any]
 SCHEMA = 1
 
 KUBELET_WITHIN_S = DEADLINE_S + 1.0
-"""A tick does not wait so long for the kubelet: a late answer counts for the next tick. Here there is no next one."""
+"""Longer than a tick waits for the kubelet: a tick can use a late answer for the next one, and here there is none."""
 
 
 @click.command(
     cls=Command,
-    check=lambda given: command.errors(PRODUCERS["node"], {**given, "kafka": HOST_PORTS.example}),
+    check=lambda values: command.errors(PRODUCERS["node"], {**values, "kafka": HOST_PORTS.example}),
     example=(
         "gpustream devices\n"
         "gpustream devices --device 3 --interval 5s\n"
@@ -60,59 +60,63 @@ KUBELET_WITHIN_S = DEADLINE_S + 1.0
 @options(NodeSettings, only=("interval_s", "node"))
 @options(ReadingSettings)
 @logged(logging.ERROR)
-def devices(device: str | None, form: Literal["text", "json"], **given: Any) -> None:
+def devices(device: str | None, form: Literal["text", "json"], **values: Any) -> None:
     """What of this machine would be sampled now: GPUs, MIG devices, who holds them, their values.
 
     And what would be left out, by which call of NVML and which error. It takes two readings, an --interval apart, just
     as the node producer does, which may run beside it; it sends nothing. Exit code 1 without a driver or without a GPU.
     """
-    settings: NodeSettings = command.settings(PRODUCERS["node"], {**given, "kafka": HOST_PORTS.example})
+    settings: NodeSettings = command.settings(PRODUCERS["node"], {**values, "kafka": HOST_PORTS.example})
     try:
-        report = asyncio.run(look(settings))
-        found = report if device is None else only(report, device)
-    except Nothing as nothing:
-        raise failed(nothing) from nothing
-    sys.stdout.write(f"{orjson.dumps(found).decode() if form == 'json' else text(found)}\n")
-    raise SystemExit(0 if found["devices"] else FAILED)
+        report = asyncio.run(read_twice(settings))
+        shown = report if device is None else only(report, device)
+    except NothingToShow as error:
+        raise failed(error) from error
+    sys.stdout.write(f"{orjson.dumps(shown).decode() if form == 'json' else text(shown)}\n")
+    raise SystemExit(0 if shown["devices"] else FAILED)
 
 
-class Nothing(Exception):
+class NothingToShow(Exception):
     """There is nothing to show; the message says why."""
 
 
-async def look(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_S) -> dict[str, Any]:
-    """Read twice, and say what was found. Raises :class:`Nothing`."""
-    counted, owners = Instruments(instruments.INSTRUMENTS), ProcessOwners(settings.procfs)
-    gpus = Gpus(counted, owners, interval_s=settings.interval_s)
-    kubelet = Kubelet(settings.pod_resources_socket, counted, prefixes=settings.resource_prefixes)
-    files = JobFiles(settings.hpc_job_mapping_dir, counted)
+async def read_twice(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_S) -> dict[str, Any]:
+    """The report: the GPUs read twice, the kubelet's containers, the jobs. Raises :class:`NothingToShow`."""
+    metrics, owners = Instruments(instruments.INSTRUMENTS), ProcessOwners(settings.procfs)
+    gpus = Gpus(metrics, owners, interval_s=settings.interval_s)
+    kubelet = Kubelet(settings.pod_resources_socket, metrics, prefixes=settings.resource_prefixes)
+    files = JobFiles(settings.hpc_job_mapping_dir, metrics)
     within_s = settings.interval_s * ANSWER_WITHIN
     try:
         await gpus.open(open_within_s)
         if not gpus.count:
-            raise Nothing("; ".join(gpus.not_ready()))
+            raise NothingToShow("; ".join(gpus.not_ready()))
         await asyncio.sleep(settings.interval_s)
-        read = gpus.read(within_s), kubelet.read(KUBELET_WITHIN_S), files.read(within_s)
-        found, containers, mapped = await asyncio.gather(*read)
-        refusals, placed = gpus.refusals(), place(containers or (), found)
+        reads = gpus.read(within_s), kubelet.read(KUBELET_WITHIN_S), files.read(within_s)
+        gpu_devices, containers, job_mapping = await asyncio.gather(*reads)
+        refusals, placement = gpus.refusals(), place_containers(containers or (), gpu_devices)
         return {
             "schema": SCHEMA,
             "node": settings.node,
             "interval_s": settings.interval_s,
             "kubelet": {
                 "socket": _text(settings.pod_resources_socket),
-                "containers": None if containers is None else len({_who(one) for one in containers}),
+                "containers": None if containers is None else len({_who(container) for container in containers}),
                 "trouble": "; ".join(kubelet.not_ready()) or None,
             },
             "job_files": {"directory": _text(settings.hpc_job_mapping_dir), "troubles": files.troubles()},
-            "devices": described(
-                with_jobs(found, mapped, lambda job_id: files.enriched(owners.jobs.of(job_id))),
-                placed.holders,
-                {one.uuid: one.failed_call for one in refusals if one.uuid is not None},
+            "devices": describe(
+                with_jobs(gpu_devices, job_mapping, lambda job_id: files.enriched(owners.jobs.of(job_id))),
+                placement.holders,
+                {refusal.uuid: refusal.failed_call for refusal in refusals if refusal.uuid is not None},
                 gpus.left_out(),
             ),
-            "unopened": [{"place": one.gpu_index, **_tried(one.failed_call)} for one in refusals if one.uuid is None],
-            "unplaced": list(placed.unplaced),
+            "unopened": [
+                {"place": refusal.gpu_index, **_tried(refusal.failed_call)}
+                for refusal in refusals
+                if refusal.uuid is None
+            ],
+            "unplaced": list(placement.unplaced),
         }
     finally:
         gpus.close()
@@ -121,83 +125,85 @@ async def look(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_S) -> 
 
 
 class Placed(NamedTuple):
-    """The kubelet's containers by the device that they hold, and what of them is on no device, and why."""
+    """The kubelet's containers by the UUID of their device; the ids that name no device, with the reason."""
 
     holders: Mapping[str, Sequence[Json]]
     unplaced: Sequence[Json]
 
 
-def place(containers: Iterable[Json], devices: Sequence[Json]) -> Placed:
-    """Who holds which of the devices, according to the ids that the kubelet hands on.
+def place_containers(containers: Iterable[Json], devices: Sequence[Json]) -> Placed:
+    """Which container holds which device, by the device ids that the kubelet reports.
 
-    A slot of HAMi's may not be on the device that its id names: ``hami_slot`` says that it is one.
+    ``hami_slot`` marks a slot of HAMi's, which may be on another device than its id names.
     """
     index = DeviceIndex(msgspec.convert(devices, list[Device]))
     holders: dict[str, list[Json]] = {}
     unplaced: list[Json] = []
     for container in containers:
-        who = {key: container.get(key) for key in ("namespace", "pod", "container", "resource")}
+        container_fields = {key: container.get(key) for key in ("namespace", "pod", "container", "resource")}
         for device_id in container.get("device_ids", ()):
             try:
                 ref = parse(device_id)
             except UnknownDeviceId:
-                unplaced.append({**who, "device_id": device_id, "claim": None, "why": "unknown_form"})
+                unplaced.append({**container_fields, "device_id": device_id, "claim": None, "why": "unknown_form"})
                 continue
             if (uuid := index.find(ref)) is None:
-                unplaced.append({**who, "device_id": device_id, "claim": None, "why": "no_such_device"})
+                unplaced.append({**container_fields, "device_id": device_id, "claim": None, "why": "no_such_device"})
             else:
-                held = {**who, "device_id": device_id, "hami_slot": ref.slot is not None}
-                holders.setdefault(uuid, []).append(held)
+                holder = {**container_fields, "device_id": device_id, "hami_slot": ref.slot is not None}
+                holders.setdefault(uuid, []).append(holder)
         claims = container.get("claims", ())
-        unplaced += [{**who, "device_id": None, "claim": dict(claim), "why": "claim"} for claim in claims]
+        unplaced += [{**container_fields, "device_id": None, "claim": dict(claim), "why": "claim"} for claim in claims]
     return Placed(holders, unplaced)
 
 
-def described(
+def describe(
     devices: Iterable[Json],
     holders: Mapping[str, Sequence[Json]],
     refusals: Mapping[str, FailedCall],
     left_out: Mapping[str, LeftOut],
 ) -> list[Json]:
-    """The devices as in gpu.samples, each with who holds it, why it could not be read, and what it could not say.
+    """The devices as in gpu.samples, each with its holders, why it could not be read, and which metrics it lacks.
 
-    A MIG device was refused as its GPU was. A device that was refused has left nothing out: the refusal says it all.
+    The refusal of a MIG device is that of its GPU. A device that could not be read has no list of missing metrics.
     GPUs that are lost or hang come first.
     """
-    found: list[Json] = []
+    described: list[Json] = []
     for device in devices:
         mig, ok = device.get("mig"), device["state"] == "ok"
-        why = None if ok else refusals.get(device["uuid"] if mig is None else mig["parent_uuid"])
+        refusal = None if ok else refusals.get(device["uuid"] if mig is None else mig["parent_uuid"])
         missing = left_out.get(device["uuid"], {}) if ok else {}
-        found.append(
+        described.append(
             {
                 **device,
                 "holders": list(holders.get(device["uuid"], ())),
-                "refusal": None if why is None else _tried(why),
-                "left_out": [{"what": what, "tried": [*map(_tried, tried)]} for what, tried in missing.items()],
+                "refusal": None if refusal is None else _tried(refusal),
+                "left_out": [{"what": key, "tried": [*map(_tried, tried)]} for key, tried in missing.items()],
             }
         )
-    unwell = {device["uuid"] for device in found if device["state"] != "ok"}
-    return sorted(found, key=lambda one: not unwell & {one["uuid"], (one.get("mig") or {}).get("parent_uuid")})
+    unwell = {device["uuid"] for device in described if device["state"] != "ok"}
+    return sorted(
+        described, key=lambda device: not unwell & {device["uuid"], (device.get("mig") or {}).get("parent_uuid")}
+    )
 
 
-def only(report: Json, wanted: str) -> dict[str, Any]:
+def only(report: Json, selector: str) -> dict[str, Any]:
     """The report of the GPU of that index or UUID with its MIG devices, or of that MIG device. Raises Nothing."""
 
-    def is_wanted(device: Json) -> bool:
+    def is_selected(device: Json) -> bool:
         uuids = (device["uuid"], (device.get("mig") or {}).get("parent_uuid"))
-        return str(device.get("index")) == wanted or normal(wanted) in [normal(uuid) for uuid in uuids if uuid]
+        return str(device.get("index")) == selector or normal(selector) in [normal(uuid) for uuid in uuids if uuid]
 
-    devices = [device for device in report["devices"] if is_wanted(device)]
-    unopened = [one for one in report["unopened"] if str(one["place"]) == wanted]
+    devices = [device for device in report["devices"] if is_selected(device)]
+    unopened = [entry for entry in report["unopened"] if str(entry["place"]) == selector]
     if not (devices or unopened):
-        known = ", ".join(f"{device.get('index')} {device['uuid']}" for device in report["devices"]) or "none"
-        raise Nothing(f"there is no device {wanted!r} here, by index or UUID: there are {known}")
+        available = ", ".join(f"{device.get('index')} {device['uuid']}" for device in report["devices"]) or "none"
+        raise NothingToShow(f"there is no device {selector!r} here, by index or UUID: there are {available}")
     return {**report, "devices": devices, "unopened": unopened}
 
 
-def _tried(one: FailedCall) -> Json:
-    return {"call": one.call, "error": one.error}
+def _tried(failed: FailedCall) -> Json:
+    return {"call": failed.call, "error": failed.error}
 
 
 def _text(path: object) -> str | None:
@@ -284,25 +290,25 @@ def amount(key: str, value: float) -> str:
     return f"{number} {written}".rstrip()
 
 
-def sentence(tried: Iterable[Json]) -> str:
-    """What was tried, and why each gave nothing."""
+def sentence(attempts: Iterable[Json]) -> str:
+    """The calls that failed, by error, as a phrase."""
     calls: dict[str, list[str]] = {}
-    for one in tried:
-        calls.setdefault(one["error"], []).append(one["call"])
-    named = {error: ", ".join(filter(None, names)) for error, names in calls.items()}
+    for attempt in attempts:
+        calls.setdefault(attempt["error"], []).append(attempt["call"])
+    calls_by_error = {error: ", ".join(filter(None, names)) for error, names in calls.items()}
     return ", then ".join(
-        _ERRORS.get(error, error) + (f" ({names})" if names else "") for error, names in named.items()
+        _ERRORS.get(error, error) + (f" ({names})" if names else "") for error, names in calls_by_error.items()
     )
 
 
 def _head(report: Json) -> Iterator[str]:
     gpus = [device for device in report["devices"] if not device.get("mig")]
-    parts = len(report["devices"]) - len(gpus)
-    counts = f"{counted(len(gpus), 'GPU')}, {counted(parts, 'MIG device')}"
+    mig_count = len(report["devices"]) - len(gpus)
+    counts = f"{counted(len(gpus), 'GPU')}, {counted(mig_count, 'MIG device')}"
     yield f"node {report['node']}: {counts}, read twice {report['interval_s']:g} s apart"
     info: Mapping[str, str] = next((device["info"] for device in gpus if device.get("info")), {})
-    named = {"driver": "driver_version", "CUDA": "cuda_version"}
-    if versions := ", ".join(f"{what} {info[key]}" for what, key in named.items() if key in info):
+    version_keys = {"driver": "driver_version", "CUDA": "cuda_version"}
+    if versions := ", ".join(f"{title} {info[key]}" for title, key in version_keys.items() if key in info):
         yield versions
     kubelet = report["kubelet"]
     if kubelet["socket"] is None:
@@ -328,7 +334,7 @@ def _block(device: Json, shown: dict[str, str]) -> list[str]:
 
 
 def _identity(device: Json) -> Iterator[tuple[str, str]]:
-    """What it is and where: labels, and what stands beside them."""
+    """The lines on what and where the device is, as labels and contents."""
     mig = device.get("mig")
     kind = device.get("model") if mig is None else mig.get("profile")
     yield "", f"{_name(device)}: {kind or 'unknown model or profile'}, {device['state']}"
@@ -339,32 +345,37 @@ def _identity(device: Json) -> Iterator[tuple[str, str]]:
         numbers = [f"{key.replace('_', ' ')} {mig[key]}" for key in ("gpu_instance", "compute_instance") if key in mig]
         yield "of", ", ".join([mig["parent_uuid"], *numbers])
         return
-    where = [device["pci_bus_id"]] if "pci_bus_id" in device else []
-    where += [f"minor {device['minor']}"] if "minor" in device else []
-    if where:
-        yield "pci", ", ".join(where)
-    info = [f"{key.replace('_', ' ')} {one}" for key, one in device.get("info", {}).items() if key not in _OF_THE_NODE]
+    pci = [device["pci_bus_id"]] if "pci_bus_id" in device else []
+    pci += [f"minor {device['minor']}"] if "minor" in device else []
+    if pci:
+        yield "pci", ", ".join(pci)
+    info = [
+        f"{key.replace('_', ' ')} {value}" for key, value in device.get("info", {}).items() if key not in _OF_THE_NODE
+    ]
     if info:
         yield "info", ", ".join(info)
 
 
 def _users(device: Json) -> Iterator[tuple[str, str]]:
-    """Each container that holds it, once, with the ids that it was given; its processes; its jobs."""
+    """The lines on who uses the device: each container once, with its device ids; processes; jobs."""
     ids: dict[str, list[str]] = {}
-    for one in device["holders"]:
+    for holder in device["holders"]:
         slot = " (a slot of HAMi's: the pod's annotation names the GPU, which is in the API server)"
-        device_id = one["device_id"] + (slot if one["hami_slot"] else "")
-        ids.setdefault(f"{_who(one)} has {one['resource']}", []).append(device_id)
-    for who, found in ids.items():
-        yield "holder", f"{who} {', '.join(found)}"
+        device_id = holder["device_id"] + (slot if holder["hami_slot"] else "")
+        ids.setdefault(f"{_who(holder)} has {holder['resource']}", []).append(device_id)
+    for holder_name, device_ids in ids.items():
+        yield "holder", f"{holder_name} {', '.join(device_ids)}"
     processes = device.get("processes") or ()
     names = {"pod_uid": "pod", "container_id": "container", "job_id": "job", "service": "service"}
     for row in processes[:MOST_PROCESSES]:
-        held, busy = row.get("memory_used_bytes"), row.get("sm_utilization_ratio")
-        facts = [str(row["pid"]), "memory not known" if held is None else amount("memory_used_bytes", held)]
-        facts += [] if busy is None else [amount("gpu_utilization_ratio", busy)]
-        whose = " ".join(f"{what} {row[key]}" for key, what in names.items() if key in row)
-        yield "process", ", ".join([*facts, whose or "of no pod or job that can be seen"])
+        memory_bytes, busy_ratio = row.get("memory_used_bytes"), row.get("sm_utilization_ratio")
+        facts = [
+            str(row["pid"]),
+            "memory not known" if memory_bytes is None else amount("memory_used_bytes", memory_bytes),
+        ]
+        facts += [] if busy_ratio is None else [amount("gpu_utilization_ratio", busy_ratio)]
+        owner = " ".join(f"{title} {row[key]}" for key, title in names.items() if key in row)
+        yield "process", ", ".join([*facts, owner or "of no pod or job that can be seen"])
     if len(processes) > MOST_PROCESSES:
         yield "process", f"and {len(processes) - MOST_PROCESSES} more"
     for job in device.get("jobs", ()):
@@ -375,8 +386,8 @@ def _metrics(metrics: Mapping[str, float], width: int) -> Iterator[str]:
     """Two values on a line; one that is too long for that has its own line."""
     yield from _line("metrics", f"{len(metrics)} of {len(CATALOGUE)}", width)
     half = (width - len(_MARGIN) - len(_GAP)) // 2
-    named = [(key, amount(key, metrics[key])) for key in CATALOGUE if key in metrics]
-    cells = [f"{key}{value:>{max(half - len(key), len(value) + 1)}}" for key, value in named]
+    amounts = [(key, amount(key, metrics[key])) for key in CATALOGUE if key in metrics]
+    cells = [f"{key}{value:>{max(half - len(key), len(value) + 1)}}" for key, value in amounts]
     while cells:
         line = cells.pop(0)
         if cells and max(len(line), len(cells[0])) <= half:
@@ -385,15 +396,15 @@ def _metrics(metrics: Mapping[str, float], width: int) -> Iterator[str]:
 
 
 def _left_out(device: Json, shown: dict[str, str], width: int) -> Iterator[str]:
-    """What was left out, by reason; if it is the same as for a device before, only the name of that device."""
+    """The metrics that were left out, by reason. If an earlier device has the same ones, only its name."""
     reasons: dict[str, list[str]] = {}
-    for one in device["left_out"]:
-        reasons.setdefault(sentence(one["tried"]), []).append(one["what"])
+    for entry in device["left_out"]:
+        reasons.setdefault(sentence(entry["tried"]), []).append(entry["what"])
     if not reasons:
         return
     lines = [f"{reason}: {', '.join(keys)}" for reason, keys in reasons.items()]
-    if before := shown.get("\n".join(lines)):
-        yield from _line("left out", f"{len(device['left_out'])}, as of {before}", width)
+    if earlier_device := shown.get("\n".join(lines)):
+        yield from _line("left out", f"{len(device['left_out'])}, as of {earlier_device}", width)
         return
     shown["\n".join(lines)] = _name(device)
     yield from _line("left out", str(len(device["left_out"])), width)
@@ -407,8 +418,8 @@ def _name(device: Json) -> str:
     return gpu if mig is None else f"{gpu} MIG {mig.get('gpu_instance', '?')}/{mig.get('compute_instance', '?')}"
 
 
-def _who(one: Json) -> str:
-    return f"{one['namespace']}/{one['pod']}/{one['container']}"
+def _who(container: Json) -> str:
+    return f"{container['namespace']}/{container['pod']}/{container['container']}"
 
 
 def _line(label: str, content: str, width: int = WIDTH) -> list[str]:

@@ -1,10 +1,10 @@
-"""Reads what topics hold, from a time to where they end when they are asked: in no group, and without a commit.
+"""Reads topics from a time to their current end, in no group and without commits.
 
-It also has what commands do with that beside: decode, show how far it is, write records again.
+Commands also decode records with it, show their progress and write records again.
 
-In:       topics that there are, and a time.
-Out:      where that is in each partition, and the records from there to the end, in batches.
-On failure: BrokerError with a sentence, also if the broker stops to answer in the middle.
+In:       the names of existing topics, and a time.
+Out:      the offsets of that time in each partition, and the records from there to the end, in batches.
+On failure: BrokerError with a sentence, also if the broker stops answering in the middle.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from topics.topic import Topic
 R = TypeVar("R")
 
 STALLED_S = 30.0
-"""A broker that gives no record for so long, though there are some, does not answer."""
+"""A broker that sends no record for this long, although there are some, does not answer."""
 
 _WAIT_MS = 500
 _ANY_TIME_MS = 1
@@ -41,7 +41,7 @@ _UNACKNOWLEDGED = 2000
 
 
 class Span(NamedTuple):
-    """A part of a partition: the first offset, and the one after the last."""
+    """A range of offsets in a partition: the first, and the one after the last."""
 
     start: int
     end: int
@@ -50,8 +50,8 @@ class Span(NamedTuple):
 class History:
     """An open connection; see :func:`opened`.
 
-    By the contract's names: ``partitions`` is how many each topic has, ``kept_ms`` how long it keeps records, if the
-    broker says so; below zero is for ever.
+    ``partitions`` is the number of partitions of each topic, by its name without a prefix. ``kept_ms`` is its
+    retention, if the broker reports it; below zero means for ever.
     """
 
     def __init__(
@@ -67,51 +67,51 @@ class History:
 
     async def ends(self, topic: str) -> dict[Partition, int]:
         """Where each partition of a topic ends."""
-        return await clients.ends(self.connection, self._consumer, self._of(topic))
+        return await clients.ends(self.connection, self._consumer, self._partitions_of(topic))
 
     async def spans(self, topic: str, since_ms: int = 0) -> dict[Partition, Span]:
-        """What of a topic was logged at or after a time, to where it ends now.
+        """The offsets of what was logged at or after a time, up to the current end.
 
-        A broker that knows no offsets by time gives all that there is.
+        If the broker knows no offsets by time, it is the whole topic.
         """
-        tps = self._of(topic)
+        tps = self._partitions_of(topic)
         ends = await self.ends(topic)
         starts = await clients.beginnings(self.connection, self._consumer, tps)
         if since_ms > _ANY_TIME_MS:
-            at = await offsets_at(self.connection, self._consumer, dict.fromkeys(tps, since_ms))
-            none = [tp for tp, offset in at.items() if offset is None]
-            anywhere = dict.fromkeys(none, _ANY_TIME_MS)
-            timed = await offsets_at(self.connection, self._consumer, anywhere) if none else {}
-            starts |= {tp: offset for tp, offset in at.items() if offset is not None}
-            starts |= {tp: ends[tp] for tp, offset in timed.items() if offset is not None}  # all is older
+            offsets = await offsets_at(self.connection, self._consumer, dict.fromkeys(tps, since_ms))
+            without_offset = [tp for tp, offset in offsets.items() if offset is None]
+            any_time = dict.fromkeys(without_offset, _ANY_TIME_MS)
+            any_offsets = await offsets_at(self.connection, self._consumer, any_time) if without_offset else {}
+            starts |= {tp: offset for tp, offset in offsets.items() if offset is not None}
+            starts |= {tp: ends[tp] for tp, offset in any_offsets.items() if offset is not None}  # all is older
         return {tp: Span(min(starts[tp], ends[tp]), ends[tp]) for tp in tps}
 
     async def records(
         self, spans: Mapping[Partition, Span], advanced: Callable[[int], None] = lambda _: None
     ) -> AsyncIterator[Sequence[Any]]:
-        """The records of these spans, in order per partition. ``advanced`` gets how many offsets each step took."""
-        left = {to_kafka(self.connection, tp): span for tp, span in spans.items() if span.start < span.end}
-        self._consumer.assign(list(left))
-        at = {tp: span.start for tp, span in left.items()}
-        for tp, offset in at.items():
+        """The records of these spans, in order per partition. ``advanced`` gets the number of offsets read."""
+        remaining = {to_kafka(self.connection, tp): span for tp, span in spans.items() if span.start < span.end}
+        self._consumer.assign(list(remaining))
+        positions = {tp: span.start for tp, span in remaining.items()}
+        for tp, offset in positions.items():
             self._consumer.seek(tp, offset)
         loop = asyncio.get_running_loop()
-        moved_s = loop.time()
-        while left:
-            for tp, records in (await self._consumer.getmany(*left, timeout_ms=_WAIT_MS)).items():
-                yield [record for record in records if record.offset < left[tp].end]
-            for tp, span in list(left.items()):
+        progress_s = loop.time()
+        while remaining:
+            for tp, records in (await self._consumer.getmany(*remaining, timeout_ms=_WAIT_MS)).items():
+                yield [record for record in records if record.offset < remaining[tp].end]
+            for tp, span in list(remaining.items()):
                 position = min(await self._consumer.position(tp), span.end)
-                if position != at[tp]:
-                    advanced(position - at[tp])
-                    at[tp], moved_s = position, loop.time()
+                if position != positions[tp]:
+                    advanced(position - positions[tp])
+                    positions[tp], progress_s = position, loop.time()
                 if position >= span.end:
                     self._consumer.pause(tp)
-                    del left[tp]
-            if left and loop.time() - moved_s > STALLED_S:
-                first = next(iter(left))
-                place = f"{first.topic} partition {first.partition} offset {at[first]}"
-                raise BrokerUnavailable(f"{self.connection}: no record for {STALLED_S:.0f} s at {place}")
+                    del remaining[tp]
+            if remaining and loop.time() - progress_s > STALLED_S:
+                stalled = next(iter(remaining))
+                stalled_at = f"{stalled.topic} partition {stalled.partition} offset {positions[stalled]}"
+                raise BrokerUnavailable(f"{self.connection}: no record for {STALLED_S:.0f} s at {stalled_at}")
 
     async def after(self, spans: Mapping[Partition, Span], every_s: float = 0.0) -> AsyncIterator[Sequence[Any]]:
         """The records after these spans, as they come, or those of each ``every_s`` together. Never ends."""
@@ -134,40 +134,40 @@ class History:
                 return record
         return None
 
-    def _of(self, topic: str) -> list[Partition]:
-        every = [Partition(topic, number) for number in range(self.partitions[topic])]
-        return [tp for tp in every if tp not in self._without]
+    def _partitions_of(self, topic: str) -> list[Partition]:
+        partitions = [Partition(topic, number) for number in range(self.partitions[topic])]
+        return [tp for tp in partitions if tp not in self._without]
 
 
 def decoded(
     records: Iterable[Any], decode: Callable[[bytes], R], log: logging.Logger | None = None
 ) -> Iterator[tuple[Any, R]]:
-    """Each record with what it says. One that can't be decoded is left out, and written to the log if there is one."""
+    """Each record with its decoded value. One that can't be decoded is left out, and logged if there is a ``log``."""
     for record in records:
         try:
-            found = decode(record.value or b"")
+            value = decode(record.value or b"")
         except msgspec.DecodeError as error:
             if log is not None:
                 log.warning("%s", error, extra={"partition": record.partition, "offset": record.offset})
         else:
-            yield record, found
+            yield record, value
 
 
 class Writer:
-    """Writes records again, and waits now and then until those before are acknowledged."""
+    """Writes records, and limits how many are not acknowledged yet."""
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
         self._waiting: list[asyncio.Future[int]] = []
 
     async def write(self, topic: str, value: bytes, key: bytes, partition: int) -> None:
-        """Write a record. Raises what became of one before it."""
+        """Writes a record. Raises the error of an earlier record."""
         self._waiting.append(await self._sender.send(topic, value, key=key, partition=partition))
         if len(self._waiting) >= _UNACKNOWLEDGED:
             await self.settle()
 
     async def settle(self) -> None:
-        """Wait until all is acknowledged."""
+        """Waits until all records are acknowledged."""
         await asyncio.gather(*self._waiting)
         self._waiting.clear()
 
@@ -177,8 +177,8 @@ def utc(at_ms: int) -> str:
     return f"{datetime.fromtimestamp(at_ms / 1000, UTC):%Y-%m-%d %H:%MZ}"
 
 
-async def refuse_what_is_gone(
-    past: History,
+async def check_retention(
+    reader: History,
     topic: Topic,
     spans: Mapping[Partition, Span],
     from_ms: int,
@@ -186,26 +186,28 @@ async def refuse_what_is_gone(
     before_ms: int = 0,
     step_ms: int = 60_000,
 ) -> None:
-    """Raises BrokerError if a partition of the topic does not reach back to ``before_ms`` before a time.
+    """Raises BrokerError if a partition no longer has the records from ``before_ms`` before ``from_ms`` on.
 
-    ``step_ms`` is what a time that can be given is a whole number of.
+    The message names the earliest time that can be given, a multiple of ``step_ms``.
     """
-    begins = await past.spans(topic.name)
-    cut = [tp for tp, span in spans.items() if 0 < span.start == begins[tp].start < span.end]
-    oldest = [record.timestamp for tp in cut if (record := await past.record(tp, begins[tp].start)) is not None]
-    gone = [at_ms for at_ms in oldest if at_ms > from_ms - before_ms]
-    if gone:
-        earliest_ms = -(-(max(gone) + before_ms) // step_ms) * step_ms
-        needed = f"{before_ms // 60_000} minutes before the first hour are needed, so" if before_ms else "So"
+    all_spans = await reader.spans(topic.name)
+    truncated = [tp for tp, span in spans.items() if 0 < span.start == all_spans[tp].start < span.end]
+    oldest = [
+        record.timestamp for tp in truncated if (record := await reader.record(tp, all_spans[tp].start)) is not None
+    ]
+    too_late = [at_ms for at_ms in oldest if at_ms > from_ms - before_ms]
+    if too_late:
+        earliest_ms = -(-(max(too_late) + before_ms) // step_ms) * step_ms
+        reason = f"{before_ms // 60_000} minutes before the first hour are needed, so" if before_ms else "So"
         raise BrokerError(
-            f"{topic.name} has nothing before {utc(max(gone))} any more: unless set otherwise, it keeps"
-            f" {topic.retention_hours} hours. {needed} --from can be {utc(earliest_ms)} at the earliest"
+            f"{topic.name} has nothing before {utc(max(too_late))} any more: unless set otherwise, it keeps"
+            f" {topic.retention_hours} hours. {reason} --from can be {utc(earliest_ms)} at the earliest"
         )
 
 
 @contextlib.contextmanager
 def progress(title: str, spans: Mapping[Partition, Span]) -> Iterator[Callable[[int], None]]:
-    """Says on standard error, if that is a terminal, how far the reading of these spans has come: give it each step."""
+    """A progress bar on standard error, if that is a terminal. Call what it gives with each number of offsets read."""
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars:
         bar = bars.add_task(title, total=sum(span.end - span.start for span in spans.values()))
         yield lambda steps: bars.advance(bar, steps)
@@ -216,17 +218,17 @@ async def opened(
     connection: Connection, topics: Sequence[str], *, without: Collection[Partition] = ()
 ) -> AsyncIterator[History]:
     """A connection that reads these topics, ``without`` some partitions. Raises BrokerError if a topic is missing."""
-    found, _ = await topic_admin.inspect(connection, topics)
-    if missing := [name for topic in topics if (name := connection.prefixed(topic)) not in found]:
+    descriptions, _ = await topic_admin.inspect(connection, topics)
+    if missing := [name for topic in topics if (name := connection.prefixed(topic)) not in descriptions]:
         command = topic_admin.command(connection)
         raise BrokerError(f"there is no topic {missing[0]} at {connection}: `{command}` makes it")
     consumer = await connect_consumer(connection, auto_offset_reset="earliest", max_poll_records=None)
     try:
-        partitions = {connection.unprefixed(name): one.partitions for name, one in found.items()}
+        partitions = {connection.unprefixed(name): description.partitions for name, description in descriptions.items()}
         kept_ms = {
-            connection.unprefixed(name): int(one.settings["retention.ms"])
-            for name, one in found.items()
-            if one.settings is not None and "retention.ms" in one.settings
+            connection.unprefixed(name): int(description.settings["retention.ms"])
+            for name, description in descriptions.items()
+            if description.settings is not None and "retention.ms" in description.settings
         }
         yield History(connection, consumer, partitions, kept_ms, without)
     except KafkaError as error:

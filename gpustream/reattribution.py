@@ -41,17 +41,17 @@ _READ_TO_THE_END = msgspec.structs.replace(join.NEW, allocations_read_s=math.inf
 """A node of which all snapshots and workloads have been read: none of its ticks waits."""
 
 
-class _OfSample(msgspec.Struct, frozen=True):
-    """What of a record of gpu.attributed says of which sample it is."""
+class _SampleOffset(msgspec.Struct, frozen=True):
+    """The field of a record of gpu.attributed that identifies its sample."""
 
     offset: UInt
 
 
-_decode_offset = decoder(_OfSample)
+_decode_offset = decoder(_SampleOffset)
 
 
-class JoinedAgain:
-    """The nodes of one partition. Pure. Give it all snapshots and workloads first, then the samples in their order."""
+class PartitionJoin:
+    """The join of one partition. Pure. Feed it all snapshots and workloads first, then the samples in their order."""
 
     def __init__(self) -> None:
         self._states: dict[bytes, join.NodeState] = {}
@@ -60,11 +60,11 @@ class JoinedAgain:
 
     @property
     def nodes(self) -> int:
-        """Of how many nodes there was a record."""
+        """The number of nodes that had a record."""
         return len(self._states)
 
     def learn(self, topic: str, record: Any) -> None:
-        """A record of gpu.allocations or gpu.workloads. One that is malformed has its dead letter already."""
+        """Takes in a record of gpu.allocations or gpu.workloads. Skips a malformed one, which has its dead letter."""
         try:
             decoded = decode(topic, record.key, record.value)
         except Malformed:
@@ -76,7 +76,7 @@ class JoinedAgain:
             self._step(record.key, decoded)
 
     def attribute(self, record: Any) -> AttributedSample | None:
-        """What becomes of a record of gpu.samples; None if it is malformed."""
+        """The attributed sample of a record of gpu.samples; None if it is malformed."""
         try:
             decoded = decode(samples.TOPIC.name, record.key, record.value)
         except Malformed:
@@ -96,95 +96,105 @@ class JoinedAgain:
 
 
 @dataclass
-class Reattributed:
-    """What has been read and written so far. ``there`` were ticks that the target had already."""
+class ReattributionTotals:
+    """How much has been read and written so far. ``existing`` counts ticks that the target had already."""
 
     nodes: int = 0
     exact: int = 0
     late: int = 0
     none: int = 0
-    there: int = 0
+    existing: int = 0
     malformed: int = 0
 
 
-async def reattribute(connection: Connection, into: str, asked: Range) -> Reattributed:
+async def reattribute(connection: Connection, into: str, time_range: Range) -> ReattributionTotals:
     """Attribute the samples of a time again, one partition after the other. Raises BrokerError."""
     target = dataclasses.replace(connection, topic_prefix=into)
     sender = Sender(target, client_id="gpustream-replay", max_batch_bytes=512 * 1024)
-    done = Reattributed()
+    totals = ReattributionTotals()
     async with (
-        history.opened(connection, [samples.TOPIC.name, *_STATES]) as past,
-        history.opened(target, [samples.TOPIC.name, attributed.TOPIC.name]) as theirs,
+        history.opened(connection, [samples.TOPIC.name, *_STATES]) as reader,
+        history.opened(target, [samples.TOPIC.name, attributed.TOPIC.name]) as target_reader,
     ):
-        here, there = past.partitions[samples.TOPIC.name], theirs.partitions[attributed.TOPIC.name]
-        if here != there:
+        source_partitions, target_partitions = (
+            reader.partitions[samples.TOPIC.name],
+            target_reader.partitions[attributed.TOPIC.name],
+        )
+        if source_partitions != target_partitions:
             raise BrokerError(
-                f"{into}{attributed.TOPIC.name} has {there} partitions, and {samples.TOPIC.name} has {here}: a tick"
-                f" goes into the partition that its sample came from. Run `gpustream topics create --topic-prefix"
-                f" {into} --partitions {here}`"
+                f"{into}{attributed.TOPIC.name} has {target_partitions} partitions, and {samples.TOPIC.name} has"
+                f" {source_partitions}: a tick goes into the partition that its sample came from."
+                f" Run `gpustream topics create --topic-prefix {into} --partitions {source_partitions}`"
             )
-        if any(start < end for start, end in (await theirs.spans(samples.TOPIC.name)).values()):
+        if any(start < end for start, end in (await target_reader.spans(samples.TOPIC.name)).values()):
             raise BrokerError(
                 f"{into}{samples.TOPIC.name} has records, so {into!r} is a pipeline of its own: give --into a new"
                 " prefix"
             )
-        first = await past.spans(samples.TOPIC.name, asked.from_ms)
-        await history.refuse_what_is_gone(past, samples.TOPIC, first, asked.from_ms)
-        after = await past.spans(samples.TOPIC.name, asked.to_ms)
+        first = await reader.spans(samples.TOPIC.name, time_range.from_ms)
+        await history.check_retention(reader, samples.TOPIC, first, time_range.from_ms)
+        after = await reader.spans(samples.TOPIC.name, time_range.to_ms)
         ticks = {tp: Span(span.start, max(span.start, after[tp].start)) for tp, span in first.items()}
-        known: dict[str, dict[Partition, Span]] = {}
+        state_spans: dict[str, dict[Partition, Span]] = {}
         for topic in _STATES:  # from ten minutes before the time, or all of it where there was nothing since
-            whole, since = await past.spans(topic), await past.spans(topic, asked.from_ms - STATE_WINDOW_MS)
-            known[topic] = {tp: span if span.start < span.end else whole[tp] for tp, span in since.items()}
-        every = ticks | {tp: span for spans in known.values() for tp, span in spans.items()}
+            all_records, recent = (
+                await reader.spans(topic),
+                await reader.spans(topic, time_range.from_ms - STATE_WINDOW_MS),
+            )
+            state_spans[topic] = {tp: span if span.start < span.end else all_records[tp] for tp, span in recent.items()}
+        all_spans = ticks | {tp: span for spans in state_spans.values() for tp, span in spans.items()}
         async with connecting(sender):
-            with history.progress("attributing again", every) as advanced:
+            with history.progress("attributing again", all_spans) as advanced:
                 for tp, span in ticks.items():
-                    again = JoinedAgain()
+                    partition_join = PartitionJoin()
                     for topic in _STATES:
                         state = Partition(topic, tp.partition)
-                        async for records in past.records({state: known[topic][state]}, advanced):
+                        async for records in reader.records({state: state_spans[topic][state]}, advanced):
                             for record in records:
-                                again.learn(topic, record)
-                    await _write(past.records({tp: span}, advanced), theirs, sender, again, done)
-    return done
+                                partition_join.learn(topic, record)
+                    await _write(reader.records({tp: span}, advanced), target_reader, sender, partition_join, totals)
+    return totals
 
 
 async def _write(
-    ticks: AsyncIterator[Sequence[Any]], theirs: History, sender: Sender, again: JoinedAgain, done: Reattributed
+    ticks: AsyncIterator[Sequence[Any]],
+    target_reader: History,
+    sender: Sender,
+    partition_join: PartitionJoin,
+    totals: ReattributionTotals,
 ) -> None:
-    """Write what becomes of a partition's samples, after those that the target has."""
+    """Attributes a partition's samples again, and writes the ticks that the target does not have."""
     encode, writer = msgspec.json.Encoder().encode, history.Writer(sender)
-    there: Span | None = None
+    written: Span | None = None
     async for records in ticks:
         for record in records:
-            if there is None:
-                there = await _there(theirs, Partition(attributed.TOPIC.name, record.partition))
-            if (made := again.attribute(record)) is None:
+            if written is None:
+                written = await _written_span(target_reader, Partition(attributed.TOPIC.name, record.partition))
+            if (sample := partition_join.attribute(record)) is None:
                 continue
-            if made.offset < there.start:
+            if sample.offset < written.start:
                 raise BrokerError(
-                    f"partition {record.partition} of the target begins with a later sample ({there.start}) than this"
-                    f" time does ({made.offset}): give --into another prefix, or --from as it was given before"
+                    f"partition {record.partition} of the target begins with a later sample ({written.start}) than this"
+                    f" time does ({sample.offset}): give --into another prefix, or --from as it was given before"
                 )
-            if made.offset < there.end:
-                done.there += 1
+            if sample.offset < written.end:
+                totals.existing += 1
                 continue
-            setattr(done, made.attribution, getattr(done, made.attribution) + 1)
-            key = node_key(made.cluster, made.node)
-            await writer.write(attributed.TOPIC.name, encode(made), key, record.partition)
+            setattr(totals, sample.attribution, getattr(totals, sample.attribution) + 1)
+            key = node_key(sample.cluster, sample.node)
+            await writer.write(attributed.TOPIC.name, encode(sample), key, record.partition)
     await writer.settle()
-    done.nodes, done.malformed = done.nodes + again.nodes, done.malformed + again.malformed
+    totals.nodes, totals.malformed = totals.nodes + partition_join.nodes, totals.malformed + partition_join.malformed
 
 
-async def _there(theirs: History, tp: Partition) -> Span:
-    """The samples of which the target has the ticks: from the first one's offset to the one after the last."""
-    begin, end = (await theirs.spans(tp.topic))[tp]
+async def _written_span(target_reader: History, tp: Partition) -> Span:
+    """The offsets of the samples whose ticks the target has already: the first, and the one after the last."""
+    begin, end = (await target_reader.spans(tp.topic))[tp]
     if begin == end:
         return Span(0, 0)
-    ends = [await theirs.record(tp, at) for at in (begin, end - 1)]
+    ends = [await target_reader.record(tp, offset) for offset in (begin, end - 1)]
     try:
-        first, last = (_decode_offset(one.value or b"").offset for one in ends if one is not None)
+        first, last = (_decode_offset(record.value or b"").offset for record in ends if record is not None)
     except (msgspec.DecodeError, ValueError):
         raise BrokerError(
             f"{tp.topic} partition {tp.partition} of the target has what is no tick: another --into"

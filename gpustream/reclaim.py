@@ -60,22 +60,36 @@ def reclaim() -> None:
 @LOG_FORMAT
 def list_(connection: Connection, namespace: str | None, form: Form) -> None:
     """List what is planned, would be done, was done, refused or undone: the last word on each action."""
-    found = answer(_actions(connection))
-    rows = sorted(found.values(), key=lambda one: (one.at, one.id))
-    rows = [one for one in rows if namespace in (None, one.namespace)]
+    actions_by_id = answer(_actions(connection))
+    rows = sorted(actions_by_id.values(), key=lambda action: (action.at, action.id))
+    rows = [action for action in rows if namespace in (None, action.namespace)]
     if form == "json":
         json_lines(rows)
     else:
-        show_or_say(COLUMNS, [_row(one) for one in rows], "nothing was decided")
+        show_or_say(COLUMNS, [_row(action) for action in rows], "nothing was decided")
 
 
-def _row(one: Action) -> tuple[str, ...]:
-    what = words(one.action, one.target, one.namespace) if one.action and one.target else f"namespace {one.namespace}"
-    due = (
-        f"{one.due_at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}" if one.due_at is not None and one.state == "planned" else ""
+def _row(action: Action) -> tuple[str, ...]:
+    object_text = (
+        words(action.action, action.target, action.namespace)
+        if action.action and action.target
+        else f"namespace {action.namespace}"
     )
-    why = " ".join(f"{one.reason or one.alert}: {one.message}".split())
-    cells = (f"{one.at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}", one.id, one.state, one.cluster, what, due, why)
+    due = (
+        f"{action.due_at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}"
+        if action.due_at is not None and action.state == "planned"
+        else ""
+    )
+    why = " ".join(f"{action.reason or action.alert}: {action.message}".split())
+    cells = (
+        f"{action.at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}",
+        action.id,
+        action.state,
+        action.cluster,
+        object_text,
+        due,
+        why,
+    )
     return tuple(printable(cell, "") for cell in cells)
 
 
@@ -105,24 +119,24 @@ class NotUndone(BrokerError):
 
 
 async def _actions(connection: Connection) -> dict[str, Action]:
-    """The last word on each action."""
-    found: dict[str, Action] = {}
-    async with history.opened(connection, [actions.TOPIC.name]) as past:
-        async for records in past.records(await past.spans(actions.TOPIC.name)):
-            for _, one in history.decoded(records, _decode, log):
-                last = found.get(one.id)
-                if last is None or last.state not in OVER or one.state == "undone":
-                    found[one.id] = one
-    return found
+    """The record that counts of each action, by its id: the last one, but nothing after an end except ``undone``."""
+    actions_by_id: dict[str, Action] = {}
+    async with history.opened(connection, [actions.TOPIC.name]) as reader:
+        async for records in reader.records(await reader.spans(actions.TOPIC.name)):
+            for _, action in history.decoded(records, _decode, log):
+                previous = actions_by_id.get(action.id)
+                if previous is None or previous.state not in OVER or action.state == "undone":
+                    actions_by_id[action.id] = action
+    return actions_by_id
 
 
-async def _undo(connection: Connection, wanted: str, kubeconfig: Path | None) -> str:
+async def _undo(connection: Connection, action_id: str, kubeconfig: Path | None) -> str:
     """Undo an action; the sentence that says so. Raises BrokerError."""
-    action = (await _actions(connection)).get(wanted)
+    action = (await _actions(connection)).get(action_id)
     if action is None:
-        raise NotUndone(f"there is no action {wanted} in {connection.prefixed(actions.TOPIC.name)}")
+        raise NotUndone(f"there is no action {action_id} in {connection.prefixed(actions.TOPIC.name)}")
     if action.state not in ("done", "intended"):
-        raise NotUndone(f"action {wanted} is {action.state}: there is nothing to undo")
+        raise NotUndone(f"action {action_id} is {action.state}: there is nothing to undo")
     api = Client(kubeconfig)
     try:
         await api.start()
@@ -147,18 +161,18 @@ async def _undo(connection: Connection, wanted: str, kubeconfig: Path | None) ->
 async def _give_back(cluster: Cluster, action: Action) -> None:
     """Change the object back. Raises NotUndone, Denied and Unreachable."""
 
-    def refuse(why: str) -> NoReturn:
-        raise NotUndone(f"not undone: {why}")
+    def refuse(reason: str) -> NoReturn:
+        raise NotUndone(f"not undone: {reason}")
 
     if action.target is None:
         refuse("the action is about no object")
-    one = await cluster.look(action.target, action.namespace)
-    if was_undone(one, action.id):
+    current = await cluster.look(action.target, action.namespace)
+    if was_undone(current, action.id):
         return  # by a command that ended before it could write that down
-    content = unpatch(action, one)
-    if isinstance(content, Objection):
-        refuse(content.message)
-    if await cluster.change(action.target, action.namespace, content) is None:
+    patch = unpatch(action, current)
+    if isinstance(patch, Objection):
+        refuse(patch.message)
+    if await cluster.change(action.target, action.namespace, patch) is None:
         refuse("somebody changed it at the same time: try again")
 
 

@@ -39,19 +39,19 @@ from topics.topic import UInt, decoder
 from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, Usage
 
 BEFORE_MS = 30 * MINUTE_MS
-"""What was logged before the time is read too: the first tick in it stands for the time since the one before."""
+"""Ticks logged this long before the time are read too: a tick counts for the time since the one before it."""
 
 SETTLED_MS = FINAL_AFTER_MS + 2 * MINUTE_MS
-"""An hour is made again only so long after its end: by then the stream has made it final, if it ever will."""
+"""An hour is made again this long after its end at the earliest: by then the stream has made it final."""
 
 SETTLED_MS_OF_SAMPLES = 15_000
-"""A sample can be attributed so long after it was logged: what its join waits for has been logged by then."""
+"""A sample is attributed again this long after it was logged: by then all that its join needs is logged, too."""
 
 _decode = decoder(Usage)
 
 
 class _WindowHead(msgspec.Struct, frozen=True):
-    """What of a record of usage says which generation comes next."""
+    """The fields of a record of usage that decide which generation comes next."""
 
     start_ms: UInt
     end_ms: UInt
@@ -61,20 +61,20 @@ class _WindowHead(msgspec.Struct, frozen=True):
 _decode_head = decoder(_WindowHead)
 
 
-def _mistakes(given: Mapping[str, Any]) -> Iterable[str]:
+def _errors(values: Mapping[str, Any]) -> Iterable[str]:
     try:
-        if given["into"] is None:
-            asked(given["first"], given["last"], now_ms())
+        if values["into"] is None:
+            final_hours(values["first"], values["last"], now_ms())
         else:
-            settled(given["first"], given["last"], now_ms())
+            attributable_time(values["first"], values["last"], now_ms())
     except ValueError as error:
         yield str(error)
-    if given["into"] == given["topic_prefix"]:
+    if values["into"] == values["topic_prefix"]:
         yield "--into: it is the prefix of the pipeline itself: readers would drop what they have; give another one"
 
 
-def settled(first: When, last: When | None, now_ms: int) -> Range:
-    """The time whose samples are attributed again. Raises ValueError if it is too new or empty."""
+def attributable_time(first: When, last: When | None, now_ms: int) -> Range:
+    """The part of the requested time whose samples can be attributed again. Raises ValueError if it is empty."""
     latest_ms = now_ms - SETTLED_MS_OF_SAMPLES
     time = Range(first.at_ms(now_ms), latest_ms if last is None else min(latest_ms, last.at_ms(now_ms)))
     if time.from_ms >= time.to_ms:
@@ -85,8 +85,8 @@ def settled(first: When, last: When | None, now_ms: int) -> Range:
     return time
 
 
-def asked(first: When, last: When | None, now_ms: int) -> Range:
-    """The whole hours that are asked for, and are over for long enough. Raises ValueError if there is none."""
+def final_hours(first: When, last: When | None, now_ms: int) -> Range:
+    """The whole hours of the requested time that are final. Raises ValueError if there are none."""
     latest_ms = (now_ms - SETTLED_MS) // HOUR_MS * HOUR_MS
     from_ms = first.at_ms(now_ms) // HOUR_MS * HOUR_MS
     to_ms = latest_ms if last is None else min(latest_ms, -(-last.at_ms(now_ms) // HOUR_MS) * HOUR_MS)
@@ -100,7 +100,7 @@ def asked(first: When, last: When | None, now_ms: int) -> Range:
 
 @click.command(
     cls=Command,
-    check=_mistakes,
+    check=_errors,
     example=(
         "gpustream replay --kafka kafka-0:9092 --from 6h\n"
         "gpustream replay --kafka kafka-0:9092 --from 2026-11-22T08:00 --to 2026-11-22T12:00 --team-label team\n"
@@ -144,32 +144,34 @@ def replay(
     if into is not None:
         from gpustream.reattribution import reattribute  # Faust's part of the command is loaded if it is wanted
 
-        time_range = settled(first, last, now_ms())
+        time_range = attributable_time(first, last, now_ms())
         click.echo(f"attribution again from {utc(time_range.from_ms)} to {utc(time_range.to_ms)} into {into}", err=True)
-        done = answer(reattribute(connection, into, time_range))
+        attributed = answer(reattribute(connection, into, time_range))
+        ticks = counted(attributed.exact + attributed.late + attributed.none, "tick")
         click.echo(
-            f"{counted(done.exact + done.late + done.none, 'tick')} of {counted(done.nodes, 'node')} written:"
-            f" {done.exact} exact, {done.late} late, {done.none} without a snapshot; {done.there} were there"
+            f"{ticks} of {counted(attributed.nodes, 'node')} written: {attributed.exact} exact, {attributed.late} late,"
+            f" {attributed.none} without a snapshot; {attributed.existing} were there"
         )
-        if done.malformed:
+        if attributed.malformed:
             click.echo(
-                f"{counted(done.malformed, 'sample')} could not be decoded, and have their dead letters", err=True
+                f"{counted(attributed.malformed, 'sample')} could not be decoded, and have their dead letters", err=True
             )
         return
-    hours = asked(first, last, now_ms())
+    hours = final_hours(first, last, now_ms())
     click.echo(f"usage again from {utc(hours.from_ms)} to {utc(hours.to_ms)}", err=True)
-    made = answer(_replay(connection, hours, Accounting(split, team_label)))
+    totals = answer(_replay(connection, hours, Accounting(split, team_label)))
     click.echo(
-        f"{counted(made.ticks, 'tick')} of {counted(made.nodes, 'node')}: {counted(made.hours, 'record')} of hours and"
-        f" {made.minutes} of minutes written, {made.zeros} keys set to zero, generation {made.generation}"
+        f"{counted(totals.ticks, 'tick')} of {counted(totals.nodes, 'node')}: {counted(totals.hours, 'record')} of"
+        f" hours and {totals.minutes} of minutes written, {totals.zeros} keys set to zero,"
+        f" generation {totals.generation}"
     )
-    if made.malformed:
-        click.echo(f"{counted(made.malformed, 'record')} of {ATTRIBUTED.name} could not be decoded", err=True)
+    if totals.malformed:
+        click.echo(f"{counted(totals.malformed, 'record')} of {ATTRIBUTED.name} could not be decoded", err=True)
 
 
 @dataclass
-class Made:
-    """What a replay has read and written so far."""
+class ReplayTotals:
+    """How much a replay has read and written so far."""
 
     nodes: int = 0
     ticks: int = 0
@@ -183,9 +185,9 @@ class Made:
 class UsageReplay:
     """Recorded ticks of any number of nodes, in the order of their log: what the stream should have written.
 
-    It gives final records of a higher generation, and of whole hours only: an hour with its minutes, if it began at
-    least a minute after ``from_ms``, the log time of the first record. Time is closed by the nodes' own ticks, and at
-    the end by the log: so what came late is booked.
+    It returns final records of a higher generation, for whole hours only. An hour comes with its minutes, if it began
+    at least a minute after ``from_ms``, the log time of the first record. The nodes' own ticks close windows, and at
+    the end the log does. So late ticks are booked.
     """
 
     def __init__(self, policy: Accounting, from_ms: int) -> None:
@@ -195,157 +197,161 @@ class UsageReplay:
         self._logged_ms = 0
 
     def take(self, tick: CountedTick, logged_ms: int) -> list[Usage]:
-        """What is to be written after a tick. Raises msgspec.DecodeError for labels or a workload that are none."""
-        name = (tick.cluster, tick.node)
-        if name not in self._nodes:
+        """The records to write after a tick. Raises msgspec.DecodeError if its labels or workload are malformed."""
+        node = (tick.cluster, tick.node)
+        if node not in self._nodes:
             books = Books(schema=1, cluster=tick.cluster, node=tick.node)
-            self._nodes[name] = Bookkeeper(books, self._policy), []
+            self._nodes[node] = Bookkeeper(books, self._policy), []
         self._logged_ms = max(self._logged_ms, logged_ms)
-        keeper, minutes = self._nodes[name]
-        return self._whole_hours(minutes, keeper.book(tick, logged_ms).records)
+        bookkeeper, minutes = self._nodes[node]
+        return self._whole_hours(minutes, bookkeeper.book(tick, logged_ms).records)
 
     def end(self, log_ms: int = 0) -> list[Usage]:
-        """What is to be written at the end of the log, which may be later than its last record."""
-        found: list[Usage] = []
-        for keeper, minutes in self._nodes.values():
-            found += self._whole_hours(minutes, keeper.close_silent(max(self._logged_ms, log_ms)))
-        return found
+        """The records to write at the end of the log, which may be later than its last record."""
+        records_due: list[Usage] = []
+        for bookkeeper, minutes in self._nodes.values():
+            records_due += self._whole_hours(minutes, bookkeeper.close_silent(max(self._logged_ms, log_ms)))
+        return records_due
 
     def _whole_hours(self, minutes: list[Usage], records: list[Usage]) -> list[Usage]:
-        """The hours that are final now, each after its minutes, which have waited for it."""
-        found: list[Usage] = []
-        for one in records:
-            if not one.final or one.start_ms < self._first_ms:
+        """The hours that are final now, each after its minutes, which were kept back in ``minutes`` until then."""
+        records_due: list[Usage] = []
+        for record in records:
+            if not record.final or record.start_ms < self._first_ms:
                 continue
-            if one.end_ms - one.start_ms == MINUTE_MS:
-                minutes.append(one)
+            if record.end_ms - record.start_ms == MINUTE_MS:
+                minutes.append(record)
                 continue
-            found += [minute for minute in minutes if minute.end_ms <= one.end_ms]
-            minutes[:] = [minute for minute in minutes if minute.end_ms > one.end_ms]
-            found.append(one)
-        return found
+            records_due += [minute for minute in minutes if minute.end_ms <= record.end_ms]
+            minutes[:] = [minute for minute in minutes if minute.end_ms > record.end_ms]
+            records_due.append(record)
+        return records_due
 
 
-class NodesAgain:
-    """The nodes of one partition, made again for some hours. Pure. Ticks that came too late live are booked now."""
+class PartitionReplay:
+    """The usage of one partition's nodes in some hours, made again. Pure. Ticks that were too late are booked."""
 
     def __init__(self, hours: Range, policy: Accounting) -> None:
-        self._range, self._again = hours, UsageReplay(policy, hours.from_ms - BEFORE_MS)
+        self._hours, self._replay = hours, UsageReplay(policy, hours.from_ms - BEFORE_MS)
         self.nodes: set[bytes | None] = set()
         self.ticks = self.malformed = 0
 
     def take(self, records: Sequence[Any]) -> list[Usage]:
-        """What becomes final by records of gpu.attributed."""
+        """Takes in records of gpu.attributed. Returns the usage that they make final."""
         final: list[Usage] = []
         for record in records:
             try:
                 tick = decode_tick(record.value or b"")
                 logged_ms = record.timestamp if tick.logged_ms is None else tick.logged_ms
-                final += self._again.take(tick, logged_ms)
+                final += self._replay.take(tick, logged_ms)
             except msgspec.DecodeError:
                 self.malformed += 1  # the stream has written its dead letter
             else:
                 self.ticks += 1
                 self.nodes.add(record.key)
-        return [one for one in final if _holds(self._range, one)]
+        return [record for record in final if _contains(self._hours, record)]
 
     def end(self, log_ms: int) -> list[Usage]:
-        """What is final because its node was silent until this log time."""
-        return [one for one in self._again.end(log_ms) if _holds(self._range, one)]
+        """The usage that is final because its node was silent until this log time."""
+        return [record for record in self._replay.end(log_ms) if _contains(self._hours, record)]
 
 
-class Written:
-    """What was written of a partition, to find the keys of before that it does not have. Keys are kept as hashes."""
+class WrittenKeys:
+    """The keys written for a partition, as hashes: old records under other keys must be set to zero."""
 
     def __init__(self, hours: Range, generation: int) -> None:
-        self._range, self._generation = hours, generation
+        self._hours, self._generation = hours, generation
         self._keys: set[int] = set()
         self._windows: set[int] = set()
 
-    def note(self, one: Usage) -> None:
-        """A record is written."""
-        self._keys.add(hash((one.key, one.end_ms)))
-        self._windows.add(_window(one))
+    def note(self, record: Usage) -> None:
+        """Notes that a record is written."""
+        self._keys.add(hash((record.key, record.end_ms)))
+        self._windows.add(_window_hash(record))
 
-    def zero(self, one: Usage) -> Usage | None:
-        """What stands in for a record of a window that was made again, if that has no record under its key."""
-        key = hash((one.key, one.end_ms))
-        if not _holds(self._range, one) or key in self._keys or _window(one) not in self._windows:
+    def zero(self, record: Usage) -> Usage | None:
+        """The zeros to write over an old record, if its window was made again without its key; else None."""
+        key = hash((record.key, record.end_ms))
+        if not _contains(self._hours, record) or key in self._keys or _window_hash(record) not in self._windows:
             return None
         self._keys.add(key)
-        return msgspec.structs.replace(one, generation=self._generation, final=True, **dict.fromkeys(FIELDS, 0))
+        return msgspec.structs.replace(record, generation=self._generation, final=True, **dict.fromkeys(FIELDS, 0))
 
 
-def _holds(hours: Range, one: "Usage | _WindowHead") -> bool:
-    """Whether a record's whole window is in a time."""
-    return hours.from_ms <= one.start_ms and one.end_ms <= hours.to_ms
+def _contains(hours: Range, record: "Usage | _WindowHead") -> bool:
+    """Whether a record's whole window is in these hours."""
+    return hours.from_ms <= record.start_ms and record.end_ms <= hours.to_ms
 
 
-def _window(one: Usage) -> int:
-    return hash((one.cluster, one.node, one.gpu_uuid, one.start_ms, one.end_ms))
+def _window_hash(record: Usage) -> int:
+    return hash((record.cluster, record.node, record.gpu_uuid, record.start_ms, record.end_ms))
 
 
-async def _replay(connection: Connection, hours: Range, policy: Accounting) -> Made:
+async def _replay(connection: Connection, hours: Range, policy: Accounting) -> ReplayTotals:
     """Make each partition again, one after the other."""
     sender = Sender(connection, client_id="gpustream-replay", max_batch_bytes=512 * 1024)
-    written = (HOURS.name, MINUTES.name)
-    async with history.opened(connection, [ATTRIBUTED.name, *written]) as past, connecting(sender):
-        await topic_admin.check(connection, TopicAccess((ATTRIBUTED.name, *written), written))
-        ticks = await past.spans(ATTRIBUTED.name, hours.from_ms - BEFORE_MS)
-        await history.refuse_what_is_gone(past, ATTRIBUTED, ticks, hours.from_ms, before_ms=BEFORE_MS, step_ms=HOUR_MS)
-        before = await past.spans(HOURS.name, hours.from_ms) | await past.spans(MINUTES.name, hours.from_ms)
-        made = Made()
-        with history.progress("making usage again", {**ticks, **before}) as advanced:
+    written_topics = (HOURS.name, MINUTES.name)
+    async with history.opened(connection, [ATTRIBUTED.name, *written_topics]) as reader, connecting(sender):
+        await topic_admin.check(connection, TopicAccess((ATTRIBUTED.name, *written_topics), written_topics))
+        ticks = await reader.spans(ATTRIBUTED.name, hours.from_ms - BEFORE_MS)
+        await history.check_retention(reader, ATTRIBUTED, ticks, hours.from_ms, before_ms=BEFORE_MS, step_ms=HOUR_MS)
+        old_spans = await reader.spans(HOURS.name, hours.from_ms) | await reader.spans(MINUTES.name, hours.from_ms)
+        totals = ReplayTotals()
+        with history.progress("making usage again", {**ticks, **old_spans}) as advanced:
             for tp, span in ticks.items():
-                own = {one: its for one, its in before.items() if one.partition == tp.partition}
-                await Partitioned(past, sender, hours, advanced).replay(tp, span, own, policy, made)
-    return made
+                old_of_partition = {
+                    old_tp: old_span for old_tp, old_span in old_spans.items() if old_tp.partition == tp.partition
+                }
+                await PartitionWriter(reader, sender, hours, advanced).replay(
+                    tp, span, old_of_partition, policy, totals
+                )
+    return totals
 
 
-class Partitioned:
-    """A partition that is made again."""
+class PartitionWriter:
+    """Writes the usage of a partition again."""
 
-    def __init__(self, past: History, sender: Sender, hours: Range, advanced: Callable[[int], None]) -> None:
-        self._past, self._writer, self._hours, self._advanced = past, history.Writer(sender), hours, advanced
+    def __init__(self, reader: History, sender: Sender, hours: Range, advanced: Callable[[int], None]) -> None:
+        self._reader, self._writer, self._hours, self._advanced = reader, history.Writer(sender), hours, advanced
 
     async def replay(
-        self, tp: Partition, ticks: Span, before: Mapping[Partition, Span], policy: Accounting, made: Made
+        self, tp: Partition, ticks: Span, old_spans: Mapping[Partition, Span], policy: Accounting, totals: ReplayTotals
     ) -> None:
-        """Write what its nodes had, and zeros under the keys that only the records of before have."""
-        generation = 1 + await self._generation(before)
-        nodes = NodesAgain(self._hours, policy._replace(generation=generation))
-        written = Written(self._hours, generation)
+        """Writes the usage of its nodes, and zeros under keys that only the old records have."""
+        generation = 1 + await self._generation(old_spans)
+        nodes = PartitionReplay(self._hours, policy._replace(generation=generation))
+        written = WrittenKeys(self._hours, generation)
 
         async def write(final: Sequence[Usage]) -> None:
-            for one in final:
-                written.note(one)
-            made.hours += sum(one.end_ms - one.start_ms == HOUR_MS for one in final)
-            made.minutes += sum(one.end_ms - one.start_ms == MINUTE_MS for one in final)
+            for record in final:
+                written.note(record)
+            totals.hours += sum(record.end_ms - record.start_ms == HOUR_MS for record in final)
+            totals.minutes += sum(record.end_ms - record.start_ms == MINUTE_MS for record in final)
             await self._send(tp.partition, final)
 
-        async for records in self._past.records({tp: ticks}, self._advanced):
+        async for records in self._reader.records({tp: ticks}, self._advanced):
             await write(nodes.take(records))
         await write(nodes.end(now_ms() - MINUTE_MS))
-        async for records in self._past.records(before):
-            zeros = [zero for _, one in history.decoded(records, _decode) if (zero := written.zero(one))]
-            made.zeros += len(zeros)
+        async for records in self._reader.records(old_spans):
+            zeros = [zero for _, record in history.decoded(records, _decode) if (zero := written.zero(record))]
+            totals.zeros += len(zeros)
             await self._send(tp.partition, zeros)
         await self._writer.settle()
-        made.nodes, made.ticks = made.nodes + len(nodes.nodes), made.ticks + nodes.ticks
-        made.malformed += nodes.malformed
-        made.generation = max(made.generation, generation)
+        totals.nodes, totals.ticks = totals.nodes + len(nodes.nodes), totals.ticks + nodes.ticks
+        totals.malformed += nodes.malformed
+        totals.generation = max(totals.generation, generation)
 
-    async def _generation(self, before: Mapping[Partition, Span]) -> int:
-        """The highest that the partition has of these hours."""
+    async def _generation(self, old_spans: Mapping[Partition, Span]) -> int:
+        """The highest generation of the partition's records in these hours."""
         highest = 0
-        async for records in self._past.records(before, self._advanced):
-            for _, one in history.decoded(records, _decode_head):
-                if _holds(self._hours, one):
-                    highest = max(highest, one.generation)
+        async for records in self._reader.records(old_spans, self._advanced):
+            for _, record in history.decoded(records, _decode_head):
+                if _contains(self._hours, record):
+                    highest = max(highest, record.generation)
         return highest
 
     async def _send(self, partition: int, records: Sequence[Usage]) -> None:
         """Write records of hours and of minutes, each to its topic."""
-        for one in records:
-            topic = HOURS if one.end_ms - one.start_ms == HOUR_MS else MINUTES
-            await self._writer.write(topic.name, msgspec.json.encode(one), one.key.encode(), partition)
+        for record in records:
+            topic = HOURS if record.end_ms - record.start_ms == HOUR_MS else MINUTES
+            await self._writer.write(topic.name, msgspec.json.encode(record), record.key.encode(), partition)

@@ -45,7 +45,7 @@ from topics.alerts import Alert
 COLUMNS = ("fired", "resolved", "for", "severity", "alert", "where", "who", "why it ended", "summary")
 
 R = TypeVar("R")
-_MOST_NAMED = 20
+_MAX_NAMED = 20
 """At most this many lines that are no ticks are named; the rest is only counted."""
 
 
@@ -64,10 +64,10 @@ def check(file: Path) -> None:
 
     New rules without a runbook are named, too: their alerts link that of the default rule.
     """
-    known, defaults = _load(file).rules, rules_file.defaults()
-    click.echo(f"{file}: no mistakes; {counted(len(known), 'rule')} in force")
-    for rule in [rule for rule in known if rule.name not in defaults and "runbook" not in rule.annotations]:
-        default = next(one.name for one in defaults.values() if one.kind == rule.kind)
+    loaded, defaults = _load(file).rules, rules_file.defaults()
+    click.echo(f"{file}: no mistakes; {counted(len(loaded), 'rule')} in force")
+    for rule in [rule for rule in loaded if rule.name not in defaults and "runbook" not in rule.annotations]:
+        default = next(candidate.name for candidate in defaults.values() if candidate.kind == rule.kind)
         hint = 'give it its own by annotations = { runbook = "https://..." }'
         click.echo(f"{file}: hint: rules.{rule.name} has no runbook, and links that of {default}: {hint}")
 
@@ -78,26 +78,28 @@ def check(file: Path) -> None:
 @click.argument("file", cls=Argument, required=False, type=click.Path(path_type=Path))
 def show_rules(file: Path | None) -> None:
     """Show every rule as it is by a file, or by default: its kind, whether it is on, and all of its options."""
-    known = (_or_mistakes(rules_file.every, file) if file is not None else rules_file.defaults()).values()
-    show(("rule", "kind", "on", "severity", "for", "keep_firing_for", "further"), [_row(rule) for rule in known])
+    all_rules = (_or_exit(rules_file.every, file) if file is not None else rules_file.defaults()).values()
+    show(("rule", "kind", "on", "severity", "for", "keep_firing_for", "further"), [_row(rule) for rule in all_rules])
 
 
 def _row(rule: Rule) -> tuple[str, ...]:
-    """``for`` of an event, and other durations that are nothing, are shown as a dash."""
-    of_kind = [one for one in OPTIONS if rule.kind in one.kinds and one.key not in ("for", "critical_after")]
-    further = [f"{option.key} {option.shown(rule)}" for option in of_kind]
+    """A rule as a row. Durations of zero, such as ``for`` of an event, are shown as a dash."""
+    options_of_kind = [
+        option for option in OPTIONS if rule.kind in option.kinds and option.key not in ("for", "critical_after")
+    ]
+    further = [f"{option.key} {option.shown(rule)}" for option in options_of_kind]
     further += [f"critical_after {duration_words(rule.critical_ms)}"] if rule.critical_ms else []
     further += [counted(len(rule.overrides), "override")] if rule.overrides else []
     times = [duration_words(ms) if ms else "-" for ms in (rule.for_ms, rule.keep_firing_ms)]
     return rule.name, rule.kind, "yes" if rule.enabled else "no", rule.severity, *times, ", ".join(further) or "-"
 
 
-def _one_source(given: dict[str, Any]) -> list[str]:
+def _one_source(values: dict[str, Any]) -> list[str]:
     """Ticks come from one place. The environment's Kafka is for other commands too, so a file takes precedence."""
-    asked = click.get_current_context().get_parameter_source
-    sources = [asked(name) for name in ("kafka", "kafka_config") if given[name]]
-    kafka = bool(sources) and (given["input"] is None or set(sources) != {ParameterSource.ENVIRONMENT})
-    if kafka == (given["input"] is not None):
+    source_of = click.get_current_context().get_parameter_source
+    sources = [source_of(name) for name in ("kafka", "kafka_config") if values[name]]
+    kafka = bool(sources) and (values["input"] is None or set(sources) != {ParameterSource.ENVIRONMENT})
+    if kafka == (values["input"] is not None):
         return ["Give either '--kafka' or '--input': where the ticks are."]
     return []
 
@@ -149,10 +151,10 @@ def test(
 
 def _load(path: Path) -> Rules:
     """The rules of a file. Mistakes are named, and end the command."""
-    return _or_mistakes(rules_file.load, path)
+    return _or_exit(rules_file.load, path)
 
 
-def _or_mistakes(read: Callable[[Path], R], path: Path) -> R:
+def _or_exit(read: Callable[[Path], R], path: Path) -> R:
     try:
         return read(path)
     except RulesError as error:
@@ -164,7 +166,7 @@ def _or_mistakes(read: Callable[[Path], R], path: Path) -> R:
 
 
 class Recorded(NamedTuple):
-    """A record, where it is, for a message, and when it was logged, if that is known."""
+    """A record. ``place`` says in messages where it is; ``logged_ms`` is its log time, if that is known."""
 
     value: bytes
     place: str
@@ -172,7 +174,7 @@ class Recorded(NamedTuple):
 
 
 class Trial:
-    """A test of rules: takes records, keeps what came of them."""
+    """A test of rules: takes in records, and keeps the transitions that they cause."""
 
     def __init__(self, by: Rules) -> None:
         self._replay = Replay(by)
@@ -180,16 +182,16 @@ class Trial:
         self.wrong = 0
 
     def take(self, recorded: Recorded) -> None:
-        """Judge a record; one that is no tick is named, the first few times."""
+        """Evaluates a record. The first few that are no ticks are named on standard error."""
         try:
             self.transitions += self._replay.judge(ticks.decode(recorded.value), recorded.logged_ms)
         except msgspec.DecodeError as error:
             self.wrong += 1
-            if self.wrong <= _MOST_NAMED:
+            if self.wrong <= _MAX_NAMED:
                 click.echo(f"{recorded.place}: not a record of gpu.attributed: {error}", err=True)
 
     def end(self) -> None:
-        """There are no more records."""
+        """Ends the test: there are no more records."""
         self.transitions += self._replay.end()
 
     def summary(self) -> str:
@@ -216,10 +218,10 @@ def _lines(path: Path) -> Iterator[Recorded]:
 async def _read(connection: Connection, start: str | float, trial: Trial) -> None:
     """Take the records from a time on, to where each partition ends now."""
     from_ms = 0 if isinstance(start, str) else int((time.time() - start) * 1000)
-    async with history.opened(connection, [attributed.TOPIC.name]) as past:
-        spans = await past.spans(attributed.TOPIC.name, from_ms)
+    async with history.opened(connection, [attributed.TOPIC.name]) as reader:
+        spans = await reader.spans(attributed.TOPIC.name, from_ms)
         with history.progress(attributed.TOPIC.name, spans) as advanced:
-            async for records in past.records(spans, advanced):
+            async for records in reader.records(spans, advanced):
                 for record in records:
                     if record.timestamp >= from_ms and record.value is not None:
                         place = f"{record.topic}[{record.partition}]@{record.offset}"
@@ -227,15 +229,15 @@ async def _read(connection: Connection, start: str | float, trial: Trial) -> Non
 
 
 def rows(transitions: Iterable[Alert]) -> list[tuple[str, ...]]:
-    """A row for each firing, in order of time, with what became of it."""
-    last: dict[tuple[str, str], Alert] = {}
+    """A row for each firing, in order of time, with its end if it has one."""
+    latest: dict[tuple[str, str], Alert] = {}
     for alert in transitions:
-        last[alert.fingerprint, alert.starts_at.isoformat()] = alert
-    found: list[tuple[str, ...]] = []
-    for alert in sorted(last.values(), key=lambda alert: (alert.starts_at, alert.name, alert.fingerprint)):
-        said, ended = alerts.row(alert, alert.starts_at), ("-", "-", "-")
+        latest[alert.fingerprint, alert.starts_at.isoformat()] = alert
+    table_rows: list[tuple[str, ...]] = []
+    for alert in sorted(latest.values(), key=lambda alert: (alert.starts_at, alert.name, alert.fingerprint)):
+        cells, ended = alerts.row(alert, alert.starts_at), ("-", "-", "-")
         if alert.ends_at is not None:
-            at = f"{alert.ends_at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}"
-            ended = (at, said.lasted, alert.resolved_because or "-")
-        found.append((said.since, *ended[:2], *said[2:6], ended[2], said.summary))
-    return found
+            ended_at = f"{alert.ends_at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}"
+            ended = (ended_at, cells.lasted, alert.resolved_because or "-")
+        table_rows.append((cells.since, *ended[:2], *cells[2:6], ended[2], cells.summary))
+    return table_rows

@@ -1,4 +1,4 @@
-"""What could be seen in a run: pods that came and went, shared GPUs, MIG, errors, lost GPUs, alerts. Pure.
+"""The events of a run for its summary: pods that came and went, shared GPUs, MIG, errors, lost GPUs, alerts. Pure.
 
 In:       ticks and alerts, as they come.
 Out:      lines for people, at the end.
@@ -11,7 +11,7 @@ from gpustream.ticks import Tick
 from topics.alerts import Alert, milliseconds
 from topics.attributed import by_pod
 
-_MOST = 4
+_MAX_NAMED = 4
 """At most this many things of one kind are named."""
 
 
@@ -21,23 +21,23 @@ class Sightings:
     def __init__(self) -> None:
         self._pods: dict[tuple[str, str], frozenset[tuple[str, str]]] = {}
         self._came = self._went = self._most = 0
-        self._began_ms: int | None = None
+        self._start_ms: int | None = None
         self._shared: tuple[int, str] = (1, "")
         self._mig: set[str] = set()
         self._lost: dict[str, str] = {}
-        self._back: set[str] = set()
+        self._recovered: set[str] = set()
         self._xids: list[str] = []
         self._alerts: Counter[str] = Counter()
-        self._first: dict[str, int] = {}
+        self._first_alert_ms: dict[str, int] = {}
 
     def tick(self, tick: Tick) -> None:
         """Takes a tick in that is no replay."""
-        self._began_ms = min(tick.ts_ms, tick.ts_ms if self._began_ms is None else self._began_ms)
-        holding = set[tuple[str, str]]()
+        self._start_ms = min(tick.ts_ms, tick.ts_ms if self._start_ms is None else self._start_ms)
+        holding_pods = set[tuple[str, str]]()
         for device in tick.devices:
             where = f"GPU {device.index} of {tick.node}"
             pods = by_pod(device.holders) if device.holders else {}
-            holding.update((pod.namespace, pod.pod) for pod in pods)
+            holding_pods.update((pod.namespace, pod.pod) for pod in pods)
             if len(pods) > self._shared[0]:
                 self._shared = len(pods), where
             if device.mig is not None and pods:
@@ -45,39 +45,39 @@ class Sightings:
             if device.state == "lost":
                 self._lost.setdefault(device.uuid, where)
             elif device.uuid in self._lost:
-                self._back.add(device.uuid)
+                self._recovered.add(device.uuid)
             for event in device.events or ():
-                if event.kind == "xid" and len(self._xids) < _MOST:
-                    held = f", held by {next(iter(pods)).pod}" if pods else ""
-                    self._xids.append(f"XID {event.code} on {where}{held}")
-        now, before = frozenset(holding), self._pods.get((tick.cluster, tick.node))
-        if before is not None:
-            self._came += len(now - before)
-            self._went += len(before - now)
-        self._pods[tick.cluster, tick.node] = now
+                if event.kind == "xid" and len(self._xids) < _MAX_NAMED:
+                    holder = f", held by {next(iter(pods)).pod}" if pods else ""
+                    self._xids.append(f"XID {event.code} on {where}{holder}")
+        current, previous = frozenset(holding_pods), self._pods.get((tick.cluster, tick.node))
+        if previous is not None:
+            self._came += len(current - previous)
+            self._went += len(previous - current)
+        self._pods[tick.cluster, tick.node] = current
         self._most = max(self._most, sum(map(len, self._pods.values())))
 
     def alert(self, alert: Alert) -> None:
         """Takes a transition of an alert in."""
         at_ms = milliseconds(alert.starts_at)
-        if alert.is_open and not alert.revision and self._began_ms is not None and at_ms >= self._began_ms:
+        if alert.is_open and not alert.revision and self._start_ms is not None and at_ms >= self._start_ms:
             self._alerts[alert.name] += 1
-            self._first.setdefault(alert.name, at_ms)
+            self._first_alert_ms.setdefault(alert.name, at_ms)
 
     def lines(self) -> list[str]:
         """What was seen, a line each."""
-        found = []
+        lines = []
         if self._most:
-            found.append(f"up to {self._most} pods at a time; {self._came} came, {self._went} went")
+            lines.append(f"up to {self._most} pods at a time; {self._came} came, {self._went} went")
         if self._shared[1]:
-            found.append(f"{self._shared[0]} pods that share {self._shared[1]}")
+            lines.append(f"{self._shared[0]} pods that share {self._shared[1]}")
         if self._mig:
-            found.append(f"{len(self._mig)} MIG devices that pods held")
-        found += self._xids
-        for uuid, where in list(self._lost.items())[:_MOST]:
-            found.append(f"{where} lost{', and back' if uuid in self._back else ''}")
+            lines.append(f"{len(self._mig)} MIG devices that pods held")
+        lines += self._xids
+        for uuid, where in list(self._lost.items())[:_MAX_NAMED]:
+            lines.append(f"{where} lost{', and back' if uuid in self._recovered else ''}")
         for name, count in self._alerts.most_common():
-            after_s = (self._first[name] - (self._began_ms or 0)) / 1000
-            times = f"{count} alerts, the first" if count > 1 else "an alert"
-            found.append(f"{name}: {times} {after_s:.0f} s after the start")
-        return found
+            after_s = (self._first_alert_ms[name] - (self._start_ms or 0)) / 1000
+            count_text = f"{count} alerts, the first" if count > 1 else "an alert"
+            lines.append(f"{name}: {count_text} {after_s:.0f} s after the start")
+        return lines

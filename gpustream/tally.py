@@ -1,7 +1,7 @@
-"""What became of every sampled tick, by its identity: (cluster, node, run_id, seq). Pure.
+"""Counts what became of every sampled tick, by its identity: (cluster, node, run_id, seq). Pure.
 
 In:       what producers sampled, what gpu.attributed held, what each sink did.
-Out:      the summary of a run; ``lost`` is found from the sequence numbers, not from anybody's counters.
+Out:      the summary of a run. ``lost`` comes from the sequence numbers, not from the components' own counters.
 State:    per run of a node, the sequence numbers seen, as ranges: so hours of ticks stay small.
 """
 
@@ -34,30 +34,33 @@ class Ranges:
         self._lasts: list[int] = []
 
     def add(self, number: int) -> bool:
-        """Takes a number in; False if it was there."""
+        """Adds a number. Returns False if it was in the set already."""
         firsts, lasts = self._firsts, self._lasts
         if lasts and number == lasts[-1] + 1:
             lasts[-1] = number
             return True
-        at = bisect_left(lasts, number)  # the first range that ends at the number or after it
-        if at < len(lasts) and firsts[at] <= number:
+        index = bisect_left(lasts, number)  # the first range that ends at the number or after it
+        if index < len(lasts) and firsts[index] <= number:
             return False
-        follows, precedes = at > 0 and lasts[at - 1] == number - 1, at < len(firsts) and firsts[at] == number + 1
+        follows, precedes = (
+            index > 0 and lasts[index - 1] == number - 1,
+            index < len(firsts) and firsts[index] == number + 1,
+        )
         if follows and precedes:
-            lasts[at - 1] = lasts.pop(at)
-            del firsts[at]
+            lasts[index - 1] = lasts.pop(index)
+            del firsts[index]
         elif follows:
-            lasts[at - 1] = number
+            lasts[index - 1] = number
         elif precedes:
-            firsts[at] = number
+            firsts[index] = number
         else:
-            firsts.insert(at, number)
-            lasts.insert(at, number)
+            firsts.insert(index, number)
+            lasts.insert(index, number)
         return True
 
     def __contains__(self, number: int) -> bool:
-        at = bisect_left(self._lasts, number)
-        return at < len(self._lasts) and self._firsts[at] <= number
+        index = bisect_left(self._lasts, number)
+        return index < len(self._lasts) and self._firsts[index] <= number
 
     def __len__(self) -> int:
         return sum(self._lasts) - sum(self._firsts) + len(self._firsts)
@@ -68,7 +71,7 @@ class Ranges:
 
     @property
     def prefix(self) -> int:
-        """Up to where all numbers from 1 on are in it."""
+        """The last of the numbers from 1 on that are in the set without a gap; 0 if 1 is not."""
         return self._lasts[0] if self._firsts[:1] == [1] else 0
 
     def gaps(self) -> list[tuple[int, int]]:
@@ -123,7 +126,7 @@ class RunSummary(msgspec.Struct, frozen=True):
         return not self.lost and not self.dropped
 
     def text(self, seen: Sequence[str] = ()) -> str:
-        """The end of the run for people: what was ``seen``, and where every tick went."""
+        """The summary as text: the lines of what was ``seen``, and where every tick went."""
         by = self.attributed
         rows = [
             *(("seen" if not number else "", text) for number, text in enumerate(seen)),
@@ -153,7 +156,7 @@ class Tally:
         return new
 
     def dead_lettered(self, identity: tuple[bytes, ...]) -> None:
-        """Takes a record of gpu.dead-letters in, known by where the original stood and who gave up."""
+        """Takes in a dead letter: its original's topic, partition and offset, and the stage that gave up."""
         self._letters.add(identity)
 
     def unattributed(self, sampled: Iterable[Sampled]) -> int:
@@ -174,12 +177,12 @@ class Tally:
         """The end of the run: ``values`` in the sampled ticks, ``delivered`` values by sink, ticks that producers
         ``dropped``."""
         return RunSummary(
-            ticks=sum(one.last_seq for one in sampled),
+            ticks=sum(sampled_run.last_seq for sampled_run in sampled),
             samples=values,
             attributed=Attributed(
-                exact=sum(self._kinds[one.run, "exact"] for one in sampled),
-                late=sum(self._kinds[one.run, "late"] for one in sampled),
-                none=sum(self._kinds[one.run, "none"] for one in sampled),
+                exact=sum(self._kinds[sampled_run.run, "exact"] for sampled_run in sampled),
+                late=sum(self._kinds[sampled_run.run, "late"] for sampled_run in sampled),
+                none=sum(self._kinds[sampled_run.run, "none"] for sampled_run in sampled),
             ),
             delivered=delivered,
             dead_lettered=len(self._letters),
@@ -188,11 +191,11 @@ class Tally:
         )
 
 
-def missing(sampled: Iterable[Sampled], everywhere: Collection[Mapping[Run, Ranges]]) -> int:
-    """How many sampled ticks are absent from at least one of the sets."""
+def missing(sampled: Iterable[Sampled], all_ticks: Collection[Mapping[Run, Ranges]]) -> int:
+    """How many sampled ticks are missing in at least one of the sets of ticks."""
     count = 0
-    for one in sampled:
-        sets = [ticks.get(one.run, Ranges()) for ticks in everywhere]
-        common = min((seqs.prefix for seqs in sets), default=one.last_seq)
-        count += sum(any(seq not in seqs for seqs in sets) for seq in range(common + 1, one.last_seq + 1))
+    for sampled_run in sampled:
+        seq_sets = [ticks.get(sampled_run.run, Ranges()) for ticks in all_ticks]
+        common = min((seqs.prefix for seqs in seq_sets), default=sampled_run.last_seq)
+        count += sum(any(seq not in seqs for seqs in seq_sets) for seq in range(common + 1, sampled_run.last_seq + 1))
     return count

@@ -55,13 +55,13 @@ def create(
 @LOG_FORMAT
 def list_(connection: Connection) -> None:
     """Compare the broker's topics with what they should be. Exit code 1 if any differs or is missing."""
-    found, unchecked = answer(topic_admin.inspect(connection))
-    wanted = list(topic_admin.contract(connection).values())
-    wrong = topic_admin.mismatches(wanted, found)
-    show(COLUMNS, rows(wanted, found, wrong), lambda row: "" if row.verdict == "yes" else "red")
+    descriptions, unchecked = answer(topic_admin.inspect(connection))
+    expected = list(topic_admin.contract(connection).values())
+    mismatches = topic_admin.mismatches(expected, descriptions)
+    show(COLUMNS, rows(expected, descriptions, mismatches), lambda row: "" if row.verdict == "yes" else "red")
     if unchecked is not None:
         click.echo(f"settings were not compared: {unchecked}", err=True)
-    raise SystemExit(FAILED if wrong else 0)
+    raise SystemExit(FAILED if mismatches else 0)
 
 
 class TopicRow(NamedTuple):
@@ -75,20 +75,24 @@ class TopicRow(NamedTuple):
     verdict: str
 
 
-def rows(wanted: Iterable[Topic], found: Mapping[str, TopicDescription], wrong: Iterable[Mismatch]) -> list[TopicRow]:
+def rows(
+    expected: Iterable[Topic], descriptions: Mapping[str, TopicDescription], mismatches: Iterable[Mismatch]
+) -> list[TopicRow]:
     """A row per topic of the contract, in the order of the flow."""
-    mistakes: dict[str, list[str]] = {}
-    for one in wrong:
-        said = "missing" if one.have == "missing" else f"{one.what} is {one.have}, must be {one.want}"
-        mistakes.setdefault(one.topic, []).append(said)
+    messages_by_topic: dict[str, list[str]] = {}
+    for mismatch in mismatches:
+        message = (
+            "missing" if mismatch.have == "missing" else f"{mismatch.what} is {mismatch.have}, must be {mismatch.want}"
+        )
+        messages_by_topic.setdefault(mismatch.topic, []).append(message)
     return [
         TopicRow(
             topic=topic.name,
             key=topic.key,
-            partitions=str(found[topic.name].partitions) if topic.name in found else "-",
+            partitions=str(descriptions[topic.name].partitions) if topic.name in descriptions else "-",
             cleanup=topic.cleanup,
             retention="for ever" if topic.retention_hours is None else f"{topic.retention_hours} h",
-            verdict="; ".join(mistakes.get(topic.name, [])) or "yes",
+            verdict="; ".join(messages_by_topic.get(topic.name, [])) or "yes",
         )
-        for topic in wanted
+        for topic in expected
     ]

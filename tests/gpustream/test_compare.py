@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from gpustream.cli import main
-from gpustream.compare import Asker, PrometheusError, gather, report, summary
+from gpustream.compare import PrometheusClient, PrometheusError, gather, report, summary
 from gpustream.comparison import FINE, Compared, Comparison, Reading, Sample, compared, is_ours
 from sinks.series.cache import Cache
 from sinks.series.translation import Translator
@@ -276,11 +276,11 @@ async def test_matchers_with_a_mistake_are_refused_before_all_series_are_asked_f
 ) -> None:
     asked: list[str] = []
 
-    async def readings(_: Asker, matchers: str, __: float) -> list[Reading]:
+    async def readings(_: PrometheusClient, matchers: str, __: float) -> list[Reading]:
         asked.append(matchers)
         raise PrometheusError("parse error")
 
-    monkeypatch.setattr(Asker, "readings", readings)
+    monkeypatch.setattr(PrometheusClient, "readings", readings)
     with pytest.raises(PrometheusError):
         await gather("http://127.0.0.1:1", HttpSettings(), ("job=scraped", None), 60)
 
@@ -294,10 +294,10 @@ async def test_series_that_one_side_has_matchers_for_are_not_the_other_sides(
     theirs, ours = [dcgm("DCGM_FI_DEV_GPU_TEMP", 33)], [otel("gpu_temperature", 33)]
     of = {"theirs": theirs, "ours": ours, "": [*theirs, *ours]}
 
-    async def readings(_: Asker, asked: str, __: float) -> list[Reading]:
+    async def readings(_: PrometheusClient, asked: str, __: float) -> list[Reading]:
         return of[asked]
 
-    monkeypatch.setattr(Asker, "readings", readings)
+    monkeypatch.setattr(PrometheusClient, "readings", readings)
 
     assert await gather("http://127.0.0.1:1", HttpSettings(), matchers, 60) == (theirs, ours)
 
@@ -313,11 +313,11 @@ def test_a_url_that_is_none_is_refused_without_the_address_of_another_command() 
 async def test_braces_of_matchers_are_taken_off_in_pairs(
     monkeypatch: pytest.MonkeyPatch, matchers: str, asked: str
 ) -> None:
-    async def refused(_: Asker, expression: str) -> list[object]:
+    async def refused(_: PrometheusClient, expression: str) -> list[object]:
         raise PrometheusError(expression)
 
-    monkeypatch.setattr(Asker, "_ask", refused)
+    monkeypatch.setattr(PrometheusClient, "_query", refused)
     with pytest.raises(PrometheusError) as error:
-        await Asker("http://127.0.0.1:1", None, None, 0.0).readings(matchers, 60)  # type: ignore[arg-type]
+        await PrometheusClient("http://127.0.0.1:1", None, None, 0.0).readings(matchers, 60)  # type: ignore[arg-type]
 
     assert str(error.value).endswith(f'"{asked})')

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpustream import devices
-from gpustream.devices import Nothing, described, look, only, place
+from gpustream.devices import NothingToShow, describe, only, place_containers, read_twice
 from producers.node.config import NodeSettings
 from tests.nvml.scripted import Mig, Process, ScriptedNvml
 from tests.producers.node import pod_resources
@@ -228,7 +228,7 @@ def test_gpus_that_are_lost_hang_or_can_not_be_opened_are_shown_with_the_call_an
     nvml.hang(3, POWER, 3600)
     nvml.load()
     settings = NodeSettings(kafka="", node="gpu-node-1", interval_s=INTERVAL_S, pod_resources_socket=None)
-    report = asyncio.run(look(settings, open_within_s=3))
+    report = asyncio.run(read_twice(settings, open_within_s=3))
     assert report["unopened"] == [
         {"place": 0, "call": "nvmlDeviceGetHandleByIndex", "error": "NO_PERMISSION"},
         {"place": 2, "call": "nvmlDeviceGetHandleByIndex", "error": "TIMEOUT"},
@@ -312,7 +312,7 @@ REPORT = {
 @given(st.lists(st.text(), max_size=4))
 def test_whatever_a_kubelet_calls_a_device_it_is_on_one_or_on_none(device_ids: list[str]) -> None:
     container = {"namespace": "ml-team", "pod": "p", "container": "c", "resource": "r", "device_ids": device_ids}
-    placed = place([container], [DEVICE])
+    placed = place_containers([container], [DEVICE])
     assert [one["device_id"] for one in placed.unplaced] == device_ids
     text = devices.text({**REPORT, "unplaced": placed.unplaced})
     assert all(letter.isprintable() for line in text.split("\n") for letter in line)
@@ -320,7 +320,7 @@ def test_whatever_a_kubelet_calls_a_device_it_is_on_one_or_on_none(device_ids: l
 
 
 def test_a_device_that_is_wanted_of_none_is_not_there() -> None:
-    with pytest.raises(Nothing, match="there are none"):
+    with pytest.raises(NothingToShow, match="there are none"):
         only(REPORT, "0")
 
 
@@ -377,5 +377,5 @@ def test_gpus_that_are_lost_or_hang_come_first_with_their_mig_devices() -> None:
     states = {"GPU-a": "ok", "GPU-b": "timeout", "GPU-c": "lost"}
     gpus = [{"uuid": uuid, "state": state} for uuid, state in states.items()]
     part = {"uuid": "MIG-b", "state": "ok", "mig": {"parent_uuid": "GPU-b"}}
-    found = described([gpus[0], gpus[1], part, gpus[2]], {}, {}, {})
+    found = describe([gpus[0], gpus[1], part, gpus[2]], {}, {}, {})
     assert [one["uuid"] for one in found] == ["GPU-b", "MIG-b", "GPU-c", "GPU-a"]

@@ -13,11 +13,11 @@ from gpustream.replay import (
     BEFORE_MS,
     SETTLED_MS,
     SETTLED_MS_OF_SAMPLES,
-    NodesAgain,
-    Written,
-    asked,
+    PartitionReplay,
+    WrittenKeys,
+    attributable_time,
+    final_hours,
     replay,
-    settled,
 )
 from gpustream.usage.command import when
 from gpustream.usage.read import Range
@@ -82,7 +82,7 @@ def test_a_replay_gives_the_same_bytes_but_for_the_generation(nodes: list[Any], 
     log = [one for node, steps in enumerate(nodes) for one in _by_log_time(ticks(node, steps))]
     until_ms = max(one.timestamp for one in log) + 2 * HOUR_MS
     hours = Range(START_MS + first * HOUR_MS, START_MS + (first + 2) * HOUR_MS)
-    again = NodesAgain(hours, Accounting(generation=3))
+    again = PartitionReplay(hours, Accounting(generation=3))
     made = again.take([one for one in log if one.timestamp >= hours.from_ms - BEFORE_MS])
     made += again.end(until_ms)
     wanted = [
@@ -107,13 +107,13 @@ def _bytes(records: Sequence[Usage]) -> list[bytes]:
 
 
 def test_what_is_no_tick_is_counted_and_left_out() -> None:
-    again = NodesAgain(Range(START_MS, START_MS + HOUR_MS), Accounting(generation=1))
+    again = PartitionReplay(Range(START_MS, START_MS + HOUR_MS), Accounting(generation=1))
     assert again.take([Read(b"c/n", b"{", 0), tick(0, 1, 0, "a", 0.5, 0)]) == []
     assert (again.malformed, again.ticks, again.nodes) == (1, 1, {b"c/n-0"})
 
 
 def test_an_hour_that_is_not_final_is_not_written() -> None:
-    again = NodesAgain(Range(START_MS, START_MS + HOUR_MS), Accounting(generation=1))
+    again = PartitionReplay(Range(START_MS, START_MS + HOUR_MS), Accounting(generation=1))
     steps = [tick(0, seq, seq * 20_000, "a", 0.5, 0) for seq in range(181)]
     assert again.take(steps) + again.end(START_MS + HOUR_MS) == []
     assert len(again.end(START_MS + 2 * HOUR_MS)) >= 61
@@ -122,7 +122,7 @@ def test_an_hour_that_is_not_final_is_not_written() -> None:
 def test_what_came_after_a_silence_of_the_log_is_booked_by_a_replay() -> None:
     log = [tick(0, seq, seq * 20_000, "a", 0.5, 0 if seq < 30 else HOUR_MS) for seq in range(400)]
     until_ms = START_MS + 6 * HOUR_MS
-    again = NodesAgain(Range(START_MS, START_MS + HOUR_MS), Accounting(generation=1))
+    again = PartitionReplay(Range(START_MS, START_MS + HOUR_MS), Accounting(generation=1))
     made = again.take(log) + again.end(until_ms)
     hours = {
         name: [one.device_ms for one in found if one.final and one.category == "held" and one.start_ms == START_MS]
@@ -136,7 +136,7 @@ def test_a_key_that_a_window_had_and_has_no_more_is_zero_once() -> None:
     hours = Range(START_MS, START_MS + HOUR_MS)
     (new, *_) = live([tick(0, 1, 0, "a", 0.5, 0), tick(0, 2, 20_000, "a", 0.5, 0)], START_MS + 3 * HOUR_MS)
     old = msgspec.structs.replace(new, category="held", pod="gone", used_us=7)
-    written = Written(hours, generation=2)
+    written = WrittenKeys(hours, generation=2)
     written.note(new)
     zero = written.zero(old)
 
@@ -162,17 +162,17 @@ def test_whole_hours_are_made_again_up_to_the_last_that_is_final(
     first: str, last: str | None, expected: tuple[int, int]
 ) -> None:
     now_ms = START_MS + SETTLED_MS
-    found = asked(when(first), when(last) if last else None, now_ms)
+    found = final_hours(when(first), when(last) if last else None, now_ms)
     offset_ms = SETTLED_MS // HOUR_MS * HOUR_MS
     assert found == Range(*(START_MS + offset_ms + hours * HOUR_MS for hours in expected))
 
 
 def test_samples_are_attributed_again_up_to_those_that_are_settled() -> None:
     latest_ms = START_MS - SETTLED_MS_OF_SAMPLES
-    assert settled(when("2h"), None, START_MS) == Range(START_MS - 2 * HOUR_MS, latest_ms)
-    assert settled(when("2h"), when("1h"), START_MS) == Range(START_MS - 2 * HOUR_MS, START_MS - HOUR_MS)
+    assert attributable_time(when("2h"), None, START_MS) == Range(START_MS - 2 * HOUR_MS, latest_ms)
+    assert attributable_time(when("2h"), when("1h"), START_MS) == Range(START_MS - 2 * HOUR_MS, START_MS - HOUR_MS)
     with pytest.raises(ValueError, match="there is no time between it and --to"):
-        settled(when("1h"), when("2h"), START_MS)
+        attributable_time(when("1h"), when("2h"), START_MS)
 
 
 def test_the_pipelines_own_prefix_is_no_target() -> None:
@@ -184,4 +184,4 @@ def test_the_pipelines_own_prefix_is_no_target() -> None:
 
 def test_a_time_without_a_final_hour_is_refused_with_the_last_one() -> None:
     with pytest.raises(ValueError, match="no hour in that time is final: the last that is ended at 2026-11-2"):
-        asked(when("0m"), None, START_MS + SETTLED_MS)
+        final_hours(when("0m"), None, START_MS + SETTLED_MS)

@@ -13,7 +13,7 @@ from aiokafka import AIOKafkaProducer
 from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError
-from gpustream.reattribution import Reattributed, reattribute
+from gpustream.reattribution import ReattributionTotals, reattribute
 from gpustream.usage.read import Range
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
@@ -28,7 +28,9 @@ INTO = "again."
 TICKS = 20
 
 
-async def again(kafka: KafkaServer, *, to_ms: int | None = None, from_ms: int = 0, into: str = INTO) -> Reattributed:
+async def again(
+    kafka: KafkaServer, *, to_ms: int | None = None, from_ms: int = 0, into: str = INTO
+) -> ReattributionTotals:
     """Attributes again what there is, or what was logged in a time."""
     return await reattribute(kafka.connection, into, Range(from_ms, to_ms or int(time.time() * 1000) + 60_000))
 
@@ -72,7 +74,7 @@ async def test_what_was_attributed_live_is_attributed_again_byte_for_byte(
     half = await again(kafka, to_ms=logged_ms[len(logged_ms) // 2])  # as if it had been killed then
     assert 0 < half.exact < 6 * TICKS
     done = await again(kafka)
-    assert (done.there, done.exact, done.late, done.none) == (half.exact, 6 * TICKS - half.exact, 0, 0)
+    assert (done.existing, done.exact, done.late, done.none) == (half.exact, 6 * TICKS - half.exact, 0, 0)
     made = await read_all(kafka.address, f"{INTO}gpu.attributed")
     assert await by_partition(kafka, f"{INTO}gpu.attributed") == live
     for partition in live:
