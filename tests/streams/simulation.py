@@ -61,7 +61,7 @@ class Log:
     def retain(self, begin: int) -> None:
         """Lose everything before an offset."""
         self.begin = max(self.begin, min(begin, self.end))
-        self.records = {at: record for at, record in self.records.items() if at >= self.begin}
+        self.records = {offset: record for offset, record in self.records.items() if offset >= self.begin}
 
     def recreate(self) -> None:
         """Be deleted and made anew."""
@@ -116,7 +116,7 @@ class FakeClient:
     async def fetch(self, active: set[Partition], timeout_s: float) -> Mapping[Partition, list[Record]]:
         assert active, "nothing asked for, which the real client takes for everything"
         await self._answer(fails=False)
-        records = {tp: found for tp in sorted(active & self.tps) if (found := self._read(tp))}
+        records = {tp: log for tp in sorted(active & self.tps) if (log := self._read(tp))}
         if not records or self.broker.away:
             await asyncio.sleep(timeout_s)
         return {} if self.broker.away else records
@@ -127,12 +127,12 @@ class FakeClient:
         log = self.broker.logs[tp]
         if not log.begin <= self.positions_[tp] <= log.end:
             self.positions_[tp] = log.begin
-        found = self._from(log, self.positions_[tp])
-        self.positions_[tp] = found[-1].offset + 1 if found else log.end
-        return found
+        records = self._from(log, self.positions_[tp])
+        self.positions_[tp] = records[-1].offset + 1 if records else log.end
+        return records
 
-    def _from(self, log: Log, at: int) -> list[Record]:
-        return [log.records[offset] for offset in range(at, log.end) if offset in log.records][: self.max_records]
+    def _from(self, log: Log, position: int) -> list[Record]:
+        return [log.records[offset] for offset in range(position, log.end) if offset in log.records][: self.max_records]
 
     def seek(self, positions: Mapping[Partition, int]) -> None:
         self.seeks.append(dict(positions))
@@ -159,7 +159,7 @@ class FakeClient:
 
     async def offsets_at(self, times_ms: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
         await self._answer()
-        return {tp: self._first_since(tp, at) for tp, at in times_ms.items()}
+        return {tp: self._first_since(tp, ms) for tp, ms in times_ms.items()}
 
     def _first_since(self, tp: Partition, at_ms: int) -> int | None:
         records = self.broker.logs[tp].records
@@ -167,12 +167,12 @@ class FakeClient:
 
     async def times(self, offsets: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
         await self._answer()
-        return {tp: self._time_of(tp, at) for tp, at in offsets.items()}
+        return {tp: self._time_of(tp, offset) for tp, offset in offsets.items()}
 
-    def _time_of(self, tp: Partition, at: int) -> int | None:
+    def _time_of(self, tp: Partition, position: int) -> int | None:
         records = self.broker.logs[tp].records
-        found = min((offset for offset in records if offset >= at), default=None)
-        return None if found is None else records[found].timestamp
+        first = min((offset for offset in records if offset >= position), default=None)
+        return None if first is None else records[first].timestamp
 
     async def commit(self, offsets: Mapping[Partition, int]) -> bool:
         self.asked_to_commit.append(dict(offsets))
@@ -296,15 +296,16 @@ class Process:
         self.last[slot.epoch, slot.tp] = slot.offset
         if before is not None:
             assert slot.offset > before, f"{slot.tp}: {slot.offset} after {before}"
-            missed = [at for at in range(before + 1, slot.offset) if at in self.world.broker.logs[slot.tp].records]
+            records = self.world.broker.logs[slot.tp].records
+            missed = [offset for offset in range(before + 1, slot.offset) if offset in records]
             assert not missed, f"{slot.tp}: left out {missed}"
 
     def _check_state(self, tp: Partition) -> None:
         """No input before all of its partition's state was learned, to where it ended at the assignment."""
         for topic in STATES:
             state = Partition(topic, tp.partition)
-            wanted = {at for at in self.world.broker.logs[state].records if at < self.to_learn[state]}
-            assert wanted <= self.memory[state], f"{tp} before {state}: {sorted(wanted - self.memory[state])}"
+            required = {offset for offset in self.world.broker.logs[state].records if offset < self.to_learn[state]}
+            assert required <= self.memory[state], f"{tp} before {state}: {sorted(required - self.memory[state])}"
 
     # -- the stage
 
@@ -312,7 +313,9 @@ class Process:
         """Nothing waits here but slots of the old epoch, which are finished all the same, to no effect."""
 
     def drop(self, partitions: frozenset[int]) -> None:
-        self.memory = defaultdict(set, {tp: at for tp, at in self.memory.items() if tp.partition not in partitions})
+        self.memory = defaultdict(
+            set, {tp: offsets for tp, offsets in self.memory.items() if tp.partition not in partitions}
+        )
 
     def committed(self, offsets: Mapping[Partition, int]) -> None:
         assert all(tp.topic == INPUT for tp in offsets)
@@ -363,7 +366,7 @@ class World:
     def unfinished(self, tp: Partition, until: int | None = None) -> list[int]:
         """The offsets whose records exist and were never finished."""
         records = self.broker.logs[tp].records
-        return [at for at in records if at not in self.done[tp] and (until is None or at < until)]
+        return [offset for offset in records if offset not in self.done[tp] and (until is None or offset < until)]
 
     def check_commit(self, tp: Partition, offset: int) -> None:
         assert tp.topic == INPUT

@@ -37,10 +37,10 @@ def test_processes_of_the_holder_are_no_news() -> None:
 
 
 def test_a_pod_on_a_device_that_it_was_not_given_is_an_observed_holder_with_all_that_is_known() -> None:
-    found = seen(process("a"), process("b"))
+    device = seen(process("a"), process("b"))
 
-    assert found.conflict == "unallocated_process"
-    assert found.holders == (
+    assert device.conflict == "unallocated_process"
+    assert device.holders == (
         A,
         Holder(
             "ns",
@@ -148,35 +148,35 @@ def joined(*processes: Process, named: int | None = 1, known_pods: tuple[Pod, ..
 
 
 def test_two_pods_on_one_gpu_by_time_slicing_have_their_parts_and_one_twice_has_it_once() -> None:
-    found = joined(process("a", 40, 0.25), process("b", 50, 0.125))
+    device = joined(process("a", 40, 0.25), process("b", 50, 0.125))
 
-    assert [(h.pod, h.parts) for h in found.holders] == [("a", Parts(0.25, 40, 50.0)), ("b", Parts(0.125, 50, 25.0))]
-    assert (found.unattributed, found.split_scaled, found.conflict) == (Parts(0.125, 10, 125.0), False, None)
-    assert (found.info, found.xids, found.read_ms) == ({"serial": "7"}, {"79": 1}, 5)
+    assert [(h.pod, h.parts) for h in device.holders] == [("a", Parts(0.25, 40, 50.0)), ("b", Parts(0.125, 50, 25.0))]
+    assert (device.unattributed, device.split_scaled, device.conflict) == (Parts(0.125, 10, 125.0), False, None)
+    assert (device.info, device.xids, device.read_ms) == ({"serial": "7"}, {"79": 1}, 5)
 
 
 def test_a_tick_says_what_was_scaled_and_who_was_observed() -> None:
-    found = joined(process("a", 90), process("c", 90))
+    device = joined(process("a", 90), process("c", 90))
 
-    assert [(h.pod, h.parts and h.parts.memory_used_bytes, h.observed) for h in found.holders] == [
+    assert [(h.pod, h.parts and h.parts.memory_used_bytes, h.observed) for h in device.holders] == [
         ("a", 50, False),
         ("b", 0, False),
         ("c", 50, True),
     ]
-    assert (found.split_scaled, found.conflict) == (True, "unallocated_process")
+    assert (device.split_scaled, device.conflict) == (True, "unallocated_process")
 
 
 def test_a_tick_without_a_kubelet_is_neither_divided_nor_contradicted() -> None:
-    found = joined(process("a"), process("z"), named=None)
+    device = joined(process("a"), process("z"), named=None)
 
-    assert (found.holders, found.unattributed, found.conflict) == ((), None, None)
+    assert (device.holders, device.unattributed, device.conflict) == ((), None, None)
 
 
 def test_a_pod_that_had_ended_is_not_observed_but_a_conflict() -> None:
     ended = (*[PODS[uid] for uid in ("uid-a", "uid-b")], pod("c", ended=-60_000))
-    found = joined(process("c"), known_pods=ended)
+    device = joined(process("c"), known_pods=ended)
 
-    assert ([h.pod for h in found.holders], found.conflict) == (["a", "b"], "unallocated_process")
+    assert ([h.pod for h in device.holders], device.conflict) == (["a", "b"], "unallocated_process")
 
 
 def test_a_lost_gpu_has_the_holders_that_the_kubelet_still_says_and_is_not_divided() -> None:
@@ -186,7 +186,7 @@ def test_a_lost_gpu_has_the_holders_that_the_kubelet_still_says_and_is_not_divid
     records: list[join.Record] = [logged(workloads(1, *PODS.values())), snapshot(1, container("a", gpu(0)))]
     for record in [*records, pending(sample)]:
         state, out = join.step(state, record, 10.0)
-    (found,) = out[0].sample.devices
+    (device,) = out[0].sample.devices
 
-    assert [(h.pod, h.pod_uid, h.parts) for h in found.holders] == [("a", "uid-a", None)]
-    assert (found.state, found.info, found.unattributed) == ("lost", {"serial": "7"}, None)
+    assert [(h.pod, h.pod_uid, h.parts) for h in device.holders] == [("a", "uid-a", None)]
+    assert (device.state, device.info, device.unattributed) == ("lost", {"serial": "7"}, None)

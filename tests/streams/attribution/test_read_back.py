@@ -24,9 +24,9 @@ class Run(NamedTuple):
 
     gap_ms: int
     runs_ms: int
-    told_ms: int
-    seen_ms: int
-    lingers_ms: int
+    report_ms: int
+    listed_ms: int
+    listed_longer_ms: int
     labels: int
 
 
@@ -50,48 +50,52 @@ class Logged(NamedTuple):
 
 def logs(pods: list[Run], *, shown: bool) -> list[Logged]:
     """What is written in two hours: each change when it is known, and everything again every five minutes."""
-    lives, at_ms = list[tuple[int, int, Run]](), START_MS
-    for one in pods:
-        lives.append((at_ms + one.gap_ms, at_ms + one.gap_ms + one.runs_ms, one))
-        at_ms = lives[-1][1]
-    found = _workloads(lives) + _samples(lives, shown=shown)
-    return sorted(found, key=lambda one: (one.at_ms, isinstance(one.record, Sample)))
+    lifetimes, at_ms = list[tuple[int, int, Run]](), START_MS
+    for run in pods:
+        lifetimes.append((at_ms + run.gap_ms, at_ms + run.gap_ms + run.runs_ms, run))
+        at_ms = lifetimes[-1][1]
+    log = _workloads(lifetimes) + _samples(lifetimes, shown=shown)
+    return sorted(log, key=lambda entry: (entry.at_ms, isinstance(entry.record, Sample)))
 
 
-def _workloads(lives: list[tuple[int, int, Run]]) -> list[Logged]:
-    changes = {at_ms + one.told_ms for start_ms, end_ms, one in lives for at_ms in (start_ms, end_ms)}
-    again = set(range(START_MS - RESEND_MS, START_MS + 2 * HOUR_MS, RESEND_MS))
-    found = list[Logged]()
-    for at_ms in sorted(changes | again):
+def _workloads(lifetimes: list[tuple[int, int, Run]]) -> list[Logged]:
+    changes = {at_ms + run.report_ms for start_ms, end_ms, run in lifetimes for at_ms in (start_ms, end_ms)}
+    resends_ms = set(range(START_MS - RESEND_MS, START_MS + 2 * HOUR_MS, RESEND_MS))
+    log = list[Logged]()
+    for at_ms in sorted(changes | resends_ms):
         pods = []
-        for number, (start_ms, end_ms, one) in enumerate(lives):
-            ended = end_ms + one.told_ms <= at_ms
-            just = end_ms + one.told_ms == at_ms
-            if start_ms + one.told_ms <= at_ms < end_ms + TOLD_MS and (not ended or just or at_ms in again):
+        for number, (start_ms, end_ms, run) in enumerate(lifetimes):
+            ended = end_ms + run.report_ms <= at_ms
+            just_ended = end_ms + run.report_ms == at_ms
+            if start_ms + run.report_ms <= at_ms < end_ms + TOLD_MS and (
+                not ended or just_ended or at_ms in resends_ms
+            ):
                 whole_second_ms = start_ms // 1000 * 1000
-                labels = {"v": str(one.labels)}
+                labels = {"v": str(run.labels)}
                 end = end_ms if ended else None
                 pods.append(pod("web-0", uid=f"uid-{number}", started=whole_second_ms, ended=end, labels=labels))
-        found.append(Logged(at_ms, workloads(len(found) + 1, *pods, ts_ms=at_ms)))
-    return found
+        log.append(Logged(at_ms, workloads(len(log) + 1, *pods, ts_ms=at_ms)))
+    return log
 
 
-def _samples(lives: list[tuple[int, int, Run]], *, shown: bool) -> list[Logged]:
-    edges = {at_ms + ms for start, end, one in lives for at_ms in (start, end) for ms in (0, 400, 2_100, 5_000, 11_000)}
-    found, snapshots, sent_ms = list[Logged](), list[Allocations](), 0
+def _samples(lifetimes: list[tuple[int, int, Run]], *, shown: bool) -> list[Logged]:
+    edges = {
+        at_ms + ms for start, end, run in lifetimes for at_ms in (start, end) for ms in (0, 400, 2_100, 5_000, 11_000)
+    }
+    log, snapshots, sent_ms = list[Logged](), list[Allocations](), 0
     for seq, at_ms in enumerate(sorted(edges | set(range(START_MS, START_MS + 2 * HOUR_MS, 2 * MINUTE_MS)))):
-        listed = any(start + one.seen_ms <= at_ms < end + one.lingers_ms for start, end, one in lives)
+        listed = any(start + run.listed_ms <= at_ms < end + run.listed_longer_ms for start, end, run in lifetimes)
         if not snapshots or bool(snapshots[-1].containers) != listed:
             containers = [container("web-0", gpu(0))] if listed else []
             snapshots.append(snapshot(len(snapshots) + 1, *containers, ts_ms=at_ms))
             sent_ms = 0
         if at_ms - sent_ms >= RESEND_MS - 2 * MINUTE_MS:
-            found.append(Logged(at_ms, snapshots[-1]))
+            log.append(Logged(at_ms, snapshots[-1]))
             sent_ms = at_ms
-        running = [process(f"uid-{n}") for n, (start, end, _) in enumerate(lives) if start <= at_ms < end]
+        running = [process(f"uid-{n}") for n, (start, end, _) in enumerate(lifetimes) if start <= at_ms < end]
         sample = tick(seq, len(snapshots), ts_ms=at_ms, processes=[tuple(running) if shown else ()])
-        found.append(Logged(at_ms, sample))
-    return found
+        log.append(Logged(at_ms, sample))
+    return log
 
 
 def replay(log: list[Logged], from_ms: int, *, live: bool = False) -> dict[int, bytes]:
@@ -101,20 +105,20 @@ def replay(log: list[Logged], from_ms: int, *, live: bool = False) -> dict[int, 
     """
     state, out = join.NEW, dict[int, bytes]()
     since_ms = from_ms - READ_BACK_MS
-    for one in log if live else sorted(log, key=lambda one: isinstance(one.record, Sample)):
-        if one.at_ms < (from_ms if isinstance(one.record, Sample) else since_ms):
+    for entry in log if live else sorted(log, key=lambda entry: isinstance(entry.record, Sample)):
+        if entry.at_ms < (from_ms if isinstance(entry.record, Sample) else since_ms):
             continue
         record: join.Record
-        if isinstance(one.record, Sample):
-            watermark_ms = one.at_ms - 1_000 if live else float("inf")
-            record = pending(one.record, one.record.seq, logged_ms=one.at_ms, watermark_ms=watermark_ms)
+        if isinstance(entry.record, Sample):
+            watermark_ms = entry.at_ms - 1_000 if live else float("inf")
+            record = pending(entry.record, entry.record.seq, logged_ms=entry.at_ms, watermark_ms=watermark_ms)
         else:
-            record = logged(one.record, one.at_ms) if isinstance(one.record, NodeWorkloads) else one.record
+            record = logged(entry.record, entry.at_ms) if isinstance(entry.record, NodeWorkloads) else entry.record
         state, joined = join.step(state, record, 10.0)
         for done in joined:
             out[done.sample.seq] = msgspec.json.encode(done.sample)
-        if live and isinstance(one.record, Sample) and not state.pending:
-            state, _ = join.step(state, join.Committed(one.record.seq + 1), 10.0)
+        if live and isinstance(entry.record, Sample) and not state.pending:
+            state, _ = join.step(state, join.Committed(entry.record.seq + 1), 10.0)
     for done in join.step(state, join.WatermarkRaised(float("inf")), 10.0)[1]:
         out[done.sample.seq] = msgspec.json.encode(done.sample)
     return out
@@ -129,5 +133,5 @@ def test_a_start_in_the_middle_gives_the_bytes_of_a_run_from_the_beginning(
     part = replay(log, START_MS + after_ms)
 
     assert ran_on == whole
-    assert len(whole) == sum(isinstance(one.record, Sample) for one in log)
+    assert len(whole) == sum(isinstance(entry.record, Sample) for entry in log)
     assert part == {seq: value for seq, value in whole.items() if seq >= min(part, default=seq + 1)}

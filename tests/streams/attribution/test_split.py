@@ -52,92 +52,92 @@ def split(device: Device, holders: tuple[Holder, ...]) -> Split:
     return divide(device, holders, owners_of(device, holders))
 
 
-def parts_of(found: tuple[Holder, ...]) -> list[tuple[Any, ...] | None]:
+def parts_of(result: tuple[Holder, ...]) -> list[tuple[Any, ...] | None]:
     """Each holder's parts: utilization, memory, power."""
-    return [None if h.parts is None else msgspec.structs.astuple(h.parts) for h in found]
+    return [None if h.parts is None else msgspec.structs.astuple(h.parts) for h in result]
 
 
-def rest_of(found: Split) -> tuple[Any, ...]:
+def rest_of(result: Split) -> tuple[Any, ...]:
     """What is nobody's: utilization, memory, power."""
-    assert found.unattributed is not None
-    return msgspec.structs.astuple(found.unattributed)
+    assert result.unattributed is not None
+    return msgspec.structs.astuple(result.unattributed)
 
 
 # -- what each one has
 
 
 def test_two_pods_have_what_their_processes_use_and_nobody_the_rest() -> None:
-    found = split(
+    result = split(
         busy(process("a", 0.5, 4 * GIB), process("b", 0.25, 3 * GIB), process("a", 0.0, GIB)),
         (holder("a"), holder("b")),
     )
 
-    assert parts_of(found.holders) == [(0.5, 5 * GIB, 200.0), (0.25, 3 * GIB, 100.0)]
-    assert rest_of(found) == (pytest.approx(0.05), 2 * GIB, 100.0)
-    assert not found.scaled
+    assert parts_of(result.holders) == [(0.5, 5 * GIB, 200.0), (0.25, 3 * GIB, 100.0)]
+    assert rest_of(result) == (pytest.approx(0.05), 2 * GIB, 100.0)
+    assert not result.scaled
 
 
 def test_processes_that_sum_to_more_than_the_device_are_scaled_down_and_leave_no_rest() -> None:
-    found = split(busy(process("a", 0.9, 15 * GIB), process("b", 0.3, 5 * GIB)), (holder("a"), holder("b")))
+    result = split(busy(process("a", 0.9, 15 * GIB), process("b", 0.3, 5 * GIB)), (holder("a"), holder("b")))
 
-    assert parts_of(found.holders) == [
+    assert parts_of(result.holders) == [
         (pytest.approx(0.6), pytest.approx(7.5 * GIB), pytest.approx(240)),
         (pytest.approx(0.2), pytest.approx(2.5 * GIB), pytest.approx(80)),
     ]
-    assert rest_of(found) == (0, 0, pytest.approx(80))
-    assert found.scaled
+    assert rest_of(result) == (0, 0, pytest.approx(80))
+    assert result.scaled
 
 
 def test_a_sum_that_only_rounding_makes_more_than_the_device_is_not_scaled() -> None:
-    found = split(device(process("a", 0.1), process("b", 0.2), gpu_utilization_ratio=0.3), (holder("a"), holder("b")))
+    result = split(device(process("a", 0.1), process("b", 0.2), gpu_utilization_ratio=0.3), (holder("a"), holder("b")))
 
     assert 0.1 + 0.2 > 0.3
-    assert not found.scaled
-    assert found.unattributed == Parts(0)
+    assert not result.scaled
+    assert result.unattributed == Parts(0)
 
 
 def test_an_idle_device_is_nobodys_but_for_its_memory() -> None:
     idle = device(process("a", 0.0, GIB), gpu_utilization_ratio=0, memory_used_bytes=2 * GIB, power_watts=60)
 
-    found = split(idle, (holder("a"),))
+    result = split(idle, (holder("a"),))
 
-    assert parts_of(found.holders) == [(0, GIB, 0)]
-    assert found.unattributed == Parts(0, GIB, 60)
+    assert parts_of(result.holders) == [(0, GIB, 0)]
+    assert result.unattributed == Parts(0, GIB, 60)
 
 
 def test_a_sole_holder_has_parts_too() -> None:
-    found = split(busy(process("a", 0.8, 10 * GIB)), (holder("a"),))
+    result = split(busy(process("a", 0.8, 10 * GIB)), (holder("a"),))
 
-    assert parts_of(found.holders) == [(0.8, 10 * GIB, pytest.approx(320))]
-    assert rest_of(found) == (0, 0, pytest.approx(80))
+    assert parts_of(result.holders) == [(0.8, 10 * GIB, pytest.approx(320))]
+    assert rest_of(result) == (0, 0, pytest.approx(80))
 
 
 def test_a_device_without_processes_is_all_rest() -> None:
-    found = split(busy(), (holder("a"), holder("b")))
+    result = split(busy(), (holder("a"), holder("b")))
 
-    assert parts_of(found.holders) == [(0, 0, 0), (0, 0, 0)]
-    assert found.unattributed == Parts(0.8, 10 * GIB, 400.0)
+    assert parts_of(result.holders) == [(0, 0, 0), (0, 0, 0)]
+    assert result.unattributed == Parts(0.8, 10 * GIB, 400.0)
 
 
 def test_processes_of_no_pod_and_of_unknown_pods_are_of_the_rest() -> None:
-    found = split(busy(process(None, 0.7, 8 * GIB), process("x", 0.7, GIB), process("a", 0.1, GIB)), (holder("a"),))
+    result = split(busy(process(None, 0.7, 8 * GIB), process("x", 0.7, GIB), process("a", 0.1, GIB)), (holder("a"),))
 
-    assert parts_of(found.holders) == [(0.1, GIB, pytest.approx(40))]
-    assert not found.scaled
+    assert parts_of(result.holders) == [(0.1, GIB, pytest.approx(40))]
+    assert not result.scaled
 
 
 def test_what_a_process_does_not_say_is_no_zero_of_its_pod_and_not_of_the_rest() -> None:
-    found = split(busy(process("a", None, GIB), process("b", 0.5, None)), (holder("a"), holder("b")))
+    result = split(busy(process("a", None, GIB), process("b", 0.5, None)), (holder("a"), holder("b")))
 
-    assert parts_of(found.holders) == [(None, GIB, None), (0.5, None, 200.0)]
-    assert found.unattributed is None
+    assert parts_of(result.holders) == [(None, GIB, None), (0.5, None, 200.0)]
+    assert result.unattributed is None
 
 
 def test_what_a_process_of_no_pod_does_not_say_is_of_the_rest() -> None:
-    found = split(busy(process("a", 0.5, GIB), process(None, None, None)), (holder("a"),))
+    result = split(busy(process("a", 0.5, GIB), process(None, None, None)), (holder("a"),))
 
-    assert parts_of(found.holders) == [(0.5, GIB, 200.0)]
-    assert rest_of(found) == (pytest.approx(0.3), 9 * GIB, 200.0)
+    assert parts_of(result.holders) == [(0.5, GIB, 200.0)]
+    assert rest_of(result) == (pytest.approx(0.3), 9 * GIB, 200.0)
 
 
 # -- what is not divided
@@ -160,36 +160,36 @@ def test_what_cannot_be_divided_has_neither_parts_nor_a_rest(given_device: Devic
 
 
 def test_a_mig_device_has_memory_only() -> None:
-    found = split(
+    result = split(
         device(process("a", None, GIB), process("b", None, GIB), memory_used_bytes=3 * GIB),
         (holder("a"), holder("b")),
     )
 
-    assert parts_of(found.holders) == [(None, GIB, None), (None, GIB, None)]
-    assert found.unattributed == Parts(None, GIB, None)
+    assert parts_of(result.holders) == [(None, GIB, None), (None, GIB, None)]
+    assert result.unattributed == Parts(None, GIB, None)
 
 
 def test_without_utilization_there_is_no_part_of_the_power() -> None:
-    found = split(device(process("a", None, 1), power_watts=300.0, memory_used_bytes=1), (holder("a"),))
+    result = split(device(process("a", None, 1), power_watts=300.0, memory_used_bytes=1), (holder("a"),))
 
-    assert parts_of(found.holders) == [(None, 1, None)]
+    assert parts_of(result.holders) == [(None, 1, None)]
 
 
 def test_a_utilization_above_one_gives_no_more_power_than_there_is() -> None:
-    found = split(device(process("a", 1.0), gpu_utilization_ratio=4.0, power_watts=400.0), (holder("a"),))
+    result = split(device(process("a", 1.0), gpu_utilization_ratio=4.0, power_watts=400.0), (holder("a"),))
 
-    assert parts_of(found.holders) == [(1.0, None, 100.0)]
-    assert found.unattributed == Parts(3.0, None, 300.0)
+    assert parts_of(result.holders) == [(1.0, None, 100.0)]
+    assert result.unattributed == Parts(3.0, None, 300.0)
 
 
 # -- whose a process is
 
 
 def test_two_containers_of_a_pod_have_its_part_once() -> None:
-    found = split(busy(process("a", 0.4, GIB)), (holder("a", container="y"), holder("a", container="x")))
+    result = split(busy(process("a", 0.4, GIB)), (holder("a", container="y"), holder("a", container="x")))
 
-    assert parts_of(found.holders) == [None, (0.4, GIB, 160.0)]
-    assert rest_of(found) == (pytest.approx(0.4), 9 * GIB, 240.0)
+    assert parts_of(result.holders) == [None, (0.4, GIB, 160.0)]
+    assert rest_of(result) == (pytest.approx(0.4), 9 * GIB, 240.0)
 
 
 @pytest.mark.parametrize("pod", ["plugin", None])
@@ -198,20 +198,20 @@ def test_what_an_mps_server_uses_is_of_the_rest(pod: str | None, uid: str | None
     server = process(pod, 0.3, GIB, service="mps")
 
     assert rest_of(split(busy(server), (holder("a", uid=uid),)))[:2] == (0.8, 10 * GIB)
-    found = split(busy(process("a", 0.4, 2 * GIB), server), (holder("a", uid=uid),))
-    assert parts_of(found.holders) == [(0.4, 2 * GIB, 160.0)]
+    result = split(busy(process("a", 0.4, 2 * GIB), server), (holder("a", uid=uid),))
+    assert parts_of(result.holders) == [(0.4, 2 * GIB, 160.0)]
 
 
 def test_the_server_that_a_holder_runs_for_its_own_processes_is_of_its_part() -> None:
-    found = split(busy(process("a", 0.4, GIB), process("a", 0.1, GIB, service="mps")), (holder("a"),))
+    result = split(busy(process("a", 0.4, GIB), process("a", 0.1, GIB, service="mps")), (holder("a"),))
 
-    assert parts_of(found.holders) == [(0.5, 2 * GIB, 200.0)]
+    assert parts_of(result.holders) == [(0.5, 2 * GIB, 200.0)]
 
 
 def test_the_only_pod_has_the_processes_of_one_pod_when_its_uid_is_not_known() -> None:
-    found = split(busy(process("?", 0.4, GIB), process(None, 0.4, GIB)), (holder("a", uid=None),))
+    result = split(busy(process("?", 0.4, GIB), process(None, 0.4, GIB)), (holder("a", uid=None),))
 
-    assert parts_of(found.holders) == [(0.4, GIB, 160.0)]
+    assert parts_of(result.holders) == [(0.4, GIB, 160.0)]
 
 
 @pytest.mark.parametrize(
@@ -231,18 +231,18 @@ def test_the_only_pod_has_the_processes_of_one_pod_when_its_uid_is_not_known() -
 def test_what_may_be_of_a_pod_whose_uid_is_not_known_is_no_zero_and_not_of_the_rest(
     processes: tuple[Process, ...], holders: tuple[Holder, ...], parts: list[tuple[Any, ...] | None]
 ) -> None:
-    found = split(device(*processes, gpu_utilization_ratio=0.8), holders)
+    result = split(device(*processes, gpu_utilization_ratio=0.8), holders)
 
-    assert parts_of(found.holders) == parts
-    assert found.unattributed is None
+    assert parts_of(result.holders) == parts
+    assert result.unattributed is None
 
 
 @pytest.mark.parametrize("processes", [(), (process(None, 0.4),), (process("plugin", 0.4, service="mps"),)])
 def test_pods_whose_uids_are_not_known_have_nothing_where_no_pods_process_is(processes: tuple[Process, ...]) -> None:
-    found = split(device(*processes, gpu_utilization_ratio=0.8), (holder("a", uid=None), holder("b", uid=None)))
+    result = split(device(*processes, gpu_utilization_ratio=0.8), (holder("a", uid=None), holder("b", uid=None)))
 
-    assert parts_of(found.holders) == [(0, None, None), (0, None, None)]
-    assert found.unattributed == Parts(0.8)
+    assert parts_of(result.holders) == [(0, None, None), (0, None, None)]
+    assert result.unattributed == Parts(0.8)
 
 
 # -- properties
@@ -273,12 +273,12 @@ _metrics = st.fixed_dictionaries(
 def test_the_parts_and_the_rest_are_the_device(
     metrics: dict[str, float], processes: list[Process], holders: list[Holder]
 ) -> None:
-    found = split(device(*processes, **metrics), tuple(holders))
-    assume(any(h.parts for h in found.holders))
+    result = split(device(*processes, **metrics), tuple(holders))
+    assume(any(h.parts for h in result.holders))
 
     for part, metric in QUANTITIES.items():
-        rest = getattr(found.unattributed, part, None)
-        shares = [share for h in found.holders if (share := getattr(h.parts, part, None)) is not None]
+        rest = getattr(result.unattributed, part, None)
+        shares = [share for h in result.holders if (share := getattr(h.parts, part, None)) is not None]
         assert all(0 <= share <= metrics[metric] * (1 + 1e-9) for share in shares)
         if rest is not None:
             assert rest >= 0
@@ -289,24 +289,24 @@ def test_the_parts_and_the_rest_are_the_device(
 def test_neither_the_order_of_processes_nor_of_holders_matters(
     metrics: dict[str, float], processes: list[Process], holders: list[Holder], dice: random.Random
 ) -> None:
-    found = split(device(*processes, **metrics), tuple(holders))
+    result = split(device(*processes, **metrics), tuple(holders))
     dice.shuffle(processes)
     dice.shuffle(holders)
     again = split(device(*processes, **metrics), tuple(holders))
 
-    assert {(h.pod, h.container): h.parts for h in found.holders} == {
+    assert {(h.pod, h.container): h.parts for h in result.holders} == {
         (h.pod, h.container): h.parts for h in again.holders
     }
-    assert (found.unattributed, found.scaled) == (again.unattributed, again.scaled)
+    assert (result.unattributed, result.scaled) == (again.unattributed, again.scaled)
 
 
 @given(_metrics, _processes, _holders)
 def test_only_the_parts_of_holders_change(
     metrics: dict[str, float], processes: list[Process], holders: list[Holder]
 ) -> None:
-    found = split(device(*processes, **metrics), tuple(holders))
+    result = split(device(*processes, **metrics), tuple(holders))
 
-    assert [msgspec.structs.replace(h, parts=None) for h in found.holders] == holders
+    assert [msgspec.structs.replace(h, parts=None) for h in result.holders] == holders
 
 
 _own = st.lists(
