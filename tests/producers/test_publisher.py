@@ -321,22 +321,22 @@ def test_whatever_the_broker_does_every_tick_is_accounted_for_and_follows_its_sn
 
 async def _live_through(steps: list[tuple[str, Any]], max_bytes: int) -> None:
     bench = Bench(buffer=RetryBuffer(max_bytes=max_bytes, max_age_s=600.0))
-    made: list[tuple[int, int]] = []
+    published: list[tuple[int, int]] = []
     async with running(bench):
         for what, argument in steps:
-            _do(bench, made, what, argument)
+            _do(bench, published, what, argument)
             await settle(4)
         bench.sender.prompt = True
         bench.sender.acknowledge()
         assert await bench.publisher.drain(30.0) == 0
-    _check(bench, made)
+    _check(bench, published)
 
 
-def _do(bench: Bench, made: list[tuple[int, int]], what: str, argument: Any) -> None:
+def _do(bench: Bench, published: list[tuple[int, int]], what: str, argument: Any) -> None:
     match what:
         case "publish":
             seq = bench.publish(*(argument or ()), kubelet=argument is not None)
-            made.append((bench.publisher.run_id, seq))
+            published.append((bench.publisher.run_id, seq))
         case "acknowledge":
             bench.sender.acknowledge(argument)
         case "refuse":
@@ -347,10 +347,10 @@ def _do(bench: Bench, made: list[tuple[int, int]], what: str, argument: Any) -> 
             bench.ts_ms = max(0, bench.ts_ms - 10_000)
 
 
-def _check(bench: Bench, made: list[tuple[int, int]]) -> None:
+def _check(bench: Bench, published: list[tuple[int, int]]) -> None:
     sent = [(record["run_id"], record["seq"]) for record in bench.sender.of(SAMPLES)]
-    assert [tick for tick in made if tick in set(sent)] == sent
-    assert len(made) == len(set(made)) == bench.count(names.MADE)
+    assert [tick for tick in published if tick in set(sent)] == sent
+    assert len(published) == len(set(published)) == bench.count(names.MADE)
     assert bench.count(names.MADE) == bench.count(names.SENT) + sum(bench.dropped().values())
     assert bench.count(names.SENT) == len(bench.sender.of(SAMPLES, "acknowledged"))
     settled: dict[tuple[int, int], float] = {}

@@ -80,19 +80,21 @@ def test_the_order_of_a_kubelets_answer_is_no_difference() -> None:
 def test_workloads_decode_to_what_the_api_server_knows() -> None:
     pod = {"namespace": "ml", "name": "a-0", "uid": "u", "started_ms": 5, "ended_ms": None, "labels": {"app": "a"}}
     content = records.WorkloadsContent({"zone": "a"}, [pod]).encoded()
-    known = msgspec.json.decode(records.workloads(**WHO, epoch=3, seq=1, ts_ms=9, content=content), type=NodeWorkloads)
+    workloads = msgspec.json.decode(
+        records.workloads(**WHO, epoch=3, seq=1, ts_ms=9, content=content), type=NodeWorkloads
+    )
 
-    assert (known.epoch, known.seq, known.node_labels) == (3, 1, {"zone": "a"})
-    assert (known.pods[0].name, known.pods[0].started_ms, known.pods[0].ended_ms) == ("a-0", 5, None)
+    assert (workloads.epoch, workloads.seq, workloads.node_labels) == (3, 1, {"zone": "a"})
+    assert (workloads.pods[0].name, workloads.pods[0].started_ms, workloads.pods[0].ended_ms) == ("a-0", 5, None)
 
 
 def test_a_node_that_was_removed_says_so_and_another_nothing_of_it() -> None:
     content = records.WorkloadsContent({}, [])
-    here, gone = content.encoded(), content._replace(removed=True).encoded()
-    last = msgspec.json.decode(records.workloads(**WHO, epoch=3, seq=2, ts_ms=9, content=gone), type=NodeWorkloads)
+    present, removed = content.encoded(), content._replace(removed=True).encoded()
+    last = msgspec.json.decode(records.workloads(**WHO, epoch=3, seq=2, ts_ms=9, content=removed), type=NodeWorkloads)
 
     assert last.removed
-    assert b"removed" not in here
+    assert b"removed" not in present
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "x" * 254, "nodé", "a\n"])

@@ -18,10 +18,10 @@ def test_the_oldest_give_way_and_no_more_than_needed(sizes: list[int], max_bytes
     buffer = RetryBuffer(max_bytes=max_bytes, max_age_s=1.0)
     buffer.in_flight_bytes = in_flight
     ticks = [_tick(size) for size in sizes]
-    gone = [dropped for tick in ticks for dropped in buffer.push(tick)]
+    dropped_ticks = [dropped for tick in ticks for dropped in buffer.push(tick)]
     kept = [buffer.pop() for _ in range(len(buffer))]
 
-    assert gone + kept == ticks
+    assert dropped_ticks + kept == ticks
     assert sum(len(tick.value) for tick in kept) + in_flight <= max_bytes or len(kept) <= 1
     assert buffer.bytes == 0
 
@@ -51,10 +51,10 @@ def _text(number: int, size: int = 2_000) -> WaitingTick:
 def test_the_newest_ticks_are_as_they_came_and_those_that_wait_longer_are_compressed() -> None:
     buffer = RetryBuffer(max_bytes=10_000_000, max_age_s=1_000.0)
     ticks = [_text(number) for number in range(PLAIN_TICKS + 10)]
-    gone = [dropped for tick in ticks for dropped in buffer.push(tick)]
+    dropped_ticks = [dropped for tick in ticks for dropped in buffer.push(tick)]
     plain_bytes = sum(len(tick.value) for tick in ticks[-PLAIN_TICKS:])
 
-    assert not gone
+    assert not dropped_ticks
     assert plain_bytes < buffer.bytes < plain_bytes + 10 * 200
     assert (buffer.head() or ticks[0]).compressed
     popped = [buffer.pop() for _ in ticks]
@@ -67,9 +67,9 @@ def test_the_newest_ticks_are_as_they_came_and_those_that_wait_longer_are_compre
 
 def test_a_small_buffer_compresses_before_it_drops() -> None:
     buffer = RetryBuffer(max_bytes=5_000, max_age_s=1_000.0)
-    gone = [dropped for number in range(10) for dropped in buffer.push(_text(number))]
+    dropped_ticks = [dropped for number in range(10) for dropped in buffer.push(_text(number))]
 
-    assert not gone
+    assert not dropped_ticks
     assert buffer.bytes <= 5_000 < 10 * len(_text(0).value)
 
 
@@ -82,12 +82,12 @@ def test_whatever_is_pushed_and_taken_all_come_out_once_in_order_and_as_they_cam
     steps: list[int | None], max_bytes: int, share_of_zeros: float
 ) -> None:
     buffer, made, out = RetryBuffer(max_bytes=max_bytes, max_age_s=1.0), list[bytes](), list[bytes]()
-    gone = 0
+    dropped_ticks = 0
     for number, size in enumerate(steps):
         if size is not None:
             zeros = int(size * share_of_zeros)
             made.append(bytes(zeros) + number.to_bytes(2) * (size - zeros))
-            gone += len(buffer.push(WaitingTick(made[-1], (), 0.0)))
+            dropped_ticks += len(buffer.push(WaitingTick(made[-1], (), 0.0)))
         elif len(buffer):
             out.append(buffer.pop().value)
         assert len(buffer) <= 1 or buffer.bytes <= max_bytes
@@ -95,7 +95,7 @@ def test_whatever_is_pushed_and_taken_all_come_out_once_in_order_and_as_they_cam
 
     kept = iter(made)
     assert all(value in kept for value in out), "in order"
-    assert len(out) + gone == len(made)
+    assert len(out) + dropped_ticks == len(made)
 
 
 def test_how_many_ticks_fit_is_what_fits() -> None:

@@ -35,7 +35,7 @@ POWER = "nvmlDeviceGetPowerUsage"
 Devices = list[dict[str, Any]]
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def log_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the producer has logged; a thread of a test before may still end, and asyncio says so."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("producers.")]
 
@@ -90,20 +90,20 @@ class Bench:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    async with opened(Bench()) as one:
-        yield one
+    async with opened(Bench()) as bench:
+        yield bench
 
 
 @pytest.fixture
 async def quick() -> AsyncIterator[Bench]:
-    async with opened(Bench(pace=QUICK)) as one:
-        yield one
+    async with opened(Bench(pace=QUICK)) as bench:
+        yield bench
 
 
 @contextlib.asynccontextmanager
-async def opened(one: Bench) -> AsyncIterator[Bench]:
-    yield one
-    await one.close()
+async def opened(bench: Bench) -> AsyncIterator[Bench]:
+    yield bench
+    await bench.close()
 
 
 OK = {"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "ok"}
@@ -302,7 +302,7 @@ async def test_a_gpu_that_is_slow_to_read_is_in_each_tick_with_the_time_when_it_
         assert "read_ms" not in first
     (reason,) = bench.gpus.not_ready()
     assert "GPU 1 (GPU-1) takes " in reason
-    (reported,) = said(caplog)
+    (reported,) = log_messages(caplog)
     assert "GPU 1 (GPU-1) takes " in reported
     bench.nvml.delays_s.clear()
     await eventually(lambda: not bench.gpus._gpus[1].busy)
@@ -352,7 +352,7 @@ async def test_a_lost_gpu_keeps_its_identity_and_is_back_when_it_answers(
     assert bench.value(own.NVML_ERRORS, call="nvmlDeviceGetUtilizationRates", error="GPU_IS_LOST") == 3
     bench.nvml.gpus[2].error = None
     assert await bench.states() == OK
-    assert said(caplog) == [why, "GPU 2 (GPU-2) answers again"]
+    assert log_messages(caplog) == [why, "GPU 2 (GPU-2) answers again"]
     assert bench.gpus.not_ready() == []
 
 
@@ -446,8 +446,8 @@ async def test_a_driver_that_comes_later_works_and_until_then_it_is_reported_onc
     await quick.comes(OK)
     assert quick.gpus.not_ready() == []
     assert quick.gpus.fatal() is None
-    assert len(said(caplog)) == 2
-    assert said(caplog)[1] == "NVIDIA driver 580.0 with 3 GPUs"
+    assert len(log_messages(caplog)) == 2
+    assert log_messages(caplog)[1] == "NVIDIA driver 580.0 with 3 GPUs"
 
 
 async def test_a_driver_without_gpus_says_so() -> None:
@@ -485,7 +485,7 @@ async def test_a_new_gpu_that_a_new_process_sees_is_there_after_opening_again(
     await quick.comes(OK | {"GPU-new": "ok"})
     assert (quick.nvml.inits, quick.nvml.shutdowns) == (2, 1)
     assert quick.value(own.OPENED) == 2
-    again = said(caplog)[-1]
+    again = log_messages(caplog)[-1]
     assert again.endswith("opened again: GPU-new would answer a new process, and not this one")
 
 
@@ -542,15 +542,15 @@ async def test_a_gpu_that_is_not_there_any_more_stays_known_as_lost(quick: Bench
     quick.gpus = quick.make()
     await quick.open()
     quick.run()
-    gone = quick.nvml.gpus.pop(1)
-    gone.error = binding.GPU_IS_LOST
+    removed_gpu = quick.nvml.gpus.pop(1)
+    removed_gpu.error = binding.GPU_IS_LOST
     await quick.comes(OK | {"GPU-1": "lost"})
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
     await quick.comes(OK | {"GPU-1": "lost", "GPU-new": "ok"})
     assert quick.gpus.not_ready() == ["GPU 1 (GPU-1) is lost: the driver does not open it any more"]
     assert [device.get("index") for device in await quick.read()] == [0, 1, None, 2]  # 1 is GPU-2's by now
-    gone.error = None
-    quick.nvml.gpus.insert(1, gone)
+    removed_gpu.error = None
+    quick.nvml.gpus.insert(1, removed_gpu)
     await quick.comes(OK | {"GPU-new": "ok"})
     assert quick.gpus.not_ready() == []
 
@@ -564,7 +564,7 @@ async def test_a_gpu_that_vanishes_is_lost_with_its_identity_reported_once_and_b
     before = (await quick.open())[2]
     caplog.set_level(logging.INFO)
     quick.run()
-    gone = quick.nvml.gpus.pop()
+    removed_gpu = quick.nvml.gpus.pop()
     quick.nvml.gpus.append(FakeDevice("GPU-a"))
     quick.nvml.gpus[2].answers["nvmlDeviceGetMinorNumber"] = 7
     await quick.comes({"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "lost", "GPU-a": "ok"})
@@ -582,7 +582,7 @@ async def test_a_gpu_that_vanishes_is_lost_with_its_identity_reported_once_and_b
         "pci_bus_id": "00000000:0A:00.0",
         "serial": "1650922",
     }
-    quick.nvml.gpus.insert(2, gone)
+    quick.nvml.gpus.insert(2, removed_gpu)
     await quick.comes({"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "ok", "GPU-a": "ok", "GPU-b": "ok"})
     assert caplog.messages[-1] == "GPU 2 (GPU-2) is back"
 

@@ -93,7 +93,7 @@ class Node:
         samples = [one for family in families for one in family.samples if one.name == own.NVML_ERRORS]
         return {(one.labels["call"], one.labels["error"]): one.value for one in samples}
 
-    def asked(self, function: str, gpu: int) -> int:
+    def call_count(self, function: str, gpu: int) -> int:
         return sum(call.function == function and call.gpu == gpu for call in self.nvml.calls())
 
 
@@ -219,13 +219,13 @@ async def test_a_gpu_that_is_lost_in_mid_run_is_known_although_its_uuid_can_not_
 
 async def test_a_call_that_hangs_for_5_s_costs_only_its_own_value_and_is_not_made_twice(node: Node) -> None:
     await node.open()
-    before = node.asked(POWER, 5)
+    before = node.call_count(POWER, 5)
     node.nvml.hang(5, POWER, 5)
     for _ in range(3):
         devices = await node.read(1.5)
         assert [device["state"] for device in devices] == ["ok"] * 8
         assert [device["index"] for device in devices if "power_watts" not in device["metrics"]] == [5]
-    assert node.asked(POWER, 5) == before + 1
+    assert node.call_count(POWER, 5) == before + 1
     node.nvml.set(5, power_mw=1_000)
     node.nvml.release()
     await eventually(lambda: not node.gpus._gpus[5].busy)
@@ -521,17 +521,17 @@ async def test_three_ticks_of_not_supported_cost_their_values_and_no_more_and_ar
     await node.open()
     before = (await node.complete())[2]["metrics"].keys()
     node.nvml.fail(2, "nvmlDeviceGetFieldValues", 3)
-    gone: set[str] = set()
+    lost_keys: set[str] = set()
     for _ in range(3):
-        gone = before - (await node.complete())[2]["metrics"].keys()
-    assert len(gone) >= 13
+        lost_keys = before - (await node.complete())[2]["metrics"].keys()
+    assert len(lost_keys) >= 13
     node.nvml.fail(2, "nvmlDeviceGetFieldValues", 0)
     assert [(await node.complete())[2]["metrics"].keys() == before for _ in range(4)][-1]
     reported = [text for text in caplog.messages if "NOT_SUPPORTED" in text]
     assert f"GPU 2 ({UUID.format(2)}): nvmlDeviceGetFieldValues answers NOT_SUPPORTED" in reported[0]
-    assert all(sum(key in text for text in reported) == 1 for key in gone)
+    assert all(sum(key in text for text in reported) == 1 for key in lost_keys)
     (back,) = [text for text in caplog.messages if text.endswith(" again")]
-    assert all(key in back for key in gone)
+    assert all(key in back for key in lost_keys)
 
 
 def test_a_process_ends_while_the_driver_hangs(nvml: ScriptedNvml) -> None:
@@ -552,7 +552,7 @@ async def test_xid_errors_are_in_the_next_tick_with_their_mig_device_and_survive
     node.nvml.mig(1, [Mig(3), Mig(4)])
     await node.open()
     await node.read()
-    await eventually(lambda: node.asked("nvmlDeviceRegisterEvents", 7))
+    await eventually(lambda: node.call_count("nvmlDeviceRegisterEvents", 7))
     node.nvml.xid(0, 79)
     node.nvml.xid(1, 31, 4, times=100)
 

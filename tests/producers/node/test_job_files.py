@@ -143,9 +143,9 @@ def test_a_file_that_can_not_be_read_is_reported_and_the_others_are_read(
 ) -> None:
     (tmp_path / "0").write_text("1\n")
     spoil(tmp_path / "1")
-    found = Directory(tmp_path).read()
-    assert found.job_ids_by_file == {"0": ("1",)}
-    assert [(problem.reason, problem.path) for problem in found.problems] == [("file", tmp_path / "1")]
+    mapping = Directory(tmp_path).read()
+    assert mapping.job_ids_by_file == {"0": ("1",)}
+    assert [(problem.reason, problem.path) for problem in mapping.problems] == [("file", tmp_path / "1")]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -184,9 +184,9 @@ def test_a_directory_of_too_many_entries_is_reported(tmp_path: Path, monkeypatch
     monkeypatch.setattr(job_files, "MAX_ENTRIES", 2)
     for name in "012":
         (tmp_path / name).write_text("1\n")
-    found = Directory(tmp_path).read()
-    assert len(found.job_ids_by_file) == 2
-    assert [problem.reason for problem in found.problems] == ["directory"]
+    mapping = Directory(tmp_path).read()
+    assert len(mapping.job_ids_by_file) == 2
+    assert [problem.reason for problem in mapping.problems] == ["directory"]
 
 
 class Bench:
@@ -283,13 +283,13 @@ async def test_while_a_file_system_hangs_the_last_jobs_stay_in_force(
 
 async def test_a_reading_that_is_given_up_goes_on_and_counts(tmp_path: Path) -> None:
     hangs = threading.Event()
-    asked = 0
+    reads = 0
 
     def look() -> JobMapping:
-        nonlocal asked
-        asked += 1
+        nonlocal reads
+        reads += 1
         hangs.wait(WITHIN_S)
-        return JobMapping({"0": (str(asked),)}, [])
+        return JobMapping({"0": (str(reads),)}, [])
 
     bench = Bench(tmp_path, look)
     reading = asyncio.create_task(bench.files.read(WITHIN_S))

@@ -13,7 +13,7 @@ from topics.topic import decoder
 ALICES = Job("7", "alice", "gpu")
 
 
-def known(job_id: str) -> Job:
+def job_by_id(job_id: str) -> Job:
     return ALICES if job_id == "7" else Job(job_id)
 
 
@@ -27,23 +27,25 @@ def mig(instance: int | None) -> dict[str, Any]:
 
 
 def test_the_job_of_a_process_is_the_devices() -> None:
-    assert jobs_of(device("7"), {}, known) == [{"id": "7", "user": "alice", "partition": "gpu"}]
+    assert jobs_of(device("7"), {}, job_by_id) == [{"id": "7", "user": "alice", "partition": "gpu"}]
 
 
 def test_many_processes_of_one_job_are_one_job() -> None:
-    assert [job["id"] for job in jobs_of(device("7", None, "8", "7"), {}, known)] == ["7", "8"]
+    assert [job["id"] for job in jobs_of(device("7", None, "8", "7"), {}, job_by_id)] == ["7", "8"]
 
 
 def test_what_is_not_known_of_a_job_is_left_out() -> None:
-    assert jobs_of(device("8"), {}, known) == [{"id": "8"}]
+    assert jobs_of(device("8"), {}, job_by_id) == [{"id": "8"}]
 
 
 def test_a_device_that_nothing_runs_on_has_the_jobs_of_its_file() -> None:
-    assert jobs_of(device(), {"2": ("7",), "1": ("9",)}, known) == [{"id": "7", "user": "alice", "partition": "gpu"}]
+    assert jobs_of(device(), {"2": ("7",), "1": ("9",)}, job_by_id) == [
+        {"id": "7", "user": "alice", "partition": "gpu"}
+    ]
 
 
 def test_jobs_of_the_file_and_of_processes_are_reported_once_each() -> None:
-    assert [job["id"] for job in jobs_of(device("8", "7"), {"2": ("7", "9")}, known)] == ["7", "9", "8"]
+    assert [job["id"] for job in jobs_of(device("8", "7"), {"2": ("7", "9")}, job_by_id)] == ["7", "9", "8"]
 
 
 @pytest.mark.parametrize(
@@ -65,16 +67,16 @@ def test_the_file_of_a_device_is_named_by_index_and_instance(made: dict[str, Any
 
 def test_the_file_of_a_gpu_is_not_its_parts() -> None:
     mapped = {"2": ("7",), "2.1": ("8",)}
-    assert [job["id"] for job in jobs_of(device(mig=mig(1)), mapped, known)] == ["8"]
-    assert jobs_of(device(mig=mig(2)), mapped, known) == []
-    assert jobs_of(device(index=None), mapped, known) == []
+    assert [job["id"] for job in jobs_of(device(mig=mig(1)), mapped, job_by_id)] == ["8"]
+    assert jobs_of(device(mig=mig(2)), mapped, job_by_id) == []
+    assert jobs_of(device(index=None), mapped, job_by_id) == []
 
 
 def test_only_devices_with_jobs_are_said_to_have_some_and_none_is_changed() -> None:
     made = [device("7"), device(index=3), {"uuid": "GPU-3", "state": "timeout", "processes": None}]
     before = [dict(one) for one in made]
 
-    reported = with_jobs(made, {}, known)
+    reported = with_jobs(made, {}, job_by_id)
 
     assert ["jobs" in one for one in reported] == [True, False, False]
     assert made == before
@@ -82,13 +84,13 @@ def test_only_devices_with_jobs_are_said_to_have_some_and_none_is_changed() -> N
 
 def test_a_device_without_jobs_says_so_where_all_jobs_are_known() -> None:
     free = {"uuid": "GPU-a", "index": 0}
-    assert with_jobs([free], {}, known) == [free]
-    assert with_jobs([free], {}, known, all_known=True) == [{**free, "jobs": []}]
+    assert with_jobs([free], {}, job_by_id) == [free]
+    assert with_jobs([free], {}, job_by_id, all_known=True) == [{**free, "jobs": []}]
 
 
 def test_a_device_with_jobs_is_one_of_the_contract() -> None:
     tick = {"schema": 1, "cluster": "c", "node": "n", "run_id": 1, "seq": 1, "ts_ms": 1}
-    (reported,) = with_jobs([device("7", "8")], {}, known)
+    (reported,) = with_jobs([device("7", "8")], {}, job_by_id)
     made = decoder(Sample)(msgspec.json.encode({**tick, "devices": [reported]}))
     assert made.devices[0].jobs is not None
     assert [(one.id, one.user, one.partition) for one in made.devices[0].jobs] == [ALICES[:3], ("8", None, None)]

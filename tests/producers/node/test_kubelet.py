@@ -151,9 +151,9 @@ async def test_each_read_gives_what_the_kubelet_says_then(path: Path, server: Se
 async def test_an_unchanged_answer_is_decoded_once(path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[bytes] = []
 
-    def counting(said: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
-        decoded.append(said)
-        return containers(said, prefixes)
+    def counting(payload: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
+        decoded.append(payload)
+        return containers(payload, prefixes)
 
     monkeypatch.setattr(module, "containers", counting)
     async with asking(path) as bench:
@@ -168,9 +168,9 @@ async def test_a_large_answer_is_decoded_beside_the_loop(
 ) -> None:
     threads: list[int] = []
 
-    def watched(said: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
+    def watched(payload: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
         threads.append(threading.get_ident())
-        return containers(said, prefixes)
+        return containers(payload, prefixes)
 
     monkeypatch.setattr(module, "containers", watched)
     server.reply = many(count)
@@ -322,11 +322,11 @@ async def test_a_socket_without_a_server_is_counted_and_healed_from(path: Path) 
             assert await bench.until("ok") == ["bert-0"]
 
 
-@pytest.mark.parametrize("said", [b"\xff\xff", INVALID_UTF8, answer(pod("p", container("", gpus=[GPU_A])))])
-async def test_an_answer_that_is_none_leaves_the_last_one_in_force(path: Path, server: Server, said: bytes) -> None:
+@pytest.mark.parametrize("payload", [b"\xff\xff", INVALID_UTF8, answer(pod("p", container("", gpus=[GPU_A])))])
+async def test_an_answer_that_is_none_leaves_the_last_one_in_force(path: Path, server: Server, payload: bytes) -> None:
     async with asking(path) as bench:
         assert await bench.pods() == ["bert-0"]
-        good, server.reply = server.reply, said
+        good, server.reply = server.reply, payload
         assert await bench.pods() == ["bert-0"]
         assert await bench.pods() == ["bert-0"]
         assert bench.counted() == {"ok": 1, "undecodable": 2}
@@ -415,9 +415,9 @@ async def test_an_answer_above_the_limit_is_asked_for_again_once_a_minute(
 
 @pytest.mark.slow
 async def test_an_answer_of_5_mb_is_read(path: Path) -> None:
-    said = many(40_000)
-    assert len(said) > 5_000_000
-    with serving(path, said):
+    payload = many(40_000)
+    assert len(payload) > 5_000_000
+    with serving(path, payload):
         async with asking(path, deadline_s=60.0) as bench:
             assert len(await bench.pods(60.0) or ()) == 40_000
             assert bench.counted() == {"ok": 1}

@@ -35,11 +35,11 @@ NVIDIA = ("nvidia.com/",)
 
 
 def test_each_container_and_resource_is_a_row() -> None:
-    said = answer(
+    payload = answer(
         pod("bert-0", container("pytorch", gpus=[GPU_A, GPU_B]), container("sidecar")),
         pod("bert-1", container("pytorch", **{"nvidia.com/gpu.shared": [f"{GPU_A}::3"], "nvidia.com/gpu": [GPU_B]})),
     )
-    assert containers(said, NVIDIA) == [
+    assert containers(payload, NVIDIA) == [
         {"namespace": "ml-team", "pod": "bert-0", "container": "pytorch", "resource": "nvidia.com/gpu"}
         | {"device_ids": [GPU_A, GPU_B]},
         {"namespace": "ml-team", "pod": "bert-1", "container": "pytorch", "resource": "nvidia.com/gpu.shared"}
@@ -51,16 +51,16 @@ def test_each_container_and_resource_is_a_row() -> None:
 
 def test_devices_that_are_listed_by_numa_node_are_one_row_and_each_is_there_once() -> None:
     by_node = [ContainerDevices(resource_name="nvidia.com/gpu", device_ids=ids) for ids in ([GPU_B], [GPU_A, GPU_B])]
-    said = answer(pod("bert-0", ContainerResources(name="main", devices=by_node)))
-    assert [row["device_ids"] for row in containers(said, NVIDIA)] == [[GPU_B, GPU_A]]
+    payload = answer(pod("bert-0", ContainerResources(name="main", devices=by_node)))
+    assert [row["device_ids"] for row in containers(payload, NVIDIA)] == [[GPU_B, GPU_A]]
 
 
 def test_claims_are_a_row_of_their_own_without_a_resource() -> None:
-    said = answer(
+    payload = answer(
         pod("bert-0", claiming("main", "gpus", ("gpu.nvidia.com", "n", "gpu-1"), ("gpu.nvidia.com", "n", "gpu-0")))
     )
     claim = {"claim": "gpus", "namespace": "ml-team", "driver": "gpu.nvidia.com", "pool": "n"}
-    assert containers(said, NVIDIA) == [
+    assert containers(payload, NVIDIA) == [
         {"namespace": "ml-team", "pod": "bert-0", "container": "main"}
         | {"claims": [{**claim, "device": "gpu-0"}, {**claim, "device": "gpu-1"}]}
     ]
@@ -80,14 +80,14 @@ def test_claims_are_a_row_of_their_own_without_a_resource() -> None:
     ],
 )
 def test_a_claim_counts_if_its_driver_is_of_the_domain_of_a_prefix(driver: str, prefix: str, counts: bool) -> None:
-    said = answer(pod("bert-0", claiming("main", "gpus", (driver, "n", "gpu-0"))))
-    assert bool(containers(said, (prefix,))) is counts
+    payload = answer(pod("bert-0", claiming("main", "gpus", (driver, "n", "gpu-0"))))
+    assert bool(containers(payload, (prefix,))) is counts
 
 
 def test_only_resources_of_the_prefixes_count() -> None:
-    said = answer(pod("p", container("c", **{"amd.com/gpu": ["a"], "nvidia.com/gpu": [GPU_A], "rdma/hca": ["m"]})))
-    assert [row["resource"] for row in containers(said, NVIDIA)] == ["nvidia.com/gpu"]
-    assert [row["resource"] for row in containers(said, ("amd.com/gpu", "rdma/"))] == ["amd.com/gpu", "rdma/hca"]
+    payload = answer(pod("p", container("c", **{"amd.com/gpu": ["a"], "nvidia.com/gpu": [GPU_A], "rdma/hca": ["m"]})))
+    assert [row["resource"] for row in containers(payload, NVIDIA)] == ["nvidia.com/gpu"]
+    assert [row["resource"] for row in containers(payload, ("amd.com/gpu", "rdma/"))] == ["amd.com/gpu", "rdma/hca"]
 
 
 def test_containers_without_devices_are_left_out() -> None:
@@ -102,7 +102,7 @@ def test_what_a_newer_kubelet_says_beside_it_is_skipped() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "payload",
     [
         answer(PodResources(name="", namespace="n", containers=[container(gpus=[GPU_A])])),
         answer(PodResources(name="p", namespace="", containers=[container(gpus=[GPU_A])])),
@@ -110,25 +110,25 @@ def test_what_a_newer_kubelet_says_beside_it_is_skipped() -> None:
         answer(pod("p", claiming("", "gpus", ("gpu.nvidia.com", "n", "gpu-0")))),
     ],
 )
-def test_an_answer_with_devices_of_nobody_is_none(said: bytes) -> None:
+def test_an_answer_with_devices_of_nobody_is_none(payload: bytes) -> None:
     with pytest.raises(UndecodableAnswer, match="has no name"):
-        containers(said, NVIDIA)
+        containers(payload, NVIDIA)
 
 
 def test_names_are_needed_only_where_there_are_devices() -> None:
     assert containers(answer(pod("", container(""))), NVIDIA) == []
 
 
-@pytest.mark.parametrize("said", [b"\xff", b"hello", INVALID_UTF8, pods_on({GPU_A: "bert-0"})[:-1]])
-def test_what_is_no_answer_is_said_to_be_none(said: bytes) -> None:
+@pytest.mark.parametrize("payload", [b"\xff", b"hello", INVALID_UTF8, pods_on({GPU_A: "bert-0"})[:-1]])
+def test_what_is_no_answer_is_said_to_be_none(payload: bytes) -> None:
     with pytest.raises(UndecodableAnswer):
-        containers(said, NVIDIA)
+        containers(payload, NVIDIA)
 
 
 @given(st.binary() | st.builds(lambda cut: many(3)[cut:], st.integers(0, 100)))
-def test_any_bytes_are_containers_or_undecodable(said: bytes) -> None:
+def test_any_bytes_are_containers_or_undecodable(payload: bytes) -> None:
     with contextlib.suppress(UndecodableAnswer):
-        msgspec.convert(containers(said, NVIDIA), list[Container])
+        msgspec.convert(containers(payload, NVIDIA), list[Container])
 
 
 IDS = st.lists(st.sampled_from([GPU_A, GPU_B, "nvidia0", "x"]), max_size=3)
@@ -138,16 +138,16 @@ NAMES = st.sampled_from(["a", "b"])
 
 @given(st.lists(st.tuples(NAMES, NAMES, NAMES, RESOURCES, IDS)))
 def test_every_device_is_in_the_row_of_its_holder_and_no_other(
-    said: list[tuple[str, str, str, str, list[str]]],
+    payload: list[tuple[str, str, str, str, list[str]]],
 ) -> None:
-    pods = [pod(p, container(c, **{r: ids}), namespace=n) for n, p, c, r, ids in said]
+    pods = [pod(p, container(c, **{r: ids}), namespace=n) for n, p, c, r, ids in payload]
     rows = containers(answer(*pods), NVIDIA)
 
-    held = {(n, p, c, r, i) for n, p, c, r, ids in said if r.startswith("nvidia.com/") for i in ids}
-    found = [(r["namespace"], r["pod"], r["container"], r["resource"], i) for r in rows for i in r["device_ids"]]
-    assert set(found) == held
-    assert len(found) == len(held)
-    assert len({row[:4] for row in found}) == len(rows)
+    expected = {(n, p, c, r, i) for n, p, c, r, ids in payload if r.startswith("nvidia.com/") for i in ids}
+    actual = [(r["namespace"], r["pod"], r["container"], r["resource"], i) for r in rows for i in r["device_ids"]]
+    assert set(actual) == expected
+    assert len(actual) == len(expected)
+    assert len({row[:4] for row in actual}) == len(rows)
     assert containers_content(rows) == containers_content(containers(answer(*reversed(pods)), NVIDIA))
 
 
@@ -171,4 +171,4 @@ def test_the_oldest_protobuf_that_is_allowed_can_run_the_generated_module(name: 
     module = (ROOT / "producers" / "node" / f"{name}_pb2.py").read_text()
     made_for = module.partition("Protobuf Python Version: ")[2].split()[0]
     assert made_for in allowed.specifier
-    assert {one.version for one in allowed.specifier if one.operator == ">="} == {made_for}
+    assert {specifier.version for specifier in allowed.specifier if specifier.operator == ">="} == {made_for}

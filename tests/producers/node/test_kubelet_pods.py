@@ -42,8 +42,8 @@ class Node:
         """The pods with devices now, without another question."""
         return [row["pod"] for row in self.kubelet.in_force(self.now_ms) or ()]
 
-    async def until(self, found: Callable[[], bool]) -> None:
-        await eventually(found)
+    async def until(self, bench: Callable[[], bool]) -> None:
+        await eventually(bench)
 
     async def is_pushed(self, pushed: bool = True) -> None:
         """Wait until the stream is followed, or is not any more."""
@@ -74,68 +74,68 @@ async def node(tmp_path: Path, server: Server) -> AsyncIterator[tuple[Node, Pods
     """A node with a pod, whose uid is known."""
     with pushing(tmp_path / "pods.sock") as pods:
         pods.push(pushed_pod("bert-0", UID))
-        async with following(tmp_path, server) as found:
-            await found.is_pushed()
-            assert await found.holds() == {"bert-0": UID}
-            yield found, pods
+        async with following(tmp_path, server) as bench:
+            await bench.is_pushed()
+            assert await bench.holds() == {"bert-0": UID}
+            yield bench, pods
 
 
 async def test_the_end_of_a_pod_counts_at_once_whatever_is_still_listed(node: tuple[Node, PodsServer]) -> None:
-    found, pods = node
+    bench, pods = node
     pods.push(pushed_pod("bert-0", UID, phase="Succeeded"))
-    await found.until(lambda: found.held_now() == [])
-    assert await found.holds() == {}
+    await bench.until(lambda: bench.held_now() == [])
+    assert await bench.holds() == {}
     pods.delete(UID)
-    assert await found.holds() == {}
+    assert await bench.holds() == {}
 
 
 async def test_a_pod_that_is_deleted_has_ended(node: tuple[Node, PodsServer]) -> None:
-    found, pods = node
+    bench, pods = node
     pods.delete(UID)
-    await found.until(lambda: found.held_now() == [])
+    await bench.until(lambda: bench.held_now() == [])
 
 
 async def test_a_pod_that_begins_is_asked_for_at_once(node: tuple[Node, PodsServer]) -> None:
-    found, pods = node
-    found.server.reply = pods_on({GPU_A: "bert-0", GPU_B: "bert-1"})
+    bench, pods = node
+    bench.server.reply = pods_on({GPU_A: "bert-0", GPU_B: "bert-1"})
     pods.push(pushed_pod("bert-1", ANOTHER))
-    await found.until(lambda: found.held_now() == ["bert-0", "bert-1"])
-    assert await found.holds() == {"bert-0": UID, "bert-1": ANOTHER}
+    await bench.until(lambda: bench.held_now() == ["bert-0", "bert-1"])
+    assert await bench.holds() == {"bert-0": UID, "bert-1": ANOTHER}
 
 
 async def test_a_pod_holds_what_its_status_names_before_it_is_listed(node: tuple[Node, PodsServer]) -> None:
-    found, pods = node
+    bench, pods = node
     devices = {"main": {GPU: [GPU_B], "rdma/hca": ["mlx5_0"]}}
     pods.push(pushed_pod("bert-1", ANOTHER, devices=devices))
-    await found.until(lambda: found.held_now() == ["bert-0", "bert-1"])
-    rows = await found.kubelet.read(30.0) or []
+    await bench.until(lambda: bench.held_now() == ["bert-0", "bert-1"])
+    rows = await bench.kubelet.read(30.0) or []
     row = {"namespace": "ml-team", "pod": "bert-1", "container": "main", "resource": GPU, "device_ids": [GPU_B]}
     assert rows[1] == {**row, "pod_uid": ANOTHER}
-    found.server.reply = pods_on({GPU_A: "bert-0", GPU_B: "bert-1"})
-    assert await found.kubelet.read(30.0) == rows, "the same once it is listed"
+    bench.server.reply = pods_on({GPU_A: "bert-0", GPU_B: "bert-1"})
+    assert await bench.kubelet.read(30.0) == rows, "the same once it is listed"
 
 
 async def test_a_name_that_comes_back_is_another_pod(node: tuple[Node, PodsServer]) -> None:
-    found, pods = node
+    bench, pods = node
     pods.delete(UID)
     pods.push(pushed_pod("bert-0", ANOTHER))
-    await eventually(lambda: _is(found.holds(), {"bert-0": ANOTHER}))
+    await eventually(lambda: _is(bench.holds(), {"bert-0": ANOTHER}))
 
 
 async def test_what_was_in_force_before_an_end_stays_so_for_earlier_times(node: tuple[Node, PodsServer]) -> None:
-    found, pods = node
-    found.now_ms = 1400
+    bench, pods = node
+    bench.now_ms = 1400
     pods.delete(UID)
-    await found.until(lambda: found.held_now() == [])
-    assert [row["pod"] for row in found.kubelet.in_force(1399) or ()] == ["bert-0"]
+    await bench.until(lambda: bench.held_now() == [])
+    assert [row["pod"] for row in bench.kubelet.in_force(1399) or ()] == ["bert-0"]
 
 
 async def test_a_static_pod_has_no_uid_since_the_api_server_has_another(tmp_path: Path, server: Server) -> None:
     with pushing(tmp_path / "pods.sock") as pods:
         pods.push(pushed_pod("bert-0", STATIC))
-        async with following(tmp_path, server) as found:
-            await found.is_pushed()
-            assert await found.holds() == {"bert-0": None}
+        async with following(tmp_path, server) as bench:
+            await bench.is_pushed()
+            assert await bench.holds() == {"bert-0": None}
 
 
 # -- without it
@@ -143,15 +143,15 @@ async def test_a_static_pod_has_no_uid_since_the_api_server_has_another(tmp_path
 
 @pytest.mark.slow
 async def test_without_the_socket_the_kubelet_is_polled_until_it_comes(tmp_path: Path, server: Server) -> None:
-    async with following(tmp_path, server) as found:
-        assert await found.holds() == {"bert-0": None}
+    async with following(tmp_path, server) as bench:
+        assert await bench.holds() == {"bert-0": None}
         server.reply = pods_on({GPU_A: "bert-1"})
-        assert await found.holds() == {"bert-1": None}
-        assert found.kubelet.not_ready() == []
-        with pushing(found.pods_path) as pods:
+        assert await bench.holds() == {"bert-1": None}
+        assert bench.kubelet.not_ready() == []
+        with pushing(bench.pods_path) as pods:
             pods.push(pushed_pod("bert-1", UID))
-            await found.is_pushed()
-            await eventually(lambda: _is(found.holds(), {"bert-1": UID}))
+            await bench.is_pushed()
+            await eventually(lambda: _is(bench.holds(), {"bert-1": UID}))
 
 
 @pytest.mark.parametrize(
@@ -168,77 +168,77 @@ async def test_a_kubelet_that_refuses_to_push_is_polled(
 ) -> None:
     with pushing(tmp_path / "pods.sock") as pods:
         pods.error = (code, "feature gate PodsAPI is disabled")
-        async with following(tmp_path, server) as found:
-            await eventually(lambda: value(found.instruments, names.POD_WATCHES, result=result) >= 1)
-            assert await found.holds() == {"bert-0": None}
+        async with following(tmp_path, server) as bench:
+            await eventually(lambda: value(bench.instruments, names.POD_WATCHES, result=result) >= 1)
+            assert await bench.holds() == {"bert-0": None}
             server.reply = pods_on({GPU_A: "bert-1"})
-            assert await found.holds() == {"bert-1": None}
-            assert value(found.instruments, names.PODS_WATCHED) == 0
+            assert await bench.holds() == {"bert-1": None}
+            assert value(bench.instruments, names.PODS_WATCHED) == 0
 
 
 @pytest.mark.slow
 async def test_a_refusal_ends_with_the_kubelet_that_refused(tmp_path: Path, server: Server) -> None:
     with pushing(tmp_path / "pods.sock") as pods:
         pods.error = (grpc.StatusCode.UNIMPLEMENTED, "unknown service v1alpha1.Pods")
-        async with following(tmp_path, server) as found:
+        async with following(tmp_path, server) as bench:
             await eventually(lambda: pods.watches == 1)
             pods.stop()
             pods.error = None
             pods.start()
-            await found.is_pushed()
+            await bench.is_pushed()
 
 
 async def test_while_a_stream_is_broken_the_listing_alone_counts(node: tuple[Node, PodsServer]) -> None:
-    found, pods = node
+    bench, pods = node
     pods.push(pushed_pod("bert-0", UID, phase="Succeeded"))
-    await found.until(lambda: found.held_now() == [])
+    await bench.until(lambda: bench.held_now() == [])
     pods.stop()
-    await found.is_pushed(False)
-    found.server.reply = pods_on({GPU_A: "bert-1", GPU_B: "bert-2"})
-    assert await found.holds() == {"bert-1": None, "bert-2": None}
+    await bench.is_pushed(False)
+    bench.server.reply = pods_on({GPU_A: "bert-1", GPU_B: "bert-2"})
+    assert await bench.holds() == {"bert-1": None, "bert-2": None}
 
 
 async def test_nothing_changes_when_both_sockets_go_with_the_kubelet_and_come_back(
     node: tuple[Node, PodsServer],
 ) -> None:
-    found, pods = node
+    bench, pods = node
     pods.stop()
-    found.server.stop()
-    await found.is_pushed(False)
-    assert await found.holds() == {"bert-0": UID}, "what was known last"
-    found.server.start()
+    bench.server.stop()
+    await bench.is_pushed(False)
+    assert await bench.holds() == {"bert-0": UID}, "what was known last"
+    bench.server.start()
     pods.start()
-    await found.is_pushed()
-    await eventually(lambda: _is(found.holds(), {"bert-0": UID}))
+    await bench.is_pushed()
+    await eventually(lambda: _is(bench.holds(), {"bert-0": UID}))
 
 
 async def test_what_ended_while_nobody_followed_has_ended_when_the_stream_is_back(
     node: tuple[Node, PodsServer],
 ) -> None:
-    found, pods = node
+    bench, pods = node
     pods.end_streams()
     pods.push(pushed_pod("bert-0", UID, phase="Failed"))
     await eventually(lambda: pods.watches == 2)
-    await eventually(lambda: _is(found.holds(), {}))
+    await eventually(lambda: _is(bench.holds(), {}))
 
 
-@pytest.mark.parametrize("said", [b"\xff\xff", b"\x08\x01\x12\x00"])
-async def test_what_is_no_event_is_followed_by_another_stream(node: tuple[Node, PodsServer], said: bytes) -> None:
-    found, pods = node
-    pods.say(said)
-    await eventually(lambda: value(found.instruments, names.POD_WATCHES, result="undecodable") == 1)
-    await found.is_pushed()
-    await eventually(lambda: _is(found.holds(), {"bert-0": UID}))
+@pytest.mark.parametrize("event", [b"\xff\xff", b"\x08\x01\x12\x00"])
+async def test_what_is_no_event_is_followed_by_another_stream(node: tuple[Node, PodsServer], event: bytes) -> None:
+    bench, pods = node
+    pods.say(event)
+    await eventually(lambda: value(bench.instruments, names.POD_WATCHES, result="undecodable") == 1)
+    await bench.is_pushed()
+    await eventually(lambda: _is(bench.holds(), {"bert-0": UID}))
 
 
 async def test_a_stream_without_a_complete_list_says_nothing(tmp_path: Path, server: Server) -> None:
     with pushing(tmp_path / "pods.sock") as pods:
         pods.syncs = False
         pods.push(pushed_pod("bert-0", UID, phase="Succeeded"))
-        async with following(tmp_path, server) as found:
-            await eventually(lambda: value(found.instruments, names.POD_EVENTS, type="added") == 1)
-            assert await found.holds() == {"bert-0": None}
-            assert value(found.instruments, names.PODS_WATCHED) == 0
+        async with following(tmp_path, server) as bench:
+            await eventually(lambda: value(bench.instruments, names.POD_EVENTS, type="added") == 1)
+            assert await bench.holds() == {"bert-0": None}
+            assert value(bench.instruments, names.PODS_WATCHED) == 0
 
 
 # -- which containers hold devices

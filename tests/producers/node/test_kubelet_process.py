@@ -47,43 +47,43 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("end", ["close", "leave"])
 def test_on_uvloop_a_stopped_kubelet_is_waited_out_and_the_process_ends(path: Path, end: str) -> None:
-    with kubelet_process(path, 3) as kubelet, scenario(path, end) as asked:
-        assert tick(asked) == "3"
+    with kubelet_process(path, 3) as kubelet, scenario(path, end) as process:
+        assert tick(process) == "3"
         kubelet.send_signal(signal.SIGSTOP)
-        assert tick(asked, "next") == "3"
-        assert tick(asked, "next") == "3"
-        out, err = asked.communicate("end\n", timeout=30)
-        assert (asked.returncode, out, err) == (0, "", "")
+        assert tick(process, "next") == "3"
+        assert tick(process, "next") == "3"
+        out, err = process.communicate("end\n", timeout=30)
+        assert (process.returncode, out, err) == (0, "", "")
 
 
 def test_on_uvloop_a_kubelet_that_is_killed_is_found_again(path: Path) -> None:
-    with scenario(path, "close") as asked:
-        assert tick(asked) == "0"
+    with scenario(path, "close") as process:
+        assert tick(process) == "0"
         with kubelet_process(path, 3):
-            asked_until(asked, "3")
+            asked_until(process, "3")
         assert path.is_socket()
-        assert tick(asked, "next") == "3"
+        assert tick(process, "next") == "3"
         with kubelet_process(path, 4):
-            asked_until(asked, "4")
-        out, err = asked.communicate("end\n", timeout=30)
-        assert (asked.returncode, out, err) == (0, "", "")
+            asked_until(process, "4")
+        out, err = process.communicate("end\n", timeout=30)
+        assert (process.returncode, out, err) == (0, "", "")
 
 
-def asked_until(asked: "subprocess.Popen[str]", answer: str) -> None:
+def asked_until(process: "subprocess.Popen[str]", answer: str) -> None:
     for _ in range(100):
-        if tick(asked, "next") == answer:
+        if tick(process, "next") == answer:
             return
         time.sleep(0.05)
     raise AssertionError(f"never {answer}")
 
 
-def tick(asked: "subprocess.Popen[str]", line: str | None = None) -> str:
-    assert asked.stdin is not None
-    assert asked.stdout is not None
+def tick(process: "subprocess.Popen[str]", line: str | None = None) -> str:
+    assert process.stdin is not None
+    assert process.stdout is not None
     if line is not None:
-        asked.stdin.write(line + "\n")
-        asked.stdin.flush()
-    return asked.stdout.readline().strip()
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+    return process.stdout.readline().strip()
 
 
 @contextlib.contextmanager

@@ -30,9 +30,9 @@ class Node:
 
     def jobs(self) -> dict[str, tuple[str, ...]]:
         """What the node producer reads."""
-        found = self.job_files.read()
-        assert not found.problems
-        return found.job_ids_by_file
+        mapping = self.job_files.read()
+        assert not mapping.problems
+        return mapping.job_ids_by_file
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def test_a_mig_device_is_named_by_its_uuid(node: Node) -> None:
     node.run("prolog", 4242, SLURM_JOB_GPUS="5", CUDA_VISIBLE_DEVICES=MIG)
     assert node.jobs() == {MIG: ("4242",)}
     device = {"uuid": MIG, "index": 1, "mig": {"gpu_instance": 7}}
-    (found,) = with_jobs([device], node.jobs(), lambda job_id: Job(job_id, "ana"))
-    assert found["jobs"] == [{"id": "4242", "user": "ana"}]
+    (mapping,) = with_jobs([device], node.jobs(), lambda job_id: Job(job_id, "ana"))
+    assert mapping["jobs"] == [{"id": "4242", "user": "ana"}]
 
 
 def test_without_slurm_job_gpus_the_visible_devices_count(node: Node) -> None:
@@ -97,15 +97,15 @@ def test_prologs_at_the_same_time_lose_no_job(node: Node) -> None:
 def test_neither_script_fails_whatever_is_wrong(tmp_path: Path, script: str) -> None:
     (tmp_path / "file").touch()
     broken = Node(tmp_path / "file" / "jobs")
-    said = broken.run(script, 4242, SLURM_JOB_GPUS="0")
-    assert bool(said) == (script == "prolog")
+    content = broken.run(script, 4242, SLURM_JOB_GPUS="0")
+    assert bool(content) == (script == "prolog")
     assert Node(tmp_path / "jobs").run(script, "", SLURM_JOB_GPUS="0") == ""
     assert Node(tmp_path / "jobs").run(script, "../4242", SLURM_JOB_GPUS="../0,x,-1") == ""
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("said", [b"user=ana\nuser", b"\xff\nuser=ana", b"user = x\nuser=ana\npartition=\n"])
-def test_what_is_no_name_in_a_jobs_own_file_does_not_count(node: Node, said: bytes) -> None:
+@pytest.mark.parametrize("content", [b"user=ana\nuser", b"\xff\nuser=ana", b"user = x\nuser=ana\npartition=\n"])
+def test_what_is_no_name_in_a_jobs_own_file_does_not_count(node: Node, content: bytes) -> None:
     node.run("prolog", 4242, SLURM_JOB_GPUS="0")
-    (node.directory / "jobs" / "4242").write_bytes(said)
+    (node.directory / "jobs" / "4242").write_bytes(content)
     assert node.job_files.read().jobs_by_id == {"4242": Job("4242", "ana")}

@@ -142,11 +142,11 @@ def test_nothing_is_loaded_by_making_one(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_samples_come_with_their_time_and_where_none_is_new_that_is_not_found(nvml: ScriptedNvml, real: Nvml) -> None:
     nvml.set(0, utilization_samples="10 90", sample_period_us=1_000)
     gpu = real.handle(0)
-    found = real.samples(gpu, 1, 0)
-    assert {(one.code, one.value, one.bits) for one in found} == {(0, 10, 32), (0, 90, 32)}
-    times = [one.at_us for one in found]
+    values = real.samples(gpu, 1, 0)
+    assert {(value.code, value.value, value.bits) for value in values} == {(0, 10, 32), (0, 90, 32)}
+    times = [value.at_us for value in values]
     assert times == sorted(times)
-    assert all(one.at_us > times[50] for one in real.samples(gpu, 1, times[50]))
+    assert all(value.at_us > times[50] for value in real.samples(gpu, 1, times[50]))
     assert error(lambda: real.samples(gpu, 1, 1 << 62)) == (6, "NOT_FOUND")
     assert error(lambda: real.samples(gpu, 7, 0)) == (3, "NOT_SUPPORTED")
 
@@ -166,7 +166,7 @@ def test_gpm_compares_two_samples_metric_by_metric(nvml: ScriptedNvml, real: Nvm
         FieldValue(999, 0, 0),
         FieldValue(0, 62.25, 0),
     ]
-    assert [one.value for one in real.gpm_metrics(older, newer, [61])] == [62.25]
+    assert [value.value for value in real.gpm_metrics(older, newer, [61])] == [62.25]
     assert error(lambda: real.gpm_metrics(newer, older, [2])) == (2, "INVALID_ARGUMENT")
     for sample in (older, newer):
         real.call("nvmlGpmSampleFree", sample)
@@ -207,8 +207,8 @@ def test_an_answer_is_what_pynvml_gives_and_one_that_nothing_was_filled_into_is_
     function, *arguments = call
     nvml.set(0, ecc_corrected_aggregate=3, energy_mj=5, temperature=-3)
     gpu = real.handle(0)
-    expected, found = getattr(pynvml, function)(gpu, *arguments), real.ask(function, gpu, *arguments)
-    assert _plain(found) == _plain(expected)
+    expected, actual = getattr(pynvml, function)(gpu, *arguments), real.ask(function, gpu, *arguments)
+    assert _plain(actual) == _plain(expected)
     nvml.leave_empty(0, function)
     assert error(lambda: real.ask(function, gpu, *arguments)) == (binding.NOTHING_FILLED_IN, "NO_VALUE")
 

@@ -35,8 +35,8 @@ class Bench:
     def errors(self) -> list[tuple[str, str]]:
         """The calls that were counted as failed, each with its error."""
         samples = [sample for family in self.instruments.registry.collect() for sample in family.samples]
-        counted = [one for one in samples if one.name == names.NVML_ERRORS]
-        return [(one.labels["call"], one.labels["error"]) for one in counted for _ in range(int(one.value))]
+        counted = [sample for sample in samples if sample.name == names.NVML_ERRORS]
+        return [(sample.labels["call"], sample.labels["error"]) for sample in counted for _ in range(int(sample.value))]
 
     def add(self) -> None:
         self.events.resume()
@@ -62,15 +62,15 @@ class Bench:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    async with closing(Bench()) as one:
-        yield one
+    async with closing(Bench()) as bench:
+        yield bench
 
 
 @contextlib.asynccontextmanager
-async def closing(one: Bench) -> AsyncIterator[Bench]:
-    yield one
-    one.nvml.release()
-    ended = one.events.close()
+async def closing(bench: Bench) -> AsyncIterator[Bench]:
+    yield bench
+    bench.nvml.release()
+    ended = bench.events.close()
     await eventually(ended.is_set)
 
 

@@ -32,8 +32,8 @@ class Bench:
         return self.physical.left_out()[uuid]
 
 
-def _calls(found: Iterable[Any]) -> list[tuple[str, str]]:
-    return [(one.call, one.error) for one in found]
+def _calls(failed_calls: Iterable[Any]) -> list[tuple[str, str]]:
+    return [(failed_call.call, failed_call.error) for failed_call in failed_calls]
 
 
 def test_before_it_is_opened_nothing_is_known() -> None:
@@ -43,10 +43,10 @@ def test_before_it_is_opened_nothing_is_known() -> None:
 def test_a_key_that_has_a_value_is_not_left_out_and_one_that_has_none_is() -> None:
     bench = Bench()
     metrics = bench.physical.read().devices[0]["metrics"]
-    found = bench.physical.left_out()["GPU-0"]
-    assert "power_watts" not in found
-    assert metrics.keys().isdisjoint(found)
-    assert _calls(found["sm_active_ratio"]) == [("nvmlGpmQueryDeviceSupport", "NOT_SUPPORTED")]
+    left_out = bench.physical.left_out()["GPU-0"]
+    assert "power_watts" not in left_out
+    assert metrics.keys().isdisjoint(left_out)
+    assert _calls(left_out["sm_active_ratio"]) == [("nvmlGpmQueryDeviceSupport", "NOT_SUPPORTED")]
 
 
 def test_a_key_that_no_source_supports_names_all_of_them_as_long_as_it_lasts() -> None:
@@ -80,11 +80,11 @@ def test_a_value_that_can_not_be_and_one_that_is_not_known_are_distinguished() -
     bench.gpu.answers["nvmlDeviceGetPerformanceState"] = 32
     bench.gpu.answers["nvmlDeviceGetMemoryInfo"] = SimpleNamespace(total=10, reserved=1, free=9, used=11)
     bench.gpu.fields[82] = FieldValue(binding.NO_PERMISSION)
-    found = bench.left_out()
-    assert _calls(found["fan_speed_ratio"]) == [("nvmlDeviceGetFanSpeed", "IMPLAUSIBLE")]
-    assert _calls(found["performance_state"]) == [("nvmlDeviceGetPerformanceState", "NO_VALUE")]
-    assert _calls(found["memory_used_bytes"]) == [("nvmlDeviceGetMemoryInfo", "IMPLAUSIBLE")]
-    assert _calls(found["memory_temperature_celsius"]) == [("NVML_FI_DEV_MEMORY_TEMP", "NO_PERMISSION")]
+    left_out = bench.left_out()
+    assert _calls(left_out["fan_speed_ratio"]) == [("nvmlDeviceGetFanSpeed", "IMPLAUSIBLE")]
+    assert _calls(left_out["performance_state"]) == [("nvmlDeviceGetPerformanceState", "NO_VALUE")]
+    assert _calls(left_out["memory_used_bytes"]) == [("nvmlDeviceGetMemoryInfo", "IMPLAUSIBLE")]
+    assert _calls(left_out["memory_temperature_celsius"]) == [("NVML_FI_DEV_MEMORY_TEMP", "NO_PERMISSION")]
 
 
 def test_gpm_that_the_driver_does_not_know_is_distinguished_from_gpm_that_the_gpu_does_not_have() -> None:
@@ -98,9 +98,9 @@ def test_a_metric_of_gpm_that_a_model_does_not_have_is_left_out_by_its_name() ->
     bench = Bench()
     bench.gpu.profiled({2: 50})
     assert _calls(bench.left_out()["sm_active_ratio"]) == [("NVML_GPM_METRIC_SM_UTIL", "NO_VALUE")]  # the first sample
-    found = bench.left_out()
-    assert "sm_active_ratio" not in found
-    assert _calls(found["fp64_active_ratio"]) == [("NVML_GPM_METRIC_FP64_UTIL", "NOT_SUPPORTED")]
+    left_out = bench.left_out()
+    assert "sm_active_ratio" not in left_out
+    assert _calls(left_out["fp64_active_ratio"]) == [("NVML_GPM_METRIC_FP64_UTIL", "NOT_SUPPORTED")]
 
 
 def test_processes_that_can_not_be_listed_are_left_out_and_their_utilization_only_where_there_are_some() -> None:
@@ -114,9 +114,9 @@ def test_processes_that_can_not_be_listed_are_left_out_and_their_utilization_onl
         expected = [(function, "NOT_SUPPORTED") for function in utilization]
         assert _calls(bench.left_out()["processes.sm_utilization_ratio"]) == expected
     bench.gpu.fail(COMPUTE, binding.NO_PERMISSION)
-    found = bench.left_out()
-    assert _calls(found["processes"]) == [(COMPUTE, "NO_PERMISSION")]
-    assert "processes.sm_utilization_ratio" not in found
+    left_out = bench.left_out()
+    assert _calls(left_out["processes"]) == [(COMPUTE, "NO_PERMISSION")]
+    assert "processes.sm_utilization_ratio" not in left_out
     bench.gpu.answers[COMPUTE] = []
     assert "processes" not in bench.left_out()
     graphics = COMPUTE.replace("Compute", "Graphics")
@@ -128,11 +128,11 @@ def test_parts_of_the_identity_and_the_mig_mode_are_left_out_too() -> None:
     bench = Bench()
     bench.gpu.fail("nvmlDeviceGetMinorNumber", binding.NO_PERMISSION)
     bench.nvml.system_answers["nvmlSystemGetCudaDriverVersion_v2"] = 13000
-    found = bench.left_out()
-    assert _calls(found["minor"]) == [("nvmlDeviceGetMinorNumber", "NO_PERMISSION")]
-    assert _calls(found["info.serial"]) == [("nvmlDeviceGetSerial", "NOT_SUPPORTED")]
-    assert _calls(found["mig"]) == [("nvmlDeviceGetMigMode", "NOT_SUPPORTED")]
-    assert "info.cuda_version" not in found
+    left_out = bench.left_out()
+    assert _calls(left_out["minor"]) == [("nvmlDeviceGetMinorNumber", "NO_PERMISSION")]
+    assert _calls(left_out["info.serial"]) == [("nvmlDeviceGetSerial", "NOT_SUPPORTED")]
+    assert _calls(left_out["mig"]) == [("nvmlDeviceGetMigMode", "NOT_SUPPORTED")]
+    assert "info.cuda_version" not in left_out
 
 
 def test_a_mig_mode_that_can_be_asked_again_is_not_left_out_any_more() -> None:

@@ -63,8 +63,8 @@ def test_every_key_of_the_catalogue_comes_in_base_units() -> None:
     bench.counters(2000, 500)
     bench.keep(UTILIZATION, 93, 0, 57)
     bench.keep(SAMPLED_POWER, 250_500, 749_500)
-    found = bench.values()
-    assert found == {
+    values = bench.values()
+    assert values == {
         "ecc_corrected_aggregate_total": 21,
         "ecc_uncorrected_aggregate_total": 1,
         "retired_pages_single_bit_total": 5,
@@ -128,7 +128,7 @@ def test_every_key_of_the_catalogue_comes_in_base_units() -> None:
         "row_remap_failure": 1,
         "vgpu_licensed": 1,
     }
-    assert sorted(found) == sorted(CATALOGUE)
+    assert sorted(values) == sorted(CATALOGUE)
     assert bench.calls.errors() == []
 
 
@@ -185,9 +185,9 @@ def test_an_older_driver_reports_the_memory_without_what_is_reserved() -> None:
     bench = Bench()
     older = memory(5 * GIB, reserved=0)
     bench.gpu.answers["nvmlDeviceGetMemoryInfo"] = lambda *version: NvmlError(13) if version else older
-    found = bench.values()
-    assert found["memory_used_bytes"] == 5 * GIB
-    assert "memory_reserved_bytes" not in found
+    values = bench.values()
+    assert values["memory_used_bytes"] == 5 * GIB
+    assert "memory_reserved_bytes" not in values
 
 
 def test_an_error_leaves_out_that_value_this_time_and_is_counted_and_no_other_source_is_taken() -> None:
@@ -223,8 +223,8 @@ def test_a_field_that_fails_leaves_out_only_itself() -> None:
     bench.values()
     bench.clock.now_s += 1
     bench.gpu.fields[82] = FieldValue(BROKEN)
-    assert "memory_temperature_celsius" not in (found := bench.values())
-    assert "pcie_tx_bytes_per_second" in found
+    assert "memory_temperature_celsius" not in (values := bench.values())
+    assert "pcie_tx_bytes_per_second" in values
     assert bench.calls.errors() == [("NVML_FI_DEV_MEMORY_TEMP", "UNKNOWN")]
 
 
@@ -277,9 +277,9 @@ def test_a_performance_state_that_the_device_does_not_know_is_no_value_and_no_er
 def test_a_part_of_the_memory_that_is_larger_than_all_of_it_is_left_out() -> None:
     bench = Bench()
     bench.gpu.answers["nvmlDeviceGetMemoryInfo"] = memory(81 * GIB, reserved=0)
-    found = bench.values()
-    assert "memory_used_bytes" not in found
-    assert found["memory_total_bytes"] == 80 * GIB
+    values = bench.values()
+    assert "memory_used_bytes" not in values
+    assert values["memory_total_bytes"] == 80 * GIB
     assert ("nvmlDeviceGetMemoryInfo", "IMPLAUSIBLE") in bench.calls.errors()
 
 
@@ -289,8 +289,8 @@ def test_pcie_rates_need_two_readings_and_a_counter_that_wraps_runs_on() -> None
     assert "pcie_tx_bytes_per_second" not in bench.values()
     bench.clock.now_s += 1
     bench.counters(1000, 0, bits=32)
-    found = bench.values()
-    assert (found["pcie_tx_bytes_per_second"], found["pcie_rx_bytes_per_second"]) == (2000, 0)
+    values = bench.values()
+    assert (values["pcie_tx_bytes_per_second"], values["pcie_rx_bytes_per_second"]) == (2000, 0)
 
 
 def test_what_nvlinks_carry_is_counted_by_their_own_field_where_there_is_no_gpm() -> None:
@@ -301,8 +301,8 @@ def test_what_nvlinks_carry_is_counted_by_their_own_field_where_there_is_no_gpm(
     assert not bench.values().keys() & set(keys)
     bench.clock.now_s += 2
     bench.gpu.fields |= {sent: FieldValue(0, 5_200), received: FieldValue(0, 7_020)}
-    found = bench.values()
-    assert [found[key] for key in keys] == [100 * 1024, 10 * 1024]
+    values = bench.values()
+    assert [values[key] for key in keys] == [100 * 1024, 10 * 1024]
     assert bench.calls.errors() == []
 
 
@@ -312,9 +312,9 @@ def test_a_counter_that_begins_again_gives_no_rate() -> None:
     bench.values()
     bench.clock.now_s += 1
     bench.counters(5, 10)
-    found = bench.values()
-    assert "pcie_tx_bytes_per_second" not in found
-    assert found["pcie_rx_bytes_per_second"] == 10
+    values = bench.values()
+    assert "pcie_tx_bytes_per_second" not in values
+    assert values["pcie_rx_bytes_per_second"] == 10
     assert bench.calls.errors() == [("NVML_FI_DEV_PCIE_COUNT_TX_BYTES", "IMPLAUSIBLE")]
 
 
@@ -441,13 +441,13 @@ def test_each_metric_of_gpm_fails_for_itself() -> None:
     bench.gpu.gpm[2] = FieldValue(BROKEN)
     bench.values()
     bench.clock.now_s += 1
-    found = bench.values()
-    assert {key: found.get(key) for key in ("graphics_engine_active_ratio", "fp16_active_ratio")} == {
+    values = bench.values()
+    assert {key: values.get(key) for key in ("graphics_engine_active_ratio", "fp16_active_ratio")} == {
         "graphics_engine_active_ratio": 0.5,
         "fp16_active_ratio": 1.0,  # a little over 100 % is how it is measured
     }
     absent = {"sm_active_ratio", "sm_occupancy_ratio", "dram_active_ratio", "fp32_active_ratio", "fp64_active_ratio"}
-    assert not absent & set(found)
+    assert not absent & set(values)
     assert bench.calls.errors() == [
         ("NVML_GPM_METRIC_SM_UTIL", "UNKNOWN"),
         ("NVML_GPM_METRIC_SM_OCCUPANCY", "IMPLAUSIBLE"),
@@ -488,8 +488,8 @@ def test_gpm_has_the_bytes_of_pcie_where_there_are_no_counters() -> None:
     bench.gpu.profiled({20: 7, 21: 5})
     bench.values()
     bench.clock.now_s += 1
-    found = bench.values()
-    assert (found["pcie_tx_bytes_per_second"], found["pcie_rx_bytes_per_second"]) == (7 << 20, 5 << 20)
+    values = bench.values()
+    assert (values["pcie_tx_bytes_per_second"], values["pcie_rx_bytes_per_second"]) == (7 << 20, 5 << 20)
 
 
 def test_the_first_samples_reach_further_back_than_a_tick_and_are_left_out() -> None:
@@ -530,8 +530,8 @@ def test_a_sample_that_can_not_be_is_left_out_and_counted() -> None:
     bench.keep(UTILIZATION, 1)
     bench.values()
     bench.keep(UTILIZATION, 50, 255, 0xFFFFFFFF, 70)
-    found = bench.values()
-    spread = [found[f"gpu_utilization_{part}_ratio"] for part in ("min", "mean", "max")]
+    values = bench.values()
+    spread = [values[f"gpu_utilization_{part}_ratio"] for part in ("min", "mean", "max")]
     assert spread == [0.5, pytest.approx(0.6), 0.7]
     assert bench.calls.errors() == [("NVML_GPU_UTILIZATION_SAMPLES", "IMPLAUSIBLE")] * 2
     bench.keep(UTILIZATION, 255)
@@ -570,10 +570,10 @@ def test_whatever_a_device_says_its_values_are_within_their_limits(answers: list
             bench.gpu.answers[function] = answer
     limits = {row.key: row.limits for row in TABLE}
     try:
-        found = bench.values()
+        values = bench.values()
     except GpuLost:
         return
-    assert all(limits[key].low <= value <= limits[key].high for key, value in found.items())
+    assert all(limits[key].low <= value <= limits[key].high for key, value in values.items())
 
 
 ENERGY, ECC = "nvmlDeviceGetTotalEnergyConsumption", ("nvmlDeviceGetTotalEccErrors", 0, 0)

@@ -40,8 +40,8 @@ class Bench:
             self.gpu.fields[field, link] = down if raw is None else FieldValue(0, raw)
 
     def values(self) -> dict[str, float]:
-        found = self.metrics.values()
-        return {key: found[key] for key in sorted(set(KEYS.values())) if key in found}
+        values = self.metrics.values()
+        return {key: values[key] for key in sorted(set(KEYS.values())) if key in values}
 
 
 @pytest.mark.parametrize("architecture", [HOPPER, BLACKWELL, UNKNOWN])
@@ -159,5 +159,5 @@ def test_however_many_links_it_says_it_has_not_more_than_so_many_are_asked() -> 
     bench = Bench(links=10**6)
     bench.count(CRC, 1)
     assert bench.values() == {KEYS[CRC]: 1}
-    asked = [name for _, name in bench.nvml.asked if name.startswith(f"field ({CRC},")]
-    assert len(asked) == MAX_LINKS
+    queries = [name for _, name in bench.nvml.asked if name.startswith(f"field ({CRC},")]
+    assert len(queries) == MAX_LINKS

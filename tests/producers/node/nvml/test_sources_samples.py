@@ -46,11 +46,11 @@ def test_the_spread_is_that_of_the_new_samples_in_any_order(raw: list[int], rand
     random.shuffle(at_us)
     for when, value in zip(at_us, raw, strict=True):
         bench.keep(when, value)
-    found = bench.read()
-    assert found is not None
-    assert (found.minimum, found.maximum) == (min(raw) / 100, max(raw) / 100)
-    assert found.mean == pytest.approx(fmean(raw) / 100)
-    assert found.minimum <= found.mean <= found.maximum
+    spread = bench.read()
+    assert spread is not None
+    assert (spread.minimum, spread.maximum) == (min(raw) / 100, max(raw) / 100)
+    assert spread.mean == pytest.approx(fmean(raw) / 100)
+    assert spread.minimum <= spread.mean <= spread.maximum
     assert bench.read() is None
 
 
@@ -63,8 +63,8 @@ def test_no_sample_is_lost_or_reported_twice_over_the_ticks(ticks: list[list[int
         for raw in tick:
             at_us += 1
             bench.keep(at_us, raw)
-        found = bench.read()
-        reported.append(None if found is None else found.maximum)
+        spread = bench.read()
+        reported.append(None if spread is None else spread.maximum)
     assert reported == [max(tick) / 100 if tick else None for tick in ticks]
 
 
@@ -77,9 +77,9 @@ def test_whatever_the_samples_say_their_spread_is_within_the_limits_and_the_othe
     for number, value in enumerate(raw, 1):
         bench.keep(number, value)
     good = [value for value in raw if 0 <= value / 100 <= 1]
-    found = bench.read()
-    assert (found is None) is (not good)
-    assert found is None or 0 <= found.minimum <= found.mean <= found.maximum <= 1
+    spread = bench.read()
+    assert (spread is None) is (not good)
+    assert spread is None or 0 <= spread.minimum <= spread.mean <= spread.maximum <= 1
     assert bench.calls.errors() == [(NAME, "IMPLAUSIBLE")] * (len(raw) - len(good))
 
 
@@ -88,8 +88,8 @@ def test_a_driver_that_gives_older_samples_than_asked_for_is_not_believed_twice(
     bench.keep(5, 100)
     bench.read()
     with patch.object(bench.nvml, "samples", lambda *_: [*bench.kept, FieldValue(0, 10, 32, 6)]):
-        found = bench.read()
-    assert found == Spread(0.1, 0.1, 0.1)
+        spread = bench.read()
+    assert spread == Spread(0.1, 0.1, 0.1)
 
 
 @pytest.mark.parametrize("back_us", [10_000_000, 3_600_000_000])

@@ -29,16 +29,16 @@ def test_every_source_is_one_that_pynvml_has(row: Row, source: ValueSource) -> N
 
 def test_what_the_arguments_stand_for() -> None:
     assert pynvml.nvmlMemory_v2 == MEMORY_V2
-    asked = {row.key: row.sources[0].question for row in TABLE}
+    questions = {row.key: row.sources[0].question for row in TABLE}
     clock = "nvmlDeviceGetClockInfo"
-    assert asked["graphics_clock_hz"] == Call(clock, (pynvml.NVML_CLOCK_GRAPHICS,))
-    assert asked["sm_clock_hz"] == Call(clock, (pynvml.NVML_CLOCK_SM,))
-    assert asked["memory_clock_hz"] == Call(clock, (pynvml.NVML_CLOCK_MEM,))
-    assert asked["temperature_celsius"] == Call("nvmlDeviceGetTemperatureV", (pynvml.NVML_TEMPERATURE_GPU,))
+    assert questions["graphics_clock_hz"] == Call(clock, (pynvml.NVML_CLOCK_GRAPHICS,))
+    assert questions["sm_clock_hz"] == Call(clock, (pynvml.NVML_CLOCK_SM,))
+    assert questions["memory_clock_hz"] == Call(clock, (pynvml.NVML_CLOCK_MEM,))
+    assert questions["temperature_celsius"] == Call("nvmlDeviceGetTemperatureV", (pynvml.NVML_TEMPERATURE_GPU,))
     kinds = (pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_VOLATILE_ECC)
-    assert asked["ecc_corrected_volatile_total"] == Call("nvmlDeviceGetTotalEccErrors", kinds)
+    assert questions["ecc_corrected_volatile_total"] == Call("nvmlDeviceGetTotalEccErrors", kinds)
     kinds = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
-    assert asked["ecc_uncorrected_volatile_total"] == Call("nvmlDeviceGetTotalEccErrors", kinds)
+    assert questions["ecc_uncorrected_volatile_total"] == Call("nvmlDeviceGetTotalEccErrors", kinds)
 
 
 def test_rates_are_of_byte_counters_since_the_throughput_call_of_pcie_measures_for_20_ms() -> None:
@@ -49,12 +49,12 @@ def test_rates_are_of_byte_counters_since_the_throughput_call_of_pcie_measures_f
 
 
 def test_mean_minimum_and_maximum_are_had_with_one_question() -> None:
-    asked = {source.question for _, source in SOURCES if isinstance(source.question, Sampled)}
-    assert len(asked) == 2
-    for sampled in asked:
-        wanted = [(row.limits, source.scale) for row, source in SOURCES if source.question == sampled]
-        assert len(wanted) == 3
-        assert len(set(wanted)) == 1
+    questions = {source.question for _, source in SOURCES if isinstance(source.question, Sampled)}
+    assert len(questions) == 2
+    for sampled in questions:
+        expected = [(row.limits, source.scale) for row, source in SOURCES if source.question == sampled]
+        assert len(expected) == 3
+        assert len(set(expected)) == 1
 
 
 def test_what_gpm_writes_as_percentages_are_ratios_and_what_it_writes_per_mebibyte_are_bytes() -> None:
