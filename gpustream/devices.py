@@ -94,7 +94,7 @@ async def read_twice(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_
         await asyncio.sleep(settings.interval_s)
         reads = gpus.read(within_s), kubelet.read(KUBELET_WITHIN_S), files.read(within_s)
         gpu_devices, containers, job_mapping = await asyncio.gather(*reads)
-        refusals, placement = gpus.refusals(), place_containers(containers or (), gpu_devices)
+        refusals, placement = gpus.unreadable(), place_containers(containers or (), gpu_devices)
         return {
             "schema": SCHEMA,
             "node": settings.node,

@@ -54,7 +54,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
                " the broker was away, or could never be sent.", ("reason",)),
     Instrument(RUNS, "counter", "Runs that began: one per node at the start, and one each time a clock stepped back."),
 )  # fmt: skip
-"""What every producer counts about itself."""
+"""The own metrics of every producer."""
 
 MAX_IN_FLIGHT = 64
 """Ticks of one node that may wait for their acknowledgement: enough to catch up at thousands per second."""

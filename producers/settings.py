@@ -17,7 +17,7 @@ GPU_RESOURCES = ("nvidia.com/",)
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSettings(KafkaSettings):
-    """What is kept while Kafka is away: ticks of ``buffer_s``, and ``buffer_size`` bytes of them."""
+    """How much is kept while Kafka is away: ticks of ``buffer_s``, and at most ``buffer_size`` bytes of them."""
 
     buffer_s: Annotated[float, Option("--buffer", DURATION, "How long ticks are kept while Kafka is away.")] = 900.0
     buffer_size: Annotated[int, Option("--buffer-size", SIZE, "And how many bytes of them; the oldest give way.")] = (

@@ -57,7 +57,7 @@ class ReadingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSettings(BufferSettings, ReadingSettings):
-    """What the node producer is, how it reads, and what it keeps while Kafka is away."""
+    """All settings of the node producer."""
 
     node: Node = field(default_factory=node_name)
     interval_s: Interval = 1.0

@@ -164,7 +164,8 @@ class Gpus:
                 left_out_by_uuid[gpu.uuid]["xids"] = (refusals[gpu.index],)
         return left_out_by_uuid
 
-    def refusals(self) -> list[UnreadableGpu]:
+    def unreadable(self) -> list[UnreadableGpu]:
+        """The GPUs whose last reading failed, or has not ended."""
         return [
             UnreadableGpu(gpu.index, gpu.uuid, failed_call)
             for gpu in self._gpus

@@ -1,4 +1,4 @@
-"""What the node producer counts about itself, beside what every producer does."""
+"""The node producer's own metrics, beside those of every producer."""
 
 from delivery.instruments import Instrument
 

@@ -83,7 +83,7 @@ class _AttachedDriver(NamedTuple):
 
 
 class Driver:
-    """NVML's own state. All methods are for the event loop's thread."""
+    """Opens and closes NVML. All methods are for the event loop's thread."""
 
     def __init__(self, nvml: Nvml, instruments: Instruments, clock: Callable[[], float]) -> None:
         self._nvml, self._instruments = nvml, instruments
@@ -106,7 +106,7 @@ class Driver:
     async def attach(self, reason: str | None) -> None:
         """Open NVML; with a ``reason``, close it first. Make no other call of NVML meanwhile."""
         job = self._worker.submit(lambda: self._attach(again=reason is not None))
-        job.add_done_callback(lambda done: done.cancelled() or done.exception())  # maybe nobody waits any more
+        job.add_done_callback(lambda done: done.cancelled() or done.exception())  # if nobody waits for it any more
         await asyncio.wait([job])
         error = job.exception()
         if error is None:
@@ -171,7 +171,7 @@ class Driver:
             raise
 
     def _detach(self) -> None:
-        with contextlib.suppress(NvmlError):  # it is not open any more
+        with contextlib.suppress(NvmlError):  # it is closed already
             self._call("nvmlShutdown")
 
     def _call(self, function: str) -> Any:

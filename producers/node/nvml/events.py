@@ -131,7 +131,8 @@ class Events:
 
 
 class _XidWatch:
-    """NVML's event set, from one opening of NVML to the next. ``unsupported`` is set if the driver has no event sets.
+    """Owns NVML's event set, from one opening of NVML to the next. ``new`` has the GPUs to add. ``refusals`` are the
+    failed calls of the GPUs that are not in the set; ``unsupported`` is set if the driver has no event sets.
     All but ``ending``, ``new`` and ``refusals`` is for the thread."""
 
     def __init__(self, nvml: Nvml, clock: Callable[[], float]) -> None:
@@ -178,7 +179,7 @@ class _XidWatch:
     def close(self) -> None:
         event_set, self._event_set = self._event_set, None
         if event_set is not None:
-            with contextlib.suppress(NvmlError):  # it is void already
+            with contextlib.suppress(NvmlError):  # it is invalid already
                 self._nvml.call("nvmlEventSetFree", event_set)
 
     def _step(self, result: _WaitResult) -> None:
@@ -262,7 +263,7 @@ class Xids:
         """Count, log and keep an error. ``gpu_devices``: its GPU and that GPU's MIG devices; empty if unknown.
         An error of a GPU instance belongs to its MIG devices, any other to the GPU."""
         code = xid.code if 0 <= xid.code <= _LARGEST_CODE else UNKNOWN_XID
-        devices = [device for device in gpu_devices if _is_of(device.get("mig"), xid)] or gpu_devices[:1]
+        devices = [device for device in gpu_devices if _is_in_instance(device.get("mig"), xid)] or gpu_devices[:1]
         self._instruments.counter(names.XIDS, "device" if devices else "unknown_device").inc()
         if not devices:
             what = f"{code} of a GPU that is not known"
@@ -294,7 +295,7 @@ class Xids:
         return devices_with_errors
 
 
-def _is_of(mig: Mapping[str, Any] | None, xid: Xid) -> bool:
+def _is_in_instance(mig: Mapping[str, Any] | None, xid: Xid) -> bool:
     if mig is None or xid.gpu_instance is None or mig.get("gpu_instance") != xid.gpu_instance:
         return False
     return xid.compute_instance is None or mig.get("compute_instance") in (None, xid.compute_instance)

@@ -304,7 +304,7 @@ class PhysicalGpu:
                 self._support.mark_answered(MIG_MODE)
                 self.calls.refusals.pop("mig", None)
                 self._mig_mode_info = {"mig_mode": "enabled" if mig_enabled else "disabled"}
-                if slots:  # a driver may say 0 while MIG is off
+                if slots:  # a driver may return 0 while MIG is off
                     self._identity = {**(self._identity or {}), "compute_slices": slots}
                 self._apply_layout(mig_enabled, instances)
         self._listed_s = self._clock()
@@ -381,8 +381,8 @@ class PhysicalGpu:
             mig_device.metrics.handle = mig_device.processes.handle = mig_instance.handle
 
     def _mig_device(self, instance: MigInstance, *, alone: bool) -> SampledDevice:
-        """A MIG device: the existing one, if nothing has changed. Only if it is ``alone`` in its GPU instance are the
-        instance's GPM metrics its own."""
+        """A MIG device: the existing one, if nothing has changed. GPM is only read if it is ``alone`` in its GPU
+        instance, because GPM's metrics are those of the whole instance."""
         gpu_identity = self._identity or {}
         mig = {
             "uuid": instance.uuid,

@@ -32,8 +32,8 @@ _PERCENT = Scale(per=100)
 
 
 class DeviceProcesses(NamedTuple):
-    """The processes as in gpu.samples, None if they are not known, and the kind of each pid, as the instrument
-    ``gpustream_node_processes`` has it."""
+    """The processes as in gpu.samples, None if they are not known, and the kind of each pid: a label value of
+    ``gpustream_node_processes``."""
 
     rows: list[dict[str, Any]] | None
     kinds: Mapping[int, str]

@@ -140,7 +140,7 @@ def _row(key: str, limits: Limits, *sources: ValueSource) -> Row:
     return Row(key, limits, sources)
 
 
-def _of(function: str, *arguments: int, **more: Any) -> ValueSource:
+def _call(function: str, *arguments: int, **more: Any) -> ValueSource:
     return ValueSource(Call(function, arguments), **more)
 
 
@@ -148,8 +148,8 @@ def _field(number: int, name: str, scale: Scale = _AS_IS, *, rate: bool = False)
     return ValueSource(Field(number, f"NVML_FI_DEV_{name}"), scale=scale, rate=rate)
 
 
-def _links(number: int, name: str) -> ValueSource:
-    """What all NVLinks of the device have carried, per second."""
+def _all_links(number: int, name: str) -> ValueSource:
+    """The bytes that all NVLinks of the device carry per second."""
     return ValueSource(Field(number, f"NVML_FI_DEV_NVLINK_{name}", ALL_LINKS), scale=_KIB, rate=True)
 
 
@@ -157,64 +157,65 @@ def _gpm(number: int, name: str, scale: Scale = _PERCENT) -> ValueSource:
     return ValueSource(GpmMetric(number, f"NVML_GPM_METRIC_{name}"), scale=scale)
 
 
-def _linked(number: int, name: str, newer_number: int | None = None) -> ValueSource:
+def _link_errors(number: int, name: str, newer_number: int | None = None) -> ValueSource:
     return ValueSource(LinkErrors(number, f"NVML_FI_DEV_NVLINK_ERROR_DL_{name}", newer_number))
 
 
 def _memory(part: str) -> tuple[ValueSource, ...]:
-    """A part of the memory; an older driver counts what is reserved as used."""
-    found = (ValueSource(_MEMORY, part, bits=64),)
-    return found if part == "reserved" else (*found, ValueSource(_MEMORY_V1, part, bits=64))
+    """A part of the memory. Older drivers count the reserved memory as used."""
+    sources = (ValueSource(_MEMORY, part, bits=64),)
+    return sources if part == "reserved" else (*sources, ValueSource(_MEMORY_V1, part, bits=64))
 
 
 TABLE: tuple[Row, ...] = (
     _row("gpu_utilization_ratio", _RATIO, ValueSource(_RATES, "gpu", _PERCENT)),
     _row("memory_controller_utilization_ratio", _RATIO, ValueSource(_RATES, "memory", _PERCENT)),
-    _row("encoder_utilization_ratio", _RATIO, _of("nvmlDeviceGetEncoderUtilization", part=0, scale=_PERCENT)),
-    _row("decoder_utilization_ratio", _RATIO, _of("nvmlDeviceGetDecoderUtilization", part=0, scale=_PERCENT)),
+    _row("encoder_utilization_ratio", _RATIO, _call("nvmlDeviceGetEncoderUtilization", part=0, scale=_PERCENT)),
+    _row("decoder_utilization_ratio", _RATIO, _call("nvmlDeviceGetDecoderUtilization", part=0, scale=_PERCENT)),
     _row("memory_used_bytes", _BYTES, *_memory("used")),
     _row("memory_free_bytes", _BYTES, *_memory("free")),
     _row("memory_total_bytes", _MEMORY_SIZE, *_memory("total")),
     _row("memory_reserved_bytes", _BYTES, *_memory("reserved")),
-    _row("power_watts", _WATTS, _of("nvmlDeviceGetPowerUsage", scale=_MILLI), _field(185, "POWER_AVERAGE", _MILLI)),
-    _row("power_limit_watts", _POWER_LIMIT, _of("nvmlDeviceGetEnforcedPowerLimit", scale=_MILLI),
+    _row("power_watts", _WATTS, _call("nvmlDeviceGetPowerUsage", scale=_MILLI), _field(185, "POWER_AVERAGE", _MILLI)),
+    _row("power_limit_watts", _POWER_LIMIT, _call("nvmlDeviceGetEnforcedPowerLimit", scale=_MILLI),
          _field(190, "POWER_CURRENT_LIMIT", _MILLI)),
     _row("max_power_limit_watts", _POWER_LIMIT,
-         _of("nvmlDeviceGetPowerManagementLimitConstraints", part=1, scale=_MILLI),
+         _call("nvmlDeviceGetPowerManagementLimitConstraints", part=1, scale=_MILLI),
          _field(188, "POWER_MAX_LIMIT", _MILLI)),
-    _row("energy_joules_total", _JOULES, _of("nvmlDeviceGetTotalEnergyConsumption", scale=_MILLI, bits=64),
+    _row("energy_joules_total", _JOULES, _call("nvmlDeviceGetTotalEnergyConsumption", scale=_MILLI, bits=64),
          _field(83, "TOTAL_ENERGY_CONSUMPTION", _MILLI)),
-    _row("temperature_celsius", _CELSIUS, _of("nvmlDeviceGetTemperatureV", 0), _of("nvmlDeviceGetTemperature", 0)),
+    _row("temperature_celsius", _CELSIUS, _call("nvmlDeviceGetTemperatureV", 0), _call("nvmlDeviceGetTemperature", 0)),
     _row("memory_temperature_celsius", _CELSIUS, _field(82, "MEMORY_TEMP")),
-    _row("fan_speed_ratio", _FAN, _of("nvmlDeviceGetFanSpeed", scale=_PERCENT)),
-    _row("performance_state", _STATE, _of("nvmlDeviceGetPerformanceState", unknown=32)),
-    _row("graphics_clock_hz", _HERTZ, _of("nvmlDeviceGetClockInfo", 0, scale=_MHZ)),
-    _row("sm_clock_hz", _HERTZ, _of("nvmlDeviceGetClockInfo", 1, scale=_MHZ)),
-    _row("memory_clock_hz", _HERTZ, _of("nvmlDeviceGetClockInfo", 2, scale=_MHZ)),
-    _row("max_sm_clock_hz", _HERTZ, _of("nvmlDeviceGetMaxClockInfo", 1, scale=_MHZ)),
-    _row("max_memory_clock_hz", _HERTZ, _of("nvmlDeviceGetMaxClockInfo", 2, scale=_MHZ)),
-    _row("clock_event_reasons", _BITMASK, _of("nvmlDeviceGetCurrentClocksEventReasons", bits=64),
-         _of("nvmlDeviceGetCurrentClocksThrottleReasons", bits=64)),
+    _row("fan_speed_ratio", _FAN, _call("nvmlDeviceGetFanSpeed", scale=_PERCENT)),
+    _row("performance_state", _STATE, _call("nvmlDeviceGetPerformanceState", unknown=32)),
+    _row("graphics_clock_hz", _HERTZ, _call("nvmlDeviceGetClockInfo", 0, scale=_MHZ)),
+    _row("sm_clock_hz", _HERTZ, _call("nvmlDeviceGetClockInfo", 1, scale=_MHZ)),
+    _row("memory_clock_hz", _HERTZ, _call("nvmlDeviceGetClockInfo", 2, scale=_MHZ)),
+    _row("max_sm_clock_hz", _HERTZ, _call("nvmlDeviceGetMaxClockInfo", 1, scale=_MHZ)),
+    _row("max_memory_clock_hz", _HERTZ, _call("nvmlDeviceGetMaxClockInfo", 2, scale=_MHZ)),
+    _row("clock_event_reasons", _BITMASK, _call("nvmlDeviceGetCurrentClocksEventReasons", bits=64),
+         _call("nvmlDeviceGetCurrentClocksThrottleReasons", bits=64)),
     _row("pcie_tx_bytes_per_second", _PCIE, _field(197, "PCIE_COUNT_TX_BYTES", rate=True),
          _gpm(20, "PCIE_TX_PER_SEC", _MIB)),
     _row("pcie_rx_bytes_per_second", _PCIE, _field(198, "PCIE_COUNT_RX_BYTES", rate=True),
          _gpm(21, "PCIE_RX_PER_SEC", _MIB)),
-    _row("pcie_replays_total", _COUNT, _of("nvmlDeviceGetPcieReplayCounter"), _field(94, "PCIE_REPLAY_COUNTER")),
-    _row("ecc_corrected_volatile_total", _COUNT, _of(_ECC, 0, 0, bits=64), _field(3, "ECC_SBE_VOL_TOTAL")),
-    _row("ecc_uncorrected_volatile_total", _COUNT, _of(_ECC, 1, 0, bits=64), _field(4, "ECC_DBE_VOL_TOTAL")),
+    _row("pcie_replays_total", _COUNT, _call("nvmlDeviceGetPcieReplayCounter"), _field(94, "PCIE_REPLAY_COUNTER")),
+    _row("ecc_corrected_volatile_total", _COUNT, _call(_ECC, 0, 0, bits=64), _field(3, "ECC_SBE_VOL_TOTAL")),
+    _row("ecc_uncorrected_volatile_total", _COUNT, _call(_ECC, 1, 0, bits=64), _field(4, "ECC_DBE_VOL_TOTAL")),
     _row("remapped_rows_correctable_total", _ROWS, ValueSource(_REMAPPED, 0), _field(142, "REMAPPED_COR")),
     _row("remapped_rows_uncorrectable_total", _ROWS, ValueSource(_REMAPPED, 1), _field(143, "REMAPPED_UNC")),
     _row("row_remap_pending", _FLAG, ValueSource(_REMAPPED, 2), _field(144, "REMAPPED_PENDING")),
     _row("row_remap_failure", _FLAG, ValueSource(_REMAPPED, 3), _field(145, "REMAPPED_FAILURE")),
-    _row("vgpu_licensed", _FLAG, _of("nvmlDeviceGetGridLicensableFeatures")),
-    _row("ecc_corrected_aggregate_total", _COUNT, _of(_ECC, 0, 1, bits=64), _field(5, "ECC_SBE_AGG_TOTAL")),
-    _row("ecc_uncorrected_aggregate_total", _COUNT, _of(_ECC, 1, 1, bits=64), _field(6, "ECC_DBE_AGG_TOTAL")),
+    _row("vgpu_licensed", _FLAG, _call("nvmlDeviceGetGridLicensableFeatures")),
+    _row("ecc_corrected_aggregate_total", _COUNT, _call(_ECC, 0, 1, bits=64), _field(5, "ECC_SBE_AGG_TOTAL")),
+    _row("ecc_uncorrected_aggregate_total", _COUNT, _call(_ECC, 1, 1, bits=64), _field(6, "ECC_DBE_AGG_TOTAL")),
     _row("retired_pages_single_bit_total", _ROWS, _field(29, "RETIRED_SBE")),
     _row("retired_pages_double_bit_total", _ROWS, _field(30, "RETIRED_DBE")),
     _row("retired_pages_pending", _FLAG, _field(31, "RETIRED_PENDING")),
-    _row("nvlink_crc_errors_total", _COUNT, _linked(163, "CRC"), _field(38, "NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL")),
-    _row("nvlink_replay_errors_total", _COUNT, _linked(161, "REPLAY"), _field(52, "NVLINK_REPLAY_ERROR_COUNT_TOTAL")),
-    _row("nvlink_recovery_errors_total", _COUNT, _linked(162, "RECOVERY", newer_number=215),
+    _row("nvlink_crc_errors_total", _COUNT, _link_errors(163, "CRC"), _field(38, "NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL")),
+    _row("nvlink_replay_errors_total", _COUNT, _link_errors(161, "REPLAY"),
+         _field(52, "NVLINK_REPLAY_ERROR_COUNT_TOTAL")),
+    _row("nvlink_recovery_errors_total", _COUNT, _link_errors(162, "RECOVERY", newer_number=215),
          _field(59, "NVLINK_RECOVERY_ERROR_COUNT_TOTAL")),
     _row("power_violation_seconds_total", _SECONDS, _field(74, "PERF_POLICY_POWER", _NANO)),
     _row("thermal_violation_seconds_total", _SECONDS, _field(75, "PERF_POLICY_THERMAL", _NANO)),
@@ -237,9 +238,9 @@ TABLE: tuple[Row, ...] = (
     _row("fp32_active_ratio", _ACTIVITY, _gpm(12, "FP32_UTIL")),
     _row("fp16_active_ratio", _ACTIVITY, _gpm(13, "FP16_UTIL")),
     _row("nvlink_tx_bytes_per_second", _NVLINK, _gpm(61, "NVLINK_TOTAL_TX_PER_SEC", _MIB),
-         _links(138, "THROUGHPUT_DATA_TX")),
+         _all_links(138, "THROUGHPUT_DATA_TX")),
     _row("nvlink_rx_bytes_per_second", _NVLINK, _gpm(60, "NVLINK_TOTAL_RX_PER_SEC", _MIB),
-         _links(139, "THROUGHPUT_DATA_RX")),
+         _all_links(139, "THROUGHPUT_DATA_RX")),
 )  # fmt: skip
 """Every key of the catalogue. The first call made for a device is the first supported one in the order of rows."""
 

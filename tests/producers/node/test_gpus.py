@@ -887,8 +887,8 @@ async def test_gpus_that_can_not_be_read_say_by_which_call_and_why_and_those_tha
     hang = bench.nvml.hang("GPU-1", "*")
     await bench.read(0.8)
     await bench.read(0.8)
-    silent = bench.gpus.refusals()[1].failed_call.call
-    assert bench.gpus.refusals() == [
+    silent = bench.gpus.unreadable()[1].failed_call.call
+    assert bench.gpus.unreadable() == [
         (0, "GPU-0", ("nvmlDeviceGetUtilizationRates", "GPU_IS_LOST")),
         (1, "GPU-1", (silent, "TIMEOUT")),
         (3, None, ("nvmlDeviceGetHandleByIndex", "NO_PERMISSION")),
@@ -897,7 +897,7 @@ async def test_gpus_that_can_not_be_read_say_by_which_call_and_why_and_those_tha
     bench.nvml.gpus[0].error = None
     hang.end.set()
     await bench.comes(OK)
-    assert [refusal.gpu_index for refusal in bench.gpus.refusals()] == [3]
+    assert [refusal.gpu_index for refusal in bench.gpus.unreadable()] == [3]
 
 
 @pytest.mark.slow
