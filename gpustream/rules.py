@@ -87,7 +87,7 @@ def _row(rule: Rule) -> tuple[str, ...]:
     options_of_kind = [
         option for option in OPTIONS if rule.kind in option.kinds and option.key not in ("for", "critical_after")
     ]
-    further = [f"{option.key} {option.shown(rule)}" for option in options_of_kind]
+    further = [f"{option.key} {option.format_value(rule)}" for option in options_of_kind]
     further += [f"critical_after {duration_words(rule.critical_ms)}"] if rule.critical_ms else []
     further += [counted(len(rule.overrides), "override")] if rule.overrides else []
     times = [duration_words(ms) if ms else "-" for ms in (rule.for_ms, rule.keep_firing_ms)]
@@ -158,10 +158,10 @@ def _or_exit(read: Callable[[Path], R], path: Path) -> R:
     try:
         return read(path)
     except RulesError as error:
-        for mistake in error.mistakes:
+        for mistake in error.errors:
             click.echo(str(mistake), err=True)
-        if len(error.mistakes) > 1:
-            click.echo(f"{len(error.mistakes)} mistakes", err=True)
+        if len(error.errors) > 1:
+            click.echo(f"{len(error.errors)} mistakes", err=True)
         raise SystemExit(FAILED) from error
 
 

@@ -71,7 +71,7 @@ class AlertSettings(TeamSettings):
         try:
             self.load()
         except rules_file.RulesError as error:
-            return [*super().errors(), *map(str, error.mistakes)]
+            return [*super().errors(), *map(str, error.errors)]
         except prices.PricesError as error:
             return [*super().errors(), *str(error).splitlines()]
         return super().errors()

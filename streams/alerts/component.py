@@ -224,7 +224,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         ]
         await self._await_acks("alert", acks)
         await self._write_groups(number, changed)
-        for alert, is_news in [(alert, step.news) for step in steps for alert in step.alerts]:
+        for alert, is_news in [(alert, step.is_news) for step in steps for alert in step.alerts]:
             self._count_and_log(alert, "alert" if is_news else "repeat")
         if epoch == self.app.reader.ledger.epoch:
             group_by_key |= changed

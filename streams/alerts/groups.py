@@ -1,12 +1,12 @@
-"""Alerts of several GPUs: what is true of many for one reason is one alert. Pure.
+"""Groups: conditions of several GPUs with one cause are one alert. Pure.
 
-In: the reports of nodes, in the order of their log, each of the alerts of single GPUs that began, went on or ended in a
-tick; the group as of the report before. Out: the group after it, and its alert if that is to be written.
+In: the reports of nodes, in the order of their log. Each has the alerts of single GPUs that fire, go on or are resolved
+in a tick. And the group after the report before. Out: the next group, and its alert if that is to be written.
 
-A group is a pod's workload, a pod, or a node. Its alert fires with the first of its parts and is resolved with the last
-one. If its GPUs, how many its workload holds, or the severity change meanwhile, it is written again with the next
-revision. A report that says nothing new renews the figures. Nodes report how many GPUs a workload holds whenever that
-changes, also when none of them is idle: such a group has no alert.
+A group is of a workload, a pod or a node. Its alert fires with the first of its parts, and is resolved with the last
+one. If its GPUs, the number of GPUs that its workload holds, or the severity change meanwhile, it is written again with
+the next revision. A report without such a change updates the figures only. Nodes also report how many GPUs a workload
+holds whenever that changes, even if none of them has an alert: such a group has no alert.
 """
 
 from collections import Counter
@@ -18,13 +18,13 @@ import msgspec
 
 from streams.alerts.reports import DELETE_MS
 from streams.alerts.rules.rule import ALL_GPUS_KINDS, Rule, Rules
-from streams.alerts.stragglers import compare
-from streams.alerts.text.grouped import grouped, kind_of, labels_of
+from streams.alerts.stragglers import compare_ranks
+from streams.alerts.text.grouped import describe_group, group_labels, kind_of_other
 from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Seen, Severity, milliseconds, time
 from topics.topic import decoder
 
-_MOST_ENDED = 1000  # of the parts of a group that goes on; those that ended first are forgotten
-_SENT_MS = 24 * 3_600_000  # a node that has nothing in the group sends nothing again from before that
+_MAX_ENDED_MEMBERS = 1000  # of a group whose alert fires; the first that ended are forgotten
+_REPORT_RESENT_MS = 24 * 3_600_000  # reports are not read again after so long: a node without parts is forgotten
 _SEVERITIES = get_args(Severity)  # the worst last
 
 decode_report, decode_group = decoder(AlertReport), decoder(AlertGroup)
@@ -32,100 +32,112 @@ _replace = msgspec.structs.replace
 
 
 class GroupStep(NamedTuple):
-    """The group after a report, and what to write to gpu.alerts, in this order; ``news``: it is no repeat."""
+    """The group after a report, and the alerts to write, in this order. ``is_news``: they are not just repeated."""
 
     group: AlertGroup
     alerts: tuple[Alert, ...] = ()
-    news: bool = True
+    is_news: bool = True
 
 
 def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rules) -> GroupStep:
-    """What a report makes of a group. A report that the group has seen changes nothing."""
+    """The group after a report. A report that the group has read before changes nothing."""
     if group is None:
         group = AlertGroup(schema=1, group=report.group, cluster=report.cluster, node=report.node, offset=-1)
     last = group.seen.get(report.node)
-    sent_again = last is not None and (
+    is_resent = last is not None and (
         (report.position, report.phase) <= (last.position, last.phase) and report.logged_ms <= last.logged_ms
     )
-    if offset <= group.offset or sent_again:
+    if offset <= group.offset or is_resent:
         return GroupStep(group)
     held = report.held if report.held is not None or last is None else last.held
     seen = {**group.seen, report.node: Seen(report.position, report.phase, report.logged_ms, held)}
-    group = _replace(group, others=_others(group, report, seen)) if report.others or group.others else group
-    removed = group.alert is not None and group.alert.name not in rules.by_name
-    compared = compare(group, report, seen, "rule_removed" if removed else "pod_ended")
+    group = _replace(group, others=_update_others(group, report, seen)) if report.others or group.others else group
+    rule_removed = group.alert is not None and group.alert.name not in rules.by_name
+    compared = compare_ranks(group, report, seen, "rule_removed" if rule_removed else "pod_ended")
     only_ranks = report.held is None and not (report.alerts or report.others or compared.alerts)
     if report.ranks and only_ranks:  # nothing began or ended
         if compared.group is group:
             return GroupStep(group)
         return GroupStep(_replace(compared.group, node=report.node, offset=offset, seen=seen))
     group = _replace(compared.group, node=report.node, offset=offset, seen=seen)
-    return _with_parts(group, _replace(report, alerts=(*report.alerts, *compared.alerts)), rules)
+    return _update_alert(group, _replace(report, alerts=(*report.alerts, *compared.alerts)), rules)
 
 
-def _with_parts(group: AlertGroup, report: AlertReport, rules: Rules) -> GroupStep:
-    """The group with the parts that a report has, and whether its alert fires, goes on or ends with that."""
-    kept, began, ended = _parts(group.members, report.alerts)
-    was, now = group.alert, None
-    began = began or ((group.part or was) if any(member.ended_ms is None for member in kept) else None)
-    of = began or was
-    group = _replace(group, members=tuple(kept))
-    is_open = of is not None and _is_open(rules.by_name.get(of.name), group, rules)
-    if was is not None and was.is_open:
-        now = _going_on(was, group, report, rules) if is_open else _resolved(was, group, report, ended, rules)
-    elif is_open and began is not None and (began in report.alerts or _is_of_all(rules.by_name.get(began.name))):
-        kept = [_replace(m, before_s=0.0) for m in kept if m.ended_ms is None]  # the rest is of an earlier firing
-        group = _replace(group, members=tuple(kept))
-        now = _fired(began, group, report, rules)
-    nodes = {member.gpu.node for member in kept} | {report.node}
+def _update_alert(group: AlertGroup, report: AlertReport, rules: Rules) -> GroupStep:
+    """The group with the parts of a report; its alert fires, is updated, or is resolved by that."""
+    members, open_part, ended_part = _update_members(group.members, report.alerts)
+    before, after = group.alert, None
+    open_part = open_part or ((group.part or before) if any(member.ended_ms is None for member in members) else None)
+    part_or_alert = open_part or before
+    group = _replace(group, members=tuple(members))
+    is_open = part_or_alert is not None and _is_open(rules.by_name.get(part_or_alert.name), group, rules)
+    needs_all = open_part is not None and _needs_all_gpus(rules.by_name.get(open_part.name))
+    if before is not None and before.is_open and is_open:
+        after = _update_firing(before, group, report, rules)
+    elif before is not None and before.is_open:
+        after = _resolve(before, group, report, ended_part, rules)
+    elif is_open and open_part is not None and (open_part in report.alerts or needs_all):
+        # the parts that ended are of an earlier firing
+        members = [_replace(member, before_s=0.0) for member in members if member.ended_ms is None]
+        group = _replace(group, members=tuple(members))
+        after = _fire(open_part, group, report, rules)
+    nodes = {member.gpu.node for member in members} | {report.node}
     seen = {
-        node: one
-        for node, one in group.seen.items()
-        if node in nodes or one.held or report.logged_ms - one.logged_ms < _SENT_MS
+        node: report_state
+        for node, report_state in group.seen.items()
+        if node in nodes or report_state.held or report.logged_ms - report_state.logged_ms < _REPORT_RESENT_MS
     }
-    waits = not is_open or (now is None and (was is None or not was.is_open))
-    part = began if began is not None and (waits or _is_of_all(rules.by_name.get(began.name))) else None
-    after = _replace(group, alert=now or was, seen=seen, part=part)
-    if now is None:
-        return GroupStep(after)
-    is_repeat = was is not None and (was.state, was.revision, was.starts_at) == (now.state, now.revision, now.starts_at)
-    return GroupStep(after, (now,), news=not is_repeat)
+    is_waiting = not is_open or (after is None and (before is None or not before.is_open))
+    part = open_part if is_waiting or needs_all else None
+    group_after = _replace(group, alert=after or before, seen=seen, part=part)
+    if after is None:
+        return GroupStep(group_after)
+    transition = (after.state, after.revision, after.starts_at)
+    is_repeat = before is not None and transition == (before.state, before.revision, before.starts_at)
+    return GroupStep(group_after, (after,), is_news=not is_repeat)
 
 
-def _parts(before: Sequence[Member], alerts: Sequence[Alert]) -> tuple[list[Member], Alert | None, Alert | None]:
-    """The parts of a group after alerts of single GPUs, the first of these that is open, and the last that ended."""
-    members = {member.fingerprint: member for member in before}
-    began: Alert | None = None
-    ended: Alert | None = None
+def _update_members(
+    members_before: Sequence[Member], alerts: Sequence[Alert]
+) -> tuple[list[Member], Alert | None, Alert | None]:
+    """The parts of a group after alerts of single GPUs; of these alerts the first open and the last resolved one."""
+    members = {member.fingerprint: member for member in members_before}
+    first_open: Alert | None = None
+    last_ended: Alert | None = None
     for alert in alerts:
         member = members.get(alert.fingerprint)
         if member is not None and member.ended_ms is not None and milliseconds(alert.starts_at) == member.starts_ms:
-            continue  # after a crash it is reported again
+            continue  # it was reported again after a crash
         if member is not None or alert.is_open:
             members[alert.fingerprint] = _member(alert, member)
-        began = began or (alert if alert.is_open else None)
-        ended = ended if alert.is_open else alert
-    over = sorted([m.ended_ms for m in members.values() if m.ended_ms is not None])[:-_MOST_ENDED]
-    return [m for m in members.values() if m.ended_ms is None or not over or m.ended_ms > over[-1]], began, ended
+        first_open = first_open or (alert if alert.is_open else None)
+        last_ended = last_ended if alert.is_open else alert
+    ends_ms = sorted([member.ended_ms for member in members.values() if member.ended_ms is not None])
+    too_many = ends_ms[:-_MAX_ENDED_MEMBERS]
+    forget_until_ms = too_many[-1] if too_many else -1
+    kept = [member for member in members.values() if member.ended_ms is None or member.ended_ms > forget_until_ms]
+    return kept, first_open, last_ended
 
 
 def is_over(group: AlertGroup, now_ms: int) -> bool:
-    """Whether a group's alert is to be deleted or, if it has none, whether nothing of the group has to be kept."""
+    """Whether a group's alert is old enough to be deleted. A group without an alert is over if its workload holds no
+    GPUs."""
     if any(member.ended_ms is None for member in group.members):
         return False
     alert = group.alert
     if alert is None:
-        return not any(one.held for one in group.seen.values())
+        return not any(report_state.held for report_state in group.seen.values())
     return alert.ends_at is None or now_ms - milliseconds(alert.ends_at) >= DELETE_MS
 
 
 def without_alert(group: AlertGroup) -> AlertGroup | None:
-    """What is kept of a group that is over: how many GPUs its workload holds, if any."""
-    left = _replace(group, alert=None, members=())
-    return None if is_over(left, 0) else left
+    """The group without its alert, to keep how many GPUs its workload holds; None if it holds none."""
+    remaining = _replace(group, alert=None, members=())
+    return None if is_over(remaining, 0) else remaining
 
 
 def _member(alert: Alert, before: Member | None) -> Member:
+    """The part that an alert of a single GPU is; ``before`` is the same part as reported before."""
     labels, figures = alert.labels, alert.annotations
     pod, job = labels.get("k8s_pod_name"), labels.get("job_id")
     gpu = AlertGpu(
@@ -155,100 +167,110 @@ def _member(alert: Alert, before: Member | None) -> Member:
     )
 
 
-def _others(group: AlertGroup, report: AlertReport, seen: dict[str, Seen]) -> tuple[Member, ...]:
-    """The GPUs of the workload that alerts of other kinds are about, without those that it gave back."""
-    others = {one.fingerprint: one for one in group.others}
+def _update_others(group: AlertGroup, report: AlertReport, seen: dict[str, Seen]) -> tuple[Member, ...]:
+    """The GPUs of the workload with alerts by other rules, without those on nodes where it holds none any more."""
+    others = {other.fingerprint: other for other in group.others}
     for alert in report.others:
         others.pop(alert.fingerprint, None)
         if alert.is_open:
             others[alert.fingerprint] = _replace(_member(alert, None), name=alert.name)
-    return tuple([one for one in others.values() if one.gpu.node not in seen or seen[one.gpu.node].held != 0])
+    return tuple([other for other in others.values() if other.gpu.node not in seen or seen[other.gpu.node].held != 0])
 
 
-def _fired(first: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> Alert:
-    """The alert begins with the first of its parts, and after it ended last; one of all GPUs with the last of them."""
-    was, starts = group.alert, [member.starts_ms for member in group.members if member.ended_ms is None]
-    starts_ms = min(starts)
-    if was is not None and was.ends_at is not None:
-        starts_ms = max(starts_ms, milliseconds(was.ends_at) + 1)
-    if _is_of_all(rules.by_name.get(first.name)):
-        starts_ms = max(starts_ms, *starts, *[one.starts_ms for one in group.others])
-    elif group.part is not None:  # it has waited for another alert to end
+def _fire(first: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> Alert:
+    """The new alert of a group. It starts with the first of its parts, and after its last firing. An alert that needs
+    all GPUs starts with the last of them."""
+    before, part_starts_ms = group.alert, [member.starts_ms for member in group.members if member.ended_ms is None]
+    starts_ms = min(part_starts_ms)
+    if before is not None and before.ends_at is not None:
+        starts_ms = max(starts_ms, milliseconds(before.ends_at) + 1)
+    if _needs_all_gpus(rules.by_name.get(first.name)):
+        starts_ms = max(starts_ms, *part_starts_ms, *[other.starts_ms for other in group.others])
+    elif group.part is not None:  # it has waited until another alert was resolved
         starts_ms = max(starts_ms, report.ts_ms)
     alert = Alert(
         schema=1, name=first.name, state="firing", fingerprint=report.group, cluster=first.cluster, node=first.node,
-        starts_at=time(starts_ms), severity=first.severity, labels=labels_of(first, report.scope),
+        starts_at=time(starts_ms), severity=first.severity, labels=group_labels(first, report.scope),
         annotations=first.annotations,
     )  # fmt: skip
     return _described(alert, group, report, rules)
 
 
-def _going_on(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> Alert:
-    """The alert as it is now: the next revision if more than figures changed."""
-    now = _described(alert, group, report, rules)
-    same = (now.gpus, now.held, now.severity) == (alert.gpus, alert.held, alert.severity)
-    return now if same else _replace(now, revision=alert.revision + 1)
+def _update_firing(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> Alert:
+    """The firing alert with its parts of now: the next revision if more than figures changed."""
+    updated = _described(alert, group, report, rules)
+    same = (updated.gpus, updated.held, updated.severity) == (alert.gpus, alert.held, alert.severity)
+    return updated if same else _replace(updated, revision=alert.revision + 1)
 
 
-def _resolved(alert: Alert, group: AlertGroup, report: AlertReport, last: Alert | None, rules: Rules) -> Alert:
-    """The alert has ended. Its end is that of its last part. If parts of it still hold (it is of all GPUs, or another
-    alert comes before it), its end is this report. Its GPUs stay as they were."""
-    ends_at = max((time(report.ts_ms) if last is None or last.ends_at is None else last.ends_at), alert.starts_at)
-    because = last.resolved_because if last is not None else "condition"
-    if not _is_of_all(rules.by_name.get(alert.name)) and any(member.ended_ms is None for member in group.members):
-        ends_at, because = max(time(report.ts_ms), alert.starts_at), "superseded"
-    ended = _replace(alert, state="resolved", ends_at=ends_at, resolved_because=because)
-    annotations, value = grouped(ended, group, report, rules)
-    return _replace(ended, annotations=annotations, value=value)
+def _resolve(alert: Alert, group: AlertGroup, report: AlertReport, last_ended: Alert | None, rules: Rules) -> Alert:
+    """The alert, resolved when its last part was. If parts still hold (it needs all GPUs, or another alert supersedes
+    it), it is resolved at the time of this report. Its GPUs stay as they were."""
+    ends_at = max(
+        (time(report.ts_ms) if last_ended is None or last_ended.ends_at is None else last_ended.ends_at),
+        alert.starts_at,
+    )
+    reason = last_ended.resolved_because if last_ended is not None else "condition"
+    if not _needs_all_gpus(rules.by_name.get(alert.name)) and any(member.ended_ms is None for member in group.members):
+        ends_at, reason = max(time(report.ts_ms), alert.starts_at), "superseded"
+    resolved = _replace(alert, state="resolved", ends_at=ends_at, resolved_because=reason)
+    annotations, value = describe_group(resolved, group, report, rules)
+    return _replace(resolved, annotations=annotations, value=value)
 
 
-def _held(group: AlertGroup) -> int:
-    """How many GPUs the workload holds. Nodes that never reported it are known by their parts alone."""
-    going = [member for member in group.members if member.ended_ms is None]
-    of_pods = Counter[str]()
-    for (node, _), count in {(m.gpu.node, m.gpu.pod): m.held for m in going}.items():
-        of_pods[node] += count
-    reported = {node: one.held for node, one in group.seen.items() if one.held is not None}
-    held = Counter({**of_pods, **reported}) | Counter(m.gpu.node for m in going)  # a missing GPU is not reported
-    return sum(held.values())
+def _count_held(group: AlertGroup) -> int:
+    """How many GPUs the workload holds. For nodes that never reported it the parts there are counted."""
+    firing_members = [member for member in group.members if member.ended_ms is None]
+    held_by_parts = Counter[str]()
+    for (node, _), count in {(member.gpu.node, member.gpu.pod): member.held for member in firing_members}.items():
+        held_by_parts[node] += count
+    reported = {node: report_state.held for node, report_state in group.seen.items() if report_state.held is not None}
+    at_least = Counter(member.gpu.node for member in firing_members)  # missing GPUs are not reported as held
+    return sum((Counter({**held_by_parts, **reported}) | at_least).values())
 
 
 def _is_open(rule: Rule | None, group: AlertGroup, rules: Rules) -> bool:
-    """Whether the alert goes on. For most rules one GPU is enough. A rule about all GPUs needs each that the workload
-    holds: some may be idle instead, but no more than half. While it goes on, there is no alert about the idle ones."""
-    going = {member.gpu.uuid for member in group.members if member.ended_ms is None}
-    if not going or rule is None or rule.kind not in ("held_idle", *ALL_GPUS_KINDS):
-        return bool(going)
-    stalled = {one.gpu.uuid for one in group.others if kind_of(one, rule, rules) in ALL_GPUS_KINDS}
-    idle = {one.gpu.uuid for one in group.others} - stalled
-    stalled, idle = (stalled | going, idle - going) if rule.kind in ALL_GPUS_KINDS else (stalled - going, idle | going)
-    all_stall = bool(stalled) and len(idle) <= len(stalled) and len(stalled) + len(idle) >= _held(group)
-    return all_stall if rule.kind in ALL_GPUS_KINDS else not all_stall
+    """Whether the alert of a rule fires by the parts of the group. For most rules one GPU is enough.
+
+    A rule that needs all GPUs needs each that the workload holds. Some of them may be idle instead, but no more than
+    half. While its alert fires, there is none about the idle ones.
+    """
+    firing = {member.gpu.uuid for member in group.members if member.ended_ms is None}
+    if not firing or rule is None or rule.kind not in ("held_idle", *ALL_GPUS_KINDS):
+        return bool(firing)
+    stalled = {other.gpu.uuid for other in group.others if kind_of_other(other, rule, rules) in ALL_GPUS_KINDS}
+    idle = {other.gpu.uuid for other in group.others} - stalled
+    if rule.kind in ALL_GPUS_KINDS:
+        stalled, idle = stalled | firing, idle - firing
+    else:
+        stalled, idle = stalled - firing, idle | firing
+    all_stalled = bool(stalled) and len(idle) <= len(stalled) and len(stalled) + len(idle) >= _count_held(group)
+    return all_stalled if rule.kind in ALL_GPUS_KINDS else not all_stalled
 
 
-def _is_of_all(rule: Rule | None) -> bool:
+def _needs_all_gpus(rule: Rule | None) -> bool:
     return rule is not None and rule.kind in ALL_GPUS_KINDS
 
 
 def _described(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> Alert:
-    """The alert with what its parts say now."""
-    going = [member for member in group.members if member.ended_ms is None]
-    going.sort(key=lambda m: (m.gpu.node, m.gpu.index or 0, m.gpu.uuid))
-    if going:
-        severities = [m.severity for m in going] + ([alert.severity] if alert.gpus else [])
-        severity = max(severities, key=_rank)
+    """The alert with the GPUs, the severity, the figures and the texts that its parts have now."""
+    firing_members = [member for member in group.members if member.ended_ms is None]
+    firing_members.sort(key=lambda member: (member.gpu.node, member.gpu.index or 0, member.gpu.uuid))
+    if firing_members:
+        severities = [member.severity for member in firing_members] + ([alert.severity] if alert.gpus else [])
+        severity = max(severities, key=_severity_rank)
         alert = _replace(
             alert,
-            gpus=tuple(m.gpu for m in going),
+            gpus=tuple(member.gpu for member in firing_members),
             severity=severity,
             labels={**alert.labels, "severity": severity},
-            node=going[0].gpu.node if not alert.gpus else alert.node,
-            held=_held(group) or None if report.scope != "node" else None,
-            idle=len(going) if report.scope != "node" else None,
+            node=firing_members[0].gpu.node if not alert.gpus else alert.node,
+            held=_count_held(group) or None if report.scope != "node" else None,
+            idle=len(firing_members) if report.scope != "node" else None,
         )
-    annotations, value = grouped(alert, group, report, rules)
+    annotations, value = describe_group(alert, group, report, rules)
     return _replace(alert, annotations=annotations, value=value)
 
 
-def _rank(severity: str) -> int:
+def _severity_rank(severity: str) -> int:
     return _SEVERITIES.index(severity) if severity in _SEVERITIES else -1

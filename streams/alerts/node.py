@@ -303,7 +303,7 @@ class Replay:
             self._reports += 1
             group_step = groups.step(self._groups.get(report.group), report, self._reports, self._rules)
             self._groups[report.group] = group_step.group
-            alerts += group_step.alerts if group_step.news else ()
+            alerts += group_step.alerts if group_step.is_news else ()
         return alerts
 
     def end(self) -> list[Alert]:

@@ -1,19 +1,20 @@
-"""Which GPUs of a workload lag behind the others. Pure.
+"""Stragglers: GPUs of a workload that lag behind the others. Pure.
 
-In: the reports of nodes, each of what the workload's GPUs there did in the five minutes that have ended. Out: alerts of
-single GPUs, which ``streams/alerts/groups.py`` makes one alert of.
+In: the reports of nodes, with the figures of the workload's GPUs there in the five minutes that have ended. Out: alerts
+of single GPUs, which ``streams/alerts/groups.py`` makes one alert of.
 
 The GPUs of a workload are compared when all nodes that hold some have reported, or when one has reported twice. Of each
-measure the median of all is found, and the median of the deviations from it (MAD): both stay what they are if less than
-half of the GPUs are slow. A GPU is an outlier if it is far from the median by the deviations and by what counts at all.
+measure the median over all GPUs is computed, and the median of the deviations from it (MAD): neither moves much if less
+than half of the GPUs are slow. A GPU is an outlier if it differs from the median by several deviations, and by the
+least difference that matters.
 
-- A slow clock, and time in which it is slowed down, are the GPU's own: only the worse side counts.
+- A slow clock, and time in which the GPU is throttled, are the GPU's own: only the worse side counts.
 - In synchronous training all wait for the slowest. A GPU whose host is slow does less than its peers, which wait in a
-  kernel; one that computes slowly does more than its peers, which wait. So of activity both sides count, but only where
-  GPUs work together: replicas that serve have what load they get.
-- GPUs of different models differ anyway: those of one model are compared. MIG devices are not.
-- A GPU of which another alert says that it is idle is not compared.
-- What is true of more than a third of the GPUs is how the workload is made, and no lag.
+  kernel; a GPU that computes slowly does more than its peers, which wait. So both sides of activity count, but only if
+  the GPUs work together: the load of replicas that serve requests may differ.
+- GPUs are compared with those of the same model. MIG devices are not compared.
+- A GPU that is idle by another alert is not compared.
+- If more than a third of the GPUs are outliers by a measure, that is how the workload is made, and no lag.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,145 +26,157 @@ import msgspec
 from streams.alerts.uses import FIGURES, STEP_MS
 from topics.alerts import Alert, AlertGroup, AlertReport, Limits, Rank, Seen, Suspect, fingerprint, time
 
-_TO_DEVIATION = 1.4826  # the MAD of normal values, to their standard deviation
-_BUSY = 0.2  # utilization from which on a GPU, and a workload, counts as working
+_MAD_TO_DEVIATION = 1.4826  # the standard deviation of normal values, divided by their MAD
+_BUSY_UTILIZATION = 0.2  # utilization from which on a GPU, and a workload, counts as working
 _SERVING = ("Deployment", "ReplicaSet", "DaemonSet")
-_MOST = 1 / 3
+_MAX_OUTLIER_SHARE = 1 / 3
 _replace = msgspec.structs.replace
 
 
 class Measure(NamedTuple):
-    """A figure, which of its sides lags (-1 low, 1 high, 0 both), what difference counts, as it is or as a share of the
-    median, and how it is written."""
+    """A measure to compare GPUs by.
+
+    ``figure`` is its index in the figures. ``side`` is the side that lags: -1 low, 1 high, 0 both. ``least`` is the
+    least difference from the median that matters, and ``share`` the same as a share of the median. ``text`` is its
+    format in the evidence, of the value times ``scale``.
+    """
 
     figure: int
     side: int
     least: float
     share: float
-    words: str
+    text: str
     scale: float = 1.0
 
 
-def _measure(name: str, side: int, least: float, share: float, words: str, scale: float = 1.0) -> Measure:
-    return Measure(FIGURES.index(name), side, least, share, words, scale)
+def _measure(name: str, side: int, least: float, share: float, text: str, scale: float = 1.0) -> Measure:
+    return Measure(FIGURES.index(name), side, least, share, text, scale)
 
 
-OWN = (
+OWN_MEASURES = (
     _measure("sm_clock_hz", -1, 0.0, 0.1, "SM clock {:.0f} MHz", 1e-6),
     _measure("throttled", 1, 0.1, 0.0, "slowed down for {:.0%} of the time"),
     _measure("violation", 1, 0.2, 0.0, "power or temperature violated for {:.0%} of the time"),
 )
-"""What says of a GPU that works that it is slow itself."""
+"""The measures that show that a busy GPU is slow itself."""
 
-ACTIVITY = (
+ACTIVITY_MEASURES = (
     _measure("utilization", 0, 0.2, 0.0, "utilization {:.0%}"),
     _measure("sm_active", 0, 0.15, 0.0, "SMs active {:.0%}"),
     _measure("tensor_active", 0, 0.1, 0.25, "tensor cores {:.0%}"),
     _measure("power_watts", 0, 0.0, 0.25, "{:.0f} W"),
 )
-"""What says that others wait for it, where GPUs work together."""
+"""The measures that show that other GPUs wait for it, if they work together."""
 
 
 class Compared(NamedTuple):
-    """The group with what is known of its ranks now, and the alerts of those that began or ceased to lag."""
+    """The group with its new ranks and suspects, and the alerts of the ranks that began or ceased to lag."""
 
     group: AlertGroup
     alerts: tuple[Alert, ...] = ()
 
 
-def compare(group: AlertGroup, report: AlertReport, seen: Mapping[str, Seen], gone: str = "pod_ended") -> Compared:
+def compare_ranks(
+    group: AlertGroup, report: AlertReport, seen: Mapping[str, Seen], departure_reason: str = "pod_ended"
+) -> Compared:
     """What a report of a node's ranks makes of a group; ``gone``: why alerts end if the node has no ranks any more."""
-    known, suspects, alerts = dict(group.ranks), dict(group.suspects), list[Alert]()
-    idle = {one.gpu.uuid for one in group.others}
+    ranks_by_node, suspects, alerts = dict(group.ranks), dict(group.suspects), list[Alert]()
+    idle = {state.gpu.uuid for state in group.others}
     for uuid in [uuid for uuid in suspects if uuid in idle]:
-        alerts += _ended(group, suspects.pop(uuid), uuid, report.ts_ms, "superseded")
+        alerts += _resolved_alerts(group, suspects.pop(uuid), uuid, report.ts_ms, "superseded")
     if report.held == 0:  # the workload has left the node
-        known.pop(report.node, None)
-        for uuid in [uuid for uuid, one in suspects.items() if one.node == report.node]:
-            alerts += _ended(group, suspects.pop(uuid), uuid, report.ts_ms, gone)
+        ranks_by_node.pop(report.node, None)
+        for uuid in [uuid for uuid, suspect in suspects.items() if suspect.node == report.node]:
+            alerts += _resolved_alerts(group, suspects.pop(uuid), uuid, report.ts_ms, departure_reason)
     if report.ranks and report.limits is not None and report.pattern is not None:
-        rounds = [known] if report.node in known else []
+        complete_rounds = [ranks_by_node] if report.node in ranks_by_node else []
         ranks = tuple([rank for rank in report.ranks if rank.uuid not in idle])
-        known = {report.node: ranks} if rounds else {**known, report.node: ranks}
-        if {node for node, one in seen.items() if one.held} <= known.keys():
-            rounds, known = [*rounds, known], {}
-        for one in rounds:
-            suspects, began_or_ended = _judged(group, one, suspects, report, report.limits, report.pattern)
-            alerts += began_or_ended
-    if known == group.ranks and suspects == group.suspects:
+        ranks_by_node = {report.node: ranks} if complete_rounds else {**ranks_by_node, report.node: ranks}
+        if {node for node, node_seen in seen.items() if node_seen.held} <= ranks_by_node.keys():
+            complete_rounds, ranks_by_node = [*complete_rounds, ranks_by_node], {}
+        for complete in complete_rounds:
+            suspects, transitions = _update_suspects(group, complete, suspects, report, report.limits, report.pattern)
+            alerts += transitions
+    if ranks_by_node == group.ranks and suspects == group.suspects:
         return Compared(group)
-    return Compared(_replace(group, ranks=known, suspects=suspects), tuple(alerts))
+    return Compared(_replace(group, ranks=ranks_by_node, suspects=suspects), tuple(alerts))
 
 
-def _judged(
+def _update_suspects(
     group: AlertGroup,
-    ranks: Mapping[str, Sequence[Rank]],
-    before: Mapping[str, Suspect],
+    ranks_by_node: Mapping[str, Sequence[Rank]],
+    suspects_before: Mapping[str, Suspect],
     report: AlertReport,
     limits: Limits,
     pattern: Alert,
 ) -> tuple[dict[str, Suspect], list[Alert]]:
-    """Who lags after all ranks were compared, and what began or ended with that."""
-    now_ms, places = report.ts_ms, {rank.uuid: (node, rank) for node, some in ranks.items() for rank in some}
-    step_ms = now_ms - now_ms % STEP_MS  # a lag is as long as its steps, whenever the last node's report came
-    lag = outliers([rank for _, rank in places.values()], limits, pattern.labels.get("k8s_workload_kind", ""))
-    suspects, alerts = dict(before), list[Alert]()
-    for uuid, words in lag.items():
-        node, rank = places[uuid]
-        whole = len(ranks) > 1 and len(ranks[node]) > 1 and all(one.uuid in lag for one in ranks[node])
-        evidence = f"{words}, as all of {node}" if whole else words
-        known = suspects.get(uuid, Suspect(node, max(step_ms - STEP_MS, 0), evidence))
-        known = _replace(known, evidence=evidence, ceased_ms=None)
-        if known.starts_ms is None and step_ms - known.since_ms >= limits.for_ms:
-            known = _replace(known, starts_ms=now_ms)
-            alerts.append(_alert(group, pattern, node, rank, known))
-        suspects[uuid] = known
-    for uuid, known in [(uuid, one) for uuid, one in suspects.items() if one.node in ranks and uuid not in lag]:
-        ceased_ms = step_ms if known.ceased_ms is None else known.ceased_ms
-        suspects[uuid] = _replace(known, ceased_ms=ceased_ms)
-        if known.starts_ms is None or uuid not in places or step_ms - ceased_ms >= limits.keep_ms:
-            because = "condition" if uuid in places else "pod_ended"
-            alerts += _ended(group, suspects.pop(uuid), uuid, now_ms, because)
+    """The suspects after all ranks of a step were compared, and the alerts that fire or are resolved by that."""
+    rank_by_uuid = {rank.uuid: (node, rank) for node, ranks in ranks_by_node.items() for rank in ranks}
+    now_ms = report.ts_ms
+    step_ms = now_ms - now_ms % STEP_MS  # a lag lasts for whole steps, whenever the last node's report came
+    workload_kind = pattern.labels.get("k8s_workload_kind", "")
+    evidence_by_uuid = outliers([rank for _, rank in rank_by_uuid.values()], limits, workload_kind)
+    suspects, alerts = dict(suspects_before), list[Alert]()
+    for uuid, text in evidence_by_uuid.items():
+        node, rank = rank_by_uuid[uuid]
+        node_ranks = ranks_by_node[node]
+        all_lag = all(peer.uuid in evidence_by_uuid for peer in node_ranks)
+        is_whole_node = len(ranks_by_node) > 1 and len(node_ranks) > 1 and all_lag
+        evidence = f"{text}, as all of {node}" if is_whole_node else text
+        suspect = suspects.get(uuid, Suspect(node, max(step_ms - STEP_MS, 0), evidence))
+        suspect = _replace(suspect, evidence=evidence, ceased_ms=None)
+        if suspect.starts_ms is None and step_ms - suspect.since_ms >= limits.for_ms:
+            suspect = _replace(suspect, starts_ms=now_ms)
+            alerts.append(_firing_alert(group, pattern, node, rank, suspect))
+        suspects[uuid] = suspect
+    for uuid, suspect in list(suspects.items()):
+        if suspect.node not in ranks_by_node or uuid in evidence_by_uuid:
+            continue
+        ceased_ms = step_ms if suspect.ceased_ms is None else suspect.ceased_ms
+        suspects[uuid] = _replace(suspect, ceased_ms=ceased_ms)
+        if suspect.starts_ms is None or uuid not in rank_by_uuid or step_ms - ceased_ms >= limits.keep_ms:
+            reason = "condition" if uuid in rank_by_uuid else "pod_ended"
+            alerts += _resolved_alerts(group, suspects.pop(uuid), uuid, now_ms, reason)
     return suspects, alerts
 
 
 def outliers(ranks: Sequence[Rank], limits: Limits, kind: str = "") -> dict[str, str]:
-    """The ranks that lag behind the others of their model, by UUID, each with the measures that say so."""
+    """The ranks that lag behind the others of their model: by UUID, the measures that show it, as a text."""
     models = dict.fromkeys(rank.model for rank in ranks)
     if len(models) > 1:
-        of_models = [outliers([rank for rank in ranks if rank.model == model], limits, kind) for model in models]
-        return {uuid: words for found in of_models for uuid, words in found.items()}
-    found: dict[str, list[str]] = {}
-    used = [rank.figures[0] for rank in ranks if rank.figures[0] is not None]
-    works = [rank for rank in ranks if rank.figures[0] is None or rank.figures[0] >= _BUSY]
-    together = kind not in _SERVING and (not used or median(used) >= _BUSY)
-    for measure in (*OWN, *(ACTIVITY if together else ())):
-        of = works if measure in OWN else ranks
-        far = _far(measure, of, limits)
-        if len(far) <= len(of) * _MOST:
-            for uuid, words in far.items():
-                found.setdefault(uuid, []).append(words)
-    return {uuid: ", ".join(words) for uuid, words in found.items()}
+        by_model = [outliers([rank for rank in ranks if rank.model == model], limits, kind) for model in models]
+        return {uuid: text for text_by_uuid in by_model for uuid, text in text_by_uuid.items()}
+    texts_by_uuid: dict[str, list[str]] = {}
+    utilizations = [rank.figures[0] for rank in ranks if rank.figures[0] is not None]
+    busy_ranks = [rank for rank in ranks if rank.figures[0] is None or rank.figures[0] >= _BUSY_UTILIZATION]
+    works_in_sync = kind not in _SERVING and (not utilizations or median(utilizations) >= _BUSY_UTILIZATION)
+    for measure in (*OWN_MEASURES, *(ACTIVITY_MEASURES if works_in_sync else ())):
+        compared = busy_ranks if measure in OWN_MEASURES else ranks
+        outlying = _outliers_by_measure(measure, compared, limits)
+        if len(outlying) <= len(compared) * _MAX_OUTLIER_SHARE:
+            for uuid, text in outlying.items():
+                texts_by_uuid.setdefault(uuid, []).append(text)
+    return {uuid: ", ".join(texts) for uuid, texts in texts_by_uuid.items()}
 
 
-def _far(measure: Measure, ranks: Sequence[Rank], limits: Limits) -> dict[str, str]:
-    """The ranks that are outliers by one measure, and its words."""
-    known = [(rank.uuid, value) for rank in ranks if (value := rank.figures[measure.figure]) is not None]
-    if len(known) <= limits.peers:
+def _outliers_by_measure(measure: Measure, ranks: Sequence[Rank], limits: Limits) -> dict[str, str]:
+    """The ranks that are outliers by one measure: by UUID, the measure's text."""
+    values = [(rank.uuid, value) for rank in ranks if (value := rank.figures[measure.figure]) is not None]
+    if len(values) <= limits.peers:
         return {}
-    middle = median([value for _, value in known])
-    deviation = _TO_DEVIATION * median([abs(value - middle) for _, value in known])
-    least = max(limits.deviations * deviation, measure.least, measure.share * middle)
-    others = f"its peers {measure.words.format(middle * measure.scale)}"
+    center = median([value for _, value in values])
+    deviation = _MAD_TO_DEVIATION * median([abs(value - center) for _, value in values])
+    threshold = max(limits.deviations * deviation, measure.least, measure.share * center)
+    peers = f"its peers {measure.text.format(center * measure.scale)}"
     return {
-        uuid: f"{measure.words.format(value * measure.scale)} ({others})"
-        for uuid, value in known
-        if abs(value - middle) > least and (value - middle) * measure.side >= 0
+        uuid: f"{measure.text.format(value * measure.scale)} ({peers})"
+        for uuid, value in values
+        if abs(value - center) > threshold and (value - center) * measure.side >= 0
     }
 
 
-def _alert(group: AlertGroup, pattern: Alert, node: str, rank: Rank, suspect: Suspect) -> Alert:
-    """The alert of one rank that begins to lag."""
+def _firing_alert(group: AlertGroup, pattern: Alert, node: str, rank: Rank, suspect: Suspect) -> Alert:
+    """The alert of a rank that has lagged for long enough."""
     labels = {**pattern.labels, "k8s_node_name": node, "gpu_uuid": rank.uuid}
     if rank.index is not None:
         labels["gpu_index"] = str(rank.index)
@@ -184,16 +197,16 @@ def _alert(group: AlertGroup, pattern: Alert, node: str, rank: Rank, suspect: Su
     )
 
 
-def _ended(group: AlertGroup, suspect: Suspect, uuid: str, at_ms: int, because: str) -> list[Alert]:
-    """The end of the alert of a rank, if it had one."""
-    mine = next((one for one in group.members if one.gpu.uuid == uuid and one.ended_ms is None), None)
-    if suspect.starts_ms is None or mine is None or group.alert is None:
+def _resolved_alerts(group: AlertGroup, suspect: Suspect, uuid: str, at_ms: int, reason: str) -> list[Alert]:
+    """The alert of a rank, resolved; no alert if none fires."""
+    part = next((member for member in group.members if member.gpu.uuid == uuid and member.ended_ms is None), None)
+    if suspect.starts_ms is None or part is None or group.alert is None:
         return []
-    labels = {"gpu_uuid": uuid, "gpu_index": str(mine.gpu.index)}
+    labels = {"gpu_uuid": uuid, "gpu_index": str(part.gpu.index)}
     return [
         _replace(
-            group.alert, state="resolved", node=suspect.node, fingerprint=mine.fingerprint, revision=0, gpus=(),
+            group.alert, state="resolved", node=suspect.node, fingerprint=part.fingerprint, revision=0, gpus=(),
             starts_at=time(suspect.starts_ms), ends_at=time(max(at_ms, suspect.starts_ms)), value=0.0,
-            labels={**group.alert.labels, **labels}, held=None, idle=None, resolved_because=because,
+            labels={**group.alert.labels, **labels}, held=None, idle=None, resolved_because=reason,
         )
     ]  # fmt: skip

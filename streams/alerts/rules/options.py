@@ -1,6 +1,6 @@
-"""The options that a file of rules may set: a table, by which the file is read, and from which the docs are written.
+"""The options of a file of rules, as a table. The file is parsed by it, and its docs are written from it.
 
-Each parser takes a TOML value and raises ValueError with a sentence, or Mistakes of what is within the value. Pure.
+Each parser takes a TOML value. It raises ValueError with a sentence, or NestedErrors for errors within the value. Pure.
 """
 
 import difflib
@@ -19,36 +19,45 @@ _SIZE = re.compile(r"([0-9]{1,15})\s*(B|KiB|MiB|GiB)?", re.ASCII)
 _BYTES = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,199}")
 _TEMPLATE = re.compile(r"\{\{|\$\{?[A-Za-z_]|\{[A-Za-z_][A-Za-z0-9_.]*\}")  # {{ .Labels }}, ${pod}, $labels, {pod}
-_LONGEST_TEXT = 4096
-_LONGEST_WINDOW_MS = 24 * 3_600_000
+_MAX_TEXT_LENGTH = 4096
+_MAX_WINDOW_MS = 24 * 3_600_000
 _RESERVED = ("alertname", "severity", "xid", "gpu_", "k8s_", "host_", "job_", "cloud_", "service_", "__")
-"""The beginnings of names that labels of our own have."""
+"""The prefixes of the labels that alerts have of their own."""
 
-_FIGURES = ("gpu_share", "wasted_gpu_seconds", "wasted_gpu_hours", "cost", "currency", "gpu_hour_price", "last_active")
+_OWN_ANNOTATIONS = (
+    "gpu_share",
+    "wasted_gpu_seconds",
+    "wasted_gpu_hours",
+    "cost",
+    "currency",
+    "gpu_hour_price",
+    "last_active",
+)
 
 W = TypeVar("W", bound=str)
-Keys = tuple[str | int, ...]  # where in a file or a value something is: keys of tables, places in lists
-Wrong = list[tuple[Keys, str]]  # what is wrong, and where; the lines are looked up in the end
+Keys = tuple[str | int, ...]  # the path of a value in a file: keys of tables, indices of lists
+ValueErrors = list[tuple[Keys, str]]  # the path and the message of each error; the line is found by the path
 
 
-class Mistakes(ValueError):
-    """What is wrong within a table or a list, each with its place."""
+class NestedErrors(ValueError):
+    """The errors within a table or a list, each with its path."""
 
-    def __init__(self, found: Wrong) -> None:
-        self.found = found
-        super().__init__("; ".join(text for _, text in found))
+    def __init__(self, errors: ValueErrors) -> None:
+        self.errors = errors
+        super().__init__("; ".join(text for _, text in errors))
 
 
 class Option(NamedTuple):
-    """A key of a rule's table: the field of Rule that it sets, for which kinds (none: all), and what it says."""
+    """A key of a rule's table: the field of Rule that it sets, its parser, the kinds of rules that have it (none: all),
+    and its description."""
 
     key: str
     field: str
     parse: Callable[[Any], Any]
     kinds: tuple[Kind, ...]
-    what: str
+    description: str
 
-    def shown(self, rule: Rule) -> str:
+    def format_value(self, rule: Rule) -> str:
         value = getattr(rule, self.field)
         if self.field.endswith("_ms"):
             return duration_words(value)
@@ -61,45 +70,45 @@ class Option(NamedTuple):
 def duration(value: Any) -> int:
     """Milliseconds."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f'must be a duration such as "15m", not {_shown(value)}')
+        raise ValueError(f'must be a duration such as "15m", not {_show(value)}')
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f'must be a duration such as "15m", not {value}')
     return milliseconds(value if isinstance(value, str) else f"{value:f}" if isinstance(value, float) else str(value))
 
 
-def at_least_a_second(value: Any) -> int:
-    """Milliseconds, of a duration that is not nothing."""
+def duration_from_1s(value: Any) -> int:
+    """Milliseconds, of a duration of at least a second."""
     ms = duration(value)
     if ms < 1000:
         raise ValueError("must be at least 1s")
     return ms
 
 
-def steps(value: Any) -> int:
-    """Milliseconds, of a window that is some of the steps in which use is summed, and at most a day."""
+def window(value: Any) -> int:
+    """Milliseconds, of a window of whole steps in which use is summed, and of at most a day."""
     ms = duration(value)
-    if ms % STEP_MS or not STEP_MS <= ms <= _LONGEST_WINDOW_MS:
+    if ms % STEP_MS or not STEP_MS <= ms <= _MAX_WINDOW_MS:
         raise ValueError(
-            f"must be a multiple of {duration_words(STEP_MS)}, and at most {duration_words(_LONGEST_WINDOW_MS)}"
+            f"must be a multiple of {duration_words(STEP_MS)}, and at most {duration_words(_MAX_WINDOW_MS)}"
         )
     return ms
 
 
 def deviations(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 100:
-        raise ValueError(f"must be a number from 1 to 100, not {_shown(value)}")
+        raise ValueError(f"must be a number from 1 to 100, not {_show(value)}")
     return float(value)
 
 
 def ratio(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise ValueError(f"must be a number above 0 and at most 1, not {_shown(value)}")
+        raise ValueError(f"must be a number above 0 and at most 1, not {_show(value)}")
     return float(value)
 
 
 def count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 63:
-        raise ValueError(f"must be a whole number of at least 1, not {_shown(value)}")
+        raise ValueError(f"must be a whole number of at least 1, not {_show(value)}")
     return value
 
 
@@ -109,42 +118,44 @@ def size(value: Any) -> float:
     if match is not None:
         return float(int(match[1]) * _BYTES[match[2]])
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
-        raise ValueError(f'must be a size such as "64MiB", not {_shown(value)}')
+        raise ValueError(f'must be a size such as "64MiB", not {_show(value)}')
     return float(value)
 
 
 def switch(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"must be true or false, not {_shown(value)}")
+        raise ValueError(f"must be true or false, not {_show(value)}")
     return value
 
 
 def text(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"must be text, not {_shown(value)}")
-    if len(value) > _LONGEST_TEXT:
-        raise ValueError(f"must be at most {_LONGEST_TEXT} characters long")
+        raise ValueError(f"must be text, not {_show(value)}")
+    if len(value) > _MAX_TEXT_LENGTH:
+        raise ValueError(f"must be at most {_MAX_TEXT_LENGTH} characters long")
     return value
 
 
 def glob(value: Any) -> str:
-    """A pattern as fnmatch has it. One that can't match what it is meant for is a mistake."""
-    given, rest = text(value), value
+    """A pattern of fnmatch. A [ without a ] is an error: it would match the sign itself only."""
+    pattern, rest = text(value), value
     while "[" in rest:
         rest = rest.partition("[")[2]
         end = rest.find("]", 2 if rest.startswith("!") else 1)
         if end < 0:
-            raise ValueError(f"{given[:80]!r} has a [ without a ]: close it, or write [[] for the sign itself")
+            raise ValueError(f"{pattern[:80]!r} has a [ without a ]: close it, or write [[] for the sign itself")
         rest = rest[end + 1 :]
-    return given
+    return pattern
 
 
 def plain(value: Any) -> str:
-    """Text in which nothing is expanded, and which does not look as if it were."""
-    given = text(value)
-    if _TEMPLATE.search(given):
-        raise ValueError(f"{given[:80]!r} looks like a template, and nothing is expanded here: write the text itself")
-    return given
+    """Text that does not look like a template: nothing is expanded in it."""
+    plain_text = text(value)
+    if _TEMPLATE.search(plain_text):
+        raise ValueError(
+            f"{plain_text[:80]!r} looks like a template, and nothing is expanded here: write the text itself"
+        )
+    return plain_text
 
 
 def names(value: Any) -> tuple[str, ...]:
@@ -162,66 +173,68 @@ def label_name(name: str) -> str:
 def annotation_name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is not the name of an annotation: use a-z, A-Z, 0-9 and _")
-    if name in _FIGURES:
+    if name in _OWN_ANNOTATIONS:
         raise ValueError(f"{name} is a figure that alerts have of their own")
     return name
 
 
-def _one_of(words: tuple[W, ...], value: Any) -> W:
-    if value not in words:
-        close = did_you_mean(value, words) if isinstance(value, str) else ""
-        raise ValueError(f"must be one of {', '.join(words)}, not {_shown(value)}{close}")
-    return words[words.index(value)]
+def _parse_one_of(choices: tuple[W, ...], value: Any) -> W:
+    if value not in choices:
+        suggestion = did_you_mean(value, choices) if isinstance(value, str) else ""
+        raise ValueError(f"must be one of {', '.join(choices)}, not {_show(value)}{suggestion}")
+    return choices[choices.index(value)]
 
 
-def _one_or_several(parse: Callable[[Any], Any], value: Any) -> tuple[Any, ...]:
+def _parse_one_or_several(parse: Callable[[Any], Any], value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list):
         return (parse(value),)
     if not value:
         raise ValueError("must not be empty")
-    return tuple(_all(enumerate(value), parse).values())
+    return tuple(_parse_all(enumerate(value), parse).values())
 
 
-def _by_name(example: str, name: Callable[[str], str], parse: Callable[[Any], Any], value: Any) -> dict[str, Any]:
+def _parse_table(example: str, name: Callable[[str], str], parse: Callable[[Any], Any], value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"must be a table such as {{ {example} }}, not {_shown(value)}")
-    return _all(((key, (key, item)) for key, item in value.items()), lambda pair: name(pair[0]) and parse(pair[1]))
+        raise ValueError(f"must be a table such as {{ {example} }}, not {_show(value)}")
+    return _parse_all(
+        ((key, (key, item)) for key, item in value.items()), lambda pair: name(pair[0]) and parse(pair[1])
+    )
 
 
-def _all(items: Iterable[tuple[Any, Any]], parse: Callable[[Any], Any]) -> dict[Any, Any]:
-    """Each item parsed, under its place. Raises Mistakes with those of all."""
-    found: dict[Any, Any] = {}
-    wrong: Wrong = []
-    for at, item in items:
+def _parse_all(items: Iterable[tuple[Any, Any]], parse: Callable[[Any], Any]) -> dict[Any, Any]:
+    """Parse each item, under its key. Raises NestedErrors with the errors of all items."""
+    parsed: dict[Any, Any] = {}
+    errors: ValueErrors = []
+    for key, item in items:
         try:
-            found[at] = parse(item)
+            parsed[key] = parse(item)
         except ValueError as error:
-            wrong += within((at,), error)
-    if wrong:
-        raise Mistakes(wrong)
-    return found
+            errors += prefix_errors((key,), error)
+    if errors:
+        raise NestedErrors(errors)
+    return parsed
 
 
-def within(at: Keys, error: ValueError) -> Wrong:
-    """What a parser said of the value at a place."""
-    if isinstance(error, Mistakes):
-        return [((*at, *keys), text) for keys, text in error.found]
-    return [(at, str(error))]
+def prefix_errors(path: Keys, error: ValueError) -> ValueErrors:
+    """The errors of a parser for the value at a path."""
+    if isinstance(error, NestedErrors):
+        return [((*path, *keys), text) for keys, text in error.errors]
+    return [(path, str(error))]
 
 
-def _shown(value: Any) -> str:
-    words = {dict: "a table", list: "a list", bool: str(value).lower()}
-    return words.get(type(value)) or repr(value)[:80]
+def _show(value: Any) -> str:
+    descriptions = {dict: "a table", list: "a list", bool: str(value).lower()}
+    return descriptions.get(type(value)) or repr(value)[:80]
 
 
-severity, kind = partial(_one_of, get_args(Severity)), partial(_one_of, KINDS)
-texts, codes = partial(_one_or_several, text), partial(_one_or_several, count)
-globs = partial(_one_or_several, glob)
-globs_by_label = partial(_by_name, 'app = "vllm*"', text, globs)
-labels = partial(_by_name, 'team = "platform"', label_name, plain)
-annotations = partial(_by_name, 'runbook = "https://..."', annotation_name, text)
+severity, kind = partial(_parse_one_of, get_args(Severity)), partial(_parse_one_of, KINDS)
+texts, codes = partial(_parse_one_or_several, text), partial(_parse_one_or_several, count)
+globs = partial(_parse_one_or_several, glob)
+globs_by_label = partial(_parse_table, 'app = "vllm*"', text, globs)
+labels = partial(_parse_table, 'team = "platform"', label_name, plain)
+annotations = partial(_parse_table, 'runbook = "https://..."', annotation_name, text)
 
-STATES: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "xid")  # that last; an XID error is an event
+STATES: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "xid")  # an XID error is an event
 
 OPTIONS = (
     Option("enabled", "enabled", switch, (), "Whether it is judged; an override may enable it for some."),
@@ -239,7 +252,7 @@ OPTIONS = (
         "tensor_active_below", "tensor_active_below", ratio, ("stalled",),
         "Less activity of tensor cores than this ratio is little.",
     ),
-    Option("window", "window_ms", steps, WINDOWED, "Over which time use is averaged; a multiple of 5m."),
+    Option("window", "window_ms", window, WINDOWED, "Over which time use is averaged; a multiple of 5m."),
     Option("used_below", "used_below", ratio, WINDOWED, "Less use than this ratio of the window is hardly any."),
     Option("memory_above", "memory_above", ratio, ("memory_hoarded",), "This ratio of the device's memory or more."),
     Option("peers", "peers", count, ("straggler",), "A GPU is compared with so many others of its workload, or more."),
@@ -253,7 +266,7 @@ OPTIONS = (
         "So many errors within a minute; of NVLink, CRC errors or replays.",
     ),
     Option("recoveries", "recoveries", count, ("nvlink_errors",), "So many recoveries of a link within a minute."),
-    Option("forget", "forget_ms", at_least_a_second, ("missing",), "A GPU that is missing for longer is forgotten."),
+    Option("forget", "forget_ms", duration_from_1s, ("missing",), "A GPU that is missing for longer is forgotten."),
     Option("driver_severity", "driver_severity", severity, ("xid",), "Of errors of driver or firmware."),
     Option("application_severity", "application_severity", severity, ("xid",), "Of errors of programs."),
     Option("recovered_severity", "recovered_severity", severity, ("xid",), "Of what the GPU has dealt with itself."),
@@ -272,13 +285,13 @@ SELECTORS = (
     Option("xid", "xid", codes, ("xid",), "Codes of XID errors."),
 )
 
-BOUNDS = {"longest": Option("longest", "longest_ms", at_least_a_second, (), "For how long a policy may silence.")}
+BOUNDS = {"longest": Option("longest", "longest_ms", duration_from_1s, (), "For how long a policy may silence.")}
 BOUND_OVERRIDES = {"namespace": SELECTORS[0], **BOUNDS}
 
 BY_KEY = {option.key: option for option in OPTIONS}
 SELECTORS_BY_KEY = {option.key: option for option in SELECTORS}
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(given, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+def did_you_mean(name: str, known_names: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(name, list(known_names), n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""

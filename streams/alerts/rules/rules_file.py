@@ -1,7 +1,7 @@
-"""The rules in force, from a TOML file over the defaults.
+"""Reads the rules in force: a TOML file over the defaults.
 
 In: a file of tables ``[rules.NAME]``. Out: :class:`Rules`.
-On failure: :class:`RulesError` with every mistake and its place; nothing of a file with mistakes is in force.
+On failure: :class:`RulesError` with all errors and their lines. A file with errors is not used at all.
 """
 
 import re
@@ -24,10 +24,10 @@ from streams.alerts.rules.options import (
     STATES,
     Keys,
     Option,
-    Wrong,
+    ValueErrors,
     did_you_mean,
     kind,
-    within,
+    prefix_errors,
 )
 from streams.alerts.rules.rule import Kind, Override, Rule, Rules
 
@@ -37,33 +37,33 @@ _LARGEST_BYTES = 1 << 20
 _XID_SEVERITIES = ("driver_severity", "application_severity", "recovered_severity", "unknown_severity")
 
 
-class Mistake(NamedTuple):
+class FileError(NamedTuple):
     file: str
     line: int
     path: str
     text: str
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}" if self.line else self.file
-        return f"{place}: {self.path}: {self.text}" if self.path else f"{place}: {self.text}"
+        location = f"{self.file}:{self.line}" if self.line else self.file
+        return f"{location}: {self.path}: {self.text}" if self.path else f"{location}: {self.text}"
 
 
 class RulesError(ValueError):
-    def __init__(self, mistakes: Iterable[Mistake]) -> None:
-        self.mistakes = tuple(mistakes)
-        super().__init__("\n".join(map(str, self.mistakes)))
+    def __init__(self, errors: Iterable[FileError]) -> None:
+        self.errors = tuple(errors)
+        super().__init__("\n".join(map(str, self.errors)))
 
 
 # -- the file
 
 
 def load(path: Path | None) -> Rules:
-    """The rules of a file over the defaults; None: the defaults alone. Raises RulesError."""
+    """The rules of a file over the defaults; without a file the defaults. Raises RulesError."""
     return _in_force(defaults()) if path is None else parse(_text(path), str(path))
 
 
 def every(path: Path) -> dict[str, Rule]:
-    """All rules by a file, those that are off, too. Raises RulesError."""
+    """All rules of a file and the defaults by name, also those that are off. Raises RulesError."""
     return _parse(_text(path), str(path))[0]
 
 
@@ -73,14 +73,14 @@ def _text(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(_LARGEST_BYTES + 1)
     except OSError as error:
-        raise RulesError([Mistake(str(path), 0, "", error.strerror or str(error))]) from None
+        raise RulesError([FileError(str(path), 0, "", error.strerror or str(error))]) from None
     if len(data) > _LARGEST_BYTES:
-        raise RulesError([Mistake(str(path), 0, "", f"is larger than {_LARGEST_BYTES >> 20} MiB")])
+        raise RulesError([FileError(str(path), 0, "", f"is larger than {_LARGEST_BYTES >> 20} MiB")])
     try:
         return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise RulesError([Mistake(str(path), line, "", "is not UTF-8")]) from None
+        raise RulesError([FileError(str(path), line, "", "is not UTF-8")]) from None
 
 
 def parse(text: str, file: str) -> Rules:
@@ -90,12 +90,12 @@ def parse(text: str, file: str) -> Rules:
 
 
 def _parse(text: str, file: str) -> tuple[dict[str, Rule], Bounds]:
-    document, wrong = _document(text, file), list[tuple[Keys, str]]()
-    bounds = _bounds(document.pop("policies", {}), wrong)
-    rules = _parsed(document, defaults(), wrong)
-    if wrong:
+    document, errors = _document(text, file), list[tuple[Keys, str]]()
+    bounds = _bounds(document.pop("policies", {}), errors)
+    rules = _parsed(document, defaults(), errors)
+    if errors:
         line_of = _lines(text)
-        raise RulesError(Mistake(file, line_of(keys), dotted(keys), why) for keys, why in wrong)
+        raise RulesError(FileError(file, line_of(keys), dotted(keys), message) for keys, message in errors)
     return rules, bounds
 
 
@@ -114,132 +114,136 @@ def _document(text: str, file: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise RulesError([Mistake(file, 0, "", "is nested too deeply")]) from None
+        raise RulesError([FileError(file, 0, "", "is nested too deeply")]) from None
     except ValueError as error:
-        place = re.search(r" \(at line (\d+), column \d+\)$", str(error))
-        line = int(place[1]) if place else text.count("\n") + 1
-        raise RulesError([Mistake(file, line, "", f"is not TOML: {error}")]) from None
+        match = re.search(r" \(at line (\d+), column \d+\)$", str(error))
+        line = int(match[1]) if match else text.count("\n") + 1
+        raise RulesError([FileError(file, line, "", f"is not TOML: {error}")]) from None
 
 
-def _parsed(document: Mapping[str, Any], base: Mapping[str, Rule], wrong: Wrong) -> dict[str, Rule]:
-    """The rules of a file's tables over others."""
-    why = "is not known: rules are tables [rules.NAME]"
-    wrong += [((key,), f"{why}{did_you_mean(key, ['rules', 'policies'])}") for key in document if key != "rules"]
+def _parsed(document: Mapping[str, Any], base: Mapping[str, Rule], errors: ValueErrors) -> dict[str, Rule]:
+    """The rules of a file's tables over base rules. Errors are added to ``errors``."""
+    message = "is not known: rules are tables [rules.NAME]"
+    errors += [((key,), f"{message}{did_you_mean(key, ['rules', 'policies'])}") for key in document if key != "rules"]
     rules, tables = dict(base), document.get("rules", {})
     if isinstance(tables, dict):
-        found = {name: rule(name, table, base, wrong) for name, table in tables.items()}
-        rules |= {name: rule for name, rule in found.items() if rule is not None}
+        rule_by_name = {name: rule(name, table, base, errors) for name, table in tables.items()}
+        rules |= {name: rule for name, rule in rule_by_name.items() if rule is not None}
     else:
-        wrong.append((("rules",), "must be tables [rules.NAME]"))
+        errors.append((("rules",), "must be tables [rules.NAME]"))
     return rules
 
 
-def _bounds(table: Any, wrong: Wrong) -> Bounds:
-    """For how long policies of pods and namespaces may silence alerts."""
-    at: Keys = ("policies",)
+def _bounds(table: Any, errors: ValueErrors) -> Bounds:
+    """The bounds for how long policies of pods and namespaces may silence alerts."""
+    path: Keys = ("policies",)
     overrides = table.get("overrides", []) if isinstance(table, dict) else None
     if not isinstance(overrides, list):
-        wrong.append((at, 'must be a table such as [policies] with longest = "24h", and [[policies.overrides]]'))
+        errors.append((path, 'must be a table such as [policies] with longest = "24h", and [[policies.overrides]]'))
         return Bounds()
-    read = _values(
-        at,
+    default_bounds = _values(
+        path,
         {key: value for key, value in table.items() if key != "overrides"},
         BOUNDS,
         None,
-        wrong,
+        errors,
         also=("overrides",),
     )
-    found: list[tuple[tuple[str, ...], int]] = []
-    for number, one in enumerate(overrides):
-        place: Keys = (*at, "overrides", number)
-        given = _values(place, one, BOUND_OVERRIDES, None, wrong) if isinstance(one, dict) else {}
-        if {"namespace", "longest_ms"} <= given.keys():
-            found.append((given["namespace"], given["longest_ms"]))
-        elif not isinstance(one, dict) or not one.keys() >= {"namespace", "longest"}:
-            wrong.append((place, "must have namespace and longest"))
-    return Bounds(**read, overrides=tuple(found))
+    overrides_read: list[tuple[tuple[str, ...], int]] = []
+    for number, override in enumerate(overrides):
+        override_path: Keys = (*path, "overrides", number)
+        values = _values(override_path, override, BOUND_OVERRIDES, None, errors) if isinstance(override, dict) else {}
+        if {"namespace", "longest_ms"} <= values.keys():
+            overrides_read.append((values["namespace"], values["longest_ms"]))
+        elif not isinstance(override, dict) or not override.keys() >= {"namespace", "longest"}:
+            errors.append((override_path, "must have namespace and longest"))
+    return Bounds(**default_bounds, overrides=tuple(overrides_read))
 
 
-def rule(name: str, table: Any, base: Mapping[str, Rule], wrong: Wrong) -> Rule | None:
-    """A rule, from its table over what it is laid over: the default of its name, else the default of its kind."""
-    at, known = ("rules", name), base.get(name)
+def rule(name: str, table: Any, base: Mapping[str, Rule], errors: ValueErrors) -> Rule | None:
+    """A rule: its table over the base rule of its name, or else over the first base rule of its kind."""
+    path, existing = ("rules", name), base.get(name)
     if not isinstance(table, dict):
-        wrong.append((at, f"must be a table [rules.{name[:80]}]"))
+        errors.append((path, f"must be a table [rules.{name[:80]}]"))
         return None
     if not NAME.fullmatch(name):
-        wrong.append((at, "is not the name of a rule: use a-z, A-Z, 0-9 and _, and no digit first"))
-    beneath = known
+        errors.append((path, "is not the name of a rule: use a-z, A-Z, 0-9 and _, and no digit first"))
+    inherited = existing
     if "kind" in table:
         try:
-            given = kind(table["kind"])
-            if known is not None and known.kind != given:
-                raise ValueError(f"is {known.kind}: give a rule of another kind another name")
-            default = known or next((rule for rule in base.values() if rule.kind == given), None)
-            on = known is None or known.enabled  # a new rule is on, though the default of its kind may be off
-            beneath = msgspec.structs.replace(default or Rule(name=name, kind=given), name=name, enabled=on)
+            new_kind = kind(table["kind"])
+            if existing is not None and existing.kind != new_kind:
+                raise ValueError(f"is {existing.kind}: give a rule of another kind another name")
+            default = existing or next((rule for rule in base.values() if rule.kind == new_kind), None)
+            enabled = existing is None or existing.enabled  # a new rule is on, even if the default of its kind is off
+            inherited = msgspec.structs.replace(default or Rule(name=name, kind=new_kind), name=name, enabled=enabled)
         except ValueError as error:
-            wrong.append(((*at, "kind"), str(error)))
-            beneath = None
-    elif known is None:
-        wrong.append((at, f"is no rule that there is: a new one needs its kind{did_you_mean(name, base)}"))
-    of = None if beneath is None else beneath.kind
+            errors.append(((*path, "kind"), str(error)))
+            inherited = None
+    elif existing is None:
+        errors.append((path, f"is no rule that there is: a new one needs its kind{did_you_mean(name, base)}"))
+    rule_kind = None if inherited is None else inherited.kind
     settings = {key: value for key, value in table.items() if key not in ("kind", "overrides")}
-    changes = _values(at, settings, BY_KEY, of, wrong, also=("kind", "overrides"))
+    changes = _values(path, settings, BY_KEY, rule_kind, errors, also=("kind", "overrides"))
     overrides = table.get("overrides", [])
     if not isinstance(overrides, list):
-        wrong.append(((*at, "overrides"), "must be a list of tables: write [[rules.NAME.overrides]]"))
+        errors.append(((*path, "overrides"), "must be a list of tables: write [[rules.NAME.overrides]]"))
     elif "overrides" in table:
-        each = enumerate(overrides)
-        changes["overrides"] = tuple([_override((*at, "overrides", i), one, of, wrong) for i, one in each])
-    return None if beneath is None else msgspec.structs.replace(beneath, **changes)
+        changes["overrides"] = tuple(
+            [
+                _override((*path, "overrides", index), override, rule_kind, errors)
+                for index, override in enumerate(overrides)
+            ]
+        )
+    return None if inherited is None else msgspec.structs.replace(inherited, **changes)
 
 
-def _override(at: Keys, table: Any, of: Kind | None, wrong: Wrong) -> Override:
+def _override(path: Keys, table: Any, rule_kind: Kind | None, errors: ValueErrors) -> Override:
     if not isinstance(table, dict):
-        wrong.append((at, "must be a table: write [[rules.NAME.overrides]]"))
+        errors.append((path, "must be a table: write [[rules.NAME.overrides]]"))
         return Override()
     selecting = {key: value for key, value in table.items() if key in SELECTORS_BY_KEY}
-    selectors = _values(at, selecting, SELECTORS_BY_KEY, of, wrong)
+    selectors = _values(path, selecting, SELECTORS_BY_KEY, rule_kind, errors)
     settings = {key: value for key, value in table.items() if key not in SELECTORS_BY_KEY}
-    changes = _values(at, settings, BY_KEY, of, wrong, also=SELECTORS_BY_KEY)
+    changes = _values(path, settings, BY_KEY, rule_kind, errors, also=SELECTORS_BY_KEY)
     misspelt = any(key not in BY_KEY for key in settings)
     if not misspelt and not any(key in table for key in SELECTORS_BY_KEY):
-        wrong.append((at, f"must say for what it is, by one of {', '.join(SELECTORS_BY_KEY)}"))
+        errors.append((path, f"must say for what it is, by one of {', '.join(SELECTORS_BY_KEY)}"))
     if not misspelt and not any(key in table for key in BY_KEY):
-        wrong.append((at, "changes nothing"))
+        errors.append((path, "changes nothing"))
     if "severity" in changes:
         changes = dict.fromkeys(_XID_SEVERITIES, changes["severity"]) | {"critical_ms": 0} | changes
     return Override(**selectors, changes=changes)
 
 
 def _values(
-    at: Keys,
+    path: Keys,
     table: Mapping[str, Any],
     options: Mapping[str, Option],
-    of: Kind | None,
-    wrong: Wrong,
+    rule_kind: Kind | None,
+    errors: ValueErrors,
     *,
     also: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """The values of a table's keys, each as its option reads it; ``also``: keys that may have been meant."""
-    found: dict[str, Any] = {}
+    """The values of a table's keys, parsed by their options. ``also`` has more keys to suggest for an unknown one."""
+    values: dict[str, Any] = {}
     for key, value in table.items():
         option = options.get(key)
         if option is None:
-            usable = [o.key for o in options.values() if not o.kinds or of is None or of in o.kinds]
-            wrong.append(((*at, key), f"is not known{did_you_mean(key, [*usable, *also])}"))
-        elif option.kinds and of is not None and of not in option.kinds:
-            why = ": an XID error is an event, which fires at once" if option.kinds == STATES else ""
-            wrong.append(((*at, key), f"is not read by rules of kind {of}{why}"))
+            usable = [o.key for o in options.values() if not o.kinds or rule_kind is None or rule_kind in o.kinds]
+            errors.append(((*path, key), f"is not known{did_you_mean(key, [*usable, *also])}"))
+        elif option.kinds and rule_kind is not None and rule_kind not in option.kinds:
+            message = ": an XID error is an event, which fires at once" if option.kinds == STATES else ""
+            errors.append(((*path, key), f"is not read by rules of kind {rule_kind}{message}"))
         else:
             try:
-                found[option.field] = option.parse(value)
+                values[option.field] = option.parse(value)
             except ValueError as error:
-                wrong += within((*at, key), error)
-    return found
+                errors += prefix_errors((*path, key), error)
+    return values
 
 
-# -- where in the file
+# -- paths and lines
 
 
 def dotted(keys: Keys) -> str:
@@ -248,16 +252,16 @@ def dotted(keys: Keys) -> str:
 
 
 def _lines(text: str) -> Callable[[Keys], int]:
-    """Gives the line at which a path begins.
+    """A function that finds the line at which the value of a path begins.
 
-    The TOML parser does not say. But the lines up to the end of any value are TOML too, and a longer beginning of the
-    file never has less in it. So the path is in the last value of the shortest beginning that has it.
+    The TOML parser does not report it. But the first lines of a file, up to the end of any value, are TOML too, and
+    more lines never hold fewer values. So the value is the last one of the shortest such prefix that holds it.
     """
     lines = text.splitlines(keepends=True)
 
     @cache
-    def beginning(count: int) -> tuple[int, Any]:
-        """How many of the first lines are TOML, and what they hold. The lines of an unfinished value are left out."""
+    def parse_prefix(count: int) -> tuple[int, Any]:
+        """The number of the first lines that are TOML, and their values. Lines of an unfinished value are left out."""
         for end in range(count, 0, -1):
             try:
                 return end, tomllib.loads("".join(lines[:end]))
@@ -265,8 +269,8 @@ def _lines(text: str) -> Callable[[Keys], int]:
                 continue
         return 0, {}
 
-    def has(count: int, path: Keys) -> bool:
-        document = beginning(count)[1]
+    def contains(count: int, path: Keys) -> bool:
+        document = parse_prefix(count)[1]
         try:
             for key in path:
                 document = document[key]
@@ -275,7 +279,7 @@ def _lines(text: str) -> Callable[[Keys], int]:
         return True
 
     def line_of(path: Keys) -> int:
-        first = bisect_left(range(len(lines)), True, key=lambda i: has(i + 1, path))
-        return beginning(first)[0] + 1
+        first = bisect_left(range(len(lines)), True, key=lambda i: contains(i + 1, path))
+        return parse_prefix(first)[0] + 1
 
     return line_of

@@ -1,10 +1,10 @@
-"""An alert's labels and annotations, from what was found. Pure.
+"""The labels and annotations of the alert of a finding. Pure.
 
-In: a finding, its tick, and since when it has held. Out: labels (who and where, in OpenTelemetry's names), and the
-words: a summary, a description with figures, the runbook.
+In: a finding, its tick, and since when it has held. Out: labels (the device, the node and the pod, in OpenTelemetry's
+names), and annotations: a summary, a description with figures, the runbook.
 
-Labels name a pod only if the alert is about one, or exactly one holds the device. A rule's own labels are added to
-these, and replace none: who sets a label for many does not take another team's. Its annotations go over these.
+Labels name a pod only if the alert is about one, or exactly one holds the device. A rule's labels are added to these
+and replace none, so that a rule can't change which team an alert is for. A rule's annotations do replace these.
 """
 
 import re
@@ -26,11 +26,11 @@ from topics.attributed import JOB, Holder
 Described = tuple[dict[str, str], dict[str, str]]  # an alert's labels and annotations
 Pairs = Iterable[tuple[str, str | int | None]]
 PLAIN = Wording()
-MAX_VALUE_BYTES = 1024  # longer values are cut, at a character: receivers commonly refuse more than 2 KiB
+MAX_VALUE_BYTES = 1024  # longer values are cut after a whole character: many receivers refuse more than 2 KiB
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
-_MOST_NAMED = 8  # of pods or processes in a description
+_MAX_LISTED = 8  # of pods or processes in a description
 
-_WORDS: Mapping[Kind, tuple[str, str]] = {
+_TEMPLATES: Mapping[Kind, tuple[str, str]] = {
     "stalled": ("{pod} keeps {where} busy, and hardly any work is done there",
                 "{summary}, since {since}. {evidence}"),
     "underused": ("{pod} has used {where} for {value:.1%} of the {window} until {now}",
@@ -66,100 +66,109 @@ _WORDS: Mapping[Kind, tuple[str, str]] = {
 }  # fmt: skip
 """The summary and the description of each kind but two, with the fields of :func:`_fields`."""
 
-_CONFLICTS = {
+_CONFLICT_TEXT = {
     "unallocated_process": "runs a process of a pod that the kubelet did not give it to",
     "no_pod": "is held by a pod, and runs a process that is in no pod",
 }
-_NVLINK = {"crc": "CRC errors", "replay": "replays", "recovery": "recoveries"}
-_SLOW: Mapping[Kind, str] = {
+_NVLINK_TEXT = {"crc": "CRC errors", "replay": "replays", "recovery": "recoveries"}
+_SLOWDOWN_TEXT: Mapping[Kind, str] = {
     "thermal_slowdown": "At {now} it was at {value:.0f} °C. ",
     "power_brake": "At {now} it drew {value:.0f} W. ",
 }
 
 
 def describe(finding: Finding, tick: Tick, since_ms: int, wording: Wording = PLAIN) -> Described:
-    """The labels and annotations of what a tick shows to have held since a time."""
+    """The labels and annotations of a finding in a tick that has held since ``since_ms``."""
     facts, rule = finding.facts, finding.rule
-    pairs, more = list(_about(finding, wording.team_label)), dict[str, str]()
-    fields = _fields(finding, tick, since_ms) if rule.kind != "held_idle" else {}
+    label_pairs, more_annotations = list(_subject_labels(finding, wording.team_label)), dict[str, str]()
+    fields = _template_fields(finding, tick, since_ms) if rule.kind != "held_idle" else {}
     if rule.kind == "held_idle":
-        summary, description, more = _held_idle(finding, tick, since_ms)
+        summary, description, more_annotations = _describe_held_idle(finding, tick, since_ms)
     else:
-        summary = _WORDS[rule.kind][0].format(**fields)
-        description = _WORDS[rule.kind][1].format(summary=summary, **fields)
+        summary = _TEMPLATES[rule.kind][0].format(**fields)
+        description = _TEMPLATES[rule.kind][1].format(summary=summary, **fields)
     if rule.kind == "stalled":
-        more = _wasted(1.0, tick.ts_ms - since_ms) | {"last_active": f"{time(since_ms):%Y-%m-%dT%H:%M:%SZ}"}
-        more |= {"evidence": fields["evidence"].removesuffix(".")}
+        more_annotations = _waste_annotations(1.0, tick.ts_ms - since_ms) | {
+            "last_active": f"{time(since_ms):%Y-%m-%dT%H:%M:%SZ}"
+        }
+        more_annotations |= {"evidence": fields["evidence"].removesuffix(".")}
     elif rule.kind in (*WINDOWED, "crash_loop"):
-        used, share = finding.value or 0.0, share_of(facts).ratio
+        use, share = finding.value or 0.0, share_of(facts).ratio
         window_ms = rule.window_ms if rule.kind in WINDOWED else 0
-        more = {} if share is None else _wasted(share * (1 - used), tick.ts_ms - since_ms + window_ms)
-        more |= {"window": duration_words(window_ms), "evidence": f"used for {used:.1%}"} if window_ms else {}
+        more_annotations = (
+            {} if share is None else _waste_annotations(share * (1 - use), tick.ts_ms - since_ms + window_ms)
+        )
+        more_annotations |= (
+            {"window": duration_words(window_ms), "evidence": f"used for {use:.1%}"} if window_ms else {}
+        )
     if rule.kind in WASTE:
-        more |= _price(finding, tick, wording)
+        more_annotations |= _price_annotation(finding, tick, wording)
     if rule.kind == "nvlink_errors":
-        pairs.append(("nvlink_error", finding.key))
+        label_pairs.append(("nvlink_error", finding.key))
     if rule.kind == "xid":
         xid = of_text(facts.text)
-        pairs += [("xid", facts.text), ("xid_kind", xid.kind)]
-        more = {"action": xid.action}
-    more |= api_status(finding, tick)
-    return _labels(rule, tick.cluster, tick.node, pairs), _annotations(rule, summary, description, more, wording)
+        label_pairs += [("xid", facts.text), ("xid_kind", xid.kind)]
+        more_annotations = {"action": xid.action}
+    more_annotations |= api_status(finding, tick)
+    return _make_labels(rule, tick.cluster, tick.node, label_pairs), _make_annotations(
+        rule, summary, description, more_annotations, wording
+    )
 
 
 def api_status(finding: Finding, tick: Tick) -> dict[str, str]:
-    """The annotation of a GPU that is gone with what the API server says of it now; empty if it says nothing."""
+    """The annotation with what the API server reports of a GPU that does not answer or is missing; empty if nothing."""
     if not tick.unwell or finding.rule.kind not in ("lost", "missing", "not_answering"):
         return {}
-    said = _listed(str(one) for one in tick.unwell if one.device_id == finding.device)
-    return {"api_status": _clean(said)} if said else {}
+    status = _join_names(str(device) for device in tick.unwell if device.device_id == finding.device)
+    return {"api_status": _clean(status)} if status else {}
 
 
 def with_final_figures(alert: Alert, held_ms: int) -> Alert:
-    """A resolved alert. If it is about waste, its figures are of all the time for which it held."""
+    """A resolved alert. If it is about waste, with its figures over all the time for which its condition held."""
     share = alert.annotations.get("gpu_share")
     if share is None:
         return alert
     seconds = max(held_ms, 0) / 1000
     wasted = f"{seconds * float(share):.0f}"
-    end = f"In the end it was {duration_words(max(held_ms, 0))}, {wasted} GPU-seconds."
-    description = _clean(f"{alert.annotations['description']} {end}")
+    final_sentence = f"In the end it was {duration_words(max(held_ms, 0))}, {wasted} GPU-seconds."
+    description = _clean(f"{alert.annotations['description']} {final_sentence}")
     annotations = {**alert.annotations, "description": description, "wasted_gpu_seconds": wasted}
     return msgspec.structs.replace(alert, value=seconds, annotations=annotations)
 
 
 def describe_silence(rule: Rule, state: AlertState, memory: Memory, wording: Wording = PLAIN) -> Described:
-    """Those of a node without ticks."""
-    held = {(pod.namespace, pod.pod) for remembered in memory.devices.values() for pod in remembered.pods}
+    """The labels and annotations of the alert about a node without ticks."""
+    holding_pods = {(pod.namespace, pod.pod) for remembered in memory.devices.values() for pod in remembered.pods}
     summary = f"{state.node} has sent nothing since {moment(time(state.last_ts_ms))}"
-    description = f"{summary}. It had {_count(memory.devices, 'GPU')}, held by {_count(held, 'pod')}."
-    return _labels(rule, state.cluster, state.node, ()), _annotations(rule, summary, description, {}, wording)
+    description = f"{summary}. It had {_count(memory.devices, 'GPU')}, held by {_count(holding_pods, 'pod')}."
+    return _make_labels(rule, state.cluster, state.node, ()), _make_annotations(rule, summary, description, {}, wording)
 
 
 # -- labels
 
 
-def _labels(rule: Rule, cluster: str, node: str, pairs: Pairs) -> dict[str, str]:
-    own = [("alertname", rule.name), ("severity", rule.severity)]
-    own += [("k8s_cluster_name", cluster), ("k8s_node_name", node)]
-    texts = {name: _clean(str(value)) for name, value in (*own, *pairs) if value is not None}
+def _make_labels(rule: Rule, cluster: str, node: str, pairs: Pairs) -> dict[str, str]:
+    own_pairs = [("alertname", rule.name), ("severity", rule.severity)]
+    own_pairs += [("k8s_cluster_name", cluster), ("k8s_node_name", node)]
+    texts = {name: _clean(str(value)) for name, value in (*own_pairs, *pairs) if value is not None}
     return rule.labels | {name: text for name, text in texts.items() if text}
 
 
 def _clean(value: str) -> str:
-    """A value that any receiver takes: valid UTF-8, not too long."""
+    """A value that any receiver accepts: valid UTF-8, not too long."""
     return value.encode("utf-8", "replace")[:MAX_VALUE_BYTES].decode("utf-8", "ignore")
 
 
-def _about(finding: Finding, team_label: str) -> Pairs:
-    """The device and the pod that an alert is about, with the pod's and namespace's labels that the rule asks for."""
+def _subject_labels(finding: Finding, team_label: str) -> Pairs:
+    """The labels for the device and the pod that an alert is about, with the labels that the rule copies from the pod
+    and its namespace."""
     facts = finding.facts
-    found: Device | DeviceMemory | None = facts.device or facts.remembered
+    source: Device | DeviceMemory | None = facts.device or facts.remembered
     mig = facts.device.mig if facts.device is not None else None
     if finding.device:
         yield "gpu_uuid", mig.parent_uuid if mig is not None else finding.device
-        yield "gpu_index", found.index if found is not None else None
-        yield "gpu_model", found.model if found is not None else None
+        yield "gpu_index", source.index if source is not None else None
+        yield "gpu_model", source.model if source is not None else None
         yield "gpu_mig_uuid", finding.device if mig is not None else None
         yield "gpu_mig_profile", mig.profile if mig is not None else None
     if not facts.pods or not (finding.pod_uid or finding.rule.kind in WASTE or sole_pod(facts.pods)):
@@ -188,50 +197,48 @@ def _about(finding: Finding, team_label: str) -> Pairs:
         yield f"k8s_namespace_label_{safe}", pod.namespace_labels.get(name)
 
 
-# -- words
+# -- annotations
 
 
-def _annotations(
+def _make_annotations(
     rule: Rule, summary: str, description: str, more: Mapping[str, str], wording: Wording
 ) -> dict[str, str]:
-    default = next((known.name for known in rules_file.defaults().values() if known.kind == rule.kind), rule.name)
-    runbook = f"{wording.runbook_url}/{default}.md"
-    found = {"summary": summary, "description": description, "runbook": runbook, **more}
-    return {name: _clean(text) for name, text in found.items()} | rule.annotations
+    defaults = [default.name for default in rules_file.defaults().values() if default.kind == rule.kind]
+    runbook = f"{wording.runbook_url}/{defaults[0] if defaults else rule.name}.md"
+    texts = {"summary": summary, "description": description, "runbook": runbook, **more}
+    return {name: _clean(text) for name, text in texts.items()} | rule.annotations
 
 
-def _held_idle(finding: Finding, tick: Tick, since_ms: int) -> tuple[str, str, dict[str, str]]:
-    """The summary, the description, and what is wasted."""
+def _describe_held_idle(finding: Finding, tick: Tick, since_ms: int) -> tuple[str, str, dict[str, str]]:
+    """The summary, the description, and the annotations about the waste."""
     pod, idle_ms = finding.facts.pods[0], max(tick.ts_ms - since_ms, 0)
     share = share_of(finding.facts)
     since = moment(time(min(since_ms, tick.ts_ms)))
-    summary = f"{_name(pod)} holds {_where(finding, tick)} and has not used it since {since}"
-    used = held_memory(finding.facts.pods, finding.facts.device, finding.facts.sharing)
-    if used is None:
+    summary = f"{_pod_text(pod)} holds {_device_text(finding, tick)} and has not used it since {since}"
+    used_bytes = held_memory(finding.facts.pods, finding.facts.device, finding.facts.sharing)
+    if used_bytes is None:
         memory = "Whether it holds memory is not known."
-    elif used < max(finding.rule.memory_held_bytes, 1):
+    elif used_bytes < max(finding.rule.memory_held_bytes, 1):
         memory = "It holds no memory of the GPU."
     else:
-        memory = f"It holds {used / (1 << 30):.1f} GiB of the GPU's memory."
-    wasted = idle_ms / 1000 * share.ratio if share.ratio is not None else None
-    parts = [
-        f"{summary}.",
-        f"Workload: {pod.workload.kind} {pod.workload.name}." if pod.workload is not None else "",
-        memory,
-        f"Wasted by {moment(time(tick.ts_ms))}: {wasted:.0f} GPU-seconds ({share.how})." if wasted is not None else "",
-    ]
-    more = {} if wasted is None else {"gpu_share": f"{share.ratio:.4g}", "wasted_gpu_seconds": f"{wasted:.0f}"}
+        memory = f"It holds {used_bytes / (1 << 30):.1f} GiB of the GPU's memory."
+    workload = f"Workload: {pod.workload.kind} {pod.workload.name}." if pod.workload is not None else ""
+    sentences, more_annotations = [f"{summary}.", workload, memory], dict[str, str]()
+    if share.ratio is not None:
+        wasted = f"{idle_ms / 1000 * share.ratio:.0f}"
+        more_annotations = {"gpu_share": f"{share.ratio:.4g}", "wasted_gpu_seconds": wasted}
+        sentences.append(f"Wasted by {moment(time(tick.ts_ms))}: {wasted} GPU-seconds ({share.how}).")
     if since_ms > finding.since_ms:  # else it has not worked since its grace was over
-        more["last_active"] = f"{time(since_ms):%Y-%m-%dT%H:%M:%SZ}"
-    return summary, " ".join(filter(None, parts)), more
+        more_annotations["last_active"] = f"{time(since_ms):%Y-%m-%dT%H:%M:%SZ}"
+    return summary, " ".join(filter(None, sentences)), more_annotations
 
 
-def _wasted(share: float, lasted_ms: int) -> dict[str, str]:
+def _waste_annotations(share: float, lasted_ms: int) -> dict[str, str]:
     return {"gpu_share": f"{share:.4g}", "wasted_gpu_seconds": f"{share * max(lasted_ms, 0) / 1000:.0f}"}
 
 
-def _price(finding: Finding, tick: Tick, wording: Wording) -> dict[str, str]:
-    """What an hour of the finding's GPU costs, if the list of prices has it."""
+def _price_annotation(finding: Finding, tick: Tick, wording: Wording) -> dict[str, str]:
+    """The price of an hour of the finding's GPU, if the list of prices has it."""
     device = finding.facts.device
     if wording.prices is None or device is None:
         return {}
@@ -239,78 +246,81 @@ def _price(finding: Finding, tick: Tick, wording: Wording) -> dict[str, str]:
     return {} if price is None else {"gpu_hour_price": str(price)}
 
 
-def _fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, Any]:
+def _template_fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, Any]:
     facts, value, now = finding.facts, finding.value, moment(time(tick.ts_ms))
     device, remembered = facts.device, facts.remembered or DeviceMemory()
-    holders = _listed(_name(pod) for pod in facts.pods)
-    given = _listed(_name(pod) for pod in facts.pods if not pod.observed)
-    observed = _listed(_name(pod) for pod in facts.pods if pod.observed)
-    pids = _listed(str(process.pid) for process in device.processes or ()) if device is not None else ""
-    there = [f"Given to: {given}." if given else "", f"Seen there: {observed}." if observed else ""]
-    there += [f"Processes: {pids}." if pids else ""]
-    last = _listed(_name(pod) for pod in remembered.pods)
-    total = device.metrics.memory_total_bytes if device is not None else None
-    used = held_memory(facts.pods, device, facts.sharing)
+    holders = _join_names(_pod_text(pod) for pod in facts.pods)
+    holders_given = _join_names(_pod_text(pod) for pod in facts.pods if not pod.observed)
+    holders_observed = _join_names(_pod_text(pod) for pod in facts.pods if pod.observed)
+    pids = _join_names(str(process.pid) for process in device.processes or ()) if device is not None else ""
+    usage_texts = [
+        f"Given to: {holders_given}." if holders_given else "",
+        f"Seen there: {holders_observed}." if holders_observed else "",
+    ]
+    usage_texts += [f"Processes: {pids}." if pids else ""]
+    last_holders = _join_names(_pod_text(pod) for pod in remembered.pods)
+    total_bytes = device.metrics.memory_total_bytes if device is not None else None
+    used_bytes = held_memory(facts.pods, device, facts.sharing)
     return {
-        "where": _where(finding, tick),
+        "where": _device_text(finding, tick),
         "value": value or 0,
         "text": facts.text,
-        "pod": _name(facts.pods[0]) if facts.pods else "",
+        "pod": _pod_text(facts.pods[0]) if facts.pods else "",
         "since": moment(time(min(since_ms, tick.ts_ms))),
         "now": now,
         "held": f"Held by {holders}." if holders else "No pod holds it.",
         "held_then": f"Held then by {holders}." if holders else "No pod held it then.",
-        "held_last": f"It was held by {last}." if last else "No pod held it.",
-        "seen_there": " ".join(filter(None, there)) or "Its processes are not known.",
+        "held_last": f"It was held by {last_holders}." if last_holders else "No pod held it.",
+        "seen_there": " ".join(filter(None, usage_texts)) or "Its processes are not known.",
         "devices": _count(tick.devices, "device"),
-        "conflict": _CONFLICTS.get(finding.key, f"has the conflict {finding.key[:80]!r}"),
-        "errors": _NVLINK.get(finding.key, "memory error" if value == 1 else "memory errors"),
+        "conflict": _CONFLICT_TEXT.get(finding.key, f"has the conflict {finding.key[:80]!r}"),
+        "errors": _NVLINK_TEXT.get(finding.key, "memory error" if value == 1 else "memory errors"),
         "evidence": _evidence(device) if device is not None else "",
-        "slow": "" if value is None else _SLOW.get(finding.rule.kind, "").format(value=value, now=now),
+        "slow": "" if value is None else _SLOWDOWN_TEXT.get(finding.rule.kind, "").format(value=value, now=now),
         "times": f"{value:.0f} times. " if value is not None and value > 1 else "",
         "xid": of_text(facts.text),
         "window": duration_words(finding.rule.window_ms),
-        "memory": f"{used / total:.0%}" if used is not None and total else "much",
+        "memory": f"{used_bytes / total_bytes:.0%}" if used_bytes is not None and total_bytes else "much",
     }
 
 
 def _evidence(device: Device) -> str:
-    """The measures by which a GPU is stalled: ``Utilization 100%, 140 of 700 W, SMs active 8%, tensor cores 0%.``"""
-    known = device.metrics
+    """The measures of a stalled GPU: ``Utilization 100%, 140 of 700 W, SMs active 8%, tensor cores 0%.``"""
+    metrics = device.metrics
     measures = [
-        (known.gpu_utilization_ratio, f"Utilization {known.gpu_utilization_ratio or 0:.0%}"),
-        (known.power_watts, f"{known.power_watts or 0:.0f} of {known.power_limit_watts or 0:.0f} W"),
-        (known.sm_active_ratio, f"SMs active {known.sm_active_ratio or 0:.0%}"),
-        (known.tensor_active_ratio, f"tensor cores {known.tensor_active_ratio or 0:.0%}"),
+        (metrics.gpu_utilization_ratio, f"Utilization {metrics.gpu_utilization_ratio or 0:.0%}"),
+        (metrics.power_watts, f"{metrics.power_watts or 0:.0f} of {metrics.power_limit_watts or 0:.0f} W"),
+        (metrics.sm_active_ratio, f"SMs active {metrics.sm_active_ratio or 0:.0%}"),
+        (metrics.tensor_active_ratio, f"tensor cores {metrics.tensor_active_ratio or 0:.0%}"),
     ]
     return f"{', '.join(text for value, text in measures if value is not None)}."
 
 
-def _where(finding: Finding, tick: Tick) -> str:
+def _device_text(finding: Finding, tick: Tick) -> str:
     """``GPU 3 of gpu-node-1``, ``MIG 1g.10gb of GPU 3 of gpu-node-1``."""
     device = finding.facts.device
-    found: Device | DeviceMemory | None = device or finding.facts.remembered
-    gpu = f"GPU {finding.device if found is None or found.index is None else found.index} of {tick.node}"
+    source: Device | DeviceMemory | None = device or finding.facts.remembered
+    gpu = f"GPU {finding.device if source is None or source.index is None else source.index} of {tick.node}"
     return f"MIG {device.mig.profile or device.uuid} of {gpu}" if device is not None and device.mig is not None else gpu
 
 
-def _name(pod: Holder | PodMemory) -> str:
+def _pod_text(pod: Holder | PodMemory) -> str:
     return f"{pod.namespace}/{pod.pod}"
 
 
-def _listed(names: Iterable[str]) -> str:
-    """Names, each once, at most so many."""
-    found = list(dict.fromkeys(names))
-    more = [f"{len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else []
-    return ", ".join(found[:_MOST_NAMED] + more)
+def _join_names(names: Iterable[str]) -> str:
+    """Names as a list in a sentence: each once, and the number of the rest if there are many."""
+    unique_names = list(dict.fromkeys(names))
+    more = [f"{len(unique_names) - _MAX_LISTED} more"] if len(unique_names) > _MAX_LISTED else []
+    return ", ".join(unique_names[:_MAX_LISTED] + more)
 
 
-def _count(things: Iterable[object], noun: str) -> str:
-    count = sum(1 for _ in things)
+def _count(items: Iterable[object], noun: str) -> str:
+    count = sum(1 for _ in items)
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-# -- how much of a GPU a pod holds: what it wastes is counted in seconds of a whole one
+# -- the share of a GPU that a pod holds: waste is counted in seconds of a whole GPU
 
 _PROFILE = re.compile(r"(?:([1-8])c\.)?([1-8])g\.", re.ASCII)
 _SLICES = 7
@@ -318,28 +328,28 @@ _SLICES_BY_MODEL = {"A30": 4}
 
 
 class Share(NamedTuple):
-    """A part of a GPU, None if it is not known, and how it was found."""
+    """A share of a GPU (None if it is not known), and a text that explains it."""
 
     ratio: float | None
     how: str
 
 
 def share_of(facts: Facts) -> Share:
-    """What of a GPU the pod of a finding holds.
+    """The share of a GPU that the pod of a finding holds.
 
-    A MIG device is as many of its GPU's compute slices as its profile says (``1g.10gb``: 1 of 7; an A30 has 4). A
-    device that several pods hold is divided among them equally, whatever each was promised: no record says more.
+    A MIG device has the compute slices of its profile (``1g.10gb``: 1 of 7; an A30 has 4). A device that several pods
+    hold is divided among them equally: no record has the share that each was promised.
     """
-    device, ratio, ways = facts.device, 1.0, list[str]()
+    device, ratio, explanations = facts.device, 1.0, list[str]()
     if device is not None and device.mig is not None:
         match = _PROFILE.match(device.mig.profile or "")
         if match is None:
             return Share(None, "")
         model = set(re.split(r"[^A-Za-z0-9]+", device.model or ""))
         slices = next((count for name, count in _SLICES_BY_MODEL.items() if name in model), _SLICES)
-        own = min(int(match[1] or match[2]), slices)
-        ratio = own / slices
-        ways.append(f"{own} of {slices} compute slices")
+        own_slices = min(int(match[1] or match[2]), slices)
+        ratio = own_slices / slices
+        explanations.append(f"{own_slices} of {slices} compute slices")
     if facts.sharing > 1:
-        ways.append(f"one of {facts.sharing} pods on it, divided equally")
-    return Share(ratio / facts.sharing, "; ".join(ways) or "a whole GPU")
+        explanations.append(f"one of {facts.sharing} pods on it, divided equally")
+    return Share(ratio / facts.sharing, "; ".join(explanations) or "a whole GPU")

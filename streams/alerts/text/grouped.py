@@ -9,17 +9,17 @@ from typing import NamedTuple
 from streams.alerts.rules.rule import ALL_GPUS_KINDS, Kind, Rule, Rules
 from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Scope, moment, time
 
-_OF_DEVICE = ("gpu_uuid", "gpu_index", "gpu_model", "gpu_mig_uuid", "gpu_mig_profile", "k8s_container_name")
-_OF_POD = ("k8s_pod_name", "k8s_pod_uid")
-_NOT_OF: dict[Scope, tuple[str, ...]] = {
-    "workload": (*_OF_DEVICE, *_OF_POD, "k8s_node_name"),
-    "pod": _OF_DEVICE,
-    "node": (*_OF_DEVICE, *_OF_POD),
+_DEVICE_LABELS = ("gpu_uuid", "gpu_index", "gpu_model", "gpu_mig_uuid", "gpu_mig_profile", "k8s_container_name")
+_POD_LABELS = ("k8s_pod_name", "k8s_pod_uid")
+_OMITTED_LABELS: dict[Scope, tuple[str, ...]] = {
+    "workload": (*_DEVICE_LABELS, *_POD_LABELS, "k8s_node_name"),
+    "pod": _DEVICE_LABELS,
+    "node": (*_DEVICE_LABELS, *_POD_LABELS),
 }
-_MOST_NAMED = 8  # of pods or nodes in a description
+_MAX_LISTED = 8  # of pods or nodes in a description
 _HOUR_S = 3600
 
-_OF_NODE: dict[Kind, tuple[str, str]] = {
+_NODE_TEXTS: dict[Kind, tuple[str, str]] = {
     "missing": ("is not there any more", "are not there any more"),
     "lost": ("is lost: NVML can't reach it any more", "are lost: NVML can't reach them any more"),
     "not_answering": ("does not answer its driver", "do not answer their driver"),
@@ -30,164 +30,186 @@ POLICY = (
 )
 
 
-class OfPods(NamedTuple):
-    """What GPUs of pods are, what a tenant can do, and what comes before the time since which they are that."""
+class PodTexts(NamedTuple):
+    """The texts of a kind: the state of its GPUs, what the owner of the pods can do, what precedes the time of the last
+    work, and what is written if there was none."""
 
     state: str
     policy: str
     since: str = ""
-    never: str = ""
+    never_worked: str = ""
 
 
-class OfOthers(NamedTuple):
-    """What another rule says of a GPU, of one and of several, and how a sentence about such GPUs begins."""
+class OtherKindTexts(NamedTuple):
+    """The state of GPUs by another rule, as the end of a sentence about one and about several GPUs; and the prefix of a
+    list of such GPUs."""
 
-    one: str
-    several: str
-    named: str
+    singular: str
+    plural: str
+    prefix: str
 
 
-_OTHERS_DO: dict[Kind, OfOthers] = {
-    "crash_loop": OfOthers("crashes again and again", "crash again and again", "Crashed"),
-    "held_idle": OfOthers("is idle", "are idle", "Idle"),
-    "stalled": OfOthers("stalls", "stall", "Stalled"),
+_OTHER_KIND_TEXTS: dict[Kind, OtherKindTexts] = {
+    "crash_loop": OtherKindTexts("crashes again and again", "crash again and again", "Crashed"),
+    "held_idle": OtherKindTexts("is idle", "are idle", "Idle"),
+    "stalled": OtherKindTexts("stalls", "stall", "Stalled"),
 }
 
-_SWITCH = ' If that is meant, annotate the pod, or its namespace, with gpustream.dev/alerts: "off".'
-_OF_PODS: dict[Kind, OfPods] = {
-    "held_idle": OfPods("idle", POLICY, "The last work was at", "None has worked since the grace of its pod was over."),
-    "stalled": OfPods(
+_HOW_TO_SWITCH_OFF = ' If that is meant, annotate the pod, or its namespace, with gpustream.dev/alerts: "off".'
+_POD_TEXTS: dict[Kind, PodTexts] = {
+    "held_idle": PodTexts(
+        "idle", POLICY, "The last work was at", "None has worked since the grace of its pod was over."
+    ),
+    "stalled": PodTexts(
         "stalled",
         "Utilization is full, and hardly any work is done: look where the processes wait, and start them again."
-        f"{_SWITCH}",
+        f"{_HOW_TO_SWITCH_OFF}",
     ),
-    "underused": OfPods("underused", f"Use fewer or smaller GPUs, share them, or look what they wait for.{_SWITCH}"),
-    "memory_hoarded": OfPods(
+    "underused": PodTexts(
+        "underused", f"Use fewer or smaller GPUs, share them, or look what they wait for.{_HOW_TO_SWITCH_OFF}"
+    ),
+    "memory_hoarded": PodTexts(
         "hardly used, with their memory held",
-        f"Free the memory, or use a smaller GPU or a part of one.{_SWITCH}",
+        f"Free the memory, or use a smaller GPU or a part of one.{_HOW_TO_SWITCH_OFF}",
     ),
-    "straggler": OfPods(
+    "straggler": PodTexts(
         "suspect",
         "The others of the workload may wait for them: look at the GPU, its node and its links, and run the workload"
         " without them.",
     ),
-    "crash_loop": OfPods(
+    "crash_loop": PodTexts(
         "held by containers that crash again and again",
-        f"Read the logs of the last run, and scale the workload down until it is mended.{_SWITCH}",
+        f"Read the logs of the last run, and scale the workload down until it is mended.{_HOW_TO_SWITCH_OFF}",
     ),
 }
 
 
-def labels_of(part: Alert, scope: Scope) -> dict[str, str]:
-    """The labels of an alert, from those of its first part: what is of one device or pod alone is left out."""
-    left_out = set(_NOT_OF[scope])
+def group_labels(part: Alert, scope: Scope) -> dict[str, str]:
+    """The labels of a group's alert: those of its first part, without what names a single device or pod."""
+    omitted = set(_OMITTED_LABELS[scope])
     if scope == "node":
-        left_out |= {name for name in part.labels if name.startswith("k8s_") and name not in _PLACE}
-    return {name: value for name, value in part.labels.items() if name not in left_out}
+        omitted |= {name for name in part.labels if name.startswith("k8s_") and name not in _LOCATION_LABELS}
+    return {name: value for name, value in part.labels.items() if name not in omitted}
 
 
-_PLACE = ("k8s_cluster_name", "k8s_node_name")
+_LOCATION_LABELS = ("k8s_cluster_name", "k8s_node_name")
 
 
-def grouped(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> tuple[dict[str, str], float | None]:
-    """The annotations of an alert, and its value: for how long its condition has held of any of its GPUs."""
+def describe_group(
+    alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules
+) -> tuple[dict[str, str], float | None]:
+    """The annotations of a group's alert, and its value: the longest time for which a GPU's condition has held, in
+    seconds."""
     rule, members = rules.by_name.get(alert.name), group.members
-    own = _own(rule, alert) if rule is not None else {}
+    rule_annotations = _rule_annotations(rule, alert) if rule is not None else {}
     value = max([member.seconds for member in members if member.seconds is not None], default=alert.value)
     if not alert.is_open:
-        figures, words = _waste(members, rules, "In the end")
-        description = f"{alert.annotations.get('description', '')} {words}".strip()
-        found = {**alert.annotations, **figures, "description": description}
+        figures, waste_text = _waste_figures(members, rules, "In the end")
+        description = f"{alert.annotations.get('description', '')} {waste_text}".strip()
+        annotations = {**alert.annotations, **figures, "description": description}
     elif report.scope == "node":
         kind = rule.kind if rule is not None else "missing"
-        state = _OF_NODE.get(kind, ("has a fault", "have a fault"))[len(alert.gpus) > 1]
+        state = _NODE_TEXTS.get(kind, ("has a fault", "have a fault"))[len(alert.gpus) > 1]
         summary = f"{_count(len(alert.gpus), 'GPU')} of {alert.node} {state}"
         cause = "They went at one time, so the cause is likely one: the driver, its module, or the machine."
-        found = {**alert.annotations, "summary": summary, "description": f"{summary}: {_places(alert.gpus)}. {cause}"}
+        annotations = {
+            **alert.annotations,
+            "summary": summary,
+            "description": f"{summary}: {_gpus_text(alert.gpus)}. {cause}",
+        }
     else:
-        found = _of_pods(alert, group, report, rules)
-    return {**found, **own}, value
+        annotations = _describe_pods(alert, group, report, rules)
+    return {**annotations, **rule_annotations}, value
 
 
-def _of_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> dict[str, str]:
-    """The annotations of an alert about what pods do with their GPUs."""
-    rule, going = rules.by_name.get(alert.name), [member for member in group.members if member.ended_ms is None]
-    figures, wasted = _waste(group.members, rules, f"Wasted by {moment(time(report.ts_ms))}")
-    worked = max([member.last_active for member in going if member.last_active is not None], default=None)
+def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> dict[str, str]:
+    """The annotations of an alert about how pods use their GPUs."""
+    rule = rules.by_name.get(alert.name)
+    firing_members = [member for member in group.members if member.ended_ms is None]
+    figures, waste_text = _waste_figures(group.members, rules, f"Wasted by {moment(time(report.ts_ms))}")
+    last_active = max([member.last_active for member in firing_members if member.last_active is not None], default=None)
     idle, held = alert.idle or 0, max(alert.held or 0, alert.idle or 0)
-    state, policy, since, never = _OF_PODS[rule.kind if rule is not None and rule.kind in _OF_PODS else "held_idle"]
+    kind: Kind = rule.kind if rule is not None and rule.kind in _POD_TEXTS else "held_idle"
+    state, policy, since, never_worked = _POD_TEXTS[kind]
     noun = "MIG device" if all(gpu.uuid.startswith("MIG-") for gpu in alert.gpus) else "GPU"
-    others: dict[Kind, list[AlertGpu]] = {kind: [] for kind in _OTHERS_DO}
-    for one in [one for one in group.others if one.gpu not in alert.gpus]:
-        others.setdefault(kind_of(one, rule, rules), []).append(one.gpu)
-    work = _others_do(others, rule, held - idle)
-    culprits = [f"{_OTHERS_DO[kind].named}: {_places(some)}." for kind, some in others.items() if some]
+    gpus_by_kind: dict[Kind, list[AlertGpu]] = {kind: [] for kind in _OTHER_KIND_TEXTS}
+    for other in [other for other in group.others if other.gpu not in alert.gpus]:
+        gpus_by_kind.setdefault(kind_of_other(other, rule, rules), []).append(other.gpu)
+    others_text = _others_text(gpus_by_kind, rule, held - idle)
+    culprits = [f"{_OTHER_KIND_TEXTS[key].prefix}: {_gpus_text(gpus)}." for key, gpus in gpus_by_kind.items() if gpus]
     culprits += ["Look there first: the others may wait for it."] if culprits else []
-    held_since = [member.since for member in going if member.since is not None]
-    when = _since(going, rule, alert.annotations.get("window"))
-    summary = f"{_whose(alert.labels)}: {idle} of {_count(held, noun)} {state}{work}{when}"
-    evidence = _listed(list(dict.fromkeys(f"{_place(m)}: {m.evidence}" for m in going if m.evidence)), "; ")
+    held_since = [member.since for member in firing_members if member.since is not None]
+    when = _since_text(firing_members, rule, alert.annotations.get("window"))
+    summary = f"{_workload_text(alert.labels)}: {idle} of {_count(held, noun)} {state}{others_text}{when}"
+    evidence_of_gpus = [f"{_gpu_text(member)}: {member.evidence}" for member in firing_members if member.evidence]
+    evidence = _join_names(list(dict.fromkeys(evidence_of_gpus)), "; ")
     sentences = [
-        f"{summary}. {state.partition(',')[0].capitalize()}: {_places(alert.gpus)}.",
+        f"{summary}. {state.partition(',')[0].capitalize()}: {_gpus_text(alert.gpus)}.",
         *(culprits if rule is not None and rule.kind in ALL_GPUS_KINDS else []),
         f"Evidence: {evidence}." if evidence else "",
-        wasted,
-        never if not worked else f"{since} {worked}." if since else "",
+        waste_text,
+        never_worked if not last_active else f"{since} {last_active}." if since else "",
         policy,
     ]
     return {
         **{name: text for name, text in alert.annotations.items() if name not in ("last_active", "gpu_hour_price")},
         "summary": summary,
         "description": " ".join(filter(None, sentences)),
-        "pods": _listed(sorted({gpu.pod for gpu in alert.gpus if gpu.pod})),
+        "pods": _join_names(sorted({gpu.pod for gpu in alert.gpus if gpu.pod})),
         "policy": policy,
         **figures,
         **({"evidence": evidence} if evidence else {}),
-        **({"last_active": worked} if worked else {}),
+        **({"last_active": last_active} if last_active else {}),
         **({"since": f"{min(held_since):%Y-%m-%dT%H:%M:%SZ}"} if held_since else {}),
     }
 
 
-def _since(members: Sequence[Member], rule: Rule | None, window: str | None) -> str:
-    """Since when it is so of the GPUs, as the summary says it, and until when some worked in between for a moment."""
-    times = [time(one.starts_ms) if window else one.since for one in members]
-    known = [at for at in times if at is not None]
-    if not known:
+def _since_text(members: Sequence[Member], rule: Rule | None, window: str | None) -> str:
+    """The end of the summary: since when the condition holds, and until when some GPU worked for a moment meanwhile."""
+    times = [time(member.starts_ms) if window else member.since for member in members]
+    known_times = [at for at in times if at is not None]
+    if not known_times:
         return ""
     since = f"in the {window} until" if window else "since"
-    first = "the first " if len({moment(at) for at in known}) > 1 else ""
-    worked = [at for one in members if one.last_active and (at := datetime.fromisoformat(one.last_active)) > max(known)]
-    says_work = rule is not None and rule.kind in ("held_idle", *ALL_GPUS_KINDS)
-    between = f", with work until {moment(max(worked))}" if worked and says_work else ""
-    return f" ({first}{since} {moment(min(known))}{between})"
+    first = "the first " if len({moment(at) for at in known_times}) > 1 else ""
+    last_work = [datetime.fromisoformat(member.last_active) for member in members if member.last_active]
+    worked = [at for at in last_work if at > max(known_times)]
+    shows_work = rule is not None and rule.kind in ("held_idle", *ALL_GPUS_KINDS)
+    work_text = f", with work until {moment(max(worked))}" if worked and shows_work else ""
+    return f" ({first}{since} {moment(min(known_times))}{work_text})"
 
 
-def kind_of(other: Member, rule: Rule | None, rules: Rules) -> Kind:
-    """What another rule says of a GPU. An earlier version kept no name, and knew these two kinds."""
+def kind_of_other(other: Member, rule: Rule | None, rules: Rules) -> Kind:
+    """The kind of the rule of an alert about another GPU. An earlier version kept no name, and had two such kinds."""
     if other.name is not None and other.name in rules.by_name:
         return rules.by_name[other.name].kind
     return "held_idle" if rule is not None and rule.kind in ALL_GPUS_KINDS else "stalled"
 
 
-def _others_do(others: Mapping[Kind, Sequence[AlertGpu]], rule: Rule | None, count: int) -> str:
-    """What the GPUs of the workload do that an alert is not about, if that is known."""
+def _others_text(gpus_by_kind: Mapping[Kind, Sequence[AlertGpu]], rule: Rule | None, count: int) -> str:
+    """What the other ``count`` GPUs of the workload do, for the summary; empty if that is not known."""
     if count <= 0 or (rule is not None and rule.kind not in ("held_idle", *ALL_GPUS_KINDS)):
         return ""
-    known = [(len(some), _OTHERS_DO[kind]) for kind, some in others.items() if some]
-    working = count - sum(some for some, _ in known)
-    known += [(working, OfOthers("works", "work", ""))] if working > 0 else []
-    if len(known) == 1:
-        return f", the other {count} {known[0][1].several}" if count > 1 else f", the other one {known[0][1].one}"
-    return f", of the other {count}: " + ", ".join(f"{n} {do.one if n == 1 else do.several}" for n, do in known)
+    states = [(len(gpus), _OTHER_KIND_TEXTS[kind]) for kind, gpus in gpus_by_kind.items() if gpus]
+    working = count - sum(gpu_count for gpu_count, _ in states)
+    states += [(working, OtherKindTexts("works", "work", ""))] if working > 0 else []
+    if len(states) == 1:
+        texts = states[0][1]
+        return f", the other {count} {texts.plural}" if count > 1 else f", the other one {texts.singular}"
+    counted = [f"{number} {texts.singular if number == 1 else texts.plural}" for number, texts in states]
+    return f", of the other {count}: {', '.join(counted)}"
 
 
-def _own(rule: Rule, alert: Alert) -> dict[str, str]:
-    """The annotations of a rule and, of its overrides, those that the alert began with."""
-    theirs = [one for override in rule.overrides for one in override.changes.get("annotations", {}).items()]
-    return rule.annotations | {name: text for name, text in theirs if alert.annotations.get(name) == text}
+def _rule_annotations(rule: Rule, alert: Alert) -> dict[str, str]:
+    """The annotations of a rule and, of its overrides, those that the alert got when it fired."""
+    annotations = dict(rule.annotations)
+    for override in rule.overrides:
+        changes = override.changes.get("annotations", {})
+        annotations |= {name: text for name, text in changes.items() if alert.annotations.get(name) == text}
+    return annotations
 
 
-def _whose(labels: Mapping[str, str]) -> str:
+def _workload_text(labels: Mapping[str, str]) -> str:
     """``Job ml-team/bert``, ``Pod ml-team/bert-0``, or ``Job 4242`` of a batch system."""
     if "job_id" in labels:
         return f"Job {labels['job_id']}"
@@ -196,41 +218,44 @@ def _whose(labels: Mapping[str, str]) -> str:
     return f"{kind} {labels.get('k8s_namespace_name')}/{name}"
 
 
-def _waste(members: Sequence[Member], rules: Rules, when: str) -> tuple[dict[str, str], str]:
-    """What was wasted, as annotations and as a sentence; nothing if it is not known of any part."""
-    known = [(member, (member.seconds or 0) + member.before_s) for member in members if member.share is not None]
-    if not known:
+def _waste_figures(members: Sequence[Member], rules: Rules, prefix: str) -> tuple[dict[str, str], str]:
+    """The GPU time wasted and its cost, as annotations and as a sentence; empty if no part has a share of a GPU."""
+    shared = [member for member in members if member.share is not None]
+    seconds_by_member = [(member, (member.seconds or 0) + member.before_s) for member in shared]
+    if not seconds_by_member:
         return {}, ""
-    seconds = sum(time_s * (member.share or 0) for member, time_s in known)
-    going = sum(member.share or 0 for member, _ in known if member.ended_ms is None)
+    seconds = sum(time_s * (member.share or 0) for member, time_s in seconds_by_member)
+    firing_share = sum(member.share or 0 for member, _ in seconds_by_member if member.ended_ms is None)
     figures = {"wasted_gpu_seconds": f"{seconds:.0f}", "wasted_gpu_hours": f"{seconds / _HOUR_S:.2f}"}
-    figures |= {"gpu_share": f"{going:.4g}"} if going else {}
-    words = f"{when}: {figures['wasted_gpu_hours']} GPU-hours"
-    priced = [(member, time_s) for member, time_s in known if member.price is not None]
+    figures |= {"gpu_share": f"{firing_share:.4g}"} if firing_share else {}
+    text = f"{prefix}: {figures['wasted_gpu_hours']} GPU-hours"
+    priced = [(member, time_s) for member, time_s in seconds_by_member if member.price is not None]
     if priced and rules.wording.currency:
-        hours = [Decimal(repr(time_s * (m.share or 0) / _HOUR_S)) * Decimal(m.price or "0") for m, time_s in priced]
-        figures |= {"cost": f"{sum(hours):.2f}", "currency": rules.wording.currency}
-        words += f", {figures['cost']} {figures['currency']}"
-    return figures, f"{words}."
+        cost = Decimal(0)
+        for member, time_s in priced:
+            cost += Decimal(repr(time_s * (member.share or 0) / _HOUR_S)) * Decimal(member.price or "0")
+        figures |= {"cost": f"{cost:.2f}", "currency": rules.wording.currency}
+        text += f", {figures['cost']} {figures['currency']}"
+    return figures, f"{text}."
 
 
-def _places(gpus: Iterable[AlertGpu]) -> str:
+def _gpus_text(gpus: Iterable[AlertGpu]) -> str:
     """``GPU 0, 1 of gpu-node-1 (ml/bert-0)``, for each node and pod."""
-    found = []
-    for (node, pod), some in groupby(gpus, key=lambda gpu: (gpu.node, gpu.pod)):
-        indices = sorted({gpu.index for gpu in some if gpu.index is not None})
+    texts = []
+    for (node, pod), gpus_there in groupby(gpus, key=lambda gpu: (gpu.node, gpu.pod)):
+        indices = sorted({gpu.index for gpu in gpus_there if gpu.index is not None})
         numbers = f"GPU {', '.join(map(str, indices))} of " if indices else ""
-        found.append(f"{numbers}{node}{f' ({pod})' if pod else ''}")
-    return _listed(found, "; ")
+        texts.append(f"{numbers}{node}{f' ({pod})' if pod else ''}")
+    return _join_names(texts, "; ")
 
 
-def _place(member: Member) -> str:
+def _gpu_text(member: Member) -> str:
     return f"GPU {member.gpu.uuid if member.gpu.index is None else member.gpu.index} of {member.gpu.node}"
 
 
-def _listed(names: Sequence[str], between: str = ", ") -> str:
-    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
-    return between.join([*names[:_MOST_NAMED], *more])
+def _join_names(names: Sequence[str], separator: str = ", ") -> str:
+    omitted = [f"{len(names) - _MAX_LISTED} more"] if len(names) > _MAX_LISTED else []
+    return separator.join([*names[:_MAX_LISTED], *omitted])
 
 
 def _count(count: int, noun: str) -> str:

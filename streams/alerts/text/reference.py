@@ -1,4 +1,4 @@
-"""The tables of the page ``docs/reference/alerts.md``: ``python -m streams.alerts.text.reference [--check]``.
+"""Writes the tables of the page ``docs/reference/alerts.md``: ``python -m streams.alerts.text.reference [--check]``.
 
 In: the page; the default rules, the table of their options, and the table of XID errors. Out: the page with these as
 Markdown, each below its mark; the rest of the page is as it was.
@@ -25,7 +25,7 @@ from topics.reference import filled, generate, table
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "alerts.md"
 
-_ABOUT = {
+_SUBJECTS = {
     "held_idle": "A pod holds a GPU and does nothing with it.",
     "stalled": "A pod's GPU says that it is busy, and does hardly any work, as in a collective that hangs.",
     "underused": "A pod's GPU works now and then, and hardly at all in some hours.",
@@ -62,7 +62,7 @@ _MEASURED = {
     "thermal_slowdown": "11 of 11 useful; all 10 found, 110 s after cooling failed",
     "power_brake": "7 of 7 useful; all 7 found, 10 s after it began",
 }
-"""What ``python -m tests.bench.noise`` says of the kinds that a simulated fleet has a truth for."""
+"""Results of ``python -m tests.bench.noise``, for the kinds whose true state a simulated fleet has."""
 
 _FAULT = "a fault that a GPU or a node reports itself"
 _EVIDENCE = {
@@ -81,24 +81,24 @@ _EVIDENCE = {
 
 
 def markdown() -> str:
-    same: dict[tuple[str, str, str], list[int]] = {}
+    codes_by_xid: dict[tuple[str, str, str], list[int]] = {}
     for code, xid in XIDS.items():
-        same.setdefault((xid.kind, xid.meaning, xid.action), []).append(code)
-    xids = sorted(same.items(), key=lambda row: (XID_KINDS.index(row[0][0]), row[1]))
-    rules = [
+        codes_by_xid.setdefault((xid.kind, xid.meaning, xid.action), []).append(code)
+    xids = sorted(codes_by_xid.items(), key=lambda row: (XID_KINDS.index(row[0][0]), row[1]))
+    rule_rows = [
         (
             f"[{rule.name}](../runbooks/{rule.name}.md)",
-            _ABOUT[rule.kind],
+            _SUBJECTS[rule.kind],
             f"`{rule.kind}`",
             rule.severity,
             duration_words(rule.for_ms) if rule.for_ms else "at once",
             duration_words(rule.keep_firing_ms) if rule.keep_firing_ms else "",
-            ", ".join([*([] if rule.enabled else ["off"]), *_further(rule)]),
+            ", ".join([*([] if rule.enabled else ["off"]), *_other_options(rule)]),
         )
         for rule in rules_file.defaults().values()
     ]
     head = ("rule", "what it is about", "kind", "severity", "for", "keep_firing_for", "further")
-    each = [
+    evidence_rows = [
         (
             f"`{rule.name}`",
             _EVIDENCE.get(rule.kind, _FAULT),
@@ -108,11 +108,11 @@ def markdown() -> str:
         for rule in rules_file.defaults().values()
     ]
     tables = {
-        "rules": table(head, rules),
-        "each": table(("rule", "by what it judges", "default", "on the simulated fleet"), each),
-        "sentences": table(("rule", "summary", "description"), map(_said, rules_file.defaults().values())),
-        "options": table(("key", "of kind", "meaning"), map(_option, OPTIONS)),
-        "selectors": table(("key", "of kind", "matches"), map(_option, SELECTORS)),
+        "rules": table(head, rule_rows),
+        "each": table(("rule", "by what it judges", "default", "on the simulated fleet"), evidence_rows),
+        "sentences": table(("rule", "summary", "description"), map(_example_sentences, rules_file.defaults().values())),
+        "options": table(("key", "of kind", "meaning"), map(_option_row, OPTIONS)),
+        "selectors": table(("key", "of kind", "matches"), map(_option_row, SELECTORS)),
         "xids": table(
             ("code", "kind", "meaning", "what to do"), [(", ".join(map(str, codes)), *row) for row, codes in xids]
         ),
@@ -134,63 +134,64 @@ _EXAMPLES: dict[Kind, dict[str, Any]] = {
     "crash_loop": {"text": "7"},
     "policy_invalid": {"text": "the annotation gpustream.dev/idle-after is malformed: 'soon' is no duration"},
 }
-"""What the example of a kind has found."""
+"""The finding in the example of a kind."""
 
 
-def _said(rule: Rule) -> Sequence[str]:
-    """The sentences of a rule's alert, of an example."""
+def _example_sentences(rule: Rule) -> Sequence[str]:
+    """The rule's name, and the summary and description of an example of its alert."""
     holder = Holder("ml-team", "bert-0", pod_uid="uid", container="main", workload=Workload("Job", "bert"))
     metrics = Metrics(
         gpu_utilization_ratio=1.0, sm_active_ratio=0.1, tensor_active_ratio=0.0, power_watts=140.0,
         power_limit_watts=700.0, memory_used_bytes=70 * 2**30, memory_total_bytes=80 * 2**30,
     )  # fmt: skip
     device, example = Device("GPU-1", 3, "H100", holders=(holder,), metrics=metrics), _EXAMPLES.get(rule.kind, {})
-    after_ms = _SINCE_MS + max(rule.for_ms, 60_000)
+    fired_ms = _SINCE_MS + max(rule.for_ms, 60_000)
     tick = Tick(
-        schema=1, cluster="prod", node="gpu-node-1", run_id=1, seq=1, ts_ms=after_ms, offset=1, attribution="exact",
+        schema=1, cluster="prod", node="gpu-node-1", run_id=1, seq=1, ts_ms=fired_ms, offset=1, attribution="exact",
         devices=(device,),
     )  # fmt: skip
     facts = Facts(device, None, (holder,), text=example.get("text", ""))
     finding = Finding(rule, "GPU-1", "uid", example.get("key", ""), value=example.get("value"), facts=facts)
     if rule.kind != "node_silent":
-        labels, words = describe(finding, tick, _SINCE_MS)
+        labels, annotations = describe(finding, tick, _SINCE_MS)
     else:
         remembered = DeviceMemory(3, pods=(PodMemory("ml-team", "bert-0", _SINCE_MS),))
         state = AlertState(
-            schema=1, cluster="prod", node="gpu-node-1", offset=1, position=1, last_ts_ms=after_ms, logged_ms=after_ms
+            schema=1, cluster="prod", node="gpu-node-1", offset=1, position=1, last_ts_ms=fired_ms, logged_ms=fired_ms
         )
-        labels, words = describe_silence(rule, state, Memory(devices={"GPU-1": remembered}))
+        labels, annotations = describe_silence(rule, state, Memory(devices={"GPU-1": remembered}))
     if rule.kind in WASTE:
-        words |= {"since": f"{time(_SINCE_MS):%Y-%m-%dT%H:%M:%SZ}"}
+        annotations |= {"since": f"{time(_SINCE_MS):%Y-%m-%dT%H:%M:%SZ}"}
         if rule.kind == "straggler":
-            words |= {"evidence": "SM clock 1200 MHz (its peers SM clock 1980 MHz)"}
+            annotations |= {"evidence": "SM clock 1200 MHz (its peers SM clock 1980 MHz)"}
         window_s = rule.window_ms / 1000 if rule.kind in WINDOWED else 0.0
         part = Alert(
             schema=1, name=rule.name, state="firing", fingerprint="0" * 16, cluster="prod", node="gpu-node-1",
-            starts_at=time(after_ms), severity=rule.severity, value=(after_ms - _SINCE_MS) / 1000 + window_s,
-            labels=labels, annotations=words,
+            starts_at=time(fired_ms), severity=rule.severity, value=(fired_ms - _SINCE_MS) / 1000 + window_s,
+            labels=labels, annotations=annotations,
         )  # fmt: skip
         report = AlertReport(
-            schema=1, group="0" * 16, scope="workload", cluster="prod", node="gpu-node-1", ts_ms=after_ms,
+            schema=1, group="0" * 16, scope="workload", cluster="prod", node="gpu-node-1", ts_ms=fired_ms,
             held=1 if rule.kind in ALL_GPUS_KINDS else 8, alerts=(part,),
         )  # fmt: skip
-        made = groups.step(None, report, 0, Rules((rule,))).group.alert
-        words = made.annotations if made is not None else words
-    return f"`{rule.name}`", words["summary"], words["description"].removeprefix(f"{words['summary']}. ")
+        group_alert = groups.step(None, report, 0, Rules((rule,))).group.alert
+        annotations = group_alert.annotations if group_alert is not None else annotations
+    summary, description = annotations["summary"], annotations["description"]
+    return f"`{rule.name}`", summary, description.removeprefix(f"{summary}. ")
 
 
-def _further(rule: Rule) -> list[str]:
-    """The options of a rule that have no column."""
+def _other_options(rule: Rule) -> list[str]:
+    """The options of a rule that have no column in the table, with their values."""
     of_kind = [
         option for option in OPTIONS if rule.kind in option.kinds and option.key not in ("for", "critical_after")
     ]
-    further = [*([BY_KEY["critical_after"]] if rule.critical_ms else []), *of_kind]
-    return [f"`{option.key}` {option.shown(rule)}" for option in further]
+    options = [*([BY_KEY["critical_after"]] if rule.critical_ms else []), *of_kind]
+    return [f"`{option.key}` {option.format_value(rule)}" for option in options]
 
 
-def _option(option: Option) -> Sequence[str]:
+def _option_row(option: Option) -> Sequence[str]:
     kinds = ", ".join(f"`{kind}`" for kind in option.kinds) if len(option.kinds) < len(KINDS) - 1 else "all but `xid`"
-    return f"`{option.key}`", kinds or "any", option.what
+    return f"`{option.key}`", kinds or "any", option.description
 
 
 if __name__ == "__main__":

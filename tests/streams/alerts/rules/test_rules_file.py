@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.alerts.rules import rules_file
-from streams.alerts.rules.options import OPTIONS, Wrong
+from streams.alerts.rules.options import OPTIONS, ValueErrors
 from streams.alerts.rules.rule import KINDS, Rule, Rules
 from streams.alerts.rules.rules_file import RulesError
 
@@ -22,7 +22,7 @@ def mistakes(text: str) -> list[tuple[int, str, str]]:
     """Line, path and words of every mistake of a file."""
     with pytest.raises(RulesError) as caught:
         parsed(text)
-    return [(mistake.line, mistake.path, mistake.text) for mistake in caught.value.mistakes]
+    return [(mistake.line, mistake.path, mistake.text) for mistake in caught.value.errors]
 
 
 def rule(by: Rules, name: str = "GPUHeldIdle") -> Rule:
@@ -276,7 +276,7 @@ def test_what_can_not_be_read_is_a_mistake(tmp_path: Path, content: bytes, line:
     path.write_bytes(content)
     with pytest.raises(RulesError) as caught:
         rules_file.load(path)
-    assert caught.value.mistakes == (rules_file.Mistake(str(path), line, "", words),)
+    assert caught.value.errors == (rules_file.FileError(str(path), line, "", words),)
 
 
 def test_the_mark_that_some_editors_put_before_a_file_is_no_mistake(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ keys = st.sampled_from([option.key for option in OPTIONS] + ["kind", "overrides"
 
 @given(st.dictionaries(st.sampled_from(["GPUHeldIdle", "GPUXid", "mine"]), st.dictionaries(keys, values, max_size=4)))
 def test_whatever_a_table_holds_it_is_a_rule_or_a_mistake(tables: dict[str, dict[str, object]]) -> None:
-    wrong: Wrong = []
+    wrong: ValueErrors = []
     for name, table in tables.items():
         found = rules_file.rule(name, table, rules_file.defaults(), wrong)
         assert wrong or (found is not None and found.name == name)
