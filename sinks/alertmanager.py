@@ -368,7 +368,7 @@ class AlertmanagerSink:
         readers = [reader for _, reader in self._alertmanagers]
         try:
             async with connecting(sender):
-                await together(stop, readers, beside=[notifier.resend() for notifier, _ in self._alertmanagers])
+                await together(stop, readers, others=[notifier.resend() for notifier, _ in self._alertmanagers])
         finally:
             await http.close()
 

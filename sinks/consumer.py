@@ -1,11 +1,11 @@
-"""Reads topics for a sink, as a member of its consumer group: a task for each partition, commits after each delivery.
+"""Reads topics for a sink, as a member of its consumer group: a task for each assigned partition.
 
-In: the partitions that are ours, and their records. Out: a handler's steps, the offset committed after each.
-State: of each partition the next offset to finish, and of the last assignment, so that what comes back unchanged is not
-read back. Kafka is the buffer: what is not delivered is not read past.
-On failure: the group is found again by itself; a partition's own failure ends the sink, and it starts over. When a
-partition is taken away, ``abandon`` is set and what is under way is waited for, bounded. Everything that was awaited
-may come back after that, so ``abandon`` is looked at before anything is committed or kept.
+In: the assigned partitions and their records. Out: deliveries by a handler, with a commit after each step of them.
+State: for each partition, the next offset to finish; and the assignments before the last rebalance, so that a partition
+that comes back unchanged is not read back. Kafka is the buffer: nothing past an undelivered record is committed.
+On failure: the group reconnects by itself. A failure of one partition ends the sink, which is then restarted. When a
+partition is revoked, ``abandon`` is set, and a delivery in progress gets a limited time to end. Any await may return
+after that, so ``abandon`` is checked before anything is committed or kept.
 """
 
 import asyncio
@@ -31,10 +31,10 @@ from sinks.outcomes import Outcomes
 log = logging.getLogger(__name__)
 
 BATCH_RECORDS = 250
-"""So many records of a partition are read, and held, at a time."""
+"""The most records of a partition that are fetched at a time."""
 
 LEAVE_S = 4.0
-"""So long may what is under way in a partition take when the partition is taken away."""
+"""How long a delivery in progress may still take when its partition is revoked."""
 
 _CANCEL_S = 0.5
 _MEASURE_S = 1.0
@@ -45,32 +45,32 @@ _QUIET_EVERY_S = 1.0
 
 
 class Handler(Protocol):
-    """What a sink does with one partition's records, in their order."""
+    """Delivers the records of one partition, in their order."""
 
     def recall(self, records: Sequence[Record]) -> None:
-        """Records that were finished before: know them, deliver nothing."""
+        """Restore the handler's state from records that were finished before. Delivers nothing."""
 
     def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
-        """Finish the records in steps: gives, after each step, the offset after the last finished one.
+        """Deliver the records in steps, and yield after each step the offset after the last finished record.
 
-        That is committed before the next step. Counts what became of the records it finished. Raises Abandoned.
-        It may end its steps with records unfinished, to be given others meanwhile; then it is called again soon, with
-        more or with none, and gives the steps of those that it kept.
+        That offset is committed before the next step. The handler counts the outcomes of its records. It may return
+        with unfinished records; then it is called again soon, with more records or with none, and goes on with those
+        that it kept. Raises Abandoned.
         """
 
     async def quiet(self, abandon: asyncio.Event) -> None:
-        """The partition is read to its end; called about once a second while it is. Raises Abandoned."""
+        """Called about once a second while the partition is read to its end. Raises Abandoned."""
 
     def reset(self) -> None:
-        """The topic was created again: its offsets start again."""
+        """Forget everything: the topic was recreated, and its offsets start again."""
 
 
 class Source(NamedTuple):
-    """A topic that a sink reads, and what makes the handler of one of its partitions, given its number.
+    """A topic that a sink reads, and how to make the handler of a partition, by its number.
 
-    ``from_`` says where a group without offsets starts, ``recall_s`` how much of the log before the first unfinished
-    record is read back; ``WHOLE_LOG`` is all of it. ``holds``: its handler may leave records unfinished that wait for
-    later ones, and is called at the end of a partition in spite of them.
+    ``from_``: where a group without offsets starts. ``recall_s``: how much of the log before the first unfinished
+    record is read back to restore the handler's state; ``WHOLE_LOG``: all of it. ``holds``: the handler may keep
+    records unfinished until later ones come, and ``quiet`` is called in spite of them.
     """
 
     topic: str
@@ -88,13 +88,13 @@ class GroupReader:
         self._sources = {source.topic: source for source in sources}
         self._check = TopicCheck(settings.connection(), TopicAccess(tuple(self._sources), (DEAD_LETTERS,)))
         self._group: ConsumerGroup | None = None
-        self._begun: frozenset[str] = frozenset()
+        self._started_topics: frozenset[str] = frozenset()
         self._tasks: dict[Assignment, asyncio.Task[None]] = {}
         self._kept: dict[Partition, Assignment] = {}
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Read until ``stop``. Raises what a handler raised, what the broker refuses us with, and MustRestart."""
+        """Read until ``stop``. Raises what a handler raises, the broker's refusal of this client, and MustRestart."""
         if (checked := await self._check.wait(stop)) is None:
             return
         group = self._group = ConsumerGroup(self._settings, list(self._sources), self, checked.partitions)
@@ -105,7 +105,7 @@ class GroupReader:
             await group.connect()
             while True:
                 try:
-                    self._begun = await positions.commit_start(group, from_)
+                    self._started_topics = await positions.commit_start(group, from_)
                     break
                 except KafkaError as error:
                     log.warning("group %s: where it begins is not known (%s), trying again", group.name, error)
@@ -133,45 +133,46 @@ class GroupReader:
             self._outcomes.assigned((), of=self)
 
     def not_ready(self) -> list[str]:
-        """Why nothing is read; empty when all assigned partitions are."""
+        """Why records are not read; empty when all assigned partitions are."""
         if self._group is None:
             return self._check.not_ready() or ["not connected to Kafka"]
         if reasons := self._group.not_ready():
             return reasons
         opening = sorted(assignment.tp for assignment in self._tasks if assignment.next is None)
-        back = {
+        reading_back = {
             self._group.connection.prefixed(topic): [str(tp.partition) for tp in opening if tp.topic == topic]
             for topic in self._sources
         }
-        return [f"reading back {topic}, partitions {', '.join(some)}" for topic, some in back.items() if some]
+        return [f"reading back {topic}, partitions {', '.join(tps)}" for topic, tps in reading_back.items() if tps]
 
     async def revoked(self) -> None:
-        """Let go of all partitions: wait for what is under way, bounded, then cancel it."""
+        """Give up all partitions: wait a limited time for deliveries in progress, then cancel them."""
         tasks, self._tasks = self._tasks, {}
         for assignment in tasks:
             assignment.abandon.set()
         if busy := [task for assignment, task in tasks.items() if assignment.busy]:
             await asyncio.wait(busy, timeout=LEAVE_S)
-        left = [task for task in tasks.values() if not task.done()]
-        for task in left:
+        running = [task for task in tasks.values() if not task.done()]
+        for task in running:
             task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=_CANCEL_S)
+        if running:
+            await asyncio.wait(running, timeout=_CANCEL_S)
         for assignment in tasks:
             assignment.close()
         self._kept = {assignment.tp: assignment for assignment in tasks if assignment.next is not None}
 
     def assigned(self, tps: set[Partition]) -> None:
-        """Start on these partitions.
+        """Start to read these partitions.
 
-        A partition without an offset, in a topic that the group has begun, was added to the topic: all of it is new.
+        A partition without an offset, in a topic for which the group has others, was added to the topic: it is read
+        from its beginning.
         """
         if self._group is None:
             raise RuntimeError("partitions of no group")
         for tp in sorted(tps):
             source = self._sources[tp.topic]
             assignment = Assignment(self._group, tp, source.handler(tp.partition), self._outcomes, self._kept.get(tp))
-            from_ = "earliest" if tp.topic in self._begun else source.from_
+            from_ = "earliest" if tp.topic in self._started_topics else source.from_
             task = self._tasks[assignment] = asyncio.ensure_future(
                 assignment.run(from_, source.recall_s, holds=source.holds)
             )
@@ -179,7 +180,7 @@ class GroupReader:
         self._kept = {}
 
     def _ended(self, tp: Partition, task: "asyncio.Task[None]") -> None:
-        """An assignment has ended: as it was abandoned, or of a failure that ends the sink."""
+        """An assignment has ended: it was abandoned, or a failure ends the sink."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, IllegalStateError):
             log.info("%s: no longer ours: %s", tp, error)
@@ -188,39 +189,40 @@ class GroupReader:
 
 
 async def together(
-    stop: asyncio.Event, readers: Iterable[GroupReader | Tail], beside: Iterable[Coroutine[Any, Any, None]] = ()
+    stop: asyncio.Event, readers: Iterable[GroupReader | Tail], others: Iterable[Coroutine[Any, Any, None]] = ()
 ) -> None:
-    """Run readers until ``stop``, or until one of them, or of what runs beside, ends. Raises what any raised."""
+    """Run readers until ``stop``, or until one of them or one of ``others`` ends. Raises what any of them raises."""
     ending, stopping = asyncio.Event(), asyncio.ensure_future(stop.wait())
     reading = [asyncio.ensure_future(reader.run(ending)) for reader in readers]
-    others = [asyncio.ensure_future(one) for one in beside]
+    running = [asyncio.ensure_future(other) for other in others]
     try:
-        await asyncio.wait((stopping, *reading, *others), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((stopping, *reading, *running), return_when=asyncio.FIRST_COMPLETED)
     finally:
         ending.set()
-        for task in (stopping, *others):
+        for task in (stopping, *running):
             task.cancel()
-        ends = await asyncio.gather(*reading, *others, return_exceptions=True)
-    for end in ends:
-        if isinstance(end, Exception):
-            raise end
+        results = await asyncio.gather(*reading, *running, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
 
 
 class Assignment:
-    """A partition that is ours for now. ``next`` is the offset after the last finished record, once that is known.
+    """An assigned partition. ``next``: the offset after the last finished record, None until it is known.
 
-    ``busy``: something is under way that is worth waiting for. ``kept``: the same partition's last assignment here.
+    ``busy``: a delivery is in progress that is worth waiting for. ``kept``: this process's last assignment of the same
+    partition.
     """
 
     def __init__(
         self, group: ConsumerGroup, tp: Partition, handler: Handler, outcomes: Outcomes, kept: "Assignment | None"
     ) -> None:
-        self.tp, self.place = tp, group.kafka_name(tp)
+        self.tp, self.name = tp, group.kafka_name(tp)
         self.abandon = asyncio.Event()
         self.next: int | None = None
         self.busy = False
         self._group, self._handler, self._outcomes, self._kept = group, handler, outcomes, kept
-        self._over = False
+        self._closed = False
         self._quiet_s = -_QUIET_EVERY_S
         self._unfinished: deque[int] = deque()
 
@@ -235,18 +237,18 @@ class Assignment:
             self._give_back()
 
     def close(self) -> None:
-        """It is somebody else's now: nothing may be committed any more."""
-        self._over = True
+        """Another member may have it now: commit nothing any more."""
+        self._closed = True
 
     def lag(self) -> int:
-        """How many records are not finished, as of the last answer of the broker."""
+        """The number of unfinished records, by the last end offset from the broker."""
         with contextlib.suppress(AssertionError, AttributeError):  # between two assignments the client has no answer
             end = self._group.end(self.tp)
             return max(0, end - self.next) if end is not None and self.next is not None else 0
         return 0
 
     async def _open(self, from_: StartFrom, recall_s: float) -> Start:
-        """Find where to start, for as long as that takes, and go there."""
+        """Find the start offset, for as long as that takes, and seek there."""
         kept, self._kept = self._kept, None
         while not self.abandon.is_set():
             try:
@@ -256,7 +258,7 @@ class Assignment:
             except IllegalStateError:
                 raise
             except KafkaError as error:
-                log.warning("%s: not opened (%s), trying again", self.place, error)
+                log.warning("%s: not opened (%s), trying again", self.name, error)
                 await asyncio.sleep(_RETRY_S)
                 continue
             if self.abandon.is_set():
@@ -271,7 +273,7 @@ class Assignment:
         raise Abandoned
 
     async def _read(self, position: int, resume: int, *, holds: bool) -> None:
-        """Read on from a position; what is before ``resume`` was finished before."""
+        """Read on from a position; the records before ``resume`` were finished before."""
         while not self.abandon.is_set():
             if self._unfinished:
                 await self._deliver(())
@@ -298,7 +300,7 @@ class Assignment:
             position = records[-1].offset + 1
 
     async def _be_quiet(self, position: int) -> None:
-        """Let the handler know that the partition is read to its end, if the broker said so just now."""
+        """Call the handler's ``quiet``, if the broker has just confirmed that the partition is read to its end."""
         now_s = asyncio.get_running_loop().time()
         if not self._group.is_read_to_end(self.tp, position) or now_s - self._quiet_s < _QUIET_EVERY_S:
             return
@@ -309,9 +311,9 @@ class Assignment:
             self.busy = bool(self._unfinished)
 
     async def _skip(self, position: int, resume: int) -> int:
-        """Follow the client past what is no record, such as the end of a transaction; gives the position after it.
+        """Follow the client past offsets without a record, such as a transaction marker. Returns the new position.
 
-        It is committed unless records before it are unfinished, or a log that ends in it would never be finished.
+        It is committed, unless earlier records are unfinished: or else a log with such an end would never be finished.
         """
         reached = (await self._group.positions([self.tp])).get(self.tp, position)
         if reached <= position or self.abandon.is_set():
@@ -321,26 +323,26 @@ class Assignment:
             await self._commit(reached)
         return reached
 
-    async def _jump(self, resume: int, wanted: int, got: int) -> int:
-        """Records are missing, or the topic was created again. Gives where to resume now."""
-        if got < wanted:
-            log.warning("%s: offsets start again at %d: the topic was created again", self.place, got)
+    async def _jump(self, resume: int, expected: int, got: int) -> int:
+        """Handle a gap in the offsets, or a recreated topic. Returns where to resume."""
+        if got < expected:
+            log.warning("%s: offsets start again at %d: the topic was created again", self.name, got)
             self._handler.reset()
             self._give_back()
             return got
         try:
             begin = min(got, (await self._group.offsets.beginnings([self.tp]))[self.tp])
         except KafkaError as error:
-            place, last = self.place, got - 1
-            log.warning("%s: whether offsets %d to %d were deleted is not known: %s", place, wanted, last, error)
+            last = got - 1
+            log.warning("%s: whether offsets %d to %d were deleted is not known: %s", self.name, expected, last, error)
             return resume
         if begin > resume:
-            log.warning("%s: offsets %d to %d were gone before they were read", self.place, resume, begin - 1)
+            log.warning("%s: offsets %d to %d were gone before they were read", self.name, resume, begin - 1)
             self._outcomes.expired(begin - resume)
         return resume
 
     async def _deliver(self, records: Sequence[Record]) -> None:
-        """Deliver records step by step, each committed before the next; those that were kept before, too."""
+        """Deliver records, with those that the handler has kept, step by step, each committed before the next."""
         self._outcomes.read(len(records))
         self._unfinished.extend(record.offset for record in records)
         self.busy = True
@@ -357,13 +359,13 @@ class Assignment:
             self.busy = bool(self._unfinished)
 
     def _give_back(self) -> None:
-        """What is unfinished is not ours to finish any more."""
+        """Count the unfinished records as released: the partition's next owner reads them."""
         self._outcomes.release(len(self._unfinished))
         self._unfinished.clear()
         self.busy = False
 
     async def _commit(self, offset: int) -> None:
-        if self._over:
+        if self._closed:
             raise Abandoned
         try:
             committed = await self._group.commit({self.tp: offset})

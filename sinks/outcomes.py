@@ -1,6 +1,6 @@
-"""What became of each record that a sink read: it ends in exactly one outcome, or is held, or was given back.
+"""Counts the records of a sink by outcome. Each record has exactly one, or is held, or was released unfinished.
 
-read = delivered + duplicate + dropped + dead_lettered + released + held, at any time of a process's life.
+read = delivered + duplicate + dropped + dead_lettered + released + held, at any moment of a process.
 """
 
 import logging
@@ -23,7 +23,7 @@ T = TypeVar("T")
 Outcome = Literal["delivered", "duplicate", "dropped", "dead_lettered"]
 
 OnOutcome = Callable[[str, str, int, int, Outcome], None]
-"""Called with the cluster, node, run_id and seq of each tick, and what became of it."""
+"""Called with the cluster, node, run_id and seq of each tick, and its outcome."""
 
 COMMON: tuple[Instrument, ...] = (
     Instrument("records_read_total", "counter", "Records read, to be delivered."),
@@ -65,18 +65,18 @@ COMMON: tuple[Instrument, ...] = (
     Instrument("lag_records", "gauge", "Records not yet finished, in the partitions assigned."),
     lateness_instrument("")._replace(name="loop_late_seconds"),
 )
-"""What every sink says of its records; the names are in full where a sink lists its own."""
+"""The own metrics that every sink has; their full names are in each sink's list."""
 
 DELAY_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
-"""From what a pipeline at rest takes to how long Kafka keeps a tick."""
+"""From the delay of an idle pipeline to the retention of ticks in Kafka."""
 
 
 class Undecodable(ValueError):
-    """The record is not one of its topic: dead-letter it."""
+    """The record is not a record of its topic: dead-letter it."""
 
 
 def decoded(record: Record, decode: Callable[[bytes], T], topic: str) -> T:
-    """What a record of a topic says. Raises Undecodable."""
+    """Decode a record of a topic. Raises Undecodable."""
     try:
         return decode(record.value or b"")
     except msgspec.DecodeError as error:
@@ -84,38 +84,38 @@ def decoded(record: Record, decode: Callable[[bytes], T], topic: str) -> T:
 
 
 def delay_instrument(name: str, until: str) -> Instrument:
-    """How old the ticks that a sink delivers are by then: observed by :meth:`Outcomes.delay`."""
+    """The histogram of the delay of ticks at their delivery: see :meth:`Outcomes.delay`."""
     text = f"From when a tick's GPUs were read, by the node's clock, until {until}; 0 if that clock is ahead."
     return Instrument(name, "histogram", text, buckets=DELAY_BUCKETS)
 
 
 def instruments(*names: str) -> tuple[Instrument, ...]:
-    """The instruments that every sink has, under the names that they have in this one: one for each of ``COMMON``."""
+    """The instruments of ``COMMON`` under their full names in one sink, in the same order."""
     return tuple(row._replace(name=name) for row, name in zip(COMMON, names, strict=True))
 
 
 class Outcomes:
-    """Counts records by what became of them; ``on_outcome`` is called for each tick. ``clock_s``: the time of day."""
+    """Counts records by outcome. ``on_outcome`` is called for each finished tick. ``clock_s``: the time of day."""
 
     def __init__(
         self,
         component: str,
-        made: Instruments,
+        instruments: Instruments,
         on_outcome: OnOutcome | None = None,
         clock_s: Callable[[], float] = time.time,
     ) -> None:
         self._prefix = f"gpustream_{component}"
-        self._made, self._on_outcome, self._clock_s = made, on_outcome, clock_s
+        self._instruments, self._on_outcome, self._clock_s = instruments, on_outcome, clock_s
         self._held = 0
         self._lags: dict[object, list[int]] = {}
 
     def read(self, records: int) -> None:
-        """Records were read, and are held now."""
+        """Count records that were read; they are held now."""
         self._counter("records_read_total").inc(records)
         self._hold(records)
 
     def finish(self, outcome: Outcome, reason: str = "", tick: SeriesTick | None = None) -> None:
-        """A record ended, which said this tick, if it is one."""
+        """Count a finished record; ``tick`` is what it was, if it could be decoded as one."""
         labels = (reason,) if outcome == "dropped" else ()
         self._counter(f"records_{outcome}_total", *labels).inc()
         self._hold(-1)
@@ -123,42 +123,42 @@ class Outcomes:
             self._on_outcome(tick.cluster, tick.node, tick.run_id, tick.seq, outcome)
 
     def delay(self, tick: SeriesTick) -> None:
-        """A tick has just been delivered; it is finished now, or later."""
+        """Observe the delay of a tick that has just been delivered."""
         delay_s = max(0.0, self._clock_s() - tick.ts_ms / 1000)
-        self._made.histogram(f"{self._prefix}_delay_seconds").observe(delay_s)
+        self._instruments.histogram(f"{self._prefix}_delay_seconds").observe(delay_s)
 
     def release(self, records: int) -> None:
-        """Records were given back unfinished."""
+        """Count records that were given up unfinished."""
         self._counter("records_released_total").inc(records)
         self._hold(-records)
 
     def expired(self, records: int) -> None:
-        """Records were gone before they were read."""
+        """Count records that were deleted before they were read."""
         self._counter("records_expired_total").inc(records)
 
     def new_log(self, partition: int) -> None:
-        """A node's offsets began again."""
+        """Count a node whose offsets have started again."""
         self._counter("new_logs_total").inc()
         log.warning("partition %d: gpu.samples was deleted and created again: its new records are taken", partition)
 
     def committed(self, *, ok: bool) -> None:
-        """An offset commit ended."""
+        """Count an offset commit."""
         self._counter("commits_total", "ok" if ok else "failed").inc()
 
     def assigned(self, lags: Iterable[int], of: object = None) -> None:
-        """The partitions ``of`` one of several readers, each with how many records are ahead of it."""
+        """Set the lag of each assigned partition of one reader, which ``of`` identifies."""
         self._lags[of] = list(lags)
-        known = [lag for some in self._lags.values() for lag in some]
-        self._made.gauge(f"{self._prefix}_partitions").set(len(known))
-        self._made.gauge(f"{self._prefix}_lag_records").set(sum(known))
+        lags = [lag for of_reader in self._lags.values() for lag in of_reader]
+        self._instruments.gauge(f"{self._prefix}_partitions").set(len(lags))
+        self._instruments.gauge(f"{self._prefix}_lag_records").set(sum(lags))
 
     def late(self, worst_s: float) -> None:
-        """The most that the event loop was late within the last minute."""
-        self._made.gauge(f"{self._prefix}_loop_late_seconds").set(worst_s)
+        """Set the greatest lateness of the event loop within the last minute."""
+        self._instruments.gauge(f"{self._prefix}_loop_late_seconds").set(worst_s)
 
     def _counter(self, name: str, *labels: str) -> Counter:
-        return self._made.counter(f"{self._prefix}_{name}", *labels)
+        return self._instruments.counter(f"{self._prefix}_{name}", *labels)
 
     def _hold(self, more: int) -> None:
         self._held += more
-        self._made.gauge(f"{self._prefix}_records_held").set(self._held)
+        self._instruments.gauge(f"{self._prefix}_records_held").set(self._held)

@@ -146,7 +146,7 @@ async def test_a_partition_that_was_added_to_a_topic_that_the_group_reads_is_rea
     counted = Outcomes("test", Instruments(outcome_instruments("test")))
     source = Source("gpu.attributed", lambda _: Handler(patient=True), "latest", 1.0)
     reader = GroupReader(SETTINGS, [source], counted)
-    reader._group, reader._begun = FakeGroup(LOG), frozenset(committed)  # type: ignore[assignment]
+    reader._group, reader._started_topics = FakeGroup(LOG), frozenset(committed)  # type: ignore[assignment]
     starts: list[object] = []
 
     async def run(_: Assignment, from_: object, recall_s: float, **__: object) -> None:
