@@ -70,7 +70,7 @@ class PrometheusClient:
 
     async def _query(self, expression: str) -> list[dict[str, Any]]:
         try:
-            headers, context = self._credentials.now()
+            headers, context = self._credentials.current()
             form = {"query": expression, "time": f"{self._at_s:.3f}"}
             async with self._session.post(
                 self._url, data=form, headers=headers, ssl=context or True, allow_redirects=False

@@ -1,11 +1,11 @@
-"""The file of ``--counters``, followed: what it picks is in force while a sink runs, and when it has changed.
+"""Reloads the file of ``--counters`` when it changes, while a sink runs.
 
 In: the file, once a second. Out: the profiles of a translator; a line in the log.
-State: what the file said at the last look, and what was judged of it last.
-On failure: a file that can't be used is logged and counted, and what it held before stays in force.
+State: the content at the last check, and the content that was applied last.
+On failure: a file that can't be used is logged and counted, and the content before it stays in force.
 
-A change is taken when two looks in a row agree on it, so that a file that is being written is not. What it is read
-through, a link to a ConfigMap or a file that another was renamed to, makes no difference.
+A change is applied when two checks in a row read the same content, so a file that is being written is not. It does not
+matter how the file is replaced: by a link to another version of a ConfigMap, or by renaming another file to it.
 """
 
 import asyncio
@@ -39,48 +39,48 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     ),
 )
 
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 _SHOWN = 20
 
-Said = tuple[Counter, ...] | tuple[Mistake, ...]
-"""What a file says: its rows, or all that is wrong with it."""
+Content = tuple[Counter, ...] | tuple[Mistake, ...]
+"""The content of a file: its rows, or all mistakes in it."""
 
 
 class CountersReload:
-    """Looks at a file; ``take`` gets what it picks, at first and each time that it has changed."""
+    """Checks a file; ``apply`` gets the profile that it picks, at first and after each change."""
 
     def __init__(
         self,
         path: Path,
-        take: Callable[[Picked], None],
+        apply: Callable[[Picked], None],
         instruments: Instruments,
         sink: str,
         labels: LabelNames | None = None,
     ) -> None:
-        self._path, self._take, self._labels = path, take, labels
+        self._path, self._apply, self._labels = path, apply, labels
         self._broken = instruments.gauge("gpustream_counters_broken", sink)
         self._reloads = instruments.counter("gpustream_counters_reloads_total", sink)
         self._served = instruments.gauge("gpustream_counters_rows_served", sink)
         self._left_out = instruments.gauge("gpustream_counters_rows_left_out", sink)
-        self._seen: Said | None = None
-        self._judged: Said | None = None
+        self._seen: Content | None = None
+        self._applied: Content | None = None
 
-    def look(self) -> Said | None:
-        """What the file says; None if that was judged already, or if it was something else a look ago."""
+    def check(self) -> Content | None:
+        """The content to apply; None if it has been applied, or was different at the last check."""
         try:
-            said: Said = read(self._path)
+            content: Content = read(self._path)
         except CountersError as error:
-            said = error.mistakes
-        settled, self._seen = self._judged is None or said == self._seen, said
-        return said if settled and said != self._judged else None
+            content = error.mistakes
+        settled, self._seen = self._applied is None or content == self._seen, content
+        return content if settled and content != self._applied else None
 
-    def judge(self, said: Said) -> None:
-        """Take it, or say what is wrong with it."""
-        first, self._judged = self._judged is None, said
+    def apply(self, content: Content) -> None:
+        """Apply new content, or log what is wrong with it."""
+        is_first, self._applied = self._applied is None, content
         try:
-            if mistakes := [one for one in said if isinstance(one, Mistake)]:
+            if mistakes := [row for row in content if isinstance(row, Mistake)]:
                 raise CountersError(mistakes)
-            picked = pick([one for one in said if isinstance(one, Counter)], self._labels)
+            picked = pick([row for row in content if isinstance(row, Counter)], self._labels)
         except CountersError as error:
             self._broken.set(1)
             log.error("--counters can't be used, so what it held before stays in force: %s", f"{self._path}: {error}")
@@ -88,40 +88,40 @@ class CountersReload:
         self._broken.set(0)
         self._served.set(len(picked.served))
         self._left_out.set(len(picked.left_out))
-        if not first:
+        if not is_first:
             self._reloads.inc()
             log.info("--counters has changed and is in force: %s", f"{self._path}: {len(picked.served)} served")
         if picked.left_out:
             texts = "; ".join(f"line {row.line}: {row.name}: {why}" for row, why in picked.left_out[:_SHOWN])
             log.warning("--counters has rows that can't be served: %s", f"{self._path}: {texts}")
-        self._take(picked)
+        self._apply(picked)
 
 
 @asynccontextmanager
 async def following(
     settings: NamingSettings, translator: Translator, instruments: Instruments, sink: str
 ) -> AsyncIterator[None]:
-    """While inside, the translator's profiles are those that the settings' file picks, if there is one."""
+    """Keep the translator's profiles those of the settings' file, if there is one."""
     if settings.counters is None:
         yield
         return
 
-    def take(picked: Picked) -> None:
+    def apply(picked: Picked) -> None:
         translator.profiles = settings.profiles(picked.profile)
 
-    reload = CountersReload(settings.counters, take, instruments, sink, settings.label_names())
+    reload = CountersReload(settings.counters, apply, instruments, sink, settings.label_names())
 
-    async def look() -> None:
-        """Beside the event loop: the file may be on a network that does not answer."""
-        if (said := await asyncio.to_thread(reload.look)) is not None:
-            reload.judge(said)
+    async def check() -> None:
+        """Read the file on a thread, because it may be on a network file system that does not answer."""
+        if (content := await asyncio.to_thread(reload.check)) is not None:
+            reload.apply(content)
 
     async def follow() -> None:
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            await look()
+            await asyncio.sleep(CHECK_EVERY_S)
+            await check()
 
-    await look()
+    await check()
     task = asyncio.create_task(follow())
     try:
         yield

@@ -1,18 +1,18 @@
-"""A receiver over HTTP: one attempt at a time, and for alerts, sending until it accepts or refuses.
+"""Receivers over HTTP: single attempts, and for alerts, retries until the receiver accepts or refuses.
 
-:class:`Http` is the only network code of the sinks that write over HTTP; whatever goes wrong on the way is a
-:class:`Reply` with status 0. :class:`Receiver` sends a request of alerts by this policy:
+:class:`Http` is the only network code of the sinks that write over HTTP; a network error is a :class:`Reply` with
+status 0. :class:`Receiver` sends a request of alerts by this policy:
 
 | answer | policy |
 |---|---|
 | 2xx | accepted |
-| none, 408, 425, 429, 5xx | tried again for as long as it takes, after what `Retry-After` says |
-| 1xx, 3xx, 401, 403, 404, 405, 407, 410 | likewise: the configuration is wrong, not what was sent |
-| any other 4xx | refused; tried again too, if so many in a row are refused that the receiver refuses everything |
+| none, 408, 425, 429, 5xx | retried for as long as it takes, after `Retry-After` |
+| 1xx, 3xx, 401, 403, 404, 405, 407, 410 | likewise: the configuration is wrong, not the request |
+| any other 4xx | refused; but retried once so many in a row are refused that the receiver refuses everything |
 
-State: the credentials as they are in their files by now; which requests are tried again, and why.
-On failure: a request is tried again for as long as it takes. To give up, set ``abandon``: :class:`Abandoned` is raised
-after the attempt that is under way, and the receiver may have the request then, or not.
+State: the current credentials from their files; which requests are being retried, and why.
+On failure: a request is retried for as long as it takes. To give up, set ``abandon``: :class:`Abandoned` is raised
+after the current attempt, and the receiver may or may not have the request then.
 """
 
 import asyncio
@@ -43,14 +43,14 @@ MAX_RETRY_AFTER_S = 300.0
 BACKOFF_FIRST_S = 0.2
 _BACKOFF_MAX_S = 15.0
 _TEXT_BYTES = 16 * 1024
-_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 
 _AGAIN = frozenset({0, 408, 425, 429})
 _MISCONFIGURED = frozenset({401, 403, 404, 405, 407, 410})
 
 
 class Reply(NamedTuple):
-    """What came back. ``status`` 0: nothing did, and ``text`` says why."""
+    """The answer to an attempt. ``status`` 0: there was none, and ``text`` says why."""
 
     status: int
     text: str = ""
@@ -58,7 +58,7 @@ class Reply(NamedTuple):
 
     @property
     def retry_after_s(self) -> float | None:
-        """How long the receiver wants us to wait, from a number or a date; None if it does not say."""
+        """The wait that the receiver asks for, as a number or a date; None if it does not ask."""
         value = self.headers.get("Retry-After")
         if value is None:
             return None
@@ -88,9 +88,9 @@ class Http:
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         try:
-            own, context = self._credentials.now()
+            credentials, context = self._credentials.current()
             async with self._session.post(
-                url, data=body, headers={**headers, **own}, ssl=context or True, allow_redirects=False
+                url, data=body, headers={**headers, **credentials}, ssl=context or True, allow_redirects=False
             ) as response:
                 text = (await response.content.read(_TEXT_BYTES)).decode("utf-8", "replace")
                 await response.read()
@@ -99,7 +99,7 @@ class Http:
             return Reply(0, f"{type(error).__name__}: {error}".strip(": "))
 
     async def close(self) -> None:
-        """Close what is open."""
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -107,23 +107,23 @@ class Http:
 
 
 class Credentials:
-    """What proves who we are: read from its files again when they change, looked at once a second."""
+    """The client's credentials, read from their files again when those change; that is checked once a second."""
 
     def __init__(self, settings: HttpSettings) -> None:
         self._settings = settings
-        self._looked_s = -math.inf
+        self._checked_s = -math.inf
         self._stamp: list[tuple[int, int, int]] = []
         self._headers: dict[str, str] = {}
         self._context: ssl.SSLContext | None = None
 
-    def now(self) -> tuple[dict[str, str], ssl.SSLContext | None]:
+    def current(self) -> tuple[dict[str, str], ssl.SSLContext | None]:
         """Headers, and the TLS context (None: the default one). Raises OSError or ValueError for unusable files."""
-        if time.monotonic() - self._looked_s < _LOOK_EVERY_S:
+        if time.monotonic() - self._checked_s < _CHECK_EVERY_S:
             return self._headers, self._context
         s = self._settings
         secret_file = s.bearer_token_file or s.basic_auth_password_file
-        found = [path.stat() for path in (secret_file, s.tls_ca, s.tls_cert, s.tls_key) if path is not None]
-        stamp = [(one.st_mtime_ns, one.st_size, one.st_ino) for one in found]
+        files = [path.stat() for path in (secret_file, s.tls_ca, s.tls_cert, s.tls_key) if path is not None]
+        stamp = [(file.st_mtime_ns, file.st_size, file.st_ino) for file in files]
         if stamp != self._stamp:
             headers: dict[str, str] = {}
             if secret_file is not None:
@@ -136,14 +136,14 @@ class Credentials:
             if context is not None and s.tls_cert is not None:
                 context.load_cert_chain(s.tls_cert, s.tls_key)
             self._headers, self._context, self._stamp = headers, context, stamp
-        self._looked_s = time.monotonic()
+        self._checked_s = time.monotonic()
         return self._headers, self._context
 
 
 async def pause(
     attempt: int, retry_after_s: float | None, abandon: asyncio.Event, *, first_s: float, max_s: float
 ) -> None:
-    """Wait before the next attempt: longer each time, and as long as the receiver asks. Raises Abandoned."""
+    """Wait before the next attempt: longer each time, and at least as long as the receiver asks. Raises Abandoned."""
     delay = min(max_s, first_s * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
     if retry_after_s is not None:
         delay = max(delay, min(retry_after_s, MAX_RETRY_AFTER_S))
@@ -156,18 +156,18 @@ async def pause(
 
 
 class Request(NamedTuple):
-    """What is sent."""
+    """The body and the headers of a request."""
 
     body: bytes
     headers: Mapping[str, str]
 
 
 Post = Callable[[str, bytes, Mapping[str, str]], Awaitable[Reply]]
-"""Makes one attempt at sending a body, with headers, to a URL; whatever goes wrong is in the reply."""
+"""Makes one attempt at sending a body, with headers, to a URL; an error is in the reply, too."""
 
 
 def meaning(status: int) -> Meaning:
-    """What to do about an answer."""
+    """What an answer means."""
     if status in _AGAIN or status >= 500:
         return "again"
     if status in _MISCONFIGURED or status < 200 or 300 <= status < 400:
@@ -176,7 +176,7 @@ def meaning(status: int) -> Meaning:
 
 
 def instruments(requests: str, seconds: str, failing: str) -> tuple[Instrument, ...]:
-    """What a sink says of its receivers, each by its address without path and credentials, under these names."""
+    """A sink's metrics of its receivers under these names. A receiver's label is its address without path and user."""
     return (
         Instrument(
             requests,
@@ -198,11 +198,11 @@ def instruments(requests: str, seconds: str, failing: str) -> tuple[Instrument, 
 
 
 class Receiver:
-    """Where one URL leads to. At most ``at_once`` attempts are under way.
+    """The receiver at one URL. At most ``at_once`` attempts are in flight.
 
-    After ``most_refused`` refusals in a row a request that is refused is tried again, until one is accepted.
-    ``failing`` says why something is tried again, or everything refused; None if it is not. ``on_recovery`` is
-    called when that is over. ``first_s`` is the first wait before trying again.
+    After ``most_refused`` refusals in a row, a refused request is retried, until one is accepted. ``failing``: why
+    requests are retried, or everything is refused; None otherwise. ``on_recovery`` is called when that ends.
+    ``first_s``: the first wait before a retry.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class Receiver:
         url: str,
         post: Post,
         component: str,
-        made: Instruments,
+        instruments: Instruments,
         *,
         at_once: int = 1,
         most_refused: float = math.inf,
@@ -219,37 +219,37 @@ class Receiver:
     ) -> None:
         self.name = urlsplit(url).netloc.rpartition("@")[2]
         self.failing: str | None = None
-        self._url, self._post, self._made, self._prefix = url, post, made, f"gpustream_{component}"
+        self._url, self._post, self._instruments, self._prefix = url, post, instruments, f"gpustream_{component}"
         self._slots = asyncio.Semaphore(at_once)
         self._most_refused, self._first_s, self._on_recovery = most_refused, first_s, on_recovery
         self._refused_in_a_row = 0
-        self._tried_again: dict[object, str] = {}
-        made.gauge(f"{self._prefix}_receiver_failing", self.name).set(0)
+        self._retried: dict[object, str] = {}
+        instruments.gauge(f"{self._prefix}_receiver_failing", self.name).set(0)
 
     async def send(self, request: Callable[[], Request], abandon: asyncio.Event) -> str | None:
-        """Send until accepted (None) or refused (why). Raises Abandoned.
+        """Send until it is accepted (None) or refused (the reason). Raises Abandoned.
 
-        ``request`` is asked again at each attempt, for what says how late it is.
+        ``request`` is called for each attempt, because a request may contain how late it is.
         """
-        attempt, this = 0, object()
+        attempt, key = 0, object()
         try:
             while not abandon.is_set():
                 reply = await self._attempt(request)
-                means, said = meaning(reply.status), " ".join(reply.text.split())[:300]
-                said = f"HTTP {reply.status}: {said}".rstrip(": ") if reply.status else said
-                self._made.counter(f"{self._prefix}_requests_total", self.name, means).inc()
+                means, text = meaning(reply.status), " ".join(reply.text.split())[:300]
+                text = f"HTTP {reply.status}: {text}".rstrip(": ") if reply.status else text
+                self._instruments.counter(f"{self._prefix}_requests_total", self.name, means).inc()
                 if means == "accepted":
                     self._refused_in_a_row = 0
-                    return self._answered(this, None)
+                    return self._answered(key, None)
                 self._refused_in_a_row += means == "refused"
                 if means == "refused" and self._refused_in_a_row <= self._most_refused:
-                    return self._answered(this, said)
-                self._fail(this, f"{'it refuses everything' if means == 'refused' else means}: {said}")
+                    return self._answered(key, text)
+                self._fail(key, f"{'it refuses everything' if means == 'refused' else means}: {text}")
                 await pause(attempt, reply.retry_after_s, abandon, first_s=self._first_s, max_s=_BACKOFF_MAX_S)
                 attempt += 1
             raise Abandoned
         finally:
-            self._tried_again.pop(this, None)
+            self._retried.pop(key, None)
 
     async def _attempt(self, request: Callable[[], Request]) -> Reply:
         async with self._slots:
@@ -259,29 +259,29 @@ class Receiver:
             except (OSError, ValueError) as error:
                 return Reply(0, f"{type(error).__name__}: {error}")
             reply = await self._post(self._url, body, headers)
-        self._made.histogram(f"{self._prefix}_request_seconds", self.name).observe(time.perf_counter() - start)
+        self._instruments.histogram(f"{self._prefix}_request_seconds", self.name).observe(time.perf_counter() - start)
         return reply
 
     def refuses_all(self, why: str | None) -> None:
-        """All that was sent together was refused, each for itself; None: something of it was not."""
+        """Note that every request of a batch was refused by itself; None: at least one was not."""
         if why is None:
             self._answered(Receiver, None)
         else:
             self._fail(Receiver, f"it refuses everything: {why}")
 
     def _fail(self, request: object, why: str) -> None:
-        """A request is tried again."""
+        """Note that a request is retried."""
         if self.failing is None:
             log.warning("%s does not accept, trying again: %s", self.name, why)
-        self._tried_again[request] = self.failing = why
-        self._made.gauge(f"{self._prefix}_receiver_failing", self.name).set(1)
+        self._retried[request] = self.failing = why
+        self._instruments.gauge(f"{self._prefix}_receiver_failing", self.name).set(1)
 
     def _answered(self, request: object, refused: str | None) -> str | None:
-        """A request is accepted, or refused. Gives why."""
-        self._tried_again.pop(request, None)
+        """Note that a request is accepted or refused. Returns the reason of a refusal."""
+        self._retried.pop(request, None)
         if self.failing is not None:
-            self.failing = next(reversed(self._tried_again.values()), None)
-            self._made.gauge(f"{self._prefix}_receiver_failing", self.name).set(self.failing is not None)
+            self.failing = next(reversed(self._retried.values()), None)
+            self._instruments.gauge(f"{self._prefix}_receiver_failing", self.name).set(self.failing is not None)
             if self.failing is None:
                 log.info("%s answers again", self.name)
                 self._on_recovery()

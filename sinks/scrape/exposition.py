@@ -1,16 +1,14 @@
-"""What a scrape gets: which format, which families, rendered beside the event loop.
+"""Renders /metrics in the text format of Prometheus, on a thread beside the event loop.
 
-In:       a scraper's Accept headers; the series to show, taken on the loop when a rendering begins, which nobody
-          changes.
-Out:      Prometheus's text, compressed or not: families in the order of their names, each with the help and the type
-          that its series have, without timestamps (a scraper adds its own). Only rules of relabelling make names with
-          other characters than letters, digits and ``_``: they are written as they are for whoever asks for
-          ``escaping=allow-utf-8``, else with ``_``.
-State:    what is being rendered: one thing at a time, on one thread; scrapes that ask for the same meanwhile share it.
-On failure: a rendering's error is that of every scrape that waits for it; the next scrape begins again.
-Source:   RFC 9110, 12.4.2 and 12.5.1; Prometheus' content negotiation and its text format, in which a counter may have
-          any name. OpenMetrics is not spoken: there, and in the client library, a counter's name ends in ``_total``,
-          so that a counter that a profile calls otherwise would have no type.
+In: a scraper's Accept headers; the series to show, which are collected on the loop and never change afterwards. Out:
+the text, compressed or not: families in the order of their names, with their help and type, without timestamps, because
+scrapers add their own. Names with characters other than letters, digits and ``_``, which only relabelling makes, are
+written as they are if the scraper asks for ``escaping=allow-utf-8``, otherwise with ``_``. State: the current
+rendering. There is one at a time, on one thread; scrapes that ask for the same meanwhile share it. On failure: every
+scrape that waits for a rendering gets its error; the next scrape starts a new one. Source: RFC 9110, 12.4.2 and 12.5.1;
+Prometheus' content negotiation and its text format, in which a counter may have any name. OpenMetrics is not supported:
+there, and in the client library, a counter's name must end in ``_total``, so counters with other names, which some
+profiles have, would have no type.
 """
 
 import asyncio
@@ -26,7 +24,7 @@ from sinks.series.model import Row, SampleGroup, SeriesSet
 from topics.metric import Labels
 
 _LEVEL = 6
-"""Of gzip: a fleet's text is so repetitive that the best ratio costs a tenth of the rendering."""
+"""The level of gzip: a fleet's text is so repetitive that this costs only a tenth of the rendering."""
 
 _number: Callable[[float], str] = utils.floatToGoString
 _IN_HELP = str.maketrans({"\\": r"\\", "\n": r"\n"})
@@ -36,11 +34,11 @@ _PLAIN = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _NOT_PLAIN = re.compile(r"[^a-zA-Z0-9_:]")
 
 Names = frozenset[str] | None
-"""The names of the series that are wanted; None: all."""
+"""The names of the requested series; None: all."""
 
 
 class GivenUp(Exception):
-    """Nobody waits for the rendering any more."""
+    """No scrape waits for the rendering any more."""
 
 
 # -- formats
@@ -59,32 +57,32 @@ _BY_RANGE = {
 
 
 def accepted(accept: str) -> str:
-    """The content type that an Accept header prefers of ours; text 0.0.4 if it names neither or makes no sense."""
-    wanted: dict[str, float] = {}
-    for media, given, quality in _ranges(accept):
-        if (found := _BY_RANGE.get((media, given.get("version")))) is not None:
-            utf8 = found == TEXT_1 and given.get("escaping") == "allow-utf-8"
-            wanted.setdefault(TEXT_UTF8 if utf8 else found, quality)
-    best = max(wanted, key=wanted.__getitem__, default=TEXT)
-    return best if wanted.get(best) else TEXT
+    """The supported content type that an Accept header prefers; text 0.0.4 if it has none or is malformed."""
+    qualities: dict[str, float] = {}
+    for media, parameters, quality in _ranges(accept):
+        if (content_type := _BY_RANGE.get((media, parameters.get("version")))) is not None:
+            utf8 = content_type == TEXT_1 and parameters.get("escaping") == "allow-utf-8"
+            qualities.setdefault(TEXT_UTF8 if utf8 else content_type, quality)
+    best = max(qualities, key=qualities.__getitem__, default=TEXT)
+    return best if qualities.get(best) else TEXT
 
 
 def gzip_accepted(accept_encoding: str) -> bool:
-    """Whether an Accept-Encoding header wants gzip."""
-    wanted = {coding: quality for coding, _, quality in _ranges(accept_encoding)}
-    return wanted.get("gzip", wanted.get("*", 0.0)) > 0
+    """Whether an Accept-Encoding header accepts gzip."""
+    qualities = {coding: quality for coding, _, quality in _ranges(accept_encoding)}
+    return qualities.get("gzip", qualities.get("*", 0.0)) > 0
 
 
 def _ranges(header: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """What a header names: its parameters, and how much it is wanted, 0 to 1; 0 if that makes no sense."""
+    """The ranges of a header, each with its parameters and its quality, 0 to 1; 0 if that is malformed."""
     for part in header.lower().split(","):
         name, *parameters = (text.strip() for text in part.split(";"))
-        given = dict(text.partition("=")[::2] for text in parameters)
+        by_name = dict(text.partition("=")[::2] for text in parameters)
         try:
-            quality = float(given.get("q", "1"))
+            quality = float(by_name.get("q", "1"))
         except ValueError:
             quality = 0.0
-        yield name, given, quality if 0.0 <= quality <= 1.0 else 0.0
+        yield name, by_name, quality if 0.0 <= quality <= 1.0 else 0.0
 
 
 # -- families
@@ -97,11 +95,11 @@ def exposition(
     *,
     utf8: bool = False,
 ) -> bytes:
-    """What a scrape shows: every family that has a series, once, and every series once, the first of equals.
+    """The text of a scrape: every family that has a series, and every series once; of equal series, the first.
 
-    ``utf8``: names are written as they are, whatever is in them.
+    ``utf8``: names are written as they are, with any characters.
 
-    :raises GivenUp: ``given_up``, asked between families, says so.
+    :raises GivenUp: ``given_up``, which is called between families, returned true.
     """
     families: dict[str, tuple[Row, dict[str, float]]] = {}
     for series, _, values in groups:
@@ -114,7 +112,7 @@ def exposition(
             raise GivenUp
         row, samples = families[shown]
         lines.append(f"# HELP {shown} {row.help.translate(_IN_HELP)}\n# TYPE {shown} {row.kind}\n")
-        if shown.startswith('"'):  # it stands among the labels
+        if shown.startswith('"'):  # a quoted name is written among the labels
             lines += [f"{{{shown}{text and ','}{text[1:] or '}'} {_number(value)}\n" for text, value in samples.items()]
         else:
             lines += [f"{shown}{text} {_number(value)}\n" for text, value in samples.items()]
@@ -122,21 +120,21 @@ def exposition(
 
 
 def _label_texts(series: SeriesSet, *, utf8: bool) -> Sequence[str]:
-    """All labels of each row, as text: made once, used often; rows with the same labels share them."""
-    made: Sequence[str] | None = series.cache.get((_label_texts, utf8))
-    if made is None:
+    """The text of all labels of each row, which the set keeps; rows with the same labels share it."""
+    row_texts: Sequence[str] | None = series.cache.get((_label_texts, utf8))
+    if row_texts is None:
         texts: dict[Labels, str] = {}
         for own in {row.labels for row in series.rows}:
             shown = {_shown(name, utf8=utf8): value for name, value in sorted((*series.labels, *own))}
             pairs = [f'{name}="{value.translate(_IN_A_VALUE)}"' for name, value in shown.items()]
             texts[own] = f"{{{','.join(pairs)}}}" if pairs else ""
-        made = series.cache[_label_texts, utf8] = tuple([texts[row.labels] for row in series.rows])
-    return made
+        row_texts = series.cache[_label_texts, utf8] = tuple([texts[row.labels] for row in series.rows])
+    return row_texts
 
 
 @lru_cache(maxsize=4096)
 def _shown(name: str, *, utf8: bool) -> str:
-    """A name as it is written: as it is, in quotes, or with ``_`` in place of what only quotes allow."""
+    """A name as it is written: unchanged, in quotes, or with ``_`` for characters that need quotes."""
     if _PLAIN.fullmatch(name):
         return name
     if utf8:

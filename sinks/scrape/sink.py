@@ -1,11 +1,10 @@
 """The scrape sink: gpu.attributed -> /metrics on ``--scrape-listen``, the latest value of every series.
 
-In:       records of gpu.attributed, in the order of their partition.
-Out:      the latest value of every series, on request; gpu.dead-letters; what became of each record.
-State:    per node, the identity and the series of its last tick, and when it was heard of; what a restart needs of it
-          is read back from the log. A series that is missing from a node's last tick is not shown; nor is a node that
-          was not heard of for ``--stale-after``, nor a partition that was taken away.
-On failure: an outage of Kafka is waited for, and what is older than ``--stale-after`` is not shown meanwhile.
+In: records of gpu.attributed, in the order of their partition. Out: the latest value of every series, on request;
+gpu.dead-letters; the outcome of each record. State: for each node, the identity and the series of its last tick, and
+when it was read. After a restart it is read back from the log. Not shown are series that are missing from a node's last
+tick, nodes that have been silent for ``--stale-after``, and revoked partitions. On failure: the sink waits for Kafka to
+come back. Meanwhile nothing older than ``--stale-after`` is shown.
 """
 
 import asyncio
@@ -81,11 +80,14 @@ _STEP = 50
 
 @dataclass(slots=True)
 class _RenderedNode:
-    """A node: its last tick, and what is shown of it. That is a tick's, or a window's of which ``shown`` is the last
-    tick; ``newest`` is the last one of the ``window`` that is not over."""
+    """A node and its series.
+
+    ``last`` identifies its last tick, read at ``read_s``. ``shown``: the tick whose series are shown, or the last tick
+    of the window whose series are. ``newest``: the last tick of the open ``window``.
+    """
 
     last: LastTick
-    heard_s: float
+    read_s: float
     cache: Cache
     newest: SeriesTick
     window: NodeWindow | None = None
@@ -96,14 +98,14 @@ class _RenderedNode:
     def show(
         self, tick: SeriesTick, keys: Iterable[Key], groups: Iterable[SampleGroup], withheld: Mapping[Withheld, int]
     ) -> None:
-        """Show this instead; of devices with the same uuid, the first."""
+        """Show these groups from now on; of groups with the same key, the first."""
         self.shown, self.groups, self.withheld = tick, {}, withheld
-        for of, group in zip(keys, groups, strict=True):
-            self.groups.setdefault(of, group)
+        for key, group in zip(keys, groups, strict=True):
+            self.groups.setdefault(key, group)
 
 
 class ScrapeShared(NamedTuple):
-    """What all partitions of a sink use together."""
+    """What all partitions of a sink share."""
 
     translator: Translator
     stale_after_s: float
@@ -124,26 +126,29 @@ class ScrapePartition:
         self._abandon: asyncio.Event | None = None
 
     def series(self) -> Iterator[SampleGroup]:
-        """What is to be shown now."""
+        """The series to show now."""
         if self._abandon is not None and self._abandon.is_set():
             return
         oldest_s = self._shared.now_s() - self._shared.stale_after_s
-        self._nodes = {key: node for key, node in self._nodes.items() if node.heard_s > oldest_s}
+        self._nodes = {key: node for key, node in self._nodes.items() if node.read_s > oldest_s}
         for node in self._nodes.values():
             yield from node.groups.values()
 
     def recall(self, records: Sequence[Record]) -> None:
-        """Show what was shown before."""
+        """Restore the series of records that were finished before."""
         for record in records:
             try:
                 self._apply(decoded(record, decode, TOPIC.name))
             except Undecodable:
-                continue  # its dead letter was written then
+                continue  # its dead letter has been written before
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
-        """Show the records, some at a time; dead letters first, so that nothing is counted that may be repeated."""
+        """Show the records, some at a time.
+
+        Dead letters are written before anything is counted: a step may be repeated.
+        """
         self._abandon = abandon
-        counted, values = self._shared.outcomes, self._shared.instruments.counter(VALUES)
+        outcomes, values = self._shared.outcomes, self._shared.instruments.counter(VALUES)
         for start in range(0, len(records), _STEP):
             step = records[start : start + _STEP]
             samples: list[SeriesTick | None] = []
@@ -155,30 +160,30 @@ class ScrapePartition:
                     samples.append(None)
             for sample in samples:
                 if sample is None:
-                    counted.finish("dead_lettered")
+                    outcomes.finish("dead_lettered")
                     continue
-                before = self._nodes.get((sample.cluster, sample.node))
-                shown = before.shown if before else None
+                known = self._nodes.get((sample.cluster, sample.node))
+                shown = known.shown if known else None
                 outcome = self._apply(sample)
                 node = self._nodes[sample.cluster, sample.node]
                 if node.shown is not None and node.shown is not shown:
-                    counted.delay(node.shown)
+                    outcomes.delay(node.shown)
                     values.inc(primaries(node.groups.values()))
                     for reason, number in node.withheld.items():
                         self._shared.instruments.counter(SAMPLES_WITHHELD, reason).inc(number)
-                counted.finish(outcome, tick=sample)
+                outcomes.finish(outcome, tick=sample)
             yield step[-1].offset + 1
 
     async def quiet(self, abandon: asyncio.Event) -> None:
-        """The partition is still ours."""
+        """Remember the event that says whether the partition has been revoked."""
         self._abandon = abandon
 
     def reset(self) -> None:
-        """The topic was created again."""
+        """Forget everything: the topic was recreated."""
         self._nodes.clear()
 
     def _apply(self, sample: SeriesTick) -> Outcome:
-        """Show a tick instead of the node's last one, or put it into the node's window, and show what that closes."""
+        """Show a tick in place of the node's last one, or put it into the node's window and show what that closes."""
         node, now_s = self._nodes.get((sample.cluster, sample.node)), self._shared.now_s()
         verdict = replays.verdict(node.last if node else None, sample)
         if verdict == "replay":
@@ -195,11 +200,11 @@ class ScrapePartition:
         elif node.window is not None and verdict == "next" and node.window.includes(sample.ts_ms):
             node.window.add(sample.ts_ms, keys, groups, node.cache.withheld)
         else:
-            if over := node.window:
-                node.show(node.newest, *over.written(), over.withheld)
+            if closed := node.window:
+                node.show(node.newest, *closed.written(), closed.withheld)
             identities = translator.identities
             node.window = NodeWindow(resolution, identities, sample.ts_ms, keys, groups, node.cache.withheld)
-        node.last, node.heard_s, node.newest = last, now_s, bare
+        node.last, node.read_s, node.newest = last, now_s, bare
         return "delivered"
 
 
@@ -238,12 +243,12 @@ class ScrapeSink:
         )
 
         def handler(number: int) -> ScrapePartition:
-            """It is known here for as long as the reader has a use for it."""
-            made = ScrapePartition(number, shared)
-            self._partitions.add(made)
-            return made
+            """A new handler, which is shown for as long as the reader refers to it."""
+            partition = ScrapePartition(number, shared)
+            self._partitions.add(partition)
+            return partition
 
-        recall_s = settings.stale_after_s + 2 * (settings.resolution_s or 0.0)  # what is shown, and what is not over
+        recall_s = settings.stale_after_s + 2 * (settings.resolution_s or 0.0)  # the shown window and the open one
         source = Source(TOPIC.name, handler, settings.from_, recall_s)
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(following(settings, translator, self._instruments, COMPONENT))
@@ -257,10 +262,10 @@ class ScrapeSink:
             await self._reader.run(stop)
 
     def not_ready(self) -> list[str]:
-        """Why not everything is shown; empty when it is."""
+        """Why not all series are shown; empty when they are."""
         return self._reader.not_ready() if self._reader is not None else ["not started"]
 
     def series(self) -> list[SampleGroup]:
-        """What a scrape shows now."""
-        partitions = sorted(self._partitions, key=lambda one: one.partition)
+        """The series that a scrape shows now."""
+        partitions = sorted(self._partitions, key=lambda handler: handler.partition)
         return [group for partition in partitions for group in partition.series()]

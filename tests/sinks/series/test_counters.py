@@ -208,8 +208,8 @@ class Watched:
 
     def look(self, times: int = 1) -> None:
         for _ in range(times):
-            if (said := self.reload.look()) is not None:
-                self.reload.judge(said)
+            if (content := self.reload.check()) is not None:
+                self.reload.apply(content)
 
     def value(self, name: str) -> float | None:
         return self.instruments.registry.get_sample_value(name, {"sink": "scrape"})
@@ -298,7 +298,7 @@ def test_rows_that_can_not_be_served_are_said_and_counted(tmp_path: Path, caplog
 
 
 async def test_a_sink_follows_its_file_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinks.counters_reload.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("sinks.counters_reload.CHECK_EVERY_S", 0.01)
     path = written(tmp_path, TEMPERATURE)
     settings = NamingSettings(counters=path)
     translator = Translator(settings.profiles())
