@@ -1,7 +1,7 @@
-"""Which member of a group reads which partitions: the same numbers of all its topics, and as few moves as possible.
+"""Assigns partitions to the members of a group: the same numbers of all topics, with as few moves as possible.
 
-With each join a member sends which numbers it has had until now (its :class:`Claim`). The leader of the group deals the
-numbers. Each member keeps its own up to its share, and the rest goes to those who have the least.
+With each join a member sends the partition numbers that it had until then (its :class:`Claim`). The group's leader
+assigns the numbers. Each member keeps its own up to its share, and the rest goes to those with the fewest.
 """
 
 import time
@@ -18,11 +18,11 @@ _VERSION = 0
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """What a member says of itself when it joins.
+    """What a member sends about itself when it joins.
 
-    ``held`` is its last assignment, by topic, what it has had for longest first, and ``round`` counts assignments: of
-    two that claim a number, the one of the later round had it last. ``process`` and ``started_ms`` tell two processes
-    with one ``instance`` id apart.
+    ``held`` is its last assignment by topic, the numbers that it has had for longest first. ``round`` counts
+    assignments: if two members claim a number, the one with the later round had it last. ``process`` and ``started_ms``
+    distinguish processes with the same ``instance`` id.
     """
 
     round: int = 0
@@ -33,7 +33,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 def claim_of(user_data: bytes | None) -> Claim:
-    """What a member said of itself; nothing if that can't be read."""
+    """The claim of a member; an empty one if it can't be decoded."""
     try:
         return msgspec.json.decode(user_data or b"{}", type=Claim)
     except msgspec.DecodeError:
@@ -41,9 +41,9 @@ def claim_of(user_data: bytes | None) -> Claim:
 
 
 class CoPartitioned(AbstractPartitionAssignor):  # type: ignore[misc] # aiokafka has no types
-    """Deals partition numbers, all topics alike that the same members read and that have as many partitions.
+    """Assigns partition numbers, the same ones of all topics with the same readers and as many partitions.
 
-    One for each consumer, because it remembers what its member has.
+    Each consumer has its own, because it remembers the member's assignment.
     """
 
     name = "gpustream"
@@ -58,51 +58,55 @@ class CoPartitioned(AbstractPartitionAssignor):  # type: ignore[misc] # aiokafka
     def assign(
         self, cluster: Any, members: Mapping[str, ConsumerProtocolMemberMetadata]
     ) -> dict[str, ConsumerProtocolMemberAssignment]:
-        """Of the group's leader: every member's partitions."""
+        """Called at the group's leader: the assignment of every member."""
         claims = {member: claim_of(metadata.user_data) for member, metadata in members.items()}
         readers: dict[str, set[str]] = defaultdict(set)
         for member, metadata in members.items():
             for topic in metadata.subscription:
                 readers[topic].add(member)
-        alike: dict[tuple[int, frozenset[str]], list[str]] = defaultdict(list)
+        topic_groups: dict[tuple[int, frozenset[str]], list[str]] = defaultdict(list)
         for topic in sorted(readers):
-            alike[len(cluster.partitions_for_topic(topic) or ()), frozenset(readers[topic])].append(topic)
-        dealt: dict[str, dict[str, list[int]]] = {member: {} for member in members}
-        for (count, who), topics in alike.items():
-            # of topics that are dealt alike, one that was added lately has nothing to say
-            held = {member: max((claims[member].held.get(topic, []) for topic in topics), key=len) for member in who}
-            had = {member: (claims[member].round, held[member]) for member in who}
-            for member, numbers in deal(count, who, had).items():
-                dealt[member] |= dict.fromkeys(topics, numbers)
+            topic_groups[len(cluster.partitions_for_topic(topic) or ()), frozenset(readers[topic])].append(topic)
+        assignments: dict[str, dict[str, list[int]]] = {member: {} for member in members}
+        for (count, subscribers), topics in topic_groups.items():
+            # a topic that was added lately is in no claim: take the longest claim of the topics
+            previous = {
+                member: (claims[member].round, max((claims[member].held.get(topic, []) for topic in topics), key=len))
+                for member in subscribers
+            }
+            for member, numbers in assign_numbers(count, subscribers, previous).items():
+                assignments[member] |= dict.fromkeys(topics, numbers)
         this_round = msgspec.json.encode(1 + max((claim.round for claim in claims.values()), default=0))
         return {
-            member: ConsumerProtocolMemberAssignment(_VERSION, sorted(share.items()), this_round)
-            for member, share in dealt.items()
+            member: ConsumerProtocolMemberAssignment(_VERSION, sorted(topics.items()), this_round)
+            for member, topics in assignments.items()
         }
 
     def on_assignment(self, assignment: ConsumerProtocolMemberAssignment) -> None:
-        """Remember what this member was given."""
+        """Remember this member's assignment."""
         held = {topic: list(numbers) for topic, numbers in assignment.assignment}
         this_round = msgspec.json.decode(assignment.user_data, type=int) if assignment.user_data else 0
         self.claim = msgspec.structs.replace(self.claim, round=this_round, held=held)
 
 
-def deal(count: int, who: Collection[str], had: Mapping[str, tuple[int, list[int]]]) -> dict[str, list[int]]:
-    """Deal the numbers from 0 to ``count`` among the members ``who``; nobody has two more than another.
+def assign_numbers(
+    count: int, members: Collection[str], previous: Mapping[str, tuple[int, list[int]]]
+) -> dict[str, list[int]]:
+    """Divide the numbers from 0 to ``count`` among the members: nobody gets two more than another.
 
-    ``had`` is each one's last round and numbers. Who has too many gives up what it has had for the shortest time, so
-    that a member that comes back gets the numbers it had before.
+    ``previous`` is each member's last round and its numbers. A member with too many gives up those that it has had for
+    the shortest time, so that a member that comes back gets the numbers it had before.
     """
     owner: dict[int, str] = {}
-    for member in sorted(who, key=lambda member: (-had[member][0], member)):
-        for number in had[member][1]:
+    for member in sorted(members, key=lambda member: (-previous[member][0], member)):
+        for number in previous[member][1]:
             owner.setdefault(number, member)
-    have = {member: [n for n in had[member][1] if owner[n] == member and n < count] for member in who}
-    share, more = divmod(count, len(who))
-    for member in sorted(who, key=lambda member: (-len(have[member]), member)):
-        takes_one_more = more > 0 and len(have[member]) > share
-        more -= takes_one_more
-        del have[member][share + takes_one_more :]
-    for number in sorted(set(range(count)).difference(*have.values())):
-        have[min(who, key=lambda member: (len(have[member]), member))].append(number)
-    return have
+    assigned = {member: [n for n in previous[member][1] if owner[n] == member and n < count] for member in members}
+    share, remainder = divmod(count, len(members))
+    for member in sorted(members, key=lambda member: (-len(assigned[member]), member)):
+        takes_one_more = remainder > 0 and len(assigned[member]) > share
+        remainder -= takes_one_more
+        del assigned[member][share + takes_one_more :]
+    for number in sorted(set(range(count)).difference(*assigned.values())):
+        assigned[min(members, key=lambda member: (len(assigned[member]), member))].append(number)
+    return assigned

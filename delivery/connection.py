@@ -1,7 +1,7 @@
-"""How Kafka is reached: one value, from which every Kafka client is made, and the secrets in the files that it names.
+"""How Kafka is reached: the value from which every Kafka client is made, and the secrets in the files that it names.
 
-In: options, a file of a cloud's console, certificates, a file with a password. Out: what a connection is opened with.
-The files are read again for each connection, so that a rotated secret is used from the next connection on.
+In: options, a client configuration file, certificates, a password file. Out: the secrets and TLS context of a
+connection. The files are read again for each connection, so that the next one uses a rotated secret.
 On failure: :class:`CredentialsError`, in a sentence that names the option and repeats no secret.
 """
 
@@ -23,7 +23,7 @@ _PEM_BLOCK = re.compile(r"-----BEGIN [A-Z0-9 ]+-----.*?-----END [A-Z0-9 ]+-----"
 
 @dataclass(frozen=True)
 class Secrets:
-    """What a connection is opened with now. It is never shown, and nothing keeps it."""
+    """The current login and TLS context, for opening a connection. They are never shown or kept."""
 
     username: str = field(default="", repr=False)
     password: str = field(default="", repr=False)
@@ -34,11 +34,11 @@ class Secrets:
 
 @dataclass(frozen=True)
 class Connection:
-    """``servers`` are the bootstrap brokers, ``HOST:PORT[,...]``; as text it is those. It holds no secret, only paths.
+    """How Kafka is reached: ``servers`` are the bootstrap brokers, ``HOST:PORT[,...]``. It holds paths, and no secret.
 
-    What is None is looked for in ``config``, a file that :mod:`delivery.kafka_config` reads. ``topic_prefix`` stands
-    before each topic and consumer group in Kafka; in a process they have the contract's names. ``compression`` is that
-    of the batches that are written; a batch that is read says its own.
+    A secret that is not given is looked up in ``config``, a file that :mod:`delivery.kafka_config` reads. In Kafka the
+    names of topics and consumer groups begin with ``topic_prefix``; a process uses the contract's names. Batches are
+    written with ``compression``.
     """
 
     servers: str
@@ -62,30 +62,30 @@ class Connection:
         return self.servers
 
     def prefixed(self, name: str) -> str:
-        """The name by which Kafka knows a topic or a consumer group."""
+        """The name of a topic or a consumer group in Kafka."""
         return self.topic_prefix + name
 
     def unprefixed(self, name: str) -> str:
-        """The contract's name of a topic or a consumer group that Kafka knows."""
+        """The contract's name of a topic or a consumer group of Kafka."""
         return name.removeprefix(self.topic_prefix)
 
     @property
     def has_tls(self) -> bool:
-        """Whether the broker is spoken to through TLS."""
+        """Whether connections use TLS."""
         return self.security in ("ssl", "sasl-ssl")
 
     @property
     def has_login(self) -> bool:
-        """Whether the client says who it is by SASL."""
+        """Whether the client logs in by SASL."""
         return self.security in ("sasl-plaintext", "sasl-ssl")
 
     def errors(self) -> list[str]:
-        """What keeps a connection from being opened with this, in words for whoever wrote it."""
+        """What is wrong with these options, one sentence for people each; empty if nothing is."""
         try:
             secrets = self.secrets()
         except CredentialsError as error:
             return [str(error)]
-        found = {
+        given = {
             "--kafka-username": secrets.username,
             "--kafka-password-file": secrets.password,
             "--kafka-oauth-token-endpoint": self.token_endpoint,
@@ -97,21 +97,21 @@ class Connection:
         if self.mechanism is None:
             return [f"--kafka-sasl-mechanism: missing: --kafka-security {self.security} wants a login"]
         if self.mechanism == "aws-msk-iam":
-            there = importlib.util.find_spec("aws_msk_iam_sasl_signer") is not None
-            return [] if there else ["--kafka-sasl-mechanism aws-msk-iam: run `pip install 'gpustream[msk]'` first"]
-        needed = [name for name in found if ("oauth" in name) == (self.mechanism == "oauthbearer")]
-        wrong = [
-            f"{name}: missing: --kafka-sasl-mechanism {self.mechanism} needs it" for name in needed if not found[name]
+            installed = importlib.util.find_spec("aws_msk_iam_sasl_signer") is not None
+            return [] if installed else ["--kafka-sasl-mechanism aws-msk-iam: run `pip install 'gpustream[msk]'` first"]
+        needed = [name for name in given if ("oauth" in name) == (self.mechanism == "oauthbearer")]
+        errors = [
+            f"{name}: missing: --kafka-sasl-mechanism {self.mechanism} needs it" for name in needed if not given[name]
         ]
         parts = urlsplit(self.token_endpoint or "")
         if self.mechanism == "oauthbearer" and parts.scheme == "http" and parts.hostname not in _LOOPBACK:
-            wrong.append("--kafka-oauth-token-endpoint: it must be https: the client's secret is sent to it")
+            errors.append("--kafka-oauth-token-endpoint: it must be https: the client's secret is sent to it")
         if parts.username or parts.password:
-            wrong.append("--kafka-oauth-token-endpoint: without a user and password: those are options of their own")
-        return wrong
+            errors.append("--kafka-oauth-token-endpoint: without a user and password: those are options of their own")
+        return errors
 
     def secrets(self) -> Secrets:
-        """What stands in the files now. Raises CredentialsError."""
+        """The secrets that are in the files now. Raises CredentialsError."""
         config = kafka_config.read(self.config).values if self.config is not None else {}
         login: dict[str, str] = {}
         if self.has_login and self.mechanism == "oauthbearer":
@@ -135,7 +135,7 @@ class Connection:
         return Secrets(**login, tls=tls)
 
     def trust(self) -> ssl.SSLContext:
-        """What a token endpoint is verified by: the CAs of this machine, and those of the brokers."""
+        """The TLS context for a token endpoint: it trusts the CAs of this machine, and those of the brokers."""
         context = ssl.create_default_context()
         if ca := _pem("--kafka-ca", self.ca, None):
             context.load_verify_locations(cadata=ca)
@@ -143,21 +143,21 @@ class Connection:
 
 
 def _secret(option: str, path: Path | None) -> str | None:
-    """The secret in a file, without the end of its line; None if no file is named."""
+    """The secret in a file, without its line end; None if ``path`` is None."""
     if path is None:
         return None
     try:
         text = path.read_text().strip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not text"
-        raise CredentialsError(f"{option} {path}: {why}") from None
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise CredentialsError(f"{option} {path}: {reason}") from None
     if not text:
         raise CredentialsError(f"{option} {path}: it is empty: write the secret into it")
     return text
 
 
 def _pem(option: str, path: Path | None, inline: str | None) -> str:
-    """The PEM blocks of a file, or of what a configuration holds itself; no text if there is neither."""
+    """The PEM blocks of a file, or of the configuration's own text; empty if there is neither."""
     try:
         text = path.read_text(errors="replace") if path is not None else inline or ""
     except OSError as error:
@@ -170,9 +170,9 @@ def _pem(option: str, path: Path | None, inline: str | None) -> str:
 
 @lru_cache(maxsize=4)
 def _context(ca: str, identity: str, key_password: str) -> ssl.SSLContext:
-    """A context that verifies the broker and its name, kept by the PEM texts that it is made from: making it is slow.
+    """A TLS context that verifies the broker and its name, cached by its PEM texts because making it is slow.
 
-    ``ca`` empty are the CAs of this machine. Python reads a certificate from a file only: it is given one in memory.
+    An empty ``ca`` means the CAs of this machine. Python reads a certificate from a file only: it gets one in memory.
     """
     try:
         context = ssl.create_default_context(cadata=ca or None)
@@ -184,9 +184,9 @@ def _context(ca: str, identity: str, key_password: str) -> ssl.SSLContext:
             os.write(file, identity.encode())
             context.load_cert_chain(f"/proc/self/fd/{file}", password=lambda: key_password)
         except ssl.SSLError as error:
-            why = error.reason or "not a certificate with its key"
-            what = "they must be a certificate and its private key, in PEM, and the key not encrypted"
-            raise CredentialsError(f"--kafka-cert, --kafka-key: {what} ({why})") from None
+            reason = error.reason or "not a certificate with its key"
+            expected = "they must be a certificate and its private key, in PEM, and the key not encrypted"
+            raise CredentialsError(f"--kafka-cert, --kafka-key: {expected} ({reason})") from None
         finally:
             os.close(file)
     return context

@@ -1,4 +1,4 @@
-"""Dead letters: a stream or a sink keeps here what it could not decode or deliver, before it goes on."""
+"""Dead letters: a stream or a sink writes a record here that it could not decode or deliver, before it goes on."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ _SENDER_STOP_S = 0.5
 
 
 class Record(Protocol):
-    """A record as it was read: what this module and the sinks use of it. ``timestamp`` is the log time in ms."""
+    """The fields of a consumer's record that are used here and in sinks. ``timestamp`` is the log time in ms."""
 
     @property
     def topic(self) -> str: ...
@@ -34,12 +34,12 @@ class Record(Protocol):
 
 
 class Abandoned(Exception):
-    """The caller must let go of the partition. What was under way may have been done, or not."""
+    """The caller must let go of the partition. The work under way may have been done or not."""
 
 
 @contextlib.asynccontextmanager
 async def connecting(sender: Sender) -> AsyncIterator[None]:
-    """The sender connects while inside, however long that takes, and is stopped at the end."""
+    """The sender connects during the ``async with`` block, however long that takes, and is stopped at its end."""
     starting = asyncio.ensure_future(sender.start())
     try:
         yield
@@ -58,21 +58,21 @@ class DeadLetters:
         self._stage = stage
 
     async def write(self, record: Record, error: str, abandon: asyncio.Event) -> None:
-        """Write a record to the dead letters; returns once it is there. Raises Abandoned if that is not awaited."""
+        """Write a record's dead letter; returns once it is acknowledged. Raises Abandoned if ``abandon`` is set."""
         origin = Origin(record.topic, record.partition, record.offset)
         log.warning("%s: dead-lettered: %s", origin, error)
 
         async def send() -> None:
             try:
                 await (await send_letter(self._sender, record, origin, stage=self._stage, error=error))
-            except Unsendable as refused:
-                log.error("%s: not even its dead letter could be sent: %s", origin, refused)
+            except Unsendable as unsendable:
+                log.error("%s: not even its dead letter could be sent: %s", origin, unsendable)
 
         await until_abandoned(abandon, send())
 
 
 async def send_letter(sender: Sender, record: Any, origin: Origin, *, stage: str, error: str) -> asyncio.Future[int]:
-    """Send the dead letter of a record; the sender's future says when it is there."""
+    """Send the dead letter of a record; the sender's future is done once it is acknowledged."""
     at_ms = time.time_ns() // 1_000_000
     letter = dead_letters.letter(record.key, record.value, origin, stage=stage, error=error, at_ms=at_ms)
     return await sender.send(dead_letters.TOPIC.name, letter.value, key=letter.key, headers=letter.headers)
@@ -81,12 +81,12 @@ async def send_letter(sender: Sender, record: Any, origin: Origin, *, stage: str
 async def until_abandoned(abandon: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
     """Await work until ``abandon`` is set. Raises Abandoned, with the work cancelled, or what the work raises."""
     task = asyncio.ensure_future(work)
-    given_up = asyncio.ensure_future(abandon.wait())
+    abandoned = asyncio.ensure_future(abandon.wait())
     try:
-        await asyncio.wait((task, given_up), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, abandoned), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise Abandoned
         await task
     finally:
-        given_up.cancel()
+        abandoned.cancel()
         task.cancel()

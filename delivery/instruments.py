@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 class Instrument(NamedTuple):
-    """One metric of a component: its full name (counters end in ``_total``), kind, help and label names."""
+    """One metric of a component: its full name (counters end in ``_total``), kind, help, label names and buckets."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -22,7 +22,7 @@ class Instruments:
     def __init__(self, table: Iterable[Instrument], registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
         self._counters: dict[str, Counter] = {}
-        self._labelled: dict[tuple[str, tuple[str, ...]], Counter] = {}  # to find their labels takes a microsecond
+        self._labelled: dict[tuple[str, tuple[str, ...]], Counter] = {}  # labels() takes a microsecond
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
         for name, kind, text, labels, buckets in table:
@@ -36,11 +36,11 @@ class Instruments:
 
     def counter(self, name: str, *labels: str) -> Counter:
         """The counter of that name, at those label values."""
-        found = self._labelled.get((name, labels))
-        if found is None:
-            found = self._counters[name].labels(*labels) if labels else self._counters[name]
-            self._labelled[name, labels] = found
-        return found
+        counter = self._labelled.get((name, labels))
+        if counter is None:
+            counter = self._counters[name].labels(*labels) if labels else self._counters[name]
+            self._labelled[name, labels] = counter
+        return counter
 
     def gauge(self, name: str, *labels: str) -> Gauge:
         """The gauge of that name, at those label values."""

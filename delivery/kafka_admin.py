@@ -1,7 +1,7 @@
 """Kafka's administration: topics and their settings, consumer groups, ACLs, and the brokers' disks.
 
-In: an address. Out: what the broker has, in plain types. On failure: :class:`BrokerUnavailable` if nobody answers,
-:class:`SettingsUnknown` if the broker does not say, :class:`Refused` if it refuses.
+In: a connection. Out: descriptions in plain types. On failure: :class:`BrokerUnavailable` if no broker answers,
+:class:`SettingsUnknown` if the broker does not give topic settings, :class:`Refused` if it refuses.
 
 Source: Kafka's protocol for the error codes, for Metadata 8, for IncrementalAlterConfigs and for DescribeLogDirs.
 """
@@ -46,23 +46,23 @@ from delivery.ledger import Partition
 
 _REQUEST_TIMEOUT_MS = 10_000
 _SESSION_TIMEOUT_S = 60.0
-_SET = 0
-_TEXT = String("utf-8")
-_COMPACT = CompactString("utf-8")
+_SET_OPERATION = 0
+_STRING = String("utf-8")
+_COMPACT_STRING = CompactString("utf-8")
 _UNAUTHORIZED = 29
-_UNSAID = -(2**31)
+_RIGHTS_UNKNOWN = -(2**31)
 
 _ANY, _PREFIXED, _ALLOW = 1, 4, 3
 _RESOURCES = {2: "Topic", 3: "Group"}
 _OPERATIONS = {2: "All", 3: "Read", 4: "Write", 5: "Create", 8: "Describe", 10: "DescribeConfigs", 11: "AlterConfigs"}
-"""Of ACLs, by Kafka's codes."""
+"""The names of resource types and operations of ACLs, by Kafka's codes."""
 
 RIGHTS = {code: _OPERATIONS[code] for code in (3, 4, 8)}
-"""What an ACL allows with a topic, as far as components need it. Each of the first two implies the third."""
+"""The operations on a topic that components need. Each of the first two implies the third."""
 
 
 class BrokerError(Exception):
-    """The broker does not give what it was asked for; the message says why, in one line or one line a mistake."""
+    """A request to the broker failed; the message says why, one line for each reason."""
 
     exit_code = 1
 
@@ -72,22 +72,22 @@ class BrokerUnavailable(BrokerError):
 
 
 class SettingsUnknown(BrokerError):
-    """The broker has no topic settings (an embedded one), or this client may not read them."""
+    """The broker has no topic settings (an embedded one has none), or this client may not read them."""
 
 
 class Refused(BrokerError):
-    """The broker said no, and will say it again; ``reasons`` are by topic."""
+    """The broker refused a change, and would refuse it again; ``reasons`` are by topic."""
 
-    def __init__(self, what: str, reasons: Mapping[str, str]) -> None:
-        super().__init__("\n".join(f"{topic}: {what}: {reason}" for topic, reason in reasons.items()))
+    def __init__(self, outcome: str, reasons: Mapping[str, str]) -> None:
+        super().__init__("\n".join(f"{topic}: {outcome}: {reason}" for topic, reason in reasons.items()))
 
 
 class TopicDescription(NamedTuple):
-    """A topic as the broker has it. ``settings`` None if it does not say.
+    """A topic as the broker describes it. ``settings`` is None if they are not known.
 
-    ``leaderless`` are the partitions without a leader, ``in_sync`` how many replicas of each partition are in sync.
-    ``allowed`` is what this client may do with it, None if the broker does not say. Of a topic that it may not see,
-    nothing else is known.
+    ``leaderless`` are the partitions without a leader, ``in_sync`` is the number of in-sync replicas of each partition.
+    ``allowed`` has the operations that this client may do, or is None if they are not known. Of a topic that this
+    client may not describe, only ``allowed`` is set.
     """
 
     partitions: int
@@ -98,7 +98,7 @@ class TopicDescription(NamedTuple):
 
 
 class GroupDescription(NamedTuple):
-    """A consumer group: its state as the broker calls it, how many members it has, and what it has committed."""
+    """A consumer group: its state in Kafka's words, the number of its members, and its committed offsets."""
 
     name: str
     state: str
@@ -107,7 +107,7 @@ class GroupDescription(NamedTuple):
 
 
 class Acl(NamedTuple):
-    """What a user may do, or may not, in Kafka's words; ``name`` ends in ``*`` if it stands for all that begin so."""
+    """One ACL, in Kafka's words; ``name`` ends in ``*`` if it is a prefix. ``allowed`` is False if it denies."""
 
     principal: str
     operation: str
@@ -117,7 +117,7 @@ class Acl(NamedTuple):
 
 
 class Disk(NamedTuple):
-    """A folder in which a broker keeps its logs, in bytes; ``error`` is what keeps it from being used."""
+    """A log directory of a broker, its sizes in bytes; ``error`` is why the broker can't use it."""
 
     broker: int
     path: str
@@ -126,27 +126,27 @@ class Disk(NamedTuple):
     error: str = ""
 
 
-class _SettingsSet(Response):  # type: ignore[misc] # aiokafka has no types
+class _AlterConfigsResponse(Response):  # type: ignore[misc] # aiokafka has no types
     API_KEY = 44
     API_VERSION = 0
     SCHEMA = Schema(
         ("throttle_time_ms", Int32),
-        ("resources", Array(("error_code", Int16), ("error_message", _TEXT), ("type", Int8), ("name", _TEXT))),
+        ("resources", Array(("error_code", Int16), ("error_message", _STRING), ("type", Int8), ("name", _STRING))),
     )
 
 
-class _SetSettings(RequestStruct):  # type: ignore[misc]
+class _AlterConfigsRequest(RequestStruct):  # type: ignore[misc]
     API_KEY = 44
     API_VERSION = 0
-    RESPONSE_TYPE = _SettingsSet
-    CONFIGS = Array(("name", _TEXT), ("config_operation", Int8), ("value", _TEXT))
+    RESPONSE_TYPE = _AlterConfigsResponse
+    CONFIGS = Array(("name", _STRING), ("config_operation", Int8), ("value", _STRING))
     SCHEMA = Schema(
-        ("resources", Array(("type", Int8), ("name", _TEXT), ("configs", CONFIGS))), ("validate_only", Boolean)
+        ("resources", Array(("type", Int8), ("name", _STRING), ("configs", CONFIGS))), ("validate_only", Boolean)
     )
 
 
-class IncrementalAlterConfigs(Request[_SetSettings]):  # type: ignore[misc]
-    """Sets some settings of a topic and leaves its others alone: aiokafka knows only the request that resets those."""
+class IncrementalAlterConfigs(Request[_AlterConfigsRequest]):  # type: ignore[misc]
+    """Sets some settings of a topic and keeps the others: aiokafka has only the request that resets those."""
 
     API_KEY = 44
 
@@ -155,39 +155,43 @@ class IncrementalAlterConfigs(Request[_SetSettings]):  # type: ignore[misc]
 
     def build(self, request_struct_class: Any) -> Any:
         """The request, as it is sent."""
-        configs = [(name, _SET, value) for name, value in self.settings.items()]
+        configs = [(name, _SET_OPERATION, value) for name, value in self.settings.items()]
         return request_struct_class([(int(ConfigResourceType.TOPIC), self.topic, configs)], False)
 
 
-class _Topics(Response):  # type: ignore[misc]
+class _MetadataResponse(Response):  # type: ignore[misc]
     API_KEY = 3
     API_VERSION = 8
-    BROKERS = Array(("node_id", Int32), ("host", _TEXT), ("port", Int32), ("rack", _TEXT))
+    BROKERS = Array(("node_id", Int32), ("host", _STRING), ("port", Int32), ("rack", _STRING))
     PARTITIONS = Array(
         ("error_code", Int16), ("partition", Int32), ("leader", Int32), ("leader_epoch", Int32),
         ("replicas", Array(Int32)), ("isr", Array(Int32)), ("offline", Array(Int32)),
     )  # fmt: skip
     TOPICS = Array(
-        ("error_code", Int16), ("name", _TEXT), ("is_internal", Boolean), ("partitions", PARTITIONS), ("allowed", Int32)
+        ("error_code", Int16),
+        ("name", _STRING),
+        ("is_internal", Boolean),
+        ("partitions", PARTITIONS),
+        ("allowed", Int32),
     )
     SCHEMA = Schema(
-        ("throttle_time_ms", Int32), ("brokers", BROKERS), ("cluster_id", _TEXT), ("controller_id", Int32),
+        ("throttle_time_ms", Int32), ("brokers", BROKERS), ("cluster_id", _STRING), ("controller_id", Int32),
         ("topics", TOPICS), ("allowed", Int32),
     )  # fmt: skip
 
 
-class _MetadataWithRights(RequestStruct):  # type: ignore[misc]
+class _MetadataRequest(RequestStruct):  # type: ignore[misc]
     API_KEY = 3
     API_VERSION = 8
-    RESPONSE_TYPE = _Topics
+    RESPONSE_TYPE = _MetadataResponse
     SCHEMA = Schema(
-        ("topics", Array(_TEXT)), ("allow_auto_topic_creation", Boolean), ("include_cluster_allowed", Boolean),
+        ("topics", Array(_STRING)), ("allow_auto_topic_creation", Boolean), ("include_cluster_allowed", Boolean),
         ("include_topic_allowed", Boolean),
     )  # fmt: skip
 
 
-class DescribeTopics(Request[_MetadataWithRights]):  # type: ignore[misc]
-    """Asks for topics, and for what this client may do with them, which aiokafka's own request can't."""
+class DescribeTopics(Request[_MetadataRequest]):  # type: ignore[misc]
+    """Requests the metadata of topics with this client's rights on them, which aiokafka's own request leaves out."""
 
     API_KEY = 3
 
@@ -195,37 +199,37 @@ class DescribeTopics(Request[_MetadataWithRights]):  # type: ignore[misc]
         self.topics = list(topics)
 
     def build(self, request_struct_class: Any) -> Any:
-        """The request, as it is sent. No topic is made by it."""
+        """The request, as it is sent. It creates no topic."""
         return request_struct_class(self.topics, False, False, True)
 
 
-class _Disks(Response):  # type: ignore[misc]
+class _LogDirsResponse(Response):  # type: ignore[misc]
     API_KEY = 35
     API_VERSION = 4
     PARTITION = (("partition", Int32), ("size", Int64), ("lag", Int64), ("future", Boolean), ("tags", TaggedFields))
-    TOPIC = (("name", _COMPACT), ("partitions", CompactArray(*PARTITION)), ("tags", TaggedFields))
+    TOPIC = (("name", _COMPACT_STRING), ("partitions", CompactArray(*PARTITION)), ("tags", TaggedFields))
     SCHEMA = Schema(
         ("throttle_time_ms", Int32),
         ("error_code", Int16),
         ("results", CompactArray(
-            ("error_code", Int16), ("path", _COMPACT), ("topics", CompactArray(*TOPIC)), ("total", Int64),
+            ("error_code", Int16), ("path", _COMPACT_STRING), ("topics", CompactArray(*TOPIC)), ("total", Int64),
             ("usable", Int64), ("tags", TaggedFields),
         )),
         ("tags", TaggedFields),
     )  # fmt: skip
 
 
-class _NoTopicsDisks(RequestStruct):  # type: ignore[misc]
+class _LogDirsRequest(RequestStruct):  # type: ignore[misc]
     API_KEY = 35
     API_VERSION = 4
     FLEXIBLE_VERSION = True
-    RESPONSE_TYPE = _Disks
-    PARTITIONS = CompactArray(("name", _COMPACT), ("tags", TaggedFields))
+    RESPONSE_TYPE = _LogDirsResponse
+    PARTITIONS = CompactArray(("name", _COMPACT_STRING), ("tags", TaggedFields))
     SCHEMA = Schema(("topics", PARTITIONS), ("tags", TaggedFields))
 
 
-class DescribeLogDirs(Request[_NoTopicsDisks]):  # type: ignore[misc]
-    """Asks a broker for its folders and how much room they have, and for nothing that is in them."""
+class DescribeLogDirs(Request[_LogDirsRequest]):  # type: ignore[misc]
+    """Requests a broker's log directories and their sizes, without the partitions that are in them."""
 
     API_KEY = 35
 
@@ -241,86 +245,94 @@ class Admin:
         self._client, self._connection = client, connection
 
     async def layouts(self, names: Iterable[str]) -> dict[str, TopicDescription]:
-        """Those of these topics that there are, as far as this client may see them."""
+        """The descriptions of those topics that exist, as far as this client may see them."""
         try:
             rows = (await self._client._send_request(DescribeTopics(names))).topics  # noqa: SLF001
-        except NotImplementedError:  # by a broker that speaks less than Kafka 2.3 did
-            topics = await self._client.describe_topics(list(names))
+        except NotImplementedError:  # the broker is older than Kafka 2.3
             rows = [
-                (one["error_code"], one["topic"], False, [tuple(each.values()) for each in one["partitions"]], _UNSAID)
-                for one in topics
+                (
+                    topic["error_code"],
+                    topic["topic"],
+                    False,
+                    [tuple(p.values()) for p in topic["partitions"]],
+                    _RIGHTS_UNKNOWN,
+                )
+                for topic in await self._client.describe_topics(list(names))
             ]
-        found = {}
+        descriptions = {}
         for code, name, _, partitions, bits in rows:
             if code == _UNAUTHORIZED:
-                found[name] = TopicDescription(0, allowed=frozenset())
+                descriptions[name] = TopicDescription(0, allowed=frozenset())
             elif partitions:
-                allowed = frozenset(right for one, right in RIGHTS.items() if bits >> one & 1)
+                allowed = frozenset(right for bit, right in RIGHTS.items() if bits >> bit & 1)
                 leaderless = tuple(sorted(number for _, number, leader, *_ in partitions if leader < 0))
-                in_sync = {number: len(isr) for _, number, _, _, _, isr, _ in partitions} if bits != _UNSAID else {}
-                found[name] = TopicDescription(
-                    len(partitions), None, leaderless, in_sync, None if bits == _UNSAID else allowed
+                in_sync = (
+                    {number: len(isr) for _, number, _, _, _, isr, _ in partitions} if bits != _RIGHTS_UNKNOWN else {}
                 )
-        return found
+                descriptions[name] = TopicDescription(
+                    len(partitions), None, leaderless, in_sync, None if bits == _RIGHTS_UNKNOWN else allowed
+                )
+        return descriptions
 
     async def brokers(self) -> dict[int, str]:
-        """The brokers that there are now, by their numbers, each as ``HOST:PORT``."""
+        """The addresses ``HOST:PORT`` of the brokers that are up, by their ids."""
         rows = (await self._client._send_request(DescribeTopics([]))).brokers  # noqa: SLF001
-        return {number: f"{host}:{port}" for number, host, port, _ in rows}
+        return {broker_id: f"{host}:{port}" for broker_id, host, port, _ in rows}
 
     async def names(self) -> list[str]:
-        """The topics that this client may see, as Kafka calls them."""
+        """The names in Kafka of the topics that this client may see."""
         names: list[str] = await self._client.list_topics()
         return names
 
     async def disks(self, brokers: Iterable[int]) -> list[Disk]:
-        """The folders of these brokers; none if this client may not know, or a broker is older than Kafka 3.3."""
-        found = []
+        """The log directories of these brokers; none without the right, or if a broker is older than Kafka 3.3."""
+        disks: list[Disk] = []
         for broker in brokers:
             try:
-                answer = await self._client._send_request_to_node(broker, DescribeLogDirs())  # noqa: SLF001
+                response = await self._client._send_request_to_node(broker, DescribeLogDirs())  # noqa: SLF001
             except (IncompatibleBrokerVersion, NotImplementedError):
                 return []
-            found += [
+            disks += [
                 Disk(broker, path, total, usable, for_code(code).__name__ if code else "")
-                for code, path, _, total, usable, _ in answer.results
+                for code, path, _, total, usable, _ in response.results
             ]
-        return found
+        return disks
 
     async def acls(self) -> list[Acl] | None:
-        """What users may do with topics and groups; None if this client may not know, or there is no authorizer."""
-        anything = DescribeAclsRequest(_ANY, None, _ANY, None, None, _ANY, _ANY)
+        """The ACLs of topics and groups; None without the right to list them, or if there is no authorizer."""
+        all_acls = DescribeAclsRequest(_ANY, None, _ANY, None, None, _ANY, _ANY)
         try:
-            answer = await self._client._send_request(anything)  # noqa: SLF001
+            response = await self._client._send_request(all_acls)  # noqa: SLF001
         except (IncompatibleBrokerVersion, NotImplementedError):
             return None
-        if answer.error_code:
+        if response.error_code:
             return None
-        found = []
-        for kind, name, pattern, rows in answer.resources:
-            of = name + "*" if pattern == _PREFIXED else name
-            for who, _, operation, may in rows if kind in _RESOURCES else ():
-                found.append(Acl(who, _OPERATIONS.get(operation, ""), _RESOURCES[kind], of, may == _ALLOW))
-        return found
+        acls = []
+        for kind, name, pattern, rows in response.resources:
+            shown_name = name + "*" if pattern == _PREFIXED else name
+            for principal, _, operation, permission in rows if kind in _RESOURCES else ():
+                operation_name = _OPERATIONS.get(operation, "")
+                acls.append(Acl(principal, operation_name, _RESOURCES[kind], shown_name, permission == _ALLOW))
+        return acls
 
     async def hidden_groups(self, names: Iterable[str]) -> list[str]:
-        """Those of these groups that this client may not see."""
+        """Those of these groups that this client may not describe."""
         hidden = []
         for name in names:
             try:
-                (answer,) = await self._client.describe_consumer_groups([self._connection.prefixed(name)])
+                (response,) = await self._client.describe_consumer_groups([self._connection.prefixed(name)])
             except GroupAuthorizationFailedError:
                 hidden.append(name)
-            except GroupCoordinatorNotAvailableError:  # no group has ever been in this Kafka
+            except GroupCoordinatorNotAvailableError:  # this Kafka has never had a group
                 continue
             else:
-                hidden += [name] * (answer.groups[0][0] == GroupAuthorizationFailedError.errno)
+                hidden += [name] * (response.groups[0][0] == GroupAuthorizationFailedError.errno)
         return hidden
 
     async def settings(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
         """The settings in force of topics that exist.
 
-        :raises SettingsUnknown: the broker does not say.
+        :raises SettingsUnknown: the broker has none, or this client may not read them.
         """
         resources = [ConfigResource(ConfigResourceType.TOPIC, name) for name in names]
         if not resources:
@@ -341,17 +353,17 @@ class Admin:
         return settings
 
     async def create(self, topics: Iterable[NewTopic]) -> list[str]:
-        """Create topics; the names of those that were not there before.
+        """Create topics; returns the names of those that did not exist before.
 
         :raises Refused: some could not be created; the others were.
         """
         response = await self._client.create_topics(list(topics))
         errors = {row[0]: (for_code(row[1]), row[2]) for row in response.topic_errors if row[1]}
-        already = [name for name, (error, _) in errors.items() if error is TopicAlreadyExistsError]
-        reasons = {name: text or error.__name__ for name, (error, text) in errors.items() if name not in already}
+        existing = [name for name, (error, _) in errors.items() if error is TopicAlreadyExistsError]
+        reasons = {name: text or error.__name__ for name, (error, text) in errors.items() if name not in existing}
         if reasons:
             raise Refused("not created", reasons)
-        return [row[0] for row in response.topic_errors if row[0] not in already]
+        return [row[0] for row in response.topic_errors if row[0] not in existing]
 
     async def alter(self, name: str, settings: Mapping[str, str]) -> None:
         """Set some of a topic's settings; the others stay as they are.
@@ -364,27 +376,27 @@ class Admin:
             raise Refused("settings not altered", reasons)
 
     async def groups(self, prefix: str) -> list[GroupDescription]:
-        """The consumer groups whose names begin so, without the prefix of all names; those that this client may see.
+        """The consumer groups of this connection whose names begin with ``prefix`` and that this client may see.
 
-        They are described one by one: of an answer about several, aiokafka 0.14 can't read the second.
+        They are described one by one: aiokafka 0.14 can decode only the first group of a response.
         """
         listed = await self._client.list_consumer_groups()
-        found, begins = [], self._connection.prefixed(prefix)
-        for name in sorted(row[0] for row in listed if row[0].startswith(begins)):
-            (answer,) = await self._client.describe_consumer_groups([name])
-            (_, _, state, _, _, members, *_) = answer.groups[0]
+        groups, full_prefix = [], self._connection.prefixed(prefix)
+        for name in sorted(row[0] for row in listed if row[0].startswith(full_prefix)):
+            (response,) = await self._client.describe_consumer_groups([name])
+            (_, _, state, _, _, members, *_) = response.groups[0]
             offsets = await self._client.list_consumer_group_offsets(name)
             committed = {
                 clients.from_kafka(self._connection, tp): metadata.offset
                 for tp, metadata in offsets.items()
                 if metadata.offset >= 0
             }
-            found.append(GroupDescription(self._connection.unprefixed(name), state, len(members), committed))
-        return found
+            groups.append(GroupDescription(self._connection.unprefixed(name), state, len(members), committed))
+        return groups
 
     async def is_empty(self, name: str, partitions: int) -> bool:
         """Whether a topic holds no record at this moment."""
-        # what an open transaction has written is there, too
+        # the records of an open transaction count, too
         consumer = clients.consumer(self._connection, isolation_level="read_uncommitted")
         await consumer.start()
         try:
@@ -394,28 +406,28 @@ class Admin:
             await clients.close(consumer)
 
     async def delete(self, names: Iterable[str]) -> None:
-        """Delete topics, and all that is in them. One that is already gone is no mistake.
+        """Delete topics with all their records. A topic that does not exist is ignored.
 
         :raises Refused: some could not be deleted; the others were.
         """
         response = await self._client.delete_topics(list(names))
         errors = {name: for_code(code) for name, code in response.topic_error_codes if code}
-        reasons = {name: one.__name__ for name, one in errors.items() if one is not UnknownTopicOrPartitionError}
+        reasons = {name: error.__name__ for name, error in errors.items() if error is not UnknownTopicOrPartitionError}
         if reasons:
             raise Refused("not deleted", reasons)
 
 
 @asynccontextmanager
 async def connect(connection: Connection) -> AsyncIterator[Admin]:
-    """An open connection, closed at the end.
+    """An open admin connection, closed at the end of the ``async with`` block.
 
-    :raises BrokerUnavailable: nobody answers there, now or before the end.
-    :raises BrokerError: an answer that was not expected.
+    :raises BrokerUnavailable: no broker answers, at the start or during the block.
+    :raises BrokerError: an unexpected answer.
     """
     client = clients.admin(connection, client_id="gpustream-topics", request_timeout_ms=_REQUEST_TIMEOUT_MS)
     try:
         async with asyncio.timeout(_SESSION_TIMEOUT_S):
-            # why a broker closes a connection is known when it does so twice, and a command asks only once
+            # the reason of a closed connection is known only when it is closed twice: so a command tries twice
             try:
                 await client.start()
             except SILENCE:

@@ -3,7 +3,7 @@
 In: an error of the Kafka client, of Python's TLS, or of the broker. Out: a line that says what to do. Pure.
 
 Source: Kafka's protocol for its error codes; OpenSSL's x509_vfy.h for those of certificates; and observations of Apache
-Kafka 4.1, with clients that come without TLS, with TLS, without a login, or with a login that it does not want.
+Kafka 4.1 with clients that connect with or without TLS, without a login, or with a login that the port does not want.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ _DENIED = {
     TopicAuthorizationFailedError: f"use the topic {{names}}: {_ACLS}",
     ClusterAuthorizationFailedError: f"do what this needs of the cluster: {_ACLS}",
 }
-_OF_ADMIN = "Unable to get coordinator id for "
-"""Stands before the group's name if it is aiokafka's admin client that is refused."""
+_ADMIN_ERROR_PREFIX = "Unable to get coordinator id for "
+"""aiokafka's admin client puts this before the group's name."""
 
 _EXPIRED, _NOT_YET, _OTHER_NAME, _OTHER_ADDRESS = 10, 9, 62, 64
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_MESSAGE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
@@ -37,21 +37,21 @@ _OF_CERTIFICATE = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
 
 
 def describe(error: BaseException) -> str:
-    """One line that names an error, once, and what it says; for a missing ACL, what to do."""
+    """One line with an error's class and message; for a missing ACL, what to do."""
     name, text = type(error).__name__, str(error)
-    for kind, what in _DENIED.items():
+    for kind, action in _DENIED.items():
         if isinstance(error, kind):
             subject = error.args[0] if error.args else ""
             names = subject if isinstance(subject, str) else ", ".join(sorted(map(str, subject)))
-            names = names.removeprefix(_OF_ADMIN)
-            return f"Kafka does not let this client {what.format(names=names)} ({name})"
+            names = names.removeprefix(_ADMIN_ERROR_PREFIX)
+            return f"Kafka does not let this client {action.format(names=names)} ({name})"
     return text if text.startswith(name) else f"{name}: {text}".strip(": ")
 
 
 def of_connecting(error: BaseException, connection: Connection, user: str = "", *, again: bool = False) -> str | None:
-    """What must be mended before a connection can be opened; None: nothing is known to be wrong but that it failed.
+    """What a person must mend before a connection can be opened; None: only that it failed is known.
 
-    ``user`` is who was to log in. A connection that is only closed may be that of a broker that stops, unless it is
+    ``user`` is the name of the login. A connection that is just closed may be that of a stopping broker, unless it is
     closed ``again``.
     """
     causes = [error]
@@ -64,10 +64,10 @@ def of_connecting(error: BaseException, connection: Connection, user: str = "", 
             return f"its name is not resolved ({cause.strerror}): look at this machine's name servers, and at --kafka"
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
             return f"no file descriptor is left ({cause.strerror}): raise the limit, see `ulimit -n`"
-        if isinstance(cause, ssl.SSLError) and (said := _of_tls(cause, connection)):
-            return said
-        if said := _of_login(cause, connection, user):
-            return said
+        if isinstance(cause, ssl.SSLError) and (reason := _of_tls(cause, connection)):
+            return reason
+        if reason := _of_login(cause, connection, user):
+            return reason
     closed = (asyncio.IncompleteReadError, ConnectionResetError, ssl.SSLEOFError)
     if not again or not any(isinstance(cause, closed) for cause in causes):
         return None
@@ -77,7 +77,7 @@ def of_connecting(error: BaseException, connection: Connection, user: str = "", 
 
 
 def of_first_request(connection: Connection) -> str:
-    """What is wrong if a broker opens a connection and closes it at the first request that is more than hello."""
+    """What is wrong if a broker accepts a connection, and closes it at the first request after ApiVersions."""
     security = "sasl-ssl" if connection.has_tls else "sasl-plaintext"
     return f"it closes the connection: it wants a login: give --kafka-security {security} and how to log in"
 
@@ -98,9 +98,9 @@ def _of_tls(error: ssl.SSLError, connection: Connection) -> str | None:
             " signed it with --kafka-ca"
         )
     reason = error.reason or ""
-    if any(one in reason for one in _NOT_TLS):
+    if any(code in reason for code in _NOT_TLS):
         return "it does not speak TLS: give its port for TLS, or --kafka-security without ssl"
-    if "ALERT" in reason and any(one in reason for one in _OF_CERTIFICATE):
+    if "ALERT" in reason and any(code in reason for code in _OF_CERTIFICATE):
         if connection.cert is None:
             return "it wants a certificate of the client: give --kafka-cert and --kafka-key"
         return (

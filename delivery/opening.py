@@ -1,14 +1,14 @@
 """Opens connections to brokers for all Kafka clients, with the secrets that are in the files at that moment.
 
-In: a :class:`Connection`. Out: aiokafka's options for a client, and what is wrong, in a sentence (:func:`trouble`).
+In: a :class:`Connection`. Out: aiokafka's options for a client, and a sentence about what is wrong (:func:`trouble`).
 State: for each broker, whether the last connection could be opened, and why not.
-On failure: if something must be mended, connecting is tried again only every few seconds, because a TLS handshake and a
-login cost CPU on both sides, and clients try ten times a second. aiokafka logs the sentence for a client that was
-connected before.
+On failure: if a person must mend something, clients connect again only every few seconds, because a TLS handshake and a
+login cost CPU on both sides, and aiokafka would try ten times a second. aiokafka logs the sentence for a client that
+was connected before.
 
 An aiokafka client keeps the password and the TLS context that it was made with. So this module replaces, for the whole
-process, aiokafka's one function that opens a connection, and gives it the secrets of now. A client's :class:`_Login`
-says which connection it is for.
+process, aiokafka's one function that opens a connection, and gives it the current secrets. It finds a client's
+:class:`Connection` in the client's :class:`_Login`.
 """
 
 import asyncio
@@ -25,25 +25,25 @@ from aiokafka.errors import KafkaConnectionError, KafkaError
 from delivery import kafka_errors, tokens
 from delivery.connection import Connection, CredentialsError, Secrets
 
-PAUSES_S = (0.5, 1.0, 2.0, 5.0)  # between two attempts to connect to a broker of which something must be mended
-_REMEMBERED_S = 20.0  # if nobody has tried to connect with a broker for so long, its trouble is not reported any more
-_TO_FILL_IN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+PAUSES_S = (0.5, 1.0, 2.0, 5.0)  # between attempts to connect to a broker with a trouble
+_REMEMBERED_S = 20.0  # a trouble is reported for so long after the last attempt to connect
+_PLACEHOLDER_CONTEXT = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """A client must be made with a context. This one trusts nobody, and is replaced before it is used."""
 
 
 class Unusable(KafkaConnectionError):  # type: ignore[misc] # aiokafka has no types
-    """A broker is there, and no connection with it can be opened until something is mended: the message says what."""
+    """A broker is up, but a person must mend something before it can be used; the message says what."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class ClientClosed(KafkaConnectionError):  # type: ignore[misc]
-    """The client was given up, and its tasks end with it. That is no trouble to report."""
+    """The client was closed, and its tasks end by this error. It is not reported."""
 
 
 class _Login(AbstractTokenProvider):  # type: ignore[misc]
-    """Says for which :class:`Connection` a client opens connections, gives it a token, and knows which are open."""
+    """A client's :class:`Connection`, from which it gets tokens, and the client's open connections to brokers."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -63,17 +63,17 @@ class _Broker:
         self.answered = False
 
     async def pause(self) -> None:
-        """Wait, after a failure, until it may be tried again."""
+        """Wait, after a failure, until the next attempt may be made."""
         if self.failures:
-            after_s = PAUSES_S[min(self.failures, len(PAUSES_S)) - 1]
-            await asyncio.sleep(max(0.0, self.failed_s + after_s - time.monotonic()))
+            pause_s = PAUSES_S[min(self.failures, len(PAUSES_S)) - 1]
+            await asyncio.sleep(max(0.0, self.failed_s + pause_s - time.monotonic()))
 
     def failed(self, trouble: str | None) -> None:
-        """It could not be opened: because of this trouble, or just so."""
+        """Note a failure, and its trouble if a person must mend something."""
         self.trouble, self.failures, self.failed_s = trouble, self.failures + 1, time.monotonic()
 
     def opened(self) -> None:
-        """A connection is open."""
+        """Note that a connection is open."""
         self.trouble, self.failures, self.answered = None, 0, True
 
 
@@ -81,50 +81,50 @@ _brokers: dict[tuple[Connection, str, int], _Broker] = {}
 
 
 def options(connection: Connection) -> dict[str, Any]:
-    """What makes aiokafka's clients connect so."""
-    given: dict[str, Any] = {
+    """aiokafka's options for a client of this connection."""
+    options: dict[str, Any] = {
         "bootstrap_servers": connection.servers,
         "security_protocol": connection.security.upper().replace("-", "_"),
         "sasl_oauth_token_provider": _Login(connection),
     }
     if connection.has_tls:
-        given |= {"ssl_context": _TO_FILL_IN}
+        options |= {"ssl_context": _PLACEHOLDER_CONTEXT}
     if connection.has_login:
         mechanism = "oauthbearer" if connection.mechanism == "aws-msk-iam" else str(connection.mechanism)
-        given |= {"sasl_mechanism": mechanism.upper(), "sasl_plain_username": "", "sasl_plain_password": ""}
-    return given
+        options |= {"sasl_mechanism": mechanism.upper(), "sasl_plain_username": "", "sasl_plain_password": ""}
+    return options
 
 
 def trouble(connection: Connection) -> str | None:
-    """What must be mended before Kafka can be reached, or all of it can; None if nothing is known to be wrong."""
-    recent_s = time.monotonic() - _REMEMBERED_S
-    found = [
+    """What a person must mend before all brokers can be reached, as of the last failure; None if nothing is known."""
+    since_s = time.monotonic() - _REMEMBERED_S
+    troubles = [
         (broker.failed_s, f"Kafka at {host}:{port}: {broker.trouble}")
-        for (whose, host, port), broker in _brokers.items()
-        if whose == connection and broker.trouble is not None and broker.failed_s >= recent_s
+        for (broker_connection, host, port), broker in _brokers.items()
+        if broker_connection == connection and broker.trouble is not None and broker.failed_s >= since_s
     ]
-    return max(found)[1] if found else None
+    return max(troubles)[1] if troubles else None
 
 
 def close(client: aiokafka.client.AIOKafkaClient) -> None:
-    """Close every connection of a client, at once and for ever.
+    """Close every connection of a client at once; it can open no other.
 
-    aiokafka forgets the connection of a bootstrap that is cancelled, and all of them if its own end is cancelled.
+    aiokafka leaks its connection if its bootstrap is cancelled, and all of them if its own close is cancelled.
     """
     login = client._sasl_oauth_token_provider  # noqa: SLF001 - there is no other way
     if client._sync_task is not None:  # noqa: SLF001 - likewise
         client._sync_task.cancel()  # noqa: SLF001 - likewise
     login.closed = True
-    for opened in login.opened:
-        opened.close()
+    for conn in login.opened:
+        conn.close()
     login.opened.clear()
 
 
-async def _open(host: str, port: int, **given: Any) -> AIOKafkaConnection:
-    """aiokafka's ``create_conn``, with what stands in the files now. Raises :class:`Unusable`, and what it raises."""
-    login = given["sasl_oauth_token_provider"]
-    if not isinstance(login, _Login):  # a client that is not ours
-        return await create_conn(host, port, **given)
+async def _open(host: str, port: int, **options: Any) -> AIOKafkaConnection:
+    """aiokafka's ``create_conn`` with the current secrets. Raises :class:`Unusable`, and what that raises."""
+    login = options["sasl_oauth_token_provider"]
+    if not isinstance(login, _Login):  # the client was not made by delivery.clients
+        return await create_conn(host, port, **options)
     if login.closed:
         raise ClientClosed
     connection = login.connection
@@ -134,32 +134,35 @@ async def _open(host: str, port: int, **given: Any) -> AIOKafkaConnection:
     secrets = Secrets()
     try:
         secrets = connection.secrets()
-        given |= {"ssl_context": secrets.tls}
-        given |= {"sasl_plain_username": secrets.username, "sasl_plain_password": secrets.password}
-        opened = await create_conn(host, port, **given)
+        options |= {"ssl_context": secrets.tls}
+        options |= {"sasl_plain_username": secrets.username, "sasl_plain_password": secrets.password}
+        conn = await create_conn(host, port, **options)
     except (KafkaError, OSError, TimeoutError, CredentialsError, ValueError, KeyError, AssertionError) as error:
-        why = kafka_errors.of_connecting(error, connection, secrets.username, again=broker.failures > 0)
-        broker.failed(why)
-        if why is None:
+        reason = kafka_errors.of_connecting(error, connection, secrets.username, again=broker.failures > 0)
+        broker.failed(reason)
+        if reason is None:
             raise
         tokens.forget(connection)
         raise Unusable(trouble(connection)) from None
     if not (connection.has_login or broker.answered):
-        await _greet(opened, connection, broker)
+        await _send_first_request(conn, connection, broker)
     broker.opened()
     if login.closed:
-        opened.close()
+        conn.close()
         raise ClientClosed
-    login.opened = [*(one for one in login.opened if one.connected()), opened]
-    return opened
+    login.opened = [*(other for other in login.opened if other.connected()), conn]
+    return conn
 
 
-async def _greet(opened: AIOKafkaConnection, connection: Connection, broker: _Broker) -> None:
-    """Ask for something once: a broker that wants a login answers who does not log in only as long as it says hello."""
+async def _send_first_request(conn: AIOKafkaConnection, connection: Connection, broker: _Broker) -> None:
+    """Send one request, to find out whether the broker wants a login.
+
+    To a client that does not log in, such a broker answers ApiVersions, and closes the connection at the next request.
+    """
     try:
-        await opened.send(aiokafka.client.MetadataRequest([]))
+        await conn.send(aiokafka.client.MetadataRequest([]))
     except BaseException as error:
-        opened.close()
+        conn.close()
         if not isinstance(error, KafkaError | TimeoutError):
             raise
         broker.failed(kafka_errors.of_first_request(connection) if broker.failures else None)
@@ -168,12 +171,12 @@ async def _greet(opened: AIOKafkaConnection, connection: Connection, broker: _Br
         raise Unusable(trouble(connection)) from error
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Not of an address: whoever starts a client logs that itself. And not of a client that was given up."""
+def _keep_log_record(record: logging.LogRecord) -> bool:
+    """Drop aiokafka's log of a bootstrap address, which whoever starts a client logs itself, and of a closed client."""
     args = record.args if isinstance(record.args, tuple) else ()
     of_address = len(args) == 3 and isinstance(args[2], Unusable)
-    return not of_address and not any(isinstance(one, ClientClosed) for one in args)
+    return not of_address and not any(isinstance(arg, ClientClosed) for arg in args)
 
 
 aiokafka.client.create_conn = _open
-aiokafka.client.log.addFilter(_is_news)
+aiokafka.client.log.addFilter(_keep_log_record)

@@ -24,7 +24,7 @@ _AWS_HOST = re.compile(r"\.([a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.com", re.ASCII)
 
 
 class Token(NamedTuple):
-    """A token, and until when it is used again."""
+    """A token, and the time until which it is used again."""
 
     text: str
     fresh_until_s: float
@@ -38,21 +38,21 @@ _tokens: dict[Connection, Token] = {}
 
 async def token(connection: Connection) -> str:
     """A token for a connection that is opened now. Raises CredentialsError."""
-    known = _tokens.get(connection)
-    if known is None or time.time() >= known.fresh_until_s:
-        known = await (_of_aws(connection) if connection.mechanism == "aws-msk-iam" else _of_endpoint(connection))
-        _tokens[connection] = known
-    return known.text
+    cached = _tokens.get(connection)
+    if cached is None or time.time() >= cached.fresh_until_s:
+        cached = await (_from_aws(connection) if connection.mechanism == "aws-msk-iam" else _from_endpoint(connection))
+        _tokens[connection] = cached
+    return cached.text
 
 
 def forget(connection: Connection) -> None:
-    """The broker did not take the last token: ask for another one next time."""
+    """Drop the cached token, which the broker did not accept: the next connection gets a new one."""
     _tokens.pop(connection, None)
 
 
-async def _of_endpoint(connection: Connection) -> Token:
-    """Ask the token endpoint, as the client whose id and secret stand in the files now."""
-    import aiohttp  # a node's producer stays small: only a token makes it load this
+async def _from_endpoint(connection: Connection) -> Token:
+    """Request a token from the endpoint, with the current client id and secret."""
+    import aiohttp  # imported only here, to keep the node producer small
 
     endpoint, secrets, now_s = str(connection.token_endpoint), connection.secrets(), time.time()
     pair = f"{quote_plus(secrets.oauth_client_id)}:{quote_plus(secrets.oauth_client_secret)}"
@@ -67,24 +67,27 @@ async def _of_endpoint(connection: Connection) -> Token:
         ):
             answer = await response.json(content_type=None)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        why = str(error) or type(error).__name__
-        raise CredentialsError(f"no token from {endpoint}: {why}: is it up, and is this the token endpoint?") from None
+        reason = str(error) or type(error).__name__
+        raise CredentialsError(
+            f"no token from {endpoint}: {reason}: is it up, and is this the token endpoint?"
+        ) from None
     answer = answer if isinstance(answer, dict) else {}
     if response.status != 200 or not isinstance(answer.get("access_token"), str):
-        why = f"{answer.get('error') or response.reason} {answer.get('error_description') or ''}".strip()
+        reason = f"{answer.get('error') or response.reason} {answer.get('error_description') or ''}".strip()
         raise CredentialsError(
-            f"no token from {endpoint}: it answers {response.status} ({why[:200]}): check --kafka-oauth-client-id,"
+            f"no token from {endpoint}: it answers {response.status} ({reason[:200]}): check --kafka-oauth-client-id,"
             " --kafka-oauth-client-secret-file and --kafka-oauth-scope"
         )
-    lasts = answer.get("expires_in", _LIFE_S)
-    life_s = float(lasts) if isinstance(lasts, int | float | str) and str(lasts).replace(".", "").isdigit() else _LIFE_S
+    expires = answer.get("expires_in", _LIFE_S)
+    is_number = isinstance(expires, int | float | str) and str(expires).replace(".", "").isdigit()
+    life_s = float(expires) if is_number else _LIFE_S
     return Token(answer["access_token"], now_s + _FRESH * life_s)
 
 
-async def _of_aws(connection: Connection) -> Token:
+async def _from_aws(connection: Connection) -> Token:
     """Sign a request with the credentials that AWS gives this machine or pod; the region is that of the brokers."""
-    named = _AWS_HOST.search(connection.servers)
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or (named[1] if named else None)
+    host = _AWS_HOST.search(connection.servers)
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or (host[1] if host else None)
     if region is None:
         raise CredentialsError("aws-msk-iam: the region is not known: set AWS_REGION")
     try:
@@ -92,7 +95,7 @@ async def _of_aws(connection: Connection) -> Token:
         text, expires_ms = await asyncio.to_thread(signer.generate_auth_token, region)
     except ImportError:
         raise CredentialsError("aws-msk-iam: run `pip install 'gpustream[msk]'` first") from None
-    except Exception as error:  # noqa: BLE001 - botocore's have no common base, and may say what they were given
+    except Exception as error:  # noqa: BLE001 - botocore's errors have no common base; their text may hold secrets
         raise CredentialsError(f"aws-msk-iam: no AWS credentials for this process ({type(error).__name__})") from None
     now_s = time.time()
     return Token(text, now_s + _FRESH * (expires_ms / 1000 - now_s))

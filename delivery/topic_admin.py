@@ -1,6 +1,6 @@
 """Compares a broker's topics with the contract, creates and mends them, and lets components wait for them.
 
-In: a broker's topics. Out: topics created, settings altered, or every mistake in one message.
+In: a broker's topics. Out: topics created, settings altered, or every mismatch in one message.
 On failure: :class:`BrokerUnavailable` may be tried again; every other error is for a person to read. A component waits
 with :class:`TopicCheck` until its topics can be used, for as long as it takes. Before that it neither reads nor writes
 them.
@@ -21,35 +21,38 @@ from delivery.settings import TopicAccess
 from delivery.tasks import set_within
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
 
-_AT_LEAST = ("retention.ms", "max.message.bytes")  # settings of which more is as good; retention.ms of -1 is for ever
+_AT_LEAST = ("retention.ms", "max.message.bytes")  # a larger value is as good; retention.ms of -1 is for ever
 _HARMLESS = ("segment.ms",)
-"""Settings that do no harm if they differ: they change when old records go, not which ones a reader may rely on."""
+"""A different value does no harm: it only changes when old records are deleted."""
 
-_PASSES = 100
-_PASS_S = 0.1  # a broker learns of a change some time after the controller has made it
-ASK_AFTER_S = (0.5, 1.0, 2.0, 5.0, 10.0)  # when to ask again: not too often, because a whole fleet may wait
-NUMBER_OF_PARTITIONS = "its number of partitions"  # what a mismatch is about that no command mends
-COMMAND = "gpustream topics create"  # it makes what is missing, mends settings, and says how to mend the rest
+_MAX_PASSES = 100
+_PASS_EVERY_S = 0.1  # a broker learns of a change some time after the controller has made it
+CHECK_AGAIN_S = (0.5, 1.0, 2.0, 5.0, 10.0)  # pauses between checks: a whole fleet may wait for one broker
+NUMBER_OF_PARTITIONS = "its number of partitions"  # the subject of a mismatch that no command mends
+COMMAND = "gpustream topics create"  # it creates what is missing, mends settings, and tells how to mend the rest
 log = logging.getLogger(__name__)
 
 
 class Mismatch(NamedTuple):
-    """One thing that a topic is not as it must be. ``breaks``: a component that uses the topic must not start."""
+    """One difference of a topic from the contract. ``breaks``: a component that uses the topic must not start.
+
+    ``subject`` is the name of a setting, :data:`NUMBER_OF_PARTITIONS`, or the topic itself.
+    """
 
     topic: str
-    what: str
+    subject: str
     want: str
     have: str
     breaks: bool = True
 
     def __str__(self) -> str:
-        return f"{self.topic}: {self.what} is {self.have}, must be {self.want}"
+        return f"{self.topic}: {self.subject} is {self.have}, must be {self.want}"
 
 
 class Checked(NamedTuple):
-    """Topics that a component may use: their partition counts, and what is not as it should be and does no harm.
+    """Topics that a component may use: their numbers of partitions, and the mismatches that do no harm.
 
-    ``unchecked`` says why the settings were not looked at, or is None.
+    ``unchecked`` is the reason why the settings were not checked, or None.
     """
 
     partitions: Mapping[str, int]
@@ -58,41 +61,41 @@ class Checked(NamedTuple):
 
 
 class ContractMismatch(BrokerError):
-    """Topics are missing or not as they must be; one line a mistake. ``advice`` is logged if this ends a process."""
+    """Topics are missing or not as they must be; one line a mismatch. ``advice`` is logged if this ends a process."""
 
-    def __init__(self, mistakes: Iterable[Mismatch], command: str = COMMAND) -> None:
-        self.mistakes = tuple(mistakes)
+    def __init__(self, mismatches: Iterable[Mismatch], command: str = COMMAND) -> None:
+        self.mismatches = tuple(mismatches)
         self.advice = f"`{command}` makes what is missing, mends settings, and says how to mend the rest"
-        super().__init__("\n".join(str(mistake) for mistake in self.mistakes))
+        super().__init__("\n".join(map(str, self.mismatches)))
 
 
 class NotAllowed(BrokerError):
-    """Kafka's ACLs do not let this client do what it must; one line a topic and a right."""
+    """This client lacks ACLs that it needs; one line for each topic and right."""
 
 
 def mismatches(
     topics: Iterable[Topic], found: Mapping[str, TopicDescription], optional: Iterable[Topic] = ()
 ) -> list[Mismatch]:
-    """Everything about these topics that is not as it must be, of what the broker says.
+    """Every difference of these topics from the contract, by the descriptions that were ``found``.
 
     ``optional`` topics may be missing, and have other settings: only their numbers of partitions count.
     """
     topics = list(topics)
-    there = [topic for topic in topics if topic.name in found]
-    wrong = [Mismatch(topic.name, "the topic", "there", "missing") for topic in topics if topic.name not in found]
-    by_node = [topic.name for topic in (*there, *optional) if topic.by_node and topic.name in found]
+    existing = [topic for topic in topics if topic.name in found]
+    result = [Mismatch(topic.name, "the topic", "there", "missing") for topic in topics if topic.name not in found]
+    by_node = [topic.name for topic in (*existing, *optional) if topic.by_node and topic.name in found]
     for name in by_node[1:]:
         want, have = found[by_node[0]].partitions, found[name].partitions
         if have != want:
-            wrong.append(Mismatch(name, NUMBER_OF_PARTITIONS, f"{want}, as {by_node[0]} has", str(have)))
-    return wrong + [one for topic in there for one in _settings(topic, found[topic.name].settings)]
+            result.append(Mismatch(name, NUMBER_OF_PARTITIONS, f"{want}, as {by_node[0]} has", str(have)))
+    return result + [m for topic in existing for m in _setting_mismatches(topic, found[topic.name].settings)]
 
 
 def contract(connection: Connection, names: Iterable[str] | None = None) -> dict[str, Topic]:
-    """The topics of the contract (or those named) by the names that they have in this Kafka, which are theirs then."""
+    """The topics of the contract (or those named), each under its name in this Kafka."""
     topics = load_topics()
-    theirs = {connection.prefixed(name): topics[name] for name in (topics if names is None else names)}
-    return {name: msgspec.structs.replace(topic, name=name) for name, topic in theirs.items()}
+    by_kafka_name = {connection.prefixed(name): topics[name] for name in (topics if names is None else names)}
+    return {name: msgspec.structs.replace(topic, name=name) for name, topic in by_kafka_name.items()}
 
 
 def command(connection: Connection) -> str:
@@ -103,11 +106,12 @@ def command(connection: Connection) -> str:
 async def inspect(
     connection: Connection, names: Iterable[str] | None = None
 ) -> tuple[dict[str, TopicDescription], str | None]:
-    """The topics of the contract (or those named) that the broker has, by its own names, and why their settings
-    are not known, if so.
+    """The broker's topics of the contract (or those named) by their names in Kafka, and why their settings are unknown.
 
-    :raises NotAllowed: this client may not see one of them.
-    :raises BrokerUnavailable: nobody answers.
+    The reason is None if the settings are known.
+
+    :raises NotAllowed: this client may not describe one of them.
+    :raises BrokerUnavailable: no broker answers.
     """
     async with connect(connection) as admin:
         found, unchecked = await _inspect(admin, contract(connection, names))
@@ -116,11 +120,11 @@ async def inspect(
 
 
 async def check(connection: Connection, uses: TopicAccess) -> Checked:
-    """Whether a component may use its topics.
+    """Check that a component may use its topics.
 
-    :raises NotAllowed: it has not the right to, and every right that is missing.
-    :raises ContractMismatch: they are not as they must be, and every reason.
-    :raises BrokerUnavailable: nobody answers.
+    :raises NotAllowed: rights are missing; the message names each of them.
+    :raises ContractMismatch: topics are not as they must be; the message has every reason.
+    :raises BrokerUnavailable: no broker answers.
     """
     reads, writes, describes, optional = (
         contract(connection, names) for names in (uses.reads, uses.writes, uses.describes, uses.optional)
@@ -129,16 +133,16 @@ async def check(connection: Connection, uses: TopicAccess) -> Checked:
     async with connect(connection) as admin:
         found, unchecked = await _inspect(admin, [*topics, *optional])
     _require(found, {"Read": reads, "Write": writes, "Describe": describes})
-    found = {name: one for name, one in found.items() if one.partitions}
-    wrong = mismatches(topics.values(), found, optional.values())
-    if any(one.breaks for one in wrong):
-        raise ContractMismatch((one for one in wrong if one.breaks), command(connection))
+    found = {name: description for name, description in found.items() if description.partitions}
+    differences = mismatches(topics.values(), found, optional.values())
+    if breaking := [mismatch for mismatch in differences if mismatch.breaks]:
+        raise ContractMismatch(breaking, command(connection))
     partitions = {connection.unprefixed(name): found[name].partitions for name in topics}
-    return Checked(partitions, tuple(wrong), unchecked)
+    return Checked(partitions, tuple(differences), unchecked)
 
 
 def _require(found: Mapping[str, TopicDescription], needed: Mapping[str, Iterable[str]]) -> None:
-    """Raises NotAllowed if this client has not each of these rights on the topics that are there."""
+    """Raise NotAllowed unless this client has each of the ``needed`` rights on the topics that exist."""
     missing = [
         f"{name}: Kafka does not let this client {right} it: add the ACL {right} on Topic {name} for its user"
         for right, names in needed.items()
@@ -156,55 +160,55 @@ async def create(
     *,
     recreate_empty: bool = False,
 ) -> list[str]:
-    """Make the broker's topics what the contract says: create what is missing, alter settings. One line a change.
+    """Create missing topics and alter settings, as the contract says. Returns one line for each change.
 
     Nothing is changed if a topic keyed by node has another number of partitions. With ``recreate_empty`` such topics
-    are deleted first and created again, if each of them is empty.
+    are deleted first and created again, if all of them are empty.
 
     :raises ContractMismatch: a topic keyed by node has another number of partitions.
-    :raises Refused: the broker would not (too few brokers for the replication factor, no permission).
-    :raises SettingsUnknown: the broker has no topic settings, so it is not one to create topics on.
-    :raises BrokerUnavailable: nobody answers.
+    :raises Refused: the broker refused a change (too few brokers for the replication factor, no permission).
+    :raises SettingsUnknown: the broker has no topic settings, so topics can't be created as they must be.
+    :raises BrokerUnavailable: no broker answers.
     """
     topics = contract(connection)
     changes: dict[str, None] = {}
     deleted: set[str] = set()
     async with connect(connection) as admin:
-        for _ in range(_PASSES):
+        for _ in range(_MAX_PASSES):
             found, unknown = await _inspect(admin, topics)
             _require(found, {"Describe": found})
             if unknown is not None:
                 raise SettingsUnknown(f"topics can't be created: {unknown}")
-            counts = {name: one.partitions for name, one in found.items() if topics[name].by_node}
-            wrong = {name: count for name, count in counts.items() if count != partitions}
-            for name in deleted.intersection(wrong):  # a broker may still say that they are there
-                del found[name], wrong[name]
-            if wrong:
-                await _delete_empty(admin, wrong, partitions, allowed=recreate_empty)
-                deleted |= wrong.keys()
-                for name, count in wrong.items():
+            counts = {name: topic.partitions for name, topic in found.items() if topics[name].by_node}
+            wrong_counts = {name: count for name, count in counts.items() if count != partitions}
+            for name in deleted.intersection(wrong_counts):  # a broker may still describe them for a while
+                del found[name], wrong_counts[name]
+            if wrong_counts:
+                await _delete_empty(admin, wrong_counts, partitions, allowed=recreate_empty)
+                deleted |= wrong_counts.keys()
+                for name, count in wrong_counts.items():
                     changes[f"{name}: deleted: it was empty, with {count} partitions"] = None
                 continue
-            now = await _mend(admin, topics, found, partitions, replication_factor)
-            led = not changes or not any(one.leaderless for one in found.values())
-            if not now and len(found) == len(topics) and led:
+            new_changes = await _mend(admin, topics, found, partitions, replication_factor)
+            leaders_elected = not changes or not any(topic.leaderless for topic in found.values())
+            if not new_changes and len(found) == len(topics) and leaders_elected:
                 return list(changes)
-            changes |= dict.fromkeys(now)
-            await asyncio.sleep(_PASS_S)
+            changes |= dict.fromkeys(new_changes)
+            await asyncio.sleep(_PASS_EVERY_S)
     raise BrokerUnavailable(f"not seen by the broker yet: {'; '.join(changes)}")
 
 
-def _settings(topic: Topic, settings: Mapping[str, str] | None) -> list[Mismatch]:
-    """What of a topic's settings is not as it must be; nothing if they are not known."""
-    wrong = []
+def _setting_mismatches(topic: Topic, settings: Mapping[str, str] | None) -> list[Mismatch]:
+    """The settings of a topic that differ from the contract; none if they are not known."""
+    result = []
     for name, want in topic.settings().items() if settings is not None else ():
         have = (settings or {}).get(name)
         at_least = name in _AT_LEAST
         if have == want or (at_least and have and (have == "-1" or (have.isdecimal() and int(have) >= int(want)))):
             continue
-        wanted = f"at least {want}" if at_least else want
-        wrong.append(Mismatch(topic.name, name, wanted, have or "not known", breaks=name not in _HARMLESS))
-    return wrong
+        expected = f"at least {want}" if at_least else want
+        result.append(Mismatch(topic.name, name, expected, have or "not known", breaks=name not in _HARMLESS))
+    return result
 
 
 async def _inspect(admin: Admin, names: Iterable[str]) -> tuple[dict[str, TopicDescription], str | None]:
@@ -213,17 +217,17 @@ async def _inspect(admin: Admin, names: Iterable[str]) -> tuple[dict[str, TopicD
         settings = await admin.settings(found)
     except SettingsUnknown as unknown:
         return found, str(unknown)
-    return {name: one._replace(settings=settings[name]) for name, one in found.items() if name in settings}, None
+    return {name: topic._replace(settings=settings[name]) for name, topic in found.items() if name in settings}, None
 
 
-async def _delete_empty(admin: Admin, wrong: Mapping[str, int], partitions: int, *, allowed: bool) -> None:
-    """Delete topics that have another number of partitions, if that is allowed and each of them is empty.
+async def _delete_empty(admin: Admin, counts: Mapping[str, int], partitions: int, *, allowed: bool) -> None:
+    """Delete topics that have another number of partitions (``counts``), if ``allowed`` and all of them are empty.
 
-    :raises ContractMismatch: it is not.
+    :raises ContractMismatch: it is not allowed, or one of them has records.
     """
-    empty = {name: await admin.is_empty(name, count) for name, count in wrong.items()}
+    empty = {name: await admin.is_empty(name, count) for name, count in counts.items()}
     if allowed and all(empty.values()):
-        await admin.delete(wrong)
+        await admin.delete(counts)
         return
     advice = {
         True: "it is empty: --recreate-empty deletes it and creates it again",
@@ -232,7 +236,7 @@ async def _delete_empty(admin: Admin, wrong: Mapping[str, int], partitions: int,
     }
     raise ContractMismatch(
         Mismatch(name, NUMBER_OF_PARTITIONS, f"{partitions}; {advice[empty[name]].format(count=count)}", str(count))
-        for name, count in wrong.items()
+        for name, count in counts.items()
     )
 
 
@@ -243,53 +247,54 @@ async def _mend(
     partitions: int,
     replication_factor: int,
 ) -> list[str]:
-    """Create what is missing, and set what is not as it must be; a topic's other settings stay. One line a change."""
+    """Create missing topics, and set what differs; other settings stay. Returns one line for each change."""
     missing = [topic for name, topic in topics.items() if name not in found]
-    new = [NewTopic(one.name, partitions, replication_factor, topic_configs=one.settings()) for one in missing]
-    made = await admin.create(new) if new else []
-    lines = [f"{name}: created, {partitions} partitions, replication factor {replication_factor}" for name in made]
-    for name, one in found.items():
+    new = [NewTopic(topic.name, partitions, replication_factor, topic_configs=topic.settings()) for topic in missing]
+    created = await admin.create(new) if new else []
+    lines = [f"{name}: created, {partitions} partitions, replication factor {replication_factor}" for name in created]
+    for name, description in found.items():
         want = topics[name].settings()
-        wrong = {mismatch.what: mismatch.have for mismatch in _settings(topics[name], one.settings or {})}
-        if wrong:
-            await admin.alter(name, {setting: want[setting] for setting in wrong})
-        lines += [f"{name}: {setting} altered from {have} to {want[setting]}" for setting, have in wrong.items()]
+        old = {m.subject: m.have for m in _setting_mismatches(topics[name], description.settings or {})}
+        if old:
+            await admin.alter(name, {setting: want[setting] for setting in old})
+        lines += [f"{name}: {setting} altered from {have} to {want[setting]}" for setting, have in old.items()]
     return lines
 
 
 class TopicCheck:
-    """Asks whether topics may be used, until they may."""
+    """Waits until topics may be used."""
 
     def __init__(self, connection: Connection, uses: TopicAccess) -> None:
         self._connection, self._uses = connection, uses
-        self._wrong: list[str] = [f"no Kafka broker has answered at {connection} yet"]
+        self._reasons: list[str] = [f"no Kafka broker has answered at {connection} yet"]
 
     def not_ready(self) -> list[str]:
-        """Why they may not be used, one reason a mistake; empty once they may."""
-        return list(self._wrong)
+        """The reasons why they may not be used; empty once they may."""
+        return list(self._reasons)
 
     async def wait(self, stop: asyncio.Event) -> Checked | None:
-        """The topics, once they may be used; None if ``stop`` is set before."""
+        """Wait until the topics may be used, and return them; None if ``stop`` is set before."""
         throttle = LogThrottle()
-        for delay_s in backoff(ASK_AFTER_S):
+        for delay_s in backoff(CHECK_AGAIN_S):
             if stop.is_set():
                 break
             try:
-                found = await check(self._connection, self._uses)
+                checked = await check(self._connection, self._uses)
             except ContractMismatch as error:
-                wrong = [f"{mistake}: run `{command(self._connection)}`" for mistake in error.mistakes]
+                reasons = [f"{mismatch}: run `{command(self._connection)}`" for mismatch in error.mismatches]
             except BrokerError as error:
-                wrong = str(error).splitlines()
+                reasons = str(error).splitlines()
             else:
-                for mismatch in found.harmless:
+                for mismatch in checked.harmless:
                     log.warning("%s", mismatch)
-                if self._wrong:
-                    used = ", ".join(map(self._connection.prefixed, found.partitions))
-                    log.info("the topics can be used: %s", used)
-                self._wrong = []
-                return found
-            if throttle.is_due("; ".join(wrong)):
-                log.warning("waiting for topics that can be used: %s", "; ".join(wrong))
-            self._wrong = wrong
+                if self._reasons:
+                    log.info(
+                        "the topics can be used: %s", ", ".join(map(self._connection.prefixed, checked.partitions))
+                    )
+                self._reasons = []
+                return checked
+            if throttle.is_due("; ".join(reasons)):
+                log.warning("waiting for topics that can be used: %s", "; ".join(reasons))
+            self._reasons = reasons
             await set_within(stop, delay_s)
         return None

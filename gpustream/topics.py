@@ -82,7 +82,9 @@ def rows(
     messages_by_topic: dict[str, list[str]] = {}
     for mismatch in mismatches:
         message = (
-            "missing" if mismatch.have == "missing" else f"{mismatch.what} is {mismatch.have}, must be {mismatch.want}"
+            "missing"
+            if mismatch.have == "missing"
+            else f"{mismatch.subject} is {mismatch.have}, must be {mismatch.want}"
         )
         messages_by_topic.setdefault(mismatch.topic, []).append(message)
     return [

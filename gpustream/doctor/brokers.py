@@ -140,9 +140,9 @@ def topics(seen: Situation) -> Checked:
             f"run `{kafka.create}`: it makes what is missing, and sets the settings right",
         )
         for one in kafka.mismatches
-        if one.what != topic_admin.NUMBER_OF_PARTITIONS
+        if one.subject != topic_admin.NUMBER_OF_PARTITIONS
     )
-    if numbers := [one for one in kafka.mismatches if one.what == topic_admin.NUMBER_OF_PARTITIONS]:
+    if numbers := [one for one in kafka.mismatches if one.subject == topic_admin.NUMBER_OF_PARTITIONS]:
         wrong.say(
             f"{counted(len(numbers), 'topic')} of another number of partitions: it must be {numbers[0].want}",
             "partitions were added to a topic, or it was made by something else",

@@ -7,7 +7,7 @@ from aiokafka.coordinator.protocol import ConsumerProtocolMemberMetadata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivery.assignor import Claim, CoPartitioned, claim_of, deal
+from delivery.assignor import Claim, CoPartitioned, assign_numbers, claim_of
 
 COUNT = 12
 TOPICS = ("samples", "allocations", "workloads")
@@ -84,7 +84,7 @@ def test_a_member_that_comes_back_with_what_it_had_gets_it_back() -> None:
 
 
 def test_of_two_that_claim_a_number_the_one_that_had_it_later_keeps_it() -> None:
-    assert deal(2, ["old", "new"], {"old": (3, [0, 1]), "new": (5, [1])}) == {"old": [0], "new": [1]}
+    assert assign_numbers(2, ["old", "new"], {"old": (3, [0, 1]), "new": (5, [1])}) == {"old": [0], "new": [1]}
 
 
 def test_topics_with_other_partitions_are_dealt_on_their_own() -> None:

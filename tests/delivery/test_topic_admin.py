@@ -88,7 +88,7 @@ def test_a_setting_that_breaks_what_readers_rely_on_is_a_mistake(other: dict[str
 def test_a_setting_that_does_no_harm_is_reported_and_does_not_break() -> None:
     (wrong,) = of_samples({"segment_ms": "604800000"})
 
-    assert (wrong.what, wrong.breaks) == ("segment.ms", False)
+    assert (wrong.subject, wrong.breaks) == ("segment.ms", False)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class Answers:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is waited for between two questions."""
-    monkeypatch.setattr(topic_admin, "ASK_AFTER_S", (0.0,))
+    monkeypatch.setattr(topic_admin, "CHECK_AGAIN_S", (0.0,))
 
 
 def asking(monkeypatch: pytest.MonkeyPatch, *answers: Checked | Exception) -> tuple[TopicCheck, Answers]:
@@ -71,7 +71,7 @@ async def test_it_says_what_is_missing_and_what_to_run_and_goes_on_when_it_is_th
 
 
 async def test_a_stop_ends_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topic_admin, "ASK_AFTER_S", (3600.0,))
+    monkeypatch.setattr(topic_admin, "CHECK_AGAIN_S", (3600.0,))
     one, answers = asking(monkeypatch, MISSING)
     stop = asyncio.Event()
     waiting = asyncio.ensure_future(one.wait(stop))

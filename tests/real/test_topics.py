@@ -175,7 +175,7 @@ async def test_every_mistake_is_in_one_message(empty: KafkaServer) -> None:
         "gpu.attributed: message.timestamp.type is CreateTime, must be LogAppendTime",
         "gpu.attributed: max.message.bytes is 1000, must be at least 4194304",
     ]
-    assert [one.what for one in await compare(empty.address, FLOW) if not one.breaks] == ["segment.ms"]
+    assert [one.subject for one in await compare(empty.address, FLOW) if not one.breaks] == ["segment.ms"]
 
 
 async def test_asking_for_a_topic_does_not_create_it(start_kafka: Callable[..., KafkaServer]) -> None:
