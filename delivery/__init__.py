@@ -1,5 +1,5 @@
-"""The one way on and off Kafka: connection, sender, consumer group, positions, ledger, dead letters, administration.
+"""Everything that talks to Kafka: connection, sender, consumer group, positions, ledger, dead letters, administration.
 
-Also what producers, streams and sinks share beside records: options and their values, instruments, the watchdog, the
-Kubernetes API's client, and the rules about prices, policies and replays.
+It also has what producers, streams and sinks share besides records: options and their values, instruments, the
+watchdog, the client of the Kubernetes API, and the rules about prices, policies and replays.
 """

@@ -1,7 +1,7 @@
-"""The file that a cloud's console hands out for Kafka clients, as librdkafka and Java's client read it.
+"""Reads a Kafka client configuration file, as a cloud's console hands it out for librdkafka or Java.
 
-In: lines ``name=value`` (or ``name: value``), with comments and continued lines. Out: the settings that a connection
-needs, under the same names for both dialects, and the lines that can't be used here. On failure: CredentialsError, in a
+In: lines ``name=value`` (or ``name: value``), with comments and continued lines. Out: the settings of a connection,
+under the same names for both dialects, and the lines that can't be used here. On failure: CredentialsError, in a
 sentence.
 
 Source: librdkafka's CONFIGURATION.md, Kafka's documentation of its producer's and consumer's settings, and the login
@@ -21,9 +21,9 @@ MECHANISMS = ("plain", "scram-sha-256", "scram-sha-512", "oauthbearer", "aws-msk
 
 
 class CredentialsError(Exception):
-    """What a connection needs can't be read, or can't be used; the message says what to do, and repeats no secret.
+    """A secret or certificate can't be read or used; the message says what to do, and repeats no secret.
 
-    At the start it ends a command; later it is tried again, because a file that is mended is read again.
+    At the start it ends a command. Later the connection is tried again, with what is in the files then.
     """
 
 
@@ -53,7 +53,7 @@ _NAMES = {
     "ssl.keystore.key": "key_pem",
     "client.id": "client_id",
 }
-"""What we call each setting of the two dialects."""
+"""Our name of each setting of the two dialects."""
 
 _JAAS = {
     "username": "username",
@@ -66,19 +66,19 @@ _JAAS = {
     "oauth.scope": "oauth_scope",
     "oauth.token.endpoint.uri": "token_endpoint",
 }
-"""And each option of a login module."""
+"""Our name of each option of a login module."""
 
-_UNDERSTOOD = (
+_IMPLIED = (
     "ssl.truststore.type",
     "ssl.keystore.type",
     "sasl.oauthbearer.method",
     "sasl.login.callback.handler.class",
     "sasl.client.callback.handler.class",
 )
-"""They say how the settings above are meant, which is found without them."""
+"""Settings that are not needed: what they say follows from the others."""
 
-_AS_WRITTEN = ("sasl.username", "sasl.password", "sasl.oauthbearer.client.secret", "ssl.key.password")
-"""In these a backslash may be meant. In others Java writes one before a colon and an equals sign."""
+_RAW_VALUES = ("sasl.username", "sasl.password", "sasl.oauthbearer.client.secret", "ssl.key.password")
+"""A backslash in these may be part of the value. In others Java puts one before a colon or an equals sign."""
 
 _CHOICES = (("security", "security.protocol", SECURITY), ("mechanism", "sasl.mechanism", MECHANISMS))
 _STORES = ("ssl.truststore.location", "ssl.keystore.location")
@@ -93,9 +93,9 @@ _LARGEST_BYTES = 1 << 20
 
 
 class KafkaConfig(NamedTuple):
-    """What a file says: ``values`` by our names, and a line of text for each of its lines that can't be used.
+    """A parsed file: ``values`` by our names, and in ``unused`` a text for each line that can't be used.
 
-    The values hold secrets: they go nowhere but into a connection. ``unused`` repeats no value.
+    The values hold secrets and are used only for a connection. ``unused`` repeats no value.
     """
 
     values: dict[str, str]
@@ -106,19 +106,19 @@ class KafkaConfig(NamedTuple):
 
 
 def read(path: Path) -> KafkaConfig:
-    """The file as it is now. Raises CredentialsError with a sentence that says what is wrong, and repeats no value."""
+    """Read and parse a file. Raises CredentialsError with a sentence that repeats no value."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise CredentialsError(f"--kafka-config {path}: {error.strerror}") from None
     try:
-        text = content.decode("utf-8-sig")  # Windows puts a mark before the first line
+        text = content.decode("utf-8-sig")  # an editor of Windows may add a byte order mark
     except UnicodeDecodeError:
         text = ""
-    found = parse(text) if len(content) <= _LARGEST_BYTES else KafkaConfig({}, ())
-    if not found.values:
+    config = parse(text) if len(content) <= _LARGEST_BYTES else KafkaConfig({}, ())
+    if not config.values:
         raise CredentialsError(f"--kafka-config {path}: not a file of lines such as bootstrap.servers=kafka-0:9092")
-    return found
+    return config
 
 
 def parse(text: str) -> KafkaConfig:
@@ -126,31 +126,30 @@ def parse(text: str) -> KafkaConfig:
     values: dict[str, str] = {}
     unused = []
     for number, name, value in _lines(text):
-        taken = _taken(name, value)
-        if isinstance(taken, str):
-            unused.append(f"line {number}{taken}")
+        setting = _parse_setting(name, value)
+        if isinstance(setting, str):
+            unused.append(f"line {number}{setting}")
         else:
-            values |= taken
-    for name, setting, choices in _CHOICES:
+            values |= setting
+    for name, kafka_name, choices in _CHOICES:
         if name in values:
             values[name] = chosen = values[name].lower().replace("_", "-")
             if chosen not in choices:
-                can = ", ".join(choices)
                 raise CredentialsError(
-                    f"--kafka-config: {setting}: {chosen[:40]!r} can't be used here: use one of {can}"
+                    f"--kafka-config: {kafka_name}: {chosen[:40]!r} can't be used here: use one of {', '.join(choices)}"
                 )
     return KafkaConfig(values, tuple(unused))
 
 
-def _taken(name: str, value: str) -> dict[str, str] | str:
-    """What a line gives under our names, or why it can't be used. A name that is none may be a secret."""
+def _parse_setting(name: str, value: str) -> dict[str, str] | str:
+    """The values of a line by our names, or why it can't be used. It repeats no malformed name: it may be a secret."""
     if name == "sasl.jaas.config":
-        return _login(value)
-    if name not in _AS_WRITTEN:
+        return _parse_login_module(value)
+    if name not in _RAW_VALUES:
         value = _ESCAPED.sub(r"\1", value)
     if name in _STORES:
         with contextlib.suppress(OSError):
-            if b"-----BEGIN" not in Path(value).read_bytes():  # a store of Java's
+            if b"-----BEGIN" not in Path(value).read_bytes():  # a Java key store
                 return f", {name}: no PEM file: give one with --kafka-ca, --kafka-cert and --kafka-key"
     if name in _VERIFICATION and value.lower() != _VERIFICATION[name]:
         return f", {name}: brokers and their names are always verified"
@@ -161,41 +160,44 @@ def _taken(name: str, value: str) -> dict[str, str] | str:
             raise CredentialsError(f"--kafka-config: {name}: {error}") from None
     if name in _NAMES:
         return {_NAMES[name]: _pem(value) if _NAMES[name].endswith("_pem") else value}
-    if name in _UNDERSTOOD or name in _VERIFICATION:
+    if name in _IMPLIED or name in _VERIFICATION:
         return {}
     return f", {name}" if _NAME.fullmatch(name) else ": no setting"
 
 
-def _login(value: str) -> dict[str, str] | str:
-    """What the options of a login module give under our names, or why they can't be used.
+def _parse_login_module(value: str) -> dict[str, str] | str:
+    """The options of a login module by our names, or why they can't be used.
 
-    Java takes the backslashes of the file away first, and then those of the quoted text. A file that was not written
-    for Java may have the second ones only: it makes no sense the first way.
+    Java removes the backslashes of the file first, and then those of the quoted text. A file that was not written for
+    Java may have only the second ones: it can't be parsed the first way.
     """
     for text in (re.sub(r"\\(.)", r"\1", value), value):
         if _LOGIN_MODULE.fullmatch(text):
-            found = {_JAAS[key.lower()]: quoted for key, quoted in _PAIR.findall(text) if key.lower() in _JAAS}
-            return {ours: re.sub(r"\\(.)", r"\1", it[1:-1]) if it[0] in "\"'" else it for ours, it in found.items()}
+            options = {_JAAS[key.lower()]: option for key, option in _PAIR.findall(text) if key.lower() in _JAAS}
+            return {
+                name: re.sub(r"\\(.)", r"\1", option[1:-1]) if option[0] in "\"'" else option
+                for name, option in options.items()
+            }
     return ", sasl.jaas.config: not a login module with options such as username='me', and each quote closed"
 
 
 def _pem(value: str) -> str:
-    """PEM in lines again. Kafka's documentation continues a line after each of them, which leaves spaces."""
+    """PEM split into lines again. Kafka's documentation joins them by continued lines, which leaves spaces."""
     text = value.replace("\\n", "\n")
     return text if "\n" in text else "\n".join(re.findall(r"-----[A-Z0-9 ]+-----|[^\s-]+", text))
 
 
 def _lines(text: str) -> Iterator[tuple[int, str, str]]:
-    """The number, the name and the value of each setting; a line that ends in a backslash goes on in the next one."""
-    begins, whole = 0, ""
+    """The line number, name and value of each setting; a line that ends in a backslash continues in the next one."""
+    first_number, joined = 0, ""
     for number, line in enumerate([*_LINE_END.split(text), ""], 1):
-        if not whole:
-            begins = number
-        whole += line.strip()
-        if whole.endswith("\\") and not whole.startswith(("#", "!")):
-            whole = whole[:-1]
+        if not joined:
+            first_number = number
+        joined += line.strip()
+        if joined.endswith("\\") and not joined.startswith(("#", "!")):
+            joined = joined[:-1]
             continue
-        if whole and not whole.startswith(("#", "!", "[")):
-            match = _SETTING.fullmatch(whole)
-            yield begins, match[1] if match else "", match[2].strip() if match else ""
-        whole = ""
+        if joined and not joined.startswith(("#", "!", "[")):
+            match = _SETTING.fullmatch(joined)
+            yield first_number, match[1] if match else "", match[2].strip() if match else ""
+        joined = ""

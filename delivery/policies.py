@@ -3,7 +3,7 @@
 A pod or a namespace may have a policy about its alerts. ``gpustream.dev/idle-after: 2h`` sets how long its GPUs may be
 idle. ``gpustream.dev/alerts: off`` silences alerts about what the pod does, which are idle GPUs and errors of its
 programs, but never about the state of a GPU. A namespace states its policy in a label, or in an annotation, which its
-pods inherit in gpu.workloads. A pod's own policy wins. A malformed one does not count, and is reported as a mistake.
+pods inherit in gpu.workloads. A pod's own policy wins. A malformed policy does not count, and is reported as an error.
 """
 
 from collections.abc import Mapping
@@ -21,12 +21,14 @@ _SHORTEST_MS = 1_000
 
 
 class PolicyError(NamedTuple):
+    """What is wrong with an annotation or label: its name, and a sentence for its author."""
+
     name: str
     text: str
 
 
 class Policy(NamedTuple):
-    """What a pod wants: no alerts about its own doing, and its own duration for idle GPUs; None: the rule's."""
+    """A pod's policy. ``off``: no alerts about what the pod does. ``idle_after_ms`` None: the rule's own counts."""
 
     off: bool = False
     idle_after_ms: int | None = None
@@ -37,43 +39,61 @@ NO_POLICY = Policy()
 
 
 class Bounds(NamedTuple):
-    """For how long a policy may silence alerts, by globs of namespaces: the last that matches counts."""
+    """The longest time for which a policy may silence alerts.
+
+    ``overrides`` has other times for namespaces, by globs; the last one that matches counts.
+    """
 
     longest_ms: int = 24 * 3_600_000
     overrides: tuple[tuple[tuple[str, ...], int], ...] = ()
 
     def longest(self, namespace: str) -> int:
-        found = self.longest_ms
+        """The longest time for pods of a namespace, in ms."""
+        longest_ms = self.longest_ms
         for globs, ms in self.overrides:
-            found = ms if any(fnmatchcase(namespace, glob) for glob in globs) else found
-        return found
+            longest_ms = ms if any(fnmatchcase(namespace, glob) for glob in globs) else longest_ms
+        return longest_ms
 
 
 DEFAULT_BOUNDS = Bounds()
 
 
-def parse_policy(pod: Mapping[str, str], spaces: Mapping[str, str], namespace: str, bounds: Bounds) -> Policy:
+def parse_policy(
+    annotations: Mapping[str, str], namespace_labels: Mapping[str, str], namespace: str, bounds: Bounds
+) -> Policy:
     """The policy in the annotations of a pod and the labels of its namespace."""
-    if not pod and not spaces:
+    if not annotations and not namespace_labels:
         return NO_POLICY
-    values = (pod.get(ALERTS), spaces.get(ALERTS), pod.get(IDLE_AFTER), spaces.get(IDLE_AFTER))
+    values = (
+        annotations.get(ALERTS),
+        namespace_labels.get(ALERTS),
+        annotations.get(IDLE_AFTER),
+        namespace_labels.get(IDLE_AFTER),
+    )
     return NO_POLICY if values == (None, None, None, None) else _policy(*values, bounds.longest(namespace))
 
 
 @lru_cache(maxsize=4096)
 def _policy(
-    pod_alerts: str | None, alerts: str | None, pod_idle: str | None, idle: str | None, longest_ms: int
+    pod_alerts: str | None,
+    namespace_alerts: str | None,
+    pod_idle_after: str | None,
+    namespace_idle_after: str | None,
+    longest_ms: int,
 ) -> Policy:
-    """The policy of these annotations of a pod and labels of its namespace, each text read once."""
+    """The policy in these texts of a pod's annotations and its namespace's labels, cached."""
     off: bool | None = None
     idle_after_ms: int | None = None
     errors: list[PolicyError] = []
-    for whose, switch, duration in (("annotation", pod_alerts, pod_idle), ("namespace label", alerts, idle)):
+    for source, switch, duration in (
+        ("annotation", pod_alerts, pod_idle_after),
+        ("namespace label", namespace_alerts, namespace_idle_after),
+    ):
         if off is None and switch is not None:
             if (word := switch.strip().lower()) in ("on", "off"):
                 off = word == "off"
             else:
-                text = f"the {whose} {ALERTS} is {switch[:80]!r}: write on or off"
+                text = f"the {source} {ALERTS} is {switch[:80]!r}: write on or off"
                 errors.append(PolicyError(ALERTS, text))
         if idle_after_ms is None and duration is not None:
             try:
@@ -83,32 +103,32 @@ def _policy(
                 idle_after_ms = min(ms, longest_ms)
                 if ms > longest_ms:
                     most = duration_words(longest_ms)
-                    text = f"the {whose} {IDLE_AFTER} is {duration[:80]!r}, and {most} is the most that counts here"
+                    text = f"the {source} {IDLE_AFTER} is {duration[:80]!r}, and {most} is the most that counts here"
                     errors.append(PolicyError(IDLE_AFTER, text))
             except ValueError as error:
-                text = f"the {whose} {IDLE_AFTER} is malformed: {error}"
+                text = f"the {source} {IDLE_AFTER} is malformed: {error}"
                 errors.append(PolicyError(IDLE_AFTER, text))
     return Policy(bool(off), idle_after_ms, tuple(errors))
 
 
-# -- what may be done about a workload that wastes GPUs
+# -- which actions are allowed on a workload that wastes GPUs
 
 RECLAIM = "gpustream.dev/reclaim"
-"""Of a namespace: what may be done. Of a pod, or of an object above it: ``off``, nothing may."""
+"""On a namespace: the allowed actions. On a pod, or on an owner of it: ``off`` to allow none."""
 
 RECLAIM_WORDS = ("event", "scale", "suspend", "deactivate", "partly")
-"""What may be done, each perhaps with ``=DURATION``; ``partly``: also if some of the workload's GPUs work."""
+"""The actions, each optionally with ``=DURATION``, and ``partly``: also if some of the workload's GPUs work."""
 
 
 class OptIn(NamedTuple):
-    """What a namespace lets be done, and after how long an alert has fired (None: it does not say)."""
+    """The actions that a namespace allows, each with how long an alert must have fired, in ms, if it says so."""
 
     actions: Mapping[str, int | None] = {}
     partly: bool = False
 
 
 def opt_in(text: str) -> OptIn:
-    """What ``event=30m, scale=4h, partly`` says; ``off`` is nothing. Raises ValueError with a sentence."""
+    """Parse ``event=30m, scale=4h, partly``, or ``off``, which allows nothing. Raises ValueError with a sentence."""
     actions: dict[str, int | None] = {}
     partly, words = False, [word.strip() for word in text.split(",")]
     if [word.lower() for word in words] == ["off"]:
@@ -133,10 +153,10 @@ def opt_in(text: str) -> OptIn:
 
 
 def opted_out(annotations: Mapping[str, str], inherited: Mapping[str, str], idle_ms: int) -> str | None:
-    """Why nothing may be done to a pod, or an object above it, by its own annotations or its namespace's; None: it may.
+    """Why the annotations of a pod, of an owner of it, or of its namespace forbid an action; None: they don't.
 
-    A pod's own annotation wins. ``longest`` does not count here: who asks to keep idle GPUs keeps them, however long
-    that is. If an annotation can't be read, nothing is done either.
+    A pod's own annotation wins. ``Bounds`` do not count here: who asks to keep idle GPUs keeps them, however long that
+    is. A malformed annotation forbids the action, too.
     """
     for name in (ALERTS, IDLE_AFTER):
         text = annotations.get(name, inherited.get(name, ""))
@@ -154,7 +174,7 @@ def opted_out(annotations: Mapping[str, str], inherited: Mapping[str, str], idle
     return None
 
 
-# -- mistakes in annotations, for their authors
+# -- errors in annotations, for their authors
 
 PREFIX = "gpustream.dev/"
 POLICY_ANNOTATIONS = (ALERTS, IDLE_AFTER, RECLAIM)
@@ -162,54 +182,59 @@ POLICY_ANNOTATIONS = (ALERTS, IDLE_AFTER, RECLAIM)
 OWN_ANNOTATIONS = frozenset({"gpustream.dev/reclaimed-by", "gpustream.dev/reclaimed", "gpustream.dev/reclaim-undone"})
 """The annotations that gpustream itself writes."""
 
-_NEAR = 0.75
+_SIMILARITY = 0.75
 _LONGEST_NAME = 100
 
 
 def bounds(text: str) -> Bounds:
-    """``24h``, or ``24h,notebooks-*=72h`` with others for some namespaces, a later one over an earlier one."""
+    """Parse ``24h``, or ``24h,notebooks-*=72h`` with other times for some namespaces; a later one wins."""
     first, *rest = text.split(",")
-    pairs = [one.partition("=") for one in rest]
+    pairs = [override.partition("=") for override in rest]
     if any(not glob.strip() or not equals for glob, equals, _ in pairs):
         raise ValueError(f"{text[:80]!r} is not known: write a duration, then NAMESPACE=DURATION after commas")
     overrides = tuple(((glob.strip(),), milliseconds(duration)) for glob, _, duration in pairs)
     return Bounds(milliseconds(first), overrides)
 
 
-def bounds_text(of: Bounds) -> str:
-    """As :func:`bounds` reads them."""
-    some = [f"{','.join(globs)}={duration_text(ms / 1000)}" for globs, ms in of.overrides]
-    return ",".join([duration_text(of.longest_ms / 1000), *some])
+def bounds_text(bounds: Bounds) -> str:
+    """The text that :func:`bounds` parses to this value."""
+    overrides = [f"{','.join(globs)}={duration_text(ms / 1000)}" for globs, ms in bounds.overrides]
+    return ",".join([duration_text(bounds.longest_ms / 1000), *overrides])
 
 
 def annotation_errors(
-    annotations: Mapping[str, str], namespace: str, longest: Bounds, *, of_pod: bool
+    annotations: Mapping[str, str], namespace: str, bounds: Bounds, *, of_pod: bool
 ) -> list[PolicyError]:
-    """What is wrong with the annotations of a pod, or of its namespace: names that nobody reads, and values."""
-    found = [mistake for name in sorted(annotations) if (mistake := _misspelt(name)) is not None]
-    found += parse_policy(annotations, {}, namespace, longest).errors
+    """The unknown names and malformed values among the annotations of a pod, or of a namespace."""
+    errors = [error for name in sorted(annotations) if (error := _misspelt(name)) is not None]
+    errors += parse_policy(annotations, {}, namespace, bounds).errors
     if (text := annotations.get(RECLAIM)) is not None and not of_pod:
         try:
             opt_in(text)
         except ValueError as error:
-            found.append(PolicyError(RECLAIM, f"the annotation {RECLAIM} is malformed: {error}"))
+            errors.append(PolicyError(RECLAIM, f"the annotation {RECLAIM} is malformed: {error}"))
     elif text is not None and text.strip().lower() != "off":
-        why = f"the annotation {RECLAIM} is {text[:80]!r}: on a pod write off; what may be done says its namespace"
-        found.append(PolicyError(RECLAIM, why))
-    return found
+        message = f"the annotation {RECLAIM} is {text[:80]!r}: on a pod write off; what may be done says its namespace"
+        errors.append(PolicyError(RECLAIM, message))
+    return errors
 
 
 @lru_cache(maxsize=4096)
 def _misspelt(name: str) -> PolicyError | None:
-    """The mistake in the name of an annotation that is not known, and looks as if it was meant for gpustream."""
+    """The error of an unknown annotation whose name looks as if it was meant for gpustream; None for any other."""
     prefix, slash, last = name.lower().partition("/")
     if name in POLICY_ANNOTATIONS or name in OWN_ANNOTATIONS or not slash:
         return None
-    meant = get_close_matches(last, [known.removeprefix(PREFIX) for known in POLICY_ANNOTATIONS], n=1, cutoff=_NEAR)
+    known = [annotation.removeprefix(PREFIX) for annotation in POLICY_ANNOTATIONS]
+    matches = get_close_matches(last, known, n=1, cutoff=_SIMILARITY)
     if f"{prefix}/" != PREFIX:
-        near = SequenceMatcher(None, prefix, PREFIX.rstrip("/")).ratio() >= _NEAR
-        if not near or not meant:
+        is_similar = SequenceMatcher(None, prefix, PREFIX.rstrip("/")).ratio() >= _SIMILARITY
+        if not is_similar or not matches:
             return None
     shown = name[:_LONGEST_NAME]
-    text = f"did you mean {PREFIX}{meant[0]}?" if meant else f"pods and namespaces have {', '.join(POLICY_ANNOTATIONS)}"
+    text = (
+        f"did you mean {PREFIX}{matches[0]}?"
+        if matches
+        else f"pods and namespaces have {', '.join(POLICY_ANNOTATIONS)}"
+    )
     return PolicyError(shown, f"the annotation {shown} is not known, and nobody reads it: {text}")

@@ -5,7 +5,7 @@
         stale_after_s: Annotated[float, Option("--stale-after", DURATION, "How long ...")] = 60.0
 
 The command line, the environment variable, the documentation and the default all come from the field. A field without
-an :class:`Option` can only be set by code. ``errors()`` of a record says which values do not go together.
+an :class:`Option` can only be set by code. A record's ``errors()`` lists wrong values and wrong combinations of values.
 This module imports nothing heavy, because the command's help imports the settings of every component.
 """
 
@@ -65,7 +65,7 @@ class ComponentSpec(NamedTuple):
 
     @property
     def uses(self) -> TopicAccess:
-        """What it must be allowed to do. Whoever reads a flow writes dead letters."""
+        """The topic access that it needs. A component that reads topics also writes dead letters."""
         letters = (DEAD_LETTERS,) if self.reads and self.dead_letters else ()
         writes = tuple(dict.fromkeys((*self.writes, *self.keeps, *letters)))
         return TopicAccess((*self.reads, *self.keeps), writes, self.describes, self.optional)
@@ -74,8 +74,8 @@ class ComponentSpec(NamedTuple):
 class Text(click.ParamType):
     """The type of an option that is parsed from text.
 
-    ``parse`` raises ValueError with a sentence; ``example`` is a text that is right; ``show`` writes a value as it
-    would be typed. If a value may hold spaces, its variable has one value a line (``lines``).
+    ``parse`` raises ValueError with a sentence; ``example`` is a valid text; ``show`` writes a value as a user would
+    type it. With ``lines``, the environment variable has one value a line, because a value may have spaces.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Text(click.ParamType):
         self.name, self.parse, self.example, self.show, self.lines = metavar, parse, example, show, lines
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The parsed value; what is no text was parsed before."""
+        """The parsed value; a value that is no text was parsed before."""
         if not isinstance(value, str):
             return value
         try:
@@ -103,7 +103,7 @@ class Text(click.ParamType):
         return [line for line in rv.splitlines() if line.strip()] if self.lines else rv.split()
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """How help calls the value."""
+        """The value's name in the help."""
         return self.name
 
 
@@ -138,10 +138,10 @@ EXISTING_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 
 @dataclass(frozen=True)
 class Option:
-    """How a field is set from outside.
+    """The option by which a field is set.
 
-    ``type`` None is found from the annotation: the choices of a Literal, a flag for bool, a number for int. ``shown``
-    is what help says of the default if the value says little, such as "the host's name".
+    ``type`` None is derived from the annotation: the choices of a Literal, a flag for bool, a number for int. ``shown``
+    describes the default in the help if the value itself says little, such as "the host's name".
     """
 
     name: str
@@ -165,11 +165,11 @@ REQUIRED: Any = dataclasses.MISSING
 
 
 def fields(record: type[Any]) -> list[Field]:
-    """The fields of a record that have options: those that must be given first, then its own, then its bases'."""
+    """The fields of a record that have options: the required ones first, then its own, then those of its bases."""
     hints = typing.get_type_hints(record, include_extras=True)
-    known = {field.name: field for field in dataclasses.fields(record)}
-    names = [name for base in record.__mro__ for name in inspect.get_annotations(base) if name in known]
-    found = []
+    by_name = {field.name: field for field in dataclasses.fields(record)}
+    names = [name for base in record.__mro__ for name in inspect.get_annotations(base) if name in by_name]
+    option_fields = []
     for name in dict.fromkeys(names):
         option = next((extra for extra in getattr(hints[name], "__metadata__", ()) if isinstance(extra, Option)), None)
         if option is None:
@@ -179,13 +179,14 @@ def fields(record: type[Any]) -> list[Field]:
             kind: click.ParamType = click.Choice(choices)
         else:
             kind = click.BOOL if bool in kinds else click.INT if int in kinds else click.STRING
-        default = known[name].default if known[name].default is not REQUIRED else known[name].default_factory
-        found.append(Field(name, option, option.type or kind, default, is_flag=kinds == [bool]))
-    return sorted(found, key=lambda field: field.default is not REQUIRED)
+        field = by_name[name]
+        default = field.default if field.default is not REQUIRED else field.default_factory
+        option_fields.append(Field(name, option, option.type or kind, default, is_flag=kinds == [bool]))
+    return sorted(option_fields, key=lambda field: field.default is not REQUIRED)
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:
-    """The types, or the values of a Literal, that an annotation allows beside None."""
+    """The types, or the values of a Literal, that an annotation allows, without None."""
     if typing.get_origin(hint) is typing.Literal:
         yield from typing.get_args(hint)
     elif arguments := typing.get_args(hint):
@@ -195,7 +196,7 @@ def _alternatives(hint: Any) -> Iterator[Any]:
         yield hint
 
 
-# -- what the settings of several components have
+# -- options of several components
 
 
 Cluster = Annotated[str, Option("--cluster", NAME, "The cluster's name; it is in every record and every series.")]
@@ -215,7 +216,7 @@ Compression = Annotated[Literal["zstd", "lz4", "gzip", "none"], Option(
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionSettings:
-    """Where Kafka is, and as whom it is reached. What is not given is looked for in the file of ``--kafka-config``."""
+    """Kafka's address, and the client's security and login; what is not given comes from ``--kafka-config``."""
 
     kafka: Annotated[
         str | None, Option("--kafka", HOST_PORTS, "Kafka's bootstrap brokers.", shown="those of --kafka-config")
@@ -271,18 +272,18 @@ class ConnectionSettings:
     )] = None  # fmt: skip
 
     def connection(self) -> Connection:
-        """How Kafka is reached with these settings; what of a file can't be used is logged. Raises CredentialsError."""
-        made, unused = self._connection()
+        """The connection with these settings. Logs the unused lines of ``--kafka-config``. Raises CredentialsError."""
+        connection, unused = self._connection()
         if self.kafka_config is not None:
-            _report(self.kafka_config, unused)
-        return made
+            _log_unused(self.kafka_config, unused)
+        return connection
 
     def _connection(self) -> tuple[Connection, tuple[str, ...]]:
-        """And which lines of a file can't be used."""
+        """The connection, and the lines of ``--kafka-config`` that can't be used."""
         path = self.kafka_config
         config, unused = kafka_config.read(path) if path is not None else kafka_config.KafkaConfig({}, ())
         ca, cert, key = (Path(config[name]) if name in config else None for name in ("ca", "cert", "key"))
-        made = Connection(
+        connection = Connection(
             self.kafka or config.get("servers", ""),
             security=self.kafka_security or config.get("security", "plaintext"),
             mechanism=self.kafka_sasl_mechanism or config.get("mechanism"),
@@ -299,47 +300,47 @@ class ConnectionSettings:
             config=self.kafka_config,
             topic_prefix=self.topic_prefix,
         )
-        return made, unused
+        return connection, unused
 
     def errors(self) -> list[str]:
-        """Every mistake in the values, in words for whoever wrote them; empty if there is none."""
-        found = []
+        """Every error in the values, one sentence for people each; empty if there is none."""
+        errors = []
         for field in fields(type(self)):
             value = getattr(self, field.name)
             if isinstance(field.type, click.Choice) and value is not None and value not in field.type.choices:
-                found.append(f"{field.option.name}: {value!r} is not one of {', '.join(field.type.choices)}")
+                errors.append(f"{field.option.name}: {value!r} is not one of {', '.join(field.type.choices)}")
         try:
             connection, _ = self._connection()  # it is too early to log anything
         except CredentialsError as error:
-            return [*found, str(error)]
+            return [*errors, str(error)]
         if not connection.servers:
-            found.append("--kafka: missing: give Kafka's bootstrap brokers, or a --kafka-config that has them")
-        of_tls = {"--kafka-ca": self.kafka_ca, "--kafka-cert": self.kafka_cert, "--kafka-key": self.kafka_key}
-        of_login = {
+            errors.append("--kafka: missing: give Kafka's bootstrap brokers, or a --kafka-config that has them")
+        tls_options = {"--kafka-ca": self.kafka_ca, "--kafka-cert": self.kafka_cert, "--kafka-key": self.kafka_key}
+        login_options = {
             "--kafka-sasl-mechanism": self.kafka_sasl_mechanism,
             "--kafka-username": self.kafka_username,
             "--kafka-password-file": self.kafka_password_file,
             "--kafka-oauth-token-endpoint": self.kafka_oauth_token_endpoint,
         }
-        for needs, what, has, options in (
-            ("TLS", "ssl or sasl-ssl", connection.has_tls, of_tls),
-            ("a login", "sasl-ssl or sasl-plaintext", connection.has_login, of_login),
+        for feature, security, enabled, options in (
+            ("TLS", "ssl or sasl-ssl", connection.has_tls, tls_options),
+            ("a login", "sasl-ssl or sasl-plaintext", connection.has_login, login_options),
         ):
-            needless = [name for name, value in options.items() if value is not None and not has]
-            found += [f"{name}: it is of no use without {needs}: --kafka-security {what}" for name in needless]
-        return found + connection.errors()
+            useless = [name for name, value in options.items() if value is not None and not enabled]
+            errors += [f"{name}: it is of no use without {feature}: --kafka-security {security}" for name in useless]
+        return errors + connection.errors()
 
 
 @lru_cache
-def _report(path: Path, unused: tuple[str, ...]) -> None:
-    """Log once which lines of a file can't be used."""
+def _log_unused(path: Path, unused: tuple[str, ...]) -> None:
+    """Log the lines of a file that can't be used, once for each file."""
     if unused:
         log.info("%s: not used here: %s", path, "; ".join(unused))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KafkaSettings(ConnectionSettings):
-    """Which Kafka, which cluster this one is, and how is written."""
+    """Kafka's connection, this cluster's name, and the compression of what is written."""
 
     cluster: Cluster = "default"
     compression: Compression = "zstd"
@@ -350,7 +351,7 @@ class KafkaSettings(ConnectionSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MemberSettings(KafkaSettings):
-    """How a stream or a sink is a member of its consumer group. With an instance id it is a static one."""
+    """The membership of a stream or a sink in its consumer group; with an instance id it is a static one."""
 
     group: str
     instance_id: Annotated[
@@ -366,9 +367,9 @@ class MemberSettings(KafkaSettings):
     )] = False  # fmt: skip
 
     def errors(self) -> list[str]:
-        found = super().errors()
+        errors = super().errors()
         if not self.group:
-            found.append("--group: empty")
+            errors.append("--group: empty")
         if self.session_timeout_s < 1:
-            found.append("--session-timeout: must be at least 1 s")
-        return found
+            errors.append("--session-timeout: must be at least 1 s")
+        return errors

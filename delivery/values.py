@@ -1,8 +1,8 @@
 """Pure parsers for the values of options.
 
-In:       what a user typed, or an environment variable held.
-Out:      a float in seconds, an int in bytes, or one of the small tuples below.
-On failure: ``ValueError`` with a sentence that says what would have been right, and never repeats a secret.
+In: the text of an option or an environment variable.
+Out: a float in seconds, an int in bytes, or one of the small tuples below.
+On failure: ``ValueError`` with a sentence that gives an example of what is right, and never repeats a secret.
 """
 
 import os
@@ -32,7 +32,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 class Address(NamedTuple):
-    """Where to listen. Port 0 is any free one."""
+    """The address to listen on. Port 0 is any free one."""
 
     host: str
     port: int
@@ -43,12 +43,13 @@ class Address(NamedTuple):
 
 def milliseconds(text: str) -> int:
     """``500ms``, ``30s``, ``15m``, ``2h``, ``7d``, ``1h30m``; a bare number is seconds."""
-    one, given = _DURATION.fullmatch(text.strip()), text.strip()
-    if one is None and not (given and _DURATIONS.fullmatch(given)):
+    stripped = text.strip()
+    single = _DURATION.fullmatch(stripped)
+    if single is None and not (stripped and _DURATIONS.fullmatch(stripped)):
         raise ValueError(
             f"{text[:80]!r} is not a duration: write 500ms, 30s, 15m, 2h, 7d or 1h30m (a bare number is seconds)"
         )
-    parts = [one.groups()] if one is not None else _DURATION.findall(given)
+    parts = [single.groups()] if single is not None else _DURATION.findall(stripped)
     ms = sum(round(float(count) * _DURATION_MS[unit]) for count, unit in parts)
     if ms > _LONGEST_MS:
         raise ValueError(f"{text[:80]!r} is longer than ten years")
@@ -56,7 +57,7 @@ def milliseconds(text: str) -> int:
 
 
 def duration(text: str) -> float:
-    """Seconds, written as :func:`milliseconds` reads them."""
+    """A duration in seconds, in the syntax of :func:`milliseconds`."""
     return milliseconds(text) / 1000
 
 
@@ -99,10 +100,10 @@ def name(text: str) -> str:
 
 
 def topic_prefix(text: str) -> str:
-    """What stands before the names of topics and consumer groups, such as ``team-a.``; no text is no prefix."""
+    """The prefix of the names of topics and consumer groups, such as ``team-a.``; it may be empty."""
     if not _TOPIC_PREFIX.fullmatch(text) or len(text) > _LONGEST_TOPIC_PREFIX:
-        most = f"at most {_LONGEST_TOPIC_PREFIX} of A-Z a-z 0-9 . _ -"
-        raise ValueError(f"{text[:80]!r} can't begin the name of a Kafka topic: use {most}, such as team-a.")
+        limit = f"at most {_LONGEST_TOPIC_PREFIX} of A-Z a-z 0-9 . _ -"
+        raise ValueError(f"{text[:80]!r} can't begin the name of a Kafka topic: use {limit}, such as team-a.")
     return text
 
 
@@ -134,7 +135,7 @@ def listen(text: str) -> Address | None:
 
 
 def url(text: str) -> str:
-    """An absolute http or https URL, as given. A password in it is not repeated in the error."""
+    """An absolute http or https URL, unchanged. The error does not repeat a password in it."""
     try:
         parts = urlsplit(text)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -146,7 +147,7 @@ def url(text: str) -> str:
 
 
 def header(text: str) -> tuple[str, str]:
-    """``Name: value``. The value, which may be a secret, is not repeated in the error."""
+    """``Name: value``. The error does not repeat the value, which may be a secret."""
     key, colon, value = text.partition(":")
     if not colon or not _HEADER_NAME.fullmatch(key.strip()) or not value.strip() or "\n" in value or "\r" in value:
         raise ValueError("not a header such as 'X-Scope-OrgID: team-a'")
@@ -154,7 +155,7 @@ def header(text: str) -> tuple[str, str]:
 
 
 def label(text: str) -> tuple[str, str]:
-    """``NAME=VALUE``, a label of series."""
+    """``NAME=VALUE``, a label of every series."""
     name, equals, value = text.partition("=")
     if not equals or not value or not _LABEL.fullmatch(name) or name.startswith("__"):
         raise ValueError(
@@ -193,7 +194,7 @@ def prefixes(text: str) -> tuple[str, ...]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names of labels or annotations, separated by commas, such as ``app,app.kubernetes.io/*``; none in no text."""
+    """Names of labels or annotations, separated by commas, such as ``app,app.kubernetes.io/*``; may be empty."""
     parts = [part.strip() for part in text.split(",")]
     if any(re.search(r"\s", part) for part in parts):
         raise ValueError(f"{text!r} is not a list of names, such as app,app.kubernetes.io/*")

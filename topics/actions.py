@@ -84,7 +84,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def action_id(alert: Alert, action: str | None) -> str:
-    """What tells actions apart: the firing of an alert, and what is done about it."""
+    """The id of an action: a hash of the alert's firing and of what is done about it."""
     parts = (alert.cluster, alert.fingerprint, str(milliseconds(alert.starts_at)), action or "")
     return blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
 

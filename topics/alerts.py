@@ -23,7 +23,7 @@ Time = Annotated[datetime, msgspec.Meta(tz=True, description="RFC 3339, UTC, of 
 
 MAX_TIME_MS = 253_402_300_799_999  # the last millisecond of the year 9999: RFC 3339 has no later one
 RUNBOOKS = "https://github.com/gpustream/gpustream/blob/main/docs/runbooks"
-"""Where the runbooks are, unless it is said otherwise: an absolute address works from a notification."""
+"""The default address of the runbooks: an absolute one works from a notification."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MILLISECOND = timedelta(milliseconds=1)
@@ -273,26 +273,26 @@ class AlertGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def fingerprint(name: str, cluster: str, node: str, device: str = "", pod_uid: str = "", key: str = "") -> str:
-    """What tells alerts apart: the rule's name, the node, and the device, pod and key that it is about, if any."""
+    """The id of an alert: a hash of the rule's name, the node, and the device, pod and key that it is about, if any."""
     return blake2b("\0".join((name, cluster, node, device, pod_uid, key)).encode(), digest_size=8).hexdigest()
 
 
 def transition_id(alert: Alert) -> str:
-    """What tells transitions and updates apart: a repeat after a crash has the same one."""
+    """The id of a transition or an update: a repeat after a crash has the same one."""
     update = f"/{alert.revision}" if alert.revision else ""
     return f"{alert.fingerprint}/{milliseconds(alert.starts_at)}/{alert.state}{update}"
 
 
 class EventAttribute(NamedTuple):
-    """What an alert says of itself as a CloudEvent: the attribute's name, its value, and what a reader may rely on."""
+    """An attribute of an alert as a CloudEvent: its name, its value, and what a reader may rely on."""
 
     name: str
-    of: Callable[[Alert], str]
+    value: Callable[[Alert], str]
     meaning: str
 
     @property
     def header(self) -> str:
-        """The header of a record in which it is."""
+        """The name of the record's header that has it."""
         return "content-type" if self.name == "datacontenttype" else f"ce_{self.name}"
 
 
@@ -322,17 +322,17 @@ CLOUD_EVENT = (
     ),
     EventAttribute("partitionkey", lambda alert: alert.fingerprint, "The key: events of an alert are in order."),
 )
-"""What depends on the record alone, so that a repeat has the same headers."""
+"""They depend on the record alone, so that a repeat has the same headers."""
 
 
 def cloud_event(alert: Alert) -> dict[str, str]:
     """The attributes of an alert as a CloudEvent, by their names."""
-    return {attribute.name: attribute.of(alert) for attribute in CLOUD_EVENT}
+    return {attribute.name: attribute.value(alert) for attribute in CLOUD_EVENT}
 
 
 def kafka_headers(alert: Alert) -> list[tuple[str, bytes]]:
     """The headers of an alert's record: those of a CloudEvent in binary mode."""
-    return [(attribute.header, attribute.of(alert).encode()) for attribute in CLOUD_EVENT]
+    return [(attribute.header, attribute.value(alert).encode()) for attribute in CLOUD_EVENT]
 
 
 def time(ms: int) -> datetime:
@@ -346,7 +346,7 @@ def milliseconds(at: datetime) -> int:
 
 
 def moment(at: datetime) -> str:
-    """A time as sentences have it: ``2026-11-20 23:44 UTC``."""
+    """A time as people read it: ``2026-11-20 23:44 UTC``."""
     return f"{at:%Y-%m-%d %H:%M} UTC"
 
 

@@ -77,11 +77,11 @@ class Holder(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 JOB = "SlurmJob"
 CRASH_LOOP = "CrashLoopBackOff"
-"""Why a container waits that crashed again and again."""
+"""The reason why a container waits that keeps crashing."""
 
 
 def holder_of_job(job: Job) -> Holder:
-    """A job of a batch system as the holder of its devices: its partition is the namespace, its account the team."""
+    """A batch job as the holder of its devices: its partition is the namespace, its account the team."""
     labels = {"team": job.account, "user": job.user, "partition": job.partition}
     return Holder(
         job.partition or "slurm",
@@ -93,7 +93,7 @@ def holder_of_job(job: Job) -> Holder:
 
 
 class HoldingPod(NamedTuple):
-    """What tells pods that hold a device apart: a pod that was created again under its name has another uid."""
+    """The identity of a pod that holds a device: a pod that was created again under its name has another UID."""
 
     namespace: str
     pod: str
@@ -101,7 +101,7 @@ class HoldingPod(NamedTuple):
 
 
 class PodRef(Protocol):
-    """What tells which pod a holder is of."""
+    """The fields that identify the pod of a holder."""
 
     @property
     def namespace(self) -> str: ...
@@ -115,25 +115,25 @@ H = TypeVar("H", bound=PodRef)
 
 
 def by_pod(holders: Sequence[H]) -> dict[HoldingPod, list[H]]:
-    """The holders of each pod, by its first one's place: a pod may hold a device in several containers.
+    """The holders grouped by pod, in the order of the first holder of each: a pod may have several containers.
 
-    A holder whose uid is not known is of the pod of that name, if there is one.
+    A holder without a UID belongs to the pod of its name with a UID, if there is one.
     """
     if len(holders) == 1:
-        (one,) = holders
-        return {HoldingPod(one.namespace, one.pod, one.pod_uid): [one]}
+        (holder,) = holders
+        return {HoldingPod(holder.namespace, holder.pod, holder.pod_uid): [holder]}
     pods: dict[HoldingPod, list[H]] = {}
     for holder in holders:
         pods.setdefault(HoldingPod(holder.namespace, holder.pod, holder.pod_uid), []).append(holder)
     for pod in [pod for pod in pods if pod.pod_uid is None] if len(pods) > 1 else ():
-        known = next((other for other in pods if other[:2] == pod[:2] and other is not pod), None)
-        if known is not None:
-            pods[known] += pods.pop(pod)
+        same_name = next((other for other in pods if other[:2] == pod[:2] and other is not pod), None)
+        if same_name is not None:
+            pods[same_name] += pods.pop(pod)
     return pods
 
 
 def pods_of(holders: Sequence[Holder]) -> dict[HoldingPod, list[Holder]]:
-    """The pods that hold a device, each with its holders. A batch job is no pod, and has labels of its own."""
+    """The pods that hold a device, each with its holders; none for a batch job, which has labels of its own."""
     workload = holders[0].workload if holders else None
     return {} if workload is not None and workload.kind == JOB else by_pod(holders)
 
@@ -150,7 +150,7 @@ class AttributedEvent(Event, frozen=True, gc=False, omit_defaults=True):
     ] = None
 
     def held_by(self, device_holders: tuple[Holder, ...]) -> tuple[Holder, ...]:
-        """Who held the device when the event came."""
+        """The holders of the device when the event came."""
         return device_holders if self.holders is None else self.holders
 
 
@@ -193,7 +193,7 @@ class AttributedSample(Sample, frozen=True, gc=False, kw_only=True):
 
 
 class AttributedTick(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """What every reader of :class:`AttributedSample` decodes, whatever else it leaves out."""
+    """The fields of :class:`AttributedSample` that every reader decodes."""
 
     schema: Version
     cluster: Name

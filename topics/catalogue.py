@@ -1,7 +1,7 @@
-"""The metric catalogue: every key of ``metrics``, what it is, where NVML has it, and its series in each naming profile.
+"""The metric catalogue: each key's meaning, its source in NVML, and its series in each naming profile.
 
-Producers take from it what to sample, and ``topics.profiles`` how to call it; the docs are written from it. A key
-without a name in a profile is not written in that profile.
+Producers read from it what to sample, and ``topics.profiles`` the names of series; the docs are written from it. A key
+without a series in a profile is not written in that profile.
 """
 
 from topics.metric import ROWS, Family, Info, Metric
@@ -59,8 +59,8 @@ FAMILIES: dict[str, Family] = {
 }
 """The names that several series of a device share, in any profile. Every other name has one series for each device.
 
-A query that leaves out a label makes sense, because whatever is another quantity, a part of another series, or in
-another unit has a name of its own.
+A query may aggregate over a label, because another quantity, a part of another series, or another unit always has a
+name of its own.
 """
 
 HOLDERS = Info(
@@ -68,7 +68,7 @@ HOLDERS = Info(
     "Pods that hold the device, those that only their processes show among them: 0 where nobody does. Absent where the "
     "node's kubelet has not said who does.",
 )
-"""With all names, with the labels of the device's metrics."""
+"""In all profiles, with the labels of the device's metrics."""
 
 XIDS = Info(
     "gpu_xid_errors",
@@ -78,18 +78,18 @@ XIDS = Info(
     "counter",
     since_start=True,
 )
-"""With all names, with the labels of the device's metrics."""
+"""In all profiles, with the labels of the device's metrics."""
 
 LAST_XID = Info(
     "last_xid", "Code of the device's last XID error, 0 where none was seen since the node's producer started.", "code"
 )
-"""A key of profiles that is not one of ``metrics``: it is made of the device's events."""
+"""A key of profiles that is no metric: it is made of the device's events."""
 
 POD_INFO = Info(
     "gpu_pod_info",
     "Always 1, for each pod that holds a device: what is written on it and its namespace, for joins.",
 )
-"""With the label set ``otel``."""
+"""Only with the label set ``otel``."""
 
 POD_PARTS = {
     "utilization_ratio": Info(
@@ -102,7 +102,7 @@ POD_PARTS = {
         "gpu_pod_power_watts", "A pod's part of the power drawn by a device that it shares, mean of the tick.", "watts"
     ),
 }
-"""By their field of ``Parts``: with all names and labels, one for each pod of a device that is split."""
+"""By the field of ``Parts``: in all profiles, one for each pod of a device that is split."""
 
 UNATTRIBUTED = {
     "utilization_ratio": Info(
@@ -115,7 +115,7 @@ UNATTRIBUTED = {
         "gpu_unattributed_power_watts", "What of the power drawn by a shared device is no pod's part.", "watts"
     ),
 }
-"""By their field of ``Parts``: one for each device that is split. With its pods' parts it is the device's value."""
+"""By the field of ``Parts``: one for each device that is split. It and the pods' parts add up to the device."""
 
 SPLIT_SCALED = Info(
     "gpu_split_scaled",
@@ -153,7 +153,7 @@ POD_XID_ERRORS = Info(
     "errors",
     labels=("xid",),
 )
-"""For the pod that held the device at the time of the error. In the tick another pod may hold it."""
+"""For the pod that held the device when the error came; another pod may hold it in the tick."""
 
 ALERT_FIRING = Info(
     "gpu_alert_firing",
@@ -162,7 +162,7 @@ ALERT_FIRING = Info(
     "devices",
     labels=("alertname", "severity", "fingerprint"),
 )
-"""With all names and labels, from gpu.alerts."""
+"""In all profiles, from gpu.alerts."""
 
 USAGE = {
     "held": Info(
@@ -177,7 +177,7 @@ USAGE = {
     "energy": Info("gpu_usage_energy_joules", "What the device drew for it, or while nobody held it.", "joules"),
     "free": Info("gpu_usage_free_seconds", "How long nobody held the device within an hour.", "seconds"),
 }
-"""Of gpu.usage, with all names."""
+"""In all profiles, from gpu.usage."""
 
 FURTHER = (*POD_PARTS.values(), *UNATTRIBUTED.values(), SPLIT_SCALED, CONFLICT, DEVICE_INFO, XID_ERRORS, POD_XID_ERRORS)
-"""What a device has beside its metrics, called the same with all names."""
+"""The series of a device besides its metrics; they have the same names in all profiles."""

@@ -1,4 +1,4 @@
-"""gpu.dead-letters: whatever could not be decoded or delivered, with the reason."""
+"""gpu.dead-letters: records that could not be decoded or delivered, with the reason."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -6,9 +6,9 @@ from typing import NamedTuple
 from topics.topic import Topic
 
 MAX_VALUE_BYTES = 64 * 1024
-MAX_KEY_BYTES = 1024  # a longer key is no key of ours, and could make the dead letter itself too large to be sent
+MAX_KEY_BYTES = 1024  # no key of ours is longer; a longer one could make the dead letter too large to be sent
 RESUBMITTED = "resubmitted"
-"""The header of a receipt: the offset of the letter, in the same partition, that was sent to its topic again."""
+"""The header of a receipt: the offset, in the same partition, of the letter that was sent to its topic again."""
 
 _LONGEST_REASON = 60
 
@@ -21,13 +21,13 @@ HEADERS = {
     "length": ("How long the original value is.", "bytes"),
     "at_ms": ("When the component gave up.", "ms since the epoch"),
 }
-"""What the headers of a dead letter say, and their units; each is text in UTF-8."""
+"""The headers of a dead letter, with meaning and unit; each value is text in UTF-8."""
 
 Headers = list[tuple[str, bytes]]
 
 
 class Origin(NamedTuple):
-    """Where a record stood when it could not be used."""
+    """The place of a record that could not be used."""
 
     topic: str
     partition: int
@@ -43,7 +43,7 @@ class Letter(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """What the headers of a dead letter say: see :func:`letter`. ``length`` is that of the original value."""
+    """The parsed headers of a dead letter: see :func:`letter`. ``length`` is that of the original value in bytes."""
 
     origin: Origin
     stage: str
@@ -53,12 +53,12 @@ class Cause(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The class of the error: what stands before its first colon."""
+        """The class of the error: the text before its first colon."""
         return self.error.partition(":")[0][:_LONGEST_REASON].strip()
 
 
 def letter(key: bytes | None, value: bytes | None, origin: Origin, *, stage: str, error: str, at_ms: int) -> Letter:
-    """The dead letter of a record: the first 64 KiB of its value, its key unless that is overlong, and why it is here.
+    """The dead letter of a record: the first 64 KiB of its value, its key unless that is too long, and the reason.
 
     ``stage`` is the component that gave up, ``error`` one line of what was wrong, ``at_ms`` when.
     """
@@ -80,24 +80,24 @@ def letter(key: bytes | None, value: bytes | None, origin: Origin, *, stage: str
 
 
 def cause(headers: Iterable[tuple[str, bytes]]) -> Cause | None:
-    """What the headers of a record of the topic say; None if it is no dead letter, such as a receipt."""
-    said = {name: value.decode("utf-8", "replace") for name, value in headers}
+    """Parse the headers of a record of the topic; None if it is no dead letter, such as a receipt."""
+    values = {name: value.decode("utf-8", "replace") for name, value in headers}
     try:
-        origin = Origin(said["topic"], int(said["partition"]), int(said["offset"]))
-        return Cause(origin, said["stage"], said["error"], int(said["length"]), int(said["at_ms"]))
+        origin = Origin(values["topic"], int(values["partition"]), int(values["offset"]))
+        return Cause(origin, values["stage"], values["error"], int(values["length"]), int(values["at_ms"]))
     except (KeyError, ValueError):
         return None
 
 
 def receipt(offset: int) -> Headers:
-    """The headers of the receipt of a letter, which stands in the letter's partition and has its key and no value."""
+    """The headers of a letter's receipt: a record in the letter's partition, with its key and no value."""
     return [(RESUBMITTED, str(offset).encode())]
 
 
 def resubmitted(headers: Iterable[tuple[str, bytes]]) -> int | None:
-    """The offset of the letter that a receipt is of; None if the record is no receipt."""
-    said = dict(headers).get(RESUBMITTED, b"")
-    return int(said) if said.isdigit() else None
+    """The offset of a receipt's letter; None if the record is no receipt."""
+    offset = dict(headers).get(RESUBMITTED, b"")
+    return int(offset) if offset.isdigit() else None
 
 
 TOPIC = Topic(

@@ -1,6 +1,6 @@
-"""Device ids: what a device plugin's id string says of the device, and which device of a tick that is.
+"""Device ids: parses a device plugin's id string, and finds the device of a tick that it names.
 
-In: an id as the kubelet reports it, and the devices of a node's tick. Out: the device's UUID, or that there is none.
+In: an id as the kubelet reports it, and the devices of a node's tick. Out: the device's UUID, or None.
 
 Source: the id formats of NVIDIA's device plugin (a UUID, ``::N`` for a time-sliced or MPS replica,
 ``MIG-GPU-<uuid>/<gi>/<ci>`` before driver R470), of GKE's (``nvidia<I>[/gi<J>][/vgpu<N>]``: I is the number of the
@@ -31,7 +31,7 @@ _FORMS = tuple(
 
 
 class UnknownDeviceId(ValueError):
-    """The id has no known form, so it names no device. Count it, and go on without it."""
+    """The id has no known form, so it names no device. Count it, and ignore the id."""
 
     def __init__(self, device_id: str) -> None:
         quoted = repr(device_id[:_MAX_QUOTED]) + ("..." if len(device_id) > _MAX_QUOTED else "")
@@ -39,10 +39,10 @@ class UnknownDeviceId(ValueError):
 
 
 class DeviceRef(msgspec.Struct, frozen=True, kw_only=True):
-    """What an id says of a device: its UUID, or its parent's UUID or minor number and the instances it is made of.
+    """A parsed device id: a UUID, or the parent GPU's UUID or minor number with the ids of the instances.
 
-    ``uuid`` and ``parent_uuid`` keep their ``GPU-`` or ``MIG-`` and are in lower case after it. ``replica`` is a share
-    of a time-sliced or MPS device, ``slot`` one of a HAMi device (whose true device only the pod's annotation names).
+    ``uuid`` and ``parent_uuid`` are in lower case after their ``GPU-`` or ``MIG-``. ``replica`` is a share of a
+    time-sliced or MPS device, ``slot`` one of a HAMi device (whose real device only the pod's annotation names).
     """
 
     uuid: str | None = None
@@ -55,33 +55,33 @@ class DeviceRef(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def physical(self) -> Hashable:
-        """The physical device as a key: equal for two shares of one device named in the same form."""
+        """A key of the device without its share: equal for two shares of a device that are named in the same form."""
         return (self.uuid, self.parent_uuid, self.minor, self.gpu_instance, self.compute_instance)
 
 
 def parse(device_id: str) -> DeviceRef:
-    """What a device id says.
+    """Parse a device id.
 
-    :raises UnknownDeviceId: it is of no known form; nothing else is ever raised.
+    :raises UnknownDeviceId: it has no known form; no other error is raised.
     """
     for form in _FORMS:
         match = form.fullmatch(device_id)
         if match:
-            said = {name: text for name, text in match.groupdict().items() if text}
-            fields = {name: normal(text) if name.endswith("uuid") else int(text) for name, text in said.items()}
+            groups = {name: text for name, text in match.groupdict().items() if text}
+            fields = {name: normal(text) if name.endswith("uuid") else int(text) for name, text in groups.items()}
             return msgspec.convert(fields, DeviceRef)
     raise UnknownDeviceId(device_id)
 
 
 def normal(uuid: str) -> str:
-    """A UUID as it is compared: in lower case, except the ``GPU-`` or ``MIG-`` before it."""
+    """A UUID in the form in which it is compared: in lower case after its ``GPU-`` or ``MIG-``."""
     return uuid[:4] + uuid[4:].lower()
 
 
 class DeviceIndex:
-    """The devices of one node's tick, found by what an id says of them.
+    """The devices of one node's tick, by what device ids may name them by.
 
-    A place (a minor number, an instance) that two devices of the tick claim names neither of them.
+    A minor number or an instance that two devices of the tick claim names neither of them.
     """
 
     def __init__(self, devices: Iterable[Device]) -> None:
@@ -93,12 +93,12 @@ class DeviceIndex:
                     self._uuids[ref.physical] = None
 
     def find(self, ref: DeviceRef) -> str | None:
-        """The UUID of the device meant, as the tick has it, or None if the tick has no such device."""
+        """The UUID of the named device, as the tick writes it, or None if the tick has no such device."""
         return self._uuids.get(ref.physical)
 
 
 def _refs(device: Device) -> Iterator[DeviceRef]:
-    """Everything that an id of this device may say. A device without a minor number goes by its index."""
+    """Every reference by which an id may name this device. Without a minor number, its index takes that place."""
     yield DeviceRef(uuid=normal(device.uuid))
     minor = device.index if device.minor is None else device.minor
     mig = device.mig
@@ -106,7 +106,8 @@ def _refs(device: Device) -> Iterator[DeviceRef]:
         if minor is not None:
             yield DeviceRef(minor=minor)
     elif mig.gpu_instance is not None:
-        gi, ci = mig.gpu_instance, mig.compute_instance or 0
-        yield DeviceRef(parent_uuid=normal(mig.parent_uuid), gpu_instance=gi, compute_instance=ci)
-        if minor is not None and ci == 0:
-            yield DeviceRef(minor=minor, gpu_instance=gi)
+        gpu_instance, compute_instance = mig.gpu_instance, mig.compute_instance or 0
+        parent_uuid = normal(mig.parent_uuid)
+        yield DeviceRef(parent_uuid=parent_uuid, gpu_instance=gpu_instance, compute_instance=compute_instance)
+        if minor is not None and compute_instance == 0:
+            yield DeviceRef(minor=minor, gpu_instance=gpu_instance)

@@ -1,4 +1,4 @@
-"""How much a device works, whether a pod does nothing with it, and one word for what it does. Pure.
+"""How much a device works, whether a pod leaves it idle, and one word for its activity. Pure.
 
 The streams use it, and so do the commands and pages that show the fleet to people.
 
@@ -12,11 +12,11 @@ import msgspec
 
 from topics.attributed import AttributedDevice, Parts
 
-IDLE_BELOW = 0.01  # a pod that does less than this share of a device's work is idle, unless a rule says otherwise
+IDLE_BELOW = 0.01  # a pod that does less than this share of a device's work is idle, unless a rule has another limit
 
 
 class Ratios(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The keys of the catalogue that say how much a device works."""
+    """The metrics of the catalogue that show how much a device works."""
 
     gpu_utilization_ratio: float | None = None
     gpu_utilization_max_ratio: float | None = None
@@ -27,8 +27,11 @@ class Ratios(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
-    """``most`` is the most that any measure of activity shows, ``measured`` whether one shows all of the device's;
-    ``video`` is that of the engines for video alone."""
+    """How much a device works, 0-1.
+
+    ``most`` is the largest measure of activity. ``measured``: at least one measure covers the whole device. ``video``
+    is the larger measure of the video encoder and decoder.
+    """
 
     most: float
     measured: bool
@@ -36,6 +39,7 @@ class Work(msgspec.Struct, frozen=True, gc=False):
 
 
 def work_of(ratios: Ratios) -> Work:
+    """How much a device with these metrics works."""
     used, peak = ratios.gpu_utilization_ratio, ratios.gpu_utilization_max_ratio
     engine, sms = ratios.graphics_engine_active_ratio, ratios.sm_active_ratio
     video = max(ratios.encoder_utilization_ratio or 0.0, ratios.decoder_utilization_ratio or 0.0)
@@ -44,16 +48,16 @@ def work_of(ratios: Ratios) -> Work:
 
 
 def part_of(parts: Iterable[Parts | None]) -> float | None:
-    """What the holders of a pod did of a device's work, by the parts of each; None: it is not known."""
-    whole: float | None = None
-    for one in parts:
-        if one is not None and one.utilization_ratio is not None:
-            whole = one.utilization_ratio + (whole or 0)
-    return whole
+    """The sum of the parts of a pod's holders in a device's utilization; None: it is not known."""
+    total: float | None = None
+    for part in parts:
+        if part is not None and part.utilization_ratio is not None:
+            total = part.utilization_ratio + (total or 0)
+    return total
 
 
 class ProcessWork(Protocol):
-    """A process on a device, as far as idleness looks at it."""
+    """The fields of a process on a device that are needed here."""
 
     @property
     def pod_uid(self) -> str | None: ...
@@ -62,19 +66,18 @@ class ProcessWork(Protocol):
 
 
 def work_by_pod(processes: Iterable[ProcessWork]) -> dict[str | None, float]:
-    """What the processes of each pod did, by its uid; None: those that are of no pod."""
-    ran: dict[str | None, float] = {}
-    for one in processes:
-        ran[one.pod_uid] = ran.get(one.pod_uid, 0.0) + (one.sm_utilization_ratio or 0.0)
-    return ran
+    """The sum of the SM utilization of each pod's processes, by pod UID; None: processes of no pod."""
+    work: dict[str | None, float] = {}
+    for process in processes:
+        work[process.pod_uid] = work.get(process.pod_uid, 0.0) + (process.sm_utilization_ratio or 0.0)
+    return work
 
 
 def rest_of(unattributed: Parts | None, work: Work, parts: Sequence[float | None], *, strangers: bool) -> float:
-    """What of a device's work may be anybody's, by the parts of all its pods; ``strangers``: whether a process on it is
-    of none of them.
+    """The part of a device's work that is in no pod's part, and that any pod may have done.
 
-    What a device does and what its processes do are two measures, which differ. So the rest is nobody's if it is less
-    than half of what the pods are known to do, and no stranger may have done it.
+    ``strangers``: a process on the device belongs to none of its pods. The measures of a device and of its processes
+    differ. So a rest below half of the pods' parts counts as zero, unless a stranger may have done it.
     """
     known = sum([part or 0.0 for part in parts])
     rest = max(0.0, work.most - known)
@@ -84,11 +87,11 @@ def rest_of(unattributed: Parts | None, work: Work, parts: Sequence[float | None
 
 
 def is_idle(below: float, work: Work, part: float | None, processes: float, rest: float | None) -> bool | None:
-    """Whether a pod does nothing with a device; None: it is not known.
+    """Whether a pod leaves a device idle; None: it is not known.
 
-    A pod is judged by its own ``part`` of the device's work, whoever shares the device, and by what its ``processes``
-    do. The parts of all pods and the ``rest`` are the device's work. The rest may be the pod's own, and so is all that
-    the device does if its part is not known. ``rest`` None: no other pod holds the device.
+    A pod is judged by its own ``part`` of the device's work, whoever shares the device, and by the work of its
+    ``processes``. The parts of all pods and the ``rest`` add up to the device's work. The pod may have done the rest,
+    and all of the device's work if its part is not known. ``rest`` None: no other pod holds the device.
     """
     if (part or 0.0) >= below or processes >= below:
         return False
@@ -100,19 +103,19 @@ def is_idle(below: float, work: Work, part: float | None, processes: float, rest
 
 
 Activity = Literal["busy", "idle", "held", "free", "failing"]
-"""A device in a word: ``busy`` and ``idle`` are held, ``held`` by pods of which it is not known whether they work."""
+"""A device's activity in a word. ``busy`` and ``idle`` devices are held; ``held``: it is not known whether it works."""
 
 
 def device_activity(device: AttributedDevice) -> Activity:
-    """What is said of a device of a tick. It is idle if all pods that hold it are."""
+    """The activity of a device of a tick. It is idle if all pods that hold it are."""
     work = work_of(Ratios(*map(device.metrics.get, Ratios.__struct_fields__)))
-    done = [one.sm_utilization_ratio or 0.0 for one in device.processes or ()]
-    part = part_of([one.parts for one in device.holders]) or 0.0
-    return activity_of(device.state, work, max([part, *done]), held=bool(device.holders))
+    process_ratios = [process.sm_utilization_ratio or 0.0 for process in device.processes or ()]
+    part = part_of([holder.parts for holder in device.holders]) or 0.0
+    return activity_of(device.state, work, max([part, *process_ratios]), held=bool(device.holders))
 
 
 def activity_of(state: str, work: Work, done: float, *, held: bool) -> Activity:
-    """One word for a device in that state, by how much it works, and ``done``, the most that one of its holders did."""
+    """The activity of a device by its state, its work, and ``done``, the most that one of its holders did."""
     if state in ("lost", "timeout"):
         return "failing"
     if not held:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 Kind = Literal["gauge", "counter", "untyped"]
-"""What Prometheus calls a series' type; nothing of the catalogue is ``untyped``, but a file of counters may say it."""
+"""A series' type in Prometheus. No metric of the catalogue is ``untyped``, but a file of counters may have some."""
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -39,14 +39,14 @@ SCALED: dict[tuple[str, float], str] = {
     ("seconds", _NANOSECONDS): "nanoseconds",
     ("seconds", _MICROSECONDS): "microseconds",
 }
-"""What a unit is called after scaling."""
+"""The name of a unit after scaling."""
 
 
 class Series(NamedTuple):
-    """One series of a key in a profile: its name, the labels that tell it from others of that name, and its value.
+    """One series of a key in a profile: its name, its labels besides the device's, and how its value is computed.
 
-    The value is ``value * scale``, or, with ``bits``, 1.0 or 0.0 for whether any of those bits is set. ``kind``,
-    ``unit`` and ``help`` are what is said of it; a row of the table leaves them to :func:`topics.profiles.profile`.
+    The value is ``value * scale``; with ``bits`` it is 1.0 if any of those bits is set, else 0.0. In a row of the table
+    ``kind``, ``unit`` and ``help`` have their defaults: :func:`topics.profiles.profile` sets them.
     """
 
     name: str
@@ -57,8 +57,8 @@ class Series(NamedTuple):
     unit: str = ""
     help: str = ""
 
-    def of(self, value: float) -> float:
-        """The series' value for a value of the key, without what scaling adds past 9 decimals: 0.57 is 57.0 %."""
+    def convert(self, value: float) -> float:
+        """The series' value for a value of the key, rounded to 9 decimals if it is scaled: 0.57 is 57.0 %."""
         if self.bits is not None:
             return 1.0 if int(value) & self.bits else 0.0
         return float(value) if self.scale == 1.0 else round(value * self.scale, _DECIMALS)
@@ -67,8 +67,8 @@ class Series(NamedTuple):
 class Family(NamedTuple):
     """A name that several series of one device share.
 
-    ``label`` tells them apart and ``keys`` are what they are made of. ``total`` says what their sum is. It is None if
-    they are readings of one quantity that can't be added up; then ``mean`` says what their mean and maximum are of.
+    ``label`` distinguishes them, and ``keys`` are the keys that they are made of. ``total`` describes their sum. It is
+    None if they can't be added up; then ``mean`` describes what their mean and maximum are.
     """
 
     label: str
@@ -78,8 +78,10 @@ class Family(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """A series made of several keys of one device: ``sum of numerators / sum of denominators * scale``, or the
-    numerators' sum alone if there are no denominators."""
+    """A series computed from several keys of one device: ``sum of numerators / sum of denominators * scale``.
+
+    Without denominators it is ``sum of numerators * scale``.
+    """
 
     name: str
     numerators: tuple[str, ...]
@@ -92,18 +94,18 @@ class Ratio(NamedTuple):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What it is made of: without one of them there is none."""
+        """The keys that it needs: if one of them is missing, there is no series."""
         return (*self.numerators, *self.denominators)
 
-    def of(self, above: float, below: float = 1.0) -> float | None:
-        """The series' value for the sums of its numerators and denominators, or None if that of the latter is zero."""
-        return above / below * self.scale if below else None
+    def compute(self, numerator: float, denominator: float = 1.0) -> float | None:
+        """The series' value for the sums of its numerators and denominators; None if the denominator is zero."""
+        return numerator / denominator * self.scale if denominator else None
 
 
 class Info(NamedTuple):
-    """A series that is not made of a device's metrics. ``labels``: the names of those that tell its series apart.
+    """A series that is not computed from a device's metrics. ``labels`` are the names of its own labels.
 
-    ``since_start``: it counts from the start of the node's producer, which is its record's ``run_id``.
+    ``since_start``: it counts from the start of the node's producer, so it begins again with another ``run_id``.
     """
 
     name: str
@@ -115,9 +117,9 @@ class Info(NamedTuple):
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """One row: a key, in base units. Of its series in a profile the first is the value, the rest are made from it.
+    """One row of the table: a key in base units, and its series in each profile; the first of them is the value itself.
 
-    ``mig``: a GPU in MIG mode and its MIG devices may both have it, and the GPU's value covers theirs.
+    ``mig``: a GPU in MIG mode and its MIG devices may both have the metric, and the GPU's value includes theirs.
     """
 
     key: str
@@ -128,12 +130,12 @@ class Metric(msgspec.Struct, frozen=True):
     dcgm: tuple[Series, ...] = ()
     legacy: tuple[Series, ...] = ()
     suffixed: tuple[Series, ...] = ()
-    """Its series in ``otel-suffixed``, if they are others than those of ``otel`` with the unit at the end."""
+    """Its series in ``otel-suffixed``, if they are not just those of ``otel`` with the unit at the end."""
     mig: bool = False
 
     @property
     def kind(self) -> Kind:
-        """What Prometheus calls it."""
+        """The metric's type in Prometheus."""
         return "counter" if self.key.endswith("_total") else "gauge"
 
 

@@ -1,9 +1,9 @@
 """Naming profiles: what the series of a device are called, as values.
 
-A :class:`Profile` is frozen data: the series of each key of ``metrics`` (name, labels, scale, type, unit, help), the
-series that are made of several keys, and the names of the labels of the device and its holder (:class:`LabelNames`).
-Code that translates a device takes the profiles as values and has no other source of names. So another profile can be
-made with ``dataclasses.replace``, or from nothing. ``PROFILES`` has those that ``--names`` picks from.
+A :class:`Profile` is frozen data: the series of each metric (name, labels, scale, type, unit, help), the series that
+are computed from several metrics, and the label names of the device and its holder (:class:`LabelNames`). Code that
+translates a device takes the profiles as values and has no other source of names. So another profile can be made with
+``dataclasses.replace``, or from scratch. ``PROFILES`` has those that ``--names`` picks from.
 
 A device may be written in several profiles at once. If two profiles give it the same labels, they share one set of
 series; a series that both have under one name is in it once, as in the first of them.
@@ -29,22 +29,24 @@ Attribute = Literal[
     # of its holder
     "namespace", "pod", "pod_uid", "container", "job", "statefulset", "deployment", "workload_kind", "workload_name",
 ]  # fmt: skip
-"""What a label may say. ``uuid`` is a MIG device's own, ``gpu_uuid`` that of the physical GPU. ``instance`` is what
-dashboards made for a scraped exporter filter by. Of ``job``, ``statefulset`` and ``deployment`` at most one is known.
+"""What a label may have as its value.
+
+``uuid`` is a MIG device's own, ``gpu_uuid`` that of the physical GPU. Dashboards made for a scraped exporter filter by
+``instance``. Of ``job``, ``statefulset`` and ``deployment`` at most one is known.
 """
 
 INFO: tuple[Attribute, ...] = (
     "serial", "driver_version", "cuda_version", "vbios_version", "mig_mode", "processes_visible",
 )  # fmt: skip
-"""Those that are fields of ``info``."""
+"""The attributes that come from ``info`` of the record."""
 
 
 @dataclass(frozen=True, slots=True)
 class LabelNames:
-    """The labels of a device's series: each a name and what it says; what is not known has no label.
+    """The labels of a device's series: pairs of a name and an attribute; an unknown attribute has no label.
 
-    ``holder``: those that a series has only if one pod alone holds the device, or if it is of a pod. ``tenants``:
-    after them comes what is written on the pod and its namespace, and each pod has a ``gpu_pod_info``.
+    ``holder``: labels of a series only if a single pod holds the device, or if the series is a pod's own. ``tenants``:
+    the pod's and its namespace's own labels follow, and each pod has a ``gpu_pod_info``.
     """
 
     name: str
@@ -54,21 +56,21 @@ class LabelNames:
 
     @property
     def info(self) -> bool:
-        """Whether a label is of what the record's ``info`` says."""
+        """Whether a label comes from ``info`` of the record."""
         return any(attribute in INFO for _, attribute in self.device)
 
     @property
     def pod_uid(self) -> bool:
-        """Whether a pod that was created again under its name has other labels."""
+        """Whether the pod's UID is a label: then a pod that is created again has other labels."""
         return any(attribute == "pod_uid" for _, attribute in self.holder)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Profile:
-    """How a device is called. A key that is not in ``series`` is not written; ``last_xid`` may be one.
+    """The names of a device's series. A key that is not in ``series`` is not written; ``last_xid`` may be one.
 
-    Every series of a name has one kind, one unit and one help, which says the unit. ``further``: what a device has
-    beside its metrics is written, too.
+    All series of a name have one kind, one unit and one help, which names the unit. ``further``: the series of
+    :data:`topics.catalogue.FURTHER` are written, too.
     """
 
     name: str
@@ -153,33 +155,33 @@ def profile(
     labels: LabelSet | None = None,
     last_xid: str | None = None,
 ) -> Profile:
-    """A profile of some columns of the table: each series with its kind, its unit and a help that says the unit.
+    """A profile from rows of the table: each series gets its kind, its unit and a help that names the unit.
 
-    A name that several keys share says what each of them is. ``labels`` None are those of the same name.
+    The help of a name that several keys share has the help of each. ``labels`` None: the label set of the same name.
     """
     helps: dict[str, dict[str, None]] = {}
-    for key, many in series.items():
-        for one in many:
-            helps.setdefault(one.name, {})[CATALOGUE[key].help] = None
-    found = {}
-    for key, many in series.items():
+    for key, rows in series.items():
+        for row in rows:
+            helps.setdefault(row.name, {})[CATALOGUE[key].help] = None
+    by_key = {}
+    for key, rows in series.items():
         metric, described = CATALOGUE[key], []
-        for one in many:
-            text = " ".join(helps[one.name])
-            if one.bits is not None:  # some bits of a counter or a mask are a gauge, 0 or 1
-                described.append(one._replace(kind="gauge", unit="bool", help=text))
+        for row in rows:
+            text = " ".join(helps[row.name])
+            if row.bits is not None:  # a bit of a counter or a mask is a gauge, 0 or 1
+                described.append(row._replace(kind="gauge", unit="bool", help=text))
             else:
-                unit = metric.unit if one.scale == 1.0 else SCALED[metric.unit, one.scale]
-                described.append(one._replace(kind=metric.kind, unit=unit, help=help_with_unit(text, unit)))
-        found[key] = tuple(described)
+                unit = metric.unit if row.scale == 1.0 else SCALED[metric.unit, row.scale]
+                described.append(row._replace(kind=metric.kind, unit=unit, help=help_with_unit(text, unit)))
+        by_key[key] = tuple(described)
     if last_xid is not None:
-        found[LAST_XID.name] = (Series(last_xid, unit=LAST_XID.unit, help=LAST_XID.help),)
-    said = tuple([one._replace(help=help_with_unit(one.help, one.unit)) for one in ratios])
-    return Profile(name, found, said, LABELS[labels or name])  # type: ignore[index] # one without labels says whose it has
+        by_key[LAST_XID.name] = (Series(last_xid, unit=LAST_XID.unit, help=LAST_XID.help),)
+    ratios = tuple([ratio._replace(help=help_with_unit(ratio.help, ratio.unit)) for ratio in ratios])
+    return Profile(name, by_key, ratios, LABELS[labels or name])  # type: ignore[index] # such a name has a label set
 
 
 def help_with_unit(text: str, unit: str) -> str:
-    """A help that ends with the unit, if that is one."""
+    """A help text with the unit at its end, if there is a unit."""
     return text if unit in {"", "bool", "bitmask", "state", "code"} else f"{text} Unit: {unit.replace('_', ' ')}."
 
 
@@ -193,18 +195,18 @@ _SUFFIXES = {
     "millijoules": "_mJ",
     "seconds": "_seconds",
 }
-"""What Prometheus appends to the name of a metric that comes to it by OTLP. A unit in braces, as percent, has none."""
+"""The suffixes that Prometheus appends to metrics that it gets by OTLP. Units in braces, such as percent, have none."""
 
 
 def with_unit_suffix(name: str, unit: str) -> str:
-    """A name of ``otel`` as its dashboards have it that take it from Prometheus."""
+    """A name of ``otel`` as it is in Prometheus, and in dashboards that read Prometheus."""
     return name + _SUFFIXES.get(unit, "")
 
 
 def insert_suffix(name: str, suffix: str, unit: str) -> str:
-    """A name with a further suffix, before that of its unit if it has one."""
-    of_unit = _SUFFIXES.get(unit, "")
-    return f"{name.removesuffix(of_unit)}{suffix}{of_unit if name.endswith(of_unit) else ''}"
+    """A name with another suffix, placed before the suffix of its unit if the name has one."""
+    unit_suffix = _SUFFIXES.get(unit, "")
+    return f"{name.removesuffix(unit_suffix)}{suffix}{unit_suffix if name.endswith(unit_suffix) else ''}"
 
 
 _OTEL = profile(
@@ -239,10 +241,10 @@ PROFILES: dict[ProfileName, Profile] = {
         "otel-suffixed",
         {
             key: CATALOGUE[key].suffixed
-            or tuple([one._replace(name=with_unit_suffix(one.name, one.unit)) for one in many])
-            for key, many in _OTEL.series.items()
+            or tuple([row._replace(name=with_unit_suffix(row.name, row.unit)) for row in rows])
+            for key, rows in _OTEL.series.items()
         },
-        tuple([one._replace(name=with_unit_suffix(one.name, one.unit)) for one in _OTEL.ratios]),
+        tuple([ratio._replace(name=with_unit_suffix(ratio.name, ratio.unit)) for ratio in _OTEL.ratios]),
         labels="otel",
     ),
     "dcgm": profile(
@@ -274,13 +276,13 @@ PROFILES: dict[ProfileName, Profile] = {
 
 
 def profile_names(text: str) -> tuple[ProfileName, ...]:
-    """The profiles that ``otel,dcgm`` names, in that order.
+    """Parse a list such as ``otel,dcgm``: the names of profiles, in that order.
 
-    :raises ValueError: one is not known, or is there twice.
+    :raises ValueError: a name is not known, or is there twice.
     """
     names = [name.strip() for name in text.split(",")]
-    if wrong := [name for name in names if name not in PROFILES]:
-        raise ValueError(f"{wrong[0]!r} is none of {', '.join(PROFILES)}")
+    if unknown := [name for name in names if name not in PROFILES]:
+        raise ValueError(f"{unknown[0]!r} is none of {', '.join(PROFILES)}")
     if len(set(names)) < len(names):
         raise ValueError(f"{text!r} has a name twice")
     return tuple(names)  # type: ignore[arg-type] # all of them were found

@@ -1,7 +1,7 @@
 """The docs and schemas of topics and metrics, written from their tables: ``python -m topics.reference [--check]``.
 
 Out: the tables in the pages ``topics.md`` and ``metrics.md`` of ``docs/reference``, and the JSON Schema of each record
-in ``topics/schemas``, for readers that others write. The schemas allow unknown fields, as readers must. A field that
+in ``topics/schemas``, for readers in other languages. The schemas allow unknown fields, as readers must. A field that
 may be absent may also be null, because null means absent.
 
 Source: JSON Schema draft 2020-12; its patterns are ECMA 262's, which has no ``\\A`` and ``\\Z``.
@@ -61,8 +61,8 @@ def topics_markdown() -> str:
         )
         for topic in topics
     ]
-    known: set[str] = set()
-    sections = "\n\n".join([_topic(topic, known) for topic in topics])
+    described: set[str] = set()
+    sections = "\n\n".join([_topic(topic, described) for topic in topics])
     return filled(
         DOCS / "topics.md", {"topics": table(("topic", "key", "cleanup", "kept for"), rows), "sections": sections}
     )
@@ -86,7 +86,7 @@ def metrics_markdown() -> str:
             "families": table(("series", "by", "their sum", "their mean and maximum"), families),
             "cut": ", ".join(f"`{metric.key}`" for metric in CATALOGUE.values() if metric.mig) + ".",
             **{name: _profile(profile) for name, profile in PROFILES.items()},
-            **{name: table(("series", "unit", "kind", "meaning"), map(_info, some)) for name, some in infos.items()},
+            **{name: table(("series", "unit", "kind", "meaning"), map(_info, rows)) for name, rows in infos.items()},
         },
     )
 
@@ -94,13 +94,13 @@ def metrics_markdown() -> str:
 def filled(page: Path, parts: Mapping[str, str]) -> str:
     """A page with each part between its marks ``<!-- written: NAME -->`` and ``<!-- end -->``; the rest stays.
 
-    Raises ValueError if the page has not a place for each of the parts, or has others.
+    Raises ValueError if the marks of the page are not exactly those of the parts.
     """
     text = page.read_text(encoding="utf-8")
-    places = [name for _, name, _ in _WRITTEN.findall(text)]
-    if sorted(places) != sorted(parts):
-        raise ValueError(f"{page} has marks for {', '.join(places)}; it needs them for {', '.join(parts)}")
-    return _WRITTEN.sub(lambda found: found[1] + parts[found[2]] + found[3], text)
+    marks = [name for _, name, _ in _WRITTEN.findall(text)]
+    if sorted(marks) != sorted(parts):
+        raise ValueError(f"{page} has marks for {', '.join(marks)}; it needs them for {', '.join(parts)}")
+    return _WRITTEN.sub(lambda match: match[1] + parts[match[2]] + match[3], text)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -110,7 +110,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def files() -> dict[Path, str]:
-    """The files as they should be."""
+    """The text that each generated file must have."""
     schemas = {
         SCHEMAS / f"{topic.name}.json": _indented(json_schema(topic)) + "\n"
         for topic in load_topics().values()
@@ -122,7 +122,7 @@ def files() -> dict[Path, str]:
 def json_schema(topic: Topic) -> dict[str, Any]:
     """The schema of a topic's records.
 
-    :raises ValueError: its values are not JSON of ours.
+    :raises ValueError: the topic has no record type.
     """
     if topic.record is None:
         raise ValueError(f"{topic.name} has no record type")
@@ -138,28 +138,28 @@ def json_schema(topic: Topic) -> dict[str, Any]:
 
 
 def stale(files: Mapping[Path, str]) -> list[Path]:
-    """Those of the files that are missing or whose text is another one."""
+    """The files that are missing or have another text."""
     return [path for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
 
 
 def generate(files: Mapping[Path, str], module: str, arguments: Sequence[str]) -> int:
-    """Write the files, or with ``--check`` only name those that are stale and return 1; 2 for wrong arguments."""
+    """Write the files, or with ``--check`` only list stale ones. Returns the exit code: 1 if stale, 2 for misuse."""
     if arguments not in ([], ["--check"]):
         sys.stderr.write(f"usage: python -m {module} [--check]\n")
         return 2
-    found = stale(files)
+    stale_files = stale(files)
     if not arguments:
-        for path in found:
+        for path in stale_files:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(files[path], encoding="utf-8")
         return 0
-    for path in found:
+    for path in stale_files:
         sys.stderr.write(f"{path.name} is stale: run python -m {module}\n")
-    return 1 if found else 0
+    return 1 if stale_files else 0
 
 
 def _portable(node: Any) -> Any:
-    """The same schema as a reader in any language may take it."""
+    """A schema in the form that readers in any language accept."""
     if isinstance(node, list):
         return [_portable(item) for item in node]
     if not isinstance(node, dict):
@@ -174,14 +174,14 @@ def _portable(node: Any) -> Any:
         null = {"type": "null"}
         for name, field in node["properties"].items():
             if name not in node.get("required", []) and null not in field.get("anyOf", []):
-                said = {"description", "x-unit", "x-since", "default"} & field.keys()
-                outside = {key: field.pop(key) for key in sorted(said)}
+                annotations = {"description", "x-unit", "x-since", "default"} & field.keys()
+                outside = {key: field.pop(key) for key in sorted(annotations)}
                 node["properties"][name] = {"anyOf": [field, null], **outside}
     return node
 
 
-def _topic(topic: Topic, known: set[str]) -> str:
-    """The section of a topic. ``known`` are the kinds of objects that a section before it describes."""
+def _topic(topic: Topic, described: set[str]) -> str:
+    """The section of a topic. ``described`` are the object types that an earlier section has."""
     settings = table(("setting", "value"), [(f"`{name}`", f"`{value}`") for name, value in topic.settings().items()])
     parts = [f"## {topic.name}", topic.promise, settings]
     if topic.record is not None:
@@ -192,7 +192,9 @@ def _topic(topic: Topic, known: set[str]) -> str:
         ]
     if topic.name == "gpu.alerts":
         example = msgspec.convert(topic.example, Alert)
-        rows = [(f"`{one.header}`", f"`{one.of(example)}`", one.meaning) for one in CLOUD_EVENT]
+        rows = [
+            (f"`{attribute.header}`", f"`{attribute.value(example)}`", attribute.meaning) for attribute in CLOUD_EVENT
+        ]
         parts += [
             "The headers make each record a CloudEvent, in the binary mode of CloudEvents' Kafka protocol binding."
             " They depend on the record alone, so that a repeat has the same ones. A record without a value is no event"
@@ -202,23 +204,23 @@ def _topic(topic: Topic, known: set[str]) -> str:
     if topic.name == "gpu.attributed":
         parts.append("Read it with Python, Faust, kcat and jq, or ClickHouse: [examples](../consumers/README.md).")
     if topic.record is not None:
-        parts += _records(topic, known)
+        parts += _records(topic, described)
     if topic.name == dead_letters.TOPIC.name:
         rows = [(f"`{name}`", unit or "", meaning) for name, (meaning, unit) in dead_letters.HEADERS.items()]
         parts.append(table(("header", "unit", "meaning"), rows))
     return "\n\n".join(parts)
 
 
-def _records(topic: Topic, known: set[str]) -> Iterator[str]:
-    """The tables of the topic's record and of the objects in it, each unless a topic before has it."""
+def _records(topic: Topic, described: set[str]) -> Iterator[str]:
+    """The tables of the topic's record and of the objects in it, except those that are in ``described``."""
     schema = json_schema(topic)
     outermost = schema["$ref"].rpartition("/")[2]
-    for name, kind in sorted(schema["$defs"].items(), key=lambda one: one[0] != outermost):
-        if name in known:
+    for name, kind in sorted(schema["$defs"].items(), key=lambda definition: definition[0] != outermost):
+        if name in described:
             continue
-        known.add(name)
+        described.add(name)
         if kind["type"] == "array":
-            fields = {f"at {place}": (item, True) for place, item in enumerate(kind["prefixItems"])}
+            fields = {f"at {index}": (item, True) for index, item in enumerate(kind["prefixItems"])}
         else:
             fields = {f"`{key}`": (item, key in kind["required"]) for key, item in kind["properties"].items()}
         rows = []
@@ -233,12 +235,12 @@ def _records(topic: Topic, known: set[str]) -> Iterator[str]:
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-    """The type of a field in words."""
+    """The type of a field, in Markdown."""
     match schema:
         case {"$ref": str(ref)}:
             return _link(ref.rpartition("/")[2])
         case {"anyOf": options}:
-            return " or ".join(dict.fromkeys(_kind(one) for one in options if one != {"type": "null"}))
+            return " or ".join(dict.fromkeys(_kind(option) for option in options if option != {"type": "null"}))
         case {"enum": words}:
             return " or ".join(f"`{_json(word)}`" for word in words)
         case {"type": "array", "items": item}:
@@ -265,20 +267,20 @@ def _link(name: str) -> str:
 def _profile(profile: Profile) -> str:
     rows: list[Sequence[str]] = [
         (
-            _name(one.name, one.labels),
-            _unit(one.unit),
-            one.kind,
-            f"`{key}`" + ("" if one.bits is None else f" & {one.bits:#x}"),
+            _name(series.name, series.labels),
+            _unit(series.unit),
+            series.kind,
+            f"`{key}`" + ("" if series.bits is None else f" & {series.bits:#x}"),
         )
-        for key, many in profile.series.items()
-        for one in many
+        for key, all_series in profile.series.items()
+        for series in all_series
     ]
-    for one in profile.ratios:
-        sums = [" + ".join(f"`{key}`" for key in keys) for keys in (one.numerators, one.denominators) if keys]
-        shown = " / ".join(f"({text})" if " + " in text else text for text in sums)
-        rows.append((_name(one.name, one.labels), _unit(one.unit), "gauge", shown))
-    said = (HOLDERS, XIDS, POD_INFO) if profile.labels.tenants else (HOLDERS, XIDS)
-    return table(("series", "unit", "kind", "from"), [*rows, *map(_info, said)])
+    for ratio in profile.ratios:
+        sums = [" + ".join(f"`{key}`" for key in keys) for keys in (ratio.numerators, ratio.denominators) if keys]
+        formula = " / ".join(f"({text})" if " + " in text else text for text in sums)
+        rows.append((_name(ratio.name, ratio.labels), _unit(ratio.unit), "gauge", formula))
+    infos = (HOLDERS, XIDS, POD_INFO) if profile.labels.tenants else (HOLDERS, XIDS)
+    return table(("series", "unit", "kind", "from"), [*rows, *map(_info, infos)])
 
 
 def _info(info: Info) -> Sequence[str]:
@@ -296,10 +298,10 @@ def _unit(unit: str) -> str:
 
 
 def _code(nvml: str) -> str:
-    """An NVML source with its first name, the call or field, as code."""
-    words = nvml.split(", ")
-    call = words[0].split()
-    return ", ".join([" ".join([*call[:-1], f"`{call[-1]}`"]), *words[1:]])
+    """An NVML source with its call or field as code."""
+    first, *rest = nvml.split(", ")
+    *before, call = first.split()
+    return ", ".join([" ".join([*before, f"`{call}`"]), *rest])
 
 
 def _indented(document: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a topic is: its name, key, record and the broker settings it needs; every topic; and how its records are read.
+"""What a topic is: its name, key, record type and broker settings; the table of all topics; and decoders of records.
 
 Source: the Kafka topic configuration reference for the names in :meth:`Topic.settings`.
 """
@@ -15,9 +15,9 @@ from topics import TOPICS
 R = TypeVar("R", bound=msgspec.Struct)
 T = TypeVar("T")
 
-SCHEMA = 1  # the version every record carries; a field never changes unit or meaning under the same version
+SCHEMA = 1  # the version in every record; under one version no field changes its unit or meaning
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-"""The largest record batch a topic takes, and so the largest record that can be sent."""
+"""The largest record batch that a topic accepts, and so the largest record that can be sent."""
 
 PARTITIONS = 32
 REPLICATION_FACTOR = 3
@@ -27,23 +27,23 @@ _HOUR_MS = 3_600_000
 FIRST_VERSION = "0.1.0"
 
 EXAMPLES = Path(__file__).parent / "examples"
-"""A record of each topic whose values are JSON of ours, in a file of the topic's name."""
+"""An example record of each topic that has a record type, in a file named after the topic."""
 
 
 def about(
     meaning: str, unit: str | None = None, *, words: tuple[str, ...] = (), since: str = FIRST_VERSION
 ) -> msgspec.Meta:
-    """What the docs and the JSON Schema say of a field.
+    """The documentation of a field, for the docs and the JSON Schema.
 
-    ``unit`` is that of a number, "none" if it has none. ``words`` are those that this version knows. ``since`` is the
-    version that first wrote the field.
+    ``unit`` is that of a number, "none" if it has none. ``words`` are the values of a string that this version knows.
+    ``since`` is the version that first wrote the field.
     """
     if words:
         meaning += " A later version may have other words."
-    more = {"x-unit": unit} if unit else {}
+    keywords = {"x-unit": unit} if unit else {}
     if since != FIRST_VERSION:
-        more["x-since"] = since
-    return msgspec.Meta(description=meaning, examples=list(words) or None, extra_json_schema=more or None)
+        keywords["x-since"] = since
+    return msgspec.Meta(description=meaning, examples=list(words) or None, extra_json_schema=keywords or None)
 
 
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9._-]{1,253}\Z")]  # the name of a cluster or a node
@@ -54,7 +54,7 @@ UInt = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A count, a sequence number or a time in milliseconds since the epoch."""
 
 Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | float
-"""A measured value. Bounded, for an integer of 400 digits is JSON and no float."""
+"""A measured value. It is bounded, because JSON allows an integer of 400 digits, which no float can hold."""
 
 Version = Annotated[Literal[1], about("The version of the record's form.", "none")]
 
@@ -62,10 +62,10 @@ Version = Annotated[Literal[1], about("The version of the record's form.", "none
 class Topic(msgspec.Struct, frozen=True, kw_only=True):
     """One topic of the contract.
 
-    ``record`` is the type of its values (None: they are not JSON of ours), ``key`` says what its keys are, ``promise``
-    what a reader may rely on, ``by_node`` whether all records of a node are in the partition number that its key
-    ``cluster/node`` has: such topics have one number of partitions. What is written often and compacted has short
-    segments (``segment_ms``): only what is not in the newest one is compacted.
+    ``record`` is the type of its values (None: they are not our JSON). ``key`` describes its keys, and ``promise`` what
+    a reader may rely on. ``by_node``: all records of a node are in the partition of the key ``cluster/node``; such
+    topics have the same number of partitions. ``segment_ms`` is short for a topic that is compacted and written often,
+    because Kafka does not compact the newest segment.
     """
 
     name: str
@@ -109,14 +109,14 @@ def load_topics() -> dict[str, Topic]:
 def decoder(record: type[R]) -> Callable[[bytes], R]:
     """A function that decodes and validates the JSON of one record.
 
-    It raises ``msgspec.DecodeError``, and nothing else, for what is not such a record: dead-letter it. If a field is
-    null and its type does not allow that, a second pass takes it as absent; our own producers write no such null.
+    For anything else it raises ``msgspec.DecodeError``, and no other error: dead-letter it. If a field is null and its
+    type does not allow that, a second pass treats it as absent; our own producers write no such null.
     """
     return lenient(msgspec.json.Decoder(record).decode)
 
 
 def lenient(strict: Callable[[bytes], T]) -> Callable[[bytes], T]:
-    """The same of a function that takes no such null, and raises what msgspec does."""
+    """A ``strict`` decode function of msgspec, with the second pass and the errors of :func:`decoder`."""
 
     def decode(value: bytes) -> T:
         try:

@@ -86,12 +86,12 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def order(self) -> tuple[int, int]:
-        """By which of two records of one key the one that counts is known: the greater."""
+        """The order of records of one key: the greatest one counts."""
         return self.generation, self.revision
 
 
 class Key(NamedTuple):
-    """What tells the records of a topic of usage apart. A part that a record does not have is empty."""
+    """The identity of a record of usage. A field that the record does not have is empty."""
 
     cluster: str
     node: str

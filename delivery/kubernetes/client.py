@@ -1,9 +1,9 @@
 """The Kubernetes API over HTTP: requests and streams; bodies as they come.
 
-In: the place of the credentials; the API server's answers. Out: :class:`Answer`, :class:`Stream`.
+In: the source of the credentials; the API server's answers. Out: :class:`Answer`, :class:`Stream`.
 State: one connection pool, and the credentials, which are read again every minute and after a 401.
-On failure: without an answer :class:`Unreachable` says why; an answer with any status is an answer. If the credentials
-can't be read again, the last ones stay in use.
+On failure: :class:`Unreachable` if there is no answer; an answer with an error status is returned as any other. If the
+credentials can't be read again, the last ones stay in use.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ REFRESH_S = 60.0
 LOAD_WITHIN_S = 30.0
 REFRESH_AGAIN_S = 5.0
 CONNECT_WITHIN_S = 10.0
-SILENCE_S = 100.0  # a watch sends something every 60 s; after this long a silent one is dead
+SILENCE_S = 100.0  # the server sends something on a watch every 60 s; one that is silent for so long is dead
 LARGEST_ANSWER_BYTES = 256 * 1024 * 1024
 
 LARGEST_ERROR_BYTES = 64 * 1024
@@ -49,12 +49,16 @@ class Unreachable(Exception):
 
 
 class Answer(NamedTuple):
+    """A whole answer of the API server; ``retry_after_s`` is its Retry-After header."""
+
     status: int
     body: bytes
     retry_after_s: float | None
 
 
 class Stream:
+    """An answer whose body is read while it comes."""
+
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
         self.status = response.status
@@ -67,7 +71,7 @@ class Stream:
                 return await read_body(self._response, LARGEST_ERROR_BYTES)
 
     async def lines(self, cap: int) -> AsyncGenerator[bytes | None]:
-        """The lines as they come, without empty ones; None for each that was longer than ``cap`` and is dropped.
+        """The lines as they come, without empty ones; None for each that is longer than ``cap`` bytes and dropped.
         Raises :class:`Unreachable`, also if the stream ends in the middle of a line."""
         lines = LineSplitter(cap)
         chunks = self._response.content.iter_any()
@@ -83,8 +87,8 @@ class Stream:
 
 
 class LineSplitter:
-    """Splits a stream of bytes into lines. ``size`` is that of the line that has begun and has not ended.
-    The line is kept as a list of parts, because it may come in thousands of them."""
+    """Splits a stream of bytes into lines. ``size`` is the number of bytes of the incomplete last line.
+    That line is kept as a list of parts, because it may come in thousands of them."""
 
     def __init__(self, cap: int) -> None:
         self._cap = cap
@@ -92,7 +96,7 @@ class LineSplitter:
         self.size = 0
 
     def feed(self, chunk: bytes) -> Iterator[bytes | None]:
-        """The lines that end in this chunk; None for each that was longer than the cap."""
+        """The lines that end in this chunk; None for each that is longer than the cap."""
         *ends, rest = chunk.split(b"\n")
         for end in ends:
             self._keep(end)
@@ -115,23 +119,23 @@ def retry_after_s(response: aiohttp.ClientResponse) -> float | None:
     return float(text) if text.isascii() and text.isdigit() and len(text) < 9 else None
 
 
-async def read_body(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """The body, or the first ``most`` bytes of it."""
+async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """The body, or the first ``max_bytes`` of it."""
     content = bytearray()
     async for chunk in response.content.iter_any():
         content += chunk
-        if len(content) >= most:
+        if len(content) >= max_bytes:
             break
-    return bytes(content[:most])
+    return bytes(content[:max_bytes])
 
 
 @contextlib.contextmanager
-def reaching(late: str = "no answer in time") -> Iterator[None]:
-    """Everything that goes wrong on the way, as :class:`Unreachable`; ``late`` is what a timeout means."""
+def reaching(timeout_message: str = "no answer in time") -> Iterator[None]:
+    """Raise every connection error of the block as :class:`Unreachable`, a timeout with ``timeout_message``."""
     try:
         yield
     except TimeoutError as error:
-        raise Unreachable("timeout", f"{late} ({describe(error)})") from error
+        raise Unreachable("timeout", f"{timeout_message} ({describe(error)})") from error
     except (aiohttp.ClientSSLError, ssl.SSLError) as error:
         raise Unreachable("tls", f"TLS: {describe(error)}") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -139,7 +143,7 @@ def reaching(late: str = "no answer in time") -> Iterator[None]:
 
 
 class Status(msgspec.Struct):
-    """What the API server answers if it gives no object."""
+    """The object that the API server answers instead of the requested one."""
 
     code: int = 0
     message: str = ""
@@ -150,51 +154,51 @@ _status = msgspec.json.Decoder(Status)
 
 
 def message(body: bytes) -> str:
-    """The sentence in an API server's Status; of any other body, its beginning."""
+    """The message of an API server's Status; of any other body its beginning."""
     try:
-        said = _status.decode(body).message
+        text = _status.decode(body).message
     except msgspec.DecodeError:
-        said = body[: 4 * _LONGEST_MESSAGE].decode("utf-8", "replace")
-    return " ".join(said.split())[:_LONGEST_MESSAGE] or "without a word"
+        text = body[: 4 * _LONGEST_MESSAGE].decode("utf-8", "replace")
+    return " ".join(text.split())[:_LONGEST_MESSAGE] or "without a word"
 
 
 class ApiHealth:
-    """How some work with the API server goes, in the log and for health checks. ``what`` begins each sentence. There is
-    a line in ``log`` when it changes; while it wavers, one a minute and kind."""
+    """The health of some work with the API server, for the log and health checks. ``subject`` begins each sentence.
+    A change is logged; a kind of problem that comes and goes is logged at most once a minute."""
 
-    def __init__(self, what: str, log: logging.Logger) -> None:
-        self._what, self._log = what, log
+    def __init__(self, subject: str, log: logging.Logger) -> None:
+        self._subject, self._log = subject, log
         self._bad_since_s: float | None = None
         self._last = ""
         self._logged_s: dict[str, float] = {}
         self.problem = ""
 
-    def good(self, how: str) -> None:
-        """There is no trouble; logged unless it was the last that was logged."""
+    def good(self, state: str) -> None:
+        """Note that there is no problem, and log the state unless it was logged last."""
         self.problem, self._bad_since_s = "", None
-        if how != self._last:
-            self._last = how
-            self._log.info("%s", f"{self._what}: {how}")
+        if state != self._last:
+            self._last = state
+            self._log.info("%s", f"{self._subject}: {state}")
 
-    def bad(self, kind: str, why: str) -> None:
-        """There is trouble, of a kind, with a sentence that may differ each time."""
+    def bad(self, kind: str, reason: str) -> None:
+        """Note a problem of a kind; the reason may differ each time."""
         now_s = time.monotonic()
-        self.problem = why
+        self.problem = reason
         if self._bad_since_s is None:
             self._bad_since_s = now_s
         if kind != self._last and now_s - self._logged_s.get(kind, float("-inf")) >= LOG_AGAIN_S:
             self._last, self._logged_s[kind] = kind, now_s
-            self._log.warning("%s", f"{self._what}: {why}")
+            self._log.warning("%s", f"{self._subject}: {reason}")
 
     def lasting(self) -> list[str]:
-        """The trouble, if it has lasted for 30 s."""
+        """The problem, if it has lasted for 30 s."""
         bad_s = 0.0 if self._bad_since_s is None else time.monotonic() - self._bad_since_s
-        return [f"{self._what}: {self.problem} (for {bad_s:.0f} s)"] if bad_s > UNREADY_AFTER_S else []
+        return [f"{self._subject}: {self.problem} (for {bad_s:.0f} s)"] if bad_s > UNREADY_AFTER_S else []
 
 
 class Client:
-    """The API server of one cluster. ``kubeconfig`` None: the pod's service account, else what kubectl would use.
-    ``requests`` gives the counter of the requests that ended with a status, or by a reason of :class:`Unreachable`.
+    """A client of one cluster's API server. ``kubeconfig`` None: the pod's service account, else what kubectl uses.
+    ``requests`` returns the counter of requests with a status, or with a reason of :class:`Unreachable`.
     Call :meth:`start` before anything else, and :meth:`close` when done."""
 
     def __init__(
@@ -209,11 +213,11 @@ class Client:
         self._requests = requests
         self._refresh_s = refresh_s
         self._connection: ApiConnection | None = None
-        self._denied = asyncio.Event()
+        self._unauthorized = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the configuration. Raises :class:`ConfigError`; whether anybody answers there is not asked."""
+        """Load the configuration. Raises :class:`ConfigError`; whether the server answers is not checked."""
         self._connection = await self._source.connect()
         self._refreshing = asyncio.create_task(self._refresh(self._connection))
 
@@ -227,11 +231,13 @@ class Client:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,
     ) -> Answer:
-        """Ask, and wait at most ``timeout_s`` for all of the answer. ``body`` is JSON. Raises :class:`Unreachable`."""
+        """Send a request; waits at most ``timeout_s`` for the answer. ``body`` is JSON. Raises :class:`Unreachable`."""
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_WITHIN_S)
-        sent = {**({"Content-Type": "application/json"} if body is not None else {}), **(headers or {})}
+        all_headers = {**({"Content-Type": "application/json"} if body is not None else {}), **(headers or {})}
         with self._counting_failures(), reaching(f"no answer within {timeout_s:g} s"):
-            async with await self._ask(method, path, timeout, params=params, headers=sent, data=body) as response:
+            async with await self._send(
+                method, path, timeout, params=params, headers=all_headers, data=body
+            ) as response:
                 content = await read_body(response, LARGEST_ANSWER_BYTES + 1)
                 if len(content) > LARGEST_ANSWER_BYTES:
                     raise Unreachable("cut", f"the answer is longer than {LARGEST_ANSWER_BYTES} bytes")
@@ -242,12 +248,12 @@ class Client:
     async def stream(
         self, path: str, params: Mapping[str, str], *, silence_s: float = SILENCE_S
     ) -> AsyncIterator[Stream]:
-        """A GET whose answer is read while it comes; it is over when nothing comes for ``silence_s``.
+        """Send a GET whose answer is read while it comes. It fails if nothing comes for ``silence_s``.
         Raises :class:`Unreachable`, on entering and while it is read."""
         connect_s = min(CONNECT_WITHIN_S, silence_s)
         timeout = aiohttp.ClientTimeout(total=None, connect=connect_s, sock_connect=connect_s, sock_read=silence_s)
         with self._counting_failures(), reaching(f"no answer within {silence_s:g} s"):
-            response = await self._ask("GET", path, timeout, params=params, headers={})
+            response = await self._send("GET", path, timeout, params=params, headers={})
         self._count(response.status)
         try:
             yield Stream(response)
@@ -262,12 +268,14 @@ class Client:
         if self._connection is not None:
             await self._connection.close()
 
-    async def _ask(self, method: str, path: str, timeout: aiohttp.ClientTimeout, **how: Any) -> aiohttp.ClientResponse:
+    async def _send(
+        self, method: str, path: str, timeout: aiohttp.ClientTimeout, **options: Any
+    ) -> aiohttp.ClientResponse:
         if self._connection is None:
             raise RuntimeError("not started")
-        response = await self._connection.ask(method, path, timeout, **how)
+        response = await self._connection.request(method, path, timeout, **options)
         if response.status == 401:
-            self._denied.set()
+            self._unauthorized.set()
         return response
 
     def _count(self, code: int | str) -> None:
@@ -283,16 +291,16 @@ class Client:
             raise
 
     async def _refresh(self, connection: ApiConnection) -> None:
-        """Read the credentials again, for ever: tokens change every hour, certificates every year."""
+        """Read the credentials again and again: tokens change every hour, certificates every year. Never returns."""
         logged = ""
         while True:
-            await set_within(self._denied, self._refresh_s)
-            denied = self._denied.is_set()
-            self._denied.clear()
+            await set_within(self._unauthorized, self._refresh_s)
+            unauthorized = self._unauthorized.is_set()
+            self._unauthorized.clear()
             problem = ""
             try:
                 async with asyncio.timeout(LOAD_WITHIN_S):
-                    changed = await self._source.refreshed(connection, login=denied)
+                    changed = await self._source.refreshed(connection, login=unauthorized)
                 if changed is not None:
                     log.info("the API server's certificate authority or our certificate changed: connecting again")
                     self._connection = changed

@@ -24,13 +24,13 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # a pod
 
 
 class ConfigError(Exception):
-    """The configuration can't be used; the message is a sentence. Nothing to retry."""
+    """The configuration can't be used; the message is a sentence. A retry does not help."""
 
     exit_code = 1
 
 
 class ApiConnection:
-    """A pool of connections with one TLS context; ``stamp`` is what its certificates were then."""
+    """A pool of connections with one TLS context; ``stamp`` has the certificates that it was made from."""
 
     def __init__(self, configuration: Any, loader: Any, stamp: tuple[bytes | None, ...]) -> None:
         client = importlib.import_module("kubernetes_asyncio.client")
@@ -38,21 +38,21 @@ class ApiConnection:
         self._client = client.ApiClient(configuration)
         self._agent = f"gpustream/{version('gpustream')}"
 
-    async def ask(
-        self, method: str, path: str, timeout: aiohttp.ClientTimeout, *, headers: Mapping[str, str], **how: Any
+    async def request(
+        self, method: str, path: str, timeout: aiohttp.ClientTimeout, *, headers: Mapping[str, str], **options: Any
     ) -> aiohttp.ClientResponse:
-        """The answer, unread. The pool is used as it is: the client's own requests would write JSON bodies again."""
+        """Send a request and return the unread response. It uses the pool: the client re-encodes JSON bodies."""
         rest = self._client.rest_client
-        sent = {"User-Agent": self._agent, **headers}
+        all_headers = {"User-Agent": self._agent, **headers}
         if (token := await self.configuration.get_api_key_with_prefix("BearerToken")) is not None:
-            sent["Authorization"] = token.strip()
-        how |= {"proxy": rest.proxy, "server_hostname": rest.server_hostname, "allow_redirects": False}
+            all_headers["Authorization"] = token.strip()
+        options |= {"proxy": rest.proxy, "server_hostname": rest.server_hostname, "allow_redirects": False}
         url = self.configuration.host + path
         try:
             response: aiohttp.ClientResponse = await rest.pool_manager.request(
-                method, url, headers=sent, timeout=timeout, **how
+                method, url, headers=all_headers, timeout=timeout, **options
             )
-        except (AssertionError, RuntimeError) as error:  # aiohttp's, for a pool that is closed before or while it asks
+        except (AssertionError, RuntimeError) as error:  # aiohttp's, if the pool is closed before or during the request
             if not rest.pool_manager.closed:
                 raise
             raise aiohttp.ClientConnectionError(
@@ -61,10 +61,13 @@ class ApiConnection:
         return response
 
     async def close(self) -> None:
+        """Close the pool."""
         await self._client.close()
 
 
 class CredentialSource(NamedTuple):
+    """Where the credentials are: a kubeconfig, or the folder of a pod's service account."""
+
     kubeconfig: Path | None
     service_account: Path
 
@@ -79,8 +82,9 @@ class CredentialSource(NamedTuple):
             raise ConfigError(f"the certificates of {self._name()} can't be used: {error}") from error
 
     async def refreshed(self, old: ApiConnection, *, login: bool) -> ApiConnection | None:
-        """Give an open connection the credentials of now; a new connection if its certificates changed.
-        ``login``: a login command is run again, whatever it said before. Raises :class:`ConfigError`."""
+        """Give an open connection the current credentials; returns a new connection if the certificates changed.
+        ``login``: run the kubeconfig's login command again, even if its last token is still valid. Raises
+        :class:`ConfigError`."""
         configuration, loader = await self._loaded(None if login else old.loader)
         if await asyncio.to_thread(_stamp, configuration) != old.stamp or configuration.host != old.configuration.host:
             return await self.connect()
@@ -112,17 +116,17 @@ class CredentialSource(NamedTuple):
         return configuration, loader
 
     def in_cluster(self) -> bool:
-        """Whether this is a pod that was given a service account, and no kubeconfig."""
+        """Whether the service account is used: this is a pod that has one, and no kubeconfig is named."""
         in_pod = "KUBERNETES_SERVICE_HOST" in os.environ and (self.service_account / "token").exists()
         return self.kubeconfig is None and in_pod
 
     def _kubeconfigs(self) -> list[Path]:
-        """The kubeconfigs that are there. Raises :class:`ConfigError` if none is."""
-        named = os.environ.get("KUBECONFIG", "")
-        paths = [Path(path).expanduser() for path in named.split(os.pathsep) if path]
+        """The kubeconfigs that exist. Raises :class:`ConfigError` if there is none."""
+        variable = os.environ.get("KUBECONFIG", "")
+        paths = [Path(path).expanduser() for path in variable.split(os.pathsep) if path]
         paths = [self.kubeconfig] if self.kubeconfig is not None else paths or [Path.home() / ".kube" / "config"]
-        if there := [path for path in paths if path.is_file()]:
-            return there
+        if existing := [path for path in paths if path.is_file()]:
+            return existing
         sought = " and ".join(map(str, paths))
         if self.kubeconfig is not None:
             raise ConfigError(f"there is no kubeconfig at {sought}")
@@ -138,6 +142,6 @@ class CredentialSource(NamedTuple):
 
 
 def _stamp(configuration: Any) -> tuple[bytes | None, ...]:
-    """What the certificates of a configuration are, in full: a file may keep its name, its size and its time."""
+    """The content of a configuration's certificate files: a file may change without a new name, size or time."""
     files = (configuration.ssl_ca_cert, configuration.cert_file, configuration.key_file)
     return tuple(Path(file).read_bytes() if file else None for file in files)

@@ -115,7 +115,9 @@ class Layout:
         for key, series, primary in all_series:
             if key in index_by_key:
                 if series.scale != 1.0 or series.bits is not None:
-                    convert = series.of if series.kind == "counter" else _ConvertedValues(series.of).__getitem__
+                    convert = (
+                        series.convert if series.kind == "counter" else _ConvertedValues(series.convert).__getitem__
+                    )
                     self._conversions.append((len(rows), convert))
                 self._keys.append(key)
                 rows.append(Row(series.name, series.labels, series.kind, series.help, series.unit, primary))
@@ -159,7 +161,7 @@ class Layout:
             row_values[row] = convert(row_values[row])
         if self._sums:
             values += tuple([sum([values[at] or 0.0 for at in indices]) if indices else 1.0 for indices in self._sums])
-        row_values += [ratio.of(values[above], values[below]) for above, below, ratio in self._ratios]  # type: ignore[arg-type]
+        row_values += [ratio.compute(values[above], values[below]) for above, below, ratio in self._ratios]  # type: ignore[arg-type]
         return row_values
 
     def with_rest(self, row_values: list[float | None], rest: Mapping[str, Value]) -> list[float | None]:

@@ -48,7 +48,7 @@ class At(NamedTuple):
         for (series, own), (key, one) in SERIES.items():
             if series == name and labels.items() <= dict(own).items():
                 value = self.device.metrics.get(key)
-                return None if value is None else one.of(value)
+                return None if value is None else one.convert(value)
         raise KeyError(name)
 
     @property

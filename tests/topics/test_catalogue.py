@@ -45,7 +45,7 @@ def every_series(profile: ProfileName) -> list[Series | Ratio]:
 
 
 def value(profile: ProfileName, key: str, of: float) -> float:
-    return PROFILES[profile].series[key][0].of(of)
+    return PROFILES[profile].series[key][0].convert(of)
 
 
 def test_no_key_that_samples_have_carried_is_gone() -> None:
@@ -262,17 +262,17 @@ def test_a_whole_number_of_mebibytes_stays_whole(mib: int) -> None:
 def test_the_causes_of_throttling_are_the_bits_that_are_set(reasons: int, causes: set[str]) -> None:
     bitmask, *rows = PROFILES["otel"].series["clock_event_reasons"]
 
-    assert (bitmask.labels, bitmask.of(reasons)) == ((), float(reasons))
-    assert {row.labels[0][1] for row in rows if row.of(reasons) == 1.0} == causes
-    assert {row.of(reasons) for row in rows} <= {0.0, 1.0}
+    assert (bitmask.labels, bitmask.convert(reasons)) == ((), float(reasons))
+    assert {row.labels[0][1] for row in rows if row.convert(reasons) == 1.0} == causes
+    assert {row.convert(reasons) for row in rows} <= {0.0, 1.0}
 
 
 def test_the_percentage_of_memory_in_use_is_0_to_100() -> None:
     (share,) = [one for one in PROFILES["otel"].ratios if one.name == "gpu_memory_used_percent"]
 
     assert (share.numerators, share.denominators) == (("memory_used_bytes",), ("memory_total_bytes",))
-    assert [share.of(used, 64) for used in (64, 0, 16)] == [100.0, 0.0, 25.0]
-    assert share.of(1, 0) is None
+    assert [share.compute(used, 64) for used in (64, 0, 16)] == [100.0, 0.0, 25.0]
+    assert share.compute(1, 0) is None
 
 
 def test_dcgms_share_of_memory_is_of_what_is_not_reserved_and_0_to_1() -> None:
@@ -282,13 +282,15 @@ def test_dcgms_share_of_memory_is_of_what_is_not_reserved_and_0_to_1() -> None:
         ("memory_used_bytes",),
         {"memory_used_bytes", "memory_free_bytes"},
     )
-    assert share.of(30, 40) == 0.75
+    assert share.compute(30, 40) == 0.75
 
 
 def test_dcgms_nvlink_bandwidth_is_that_of_both_directions() -> None:
     both = {"nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second"}
     names = {"dcgm": "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL", "dcgm-4.9": "DCGM_FI_DEV_NVLINK_THROUGHPUT_BYTES_PER_SECOND"}
-    found = {one.name: one.of(4e9) for profile in PROFILES.values() for one in profile.ratios if both == {*one.keys}}
+    found = {
+        one.name: one.compute(4e9) for profile in PROFILES.values() for one in profile.ratios if both == {*one.keys}
+    }
 
     assert found == {names["dcgm"]: 4000.0, names["dcgm-4.9"]: 4e9, "dcgm_nvlink_bandwidth_total": 4000.0}
 
@@ -333,7 +335,7 @@ The others are the last XID error, the driver's version, which is a label, and N
 
 def test_what_dcgm_exporter_renamed_has_both_names_and_both_units() -> None:
     found: dict[str, Any] = {
-        old.name: (new.name, pytest.approx(new.of(1 << 40) / old.of(1 << 40)))
+        old.name: (new.name, pytest.approx(new.convert(1 << 40) / old.convert(1 << 40)))
         for key, (old, *_) in PROFILES["dcgm"].series.items()
         for new in PROFILES["dcgm-4.9"].series.get(key, ())[:1]
         if old.name in RENAMED
