@@ -201,15 +201,13 @@ class Numbering:
         try:
             if containers is not None:
                 events = [event for device in devices for event in device.get("events") or () if "ts_ms" in event]
-                event_snapshots_known = in_force is not None and ts_ms > previous_ts_ms
-                event_times_ms = sorted({event["ts_ms"] for event in events}) if event_snapshots_known else []
-                earlier = self._snapshots_at(
-                    [event_ms for event_ms in event_times_ms if previous_ts_ms < event_ms <= ts_ms], in_force
-                )
+                is_new_run = ts_ms <= previous_ts_ms
+                times_ms = [] if in_force is None or is_new_run else sorted({event["ts_ms"] for event in events})
+                earlier_ms = [time_ms for time_ms in times_ms if previous_ts_ms < time_ms <= ts_ms]
+                later_ms = [time_ms for time_ms in times_ms if 0 < time_ms - ts_ms <= READ_MS]
+                earlier = self._snapshots_at(earlier_ms, in_force)
                 own_snapshot = self._snapshot_of(ts_ms, containers)
-                later = self._snapshots_at(
-                    [event_ms for event_ms in event_times_ms if 0 < event_ms - ts_ms <= READ_MS], in_force
-                )
+                later = self._snapshots_at(later_ms, in_force)
                 snapshots = dict.fromkeys([*earlier.values(), own_snapshot, *later.values()])
                 snapshot_by_time = earlier | later
                 devices = [

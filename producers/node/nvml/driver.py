@@ -112,11 +112,9 @@ class Driver:
         if error is None:
             self._attached_driver, self._error, self._worked = job.result(), None, True
             self._instruments.counter(names.OPENED).inc()
-            again_text = f", opened again: {reason}" if reason is not None else ""
-            log.info(
-                "NVIDIA driver %s",
-                f"{self._attached_driver.version} with {self._attached_driver.gpus} GPUs{again_text}",
-            )
+            version, gpus = job.result()
+            again = f", opened again: {reason}" if reason is not None else ""
+            log.info("NVIDIA driver %s", f"{version} with {gpus} GPUs{again}")
         elif isinstance(error, NvmlError):
             if self._attached_driver is not None or self._error is None or self._error.code != error.code:
                 log.warning("%s; it is tried again", _message(error))

@@ -148,9 +148,8 @@ class Metrics:
 
     def probe(self) -> None:
         """Ask only the first question. Raises GpuLost, also if the answer is that a reset is needed."""
-        question = next(
-            (question_in_plan for question_in_plan in self._plan if question_in_plan not in (FIELDS, GPM)), None
-        )
+        calls = [question for question in self._plan if question not in (FIELDS, GPM)]
+        question = calls[0] if calls else None
         if not isinstance(question, table.Call):
             return
         try:
