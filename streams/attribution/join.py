@@ -196,7 +196,7 @@ def _with_snapshot(state: NodeState, snapshot: Allocations) -> NodeState:
 
 
 def _release(state: NodeState, grace_s: float) -> tuple[NodeState, list[Joined]]:
-    """Attribute the pending ticks, from the first one to the last before one that has to wait."""
+    """Attribute the pending ticks in order, up to the first one that has to wait."""
     released: list[Joined] = []
     needed_ms: int | None = None
     while state.pending:

@@ -202,7 +202,7 @@ async def test_a_group_that_must_be_started_again_ends_the_run_with_its_reason(
     bench: Bench, no_broker_needed: None
 ) -> None:
     bench.app.agent(bench.app.batches)(ignore)
-    bench.app.group._end("other partitions")
+    bench.app.group._fail("other partitions")
     with pytest.raises(MustRestart, match="other partitions"):
         await bench.app.run(asyncio.Event())
     assert bench.failed == []
