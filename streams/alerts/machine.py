@@ -56,8 +56,6 @@ REPEAT_MS = 24 * 3_600_000  # how often an open alert is written again
 REPORT_MS = 3_600_000  # how often a part of a group is reported again, to update the group's figures
 FORGET_MS = 24 * 3_600_000  # after so long without a tick a node counts as removed
 LEAVING_MS = 120_000  # for so long a node that was removed from the cluster may still send ticks
-YOUNG_MS = 10_000  # a condition that is pending for less is not saved yet; rising counters are saved at this interval
-YOUNG_USES_MS = 20_000  # sums of use, which every tick changes, are saved at this interval
 _GROUPED_BY_NODE: tuple[Kind, ...] = ("missing", "lost", "not_answering")  # several GPUs of a node have one cause
 _replace = msgspec.structs.replace
 
@@ -338,35 +336,6 @@ def _resolve(condition: Tracked, context: _Context, reason: str) -> tuple[None, 
     return None, None if condition.alert is None else resolved_alert(
         condition.alert, condition, context.tick.ts_ms, reason
     )
-
-
-def is_saved(saved: NodeAlerts, current: NodeAlerts) -> bool:
-    """Whether a replay from the saved state gives the current one, so that nothing has to be written.
-    Conditions that became pending a moment ago are not saved yet; counters that rise all the time are at intervals."""
-    if saved.maintenance != current.maintenance:
-        return False
-    if saved.silent != current.silent or saved.generation != current.generation:
-        return False
-    now_ms, saved_memory, memory = current.last_ts_ms, saved.memory, current.memory
-    if saved_memory is not memory:
-        only_uses = saved_memory.windows is memory.windows
-        young = 0 <= now_ms - saved.last_ts_ms < (YOUNG_USES_MS if only_uses else YOUNG_MS)
-        if not young or saved_memory.devices is not memory.devices or saved_memory.run_id != memory.run_id:
-            return False
-    if saved.resolved is not current.resolved and saved.resolved != current.resolved:
-        return False
-    if saved.tracked is current.tracked:
-        return True
-    saved_identities = {identity(condition) for condition in saved.tracked}
-    worth_writing = [
-        condition
-        for condition in current.tracked
-        if identity(condition) in saved_identities
-        or condition.alert is not None
-        or condition.blind_ms is not None
-        or not 0 <= now_ms - condition.since_ms < YOUNG_MS
-    ]
-    return saved.tracked == tuple(worth_writing)
 
 
 # -- without a tick

@@ -29,6 +29,8 @@ from topics.topic import decoder
 
 WINDOW_MS = 60_000
 BUCKET_MS = 5_000
+YOUNG_MS = 10_000  # a condition that is pending for less is not saved yet; rising counters are saved at this interval
+YOUNG_USES_MS = 20_000  # sums of use, which every tick changes, are saved at this interval
 XID = "xid/"  # the prefix of the names of XID counters; the code follows
 
 COUNTERS = (
@@ -297,3 +299,32 @@ def last_tick(state: NodeAlerts) -> LastTick:
 
 def identity(tracked: Tracked) -> Identity:
     return tracked.name, tracked.device, tracked.pod_uid, tracked.key
+
+
+def is_saved(saved: NodeAlerts, current: NodeAlerts) -> bool:
+    """Whether a replay from the saved state gives the current one, so that nothing has to be written.
+    Conditions that became pending a moment ago are not saved yet; counters that rise all the time are at intervals."""
+    if saved.maintenance != current.maintenance:
+        return False
+    if saved.silent != current.silent or saved.generation != current.generation:
+        return False
+    now_ms, saved_memory, memory = current.last_ts_ms, saved.memory, current.memory
+    if saved_memory is not memory:
+        only_uses = saved_memory.windows is memory.windows
+        young = 0 <= now_ms - saved.last_ts_ms < (YOUNG_USES_MS if only_uses else YOUNG_MS)
+        if not young or saved_memory.devices is not memory.devices or saved_memory.run_id != memory.run_id:
+            return False
+    if saved.resolved is not current.resolved and saved.resolved != current.resolved:
+        return False
+    if saved.tracked is current.tracked:
+        return True
+    saved_identities = {identity(condition) for condition in saved.tracked}
+    worth_writing = [
+        condition
+        for condition in current.tracked
+        if identity(condition) in saved_identities
+        or condition.alert is not None
+        or condition.blind_ms is not None
+        or not 0 <= now_ms - condition.since_ms < YOUNG_MS
+    ]
+    return saved.tracked == tuple(worth_writing)

@@ -20,7 +20,7 @@ from delivery import replays
 from delivery.ledger import Slot
 from streams.alerts import groups, machine
 from streams.alerts.machine import LogPosition
-from streams.alerts.memory import NodeAlerts, Order, last_tick, order
+from streams.alerts.memory import NodeAlerts, Order, is_saved, last_tick, order
 from streams.alerts.reports import Step, Write
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
@@ -128,7 +128,7 @@ class Node:
         """Whether nothing has to be written, and nothing is being written."""
         if self.saved is None or self.current is None:
             return self.current is None and not self.writing
-        return not self.writing and not self._unwritten and machine.is_saved(self.saved, self.current)
+        return not self.writing and not self._unwritten and is_saved(self.saved, self.current)
 
     def start_write(self, *, settled: bool) -> PendingWrite | None:
         """The records to write now, if any. Until :meth:`finish_write` the node counts as writing."""

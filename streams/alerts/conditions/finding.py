@@ -127,10 +127,10 @@ def is_silenced(rules: Rules, holder: Holder, remembered: DeviceMemory, tick: Ti
 
 def held_memory(pods: Sequence[Holder], device: Device | None, sharing: int) -> float | None:
     """The bytes of a device's memory that a pod has: the sum of its parts, or all if it has the device alone."""
-    used = [holder.parts.memory_used_bytes for holder in pods if holder.parts is not None]
-    known = [bytes_ for bytes_ in used if bytes_ is not None]
-    if known:
-        return sum(known)
+    readings = [holder.parts.memory_used_bytes for holder in pods if holder.parts is not None]
+    used_bytes = [reading for reading in readings if reading is not None]
+    if used_bytes:
+        return sum(used_bytes)
     return device.metrics.memory_used_bytes if sharing == 1 and device is not None else None
 
 
