@@ -20,11 +20,11 @@ from topics.reference import filled, generate
 PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "kafka.md"
 
 _OPTIONS = {"Topic": "topic", "Group": "group", "TransactionalId": "transactional-id"}
-"""Of ``kafka-acls.sh``."""
+"""The option of ``kafka-acls.sh`` for each kind of resource."""
 
 
 class Acl(NamedTuple):
-    """One thing that a user may do, in Kafka's words; ``resource`` is Topic, Group or TransactionalId."""
+    """One ACL in Kafka's words; ``resource`` is Topic, Group or TransactionalId."""
 
     operation: str
     resource: str
@@ -32,7 +32,7 @@ class Acl(NamedTuple):
 
 
 def of_component(spec: ComponentSpec) -> list[Acl]:
-    """What a component needs."""
+    """The ACLs that a component needs."""
     topics_by_operation = {"Read": spec.uses.reads, "Write": spec.uses.writes, "Describe": spec.uses.describes}
     acls = [Acl(operation, "Topic", name) for operation, names in topics_by_operation.items() for name in names]
     defaults = {field.name: field.default for field in dataclasses.fields(resolve_name(spec.settings))}
@@ -44,7 +44,7 @@ def _every_topic(*operations: str) -> list[Acl]:
 
 
 def of_commands() -> dict[str, list[Acl]]:
-    """What each command needs, in the order of the flow. Read, Write and AlterConfigs each imply Describe."""
+    """The ACLs that each command needs, in the order of the flow. Read, Write and AlterConfigs each imply Describe."""
     registries = {"produce": PRODUCERS, "stream": STREAMS, "sink": SINKS}
     components = {
         f"{word} {name}": of_component(spec) for word, specs in registries.items() for name, spec in specs.items()

@@ -52,7 +52,7 @@ SWITCH: dict[str, Any] = {"type": "boolean"}
 COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
 
 
-def described(schema: Mapping[str, Any], description: str) -> dict[str, Any]:
+def doc(schema: Mapping[str, Any], description: str) -> dict[str, Any]:
     """The schema of a value with its description."""
     return {**schema, "description": description}
 
@@ -62,9 +62,9 @@ def object_of(**properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
-def kubernetes_object(words: str) -> dict[str, Any]:
+def kubernetes_object(field_names: str) -> dict[str, Any]:
     """The schema of an object of Kubernetes with these fields, of any content, and no others."""
-    return object_of(**{word: {} for word in words.split()})
+    return object_of(**{name: {} for name in field_names.split()})
 
 
 def list_of(item: Mapping[str, Any], *required: str) -> dict[str, Any]:
@@ -73,50 +73,48 @@ def list_of(item: Mapping[str, Any], *required: str) -> dict[str, Any]:
 
 
 POD_VALUES: dict[str, dict[str, Any]] = {
-    "resources": described(
-        object_of(requests=TEXTS, limits=TEXTS, claims=ANY_LIST), "Requests and limits of the container."
-    ),
-    "nodeSelector": described(TEXTS, "The labels of the nodes that the pods run on."),
-    "tolerations": described(
+    "resources": doc(object_of(requests=TEXTS, limits=TEXTS, claims=ANY_LIST), "Requests and limits of the container."),
+    "nodeSelector": doc(TEXTS, "The labels of the nodes that the pods run on."),
+    "tolerations": doc(
         list_of(kubernetes_object("key operator value effect tolerationSeconds")), "The taints that the pods tolerate."
     ),
-    "affinity": described(kubernetes_object("nodeAffinity podAffinity podAntiAffinity"), "The pods' affinity."),
-    "priorityClassName": described(TEXT, "The pods' priority class."),
-    "runtimeClassName": described(TEXT, "The pods' RuntimeClass, for example nvidia for the node producer."),
-    "podLabels": described(TEXTS, "More labels of the pods."),
-    "podAnnotations": described(TEXTS, "Annotations of the pods."),
-    "serviceAccountName": described(
+    "affinity": doc(kubernetes_object("nodeAffinity podAffinity podAntiAffinity"), "The pods' affinity."),
+    "priorityClassName": doc(TEXT, "The pods' priority class."),
+    "runtimeClassName": doc(TEXT, "The pods' RuntimeClass, for example nvidia for the node producer."),
+    "podLabels": doc(TEXTS, "More labels of the pods."),
+    "podAnnotations": doc(TEXTS, "Annotations of the pods."),
+    "serviceAccountName": doc(
         TEXT, "An account of yours, for example with a role of a cloud; the cluster producer has its own."
     ),
-    "podSecurityContext": described(
+    "podSecurityContext": doc(
         kubernetes_object(
             "runAsNonRoot runAsUser runAsGroup fsGroup fsGroupChangePolicy supplementalGroups supplementalGroupsPolicy "
             "seccompProfile appArmorProfile seLinuxOptions seLinuxChangePolicy sysctls"
         ),
         "The pods' security context.",
     ),
-    "securityContext": described(
+    "securityContext": doc(
         kubernetes_object(
             "allowPrivilegeEscalation readOnlyRootFilesystem capabilities privileged procMount runAsNonRoot runAsUser "
             "runAsGroup seccompProfile appArmorProfile seLinuxOptions"
         ),
         "The container's security context.",
     ),
-    "resourceClaims": described(
+    "resourceClaims": doc(
         list_of(ANY_OBJECT, "name"), "Claims of the pods, if GPUs come by dynamic resource allocation."
     ),
-    "terminationGracePeriodSeconds": described(COUNT, "A process takes at most 10 s to stop."),
-    "extraArgs": described({"type": "array", "items": TEXT}, "More arguments of the command."),
-    "extraEnv": described(
+    "terminationGracePeriodSeconds": doc(COUNT, "A process takes at most 10 s to stop."),
+    "extraArgs": doc({"type": "array", "items": TEXT}, "More arguments of the command."),
+    "extraEnv": doc(
         list_of(kubernetes_object("name value valueFrom"), "name"),
         "More environment variables, as the container has them.",
     ),
-    "extraEnvFrom": described(
+    "extraEnvFrom": doc(
         list_of(kubernetes_object("configMapRef secretRef prefix")),
         "ConfigMaps and Secrets that are environment variables.",
     ),
-    "extraVolumes": described(list_of(ANY_OBJECT, "name"), "More volumes of the pods."),
-    "extraVolumeMounts": described(
+    "extraVolumes": doc(list_of(ANY_OBJECT, "name"), "More volumes of the pods."),
+    "extraVolumeMounts": doc(
         list_of(
             kubernetes_object("name mountPath readOnly subPath subPathExpr mountPropagation recursiveReadOnly"),
             "name",
@@ -124,31 +122,31 @@ POD_VALUES: dict[str, dict[str, Any]] = {
         ),
         "More mounts of the container.",
     ),
-    "secret": described(
+    "secret": doc(
         TEXT, "A Secret of yours whose files the pod sees in /etc/gpustream/NAME, for options that name files."
     ),
-    "disruptionBudget": described(SWITCH, "A PodDisruptionBudget, if there is more than one replica."),
+    "disruptionBudget": doc(SWITCH, "A PodDisruptionBudget, if there is more than one replica."),
     "autoscaling": object_of(
-        enabled=described(
+        enabled=doc(
             SWITCH, "Scale streams and remoteWrite, by KEDA or a HorizontalPodAutoscaler; webhook and parquet, by KEDA."
         ),
-        minReplicas=described(COUNT, "The fewest pods; 0 only by KEDA: none while there is no lag."),
-        maxReplicas=described(COUNT, "The most pods: no more than partitions."),
-        targetCPU=described(TEXT, "Of one pod, which has one core; empty: not scaled on CPU."),
-        lagThreshold=described(COUNT, "Records that one pod may be behind. KEDA only."),
+        minReplicas=doc(COUNT, "The fewest pods; 0 only by KEDA: none while there is no lag."),
+        maxReplicas=doc(COUNT, "The most pods: no more than partitions."),
+        targetCPU=doc(TEXT, "Of one pod, which has one core; empty: not scaled on CPU."),
+        lagThreshold=doc(COUNT, "Records that one pod may be behind. KEDA only."),
     ),
 }
 
 COMPONENT_VALUES: dict[str, dict[str, dict[str, Any]]] = {
     "node": {
-        "maxUnavailable": described({"type": ["string", "integer"]}, "Nodes that are updated at once."),
-        "kubeletDirectory": described(TEXT, "Where the kubelet has its files; /var/lib/k0s/kubelet, for example."),
-        "resourceQuota": described(SWITCH, "A ResourceQuota for the pods' priority class, as GKE wants it."),
+        "maxUnavailable": doc({"type": ["string", "integer"]}, "Nodes that are updated at once."),
+        "kubeletDirectory": doc(TEXT, "Where the kubelet has its files; /var/lib/k0s/kubelet, for example."),
+        "resourceQuota": doc(SWITCH, "A ResourceQuota for the pods' priority class, as GKE wants it."),
     },
     "cluster": {
-        "policyEvents": described(SWITCH, "Events on pods whose annotations under gpustream.dev/ are wrong."),
-        "serviceAccount": object_of(annotations=described(TEXTS, "Annotations of the account.")),
-        "customOwners": described(
+        "policyEvents": doc(SWITCH, "Events on pods whose annotations under gpustream.dev/ are wrong."),
+        "serviceAccount": object_of(annotations=doc(TEXTS, "Annotations of the account.")),
+        "customOwners": doc(
             {
                 "type": "array",
                 "items": {**object_of(apiGroups=ANY_LIST, resources=ANY_LIST), "required": ["apiGroups", "resources"]},
@@ -159,103 +157,95 @@ COMPONENT_VALUES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "parquet": {
         "storage": object_of(
-            size=described(TEXT, "Of the volume in which the files are."),
-            className=described(TEXT, "Its StorageClass; empty: the cluster's default."),
+            size=doc(TEXT, "Of the volume in which the files are."),
+            className=doc(TEXT, "Its StorageClass; empty: the cluster's default."),
         )
     },
     "metricsApi": {
-        "aggregated": described(SWITCH, "Serve custom.metrics.k8s.io too, if no other server has it."),
-        "tlsSecret": described(TEXT, "A Secret with tls.crt and tls.key; empty: that of the certificate below."),
-        "caBundle": described(TEXT, "Without cert-manager: the CA of that certificate, in base64, for the API server."),
+        "aggregated": doc(SWITCH, "Serve custom.metrics.k8s.io too, if no other server has it."),
+        "tlsSecret": doc(TEXT, "A Secret with tls.crt and tls.key; empty: that of the certificate below."),
+        "caBundle": doc(TEXT, "Without cert-manager: the CA of that certificate, in base64, for the API server."),
         "certificate": object_of(
-            enabled=described(SWITCH, "A Certificate by cert-manager, which also gives its CA to the API server."),
-            issuerRef=described(kubernetes_object("name kind group"), "Who issues it."),
+            enabled=doc(SWITCH, "A Certificate by cert-manager, which also gives its CA to the API server."),
+            issuerRef=doc(kubernetes_object("name kind group"), "Who issues it."),
         ),
     },
     "page": {
-        "from": described(
+        "from": doc(
             list_of(kubernetes_object("podSelector namespaceSelector ipBlock")),
             "With networkPolicy.enabled, the peers that may connect; empty: nobody but `kubectl port-forward`.",
         )
     },
     "reclaim": {
-        "act": described(
-            SWITCH, "Do what namespaces let be done, with the rights to change workloads; else a dry run."
-        ),
-        "namespaces": described({"type": "array", "items": TEXT}, "Where it may read, and act; empty: everywhere."),
+        "act": doc(SWITCH, "Do what namespaces let be done, with the rights to change workloads; else a dry run."),
+        "namespaces": doc({"type": "array", "items": TEXT}, "Where it may read, and act; empty: everywhere."),
     },
-    "alerts": {"rules": described(TEXT, "The text of a rules file; empty: the rules that come with gpustream.")},
+    "alerts": {"rules": doc(TEXT, "The text of a rules file; empty: the rules that come with gpustream.")},
 }
 
 GLOBAL_VALUES: dict[str, dict[str, Any]] = {
     "image": object_of(
-        repository=described(TEXT, "The image."),
-        tag=described(TEXT, "Its tag; empty: the chart's appVersion."),
-        digest=described({**TEXT, "pattern": "^(sha256:[0-9a-f]{64})?$"}, "Its digest, which wins over the tag."),
-        pullPolicy=described({"enum": ["Always", "IfNotPresent", "Never"]}, "When it is pulled."),
-        pullSecrets=described(list_of(object_of(name=TEXT), "name"), "Secrets of its registry, as `- name: NAME`."),
+        repository=doc(TEXT, "The image."),
+        tag=doc(TEXT, "Its tag; empty: the chart's appVersion."),
+        digest=doc({**TEXT, "pattern": "^(sha256:[0-9a-f]{64})?$"}, "Its digest, which wins over the tag."),
+        pullPolicy=doc({"enum": ["Always", "IfNotPresent", "Never"]}, "When it is pulled."),
+        pullSecrets=doc(list_of(object_of(name=TEXT), "name"), "Secrets of its registry, as `- name: NAME`."),
     ),
-    "fullnameOverride": described(TEXT, "What the names of all objects begin with; empty: the release's name."),
-    "commonLabels": described(TEXTS, "More labels of every object; those of pods are `defaults.podLabels`."),
-    "kafkaSecret": described(
+    "fullnameOverride": doc(TEXT, "What the names of all objects begin with; empty: the release's name."),
+    "commonLabels": doc(TEXTS, "More labels of every object; those of pods are `defaults.podLabels`."),
+    "kafkaSecret": doc(
         TEXT,
         "A Secret of yours whose files every pod sees in /etc/gpustream/kafka; with `strimzi.users` ca.crt is enough, "
         "and empty is the CA that Strimzi has in the namespace.",
     ),
     "keda": object_of(
-        enabled=described(SWITCH, "Scale by KEDA on lag and CPU, instead of by a HorizontalPodAutoscaler on CPU."),
-        pollingInterval=described(COUNT, "Seconds."),
-        authentication=described(
+        enabled=doc(SWITCH, "Scale by KEDA on lag and CPU, instead of by a HorizontalPodAutoscaler on CPU."),
+        pollingInterval=doc(COUNT, "Seconds."),
+        authentication=doc(
             TEXT, "A TriggerAuthentication of yours, for a Kafka with TLS or SASL; with `strimzi.users` it has a user."
         ),
     ),
     "monitors": object_of(
-        enabled=described(
-            SWITCH, "A PodMonitor, and a ServiceMonitor of the scrape sink, for the Prometheus operator."
-        ),
-        labels=described(TEXTS, "Labels by which your Prometheus selects them."),
-        interval=described(TEXT, "How often they are scraped; empty: the Prometheus's own."),
-        honorLabels=described(SWITCH, "The scrape sink's series keep their labels: those of the GPUs' pods."),
+        enabled=doc(SWITCH, "A PodMonitor, and a ServiceMonitor of the scrape sink, for the Prometheus operator."),
+        labels=doc(TEXTS, "Labels by which your Prometheus selects them."),
+        interval=doc(TEXT, "How often they are scraped; empty: the Prometheus's own."),
+        honorLabels=doc(SWITCH, "The scrape sink's series keep their labels: those of the GPUs' pods."),
     ),
     "prometheusRule": object_of(
-        enabled=described(SWITCH, "A PrometheusRule with the alerts about gpustream itself."),
-        labels=described(TEXTS, "Labels by which your Prometheus selects it."),
-        gpus=described(
-            SWITCH, "Alerts about GPUs too; only if the component alerts does not run, or each comes twice."
-        ),
+        enabled=doc(SWITCH, "A PrometheusRule with the alerts about gpustream itself."),
+        labels=doc(TEXTS, "Labels by which your Prometheus selects it."),
+        gpus=doc(SWITCH, "Alerts about GPUs too; only if the component alerts does not run, or each comes twice."),
     ),
     "dashboards": object_of(
-        enabled=described(SWITCH, "A ConfigMap for each dashboard, for Grafana's sidecar."),
-        labels=described(TEXTS, "The label that the sidecar looks for."),
-        annotations=described(TEXTS, "For example the folder in Grafana."),
+        enabled=doc(SWITCH, "A ConfigMap for each dashboard, for Grafana's sidecar."),
+        labels=doc(TEXTS, "The label that the sidecar looks for."),
+        annotations=doc(TEXTS, "For example the folder in Grafana."),
     ),
     "networkPolicy": object_of(
-        enabled=described(SWITCH, "Nothing may connect to the pods but to the ports that are scraped."),
+        enabled=doc(SWITCH, "Nothing may connect to the pods but to the ports that are scraped."),
         **{
-            "from": described(
+            "from": doc(
                 list_of(kubernetes_object("podSelector namespaceSelector ipBlock")),
                 "And only from these peers; empty: from anywhere. The metrics API's port is open: it asks who one is.",
             )
         },
     ),
     "strimzi": object_of(
-        topics=described(SWITCH, "A KafkaTopic for each topic, instead of the Job."),
-        users=described(
+        topics=doc(SWITCH, "A KafkaTopic for each topic, instead of the Job."),
+        users=doc(
             SWITCH,
             "A KafkaUser for each component, with the ACLs that it needs and no more. The component logs in as it: the "
             "user operator must write its Secret into the release's namespace.",
         ),
-        cluster=described(TEXT, "The name of the Kafka."),
-        namespace=described(TEXT, "Where the Kafka is; empty: the release's namespace."),
-        authentication=described(
+        cluster=doc(TEXT, "The name of the Kafka."),
+        namespace=doc(TEXT, "Where the Kafka is; empty: the release's namespace."),
+        authentication=doc(
             {"enum": ["tls", "tls-external", "scram-sha-512"]}, "How the users log in; tls-external: by `kafkaSecret`."
         ),
     ),
-    "openshift": described(
-        SWITCH, "The cluster picks the users; the node producer may use its constraints `privileged`."
-    ),
-    "selinux": described(SWITCH, "The node producer has the type that SELinux lets connect to the kubelet's socket."),
-    "extraObjects": described(
+    "openshift": doc(SWITCH, "The cluster picks the users; the node producer may use its constraints `privileged`."),
+    "selinux": doc(SWITCH, "The node producer has the type that SELinux lets connect to the kubelet's socket."),
+    "extraObjects": doc(
         {"type": "array", "items": {"type": ["object", "string"]}},
         "More objects, or texts of objects; they may have templates in them.",
     ),
@@ -271,7 +261,7 @@ def options_of(command: click.Command) -> dict[str, Any]:
             kind: dict[str, Any] = {"type": ["string", "number", "boolean", *(["array"] if takes_several else [])]}
             if isinstance(option.type, click.Choice) and not option.multiple:
                 kind = {"enum": list(option.type.choices)}
-            properties[option.opts[0].removeprefix("--")] = described(kind, " ".join((option.help or "").split()))
+            properties[option.opts[0].removeprefix("--")] = doc(kind, " ".join((option.help or "").split()))
     return properties
 
 
@@ -279,42 +269,37 @@ def schema() -> dict[str, Any]:
     """The schema of the chart's values."""
     by_words = {" ".join(path[1:]): command for path, command in commands(main, ("gpustream",))}
     options = {
-        name: options_of(by_words.get(command_words) or by_words[command_words.split()[0]])
-        for name, command_words in COMPONENTS.items()
+        name: options_of(by_words.get(command) or by_words[command.split()[0]]) for name, command in COMPONENTS.items()
     }
     all_options: dict[str, Any] = {}
-    for component_options in options.values():
+    for own_options in options.values():
         all_options |= {
             option: value
-            for option, value in component_options.items()
+            for option, value in own_options.items()
             if "array" not in all_options.get(option, {}).get("type", [])
         }
     pod_references = {name: {"$ref": f"#/definitions/{name}"} for name in POD_VALUES}
     components = {
         name: {
             **object_of(
-                enabled=described(SWITCH, f"Whether `gpustream {command_words}` runs."),
-                **({} if name in {"topics", "node"} else {"replicas": described(COUNT, "How many pods.")}),
-                options=described(
-                    object_of(**options[name]), f"Options of `gpustream {command_words}`, without the dashes."
-                ),
+                enabled=doc(SWITCH, f"Whether `gpustream {command}` runs."),
+                **({} if name in {"topics", "node"} else {"replicas": doc(COUNT, "How many pods.")}),
+                options=doc(object_of(**options[name]), f"Options of `gpustream {command}`, without the dashes."),
                 **pod_references,
                 **COMPONENT_VALUES.get(name, {}),
             ),
-            "description": f"`gpustream {command_words}`.",
+            "description": f"`gpustream {command}`.",
         }
-        for name, command_words in COMPONENTS.items()
+        for name, command in COMPONENTS.items()
     }
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         **object_of(
             **GLOBAL_VALUES,
-            options=described(
-                object_of(**all_options), "Options of every component that has them, without the dashes."
-            ),
-            defaults=described(object_of(**pod_references), "What every pod has, unless its component says otherwise."),
+            options=doc(object_of(**all_options), "Options of every component that has them, without the dashes."),
+            defaults=doc(object_of(**pod_references), "What every pod has, unless its component says otherwise."),
             **components,
-            **{"global": described(ANY_OBJECT, "Helm's own, for a chart that this one is a part of.")},
+            **{"global": doc(ANY_OBJECT, "Helm's own, for a chart that this one is a part of.")},
         ),
         "definitions": POD_VALUES,
     }
@@ -326,14 +311,11 @@ def rows(schema: Mapping[str, Any], values: Any, path: str = "") -> Iterator[str
         name_path, default = f"{path}{name}", values.get(name) if isinstance(values, dict) else None
         value = POD_VALUES[name] if "$ref" in property_schema else property_schema
         if name == "options" or "properties" not in value or (path and "description" in value):
-            shown = "" if default is None else f"`{json.dumps(default)}`"
-            yield f"| `{name_path}` | {shown} | {value.get('description', '')} |"
+            default_cell = "" if default is None else f"`{json.dumps(default)}`"
+            yield f"| `{name_path}` | {default_cell} | {value.get('description', '')} |"
         elif not path and name in COMPONENTS:
-            own_schema = {
-                "properties": {
-                    key: value_schema for key, value_schema in value["properties"].items() if key not in POD_VALUES
-                }
-            }
+            properties = value["properties"].items()
+            own_schema = {"properties": {key: schema for key, schema in properties if key not in POD_VALUES}}
             yield from rows(own_schema, default, f"{name_path}.")
             for key, own_default in sorted((default or {}).items()):
                 if key in POD_VALUES:
@@ -354,12 +336,12 @@ def kafka() -> dict[str, Any]:
     """The topics, and what each command may do, as Strimzi writes it."""
     acls_by_command: dict[str, list[dict[str, Any]]] = {}
     of_commands = acls.of_commands()
-    for command_words in COMPONENTS.values():
+    for command in COMPONENTS.values():
         operations: dict[tuple[str, str], list[str]] = {}
-        for acl in of_commands[command_words]:
+        for acl in of_commands[command]:
             kind = {"TransactionalId": "transactionalId"}.get(acl.resource, acl.resource.lower())
             operations.setdefault((kind, acl.name), []).append(acl.operation)
-        acls_by_command[command_words] = [
+        acls_by_command[command] = [
             {"type": kind, "name": name, "operations": granted} for (kind, name), granted in operations.items()
         ]
     topics = [{"name": topic.name, "config": topic.settings()} for topic in load_topics().values()]
@@ -399,8 +381,8 @@ def kafka_topics(contents: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def users_of_components() -> dict[str, str]:
     """The workload of each command, except of the one that makes topics: its name in k8s/, which is also its user's."""
-    names = {re.sub("([A-Z])", r"-\1", name).lower(): words for name, words in COMPONENTS.items()}
-    return {name: words for name, words in names.items() if name != "topics"}
+    names = {re.sub("([A-Z])", r"-\1", name).lower(): command for name, command in COMPONENTS.items()}
+    return {name: command for name, command in names.items() if name != "topics"}
 
 
 def kafka_users(contents: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -419,12 +401,12 @@ def kafka_users(contents: Mapping[str, Any]) -> list[dict[str, Any]]:
                             "resource": {"type": acl["type"], "name": acl["name"], "patternType": "literal"},
                             "operations": acl["operations"],
                         }
-                        for acl in contents["acls"][command_words]
+                        for acl in contents["acls"][command]
                     ],
                 },
             },
         )
-        for name, command_words in users_of_components().items()
+        for name, command in users_of_components().items()
     ]
 
 
@@ -443,11 +425,10 @@ USER_PATCH = """\
 """
 
 
-def as_documents(things: list[dict[str, Any]], what: str) -> str:
+def as_documents(objects: list[dict[str, Any]], title: str) -> str:
     """A file of YAML documents, with a line on what they are."""
-    return f"# {what}: written by `python -m gpustream.chart`.\n" + yaml.safe_dump_all(
-        things, sort_keys=False, width=120
-    )
+    documents = yaml.safe_dump_all(objects, sort_keys=False, width=120)
+    return f"# {title}: written by `python -m gpustream.chart`.\n{documents}"
 
 
 def files() -> dict[Path, str]:

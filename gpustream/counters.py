@@ -45,8 +45,8 @@ def check(file: Path) -> None:
 
 
 def _unserved(rows: Iterable[Counter]) -> Iterator[Mistake]:
-    """Those of a file with mistakes that can't be served either."""
+    """The rows of a file with mistakes that could not be served either."""
     try:
         yield from (Mistake(counter.line, f"{counter.name}: {reason}") for counter, reason in pick(rows).left_out)
-    except CountersError as error:  # nothing of it could be
+    except CountersError as error:  # no row of it can be served
         yield from (mistake for mistake in error.mistakes if mistake.line)

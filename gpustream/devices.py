@@ -101,7 +101,9 @@ async def read_twice(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_
             "interval_s": settings.interval_s,
             "kubelet": {
                 "socket": _text(settings.pod_resources_socket),
-                "containers": None if containers is None else len({_who(container) for container in containers}),
+                "containers": None
+                if containers is None
+                else len({_container_name(container) for container in containers}),
                 "trouble": "; ".join(kubelet.not_ready()) or None,
             },
             "job_files": {"directory": _text(settings.hpc_job_mapping_dir), "troubles": files.troubles()},
@@ -112,7 +114,7 @@ async def read_twice(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_
                 gpus.left_out(),
             ),
             "unopened": [
-                {"place": refusal.gpu_index, **_tried(refusal.failed_call)}
+                {"place": refusal.gpu_index, **_failure(refusal.failed_call)}
                 for refusal in refusals
                 if refusal.uuid is None
             ],
@@ -177,8 +179,8 @@ def describe(
             {
                 **device,
                 "holders": list(holders.get(device["uuid"], ())),
-                "refusal": None if refusal is None else _tried(refusal),
-                "left_out": [{"what": key, "tried": [*map(_tried, tried)]} for key, tried in missing.items()],
+                "refusal": None if refusal is None else _failure(refusal),
+                "left_out": [{"what": key, "tried": [*map(_failure, tried)]} for key, tried in missing.items()],
             }
         )
     unwell = {device["uuid"] for device in described if device["state"] != "ok"}
@@ -202,7 +204,7 @@ def only(report: Json, selector: str) -> dict[str, Any]:
     return {**report, "devices": devices, "unopened": unopened}
 
 
-def _tried(failed: FailedCall) -> Json:
+def _failure(failed: FailedCall) -> Json:
     return {"call": failed.call, "error": failed.error}
 
 
@@ -236,7 +238,7 @@ _ERRORS = {
     "SHARED_INSTANCE": "only known of the GPU instance, which several MIG devices share",
 }
 
-_WHY = {
+_UNPLACED_REASONS = {
     "unknown_form": "the id is of no known form",
     "no_such_device": "no such device here",
     "claim": "a claim: which device it is is in the API server's resource slices",
@@ -255,22 +257,22 @@ _FACTORS: Mapping[str, tuple[float, str]] = {
 
 
 def text(report: Json) -> str:
-    """The report for people. Whatever is not printable is a question mark."""
-    shown: dict[str, str] = {}
-    unopened = [f"GPU at {one['place']} can't be opened: {sentence([one])}" for one in report["unopened"]]
+    """The report as text. Characters that are not printable become question marks."""
+    device_by_left_out: dict[str, str] = {}
+    unopened = [f"GPU at {entry['place']} can't be opened: {sentence([entry])}" for entry in report["unopened"]]
     unwell = [
-        f"{_name(one)} {one['state']}" for one in report["devices"] if one["state"] != "ok" and not one.get("mig")
+        f"{_name(gpu)} {gpu['state']}" for gpu in report["devices"] if gpu["state"] != "ok" and not gpu.get("mig")
     ]
-    unwell += [f"GPU at {one['place']} can't be opened" for one in report["unopened"]]
+    unwell += [f"GPU at {entry['place']} can't be opened" for entry in report["unopened"]]
     unplaced = []
-    for one in report["unplaced"]:
-        claim = one["claim"]
-        what = one["device_id"] if claim is None else f"{claim['driver']}/{claim['pool']}/{claim['device']}"
-        unplaced.append(f"on no device: {what} of {_who(one)}: {_WHY[one['why']]}")
+    for entry in report["unplaced"]:
+        claim = entry["claim"]
+        name = entry["device_id"] if claim is None else f"{claim['driver']}/{claim['pool']}/{claim['device']}"
+        unplaced.append(f"on no device: {name} of {_container_name(entry)}: {_UNPLACED_REASONS[entry['why']]}")
     blocks = [
         _line("", f"not well: {', '.join(unwell)}") if unwell else [],
         [line for content in _head(report) for line in _line("", content)],
-        *(_block(device, shown) for device in report["devices"]),
+        *(_block(device, device_by_left_out) for device in report["devices"]),
         [line for content in unopened for line in _line("", content)],
         [line for content in unplaced for line in _line("", content)],
     ]
@@ -285,9 +287,9 @@ def amount(key: str, value: float) -> str:
         return hex(int(value))
     if unit == "bool":
         return "yes" if value else "no"
-    factor, written = _FACTORS.get(unit, (1, ""))
+    factor, suffix = _FACTORS.get(unit, (1, ""))
     number = f"{value / factor:.1f}".removesuffix(".0")
-    return f"{number} {written}".rstrip()
+    return f"{number} {suffix}".rstrip()
 
 
 def sentence(attempts: Iterable[Json]) -> str:
@@ -322,14 +324,14 @@ def _head(report: Json) -> Iterator[str]:
     yield from report["job_files"]["troubles"]
 
 
-def _block(device: Json, shown: dict[str, str]) -> list[str]:
+def _block(device: Json, device_by_left_out: dict[str, str]) -> list[str]:
     """A GPU; a MIG device stands below its GPU, further in."""
     margin = "  " if device.get("mig") else ""
     width = WIDTH - len(margin)
     parts = (*_identity(device), *_users(device))
     lines = [line for label, content in parts for line in _line(label, content, width)]
     if device["state"] == "ok":
-        lines += [*_metrics(device["metrics"], width), *_left_out(device, shown, width)]
+        lines += [*_metrics(device["metrics"], width), *_left_out(device, device_by_left_out, width)]
     return [margin + line for line in lines]
 
 
@@ -362,7 +364,7 @@ def _users(device: Json) -> Iterator[tuple[str, str]]:
     for holder in device["holders"]:
         slot = " (a slot of HAMi's: the pod's annotation names the GPU, which is in the API server)"
         device_id = holder["device_id"] + (slot if holder["hami_slot"] else "")
-        ids.setdefault(f"{_who(holder)} has {holder['resource']}", []).append(device_id)
+        ids.setdefault(f"{_container_name(holder)} has {holder['resource']}", []).append(device_id)
     for holder_name, device_ids in ids.items():
         yield "holder", f"{holder_name} {', '.join(device_ids)}"
     processes = device.get("processes") or ()
@@ -395,7 +397,7 @@ def _metrics(metrics: Mapping[str, float], width: int) -> Iterator[str]:
         yield _MARGIN + line
 
 
-def _left_out(device: Json, shown: dict[str, str], width: int) -> Iterator[str]:
+def _left_out(device: Json, device_by_left_out: dict[str, str], width: int) -> Iterator[str]:
     """The metrics that were left out, by reason. If an earlier device has the same ones, only its name."""
     reasons: dict[str, list[str]] = {}
     for entry in device["left_out"]:
@@ -403,10 +405,10 @@ def _left_out(device: Json, shown: dict[str, str], width: int) -> Iterator[str]:
     if not reasons:
         return
     lines = [f"{reason}: {', '.join(keys)}" for reason, keys in reasons.items()]
-    if earlier_device := shown.get("\n".join(lines)):
+    if earlier_device := device_by_left_out.get("\n".join(lines)):
         yield from _line("left out", f"{len(device['left_out'])}, as of {earlier_device}", width)
         return
-    shown["\n".join(lines)] = _name(device)
+    device_by_left_out["\n".join(lines)] = _name(device)
     yield from _line("left out", str(len(device["left_out"])), width)
     for line in lines:
         yield from _wrapped(_MARGIN + line, len(_MARGIN) + 2, width)
@@ -418,7 +420,7 @@ def _name(device: Json) -> str:
     return gpu if mig is None else f"{gpu} MIG {mig.get('gpu_instance', '?')}/{mig.get('compute_instance', '?')}"
 
 
-def _who(container: Json) -> str:
+def _container_name(container: Json) -> str:
     return f"{container['namespace']}/{container['pod']}/{container['container']}"
 
 

@@ -11,7 +11,7 @@ What it does not do, as Apache Kafka would:
   message but 100 MB a request;
 - **retention by size, not adjustable**: 5 MiB or 100,000 batches of a partition, as stored (so compressed ones count
   compressed), the oldest batch first and at once. A consumer further behind than that has its offset reset;
-- no offsets by time: asking answers that there are none;
+- no offsets by time: a request for them returns none;
 - offsets and groups outlive their consumers but not the broker; a member that joins a running group is let in only
   after the session timeout less a second, so short session timeouts are better.
 
@@ -39,7 +39,7 @@ _ERROR_BYTES = 512
 
 
 class EmbeddedBrokerError(Exception):
-    """The embedded broker did not come up, or is not running; the message says why."""
+    """The embedded broker did not start, or is not running; the message says which, and why."""
 
 
 def every_topic(partitions: int = PARTITIONS) -> dict[str, int]:
@@ -72,8 +72,8 @@ class EmbeddedBroker:
         Raises ``ValueError`` for a topic without a name or partitions, and :class:`EmbeddedBrokerError` when the broker
         does not come up; nothing is left running then.
         """
-        if wrong := [name for name, partitions in topics.items() if not name or partitions < 1]:
-            raise ValueError(f"topics without a name or partitions: {wrong}")
+        if invalid := [name for name, partitions in topics.items() if not name or partitions < 1]:
+            raise ValueError(f"topics without a name or partitions: {invalid}")
         command = [sys.executable, "-m", "gpustream.embedded", json.dumps(dict(topics))]
         self._process = subprocess.Popen(  # noqa: S603 - this very module
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -85,7 +85,7 @@ class EmbeddedBroker:
             raise EmbeddedBrokerError(f"the embedded broker did not start: its process ended with {code}")
 
     def stop(self) -> None:
-        """Ends the broker and forgets what it held; nothing happens if it does not run."""
+        """Ends the broker; its records are lost. Does nothing if it does not run."""
         process, self._process, self._address = self._process, None, None
         if process is None:
             return
@@ -130,7 +130,7 @@ def serve(topics: Mapping[str, int]) -> str:
 
 
 def _library() -> ctypes.CDLL:
-    """librdkafka, found through the extension module that is linked with it, with the types of what is called here."""
+    """librdkafka, loaded from the extension module linked with it, with the types of the functions called here."""
     library = ctypes.CDLL(cimpl.__file__)
     pointer, text, number, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t
     signatures = {
@@ -150,7 +150,7 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-if __name__ == "__main__":  # the child process: says its address, and ends when its parent does
+if __name__ == "__main__":  # the child process: writes its address, and ends when its parent does
     sys.stdout.write(serve(json.loads(sys.argv[1])) + "\n")
     sys.stdout.flush()
     sys.stdin.read()

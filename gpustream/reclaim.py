@@ -168,7 +168,7 @@ async def _give_back(cluster: Cluster, action: Action) -> None:
         refuse("the action is about no object")
     current = await cluster.look(action.target, action.namespace)
     if was_undone(current, action.id):
-        return  # by a command that ended before it could write that down
+        return  # by an earlier command, which ended before it could write so to gpu.actions
     patch = unpatch(action, current)
     if isinstance(patch, Objection):
         refuse(patch.message)

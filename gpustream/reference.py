@@ -105,7 +105,7 @@ def files() -> dict[Path, str]:
 
 
 def commands(group: click.Group, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    """Every command that can be run, with the words that run it."""
+    """Every command that is no group, with the words that run it."""
     ctx = click.Context(group)
     for name in group.list_commands(ctx):
         command = group.get_command(ctx, name)
@@ -116,18 +116,18 @@ def commands(group: click.Group, path: tuple[str, ...]) -> Iterator[tuple[tuple[
 
 
 def sections() -> Iterator[MetricsSection]:
-    """Every package's instruments, in the order of the flow, each once: those named ``instruments`` have the first say.
+    """Every package's instruments, each once, in the order of the flow.
 
-    Other modules repeat what several components have.
+    In a package the module ``instruments`` comes first: other modules repeat instruments that several components have.
     """
-    known: set[str] = set()
+    seen: set[str] = set()
     for package in _PACKAGES:
         names = [info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
         runnable = [name for name in names if not name.endswith("__main__")]
         for name in sorted(runnable, key=lambda name: (not name.endswith(".instruments"), name)):
             instruments = getattr(importlib.import_module(name), "INSTRUMENTS", ())
-            rows = [row for row in instruments if row.name not in known]
-            known.update(row.name for row in rows)
+            rows = [row for row in instruments if row.name not in seen]
+            seen.update(row.name for row in rows)
             if rows:
                 parent = name.rpartition(".")[0]
                 yield MetricsSection(name if parent == sinks.__name__ else parent, rows)  # a sink may be one module
@@ -154,7 +154,7 @@ def _options(command: click.Command) -> list[click.Option]:
 
 
 def _is_shared(option: click.Option) -> bool:
-    """Whether it is one of the options that stand in a table of their own."""
+    """Whether it is an option of the connection, which are in a table of their own."""
     return str(option.name) in OF_CONNECTION and str(option.name).startswith("kafka_")
 
 
@@ -163,16 +163,16 @@ def _option(option: click.Option) -> tuple[str, str, str, str]:
         value = "|".join(option.type.choices)
     else:
         value = option.type.name if isinstance(option.type, Text | click.Tuple) else option.type.name.split()[0].upper()
-    taken = "" if option.is_flag else f" {value}"
+    value_text = "" if option.is_flag else f" {value}"
     default: Any = option.default
     if option.required:
-        shown = "required"
+        default_text = "required"
     elif isinstance(option.show_default, str):
-        shown = option.show_default
+        default_text = option.show_default
     else:
-        shown = f"`{default}`" if isinstance(default, str | int) and not isinstance(default, bool) else _UNSET
+        default_text = f"`{default}`" if isinstance(default, str | int) and not isinstance(default, bool) else _UNSET
     repeatable = " ..." if option.multiple else ""
-    return f"`{option.opts[0]}{taken}`{repeatable}", f"`{option.envvar}`", shown, option.help or ""
+    return f"`{option.opts[0]}{value_text}`{repeatable}", f"`{option.envvar}`", default_text, option.help or ""
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def test(
     start: str | float,
     input: Path | None,  # noqa: A002 - the option's name
     form: Literal["table", "json"],
-    **given: Any,
+    **values: Any,
 ) -> None:
     """Judge recorded ticks by a file of alert rules, or by the defaults, and show what would have fired, and when.
 
@@ -136,13 +136,13 @@ def test(
     """
     trial = Trial(rules_file.load(None) if file is None else _load(file))
     if input is None:
-        answer(_read(connection(given), start, trial))
+        answer(_read(connection(values), start, trial))
     else:
         for recorded in _lines(input):
             trial.take(recorded)
     trial.end()
     if form == "json":
-        json_lines(sorted(trial.transitions, key=lambda one: (one.ends_at or one.starts_at, one.fingerprint)))
+        json_lines(sorted(trial.transitions, key=lambda alert: (alert.ends_at or alert.starts_at, alert.fingerprint)))
     else:
         show_or_say(COLUMNS, rows(trial.transitions), "nothing would have fired")
     click.echo(trial.summary(), err=True)

@@ -45,9 +45,9 @@ def bar(ratio: float | None, width: int, style: str) -> Line:
         return [(f"{'-':>{width}}", "dim")]
     bar_width = max(1, width - 5)
     eighths = round(min(1.0, max(0.0, ratio)) * bar_width * 8)
-    full, rest = divmod(eighths, 8)
-    drawn = "█" * full + (_EIGHTHS[rest] if rest else "")
-    return [(f"{drawn:<{bar_width}}", style), (f"{ratio:>5.0%}", "")]
+    full, remainder = divmod(eighths, 8)
+    blocks = "█" * full + (_EIGHTHS[remainder] if remainder else "")
+    return [(f"{blocks:<{bar_width}}", style), (f"{ratio:>5.0%}", "")]
 
 
 def stacked(counts: dict[Status, int], width: int) -> Line:
@@ -195,11 +195,11 @@ class TableView:
 
 def layout(columns: Sequence[Column], width: int) -> list[tuple[Column, int]]:
     """The columns that fit into the width, each with its own width."""
-    shown = [column for column in columns if column.from_width <= width]
-    left = width - sum(column.width for column in shown) - _GAP * (len(shown) - 1)
-    shares = sum(column.share for column in shown)
+    visible = [column for column in columns if column.from_width <= width]
+    left = width - sum(column.width for column in visible) - _GAP * (len(visible) - 1)
+    shares = sum(column.share for column in visible)
     columns_with_widths = []
-    for column in shown:
+    for column in visible:
         extra = max(0, left) * column.share // shares if column.share else 0
         left, shares = left - extra, shares - column.share
         columns_with_widths.append((column, column.width + extra))

@@ -125,9 +125,8 @@ def node_row(node: Node) -> NodeRow:
     """The row of a node in the table of nodes."""
     gpus = node.gpus
     used = [gpu.used_ratio for gpu in gpus if gpu.used_ratio is not None]
-    memory = [
-        (device.memory_used_bytes, device.memory_total_bytes) for device in node.devices.values() if not device.parts
-    ]
+    uncut_devices = [device for device in node.devices.values() if not device.parts]
+    memory = [(device.memory_used_bytes, device.memory_total_bytes) for device in uncut_devices]
     known_memory = [(part, whole) for part, whole in memory if part is not None and whole]
     return NodeRow(
         node,
@@ -167,44 +166,29 @@ NODES = TableView(
 GPUS = TableView(
     "GPUs",
     rows=lambda now: list(now.fleet.devices()),
-    key=lambda device: device.uuid,
-    text=lambda device: " ".join(
-        [device.cluster, device.where, device.uuid, device.zone, device.model, device.status, device.trouble]
-        + [f"{held.name} {held.workload} {held.team}" for held in device.holders]
+    key=lambda gpu: gpu.uuid,
+    text=lambda gpu: " ".join(
+        [gpu.cluster, gpu.where, gpu.uuid, gpu.zone, gpu.model, gpu.status, gpu.trouble]
+        + [f"{held.name} {held.workload} {held.team}" for held in gpu.holders]
     ),
     columns=(
-        Column("NODE", 9, lambda device: (device.node, *_index(device)), lambda device, _: plain(device.node), share=1),
+        Column("NODE", 9, lambda gpu: (gpu.node, *_index(gpu)), lambda gpu, _: plain(gpu.node), share=1),
+        Column("GPU", 9, _index, lambda gpu, _: plain(f"{'?' if gpu.index is None else gpu.index} {gpu.mig}")),
         Column(
-            "GPU", 9, _index, lambda device, _: plain(f"{'?' if device.index is None else device.index} {device.mig}")
+            "STATUS", 8, lambda gpu: STATUSES.index(gpu.status), lambda gpu, _: _status(gpu.status), descending=True
         ),
-        Column(
-            "STATUS",
-            8,
-            lambda device: STATUSES.index(device.status),
-            lambda device, _: _status(device.status),
-            descending=True,
-        ),
-        bar_column("USED", 11, lambda device: device.used_ratio, lambda device: draw.STYLES[device.status]),
+        bar_column("USED", 11, lambda gpu: gpu.used_ratio, lambda gpu: draw.STYLES[gpu.status]),
         bar_column(
-            "MEMORY",
-            11,
-            lambda device: _ratio(device.memory_used_bytes, device.memory_total_bytes),
-            lambda _: draw.MEMORY,
+            "MEMORY", 11, lambda gpu: _ratio(gpu.memory_used_bytes, gpu.memory_total_bytes), lambda _: draw.MEMORY
         ),
-        amount_column("POWER", 6, lambda device: device.power_watts, watts),
-        amount_column("°C", 3, lambda device: device.temperature_celsius),
+        amount_column("POWER", 6, lambda gpu: gpu.power_watts, watts),
+        amount_column("°C", 3, lambda gpu: gpu.temperature_celsius),
         amount_column(
-            "HELD",
-            8,
-            lambda device: device.ts_ms - device.tenures[-1].from_ms if device.holders else None,
-            ago,
-            from_width=100,
+            "HELD", 8, lambda gpu: gpu.ts_ms - gpu.tenures[-1].from_ms if gpu.holders else None, ago, from_width=100
         ),
-        words_column("TROUBLE", 15, lambda device: device.trouble, draw.STYLES["failing"], from_width=100),
-        Column(
-            "HELD BY", 8, lambda device: _who(device) or None, lambda device, width: plain(_who(device, width)), share=3
-        ),
-        words_column("MODEL", 12, lambda device: device.model, share=1, from_width=130),
+        words_column("TROUBLE", 15, lambda gpu: gpu.trouble, draw.STYLES["failing"], from_width=100),
+        Column("HELD BY", 8, lambda gpu: _who(gpu) or None, lambda gpu, width: plain(_who(gpu, width)), share=3),
+        words_column("MODEL", 12, lambda gpu: gpu.model, share=1, from_width=130),
     ),
     sorted_by="NODE",
     empty="no GPU is known yet",
@@ -343,13 +327,8 @@ def _fires_and_idles(now: Now, limit: int) -> list[Line]:
     for use in idle[:limit]:
         team = f", team {use.team}" if use.team else ""
         held_for = ago(max(device.ts_ms for device in use.devices) - use.since_ms)
-        lines.append(
-            [
-                ("  idle     ", draw.STYLES["idle"]),
-                (f"{use.who} ", "bold"),
-                (f"{counted(use.gpus, 'GPU')} for {held_for}{team}", ""),
-            ]
-        )
+        idleness = f"{counted(use.gpus, 'GPU')} for {held_for}{team}"
+        lines.append([("  idle     ", draw.STYLES["idle"]), (f"{use.who} ", "bold"), (idleness, "")])
     return lines
 
 
@@ -364,11 +343,8 @@ def _map(fleet: Fleet, width: int) -> list[Line]:
         line: Line = []
         for node in nodes[start : start + per_line]:
             signs = [draw.sign(gpu) for gpu in node.gpus]
-            line += [
-                (f"{node.name:<{name_width}} ", ""),
-                *signs,
-                (" " * (node_width - name_width - 1 - len(signs)), ""),
-            ]
+            padding = " " * (node_width - name_width - 1 - len(signs))
+            line += [(f"{node.name:<{name_width}} ", ""), *signs, (padding, "")]
         lines.append(line)
     return lines
 
@@ -385,10 +361,8 @@ def device_lines(now: Now, device: Device, width: int, height: int) -> list[Line
     ]
     for firing in now.firing:
         if device.uuid in ([gpu.uuid for gpu in firing.alert.gpus] or [firing.alert.labels.get("gpu_uuid", "")]):
-            style = draw.SEVERITIES.get(firing.row.severity, "")
-            lines.append(
-                [(f"{firing.row.severity} ", style), (f"{firing.row.alert} ", "bold"), (firing.row.summary, "")]
-            )
+            row, style = firing.row, draw.SEVERITIES.get(firing.row.severity, "")
+            lines.append([(f"{row.severity} ", style), (f"{row.alert} ", "bold"), (row.summary, "")])
     metrics = (
         ("used", "used_ratio", device.used_ratio, 1.0, draw.STYLES["busy"], lambda v: f"{v:.0%}"),
         ("memory", "memory_used_bytes", device.memory_used_bytes, device.memory_total_bytes, draw.MEMORY, gib),
@@ -407,13 +381,8 @@ def device_lines(now: Now, device: Device, width: int, height: int) -> list[Line
         for number, blocks in enumerate(graph):
             last = number == len(graph) - 1
             current = "-" if value is None else text_for(value)
-            lines.append(
-                [
-                    (f"{name if last else '':<7}{current if last else '':>8} ", ""),
-                    (blocks, style),
-                    (f" {spread}" if last else "", "dim"),
-                ]
-            )
+            label = f"{name if last else '':<7}{current if last else '':>8} "
+            lines.append([(label, ""), (blocks, style), (f" {spread}" if last else "", "dim")])
     return [*lines, *_timeline(now, device, columns), *_holder_lines(device)]
 
 
@@ -426,9 +395,8 @@ def _timeline(now: Now, device: Device, columns: int) -> list[Line]:
         end_ms = now.ms if tenure.to_ms is None else tenure.to_ms
         for pod in tenure.pods or ("free",):
             cells = spans.setdefault(pod, [" "] * columns)
-            for index in range(
-                max(0, tenure.from_ms // slot_ms - first), min(columns - 1, end_ms // slot_ms - first) + 1
-            ):
+            begin, end = max(0, tenure.from_ms // slot_ms - first), min(columns - 1, end_ms // slot_ms - first)
+            for index in range(begin, end + 1):
                 cells[index] = "·" if pod == "free" else "━"
     lines: list[Line] = [[], [("who held it", "bold")]]
     for pod, cells in spans.items():

@@ -369,7 +369,7 @@ def test_a_value_too_long_for_a_column_has_a_line_of_its_own() -> None:
 def test_the_form_of_the_report_is_that_of_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reference" / "node.md").read_text()
     section = page.split("## What would be sampled here")[1].split("\n## ")[0]
-    for field in ("schema", *REPORT, "holders", "refusal", "left_out", *devices._WHY):
+    for field in ("schema", *REPORT, "holders", "refusal", "left_out", *devices._UNPLACED_REASONS):
         assert f"`{field}`" in section
 
 
