@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 TIMEOUT = "TIMEOUT"  # the error of a call that has not returned
 MAX_ABANDONED = 4  # threads of one GPU whose calls do not return, beside the thread that reads
 SHORTEST_CHECK_S = 0.01
+_QUICK_S = 0.1  # a reading that took less and came too late had to wait for the processor
 
 
 class GpuReader:
@@ -267,8 +268,14 @@ class GpuReader:
         return f"{self.title} is lost: {self.failure}"
 
     def _late_text(self, reading: GpuReading) -> str:
+        later = "its values come in the next tick, with the time read_ms"
+        if reading.took_s < _QUICK_S:
+            return (
+                f"{self.title} was read too late for its tick, though it took only {reading.took_s:.2f} s:"
+                f" this process gets too little CPU; {later}"
+            )
         call, longest_s = reading.slowest
         return (
-            f"{self.title} takes {reading.took_s:.1f} s to read, too long for a tick; its values come in the next one,"
-            f" with the time read_ms; its slowest call was {call} ({longest_s:.2f} s)"
+            f"{self.title} takes {reading.took_s:.1f} s to read, too long for a tick; {later};"
+            f" its slowest call was {call} ({longest_s:.2f} s)"
         )

@@ -310,6 +310,20 @@ async def test_a_gpu_that_is_slow_to_read_is_in_each_tick_with_the_time_when_it_
     assert bench.gpus.not_ready() == []
 
 
+async def test_a_gpu_whose_quick_reading_comes_too_late_for_its_tick_is_not_called_slow(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_QUICK_S", 60.0)
+    await bench.open()
+    bench.nvml.delays_s["GPU-1", "*"] = 0.006
+    assert (await bench.states(0.1))["GPU-1"] == "timeout"
+    await eventually(lambda: not bench.gpus._gpus[1].busy)
+    await bench.read(0.1)
+    (reason,) = bench.gpus.not_ready()
+    assert "GPU 1 (GPU-1) was read too late" in reason
+    assert "too little CPU" in reason
+
+
 @pytest.mark.slow
 async def test_a_reading_that_spans_ticks_ends_in_one_of_them_and_is_reported_once(bench: Bench) -> None:
     await bench.open()
