@@ -74,21 +74,23 @@ class NotAllowed(BrokerError):
 
 
 def mismatches(
-    topics: Iterable[Topic], found: Mapping[str, TopicDescription], optional: Iterable[Topic] = ()
+    topics: Iterable[Topic], descriptions: Mapping[str, TopicDescription], optional: Iterable[Topic] = ()
 ) -> list[Mismatch]:
-    """Every difference of these topics from the contract, by the descriptions that were ``found``.
+    """Every difference of these topics from the contract, by the broker's ``descriptions``.
 
     ``optional`` topics may be missing, and have other settings: only their numbers of partitions count.
     """
     topics = list(topics)
-    existing = [topic for topic in topics if topic.name in found]
-    result = [Mismatch(topic.name, "the topic", "there", "missing") for topic in topics if topic.name not in found]
-    by_node = [topic.name for topic in (*existing, *optional) if topic.by_node and topic.name in found]
+    existing = [topic for topic in topics if topic.name in descriptions]
+    result = [
+        Mismatch(topic.name, "the topic", "there", "missing") for topic in topics if topic.name not in descriptions
+    ]
+    by_node = [topic.name for topic in (*existing, *optional) if topic.by_node and topic.name in descriptions]
     for name in by_node[1:]:
-        want, have = found[by_node[0]].partitions, found[name].partitions
+        want, have = descriptions[by_node[0]].partitions, descriptions[name].partitions
         if have != want:
             result.append(Mismatch(name, NUMBER_OF_PARTITIONS, f"{want}, as {by_node[0]} has", str(have)))
-    return result + [m for topic in existing for m in _setting_mismatches(topic, found[topic.name].settings)]
+    return result + [m for topic in existing for m in _setting_mismatches(topic, descriptions[topic.name].settings)]
 
 
 def contract(connection: Connection, names: Iterable[str] | None = None) -> dict[str, Topic]:
@@ -114,9 +116,9 @@ async def inspect(
     :raises BrokerUnavailable: no broker answers.
     """
     async with connect(connection) as admin:
-        found, unchecked = await _inspect(admin, contract(connection, names))
-    _require(found, {"Describe": found})
-    return found, unchecked
+        descriptions, unchecked = await _inspect(admin, contract(connection, names))
+    _require(descriptions, {"Describe": descriptions})
+    return descriptions, unchecked
 
 
 async def check(connection: Connection, uses: TopicAccess) -> Checked:
@@ -131,23 +133,23 @@ async def check(connection: Connection, uses: TopicAccess) -> Checked:
     )
     topics = reads | writes | describes
     async with connect(connection) as admin:
-        found, unchecked = await _inspect(admin, [*topics, *optional])
-    _require(found, {"Read": reads, "Write": writes, "Describe": describes})
-    found = {name: description for name, description in found.items() if description.partitions}
-    differences = mismatches(topics.values(), found, optional.values())
+        descriptions, unchecked = await _inspect(admin, [*topics, *optional])
+    _require(descriptions, {"Read": reads, "Write": writes, "Describe": describes})
+    descriptions = {name: description for name, description in descriptions.items() if description.partitions}
+    differences = mismatches(topics.values(), descriptions, optional.values())
     if breaking := [mismatch for mismatch in differences if mismatch.breaks]:
         raise ContractMismatch(breaking, command(connection))
-    partitions = {connection.unprefixed(name): found[name].partitions for name in topics}
+    partitions = {connection.unprefixed(name): descriptions[name].partitions for name in topics}
     return Checked(partitions, tuple(differences), unchecked)
 
 
-def _require(found: Mapping[str, TopicDescription], needed: Mapping[str, Iterable[str]]) -> None:
+def _require(descriptions: Mapping[str, TopicDescription], needed: Mapping[str, Iterable[str]]) -> None:
     """Raise NotAllowed unless this client has each of the ``needed`` rights on the topics that exist."""
     missing = [
         f"{name}: Kafka does not let this client {right} it: add the ACL {right} on Topic {name} for its user"
         for right, names in needed.items()
         for name in names
-        if name in found and (allowed := found[name].allowed) is not None and right not in allowed
+        if name in descriptions and (allowed := descriptions[name].allowed) is not None and right not in allowed
     ]
     if missing:
         raise NotAllowed("\n".join(missing))
@@ -175,23 +177,23 @@ async def create(
     deleted: set[str] = set()
     async with connect(connection) as admin:
         for _ in range(_MAX_PASSES):
-            found, unknown = await _inspect(admin, topics)
-            _require(found, {"Describe": found})
+            descriptions, unknown = await _inspect(admin, topics)
+            _require(descriptions, {"Describe": descriptions})
             if unknown is not None:
                 raise SettingsUnknown(f"topics can't be created: {unknown}")
-            counts = {name: topic.partitions for name, topic in found.items() if topics[name].by_node}
+            counts = {name: topic.partitions for name, topic in descriptions.items() if topics[name].by_node}
             wrong_counts = {name: count for name, count in counts.items() if count != partitions}
             for name in deleted.intersection(wrong_counts):  # a broker may still describe them for a while
-                del found[name], wrong_counts[name]
+                del descriptions[name], wrong_counts[name]
             if wrong_counts:
                 await _delete_empty(admin, wrong_counts, partitions, allowed=recreate_empty)
                 deleted |= wrong_counts.keys()
                 for name, count in wrong_counts.items():
                     changes[f"{name}: deleted: it was empty, with {count} partitions"] = None
                 continue
-            new_changes = await _mend(admin, topics, found, partitions, replication_factor)
-            leaders_elected = not changes or not any(topic.leaderless for topic in found.values())
-            if not new_changes and len(found) == len(topics) and leaders_elected:
+            new_changes = await _mend(admin, topics, descriptions, partitions, replication_factor)
+            leaders_elected = not changes or not any(topic.leaderless for topic in descriptions.values())
+            if not new_changes and len(descriptions) == len(topics) and leaders_elected:
                 return list(changes)
             changes |= dict.fromkeys(new_changes)
             await asyncio.sleep(_PASS_EVERY_S)
@@ -212,12 +214,14 @@ def _setting_mismatches(topic: Topic, settings: Mapping[str, str] | None) -> lis
 
 
 async def _inspect(admin: Admin, names: Iterable[str]) -> tuple[dict[str, TopicDescription], str | None]:
-    found = await admin.layouts(names)
+    descriptions = await admin.layouts(names)
     try:
-        settings = await admin.settings(found)
+        settings = await admin.settings(descriptions)
     except SettingsUnknown as unknown:
-        return found, str(unknown)
-    return {name: topic._replace(settings=settings[name]) for name, topic in found.items() if name in settings}, None
+        return descriptions, str(unknown)
+    return {
+        name: topic._replace(settings=settings[name]) for name, topic in descriptions.items() if name in settings
+    }, None
 
 
 async def _delete_empty(admin: Admin, counts: Mapping[str, int], partitions: int, *, allowed: bool) -> None:
@@ -243,16 +247,16 @@ async def _delete_empty(admin: Admin, counts: Mapping[str, int], partitions: int
 async def _mend(
     admin: Admin,
     topics: Mapping[str, Topic],
-    found: Mapping[str, TopicDescription],
+    descriptions: Mapping[str, TopicDescription],
     partitions: int,
     replication_factor: int,
 ) -> list[str]:
     """Create missing topics, and set what differs; other settings stay. Returns one line for each change."""
-    missing = [topic for name, topic in topics.items() if name not in found]
+    missing = [topic for name, topic in topics.items() if name not in descriptions]
     new = [NewTopic(topic.name, partitions, replication_factor, topic_configs=topic.settings()) for topic in missing]
     created = await admin.create(new) if new else []
     lines = [f"{name}: created, {partitions} partitions, replication factor {replication_factor}" for name in created]
-    for name, description in found.items():
+    for name, description in descriptions.items():
         want = topics[name].settings()
         old = {m.subject: m.have for m in _setting_mismatches(topics[name], description.settings or {})}
         if old:

@@ -79,11 +79,11 @@ def rest_of(unattributed: Parts | None, work: Work, parts: Sequence[float | None
     ``strangers``: a process on the device belongs to none of its pods. The measures of a device and of its processes
     differ. So a rest below half of the pods' parts counts as zero, unless a stranger may have done it.
     """
-    known = sum([part or 0.0 for part in parts])
-    rest = max(0.0, work.most - known)
+    parts_sum = sum([part or 0.0 for part in parts])
+    rest = max(0.0, work.most - parts_sum)
     if unattributed is not None and unattributed.utilization_ratio is not None:
         rest = unattributed.utilization_ratio
-    return 0.0 if rest < known / 2 and not strangers else rest
+    return 0.0 if rest < parts_sum / 2 and not strangers else rest
 
 
 def is_idle(below: float, work: Work, part: float | None, processes: float, rest: float | None) -> bool | None:
