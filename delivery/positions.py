@@ -143,20 +143,20 @@ async def find_start_with_state(
     return starts, frozenset(fresh)
 
 
-async def initial_offset(
-    offsets_at: Callable[[Mapping[Partition, int]], Awaitable[Mapping[Partition, int | None]]],
-    tp: Partition,
-    from_: StartFrom,
-    begin: int,
-    end: int,
-) -> int:
-    """Where a reader without an offset starts, between ``begin`` and ``end`` of the log.
+OffsetsAt = Callable[[Mapping[Partition, int]], Awaitable[Mapping[Partition, int | None]]]
+"""Asks for the first offset at or after a time in ms; None: there is none, or the broker can't tell."""
 
-    ``offsets_at`` asks for the first offset at or after a time in ms; None: there is none, or the broker can't tell.
-    """
+
+async def initial_offset(offsets_at: OffsetsAt, tp: Partition, from_: StartFrom, begin: int, end: int) -> int:
+    """Where a reader without an offset starts, between ``begin`` and ``end`` of the log."""
     if isinstance(from_, str):
         return begin if from_ == "earliest" else end
-    offset = (await offsets_at({tp: int((time.time() - from_) * 1000)}))[tp]
+    return await offset_since(offsets_at, tp, int((time.time() - from_) * 1000), begin, end)
+
+
+async def offset_since(offsets_at: OffsetsAt, tp: Partition, since_ms: int, begin: int, end: int) -> int:
+    """The offset of the first record that was logged at ``since_ms`` or later, between ``begin`` and ``end``."""
+    offset = (await offsets_at({tp: since_ms}))[tp]
     if offset is None:  # every record is older, or this broker does not find offsets by time
         return begin if (await offsets_at({tp: _ANY_TIME_MS}))[tp] is None else end
     return offset

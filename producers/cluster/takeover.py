@@ -8,7 +8,6 @@ that ended before this process began to watch are then not published again, and 
 
 import asyncio
 import logging
-import time
 from functools import partial
 
 import msgspec
@@ -72,11 +71,10 @@ async def read_back(connection: Connection, since_ms: int, published: PublishedN
                 return
             partitions = [TopicPartition(topic, number) for number in range(found[topic].partitions)]
             begins, ends = await consumer.beginning_offsets(partitions), await consumer.end_offsets(partitions)
-            since_s, when, starts = time.time() - since_ms / 1000, partial(offsets_at, connection, consumer), {}
+            ask, starts = partial(offsets_at, connection, consumer), {}
             for tp in partitions:  # before any is assigned: behind a fetch that waits, each answer takes half a second
-                starts[tp] = await positions.initial_offset(
-                    when, from_kafka(connection, tp), since_s, begins[tp], ends[tp]
-                )
+                own = from_kafka(connection, tp)
+                starts[tp] = await positions.offset_since(ask, own, since_ms, begins[tp], ends[tp])
             consumer.assign(partitions)
             for tp, start in starts.items():
                 consumer.seek(tp, start)

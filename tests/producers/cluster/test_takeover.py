@@ -6,7 +6,9 @@ from typing import Any
 
 import orjson
 import pytest
+from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
+from aiokafka.structs import OffsetAndTimestamp
 
 from delivery import clients, topic_admin
 from delivery.connection import Connection
@@ -69,6 +71,51 @@ async def test_a_broker_that_is_away_is_waited_for(
     assert not reading.done()
     reading.cancel()
     await asyncio.wait([reading])
+
+
+async def test_every_partition_is_read_from_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes to ask for the partitions before it."""
+    consumer = EmptyConsumer()
+
+    async def connect_consumer(_: Connection) -> EmptyConsumer:
+        return consumer
+
+    async def inspect(*_: object) -> tuple[dict[str, TopicDescription], None]:
+        return {"gpu.workloads": TopicDescription(3)}, None
+
+    monkeypatch.setattr(clients, "connect_consumer", connect_consumer)
+    monkeypatch.setattr(topic_admin, "inspect", inspect)
+    await read_back(Connection("k:1"), 1_795_219_152_001, PublishedNodes("prod"))
+    assert consumer.times_ms == [1_795_219_152_001] * 3
+
+
+class EmptyConsumer:
+    """A consumer of partitions without records; each answer about times takes a few milliseconds."""
+
+    def __init__(self) -> None:
+        self.times_ms: list[int] = []
+
+    async def offsets_for_times(self, times_ms: dict[TopicPartition, int]) -> dict[TopicPartition, OffsetAndTimestamp]:
+        await asyncio.sleep(0.005)
+        self.times_ms += times_ms.values()
+        return {tp: OffsetAndTimestamp(0, time_ms) for tp, time_ms in times_ms.items()}
+
+    async def beginning_offsets(self, tps: list[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, 0)
+
+    end_offsets = beginning_offsets
+
+    def assign(self, _: object) -> None:
+        pass
+
+    def seek(self, *_: object) -> None:
+        pass
+
+    async def position(self, _: object) -> int:
+        return 0
+
+    async def stop(self) -> None:
+        pass
 
 
 class FakeConsumer:
