@@ -23,7 +23,7 @@ from delivery.values import duration_words
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option, output_format
 from gpustream.output import answer, json_lines, printable, show_or_say
-from sinks.alerts import read
+from sinks.alerts import read_alert
 from sinks.outcomes import Undecodable
 from streams.alerts.rules import rules_file
 from topics import workloads
@@ -137,7 +137,7 @@ class LatestAlerts:
         """Takes in a record of gpu.alerts. Returns its alert, or None if it is a repeat, a deletion or malformed."""
         key = record.key or b""
         try:
-            alert = read(record)
+            alert = read_alert(record)
         except Undecodable as error:
             log.warning("%s", error, extra={"partition": record.partition, "offset": record.offset})
             return None

@@ -1,14 +1,13 @@
-"""The Alertmanager sink: gpu.alerts -> each of several Alertmanagers, by API v2: what is open, again and again.
+"""The Alertmanager sink: gpu.alerts -> one or several Alertmanagers, by API v2. Open alerts are sent periodically.
 
-In: gpu.alerts. Out: requests to each ``--url``, one at a time, so that no older state arrives after a newer one; what
-is new goes at once; gpu.dead-letters; the offset after each request.
-State: none that a restart does not read back: the active alerts and the newest transition of each alert; which alerts
-are refused.
-Each Alertmanager has a consumer group of its own, so that one that is away holds up only itself. An
-Alertmanager knows alerts by their labels alone, so each carries its fingerprint as a label too: the end of one never
-ends another that has the same labels.
-On failure: an outage of an Alertmanager or of Kafka is waited for; what is open is sent on while Kafka is away. An
-Alertmanager has alerts in memory only, so all of them are sent when it is back. If this sink itself is gone, open
+In: gpu.alerts. Out: requests to each ``--url``, one at a time, so that no older state arrives after a newer one, and
+new states at once; gpu.dead-letters; the offset after each request. State: the active alerts and the newest transition
+of each alert, which a restart reads back; which alerts are refused.
+
+Each Alertmanager has a consumer group of its own, so one that is away delays only itself. An Alertmanager identifies
+alerts by their labels, so each has its fingerprint as a label: the end of one never ends another with the same labels.
+On failure: the sink waits for an Alertmanager or Kafka to come back, and sends open alerts while Kafka is away. An
+Alertmanager keeps alerts in memory only, so all of them are sent when it is back. If this sink itself is gone, open
 alerts end in Alertmanager after four times ``--resend``.
 Source: api/v2/openapi.yaml (postableAlert), and alert/alert.go (Validate) of Alertmanager 0.34.
 """
@@ -29,7 +28,7 @@ from delivery.positions import WHOLE_LOG
 from delivery.sender import Sender
 from delivery.settings import MemberSettings
 from sinks import outcomes, receiver
-from sinks.alerts import Transitions, batches, key_of, read
+from sinks.alerts import Transitions, batches, key_of, read_alert
 from sinks.consumer import GroupReader, Source, together
 from sinks.outcomes import Outcomes, Undecodable
 from sinks.receiver import BACKOFF_FIRST_S, Http, Post, Receiver, Request
@@ -80,54 +79,54 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 FINGERPRINT = "gpustream_fingerprint"
 
 HOLD_RESENDS = 4
-"""An open alert ends by itself if it is not sent again for so many times as long as it should be."""
+"""An open alert ends by itself if it is not sent for that many times ``--resend``."""
 
 RESOLVED_FOR_MS = 15 * 60_000
-"""For so long the end of an alert is sent, as Prometheus does: an Alertmanager that was away then must learn of it."""
+"""How long the end of an alert is sent, as Prometheus does, for an Alertmanager that was away when it ended."""
 
 _REFUSES_EVERYTHING = 3
-"""If so many alerts are refused and no other is accepted with them, it is not about the alerts."""
+"""If this many alerts are refused and none is accepted, the Alertmanager refuses everything."""
 
-_LAST = time_of(MAX_TIME_MS)
+_LATEST = time_of(MAX_TIME_MS)
 _HEADERS = {"Content-Type": "application/json"}
 
 Refused = dict[str, str]
-"""Why alerts were refused, by fingerprint."""
+"""The reasons why alerts were refused, by fingerprint."""
 
 
 class ActiveAlerts:
-    """What of one partition an Alertmanager is sent again and again: open alerts, and those that ended lately."""
+    """The alerts of one partition that are sent periodically: open ones, and those that ended lately."""
 
     def __init__(self) -> None:
         self._by_fingerprint: dict[str, tuple[Alert, int]] = {}
 
     def put(self, alert: Alert, written_ms: int) -> None:
-        """An alert's state, and when the broker got it."""
+        """Set an alert's state, and when the broker appended it."""
         self._by_fingerprint[alert.fingerprint] = alert, written_ms
 
     def remove(self, fingerprint: str) -> None:
-        """An alert is gone from the topic."""
+        """Forget an alert that was deleted from the topic."""
         self._by_fingerprint.pop(fingerprint, None)
 
     def clear(self) -> None:
-        """The topic was created again."""
+        """Forget everything: the topic was recreated."""
         self._by_fingerprint.clear()
 
     def renamed(self, news: Iterable[Alert]) -> list[Alert]:
-        """The ends of open alerts whose labels an update changes: to an Alertmanager those are other alerts."""
-        found = []
+        """The ends of open alerts whose labels an update changes: for an Alertmanager those are different alerts."""
+        ends = []
         for alert in news:
-            was, _ = self._by_fingerprint.get(alert.fingerprint, (alert, 0))
-            if was.is_open and was.labels != alert.labels and was.starts_at == alert.starts_at:
-                found.append(msgspec.structs.replace(was, state="resolved", ends_at=datetime.now(UTC)))
-        return found
+            previous, _ = self._by_fingerprint.get(alert.fingerprint, (alert, 0))
+            if previous.is_open and previous.labels != alert.labels and previous.starts_at == alert.starts_at:
+                ends.append(msgspec.structs.replace(previous, state="resolved", ends_at=datetime.now(UTC)))
+        return ends
 
     def count_open(self) -> int:
-        """How many are open."""
+        """The number of open alerts."""
         return sum(alert.is_open for alert, _ in self._by_fingerprint.values())
 
     def due(self, now_ms: int) -> list[str]:
-        """The fingerprints of all that is to be sent; what ended long ago is dropped."""
+        """The fingerprints of the alerts to send. Forgets those that ended long ago."""
         self._by_fingerprint = {
             fingerprint: (alert, written_ms)
             for fingerprint, (alert, written_ms) in self._by_fingerprint.items()
@@ -136,7 +135,7 @@ class ActiveAlerts:
         return list(self._by_fingerprint)
 
     def states(self, fingerprints: Iterable[str]) -> list[Alert]:
-        """Their last states, of those that are still here."""
+        """The last states of these alerts, without those that are gone."""
         return [self._by_fingerprint[fp][0] for fp in fingerprints if fp in self._by_fingerprint]
 
 
@@ -151,14 +150,18 @@ class Postable(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_d
 
 
 def request(alerts: Sequence[Alert], now: datetime, resend_s: float, generator_url: str | None) -> Request:
-    """The request that sends alerts, as they are now."""
-    return Request(msgspec.json.encode([postable(one, now, resend_s, generator_url) for one in alerts]), _HEADERS)
+    """The request that sends alerts in their present state."""
+    body = msgspec.json.encode([postable(alert, now, resend_s, generator_url) for alert in alerts])
+    return Request(body, _HEADERS)
 
 
 def postable(alert: Alert, now: datetime, resend_s: float, generator_url: str | None = None) -> Postable:
-    """One alert. It never ends before it starts, which Alertmanager refuses, whatever its node's clock says."""
+    """An alert of a request.
+
+    It never ends before it starts, which Alertmanager refuses, even if its node's clock is wrong.
+    """
     hold = timedelta(seconds=resend_s * HOLD_RESENDS)
-    ends_at = max(now, min(alert.starts_at, _LAST - hold)) + hold
+    ends_at = max(now, min(alert.starts_at, _LATEST - hold)) + hold
     if not alert.is_open:
         ends_at = min(alert.ends_at or now, now)
     return Postable(
@@ -171,26 +174,26 @@ def postable(alert: Alert, now: datetime, resend_s: float, generator_url: str | 
 
 
 class Notifier:
-    """One Alertmanager. Whoever sends to it has ``turn`` meanwhile, and until the active alerts show what was sent."""
+    """Sends to one Alertmanager. ``turn`` is held while sending, and until the active alerts are updated."""
 
     def __init__(
         self,
         url: str,
         settings: AlertmanagerSettings,
         post: Post,
-        made: Instruments,
+        instruments: Instruments,
         *,
         first_s: float = BACKOFF_FIRST_S,
     ) -> None:
         self.receiver = Receiver(
-            url.rstrip("/") + ALERTS_PATH, post, COMPONENT, made, first_s=first_s, on_recovery=self._all_due
+            url.rstrip("/") + ALERTS_PATH, post, COMPONENT, instruments, first_s=first_s, on_recovery=self._all_due
         )
         self.turn = asyncio.Lock()
         self._settings = settings
-        self._resent = made.counter("gpustream_alertmanager_resent_total", self.receiver.name)
-        self._refusals = made.counter("gpustream_alertmanager_refused_total", self.receiver.name)
-        made.gauge("gpustream_alertmanager_open_alerts", self.receiver.name).set_function(
-            lambda: sum(one.count_open() for one, abandon in self._partitions.items() if not abandon.is_set())
+        self._resent = instruments.counter("gpustream_alertmanager_resent_total", self.receiver.name)
+        self._refusals = instruments.counter("gpustream_alertmanager_refused_total", self.receiver.name)
+        instruments.gauge("gpustream_alertmanager_open_alerts", self.receiver.name).set_function(
+            lambda: sum(active.count_open() for active, abandon in self._partitions.items() if not abandon.is_set())
         )
         self._partitions: dict[ActiveAlerts, asyncio.Event] = {}
         self._due: set[ActiveAlerts] = set()
@@ -198,7 +201,7 @@ class Notifier:
         self._refused: set[str] = set()
 
     def watch(self, active: ActiveAlerts, abandon: asyncio.Event) -> None:
-        """Active alerts are complete, and ours until ``abandon``: they are sent now, and again and again."""
+        """Send a partition's active alerts, which must be complete, now and periodically until ``abandon`` is set."""
         if self._partitions.get(active) is not abandon:
             self._partitions[active] = abandon
             self._due.add(active)
@@ -207,37 +210,39 @@ class Notifier:
     async def send(self, alerts: Sequence[Alert], abandon: asyncio.Event) -> Refused:
         """Send alerts, and find out which are refused. Raises Abandoned.
 
-        Those that were refused before are sent alone, so that they cost the others no more requests.
+        Alerts that were refused before are sent alone, so that the others need no further requests because of them.
         """
-        others = [one for one in alerts if one.fingerprint not in self._refused]
-        refused = await self._by_halves(others, abandon)
-        for one in alerts:
-            if one.fingerprint in self._refused:
-                refused |= await self._by_halves([one], abandon)
+        others = [alert for alert in alerts if alert.fingerprint not in self._refused]
+        refused = await self._bisect(others, abandon)
+        for alert in alerts:
+            if alert.fingerprint in self._refused:
+                refused |= await self._bisect([alert], abandon)
         if alerts:
-            every = len(refused) == len(alerts) and len(self._refused | refused.keys()) >= _REFUSES_EVERYTHING
-            self.receiver.refuses_all(next(iter(refused.values())) if every else None)
+            all_refused = len(refused) == len(alerts) and len(self._refused | refused.keys()) >= _REFUSES_EVERYTHING
+            self.receiver.refuses_all(next(iter(refused.values())) if all_refused else None)
         for fingerprint in refused.keys() - self._refused:
             log.warning("alert %s is refused: %s", fingerprint, refused[fingerprint])
-        self._refused.difference_update(one.fingerprint for one in alerts)
+        self._refused.difference_update(alert.fingerprint for alert in alerts)
         self._refused.update(refused)
         return refused
 
-    async def _by_halves(self, alerts: Sequence[Alert], abandon: asyncio.Event) -> Refused:
-        def as_of_now() -> Request:
+    async def _bisect(self, alerts: Sequence[Alert], abandon: asyncio.Event) -> Refused:
+        """Send alerts in one request; in halves if it is refused."""
+
+        def current_request() -> Request:
             return request(alerts, datetime.now(UTC), self._settings.resend_s, self._settings.generator_url)
 
-        why = await self.receiver.send(as_of_now, abandon) if alerts else None
-        if why is None:
+        reason = await self.receiver.send(current_request, abandon) if alerts else None
+        if reason is None:
             return {}
         if len(alerts) == 1:
             self._refusals.inc()
-            return {alerts[0].fingerprint: f"{self.receiver.name}: {why}"}
+            return {alerts[0].fingerprint: f"{self.receiver.name}: {reason}"}
         half = len(alerts) // 2
-        return await self._by_halves(alerts[:half], abandon) | await self._by_halves(alerts[half:], abandon)
+        return await self._bisect(alerts[:half], abandon) | await self._bisect(alerts[half:], abandon)
 
     async def resend(self) -> None:
-        """Send again what is active, until cancelled."""
+        """Send the active alerts periodically, until cancelled."""
         next_s = time.monotonic() + self._settings.resend_s
         while True:
             try:
@@ -252,7 +257,7 @@ class Notifier:
                 await self.resend_now(active)
 
     async def resend_now(self, active: ActiveAlerts) -> None:
-        """Send again what is active in a partition, if it is ours."""
+        """Send the active alerts of a partition, if it is still assigned."""
         if (abandon := self._partitions.get(active)) is None:
             return
         fingerprints = active.due(int(time.time() * 1000))
@@ -272,7 +277,7 @@ class Notifier:
 
 
 class _AlertmanagerRecord(NamedTuple):
-    """A record and what it says: an alert, none if it is a tombstone, or an error."""
+    """A record with its alert, None for a tombstone, or its error."""
 
     record: Record
     alert: Alert | None = None
@@ -282,7 +287,7 @@ class _AlertmanagerRecord(NamedTuple):
 
 
 class AlertmanagerPartition:
-    """The handler of a partition, for one Alertmanager, of which all partitions share the notifier."""
+    """The handler of a partition, for one Alertmanager. All partitions share its notifier."""
 
     def __init__(self, notifier: Notifier, letters: DeadLetters, outcomes: Outcomes, max_alerts: int) -> None:
         self._notifier, self._letters, self._outcomes, self._max_alerts = notifier, letters, outcomes, max_alerts
@@ -290,44 +295,44 @@ class AlertmanagerPartition:
         self._active = ActiveAlerts()
 
     def recall(self, records: Sequence[Record]) -> None:
-        """Know what was sent before."""
+        """Restore the alerts from records that were sent before."""
         for record in records:
             self._settle(self._read(record))
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
-        """Send what is new, request by request. An alert that is refused is sent again all the same while it is open.
+        """Send the new transitions, request by request. A refused alert is still sent periodically while it is open.
 
-        A request has an alert once, so that firing and resolved are sent one after the other.
+        A request has an alert only once, so firing and resolved are sent one after the other.
         """
         notifier = self._notifier
         notifier.watch(self._active, abandon)
-        for some in batches(records, self._max_alerts, key=lambda record: record.key):
-            reads = [self._read(record) for record in some]
+        for batch in batches(records, self._max_alerts, key=lambda record: record.key):
+            reads = [self._read(record) for record in batch]
             async with notifier.turn:
-                news = [one.alert for one in reads if one.alert and one.is_news]
+                news = [read.alert for read in reads if read.alert and read.is_news]
                 refused = await notifier.send([*self._active.renamed(news), *news], abandon)
-                for one in reads:
-                    self._settle(one)
-            wrong = [one.error or (refused.get(one.alert.fingerprint, "") if one.alert else "") for one in reads]
-            for one, error in zip(reads, wrong, strict=True):
+                for read in reads:
+                    self._settle(read)
+            errors = [read.error or (refused.get(read.alert.fingerprint, "") if read.alert else "") for read in reads]
+            for read, error in zip(reads, errors, strict=True):
                 if error:
-                    await self._letters.write(one.record, error, abandon)
-            for one, error in zip(reads, wrong, strict=True):
-                self._outcomes.finish("dead_lettered" if error else "delivered" if one.is_news else "duplicate")
-            yield some[-1].offset + 1
+                    await self._letters.write(read.record, error, abandon)
+            for read, error in zip(reads, errors, strict=True):
+                self._outcomes.finish("dead_lettered" if error else "delivered" if read.is_news else "duplicate")
+            yield batch[-1].offset + 1
 
     async def quiet(self, abandon: asyncio.Event) -> None:
-        """What is open is sent again and again from now on."""
+        """Send the active alerts periodically from now on."""
         self._notifier.watch(self._active, abandon)
 
     def reset(self) -> None:
-        """The topic was created again."""
+        """Forget everything: the topic was recreated."""
         self._transitions.clear()
         self._active.clear()
 
     def _read(self, record: Record) -> _AlertmanagerRecord:
         try:
-            alert = read(record)
+            alert = read_alert(record)
         except Undecodable as error:
             return _AlertmanagerRecord(record, error=str(error))
         if alert is None:
@@ -335,19 +340,20 @@ class AlertmanagerPartition:
         is_news, is_last = self._transitions.is_news(alert), self._transitions.is_last(alert)
         return _AlertmanagerRecord(record, alert, is_news=is_news, is_last=is_last)
 
-    def _settle(self, one: _AlertmanagerRecord) -> None:
-        if one.error:
+    def _settle(self, read: _AlertmanagerRecord) -> None:
+        """Update the active alerts and the transitions by a record."""
+        if read.error:
             return
-        if one.alert is None:
-            self._active.remove(key_of(one.record))
-        elif one.is_news or (one.is_last and one.alert.is_open):
-            self._active.put(one.alert, one.record.timestamp)
-        if one.alert is None or one.is_news:
-            self._transitions.learn(one.record, one.alert)
+        if read.alert is None:
+            self._active.remove(key_of(read.record))
+        elif read.is_news or (read.is_last and read.alert.is_open):
+            self._active.put(read.alert, read.record.timestamp)
+        if read.alert is None or read.is_news:
+            self._transitions.update(read.record, read.alert)
 
 
 class AlertmanagerSink:
-    """A component: :meth:`run` it until it is to stop. ``settings`` are to be without mistakes."""
+    """The component: :meth:`run` it until it is to stop. ``settings`` must be free of errors."""
 
     name = "alertmanager"
 
@@ -358,13 +364,13 @@ class AlertmanagerSink:
         self._alertmanagers: list[tuple[Notifier, GroupReader]] = []
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Deliver until ``stop``, or until one fails, which ends the others; returns within 8 s of it.
+        """Deliver until ``stop``, or until one Alertmanager's reader fails; returns within 8 s of it.
 
-        Raises what cannot be waited for.
+        Raises what a retry can't mend.
         """
         http, sender = Http(self.settings), Sender(self.settings.connection(), client_id=self.settings.group)
-        letters, counted = DeadLetters(sender, "sink alertmanager"), Outcomes(COMPONENT, self._instruments)
-        self._alertmanagers = [self._one(url, http, letters, counted) for url in self.settings.urls]
+        letters, outcomes = DeadLetters(sender, "sink alertmanager"), Outcomes(COMPONENT, self._instruments)
+        self._alertmanagers = [self._alertmanager(url, http, letters, outcomes) for url in self.settings.urls]
         readers = [reader for _, reader in self._alertmanagers]
         try:
             async with connecting(sender):
@@ -373,22 +379,24 @@ class AlertmanagerSink:
             await http.close()
 
     def not_ready(self) -> list[str]:
-        """Why nothing is delivered; empty when all is well."""
+        """Why alerts are not delivered; empty when they are."""
         if not self._alertmanagers:
             return ["not started"]
-        found = []
+        all_reasons = []
         for notifier, reader in self._alertmanagers:
             failing = notifier.receiver.failing
             reasons = [*reader.not_ready(), *([f"does not accept: {failing}"] if failing else [])]
-            found += [f"{notifier.receiver.name}: {reason}" for reason in reasons]
-        return found
+            all_reasons += [f"{notifier.receiver.name}: {reason}" for reason in reasons]
+        return all_reasons
 
-    def _one(self, url: str, http: Http, letters: DeadLetters, counted: Outcomes) -> tuple[Notifier, GroupReader]:
-        """One Alertmanager, and what reads for it, in a consumer group of its own."""
+    def _alertmanager(
+        self, url: str, http: Http, letters: DeadLetters, outcomes: Outcomes
+    ) -> tuple[Notifier, GroupReader]:
+        """The notifier of an Alertmanager, and its reader, in a consumer group of its own."""
         settings = self.settings
         notifier = Notifier(url, settings, http.post, self._instruments)
-        shared = (notifier, letters, counted, settings.max_alerts)
-        of_member = {field.name: getattr(settings, field.name) for field in dataclasses.fields(MemberSettings)}
-        member = MemberSettings(**{**of_member, "group": settings.group_of(url)})
+        shared = (notifier, letters, outcomes, settings.max_alerts)
+        member_settings = {field.name: getattr(settings, field.name) for field in dataclasses.fields(MemberSettings)}
+        member = MemberSettings(**{**member_settings, "group": settings.group_of(url)})
         source = Source(TOPIC.name, lambda _: AlertmanagerPartition(*shared), settings.from_, WHOLE_LOG)
-        return notifier, GroupReader(member, [source], counted)
+        return notifier, GroupReader(member, [source], outcomes)

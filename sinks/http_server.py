@@ -1,7 +1,7 @@
-"""An HTTP server whose clients can't hold it up: what the sinks serve, they serve by this one.
+"""The HTTP server of the sinks, which no client can block.
 
-In: routes, an address, and a TLS context if there is one. Out: the answers. On failure: ``ListenError`` if the address
-can't be had. A client that does not send its request loses its connection after a while.
+In: routes, an address, and optionally a TLS context. Out: the answers. On failure: ``ListenError`` if the address is
+not available. A client that does not send its request is disconnected after a while.
 """
 
 import asyncio
@@ -14,16 +14,16 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 IDLE_S = 20.0
-"""A connection without a whole request for so long is closed."""
+"""A connection without a complete request for this time is closed."""
 
 MAX_CLIENTS = 128
-"""So many connections are open at once; further ones are closed."""
+"""The most open connections; further ones are closed."""
 
 _END_S = 1.0
 
 
 class ListenError(Exception):
-    """The address to serve on can't be had; the message says why."""
+    """The address to listen on is not available; the message says why."""
 
     exit_code = 1
 
@@ -38,9 +38,9 @@ async def listening(
     middlewares: Iterable[Middleware] = (),
     closing: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[str, int]]:
-    """Serves while inside; gives the address that it got. ``option`` is the one that gave the address, for errors.
+    """Serve inside of the context, and yield the actual address. ``option``: where the address is from, for errors.
 
-    ``closing`` is called before open requests are waited for.
+    ``closing`` is called before the server waits for open requests.
     """
     application = web.Application(middlewares=middlewares)
     application.add_routes(routes)
@@ -68,7 +68,7 @@ async def listening(
 
 
 class _TooMany(asyncio.Protocol):
-    """A connection that finds no place."""
+    """A connection beyond the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Closes it."""

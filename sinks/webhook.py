@@ -29,7 +29,7 @@ from delivery.instruments import Instrument, Instruments
 from delivery.positions import WHOLE_LOG
 from delivery.sender import Sender
 from sinks import outcomes, receiver
-from sinks.alerts import Transitions, read
+from sinks.alerts import Transitions, read_alert
 from sinks.consumer import GroupReader, Source
 from sinks.outcomes import Outcome, Outcomes, Undecodable
 from sinks.receiver import Http, Receiver, Request
@@ -139,7 +139,7 @@ class WebhookPartition:
         """Know what was sent before."""
         for record in records:
             try:
-                self._transitions.learn(record, read(record))
+                self._transitions.update(record, read_alert(record))
             except Undecodable:
                 continue  # its dead letter was written then
 
@@ -217,7 +217,7 @@ class WebhookPartition:
             await asyncio.wait((before,))
             before.result()  # of one that was abandoned, that is raised here too
         try:
-            alert = read(record)
+            alert = read_alert(record)
         except Undecodable as error:
             await self._letters.write(record, str(error), abandon)
             return "dead_lettered"
@@ -227,7 +227,7 @@ class WebhookPartition:
             if refused is not None:
                 await self._letters.write(record, f"refused: {refused}", abandon)
             outcome = "delivered" if refused is None else "dead_lettered"
-        self._transitions.learn(record, alert)
+        self._transitions.update(record, alert)
         return outcome
 
 

@@ -157,7 +157,7 @@ def test_a_device_in_a_state_that_is_not_known_is_judged_by_its_values_and_not_a
 def test_an_alert_in_a_state_that_is_not_known_is_open_everywhere() -> None:
     example = load_topics()["gpu.alerts"].example
     record = Record(example["fingerprint"].encode(), encoded(later(example)))
-    alert = alert_records.read(record)
+    alert = alert_records.read_alert(record)
     assert alert is not None
 
     active, watched, now_ms = ActiveAlerts(), LatestAlerts(), milliseconds(alert.starts_at) + 1_000

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from delivery.prices import Prices
 from gpustream.usage.read import Range
 from gpustream.usage.table import NO_TEAM, Table, holder
-from sinks.alerts import read
+from sinks.alerts import read_alert
 from sinks.outcomes import Undecodable
 from topics.alerts import Alert, milliseconds
 from topics.usage import HOUR_MS, Usage
@@ -85,7 +85,7 @@ class Firings:
         """Look at the records of gpu.alerts, in their order."""
         for record in records:
             try:
-                alert = read(record)
+                alert = read_alert(record)
             except Undecodable as error:
                 log.warning("%s", error, extra={"partition": record.partition, "offset": record.offset})
                 continue

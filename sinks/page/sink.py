@@ -129,7 +129,7 @@ class PageSink:
             key, is_news = record.key or b"", True
             try:
                 if topic == ALERTS.name:
-                    self.fleet.see(key, alerts.read(record))
+                    self.fleet.see(key, alerts.read_alert(record))
                 elif topic == ATTRIBUTED.name:
                     # a tick is as old as its node's clock or the log says, whichever is less; a log without times: -1
                     tick, now_ms = decoded(record, _decode_tick, topic), time.time() * 1000

@@ -29,7 +29,7 @@ from delivery.sender import Sender
 from delivery.settings import TopicAccess
 from delivery.tail import Tail
 from delivery.topic_admin import TopicCheck
-from sinks.alerts import Transitions, key_of, read
+from sinks.alerts import Transitions, key_of, read_alert
 from sinks.consumer import GroupReader, Source, together
 from sinks.outcomes import Outcomes, Undecodable
 from sinks.reclaim.cluster import Cluster
@@ -123,9 +123,9 @@ class ReclaimPartition:
 
     def _learn(self, record: Record) -> bool:
         """Take a record in; whether it says something new of an alert that this sink acts on. Raises Undecodable."""
-        alert, settings = read(record), self._reclaimer.settings
+        alert, settings = read_alert(record), self._reclaimer.settings
         if alert is None:
-            self._transitions.learn(record, None)
+            self._transitions.update(record, None)
             self._watched.pop(key_of(record), None)
             self._known.discard(key_of(record))
             return False
@@ -134,7 +134,7 @@ class ReclaimPartition:
         is_news = self._transitions.is_news(alert)
         if not is_news and not self._transitions.is_last(alert):
             return False  # of a state that is over
-        self._transitions.learn(record, alert)
+        self._transitions.update(record, alert)
         self._known.add(alert.fingerprint)
         before = self._watched.pop(alert.fingerprint, None)
         if is_news:

@@ -22,7 +22,7 @@ from functools import partial
 from typing import NamedTuple
 
 from delivery.dead_letters import Record
-from sinks.alerts import batches, key_of, read
+from sinks.alerts import batches, key_of, read_alert
 from sinks.outcomes import Undecodable
 from sinks.remote_write.partition import RemoteWriteShared
 from sinks.remote_write.samples import END, SampleWriter, Written
@@ -234,7 +234,7 @@ class AlertPartition:
         """Restore the alerts from records that were written before."""
         for record in records:
             try:
-                self._series.recall(key_of(record), read(record))
+                self._series.recall(key_of(record), read_alert(record))
             except Undecodable:
                 continue  # its dead letter has been written before
 
@@ -260,7 +260,7 @@ class AlertPartition:
 
     def _read(self, record: Record) -> Written:
         try:
-            fingerprint, alert = key_of(record), read(record)
+            fingerprint, alert = key_of(record), read_alert(record)
         except Undecodable as error:
             return Written(record, None, "dead_lettered", str(error))
         if self._series.is_replay(fingerprint, alert):
