@@ -1,14 +1,14 @@
 """The webhook sink: gpu.alerts -> one JSON POST for each transition, signed, in order for each alert.
 
-In: gpu.alerts. Out: requests to ``--url``; gpu.dead-letters; the offset before which all is finished.
-State: none that a restart does not read back: the newest transition of each alert, so that one that is written again is
-not sent again, and the records that are begun, from the first unfinished one on.
-Transitions of one alert wait for one another, and no other alert's do: one that the receiver does not accept yet is
-tried again while others are read and sent. It holds others up only if more than ``PENDING`` wait to be accepted, or
-``AHEAD`` records came after it: that bounds what is kept in memory, and what is sent again after a crash.
-On failure: an outage of the receiver or of Kafka is waited for. A transition that was accepted and not yet committed
-when the process ended is sent again, with the same bytes, and so the same signature, under the same
-``Idempotency-Key``.
+In: gpu.alerts. Out: requests to ``--url``; gpu.dead-letters; the offset before which all records are finished. State:
+the newest transition of each alert, so that a repeated record is not sent again, and the started records from the first
+unfinished one on. A restart reads both back.
+
+Transitions of the same alert wait for each other, those of different alerts do not: while one is retried, others are
+read and sent. It delays others only if more than ``PENDING`` wait to be accepted, or if ``AHEAD`` records came after
+it; these limits bound the memory, and what is sent again after a crash. On failure: the sink waits for the receiver or
+Kafka to come back. If the process ends between the acceptance of a transition and its commit, it is sent again, with
+the same bytes, signature and ``Idempotency-Key``.
 """
 
 import asyncio
@@ -62,24 +62,24 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 )
 
 MOST_REFUSED = 3
-"""After so many refusals in a row the receiver refuses everything, and transitions are kept."""
+"""After this many refusals in a row the receiver counts as refusing everything, and transitions are retried."""
 
 PENDING = 32
-"""So many records of a partition are under way at a time."""
+"""The most records of a partition that are being sent."""
 
 AHEAD = 1000
-"""So many records of a partition are begun, from the first unfinished one on; those after it may be finished."""
+"""The most started records of a partition, from the first unfinished one on; those after it may be finished."""
 
 Form = Literal["record", "binary", "structured"]
-"""What is posted: the record as it is, also as a CloudEvent in binary mode, or within one in structured mode."""
+"""The body: the record itself, also as a CloudEvent in binary mode, or a CloudEvent in structured mode."""
 
 SIGNATURE = "X-Gpustream-Signature"
-_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 _STUCK_AFTER_S = 0.2
 
 
 _PRINTABLE = "".join(map(chr, range(0x21, 0x7F))).translate({ord('"'): None, ord("%"): None})
-"""What a value of a CloudEvent in an HTTP header has as it is; all else is percent-encoded UTF-8."""
+"""The characters that stay as they are in a CloudEvent's HTTP headers; others are percent-encoded UTF-8."""
 
 
 def request(alert: Alert, record: bytes, form: Form, secret: bytes | None) -> Request:
@@ -105,25 +105,25 @@ def signature(body: bytes, secret: bytes) -> str:
 
 
 class Secret:
-    """The key of the signature, as it is in its file by now, looked at once a second, without space around it."""
+    """The key of the signature, without surrounding white space; its file is read again once a second."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
-        self._looked_s = -math.inf
+        self._read_s = -math.inf
         self._secret: bytes | None = None
 
-    def now(self) -> bytes | None:
-        """The key; None if there is to be none. Raises OSError or ValueError if it can't be had."""
-        if self._file is not None and time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
+    def current(self) -> bytes | None:
+        """The key; None if requests are not signed. Raises OSError or ValueError if it can't be read."""
+        if self._file is not None and time.monotonic() - self._read_s >= _CHECK_EVERY_S:
             secret = self._file.read_bytes().strip()
             if not secret:
                 raise ValueError(f"{self._file} is empty")
-            self._secret, self._looked_s = secret, time.monotonic()
+            self._secret, self._read_s = secret, time.monotonic()
         return self._secret
 
 
 class WebhookPartition:
-    """The handler of a partition. All partitions of a sink share what it works with."""
+    """The handler of a partition. All partitions of a sink share its arguments."""
 
     def __init__(
         self, receiver: Receiver, form: Form, secret: Secret, letters: DeadLetters, outcomes: Outcomes
@@ -131,42 +131,42 @@ class WebhookPartition:
         self._receiver, self._form, self._secret = receiver, form, secret
         self._letters, self._outcomes = letters, outcomes
         self._transitions = Transitions()
-        self._begun: deque[tuple[Record, asyncio.Task[Outcome]]] = deque()
+        self._started: deque[tuple[Record, asyncio.Task[Outcome]]] = deque()
         self._newest: dict[bytes | None, asyncio.Task[Outcome]] = {}
         self._abandon: asyncio.Event | None = None
 
     def recall(self, records: Sequence[Record]) -> None:
-        """Know what was sent before."""
+        """Restore the newest transitions from records that were sent before."""
         for record in records:
             try:
                 self._transitions.update(record, read_alert(record))
             except Undecodable:
-                continue  # its dead letter was written then
+                continue  # its dead letter has been written before
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
-        """Send the records, several at once, and finish them in order; what takes long is kept for the next call.
+        """Send the records, several at once, and finish them in order. Slow ones are kept for the next call.
 
-        Raises Abandoned, when all that was under way has ended.
+        Raises Abandoned, after all requests in flight have ended.
         """
         waiting = deque(records)
-        if abandon is not self._abandon:  # the partition was away, and what was begun then was given back
+        if abandon is not self._abandon:  # the partition was revoked since, and its started records were released
             await self._drop()
             self._abandon = abandon
         try:
             while True:
-                pending = {end for _, end in self._begun if not end.done()}
-                while waiting and len(pending) < PENDING and len(self._begun) < AHEAD:
+                pending = {task for _, task in self._started if not task.done()}
+                while waiting and len(pending) < PENDING and len(self._started) < AHEAD:
                     record = waiting.popleft()
-                    task = asyncio.ensure_future(self._end(record, self._newest.get(record.key), abandon))
+                    task = asyncio.ensure_future(self._send(record, self._newest.get(record.key), abandon))
                     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waits raises it
                     self._newest[record.key] = task
-                    self._begun.append((record, task))
+                    self._started.append((record, task))
                     pending.add(task)
                 if (offset := self._finished()) is not None:
                     yield offset
                 elif pending:
-                    patience_s = _STUCK_AFTER_S if records else 0.0
-                    timeout_s = None if waiting or abandon.is_set() else patience_s
+                    stuck_after_s = _STUCK_AFTER_S if records else 0.0
+                    timeout_s = None if waiting or abandon.is_set() else stuck_after_s
                     done, _ = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                     if not done:
                         return
@@ -177,45 +177,45 @@ class WebhookPartition:
             raise
 
     async def quiet(self, abandon: asyncio.Event) -> None:
-        """Nothing is due by itself."""
+        """Does nothing."""
 
     def reset(self) -> None:
-        """The topic was created again."""
+        """Forget everything: the topic was recreated."""
         self._transitions.clear()
         self._cancel()
 
     def _finished(self) -> int | None:
-        """Count the records that ended, up to the first that has not. Gives the offset after them. Raises Abandoned."""
+        """Count the finished records before the first unfinished one; returns the offset after them. Raises Abandoned."""
         offset = None
-        while self._begun and self._begun[0][1].done():
-            record, end = self._begun[0]
-            if offset is not None and end.exception() is not None:
-                break  # what ended before it is finished first
-            self._outcomes.finish(end.result())
-            self._begun.popleft()
-            if self._newest.get(record.key) is end:
+        while self._started and self._started[0][1].done():
+            record, task = self._started[0]
+            if offset is not None and task.exception() is not None:
+                break  # the records before it are committed first
+            self._outcomes.finish(task.result())
+            self._started.popleft()
+            if self._newest.get(record.key) is task:
                 del self._newest[record.key]
             offset = record.offset + 1
         return offset
 
     def _cancel(self) -> list[asyncio.Task[Outcome]]:
-        """Give up what is begun."""
-        begun = [end for _, end in self._begun]
-        self._begun.clear()
+        """Cancel and forget the started records."""
+        tasks = [task for _, task in self._started]
+        self._started.clear()
         self._newest.clear()
-        for end in begun:
-            end.cancel()
-        return begun
+        for task in tasks:
+            task.cancel()
+        return tasks
 
     async def _drop(self) -> None:
         await asyncio.gather(*self._cancel(), return_exceptions=True)
 
-    async def _end(self, record: Record, before: asyncio.Task[Outcome] | None, abandon: asyncio.Event) -> Outcome:
-        """Finish a record, when the one before of the same alert is. Raises Abandoned."""
+    async def _send(self, record: Record, previous: asyncio.Task[Outcome] | None, abandon: asyncio.Event) -> Outcome:
+        """Send a record, after ``previous``, the one before it of the same alert. Raises Abandoned."""
         body = record.value or b""
-        if before is not None:
-            await asyncio.wait((before,))
-            before.result()  # of one that was abandoned, that is raised here too
+        if previous is not None:
+            await asyncio.wait((previous,))
+            previous.result()  # raises Abandoned if that one did
         try:
             alert = read_alert(record)
         except Undecodable as error:
@@ -223,7 +223,9 @@ class WebhookPartition:
             return "dead_lettered"
         outcome: Outcome = "duplicate"
         if alert is not None and self._transitions.is_news(alert):
-            refused = await self._receiver.send(lambda: request(alert, body, self._form, self._secret.now()), abandon)
+            refused = await self._receiver.send(
+                lambda: request(alert, body, self._form, self._secret.current()), abandon
+            )
             if refused is not None:
                 await self._letters.write(record, f"refused: {refused}", abandon)
             outcome = "delivered" if refused is None else "dead_lettered"
@@ -232,7 +234,7 @@ class WebhookPartition:
 
 
 class WebhookSink:
-    """A component: :meth:`run` it until it is to stop. ``settings`` are to be without mistakes."""
+    """The component: :meth:`run` it until it is to stop. ``settings`` must be free of errors."""
 
     name = "webhook"
 
@@ -244,18 +246,18 @@ class WebhookSink:
         self._receiver: Receiver | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Deliver until ``stop``; returns within 8 s of it. Raises what cannot be waited for."""
-        settings, made = self.settings, self._instruments
+        """Deliver until ``stop``; returns within 8 s of it. Raises what a retry can't mend."""
+        settings, instruments = self.settings, self._instruments
         http, sender = Http(settings), Sender(settings.connection(), client_id=settings.group)
-        counted = Outcomes(COMPONENT, made)
+        outcomes = Outcomes(COMPONENT, instruments)
         self._receiver = Receiver(
-            settings.url, http.post, COMPONENT, made, at_once=settings.max_in_flight, most_refused=MOST_REFUSED
+            settings.url, http.post, COMPONENT, instruments, at_once=settings.max_in_flight, most_refused=MOST_REFUSED
         )
         form: Form = "record" if settings.format == "record" else settings.content_mode
         secret, letters = Secret(settings.secret_file), DeadLetters(sender, "sink webhook")
-        shared = (self._receiver, form, secret, letters, counted)
+        shared = (self._receiver, form, secret, letters, outcomes)
         source = Source(TOPIC.name, lambda _: WebhookPartition(*shared), settings.from_, WHOLE_LOG)
-        self._reader = GroupReader(settings, [source], counted)
+        self._reader = GroupReader(settings, [source], outcomes)
         try:
             async with connecting(sender):
                 await self._reader.run(stop)
@@ -263,7 +265,7 @@ class WebhookSink:
             await http.close()
 
     def not_ready(self) -> list[str]:
-        """Why nothing is delivered; empty when all is well."""
+        """Why alerts are not delivered; empty when they are."""
         if self._reader is None or self._receiver is None:
             return ["not started"]
         failing = self._receiver.failing

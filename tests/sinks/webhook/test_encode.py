@@ -48,20 +48,20 @@ def test_an_http_request_in_structured_mode_is_a_cloud_event_to_the_official_sdk
 
 
 def test_without_a_secret_nothing_is_signed() -> None:
-    assert "X-Gpustream-Signature" not in request(alert(), b"{}", "record", Secret(None).now()).headers
+    assert "X-Gpustream-Signature" not in request(alert(), b"{}", "record", Secret(None).current()).headers
 
 
 def test_a_secret_that_changes_in_its_file_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhook, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(webhook, "_CHECK_EVERY_S", 0.0)
     file = tmp_path / "secret"
     file.write_bytes(b"first\n")
     secret = Secret(file)
-    assert secret.now() == b"first"
+    assert secret.current() == b"first"
     file.write_bytes(b" the second ")
-    assert secret.now() == b"the second"
+    assert secret.current() == b"the second"
     file.write_bytes(b"\n")
     with pytest.raises(ValueError, match="is empty"):
-        secret.now()
+        secret.current()
     file.unlink()
     with pytest.raises(FileNotFoundError):
-        secret.now()
+        secret.current()
