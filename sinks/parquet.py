@@ -1,12 +1,12 @@
-"""The Parquet sink: gpu.usage -> one file for each hour and partition, in which each key is once.
+"""The Parquet sink: gpu.usage -> one file for each hour and partition, with each key once.
 
 In: gpu.usage. Out: ``PATH/date=2026-11-22/usage-13-p7.parquet``, the records of partition 7 whose hour begins at 13:00
-UTC; gpu.dead-letters; the offset before which all is in files.
-State: none that is not in the files: a file is read, what is new is put in, and the whole is written again. Of each key
-the highest generation and, in that, the highest revision stays. So records may come again, late, or from a worker that
-has lost the partition and does not know it, and the file becomes the same: its bytes depend on the records alone.
-A file is written under a name that no reader looks at, brought to the disk, and renamed; then the offset is committed.
-On failure: a full or missing disk is waited for, and Kafka keeps the records. What can't be decoded is dead-lettered.
+UTC; gpu.dead-letters; the offset before which all records are in files. State: the files. A file is read, new records
+are merged into it, and it is written again as a whole. Of each key, the record with the highest generation stays, and
+among those the highest revision. So records may be repeated, late, or from a worker that has lost the partition without
+knowing it: the bytes of a file depend only on the set of records. A file is written under a temporary name, synced to
+the disk, and renamed; then the offset is committed. On failure: the sink waits for a full or missing disk, and Kafka
+keeps the records. Malformed records are dead-lettered.
 """
 
 import asyncio
@@ -58,8 +58,8 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument("gpustream_parquet_failing", "gauge", "Whether files can't be written at the moment."),
 )
 
-MOST_PENDING = 10_000
-"""So many records of a partition wait to be written at a time: that bounds what is in memory, beside one file."""
+MAX_PENDING = 10_000
+"""The most records of a partition that wait to be written: together with one file, that bounds the memory."""
 
 _RETRY_S = 5.0
 _decode = decoder(Usage)
@@ -73,13 +73,13 @@ _MAPS = ("labels", "node_labels")
 
 @cache
 def _pyarrow() -> tuple[Any, Any]:
-    """pyarrow and its part for Parquet, which are an extra."""
+    """pyarrow and pyarrow.parquet, which are an extra."""
     return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
 
 
 @cache
 def _schema() -> Any:
-    """The columns: the fields of a record by their names, the workload in two, and when the hour begins as a time."""
+    """The columns: the fields of a record, the workload as two of them, and the start of the hour as a timestamp."""
     pa, _ = _pyarrow()
     kinds = dict.fromkeys(_INTEGERS, pa.int64()) | dict.fromkeys(_MAPS, pa.map_(pa.string(), pa.string()))
     kinds |= {"final": pa.bool_()}
@@ -90,20 +90,20 @@ def _schema() -> Any:
 
 
 _KEY = ("cluster", "node", "uuid", "namespace", "pod", "pod_uid", "container", "category")
-"""With the hour, which is the file's, they are the key of a record."""
+"""The columns that, with the file's hour, are the key of a record."""
 
 
 class HourFiles:
-    """The files of a partition, below a path. What is here blocks, and runs in threads."""
+    """The files of a partition, below a path. The methods block; call them on a thread."""
 
     def __init__(self, root: Path, partition: int) -> None:
         self._root, self._partition = root, partition
 
     def merge(self, start_ms: int, records: Iterable[Usage]) -> int:
-        """Put records of an hour, one for each key, into its file; gives how many of them the file did not have.
+        """Merge records of an hour, one for each key, into its file. Returns how many of them are new to the file.
 
-        It has a record if its key is there with the same or a higher generation and revision. Raises OSError, and what
-        pyarrow raises if the file is none of its.
+        A record is not new if its key is there with the same or a higher generation and revision. Raises OSError, and
+        what pyarrow raises if the file is not a valid Parquet file.
         """
         pa, pq = _pyarrow()
         start = datetime.fromtimestamp(start_ms / 1000, UTC)
@@ -112,11 +112,11 @@ class HourFiles:
         with (self._root / f".p{self._partition}.lock").open("w") as lock:
             fcntl.flock(
                 lock, fcntl.LOCK_EX
-            )  # a worker that has lost the partition, and does not know it, may merge too
+            )  # a worker that does not know that it has lost the partition may merge, too
             old = pq.read_table(file, partitioning=None) if file.exists() else _schema().empty_table()
             orders = list(zip(*(old[name].to_pylist() for name in ("generation", "revision")), strict=True))
             keys = list(zip(*(old[name].to_pylist() for name in _KEY), strict=True))
-            known, fresh = dict(zip(keys, orders, strict=True)), {}
+            known, new_rows = dict(zip(keys, orders, strict=True)), {}
             for record in records:
                 key = tuple(getattr(record, name) for name in _KEY)
                 if record.order > known.get(key, (-1, -1)):
@@ -124,18 +124,18 @@ class HourFiles:
                     workload = row.pop("workload")
                     row |= {"workload_kind": workload and workload.kind, "workload_name": workload and workload.name}
                     row |= {name: sorted(row[name].items()) for name in _MAPS}
-                    fresh[key] = {"start": datetime.fromtimestamp(record.start_ms / 1000, UTC), **row}
-            if fresh:
-                kept = old.filter(pa.array([key not in fresh for key in keys], pa.bool_()))
-                new = pa.Table.from_pylist(list(fresh.values()), _schema())
-                both = pa.concat_tables([kept, new], promote_options="default")
-                both = both.sort_by([(name, "ascending") for name in _KEY]).combine_chunks()
-                whole = pa.table([both[name] for name in _schema().names], schema=_schema())
-                self._replace(file, lambda out: pq.write_table(whole, out, compression="zstd"))
-        return len(fresh)
+                    new_rows[key] = {"start": datetime.fromtimestamp(record.start_ms / 1000, UTC), **row}
+            if new_rows:
+                kept = old.filter(pa.array([key not in new_rows for key in keys], pa.bool_()))
+                new = pa.Table.from_pylist(list(new_rows.values()), _schema())
+                merged = pa.concat_tables([kept, new], promote_options="default")
+                merged = merged.sort_by([(name, "ascending") for name in _KEY]).combine_chunks()
+                table = pa.table([merged[name] for name in _schema().names], schema=_schema())
+                self._replace(file, lambda out: pq.write_table(table, out, compression="zstd"))
+        return len(new_rows)
 
     def _replace(self, file: Path, write: Callable[[Any], None]) -> None:
-        """Write a file whole, or not at all, whatever ends this process or the machine."""
+        """Replace a file atomically, also if the process or the machine ends meanwhile."""
         temporary = file.with_name(f".{file.name}.tmp")
         with temporary.open("wb") as out:
             write(out)
@@ -151,36 +151,36 @@ class HourFiles:
 
 
 class Disk:
-    """Whether files can be written: ``failing`` is why not. All partitions share it."""
+    """Merges with retries. ``failing``: why files can't be written now. All partitions share it."""
 
-    def __init__(self, made: Instruments) -> None:
-        self._made = made
+    def __init__(self, instruments: Instruments) -> None:
+        self._instruments = instruments
         self._log_throttle = LogThrottle()
         self.failing: str | None = None
 
     async def merge(self, files: HourFiles, start_ms: int, records: Iterable[Usage], abandon: asyncio.Event) -> int:
-        """As :meth:`HourFiles.merge`, again and again until it succeeds. Raises Abandoned."""
+        """Call :meth:`HourFiles.merge` until it succeeds. Raises Abandoned."""
         while True:
             try:
-                fresh = await asyncio.to_thread(files.merge, start_ms, records)
+                new = await asyncio.to_thread(files.merge, start_ms, records)
             except (OSError, _pyarrow()[0].ArrowException) as error:
                 self._note(f"{type(error).__name__}: {error}")
                 if await set_within(abandon, _RETRY_S):
                     raise Abandoned from error
             else:
                 self._note(None)
-                self._made.counter("gpustream_parquet_files_written_total").inc(fresh > 0)
-                return fresh
+                self._instruments.counter("gpustream_parquet_files_written_total").inc(new > 0)
+                return new
 
     def _note(self, failing: str | None) -> None:
         self.failing = failing
-        self._made.gauge("gpustream_parquet_failing").set(failing is not None)
+        self._instruments.gauge("gpustream_parquet_failing").set(failing is not None)
         if failing is not None and self._log_throttle.is_due(failing):
             log.warning("no file can be written: %s; trying again", failing)
 
 
 class ParquetPartition:
-    """The handler of a partition: it holds records for a while, and then writes those of each hour at once."""
+    """The handler of a partition: collects records for a while, then writes those of each hour together."""
 
     def __init__(
         self, files: HourFiles, write_every_s: float, disk: Disk, letters: DeadLetters, outcomes: Outcomes
@@ -189,71 +189,71 @@ class ParquetPartition:
         self._disk, self._letters, self._outcomes = disk, letters, outcomes
         self._abandon: asyncio.Event | None = None
         self._hours: dict[int, dict[bytes, Usage]] = {}
-        self._taken = self._dead = self._upto = 0
+        self._pending = self._dead_lettered = self._next_offset = 0
         self._since_s: float | None = None
 
     def recall(self, records: Sequence[Record]) -> None:
-        """The files have them."""
+        """Does nothing: the files have these records."""
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
-        """Take records in; what is held is written if it is much, or old, or if this is the last chance."""
-        if abandon is not self._abandon:  # the partition was away, and what was held then was given back
+        """Collect records, and write them if they are many or old, or if the partition is being revoked."""
+        if abandon is not self._abandon:  # the partition was revoked since, and its pending records were released
             self.reset()
             self._abandon = abandon
         now_s = asyncio.get_running_loop().time()
         for record in records:
-            await self._take(record, abandon)
-            if self._taken >= MOST_PENDING:
+            await self._collect(record, abandon)
+            if self._pending >= MAX_PENDING:
                 yield await self._write(abandon)
-        if self._taken and self._since_s is None:
+        if self._pending and self._since_s is None:
             self._since_s = now_s
         is_due = self._since_s is not None and now_s - self._since_s >= self._write_every_s
-        if self._taken and (is_due or abandon.is_set() or not self._hours):
+        if self._pending and (is_due or abandon.is_set() or not self._hours):
             yield await self._write(abandon)
 
     async def quiet(self, abandon: asyncio.Event) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
     def reset(self) -> None:
-        """Hold nothing."""
+        """Forget the pending records."""
         self._hours = {}
-        self._taken = self._dead = self._upto = 0
+        self._pending = self._dead_lettered = self._next_offset = 0
         self._since_s = None
 
-    async def _take(self, record: Record, abandon: asyncio.Event) -> None:
-        """Hold a record, unless one of its key is held that counts before it. Raises Abandoned."""
+    async def _collect(self, record: Record, abandon: asyncio.Event) -> None:
+        """Keep a record, unless a pending one of its key has the same or a higher order. Raises Abandoned."""
         try:
             usage = decoded(record, _decode, HOURS.name) if record.value is not None else None
             if usage is not None and usage.key.encode() != record.key:
                 raise Undecodable(f"not a record of {HOURS.name}: its key is another")
         except Undecodable as error:
             await self._letters.write(record, str(error), abandon)
-            self._dead += 1
+            self._dead_lettered += 1
         else:
             if usage is not None:
                 hour = self._hours.setdefault(usage.start_ms, {})
-                before = hour.get(record.key or b"")
-                if before is None or usage.order > before.order:
+                pending = hour.get(record.key or b"")
+                if pending is None or usage.order > pending.order:
                     hour[record.key or b""] = usage
-        self._taken, self._upto = self._taken + 1, record.offset + 1
+        self._pending, self._next_offset = self._pending + 1, record.offset + 1
 
     async def _write(self, abandon: asyncio.Event) -> int:
-        """Write what is held; gives the offset after it. Raises Abandoned."""
-        fresh = 0
+        """Write the pending records. Returns the offset after them. Raises Abandoned."""
+        new = 0
         for start_ms, records in self._hours.items():
-            fresh += await self._disk.merge(self._files, start_ms, records.values(), abandon)
-        ends: dict[Outcome, int] = {"delivered": fresh, "dead_lettered": self._dead}
-        ends["duplicate"] = self._taken - fresh - self._dead
-        for outcome, count in ends.items():
+            new += await self._disk.merge(self._files, start_ms, records.values(), abandon)
+        counts: dict[Outcome, int] = {"delivered": new, "dead_lettered": self._dead_lettered}
+        counts["duplicate"] = self._pending - new - self._dead_lettered
+        for outcome, count in counts.items():
             for _ in range(count):
                 self._outcomes.finish(outcome)
-        upto = self._upto
+        next_offset = self._next_offset
         self.reset()
-        return upto
+        return next_offset
 
 
 class ParquetSink:
-    """A component: :meth:`run` it until it is to stop. ``settings`` are to be without mistakes."""
+    """The component: :meth:`run` it until it is to stop. ``settings`` must be free of errors."""
 
     name = "parquet"
 
@@ -265,21 +265,21 @@ class ParquetSink:
         self._reader: GroupReader | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Write files until ``stop``; returns within 8 s of it. Raises what cannot be waited for."""
+        """Write files until ``stop``; returns within 8 s of it. Raises what a retry can't mend."""
         settings, sender = self.settings, Sender(self.settings.connection(), client_id=self.settings.group)
-        counted = Outcomes(COMPONENT, self._instruments)
-        shared = (settings.write_every_s, self._disk, DeadLetters(sender, "sink parquet"), counted)
+        outcomes = Outcomes(COMPONENT, self._instruments)
+        shared = (settings.write_every_s, self._disk, DeadLetters(sender, "sink parquet"), outcomes)
 
         def handler(number: int) -> ParquetPartition:
             return ParquetPartition(HourFiles(settings.path, number), *shared)
 
         source = Source(HOURS.name, handler, settings.from_, recall_s=0.0)
-        self._reader = GroupReader(settings, [source], counted)
+        self._reader = GroupReader(settings, [source], outcomes)
         async with connecting(sender):
             await self._reader.run(stop)
 
     def not_ready(self) -> list[str]:
-        """Why nothing is written; empty when all is well."""
+        """Why files are not written; empty when they are."""
         if self._reader is None:
             return ["not started"]
         failing = self._disk.failing

@@ -185,7 +185,7 @@ class WebhookPartition:
         self._cancel()
 
     def _finished(self) -> int | None:
-        """Count the finished records before the first unfinished one. Returns the offset after them, or raises Abandoned."""
+        """Count the finished records before the first unfinished one. Returns the next offset, or raises Abandoned."""
         offset = None
         while self._started and self._started[0][1].done():
             record, task = self._started[0]

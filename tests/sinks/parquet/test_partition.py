@@ -104,7 +104,7 @@ async def test_records_are_held_and_written_together(tmp_path: Path) -> None:
 
 
 async def test_no_more_is_held_than_memory_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "MOST_PENDING", 10)
+    monkeypatch.setattr(parquet, "MAX_PENDING", 10)
     setup = Setup(tmp_path, write_every_s=3600)
     assert await setup.deliver(*logged(*(usage(f"ns-{number}") for number in range(25)))) == [10, 20]
     assert setup.ends() == {"delivered": 20, "held": 5}
