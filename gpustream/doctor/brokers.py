@@ -1,8 +1,8 @@
-"""Kafka itself: whether it answers and to whom, its brokers and their disks, the topics, and who may do what.
+"""The checks of Kafka itself: whether it answers, its brokers and their disks, the topics, and the users' rights.
 
-In:       a connection; in the checks, what was found out.
+In:       a connection; for the checks, the situation.
 Out:      a :class:`Kafka`; findings.
-On failure: a broker that does not answer is a finding, and so is what this client may not know.
+On failure: a broker that does not answer is a finding, and so is what this client may not read.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,14 +12,14 @@ from delivery.connection import Connection
 from delivery.kafka_admin import Acl, BrokerError, TopicDescription
 from gpustream import acls
 from gpustream.command import counted
-from gpustream.doctor.seen import Checked, Finding, Findings, Kafka, Situation
+from gpustream.doctor.situation import CheckResult, Finding, Findings, Kafka, Situation
 from producers import PRODUCERS
 from sinks import SINKS
 from streams import STREAMS
 from topics import TOPICS, samples
 
-NEARLY_FULL = 0.05
-"""A disk is nearly full if less than this share of it is free."""
+MIN_FREE_RATIO = 0.05
+"""A disk is nearly full if less than this ratio of it is free."""
 
 COMPONENTS = {
     f"{word} {name}": acls.of_component(row)
@@ -27,47 +27,52 @@ COMPONENTS = {
     for name, row in rows.items()
     if word != "produce" or name in ("node", "cluster")
 }
-"""What each component must be allowed to do, by the words that run it. Simulated fleets write what others do."""
+"""The ACLs that each component needs, by its subcommand. Simulated fleets need those of the real producers."""
 
 
-async def ask(connection: Connection) -> Kafka:
-    """All that is known of a Kafka without reading a record."""
-    asked = Kafka(
-        str(connection), whom(connection), create=topic_admin.command(connection), prefix=connection.topic_prefix
+async def inspect(connection: Connection) -> Kafka:
+    """Describes a Kafka, without reading a record. ``error`` is set if it does not answer."""
+    kafka = Kafka(
+        str(connection),
+        principal_of(connection),
+        create_command=topic_admin.command(connection),
+        prefix=connection.topic_prefix,
     )
     try:
         async with kafka_admin.connect(connection) as admin:
             brokers = await admin.brokers()
-            found = await admin.layouts(topic_admin.contract(connection))
-            seen = [name for name, one in found.items() if one.partitions]
-            unchecked = None
+            layouts = await admin.layouts(topic_admin.contract(connection))
+            existing = [name for name, layout in layouts.items() if layout.partitions]
+            settings_error = None
             try:
-                settings = await admin.settings(seen)
-                found |= {name: found[name]._replace(settings=some) for name, some in settings.items()}
+                settings = await admin.settings(existing)
+                layouts |= {
+                    name: layouts[name]._replace(settings=topic_settings) for name, topic_settings in settings.items()
+                }
             except kafka_admin.SettingsUnknown as error:
-                unchecked = str(error)
-            looked_at = {name: found[name] for name in seen}
+                settings_error = str(error)
+            existing_layouts = {name: layouts[name] for name in existing}
             contract = topic_admin.contract(connection)
-            groups = (acl.name for needed in COMPONENTS.values() for acl in needed if acl.resource == "Group")
-            same = [name for name in await admin.names() if name.endswith(samples.TOPIC.name)]
-            prefixes = {name.removesuffix(samples.TOPIC.name) for name in same}
-            may_see = [topic for name, topic in contract.items() if name in seen or name not in found]
-            return asked._replace(
+            groups = (acl.name for needed_acls in COMPONENTS.values() for acl in needed_acls if acl.resource == "Group")
+            same_named = [name for name in await admin.names() if name.endswith(samples.TOPIC.name)]
+            prefixes = {name.removesuffix(samples.TOPIC.name) for name in same_named}
+            checkable = [topic for name, topic in contract.items() if name in existing or name not in layouts]
+            return kafka._replace(
                 brokers=brokers,
                 disks=await admin.disks(brokers),
-                found={connection.unprefixed(name): one for name, one in found.items()},
-                unchecked=unchecked,
-                mismatches=[one for one in topic_admin.mismatches(may_see, looked_at) if one.breaks],
-                elsewhere=sorted(prefixes - {connection.topic_prefix}),
+                topics={connection.unprefixed(name): layout for name, layout in layouts.items()},
+                settings_error=settings_error,
+                mismatches=[row for row in topic_admin.mismatches(checkable, existing_layouts) if row.breaks],
+                other_prefixes=sorted(prefixes - {connection.topic_prefix}),
                 acls=await admin.acls(),
-                hidden=await admin.hidden_groups(dict.fromkeys(groups)),
+                hidden_groups=await admin.hidden_groups(dict.fromkeys(groups)),
             )
     except BrokerError as error:
-        return asked._replace(error=str(error))
+        return kafka._replace(error=str(error))
 
 
-def whom(connection: Connection) -> str:
-    """The user that a client of this connection is for Kafka, as far as the connection says."""
+def principal_of(connection: Connection) -> str:
+    """The principal that Kafka gives a client of this connection, as far as the connection tells."""
     secrets = connection.secrets()
     if connection.has_login:
         name = secrets.username or secrets.oauth_client_id
@@ -78,109 +83,126 @@ def whom(connection: Connection) -> str:
 # -- the checks
 
 
-def broker(seen: Situation) -> Checked:
-    """Whether Kafka answers, as whom it was asked, and whether its disks have room."""
-    kafka = seen.kafka
+def broker(situation: Situation) -> CheckResult:
+    """Checks that Kafka answers, and that its disks have room."""
+    kafka = situation.kafka
     if kafka.error:
         refused = any(word in kafka.error for word in ("refuse", "password", "log in", "login", "certificate", "TLS"))
-        then = (
-            f"it was asked as {kafka.whom}: docs/how-to/kafka.md says what --kafka-security and its options must be"
+        next_step = (
+            f"it was asked as {kafka.principal}: docs/how-to/kafka.md says what --kafka-security and its"
+            " options must be"
             if refused
             else "is a broker up there, and is that port for clients? `kcat -b HOST:PORT -L` asks it, too"
         )
-        return Checked(
-            f"no answer, as {kafka.whom}",
-            [Finding(f"Kafka at {kafka.servers} can't be asked", kafka.error, "it was asked", then)],
+        return CheckResult(
+            f"no answer, as {kafka.principal}",
+            [Finding(f"Kafka at {kafka.servers} can't be asked", kafka.error, "it was asked", next_step)],
         )
-    found = Findings()
+    findings = Findings()
     for disk in kafka.disks:
         if disk.error:
-            cause, shown = "the broker can't use it: the disk is full or broken", disk.error
-        elif 0 <= disk.usable < NEARLY_FULL * disk.total:
-            cause, shown = "it is nearly full", f"{_gib(disk.usable)} of {_gib(disk.total)} are left"
+            cause, shown_by = "the broker can't use it: the disk is full or broken", disk.error
+        elif 0 <= disk.usable < MIN_FREE_RATIO * disk.total:
+            cause, shown_by = "it is nearly full", f"{_gib(disk.usable)} of {_gib(disk.total)} are left"
         else:
             continue
-        found.say(
+        findings.add(
             f"broker {disk.broker}: the disk of {disk.path}",
             cause,
-            shown,
+            shown_by,
             "make it larger, or give topics less retention.ms; a broker whose disk is full stops",
         )
-    return Checked(f"{counted(len(kafka.brokers), 'broker')} at {kafka.servers}, asked as {kafka.whom}", found)
+    return CheckResult(
+        f"{counted(len(kafka.brokers), 'broker')} at {kafka.servers}, asked as {kafka.principal}", findings
+    )
 
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def topics(seen: Situation) -> Checked:
-    """Whether the topics are there, and as they must be, and each partition has a leader and enough replicas."""
-    kafka = seen.kafka
+def topics(situation: Situation) -> CheckResult:
+    """Checks that the topics exist with the right settings, and each partition has a leader and enough replicas."""
+    kafka = situation.kafka
     if kafka.error:
-        return Checked("not asked", looked=False)
-    if not kafka.found:
-        others = ", ".join(repr(one) for one in kafka.elsewhere)
-        under = f"with the prefix {kafka.prefix!r}" if kafka.prefix else "without a prefix"
-        return Checked(
+        return CheckResult("not asked", looked=False)
+    if not kafka.topics:
+        other_prefixes = ", ".join(repr(prefix) for prefix in kafka.other_prefixes)
+        prefix_text = f"with the prefix {kafka.prefix!r}" if kafka.prefix else "without a prefix"
+        return CheckResult(
             "there is none",
             [
                 Finding(
-                    f"there is no topic of gpustream {under}",
-                    f"--topic-prefix is wrong: {others} is there" if others else "the topics were never made",
+                    f"there is no topic of gpustream {prefix_text}",
+                    f"--topic-prefix is wrong: {other_prefixes} is there"
+                    if other_prefixes
+                    else "the topics were never made",
                     "gpu.samples and all others are missing",
-                    "give the --topic-prefix that the producers have" if others else f"run `{kafka.create}`",
+                    "give the --topic-prefix that the producers have"
+                    if other_prefixes
+                    else f"run `{kafka.create_command}`",
                 )
             ],
         )
-    wrong = Findings(
+    findings = Findings(
         Finding(
-            str(one),
+            str(mismatch),
             "the topic was made or changed by something else, or never made",
-            one.topic,
-            f"run `{kafka.create}`: it makes what is missing, and sets the settings right",
+            mismatch.topic,
+            f"run `{kafka.create_command}`: it makes what is missing, and sets the settings right",
         )
-        for one in kafka.mismatches
-        if one.subject != topic_admin.NUMBER_OF_PARTITIONS
+        for mismatch in kafka.mismatches
+        if mismatch.subject != topic_admin.NUMBER_OF_PARTITIONS
     )
-    if numbers := [one for one in kafka.mismatches if one.subject == topic_admin.NUMBER_OF_PARTITIONS]:
-        wrong.say(
+    if numbers := [mismatch for mismatch in kafka.mismatches if mismatch.subject == topic_admin.NUMBER_OF_PARTITIONS]:
+        findings.add(
             f"{counted(len(numbers), 'topic')} of another number of partitions: it must be {numbers[0].want}",
             "partitions were added to a topic, or it was made by something else",
-            ", ".join(f"{one.topic} has {one.have}" for one in numbers),
+            ", ".join(f"{mismatch.topic} has {mismatch.have}" for mismatch in numbers),
             "see `More partitions` in docs/operations/README.md: records of a node must stay in one partition",
         )
-    wrong += [found for name, one in kafka.found.items() for found in _without_leader_or_replicas(kafka, name, one)]
-    wrong += _limited(kafka)
-    said = "as they must be" if not kafka.unchecked else f"there; their settings are not known: {kafka.unchecked}"
-    return Checked(f"{counted(len(wrong), 'mistake')}" if wrong else said, wrong)
+    findings += [
+        finding for name, layout in kafka.topics.items() for finding in _partition_findings(kafka, name, layout)
+    ]
+    findings += _size_limit_findings(kafka)
+    summary = (
+        "as they must be"
+        if not kafka.settings_error
+        else f"there; their settings are not known: {kafka.settings_error}"
+    )
+    return CheckResult(f"{counted(len(findings), 'mistake')}" if findings else summary, findings)
 
 
-def _without_leader_or_replicas(kafka: Kafka, name: str, one: TopicDescription) -> Iterator[Finding]:
+def _partition_findings(kafka: Kafka, name: str, layout: TopicDescription) -> Iterator[Finding]:
     """Findings for partitions of a topic that have no leader, or too few replicas in sync to take records."""
-    if one.leaderless:
+    if layout.leaderless:
         yield Finding(
-            f"{name}: {counted(len(one.leaderless), 'partition')} of {one.partitions} have no leader",
+            f"{name}: {counted(len(layout.leaderless), 'partition')} of {layout.partitions} have no leader",
             "the brokers that have the replicas are down, or their disks are",
-            f"partitions {', '.join(map(str, one.leaderless))}; brokers"
+            f"partitions {', '.join(map(str, layout.leaderless))}; brokers"
             f" {', '.join(map(str, sorted(kafka.brokers))) or 'none'} answer",
             "start these brokers; what comes for these partitions waits in the producers' buffers until then",
         )
-    least = int((one.settings or {}).get("min.insync.replicas", "1") or 1)
-    short = [number for number, count in one.in_sync.items() if 0 < count < least and number not in one.leaderless]
-    if short:
+    min_in_sync = int((layout.settings or {}).get("min.insync.replicas", "1") or 1)
+    too_few_replicas = [
+        number
+        for number, count in layout.in_sync.items()
+        if 0 < count < min_in_sync and number not in layout.leaderless
+    ]
+    if too_few_replicas:
         yield Finding(
-            f"{name}: {counted(len(short), 'partition')} take no records",
-            f"fewer than min.insync.replicas ({least}) replicas are in sync",
-            f"partitions {', '.join(map(str, short[:20]))}",
+            f"{name}: {counted(len(too_few_replicas), 'partition')} take no records",
+            f"fewer than min.insync.replicas ({min_in_sync}) replicas are in sync",
+            f"partitions {', '.join(map(str, too_few_replicas[:20]))}",
             "start the brokers that are missing, or see why their replicas do not follow",
         )
 
 
-def _limited(kafka: Kafka) -> Iterator[Finding]:
+def _size_limit_findings(kafka: Kafka) -> Iterator[Finding]:
     """A finding for topics that lose records because of their size, before their time."""
     limited: list[str] = []
-    for name, one in kafka.found.items():
-        settings = one.settings or {}
+    for name, layout in kafka.topics.items():
+        settings = layout.settings or {}
         limit = settings.get("retention.bytes") or "-1"
         if limit != "-1" and "delete" in settings.get("cleanup.policy", ""):
             limited.append(f"{kafka.prefix}{name}: {limit}")
@@ -194,92 +216,102 @@ def _limited(kafka: Kafka) -> Iterator[Finding]:
         )
 
 
-def rights(seen: Situation) -> Checked:
-    """What this client may not see, and which users have some of a component's rights and lack others."""
-    kafka = seen.kafka
+def rights(situation: Situation) -> CheckResult:
+    """Checks what this client may not see, and which users have some of a component's rights and lack others."""
+    kafka = situation.kafka
     if kafka.error:
-        return Checked("not asked", looked=False)
-    missing = [name for name, one in kafka.found.items() if one.allowed is not None and "Read" not in one.allowed]
-    found = Findings()
-    if missing:
-        found.say(
-            f"{counted(len(missing), 'topic')} not looked at: {kafka.whom} may not read",
+        return CheckResult("not asked", looked=False)
+    unreadable = [
+        name for name, layout in kafka.topics.items() if layout.allowed is not None and "Read" not in layout.allowed
+    ]
+    findings = Findings()
+    if unreadable:
+        findings.add(
+            f"{counted(len(unreadable), 'topic')} not looked at: {kafka.principal} may not read",
             "its ACLs are not those of `doctor` in docs/how-to/kafka.md",
-            ", ".join(missing),
+            ", ".join(unreadable),
             f"allow Read on these topics, with the prefix {kafka.prefix!r}" if kafka.prefix else "allow Read on these",
         )
-    if kafka.hidden:
-        found.say(
-            f"{counted(len(kafka.hidden), 'group')} not looked at: {kafka.whom} may not see",
+    if kafka.hidden_groups:
+        findings.add(
+            f"{counted(len(kafka.hidden_groups), 'group')} not looked at: {kafka.principal} may not see",
             "its ACLs are not those of `doctor` in docs/how-to/kafka.md",
-            ", ".join(kafka.hidden),
+            ", ".join(kafka.hidden_groups),
             "allow Describe on these groups",
         )
     if kafka.acls is None:
-        return Checked("ACLs are not known: there are none, or this client may not Describe the cluster", found)
-    for words, needed in COMPONENTS.items():
-        theirs = [acl._replace(name=kafka.prefix + acl.name) for acl in needed]
-        for principal in _who_runs(kafka.acls, theirs):
-            for one in (one for one in theirs if not allows(kafka.acls, principal, one)):
-                denied = _given(kafka.acls, principal, one)
-                found.say(
-                    f"{principal} may not {one.operation} {one.resource} {one.name}",
+        return CheckResult("ACLs are not known: there are none, or this client may not Describe the cluster", findings)
+    for component, needed_acls in COMPONENTS.items():
+        component_acls = [acl._replace(name=kafka.prefix + acl.name) for acl in needed_acls]
+        for principal in _probable_users(kafka.acls, component_acls):
+            for needed in (needed for needed in component_acls if not allows(kafka.acls, principal, needed)):
+                denied = _is_allowed(kafka.acls, principal, needed)
+                findings.add(
+                    f"{principal} may not {needed.operation} {needed.resource} {needed.name}",
                     "an ACL denies it" if denied else "the ACL is missing",
-                    f"it has other rights of `gpustream {words}`, which needs this one",
+                    f"it has other rights of `gpustream {component}`, which needs this one",
                     f"`kafka-acls.sh --bootstrap-server HOST:PORT --{'remove' if denied else 'add'}"
-                    f" --{'deny' if denied else 'allow'}-principal {principal} --operation {one.operation}"
-                    f" --{one.resource.lower()} {one.name}`",
+                    f" --{'deny' if denied else 'allow'}-principal {principal} --operation {needed.operation}"
+                    f" --{needed.resource.lower()} {needed.name}`",
                 )
-    users = {one.principal for one in kafka.acls}
-    return Checked(f"{counted(len(kafka.acls), 'ACL')} of {counted(len(users), 'user')}", found)
+    users = {acl.principal for acl in kafka.acls}
+    return CheckResult(f"{counted(len(kafka.acls), 'ACL')} of {counted(len(users), 'user')}", findings)
 
 
-def _who_runs(known: Sequence[Acl], needed: Sequence[acls.Acl]) -> list[str]:
-    """The users who seem to run a component: those who may use its group, or who may write what a producer writes."""
-    kind = "Group" if any(one.resource == "Group" for one in needed) else "Topic"
-    signs = [
-        one for one in needed if one.resource == kind and one.operation in ("Read" if kind == "Group" else "Write")
+def _probable_users(existing: Sequence[Acl], needed: Sequence[acls.Acl]) -> list[str]:
+    """The users who seem to run a component: those who may read with its group, or who may write a producer's topic."""
+    resource = "Group" if any(acl.resource == "Group" for acl in needed) else "Topic"
+    telling_acls = [
+        acl
+        for acl in needed
+        if acl.resource == resource and acl.operation in ("Read" if resource == "Group" else "Write")
     ]
-    users = dict.fromkeys(one.principal for one in known if one.allowed and one.principal != "User:*")
-    if kind == "Topic":
-        signs = signs[:1]
-    return [who for who in users if signs and all(_given(known, who, one) for one in signs)]
+    users = dict.fromkeys(acl.principal for acl in existing if acl.allowed and acl.principal != "User:*")
+    if resource == "Topic":
+        telling_acls = telling_acls[:1]
+    return [user for user in users if telling_acls and all(_is_allowed(existing, user, acl) for acl in telling_acls)]
 
 
 _IMPLIED = {"Describe": ("Read", "Write", "Alter", "Delete")}
 
 
-def _matches(one: Acl, principal: str, needed: acls.Acl, operations: Sequence[str]) -> bool:
-    named = needed.name.startswith(one.name[:-1]) if one.name.endswith("*") else one.name == needed.name
+def _matches(acl: Acl, principal: str, needed: acls.Acl, operations: Sequence[str]) -> bool:
+    name_matches = needed.name.startswith(acl.name[:-1]) if acl.name.endswith("*") else acl.name == needed.name
     return (
-        one.principal in (principal, "User:*")
-        and one.resource == needed.resource
-        and one.operation in operations
-        and named
+        acl.principal in (principal, "User:*")
+        and acl.resource == needed.resource
+        and acl.operation in operations
+        and name_matches
     )
 
 
-def _given(known: Iterable[Acl], principal: str, needed: acls.Acl) -> bool:
-    some = (needed.operation, "All", *_IMPLIED.get(needed.operation, ()))
-    return any(one.allowed and _matches(one, principal, needed, some) for one in known)
+def _is_allowed(existing: Iterable[Acl], principal: str, needed: acls.Acl) -> bool:
+    operations = (needed.operation, "All", *_IMPLIED.get(needed.operation, ()))
+    return any(acl.allowed and _matches(acl, principal, needed, operations) for acl in existing)
 
 
-def allows(known: Sequence[Acl], principal: str, needed: acls.Acl) -> bool:
-    """Whether a user may do something: an ACL allows it, and none denies it."""
-    denied = any(not one.allowed and _matches(one, principal, needed, (needed.operation, "All")) for one in known)
-    return _given(known, principal, needed) and not denied
+def allows(existing: Sequence[Acl], principal: str, needed: acls.Acl) -> bool:
+    """Whether a user has the right ``needed``: an ACL allows it, and none denies it."""
+    denied = any(not acl.allowed and _matches(acl, principal, needed, (needed.operation, "All")) for acl in existing)
+    return _is_allowed(existing, principal, needed) and not denied
 
 
-def readable(kafka: Kafka, needed: Iterable[str]) -> str:
-    """Why these topics can't be read; no text if they can."""
-    missing = [name for name in needed if name not in kafka.found]
+def unreadable_reason(kafka: Kafka, topic_names: Iterable[str]) -> str:
+    """Why these topics can't be read; empty if they can."""
+    missing = [name for name in topic_names if name not in kafka.topics]
     if kafka.error or missing:
         return kafka.error or f"there is no {missing[0]}"
-    hidden = [name for name in needed if (may := kafka.found[name].allowed) is not None and "Read" not in may]
-    return f"{kafka.whom} may not read {hidden[0]}" if hidden else ""
+    denied = [
+        name for name in topic_names if (allowed := kafka.topics[name].allowed) is not None and "Read" not in allowed
+    ]
+    return f"{kafka.principal} may not read {denied[0]}" if denied else ""
 
 
-def known_topics(found: Mapping[str, kafka_admin.TopicDescription]) -> list[str]:
-    """Those topics of the contract that are there and can be read."""
-    may = {name: one.allowed for name, one in found.items() if one.partitions}
-    return [name for name in TOPICS if name in may and ((allowed := may[name]) is None or "Read" in allowed)]
+def readable_topics(topics: Mapping[str, kafka_admin.TopicDescription]) -> list[str]:
+    """The topics of the contract that exist and can be read."""
+    allowed_by_topic = {name: layout.allowed for name, layout in topics.items() if layout.partitions}
+    return [
+        name
+        for name in TOPICS
+        if name in allowed_by_topic and ((allowed := allowed_by_topic[name]) is None or "Read" in allowed)
+    ]

@@ -21,26 +21,26 @@ from delivery.settings import DURATION, URL
 from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option, options, output_format
 from gpustream.doctor import checks
 from gpustream.doctor.gather import Scope, gather
-from gpustream.doctor.seen import Checked, Situation
+from gpustream.doctor.situation import CheckResult, Situation
 from gpustream.output import FAILED, answer, printable
 from producers.cluster.config import ClusterSettings
 
 SCHEMA = 1
 
-SHOWN = 20
+MAX_SHOWN = 20
 """At most this many findings of a check are written out; JSON has them all."""
 
 _WIDTH = 110
 
-LONGEST_S = 23 * 3600.0
-"""Topics keep a day: of what is older, some may have been deleted, and would be taken for lost."""
+MAX_SINCE_S = 23 * 3600.0
+"""Topics keep a day: older records may have been deleted, and would be reported as lost."""
 
-_SINCE = "--since: from above 0 to 23h: topics keep a day, and what is older may have been deleted"
+_SINCE_ERROR = "--since: from above 0 to 23h: topics keep a day, and what is older may have been deleted"
 
 
 @click.command(
     cls=Command,
-    check=lambda given: [] if 0 < given["since_s"] <= LONGEST_S else [_SINCE],
+    check=lambda values: [] if 0 < values["since_s"] <= MAX_SINCE_S else [_SINCE_ERROR],
     example=(
         "gpustream doctor --kafka kafka-0:9092\n"
         "gpustream doctor --kafka kafka-0:9092 --since 1h --metrics http://remote-write:9401 \\\n"
@@ -76,48 +76,48 @@ def doctor(
     It reads the topics from --since to where they end when it starts, in no consumer group, and commits nothing. Exit
     code 1 if anything was found: each finding with its cause, what shows it, and what to do next.
     """
-    wanted = Scope(since_s, metrics, prometheus, namespace if kube else None, kubeconfig)
-    seen = answer(gather(connection, wanted))
-    found = checks.run(seen)
+    scope = Scope(since_s, metrics, prometheus, namespace if kube else None, kubeconfig)
+    situation = answer(gather(connection, scope))
+    results = checks.run(situation)
     if form == "json":
-        click.echo(msgspec.json.encode(report(seen, found)))
+        click.echo(msgspec.json.encode(report(situation, results)))
     else:
-        click.echo("\n".join(text(seen, found)))
-    raise SystemExit(FAILED if any(one.findings for one in found.values()) else 0)
+        click.echo("\n".join(text(situation, results)))
+    raise SystemExit(FAILED if any(result.findings for result in results.values()) else 0)
 
 
-def text(seen: Situation, found: Mapping[str, Checked]) -> Iterator[str]:
-    """The report for people: a line for each check, and under it what it has found."""
-    width = max(map(len, found))
-    for name, one in found.items():
-        mark = "FOUND" if one.findings else "ok" if one.looked else "-"
-        yield printable(f"{mark:5}  {name:{width}}  {one.summary}")
-        for finding in one.findings[:SHOWN]:
+def text(situation: Situation, results: Mapping[str, CheckResult]) -> Iterator[str]:
+    """The report for people: a line for each check, and its findings below it."""
+    width = max(map(len, results))
+    for name, result in results.items():
+        mark = "FOUND" if result.findings else "ok" if result.looked else "-"
+        yield printable(f"{mark:5}  {name:{width}}  {result.summary}")
+        for finding in result.findings[:MAX_SHOWN]:
             yield from textwrap.wrap(
                 printable(finding.finding), _WIDTH, initial_indent="       ", subsequent_indent="         "
             )
-            for label, said in (("cause", finding.cause), ("shown by", finding.evidence), ("next", finding.next)):
+            for label, paragraph in (("cause", finding.cause), ("shown by", finding.evidence), ("next", finding.next)):
                 indent = f"{'':9}{label + ':':10}"
                 yield from textwrap.wrap(
-                    printable(said), _WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent)
+                    printable(paragraph), _WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent)
                 )
-        if len(one.findings) > SHOWN:
-            yield f"       and {len(one.findings) - SHOWN} more: --format json has them all"
-    count = sum(len(one.findings) for one in found.values())
-    yield f"{counted(count, 'finding')} in {seen.window}" if count else f"all is well in {seen.window}"
+        if len(result.findings) > MAX_SHOWN:
+            yield f"       and {len(result.findings) - MAX_SHOWN} more: --format json has them all"
+    count = sum(len(result.findings) for result in results.values())
+    yield f"{counted(count, 'finding')} in {situation.window}" if count else f"all is well in {situation.window}"
 
 
-def report(seen: Situation, found: Mapping[str, Checked]) -> dict[str, Any]:
-    """The report for programs: the checks with all findings, and what is known of each node and group."""
-    nodes = seen.fold.nodes.items() if seen.fold is not None else ()
+def report(situation: Situation, results: Mapping[str, CheckResult]) -> dict[str, Any]:
+    """The report for programs: the checks with all findings, and the numbers of each node and group."""
+    nodes = situation.evidence.nodes.items() if situation.evidence is not None else ()
     return {
         "schema": SCHEMA,
-        "since_ms": seen.since_ms,
-        "until_ms": seen.now_ms,
-        "ok": not any(one.findings for one in found.values()),
+        "since_ms": situation.since_ms,
+        "until_ms": situation.now_ms,
+        "ok": not any(result.findings for result in results.values()),
         "checks": [
-            {"check": name, "summary": one.summary, "looked": one.looked, "findings": one.findings}
-            for name, one in found.items()
+            {"check": name, "summary": result.summary, "looked": result.looked, "findings": result.findings}
+            for name, result in results.items()
         ],
         "nodes": [
             {
@@ -130,7 +130,7 @@ def report(seen: Situation, found: Mapping[str, Checked]) -> dict[str, Any]:
                         "from_seq": next(iter(run.seqs))[0],
                         "to_seq": run.last_seq,
                         "ticks": len(run.seqs),
-                        "gaps": checks.gaps_of(run_id, run, seen.since_ms),
+                        "gaps": checks.gaps_of(run_id, run, situation.since_ms),
                         "last_logged_ms": run.last_logged_ms,
                         **run.fates,
                     }
@@ -147,6 +147,6 @@ def report(seen: Situation, found: Mapping[str, Checked]) -> dict[str, Any]:
                 "members": group.members,
                 "behind": [lag._asdict() for lag in group.lags],
             }
-            for group in seen.groups or ()
+            for group in situation.groups or ()
         ],
     }

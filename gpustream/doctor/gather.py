@@ -3,11 +3,11 @@
 In:       a connection, a time, addresses.
 Out:      a :class:`Situation`.
 State:    none. It joins no consumer group and commits nothing.
-On failure: whatever does not answer is in the :class:`Situation`, with the reason, and the others are asked.
+On failure: the :class:`Situation` has the reason why something does not answer, and the rest is still asked.
 
-The order of the questions matters. gpu.samples is asked first where it ends, then the groups what they have finished,
-then the other topics where they end: so what is finished of the samples is in the others. Everything is read to these
-ends, however much comes meanwhile. Groups that are behind are asked a second time, to see whether they catch up.
+The order of the requests matters: first the end offsets of gpu.samples, then the groups' committed offsets, then the
+end offsets of the other topics. So these have the output of every finished sample. Every topic is read to its end
+offset, however much comes meanwhile. If a group is behind, the groups are asked again, to see whether they catch up.
 """
 
 import asyncio
@@ -28,32 +28,32 @@ from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from delivery.positions import STATE_WINDOW_MS
 from gpustream import history
-from gpustream.doctor import brokers, pods, readers
-from gpustream.doctor.evidence import Fold, NodeName
+from gpustream.doctor import brokers, kubernetes, readers
+from gpustream.doctor.evidence import Evidence, NodeName
 from gpustream.doctor.readers import ATTRIBUTION
-from gpustream.doctor.seen import Cluster, Group, Lag, OwnMetrics, Prometheus, Series, Situation
+from gpustream.doctor.situation import Cluster, Group, Lag, OwnMetrics, Prometheus, Series, Situation
 from gpustream.history import History, Span
 from gpustream.output import now_ms
 from topics import allocations, attributed, dead_letters, samples, workloads
 
-GROUPS = "gpustream-"
+GROUP_PREFIX = "gpustream-"
 
 _ANSWER_S = 10.0
 _BROKERS_DIFFER_MS = 60_000
-"""How much the clocks of two brokers may differ: what is made of a sample may have an earlier log time than that."""
+"""How much the clocks of two brokers may differ: the output of a tick may have an earlier log time than the tick."""
 
 WATCH_S = 3.0
-"""After this a group that is behind is asked again: it commits every second."""
+"""How long a group that is behind is watched. It commits every second."""
 
 _QUERY = "max by (k8s_cluster_name, k8s_node_name, cluster, hostname, node) (timestamp(gpu_info))"
 _CLUSTER_LABELS = ("k8s_cluster_name", "cluster")
 _NODE_LABELS = ("k8s_node_name", "hostname", "node")
 _STATES = (allocations.TOPIC.name, workloads.TOPIC.name)
-_IN_ORDER = (dead_letters.TOPIC.name, *_STATES, attributed.TOPIC.name, samples.TOPIC.name)
+_READ_ORDER = (dead_letters.TOPIC.name, *_STATES, attributed.TOPIC.name, samples.TOPIC.name)
 
 
 class Scope(NamedTuple):
-    """What is looked at: how far back, whose metrics, which Prometheus, which namespace of which cluster if any."""
+    """What to look at: how far back, whose metrics, which Prometheus, and which Kubernetes namespace, if any."""
 
     since_s: float
     metrics: Sequence[str] = ()
@@ -62,100 +62,111 @@ class Scope(NamedTuple):
     kubeconfig: Path | None = None
 
 
-async def gather(connection: Connection, wanted: Scope) -> Situation:
-    """Everything that the checks look at."""
+async def gather(connection: Connection, scope: Scope) -> Situation:
+    """Collects everything that the checks look at."""
 
-    async def kube() -> Cluster | None:
-        return await pods.ask(wanted.kubeconfig, wanted.namespace) if wanted.namespace is not None else None
+    async def query_kubernetes() -> Cluster | None:
+        return await kubernetes.inspect(scope.kubeconfig, scope.namespace) if scope.namespace is not None else None
 
-    asked, components, cluster = await asyncio.gather(brokers.ask(connection), ask_components(wanted.metrics), kube())
-    at_ms = now_ms()  # only now: what hangs takes seconds, and the records are read after that
-    since_ms = at_ms - int(wanted.since_s * 1000)
-    seen = Situation(since_ms, at_ms, asked, components=components, cluster=cluster)
-    if asked.error:
-        seen = seen._replace(groups=None, unread=asked.error)
+    kafka, components, cluster = await asyncio.gather(
+        brokers.inspect(connection), query_components(scope.metrics), query_kubernetes()
+    )
+    current_ms = now_ms()  # only now: what hangs takes seconds, and the records are read after that
+    since_ms = current_ms - int(scope.since_s * 1000)
+    situation = Situation(since_ms, current_ms, kafka, components=components, cluster=cluster)
+    if kafka.error:
+        situation = situation._replace(groups=None, unread=kafka.error)
     else:
-        seen = await _read(connection, seen)
-    return seen._replace(prometheus=await ask_prometheus(wanted.prometheus) if wanted.prometheus else None)
+        situation = await _read(connection, situation)
+    return situation._replace(prometheus=await query_prometheus(scope.prometheus) if scope.prometheus else None)
 
 
-async def _read(connection: Connection, seen: Situation) -> Situation:
-    """What the records say, and the groups. Partitions without a leader are left out."""
-    readable = brokers.known_topics(seen.kafka.found)
-    unread = brokers.readable(seen.kafka, _IN_ORDER)
-    leaderless = [Partition(name, number) for name, one in seen.kafka.found.items() for number in one.leaderless]
+async def _read(connection: Connection, situation: Situation) -> Situation:
+    """Adds the evidence of the records, and the groups. Partitions without a leader are left out."""
+    topics = brokers.readable_topics(situation.kafka.topics)
+    unread = brokers.unreadable_reason(situation.kafka, _READ_ORDER)
+    leaderless = [
+        Partition(name, number) for name, layout in situation.kafka.topics.items() for number in layout.leaderless
+    ]
     try:
-        async with history.opened(connection, readable, without=leaderless) as past:
-            spans = {} if unread else {samples.TOPIC.name: await past.spans(samples.TOPIC.name, seen.since_ms)}
+        async with history.opened(connection, topics, without=leaderless) as reader:
+            spans = {} if unread else {samples.TOPIC.name: await reader.spans(samples.TOPIC.name, situation.since_ms)}
             groups = await _groups(connection)
-            fold = None if unread else await _fold(past, spans, seen.since_ms, groups or ())
-            known = None if groups is None else await _with_lags(past, groups)
-            seen = seen._replace(fold=fold, unread=unread, groups=known)
+            evidence = None if unread else await _collect_evidence(reader, spans, situation.since_ms, groups or ())
+            groups_with_lags = None if groups is None else await _with_lags(reader, groups)
+            situation = situation._replace(evidence=evidence, unread=unread, groups=groups_with_lags)
             behind = [
-                lag for group in seen.groups or () for lag in group.lags if readers.is_behind(seen, lag.oldest_ms)
+                lag
+                for group in situation.groups or ()
+                for lag in group.lags
+                if readers.is_behind(situation, lag.oldest_ms)
             ]
-            return await _watched(past, seen) if behind else seen
+            return await _with_progress(reader, situation) if behind else situation
     except BrokerError as error:
-        return seen._replace(unread=str(error), groups=seen.groups or None)
+        return situation._replace(unread=str(error), groups=situation.groups or None)
 
 
 async def _groups(connection: Connection) -> list[GroupDescription] | None:
-    """The groups; None if no broker answers for them."""
+    """The consumer groups; None if no broker answers for them."""
     try:
         async with kafka_admin.connect(connection) as admin:
-            return await admin.groups(GROUPS)
+            return await admin.groups(GROUP_PREFIX)
     except BrokerError:
         return None
 
 
-async def _fold(
-    past: History, spans: dict[str, dict[Partition, Span]], since_ms: int, groups: Iterable[GroupDescription]
-) -> Fold:
-    """The records, folded. ``spans`` are those of gpu.samples, which were asked for before the groups."""
-    for topic in _IN_ORDER[:-1]:
+async def _collect_evidence(
+    reader: History, spans: dict[str, dict[Partition, Span]], since_ms: int, groups: Iterable[GroupDescription]
+) -> Evidence:
+    """Reads all records. ``spans`` has those of gpu.samples, which were asked for before the groups."""
+    for topic in _READ_ORDER[:-1]:
         before_ms = STATE_WINDOW_MS if topic in _STATES else _BROKERS_DIFFER_MS
-        spans[topic] = await past.spans(topic, since_ms - before_ms)
+        spans[topic] = await reader.spans(topic, since_ms - before_ms)
     finished = {
         tp.partition: offset
         for group in groups
         for tp, offset in group.committed.items()
         if group.name == ATTRIBUTION and tp.topic == samples.TOPIC.name
     }
-    wholes = {tp: span for topic in _IN_ORDER[-2:] for tp, span in (await past.spans(topic)).items()}
-    begins = {tp: all_of.start for tp, all_of in wholes.items() if spans[tp.topic][tp].start <= all_of.start}
-    fold = Fold(finished, past.connection.unprefixed, begins)
-    for topic in _IN_ORDER:
+    full_spans = {tp: span for topic in _READ_ORDER[-2:] for tp, span in (await reader.spans(topic)).items()}
+    log_starts = {
+        tp: full_span.start for tp, full_span in full_spans.items() if spans[tp.topic][tp].start <= full_span.start
+    }
+    evidence = Evidence(finished, reader.connection.unprefixed, log_starts)
+    for topic in _READ_ORDER:
         with history.progress(topic, spans[topic]) as advanced:
-            async for records in past.records(spans[topic], advanced):
+            async for records in reader.records(spans[topic], advanced):
                 for record in records:
-                    fold.take(record)
-    return fold
+                    evidence.add(record)
+    return evidence
 
 
-async def _watched(past: History, seen: Situation) -> Situation:
-    """The same, after some seconds, with what each group has done in them."""
+async def _with_progress(reader: History, situation: Situation) -> Situation:
+    """Waits some seconds, and adds what each group has finished meanwhile."""
     began_s = time.monotonic()
     await asyncio.sleep(WATCH_S)
-    again = await _groups(past.connection)
+    later_groups = await _groups(reader.connection)
     watched_s = time.monotonic() - began_s
-    later = {group.name: group for group in await _with_lags(past, again or ())}
-    return seen._replace(
+    later_by_name = {group.name: group for group in await _with_lags(reader, later_groups or ())}
+    return situation._replace(
         groups=[
-            _moved(group, after, watched_s) if (after := later.get(group.name)) else group
-            for group in seen.groups or ()
+            _group_with_progress(group, later, watched_s) if (later := later_by_name.get(group.name)) else group
+            for group in situation.groups or ()
         ]
     )
 
 
-def _moved(group: Group, later: Group, watched_s: float) -> Group:
-    """A group, with what it finished in ``watched_s`` until it was as it is ``later``."""
-    left = {lag.topic: lag.records for lag in later.lags}
+def _group_with_progress(group: Group, later: Group, watched_s: float) -> Group:
+    """A group, with what it finished in the ``watched_s`` until ``later``."""
+    later_lags = {lag.topic: lag.records for lag in later.lags}
     lags = [
         lag._replace(
             finished=sum(
-                max(0, at - group.committed.get(tp, 0)) for tp, at in later.committed.items() if tp.topic == lag.topic
+                max(0, offset - group.committed.get(tp, 0))
+                for tp, offset in later.committed.items()
+                if tp.topic == lag.topic
             ),
-            grew=left.get(lag.topic, 0) - lag.records,
+            grew=later_lags.get(lag.topic, 0) - lag.records,
             watched_s=watched_s,
         )
         for lag in group.lags
@@ -163,91 +174,99 @@ def _moved(group: Group, later: Group, watched_s: float) -> Group:
     return group._replace(lags=tuple(lags))
 
 
-async def _with_lags(past: History, groups: Sequence[GroupDescription]) -> list[Group]:
-    """The groups, each with what it has not finished of the topics in which it has committed something."""
-    topics = {tp.topic for group in groups for tp in group.committed} & past.partitions.keys()
-    spans = {tp: span for topic in topics for tp, span in (await past.spans(topic)).items()}
+async def _with_lags(reader: History, groups: Sequence[GroupDescription]) -> list[Group]:
+    """The groups, each with its lag in every topic in which it has committed an offset."""
+    topics = {tp.topic for group in groups for tp in group.committed} & reader.partitions.keys()
+    spans = {tp: span for topic in topics for tp, span in (await reader.spans(topic)).items()}
     behind: dict[str, dict[Partition, int]] = {}
     for group in groups:
-        mine = {tp.topic for tp in group.committed}
-        at = {tp: max(group.committed.get(tp, one.start), one.start) for tp, one in spans.items() if tp.topic in mine}
-        behind[group.name] = {tp: offset for tp, offset in at.items() if offset < spans[tp].end}
-    times = await _times(past, [place for places in behind.values() for place in places.items()])
-    found = []
+        committed_topics = {tp.topic for tp in group.committed}
+        next_offsets = {
+            tp: max(group.committed.get(tp, span.start), span.start)
+            for tp, span in spans.items()
+            if tp.topic in committed_topics
+        }
+        behind[group.name] = {tp: offset for tp, offset in next_offsets.items() if offset < spans[tp].end}
+    times = await _log_times(reader, [position for positions in behind.values() for position in positions.items()])
+    result = []
     for group in groups:
         lags = []
         for topic in sorted({tp.topic for tp in behind[group.name]}):
-            places = {tp: at for tp, at in behind[group.name].items() if tp.topic == topic}
-            records = sum(spans[tp].end - at for tp, at in places.items())
-            oldest_ms = min((at_ms for place in places.items() if (at_ms := times[place])), default=None)
-            lags.append(Lag(topic, records, tuple(tp.partition for tp in places), oldest_ms))
-        lost = {tp: spans[tp].start for tp, at in group.committed.items() if tp in spans and at < spans[tp].start}
-        found.append(Group(group.name, group.state, group.members, tuple(lags), group.committed, lost))
-    return found
+            positions = {tp: offset for tp, offset in behind[group.name].items() if tp.topic == topic}
+            records = sum(spans[tp].end - offset for tp, offset in positions.items())
+            oldest_ms = min((at_ms for position in positions.items() if (at_ms := times[position])), default=None)
+            lags.append(Lag(topic, records, tuple(tp.partition for tp in positions), oldest_ms))
+        log_starts = {
+            tp: spans[tp].start for tp, offset in group.committed.items() if tp in spans and offset < spans[tp].start
+        }
+        result.append(Group(group.name, group.state, group.members, tuple(lags), group.committed, log_starts))
+    return result
 
 
-async def _times(past: History, places: Iterable[tuple[Partition, int]]) -> dict[tuple[Partition, int], int | None]:
-    """When the records at these offsets were logged. A question has one offset of each partition."""
-    asked: dict[Partition, set[int]] = {}
-    for tp, at in places:
-        asked.setdefault(tp, set()).add(at)
-    offsets, times = (
-        OffsetClient(past.connection, client_id="gpustream-doctor"),
-        dict[tuple[Partition, int], int | None](),
-    )
-    while asked:
-        some = {tp: left.pop() for tp, left in asked.items()}
-        asked = {tp: left for tp, left in asked.items() if left}
-        times |= {(tp, some[tp]): at_ms for tp, at_ms in (await offsets.times(some)).items()}
+async def _log_times(
+    reader: History, positions: Iterable[tuple[Partition, int]]
+) -> dict[tuple[Partition, int], int | None]:
+    """When the records at these offsets were logged. One request can have one offset of each partition."""
+    remaining: dict[Partition, set[int]] = {}
+    for tp, offset in positions:
+        remaining.setdefault(tp, set()).add(offset)
+    client = OffsetClient(reader.connection, client_id="gpustream-doctor")
+    times: dict[tuple[Partition, int], int | None] = {}
+    while remaining:
+        batch = {tp: offsets_left.pop() for tp, offsets_left in remaining.items()}
+        remaining = {tp: offsets_left for tp, offsets_left in remaining.items() if offsets_left}
+        times |= {(tp, batch[tp]): at_ms for tp, at_ms in (await client.times(batch)).items()}
     return times
 
 
 # -- over HTTP
 
 
-async def ask_components(urls: Sequence[str]) -> list[OwnMetrics]:
-    """What components say of themselves."""
+async def query_components(urls: Sequence[str]) -> list[OwnMetrics]:
+    """The components' own metrics."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S)) as session:
-        return list(await asyncio.gather(*(_component(session, url) for url in urls)))
+        return list(await asyncio.gather(*(_query_component(session, url) for url in urls)))
 
 
-async def _component(session: aiohttp.ClientSession, url: str) -> OwnMetrics:
-    """What a component says at its own address, with or without ``/metrics``."""
+async def _query_component(session: aiohttp.ClientSession, url: str) -> OwnMetrics:
+    """The metrics and readiness of a component. Its URL may end in ``/metrics`` or not."""
     base = url.rstrip("/").removesuffix("/metrics")
-    shown = _without_password(base)
+    shown_url = _without_password(base)
     try:
-        async with session.get(f"{base}/metrics") as answer:
-            answer.raise_for_status()
-            text = await answer.text()
-        async with session.get(f"{base}/readyz") as answer:
-            not_ready = "" if answer.ok else "; ".join((await answer.text()).splitlines())
+        async with session.get(f"{base}/metrics") as response:
+            response.raise_for_status()
+            text = await response.text()
+        async with session.get(f"{base}/readyz") as response:
+            not_ready = "" if response.ok else "; ".join((await response.text()).splitlines())
         series = [
-            Series(one.name, one.labels, one.value)
+            Series(sample.name, sample.labels, sample.value)
             for family in text_string_to_metric_families(text)
-            for one in family.samples
+            for sample in family.samples
         ]
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        return OwnMetrics(shown, error=describe(error))
-    return OwnMetrics(shown, series, not_ready)
+        return OwnMetrics(shown_url, error=describe(error))
+    return OwnMetrics(shown_url, series, not_ready)
 
 
-async def ask_prometheus(url: str) -> Prometheus:
-    """The newest sample of each node, by ``gpu_info``, which each device has in each profile; and how it is itself."""
+async def query_prometheus(url: str) -> Prometheus:
+    """A Prometheus: the newest sample of each node, its rules and its configuration.
+
+    Every device has ``gpu_info`` in every profile."""
     base = url.rstrip("/")
-    found: dict[NodeName, int] = {}
+    newest_ms: dict[NodeName, int] = {}
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S)) as session:
             for labels, value in await _instant(session, base, _QUERY):
                 cluster = next((labels[label] for label in _CLUSTER_LABELS if label in labels), "")
                 node = next((labels[label] for label in _NODE_LABELS if label in labels), "")
                 name = NodeName(cluster, node)
-                found[name] = max(found.get(name, 0), int(value * 1000))
-            flags = await _of_api(session, base, "status/flags")
-            rules = await _of_api(session, base, "rules")
+                newest_ms[name] = max(newest_ms.get(name, 0), int(value * 1000))
+            flags = await _api(session, base, "status/flags")
+            rules = await _api(session, base, "rules")
             reloads = await _instant(session, base, "prometheus_config_last_reload_successful")
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
         return Prometheus(_without_password(base), {}, describe(error))
-    receives = flags.get("web.enable-remote-write-receiver") if flags else None
+    accepts_remote_write = flags.get("web.enable-remote-write-receiver") if flags else None
     broken = {
         str(rule.get("name")): str(rule.get("lastError"))
         for group in (rules or {}).get("groups", [])
@@ -256,26 +275,26 @@ async def ask_prometheus(url: str) -> Prometheus:
     }
     return Prometheus(
         _without_password(base),
-        found,
-        receives=None if receives is None else receives == "true",
+        newest_ms,
+        accepts_remote_write=None if accepts_remote_write is None else accepts_remote_write == "true",
         broken_rules=broken,
         reload_failed=any(value == 0 for _, value in reloads),
     )
 
 
 async def _instant(session: aiohttp.ClientSession, base: str, query: str) -> list[tuple[dict[str, str], float]]:
-    """What an instant query answers: labels and value."""
-    async with session.get(f"{base}/api/v1/query", params={"query": query}) as answer:
-        answer.raise_for_status()
-        said: Any = await answer.json()
-    return [(row["metric"], float(row["value"][1])) for row in said["data"]["result"]]
+    """The result of an instant query: labels and value of each series."""
+    async with session.get(f"{base}/api/v1/query", params={"query": query}) as response:
+        response.raise_for_status()
+        body: Any = await response.json()
+    return [(row["metric"], float(row["value"][1])) for row in body["data"]["result"]]
 
 
-async def _of_api(session: aiohttp.ClientSession, base: str, path: str) -> dict[str, Any] | None:
-    """What Prometheus says of itself; None from a receiver that has no such page."""
-    async with session.get(f"{base}/api/v1/{path}") as answer:
-        said: Any = await answer.json() if answer.ok else None
-    data = said.get("data") if isinstance(said, dict) else None
+async def _api(session: aiohttp.ClientSession, base: str, path: str) -> dict[str, Any] | None:
+    """The data of a page of Prometheus' HTTP API; None from a receiver that has no such page."""
+    async with session.get(f"{base}/api/v1/{path}") as response:
+        body: Any = await response.json() if response.ok else None
+    data = body.get("data") if isinstance(body, dict) else None
     return data if isinstance(data, dict) else None
 
 

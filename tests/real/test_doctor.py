@@ -15,9 +15,9 @@ from confluent_kafka import TopicPartition as TheirPartition
 
 from delivery import kafka_admin, topic_admin
 from delivery.connection import Connection
-from gpustream.doctor import brokers, checks, command, pods
+from gpustream.doctor import brokers, checks, command, kubernetes, pods
 from gpustream.doctor.gather import Scope, gather
-from gpustream.doctor.seen import Checked, OwnMetrics, Situation
+from gpustream.doctor.situation import CheckResult, OwnMetrics, Situation
 from producers import publisher as names
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
@@ -36,7 +36,7 @@ OURS = {"app.kubernetes.io/name": "gpustream"}
 TICKS = 15
 
 
-async def look(kafka: KafkaServer, *, later_ms: int = 0, **asked: Any) -> tuple[Situation, dict[str, Checked]]:
+async def look(kafka: KafkaServer, *, later_ms: int = 0, **asked: Any) -> tuple[Situation, dict[str, CheckResult]]:
     """What the doctor has seen and found; ``later_ms``: as if it looked so much later."""
     seen = await gather(kafka.connection, Scope(600.0, **asked))
     others = seen.kafka._replace(acls=None)  # those of other tests' users
@@ -148,7 +148,7 @@ async def test_a_topic_that_somebody_emptied_is_found_and_no_tick_is_taken_for_l
     (finding,) = (one for one in found["groups"].findings if "deleted" in one.finding)
     assert finding.finding.endswith(f": {sum(ends.values()) - 2} that gpustream-sink-webhook lacks")
     assert f"partition 0 begins at offset {ends[0]}, gpustream-sink-webhook has finished up to 1" in finding.evidence
-    assert found["attributed"] == Checked(f"{8 * TICKS} deleted after that", [])
+    assert found["attributed"] == CheckResult(f"{8 * TICKS} deleted after that", [])
 
     admin.delete_consumer_groups(["gpustream-sink-webhook"])["gpustream-sink-webhook"].result(10)
     (finding,) = (await look(kafka))[1]["attributed"].findings
@@ -176,7 +176,7 @@ async def test_topics_that_somebody_changed_a_wrong_prefix_and_a_user_without_a_
         "gpu.attributed: retention.ms is 600000",
     }
     assert "User:half may not Write Topic gpu.attributed" in {one.finding for one in found["rights"].findings}
-    assert seen.kafka.whom == "User:ANONYMOUS"
+    assert seen.kafka.principal == "User:ANONYMOUS"
     assert seen.kafka.disks
 
     astray = await gather(Connection(kafka.address, topic_prefix="pord."), Scope(600.0))
@@ -227,7 +227,7 @@ async def test_the_api_server_is_asked_for_pods_nodes_rights_and_settings(
     kube_api.create(_daemon_set())
     kube_api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "doctors", "labels": GPU_LABEL}})
 
-    seen = await pods.ask(kube_api.kubeconfig(ADMIN), "doctor")
+    seen = await kubernetes.inspect(kube_api.kubeconfig(ADMIN), "doctor")
     kube_api.delete("/api/v1/nodes/doctors")
     said = [one.finding for one in pods.pods(Situation(0, 1, cluster=seen)).findings]
     assert "pod attribution-0: ErrImagePull" in said
@@ -236,11 +236,11 @@ async def test_the_api_server_is_asked_for_pods_nodes_rights_and_settings(
     assert any(one.startswith("the service account cluster may not list pods, watch pods, list nodes") for one in said)
     assert "no cluster producer holds the Lease gpustream-cluster" in said
 
-    refused = await pods.ask(kube_api.kubeconfig("one"), "doctor")
-    assert {"pods", "nodes", "daemonsets"} <= refused.refused.keys()
+    refused = await kubernetes.inspect(kube_api.kubeconfig("one"), "doctor")
+    assert {"pods", "nodes", "daemonsets"} <= refused.refusals.keys()
     assert pods.pods(Situation(0, 1, cluster=refused)).findings == []
     monkeypatch.setenv("KUBECONFIG", "/nowhere")
-    assert "/nowhere" in (await pods.ask(None, "doctor")).error
+    assert "/nowhere" in (await kubernetes.inspect(None, "doctor")).error
 
 
 GPU_LABEL = {"nvidia.com/gpu.present": "true"}

@@ -14,7 +14,7 @@ from delivery.ledger import Partition
 from delivery.topic_admin import mismatches
 from gpustream.doctor import brokers, checks, command
 from gpustream.doctor.evidence import NodeName
-from gpustream.doctor.seen import Finding, Group, Lag, OwnMetrics, Prometheus, Series, Situation
+from gpustream.doctor.situation import Finding, Group, Lag, OwnMetrics, Prometheus, Series, Situation
 from tests.gpustream.doctor.records import SINCE_MS, Record, attributed, sample, snapshot, workloads
 from tests.gpustream.doctor.test_checks import KAFKA, READING, found, healthy, one, see
 from topics.topic import load_topics
@@ -85,7 +85,7 @@ def topic_with(name: str, partitions: int = 1, **settings: str) -> Situation:
         partitions, dict(topics[name].settings()) | {key.replace("_", "."): value for key, value in settings.items()}
     )
     wrong = [mistake for mistake in mismatches(topics.values(), have) if mistake.breaks]
-    return see(healthy(), kafka=KAFKA._replace(found=have, mismatches=wrong))
+    return see(healthy(), kafka=KAFKA._replace(topics=have, mismatches=wrong))
 
 
 def acls(*, without: str = "", denied: str = "") -> list[Acl]:
@@ -184,7 +184,7 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
         "Kafka | refuses the password | as User:doctor",
     ),
     "the prefix is wrong": (
-        lambda: Situation(0, 1, KAFKA._replace(found={}, prefix="pord.", elsewhere=["prod."]), unread="-"),
+        lambda: Situation(0, 1, KAFKA._replace(topics={}, prefix="pord.", other_prefixes=["prod."]), unread="-"),
         "no topic of gpustream with the prefix 'pord.' | 'prod.' is there | --topic-prefix",
     ),
     "a topic is compacted that must not be": (
@@ -220,14 +220,14 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
         "message.timestamp.type is CreateTime",
     ),
     "a partition has no leader": (
-        lambda: see(healthy(), kafka=KAFKA._replace(found={"gpu.samples": TopicDescription(3, leaderless=(2,))})),
+        lambda: see(healthy(), kafka=KAFKA._replace(topics={"gpu.samples": TopicDescription(3, leaderless=(2,))})),
         "gpu.samples: 1 partition of 3 have no leader | brokers that have the replicas are down | partitions 2;",
     ),
     "too few replicas are in sync": (
         lambda: see(
             healthy(),
             kafka=KAFKA._replace(
-                found={"gpu.samples": TopicDescription(1, {"min.insync.replicas": "2"}, in_sync={0: 1})}
+                topics={"gpu.samples": TopicDescription(1, {"min.insync.replicas": "2"}, in_sync={0: 1})}
             ),
         ),
         "gpu.samples: 1 partition take no records | fewer than min.insync.replicas (2)",
@@ -250,7 +250,7 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
     ),
     "the doctor may not read": (
         lambda: see(
-            [], kafka=KAFKA._replace(found={"gpu.samples": TopicDescription(0, allowed=frozenset())}), fold=None
+            [], kafka=KAFKA._replace(topics={"gpu.samples": TopicDescription(0, allowed=frozenset())}), evidence=None
         ),
         "1 topic not looked at: User:doctor may not read | `doctor` in docs/how-to/kafka.md | gpu.samples",
     ),
@@ -366,13 +366,13 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
         "http://n: its kubelet has been silent for 6m 40s | new pods are missing | GpustreamKubeletSilent",
     ),
     "Prometheus takes no remote write": (
-        lambda: see(healthy(), prometheus=Prometheus("http://p", {}, receives=False)),
+        lambda: see(healthy(), prometheus=Prometheus("http://p", {}, accepts_remote_write=False)),
         "http://p has no sample of 1 node | no remote write | --web.enable-remote-write-receiver",
     ),
     "the sink writes elsewhere": (
         lambda: see(
             healthy(),
-            prometheus=Prometheus("http://p", {NodeName("x", "y"): 1}, receives=True),
+            prometheus=Prometheus("http://p", {NodeName("x", "y"): 1}, accepts_remote_write=True),
             groups=[READING, Group("gpustream-sink-remote-write", "Stable", 1, ())],
         ),
         "http://p has no sample of 1 node | another Prometheus or tenant | 1 other node | --url",
@@ -465,7 +465,7 @@ def test_a_user_with_all_rights_and_a_stranger_are_no_findings() -> None:
 
 
 def test_a_broker_that_is_away_does_not_keep_the_rest_from_being_asked() -> None:
-    away = KAFKA._replace(error="no Kafka broker answers at k:9092", found={})
+    away = KAFKA._replace(error="no Kafka broker answers at k:9092", topics={})
     asked = [OwnMetrics("http://sink", not_ready="HTTP 401")]
     seen = Situation(0, 1, away, unread=away.error, groups=None, components=asked)
 

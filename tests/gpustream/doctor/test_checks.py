@@ -11,9 +11,19 @@ from delivery.kafka_admin import TopicDescription
 from delivery.ledger import Partition
 from delivery.topic_admin import Mismatch
 from gpustream.doctor import checks, command
-from gpustream.doctor.evidence import Fold, NodeName
+from gpustream.doctor.evidence import Evidence, NodeName
 from gpustream.doctor.readers import ATTRIBUTION, components
-from gpustream.doctor.seen import Checked, Finding, Group, Kafka, Lag, OwnMetrics, Prometheus, Series, Situation
+from gpustream.doctor.situation import (
+    CheckResult,
+    Finding,
+    Group,
+    Kafka,
+    Lag,
+    OwnMetrics,
+    Prometheus,
+    Series,
+    Situation,
+)
 from tests.gpustream.doctor.records import (
     NOW_MS,
     RUN,
@@ -31,7 +41,7 @@ from topics import TOPICS
 LAST = 600
 NOTHING: Mapping[Partition, int] = MappingProxyType({})
 READING = Group(ATTRIBUTION, "Stable", 1, ())
-KAFKA = Kafka("k:9092", "User:doctor", found={name: TopicDescription(1) for name in TOPICS}, brokers={1: "k:9092"})
+KAFKA = Kafka("k:9092", "User:doctor", topics={name: TopicDescription(1) for name in TOPICS}, brokers={1: "k:9092"})
 
 
 def healthy(nodes: Iterable[str] = ("n",)) -> list[Record]:
@@ -48,11 +58,11 @@ def see(
     records: Iterable[Record], finished: int = 1000, begins: Mapping[Partition, int] = NOTHING, **fields: Any
 ) -> Situation:
     """What a doctor sees who looks when the last of these ticks has just come."""
-    fold = Fold({0: finished}, begins=begins)
+    evidence = Evidence({0: finished}, log_starts=begins)
     for record in records:
-        fold.take(record)
-    last = max((node.last_logged_ms for node in fold.nodes.values()), default=NOW_MS) or NOW_MS
-    return Situation(SINCE_MS, last, KAFKA, fold, groups=[READING])._replace(**fields)
+        evidence.add(record)
+    last = max((node.last_logged_ms for node in evidence.nodes.values()), default=NOW_MS) or NOW_MS
+    return Situation(SINCE_MS, last, KAFKA, evidence, groups=[READING])._replace(**fields)
 
 
 def found(seen: Situation) -> dict[str, list[Finding]]:
@@ -78,7 +88,7 @@ def test_nothing_is_found_where_all_is_well_and_a_fleet_is_not_a_line_for_each_n
 
 def test_topics_that_are_not_as_they_must_be_are_all_that_is_said() -> None:
     missing = Mismatch("gpu.samples", "the topic", "there", "missing")
-    kafka = Kafka("k", "User:x", found={"gpu.attributed": TopicDescription(2)}, mismatches=[missing])
+    kafka = Kafka("k", "User:x", topics={"gpu.attributed": TopicDescription(2)}, mismatches=[missing])
     seen = Situation(SINCE_MS, NOW_MS, kafka, unread="there is no gpu.samples")
 
     assert found(seen).keys() == {"topics"}
@@ -119,8 +129,8 @@ def test_what_is_missing_before_the_first_tick_counts_only_for_a_run_that_began_
     began_ms: int, gap: list[tuple[int, int]]
 ) -> None:
     seen = see([sample(seq, run_id=began_ms) for seq in (5, 6)])
-    assert seen.fold is not None
-    run = seen.fold.nodes[NodeName("c", "n")].runs[began_ms]
+    assert seen.evidence is not None
+    run = seen.evidence.nodes[NodeName("c", "n")].runs[began_ms]
 
     assert checks.gaps_of(began_ms, run, SINCE_MS) == gap
 
@@ -253,7 +263,7 @@ def test_many_findings_are_a_screen_of_text_and_all_of_them_in_json() -> None:
 
 def test_what_anybody_may_have_written_can_not_move_the_cursor() -> None:
     wrong = Finding("a\x1b[2Jb\n", "c\rd", "e", "f")
-    text = "\n".join(command.text(Situation(0, 1), {"x": Checked("s\x07", [wrong])}))
+    text = "\n".join(command.text(Situation(0, 1), {"x": CheckResult("s\x07", [wrong])}))
 
     assert all(sign.isprintable() or sign == "\n" for sign in text)
 

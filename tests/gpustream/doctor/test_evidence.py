@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpustream.doctor.evidence import MAX_REASONS, OTHERS, Fold, NodeEvidence, NodeName, SampledRun
+from gpustream.doctor.evidence import MAX_REASONS, OTHERS, Evidence, NodeEvidence, NodeName, SampledRun
 from gpustream.tally import Ranges
 from tests.gpustream.doctor.records import RUN, Record, attributed, letter, receipt, sample, snapshot
 
@@ -44,19 +44,19 @@ def test_a_run_in_order_is_one_range() -> None:
     assert list(ranges) == [(0, 99_999)]
 
 
-def folded(records: Iterable[Record], finished: Mapping[int, int] | None = None) -> Fold:
-    fold = Fold(finished or {})
+def folded(records: Iterable[Record], finished: Mapping[int, int] | None = None) -> Evidence:
+    evidence = Evidence(finished or {})
     for record in records:
-        fold.take(record)
-    return fold
+        evidence.add(record)
+    return evidence
 
 
-def run_of(fold: Fold) -> SampledRun:
-    return fold.nodes[NODE].runs[RUN]
+def run_of(evidence: Evidence) -> SampledRun:
+    return evidence.nodes[NODE].runs[RUN]
 
 
-def node_of(fold: Fold) -> NodeEvidence:
-    return fold.nodes[NODE]
+def node_of(evidence: Evidence) -> NodeEvidence:
+    return evidence.nodes[NODE]
 
 
 FATES = ("exact", "late", "none", "dead_lettered", "waiting", "lost")
@@ -73,51 +73,55 @@ def test_every_tick_has_the_fate_that_its_records_show(fates: list[str], random:
     outputs = [attributed(seq, fate) for seq, fate in enumerate(fates, 1) if fate in FATES[:3]]
     outputs += outputs[:3]  # replays
     random.shuffle(outputs)
-    fold = folded([*letters, *outputs, *samples, *samples[:2]], {0: finished})
+    evidence = folded([*letters, *outputs, *samples, *samples[:2]], {0: finished})
 
-    assert run_of(fold).fates == Counter(fates)
-    assert run_of(fold).twice == len(samples[:2])
-    assert node_of(fold).replayed == len(outputs) - len({record.value for record in outputs})
+    assert run_of(evidence).fates == Counter(fates)
+    assert run_of(evidence).duplicates == len(samples[:2])
+    assert node_of(evidence).replayed == len(outputs) - len({record.value for record in outputs})
 
 
 def test_without_a_kubelet_a_tick_has_no_snapshot_and_nothing_is_amiss() -> None:
-    fold = folded([attributed(1, "none"), sample(1, named=None)])
+    evidence = folded([attributed(1, "none"), sample(1, named=None)])
 
-    assert run_of(fold).fates == {"no_kubelet": 1}
+    assert run_of(evidence).fates == {"no_kubelet": 1}
 
 
 def test_a_late_tick_is_distinguished_by_whether_its_snapshot_is_in_the_log() -> None:
-    fold = folded([snapshot(1), attributed(1, "late"), attributed(2, "late"), sample(1, named=1), sample(2, named=2)])
+    evidence = folded(
+        [snapshot(1), attributed(1, "late"), attributed(2, "late"), sample(1, named=1), sample(2, named=2)]
+    )
 
-    assert (run_of(fold).fates, run_of(fold).unsent) == ({"late": 2}, 1)
+    assert (run_of(evidence).fates, run_of(evidence).without_snapshot) == ({"late": 2}, 1)
 
 
 def test_a_letter_that_was_sent_again_and_attributed_is_no_gap() -> None:
     first = sample(1)
     dead = letter(first)
-    fold = folded([dead, receipt(dead), attributed(2), attributed(1), first, sample(2), sample(1, offset=3)], {0: 4})
+    evidence = folded(
+        [dead, receipt(dead), attributed(2), attributed(1), first, sample(2), sample(1, offset=3)], {0: 4}
+    )
 
-    assert run_of(fold).fates == {"exact": 2}
-    assert list(fold.open_letters().values()) == [0]
+    assert run_of(evidence).fates == {"exact": 2}
+    assert list(evidence.open_dead_letters().values()) == [0]
 
 
 def test_a_run_that_goes_on_after_another_began_is_counted_and_a_tick_that_is_sent_again_is_not() -> None:
     turns = [sample(1), sample(1, run_id=RUN + 1), sample(2), sample(2, run_id=RUN + 1), sample(1), sample(3)]
 
-    assert node_of(folded(turns)).returns == 3
+    assert node_of(folded(turns)).interleavings == 3
 
 
 def test_records_that_cannot_be_read_are_counted_by_what_became_of_them() -> None:
     broken = [sample(n)._replace(value=value) for n, value in enumerate((b"{", b'{"seq": -1}', None))]
-    fold = folded([letter(broken[0]), *broken], {0: 2})
+    evidence = folded([letter(broken[0]), *broken], {0: 2})
 
-    assert fold.unreadable == {"dead_lettered": 1, "lost": 1, "waiting": 1}
-    assert fold.nodes == {}
+    assert evidence.unreadable == {"dead_lettered": 1, "lost": 1, "waiting": 1}
+    assert evidence.nodes == {}
 
 
 def test_reasons_without_end_become_one() -> None:
     letters = [letter(sample(n), offset=n, error=f"reason {n}: x") for n in range(MAX_REASONS + 50)]
-    fold = folded(letters)
+    evidence = folded(letters)
 
-    assert len(fold.letters) == MAX_REASONS + 1
-    assert fold.open_letters()[OTHERS] == 50
+    assert len(evidence.dead_letters) == MAX_REASONS + 1
+    assert evidence.open_dead_letters()[OTHERS] == 50

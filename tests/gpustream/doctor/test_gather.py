@@ -10,8 +10,8 @@ from aiohttp.test_utils import TestServer
 from delivery.connection import Connection
 from gpustream.doctor import brokers
 from gpustream.doctor.evidence import NodeName
-from gpustream.doctor.gather import Scope, ask_components, ask_prometheus, gather
-from gpustream.doctor.seen import Kafka
+from gpustream.doctor.gather import Scope, gather, query_components, query_prometheus
+from gpustream.doctor.situation import Kafka
 
 METRICS = 'x_total{reason="a"} 2.0\nprocess_start_time_seconds 5.0\n'
 
@@ -43,7 +43,7 @@ async def server() -> AsyncIterator[TestServer]:
 
 
 async def test_a_component_says_its_metrics_and_why_it_is_not_ready(server: TestServer) -> None:
-    first, second = await ask_components([str(server.make_url("/metrics")), str(server.make_url("/"))])
+    first, second = await query_components([str(server.make_url("/metrics")), str(server.make_url("/"))])
 
     assert first == second
     assert first.sums("_total") == {("x_total", "a"): 2.0}
@@ -52,18 +52,18 @@ async def test_a_component_says_its_metrics_and_why_it_is_not_ready(server: Test
 
 
 async def test_the_newest_sample_of_each_node_is_found_by_any_profiles_labels(server: TestServer) -> None:
-    found = await ask_prometheus(str(server.make_url("/")))
+    found = await query_prometheus(str(server.make_url("/")))
 
     assert found.newest_ms == {NodeName("c", "n"): 1500, NodeName("c", "m"): 3000}
 
 
 async def test_what_does_not_answer_is_said_and_no_password_is(server: TestServer, unused_tcp_port: int) -> None:
     away = f"http://user:secret@127.0.0.1:{unused_tcp_port}"
-    (component,), prometheus = await ask_components([away]), await ask_prometheus(f"{server.make_url('/x')}")
+    (component,), prometheus = await query_components([away]), await query_prometheus(f"{server.make_url('/x')}")
 
     assert component.error
     assert prometheus.error
-    assert "secret" not in repr((component, await ask_prometheus(away)))
+    assert "secret" not in repr((component, await query_prometheus(away)))
 
 
 async def test_a_component_that_hangs_does_not_make_this_machines_clock_look_behind(
@@ -72,11 +72,11 @@ async def test_a_component_that_hangs_does_not_make_this_machines_clock_look_beh
     """Records come while it is waited for: now is when they are read."""
     answered_ms = 0
 
-    async def ask(connection: Connection) -> Kafka:
+    async def inspect(connection: Connection) -> Kafka:
         nonlocal answered_ms
-        await ask_components([str(server.make_url("/"))])
+        await query_components([str(server.make_url("/"))])
         answered_ms = time.time_ns() // 1_000_000
         return Kafka("k:9092", "User:x", error="no Kafka broker answers at k:9092")
 
-    monkeypatch.setattr(brokers, "ask", ask)
+    monkeypatch.setattr(brokers, "inspect", inspect)
     assert (await gather(Connection("k:9092"), Scope(60.0))).now_ms >= answered_ms > 0

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpustream.doctor.pods import option_variables, pods
-from gpustream.doctor.seen import Cluster, Finding, Json, Situation
+from gpustream.doctor.situation import Cluster, Finding, Json, Situation
 
 NOW_MS = 1_795_219_752_000
 LONG_AGO, JUST_NOW = "2026-11-01T00:00:00Z", "2026-11-21T00:08:00Z"
@@ -208,7 +208,7 @@ def test_what_is_no_trouble_is_not_found(seen: Cluster) -> None:
 
 
 def test_what_this_user_may_not_see_is_named_and_is_no_finding() -> None:
-    seen = cluster(nodes=[], refused={"nodes": "nodes is forbidden"})
+    seen = cluster(nodes=[], refusals={"nodes": "nodes is forbidden"})
     checked = pods(Situation(0, NOW_MS, cluster=seen))
 
     assert not checked.findings

@@ -1,0 +1,179 @@
+"""Reads gpustream's objects from the Kubernetes API: its pods and their owners, the nodes, the Lease, the rights.
+
+In:       a namespace, and a kubeconfig.
+Out:      a :class:`Cluster`. A request that the API server refuses is named, and the others are still sent.
+"""
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from delivery.kubernetes.client import Client, Unreachable, message
+from delivery.kubernetes.credentials import ConfigError
+from gpustream.doctor.situation import Cluster, Json
+from producers.cluster.config import LEASE_NAME
+from producers.settings import GPU_RESOURCES
+
+_SELECTOR = {"labelSelector": "app.kubernetes.io/name=gpustream"}
+COMPONENT = "app.kubernetes.io/component"
+OWNERS = ("daemonsets", "statefulsets", "deployments")
+_PAGE = "500"
+_LOG_LINES = "3"
+
+CLUSTER_RIGHTS = (
+    *(("", resource, verb) for resource in ("pods", "nodes", "namespaces") for verb in ("list", "watch")),
+    *(("apps", resource, "get") for resource in ("replicasets", "deployments", "statefulsets", "daemonsets")),
+    *(("batch", resource, "get") for resource in ("jobs", "cronjobs")),
+)
+"""What the cluster producer's service account must be allowed to do everywhere: group, resource, verb."""
+
+LEASE_RIGHTS = tuple(("coordination.k8s.io", "leases", verb) for verb in ("create", "get", "update"))
+"""The same, in its own namespace only."""
+
+
+class _ApiReader:
+    """Reads from the API server, and remembers what it refused."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.refusals: dict[str, str] = {}
+
+    async def get(self, kind: str, path: str, params: Mapping[str, str] | None = None) -> Any:
+        """An object; None if the request was refused, or the object does not exist."""
+        response = await self._client.request("GET", path, params=params)
+        if response.status == 200:
+            return json.loads(response.body)
+        if response.status != 404:
+            self.refusals[kind] = message(response.body)
+        return None
+
+    async def items(self, kind: str, path: str, params: Mapping[str, str]) -> list[Json]:
+        """All objects of a list, read page by page."""
+        objects: list[Json] = []
+        query = {"limit": _PAGE, **params}
+        while True:
+            page = await self.get(kind, path, query) or {}
+            objects += page.get("items") or []
+            if not (token := page.get("metadata", {}).get("continue")):
+                return objects
+            query["continue"] = token
+
+    async def log(self, namespace: str, pod: str, container: str) -> str:
+        """The last lines of a container that ended; empty if they are gone."""
+        params = {"container": container, "previous": "true", "tailLines": _LOG_LINES}
+        response = await self._client.request("GET", f"/api/v1/namespaces/{namespace}/pods/{pod}/log", params=params)
+        return response.body.decode("utf-8", "replace").strip() if response.status == 200 else ""
+
+    async def is_allowed(self, account: str, namespace: str, right: tuple[str, str, str], in_namespace: str) -> bool:
+        """Whether a service account has a right. Raises PermissionError if this user may not ask."""
+        group, resource, verb = right
+        spec = {
+            "user": f"system:serviceaccount:{namespace}:{account}",
+            "groups": ["system:serviceaccounts", f"system:serviceaccounts:{namespace}", "system:authenticated"],
+            "resourceAttributes": {"group": group, "resource": resource, "verb": verb, "namespace": in_namespace},
+        }
+        body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec}
+        path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+        response = await self._client.request("POST", path, body=json.dumps(body).encode())
+        if response.status not in (200, 201):
+            raise PermissionError(message(response.body))
+        return bool(json.loads(response.body)["status"]["allowed"])
+
+
+async def inspect(kubeconfig: Path | None, namespace: str) -> Cluster:
+    """Reads the objects of gpustream in this namespace. ``error`` is set if the API server does not answer."""
+    client = Client(kubeconfig)
+    try:
+        await client.start()
+        return await _inspect(_ApiReader(client), namespace)
+    except (ConfigError, Unreachable) as error:
+        return Cluster(namespace, error=str(error))
+    finally:
+        await client.close()
+
+
+async def _inspect(api: _ApiReader, namespace: str) -> Cluster:
+    namespace_path = f"namespaces/{namespace}"
+    pods = await api.items("pods", f"/api/v1/{namespace_path}/pods", _SELECTOR)
+    owners = [
+        owner for kind in OWNERS for owner in await api.items(kind, f"/apis/apps/v1/{namespace_path}/{kind}", _SELECTOR)
+    ]
+    nodes = []
+    for node in await api.items("nodes", "/api/v1/nodes", {}):
+        capacity, labels = node.get("status", {}).get("capacity") or {}, node["metadata"].get("labels") or {}
+        has_gpus = any(name.startswith(GPU_RESOURCES) and amount != "0" for name, amount in capacity.items())
+        nodes += [node] if has_gpus or labels.get("nvidia.com/gpu.present") == "true" else []
+    names = dict.fromkeys(
+        source["configMapRef"]["name"]
+        for pod in pods
+        for container in pod["spec"]["containers"]
+        for source in container.get("envFrom", [])
+        if "configMapRef" in source
+    )
+    config_maps = {
+        name: await api.get(f"ConfigMap {name}", f"/api/v1/{namespace_path}/configmaps/{name}") for name in names
+    }
+    terminated = [
+        (pod["metadata"]["name"], status["name"])
+        for pod in pods
+        for status in statuses(pod)
+        if last_termination(status)
+    ]
+    accounts = {
+        pod["spec"].get("serviceAccountName", "default") for pod in pods if component_of(pod) == "cluster"
+    }  # the only one that asks the API
+    lease = None
+    if accounts:
+        lease = await api.get("leases", f"/apis/coordination.k8s.io/v1/{namespace_path}/leases/{LEASE_NAME}")
+    return Cluster(
+        namespace,
+        pods=pods,
+        nodes=nodes,
+        owners=owners,
+        config_maps={
+            name: config_map.get("data") or {} for name, config_map in config_maps.items() if config_map is not None
+        },
+        lease_ms=timestamp_ms(lease["spec"].get("renewTime")) if lease else None,
+        missing_rights={account: await _missing_rights(api, namespace, account) for account in sorted(accounts)},
+        logs={key: log for key in terminated if (log := await api.log(namespace, *key))},
+        refusals=api.refusals,
+    )
+
+
+async def _missing_rights(api: _ApiReader, namespace: str, account: str) -> list[str]:
+    rights = [(right, "") for right in CLUSTER_RIGHTS] + [(right, namespace) for right in LEASE_RIGHTS]
+    try:
+        return [
+            f"{verb} {resource}{'.' * bool(group)}{group}"
+            for (group, resource, verb), in_namespace in rights
+            if not await api.is_allowed(account, namespace, (group, resource, verb), in_namespace)
+        ]
+    except PermissionError as error:
+        api.refusals["rights"] = str(error)
+        return []
+
+
+def timestamp_ms(time: str | None) -> int | None:
+    """A timestamp of the Kubernetes API in ms; None if there is none."""
+    return int(datetime.fromisoformat(time).timestamp() * 1000) if time else None
+
+
+def component_of(obj: Json) -> str:
+    """The component of a pod or of its owner, by its label."""
+    return str((obj["metadata"].get("labels") or {}).get(COMPONENT, ""))
+
+
+def statuses(pod: Json) -> list[Json]:
+    """The statuses of a pod's init containers and containers."""
+    status = pod.get("status") or {}
+    return [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+
+
+def last_termination(status: Json) -> Json:
+    """How a container terminated the last time; empty if it never did."""
+    terminated: Json = (
+        (status.get("state") or {}).get("terminated") or (status.get("lastState") or {}).get("terminated") or {}
+    )
+    return terminated
