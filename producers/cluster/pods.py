@@ -1,9 +1,9 @@
 """The GPU pods of the cluster, each from its binding to 30 minutes after its end.
 
-In: pods as the API server has them, and deletions. Out: what is known of the pods of a node.
+In: pods as the API server has them, and deletions. Out: the GPU pods of a node.
 State: the pods by uid, because a StatefulSet's pods come back under the same name.
 On failure: if a pod is missing in a full list, or is no GPU pod any more, it counts as ended from then on.
-All of it is pure: times are given, in ms since the epoch.
+All of it is pure: the caller gives the times, in ms since the epoch.
 """
 
 import heapq
@@ -22,9 +22,9 @@ KEPT_MS = 30 * 60_000  # for how long a pod that ended is still published
 
 
 class KnownPod(msgspec.Struct, frozen=True, gc=False):
-    """A pod. ``owner`` is its controller, ``cut`` how many labels and annotations were cut or had no room. ``unwell``
-    are those of its devices that are not. ``waiting``: why a container of it that was restarted waits, and its
-    ``restarts``."""
+    """What is kept of a GPU pod. ``owner`` is its controller. ``cut`` is how many labels and annotations were cut or
+    left out. ``unwell`` are its unwell devices. ``waiting`` is the reason why a restarted container waits, and
+    ``restarts`` is how often that container was restarted."""
 
     uid: str
     namespace: str
@@ -43,107 +43,111 @@ class KnownPod(msgspec.Struct, frozen=True, gc=False):
 
 
 class Change(NamedTuple):
-    """A pod before and after something happened to it; None: it was not, or is no longer, known."""
+    """A pod before and after an event; None: it was not yet, or is no longer, in the store."""
 
     before: KnownPod | None
     after: KnownPod | None
 
 
 def known_pod(pod: objects.Pod, selection: Selection, before: KnownPod | None, now_ms: int) -> KnownPod:
-    """What is kept of a bound pod. It began when the kubelet took it; before that, when it was made."""
+    """What is kept of a bound pod. It started when the kubelet accepted it; before that, its creation counts."""
     labels = selection.pod_labels.keep(pod.metadata.labels)
     annotations = selection.pod_annotations.keep(pod.metadata.annotations)
     owner = controller(pod.metadata)
-    restarts, reason = waiting(pod.status)
-    began_ms = milliseconds(pod.status.start_time or pod.metadata.creation_timestamp)
+    restarts, waiting_reason = waiting(pod.status)
+    started_ms = milliseconds(pod.status.start_time or pod.metadata.creation_timestamp)
     return KnownPod(
         uid=pod.metadata.uid,
         namespace=pod.metadata.namespace,
         name=pod.metadata.name,
         node=pod.spec.node_name or "",
         phase=pod.status.phase,
-        started_ms=began_ms,
-        ended_ms=ended_ms(pod.status, began_ms, before, now_ms),
+        started_ms=started_ms,
+        ended_ms=ended_ms(pod.status, started_ms, before, now_ms),
         labels=labels.entries,
         annotations=annotations.entries,
         owner=as_owner(owner) if owner else None,
         cut=labels.cut + annotations.cut,
         unwell=unwell(pod.status),
-        waiting=reason,
+        waiting=waiting_reason,
         restarts=restarts,
     )
 
 
 def unwell(status: objects.PodStatus) -> tuple[UnwellDevice, ...]:
-    """The devices of a pod that runs whose health is said to be bad. That of a device without a health check is
-    ``Unknown``, which says nothing."""
+    """The devices of a running pod that its status reports as ``Unhealthy``. ``Unknown`` only means that a device has
+    no health check."""
     if status.phase in ("Succeeded", "Failed"):
         return ()
-    found: dict[UnwellDevice, None] = {}
+    devices: dict[UnwellDevice, None] = {}
     for container in status.container_statuses or ():
         for resource in container.allocated_resources_status or ():
-            for device in (one for one in resource.resources or () if one.health == "Unhealthy"):
-                message = shortened(device.message) if device.message else None
-                found[UnwellDevice(shortened(device.id), device.health, message)] = None
-    return tuple(found)
+            for device in resource.resources or ():
+                if device.health == "Unhealthy":
+                    message = shortened(device.message) if device.message else None
+                    devices[UnwellDevice(shortened(device.id), device.health, message)] = None
+    return tuple(devices)
 
 
 def waiting(status: objects.PodStatus) -> tuple[int, str] | tuple[None, None]:
-    """How often the container of a pod was restarted that waits now, and why it waits: of several, the most often."""
+    """The restarts of a pod's waiting container, and why it waits; of several, the one with the most restarts."""
     if status.phase in ("Succeeded", "Failed"):
         return None, None
     statuses = (*(status.init_container_statuses or ()), *(status.container_statuses or ()))
-    waits = [(one.restart_count, one.state.waiting) for one in statuses if one.state and one.restart_count > 0]
-    found = [(restarts, shortened(why.reason)) for restarts, why in waits if why is not None and why.reason]
-    return max(found, default=(None, None))
+    restarted = [(s.restart_count, s.state.waiting) for s in statuses if s.state and s.restart_count > 0]
+    waits = [(restarts, shortened(w.reason)) for restarts, w in restarted if w is not None and w.reason]
+    return max(waits, default=(None, None))
 
 
 def as_owner(reference: objects.Reference) -> Owner:
-    """A link of an owner chain. Its texts are a tenant's too."""
+    """A link of an owner chain. Its texts are cut, because tenants write them, too."""
     return Owner(*map(shortened, (reference.api_version, reference.kind, reference.name, reference.uid)))
 
 
-def ended_ms(status: objects.PodStatus, began_ms: int | None, before: KnownPod | None, now_ms: int) -> int | None:
+def ended_ms(status: objects.PodStatus, started_ms: int | None, before: KnownPod | None, now_ms: int) -> int | None:
     """When a pod ended: with the last of its containers; else when that was noticed. None while it runs.
 
     If a container does not say when it ended, the last end of the other containers or the last change of the pod's
-    conditions counts. A pod that is being deleted runs until it is gone. One that was over when it was first seen, and
-    does not say since when, never ran: it ended when it began. None ends before it begins, whatever its clocks say.
+    conditions counts. A pod that is being deleted runs until it is gone. A pod that was over when it was first seen,
+    and whose status has no time, never ran: it ended when it started. No pod ends before it starts, even if clocks
+    differ.
     """
     if status.phase not in ("Succeeded", "Failed"):
         return None
-    ends = _ends(status.container_statuses)
+    ends = _finish_times(status.container_statuses)
     if not ends or len(ends) < len(status.container_statuses or ()):
-        ends += _ends(status.init_container_statuses)
-        ends += [at for condition in status.conditions or () if (at := condition.last_transition_time)]
+        ends += _finish_times(status.init_container_statuses)
+        ends += [c.last_transition_time for c in status.conditions or () if c.last_transition_time]
     last_ms = milliseconds(max(ends, default=None))
     if last_ms is not None:
-        return max(last_ms, began_ms or 0)
+        return max(last_ms, started_ms or 0)
     if before is None:
-        return now_ms if began_ms is None else began_ms
+        return now_ms if started_ms is None else started_ms
     return now_ms if before.ended_ms is None else before.ended_ms
 
 
-def _ends(statuses: Iterable[objects.ContainerStatus] | None) -> list[datetime]:
-    """When containers ended, of those that say so."""
-    states = [one.state.terminated for one in statuses or () if one.state and one.state.terminated]
-    return [terminated.finished_at for terminated in states if terminated.finished_at]
+def _finish_times(statuses: Iterable[objects.ContainerStatus] | None) -> list[datetime]:
+    """The times when containers finished, of those whose status has one."""
+    terminated = [status.state.terminated for status in statuses or () if status.state and status.state.terminated]
+    return [state.finished_at for state in terminated if state.finished_at]
 
 
 def discard(index: dict[K, dict[Any, Any]], key: K, member: object) -> None:
-    """Take a member out of an index, and the key with its last one."""
+    """Remove a member from an index, and the key with its last member."""
     index[key].pop(member, None)
     if not index[key]:
         del index[key]
 
 
 class Pods:
+    """The GPU pods by uid, indexed by node and by owner."""
+
     def __init__(self) -> None:
         self._pods: dict[str, KnownPod] = {}
         self._by_node: dict[str, dict[str, None]] = {}
         self._by_owner: dict[str, dict[str, None]] = {}
-        self._leaving: list[tuple[int, str]] = []
-        self._leaves_ms: dict[str, int] = {}
+        self._expiry_queue: list[tuple[int, str]] = []
+        self._expires_ms: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._pods)
@@ -169,18 +173,18 @@ class Pods:
         return [self._pods[pod] for pod in self._by_owner.get(uid, ())]
 
     def put(self, pod: KnownPod, now_ms: int) -> Iterable[Change]:
-        """A pod as it is now. One that ended leaves 30 minutes after that was noticed."""
+        """Add or update a pod. One that ended is forgotten 30 minutes after its end was noticed."""
         before = self._pods.get(pod.uid)
         if pod == before:
             return ()
         if pod.ended_ms is None:
-            self._leaves_ms.pop(pod.uid, None)
+            self._expires_ms.pop(pod.uid, None)
         elif before is None or before.ended_ms is None:
             noticed_ms = now_ms if before else min(pod.ended_ms, now_ms)
             if noticed_ms + KEPT_MS <= now_ms:
                 return ()
-            self._leaves_ms[pod.uid] = noticed_ms + KEPT_MS
-            heapq.heappush(self._leaving, (noticed_ms + KEPT_MS, pod.uid))
+            self._expires_ms[pod.uid] = noticed_ms + KEPT_MS
+            heapq.heappush(self._expiry_queue, (noticed_ms + KEPT_MS, pod.uid))
         self._forget(before)
         self._pods[pod.uid] = pod
         self._by_node.setdefault(pod.node, {})[pod.uid] = None
@@ -195,15 +199,15 @@ class Pods:
         return self.put(msgspec.structs.replace(before, ended_ms=now_ms), now_ms)
 
     def expire(self, now_ms: int) -> list[Change]:
-        left = []
-        while self._leaving and self._leaving[0][0] <= now_ms:
-            at_ms, uid = heapq.heappop(self._leaving)
+        expired = []
+        while self._expiry_queue and self._expiry_queue[0][0] <= now_ms:
+            expires_ms, uid = heapq.heappop(self._expiry_queue)
             pod = self._pods.get(uid)
-            if pod is not None and self._leaves_ms.get(uid) == at_ms:
-                del self._leaves_ms[uid]
+            if pod is not None and self._expires_ms.get(uid) == expires_ms:
+                del self._expires_ms[uid]
                 self._forget(pod)
-                left.append(Change(pod, None))
-        return left
+                expired.append(Change(pod, None))
+        return expired
 
     def _forget(self, pod: KnownPod | None) -> None:
         if pod is None:

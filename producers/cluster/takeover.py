@@ -1,8 +1,8 @@
 """What the last leader published: the next one reads it back from gpu.workloads before it writes.
 
 In: the records of a cluster of the last half hour. Out: each node's pods, as they were last published.
-On failure: a broker that is away is waited for, because nothing can be sent without it. If the records may not be read,
-or take longer than 30 s after the broker's first answer, the leader goes on without them, and the log says so. Pods
+On failure: it waits for a broker that is away, because nothing can be sent without one. If reading is not allowed,
+or takes longer than 30 s after the broker's first answer, the leader goes on without them, and the log says so. Pods
 that ended before this process began to watch are then not published again, and their ends stay in the log.
 """
 
@@ -30,7 +30,8 @@ _decode = decoder(NodeWorkloads)
 
 
 class PublishedNode(msgspec.Struct):
-    """What was published of a node: its pods by uid, those that ended too, and whether the node was said to be gone."""
+    """What was published of a node: the epoch and seq of its last record, whether that record removed the node, and its
+    pods by uid, those that ended included."""
 
     last: tuple[int, int]
     removed: bool
@@ -38,50 +39,50 @@ class PublishedNode(msgspec.Struct):
 
 
 class PublishedNodes:
-    """What was published of the nodes of ``cluster``, by the records that are taken in their order."""
+    """What was published of the nodes of ``cluster``. Its records are added in the order of the log."""
 
     def __init__(self, cluster: str) -> None:
         self._cluster = cluster
         self.nodes: dict[str, PublishedNode] = {}
 
-    def take(self, value: bytes | None) -> None:
-        """The next record. One that can't be read, or that is of an older leader, says nothing."""
+    def add(self, value: bytes | None) -> None:
+        """Add the next record. One that can't be decoded, or that an older leader wrote, is ignored."""
         try:
             record = _decode(value or b"")
         except msgspec.DecodeError:
             return
-        before = self.nodes.get(record.node)
-        if record.cluster != self._cluster or (before and (record.epoch, record.seq) <= before.last):
+        previous = self.nodes.get(record.node)
+        if record.cluster != self._cluster or (previous and (record.epoch, record.seq) <= previous.last):
             return
         pods = {pod.uid: pod for pod in record.pods}
-        for uid, pod in before.pods.items() if before else ():
-            if uid not in pods:  # for readers it has ended, too
+        for uid, pod in previous.pods.items() if previous else ():
+            if uid not in pods:  # to a reader, a pod that is missing has ended
                 ended_ms = record.ts_ms if pod.ended_ms is None else pod.ended_ms
                 pods[uid] = msgspec.structs.replace(pod, ended_ms=ended_ms)
         self.nodes[record.node] = PublishedNode((record.epoch, record.seq), record.removed, pods)
 
 
 async def read_back(connection: Connection, since_ms: int, published: PublishedNodes) -> None:
-    """Take the records that were logged at ``since_ms`` or later, to where the topic ends now."""
+    """Add the records with a log time of ``since_ms`` or later, up to the present end of the topic."""
     topic, consumer = connection.prefixed(TOPIC.name), await clients.connect_consumer(connection)
     try:
         async with asyncio.timeout(WITHIN_S):
-            found, _ = await topic_admin.inspect(connection, [TOPIC.name])
-            if topic not in found:
+            descriptions, _ = await topic_admin.inspect(connection, [TOPIC.name])
+            if topic not in descriptions:
                 return
-            partitions = [TopicPartition(topic, number) for number in range(found[topic].partitions)]
+            partitions = [TopicPartition(topic, number) for number in range(descriptions[topic].partitions)]
             begins, ends = await consumer.beginning_offsets(partitions), await consumer.end_offsets(partitions)
-            ask, starts = partial(offsets_at, connection, consumer), {}
+            offset_lookup, starts = partial(offsets_at, connection, consumer), {}
             for tp in partitions:  # before any is assigned: behind a fetch that waits, each answer takes half a second
-                own = from_kafka(connection, tp)
-                starts[tp] = await positions.offset_since(ask, own, since_ms, begins[tp], ends[tp])
+                partition = from_kafka(connection, tp)
+                starts[tp] = await positions.offset_since(offset_lookup, partition, since_ms, begins[tp], ends[tp])
             consumer.assign(partitions)
             for tp, start in starts.items():
                 consumer.seek(tp, start)
-            while left := [tp for tp in partitions if await consumer.position(tp) < ends[tp]]:
-                for batch in (await consumer.getmany(*left, timeout_ms=_FETCH_MS)).values():
+            while unread := [tp for tp in partitions if await consumer.position(tp) < ends[tp]]:
+                for batch in (await consumer.getmany(*unread, timeout_ms=_FETCH_MS)).values():
                     for record in batch:
-                        published.take(record.value)
+                        published.add(record.value)
     except TimeoutError:
         log.warning("%s: not read back within %g s; going on without the rest of it", topic, WITHIN_S)
     except TopicAuthorizationFailedError as error:

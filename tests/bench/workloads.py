@@ -29,8 +29,8 @@ async def main(pods: int, nodes: int) -> None:
     async def tell(now_ms: int) -> None:
         clock.now_s = now_ms / 1000
         cluster.expire(now_ms)
-        for node in cluster.changed():
-            if content := cluster.take(node):
+        for node in cluster.changed_nodes():
+            if content := cluster.pop_content(node):
                 publisher.publish(now_ms, node, content)
         publisher.queue_overdue()
         await settle(2 * nodes + 4)

@@ -66,7 +66,7 @@ class Replica:
     async def _read_back(self, _: Connection, since_ms: int, published: PublishedNodes) -> None:
         await self.readable.wait()
         for record in self.log:
-            published.take(orjson.dumps(record))
+            published.add(orjson.dumps(record))
 
     def records(self, node: str = "n1") -> list[dict[str, Any]]:
         return [record for record in self.sender.of("gpu.workloads") if record["node"] == node]
@@ -150,7 +150,7 @@ async def test_a_pod_whose_owner_is_not_to_be_had_is_reported_all_the_same(tmp_p
 async def test_under_a_slow_api_server_a_pod_never_has_another_workload_than_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("producers.cluster.component.HOLD_S", 0.2)
+    monkeypatch.setattr("producers.cluster.component.DEFER_S", 0.2)
     server = cluster_of("n1")
     server.objects[REPLICA_SETS] = {"llm-5d": pod_json("llm-5d", "rs-1", owner=DEPLOYMENT)}
     answered = asyncio.Event()

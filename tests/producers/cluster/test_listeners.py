@@ -39,7 +39,7 @@ class Bench:
         return self
 
     def pods_of(self, node: str) -> list[dict[str, Any]]:
-        content = self.state.take(node)
+        content = self.state.pop_content(node)
         return [] if content is None else [*map(dict, content.pods)]
 
     def ends(self) -> dict[str, int | None]:
@@ -65,7 +65,7 @@ class Bench:
 
 def test_what_a_watch_says_becomes_known() -> None:
     bench = Bench().fill()
-    content = bench.state.take("n1")
+    content = bench.state.pop_content("n1")
     assert content is not None
 
     assert (bench.kept(), bench.woken) == ([1, 1, 1, 1, 1, 1], 6)
@@ -188,7 +188,7 @@ def test_a_node_that_a_full_list_does_not_have_is_gone_but_not_one_that_could_no
     bench.nodes.put(raw({"metadata": {"name": "n3", "uid": "u", "labels": 7}}))
     bench.nodes.complete()
 
-    contents = [bench.state.take(node) for node in ("n1", "n2", "n3")]
+    contents = [bench.state.pop_content(node) for node in ("n1", "n2", "n3")]
     assert [content and content.removed for content in contents] == [True, False, False]
 
 
@@ -199,9 +199,9 @@ def test_slices_that_a_full_list_does_not_have_are_gone() -> None:
         bench.slices.put(raw(slice_json(f"s-{node}", node=node, uuids=[f"GPU-{node}"])))
     bench.slices.begin()
     bench.slices.put(raw(slice_json("s-n2", node="n2", uuids=["GPU-n2"])))
-    assert [*map(bench.state.take, ("n1", "n2"))]
+    assert [*map(bench.state.pop_content, ("n1", "n2"))]
     bench.slices.complete()
 
-    assert bench.state.changed() == ["n1"]
+    assert bench.state.changed_nodes() == ["n1"]
     devices = [bench.state.slices.of_node(node) for node in ("n1", "n2")]
     assert [[device.uuid for device in found] for found in devices] == [[], ["GPU-n2"]]

@@ -1,6 +1,6 @@
 """A node's record is due at once, then not more than five times a second; new pods wait shortly for their owners."""
 
-from producers.cluster.component import HOLD_S, SPACING_S, RateLimiter
+from producers.cluster.component import DEFER_S, SPACING_S, RateLimiter
 
 
 def _never(_: str) -> list[str]:
@@ -25,9 +25,9 @@ def test_further_changes_wait_until_the_last_record_is_long_enough_ago() -> None
 
 def test_a_node_waits_for_the_chain_of_its_first_new_pod_but_not_for_long() -> None:
     limiter = RateLimiter()
-    assert limiter.due(["a"], _always, 100.0) == ([], 100.0 + HOLD_S)
-    assert limiter.due(["a"], _always, 100.2) == ([], 100.0 + HOLD_S)
-    assert limiter.due(["a"], _always, 100.0 + HOLD_S) == (["a"], None)
+    assert limiter.due(["a"], _always, 100.0) == ([], 100.0 + DEFER_S)
+    assert limiter.due(["a"], _always, 100.2) == ([], 100.0 + DEFER_S)
+    assert limiter.due(["a"], _always, 100.0 + DEFER_S) == (["a"], None)
 
 
 def test_a_node_is_due_as_soon_as_its_chains_are_known() -> None:
@@ -42,9 +42,9 @@ def test_each_pod_waits_for_its_own_second() -> None:
     limiter.due(["a"], lambda _: ["first"], 100.0)
     limiter.due(["a"], lambda _: ["first", "second"], 100.9)
 
-    assert limiter.due(["a"], lambda _: ["first", "second"], 100.0 + HOLD_S).nodes == ["a"]
-    assert limiter.held(["first", "second"], 100.0 + HOLD_S) == {"second"}
-    assert limiter.held(["first", "second"], 100.9 + HOLD_S) == set()
+    assert limiter.due(["a"], lambda _: ["first", "second"], 100.0 + DEFER_S).nodes == ["a"]
+    assert limiter.deferred(["first", "second"], 100.0 + DEFER_S) == {"second"}
+    assert limiter.deferred(["first", "second"], 100.9 + DEFER_S) == set()
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
@@ -53,4 +53,4 @@ def test_what_was_long_ago_is_forgotten() -> None:
         limiter.due([f"n{second}"], _always, float(second))
         limiter.published(f"n{second}", float(second))
 
-    assert (len(limiter._published_s), len(limiter._held_s)) < (3, 100)
+    assert (len(limiter._published_s), len(limiter._deferred_since_s)) < (3, 100)

@@ -46,7 +46,7 @@ CHAIN = Chain((RS, DEPLOYMENT), complete=True)
 
 
 def reported(of: Store, node: str = "n1") -> WorkloadsContent:
-    content = of.take(node)
+    content = of.pop_content(node)
     assert content is not None
     return content
 
@@ -92,10 +92,10 @@ def test_what_is_reported_is_a_record_of_the_contract() -> None:
 @pytest.mark.parametrize("how", [{"limits": {"cpu": "1"}}, {"node": None}, {"node": ""}])
 def test_a_pod_without_a_gpu_or_a_node_is_not_reported(how: dict[str, Any]) -> None:
     cluster = state("n1")
-    cluster.take("n1")
+    cluster.pop_content("n1")
     cluster.put_pod(pod(**how), NOW)
 
-    assert (len(cluster.pods), "n1" in cluster.changed()) == (0, False)
+    assert (len(cluster.pods), "n1" in cluster.changed_nodes()) == (0, False)
 
 
 def test_a_pod_is_reported_once_it_is_bound() -> None:
@@ -110,24 +110,24 @@ def test_only_what_changes_a_record_makes_it_due() -> None:
     cluster = state("n1", "n2")
     cluster.put_pod(pod(), NOW)
     for node in ("n1", "n2"):
-        cluster.take(node)
+        cluster.pop_content(node)
     cluster.put_pod(pod(), NOW)
     cluster.put_node("n1", {"beta.kubernetes.io/os": "linux"})
     cluster.put_namespace("other", {"team": "x"})
-    assert cluster.changed() == []
+    assert cluster.changed_nodes() == []
 
     cluster.put_pod(pod(labels={"app": "other"}), NOW)
-    assert cluster.changed() == ["n1"]
+    assert cluster.changed_nodes() == ["n1"]
 
 
 def test_a_namespaces_labels_change_the_nodes_of_its_pods() -> None:
     cluster = state("n1", "n2")
     cluster.put_pod(pod(), NOW)
     for node in ("n1", "n2"):
-        cluster.take(node)
+        cluster.pop_content(node)
     cluster.put_namespace("ml", {"team": "new"})
 
-    assert cluster.changed() == ["n1"]
+    assert cluster.changed_nodes() == ["n1"]
     assert row(cluster)["namespace_labels"] == {"team": "new"}
 
 
@@ -139,11 +139,11 @@ def test_pods_inherit_the_policies_of_their_namespace_and_their_own_go_over_them
     assert row(cluster)["annotations"] == {"gpustream.dev/a": "1", "gpustream.dev/idle-after": "2h"}
 
     for node in ("n1", "n2"):
-        cluster.take(node)
+        cluster.pop_content(node)
     cluster.put_namespace("ml", {}, {**policies, "other": "y"})
-    assert cluster.changed() == []
+    assert cluster.changed_nodes() == []
     cluster.put_namespace("ml", {}, None)
-    assert cluster.changed() == ["n1"]
+    assert cluster.changed_nodes() == ["n1"]
     assert row(cluster)["annotations"] == {"gpustream.dev/a": "1"}
 
 
@@ -174,10 +174,10 @@ def test_a_node_that_has_no_pods_is_reported_too() -> None:
 def test_a_pod_on_a_node_that_is_not_there_is_reported_when_it_comes() -> None:
     cluster = state()
     cluster.put_pod(pod(node="n9"), NOW)
-    assert (cluster.changed(), cluster.take("n9")) == ([], None)
+    assert (cluster.changed_nodes(), cluster.pop_content("n9")) == ([], None)
 
     cluster.put_node("n9", {})
-    assert (cluster.changed(), row(cluster, "n9")["name"]) == (["n9"], "bert-0")
+    assert (cluster.changed_nodes(), row(cluster, "n9")["name"]) == (["n9"], "bert-0")
 
 
 def test_the_last_record_of_a_node_says_that_its_pods_ended() -> None:
@@ -188,14 +188,14 @@ def test_the_last_record_of_a_node_says_that_its_pods_ended() -> None:
     last = reported(cluster)
 
     assert (last.removed, last.pods[0]["ended_ms"], last.dra_devices) == (True, NOW + 5, [])
-    assert (cluster.take("n1"), cluster.changed()) == (None, [])
+    assert (cluster.pop_content("n1"), cluster.changed_nodes()) == (None, [])
 
 
 def test_a_node_that_comes_back_has_the_pods_that_it_still_has() -> None:
     cluster = state("n1")
     cluster.put_pod(pod(), NOW)
     cluster.remove_node("n1", NOW + 5)
-    cluster.take("n1")
+    cluster.pop_content("n1")
     cluster.put_node("n1", {})
 
     assert row(cluster)["ended_ms"] is None
@@ -221,25 +221,25 @@ def test_a_removed_node_is_forgotten_if_nobody_reports_it() -> None:
     cluster.remove_node("n1", NOW)
     cluster.expire(NOW + KEPT_MS)
 
-    assert cluster.take("n1") is None
+    assert cluster.pop_content("n1") is None
 
 
 def test_a_pod_waits_for_its_chain_and_is_then_reported_without_and_again_with_it() -> None:
     cluster = state("n1")
     cluster.put_pod(pod("old"), NOW)
-    cluster.take("n1")
+    cluster.pop_content("n1")
     cluster.put_pod(pod(owner=RS), NOW)
-    assert cluster.awaits("n1") == ["uid-bert-0"]
-    held = cluster.take("n1", cluster.awaits("n1"))
+    assert cluster.pods_awaiting_owners("n1") == ["uid-bert-0"]
+    held = cluster.pop_content("n1", cluster.pods_awaiting_owners("n1"))
     assert held is not None
-    assert ([row["uid"] for row in held.pods], cluster.changed()) == (["uid-old"], ["n1"])
+    assert ([row["uid"] for row in held.pods], cluster.changed_nodes()) == (["uid-old"], ["n1"])
 
     waited = row(cluster, number=1)
     assert ([owner["kind"] for owner in waited["owners"]], waited["owners_complete"]) == (["ReplicaSet"], False)
-    assert cluster.awaits("n1") == []
+    assert cluster.pods_awaiting_owners("n1") == []
 
-    cluster.learn("rs-1", CHAIN)
-    assert cluster.changed() == ["n1"]
+    cluster.set_chain("rs-1", CHAIN)
+    assert cluster.changed_nodes() == ["n1"]
     known = row(cluster, number=1)
     assert [owner["kind"] for owner in known["owners"]] == ["ReplicaSet", "Deployment"]
     assert known["owners_complete"] is None
@@ -248,18 +248,18 @@ def test_a_pod_waits_for_its_chain_and_is_then_reported_without_and_again_with_i
 def test_a_chain_that_ends_too_early_is_incomplete() -> None:
     cluster = state("n1")
     cluster.put_pod(pod(owner=RS), NOW)
-    cluster.learn("rs-1", Chain((RS,), complete=False))
+    cluster.set_chain("rs-1", Chain((RS,), complete=False))
 
-    assert cluster.awaits("n1") == ["uid-bert-0"]
+    assert cluster.pods_awaiting_owners("n1") == ["uid-bert-0"]
     assert row(cluster)["owners_complete"] is False
 
 
 def test_a_new_leader_holds_no_pod_that_the_last_one_may_have_reported() -> None:
     cluster = state("n1")
     cluster.put_pod(pod(owner=RS), NOW)
-    cluster.mark_all()
+    cluster.mark_all_changed()
 
-    assert cluster.awaits("n1") == []
+    assert cluster.pods_awaiting_owners("n1") == []
 
 
 def test_each_owner_is_followed_once_and_until_its_last_pod_has_left() -> None:
@@ -274,40 +274,40 @@ def test_each_owner_is_followed_once_and_until_its_last_pod_has_left() -> None:
 
     cluster.expire(NOW + KEPT_MS + 1)
     assert follower.wanted == {}
-    cluster.learn("rs-1", CHAIN)
-    assert not cluster.awaits("n1")
+    cluster.set_chain("rs-1", CHAIN)
+    assert not cluster.pods_awaiting_owners("n1")
 
     cluster.put_pod(pod("c", owner=RS), NOW)
-    cluster.learn("rs-1", CHAIN)
+    cluster.set_chain("rs-1", CHAIN)
     cluster.remove_pod("uid-c", NOW)
     cluster.expire(NOW + KEPT_MS)
     cluster.put_pod(pod("d", owner=RS), NOW)
-    assert cluster.awaits("n1")
+    assert cluster.pods_awaiting_owners("n1")
 
 
 def test_an_owner_without_a_uid_is_reported_and_not_waited_for() -> None:
     cluster = state("n1")
     cluster.put_pod(pod(owner=Owner("v1", "Thing", "x", "")), NOW)
 
-    assert (cluster.awaits("n1"), row(cluster)["owners"][0]["name"]) == ([], "x")
+    assert (cluster.pods_awaiting_owners("n1"), row(cluster)["owners"][0]["name"]) == ([], "x")
 
 
 def test_a_claim_that_only_looks_at_a_device_is_reported_on_the_nodes_of_its_pool_until_long_after_it_is_gone() -> None:
     cluster = state("n1", "n2")
     for node in ("n1", "n2"):
         cluster.put_slice(slice_(node, node=node))
-        cluster.take(node)
+        cluster.pop_content(node)
     cluster.put_claim(claim(pool="n2"), NOW)
-    assert cluster.changed() == ["n2"]
+    assert cluster.changed_nodes() == ["n2"]
     assert (reported(cluster, "n1").admin_claims, len(reported(cluster, "n2").admin_claims)) == ([], 1)
     record = decoder(NodeWorkloads)(encoded(reported(cluster, "n2"), "n2"))
     assert record.admin_claims == (Claim("monitor", "ml", "gpu.nvidia.com", "n2", "gpu-0"),)
 
     cluster.claims.remove("uid-monitor", NOW)
     cluster.expire(NOW + KEPT_MS - 1)
-    assert (cluster.changed(), len(reported(cluster, "n2").admin_claims)) == ([], 1)
+    assert (cluster.changed_nodes(), len(reported(cluster, "n2").admin_claims)) == ([], 1)
     cluster.expire(NOW + KEPT_MS)
-    assert (cluster.changed(), reported(cluster, "n2").admin_claims) == (["n2"], [])
+    assert (cluster.changed_nodes(), reported(cluster, "n2").admin_claims) == (["n2"], [])
 
 
 def test_claims_of_other_drivers_do_not_matter() -> None:
@@ -319,7 +319,7 @@ def test_claims_of_other_drivers_do_not_matter() -> None:
 
 
 def unwell(store: Store, node: str = "n1") -> list[dict[str, Any]]:
-    content = store.take(node)
+    content = store.pop_content(node)
     assert content is not None
     record = records.workloads(cluster="c", node=node, epoch=1, seq=1, ts_ms=1, content=content.encoded())
     return [msgspec.to_builtins(one) for one in decoder(NodeWorkloads)(record).unwell]
@@ -336,7 +336,7 @@ def test_a_device_that_its_pods_status_calls_unhealthy_is_unwell_while_the_pod_r
     known.put_pod(pod(status=sick("GPU-a", message="XID 79")), NOW)
     assert unwell(known) == [{"device_id": "GPU-a", "health": "Unhealthy", "message": "XID 79"}]
     known.put_pod(pod(status=sick("GPU-a", "Unknown")), NOW)
-    assert known.changed() == ["n1"]
+    assert known.changed_nodes() == ["n1"]
     assert unwell(known) == []
     known.put_pod(pod(status=sick("GPU-a") | {"phase": "Failed"}), NOW)
     assert unwell(known) == []
@@ -356,7 +356,7 @@ def test_the_taints_of_a_slice_and_of_rules_make_their_devices_unwell() -> None:
     assert unwell(known) == [{"device_id": "GPU-a", "taint": "gpu.nvidia.com/lost:NoSchedule"}]
     assert unwell(known, "n2") == []
     known.put_taint_rule(taint_rule(deviceSelector={"driver": "gpu.nvidia.com", "pool": "n1", "device": "gpu-1"}))
-    assert known.changed() == ["n1", "n2"]
+    assert known.changed_nodes() == ["n1", "n2"]
     by_rule = {"device_id": "GPU-b", "taint": "example.com/xid=79:NoExecute"}
     assert by_rule in unwell(known)
     assert unwell(known, "n2") == []
@@ -385,10 +385,10 @@ def test_all_nodes_can_be_made_due() -> None:
     cluster = state("n1", "n2", "n3")
     cluster.remove_node("n3", NOW)
     for node in ("n1", "n2"):
-        cluster.take(node)
-    cluster.mark_all()
+        cluster.pop_content(node)
+    cluster.mark_all_changed()
 
-    assert set(cluster.changed()) == {"n1", "n2", "n3"}
+    assert set(cluster.changed_nodes()) == {"n1", "n2", "n3"}
 
 
 def test_what_a_tenant_writes_is_cut_and_counted_once() -> None:
@@ -449,7 +449,7 @@ def test_a_new_leader_takes_over_the_chains_of_owners_that_it_does_not_know_yet(
     assert row(cluster)["owners_complete"] is None
     assert [owner["kind"] for owner in row(cluster)["owners"]] == ["ReplicaSet", "Deployment"]
 
-    cluster.learn("rs-1", Chain((RS,), complete=False))
+    cluster.set_chain("rs-1", Chain((RS,), complete=False))
     assert [owner["kind"] for owner in row(cluster)["owners"]] == ["ReplicaSet", "Deployment"]
 
 
@@ -457,9 +457,9 @@ def test_a_node_that_left_while_nobody_led_is_said_to_be_gone_with_its_pods() ->
     cluster = state("n1")
     cluster.take_over(told_of(Pod("ml", "a", "uid-a"), node="n2"), NOW)
     cluster.take_over(told_of(Pod("ml", "b", "uid-b"), node="n3", removed=True), NOW)
-    cluster.mark_all()
+    cluster.mark_all_changed()
 
-    assert set(cluster.changed()) == {"n1", "n2"}
+    assert set(cluster.changed_nodes()) == {"n1", "n2"}
     last = reported(cluster, "n2")
     assert (last.removed, [row["ended_ms"] for row in last.pods]) == (True, [NOW])
 
@@ -537,7 +537,7 @@ def _as_heard(heard: dict[str, Listener[Any]], what: str, of: Any) -> tuple[List
 
 def _alive(cluster: Store) -> dict[str, Any]:
     """What is reported of each node, except what has ended."""
-    reported = {node: cluster.take(node) for node in ("n1", "n2")}
+    reported = {node: cluster.pop_content(node) for node in ("n1", "n2")}
     return {
         node: (
             content.node_labels,
@@ -575,7 +575,7 @@ def test_a_full_list_of_the_same_objects_changes_nothing(events: list[Event]) ->
         listener.complete()
     cluster.expire(NOW + KEPT_MS - 1)
 
-    assert cluster.changed() == []
+    assert cluster.changed_nodes() == []
     assert _alive(cluster) == before
 
 
@@ -585,7 +585,7 @@ def test_a_node_that_is_reported_differently_was_made_due(events: list[Event]) -
     before = _alive(cluster)
     for event in events:
         _apply(cluster, [event])
-        changed = set(cluster.changed())
+        changed = set(cluster.changed_nodes())
         now = _alive(cluster)
         assert {node for node in ("n1", "n2") if now.get(node) != before.get(node)} <= changed
         before = now

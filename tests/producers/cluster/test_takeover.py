@@ -30,7 +30,7 @@ def ends(*values: bytes) -> dict[str, int | None]:
     """The ends of the pods of n1 after these records."""
     known = PublishedNodes("prod")
     for value in values:
-        known.take(value)
+        known.add(value)
     return {uid: pod.ended_ms for uid, pod in known.nodes["n1"].pods.items()} if known.nodes else {}
 
 
