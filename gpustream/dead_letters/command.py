@@ -31,7 +31,7 @@ from gpustream.command import (
 )
 from gpustream.dead_letters import resubmission
 from gpustream.dead_letters.letters import (
-    DONE,
+    ALREADY_SENT,
     RESUBMITTABLE,
     Letter,
     LetterFilter,
@@ -40,32 +40,32 @@ from gpustream.dead_letters.letters import (
     letter_id,
     letters,
     original,
-    refused,
+    refusal_reason,
 )
 from gpustream.output import FAILED, answer, failed, json_lines, printable, show_or_say
 from topics import dead_letters as contract
 
-_ALL_S = 365 * 86_400.0
+_FOREVER_S = 365 * 86_400.0
 
 _LETTER = Text("PARTITION:OFFSET", letter_id, "0:17")
 
 By = Literal["reason", "topic", "node", "letter"]
 
 
-def _filters(function: Callable[..., Any]) -> Callable[..., Any]:
-    declared = (
+def _filter_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    decorators = (
         option("--since", "since_s", type=DURATION, default="7d", help="Letters of this time, from now back."),
         option("--topic", help="Only letters of records of this topic."),
         option("--stage", help="Only letters of this component, such as attribution or remote_write."),
         option("--reason", help="Only letters of this reason, as the list has it."),
         option("--key", metavar="CLUSTER/NODE", help="Only letters of this node: the key of their records."),
     )
-    for one in reversed(declared):
-        function = one(function)
+    for decorator in reversed(decorators):
+        function = decorator(function)
     return function
 
 
-def _wanted(given: Mapping[str, str | None]) -> LetterFilter:
+def _filter_of(given: Mapping[str, str | None]) -> LetterFilter:
     return LetterFilter(given["topic"], given["stage"], given["reason"], given["key"])
 
 
@@ -83,7 +83,7 @@ def dead_letters() -> None:
     ),
 )
 @KAFKA
-@_filters
+@_filter_options
 @option("--by", type=click.Choice(["reason", "topic", "node", "letter"]), default="reason", help="A line for each.")
 @output_format("text", "json", help="json: an object a line.")
 @LOG_FORMAT
@@ -92,14 +92,14 @@ def list_letters(
     since_s: float,
     by: By,
     form: Literal["text", "json"],
-    **given: str | None,
+    **filters: str | None,
 ) -> None:
     """List dead letters by reason, topic or node, or each by itself. It reads in no group and commits nothing."""
-    rows = answer(_list(connection, since_s, _wanted(given), by))
+    rows = answer(_list(connection, since_s, _filter_of(filters), by))
     if form == "json":
-        json_lines(row._asdict() for row in rows)
+        json_lines(group._asdict() for group in rows)
     else:
-        show_or_say(LetterGroup._fields, [tuple(map(printable, row)) for row in rows], "no dead letter")
+        show_or_say(LetterGroup._fields, [tuple(map(printable, group)) for group in rows], "no dead letter")
 
 
 class LetterGroup(NamedTuple):
@@ -115,28 +115,28 @@ class LetterGroup(NamedTuple):
     last_letter: str
 
 
-async def _list(connection: Connection, since_s: float, wanted: LetterFilter, by: By) -> list[LetterGroup]:
-    rows: dict[tuple[str, ...], LetterGroup] = {}
-    async with history.opened(connection, [contract.TOPIC.name]) as past:
-        async for letter in letters(past, since_s):
-            if letter in wanted:
-                one = row(letter)
+async def _list(connection: Connection, since_s: float, letter_filter: LetterFilter, by: By) -> list[LetterGroup]:
+    groups: dict[tuple[str, ...], LetterGroup] = {}
+    async with history.opened(connection, [contract.TOPIC.name]) as reader:
+        async for letter in letters(reader, since_s):
+            if letter in letter_filter:
+                group = group_of(letter)
                 key = {
-                    "reason": (one.stage, one.topic, one.reason),
-                    "topic": (one.topic,),
-                    "node": (one.key,),
-                    "letter": (one.last_letter,),
+                    "reason": (group.stage, group.topic, group.reason),
+                    "topic": (group.topic,),
+                    "node": (group.key,),
+                    "letter": (group.last_letter,),
                 }[by]
-                rows[key] = merged(rows[key], one) if key in rows else one
-    return sorted(rows.values(), key=lambda row: (-row.letters, row.last))
+                groups[key] = merge_groups(groups[key], group) if key in groups else group
+    return sorted(groups.values(), key=lambda group: (-group.letters, group.last))
 
 
-def row(letter: Letter) -> LetterGroup:
-    """A letter by itself."""
+def group_of(letter: Letter) -> LetterGroup:
+    """The group of a single letter."""
     cause = letter.cause
     return LetterGroup(
         1,
-        int(letter.done),
+        int(letter.resubmitted),
         _time(letter),
         cause.stage,
         cause.origin.topic,
@@ -146,21 +146,21 @@ def row(letter: Letter) -> LetterGroup:
     )
 
 
-def merged(one: LetterGroup, more: LetterGroup) -> LetterGroup:
-    """Two rows as one."""
+def merge_groups(first: LetterGroup, second: LetterGroup) -> LetterGroup:
+    """Merges two groups; a field in which they differ becomes ``several``."""
 
-    def common(mine: str, theirs: str) -> str:
-        return mine if mine == theirs else "several"
+    def common(a: str, b: str) -> str:
+        return a if a == b else "several"
 
     return LetterGroup(
-        letters=one.letters + more.letters,
-        sent_again=one.sent_again + more.sent_again,
-        last=max(one.last, more.last),
-        stage=common(one.stage, more.stage),
-        topic=common(one.topic, more.topic),
-        reason=common(one.reason, more.reason),
-        key=common(one.key, more.key),
-        last_letter=one.last_letter if one.last > more.last else more.last_letter,
+        letters=first.letters + second.letters,
+        sent_again=first.sent_again + second.sent_again,
+        last=max(first.last, second.last),
+        stage=common(first.stage, second.stage),
+        topic=common(first.topic, second.topic),
+        reason=common(first.reason, second.reason),
+        key=common(first.key, second.key),
+        last_letter=first.last_letter if first.last > second.last else second.last_letter,
     )
 
 
@@ -180,31 +180,35 @@ def _time(letter: Letter) -> str:
 @LOG_FORMAT
 def show_letter(letter: LetterId, connection: Connection, form: Literal["text", "json", "raw"]) -> None:
     """Show a dead letter: its record, its error, where it came from, and whether it can be sent again."""
-    found = answer(_find(connection, letter))
-    if found is None:
+    result = answer(_find(connection, letter))
+    if result is None:
         raise failed(f"there is no letter {letter}: `gpustream dead-letters list --by letter` has those that there are")
-    one, record = found
-    whole = isinstance(record, Original)
-    value = (record.value or b"") if isinstance(record, Original) else one.value
+    found_letter, record = result
+    is_whole = isinstance(record, Original)
+    value = (record.value or b"") if isinstance(record, Original) else found_letter.value
     if form == "raw":
         sys.stdout.buffer.write(value)
     elif form == "json":
-        click.echo(orjson.dumps({**_described(one), "whole": whole, "value_base64": base64.b64encode(value).decode()}))
+        click.echo(
+            orjson.dumps(
+                {**_as_json(found_letter), "whole": is_whole, "value_base64": base64.b64encode(value).decode()}
+            )
+        )
     else:
-        why_not = refused(one) or (record if isinstance(record, str) else None)
-        click.echo("\n".join(_text(one, value, why_not)))
+        reason = refusal_reason(found_letter) or (record if isinstance(record, str) else None)
+        click.echo("\n".join(_as_text(found_letter, value, reason)))
 
 
-async def _find(connection: Connection, wanted: LetterId) -> tuple[Letter, Original | str] | None:
+async def _find(connection: Connection, letter_id: LetterId) -> tuple[Letter, Original | str] | None:
     topics = (contract.TOPIC.name, *RESUBMITTABLE)
-    async with history.opened(connection, topics[:1]) as past, history.opened(connection, topics[1:]) as originals:
-        async for letter in letters(past, _ALL_S):
-            if letter.id == wanted:
+    async with history.opened(connection, topics[:1]) as reader, history.opened(connection, topics[1:]) as originals:
+        async for letter in letters(reader, _FOREVER_S):
+            if letter.id == letter_id:
                 return letter, await original(originals, letter)
     return None
 
 
-def _described(letter: Letter) -> dict[str, Any]:
+def _as_json(letter: Letter) -> dict[str, Any]:
     name, partition, offset = letter.cause.origin
     return {
         "letter": str(letter.id),
@@ -216,11 +220,11 @@ def _described(letter: Letter) -> dict[str, Any]:
         "error": letter.cause.error,
         "at_ms": letter.cause.at_ms,
         "length": letter.cause.length,
-        "sent_again": letter.done,
+        "sent_again": letter.resubmitted,
     }
 
 
-def _text(letter: Letter, value: bytes, why_not: str | None) -> Iterator[str]:
+def _as_text(letter: Letter, value: bytes, reason: str | None) -> Iterator[str]:
     name, partition, offset = letter.cause.origin
     size = counted(letter.cause.length, "byte")
     yield f"letter    {letter.id}, of {_time(letter)}"
@@ -228,7 +232,7 @@ def _text(letter: Letter, value: bytes, why_not: str | None) -> Iterator[str]:
     yield f"stage     {printable(letter.cause.stage)}"
     yield f"error     {printable(letter.cause.error)}"
     yield f"record    {size}" if len(value) == letter.cause.length else f"record    the first {len(value)} of {size}"
-    yield f"again     {f'no: {why_not}' if why_not else 'it can be sent again: `gpustream dead-letters resubmit`'}"
+    yield f"again     {f'no: {reason}' if reason else 'it can be sent again: `gpustream dead-letters resubmit`'}"
     yield ""
     try:
         lines = orjson.dumps(orjson.loads(value), option=orjson.OPT_INDENT_2).decode().splitlines()
@@ -248,7 +252,7 @@ def _text(letter: Letter, value: bytes, why_not: str | None) -> Iterator[str]:
 @click.argument("letters", cls=Argument, type=_LETTER, nargs=-1)
 @KAFKA
 @options(KafkaSettings, only=("compression",))
-@_filters
+@_filter_options
 @option("--yes", is_flag=True, help="Send them. Without it, only what would be sent is said.")
 @LOG_FORMAT
 def resubmit(
@@ -257,7 +261,7 @@ def resubmit(
     compression: str,
     since_s: float,
     yes: bool,
-    **given: str | None,
+    **filters: str | None,
 ) -> None:
     """Send letters to the topic that they came from: the same partition, key and bytes, at most once for each letter.
 
@@ -269,14 +273,14 @@ def resubmit(
     its node: gpu.attributed has it then, and readers that go by (cluster, node, run_id, seq) take it; sinks that have
     had a newer tick of the same run count it as a duplicate.
     """
-    wanted = _wanted(given)._replace(ids=frozenset(letters))
+    letter_filter = _filter_of(filters)._replace(ids=frozenset(letters))
     connection = dataclasses.replace(connection, compression=compression)
-    done = answer(resubmission.resubmit(connection, since_s, wanted, send=yes))
-    for why, ids in done.refused.items():
-        some = ", ".join(map(str, ids[:10])) + (f" and {len(ids) - 10} more" if len(ids) > 10 else "")
-        click.echo(f"not sent: {some}: {why}", err=True)
-    for name, count in sorted(done.sent.items()):
+    result = answer(resubmission.resubmit(connection, since_s, letter_filter, send=yes))
+    for reason, ids in result.not_sent.items():
+        listed = ", ".join(map(str, ids[:10])) + (f" and {len(ids) - 10} more" if len(ids) > 10 else "")
+        click.echo(f"not sent: {listed}: {reason}", err=True)
+    for name, count in sorted(result.sent.items()):
         click.echo(f"{name}: {counted(count, 'record')} {'sent again' if yes else 'would be sent again: add --yes'}")
-    if not done.sent:
+    if not result.sent:
         click.echo("nothing is to be sent again")
-    raise SystemExit(FAILED if done.refused.keys() - {DONE} else 0)
+    raise SystemExit(FAILED if result.not_sent.keys() - {ALREADY_SENT} else 0)

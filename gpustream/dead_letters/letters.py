@@ -1,7 +1,7 @@
-"""The letters of gpu.dead-letters, the records that they are of, and which of them may be sent again.
+"""Reads dead letters and their original records, and decides which of them may be sent again.
 
-In:       gpu.dead-letters, in no group; of a letter that lacks something, the original record, while its topic has it.
-Out:      each letter with whether it was sent again; whole records; the snapshots that ticks name.
+In:       gpu.dead-letters, in no group; the original record if a letter lacks a part of it, while its topic has it.
+Out:      each letter, and whether it was sent again; whole records; the snapshots that ticks name.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from topics.dead_letters import MAX_KEY_BYTES, Cause
 from topics.topic import decoder
 
 RESUBMITTABLE = ("gpu.samples", "gpu.allocations", "gpu.workloads")
-"""What attribution reads. Records of other topics that came again would say nothing new, or what is over."""
+"""The topics that attribution reads. A record of another topic would have no effect, or a wrong one, if sent again."""
 
-DONE = "it was sent again before"
+ALREADY_SENT = "it was sent again before"
 
-_NOT_AGAIN = {
+_REFUSAL_REASONS = {
     "gpu.attributed": "every reader of gpu.attributed drops a tick that comes again as a replay",
     "gpu.alerts": "gpu.alerts keeps the last record of each key: this one would take the place of a newer one",
 }
@@ -32,7 +32,7 @@ _ID = re.compile(r"([0-9]{1,9}):([0-9]{1,18})", re.ASCII)
 
 
 class LetterId(NamedTuple):
-    """Where a letter stands in gpu.dead-letters."""
+    """The position of a letter in gpu.dead-letters."""
 
     partition: int
     offset: int
@@ -42,7 +42,7 @@ class LetterId(NamedTuple):
 
 
 def letter_id(text: str) -> LetterId:
-    """``PARTITION:OFFSET``. Raises ValueError."""
+    """Parses ``PARTITION:OFFSET``. Raises ValueError."""
     if not (match := _ID.fullmatch(text)):
         raise ValueError(
             f"{text[:80]!r} is not a letter: write PARTITION:OFFSET, as `gpustream dead-letters list` has it"
@@ -51,14 +51,14 @@ def letter_id(text: str) -> LetterId:
 
 
 class Letter(NamedTuple):
-    """A dead letter as it was read. ``done``: it was sent again."""
+    """A dead letter as it was read. ``resubmitted``: it was sent again."""
 
     id: LetterId
     logged_ms: int
     key: bytes | None
     value: bytes
     cause: Cause
-    done: bool = False
+    resubmitted: bool = False
 
     @property
     def key_text(self) -> str:
@@ -67,12 +67,12 @@ class Letter(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the letter itself has the whole record. An empty value may have been none."""
+        """Whether the letter has the whole record. An empty value may stand for a record without one."""
         return self.key is not None and 0 < self.cause.length == len(self.value)
 
 
 class LetterFilter(NamedTuple):
-    """Which letters are looked at: those that agree with all that is given."""
+    """Selects the letters that match every field that is given."""
 
     topic: str | None = None
     stage: str | None = None
@@ -83,52 +83,52 @@ class LetterFilter(NamedTuple):
     def __contains__(self, letter: object) -> bool:
         if not isinstance(letter, Letter) or (self.ids and letter.id not in self.ids):
             return False
-        has = (letter.cause.origin.topic, letter.cause.stage, letter.cause.reason, letter.key_text)
-        return all(want is None or want == have for want, have in zip(self[:4], has, strict=True))
+        values = (letter.cause.origin.topic, letter.cause.stage, letter.cause.reason, letter.key_text)
+        return all(expected is None or expected == value for expected, value in zip(self[:4], values, strict=True))
 
 
-async def letters(past: History, since_s: float) -> AsyncIterator[Letter]:
-    """The letters of some time, in order per partition, each with whether it was sent again.
+async def letters(reader: History, since_s: float) -> AsyncIterator[Letter]:
+    """The letters of the last ``since_s``, in order per partition, each with whether it was sent again.
 
     The topic is read twice: a receipt comes after its letter, and letters may be too large to be kept.
     """
-    spans = await past.spans(contract.TOPIC.name, int((time.time() - since_s) * 1000))
+    spans = await reader.spans(contract.TOPIC.name, int((time.time() - since_s) * 1000))
     receipts: set[LetterId] = set()
-    async for records in past.records(spans):
+    async for records in reader.records(spans):
         for record in records:
             if (offset := contract.resubmitted(record.headers)) is not None:
                 receipts.add(LetterId(record.partition, offset))
-    async for records in past.records(spans):
+    async for records in reader.records(spans):
         for record in records:
             if (cause := contract.cause(record.headers)) is not None:
-                origin = cause.origin._replace(topic=past.connection.unprefixed(cause.origin.topic))
+                origin = cause.origin._replace(topic=reader.connection.unprefixed(cause.origin.topic))
                 cause = cause._replace(origin=origin)
-                at = LetterId(record.partition, record.offset)
-                yield Letter(at, record.timestamp, record.key, record.value or b"", cause, at in receipts)
+                position = LetterId(record.partition, record.offset)
+                yield Letter(position, record.timestamp, record.key, record.value or b"", cause, position in receipts)
 
 
 class Original(NamedTuple):
-    """A whole record, with the key and the bytes that it had."""
+    """An original record: its whole key and value."""
 
     key: bytes | None
     value: bytes | None
 
 
-async def original(past: History, letter: Letter) -> Original | str:
-    """The record of a letter, from its topic if the letter lacks something; or why it can't be had."""
+async def original(reader: History, letter: Letter) -> Original | str:
+    """The original record of a letter, read from its topic if the letter lacks a part; or why it can't be read."""
     if letter.is_whole:
         return Original(letter.key, letter.value)
     name, partition, offset = letter.cause.origin
-    if partition >= past.partitions.get(name, 0):
+    if partition >= reader.partitions.get(name, 0):
         return f"{name} has no partition {partition} any more"
-    record = await past.record(Partition(name, partition), offset)
-    lacks = "its key" if letter.key is None else "a part of its value" if letter.value else "its value"
+    record = await reader.record(Partition(name, partition), offset)
+    missing_part = "its key" if letter.key is None else "a part of its value" if letter.value else "its value"
     if record is None:
-        return f"the letter lacks {lacks}, and {name} does not have the record any more"
+        return f"the letter lacks {missing_part}, and {name} does not have the record any more"
     value, key = record.value or b"", record.key
     same_key = key == letter.key or (letter.key is None and len(key or b"") > MAX_KEY_BYTES)
     if not (same_key and len(value) == letter.cause.length and value.startswith(letter.value)):
-        return f"the letter lacks {lacks}, and another record stands at its place now: {name} was created again"
+        return f"the letter lacks {missing_part}, and another record stands at its place now: {name} was created again"
     return Original(key, record.value)
 
 
@@ -140,8 +140,8 @@ class _DeviceEvents(msgspec.Struct, frozen=True):
     events: tuple[_Event, ...] | None = None
 
 
-class _Naming(msgspec.Struct, frozen=True):
-    """What of a tick, or of a snapshot, says which snapshots it is about."""
+class _NamedSnapshots(msgspec.Struct, frozen=True):
+    """The fields of a tick or a snapshot that identify it and the snapshots that it names."""
 
     run_id: int
     seq: int
@@ -150,16 +150,16 @@ class _Naming(msgspec.Struct, frozen=True):
 
 
 class Snapshots:
-    """Finds the snapshots that ticks name. Each partition of gpu.allocations is read once, when it is asked for."""
+    """Finds the snapshots that ticks name. Each partition of gpu.allocations is read once, at its first use."""
 
-    def __init__(self, past: History) -> None:
-        self._past = past
+    def __init__(self, reader: History) -> None:
+        self._reader = reader
         self._offsets: dict[int, dict[tuple[bytes | None, int, int], int]] = {}
-        self._given: set[tuple[int, int]] = set()
-        self._decode = decoder(_Naming)
+        self._returned: set[tuple[int, int]] = set()
+        self._decode = decoder(_NamedSnapshots)
 
     async def named_by(self, letter: Letter, record: Original) -> list[Original]:
-        """The snapshots that a tick and its events name, as far as the topic has them and they were not given yet."""
+        """The snapshots that a tick and its events name, if the topic has them and they were not returned before."""
         if letter.cause.origin.topic != samples.TOPIC.name:
             return []
         try:
@@ -168,23 +168,23 @@ class Snapshots:
             return []
         partition = letter.cause.origin.partition
         events = [event.allocations_seq for device in tick.devices for event in device.events or ()]
-        found = []
-        for seq in sorted({one for one in (tick.allocations_seq, *events) if one is not None}):
-            offset = (await self._of(partition)).get((record.key, tick.run_id, seq))
-            if offset is None or (partition, offset) in self._given:
+        snapshots = []
+        for seq in sorted({seq for seq in (tick.allocations_seq, *events) if seq is not None}):
+            offset = (await self._offsets_of(partition)).get((record.key, tick.run_id, seq))
+            if offset is None or (partition, offset) in self._returned:
                 continue
-            self._given.add((partition, offset))
-            snapshot = await self._past.record(Partition(allocations.TOPIC.name, partition), offset)
+            self._returned.add((partition, offset))
+            snapshot = await self._reader.record(Partition(allocations.TOPIC.name, partition), offset)
             if snapshot is not None:
-                found.append(Original(snapshot.key, snapshot.value))
-        return found
+                snapshots.append(Original(snapshot.key, snapshot.value))
+        return snapshots
 
-    async def _of(self, partition: int) -> dict[tuple[bytes | None, int, int], int]:
-        """Where the snapshots of a partition stand, by their key, run and seq."""
+    async def _offsets_of(self, partition: int) -> dict[tuple[bytes | None, int, int], int]:
+        """The offsets of a partition's snapshots, by key, run and seq."""
         if partition not in self._offsets:
             self._offsets[partition] = offsets = {}
             tp = Partition(allocations.TOPIC.name, partition)
-            async for records in self._past.records({tp: (await self._past.spans(tp.topic))[tp]}):
+            async for records in self._reader.records({tp: (await self._reader.spans(tp.topic))[tp]}):
                 for record in records:
                     with contextlib.suppress(msgspec.DecodeError):
                         snapshot = self._decode(record.value or b"")
@@ -192,11 +192,11 @@ class Snapshots:
         return self._offsets[partition]
 
 
-def refused(letter: Letter) -> str | None:
-    """Why a letter is not to be sent again; None if it may be."""
-    if letter.done:
-        return DONE
+def refusal_reason(letter: Letter) -> str | None:
+    """Why a letter must not be sent again; None if it may."""
+    if letter.resubmitted:
+        return ALREADY_SENT
     name = letter.cause.origin.topic
     if name not in RESUBMITTABLE:
-        return _NOT_AGAIN.get(name, f"{name} is not a topic that attribution reads")
+        return _REFUSAL_REASONS.get(name, f"{name} is not a topic that attribution reads")
     return None

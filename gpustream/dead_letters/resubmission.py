@@ -5,8 +5,8 @@ State:    a receipt in gpu.dead-letters for each letter that was sent again.
 On failure: what is not acknowledged was not sent: run it again.
 
 A record and the receipt of its letter are one transaction, and a reader of committed records sees both or none. The
-transactions of all who resubmit have one id: whoever begins ends what another left open, and only then reads the
-receipts.
+transactions of all processes that resubmit have one id: a process that begins aborts what another one left open, and
+only then reads the receipts.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ from gpustream.dead_letters.letters import (
     Snapshots,
     letters,
     original,
-    refused,
+    refusal_reason,
 )
 from topics import allocations
 from topics import dead_letters as contract
 from topics.topic import MAX_MESSAGE_BYTES
 
-TRANSACTIONS = "gpustream-dead-letters"
+TRANSACTIONAL_ID = "gpustream-dead-letters"
 
 _BATCH_BYTES = 8 * 1024 * 1024
 _BATCH_RECORDS = 100
@@ -54,30 +54,32 @@ class Resubmission:
         self.sent = 0
 
     async def add(self, letter: Letter, record: Original, snapshots: list[Original]) -> None:
-        """Send a letter's record, now or with those that come next, after the ``snapshots`` that it names."""
+        """Sends a letter's record after the ``snapshots`` that it names, now or with the next batch."""
         self._batch.append((letter, record, snapshots))
         self._bytes += len(record.value or b"")
         if len(self._batch) >= _BATCH_RECORDS or self._bytes >= _BATCH_BYTES:
             await self.flush()
 
     async def flush(self) -> None:
-        """Send what was added. Raises BrokerError: nothing of it was sent then, or its transaction's end is unknown."""
+        """Sends what was added. Raises BrokerError: nothing of it was sent, or the transaction's end is unknown."""
         batch, self._batch, self._bytes = self._batch, [], 0
         if not batch:
             return
-        theirs = self._connection.prefixed
+        prefixed = self._connection.prefixed
         try:
             async with self._sender.transaction():
                 acknowledged = []
                 for letter, record, snapshots in batch:
                     name, partition, _ = letter.cause.origin
-                    for one in snapshots:
-                        to = theirs(allocations.TOPIC.name)
-                        acknowledged.append(await self._sender.send(to, one.value, key=one.key, partition=partition))
+                    for snapshot in snapshots:
+                        topic = prefixed(allocations.TOPIC.name)
+                        acknowledged.append(
+                            await self._sender.send(topic, snapshot.value, key=snapshot.key, partition=partition)
+                        )
                     acknowledged += [
-                        await self._sender.send(theirs(name), record.value, key=record.key, partition=partition),
+                        await self._sender.send(prefixed(name), record.value, key=record.key, partition=partition),
                         await self._sender.send(
-                            theirs(contract.TOPIC.name),
+                            prefixed(contract.TOPIC.name),
                             None,
                             key=letter.key,
                             partition=letter.id.partition,
@@ -88,14 +90,14 @@ class Resubmission:
         except ProducerFenced as error:
             raise BrokerError("another `gpustream dead-letters resubmit` began: this one has ended") from error
         except KafkaError as error:
-            places = ", ".join(str(letter.id) for letter, *_ in batch[:10])
-            raise BrokerError(f"letters {places} ...: not sent: {describe(error)}. Run the command again") from error
+            ids = ", ".join(str(letter.id) for letter, *_ in batch[:10])
+            raise BrokerError(f"letters {ids} ...: not sent: {describe(error)}. Run the command again") from error
         self.sent += len(batch)
 
 
 @contextlib.asynccontextmanager
-async def resubmitting(connection: Connection) -> AsyncIterator[Resubmission]:
-    """A resubmission. It ends what another one left open, and no other one can go on.
+async def open_resubmission(connection: Connection) -> AsyncIterator[Resubmission]:
+    """A resubmission. It aborts the transaction that another one left open, and fences that one.
 
     Raises BrokerError if the broker begins no transaction.
     """
@@ -105,8 +107,8 @@ async def resubmitting(connection: Connection) -> AsyncIterator[Resubmission]:
             sender = await start_client(
                 lambda: producer(
                     connection,
-                    client_id=TRANSACTIONS,
-                    transactional_id=connection.prefixed(TRANSACTIONS),
+                    client_id=TRANSACTIONAL_ID,
+                    transactional_id=connection.prefixed(TRANSACTIONAL_ID),
                     transaction_timeout_ms=_TRANSACTION_MS,
                     max_request_size=2 * MAX_MESSAGE_BYTES,
                 ),
@@ -124,34 +126,34 @@ async def resubmitting(connection: Connection) -> AsyncIterator[Resubmission]:
 
 
 class Resubmitted(NamedTuple):
-    """How many records of each topic were sent, or would be; and the letters that were not, by why."""
+    """How many records of each topic were sent, or would be; and the letters that were not sent, by reason."""
 
     sent: dict[str, int]
-    refused: dict[str, list[LetterId]]
+    not_sent: dict[str, list[LetterId]]
 
 
-async def resubmit(connection: Connection, since_s: float, wanted: LetterFilter, *, send: bool) -> Resubmitted:
-    """Send the wanted letters, or only find out which could be. Receipts are read when nobody else can write one."""
-    done = Resubmitted({}, {})
+async def resubmit(connection: Connection, since_s: float, letter_filter: LetterFilter, *, send: bool) -> Resubmitted:
+    """Sends the letters that match, or only finds out which could be. Reads the receipts when nobody else writes."""
+    result = Resubmitted({}, {})
     async with contextlib.AsyncExitStack() as stack:
-        sending = await stack.enter_async_context(resubmitting(connection)) if send else None
-        past = await stack.enter_async_context(history.opened(connection, [contract.TOPIC.name]))
+        resubmission = await stack.enter_async_context(open_resubmission(connection)) if send else None
+        reader = await stack.enter_async_context(history.opened(connection, [contract.TOPIC.name]))
         originals = await stack.enter_async_context(history.opened(connection, RESUBMITTABLE))
         snapshots = Snapshots(originals)
-        async for letter in letters(past, since_s):
-            if letter not in wanted:
+        async for letter in letters(reader, since_s):
+            if letter not in letter_filter:
                 continue
-            why_not, record = refused(letter), None
-            if why_not is None:
+            reason, record = refusal_reason(letter), None
+            if reason is None:
                 record = await original(originals, letter)
-                why_not = record if isinstance(record, str) else None
+                reason = record if isinstance(record, str) else None
             if not isinstance(record, Original):
-                done.refused.setdefault(why_not or "", []).append(letter.id)
+                result.not_sent.setdefault(reason or "", []).append(letter.id)
                 continue
-            if sending is not None:
-                await sending.add(letter, record, await snapshots.named_by(letter, record))
+            if resubmission is not None:
+                await resubmission.add(letter, record, await snapshots.named_by(letter, record))
             name = letter.cause.origin.topic
-            done.sent[name] = done.sent.get(name, 0) + 1
-        if sending is not None:
-            await sending.flush()
-    return done
+            result.sent[name] = result.sent.get(name, 0) + 1
+        if resubmission is not None:
+            await resubmission.flush()
+    return result

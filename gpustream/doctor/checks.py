@@ -207,9 +207,8 @@ def snapshots(situation: Situation, evidence: Evidence) -> CheckResult:
                 )
             continue
         with_kubelet += 1
-        if (
-            run.last_snapshot_seq not in node.snapshots.get(run_id, ()) and not run.without_snapshot
-        ):  # the check of attribution reports those
+        # the check of attribution reports the ticks of ``without_snapshot``
+        if run.last_snapshot_seq not in node.snapshots.get(run_id, ()) and not run.without_snapshot:
             findings.add(
                 f"{name}: the snapshot that its ticks name is not in {allocations.TOPIC.name}",
                 "it could not be written (an ACL, its size), or the topic was made again or keeps too little",

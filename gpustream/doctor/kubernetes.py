@@ -121,9 +121,8 @@ async def _inspect(api: _ApiReader, namespace: str) -> Cluster:
         for status in statuses(pod)
         if last_termination(status)
     ]
-    accounts = {
-        pod["spec"].get("serviceAccountName", "default") for pod in pods if component_of(pod) == "cluster"
-    }  # the only one that asks the API
+    # only the cluster producer uses the API
+    accounts = {pod["spec"].get("serviceAccountName", "default") for pod in pods if component_of(pod) == "cluster"}
     lease = None
     if accounts:
         lease = await api.get("leases", f"/apis/coordination.k8s.io/v1/{namespace_path}/leases/{LEASE_NAME}")

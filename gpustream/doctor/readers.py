@@ -378,11 +378,11 @@ def prometheus(situation: Situation, evidence: Evidence) -> CheckResult:
         if group.name.startswith("gpustream-sink-") and attributed.TOPIC.name in {tp.topic for tp in group.committed}
     ]
     lagging = [group for group in sinks if any(is_behind(situation, lag.oldest_ms) for lag in group.lags)]
-    error = f"has {len(newest) - len(late)} of {counted(len(newest), 'node')}"
+    summary = f"has {len(newest) - len(late)} of {counted(len(newest), 'node')}"
     if late and len(lagging) == len(sinks) > 0:  # it has all that the sinks have finished
-        return CheckResult(f"{error}: {', '.join(group.name for group in lagging)} has not taken more", findings)
+        return CheckResult(f"{summary}: {', '.join(group.name for group in lagging)} has not taken more", findings)
     return CheckResult(
-        error,
+        summary,
         [*findings, *_missing_samples(situation, server, late, no_nodes=not server.newest_ms.keys() & newest.keys())],
     )
 

@@ -21,7 +21,7 @@ from gpustream.output import answer, failed, now_ms, written
 from gpustream.report import forms
 from gpustream.report.summary import DAY_MS, Firings, Summary
 from gpustream.usage import read
-from gpustream.usage.command import PRICES, When, remarks, time_mistakes, time_options, wanted
+from gpustream.usage.command import PRICES, When, requested_range, table_notes, time_option_errors, time_options
 from gpustream.usage.read import Range, utc
 from topics import alerts
 from topics.usage import HOUR_MS, HOURS, MINUTES
@@ -31,7 +31,7 @@ WEEK_S = 7 * 24 * 3600.0
 
 @click.command(
     cls=Command,
-    check=time_mistakes,
+    check=time_option_errors,
     example=(
         "gpustream report --kafka kafka-0:9092 --prices prices.yaml --format html --output week.html\n"
         "gpustream report --kafka kafka-0:9092 --from 2026-11-09 --to 2026-11-16"
@@ -55,15 +55,17 @@ def report(
     top: int,
 ) -> None:
     """Report who had the GPUs, what was used and wasted, how that changed, and which alerts fired."""
-    if any(one is not None and one.is_assumed for one in (first, last)):
+    if any(time is not None and time.is_assumed for time in (first, last)):
         click.echo("times without a zone are taken as UTC", err=True)
-    at_ms = now_ms()
+    current_ms = now_ms()
     try:
         prices = price_list.load(prices_file) if prices_file is not None else None
     except PricesError as error:
         raise failed(error) from error
-    found = answer(_gather(connection, wanted(since_s or WEEK_S, first, last, at_ms), prices, top, at_ms))
-    lines = forms.as_html(found) if form == "html" else forms.as_text(found)
+    built = answer(
+        _build_report(connection, requested_range(since_s or WEEK_S, first, last, current_ms), prices, top, current_ms)
+    )
+    lines = forms.as_html(built) if form == "html" else forms.as_text(built)
     text = "\n".join(lines) + "\n"
     if output is None:
         click.echo(text, nl=False)
@@ -75,47 +77,51 @@ def report(
         raise failed(f"{output}: it can't be written: {error}") from error
 
 
-async def _gather(connection: Connection, time: Range, prices: Prices | None, top: int, at_ms: int) -> forms.Report:
-    """Read all that a report says. A time that nothing can be said of is a sentence and exit code 1."""
+async def _build_report(
+    connection: Connection, time_range: Range, prices: Prices | None, top: int, current_ms: int
+) -> forms.Report:
+    """Reads everything for a report. Fails with a sentence if Kafka has nothing of the time range."""
     topics = [HOURS.name, MINUTES.name, alerts.TOPIC.name]
-    async with history.opened(connection, topics) as past:
-        now, found = Summary(prices), await read.plan(past, time, at_ms)
-        if not found.range.is_some:
-            raise failed("\n".join(found.notes))
-        await _count(past, found, now)
-        before, why = await _before(past, found.range, prices, at_ms)
+    async with history.opened(connection, topics) as reader:
+        current, plan = Summary(prices), await read.plan(reader, time_range, current_ms)
+        if not plan.range.is_nonempty:
+            raise failed("\n".join(plan.notes))
+        await _add_usage(reader, plan, current)
+        previous, previous_notes = await _previous_period(reader, plan.range, prices, current_ms)
         firings = Firings()
-        async for records in past.records(await past.spans(alerts.TOPIC.name)):
-            firings.take(records)
-    nothing = [] if now.teams.gpus else ["nothing is known of this time: does `gpustream stream usage` run?"]
-    notes = [*nothing, *found.notes, *remarks(now.teams), *why]
-    return forms.report(found.range, now, before, firings.during(found.range), top, notes)
+        async for records in reader.records(await reader.spans(alerts.TOPIC.name)):
+            firings.add(records)
+    empty_note = [] if current.teams.gpus else ["nothing is known of this time: does `gpustream stream usage` run?"]
+    notes = [*empty_note, *plan.notes, *table_notes(current.teams), *previous_notes]
+    return forms.report(plan.range, current, previous, firings.during(plan.range), top, notes)
 
 
-async def _count(past: History, plan: read.Answer, summary: Summary) -> None:
-    async for records in read.records(past, plan):
+async def _add_usage(reader: History, plan: read.Plan, summary: Summary) -> None:
+    async for records in read.records(reader, plan):
         for record in records:
             summary.add(record)
         summary.close()
 
 
-async def _before(past: History, time: Range, prices: Prices | None, at_ms: int) -> tuple[Summary | None, list[str]]:
-    """The time before; None if it is not there. With what has to be known about it."""
-    asked = time_before(time)
-    plan = await read.plan(past, asked, at_ms)
-    words = f"the time before, {utc(asked.from_ms)} to {utc(asked.to_ms)}"
+async def _previous_period(
+    reader: History, current_range: Range, prices: Prices | None, current_ms: int
+) -> tuple[Summary | None, list[str]]:
+    """The usage of the previous period, and notes on it; None if Kafka does not have all of it."""
+    time_range = previous_range(current_range)
+    plan = await read.plan(reader, time_range, current_ms)
+    text = f"the time before, {utc(time_range.from_ms)} to {utc(time_range.to_ms)}"
     if plan.notes:
-        return None, [f"{words}, is not compared: Kafka does not have all of it any more"]
-    before = Summary(prices)
-    await _count(past, plan, before)
-    if not before.teams.gpus:
-        return None, [f"{words}, is not compared: nothing is known of it"]
-    return before, [f"before: {utc(asked.from_ms)} to {utc(asked.to_ms)}"]
+        return None, [f"{text}, is not compared: Kafka does not have all of it any more"]
+    summary = Summary(prices)
+    await _add_usage(reader, plan, summary)
+    if not summary.teams.gpus:
+        return None, [f"{text}, is not compared: nothing is known of it"]
+    return summary, [f"before: {utc(time_range.from_ms)} to {utc(time_range.to_ms)}"]
 
 
-def time_before(time: Range) -> Range:
-    """The time before a time, just as long. For a day or more it is in whole hours: Kafka forgets minutes first."""
-    length_ms, ends_ms = time.to_ms - time.from_ms, time.from_ms
+def previous_range(time_range: Range) -> Range:
+    """The range before a range, of the same length. A day or more is in whole hours: minutes are deleted first."""
+    length_ms, ends_ms = time_range.to_ms - time_range.from_ms, time_range.from_ms
     if length_ms >= DAY_MS:
         length_ms, ends_ms = round(length_ms / HOUR_MS) * HOUR_MS, ends_ms // HOUR_MS * HOUR_MS
     return Range(max(0, ends_ms - length_ms), ends_ms)

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from gpustream.alerts import lasted
 from gpustream.command import counted
-from gpustream.report.summary import AlertSums, Summary, part, shares
-from gpustream.usage.command import MJ_IN_KWH, NARROWEST, figure, fitting
+from gpustream.report.summary import AlertSums, Summary, ratio, shares
+from gpustream.usage.command import MIN_NAME_WIDTH, MJ_IN_KWH, fit, format_number
 from gpustream.usage.read import Range, utc
 from gpustream.usage.table import CATEGORIES, Sums, Table, UsageRow, rounded
 
 WIDTH = 100
-TEAM_WIDTH = 20
+MAX_TEAM_WIDTH = 20
 
 
 class Row(NamedTuple):
@@ -52,136 +52,164 @@ class Report(NamedTuple):
 
 
 def report(
-    time: Range,
-    now: Summary,
-    before: Summary | None,
+    time_range: Range,
+    current: Summary,
+    previous: Summary | None,
     alerts: tuple[list[AlertSums], dict[int, int]],
     top: int,
     notes: Sequence[str],
 ) -> Report:
     """The report of a time. ``before``: the time before it, as long; None if that is not known. ``top``: how many
     workloads are listed."""
-    held, unobserved, used, idle = (_percent(share) for share in shares(now.teams))
+    held, unobserved, used, idle = (_percent(share) for share in shares(current.teams))
     facts = [
-        f"{counted(len(now.teams.gpus), 'GPU')}, {figure(now.teams.whole.gpu_hours)} GPU-hours: {held} held,"
-        f" {unobserved} unobserved (no tick says anything of that time).",
+        f"{counted(len(current.teams.gpus), 'GPU')}, {format_number(current.teams.whole.gpu_hours)} GPU-hours:"
+        f" {held} held, {unobserved} unobserved (no tick says anything of that time).",
         f"Of what was held, {used} was used, and for {idle} the holder did nothing with it.",
     ]
-    workloads = [row for row in now.workloads.rows() if row.category == "held"]
+    workloads = [row for row in current.workloads.rows() if row.category == "held"]
     sections = [
-        _totals(now, before),
-        _teams(now, before),
-        _workloads(now, workloads, top),
-        _offenders(now, workloads, top),
-        _trend(now, before, alerts[1]),
+        _totals(current, previous),
+        _teams(current, previous),
+        _workloads(current, workloads, top),
+        _idle_workloads(current, workloads, top),
+        _trend(current, previous, alerts[1]),
         _alerts(alerts[0]),
     ]
-    return Report(f"GPU report, {utc(time.from_ms)} to {utc(time.to_ms)} (UTC)", facts, sections, notes)
+    return Report(f"GPU report, {utc(time_range.from_ms)} to {utc(time_range.to_ms)} (UTC)", facts, sections, notes)
 
 
 def _percent(share: Fraction) -> str:
     return f"{rounded(share * 100, 1)}%"
 
 
-def _cost_column(now: Summary, words: str = "cost") -> list[str]:
-    return [] if now.teams.prices is None else [f"{words} {now.teams.prices.currency}"]
+def _cost_column(current: Summary, title: str = "cost") -> list[str]:
+    return [] if current.teams.prices is None else [f"{title} {current.teams.prices.currency}"]
 
 
-def _cost(cost: Decimal | None) -> list[str]:
+def _cost_cells(cost: Decimal | None) -> list[str]:
     return [] if cost is None else [f"{cost:,f}"]
 
 
-def _totals(now: Summary, before: Summary | None) -> Section:
-    found, categories, whole = now.teams.rows(), now.teams.categories, now.teams.whole
-    costs = {"all": [row.cost or Decimal(0) for row in found]}
-    for row in found:
+def _totals(current: Summary, previous: Summary | None) -> Section:
+    usage_rows, categories, whole = current.teams.rows(), current.teams.categories, current.teams.whole
+    costs = {"all": [row.cost or Decimal(0) for row in usage_rows]}
+    for row in usage_rows:
         costs.setdefault(row.category, []).append(row.cost or Decimal(0))
     rows = []
-    known = sorted(categories.keys() - set(CATEGORIES))  # of a later version
-    for name in (*CATEGORIES, *known, "all"):
+    unknown_categories = sorted(categories.keys() - set(CATEGORIES))  # of a later version
+    for name in (*CATEGORIES, *unknown_categories, "all"):
         sums = whole if name == "all" else categories[name]
-        cells = [figure(sums.gpu_hours), _percent(now.teams.share(sums))]
-        cells += [figure(sums.used_hours), figure(sums.idle_hours), figure(Fraction(sums.energy_mj, MJ_IN_KWH))]
-        cells += _cost(sum(costs.get(name, ()), Decimal("0.00")) if now.teams.prices else None)
-        if before is not None:
-            past = before.teams.whole if name == "all" else before.teams.categories.get(name, Sums())
-            cells.append(figure(past.gpu_hours))
+        cells = [format_number(sums.gpu_hours), _percent(current.teams.share(sums))]
+        cells += [
+            format_number(sums.used_hours),
+            format_number(sums.idle_hours),
+            format_number(Fraction(sums.energy_mj, MJ_IN_KWH)),
+        ]
+        cells += _cost_cells(sum(costs.get(name, ()), Decimal("0.00")) if current.teams.prices else None)
+        if previous is not None:
+            previous_sums = previous.teams.whole if name == "all" else previous.teams.categories.get(name, Sums())
+            cells.append(format_number(previous_sums.gpu_hours))
         rows.append(Row((name,), cells, mark="*" * sums.growing))
-    columns = ["GPU-hours", "share", "used", "idle", "kWh", *_cost_column(now), *(["before"] if before else [])]
+    columns = ["GPU-hours", "share", "used", "idle", "kWh", *_cost_column(current), *(["before"] if previous else [])]
     return Section("All time of the GPUs", ("time is",), columns, rows)
 
 
-def _teams(now: Summary, before: Summary | None) -> Section:
-    past = {} if before is None else {row.by: row for row in before.teams.rows() if row.category == "held"}
+def _teams(current: Summary, previous: Summary | None) -> Section:
+    previous_rows = {} if previous is None else {row.by: row for row in previous.teams.rows() if row.category == "held"}
     rows = []
-    for row in (row for row in now.teams.rows() if row.category == "held"):
-        cells = _held(row)
-        if before is not None:
-            cells.append(figure(past[row.by].sums.gpu_hours if row.by in past else Fraction(0)))
+    for row in (row for row in current.teams.rows() if row.category == "held"):
+        cells = _usage_cells(row)
+        if previous is not None:
+            cells.append(
+                format_number(previous_rows[row.by].sums.gpu_hours if row.by in previous_rows else Fraction(0))
+            )
         rows.append(Row((row.by,), cells, row.sums, "*" * row.sums.growing))
-    gone = sorted(past.keys() - {row.by for row in now.teams.rows()})
-    if before is not None:
-        zero = [figure(Fraction(0))] * 3 + ["0.0%"] + (["0.00"] if now.teams.prices else [])
-        rows += [Row((name,), [*zero, figure(past[name].sums.gpu_hours)]) for name in gone]
-    columns = ["GPU-hours", "used", "idle", "idle %", *_cost_column(now), *(["before"] if before else [])]
+    ended = sorted(previous_rows.keys() - {row.by for row in current.teams.rows()})
+    if previous is not None:
+        zero = [format_number(Fraction(0))] * 3 + ["0.0%"] + (["0.00"] if current.teams.prices else [])
+        rows += [Row((name,), [*zero, format_number(previous_rows[name].sums.gpu_hours)]) for name in ended]
+    columns = ["GPU-hours", "used", "idle", "idle %", *_cost_column(current), *(["before"] if previous else [])]
     return Section("By team", ("team",), columns, rows)
 
 
-def _held(row: UsageRow) -> list[str]:
+def _usage_cells(row: UsageRow) -> list[str]:
     sums = row.sums
-    hours = map(figure, (sums.gpu_hours, sums.used_hours, sums.idle_hours))
-    return [*hours, _percent(part(sums.idle_hours, sums.gpu_hours)), *_cost(row.cost)]
+    hours = map(format_number, (sums.gpu_hours, sums.used_hours, sums.idle_hours))
+    return [*hours, _percent(ratio(sums.idle_hours, sums.gpu_hours)), *_cost_cells(row.cost)]
 
 
-def _workloads(now: Summary, found: Sequence[UsageRow], top: int) -> Section:
-    rows = [Row((row.by, now.team_of(row.by)), _held(row), row.sums, "*" * row.sums.growing) for row in found[:top]]
-    if rest := found[top:]:
+def _workloads(current: Summary, usage_rows: Sequence[UsageRow], top: int) -> Section:
+    rows = [
+        Row((row.by, current.team_of(row.by)), _usage_cells(row), row.sums, "*" * row.sums.growing)
+        for row in usage_rows[:top]
+    ]
+    if others := usage_rows[top:]:
         hours, used, idle = (
-            sum((getattr(row.sums, name) for row in rest), Fraction(0))
+            sum((getattr(row.sums, name) for row in others), Fraction(0))
             for name in ("gpu_hours", "used_hours", "idle_hours")
         )
-        cost = None if now.teams.prices is None else sum((row.cost for row in rest if row.cost is not None), Decimal(0))
-        cells = [figure(hours), figure(used), figure(idle), _percent(part(idle, hours)), *_cost(cost)]
-        rows.append(Row((f"({counted(len(rest), 'other')})", ""), cells))
-    columns = ["GPU-hours", "used", "idle", "idle %", *_cost_column(now)]
+        cost = (
+            None
+            if current.teams.prices is None
+            else sum((row.cost for row in others if row.cost is not None), Decimal(0))
+        )
+        cells = [
+            format_number(hours),
+            format_number(used),
+            format_number(idle),
+            _percent(ratio(idle, hours)),
+            *_cost_cells(cost),
+        ]
+        rows.append(Row((f"({counted(len(others), 'other')})", ""), cells))
+    columns = ["GPU-hours", "used", "idle", "idle %", *_cost_column(current)]
     return Section("By workload", ("workload", "team"), columns, rows)
 
 
-def _offenders(now: Summary, found: Sequence[UsageRow], top: int) -> Section:
-    idle = sorted((row for row in found if row.sums.idle_ms), key=lambda row: (-row.sums.idle_hours, row.by))
+def _idle_workloads(current: Summary, usage_rows: Sequence[UsageRow], top: int) -> Section:
+    idle = sorted((row for row in usage_rows if row.sums.idle_ms), key=lambda row: (-row.sums.idle_hours, row.by))
     rows = []
     for row in idle[:top]:
-        cost = None if now.teams.prices is None else rounded(row.sums.idle_cost, 2)
-        cells = [figure(row.sums.idle_hours), _percent(part(row.sums.idle_hours, row.sums.gpu_hours)), *_cost(cost)]
-        rows.append(Row((row.by, now.team_of(row.by)), cells, row.sums, "*" * row.sums.growing))
-    columns = ["idle GPU-hours", "of held", *_cost_column(now, "idle cost")]
+        cost = None if current.teams.prices is None else rounded(row.sums.idle_cost, 2)
+        cells = [
+            format_number(row.sums.idle_hours),
+            _percent(ratio(row.sums.idle_hours, row.sums.gpu_hours)),
+            *_cost_cells(cost),
+        ]
+        rows.append(Row((row.by, current.team_of(row.by)), cells, row.sums, "*" * row.sums.growing))
+    columns = ["idle GPU-hours", "of held", *_cost_column(current, "idle cost")]
     return Section("Worst offenders", ("workload", "team"), columns, rows, "" if rows else "Nobody left a GPU idle.")
 
 
-def _trend(now: Summary, before: Summary | None, fired: dict[int, int]) -> Section:
+def _trend(current: Summary, previous: Summary | None, fired: dict[int, int]) -> Section:
     def row(name: str, table: Table, alerts: str, *, has_bar: bool = False) -> Row:
-        cells = [figure(table.whole.gpu_hours), *map(_percent, shares(table)), alerts]
+        cells = [format_number(table.whole.gpu_hours), *map(_percent, shares(table)), alerts]
         return Row((name,), cells, table.categories["held"] if has_bar else None)
 
     rows = []
-    for day in sorted(now.days.keys() | fired.keys()):
-        name, table = f"{datetime.fromtimestamp(day / 1000, UTC):%Y-%m-%d}", now.days.get(day, Table("team"))
+    for day in sorted(current.days.keys() | fired.keys()):
+        name, table = f"{datetime.fromtimestamp(day / 1000, UTC):%Y-%m-%d}", current.days.get(day, Table("team"))
         rows.append(row(name, table, str(fired.get(day, 0)), has_bar=True))
-    rows.append(row("all", now.teams, str(sum(fired.values()))))
-    if before is not None:
-        hours, past = now.teams.whole.gpu_hours, before.teams.whole.gpu_hours
-        changes = [a - b for a, b in zip(shares(now.teams), shares(before.teams), strict=True)]
-        more = [f"{rounded(part(hours - past, past) * 100, 1):+}%", *(f"{rounded(one * 100, 1):+}" for one in changes)]
-        rows += [row("before", before.teams, ""), Row(("change",), [*more, ""])]
+    rows.append(row("all", current.teams, str(sum(fired.values()))))
+    if previous is not None:
+        hours, past = current.teams.whole.gpu_hours, previous.teams.whole.gpu_hours
+        changes = [a - b for a, b in zip(shares(current.teams), shares(previous.teams), strict=True)]
+        cells = [
+            f"{rounded(ratio(hours - past, past) * 100, 1):+}%",
+            *(f"{rounded(change * 100, 1):+}" for change in changes),
+        ]
+        rows += [row("before", previous.teams, ""), Row(("change",), [*cells, ""])]
     note = "Used and idle are parts of what was held. A change of a share is in percentage points."
     columns = ["GPU-hours", "held", "unobserved", "used", "idle", "alerts fired"]
     return Section("Trend", ("day (UTC)",), columns, rows, note)
 
 
-def _alerts(found: Sequence[AlertSums]) -> Section:
+def _alerts(sums: Sequence[AlertSums]) -> Section:
     rows = [
-        Row((one.rule, one.team), [str(one.fired), str(one.still), lasted(timedelta(milliseconds=one.firing_ms))])
-        for one in found
+        Row(
+            (row.rule, row.team), [str(row.fired), str(row.still_firing), lasted(timedelta(milliseconds=row.firing_ms))]
+        )
+        for row in sums
     ]
     note = (
         "gpu.alerts has the last firing of each alert, until 7 days after its end, and of earlier ones what is not yet"
@@ -197,34 +225,34 @@ def as_text(report: Report) -> Iterator[str]:
     """The lines for people, at most 100 signs wide, if nothing in them has to be wider."""
     yield report.title
     yield ""
-    yield from (line for fact in report.facts for line in _wrapped(fact))
+    yield from (line for fact in report.facts for line in _wrap(fact))
     for section in report.sections:
         yield ""
         yield section.title
         yield ""
         lines = [Row(section.names, section.columns), *section.rows]
-        widths = [max(len(line.cells[place]) for line in lines) for place in range(len(section.columns))]
+        widths = [max(len(line.cells[column]) for line in lines) for column in range(len(section.columns))]
         longest = [
-            max(len(line.names[place]) + len(line.mark) for line in lines) for place in range(len(section.names))
+            max(len(line.names[column]) + len(line.mark) for line in lines) for column in range(len(section.names))
         ]
-        others = [min(TEAM_WIDTH, width) for width in longest[1:]]
-        room = WIDTH - sum(width + 2 for width in (*others, *widths))
-        rooms = [min(longest[0], max(NARROWEST, room)), *others]
+        other_widths = [min(MAX_TEAM_WIDTH, width) for width in longest[1:]]
+        first_width = WIDTH - sum(width + 2 for width in (*other_widths, *widths))
+        name_widths = [min(longest[0], max(MIN_NAME_WIDTH, first_width)), *other_widths]
         for line in lines if section.rows else ():
             first, *more = line.names
-            shown = fitting(first, rooms[0] - len(line.mark)) + line.mark, *map(fitting, more, others)
-            names = "  ".join(map("{:<{}}".format, shown, rooms))
+            fitted = fit(first, name_widths[0] - len(line.mark)) + line.mark, *map(fit, more, other_widths)
+            names = "  ".join(map("{:<{}}".format, fitted, name_widths))
             yield (names + "".join(map("  {:>{}}".format, line.cells, widths))).rstrip()
         if not section.rows and not section.note:
             yield "none"
-        yield from _wrapped(section.note)
+        yield from _wrap(section.note)
     if report.notes:
         yield ""
-    yield from (line for note in report.notes for line in _wrapped(f"note: {note}"))
+    yield from (line for note in report.notes for line in _wrap(f"note: {note}"))
 
 
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(fitting(text, len(text)), WIDTH)
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(fit(text, len(text)), WIDTH)
 
 
 _STYLE = """
@@ -241,48 +269,48 @@ section { overflow-x: auto }
 
 def as_html(report: Report) -> Iterator[str]:
     """The lines of one page: no script, and nothing that is fetched from anywhere."""
-    title = _escaped(report.title)
+    title = _escape(report.title)
     yield f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>"
-    yield from (f"<p>{_escaped(fact)}</p>" for fact in report.facts)
+    yield from (f"<p>{_escape(fact)}</p>" for fact in report.facts)
     yield "<p>Bars: of the time that was held, what was used (green), idle (red), neither (grey).</p>"
     for section in report.sections:
-        yield f"<section>\n<h2>{_escaped(section.title)}</h2>"
+        yield f"<section>\n<h2>{_escape(section.title)}</h2>"
         has_bars = any(row.of is not None for row in section.rows)
         if section.rows:
             yield "<table>\n<thead>"
-            yield _line("th", Row(section.names, section.columns), "<th></th>" if has_bars else "")
+            yield _table_row("th", Row(section.names, section.columns), "<th></th>" if has_bars else "")
             yield "</thead>\n<tbody>"
-            yield from (_line("td", row, f"<td>{_bar(row.of)}</td>" if has_bars else "") for row in section.rows)
+            yield from (_table_row("td", row, f"<td>{_bar(row.of)}</td>" if has_bars else "") for row in section.rows)
             yield "</tbody>\n</table>"
         elif not section.note:
             yield "<p>none</p>"
         if section.note:
-            yield f"<p>{_escaped(section.note)}</p>"
+            yield f"<p>{_escape(section.note)}</p>"
         yield "</section>"
-    yield from (f"<p>Note: {_escaped(note)}</p>" for note in report.notes)
+    yield from (f"<p>Note: {_escape(note)}</p>" for note in report.notes)
     yield "</body>\n</html>"
 
 
-def _escaped(text: str) -> str:
-    return escape(fitting(text, len(text)))
+def _escape(text: str) -> str:
+    return escape(fit(text, len(text)))
 
 
-def _line(tag: str, row: Row, bar: str) -> str:
+def _table_row(tag: str, row: Row, bar: str) -> str:
     """A row; one with a bar has its integers, as ``gpustream usage --format json`` does."""
     sums = row.of
     exact = "" if sums is None else f' data-held-ms="{sums.device_ms}" data-used-us="{sums.used_us}"'
     exact += "" if sums is None else f' data-idle-ms="{sums.idle_ms}"'
-    shown = row.names[0] + row.mark, *row.names[1:]
-    names = "".join(f'<{tag} class="name">{_escaped(name)}</{tag}>' for name in shown)
-    return f"<tr{exact}>{names}{''.join(f'<{tag}>{_escaped(cell)}</{tag}>' for cell in row.cells)}{bar}</tr>"
+    marked_names = row.names[0] + row.mark, *row.names[1:]
+    names = "".join(f'<{tag} class="name">{_escape(name)}</{tag}>' for name in marked_names)
+    return f"<tr{exact}>{names}{''.join(f'<{tag}>{_escape(cell)}</{tag}>' for cell in row.cells)}{bar}</tr>"
 
 
 def _bar(sums: Sums | None) -> str:
     if sums is None or not sums.gpu_hours:
         return ""
-    used, idle = (min(Fraction(1), part(some, sums.gpu_hours)) for some in (sums.used_hours, sums.idle_hours))
+    used, idle = (min(Fraction(1), ratio(hours, sums.gpu_hours)) for hours in (sums.used_hours, sums.idle_hours))
     idle = min(idle, 1 - used)
     return (
         f'<svg viewBox="0 0 100 8" preserveAspectRatio="none" role="img"'

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from delivery.prices import Prices
 from gpustream.usage.read import Range
-from gpustream.usage.table import NO_TEAM, Table, holder
+from gpustream.usage.table import NO_TEAM, Table, holder_name
 from sinks.alerts import read_alert
 from sinks.outcomes import Undecodable
 from topics.alerts import Alert, milliseconds
@@ -22,12 +22,12 @@ DAY_MS = 24 * HOUR_MS
 
 
 def day_of(at_ms: int) -> int:
-    """When the day of UTC that a time is in begins."""
+    """The start of the day of UTC that a time is in."""
     return at_ms // DAY_MS * DAY_MS
 
 
 class Summary:
-    """Usage of a time. ``days``: that of each day of UTC, by its beginning."""
+    """The usage of a time range: by team, by workload, and for each day of UTC, by its start."""
 
     def __init__(self, prices: Prices | None = None) -> None:
         self.teams, self.workloads = Table("team", prices), Table("workload", prices)
@@ -35,16 +35,16 @@ class Summary:
         self._team_of: dict[str, set[str]] = {}
 
     def add(self, record: Usage) -> None:
-        """Take in a record; there is one for each key."""
+        """Adds a record. There is one for each key."""
         for table in (self.teams, self.workloads, self.days.setdefault(day_of(record.start_ms), Table("team"))):
             table.add(record)
         if record.category == "held":
-            name = holder(record, "workload")
-            for shown in (name, f"{record.cluster}/{name}"):
-                self._team_of.setdefault(shown, set()).add(record.team or NO_TEAM)
+            name = holder_name(record, "workload")
+            for workload in (name, f"{record.cluster}/{name}"):
+                self._team_of.setdefault(workload, set()).add(record.team or NO_TEAM)
 
     def close(self) -> None:
-        """All records of a partition are in."""
+        """Call it after the last record of a partition."""
         for table in (self.teams, self.workloads, *self.days.values()):
             table.close()
 
@@ -54,35 +54,35 @@ class Summary:
 
 
 def shares(table: Table) -> tuple[Fraction, ...]:
-    """Held and unobserved, as parts of all time; used and idle, as parts of what was held."""
+    """The ratios of held and unobserved to all time, and of used and idle to held time."""
     held, unobserved = table.categories["held"], table.categories["unobserved"]
-    of_held = part(held.used_hours, held.gpu_hours), part(held.idle_hours, held.gpu_hours)
-    return table.share(held), table.share(unobserved), *of_held
+    held_shares = ratio(held.used_hours, held.gpu_hours), ratio(held.idle_hours, held.gpu_hours)
+    return table.share(held), table.share(unobserved), *held_shares
 
 
-def part(some: Fraction, whole: Fraction) -> Fraction:
-    """Some of a whole, as a part of it; 0 if the whole is 0."""
-    return some / whole if whole else Fraction(0)
+def ratio(value: Fraction, whole: Fraction) -> Fraction:
+    """The ratio of a value to a whole; 0 if the whole is 0."""
+    return value / whole if whole else Fraction(0)
 
 
 class AlertSums(NamedTuple):
-    """The alerts of a rule about a team: how many began, how many still fire at the end, for how long all fired."""
+    """The alerts of a rule for a team: how many began, how many still fire at the end, and for how long all fired."""
 
     rule: str
     team: str
     fired: int
-    still: int
+    still_firing: int
     firing_ms: int
 
 
 class Firings:
-    """Each time that an alert fired, by the last record of it. An alert that fires again is another firing."""
+    """All firings of alerts, by their last record. An alert that fires again is another firing."""
 
     def __init__(self) -> None:
-        self._found: dict[str, dict[int, tuple[Alert, int | None]]] = {}  # by fingerprint and start: until when
+        self._firings: dict[str, dict[int, tuple[Alert, int | None]]] = {}  # by fingerprint and start: until when
 
-    def take(self, records: Iterable[Any]) -> None:
-        """Look at the records of gpu.alerts, in their order."""
+    def add(self, records: Iterable[Any]) -> None:
+        """Adds records of gpu.alerts, in log order."""
         for record in records:
             try:
                 alert = read_alert(record)
@@ -91,28 +91,30 @@ class Firings:
                 continue
             if alert is not None:
                 ends_ms = None if alert.is_open or alert.ends_at is None else milliseconds(alert.ends_at)
-                self._found.setdefault(alert.fingerprint, {})[milliseconds(alert.starts_at)] = alert, ends_ms
+                self._firings.setdefault(alert.fingerprint, {})[milliseconds(alert.starts_at)] = alert, ends_ms
                 continue
-            known = self._found.get((record.key or b"").decode("utf-8", "replace"), {})
-            for starts_ms, (one, ends_ms) in known.items():  # it is over, whoever removed what said so
-                known[starts_ms] = one, record.timestamp if ends_ms is None else ends_ms
+            firings = self._firings.get((record.key or b"").decode("utf-8", "replace"), {})
+            for starts_ms, (firing, ends_ms) in firings.items():  # a tombstone: the alert is over
+                firings[starts_ms] = firing, record.timestamp if ends_ms is None else ends_ms
 
-    def during(self, time: Range) -> tuple[list[AlertSums], dict[int, int]]:
-        """What fired in a time, by rule and team, the most and longest first; and how many began on each day."""
+    def during(self, time_range: Range) -> tuple[list[AlertSums], dict[int, int]]:
+        """The alerts in a time range, by rule and team, the most and longest first; and how many began on each day."""
         sums: dict[tuple[str, str], list[int]] = {}
         days: dict[int, int] = {}
-        for firings in self._found.values():
+        for firings in self._firings.values():
             next_ms: int | None = None
-            for starts_ms, (alert, said_ms) in sorted(firings.items(), reverse=True):
-                ends_ms = next_ms if said_ms is None else said_ms  # it can't fire on when it fires again
+            for starts_ms, (alert, recorded_ms) in sorted(firings.items(), reverse=True):
+                ends_ms = next_ms if recorded_ms is None else recorded_ms  # it has ended when it fires again
                 next_ms = starts_ms
-                began = time.from_ms <= starts_ms < time.to_ms
-                lasted_ms = min(time.to_ms, time.to_ms if ends_ms is None else ends_ms) - max(time.from_ms, starts_ms)
-                if not began and (starts_ms >= time.to_ms or lasted_ms <= 0):
+                began = time_range.from_ms <= starts_ms < time_range.to_ms
+                lasted_ms = min(time_range.to_ms, time_range.to_ms if ends_ms is None else ends_ms) - max(
+                    time_range.from_ms, starts_ms
+                )
+                if not began and (starts_ms >= time_range.to_ms or lasted_ms <= 0):
                     continue
                 row = sums.setdefault((alert.name, alert.labels.get("team", NO_TEAM)), [0, 0, 0])
                 row[0] += began
-                row[1] += ends_ms is None or ends_ms > time.to_ms
+                row[1] += ends_ms is None or ends_ms > time_range.to_ms
                 row[2] += max(0, lasted_ms)
                 if began:
                     days[day_of(starts_ms)] = days.get(day_of(starts_ms), 0) + 1

@@ -32,8 +32,8 @@ from gpustream.usage.read import Range, utc
 from gpustream.usage.table import By, Table, UsageRow, rounded
 from topics.usage import HOUR_MS, MINUTE_MS
 
-WIDTH, NARROWEST = 80, 11
-DEFAULT_S = 24 * 3600.0
+TEXT_WIDTH, MIN_NAME_WIDTH = 80, 11
+DEFAULT_RANGE_S = 24 * 3600.0
 CSV_COLUMNS = (
     "by", "category", "held_ms", "used_us", "idle_ms", "energy_mj", "gpu_hours", "share", "cost", "currency", "final",
 )  # fmt: skip
@@ -43,22 +43,25 @@ _HAS_ZONE = re.compile(r"(Z|[+-]\d{2}:?\d{2})$", re.IGNORECASE)
 
 
 class When(NamedTuple):
-    """A time, or how long ago it was. ``is_assumed``: the text names no zone, and UTC is taken."""
+    """A time in an option, or how long ago it was. ``is_assumed``: the text names no zone, and UTC is taken."""
 
     ms: int
     is_ago: bool
     is_assumed: bool = False
 
     def at_ms(self, now_ms: int) -> int:
-        """The time itself, a whole minute."""
+        """The time in ms, a whole minute."""
         return now_ms - self.ms if self.is_ago else self.ms
 
 
-def when(text: str) -> When:
-    """``2026-11-01``, ``2026-11-01T08:00+01:00``, ``2026-11-01 08:00`` (UTC), or ``7d``: seven days ago."""
+def parse_time(text: str) -> When:
+    """Parses ``2026-11-01``, ``2026-11-01T08:00+01:00``, ``2026-11-01 08:00`` (UTC), or ``7d``: seven days ago.
+
+    Raises ValueError.
+    """
     at_ms = price_list.milliseconds(text)
     try:
-        found = (
+        parsed = (
             When(values.milliseconds(text), is_ago=True)
             if at_ms is None
             else When(at_ms, is_ago=False, is_assumed=_HAS_ZONE.search(text.strip()) is None)
@@ -67,24 +70,24 @@ def when(text: str) -> When:
         raise ValueError(
             f"{text[:80]!r} is not a time: write 2026-11-01, 2026-11-01T08:00+01:00, or 7d for seven days ago"
         ) from None
-    if found.ms % MINUTE_MS or found.ms < 0:
+    if parsed.ms % MINUTE_MS or parsed.ms < 0:
         raise ValueError(f"{text!r}: usage is counted by the minute: write a whole one")
-    return found
+    return parsed
 
 
-_OF_FOCUS = {"--focus-nodes": "nodes_file", "--focus-label": "focus_label", "--focus-sum": "focus_sum"}
-TIME = Text("TIME", when, "2026-11-01")
+_FOCUS_OPTIONS = {"--focus-nodes": "nodes_file", "--focus-label": "focus_label", "--focus-sum": "focus_sum"}
+TIME = Text("TIME", parse_time, "2026-11-01")
 
 
-def wanted(since_s: float | None, first: When | None, last: When | None, now_ms: int) -> Range:
-    """The time that is asked for. Raises ValueError if there is none."""
+def requested_range(since_s: float | None, start: When | None, end: When | None, now_ms: int) -> Range:
+    """The time range that the options ask for. Raises ValueError if it is empty."""
     now_ms -= now_ms % MINUTE_MS
-    if first is None:
-        return Range(now_ms - round((since_s or DEFAULT_S) * 1000), now_ms)
-    found = Range(first.at_ms(now_ms), min(now_ms, now_ms if last is None else last.at_ms(now_ms)))
-    if not found.is_some:
+    if start is None:
+        return Range(now_ms - round((since_s or DEFAULT_RANGE_S) * 1000), now_ms)
+    time_range = Range(start.at_ms(now_ms), min(now_ms, now_ms if end is None else end.at_ms(now_ms)))
+    if not time_range.is_nonempty:
         raise ValueError("--from: must be before --to, and in the past")
-    return found
+    return time_range
 
 
 def _whole_minutes(text: str) -> float:
@@ -95,8 +98,8 @@ def _whole_minutes(text: str) -> float:
 
 
 def time_options(default: str) -> Decorator[Any]:
-    """The options of a time, as ``since_s``, ``first`` and ``last``. ``default``: how long it is if none is given."""
-    each = (
+    """The options of a time range: ``since_s``, ``first`` and ``last``. ``default``: its length if none is given."""
+    decorators = (
         option(
             "--since",
             "since_s",
@@ -115,7 +118,9 @@ def time_options(default: str) -> Decorator[Any]:
         ),
         option("--to", "last", type=TIME, show_default="now", help="When the time ends, written as --from."),
     )
-    return lambda function: functools.reduce(lambda made, one: one(made), reversed(each), function)
+    return lambda function: functools.reduce(
+        lambda decorated, decorator: decorator(decorated), reversed(decorators), function
+    )
 
 
 PRICES = option(
@@ -129,33 +134,33 @@ PRICES = option(
 )
 
 
-def time_mistakes(given: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with the options of a time together."""
-    since_s, first, last = given["since_s"], given["first"], given["last"]
+def time_option_errors(values: dict[str, Any]) -> Iterator[str]:
+    """The errors of the options of a time range together."""
+    since_s, first, last = values["since_s"], values["first"], values["last"]
     if since_s is not None and (first is not None or last is not None):
         yield "--since: not together with --from and --to"
     if last is not None and first is None:
         yield "--to: needs --from"
     try:
-        wanted(since_s, first, last, now_ms())
+        requested_range(since_s, first, last, now_ms())
     except ValueError as error:
         yield str(error)
 
 
-def _mistakes(given: dict[str, Any]) -> Iterator[str]:
-    bill, out = given["bill_file"], given["focus_file"]
-    if (bill is None) != (out is None):
+def _option_errors(values: dict[str, Any]) -> Iterator[str]:
+    bill, output = values["bill_file"], values["focus_file"]
+    if (bill is None) != (output is None):
         yield "--focus-origin and --focus go together: without a bill, --format csv is what there is"
     elif bill is None:
-        yield from (f"{name}: needs --focus-origin" for name in _OF_FOCUS if given[_OF_FOCUS[name]])
-    elif out.exists() and out.samefile(bill):
+        yield from (f"{name}: needs --focus-origin" for name in _FOCUS_OPTIONS if values[_FOCUS_OPTIONS[name]])
+    elif output.exists() and output.samefile(bill):
         yield "--focus: must not be the bill itself"
-    yield from time_mistakes(given)
+    yield from time_option_errors(values)
 
 
 @click.command(
     cls=Command,
-    check=_mistakes,
+    check=_option_errors,
     example=(
         "gpustream usage --kafka kafka-0:9092 --by team --since 7d --prices prices.yaml\n"
         "gpustream usage --kafka kafka-0:9092 --by workload --from 2026-11-01 --to 2026-12-01 --format csv\n"
@@ -219,9 +224,9 @@ def usage(
     focus_sum: tuple[str, ...],
 ) -> None:
     """Say who had how many GPU-hours, what of them was used, and what that costs. It reads in no group."""
-    if any(one is not None and one.is_assumed for one in (first, last)):
+    if any(time is not None and time.is_assumed for time in (first, last)):
         click.echo("times without a zone are taken as UTC", err=True)
-    time_range = wanted(since_s, first, last, now_ms())
+    time_range = requested_range(since_s, first, last, now_ms())
     try:
         table = Table(by, price_list.load(prices_file) if prices_file is not None else None)
         bill = None
@@ -230,39 +235,39 @@ def usage(
             bill = Bill(bill_file, by, nodes, focus_sum)
         if bill is not None and bill.range is not None and since_s is None and first is None:
             time_range = bill.range.until(now_ms())
-        found = answer(_count(connection, time_range, table, bill))
-        for note in [*found.notes, *remarks(table)]:
+        plan = answer(_count(connection, time_range, table, bill))
+        for note in [*plan.notes, *table_notes(table)]:
             click.echo(note, err=True)
-        if not found.range.is_some:
+        if not plan.range.is_nonempty:
             raise SystemExit(FAILED)
         if bill is not None and focus_file is not None:
-            _write(bill, found.range, focus_file)
+            _write(bill, plan.range, focus_file)
     except (PricesError, BillError) as error:
         raise failed(error) from error
     if form == "json":
-        click.echo(msgspec.json.encode(as_json(found.range, table)))
+        click.echo(msgspec.json.encode(as_json(plan.range, table)))
     elif form == "csv":
         csv.writer(sys.stdout, lineterminator="\n").writerows([CSV_COLUMNS, *as_csv(table)])
     else:
-        click.echo("\n".join(as_text(found.range, table)))
+        click.echo("\n".join(as_text(plan.range, table)))
 
 
-async def _count(connection: Connection, time_range: Range, table: Table, bill: Bill | None) -> read.Answer:
-    """Read what was used in a time, and count it."""
-    async with read.opened(connection) as past:
-        found = await read.plan(past, time_range, now_ms())
-        if found.range.is_some:
-            async for records in read.records(past, found):
+async def _count(connection: Connection, time_range: Range, table: Table, bill: Bill | None) -> read.Plan:
+    """Reads the usage of a time range into the table, and the bill if there is one."""
+    async with read.opened(connection) as reader:
+        plan = await read.plan(reader, time_range, now_ms())
+        if plan.range.is_nonempty:
+            async for records in read.records(reader, plan):
                 for record in records:
                     table.add(record)
                     if bill is not None:
                         bill.add(record)
                 table.close()
-    return found
+    return plan
 
 
 def _write(bill: Bill, counted_range: Range, file: Path) -> None:
-    """Write the bill, whole or not at all, and say what became of its charges. Raises BillError."""
+    """Writes the bill, whole or not at all, and reports what became of its charges. Raises BillError."""
     try:
         with written(file) as out:
             csv.writer(out, lineterminator="\n").writerows(bill.lines(counted_range))
@@ -273,12 +278,12 @@ def _write(bill: Bill, counted_range: Range, file: Path) -> None:
         click.echo(
             f"of them, {counted(bill.partly, 'charge')} by a part of their time: the rest has no usage", err=True
         )
-    for why, number in sorted(bill.unchanged.items()):
-        click.echo(f"{counted(number, 'charge')} as before: {why}", err=True)
+    for reason, count in sorted(bill.unchanged.items()):
+        click.echo(f"{counted(count, 'charge')} as before: {reason}", err=True)
 
 
-def remarks(table: Table) -> Iterator[str]:
-    """What has to be known about a table."""
+def table_notes(table: Table) -> Iterator[str]:
+    """Notes on a table: what is not final, does not add up, or has no price."""
     if table.growing:
         yield (
             f"not final: {counted(len(table.growing), 'window')} from {utc(min(table.growing))} on may still change;"
@@ -328,14 +333,14 @@ def as_csv(table: Table) -> Iterator[Sequence[object]]:
 
 
 def as_text(time_range: Range, table: Table) -> Iterator[str]:
-    """The table for people, at most 80 signs wide: the holders, and below them how all time of the GPUs was spent."""
+    """The table for people, at most 80 characters wide: the holders, and below them all GPU time by category."""
     rows, prices = table.rows(), table.prices
     columns = ["GPU-hours", "used", "idle", "share", "kWh", *([f"cost {prices.currency}"] if prices else [])]
     held = [row for row in rows if row.category == "held"]
     costs = [row.cost for row in rows if row.cost is not None]
-    of_held = sum((row.cost for row in held if row.cost is not None), Decimal(0)) if costs else None
-    spent = [
-        UsageRow("", "held", table.categories["held"], table.share(table.categories["held"]), of_held),
+    held_cost = sum((row.cost for row in held if row.cost is not None), Decimal(0)) if costs else None
+    by_category = [
+        UsageRow("", "held", table.categories["held"], table.share(table.categories["held"]), held_cost),
         *(row for row in rows if row.category != "held"),
         UsageRow("", "all", table.whole, table.share(table.whole), sum(costs, Decimal(0)) if costs else None),
     ]
@@ -343,37 +348,41 @@ def as_text(time_range: Range, table: Table) -> Iterator[str]:
         (table.by, "", columns),
         *((row.by, "*" * row.sums.growing, _cells(row)) for row in held),
         ("", "", [""] * len(columns)),
-        *((row.category, "*" * row.sums.growing, _cells(row)) for row in spent),
+        *((row.category, "*" * row.sums.growing, _cells(row)) for row in by_category),
     ]
-    widths = [max(len(cells[place]) for _, _, cells in lines) for place in range(len(columns))]
+    widths = [max(len(cells[column]) for _, _, cells in lines) for column in range(len(columns))]
     longest = max(len(name) + len(mark) for name, mark, _ in lines)
-    room = min(longest, max(NARROWEST, WIDTH - sum(width + 2 for width in widths)))
+    name_width = min(longest, max(MIN_NAME_WIDTH, TEXT_WIDTH - sum(width + 2 for width in widths)))
     yield f"GPU usage by {table.by}, {utc(time_range.from_ms)} to {utc(time_range.to_ms)} (UTC)"
     yield ""
     for name, mark, cells in lines:
         yield (
-            f"{fitting(name, room - len(mark)) + mark:<{room}}" + "".join(map("  {:>{}}".format, cells, widths))
+            f"{fit(name, name_width - len(mark)) + mark:<{name_width}}" + "".join(map("  {:>{}}".format, cells, widths))
         ).rstrip()
-    hours, asked = table.gpu_hours, Fraction(time_range.to_ms - time_range.from_ms, HOUR_MS)
-    there = f"{figure(asked)} hours" if hours == len(table.gpus) * asked else "the time that each was known"
-    differ = "" if table.whole.gpu_hours == hours else ", which is not the sum above"
+    hours, range_hours = table.gpu_hours, Fraction(time_range.to_ms - time_range.from_ms, HOUR_MS)
+    time_text = (
+        f"{format_number(range_hours)} hours"
+        if hours == len(table.gpus) * range_hours
+        else "the time that each was known"
+    )
+    difference_note = "" if table.whole.gpu_hours == hours else ", which is not the sum above"
     yield ""
-    yield f"{counted(len(table.gpus), 'GPU')} x {there} = {figure(hours)} GPU-hours{differ}"
+    yield f"{counted(len(table.gpus), 'GPU')} x {time_text} = {format_number(hours)} GPU-hours{difference_note}"
 
 
 def _cells(row: UsageRow) -> list[str]:
     sums = row.sums
-    hours = map(figure, (sums.gpu_hours, sums.used_hours, sums.idle_hours))
+    hours = map(format_number, (sums.gpu_hours, sums.used_hours, sums.idle_hours))
     cost = [] if row.cost is None else [f"{row.cost:,f}"]
-    return [*hours, f"{rounded(row.share * 100, 1)}%", figure(Fraction(sums.energy_mj, MJ_IN_KWH)), *cost]
+    return [*hours, f"{rounded(row.share * 100, 1)}%", format_number(Fraction(sums.energy_mj, MJ_IN_KWH)), *cost]
 
 
-def fitting(name: str, room: int) -> str:
-    """A name in at most ``room`` characters, without those that a terminal would act on."""
-    shown = printable(name)
-    return shown if len(shown) <= room else f"{shown[: room - 1]}…"
+def fit(name: str, width: int) -> str:
+    """A name cut to at most ``width`` characters, without those that a terminal would act on."""
+    text = printable(name)
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def figure(value: Fraction) -> str:
-    """A number for people."""
+def format_number(value: Fraction) -> str:
+    """A number for people: two digits after the point, and commas."""
     return f"{rounded(value, 2):,f}"

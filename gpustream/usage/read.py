@@ -1,10 +1,10 @@
-"""What Kafka has of gpu.usage for a time: of each key the record that counts.
+"""Reads the usage records of a time range from Kafka: for each key the record that counts.
 
-In:       a time, in whole minutes.
-Out:      the part of it that can be answered, what can't be and why, and the records, a partition at a time.
-Whole hours are read from gpu.usage, what is left at both ends from gpu.usage-minutes. A window is chosen by what its
-record says. Where it may be in the log is found by time. Nothing of a window is written before it begins, except by
-nodes whose clocks are ahead. A replay may write it again at any later time, so each log is read to its end.
+In:       a time range, in whole minutes.
+Out:      the part of it that Kafka still has, notes on what is missing, and the records, a partition at a time.
+Whole hours are read from gpu.usage, the rest at both ends from gpu.usage-minutes. A record is chosen by its own
+window, and found in the log by time: it is not written before its window begins, except by nodes whose clocks are
+ahead. A replay may write it again at any later time, so each log is read to its end.
 On failure: BrokerError with a sentence. A record that can't be decoded is logged and left out.
 """
 
@@ -24,12 +24,12 @@ from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, Usage
 
 log = logging.getLogger(__name__)
 
-AHEAD_MS = 10 * MINUTE_MS
-"""More than a node's clock may be ahead of the log, for its ticks to count."""
+MAX_AHEAD_MS = 10 * MINUTE_MS
+"""How far before its window a record may be logged: more than a node's clock may be ahead for its ticks to count."""
 
 
 class Range(NamedTuple):
-    """A time: [``from_ms``, ``to_ms``)."""
+    """A time range: [``from_ms``, ``to_ms``)."""
 
     from_ms: int
     to_ms: int
@@ -40,78 +40,82 @@ class Range(NamedTuple):
         return Range(-(-self.from_ms // HOUR_MS) * HOUR_MS, self.to_ms // HOUR_MS * HOUR_MS)
 
     @property
-    def ends(self) -> list["Range"]:
-        """What of it is in no whole hour."""
+    def partial_hours(self) -> list["Range"]:
+        """The parts of it, at its start and end, that are not whole hours."""
         hours = self.hours
         if hours.from_ms > hours.to_ms:
             return [self]
-        return [end for end in (Range(self.from_ms, hours.from_ms), Range(hours.to_ms, self.to_ms)) if end.is_some]
+        return [end for end in (Range(self.from_ms, hours.from_ms), Range(hours.to_ms, self.to_ms)) if end.is_nonempty]
 
     def until(self, now_ms: int) -> "Range":
-        """What of it is not in an hour that goes on."""
+        """The part of it before the current hour."""
         return Range(self.from_ms, min(self.to_ms, now_ms // HOUR_MS * HOUR_MS))
 
     @property
-    def is_some(self) -> bool:
-        """Whether there is any time in it."""
+    def is_nonempty(self) -> bool:
+        """Whether it is not empty."""
         return self.from_ms < self.to_ms
 
 
-class Answer(NamedTuple):
-    """What is read for a time: ``range`` is the part that can be read, ``notes`` say what can't be."""
+class Plan(NamedTuple):
+    """What to read for a time range. ``range`` is the part that Kafka still has; ``notes`` say what is missing."""
 
     range: Range
     spans: Mapping[Partition, Span]
     notes: list[str]
 
 
-async def plan(past: History, wanted: Range, now_ms: int) -> Answer:
-    """Find what can be answered, and where in the logs that is."""
+async def plan(reader: History, time_range: Range, now_ms: int) -> Plan:
+    """Finds what Kafka still has of a time range, and where in the logs it is."""
     notes = []
-    hours, is_cut = await _spans(past, HOURS, wanted, now_ms)
+    hours, is_cut = await _spans(reader, HOURS, time_range, now_ms)
     if is_cut:
         notes.append(
-            f"{HOURS.name} may not go back to {utc(wanted.from_ms)} any more: of that time, only what is still there is"
-            " counted. `gpustream sink parquet` keeps it for longer."
+            f"{HOURS.name} may not go back to {utc(time_range.from_ms)} any more: of that time, only what is still"
+            " there is counted. `gpustream sink parquet` keeps it for longer."
         )
     minutes: dict[Partition, Span] = {}
-    for end in wanted.ends:
-        spans, is_cut = await _spans(past, MINUTES, end, now_ms)
+    for part in time_range.partial_hours:
+        spans, is_cut = await _spans(reader, MINUTES, part, now_ms)
         if is_cut:
-            inner, is_first = wanted.hours, end.from_ms == wanted.from_ms
-            wanted = wanted._replace(from_ms=inner.from_ms) if is_first else wanted._replace(to_ms=inner.to_ms)
+            hours_range, is_at_start = time_range.hours, part.from_ms == time_range.from_ms
+            time_range = (
+                time_range._replace(from_ms=hours_range.from_ms)
+                if is_at_start
+                else time_range._replace(to_ms=hours_range.to_ms)
+            )
             notes.append(
-                f"{MINUTES.name} does not have {utc(end.from_ms)} to {utc(end.to_ms)} any more, and {HOURS.name} has"
+                f"{MINUTES.name} does not have {utc(part.from_ms)} to {utc(part.to_ms)} any more, and {HOURS.name} has"
                 " whole hours only: that time is not counted."
             )
         else:
             minutes = {tp: Span(min(span.start, minutes.get(tp, span).start), span.end) for tp, span in spans.items()}
-    return Answer(wanted, {**(hours if wanted.hours.is_some else {}), **minutes}, notes)
+    return Plan(time_range, {**(hours if time_range.hours.is_nonempty else {}), **minutes}, notes)
 
 
-async def _spans(past: History, topic: Topic, wanted: Range, now_ms: int) -> tuple[dict[Partition, Span], bool]:
-    """Where a topic has a time, and whether it may have had more of it: it is older than what the topic keeps."""
-    spans = await past.spans(topic.name, max(0, wanted.from_ms - AHEAD_MS))
-    kept_ms = past.kept_ms.get(topic.name, (topic.retention_hours or 0) * HOUR_MS)
-    if kept_ms < 0 or wanted.from_ms >= now_ms - kept_ms:
+async def _spans(reader: History, topic: Topic, time_range: Range, now_ms: int) -> tuple[dict[Partition, Span], bool]:
+    """The spans of a topic that hold a time range, and whether older records of it may have been deleted."""
+    spans = await reader.spans(topic.name, max(0, time_range.from_ms - MAX_AHEAD_MS))
+    kept_ms = reader.kept_ms.get(topic.name, (topic.retention_hours or 0) * HOUR_MS)
+    if kept_ms < 0 or time_range.from_ms >= now_ms - kept_ms:
         return spans, False
-    begins = await past.spans(topic.name)
-    return spans, any(0 < span.start == begins[tp].start for tp, span in spans.items())
+    full_spans = await reader.spans(topic.name)
+    return spans, any(0 < span.start == full_spans[tp].start for tp, span in spans.items())
 
 
-async def records(past: History, answer: Answer) -> AsyncIterator[Iterator[Usage]]:
-    """The records that count, of a partition of both topics at a time."""
-    with history.progress("reading usage", answer.spans) as advanced:
-        for number in sorted({tp.partition for tp in answer.spans}):
-            counting = Counting(answer.range)
-            spans = {tp: span for tp, span in answer.spans.items() if tp.partition == number}
-            async for some in past.records(spans, advanced):
-                counting.take(some)
-            yield counting.records()
+async def records(reader: History, plan: Plan) -> AsyncIterator[Iterator[Usage]]:
+    """The records that count: those of one partition of both topics at a time."""
+    with history.progress("reading usage", plan.spans) as advanced:
+        for partition in sorted({tp.partition for tp in plan.spans}):
+            latest = LatestRecords(plan.range)
+            spans = {tp: span for tp, span in plan.spans.items() if tp.partition == partition}
+            async for batch in reader.records(spans, advanced):
+                latest.add(batch)
+            yield latest.records()
 
 
-class _Head(msgspec.Struct, frozen=True):
-    """What says whether a record counts; most do not, and are not decoded further."""
+class _Header(msgspec.Struct, frozen=True):
+    """The fields that decide whether a record counts. Most do not, and are not decoded further."""
 
     start_ms: UInt
     end_ms: UInt
@@ -119,38 +123,41 @@ class _Head(msgspec.Struct, frozen=True):
     revision: UInt
 
 
-_decode, _decode_head = decoder(Usage), decoder(_Head)
+_decode, _decode_header = decoder(Usage), decoder(_Header)
 
 
-class Counting:
-    """The records of some partitions: of each key the highest generation and, in that, the highest revision.
+class LatestRecords:
+    """The latest record of each key: of the highest generation and, in that, the highest revision.
 
     Hours count if they are whole; minutes count for the rest.
     """
 
     def __init__(self, range: Range) -> None:  # noqa: A002 - it is one
-        self._in = {HOURS.name: [range.hours], MINUTES.name: range.ends}
-        self._found: dict[tuple[str, bytes], tuple[int, int, bytes]] = {}
+        self._ranges = {HOURS.name: [range.hours], MINUTES.name: range.partial_hours}
+        self._latest: dict[tuple[str, bytes], tuple[int, int, bytes]] = {}
 
-    def take(self, records: Iterable[Any]) -> None:
-        """Look at records as they are read."""
+    def add(self, records: Iterable[Any]) -> None:
+        """Adds records in any order."""
         for record in records:
             topic = HOURS.name if record.topic.endswith(HOURS.name) else MINUTES.name
             try:
-                head = _decode_head(record.value or b"")
+                header = _decode_header(record.value or b"")
             except msgspec.DecodeError as error:
                 if record.value is not None:
                     log.warning("%s partition %d offset %d: %s", topic, record.partition, record.offset, error)
                 continue
-            if any(some.from_ms <= head.start_ms and head.end_ms <= some.to_ms for some in self._in[topic]):
+            if any(
+                time_range.from_ms <= header.start_ms and header.end_ms <= time_range.to_ms
+                for time_range in self._ranges[topic]
+            ):
                 key = topic, record.key or b""
-                known = self._found.get(key)
-                if known is None or (head.generation, head.revision) > known[:2]:
-                    self._found[key] = head.generation, head.revision, record.value
+                latest = self._latest.get(key)
+                if latest is None or (header.generation, header.revision) > latest[:2]:
+                    self._latest[key] = header.generation, header.revision, record.value
 
     def records(self) -> Iterator[Usage]:
-        """The records that count, without those that say that there was nothing."""
-        for (topic, key), (*_, value) in self._found.items():
+        """The records that count, without those that have no time in them."""
+        for (topic, key), (*_, value) in self._latest.items():
             try:
                 usage = _decode(value)
                 if not usage.of:

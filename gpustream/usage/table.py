@@ -18,8 +18,8 @@ NO_TEAM = "(no team)"
 _NO_MODEL = "a model that is not known"
 
 
-def holder(record: Usage, by: By) -> str:
-    """In whose row a record counts. A pod without a workload is its own."""
+def holder_name(record: Usage, by: By) -> str:
+    """The name of the row that a record counts in. A pod without a workload is its own workload."""
     namespace, pod, workload = record.namespace or "", record.pod or "", record.workload
     if by == "node":
         return record.node
@@ -32,7 +32,7 @@ def holder(record: Usage, by: By) -> str:
 
 
 class Sums:
-    """What records add up to. ``growing``: some of them are not final."""
+    """The sums of records. ``growing``: some of them are not final."""
 
     def __init__(self) -> None:
         self.device_ms = self.slice_ms = self.used_us = self.idle_ms = self.energy_mj = 0
@@ -41,7 +41,7 @@ class Sums:
         self._priced: dict[tuple[Decimal, int], list[int]] = {}  # by price and slices of a GPU: slice-ms held, idle
 
     def add(self, record: Usage, price: Decimal | None) -> None:
-        """Take a record in. ``price``: what a GPU-hour of it costs."""
+        """Adds a record. ``price``: of a GPU-hour of it; None if it has none."""
         self.device_ms += record.device_ms
         self.slice_ms += record.slice_ms
         self.used_us += record.used_us
@@ -61,36 +61,36 @@ class Sums:
 
     @property
     def gpu_hours(self) -> Fraction:
-        """For how long whole GPUs were there."""
+        """The time of whole GPUs, in hours."""
         return sum((Fraction(gpu[0], of * HOUR_MS) for of, gpu in self._gpu.items()), Fraction(0))
 
     @property
     def used_hours(self) -> Fraction:
-        """For how much of that they computed."""
+        """The part of it in which they computed."""
         return sum((Fraction(gpu[1], of * HOUR_MS * 1000) for of, gpu in self._gpu.items()), Fraction(0))
 
     @property
     def idle_hours(self) -> Fraction:
-        """For how much of that their holder did nothing with them."""
+        """The part of it in which their holder did nothing with them."""
         return sum((Fraction(gpu[2], of * HOUR_MS) for of, gpu in self._gpu.items()), Fraction(0))
 
     @property
     def cost(self) -> Fraction:
-        """What that costs, as far as it has a price."""
-        return self._cost(0)
+        """The cost of what has a price."""
+        return self._cost_of(0)
 
     @property
     def idle_cost(self) -> Fraction:
-        """What of that is for the time in which their holder did nothing with them."""
-        return self._cost(1)
+        """The part of the cost for the time in which their holder did nothing with them."""
+        return self._cost_of(1)
 
-    def _cost(self, place: int) -> Fraction:
-        costs = (Fraction(price) * ms[place] / (of * HOUR_MS) for (price, of), ms in self._priced.items())
+    def _cost_of(self, index: int) -> Fraction:
+        costs = (Fraction(price) * ms[index] / (of * HOUR_MS) for (price, of), ms in self._priced.items())
         return sum(costs, Fraction(0))
 
 
 class UsageRow(NamedTuple):
-    """What one holder had, or, in a category other than held, nobody. ``cost`` None: no prices were given."""
+    """The sums of one holder, or of a category that nobody held. ``cost`` is None without prices."""
 
     by: str
     category: str
@@ -129,13 +129,13 @@ class Table:
         self._windows: dict[tuple[str, str, str, int], GpuWindow] = {}
 
     def add(self, record: Usage) -> None:
-        """Take in a record; there is one for each key."""
+        """Adds a record. There is one for each key."""
         price = self._price(record)
         self.categories.setdefault(record.category, Sums()).add(record, price)
         self.whole.add(record, price)
         self._clusters.add(record.cluster)
         if record.category == "held":
-            key = "" if self.by == "team" else record.cluster, holder(record, self.by)
+            key = "" if self.by == "team" else record.cluster, holder_name(record, self.by)
             self._holders.setdefault(key, Sums()).add(record, price)
         if not record.final:
             self.growing.add(record.start_ms)
@@ -145,16 +145,16 @@ class Table:
         window.growing |= not record.final
 
     def close(self) -> None:
-        """All records of a partition are in: what is known of its windows is known of all of each."""
+        """Call it after the last record of a partition: adds up its windows, which are complete now."""
         for (_, _, uuid, _), window in self._windows.items():
             self.gpus.add(uuid)
-            known_ms = Fraction(window.slice_ms, window.of) if window.growing else window.ms
-            self.gpu_hours += Fraction(known_ms, HOUR_MS)
+            gpu_ms = Fraction(window.slice_ms, window.of) if window.growing else window.ms
+            self.gpu_hours += Fraction(gpu_ms, HOUR_MS)
             self.open_windows += not window.growing and window.slice_ms != window.ms * window.of
         self._windows.clear()
 
     def _price(self, record: Usage) -> Decimal | None:
-        """What a GPU-hour of a record costs; what has no price is noted."""
+        """The price of a GPU-hour of a record. Hours without a price are added to ``unpriced``."""
         if self.prices is None:
             return None
         price = self.prices.price_of(record.model or "", record.start_ms, record.node_labels)
@@ -165,48 +165,48 @@ class Table:
         return price
 
     def rows(self) -> list[UsageRow]:
-        """The holders, who had most first, then the other categories. The rounded costs add up to the rounded whole.
+        """The holders, most GPU-hours first, then the other categories. The rounded costs add up to the rounded whole.
 
         If the records are of several clusters, the cluster stands before what is only known within one.
         """
-        several = len(self._clusters) > 1
-        named = [
-            (f"{cluster}/{name}" if several and cluster else name, "held", sums)
+        several_clusters = len(self._clusters) > 1
+        rows = [
+            (f"{cluster}/{name}" if several_clusters and cluster else name, "held", sums)
             for (cluster, name), sums in self._holders.items()
         ]
-        named.sort(key=lambda row: (-row[2].gpu_hours, row[0]))
-        named += [("", name, sums) for name, sums in self.categories.items() if name != "held"]
-        costs: Sequence[Decimal | None] = [None] * len(named)
+        rows.sort(key=lambda row: (-row[2].gpu_hours, row[0]))
+        rows += [("", name, sums) for name, sums in self.categories.items() if name != "held"]
+        costs: Sequence[Decimal | None] = [None] * len(rows)
         if self.prices is not None:
-            costs = divided(rounded(self.whole.cost, 2), [sums.cost for _, _, sums in named])
-        return [UsageRow(*one, self.share(one[2]), cost) for one, cost in zip(named, costs, strict=True)]
+            costs = divided(rounded(self.whole.cost, 2), [sums.cost for _, _, sums in rows])
+        return [UsageRow(*row, self.share(row[2]), cost) for row, cost in zip(rows, costs, strict=True)]
 
     def share(self, sums: Sums) -> Fraction:
-        """What part of all GPU-hours these are."""
+        """The sums' part of all GPU-hours."""
         return sums.gpu_hours / self.whole.gpu_hours if self.whole.gpu_hours else Fraction(0)
 
 
 def rounded(value: Fraction, places: int) -> Decimal:
-    """With ``places`` digits after the point; a half is rounded to the even digit."""
+    """Rounds to ``places`` digits after the point; a half goes to the even digit."""
     return _decimal(round(value * 10**places), places)
 
 
 def divided(amount: Decimal, weights: Sequence[Fraction | int], places: int = 2) -> list[Decimal]:
-    """An amount in parts by weight that add up to exactly it, each a whole number of its smallest unit.
+    """Divides an amount by weight into parts that add up to exactly it, each a whole number of its smallest unit.
 
     That unit is the digit of ``places``, or the amount's last one if it has more. What is left after rounding down
     goes, a unit each, to the parts that lost most by it, and of equal ones to the first. Without weight, all are 0.
     """
     exponent = amount.as_tuple().exponent
     places = max(places, -exponent if isinstance(exponent, int) else 0)
-    units, whole = int(abs(Fraction(amount)) * 10**places), Fraction(sum(weights))
-    if not whole:
+    units, total_weight = int(abs(Fraction(amount)) * 10**places), Fraction(sum(weights))
+    if not total_weight:
         return [_decimal(0, places) for _ in weights]
-    exact = [units * weight / whole for weight in weights]
+    exact = [units * weight / total_weight for weight in weights]
     parts = [int(part) for part in exact]
-    by_loss = sorted(range(len(parts)), key=lambda place: parts[place] - exact[place])
-    for place in by_loss[: units - sum(parts)]:
-        parts[place] += 1
+    by_loss = sorted(range(len(parts)), key=lambda index: parts[index] - exact[index])
+    for index in by_loss[: units - sum(parts)]:
+        parts[index] += 1
     return [_decimal(-part if amount < 0 else part, places) for part in parts]
 
 

@@ -6,8 +6,8 @@ from click.testing import CliRunner
 from delivery.replays import LastTick, after, verdict
 from gpustream.cli import main
 from gpustream.dead_letters import letters
-from gpustream.dead_letters.command import merged, row
-from gpustream.dead_letters.letters import Letter, LetterFilter, LetterId, letter_id, refused
+from gpustream.dead_letters.command import group_of, merge_groups
+from gpustream.dead_letters.letters import Letter, LetterFilter, LetterId, letter_id, refusal_reason
 from streams.attribution import join
 from tests.streams.attribution.records import container, gpu, pending, snapshot, tick
 from topics.attributed import AttributedSample
@@ -39,8 +39,8 @@ def test_letters_are_chosen_by_all_that_is_given(wanted: LetterFilter, found: se
 
 
 def test_rows_of_several_letters_say_what_they_have_in_common() -> None:
-    one, more = letter(1), letter(2, key="c/m")._replace(done=True)
-    both = merged(row(one), row(more))
+    one, more = letter(1), letter(2, key="c/m")._replace(resubmitted=True)
+    both = merge_groups(group_of(one), group_of(more))
 
     assert both._asdict() == {
         "letters": 2,
@@ -62,9 +62,9 @@ def test_what_is_no_letter_is_refused_with_how_to_write_one(text: str) -> None:
 
 
 def test_only_what_attribution_reads_is_sent_again_and_only_once() -> None:
-    assert [refused(letter(0, topic=name)) for name in letters.RESUBMITTABLE] == [None, None, None]
-    assert refused(letter(0)._replace(done=True)) == letters.DONE
-    assert refused(letter(0, topic="gpu.alert-state")) == "gpu.alert-state is not a topic that attribution reads"
+    assert [refusal_reason(letter(0, topic=name)) for name in letters.RESUBMITTABLE] == [None, None, None]
+    assert refusal_reason(letter(0)._replace(resubmitted=True)) == letters.ALREADY_SENT
+    assert refusal_reason(letter(0, topic="gpu.alert-state")) == "gpu.alert-state is not a topic that attribution reads"
 
 
 # -- what an old tick means

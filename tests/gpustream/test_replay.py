@@ -19,7 +19,7 @@ from gpustream.replay import (
     final_hours,
     replay,
 )
-from gpustream.usage.command import when
+from gpustream.usage.command import parse_time
 from gpustream.usage.read import Range
 from streams.usage.bookkeeper import Bookkeeper
 from streams.usage.books import Accounting, Books
@@ -162,17 +162,19 @@ def test_whole_hours_are_made_again_up_to_the_last_that_is_final(
     first: str, last: str | None, expected: tuple[int, int]
 ) -> None:
     now_ms = START_MS + SETTLED_MS
-    found = final_hours(when(first), when(last) if last else None, now_ms)
+    found = final_hours(parse_time(first), parse_time(last) if last else None, now_ms)
     offset_ms = SETTLED_MS // HOUR_MS * HOUR_MS
     assert found == Range(*(START_MS + offset_ms + hours * HOUR_MS for hours in expected))
 
 
 def test_samples_are_attributed_again_up_to_those_that_are_settled() -> None:
     latest_ms = START_MS - SETTLED_MS_OF_SAMPLES
-    assert attributable_time(when("2h"), None, START_MS) == Range(START_MS - 2 * HOUR_MS, latest_ms)
-    assert attributable_time(when("2h"), when("1h"), START_MS) == Range(START_MS - 2 * HOUR_MS, START_MS - HOUR_MS)
+    assert attributable_time(parse_time("2h"), None, START_MS) == Range(START_MS - 2 * HOUR_MS, latest_ms)
+    assert attributable_time(parse_time("2h"), parse_time("1h"), START_MS) == Range(
+        START_MS - 2 * HOUR_MS, START_MS - HOUR_MS
+    )
     with pytest.raises(ValueError, match="there is no time between it and --to"):
-        attributable_time(when("1h"), when("2h"), START_MS)
+        attributable_time(parse_time("1h"), parse_time("2h"), START_MS)
 
 
 def test_the_pipelines_own_prefix_is_no_target() -> None:
@@ -184,4 +186,4 @@ def test_the_pipelines_own_prefix_is_no_target() -> None:
 
 def test_a_time_without_a_final_hour_is_refused_with_the_last_one() -> None:
     with pytest.raises(ValueError, match="no hour in that time is final: the last that is ended at 2026-11-2"):
-        final_hours(when("0m"), None, START_MS + SETTLED_MS)
+        final_hours(parse_time("0m"), None, START_MS + SETTLED_MS)

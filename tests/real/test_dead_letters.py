@@ -19,7 +19,7 @@ from delivery import topic_admin
 from gpustream import history
 from gpustream.cli import main
 from gpustream.dead_letters import letters
-from gpustream.dead_letters.resubmission import TRANSACTIONS
+from gpustream.dead_letters.resubmission import TRANSACTIONAL_ID
 from tests.eventually import eventually
 from tests.real.certificates import Authority
 from tests.real.pipeline import Gpustream, read_all
@@ -183,7 +183,7 @@ async def test_what_readers_would_drop_or_take_for_news_is_refused_with_the_reas
 RIGHTS = [
     *(("READ", "TOPIC", name) for name in (dead_letters.TOPIC.name, *letters.RESUBMITTABLE)),
     *(("WRITE", "TOPIC", name) for name in (dead_letters.TOPIC.name, *letters.RESUBMITTABLE)),
-    ("WRITE", "TRANSACTIONAL_ID", TRANSACTIONS),
+    ("WRITE", "TRANSACTIONAL_ID", TRANSACTIONAL_ID),
 ]
 
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
-from gpustream.report.command import time_before
+from gpustream.report.command import previous_range
 from gpustream.report.forms import WIDTH
 from gpustream.usage.read import Range
 from tests.usage_records import START_MS, usage
@@ -166,7 +166,7 @@ def test_the_time_before_is_as_long_and_of_whole_hours_if_it_is_a_day(
     hours: tuple[float, float], before: tuple[float, float]
 ) -> None:
     first, last = (round(hour * HOUR_MS) for hour in hours)
-    assert time_before(Range(first, last)) == tuple(round(hour * HOUR_MS) for hour in before)
+    assert previous_range(Range(first, last)) == tuple(round(hour * HOUR_MS) for hour in before)
 
 
 def test_alerts_are_counted_by_rule_and_team_in_that_time_only(kafka: str) -> None:

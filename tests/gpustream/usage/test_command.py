@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
-from gpustream.usage.command import WIDTH, wanted, when
+from gpustream.usage.command import TEXT_WIDTH, parse_time, requested_range
 from gpustream.usage.read import Range
 from tests.usage_records import START_MS, usage
 from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, Usage
@@ -105,7 +105,7 @@ def test_the_text_closes_and_fits_a_terminal(kafka: str, tmp_path: Path) -> None
         kafka, "--from", FROM, "--to", TO, "--by", "pod", "--prices", str(tmp_path / "prices.yaml"), "--format", "text"
     )
     lines = result.stdout.splitlines()
-    assert [line for line in lines if len(line) > WIDTH] == []
+    assert [line for line in lines if len(line) > TEXT_WIDTH] == []
     assert lines[0] == "GPU usage by pod, 2026-11-20 00:00Z to 2026-11-20 02:00Z (UTC)"
     assert [line.split()[0] for line in lines[3:6]] == ["ml/ml-0", "serving/serving-0*", lines[5].split()[0]]
     assert lines[-1] == "2 GPUs x 2.00 hours = 4.00 GPU-hours"
@@ -171,14 +171,16 @@ def test_minutes_are_read_where_a_time_is_no_whole_hour() -> None:
     ],
 )
 def test_a_time_is_iso_8601(text: str, ms: int) -> None:
-    assert when(text).at_ms(0) == ms
+    assert parse_time(text).at_ms(0) == ms
 
 
 def test_a_time_may_be_so_long_ago() -> None:
-    assert when("7d").at_ms(START_MS) == START_MS - 7 * 24 * HOUR_MS
+    assert parse_time("7d").at_ms(START_MS) == START_MS - 7 * 24 * HOUR_MS
     now_ms = START_MS + 59_999
-    assert wanted(None, None, None, now_ms) == Range(START_MS - 24 * HOUR_MS, START_MS)
-    assert wanted(None, when("2h"), when("1h"), now_ms) == Range(START_MS - 2 * HOUR_MS, START_MS - HOUR_MS)
+    assert requested_range(None, None, None, now_ms) == Range(START_MS - 24 * HOUR_MS, START_MS)
+    assert requested_range(None, parse_time("2h"), parse_time("1h"), now_ms) == Range(
+        START_MS - 2 * HOUR_MS, START_MS - HOUR_MS
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpustream.usage.focus import ALLOCATED, COSTS, OWN, QUANTITIES, Bill, BillError, Nodes, names_of, read_nodes
+from gpustream.usage.focus import (
+    ALLOCATED_COLUMNS,
+    COST_COLUMNS,
+    EXTRA_COLUMNS,
+    QUANTITY_COLUMNS,
+    Bill,
+    BillError,
+    Nodes,
+    id_forms,
+    read_nodes,
+)
 from gpustream.usage.read import Range
 from gpustream.usage.table import By
 from tests.usage_records import START_MS, usage
@@ -85,7 +95,7 @@ def test_a_charge_becomes_one_for_each_holder_and_for_what_nobody_held(tmp_path:
 
 def test_costs_and_quantities_add_up_to_the_charge_exactly_and_all_else_is_copied(tmp_path: Path) -> None:
     rows = written(tmp_path, bill(tmp_path, {}))
-    for column in (*COSTS, *QUANTITIES):
+    for column in (*COST_COLUMNS, *QUANTITY_COLUMNS):
         if column in CHARGE:
             assert summed(rows, column) == Decimal(CHARGE[column] or 0)
     for column in ("ListUnitPrice", "ResourceId", "ChargePeriodStart", "ChargePeriodEnd", "Tags", "x_Note"):
@@ -95,7 +105,12 @@ def test_costs_and_quantities_add_up_to_the_charge_exactly_and_all_else_is_copie
 
 def test_the_columns_of_allocated_charges_are_what_focus_asks_for(tmp_path: Path) -> None:
     rows = written(tmp_path, bill(tmp_path, {}, by="pod"))
-    assert list(rows[0]) == [*(name for name in CHARGE if name != "x_Note"), *ALLOCATED, "x_Note", *OWN]
+    assert list(rows[0]) == [
+        *(name for name in CHARGE if name != "x_Note"),
+        *ALLOCATED_COLUMNS,
+        "x_Note",
+        *EXTRA_COLUMNS,
+    ]
     assert {row["AllocatedMethodId"] for row in rows} == {"gpustream-gpu-time"}
     ratios = [json.loads(row["AllocatedMethodDetails"], parse_float=Decimal)["Elements"][0] for row in rows]
     assert sum(one["AllocatedRatio"] for one in ratios) == 1
@@ -125,7 +140,7 @@ def test_other_charges_are_as_they_were_and_counted(tmp_path: Path) -> None:
         CHARGE | before,
         CHARGE | {"ChargePeriodEnd": ""},
     ]
-    assert all(row[name] is None for row in unchanged for name in (*ALLOCATED, *OWN))
+    assert all(row[name] is None for row in unchanged for name in (*ALLOCATED_COLUMNS, *EXTRA_COLUMNS))
     assert (made.divided, made.partly) == (1, 1)
     assert dict(made.unchanged) == {
         "of no node or GPU that has usage in their time": 1,
@@ -172,7 +187,7 @@ def test_a_charge_belongs_to_a_node_by_any_of_its_ids(
 
 
 def test_a_number_alone_names_nothing() -> None:
-    assert names_of("azure:///subscriptions/a/vms/0") == {"/subscriptions/a/vms/0"}
+    assert id_forms("azure:///subscriptions/a/vms/0") == {"/subscriptions/a/vms/0"}
 
 
 def test_a_charge_for_several_nodes_is_divided_by_the_time_of_all(tmp_path: Path) -> None:

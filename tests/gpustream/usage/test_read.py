@@ -7,13 +7,13 @@ import pytest
 
 from delivery.ledger import Partition
 from gpustream.history import Span
-from gpustream.usage.read import AHEAD_MS, Answer, Range, plan
+from gpustream.usage.read import MAX_AHEAD_MS, Plan, Range, plan
 from tests.usage_records import START_MS
 from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES
 
 DAY_MS = 24 * HOUR_MS
 NOW_MS = START_MS + 40 * DAY_MS
-AHEAD = AHEAD_MS // MINUTE_MS
+AHEAD = MAX_AHEAD_MS // MINUTE_MS
 
 
 class FakePast:
@@ -32,7 +32,7 @@ def _offset(at_ms: int) -> int:
     return max(0, at_ms - START_MS) // MINUTE_MS
 
 
-async def planned(wanted: Range, *, minutes_ms: int = START_MS, hours_ms: int = START_MS, **more: Any) -> Answer:
+async def planned(wanted: Range, *, minutes_ms: int = START_MS, hours_ms: int = START_MS, **more: Any) -> Plan:
     past = FakePast({HOURS.name: hours_ms, MINUTES.name: minutes_ms}, **more)
     return await plan(past, wanted, NOW_MS)  # type: ignore[arg-type]
 
@@ -63,7 +63,7 @@ async def test_minutes_that_are_gone_cut_the_time_to_whole_hours_and_are_said(ke
 async def test_a_time_within_an_hour_whose_minutes_are_gone_can_not_be_answered() -> None:
     begin_ms = NOW_MS - 10 * DAY_MS
     found = await planned(Range(begin_ms + MINUTE_MS, begin_ms + 9 * MINUTE_MS), minutes_ms=NOW_MS - 7 * DAY_MS)
-    assert not found.range.is_some
+    assert not found.range.is_nonempty
     assert len(found.notes) == 1
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivery.prices import Price, Prices
-from gpustream.usage.read import Counting, Range
+from gpustream.usage.read import LatestRecords, Range
 from gpustream.usage.table import By, Table, divided
 from tests.usage_records import START_MS, read, usage
 from topics.usage import HOUR_MS, MINUTE_MS, MINUTES, Usage
@@ -31,8 +31,8 @@ def held(made: Table) -> dict[str, Fraction]:
 
 
 def counted(*records: Any, range: Range = DAY) -> list[Usage]:  # noqa: A002 - it is one
-    counting = Counting(range)
-    counting.take(records)
+    counting = LatestRecords(range)
+    counting.add(records)
     return list(counting.records())
 
 
@@ -134,8 +134,8 @@ def test_whole_hours_count_by_hours_and_the_ends_by_minutes() -> None:
 
 def test_a_time_within_an_hour_is_minutes_only() -> None:
     asked = Range(START_MS + MINUTE_MS, START_MS + 3 * MINUTE_MS)
-    assert not asked.hours.is_some
-    assert asked.ends == [asked]
+    assert not asked.hours.is_nonempty
+    assert asked.partial_hours == [asked]
 
 
 def test_what_is_no_record_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
