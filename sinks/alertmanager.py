@@ -1,8 +1,8 @@
 """The Alertmanager sink: gpu.alerts -> one or several Alertmanagers, by API v2. Open alerts are sent periodically.
 
 In: gpu.alerts. Out: requests to each ``--url``, one at a time, so that no older state arrives after a newer one, and
-new states at once; gpu.dead-letters; the offset after each request. State: the active alerts and the newest transition
-of each alert, which a restart reads back; which alerts are refused.
+new states at once; gpu.dead-letters; the offset after each request.
+State: the active alerts and the newest transition of each alert, which a restart reads back; which alerts are refused.
 
 Each Alertmanager has a consumer group of its own, so one that is away delays only itself. An Alertmanager identifies
 alerts by their labels, so each has its fingerprint as a label: the end of one never ends another with the same labels.

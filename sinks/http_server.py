@@ -1,7 +1,8 @@
 """The HTTP server of the sinks, which no client can block.
 
-In: routes, an address, and optionally a TLS context. Out: the answers. On failure: ``ListenError`` if the address is
-not available. A client that does not send its request is disconnected after a while.
+In: routes, an address, and optionally a TLS context. Out: the answers.
+On failure: ``ListenError`` if the address is not available. A client that does not send its request is disconnected
+after a while.
 """
 
 import asyncio

@@ -1,12 +1,12 @@
 """The Parquet sink: gpu.usage -> one file for each hour and partition, with each key once.
 
 In: gpu.usage. Out: ``PATH/date=2026-11-22/usage-13-p7.parquet``, the records of partition 7 whose hour begins at 13:00
-UTC; gpu.dead-letters; the offset before which all records are in files. State: the files. A file is read, new records
-are merged into it, and it is written again as a whole. Of each key, the record with the highest generation stays, and
-among those the highest revision. So records may be repeated, late, or from a worker that has lost the partition without
-knowing it: the bytes of a file depend only on the set of records. A file is written under a temporary name, synced to
-the disk, and renamed; then the offset is committed. On failure: the sink waits for a full or missing disk, and Kafka
-keeps the records. Malformed records are dead-lettered.
+UTC; gpu.dead-letters; the offset before which all records are in files.
+State: the files. A file is read, new records are merged into it, and it is written again as a whole. Of each key, the
+record with the highest generation stays, and among those the highest revision. So records may be repeated, late, or
+from a worker that has lost the partition without knowing it: the bytes of a file depend only on the set of records. A
+file is written under a temporary name, synced to the disk, and renamed; then the offset is committed.
+On failure: the sink waits for a full or missing disk, and Kafka keeps the records. Malformed records are dead-lettered.
 """
 
 import asyncio

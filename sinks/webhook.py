@@ -6,9 +6,9 @@ unfinished one on. A restart reads both back.
 
 Transitions of the same alert wait for each other, those of different alerts do not: while one is retried, others are
 read and sent. It delays others only if more than ``PENDING`` wait to be accepted, or if ``AHEAD`` records came after
-it; these limits bound the memory, and what is sent again after a crash. On failure: the sink waits for the receiver or
-Kafka to come back. If the process ends between the acceptance of a transition and its commit, it is sent again, with
-the same bytes, signature and ``Idempotency-Key``.
+it; these limits bound the memory, and what is sent again after a crash.
+On failure: the sink waits for the receiver or Kafka to come back. If the process ends between the acceptance of a
+transition and its commit, it is sent again, with the same bytes, signature and ``Idempotency-Key``.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """Sends the samples of alerts and of usage, which are not part of ticks, and settles their records.
 
-In: records, each with its samples. Out: requests, dead letters, outcomes. State: none.
+In: records, each with its samples. Out: requests, dead letters, outcomes.
+State: none.
 """
 
 import asyncio

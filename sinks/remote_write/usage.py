@@ -1,10 +1,10 @@
 """``gpu_usage_*_seconds``: writes one partition of gpu.usage, a sample for each final hour.
 
-In: records, the hours of a holder in order. Out: requests, dead letters, offsets. State: none. A record is one sample
-of each of its series, at the end of its hour. The labels have everything that the record's key has, except the hour, so
-no two records have a sample in common, and none waits for another. A sample can't be rewritten. So an hour is not
-written before it is final, and the record of a replay, which has a higher generation, is dropped and counted;
-`gpustream usage` shows it.
+In: records, the hours of a holder in order. Out: requests, dead letters, offsets.
+State: none. A record is one sample of each of its series, at the end of its hour. The labels have everything that the
+record's key has, except the hour, so no two records have a sample in common, and none waits for another. A sample can't
+be rewritten. So an hour is not written before it is final, and the record of a replay, which has a higher generation,
+is dropped and counted; `gpustream usage` shows it.
 """
 
 import asyncio

@@ -3,12 +3,12 @@
 In: a scraper's Accept headers; the series to show, which are collected on the loop and never change afterwards. Out:
 the text, compressed or not: families in the order of their names, with their help and type, without timestamps, because
 scrapers add their own. Names with characters other than letters, digits and ``_``, which only relabelling makes, are
-written as they are if the scraper asks for ``escaping=allow-utf-8``, otherwise with ``_``. State: the current
-rendering. There is one at a time, on one thread; scrapes that ask for the same meanwhile share it. On failure: every
-scrape that waits for a rendering gets its error; the next scrape starts a new one. Source: RFC 9110, 12.4.2 and 12.5.1;
-Prometheus' content negotiation and its text format, in which a counter may have any name. OpenMetrics is not supported:
-there, and in the client library, a counter's name must end in ``_total``, so counters with other names, which some
-profiles have, would have no type.
+written as they are if the scraper asks for ``escaping=allow-utf-8``, otherwise with ``_``.
+State: the current rendering. There is one at a time, on one thread; scrapes that ask for the same meanwhile share it.
+On failure: every scrape that waits for a rendering gets its error; the next scrape starts a new one.
+Source: RFC 9110, 12.4.2 and 12.5.1; Prometheus' content negotiation and its text format, in which a counter may have
+any name. OpenMetrics is not supported: there, and in the client library, a counter's name must end in ``_total``, so
+counters with other names, which some profiles have, would have no type.
 """
 
 import asyncio

@@ -1,10 +1,11 @@
 """The scrape sink: gpu.attributed -> /metrics on ``--scrape-listen``, the latest value of every series.
 
 In: records of gpu.attributed, in the order of their partition. Out: the latest value of every series, on request;
-gpu.dead-letters; the outcome of each record. State: for each node, the identity and the series of its last tick, and
-when it was read. After a restart it is read back from the log. Not shown are series that are missing from a node's last
-tick, nodes that have been silent for ``--stale-after``, and revoked partitions. On failure: the sink waits for Kafka to
-come back. Meanwhile nothing older than ``--stale-after`` is shown.
+gpu.dead-letters; the outcome of each record.
+State: for each node, the identity and the series of its last tick, and when it was read. After a restart it is read
+back from the log. Not shown are series that are missing from a node's last tick, nodes that have been silent for
+``--stale-after``, and revoked partitions.
+On failure: the sink waits for Kafka to come back. Meanwhile nothing older than ``--stale-after`` is shown.
 """
 
 import asyncio
