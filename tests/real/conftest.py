@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from producers.simulated import component as simulated
 from tests.real.certificates import Authority
 from tests.real.kubernetes import ApiServer, find_etcd, find_kube_apiserver
 from tests.real.pipeline import Gpustream
@@ -83,6 +84,12 @@ def need(*finders: Callable[[], Path]) -> None:
             if os.environ.get("GPUSTREAM_REQUIRE_REAL") == "1":
                 pytest.fail(f"GPUSTREAM_REQUIRE_REAL=1, but {missing}")
             pytest.skip(f"REAL SERVER MISSING: {missing}")
+
+
+@pytest.fixture(autouse=True)
+def patient_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulated fleet that ends by itself waits until Kafka has all of it, however busy the machine is."""
+    monkeypatch.setattr(simulated, "DRAIN_S", 60.0)
 
 
 @pytest.fixture(scope="session")

@@ -130,7 +130,7 @@ async def test_an_endless_answer_is_cut() -> None:
 
 
 async def test_a_token_that_changes_in_its_file_is_used(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "_CHECK_EVERY_S", 0.0)
     token, seen = tmp_path / "token", []
 
     async def handle(request: web.Request) -> web.StreamResponse:
