@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from delivery import topic_admin
 from delivery.sender import Sender
@@ -24,8 +23,6 @@ from topics.alerts import Alert
 from topics.samples import Device, Sample
 from topics.topic import node_key
 from topics.workloads import Owner
-
-pytestmark = pytest.mark.timeout(240)
 
 RULES = """
 [rules.GPUHeldIdle]

@@ -10,7 +10,6 @@ from random import Random
 from typing import Any
 
 import msgspec
-import pytest
 from cloudevents.core.bindings.kafka import KafkaMessage, from_kafka_event
 
 from delivery import topic_admin
@@ -154,7 +153,6 @@ def without_silence(found: dict[str, bytes]) -> dict[str, bytes]:
     return {key: value for key, value in found.items() if msgspec.json.decode(value, type=Alert).name != "NodeSilent"}
 
 
-@pytest.mark.timeout(900)
 async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not(
     empty_kafka: KafkaServer, gpustream: Callable[..., Gpustream], tmp_path: Path
 ) -> None:

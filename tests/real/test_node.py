@@ -29,8 +29,6 @@ from tests.real.pipeline import Gpustream, Stored, lag, read_all, stored
 from tests.real.servers import KafkaServer, Missing, PrometheusServer, find_java, find_kafka, find_prometheus
 from tests.real.soak import secured
 
-pytestmark = pytest.mark.timeout(300)
-
 CLUSTER = "nodes"
 BEFORE_S, OUTAGE_S, STOP_AFTER_S = 8.0, 40.0, 12.0
 SHORT_BUFFER_S = 13

@@ -18,7 +18,7 @@ from tests.real.servers import KafkaServer
 from tests.streams.alerts.ticks import device, holder, tick
 from topics.attributed import Workload
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.real
 
 RULES = '[rules.GPUHeldIdle]\nfor = "60s"\ngrace = "10s"\n'
 PARTITIONS = 4

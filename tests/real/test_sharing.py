@@ -24,8 +24,6 @@ from tests.real.sharing_stage import BLIND, NODE, UNSEEN, play_all
 from topics.attributed import AttributedDevice, AttributedSample
 from topics.topic import decoder
 
-pytestmark = pytest.mark.timeout(200)
-
 QUANTITIES = ("utilization_ratio", "memory_used_bytes", "power_watts")
 
 
