@@ -27,7 +27,7 @@ Rule = dict[str, Any]
 
 INTERVAL = "1m"
 OTEL = 'k8s_cluster_name!=""'
-"""What has the labels of ``otel``: other profiles, written beside it, have the same names with labels of theirs."""
+"""Selects the series of ``otel``: other profiles may be written, too, with the same names and other labels."""
 
 OWNER = "k8s_workload_kind, k8s_workload_name"
 LEVELS = {
@@ -36,10 +36,10 @@ LEVELS = {
     "node": ("device", "k8s_cluster_name, k8s_node_name"),
     "fleet": ("device", "k8s_cluster_name"),
 }
-"""What is summed for each, and by which labels."""
+"""For each level, the series that are summed, and the labels to sum by."""
 
-FOUR_SLICES = ".*A30.*"
-"""The models that have four compute slices; all others that can be cut have seven."""
+FOUR_SLICE_MODELS = ".*A30.*"
+"""The models that have four compute slices. All other models with MIG have seven."""
 
 
 class Alert(NamedTuple):
@@ -54,7 +54,7 @@ class Alert(NamedTuple):
     labels: Mapping[str, str] = MappingProxyType({})
 
     def rule(self) -> Rule:
-        """As Prometheus reads it."""
+        """The rule in the form of a Prometheus rule file."""
         return {
             "alert": self.name,
             "expr": dedent(self.expr).strip(),
@@ -72,55 +72,55 @@ class Alert(NamedTuple):
 
 
 def recording() -> Iterator[tuple[str, str]]:
-    """Of each device and pod, then of namespaces, workloads, nodes and the fleet; of a shared GPU the share counts."""
-    alone, of_otel = 'k8s_pod_name!=""', f"{{{OTEL}}}"
-    holders, part = f"gpu_holders{of_otel}", f"gpu_pod_utilization_ratio{of_otel}"
-    work = " or ".join(f"max_over_time({one}[{INTERVAL}])" for one in ACTIVITY)
-    work_alone = " or ".join(f"max_over_time({one}{{{alone}}}[{INTERVAL}])" for one in ACTIVITY)
-    of_pod = f"{DEVICE}, {POD}"
+    """The recording rules: for devices and pods, then for :data:`LEVELS`. Of a shared GPU, a pod's share counts."""
+    alone, otel = 'k8s_pod_name!=""', f"{{{OTEL}}}"
+    holders, part = f"gpu_holders{otel}", f"gpu_pod_utilization_ratio{otel}"
+    activity = " or ".join(f"max_over_time({metric}[{INTERVAL}])" for metric in ACTIVITY)
+    activity_alone = " or ".join(f"max_over_time({metric}{{{alone}}}[{INTERVAL}])" for metric in ACTIVITY)
+    pod_labels = f"{DEVICE}, {POD}"
     slices = f"* on ({DEVICE}) group_left () device:gpu_slices:ratio"
-    per_pod = f"{of_pod}, {OWNER}"
+    owned_pod_labels = f"{pod_labels}, {OWNER}"
     yield "device:gpu_slices:ratio", _slices()
     yield ("device:gpu_held:ratio", f"device:gpu_slices:ratio and on ({DEVICE}) (max by ({DEVICE}) ({holders}) > 0)")
     yield (
         "device:gpu_used:ratio",
         f'max by ({DEVICE}) (gpu_utilization or gpu_gr_engine_active{{gpu_mig_uuid!=""}}) {slices}',
     )
-    nothing = f"max by ({DEVICE}) ({work}) < {IDLE_BELOW}"
-    yield "device:gpu_idle:ratio", f"device:gpu_held:ratio and on ({DEVICE}) ({nothing})"
+    idle = f"max by ({DEVICE}) ({activity}) < {IDLE_BELOW}"
+    yield "device:gpu_idle:ratio", f"device:gpu_held:ratio and on ({DEVICE}) ({idle})"
     yield (
         "pod:gpu_held:ratio",
-        f"group by ({per_pod}) (gpu_holders{{{alone}}} or gpu_pod_memory_used_bytes{of_otel})\n"
+        f"group by ({owned_pod_labels}) (gpu_holders{{{alone}}} or gpu_pod_memory_used_bytes{otel})\n"
         f"  / on ({DEVICE}) group_left () max by ({DEVICE}) ({holders} > 0)\n  {slices}",
     )
     yield (
         "pod:gpu_used:ratio",
-        f"max by ({per_pod}) (\n  {part} or on ({DEVICE})"
+        f"max by ({owned_pod_labels}) (\n  {part} or on ({DEVICE})"
         f' (gpu_utilization{{{alone}}} or gpu_gr_engine_active{{{alone},gpu_mig_uuid!=""}}))\n  {slices}',
     )
     yield (
         "pod:gpu_idle:ratio",
-        f"pod:gpu_held:ratio and on ({of_pod}) (\n"
-        f"  max by ({of_pod}) ({work_alone}) < {IDLE_BELOW}\n"
-        f"  or max by ({of_pod}) (max_over_time({part}[{INTERVAL}])) < {IDLE_BELOW})",
+        f"pod:gpu_held:ratio and on ({pod_labels}) (\n"
+        f"  max by ({pod_labels}) ({activity_alone}) < {IDLE_BELOW}\n"
+        f"  or max by ({pod_labels}) (max_over_time({part}[{INTERVAL}])) < {IDLE_BELOW})",
     )
-    for level, (of, by) in LEVELS.items():
-        for what in ("held", "used", "idle"):
-            yield f"{level}:gpu_{what}:sum", f"sum by ({by}) ({of}:gpu_{what}:ratio)"
-            yield f"{level}:gpu_{what}_hours:sum1h", f"sum_over_time({level}:gpu_{what}:sum[1h]) / 60"
-        if of == "device":
+    for level, (source, by) in LEVELS.items():
+        for category in ("held", "used", "idle"):
+            yield f"{level}:gpu_{category}:sum", f"sum by ({by}) ({source}:gpu_{category}:ratio)"
+            yield f"{level}:gpu_{category}_hours:sum1h", f"sum_over_time({level}:gpu_{category}:sum[1h]) / 60"
+        if source == "device":
             yield f"{level}:gpu:count", f"count by ({by}) (group by ({GPU}) ({holders}))"
 
 
 def _slices() -> str:
-    """What each device is of a GPU: 1, or a MIG device's compute slices of all that there are."""
-    of_gpus, of_parts = (f'gpu_holders{{{OTEL},gpu_mig_uuid{of}""}}' for of in ("=", "!="))
-    whole = f"(group by ({DEVICE}) ({of_gpus}) unless on ({GPU}) {of_parts})"
-    cut = [(own, slices, of) for of, slices in (("!~", 7), ("=~", 4)) for own in range(1, slices + 1)]
+    """The part of a GPU that each device is: 1, or the ratio of a MIG device's compute slices to all of the GPU's."""
+    whole_gpus, mig_devices = (f'gpu_holders{{{OTEL},gpu_mig_uuid{match}""}}' for match in ("=", "!="))
+    whole = f"(group by ({DEVICE}) ({whole_gpus}) unless on ({GPU}) {mig_devices})"
+    mig_slices = [(count, slices, match) for match, slices in (("!~", 7), ("=~", 4)) for count in range(1, slices + 1)]
     parts = [
-        f'group by ({DEVICE}) (gpu_holders{{gpu_mig_profile=~"({own}c[.][0-9]g|{own}g)[.].*",'
-        f'gpu_model{of}"{FOUR_SLICES}"}}) * {own} / {slices}'
-        for own, slices, of in cut
+        f'group by ({DEVICE}) (gpu_holders{{gpu_mig_profile=~"({count}c[.][0-9]g|{count}g)[.].*",'
+        f'gpu_model{match}"{FOUR_SLICE_MODELS}"}}) * {count} / {slices}'
+        for count, slices, match in mig_slices
     ]
     return "\n  or ".join([whole, *parts])
 
@@ -141,7 +141,7 @@ SUBJECT = "GPU {{ $labels.gpu_index }} of {{ $labels.k8s_node_name }}"
 ALONE, PART = 'gpu_holders{k8s_pod_name!=""}', f"gpu_pod_utilization_ratio{{{OTEL}}}"
 DID = " or ".join(
     [
-        *(f'max_over_time({one}{{k8s_pod_name!=""}}[1h])' for one in ACTIVITY),
+        *(f'max_over_time({metric}{{k8s_pod_name!=""}}[1h])' for metric in ACTIVITY),
         f'label_replace(max_over_time({PART}[1h]), "of", "part", "", "")',
     ]
 )
@@ -277,22 +277,22 @@ ITS = "{{ $labels.instance }}"
 KEPT = "Nothing is lost while Kafka keeps them (24 h)."
 
 
-def _counted(counter: str, by: str = "job, instance") -> str:
-    """By how much a counter rose in 5 minutes; one with labels begins when it first counts."""
+def _increases(counter: str, by: str = "job, instance") -> str:
+    """The increase of a counter in 5 minutes. A counter with labels has no series before it first counts."""
     return f"sum by ({by}) ((increase({counter}[5m]) > 0) or ({counter} > 0 unless {counter} offset 5m))"
 
 
-def _own(metric: str) -> list[str]:
-    """That metric of each stream and sink that has one."""
-    there = {row.name for section in reference.sections() for row in section.rows}
+def _own_metrics(metric: str) -> list[str]:
+    """The names of this metric of all streams and sinks that have it."""
+    existing = {row.name for section in reference.sections() for row in section.rows}
     names = (f"gpustream_{name.replace('-', '_')}_{metric}" for name in (*STREAMS, *SINKS))
-    return [name for name in names if name in there]
+    return [name for name in names if name in existing]
 
 
-def _behind(name: str, lag: str, ticks: str, what: str, description: str) -> Alert:
-    """More records wait than a minute's work."""
+def _behind(name: str, lag: str, ticks: str, subject: str, description: str) -> Alert:
+    """An alert that more records wait than are processed in a minute."""
     expr = f"sum by (job, instance) ({lag})\n  > 60 * sum by (job, instance) (rate({ticks}[5m]))"
-    return Alert(name, expr, "warning", f"{ITS} {what}", description, "5m")
+    return Alert(name, expr, "warning", f"{ITS} {subject}", description, "5m")
 
 
 PIPELINE_ALERTS = (
@@ -314,7 +314,7 @@ PIPELINE_ALERTS = (
     ),
     Alert(
         "GpustreamTicksDropped",
-        _counted("gpustream_producer_ticks_dropped_total", "job, instance, reason"),
+        _increases("gpustream_producer_ticks_dropped_total", "job, instance, reason"),
         "critical",
         f"{ITS} dropped ticks: {{{{ $labels.reason }}}}",
         "{{ $value | humanize }} ticks in 5 minutes never reached Kafka and are lost. For buffer_full and buffer_age"
@@ -322,7 +322,7 @@ PIPELINE_ALERTS = (
     ),
     Alert(
         "GpustreamRecordsExpired",
-        "\nor ".join(map(_counted, [*_own("lost_offsets_total"), *_own("records_expired_total")])),
+        "\nor ".join(map(_increases, [*_own_metrics("lost_offsets_total"), *_own_metrics("records_expired_total")])),
         "critical",
         f"{ITS}: Kafka deleted records before they were read",
         "{{ $value | humanize }} records in 5 minutes are lost to it. It was behind by more than the topic keeps.",
@@ -357,7 +357,7 @@ PIPELINE_ALERTS = (
     ),
     Alert(
         "GpustreamReceiverFailing",
-        "\nor ".join(f"{one} == 1" for one in [*_own("receiver_failing"), *_own("failing")]),
+        "\nor ".join(f"{metric} == 1" for metric in [*_own_metrics("receiver_failing"), *_own_metrics("failing")]),
         "warning",
         f"The receiver of {ITS} refuses everything or does not answer",
         "It is tried again for as long as it takes, and nothing is lost while Kafka keeps the records (24 h). The"
@@ -384,7 +384,7 @@ PIPELINE_ALERTS = (
     ),
     Alert(
         "GpustreamSeriesCollide",
-        "\nor ".join(_counted(f'{one}{{reason!="rule"}}') for one in _own("samples_withheld_total")),
+        "\nor ".join(_increases(f'{metric}{{reason!="rule"}}') for metric in _own_metrics("samples_withheld_total")),
         "warning",
         ITS + " leaves out {{ $value | humanize }} samples for their labels",
         "After the rules of --relabel another series has the same labels, or the name is not valid. Give each series a"
@@ -393,7 +393,7 @@ PIPELINE_ALERTS = (
     ),
     Alert(
         "GpustreamMisplacedNodes",
-        "\nor ".join(map(_counted, _own("misplaced_nodes_total"))),
+        "\nor ".join(map(_increases, _own_metrics("misplaced_nodes_total"))),
         "warning",
         ITS + " reads {{ $value | humanize }} nodes from a partition that is not theirs",
         "Something else than gpustream writes to the topic, with another partitioner. The ticks of these nodes may be"
@@ -412,7 +412,7 @@ PIPELINE_ALERTS = (
     ),
     Alert(
         "GpustreamDeadLetters",
-        "\nor ".join(map(_counted, _own("records_dead_lettered_total"))),
+        "\nor ".join(map(_increases, _own_metrics("records_dead_lettered_total"))),
         "warning",
         ITS + " could not use {{ $value | humanize }} records",
         "They are in the topic gpu.dead-letters for 7 days, each with the reason in its headers.",
@@ -451,7 +451,7 @@ PIPELINE_ALERTS = (
 
 
 class _Dumper(yaml.SafeDumper):
-    """Expressions of several lines as they are."""
+    """Writes expressions of several lines as block scalars."""
 
 
 _Dumper.add_representer(
@@ -460,7 +460,7 @@ _Dumper.add_representer(
 )
 
 
-def _dumped(content: Any) -> str:
+def _dump(content: Any) -> str:
     head = "# Written by `python -m k8s.rules`: change k8s/rules.py, not this file.\n"
     return head + yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
@@ -468,22 +468,22 @@ def _dumped(content: Any) -> str:
 def _custom_resource(name: str, groups: list[Rule]) -> str:
     metadata = {"name": name, "namespace": "gpustream", "labels": {"app.kubernetes.io/name": "gpustream"}}
     head = {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule", "metadata": metadata}
-    return _dumped({**head, "spec": {"groups": groups}})
+    return _dump({**head, "spec": {"groups": groups}})
 
 
 def files() -> dict[Path, str]:
-    """Every file and what is in it."""
+    """The content of each file, by its path."""
     use: Rule = {
         "name": "gpustream-use",
         "interval": INTERVAL,
         "rules": [{"record": name, "expr": expr} for name, expr in recording()],
     }
-    own: Rule = {"name": "gpustream", "rules": [one.rule() for one in PIPELINE_ALERTS]}
-    gpus: Rule = {"name": "gpustream-gpus", "rules": [one.rule() for one in GPU_ALERTS]}
-    named = {"recording": [use], "pipeline": [own], "gpus": [gpus]}
+    pipeline: Rule = {"name": "gpustream", "rules": [alert.rule() for alert in PIPELINE_ALERTS]}
+    gpus: Rule = {"name": "gpustream-gpus", "rules": [alert.rule() for alert in GPU_ALERTS]}
+    groups_by_file = {"recording": [use], "pipeline": [pipeline], "gpus": [gpus]}
     return {
-        **{K8S / "prometheus" / f"{name}.yml": _dumped({"groups": groups}) for name, groups in named.items()},
-        K8S / "components" / "rules" / "prometheusrule.yaml": _custom_resource("gpustream", [use, own]),
+        **{K8S / "prometheus" / f"{name}.yml": _dump({"groups": groups}) for name, groups in groups_by_file.items()},
+        K8S / "components" / "rules" / "prometheusrule.yaml": _custom_resource("gpustream", [use, pipeline]),
         K8S / "components" / "gpu-rules" / "prometheusrule.yaml": _custom_resource("gpustream-gpus", [gpus]),
     }
 

@@ -24,18 +24,18 @@ from k8s.dashboards.queries import (
     DEVICE,
     GPU,
     MEMORY,
-    PLACE,
+    NODE_MATCHERS,
     POD,
     POWER,
     UTILIZATION,
     alone_or_part,
-    firing,
+    firing_alerts,
     gpus,
-    held,
-    holders,
+    held_gpus,
     holding,
+    holding_pods,
     idle_devices,
-    zero,
+    or_zero,
 )
 from topics.metric import Series
 from topics.profiles import PROFILES
@@ -44,14 +44,14 @@ CLUSTER = choice("cluster", "k8s_cluster_name", "gpu_holders")
 NODE = choice("node", "k8s_node_name", 'gpu_holders{k8s_cluster_name=~"$cluster"}')
 IDLE = listed("idle", "idle for", ("1m", "5m", "15m", "1h", "6h"), "15m")
 
-NOT_CUT = f'unless on ({DEVICE}) gpu_info{{{PLACE},mig_mode="enabled",gpu_mig_uuid=""}}'
+NOT_CUT = f'unless on ({DEVICE}) gpu_info{{{NODE_MATCHERS},mig_mode="enabled",gpu_mig_uuid=""}}'
 """Without the GPUs that are cut into MIG devices: their memory is those devices'."""
 
 
 # -- the fleet: all GPUs, and who has them
 
-MEMORY_SHARE = f"sum(gpu_memory_used{{{PLACE}}} {NOT_CUT}) / sum(gpu_memory_total{{{PLACE}}} {NOT_CUT})"
-OF_HELD = f"gpu_utilization{{{PLACE}}} and on ({DEVICE}) (gpu_holders{{{PLACE}}} > 0)"
+MEMORY_SHARE = f"sum(gpu_memory_used{{{NODE_MATCHERS}}} {NOT_CUT}) / sum(gpu_memory_total{{{NODE_MATCHERS}}} {NOT_CUT})"
+OF_HELD = f"gpu_utilization{{{NODE_MATCHERS}}} and on ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}} > 0)"
 BY_NODE, BY_MODEL = "k8s_cluster_name, k8s_node_name", "gpu_model, driver_version"
 FLEET_BOARD = dashboard(
     "gpu-fleet",
@@ -59,20 +59,24 @@ FLEET_BOARD = dashboard(
     "How many GPUs there are, who holds them, and what they do.",
     [CLUSTER, NODE, IDLE],
     [
-        tile("GPUs", "Physical GPUs, those without a pod among them.", zero(f"count({gpus()})")),
-        tile("Held", "GPUs that at least one pod holds, alone, shared or in a MIG device.", zero(f"count({held()})")),
+        tile("GPUs", "Physical GPUs, those without a pod among them.", or_zero(f"count({gpus()})")),
+        tile(
+            "Held",
+            "GPUs that at least one pod holds, alone, shared or in a MIG device.",
+            or_zero(f"count({held_gpus()})"),
+        ),
         tile(
             "Shared",
             "GPUs and MIG devices that several pods hold.",
-            zero(f"count(max by ({DEVICE}) (gpu_holders{{{PLACE}}}) > 1)"),
+            or_zero(f"count(max by ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}}) > 1)"),
         ),
         tile(
             "Held and idle",
             "GPUs and MIG devices that were held for the whole of the time chosen above, and did nothing in it.",
-            zero(f"count({idle_devices()})"),
+            or_zero(f"count({idle_devices()})"),
             steps=LOOK_ABOVE_ZERO,
         ),
-        tile("Alerts", "What fires, by the alert stream or by Prometheus.", firing(), steps=BAD_ABOVE_ZERO),
+        tile("Alerts", "What fires, by the alert stream or by Prometheus.", firing_alerts(), steps=BAD_ABOVE_ZERO),
         tile(
             "Utilization of what is held",
             "The mean over GPUs that are held.",
@@ -80,35 +84,39 @@ FLEET_BOARD = dashboard(
             "percentunit",
             SHARE_IS_GOOD,
         ),
-        tile("Nodes", "Nodes with GPUs.", zero(f"count(group by ({BY_NODE}) ({gpus()}))")),
+        tile("Nodes", "Nodes with GPUs.", or_zero(f"count(group by ({BY_NODE}) ({gpus()}))")),
         tile("Memory used", "Of the memory of all GPUs.", MEMORY_SHARE, "percentunit", FULL),
-        tile("Power", "What all GPUs draw.", f"sum(gpu_power_draw{{{PLACE}}})", "watt"),
-        tile("Hottest", "The highest temperature of a GPU.", f"max(gpu_temperature{{{PLACE}}})", "celsius", HOT),
+        tile("Power", "What all GPUs draw.", f"sum(gpu_power_draw{{{NODE_MATCHERS}}})", "watt"),
+        tile(
+            "Hottest", "The highest temperature of a GPU.", f"max(gpu_temperature{{{NODE_MATCHERS}}})", "celsius", HOT
+        ),
         tile(
             "Slowed down",
             "GPUs that heat keeps below their clocks.",
-            zero(f'count(max by ({GPU}) (gpu_throttle_reason{{{PLACE},gpu_throttle_cause=~"temp_.*"}}) > 0)'),
+            or_zero(
+                f'count(max by ({GPU}) (gpu_throttle_reason{{{NODE_MATCHERS},gpu_throttle_cause=~"temp_.*"}}) > 0)'
+            ),
             steps=BAD_ABOVE_ZERO,
         ),
         tile(
             "Not as the kubelet says",
             "Devices on which something else runs than the kubelet gave them to.",
-            zero(f"count(group by ({DEVICE}) (gpu_attribution_conflict{{{PLACE}}} == 1))"),
+            or_zero(f"count(group by ({DEVICE}) (gpu_attribution_conflict{{{NODE_MATCHERS}}} == 1))"),
             steps=LOOK_ABOVE_ZERO,
         ),
         graph(
             "GPUs over time",
             "Physical GPUs: all, those that are held, and devices that are held and idle.",
             [
-                ("all", zero(f"count({gpus()})")),
-                ("held", zero(f"count({held()})")),
-                ("held and idle (devices)", zero(f"count({idle_devices()})")),
+                ("all", or_zero(f"count({gpus()})")),
+                ("held", or_zero(f"count({held_gpus()})")),
+                ("held and idle (devices)", or_zero(f"count({idle_devices()})")),
             ],
         ),
         graph(
             "Devices by namespace",
             "GPUs and MIG devices that its pods hold; of a shared one each pod has an equal part.",
-            [("{{k8s_namespace_name}}", holding(PLACE, "k8s_namespace_name"))],
+            [("{{k8s_namespace_name}}", holding(NODE_MATCHERS, "k8s_namespace_name"))],
             stacked=True,
         ),
         graph(
@@ -127,7 +135,7 @@ FLEET_BOARD = dashboard(
             [
                 (
                     "{{k8s_namespace_name}}",
-                    f"sum by (k8s_namespace_name) ({alone_or_part(*UTILIZATION, PLACE)})",
+                    f"sum by (k8s_namespace_name) ({alone_or_part(*UTILIZATION, NODE_MATCHERS)})",
                 )
             ],
             stacked=True,
@@ -135,13 +143,16 @@ FLEET_BOARD = dashboard(
         graph(
             "Power and its limit",
             "What all GPUs draw, and what they may.",
-            [("drawn", f"sum(gpu_power_draw{{{PLACE}}})"), ("limit", f"sum(gpu_power_limit{{{PLACE}}})")],
+            [
+                ("drawn", f"sum(gpu_power_draw{{{NODE_MATCHERS}}})"),
+                ("limit", f"sum(gpu_power_limit{{{NODE_MATCHERS}}})"),
+            ],
             "watt",
         ),
         graph(
             "Memory by namespace",
             "What its pods use, alone or as a part of a shared device.",
-            [("{{k8s_namespace_name}}", f"sum by (k8s_namespace_name) ({alone_or_part(*MEMORY, PLACE)})")],
+            [("{{k8s_namespace_name}}", f"sum by (k8s_namespace_name) ({alone_or_part(*MEMORY, NODE_MATCHERS)})")],
             "bytes",
             stacked=True,
         ),
@@ -151,12 +162,17 @@ FLEET_BOARD = dashboard(
             "k8s_cluster_name k8s_node_name",
             [
                 Column("GPUs", f"count by ({BY_NODE}) ({gpus()})"),
-                Column("held", f"count by ({BY_NODE}) ({held()})"),
-                Column("utilization", f"avg by ({BY_NODE}) (gpu_utilization{{{PLACE}}})", "percentunit", SHARE_IS_GOOD),
-                Column("memory", f"sum by ({BY_NODE}) (gpu_memory_used{{{PLACE}}} {NOT_CUT})", "bytes"),
-                Column("power", f"sum by ({BY_NODE}) (gpu_power_draw{{{PLACE}}})", "watt"),
-                Column("hottest", f"max by ({BY_NODE}) (gpu_temperature{{{PLACE}}})", "celsius", HOT),
-                Column("alerts", f"count by ({BY_NODE}) (gpu_alert_firing{{{PLACE}}})", steps=BAD_ABOVE_ZERO),
+                Column("held", f"count by ({BY_NODE}) ({held_gpus()})"),
+                Column(
+                    "utilization",
+                    f"avg by ({BY_NODE}) (gpu_utilization{{{NODE_MATCHERS}}})",
+                    "percentunit",
+                    SHARE_IS_GOOD,
+                ),
+                Column("memory", f"sum by ({BY_NODE}) (gpu_memory_used{{{NODE_MATCHERS}}} {NOT_CUT})", "bytes"),
+                Column("power", f"sum by ({BY_NODE}) (gpu_power_draw{{{NODE_MATCHERS}}})", "watt"),
+                Column("hottest", f"max by ({BY_NODE}) (gpu_temperature{{{NODE_MATCHERS}}})", "celsius", HOT),
+                Column("alerts", f"count by ({BY_NODE}) (gpu_alert_firing{{{NODE_MATCHERS}}})", steps=BAD_ABOVE_ZERO),
             ],
             opens="k8s_node_name",
         ),
@@ -167,7 +183,7 @@ FLEET_BOARD = dashboard(
             [
                 Column(
                     "GPUs",
-                    f"count by ({BY_MODEL}) (group by ({GPU}, {BY_MODEL}) (gpu_info{{{PLACE}}}))",
+                    f"count by ({BY_MODEL}) (group by ({GPU}, {BY_MODEL}) (gpu_info{{{NODE_MATCHERS}}}))",
                 )
             ],
         ),
@@ -186,25 +202,27 @@ def by_gpu(title: str, says: str, expr: str, unit: str, **more: object) -> Json:
     return graph(title, says, [(BY_INDEX, f"max by ({OF_INDEX}) ({expr})")], unit, **more)  # type: ignore[arg-type]
 
 
-def of_devices(what: str) -> str:
-    return f"max by ({OF_DEVICE}) ({what}{{{PLACE}}})"
+def by_device(metric: str) -> str:
+    return f"max by ({OF_DEVICE}) ({metric}{{{NODE_MATCHERS}}})"
 
 
 NODE_BOARD = dashboard(
     "gpu-node",
     "GPU node",
     "The devices of a node, who holds them, and what they do.",
-    [CLUSTER, choice("node", "k8s_node_name", 'gpu_holders{k8s_cluster_name=~"$cluster"}', one=True)],
+    [CLUSTER, choice("node", "k8s_node_name", 'gpu_holders{k8s_cluster_name=~"$cluster"}', single=True)],
     [
-        tile("GPUs", "Physical GPUs of the node.", zero(f"count({gpus()})")),
-        tile("Held", "GPUs that at least one pod holds.", zero(f"count({held()})")),
-        tile("Pods", "Pods that hold a device.", zero(f"count(gpu_pod_info{{{PLACE}}})")),
-        tile("Power", "What its GPUs draw.", f"sum(gpu_power_draw{{{PLACE}}})", "watt"),
-        tile("Hottest", "The highest temperature of a GPU.", f"max(gpu_temperature{{{PLACE}}})", "celsius", HOT),
+        tile("GPUs", "Physical GPUs of the node.", or_zero(f"count({gpus()})")),
+        tile("Held", "GPUs that at least one pod holds.", or_zero(f"count({held_gpus()})")),
+        tile("Pods", "Pods that hold a device.", or_zero(f"count(gpu_pod_info{{{NODE_MATCHERS}}})")),
+        tile("Power", "What its GPUs draw.", f"sum(gpu_power_draw{{{NODE_MATCHERS}}})", "watt"),
+        tile(
+            "Hottest", "The highest temperature of a GPU.", f"max(gpu_temperature{{{NODE_MATCHERS}}})", "celsius", HOT
+        ),
         tile(
             "Alerts",
             "What the alert stream says of the node.",
-            zero(f"count(gpu_alert_firing{{{PLACE}}})"),
+            or_zero(f"count(gpu_alert_firing{{{NODE_MATCHERS}}})"),
             steps=BAD_ABOVE_ZERO,
         ),
         table(
@@ -212,35 +230,40 @@ NODE_BOARD = dashboard(
             "GPUs and MIG devices. Click on a UUID to see all of the GPU.",
             "gpu_index gpu_uuid gpu_mig_profile gpu_mig_uuid gpu_model",
             [
-                Column("pods", of_devices("gpu_holders")),
-                Column("utilization", of_devices("gpu_utilization"), "percentunit", SHARE_IS_GOOD),
-                Column("memory", of_devices("gpu_memory_used"), "bytes"),
-                Column("memory in all", of_devices("gpu_memory_total"), "bytes"),
-                Column("power", of_devices("gpu_power_draw"), "watt"),
-                Column("temperature", of_devices("gpu_temperature"), "celsius", HOT),
+                Column("pods", by_device("gpu_holders")),
+                Column("utilization", by_device("gpu_utilization"), "percentunit", SHARE_IS_GOOD),
+                Column("memory", by_device("gpu_memory_used"), "bytes"),
+                Column("memory in all", by_device("gpu_memory_total"), "bytes"),
+                Column("power", by_device("gpu_power_draw"), "watt"),
+                Column("temperature", by_device("gpu_temperature"), "celsius", HOT),
             ],
             opens="gpu_uuid",
         ),
         timeline(
             "Holders",
             "Which pod holds which GPU, and in which MIG device.",
-            [(f"{BY_INDEX} {{{{k8s_namespace_name}}}}/{{{{k8s_pod_name}}}}", holders(PLACE, OF_INDEX))],
+            [(f"{BY_INDEX} {{{{k8s_namespace_name}}}}/{{{{k8s_pod_name}}}}", holding_pods(NODE_MATCHERS, OF_INDEX))],
             "held",
         ),
-        by_gpu("Utilization", "Share of the time in which a kernel ran.", f"gpu_utilization{{{PLACE}}}", "percentunit"),
-        by_gpu("Memory", "Memory in use.", f"gpu_memory_used{{{PLACE}}}", "bytes"),
-        by_gpu("Power by GPU", "Power drawn.", f"gpu_power_draw{{{PLACE}}}", "watt"),
-        by_gpu("Temperature", "Of the GPU.", f"gpu_temperature{{{PLACE}}}", "celsius", steps=HOT),
+        by_gpu(
+            "Utilization",
+            "Share of the time in which a kernel ran.",
+            f"gpu_utilization{{{NODE_MATCHERS}}}",
+            "percentunit",
+        ),
+        by_gpu("Memory", "Memory in use.", f"gpu_memory_used{{{NODE_MATCHERS}}}", "bytes"),
+        by_gpu("Power by GPU", "Power drawn.", f"gpu_power_draw{{{NODE_MATCHERS}}}", "watt"),
+        by_gpu("Temperature", "Of the GPU.", f"gpu_temperature{{{NODE_MATCHERS}}}", "celsius", steps=HOT),
         by_gpu(
             "PCIe",
             "What goes over PCIe in both directions.",
-            f"sum without (gpu_interconnect_direction) (gpu_pcie_throughput{{{PLACE}}})",
+            f"sum without (gpu_interconnect_direction) (gpu_pcie_throughput{{{NODE_MATCHERS}}})",
             "Bps",
         ),
         by_gpu(
             "NVLink",
             "What goes over NVLink in both directions; Hopper and later.",
-            f"sum without (gpu_interconnect_direction) (gpu_interconnect_throughput{{{PLACE}}})",
+            f"sum without (gpu_interconnect_direction) (gpu_interconnect_throughput{{{NODE_MATCHERS}}})",
             "Bps",
         ),
         table(
@@ -248,10 +271,10 @@ NODE_BOARD = dashboard(
             "What each pod uses, alone or of shared devices.",
             "k8s_namespace_name k8s_pod_name",
             [
-                Column("devices", holding(PLACE, POD)),
-                Column("GPUs' worth of work", f"sum by ({POD}) ({alone_or_part(*UTILIZATION, PLACE)})"),
-                Column("memory", f"sum by ({POD}) ({alone_or_part(*MEMORY, PLACE)})", "bytes"),
-                Column("power", f"sum by ({POD}) ({alone_or_part(*POWER, PLACE)})", "watt"),
+                Column("devices", holding(NODE_MATCHERS, POD)),
+                Column("GPUs' worth of work", f"sum by ({POD}) ({alone_or_part(*UTILIZATION, NODE_MATCHERS)})"),
+                Column("memory", f"sum by ({POD}) ({alone_or_part(*MEMORY, NODE_MATCHERS)})", "bytes"),
+                Column("power", f"sum by ({POD}) ({alone_or_part(*POWER, NODE_MATCHERS)})", "watt"),
             ],
         ),
     ],
@@ -260,7 +283,7 @@ NODE_BOARD = dashboard(
 
 # -- one GPU: its every metric, and its holders as a timeline
 
-THIS = f'{PLACE},gpu_uuid="$gpu"'
+THIS = f'{NODE_MATCHERS},gpu_uuid="$gpu"'
 INSTANCE = "gpu_mig_uuid, gpu_mig_profile"
 INFO = (
     "gpu_model gpu_mig_profile gpu_mig_uuid gpu_index serial driver_version cuda_version vbios_version mig_mode"
@@ -297,32 +320,43 @@ UNITS = {
 else is a number."""
 
 
-def legend_and_query(one: Series) -> tuple[str, str]:
+def legend_and_query(series: Series) -> tuple[str, str]:
     """The legend and the query of a name: counters by how fast they count, each event by itself."""
-    labels = [label for label, _ in one.labels]
+    labels = [label for label, _ in series.labels]
     by = ", ".join([INSTANCE, *labels])
-    legend = " ".join(["{{gpu_mig_profile}}", one.name.removeprefix("gpu_"), *(f"{{{{{label}}}}}" for label in labels)])
-    if one.kind != "counter":
-        return legend, f"max by ({by}) ({one.name}{{{THIS}}})"
-    if one.unit == "millijoules":
-        return f"{legend}, as power", f"sum by ({by}) (rate({one.name}{{{THIS}}}[$__rate_interval])) / 1000"
-    how = "rate" if one.unit in UNITS else "increase"
-    return legend, f"sum by ({by}) ({how}({one.name}{{{THIS}}}[$__rate_interval]))"
+    legend = " ".join(
+        ["{{gpu_mig_profile}}", series.name.removeprefix("gpu_"), *(f"{{{{{label}}}}}" for label in labels)]
+    )
+    if series.kind != "counter":
+        return legend, f"max by ({by}) ({series.name}{{{THIS}}})"
+    if series.unit == "millijoules":
+        return f"{legend}, as power", f"sum by ({by}) (rate({series.name}{{{THIS}}}[$__rate_interval])) / 1000"
+    function = "rate" if series.unit in UNITS else "increase"
+    return legend, f"sum by ({by}) ({function}({series.name}{{{THIS}}}[$__rate_interval]))"
 
 
 def metrics() -> Iterator[Json]:
     """A panel for each topic, and one for each name that is in no topic."""
     otel = PROFILES["otel"]
-    left = {one.name: one for many in otel.series.values() for one in many}
-    left |= {one.name: Series(one.name, one.labels, unit=one.unit, help=one.help) for one in otel.ratios}
+    remaining = {series.name: series for group in otel.series.values() for series in group}
+    remaining |= {
+        series.name: Series(series.name, series.labels, unit=series.unit, help=series.help) for series in otel.ratios
+    }
     panels = [
-        (title, [left.pop(name) for name in [*left] if re.fullmatch(pattern, name)])
+        (title, [remaining.pop(name) for name in [*remaining] if re.fullmatch(pattern, name)])
         for title, pattern in TOPICS.items()
     ]
-    panels += [(name.removeprefix("gpu_").replace("_", " ").capitalize(), [one]) for name, one in left.items()]
-    for title, shown in panels:
-        says = " ".join(dict.fromkeys(one.help for one in shown))
-        yield graph(title, says, [legend_and_query(one) for one in shown], UNITS.get(shown[0].unit, "short"))
+    panels += [
+        (name.removeprefix("gpu_").replace("_", " ").capitalize(), [series]) for name, series in remaining.items()
+    ]
+    for title, panel_series in panels:
+        description = " ".join(dict.fromkeys(series.help for series in panel_series))
+        yield graph(
+            title,
+            description,
+            [legend_and_query(series) for series in panel_series],
+            UNITS.get(panel_series[0].unit, "short"),
+        )
 
 
 GPU_BOARD = dashboard(
@@ -332,20 +366,20 @@ GPU_BOARD = dashboard(
     [
         CLUSTER,
         NODE,
-        choice("gpu", "gpu_uuid", 'gpu_info{k8s_cluster_name=~"$cluster",k8s_node_name=~"$node"}', one=True),
+        choice("gpu", "gpu_uuid", 'gpu_info{k8s_cluster_name=~"$cluster",k8s_node_name=~"$node"}', single=True),
     ],
     [
         timeline(
             "Holders",
             "Which pod holds the GPU, or which MIG device of it.",
-            [("{{gpu_mig_profile}} {{k8s_namespace_name}}/{{k8s_pod_name}}", holders(THIS, INSTANCE))],
+            [("{{gpu_mig_profile}} {{k8s_namespace_name}}/{{k8s_pod_name}}", holding_pods(THIS, INSTANCE))],
             "held",
         ),
         tile("Pods", "How many hold it, or the MIG device that most hold.", f"max(gpu_holders{{{THIS}}})", width=6),
         tile(
             "Alerts",
             "What the alert stream says of it.",
-            zero(f"count(gpu_alert_firing{{{THIS}}})"),
+            or_zero(f"count(gpu_alert_firing{{{THIS}}})"),
             steps=BAD_ABOVE_ZERO,
             width=6,
         ),

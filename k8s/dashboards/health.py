@@ -16,28 +16,28 @@ from k8s.dashboards.panel import (
     table,
     tile,
 )
-from k8s.dashboards.queries import GPU, OURS, PLACE, POD, events, firing, zero
+from k8s.dashboards.queries import GPU, NODE_MATCHERS, POD, PROMETHEUS_ALERTS, events, firing_alerts, or_zero
 from sinks import SINKS
 from streams import STREAMS
 
 # -- XID errors, errors of memory and links, heat, and what fires
 
 DEVICE_OF_GPU = f"{GPU}, gpu_index"
-XIDS = f"gpu_xid_errors_total{{{PLACE}}}"
-UNCORRECTABLE = f'gpu_ecc_errors{{{PLACE},gpu_ecc_error_type="uncorrectable"}}'
+XIDS = f"gpu_xid_errors_total{{{NODE_MATCHERS}}}"
+UNCORRECTABLE = f'gpu_ecc_errors{{{NODE_MATCHERS},gpu_ecc_error_type="uncorrectable"}}'
 
 
 def count_of(metric: str) -> str:
-    return zero(f"count(max by ({GPU}) ({metric}) > 0)")
+    return or_zero(f"count(max by ({GPU}) ({metric}) > 0)")
 
 
 FINDINGS = {
-    "row remap failed": f"gpu_row_remap_failure{{{PLACE}}}",
-    "row remap pending": f"gpu_row_remap_pending{{{PLACE}}}",
-    "pages to retire": f"gpu_retired_pages_pending{{{PLACE}}}",
+    "row remap failed": f"gpu_row_remap_failure{{{NODE_MATCHERS}}}",
+    "row remap pending": f"gpu_row_remap_pending{{{NODE_MATCHERS}}}",
+    "pages to retire": f"gpu_retired_pages_pending{{{NODE_MATCHERS}}}",
     "uncorrectable memory errors": UNCORRECTABLE,
-    "slowed down by heat": f'gpu_throttle_reason{{{PLACE},gpu_throttle_cause=~"temp_.*"}}',
-    "not as the kubelet says": f"gpu_attribution_conflict{{{PLACE}}}",
+    "slowed down by heat": f'gpu_throttle_reason{{{NODE_MATCHERS},gpu_throttle_cause=~"temp_.*"}}',
+    "not as the kubelet says": f"gpu_attribution_conflict{{{NODE_MATCHERS}}}",
 }
 TO_LOOK_AT = " or ".join(
     f'label_replace(max by ({DEVICE_OF_GPU}) ({metric}) > 0, "finding", "{words}", "", "")'
@@ -49,8 +49,8 @@ HEALTH_BOARD = dashboard(
     "Errors that the driver reported, memory, links and heat, and what fires.",
     [CLUSTER, NODE],
     [
-        tile("Alerts", "What fires, by the alert stream or by Prometheus.", firing(), steps=BAD_ABOVE_ZERO),
-        tile("XID errors", "In the time shown.", zero(f"sum({events(XIDS, 'xid')})"), steps=BAD_ABOVE_ZERO),
+        tile("Alerts", "What fires, by the alert stream or by Prometheus.", firing_alerts(), steps=BAD_ABOVE_ZERO),
+        tile("XID errors", "In the time shown.", or_zero(f"sum({events(XIDS, 'xid')})"), steps=BAD_ABOVE_ZERO),
         tile(
             "Memory that failed",
             "GPUs with errors that ECC could not correct since the driver was loaded.",
@@ -60,7 +60,7 @@ HEALTH_BOARD = dashboard(
         tile(
             "To be reset",
             "GPUs with rows or pages that wait to be replaced.",
-            count_of(f"gpu_row_remap_pending{{{PLACE}}} or gpu_retired_pages_pending{{{PLACE}}}"),
+            count_of(f"gpu_row_remap_pending{{{NODE_MATCHERS}}} or gpu_retired_pages_pending{{{NODE_MATCHERS}}}"),
             steps=LOOK_ABOVE_ZERO,
         ),
         tile(
@@ -85,8 +85,8 @@ HEALTH_BOARD = dashboard(
             "Alerts by name",
             "The alert stream's, and those that Prometheus judges.",
             [
-                ("{{alertname}}", f"count by (alertname) (gpu_alert_firing{{{PLACE}}})"),
-                ("{{alertname}} (Prometheus)", f"count by (alertname) (ALERTS{{{OURS}}})"),
+                ("{{alertname}}", f"count by (alertname) (gpu_alert_firing{{{NODE_MATCHERS}}})"),
+                ("{{alertname}} (Prometheus)", f"count by (alertname) (ALERTS{{{PROMETHEUS_ALERTS}}})"),
             ],
             stacked=True,
         ),
@@ -94,7 +94,12 @@ HEALTH_BOARD = dashboard(
             "What fires",
             "By the alert stream. docs/runbooks says what to do about each.",
             "alertname severity k8s_cluster_name k8s_node_name gpu_index gpu_uuid k8s_namespace_name k8s_pod_name",
-            [Column("fires", f"count by (alertname, severity, {DEVICE_OF_GPU}, {POD}) (gpu_alert_firing{{{PLACE}}})")],
+            [
+                Column(
+                    "fires",
+                    f"count by (alertname, severity, {DEVICE_OF_GPU}, {POD}) (gpu_alert_firing{{{NODE_MATCHERS}}})",
+                )
+            ],
             opens="gpu_uuid",
         ),
         table(
@@ -112,7 +117,7 @@ HEALTH_BOARD = dashboard(
             [
                 Column(
                     "errors",
-                    f"sum by ({POD}, xid) (sum_over_time(gpu_pod_xid_errors{{{PLACE}}}[$__range]))",
+                    f"sum by ({POD}, xid) (sum_over_time(gpu_pod_xid_errors{{{NODE_MATCHERS}}}[$__range]))",
                     steps=BAD_ABOVE_ZERO,
                 )
             ],
@@ -131,7 +136,7 @@ HEALTH_BOARD = dashboard(
             [
                 (
                     "{{gpu_ecc_error_type}}",
-                    f"sum by (gpu_ecc_error_type) (increase(gpu_ecc_errors{{{PLACE}}}[$__rate_interval]))",
+                    f"sum by (gpu_ecc_error_type) (increase(gpu_ecc_errors{{{NODE_MATCHERS}}}[$__rate_interval]))",
                 )
             ],
         ),
@@ -139,24 +144,27 @@ HEALTH_BOARD = dashboard(
             "Link errors",
             "NVLink and PCIe, in the time of a point.",
             [
-                ("NVLink CRC", f"sum(increase(gpu_interconnect_crc_errors{{{PLACE}}}[$__rate_interval]))"),
-                ("NVLink replays", f"sum(increase(gpu_interconnect_replays{{{PLACE}}}[$__rate_interval]))"),
-                ("NVLink recoveries", f"sum(increase(gpu_interconnect_recoveries{{{PLACE}}}[$__rate_interval]))"),
-                ("PCIe replays", f"sum(increase(gpu_pcie_replay_count{{{PLACE}}}[$__rate_interval]))"),
+                ("NVLink CRC", f"sum(increase(gpu_interconnect_crc_errors{{{NODE_MATCHERS}}}[$__rate_interval]))"),
+                ("NVLink replays", f"sum(increase(gpu_interconnect_replays{{{NODE_MATCHERS}}}[$__rate_interval]))"),
+                (
+                    "NVLink recoveries",
+                    f"sum(increase(gpu_interconnect_recoveries{{{NODE_MATCHERS}}}[$__rate_interval]))",
+                ),
+                ("PCIe replays", f"sum(increase(gpu_pcie_replay_count{{{NODE_MATCHERS}}}[$__rate_interval]))"),
             ],
         ),
         graph(
             "Why clocks are down",
             "GPUs by cause.",
-            [("{{gpu_throttle_cause}}", f"sum by (gpu_throttle_cause) (gpu_throttle_reason{{{PLACE}}})")],
+            [("{{gpu_throttle_cause}}", f"sum by (gpu_throttle_cause) (gpu_throttle_reason{{{NODE_MATCHERS}}})")],
         ),
         graph(
             "Temperature",
             "The hottest GPU and memory, and the median GPU.",
             [
-                ("hottest GPU", f"max(gpu_temperature{{{PLACE}}})"),
-                ("hottest memory", f"max(gpu_memory_temperature{{{PLACE}}})"),
-                ("median GPU", f"quantile(0.5, gpu_temperature{{{PLACE}}})"),
+                ("hottest GPU", f"max(gpu_temperature{{{NODE_MATCHERS}}})"),
+                ("hottest memory", f"max(gpu_memory_temperature{{{NODE_MATCHERS}}})"),
+                ("median GPU", f"quantile(0.5, gpu_temperature{{{NODE_MATCHERS}}})"),
             ],
             "celsius",
             steps=HOT,
@@ -173,13 +181,13 @@ OWN = 'job=~"$job",instance=~"$instance"'
 
 # -- gpustream itself: what flows, what waits, what was lost or refused
 
-THERE = {row.name for section in reference.sections() for row in section.rows}
+EXISTING_METRICS = {row.name for section in reference.sections() for row in section.rows}
 
 
 def each(metric: str, query: Callable[[str], str]) -> list[tuple[str, str]]:
     """A query for each stream and sink that has a metric of its own of this name."""
-    found = [(name, f"gpustream_{name.replace('-', '_')}_{metric}") for name in (*STREAMS, *SINKS)]
-    return [(name, query(f"{own}{{{OWN}}}")) for name, own in found if own in THERE]
+    names = [(name, f"gpustream_{name.replace('-', '_')}_{metric}") for name in (*STREAMS, *SINKS)]
+    return [(name, query(f"{metric_name}{{{OWN}}}")) for name, metric_name in names if metric_name in EXISTING_METRICS]
 
 
 def increase(metric: str) -> str:
@@ -189,13 +197,14 @@ def increase(metric: str) -> str:
 def since(metrics: list[tuple[str, str]]) -> str:
     """How many there were in the time shown, in all; a counter begins when it first counts."""
     parts = [
-        f"(sum(({one} unless {one} offset $__range) or increase({one}[$__range])) or vector(0))" for _, one in metrics
+        f"(sum(({metric} unless {metric} offset $__range) or increase({metric}[$__range])) or vector(0))"
+        for _, metric in metrics
     ]
     return f"round({' + '.join(parts)})"
 
 
 LETTERS = each("records_dead_lettered_total", str)
-LAGS = each("lag_records", lambda one: f"sum({one})")
+LAGS = each("lag_records", lambda metric: f"sum({metric})")
 PRODUCER = {
     what: f"gpustream_producer_{what}{{{OWN}}}"
     for what in ("ticks_made_total", "ticks_sent_total", "ticks_held", "buffered_bytes")
@@ -208,17 +217,17 @@ PIPELINE_BOARD = dashboard(
     "What flows, what waits, what was late, refused or lost: the components' own metrics.",
     [choice("job", "job", "gpustream_ready"), choice("instance", "instance", 'gpustream_ready{job=~"$job"}')],
     [
-        tile("Processes", "Those that answer.", zero(f"count(gpustream_ready{{{OWN}}})")),
+        tile("Processes", "Those that answer.", or_zero(f"count(gpustream_ready{{{OWN}}})")),
         tile(
             "Not ready",
             "They run and can't do their work: /readyz says why.",
-            zero(f"count(gpustream_ready{{{OWN}}} == 0)"),
+            or_zero(f"count(gpustream_ready{{{OWN}}} == 0)"),
             steps=BAD_ABOVE_ZERO,
         ),
         tile(
             "Ticks that wait",
             "Of gpu.samples, for attribution.",
-            zero(f'sum(gpustream_attribution_lag_records{{{OWN},topic="gpu.samples"}})'),
+            or_zero(f'sum(gpustream_attribution_lag_records{{{OWN},topic="gpu.samples"}})'),
         ),
         tile(
             "Dead letters",
@@ -236,7 +245,7 @@ PIPELINE_BOARD = dashboard(
             "Receivers that fail",
             "Of the sinks: tried again for as long as it takes.",
             " + ".join(
-                f"(sum({one}) or vector(0))" for _, one in [*each("receiver_failing", str), *each("failing", str)]
+                f"(sum({metric}) or vector(0))" for _, metric in [*each("receiver_failing", str), *each("failing", str)]
             ),
             steps=BAD_ABOVE_ZERO,
         ),
@@ -247,7 +256,9 @@ PIPELINE_BOARD = dashboard(
                 ("made", f"sum(rate({PRODUCER['ticks_made_total']}[$__rate_interval]))"),
                 ("sent", f"sum(rate({PRODUCER['ticks_sent_total']}[$__rate_interval]))"),
                 ("attributed", f"sum(rate({TICKS}[$__rate_interval]))"),
-                *each("records_delivered_total", lambda one: f"sum(rate({one}[$__rate_interval]))")[len(STREAMS) :],
+                *each("records_delivered_total", lambda metric: f"sum(rate({metric}[$__rate_interval]))")[
+                    len(STREAMS) :
+                ],
             ],
         ),
         graph(
@@ -260,8 +271,8 @@ PIPELINE_BOARD = dashboard(
             "99 of 100 ticks take no longer: from reading until the receiver has them; of alerts, from the log.",
             each(
                 "delay_seconds",
-                lambda one: (
-                    f"histogram_quantile(0.99, sum by (le) (rate({one.replace('{', '_bucket{')}[$__rate_interval])))"
+                lambda metric: (
+                    f"histogram_quantile(0.99, sum by (le) (rate({metric.replace('{', '_bucket{')}[$__rate_interval])))"
                 ),
             ),
             "s",
@@ -306,7 +317,9 @@ PIPELINE_BOARD = dashboard(
             "Attempts per second, by what the answer meant.",
             [
                 (f"{name}: {{{{result}}}}", expr)
-                for name, expr in each("requests_total", lambda one: f"sum by (result) (rate({one}[$__rate_interval]))")
+                for name, expr in each(
+                    "requests_total", lambda metric: f"sum by (result) (rate({metric}[$__rate_interval]))"
+                )
             ],
         ),
         graph(
@@ -323,7 +336,7 @@ PIPELINE_BOARD = dashboard(
         graph(
             "Event loops",
             "The most that a loop was late in the last minute, by stream and sink.",
-            each("loop_late_seconds", lambda one: f"max({one})"),
+            each("loop_late_seconds", lambda metric: f"max({metric})"),
             "s",
         ),
         graph(

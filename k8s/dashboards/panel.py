@@ -80,8 +80,8 @@ def _thresholds(steps: Steps) -> Json:
 
 
 def _target(number: int, expr: str, legend: str = "", **more: Any) -> Json:
-    words = {"legendFormat": legend} if legend else {}
-    return {"refId": ascii_uppercase[number], "datasource": DATASOURCE, "expr": expr, **words, **more}
+    legend_field = {"legendFormat": legend} if legend else {}
+    return {"refId": ascii_uppercase[number], "datasource": DATASOURCE, "expr": expr, **legend_field, **more}
 
 
 def _panel(kind: str, title: str, says: str, size: tuple[int, int], **more: Any) -> Json:
@@ -182,18 +182,23 @@ def table(
     A click on the label ``opens`` opens what is in ``LINKS``.
     """
     headings = {label: HEADINGS.get(label, label) for label in labels.split()}
-    names = {"Value" if len(columns) == 1 else f"Value #{ascii_uppercase[n]}": one for n, one in enumerate(columns)}
-    overrides = [_override(one.heading, unit=one.unit, thresholds=_thresholds(one.steps)) for one in columns]
+    names = {
+        "Value" if len(columns) == 1 else f"Value #{ascii_uppercase[n]}": column for n, column in enumerate(columns)
+    }
+    overrides = [
+        _override(column.heading, unit=column.unit, thresholds=_thresholds(column.steps)) for column in columns
+    ]
     if opens:
-        words, url = LINKS[opens]
-        overrides.append(_override(headings[opens], links=[{"title": words, "url": url}]))
+        link_title, url = LINKS[opens]
+        overrides.append(_override(headings[opens], links=[{"title": link_title, "url": url}]))
     return _panel(
         "table",
         title,
         says,
         (width, 9),
         targets=[
-            _target(number, one.expr, format="table", instant=True, range=False) for number, one in enumerate(columns)
+            _target(number, column.expr, format="table", instant=True, range=False)
+            for number, column in enumerate(columns)
         ],
         options={"showHeader": True, "sortBy": [{"displayName": columns[0].heading, "desc": True}]},
         transformations=[
@@ -203,7 +208,7 @@ def table(
                 "options": {
                     "excludeByName": {"Time": True},
                     "indexByName": {name: number for number, name in enumerate([*headings, *names])},
-                    "renameByName": {**headings, **{name: one.heading for name, one in names.items()}},
+                    "renameByName": {**headings, **{name: column.heading for name, column in names.items()}},
                 },
             },
         ],
@@ -240,11 +245,11 @@ def data_source() -> Json:
     }
 
 
-def choice(name: str, label: str, of: str, *, one: bool = False) -> Json:
+def choice(name: str, label: str, metric: str, *, single: bool = False) -> Json:
     """A variable that is filled by the values of a label, of which one or several may be chosen; All matches what
     lacks the label, too. But all of ``otel`` has a cluster, and what other profiles write beside it has not."""
-    query = f"label_values({of}, {label})"
-    several: Json = {
+    query = f"label_values({metric}, {label})"
+    multiple: Json = {
         "multi": True,
         "includeAll": True,
         "allValue": ".+" if name == "cluster" else ".*",
@@ -258,7 +263,7 @@ def choice(name: str, label: str, of: str, *, one: bool = False) -> Json:
         "query": {"qryType": 1, "query": query, "refId": "PrometheusVariableQueryEditor-VariableQuery"},
         "refresh": 2,
         "sort": 1,
-        **({"multi": False, "includeAll": False} if one else several),
+        **({"multi": False, "includeAll": False} if single else multiple),
     }
 
 
@@ -316,12 +321,12 @@ def dashboard(
 
 def placed(panels: Iterable[Json]) -> list[Json]:
     """The panels with their numbers and places: a line is full when the next one has no room in it."""
-    found: list[Json] = []
+    positioned: list[Json] = []
     x = y = height = 0
     for number, panel in enumerate(panels, 1):
         grid = panel["gridPos"]
         if x + grid["w"] > WIDTH or panel["type"] == "row":
             x, y, height = 0, y + height, 0
-        found.append({"id": number, **panel, "gridPos": {**grid, "x": x, "y": y}})
+        positioned.append({"id": number, **panel, "gridPos": {**grid, "x": x, "y": y}})
         x, height = x + grid["w"], max(height, grid["h"])
-    return found
+    return positioned

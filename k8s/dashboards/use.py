@@ -18,17 +18,17 @@ from k8s.dashboards.panel import (
 from k8s.dashboards.queries import (
     DEVICE,
     MEMORY,
-    OWNED,
-    PLACE,
+    NODE_MATCHERS,
     POD,
     POWER,
     UTILIZATION,
     WORKLOAD,
+    WORKLOAD_MATCHERS,
     alone_or_part,
     holding,
     idle_devices,
     idle_pods,
-    zero,
+    or_zero,
 )
 
 NAMESPACE = choice("namespace", "k8s_namespace_name", 'gpu_pod_info{k8s_cluster_name=~"$cluster"}')
@@ -36,7 +36,7 @@ NAMESPACE = choice("namespace", "k8s_namespace_name", 'gpu_pod_info{k8s_cluster_
 
 # -- what workloads hold and do
 
-DID, MEMORY_USED, DREW = (alone_or_part(*what, OWNED) for what in (UTILIZATION, MEMORY, POWER))
+DID, MEMORY_USED, DREW = (alone_or_part(*what, WORKLOAD_MATCHERS) for what in (UTILIZATION, MEMORY, POWER))
 LEGEND = "{{k8s_namespace_name}}/{{k8s_workload_name}}"
 CHOSEN = choice(
     "workload",
@@ -44,7 +44,7 @@ CHOSEN = choice(
     'gpu_pod_info{k8s_cluster_name=~"$cluster",k8s_namespace_name=~"$namespace"}',
 )
 PODS = "k8s_namespace_name, k8s_pod_name, k8s_node_name"
-XIDS = f"sum_over_time(gpu_pod_xid_errors{{{OWNED}}}[$__range])"
+XIDS = f"sum_over_time(gpu_pod_xid_errors{{{WORKLOAD_MATCHERS}}}[$__range])"
 WORKLOADS_BOARD = dashboard(
     "gpu-workload",
     "GPU workloads",
@@ -54,13 +54,13 @@ WORKLOADS_BOARD = dashboard(
         tile(
             "Workloads",
             "Deployments, Jobs and other owners of pods that hold a GPU.",
-            zero(f"count(group by ({WORKLOAD}) (gpu_pod_info{{{OWNED}}}))"),
+            or_zero(f"count(group by ({WORKLOAD}) (gpu_pod_info{{{WORKLOAD_MATCHERS}}}))"),
         ),
-        tile("Pods", "Pods that hold a device.", zero(f"count(gpu_pod_info{{{OWNED}}})")),
+        tile("Pods", "Pods that hold a device.", or_zero(f"count(gpu_pod_info{{{WORKLOAD_MATCHERS}}})")),
         tile(
             "Devices",
             "GPUs and MIG devices that they hold; a shared one counts by their part.",
-            zero(f"sum({holding(OWNED, 'k8s_namespace_name')})"),
+            or_zero(f"sum({holding(WORKLOAD_MATCHERS, 'k8s_namespace_name')})"),
             "short",
         ),
         tile(
@@ -73,7 +73,7 @@ WORKLOADS_BOARD = dashboard(
         graph(
             "Devices by workload",
             "By workload; a shared device counts by its part.",
-            [(LEGEND, holding(OWNED, WORKLOAD))],
+            [(LEGEND, holding(WORKLOAD_MATCHERS, WORKLOAD))],
             stacked=True,
         ),
         graph(
@@ -93,13 +93,13 @@ WORKLOADS_BOARD = dashboard(
         graph(
             "Tensor cores",
             "Share of the time in which they work, of the devices that a workload holds alone; Hopper and later.",
-            [(LEGEND, f"avg by ({WORKLOAD}) (gpu_pipe_tensor_active{{{OWNED}}})")],
+            [(LEGEND, f"avg by ({WORKLOAD}) (gpu_pipe_tensor_active{{{WORKLOAD_MATCHERS}}})")],
             "percentunit",
         ),
         graph(
             "Utilization",
             "Mean of the devices that a workload holds alone.",
-            [(LEGEND, f"avg by ({WORKLOAD}) (gpu_utilization{{{OWNED}}})")],
+            [(LEGEND, f"avg by ({WORKLOAD}) (gpu_utilization{{{WORKLOAD_MATCHERS}}})")],
             "percentunit",
         ),
         table(
@@ -107,11 +107,13 @@ WORKLOADS_BOARD = dashboard(
             "Now.",
             "k8s_cluster_name k8s_namespace_name k8s_workload_kind k8s_workload_name",
             [
-                Column("devices", holding(OWNED, WORKLOAD)),
+                Column("devices", holding(WORKLOAD_MATCHERS, WORKLOAD)),
                 Column("GPUs' worth of work", f"sum by ({WORKLOAD}) ({DID})"),
                 Column("memory", f"sum by ({WORKLOAD}) ({MEMORY_USED})", "bytes"),
                 Column("power", f"sum by ({WORKLOAD}) ({DREW})", "watt"),
-                Column("alerts", f"count by ({WORKLOAD}) (gpu_alert_firing{{{OWNED}}})", steps=BAD_ABOVE_ZERO),
+                Column(
+                    "alerts", f"count by ({WORKLOAD}) (gpu_alert_firing{{{WORKLOAD_MATCHERS}}})", steps=BAD_ABOVE_ZERO
+                ),
             ],
             opens="k8s_workload_name",
         ),
@@ -120,7 +122,7 @@ WORKLOADS_BOARD = dashboard(
             "Now.",
             "k8s_namespace_name k8s_pod_name k8s_node_name",
             [
-                Column("devices", holding(OWNED, PODS)),
+                Column("devices", holding(WORKLOAD_MATCHERS, PODS)),
                 Column("GPUs' worth of work", f"sum by ({PODS}) ({DID})"),
                 Column("memory", f"sum by ({PODS}) ({MEMORY_USED})", "bytes"),
             ],
@@ -137,7 +139,7 @@ WORKLOADS_BOARD = dashboard(
 
 # -- what is held and not used
 
-HERE = f'{PLACE},k8s_namespace_name=~"$namespace"'
+HERE = f'{NODE_MATCHERS},k8s_namespace_name=~"$namespace"'
 IDLE_PODS, ON_DEVICE = idle_pods(HERE), f"{DEVICE}, {POD}"
 IDLE_DEVICES = idle_devices()
 MEMORY_BLOCKED = f"{alone_or_part(*MEMORY, HERE)}"
@@ -145,9 +147,9 @@ POWER_DRAWN = f"{alone_or_part(*POWER, HERE)}"
 ALERTED = f'sum_over_time(gpu_alert_firing{{{HERE},alertname="GPUHeldIdle"}}[$__range])'
 
 
-def of_idle(what: str) -> str:
+def of_idle(quantity: str) -> str:
     """A quantity of the pods that idle, on the devices on which they do."""
-    return f"sum by ({ON_DEVICE}) ({what}) and on ({ON_DEVICE}) ({IDLE_PODS})"
+    return f"sum by ({ON_DEVICE}) ({quantity}) and on ({ON_DEVICE}) ({IDLE_PODS})"
 
 
 ON_GPU = f"k8s_node_name, gpu_uuid, {POD}"
@@ -160,37 +162,37 @@ IDLE_BOARD = dashboard(
         tile(
             "Held and idle",
             "GPUs and MIG devices that were held for the whole time and did nothing.",
-            zero(f"count({IDLE_DEVICES})"),
+            or_zero(f"count({IDLE_DEVICES})"),
             steps=LOOK_ABOVE_ZERO,
         ),
         tile(
             "Of what is held",
             "The share of held devices that idle.",
-            f"({zero(f'count({IDLE_DEVICES})')}) / count(max by ({DEVICE}) (gpu_holders{{{PLACE}}}) > 0)",
+            f"({or_zero(f'count({IDLE_DEVICES})')}) / count(max by ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}}) > 0)",
             "percentunit",
             SHARE_IS_BAD,
         ),
         tile(
             "Held by nobody",
             "GPUs and MIG devices that could be used, without GPUs that are cut into MIG devices.",
-            zero(f"count((max by ({DEVICE}) (gpu_holders{{{PLACE}}}) == 0) {NOT_CUT})"),
+            or_zero(f"count((max by ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}}) == 0) {NOT_CUT})"),
         ),
         tile(
             "Pods that idle",
             "Also those whose part of a shared GPU does nothing.",
-            zero(f"count(group by (k8s_cluster_name, k8s_node_name, {POD}) ({IDLE_PODS}))"),
+            or_zero(f"count(group by (k8s_cluster_name, k8s_node_name, {POD}) ({IDLE_PODS}))"),
             steps=LOOK_ABOVE_ZERO,
         ),
         tile(
             "Memory that they block",
             "On the devices on which they do nothing.",
-            zero(f"sum({of_idle(MEMORY_BLOCKED)})"),
+            or_zero(f"sum({of_idle(MEMORY_BLOCKED)})"),
             "bytes",
         ),
         tile(
             "Power for nothing",
             "What devices that are held and idle draw.",
-            zero(f"sum(max by ({DEVICE}) (gpu_power_draw{{{PLACE}}}) and on ({DEVICE}) ({IDLE_DEVICES}))"),
+            or_zero(f"sum(max by ({DEVICE}) (gpu_power_draw{{{NODE_MATCHERS}}}) and on ({DEVICE}) ({IDLE_DEVICES}))"),
             "watt",
         ),
         graph(
@@ -203,8 +205,8 @@ IDLE_BOARD = dashboard(
             "Devices",
             "GPUs and MIG devices.",
             [
-                ("held and idle", zero(f"count({IDLE_DEVICES})")),
-                ("held", zero(f"count(max by ({DEVICE}) (gpu_holders{{{PLACE}}}) > 0)")),
+                ("held and idle", or_zero(f"count({IDLE_DEVICES})")),
+                ("held", or_zero(f"count(max by ({DEVICE}) (gpu_holders{{{NODE_MATCHERS}}}) > 0)")),
             ],
         ),
         table(
@@ -232,8 +234,8 @@ USED = 'k8s_cluster_name=~"$cluster",k8s_namespace_name=~"$namespace",k8s_namesp
 # -- who uses the fleet: hours that are final, each one sample at its end
 
 
-def hours(what: str, where: str = USED, window: str = "$__range") -> str:
-    return f"sum_over_time(gpu_usage_{what}_seconds{{{where}}}[{window}])"
+def hours(category: str, matchers: str = USED, window: str = "$__range") -> str:
+    return f"sum_over_time(gpu_usage_{category}_seconds{{{matchers}}}[{window}])"
 
 
 def columns(by: str) -> list[Column]:
