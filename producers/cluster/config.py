@@ -11,7 +11,7 @@ from uuid import uuid4
 from delivery.policies import DEFAULT_BOUNDS, Bounds, bounds, bounds_text
 from delivery.settings import LEASE, NAME, NAMES, KafkaSettings, Kubeconfig, Option, Text
 from producers import records
-from producers.cluster.objects import allow_list_mistakes
+from producers.cluster.objects import allow_list_errors
 from producers.settings import GPU_RESOURCES, ResourcePrefixes, prefix_errors
 
 POD_LABELS = (
@@ -30,7 +30,7 @@ NODE_LABELS = (
 
 POLICY_LONGEST = Text("DURATION[,NAMESPACE=DURATION...]", bounds, "24h,notebooks-*=72h", show=bounds_text)
 LEASE_NAME = "gpustream-cluster"
-OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")  # where a pod finds its own
+OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")  # a pod's own namespace
 _LEASE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 
 
@@ -89,16 +89,16 @@ class ClusterSettings(KafkaSettings):
     )] = field(default_factory=default_identity)  # fmt: skip
 
     def errors(self) -> list[str]:
-        found = super().errors()
+        errors = super().errors()
         for name in ("pod_labels", "pod_annotations", "namespace_labels", "node_labels"):
-            found += allow_list_mistakes(f"--{name.replace('_', '-')}", getattr(self, name))
-        found += prefix_errors(self.resource_prefixes)
+            errors += allow_list_errors(f"--{name.replace('_', '-')}", getattr(self, name))
+        errors += prefix_errors(self.resource_prefixes)
         if self.lease is not None and not _LEASE.fullmatch(self.lease):
-            found.append(f"--lease: {self.lease!r} is not NAMESPACE/NAME, as {LEASE_NAME} in a namespace is")
+            errors.append(f"--lease: {self.lease!r} is not NAMESPACE/NAME, as {LEASE_NAME} in a namespace is")
         if not self.identity:
-            found.append("--identity: two replicas without a name can't be told apart")
+            errors.append("--identity: two replicas without a name can't be told apart")
         try:
             records.checked_name("cluster", self.cluster)
         except ValueError as error:
-            found.append(str(error))
-        return found
+            errors.append(str(error))
+        return errors

@@ -33,23 +33,28 @@ def taint_text(taint: DeviceTaint) -> str:
     return shortened(f"{taint.key}={taint.value}:{taint.effect}" if taint.value else f"{taint.key}:{taint.effect}")
 
 
-def known_slice(of: ResourceSlice) -> KnownSlice:
+def known_slice(resource_slice: ResourceSlice) -> KnownSlice:
     """What is kept of a slice. A device without a UUID, or without a node, is left out."""
     devices: dict[str, list[DraDevice]] = {}
     taints: dict[str, list[str]] = {}
-    for device in of.spec.devices or ():
+    for device in resource_slice.spec.devices or ():
         uuid = (device.attributes or {}).get("uuid")
-        node = device.node_name or of.spec.node_name
+        node = device.node_name or resource_slice.spec.node_name
         if node and uuid and uuid.string:
-            parts = (of.spec.driver, of.spec.pool.name, device.name, uuid.string)
+            parts = (resource_slice.spec.driver, resource_slice.spec.pool.name, device.name, uuid.string)
             devices.setdefault(node, []).append(DraDevice(*map(shortened, parts)))
             if device.taints:
                 taints[shortened(device.name)] = [taint_text(taint) for taint in device.taints]
-    return KnownSlice((of.spec.driver, of.spec.pool.name), of.spec.pool.generation, devices, taints)
+    return KnownSlice(
+        (resource_slice.spec.driver, resource_slice.spec.pool.name),
+        resource_slice.spec.pool.generation,
+        devices,
+        taints,
+    )
 
 
 class Slices:
-    """The slices, by the uid of each. What changes something gives the nodes that may have changed."""
+    """The slices by uid. A method that changes them returns the nodes that may have changed."""
 
     def __init__(self) -> None:
         self._slices: dict[str, KnownSlice] = {}
@@ -61,15 +66,15 @@ class Slices:
 
     def of_node(self, node: str) -> dict[DraDevice, Sequence[str]]:
         """The devices of a node, none twice, each with the taints of its slice."""
-        found: dict[tuple[str, str, str], tuple[DraDevice, Sequence[str]]] = {}
+        devices: dict[tuple[str, str, str], tuple[DraDevice, Sequence[str]]] = {}
         for pool in self.pools_of(node):
             highest = max(part.generation for part in self._pools[pool].values())
             for _, part in sorted(self._pools[pool].items()):
                 if part.generation == highest:
                     for device in part.devices.get(node, ()):
                         taints = part.taints.get(device.device, ())
-                        found[device.driver, device.pool, device.device] = device, taints
-        return dict(found.values())
+                        devices[device.driver, device.pool, device.device] = device, taints
+        return dict(devices.values())
 
     def nodes(self) -> Collection[str]:
         """The nodes that have devices."""
@@ -104,17 +109,17 @@ class Slices:
 
 def tainted(devices: Mapping[DraDevice, Sequence[str]], rules: Iterable[DeviceTaintRule]) -> dict[UnwellDevice, None]:
     """The taints of these devices: those of their slices, and of the rules that select them."""
-    found: dict[UnwellDevice, None] = {}
+    unwell: dict[UnwellDevice, None] = {}
     for device, taints in devices.items():
         texts = list(taints)
         for rule in rules:
-            by = rule.spec.device_selector
-            asked = (by.driver, by.pool, by.device) if by is not None else ()
-            has = (device.driver, device.pool, device.device)
-            if all(want is None or want == of for want, of in zip(asked, has, strict=False)):
+            selector = rule.spec.device_selector
+            expected = (selector.driver, selector.pool, selector.device) if selector is not None else ()
+            actual = (device.driver, device.pool, device.device)
+            if all(want is None or want == has for want, has in zip(expected, actual, strict=False)):
                 texts.append(taint_text(rule.spec.taint))
-        found |= {UnwellDevice(device.uuid, taint=text): None for text in texts}
-    return found
+        unwell |= {UnwellDevice(device.uuid, taint=text): None for text in texts}
+    return unwell
 
 
 class AdminClaim(NamedTuple):
@@ -127,26 +132,26 @@ class AdminClaim(NamedTuple):
         return {(device.driver, device.pool) for device in self.devices}
 
 
-def known_claim(of: ResourceClaim, concerns: Callable[[str], bool]) -> AdminClaim | None:
-    """What is kept of a claim, of the drivers that matter; None if it has no devices now."""
-    namespace, name = of.metadata.namespace, of.metadata.name
-    if of.status.allocation is None:
+def known_claim(claim: ResourceClaim, has_driver: Callable[[str], bool]) -> AdminClaim | None:
+    """What is kept of a claim: its devices of the drivers that ``has_driver`` selects; None if it is not allocated."""
+    namespace, name = claim.metadata.namespace, claim.metadata.name
+    if claim.status.allocation is None:
         return None
-    results = [one for one in of.status.allocation.devices.results or () if concerns(one.driver)]
-    used = {(one.driver, one.pool, one.device) for one in results if not one.admin_access}
-    looked_at = {(one.driver, one.pool, one.device) for one in results} - used
-    devices = (Claim(*map(shortened, (name, namespace, *device))) for device in sorted(looked_at))
+    results = [device for device in claim.status.allocation.devices.results or () if has_driver(device.driver)]
+    used = {(device.driver, device.pool, device.device) for device in results if not device.admin_access}
+    observed = {(device.driver, device.pool, device.device) for device in results} - used
+    devices = (Claim(*map(shortened, (name, namespace, *device))) for device in sorted(observed))
     return AdminClaim((namespace, name), tuple(devices))
 
 
 class Claims:
-    """The claims for administration, by the uid of each. What changes something gives the pools that it is about."""
+    """The claims for administration by uid. A method that changes them returns the pools concerned."""
 
     def __init__(self) -> None:
         self._claims: dict[str, AdminClaim] = {}
         self._uids: dict[tuple[str, str], str] = {}
         self._by_pool: dict[PoolName, dict[str, None]] = {}
-        self._gone_ms: dict[str, int] = {}
+        self._removed_ms: dict[str, int] = {}
 
     def keys(self) -> Collection[str]:
         """The uids of all claims, those that are gone among them."""
@@ -154,21 +159,21 @@ class Claims:
 
     def of_pools(self, pools: Iterable[PoolName]) -> list[Claim]:
         """The devices for administration of some pools; none twice."""
-        found = {
+        devices = {
             device: None
             for pool in pools
             for uid in self._by_pool.get(pool, ())
             for device in self._claims[uid].devices
             if (device.driver, device.pool) == pool
         }
-        return list(found)
+        return list(devices)
 
     def put(self, uid: str, claim: AdminClaim | None, now_ms: int) -> set[PoolName]:
-        """A claim as it is now; None: without devices, as it is before and after its pods."""
+        """Add or update a claim; None: it has no devices, as before and after its pods."""
         if claim is None:
             self.remove(uid, now_ms)
             return set()
-        self._gone_ms.pop(uid, None)
+        self._removed_ms.pop(uid, None)
         if claim == self._claims.get(uid):
             return set()
         changed = self._forget(uid) | self._forget(self._uids.get(claim.name, ""))
@@ -181,15 +186,15 @@ class Claims:
 
     def remove(self, uid: str, now_ms: int) -> None:
         if uid in self._claims:
-            self._gone_ms.setdefault(uid, now_ms)
+            self._removed_ms.setdefault(uid, now_ms)
 
     def expire(self, now_ms: int) -> set[PoolName]:
-        left = [uid for uid, gone_ms in self._gone_ms.items() if gone_ms + KEPT_MS <= now_ms]
-        return {pool for uid in left for pool in self._forget(uid)}
+        expired = [uid for uid, removed_ms in self._removed_ms.items() if removed_ms + KEPT_MS <= now_ms]
+        return {pool for uid in expired for pool in self._forget(uid)}
 
     def _forget(self, uid: str) -> set[PoolName]:
         claim = self._claims.pop(uid, None)
-        self._gone_ms.pop(uid, None)
+        self._removed_ms.pop(uid, None)
         if claim is None:
             return set()
         del self._uids[claim.name]

@@ -1,12 +1,12 @@
-"""Who leads: of several processes the one that holds a Lease, and never two at a time.
+"""Leader election with a Lease: of several processes the one that holds it leads, and never two at a time.
 
 In: a coordination.k8s.io/v1 Lease. Out: the work, which runs while this process holds the Lease.
-State: the Lease as last seen, and when that was on our own clock.
+State: the Lease as last observed, and when it last changed by our own clock.
 On failure: if the Lease can't be renewed for 7 s, the work is cancelled and awaited. After 10 s another process may
 take the Lease. If the work has not ended by then, this process ends.
 
 Source: the Lease's fields as client-go's leader election writes them. Clocks of two machines are never compared: the
-Lease of another process has expired if, on our clock, it has not changed for as long as it says.
+Lease of another process has expired if, by our clock, it has not changed for its duration.
 """
 
 import asyncio
@@ -31,10 +31,10 @@ RENEW_S = 2.0
 GIVE_UP_S = 7.0
 CALL_WITHIN_S = 4.0
 RELEASE_WITHIN_S = 2.0
-LEAST_TO_END_S = 1.0  # for the work to end if the Lease is over already, because the whole process had stood still
+LEAST_TO_END_S = 1.0  # how long the work may take to end even if the Lease has expired, as after a suspended process
 DURATION_S = 10.0
-LONGEST_DURATION_S = 60.0  # no Lease is believed to hold longer: a slip must not stop the next leader for a day
-_LAST_YEAR = 9000  # above it there is little left to count up in
+LONGEST_DURATION_S = 60.0  # a longer duration is cut to this: a typing error must not stop the next leader for a day
+_LAST_YEAR = 9000  # a later time is ignored: epochs must have room to count up
 _MOST_TRANSITIONS = 2**31 - 2
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -44,7 +44,7 @@ Work = Callable[[int], Coroutine[Any, Any, None]]
 
 
 class LeaseRecord(NamedTuple):
-    """What a Lease says. Times are microseconds since the epoch, of the clock of whoever wrote them."""
+    """The spec of a Lease. Times are microseconds since the epoch, by the clock of the process that wrote them."""
 
     holder: str = ""
     duration_s: float = DURATION_S
@@ -54,12 +54,12 @@ class LeaseRecord(NamedTuple):
 
     @property
     def epoch(self) -> int:
-        """When the holder took it, in milliseconds since the epoch."""
+        """When the holder acquired it, in milliseconds since the epoch."""
         return self.acquired_us // 1000
 
 
-def record_of(lease: Json) -> LeaseRecord:
-    """What a Lease says; what is missing or makes no sense in it is as in one that nobody holds."""
+def decode_lease(lease: Json) -> LeaseRecord:
+    """The record of a Lease. A missing or invalid field has the value that it has in a Lease without a holder."""
     spec = lease.get("spec")
     spec = spec if isinstance(spec, dict) else {}
     holder, transitions = spec.get("holderIdentity"), spec.get("leaseTransitions")
@@ -67,45 +67,46 @@ def record_of(lease: Json) -> LeaseRecord:
     return LeaseRecord(
         holder=holder if isinstance(holder, str) else "",
         duration_s=float(min(max(seconds, 1), LONGEST_DURATION_S)) if isinstance(seconds, int) else DURATION_S,
-        acquired_us=_micros(spec.get("acquireTime")),
-        renewed_us=_micros(spec.get("renewTime")),
+        acquired_us=_parse_us(spec.get("acquireTime")),
+        renewed_us=_parse_us(spec.get("renewTime")),
         transitions=min(max(transitions, 0), _MOST_TRANSITIONS) if isinstance(transitions, int) else 0,
     )
 
 
-def spec_of(record: LeaseRecord) -> Json:
+def encode_spec(record: LeaseRecord) -> Json:
     return {
         "holderIdentity": record.holder,
         "leaseDurationSeconds": math.ceil(record.duration_s),
-        "acquireTime": _time(record.acquired_us),
-        "renewTime": _time(record.renewed_us),
+        "acquireTime": _format_us(record.acquired_us),
+        "renewTime": _format_us(record.renewed_us),
         "leaseTransitions": record.transitions,
     }
 
 
-def taken(last: LeaseRecord, identity: str, *, duration_s: float, now_us: int) -> LeaseRecord:
-    """The record of whoever takes the Lease after ``last``: its epoch is above, even if clocks stepped back."""
+def acquired(last: LeaseRecord, identity: str, *, duration_s: float, now_us: int) -> LeaseRecord:
+    """The record with which ``identity`` acquires the Lease after ``last``. Its epoch is higher, even if clocks stepped
+    back."""
     acquired_us = max(now_us, (last.epoch + 1) * 1000)
     return LeaseRecord(identity, duration_s, acquired_us, now_us, last.transitions + 1)
 
 
-def _micros(value: Any) -> int:
-    """A time of the API in microseconds since the epoch; 0 if it is none."""
+def _parse_us(value: Any) -> int:
+    """A time of the API in microseconds since the epoch; 0 if it is invalid."""
     with contextlib.suppress(TypeError, ValueError, OverflowError):
-        time_of_day = datetime.fromisoformat(value).astimezone(UTC)
-        return (time_of_day - _EPOCH) // timedelta(microseconds=1) if time_of_day.year < _LAST_YEAR else 0
+        timestamp = datetime.fromisoformat(value).astimezone(UTC)
+        return (timestamp - _EPOCH) // timedelta(microseconds=1) if timestamp.year < _LAST_YEAR else 0
     return 0
 
 
-def _time(micros: int) -> str:
+def _format_us(micros: int) -> str:
     return (_EPOCH + timedelta(microseconds=micros)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 class LeaseRefused(Exception):
-    """The Lease could not be read or written; the message is a sentence, ``reason`` its kind. Try again."""
+    """The Lease could not be read or written; ``reason`` is the kind of the failure. Try again."""
 
-    def __init__(self, reason: str, why: str) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
         self.reason = reason
 
 
@@ -120,28 +121,28 @@ class LeaseLock:
         self._lease: Json | None = None
 
     async def read(self, within_s: float) -> Json | None:
-        """The Lease; None: there is none. Raises LeaseRefused and Unreachable."""
-        answer = await self._ask("GET", f"{self._collection}/{self._name}", None, within_s)
+        """The Lease; None if it does not exist. Raises LeaseRefused and Unreachable."""
+        answer = await self._request("GET", f"{self._collection}/{self._name}", None, within_s)
         if answer.status not in (200, 404):
             raise self._refusal("get", answer)
-        self._lease = None if answer.status == 404 else _object(answer.body)
+        self._lease = None if answer.status == 404 else _decode_object(answer.body)
         return self._lease
 
     async def write(self, spec: Json, within_s: float) -> bool:
         """Write this spec into the Lease, or a new one; False if it changed since. Raises LeaseRefused, Unreachable."""
         body = msgspec.json.encode({**(self._lease or self._new), "spec": spec})
         if self._lease is None:
-            verb, answer = "create", await self._ask("POST", self._collection, body, within_s)
+            verb, answer = "create", await self._request("POST", self._collection, body, within_s)
         else:
-            verb, answer = "update", await self._ask("PUT", f"{self._collection}/{self._name}", body, within_s)
+            verb, answer = "update", await self._request("PUT", f"{self._collection}/{self._name}", body, within_s)
         if answer.status == 409 or (answer.status == 404 and verb == "update"):
             return False
         if answer.status not in (200, 201):
             raise self._refusal(verb, answer)
-        self._lease = _object(answer.body)
+        self._lease = _decode_object(answer.body)
         return True
 
-    async def _ask(self, method: str, path: str, body: bytes | None, within_s: float) -> Answer:
+    async def _request(self, method: str, path: str, body: bytes | None, within_s: float) -> Answer:
         try:
             async with asyncio.timeout(within_s):
                 return await self._api.request(method, path, body=body, timeout_s=within_s)
@@ -149,15 +150,15 @@ class LeaseLock:
             raise Unreachable("timeout", f"no answer within {within_s:.1f} s") from error
 
     def _refusal(self, verb: str, answer: Answer) -> LeaseRefused:
-        said = f"{message(answer.body)} ({answer.status})"
+        text = f"{message(answer.body)} ({answer.status})"
         if answer.status != 403:
-            return LeaseRefused(str(answer.status), f"the API server does not {verb} it: {said}")
-        only = "" if verb == "create" else f', resourceNames: ["{self._name}"]'
-        rule = f'{{apiGroups: ["coordination.k8s.io"], resources: [leases]{only}, verbs: [{verb}]}}'
-        return LeaseRefused("403", f"not allowed (403); our Role lacks {rule}: {said}")
+            return LeaseRefused(str(answer.status), f"the API server does not {verb} it: {text}")
+        name_rule = "" if verb == "create" else f', resourceNames: ["{self._name}"]'
+        rule = f'{{apiGroups: ["coordination.k8s.io"], resources: [leases]{name_rule}, verbs: [{verb}]}}'
+        return LeaseRefused("403", f"not allowed (403); our Role lacks {rule}: {text}")
 
 
-def _object(body: bytes) -> Json:
+def _decode_object(body: bytes) -> Json:
     try:
         return msgspec.json.decode(body, type=Json)
     except msgspec.DecodeError as error:
@@ -165,7 +166,7 @@ def _object(body: bytes) -> Json:
 
 
 class Stuck(Exception):
-    """The work did not end before another may lead. The process has to end instead."""
+    """The work did not end before another process may lead. This process has to end instead."""
 
     exit_code = 1
 
@@ -173,8 +174,8 @@ class Stuck(Exception):
 class LeaderElector:
     """The Lease ``namespace``/``name``, and this process, which writes ``identity`` into it.
 
-    Another takes it if it has not changed for ``duration_s``; the leader renews it every ``renew_s``, and gives up
-    ``give_up_s`` after the last time. ``now_us`` is the time of day, which may step back.
+    Another process may acquire it if it has not changed for ``duration_s``. The leader renews it every ``renew_s``, and
+    gives up ``give_up_s`` after the last renewal. ``now_us`` is the time of day, which may step back.
     """
 
     def __init__(
@@ -194,8 +195,8 @@ class LeaderElector:
         self._instruments, self._identity, self._now_us = instruments, identity, now_us
         self._duration_s, self._renew_s, self._give_up_s = duration_s, renew_s, give_up_s
         self._health = ApiHealth(f"lease {namespace}/{name}", log)
-        self._seen = self._latest = self._mine = LeaseRecord()
-        self._seen_s = self._renewed_s = float("-inf")
+        self._observed = self._latest = self._own = LeaseRecord()
+        self._observed_s = self._renewed_s = float("-inf")
         self.leading = False
         instruments.gauge(names.LEADING).set(0)
 
@@ -208,14 +209,14 @@ class LeaderElector:
         stopping = asyncio.ensure_future(stop.wait())
         try:
             while not stop.is_set():
-                if await self._take():
+                if await self._acquire():
                     if await self._lead(work, stopping):
                         return
                     continue
                 pause_s = self._renew_s * random.uniform(0.8, 1.0)
-                left_s = self._seen_s + self._seen.duration_s - time.monotonic()
-                over_first = self._seen.holder and 0 < left_s < pause_s
-                await asyncio.wait({stopping}, timeout=left_s if over_first else pause_s)
+                left_s = self._observed_s + self._observed.duration_s - time.monotonic()
+                expires_first = self._observed.holder and 0 < left_s < pause_s
+                await asyncio.wait({stopping}, timeout=left_s if expires_first else pause_s)
         finally:
             stopping.cancel()
 
@@ -223,68 +224,68 @@ class LeaderElector:
         """Why it is not ready: the Lease could not be read or written for 30 s. Standing by is ready."""
         return self._health.lasting()
 
-    # -- taking it
+    # -- acquiring it
 
-    async def _take(self) -> bool:
-        """Take the Lease, if nobody can be leading by what is seen of it; whether that worked."""
+    async def _acquire(self) -> bool:
+        """Acquire the Lease if it has no holder, is our own or has expired; returns whether that worked."""
         try:
-            self._see(await self._lock.read(CALL_WITHIN_S))
-            over = time.monotonic() - self._seen_s >= self._seen.duration_s
-            took = False
-            if not self._seen.holder or self._is_mine() or over:
-                ours = taken(self._latest, self._identity, duration_s=self._duration_s, now_us=self._now_us())
-                took = await self._write(ours, CALL_WITHIN_S)
+            self._observe(await self._lock.read(CALL_WITHIN_S))
+            expired = time.monotonic() - self._observed_s >= self._observed.duration_s
+            success = False
+            if not self._observed.holder or self._is_mine() or expired:
+                record = acquired(self._latest, self._identity, duration_s=self._duration_s, now_us=self._now_us())
+                success = await self._write(record, CALL_WITHIN_S)
         except (LeaseRefused, Unreachable) as error:
             self._health.bad(error.reason, str(error))
             return False
-        self._health.good("it can be read and written" if took else "standing by")
-        return took
+        self._health.good("it can be read and written" if success else "standing by")
+        return success
 
-    def _see(self, lease: Json | None) -> None:
-        """Note what the Lease says, and since when. One that was deleted holds for as long as it did."""
-        record = self._seen if lease is None else record_of(lease)
-        if record != self._seen:
-            if record.holder not in ("", self._seen.holder, self._identity):
+    def _observe(self, lease: Json | None) -> None:
+        """Note a Lease, and when it last changed. A deleted Lease still holds for the rest of its duration."""
+        record = self._observed if lease is None else decode_lease(lease)
+        if record != self._observed:
+            if record.holder not in ("", self._observed.holder, self._identity):
                 log.info("%s leads", record.holder)
-            self._seen, self._seen_s = record, time.monotonic()
+            self._observed, self._observed_s = record, time.monotonic()
         if record.epoch >= self._latest.epoch:
             self._latest = record
 
     def _is_mine(self) -> bool:
-        """Whether what was seen is what this very process wrote, maybe without hearing of its success."""
-        return (self._seen.holder, self._seen.acquired_us) == (self._identity, self._mine.acquired_us)
+        """Whether this process wrote the observed Lease, perhaps without an answer."""
+        return (self._observed.holder, self._observed.acquired_us) == (self._identity, self._own.acquired_us)
 
     # -- holding it
 
     async def _lead(self, work: Work, stopping: "asyncio.Future[Any]") -> bool:
-        """Run the work while the Lease is held, and then let the next one lead at once; whether the work returned by
-        itself. Raises what it raises."""
+        """Run the work while the Lease is held, then release the Lease; returns whether the work returned by itself.
+        Raises what the work raises."""
         self._set_leading(True)
-        working, keeping = asyncio.create_task(work(self._mine.epoch)), asyncio.create_task(self._keep())
+        work_task, renewal = asyncio.create_task(work(self._own.epoch)), asyncio.create_task(self._renew())
         try:
-            await asyncio.wait({working, keeping, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            returned = working.done()
-            if keeping.done():
-                log.warning("no longer leading: %s", keeping.result())
+            await asyncio.wait({work_task, renewal, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            returned = work_task.done()
+            if renewal.done():
+                log.warning("no longer leading: %s", renewal.result())
         finally:
-            keeping.cancel()
-            working.cancel()
+            renewal.cancel()
+            work_task.cancel()
             left_s = self._renewed_s + self._duration_s - time.monotonic()
-            done, _ = await asyncio.wait({working}, timeout=max(LEAST_TO_END_S, left_s))
+            done, _ = await asyncio.wait({work_task}, timeout=max(LEAST_TO_END_S, left_s))
             if not done:
                 raise Stuck("the work did not end before another may lead; this process ends instead")
-            await asyncio.wait({keeping})
+            await asyncio.wait({renewal})
             self._set_leading(False)
-            with contextlib.suppress(LeaseRefused, Unreachable, TimeoutError):  # if it fails, it runs out by itself
+            with contextlib.suppress(LeaseRefused, Unreachable, TimeoutError):  # then it expires by itself
                 async with asyncio.timeout(RELEASE_WITHIN_S):
-                    if await self._update(self._mine._replace(holder=""), RELEASE_WITHIN_S):
+                    if await self._update(self._own._replace(holder=""), RELEASE_WITHIN_S):
                         log.info("the lease is released")
-        if not working.cancelled():
-            working.result()
+        if not work_task.cancelled():
+            work_task.result()
         return returned
 
-    async def _keep(self) -> str:
-        """Renew for as long as that goes; why we can't lead any more."""
+    async def _renew(self) -> str:
+        """Renew the Lease until that fails for too long or another holds it; returns why this process can't lead."""
         pause_s, problem = self._renew_s, ""
         while (left_s := self._left_s()) > 0:
             await asyncio.sleep(min(pause_s, left_s))
@@ -292,8 +293,8 @@ class LeaderElector:
                 break
             try:
                 async with asyncio.timeout(within_s):
-                    held = await self._update(self._mine, CALL_WITHIN_S)
-            except TimeoutError:  # our own time is over before a call's is
+                    held = await self._update(self._own, CALL_WITHIN_S)
+            except TimeoutError:  # the time left to lead is shorter than the call's limit
                 problem = problem or f"no answer within {within_s:.1f} s"
             except (LeaseRefused, Unreachable) as error:
                 pause_s, problem = self._renew_s / 4, str(error)
@@ -302,28 +303,30 @@ class LeaderElector:
                 pause_s, problem = self._renew_s, ""
                 self._health.good("it can be read and written")
                 if not held:
-                    return f"the lease is {self._seen.holder or 'nobody'}'s"
-        why = problem or "this process stood still, for it had no time to ask"
-        return f"the lease could not be renewed for {self._give_up_s:g} s: {why}"
+                    return f"the lease is {self._observed.holder or 'nobody'}'s"
+        reason = problem or "this process stood still, for it had no time to ask"
+        return f"the lease could not be renewed for {self._give_up_s:g} s: {reason}"
 
     def _left_s(self) -> float:
         return self._renewed_s + self._give_up_s - time.monotonic()
 
     async def _update(self, record: LeaseRecord, within_s: float) -> bool:
-        """Write our record with the time of now; False if it is another's. Others may write labels beside us."""
+        """Write our record with the present time; False if another holds the Lease. A conflict is tried once more,
+        because others may write the Lease's labels."""
         record = record._replace(renewed_us=max(self._now_us(), record.renewed_us + 1))
         if self._is_mine() and await self._write(record, within_s):
             return True
-        self._see(await self._lock.read(within_s))
+        self._observe(await self._lock.read(within_s))
         return self._is_mine() and await self._write(record, within_s)
 
     async def _write(self, record: LeaseRecord, within_s: float) -> bool:
-        """Write a record over what was read; False if it changed since. It holds from before it was sent."""
-        self._mine, began_s = record, time.monotonic()
-        if not await self._lock.write(spec_of(record), within_s):
+        """Write a record over the Lease as read; False if it changed since. The renewal counts from the
+        start of the request."""
+        self._own, started_s = record, time.monotonic()
+        if not await self._lock.write(encode_spec(record), within_s):
             return False
-        self._renewed_s = began_s
-        self._seen, self._seen_s, self._latest = record, time.monotonic(), record
+        self._renewed_s = started_s
+        self._observed, self._observed_s, self._latest = record, time.monotonic(), record
         return True
 
     def _set_leading(self, leading: bool) -> None:
@@ -331,4 +334,4 @@ class LeaderElector:
         self._instruments.gauge(names.LEADING).set(int(leading))
         self._instruments.counter(names.TRANSITIONS, "leading" if leading else "standby").inc()
         if leading:
-            log.info("leading, with epoch %d", self._mine.epoch)
+            log.info("leading, with epoch %d", self._own.epoch)

@@ -1,9 +1,9 @@
-"""What is read of the API server's objects, and what of them is kept.
+"""The API server's objects as far as they are decoded, and what of them is kept.
 
 In: an object's bytes. Out: frozen records with the fields that something here reads; which pods and drivers concern
 GPUs; and the labels and annotations that an allow-list names, within bounds. Everything else is skipped and never kept,
 managedFields first of all. Lists and maps may be null, because Go writes empty ones so. Tenants write the labels and
-annotations of their pods: so there is a limit to what is kept of one pod. All of it is pure.
+annotations of their pods, so what is kept of one pod is limited. All of it is pure.
 On failure: :class:`UndecodableObject`.
 Source: the Kubernetes API reference, v1 of core, meta and resource.k8s.io.
 """
@@ -28,10 +28,10 @@ _ALLOWED = re.compile(rf"\*|{_DNS}/\*|({_DNS}/)?[A-Za-z0-9]([A-Za-z0-9._-]{{0,61
 
 
 class UndecodableObject(Exception):
-    """These bytes are no such object. Count and skip it."""
+    """The bytes are not such an object. Count and skip it."""
 
 
-# The objects are called as in the API reference; only what that does not say is said here.
+# The objects are named as in the API reference, which documents them; the docstrings only add to it.
 
 
 class Reference(msgspec.Struct, frozen=True, rename="camel"):
@@ -73,23 +73,23 @@ class Node(msgspec.Struct, frozen=True):
 
     @property
     def maintenance(self) -> str | None:
-        """What is said of the node's maintenance, None if it is in none."""
-        said = [(self.metadata.annotations or {}).get(MAINTENANCE)]
-        said += [one.value or "by a taint" for one in self.spec.taints or () if one.key == MAINTENANCE]
-        return next((text.strip() or "yes" for text in said if text is not None and text.strip() != "false"), None)
+        """The text about the node's maintenance; None if it is in none."""
+        texts = [(self.metadata.annotations or {}).get(MAINTENANCE)]
+        texts += [taint.value or "by a taint" for taint in self.spec.taints or () if taint.key == MAINTENANCE]
+        return next((text.strip() or "yes" for text in texts if text is not None and text.strip() != "false"), None)
 
 
-class Names(msgspec.Struct, frozen=True):
-    """The part of its metadata that says which object it is."""
+class IdentityMeta(msgspec.Struct, frozen=True):
+    """The part of the metadata that identifies an object."""
 
     name: str
     uid: str
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What may still be read of an object that is malformed elsewhere."""
+    """An object of which only the identity is decoded, because the rest may be malformed."""
 
-    metadata: Names
+    metadata: IdentityMeta
 
 
 class Resources(msgspec.Struct, frozen=True):
@@ -113,13 +113,13 @@ class Terminated(msgspec.Struct, frozen=True, rename="camel"):
     finished_at: Time | None = None
 
 
-class Waits(msgspec.Struct, frozen=True):
+class Waiting(msgspec.Struct, frozen=True):
     reason: str | None = None
 
 
 class ContainerState(msgspec.Struct, frozen=True):
     terminated: Terminated | None = None
-    waiting: Waits | None = None
+    waiting: Waiting | None = None
 
 
 class ResourceHealth(msgspec.Struct, frozen=True):
@@ -261,7 +261,7 @@ class ApiResources(msgspec.Struct, frozen=True):
 
 
 def decode(decoder: "msgspec.json.Decoder[T]", raw: bytes) -> T:
-    """The object that the bytes are; raises UndecodableObject if they are none."""
+    """The decoded object; raises UndecodableObject."""
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -269,13 +269,13 @@ def decode(decoder: "msgspec.json.Decoder[T]", raw: bytes) -> T:
 
 
 def controller(meta: Meta) -> Reference | None:
-    """The owner that answers for the object, or None."""
+    """The owner that is the object's controller, or None."""
     return next((owner for owner in meta.owner_references or () if owner.controller), None)
 
 
-def milliseconds(at: datetime | None) -> int | None:
+def milliseconds(time: datetime | None) -> int | None:
     """A time in ms since the epoch; the API server's zero time, and any other before the epoch, is 0."""
-    return None if at is None else max(0, round(at.timestamp() * 1000))
+    return None if time is None else max(0, round(time.timestamp() * 1000))
 
 
 # -- what is kept
@@ -310,7 +310,7 @@ class Kept(NamedTuple):
 
 
 class AllowList:
-    """Exact names, ``prefix/*``, and ``*`` for all. Give it only what :func:`allow_list_mistakes` finds right."""
+    """Exact names, ``prefix/*``, and ``*`` for all. Give it only what :func:`allow_list_errors` finds right."""
 
     def __init__(self, allowed: Iterable[str], bounds: Bounds) -> None:
         names = set(allowed)
@@ -322,20 +322,20 @@ class AllowList:
         """The first of the allowed labels that fit, their values cut."""
         allowed = [name for name in labels or () if name in self._names or name.startswith(self._prefixes)]
         kept: Labels = {}
-        room, cut = self._bounds.total_bytes, 0
+        remaining_bytes, cut = self._bounds.total_bytes, 0
         for name in sorted(allowed, key=lambda name: (name not in self._names, name)):
             whole = (labels or {})[name]
             value = shortened(whole, self._bounds.value_bytes)
             size = len(orjson.dumps((name, value)))
-            if size <= room and len(kept) < self._bounds.entries:
+            if size <= remaining_bytes and len(kept) < self._bounds.entries:
                 kept[name] = value
-                room -= size
+                remaining_bytes -= size
                 cut += value is not whole
         return Kept(kept, cut + len(allowed) - len(kept))
 
 
-def allow_list_mistakes(option: str, allowed: Sequence[str]) -> list[str]:
-    """What is wrong with an allow-list that an option gives."""
+def allow_list_errors(option: str, allowed: Sequence[str]) -> list[str]:
+    """The errors in the allow-list of an option."""
     return [
         f"{option}: {name!r} is not the name of a label, nor PREFIX/*, nor *"
         for name in allowed

@@ -1,12 +1,12 @@
-"""Who owns a pod: the chain of controllers from its own to the top, each asked for once.
+"""Resolves owner chains: a pod's controller, that one's controller, up to the top. Each owner is requested once.
 
 In: a pod's controller, which a tenant may have written; the API server's metadata of each owner. Out: owner chains.
-State: the chains that are wanted, what is above each owner, the kinds that each API group serves, and the groups and
-kinds that are not asked for a while.
+State: the followed chains, the link above each owner, the kinds that each API group serves, and the groups and kinds
+that are paused.
 On failure: a chain that can't be followed now is incomplete, and tried again; what is known of it stays. An owner that
-is gone, or that may not be read, is the last of its chain. If reading is refused, it is tried again with pauses that
-grow to ten minutes, because an API server that has just started refuses what it allows later. After an answer that
-makes no sense it is tried again in ten minutes. An API group that does not answer is tried again with growing pauses.
+is gone, or that may not be read, is the last of its chain. A refused request is tried again with pauses that grow to
+ten minutes, because an API server that has just started refuses what it allows later. After an invalid answer it is
+tried again in ten minutes. An API group that does not answer is tried again with growing pauses.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from producers.cluster.pods import as_owner
 from topics.workloads import Owner
 
 log = logging.getLogger(__name__)
-KEPT_S = 3600.0  # for how long an owner's answer is good for other pods
+KEPT_S = 3600.0  # how long an owner's link is cached for other pods
 MOST_LINKS = 16_384
-DEEPEST = 8  # the most links of a chain
-AGAIN_S = 600.0  # after how long to ask again for what is not known; and at most for what may not be read
-REFUSED_S = 5.0  # after how long to ask again for what may not be read; four times as long after each refusal
-NEW_KIND_S = 30.0  # after how long a kind that an API group did not have may be there
+DEEPEST = 8  # the most owners of a chain
+AGAIN_S = 600.0  # the pause after an unknown kind or an invalid answer; the longest pause after refusals
+REFUSED_S = 5.0  # the pause after a first refusal; four times as long after each further one
+NEW_KIND_S = 30.0  # how soon a group is read again for a kind that it did not serve
 MOST_GROUPS = 256
 AT_ONCE = 4  # requests of one API group at the same time: one that hangs holds up no other
 TIMEOUT_S = 5.0
@@ -52,7 +52,7 @@ _OBJECT, _RESOURCES = msgspec.json.Decoder(objects.Object), msgspec.json.Decoder
 
 
 class Chain(NamedTuple):
-    """Owners from a pod's controller upward. ``complete``: nothing that could be read is above the last."""
+    """Owners from a pod's controller upward. ``complete``: above the last owner there is none that can be read."""
 
     owners: tuple[Owner, ...]
     complete: bool
@@ -67,8 +67,8 @@ class Kind(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What is above an owner, and in how many seconds to ask again; None: never.
-    ``known``: there was an answer. One that may not be read counts as nothing above: a chain ends there."""
+    """The owner above an owner; None if there is none. ``again_s``: request it again after so long; None: never.
+    ``known``: the API server gave an answer. A refusal counts as one: the chain ends there."""
 
     above: Owner | None
     again_s: float | None = None
@@ -86,29 +86,29 @@ _BUILT_IN = {
     )
     for kind in kinds
 }
-_TOPS = {("v1", "Node")}  # kinds that nothing owns: a static pod's node
+_TOPS = {("v1", "Node")}  # kinds without an owner: a static pod is owned by its node
 
 
 @dataclass(slots=True)
 class _ApiGroup:
-    """A version of an API group: what it serves, when that was asked, and until when it is left alone."""
+    """A version of an API group: the kinds that it serves, when these were read, and until when it is paused."""
 
     kinds: dict[str, Kind] | None = None
-    asked_s: float = 0.0
+    read_s: float = 0.0
     paused_until_s: float = 0.0
     failures: int = 0
     slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
 
 class _Denial(NamedTuple):
-    """A kind may not be read in a namespace: when the API server refused, and for how long it is not asked again."""
+    """A kind that may not be read in a namespace: when the API server refused, and how long to pause after it."""
 
-    at_s: float
+    denied_s: float
     pause_s: float
 
 
 class OwnerLookup:
-    """Asks for what is above one owner; several of one API group at the same time, but not many."""
+    """Reads the owner of an owner from the API server, with at most four requests of one API group at a time."""
 
     def __init__(self, api: Client, instruments: Instruments, *, clock: Callable[[], float]) -> None:
         self._api, self._instruments, self._clock = api, instruments, clock
@@ -117,74 +117,75 @@ class OwnerLookup:
         self._logged: dict[tuple[str, str], None] = {}
 
     async def above(self, owner: Owner, namespace: str) -> Link:
+        """The link above an owner. It never raises for what the API server does."""
         if (owner.api_version, owner.kind) in _TOPS:
             return TOP
         if not _GROUP_VERSION.fullmatch(owner.api_version) or not _NAME.fullmatch(owner.name):
-            return self._ended(owner, "malformed", None)
+            return self._end_chain(owner, "malformed", None)
         group = self._group(owner.api_version)
         async with group.slots:
             denial = self._denials.get((owner.api_version, owner.kind, namespace))
-            denied_s = denial.at_s + denial.pause_s - self._clock() if denial else 0.0
-            pause_s = max(group.paused_until_s - self._clock(), denied_s)
+            denied_for_s = denial.denied_s + denial.pause_s - self._clock() if denial else 0.0
+            pause_s = max(group.paused_until_s - self._clock(), denied_for_s)
             if pause_s > 0:
-                return Link(None, _spread(pause_s), known=denied_s > 0)
+                return Link(None, _jitter(pause_s), known=denied_for_s > 0)
             try:
-                return await self._ask(group, owner, namespace)
+                return await self._request(group, owner, namespace)
             except Unreachable:
-                return self._away(group, owner, None)
+                return self._pause_group(group, owner, None)
             except UndecodableObject:
                 self._instruments.counter(names.UNDECODABLE, "owners").inc()
-                return self._ended(owner, "undecodable", AGAIN_S)._replace(known=False)
+                return self._end_chain(owner, "undecodable", AGAIN_S)._replace(known=False)
 
-    def too_long(self, owner: Owner, pod_side: Owner) -> None:
-        """A chain was not followed above ``owner``: it has too many links, or comes back to one of them."""
+    def too_long(self, owner: Owner, root: Owner) -> None:
+        """Count and log a chain from ``root`` that ends at ``owner``: it has too many owners, or is a ring."""
         self._count(owner, "too_long")
-        what = f"{pod_side.kind} {pod_side.name}"
-        log.warning("%s: its chain of owners has more than %d links, or is a ring: no workload", what, DEEPEST)
+        name = f"{root.kind} {root.name}"
+        log.warning("%s: its chain of owners has more than %d links, or is a ring: no workload", name, DEEPEST)
 
-    async def _ask(self, group: _ApiGroup, owner: Owner, namespace: str) -> Link:
-        kind = _BUILT_IN.get((owner.api_version, owner.kind)) or await self._served(group, owner)
+    async def _request(self, group: _ApiGroup, owner: Owner, namespace: str) -> Link:
+        kind = _BUILT_IN.get((owner.api_version, owner.kind)) or await self._find_kind(group, owner)
         if isinstance(kind, Link):
             return kind
-        of_namespace = f"/namespaces/{quote(namespace, safe='')}" if kind.namespaced else ""
-        path = f"{_base(owner.api_version)}{of_namespace}/{kind.plural}/{quote(owner.name, safe='')}"
+        scope = f"/namespaces/{quote(namespace, safe='')}" if kind.namespaced else ""
+        path = f"{_base_path(owner.api_version)}{scope}/{kind.plural}/{quote(owner.name, safe='')}"
         answer = await self._api.request("GET", path, headers=_METADATA_ONLY, timeout_s=TIMEOUT_S)
         if answer.status not in (200, 404):
-            return self._not_read(group, owner, namespace, answer)
+            return self._handle_refusal(group, owner, namespace, answer)
         if answer.status == 404:
-            return self._ended(owner, "gone", None)
+            return self._end_chain(owner, "gone", None)
         group.failures = 0
         meta = decode(_OBJECT, answer.body).metadata
         if meta.uid != owner.uid:
-            return self._ended(owner, "gone", None)
+            return self._end_chain(owner, "gone", None)
         self._count(owner, "ok")
         self._denials.pop((owner.api_version, owner.kind, namespace), None)
         above = controller(meta)
         return Link(as_owner(above)) if above else TOP
 
-    async def _served(self, group: _ApiGroup, owner: Owner) -> Kind | Link:
-        """How an owner's kind is asked for, by what its group serves; a link that ends the chain if that is unknown."""
+    async def _find_kind(self, group: _ApiGroup, owner: Owner) -> Kind | Link:
+        """The plural and scope of an owner's kind, as its group serves it; else a link that ends the chain."""
         kinds = group.kinds
-        good_for_s = AGAIN_S if kinds and owner.kind in kinds else NEW_KIND_S
-        if kinds is None or self._clock() - group.asked_s >= good_for_s:
-            answer = await self._api.request("GET", _base(owner.api_version), headers=_JSON, timeout_s=TIMEOUT_S)
+        max_age_s = AGAIN_S if kinds and owner.kind in kinds else NEW_KIND_S
+        if kinds is None or self._clock() - group.read_s >= max_age_s:
+            answer = await self._api.request("GET", _base_path(owner.api_version), headers=_JSON, timeout_s=TIMEOUT_S)
             if answer.status not in (200, 404):
-                return self._not_read(group, owner, "", answer)
-            served = decode(_RESOURCES, answer.body).resources or () if answer.status == 200 else ()
-            kinds = {row.kind: Kind(row.name, row.namespaced) for row in served if "/" not in row.name}
-            group.kinds, group.asked_s, group.failures = kinds, self._clock(), 0
-        return kinds.get(owner.kind) or self._ended(owner, "unknown_kind", AGAIN_S)
+                return self._handle_refusal(group, owner, "", answer)
+            resources = decode(_RESOURCES, answer.body).resources or () if answer.status == 200 else ()
+            kinds = {res.kind: Kind(res.name, res.namespaced) for res in resources if "/" not in res.name}
+            group.kinds, group.read_s, group.failures = kinds, self._clock(), 0
+        return kinds.get(owner.kind) or self._end_chain(owner, "unknown_kind", AGAIN_S)
 
-    def _not_read(self, group: _ApiGroup, owner: Owner, namespace: str, answer: Answer) -> Link:
-        """An answer that says nothing of the owner: the API is away for now, or does not let it be read. Denials of
-        long ago are forgotten, so that they never grow many."""
+    def _handle_refusal(self, group: _ApiGroup, owner: Owner, namespace: str, answer: Answer) -> Link:
+        """The link after any other status: the API group is away for now, or the owner may not be read. Old denials are
+        dropped, so that their number stays small."""
         if answer.status in (401, 408, 429) or answer.status >= 500:
-            return self._away(group, owner, answer.retry_after_s)
+            return self._pause_group(group, owner, answer.retry_after_s)
         now_s, kind = self._clock(), (owner.api_version, owner.kind)
         before = self._denials.pop((*kind, namespace), None)
-        while self._denials and (oldest := next(iter(self._denials.items())))[1].at_s + 2 * AGAIN_S <= now_s:
+        while self._denials and (oldest := next(iter(self._denials.items())))[1].denied_s + 2 * AGAIN_S <= now_s:
             del self._denials[oldest[0]]
-        if before and before.at_s + before.pause_s > now_s:  # several were asked for at once
+        if before and before.denied_s + before.pause_s > now_s:  # an earlier one of concurrent requests was denied
             denial = before
         else:
             denial = _Denial(now_s, min(AGAIN_S, 4 * before.pause_s) if before else REFUSED_S)
@@ -193,25 +194,25 @@ class OwnerLookup:
             self._logged[kind] = None
             if len(self._logged) > MOST_GROUPS:
                 del self._logged[next(iter(self._logged))]
-            what = f"{owner.kind} of {owner.api_version}"
-            log.warning("%s: not to be read (HTTP %d); owner chains end there", what, answer.status)
-        return self._ended(owner, "forbidden" if answer.status == 403 else "refused", denial.pause_s)
+            kind_name = f"{owner.kind} of {owner.api_version}"
+            log.warning("%s: not to be read (HTTP %d); owner chains end there", kind_name, answer.status)
+        return self._end_chain(owner, "forbidden" if answer.status == 403 else "refused", denial.pause_s)
 
-    def _away(self, group: _ApiGroup, owner: Owner, retry_after_s: float | None) -> Link:
-        """Leave the API group alone for a while."""
+    def _pause_group(self, group: _ApiGroup, owner: Owner, retry_after_s: float | None) -> Link:
+        """Pause the API group, longer after each failure."""
         self._count(owner, "away")
         pause_s = min(LONGEST_PAUSE_S, SHORTEST_PAUSE_S * 2 ** min(group.failures, 10))
         group.failures += 1
         pause_s = max(pause_s, min(LONGEST_PAUSE_S, retry_after_s or 0.0))
         group.paused_until_s = self._clock() + pause_s
-        return Link(None, _spread(pause_s), known=False)
+        return Link(None, _jitter(pause_s), known=False)
 
-    def _ended(self, owner: Owner, result: str, again_s: float | None) -> Link:
+    def _end_chain(self, owner: Owner, result: str, again_s: float | None) -> Link:
         self._count(owner, result)
-        return Link(None, None if again_s is None else _spread(again_s))
+        return Link(None, None if again_s is None else _jitter(again_s))
 
     def _count(self, owner: Owner, result: str) -> None:
-        """A kind that the API server is not known to have may be any text: it is counted as other."""
+        """Count a lookup. A kind that the API server is not known to serve may be any text: it is counted as other."""
         kinds = self._group(owner.api_version).kinds or {}
         known = (owner.api_version, owner.kind) in _BUILT_IN or owner.kind in kinds
         self._instruments.counter(names.OWNER_REQUESTS, owner.kind if known else "other", result).inc()
@@ -224,18 +225,18 @@ class OwnerLookup:
         return group
 
 
-def _base(api_version: str) -> str:
+def _base_path(api_version: str) -> str:
     return f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
 
 
-def _spread(wait_s: float) -> float:
-    """A little more, so that not all who wait come back at once."""
+def _jitter(wait_s: float) -> float:
+    """The pause and up to a fifth more, so that requests do not come all at once."""
     return wait_s * random.uniform(1.0, 1.2)
 
 
 @dataclass(slots=True)
 class _Root:
-    """A pod's controller, and the chain from it up that was reported last. ``open``: more may be known soon."""
+    """A pod's controller, and the last reported chain from it up. ``open``: more of the chain may be known soon."""
 
     owner: Owner
     namespace: str
@@ -244,65 +245,65 @@ class _Root:
 
 
 class Owners:
-    """Finds out owner chains, for as long as :meth:`run` runs. ``learned`` is called with an owner's uid and the chain
-    from it up when it was looked for, and whenever more of it is known. It must not raise."""
+    """Resolves owner chains while :meth:`run` runs. It calls ``on_chain`` with an owner's uid and the chain from it up,
+    first when the chain was looked for, then whenever more of it is known. ``on_chain`` must not raise."""
 
     def __init__(
         self,
         api: Client,
         instruments: Instruments,
-        learned: Callable[[str, Chain], None],
+        on_chain: Callable[[str, Chain], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._learned, self._clock = learned, clock
+        self._on_chain, self._clock = on_chain, clock
         self._lookup = OwnerLookup(api, instruments, clock=clock)
         self._roots: dict[str, _Root] = {}
         self._due: list[tuple[float, str]] = []
-        self._climbing: set[str] = set()
-        self._links: dict[str, tuple[float, Link]] = {}
-        self._asking: dict[str, asyncio.Future[Link]] = {}
+        self._resolving: set[str] = set()
+        self._cache: dict[str, tuple[float, Link]] = {}
+        self._in_flight: dict[str, asyncio.Future[Link]] = {}
         self._wake = asyncio.Event()
 
     @property
     def unknown(self) -> int:
-        """The owners whose chains are wanted and may soon be known, but are not yet."""
+        """How many followed chains are not known yet, but may be soon."""
         return sum(root.open for root in self._roots.values())
 
     def follow(self, owner: Owner, namespace: str) -> None:
         uid = owner.uid or ""
         self._roots[uid] = _Root(owner, namespace)
-        self._come_back(uid, 0.0)
+        self._schedule(uid, 0.0)
 
     def forget(self, uid: str) -> None:
         self._roots.pop(uid, None)
 
     async def run(self) -> None:
-        """Ask, until it is cancelled. One chain is not climbed twice at the same time."""
+        """Resolve chains as they become due, until it is cancelled. One chain is never resolved twice at a time."""
         try:
-            async with asyncio.TaskGroup() as climbs:
+            async with asyncio.TaskGroup() as tasks:
                 while True:
                     while self._due and self._due[0][0] <= self._clock():
                         _, uid = heapq.heappop(self._due)
-                        if uid in self._roots and uid not in self._climbing:
-                            self._climbing.add(uid)
-                            climbs.create_task(self._climb(uid))
+                        if uid in self._roots and uid not in self._resolving:
+                            self._resolving.add(uid)
+                            tasks.create_task(self._resolve(uid))
                     self._wake.clear()
                     wait_s = max(0.0, self._due[0][0] - self._clock()) if self._due else None
                     await set_within(self._wake, wait_s)
         finally:
-            for asked in self._asking.values():
-                asked.cancel()
+            for request in self._in_flight.values():
+                request.cancel()
 
-    def _come_back(self, uid: str, in_s: float) -> None:
+    def _schedule(self, uid: str, in_s: float) -> None:
         heapq.heappush(self._due, (self._clock() + in_s, uid))
         self._wake.set()
 
-    async def _climb(self, uid: str) -> None:
-        """Find out one chain as far as it can be known now, and report it if that is more than before."""
+    async def _resolve(self, uid: str) -> None:
+        """Resolve one chain as far as possible now, and report it if more of it is known than before."""
         root = self._roots.get(uid)
         if root is None:
-            self._climbing.discard(uid)
+            self._resolving.discard(uid)
             return
         owners = [root.owner]
         link = await self._link(root.owner, root.namespace)
@@ -314,34 +315,34 @@ class Owners:
                 owners.append(above)
                 link = await self._link(above, root.namespace)
         chain = Chain(tuple(owners), link.known)
-        self._climbing.discard(uid)
+        self._resolving.discard(uid)
         if self._roots.get(uid) is not root:
-            self._come_back(uid, 0.0)
+            self._schedule(uid, 0.0)
             return
         root.open = not chain.complete and link.again_s is not None
         if (chain.complete, len(owners)) > (root.reported.complete, len(root.reported.owners)):
             root.reported = chain
-            self._learned(uid, chain)
+            self._on_chain(uid, chain)
         if link.again_s is not None:
-            self._come_back(uid, link.again_s)
+            self._schedule(uid, link.again_s)
 
     async def _link(self, owner: Owner, namespace: str) -> Link:
-        """What is above an owner: remembered, or asked for once however many wait for it."""
+        """The link above an owner: from the cache, or by one request, however many chains wait for it."""
         uid = owner.uid or ""
-        remembered = self._links.get(uid)
-        if remembered is not None and remembered[0] > self._clock():
-            return remembered[1]
-        asked = self._asking.get(uid)
-        if asked is None:
-            asked = self._asking[uid] = asyncio.ensure_future(self._ask_once(owner, namespace))
-            asked.add_done_callback(lambda _: self._asking.pop(uid, None))
-        return await asyncio.shield(asked)
+        cached = self._cache.get(uid)
+        if cached is not None and cached[0] > self._clock():
+            return cached[1]
+        request = self._in_flight.get(uid)
+        if request is None:
+            request = self._in_flight[uid] = asyncio.ensure_future(self._fetch(owner, namespace))
+            request.add_done_callback(lambda _: self._in_flight.pop(uid, None))
+        return await asyncio.shield(request)
 
-    async def _ask_once(self, owner: Owner, namespace: str) -> Link:
+    async def _fetch(self, owner: Owner, namespace: str) -> Link:
         link = await self._lookup.above(owner, namespace)
         if link.again_s is None:
-            self._links.pop(owner.uid or "", None)
-            self._links[owner.uid or ""] = (self._clock() + KEPT_S, link)
-            if len(self._links) > MOST_LINKS:
-                del self._links[next(iter(self._links))]
+            self._cache.pop(owner.uid or "", None)
+            self._cache[owner.uid or ""] = (self._clock() + KEPT_S, link)
+            if len(self._cache) > MOST_LINKS:
+                del self._cache[next(iter(self._cache))]
         return link

@@ -1,11 +1,11 @@
-"""Writes a Kubernetes Event on a pod if its annotations for gpustream, or its namespace's, have a mistake.
+"""Writes a Kubernetes Event on a pod if its annotations for gpustream, or its namespace's, have an error.
 
-In: GPU pods and namespaces as the watches have them. Out: an Event for each pod and mistake, written by the leader.
-State: the mistakes of pods and namespaces, and which of them have an Event. Every replica keeps them.
-The name of an Event is made of its pod and mistake. So another leader, or this one after a restart, writes none twice
-while the API server keeps it, which is an hour by default. If a replica begins to lead and has known a mistake for
+In: GPU pods and namespaces as the watches have them. Out: an Event for each pod and error, written by the leader.
+State: the errors of pods and namespaces, and which of them have an Event. Every replica keeps them.
+The name of an Event is made of its pod and error. So another leader, or this one after a restart, writes none twice
+while the API server keeps it, which is an hour by default. If a replica begins to lead and has known an error for
 longer than that, the last leader has written its Event.
-On failure: what the API server can't take now is tried again. What it refuses is logged.
+On failure: an Event that the API server can't accept now is tried again. One that it refuses is logged.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ _SPACING_S = 0.1
 _AGAIN_S = 30.0
 _NOTE_S = 60.0
 
-Said = tuple[str, PolicyError]
+PodError = tuple[str, PolicyError]
 
 
 class PolicyEvents:
-    """The mistakes in annotations, and which pods have an Event about them. ``pods`` are all GPU pods."""
+    """The errors in annotations, and which pods have an Event about them. ``pods`` are all GPU pods."""
 
     def __init__(
         self,
@@ -50,77 +50,79 @@ class PolicyEvents:
         self._api, self._pods, self._longest, self._instruments = api, pods, longest, instruments
         self._clock_s = clock_s
         self._health = ApiHealth("events about annotations", log)
-        self._of_pods: dict[str, list[PolicyError]] = {}
-        self._of_namespaces: dict[str, list[PolicyError]] = {}
-        self._seen_s: dict[Said, float] = {}
-        self._said: set[Said] = set()
+        self._errors_by_pod: dict[str, list[PolicyError]] = {}
+        self._errors_by_namespace: dict[str, list[PolicyError]] = {}
+        self._first_seen_s: dict[PodError, float] = {}
+        self._reported: set[PodError] = set()
 
     def put_pod(self, uid: str, namespace: str, annotations: Mapping[str, str] | None) -> None:
-        """A pod as it is now; one that holds no GPU is passed over later."""
-        self._put(self._of_pods, uid, annotation_errors(annotations or {}, namespace, self._longest, of_pod=True))
+        """Add or update a pod's errors. Those of a pod without GPUs are dropped later."""
+        self._put(self._errors_by_pod, uid, annotation_errors(annotations or {}, namespace, self._longest, of_pod=True))
 
     def put_namespace(self, name: str, annotations: Mapping[str, str] | None) -> None:
-        """A namespace as it is now."""
-        self._put(self._of_namespaces, name, annotation_errors(annotations or {}, name, self._longest, of_pod=False))
+        """Add or update a namespace's errors."""
+        self._put(
+            self._errors_by_namespace, name, annotation_errors(annotations or {}, name, self._longest, of_pod=False)
+        )
 
-    def _put(self, where: dict[str, list[PolicyError]], name: str, found: list[PolicyError]) -> None:
-        if found:
-            where[name] = found
+    def _put(self, errors_by_name: dict[str, list[PolicyError]], name: str, errors: list[PolicyError]) -> None:
+        if errors:
+            errors_by_name[name] = errors
         else:
-            where.pop(name, None)
+            errors_by_name.pop(name, None)
 
     async def follow(self) -> None:
-        """Note what there is, also while another replica leads, until it is cancelled."""
+        """Keep the errors up to date, also while another replica leads, until it is cancelled."""
         while True:
             self.watch()
             await asyncio.sleep(_NOTE_S)
 
     async def run(self) -> None:
-        """Say what is not said yet, until it is cancelled."""
-        since_s = self._clock_s()
-        self._said.update(said for said, seen_s in self._seen_s.items() if since_s - seen_s > KEPT_S)
+        """Write an Event for each unreported error, until it is cancelled."""
+        now_s = self._clock_s()
+        self._reported.update(error for error, seen_s in self._first_seen_s.items() if now_s - seen_s > KEPT_S)
         while True:
-            for pod, mistake in list(self.unsaid()):
-                if (pause_s := await self._say(pod, mistake)) > 0:
+            for pod, error in list(self.unreported()):
+                if (pause_s := await self._report(pod, error)) > 0:
                     await asyncio.sleep(pause_s)
                     break
                 await asyncio.sleep(_SPACING_S)
             await asyncio.sleep(_LOOK_S)
 
     def watch(self) -> None:
-        """Note what there is, and since when; forget pods that are gone."""
-        for uid in [uid for uid in self._of_pods if self._pods.get(uid) is None]:
-            del self._of_pods[uid]
-        now_s, there = self._clock_s(), {(pod.uid, mistake) for pod, mistake in self._wrong()}
-        self._seen_s = {said: self._seen_s.get(said, now_s) for said in there}
-        self._said &= there
+        """Note each present error and when it was first seen; forget pods that are gone."""
+        for uid in [uid for uid in self._errors_by_pod if self._pods.get(uid) is None]:
+            del self._errors_by_pod[uid]
+        now_s, present = self._clock_s(), {(pod.uid, error) for pod, error in self._pod_errors()}
+        self._first_seen_s = {error: self._first_seen_s.get(error, now_s) for error in present}
+        self._reported &= present
 
-    def unsaid(self) -> Iterator[tuple[KnownPod, PolicyError]]:
-        """What to write now: for each pod that runs, each mistake of its own and of its namespace."""
+    def unreported(self) -> Iterator[tuple[KnownPod, PolicyError]]:
+        """The errors to write an Event for: each running pod, with each error of its own and of its namespace."""
         self.watch()
-        return ((pod, mistake) for pod, mistake in self._wrong() if (pod.uid, mistake) not in self._said)
+        return ((pod, error) for pod, error in self._pod_errors() if (pod.uid, error) not in self._reported)
 
-    def _wrong(self) -> Iterator[tuple[KnownPod, PolicyError]]:
-        for uid, mistakes in self._of_pods.items():
+    def _pod_errors(self) -> Iterator[tuple[KnownPod, PolicyError]]:
+        for uid, errors in self._errors_by_pod.items():
             pod = self._pods.get(uid)
             if pod is not None and pod.ended_ms is None:
-                yield from ((pod, mistake) for mistake in mistakes)
-        for name, mistakes in self._of_namespaces.items():
+                yield from ((pod, error) for error in errors)
+        for name, errors in self._errors_by_namespace.items():
             for pod in self._pods.in_namespace(name):
                 if pod.ended_ms is None:
-                    of_namespace = (one._replace(text=f"namespace {name}: {one.text}") for one in mistakes)
-                    yield from ((pod, mistake) for mistake in of_namespace)
+                    for error in errors:
+                        yield pod, error._replace(text=f"namespace {name}: {error.text}")
 
-    async def _say(self, pod: KnownPod, mistake: PolicyError) -> float:
-        """Write an Event; gives how many seconds to wait, if it could not be written now."""
-        content = msgspec.json.encode(event(pod, mistake, datetime.now(UTC)))
+    async def _report(self, pod: KnownPod, error: PolicyError) -> float:
+        """Write an Event; returns the seconds to wait before the next try, 0 if none is needed."""
+        content = msgspec.json.encode(event(pod, error, datetime.now(UTC)))
         try:
             answer = await self._api.request("POST", f"/api/v1/namespaces/{pod.namespace}/events", body=content)
-        except Unreachable as error:
-            return self._later(error.reason, str(error), None)
+        except Unreachable as failure:
+            return self._retry_later(failure.reason, str(failure), None)
         if answer.status in (401, 403, 408, 429) or answer.status >= 500:
-            return self._later(str(answer.status), _sentence(answer), answer.retry_after_s)
-        self._said.add((pod.uid, mistake))
+            return self._retry_later(str(answer.status), _sentence(answer), answer.retry_after_s)
+        self._reported.add((pod.uid, error))
         self._health.good("they can be written")
         result = "written" if answer.status == 201 else "there" if answer.status == 409 else "refused"
         self._instruments.counter(own.POLICY_EVENTS, result).inc()
@@ -128,9 +130,9 @@ class PolicyEvents:
             log.warning("pod %s: no event about its annotations: %s", f"{pod.namespace}/{pod.name}", _sentence(answer))
         return 0.0
 
-    def _later(self, kind: str, why: str, retry_after_s: float | None) -> float:
+    def _retry_later(self, reason: str, problem: str, retry_after_s: float | None) -> float:
         self._instruments.counter(own.POLICY_EVENTS, "again").inc()
-        self._health.bad(kind, why)
+        self._health.bad(reason, problem)
         return max(_AGAIN_S, retry_after_s or 0.0)
 
 
@@ -139,14 +141,14 @@ def _sentence(answer: Answer) -> str:
     return f"HTTP {answer.status}: {message(answer.body)}{rule}"
 
 
-def event(pod: KnownPod, mistake: PolicyError, now: datetime) -> dict[str, Any]:
+def event(pod: KnownPod, error: PolicyError, now: datetime) -> dict[str, Any]:
     """The Event about a pod and what is wrong with an annotation."""
-    which = blake2b(f"{pod.uid}\0{mistake.name}\0{mistake.text}".encode(), digest_size=8).hexdigest()
-    at = f"{now:%Y-%m-%dT%H:%M:%SZ}"
+    digest = blake2b(f"{pod.uid}\0{error.name}\0{error.text}".encode(), digest_size=8).hexdigest()
+    timestamp = f"{now:%Y-%m-%dT%H:%M:%SZ}"
     return {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"name": f"{pod.name[:200]}.{which}", "namespace": pod.namespace},
+        "metadata": {"name": f"{pod.name[:200]}.{digest}", "namespace": pod.namespace},
         "involvedObject": {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -156,11 +158,11 @@ def event(pod: KnownPod, mistake: PolicyError, now: datetime) -> dict[str, Any]:
         },
         "type": "Warning",
         "reason": REASON,
-        "message": mistake.text[:1024],
+        "message": error.text[:1024],
         "source": {"component": "gpustream"},
         "reportingComponent": "gpustream.dev/cluster",
         "reportingInstance": "gpustream",
-        "firstTimestamp": at,
-        "lastTimestamp": at,
+        "firstTimestamp": timestamp,
+        "lastTimestamp": timestamp,
         "count": 1,
     }

@@ -35,7 +35,7 @@ from producers.cluster import instruments as own
 from producers.cluster.lease import DURATION_S
 from producers.cluster.objects import ANNOTATION_BOUNDS, LABEL_BOUNDS
 from producers.cluster.owners import DEEPEST
-from producers.cluster.reflector import WENT_WELL_S
+from producers.cluster.reflector import HEALTHY_AFTER_S
 from producers.publisher import INSTRUMENTS, NodePublisher
 from tests.eventually import eventually_sync
 from tests.k8s.manifests import K8S
@@ -1047,7 +1047,7 @@ def test_an_expired_token_is_reported_and_one_that_rotates_is_followed(cluster: 
     file.write_text(token(api, boundObjectRef={**secret, "name": "bound", "uid": made["metadata"]["uid"]}))
     eventually_sync(lambda: cluster.workloads.of(node, "rotating"))
     eventually_sync(lambda: not producer.why_not())
-    time.sleep(WENT_WELL_S)  # from then on a watch that fails is begun again at once
+    time.sleep(HEALTHY_AFTER_S)  # from then on a watch that fails is begun again at once
     denied, fresh = counted(producer, own.API_REQUESTS, code="401"), token(api)
     api.delete("/api/v1/namespaces/gpustream/secrets/bound")  # and with it the token, which the server has in memory
     api.kill9()

@@ -371,7 +371,7 @@ async def test_who_is_killed_is_followed_within_15_s_with_a_higher_epoch(joins: 
     first = await joins("first")
     await first.leads()
     second = await joins("second")
-    await eventually(lambda: second.lease._seen.holder == "first")
+    await eventually(lambda: second.lease._observed.holder == "first")
     first.line.silence()  # a killed process says nothing more, and its work is over at once
     killed_s = asyncio.get_running_loop().time()
     await second.leads()
@@ -383,13 +383,13 @@ async def test_who_is_cut_off_ends_its_work_before_the_other_leads(joins: Joins)
     first = await joins("first")
     await first.leads()
     second = await joins("second")
-    await eventually(lambda: second.lease._seen.holder == "first")
+    await eventually(lambda: second.lease._observed.holder == "first")
     first.line.silence()
     await second.leads()
     first.line.mend()
     what = [(who, event) for who, event, _ in first.diary]
     assert what == [("first", "begins"), ("first", "ends"), ("second", "begins")]
-    await eventually(lambda: first.lease._seen.holder == "second")
+    await eventually(lambda: first.lease._observed.holder == "second")
     assert not first.lease.leading
     second.stop.set()
     await eventually(lambda: len(first.epochs) == 2)
@@ -400,7 +400,7 @@ async def test_who_stops_in_order_is_followed_at_once(joins: Joins, caplog: pyte
     first = await joins("first")
     await first.leads()
     second = await joins("second")
-    await eventually(lambda: second.lease._seen.holder == "first")
+    await eventually(lambda: second.lease._observed.holder == "first")
     stopped_s = asyncio.get_running_loop().time()
     first.stop.set()
     await second.leads()

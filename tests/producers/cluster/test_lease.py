@@ -18,7 +18,7 @@ from delivery.kubernetes import client
 from delivery.kubernetes.client import Answer, Client, Unreachable
 from producers.cluster import instruments as names
 from producers.cluster import lease as module
-from producers.cluster.lease import LeaderElector, LeaseRecord, Stuck, record_of, spec_of, taken
+from producers.cluster.lease import LeaderElector, LeaseRecord, Stuck, acquired, decode_lease, encode_spec
 from tests.eventually import eventually
 from tests.producers.cluster.api_server import ApiServer, Behaviour, Json, Reply, Request, answers, kubeconfig
 from tests.producers.fakes import value
@@ -118,7 +118,7 @@ def spec(server: ApiServer) -> Json:
 
 
 def held_by(holder: str, **fields: Any) -> Json:
-    record = {**spec_of(LeaseRecord(holder, 2.0, NOW_US, NOW_US, 7)), **fields}
+    record = {**encode_spec(LeaseRecord(holder, 2.0, NOW_US, NOW_US, 7)), **fields}
     return {"metadata": {"name": "leader", "namespace": "gpu", "labels": {"a": "b"}}, "spec": record}
 
 
@@ -452,9 +452,9 @@ async def test_a_process_that_stood_still_says_so(join: Join, caplog: pytest.Log
 
 def test_the_epoch_rises_where_clocks_step_back() -> None:
     last = LeaseRecord("a", acquired_us=NOW_US)
-    after = taken(last, "b", duration_s=10.0, now_us=NOW_US - 3_600_000_000)
+    after = acquired(last, "b", duration_s=10.0, now_us=NOW_US - 3_600_000_000)
     assert after.epoch == last.epoch + 1
-    assert record_of({"spec": spec_of(after)}) == after
+    assert decode_lease({"spec": encode_spec(after)}) == after
 
 
 async def test_the_epoch_rises_over_a_released_lease_of_a_faster_clock(server: ApiServer, join: Join) -> None:
@@ -467,26 +467,26 @@ async def test_the_epoch_rises_over_a_released_lease_of_a_faster_clock(server: A
 @given(st.integers(0, 4 * 10**15), st.integers(0, 4 * 10**15), st.integers(1, 60), st.integers(0, 2**31 - 2))
 def test_a_record_is_read_as_it_was_written(acquired: int, renewed: int, duration: int, transitions: int) -> None:
     record = LeaseRecord("who", float(duration), acquired, renewed, transitions)
-    assert record_of(msgspec.json.decode(msgspec.json.encode({"spec": spec_of(record)}))) == record
+    assert decode_lease(msgspec.json.decode(msgspec.json.encode({"spec": encode_spec(record)}))) == record
 
 
 anything = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=3)
 
 
-@given(st.dictionaries(st.sampled_from([*spec_of(LeaseRecord())]), anything), anything)
+@given(st.dictionaries(st.sampled_from([*encode_spec(LeaseRecord())]), anything), anything)
 def test_nonsense_in_a_lease_is_a_lease_of_nobody_or_a_bounded_one(content: Json, other: Any) -> None:
-    record = record_of({"spec": content})
+    record = decode_lease({"spec": content})
     assert 1 <= record.duration_s <= 60
-    assert spec_of(taken(record, "me", duration_s=10.0, now_us=NOW_US))["leaseTransitions"] < 2**31
-    assert record_of({"spec": other}) == LeaseRecord() or isinstance(other, dict)
+    assert encode_spec(acquired(record, "me", duration_s=10.0, now_us=NOW_US))["leaseTransitions"] < 2**31
+    assert decode_lease({"spec": other}) == LeaseRecord() or isinstance(other, dict)
 
 
 @pytest.mark.parametrize("time", ["9999-12-31T23:59:59.999999Z", "0001-01-01T00:00:00Z", "yesterday", ""])
 def test_a_time_at_the_end_of_the_calendar_is_none(time: str) -> None:
-    record = taken(record_of({"spec": {"acquireTime": time}}), "me", duration_s=10.0, now_us=NOW_US)
+    record = acquired(decode_lease({"spec": {"acquireTime": time}}), "me", duration_s=10.0, now_us=NOW_US)
     assert record.epoch == NOW_US // 1000
 
 
 def test_times_are_utc_with_microseconds() -> None:
-    assert datetime.fromisoformat(spec_of(LeaseRecord(acquired_us=NOW_US))["acquireTime"]).tzinfo == UTC
-    assert record_of({"spec": {"acquireTime": "2026-11-18T12:06:40.123456+01:00"}}).acquired_us == NOW_US
+    assert datetime.fromisoformat(encode_spec(LeaseRecord(acquired_us=NOW_US))["acquireTime"]).tzinfo == UTC
+    assert decode_lease({"spec": {"acquireTime": "2026-11-18T12:06:40.123456+01:00"}}).acquired_us == NOW_US

@@ -51,7 +51,7 @@ def test_what_is_no_pod_is_undecodable(mangled: bytes) -> None:
 def test_a_pod_that_is_malformed_elsewhere_still_says_which_it_is() -> None:
     mangled = {**pod_json("bert-0", "u1"), "spec": "none"}
 
-    assert decode(_IDENTITY, raw(mangled)).metadata == objects.Names("bert-0", "u1")
+    assert decode(_IDENTITY, raw(mangled)).metadata == objects.IdentityMeta("bert-0", "u1")
 
 
 def test_the_controller_is_the_owner_that_says_so() -> None:

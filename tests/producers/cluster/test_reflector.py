@@ -15,7 +15,7 @@ from delivery.kubernetes import client
 from delivery.kubernetes.client import ApiHealth, Client, message
 from producers.cluster import instruments as names
 from producers.cluster import reflector as module
-from producers.cluster.reflector import LONGEST_RETRY_AFTER_S, Reflector, Restart, refused, rule
+from producers.cluster.reflector import LONGEST_RETRY_AFTER_S, Reflector, Restart, rbac_rule, restart_for_status
 from tests.eventually import eventually
 from tests.producers.cluster.api_server import (
     ApiServer,
@@ -464,7 +464,7 @@ async def test_retry_after_is_waited_for(server: ApiServer, start: Start) -> Non
 
 
 def test_a_retry_after_of_a_day_is_not_waited_for() -> None:
-    assert refused("/api/v1/pods", 429, b"", 86_400.0).wait_s == LONGEST_RETRY_AFTER_S
+    assert restart_for_status("/api/v1/pods", 429, b"", 86_400.0).wait_s == LONGEST_RETRY_AFTER_S
 
 
 @pytest.mark.slow
@@ -492,11 +492,11 @@ async def test_lists_that_expire_at_once_are_not_read_in_a_loop(
 async def test_waits_double_up_to_30_s_and_begin_again_once_it_went_well(start: Start) -> None:
     bench = await start()
     await ended(bench.task)
-    waits = [bench.watch.settle(Restart("connection", "")) for _ in range(16)]
+    waits = [bench.watch.prepare_restart(Restart("connection", "")) for _ in range(16)]
     assert waits[0] <= 0.01
     assert all(15 <= wait <= 30 for wait in waits[-3:])
-    bench.watch._well_since_s = asyncio.get_running_loop().time() - 10
-    assert bench.watch.settle(Restart("ended", "")) <= 0.01
+    bench.watch._healthy_since_s = asyncio.get_running_loop().time() - 10
+    assert bench.watch.prepare_restart(Restart("ended", "")) <= 0.01
 
 
 async def test_after_an_outage_a_version_that_is_gone_is_listed_again_at_once_but_not_again_and_again(
@@ -504,8 +504,8 @@ async def test_after_an_outage_a_version_that_is_gone_is_listed_again_at_once_bu
 ) -> None:
     bench = await start()
     await ended(bench.task)
-    outage = [bench.watch.settle(Restart("connection", "")) for _ in range(16)]
-    gone = [bench.watch.settle(Restart("expired", "", relist=True)) for _ in range(3)]
+    outage = [bench.watch.prepare_restart(Restart("connection", "")) for _ in range(16)]
+    gone = [bench.watch.prepare_restart(Restart("expired", "", relist=True)) for _ in range(3)]
     assert outage[-1] >= 15
     assert gone[0] <= module.FIRST_WAIT_S
     assert all(wait >= 15 for wait in gone[1:])
@@ -647,7 +647,7 @@ async def test_an_optional_resource_may_come_later_and_go_again(
 async def test_the_age_is_that_of_the_last_word(server: ApiServer, start: Start) -> None:
     bench = await start()
     await bench.watching()
-    bench.watch._heard_s -= 50
+    bench.watch._last_event_s -= 50
     assert 50 <= value(bench.instruments, names.AGE, resource="pods") < 80
     server.put(PODS, pod("a"))
     await bench.knows("a")
@@ -663,7 +663,7 @@ async def test_the_age_is_that_of_the_last_word(server: ApiServer, start: Start)
     ],
 )
 def test_the_rule_that_a_path_needs_names_its_group_and_resource(path: str, group: str, resource: str) -> None:
-    assert rule(path) == f'{{apiGroups: ["{group}"], resources: [{resource}], verbs: [list, watch]}}'
+    assert rbac_rule(path) == f'{{apiGroups: ["{group}"], resources: [{resource}], verbs: [list, watch]}}'
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from producers.cluster.objects import (
     AllowList,
     Bounds,
     Selection,
-    allow_list_mistakes,
+    allow_list_errors,
     decode,
     shortened,
 )
@@ -86,7 +86,7 @@ def test_what_an_allow_list_names_goes_before_what_a_prefix_lets_in() -> None:
 
 def test_every_mistake_of_an_allow_list_is_named() -> None:
     wrong = ("", "a b", "app*", "/x", "a/b/*", "UPPER/x", "-a", "x/*y")
-    found = allow_list_mistakes("--pod-labels", ("app", "app.kubernetes.io/*", "*", "Ab_c.d", "a.b/C", *wrong))
+    found = allow_list_errors("--pod-labels", ("app", "app.kubernetes.io/*", "*", "Ab_c.d", "a.b/C", *wrong))
 
     assert [repr(name) in mistake for name, mistake in zip(wrong, found, strict=True)] == [True] * len(wrong)
     assert all(mistake.startswith("--pod-labels: ") for mistake in found)
@@ -95,7 +95,7 @@ def test_every_mistake_of_an_allow_list_is_named() -> None:
 def test_the_default_allow_lists_have_no_mistakes() -> None:
     lists = (config.POD_LABELS, config.POD_ANNOTATIONS, config.NAMESPACE_LABELS, config.NODE_LABELS)
 
-    assert [allow_list_mistakes("x", allowed) for allowed in lists] == [[], [], [], []]
+    assert [allow_list_errors("x", allowed) for allowed in lists] == [[], [], [], []]
 
 
 def test_of_ten_thousand_labels_the_first_sixty_four_are_kept_and_the_rest_counted() -> None:
