@@ -149,9 +149,9 @@ DID = " or ".join(
 
 
 def xids_of(kind: XidKind) -> str:
-    """By how much the XIDs of a kind rose, their first time too, whoever held the GPU; unknown are those of no kind."""
-    known = "|".join(str(code) for code, xid in XIDS.items() if kind in {xid.kind, "unknown"})
-    counter = f'gpu_xid_errors_total{{{OTEL},xid{"!~" if kind == "unknown" else "=~"}"{known}"}}'
+    """The increase of the XIDs of a kind, with the first one, whoever held the GPU. Unknown are those of no kind."""
+    codes = "|".join(str(code) for code, xid in XIDS.items() if kind in {xid.kind, "unknown"})
+    counter = f'gpu_xid_errors_total{{{OTEL},xid{"!~" if kind == "unknown" else "=~"}"{codes}"}}'
     merged = f"max by ({ONE_GPU}, xid) ({counter})"
     return f"(increase({merged}[15m:15s]) > 0)\n  or ({merged} unless max by ({ONE_GPU}, xid) ({counter} offset 15m))"
 

@@ -71,7 +71,7 @@ async def gather(connection: Connection, scope: Scope) -> Situation:
     kafka, components, cluster = await asyncio.gather(
         brokers.inspect(connection), query_components(scope.metrics), query_kubernetes()
     )
-    current_ms = now_ms()  # only now: what hangs takes seconds, and the records are read after that
+    current_ms = now_ms()  # only now: a request that hangs takes seconds, and the records are read after it
     since_ms = current_ms - int(scope.since_s * 1000)
     situation = Situation(since_ms, current_ms, kafka, components=components, cluster=cluster)
     if kafka.error:

@@ -28,9 +28,9 @@ def pods(situation: Situation) -> CheckResult:
         return CheckResult("not asked (--kube)", looked=False)
     if cluster.error:
         next_step = "--kubeconfig says where the API server is; `kubectl get pods` with it must work"
-        asked = f"namespace {cluster.namespace}"
+        shown_by = f"namespace {cluster.namespace}"
         return CheckResult(
-            "not known", [Finding("the Kubernetes API does not answer", cluster.error, asked, next_step)]
+            "not known", [Finding("the Kubernetes API does not answer", cluster.error, shown_by, next_step)]
         )
     findings = [
         *(finding for pod in cluster.pods for finding in of_pod(situation, cluster, pod)),

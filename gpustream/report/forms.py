@@ -24,16 +24,16 @@ MAX_TEAM_WIDTH = 20
 
 
 class Row(NamedTuple):
-    """A row: its names, its figures, and, if it has a bar, the time that this is of. ``mark``: * if not final."""
+    """A row: its names and figures. ``sums``: the usage that its bar shows, if it has one. ``mark``: * if not final."""
 
     names: tuple[str, ...]
     cells: Sequence[str]
-    of: Sums | None = None
+    sums: Sums | None = None
     mark: str = ""
 
 
 class Section(NamedTuple):
-    """A table with a title; ``note`` says what has to be known about it."""
+    """A table with a title. ``note``: a remark below it."""
 
     title: str
     names: tuple[str, ...]
@@ -59,8 +59,8 @@ def report(
     top: int,
     notes: Sequence[str],
 ) -> Report:
-    """The report of a time. ``before``: the time before it, as long; None if that is not known. ``top``: how many
-    workloads are listed."""
+    """The report of a time range. ``previous``: the usage of the range before it; None if that is not known.
+    ``top``: how many workloads are listed."""
     held, unobserved, used, idle = (_percent(share) for share in shares(current.teams))
     facts = [
         f"{counted(len(current.teams.gpus), 'GPU')}, {format_number(current.teams.whole.gpu_hours)} GPU-hours:"
@@ -97,7 +97,7 @@ def _totals(current: Summary, previous: Summary | None) -> Section:
     for row in usage_rows:
         costs.setdefault(row.category, []).append(row.cost or Decimal(0))
     rows = []
-    unknown_categories = sorted(categories.keys() - set(CATEGORIES))  # of a later version
+    unknown_categories = sorted(categories.keys() - set(CATEGORIES))  # written by a later version
     for name in (*CATEGORIES, *unknown_categories, "all"):
         sums = whole if name == "all" else categories[name]
         cells = [format_number(sums.gpu_hours), _percent(current.teams.share(sums))]
@@ -192,10 +192,10 @@ def _trend(current: Summary, previous: Summary | None, fired: dict[int, int]) ->
         rows.append(row(name, table, str(fired.get(day, 0)), has_bar=True))
     rows.append(row("all", current.teams, str(sum(fired.values()))))
     if previous is not None:
-        hours, past = current.teams.whole.gpu_hours, previous.teams.whole.gpu_hours
+        hours, previous_hours = current.teams.whole.gpu_hours, previous.teams.whole.gpu_hours
         changes = [a - b for a, b in zip(shares(current.teams), shares(previous.teams), strict=True)]
         cells = [
-            f"{rounded(ratio(hours - past, past) * 100, 1):+}%",
+            f"{rounded(ratio(hours - previous_hours, previous_hours) * 100, 1):+}%",
             *(f"{rounded(change * 100, 1):+}" for change in changes),
         ]
         rows += [row("before", previous.teams, ""), Row(("change",), [*cells, ""])]
@@ -222,7 +222,7 @@ def _alerts(sums: Sequence[AlertSums]) -> Section:
 
 
 def as_text(report: Report) -> Iterator[str]:
-    """The lines for people, at most 100 signs wide, if nothing in them has to be wider."""
+    """The report as lines of text, at most 100 characters wide, unless a cell is wider."""
     yield report.title
     yield ""
     yield from (line for fact in report.facts for line in _wrap(fact))
@@ -268,7 +268,7 @@ section { overflow-x: auto }
 
 
 def as_html(report: Report) -> Iterator[str]:
-    """The lines of one page: no script, and nothing that is fetched from anywhere."""
+    """The report as lines of one HTML page, without scripts or anything that is fetched."""
     title = _escape(report.title)
     yield f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -277,12 +277,12 @@ def as_html(report: Report) -> Iterator[str]:
     yield "<p>Bars: of the time that was held, what was used (green), idle (red), neither (grey).</p>"
     for section in report.sections:
         yield f"<section>\n<h2>{_escape(section.title)}</h2>"
-        has_bars = any(row.of is not None for row in section.rows)
+        has_bars = any(row.sums is not None for row in section.rows)
         if section.rows:
             yield "<table>\n<thead>"
             yield _table_row("th", Row(section.names, section.columns), "<th></th>" if has_bars else "")
             yield "</thead>\n<tbody>"
-            yield from (_table_row("td", row, f"<td>{_bar(row.of)}</td>" if has_bars else "") for row in section.rows)
+            yield from (_table_row("td", row, f"<td>{_bar(row.sums)}</td>" if has_bars else "") for row in section.rows)
             yield "</tbody>\n</table>"
         elif not section.note:
             yield "<p>none</p>"
@@ -298,8 +298,8 @@ def _escape(text: str) -> str:
 
 
 def _table_row(tag: str, row: Row, bar: str) -> str:
-    """A row; one with a bar has its integers, as ``gpustream usage --format json`` does."""
-    sums = row.of
+    """A row. One with a bar has its integers as attributes, as ``gpustream usage --format json`` has them."""
+    sums = row.sums
     exact = "" if sums is None else f' data-held-ms="{sums.device_ms}" data-used-us="{sums.used_us}"'
     exact += "" if sums is None else f' data-idle-ms="{sums.idle_ms}"'
     marked_names = row.names[0] + row.mark, *row.names[1:]

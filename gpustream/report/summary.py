@@ -107,9 +107,8 @@ class Firings:
                 ends_ms = next_ms if recorded_ms is None else recorded_ms  # it has ended when it fires again
                 next_ms = starts_ms
                 began = time_range.from_ms <= starts_ms < time_range.to_ms
-                lasted_ms = min(time_range.to_ms, time_range.to_ms if ends_ms is None else ends_ms) - max(
-                    time_range.from_ms, starts_ms
-                )
+                last_ms = time_range.to_ms if ends_ms is None else min(ends_ms, time_range.to_ms)
+                lasted_ms = last_ms - max(time_range.from_ms, starts_ms)
                 if not began and (starts_ms >= time_range.to_ms or lasted_ms <= 0):
                     continue
                 row = sums.setdefault((alert.name, alert.labels.get("team", NO_TEAM)), [0, 0, 0])

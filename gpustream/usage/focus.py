@@ -94,12 +94,12 @@ def read_nodes(path: Path) -> dict[str, list[str]]:
     """The ids of each node, from a file with an id and a node's name in each line. Raises BillError."""
     ids: dict[str, list[str]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        words = line.replace(",", " ").split()
-        if not words or words[0].startswith("#"):
+        fields = line.replace(",", " ").split()
+        if not fields or fields[0].startswith("#"):
             continue
-        if len(words) != 2:
+        if len(fields) != 2:
             raise BillError(f"{path}:{number}: it must be the bill's ResourceId and the name of a node")
-        ids.setdefault(words[1], []).append(words[0])
+        ids.setdefault(fields[1], []).append(fields[0])
     return ids
 
 

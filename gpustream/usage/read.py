@@ -132,8 +132,8 @@ class LatestRecords:
     Hours count if they are whole; minutes count for the rest.
     """
 
-    def __init__(self, range: Range) -> None:  # noqa: A002 - it is one
-        self._ranges = {HOURS.name: [range.hours], MINUTES.name: range.partial_hours}
+    def __init__(self, time_range: Range) -> None:
+        self._ranges = {HOURS.name: [time_range.hours], MINUTES.name: time_range.partial_hours}
         self._latest: dict[tuple[str, bytes], tuple[int, int, bytes]] = {}
 
     def add(self, records: Iterable[Any]) -> None:

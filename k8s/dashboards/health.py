@@ -206,8 +206,8 @@ def since(metrics: list[tuple[str, str]]) -> str:
 LETTERS = each("records_dead_lettered_total", str)
 LAGS = each("lag_records", lambda metric: f"sum({metric})")
 PRODUCER = {
-    what: f"gpustream_producer_{what}{{{OWN}}}"
-    for what in ("ticks_made_total", "ticks_sent_total", "ticks_held", "buffered_bytes")
+    name: f"gpustream_producer_{name}{{{OWN}}}"
+    for name in ("ticks_made_total", "ticks_sent_total", "ticks_held", "buffered_bytes")
 }
 DROPPED = f"gpustream_producer_ticks_dropped_total{{{OWN}}}"
 TICKS = f"gpustream_attribution_ticks_total{{{OWN}}}"

@@ -36,7 +36,7 @@ NAMESPACE = choice("namespace", "k8s_namespace_name", 'gpu_pod_info{k8s_cluster_
 
 # -- what workloads hold and do
 
-DID, MEMORY_USED, DREW = (alone_or_part(*what, WORKLOAD_MATCHERS) for what in (UTILIZATION, MEMORY, POWER))
+DID, MEMORY_USED, DREW = (alone_or_part(*metrics, WORKLOAD_MATCHERS) for metrics in (UTILIZATION, MEMORY, POWER))
 LEGEND = "{{k8s_namespace_name}}/{{k8s_workload_name}}"
 CHOSEN = choice(
     "workload",
@@ -252,15 +252,15 @@ def columns(by: str) -> list[Column]:
 
 total, team = "sum({}) / 3600", "{{team}}"
 free = hours("free", 'k8s_cluster_name=~"$cluster"')
-where = 'gpu_usage_held_seconds{k8s_cluster_name=~"$cluster"}'
+HELD_SECONDS = 'gpu_usage_held_seconds{k8s_cluster_name=~"$cluster"}'
 USAGE_BOARD = dashboard(
     "gpu-usage",
     "Who uses the fleet",
     "Device-hours that were held, used and wasted, by whom. An hour of gpu.usage is here when it is final.",
     [
         choice("cluster", "k8s_cluster_name", "gpu_usage_held_seconds"),
-        choice("namespace", "k8s_namespace_name", where),
-        choice("team", "team", where),
+        choice("namespace", "k8s_namespace_name", HELD_SECONDS),
+        choice("team", "team", HELD_SECONDS),
         typed("price", "price of a GPU-hour", "2.50"),
     ],
     [
@@ -311,13 +311,13 @@ USAGE_BOARD = dashboard(
             graph(
                 f"{title} by team",
                 "Device-hours of each hour.",
-                [(team, f"sum by (team) ({hours(what, window='1h')}) / 3600")],
+                [(team, f"sum by (team) ({hours(category, window='1h')}) / 3600")],
                 "h",
                 stacked=True,
                 bars=True,
                 interval="1h",
             )
-            for title, what in (("Held", "held"), ("Used", "used"), ("Wasted", "idle"))
+            for title, category in (("Held", "held"), ("Used", "used"), ("Wasted", "idle"))
         ],
         graph(
             "Cost by team",
