@@ -53,7 +53,7 @@ def says(connection: Connection, what: str) -> bool:
 
 async def connects(connection: Connection) -> bool:
     """Whether a broker can be asked something."""
-    client = await asyncio.wait_for(clients.connect_consumer(connection), 60)
+    client = await asyncio.wait_for(clients.connect_consumer(connection), 120)
     await clients.close(client)
     return opening.trouble(connection) is None
 
@@ -123,7 +123,7 @@ async def test_a_password_that_is_mended_needs_no_restart(scram: Connection, tmp
     async with connecting(scram) as task:
         await eventually(partial(says, scram, "this password"))
         scram.password_file.write_text(FIRST)
-        assert await asyncio.wait_for(task, 60)
+        assert await asyncio.wait_for(task, 120)
 
 
 async def test_a_ca_that_is_renewed_on_disk_needs_no_restart(scram: Connection, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ async def test_a_ca_that_is_renewed_on_disk_needs_no_restart(scram: Connection, 
     async with connecting(renewed) as task:
         await eventually(partial(says, renewed, "not signed by a CA of"))
         (tmp_path / "ca.pem").write_text(scram.ca.read_text())
-        assert await asyncio.wait_for(task, 60)
+        assert await asyncio.wait_for(task, 120)
 
 
 async def test_a_token_is_had_by_client_credentials_and_asked_for_again_before_it_expires(
@@ -171,7 +171,7 @@ async def test_a_token_is_had_by_client_credentials_and_asked_for_again_before_i
         async with connecting(connection) as task:
             await eventually(partial(says, connection, "it answers 401 (invalid_client"))
             secret.write_text("Client-S3cret")
-            assert await asyncio.wait_for(task, 60)
+            assert await asyncio.wait_for(task, 120)
         before = len(asked)
 
         async def asked_again() -> bool:

@@ -166,7 +166,7 @@ def test_helm_and_kubectl_do_what_the_page_of_operations_says(
     run = {
         re.sub("([A-Z])", r"-\1", one).lower() for one in COMPONENTS if one != "topics" and by_default[one]["enabled"]
     }
-    eventually_sync(lambda: components(api) == run, within_s=30)
+    eventually_sync(lambda: components(api) == run)
     assert {"gpustream-attribution-0", "gpustream-attribution-1"} <= {
         line.split()[0] for line in shell(pods).splitlines()
     }
@@ -228,7 +228,7 @@ def test_kustomize_and_kubectl_do_what_the_readme_of_the_manifests_says(
         shell(line)
     assert set(TOPICS) <= set(empty_kafka.topics()), nodes.ran
     base = {path.name for path in (K8S / "base").iterdir() if path.is_dir()} - {"namespace", "topics"}
-    eventually_sync(lambda: components(api) == base, within_s=30)
+    eventually_sync(lambda: components(api) == base)
     assert "attribution-0" in shell(pods)
 
     said["images"][0]["newTag"] = "9.9.9"

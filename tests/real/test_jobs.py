@@ -114,7 +114,7 @@ async def test_jobs_are_in_every_sink(
             WebhookSink(WebhookSettings(**post, url=events.url, group="events", format="cloudevents")),
         ):
             await _is_in_series(prometheus, start_ms)
-            firing, over = await eventually(lambda: plain.accepted if len(plain.accepted) > 1 else [], within_s=60)
+            firing, over = await eventually(lambda: plain.accepted if len(plain.accepted) > 1 else [])
             alerts = [msgspec.json.decode(body, type=Alert) for _, body, _ in (firing, over)]
             assert [(one.name, one.state, found_in(one.labels)) for one in alerts] == [
                 ("GPUHeldIdle", "firing", labels_of(0, 0)), ("GPUHeldIdle", "resolved", labels_of(0, 0)),
@@ -143,7 +143,7 @@ async def _is_in_series(prometheus: PrometheusServer, start_ms: int) -> None:
         points = [((one.labels["gpu_uuid"], at_ms), found_in(one.labels)) for one in series for at_ms, _ in one.points]
         return dict(points) if len(points) == len(wanted) else {}
 
-    assert await eventually(stored, within_s=60, every_s=0.5) == wanted
+    assert await eventually(stored, every_s=0.5) == wanted
 
 
 async def _is_booked(kafka: str, start_ms: int, files: Path) -> None:
@@ -170,7 +170,7 @@ async def _is_booked(kafka: str, start_ms: int, files: Path) -> None:
         counts = await minutes()
         return all(counts.get(key, 0) >= whole(*of) for key, of in wanted.items())
 
-    await eventually(all_booked, within_s=60, every_s=0.5)
+    await eventually(all_booked, every_s=0.5)
     await eventually(lambda: _caught_up(kafka))
     hours = {key.decode(): one.device_ms for key, one in (await usage_of(kafka, HOURS.name)).items()}
     columns = "cluster, node, uuid, start_ms, coalesce(namespace, ''), coalesce(pod, ''), coalesce(pod_uid, '')"

@@ -206,7 +206,7 @@ async def test_what_idles_is_stopped_once_although_the_sink_is_killed_before_and
         killed = asyncio.Event()
         proxy.when, proxy.kill = ("before", "after")[number % 2], _killing(one, killed)
         await asyncio.to_thread(one.begin)
-        await asyncio.wait_for(killed.wait(), 60)
+        await asyncio.wait_for(killed.wait(), 120)
     last = sink("last", "--act")
     await asyncio.to_thread(last.start)
     done = dict.fromkeys(PATHS, ("done", None))

@@ -123,7 +123,7 @@ async def test_a_kill_between_an_accepted_write_and_its_commit_loses_and_repeats
     async with receiver(prometheus, accept_then_kill) as url:
         for _ in range(2):
             process = await start(attributed, url, protocol)
-            assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGKILL
+            assert await asyncio.wait_for(process.wait(), 300) == -signal.SIGKILL
         last = sink(attributed, url, protocol=protocol, instance_id="only", session_timeout_s=6.0)
         async with running(last):
             await eventually(lambda: caught_up(last), "the rest delivered")
@@ -334,7 +334,7 @@ async def dead_letters(kafka: KafkaServer, wanted: int) -> list[Any]:
     consumer = AIOKafkaConsumer("gpu.dead-letters", bootstrap_servers=kafka.address, auto_offset_reset="earliest")
     await consumer.start()
     try:
-        return [await asyncio.wait_for(consumer.getone(), 20) for _ in range(wanted)]
+        return [await asyncio.wait_for(consumer.getone(), 120) for _ in range(wanted)]
     finally:
         await consumer.stop()
 

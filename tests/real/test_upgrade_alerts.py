@@ -93,7 +93,7 @@ async def test_open_alerts_of_the_version_before_are_neither_lost_nor_doubled(
             jobs = [one for one in found if len(one.get("gpus", ())) == 2]
             return bool(jobs) and sum(one["state"] == "resolved" for one in found) == 2
 
-        await eventually(grouped, within_s=20)
+        await eventually(grouped)
         new = await alerts()
         still = [one for one in last_of(new).values() if one["state"] == "firing"]
         assert sorted((one["name"], one["starts_at"]) for one in still) == sorted(
@@ -106,7 +106,7 @@ async def test_open_alerts_of_the_version_before_are_neither_lost_nor_doubled(
         assert ended == {one["fingerprint"]: "grouped" for one in parts}
 
         await send(kafka.address, *story()[OPEN:])
-        await eventually(lambda: _none_fires(alerts, last_of), within_s=20)
+        await eventually(lambda: _none_fires(alerts, last_of))
     everything = [*old, *await alerts()]
     reported = [(one["fingerprint"], one["state"]) for one in everything if not one.get("revision")]
     assert len(reported) == len(set(reported)) == 2 * len({one["fingerprint"] for one in everything})
