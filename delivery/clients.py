@@ -55,7 +55,7 @@ _PEEK_BYTES = 256 << 10
 _NO_GROUP: dict[str, Any] = {"group_id": None, "auto_offset_reset": "earliest"}
 
 
-class _MetadataRequest(MetadataRequest):  # type: ignore[misc] # aiokafka has no types
+class _NoNewTopics(MetadataRequest):  # type: ignore[misc] # aiokafka has no types
     """A request for metadata that does not create a missing topic."""
 
     def __init__(self, topics: list[str] | None = None) -> None:
@@ -63,7 +63,7 @@ class _MetadataRequest(MetadataRequest):  # type: ignore[misc] # aiokafka has no
 
 
 for _module in (aiokafka.client, aiokafka.admin.client):
-    _module.MetadataRequest = _MetadataRequest
+    _module.MetadataRequest = _NoNewTopics
 
 
 _METADATA_RETRY_S = 0.1

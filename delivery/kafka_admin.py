@@ -180,7 +180,7 @@ class _MetadataResponse(Response):  # type: ignore[misc]
     )  # fmt: skip
 
 
-class _MetadataRequest(RequestStruct):  # type: ignore[misc]
+class _MetadataRequestV8(RequestStruct):  # type: ignore[misc]
     API_KEY = 3
     API_VERSION = 8
     RESPONSE_TYPE = _MetadataResponse
@@ -190,7 +190,7 @@ class _MetadataRequest(RequestStruct):  # type: ignore[misc]
     )  # fmt: skip
 
 
-class DescribeTopics(Request[_MetadataRequest]):  # type: ignore[misc]
+class DescribeTopics(Request[_MetadataRequestV8]):  # type: ignore[misc]
     """Requests the metadata of topics with this client's rights on them, which aiokafka's own request leaves out."""
 
     API_KEY = 3

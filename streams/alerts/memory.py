@@ -42,15 +42,15 @@ COUNTERS = (
 _replace = msgspec.structs.replace
 
 
-class Window(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class ErrorWindow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A counter's last reading, and its errors by bucket: (the bucket's start in units of :data:`BUCKET_MS`, count)."""
 
     value: float
     errors: tuple[tuple[int, float], ...] = ()
 
 
-Windows = dict[str, Window]  # of one device, by metric
-_AT_ZERO = Window(0.0)  # shared by all counters that are zero, which are most
+ErrorWindows = dict[str, ErrorWindow]  # of one device, by metric
+_AT_ZERO = ErrorWindow(0.0)  # shared by all counters that are zero, which are most
 
 
 class PodMemory(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -90,7 +90,7 @@ class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
 
     run_id: int = 0
     devices: dict[str, DeviceMemory] = {}
-    windows: dict[str, Windows] = {}
+    windows: dict[str, ErrorWindows] = {}
     uses: dict[str, Uses] = {}
 
 
@@ -101,7 +101,7 @@ def remember(memory: Memory, tick: Tick, forget_ms: int, use_needs: UseNeeds | N
     address, or any device that is missing for ``forget_ms``. ``use_needs``: the sums of use to keep, None for none.
     """
     changed: dict[str, DeviceMemory] = {}
-    changed_windows: dict[str, Windows] = {}
+    changed_windows: dict[str, ErrorWindows] = {}
     uses: dict[str, Uses] = {}
     for device in tick.devices:
         remembered, windows_before = memory.devices.get(device.uuid), memory.windows.get(device.uuid)
@@ -218,13 +218,13 @@ def _interned(text: str | None) -> str | None:
 # -- errors within a minute
 
 
-def update_windows(device: Device, before: Windows | None, ts_ms: int) -> Windows | None:
+def update_windows(device: Device, before: ErrorWindows | None, ts_ms: int) -> ErrorWindows | None:
     """The windows of a device's counters after a tick; the same object if nothing changed, None without counters."""
     values = _counter_values(device.metrics)
     quiet_windows = _QUIET_WINDOWS.get(values, _NOT_QUIET)
     if quiet_windows is not _NOT_QUIET and (before is None or before is quiet_windows):
         return quiet_windows
-    windows, changed = before or {}, dict[str, Window]()
+    windows, changed = before or {}, dict[str, ErrorWindow]()
     for name, value in zip(COUNTERS, values, strict=True):
         window = windows.get(name)
         if window is None:
@@ -238,20 +238,20 @@ def update_windows(device: Device, before: Windows | None, ts_ms: int) -> Window
 
 
 _counter_values = attrgetter(*COUNTERS)
-_NOT_QUIET: Windows = {}
-_QUIET_WINDOWS: dict[tuple[float | None, ...], Windows | None] = {
+_NOT_QUIET: ErrorWindows = {}
+_QUIET_WINDOWS: dict[tuple[float | None, ...], ErrorWindows | None] = {
     values: {name: _AT_ZERO for name, value in zip(COUNTERS, values, strict=True) if value is not None} or None
     for values in product((None, 0.0), repeat=len(COUNTERS))
 }
 """The windows of a device that never had an error, by its counters' values: most devices share them."""
 
 
-def first_window(value: float) -> Window:
+def first_window(value: float) -> ErrorWindow:
     """The window after the first reading of a counter."""
-    return Window(value) if value else _AT_ZERO
+    return ErrorWindow(value) if value else _AT_ZERO
 
 
-def next_window(window: Window, value: float | None, ts_ms: int) -> Window:
+def next_window(window: ErrorWindow, value: float | None, ts_ms: int) -> ErrorWindow:
     """The window after a tick; the same object if nothing changed. ``value`` is None if the tick has no reading."""
     if value is None:
         value = window.value
@@ -260,10 +260,10 @@ def next_window(window: Window, value: float | None, ts_ms: int) -> Window:
     earlier_errors = [error for error in window.errors if error[0] < bucket and _is_in_window(error[0], ts_ms)]
     rise += sum([count for start, count in window.errors if start >= bucket])
     errors = (*earlier_errors, (bucket, rise)) if rise else tuple(earlier_errors)
-    return window if value == window.value and errors == window.errors else Window(value, errors)
+    return window if value == window.value and errors == window.errors else ErrorWindow(value, errors)
 
 
-def errors_in_window(window: Window | None, ts_ms: int) -> float:
+def errors_in_window(window: ErrorWindow | None, ts_ms: int) -> float:
     """The number of errors in the window that ends with a tick."""
     if window is None or not window.errors:
         return 0.0

@@ -46,7 +46,7 @@ from streams.usage.books import (
     rows_of,
     workload_of,
 )
-from streams.usage.measure import MOST_WATTS, DeviceHolders, DeviceShare, Gpu, divide, gpus_of
+from streams.usage.measure import MOST_WATTS, DeviceAccounts, DeviceShare, Gpu, divide, gpus_of
 from streams.usage.tick import CountedTick
 from topics.usage import HOUR_MS, MINUTE_MS, Usage
 
@@ -94,7 +94,7 @@ class Bookkeeper:
         self.books, self._policy = books, policy
         self._account_numbers = {account.name: number for number, account in sorted(books.accounts.items())}
         self._slices = {uuid: meter.slices for uuid, meter in books.meters.items()}
-        self._holders: dict[str, DeviceHolders] = {}
+        self._holders: dict[str, DeviceAccounts] = {}
         self._records: list[Usage] = []
         self._closed_live_ms = 0  # up to here the stream has closed time that a replay has not closed
 

@@ -48,7 +48,7 @@ class Weights(NamedTuple):
     memory: Sequence[int]
 
 
-class DeviceHolders(msgspec.Struct):
+class DeviceAccounts(msgspec.Struct):
     """Who holds a device of a GPU, worked out once: it is reused for as long as ticks report the same.
 
     ``identities`` has all that a tick reports of each holder but its parts; None: the device is lost. ``pods`` has the
@@ -73,7 +73,7 @@ class DeviceShare(msgspec.Struct, frozen=True, gc=False):
 
     uuid: str
     slices: int
-    holders: DeviceHolders
+    holders: DeviceAccounts
     used: int = 0
     tensor: int = 0
     memory_bytes: int = 0
@@ -110,7 +110,7 @@ def divide(total: int, weights: Sequence[int]) -> list[int]:
 
 
 def gpus_of(
-    tick: CountedTick, slices_by_gpu: dict[str, int], holders_by_device: dict[str, DeviceHolders], split: Split
+    tick: CountedTick, slices_by_gpu: dict[str, int], holders_by_device: dict[str, DeviceAccounts], split: Split
 ) -> list[Gpu]:
     """The physical GPUs of a tick. It updates ``slices_by_gpu`` with the slices that the tick reports, and
     ``holders_by_device`` where the holders have changed."""
@@ -159,14 +159,14 @@ def profile_slices(profile: str | None) -> int:
     return max(1, int(match[1] or match[2])) if match else 1
 
 
-def _share(device: CountedDevice, holders_by_device: dict[str, DeviceHolders], split: Split) -> DeviceShare:
+def _share(device: CountedDevice, holders_by_device: dict[str, DeviceAccounts], split: Split) -> DeviceShare:
     uuid, metrics, gpu_uuid, slices = device.uuid, device.metrics, device.uuid, 0
     if device.mig is not None:
         gpu_uuid, slices = device.mig.parent_uuid, profile_slices(device.mig.profile)
     identities = tuple(map(_identity, device.holders)) if device.state not in ("lost", "timeout") else None
     holders = holders_by_device.get(uuid)
     if holders is None or holders.identities != identities or holders.gpu_uuid != gpu_uuid:
-        holders = DeviceHolders(gpu_uuid, None) if identities is None else _holders(gpu_uuid, device.holders)
+        holders = DeviceAccounts(gpu_uuid, None) if identities is None else _holders(gpu_uuid, device.holders)
         holders_by_device[uuid] = holders
     if identities is None:
         return DeviceShare(uuid, slices, holders)
@@ -185,7 +185,7 @@ def _share(device: CountedDevice, holders_by_device: dict[str, DeviceHolders], s
     return DeviceShare(uuid, slices, holders, used, tensor, memory_bytes, idle, weights)
 
 
-def _holders(gpu_uuid: str, holders: Sequence[Holder]) -> DeviceHolders:
+def _holders(gpu_uuid: str, holders: Sequence[Holder]) -> DeviceAccounts:
     """Who holds a device, as a tick reports it. The JSON in it is copied, or it would keep the whole record alive."""
     identities = [
         tuple([value.copy() if isinstance(value, msgspec.Raw) else value for value in _identity(holder)])
@@ -197,7 +197,7 @@ def _holders(gpu_uuid: str, holders: Sequence[Holder]) -> DeviceHolders:
     denominators = {indices[id(holder)]: len(allocated) * len(pod) for pod in allocated for holder in pod}
     unit = lcm(*denominators.values())
     equal_parts = [unit // denominators[index] if index in denominators else 0 for index in range(len(holders))]
-    return DeviceHolders(gpu_uuid, tuple(identities), tuple(pods), tuple(equal_parts), unit)
+    return DeviceAccounts(gpu_uuid, tuple(identities), tuple(pods), tuple(equal_parts), unit)
 
 
 def _millionths(ratio: float | None) -> int:
@@ -227,7 +227,7 @@ def _idle(device: CountedDevice, pods: Sequence[Sequence[int]]) -> Sequence[bool
 
 
 def _weights(
-    holders: Sequence[Holder], device_holders: DeviceHolders, used: int, memory_bytes: int, split: Split
+    holders: Sequence[Holder], device_holders: DeviceAccounts, used: int, memory_bytes: int, split: Split
 ) -> Weights:
     """How a device is divided: each holder has what it used itself, and its equal part of the rest."""
     parts = [holder.parts or _NO_PARTS for holder in holders]
@@ -240,7 +240,7 @@ def _weights(
     return Weights(time, busy, busy, whole, _with_rest(memory_by, memory_bytes - sum(memory_by), device_holders))
 
 
-def _with_rest(amounts: list[int], rest: int, holders: DeviceHolders) -> list[int]:
+def _with_rest(amounts: list[int], rest: int, holders: DeviceAccounts) -> list[int]:
     """The amounts of the holders, each with its equal part of the rest, in units of ``1 / holders.unit``."""
     if rest <= 0:
         return amounts

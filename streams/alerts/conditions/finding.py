@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from delivery.policies import Policy
-from streams.alerts.memory import DeviceMemory, Memory, PodMemory, Windows
+from streams.alerts.memory import DeviceMemory, ErrorWindows, Memory, PodMemory
 from streams.alerts.rules.rule import WASTE, Rule, Rules, policy_of
 from streams.alerts.tick import Device, Tick
 from streams.alerts.uses import Uses
@@ -77,7 +77,7 @@ class View(msgspec.Struct, frozen=True, gc=False):
     device: Device
     memory_before: Memory
     remembered: DeviceMemory
-    windows: Windows
+    windows: ErrorWindows
     uses: Uses
     pods: tuple[Pod, ...]
     work: Work
@@ -96,7 +96,7 @@ def make_view(
     return View(rules, tick, device, memory_before, remembered, windows, uses, pods, work, whole)
 
 
-NO_WINDOWS: Windows = {}
+NO_WINDOWS: ErrorWindows = {}
 
 
 def uid_and_key(pod: Holder | PodMemory) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.alerts.memory import BUCKET_MS, WINDOW_MS, Window, errors_in_window, first_window, next_window
+from streams.alerts.memory import BUCKET_MS, WINDOW_MS, ErrorWindow, errors_in_window, first_window, next_window
 from tests.streams.alerts.ticks import START_MS
 
 Readings = list[tuple[int, float | None]]
@@ -35,8 +35,8 @@ def shown(told: Readings) -> list[tuple[int, float]]:
     return errors
 
 
-def after(told: Readings) -> Window | None:
-    window: Window | None = None
+def after(told: Readings) -> ErrorWindow | None:
+    window: ErrorWindow | None = None
     for at_ms, value in told:
         if window is not None:
             window = next_window(window, value, at_ms)
