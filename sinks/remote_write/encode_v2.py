@@ -14,7 +14,7 @@ Source: the message definitions of io.prometheus.write.v2: Request{4 symbols, 5 
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import chain, islice
 from operator import itemgetter
@@ -125,12 +125,15 @@ class Encoder:
         width = next(width for width in _REF_WIDTHS if most_symbols < 1 << 7 * width)
         symbols, new_symbols = dict(self._constants), list[bytes]()
         series_bytes: list[bytes] = []
+        last_plan, slices = None, tuple[bytes, ...]()
         for plan, tick in planned(groups, (self._token, width), partial(self._plan, width)):
-            for value, encoded in zip(plan.values, plan.encoded, strict=True):
-                if value not in symbols:
-                    symbols[value] = len(symbols)
-                    new_symbols.append(encoded)
-            series_bytes.append(_encode_tick(plan, tick, [_ref(symbols[value], width) for value in plan.values]))
+            if plan is not last_plan:  # ticks of a node in a row have the same references
+                for value, encoded in zip(plan.values, plan.encoded, strict=True):
+                    if value not in symbols:
+                        symbols[value] = len(symbols)
+                        new_symbols.append(encoded)
+                last_plan, slices = plan, _label_slices(plan, [_ref(symbols[value], width) for value in plan.values])
+            series_bytes.append(_encode_tick(plan, tick, slices))
         return b"".join([bytes(self._constant_symbols), *new_symbols, *series_bytes])
 
     def _plan(self, width: int, sets: tuple[SeriesSet, ...], ts_width: int) -> _PlanV2:
@@ -157,16 +160,21 @@ class Encoder:
         return self._shapes[shape]
 
 
-def _encode_tick(plan: _PlanV2, tick: Sequence[SampleGroup], refs: Sequence[bytes]) -> bytes:
-    """The encoded series of a tick; ``refs`` has a reference for each of the plan's values."""
+def _label_slices(plan: _PlanV2, refs: Sequence[bytes]) -> tuple[bytes, ...]:
+    """The encoded slices of all labels of a plan; ``refs`` has a reference for each of its values."""
     labels = plan.constants * 2
     labels[::2] = plan.constants
     labels[1::2] = *plan.references(refs), b""
-    slices, encoded_samples = iter(plan.slices.unpack(b"".join(labels))), iter(samples(tick))
+    return plan.slices.unpack(b"".join(labels))
+
+
+def _encode_tick(plan: _PlanV2, tick: Sequence[SampleGroup], slices: Iterable[bytes]) -> bytes:
+    """The encoded series of a tick; ``slices`` are those of its labels."""
+    next_slices, next_samples = iter(slices), iter(samples(tick))
     encoded: list[bytes] = []
     for shape, (series, ts_ms, values) in zip(plan.shapes, tick, strict=True):
         starts = _starts(series.start_ms if series.start_ms <= ts_ms else 0, ts_width(ts_ms)) if shape.starts else ()
-        own_slices, own_samples = islice(slices, len(shape.slices)), islice(encoded_samples, len(values))
+        own_slices, own_samples = islice(next_slices, len(shape.slices)), islice(next_samples, len(values))
         encoded += shape.order((*shape.constants, *own_slices, *own_samples, *starts))
     return b"".join(encoded)
 

@@ -97,6 +97,23 @@ def test_what_an_encoder_keeps_does_not_change_what_it_writes(
 
 
 @protocols
+def test_ticks_of_a_node_in_a_row_and_between_those_of_others_are_read_as_they_are(protocol: str) -> None:
+    encoder, read = ENCODERS[protocol]
+    nodes = [
+        [SeriesSet((("gpu", f"{gpu}"), ("node", node)), (Row("power"), Row("up"))) for gpu in range(2)] for node in "ab"
+    ]
+    for name, sets in zip("ab", nodes, strict=True):
+        for series in sets:
+            series.set_producer(0, ("c1", name))
+    request = [
+        SampleGroup(series, START_MS + second, [second, series_number])
+        for second, node in enumerate([0, 0, 0, 1, 1, 0])
+        for series_number, series in enumerate(nodes[node])
+    ]
+    assert read(encoder()(request)) == meant(request)
+
+
+@protocols
 def test_a_staleness_marker_keeps_its_bits(protocol: str) -> None:
     encoder, read = ENCODERS[protocol]
     made = SampleGroup(SeriesSet((("gpu", "0"),), (Row("gpu_up"),)), 5, [STALE])
