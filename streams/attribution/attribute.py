@@ -19,9 +19,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from streams.attribution.holders import SnapshotHolders, add_observed, holders_by_snapshot, process_uids
+from streams.attribution.holders import (
+    ProcessOwners,
+    SnapshotHolders,
+    add_observed,
+    divide,
+    holders_by_snapshot,
+    owners_of,
+    process_uids,
+)
 from streams.attribution.log_time import IndexedSnapshot, ResolvedPods
-from streams.attribution.split import ProcessOwners, divide, owners_of
 from topics.allocations import Allocations
 from topics.attributed import AttributedDevice, AttributedEvent, AttributedSample, Attribution, Holder, holder_of_job
 from topics.device_ids import DeviceIndex, UnknownDeviceId, parse

@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from streams.attribution.attribute import ResolvedSnapshot, attribute, facts_of
+from streams.attribution.holders import Split, divide, owners_of
 from streams.attribution.log_time import ResolvedPods
-from streams.attribution.split import Split, divide, owners_of
 from tests.streams.attribution.records import gpu, tick
 from topics.attributed import Holder, Parts, Workload
 from topics.samples import Device, Job, Process
