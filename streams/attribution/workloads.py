@@ -268,14 +268,24 @@ def add_record(known: KnownWorkloads | None, record: NodeWorkloads, logged_ms: i
 
 
 def _with_pods(lifetimes: Lifetimes, record: NodeWorkloads, logged_ms: int) -> Lifetimes:
-    """The lifetimes with the pods of a record. A pod that the record lacks has ended, at the latest by then."""
+    """The lifetimes with the pods of a record. A pod that the record lacks has ended, at the latest by then.
+    Owners are kept without their uids, which nothing reads."""
     updated = dict(lifetimes)
     for pod in record.pods:
         name = (pod.namespace, pod.name)
         histories = updated.get(name, ())
         history = next((history for history in histories if history[-1][1].uid == pod.uid), ())
         last = history[-1][1] if history else None
-        pod = pod if last else _interned(pod)
+        if last is None:  # a fleet has few namespaces, kinds and labels: pods share equal ones
+            pod = _replace(
+                pod,
+                namespace=intern(pod.namespace),
+                phase=intern(pod.phase) if pod.phase else pod.phase,
+                labels={name: intern(text) for name, text in pod.labels.items()},
+                annotations=_shared_labels(*pod.annotations.items()),
+                namespace_labels=_shared_labels(*pod.namespace_labels.items()),
+                owners=tuple([Owner(intern(o.api_version), intern(o.kind), o.name) for o in pod.owners]),
+            )
         versions = _add_version(last.versions if last else (), record.ts_ms, pod, same=_same_for_holders)
         started_ms = last.started_ms if last and pod.started_ms is None else pod.started_ms
         first_seen_ms = last.first_seen_ms if last else record.ts_ms
@@ -301,22 +311,9 @@ def _same_for_holders(a: Pod, b: Pod) -> bool:
     )
 
 
-def _interned(pod: Pod) -> Pod:
-    """The same pod, which shares equal strings and labels with other pods: a fleet has few namespaces and kinds.
-    Its owners are kept without their uids, which nothing reads."""
-    return _replace(
-        pod,
-        namespace=intern(pod.namespace),
-        phase=intern(pod.phase) if pod.phase else pod.phase,
-        labels={name: intern(text) for name, text in pod.labels.items()},
-        annotations=_shared_labels(*pod.annotations.items()),
-        namespace_labels=_shared_labels(*pod.namespace_labels.items()),
-        owners=tuple([Owner(intern(o.api_version), intern(o.kind), o.name) for o in pod.owners]),
-    )
-
-
 @lru_cache(maxsize=4096)
 def _shared_labels(*labels: tuple[str, str]) -> dict[str, str]:
+    """One object for equal labels."""
     return dict(labels)
 
 
