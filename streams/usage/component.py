@@ -129,23 +129,15 @@ class UsageWorker(NodeWorker[PartitionBooks]):
     # -- records
 
     def handle_record(self, topic: str, partition: PartitionBooks, slot: Slot, record: Any) -> None:
-        """Book a tick, or read the books of a node. Raises Malformed."""
-        if topic == STATE.name:
-            self._read_books(partition, record)
-            self.app.finish(slot)
-        else:
-            self._book(partition, slot, record)
-
-    def close_silent(self, partition: PartitionBooks) -> None:
-        self._pass_time(partition, partition.logged_ms - LEADERS_APART_MS)
-
-    def _read_books(self, partition: PartitionBooks, record: Any) -> None:
-        """Read a node's books, or their deletion, from the state topic. Raises Malformed.
+        """Book a tick, or read the books of a node, or their deletion, from the state topic. Raises Malformed.
 
         The latest books by their order count, not the last in the topic: books that were written late, by a worker that
         had lost the partition, are older than the owner's. The owner writes its books again, before a compaction leaves
         only the last ones.
         """
+        if topic == ATTRIBUTED:
+            self._book(partition, slot, record)
+            return
         node = partition.nodes.get(record.key)
         if node is not None and record.value in node.sent:
             while node.sent.popleft() != record.value:
@@ -164,6 +156,10 @@ class UsageWorker(NodeWorker[PartitionBooks]):
                 partition.caught_up.attributed(books.offset)
             else:
                 node.stale = True
+        self.app.finish(slot)
+
+    def close_silent(self, partition: PartitionBooks) -> None:
+        self._pass_time(partition, partition.logged_ms - LEADERS_APART_MS)
 
     def _book(self, partition: PartitionBooks, slot: Slot, record: Any) -> None:
         """Book a node's tick. Raises Malformed."""

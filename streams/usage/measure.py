@@ -180,8 +180,16 @@ def _share(device: CountedDevice, holders_by_device: dict[str, DeviceAccounts], 
     count = len(device.holders)
     if not count or (count == 1 and busy is not None and busy >= IDLE_BELOW):
         return DeviceShare(uuid, slices, holders, used, tensor, memory_bytes)
-    weights = _weights(device.holders, holders, used, memory_bytes, split) if count > 1 else None
-    idle = _idle(device, holders.pods)
+    weights, idle = None, _idle(device, holders.pods)
+    if count > 1:  # each holder has what it used itself, and its equal part of the rest
+        parts = [holder.parts or _NO_PARTS for holder in device.holders]
+        used_by = [_millionths(part.utilization_ratio) for part in parts]
+        memory_by = [max(0, round(part.memory_used_bytes or 0)) for part in parts]
+        whole = _with_rest(used_by, MILLION - sum(used_by), holders)
+        busy_time = _with_rest(used_by, used - sum(used_by), holders)
+        memory_parts = _with_rest(memory_by, memory_bytes - sum(memory_by), holders)
+        time = holders.equal_parts if split == "equal" else whole
+        weights = Weights(time, busy_time, busy_time, whole, memory_parts)
     return DeviceShare(uuid, slices, holders, used, tensor, memory_bytes, idle, weights)
 
 
@@ -212,32 +220,18 @@ def _idle(device: CountedDevice, pods: Sequence[Sequence[int]]) -> Sequence[bool
     parts = [part_of([holders[index].parts for index in pod]) for pod in pods]
     if min([part or 0.0 for part in parts]) >= IDLE_BELOW:
         return (False,) * len(holders)
-    work, ran, rest = work_of(device.metrics), work_by_pod(device.processes or ()), None
+    work, work_of_pods, rest = work_of(device.metrics), work_by_pod(device.processes or ()), None
     idle = [False] * len(holders)
     if len(pods) > 1:
-        strangers = not ran.keys() <= {holder.pod_uid for holder in holders} - {None}
+        strangers = not work_of_pods.keys() <= {holder.pod_uid for holder in holders} - {None}
         rest = rest_of(device.unattributed, work, parts, strangers=strangers)
     for pod, part in zip(pods, parts, strict=True):
         uid = holders[pod[0]].pod_uid
-        pod_ran = ran.get(uid, 0.0) if uid is not None else 0.0
-        pod_is_idle = is_idle(IDLE_BELOW, work, part, pod_ran, rest) is True
+        process_work = work_of_pods.get(uid, 0.0) if uid is not None else 0.0
+        pod_is_idle = is_idle(IDLE_BELOW, work, part, process_work, rest) is True
         for index in pod:
             idle[index] = pod_is_idle and not holders[index].observed
     return idle
-
-
-def _weights(
-    holders: Sequence[Holder], device_holders: DeviceAccounts, used: int, memory_bytes: int, split: Split
-) -> Weights:
-    """How a device is divided: each holder has what it used itself, and its equal part of the rest."""
-    parts = [holder.parts or _NO_PARTS for holder in holders]
-    used_by = [_millionths(part.utilization_ratio) for part in parts]
-    memory_by = [max(0, round(part.memory_used_bytes or 0)) for part in parts]
-    used_by_all = sum(used_by)
-    whole = _with_rest(used_by, MILLION - used_by_all, device_holders)
-    busy = _with_rest(used_by, used - used_by_all, device_holders)
-    time = device_holders.equal_parts if split == "equal" else whole
-    return Weights(time, busy, busy, whole, _with_rest(memory_by, memory_bytes - sum(memory_by), device_holders))
 
 
 def _with_rest(amounts: list[int], rest: int, holders: DeviceAccounts) -> list[int]:
