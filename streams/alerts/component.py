@@ -125,24 +125,15 @@ class AlertWorker(NodeWorker[PartitionNodes]):
                 await self._update_groups(partition.number, batch)
 
     def handle_record(self, topic: str, partition: PartitionNodes, slot: Slot, record: Any) -> None:
-        """Judge a tick, or take on a state, a group or a node's removal. Raises Malformed."""
-        if topic == STATE:
-            self._read_state(partition, slot, record)
+        """Judge a tick, or read a state, a group or a node's removal. Raises Malformed."""
+        if topic == ATTRIBUTED:
+            self._judge_tick(partition, slot, record)
+            return
+        if topic == WORKLOADS:
+            partition.note_removal(record.key, record.value, record.timestamp)
         elif topic == GROUPS:
             self._read_group(partition.number, slot, record)
-        elif topic == WORKLOADS:
-            partition.note_removal(record.key, record.value, record.timestamp)
-            self.app.finish(slot)
-        else:
-            self._judge_tick(partition, slot, record)
-
-    def close_silent(self, partition: PartitionNodes) -> None:
-        for node in partition.judge_quiet():
-            self._write_and_finish(partition, node)
-
-    def _read_state(self, partition: PartitionNodes, slot: Slot, record: Any) -> None:
-        """Take on a node's state, or its deletion. Raises Malformed."""
-        if record.value is None:
+        elif record.value is None:
             partition.remove_state(record.key)
         else:
             state = decode_record(memory.decode, record.key, record.value)
@@ -151,6 +142,10 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             partition.caught_up.attributed(state.offset)
             self._write_and_finish(partition, node)
         self.app.finish(slot)
+
+    def close_silent(self, partition: PartitionNodes) -> None:
+        for node in partition.judge_quiet():
+            self._write_and_finish(partition, node)
 
     def _judge_tick(self, partition: PartitionNodes, slot: Slot, record: Any) -> None:
         """Judge a node's tick. Raises Malformed."""
@@ -177,7 +172,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
     # -- alerts of several GPUs
 
     def _read_group(self, number: int, slot: Slot, record: Any) -> None:
-        """Take on a group that was read, or its deletion, unless a later version of it is known. Raises Malformed."""
+        """Use a group that was read, or its deletion, unless a later version of it is known. Raises Malformed."""
         group_by_key = self._groups.setdefault(number, {})
         if record.value is None:
             if record.key in group_by_key and groups.is_over(group_by_key[record.key], self._clocks.now_ms()):
@@ -189,7 +184,6 @@ class AlertWorker(NodeWorker[PartitionNodes]):
             elif slot.offset > self._group_offsets.get((number, record.key), -1):
                 # written late, by a worker that had lost the partition: make ours the last one in the topic
                 self._write_tasks.start(self.app, self._write_groups(number, {record.key: group_by_key[record.key]}))
-        self.app.finish(slot)
 
     async def _update_groups(self, number: int, batch: Batch) -> None:
         """Update the alerts of several GPUs from a batch of reports. The alerts are written first, then the groups.
@@ -206,10 +200,8 @@ class AlertWorker(NodeWorker[PartitionNodes]):
                 await self._housekeeping.dead_letter(self.app, slot, record, error.reason, str(error))
                 continue
             group = changed.get(record.key) or group_by_key.get(record.key)
-            if (
-                group is not None and slot.offset <= group.offset and group.offset >= log_end
-            ):  # the log was created again
-                group = msgspec.structs.replace(group, offset=-1)
+            if group is not None and slot.offset <= group.offset and group.offset >= log_end:
+                group = msgspec.structs.replace(group, offset=-1)  # the log was created again
             step = groups.step(group, report, slot.offset, self._rules)
             if step.group is not group:
                 changed[record.key] = step.group
@@ -292,7 +284,7 @@ class AlertWorker(NodeWorker[PartitionNodes]):
 
     async def _write_node(self, partition: PartitionNodes, node: Node, pending: PendingWrite, epoch: int) -> None:
         """Write the alerts, then the state, and then what has become due meanwhile; each waits for acknowledgements.
-        If an epoch ends while the state is written, the node takes it on as one that was read from the topic."""
+        If an epoch ends while the state is written, the node uses it like one that was read from the topic."""
         acks: list[asyncio.Future[int]] = []
         for _, fingerprint, record in pending.writes:
             key, value = fingerprint.encode(), memory.encode(record) if record is not None else None
@@ -368,11 +360,11 @@ class AlertWorker(NodeWorker[PartitionNodes]):
         for severity in get_args(Severity):
             gauge("gpustream_alerts_firing", severity).set(firing[severity])
         gauge("gpustream_alerts_pending").set(len(tracked) - firing.total())
-        policies = Counter((condition[0], condition[2]) for node in nodes for condition in node.policies)
-        for pair in self._policies - policies.keys():
-            gauge("gpustream_alerts_policies", *pair).set(0)
-        for pair, count in policies.items():
-            gauge("gpustream_alerts_policies", *pair).set(count)
+        policies = Counter((namespace, name) for node in nodes for namespace, _, name in node.policies)
+        for namespace, name in self._policies - policies.keys():
+            gauge("gpustream_alerts_policies", namespace, name).set(0)
+        for (namespace, name), count in policies.items():
+            gauge("gpustream_alerts_policies", namespace, name).set(count)
         self._policies = set(policies)
         gauge("gpustream_alerts_maintained_nodes").set(sum(1 for state in states if state.maintenance is not None))
         gauge("gpustream_alerts_silent_nodes").set(sum(1 for state in states if state.silent))

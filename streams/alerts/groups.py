@@ -51,7 +51,14 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
         return GroupStep(group)
     held = report.held if report.held is not None or last is None else last.held
     seen = {**group.seen, report.node: Seen(report.position, report.phase, report.logged_ms, held)}
-    group = _replace(group, others=_update_others(group, report, seen)) if report.others or group.others else group
+    if report.others or group.others:
+        others = {other.fingerprint: other for other in group.others}
+        for alert in report.others:
+            others.pop(alert.fingerprint, None)
+            if alert.is_open:
+                others[alert.fingerprint] = _replace(_member(alert, None), name=alert.name)
+        left_nodes = {node for node, report_state in seen.items() if report_state.held == 0}
+        group = _replace(group, others=tuple([o for o in others.values() if o.gpu.node not in left_nodes]))
     rule_removed = group.alert is not None and group.alert.name not in rules.by_name
     compared = compare_ranks(group, report, seen, "rule_removed" if rule_removed else "pod_ended")
     only_ranks = report.held is None and not (report.alerts or report.others or compared.alerts)
@@ -73,7 +80,9 @@ def _update_alert(group: AlertGroup, report: AlertReport, rules: Rules) -> Group
     is_open = part_or_alert is not None and _is_open(rules.by_name.get(part_or_alert.name), group, rules)
     needs_all = open_part is not None and _needs_all_gpus(rules.by_name.get(open_part.name))
     if before is not None and before.is_open and is_open:
-        after = _update_firing(before, group, report, rules)
+        after = _described(before, group, report, rules)
+        if (after.gpus, after.held, after.severity) != (before.gpus, before.held, before.severity):  # not only figures
+            after = _replace(after, revision=before.revision + 1)
     elif before is not None and before.is_open:
         after = _resolve(before, group, report, ended_part, rules)
     elif is_open and open_part is not None and (open_part in report.alerts or needs_all):
@@ -167,16 +176,6 @@ def _member(alert: Alert, before: Member | None) -> Member:
     )
 
 
-def _update_others(group: AlertGroup, report: AlertReport, seen: dict[str, Seen]) -> tuple[Member, ...]:
-    """The GPUs of the workload with alerts by other rules, without those on nodes where it holds none any more."""
-    others = {other.fingerprint: other for other in group.others}
-    for alert in report.others:
-        others.pop(alert.fingerprint, None)
-        if alert.is_open:
-            others[alert.fingerprint] = _replace(_member(alert, None), name=alert.name)
-    return tuple([other for other in others.values() if other.gpu.node not in seen or seen[other.gpu.node].held != 0])
-
-
 def _fire(first: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> Alert:
     """The new alert of a group. It starts with the first of its parts, and after its last firing. An alert that needs
     all GPUs starts with the last of them."""
@@ -194,13 +193,6 @@ def _fire(first: Alert, group: AlertGroup, report: AlertReport, rules: Rules) ->
         annotations=first.annotations,
     )  # fmt: skip
     return _described(alert, group, report, rules)
-
-
-def _update_firing(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rules) -> Alert:
-    """The firing alert with its parts of now: the next revision if more than figures changed."""
-    updated = _described(alert, group, report, rules)
-    same = (updated.gpus, updated.held, updated.severity) == (alert.gpus, alert.held, alert.severity)
-    return updated if same else _replace(updated, revision=alert.revision + 1)
 
 
 def _resolve(alert: Alert, group: AlertGroup, report: AlertReport, last_ended: Alert | None, rules: Rules) -> Alert:
@@ -258,7 +250,7 @@ def _described(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rule
     firing_members.sort(key=lambda member: (member.gpu.node, member.gpu.index or 0, member.gpu.uuid))
     if firing_members:
         severities = [member.severity for member in firing_members] + ([alert.severity] if alert.gpus else [])
-        severity = max(severities, key=_severity_rank)
+        severity = max(severities, key=lambda name: _SEVERITIES.index(name) if name in _SEVERITIES else -1)
         alert = _replace(
             alert,
             gpus=tuple(member.gpu for member in firing_members),
@@ -270,7 +262,3 @@ def _described(alert: Alert, group: AlertGroup, report: AlertReport, rules: Rule
         )
     annotations, value = describe_group(alert, group, report, rules)
     return _replace(alert, annotations=annotations, value=value)
-
-
-def _severity_rank(severity: str) -> int:
-    return _SEVERITIES.index(severity) if severity in _SEVERITIES else -1

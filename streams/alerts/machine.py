@@ -193,17 +193,18 @@ def _pending(condition: Tracked, finding: Finding | None, context: _Context) -> 
 
 
 def _firing(condition: Tracked, finding: Finding | None, context: _Context) -> tuple[Tracked | None, Alert | None]:
-    """A firing condition after the tick: it keeps firing, or is resolved. Its alert is due if it changed, and at an
-    interval."""
+    """A firing condition after the tick: it keeps firing, or is resolved. Its alert is written if it was updated, and
+    again at an interval; ``written_ms`` is None after an update."""
     now_ms, holds = context.tick.ts_ms, _holds(condition, finding, context)
-    if context.firing_priority.get(_pod_on_device(condition), len(CAUSES)) < context.rules.causes.get(
-        condition.name, -1
-    ):
+    own_priority = context.rules.causes.get(condition.name, -1)
+    if context.firing_priority.get(_pod_on_device(condition), len(CAUSES)) < own_priority:
         return _resolve(condition, context, "superseded")
     if finding is not None and holds:
-        condition = _still_holding(condition, finding, context)
-        if condition.alert is not None:
-            condition = _with_status(condition, condition.alert, api_status(finding, context.tick))
+        condition, status = _still_holding(condition, finding, context), api_status(finding, context.tick)
+        alert = condition.alert
+        if alert is not None and not status.items() <= alert.annotations.items():  # the API server reports more
+            alert = _replace(alert, annotations={**alert.annotations, **status}, revision=alert.revision + 1)
+            condition = _replace(condition, alert=alert, written_ms=None)
     elif holds is not None:
         ceased_ms = now_ms if condition.ceased_ms is None else min(condition.ceased_ms, now_ms)
         reason = evaluate.resolve_reason(context.rules, context.tick, condition, context.memory)
@@ -214,29 +215,15 @@ def _firing(condition: Tracked, finding: Finding | None, context: _Context) -> t
         if condition.ceased_ms != ceased_ms:
             condition = _replace(condition, ceased_ms=ceased_ms)
     critical_ms = finding.rule.critical_ms if finding is not None and holds else 0
-    if condition.alert is not None and critical_ms and now_ms - condition.since_ms >= critical_ms:
-        condition = _escalate(condition, condition.alert)
+    alert, escalates = condition.alert, bool(critical_ms) and now_ms - condition.since_ms >= critical_ms
+    if alert is not None and alert.severity != "critical" and escalates:
+        labels = {**alert.labels, "severity": "critical"}
+        alert = _replace(alert, severity="critical", labels=labels, revision=alert.revision + 1)
+        condition = _replace(condition, alert=alert, written_ms=None)
     every_ms = REPEAT_MS if condition.scope is None else REPORT_MS
     if condition.written_ms is not None and 0 <= now_ms - condition.written_ms < every_ms:
         return condition, None
     return _replace(condition, written_ms=now_ms), condition.alert
-
-
-def _with_status(condition: Tracked, alert: Alert, status: dict[str, str]) -> Tracked:
-    """Set what the API server reports of the device. If that is new, the alert is updated, and has to be written."""
-    if status.items() <= alert.annotations.items():
-        return condition
-    alert = _replace(alert, annotations={**alert.annotations, **status}, revision=alert.revision + 1)
-    return _replace(condition, alert=alert, written_ms=None)
-
-
-def _escalate(condition: Tracked, alert: Alert) -> Tracked:
-    """Make the alert critical, if it is not: an update, which has to be written."""
-    if alert.severity == "critical":
-        return condition
-    labels = {**alert.labels, "severity": "critical"}
-    alert = _replace(alert, severity="critical", labels=labels, revision=alert.revision + 1)
-    return _replace(condition, alert=alert, written_ms=None)
 
 
 def _holds(condition: Tracked, finding: Finding | None, context: _Context) -> bool | None:

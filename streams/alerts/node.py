@@ -118,7 +118,7 @@ class Node:
         return outcome
 
     def apply(self, step: Step) -> None:
-        """Take on the state of a step, and keep its records to be written."""
+        """Use the state of a step as the current one, and keep its records to be written."""
         self.current = step.state
         self._unwritten += step.writes
 

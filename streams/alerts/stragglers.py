@@ -79,7 +79,8 @@ class Compared(NamedTuple):
 def compare_ranks(
     group: AlertGroup, report: AlertReport, seen: Mapping[str, Seen], departure_reason: str = "pod_ended"
 ) -> Compared:
-    """What a report of a node's ranks makes of a group; ``gone``: why alerts end if the node has no ranks any more."""
+    """The group after a report of a node's ranks. ``departure_reason``: why alerts end if the workload has left the
+    node."""
     ranks_by_node, suspects, alerts = dict(group.ranks), dict(group.suspects), list[Alert]()
     idle = {state.gpu.uuid for state in group.others}
     for uuid in [uuid for uuid in suspects if uuid in idle]:
@@ -152,27 +153,22 @@ def outliers(ranks: Sequence[Rank], limits: Limits, kind: str = "") -> dict[str,
     works_in_sync = kind not in _SERVING and (not utilizations or median(utilizations) >= _BUSY_UTILIZATION)
     for measure in (*OWN_MEASURES, *(ACTIVITY_MEASURES if works_in_sync else ())):
         compared = busy_ranks if measure in OWN_MEASURES else ranks
-        outlying = _outliers_by_measure(measure, compared, limits)
+        values = [(rank.uuid, value) for rank in compared if (value := rank.figures[measure.figure]) is not None]
+        if len(values) <= limits.peers:
+            continue
+        center = median([value for _, value in values])
+        deviation = _MAD_TO_DEVIATION * median([abs(value - center) for _, value in values])
+        threshold = max(limits.deviations * deviation, measure.least, measure.share * center)
+        outlying = [
+            (uuid, value)
+            for uuid, value in values
+            if abs(value - center) > threshold and (value - center) * measure.side >= 0
+        ]
         if len(outlying) <= len(compared) * _MAX_OUTLIER_SHARE:
-            for uuid, text in outlying.items():
-                texts_by_uuid.setdefault(uuid, []).append(text)
+            peers = f"its peers {measure.text.format(center * measure.scale)}"
+            for uuid, value in outlying:
+                texts_by_uuid.setdefault(uuid, []).append(f"{measure.text.format(value * measure.scale)} ({peers})")
     return {uuid: ", ".join(texts) for uuid, texts in texts_by_uuid.items()}
-
-
-def _outliers_by_measure(measure: Measure, ranks: Sequence[Rank], limits: Limits) -> dict[str, str]:
-    """The ranks that are outliers by one measure: by UUID, the measure's text."""
-    values = [(rank.uuid, value) for rank in ranks if (value := rank.figures[measure.figure]) is not None]
-    if len(values) <= limits.peers:
-        return {}
-    center = median([value for _, value in values])
-    deviation = _MAD_TO_DEVIATION * median([abs(value - center) for _, value in values])
-    threshold = max(limits.deviations * deviation, measure.least, measure.share * center)
-    peers = f"its peers {measure.text.format(center * measure.scale)}"
-    return {
-        uuid: f"{measure.text.format(value * measure.scale)} ({peers})"
-        for uuid, value in values
-        if abs(value - center) > threshold and (value - center) * measure.side >= 0
-    }
 
 
 def _firing_alert(group: AlertGroup, pattern: Alert, node: str, rank: Rank, suspect: Suspect) -> Alert:

@@ -64,7 +64,7 @@ _TEMPLATES: Mapping[Kind, tuple[str, str]] = {
                 "{summary}, since {since}. {held_last} At {now} the node reported {devices}."),
     "policy_invalid": ("{pod} has a policy that is not followed as it is written", "{summary}: {text}."),
 }  # fmt: skip
-"""The summary and the description of each kind but two, with the fields of :func:`_fields`."""
+"""The summary and the description of each kind but two, with the fields of :func:`_template_fields`."""
 
 _CONFLICT_TEXT = {
     "unallocated_process": "runs a process of a pod that the kubelet did not give it to",
@@ -101,8 +101,9 @@ def describe(finding: Finding, tick: Tick, since_ms: int, wording: Wording = PLA
         more_annotations |= (
             {"window": duration_words(window_ms), "evidence": f"used for {use:.1%}"} if window_ms else {}
         )
-    if rule.kind in WASTE:
-        more_annotations |= _price_annotation(finding, tick, wording)
+    if rule.kind in WASTE and wording.prices is not None and facts.device is not None:
+        price = wording.prices.price_of(facts.device.model or "", tick.ts_ms, tick.node_labels)
+        more_annotations |= {} if price is None else {"gpu_hour_price": str(price)}
     if rule.kind == "nvlink_errors":
         label_pairs.append(("nvlink_error", finding.key))
     if rule.kind == "xid":
@@ -235,15 +236,6 @@ def _describe_held_idle(finding: Finding, tick: Tick, since_ms: int) -> tuple[st
 
 def _waste_annotations(share: float, lasted_ms: int) -> dict[str, str]:
     return {"gpu_share": f"{share:.4g}", "wasted_gpu_seconds": f"{share * max(lasted_ms, 0) / 1000:.0f}"}
-
-
-def _price_annotation(finding: Finding, tick: Tick, wording: Wording) -> dict[str, str]:
-    """The price of an hour of the finding's GPU, if the list of prices has it."""
-    device = finding.facts.device
-    if wording.prices is None or device is None:
-        return {}
-    price = wording.prices.price_of(device.model or "", tick.ts_ms, tick.node_labels)
-    return {} if price is None else {"gpu_hour_price": str(price)}
 
 
 def _template_fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, Any]:

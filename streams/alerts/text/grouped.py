@@ -101,7 +101,10 @@ def describe_group(
     """The annotations of a group's alert, and its value: the longest time for which a GPU's condition has held, in
     seconds."""
     rule, members = rules.by_name.get(alert.name), group.members
-    rule_annotations = _rule_annotations(rule, alert) if rule is not None else {}
+    rule_annotations = dict(rule.annotations) if rule is not None else {}
+    for override in rule.overrides if rule is not None else ():  # of these the annotations that it got when it fired
+        changes = override.changes.get("annotations", {})
+        rule_annotations |= {name: text for name, text in changes.items() if alert.annotations.get(name) == text}
     value = max([member.seconds for member in members if member.seconds is not None], default=alert.value)
     if not alert.is_open:
         figures, waste_text = _waste_figures(members, rules, "In the end")
@@ -141,7 +144,10 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
     held_since = [member.since for member in firing_members if member.since is not None]
     when = _since_text(firing_members, rule, alert.annotations.get("window"))
     summary = f"{_workload_text(alert.labels)}: {idle} of {_count(held, noun)} {state}{others_text}{when}"
-    evidence_of_gpus = [f"{_gpu_text(member)}: {member.evidence}" for member in firing_members if member.evidence]
+    evidence_by_gpu = [(member.gpu, member.evidence) for member in firing_members if member.evidence]
+    evidence_of_gpus = [
+        f"GPU {gpu.uuid if gpu.index is None else gpu.index} of {gpu.node}: {text}" for gpu, text in evidence_by_gpu
+    ]
     evidence = _join_names(list(dict.fromkeys(evidence_of_gpus)), "; ")
     sentences = [
         f"{summary}. {state.partition(',')[0].capitalize()}: {_gpus_text(alert.gpus)}.",
@@ -166,17 +172,17 @@ def _describe_pods(alert: Alert, group: AlertGroup, report: AlertReport, rules: 
 
 def _since_text(members: Sequence[Member], rule: Rule | None, window: str | None) -> str:
     """The end of the summary: since when the condition holds, and until when some GPU worked for a moment meanwhile."""
-    times = [time(member.starts_ms) if window else member.since for member in members]
-    known_times = [at for at in times if at is not None]
-    if not known_times:
+    starts = [time(member.starts_ms) if window else member.since for member in members]
+    known_starts = [start for start in starts if start is not None]
+    if not known_starts:
         return ""
     since = f"in the {window} until" if window else "since"
-    first = "the first " if len({moment(at) for at in known_times}) > 1 else ""
-    last_work = [datetime.fromisoformat(member.last_active) for member in members if member.last_active]
-    worked = [at for at in last_work if at > max(known_times)]
+    first = "the first " if len(set(map(moment, known_starts))) > 1 else ""
+    last_active = [datetime.fromisoformat(member.last_active) for member in members if member.last_active]
+    active_since = [active for active in last_active if active > max(known_starts)]
     shows_work = rule is not None and rule.kind in ("held_idle", *ALL_GPUS_KINDS)
-    work_text = f", with work until {moment(max(worked))}" if worked and shows_work else ""
-    return f" ({first}{since} {moment(min(known_times))}{work_text})"
+    work_text = f", with work until {moment(max(active_since))}" if active_since and shows_work else ""
+    return f" ({first}{since} {moment(min(known_starts))}{work_text})"
 
 
 def kind_of_other(other: Member, rule: Rule | None, rules: Rules) -> Kind:
@@ -198,15 +204,6 @@ def _others_text(gpus_by_kind: Mapping[Kind, Sequence[AlertGpu]], rule: Rule | N
         return f", the other {count} {texts.plural}" if count > 1 else f", the other one {texts.singular}"
     counted = [f"{number} {texts.singular if number == 1 else texts.plural}" for number, texts in states]
     return f", of the other {count}: {', '.join(counted)}"
-
-
-def _rule_annotations(rule: Rule, alert: Alert) -> dict[str, str]:
-    """The annotations of a rule and, of its overrides, those that the alert got when it fired."""
-    annotations = dict(rule.annotations)
-    for override in rule.overrides:
-        changes = override.changes.get("annotations", {})
-        annotations |= {name: text for name, text in changes.items() if alert.annotations.get(name) == text}
-    return annotations
 
 
 def _workload_text(labels: Mapping[str, str]) -> str:
@@ -247,10 +244,6 @@ def _gpus_text(gpus: Iterable[AlertGpu]) -> str:
         numbers = f"GPU {', '.join(map(str, indices))} of " if indices else ""
         texts.append(f"{numbers}{node}{f' ({pod})' if pod else ''}")
     return _join_names(texts, "; ")
-
-
-def _gpu_text(member: Member) -> str:
-    return f"GPU {member.gpu.uuid if member.gpu.index is None else member.gpu.index} of {member.gpu.node}"
 
 
 def _join_names(names: Sequence[str], separator: str = ", ") -> str:
