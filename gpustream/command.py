@@ -26,17 +26,17 @@ from delivery.values import Address
 F = TypeVar("F", bound=Callable[..., Any])
 Decorator = Callable[[F], F]
 
-_MISTAKES = "gpustream.mistakes"
+_ERRORS = "gpustream.errors"
 
 HELP_BY = {"help_option_names": ["--help", "-h"]}
 """The options that show the help of any command."""
 
 
-class Mistakes(click.UsageError):
+class UsageErrors(click.UsageError):
     """Every mistake of a command line and its environment."""
 
-    def __init__(self, mistakes: list[str], ctx: click.Context) -> None:
-        lines = mistakes if len(mistakes) == 1 else [f"{len(mistakes)} mistakes:", *(f"  {m}" for m in mistakes)]
+    def __init__(self, errors: list[str], ctx: click.Context) -> None:
+        lines = errors if len(errors) == 1 else [f"{len(errors)} mistakes:", *(f"  {error}" for error in errors)]
         super().__init__("\n".join(lines), ctx)
 
 
@@ -50,7 +50,7 @@ class _Collecting(click.Parameter):
         try:
             return super().handle_parse_result(ctx, opts, args)
         except click.UsageError as error:
-            ctx.meta.setdefault(_MISTAKES, []).append(error.format_message().strip())
+            ctx.meta.setdefault(_ERRORS, []).append(error.format_message().strip())
             example = getattr(self.type, "example", None)
             value = self.get_default(ctx) if example is None else self.type.convert(example, self, ctx)
             value = (value,) if getattr(self, "multiple", False) else value
@@ -115,25 +115,25 @@ class Command(click.Command):
         self.example = example
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses everything, then raises :class:`Mistakes` if anything was wrong."""
+        """Parses everything, then raises :class:`UsageErrors` if anything was wrong."""
         ctx.ignore_unknown_options = ctx.allow_extra_args = True
-        mistakes: list[str] = []
+        errors: list[str] = []
         while True:
             try:
                 rest = super().parse_args(ctx, list(args))
                 break
             except click.BadOptionUsage as error:
-                mistakes.append(error.format_message())
+                errors.append(error.format_message())
                 args = [arg for arg in args if arg.partition("=")[0] != error.option_name]
-        mistakes += ctx.meta.get(_MISTAKES, ())
+        errors += ctx.meta.get(_ERRORS, ())
         unknown = [arg.partition("=")[0] for arg in rest if arg.startswith("-") and arg != "-"]
         valid_names = [name for param in self.get_params(ctx) for name in param.opts]
-        mistakes += [f"No such option {name!r}.{did_you_mean(name, valid_names)}" for name in unknown]
+        errors += [f"No such option {name!r}.{did_you_mean(name, valid_names)}" for name in unknown]
         if not unknown:  # an unknown option could have brought the surplus arguments
-            mistakes += [f"Got an unexpected argument {arg!r}." for arg in rest]
-        mistakes += self.check(ctx.params) if self.check else ()
-        if mistakes and not ctx.resilient_parsing:
-            raise Mistakes(mistakes, ctx)
+            errors += [f"Got an unexpected argument {arg!r}." for arg in rest]
+        errors += self.check(ctx.params) if self.check else ()
+        if errors and not ctx.resilient_parsing:
+            raise UsageErrors(errors, ctx)
         return []
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -210,10 +210,10 @@ OF_CONNECTION = tuple(field.name for field in dataclasses.fields(ConnectionSetti
 
 
 def connection(values: Mapping[str, Any]) -> Connection:
-    """The connection to Kafka that these values of options describe. Raises :class:`Mistakes`."""
+    """The connection to Kafka that these values of options describe. Raises :class:`UsageErrors`."""
     settings = ConnectionSettings(**{name: values[name] for name in OF_CONNECTION})
     if messages := settings.errors():
-        raise Mistakes(messages, click.get_current_context())
+        raise UsageErrors(messages, click.get_current_context())
     return settings.connection()
 
 

@@ -22,7 +22,7 @@ from gpustream.command import LOG_FORMAT, Command, counted, option, options, out
 from gpustream.comparison import FINE, Compared, Comparison, Reading, Sample, compared, is_ours
 from gpustream.output import FAILED, failed, show
 from sinks.receiver import Credentials
-from sinks.settings import HttpSettings, url_mistakes
+from sinks.settings import HttpSettings, url_errors
 
 COLUMNS = ("gpu", "pod", "theirs", "their value", "ours", "our value", "verdict", "why")
 
@@ -116,8 +116,8 @@ async def gather(
 # -- the command
 
 
-def _mistakes(values: dict[str, Any]) -> list[str]:
-    messages = [text.replace("--url", "--prometheus") for text in url_mistakes(values["prometheus"])]
+def _option_errors(values: dict[str, Any]) -> list[str]:
+    messages = [text.replace("--url", "--prometheus") for text in url_errors(values["prometheus"])]
     if values["window_s"] < 1:
         messages.append("--window: must be at least 1 s")
     return [*messages, *_http(values).errors()]
@@ -132,7 +132,7 @@ _HTTP_FIELDS = tuple(field.name for field in schema.fields(HttpSettings))
 
 @click.command(
     cls=Command,
-    check=_mistakes,
+    check=_option_errors,
     example=(
         "gpustream compare --prometheus http://prometheus:9090\n"
         'gpustream compare --prometheus http://prometheus:9090 --theirs \'job="dcgm-exporter",Hostname="gpu-node-1"\'\n'

@@ -14,7 +14,7 @@ import click
 from gpustream.command import Argument, Command, CommandGroup, counted
 from gpustream.output import FAILED
 from sinks.series.counters import load, pick
-from sinks.series.counters_file import Counter, CountersError, Mistake
+from sinks.series.counters_file import Counter, CountersError, LineError
 
 
 @click.group(cls=CommandGroup)
@@ -34,7 +34,7 @@ def check(file: Path) -> None:
     try:
         picked = load(file)
     except CountersError as error:
-        for line, text in sorted({*error.mistakes, *_unserved(error.rows)}):
+        for line, text in sorted({*error.errors, *_unserved(error.rows)}):
             click.echo(f"{file}:{line}: {text}" if line else f"{file}: {text}", err=True)
         raise SystemExit(FAILED) from error
     for counter, reason in picked.left_out:
@@ -44,9 +44,9 @@ def check(file: Path) -> None:
     raise SystemExit(FAILED if picked.left_out else 0)
 
 
-def _unserved(rows: Iterable[Counter]) -> Iterator[Mistake]:
-    """The rows of a file with mistakes that could not be served either."""
+def _unserved(rows: Iterable[Counter]) -> Iterator[LineError]:
+    """The rows of a file with errors that could not be served either."""
     try:
-        yield from (Mistake(counter.line, f"{counter.name}: {reason}") for counter, reason in pick(rows).left_out)
+        yield from (LineError(counter.line, f"{counter.name}: {reason}") for counter, reason in pick(rows).left_out)
     except CountersError as error:  # no row of it can be served
-        yield from (mistake for mistake in error.mistakes if mistake.line)
+        yield from (line_error for line_error in error.errors if line_error.line)

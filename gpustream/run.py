@@ -114,7 +114,7 @@ class RunSettings(ReadingSettings, SimulationSettings, NamingSettings, Connectio
     watched: bool = False
 
 
-def _mistakes(values: dict[str, Any]) -> list[str]:
+def _option_errors(values: dict[str, Any]) -> list[str]:
     """What is wrong with the options together."""
     simulate = values["simulate"]
     if simulate is None and not driver_is_here():
@@ -128,7 +128,7 @@ def _mistakes(values: dict[str, Any]) -> list[str]:
         values = {**values, "kafka": HOST_PORTS.example}
     messages = [f"--{name.replace('_', '-')}: it is of no use without --kafka or --kafka-config" for name in useless]
     naming = NamingSettings(**{field.name: values[field.name] for field in dataclasses.fields(NamingSettings)})
-    return messages + naming.naming_mistakes() + command.errors(producer, {**values, "fleet": simulate})
+    return messages + naming.naming_errors() + command.errors(producer, {**values, "fleet": simulate})
 
 
 def driver_is_here() -> bool:
@@ -142,7 +142,7 @@ def driver_is_here() -> bool:
 
 @click.command(
     cls=Command,
-    check=_mistakes,
+    check=_option_errors,
     example=(
         "gpustream run                      # the GPUs of this machine\n"
         "gpustream run --simulate 4x8 --story   # a fleet in which everything happens once within a minute\n"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from delivery.instruments import Instrument, Instruments
 from sinks.series.counters import Picked, pick, read
-from sinks.series.counters_file import Counter, CountersError, Mistake
+from sinks.series.counters_file import Counter, CountersError, LineError
 from sinks.series.translation import Translator
 from sinks.settings import NamingSettings
 from topics.profiles import LabelNames
@@ -42,8 +42,8 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 CHECK_EVERY_S = 1.0
 _SHOWN = 20
 
-Content = tuple[Counter, ...] | tuple[Mistake, ...]
-"""The content of a file: its rows, or all mistakes in it."""
+Content = tuple[Counter, ...] | tuple[LineError, ...]
+"""The content of a file: its rows, or all errors in it."""
 
 
 class CountersReload:
@@ -70,7 +70,7 @@ class CountersReload:
         try:
             content: Content = read(self._path)
         except CountersError as error:
-            content = error.mistakes
+            content = error.errors
         settled, self._seen = self._applied is None or content == self._seen, content
         return content if settled and content != self._applied else None
 
@@ -78,8 +78,8 @@ class CountersReload:
         """Apply new content, or log what is wrong with it."""
         is_first, self._applied = self._applied is None, content
         try:
-            if mistakes := [row for row in content if isinstance(row, Mistake)]:
-                raise CountersError(mistakes)
+            if errors := [row for row in content if isinstance(row, LineError)]:
+                raise CountersError(errors)
             picked = pick([row for row in content if isinstance(row, Counter)], self._labels)
         except CountersError as error:
             self._broken.set(1)
@@ -92,7 +92,7 @@ class CountersReload:
             self._reloads.inc()
             log.info("--counters has changed and is in force: %s", f"{self._path}: {len(picked.served)} served")
         if picked.left_out:
-            texts = "; ".join(f"line {row.line}: {row.name}: {why}" for row, why in picked.left_out[:_SHOWN])
+            texts = "; ".join(f"line {row.line}: {row.name}: {reason}" for row, reason in picked.left_out[:_SHOWN])
             log.warning("--counters has rows that can't be served: %s", f"{self._path}: {texts}")
         self._apply(picked)
 

@@ -178,7 +178,7 @@ class NamingSettings:
         """The labels that were chosen; None: those of the names."""
         return LABELS[self.labels] if self.labels else None
 
-    def naming_mistakes(self) -> list[str]:
+    def naming_errors(self) -> list[str]:
         """What is wrong with how series are to be called."""
         found = [
             f"--names: {name!r} is not one of {', '.join(PROFILES)}"
@@ -189,9 +189,9 @@ class NamingSettings:
         found += [
             f"--external-label: {name} is given twice" for name in sorted({n for n in names if names.count(n) > 1})
         ]
-        return [*found, *self._counters_mistakes(), *self._relabel_mistakes()]
+        return [*found, *self._counters_errors(), *self._relabel_errors()]
 
-    def _counters_mistakes(self) -> list[str]:
+    def _counters_errors(self) -> list[str]:
         """What is wrong with the file of ``--counters``."""
         if self.counters is None:
             return []
@@ -201,10 +201,10 @@ class NamingSettings:
         try:
             load(self.counters)
         except CountersError as error:
-            return [f"--counters: {self.counters}{f':{line}' if line else ''}: {text}" for line, text in error.mistakes]
+            return [f"--counters: {self.counters}{f':{line}' if line else ''}: {text}" for line, text in error.errors]
         return []
 
-    def _relabel_mistakes(self) -> list[str]:
+    def _relabel_errors(self) -> list[str]:
         """What is wrong with the files of ``--relabel``."""
         from sinks.series.relabel_file import BadRules, read
 
@@ -213,7 +213,7 @@ class NamingSettings:
             try:
                 read(source)
             except BadRules as bad:
-                found += [f"--relabel: {mistake}" for mistake in bad.mistakes]
+                found += [f"--relabel: {error}" for error in bad.errors]
         return found
 
 
@@ -268,7 +268,7 @@ class SeriesSettings(SinkSettings, NamingSettings):
             found.append("--resolution: must be at least 1s and at most 2m: Prometheus forgets a series after 5m")
         if self.resolution_s is None and self.aggregate:
             found.append("--aggregate: it is of no use without --resolution")
-        return [*found, *self.naming_mistakes()]
+        return [*found, *self.naming_errors()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +335,7 @@ class ReceiverSettings(HttpSettings, SinkSettings):
         return [*SinkSettings.errors(self), *HttpSettings.errors(self)]
 
 
-def url_mistakes(url: str) -> list[str]:
+def url_errors(url: str) -> list[str]:
     """What is wrong with a receiver's address."""
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
@@ -365,7 +365,7 @@ class RemoteWriteSettings(SeriesSettings, ReceiverSettings):
 
     def errors(self) -> list[str]:
         """See :meth:`KafkaSettings.errors`."""
-        found = [*url_mistakes(self.url), *super().errors()]
+        found = [*url_errors(self.url), *super().errors()]
         if min(self.max_request_samples, self.max_in_flight, self.request_timeout_s) <= 0:
             found.append("limits of requests must be above zero")
         return found
@@ -412,7 +412,7 @@ class AlertmanagerSettings(ReceiverSettings):
     def errors(self) -> list[str]:
         """See :meth:`KafkaSettings.errors`."""
         given = [url.rstrip("/") for url in self.urls]
-        found = [mistake for url in given for mistake in url_mistakes(url)]
+        found = [error for url in given for error in url_errors(url)]
         found += [f"--url: {url!r}: without {ALERTS_PATH}" for url in given if url.endswith(ALERTS_PATH)]
         found += [f"--url: {url!r}: without a query" for url in given if urlsplit(url).query or urlsplit(url).fragment]
         found += [f"--url: {url!r} is given twice" for url in sorted({url for url in given if given.count(url) > 1})]
@@ -475,7 +475,7 @@ class WebhookSettings(ReceiverSettings):
 
     def errors(self) -> list[str]:
         """See :meth:`KafkaSettings.errors`."""
-        found, file = url_mistakes(self.url), self.secret_file
+        found, file = url_errors(self.url), self.secret_file
         if self.content_mode == "structured" and self.format == "record":
             found.append("--content-mode: it is of no use without --format cloudevents")
         if file is None:
@@ -561,9 +561,9 @@ class MetricsApiSettings(KafkaSettings):
             found.append("--client-names: it is of no use without --custom-metrics")
         if any("*" in name for name in self.client_names):
             found.append("--client-names: names without *")
-        return found + self._listening_mistakes(tls=tls)
+        return found + self._listening_errors(tls=tls)
 
-    def _listening_mistakes(self, *, tls: bool) -> list[str]:
+    def _listening_errors(self, *, tls: bool) -> list[str]:
         if self.metrics_listen is None:
             return ["--metrics-listen: off is not possible: it is all that this sink does"]
         if self.metrics_listen.host in _LOOPBACK:

@@ -1,8 +1,8 @@
 """A file of counters -> the profile that serves it, and why some of its rows can't be served.
 
-In: the rows of a file (:mod:`sinks.series.counters_file`), the catalogue. Out: one profile with just these series, each
-with the file's type and help, the unit of its name, and the file's labels beside those of dcgm-exporter.
-On failure: :class:`CountersError`, if the file can't be read, has a mistake, or serves nothing.
+In: the rows of a file (:mod:`sinks.series.counters_file`), the catalogue. Out: a profile with only these series, each
+with the type and help of the file and the unit of its name; and with the labels of the file beside dcgm-exporter's.
+On failure: :class:`CountersError`, if the file can't be read, has an error, or serves nothing.
 """
 
 import difflib
@@ -13,12 +13,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from sinks.series.counters_file import Counter, CountersError, Mistake, parse
+from sinks.series.counters_file import Counter, CountersError, LineError, parse
 from topics.metric import Kind, Ratio, Series
 from topics.profiles import INFO, LABELS, PROFILES, Attribute, LabelNames, Profile
 
 OF_DCGM: tuple[str, ...] = ("dcgm", "dcgm-4.9", "dcgm-legacy")
-"""The profiles whose names such a file may have; the file stands in their place."""
+"""The profiles whose names such a file may have; the file replaces them."""
 
 AS_LABELS: Mapping[str, Attribute] = {
     "DCGM_FI_DRIVER_VERSION": "driver_version",
@@ -34,9 +34,9 @@ AS_LABELS: Mapping[str, Attribute] = {
     "DCGM_FI_DEV_PCI_BUS_ID": "pci_bus_id",
     "DCGM_FI_DEV_NVML_INDEX": "index",
 }
-"""The fields that a row of type ``label`` may name, and what they say."""
+"""The fields that a row of type ``label`` may name, and the attribute of the device that each is."""
 
-_NOT_HERE: tuple[tuple[str, str], ...] = (
+_NOT_READ: tuple[tuple[str, str], ...] = (
     (r"DCGM_EXP_XID_ERRORS_(COUNT|TOTAL)", "dcgm-exporter counts it itself; gpu_xid_errors_total has it by XID"),
     (r"DCGM_EXP_CLOCK_EVENTS_(COUNT|TOTAL)", "dcgm-exporter counts it itself; gpu_throttle_reason says it by cause"),
     (r"DCGM_EXP_GPU_HEALTH_STATUS", "it is the verdict of DCGM's health checks; alerts are gpustream's"),
@@ -53,7 +53,7 @@ _NOT_HERE: tuple[tuple[str, str], ...] = (
     (r"DCGM_FI_DEV_VGPU_.*", "it is of a vGPU, which gpustream does not read"),
     (r"DCGM_FI_PROF_.*", "NVML's GPM does not have it, or gpustream does not read it"),
 )
-"""Names of which more can be said than that they are not read."""
+"""Patterns of names that are not read, each with the reason."""
 
 
 _KINDS: dict[str, Kind] = {"gauge": "gauge", "counter": "counter", "untyped": "untyped"}
@@ -63,80 +63,84 @@ class Unserved(NamedTuple):
     """A row that can't be served."""
 
     counter: Counter
-    why: str
+    reason: str
 
 
 class Picked(NamedTuple):
-    """What a file picks: a profile with just that, the rows that it serves, and those that it can't."""
+    """What a file picks: a profile with only that, the rows that are served, and those that can't be."""
 
     profile: Profile
     served: tuple[Counter, ...]
     left_out: tuple[Unserved, ...]
 
 
-# -- which series a row is
+# -- the series of a row
 
 
 class _Named(NamedTuple):
-    """A name of a profile: the key of its values and the series, or what is made of several keys."""
+    """What a name is in a profile: a series and the key of its values, or a ratio of several keys."""
 
     profile: str
     key: str
-    of: Series | Ratio
+    definition: Series | Ratio
 
 
 def _all_names() -> dict[str, _Named]:
-    """Every name that a file may pick; what two profiles call alike is the same."""
-    found: dict[str, _Named] = {}
-    for profile in [one for one in PROFILES.values() if one.name in OF_DCGM]:
-        for key, many in profile.series.items():
-            for one in many:
-                found.setdefault(one.name, _Named(profile.name, key, one))
+    """Every name that a file may pick. A name of two profiles has the same meaning in both."""
+    names: dict[str, _Named] = {}
+    for profile in [profile for profile in PROFILES.values() if profile.name in OF_DCGM]:
+        for key, series_of_key in profile.series.items():
+            for series in series_of_key:
+                names.setdefault(series.name, _Named(profile.name, key, series))
         for ratio in profile.ratios:
-            found.setdefault(ratio.name, _Named(profile.name, "", ratio))
-    return found
+            names.setdefault(ratio.name, _Named(profile.name, "", ratio))
+    return names
 
 
 def pick(counters: Iterable[Counter], labels: LabelNames | None = None) -> Picked:
-    """The profile of a file's rows, with these labels or those that its names have. Raises CountersError: it serves
-    nothing."""
+    """The profile of a file's rows. ``labels`` None: those of the profile that most of its names are of.
+
+    Raises CountersError if no row can be served.
+    """
     names = _all_names()
     served: dict[str, Counter] = {}
     left_out: list[Unserved] = []
     series: dict[str, list[Series]] = {}
     ratios: list[Ratio] = []
-    texts: list[tuple[str, Attribute]] = []
+    label_rows: list[tuple[str, Attribute]] = []
     for counter in counters:
         first = served.get(counter.name)
         if first is not None and first.type == counter.type:
             continue  # files of dcgm-exporter itself have rows twice
-        why = _why_not(counter, names) if first is None else f"line {first.line} has it already, as a {first.type}"
-        if why is not None:
-            left_out.append(Unserved(counter, why))
+        reason = _unserved_reason(counter, names)
+        if first is not None:
+            reason = f"line {first.line} has it already, as a {first.type}"
+        if reason is not None:
+            left_out.append(Unserved(counter, reason))
             continue
         served[counter.name] = counter
         if counter.type == "label":
-            texts.append((counter.name, AS_LABELS[counter.name]))
+            label_rows.append((counter.name, AS_LABELS[counter.name]))
             continue
-        _, key, of = names[counter.name]
-        if isinstance(of, Ratio):
-            ratios.append(of._replace(kind=_KINDS[counter.type], help=counter.help))
+        _, key, definition = names[counter.name]
+        if isinstance(definition, Ratio):
+            ratios.append(definition._replace(kind=_KINDS[counter.type], help=counter.help))
         else:
-            series.setdefault(key, []).append(of._replace(kind=_KINDS[counter.type], help=counter.help))
+            series.setdefault(key, []).append(definition._replace(kind=_KINDS[counter.type], help=counter.help))
     if not series and not ratios:
-        whys = [Mistake(counter.line, f"{counter.name}: {why}") for counter, why in left_out]
-        raise CountersError([Mistake(0, "has no row that can be served"), *whys])
+        errors = [LineError(counter.line, f"{counter.name}: {reason}") for counter, reason in left_out]
+        raise CountersError([LineError(0, "has no row that can be served"), *errors])
     if labels is None:
-        old = [name for name in served if name in names and names[name].profile == "dcgm-legacy"]
-        labels = LABELS["dcgm-legacy" if len(old) * 2 > len(served) else "dcgm"]
-    device = tuple([(name, says) for name, says in labels.device if says not in INFO])
-    labels = replace(labels, name="counters", device=(*device, *texts))
-    many = {key: tuple(of_key) for key, of_key in series.items()}
-    profile = Profile("counters", many, tuple(ratios), labels, further=False)
+        legacy = [name for name in served if name in names and names[name].profile == "dcgm-legacy"]
+        labels = LABELS["dcgm-legacy" if len(legacy) * 2 > len(served) else "dcgm"]
+    device = tuple([(name, attribute) for name, attribute in labels.device if attribute not in INFO])
+    labels = replace(labels, name="counters", device=(*device, *label_rows))
+    series_by_key = {key: tuple(series_of_key) for key, series_of_key in series.items()}
+    profile = Profile("counters", series_by_key, tuple(ratios), labels, further=False)
     return Picked(profile, tuple(served.values()), tuple(left_out))
 
 
-def _why_not(counter: Counter, names: Mapping[str, _Named]) -> str | None:
+def _unserved_reason(counter: Counter, names: Mapping[str, _Named]) -> str | None:
     """Why a row can't be served; None if it can."""
     name = counter.name
     if counter.type == "label":
@@ -147,25 +151,26 @@ def _why_not(counter: Counter, names: Mapping[str, _Named]) -> str | None:
     elif name in AS_LABELS:
         return "it is a text, not a number: give it the type label"
     elif name in names:
-        is_one = counter.type in _KINDS
-        return None if is_one else f"one number is no {counter.type}: give it the type gauge or counter"
-    for pattern, why in _NOT_HERE:
+        is_number = counter.type in _KINDS
+        return None if is_number else f"one number is no {counter.type}: give it the type gauge or counter"
+    for pattern, reason in _NOT_READ:
         if re.fullmatch(pattern, name):
-            return why
-    close = [one for one in difflib.get_close_matches(name, [*names, *AS_LABELS], n=1, cutoff=0.9) if _typed(name, one)]
+            return reason
     unknown = "gpustream does not read it" if name.upper().startswith("DCGM_") else "no field of DCGM is called that"
-    return f"{unknown}; is {close[0]} meant?" if close else unknown
-
-
-def _typed(name: str, one: str) -> bool:
-    """Whether each word of a name may be a slip of the other's: UTLI is one of UTIL, MIN is none of MAX."""
-    pairs = zip(name.split("_"), one.split("_"), strict=False)
-    return all(difflib.SequenceMatcher(None, *pair).ratio() > 0.5 for pair in pairs)
+    for close in difflib.get_close_matches(name, [*names, *AS_LABELS], n=1, cutoff=0.9):
+        # each word of it may be a slip of the other's: UTLI is one of UTIL, but MIN is none of MAX
+        words = zip(name.split("_"), close.split("_"), strict=False)
+        if all(difflib.SequenceMatcher(None, *pair).ratio() > 0.5 for pair in words):
+            return f"{unknown}; is {close} meant?"
+    return unknown
 
 
 def why_not_served(name: str) -> str:
     """Why there is no series of that name."""
-    return _why_not(Counter(0, name, "gauge", ""), _all_names()) or "it can be had: name it in a file of --counters"
+    return (
+        _unserved_reason(Counter(0, name, "gauge", ""), _all_names())
+        or "it can be had: name it in a file of --counters"
+    )
 
 
 # -- a file
@@ -173,7 +178,7 @@ def why_not_served(name: str) -> str:
 
 @lru_cache(maxsize=4)
 def _parsed(content: bytes) -> tuple[Counter, ...] | str | CountersError:
-    """What a file says; what is read every second is parsed when it has changed."""
+    """The rows of a file, the path of another file, or the error. A file that is read again is parsed if it changed."""
     try:
         return parse(content)
     except CountersError as error:
@@ -182,23 +187,24 @@ def _parsed(content: bytes) -> tuple[Counter, ...] | str | CountersError:
 
 def read(path: Path) -> tuple[Counter, ...]:
     """The rows of a file, or of the CSV file that it names. Raises CountersError."""
-    found = _content(path, "can't be read")
-    if isinstance(found, str):
-        named, found = found, _content(Path(found), f"names {found} in `metrics.file`, which can't be read")
-        if isinstance(found, str):
-            found = CountersError([Mistake(0, f"names {named} in `metrics.file`, which is no CSV file")])
-    if isinstance(found, CountersError):
-        raise found
-    return found
+    parsed = _read(path, "can't be read")
+    if isinstance(parsed, str):
+        csv_path = parsed
+        parsed = _read(Path(csv_path), f"names {csv_path} in `metrics.file`, which can't be read")
+        if isinstance(parsed, str):
+            parsed = CountersError([LineError(0, f"names {csv_path} in `metrics.file`, which is no CSV file")])
+    if isinstance(parsed, CountersError):
+        raise parsed
+    return parsed
 
 
-def _content(path: Path, otherwise: str) -> tuple[Counter, ...] | str | CountersError:
+def _read(path: Path, unreadable: str) -> tuple[Counter, ...] | str | CountersError:
     try:
         return _parsed(path.read_bytes())
     except OSError as error:
-        return CountersError([Mistake(0, f"{otherwise}: {error.strerror}")])
+        return CountersError([LineError(0, f"{unreadable}: {error.strerror}")])
 
 
 def load(path: Path, labels: LabelNames | None = None) -> Picked:
-    """What a file picks now. Raises CountersError."""
+    """What a file picks. Raises CountersError."""
     return pick(read(path), labels)

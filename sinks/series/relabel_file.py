@@ -1,6 +1,6 @@
 """Reads relabelling files: Prometheus' ``metric_relabel_configs`` as YAML, and presets of them. Pure.
 
-In: the text of a file. Out: its rules, or every mistake with its line and its rule.
+In: the text of a file. Out: its rules, or every error with its line and its rule.
 Source: Prometheus' configuration reference, and the validation of its package ``model/relabel``.
 """
 
@@ -45,15 +45,15 @@ _MOST = 2**64 - 1
 
 
 class BadRules(ValueError):
-    """The file can't be used; ``mistakes`` says where and why, a sentence each."""
+    """The file can't be used. ``errors`` has a sentence for each error, with its place."""
 
-    def __init__(self, mistakes: list[str]) -> None:
-        super().__init__("; ".join(mistakes))
-        self.mistakes = mistakes
+    def __init__(self, errors: list[str]) -> None:
+        super().__init__("; ".join(errors))
+        self.errors = errors
 
 
 def read(source: str) -> Rules:
-    """The rules of a preset (``preset:NAME``) or of a file. Raises BadRules with every mistake."""
+    """The rules of a preset (``preset:NAME``) or of a file. Raises BadRules with every error."""
     if source.startswith(PRESET):
         texts = {preset.name: preset.rules for preset in PRESETS}
         name = source.removeprefix(PRESET)
@@ -70,7 +70,7 @@ def read(source: str) -> Rules:
 def load(text: str, file: str) -> Rules:
     """The rules of a file: a list of them, or a mapping that has them as Prometheus's configuration does.
 
-    Raises BadRules with every mistake.
+    Raises BadRules with every error.
     """
     try:
         loader = yaml.SafeLoader(text)
@@ -81,25 +81,25 @@ def load(text: str, file: str) -> Rules:
         raise BadRules(
             [f"{line}: not YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}"]
         ) from error
-    mistakes: list[str] = []
-    section, scheme = _section(document, file, mistakes)
+    errors: list[str] = []
+    section, scheme = _section(document, file, errors)
     rules = []
     for number, node in enumerate(section.value if section is not None else (), 1):
         rule_at = f"{file}:{node.start_mark.line + 1}: rule {number}"
         if not isinstance(node, yaml.MappingNode):
-            mistakes.append(f"{rule_at}: a rule has fields, such as source_labels and action; this has none")
+            errors.append(f"{rule_at}: a rule has fields, such as source_labels and action; this has none")
             continue
-        errors: list[str] = []
-        fields = _fields(node, loader, f"{file}:{{line}}: rule {number}", errors)
-        if not errors and (rule := _rule(fields, scheme, errors)) is not None:
+        rule_errors: list[str] = []
+        fields = _fields(node, loader, f"{file}:{{line}}: rule {number}", rule_errors)
+        if not rule_errors and (rule := _rule(fields, scheme, rule_errors)) is not None:
             rules.append(rule)
-        mistakes += [error if error.startswith(f"{file}:") else f"{rule_at}: {error}" for error in errors]
-    if mistakes:
-        raise BadRules(mistakes)
+        errors += [error if error.startswith(f"{file}:") else f"{rule_at}: {error}" for error in rule_errors]
+    if errors:
+        raise BadRules(errors)
     return Rules(tuple(rules), scheme, META in text)
 
 
-def _section(document: yaml.Node | None, file: str, mistakes: list[str]) -> tuple[yaml.SequenceNode | None, Scheme]:
+def _section(document: yaml.Node | None, file: str, errors: list[str]) -> tuple[yaml.SequenceNode | None, Scheme]:
     """The list of rules in a document, and which names are valid."""
     scheme: Scheme = "utf8"
     section = document
@@ -107,21 +107,21 @@ def _section(document: yaml.Node | None, file: str, mistakes: list[str]) -> tupl
         fields = {key.value: value for key, value in document.value}
         unknown = [key for key in fields if key not in (*_SECTIONS, _SCHEME)]
         if unknown:
-            mistakes.append(f"{file}: only {', '.join(_SECTIONS)} and {_SCHEME} belong here, not {', '.join(unknown)}")
+            errors.append(f"{file}: only {', '.join(_SECTIONS)} and {_SCHEME} belong here, not {', '.join(unknown)}")
         if _SCHEME in fields and (value := fields[_SCHEME].value) not in get_args(Scheme):
             line = fields[_SCHEME].start_mark.line + 1
-            mistakes.append(f"{file}:{line}: {_SCHEME} is utf8 or legacy, not {value!r}")
+            errors.append(f"{file}:{line}: {_SCHEME} is utf8 or legacy, not {value!r}")
         elif _SCHEME in fields:
             scheme = fields[_SCHEME].value
         sections = [fields[name] for name in _SECTIONS if name in fields]
         section = sections[0] if len(sections) == 1 else None
         if len(sections) != 1 and not unknown:
-            mistakes.append(f"{file}: it has to have one of {' and '.join(_SECTIONS)}")
+            errors.append(f"{file}: it has to have one of {' and '.join(_SECTIONS)}")
             return None, scheme
     if isinstance(section, yaml.SequenceNode):
         return section, scheme
-    if not mistakes:
-        mistakes.append(f"{file}: a list of rules is expected, as under metric_relabel_configs")
+    if not errors:
+        errors.append(f"{file}: a list of rules is expected, as under metric_relabel_configs")
     return None, scheme
 
 

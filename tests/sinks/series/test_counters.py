@@ -39,7 +39,7 @@ def picked(*rows: str) -> Picked:
 
 def why(row: str) -> str:
     (left_out,) = picked("DCGM_FI_DEV_GPU_TEMP", row).left_out
-    return left_out.why
+    return left_out.reason
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -170,8 +170,8 @@ def test_a_file_that_serves_nothing_is_refused_with_the_reason_of_each_line() ->
     with pytest.raises(CountersError) as refused:
         picked("DCGM_EXP_P2P_STATUS", "NONSENSE")
 
-    assert [line for line, _ in refused.value.mistakes] == [0, 1, 2]
-    assert refused.value.mistakes[2].text == "NONSENSE: no field of DCGM is called that"
+    assert [line for line, _ in refused.value.errors] == [0, 1, 2]
+    assert refused.value.errors[2].text == "NONSENSE: no field of DCGM is called that"
 
 
 def test_a_yaml_file_may_name_a_csv_file(tmp_path: Path) -> None:

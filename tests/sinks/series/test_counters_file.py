@@ -16,7 +16,7 @@ def rows(text: str) -> list[tuple[str, str, str]]:
 def mistakes(text: str | bytes) -> list[tuple[int, str]]:
     with pytest.raises(CountersError) as caught:
         parse(text if isinstance(text, bytes) else text.encode())
-    return [*caught.value.mistakes]
+    return [*caught.value.errors]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ LABELS = {"__name__": "up", "pod": "bert-0"}
 def mistakes(text: str) -> list[str]:
     with pytest.raises(BadRules) as bad:
         load(text, "rules.yml")
-    return bad.value.mistakes
+    return bad.value.errors
 
 
 def test_a_file_is_a_list_of_rules_or_has_them_where_prometheus_has_them() -> None:
