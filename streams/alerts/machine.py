@@ -14,8 +14,8 @@ resolved:
 - A firing condition is resolved in the tick in which it has not held for the rule's ``keep_firing_for``. Without
   evidence it keeps firing. It is resolved at once if its pod has ended or its rule was removed.
 - Two firings of one alert never start at the same time, even if the node's clock is set back.
-- Conditions of several devices with one cause are one alert (:func:`_scope`). The conditions of single devices are
-  then reported to ``streams/alerts/groups.py``, which makes that alert.
+- Conditions of several devices with one cause are one alert. The conditions of single devices are then reported to
+  ``streams/alerts/groups.py``, which makes that alert.
 - For a pod on a device only one cause is reported: the first in ``CAUSES`` of ``streams/alerts/rules/rule.py``. The
   later ones wait, or are resolved if they fire.
 - While a node is in maintenance, nothing fires, not even its silence, and firing alerts are resolved.
@@ -48,7 +48,7 @@ from streams.alerts.rules.rule import CAUSES, WASTE, Kind, Rules
 from streams.alerts.text.describe import api_status, describe, describe_silence
 from streams.alerts.tick import Tick
 from streams.alerts.uses import STEP_MS
-from topics.alerts import MAX_TIME_MS, Alert, Scope, Tracked, fingerprint, milliseconds
+from topics.alerts import MAX_TIME_MS, Alert, Tracked, fingerprint, milliseconds
 from topics.workloads import MAINTENANCE
 
 MAX_GAP_MS = 60_000  # after longer without evidence the ``for`` of a pending condition starts again
@@ -177,7 +177,8 @@ def _advance(
 
 
 def _pending(condition: Tracked, finding: Finding | None, context: _Context) -> tuple[Tracked | None, Alert | None]:
-    """A pending condition after the tick: it stays pending, starts again after a gap, ends, or fires."""
+    """A pending condition after the tick: it stays pending, starts again after a gap, ends, or fires.
+    It fires if it is an event or has held for the rule's ``for``, and no other cause is first."""
     now_ms, before_ms, holds = context.tick.ts_ms, context.state.last_ts_ms, _holds(condition, finding, context)
     blind_ms = before_ms if condition.blind_ms is None else condition.blind_ms
     in_doubt = holds is None or condition.blind_ms is not None
@@ -189,7 +190,15 @@ def _pending(condition: Tracked, finding: Finding | None, context: _Context) -> 
     since_ms = max(now_ms if restarts else condition.since_ms, finding.since_ms)
     if since_ms != condition.since_ms or condition.blind_ms is not None:
         condition = _replace(condition, since_ms=since_ms, blind_ms=None)
-    return _fire_if_due(condition, finding, context)
+    is_cause = condition.name in context.rules.causes
+    if not finding.event and now_ms - since_ms < finding.rule.for_ms:
+        if is_cause:
+            due = context.rules.causes[condition.name], since_ms + finding.rule.for_ms
+            context.pending_causes.setdefault(_pod_on_device(condition), []).append(due)
+        return condition, None
+    if is_cause and _waits_for_other_cause(condition, finding.rule.keep_firing_ms, context):
+        return condition, None
+    return _fire(condition, finding, context)
 
 
 def _firing(condition: Tracked, finding: Finding | None, context: _Context) -> tuple[Tracked | None, Alert | None]:
@@ -233,31 +242,29 @@ def _holds(condition: Tracked, finding: Finding | None, context: _Context) -> bo
     return False if evaluate.is_known_not_to_hold(context.rules, context.tick, condition, context.memory) else None
 
 
-def _fire_if_due(condition: Tracked, finding: Finding, context: _Context) -> tuple[Tracked, Alert | None]:
-    """Fire a condition that holds, if it is an event or has held for the rule's ``for``, and no other cause is first.
-
-    Returns the condition, and its alert if it fires."""
-    now_ms = context.tick.ts_ms
-    if not finding.event and now_ms - condition.since_ms < finding.rule.for_ms:
-        if condition.name in context.rules.causes:
-            due = context.rules.causes[condition.name], condition.since_ms + finding.rule.for_ms
-            context.pending_causes.setdefault(_pod_on_device(condition), []).append(due)
-        return condition, None
-    if condition.name in context.rules.causes and _waits_for_other_cause(
-        condition, finding.rule.keep_firing_ms, context
-    ):
-        return condition, None
+def _fire(condition: Tracked, finding: Finding, context: _Context) -> tuple[Tracked, Alert]:
+    """The condition, firing, and its alert. That is a part of a group if it is about how a pod uses its GPUs, or if
+    other GPUs of the node have the same fault now; else it is an alert of its own, as long as it fires."""
+    now_ms, rule, scope = context.tick.ts_ms, finding.rule, None
     described = describe(finding, context.tick, condition.since_ms, context.rules.wording)
     value = finding.value if finding.value is not None else (now_ms - condition.since_ms) / 1000
-    alert = firing_alert(finding.rule, condition, context.state, now_ms, float(value), described)
-    if 0 < finding.rule.critical_ms <= now_ms - condition.since_ms:  # it waited for another cause
+    alert = firing_alert(rule, condition, context.state, now_ms, float(value), described)
+    if 0 < rule.critical_ms <= now_ms - condition.since_ms:  # it waited for another cause
         alert = _replace(alert, severity="critical", labels={**alert.labels, "severity": "critical"})
-    if finding.rule.kind in WASTE:  # held: how many devices of the node the pod has
+    if rule.kind in WASTE:
+        scope = scope_of_pod(alert)
         pods = [(device.uuid, uid_and_key(holder)) for device in context.tick.devices for holder in device.holders]
         alert = _replace(alert, held=len({uuid for uuid, pod in pods if pod == (finding.pod_uid, finding.key)}))
+    elif rule.kind in _GROUPED_BY_NODE:
+        firing_devices = {
+            tracked.device
+            for tracked in context.state.tracked
+            if tracked.name == rule.name and tracked.alert is not None and tracked.scope is None
+        }
+        holding_devices = {other.device for other in context.findings if other.holds and other.rule.name == rule.name}
+        scope = "node" if holding_devices - firing_devices - {finding.device} else None
     if condition.name in context.rules.causes:
         _note_firing_cause(condition, context)
-    scope = _scope(finding, alert, context)
     return _still_holding(_replace(condition, alert=alert, written_ms=now_ms, scope=scope), finding, context), alert
 
 
@@ -297,26 +304,6 @@ def _still_holding(condition: Tracked, finding: Finding, context: _Context) -> T
     if condition.ceased_ms is not None and not finding.event:
         paused_ms, again_ms = paused_ms + max(now_ms - condition.ceased_ms, 0), now_ms
     return _replace(condition, ceased_ms=ceased_ms, keep_ms=keep_ms, paused_ms=paused_ms, again_ms=again_ms)
-
-
-def _scope(finding: Finding, alert: Alert, context: _Context) -> Scope | None:
-    """The scope of the group that a new alert is a part of: the workload or pod of its GPU, or the node if other GPUs
-    of it have the same condition now. None: it is an alert of its own, as long as it fires."""
-    if finding.rule.kind in WASTE:
-        return scope_of_pod(alert)
-    if finding.rule.kind not in _GROUPED_BY_NODE:
-        return None
-    name, devices = finding.rule.name, {finding.device}
-    devices |= {
-        condition.device
-        for condition in context.state.tracked
-        if condition.name == name and condition.alert is not None and condition.scope is None
-    }
-    return (
-        "node"
-        if any(other.holds and other.rule.name == name and other.device not in devices for other in context.findings)
-        else None
-    )
 
 
 def _resolve(condition: Tracked, context: _Context, reason: str) -> tuple[None, Alert | None]:
