@@ -106,7 +106,7 @@ class Reader:
         self._state_commits: dict[Partition, int] = {}
         self.holes = self.lost = self.rebalances = self.turns = 0
         self.loop_late_s = 0.0
-        self._held = positions.ReadState()
+        self._previous = positions.ReadState()  # what was read in the previous assignment
         self._behind: set[int] = set()  # the partition numbers whose state has not been read to its end
         self._full = False
         self._positions_checked_s = 0.0
@@ -178,7 +178,7 @@ class Reader:
         if self.ledger.ready:
             positions_now = self.ledger.positions().items()
             states = {tp: offset for tp, offset in positions_now if tp.topic in self.reads.states}
-            self._held = positions.ReadState(states, dict(self.commits))
+            self._previous = positions.ReadState(states, dict(self.commits))
         self.ledger.forget()
         self.stage.forget()
 
@@ -206,7 +206,7 @@ class Reader:
         inputs = {tp for tp in assigned if tp.topic in self.reads.inputs}
         states, compacted = {tp for tp in assigned if tp.topic in self.reads.states}, frozenset(self.reads.compacted)
         try:
-            starts, fresh = await positions.find_start_with_state(self.group, inputs, states, self._held, compacted)
+            starts, fresh = await positions.find_start_with_state(self.group, inputs, states, self._previous, compacted)
             if epoch != self.ledger.epoch or assigned != self.group.assignment():
                 return
             self.group.seek({tp: start.position for tp, start in starts.items()})
@@ -220,7 +220,7 @@ class Reader:
             name = self.group.kafka_name(tp)
             log.error("%s: offset %s is not in the log; reading on from %s", name, start.committed, start.resume)
         numbers = {tp.partition for tp in states}
-        self.stage.drop(fresh | ({tp.partition for tp in self._held.states} - numbers))
+        self.stage.drop(fresh | ({tp.partition for tp in self._previous.states} - numbers))
         self.ledger.begin({tp: start.position for tp, start in starts.items()})
         self.commits = {tp: starts[tp].resume for tp in inputs if starts[tp].committed == starts[tp].resume}
         self.input_ends, self.state_ends = {tp: starts[tp].end for tp in inputs}, {tp: starts[tp].end for tp in states}

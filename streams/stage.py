@@ -131,8 +131,8 @@ class Housekeeping:
             app.finish(slot)
             return
         slot.outcome = ("dead_lettered", reason)
-        place = f"{record.topic} partition {record.partition}"
-        log.warning("%s: dead-lettered at offset %s: %s: %.300s", place, slot.offset, reason, error)
+        partition = f"{record.topic} partition {record.partition}"
+        log.warning("%s: dead-lettered at offset %s: %s: %.300s", partition, slot.offset, reason, error)
         origin = Origin(record.topic, record.partition, slot.offset)
         sent = await send_letter(app.sender, record, origin, stage=self._stage, error=f"{reason}: {error}")
         app.finish_when(slot, [sent])
@@ -267,14 +267,14 @@ class NodeWorker(ABC, Generic[P]):
             self._partitions[number] = self.new_partition(number)
         return self._partitions[number]
 
-    async def _await_acks(self, what: str, sent: Iterable["asyncio.Future[int]"]) -> int:
-        """Wait for all acknowledgements, and return how many records the broker took. A record that can never be sent
-        is counted and left out: to fail because of it would fail again after each restart."""
+    async def _await_acks(self, kind: str, sent: Iterable["asyncio.Future[int]"]) -> int:
+        """Wait for all acknowledgements of a kind of record, and return how many records the broker took. A record that
+        can never be sent is counted and left out: to fail because of it would fail again after each restart."""
         outcomes = await asyncio.gather(*sent, return_exceptions=True)
         for error in outcomes:
             if isinstance(error, Unsendable):
-                self._instruments.counter(f"gpustream_{self._stage}_unsendable_total", what).inc()
-                log.error("a record of %s (%s) is left out: %s", self._stage, what, error)
+                self._instruments.counter(f"gpustream_{self._stage}_unsendable_total", kind).inc()
+                log.error("a record of %s (%s) is left out: %s", self._stage, kind, error)
             elif isinstance(error, BaseException):
                 raise error
         return sum([isinstance(outcome, int) for outcome in outcomes])

@@ -125,8 +125,8 @@ def remember(memory: Memory, tick: Tick, forget_ms: int, use_needs: UseNeeds | N
         windows = {uuid: of_device for uuid, of_device in windows.items() if uuid in devices}
     uses |= {uuid: memory.uses[uuid] for uuid in missing if uuid in devices and uuid in memory.uses}
     after = Memory(tick.run_id, devices, windows, memory.uses if uses == memory.uses else uses)
-    same = after.run_id == memory.run_id and devices is memory.devices and windows is memory.windows
-    return memory if same and after.uses is memory.uses else after
+    unchanged = after.run_id == memory.run_id and devices is memory.devices and windows is memory.windows
+    return memory if unchanged and after.uses is memory.uses else after
 
 
 def _update_devices(
@@ -175,13 +175,13 @@ def _update_device(remembered: DeviceMemory | None, device: Device, tick: Tick, 
     )
 
 
-def _update_pods(held: tuple[PodMemory, ...], holders: Sequence[Holder], tick: Tick) -> tuple[PodMemory, ...]:
+def _update_pods(previous: tuple[PodMemory, ...], holders: Sequence[Holder], tick: Tick) -> tuple[PodMemory, ...]:
     """The pods that hold a device after a tick, each with since when. Without a snapshot they are those of before."""
     if tick.attribution == "none":
-        return held
-    if len(held) == len(holders) and all(map(_is_same_holding, held, holders, repeat(tick.ts_ms))):
-        return held
-    pod_by_identity = {HoldingPod(pod.namespace, pod.pod, pod.pod_uid): pod for pod in held}
+        return previous
+    if len(previous) == len(holders) and all(map(_is_same_holding, previous, holders, repeat(tick.ts_ms))):
+        return previous
+    pod_by_identity = {HoldingPod(pod.namespace, pod.pod, pod.pod_uid): pod for pod in previous}
     pods: list[PodMemory] = []
     for pod, (holder, *_) in by_pod(holders).items():
         remembered = pod_by_identity.get(pod)
@@ -193,7 +193,7 @@ def _update_pods(held: tuple[PodMemory, ...], holders: Sequence[Holder], tick: T
                 since_ms = min(since_ms, remembered.since_ms)
             remembered = PodMemory(namespace, holder.pod, since_ms, holder.pod_uid, kind, name, holder.observed)
         pods.append(remembered)
-    return held if tuple(pods) == held else tuple(pods)
+    return previous if tuple(pods) == previous else tuple(pods)
 
 
 def _is_same_holding(pod: PodMemory, holder: Holder, ts_ms: int) -> bool:

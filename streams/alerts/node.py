@@ -216,12 +216,12 @@ class PartitionNodes(PartitionState):
         quiet: list[Node] = []
         for node in self.active.values():
             current = node.current
-            passed = (
+            log_passed = (
                 current is not None
                 and not node.awaits_first_tick
                 and self.logged_ms - current.logged_ms >= QUIET_S * 1000
             )
-            if passed or self.caught_up.lasted_s(node.read_s) >= QUIET_S:
+            if log_passed or self.caught_up.lasted_s(node.read_s) >= QUIET_S:
                 quiet.append(node)
             elif not node.awaits_first_tick:
                 break

@@ -247,8 +247,8 @@ def _events(
     """The events of a device. An event has holders and an attribution of its own only if these are not the tick's."""
     tick_holders, attributed = at_tick.by_uuid.get(uuid, ()), []
     for event in events:
-        then = at_events.get(event.allocations_seq, at_tick)
-        holders = then.by_uuid.get(uuid, ())
+        at_event = at_events.get(event.allocations_seq, at_tick)
+        holders = at_event.by_uuid.get(uuid, ())
         attributed.append(
             AttributedEvent(
                 event.kind,
@@ -256,7 +256,7 @@ def _events(
                 event.ts_ms,
                 event.allocations_seq,
                 None if _identities(holders) == _identities(tick_holders) else holders,
-                None if then.attribution == at_tick.attribution else then.attribution,
+                None if at_event.attribution == at_tick.attribution else at_event.attribution,
             )
         )
     return tuple(attributed)

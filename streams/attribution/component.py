@@ -166,10 +166,10 @@ class Joiner:
             return
         self._forgot_ms = logged_ms
         for number, nodes in self._last_logged_ms.items():
-            for old in [node for node, last_ms in nodes.items() if logged_ms - last_ms > _FORGET_AFTER_MS]:
-                if old not in self._waiting_nodes[number]:
-                    del nodes[old]
-                    self._states[number].pop(old, None)
+            for node in [node for node, last_ms in nodes.items() if logged_ms - last_ms > _FORGET_AFTER_MS]:
+                if node not in self._waiting_nodes[number]:
+                    del nodes[node]
+                    self._states[number].pop(node, None)
 
     async def _step(self, partition: int, key: bytes, record: join.Record) -> None:
         """Take a node to its next state, and send the ticks that the join releases."""

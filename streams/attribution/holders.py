@@ -239,8 +239,8 @@ def add_observed(
     if not device.processes:
         return DeviceHolders(holders)
     holder_uids = [holder.pod_uid for holder in holders if holder.pod_uid is not None]
-    others = [process for process in device.processes if process.pod_uid not in holder_uids]
-    uids = {process.pod_uid for process in others if process.memory_used_bytes and process.service is None}
+    of_others = [process for process in device.processes if process.pod_uid not in holder_uids]
+    uids = {process.pod_uid for process in of_others if process.memory_used_bytes and process.service is None}
     if not uids or not _processes_visible(device):
         return DeviceHolders(holders)
     pods = {uid: pod_of(uid) for uid in uids if uid is not None} if pod_of else {}

@@ -236,10 +236,10 @@ class ResolvedPods(NamedTuple):
         """Whether it is the answer for a later tick, too, without a look at any pod."""
         if self.validity is None or self.by_uid is None or not uids <= self.by_uid.keys():
             return False
-        known, indexed, since, until = self.validity
+        valid_workloads, valid_snapshot, since, until = self.validity
         return (
-            known is workloads
-            and indexed is snapshot
+            valid_workloads is workloads
+            and valid_snapshot is snapshot
             and since.ts_ms <= time.ts_ms < until.ts_ms
             and since.logged_ms <= time.logged_ms < until.logged_ms
         )
@@ -267,8 +267,8 @@ def resolve(
         return _NO_PODS_KNOWN
     if snapshot is None:
         return ResolvedPods({}, frozenset(), {}, *as_of.node_at(ts_ms))
-    new, uids = snapshot.new_at(ts_ms), uids | snapshot.uids
-    by_time = {name: _pod_at(as_of, name, new.get(name), ts_ms) for name in snapshot.names}
+    new_names, uids = snapshot.new_at(ts_ms), uids | snapshot.uids
+    by_time = {name: _pod_at(as_of, name, new_names.get(name), ts_ms) for name in snapshot.names}
     pods = {name: pod for name, pod in by_time.items() if pod is not None}
     by_uid = {pod.uid: pod for pod in pods.values()}
     if len(pods) < len(by_time) or not uids <= by_uid.keys():
@@ -287,7 +287,7 @@ def _resolve_missing(
 ) -> ResolvedPods | Unresolved:
     """The pods of a tick if its time does not give them all: processes may show them, or records that came later."""
     workloads, ts_ms, until_ms = as_of.workloads, time.ts_ms, time.logged_ms + HORIZON_MS
-    new = snapshot.new_at(ts_ms)
+    new_names = snapshot.new_at(ts_ms)
     missing_ms = {
         name: appeared.missing_ms
         for name, appeared in snapshot.appeared.items()
@@ -300,17 +300,17 @@ def _resolve_missing(
         if name in by_time and ((pod_then := by_time[name]) is None or pod_then.uid not in uids):
             pods[name] = pod
     for name in [name for name, pod in pods.items() if pod is None]:
-        if name not in new and as_of.has_ended(name, ts_ms, missing_ms.get(name)):
+        if name not in new_names and as_of.has_ended(name, ts_ms, missing_ms.get(name)):
             ended.add(name)
             continue
         views = [AsOf(workloads, ms) for ms in workloads.changes_ms(name, as_of.logged_ms, until_ms)]
-        pods[name] = next((later for view in views if (later := _pod_at(view, name, new.get(name), ts_ms))), None)
+        pods[name] = next((later for view in views if (later := _pod_at(view, name, new_names.get(name), ts_ms))), None)
         if pods[name] is None:
             unknown.add(name)
     if time.watermark_ms < until_ms and (unknown or may_come):
         return Unresolved(until_ms)
     for name in unknown:
-        pods[name] = as_of.pod_at(name, ts_ms, new[name].at_ms if name in new else None)
+        pods[name] = as_of.pod_at(name, ts_ms, new_names[name].at_ms if name in new_names else None)
         if pods[name] is None and as_of.has_ended(name, ts_ms, missing_ms.get(name)):
             ended.add(name)
     pods = {name: pod for name, pod in pods.items() if name not in ended}
@@ -333,5 +333,6 @@ def _pods_of(as_of: AsOf, uids: AbstractSet[str], ts_ms: int, until_ms: int) -> 
     return pods, may_come
 
 
-def _pod_at(as_of: AsOf, name: PodName, new: Appeared | None, ts_ms: int) -> Pod | None:
-    return as_of.pod_at(name, ts_ms) if new is None else as_of.new_pod_at(name, ts_ms, new.missing_ms)
+def _pod_at(as_of: AsOf, name: PodName, appeared: Appeared | None, ts_ms: int) -> Pod | None:
+    """The pod of a name at a time; ``appeared``: the name was new then."""
+    return as_of.pod_at(name, ts_ms) if appeared is None else as_of.new_pod_at(name, ts_ms, appeared.missing_ms)

@@ -116,8 +116,9 @@ class Bookkeeper:
                 if not share.holders.accounts:
                     share.holders.accounts = self._accounts_of(gpu, share)
         previous_ms = books.tick_ms if tick.run_id == books.run_id else tick.ts_ms
-        now = replays.after(last, tick)
-        books.run_id, books.seq, books.offset, books.newest_ts_ms = now.run_id, now.seq, now.offset, now.newest_ts_ms
+        newest = replays.after(last, tick)
+        books.run_id, books.seq, books.offset = newest.run_id, newest.seq, newest.offset
+        books.newest_ts_ms = newest.newest_ts_ms
         books.logs += verdict == "new_log"
         books.logged_ms = logged_ms
         if tick.ts_ms > logged_ms + AHEAD_MS:

@@ -197,9 +197,9 @@ class UsageWorker(NodeWorker[PartitionBooks]):
 
     # -- writing
 
-    def _start_write(self, number: int, node: NodeBooks, *, now: bool = False) -> None:
-        """Start to write what is due; ``now``: write the books even if no record is due."""
-        if not node.writing and (node.due or node.stale or now):
+    def _start_write(self, number: int, node: NodeBooks, *, force: bool = False) -> None:
+        """Start to write what is due; ``force``: write the books even if no record is due."""
+        if not node.writing and (node.due or node.stale or force):
             node.writing = True
             self._write_tasks.start(self.app, self._write(number, node, self.app.reader.ledger.epoch))
 
@@ -248,7 +248,7 @@ class UsageWorker(NodeWorker[PartitionBooks]):
         if age_s < FORGET_MS / 1000:
             self._pass_time(partition, self._clocks.now_ms() - round(age_s * 1000) - LEADERS_APART_MS)
         for node in partition.nodes.values():
-            self._start_write(number, node, now=bool(node.kept) and now_s - node.kept_s >= KEEP_S)
+            self._start_write(number, node, force=bool(node.kept) and now_s - node.kept_s >= KEEP_S)
 
     def _pass_time(self, partition: PartitionBooks, log_ms: int) -> None:
         """The log has advanced to a time: once a minute, close the windows of the silent nodes."""

@@ -100,9 +100,9 @@ def divide(total: int, weights: Sequence[int]) -> list[int]:
     if not whole:
         weights, whole = [1] * len(weights), len(weights)
     parts = [total * weight // whole for weight in weights]
-    if left := total - sum(parts):
+    if undivided := total - sum(parts):
         remainders = [total * weight % whole for weight in weights]
-        for _ in range(left):
+        for _ in range(undivided):
             index = remainders.index(max(remainders))
             parts[index] += 1
             remainders[index] = -1
@@ -166,7 +166,7 @@ def _share(device: CountedDevice, holders_by_device: dict[str, DeviceAccounts], 
     identities = tuple(map(_identity, device.holders)) if device.state not in ("lost", "timeout") else None
     holders = holders_by_device.get(uuid)
     if holders is None or holders.identities != identities or holders.gpu_uuid != gpu_uuid:
-        holders = DeviceAccounts(gpu_uuid, None) if identities is None else _holders(gpu_uuid, device.holders)
+        holders = DeviceAccounts(gpu_uuid, None) if identities is None else _accounts_of(gpu_uuid, device.holders)
         holders_by_device[uuid] = holders
     if identities is None:
         return DeviceShare(uuid, slices, holders)
@@ -193,7 +193,7 @@ def _share(device: CountedDevice, holders_by_device: dict[str, DeviceAccounts], 
     return DeviceShare(uuid, slices, holders, used, tensor, memory_bytes, idle, weights)
 
 
-def _holders(gpu_uuid: str, holders: Sequence[Holder]) -> DeviceAccounts:
+def _accounts_of(gpu_uuid: str, holders: Sequence[Holder]) -> DeviceAccounts:
     """Who holds a device, as a tick reports it. The JSON in it is copied, or it would keep the whole record alive."""
     identities = [
         tuple([value.copy() if isinstance(value, msgspec.Raw) else value for value in _identity(holder)])

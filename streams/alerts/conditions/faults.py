@@ -32,26 +32,26 @@ def xid(rule: Rule, view: View, findings: list[Finding]) -> None:
     events = [str(event.code) for event in device.events or () if event.kind == "xid" and event.code is not None]
     remembered = memory.devices.get(device.uuid) if memory.run_id == view.tick.run_id else None
     counts: dict[str, float] = {}
-    for text, total in device.xids.items():
-        count = remembered.counts.get(XID + text) if remembered is not None else None
-        before = count.value if count is not None else 0.0 if memory.run_id else total - events.count(text)
-        counts[text] = total - before if total >= before else total
-    for text in events:
-        counts.setdefault(text, float(events.count(text)))
-    for text, errors in counts.items():
-        code = code_of(text)
-        kind = of_code(code).kind
+    for code, total in device.xids.items():
+        count = remembered.counts.get(XID + code) if remembered is not None else None
+        last_total = count.value if count is not None else 0.0 if memory.run_id else total - events.count(code)
+        counts[code] = total - last_total if total >= last_total else total
+    for code in events:
+        counts.setdefault(code, float(events.count(code)))
+    for code, errors in counts.items():
+        number = code_of(code)
+        kind = of_code(number).kind
         if errors <= 0:
             continue
-        for holders, times in _errors_by_holders(view, text, errors, by_pod=kind == "application"):
+        for holders, times in _errors_by_holders(view, code, errors, by_pod=kind == "application"):
             sole = sole_pod(holders)
-            effective_rule = view.rules.in_force(rule, sole, xid=code)
+            effective_rule = view.rules.in_force(rule, sole, xid=number)
             pod = sole if kind == "application" else None
             if effective_rule is None or (pod is not None and is_silenced(view.rules, pod, view.remembered, view.tick)):
                 continue
             effective_rule, uid = effective_rule.with_severity(kind), (pod.pod_uid or "") if pod is not None else ""
-            facts = Facts(device, None, holders, text=text)
-            findings.append(Finding(effective_rule, device.uuid, uid, text, value=times, event=True, facts=facts))
+            facts = Facts(device, None, holders, text=code)
+            findings.append(Finding(effective_rule, device.uuid, uid, code, value=times, event=True, facts=facts))
 
 
 def _errors_by_holders(

@@ -55,8 +55,8 @@ def held_idle(rule: Rule, view: View, findings: list[Finding]) -> None:
         if effective_rule is None or idle is False:
             continue
         name = (holder.namespace, holder.pod, holder.pod_uid)
-        times_ms = [held.since_ms for held in view.remembered.pods if (held.namespace, held.pod, held.pod_uid) == name]
-        since_ms = (times_ms[0] if times_ms else 0) + effective_rule.grace_ms
+        held_since_ms = [p.since_ms for p in view.remembered.pods if (p.namespace, p.pod, p.pod_uid) == name]
+        since_ms = (held_since_ms[0] if held_since_ms else 0) + effective_rule.grace_ms
         holds = idle if view.tick.ts_ms >= since_ms else None
         uid, key = uid_and_key(holder)
         facts = Facts(view.device, None, pod.holders, len(view.pods))
@@ -103,9 +103,9 @@ def memory_hoarded(rule: Rule, view: View, findings: list[Finding]) -> None:
     """A pod holds much of a device's memory, and hardly used the device in the window."""
     total = view.device.metrics.memory_total_bytes
     for effective_rule, pod, _, mean in _little_used_pods(rule, view) if total else ():
-        held = held_memory(pod.holders, view.device, len(view.pods))
-        if held is None or held >= effective_rule.memory_above * (total or 0.0):
-            findings.append(_pod_finding(effective_rule, view, pod, value=mean, holds=None if held is None else True))
+        used = held_memory(pod.holders, view.device, len(view.pods))
+        if used is None or used >= effective_rule.memory_above * (total or 0.0):
+            findings.append(_pod_finding(effective_rule, view, pod, value=mean, holds=None if used is None else True))
 
 
 def _little_used_pods(rule: Rule, view: View) -> Iterable[tuple[Rule, Pod, Use, float]]:
