@@ -195,11 +195,11 @@ class Reader:
         if not self.group.can_fetch():
             await asyncio.sleep(_IDLE_S)
         elif not self.ledger.ready:
-            await self._position()
+            await self._set_positions()
         else:
             await self._read()
 
-    async def _position(self) -> None:
+    async def _set_positions(self) -> None:
         """Set all positions or none; the stage drops its state of other logs and partitions.
         If the assignment changes meanwhile, the next turn sets them again."""
         epoch, assigned = self.ledger.epoch, self.group.assignment()

@@ -1,7 +1,7 @@
 """Groups: conditions of several GPUs with one cause are one alert. Pure.
 
-In: the reports of nodes, in the order of their log. Each has the alerts of single GPUs that fire, go on or are resolved
-in a tick. And the group after the report before. Out: the next group, and its alert if that is to be written.
+In: a group, and the reports of nodes in the order of their log. A report has the alerts of single GPUs that fire,
+go on or are resolved in a tick. Out: the group after the report, and its alert if that is to be written.
 
 A group is of a workload, a pod or a node. Its alert fires with the first of its parts, and is resolved with the last
 one. If its GPUs, the number of GPUs that its workload holds, or the severity change meanwhile, it is written again with
@@ -109,7 +109,8 @@ def _update_alert(group: AlertGroup, report: AlertReport, rules: Rules) -> Group
 def _update_members(
     members_before: Sequence[Member], alerts: Sequence[Alert]
 ) -> tuple[list[Member], Alert | None, Alert | None]:
-    """The parts of a group after alerts of single GPUs; of these alerts the first open and the last resolved one."""
+    """The parts of a group after alerts of single GPUs, the first of these alerts that is open, and the last that is
+    resolved."""
     members = {member.fingerprint: member for member in members_before}
     first_open: Alert | None = None
     last_ended: Alert | None = None

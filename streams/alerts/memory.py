@@ -303,7 +303,7 @@ def identity(tracked: Tracked) -> Identity:
 
 def is_saved(saved: NodeAlerts, current: NodeAlerts) -> bool:
     """Whether a replay from the saved state gives the current one, so that nothing has to be written.
-    Conditions that became pending a moment ago are not saved yet; counters that rise all the time are at intervals."""
+    A condition that became pending a moment ago is not saved yet. Counters that rise all the time are at intervals."""
     if saved.maintenance != current.maintenance:
         return False
     if saved.silent != current.silent or saved.generation != current.generation:

@@ -3,8 +3,8 @@
 In: a sample, and each snapshot that it or its events name, with its pods. Out: the record of gpu.attributed. Pure.
 
 A pod that a snapshot names holds nothing if gpu.workloads reports that it ended long before the sample, and if no pod
-of that name may still run: a kubelet lists an ended pod until its devices are needed again. Nor does a pod hold a
-device that it has by a claim for administration, as monitoring does.
+of that name may still run: a kubelet lists an ended pod until its devices are needed again. A pod does not hold a
+device to which a claim for administration gives it access, as monitoring has.
 
 An event names the snapshot of its own time, because another pod may have the device by the time of the tick. The pods
 of an event are looked up as of the event, at most a minute before the tick: they are remembered for that long.
@@ -74,7 +74,7 @@ class HeldDevice(msgspec.Struct, frozen=True, gc=False):
 
 
 class Memo(msgspec.Struct, frozen=True):
-    """Who held the devices in the last tick, and all that this was made of: it is reused while that is the same."""
+    """Who held the devices in the last tick, and the inputs of that answer. It is reused while these are the same."""
 
     snapshot: Allocations
     facts: DeviceFacts
@@ -93,7 +93,7 @@ class Joined(msgspec.Struct, frozen=True):
     unknown_ids: tuple[str, ...]
 
 
-class _HoldersThen(NamedTuple):
+class _HoldersAtTime(NamedTuple):
     """The holders at the time of a tick or an event, by the device's UUID, and how their snapshot was found."""
 
     by_uuid: Mapping[str, tuple[Holder, ...]]
@@ -153,9 +153,9 @@ def attribute(
         devices = tuple([_held_by_jobs(d, holders.get(d.uuid, ())) for d in sample.devices])
     else:
         devices = (_HELD_BY_NOBODY,) * len(sample.devices)
-    at_tick = _HoldersThen(holders, attribution)
-    at_events: dict[int | None, _HoldersThen] = {
-        seq: _HoldersThen(
+    at_tick = _HoldersAtTime(holders, attribution)
+    at_events: dict[int | None, _HoldersAtTime] = {
+        seq: _HoldersAtTime(
             _holders(resolved.snapshot.snapshot, resolved.pods, sample.devices).by_uuid if resolved.snapshot else {},
             resolved.attribution,
         )
@@ -212,7 +212,8 @@ def _unwell(reported: Sequence[UnwellDevice], sample: Sample) -> tuple[UnwellDev
 def _memo(
     last: Memo | None, snapshot: Allocations, pods: ResolvedPods, devices: Sequence[Device], facts: DeviceFacts
 ) -> Memo:
-    """Who holds the devices of a tick by a snapshot. Of the last answer, what was made of the same is reused."""
+    """Who holds the devices of a tick by a snapshot. The parts of the last answer that had the same inputs are
+    reused."""
     holders: SnapshotHolders | None = None
     if last is not None and last.snapshot is snapshot and last.facts.inventory is facts.inventory:
         previous = last.pods
@@ -242,7 +243,7 @@ def _holders(snapshot: Allocations, pods: ResolvedPods, devices: Sequence[Device
 
 
 def _events(
-    events: Sequence[Event], uuid: str, at_tick: _HoldersThen, at_events: Mapping[int | None, _HoldersThen]
+    events: Sequence[Event], uuid: str, at_tick: _HoldersAtTime, at_events: Mapping[int | None, _HoldersAtTime]
 ) -> tuple[AttributedEvent, ...]:
     """The events of a device. An event has holders and an attribution of its own only if these are not the tick's."""
     tick_holders, attributed = at_tick.by_uuid.get(uuid, ()), []

@@ -13,11 +13,11 @@ annotation can't be read, the kubelet's ids stand. Source: HAMi's EncodePodSingl
 ``UUID[template-position]``, which names no MIG device: not read.
 
 **Processes** count if they have memory on the device: what only queries it, as monitoring does, has none. If a pod has
-a process on a device that it was not given, the pod becomes an observed holder, if the node's workloads have the pod.
-It is a holder as any other. If they do not have it, because it asked for no GPU or had ended by then, it is a conflict
-all the same, though the pod can't be named. But it is no conflict if a holder's uid is not known: the process may be
-that holder's. Any process of no pod, of a display server for example, is a conflict on a device that pods hold. An MPS
-server, in a pod or not, computes for others, and shows nothing.
+a process on a device that it was not given, the pod becomes an observed holder, a holder as any other. If the node's
+workloads lack the pod, because it asked for no GPU or has ended, it can't be named: then there is only a conflict. It
+is no conflict if a holder's uid is not known: the process may be that holder's. Any process of no pod, of a display
+server for example, is a conflict on a device that pods hold. An MPS server, in a pod or not, computes for others, and
+shows nothing.
 
 **A shared device** is divided among its holders: the parts and the rest add up to the device, to the last bits of a
 float. No part is negative. The order of processes and holders does not matter.

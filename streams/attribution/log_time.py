@@ -197,7 +197,7 @@ class Unresolved(NamedTuple):
 
 
 class Validity(NamedTuple):
-    """What an answer was made of, and until when it is the answer for later ticks, too."""
+    """The inputs of an answer, and until when it is the answer for later ticks, too."""
 
     workloads: KnownWorkloads
     snapshot: IndexedSnapshot
@@ -233,7 +233,7 @@ class ResolvedPods(NamedTuple):
         uids: AbstractSet[str],
         time: LookupTime,
     ) -> bool:
-        """Whether it is the answer for a later tick, too, without a look at any pod."""
+        """Whether it is the answer for a later tick, too. No pod has to be looked up for that."""
         if self.validity is None or self.by_uid is None or not uids <= self.by_uid.keys():
             return False
         valid_workloads, valid_snapshot, since, until = self.validity

@@ -56,14 +56,15 @@ INTERVAL_MS = 10_000  # of a producer that does not report it
 LONGEST_INTERVAL_MS = HOUR_MS
 
 Outcome = Literal["booked", "opened", "behind", "ahead", "replayed"]
-"""What became of a tick: its time was booked; it is the first of its run, and stands for no time; its time was booked
-or closed before; it is further ahead of its log time than a clock may be; it was read before."""
+"""How a tick was handled. ``booked``: its time was booked. ``opened``: it is the first of its run, and stands for no
+time. ``behind``: its time was booked or closed before. ``ahead``: it is further ahead of its log time than a clock may
+be. ``replayed``: it was read before."""
 
 _ATTRIBUTIONS = {"exact": EXACT, "none": NONE}
 
 
 class Booking(NamedTuple):
-    """What became of a tick, and the records to write. ``unbooked_ms``: time that it stands for and is not booked."""
+    """How a tick was handled, and the records to write. ``unbooked_ms``: time that it stands for and is not booked."""
 
     outcome: Outcome
     records: list[Usage]
@@ -96,7 +97,7 @@ class Bookkeeper:
         self._slices = {uuid: meter.slices for uuid, meter in books.meters.items()}
         self._holders: dict[str, DeviceAccounts] = {}
         self._records: list[Usage] = []
-        self._closed_live_ms = 0  # up to here the stream has closed time that a replay has not closed
+        self._closed_live_ms = 0  # in a replay: up to when the live stream had closed this node's windows
 
     # -- what was read
 

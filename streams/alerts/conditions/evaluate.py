@@ -176,7 +176,7 @@ _REQUIRED_SIGN: dict[Kind, int] = {
 
 
 def _signs_of(rules: Rules, tick: Tick, device: Device, memory: Memory, work: Work) -> int:
-    """The signs of a device, as bits: cheap tests that tell which checks can't find anything."""
+    """The signs of a device, as bits: cheap tests that show which checks can't find anything."""
     metrics, holders, utilization = device.metrics, device.holders, device.metrics.gpu_utilization_ratio
     signs = _MAY_BE_IDLE | _USED_UNALLOCATED | _MAY_CONFLICT if tick.attribution == "none" else 0
     slowdown = int(metrics.clock_event_reasons or 0) & (HW_THERMAL | SW_THERMAL | HW_POWER_BRAKE)

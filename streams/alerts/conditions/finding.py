@@ -30,7 +30,7 @@ class Facts(NamedTuple):
 
     ``device`` is the device of the tick, or ``remembered`` the one of the memory if the tick does not have it. ``pods``
     are the holders of the pod that it is about, or of all pods that hold the device. ``sharing`` is the number of pods
-    that share the device. ``text`` is by kind: an XID code, a number of restarts, a mistake.
+    that share the device. ``text`` is by kind: an XID code, a number of restarts, an error in a policy.
     """
 
     device: Device | None = None

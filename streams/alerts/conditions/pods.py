@@ -179,7 +179,7 @@ def attribution_conflict(rule: Rule, view: View, findings: list[Finding]) -> Non
 
 
 def policy_invalid(rule: Rule, view: View, findings: list[Finding]) -> None:
-    """A pod's policy has mistakes. Each is found once, on however many devices."""
+    """A pod's policy has errors. Each is reported once, on however many devices."""
     for pod in view.pods:
         for error in pod.policy.errors:
             uid, name = uid_and_key(pod.holders[0])
