@@ -41,6 +41,7 @@ Inventory = tuple[tuple[str, int | None, int | None, Mig | None], ...]
 """What a device id may refer to, of each device of a tick: UUID, index, minor number and MIG instance."""
 
 _inventory_fields = attrgetter("uuid", "index", "minor", "mig")
+_replace = msgspec.structs.replace
 
 
 class ResolvedSnapshot(msgspec.Struct, frozen=True):
@@ -141,19 +142,9 @@ def attribute(
 ) -> tuple[Joined, Memo | None]:
     """The attributed tick, and the memo for the next one. ``current`` is the tick's own snapshot, ``by_event`` has the
     snapshots that only events name, by seq."""
-    memo, attribution, unknown_ids = last, current.attribution, tuple[str, ...]()
-    holders: Mapping[str, tuple[Holder, ...]] = {}
-    if current.snapshot is not None:
-        memo = _memo(last, current.snapshot.snapshot, current.pods, sample.devices, facts)
-        holders, devices = memo.holders.by_uuid, memo.devices
-        unknown_ids = memo.holders.unknown_ids if last is None or memo.holders is not last.holders else ()
-    elif sample.allocations_seq is None and any(d.jobs is not None for d in sample.devices):
-        holders = {d.uuid: tuple(map(holder_of_job, d.jobs)) for d in sample.devices if d.jobs}
-        attribution = "exact"
-        devices = tuple([_held_by_jobs(d, holders.get(d.uuid, ())) for d in sample.devices])
-    else:
-        devices = (_HELD_BY_NOBODY,) * len(sample.devices)
-    at_tick = _HoldersAtTime(holders, attribution)
+    at_tick, devices, memo = _holders_at_tick(sample, facts, current, last)
+    is_new = memo is not None and (last is None or memo.holders is not last.holders)
+    unknown_ids = memo.holders.unknown_ids if memo is not None and is_new else ()
     at_events: dict[int | None, _HoldersAtTime] = {
         seq: _HoldersAtTime(
             _holders(resolved.snapshot.snapshot, resolved.pods, sample.devices).by_uuid if resolved.snapshot else {},
@@ -181,7 +172,7 @@ def attribute(
         interval_ms=sample.interval_ms,
         offset=offset,
         logged_ms=logged_ms,
-        attribution=attribution,
+        attribution=at_tick.attribution,
         node_labels=current.pods.node_labels,
         devices=tuple(attributed),
         unwell=_unwell(current.pods.unwell, sample) if current.pods.unwell else (),
@@ -189,13 +180,24 @@ def attribute(
     return Joined(record, unknown_ids), memo
 
 
-def _held_by_jobs(device: Device, jobs: tuple[Holder, ...]) -> HeldDevice:
-    """A device that jobs hold. Its processes are divided by job as others are by pod: a job's id takes the uid's
-    place."""
-    if device.processes is None:
-        return HeldDevice(jobs, None, None)
-    processes = [msgspec.structs.replace(process, pod_uid=process.job_id) for process in device.processes]
-    return HeldDevice(jobs, None, owners_of(msgspec.structs.replace(device, processes=processes), jobs))
+def _holders_at_tick(
+    sample: Sample, facts: DeviceFacts, current: ResolvedSnapshot, last: Memo | None
+) -> tuple[_HoldersAtTime, Sequence[HeldDevice], Memo | None]:
+    """The holders of a tick's devices, by its snapshot or, on a node without a kubelet, by its jobs; and the memo."""
+    if current.snapshot is not None:
+        memo = _memo(last, current.snapshot.snapshot, current.pods, sample.devices, facts)
+        return _HoldersAtTime(memo.holders.by_uuid, current.attribution), memo.devices, memo
+    if sample.allocations_seq is not None or all(device.jobs is None for device in sample.devices):
+        return _HoldersAtTime({}, current.attribution), (_HELD_BY_NOBODY,) * len(sample.devices), last
+    by_uuid = {device.uuid: tuple(map(holder_of_job, device.jobs)) for device in sample.devices if device.jobs}
+    held: list[HeldDevice] = []
+    for device in sample.devices:
+        jobs, owners = by_uuid.get(device.uuid, ()), None
+        if device.processes is not None:  # divided by job as others are by pod: a job's id takes the uid's place
+            processes = [_replace(process, pod_uid=process.job_id) for process in device.processes]
+            owners = owners_of(_replace(device, processes=processes), jobs)
+        held.append(HeldDevice(jobs, None, owners))
+    return _HoldersAtTime(by_uuid, "exact"), held, last
 
 
 def _unwell(reported: Sequence[UnwellDevice], sample: Sample) -> tuple[UnwellDevice, ...]:
@@ -205,7 +207,7 @@ def _unwell(reported: Sequence[UnwellDevice], sample: Sample) -> tuple[UnwellDev
         uuid = None
         with contextlib.suppress(UnknownDeviceId):
             uuid = index.find(parse(device.device_id))
-        unwell.append(device if uuid is None else msgspec.structs.replace(device, device_id=uuid))
+        unwell.append(device if uuid is None else _replace(device, device_id=uuid))
     return tuple(unwell)
 
 
