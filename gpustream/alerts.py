@@ -93,7 +93,7 @@ def policy_rows(node: NodeWorkloads, bounds: Bounds) -> list[tuple[str, ...]]:
         rows.append(("", "", f"{node.cluster}/{node.node}", label, "no alerts about the node"))
     for pod in [pod for pod in node.pods if pod.ended_ms is None and not node.removed]:
         policy = parse_policy(pod.annotations, pod.namespace_labels, pod.namespace, bounds)
-        effects = {mistake.name: mistake.text for mistake in policy.errors}
+        effects = {error.name: error.text for error in policy.errors}
         if policy.off:
             most = duration_words(bounds.longest(pod.namespace))
             effects[ALERTS] = f"no alerts about its doing, for {most} after it got a GPU"

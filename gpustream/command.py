@@ -1,8 +1,8 @@
-"""Builds commands from records of settings. A command reports every mistake of its command line at once.
+"""Builds commands from records of settings. A command reports every error of its command line at once.
 
 In:       records of settings (:mod:`delivery.settings`); arguments and environment variables, as click parses them.
 Out:      the parsed parameters, and the settings and the component made from them; or one usage error (exit code 2)
-          with a line for each mistake.
+          with a line for each error.
 
 Each option has one environment variable, ``GPUSTREAM_`` and its name, whatever the subcommand.
 """
@@ -33,7 +33,7 @@ HELP_BY = {"help_option_names": ["--help", "-h"]}
 
 
 class UsageErrors(click.UsageError):
-    """Every mistake of a command line and its environment."""
+    """Every error of a command line and its environment."""
 
     def __init__(self, errors: list[str], ctx: click.Context) -> None:
         lines = errors if len(errors) == 1 else [f"{len(errors)} mistakes:", *(f"  {error}" for error in errors)]
@@ -41,7 +41,7 @@ class UsageErrors(click.UsageError):
 
 
 class _Collecting(click.Parameter):
-    """A parameter that notes its mistake and takes a valid value instead, so that parsing goes on."""
+    """A parameter that notes its error and takes a valid value instead, so that parsing goes on."""
 
     def handle_parse_result(
         self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
@@ -97,10 +97,10 @@ class CommandGroup(click.Group):
 
 
 class Command(click.Command):
-    """A click command with an example in its help, whose mistakes are all reported at once.
+    """A click command with an example in its help, whose errors are all reported at once.
 
     ``check`` gets all parameters, and returns what is wrong with their combination. If a value is invalid, it gets the
-    example of the option's type instead, so that one mistake does not hide the others.
+    example of the option's type instead, so that one error does not hide the others.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ def settings(spec: ComponentSpec, values: Mapping[str, Any]) -> Any:
 
 
 def errors(spec: ComponentSpec, values: Mapping[str, Any]) -> list[str]:
-    """Every mistake in the settings of a component, as sentences for whoever wrote them."""
+    """Every error in the settings of a component, as sentences for whoever wrote them."""
     messages: list[str] = settings(spec, values).errors()
     return messages
 

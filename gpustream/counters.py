@@ -2,7 +2,7 @@
 
 In:       a file of counters, CSV or YAML.
 Out:      on standard output a line for each row that can't be served, and how many can.
-On failure: mistakes of the file, each with its line, on standard error. Exit code 1 for these, and for rows that can't
+On failure: errors of the file, each with its line, on standard error. Exit code 1 for these, and for rows that can't
           be served.
 """
 

@@ -3,7 +3,7 @@
 In:       a file of rules; for a test gpu.attributed, from Kafka or as recorded lines.
 Out:      on standard output the rules, or what would have fired, and when: a table on a terminal, tab-separated fields
           elsewhere, or the transitions as JSON lines.
-On failure: mistakes of the file, each with its line, on standard error and exit code 1; lines and records that are no
+On failure: errors of the file, each with its line, on standard error and exit code 1; lines and records that are no
           ticks are named there, left out, and make the exit code 1.
 """
 
@@ -150,7 +150,7 @@ def test(
 
 
 def _load(path: Path) -> Rules:
-    """The rules of a file. Mistakes are named, and end the command."""
+    """The rules of a file. Errors are named, and end the command."""
     return _or_exit(rules_file.load, path)
 
 
@@ -158,8 +158,8 @@ def _or_exit(read: Callable[[Path], R], path: Path) -> R:
     try:
         return read(path)
     except RulesError as error:
-        for mistake in error.errors:
-            click.echo(str(mistake), err=True)
+        for line_error in error.errors:
+            click.echo(str(line_error), err=True)
         if len(error.errors) > 1:
             click.echo(f"{len(error.errors)} mistakes", err=True)
         raise SystemExit(FAILED) from error

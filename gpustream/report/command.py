@@ -2,7 +2,7 @@
 
 In:       gpu.usage, gpu.usage-minutes and gpu.alerts, in no group; a file of prices.
 Out:      a page of text or HTML, on standard output or in a file. It has what is to be known about it.
-On failure: what is wrong, in a sentence, and exit code 1; mistakes in the command line, and exit code 2.
+On failure: what is wrong, in a sentence, and exit code 1; errors in the command line, and exit code 2.
 """
 
 from pathlib import Path

@@ -3,7 +3,7 @@
 In:       gpu.usage and gpu.usage-minutes, in no group; a file of prices, a bill.
 Out:      a table, CSV or JSON on standard output; a bill whose charges are divided, in a file. What has to be known
           about them is said on standard error.
-On failure: what is wrong, in a sentence, and exit code 1; mistakes in the command line, and exit code 2.
+On failure: what is wrong, in a sentence, and exit code 1; errors in the command line, and exit code 2.
 """
 
 import csv

@@ -152,7 +152,7 @@ class ReclaimPartition:
 
 
 class ReclaimSink:
-    """A component: :meth:`run` it until it is to stop. ``settings`` are to be without mistakes."""
+    """A component: :meth:`run` it until it is to stop. ``settings`` are to be without errors."""
 
     name = "reclaim"
 

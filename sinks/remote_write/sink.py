@@ -123,7 +123,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 
 
 class RemoteWriteSink:
-    """A component: :meth:`run` it until it is to stop. ``settings`` are to be without mistakes."""
+    """A component: :meth:`run` it until it is to stop. ``settings`` are to be without errors."""
 
     name = "remote-write"
 

@@ -87,7 +87,7 @@ def test_every_option_of_a_component_is_its_command_s(group: str, registry: dict
         assert own | EVERYWHERE == given
 
 
-def test_every_mistake_of_a_file_of_rules_is_named_before_the_stream_starts(tmp_path: Path) -> None:
+def test_every_error_of_a_file_of_rules_is_named_before_the_stream_starts(tmp_path: Path) -> None:
     rules = tmp_path / "rules.toml"
     rules.write_text('[rules.GPUHeldIdle]\nfor = "soon"\nseverity = "bad"\n')
     result = _invoke("stream", "alerts", "--kafka", "127.0.0.1:1", "--rules", str(rules))
@@ -98,7 +98,7 @@ def test_every_mistake_of_a_file_of_rules_is_named_before_the_stream_starts(tmp_
     assert "rules.toml:3" in result.stderr
 
 
-def test_a_component_s_own_mistakes_are_listed_with_the_others() -> None:
+def test_a_component_s_own_errors_are_listed_with_the_others() -> None:
     result = _invoke(
         "sink", "remote-write", "--kafka", "nope", "--url", "http://127.0.0.1:1/", "--basic-auth-user", "me"
     )
@@ -124,7 +124,7 @@ def test_a_webhook_is_signed_or_said_to_be_unsigned() -> None:
     assert "--secret-file: missing; or say --unsigned" in result.stderr
 
 
-def test_an_unknown_stream_is_a_mistake() -> None:
+def test_an_unknown_stream_is_an_error() -> None:
     result = _invoke("stream", "nonsense", "--kafka", "127.0.0.1:1")
 
     assert result.exit_code == 2
@@ -280,7 +280,7 @@ def test_no_option_takes_a_password_itself(path: tuple[str, ...]) -> None:
     assert [one.opts[0] for one in secrets if not isinstance(one.type, click.Path)] == []
 
 
-def test_mistakes_in_how_kafka_is_reached_are_listed_together_by_a_command_that_only_asks() -> None:
+def test_errors_in_how_kafka_is_reached_are_listed_together_by_a_command_that_only_asks() -> None:
     result = _invoke(
         "topics", "list", "--kafka", "k:1", "--kafka-security", "sasl-plaintext", "--kafka-sasl-mechanism", "plain"
     )

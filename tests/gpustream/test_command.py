@@ -1,4 +1,4 @@
-"""All configuration is checked at the start, and one message lists every mistake."""
+"""All configuration is checked at the start, and one message lists every error."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def _run(*args: str, **env: str) -> Result:
     return CliRunner().invoke(thing, list(args), env={"GPUSTREAM_KAFKA": "127.0.0.1:9092", **env}, prog_name="thing")
 
 
-def test_every_mistake_is_listed_in_one_message_with_exit_code_2() -> None:
+def test_every_error_is_listed_in_one_message_with_exit_code_2() -> None:
     result = _run("--kafka", "nope", "--lisen", "off", "--cluster", GPUSTREAM_INTERVAL="soon")
 
     assert result.exit_code == 2
@@ -52,14 +52,14 @@ def test_every_mistake_is_listed_in_one_message_with_exit_code_2() -> None:
     assert "No such option '--lisen'. Did you mean --listen?" in result.stderr
 
 
-def test_a_mistake_in_the_environment_names_the_variable() -> None:
+def test_an_error_in_the_environment_names_the_variable() -> None:
     result = _run(GPUSTREAM_LOG_FORMAT="xml")
 
     assert result.exit_code == 2
     assert "GPUSTREAM_LOG_FORMAT" in result.stderr
 
 
-def test_one_mistake_is_one_sentence() -> None:
+def test_one_error_is_one_sentence() -> None:
     result = _run("--interval", "soon")
 
     assert "mistakes" not in result.stderr
@@ -73,21 +73,21 @@ def test_what_is_wrong_together_is_reported_with_the_rest() -> None:
     assert "--interval must be at least 1 s" in result.stderr
 
 
-def test_a_missing_option_does_not_hide_other_mistakes() -> None:
+def test_a_missing_option_does_not_hide_other_errors() -> None:
     result = _run("--interval", "soon", GPUSTREAM_KAFKA="")
 
     assert "--kafka: missing" in result.stderr
     assert "'soon' is not a duration" in result.stderr
 
 
-def test_surplus_arguments_are_mistakes() -> None:
+def test_surplus_arguments_are_errors() -> None:
     result = _run("one", "two", "--flag=yes")
 
     assert "3 mistakes" in result.stderr
     assert "Got an unexpected argument 'two'" in result.stderr
 
 
-def test_help_wins_over_mistakes() -> None:
+def test_help_wins_over_errors() -> None:
     result = _run("--help", "--kafka", "nope", "--lisen")
 
     assert result.exit_code == 0

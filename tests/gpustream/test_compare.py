@@ -256,7 +256,7 @@ def test_the_report_has_every_row_and_says_whether_all_agrees() -> None:
     assert summary(found) == "1 row of 1 GPU: 1 same"
 
 
-def test_mistakes_of_the_command_line_are_named() -> None:
+def test_errors_of_the_command_line_are_named() -> None:
     done = CliRunner().invoke(main, ["compare", "--prometheus", "http://u:p@prometheus", "--window", "0"])
 
     assert done.exit_code == 2
@@ -271,7 +271,7 @@ def test_a_prometheus_that_does_not_answer_is_a_sentence() -> None:
     assert "http://127.0.0.1:1/api/v1/query can't be asked" in done.output
 
 
-async def test_matchers_with_a_mistake_are_refused_before_all_series_are_asked_for(
+async def test_matchers_with_an_error_are_refused_before_all_series_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []

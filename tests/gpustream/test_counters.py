@@ -29,7 +29,7 @@ def test_each_line_that_can_not_be_served_is_named_with_its_reason(tmp_path: Pat
     ]
 
 
-def test_the_mistakes_of_a_file_are_named_with_their_lines_and_so_is_what_can_not_be_served(tmp_path: Path) -> None:
+def test_the_errors_of_a_file_are_named_with_their_lines_and_so_is_what_can_not_be_served(tmp_path: Path) -> None:
     rows = "A,gauge\nDCGM_EXP_P2P_STATUS,gauge,x\nDCGM_FI_DEV_GPU_TEMP,gouge,x\n"
     for more in ("", "DCGM_FI_DEV_GPU_TEMP,gauge,x\n"):
         done = check(tmp_path / "a.csv", rows + more)

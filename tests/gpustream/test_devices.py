@@ -279,7 +279,7 @@ def test_a_driver_without_gpus_is_one_sentence_too(nvml_directory: Path) -> None
     assert (done.returncode, done.stderr) == (1, "the NVIDIA driver has no GPU\n")
 
 
-def test_an_interval_that_is_too_short_to_read_a_gpu_in_is_a_mistake(machine: Machine) -> None:
+def test_an_interval_that_is_too_short_to_read_a_gpu_in_is_an_error(machine: Machine) -> None:
     done = machine.run("--interval", "50ms")
     assert done.returncode == 2
     assert "the least is 100ms" in done.stderr

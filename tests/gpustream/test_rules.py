@@ -1,4 +1,4 @@
-"""``gpustream rules``: a file's mistakes, and what it would have made of recorded ticks."""
+"""``gpustream rules``: a file's errors, and what it would have made of recorded ticks."""
 
 import asyncio
 import json
@@ -99,7 +99,7 @@ def test_a_new_rule_without_a_runbook_is_named(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_without_mistakes_is_said_to_be_one(file: Path) -> None:
+def test_a_file_without_errors_is_said_to_be_one(file: Path) -> None:
     result = rules("check", str(file))
     assert (result.exit_code, result.stdout) == (0, f"{file}: no mistakes; {len(DEFAULTS.rules)} rules in force\n")
 
@@ -117,7 +117,7 @@ def test_every_rule_is_shown_as_it_is_by_a_file_or_by_default(file: Path) -> Non
     assert "rules.GPUHeldIdle.for" in wrong.stderr
 
 
-def test_every_mistake_is_named_with_its_line(file: Path) -> None:
+def test_every_error_is_named_with_its_line(file: Path) -> None:
     file.write_text(RULES + "\n[rules.GPUXid]\nfor = 'x'\nidle_below = 1\n")
     result = rules("check", str(file))
     assert (result.exit_code, result.stdout) == (1, "")
@@ -128,7 +128,7 @@ def test_every_mistake_is_named_with_its_line(file: Path) -> None:
     ]
 
 
-def test_a_file_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     result = rules("check", str(tmp_path / "none.toml"))
     assert (result.exit_code, result.stderr) == (1, f"{tmp_path / 'none.toml'}: No such file or directory\n")
 
@@ -190,7 +190,7 @@ def test_ticks_that_are_there_twice_count_once(file: Path) -> None:
     assert "140 ticks of 1 node, 190 more were there twice" in result.stderr
 
 
-def test_mistakes_of_the_file_come_before_ticks_are_read(file: Path, tmp_path: Path) -> None:
+def test_errors_of_the_file_come_before_ticks_are_read(file: Path, tmp_path: Path) -> None:
     file.write_text("[rules.X]")
     result = rules("test", str(file), "--input", str(tmp_path / "none"))
     assert result.exit_code == 1

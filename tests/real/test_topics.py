@@ -160,7 +160,7 @@ async def test_topics_that_fit_may_be_used(empty: KafkaServer) -> None:
     )
 
 
-async def test_every_mistake_is_in_one_message(empty: KafkaServer) -> None:
+async def test_every_error_is_in_one_message(empty: KafkaServer) -> None:
     for topic in (samples.TOPIC, allocations.TOPIC):
         have(empty, {topic.name: 4}, topic.settings())
     have(empty, {"gpu.attributed": 6}, {"cleanup.policy": "compact", "max.message.bytes": "1000"})

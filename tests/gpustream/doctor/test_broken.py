@@ -84,7 +84,7 @@ def topic_with(name: str, partitions: int = 1, **settings: str) -> Situation:
     have[name] = TopicDescription(
         partitions, dict(topics[name].settings()) | {key.replace("_", "."): value for key, value in settings.items()}
     )
-    wrong = [mistake for mistake in mismatches(topics.values(), have) if mistake.breaks]
+    wrong = [mismatch for mismatch in mismatches(topics.values(), have) if mismatch.breaks]
     return see(healthy(), kafka=KAFKA._replace(topics=have, mismatches=wrong))
 
 
@@ -422,7 +422,7 @@ def _says(row: Finding, parts: Iterable[str]) -> bool:
 
 
 @pytest.mark.parametrize("how", [how for how in BROKEN if "Kafka" not in how and "doctor" not in how])
-def test_one_mistake_is_not_many_findings(how: str) -> None:
+def test_one_error_is_not_many_findings(how: str) -> None:
     assert sum(map(len, found(BROKEN[how][0]()).values())) == 1
 
 

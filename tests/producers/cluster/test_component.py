@@ -461,7 +461,7 @@ async def test_a_defect_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 await replica.task
 
 
-def test_every_mistake_of_the_settings_is_named() -> None:
+def test_every_error_of_the_settings_is_named() -> None:
     settings = ClusterSettings(
         kafka="k:1",
         cluster="a/b",
@@ -476,7 +476,7 @@ def test_every_mistake_of_the_settings_is_named() -> None:
     beginnings = ("--pod-labels", "--pod-annotations", "--namespace-labels", "--node-labels", "--resource-prefixes")
 
     found = settings.errors()
-    assert [mistake.startswith(start) for mistake, start in zip(found, beginnings, strict=False)] == [True] * 5
+    assert [error.startswith(start) for error, start in zip(found, beginnings, strict=False)] == [True] * 5
     assert found[5].startswith("--lease")
     assert found[6].startswith("--identity")
     assert "a/b" in found[7]

@@ -1,4 +1,4 @@
-"""Events about annotations: each mistake of a pod once."""
+"""Events about annotations: each error of a pod once."""
 
 import asyncio
 import json
@@ -76,7 +76,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(policy_events, name, 0)
 
 
-async def test_a_mistake_of_a_pod_is_said_once_on_the_pod_whatever_is_heard_again() -> None:
+async def test_an_error_of_a_pod_is_said_once_on_the_pod_whatever_is_heard_again() -> None:
     bench = Bench()
     uid = bench.pod("bert-0")
     first, second = bench.replica(), bench.replica()
@@ -90,7 +90,7 @@ async def test_a_mistake_of_a_pod_is_said_once_on_the_pod_whatever_is_heard_agai
     assert event["message"].endswith("nobody reads it: did you mean gpustream.dev/idle-after?")
 
 
-async def test_a_mistake_of_a_namespace_is_said_on_each_of_its_gpu_pods_that_run() -> None:
+async def test_an_error_of_a_namespace_is_said_on_each_of_its_gpu_pods_that_run() -> None:
     bench = Bench()
     bench.pod("a")
     bench.pod("b")
@@ -103,7 +103,7 @@ async def test_a_mistake_of_a_namespace_is_said_on_each_of_its_gpu_pods_that_run
     assert all(one["message"].startswith("namespace ml: the annotation") for one in bench.api.events.values())
 
 
-async def test_a_mistake_that_is_mended_is_not_said_and_a_new_one_is() -> None:
+async def test_an_error_that_is_mended_is_not_said_and_a_new_one_is() -> None:
     bench = Bench()
     uid, replica = bench.pod("a"), bench.replica()
     replica.put_pod(uid, "ml", WRONG)

@@ -84,15 +84,15 @@ def test_what_an_allow_list_names_goes_before_what_a_prefix_lets_in() -> None:
     assert kept.cut == 6
 
 
-def test_every_mistake_of_an_allow_list_is_named() -> None:
+def test_every_error_of_an_allow_list_is_named() -> None:
     wrong = ("", "a b", "app*", "/x", "a/b/*", "UPPER/x", "-a", "x/*y")
     found = allow_list_errors("--pod-labels", ("app", "app.kubernetes.io/*", "*", "Ab_c.d", "a.b/C", *wrong))
 
-    assert [repr(name) in mistake for name, mistake in zip(wrong, found, strict=True)] == [True] * len(wrong)
-    assert all(mistake.startswith("--pod-labels: ") for mistake in found)
+    assert [repr(name) in error for name, error in zip(wrong, found, strict=True)] == [True] * len(wrong)
+    assert all(error.startswith("--pod-labels: ") for error in found)
 
 
-def test_the_default_allow_lists_have_no_mistakes() -> None:
+def test_the_default_allow_lists_have_no_errors() -> None:
     lists = (config.POD_LABELS, config.POD_ANNOTATIONS, config.NAMESPACE_LABELS, config.NODE_LABELS)
 
     assert [allow_list_errors("x", allowed) for allowed in lists] == [[], [], [], []]

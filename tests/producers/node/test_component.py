@@ -371,10 +371,10 @@ def jobs_in(tick: dict[str, Any]) -> list[Any]:
         ({"resource_prefixes": ("",)}, "--resource-prefixes"),
     ],
 )
-def test_settings_that_can_not_be_are_mistakes(changed: dict[str, Any], word: str) -> None:
-    (mistake,) = NodeSettings(kafka="127.0.0.1:1", node="gpu-1", **changed).errors()
+def test_settings_that_can_not_be_are_errors(changed: dict[str, Any], word: str) -> None:
+    (error,) = NodeSettings(kafka="127.0.0.1:1", node="gpu-1", **changed).errors()
 
-    assert word in mistake
+    assert word in error
 
 
 def test_it_is_registered_and_loads_nothing_heavy() -> None:

@@ -215,10 +215,10 @@ async def test_a_process_that_was_held_up_skips_ticks_and_says_so() -> None:
     await running
 
 
-def test_every_mistake_in_the_settings_is_reported() -> None:
+def test_every_error_in_the_settings_is_reported() -> None:
     wrong = settings(fleet="8", cluster="a/b", interval_s=0.0, buffer_s=0.0)
 
-    assert [mistake.split(":")[0].split(" ")[0] for mistake in wrong.errors()] == [
+    assert [error.split(":")[0].split(" ")[0] for error in wrong.errors()] == [
         "--buffer",
         "--interval",
         "fleet",

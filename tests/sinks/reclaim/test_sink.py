@@ -35,12 +35,12 @@ async def test_without_a_broker_it_says_so_and_stops_when_asked(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("given", "mistake"),
+    ("given", "error"),
     [
         ({"act": True, "dry_run": True}, "--act and --dry-run: one or the other"),
         ({"alert_age_s": 0.0}, "--alert-age: must be above zero"),
         ({"alert_names": ("",)}, "--alert-names: an empty name"),
     ],
 )
-def test_settings_that_can_not_be_meant_are_named(given: dict[str, object], mistake: str) -> None:
-    assert ReclaimSettings(kafka="127.0.0.1:1", **given).errors() == [mistake]  # type: ignore[arg-type]
+def test_settings_that_can_not_be_meant_are_named(given: dict[str, object], error: str) -> None:
+    assert ReclaimSettings(kafka="127.0.0.1:1", **given).errors() == [error]  # type: ignore[arg-type]

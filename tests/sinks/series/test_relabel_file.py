@@ -8,7 +8,7 @@ from sinks.series.relabel_file import BadRules, load
 LABELS = {"__name__": "up", "pod": "bert-0"}
 
 
-def mistakes(text: str) -> list[str]:
+def errors_of(text: str) -> list[str]:
     with pytest.raises(BadRules) as bad:
         load(text, "rules.yml")
     return bad.value.errors
@@ -25,12 +25,12 @@ def test_a_file_is_a_list_of_rules_or_has_them_where_prometheus_has_them() -> No
 def test_legacy_names_are_chosen_where_prometheus_chooses_them() -> None:
     text = "metric_relabel_configs:\n- {source_labels: [pod], target_label: k8s.pod}\n"
     assert relabelled(load(text, "rules.yml").rules, LABELS) == {**LABELS, "k8s.pod": "bert-0"}
-    assert mistakes(f"metric_name_validation_scheme: legacy\n{text}") == [
+    assert errors_of(f"metric_name_validation_scheme: legacy\n{text}") == [
         "rules.yml:3: rule 1: target_label 'k8s.pod' is not the name of a label"
     ]
 
 
-def test_every_mistake_is_said_with_its_line_and_its_rule() -> None:
+def test_every_error_is_said_with_its_line_and_its_rule() -> None:
     text = """
 - action: hashmod
   source_labels: [pod]
@@ -51,7 +51,7 @@ def test_every_mistake_is_said_with_its_line_and_its_rule() -> None:
 - {action: hashmod, target_label: x, modulus: "8"}
 """
     fields = "source_labels, separator, regex, modulus, target_label, replacement, action"
-    assert mistakes(text) == [
+    assert errors_of(text) == [
         "rules.yml:2: rule 1: hashmod needs a modulus above 0",
         f"rules.yml:7: rule 2: there is no field 'colour'; there are {fields}",
         f"rules.yml:8: rule 2: there is no field 'colour'; there are {fields}",
@@ -67,7 +67,7 @@ def test_every_mistake_is_said_with_its_line_and_its_rule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "mistake"),
+    ("text", "error"),
     [
         ("- a: [", "rules.yml:1: not YAML: expected the node content, but found '<stream end>'"),
         ("- a\x00", "rules.yml: not YAML: unacceptable character #x0000: special characters are not allowed"),
@@ -92,5 +92,5 @@ def test_every_mistake_is_said_with_its_line_and_its_rule() -> None:
         ("- {source_labels: [[a]], action: drop}", "rules.yml:1: rule 1: source_labels is a list of names"),
     ],
 )
-def test_a_file_that_has_no_rules_is_refused_in_one_sentence(text: str, mistake: str) -> None:
-    assert mistakes(text) == [mistake]
+def test_a_file_that_has_no_rules_is_refused_in_one_sentence(text: str, error: str) -> None:
+    assert errors_of(text) == [error]
