@@ -18,7 +18,7 @@ from streams.alerts import tick as alert_ticks
 from streams.alerts.memory import decode as decode_state
 from streams.attribution import join
 from streams.attribution.component import decode as decode_node
-from tests.streams.alerts.ticks import found
+from tests.streams.alerts.ticks import findings_in
 from topics.alerts import milliseconds
 from topics.attributed import TOPIC as ATTRIBUTED
 from topics.attributed import AttributedSample
@@ -146,12 +146,14 @@ def test_remote_write_writes_the_same_values_for_words_that_it_does_not_know() -
 
 def test_a_device_in_a_state_that_is_not_known_is_judged_by_its_values_and_not_as_lost_or_well() -> None:
     plain, new = (alert_ticks.decode(encoded(one)) for one in (rich(), later(rich())))
-    held = {(finding.rule.name, finding.holds) for finding in found(new)}
+    held = {(finding.rule.name, finding.holds) for finding in findings_in(new)}
 
     assert ("GPUThermalSlowdown", True) in held
-    assert ("GPUThermalSlowdown", True) in {(finding.rule.name, finding.holds) for finding in found(plain)}
+    assert ("GPUThermalSlowdown", True) in {(finding.rule.name, finding.holds) for finding in findings_in(plain)}
     assert {("GPULost", None), ("GPUNotAnswering", None)} <= held
-    assert all(finding.holds is None for finding in found(new) if finding.rule.name in ("GPULost", "GPUNotAnswering"))
+    assert all(
+        finding.holds is None for finding in findings_in(new) if finding.rule.name in ("GPULost", "GPUNotAnswering")
+    )
 
 
 def test_an_alert_in_a_state_that_is_not_known_is_open_everywhere() -> None:

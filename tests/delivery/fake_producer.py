@@ -14,7 +14,7 @@ LINGER_S = 0.02
 
 
 @dataclass(frozen=True)
-class Written:
+class StoredRecord:
     """What a send gives: where the record is."""
 
     offset: int
@@ -48,7 +48,7 @@ class FakeProducer:
         self.cluster, self.settings = cluster, settings
         self.closed = False
         self.poisoned: set[tuple[str, int]] = set()
-        self._batches: dict[tuple[str, int], list[tuple[bytes, asyncio.Future[Written]]]] = {}
+        self._batches: dict[tuple[str, int], list[tuple[bytes, asyncio.Future[StoredRecord]]]] = {}
         self._flushing: set[asyncio.Task[None]] = set()
         cluster.producers.append(self)
 
@@ -66,7 +66,7 @@ class FakeProducer:
 
     async def send(
         self, topic: str, value: bytes, key: bytes | None = None, partition: int | None = None, headers: Any = None
-    ) -> "asyncio.Future[Written]":
+    ) -> "asyncio.Future[StoredRecord]":
         await asyncio.sleep(0)
         if self.closed:
             raise ProducerClosed
@@ -79,11 +79,11 @@ class FakeProducer:
             task = asyncio.create_task(self._flush(tp))
             self._flushing.add(task)
             task.add_done_callback(self._flushing.discard)
-        sent: asyncio.Future[Written] = asyncio.get_running_loop().create_future()
-        self._batches[tp].append((value, sent))
-        return sent
+        acknowledged: asyncio.Future[StoredRecord] = asyncio.get_running_loop().create_future()
+        self._batches[tp].append((value, acknowledged))
+        return acknowledged
 
-    async def send_and_wait(self, *args: Any, **kwargs: Any) -> Written:
+    async def send_and_wait(self, *args: Any, **kwargs: Any) -> StoredRecord:
         return await (await self.send(*args, **kwargs))
 
     async def _flush(self, tp: tuple[str, int]) -> None:
@@ -97,13 +97,13 @@ class FakeProducer:
         elif self.cluster.lost_answers:
             self._store(tp, batch)
             error = self.cluster.lost_answers.pop(0)
-        for offset, (_, sent) in enumerate(batch, self._store(tp, batch) if error is None else 0):
+        for offset, (_, acknowledged) in enumerate(batch, self._store(tp, batch) if error is None else 0):
             if error is not None:
-                sent.set_exception(error)
+                acknowledged.set_exception(error)
             else:
-                sent.set_result(Written(offset))
+                acknowledged.set_result(StoredRecord(offset))
 
-    def _store(self, tp: tuple[str, int], batch: list[tuple[bytes, "asyncio.Future[Written]"]]) -> int:
+    def _store(self, tp: tuple[str, int], batch: list[tuple[bytes, "asyncio.Future[StoredRecord]"]]) -> int:
         log = self.cluster.logs[tp]
         log.extend(value for value, _ in batch)
         return len(log) - len(batch)

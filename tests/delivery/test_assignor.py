@@ -31,9 +31,12 @@ class Group:
 
     def rebalance(self) -> dict[str, dict[str, list[int]]]:
         """A generation: every member says what it had, and is given what it has now."""
-        sent = {member: one.metadata(self.topics[member]) for member, one in self.members.items()}
+        metadata_by_member = {
+            member: assignor.metadata(self.topics[member]) for member, assignor in self.members.items()
+        }
         over_the_wire = {
-            member: ConsumerProtocolMemberMetadata.decode(metadata.encode()) for member, metadata in sent.items()
+            member: ConsumerProtocolMemberMetadata.decode(metadata.encode())
+            for member, metadata in metadata_by_member.items()
         }
         dealt = next(iter(self.members.values())).assign(self.cluster, over_the_wire)
         for member, assignment in dealt.items():
@@ -53,22 +56,22 @@ def test_all_numbers_are_dealt_evenly_together_and_with_the_least_moves(changes:
             group.members.pop(member, None)
         dealt = group.rebalance()
         assert all(list(topics) == sorted(TOPICS) for topics in dealt.values())
-        now = {one: {tuple(numbers) for numbers in topics.values()} for one, topics in dealt.items()}
+        now = {member: {tuple(numbers) for numbers in topics.values()} for member, topics in dealt.items()}
         assert all(len(numbers) == 1 for numbers in now.values()), "topics apart"
-        shares = {one: set(numbers.pop()) for one, numbers in now.items()}
+        shares = {member: set(numbers.pop()) for member, numbers in now.items()}
         assert sorted(n for share in shares.values() for n in share) == list(range(COUNT))
         sizes = sorted(map(len, shares.values()))
         assert sizes[-1] - sizes[0] <= 1
-        kept = sum(len(before.get(one, set()) & share) for one, share in shares.items())
-        most = _most_that_can_be_kept([len(before.get(one, ())) for one in shares], len(shares))
-        assert kept == most
+        unchanged = sum(len(before.get(member, set()) & share) for member, share in shares.items())
+        most = _most_that_can_be_kept([len(before.get(member, ())) for member in shares], len(shares))
+        assert unchanged == most
         before = shares
 
 
-def _most_that_can_be_kept(had: list[int], members: int) -> int:
-    share, more = divmod(COUNT, members)
-    over = sum(count > share for count in had)
-    return sum(min(count, share) for count in had) + min(more, over)
+def _most_that_can_be_kept(previous_counts: list[int], members: int) -> int:
+    share, remainder = divmod(COUNT, members)
+    over = sum(count > share for count in previous_counts)
+    return sum(min(count, share) for count in previous_counts) + min(remainder, over)
 
 
 def test_a_member_that_comes_back_with_what_it_had_gets_it_back() -> None:

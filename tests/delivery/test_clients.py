@@ -86,32 +86,32 @@ def test_every_consumer_reads_committed_records_but_the_one_that_looks_whether_t
 
 
 async def test_a_batch_that_may_be_stored_already_never_expires(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = delivery.clients.producer(Connection("127.0.0.1:1"))
-    accumulator = made._message_accumulator
+    producer = delivery.clients.producer(Connection("127.0.0.1:1"))
+    accumulator = producer._message_accumulator
     batch = accumulator._append_batch(accumulator.create_builder(), TopicPartition("gpu.samples", 0))
     created_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: created_s + 86_400)
     assert not batch.expired()
-    await made.stop()
+    await producer.stop()
 
 
-@pytest.mark.parametrize(("answered", "pauses"), [(True, []), (False, [0.1])])
+@pytest.mark.parametrize(("is_answered", "pauses"), [(True, []), (False, [0.1])])
 async def test_a_client_that_asked_for_metadata_in_vain_waits_before_it_asks_again(
-    monkeypatch: pytest.MonkeyPatch, answered: bool, pauses: list[float]
+    monkeypatch: pytest.MonkeyPatch, is_answered: bool, pauses: list[float]
 ) -> None:
-    made: list[float] = []
+    pauses_s: list[float] = []
 
     async def sleep(delay_s: float) -> None:
-        made.append(delay_s)
+        pauses_s.append(delay_s)
 
     async def ask(client: object, cluster: object, topics: object) -> bool:
-        return answered
+        return is_answered
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr(delivery.clients, "_metadata_update", ask)
 
-    assert await aiokafka.client.AIOKafkaClient._metadata_update(object(), None, []) is answered
-    assert made == pauses
+    assert await aiokafka.client.AIOKafkaClient._metadata_update(object(), None, []) is is_answered
+    assert pauses_s == pauses
 
 
 async def test_a_connection_that_a_broker_ended_is_closed_before_it_is_forgotten(
@@ -121,14 +121,14 @@ async def test_a_connection_that_a_broker_ended_is_closed_before_it_is_forgotten
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         broker.append(writer)
-        _, api, _, asked = struct.unpack(">ihhi", await reader.readexactly(12))
-        writer.write(struct.pack(">iihihhh", 16, asked, 0, 1, api, 0, 0))
+        _, api, _, correlation_id = struct.unpack(">ihhi", await reader.readexactly(12))
+        writer.write(struct.pack(">iihihhh", 16, correlation_id, 0, 1, api, 0, 0))
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
         client: Any = aiokafka.client.AIOKafkaClient(bootstrap_servers=f"{host}:{port}")
-        known: list[Any] = [SimpleNamespace(host=host, port=port), None]  # then it is gone from the metadata, too
-        monkeypatch.setattr(client.cluster, "broker_metadata", lambda node_id: known.pop(0))
+        brokers: list[Any] = [SimpleNamespace(host=host, port=port), None]  # then it is gone from the metadata, too
+        monkeypatch.setattr(client.cluster, "broker_metadata", lambda node_id: brokers.pop(0))
         connection = await client._get_conn(0)
         reader, transport = connection._reader, connection._writer.transport
         del connection
@@ -146,9 +146,9 @@ class HalfABroker:
         self.asked, self.ended = asyncio.Event(), asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        size, _, _, asked = struct.unpack(">ihhi", await reader.readexactly(12))
+        size, _, _, correlation_id = struct.unpack(">ihhi", await reader.readexactly(12))
         await reader.readexactly(size - 8)
-        writer.write(struct.pack(">iihihhh", 16, asked, 0, 1, METADATA, 0, 4))
+        writer.write(struct.pack(">iihihhh", 16, correlation_id, 0, 1, METADATA, 0, 4))
         await reader.readexactly(1)
         self.asked.set()
         await reader.read()
@@ -162,9 +162,9 @@ async def half(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[HalfABrok
     async with await asyncio.start_server(broker.serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
         connection = Connection(f"{host}:{port}")
-        known = opening._Broker()
-        known.opened()  # so it is not greeted
-        monkeypatch.setattr(opening, "_brokers", {(connection, host, port): known})
+        known_broker = opening._Broker()
+        known_broker.opened()  # so it is not greeted
+        monkeypatch.setattr(opening, "_brokers", {(connection, host, port): known_broker})
         yield broker, connection
 
 
@@ -181,7 +181,7 @@ async def test_a_client_that_is_given_up_while_it_bootstraps_leaves_no_connectio
         await asyncio.wait([starting])
         await broker.ended.wait()
         gc.collect()
-    assert [str(one.message) for one in warned if "AIOKafkaConnection" in str(one.message)] == []
+    assert [str(warning.message) for warning in warned if "AIOKafkaConnection" in str(warning.message)] == []
 
 
 async def test_a_client_whose_end_takes_too_long_leaves_no_connection_open_and_opens_none(

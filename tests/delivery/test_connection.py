@@ -37,14 +37,14 @@ def files(tmp_path: Path) -> Files:
 
 def login(files: Files, **changed: Any) -> KafkaSettings:
     """The settings of a user of SCRAM without TLS."""
-    given = {
+    fields = {
         "kafka": "k:1",
         "kafka_security": "sasl-plaintext",
         "kafka_sasl_mechanism": "scram-sha-512",
         "kafka_username": "u",
         "kafka_password_file": files("password", f"{SECRET}\n"),
     }
-    return KafkaSettings(**{**given, **changed})
+    return KafkaSettings(**{**fields, **changed})
 
 
 def test_a_password_is_read_when_it_is_needed(files: Files) -> None:
@@ -109,14 +109,14 @@ def test_a_secret_is_sent_to_a_token_endpoint_by_https_only(files: Files) -> Non
         "kafka_oauth_client_id": "me",
         "kafka_oauth_client_secret_file": files("secret", SECRET),
     }
-    for endpoint, wrong in (
+    for endpoint, error_count in (
         ("https://l.example/token", 0),
         ("http://l.example/token", 1),
         ("http://localhost/t", 0),
         ("https://u:p@l", 1),
     ):
-        found = login(files, kafka_oauth_token_endpoint=endpoint, **oauth).errors()
-        assert len(found) == wrong, found
+        errors = login(files, kafka_oauth_token_endpoint=endpoint, **oauth).errors()
+        assert len(errors) == error_count, errors
 
 
 @pytest.mark.parametrize("text", ["", "\n", "not PEM"])
@@ -136,9 +136,9 @@ def test_no_secret_is_in_what_may_be_shown(files: Files) -> None:
     config = files("client.properties", CONFIG)
     settings = login(files, kafka_config=config)
     connection = settings.connection()
-    shown = [settings, connection, connection.secrets(), settings.errors(), vars(settings)]
+    shown_objects = [settings, connection, connection.secrets(), settings.errors(), vars(settings)]
 
-    assert not [one for one in shown if SECRET in f"{one} {one!r}"]
+    assert not [shown for shown in shown_objects if SECRET in f"{shown} {shown!r}"]
 
 
 def test_brokers_and_their_names_are_verified() -> None:

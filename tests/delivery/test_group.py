@@ -91,7 +91,7 @@ class Client:
         self.committed |= offsets
 
     async def commit_offsets(self, _: None, offsets: Mapping[TopicPartition, OffsetAndMetadata]) -> None:
-        await self.commit({tp: at.offset for tp, at in offsets.items()})
+        await self.commit({tp: metadata.offset for tp, metadata in offsets.items()})
 
     def seek(self, tp: TopicPartition, offset: int) -> None:
         if tp not in self.assignment():
@@ -242,9 +242,9 @@ async def test_a_partition_that_is_added_is_nobodys_and_ends_the_process_with_70
     await group.on_partitions_assigned(set())
     assert member.has == [{MINE, THEIRS}, {MINE, THEIRS}]
     assert not group.can_fetch()
-    with pytest.raises(MustRestart, match="ticks has 3 partitions, and had 2") as ended:
+    with pytest.raises(MustRestart, match="ticks has 3 partitions, and had 2") as exit_error:
         group.failed.result()
-    assert ended.value.exit_code == 70
+    assert exit_error.value.exit_code == 70
 
 
 async def test_what_a_group_has_committed_is_known_before_it_is_joined(
@@ -252,10 +252,10 @@ async def test_what_a_group_has_committed_is_known_before_it_is_joined(
 ) -> None:
     monkeypatch.setattr(module, "_RETRY_S", 0.0)
     group, _ = group_of(Client())
-    answers: dict[Partition, list[Any]] = {MINE: [KafkaConnectionError("away"), None], THEIRS: [None, 5]}
+    results: dict[Partition, list[Any]] = {MINE: [KafkaConnectionError("away"), None], THEIRS: [None, 5]}
 
     async def committed(tp: Partition) -> int | None:
-        answer: int | Exception | None = answers[tp].pop(0)
+        answer: int | Exception | None = results[tp].pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -313,8 +313,8 @@ async def test_where_a_log_ends_is_its_last_stable_offset() -> None:
 
 def described(*members: CoPartitioned) -> Any:
     """A group as a broker describes it."""
-    sent = [one.metadata(["ticks"]).encode() for one in members]
-    rows = [(f"id-{n}", "client", f"/10.0.0.{n}", metadata, b"") for n, metadata in enumerate(sent)]
+    encoded = [member.metadata(["ticks"]).encode() for member in members]
+    rows = [(f"id-{n}", "client", f"/10.0.0.{n}", metadata, b"") for n, metadata in enumerate(encoded)]
     return [SimpleNamespace(groups=[(0, "g", "Stable", "consumer", "gpustream", rows)])]
 
 
@@ -338,9 +338,9 @@ class Admin:
 
 def later(instance_id: str, by_ms: int) -> CoPartitioned:
     """A process with that instance id that began so much later than now."""
-    one = CoPartitioned(instance_id)
-    one.claim = msgspec.structs.replace(one.claim, started_ms=one.claim.started_ms + by_ms)
-    return one
+    member = CoPartitioned(instance_id)
+    member.claim = msgspec.structs.replace(member.claim, started_ms=member.claim.started_ms + by_ms)
+    return member
 
 
 async def test_the_older_of_two_with_one_instance_id_ends_and_does_not_join_again(

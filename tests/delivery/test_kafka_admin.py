@@ -23,7 +23,7 @@ UNSAID = -(2**31)
 UNKNOWN_TOPIC, UNAUTHORIZED, EXISTS, BAD_FACTOR, BAD_CONFIG = 3, 29, 36, 38, 40
 
 
-class Answers:
+class FakeAdminClient:
     """A client of the administration whose answers are given beforehand."""
 
     def __init__(self, **answers: Any) -> None:
@@ -54,7 +54,7 @@ class Answers:
 
 
 def admin(**answers: Any) -> Admin:
-    return Admin(Answers(**answers), Connection("kafka:9092"))
+    return Admin(FakeAdminClient(**answers), Connection("kafka:9092"))
 
 
 def topic(name: str, leaders: list[int], *, code: int = 0, allowed: int = UNSAID) -> tuple[Any, ...]:
@@ -73,9 +73,9 @@ async def test_a_partition_without_a_leader_counts_and_is_reported() -> None:
 async def test_what_this_client_may_do_is_reported_if_the_broker_says_so() -> None:
     rows = [topic("read", [1], allowed=1 << 3 | 1 << 8), topic("hidden", [], code=UNAUTHORIZED), topic("unsaid", [1])]
 
-    found = await admin(topics=rows).layouts(["read", "hidden", "unsaid"])
+    layouts = await admin(topics=rows).layouts(["read", "hidden", "unsaid"])
 
-    assert {name: one.allowed for name, one in found.items()} == {
+    assert {name: layout.allowed for name, layout in layouts.items()} == {
         "read": {"Read", "Describe"},
         "hidden": frozenset(),
         "unsaid": None,
@@ -99,7 +99,7 @@ async def test_settings_are_reported_by_topic() -> None:
 
 
 async def test_no_topics_are_asked_for_no_settings() -> None:
-    client = Answers()
+    client = FakeAdminClient()
 
     assert (await Admin(client, Connection("kafka:9092")).settings([]), client.asked) == ({}, [])
 
@@ -137,7 +137,7 @@ async def test_every_topic_that_is_refused_is_named_with_the_brokers_reason() ->
 
 
 async def test_settings_that_are_refused_are_an_error() -> None:
-    client = Answers(altered=[(BAD_CONFIG, "no such policy", TOPIC, "a")])
+    client = FakeAdminClient(altered=[(BAD_CONFIG, "no such policy", TOPIC, "a")])
 
     with pytest.raises(Refused, match="a: settings not altered: no such policy"):
         await Admin(client, Connection("kafka:9092")).alter("a", {"cleanup.policy": "shred"})

@@ -79,7 +79,7 @@ def test_a_login_module_of_java_is_understood_with_its_quotes_and_semicolons() -
 
 
 @pytest.mark.parametrize(
-    ("written", "password"),
+    ("text", "password"),
     [
         (r'"a\\"b"', 'a"b'),  # as Java reads a file: once for the line, once for the quoted text
         (r'"a\"b"', 'a"b'),
@@ -88,9 +88,9 @@ def test_a_login_module_of_java_is_understood_with_its_quotes_and_semicolons() -
         ("'p;x=\"1\"'", 'p;x="1"'),
     ],
 )
-def test_a_password_of_a_login_module_is_read_as_java_reads_it(written: str, password: str) -> None:
+def test_a_password_of_a_login_module_is_read_as_java_reads_it(text: str, password: str) -> None:
     module = "org.apache.kafka.common.security.scram.ScramLoginModule required"
-    values, unused = kafka_config.parse(f'sasl.jaas.config={module} username="me" password={written};')
+    values, unused = kafka_config.parse(f'sasl.jaas.config={module} username="me" password={text};')
 
     assert (values, unused) == ({"username": "me", "password": password}, ())
 
@@ -103,13 +103,13 @@ def test_a_login_module_with_an_open_quote_is_named_and_half_a_password_is_not_t
 
 
 def test_what_java_itself_has_written_is_understood() -> None:
-    written = r"""
+    text = r"""
 bootstrap.servers=kafka-0.example\:9093,kafka-1.example\:9093
 sasl.oauthbearer.token.endpoint.url=https\://login.example/token?a\=b
 sasl.password=a\:b
 """
 
-    assert kafka_config.parse(written).values == {
+    assert kafka_config.parse(text).values == {
         "servers": "kafka-0.example:9093,kafka-1.example:9093",
         "token_endpoint": "https://login.example/token?a=b",
         "password": r"a\:b",
@@ -117,14 +117,14 @@ sasl.password=a\:b
 
 
 def test_pem_that_goes_on_line_by_line_is_in_lines_again() -> None:
-    written = """
+    text = """
 ssl.truststore.certificates=-----BEGIN CERTIFICATE----- \\
   MIIB \\
   AA== \\
   -----END CERTIFICATE-----
 """
 
-    assert kafka_config.parse(written).values == {
+    assert kafka_config.parse(text).values == {
         "ca_pem": "-----BEGIN CERTIFICATE-----\nMIIB\nAA==\n-----END CERTIFICATE-----"
     }
 

@@ -44,7 +44,7 @@ def closed(cause: BaseException) -> KafkaConnectionError:
 
 
 @pytest.mark.parametrize(
-    ("error", "connection", "said"),
+    ("error", "connection", "expected"),
     [
         (unverified(10), TLS, "has expired: renew it"),
         (unverified(9), TLS, "not valid yet: set this machine's clock"),
@@ -71,22 +71,22 @@ def closed(cause: BaseException) -> KafkaConnectionError:
         (CredentialsError("--kafka-password-file /p: it is empty"), LOGIN, "--kafka-password-file /p: it is empty"),
     ],
 )
-def test_what_must_be_mended_is_named_at_once(error: Exception, connection: Connection, said: str) -> None:
-    assert said in (of_connecting(error, connection, "u") or "")
+def test_what_must_be_mended_is_named_at_once(error: Exception, connection: Connection, expected: str) -> None:
+    assert expected in (of_connecting(error, connection, "u") or "")
 
 
 @pytest.mark.parametrize(
-    ("error", "connection", "said"),
+    ("error", "connection", "expected"),
     [
         (closed(asyncio.IncompleteReadError(b"", 4)), PLAIN, "may want TLS, --kafka-security ssl or sasl-ssl"),
         (ConnectionResetError(), TLS, "closes the connection in the TLS handshake"),
     ],
 )
 def test_a_broker_that_closes_a_connection_may_only_be_stopping_until_it_does_so_again(
-    error: Exception, connection: Connection, said: str
+    error: Exception, connection: Connection, expected: str
 ) -> None:
     assert of_connecting(error, connection) is None
-    assert said in (of_connecting(error, connection, again=True) or "")
+    assert expected in (of_connecting(error, connection, again=True) or "")
 
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError(), TimeoutError(), OSError(-2, "Name or service not known")])
@@ -95,7 +95,7 @@ def test_a_broker_that_is_away_needs_no_mending(error: Exception) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
         (TopicAuthorizationFailedError("gpu.samples"), "use the topic gpu.samples: give its user the ACLs"),
         (TopicAuthorizationFailedError({"b", "a"}), "use the topic a, b: "),
@@ -104,8 +104,8 @@ def test_a_broker_that_is_away_needs_no_mending(error: Exception) -> None:
         (ClusterAuthorizationFailedError(), "do what this needs of the cluster: "),
     ],
 )
-def test_a_missing_acl_says_for_what(error: Exception, said: str) -> None:
-    assert f"Kafka does not let this client {said}" in describe(error)
+def test_a_missing_acl_says_for_what(error: Exception, expected: str) -> None:
+    assert f"Kafka does not let this client {expected}" in describe(error)
     assert type(error).__name__ in describe(error)
 
 

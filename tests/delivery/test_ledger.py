@@ -41,16 +41,16 @@ def test_finishing_twice_counts_once() -> None:
 
 
 @given(st.lists(st.sampled_from(["read", "finish", "duplicate", "forget"]), max_size=40))
-def test_every_record_that_was_read_has_ended_or_is_held_or_was_given_back(what: list[str]) -> None:
+def test_every_record_that_was_read_has_ended_or_is_held_or_was_given_back(actions: list[str]) -> None:
     ledger, slots = ledger_at(), list[Slot]()
-    for offset, one in enumerate(what):
-        if one == "read":
+    for offset, action in enumerate(actions):
+        if action == "read":
             slots.append(ledger.admit(TP, offset, 1))
-        elif one == "forget":
+        elif action == "forget":
             ledger.begin({TP: 0})
         elif slots:
             slot = slots.pop(0)
-            slot.outcome = ("delivered",) if one == "finish" else ("duplicate",)
+            slot.outcome = ("delivered",) if action == "finish" else ("duplicate",)
             ledger.finish(slot)
         counts, held = ledger.counts, ledger.held["ticks"]
         assert held == ledger.unfinished()
@@ -75,12 +75,12 @@ def test_what_was_read_in_an_older_epoch_counts_for_nothing() -> None:
 
 def test_what_is_set_aside_holds_back_its_offset_but_no_bytes() -> None:
     ledger = ledger_at()
-    kept, other = ledger.admit(TP, 0, 10), ledger.admit(TP, 1, 5)
-    ledger.set_aside(kept)
+    first_record, other = ledger.admit(TP, 0, 10), ledger.admit(TP, 1, 5)
+    ledger.set_aside(first_record)
     ledger.finish(other)
     assert (ledger.open_bytes, ledger.position(TP), ledger.unfinished()) == (0, 0, 1)
-    ledger.finish(kept)
-    ledger.set_aside(kept)
+    ledger.finish(first_record)
+    ledger.set_aside(first_record)
     assert (ledger.open_bytes, ledger.position(TP)) == (0, 2)
 
 

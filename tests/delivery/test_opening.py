@@ -19,24 +19,24 @@ class Broker:
 
     def __init__(self, password: str = SECRET) -> None:
         self.password = password
-        self.asked: list[dict[str, Any]] = []
+        self.connect_calls: list[dict[str, Any]] = []
         self.away = False
 
-    async def connect(self, host: str, port: int, **given: Any) -> object:
-        self.asked.append(given)
+    async def connect(self, host: str, port: int, **options: Any) -> object:
+        self.connect_calls.append(options)
         if self.away:
             raise ConnectionRefusedError(111, "Connect call failed")
-        if given["sasl_plain_password"] != self.password:
+        if options["sasl_plain_password"] != self.password:
             raise SaslAuthenticationFailed("Authentication failed")
         return self
 
 
 @pytest.fixture
 def broker(monkeypatch: pytest.MonkeyPatch) -> Broker:
-    one = Broker()
-    monkeypatch.setattr(opening, "create_conn", one.connect)
+    fake = Broker()
+    monkeypatch.setattr(opening, "create_conn", fake.connect)
     monkeypatch.setattr(opening, "_brokers", {})
-    return one
+    return fake
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ async def test_each_connection_has_the_password_of_its_moment(broker: Broker, co
     connection.password_file.write_text("another")
     await open_it(connection)
 
-    assert [given["sasl_plain_password"] for given in broker.asked] == [SECRET, "another"]
+    assert [options["sasl_plain_password"] for options in broker.connect_calls] == [SECRET, "another"]
 
 
 async def test_a_client_is_made_without_any_secret(connection: Connection) -> None:
@@ -83,14 +83,14 @@ async def test_what_must_be_mended_is_known_until_a_connection_is_open(broker: B
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses that are made, each at once."""
-    made: list[float] = []
+    pauses_s: list[float] = []
 
     async def sleep(delay_s: float) -> None:
-        made.append(delay_s)
+        pauses_s.append(delay_s)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr("delivery.opening.time.monotonic", lambda: 0.0)
-    return made
+    return pauses_s
 
 
 async def test_it_is_tried_again_after_longer_and_longer_pauses(
@@ -120,7 +120,7 @@ async def test_a_password_file_that_is_gone_is_a_trouble_that_passes(broker: Bro
     connection.password_file.unlink()
     with pytest.raises(KafkaConnectionError, match="--kafka-password-file"):
         await open_it(connection)
-    assert broker.asked == []
+    assert broker.connect_calls == []
     connection.password_file.write_text(SECRET)
     await open_it(connection)
     assert opening.trouble(connection) is None
@@ -130,10 +130,10 @@ class Greeted:
     """A connection whose first request is never answered."""
 
     def __init__(self) -> None:
-        self.asked, self.closed = asyncio.Event(), False
+        self.connecting, self.closed = asyncio.Event(), False
 
     async def send(self, request: object) -> object:
-        self.asked.set()
+        self.connecting.set()
         return await asyncio.Event().wait()
 
     def close(self) -> None:
@@ -143,13 +143,13 @@ class Greeted:
 async def test_a_connection_that_is_given_up_before_its_first_answer_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     greeted = Greeted()
 
-    async def connect(host: str, port: int, **given: Any) -> Greeted:
+    async def connect(host: str, port: int, **options: Any) -> Greeted:
         return greeted
 
     monkeypatch.setattr(opening, "create_conn", connect)
     monkeypatch.setattr(opening, "_brokers", {})
     opened = asyncio.create_task(open_it(Connection("k:1")))
-    await greeted.asked.wait()
+    await greeted.connecting.wait()
     opened.cancel()
     await asyncio.wait([opened])
 

@@ -24,15 +24,15 @@ HOUR_MS = 3_600_000
 
 
 @pytest.mark.parametrize(
-    ("text", "means"),
+    ("text", "expected"),
     [
         ("event", OptIn({"event": None})),
         (" Event = 30m ,scale=4h, partly", OptIn({"event": HOUR_MS // 2, "scale": 4 * HOUR_MS}, partly=True)),
         ("OFF", OptIn()),
     ],
 )
-def test_a_namespace_says_what_may_be_done_and_after_how_long(text: str, means: OptIn) -> None:
-    assert opt_in(text) == means
+def test_a_namespace_says_what_may_be_done_and_after_how_long(text: str, expected: OptIn) -> None:
+    assert opt_in(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_pod_goes_before_its_namespace_and_what_can_not_be_read_leaves_it_alon
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("gpustream.dev/idel-after", f"did you mean {IDLE_AFTER}?"),
         ("gpustream.dev/Alerts", f"did you mean {ALERTS}?"),
@@ -69,12 +69,12 @@ def test_a_pod_goes_before_its_namespace_and_what_can_not_be_read_leaves_it_alon
         ("gpustream.dev/tier", "pods and namespaces have gpustream.dev/alerts,"),
     ],
 )
-def test_a_misspelt_annotation_is_named_with_the_one_that_was_meant(name: str, said: str) -> None:
+def test_a_misspelt_annotation_is_named_with_the_one_that_was_meant(name: str, expected: str) -> None:
     (mistake,) = annotation_errors(
         {name: "2h", "kubectl.kubernetes.io/x": "y", "note": "z"}, "ml", DEFAULT_BOUNDS, of_pod=True
     )
     assert mistake.name == name
-    assert mistake.text.startswith(f"the annotation {name} is not known, and nobody reads it: {said}")
+    assert mistake.text.startswith(f"the annotation {name} is not known, and nobody reads it: {expected}")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_was_not_meant_for_gpustream_is_nobodys_mistake(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "of_pod", "said"),
+    ("annotations", "of_pod", "expected"),
     [
         ({ALERTS: "no"}, True, "the annotation gpustream.dev/alerts is 'no': write on or off"),
         ({IDLE_AFTER: "10d"}, True, "the annotation gpustream.dev/idle-after is '10d', and 1d is the most that"),
@@ -96,10 +96,12 @@ def test_what_was_not_meant_for_gpustream_is_nobodys_mistake(name: str) -> None:
         ({RECLAIM: "scaled"}, False, "the annotation gpustream.dev/reclaim is malformed: 'scaled' is not known"),
     ],
 )  # fmt: skip
-def test_a_value_that_is_wrong_or_out_of_bounds_is_named(given: dict[str, str], of_pod: bool, said: str | None) -> None:
-    found = annotation_errors(given, "ml", DEFAULT_BOUNDS, of_pod=of_pod)
-    assert len(found) == (said is not None)
-    assert all(mistake.text.startswith(said or "") for mistake in found)
+def test_a_value_that_is_wrong_or_out_of_bounds_is_named(
+    annotations: dict[str, str], of_pod: bool, expected: str | None
+) -> None:
+    errors = annotation_errors(annotations, "ml", DEFAULT_BOUNDS, of_pod=of_pod)
+    assert len(errors) == (expected is not None)
+    assert all(mistake.text.startswith(expected or "") for mistake in errors)
 
 
 def test_bounds_are_by_namespace() -> None:
@@ -107,6 +109,6 @@ def test_bounds_are_by_namespace() -> None:
     assert longest == Bounds(24 * HOUR_MS, ((("notebooks-*",), 72 * HOUR_MS),))
     assert bounds_text(longest) == "1d,notebooks-*=3d"
     assert annotation_errors({IDLE_AFTER: "48h"}, "notebooks-a", longest, of_pod=True) == []
-    for wrong in ("", "24h,x", "24h,=1h", "24h,x=y"):
+    for raw_bounds in ("", "24h,x", "24h,=1h", "24h,x=y"):
         with pytest.raises(ValueError, match="write"):
-            bounds(wrong)
+            bounds(raw_bounds)

@@ -9,27 +9,27 @@ import pytest
 from delivery import positions
 from delivery.ledger import Partition
 from delivery.positions import STATE_WINDOW_MS, WHOLE_LOG, ReadState, Start
-from tests.sinks.records import FakeGroup, Read
+from tests.sinks.records import ConsumedRecord, FakeGroup
 from tests.streams.desk import LABELS, OWNERS, TICKS, Desk, instant
 
 MINUTE_MS = 60_000
 NOW_MS = 1_790_000_000_000
 TP = Partition("gpu.attributed", 0)
 KNOWN = Start(150, 150, 150, 150, 150)
-LOG = [Read(offset, b"", offset * 1000) for offset in range(10, 200)]
+LOG = [ConsumedRecord(offset, b"", offset * 1000) for offset in range(10, 200)]
 
 
 async def find(
-    consumer: FakeGroup, from_: str | float = "earliest", recall_s: float = 60, known: int | None = None
+    consumer: FakeGroup, from_: str | float = "earliest", recall_s: float = 60, known_offset: int | None = None
 ) -> Start:
-    found = positions.find_start(consumer, TP, from_, recall_s, known=known)  # type: ignore[arg-type]
-    return await asyncio.wait_for(found, 10)
+    start = positions.find_start(consumer, TP, from_, recall_s, known=known_offset)  # type: ignore[arg-type]
+    return await asyncio.wait_for(start, 10)
 
 
 async def test_a_new_group_starts_at_an_end_of_the_log_or_so_long_ago() -> None:
     consumer = FakeGroup(LOG, begin=10)
     now_s = time.time()
-    recent = [Read(offset, b"", int((now_s - 200 + offset) * 1000)) for offset in range(10, 200)]
+    recent = [ConsumedRecord(offset, b"", int((now_s - 200 + offset) * 1000)) for offset in range(10, 200)]
     assert await find(consumer, "earliest") == Start(10, 10, 10, 200, None)
     assert await find(consumer, "latest") == Start(10, 200, 200, 200, None)
     start = await find(FakeGroup(recent, begin=10), 60.0)
@@ -53,7 +53,7 @@ class New:
 
 
 @pytest.mark.parametrize(
-    ("committed", "from_", "member", "wanted", "begun"),
+    ("committed", "from_", "member", "expected", "log_text"),
     [
         ({}, "latest", None, {("a", 0): 200, ("a", 1): 200}, "a"),
         ({}, "earliest", None, {}, ""),
@@ -64,11 +64,11 @@ class New:
     ids=["new", "its beginning needs no commit", "begun", "a member begins it", "a member has not begun it"],
 )
 async def test_a_group_begins_in_all_partitions_of_a_topic_at_once_or_has_members(
-    committed: dict[Any, int], from_: Any, member: dict[Any, int] | None, wanted: dict[Any, int], begun: str
+    committed: dict[Any, int], from_: Any, member: dict[Any, int] | None, expected: dict[Any, int], log_text: str
 ) -> None:
     group = New(committed, member)
-    assert await positions.commit_start(group, {"a": from_, "b": "earliest"}) == set(begun)  # type: ignore[arg-type]
-    assert group.committed == wanted
+    assert await positions.commit_start(group, {"a": from_, "b": "earliest"}) == set(log_text)  # type: ignore[arg-type]
+    assert group.committed == expected
 
 
 async def test_a_new_group_starts_at_the_end_where_all_is_older() -> None:
@@ -94,12 +94,12 @@ async def test_everything_is_read_back_where_the_broker_knows_no_times() -> None
 async def test_a_topic_that_is_to_be_read_back_whole_is_read_from_its_beginning() -> None:
     assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE_LOG) == Start(10, 10, 150, 200, 150)
     assert await find(FakeGroup(LOG, begin=10), "latest", recall_s=WHOLE_LOG) == Start(10, 10, 200, 200, None)
-    assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE_LOG, known=150) == KNOWN
+    assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE_LOG, known_offset=150) == KNOWN
 
 
 async def test_nothing_is_read_back_where_the_last_assignment_ended_just_here() -> None:
-    assert await find(FakeGroup(LOG, group=150, begin=10), known=150) == KNOWN
-    assert (await find(FakeGroup(LOG, group=150, begin=10), known=149)).position == 89
+    assert await find(FakeGroup(LOG, group=150, begin=10), known_offset=150) == KNOWN
+    assert (await find(FakeGroup(LOG, group=150, begin=10), known_offset=149)).position == 89
 
 
 async def test_records_that_expired_unread_are_counted() -> None:
@@ -128,11 +128,11 @@ async def test_the_last_finished_record_itself_is_read_back(recall_s: float) -> 
 # -- with state
 
 
-class Found(NamedTuple):
+class FoundStart(NamedTuple):
     """Where a stream starts, as its reader takes it."""
 
     positions: dict[Partition, int]
-    lost: dict[Partition, int | None]
+    lost_offsets: dict[Partition, int | None]
     state_ends: dict[Partition, int]
     fresh: frozenset[int]
 
@@ -142,13 +142,13 @@ def client(desk: Desk) -> Any:
     return desk.client
 
 
-async def find_all(desk: Desk, held: ReadState | None = None, *compacted: str) -> Found:
+async def find_all(desk: Desk, held: ReadState | None = None, *compacted: str) -> FoundStart:
     desk.client.assign(desk.broker.all())
-    found = positions.find_start_with_state(
+    finding = positions.find_start_with_state(
         client(desk), [TICKS], [OWNERS, LABELS], held or ReadState(), frozenset(compacted)
     )
-    starts, fresh = await found
-    return Found(
+    starts, fresh = await finding
+    return FoundStart(
         {tp: start.position for tp, start in starts.items()},
         {TICKS: starts[TICKS].committed} if starts[TICKS].is_torn else {},
         {tp: starts[tp].end for tp in (OWNERS, LABELS)},
@@ -167,9 +167,9 @@ async def test_a_new_group_begins_at_the_beginning_of_the_inputs() -> None:
     desk = Desk()
     desk.log(TICKS).append(10)
     desk.log(TICKS).retain(4)
-    found = await find_all(desk)
-    assert found.positions == {TICKS: 4, OWNERS: 0, LABELS: 0}
-    assert found.lost == {}
+    start = await find_all(desk)
+    assert start.positions == {TICKS: 4, OWNERS: 0, LABELS: 0}
+    assert start.lost_offsets == {}
 
 
 @instant
@@ -193,9 +193,9 @@ async def test_a_commit_at_the_end_is_not_lost() -> None:
     desk = Desk()
     desk.log(TICKS).append(10)
     desk.broker.committed[TICKS] = 10
-    found = await find_all(desk)
-    assert found.positions[TICKS] == 10
-    assert found.lost == {}
+    start = await find_all(desk)
+    assert start.positions[TICKS] == 10
+    assert start.lost_offsets == {}
 
 
 @instant
@@ -205,9 +205,9 @@ async def test_a_commit_that_the_log_does_not_have_is_lost_and_read_from_the_beg
         desk.log(TICKS).append(10)
         desk.log(TICKS).retain(4)
         desk.broker.committed[TICKS] = committed
-        found = await find_all(desk)
-        assert found.positions[TICKS] == 4
-        assert found.lost == {TICKS: committed}
+        start = await find_all(desk)
+        assert start.positions[TICKS] == 4
+        assert start.lost_offsets == {TICKS: committed}
 
 
 @instant
@@ -215,10 +215,10 @@ async def test_state_is_read_from_ten_minutes_before_the_next_input() -> None:
     desk = Desk()
     fill(desk, minutes=60)
     desk.log(TICKS).append(timestamp=NOW_MS - 30 * MINUTE_MS)
-    found = await find_all(desk)
-    assert desk.log(OWNERS).records[found.positions[OWNERS]].timestamp == NOW_MS - 30 * MINUTE_MS - STATE_WINDOW_MS
-    assert found.state_ends == {OWNERS: 60, LABELS: 0}
-    assert found.fresh == {0}
+    start = await find_all(desk)
+    assert desk.log(OWNERS).records[start.positions[OWNERS]].timestamp == NOW_MS - 30 * MINUTE_MS - STATE_WINDOW_MS
+    assert start.state_ends == {OWNERS: 60, LABELS: 0}
+    assert start.fresh == {0}
 
 
 @instant
@@ -226,8 +226,8 @@ async def test_state_whose_newest_record_is_older_than_the_input_is_read_from_te
     desk = Desk()
     fill(desk, minutes=60, until_ms=NOW_MS - 300 * MINUTE_MS)
     desk.log(TICKS).append(timestamp=NOW_MS)
-    found = await find_all(desk)
-    assert found.positions[OWNERS] == 60 - 1 - 10
+    start = await find_all(desk)
+    assert start.positions[OWNERS] == 60 - 1 - 10
 
 
 @instant
@@ -254,16 +254,16 @@ async def test_compacted_state_is_read_whole_and_the_rest_as_ever() -> None:
     desk.log(LABELS).append(3, timestamp=0)
     desk.log(LABELS).retain(1)
     desk.log(TICKS).append(timestamp=NOW_MS)
-    found = await find_all(desk, None, LABELS.topic)
-    assert (found.positions[LABELS], found.positions[OWNERS]) == (1, 60 - 1 - 10)
+    start = await find_all(desk, None, LABELS.topic)
+    assert (start.positions[LABELS], start.positions[OWNERS]) == (1, 60 - 1 - 10)
 
 
 @instant
 async def test_compacted_state_that_is_held_is_read_on_from_where_it_was() -> None:
     desk = Desk()
     desk.log(LABELS).append(9)
-    found = await find_all(desk, ReadState({LABELS: 4, OWNERS: 0}), LABELS.topic)
-    assert (found.positions[LABELS], found.fresh) == (4, frozenset())
+    start = await find_all(desk, ReadState({LABELS: 4, OWNERS: 0}), LABELS.topic)
+    assert (start.positions[LABELS], start.fresh) == (4, frozenset())
 
 
 @instant
@@ -295,27 +295,27 @@ async def test_empty_state_begins_where_its_log_does() -> None:
     desk = Desk()
     fill(desk, minutes=60)
     desk.log(OWNERS).retain(60)
-    found = await find_all(desk)
-    assert found.positions[OWNERS] == 60
-    assert found.state_ends[OWNERS] == 60
+    start = await find_all(desk)
+    assert start.positions[OWNERS] == 60
+    assert start.state_ends[OWNERS] == 60
 
 
 @instant
 async def test_state_that_is_held_is_read_on() -> None:
     desk = Desk()
     fill(desk, minutes=60)
-    found = await find_all(desk, ReadState({OWNERS: 55, LABELS: 0}, {TICKS: 0}))
-    assert found.positions[OWNERS] == 55
-    assert found.fresh == frozenset()
+    start = await find_all(desk, ReadState({OWNERS: 55, LABELS: 0}, {TICKS: 0}))
+    assert start.positions[OWNERS] == 55
+    assert start.fresh == frozenset()
 
 
 @instant
 async def test_where_one_state_topic_of_a_partition_is_not_held_all_of_it_is_read_again() -> None:
     desk = Desk()
     fill(desk, minutes=60)
-    found = await find_all(desk, ReadState({OWNERS: 55}))
-    assert found.positions[OWNERS] == 60 - 1 - 10
-    assert found.fresh == {0}
+    start = await find_all(desk, ReadState({OWNERS: 55}))
+    assert start.positions[OWNERS] == 60 - 1 - 10
+    assert start.fresh == {0}
 
 
 @instant
@@ -323,19 +323,19 @@ async def test_held_state_that_the_log_no_longer_reaches_is_read_again() -> None
     desk = Desk()
     fill(desk, minutes=60)
     desk.log(OWNERS).retain(30)
-    found = await find_all(desk, ReadState({OWNERS: 20, LABELS: 0}))
-    assert found.positions[OWNERS] == 60 - 1 - 10
-    assert found.fresh == {0}
+    start = await find_all(desk, ReadState({OWNERS: 20, LABELS: 0}))
+    assert start.positions[OWNERS] == 60 - 1 - 10
+    assert start.fresh == {0}
 
 
 @instant
 async def test_held_state_stays_where_the_log_is_another_one_which_is_read_as_well() -> None:
     desk = Desk()
     fill(desk, minutes=60)
-    found = await find_all(desk, ReadState({OWNERS: 61, LABELS: 0}))
-    assert found.positions[OWNERS] == 60 - 1 - 10
-    assert found.positions[LABELS] == 0
-    assert found.fresh == frozenset()
+    start = await find_all(desk, ReadState({OWNERS: 61, LABELS: 0}))
+    assert start.positions[OWNERS] == 60 - 1 - 10
+    assert start.positions[LABELS] == 0
+    assert start.fresh == frozenset()
 
 
 @instant
@@ -344,10 +344,10 @@ async def test_a_group_that_was_set_back_makes_held_state_useless() -> None:
     fill(desk, minutes=60)
     desk.log(TICKS).append(50, timestamp=NOW_MS)
     desk.broker.committed[TICKS] = 10
-    held = ReadState({OWNERS: 60, LABELS: 0}, {TICKS: 11})
-    assert (await find_all(desk, held)).fresh == {0}
+    held_state = ReadState({OWNERS: 60, LABELS: 0}, {TICKS: 11})
+    assert (await find_all(desk, held_state)).fresh == {0}
     desk.broker.committed[TICKS] = 11
-    assert (await find_all(desk, held)).fresh == frozenset()
+    assert (await find_all(desk, held_state)).fresh == frozenset()
 
 
 @instant

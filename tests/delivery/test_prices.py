@@ -106,8 +106,8 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> 
 
 def test_a_price_for_more_time_than_an_earlier_one_is_for_the_rest(tmp_path: Path) -> None:
     rows = "[{model: a, per_gpu_hour: 1, from: 1970-01-02, to: 1970-01-03}, {model: a, per_gpu_hour: 2}]"
-    found = loaded(tmp_path, f"currency: EUR\nprices: {rows}")
-    assert [found.price_of("a", day * 86_400_000, {}) for day in range(3)] == [2, 1, 2]
+    prices = loaded(tmp_path, f"currency: EUR\nprices: {rows}")
+    assert [prices.price_of("a", day * 86_400_000, {}) for day in range(3)] == [2, 1, 2]
 
 
 def test_all_mistakes_are_said_at_once(tmp_path: Path) -> None:

@@ -27,14 +27,14 @@ class Client:
     """What the group asks of aiokafka's consumer."""
 
     def __init__(self) -> None:
-        self.there: dict[str, set[int]] = {TOPIC: {0, 1}, OTHER: {0, 1}}
+        self.partitions: dict[str, set[int]] = {TOPIC: {0, 1}, OTHER: {0, 1}}
         self.seeks: dict[TopicPartition, int] = {}
-        self.asked = 0
+        self.update_requests = 0
         self.offset: int | None = None
         self._client, self.cluster = self, SimpleNamespace(unauthorized_topics=set())
 
     def partitions_for_topic(self, topic: str) -> Collection[int] | None:
-        return self.there.get(topic)
+        return self.partitions.get(topic)
 
     def assignment(self) -> set[TopicPartition]:
         return {TopicPartition(topic, 1) for topic in (TOPIC, OTHER)}
@@ -43,7 +43,7 @@ class Client:
         self.seeks[tp] = offset
 
     def force_metadata_update(self) -> None:
-        self.asked += 1
+        self.update_requests += 1
 
     async def committed(self, tp: TopicPartition) -> int | None:
         return self.offset
@@ -61,26 +61,26 @@ def member() -> tuple[ConsumerGroup, Client]:
 async def test_a_topic_that_is_gone_is_asked_for_and_read_from_its_beginning_when_it_is_back() -> None:
     group, client = member()
     group.check_topics(0.0)
-    assert (client.seeks, client.asked) == ({}, 0)
+    assert (client.seeks, client.update_requests) == ({}, 0)
 
-    del client.there[TOPIC]
+    del client.partitions[TOPIC]
     group.check_topics(0.3)
     group.check_topics(0.6)
-    assert (client.seeks, client.asked) == ({}, 2)
+    assert (client.seeks, client.update_requests) == ({}, 2)
 
-    client.there[TOPIC] = {0, 1}
+    client.partitions[TOPIC] = {0, 1}
     for now_s in (0.9, 1.2):
         group.check_topics(now_s)
         await group.read_new_logs()
     assert client.seeks == {TopicPartition(TOPIC, 1): 0}
-    assert client.asked == 2
+    assert client.update_requests == 2
 
 
 async def test_one_that_was_only_out_of_sight_goes_on_where_it_was() -> None:
     group, client = member()
     client.offset = 42
-    there, gone = client.there, {OTHER: {0, 1}}
-    for client.there in (there, gone, there):
+    present, absent = client.partitions, {OTHER: {0, 1}}
+    for client.partitions in (present, absent, present):
         group.check_topics(0.0)
         await group.read_new_logs()
     assert client.seeks == {}
@@ -88,8 +88,8 @@ async def test_one_that_was_only_out_of_sight_goes_on_where_it_was() -> None:
 
 async def test_one_that_is_back_with_other_partitions_ends_the_process() -> None:
     group, client = member()
-    for there in ({}, {TOPIC: {0}}):
-        client.there = {OTHER: {0, 1}, **there}
+    for partitions in ({}, {TOPIC: {0}}):
+        client.partitions = {OTHER: {0, 1}, **partitions}
         group.check_topics(0.0)
 
     assert "has 1 partitions, and had 2" in str(group.failed.exception())
@@ -97,8 +97,8 @@ async def test_one_that_is_back_with_other_partitions_ends_the_process() -> None
 
 async def test_one_that_is_not_known_yet_after_joining_is_not_taken_for_one_that_is_gone() -> None:
     group, client = member()
-    there, client.there = client.there, {}
+    partitions, client.partitions = client.partitions, {}
     group.check_topics(0.0)
-    client.there = there
+    client.partitions = partitions
     group.check_topics(0.3)
-    assert (client.seeks, client.asked) == ({}, 0)
+    assert (client.seeks, client.update_requests) == ({}, 0)

@@ -26,10 +26,10 @@ class Node(NamedTuple):
 
 def take(node: Node, tick: Tick) -> tuple[Node, Verdict]:
     """A record comes."""
-    found = verdict(node.last, tick)
-    if found == "replay":
-        return node, found
-    return Node(after(node.last, tick), (*node.taken, (tick.run_id, tick.seq))), found
+    outcome = verdict(node.last, tick)
+    if outcome == "replay":
+        return node, outcome
+    return Node(after(node.last, tick), (*node.taken, (tick.run_id, tick.seq))), outcome
 
 
 @st.composite
@@ -57,12 +57,12 @@ def test_every_tick_is_taken_once_whatever_part_of_the_log_comes_again_and_when(
 ) -> None:
     node = Node()
     for number, tick in enumerate(log):
-        node, found = take(node, tick)
-        assert found == "next"
+        node, outcome = take(node, tick)
+        assert outcome == "next"
         begin = data.draw(st.integers(0, number + 1))
-        for again in log[begin : data.draw(st.integers(begin, number + 1))]:
-            node, found = take(node, again)
-            assert found == "replay"
+        for repeated in log[begin : data.draw(st.integers(begin, number + 1))]:
+            node, outcome = take(node, repeated)
+            assert outcome == "replay"
 
     assert node.taken == identities(log)
 
@@ -75,14 +75,14 @@ def test_a_reader_that_begins_in_the_middle_takes_no_replay_of_what_was_before(
     middle = data.draw(st.integers(0, len(log) - 1))
     node, _ = take(Node(), log[middle])
 
-    for again in log[: middle + 1]:
-        node, found = take(node, again)
-        assert found == "replay"
+    for repeated in log[: middle + 1]:
+        node, outcome = take(node, repeated)
+        assert outcome == "replay"
 
 
 @given(logs(), st.integers(1, 8), st.data())
 def test_a_log_that_is_made_again_is_taken_whole_and_its_replays_are_not(
-    log: list[Tick], more: int, data: st.DataObject
+    log: list[Tick], extra_ticks: int, data: st.DataObject
 ) -> None:
     node = Node()
     for tick in log:
@@ -91,17 +91,17 @@ def test_a_log_that_is_made_again_is_taken_whole_and_its_replays_are_not(
     new_run = data.draw(st.booleans())
     clock = max(tick.ts_ms for tick in log)
     first_seq, run_id = (1, 2000) if new_run else (end.seq + 1, end.run_id)
-    lower = [Tick(run_id, first_seq + n, clock + 1 + n, n) for n in range(more) if n <= end.offset]
+    lower = [Tick(run_id, first_seq + n, clock + 1 + n, n) for n in range(extra_ticks) if n <= end.offset]
 
     for number, tick in enumerate(lower):
-        node, found = take(node, tick)
-        assert found == ("next" if number else "new_log")
-        for again in lower[data.draw(st.integers(0, number)) : number + 1]:
-            node, found = take(node, again)
-            assert found == "replay"
+        node, outcome = take(node, tick)
+        assert outcome == ("next" if number else "new_log")
+        for repeated in lower[data.draw(st.integers(0, number)) : number + 1]:
+            node, outcome = take(node, repeated)
+            assert outcome == "replay"
         if not new_run:
-            node, found = take(node, end)
-            assert found == "replay"
+            node, outcome = take(node, end)
+            assert outcome == "replay"
 
     assert node.taken == (*identities(log), *identities(lower))
 

@@ -41,16 +41,16 @@ def play(scenario: Scenario, cluster: Cluster | None = None) -> Cluster:
     return cluster
 
 
-async def outcome(sent: "asyncio.Future[int]") -> int | str:
+async def outcome(future: "asyncio.Future[int]") -> int | str:
     try:
-        return await sent
+        return await future
     except Unsendable:
         return "unsendable"
 
 
 async def send_all(sender: Sender, values: list[bytes], topic: str = "t") -> list[int | str]:
-    sent = [await sender.send(topic, value) for value in values]
-    return [await outcome(one) for one in sent]
+    futures = [await sender.send(topic, value) for value in values]
+    return [await outcome(future) for future in futures]
 
 
 def test_records_are_stored_in_the_order_of_their_sends_with_their_offsets() -> None:
@@ -203,7 +203,7 @@ def test_sends_wait_while_the_producer_is_replaced_and_keep_their_order() -> Non
         await asyncio.sleep(0.1)
         assert cluster.log("t") == []
         later = [asyncio.create_task(sender.send("t", value)) for value in (b"c", b"d", b"e")]
-        assert [await outcome(sent) for sent in first] == [0, "unsendable", 1]
+        assert [await outcome(future) for future in first] == [0, "unsendable", 1]
         assert [await (await sending) for sending in later] == [2, 3, 4]
         assert cluster.log("t") == [b"a", b"b", b"c", b"d", b"e"]
 
@@ -237,11 +237,11 @@ def test_a_future_that_its_owner_cancelled_disturbs_nobody() -> None:
 def test_an_outage_is_waited_for_and_everything_arrives_once_in_order() -> None:
     async def scenario(sender: Sender, cluster: Cluster) -> None:
         cluster.away = asyncio.Event()
-        sent = [await sender.send("t", value) for value in (b"a", b"b")]
+        futures = [await sender.send("t", value) for value in (b"a", b"b")]
         await asyncio.sleep(600)
-        assert not any(one.done() for one in sent)
+        assert not any(future.done() for future in futures)
         cluster.away.set()
-        assert [await one for one in sent] == [0, 1]
+        assert [await future for future in futures] == [0, 1]
 
     play(scenario)
 
@@ -265,11 +265,11 @@ def test_stopping_in_an_outage_takes_its_time_and_cancels_what_is_left() -> None
     async def scenario(sender: Sender, cluster: Cluster) -> None:
         cluster.away = asyncio.Event()
         cluster.stop_hangs = True
-        sent = await sender.send("t", b"a")
+        future = await sender.send("t", b"a")
         began_s = asyncio.get_running_loop().time()
         await sender.stop(timeout_s=1.0)
         assert asyncio.get_running_loop().time() - began_s < 6
-        assert sent.cancelled()
+        assert future.cancelled()
 
     play(scenario)
 
@@ -313,15 +313,15 @@ def test_every_record_is_stored_in_order_or_unsendable(
     async def scenario(sender: Sender, cluster: Cluster) -> None:
         cluster.lost_answers = [RequestTimedOutError()] * lost_answers
         cluster.failed_starts, cluster.stop_hangs = failed_starts, stop_hangs
-        sent = []
+        futures = []
         for number, (partition, refused, pause_s) in enumerate(records):
             value = b"%d" % number
             if refused:
                 cluster.refused[value] = MessageSizeTooLargeError
-            sent.append(await sender.send("t", value, partition=partition))
+            futures.append(await sender.send("t", value, partition=partition))
             await asyncio.sleep(pause_s)
-        outcomes = [await outcome(one) for one in sent]
-        assert [one == "unsendable" for one in outcomes] == [refused for _, refused, _ in records]
+        outcomes = [await outcome(future) for future in futures]
+        assert [outcome == "unsendable" for outcome in outcomes] == [refused for _, refused, _ in records]
         for partition in (0, 1):
             first_seen = list(dict.fromkeys(cluster.log("t", partition)))
             assert first_seen == [

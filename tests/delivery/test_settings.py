@@ -35,10 +35,10 @@ def test_a_field_without_an_option_is_set_by_code_only() -> None:
 
 
 def test_what_must_be_given_is_first_then_the_record_s_own_then_what_it_shares() -> None:
-    own = ["url", "form", "often_s", "plain", "count", "made", "shared"]
+    names = ["url", "form", "often_s", "plain", "count", "made", "shared"]
 
     member = ["instance_id", "session_timeout_s", "leave_on_stop", "cluster", "compression"]
-    assert list(FIELDS)[:15] == [*own, *member, "kafka", "topic_prefix", "kafka_config"]
+    assert list(FIELDS)[:15] == [*names, *member, "kafka", "topic_prefix", "kafka_config"]
 
 
 def test_the_default_is_the_field_s() -> None:
@@ -58,9 +58,9 @@ def test_the_type_is_found_from_the_annotation() -> None:
 
 
 def test_every_mistake_of_the_shared_settings_is_named() -> None:
-    wrong = ThingSettings(url="u", form="xml", group="", session_timeout_s=0.5)  # type: ignore[arg-type]
+    settings = ThingSettings(url="u", form="xml", group="", session_timeout_s=0.5)  # type: ignore[arg-type]
 
-    assert [mistake.partition(":")[0] for mistake in wrong.errors()] == [
+    assert [mistake.partition(":")[0] for mistake in settings.errors()] == [
         "--form",
         "--kafka",
         "--group",

@@ -34,13 +34,13 @@ class Endpoint:
 
 @pytest.fixture
 async def endpoint() -> AsyncIterator[Endpoint]:
-    one, app = Endpoint(), web.Application()
-    app.router.add_post("/token", one.handle)
+    endpoint_, app = Endpoint(), web.Application()
+    app.router.add_post("/token", endpoint_.handle)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    one.url = f"http://127.0.0.1:{runner.addresses[0][1]}/token"
-    yield one
+    endpoint_.url = f"http://127.0.0.1:{runner.addresses[0][1]}/token"
+    yield endpoint_
     await runner.cleanup()
 
 
@@ -86,7 +86,7 @@ async def test_a_token_that_the_broker_refused_is_not_used_again(endpoint: Endpo
 
 
 @pytest.mark.parametrize(
-    ("status", "answer", "said"),
+    ("status", "answer", "expected"),
     [
         (401, {"error": "invalid_client", "error_description": "who?"}, r"answers 401 \(invalid_client who\?\): check"),
         (200, {"token": "t"}, r"answers 200 \(OK\): check --kafka-oauth-client-id"),
@@ -95,10 +95,10 @@ async def test_a_token_that_the_broker_refused_is_not_used_again(endpoint: Endpo
     ],
 )
 async def test_an_endpoint_that_gives_none_is_named_with_what_to_check(
-    endpoint: Endpoint, tmp_path: Path, status: int, answer: object, said: str
+    endpoint: Endpoint, tmp_path: Path, status: int, answer: object, expected: str
 ) -> None:
     endpoint.status, endpoint.answer = status, answer
-    with pytest.raises(CredentialsError, match=said) as raised:
+    with pytest.raises(CredentialsError, match=expected) as raised:
         await tokens.token(client(endpoint, tmp_path))
     assert SECRET not in str(raised.value)
 

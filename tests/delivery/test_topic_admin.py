@@ -22,55 +22,60 @@ BY_NODE = [name for name, topic in ALL.items() if topic.by_node]
 numbers = st.integers(1, 1000)
 
 
-def found(topic: Topic, partitions: int, **other: str) -> TopicDescription:
+def described(topic: Topic, partitions: int, **other: str) -> TopicDescription:
     """A topic as it must be, with other settings (dots as underscores)."""
-    wanted = topic.settings() | {name.replace("_", "."): value for name, value in other.items()}
-    return TopicDescription(partitions, wanted)
+    settings = topic.settings() | {name.replace("_", "."): value for name, value in other.items()}
+    return TopicDescription(partitions, settings)
 
 
 def of_samples(other: dict[str, str]) -> list[Mismatch]:
     topic = ALL["gpu.samples"]
-    return mismatches([topic], {topic.name: found(topic, 32, **other)})
+    return mismatches([topic], {topic.name: described(topic, 32, **other)})
 
 
 @given(numbers)
 def test_topics_as_they_must_be_have_no_mismatch(partitions: int) -> None:
-    assert mismatches(ALL.values(), {name: found(topic, partitions) for name, topic in ALL.items()}) == []
+    assert mismatches(ALL.values(), {name: described(topic, partitions) for name, topic in ALL.items()}) == []
 
 
 def test_every_topic_that_is_missing_is_named() -> None:
-    wrong = mismatches(ALL.values(), {})
+    found_mismatches = mismatches(ALL.values(), {})
 
-    assert [one.topic for one in wrong] == list(TOPICS)
-    assert str(wrong[0]) == "gpu.samples: the topic is missing, must be there"
+    assert [mismatch.topic for mismatch in found_mismatches] == list(TOPICS)
+    assert str(found_mismatches[0]) == "gpu.samples: the topic is missing, must be there"
 
 
 @given(st.fixed_dictionaries(dict.fromkeys(ALL, numbers)))
 def test_topics_keyed_by_node_must_have_as_many_partitions_as_the_samples(counts: dict[str, int]) -> None:
-    wrong = mismatches(ALL.values(), {name: found(topic, counts[name]) for name, topic in ALL.items()})
+    found_mismatches = mismatches(ALL.values(), {name: described(topic, counts[name]) for name, topic in ALL.items()})
 
-    assert [one.topic for one in wrong] == [name for name in BY_NODE if counts[name] != counts["gpu.samples"]]
-    assert all(one.breaks for one in wrong)
+    assert [mismatch.topic for mismatch in found_mismatches] == [
+        name for name in BY_NODE if counts[name] != counts["gpu.samples"]
+    ]
+    assert all(mismatch.breaks for mismatch in found_mismatches)
 
 
 def test_topics_not_keyed_by_node_may_have_any_number_of_partitions() -> None:
     topics = [ALL["gpu.attributed"], ALL["gpu.alerts"], ALL["gpu.dead-letters"]]
 
-    assert mismatches(topics, {topic.name: found(topic, number) for number, topic in enumerate(topics, 1)}) == []
+    assert mismatches(topics, {topic.name: described(topic, number) for number, topic in enumerate(topics, 1)}) == []
 
 
 @given(numbers, numbers)
-def test_a_topic_beside_them_may_be_missing_but_must_have_as_many_partitions(own: int, others: int) -> None:
+def test_a_topic_beside_them_may_be_missing_but_must_have_as_many_partitions(partitions: int, others: int) -> None:
     topic, beside = ALL["gpu.workloads"], [ALL["gpu.samples"], ALL["gpu.allocations"]]
-    there = {topic.name: found(topic, own), "gpu.samples": TopicDescription(others, {"cleanup.policy": "compact"})}
+    descriptions = {
+        topic.name: described(topic, partitions),
+        "gpu.samples": TopicDescription(others, {"cleanup.policy": "compact"}),
+    }
 
-    wrong = mismatches([topic], there, beside)
+    found_mismatches = mismatches([topic], descriptions, beside)
 
-    assert [one.topic for one in wrong] == (["gpu.samples"] if own != others else [])
+    assert [mismatch.topic for mismatch in found_mismatches] == (["gpu.samples"] if partitions != others else [])
 
 
 @pytest.mark.parametrize(
-    ("other", "says"),
+    ("other", "message"),
     [
         ({"cleanup_policy": "compact"}, "gpu.samples: cleanup.policy is compact, must be delete"),
         ({"message_timestamp_type": "CreateTime"}, "message.timestamp.type is CreateTime, must be LogAppendTime"),
@@ -78,17 +83,17 @@ def test_a_topic_beside_them_may_be_missing_but_must_have_as_many_partitions(own
         ({"max_message_bytes": "1048588"}, "max.message.bytes is 1048588, must be at least 4194304"),
     ],
 )
-def test_a_setting_that_breaks_what_readers_rely_on_is_a_mistake(other: dict[str, str], says: str) -> None:
-    (wrong,) = of_samples(other)
+def test_a_setting_that_breaks_what_readers_rely_on_is_a_mistake(other: dict[str, str], message: str) -> None:
+    (mismatch,) = of_samples(other)
 
-    assert says in str(wrong)
-    assert wrong.breaks
+    assert message in str(mismatch)
+    assert mismatch.breaks
 
 
 def test_a_setting_that_does_no_harm_is_reported_and_does_not_break() -> None:
-    (wrong,) = of_samples({"segment_ms": "604800000"})
+    (mismatch,) = of_samples({"segment_ms": "604800000"})
 
-    assert (wrong.subject, wrong.breaks) == ("segment.ms", False)
+    assert (mismatch.subject, mismatch.breaks) == ("segment.ms", False)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +136,9 @@ async def test_topics_are_not_created_on_an_embedded_broker(embedded: str) -> No
 
 
 async def test_a_broker_that_is_not_there_is_named() -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{held.getsockname()[1]}"
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{occupied.getsockname()[1]}"
 
         with pytest.raises(BrokerUnavailable, match=f"no Kafka broker answers at {address}"):
             await topic_admin.check(Connection(address), TopicAccess(("gpu.samples",)))

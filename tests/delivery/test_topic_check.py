@@ -16,11 +16,11 @@ RESIZED = ContractMismatch([Mismatch("gpu.samples", "its number of partitions", 
 GOOD = Checked({"gpu.samples": 32}, (Mismatch("gpu.samples", "segment.ms", "3600000", "604800000", breaks=False),))
 
 
-class Answers:
+class FakeBroker:
     """A broker that gives these answers, one after the other; ``asked`` is set when the last has been given."""
 
-    def __init__(self, *answers: Checked | Exception) -> None:
-        self._answers = list(answers)
+    def __init__(self, *results: Checked | Exception) -> None:
+        self._results = list(results)
         self.seen: list[tuple[str, ...]] = []
         self.waiting: list[list[str]] = []
         self.check: TopicCheck | None = None
@@ -29,7 +29,7 @@ class Answers:
         if self.check is not None:
             self.waiting.append(self.check.not_ready())
         self.seen.append((*uses.reads, *uses.optional))
-        answer = self._answers.pop(0)
+        answer = self._results.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -41,41 +41,41 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topic_admin, "CHECK_AGAIN_S", (0.0,))
 
 
-def asking(monkeypatch: pytest.MonkeyPatch, *answers: Checked | Exception) -> tuple[TopicCheck, Answers]:
-    broker_, one = Answers(*answers), TopicCheck(Connection("kafka:9092"), USES)
-    broker_.check = one
+def asking(monkeypatch: pytest.MonkeyPatch, *answers: Checked | Exception) -> tuple[TopicCheck, FakeBroker]:
+    broker_, check = FakeBroker(*answers), TopicCheck(Connection("kafka:9092"), USES)
+    broker_.check = check
     monkeypatch.setattr(topic_admin, "check", broker_)
-    return one, broker_
+    return check, broker_
 
 
 async def test_it_says_what_is_missing_and_what_to_run_and_goes_on_when_it_is_there(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, answers = asking(monkeypatch, BrokerUnavailable("no Kafka broker answers"), MISSING, MISSING, RESIZED, GOOD)
+    check, broker = asking(monkeypatch, BrokerUnavailable("no Kafka broker answers"), MISSING, MISSING, RESIZED, GOOD)
 
-    assert await one.wait(asyncio.Event()) is GOOD
+    assert await check.wait(asyncio.Event()) is GOOD
 
     run = "run `gpustream topics create`"
     missing = [f"gpu.samples: the topic is missing, must be there: {run}"]
-    assert answers.waiting == [
+    assert broker.waiting == [
         ["no Kafka broker has answered at kafka:9092 yet"],
         ["no Kafka broker answers"],
         missing,
         missing,
         [f"gpu.samples: its number of partitions is 1, must be 32, as gpu.workloads has: {run}"],
     ]
-    assert one.not_ready() == []
-    assert set(answers.seen) == {("gpu.samples", "gpu.workloads")}
+    assert check.not_ready() == []
+    assert set(broker.seen) == {("gpu.samples", "gpu.workloads")}
     assert sum("the topic is missing" in line for line in caplog.messages) == 1
     assert sum("segment.ms is 604800000" in line for line in caplog.messages) == 1
 
 
 async def test_a_stop_ends_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topic_admin, "CHECK_AGAIN_S", (3600.0,))
-    one, answers = asking(monkeypatch, MISSING)
+    check, broker = asking(monkeypatch, MISSING)
     stop = asyncio.Event()
-    waiting = asyncio.ensure_future(one.wait(stop))
-    while not answers.seen:  # noqa: ASYNC110 - one turn of the loop
+    waiting = asyncio.ensure_future(check.wait(stop))
+    while not broker.seen:  # noqa: ASYNC110 - one turn of the loop
         await asyncio.sleep(0)
     stop.set()
 

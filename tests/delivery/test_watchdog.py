@@ -93,17 +93,17 @@ def test_the_first_look_has_nothing_to_compare_with() -> None:
 @pytest.mark.slow
 def test_a_watchdog_that_cannot_look_ends_the_process_rather_than_its_watch() -> None:
     reasons: list[str] = []
-    ended = threading.Event()
+    process_ended = threading.Event()
 
     def fail(reason: str) -> None:
         reasons.append(reason)
-        ended.set()
+        process_ended.set()
 
     def broken() -> Pulse:
         raise RuntimeError("dictionary changed size during iteration")
 
     Watchdog(broken, DEADLINES, fail=fail).start()
-    assert ended.wait(10)
+    assert process_ended.wait(10)
     assert "dictionary changed size" in reasons[0]
 
 

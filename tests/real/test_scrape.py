@@ -24,7 +24,7 @@ from tests.eventually import LIMIT_S, eventually, eventually_sync
 from tests.real.conftest import need
 from tests.real.servers import KafkaServer, PrometheusServer, find_prometheus, find_promtool
 from tests.sinks.scrape.fleet import exposed, full_node, node, samples, types
-from tests.sinks.scrape.handler import shown
+from tests.sinks.scrape.handler import groups_of
 from topics.catalogue import CATALOGUE, POD_INFO, XIDS
 from topics.profiles import LABELS, PROFILES, LabelSet, ProfileName
 from topics.topic import node_key
@@ -74,7 +74,7 @@ def check(text: str) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize(("names", "label_set"), list(product(PROFILES, LABELS)))
 def test_promtool_finds_only_what_the_profiles_own_names_force(names: ProfileName, label_set: LabelSet) -> None:
-    text = exposed(shown(full_node(), names, label_set=label_set))
+    text = exposed(groups_of(full_node(), names, label_set=label_set))
     described = {name: kind for name, kind in types(text).items() if name != POD_INFO.name}
     model_name = {(name, CAMEL_CASE) for name in described} if label_set in {"dcgm", "dcgm-4.9"} else set()
     counters = {name for name, kind in described.items() if kind == "counter" and not name.endswith("_total")}
@@ -102,7 +102,7 @@ def test_promtool_parses_whatever_a_tenant_calls_a_pod() -> None:
     holders = [{"namespace": ODD, "pod": ODD, "container": ODD}]
     tick = node({"uuid": "GPU-a", "metrics": {"temperature_celsius": 33}, "holders": holders})
 
-    assert check(exposed(shown(tick, "dcgm-legacy", label_set="pod-devices"))) == set()
+    assert check(exposed(groups_of(tick, "dcgm-legacy", label_set="pod-devices"))) == set()
 
 
 class Scraper(PrometheusServer):
@@ -251,7 +251,7 @@ async def test_prometheus_reads_every_series_of_every_profile(
     tmp_path: Path, protocols: list[str] | None, content_type: str
 ) -> None:
     need(find_prometheus)
-    devices = {names: shown(full_node(), names) for names in PROFILES}
+    devices = {names: groups_of(full_node(), names) for names in PROFILES}
     async with AsyncExitStack() as servers:
         targets: dict[str, tuple[str, int]] = {}
         for names in PROFILES:
@@ -286,7 +286,7 @@ RATIOS = {
 async def test_the_two_generations_of_dcgm_exporter_say_the_same_in_their_units(tmp_path: Path) -> None:
     need(find_prometheus)
     gpu = {"uuid": "GPU-a", "index": 0, "metrics": dict.fromkeys(CATALOGUE, 1 << 30), "info": {"driver_version": "1"}}
-    devices = shown(node(gpu, {**gpu, "uuid": "GPU-b", "index": 1}), "dcgm", "dcgm-4.9")
+    devices = groups_of(node(gpu, {**gpu, "uuid": "GPU-b", "index": 1}), "dcgm", "dcgm-4.9")
     async with serving(Renderings(lambda: devices), ("127.0.0.1", 0), lambda: None) as address:
         with Scraper(tmp_path, {"both": address}, protocols=None) as prometheus:
             await asyncio.to_thread(eventually_sync, lambda: prometheus.query("DCGM_FI_DEV_GPU_UTIL_RATIO"), "scraped")

@@ -15,14 +15,14 @@ SERIES = (*KEYS, "gpu_holders")
 MakeSample = Callable[..., SeriesTick]
 
 
-def device(uuid: str = "GPU-a", pod: str | None = None, **more: Any) -> dict[str, Any]:
+def device(uuid: str = "GPU-a", pod: str | None = None, **fields: Any) -> dict[str, Any]:
     """A device as it is in a record, held by that pod."""
     holders = [{"namespace": "ml", "pod": pod, "container": "main"}] if pod else []
     metrics = {key: 1.0 + number for number, key in enumerate(KEYS)}
-    return {"uuid": uuid, "index": 0, "metrics": metrics, "holders": holders, **more}
+    return {"uuid": uuid, "index": 0, "metrics": metrics, "holders": holders, **fields}
 
 
-def sample(seq: int, *devices: dict[str, Any], node: str = "n1", ts_ms: int | None = None, **more: Any) -> SeriesTick:
+def sample(seq: int, *devices: dict[str, Any], node: str = "n1", ts_ms: int | None = None, **fields: Any) -> SeriesTick:
     """A tick, decoded as a sink would; its time is second ``seq``, its offset ``seq``."""
     content = {
         "schema": 1,
@@ -34,7 +34,7 @@ def sample(seq: int, *devices: dict[str, Any], node: str = "n1", ts_ms: int | No
         "offset": seq,
         "attribution": "exact",
         "devices": list(devices or (device(),)),
-        **more,
+        **fields,
     }
     return decode(json.dumps(content).encode())
 

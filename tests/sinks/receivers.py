@@ -7,7 +7,7 @@ from typing import NamedTuple
 from sinks.receiver import Reply
 
 
-class Got(NamedTuple):
+class ReceivedRequest(NamedTuple):
     """A request, and what was answered."""
 
     url: str
@@ -22,10 +22,10 @@ class Scripted:
     While ``hold`` is not set, nothing is answered.
     """
 
-    def __init__(self, *script: int, then: Callable[[bytes], int] = lambda _: 200) -> None:
+    def __init__(self, *script: int, default_status: Callable[[bytes], int] = lambda _: 200) -> None:
         self.script = list(script)
-        self.then = then
-        self.got: list[Got] = []
+        self.default_status = default_status
+        self.requests: list[ReceivedRequest] = []
         self.under_way = 0
         self.most = 0
         self.hold = asyncio.Event()
@@ -42,10 +42,10 @@ class Scripted:
             await self.hold.wait()
         finally:
             self.under_way -= 1
-        status = self.script.pop(0) if self.script else self.then(body)
-        self.got.append(Got(url, body, headers, status))
+        status = self.script.pop(0) if self.script else self.default_status(body)
+        self.requests.append(ReceivedRequest(url, body, headers, status))
         return Reply(status, "away" if status == 0 else "said")
 
-    def accepted(self) -> list[Got]:
+    def accepted(self) -> list[ReceivedRequest]:
         """What was accepted."""
-        return [one for one in self.got if 200 <= one.status < 300]
+        return [request for request in self.requests if 200 <= request.status < 300]

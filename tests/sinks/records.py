@@ -21,7 +21,7 @@ def outcome_instruments(component: str) -> tuple[Instrument, ...]:
     return outcomes.instruments(*(f"gpustream_{component}_{row.name}" for row in outcomes.COMMON))
 
 
-class Read(NamedTuple):
+class ConsumedRecord(NamedTuple):
     """A record as the client gives it."""
 
     offset: int
@@ -32,12 +32,20 @@ class Read(NamedTuple):
     partition: int = 0
 
 
-def record(of: SeriesTick | AttributedSample | bytes, offset: int | None = None) -> Read:
+def record(of_tick: SeriesTick | AttributedSample | bytes, offset: int | None = None) -> ConsumedRecord:
     """A record of a tick, at the tick's own offset, or of some bytes."""
-    value = of if isinstance(of, bytes) else encoded(of) if isinstance(of, SeriesTick) else msgspec.json.encode(of)
-    at = offset if offset is not None else of.offset if isinstance(of, SeriesTick | AttributedSample) else 0
-    key = node_key(of.cluster, of.node) if isinstance(of, SeriesTick | AttributedSample) else b"c1/n1"
-    return Read(at, value, at * 1000, key)
+    value = (
+        of_tick
+        if isinstance(of_tick, bytes)
+        else encoded(of_tick)
+        if isinstance(of_tick, SeriesTick)
+        else msgspec.json.encode(of_tick)
+    )
+    record_offset = (
+        offset if offset is not None else of_tick.offset if isinstance(of_tick, SeriesTick | AttributedSample) else 0
+    )
+    key = node_key(of_tick.cluster, of_tick.node) if isinstance(of_tick, SeriesTick | AttributedSample) else b"c1/n1"
+    return ConsumedRecord(record_offset, value, record_offset * 1000, key)
 
 
 def encoded(tick: SeriesTick) -> bytes:
@@ -47,10 +55,10 @@ def encoded(tick: SeriesTick) -> bytes:
     for reading in tick.devices:
         measured = msgspec.to_builtins(reading)
         device, parts = measured.pop("device"), measured.pop("parts")
-        said = {name: one for name, one in device.items() if one is not None} | measured
-        for holder, part in zip(said["holders"], parts, strict=False):
+        present = {name: value for name, value in device.items() if value is not None} | measured
+        for holder, part in zip(present["holders"], parts, strict=False):
             holder["parts"] = part
-        devices.append(said)
+        devices.append(present)
     return msgspec.json.encode(content)
 
 
@@ -76,7 +84,7 @@ class FakeSender:
 class FakeGroup:
     """A group with one partition: its log, and the offset committed. ``by_time``: the broker finds offsets by time."""
 
-    log: Sequence[Read]
+    log: Sequence[ConsumedRecord]
     group: int | None = None
     begin: int = 0
     by_time: bool = True
@@ -122,14 +130,16 @@ class FakeGroup:
         return {tp: self._since(ts_ms) for tp, ts_ms in times_ms.items()}
 
     def _since(self, ts_ms: int) -> int | None:
-        found = [one.offset for one in self.log if one.timestamp >= ts_ms and one.offset >= self.begin]
-        return found[0] if found and self.by_time else None
+        offsets = [
+            record_.offset for record_ in self.log if record_.timestamp >= ts_ms and record_.offset >= self.begin
+        ]
+        return offsets[0] if offsets and self.by_time else None
 
     async def times(self, offsets: dict[Any, int]) -> dict[Any, int | None]:
         """When the last record up to an offset was logged."""
         return {
-            tp: max((one.timestamp for one in self.log if self.begin <= one.offset <= at), default=None)
-            for tp, at in offsets.items()
+            tp: max((record_.timestamp for record_ in self.log if self.begin <= record_.offset <= offset), default=None)
+            for tp, offset in offsets.items()
         }
 
     def seek(self, positions: dict[Any, int]) -> None:
@@ -144,17 +154,19 @@ class FakeGroup:
         """Whether there is nothing more."""
         return self.fresh and position >= self.end()
 
-    async def fetch(self, tps: set[Any], timeout_s: float, max_records: int) -> dict[Any, list[Read]]:
+    async def fetch(self, tps: set[Any], timeout_s: float, max_records: int) -> dict[Any, list[ConsumedRecord]]:
         """The next records, at most so many."""
         await asyncio.sleep(0)
-        some = [one for one in self.log if max(self.at, self.begin) <= one.offset < self.end()][:max_records]
-        if some:
-            self.at = some[-1].offset + 1
+        batch = [record_ for record_ in self.log if max(self.at, self.begin) <= record_.offset < self.end()][
+            :max_records
+        ]
+        if batch:
+            self.at = batch[-1].offset + 1
         else:
             self.at = max(self.at, self.end())
             self.polled.set()
             await asyncio.sleep(0.001)
-        return dict.fromkeys(tps, some) if some else {}
+        return dict.fromkeys(tps, batch) if batch else {}
 
     async def commit(self, offsets: dict[Any, int]) -> bool:
         """Commits."""

@@ -9,15 +9,15 @@ import pytest
 from sinks.alerts import Transitions, read_alert
 from sinks.outcomes import Undecodable
 from tests.sinks.alerts import START_MS, alert, alert_record, deleted
-from tests.sinks.records import Read
+from tests.sinks.records import ConsumedRecord
 from topics.alerts import TOPIC
 
 
 def test_the_topic_s_own_example_is_read() -> None:
     value = msgspec.json.encode(TOPIC.example)
-    one = read_alert(alert_record(value, key=TOPIC.example["fingerprint"].encode()))
-    assert one is not None
-    assert one.name == "GPUHeldIdle"
+    read_back = read_alert(alert_record(value, key=TOPIC.example["fingerprint"].encode()))
+    assert read_back is not None
+    assert read_back.name == "GPUHeldIdle"
 
 
 def test_a_tombstone_is_no_alert_and_no_error() -> None:
@@ -64,43 +64,43 @@ def test_an_alert_under_another_key_is_undecodable(key: bytes) -> None:
 
 
 def test_a_transition_is_news_once() -> None:
-    known, firing, over = Transitions(), alert(), alert(ends_ms=START_MS + 5)
-    for one in (firing, over):
-        assert known.is_news(one)
-        known.update(alert_record(one), one)
-        assert not known.is_news(one)
-    assert not known.is_news(firing), "it is over, and does not fire again with the same start"
+    transitions, firing, over = Transitions(), alert(), alert(ends_ms=START_MS + 5)
+    for transition in (firing, over):
+        assert transitions.is_news(transition)
+        transitions.update(alert_record(transition), transition)
+        assert not transitions.is_news(transition)
+    assert not transitions.is_news(firing), "it is over, and does not fire again with the same start"
 
 
 @pytest.mark.parametrize("starts_ms", [START_MS + 60_000, START_MS - 60_000])
 def test_an_alert_that_fires_again_is_news_by_whichever_clock(starts_ms: int) -> None:
-    known = Transitions()
+    transitions = Transitions()
     over = alert(ends_ms=START_MS + 5)
-    known.update(alert_record(over), over)
-    assert known.is_news(alert(starts_ms=starts_ms))
+    transitions.update(alert_record(over), over)
+    assert transitions.is_news(alert(starts_ms=starts_ms))
 
 
 def test_alerts_are_distinguished_and_what_is_deleted_is_forgotten() -> None:
-    known, one, other = Transitions(), alert("a"), alert("b")
-    known.update(alert_record(one), one)
-    assert known.is_news(other)
-    known.update(deleted(other, at_ms=START_MS), None)
-    assert not known.is_news(one)
-    known.update(deleted(one, at_ms=START_MS), None)
-    assert known.is_news(one)
-    known.update(alert_record(one), one)
+    transitions, first, other = Transitions(), alert("a"), alert("b")
+    transitions.update(alert_record(first), first)
+    assert transitions.is_news(other)
+    transitions.update(deleted(other, at_ms=START_MS), None)
+    assert not transitions.is_news(first)
+    transitions.update(deleted(first, at_ms=START_MS), None)
+    assert transitions.is_news(first)
+    transitions.update(alert_record(first), first)
     for key in (None, b"\xff"):
-        known.update(Read(0, None, key=key), None)
-    assert not known.is_news(one)
-    known.clear()
-    assert known.is_news(alert("a"))
+        transitions.update(ConsumedRecord(0, None, key=key), None)
+    assert not transitions.is_news(first)
+    transitions.clear()
+    assert transitions.is_news(alert("a"))
 
 
 def test_an_update_is_news_once_and_none_after_the_end() -> None:
-    known = Transitions()
+    transitions = Transitions()
     first, update, end = alert(), alert(revision=1), alert(ends_ms=START_MS + 1, revision=1)
-    for one in (first, update, end):
-        assert known.is_news(one)
-        known.update(alert_record(one), one)
-        assert not known.is_news(one)
-    assert not any(known.is_news(one) for one in (first, update))
+    for transition in (first, update, end):
+        assert transitions.is_news(transition)
+        transitions.update(alert_record(transition), transition)
+        assert not transitions.is_news(transition)
+    assert not any(transitions.is_news(transition) for transition in (first, update))

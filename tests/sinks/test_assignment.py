@@ -11,10 +11,10 @@ from delivery.ledger import Partition
 from sinks.consumer import Assignment
 from sinks.outcomes import Outcomes
 from tests.eventually import eventually
-from tests.sinks.records import FakeGroup, Read, outcome_instruments
+from tests.sinks.records import ConsumedRecord, FakeGroup, outcome_instruments
 
 TP = Partition("gpu.attributed", 0)
-LOG = [Read(offset, str(offset).encode(), offset * 1000) for offset in range(10)]
+LOG = [ConsumedRecord(offset, str(offset).encode(), offset * 1000) for offset in range(10)]
 
 
 class FakeHandler:
@@ -29,18 +29,18 @@ class FakeHandler:
         self._before = before
 
     def recall(self, records: Sequence[Record]) -> None:
-        self.recalled += [one.offset for one in records]
+        self.recalled += [record.offset for record in records]
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         for start in range(0, len(records), 2):
-            some = records[start : start + 2]
-            self._before(some[0].offset)
+            batch = records[start : start + 2]
+            self._before(batch[0].offset)
             if abandon.is_set():
                 raise Abandoned
-            self.delivered += [one.offset for one in some]
-            for _ in some:
+            self.delivered += [record_.offset for record_ in batch]
+            for _ in batch:
                 self._counted.finish("delivered")
-            yield some[-1].offset + 1
+            yield batch[-1].offset + 1
 
     async def quiet(self, abandon: asyncio.Event) -> None:
         self.quiet_after.append(list(self.delivered))
@@ -52,13 +52,13 @@ class FakeHandler:
 class Setup:
     """An assignment and what it works with."""
 
-    def __init__(self, consumer: FakeGroup, kept: Assignment | None = None) -> None:
-        self.made = Instruments(outcome_instruments("test"))
-        self.counted = Outcomes("test", self.made)
+    def __init__(self, consumer: FakeGroup, assignment: Assignment | None = None) -> None:
+        self.instruments = Instruments(outcome_instruments("test"))
+        self.counted = Outcomes("test", self.instruments)
         self.consumer = consumer
         self.before: Callable[[int], None] = lambda _: None
         self.handler = FakeHandler(self.counted, lambda offset: self.before(offset))
-        self.assignment = Assignment(consumer, TP, self.handler, self.counted, kept)  # type: ignore[arg-type]
+        self.assignment = Assignment(consumer, TP, self.handler, self.counted, assignment)  # type: ignore[arg-type]
 
     async def read(self) -> None:
         """Runs until all is read, then takes the partition away."""
@@ -71,62 +71,62 @@ class Setup:
         await asyncio.wait_for(running, 10)
 
     def count(self, name: str) -> float:
-        return self.made.registry.get_sample_value(f"gpustream_test_records_{name}") or 0.0
+        return self.instruments.registry.get_sample_value(f"gpustream_test_records_{name}") or 0.0
 
     def balanced(self) -> bool:
-        ended = sum(self.count(f"{name}_total") for name in ("delivered", "released"))
-        return self.count("read_total") == ended + self.count("held")
+        finished = sum(self.count(f"{name}_total") for name in ("delivered", "released"))
+        return self.count("read_total") == finished + self.count("held")
 
 
 async def test_each_step_is_committed_before_the_next() -> None:
-    one = Setup(FakeGroup(LOG))
-    seen: list[tuple[int, list[int]]] = []
-    one.before = lambda offset: seen.append((offset, list(one.consumer.commits)))
-    await one.read()
-    assert one.handler.delivered == list(range(10))
-    assert seen == [(0, [0]), (2, [0, 2]), (4, [0, 2, 4]), (6, [0, 2, 4, 6]), (8, [0, 2, 4, 6, 8])]
-    assert one.consumer.group == 10
-    assert one.balanced()
+    setup = Setup(FakeGroup(LOG))
+    commits_seen: list[tuple[int, list[int]]] = []
+    setup.before = lambda offset: commits_seen.append((offset, list(setup.consumer.commits)))
+    await setup.read()
+    assert setup.handler.delivered == list(range(10))
+    assert commits_seen == [(0, [0]), (2, [0, 2]), (4, [0, 2, 4]), (6, [0, 2, 4, 6]), (8, [0, 2, 4, 6, 8])]
+    assert setup.consumer.group == 10
+    assert setup.balanced()
 
 
 async def test_a_new_group_commits_where_it_starts_so_that_latest_means_once() -> None:
-    one = Setup(FakeGroup([], begin=7))
-    await one.read()
-    assert one.consumer.commits == [7]
+    setup = Setup(FakeGroup([], begin=7))
+    await setup.read()
+    assert setup.consumer.commits == [7]
 
 
 async def test_what_was_finished_lately_is_recalled_and_not_delivered() -> None:
-    one = Setup(FakeGroup(LOG, group=6))
-    await one.read()
-    assert one.handler.recalled == [3, 4, 5]
-    assert one.handler.delivered == [6, 7, 8, 9]
-    assert one.count("read_total") == 4
+    setup = Setup(FakeGroup(LOG, group=6))
+    await setup.read()
+    assert setup.handler.recalled == [3, 4, 5]
+    assert setup.handler.delivered == [6, 7, 8, 9]
+    assert setup.count("read_total") == 4
 
 
 async def test_a_partition_whose_first_record_waits_for_its_receiver_is_read_back() -> None:
-    one = Setup(FakeGroup(LOG, group=6))
-    found: list[int | None] = []
-    one.before = lambda _: found.append(one.assignment.next)
-    await one.read()
-    assert found == [6, 8]
+    setup = Setup(FakeGroup(LOG, group=6))
+    positions: list[int | None] = []
+    setup.before = lambda _: positions.append(setup.assignment.next)
+    await setup.read()
+    assert positions == [6, 8]
 
 
 async def test_what_is_not_finished_when_it_is_abandoned_is_given_back() -> None:
-    one = Setup(FakeGroup(LOG))
-    one.before = lambda offset: one.assignment.abandon.set() if offset == 4 else None
+    setup = Setup(FakeGroup(LOG))
+    setup.before = lambda offset: setup.assignment.abandon.set() if offset == 4 else None
     with pytest.raises(Abandoned):
-        await one.assignment.run("earliest", 2.0)
-    assert one.consumer.group == 4
-    assert (one.count("delivered_total"), one.count("released_total"), one.count("held")) == (4, 6, 0)
+        await setup.assignment.run("earliest", 2.0)
+    assert setup.consumer.group == 4
+    assert (setup.count("delivered_total"), setup.count("released_total"), setup.count("held")) == (4, 6, 0)
 
 
 async def test_after_it_is_over_nothing_is_committed() -> None:
-    one = Setup(FakeGroup(LOG))
-    one.before = lambda offset: one.assignment.close() if offset == 4 else None
+    setup = Setup(FakeGroup(LOG))
+    setup.before = lambda offset: setup.assignment.close() if offset == 4 else None
     with pytest.raises(Abandoned):
-        await one.assignment.run("earliest", 2.0)
-    assert one.consumer.commits == [0, 2, 4]
-    assert one.balanced()
+        await setup.assignment.run("earliest", 2.0)
+    assert setup.consumer.commits == [0, 2, 4]
+    assert setup.balanced()
 
 
 async def test_a_commit_that_is_refused_ends_it_and_is_counted() -> None:
@@ -134,25 +134,25 @@ async def test_a_commit_that_is_refused_ends_it_and_is_counted() -> None:
         async def commit(self, offsets: dict[object, int]) -> bool:
             return not self.commits and await super().commit(offsets)
 
-    one = Setup(Refusing(LOG))
+    setup = Setup(Refusing(LOG))
     with pytest.raises(Abandoned):
-        await one.assignment.run("earliest", 2.0)
-    assert one.made.registry.get_sample_value("gpustream_test_commits_total", {"result": "failed"}) == 1
-    assert one.count("delivered_total") == 2
-    assert one.count("released_total") == 8
+        await setup.assignment.run("earliest", 2.0)
+    assert setup.instruments.registry.get_sample_value("gpustream_test_commits_total", {"result": "failed"}) == 1
+    assert setup.count("delivered_total") == 2
+    assert setup.count("released_total") == 8
 
 
 async def test_a_broker_that_is_away_at_the_start_is_waited_for() -> None:
-    one = Setup(FakeGroup(LOG, away=1))
-    await one.read()
-    assert one.handler.delivered == list(range(10))
+    setup = Setup(FakeGroup(LOG, away=1))
+    await setup.read()
+    assert setup.handler.delivered == list(range(10))
 
 
 async def test_an_assignment_that_follows_unchanged_keeps_its_handler() -> None:
     first = Setup(FakeGroup(LOG))
     await first.read()
-    second = Setup(first.consumer, kept=first.assignment)
-    first.consumer.log = [*LOG, Read(10, b"10")]
+    second = Setup(first.consumer, assignment=first.assignment)
+    first.consumer.log = [*LOG, ConsumedRecord(10, b"10")]
     first.consumer.polled.clear()
     await second.read()
     assert first.handler.delivered == list(range(11))
@@ -160,77 +160,77 @@ async def test_an_assignment_that_follows_unchanged_keeps_its_handler() -> None:
 
 
 async def test_a_topic_that_is_made_again_is_delivered_from_its_start() -> None:
-    one = Setup(FakeGroup(LOG))
+    setup = Setup(FakeGroup(LOG))
 
     def anew(offset: int) -> None:
         if offset == 8:
-            one.consumer.log, one.consumer.at = LOG[:3], 0
+            setup.consumer.log, setup.consumer.at = LOG[:3], 0
 
-    one.before = anew
-    await one.read()
-    assert one.handler.forgotten == 1
-    assert one.handler.delivered == [*range(10), 0, 1, 2]
+    setup.before = anew
+    await setup.read()
+    assert setup.handler.forgotten == 1
+    assert setup.handler.delivered == [*range(10), 0, 1, 2]
 
 
 async def test_records_that_retention_removed_before_they_were_read_are_counted() -> None:
-    one = Setup(FakeGroup(LOG))
+    setup = Setup(FakeGroup(LOG))
 
     def expire(offset: int) -> None:
         if offset == 8:
-            one.consumer.log, one.consumer.begin = [*LOG, Read(15, b"")], 14
+            setup.consumer.log, setup.consumer.begin = [*LOG, ConsumedRecord(15, b"")], 14
 
-    one.before = expire
-    await one.read()
-    assert one.count("expired_total") == 4
+    setup.before = expire
+    await setup.read()
+    assert setup.count("expired_total") == 4
 
 
 async def test_holes_of_control_records_are_no_loss() -> None:
-    one = Setup(FakeGroup([*LOG, Read(12, b"")]))
-    await one.read()
-    assert one.count("expired_total") == 0
-    assert one.consumer.group == 13
+    setup = Setup(FakeGroup([*LOG, ConsumedRecord(12, b"")]))
+    await setup.read()
+    assert setup.count("expired_total") == 0
+    assert setup.consumer.group == 13
 
 
 async def test_a_partition_is_quiet_where_all_of_it_is_read_and_only_there() -> None:
-    ended, behind = Setup(FakeGroup(LOG, group=10)), Setup(FakeGroup(LOG, group=4))
-    await ended.read()
+    read_whole, behind = Setup(FakeGroup(LOG, group=10)), Setup(FakeGroup(LOG, group=4))
+    await read_whole.read()
     await behind.read()
-    assert ended.handler.quiet_after == [[]]
+    assert read_whole.handler.quiet_after == [[]]
     assert behind.handler.quiet_after == [[4, 5, 6, 7, 8, 9]]
 
 
 async def test_a_partition_is_not_quiet_because_the_broker_is() -> None:
-    one = Setup(FakeGroup(LOG, group=10, fresh=False))
-    await one.read()
-    assert one.handler.quiet_after == []
+    setup = Setup(FakeGroup(LOG, group=10, fresh=False))
+    await setup.read()
+    assert setup.handler.quiet_after == []
 
 
 async def test_a_partition_is_quiet_where_only_an_open_transaction_follows() -> None:
-    one = Setup(FakeGroup(LOG, group=4, stable=8))
-    await one.read()
-    assert one.handler.delivered == [4, 5, 6, 7]
-    assert one.handler.quiet_after == [[4, 5, 6, 7]]
-    assert one.assignment.lag() == 0
+    setup = Setup(FakeGroup(LOG, group=4, stable=8))
+    await setup.read()
+    assert setup.handler.delivered == [4, 5, 6, 7]
+    assert setup.handler.quiet_after == [[4, 5, 6, 7]]
+    assert setup.assignment.lag() == 0
 
 
 async def test_the_end_of_a_transaction_is_committed_and_the_partition_is_quiet_after_it() -> None:
-    one = Setup(FakeGroup(LOG, group=4, stable=11))
-    await one.read()
-    assert one.consumer.group == 11
-    assert one.handler.quiet_after == [[4, 5, 6, 7, 8, 9]]
-    assert one.count("expired_total") == 0
+    setup = Setup(FakeGroup(LOG, group=4, stable=11))
+    await setup.read()
+    assert setup.consumer.group == 11
+    assert setup.handler.quiet_after == [[4, 5, 6, 7, 8, 9]]
+    assert setup.count("expired_total") == 0
 
 
 async def test_records_that_are_deleted_to_the_last_one_are_counted_without_another_one() -> None:
-    one = Setup(FakeGroup(LOG))
+    setup = Setup(FakeGroup(LOG))
 
     def delete(offset: int) -> None:
         if offset == 8:
-            one.consumer.begin = one.consumer.stable = 17
+            setup.consumer.begin = setup.consumer.stable = 17
 
-    one.before = delete
-    await one.read()
-    assert one.count("expired_total") == 7
+    setup.before = delete
+    await setup.read()
+    assert setup.count("expired_total") == 7
 
 
 class SlowHandler(FakeHandler):
@@ -243,7 +243,7 @@ class SlowHandler(FakeHandler):
         self.asked = 0
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
-        self.kept += [one.offset for one in records]
+        self.kept += [record.offset for record in records]
         self.asked += 1
         if self.ready.is_set() and self.kept:
             for _ in self.kept:
@@ -253,35 +253,35 @@ class SlowHandler(FakeHandler):
 
 
 async def test_a_handler_may_keep_records_and_is_given_others_meanwhile() -> None:
-    one = Setup(FakeGroup(LOG[:5]))
-    one.handler = slow = SlowHandler(one.counted)
-    one.assignment = Assignment(one.consumer, TP, slow, one.counted, None)  # type: ignore[arg-type]
-    running = asyncio.ensure_future(one.assignment.run("earliest", 2.0))
+    setup = Setup(FakeGroup(LOG[:5]))
+    setup.handler = slow = SlowHandler(setup.counted)
+    setup.assignment = Assignment(setup.consumer, TP, slow, setup.counted, None)  # type: ignore[arg-type]
+    running = asyncio.ensure_future(setup.assignment.run("earliest", 2.0))
     await eventually(lambda: slow.asked > 3)
-    assert (slow.kept, one.count("held"), one.consumer.commits) == ([0, 1, 2, 3, 4], 5, [0])
+    assert (slow.kept, setup.count("held"), setup.consumer.commits) == ([0, 1, 2, 3, 4], 5, [0])
     assert slow.quiet_after == []
-    assert one.assignment.busy
-    one.consumer.log = LOG
+    assert setup.assignment.busy
+    setup.consumer.log = LOG
     await eventually(lambda: len(slow.kept) == 10)
     slow.ready.set()
-    await eventually(lambda: one.consumer.group == 10)
-    assert one.count("held") == 0
-    one.assignment.abandon.set()
+    await eventually(lambda: setup.consumer.group == 10)
+    assert setup.count("held") == 0
+    setup.assignment.abandon.set()
     await asyncio.wait_for(running, 10)
-    assert one.balanced()
+    assert setup.balanced()
 
 
 @pytest.mark.parametrize("finishes", [False, True])
 async def test_what_a_handler_keeps_is_given_back_at_the_end_unless_it_finishes_it_then(finishes: bool) -> None:
-    one = Setup(FakeGroup(LOG))
-    one.handler = slow = SlowHandler(one.counted)
-    one.assignment = Assignment(one.consumer, TP, slow, one.counted, None)  # type: ignore[arg-type]
-    running = asyncio.ensure_future(one.assignment.run("earliest", 2.0))
+    setup = Setup(FakeGroup(LOG))
+    setup.handler = slow = SlowHandler(setup.counted)
+    setup.assignment = Assignment(setup.consumer, TP, slow, setup.counted, None)  # type: ignore[arg-type]
+    running = asyncio.ensure_future(setup.assignment.run("earliest", 2.0))
     await eventually(lambda: len(slow.kept) == 10)
     if finishes:
         slow.ready.set()
-    one.assignment.abandon.set()
+    setup.assignment.abandon.set()
     await asyncio.gather(running, return_exceptions=True)
-    assert one.consumer.group == (10 if finishes else 0)
-    assert one.count("released_total") == (0 if finishes else 10)
-    assert one.balanced()
+    assert setup.consumer.group == (10 if finishes else 0)
+    assert setup.count("released_total") == (0 if finishes else 10)
+    assert setup.balanced()

@@ -14,10 +14,10 @@ from sinks import consumer as module
 from sinks.consumer import Assignment, GroupReader, Source
 from sinks.outcomes import Outcomes
 from tests.eventually import eventually
-from tests.sinks.records import FakeGroup, Read, outcome_instruments
+from tests.sinks.records import ConsumedRecord, FakeGroup, outcome_instruments
 
 SETTINGS = MemberSettings(kafka="127.0.0.1:1", group="g")
-LOG = [Read(offset, b"", offset * 1000) for offset in range(4)]
+LOG = [ConsumedRecord(offset, b"", offset * 1000) for offset in range(4)]
 
 
 class Handler:
@@ -33,14 +33,14 @@ class Handler:
         """Nothing to know."""
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
-        for one in records:
+        for record in records:
             self.started.set()
             if self._patient:
                 await self.go.wait()
             elif await abandon.wait():
                 raise Abandoned
-            self.delivered.append(one.offset)
-            yield one.offset + 1
+            self.delivered.append(record.offset)
+            yield record.offset + 1
 
     async def quiet(self, abandon: asyncio.Event) -> None:
         """Nothing to end."""
@@ -49,7 +49,7 @@ class Handler:
         """Nothing known."""
 
 
-def reading(handler: Any, log: Sequence[Read] = LOG) -> tuple[GroupReader, FakeGroup]:
+def reading(handler: Any, log: Sequence[ConsumedRecord] = LOG) -> tuple[GroupReader, FakeGroup]:
     """A reader that has one partition, with a client in memory."""
     counted = Outcomes("test", Instruments(outcome_instruments("test")))
     reader, client = (
@@ -107,10 +107,10 @@ async def test_a_handler_that_fails_ends_the_sink() -> None:
 
 
 async def test_each_topic_is_read_as_it_is_to_be_by_a_handler_of_its_own() -> None:
-    made: list[tuple[str, int]] = []
+    handlers: list[tuple[str, int]] = []
 
     def source(topic: str, recall_s: float) -> Source:
-        return Source(topic, lambda number: made.append((topic, number)) or Handler(True), "latest", recall_s)  # type: ignore[func-returns-value]
+        return Source(topic, lambda number: handlers.append((topic, number)) or Handler(True), "latest", recall_s)  # type: ignore[func-returns-value]
 
     reader = GroupReader(SETTINGS, [source("a", 1.0), source("b", 2.0)], Outcomes("test", Instruments(())))
     reader._group = FakeGroup(LOG)  # type: ignore[assignment]
@@ -124,7 +124,7 @@ async def test_each_topic_is_read_as_it_is_to_be_by_a_handler_of_its_own() -> No
         reader.assigned({Partition("a", 0), Partition("b", 0), Partition("b", 1)})
         await asyncio.sleep(0)
         await reader.revoked()
-    assert made == [("a", 0), ("b", 0), ("b", 1)]
+    assert handlers == [("a", 0), ("b", 0), ("b", 1)]
     assert runs == [("a", 1.0), ("b", 2.0), ("b", 2.0)]
 
 

@@ -14,22 +14,24 @@ from tests.sinks.records import outcome_instruments
 
 
 def test_several_readers_count_the_partitions_of_all_of_them() -> None:
-    made = Instruments(outcome_instruments("test"))
-    counted, first, second = Outcomes("test", made), object(), object()
+    instruments = Instruments(outcome_instruments("test"))
+    counted, first, second = Outcomes("test", instruments), object(), object()
     counted.assigned([1, 2], of=first)
     counted.assigned([30], of=second)
     counted.assigned([4], of=first)
-    found = {name: made.registry.get_sample_value(f"gpustream_test_{name}") for name in ("partitions", "lag_records")}
-    assert found == {"partitions": 2, "lag_records": 34}
+    gauges = {
+        name: instruments.registry.get_sample_value(f"gpustream_test_{name}") for name in ("partitions", "lag_records")
+    }
+    assert gauges == {"partitions": 2, "lag_records": 34}
 
 
 @pytest.mark.parametrize("sink", [remote_write, scrape], ids=lambda sink: sink.COMPONENT)
 def test_a_delivered_tick_is_as_old_as_its_reading_and_never_less_than_nothing(sink: ModuleType) -> None:
-    made = Instruments(sink.INSTRUMENTS)
-    counted = Outcomes(sink.COMPONENT, made, clock_s=lambda: 1000.0)
+    instruments = Instruments(sink.INSTRUMENTS)
+    counted = Outcomes(sink.COMPONENT, instruments, clock_s=lambda: 1000.0)
     for ts_ms in (999_900, 1_061_000):
         counted.delay(sample(1, ts_ms=ts_ms))
-    value, name = made.registry.get_sample_value, f"gpustream_{sink.COMPONENT}_delay_seconds"
+    value, name = instruments.registry.get_sample_value, f"gpustream_{sink.COMPONENT}_delay_seconds"
     assert value(f"{name}_count") == 2
     assert value(f"{name}_sum") == pytest.approx(0.1)
     assert [value(f"{name}_bucket", {"le": le}) for le in ("0.02", "0.2", "86400.0")] == [1, 2, 2]
@@ -38,4 +40,4 @@ def test_a_delivered_tick_is_as_old_as_its_reading_and_never_less_than_nothing(s
 @pytest.mark.parametrize("sink", [alertmanager, remote_write, scrape, webhook], ids=lambda sink: sink.COMPONENT)
 def test_what_every_sink_counts_is_called_the_same_after_the_sink_s_name(sink: ModuleType) -> None:
     common: tuple[Instrument, ...] = sink.INSTRUMENTS[: len(outcomes.COMMON)]
-    assert [one.name for one in common] == [f"gpustream_{sink.COMPONENT}_{row.name}" for row in outcomes.COMMON]
+    assert [metric.name for metric in common] == [f"gpustream_{sink.COMPONENT}_{row.name}" for row in outcomes.COMMON]

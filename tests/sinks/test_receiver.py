@@ -53,36 +53,38 @@ async def send(to: Receiver, abandon: asyncio.Event | None = None) -> str | None
     return await asyncio.wait_for(to.send(lambda: REQUEST, abandon or asyncio.Event()), 10)
 
 
-@pytest.mark.parametrize(("means", "status"), [(means, one) for means, some in MEANINGS.items() for one in some])
-def test_each_status_has_a_meaning(means: str, status: int) -> None:
-    assert meaning(status) == means
+@pytest.mark.parametrize(
+    ("expected", "status"), [(expected, status) for expected, statuses in MEANINGS.items() for status in statuses]
+)
+def test_each_status_has_a_meaning(expected: str, status: int) -> None:
+    assert meaning(status) == expected
 
 
 @pytest.mark.parametrize("status", MEANINGS["again"] + MEANINGS["misconfigured"])
 async def test_what_is_no_refusal_is_tried_again_for_as_long_as_it_takes(status: int) -> None:
     scripted = Scripted(*[status] * 20)
     assert await send(receiver(scripted)) is None
-    assert [one.status for one in scripted.got] == [*[status] * 20, 200]
-    assert {one.body for one in scripted.got} == {b"body"}
+    assert [request.status for request in scripted.requests] == [*[status] * 20, 200]
+    assert {request.body for request in scripted.requests} == {b"body"}
 
 
 @pytest.mark.parametrize("status", MEANINGS["refused"])
 async def test_a_refusal_is_reported_and_not_sent_again(status: int) -> None:
     scripted = Scripted(503, status)
     assert await send(receiver(scripted)) == f"HTTP {status}: said"
-    assert [one.status for one in scripted.got] == [503, status]
+    assert [request.status for request in scripted.requests] == [503, status]
 
 
 async def test_a_receiver_that_refuses_everything_is_tried_again_until_it_accepts_something() -> None:
-    made = Instruments(INSTRUMENTS)
-    scripted = Scripted(then=lambda _: 422)
-    to = Receiver("http://h:1", scripted.post, "test", made, most_refused=3, first_s=0.0)
+    instruments = Instruments(INSTRUMENTS)
+    scripted = Scripted(default_status=lambda _: 422)
+    to = Receiver("http://h:1", scripted.post, "test", instruments, most_refused=3, first_s=0.0)
     assert [await send(to) for _ in range(3)] == ["HTTP 422: said"] * 3
     assert to.failing is None
     sending = asyncio.ensure_future(send(to))
     await eventually(lambda: to.failing is not None)
     assert to.failing == "it refuses everything: HTTP 422: said"
-    scripted.then = lambda _: 200
+    scripted.default_status = lambda _: 200
     assert await sending is None
     assert to.failing is None
     scripted.script = [422]
@@ -93,15 +95,15 @@ async def test_one_request_that_is_tried_again_is_said_once_while_others_are_acc
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    scripted = Scripted(then=lambda body: 503 if body == b"bad" else 200)
-    made = Instruments(INSTRUMENTS)
-    to = Receiver("http://h:1", scripted.post, "test", made, first_s=0.0)
+    scripted = Scripted(default_status=lambda body: 503 if body == b"bad" else 200)
+    instruments = Instruments(INSTRUMENTS)
+    to = Receiver("http://h:1", scripted.post, "test", instruments, first_s=0.0)
     stuck = asyncio.ensure_future(to.send(lambda: Request(b"bad", {}), asyncio.Event()))
     await eventually(lambda: to.failing is not None)
     for _ in range(5):
         await send(to)
         assert to.failing == "again: HTTP 503: said"
-    scripted.then = lambda _: 200
+    scripted.default_status = lambda _: 200
     assert await asyncio.wait_for(stuck, 10) is None
     assert to.failing is None
     assert [line.message for line in caplog.records] == [
@@ -112,7 +114,7 @@ async def test_one_request_that_is_tried_again_is_said_once_while_others_are_acc
 
 async def test_who_gives_up_does_not_say_that_the_receiver_answers_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    scripted, stop = Scripted(then=lambda _: 503), asyncio.Event()
+    scripted, stop = Scripted(default_status=lambda _: 503), asyncio.Event()
     to = receiver(scripted)
     sending = asyncio.ensure_future(send(to, stop))
     await eventually(lambda: to.failing is not None)
@@ -136,10 +138,10 @@ async def test_retry_after_is_waited_for() -> None:
 
 
 async def test_a_request_is_made_again_for_each_attempt() -> None:
-    scripted, made = Scripted(503, 503), iter([b"1", b"2", b"3"])
+    scripted, bodies = Scripted(503, 503), iter([b"1", b"2", b"3"])
     to = receiver(scripted)
-    await asyncio.wait_for(to.send(lambda: Request(next(made), {}), asyncio.Event()), 10)
-    assert [one.body for one in scripted.got] == [b"1", b"2", b"3"]
+    await asyncio.wait_for(to.send(lambda: Request(next(bodies), {}), asyncio.Event()), 10)
+    assert [request.body for request in scripted.requests] == [b"1", b"2", b"3"]
 
 
 @pytest.mark.parametrize("error", [OSError("no such file"), ValueError("it is empty")])
@@ -151,11 +153,11 @@ async def test_a_request_that_can_t_be_made_now_is_made_later(error: Exception) 
 
     scripted, errors = Scripted(), [error] * 3
     assert await asyncio.wait_for(receiver(scripted).send(make, asyncio.Event()), 10) is None
-    assert len(scripted.got) == 1
+    assert len(scripted.requests) == 1
 
 
 async def test_who_gives_up_does_so_after_the_attempt_that_is_under_way() -> None:
-    scripted, stop = Scripted(then=lambda _: 503), asyncio.Event()
+    scripted, stop = Scripted(default_status=lambda _: 503), asyncio.Event()
     scripted.hold.clear()
     sending = asyncio.ensure_future(receiver(scripted).send(lambda: REQUEST, stop))
     await asyncio.wait_for(scripted.asked.wait(), 10)
@@ -165,7 +167,7 @@ async def test_who_gives_up_does_so_after_the_attempt_that_is_under_way() -> Non
     scripted.hold.set()
     with pytest.raises(Abandoned):
         await asyncio.wait_for(sending, 10)
-    assert len(scripted.got) == 1
+    assert len(scripted.requests) == 1
 
 
 async def test_nothing_is_sent_for_one_who_has_given_up() -> None:
@@ -173,7 +175,7 @@ async def test_nothing_is_sent_for_one_who_has_given_up() -> None:
     stop.set()
     with pytest.raises(Abandoned):
         await send(receiver(scripted), stop)
-    assert scripted.got == []
+    assert scripted.requests == []
 
 
 async def test_a_change_is_said_once_without_the_path_and_the_password(caplog: pytest.LogCaptureFixture) -> None:
@@ -183,48 +185,52 @@ async def test_a_change_is_said_once_without_the_path_and_the_password(caplog: p
     sending = asyncio.ensure_future(send(to))
     await asyncio.wait_for(scripted.asked.wait(), 10)
     await asyncio.wait_for(sending, 10)
-    assert [one.message for one in caplog.records] == [
+    assert [record.message for record in caplog.records] == [
         "host:1 does not accept, trying again: again: away",
         "host:1 answers again",
     ]
 
 
 async def test_while_it_fails_it_says_why_and_what_waits_for_its_return_is_reported() -> None:
-    told: list[str | None] = []
+    reported: list[str | None] = []
     scripted = Scripted(503, 401)
-    made = Instruments(INSTRUMENTS)
-    to = Receiver("http://h:1", scripted.post, "test", made, first_s=0.0, on_recovery=lambda: told.append(to.failing))
-    seen: list[str | None] = []
+    instruments = Instruments(INSTRUMENTS)
+    to = Receiver(
+        "http://h:1", scripted.post, "test", instruments, first_s=0.0, on_recovery=lambda: reported.append(to.failing)
+    )
+    reasons: list[str | None] = []
 
     def make() -> Request:
-        seen.append(to.failing)
+        reasons.append(to.failing)
         return REQUEST
 
     await asyncio.wait_for(to.send(make, asyncio.Event()), 10)
-    assert seen == [None, "again: HTTP 503: said", "misconfigured: HTTP 401: said"]
-    assert told == [None]
+    assert reasons == [None, "again: HTTP 503: said", "misconfigured: HTTP 401: said"]
+    assert reported == [None]
     attempts = {
-        result: made.registry.get_sample_value("gpustream_test_requests_total", {"receiver": "h:1", "result": result})
+        result: instruments.registry.get_sample_value(
+            "gpustream_test_requests_total", {"receiver": "h:1", "result": result}
+        )
         for result in ("accepted", "again", "misconfigured")
     }
     assert attempts == {"accepted": 1, "again": 1, "misconfigured": 1}
 
 
 async def test_no_more_attempts_are_under_way_than_may_be_and_one_that_waits_takes_no_place() -> None:
-    scripted = Scripted(then=lambda body: 503 if body == b"bad" and len(scripted.got) < 30 else 200)
-    made = Instruments(INSTRUMENTS)
-    to = Receiver("http://h:1", scripted.post, "test", made, at_once=2, first_s=0.0)
+    scripted = Scripted(default_status=lambda body: 503 if body == b"bad" and len(scripted.requests) < 30 else 200)
+    instruments = Instruments(INSTRUMENTS)
+    to = Receiver("http://h:1", scripted.post, "test", instruments, at_once=2, first_s=0.0)
     bodies = [b"bad", b"bad", *[b"good"] * 10]
     await asyncio.wait_for(
         asyncio.gather(*(to.send(lambda body=body: Request(body, {}), asyncio.Event()) for body in bodies)),  # type: ignore[misc]
         10,
     )
     assert scripted.most == 2
-    assert [one.body for one in scripted.accepted()][:10] == [b"good"] * 10
+    assert [request.body for request in scripted.accepted()][:10] == [b"good"] * 10
 
 
 @pytest.mark.parametrize(
-    ("said", "seconds"),
+    ("header", "seconds"),
     [
         ("3", 3.0),
         ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
@@ -237,5 +243,5 @@ async def test_no_more_attempts_are_under_way_than_may_be_and_one_that_waits_tak
         ("Wed, 21 Oct 2015 07:28:00 -0000", None),
     ],
 )
-def test_whatever_retry_after_says_it_is_a_time_or_nothing(said: str, seconds: float | None) -> None:
-    assert Reply(503, "", {"Retry-After": said}).retry_after_s == seconds
+def test_whatever_retry_after_says_it_is_a_time_or_nothing(header: str, seconds: float | None) -> None:
+    assert Reply(503, "", {"Retry-After": header}).retry_after_s == seconds

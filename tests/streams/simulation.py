@@ -137,7 +137,7 @@ class FakeClient:
     def seek(self, positions: Mapping[Partition, int]) -> None:
         self.seeks.append(dict(positions))
         for tp, offset in positions.items():
-            self._mine(tp)
+            self._check_owner(tp)
             self.positions_[tp] = offset
 
     async def positions(self, tps: Iterable[Partition]) -> Mapping[Partition, int]:
@@ -146,7 +146,7 @@ class FakeClient:
 
     async def committed(self, tp: Partition) -> int | None:
         await self._answer()
-        self._mine(tp)
+        self._check_owner(tp)
         return self.broker.committed.get(tp)
 
     async def beginnings(self, tps: list[Partition]) -> Mapping[Partition, int]:
@@ -194,7 +194,7 @@ class FakeClient:
             self.broker.committed[tp] = offset
         return True
 
-    def _mine(self, tp: Partition) -> None:
+    def _check_owner(self, tp: Partition) -> None:
         if tp not in self.tps:
             raise IllegalStateError(f"{tp} is not assigned")
 
@@ -226,7 +226,7 @@ class Process:
     def start(self) -> None:
         """Begin to read."""
         work = (self._loop, self._commit, self._agent, self._finish)
-        self._tasks = [asyncio.create_task(self._guarded(one)) for one in work]
+        self._tasks = [asyncio.create_task(self._guarded(loop)) for loop in work]
 
     def kill(self) -> None:
         """End as if by SIGKILL."""
@@ -357,16 +357,16 @@ class World:
         await asyncio.gather(*(process.revoke() for process in self.processes))
         numbers = shares or [number % max(1, len(self.processes)) for number in range(self.broker.partitions)]
         for index, process in enumerate(self.processes):
-            mine = {tp for tp in self.broker.all() if numbers[tp.partition] % len(self.processes) == index}
-            await process.assign(mine)
+            own_partitions = {tp for tp in self.broker.all() if numbers[tp.partition] % len(self.processes) == index}
+            await process.assign(own_partitions)
 
     def finished(self, tp: Partition, record: Record) -> None:
         self.done[tp].add(record.offset)
 
-    def unfinished(self, tp: Partition, until: int | None = None) -> list[int]:
+    def unfinished(self, tp: Partition, below: int | None = None) -> list[int]:
         """The offsets whose records exist and were never finished."""
         records = self.broker.logs[tp].records
-        return [offset for offset in records if offset not in self.done[tp] and (until is None or offset < until)]
+        return [offset for offset in records if offset not in self.done[tp] and (below is None or offset < below)]
 
     def check_commit(self, tp: Partition, offset: int) -> None:
         assert tp.topic == INPUT

@@ -250,10 +250,10 @@ async def test_delivering_waits_for_room(bench: Bench) -> None:
 
 async def ask(bench: Bench, answer: Any, meanwhile: Any = lambda: None) -> list[list[Partition]]:
     """Ask once, of a broker that answers so; gives of what it was asked."""
-    asked: list[list[Partition]] = []
+    asked_for: list[list[Partition]] = []
 
     async def ends(tps: list[Partition]) -> Mapping[Partition, int]:
-        asked.append(tps)
+        asked_for.append(tps)
         meanwhile()
         if isinstance(answer, BaseException):
             raise answer
@@ -262,13 +262,13 @@ async def ask(bench: Bench, answer: Any, meanwhile: Any = lambda: None) -> list[
     bench.app.group.offsets.ends = ends  # type: ignore[method-assign]
     bench.app.ask_ends()
     asking = asyncio.create_task(bench.app.loops.ask_for_ends())
-    while not asked:
+    while not asked_for:
         assert not asking.done(), asking.exception()
         await asyncio.sleep(0)
     for _ in range(10):
         await asyncio.sleep(0)
     asking.cancel()
-    return asked
+    return asked_for
 
 
 async def test_the_stage_learns_where_our_partitions_end(bench: Bench) -> None:

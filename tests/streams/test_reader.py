@@ -145,10 +145,10 @@ async def test_thousands_of_ends_of_transactions_are_passed_over_without_asking_
     for _ in range(3000):
         desk.log(TICKS).append(1)
         desk.log(TICKS).mark()
-    asked, beginnings = list[object](), desk.client.beginnings
+    asked_beginnings, beginnings = list[object](), desk.client.beginnings
 
     async def counted(tps: list[Partition]) -> Mapping[Partition, int]:
-        asked.append(tps)
+        asked_beginnings.append(tps)
         return await beginnings(tps)
 
     desk.client.beginnings = counted  # type: ignore[method-assign]
@@ -156,7 +156,7 @@ async def test_thousands_of_ends_of_transactions_are_passed_over_without_asking_
     await desk.turn(31)
     assert len(desk.offsets(TICKS)) == 3000
     assert len(desk.client.seeks) == 1
-    assert len(asked) <= 32
+    assert len(asked_beginnings) <= 32
     assert desk.reader.lost == 0
 
 
@@ -563,10 +563,10 @@ def test_a_partition_lost_while_positions_are_set_is_no_failure(call: str, error
         await desk.assign()
         working = getattr(desk.client, call)
 
-        async def lost(*_args: Any) -> None:
+        async def lost_positions(*_args: Any) -> None:
             raise error
 
-        setattr(desk.client, call, lost)
+        setattr(desk.client, call, lost_positions)
         await desk.turn(3)
         assert not desk.reader.ledger.ready
         setattr(desk.client, call, working)
@@ -584,14 +584,14 @@ def test_positions_that_were_found_for_an_older_epoch_are_not_used(call: str) ->
         desk.log(TICKS).append(2)
         desk.log(OWNERS).append(1)
         await desk.assign()
-        working, back = getattr(desk.client, call), asyncio.Event()
+        working, resumed = getattr(desk.client, call), asyncio.Event()
 
         async def slowly(*args: Any) -> Any:
-            await back.wait()
+            await resumed.wait()
             return await working(*args)
 
         setattr(desk.client, call, slowly)
-        await meanwhile(desk.turn(), lambda: desk.assign({TICKS, OWNERS, LABELS}), back.set)
+        await meanwhile(desk.turn(), lambda: desk.assign({TICKS, OWNERS, LABELS}), resumed.set)
         assert not desk.reader.ledger.ready
         setattr(desk.client, call, working)
         await desk.turn(4)
@@ -607,15 +607,15 @@ async def test_a_revocation_in_the_middle_of_a_fetch_makes_its_records_worthless
     desk.log(TICKS).append(10)
     await desk.assign()
     await desk.turn()
-    fetch, back = desk.client.fetch, asyncio.Event()
+    fetch, resumed = desk.client.fetch, asyncio.Event()
 
     async def slowly(active: Any, timeout_s: float) -> Any:
         records = await fetch(active, timeout_s)
-        await back.wait()
+        await resumed.wait()
         return records
 
     desk.client.fetch = slowly  # type: ignore[method-assign]
-    await meanwhile(desk.turn(), desk.reader.revoked, lambda: desk.assign(set()), back.set)
+    await meanwhile(desk.turn(), desk.reader.revoked, lambda: desk.assign(set()), resumed.set)
     assert desk.delivered == []
     assert desk.reader.ledger.open_bytes == 0
 

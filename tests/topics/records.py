@@ -20,7 +20,7 @@ unknown = st.dictionaries(
 )
 
 
-def of(topic: Topic) -> st.SearchStrategy[Json]:
+def records_of(topic: Topic) -> st.SearchStrategy[Json]:
     """Every record that the topic's type takes, with fields that it has not heard of, and nulls for what is unknown."""
     assert topic.record is not None
     struct: st.SearchStrategy[Json] = _values(inspect.type_info(topic.record))
@@ -70,8 +70,8 @@ def _structs(kind: inspect.StructType) -> st.SearchStrategy[Any]:
         return st.tuples(*(_values(field.type) for field in kind.fields)).map(list)
     required = {field.name: _values(field.type) for field in kind.fields if field.required}
     optional = {field.name: st.none() | _values(field.type) for field in kind.fields if not field.required}
-    known = st.fixed_dictionaries(required, optional=optional)
-    return st.builds(lambda extra, record: {**extra, **record}, unknown, known)
+    known_fields = st.fixed_dictionaries(required, optional=optional)
+    return st.builds(lambda extra, record: {**extra, **record}, unknown, known_fields)
 
 
 def encoded(record: Json) -> bytes:
@@ -82,5 +82,7 @@ def encoded(record: Json) -> bytes:
 def own_labels(profile: ProfileName) -> frozenset[str]:
     """The names of the labels that tell series of one name apart in a profile."""
     named = PROFILES[profile]
-    labels = [one.labels for many in named.series.values() for one in many] + [one.labels for one in named.ratios]
+    labels = [series.labels for many_series in named.series.values() for series in many_series] + [
+        ratio.labels for ratio in named.ratios
+    ]
     return frozenset(name for pairs in labels for name, _ in pairs)

@@ -29,11 +29,11 @@ def test_the_example_has_its_own_fingerprint() -> None:
 
 
 def test_a_fingerprint_distinguishes_which_field_a_value_stands_in() -> None:
-    one = ("GPUXid", "c", "n")
-    prints = {fingerprint(*one, *rest) for rest in ((), ("x",), ("", "x"), ("", "", "x"), ("x", "x"))}
+    fields = ("GPUXid", "c", "n")
+    prints = {fingerprint(*fields, *more) for more in ((), ("x",), ("", "x"), ("", "", "x"), ("x", "x"))}
 
     assert len(prints) == 5
-    assert all(len(one) == 16 for one in prints)
+    assert all(len(digest) == 16 for digest in prints)
 
 
 def test_the_example_has_the_fingerprint_of_what_it_is_about() -> None:

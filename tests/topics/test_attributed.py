@@ -18,8 +18,11 @@ def test_a_pod_that_was_created_again_under_its_name_is_another_one() -> None:
 
 
 def test_a_holder_without_a_uid_is_of_the_pod_of_that_name() -> None:
-    unknown, known, other = holder("a"), holder("a", "1", "sidecar"), holder("b")
-    assert by_pod([unknown, known, other]) == {("ml-team", "a", "1"): [known, unknown], ("ml-team", "b", None): [other]}
+    unknown, with_uid, other = holder("a"), holder("a", "1", "sidecar"), holder("b")
+    assert by_pod([unknown, with_uid, other]) == {
+        ("ml-team", "a", "1"): [with_uid, unknown],
+        ("ml-team", "b", None): [other],
+    }
 
 
 def test_nobody_holds_a_free_device() -> None:
@@ -27,7 +30,7 @@ def test_nobody_holds_a_free_device() -> None:
 
 
 def test_an_event_without_holders_of_its_own_has_the_devices() -> None:
-    now, then = (holder("a"),), (holder("b"),)
+    now, at_event = (holder("a"),), (holder("b"),)
     assert AttributedEvent("xid", 79).held_by(now) == now
-    assert AttributedEvent("xid", 79, holders=then).held_by(now) == then
+    assert AttributedEvent("xid", 79, holders=at_event).held_by(now) == at_event
     assert AttributedEvent("xid", 79, holders=()).held_by(now) == ()

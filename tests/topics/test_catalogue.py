@@ -44,8 +44,8 @@ def every_series(profile: ProfileName) -> list[Series | Ratio]:
     return [*chain.from_iterable(PROFILES[profile].series.values()), *PROFILES[profile].ratios]
 
 
-def value(profile: ProfileName, key: str, of: float) -> float:
-    return PROFILES[profile].series[key][0].convert(of)
+def value(profile: ProfileName, key: str, raw: float) -> float:
+    return PROFILES[profile].series[key][0].convert(raw)
 
 
 def test_no_key_that_samples_have_carried_is_gone() -> None:
@@ -77,7 +77,7 @@ def test_every_counter_says_since_when_it_counts() -> None:
 
 @every_profile
 def test_no_two_series_of_a_profile_have_one_name_and_one_set_of_labels(profile: ProfileName) -> None:
-    identities = [(one.name, frozenset(one.labels)) for one in every_series(profile)]
+    identities = [(series.name, frozenset(series.labels)) for series in every_series(profile)]
 
     assert len(identities) == len(set(identities))
 
@@ -85,41 +85,47 @@ def test_no_two_series_of_a_profile_have_one_name_and_one_set_of_labels(profile:
 def test_a_name_has_one_series_for_each_device_or_its_table_says_what_they_are_together() -> None:
     shared: dict[str, dict[str, None]] = {}
     for profile in [name for name in PROFILES if name != "otel-suffixed"]:
-        made = [(one.name, key) for key, many in PROFILES[profile].series.items() for one in many]
-        made += [(ratio.name, "") for ratio in PROFILES[profile].ratios]
-        several = {name for name, count in Counter(name for name, _ in made).items() if count > 1}
-        for name, key in made:
+        names_and_keys = [
+            (series.name, key) for key, series_of_key in PROFILES[profile].series.items() for series in series_of_key
+        ]
+        names_and_keys += [(ratio.name, "") for ratio in PROFILES[profile].ratios]
+        several = {name for name, count in Counter(name for name, _ in names_and_keys).items() if count > 1}
+        for name, key in names_and_keys:
             if name in several:
                 shared.setdefault(name, {})[key] = None
 
-    assert {name: tuple(keys) for name, keys in shared.items()} == {name: one.keys for name, one in FAMILIES.items()}
-    assert [name for name, one in FAMILIES.items() if (one.total is None) == (one.mean is None)] == []
+    assert {name: tuple(keys) for name, keys in shared.items()} == {
+        name: family.keys for name, family in FAMILIES.items()
+    }
+    assert [name for name, family in FAMILIES.items() if (family.total is None) == (family.mean is None)] == []
 
 
 @every_profile
 def test_all_series_of_a_name_have_one_unit_and_are_of_one_kind(profile: ProfileName) -> None:
-    meant: dict[str, set[tuple[str, str]]] = {}
-    for one in chain.from_iterable(PROFILES[profile].series.values()):
-        meant.setdefault(one.name, set()).add((one.unit, one.kind))
+    units_and_kinds: dict[str, set[tuple[str, str]]] = {}
+    for series in chain.from_iterable(PROFILES[profile].series.values()):
+        units_and_kinds.setdefault(series.name, set()).add((series.unit, series.kind))
     for ratio in PROFILES[profile].ratios:
-        meant.setdefault(ratio.name, set()).add((ratio.unit, "gauge"))
+        units_and_kinds.setdefault(ratio.name, set()).add((ratio.unit, "gauge"))
 
-    assert {name: found for name, found in meant.items() if len(found) > 1} == {}
+    assert {name: kinds for name, kinds in units_and_kinds.items() if len(kinds) > 1} == {}
 
 
-def stem(profile: ProfileName, one: Series | Ratio) -> str:
+def stem(profile: ProfileName, series: Series | Ratio) -> str:
     """What ``otel`` calls a series of ``otel-suffixed``; any other by its own name."""
-    return one.name.removesuffix(with_unit_suffix("", one.unit)) if profile == "otel-suffixed" else one.name
+    return series.name.removesuffix(with_unit_suffix("", series.unit)) if profile == "otel-suffixed" else series.name
 
 
 @every_profile
 def test_only_the_label_of_its_family_distinguishes_the_series_of_a_name(profile: ProfileName) -> None:
-    found: dict[str, set[frozenset[tuple[str, str]]]] = {}
-    for one in every_series(profile):
-        rest = [pair for pair in one.labels if pair[0] != getattr(FAMILIES.get(stem(profile, one)), "label", None)]
-        found.setdefault(one.name, set()).add(frozenset(rest))
+    labels_by_stem: dict[str, set[frozenset[tuple[str, str]]]] = {}
+    for series in every_series(profile):
+        pairs = [
+            pair for pair in series.labels if pair[0] != getattr(FAMILIES.get(stem(profile, series)), "label", None)
+        ]
+        labels_by_stem.setdefault(series.name, set()).add(frozenset(pairs))
 
-    assert {name: rest for name, rest in found.items() if len(rest) > 1} == {}
+    assert {name: label_sets for name, label_sets in labels_by_stem.items() if len(label_sets) > 1} == {}
 
 
 WHOLES = {
@@ -138,41 +144,43 @@ WHOLES = {
 
 @every_profile
 def test_what_is_counted_or_measured_twice_has_names_that_are_never_added_up(profile: ProfileName) -> None:
-    names = {key: {one.name for one in many} for key, many in PROFILES[profile].series.items()}
+    names = {key: {series.name for series in series_of_key} for key, series_of_key in PROFILES[profile].series.items()}
     if profile == "otel-suffixed":
         del names["memory_clock_hz"]  # under the name of the others, as l9gpu's dashboards ask for it
 
-    assert {(a, b) for a, many in WHOLES.items() for b in many if names.get(a, set()) & names.get(b, set())} == set()
+    assert {(a, b) for a, parts in WHOLES.items() for b in parts if names.get(a, set()) & names.get(b, set())} == set()
 
 
 @every_profile
 def test_what_is_not_a_value_of_the_device_has_a_name_that_no_value_of_it_has(profile: ProfileName) -> None:
     beside = [HOLDERS, POD_INFO, ALERT_FIRING, *FURTHER]
 
-    assert not {one.name for one in beside} & {one.name for one in every_series(profile)}
-    assert len({one.name for one in beside}) == len(beside)
+    assert not {info.name for info in beside} & {series.name for series in every_series(profile)}
+    assert len({info.name for info in beside}) == len(beside)
 
 
 def test_the_keys_that_mig_devices_have_beside_their_gpu_are_marked() -> None:
     """NVML answers a MIG device's handle with its memory, and GPM with what it measures of a GPU instance."""
-    asked = {key for key, metric in CATALOGUE.items() if "GPM" in metric.nvml or "GetMemoryInfo" in metric.nvml}
+    expected = {key for key, metric in CATALOGUE.items() if "GPM" in metric.nvml or "GetMemoryInfo" in metric.nvml}
 
-    assert {key for key, metric in CATALOGUE.items() if metric.mig} == asked
+    assert {key for key, metric in CATALOGUE.items() if metric.mig} == expected
 
 
 def test_the_memory_has_a_temperature_and_a_clock_of_its_own_name() -> None:
-    assert [one.name for one in PROFILES["otel"].series["memory_temperature_celsius"]] == ["gpu_memory_temperature"]
-    assert [one.name for one in PROFILES["otel"].series["memory_clock_hz"]] == ["gpu_memory_clock_frequency"]
+    assert [series.name for series in PROFILES["otel"].series["memory_temperature_celsius"]] == [
+        "gpu_memory_temperature"
+    ]
+    assert [series.name for series in PROFILES["otel"].series["memory_clock_hz"]] == ["gpu_memory_clock_frequency"]
 
 
 @every_profile
 def test_names_and_labels_are_ones_that_prometheus_takes(profile: ProfileName) -> None:
-    for one in every_series(profile):
-        assert re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", one.name)
-        for name, text in one.labels:
+    for series in every_series(profile):
+        assert re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", series.name)
+        for name, text in series.labels:
             assert re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", name)
             assert text
-        assert list(one.labels) == sorted(set(one.labels))
+        assert list(series.labels) == sorted(set(series.labels))
 
 
 @every_profile
@@ -185,7 +193,7 @@ def test_the_otel_profile_names_every_key() -> None:
 
 
 def test_the_otel_profile_has_no_unit_suffixes() -> None:
-    names = {one.name for one in every_series("otel")}
+    names = {series.name for series in every_series("otel")}
 
     assert not [name for name in names if re.search(r"_(ratio|bytes|per_second|watts|celsius|MHz|mJ|joules)$", name)]
     assert all(name.startswith("gpu_") for name in names)
@@ -211,7 +219,7 @@ def test_the_dcgm_profiles_distinguish_series_by_name_alone(profile: ProfileName
 
 
 @pytest.mark.parametrize(
-    ("profile", "key", "of", "expected"),
+    ("profile", "key", "raw", "expected"),
     [
         ("otel", "gpu_utilization_ratio", 0.57, 0.57),
         ("otel", "memory_used_bytes", 68719476736, 68719476736.0),
@@ -227,8 +235,8 @@ def test_the_dcgm_profiles_distinguish_series_by_name_alone(profile: ProfileName
         ("dcgm-legacy", "temperature_celsius", 0, 0.0),
     ],
 )
-def test_a_value_is_in_the_unit_of_its_profile(profile: ProfileName, key: str, of: float, expected: float) -> None:
-    assert value(profile, key, of) == expected
+def test_a_value_is_in_the_unit_of_its_profile(profile: ProfileName, key: str, raw: float, expected: float) -> None:
+    assert value(profile, key, raw) == expected
 
 
 @given(percent=st.integers(0, 100))
@@ -268,7 +276,7 @@ def test_the_causes_of_throttling_are_the_bits_that_are_set(reasons: int, causes
 
 
 def test_the_percentage_of_memory_in_use_is_0_to_100() -> None:
-    (share,) = [one for one in PROFILES["otel"].ratios if one.name == "gpu_memory_used_percent"]
+    (share,) = [ratio for ratio in PROFILES["otel"].ratios if ratio.name == "gpu_memory_used_percent"]
 
     assert (share.numerators, share.denominators) == (("memory_used_bytes",), ("memory_total_bytes",))
     assert [share.compute(used, 64) for used in (64, 0, 16)] == [100.0, 0.0, 25.0]
@@ -276,7 +284,7 @@ def test_the_percentage_of_memory_in_use_is_0_to_100() -> None:
 
 
 def test_dcgms_share_of_memory_is_of_what_is_not_reserved_and_0_to_1() -> None:
-    (share,) = [one for one in PROFILES["dcgm"].ratios if one.name == "DCGM_FI_DEV_FB_USED_PERCENT"]
+    (share,) = [ratio for ratio in PROFILES["dcgm"].ratios if ratio.name == "DCGM_FI_DEV_FB_USED_PERCENT"]
 
     assert (share.numerators, {*share.denominators}) == (
         ("memory_used_bytes",),
@@ -288,16 +296,19 @@ def test_dcgms_share_of_memory_is_of_what_is_not_reserved_and_0_to_1() -> None:
 def test_dcgms_nvlink_bandwidth_is_that_of_both_directions() -> None:
     both = {"nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second"}
     names = {"dcgm": "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL", "dcgm-4.9": "DCGM_FI_DEV_NVLINK_THROUGHPUT_BYTES_PER_SECOND"}
-    found = {
-        one.name: one.compute(4e9) for profile in PROFILES.values() for one in profile.ratios if both == {*one.keys}
+    found_both = {
+        ratio.name: ratio.compute(4e9)
+        for profile in PROFILES.values()
+        for ratio in profile.ratios
+        if both == {*ratio.keys}
     }
 
-    assert found == {names["dcgm"]: 4000.0, names["dcgm-4.9"]: 4e9, "dcgm_nvlink_bandwidth_total": 4000.0}
+    assert found_both == {names["dcgm"]: 4000.0, names["dcgm-4.9"]: 4e9, "dcgm_nvlink_bandwidth_total": 4000.0}
 
 
 @every_profile
 def test_what_is_derived_is_made_of_keys_of_the_catalogue(profile: ProfileName) -> None:
-    assert {key for one in PROFILES[profile].ratios for key in one.keys} <= set(CATALOGUE)
+    assert {key for ratio in PROFILES[profile].ratios for key in ratio.keys} <= set(CATALOGUE)
 
 
 @pytest.mark.parametrize("key", ["graphics_clock_hz", "gpu_utilization_max_ratio", "power_mean_watts"])
@@ -334,26 +345,26 @@ The others are the last XID error, the driver's version, which is a label, and N
 
 
 def test_what_dcgm_exporter_renamed_has_both_names_and_both_units() -> None:
-    found: dict[str, Any] = {
+    names: dict[str, Any] = {
         old.name: (new.name, pytest.approx(new.convert(1 << 40) / old.convert(1 << 40)))
         for key, (old, *_) in PROFILES["dcgm"].series.items()
         for new in PROFILES["dcgm-4.9"].series.get(key, ())[:1]
         if old.name in RENAMED
     }
 
-    assert found == RENAMED
+    assert names == RENAMED
     assert len(RENAMED) + 3 == 23
 
 
 def test_the_units_of_the_newer_dcgm_are_base_units() -> None:
-    scaled = {one.unit for one in every_series("dcgm-4.9")} & {*SCALED.values(), "megabytes_per_second"}
+    scaled = {series.unit for series in every_series("dcgm-4.9")} & {*SCALED.values(), "megabytes_per_second"}
 
     assert scaled == set()
 
 
 def test_the_suffixed_names_are_those_of_otel_with_their_unit() -> None:
     """Names as l9gpu's dashboards and alerts ask for them."""
-    asked = """
+    expected_names = """
         gpu_utilization_ratio gpu_memory_utilization_ratio gpu_memory_used_percent gpu_memory_used_bytes
         gpu_memory_free_bytes gpu_memory_total_bytes gpu_temperature_celsius gpu_power_draw_watts gpu_power_state
         gpu_power_utilization_ratio gpu_fan_speed_ratio gpu_clock_frequency_MHz gpu_encode_utilization_ratio
@@ -363,23 +374,23 @@ def test_the_suffixed_names_are_those_of_otel_with_their_unit() -> None:
         gpu_pipe_tensor_active_ratio gpu_pipe_fp64_active_ratio gpu_pipe_fp32_active_ratio gpu_pipe_fp16_active_ratio
     """
 
-    assert set(asked.split()) <= {one.name for one in every_series("otel-suffixed")}
+    assert set(expected_names.split()) <= {series.name for series in every_series("otel-suffixed")}
     assert len(every_series("otel-suffixed")) == len(every_series("otel"))
-    clocks = {one.labels for one in every_series("otel-suffixed") if one.name == "gpu_clock_frequency_MHz"}
+    clocks = {series.labels for series in every_series("otel-suffixed") if series.name == "gpu_clock_frequency_MHz"}
     assert clocks == {(("gpu_clock_type", kind),) for kind in ("graphics", "sm", "memory")}
 
 
 @every_profile
 def test_every_series_says_its_unit_and_its_help_says_it_too(profile: ProfileName) -> None:
     plain = {"bool", "bitmask", "state", "code"}
-    for one in every_series(profile):
-        assert one.unit
-        assert one.help
-        assert one.unit in plain or one.help.endswith(f" Unit: {one.unit.replace('_', ' ')}.")
+    for series in every_series(profile):
+        assert series.unit
+        assert series.help
+        assert series.unit in plain or series.help.endswith(f" Unit: {series.unit.replace('_', ' ')}.")
 
 
 @every_profile
 def test_a_name_has_one_help(profile: ProfileName) -> None:
-    helps = {(one.name, one.help) for one in every_series(profile)}
+    helps = {(series.name, series.help) for series in every_series(profile)}
 
     assert len({name for name, _ in helps}) == len(helps)

@@ -29,11 +29,11 @@ def test_of_a_long_value_the_first_64_kib_are_kept_and_its_length_reported() -> 
     assert dict(dead.headers)["length"] == b"1000000"
 
 
-@pytest.mark.parametrize(("length", "kept"), [(MAX_KEY_BYTES, True), (MAX_KEY_BYTES + 1, False), (4_000_000, False)])
-def test_an_overlong_key_is_left_out(length: int, kept: bool) -> None:
+@pytest.mark.parametrize(("length", "is_kept"), [(MAX_KEY_BYTES, True), (MAX_KEY_BYTES + 1, False), (4_000_000, False)])
+def test_an_overlong_key_is_left_out(length: int, is_kept: bool) -> None:
     dead = letter(b"k" * length, b"", ORIGIN, stage="s", error="e", at_ms=0)
 
-    assert dead.key == (b"k" * length if kept else None)
+    assert dead.key == (b"k" * length if is_kept else None)
 
 
 def test_no_value_is_an_empty_one() -> None:

@@ -42,7 +42,7 @@ FORMS = {
 }
 
 
-def written(ref: DeviceRef) -> str:
+def as_text(ref: DeviceRef) -> str:
     """The id that says this of a device."""
     shares = {"::": ref.replica, "-": ref.slot}
     if ref.uuid:
@@ -78,7 +78,7 @@ def test_any_text_is_an_id_in_full_or_is_refused(text: str) -> None:
         ref = parse(text)
     except UnknownDeviceId:
         return
-    assert written(ref).lower() == text.lower()
+    assert as_text(ref).lower() == text.lower()
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_the_refusal_of_a_long_id_is_short() -> None:
 def test_a_share_of_a_device_is_the_same_physical_device(pair: tuple[str, DeviceRef], number: int) -> None:
     _, ref = pair
     fields = {name: getattr(ref, name) for name in ref.__struct_fields__ if name not in ("replica", "slot")}
-    whole = DeviceRef(**fields)
+    whole_device = DeviceRef(**fields)
 
-    assert ref.physical == whole.physical == DeviceRef(**fields, replica=number).physical
-    assert hash(ref.physical) == hash(whole.physical)
+    assert ref.physical == whole_device.physical == DeviceRef(**fields, replica=number).physical
+    assert hash(ref.physical) == hash(whole_device.physical)
 
 
 @given(any_form, any_form)

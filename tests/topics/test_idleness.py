@@ -9,18 +9,18 @@ from topics.attributed import AttributedDevice
 from topics.idleness import Activity, device_activity
 
 
-def device(*pods: float | None, used: float | None = None, **more: Any) -> AttributedDevice:
+def device(*pods: float | None, used: float | None = None, **fields: Any) -> AttributedDevice:
     """A device of which each of these pods does so much."""
     holders = [
         {"namespace": "ml", "pod": f"p-{number}"} | ({} if part is None else {"parts": {"utilization_ratio": part}})
         for number, part in enumerate(pods)
     ]
     metrics = {} if used is None else {"gpu_utilization_ratio": used}
-    return msgspec.convert({"uuid": "GPU-a", "holders": holders, "metrics": metrics, **more}, AttributedDevice)
+    return msgspec.convert({"uuid": "GPU-a", "holders": holders, "metrics": metrics, **fields}, AttributedDevice)
 
 
 @pytest.mark.parametrize(
-    ("of", "said"),
+    ("device", "activity"),
     [
         (device(used=0.9), "free"),
         (device(None, used=0.9), "busy"),
@@ -36,5 +36,5 @@ def device(*pods: float | None, used: float | None = None, **more: Any) -> Attri
         (device(None, used=0.9, state="a word of a later version"), "busy"),
     ],
 )
-def test_a_device_is_said_in_a_word(of: AttributedDevice, said: Activity) -> None:
-    assert device_activity(of) == said
+def test_a_device_is_said_in_a_word(device: AttributedDevice, activity: Activity) -> None:
+    assert device_activity(device) == activity

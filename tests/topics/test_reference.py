@@ -13,7 +13,7 @@ from topics.catalogue import CATALOGUE, FURTHER, HOLDERS, POD_INFO, XIDS
 from topics.profiles import PROFILES, ProfileName
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, SCHEMA, Topic, load_topics
 
-WHOLE = (".", "A-Z a-z 0-9 . _ -")
+WHOLE_TEXT = (".", "A-Z a-z 0-9 . _ -")
 """How a sentence that describes a field ends."""
 
 
@@ -63,7 +63,7 @@ def fields(topic: Topic) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, kind in schema["$defs"].items():
         assert kind["description"], name
         yield from ((f"{name}.{key}", field) for key, field in kind.get("properties", {}).items())
-        yield from ((f"{name} at {place}", field) for place, field in enumerate(kind.get("prefixItems", ())))
+        yield from ((f"{name} at {index}", field) for index, field in enumerate(kind.get("prefixItems", ())))
 
 
 def has_number(schema: Any) -> bool:
@@ -79,10 +79,10 @@ def has_number(schema: Any) -> bool:
 
 @pytest.mark.parametrize("topic", RECORDS, ids=lambda topic: topic.name)
 def test_every_field_has_a_meaning_and_every_number_a_unit_or_none(topic: Topic) -> None:
-    known = dict(fields(topic))
+    documented = dict(fields(topic))
 
-    assert [name for name, field in known.items() if not field.get("description", "").endswith(WHOLE)] == []
-    assert [name for name, field in known.items() if has_number(field) != bool(field.get("x-unit"))] == []
+    assert [name for name, field in documented.items() if not field.get("description", "").endswith(WHOLE_TEXT)] == []
+    assert [name for name, field in documented.items() if has_number(field) != bool(field.get("x-unit"))] == []
 
 
 @pytest.mark.parametrize("topic", RECORDS, ids=lambda topic: topic.name)
@@ -115,11 +115,11 @@ def test_a_row_of_a_field_says_type_default_unit_and_meaning(row: str) -> None:
 
 
 def test_every_header_of_a_dead_letter_has_a_row() -> None:
-    sent = dead_letters.letter(None, b"{", dead_letters.Origin("t", 0, 1), stage="s", error="e", at_ms=1).headers
+    headers = dead_letters.letter(None, b"{", dead_letters.Origin("t", 0, 1), stage="s", error="e", at_ms=1).headers
     section = reference.topics_markdown().partition("\n## gpu.dead-letters\n")[2]
 
-    assert [name for name, _ in sent if section.count(f"\n| `{name}` |") != 1] == []
-    assert [name for name, _ in sent] == list(dead_letters.HEADERS)
+    assert [name for name, _ in headers if section.count(f"\n| `{name}` |") != 1] == []
+    assert [name for name, _ in headers] == list(dead_letters.HEADERS)
 
 
 def test_what_several_topics_have_is_described_once() -> None:
@@ -132,19 +132,19 @@ def test_what_several_topics_have_is_described_once() -> None:
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_series_of_a_profile_has_a_row_in_its_section_and_in_no_other(profile: ProfileName) -> None:
     rows = [line for line in section(profile).splitlines() if line.startswith("| `")]
-    series = [one for many in PROFILES[profile].series.values() for one in many]
+    series = [s for series_of_key in PROFILES[profile].series.values() for s in series_of_key]
 
     infos = [HOLDERS, XIDS, *([POD_INFO] if PROFILES[profile].labels.tenants else [])]
     assert len(rows) == len(series) + len(PROFILES[profile].ratios) + len(infos)
-    assert all(any(row.startswith(f"| `{one.name}`") for row in rows) for one in infos)
-    assert all(any(row.startswith(f"| `{one.name}") for row in rows) for one in series)
+    assert all(any(row.startswith(f"| `{info.name}`") for row in rows) for info in infos)
+    assert all(any(row.startswith(f"| `{s.name}") for row in rows) for s in series)
 
 
 def test_what_is_beside_the_metrics_has_a_section_of_its_own() -> None:
     rows, _, alerts = reference.metrics_markdown().partition("### With all names\n")[2].partition("### Of alerts\n")
 
     assert rows.count("\n| `gpu_") == len(FURTHER)
-    assert [one.name for one in FURTHER if rows.count(f"| `{one.name}") != 1] == []
+    assert [metric.name for metric in FURTHER if rows.count(f"| `{metric.name}") != 1] == []
     assert "| `gpu_xid_errors_total{xid}` | errors | counter |" in rows
     assert "| `gpu_alert_firing{alertname,severity,fingerprint}` |" in alerts
 

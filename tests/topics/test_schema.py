@@ -51,14 +51,14 @@ def test_the_example_is_a_record(topic: Topic) -> None:
 @every_topic
 @given(data=st.data())
 def test_every_record_that_the_type_allows_fits_its_schema_and_is_read_back(topic: Topic, data: st.DataObject) -> None:
-    record = data.draw(records.of(topic))
+    record = data.draw(records.records_of(topic))
 
     validator(topic).validate(record)
     assert topic.record is not None
     decoded = decoder(topic.record)(records.encoded(record))
-    again = msgspec.json.encode(decoded)
-    assert decoder(topic.record)(again) == decoded
-    assert validator(topic).is_valid(msgspec.json.decode(again))
+    encoded = msgspec.json.encode(decoded)
+    assert decoder(topic.record)(encoded) == decoded
+    assert validator(topic).is_valid(msgspec.json.decode(encoded))
 
 
 @every_topic
@@ -74,7 +74,7 @@ def test_a_record_without_a_required_field_is_refused_by_schema_and_reader_alike
 
 @every_topic
 @pytest.mark.parametrize(
-    "wrong",
+    "fields",
     [
         {"schema": 2},
         {"cluster": ""},
@@ -84,9 +84,9 @@ def test_a_record_without_a_required_field_is_refused_by_schema_and_reader_alike
     ],
     ids=str,
 )
-def test_a_field_outside_its_bounds_is_refused_by_schema_and_reader_alike(topic: Topic, wrong: dict[str, Any]) -> None:
-    if wrong.keys() <= topic.example.keys():  # an action is of no node
-        record = {**topic.example, **wrong}
+def test_a_field_outside_its_bounds_is_refused_by_schema_and_reader_alike(topic: Topic, fields: dict[str, Any]) -> None:
+    if fields.keys() <= topic.example.keys():  # an action is of no node
+        record = {**topic.example, **fields}
         assert (validator(topic).is_valid(record), accepted(topic, record)) == (False, False)
 
 
@@ -95,9 +95,9 @@ def test_a_field_outside_its_bounds_is_refused_by_schema_and_reader_alike(topic:
     [(topic, field) for topic in TOPICS for field in ("ts_ms", "last_ts_ms") if field in topic.example],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-@pytest.mark.parametrize("wrong", [-1, 1.5, "1", 2**63])
-def test_a_time_outside_its_bounds_is_refused_by_schema_and_reader_alike(topic: Topic, field: str, wrong: Any) -> None:
-    record = {**topic.example, field: wrong}
+@pytest.mark.parametrize("value", [-1, 1.5, "1", 2**63])
+def test_a_time_outside_its_bounds_is_refused_by_schema_and_reader_alike(topic: Topic, field: str, value: Any) -> None:
+    record = {**topic.example, field: value}
 
     assert (validator(topic).is_valid(record), accepted(topic, record)) == (False, False)
 

@@ -42,8 +42,8 @@ def test_null_lists_of_an_allocation_are_empty() -> None:
     container = {"namespace": "n", "pod": "p", "container": "c", "resource": None, "device_ids": None, "claims": None}
     record = {**allocations.TOPIC.example, "containers": [container]}
 
-    (read,) = decoder(allocations.Allocations)(msgspec.json.encode(record)).containers
-    assert (read.device_ids, read.claims) == ((), ())
+    (decoded,) = decoder(allocations.Allocations)(msgspec.json.encode(record)).containers
+    assert (decoded.device_ids, decoded.claims) == ((), ())
 
 
 def test_unknown_fields_pass() -> None:
@@ -90,9 +90,9 @@ def test_bytes_that_are_no_record_are_refused_with_a_decode_error(value: bytes) 
     assert refused(value)
 
 
-@given(at=st.integers(0, len(sample()) - 1), byte=st.integers(0, 255))
-def test_a_record_with_a_changed_byte_is_read_or_refused_with_a_decode_error(at: int, byte: int) -> None:
+@given(index=st.integers(0, len(sample()) - 1), byte=st.integers(0, 255))
+def test_a_record_with_a_changed_byte_is_read_or_refused_with_a_decode_error(index: int, byte: int) -> None:
     value = bytearray(sample())
-    value[at] = byte
+    value[index] = byte
 
     assert refused(bytes(value)) or isinstance(decode(bytes(value)), Sample)

@@ -30,14 +30,14 @@ def test_what_a_record_is_about_can_be_read_from_its_key(key: Key) -> None:
 
 def test_a_replay_counts_before_any_revision() -> None:
     replayed = msgspec.structs.replace(MINUTE, generation=1, revision=0)
-    assert max((MINUTE, replayed), key=lambda one: one.order) is replayed
+    assert max((MINUTE, replayed), key=lambda record: record.order) is replayed
 
 
 def test_zeros_are_written_and_what_is_not_known_is_left_out() -> None:
     free = msgspec.structs.replace(MINUTE, namespace=None, workload=None, labels={}, idle_ms=0, generation=0)
-    written = msgspec.json.decode(msgspec.json.encode(free))
-    assert (written["idle_ms"], written["generation"], written["final"]) == (0, 0, True)
-    assert not {"namespace", "workload", "labels"} & written.keys()
+    encoded = msgspec.json.decode(msgspec.json.encode(free))
+    assert (encoded["idle_ms"], encoded["generation"], encoded["final"]) == (0, 0, True)
+    assert not {"namespace", "workload", "labels"} & encoded.keys()
 
 
 @pytest.mark.parametrize("example", [MINUTE, HOUR], ids=["minute", "hour"])

@@ -107,9 +107,9 @@ async def test_nobody_there_is_distinguished_from_a_silence(server: ApiServer, c
             await api.request("GET", "/things", timeout_s=0.3)
         assert silence.value.reason == "timeout"
     await server.stop()
-    with pytest.raises(Unreachable, match=str(server.port)) as nobody:
+    with pytest.raises(Unreachable, match=str(server.port)) as unreachable:
         await api.request("GET", "/things")
-    assert nobody.value.reason == "connection"
+    assert unreachable.value.reason == "connection"
 
 
 async def test_a_request_whose_connections_are_replaced_meanwhile_has_reached_nobody(connect: Open) -> None:
@@ -225,11 +225,11 @@ async def test_what_is_raised_while_reading_a_stream_stays_what_it_is(server: Ap
 
 @given(st.lists(st.binary(max_size=12)), st.integers(1, 8))
 def test_lines_are_the_same_however_they_are_cut_into_pieces(parts: list[bytes], size: int) -> None:
-    whole = b"\n".join(parts) + b"\n"
+    content = b"\n".join(parts) + b"\n"
     splitter = LineSplitter(cap=10)
-    pieces = [whole[n : n + size] for n in range(0, len(whole), size)]
-    found = [line for piece in pieces for line in splitter.feed(piece)]
-    assert found == [line if len(line) <= 10 else None for line in whole.split(b"\n") if line]
+    pieces = [content[n : n + size] for n in range(0, len(content), size)]
+    lines = [line for piece in pieces for line in splitter.feed(piece)]
+    assert lines == [line if len(line) <= 10 else None for line in content.split(b"\n") if line]
     assert not splitter.size
 
 

@@ -16,7 +16,7 @@ class FakeAlertmanager(Scripted):
     """
 
     def __init__(self, *script: int, bad: frozenset[str] = frozenset()) -> None:
-        super().__init__(*script, then=self._judge)
+        super().__init__(*script, default_status=self._judge)
         self.bad = bad
         self.held: dict[str, Mapping[str, Any]] = {}
         self.heard: list[tuple[str, bool]] = []
@@ -26,8 +26,8 @@ class FakeAlertmanager(Scripted):
         assert url.endswith("/api/v2/alerts")
         reply = await super().post(url, body, headers)
         if reply.status in {200, 400}:
-            for one in json.loads(body):
-                self._take(one)
+            for alert in json.loads(body):
+                self._take(alert)
         return reply
 
     def restart(self) -> None:
@@ -36,13 +36,13 @@ class FakeAlertmanager(Scripted):
 
     def firing(self) -> set[str]:
         """The pods whose alerts fire, as of now."""
-        return {pod for pod, one in self.held.items() if datetime.fromisoformat(one["endsAt"]) > datetime.now(UTC)}
+        return {pod for pod, alert in self.held.items() if datetime.fromisoformat(alert["endsAt"]) > datetime.now(UTC)}
 
     def _judge(self, body: bytes) -> int:
-        return 400 if any(one["labels"]["k8s_pod_name"] in self.bad for one in json.loads(body)) else 200
+        return 400 if any(alert["labels"]["k8s_pod_name"] in self.bad for alert in json.loads(body)) else 200
 
-    def _take(self, one: Mapping[str, Any]) -> None:
-        pod = one["labels"]["k8s_pod_name"]
+    def _take(self, alert: Mapping[str, Any]) -> None:
+        pod = alert["labels"]["k8s_pod_name"]
         if pod not in self.bad:
-            self.held[pod] = one
+            self.held[pod] = alert
             self.heard.append((pod, pod in self.firing()))

@@ -15,7 +15,7 @@ def test_good_settings_have_no_mistakes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "option"),
+    ("changed", "option"),
     [
         ({"urls": ()}, "--url: missing"),
         ({"urls": ("am:9093",)}, "--url"),
@@ -33,15 +33,15 @@ def test_good_settings_have_no_mistakes() -> None:
         ({"tls_ca": Path("/nowhere/ca")}, "--tls-ca"),
     ],
 )
-def test_a_mistake_names_its_option(more: dict[str, Any], option: str) -> None:
-    (found,) = AlertmanagerSettings(**{**GOOD, **more}).errors()
-    assert found.startswith(option)
+def test_a_mistake_names_its_option(changed: dict[str, Any], option: str) -> None:
+    (error,) = AlertmanagerSettings(**{**GOOD, **changed}).errors()
+    assert error.startswith(option)
 
 
 def test_the_only_alertmanager_has_the_group_as_given_and_each_of_several_its_own() -> None:
-    one = AlertmanagerSettings(kafka="k:1", urls=("http://am-0:9093",))
+    settings = AlertmanagerSettings(kafka="k:1", urls=("http://am-0:9093",))
     two = AlertmanagerSettings(**GOOD, group="mine")
-    assert one.group_of("http://am-0:9093") == "gpustream-sink-alertmanager"
+    assert settings.group_of("http://am-0:9093") == "gpustream-sink-alertmanager"
     groups = [two.group_of(url) for url in two.urls]
     assert len(set(groups)) == 2
     assert all(group.startswith("mine-") for group in groups)

@@ -10,24 +10,26 @@ from hypothesis import strategies as st
 from tests.sinks.alertmanager.fake import FakeAlertmanager
 from tests.sinks.alertmanager.test_partition import STARTS_MS, Setup, now_ms
 from tests.sinks.alerts import alert, alert_record
-from tests.sinks.records import Read
+from tests.sinks.records import ConsumedRecord
 from topics.alerts import Alert
 
 Writing = tuple[int, int]
 """Which alert, and how many of its last transitions the stream writes again after the new one, as after a crash."""
 
 
-def _log(writings: Sequence[Writing]) -> tuple[list[Read], set[str]]:
+def _log(writings: Sequence[Writing]) -> tuple[list[ConsumedRecord], set[str]]:
     """A log of transitions with repeats, and the pods whose alerts are open at its end."""
     transitions: dict[str, list[Alert]] = {}
-    written: list[Alert] = []
-    for pod, again in writings:
-        mine = transitions.setdefault(str(pod), [])
-        starts_ms = STARTS_MS + len(mine) // 2 * 1000
-        mine.append(alert(str(pod), starts_ms, starts_ms + 500 if len(mine) % 2 else None))
-        written += [mine[-1], *mine[-1:] * again]
-    records = [alert_record(one, number, at_ms=now_ms()) for number, one in enumerate(written)]
-    return records, {pod for pod, mine in transitions.items() if len(mine) % 2}
+    written_alerts: list[Alert] = []
+    for pod, repeats in writings:
+        of_pod = transitions.setdefault(str(pod), [])
+        starts_ms = STARTS_MS + len(of_pod) // 2 * 1000
+        of_pod.append(alert(str(pod), starts_ms, starts_ms + 500 if len(of_pod) % 2 else None))
+        written_alerts += [of_pod[-1], *of_pod[-1:] * repeats]
+    records = [
+        alert_record(written_alert, number, at_ms=now_ms()) for number, written_alert in enumerate(written_alerts)
+    ]
+    return records, {pod for pod, of_pod in transitions.items() if len(of_pod) % 2}
 
 
 @given(
@@ -47,34 +49,34 @@ def test_in_the_end_what_is_open_fires_and_nothing_else(
 
 
 async def _live(
-    manager: FakeAlertmanager, log: list[Read], lives: list[int], restarts: set[int], chance: random.Random
+    manager: FakeAlertmanager, log: list[ConsumedRecord], lives: list[int], restarts: set[int], chance: random.Random
 ) -> None:
     """Deliver the log in several lives of the sink; each but the last is killed before a commit."""
     committed, batches = 0, 0
     for requests in lives:
-        one = Setup(manager, max_alerts=3)
-        one.partition.recall(log[:committed])
-        killed_at = len(manager.got) + requests if requests else None
-        async with one.resending():
+        setup = Setup(manager, max_alerts=3)
+        setup.partition.recall(log[:committed])
+        killed_at = len(manager.requests) + requests if requests else None
+        async with setup.resending():
             while committed < len(log):
                 batches += 1
                 if batches in restarts:
                     manager.restart()
                 batch = log[committed : committed + chance.randint(1, 8)]
-                committed, killed = await _batch(one, batch, committed, killed_at)
+                committed, killed = await _batch(setup, batch, committed, killed_at)
                 if killed:
                     break
             else:
-                await _all_told(one)
+                await _all_told(setup)
 
 
-async def _batch(one: Setup, batch: list[Read], committed: int, killed_at: int | None) -> tuple[int, bool]:
+async def _batch(setup: Setup, batch: list[ConsumedRecord], committed: int, killed_at: int | None) -> tuple[int, bool]:
     """Deliver a batch, or a part of it. Gives what was committed, and whether this life is over."""
-    one.outcomes.read(len(batch))
-    steps = one.partition.deliver(batch, one.abandon)
+    setup.outcomes.read(len(batch))
+    steps = setup.partition.deliver(batch, setup.abandon)
     try:
         async for offset in steps:
-            if killed_at is not None and len(one.manager.got) >= killed_at:
+            if killed_at is not None and len(setup.manager.requests) >= killed_at:
                 return committed, True
             committed = offset
     finally:
@@ -82,7 +84,7 @@ async def _batch(one: Setup, batch: list[Read], committed: int, killed_at: int |
     return committed, False
 
 
-async def _all_told(one: Setup) -> None:
+async def _all_told(setup: Setup) -> None:
     """As a minute later: everything is sent once more."""
-    await one.partition.quiet(one.abandon)
-    await asyncio.wait_for(one.notifier.resend_now(one.partition._active), 10)
+    await setup.partition.quiet(setup.abandon)
+    await asyncio.wait_for(setup.notifier.resend_now(setup.partition._active), 10)

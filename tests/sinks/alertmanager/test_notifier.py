@@ -17,9 +17,9 @@ NOW = time(START_MS + 300_000)
 
 def encoded(alert_: Any, now: datetime = NOW, url: str | None = None) -> dict[str, Any]:
     """One alert of a request, as it is on the wire."""
-    (one,) = json.loads(request([alert_], now, 60.0, url).body)
-    assert isinstance(one, dict)
-    return one
+    (posted,) = json.loads(request([alert_], now, 60.0, url).body)
+    assert isinstance(posted, dict)
+    return posted
 
 
 def test_an_open_alert_ends_by_itself_after_four_resends() -> None:
@@ -34,15 +34,19 @@ def test_an_open_alert_ends_by_itself_after_four_resends() -> None:
 
 
 def test_a_resolved_alert_ends_when_it_did() -> None:
-    one = encoded(alert(ends_ms=START_MS + 60_000))
-    assert one["startsAt"] == "2026-11-20T23:59:12.500000Z"
-    assert one["endsAt"] == "2026-11-21T00:00:12.500000Z"
-    assert "generatorURL" not in one
+    posted = encoded(alert(ends_ms=START_MS + 60_000))
+    assert posted["startsAt"] == "2026-11-20T23:59:12.500000Z"
+    assert posted["endsAt"] == "2026-11-21T00:00:12.500000Z"
+    assert "generatorURL" not in posted
 
 
 def test_an_alert_without_labels_has_its_name_and_severity() -> None:
-    one = encoded(alert(labels={}))["labels"]
-    assert one == {"alertname": "GPUHeldIdle", "severity": "warning", "gpustream_fingerprint": alert().fingerprint}
+    posted_labels = encoded(alert(labels={}))["labels"]
+    assert posted_labels == {
+        "alertname": "GPUHeldIdle",
+        "severity": "warning",
+        "gpustream_fingerprint": alert().fingerprint,
+    }
 
 
 def test_two_alerts_with_the_same_labels_are_two() -> None:
@@ -54,8 +58,8 @@ def test_two_alerts_with_the_same_labels_are_two() -> None:
 
 @pytest.mark.parametrize("ends_ms", [START_MS + 3_600_000, START_MS - 3_600_000])
 def test_a_resolved_alert_is_over_now_and_not_before_it_began_whatever_its_node_s_clock_says(ends_ms: int) -> None:
-    one = postable(alert(ends_ms=ends_ms), NOW, 60.0)
-    assert one.starts_at <= one.ends_at <= NOW
+    posted = postable(alert(ends_ms=ends_ms), NOW, 60.0)
+    assert posted.starts_at <= posted.ends_at <= NOW
 
 
 @example(starts_ms=MAX_TIME_MS, lasted_ms=None, resend_s=60.0)
@@ -66,12 +70,12 @@ def test_a_resolved_alert_is_over_now_and_not_before_it_began_whatever_its_node_
 )
 def test_alertmanager_finds_no_mistake_in_the_times(starts_ms: int, lasted_ms: int | None, resend_s: float) -> None:
     ends_ms = None if lasted_ms is None else min(max(0, starts_ms + lasted_ms), MAX_TIME_MS)
-    one = postable(alert(starts_ms=starts_ms, ends_ms=ends_ms), NOW, resend_s)
-    assert one.starts_at == time(starts_ms)
-    assert one.ends_at >= one.starts_at
+    posted = postable(alert(starts_ms=starts_ms, ends_ms=ends_ms), NOW, resend_s)
+    assert posted.starts_at == time(starts_ms)
+    assert posted.ends_at >= posted.starts_at
     if lasted_ms is None:
         hold = timedelta(seconds=4 * resend_s)
-        assert one.ends_at >= max(NOW, min(one.starts_at, time(MAX_TIME_MS) - hold)) + hold
+        assert posted.ends_at >= max(NOW, min(posted.starts_at, time(MAX_TIME_MS) - hold)) + hold
 
 
 def test_the_time_has_a_zone() -> None:

@@ -17,7 +17,7 @@ from sinks.settings import AlertmanagerSettings
 from tests.eventually import eventually
 from tests.sinks.alertmanager.fake import FakeAlertmanager
 from tests.sinks.alerts import alert, alert_record, deleted
-from tests.sinks.records import FakeSender, Read
+from tests.sinks.records import ConsumedRecord, FakeSender
 from topics.alerts import Alert
 
 STARTS_MS = int(clock.time() * 1000) - 600_000
@@ -28,19 +28,19 @@ class Setup:
     """A partition, or several, and what they work with."""
 
     def __init__(self, manager: FakeAlertmanager, *, max_alerts: int = 256, resend_s: float = 60.0) -> None:
-        made = Instruments(INSTRUMENTS)
-        self.registry = made.registry
+        instruments = Instruments(INSTRUMENTS)
+        self.registry = instruments.registry
         self.manager = manager
         self.sender = FakeSender()
-        self.outcomes = Outcomes(COMPONENT, made)
+        self.outcomes = Outcomes(COMPONENT, instruments)
         settings = AlertmanagerSettings(kafka="k:1", urls=("http://am:1",), max_alerts=max_alerts, resend_s=resend_s)
-        self.notifier = Notifier("http://am:1", settings, manager.post, made, first_s=0.0)
+        self.notifier = Notifier("http://am:1", settings, manager.post, instruments, first_s=0.0)
         letters = DeadLetters(self.sender, "sink alertmanager")  # type: ignore[arg-type]
         self.shared = (self.notifier, letters, self.outcomes, max_alerts)
         self.partition = AlertmanagerPartition(*self.shared)
         self.abandon = asyncio.Event()
 
-    async def deliver(self, records: Sequence[Read]) -> list[int]:
+    async def deliver(self, records: Sequence[ConsumedRecord]) -> list[int]:
         """Delivers records, counted as an assignment does; gives the offsets after each step."""
         self.outcomes.read(len(records))
         steps = self.partition.deliver(records, self.abandon)
@@ -78,17 +78,17 @@ async def _all(steps: AsyncIterator[int]) -> list[int]:
     return [offset async for offset in steps]
 
 
-def firing(pod: str, **more: Any) -> Alert:
-    return alert(pod, STARTS_MS, **more)
+def firing(pod: str, **fields: Any) -> Alert:
+    return alert(pod, STARTS_MS, **fields)
 
 
-def over(pod: str, **more: Any) -> Alert:
-    return alert(pod, STARTS_MS, OVER_MS, **more)
+def over(pod: str, **fields: Any) -> Alert:
+    return alert(pod, STARTS_MS, OVER_MS, **fields)
 
 
-def records(*alerts: Alert, first: int = 0, ago_ms: int = 0) -> list[Read]:
+def records(*alerts: Alert, first: int = 0, ago_ms: int = 0) -> list[ConsumedRecord]:
     """Records that the broker got just now, or so long ago."""
-    return [alert_record(one, first + number, at_ms=now_ms() - ago_ms) for number, one in enumerate(alerts)]
+    return [alert_record(alert_, first + number, at_ms=now_ms() - ago_ms) for number, alert_ in enumerate(alerts)]
 
 
 def now_ms() -> int:
@@ -97,190 +97,190 @@ def now_ms() -> int:
 
 
 async def test_each_transition_is_reported_in_order_and_each_offset_follows_its_request() -> None:
-    one = Setup(FakeAlertmanager())
-    assert await one.deliver(records(firing("a"), firing("b"), over("a"), over("b"), firing("c"))) == [2, 5]
-    assert one.manager.heard == [("a", True), ("b", True), ("a", False), ("b", False), ("c", True)]
-    assert one.manager.firing() == {"c"}
-    assert one.ends() == {"delivered": 5}
+    setup = Setup(FakeAlertmanager())
+    assert await setup.deliver(records(firing("a"), firing("b"), over("a"), over("b"), firing("c"))) == [2, 5]
+    assert setup.manager.heard == [("a", True), ("b", True), ("a", False), ("b", False), ("c", True)]
+    assert setup.manager.firing() == {"c"}
+    assert setup.ends() == {"delivered": 5}
 
 
 async def test_a_request_has_no_more_alerts_than_it_may() -> None:
-    one = Setup(FakeAlertmanager(), max_alerts=3)
-    assert await one.deliver(records(*[firing(str(pod)) for pod in range(7)])) == [3, 6, 7]
-    assert len(one.manager.got) == 3
-    assert one.manager.firing() == set("0123456")
+    setup = Setup(FakeAlertmanager(), max_alerts=3)
+    assert await setup.deliver(records(*[firing(str(pod)) for pod in range(7)])) == [3, 6, 7]
+    assert len(setup.manager.requests) == 3
+    assert setup.manager.firing() == set("0123456")
 
 
 async def test_what_is_written_again_is_not_reported_as_new() -> None:
-    one = Setup(FakeAlertmanager())
-    one.partition.recall(records(firing("a"), firing("b"), over("b")))
-    assert await one.deliver(records(firing("a"), firing("b"), over("b"), first=3)) == [5, 6]
-    assert one.manager.got == []
-    assert one.ends() == {"duplicate": 3}
+    setup = Setup(FakeAlertmanager())
+    setup.partition.recall(records(firing("a"), firing("b"), over("b")))
+    assert await setup.deliver(records(firing("a"), firing("b"), over("b"), first=3)) == [5, 6]
+    assert setup.manager.requests == []
+    assert setup.ends() == {"duplicate": 3}
 
 
 async def test_after_a_start_what_is_open_is_reported_and_what_ended_lately_and_nothing_else() -> None:
-    one = Setup(FakeAlertmanager())
-    gone = over("gone")
-    one.partition.recall(
+    setup = Setup(FakeAlertmanager())
+    ended_alert = over("gone")
+    setup.partition.recall(
         [
             *records(firing("open"), firing("long ago"), over("long ago"), ago_ms=3_600_000),
-            *records(firing("over"), over("over"), gone, first=3),
-            deleted(gone, 6, at_ms=now_ms()),
+            *records(firing("over"), over("over"), ended_alert, first=3),
+            deleted(ended_alert, 6, at_ms=now_ms()),
             alert_record(b"{nonsense", 7),
         ]
     )
-    async with one.resending():
-        await one.partition.quiet(one.abandon)
-        await eventually(lambda: len(one.manager.heard) == 2)
-        await one.partition.quiet(one.abandon)
+    async with setup.resending():
+        await setup.partition.quiet(setup.abandon)
+        await eventually(lambda: len(setup.manager.heard) == 2)
+        await setup.partition.quiet(setup.abandon)
         await asyncio.sleep(0.02)
-    assert one.manager.heard == [("open", True), ("over", False)]
-    assert (one.value("open_alerts"), one.value("resent_total")) == (1, 2)
-    assert one.sender.sent == []
+    assert setup.manager.heard == [("open", True), ("over", False)]
+    assert (setup.value("open_alerts"), setup.value("resent_total")) == (1, 2)
+    assert setup.sender.sent == []
 
 
 async def test_what_is_open_is_reported_again_and_again_and_later_each_time() -> None:
-    one = Setup(FakeAlertmanager(), resend_s=0.02)
-    async with one.resending():
-        await one.deliver(records(firing("a"), firing("b"), over("b")))
-        ends = one.manager.held["a"]["endsAt"]
-        await eventually(lambda: len(one.manager.heard) >= 12)
-    assert one.manager.held["a"]["endsAt"] > ends
-    assert one.manager.heard[-2:] in ([("a", True), ("b", False)], [("b", False), ("a", True)])
+    setup = Setup(FakeAlertmanager(), resend_s=0.02)
+    async with setup.resending():
+        await setup.deliver(records(firing("a"), firing("b"), over("b")))
+        ends = setup.manager.held["a"]["endsAt"]
+        await eventually(lambda: len(setup.manager.heard) >= 12)
+    assert setup.manager.held["a"]["endsAt"] > ends
+    assert setup.manager.heard[-2:] in ([("a", True), ("b", False)], [("b", False), ("a", True)])
 
 
 async def test_a_partition_that_is_taken_away_is_not_reported_any_more() -> None:
-    one = Setup(FakeAlertmanager(), resend_s=0.02)
-    stays, other = AlertmanagerPartition(*one.shared), asyncio.Event()
+    setup = Setup(FakeAlertmanager(), resend_s=0.02)
+    stays, other = AlertmanagerPartition(*setup.shared), asyncio.Event()
     stays.recall(records(firing("stays")))
-    async with one.resending():
-        await one.deliver(records(firing("leaves")))
+    async with setup.resending():
+        await setup.deliver(records(firing("leaves")))
         await stays.quiet(other)
-        await eventually(lambda: len(one.manager.heard) >= 6)
-        one.abandon.set()
+        await eventually(lambda: len(setup.manager.heard) >= 6)
+        setup.abandon.set()
         await asyncio.sleep(0.05)
-        one.manager.heard.clear()
-        await eventually(lambda: len(one.manager.heard) >= 3)
-    assert set(one.manager.heard) == {("stays", True)}
-    assert one.value("open_alerts") == 1
+        setup.manager.heard.clear()
+        await eventually(lambda: len(setup.manager.heard) >= 3)
+    assert set(setup.manager.heard) == {("stays", True)}
+    assert setup.value("open_alerts") == 1
 
 
 async def test_an_outage_is_waited_for_and_then_all_that_is_open_is_reported() -> None:
     """Alertmanager has alerts in memory only: one that comes back knows none."""
-    one = Setup(FakeAlertmanager())
-    one.partition.recall(records(firing("a"), firing("b"), firing("c")))
-    async with one.resending():
-        await one.partition.quiet(one.abandon)
-        await eventually(lambda: one.value("resent_total") == 3)
-        one.manager.restart()
-        one.manager.script = [0, 503, 500, 404]
-        assert await one.deliver(records(over("b"), firing("d"), first=3)) == [5]
-        await eventually(lambda: len(one.manager.held) == 4)
-    assert one.manager.firing() == {"a", "c", "d"}
-    assert one.ends() == {"delivered": 2}
+    setup = Setup(FakeAlertmanager())
+    setup.partition.recall(records(firing("a"), firing("b"), firing("c")))
+    async with setup.resending():
+        await setup.partition.quiet(setup.abandon)
+        await eventually(lambda: setup.value("resent_total") == 3)
+        setup.manager.restart()
+        setup.manager.script = [0, 503, 500, 404]
+        assert await setup.deliver(records(over("b"), firing("d"), first=3)) == [5]
+        await eventually(lambda: len(setup.manager.held) == 4)
+    assert setup.manager.firing() == {"a", "c", "d"}
+    assert setup.ends() == {"delivered": 2}
 
 
 async def test_no_older_state_arrives_after_a_newer_one() -> None:
-    one = Setup(FakeAlertmanager())
-    one.partition.recall(records(firing("a")))
-    async with one.resending():
-        await one.partition.quiet(one.abandon)
-        await eventually(lambda: one.value("resent_total") == 1)
-        one.manager.hold.clear()
-        one.notifier._all_due()
-        await eventually(lambda: one.manager.under_way == 1)
-        delivering = asyncio.ensure_future(one.deliver(records(over("a"), first=1)))
+    setup = Setup(FakeAlertmanager())
+    setup.partition.recall(records(firing("a")))
+    async with setup.resending():
+        await setup.partition.quiet(setup.abandon)
+        await eventually(lambda: setup.value("resent_total") == 1)
+        setup.manager.hold.clear()
+        setup.notifier._all_due()
+        await eventually(lambda: setup.manager.under_way == 1)
+        delivering = asyncio.ensure_future(setup.deliver(records(over("a"), first=1)))
         await asyncio.sleep(0.02)
-        assert one.manager.under_way == 1, "the resolved one waits for its turn"
-        one.manager.hold.set()
+        assert setup.manager.under_way == 1, "the resolved one waits for its turn"
+        setup.manager.hold.set()
         await delivering
-    assert one.manager.heard == [("a", True)] * 2 + [("a", False)]
-    assert one.manager.most == 1
+    assert setup.manager.heard == [("a", True)] * 2 + [("a", False)]
+    assert setup.manager.most == 1
 
 
 async def test_who_gives_up_during_an_outage_has_reported_nothing_as_known() -> None:
-    one = Setup(FakeAlertmanager())
-    one.manager.then = lambda _: 503
-    delivering = asyncio.ensure_future(one.deliver(records(firing("a"))))
-    await eventually(lambda: len(one.manager.got) > 2)
-    one.abandon.set()
+    setup = Setup(FakeAlertmanager())
+    setup.manager.default_status = lambda _: 503
+    delivering = asyncio.ensure_future(setup.deliver(records(firing("a"))))
+    await eventually(lambda: len(setup.manager.requests) > 2)
+    setup.abandon.set()
     with pytest.raises(Abandoned):
         await delivering
-    assert one.ends() == {}
-    one.manager.then, one.abandon = lambda _: 200, asyncio.Event()
-    assert await one.deliver(records(firing("a"))) == [1], "the same handler may get the partition again"
-    assert one.ends() == {"delivered": 1}
+    assert setup.ends() == {}
+    setup.manager.default_status, setup.abandon = lambda _: 200, asyncio.Event()
+    assert await setup.deliver(records(firing("a"))) == [1], "the same handler may get the partition again"
+    assert setup.ends() == {"delivered": 1}
 
 
 async def test_a_refused_alert_is_a_dead_letter_and_the_others_are_in(caplog: pytest.LogCaptureFixture) -> None:
-    one = Setup(FakeAlertmanager(bad=frozenset("cf")))
-    assert await one.deliver(records(*[firing(pod) for pod in "abcdefgh"])) == [8]
-    assert one.manager.firing() == set("abdegh")
-    assert one.ends() == {"delivered": 6, "dead_lettered": 2}
-    assert one.errors() == ["am:1: HTTP 400: said"] * 2
-    assert one.value("refused_total") == 2
+    setup = Setup(FakeAlertmanager(bad=frozenset("cf")))
+    assert await setup.deliver(records(*[firing(pod) for pod in "abcdefgh"])) == [8]
+    assert setup.manager.firing() == set("abdegh")
+    assert setup.ends() == {"delivered": 6, "dead_lettered": 2}
+    assert setup.errors() == ["am:1: HTTP 400: said"] * 2
+    assert setup.value("refused_total") == 2
 
 
 async def test_a_refused_alert_is_reported_again_nevertheless_and_that_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    one = Setup(FakeAlertmanager(bad=frozenset("a")), resend_s=0.02)
-    async with one.resending():
-        await one.deliver(records(firing("a"), firing("b")))
-        await eventually(lambda: (one.value("refused_total") or 0) > 5)
-        said = [record.message for record in caplog.records if "is refused" in record.message]
-        assert len(said) == 1
-        one.manager.bad = frozenset()
-        await eventually(lambda: one.manager.firing() == {"a", "b"})
-    assert len(one.sender.sent) == 1
+    setup = Setup(FakeAlertmanager(bad=frozenset("a")), resend_s=0.02)
+    async with setup.resending():
+        await setup.deliver(records(firing("a"), firing("b")))
+        await eventually(lambda: (setup.value("refused_total") or 0) > 5)
+        messages = [record.message for record in caplog.records if "is refused" in record.message]
+        assert len(messages) == 1
+        setup.manager.bad = frozenset()
+        await eventually(lambda: setup.manager.firing() == {"a", "b"})
+    assert len(setup.sender.sent) == 1
 
 
 async def test_an_alert_that_was_refused_costs_the_others_one_request_more_not_a_search() -> None:
-    one = Setup(FakeAlertmanager(bad=frozenset("h")))
-    await one.deliver(records(*[firing(pod) for pod in "abcdefgh"]))
-    async with one.resending():
-        await eventually(lambda: one.value("resent_total") == 8)
-        before = len(one.manager.got)
-        one.notifier._all_due()
-        await eventually(lambda: one.value("resent_total") == 16)
-    assert len(one.manager.got) == before + 2
+    setup = Setup(FakeAlertmanager(bad=frozenset("h")))
+    await setup.deliver(records(*[firing(pod) for pod in "abcdefgh"]))
+    async with setup.resending():
+        await eventually(lambda: setup.value("resent_total") == 8)
+        before = len(setup.manager.requests)
+        setup.notifier._all_due()
+        await eventually(lambda: setup.value("resent_total") == 16)
+    assert len(setup.manager.requests) == before + 2
 
 
 async def test_an_alertmanager_that_refuses_everything_is_not_said_to_be_well() -> None:
-    one = Setup(FakeAlertmanager(bad=frozenset("abc")))
-    await one.deliver(records(*[firing(pod) for pod in "abc"]))
-    assert one.notifier.receiver.failing == "it refuses everything: am:1: HTTP 400: said"
-    assert one.value("receiver_failing") == 1
-    await one.deliver(records(firing("d"), first=3))
-    assert one.notifier.receiver.failing is None
+    setup = Setup(FakeAlertmanager(bad=frozenset("abc")))
+    await setup.deliver(records(*[firing(pod) for pod in "abc"]))
+    assert setup.notifier.receiver.failing == "it refuses everything: am:1: HTTP 400: said"
+    assert setup.value("receiver_failing") == 1
+    await setup.deliver(records(firing("d"), first=3))
+    assert setup.notifier.receiver.failing is None
 
 
 @pytest.mark.parametrize("bad", [b"{nonsense", b"", b"[]"])
 async def test_what_cannot_be_decoded_is_a_dead_letter_and_holds_up_nothing(bad: bytes) -> None:
-    one = Setup(FakeAlertmanager())
-    assert await one.deliver([alert_record(bad, 0), *records(firing("a"), first=1)]) == [2]
-    assert one.ends() == {"delivered": 1, "dead_lettered": 1}
-    assert one.errors()[0].startswith("not a record of gpu.alerts")
+    setup = Setup(FakeAlertmanager())
+    assert await setup.deliver([alert_record(bad, 0), *records(firing("a"), first=1)]) == [2]
+    assert setup.ends() == {"delivered": 1, "dead_lettered": 1}
+    assert setup.errors()[0].startswith("not a record of gpu.alerts")
 
 
 async def test_a_tombstone_is_let_pass() -> None:
-    one = Setup(FakeAlertmanager())
-    assert await one.deliver([*records(over("a")), deleted(over("a"), 1, at_ms=now_ms())]) == [1, 2]
-    assert one.ends() == {"delivered": 1, "duplicate": 1}
-    async with one.resending():
+    setup = Setup(FakeAlertmanager())
+    assert await setup.deliver([*records(over("a")), deleted(over("a"), 1, at_ms=now_ms())]) == [1, 2]
+    assert setup.ends() == {"delivered": 1, "duplicate": 1}
+    async with setup.resending():
         await asyncio.sleep(0.02)
-    assert one.manager.heard == [("a", False)]
+    assert setup.manager.heard == [("a", False)]
 
 
 async def test_after_the_topic_was_made_again_nothing_of_the_old_one_is_reported() -> None:
-    one = Setup(FakeAlertmanager())
-    one.partition.recall(records(firing("a"), firing("b")))
-    one.partition.reset()
-    assert await one.deliver(records(firing("a"))) == [1]
-    async with one.resending():
-        await eventually(lambda: len(one.manager.heard) == 2)
-    assert one.manager.firing() == {"a"}
+    setup = Setup(FakeAlertmanager())
+    setup.partition.recall(records(firing("a"), firing("b")))
+    setup.partition.reset()
+    assert await setup.deliver(records(firing("a"))) == [1]
+    async with setup.resending():
+        await eventually(lambda: len(setup.manager.heard) == 2)
+    assert setup.manager.firing() == {"a"}
 
 
 def test_the_log_says_nothing_of_what_goes_well(caplog: pytest.LogCaptureFixture) -> None:
@@ -293,10 +293,10 @@ def test_the_log_says_nothing_of_what_goes_well(caplog: pytest.LogCaptureFixture
     assert caplog.records == []
 
 
-@pytest.mark.parametrize(("given", "posted"), [("http://am:1", ""), ("http://am:1/prefix/", "/prefix")])
-async def test_alerts_go_below_an_alertmanager_s_own_address(given: str, posted: str) -> None:
+@pytest.mark.parametrize(("address", "posted"), [("http://am:1", ""), ("http://am:1/prefix/", "/prefix")])
+async def test_alerts_go_below_an_alertmanager_s_own_address(address: str, posted: str) -> None:
     manager = FakeAlertmanager()
-    settings = AlertmanagerSettings(kafka="k:1", urls=(given,))
-    notifier = Notifier(given, settings, manager.post, Instruments(INSTRUMENTS), first_s=0.0)
+    settings = AlertmanagerSettings(kafka="k:1", urls=(address,))
+    notifier = Notifier(address, settings, manager.post, Instruments(INSTRUMENTS), first_s=0.0)
     await notifier.send([firing("a")], asyncio.Event())
-    assert [one.url for one in manager.got] == [f"http://am:1{posted}/api/v2/alerts"]
+    assert [request.url for request in manager.requests] == [f"http://am:1{posted}/api/v2/alerts"]

@@ -13,12 +13,12 @@ SETTINGS = AlertmanagerSettings(kafka="127.0.0.1:1", urls=("http://127.0.0.1:1",
 
 
 async def test_without_a_broker_it_says_so_of_each_alertmanager_and_stops_when_asked() -> None:
-    one, stop = AlertmanagerSink(SETTINGS), asyncio.Event()
-    assert one.not_ready() == ["not started"]
-    running = asyncio.ensure_future(one.run(stop))
+    sink, stop = AlertmanagerSink(SETTINGS), asyncio.Event()
+    assert sink.not_ready() == ["not started"]
+    running = asyncio.ensure_future(sink.run(stop))
     waiting = "no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)"
-    await eventually(lambda: one.not_ready() == [f"127.0.0.1:1: {waiting}", f"127.0.0.1:2: {waiting}"])
-    groups = [reader._settings.group for _, reader in one._alertmanagers]
+    await eventually(lambda: sink.not_ready() == [f"127.0.0.1:1: {waiting}", f"127.0.0.1:2: {waiting}"])
+    groups = [reader._settings.group for _, reader in sink._alertmanagers]
     assert groups == [SETTINGS.group_of(url) for url in SETTINGS.urls]
     stop.set()
     await asyncio.wait_for(running, 8)

@@ -17,7 +17,7 @@ from tests.eventually import eventually
 from tests.real.accounting import assert_accounted
 from tests.sinks.conftest import sample
 from tests.sinks.metrics_api.ticks import device, of_deployment
-from tests.sinks.records import Read, encoded
+from tests.sinks.records import ConsumedRecord, encoded
 from topics.attributed import TOPIC
 
 NOWHERE = "127.0.0.1:1"
@@ -47,11 +47,13 @@ def test_every_mistake_of_the_settings_is_reported(tmp_path: Path) -> None:
     assert served.errors() == []
 
 
-def record(seq: int, *devices: dict[str, Any], age_s: float = 0.0, logged_s: float = 0.0, **more: Any) -> Read:
+def record(
+    seq: int, *devices: dict[str, Any], age_s: float = 0.0, logged_s: float = 0.0, **more: Any
+) -> ConsumedRecord:
     """A record of a tick that was read so long ago, and logged so long ago."""
     now_ms = int(time.time() * 1000)
     tick = sample(seq, *devices, ts_ms=now_ms - int(age_s * 1000), **more)
-    return Read(seq, encoded(tick), now_ms - int(logged_s * 1000), f"{tick.cluster}/{tick.node}".encode())
+    return ConsumedRecord(seq, encoded(tick), now_ms - int(logged_s * 1000), f"{tick.cluster}/{tick.node}".encode())
 
 
 USED = device("GPU-a", of_deployment("p"), used=0.5)

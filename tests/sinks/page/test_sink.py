@@ -13,7 +13,7 @@ from sinks.settings import PageSettings
 from tests.eventually import eventually
 from tests.real.accounting import assert_accounted
 from tests.sinks.page.ticks import alert, device, holder, hour, tick
-from tests.sinks.records import Read
+from tests.sinks.records import ConsumedRecord
 
 SETTINGS = PageSettings(kafka="127.0.0.1:1", page_listen=Address("127.0.0.1", 0))
 
@@ -30,12 +30,12 @@ def test_every_mistake_of_the_settings_is_reported() -> None:
 
 def test_each_record_is_shown_a_duplicate_or_dropped() -> None:
     sink = PageSink(SETTINGS)
-    one = Read(1, msgspec.json.encode(tick(1, device("GPU-a", holder("p-0"), used=0.5))))
+    one = ConsumedRecord(1, msgspec.json.encode(tick(1, device("GPU-a", holder("p-0"), used=0.5))))
     sink.take("gpu.attributed", [one, one, one._replace(value=b"{"), one._replace(value=None)])
     fired = alert()
-    said = Read(0, msgspec.json.encode(fired), key=fired.fingerprint.encode())
+    said = ConsumedRecord(0, msgspec.json.encode(fired), key=fired.fingerprint.encode())
     sink.take("gpu.alerts", [said, said._replace(key=b"0"), said._replace(value=None, key=b"0")])
-    booked = Read(0, msgspec.json.encode(hour()), key=b"k")
+    booked = ConsumedRecord(0, msgspec.json.encode(hour()), key=b"k")
     sink.take("gpu.usage", [booked, booked, booked._replace(value=b"[]"), booked._replace(value=None)])
 
     books = assert_accounted(sink.registry)["page", ""]

@@ -29,9 +29,9 @@ class Setup:
     """A partition and what it works with."""
 
     def __init__(self, path: Path, write_every_s: float = 0.0) -> None:
-        made = Instruments(INSTRUMENTS)
-        self.path, self.registry, self.sender, self.disk = path, made.registry, FakeSender(), Disk(made)
-        self.outcomes = Outcomes(COMPONENT, made)
+        instruments = Instruments(INSTRUMENTS)
+        self.path, self.registry, self.sender, self.disk = path, instruments.registry, FakeSender(), Disk(instruments)
+        self.outcomes = Outcomes(COMPONENT, instruments)
         letters = DeadLetters(self.sender, "sink parquet")  # type: ignore[arg-type]
         self.partition = ParquetPartition(HourFiles(path, 7), write_every_s, self.disk, letters, self.outcomes)
         self.abandon = asyncio.Event()
@@ -57,7 +57,7 @@ class Setup:
 
 
 def logged(*records: Usage | bytes) -> list[Read]:
-    return [read(one, offset) for offset, one in enumerate(records)]
+    return [read(value, offset) for offset, value in enumerate(records)]
 
 
 async def test_a_record_is_a_row_of_its_hours_file_with_all_its_fields(tmp_path: Path) -> None:
@@ -157,14 +157,14 @@ async def test_a_disk_that_does_not_take_files_holds_up_nobody_who_leaves(tmp_pa
 
 
 async def test_what_a_killed_worker_left_is_no_file_and_in_nobodys_way(tmp_path: Path) -> None:
-    left = tmp_path / FILE.with_name(f".{FILE.name}.tmp")
-    left.parent.mkdir()
-    left.write_bytes(b"half a file")
+    leftover = tmp_path / FILE.with_name(f".{FILE.name}.tmp")
+    leftover.parent.mkdir()
+    leftover.write_bytes(b"half a file")
     setup = Setup(tmp_path)
     assert setup.rows() == []
     await setup.deliver(*logged(usage("ml")))
     assert len(setup.rows()) == 1
-    assert not left.exists()
+    assert not leftover.exists()
 
 
 LOG = [
@@ -188,11 +188,11 @@ def test_files_have_the_same_bytes_whatever_the_batches_the_workers_and_what_cam
 
     async def by_several() -> None:
         setups = [Setup(directory) for _ in range(workers)]
-        at, last = 0, len(log)
-        while at < last:
-            end = min(last, at + chance.randint(1, 6))
-            await chance.choice(setups).deliver(*log[max(0, at - chance.randint(0, 4)) : end])
-            at = end
+        begin, last = 0, len(log)
+        while begin < last:
+            end = min(last, begin + chance.randint(1, 6))
+            await chance.choice(setups).deliver(*log[max(0, begin - chance.randint(0, 4)) : end])
+            begin = end
 
     asyncio.run(by_several())
     assert (directory / FILE).read_bytes() == (tmp_path / FILE).read_bytes()

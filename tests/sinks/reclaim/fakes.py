@@ -17,7 +17,7 @@ from sinks.reclaim.reclaimer import COMPONENT, INSTRUMENTS, Reclaimer
 from sinks.reclaim.sink import ReclaimPartition
 from sinks.settings import ReclaimSettings
 from tests.sinks.alerts import START_MS, alert, alert_record
-from tests.sinks.records import Read
+from tests.sinks.records import ConsumedRecord
 from topics.actions import Action
 from topics.alerts import Alert, AlertGpu, time
 
@@ -121,7 +121,7 @@ class World:
         self.api = Api()
         self.log: list[Action] = []
         self.now_ms = START_MS
-        self.alerts: list[Read] = []
+        self.alerts: list[ConsumedRecord] = []
         self.replicas: list[Replica] = []
         self.opt_in(says)
 
@@ -218,7 +218,9 @@ class Replica:
 
     def hear(self, action: Action, at_ms: int) -> None:
         """A record of gpu.actions."""
-        self.reclaimer.take("gpu.actions", [Read(0, msgspec.json.encode(action), at_ms, b"c1", "gpu.actions")])
+        self.reclaimer.take(
+            "gpu.actions", [ConsumedRecord(0, msgspec.json.encode(action), at_ms, b"c1", "gpu.actions")]
+        )
 
     async def run(self, *, later_ms: int = 0) -> None:
         """Some time passes; what is new is read, and what is due is done."""

@@ -48,30 +48,30 @@ class Receiver:
 
     def take(self, samples: Sequence[Sample], *, count: bool = False) -> Answer:
         """Stores samples, or says what is wrong with the first of those that are."""
-        wrong = {number: why for number, sample in enumerate(samples) if (why := self._wrong(sample))}
-        if not wrong or self.partial or count:
+        errors = {number: error for number, sample in enumerate(samples) if (error := self._error_of(sample))}
+        if not errors or self.partial or count:
             for number, sample in enumerate(samples):
-                if number not in wrong:
+                if number not in errors:
                     self._store(sample)
-        written = len(samples) - len(wrong) if count else None
-        if not wrong:
-            return Answer(204, "", written)
-        number, why = next(iter(wrong.items()))
-        return Answer(self.status if why == self.refuse(samples[number]) else 400, why, written)
+        accepted_count = len(samples) - len(errors) if count else None
+        if not errors:
+            return Answer(204, "", accepted_count)
+        number, error = next(iter(errors.items()))
+        return Answer(self.status if error == self.refuse(samples[number]) else 400, error, accepted_count)
 
     def values(self) -> dict[str, list[tuple[int, float]]]:
         """The stored values by metric name, without markers."""
         by_name: dict[str, list[tuple[int, float]]] = {}
         for series, points in self.stored.items():
-            kept = [(ts_ms, number(bits)) for ts_ms, bits in points if bits != STALE_BITS]
-            by_name.setdefault(dict(series)["__name__"], []).extend(kept)
+            valid = [(ts_ms, number(bits)) for ts_ms, bits in points if bits != STALE_BITS]
+            by_name.setdefault(dict(series)["__name__"], []).extend(valid)
         return by_name
 
     def markers(self) -> int:
         """How many staleness markers are stored."""
         return sum(bits == STALE_BITS for points in self.stored.values() for _, bits in points)
 
-    def _wrong(self, sample: Sample) -> str | None:
+    def _error_of(self, sample: Sample) -> str | None:
         points = self.stored.get(sample.series)
         newest = points[-1] if points else (-1, 0)
         if sample.ts_ms < newest[0]:

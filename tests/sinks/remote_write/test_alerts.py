@@ -21,7 +21,7 @@ from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
 from sinks.series.relabel import Relabelling
 from sinks.series.relabel_file import load
 from tests.sinks.alerts import START_MS, alert, alert_record, deleted
-from tests.sinks.records import FakeSender, Read
+from tests.sinks.records import ConsumedRecord, FakeSender
 from tests.sinks.remote_write.receivers import STALE_BITS, Receiver
 from topics.alerts import Alert, AlertGpu
 
@@ -43,17 +43,18 @@ class Setup:
     ) -> None:
         self.receiver = receiver or Receiver()
         self.sender = FakeSender()
-        self.made = Instruments(INSTRUMENTS)
-        self.counted = Outcomes(COMPONENT, self.made)
+        self.instruments = Instruments(INSTRUMENTS)
+        self.counted = Outcomes(COMPONENT, self.instruments)
         self.now_ms = 0
         self.abandon = asyncio.Event()
         shared = RemoteWriteShared(
             deliverer=Deliverer(
-                RemoteWriteSender(self.receiver.post, protocol, self.made, first_s=0.0, probe_s=0.0), self.made
+                RemoteWriteSender(self.receiver.post, protocol, self.instruments, first_s=0.0, probe_s=0.0),
+                self.instruments,
             ),
             letters=DeadLetters(self.sender, "sink remote-write"),  # type: ignore[arg-type] # a fake
             outcomes=self.counted,
-            instruments=self.made,
+            instruments=self.instruments,
             slots=asyncio.Semaphore(2),
             max_samples=max_samples,
             stale_after_s=0.0,
@@ -62,7 +63,7 @@ class Setup:
             AlertSeries(relabelling=relabelling or Relabelling()), shared, lambda: (START_MS + self.now_ms) / 1000
         )
 
-    async def deliver(self, now_ms: int, *records: Read) -> None:
+    async def deliver(self, now_ms: int, *records: ConsumedRecord) -> None:
         self.now_ms = now_ms
         self.counted.read(len(records))
         async for _ in self.handler.deliver(records, self.abandon):
@@ -72,8 +73,8 @@ class Setup:
         self.now_ms = now_ms
         await self.handler.quiet(self.abandon)
 
-    def points(self, of: Alert) -> list[Point]:
-        series = frozenset({("__name__", "gpu_alert_firing"), *labels(of)})
+    def points(self, of_alert: Alert) -> list[Point]:
+        series = frozenset({("__name__", "gpu_alert_firing"), *labels(of_alert)})
         stored = self.receiver.stored.get(series, [])
         return [(ts_ms - START_MS, END if bits == STALE_BITS else 1.0) for ts_ms, bits in stored]
 
@@ -83,30 +84,37 @@ class Setup:
         return {end: number for end, number in counts.items() if number}
 
     def count(self, name: str) -> int:
-        wanted = f"gpustream_remote_write_{name}"
-        return int(sum(one.value for m in self.made.registry.collect() for one in m.samples if one.name == wanted))
+        metric = f"gpustream_remote_write_{name}"
+        return int(
+            sum(
+                sample.value
+                for m in self.instruments.registry.collect()
+                for sample in m.samples
+                if sample.name == metric
+            )
+        )
 
 
-def ended(after_ms: int) -> Alert:
+def ended_alert(after_ms: int) -> Alert:
     return alert(ends_ms=START_MS + after_ms)
 
 
 async def test_an_alert_is_1_at_its_start_and_each_minute_until_it_ends() -> None:
-    one = Setup()
-    await one.deliver(700, alert_record(alert()))
+    setup = Setup()
+    await setup.deliver(700, alert_record(alert()))
     for now_ms in (900, 59_000, 60_500, 61_500, 120_100):
-        await one.quiet(now_ms)
-    await one.deliver(130_900, alert_record(ended(130_000)))
-    await one.quiet(400_000)
-    assert one.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0), (130_000, END)]
-    assert one.ends() == {"delivered": 2}
-    assert one.count("markers_total") == 1
+        await setup.quiet(now_ms)
+    await setup.deliver(130_900, alert_record(ended_alert(130_000)))
+    await setup.quiet(400_000)
+    assert setup.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0), (130_000, END)]
+    assert setup.ends() == {"delivered": 2}
+    assert setup.count("markers_total") == 1
 
 
 async def test_its_series_has_the_alerts_labels_its_severity_and_its_fingerprint() -> None:
-    one = Setup()
-    await one.deliver(0, alert_record(alert()))
-    assert [dict(series) for series in one.receiver.stored] == [
+    setup = Setup()
+    await setup.deliver(0, alert_record(alert()))
+    assert [dict(series) for series in setup.receiver.stored] == [
         {
             "__name__": "gpu_alert_firing",
             "alertname": "GPUHeldIdle",
@@ -122,7 +130,7 @@ async def test_rules_change_its_labels_but_never_take_its_fingerprint() -> None:
     rules = load("- {regex: __name__|severity, action: labelkeep}", "rules.yml")
     setup = Setup(relabelling=Relabelling([rules], (("region", "eu"),)))
     await setup.deliver(0, alert_record(alert(), 0))
-    await setup.deliver(MINUTE_MS, alert_record(ended(MINUTE_MS), 1))
+    await setup.deliver(MINUTE_MS, alert_record(ended_alert(MINUTE_MS), 1))
     ((series, points),) = setup.receiver.stored.items()
     assert dict(series).keys() == {"__name__", "severity", "region", "fingerprint"}
     assert [bits == STALE_BITS for _, bits in points] == [False, True]
@@ -133,20 +141,20 @@ async def test_an_alert_that_a_rule_drops_is_not_written_and_its_records_are_del
     setup = Setup(relabelling=Relabelling([rules]))
     await setup.deliver(0, alert_record(alert(), 0))
     await setup.quiet(MINUTE_MS)
-    await setup.deliver(2 * MINUTE_MS, alert_record(ended(MINUTE_MS), 1))
+    await setup.deliver(2 * MINUTE_MS, alert_record(ended_alert(MINUTE_MS), 1))
     assert (setup.receiver.stored, setup.ends()) == ({}, {"delivered": 2})
 
 
 async def test_alerts_with_the_same_labels_are_series_of_their_own() -> None:
-    one = Setup()
+    setup = Setup()
     same = {"k8s_node_name": "n1"}
-    await one.deliver(0, *(alert_record(alert(pod, labels=same)) for pod in "abc"))
-    assert one.ends() == {"delivered": 3}
-    assert len(one.receiver.stored) == 3
+    await setup.deliver(0, *(alert_record(alert(pod, labels=same)) for pod in "abc"))
+    assert setup.ends() == {"delivered": 3}
+    assert len(setup.receiver.stored) == 3
 
 
 def test_labels_from_hell_are_written_as_names_and_values_that_any_receiver_takes() -> None:
-    given = {
+    pod_labels = {
         "a.b": "x",
         "a/b": "y",
         "": "z",
@@ -156,7 +164,7 @@ def test_labels_from_hell_are_written_as_names_and_values_that_any_receiver_take
         "e": "",
         "l": "é" * 999,
     }
-    pairs = labels(alert(labels=given))
+    pairs = labels(alert(labels=pod_labels))
     assert dict(pairs) == {
         "alertname": "GPUHeldIdle",
         "severity": "warning",
@@ -177,50 +185,52 @@ def test_a_series_has_no_more_labels_than_a_receiver_takes_and_what_distinguishe
 
 
 async def test_the_end_comes_after_what_was_written_before_it_was_known() -> None:
-    one = Setup()
-    await one.deliver(0, alert_record(alert()))
-    await one.quiet(125_000)
-    await one.deliver(170_000, alert_record(ended(65_000), at_ms=START_MS + 169_000))
-    assert one.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0), (120_001, END)]
+    setup = Setup()
+    await setup.deliver(0, alert_record(alert()))
+    await setup.quiet(125_000)
+    await setup.deliver(170_000, alert_record(ended_alert(65_000), at_ms=START_MS + 169_000))
+    assert setup.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0), (120_001, END)]
 
 
 async def test_an_alert_that_ended_when_it_began_still_has_a_sample() -> None:
-    one = Setup()
-    await one.deliver(1_000, alert_record(alert()), alert_record(ended(0), 1))
-    assert one.points(alert()) == [(0, 1.0), (1, END)]
+    setup = Setup()
+    await setup.deliver(1_000, alert_record(alert()), alert_record(ended_alert(0), 1))
+    assert setup.points(alert()) == [(0, 1.0), (1, END)]
 
 
 async def test_what_fires_again_begins_after_its_last_end() -> None:
-    one = Setup()
-    again = alert(starts_ms=START_MS + 90_000)
-    await one.deliver(0, alert_record(alert()))
-    await one.quiet(121_000)
-    await one.deliver(122_000, alert_record(ended(61_000), 1), alert_record(again, 2))
-    await one.quiet(151_000)
-    assert one.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0), (120_001, END), (150_000, 1.0)]
-    assert one.ends() == {"delivered": 3}
+    setup = Setup()
+    second_firing = alert(starts_ms=START_MS + 90_000)
+    await setup.deliver(0, alert_record(alert()))
+    await setup.quiet(121_000)
+    await setup.deliver(122_000, alert_record(ended_alert(61_000), 1), alert_record(second_firing, 2))
+    await setup.quiet(151_000)
+    assert setup.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0), (120_001, END), (150_000, 1.0)]
+    assert setup.ends() == {"delivered": 3}
 
 
 async def test_a_backlog_is_written_as_it_would_have_been() -> None:
-    one = Setup()
-    await one.deliver(900_000, alert_record(alert()), alert_record(ended(130_000), 1), alert_record(alert("b"), 2))
-    await one.quiet(900_500)
-    assert one.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0), (130_000, END)]
-    assert one.points(alert("b")) == [(n * MINUTE_MS, 1.0) for n in range(16)]
+    setup = Setup()
+    await setup.deliver(
+        900_000, alert_record(alert()), alert_record(ended_alert(130_000), 1), alert_record(alert("b"), 2)
+    )
+    await setup.quiet(900_500)
+    assert setup.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0), (130_000, END)]
+    assert setup.points(alert("b")) == [(n * MINUTE_MS, 1.0) for n in range(16)]
 
 
 async def test_the_end_alone_is_enough_where_compaction_took_the_start() -> None:
-    one = Setup()
-    await one.deliver(900_000, alert_record(ended(61_000)))
-    assert one.points(alert()) == [(0, 1.0), (60_000, 1.0), (61_000, END)]
+    setup = Setup()
+    await setup.deliver(900_000, alert_record(ended_alert(61_000)))
+    assert setup.points(alert()) == [(0, 1.0), (60_000, 1.0), (61_000, END)]
 
 
 async def test_what_has_fired_for_days_is_written_from_an_hour_ago_on() -> None:
-    one = Setup()
+    setup = Setup()
     day_ms = 24 * 60 * MINUTE_MS
-    await one.deliver(3 * day_ms, alert_record(alert()))
-    await one.quiet(3 * day_ms + 1)
-    points = one.points(alert())
+    await setup.deliver(3 * day_ms, alert_record(alert()))
+    await setup.quiet(3 * day_ms + 1)
+    points = setup.points(alert())
     assert points[0] == (0, 1.0)
     assert points[1:] == [(3 * day_ms - n * MINUTE_MS, 1.0) for n in range(59, -1, -1)]
 
@@ -243,42 +253,42 @@ async def test_the_end_of_what_an_earlier_life_wrote_comes_after_all_that_it_can
     await first.quiet(121_000)
     second = Setup(first.receiver)
     second.handler.recall([alert_record(alert())])
-    await second.deliver(900_000, alert_record(ended(61_000), at_ms=START_MS + 122_000))
+    await second.deliver(900_000, alert_record(ended_alert(61_000), at_ms=START_MS + 122_000))
     assert second.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0), (120_001, END)]
     assert second.ends() == {"delivered": 1}
 
 
 async def test_what_was_over_before_is_neither_written_nor_repeated() -> None:
-    one = Setup()
-    one.handler.recall([alert_record(alert()), alert_record(ended(1_000)), alert_record(b"{", key=b"x")])
-    await one.quiet(600_000)
-    assert one.receiver.stored == {}
+    setup = Setup()
+    setup.handler.recall([alert_record(alert()), alert_record(ended_alert(1_000)), alert_record(b"{", key=b"x")])
+    await setup.quiet(600_000)
+    assert setup.receiver.stored == {}
 
 
 async def test_a_replay_is_a_duplicate_and_changes_nothing() -> None:
-    one = Setup()
-    start, end = alert_record(alert()), alert_record(ended(30_000), 1)
-    await one.deliver(31_000, start, start, end, start, end)
-    await one.quiet(600_000)
-    assert one.points(alert()) == [(0, 1.0), (30_000, END)]
-    assert one.ends() == {"delivered": 2, "duplicate": 3}
+    setup = Setup()
+    start, end = alert_record(alert()), alert_record(ended_alert(30_000), 1)
+    await setup.deliver(31_000, start, start, end, start, end)
+    await setup.quiet(600_000)
+    assert setup.points(alert()) == [(0, 1.0), (30_000, END)]
+    assert setup.ends() == {"delivered": 2, "duplicate": 3}
 
 
 async def test_an_alert_that_is_deleted_while_it_fires_ends() -> None:
-    one = Setup()
-    await one.deliver(0, alert_record(alert()))
-    await one.deliver(5_000, deleted(alert(), 1, at_ms=START_MS + 4_000), deleted(alert("b"), 2, at_ms=START_MS))
-    await one.quiet(600_000)
-    assert one.points(alert()) == [(0, 1.0), (4_000, END)]
-    assert one.ends() == {"delivered": 1 + 1, "duplicate": 1}
+    setup = Setup()
+    await setup.deliver(0, alert_record(alert()))
+    await setup.deliver(5_000, deleted(alert(), 1, at_ms=START_MS + 4_000), deleted(alert("b"), 2, at_ms=START_MS))
+    await setup.quiet(600_000)
+    assert setup.points(alert()) == [(0, 1.0), (4_000, END)]
+    assert setup.ends() == {"delivered": 1 + 1, "duplicate": 1}
 
 
 async def test_a_topic_made_again_knows_no_alert() -> None:
-    one = Setup()
-    await one.deliver(0, alert_record(alert()))
-    one.handler.reset()
-    await one.quiet(600_000)
-    assert one.points(alert()) == [(0, 1.0)]
+    setup = Setup()
+    await setup.deliver(0, alert_record(alert()))
+    setup.handler.reset()
+    await setup.quiet(600_000)
+    assert setup.points(alert()) == [(0, 1.0)]
 
 
 BAD = {
@@ -295,47 +305,47 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 async def test_what_is_no_alert_is_dead_lettered_before_it_is_gone_past(bad: bytes) -> None:
-    one = Setup()
-    await one.deliver(0, alert_record(bad, 7, key=alert().fingerprint.encode()), alert_record(alert("b"), 8))
-    assert one.ends() == {"delivered": 1, "dead_lettered": 1}
-    ((topic, value, headers),) = one.sender.sent
+    setup = Setup()
+    await setup.deliver(0, alert_record(bad, 7, key=alert().fingerprint.encode()), alert_record(alert("b"), 8))
+    assert setup.ends() == {"delivered": 1, "dead_lettered": 1}
+    ((topic, value, headers),) = setup.sender.sent
     assert (topic, value, headers["offset"], headers["stage"]) == ("gpu.dead-letters", bad, b"7", b"sink remote-write")
 
 
 async def test_an_alert_under_anothers_key_is_dead_lettered() -> None:
-    one = Setup()
-    await one.deliver(0, alert_record(alert(), key=b"0123456789abcdef"))
-    assert one.ends() == {"dead_lettered": 1}
+    setup = Setup()
+    await setup.deliver(0, alert_record(alert(), key=b"0123456789abcdef"))
+    assert setup.ends() == {"dead_lettered": 1}
 
 
 @pytest.mark.parametrize(("protocol", "partial"), [("1.0", False), ("1.0", True), ("2.0", True)])
 async def test_an_alert_that_is_refused_takes_no_other_with_it(protocol: Protocol, partial: bool) -> None:
     receiver = Receiver(lambda s: "label too long" if ("k8s_pod_name", "b") in s.labels else None, partial=partial)
-    one = Setup(receiver, protocol)
-    await one.deliver(0, *(alert_record(alert(pod), n) for n, pod in enumerate("abc")))
-    await one.quiet(60_000)
-    assert one.ends() == {"delivered": 2, "dead_lettered": 1}
-    assert b"gpu_alert_firing{" in one.sender.sent[0][2]["error"]
-    assert one.points(alert("a")) == one.points(alert("c")) == [(0, 1.0), (60_000, 1.0)]
-    assert one.count("alert_samples_refused_total") == 2
+    setup = Setup(receiver, protocol)
+    await setup.deliver(0, *(alert_record(alert(pod), n) for n, pod in enumerate("abc")))
+    await setup.quiet(60_000)
+    assert setup.ends() == {"delivered": 2, "dead_lettered": 1}
+    assert b"gpu_alert_firing{" in setup.sender.sent[0][2]["error"]
+    assert setup.points(alert("a")) == setup.points(alert("c")) == [(0, 1.0), (60_000, 1.0)]
+    assert setup.count("alert_samples_refused_total") == 2
 
 
 async def test_a_start_that_is_too_old_is_dropped_by_reason_and_the_alert_goes_on() -> None:
-    late = Receiver(lambda sample: "too old sample" if sample.ts_ms < START_MS + 60_000 else None)
-    one = Setup(late)
-    await one.deliver(60_000, alert_record(alert()))
-    await one.quiet(60_000)
-    assert one.ends() == {"dropped": 1}
-    assert one.points(alert()) == [(60_000, 1.0)]
+    late_receiver = Receiver(lambda sample: "too old sample" if sample.ts_ms < START_MS + 60_000 else None)
+    setup = Setup(late_receiver)
+    await setup.deliver(60_000, alert_record(alert()))
+    await setup.quiet(60_000)
+    assert setup.ends() == {"dropped": 1}
+    assert setup.points(alert()) == [(60_000, 1.0)]
 
 
 async def test_a_record_waits_for_its_dead_letter() -> None:
-    one = Setup()
-    one.sender.away = True
-    delivering = asyncio.ensure_future(one.deliver(0, alert_record(b"{", key=b"x")))
+    setup = Setup()
+    setup.sender.away = True
+    delivering = asyncio.ensure_future(setup.deliver(0, alert_record(b"{", key=b"x")))
     done, _ = await asyncio.wait([delivering], timeout=0.05)
     assert not done
-    one.abandon.set()
+    setup.abandon.set()
     with pytest.raises(Abandoned):
         await delivering
 
@@ -358,30 +368,30 @@ def test_whatever_happens_an_alert_that_fires_is_1_and_one_that_does_not_has_end
     receiver = Receiver(partial=partial)
 
     async def run() -> None:
-        one, log, now_ms = Setup(receiver, protocol, max_samples), list[Read](), 0
+        setup, log, now_ms = Setup(receiver, protocol, max_samples), list[ConsumedRecord](), 0
         firing: dict[str, Alert] = {}
         last: dict[str, Alert] = {}
-        for what, wait_s, pod in happens:
+        for event, wait_s, pod in happens:
             now_ms += wait_s * 1000 + 1
-            if what == "fire" and pod not in firing:
+            if event == "fire" and pod not in firing:
                 last[pod] = firing[pod] = alert(pod, START_MS + now_ms)
-            elif what == "resolve" and pod in firing:
+            elif event == "resolve" and pod in firing:
                 start = firing.pop(pod)
                 last[pod] = alert(pod, round(start.starts_at.timestamp() * 1000), START_MS + max(0, now_ms - 30_000))
-            elif what == "crash":
-                one = Setup(receiver, protocol, max_samples)
-                one.handler.recall(log[:-1])
-                await one.deliver(now_ms, *log[-1:])
+            elif event == "crash":
+                setup = Setup(receiver, protocol, max_samples)
+                setup.handler.recall(log[:-1])
+                await setup.deliver(now_ms, *log[-1:])
             else:
                 pass
-            known = msgspec.json.encode(last.get(pod))
-            if pod in last and known not in {record.value for record in log}:
+            last_encoded = msgspec.json.encode(last.get(pod))
+            if pod in last and last_encoded not in {record.value for record in log}:
                 log.append(alert_record(last[pod], len(log), at_ms=START_MS + now_ms))
-                await one.deliver(now_ms, log[-1])
-            await one.quiet(now_ms)
-        for pod, of in last.items():
-            points = one.points(of)
-            assert [at for at, _ in points] == sorted({at for at, _ in points})
+                await setup.deliver(now_ms, log[-1])
+            await setup.quiet(now_ms)
+        for pod, last_alert in last.items():
+            points = setup.points(last_alert)
+            assert [ts_ms for ts_ms, _ in points] == sorted({ts_ms for ts_ms, _ in points})
             assert (points[-1][1] == END) == (pod not in firing)
             if pod in firing:
                 assert points[-1][0] > now_ms - MINUTE_MS
@@ -396,22 +406,22 @@ def of_gpus(count: int, revision: int, severity: str = "warning") -> Alert:
 
 
 async def test_the_value_of_an_alert_is_of_how_many_gpus_it_is_true_and_an_update_changes_it() -> None:
-    one = Setup()
-    await one.deliver(700, alert_record(of_gpus(3, 0)))
-    await one.deliver(30_000, alert_record(of_gpus(8, 1), at_ms=START_MS + 30_000))
-    await one.quiet(60_500)
-    await one.deliver(61_000, alert_record(of_gpus(8, 1)))
-    ((_, points),) = one.receiver.stored.items()
+    setup = Setup()
+    await setup.deliver(700, alert_record(of_gpus(3, 0)))
+    await setup.deliver(30_000, alert_record(of_gpus(8, 1), at_ms=START_MS + 30_000))
+    await setup.quiet(60_500)
+    await setup.deliver(61_000, alert_record(of_gpus(8, 1)))
+    ((_, points),) = setup.receiver.stored.items()
     assert [(ts_ms - START_MS, struct.unpack("d", struct.pack("Q", bits))[0]) for ts_ms, bits in points] == [
         (0, 3.0), (30_000, 8.0), (60_000, 8.0)
     ]  # fmt: skip
-    assert one.ends() == {"delivered": 2, "duplicate": 1}
+    assert setup.ends() == {"delivered": 2, "duplicate": 1}
 
 
 async def test_a_severity_that_changes_ends_the_series_and_begins_another() -> None:
-    one = Setup()
-    await one.deliver(700, alert_record(of_gpus(2, 0)))
-    await one.deliver(30_000, alert_record(of_gpus(2, 1, "critical"), at_ms=START_MS + 30_000))
-    stored = one.receiver.stored.items()
+    setup = Setup()
+    await setup.deliver(700, alert_record(of_gpus(2, 0)))
+    await setup.deliver(30_000, alert_record(of_gpus(2, 1, "critical"), at_ms=START_MS + 30_000))
+    stored = setup.receiver.stored.items()
     ends = {dict(series)["severity"]: points[-1][1] == STALE_BITS for series, points in stored}
     assert ends == {"warning": True, "critical": False}

@@ -24,7 +24,7 @@ Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
-async def receiving(handle: Handle, tls: ssl.SSLContext | None = None, **more: Any) -> AsyncIterator[Client]:
+async def receiving(handle: Handle, tls: ssl.SSLContext | None = None, **options: Any) -> AsyncIterator[Client]:
     """A receiver that does as the test says, and a client of it."""
     app = web.Application()
     app.router.add_post("/write", handle)
@@ -32,7 +32,7 @@ async def receiving(handle: Handle, tls: ssl.SSLContext | None = None, **more: A
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
     url = f"{'https' if tls else 'http'}://127.0.0.1:{runner.addresses[0][1]}/write"
-    client = Client(RemoteWriteSettings(kafka="none", url=url, **more))
+    client = Client(RemoteWriteSettings(kafka="none", url=url, **options))
     try:
         yield client
     finally:
@@ -49,10 +49,10 @@ def answering(status: int, text: str = "", **headers: str) -> Handle:
 
 
 async def test_a_request_says_what_the_specification_asks_for() -> None:
-    seen: list[dict[str, str]] = []
+    requests: list[dict[str, str]] = []
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        seen.append(
+        requests.append(
             {name.lower(): value for name, value in request.headers.items()} | {"body": (await request.read()).decode()}
         )
         return web.Response(status=204)
@@ -60,13 +60,13 @@ async def test_a_request_says_what_the_specification_asks_for() -> None:
     async with receiving(handle, headers=(("X-Scope-OrgID", "team"),)) as client:
         await client.post(b"one", "1.0")
         await client.post(b"two", "2.0")
-    first, second = seen
+    first, second = requests
     assert (first["body"], second["body"]) == ("one", "two")
     assert first["content-type"] == "application/x-protobuf"
     assert second["content-type"] == "application/x-protobuf;proto=io.prometheus.write.v2.Request"
     assert first["x-prometheus-remote-write-version"] == "0.1.0"
     assert second["x-prometheus-remote-write-version"] == "2.0.0"
-    for headers in seen:
+    for headers in requests:
         assert headers["content-encoding"] == "snappy"
         assert headers["user-agent"].startswith("gpustream/")
         assert headers["x-scope-orgid"] == "team"
@@ -131,10 +131,10 @@ async def test_an_endless_answer_is_cut() -> None:
 
 async def test_a_token_that_changes_in_its_file_is_used(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "_CHECK_EVERY_S", 0.0)
-    token, seen = tmp_path / "token", []
+    token, header_values = tmp_path / "token", []
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        seen.append(request.headers.get("Authorization"))
+        header_values.append(request.headers.get("Authorization"))
         return web.Response(status=204)
 
     token.write_text("first\n")
@@ -144,22 +144,22 @@ async def test_a_token_that_changes_in_its_file_is_used(tmp_path: Path, monkeypa
         await client.post(b"", "1.0")
         token.unlink()
         answer = await client.post(b"", "1.0")
-    assert seen == ["Bearer first", "Bearer the second"]
+    assert header_values == ["Bearer first", "Bearer the second"]
     assert answer.status == 0
     assert "token" in answer.text
 
 
 async def test_a_password_comes_from_its_file(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("s3cret\n")
-    seen: list[str] = []
+    passwords: list[str] = []
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        seen.append(request.headers["Authorization"])
+        passwords.append(request.headers["Authorization"])
         return web.Response(status=204)
 
     async with receiving(handle, basic_auth_user="me", basic_auth_password_file=tmp_path / "password") as client:
         await client.post(b"", "1.0")
-    assert seen == ["Basic " + base64.b64encode(b"me:s3cret").decode()]
+    assert passwords == ["Basic " + base64.b64encode(b"me:s3cret").decode()]
 
 
 def serving_tls(*, ask_clients: bool = False) -> ssl.SSLContext:
@@ -181,8 +181,8 @@ def serving_tls(*, ask_clients: bool = False) -> ssl.SSLContext:
     ids=["the authority is trusted", "it is not", "the client shows a certificate", "it shows none"],
 )
 async def test_both_sides_of_tls_are_checked(trusted: str, ask_clients: bool, cert: bool, status: int) -> None:
-    own = {"tls_cert": TLS / "client.pem", "tls_key": TLS / "client.key"} if cert else {}
-    receiver = receiving(answering(204), serving_tls(ask_clients=ask_clients), tls_ca=TLS / trusted, **own)
+    client_files = {"tls_cert": TLS / "client.pem", "tls_key": TLS / "client.key"} if cert else {}
+    receiver = receiving(answering(204), serving_tls(ask_clients=ask_clients), tls_ca=TLS / trusted, **client_files)
     async with receiver as client:
         answer = await client.post(b"body", "1.0")
     assert answer.status == status

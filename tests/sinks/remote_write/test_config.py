@@ -21,7 +21,7 @@ def test_good_settings_have_no_mistakes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "option"),
+    ("changed", "option"),
     [
         ({"url": "mimir:9009"}, "--url"),
         ({"url": "https://user:pass@mimir/push"}, "--url"),
@@ -49,12 +49,12 @@ def test_good_settings_have_no_mistakes(tmp_path: Path) -> None:
         ({"aggregate": ("min",)}, "--aggregate"),
     ],
 )
-def test_a_mistake_names_its_option(more: dict[str, Any], option: str) -> None:
-    found = RemoteWriteSettings(**{**GOOD, **more}).errors()
-    assert found
-    assert all(mistake.startswith(option) or option == "--tls-key" for mistake in found)
+def test_a_mistake_names_its_option(changed: dict[str, Any], option: str) -> None:
+    errors = RemoteWriteSettings(**{**GOOD, **changed}).errors()
+    assert errors
+    assert all(mistake.startswith(option) or option == "--tls-key" for mistake in errors)
 
 
 def test_every_mistake_is_listed() -> None:
-    found = RemoteWriteSettings(kafka="", url="nope", protocol="9", stale_after_s=-1).errors()  # type: ignore[arg-type]
-    assert [mistake.split(":")[0] for mistake in found] == ["--url", "--protocol", "--kafka", "--stale-after"]
+    errors = RemoteWriteSettings(kafka="", url="nope", protocol="9", stale_after_s=-1).errors()  # type: ignore[arg-type]
+    assert [mistake.split(":")[0] for mistake in errors] == ["--url", "--protocol", "--kafka", "--stale-after"]

@@ -25,8 +25,10 @@ def tick(node: int, ts_ms: int = 5, devices: int = 2) -> list[SampleGroup]:
 
 
 async def send(receiver: Receiver, ticks: Sequence[Sequence[SampleGroup]], protocol: Protocol) -> list[Delivered]:
-    made = Instruments(INSTRUMENTS)
-    deliverer = Deliverer(RemoteWriteSender(receiver.post, protocol, made, first_s=0.0, probe_s=0.0), made)
+    instruments = Instruments(INSTRUMENTS)
+    deliverer = Deliverer(
+        RemoteWriteSender(receiver.post, protocol, instruments, first_s=0.0, probe_s=0.0), instruments
+    )
     await deliverer.deliver([[GOOD]], asyncio.Event())
     return await deliverer.deliver(ticks, asyncio.Event())
 
@@ -58,7 +60,7 @@ KINDS: list[tuple[Protocol, bool]] = [("1.0", False), ("1.0", True), ("2.0", Tru
 def test_whatever_is_refused_every_other_sample_is_delivered_once(
     protocol: Protocol, partial: bool, bad: set[tuple[int, int, str]]
 ) -> None:
-    receiver = Receiver(lambda one: "label too long" if identity(one) in bad else None, partial=partial)
+    receiver = Receiver(lambda sample_: "label too long" if identity(sample_) in bad else None, partial=partial)
     fates = asyncio.run(send(receiver, [tick(node) for node in range(4)], protocol))
     stored = {(int(dict(key)["node"]), int(dict(key)["device"]), dict(key)["__name__"]) for key in receiver.stored}
     assert stored == ALL - bad | {(9, 0, "m0")}
@@ -99,11 +101,11 @@ async def test_the_earlier_half_goes_first() -> None:
     order: list[list[int]] = []
 
     async def refuse_many(body: bytes, _: Protocol) -> Answer:
-        order.append(sorted({identity(one)[0] for one in read_v1(unsnappy(body))}))
+        order.append(sorted({identity(sample_)[0] for sample_ in read_v1(unsnappy(body))}))
         return Answer(204 if len(order) != 2 else 400)
 
-    made = Instruments(INSTRUMENTS)
-    deliverer = Deliverer(RemoteWriteSender(refuse_many, "1.0", made), made)
+    instruments = Instruments(INSTRUMENTS)
+    deliverer = Deliverer(RemoteWriteSender(refuse_many, "1.0", instruments), instruments)
     await deliverer.deliver([[GOOD]], asyncio.Event())
     await deliverer.deliver([tick(node) for node in range(4)], asyncio.Event())
     assert order == [[9], [0, 1, 2, 3], [9], [0, 1], [2, 3]]
@@ -129,8 +131,8 @@ class SlowReceiver(Receiver):
             if delivering.done():
                 return rounds, most
             rounds, most = rounds + 1, max(most, len(self.waiting))
-            for one in reversed(self.waiting):
-                one.set_result(None)
+            for waiter in reversed(self.waiting):
+                waiter.set_result(None)
             self.waiting.clear()
 
 
@@ -146,7 +148,7 @@ async def test_ticks_of_different_nodes_that_are_refused_do_not_wait_for_one_ano
 
 
 async def test_a_tick_waits_for_an_earlier_one_of_its_node_when_others_are_refused() -> None:
-    receiver = SlowReceiver(lambda one: "label too long" if identity(one)[0] == 1 else None)
+    receiver = SlowReceiver(lambda sample_: "label too long" if identity(sample_)[0] == 1 else None)
     ticks = [tick(0, 1), tick(0, 2), tick(0, 3), tick(1), tick(2), tick(3)]
     delivering = asyncio.ensure_future(send(receiver, ticks, "1.0"))
     await receiver.answer(delivering)

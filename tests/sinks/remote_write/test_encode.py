@@ -28,7 +28,7 @@ VALUES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30) | st.jus
 
 def pairs(names: st.SearchStrategy[str]) -> st.SearchStrategy[Labels]:
     """Labels: sorted, each name once, none empty."""
-    return st.dictionaries(names, VALUES, max_size=5).map(lambda made: tuple(sorted(made.items())))
+    return st.dictionaries(names, VALUES, max_size=5).map(lambda mapping: tuple(sorted(mapping.items())))
 
 
 ROWS = st.lists(
@@ -64,21 +64,21 @@ def groups(draw: st.DrawFn) -> list[SampleGroup]:
     return [SampleGroup(block, draw(TIMES), [draw(NUMBERS) for _ in block.rows]) for block in chosen]
 
 
-def meant(of: list[SampleGroup]) -> list[Sample]:
+def samples_of(groups: list[SampleGroup]) -> list[Sample]:
     """What a receiver must read."""
     return [
         Sample(tuple(sorted((*block.labels, ("__name__", row.name), *row.labels))), ts_ms, bits(float(value)))
-        for block, ts_ms, values in of
+        for block, ts_ms, values in groups
         for row, value in zip(block.rows, values, strict=True)
     ]
 
 
 @protocols
-@given(made=groups())
-def test_a_receiver_reads_the_labels_sorted_and_each_value_to_the_bit(protocol: str, made: list[SampleGroup]) -> None:
-    encoder, read = ENCODERS[protocol]
-    samples = read(encoder()(made))
-    assert samples == meant(made)
+@given(groups=groups())
+def test_a_receiver_reads_the_labels_sorted_and_each_value_to_the_bit(protocol: str, groups: list[SampleGroup]) -> None:
+    encoder, read_back = ENCODERS[protocol]
+    samples = read_back(encoder()(groups))
+    assert samples == samples_of(groups)
     for sample in samples:
         names = [name for name, _ in sample.labels]
         assert names == sorted(set(names))
@@ -90,15 +90,15 @@ def test_a_receiver_reads_the_labels_sorted_and_each_value_to_the_bit(protocol: 
 def test_what_an_encoder_keeps_does_not_change_what_it_writes(
     protocol: str, first: list[SampleGroup], second: list[SampleGroup]
 ) -> None:
-    encoder, read = ENCODERS[protocol]
+    encoder, read_back = ENCODERS[protocol]
     encode = encoder()
-    for made in (first, second, first):
-        assert read(encode(made)) == meant(made)
+    for groups in (first, second, first):
+        assert read_back(encode(groups)) == samples_of(groups)
 
 
 @protocols
 def test_ticks_of_a_node_in_a_row_and_between_those_of_others_are_read_as_they_are(protocol: str) -> None:
-    encoder, read = ENCODERS[protocol]
+    encoder, read_back = ENCODERS[protocol]
     nodes = [
         [SeriesSet((("gpu", f"{gpu}"), ("node", node)), (Row("power"), Row("up"))) for gpu in range(2)] for node in "ab"
     ]
@@ -110,22 +110,22 @@ def test_ticks_of_a_node_in_a_row_and_between_those_of_others_are_read_as_they_a
         for second, node in enumerate([0, 0, 0, 1, 1, 0])
         for series_number, series in enumerate(nodes[node])
     ]
-    assert read(encoder()(request)) == meant(request)
+    assert read_back(encoder()(request)) == samples_of(request)
 
 
 @protocols
 def test_a_staleness_marker_keeps_its_bits(protocol: str) -> None:
-    encoder, read = ENCODERS[protocol]
-    made = SampleGroup(SeriesSet((("gpu", "0"),), (Row("gpu_up"),)), 5, [STALE])
-    assert [sample.bits for sample in read(encoder()([made]))] == [0x7FF0000000000002]
+    encoder, read_back = ENCODERS[protocol]
+    marker = SampleGroup(SeriesSet((("gpu", "0"),), (Row("gpu_up"),)), 5, [STALE])
+    assert [sample.bits for sample in read_back(encoder()([marker]))] == [0x7FF0000000000002]
 
 
 @pytest.mark.slow
 @protocols
 def test_ten_thousand_label_values_have_room(protocol: str) -> None:
-    encoder, read = ENCODERS[protocol]
-    made = [SampleGroup(SeriesSet((("pod", f"p{number}"),), (Row("up"),)), 1, [number]) for number in range(20_000)]
-    assert read(encoder()(made)) == meant(made)
+    encoder, read_back = ENCODERS[protocol]
+    groups = [SampleGroup(SeriesSet((("pod", f"p{number}"),), (Row("up"),)), 1, [number]) for number in range(20_000)]
+    assert read_back(encoder()(groups)) == samples_of(groups)
 
 
 def test_2_0_says_type_help_and_unit_of_each_metric() -> None:
@@ -136,19 +136,19 @@ def test_2_0_says_type_help_and_unit_of_each_metric() -> None:
 
 def test_2_0_says_when_a_counter_began_on_the_sample_and_on_the_series() -> None:
     rows = (Row("gpu_xids", kind="counter", since_start=True), Row("gpu_power"), Row("gpu_energy", kind="counter"))
-    made = SeriesSet((("gpu", "0"),), rows)
-    made.set_producer(START_MS, ("c1", "n1"))
-    body = encode_v2.Encoder().encode([SampleGroup(made, START_MS + 5, [1, 2, 3])])
+    series = SeriesSet((("gpu", "0"),), rows)
+    series.set_producer(START_MS, ("c1", "n1"))
+    body = encode_v2.Encoder().encode([SampleGroup(series, START_MS + 5, [1, 2, 3])])
 
     assert starts_v2(body) == {"gpu_xids": (START_MS, START_MS), "gpu_power": (0, 0), "gpu_energy": (0, 0)}
-    assert read_v2(body) == meant([SampleGroup(made, START_MS + 5, [1, 2, 3])])
+    assert read_v2(body) == samples_of([SampleGroup(series, START_MS + 5, [1, 2, 3])])
 
 
 def test_a_counter_of_a_producer_that_has_begun_again_since_has_no_start() -> None:
-    made = SeriesSet((("gpu", "0"),), (Row("gpu_xids", kind="counter", since_start=True),))
-    made.set_producer(START_MS, ("c1", "n1"))
+    series = SeriesSet((("gpu", "0"),), (Row("gpu_xids", kind="counter", since_start=True),))
+    series.set_producer(START_MS, ("c1", "n1"))
 
-    assert starts_v2(encode_v2.Encoder().encode([SampleGroup(made, START_MS - 1, [1])])) == {"gpu_xids": (0, 0)}
+    assert starts_v2(encode_v2.Encoder().encode([SampleGroup(series, START_MS - 1, [1])])) == {"gpu_xids": (0, 0)}
 
 
 def test_2_0_writes_each_string_once() -> None:
@@ -161,8 +161,8 @@ def test_an_encoder_starts_over_before_its_constant_symbols_are_too_many() -> No
     encoder = encode_v2.Encoder()
     for number in range(3):
         rows = tuple(Row(f"m{number}_{row}") for row in range(5000))
-        made = [SampleGroup(SeriesSet((("gpu", "0"),), rows), 1, [1.0] * 5000)]
-        assert read_v2(encoder.encode(made)) == meant(made)
+        groups = [SampleGroup(SeriesSet((("gpu", "0"),), rows), 1, [1.0] * 5000)]
+        assert read_v2(encoder.encode(groups)) == samples_of(groups)
 
 
 @given(st.integers(0, 2**63 - 1))

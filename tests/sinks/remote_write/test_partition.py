@@ -23,7 +23,7 @@ from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
 from sinks.series.translation import Translator
 from sinks.series.windows import Resolution
 from tests.sinks.conftest import KEYS, SERIES, device, sample
-from tests.sinks.records import FakeSender, Read, encoded, record
+from tests.sinks.records import ConsumedRecord, FakeSender, encoded, record
 from tests.sinks.remote_write.receivers import Receiver
 from tests.sinks.remote_write.wire import Sample
 from topics.profiles import PROFILES
@@ -46,17 +46,19 @@ class Setup:
         self.now_s = self.queue_s = 0.0
         self.receiver = receiver or Receiver()
         self.sender = FakeSender()
-        self.made = Instruments(INSTRUMENTS)
+        self.instruments = Instruments(INSTRUMENTS)
         self.outcomes: list[tuple[str, int, Outcome]] = []
-        self.counted = Outcomes(COMPONENT, self.made, self._told)
+        self.counted = Outcomes(COMPONENT, self.instruments, self._record_outcome)
         self.steps: list[int] = []
         self.abandon = asyncio.Event()
-        self.transmitter = RemoteWriteSender(self.receiver.post, protocol, self.made, first_s=0.0, probe_s=probe_s)
+        self.transmitter = RemoteWriteSender(
+            self.receiver.post, protocol, self.instruments, first_s=0.0, probe_s=probe_s
+        )
         self.shared = shared = RemoteWriteShared(
-            deliverer=Deliverer(self.transmitter, self.made, lambda: self.now_s),
+            deliverer=Deliverer(self.transmitter, self.instruments, lambda: self.now_s),
             letters=DeadLetters(self.sender, "sink remote-write"),  # type: ignore[arg-type] # a fake
             outcomes=self.counted,
-            instruments=self.made,
+            instruments=self.instruments,
             slots=asyncio.Semaphore(2),
             max_samples=max_samples,
             stale_after_s=0.0,
@@ -69,10 +71,10 @@ class Setup:
         series = OpenSeries(Translator([PROFILES["otel"]]), self.resolution)
         return RemoteWritePartition(series, self.shared, self.queue, windows=self.resolution is not None)
 
-    def _told(self, _cluster: str, node: str, _run: int, seq: int, outcome: Outcome) -> None:
+    def _record_outcome(self, _cluster: str, node: str, _run: int, seq: int, outcome: Outcome) -> None:
         self.outcomes.append((node, seq, outcome))
 
-    async def some(self, *records: Read) -> int | None:
+    async def deliver_some(self, *records: ConsumedRecord) -> int | None:
         """Gives the handler records, and time; gives the offset that it said last, all that it will say for now."""
         self.counted.read(len(records))
         last: int | None = None
@@ -84,15 +86,15 @@ class Setup:
             await asyncio.sleep(0)
         return last
 
-    async def deliver(self, *records: Read) -> None:
+    async def deliver(self, *records: ConsumedRecord) -> None:
         """Gives the handler records, and calls it until it has finished them."""
         self.counted.read(len(records))
-        unfinished: Sequence[Read] = records
+        unfinished: Sequence[ConsumedRecord] = records
         try:
             while unfinished:
                 async for step in self.handler.deliver(records, self.abandon):
                     self.steps.append(step)
-                    unfinished = [one for one in unfinished if one.offset >= step]
+                    unfinished = [record_ for record_ in unfinished if record_.offset >= step]
                 if unfinished and self.abandon.is_set():
                     raise Abandoned
                 records = ()
@@ -102,59 +104,68 @@ class Setup:
             self.counted.release(len(unfinished))
 
     def count(self, name: str) -> int:
-        wanted = f"gpustream_remote_write_{name}"
-        return int(sum(one.value for m in self.made.registry.collect() for one in m.samples if one.name == wanted))
+        metric = f"gpustream_remote_write_{name}"
+        return int(
+            sum(
+                sample.value
+                for m in self.instruments.registry.collect()
+                for sample in m.samples
+                if sample.name == metric
+            )
+        )
 
     def ends(self) -> dict[str, int]:
         counts = {end: self.count(f"records_{end}_total") for end in ENDS}
         return {end: number for end, number in counts.items() if number}
 
     def balanced(self) -> bool:
-        rest = self.count("records_released_total") + self.count("records_held")
-        return self.count("records_read_total") == sum(self.ends().values()) + rest
+        remaining = self.count("records_released_total") + self.count("records_held")
+        return self.count("records_read_total") == sum(self.ends().values()) + remaining
 
 
-def name(of: Sample) -> str:
-    return dict(of.labels)["__name__"]
+def name(sample_: Sample) -> str:
+    return dict(sample_.labels)["__name__"]
 
 
 async def test_what_is_accepted_is_delivered_with_its_values() -> None:
-    one = Setup()
-    await one.deliver(*(record(sample(seq)) for seq in (1, 2, 3)))
-    assert one.ends() == {"delivered": 3}
-    assert one.count("values_delivered_total") == 3 * len(KEYS)
-    assert one.outcomes == [("n1", 1, "delivered"), ("n1", 2, "delivered"), ("n1", 3, "delivered")]
-    assert len(one.receiver.values()["gpu_utilization"]) == 3
+    setup = Setup()
+    await setup.deliver(*(record(sample(seq)) for seq in (1, 2, 3)))
+    assert setup.ends() == {"delivered": 3}
+    assert setup.count("values_delivered_total") == 3 * len(KEYS)
+    assert setup.outcomes == [("n1", 1, "delivered"), ("n1", 2, "delivered"), ("n1", 3, "delivered")]
+    assert len(setup.receiver.values()["gpu_utilization"]) == 3
 
 
 async def test_derived_series_and_markers_are_no_delivered_values() -> None:
-    one = Setup()
+    setup = Setup()
     metrics = {"memory_used_bytes": 1, "memory_total_bytes": 4, "clock_event_reasons": 4}
-    await one.deliver(record(sample(1, device(pod="a", metrics=metrics))), record(sample(2, device("GPU-z", pod="b"))))
-    assert one.count("values_delivered_total") == 3 + len(KEYS)
-    assert one.count("markers_total") == one.receiver.markers() > 0
+    await setup.deliver(
+        record(sample(1, device(pod="a", metrics=metrics))), record(sample(2, device("GPU-z", pod="b")))
+    )
+    assert setup.count("values_delivered_total") == 3 + len(KEYS)
+    assert setup.count("markers_total") == setup.receiver.markers() > 0
 
 
 async def test_a_request_holds_one_tick_of_a_node_and_ends_when_full() -> None:
-    one = Setup(max_samples=2 * len(KEYS))
+    setup = Setup(max_samples=2 * len(KEYS))
     nodes = "a", "b", "a", "c", "d", "e"
-    await one.deliver(*(record(sample(number, node=node)) for number, node in enumerate(nodes, 1)))
-    assert one.receiver.sizes == [2 * len(SERIES)] * 3
+    await setup.deliver(*(record(sample(number, node=node)) for number, node in enumerate(nodes, 1)))
+    assert setup.receiver.sizes == [2 * len(SERIES)] * 3
 
 
 async def test_a_replay_is_dropped_as_a_duplicate_even_within_a_batch() -> None:
-    one = Setup()
-    await one.deliver(record(sample(1)), record(sample(2)), record(sample(2), offset=3), record(sample(1), offset=4))
-    assert one.ends() == {"delivered": 2, "duplicate": 2}
-    assert one.receiver.requests == 2
+    setup = Setup()
+    await setup.deliver(record(sample(1)), record(sample(2)), record(sample(2), offset=3), record(sample(1), offset=4))
+    assert setup.ends() == {"delivered": 2, "duplicate": 2}
+    assert setup.receiver.requests == 2
 
 
 async def test_what_was_recalled_is_not_sent_again() -> None:
-    one = Setup()
-    one.handler.recall([record(sample(1, device(pod="a"))), record(b"nonsense", offset=2)])
-    await one.deliver(record(sample(1, device(pod="a")), offset=3), record(sample(2, device(pod="b")), offset=4))
-    assert one.ends() == {"delivered": 1, "duplicate": 1}
-    assert one.receiver.markers() == len(SERIES) + len(["gpu_pod_info"])
+    setup = Setup()
+    setup.handler.recall([record(sample(1, device(pod="a"))), record(b"nonsense", offset=2)])
+    await setup.deliver(record(sample(1, device(pod="a")), offset=3), record(sample(2, device(pod="b")), offset=4))
+    assert setup.ends() == {"delivered": 1, "duplicate": 1}
+    assert setup.receiver.markers() == len(SERIES) + len(["gpu_pod_info"])
 
 
 @pytest.mark.parametrize(
@@ -172,126 +183,130 @@ async def test_what_was_recalled_is_not_sent_again() -> None:
     ],
 )
 async def test_what_is_no_record_is_dead_lettered_before_it_is_gone_past(bad: bytes) -> None:
-    one = Setup()
-    await one.deliver(record(bad, offset=7), record(sample(8)))
-    assert one.ends() == {"delivered": 1, "dead_lettered": 1}
-    ((topic, value, headers),) = one.sender.sent
+    setup = Setup()
+    await setup.deliver(record(bad, offset=7), record(sample(8)))
+    assert setup.ends() == {"delivered": 1, "dead_lettered": 1}
+    ((topic, value, headers),) = setup.sender.sent
     assert (topic, value, headers["offset"], headers["stage"]) == ("gpu.dead-letters", bad, b"7", b"sink remote-write")
 
 
 async def test_what_an_earlier_life_buried_is_passed_over_when_it_is_recalled() -> None:
-    one = Setup()
-    one.handler.recall([record(b"{", offset=1), record(b'{"x":' + b"[" * 5000 + b"]" * 5000 + b"}", offset=2)])
-    await one.deliver(record(sample(3), offset=3))
-    assert one.ends() == {"delivered": 1}
+    setup = Setup()
+    setup.handler.recall([record(b"{", offset=1), record(b'{"x":' + b"[" * 5000 + b"]" * 5000 + b"}", offset=2)])
+    await setup.deliver(record(sample(3), offset=3))
+    assert setup.ends() == {"delivered": 1}
 
 
 async def test_null_is_what_is_absent() -> None:
-    one = Setup()
-    written = msgspec.json.decode(encoded(sample(1)))
-    await one.deliver(record(msgspec.json.encode({**written, "node_labels": None}), offset=1))
-    assert one.ends() == {"delivered": 1}
+    setup = Setup()
+    written_record = msgspec.json.decode(encoded(sample(1)))
+    await setup.deliver(record(msgspec.json.encode({**written_record, "node_labels": None}), offset=1))
+    assert setup.ends() == {"delivered": 1}
 
 
 async def test_a_record_waits_for_its_dead_letter_to_be_acknowledged() -> None:
-    one = Setup()
-    one.sender.away = True
-    delivering = asyncio.ensure_future(one.deliver(record(b"{", offset=1)))
+    setup = Setup()
+    setup.sender.away = True
+    delivering = asyncio.ensure_future(setup.deliver(record(b"{", offset=1)))
     done, _ = await asyncio.wait([delivering], timeout=0.05)
     assert not done
-    assert one.steps == []
-    one.abandon.set()
+    assert setup.steps == []
+    setup.abandon.set()
     with pytest.raises(Abandoned):
         await delivering
-    assert one.ends() == {}
-    assert one.balanced()
+    assert setup.ends() == {}
+    assert setup.balanced()
 
 
 @pytest.mark.parametrize(("protocol", "partial"), [("1.0", False), ("1.0", True), ("2.0", True)])
 async def test_a_tick_of_which_a_value_is_refused_is_dead_lettered_and_the_rest_delivered(
     protocol: Protocol, partial: bool
 ) -> None:
-    refuse = Receiver(lambda one: "label too long" if name(one) == "gpu_temperature" else None, partial=partial)
-    one = Setup(refuse, protocol)
+    refuse = Receiver(lambda sample_: "label too long" if name(sample_) == "gpu_temperature" else None, partial=partial)
+    setup = Setup(refuse, protocol)
     original = record(sample(1, device(pod="a")))
-    await one.deliver(original)
-    ((_, value, headers),) = one.sender.sent
+    await setup.deliver(original)
+    ((_, value, headers),) = setup.sender.sent
     assert value == original.value
     assert headers["error"].startswith(b"rejected: label too long: gpu_temperature{")
     assert b'k8s_pod_name="a"' in headers["error"]
-    assert one.ends() == {"dead_lettered": 1}
-    assert one.count("values_delivered_total") == len(KEYS) - 1
-    assert one.count("values_refused_total") == 1
-    assert set(one.receiver.stored) == {
-        key for key in one.receiver.stored if dict(key)["__name__"] != "gpu_temperature"
+    assert setup.ends() == {"dead_lettered": 1}
+    assert setup.count("values_delivered_total") == len(KEYS) - 1
+    assert setup.count("values_refused_total") == 1
+    assert set(setup.receiver.stored) == {
+        key for key in setup.receiver.stored if dict(key)["__name__"] != "gpu_temperature"
     }
 
 
 @pytest.mark.parametrize(("protocol", "partial"), [("1.0", False), ("1.0", True), ("2.0", True)])
 async def test_a_clock_that_steps_back_is_dropped_by_reason_until_it_is_past(protocol: Protocol, partial: bool) -> None:
-    one = Setup(Receiver(partial=partial), protocol)
-    back = [sample(seq, ts_ms=ts_ms) for seq, ts_ms in enumerate((5000, 6000, 3000, 6000, 7000), 1)]
-    await one.deliver(
-        *map(record, [*back[:3], sample(4, device(metrics={"temperature_celsius": 9}), ts_ms=6000), back[4]])
+    setup = Setup(Receiver(partial=partial), protocol)
+    ticks = [sample(seq, ts_ms=ts_ms) for seq, ts_ms in enumerate((5000, 6000, 3000, 6000, 7000), 1)]
+    await setup.deliver(
+        *map(record, [*ticks[:3], sample(4, device(metrics={"temperature_celsius": 9}), ts_ms=6000), ticks[4]])
     )
     # of the fourth, gpu_holders is in: 2.0 says so, and one that speaks 1.0 does not
     reasons = {"out_of_order": 1, "duplicate": 1} if protocol == "1.0" else {"out_of_order": 1}
-    assert one.ends() == {"delivered": 5 - len(reasons), "dropped": len(reasons)}
+    assert setup.ends() == {"delivered": 5 - len(reasons), "dropped": len(reasons)}
     for reason, number in reasons.items():
-        dropped = one.made.registry.get_sample_value("gpustream_remote_write_records_dropped_total", {"reason": reason})
+        dropped = setup.instruments.registry.get_sample_value(
+            "gpustream_remote_write_records_dropped_total", {"reason": reason}
+        )
         assert dropped == number
-    assert one.count("values_refused_total") == len(KEYS) + 1
-    assert [ts_ms for ts_ms, _ in one.receiver.values()["gpu_utilization"]] == [5000, 6000, 7000]
+    assert setup.count("values_refused_total") == len(KEYS) + 1
+    assert [ts_ms for ts_ms, _ in setup.receiver.values()["gpu_utilization"]] == [5000, 6000, 7000]
 
 
 async def test_of_a_clock_that_stands_still_the_values_that_changed_are_missing_and_no_tick() -> None:
-    one = Setup(Receiver(), "2.0")
+    setup = Setup(Receiver(), "2.0")
     metrics = {"memory_total_bytes": 80, "temperature_celsius": 40, "gpu_utilization_ratio": 0.5}
-    await one.deliver(
+    await setup.deliver(
         *[
             record(sample(seq, device(metrics={**metrics, "gpu_utilization_ratio": seq / 100}), ts_ms=5000, run_id=seq))
             for seq in range(1, 63)
         ]
     )
-    assert one.ends() == {"delivered": 62}
-    refused = one.made.registry.get_sample_value("gpustream_remote_write_values_refused_total", {"reason": "duplicate"})
-    assert (refused, one.count("values_delivered_total")) == (61, 62 * 3 - 61)
+    assert setup.ends() == {"delivered": 62}
+    refused = setup.instruments.registry.get_sample_value(
+        "gpustream_remote_write_values_refused_total", {"reason": "duplicate"}
+    )
+    assert (refused, setup.count("values_delivered_total")) == (61, 62 * 3 - 61)
 
 
 async def test_a_tick_without_devices_is_delivered_and_ends_the_series() -> None:
-    one = Setup()
+    setup = Setup()
     empty = json.loads(encoded(sample(2))) | {"devices": []}
-    await one.deliver(record(sample(1)), record(json.dumps(empty).encode(), offset=2))
-    assert one.ends() == {"delivered": 2}
-    assert one.receiver.markers() == len(SERIES)
+    await setup.deliver(record(sample(1)), record(json.dumps(empty).encode(), offset=2))
+    assert setup.ends() == {"delivered": 2}
+    assert setup.receiver.markers() == len(SERIES)
 
 
 async def test_a_silent_node_is_ended_once_and_late_data_still_fits() -> None:
-    one = Setup()
-    await one.deliver(record(sample(1)))
-    await one.handler.quiet(one.abandon)
-    await one.handler.quiet(one.abandon)
-    assert one.receiver.markers() == len(SERIES) == one.count("markers_total")
-    await one.deliver(record(sample(2)))
-    assert one.ends() == {"delivered": 2}
+    setup = Setup()
+    await setup.deliver(record(sample(1)))
+    await setup.handler.quiet(setup.abandon)
+    await setup.handler.quiet(setup.abandon)
+    assert setup.receiver.markers() == len(SERIES) == setup.count("markers_total")
+    await setup.deliver(record(sample(2)))
+    assert setup.ends() == {"delivered": 2}
 
 
 async def test_a_topic_made_again_has_no_replays() -> None:
-    one = Setup()
-    await one.deliver(record(sample(5)))
-    one.handler.reset()
-    await one.deliver(record(sample(1, ts_ms=2**41)))
-    assert one.ends() == {"delivered": 2}
+    setup = Setup()
+    await setup.deliver(record(sample(5)))
+    setup.handler.reset()
+    await setup.deliver(record(sample(1, ts_ms=2**41)))
+    assert setup.ends() == {"delivered": 2}
 
 
 async def test_labels_from_hell_are_written_as_they_are_or_cut() -> None:
-    one = Setup()
+    setup = Setup()
     model = 'a"b\\c\nd\te\0 ' + "é" * 10_000
-    await one.deliver(record(sample(1, device(model=model, pod=""))))
-    (labels,) = {dict(key)["gpu_model"] for key in one.receiver.stored}
+    await setup.deliver(record(sample(1, device(model=model, pod=""))))
+    (labels,) = {dict(key)["gpu_model"] for key in setup.receiver.stored}
     assert model.startswith(labels)
     assert len(labels.encode()) in {1023, 1024}
-    assert not any("k8s_pod_name" in dict(key) for key in one.receiver.stored)
+    assert not any("k8s_pod_name" in dict(key) for key in setup.receiver.stored)
 
 
 Refused = Callable[[Sample], str | None]
@@ -307,31 +322,31 @@ REASONS = (None, "label too long", "out of order sample", "too old sample")
 def test_every_record_ends_in_exactly_one_way_and_every_good_sample_is_stored_once(
     plan: Sequence[tuple[str, str]], refused: set[tuple[str, str]], kind: tuple[Protocol, bool], max_samples: int
 ) -> None:
-    def refuse(of: Sample) -> str | None:
-        labels = dict(of.labels)
+    def refuse(sample_: Sample) -> str | None:
+        labels = dict(sample_.labels)
         return "label too long" if (labels["host_name"], labels["__name__"]) in refused else None
 
     async def play() -> Setup:
-        one = Setup(Receiver(refuse, partial=kind[1]), kind[0], max_samples)
-        await one.deliver(*records)
-        return one
+        setup = Setup(Receiver(refuse, partial=kind[1]), kind[0], max_samples)
+        await setup.deliver(*records)
+        return setup
 
-    records: list[Read] = []
+    records: list[ConsumedRecord] = []
     good: list[tuple[str, int]] = []
-    for offset, (node, what) in enumerate(plan, 1):
-        last = max((seq for of, seq in good if of == node), default=None)
-        if what == "good" or (what == "replay" and last is None):
+    for offset, (node, event) in enumerate(plan, 1):
+        last = max((seq for of_node, seq in good if of_node == node), default=None)
+        if event == "good" or (event == "replay" and last is None):
             good.append((node, offset))
             records.append(record(sample(offset, node=node)))
         else:
             replay: Any = sample(last or 0, node=node)
-            records.append(record(replay, offset) if what == "replay" else record(b"{", offset))
-    one = asyncio.run(play())
-    assert one.balanced()
-    assert one.count("records_held") == one.count("records_released_total") == 0
+            records.append(record(replay, offset) if event == "replay" else record(b"{", offset))
+    setup = asyncio.run(play())
+    assert setup.balanced()
+    assert setup.count("records_held") == setup.count("records_released_total") == 0
     stored = {
         (dict(key)["host_name"], dict(key)["__name__"], ts_ms)
-        for key, points in one.receiver.stored.items()
+        for key, points in setup.receiver.stored.items()
         for ts_ms, _ in points
     }
     assert stored == {
@@ -340,8 +355,8 @@ def test_every_record_ends_in_exactly_one_way_and_every_good_sample_is_stored_on
         for metric in ("gpu_utilization", "gpu_temperature", "gpu_memory_used", "gpu_holders")
         if (node, metric) not in refused
     }
-    ended = [(node, seq) for node, seq, outcome in one.outcomes if outcome != "duplicate"]
-    assert sorted(ended) == sorted(good)
+    outcomes = [(node, seq) for node, seq, outcome in setup.outcomes if outcome != "duplicate"]
+    assert sorted(outcomes) == sorted(good)
 
 
 # -- windows
@@ -353,93 +368,95 @@ def in_windows() -> Setup:
     return Setup(resolution=WINDOWS)
 
 
-def seconds(*numbers: int, node: str = "n1") -> list[Read]:
+def seconds(*numbers: int, node: str = "n1") -> list[ConsumedRecord]:
     """Ticks that begin with second 2 of a window of ten."""
     return [record(sample(number, node=node)) for number in numbers]
 
 
 async def test_what_is_in_a_window_that_is_not_over_is_not_finished() -> None:
-    one = in_windows()
-    assert await one.some(*seconds(1, 2, 3)) is None
-    assert (one.receiver.requests, one.ends()) == (0, {})
+    setup = in_windows()
+    assert await setup.deliver_some(*seconds(1, 2, 3)) is None
+    assert (setup.receiver.requests, setup.ends()) == (0, {})
 
-    assert await one.some(*seconds(*range(4, 10))) == 8
-    assert [value for _, value in one.receiver.values()["gpu_utilization"]] == [1.0]
-    assert one.ends() == {"delivered": 7}
-    assert [seq for _, seq, _ in one.outcomes] == [*range(1, 8)]
-    assert one.balanced()
+    assert await setup.deliver_some(*seconds(*range(4, 10))) == 8
+    assert [value for _, value in setup.receiver.values()["gpu_utilization"]] == [1.0]
+    assert setup.ends() == {"delivered": 7}
+    assert [seq for _, seq, _ in setup.outcomes] == [*range(1, 8)]
+    assert setup.balanced()
 
 
 async def test_a_node_that_is_behind_holds_back_what_may_be_committed_and_nothing_else() -> None:
-    one = in_windows()
-    slow, *fast = seconds(1, node="slow"), *(one for n in range(2, 30) for one in seconds(n, node="fast"))
-    assert await one.some(*slow, *fast) is None
-    assert len(one.receiver.values()["gpu_utilization"]) == 3
-    assert one.count("records_held") == 29
+    setup = in_windows()
+    slow, *fast = seconds(1, node="slow"), *(tick for n in range(2, 30) for tick in seconds(n, node="fast"))
+    assert await setup.deliver_some(*slow, *fast) is None
+    assert len(setup.receiver.values()["gpu_utilization"]) == 3
+    assert setup.count("records_held") == 29
 
 
 async def test_the_window_of_a_node_that_is_silent_is_sent_and_then_its_series_end() -> None:
-    one = in_windows()
-    await one.some(*seconds(1, 2, 3))
-    await one.handler.quiet(one.abandon)
-    assert await one.some() == 4
-    await one.handler.quiet(one.abandon)
+    setup = in_windows()
+    await setup.deliver_some(*seconds(1, 2, 3))
+    await setup.handler.quiet(setup.abandon)
+    assert await setup.deliver_some() == 4
+    await setup.handler.quiet(setup.abandon)
 
     ts_ms = sample(3).ts_ms
-    assert one.receiver.values()["gpu_utilization"] == [(ts_ms, 1.0)]
-    assert one.receiver.markers() == len(SERIES)
-    assert {points[-1][0] for points in one.receiver.stored.values()} == {ts_ms + 1}
+    assert setup.receiver.values()["gpu_utilization"] == [(ts_ms, 1.0)]
+    assert setup.receiver.markers() == len(SERIES)
+    assert {points[-1][0] for points in setup.receiver.stored.values()} == {ts_ms + 1}
 
 
 async def test_a_successor_writes_the_same_window_again_and_none_is_lost() -> None:
-    whole = in_windows()
-    await whole.some(*seconds(*range(1, 40)))
+    uninterrupted = in_windows()
+    await uninterrupted.deliver_some(*seconds(*range(1, 40)))
     for crash in range(1, 40):
-        one = in_windows()
-        committed = await one.some(*seconds(*range(1, crash + 1))) or 1
-        one.handler = one.partition()
-        one.handler.recall(seconds(*range(1, committed)))
-        await one.some(*seconds(*range(committed, 40)))
-        assert one.receiver.stored == whole.receiver.stored
+        setup = in_windows()
+        committed = await setup.deliver_some(*seconds(*range(1, crash + 1))) or 1
+        setup.handler = setup.partition()
+        setup.handler.recall(seconds(*range(1, committed)))
+        await setup.deliver_some(*seconds(*range(committed, 40)))
+        assert setup.receiver.stored == uninterrupted.receiver.stored
 
 
 async def test_a_partition_that_comes_back_begins_its_windows_again() -> None:
-    whole, one = in_windows(), in_windows()
-    await whole.some(*seconds(*range(1, 30)))
-    committed = await one.some(*seconds(*range(1, 13))) or 1
-    one.abandon.set()
-    assert await one.some() is None
-    one.abandon = asyncio.Event()
-    await one.some(*seconds(*range(committed, 30)))
-    assert one.receiver.stored == whole.receiver.stored
+    uninterrupted, setup = in_windows(), in_windows()
+    await uninterrupted.deliver_some(*seconds(*range(1, 30)))
+    committed = await setup.deliver_some(*seconds(*range(1, 13))) or 1
+    setup.abandon.set()
+    assert await setup.deliver_some() is None
+    setup.abandon = asyncio.Event()
+    await setup.deliver_some(*seconds(*range(committed, 30)))
+    assert setup.receiver.stored == uninterrupted.receiver.stored
 
 
 async def test_replays_and_what_is_no_record_do_not_disturb_a_window() -> None:
-    one = in_windows()
+    setup = in_windows()
     ticks = [*seconds(1, 2, 3), record(sample(2), offset=4), record(b"nonsense", offset=5)]
     later = [record(sample(number), offset=number + 2) for number in range(4, 12)]
-    await one.some(*ticks, *later)
-    assert one.ends() == {"delivered": 7, "duplicate": 1, "dead_lettered": 1}
-    assert [value for _, value in one.receiver.values()["gpu_utilization"]] == [1.0]
+    await setup.deliver_some(*ticks, *later)
+    assert setup.ends() == {"delivered": 7, "duplicate": 1, "dead_lettered": 1}
+    assert [value for _, value in setup.receiver.values()["gpu_utilization"]] == [1.0]
 
 
 async def test_a_window_that_is_refused_leaves_one_dead_letter_and_ends_all_of_its_records() -> None:
-    one = Setup(Receiver(refuse=lambda of: "bad" if name(of) == "gpu_temperature" else None), resolution=WINDOWS)
-    await one.some(*seconds(*range(1, 12)))
-    assert one.ends() == {"delivered": 6, "dead_lettered": 1}
-    assert len(one.sender.sent) == 1
-    assert len(one.receiver.values()["gpu_utilization"]) == 1
-    assert one.balanced()
+    setup = Setup(
+        Receiver(refuse=lambda sample_: "bad" if name(sample_) == "gpu_temperature" else None), resolution=WINDOWS
+    )
+    await setup.deliver_some(*seconds(*range(1, 12)))
+    assert setup.ends() == {"delivered": 6, "dead_lettered": 1}
+    assert len(setup.sender.sent) == 1
+    assert len(setup.receiver.values()["gpu_utilization"]) == 1
+    assert setup.balanced()
 
 
 async def test_more_windows_than_a_partition_may_have_ahead_wait_and_none_is_stuck() -> None:
-    one = in_windows()
+    setup = in_windows()
     nodes = [f"n{number}" for number in range(300)]
     ticks = [sample(n, node=node) for n in range(1, 22) for node in nodes]
-    records = [record(of, offset=offset) for offset, of in enumerate(ticks, 1)]
+    records = [record(tick, offset=offset) for offset, tick in enumerate(ticks, 1)]
     for start in range(0, len(records), 250):
-        await one.some(*records[start : start + 250])
-    assert len(one.receiver.values()["gpu_utilization"]) == 2 * len(nodes)
+        await setup.deliver_some(*records[start : start + 250])
+    assert len(setup.receiver.values()["gpu_utilization"]) == 2 * len(nodes)
 
 
 @given(
@@ -452,17 +469,20 @@ def test_whatever_the_batches_and_the_restart_the_receiver_has_the_same(
 ) -> None:
     async def play() -> None:
         ticks = [record(sample(n, device(pod=pod))) for n, pod in enumerate(pods, 1)]
-        whole, one = Setup(resolution=Resolution(5_000, ("max",))), Setup(resolution=Resolution(5_000, ("max",)))
-        await whole.some(*ticks)
-        position, at = 1, 0
+        uninterrupted, setup = (
+            Setup(resolution=Resolution(5_000, ("max",))),
+            Setup(resolution=Resolution(5_000, ("max",))),
+        )
+        await uninterrupted.deliver_some(*ticks)
+        position, done_until = 1, 0
         for length in lengths * 24:
-            some, at = ticks[at : min(cut, at + length)], at + length
-            if not some:
+            batch, done_until = ticks[done_until : min(cut, done_until + length)], done_until + length
+            if not batch:
                 break
-            position = await one.some(*some) or position
-        one.handler = one.partition()
-        one.handler.recall(ticks[: position - 1])
-        await one.some(*ticks[position - 1 :])
-        assert one.receiver.stored == whole.receiver.stored
+            position = await setup.deliver_some(*batch) or position
+        setup.handler = setup.partition()
+        setup.handler.recall(ticks[: position - 1])
+        await setup.deliver_some(*ticks[position - 1 :])
+        assert setup.receiver.stored == uninterrupted.receiver.stored
 
     asyncio.run(play())

@@ -11,7 +11,7 @@ NOW_MS = 1_795_219_152_000
 
 
 @pytest.mark.parametrize(
-    ("answer", "protocol", "means"),
+    ("answer", "protocol", "expected"),
     [
         (Answer(200), "1.0", "accepted"),
         (Answer(204), "1.0", "accepted"),
@@ -43,8 +43,8 @@ NOW_MS = 1_795_219_152_000
         (Answer(507), "1.0", "again"),
     ],
 )
-def test_each_status_has_its_policy(answer: Answer, protocol: Protocol, means: Meaning) -> None:
-    assert meaning(answer, protocol, 7) == means
+def test_each_status_has_its_policy(answer: Answer, protocol: Protocol, expected: Meaning) -> None:
+    assert meaning(answer, protocol, 7) == expected
 
 
 def test_the_policy_in_the_docs_is_the_one_in_the_code() -> None:

@@ -16,7 +16,7 @@ from sinks.remote_write.policy import Answer, Protocol
 from sinks.remote_write.queue import MAX_AHEAD_MS, STUCK_AFTER_S
 from tests.eventually import eventually
 from tests.sinks.conftest import SERIES, device, sample
-from tests.sinks.records import Read, record
+from tests.sinks.records import ConsumedRecord, record
 from tests.sinks.remote_write.receivers import Receiver
 from tests.sinks.remote_write.test_partition import Setup
 from tests.sinks.remote_write.wire import Sample, read_v1, unsnappy
@@ -24,198 +24,198 @@ from tests.sinks.remote_write.wire import Sample, read_v1, unsnappy
 NOW_MS = sample(0).ts_ms
 
 
-def ticks(*names: str) -> list[Read]:
+def ticks(*names: str) -> list[ConsumedRecord]:
     """A tick of each node named, at offsets that follow one another."""
     return [record(sample(seq, node=node), offset=seq) for seq, node in enumerate(names, 1)]
 
 
-def at(node: str, after_ms: int, offset: int = 1) -> Read:
+def record_at(node: str, after_ms: int, offset: int = 1) -> ConsumedRecord:
     """A tick of a node so long after the first of all."""
     return record(sample(offset, node=node, ts_ms=NOW_MS + after_ms))
 
 
 @dataclass
-class Held(Receiver):
+class HeldReceiver(Receiver):
     """Answers a request with a node of ``hold`` only when it is not there any more; ``asked`` has what each brought."""
 
     hold: set[str] = field(default_factory=set)
-    asked: list[list[tuple[str, int]]] = field(default_factory=list)
+    requests_seen: list[list[tuple[str, int]]] = field(default_factory=list)
 
     async def post(self, body: bytes, protocol: Protocol) -> Answer:
         """Takes a request of 1.0."""
         samples = read_v1(unsnappy(body))
-        ticks = list(dict.fromkeys((dict(one.labels).get("host_name", "pod"), one.ts_ms) for one in samples))
-        self.asked.append(ticks)
+        ticks = list(dict.fromkeys((dict(sample.labels).get("host_name", "pod"), sample.ts_ms) for sample in samples))
+        self.requests_seen.append(ticks)
         await eventually(lambda: not self.hold.intersection(node for node, _ in ticks), every_s=0.001)
         return await super().post(body, protocol)
 
     def nodes(self) -> list[set[str]]:
         """Whose ticks each request had."""
-        return [{node for node, _ in ticks} for ticks in self.asked]
+        return [{node for node, _ in ticks} for ticks in self.requests_seen]
 
 
-async def given_to(partition: RemoteWritePartition, one: Setup, *records: Read) -> list[int]:
+async def given_to(partition: RemoteWritePartition, setup: Setup, *records: ConsumedRecord) -> list[int]:
     """What a handler gives for records, when it is called once; then the queue has a turn."""
-    one.queue_s += 1.0
-    steps = [step async for step in partition.deliver(records, one.abandon)]
+    setup.queue_s += 1.0
+    steps = [step async for step in partition.deliver(records, setup.abandon)]
     await asyncio.sleep(0)
     return steps
 
 
 async def test_ticks_of_all_nodes_and_partitions_go_together_and_then_several_of_each() -> None:
-    one = Setup(receiver := Held())
-    other = one.partition()
-    await given_to(other, one, *ticks("x"))
-    await one.deliver(*ticks(*"ab" * 9))
+    setup = Setup(receiver := HeldReceiver())
+    other = setup.partition()
+    await given_to(other, setup, *ticks("x"))
+    await setup.deliver(*ticks(*"ab" * 9))
     assert receiver.nodes() == [{"x", "a", "b"}, {"a", "b"}]
-    assert [len(asked) for asked in receiver.asked] == [3, 16]
-    assert one.ends() == {"delivered": 18}
+    assert [len(request) for request in receiver.requests_seen] == [3, 16]
+    assert setup.ends() == {"delivered": 18}
 
 
 async def test_a_very_large_tick_goes_alone_and_no_other_node_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "LARGE_BYTES", 5000)
-    one = Setup(receiver := Held(hold={"large"}))
+    setup = Setup(receiver := HeldReceiver(hold={"large"}))
     large = sample(2, *[device(f"GPU-{number}") for number in range(9)], node="large")
-    await given_to(one.handler, one, *ticks("a"), record(large), *ticks("a", "a", "b", "c")[2:])
+    await given_to(setup.handler, setup, *ticks("a"), record(large), *ticks("a", "a", "b", "c")[2:])
     await eventually(lambda: len(receiver.stored) == 3 * len(SERIES))
     assert [nodes for nodes in receiver.nodes() if "large" in nodes] == [{"large"}]
     receiver.hold = set()
-    await one.deliver()
+    await setup.deliver()
     await eventually(lambda: len(receiver.stored) == 12 * len(SERIES))
 
 
 async def test_a_tick_of_other_series_goes_alone() -> None:
-    one = Setup(receiver := Held())
+    setup = Setup(receiver := HeldReceiver())
     pods = "p", "p", "p", "q", "q", "q"
-    await one.deliver(*[record(sample(seq, device(pod=pod))) for seq, pod in enumerate(pods, 1)])
-    of_node = [[ts_ms for node, ts_ms in asked if node != "pod"] for asked in receiver.asked]
+    await setup.deliver(*[record(sample(seq, device(pod=pod))) for seq, pod in enumerate(pods, 1)])
+    of_node = [[ts_ms for node, ts_ms in request if node != "pod"] for request in receiver.requests_seen]
     assert [len(times) for times in of_node] == [1, 2, 1, 2]
-    assert one.receiver.markers() == len(SERIES) + len(["gpu_pod_info"])
+    assert setup.receiver.markers() == len(SERIES) + len(["gpu_pod_info"])
 
 
 async def test_a_node_of_which_something_is_left_out_sends_one_tick_at_a_time() -> None:
-    refuse = Held(lambda of: "too long" if dict(of.labels)["__name__"] == "gpu_temperature" else None)
-    one = Setup(refuse)
-    await one.deliver(*ticks("a", "a", "a", "a"))
-    assert {len(asked) for asked in refuse.asked} == {1}
-    assert one.ends() == {"dead_lettered": 1, "delivered": 3}
+    refuse = HeldReceiver(lambda sample_: "too long" if dict(sample_.labels)["__name__"] == "gpu_temperature" else None)
+    setup = Setup(refuse)
+    await setup.deliver(*ticks("a", "a", "a", "a"))
+    assert {len(request) for request in refuse.requests_seen} == {1}
+    assert setup.ends() == {"dead_lettered": 1, "delivered": 3}
 
 
 async def test_a_node_whose_request_hangs_holds_up_no_other_and_is_not_passed() -> None:
-    one = Setup(receiver := Held(hold={"a"}))
-    one.counted.read(6)
-    assert await given_to(one.handler, one, *ticks("a")) == []
+    setup = Setup(receiver := HeldReceiver(hold={"a"}))
+    setup.counted.read(6)
+    assert await given_to(setup.handler, setup, *ticks("a")) == []
     await eventually(lambda: receiver.nodes() == [{"a"}])
-    assert await given_to(one.handler, one, *ticks("a", "a", "b", "b", "c")[1:]) == []
+    assert await given_to(setup.handler, setup, *ticks("a", "a", "b", "b", "c")[1:]) == []
     await eventually(lambda: len(receiver.stored) == 2 * len(SERIES))
-    assert await given_to(one.handler, one) == []
-    assert one.ends() == {}
+    assert await given_to(setup.handler, setup) == []
+    assert setup.ends() == {}
     receiver.hold = set()
     await eventually(lambda: len(receiver.stored) == 3 * len(SERIES))
     await eventually(lambda: [len(points) for points in receiver.stored.values()].count(2) == 2 * len(SERIES))
-    assert await given_to(one.handler, one) == [6]
-    assert one.ends() == {"delivered": 5}
+    assert await given_to(setup.handler, setup) == [6]
+    assert setup.ends() == {"delivered": 5}
 
 
 async def test_partitions_advance_together() -> None:
-    one = Setup(receiver := Held(hold={"slow"}))
-    ahead, further = one.partition(), one.partition()
-    await given_to(one.handler, one, at("slow", 0))
+    setup = Setup(receiver := HeldReceiver(hold={"slow"}))
+    ahead, further = setup.partition(), setup.partition()
+    await given_to(setup.handler, setup, record_at("slow", 0))
     for other in (ahead, further):
-        await other.quiet(one.abandon)
+        await other.quiet(setup.abandon)
     await eventually(lambda: receiver.nodes() == [{"slow"}])
-    await given_to(ahead, one, at("near", MAX_AHEAD_MS))
-    await given_to(further, one, at("far", MAX_AHEAD_MS + 1))
+    await given_to(ahead, setup, record_at("near", MAX_AHEAD_MS))
+    await given_to(further, setup, record_at("far", MAX_AHEAD_MS + 1))
     await eventually(lambda: {"near"} in receiver.nodes())
     assert {"far"} not in receiver.nodes()
     receiver.hold = set()
     await eventually(lambda: len(receiver.stored) == 2 * len(SERIES))
-    await one.handler.quiet(one.abandon)
+    await setup.handler.quiet(setup.abandon)
     await eventually(lambda: {"far"} in receiver.nodes())
 
 
 async def test_what_does_not_move_for_a_minute_is_not_waited_for() -> None:
-    one = Setup(receiver := Held(hold={"slow"}))
-    other = one.partition()
-    await given_to(one.handler, one, at("slow", 0))
-    await given_to(other, one, at("far", MAX_AHEAD_MS + 1))
-    one.queue_s += STUCK_AFTER_S
-    await given_to(other, one)
+    setup = Setup(receiver := HeldReceiver(hold={"slow"}))
+    other = setup.partition()
+    await given_to(setup.handler, setup, record_at("slow", 0))
+    await given_to(other, setup, record_at("far", MAX_AHEAD_MS + 1))
+    setup.queue_s += STUCK_AFTER_S
+    await given_to(other, setup)
     await eventually(lambda: {"far"} in receiver.nodes())
 
 
 async def test_a_backlog_waits_for_partitions_that_are_not_opened_and_what_was_logged_just_now_does_not() -> None:
-    one = Setup(receiver := Held())
-    opening, other = one.partition(), one.partition()
-    await given_to(one.handler, one, at("live", 0)._replace(timestamp=int(time.time() * 1000)))
+    setup = Setup(receiver := HeldReceiver())
+    opening, other = setup.partition(), setup.partition()
+    await given_to(setup.handler, setup, record_at("live", 0)._replace(timestamp=int(time.time() * 1000)))
     await eventually(lambda: receiver.nodes() == [{"live"}])
-    await given_to(other, one, at("old", 0))
+    await given_to(other, setup, record_at("old", 0))
     await asyncio.sleep(0)
     assert receiver.nodes() == [{"live"}]
-    await opening.quiet(one.abandon)
+    await opening.quiet(setup.abandon)
     await eventually(lambda: receiver.nodes() == [{"live"}, {"old"}])
 
 
 async def test_a_live_node_whose_clock_is_hours_behind_holds_up_nobody() -> None:
-    one = Setup(receiver := Held(hold={"behind"}))
-    other = one.partition()
+    setup = Setup(receiver := HeldReceiver(hold={"behind"}))
+    other = setup.partition()
     now_ms = int(time.time() * 1000)
-    await given_to(one.handler, one, at("behind", -7_200_000, 8_000)._replace(timestamp=now_ms))
-    await given_to(other, one, at("good", 0)._replace(timestamp=now_ms))
+    await given_to(setup.handler, setup, record_at("behind", -7_200_000, 8_000)._replace(timestamp=now_ms))
+    await given_to(other, setup, record_at("good", 0)._replace(timestamp=now_ms))
     await eventually(lambda: {"good"} in receiver.nodes())
 
 
 async def test_no_more_is_read_than_is_to_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AHEAD_RECORDS", 10)
-    one = Setup(receiver := Held(hold={"a"}))
-    await given_to(one.handler, one, *ticks(*"a" * 9))
-    full = asyncio.ensure_future(given_to(one.handler, one, *ticks(*"a" * 20)[9:]))
-    await eventually(lambda: receiver.asked)
+    setup = Setup(receiver := HeldReceiver(hold={"a"}))
+    await given_to(setup.handler, setup, *ticks(*"a" * 9))
+    full = asyncio.ensure_future(given_to(setup.handler, setup, *ticks(*"a" * 20)[9:]))
+    await eventually(lambda: receiver.requests_seen)
     assert not full.done()
     receiver.hold = set()
-    assert (await full, await given_to(one.handler, one)) == ([2], [21])
+    assert (await full, await given_to(setup.handler, setup)) == ([2], [21])
 
 
 async def test_what_is_under_way_when_the_partition_goes_is_waited_for_and_nothing_else_is_sent() -> None:
-    one = Setup(receiver := Held(hold={"a"}))
-    one.counted.read(2)
-    await given_to(one.handler, one, *ticks("a", "a"))
-    one.abandon.set()
-    leaving = asyncio.ensure_future(given_to(one.handler, one))
-    await eventually(lambda: receiver.asked)
+    setup = Setup(receiver := HeldReceiver(hold={"a"}))
+    setup.counted.read(2)
+    await given_to(setup.handler, setup, *ticks("a", "a"))
+    setup.abandon.set()
+    leaving = asyncio.ensure_future(given_to(setup.handler, setup))
+    await eventually(lambda: receiver.requests_seen)
     receiver.hold = set()
     assert await leaving == [2]
-    assert len(receiver.asked) == 1
-    assert one.ends() == {"delivered": 1}
+    assert len(receiver.requests_seen) == 1
+    assert setup.ends() == {"delivered": 1}
 
 
 async def test_what_was_finished_before_one_that_was_not_is_counted_once_when_the_partition_comes_back() -> None:
-    one = Setup(receiver := Held(hold={"a"}))
-    one.counted.read(2)
-    await given_to(one.handler, one, *ticks("a"))
-    await eventually(lambda: receiver.asked)
-    await given_to(one.handler, one, *ticks("a", "b")[1:])
+    setup = Setup(receiver := HeldReceiver(hold={"a"}))
+    setup.counted.read(2)
+    await given_to(setup.handler, setup, *ticks("a"))
+    await eventually(lambda: receiver.requests_seen)
+    await given_to(setup.handler, setup, *ticks("a", "b")[1:])
     await eventually(lambda: len(receiver.stored) == len(SERIES))
-    one.abandon.set()
-    one.counted.release(2)
-    receiver.hold, one.abandon = set(), asyncio.Event()
-    await one.deliver(*ticks("a", "b"))
+    setup.abandon.set()
+    setup.counted.release(2)
+    receiver.hold, setup.abandon = set(), asyncio.Event()
+    await setup.deliver(*ticks("a", "b"))
     assert receiver.nodes().count({"b"}) == 1
-    assert one.ends() == {"delivered": 2}
-    assert one.balanced()
+    assert setup.ends() == {"delivered": 2}
+    assert setup.balanced()
 
 
 async def test_a_topic_that_was_created_again_is_sent_from_its_beginning() -> None:
-    one = Setup(receiver := Held(hold={"a"}))
-    one.counted.read(1)
-    await given_to(one.handler, one, *ticks("a"))
-    await eventually(lambda: receiver.asked)
-    one.handler.reset()
-    one.counted.release(1)
+    setup = Setup(receiver := HeldReceiver(hold={"a"}))
+    setup.counted.read(1)
+    await given_to(setup.handler, setup, *ticks("a"))
+    await eventually(lambda: receiver.requests_seen)
+    setup.handler.reset()
+    setup.counted.release(1)
     receiver.hold = set()
-    await one.deliver(at("a", 5000, offset=1), at("a", 6000, offset=2))
-    assert one.ends() == {"delivered": 2}
-    assert one.balanced()
+    await setup.deliver(record_at("a", 5000, offset=1), record_at("a", 6000, offset=2))
+    assert setup.ends() == {"delivered": 2}
+    assert setup.balanced()
 
 
 class Crash(Receiver):
@@ -254,17 +254,17 @@ def test_whatever_answers_are_lost_and_whenever_it_is_killed_all_is_in_and_count
         records = ticks(*nodes)
         while records:
             receiver.crashed.clear()
-            one = Setup(receiver, kind[0], max_samples)
-            life = asyncio.ensure_future(one.deliver(*records))
+            setup = Setup(receiver, kind[0], max_samples)
+            life = asyncio.ensure_future(setup.deliver(*records))
             killed = asyncio.ensure_future(receiver.crashed.wait())
             await asyncio.wait((life, killed), return_when=asyncio.FIRST_COMPLETED)
             killed.cancel()
             life.cancel()
             await asyncio.gather(life, return_exceptions=True)
-            await one.queue.close()
-            assert set(one.ends()) <= {"delivered"}
-            assert one.balanced()
-            records = [read for read in records if read.offset >= max(one.steps, default=0)]
+            await setup.queue.close()
+            assert set(setup.ends()) <= {"delivered"}
+            assert setup.balanced()
+            records = [remaining for remaining in records if remaining.offset >= max(setup.steps, default=0)]
         stored = {(host(series), ts_ms) for series, points in receiver.stored.items() for ts_ms, _ in points}
         assert stored == {(node, sample(seq).ts_ms) for seq, node in enumerate(nodes, 1)}
         assert len({len(points) for series, points in receiver.stored.items() if host(series) == "a"}) <= 1

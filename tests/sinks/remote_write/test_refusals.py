@@ -16,7 +16,7 @@ from sinks.remote_write.refusals import BUDGET, GROWS_EVERY_S, LEFT_OUT_S
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.eventually import eventually
 from tests.sinks.conftest import device, sample
-from tests.sinks.records import Read, record
+from tests.sinks.records import ConsumedRecord, record
 from tests.sinks.remote_write.receivers import Receiver, Refuse
 from tests.sinks.remote_write.test_partition import Setup
 from tests.sinks.remote_write.wire import Sample
@@ -30,7 +30,7 @@ PER_RECORD = BUDGET + 26
 """The most requests for a record of which something is refused, but for those that find it among the others."""
 
 
-def tick(seq: int, node: int = 0, gpus: int = GPUS, team: Callable[[int], str] = lambda _: "ml") -> Read:
+def tick(seq: int, node: int = 0, gpus: int = GPUS, team: Callable[[int], str] = lambda _: "ml") -> ConsumedRecord:
     """A tick of a node, each GPU held by a pod of a team."""
     devices = [
         {**device(f"GPU-{node}-{gpu}", metrics=METRICS), "index": gpu, "holders": [holder(team(gpu), node, gpu)]}
@@ -43,47 +43,47 @@ def holder(team: str, node: int, gpu: int) -> dict[str, object]:
     return {"namespace": team, "pod": f"pod-{node}-{gpu}", "container": "main"}
 
 
-def fleet(seq: int) -> list[Read]:
+def fleet(seq: int) -> list[ConsumedRecord]:
     """A tick of each node; every fourth GPU is held by the team that is refused in some tests."""
     return [tick(seq, node, team=lambda gpu: "over" if gpu % 4 == 0 else "ml") for node in range(NODES)]
 
 
-def label(of: Sample, name: str) -> str:
-    return dict(of.labels).get(name, "")
+def label(sample_: Sample, name: str) -> str:
+    return dict(sample_.labels).get(name, "")
 
 
-def scattered(of: Sample) -> int:
+def scattered(sample_: Sample) -> int:
     """A number that is the same for a series in every run, and says nothing of it."""
-    return zlib.crc32(repr(sorted(of.labels)).encode())
+    return zlib.crc32(repr(sorted(sample_.labels)).encode())
 
 
 REFUSALS: dict[str, Refuse] = {
-    "one series": lambda one: (
-        "bad" if label(one, "gpu_uuid") == "GPU-3-1" and "power_draw" in str(one.labels) else None
+    "one series": lambda sample_: (
+        "bad" if label(sample_, "gpu_uuid") == "GPU-3-1" and "power_draw" in str(sample_.labels) else None
     ),
-    "one tenant": lambda one: "tenant over" if label(one, "k8s_namespace_name") == "over" else None,
-    "one in a thousand": lambda one: "bad" if scattered(one) % 1000 == 0 else None,
-    "every second one": lambda one: "bad" if scattered(one) % 2 == 0 else None,
-    "a metric of each GPU": lambda one: "bad" if label(one, "__name__") == "gpu_temperature" else None,
-    "all of one node": lambda one: "bad" if label(one, "host_name") == "n2" else None,
+    "one tenant": lambda sample_: "tenant over" if label(sample_, "k8s_namespace_name") == "over" else None,
+    "one in a thousand": lambda sample_: "bad" if scattered(sample_) % 1000 == 0 else None,
+    "every second one": lambda sample_: "bad" if scattered(sample_) % 2 == 0 else None,
+    "a metric of each GPU": lambda sample_: "bad" if label(sample_, "__name__") == "gpu_temperature" else None,
+    "all of one node": lambda sample_: "bad" if label(sample_, "host_name") == "n2" else None,
 }
 
 
-def series_of(records: Sequence[Read]) -> set[frozenset[tuple[str, str]]]:
+def series_of(records: Sequence[ConsumedRecord]) -> set[frozenset[tuple[str, str]]]:
     """The series that these records write, as a receiver that takes everything has them."""
 
     async def all_of() -> Setup:
-        one = Setup(Receiver(), max_samples=10_000)
-        await one.deliver(*records)
-        return one
+        setup = Setup(Receiver(), max_samples=10_000)
+        await setup.deliver(*records)
+        return setup
 
     return set(asyncio.run(all_of()).receiver.stored)
 
 
-async def warm(one: Setup) -> None:
+async def warm(setup: Setup) -> None:
     """The receiver takes something first."""
-    await one.deliver(tick(0, node=NODES))
-    one.receiver.requests = 0
+    await setup.deliver(tick(0, node=NODES))
+    setup.receiver.requests = 0
 
 
 @pytest.mark.slow
@@ -93,76 +93,76 @@ def test_the_rest_is_delivered_and_what_is_refused_costs_its_budget_once(
     kind: str, protocol: Protocol, partial: bool
 ) -> None:
     refuse = REFUSALS[kind]
-    wanted = {key for key in series_of(fleet(1)) if refuse(Sample(tuple(key), 0, 0)) is None}
+    expected = {key for key in series_of(fleet(1)) if refuse(Sample(tuple(key), 0, 0)) is None}
 
     async def play() -> None:
-        one = Setup(Receiver(refuse, partial=partial), protocol, max_samples=10_000)
-        await warm(one)
+        setup = Setup(Receiver(refuse, partial=partial), protocol, max_samples=10_000)
+        await warm(setup)
         costs = []
         for seq in range(1, 12):
-            before = one.receiver.requests
-            await one.deliver(*fleet(seq))
-            costs.append(one.receiver.requests - before)
+            before = setup.receiver.requests
+            await setup.deliver(*fleet(seq))
+            costs.append(setup.receiver.requests - before)
         assert max(costs) <= NODES * (PER_RECORD + 2)
         assert costs[-1] == 1, "what is refused is known by then, and left out"
-        refused_records = one.count("records_dead_lettered_total")
+        refused_records = setup.count("records_dead_lettered_total")
         assert sum(costs) <= refused_records * PER_RECORD + 11 * (2 * NODES + 1)
-        assert set(one.receiver.stored) >= wanted
-        finished = one.count("records_delivered_total") + one.count("records_dropped_total")
+        assert set(setup.receiver.stored) >= expected
+        finished = setup.count("records_delivered_total") + setup.count("records_dropped_total")
         assert finished == 1 + 11 * NODES - refused_records
-        assert one.balanced()
-        values = [one.count(f"values_{end}_total") for end in ("delivered", "refused", "left_out")]
+        assert setup.balanced()
+        values = [setup.count(f"values_{end}_total") for end in ("delivered", "refused", "left_out")]
         assert sum(values) == 27 * GPUS * (1 + 11 * NODES)
-        assert one.transmitter.failing is None
+        assert setup.transmitter.failing is None
 
     asyncio.run(play())
 
 
 async def test_a_series_that_is_refused_is_named_once_left_out_for_ten_minutes_and_then_tried_again() -> None:
-    receiver = Receiver(lambda one: "label too long" if label(one, "__name__") == "gpu_temperature" else None)
-    one = Setup(receiver)
-    await one.deliver(*(tick(seq, gpus=1) for seq in range(1, 4)))
-    ((_, _, headers),) = one.sender.sent
+    receiver = Receiver(lambda sample_: "label too long" if label(sample_, "__name__") == "gpu_temperature" else None)
+    setup = Setup(receiver)
+    await setup.deliver(*(tick(seq, gpus=1) for seq in range(1, 4)))
+    ((_, _, headers),) = setup.sender.sent
     assert headers["error"].startswith(b"rejected: label too long: gpu_temperature{")
-    assert one.ends() == {"dead_lettered": 1, "delivered": 2}
-    assert one.count("values_refused_total") == 1
-    assert one.count("values_left_out_total") == 2
-    assert one.count("series_left_out") == 1
+    assert setup.ends() == {"dead_lettered": 1, "delivered": 2}
+    assert setup.count("values_refused_total") == 1
+    assert setup.count("values_left_out_total") == 2
+    assert setup.count("series_left_out") == 1
 
-    one.now_s = LEFT_OUT_S - 1
-    await one.deliver(tick(4, gpus=1))
-    assert len(one.sender.sent) == 1
+    setup.now_s = LEFT_OUT_S - 1
+    await setup.deliver(tick(4, gpus=1))
+    assert len(setup.sender.sent) == 1
 
-    one.now_s = LEFT_OUT_S
-    await one.deliver(tick(5, gpus=1))
-    assert len(one.sender.sent) == 2
-    one.receiver.refuse = lambda _: None
-    one.now_s = 2 * LEFT_OUT_S
-    await one.deliver(tick(6, gpus=1))
-    assert one.count("series_left_out") == 0
-    assert len(one.receiver.values()["gpu_temperature"]) == 1
-    assert one.balanced()
+    setup.now_s = LEFT_OUT_S
+    await setup.deliver(tick(5, gpus=1))
+    assert len(setup.sender.sent) == 2
+    setup.receiver.refuse = lambda _: None
+    setup.now_s = 2 * LEFT_OUT_S
+    await setup.deliver(tick(6, gpus=1))
+    assert setup.count("series_left_out") == 0
+    assert len(setup.receiver.values()["gpu_temperature"]) == 1
+    assert setup.balanced()
 
 
 async def test_a_record_of_which_all_is_left_out_is_dropped_and_costs_nothing() -> None:
-    one = Setup(Receiver(lambda one: "bad" if label(one, "k8s_node_name") == "n1" else None))
-    await one.deliver(tick(0), tick(1, node=1))
-    before = one.receiver.requests
-    await one.deliver(tick(2, node=1))
-    assert one.receiver.requests == before
-    assert one.ends() == {"delivered": 1, "dead_lettered": 1, "dropped": 1}
+    setup = Setup(Receiver(lambda sample_: "bad" if label(sample_, "k8s_node_name") == "n1" else None))
+    await setup.deliver(tick(0), tick(1, node=1))
+    before = setup.receiver.requests
+    await setup.deliver(tick(2, node=1))
+    assert setup.receiver.requests == before
+    assert setup.ends() == {"delivered": 1, "dead_lettered": 1, "dropped": 1}
     reasons = {"reason": "left_out"}
-    assert one.made.registry.get_sample_value("gpustream_remote_write_records_dropped_total", reasons) == 1
-    assert one.outcomes[-1] == ("n1", 2, "dropped")
+    assert setup.instruments.registry.get_sample_value("gpustream_remote_write_records_dropped_total", reasons) == 1
+    assert setup.outcomes[-1] == ("n1", 2, "dropped")
 
 
 async def test_a_pod_that_goes_while_its_series_are_left_out_leaves_no_marker_of_them() -> None:
-    one = Setup(Receiver(lambda one: "bad" if label(one, "k8s_namespace_name") == "over" else None))
-    await one.deliver(tick(1, gpus=2, team=lambda gpu: ("ml", "over")[gpu]))
-    before = one.receiver.requests
-    await one.deliver(tick(2, gpus=2))
-    assert one.receiver.requests == before + 1
-    assert not any(dict(key).get("k8s_namespace_name") == "over" for key in one.receiver.stored)
+    setup = Setup(Receiver(lambda sample_: "bad" if label(sample_, "k8s_namespace_name") == "over" else None))
+    await setup.deliver(tick(1, gpus=2, team=lambda gpu: ("ml", "over")[gpu]))
+    before = setup.receiver.requests
+    await setup.deliver(tick(2, gpus=2))
+    assert setup.receiver.requests == before + 1
+    assert not any(dict(key).get("k8s_namespace_name") == "over" for key in setup.receiver.stored)
 
 
 @pytest.mark.parametrize(("protocol", "status"), [("1.0", 400), ("1.0", 429), ("2.0", 400)])
@@ -170,21 +170,21 @@ async def test_a_limit_of_series_keeps_those_that_are_there_and_leaves_out_the_n
     protocol: Protocol, status: int
 ) -> None:
     receiver = Receiver(partial=True)
-    one = Setup(receiver, protocol, max_samples=10_000)
-    await one.deliver(*(tick(1, node) for node in range(3)))
-    known = set(receiver.stored)
+    setup = Setup(receiver, protocol, max_samples=10_000)
+    await setup.deliver(*(tick(1, node) for node in range(3)))
+    known_series = set(receiver.stored)
     receiver.status = status
-    receiver.refuse = lambda of: None if of.series in known else "per-user series limit of 9 exceeded"
+    receiver.refuse = lambda sample_: None if sample_.series in known_series else "per-user series limit of 9 exceeded"
     receiver.requests = 0
-    await one.deliver(*fleet(2)[:3], *fleet(2)[3:])
+    await setup.deliver(*fleet(2)[:3], *fleet(2)[3:])
     assert receiver.requests <= 3 * (PER_RECORD + 4)
     receiver.requests = 0
     for seq in range(3, 7):
-        await one.deliver(*(tick(seq, node) for node in range(NODES)))
-    assert all(len(receiver.stored[key]) >= 5 for key in known)
-    assert {headers["error"][:12] for _, _, headers in one.sender.sent} == {b"series_limit"}
+        await setup.deliver(*(tick(seq, node) for node in range(NODES)))
+    assert all(len(receiver.stored[key]) >= 5 for key in known_series)
+    assert {headers["error"][:12] for _, _, headers in setup.sender.sent} == {b"series_limit"}
     receiver.requests = 0
-    await one.deliver(*(tick(7, node) for node in range(NODES)))
+    await setup.deliver(*(tick(7, node) for node in range(NODES)))
     assert receiver.requests == 1
 
 
@@ -205,20 +205,20 @@ ALWAYS = {
 async def test_a_receiver_that_refuses_everything_is_asked_twice_and_then_waited_for(
     always: str, protocol: Protocol, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = Setup(Receiver(always=ALWAYS[always]), protocol, max_samples=10_000, probe_s=60.0)
-    delivering = asyncio.ensure_future(one.deliver(*fleet(1)))
-    failing = one.made.registry.get_sample_value
+    setup = Setup(Receiver(always=ALWAYS[always]), protocol, max_samples=10_000, probe_s=60.0)
+    delivering = asyncio.ensure_future(setup.deliver(*fleet(1)))
+    failing = setup.instruments.registry.get_sample_value
     await eventually(lambda: failing("gpustream_remote_write_receiver_failing") == 1)
     await asyncio.sleep(0.05)
-    assert one.receiver.requests <= 2
-    assert one.receiver.sizes[1:] in ([], [1])
-    assert ALWAYS[always].text in (one.transmitter.failing or "")
+    assert setup.receiver.requests <= 2
+    assert setup.receiver.sizes[1:] in ([], [1])
+    assert ALWAYS[always].text in (setup.transmitter.failing or "")
     assert sum(ALWAYS[always].text in line.message for line in caplog.records) == 1
-    assert (one.ends(), one.steps, one.sender.sent) == ({}, [], [])
-    one.abandon.set()
+    assert (setup.ends(), setup.steps, setup.sender.sent) == ({}, [], [])
+    setup.abandon.set()
     with pytest.raises(Abandoned):
         await delivering
-    assert one.balanced()
+    assert setup.balanced()
 
 
 @pytest.mark.parametrize(("protocol", "partial"), KINDS)
@@ -226,50 +226,50 @@ async def test_what_was_kept_while_everything_was_refused_is_delivered_when_it_i
     protocol: Protocol, partial: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    one = Setup(Receiver(partial=partial), protocol, max_samples=10_000)
-    await one.deliver(*fleet(1))
-    one.receiver.refuse = lambda _: "no tenant"
-    delivering = asyncio.ensure_future(one.deliver(*fleet(2), *fleet(3)))
-    await eventually(lambda: one.receiver.requests > 50)
-    assert max(one.receiver.sizes[2:]) < 40, "a series, or what was accepted of a GPU"
-    one.receiver.refuse = lambda _: None
+    setup = Setup(Receiver(partial=partial), protocol, max_samples=10_000)
+    await setup.deliver(*fleet(1))
+    setup.receiver.refuse = lambda _: "no tenant"
+    delivering = asyncio.ensure_future(setup.deliver(*fleet(2), *fleet(3)))
+    await eventually(lambda: setup.receiver.requests > 50)
+    assert max(setup.receiver.sizes[2:]) < 40, "a series, or what was accepted of a GPU"
+    setup.receiver.refuse = lambda _: None
     await asyncio.wait_for(delivering, 20)
-    assert one.ends() == {"delivered": 3 * NODES}
-    assert one.sender.sent == []
-    assert all(len(points) == 3 for points in one.receiver.stored.values())
+    assert setup.ends() == {"delivered": 3 * NODES}
+    assert setup.sender.sent == []
+    assert all(len(points) == 3 for points in setup.receiver.stored.values())
     assert [line.message for line in caplog.records][-1] == "the receiver accepts again"
 
 
 async def test_a_receiver_that_begins_to_refuse_everything_in_the_middle_dead_letters_nothing() -> None:
-    one = Setup()
-    await warm(one)
+    setup = Setup()
+    await warm(setup)
 
-    def later(of: Sample) -> str | None:
-        if one.receiver.requests > 9:
+    def later(sample_: Sample) -> str | None:
+        if setup.receiver.requests > 9:
             return "no tenant"
-        return "bad" if label(of, "__name__") == "gpu_temperature" else None
+        return "bad" if label(sample_, "__name__") == "gpu_temperature" else None
 
-    one.receiver.refuse = later
-    delivering = asyncio.ensure_future(one.deliver(tick(1)))
-    await eventually(lambda: one.transmitter.failing is not None)
-    assert one.sender.sent == []
-    one.receiver.refuse = lambda _: None
+    setup.receiver.refuse = later
+    delivering = asyncio.ensure_future(setup.deliver(tick(1)))
+    await eventually(lambda: setup.transmitter.failing is not None)
+    assert setup.sender.sent == []
+    setup.receiver.refuse = lambda _: None
     await asyncio.wait_for(delivering, 20)
-    assert one.ends() == {"delivered": 2}
-    assert one.count("series_left_out") == 0
+    assert setup.ends() == {"delivered": 2}
+    assert setup.count("series_left_out") == 0
 
 
 async def test_of_many_partitions_that_wait_one_asks_at_a_time() -> None:
-    one = Setup(Receiver(always=Answer(403, "disabled")), probe_s=0.05)
+    setup = Setup(Receiver(always=Answer(403, "disabled")), probe_s=0.05)
     groups = [
         SampleGroup(SeriesSet((("node", str(node)),), (Row("up"), Row("down"))), 5, [1.0, 0.0]) for node in range(20)
     ]
-    waiting = [asyncio.ensure_future(one.transmitter.send([group], one.abandon)) for group in groups]
-    await eventually(lambda: one.receiver.requests >= 4)
-    assert one.receiver.sizes == [2] + [1] * (one.receiver.requests - 1)
-    one.receiver.always = None
+    waiting = [asyncio.ensure_future(setup.transmitter.send([group], setup.abandon)) for group in groups]
+    await eventually(lambda: setup.receiver.requests >= 4)
+    assert setup.receiver.sizes == [2] + [1] * (setup.receiver.requests - 1)
+    setup.receiver.always = None
     assert await asyncio.wait_for(asyncio.gather(*waiting), 20) == [None] * 20
-    assert len(one.receiver.stored) == 40
+    assert len(setup.receiver.stored) == 40
 
 
 @pytest.mark.parametrize("most", [1, 7, 100, 1500])
@@ -277,27 +277,27 @@ async def test_of_many_partitions_that_wait_one_asks_at_a_time() -> None:
 async def test_what_is_too_large_is_halved_and_the_size_is_remembered(
     most: int, protocol: Protocol, partial: bool
 ) -> None:
-    one = Setup(Receiver(most=most, partial=partial), protocol, max_samples=10_000)
-    await one.deliver(*fleet(1))
-    samples = sum(len(points) for points in one.receiver.stored.values())
-    assert one.ends() == {"delivered": NODES}
-    assert one.receiver.requests <= 2 * samples / most + 20
-    one.receiver.sizes.clear()
-    await one.deliver(*fleet(2))
-    assert max(one.receiver.sizes) <= most
-    assert len(one.receiver.sizes) <= 2 * samples / most + 1
-    assert one.ends() == {"delivered": 2 * NODES}
+    setup = Setup(Receiver(most=most, partial=partial), protocol, max_samples=10_000)
+    await setup.deliver(*fleet(1))
+    samples = sum(len(points) for points in setup.receiver.stored.values())
+    assert setup.ends() == {"delivered": NODES}
+    assert setup.receiver.requests <= 2 * samples / most + 20
+    setup.receiver.sizes.clear()
+    await setup.deliver(*fleet(2))
+    assert max(setup.receiver.sizes) <= most
+    assert len(setup.receiver.sizes) <= 2 * samples / most + 1
+    assert setup.ends() == {"delivered": 2 * NODES}
 
 
 async def test_requests_grow_again_a_tenth_a_minute() -> None:
-    one = Setup(Receiver(most=100), max_samples=10_000)
+    setup = Setup(Receiver(most=100), max_samples=10_000)
     largest = []
     for seq in range(1, 25):
-        one.receiver.sizes.clear()
-        await one.deliver(*fleet(seq))
-        largest.append(max(one.receiver.sizes))
-        one.receiver.most = 10_000
-        one.now_s += GROWS_EVERY_S
+        setup.receiver.sizes.clear()
+        await setup.deliver(*fleet(seq))
+        largest.append(max(setup.receiver.sizes))
+        setup.receiver.most = 10_000
+        setup.now_s += GROWS_EVERY_S
     grown = [later / earlier for earlier, later in itertools.pairwise(largest[1:])]
     assert all(1 <= growth <= 1.12 for growth in grown)
     assert largest[-1] > 4 * largest[1]
@@ -311,19 +311,22 @@ def test_whatever_is_refused_is_found_out_within_the_budget_of_each_record(
     bad: Bad, kind: tuple[Protocol, bool]
 ) -> None:
     async def play() -> None:
-        one = Setup(Receiver(refuse, partial=kind[1]), kind[0], max_samples=10_000)
-        await warm(one)
+        setup = Setup(Receiver(refuse, partial=kind[1]), kind[0], max_samples=10_000)
+        await warm(setup)
         for seq in range(1, 30):
-            one.receiver.requests = 0
-            await one.deliver(tick(seq))
-            assert one.receiver.requests <= PER_RECORD + 3
-        assert one.receiver.requests <= 1
-        assert one.balanced()
-        values = [one.count(f"values_{end}_total") for end in ("delivered", "refused", "left_out")]
+            setup.receiver.requests = 0
+            await setup.deliver(tick(seq))
+            assert setup.receiver.requests <= PER_RECORD + 3
+        assert setup.receiver.requests <= 1
+        assert setup.balanced()
+        values = [setup.count(f"values_{end}_total") for end in ("delivered", "refused", "left_out")]
         assert sum(values) == 30 * 27 * GPUS
 
-    def refuse(of: Sample) -> str | None:
-        named = [*label(of, "gpu_uuid").split("-")[1:], str(names.setdefault(label(of, "__name__"), len(names)))]
+    def refuse(sample_: Sample) -> str | None:
+        named = [
+            *label(sample_, "gpu_uuid").split("-")[1:],
+            str(names.setdefault(label(sample_, "__name__"), len(names))),
+        ]
         return "bad" if len(named) == 3 and named[0] == "0" and (int(named[1]), int(named[2])) in bad else None
 
     names: dict[str, int] = {}

@@ -110,7 +110,7 @@ async def test_500_is_tried_again_while_nothing_says_that_the_receiver_is_well()
 
 async def test_500_is_the_requests_fault_where_the_receiver_still_takes_what_it_took_last() -> None:
     async def poisoned(body: bytes, _: Protocol) -> Answer:
-        names = {dict(one.labels)["__name__"] for one in read_v1(unsnappy(body))}
+        names = {dict(sample_.labels)["__name__"] for sample_ in read_v1(unsnappy(body))}
         return Answer(500, "panic") if "poison" in names else Answer(204)
 
     to = transmitter(poisoned)
@@ -131,7 +131,7 @@ async def test_500_is_the_requests_fault_where_others_are_accepted_meanwhile() -
 
     async def mostly(body: bytes, _: Protocol) -> Answer:
         nonlocal others
-        names = {dict(one.labels)["__name__"] for one in read_v1(unsnappy(body))}
+        names = {dict(sample_.labels)["__name__"] for sample_ in read_v1(unsnappy(body))}
         others += "good" in names
         return Answer(500) if "poison" in names else Answer(204)
 
@@ -146,6 +146,6 @@ async def test_500_is_the_requests_fault_where_others_are_accepted_meanwhile() -
 
 @given(st.lists(st.tuples(st.binary(max_size=40), st.sampled_from([1, 3, 2_000, 40_000])), max_size=6))
 def test_a_body_that_is_compressed_in_pieces_is_one_block(parts: list[tuple[bytes, int]]) -> None:
-    pieces = [some * times for some, times in parts]
+    pieces = [piece * times for piece, times in parts]
 
     assert unsnappy(compressed(pieces)) == b"".join(pieces)

@@ -17,7 +17,7 @@ from sinks.remote_write.send import RemoteWriteSender
 from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
 from sinks.remote_write.usage import UsagePartition, group_of
 from sinks.series.labels import MAX_LABELS
-from tests.sinks.records import FakeSender, Read
+from tests.sinks.records import ConsumedRecord, FakeSender
 from tests.sinks.remote_write.receivers import Receiver
 from topics.profiles import LABELS, LabelSet
 from topics.usage import HOUR_MS, HOURS, Usage
@@ -33,8 +33,8 @@ def usage(**fields: Any) -> Usage:
 
 def free(**fields: Any) -> Usage:
     """Nobody has it."""
-    nobody = dict.fromkeys(("namespace", "pod", "pod_uid", "container", "workload", "team"))
-    return usage(**{"category": "free", "labels": {}, "used_us": 0, **nobody, **fields})
+    no_holder = dict.fromkeys(("namespace", "pod", "pod_uid", "container", "workload", "team"))
+    return usage(**{"category": "free", "labels": {}, "used_us": 0, **no_holder, **fields})
 
 
 class Setup:
@@ -42,14 +42,14 @@ class Setup:
 
     def __init__(self, receiver: Receiver | None = None, label_set: LabelSet = "otel") -> None:
         self.receiver, self.sender = receiver or Receiver(), FakeSender()
-        self.made = Instruments(INSTRUMENTS)
-        self.counted = Outcomes(COMPONENT, self.made)
-        post = RemoteWriteSender(self.receiver.post, "1.0", self.made, first_s=0.0, probe_s=0.0)
+        self.instruments = Instruments(INSTRUMENTS)
+        self.counted = Outcomes(COMPONENT, self.instruments)
+        post = RemoteWriteSender(self.receiver.post, "1.0", self.instruments, first_s=0.0, probe_s=0.0)
         shared = RemoteWriteShared(
-            deliverer=Deliverer(post, self.made),
+            deliverer=Deliverer(post, self.instruments),
             letters=DeadLetters(self.sender, "sink remote-write"),  # type: ignore[arg-type] # a fake
             outcomes=self.counted,
-            instruments=self.made,
+            instruments=self.instruments,
             slots=asyncio.Semaphore(2),
             max_samples=100,
             stale_after_s=0.0,
@@ -60,9 +60,11 @@ class Setup:
     async def deliver(self, *records: Usage | bytes) -> list[int]:
         """Give it records; the offsets that may be committed, in turn."""
         batch = []
-        for one in records:
-            value, key = (one, b"k") if isinstance(one, bytes) else (msgspec.json.encode(one), one.key.encode())
-            batch.append(Read(self.offset, value, key=key, topic=HOURS.name))
+        for record in records:
+            value, key = (
+                (record, b"k") if isinstance(record, bytes) else (msgspec.json.encode(record), record.key.encode())
+            )
+            batch.append(ConsumedRecord(self.offset, value, key=key, topic=HOURS.name))
             self.offset += 1
         self.counted.read(len(batch))
         return [offset async for offset in self.handler.deliver(batch, asyncio.Event())]
@@ -70,31 +72,31 @@ class Setup:
     def values(self) -> dict[str, list[tuple[int, float]]]:
         """What is stored, by name: hours after the first one's start, and the value."""
         stored = self.receiver.values()
-        return {name: [((ts - START_MS) // HOUR_MS, of) for ts, of in points] for name, points in stored.items()}
+        return {name: [((ts - START_MS) // HOUR_MS, value) for ts, value in points] for name, points in stored.items()}
 
     def count(self, name: str, **labels: str) -> float:
-        return self.made.registry.get_sample_value(f"gpustream_remote_write_{name}", labels) or 0.0
+        return self.instruments.registry.get_sample_value(f"gpustream_remote_write_{name}", labels) or 0.0
 
 
 async def test_a_final_hour_is_a_sample_at_its_end() -> None:
-    one = Setup()
-    held = usage(device_ms=3_599_999, used_us=1_800_000_001, idle_ms=60_001, energy_mj=2_460_000_007)
-    assert await one.deliver(held, free(device_ms=1, energy_mj=1)) == [2]
-    assert one.values() == {
+    setup = Setup()
+    held_hour = usage(device_ms=3_599_999, used_us=1_800_000_001, idle_ms=60_001, energy_mj=2_460_000_007)
+    assert await setup.deliver(held_hour, free(device_ms=1, energy_mj=1)) == [2]
+    assert setup.values() == {
         "gpu_usage_held_seconds": [(1, 3599.999)],
         "gpu_usage_used_seconds": [(1, 1800.000001)],
         "gpu_usage_idle_seconds": [(1, 60.001)],
         "gpu_usage_energy_joules": [(1, 2460000.007), (1, 0.001)],
         "gpu_usage_free_seconds": [(1, 0.001)],
     }
-    assert one.count("records_delivered_total") == 2
+    assert setup.count("records_delivered_total") == 2
 
 
 async def test_its_labels_are_those_of_the_device_with_its_holder_and_the_team() -> None:
-    one = Setup()
-    await one.deliver(usage(), free())
-    held, nobody = (
-        dict(next(s for s in one.receiver.stored if ("__name__", f"gpu_usage_{name}_seconds") in s))
+    setup = Setup()
+    await setup.deliver(usage(), free())
+    held_hour, unheld_hour = (
+        dict(next(s for s in setup.receiver.stored if ("__name__", f"gpu_usage_{name}_seconds") in s))
         for name in ("held", "free")
     )
     of_device = {
@@ -106,7 +108,7 @@ async def test_its_labels_are_those_of_the_device_with_its_holder_and_the_team()
         "gpu_uuid": "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b",
         "gpu_model": "NVIDIA H100 80GB HBM3",
     }
-    assert held == of_device | {
+    assert held_hour == of_device | {
         "__name__": "gpu_usage_held_seconds",
         "k8s_namespace_name": "ml-team",
         "k8s_pod_name": "bert-0",
@@ -117,55 +119,60 @@ async def test_its_labels_are_those_of_the_device_with_its_holder_and_the_team()
         "k8s_pod_label_team": "ml",
         "team": "ml",
     }
-    assert nobody == of_device | {"__name__": "gpu_usage_free_seconds"}
+    assert unheld_hour == of_device | {"__name__": "gpu_usage_free_seconds"}
 
 
 async def test_what_grows_and_what_nobody_had_is_not_written() -> None:
-    one = Setup()
+    setup = Setup()
     growing = [usage(revision=revision, final=False) for revision in range(3)]
-    rest = [free(category="unobserved"), free(category="lost"), usage(device_ms=0, slice_ms=0), free(category="later")]
-    await one.deliver(*growing, *rest)
-    assert one.receiver.requests == 0
-    assert one.count("records_duplicate_total") == 7
+    others = [
+        free(category="unobserved"),
+        free(category="lost"),
+        usage(device_ms=0, slice_ms=0),
+        free(category="later"),
+    ]
+    await setup.deliver(*growing, *others)
+    assert setup.receiver.requests == 0
+    assert setup.count("records_duplicate_total") == 7
 
 
 async def test_what_a_replay_writes_again_is_left_out_and_counted() -> None:
-    one = Setup()
-    await one.deliver(usage(used_us=1_000_000))
-    await one.deliver(usage(used_us=2_000_000, generation=1))
-    assert one.values()["gpu_usage_used_seconds"] == [(1, 1.0)]
-    assert one.count("records_dropped_total", reason="replayed") == 1
+    setup = Setup()
+    await setup.deliver(usage(used_us=1_000_000))
+    await setup.deliver(usage(used_us=2_000_000, generation=1))
+    assert setup.values()["gpu_usage_used_seconds"] == [(1, 1.0)]
+    assert setup.count("records_dropped_total", reason="replayed") == 1
 
 
 async def test_hours_of_a_holder_are_written_in_order_and_one_that_comes_again_is_the_same_sample() -> None:
-    one = Setup()
+    setup = Setup()
     hours = [usage(start_ms=START_MS + number * HOUR_MS) for number in range(3)]
-    assert await one.deliver(*hours, hours[2]) == [1, 2, 3, 4]
-    await one.deliver(hours[2])
-    assert one.values()["gpu_usage_held_seconds"] == [(1, 3600.0), (2, 3600.0), (3, 3600.0)]
-    assert one.count("records_delivered_total") == 5
+    assert await setup.deliver(*hours, hours[2]) == [1, 2, 3, 4]
+    await setup.deliver(hours[2])
+    assert setup.values()["gpu_usage_held_seconds"] == [(1, 3600.0), (2, 3600.0), (3, 3600.0)]
+    assert setup.count("records_delivered_total") == 5
 
 
 async def test_an_hour_that_is_too_old_for_the_receiver_is_dropped_with_the_reason() -> None:
-    one = Setup(Receiver(refuse=lambda sample: "too old sample" if sample.ts_ms <= START_MS + HOUR_MS else None))
-    await one.deliver(usage(), usage(start_ms=START_MS + HOUR_MS))
-    assert one.values()["gpu_usage_held_seconds"] == [(2, 3600.0)]
-    assert one.count("records_dropped_total", reason="too_old") == one.count("records_delivered_total") == 1
-    assert one.count("usage_samples_refused_total", reason="too_old") == 4
+    setup = Setup(Receiver(refuse=lambda sample: "too old sample" if sample.ts_ms <= START_MS + HOUR_MS else None))
+    await setup.deliver(usage(), usage(start_ms=START_MS + HOUR_MS))
+    assert setup.values()["gpu_usage_held_seconds"] == [(2, 3600.0)]
+    assert setup.count("records_dropped_total", reason="too_old") == setup.count("records_delivered_total") == 1
+    assert setup.count("usage_samples_refused_total", reason="too_old") == 4
 
 
 @pytest.mark.parametrize("value", [b"{", b"{}", b'{"final": true, "generation": 0}', b'{"final": 1, "generation": 0}'])
 async def test_a_record_that_is_none_is_dead_lettered(value: bytes) -> None:
-    one = Setup()
-    await one.deliver(value, usage())
-    assert one.count("records_dead_lettered_total") == one.count("records_delivered_total") == 1
-    assert len(one.sender.sent) == 1
+    setup = Setup()
+    await setup.deliver(value, usage())
+    assert setup.count("records_dead_lettered_total") == setup.count("records_delivered_total") == 1
+    assert len(setup.sender.sent) == 1
 
 
 async def test_a_record_under_another_key_is_dead_lettered() -> None:
-    one = Setup()
-    await one.deliver(msgspec.json.encode(usage()))
-    assert one.count("records_dead_lettered_total") == 1
+    setup = Setup()
+    await setup.deliver(msgspec.json.encode(usage()))
+    assert setup.count("records_dead_lettered_total") == 1
 
 
 IDS = st.sampled_from(["a", "b", None])
@@ -186,25 +193,29 @@ RECORDS = st.builds(
 
 @given(records=st.lists(RECORDS, min_size=2, max_size=6), label_set=st.sampled_from(list(LABELS)))
 def test_no_two_keys_are_one_series(records: list[Usage], label_set: LabelSet) -> None:
-    found: dict[object, set[object]] = {}
+    keys_by_series: dict[object, set[object]] = {}
     for record in records:
         group = group_of(record, LABELS[label_set])
         assert group is not None
         for row in group.series.rows:
-            found.setdefault((row.name, group.series.labels), set()).add(record.key)
-    assert all(len(keys) == 1 for keys in found.values())
+            keys_by_series.setdefault((row.name, group.series.labels), set()).add(record.key)
+    assert all(len(keys) == 1 for keys in keys_by_series.values())
 
 
 @pytest.mark.parametrize("label_set", LABELS)
 def test_an_hour_of_a_batch_job_is_named_by_the_job_and_by_no_pod(label_set: LabelSet) -> None:
-    of = {"workload": {"kind": "SlurmJob", "name": "42"}, "pod": "42", "pod_uid": "42", "namespace": "gpu"}
-    written = {"team": "ml", "user": "ada", "partition": "gpu"}
-    found = group_of(usage(**of, container="", team="ml", labels=written), LABELS[label_set])
-    assert found is not None
-    says = dict(found.series.labels)
-    assert (says["k8s_workload_kind"], says["k8s_workload_name"], says["team"]) == ("SlurmJob", "42", "ml")
-    assert not {one for one in says if "pod" in one or "namespace" in one or "container" in one}
+    identity = {"workload": {"kind": "SlurmJob", "name": "42"}, "pod": "42", "pod_uid": "42", "namespace": "gpu"}
+    tenant_labels = {"team": "ml", "user": "ada", "partition": "gpu"}
+    group = group_of(usage(**identity, container="", team="ml", labels=tenant_labels), LABELS[label_set])
+    assert group is not None
+    group_labels = dict(group.series.labels)
+    assert (group_labels["k8s_workload_kind"], group_labels["k8s_workload_name"], group_labels["team"]) == (
+        "SlurmJob",
+        "42",
+        "ml",
+    )
+    assert not {name for name in group_labels if "pod" in name or "namespace" in name or "container" in name}
     if label_set == "otel":
-        assert {name: value for name, value in says.items() if name.startswith("job_")} == {
+        assert {name: value for name, value in group_labels.items() if name.startswith("job_")} == {
             "job_id": "42", "job_user": "ada", "job_partition": "gpu", "job_account": "ml",
         }  # fmt: skip

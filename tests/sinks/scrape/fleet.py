@@ -89,7 +89,7 @@ def parsed(text: str) -> list[Metric]:
     names = iter(re.findall(r"^([a-zA-Z_]\w*)[{ ]", text, re.MULTILINE))
     families = list(text_string_to_metric_families(text))
     for family in families:
-        family.samples = [one._replace(name=next(names)) for one in family.samples]
+        family.samples = [sample._replace(name=next(names)) for sample in family.samples]
         if family.type == "counter" and family.name not in described:
             family.name += "_total"
     return families

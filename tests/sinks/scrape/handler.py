@@ -14,7 +14,7 @@ from sinks.series.tick import SeriesTick
 from sinks.series.translation import Translator
 from sinks.series.windows import Resolution
 from sinks.settings import NamingSettings
-from tests.sinks.records import Read, encoded
+from tests.sinks.records import ConsumedRecord, encoded
 from tests.sinks.scrape.fleet import exposed
 from topics.profiles import LabelSet, ProfileName
 
@@ -48,7 +48,7 @@ class Bench:
         shared = ScrapeShared(
             translator=Translator(NamingSettings(names=self.names, labels=self.label_set).profiles()),
             stale_after_s=60.0,
-            outcomes=Outcomes(COMPONENT, self.instruments, self._ended),
+            outcomes=Outcomes(COMPONENT, self.instruments, self._record_outcome),
             instruments=self.instruments,
             letters=self.letters,
             resolution=self.resolution,
@@ -56,15 +56,15 @@ class Bench:
         )
         self.handler = ScrapePartition(0, shared)
 
-    def _ended(self, _cluster: str, node: str, _run: int, seq: int, outcome: Outcome) -> None:
+    def _record_outcome(self, _cluster: str, node: str, _run: int, seq: int, outcome: Outcome) -> None:
         self.outcomes.append((node, seq, outcome))
 
-    async def deliver(self, *records: Read) -> list[int]:
+    async def deliver(self, *records: ConsumedRecord) -> list[int]:
         """Delivers the records; gives the offsets to commit."""
-        read: Sequence[Any] = records
-        return [upto async for upto in self.handler.deliver(read, self.abandon)]
+        delivered: Sequence[Any] = records
+        return [upto async for upto in self.handler.deliver(delivered, self.abandon)]
 
-    def shown(self) -> str:
+    def exposition(self) -> str:
         """What a scrape gets."""
         return exposed(self.handler.series())
 
@@ -75,8 +75,8 @@ class Bench:
         return value
 
 
-def shown(tick: SeriesTick, *names: ProfileName, label_set: LabelSet | None = None) -> list[SampleGroup]:
+def groups_of(tick: SeriesTick, *names: ProfileName, label_set: LabelSet | None = None) -> list[SampleGroup]:
     """What is shown of a tick with these names, and their labels or others."""
     bench = Bench(names=names or ("otel",), label_set=label_set)
-    bench.handler.recall([Read(0, encoded(tick))])
+    bench.handler.recall([ConsumedRecord(0, encoded(tick))])
     return list(bench.handler.series())

@@ -16,7 +16,7 @@ from sinks.series.labels import NodeIdentity, device_identity, labels, sole_hold
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from sinks.series.tick import SeriesDevice
 from tests.sinks.scrape.fleet import BESIDE, exposed, full_node, node, samples, types
-from tests.sinks.scrape.handler import shown
+from tests.sinks.scrape.handler import groups_of
 from topics.attributed import Holder, pods_of
 from topics.catalogue import LAST_XID
 from topics.profiles import LABELS, PROFILES, LabelSet, ProfileName
@@ -29,14 +29,14 @@ every_naming = pytest.mark.parametrize(("names", "label_set"), list(product(PROF
 
 def used(text: str) -> list[Sample]:
     """The one series that GPU has by what it measures."""
-    return [one for one in samples(text) if one.name == "gpu_utilization"]
+    return [sample for sample in samples(text) if sample.name == "gpu_utilization"]
 
 
 def test_devices_become_families_in_the_order_of_their_names_without_timestamps() -> None:
     metrics = {"temperature_celsius": 33, "fan_speed_ratio": 0.5}
     tick = node({"uuid": "GPU-b", "metrics": metrics}, {"uuid": "GPU-a", "metrics": {"temperature_celsius": 0}})
 
-    assert exposed(shown(tick, "dcgm", label_set="pod-devices")) == (
+    assert exposed(groups_of(tick, "dcgm", label_set="pod-devices")) == (
         "# HELP DCGM_FI_DEV_FAN_SPEED Speed that the fan is set to, of its maximum; may exceed 1. Unit: percent.\n"
         "# TYPE DCGM_FI_DEV_FAN_SPEED gauge\n"
         'DCGM_FI_DEV_FAN_SPEED{uuid="GPU-b"} 50.0\n'
@@ -63,20 +63,20 @@ BESIDE_METRICS = {
 }
 
 COUNTERS = [
-    (names, key, one.name)
+    (names, key, series.name)
     for names, profile in PROFILES.items()
-    for key, many in profile.series.items()
-    for one in many[:1]
-    if one.kind == "counter"
+    for key, series_of_key in profile.series.items()
+    for series in series_of_key[:1]
+    if series.kind == "counter"
 ]
 
 
 @pytest.mark.parametrize(("names", "key", "name"), COUNTERS)
 def test_a_counter_is_one_whatever_a_profile_calls_it(names: ProfileName, key: str, name: str) -> None:
-    text = exposed(shown(node({"uuid": "GPU-a", "metrics": {key: 12}}), names, label_set="pod-devices"))
+    text = exposed(groups_of(node({"uuid": "GPU-a", "metrics": {key: 12}}), names, label_set="pod-devices"))
 
     assert f"# TYPE {name} counter\n" in text
-    assert name in {one.name for one in samples(text)}
+    assert name in {sample.name for sample in samples(text)}
 
 
 @every_naming
@@ -84,39 +84,41 @@ def test_every_series_is_there_once_with_each_label_once_and_none_empty(
     names: ProfileName, label_set: LabelSet
 ) -> None:
     tick = full_node()
-    text = exposed(shown(tick, names, label_set=label_set))
-    found = samples(text)
+    text = exposed(groups_of(tick, names, label_set=label_set))
+    exposed_samples = samples(text)
     profile = PROFILES[names]
     last_xid = profile.series.get(LAST_XID.name, ())
     rows = sum(map(len, profile.series.values())) - len(last_xid) + len(profile.ratios)
     xids = 1 + len(last_xid)
     pods = 2 if label_set == "otel" else 0
 
-    assert len(found) == rows * len(tick.devices) + xids + BESIDE + pods
-    assert len({(one.name, *sorted(one.labels.items())) for one in found}) == len(found)
-    assert all(one.labels and all(one.labels.values()) for one in found)
-    assert all(one.timestamp is None for one in found)
+    assert len(exposed_samples) == rows * len(tick.devices) + xids + BESIDE + pods
+    assert len(
+        {(exposed_sample.name, *sorted(exposed_sample.labels.items())) for exposed_sample in exposed_samples}
+    ) == len(exposed_samples)
+    assert all(exposed_sample.labels and all(exposed_sample.labels.values()) for exposed_sample in exposed_samples)
+    assert all(exposed_sample.timestamp is None for exposed_sample in exposed_samples)
     pairs = [re.findall(r'([^{,"]+)="[^"]*"', line) for line in text.splitlines() if not line.startswith("#")]
     assert all(len(set(line)) == len(line) > 1 for line in pairs)
 
 
 @every_naming
 def test_every_name_is_valid_and_every_family_is_reported_once(names: ProfileName, label_set: LabelSet) -> None:
-    text = exposed(shown(full_node(), names, label_set=label_set))
+    text = exposed(groups_of(full_node(), names, label_set=label_set))
     about = Counter(tuple(line.split(" ", 3)[1:3]) for line in text.splitlines() if line.startswith("# "))
 
     assert set(about.values()) == {1}
-    assert all(NAME.match(name) for one in samples(text) for name in (one.name, *one.labels))
+    assert all(NAME.match(name) for sample in samples(text) for name in (sample.name, *sample.labels))
 
 
 def test_a_device_that_several_pods_hold_carries_no_holder_labels() -> None:
-    found = [
-        one
-        for one in samples(exposed(shown(full_node(), "dcgm")))
-        if "GPU_I_ID" not in one.labels and not one.name.startswith("gpu_pod_")
+    holders = [
+        sample
+        for sample in samples(exposed(groups_of(full_node(), "dcgm")))
+        if "GPU_I_ID" not in sample.labels and not sample.name.startswith("gpu_pod_")
     ]
 
-    assert {(one.labels["UUID"], one.labels.get("pod")) for one in found} == {
+    assert {(exposed_sample.labels["UUID"], exposed_sample.labels.get("pod")) for exposed_sample in holders} == {
         ("GPU-a", "bert-0"),
         ("GPU-b", None),
         ("GPU-d", None),
@@ -127,10 +129,10 @@ def test_a_device_that_several_pods_hold_carries_no_holder_labels() -> None:
 def test_what_is_beside_the_metrics_has_the_same_names_and_types_everywhere(
     names: ProfileName, label_set: LabelSet
 ) -> None:
-    text = exposed(shown(full_node(), names, label_set=label_set))
-    found = {name: kind for name, kind in types(text).items() if name in BESIDE_METRICS}
+    text = exposed(groups_of(full_node(), names, label_set=label_set))
+    kinds = {name: kind for name, kind in types(text).items() if name in BESIDE_METRICS}
 
-    assert found == BESIDE_METRICS
+    assert kinds == BESIDE_METRICS
 
 
 def test_of_two_devices_with_the_same_labels_the_first_is_shown() -> None:
@@ -143,30 +145,30 @@ def test_of_two_devices_with_the_same_labels_the_first_is_shown() -> None:
         }
         for n in range(2)
     ]
-    devices = shown(node(first, {**second, "metrics": {**GPU["metrics"], "fan_speed_ratio": 1}}), label_set="dcgm")
+    devices = groups_of(node(first, {**second, "metrics": {**GPU["metrics"], "fan_speed_ratio": 1}}), label_set="dcgm")
 
     assert len(devices) == 1
-    assert [one.value for one in samples(exposed(devices)) if one.name == "gpu_fan_speed"] == [0.0]
+    assert [sample.value for sample in samples(exposed(devices)) if sample.name == "gpu_fan_speed"] == [0.0]
 
 
 def test_names_that_rules_have_made_are_shown_as_the_scraper_takes_them() -> None:
     rows = (Row('k8s.gpu"util', (("9", "x"),), help="busy"), Row("up"))
-    made = SampleGroup(SeriesSet((("k8s.pod", "a"),), rows), 0, [1, 2])
-    assert exposition([made], utf8=True).decode() == (
+    group = SampleGroup(SeriesSet((("k8s.pod", "a"),), rows), 0, [1, 2])
+    assert exposition([group], utf8=True).decode() == (
         '# HELP "k8s.gpu\\"util" busy\n# TYPE "k8s.gpu\\"util" gauge\n{"k8s.gpu\\"util","9"="x","k8s.pod"="a"} 1.0\n'
         '# HELP up \n# TYPE up gauge\nup{"k8s.pod"="a"} 2.0\n'
     )
-    assert exposition([made]).decode() == (
+    assert exposition([group]).decode() == (
         '# HELP k8s_gpu_util busy\n# TYPE k8s_gpu_util gauge\nk8s_gpu_util{_9="x",k8s_pod="a"} 1.0\n'
         '# HELP up \n# TYPE up gauge\nup{k8s_pod="a"} 2.0\n'
     )
-    (family, _) = text_string_to_metric_families(exposition([made], utf8=True).decode())
-    assert [(one.name, one.labels) for one in family.samples] == [('k8s.gpu"util', {"9": "x", "k8s.pod": "a"})]
+    (family, _) = text_string_to_metric_families(exposition([group], utf8=True).decode())
+    assert [(sample.name, sample.labels) for sample in family.samples] == [('k8s.gpu"util', {"9": "x", "k8s.pod": "a"})]
 
 
 def test_two_devices_of_which_rules_left_the_same_in_common_are_both_shown() -> None:
     sets = [SeriesSet((), (Row("util", (("UUID", uuid),)), Row("temp", (("UUID", uuid),)))) for uuid in "ab"]
-    assert len(samples(exposed([SampleGroup(one, 0, [1, 2]) for one in sets]))) == 4
+    assert len(samples(exposed([SampleGroup(series_set, 0, [1, 2]) for series_set in sets]))) == 4
 
 
 def test_nothing_is_a_valid_exposition() -> None:
@@ -179,9 +181,13 @@ ODD = ['"', "\\", "\n", '\\"', "\\n", "\\\\n", "a\nb", "\r", "\r\n", "\t", "{}",
 @pytest.mark.parametrize("odd", [*ODD, "\u2028", "\x85", "\x0b", "\x00", "\x7f"])
 def test_what_a_tenant_calls_a_pod_is_read_back_as_it_was(odd: str) -> None:
     tick = node({**GPU, "model": odd, "holders": [{"namespace": odd, "pod": odd}]}, {**GPU, "uuid": "GPU-b"})
-    one, other = used(exposed(shown(tick, label_set="dcgm")))
+    first_sample, other = used(exposed(groups_of(tick, label_set="dcgm")))
 
-    assert (one.labels["modelName"], one.labels["namespace"], one.labels["pod"]) == (odd, odd, odd)
+    assert (first_sample.labels["modelName"], first_sample.labels["namespace"], first_sample.labels["pod"]) == (
+        odd,
+        odd,
+        odd,
+    )
     assert other.labels["UUID"] == "GPU-b"
 
 
@@ -190,31 +196,31 @@ def test_half_a_character_costs_only_itself(broken: str) -> None:
     pod = device_identity(
         NodeIdentity("c", "n"), SeriesDevice("GPU-a"), sole_holder(pods_of([Holder("n", f"p{broken}")]))
     )
-    (device,) = shown(node(GPU))
-    made = SampleGroup(SeriesSet(labels(LABELS["otel"], pod), device.series.rows), 0, device.values)
-    (one,) = used(exposed([made]))
+    (device,) = groups_of(node(GPU))
+    group = SampleGroup(SeriesSet(labels(LABELS["otel"], pod), device.series.rows), 0, device.values)
+    (exposed_sample,) = used(exposed([group]))
 
-    assert one.labels["k8s_pod_name"].startswith("p")
-    assert "?" in one.labels["k8s_pod_name"]
+    assert exposed_sample.labels["k8s_pod_name"].startswith("p")
+    assert "?" in exposed_sample.labels["k8s_pod_name"]
 
 
 @given(st.text(), st.text(min_size=1), st.floats(allow_nan=False, allow_infinity=False))
 def test_any_label_and_any_value_are_read_back_as_they_were(model: str, pod: str, value: float) -> None:
-    (device,) = shown(node(GPU))
-    known = (("gpu_model", model), ("k8s_pod_name", pod))
-    (one,) = used(exposed([SampleGroup(SeriesSet(known, device.series.rows[:1]), 0, [value])]))
+    (device,) = groups_of(node(GPU))
+    known_labels = (("gpu_model", model), ("k8s_pod_name", pod))
+    (exposed_sample,) = used(exposed([SampleGroup(SeriesSet(known_labels, device.series.rows[:1]), 0, [value])]))
 
-    assert one.labels == {**dict(known), "gpu_task_type": "compute"}
-    assert one.value == value
+    assert exposed_sample.labels == {**dict(known_labels), "gpu_task_type": "compute"}
+    assert exposed_sample.value == value
 
 
 def test_a_rendering_that_nobody_waits_for_is_given_up() -> None:
-    asked: list[bool] = []
+    checks: list[bool] = []
 
     def given_up() -> bool:
-        asked.append(True)
-        return len(asked) > 2
+        checks.append(True)
+        return len(checks) > 2
 
     with pytest.raises(GivenUp):
-        exposition(shown(full_node()), given_up)
-    assert len(asked) == 3
+        exposition(groups_of(full_node()), given_up)
+    assert len(checks) == 3

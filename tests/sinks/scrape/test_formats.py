@@ -50,7 +50,7 @@ def test_what_makes_no_sense_gets_the_plain_text(accept: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "wanted"),
+    ("header", "is_gzip"),
     [
         ("gzip", True),
         ("deflate, GZIP;q=0.5", True),
@@ -62,5 +62,5 @@ def test_what_makes_no_sense_gets_the_plain_text(accept: str) -> None:
         ("", False),
     ],
 )
-def test_gzip_is_for_who_wants_it(header: str, wanted: bool) -> None:
-    assert gzip_accepted(header) is wanted
+def test_gzip_is_for_who_wants_it(header: str, is_gzip: bool) -> None:
+    assert gzip_accepted(header) is is_gzip

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import pytest
 from prometheus_client import Metric
 
-from tests.sinks.records import Read
+from tests.sinks.records import ConsumedRecord
 from tests.sinks.scrape.fleet import exposed, full_node, parsed
-from tests.sinks.scrape.handler import Bench, shown
+from tests.sinks.scrape.handler import Bench, groups_of
 from topics.profiles import PROFILES, LabelSet, ProfileName
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -30,15 +30,15 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 class Difference(NamedTuple):
     """Labels that only the exporter has, where ``where`` says."""
 
-    why: str
+    reason: str
     labels: set[str]
-    where: Callable[[Labels], bool] = lambda _: True
+    applies: Callable[[Labels], bool] = lambda _: True
 
 
 class Extra(NamedTuple):
     """Series that only we have."""
 
-    why: str
+    reason: str
     which: Callable[[str, Labels], bool]
 
 
@@ -53,7 +53,7 @@ class Exporter(NamedTuple):
     gauges: frozenset[str] = frozenset()
 
 
-OURS = (
+OUR_FAMILIES = (
     Extra("how many pods hold a device", lambda name, _: name == "gpu_holders"),
     Extra("what a device is, in one series", lambda name, _: name == "gpu_info"),
     Extra("how many XID errors it has had", lambda name, _: name == "gpu_xid_errors"),
@@ -70,7 +70,7 @@ DCGM = Exporter(
         ),
     ),
     series_of_ours=(
-        *OURS,
+        *OUR_FAMILIES,
         Extra(
             "what this file of counters does not collect, or only with more labels",
             lambda name, _: (
@@ -101,7 +101,7 @@ POD_DEVICES = Exporter(
         ),
     ),
     series_of_ours=(
-        *OURS,
+        *OUR_FAMILIES,
         Extra("the script reads no XID errors", lambda name, _: name == "dcgm_xid_errors"),
         Extra("the 1.x script lists no MIG devices", lambda _, labels: labels["uuid"] == MIG),
         Extra(
@@ -112,14 +112,14 @@ POD_DEVICES = Exporter(
     gauges=frozenset({"dcgm_pcie_tx_throughput", "dcgm_pcie_rx_throughput"}),  # the script's counters that are rates
 )
 
-every_exporter = pytest.mark.parametrize("exporter", [DCGM, POD_DEVICES], ids=lambda one: one.names)
+every_exporter = pytest.mark.parametrize("exporter", [DCGM, POD_DEVICES], ids=lambda exporter: exporter.names)
 
 
-async def ours(exporter: Exporter) -> list[Metric]:
+async def our_families(exporter: Exporter) -> list[Metric]:
     """What the sink says of the node."""
     bench = Bench(names=(exporter.names,), label_set=exporter.label_set)
-    await bench.deliver(Read(0, NODE))
-    return parsed(bench.shown())
+    await bench.deliver(ConsumedRecord(0, NODE))
+    return parsed(bench.exposition())
 
 
 def theirs(exporter: Exporter) -> list[Metric]:
@@ -129,55 +129,71 @@ def theirs(exporter: Exporter) -> list[Metric]:
 
 def series(families: Iterable[Metric], differences: Iterable[Difference] = ()) -> Series:
     """Every series and its value, without the labels that are not compared; each must be there once."""
-    found: Series = {}
+    result: Series = {}
     for sample in (sample for family in families for sample in family.samples):
-        left_out = NOT_COMPARED.union(*(one.labels for one in differences if one.where(sample.labels)))
+        left_out = NOT_COMPARED.union(
+            *(difference.labels for difference in differences if difference.applies(sample.labels))
+        )
         key = (sample.name, frozenset(pair for pair in sample.labels.items() if pair[0] not in left_out))
-        assert key not in found
-        found[key] = sample.value
-    return found
+        assert key not in result
+        result[key] = sample.value
+    return result
 
 
 @every_exporter
 async def test_every_series_of_the_exporter_is_there_with_its_labels_and_value(exporter: Exporter) -> None:
-    found, expected = series(await ours(exporter)), series(theirs(exporter), exporter.labels_of_theirs)
-    extra = {key for key in found if any(one.which(key[0], dict(key[1])) for one in exporter.series_of_ours)}
+    our_series, expected = series(await our_families(exporter)), series(theirs(exporter), exporter.labels_of_theirs)
+    extra = {
+        key
+        for key in our_series
+        if any(extra_series.which(key[0], dict(key[1])) for extra_series in exporter.series_of_ours)
+    }
 
-    assert {key: value for key, value in found.items() if key not in extra} == expected
+    assert {key: value for key, value in our_series.items() if key not in extra} == expected
     assert len(expected) > 60
 
 
 @every_exporter
 async def test_every_difference_that_is_listed_is_one(exporter: Exporter) -> None:
     of_theirs = [sample.labels for family in theirs(exporter) for sample in family.samples]
-    of_ours = [sample for family in await ours(exporter) for sample in family.samples]
+    of_ours = [sample for family in await our_families(exporter) for sample in family.samples]
 
     for difference in exporter.labels_of_theirs:
-        assert any(difference.labels <= labels.keys() for labels in of_theirs if difference.where(labels))
-        assert not any(difference.labels & one.labels.keys() for one in of_ours if difference.where(one.labels))
+        assert any(difference.labels <= labels.keys() for labels in of_theirs if difference.applies(labels))
+        assert not any(
+            difference.labels & our_sample.labels.keys()
+            for our_sample in of_ours
+            if difference.applies(our_sample.labels)
+        )
     for extra in exporter.series_of_ours:
-        assert any(extra.which(one.name, one.labels) for one in of_ours)
-        assert not any(extra.which(one.name, one.labels) for family in theirs(exporter) for one in family.samples)
+        assert any(extra.which(our_sample.name, our_sample.labels) for our_sample in of_ours)
+        assert not any(
+            extra.which(sample.name, sample.labels) for family in theirs(exporter) for sample in family.samples
+        )
 
 
 @every_exporter
 async def test_types_are_the_exporters_but_for_those_listed(exporter: Exporter) -> None:
-    found = {family.name: family.type for family in await ours(exporter)}
+    our_types = {family.name: family.type for family in await our_families(exporter)}
     expected = {family.name: family.type for family in theirs(exporter)}
-    differs = {name: (was, found[name]) for name, was in expected.items() if found[name] != was}
+    differs = {
+        name: (expected_type, our_types[name])
+        for name, expected_type in expected.items()
+        if our_types[name] != expected_type
+    }
 
     assert differs == dict.fromkeys(exporter.gauges, ("counter", "gauge"))
 
 
 def test_every_label_of_pod_devices_is_one_of_five() -> None:
-    labels = {name for family in theirs(POD_DEVICES) for one in family.samples for name in one.labels}
+    labels = {name for family in theirs(POD_DEVICES) for sample in family.samples for name in sample.labels}
 
     assert labels == {"container_name", "gpu", "pod_name", "pod_namespace", "uuid"}
 
 
 def golden(profile: ProfileName) -> tuple[Path, str]:
     """The file of a profile, and what is shown in it of a node of whole, shared and MIG GPUs that has every key."""
-    return GOLDEN / f"{profile}.txt", exposed(shown(full_node(), profile))
+    return GOLDEN / f"{profile}.txt", exposed(groups_of(full_node(), profile))
 
 
 @pytest.mark.parametrize("profile", PROFILES)

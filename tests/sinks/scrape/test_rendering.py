@@ -14,14 +14,14 @@ from sinks.scrape import exposition
 from sinks.scrape.exposition import GivenUp, Renderings
 from sinks.series.model import SampleGroup
 from tests.sinks.scrape.fleet import exposed, full_node, node
-from tests.sinks.scrape.handler import shown
+from tests.sinks.scrape.handler import groups_of
 
-DEVICES = shown(full_node())
+DEVICES = groups_of(full_node())
 RENDER = exposition.exposition
 
 
 @dataclass
-class Held:
+class HeldEncoder:
     """A rendering that waits to be let go, and that remembers what it rendered, where and how often at once."""
 
     go: threading.Event = field(default_factory=threading.Event)
@@ -30,14 +30,14 @@ class Held:
     at_once: int = 0
     most_at_once: int = 0
 
-    def encode(self, groups: Iterable[SampleGroup], *asked: Any, **how: Any) -> bytes:
+    def encode(self, groups: Iterable[SampleGroup], *args: Any, **kwargs: Any) -> bytes:
         """Renders as ever."""
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         self.threads.append(threading.get_ident())
         self.began.set()
         assert self.go.wait(30)
-        text = RENDER(groups, *asked, **how)
+        text = RENDER(groups, *args, **kwargs)
         self.at_once -= 1
         return text
 
@@ -49,18 +49,18 @@ class Held:
 @contextmanager
 def rendering(devices: list[SampleGroup]) -> Iterator[Renderings]:
     """Renderings of these devices, closed after."""
-    made = Renderings(lambda: devices)
+    renderings = Renderings(lambda: devices)
     try:
-        yield made
+        yield renderings
     finally:
-        made.close()
+        renderings.close()
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Held:
-    made = Held()
-    monkeypatch.setattr(exposition, "exposition", made.encode)
-    return made
+def held_encoder(monkeypatch: pytest.MonkeyPatch) -> HeldEncoder:
+    encoder = HeldEncoder()
+    monkeypatch.setattr(exposition, "exposition", encoder.encode)
+    return encoder
 
 
 async def test_a_scrape_gets_what_is_shown_now() -> None:
@@ -72,49 +72,51 @@ async def test_a_scrape_gets_what_is_shown_now() -> None:
         assert (await renderings.text()).decode() == exposed([])
 
 
-async def test_scrapes_at_the_same_time_share_a_rendering_which_leaves_the_event_loop_free(held: Held) -> None:
+async def test_scrapes_at_the_same_time_share_a_rendering_which_leaves_the_event_loop_free(
+    held_encoder: HeldEncoder,
+) -> None:
     with rendering(DEVICES) as renderings:
         scrapes = [asyncio.create_task(renderings.text()) for _ in range(5)]
         scrapes += [asyncio.create_task(renderings.compressed()) for _ in range(5)]
-        await held.under_way()
+        await held_encoder.under_way()
         assert not any(scrape.done() for scrape in scrapes)
-        held.go.set()
+        held_encoder.go.set()
         texts = await asyncio.gather(*scrapes)
 
-    assert len(held.threads) == 1
-    assert held.threads != [threading.get_ident()]
+    assert len(held_encoder.threads) == 1
+    assert held_encoder.threads != [threading.get_ident()]
     assert len({id(text) for text in texts}) == 2
     assert gzip.decompress(texts[-1]) == texts[0] == exposed(DEVICES).encode()
 
 
-async def test_what_is_asked_for_is_rendered_one_after_the_other(held: Held) -> None:
+async def test_what_is_asked_for_is_rendered_one_after_the_other(held_encoder: HeldEncoder) -> None:
     with rendering(DEVICES) as renderings:
         scrapes = [asyncio.create_task(renderings.text(frozenset({f"gpu_{n}"}))) for n in range(3)]
-        await held.under_way()
-        held.go.set()
+        await held_encoder.under_way()
+        held_encoder.go.set()
         await asyncio.gather(*scrapes)
 
-    assert (len(held.threads), held.most_at_once) == (3, 1)
+    assert (len(held_encoder.threads), held_encoder.most_at_once) == (3, 1)
 
 
-async def test_a_scraper_that_goes_away_takes_nothing_from_the_others(held: Held) -> None:
+async def test_a_scraper_that_goes_away_takes_nothing_from_the_others(held_encoder: HeldEncoder) -> None:
     with rendering(DEVICES) as renderings:
-        gone, stays = [asyncio.create_task(renderings.text()) for _ in range(2)]
-        await held.under_way()
-        gone.cancel()
-        await asyncio.wait([gone])
-        held.go.set()
+        leaving, stays = [asyncio.create_task(renderings.text()) for _ in range(2)]
+        await held_encoder.under_way()
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        held_encoder.go.set()
         assert await stays == exposed(DEVICES).encode()
-    assert gone.cancelled()
+    assert leaving.cancelled()
 
 
-async def test_what_comes_during_a_rendering_is_not_in_it_but_in_the_next(held: Held) -> None:
+async def test_what_comes_during_a_rendering_is_not_in_it_but_in_the_next(held_encoder: HeldEncoder) -> None:
     devices = list(DEVICES)
     with rendering(devices) as renderings:
         first = asyncio.create_task(renderings.text())
-        await held.under_way()
-        devices[:] = shown(node({"uuid": "GPU-new", "metrics": {"fan_speed_ratio": 1.0}}))
-        held.go.set()
+        await held_encoder.under_way()
+        devices[:] = groups_of(node({"uuid": "GPU-new", "metrics": {"fan_speed_ratio": 1.0}}))
+        held_encoder.go.set()
         assert b"GPU-new" not in await first
         assert b"GPU-new" in await renderings.text()
 
@@ -129,12 +131,12 @@ async def test_a_rendering_that_fails_is_reported_and_the_next_is_a_new_one(monk
         assert await renderings.text()
 
 
-async def test_closing_gives_up_what_is_under_way_and_refuses_what_comes(held: Held) -> None:
+async def test_closing_gives_up_what_is_under_way_and_refuses_what_comes(held_encoder: HeldEncoder) -> None:
     with rendering(DEVICES) as renderings:
         scrape = asyncio.create_task(renderings.text())
-        await held.under_way()
+        await held_encoder.under_way()
         renderings.close()
-        held.go.set()
+        held_encoder.go.set()
         with pytest.raises(GivenUp):
             await scrape
         with pytest.raises(GivenUp):

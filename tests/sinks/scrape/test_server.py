@@ -18,9 +18,9 @@ from sinks.scrape import exposition, server
 from sinks.scrape.exposition import TEXT, TEXT_1, Renderings
 from sinks.scrape.server import serving
 from tests.sinks.scrape.fleet import exposed, full_node, parsed
-from tests.sinks.scrape.handler import shown
+from tests.sinks.scrape.handler import groups_of
 
-DEVICES = shown(full_node(), "otel", "otel")
+DEVICES = groups_of(full_node(), "otel", "otel")
 ANY_PORT = ("127.0.0.1", 0)
 
 
@@ -42,9 +42,9 @@ class Bench:
 
     async def ask(self, path: str | URL, method: str = "GET", **headers: str) -> Answer:
         """Asks for a path, or a whole address, with headers written with underscores."""
-        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        request_headers = {name.replace("_", "-"): value for name, value in headers.items()}
         address = path if isinstance(path, URL) else self.url + path
-        async with self.client.request(method, address, headers=given) as answer:
+        async with self.client.request(method, address, headers=request_headers) as answer:
             return Answer(answer.status, {**answer.headers}, await answer.read())
 
 
@@ -58,15 +58,15 @@ async def bench() -> AsyncIterator[Bench]:
         serving(renderings, ANY_PORT, lambda: scrapes.append(None)) as address,
         aiohttp.ClientSession(skip_auto_headers=without, auto_decompress=False) as client,
     ):
-        made = Bench(address, client)
-        yield made
-        made.scrapes = len(scrapes)
+        new_bench = Bench(address, client)
+        yield new_bench
+        new_bench.scrapes = len(scrapes)
 
 
 async def test_a_scraper_gets_the_format_it_asks_for() -> None:
-    async with bench() as made:
-        plain = await made.ask("/metrics")
-        other = await made.ask(
+    async with bench() as running:
+        plain = await running.ask("/metrics")
+        other = await running.ask(
             "/metrics", Accept="application/openmetrics-text;version=1.0.0,text/plain;version=1.0.0;q=0.5"
         )
 
@@ -74,22 +74,22 @@ async def test_a_scraper_gets_the_format_it_asks_for() -> None:
     assert plain.body.decode() == exposed(DEVICES)
     assert (other.status, other.headers["Content-Type"]) == (200, TEXT_1)
     assert other.body == plain.body
-    assert made.scrapes == 2
+    assert running.scrapes == 2
 
 
 @pytest.mark.parametrize("accept", ["nonsense", "application/openmetrics-text;version=banana", ";q=;;,", "image/png"])
 async def test_a_bad_accept_header_gets_the_plain_text(accept: str) -> None:
-    async with bench() as made:
-        answer = await made.ask("/metrics", Accept=accept)
+    async with bench() as running:
+        answer = await running.ask("/metrics", Accept=accept)
 
     assert (answer.status, answer.headers["Content-Type"]) == (200, TEXT)
     assert answer.body.decode() == exposed(DEVICES)
 
 
 async def test_who_takes_gzip_gets_gzip() -> None:
-    async with bench() as made:
-        packed = await made.ask("/metrics", Accept_Encoding="gzip")
-        plain = await made.ask("/metrics", Accept_Encoding="gzip;q=0")
+    async with bench() as running:
+        packed = await running.ask("/metrics", Accept_Encoding="gzip")
+        plain = await running.ask("/metrics", Accept_Encoding="gzip;q=0")
 
     assert packed.headers["Content-Encoding"] == "gzip"
     assert gzip.decompress(packed.body).decode() == exposed(DEVICES)
@@ -98,22 +98,22 @@ async def test_who_takes_gzip_gets_gzip() -> None:
 
 
 async def test_names_in_the_query_pick_series() -> None:
-    async with bench() as made:
-        some = await made.ask("/metrics?name[]=gpu_utilization&name[]=gpu_temperature&name[]=none")
-        packed = await made.ask("/metrics?name[]=gpu_utilization", Accept_Encoding="gzip")
+    async with bench() as running:
+        selected = await running.ask("/metrics?name[]=gpu_utilization&name[]=gpu_temperature&name[]=none")
+        packed = await running.ask("/metrics?name[]=gpu_utilization", Accept_Encoding="gzip")
 
-    everything = exposed(DEVICES).splitlines()
-    wanted = ("gpu_utilization{", "gpu_temperature{")
-    assert [line for line in some.body.decode().splitlines() if not line.startswith("#")] == sorted(
-        (line for line in everything if line.startswith(wanted)), key=lambda line: line.split("{")[0]
+    all_lines = exposed(DEVICES).splitlines()
+    expected = ("gpu_utilization{", "gpu_temperature{")
+    assert [line for line in selected.body.decode().splitlines() if not line.startswith("#")] == sorted(
+        (line for line in all_lines if line.startswith(expected)), key=lambda line: line.split("{")[0]
     )
     assert {family.name for family in parsed(gzip.decompress(packed.body).decode())} == {"gpu_utilization"}
 
 
 @pytest.mark.parametrize("query", ["name[]=", "name[]", "%", "&&;=&=", "a=%ff", "a" * 5000])
 async def test_no_query_is_an_error(query: str) -> None:
-    async with bench() as made:
-        answer = await made.ask(URL(f"{made.url}/metrics?{query}", encoded=True))
+    async with bench() as running:
+        answer = await running.ask(URL(f"{running.url}/metrics?{query}", encoded=True))
 
     assert (answer.status, answer.body.decode()) == (200, exposed(DEVICES))
 
@@ -158,16 +158,16 @@ async def test_a_client_that_does_not_take_the_answer_loses_its_connection(monke
 
 
 async def test_head_says_what_get_would_be_without_rendering_it() -> None:
-    async with bench() as made:
-        answer = await made.ask("/metrics", "HEAD")
+    async with bench() as running:
+        answer = await running.ask("/metrics", "HEAD")
 
     assert (answer.status, answer.headers["Content-Type"], answer.body) == (200, TEXT, b"")
-    assert made.scrapes == 0
+    assert running.scrapes == 0
 
 
 async def test_the_root_leads_to_the_metrics() -> None:
-    async with bench() as made:
-        page, head = await made.ask("/"), await made.ask("/", "HEAD")
+    async with bench() as running:
+        page, head = await running.ask("/"), await running.ask("/", "HEAD")
 
     assert (page.status, page.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
     assert b'<a href="/metrics">' in page.body
@@ -176,8 +176,8 @@ async def test_the_root_leads_to_the_metrics() -> None:
 
 @pytest.mark.parametrize("path", ["/metric", "/metrics/", "/..%2fetc/passwd", "/healthz"])
 async def test_any_other_path_says_where_the_metrics_are(path: str) -> None:
-    async with bench() as made:
-        answer = await made.ask(path)
+    async with bench() as running:
+        answer = await running.ask(path)
 
     assert (answer.status, answer.body) == (404, b"/metrics is here\n")
 
@@ -185,8 +185,8 @@ async def test_any_other_path_says_where_the_metrics_are(path: str) -> None:
 @pytest.mark.parametrize("path", ["/", "/metrics"])
 @pytest.mark.parametrize("method", ["POST", "DELETE", "OPTIONS"])
 async def test_nothing_can_be_written(path: str, method: str) -> None:
-    async with bench() as made:
-        answer = await made.ask(path, method)
+    async with bench() as running:
+        answer = await running.ask(path, method)
 
     assert (answer.status, answer.headers["Allow"]) == (405, "GET,HEAD")
 
@@ -194,20 +194,20 @@ async def test_nothing_can_be_written(path: str, method: str) -> None:
 async def test_a_scrape_that_stopping_overtakes_gets_an_answer_that_says_so_and_delays_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    began, go = threading.Event(), threading.Event()
+    begun_, go = threading.Event(), threading.Event()
 
     render = exposition.exposition
 
-    def held(*asked: Any, **how: Any) -> bytes:
-        began.set()
+    def held_encode(*args: Any, **kwargs: Any) -> bytes:
+        begun_.set()
         assert go.wait(30)
-        return render(*asked, **how)
+        return render(*args, **kwargs)
 
-    monkeypatch.setattr(exposition, "exposition", held)
+    monkeypatch.setattr(exposition, "exposition", held_encode)
     async with aiohttp.ClientSession() as client:
         async with serving(Renderings(lambda: DEVICES), ANY_PORT, lambda: None) as address:
             scrape = asyncio.create_task(client.get("http://{}:{}/metrics".format(*address)))
-            await asyncio.to_thread(began.wait, 30)
+            await asyncio.to_thread(begun_.wait, 30)
             asyncio.get_running_loop().call_later(0.1, go.set)
         answer = await asyncio.wait_for(scrape, 30)
         assert (answer.status, await answer.text()) == (503, "stopping\n")

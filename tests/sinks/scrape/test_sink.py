@@ -15,9 +15,9 @@ NOWHERE = "127.0.0.1:1"
 
 
 def test_every_mistake_of_the_settings_is_reported() -> None:
-    wrong = ScrapeSettings(kafka=NOWHERE, stale_after_s=0.0, session_timeout_s=0.5).errors()
+    errors = ScrapeSettings(kafka=NOWHERE, stale_after_s=0.0, session_timeout_s=0.5).errors()
 
-    assert [mistake.split(":")[0] for mistake in wrong] == ["--session-timeout", "--stale-after"]
+    assert [mistake.split(":")[0] for mistake in errors] == ["--session-timeout", "--stale-after"]
     assert ScrapeSettings(kafka=NOWHERE).errors() == []
 
 

@@ -37,12 +37,12 @@ def picked(*rows: str) -> Picked:
     return pick([counter(line, row) for line, row in enumerate(rows, 1)])
 
 
-def why(row: str) -> str:
+def refusal_of(row: str) -> str:
     (left_out,) = picked("DCGM_FI_DEV_GPU_TEMP", row).left_out
     return left_out.reason
 
 
-def written(tmp_path: Path, text: str) -> Path:
+def counters_file(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "counters.csv"
     path.write_text(text)
     return path
@@ -54,8 +54,8 @@ def text(settings: NamingSettings, *devices: Mapping[str, object]) -> str:
     return exposed(Translator(settings.profiles()).translate(tick, Cache())[1])
 
 
-def names(shown: str) -> set[str]:
-    return {line.split()[2] for line in shown.splitlines() if line.startswith("# TYPE")}
+def names(exposition: str) -> set[str]:
+    return {line.split()[2] for line in exposition.splitlines() if line.startswith("# TYPE")}
 
 
 # -- what a file picks
@@ -65,10 +65,10 @@ def test_the_series_are_those_of_the_file_with_its_types_and_help_and_the_units_
     metrics = {"memory_used_bytes": 3 << 20, "energy_joules_total": 1.5, "temperature_celsius": 33}
     gpu = {"uuid": "GPU-a", "index": 0, "metrics": metrics, "info": INFO}
 
-    shown = text(NamingSettings(counters=written(tmp_path, TWO)), gpu)
+    exposition = text(NamingSettings(counters=counters_file(tmp_path, TWO)), gpu)
 
     labels = 'UUID="GPU-a",cluster="prod",gpu="0",hostname="gpu-node-1",instance="gpu-node-1:9400"'
-    assert shown.splitlines() == [
+    assert exposition.splitlines() == [
         "# HELP DCGM_FI_DEV_FB_USED Memory, in MiB.",
         "# TYPE DCGM_FI_DEV_FB_USED gauge",
         f"DCGM_FI_DEV_FB_USED{{{labels}}} 3.0",
@@ -79,14 +79,14 @@ def test_the_series_are_those_of_the_file_with_its_types_and_help_and_the_units_
 
 
 def test_nothing_else_of_a_device_is_written_beside_a_file(tmp_path: Path) -> None:
-    assert names(text(NamingSettings(counters=written(tmp_path, TWO)))) == {
+    assert names(text(NamingSettings(counters=counters_file(tmp_path, TWO)))) == {
         "DCGM_FI_DEV_FB_USED",
         "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
     }
 
 
 def test_other_profiles_are_written_beside_the_file_which_stands_for_those_of_dcgm(tmp_path: Path) -> None:
-    file = written(tmp_path, TWO)
+    file = counters_file(tmp_path, TWO)
     both = names(text(NamingSettings(names=("otel", "dcgm"), counters=file)))
 
     assert {name for name in both if name.startswith("DCGM")} == names(text(NamingSettings(counters=file)))
@@ -107,23 +107,23 @@ def test_label_rows_are_labels_of_every_series_of_the_file(tmp_path: Path) -> No
     rows = "DCGM_FI_DRIVER_VERSION,label,Driver\nDCGM_FI_DEV_SERIAL,label,Serial\nDCGM_FI_DEV_GPU_TEMP,gauge,T\n"
     gpu = {"uuid": "GPU-a", "metrics": {"temperature_celsius": 33}, "info": INFO}
 
-    shown = text(NamingSettings(counters=written(tmp_path, rows)), gpu)
+    exposition = text(NamingSettings(counters=counters_file(tmp_path, rows)), gpu)
 
-    assert f'DCGM_FI_DRIVER_VERSION="{INFO["driver_version"]}"' in shown
-    assert f'DCGM_FI_DEV_SERIAL="{INFO["serial"]}"' in shown
-    assert text(NamingSettings(counters=written(tmp_path, TWO))).count("DCGM_FI_DRIVER_VERSION") == 0
+    assert f'DCGM_FI_DRIVER_VERSION="{INFO["driver_version"]}"' in exposition
+    assert f'DCGM_FI_DEV_SERIAL="{INFO["serial"]}"' in exposition
+    assert text(NamingSettings(counters=counters_file(tmp_path, TWO))).count("DCGM_FI_DRIVER_VERSION") == 0
 
 
 def test_chosen_labels_are_those_of_the_files_series(tmp_path: Path) -> None:
     gpu = {"uuid": "GPU-a", "index": 0, "metrics": {"memory_used_bytes": 1 << 20}}
 
-    shown = text(NamingSettings(counters=written(tmp_path, TWO), labels="pod-devices"), gpu)
+    exposition = text(NamingSettings(counters=counters_file(tmp_path, TWO), labels="pod-devices"), gpu)
 
-    assert 'DCGM_FI_DEV_FB_USED{gpu="0",uuid="GPU-a"} 1.0' in shown
+    assert 'DCGM_FI_DEV_FB_USED{gpu="0",uuid="GPU-a"} 1.0' in exposition
 
 
 def test_an_untyped_row_is_untyped(tmp_path: Path) -> None:
-    file = written(tmp_path, "DCGM_FI_DEV_GPU_TEMP,untyped,T\n")
+    file = counters_file(tmp_path, "DCGM_FI_DEV_GPU_TEMP,untyped,T\n")
 
     assert "# TYPE DCGM_FI_DEV_GPU_TEMP untyped" in text(NamingSettings(counters=file))
 
@@ -148,11 +148,11 @@ def test_an_untyped_row_is_untyped(tmp_path: Path) -> None:
     ],
 )
 def test_a_row_that_can_not_be_served_has_its_reason(row: str, reason: str) -> None:
-    assert reason in why(row)
+    assert reason in refusal_of(row)
 
 
 def test_a_field_of_its_own_is_not_taken_for_another_ones_slip() -> None:
-    assert why("DCGM_FI_DEV_POWER_MGMT_LIMIT_MIN") == "gpustream does not read it"
+    assert refusal_of("DCGM_FI_DEV_POWER_MGMT_LIMIT_MIN") == "gpustream does not read it"
 
 
 def test_a_row_that_is_there_twice_is_served_once() -> None:
@@ -175,7 +175,7 @@ def test_a_file_that_serves_nothing_is_refused_with_the_reason_of_each_line() ->
 
 
 def test_a_yaml_file_may_name_a_csv_file(tmp_path: Path) -> None:
-    csv = written(tmp_path, TWO)
+    csv = counters_file(tmp_path, TWO)
     (tmp_path / "a.yaml").write_text(f"version: 2\nmetrics:\n  file: {csv}\n")
     (tmp_path / "b.yaml").write_text(f"version: 2\nmetrics:\n  file: {tmp_path}/c.csv\n")
 
@@ -185,7 +185,7 @@ def test_a_yaml_file_may_name_a_csv_file(tmp_path: Path) -> None:
 
 
 def test_a_broken_file_is_a_mistake_of_the_command_line_with_its_lines(tmp_path: Path) -> None:
-    settings = ScrapeSettings(kafka="k:1", counters=written(tmp_path, "A,gauge\nDCGM_FI_DEV_GPU_TEMP,gage,x\n"))
+    settings = ScrapeSettings(kafka="k:1", counters=counters_file(tmp_path, "A,gauge\nDCGM_FI_DEV_GPU_TEMP,gage,x\n"))
 
     first, second = settings.errors()
 
@@ -202,7 +202,7 @@ class Watched:
     def __init__(self, path: Path) -> None:
         self.taken: list[list[str]] = []
         self.instruments = Instruments(INSTRUMENTS)
-        take = lambda one: self.taken.append([row.name for row in one.served])  # noqa: E731 - two words
+        take = lambda renderer: self.taken.append([row.name for row in renderer.served])  # noqa: E731 - two words
         self.reload = CountersReload(path, take, self.instruments, "scrape")
         self.look()
 
@@ -226,7 +226,7 @@ def replaced(path: Path, text: str) -> None:
 
 
 def test_a_changed_file_is_taken_when_it_rests_and_once(tmp_path: Path) -> None:
-    path = written(tmp_path, TEMPERATURE)
+    path = counters_file(tmp_path, TEMPERATURE)
     watched = Watched(path)
     path.write_text(TEMPERATURE + "DCGM_FI_DEV_POW")
     watched.look()
@@ -241,7 +241,7 @@ def test_a_changed_file_is_taken_when_it_rests_and_once(tmp_path: Path) -> None:
 
 
 def test_a_file_that_another_of_the_same_size_and_time_is_renamed_to_is_taken(tmp_path: Path) -> None:
-    path = written(tmp_path, "DCGM_FI_DEV_FB_USED,gauge,x\n")
+    path = counters_file(tmp_path, "DCGM_FI_DEV_FB_USED,gauge,x\n")
     watched = Watched(path)
     stat = path.stat()
 
@@ -271,7 +271,7 @@ def test_the_swapped_link_of_a_configmap_is_taken(tmp_path: Path) -> None:
 def test_a_broken_or_missing_file_keeps_the_one_before_and_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str | None
 ) -> None:
-    path = written(tmp_path, TEMPERATURE)
+    path = counters_file(tmp_path, TEMPERATURE)
     watched = Watched(path)
     path.unlink() if broken is None else replaced(path, broken)
 
@@ -290,7 +290,7 @@ def test_a_broken_or_missing_file_keeps_the_one_before_and_is_said_once(
 
 
 def test_rows_that_can_not_be_served_are_said_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    watched = Watched(written(tmp_path, TEMPERATURE + "DCGM_EXP_P2P_STATUS,gauge,x\n"))
+    watched = Watched(counters_file(tmp_path, TEMPERATURE + "DCGM_EXP_P2P_STATUS,gauge,x\n"))
 
     assert watched.value("gpustream_counters_rows_served") == 1
     assert watched.value("gpustream_counters_rows_left_out") == 1
@@ -299,7 +299,7 @@ def test_rows_that_can_not_be_served_are_said_and_counted(tmp_path: Path, caplog
 
 async def test_a_sink_follows_its_file_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sinks.counters_reload.CHECK_EVERY_S", 0.01)
-    path = written(tmp_path, TEMPERATURE)
+    path = counters_file(tmp_path, TEMPERATURE)
     settings = NamingSettings(counters=path)
     translator = Translator(settings.profiles())
 
@@ -308,7 +308,7 @@ async def test_a_sink_follows_its_file_while_it_runs(tmp_path: Path, monkeypatch
         await eventually(lambda: list(translator.profiles[0].series) == ["power_watts"], "the changed file is in force")
 
 
-def ended(groups: Iterable[SampleGroup]) -> set[str]:
+def ended_names(groups: Iterable[SampleGroup]) -> set[str]:
     """The names of the series that end."""
     stale = struct.pack("<d", STALE)
     return {
@@ -320,15 +320,15 @@ def ended(groups: Iterable[SampleGroup]) -> set[str]:
 
 
 def test_series_that_a_changed_file_does_not_have_any_more_end(tmp_path: Path) -> None:
-    path = written(tmp_path, TEMPERATURE + POWER)
+    path = counters_file(tmp_path, TEMPERATURE + POWER)
     settings = NamingSettings(counters=path)
     translator = Translator(settings.profiles())
     state = OpenSeries(translator)
-    one = device(metrics={"temperature_celsius": 33, "power_watts": 300})
-    state.settle(state.tick(sample(1, one)), 0.0, accepted=True)
+    sample_device = device(metrics={"temperature_celsius": 33, "power_watts": 300})
+    state.settle(state.tick(sample(1, sample_device)), 0.0, accepted=True)
 
     path.write_text(POWER)
     translator.profiles = settings.profiles()
-    second = state.tick(sample(2, one))
+    second = state.tick(sample(2, sample_device))
 
-    assert ended(second.groups) == {"DCGM_FI_DEV_GPU_TEMP"}
+    assert ended_names(second.groups) == {"DCGM_FI_DEV_GPU_TEMP"}

@@ -4,13 +4,13 @@ import pytest
 
 from sinks.series.counters_file import Counter, CountersError, parse
 
-ONE = b"version: 1\nmetrics:\n  fields:\n    - name: A\n      prometheusType: gauge\n      help: Of A.\n"
+ONE_FIELD = b"version: 1\nmetrics:\n  fields:\n    - name: A\n      prometheusType: gauge\n      help: Of A.\n"
 
 
 def rows(text: str) -> list[tuple[str, str, str]]:
-    found = parse(text.encode())
-    assert not isinstance(found, str)
-    return [(counter.name, counter.type, counter.help) for counter in found]
+    parsed_rows = parse(text.encode())
+    assert not isinstance(parsed_rows, str)
+    return [(counter.name, counter.type, counter.help) for counter in parsed_rows]
 
 
 def mistakes(text: str | bytes) -> list[tuple[int, str]]:
@@ -49,7 +49,7 @@ def test_every_mistake_of_a_csv_file_is_named_with_its_line() -> None:
         'A,gauge\n  \n # c\nA,gauge,a,b\nA,\tgauge,x\nA, "gauge",x\nA,Gauge,x\n,gauge,x\nA,gauge,"x" y\nA,gauge,"open\n'
     )
 
-    assert [(line, what[:24]) for line, what in mistakes(text)] == [
+    assert [(line, message[:24]) for line, message in mistakes(text)] == [
         (1, "has 2 columns, not name,"),
         (2, "has 1 column, not name, "),
         (3, "has 1 column, not name, "),
@@ -107,7 +107,7 @@ def test_a_yaml_file_may_name_a_csv_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("version: 3\nmetrics: {file: a}", [(1, "needs `version: 1` or `version: 2`")]),
         ("metrics: {file: a}", [(0, "needs `version: 1` or `version: 2`")]),
@@ -123,7 +123,7 @@ def test_a_yaml_file_may_name_a_csv_file() -> None:
         ("version: 1\nmetrics: {file: a}\n---\nversion: 1", [(0, "has 2 YAML documents, not one")]),
         ("version: 1\n  metrics: [", [(2, "is no YAML: mapping values are not allowed here")]),
         (
-            ONE.decode() + "    - {name: A, prometheusType: counter, help: x}\n    - {name: B, help: x}\n",
+            ONE_FIELD.decode() + "    - {name: A, prometheusType: counter, help: x}\n    - {name: B, help: x}\n",
             [(7, "names A again: line 4 has it"), (8, "a field without `prometheusType`")],
         ),
         (
@@ -132,11 +132,11 @@ def test_a_yaml_file_may_name_a_csv_file() -> None:
         ),
     ],
 )
-def test_every_mistake_of_a_yaml_file_is_named_with_its_line(text: str, found: list[tuple[int, str]]) -> None:
-    assert mistakes(text) == found
+def test_every_mistake_of_a_yaml_file_is_named_with_its_line(text: str, expected: list[tuple[int, str]]) -> None:
+    assert mistakes(text) == expected
 
 
 def test_for_a_manifest_it_says_what_the_file_is() -> None:
-    found = mistakes("apiVersion: v1\nkind: ConfigMap\ndata:\n  metrics: |\n    A,gauge,x\n")
+    errors = mistakes("apiVersion: v1\nkind: ConfigMap\ndata:\n  metrics: |\n    A,gauge,x\n")
 
-    assert any("of a ConfigMap only the text of its key is the file" in what for _, what in found)
+    assert any("of a ConfigMap only the text of its key is the file" in message for _, message in errors)

@@ -13,18 +13,18 @@ from tests.sinks.scrape.fleet import full_node, node
 from topics.catalogue import XIDS
 from topics.profiles import LABELS, PROFILES, ProfileName
 
-Written = dict[tuple[str, frozenset[tuple[str, str]]], float]
+ValuesBySeries = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def written(groups: list[SampleGroup]) -> Written:
+def values_by_series(groups: list[SampleGroup]) -> ValuesBySeries:
     """Every series with all of its labels; none is there twice."""
-    found = [
+    rows = [
         ((row.name, frozenset((*group.series.labels, *row.labels))), value)
         for group in groups
         for row, value in zip(group.series.rows, group.values, strict=True)
     ]
-    assert len(dict(found)) == len(found)
-    return dict(found)
+    assert len(dict(rows)) == len(rows)
+    return dict(rows)
 
 
 def translated(*names: ProfileName, tick: Any = None) -> list[SampleGroup]:
@@ -33,11 +33,11 @@ def translated(*names: ProfileName, tick: Any = None) -> list[SampleGroup]:
 
 @pytest.mark.parametrize("names", [("otel", "dcgm"), ("dcgm", "otel", "dcgm-legacy")])
 def test_several_profiles_write_what_each_writes_alone(names: tuple[ProfileName, ...]) -> None:
-    together: Written = {}
+    together: ValuesBySeries = {}
     for name in names:
-        together |= written(translated(name))
+        together |= values_by_series(translated(name))
 
-    assert written(translated(*names)) == together
+    assert values_by_series(translated(*names)) == together
 
 
 def test_what_two_profiles_call_alike_with_the_same_labels_is_written_once_as_the_first_says_it() -> None:
@@ -46,7 +46,7 @@ def test_what_two_profiles_call_alike_with_the_same_labels_is_written_once_as_th
     other = replace(legacy, name="other", series={"power_watts": (power._replace(help="x"),)})
     groups = Translator([legacy, other]).translate(full_node(), Cache())[1]
 
-    assert written(groups) == written(Translator([legacy]).translate(full_node(), Cache())[1])
+    assert values_by_series(groups) == values_by_series(Translator([legacy]).translate(full_node(), Cache())[1])
     assert "x" not in {row.help for group in groups for row in group.series.rows}
 
 
@@ -81,15 +81,15 @@ def test_a_node_is_written_in_other_profiles_from_the_next_tick_on() -> None:
     translator.translate(full_node(), cache)
     translator.profiles = (PROFILES["dcgm"],)
 
-    assert written(translator.translate(full_node(), cache)[1]) == written(translated("dcgm"))
+    assert values_by_series(translator.translate(full_node(), cache)[1]) == values_by_series(translated("dcgm"))
 
 
 def test_a_device_of_which_nothing_is_known_is_written_once() -> None:
     bare = node({"uuid": "GPU-a", "xids": {"79": 1}})
     both = [replace(PROFILES["dcgm"], labels=names) for names in (LABELS["dcgm-legacy"], LABELS["pod-devices"])]
-    same = [replace(one, labels=replace(one.labels, device=(("uuid", "uuid"),))) for one in both]
+    same = [replace(series, labels=replace(series.labels, device=(("uuid", "uuid"),))) for series in both]
 
-    assert list(written(Translator(same).translate(bare, Cache())[1]).values()) == [1.0]
+    assert list(values_by_series(Translator(same).translate(bare, Cache())[1]).values()) == [1.0]
 
 
 INFO = {"driver_version": "580.65.06"}
@@ -98,13 +98,13 @@ INFO = {"driver_version": "580.65.06"}
 def xids(*ticks: dict[str, Any]) -> list[dict[str, float]]:
     """What is said of XID errors in each tick of a device, in the names of dcgm."""
     translator, cache = Translator([PROFILES["dcgm"]]), Cache()
-    found = []
+    codes = []
     for tick in ticks:
         metrics = {"power_watts": 1.5}
         groups = translator.translate(node({"uuid": "GPU-a", "metrics": metrics, **tick}), cache)[1]
-        named = {name: value for (name, _), value in written(groups).items()}
-        found.append({name: value for name, value in named.items() if name in {"DCGM_FI_DEV_XID_ERRORS", XIDS.name}})
-    return found
+        named = {name: value for (name, _), value in values_by_series(groups).items()}
+        codes.append({name: value for name, value in named.items() if name in {"DCGM_FI_DEV_XID_ERRORS", XIDS.name}})
+    return codes
 
 
 def test_the_last_xid_error_is_said_until_another_comes_or_the_producer_begins_again() -> None:

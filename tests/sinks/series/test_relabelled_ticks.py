@@ -16,7 +16,7 @@ from sinks.series.translation import Translator
 from tests.sinks.conftest import device, sample
 from topics.profiles import PROFILES, ProfileName
 
-Written = dict[tuple[tuple[str, str], ...], float]
+ValuesByLabels = dict[tuple[tuple[str, str], ...], float]
 END = struct.pack("<d", STALE)
 
 
@@ -27,21 +27,21 @@ def writer(rules: str = "[]", *, names: ProfileName = "dcgm", by_pod: bool = Fal
 
 def play(state: OpenSeries, *samples: SeriesTick) -> list[NodeTick]:
     ticks = []
-    for one in samples:
-        ticks.append(state.tick(one))
+    for device_tick in samples:
+        ticks.append(state.tick(device_tick))
         state.settle(ticks[-1], 0.0, accepted=True)
     return ticks
 
 
-def written(groups: Sequence[SampleGroup]) -> Written:
+def values_by_labels(groups: Sequence[SampleGroup]) -> ValuesByLabels:
     """The value of each series; no series comes twice."""
     pairs = [(name, value) for g in groups for name, value in zip(g.series.series(), g.values, strict=True)]
     assert Counter(name for name, _ in pairs).most_common(1)[0][1] == 1
     return dict(pairs)
 
 
-def ends(found: Written) -> set[tuple[tuple[str, str], ...]]:
-    return {name for name, value in found.items() if struct.pack("<d", value) == END}
+def ends(values: ValuesByLabels) -> set[tuple[tuple[str, str], ...]]:
+    return {name for name, value in values.items() if struct.pack("<d", value) == END}
 
 
 LESS = "- {regex: UUID|gpu|device|pci_bus_id, action: labeldrop}"
@@ -49,49 +49,49 @@ LESS = "- {regex: UUID|gpu|device|pci_bus_id, action: labeldrop}"
 
 def test_of_devices_that_rules_make_the_same_the_first_is_written_and_the_others_counted() -> None:
     first, second = play(OpenSeries(writer(LESS)), *(sample(n, device("GPU-a"), device("GPU-b")) for n in (1, 2)))
-    assert len(written(first.groups)) == len(written(second.groups)) == first.withheld["collision"]
+    assert len(values_by_labels(first.groups)) == len(values_by_labels(second.groups)) == first.withheld["collision"]
     assert (first.withheld, second.markers) == (second.withheld, 0)
-    assert all(one is other for one, other in zip(first.open, second.open, strict=True))
+    assert all(block is other for block, other in zip(first.open, second.open, strict=True))
 
 
 def test_of_series_of_a_device_that_rules_make_the_same_the_first_is_written() -> None:
     rules = "- {source_labels: [__name__], regex: DCGM_.*, target_label: __name__, replacement: one}"
     (tick,) = play(OpenSeries(writer(rules)), sample(1, device()))
-    assert [dict(name)["__name__"] for name in written(tick.groups)].count("one") == 1
+    assert [dict(name)["__name__"] for name in values_by_labels(tick.groups)].count("one") == 1
     assert tick.withheld["collision"] >= 1
 
 
 def test_a_device_takes_the_place_of_one_that_was_the_same_without_an_end() -> None:
     samples = sample(1, device("GPU-a"), device("GPU-b")), sample(2, device("GPU-b"))
     first, second = play(OpenSeries(writer(LESS)), *samples)
-    assert written(first.groups).keys() == written(second.groups).keys()
+    assert values_by_labels(first.groups).keys() == values_by_labels(second.groups).keys()
     assert (second.markers, second.withheld) == (0, {})
 
 
 def test_a_rule_sees_a_pods_container_on_its_devices_and_none_on_the_pod() -> None:
     rules = "- {source_labels: [__meta_gpustream_container], target_label: c}"
     (tick,) = play(OpenSeries(writer(rules, names="otel")), sample(1, device(pod="a")))
-    seen = {labels["__name__"]: labels.get("c") for labels in map(dict, written(tick.groups))}
-    assert (seen["gpu_utilization"], seen["gpu_pod_info"]) == ("main", None)
+    container_by_name = {labels["__name__"]: labels.get("c") for labels in map(dict, values_by_labels(tick.groups))}
+    assert (container_by_name["gpu_utilization"], container_by_name["gpu_pod_info"]) == ("main", None)
 
 
 def test_a_marker_ends_the_series_that_was_sent() -> None:
     rules = "- {source_labels: [pod], regex: (.+), target_label: exported_pod}\n- {regex: pod, action: labeldrop}"
     first, second = play(OpenSeries(writer(rules)), sample(1, device(pod="a")), sample(2, device(pod="b")))
-    of_a = {name for name in written(first.groups) if dict(name).get("exported_pod") == "a"}
+    of_a = {name for name in values_by_labels(first.groups) if dict(name).get("exported_pod") == "a"}
     assert of_a
-    assert ends(written(second.groups)) == of_a
-    assert not [name for name in written(second.groups) if "pod" in dict(name)]
+    assert ends(values_by_labels(second.groups)) == of_a
+    assert not [name for name in values_by_labels(second.groups) if "pod" in dict(name)]
 
 
 def test_a_series_that_a_rule_drops_costs_nothing_and_has_no_end() -> None:
     rules = "- {source_labels: [__name__], regex: DCGM_FI_DEV_GPU_UTIL, action: keep}"
     first, second = play(OpenSeries(writer(rules)), sample(1, device(pod="a")), sample(2, device(pod="b")))
-    assert [dict(name)["__name__"] for name in written(first.groups)] == ["DCGM_FI_DEV_GPU_UTIL"]
-    assert len(ends(written(second.groups))) == second.markers == 1
+    assert [dict(name)["__name__"] for name in values_by_labels(first.groups)] == ["DCGM_FI_DEV_GPU_UTIL"]
+    assert len(ends(values_by_labels(second.groups))) == second.markers == 1
     assert set(first.withheld) == {"rule"}
-    (nothing,) = play(OpenSeries(writer("- {source_labels: [pod], regex: none, action: keep}")), sample(1, device()))
-    assert nothing.groups == []
+    (tick,) = play(OpenSeries(writer("- {source_labels: [pod], regex: none, action: keep}")), sample(1, device()))
+    assert tick.groups == []
 
 
 def test_a_series_of_two_nodes_is_the_first_ones_until_that_ends_it() -> None:
@@ -99,10 +99,10 @@ def test_a_series_of_two_nodes_is_the_first_ones_until_that_ends_it() -> None:
     state = OpenSeries(writer(rules))
     (first,) = play(state, sample(1, device(pod="a"), node="n1"))
     (other,) = play(state, sample(1, device(pod="a"), node="n2"))
-    assert (len(written(first.groups)), other.groups) == (other.withheld["collision"], [])
+    assert (len(values_by_labels(first.groups)), other.groups) == (other.withheld["collision"], [])
     play(state, sample(2, device(pod="b"), node="n1"))
     (other,) = play(state, sample(2, device(pod="a"), node="n2"))
-    assert written(other.groups).keys() == written(first.groups).keys()
+    assert values_by_labels(other.groups).keys() == values_by_labels(first.groups).keys()
     assert other.withheld == {}
 
 
@@ -110,17 +110,17 @@ def test_a_series_of_a_node_that_went_silent_is_another_nodes() -> None:
     state = OpenSeries(writer(f"{LESS}\n- {{regex: hostname|instance, action: labeldrop}}"))
     (first,) = play(state, sample(1, device(), node="n1"))
     assert play(state, sample(1, device(), node="n2"))[0].groups == []
-    (silence,) = [one for one in state.silences(100.0, 60.0) if one.groups]
+    (silence,) = [silence_ for silence_ in state.silences(100.0, 60.0) if silence_.groups]
     state.ended(silence)
     (other,) = play(state, sample(2, device(), node="n2"))
-    assert written(other.groups).keys() == written(first.groups).keys()
+    assert values_by_labels(other.groups).keys() == values_by_labels(first.groups).keys()
 
 
 UTIL, USED, POWER = "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_FB_USED", "DCGM_FI_DEV_POWER_USAGE"
 MIB = 1 << 20
 
 
-def shared(*pods: tuple[str, dict[str, Any] | None], **more: Any) -> dict[str, Any]:
+def shared(*pods: tuple[str, dict[str, Any] | None], **fields: Any) -> dict[str, Any]:
     """A device of 90 %, 1000 MiB and 300 W that these pods share."""
     metrics = {
         "gpu_utilization_ratio": 0.9,
@@ -132,15 +132,15 @@ def shared(*pods: tuple[str, dict[str, Any] | None], **more: Any) -> dict[str, A
         {"namespace": "ml", "pod": pod, "container": "main"} | ({"parts": parts} if parts else {})
         for pod, parts in pods
     ]
-    return device(holders=holders, metrics=metrics, **more)
+    return device(holders=holders, metrics=metrics, **fields)
 
 
 def by_name(tick: NodeTick) -> dict[str, dict[str | None, float]]:
-    found: dict[str, dict[str | None, float]] = defaultdict(dict)
-    for name, value in written(tick.groups).items():
+    values: dict[str, dict[str | None, float]] = defaultdict(dict)
+    for name, value in values_by_labels(tick.groups).items():
         labels = dict(name)
-        found[labels["__name__"]][labels.get("pod")] = value
-    return found
+        values[labels["__name__"]][labels.get("pod")] = value
+    return values
 
 
 def parts(utilization: float, memory_mib: int, power: float) -> dict[str, Any]:
@@ -148,51 +148,57 @@ def parts(utilization: float, memory_mib: int, power: float) -> dict[str, Any]:
 
 
 def test_a_shared_device_is_written_for_each_pod_and_its_rest_and_they_come_to_the_device() -> None:
-    rest = {"utilization_ratio": 0.25, "memory_used_bytes": 100 * MIB, "power_watts": 75.0}
-    of = shared(("a", parts(0.5, 600, 150.0)), ("b", parts(0.15, 300, 75.0)), unattributed=rest)
-    first, second = play(OpenSeries(writer(by_pod=True)), sample(1, of), sample(2, of))
-    found = by_name(first)
-    assert found[UTIL] == {"a": 50, "b": pytest.approx(15), None: 25}
-    assert found[USED] == {"a": 600, "b": 300, None: 100}
-    assert found[POWER] == {"a": 150, "b": 75, None: 75}
-    assert found["DCGM_FI_DEV_GPU_TEMP"] == {None: 60}
-    assert all(one is other for one, other in zip(first.open, second.open, strict=True))
+    unattributed = {"utilization_ratio": 0.25, "memory_used_bytes": 100 * MIB, "power_watts": 75.0}
+    shared_device = shared(("a", parts(0.5, 600, 150.0)), ("b", parts(0.15, 300, 75.0)), unattributed=unattributed)
+    first, second = play(OpenSeries(writer(by_pod=True)), sample(1, shared_device), sample(2, shared_device))
+    values = by_name(first)
+    assert values[UTIL] == {"a": 50, "b": pytest.approx(15), None: 25}
+    assert values[USED] == {"a": 600, "b": 300, None: 100}
+    assert values[POWER] == {"a": 150, "b": 75, None: 75}
+    assert values["DCGM_FI_DEV_GPU_TEMP"] == {None: 60}
+    assert all(block is other for block, other in zip(first.open, second.open, strict=True))
     assert sum(group.series.primaries for group in first.groups) == 4, "parts are no further values of metrics"
 
 
 def test_what_no_part_is_known_of_stays_the_devices() -> None:
-    of = shared(("a", {"utilization_ratio": 0.5}), ("b", None))
-    (tick,) = play(OpenSeries(writer(by_pod=True)), sample(1, of))
-    found = by_name(tick)
-    assert found[UTIL] == {"a": 50, None: pytest.approx(40)}
-    assert (found[USED], found[POWER]) == ({None: 1000}, {None: 300})
+    shared_device = shared(("a", {"utilization_ratio": 0.5}), ("b", None))
+    (tick,) = play(OpenSeries(writer(by_pod=True)), sample(1, shared_device))
+    values = by_name(tick)
+    assert values[UTIL] == {"a": 50, None: pytest.approx(40)}
+    assert (values[USED], values[POWER]) == ({None: 1000}, {None: 300})
 
 
 def test_a_shared_device_that_a_tick_lacks_is_written_by_pod_again_when_it_is_back() -> None:
-    of = shared(("a", parts(0.5, 600, 150.0)), ("b", parts(0.15, 300, 75.0)))
-    ticks = sample(1, of), sample(2, device("GPU-b")), sample(3, of)
+    shared_device = shared(("a", parts(0.5, 600, 150.0)), ("b", parts(0.15, 300, 75.0)))
+    ticks = sample(1, shared_device), sample(2, device("GPU-b")), sample(3, shared_device)
     first, _, third = play(OpenSeries(writer(by_pod=True)), *ticks)
-    assert written(third.groups[: len(first.groups)]) == written(first.groups)
+    assert values_by_labels(third.groups[: len(first.groups)]) == values_by_labels(first.groups)
 
 
 def test_a_share_of_the_memory_is_the_devices() -> None:
-    of = shared(("a", parts(0.5, 600, 150.0)), ("b", parts(0.15, 300, 75.0)))
-    of["metrics"]["memory_total_bytes"] = 4000 * MIB
-    (tick,) = play(OpenSeries(writer(names="otel", by_pod=True)), sample(1, of))
-    (percent,) = [v for name, v in written(tick.groups).items() if dict(name)["__name__"] == "gpu_memory_used_percent"]
+    shared_device = shared(("a", parts(0.5, 600, 150.0)), ("b", parts(0.15, 300, 75.0)))
+    shared_device["metrics"]["memory_total_bytes"] = 4000 * MIB
+    (tick,) = play(OpenSeries(writer(names="otel", by_pod=True)), sample(1, shared_device))
+    (percent,) = [
+        v for name, v in values_by_labels(tick.groups).items() if dict(name)["__name__"] == "gpu_memory_used_percent"
+    ]
     assert percent == 25
 
 
 def test_a_device_of_one_pod_is_as_it_was() -> None:
-    of = shared(("a", parts(0.5, 600, 150.0)))
-    (tick,), (as_it_was,) = (play(OpenSeries(writer(by_pod=by_pod)), sample(1, of)) for by_pod in (True, False))
-    assert written(tick.groups) == written(as_it_was.groups)
+    shared_device = shared(("a", parts(0.5, 600, 150.0)))
+    (tick,), (as_it_was,) = (
+        play(OpenSeries(writer(by_pod=by_pod)), sample(1, shared_device)) for by_pod in (True, False)
+    )
+    assert values_by_labels(tick.groups) == values_by_labels(as_it_was.groups)
 
 
 def test_a_mig_device_works_as_much_as_its_engines_do() -> None:
     mig = {"uuid": "MIG-1", "parent_uuid": "GPU-a", "gpu_instance": 2, "compute_instance": 0, "profile": "3g.40gb"}
-    of = device("MIG-1", pod="a", mig=mig, metrics={"graphics_engine_active_ratio": 0.7, "memory_used_bytes": MIB})
-    (tick,) = play(OpenSeries(writer(by_pod=True)), sample(1, of))
+    mig_device = device(
+        "MIG-1", pod="a", mig=mig, metrics={"graphics_engine_active_ratio": 0.7, "memory_used_bytes": MIB}
+    )
+    (tick,) = play(OpenSeries(writer(by_pod=True)), sample(1, mig_device))
     assert by_name(tick)[UTIL] == {"a": pytest.approx(70)}
-    (tick,) = play(OpenSeries(writer()), sample(1, of))
+    (tick,) = play(OpenSeries(writer()), sample(1, mig_device))
     assert UTIL not in by_name(tick)

@@ -31,15 +31,15 @@ CHANGES: dict[str, list[Any]] = {
     "split_scaled": [True, False],
     "conflict": ["no_pod"],
 }
-DEVICE = st.fixed_dictionaries({}, optional={name: st.sampled_from(some) for name, some in CHANGES.items()})
+DEVICE = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in CHANGES.items()})
 DEVICES = st.lists(DEVICE, max_size=3)
 
 
 def record(*devices: dict[str, Any], backwards: bool = False) -> bytes:
     """A tick's record, in whose devices the fields come in this or the other order."""
     header = {"schema": 1, "cluster": "c", "node": "n", "run_id": 1, "seq": 1, "ts_ms": 1, "offset": 1}
-    listed = [{"uuid": f"GPU-{number}", **one} for number, one in enumerate(devices)]
-    ordered = [dict(reversed(one.items())) for one in listed] if backwards else listed
+    listed = [{"uuid": f"GPU-{number}", **fields} for number, fields in enumerate(devices)]
+    ordered = [dict(reversed(fields.items())) for fields in listed] if backwards else listed
     return json.dumps({**header, "attribution": "exact", "devices": ordered}).encode()
 
 
@@ -47,14 +47,14 @@ def record(*devices: dict[str, Any], backwards: bool = False) -> bytes:
 def test_a_tick_says_the_same_whatever_came_before_it(ticks: list[tuple[list[dict[str, Any]], bool]]) -> None:
     remembering = TickDecoder()
     for devices, backwards in ticks:
-        one = record(*devices, backwards=backwards)
-        assert remembering.decode(one) == TickDecoder().decode(one)
+        encoded_record = record(*devices, backwards=backwards)
+        assert remembering.decode(encoded_record) == TickDecoder().decode(encoded_record)
 
 
 def test_a_device_and_its_holders_are_the_same_objects_while_only_values_and_parts_change() -> None:
-    of = {"info": {"serial": "1"}}
+    info = {"info": {"serial": "1"}}
     first, second, third = (
-        decode(record({**of, "metrics": metrics, "holders": holders, "processes": [{"pid": pid}]})).devices[0]
+        decode(record({**info, "metrics": metrics, "holders": holders, "processes": [{"pid": pid}]})).devices[0]
         for pid, (metrics, holders) in enumerate(
             zip([*CHANGES["metrics"], {}], [CHANGES["holders"][1], CHANGES["holders"][2], []], strict=True)
         )
@@ -65,11 +65,13 @@ def test_a_device_and_its_holders_are_the_same_objects_while_only_values_and_par
     assert (first.metrics, first.parts) != (second.metrics, second.parts)
 
 
-@pytest.mark.parametrize("wrong", [{"info": {"serial": 1}}, {"holders": [{"pod": "a"}]}, {"events": 3}, {"xids": [1]}])
-def test_what_is_no_such_record_is_none_though_its_node_is_known(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"info": {"serial": 1}}, {"holders": [{"pod": "a"}]}, {"events": 3}, {"xids": [1]}]
+)
+def test_what_is_no_such_record_is_none_though_its_node_is_known(changes: dict[str, Any]) -> None:
     decode(record({"info": {"serial": "1"}}))
     with pytest.raises(msgspec.DecodeError):
-        decode(record(wrong))
+        decode(record(changes))
 
 
 @pytest.mark.parametrize("null", ["info", "xids", "holders", "metrics", "events", "vendor"])

@@ -26,7 +26,7 @@ INFO = dict.fromkeys(DEVICE_INFO.labels, "x")
 OTHER = {**BERT, "pod": "bert-1", "pod_uid": "u2", "container": None}
 every_label_set = pytest.mark.parametrize("label_set", LABELS)
 
-Written = dict[tuple[str, str | None, str | None], tuple[float, dict[str, str]]]
+RowsByName = dict[tuple[str, str | None, str | None], tuple[float, dict[str, str]]]
 
 
 def parts(used: float | None = None, memory: float | None = None, power: float | None = None) -> dict[str, Any]:
@@ -58,27 +58,27 @@ def series_of(label_set: Any, source: Source) -> SeriesSet:
     return series_set(LABELS[label_set], source)
 
 
-def extras_of(label_set: Any, *holders: dict[str, Any], **more: Any) -> list[Extra]:
+def extras_of(label_set: Any, *holders: dict[str, Any], **fields: Any) -> list[Extra]:
     """What a tick with this device has beside its metrics, without the pods' own series."""
-    tick = sample(1, {"uuid": "GPU-a", "index": 0, "holders": list(holders), **more})
+    tick = sample(1, {"uuid": "GPU-a", "index": 0, "holders": list(holders), **fields})
     return [extra for extra in all_extras(label_set, tick) if extra.key[0] != "pod"]
 
 
 def rows(label_set: Any, sets: list[Extra]) -> list[tuple[Row, float, dict[str, str]]]:
     """Every series: its row, its value and all of its labels."""
-    written = [(series_of(label_set, extra.source), extra.values) for extra in sets]
+    series_values = [(series_of(label_set, extra.source), extra.values) for extra in sets]
     return [
         (row, value, dict((*series.labels, *row.labels)))
-        for series, values in written
+        for series, values in series_values
         for row, value in zip(series.rows, values, strict=True)
     ]
 
 
-def values(label_set: Any, *holders: dict[str, Any], **more: Any) -> dict[tuple[str, str | None], float]:
+def values(label_set: Any, *holders: dict[str, Any], **fields: Any) -> dict[tuple[str, str | None], float]:
     """The value of each series, by its name and pod."""
-    found = rows(label_set, extras_of(label_set, *holders, **more))
+    found_rows = rows(label_set, extras_of(label_set, *holders, **fields))
     pod = {"otel": "k8s_pod_name", "dcgm": "pod", "dcgm-4.9": "pod"}.get(label_set, "pod_name")
-    return {(row.name, labels.get(pod)): value for row, value, labels in found}
+    return {(row.name, labels.get(pod)): value for row, value, labels in found_rows}
 
 
 @every_label_set
@@ -114,9 +114,9 @@ def test_the_containers_of_a_pod_are_one_part(label_set: Any) -> None:
 
 @pytest.mark.parametrize(("label_set", "pods"), [("otel", 2), ("dcgm", 1), ("dcgm-legacy", 1), ("pod-devices", 1)])
 def test_a_pod_made_again_is_another_one_only_where_its_uid_is_a_label(label_set: Any, pods: int) -> None:
-    again = [{**BERT, "pod_uid": uid, "parts": parts(memory=10)} for uid in ("u1", "u2")]
+    remade = [{**BERT, "pod_uid": uid, "parts": parts(memory=10)} for uid in ("u1", "u2")]
     parts_of = [
-        value for row, value, _ in rows(label_set, extras_of(label_set, *again)) if row.name != "gpu_split_scaled"
+        value for row, value, _ in rows(label_set, extras_of(label_set, *remade)) if row.name != "gpu_split_scaled"
     ]
 
     assert (len(parts_of), sum(parts_of)) == (pods, 20.0)
@@ -149,20 +149,22 @@ def test_a_part_says_all_of_its_pod_that_a_sole_holders_series_says() -> None:
 
 @every_label_set
 def test_only_a_part_names_a_pod_even_where_one_pod_holds_the_device(label_set: Any) -> None:
-    everything = {"info": INFO, "xids": {"79": 1}, "conflict": "no_pod", "unattributed": parts(1)}
+    fields = {"info": INFO, "xids": {"79": 1}, "conflict": "no_pod", "unattributed": parts(1)}
     of_held, of_free = (
-        [series_of(label_set, extra.source) for extra in extras_of(label_set, *holders, **everything)]
+        [series_of(label_set, extra.source) for extra in extras_of(label_set, *holders, **fields)]
         for holders in ([BERT], [])
     )
 
-    assert [(one.labels, one.rows) for one in of_held] == [(one.labels, one.rows) for one in of_free]
+    assert [(series_set.labels, series_set.rows) for series_set in of_held] == [
+        (series_set.labels, series_set.rows) for series_set in of_free
+    ]
 
 
 @every_label_set
 def test_the_part_of_a_mig_device_is_distinguished_from_its_gpus(label_set: Any) -> None:
     (of_mig, *_), (of_gpu, *_) = (
-        rows(label_set, extras_of(label_set, {**BERT, "parts": parts(1)}, **more))
-        for more in ({"uuid": "MIG-1", "mig": MIG}, {})
+        rows(label_set, extras_of(label_set, {**BERT, "parts": parts(1)}, **fields))
+        for fields in ({"uuid": "MIG-1", "mig": MIG}, {})
     )
     assert of_mig[2] != of_gpu[2]
 
@@ -174,9 +176,9 @@ def test_scaling_is_reported_devices_that_are_split_and_of_no_others() -> None:
 
 
 def test_a_conflict_is_reported_while_there_is_one() -> None:
-    (told,) = rows("otel", extras_of("otel", BERT, conflict="unallocated_process"))
+    (row,) = rows("otel", extras_of("otel", BERT, conflict="unallocated_process"))
 
-    assert (told[0].name, told[0].labels, told[1]) == (
+    assert (row[0].name, row[0].labels, row[1]) == (
         "gpu_attribution_conflict",
         (("reason", "unallocated_process"),),
         1.0,
@@ -185,9 +187,9 @@ def test_a_conflict_is_reported_while_there_is_one() -> None:
 
 
 def test_xid_errors_are_counted_by_code() -> None:
-    found = rows("dcgm", extras_of("dcgm", xids={"79": 2, "48": 0, "": 7}))
+    xid_rows = rows("dcgm", extras_of("dcgm", xids={"79": 2, "48": 0, "": 7}))
 
-    assert {(row.labels, row.kind, value) for row, value, _ in found} == {
+    assert {(row.labels, row.kind, value) for row, value, _ in xid_rows} == {
         ((("xid", "79"),), "counter", 2.0),
         ((("xid", "48"),), "counter", 0.0),
     }
@@ -201,25 +203,25 @@ def xid(code: int, *holders: dict[str, Any] | None) -> dict[str, Any]:
 @every_label_set
 def test_a_pods_xid_errors_are_those_that_came_while_it_alone_held_the_device(label_set: Any) -> None:
     events = [xid(31, BERT), xid(31, BERT), xid(79, BERT), xid(31, None), xid(13, BERT, OTHER), xid(13), {"kind": "x"}]
-    found = rows(label_set, extras_of(label_set, OTHER, events=events))
+    xid_rows = rows(label_set, extras_of(label_set, OTHER, events=events))
     pod = {"otel": "k8s_pod_name", "dcgm": "pod", "dcgm-4.9": "pod"}.get(label_set, "pod_name")
 
-    assert {(row.name, labels[pod], labels["xid"], value) for row, value, labels in found} == {
+    assert {(row.name, labels[pod], labels["xid"], value) for row, value, labels in xid_rows} == {
         ("gpu_pod_xid_errors", "bert-0", "31", 2.0),
         ("gpu_pod_xid_errors", "bert-0", "79", 1.0),
         ("gpu_pod_xid_errors", "bert-1", "31", 1.0),
     }
-    assert all("container" not in name for _, _, labels in found for name in labels)
+    assert all("container" not in name for _, _, labels in xid_rows for name in labels)
 
 
 @every_label_set
 def test_what_a_device_is_is_in_the_labels_of_one_series(label_set: Any) -> None:
     info = {"serial": "1", "driver_version": "570.1", "mig_mode": "", "processes_visible": "no", "strange": "x"}
-    (told,) = rows(label_set, extras_of(label_set, info=info))
+    (row,) = rows(label_set, extras_of(label_set, info=info))
     plain = rows(label_set, extras_of(label_set, xids={"79": 1}))[0][2]
 
-    assert (told[0].name, told[1]) == ("gpu_info", 1.0)
-    assert told[2].items() - plain.items() == {
+    assert (row[0].name, row[1]) == ("gpu_info", 1.0)
+    assert row[2].items() - plain.items() == {
         ("serial", "1"),
         ("driver_version", "570.1"),
         ("processes_visible", "no"),
@@ -227,10 +229,12 @@ def test_what_a_device_is_is_in_the_labels_of_one_series(label_set: Any) -> None
 
 
 def test_pod_devices_keeps_its_five_labels_on_all_but_info() -> None:
-    found = rows("pod-devices", extras_of("pod-devices", {**BERT, "parts": parts(1)}, info=INFO, unattributed=parts(0)))
-    names = {row.name: set(labels) - FIVE for row, _, labels in found}
+    found_rows = rows(
+        "pod-devices", extras_of("pod-devices", {**BERT, "parts": parts(1)}, info=INFO, unattributed=parts(0))
+    )
+    names = {row.name: set(labels) - FIVE for row, _, labels in found_rows}
 
-    assert {name for name, more in names.items() if more} == {"gpu_info"}
+    assert {name for name, extra_labels in names.items() if extra_labels} == {"gpu_info"}
 
 
 def test_a_device_of_which_none_of_this_is_known_has_nothing_more() -> None:
@@ -307,11 +311,11 @@ def test_each_pod_that_holds_a_device_has_an_info_once() -> None:
     }
 
 
-def written(translator: Translator, tick: SeriesTick, cache: Cache) -> list[tuple[Any, ...]]:
+def written_rows(translator: Translator, tick: SeriesTick, cache: Cache) -> list[tuple[Any, ...]]:
     """All of a tick, in the order in which it is written."""
     keys, groups = translator.translate(tick, cache)
     of_each = [(series.labels, series.rows, series.start_ms, list(values)) for series, _, values in groups]
-    return [(key, *one) for key, one in zip(keys, of_each, strict=True)]
+    return [(key, *row) for key, row in zip(keys, of_each, strict=True)]
 
 
 @given(st.lists(DEVICES, min_size=2, max_size=6), st.booleans(), st.sampled_from(["otel", "otel,otel-suffixed"]))
@@ -319,9 +323,9 @@ def test_a_tick_is_written_the_same_whatever_came_before_it(ticks: Any, by_pod: 
     profiles = [PROFILES[name] for name in profile_names(names)]
     translator, cache = Translator(profiles, by_pod=by_pod), Cache()
     for seq, devices in enumerate(ticks, 1):
-        listed = [{"uuid": f"GPU-{number}", **one} for number, one in enumerate(devices)]
+        listed = [{"uuid": f"GPU-{number}", **fields} for number, fields in enumerate(devices)]
         tick = sample(seq, *listed, run_id=seq // 3) if listed else msgspec.structs.replace(sample(seq), devices=())
-        assert written(translator, tick, cache) == written(Translator(profiles, by_pod=by_pod), tick, Cache())
+        assert written_rows(translator, tick, cache) == written_rows(Translator(profiles, by_pod=by_pod), tick, Cache())
 
 
 @given(
@@ -329,7 +333,7 @@ def test_a_tick_is_written_the_same_whatever_came_before_it(ticks: Any, by_pod: 
 )
 def test_only_the_parts_that_are_known_are_written(ticks: Any) -> None:
     translator, cache = Translator([PROFILES["otel"]]), Cache()
-    for seq, (of_bert, of_other, rest) in enumerate(ticks, 1):
+    for seq, (of_bert, of_other, rest_share) in enumerate(ticks, 1):
         holders = [{**BERT, "parts": of_bert}, {**OTHER, "parts": of_other}]
-        tick = sample(seq, {"uuid": "GPU-a", "holders": holders, "unattributed": rest})
-        assert written(translator, tick, cache) == written(Translator([PROFILES["otel"]]), tick, Cache())
+        tick = sample(seq, {"uuid": "GPU-a", "holders": holders, "unattributed": rest_share})
+        assert written_rows(translator, tick, cache) == written_rows(Translator([PROFILES["otel"]]), tick, Cache())

@@ -22,15 +22,15 @@ EPOCH_MS = 1_795_219_200_000
 END = "ends"
 
 Series = tuple[tuple[str, str], ...]
-Written = dict[Series, list[tuple[int, float | str]]]
+PointsBySeries = dict[Series, list[tuple[int, float | str]]]
 
 
 def translator(name: ProfileName = "otel", relabelling: Relabelling | None = None) -> Translator:
     return Translator([PROFILES[name]], relabelling=relabelling or Relabelling())
 
 
-def tick(seq: int, second: float, *devices: dict[str, Any], **more: Any) -> SeriesTick:
-    return sample(seq, ts_ms=EPOCH_MS + round(second * 1000), **{"devices": list(devices), **more})
+def tick(seq: int, second: float, *devices: dict[str, Any], **fields: Any) -> SeriesTick:
+    return sample(seq, ts_ms=EPOCH_MS + round(second * 1000), **{"devices": list(devices), **fields})
 
 
 def points(groups: Sequence[SampleGroup]) -> list[tuple[Series, int, float | str]]:
@@ -41,22 +41,22 @@ def points(groups: Sequence[SampleGroup]) -> list[tuple[Series, int, float | str
     ]
 
 
-def write(ticks: Sequence[SeriesTick], resolution: Resolution, made: Translator | None = None) -> Written:
+def write(ticks: Sequence[SeriesTick], resolution: Resolution, translator_: Translator | None = None) -> PointsBySeries:
     """What is written of these ticks, each window as soon as it is over; the last one is not."""
-    state, written = OpenSeries(made or translator(), resolution), Written()
+    state, points_by_series = OpenSeries(translator_ or translator(), resolution), PointsBySeries()
     window: NodeWindow | None = None
     for before, now in itertools.pairwise([None, *ticks]):
         if before is not None and window is not None and not window.includes(now.ts_ms):  # type: ignore[union-attr]
             over = state.tick(before, window)
             for series, ts_ms, value in points(over.groups):
-                written.setdefault(series, []).append((ts_ms, value))
+                points_by_series.setdefault(series, []).append((ts_ms, value))
             state.settle(over, 0.0, accepted=True)
             window = None
         window = state.fold(now, window)  # type: ignore[arg-type]
-    return written
+    return points_by_series
 
 
-class Seen(NamedTuple):
+class SeenTick(NamedTuple):
     """A tick as it would be written by itself: a value of each series, and which of them are gauges."""
 
     ts_ms: int
@@ -64,45 +64,45 @@ class Seen(NamedTuple):
     gauges: Mapping[Series, str]
 
 
-def seen(of: SeriesTick, made: Translator) -> Seen:
+def seen_tick(series_tick: SeriesTick, translator_: Translator) -> SeenTick:
     """Each tick translated by itself, without anything that was before."""
-    groups = OpenSeries(made).tick(of).groups
+    groups = OpenSeries(translator_).tick(series_tick).groups
     rows = [row for group in groups for row in group.series.rows]
-    found = points(groups)
+    values = points(groups)
     units = {
         series: row.unit
-        for (series, _, _), row in zip(found, rows, strict=True)
+        for (series, _, _), row in zip(values, rows, strict=True)
         if row.kind == "gauge" and row.unit not in {"", "bitmask", "code"}
     }
-    return Seen(of.ts_ms, {series: value for series, _, value in found if value != END}, units)  # type: ignore[misc]
+    return SeenTick(series_tick.ts_ms, {series: value for series, _, value in values if value != END}, units)  # type: ignore[misc]
 
 
-def truth(ticks: Sequence[Seen], window_ms: int, kinds: Sequence[Aggregate]) -> Written:
+def truth(ticks: Sequence[SeenTick], window_ms: int, kinds: Sequence[Aggregate]) -> PointsBySeries:
     """What is to be written, series by series; nothing of the window that is not over."""
-    written = Written()
+    points_by_series = PointsBySeries()
     ends = [  # the numbers of those ticks that are the last of their window
         number
-        for number, (one, after) in enumerate(itertools.pairwise(ticks))
-        if not one.ts_ms < after.ts_ms or one.ts_ms // window_ms != after.ts_ms // window_ms
+        for number, (seen_, after) in enumerate(itertools.pairwise(ticks))
+        if not seen_.ts_ms < after.ts_ms or seen_.ts_ms // window_ms != after.ts_ms // window_ms
     ]
     over = ticks[: max(ends, default=-1) + 1]
-    for series in {series for one in over for series in one.values}:
+    for series in {series for seen_ in over for series in seen_.values}:
         run: list[float] = []
-        for number, one in enumerate(over):
+        for number, seen_ in enumerate(over):
             gauge = any(series in tick.gauges for tick in over)
             names = [series, *[renamed(series, kind) for kind in kinds if gauge]]
-            if series in one.values:
-                run.append(one.values[series])
+            if series in seen_.values:
+                run.append(seen_.values[series])
                 if number in ends or series not in over[number + 1].values:
-                    of = {"min": min(run), "mean": sum(run) / len(run), "max": max(run)}
-                    said = [run[-1], *[of[kind] for kind in kinds if gauge]]
-                    for name, value in zip(names, said, strict=True):
-                        written.setdefault(name, []).append((one.ts_ms, value))
+                    aggregates = {"min": min(run), "mean": sum(run) / len(run), "max": max(run)}
+                    values = [run[-1], *[aggregates[kind] for kind in kinds if gauge]]
+                    for name, value in zip(names, values, strict=True):
+                        points_by_series.setdefault(name, []).append((seen_.ts_ms, value))
                     run = []
             elif number and series in over[number - 1].values:
                 for name in names:
-                    written.setdefault(name, []).append((one.ts_ms, END))
-    return written
+                    points_by_series.setdefault(name, []).append((seen_.ts_ms, END))
+    return points_by_series
 
 
 def renamed(series: Series, kind: str) -> Series:
@@ -116,7 +116,7 @@ metrics = st.dictionaries(
 )
 devices = st.lists(
     st.tuples(st.sampled_from("abc"), st.sampled_from([None, "p", "q"]), metrics),
-    unique_by=lambda one: one[0],
+    unique_by=lambda step: step[0],
     max_size=3,
 )
 
@@ -127,11 +127,11 @@ def test_of_each_series_the_last_value_of_each_window_is_written_and_its_end(
 ) -> None:
     seconds = itertools.accumulate(after for after, _ in steps)
     ticks = [
-        tick(number, 20 + second, *[device(f"GPU-{uuid}", pod, metrics=values) for uuid, pod, values in some])
-        for number, (second, (_, some)) in enumerate(zip(seconds, steps, strict=True), 1)
+        tick(number, 20 + second, *[device(f"GPU-{uuid}", pod, metrics=values) for uuid, pod, values in device_steps])
+        for number, (second, (_, device_steps)) in enumerate(zip(seconds, steps, strict=True), 1)
     ]
     kinds = ALL if spread else ()
-    of_each = [seen(one, translator()) for one in ticks]
+    of_each = [seen_tick(series_tick, translator()) for series_tick in ticks]
 
     assert write(ticks, Resolution(15_000, kinds)) == truth(of_each, 15_000, kinds)
 
@@ -139,24 +139,29 @@ def test_of_each_series_the_last_value_of_each_window_is_written_and_its_end(
 def test_a_spike_of_one_tick_is_in_the_maximum_and_nowhere_else() -> None:
     values = [0.1] * 7 + [0.9] + [0.1] * 7 + [0.2]
     ticks = [tick(n, n, device(metrics={"gpu_utilization_ratio": value})) for n, value in enumerate(values)]
-    written = {dict(series)["__name__"]: points for series, points in write(ticks, Resolution(15_000, ALL)).items()}
-    at_ms, [(mean_at_ms, mean)] = EPOCH_MS + 14_000, written["gpu_utilization_mean"]
+    points_by_name = {
+        dict(series)["__name__"]: points for series, points in write(ticks, Resolution(15_000, ALL)).items()
+    }
+    at_ms, [(mean_at_ms, mean)] = EPOCH_MS + 14_000, points_by_name["gpu_utilization_mean"]
 
-    assert written["gpu_utilization"] == written["gpu_utilization_min"] == [(at_ms, 0.1)]
-    assert written["gpu_utilization_max"] == [(at_ms, 0.9)]
+    assert points_by_name["gpu_utilization"] == points_by_name["gpu_utilization_min"] == [(at_ms, 0.1)]
+    assert points_by_name["gpu_utilization_max"] == [(at_ms, 0.9)]
     assert mean_at_ms == at_ms
     assert mean == pytest.approx((14 * 0.1 + 0.9) / 15)
 
 
 def test_what_the_driver_says_of_each_tick_is_the_highest_of_the_window_and_the_only_one_of_its_name() -> None:
     highest = [3.0, 9.0, *[2.0] * 14]
-    ticks = [tick(n, n, device(metrics={"power_watts": 1.0, "power_max_watts": of})) for n, of in enumerate(highest)]
-    written = [
+    ticks = [
+        tick(n, n, device(metrics={"power_watts": 1.0, "power_max_watts": highest_watts}))
+        for n, highest_watts in enumerate(highest)
+    ]
+    maxima = [
         (dict(series)["__name__"], points) for series, points in write(ticks, Resolution(15_000, ("max",))).items()
     ]
 
-    assert [points for name, points in written if name == "gpu_power_draw_max"] == [[(EPOCH_MS + 14_000, 9.0)]]
-    assert not [name for name, _ in written if name.startswith("gpu_power_draw_max_")]
+    assert [points for name, points in maxima if name == "gpu_power_draw_max"] == [[(EPOCH_MS + 14_000, 9.0)]]
+    assert not [name for name, _ in maxima if name.startswith("gpu_power_draw_max_")]
 
 
 def test_a_counter_keeps_its_last_value_and_has_no_mean() -> None:
@@ -177,22 +182,22 @@ def test_a_counter_keeps_its_last_value_and_has_no_mean() -> None:
     ],
 )
 def test_the_aggregate_stands_before_the_unit_of_the_name(profile: ProfileName, name: str) -> None:
-    known = {"memory_used_bytes": 1 << 20, "sm_clock_hz": 1e9}
-    ticks = [tick(n, n, device(metrics=known)) for n in range(16)]
-    written = write(ticks, Resolution(15_000, ("max",)), translator(profile))
+    known_values = {"memory_used_bytes": 1 << 20, "sm_clock_hz": 1e9}
+    ticks = [tick(n, n, device(metrics=known_values)) for n in range(16)]
+    points_by_series = write(ticks, Resolution(15_000, ("max",)), translator(profile))
 
-    assert name in {dict(series)["__name__"] for series in written}
+    assert name in {dict(series)["__name__"] for series in points_by_series}
 
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_no_aggregate_has_the_name_of_another_series(profile: ProfileName) -> None:
-    own = {one.name for many in PROFILES[profile].series.values() for one in many}
-    own |= {one.name for one in PROFILES[profile].ratios}
+    names = {series.name for series_of_key in PROFILES[profile].series.values() for series in series_of_key}
+    names |= {ratio.name for ratio in PROFILES[profile].ratios}
     ticks = [tick(n, n, device(metrics=dict.fromkeys(PROFILES[profile].series, 1))) for n in range(16)]
-    written = write(ticks, Resolution(15_000, ALL), translator(profile))
+    points_by_series = write(ticks, Resolution(15_000, ALL), translator(profile))
 
-    assert {dict(series)["__name__"] for series in written} - own
-    assert {len(points) for points in written.values()} == {1}  # two series of one name would be written twice
+    assert {dict(series)["__name__"] for series in points_by_series} - names
+    assert {len(points) for points in points_by_series.values()} == {1}  # two series of one name would be written twice
 
 
 def test_names_after_commas_are_put_in_order_and_others_refused() -> None:

@@ -18,7 +18,7 @@ def test_good_settings_have_no_mistakes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "option"),
+    ("changed", "option"),
     [
         ({"url": "hooks:80"}, "--url"),
         ({"url": "https://user:pass@hooks/"}, "--url"),
@@ -37,17 +37,17 @@ def test_good_settings_have_no_mistakes(tmp_path: Path) -> None:
         ({"bearer_token_file": Path("/nowhere/token")}, "--bearer-token-file"),
     ],
 )
-def test_a_mistake_names_its_option(more: dict[str, Any], option: str) -> None:
-    (found,) = WebhookSettings(**{**GOOD, "unsigned": True, **more}).errors()
-    assert found.startswith(option)
+def test_a_mistake_names_its_option(changed: dict[str, Any], option: str) -> None:
+    (error,) = WebhookSettings(**{**GOOD, "unsigned": True, **changed}).errors()
+    assert error.startswith(option)
 
 
 def test_an_empty_secret_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(" \n")
-    (found,) = WebhookSettings(**GOOD, secret_file=tmp_path / "secret").errors()
-    assert found.endswith("is empty")
+    (error,) = WebhookSettings(**GOOD, secret_file=tmp_path / "secret").errors()
+    assert error.endswith("is empty")
 
 
 def test_every_mistake_is_listed() -> None:
-    found = WebhookSettings(kafka="", url="nope").errors()
-    assert [mistake.split(":")[0] for mistake in found] == ["--url", "--secret-file", "--kafka"]
+    errors = WebhookSettings(kafka="", url="nope").errors()
+    assert [mistake.split(":")[0] for mistake in errors] == ["--url", "--secret-file", "--kafka"]

@@ -13,38 +13,38 @@ from tests.sinks.alerts import START_MS, alert, assert_says
 
 def test_a_signature_is_hmac_sha256_as_others_compute_it() -> None:
     """RFC 4231, test case 2."""
-    wanted = "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"
-    assert signature(b"what do ya want for nothing?", b"Jefe") == f"sha256={wanted}"
+    expected = "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"
+    assert signature(b"what do ya want for nothing?", b"Jefe") == f"sha256={expected}"
 
 
 def test_a_request_is_the_record_under_the_transition_s_identity() -> None:
-    one = alert()
-    body, headers = request(one, b"{}", "record", b"key")
+    transition = alert()
+    body, headers = request(transition, b"{}", "record", b"key")
     assert body == b"{}"
     assert headers == {
         "Content-Type": "application/json",
-        "Idempotency-Key": f"{one.fingerprint}/{START_MS}/firing",
+        "Idempotency-Key": f"{transition.fingerprint}/{START_MS}/firing",
         "X-Gpustream-Signature": signature(b"{}", b"key"),
     }
 
 
 def test_an_http_request_in_binary_mode_is_a_cloud_event_to_the_official_sdk() -> None:
-    one = alert(name='Größe "100 %"')
-    record = msgspec.json.encode(one)
-    body, headers = request(one, record, "binary", b"key")
+    transition = alert(name='Größe "100 %"')
+    record = msgspec.json.encode(transition)
+    body, headers = request(transition, record, "binary", b"key")
     assert all("!" <= sign <= "~" for name, value in headers.items() if name.startswith("ce-") for sign in value)
     event = http.from_http_event(http.HTTPMessage(dict(headers), body))
-    assert_says(event, one)
+    assert_says(event, transition)
     assert (body, headers["X-Gpustream-Signature"]) == (record, signature(record, b"key"))
 
 
 def test_an_http_request_in_structured_mode_is_a_cloud_event_to_the_official_sdk() -> None:
-    one = alert(ends_ms=START_MS + 1000)
-    body, headers = request(one, msgspec.json.encode(one), "structured", b"key")
+    transition = alert(ends_ms=START_MS + 1000)
+    body, headers = request(transition, msgspec.json.encode(transition), "structured", b"key")
     assert headers["Content-Type"] == "application/cloudevents+json"
-    assert_says(http.from_http_event(http.HTTPMessage(dict(headers), body)), one)
+    assert_says(http.from_http_event(http.HTTPMessage(dict(headers), body)), transition)
     assert headers["X-Gpustream-Signature"] == signature(body, b"key")
-    assert msgspec.json.encode(one) in body
+    assert msgspec.json.encode(transition) in body
 
 
 def test_without_a_secret_nothing_is_signed() -> None:

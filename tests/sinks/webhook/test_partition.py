@@ -22,7 +22,7 @@ from sinks.webhook import AHEAD, COMPONENT, INSTRUMENTS, PENDING, Secret, Webhoo
 from tests.eventually import eventually
 from tests.sinks.alerts import START_MS, alert, alert_record, deleted
 from tests.sinks.receivers import Scripted
-from tests.sinks.records import FakeSender, Read
+from tests.sinks.records import ConsumedRecord, FakeSender
 from topics.alerts import Alert, transition_id
 
 OVER_MS = START_MS + 60_000
@@ -34,13 +34,19 @@ class Setup:
     def __init__(
         self, scripted: Scripted, *, at_once: int = 8, secret: Secret | None = None, most_refused: float = math.inf
     ) -> None:
-        made = Instruments(INSTRUMENTS)
-        self.registry = made.registry
+        instruments = Instruments(INSTRUMENTS)
+        self.registry = instruments.registry
         self.scripted = scripted
         self.sender = FakeSender()
-        self.outcomes = Outcomes(COMPONENT, made)
+        self.outcomes = Outcomes(COMPONENT, instruments)
         receiver = Receiver(
-            "http://h:1/hook", scripted.post, COMPONENT, made, at_once=at_once, most_refused=most_refused, first_s=0.0
+            "http://h:1/hook",
+            scripted.post,
+            COMPONENT,
+            instruments,
+            at_once=at_once,
+            most_refused=most_refused,
+            first_s=0.0,
         )
         letters = DeadLetters(self.sender, "sink webhook")  # type: ignore[arg-type]
         self.receiver = receiver
@@ -48,7 +54,7 @@ class Setup:
         self.abandon = asyncio.Event()
         self.read = 0
 
-    async def begin(self, records: Sequence[Read]) -> list[int]:
+    async def begin(self, records: Sequence[ConsumedRecord]) -> list[int]:
         """Gives the partition records, counted as an assignment does; it may keep some of them unfinished.
 
         Gives the offsets after each step.
@@ -57,7 +63,7 @@ class Setup:
         self.outcomes.read(len(records))
         return [offset async for offset in self.partition.deliver(records, self.abandon)]
 
-    async def deliver(self, records: Sequence[Read]) -> list[int]:
+    async def deliver(self, records: Sequence[ConsumedRecord]) -> list[int]:
         """The same, and again without more records until all are finished: a slow machine takes more calls."""
         offsets = await self.begin(records)
         while sum(self.ends().values()) < self.read:
@@ -67,7 +73,7 @@ class Setup:
 
     def posted(self) -> list[str]:
         """The identities of the transitions that were accepted."""
-        return [one.headers["Idempotency-Key"] for one in self.scripted.accepted()]
+        return [request.headers["Idempotency-Key"] for request in self.scripted.accepted()]
 
     def ends(self) -> dict[str, int]:
         """How many records ended in which way."""
@@ -82,65 +88,65 @@ class Setup:
         return [headers["error"].decode() for _, _, headers in self.sender.sent]
 
 
-def records(*alerts: Alert, first: int = 0) -> list[Read]:
-    return [alert_record(one, first + number) for number, one in enumerate(alerts)]
+def records(*alerts: Alert, first: int = 0) -> list[ConsumedRecord]:
+    return [alert_record(alert_, first + number) for number, alert_ in enumerate(alerts)]
 
 
 async def test_each_transition_is_posted_as_its_record_is_and_signed(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_bytes(b"key\n")
-    one = Setup(Scripted(), secret=Secret(file))
+    setup = Setup(Scripted(), secret=Secret(file))
     firing, over = alert(), alert(ends_ms=OVER_MS)
-    assert (await one.deliver(records(firing, over)))[-1] == 2
-    assert one.posted() == [transition_id(firing), transition_id(over)]
-    for got, sent in zip(one.scripted.got, (firing, over), strict=True):
-        assert got.url == "http://h:1/hook"
-        assert got.body == msgspec.json.encode(sent)
-        wanted = hmac.new(b"key", got.body, hashlib.sha256).hexdigest()
-        assert got.headers["X-Gpustream-Signature"] == f"sha256={wanted}"
-    assert one.ends() == {"delivered": 2}
+    assert (await setup.deliver(records(firing, over)))[-1] == 2
+    assert setup.posted() == [transition_id(firing), transition_id(over)]
+    for request, transition in zip(setup.scripted.requests, (firing, over), strict=True):
+        assert request.url == "http://h:1/hook"
+        assert request.body == msgspec.json.encode(transition)
+        signature = hmac.new(b"key", request.body, hashlib.sha256).hexdigest()
+        assert request.headers["X-Gpustream-Signature"] == f"sha256={signature}"
+    assert setup.ends() == {"delivered": 2}
 
 
 async def test_what_was_posted_before_is_not_posted_when_it_is_written_again() -> None:
-    one = Setup(Scripted())
-    one.partition.recall(records(alert("a"), alert("b"), alert("b", ends_ms=OVER_MS)))
-    again = records(alert("a"), alert("b", ends_ms=OVER_MS), alert("b"), alert("a"), first=3)
-    assert (await one.deliver(again))[-1] == 7
-    assert one.scripted.got == []
-    assert one.ends() == {"duplicate": 4}
+    setup = Setup(Scripted())
+    setup.partition.recall(records(alert("a"), alert("b"), alert("b", ends_ms=OVER_MS)))
+    replayed = records(alert("a"), alert("b", ends_ms=OVER_MS), alert("b"), alert("a"), first=3)
+    assert (await setup.deliver(replayed))[-1] == 7
+    assert setup.scripted.requests == []
+    assert setup.ends() == {"duplicate": 4}
 
 
 async def test_what_was_recalled_undecodable_has_its_dead_letter_already() -> None:
-    one = Setup(Scripted())
-    one.partition.recall([alert_record(b"{", 0)])
-    await one.deliver(records(alert(), first=1))
-    assert one.ends() == {"delivered": 1}
-    assert one.sender.sent == []
+    setup = Setup(Scripted())
+    setup.partition.recall([alert_record(b"{", 0)])
+    await setup.deliver(records(alert(), first=1))
+    assert setup.ends() == {"delivered": 1}
+    assert setup.sender.sent == []
 
 
 async def test_a_tombstone_is_let_pass_and_its_alert_may_fire_again() -> None:
-    one = Setup(Scripted())
+    setup = Setup(Scripted())
     over = alert(ends_ms=OVER_MS)
-    again = [alert_record(over, 0), deleted(over, 1, at_ms=OVER_MS), alert_record(over, 2)]
-    assert (await one.deliver(again))[-1] == 3
-    assert one.posted() == [transition_id(over)] * 2
-    assert one.ends() == {"delivered": 2, "duplicate": 1}
+    replayed = [alert_record(over, 0), deleted(over, 1, at_ms=OVER_MS), alert_record(over, 2)]
+    assert (await setup.deliver(replayed))[-1] == 3
+    assert setup.posted() == [transition_id(over)] * 2
+    assert setup.ends() == {"delivered": 2, "duplicate": 1}
 
 
 @pytest.mark.parametrize("bad", [b"{nonsense", b"", b"[]"])
 async def test_what_cannot_be_decoded_is_a_dead_letter_and_holds_up_nothing(bad: bytes) -> None:
-    one = Setup(Scripted())
-    assert (await one.deliver([alert_record(bad, 0), *records(alert(), first=1)]))[-1] == 2
-    assert one.ends() == {"delivered": 1, "dead_lettered": 1}
-    assert one.errors()[0].startswith("not a record of gpu.alerts")
+    setup = Setup(Scripted())
+    assert (await setup.deliver([alert_record(bad, 0), *records(alert(), first=1)]))[-1] == 2
+    assert setup.ends() == {"delivered": 1, "dead_lettered": 1}
+    assert setup.errors()[0].startswith("not a record of gpu.alerts")
 
 
 async def test_a_refused_transition_is_a_dead_letter_and_the_next_one_goes_on() -> None:
-    one = Setup(Scripted(then=lambda body: 422 if b'"firing"' in body else 204))
-    assert (await one.deliver(records(alert(), alert(ends_ms=OVER_MS))))[-1] == 2
-    assert one.posted() == [transition_id(alert(ends_ms=OVER_MS))]
-    assert one.ends() == {"delivered": 1, "dead_lettered": 1}
-    assert one.errors() == ["refused: HTTP 422: said"]
+    setup = Setup(Scripted(default_status=lambda body: 422 if b'"firing"' in body else 204))
+    assert (await setup.deliver(records(alert(), alert(ends_ms=OVER_MS))))[-1] == 2
+    assert setup.posted() == [transition_id(alert(ends_ms=OVER_MS))]
+    assert setup.ends() == {"delivered": 1, "dead_lettered": 1}
+    assert setup.errors() == ["refused: HTTP 422: said"]
 
 
 @pytest.mark.parametrize("patience_s", [0.0, 60.0])
@@ -148,142 +154,144 @@ async def test_an_outage_loses_nothing_and_keeps_the_order_of_each_alert(
     patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(webhook, "_STUCK_AFTER_S", patience_s)
-    one = Setup(Scripted(*[0, 503, 429, 500, 401] * 10))
-    await one.deliver(records(*[alert(pod, ends_ms=ends) for ends in (None, OVER_MS) for pod in "abcde"]))
-    assert sorted(one.posted()) == sorted(set(one.posted()))
+    setup = Setup(Scripted(*[0, 503, 429, 500, 401] * 10))
+    await setup.deliver(records(*[alert(pod, ends_ms=ends) for ends in (None, OVER_MS) for pod in "abcde"]))
+    assert sorted(setup.posted()) == sorted(set(setup.posted()))
     for pod in "abcde":
-        mine = [identity for identity in one.posted() if identity.startswith(alert(pod).fingerprint)]
-        assert mine == [transition_id(alert(pod)), transition_id(alert(pod, ends_ms=OVER_MS))]
+        of_pod = [identity for identity in setup.posted() if identity.startswith(alert(pod).fingerprint)]
+        assert of_pod == [transition_id(alert(pod)), transition_id(alert(pod, ends_ms=OVER_MS))]
 
 
 async def test_alerts_do_not_wait_for_one_another_but_one_waits_for_itself() -> None:
-    one = Setup(Scripted(), at_once=3)
-    one.scripted.hold.clear()
+    setup = Setup(Scripted(), at_once=3)
+    setup.scripted.hold.clear()
     delivering = asyncio.ensure_future(
-        one.deliver(records(alert("a"), alert("a", ends_ms=OVER_MS), alert("b"), alert("c"), alert("d"), alert("e")))
+        setup.deliver(records(alert("a"), alert("a", ends_ms=OVER_MS), alert("b"), alert("c"), alert("d"), alert("e")))
     )
-    await eventually(lambda: one.scripted.under_way == 3)
-    one.scripted.hold.set()
+    await eventually(lambda: setup.scripted.under_way == 3)
+    setup.scripted.hold.set()
     await delivering
-    assert one.scripted.most == 3
-    first = [got.headers["Idempotency-Key"] for got in one.scripted.got[:3]]
+    assert setup.scripted.most == 3
+    first = [request.headers["Idempotency-Key"] for request in setup.scripted.requests[:3]]
     assert first == [transition_id(alert(pod)) for pod in "abc"]
 
 
 async def test_no_offset_passes_an_unfinished_transition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook, "_STUCK_AFTER_S", 60.0)
-    one = Setup(Scripted(then=lambda body: 503 if b'"k8s_pod_name":"b"' in body else 200))
-    one.outcomes.read(3)
-    steps = one.partition.deliver(records(alert("a"), alert("b"), alert("c")), one.abandon)
+    setup = Setup(Scripted(default_status=lambda body: 503 if b'"k8s_pod_name":"b"' in body else 200))
+    setup.outcomes.read(3)
+    steps = setup.partition.deliver(records(alert("a"), alert("b"), alert("c")), setup.abandon)
     assert await asyncio.wait_for(anext(steps), 10) == 1
-    await eventually(lambda: len(one.posted()) == 2)
-    one.abandon.set()
+    await eventually(lambda: len(setup.posted()) == 2)
+    setup.abandon.set()
     with pytest.raises(Abandoned):
         await asyncio.wait_for(anext(steps), 10)
-    assert one.ends() == {"delivered": 1}, "the third was accepted, and is posted again by whoever is next"
+    assert setup.ends() == {"delivered": 1}, "the third was accepted, and is posted again by whoever is next"
 
 
 async def test_an_alert_that_is_not_accepted_holds_up_no_other_that_comes_later() -> None:
-    one = Setup(Scripted(then=lambda body: 503 if b'"k8s_pod_name":"0"' in body else 200))
-    assert await one.begin(records(alert("0"))) == []
+    setup = Setup(Scripted(default_status=lambda body: 503 if b'"k8s_pod_name":"0"' in body else 200))
+    assert await setup.begin(records(alert("0"))) == []
     later = records(*[alert(str(pod)) for pod in range(1, 40)], first=1)
-    assert await one.begin(later[:10]) == []
-    assert await one.begin(later[10:]) == []
-    await eventually(lambda: len(one.posted()) == 39)
-    assert one.posted() == [transition_id(alert(str(pod))) for pod in range(1, 40)]
-    again = records(alert("0", ends_ms=OVER_MS), first=40)
-    assert await one.begin(again) == []
-    one.scripted.then = lambda _: 200
-    await eventually(lambda: len(one.posted()) == 41)
-    assert (await one.deliver([]))[-1] == 41
-    assert one.posted()[-2:] == [transition_id(alert("0")), transition_id(alert("0", ends_ms=OVER_MS))]
-    assert one.ends() == {"delivered": 41}
+    assert await setup.begin(later[:10]) == []
+    assert await setup.begin(later[10:]) == []
+    await eventually(lambda: len(setup.posted()) == 39)
+    assert setup.posted() == [transition_id(alert(str(pod))) for pod in range(1, 40)]
+    more_records = records(alert("0", ends_ms=OVER_MS), first=40)
+    assert await setup.begin(more_records) == []
+    setup.scripted.default_status = lambda _: 200
+    await eventually(lambda: len(setup.posted()) == 41)
+    assert (await setup.deliver([]))[-1] == 41
+    assert setup.posted()[-2:] == [transition_id(alert("0")), transition_id(alert("0", ends_ms=OVER_MS))]
+    assert setup.ends() == {"delivered": 41}
 
 
 async def test_no_more_are_begun_ahead_of_an_unfinished_transition_than_may_be_posted_again() -> None:
-    one = Setup(Scripted(then=lambda body: 503 if b'"k8s_pod_name":"0"' in body else 200))
+    setup = Setup(Scripted(default_status=lambda body: 503 if b'"k8s_pod_name":"0"' in body else 200))
     log = records(*[alert(str(pod)) for pod in range(AHEAD + 100)])
-    delivering = asyncio.ensure_future(one.deliver(log))
-    await eventually(lambda: len(one.posted()) == AHEAD - 1)
-    tries = len(one.scripted.got)
-    await eventually(lambda: len(one.scripted.got) > tries + 20)
-    assert len(one.posted()) == AHEAD - 1
-    one.scripted.then = lambda _: 200
+    delivering = asyncio.ensure_future(setup.deliver(log))
+    await eventually(lambda: len(setup.posted()) == AHEAD - 1)
+    tries = len(setup.scripted.requests)
+    await eventually(lambda: len(setup.scripted.requests) > tries + 20)
+    assert len(setup.posted()) == AHEAD - 1
+    setup.scripted.default_status = lambda _: 200
     assert (await delivering)[-1] == AHEAD + 100
-    assert len(set(one.posted())) == len(one.posted()) == AHEAD + 100
+    assert len(set(setup.posted())) == len(setup.posted()) == AHEAD + 100
 
 
 async def test_in_an_outage_few_are_under_way() -> None:
-    one = Setup(Scripted(then=lambda _: 503))
-    delivering = asyncio.ensure_future(one.deliver(records(*[alert(str(pod)) for pod in range(100)])))
-    await eventually(lambda: len(one.scripted.got) > 200)
-    assert len({got.headers["Idempotency-Key"] for got in one.scripted.got}) == PENDING
-    one.abandon.set()
+    setup = Setup(Scripted(default_status=lambda _: 503))
+    delivering = asyncio.ensure_future(setup.deliver(records(*[alert(str(pod)) for pod in range(100)])))
+    await eventually(lambda: len(setup.scripted.requests) > 200)
+    assert len({request.headers["Idempotency-Key"] for request in setup.scripted.requests}) == PENDING
+    setup.abandon.set()
     with pytest.raises(Abandoned):
         await delivering
 
 
 async def test_a_partition_that_comes_back_begins_again_with_what_it_had_not_finished() -> None:
-    one = Setup(Scripted(then=lambda body: 503 if b'"k8s_pod_name":"0"' in body else 200))
-    assert await one.begin(records(alert("0"), alert("1"))) == []
-    await eventually(lambda: len(one.posted()) == 1)
-    one.read = 0
-    one.abandon.set()
-    one.abandon = asyncio.Event()
-    one.scripted.then = lambda _: 200
-    assert (await one.deliver(records(alert("0"), alert("1"), alert("2"))))[-1] == 3
-    assert sorted(one.posted()) == sorted(transition_id(alert(pod)) for pod in "012")
+    setup = Setup(Scripted(default_status=lambda body: 503 if b'"k8s_pod_name":"0"' in body else 200))
+    assert await setup.begin(records(alert("0"), alert("1"))) == []
+    await eventually(lambda: len(setup.posted()) == 1)
+    setup.read = 0
+    setup.abandon.set()
+    setup.abandon = asyncio.Event()
+    setup.scripted.default_status = lambda _: 200
+    assert (await setup.deliver(records(alert("0"), alert("1"), alert("2"))))[-1] == 3
+    assert sorted(setup.posted()) == sorted(transition_id(alert(pod)) for pod in "012")
 
 
 async def test_what_counts_as_delivered_is_given_as_finished_though_the_next_one_is_abandoned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(webhook, "_STUCK_AFTER_S", 60.0)
-    one = Setup(Scripted(then=lambda body: 503 if b'"k8s_pod_name":"1"' in body else 200))
-    one.scripted.hold.clear()
-    steps = one.partition.deliver(records(alert("0"), alert("1")), one.abandon)
+    setup = Setup(Scripted(default_status=lambda body: 503 if b'"k8s_pod_name":"1"' in body else 200))
+    setup.scripted.hold.clear()
+    steps = setup.partition.deliver(records(alert("0"), alert("1")), setup.abandon)
     first = asyncio.ensure_future(anext(steps))
-    await eventually(lambda: one.scripted.under_way == 2, "both are under way")
-    one.abandon.set()
-    one.scripted.hold.set()
-    assert (await first, one.ends()) == (1, {"delivered": 1})
+    await eventually(lambda: setup.scripted.under_way == 2, "both are under way")
+    setup.abandon.set()
+    setup.scripted.hold.set()
+    assert (await first, setup.ends()) == (1, {"delivered": 1})
     with pytest.raises(Abandoned):
         await anext(steps)
 
 
 async def test_a_receiver_that_refuses_everything_keeps_the_transitions() -> None:
-    one = Setup(Scripted(then=lambda _: 400), most_refused=3)
-    delivering = asyncio.ensure_future(one.deliver(records(*[alert(str(pod)) for pod in range(9)])))
-    await eventually(lambda: len(one.scripted.got) > 30)
-    assert one.ends() == {"dead_lettered": 3}
-    assert one.receiver.failing == "it refuses everything: HTTP 400: said"
-    one.scripted.then = lambda _: 200
+    setup = Setup(Scripted(default_status=lambda _: 400), most_refused=3)
+    delivering = asyncio.ensure_future(setup.deliver(records(*[alert(str(pod)) for pod in range(9)])))
+    await eventually(lambda: len(setup.scripted.requests) > 30)
+    assert setup.ends() == {"dead_lettered": 3}
+    assert setup.receiver.failing == "it refuses everything: HTTP 400: said"
+    setup.scripted.default_status = lambda _: 200
     await delivering
-    assert one.ends() == {"dead_lettered": 3, "delivered": 6}
+    assert setup.ends() == {"dead_lettered": 3, "delivered": 6}
 
 
 async def test_after_the_topic_was_made_again_everything_is_news() -> None:
-    one = Setup(Scripted())
-    one.partition.recall(records(alert()))
-    one.partition.reset()
-    await one.deliver(records(alert()))
-    assert one.ends() == {"delivered": 1}
+    setup = Setup(Scripted())
+    setup.partition.recall(records(alert()))
+    setup.partition.reset()
+    await setup.deliver(records(alert()))
+    assert setup.ends() == {"delivered": 1}
 
 
 Writing = tuple[int, int]
 """Which alert, and how many of its last transitions the stream writes again after the new one, as after a crash."""
 
 
-def _log(writings: Sequence[Writing]) -> tuple[list[Read], dict[str, list[str]]]:
+def _log(writings: Sequence[Writing]) -> tuple[list[ConsumedRecord], dict[str, list[str]]]:
     """A log of transitions with repeats, and each alert's transitions in order."""
     transitions: dict[str, list[Alert]] = {}
-    written: list[Alert] = []
-    for pod, again in writings:
-        mine = transitions.setdefault(str(pod), [])
-        starts_ms = START_MS + len(mine) // 2 * 1000
-        mine.append(alert(str(pod), starts_ms, starts_ms + 500 if len(mine) % 2 else None))
-        written += [mine[-1], *mine[-1:] * again]
-    return records(*written), {pod: [transition_id(one) for one in mine] for pod, mine in transitions.items()}
+    written_alerts: list[Alert] = []
+    for pod, repeats in writings:
+        of_pod = transitions.setdefault(str(pod), [])
+        starts_ms = START_MS + len(of_pod) // 2 * 1000
+        of_pod.append(alert(str(pod), starts_ms, starts_ms + 500 if len(of_pod) % 2 else None))
+        written_alerts += [of_pod[-1], *of_pod[-1:] * repeats]
+    return records(*written_alerts), {
+        pod: [transition_id(alert_) for alert_ in of_pod] for pod, of_pod in transitions.items()
+    }
 
 
 @given(
@@ -298,33 +306,33 @@ def test_whatever_fails_and_restarts_each_alert_s_transitions_arrive_in_order(
     log, expected = _log(writings)
     scripted = Scripted(*statuses)
     asyncio.run(_live(scripted, log, [*lives, 0], random.Random(seed)))
-    posted = [got.headers["Idempotency-Key"] for got in scripted.accepted()]
-    for pod, wanted in expected.items():
-        mine = [one for one in posted if one.startswith(alert(pod).fingerprint)]
-        assert _first_seen(mine) == wanted
+    posted = [request.headers["Idempotency-Key"] for request in scripted.accepted()]
+    for pod, expected_ids in expected.items():
+        ids = [identity for identity in posted if identity.startswith(alert(pod).fingerprint)]
+        assert _first_seen(ids) == expected_ids
 
 
-async def _live(scripted: Scripted, log: list[Read], lives: list[int], chance: random.Random) -> None:
+async def _live(scripted: Scripted, log: list[ConsumedRecord], lives: list[int], chance: random.Random) -> None:
     """Deliver the log in several lives; each but the last ends after so many requests, and commits what it did."""
     committed = 0
     for requests in lives:
-        one = Setup(scripted, at_once=3)
-        one.partition.recall([record for record in log if record.offset < committed])
-        ends_at = len(scripted.got) + requests if requests else None
+        setup = Setup(scripted, at_once=3)
+        setup.partition.recall([record for record in log if record.offset < committed])
+        ends_at = len(scripted.requests) + requests if requests else None
         while committed < len(log):
             batch = log[committed : committed + chance.randint(1, 8)]
-            committed, over = await _batch(one, batch, committed, ends_at)
+            committed, over = await _batch(setup, batch, committed, ends_at)
             if over:
                 break
 
 
-async def _batch(one: Setup, batch: list[Read], committed: int, ends_at: int | None) -> tuple[int, bool]:
+async def _batch(setup: Setup, batch: list[ConsumedRecord], committed: int, ends_at: int | None) -> tuple[int, bool]:
     """Deliver a batch. Gives the offset that was committed, and whether this life is over."""
-    one.outcomes.read(len(batch))
-    steps = one.partition.deliver(batch, one.abandon)
+    setup.outcomes.read(len(batch))
+    steps = setup.partition.deliver(batch, setup.abandon)
     try:
         async for offset in steps:
-            if ends_at is not None and len(one.scripted.got) >= ends_at:
+            if ends_at is not None and len(setup.scripted.requests) >= ends_at:
                 return committed, True  # killed before the commit
             committed = offset
     finally:

@@ -27,7 +27,7 @@ from streams.app import ReaderApp
 from streams.caught_up import BREAK_S
 from streams.reader import Batch
 from streams.stage import ATTRIBUTED, SAMPLES, Clocks
-from tests.streams.alerts.stories import SHORT
+from tests.streams.alerts.stories import SHORT_RULES
 from tests.streams.fakes import LedgerApp
 from topics.alerts import Alert
 from topics.topic import node_key
@@ -63,7 +63,7 @@ class Broker:
         return [msgspec.json.decode(r.value, type=Alert) for r in self.logs[ALERTS] if r.value is not None]
 
 
-class _Sent(NamedTuple):
+class _InFlight(NamedTuple):
     topic: str
     record: Record
     acknowledged: "asyncio.Future[int]"
@@ -74,7 +74,7 @@ class FakeSender:
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
-        self.flying: list[_Sent] = []
+        self.flying: list[_InFlight] = []
         self.holding = False
         self.largest = 10**9
 
@@ -92,18 +92,18 @@ class FakeSender:
         if len(value or b"") > self.largest:
             acknowledged.set_exception(Unsendable("too large"))
             return acknowledged
-        self.flying.append(_Sent(topic, Record(key, value), acknowledged))
+        self.flying.append(_InFlight(topic, Record(key, value), acknowledged))
         if not self.holding:
             self.land()
         return acknowledged
 
     def land(self, count: int = 10**6, *, topic: str | None = None, acknowledge: bool = True) -> None:
         """Let some of what flies arrive, in order."""
-        for sent in [s for s in self.flying if topic is None or s.topic == topic][:count]:
-            self.flying.remove(sent)
-            self.broker.logs[sent.topic].append(sent.record)
-            if acknowledge and not sent.acknowledged.done():
-                sent.acknowledged.set_result(len(self.broker.logs[sent.topic]) - 1)
+        for record in [s for s in self.flying if topic is None or s.topic == topic][:count]:
+            self.flying.remove(record)
+            self.broker.logs[record.topic].append(record.record)
+            if acknowledge and not record.acknowledged.done():
+                record.acknowledged.set_result(len(self.broker.logs[record.topic]) - 1)
 
 
 class FakeClocks(Clocks):
@@ -127,7 +127,7 @@ class Worker(LedgerApp):
     reads: tuple[str, str, tuple[str, ...]] = (ATTRIBUTED, STATE, (WORKLOADS, MEMBERS, GROUPS))
     stage: Any
 
-    def __init__(self, broker: Broker, rules: Rules = SHORT) -> None:
+    def __init__(self, broker: Broker, rules: Rules = SHORT_RULES) -> None:
         self.broker, self.sender = broker, FakeSender(broker)
         super().__init__()
         self.reader = self
@@ -169,11 +169,11 @@ class Worker(LedgerApp):
     def fetch(self, topic: str, count: int = 10**6) -> Batch:
         """The next records of a topic, on their way to the stage."""
         tp = Partition(topic, 0)
-        at = self.ledger.expected(tp)
-        assert at is not None
-        records = self.broker.logs[topic][at : at + count]
-        read = [record._replace(topic=tp.topic, partition=tp.partition) for record in records]
-        return [(self.ledger.admit(tp, at + i, 10), record) for i, record in enumerate(read)]
+        offset = self.ledger.expected(tp)
+        assert offset is not None
+        records = self.broker.logs[topic][offset : offset + count]
+        fetched = [record._replace(topic=tp.topic, partition=tp.partition) for record in records]
+        return [(self.ledger.admit(tp, offset + i, 10), record) for i, record in enumerate(fetched)]
 
     async def take(self, batch: Batch, *, ends_after: int = 10**6) -> None:
         """Give the stage a batch, and let all that follows happen. ``ends_after``: or the worker ends when so many
@@ -199,9 +199,9 @@ class Worker(LedgerApp):
 
     def position(self) -> int:
         """The offset that would be committed."""
-        found = self.ledger.position(TICKS)
-        assert found is not None
-        return found
+        offset = self.ledger.position(TICKS)
+        assert offset is not None
+        return offset
 
     def position_read(self) -> int:
         """The next offset to read."""
@@ -222,7 +222,7 @@ class Worker(LedgerApp):
 
     def kill(self, chance: Random) -> None:
         """End at once: of what flies some arrives, and nobody hears of it."""
-        for topic in dict.fromkeys(sent.topic for sent in self.sender.flying):
+        for topic in dict.fromkeys(record.topic for record in self.sender.flying):
             self.sender.land(chance.randint(0, 3), topic=topic, acknowledge=False)
         for task in self.stage._write_tasks.running:
             task.cancel()

@@ -28,7 +28,7 @@ Whose = tuple[str, ...]
 """What an alert is about: the scope, and the names of the workload, pod, node or GPU."""
 
 
-class Written(NamedTuple):
+class Transition(NamedTuple):
     """What is written of an alert. ``number`` is that of the tick that brings it."""
 
     number: int
@@ -65,7 +65,7 @@ class Part(NamedTuple):
         return SEVERITIES.index("critical" if is_critical else self.severity)
 
 
-def as_written(number: int, alert: Alert) -> Written:
+def as_written(number: int, alert: Alert) -> Transition:
     """The same of an alert of the stream."""
     labels = alert.labels
     pod = labels.get("k8s_namespace_name", ""), labels.get("k8s_pod_name", "")
@@ -75,23 +75,23 @@ def as_written(number: int, alert: Alert) -> Written:
         whose = ("workload", pod[0], labels["k8s_workload_kind"], labels["k8s_workload_name"])
     else:
         whose = ("pod", alert.node, *pod) if pod[1] else ("node", alert.node)
-    return Written(
+    return Transition(
         number, alert.name, whose, alert.state, alert.revision, milliseconds(alert.starts_at),
         None if alert.ends_at is None else milliseconds(alert.ends_at), alert.severity, frozenset(alert.gpus),
         alert.held, alert.idle,
     )  # fmt: skip
 
 
-def alerts(rules: Rules, log: Sequence[Tick]) -> list[Written]:
+def alerts(rules: Rules, log: Sequence[Tick]) -> list[Transition]:
     """All that is written of the ticks of some nodes, in the order of their log, by the rules of the kinds that make
     alerts of several GPUs."""
     fleet = Fleet(rules, log)
-    alone, parts = fleet.parts()
+    single, parts = fleet.parts()
     parts += [part for rule in rules.of("straggler") for part in fleet.stragglers(rule)]
-    found = [one for part in alone for one in _of_one(part)]
+    transitions = [transition for part in single for transition in _of_one(part)]
     for name, whose in {(part.name, part.whose) for part in parts}:
-        found += fleet.life(name, whose, parts)
-    return found
+        transitions += fleet.life(name, whose, parts)
+    return transitions
 
 
 class Fleet:
@@ -105,31 +105,40 @@ class Fleet:
             self.numbers.setdefault(tick.node, []).append(number)
         judged = tuple(rule for rule in rules.rules if rule.kind in (*OF_PODS, *AT_ONE_TIME))
         of_gpus = msgspec.structs.replace(rules, rules=judged)
-        self.of = {node: History(of_gpus, [log[n] for n in numbers]) for node, numbers in self.numbers.items()}
-        self._held: dict[tuple[Whose, int], int] = {}
+        self.histories = {node: History(of_gpus, [log[n] for n in numbers]) for node, numbers in self.numbers.items()}
+        self._held_cache: dict[tuple[Whose, int], int] = {}
 
     # -- what becomes of single GPUs
 
     def parts(self) -> tuple[list[Part], list[Part]]:
         """GPUs that are alerts of their own, and those that are parts of one."""
-        alone, together = list[Part](), list[Part]()
-        for node, history in self.of.items():
+        single, together = list[Part](), list[Part]()
+        for node, history in self.histories.items():
             spells = [spell for subject in sorted(history.subjects()) for spell in history.spells(subject)]
             for spell in sorted(spells, key=lambda spell: spell.first):
                 kind = self._rule[spell.subject.name].kind
                 if kind in OF_PODS:
                     together.append(self._part(node, spell, self._whose(node, spell)))
                 elif kind in AT_ONE_TIME:
-                    several = self._goes_with_others(node, spell, alone)
+                    several = self._goes_with_others(node, spell, single)
                     whose = ("node", node) if several else ("gpu", node, spell.subject.device)
-                    (together if several else alone).append(self._part(node, spell, whose))
-        return alone, together
+                    (together if several else single).append(self._part(node, spell, whose))
+        return single, together
 
     def _part(self, node: str, spell: Spell, whose: Whose) -> Part:
-        history, numbers, name, uuid = self.of[node], self.numbers[node], spell.subject.name, spell.subject.device
-        shown = next(one for i in range(spell.first, -1, -1) if (one := history._present(uuid, i)) is not None)
-        pods = [one for one in shown.holders if spell.subject.pod_uid == one.pod_uid] or _sole(shown.holders)
-        gpu = _gpu(node, shown, pods[0] if pods and shown in history.ticks[spell.first].devices else None)
+        history, numbers, name, uuid = (
+            self.histories[node],
+            self.numbers[node],
+            spell.subject.name,
+            spell.subject.device,
+        )
+        last_seen = next(
+            present for i in range(spell.first, -1, -1) if (present := history._present(uuid, i)) is not None
+        )
+        pods = [holder for holder in last_seen.holders if spell.subject.pod_uid == holder.pod_uid] or _sole(
+            last_seen.holders
+        )
+        gpu = _gpu(node, last_seen, pods[0] if pods and last_seen in history.ticks[spell.first].devices else None)
         return Part(
             name, whose, gpu, numbers[spell.first], spell.starts_ms, self._rule[name].severity,
             None if spell.critical is None else numbers[spell.critical],
@@ -137,50 +146,50 @@ class Fleet:
         )  # fmt: skip
 
     def _whose(self, node: str, spell: Spell) -> Whose:
-        device = self.of[node]._present(spell.subject.device, spell.first)
+        device = self.histories[node]._present(spell.subject.device, spell.first)
         assert device is not None
-        return _whose(node, next(one for one in device.holders if one.pod_uid == spell.subject.pod_uid))
+        return _whose(node, next(holder for holder in device.holders if holder.pod_uid == spell.subject.pod_uid))
 
-    def _goes_with_others(self, node: str, spell: Spell, alone: list[Part]) -> bool:
+    def _goes_with_others(self, node: str, spell: Spell, single: list[Part]) -> bool:
         """Whether the same is true of another GPU of the node when it fires, which is no alert of its own by then."""
-        history, number = self.of[node], self.numbers[node][spell.first]
-        before = {one.gpu.uuid for one in alone if one.gpu.node == node and one.name == spell.subject.name
-                  and one.first < number and one.is_open(number - 1)}  # fmt: skip
+        history, number = self.histories[node], self.numbers[node][spell.first]
+        before = {part.gpu.uuid for part in single if part.gpu.node == node and part.name == spell.subject.name
+                  and part.first < number and part.is_open(number - 1)}  # fmt: skip
         uuids = {device.uuid for tick in history.ticks[: spell.first + 1] for device in tick.devices}
         others = uuids - before - {spell.subject.device}
         return any(history.verdict(spell.subject._replace(device=uuid), spell.first).holds for uuid in others)
 
     # -- what workloads hold
 
-    def held(self, whose: Whose, number: int) -> dict[str, int]:
+    def held_by_node(self, whose: Whose, number: int) -> dict[str, int]:
         """How many GPUs something holds after a tick, by node: one that pods of it share counts for each of them."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for node, numbers in self.numbers.items():
-            last = max([place for place, one in enumerate(numbers) if one <= number], default=None)
+            last = max([index for index, n in enumerate(numbers) if n <= number], default=None)
             if last is not None:
-                found[node] = self._held_there(node, whose, last)
-        return found
+                counts[node] = self._held_there(node, whose, last)
+        return counts
 
     def _held_there(self, node: str, whose: Whose, last: int) -> int:
-        key, history = (whose, self.numbers[node][last]), self.of[node]
-        if key not in self._held:
+        key, history = (whose, self.numbers[node][last]), self.histories[node]
+        if key not in self._held_cache:
             uuids = {device.uuid for tick in history.ticks[: last + 1] for device in tick.devices}
             pods = {(uuid, pod.namespace, pod.pod, pod.pod_uid) for uuid in uuids
                     if self._may_be_held(history, uuid, last) for pod in self.holders(node, uuid, last)
                     if not pod.observed and _whose(node, pod) == whose}  # fmt: skip
-            self._held[key] = len(pods)
-        return self._held[key]
+            self._held_cache[key] = len(pods)
+        return self._held_cache[key]
 
     def _may_be_held(self, history: History, uuid: str, last: int) -> bool:
         """Whether a device is there, or is missing and says nothing."""
-        seen = history._last(uuid, last)
-        if seen == last or not history._was_there(uuid, last):
-            return seen == last
-        return history.ticks[last].ts_ms - history.ticks[seen + 1].ts_ms <= MISSING_SAYS_NOTHING_MS
+        last_seen = history._last(uuid, last)
+        if last_seen == last or not history._was_there(uuid, last):
+            return last_seen == last
+        return history.ticks[last].ts_ms - history.ticks[last_seen + 1].ts_ms <= MISSING_SAYS_NOTHING_MS
 
     def holders(self, node: str, uuid: str, last: int) -> tuple[Holder, ...]:
         """Who holds a device, by the last tick that had it and a snapshot."""
-        history = self.of[node]
+        history = self.histories[node]
         for i in range(last, -1, -1):
             device = history._present(uuid, i)
             if device is not None and history.ticks[i].attribution != "none":
@@ -191,7 +200,7 @@ class Fleet:
 
     # -- an alert of several
 
-    def life(self, name: str, whose: Whose, all_parts: Sequence[Part]) -> Iterator[Written]:
+    def life(self, name: str, whose: Whose, all_parts: Sequence[Part]) -> Iterator[Transition]:
         """What is written of an alert: with each tick its GPUs are found again."""
         rule, last = self._rule[name], None
         parts = [part for part in all_parts if (part.name, part.whose) == (name, whose)]
@@ -201,26 +210,30 @@ class Fleet:
             going = [part for part in parts if part.is_open(number)]
             if not going and (last is None or last.state == "resolved"):
                 continue
-            held = {
+            count_by_node = {
                 node: max(count, sum(part.gpu.node == node for part in going))  # a missing GPU is still one of them
-                for node, count in self.held(whose, number).items()
+                for node, count in self.held_by_node(whose, number).items()
             }
-            theirs = self.held(whose, number)
+            theirs = self.held_by_node(whose, number)
             others = {
-                kind: [part for part in some if part.is_open(number) and (whose[0] == "pod" or theirs[part.gpu.node])]
-                for kind, some in of_kind.items()
+                kind: [
+                    part
+                    for part in parts_of_kind
+                    if part.is_open(number) and (whose[0] == "pod" or theirs[part.gpu.node])
+                ]
+                for kind, parts_of_kind in of_kind.items()
             }
             idles = [*others["held_idle"], *others["crash_loop"]]
             fires = bool(going)
             if rule.kind in ("held_idle", "stalled"):
                 stalls = going if rule.kind == "stalled" else others["stalled"]
-                fires = fires and (rule.kind == "stalled") == self._of_all(stalls, idles, held)
+                fires = fires and (rule.kind == "stalled") == self._of_all(stalls, idles, count_by_node)
             if rule.kind == "held_idle" and (last is None or last.state == "resolved"):
                 fires = fires and any(number in self._reported(part) for part in going)
-            written = self._next(number, last, rule, going if fires else [], parts, idles, held)
-            if written is not None:
-                last = written
-                yield written
+            transition = self._next(number, last, rule, going if fires else [], parts, idles, count_by_node)
+            if transition is not None:
+                last = transition
+                yield transition
 
     def _of_all(self, going: list[Part], idles: list[Part], held: dict[str, int]) -> bool:
         """Whether all GPUs of a workload stall, but for those that are idle, if these are no more."""
@@ -238,9 +251,9 @@ class Fleet:
                 yield number
 
     def _next(
-        self, number: int, last: Written | None, rule: Rule, going: list[Part], parts: list[Part], idles: list[Part],
+        self, number: int, last: Transition | None, rule: Rule, going: list[Part], parts: list[Part], idles: list[Part],
         held: dict[str, int],
-    ) -> Written | None:  # fmt: skip
+    ) -> Transition | None:  # fmt: skip
         if last is not None and last.state == "firing" and not going:
             over = [part.ends_ms for part in parts if part.ends_ms is not None and part.last == number]
             over = over if rule.kind == "stalled" or not any(part.is_open(number) for part in parts) else []
@@ -251,13 +264,13 @@ class Fleet:
         whose, gpus = going[0].whose, frozenset(part.gpu for part in going)
         of_workload = whose[0] != "node"
         severity = max(part.severity_at(number) for part in going)
-        now = Written(
+        now = Transition(
             number, rule.name, whose, "firing", 0, 0, None, SEVERITIES[severity], gpus,
             sum(held.values()) if of_workload else None, len(going) if of_workload else None,
         )  # fmt: skip
         if last is None or last.state == "resolved":
             starts = [part.starts_ms for part in going]
-            starts_ms = min(starts) if rule.kind != "stalled" else max([*starts, *[one.starts_ms for one in idles]])
+            starts_ms = min(starts) if rule.kind != "stalled" else max([*starts, *[idle.starts_ms for idle in idles]])
             if rule.kind == "held_idle" and any(part.first < number for part in going):
                 starts_ms = max(starts_ms, self.log[number].ts_ms)  # it has waited for another alert to end
             return now._replace(starts_ms=max(starts_ms, -1 if last is None else (last.ends_ms or 0) + 1))
@@ -272,106 +285,109 @@ class Fleet:
         """GPUs that lag behind their peers, each from a comparison to a later one."""
         reports = [report for number in range(len(self.log)) for report in self._reports(number)]
         for whose in {report.whose for report in reports}:
-            rounds = list(self._comparisons(rule, whose, [one for one in reports if one.whose == whose]))
-            for node, uuid in {(gpu.node, gpu.uuid) for one in rounds for gpu in one.lag}:
+            rounds = list(self._comparisons(rule, whose, [report for report in reports if report.whose == whose]))
+            for node, uuid in {(gpu.node, gpu.uuid) for comparison in rounds for gpu in comparison.lag}:
                 yield from self._lags(rule, whose, node, uuid, rounds)
 
     def _reports(self, number: int) -> Iterator["Report"]:
         """What a node reports of each workload, if a tick ends a step."""
         tick, numbers = self.log[number], self.numbers[self.log[number].node]
-        place = numbers.index(number)
-        if place == 0 or _step(self.log[numbers[place - 1]]) == _step(tick):
+        index = numbers.index(number)
+        if index == 0 or _step(self.log[numbers[index - 1]]) == _step(tick):
             return
         ranks: dict[Whose, list[Rank]] = {}
         for device in tick.devices:
             (holder,) = _sole(device.holders) or (None,)
             if holder is None or holder.observed or device.mig is not None or policy_of(holder).off:
                 continue
-            means = self._means([self.log[one] for one in numbers[: place + 1]], device.uuid, holder)
+            means = self._means([self.log[n] for n in numbers[: index + 1]], device.uuid, holder)
             if means is not None:
                 gpu = _gpu(tick.node, device, holder)
                 ranks.setdefault(_whose(tick.node, holder), []).append(Rank(gpu, device.model or "", means))
-        for whose, some in ranks.items():
-            yield Report(whose, number, tick.node, tuple(some))
+        for whose, ranks_of_owner in ranks.items():
+            yield Report(whose, number, tick.node, tuple(ranks_of_owner))
 
     def _means(self, ticks: Sequence[Tick], uuid: str, holder: Holder) -> "Means | None":
         """What a GPU did in the step that the last of a node's ticks has ended, if half of it was measured."""
         readings = list[tuple[Tick, Device]]()
         for tick in ticks:
-            device = next((one for one in tick.devices if one.uuid == uuid), None)
+            device = next((device for device in tick.devices if device.uuid == uuid), None)
             if device is None or tick.attribution == "none" or device.state != "ok":
                 continue
-            mine = [one.pod_uid for one in device.holders] == [holder.pod_uid]
-            readings = [*readings, (tick, device)] if mine else []
-        ended = _step(ticks[-1]) - 1
+            holds_it = [other.pod_uid for other in device.holders] == [holder.pod_uid]
+            readings = [*readings, (tick, device)] if holds_it else []
+        ended_step = _step(ticks[-1]) - 1
         if not readings or readings[-1][0] is not ticks[-1]:
             return None
-        times = [(one.ts_ms, tick.ts_ms - one.ts_ms, _step(tick)) for (one, _), (tick, _) in pairwise(readings)]
-        measured_ms = sum(ms for _, ms, step in times if step == ended and 0 < ms <= MINUTE_MS)
+        times = [
+            (previous.ts_ms, tick.ts_ms - previous.ts_ms, _step(tick))
+            for (previous, _), (tick, _) in pairwise(readings)
+        ]
+        measured_ms = sum(ms for _, ms, step in times if step == ended_step and 0 < ms <= MINUTE_MS)
         within = [
             (before, after)
             for before, after in pairwise(readings)
-            if _step(after[0]) == ended and before[0].ts_ms // 5000 != after[0].ts_ms // 5000
+            if _step(after[0]) == ended_step and before[0].ts_ms // 5000 != after[0].ts_ms // 5000
         ]
         if not within or measured_ms * 2 < WINDOW_STEP_MS:
             return None
-        shown = [device.metrics for _, (_, device) in within]
-        known = [_violations(one) for one in [readings[0], *[after for _, after in within]]]
+        metrics = [device.metrics for _, (_, device) in within]
+        violations = [_violations(reading) for reading in [readings[0], *[after for _, after in within]]]
         violated = None
-        if all(one is not None for one in known):
+        if all(violation is not None for violation in violations):
             violated = sum(max((_violations(b) or 0) - (_violations(a) or 0), 0) for a, b in within)
-        reasons = [one.clock_event_reasons for one in shown]
-        slowed = [None if one is None else float(bool(int(one) & SLOWED_DOWN)) for one in reasons]
+        reasons = [sample.clock_event_reasons for sample in metrics]
+        slowed = [None if reason is None else float(bool(int(reason) & SLOWED_DOWN)) for reason in reasons]
         return Means(
-            _mean([one.gpu_utilization_ratio for one in shown]),
-            _mean([one.sm_active_ratio for one in shown]),
-            _mean([one.tensor_active_ratio for one in shown]),
-            _mean([one.sm_clock_hz for one in shown]),
-            _mean([one.power_watts for one in shown]),
+            _mean([sample.gpu_utilization_ratio for sample in metrics]),
+            _mean([sample.sm_active_ratio for sample in metrics]),
+            _mean([sample.tensor_active_ratio for sample in metrics]),
+            _mean([sample.sm_clock_hz for sample in metrics]),
+            _mean([sample.power_watts for sample in metrics]),
             _mean(slowed),
             None if violated is None else min(violated * 1000 / measured_ms, 1.0),
         )
 
     def _comparisons(self, rule: Rule, whose: Whose, reports: Sequence["Report"]) -> Iterator["Comparison"]:
         """All comparisons of a workload's GPUs. Also that it left a node, which is none of others."""
-        known: dict[str, Report] = {}
+        reports_by_node: dict[str, Report] = {}
         by_number = {report.number: report for report in reports}
         for number, tick in enumerate(self.log):
-            held = self.held(whose, number)
+            held_by_node = self.held_by_node(whose, number)
             if number in by_number:
-                if tick.node in known:
-                    yield _compared(rule, whose, number, self.log, known)
-                    known = {}
-                known[tick.node] = by_number[number]
-                if {node for node, count in held.items() if count} <= known.keys():
-                    yield _compared(rule, whose, number, self.log, known)
-                    known = {}
-            if not held[tick.node]:
-                known.pop(tick.node, None)
+                if tick.node in reports_by_node:
+                    yield _compared(rule, whose, number, self.log, reports_by_node)
+                    reports_by_node = {}
+                reports_by_node[tick.node] = by_number[number]
+                if {node for node, count in held_by_node.items() if count} <= reports_by_node.keys():
+                    yield _compared(rule, whose, number, self.log, reports_by_node)
+                    reports_by_node = {}
+            if not held_by_node[tick.node]:
+                reports_by_node.pop(tick.node, None)
                 yield Comparison(number, tick.ts_ms, None, frozenset({tick.node}))
 
     def _lags(self, rule: Rule, whose: Whose, node: str, uuid: str, rounds: Sequence["Comparison"]) -> Iterator[Part]:
         """An alert begins if the GPU has been an outlier for long enough, and ends if it has not been for so long."""
         lags_ms = ceased_ms = None
         part: Part | None = None
-        for one in rounds:
-            if node not in one.nodes:
+        for comparison in rounds:
+            if node not in comparison.nodes:
                 continue
-            gpu = next((gpu for gpu in one.ranks if gpu.uuid == uuid), None)
-            if gpu in one.lag and gpu is not None:
-                lags_ms = (one.step_ms or 0) - WINDOW_STEP_MS if lags_ms is None else lags_ms
+            gpu = next((gpu for gpu in comparison.ranks if gpu.uuid == uuid), None)
+            if gpu in comparison.lag and gpu is not None:
+                lags_ms = (comparison.step_ms or 0) - WINDOW_STEP_MS if lags_ms is None else lags_ms
                 ceased_ms = None
-                if part is None and (one.step_ms or 0) - lags_ms >= rule.for_ms:
-                    at_ms = one.at_ms
-                    part = Part(rule.name, whose, gpu, one.number, at_ms, rule.severity, None, None, None)
+                if part is None and (comparison.step_ms or 0) - lags_ms >= rule.for_ms:
+                    at_ms = comparison.at_ms
+                    part = Part(rule.name, whose, gpu, comparison.number, at_ms, rule.severity, None, None, None)
                 continue
             lags_ms = None
             if part is None:
                 continue
-            ceased_ms = one.step_ms if ceased_ms is None else ceased_ms
-            gone = one.step_ms is None or gpu is None
-            if gone or (one.step_ms or 0) - (ceased_ms or 0) >= rule.keep_firing_ms:
-                yield part._replace(last=one.number, ends_ms=max(one.at_ms, part.starts_ms))
+            ceased_ms = comparison.step_ms if ceased_ms is None else ceased_ms
+            has_left = comparison.step_ms is None or gpu is None
+            if has_left or (comparison.step_ms or 0) - (ceased_ms or 0) >= rule.keep_firing_ms:
+                yield part._replace(last=comparison.number, ends_ms=max(comparison.at_ms, part.starts_ms))
                 part = ceased_ms = None
         if part is not None:
             yield part
@@ -416,41 +432,43 @@ class Comparison(NamedTuple):
     lag: frozenset[AlertGpu] = frozenset()
 
 
-def _compared(rule: Rule, whose: Whose, number: int, log: Sequence[Tick], known: dict[str, Report]) -> Comparison:
-    ranks = [rank for report in known.values() for rank in report.ranks]
-    lag = {rank.gpu for model in {one.model for one in ranks}
-           for rank in outliers([one for one in ranks if one.model == model], rule, whose)}  # fmt: skip
+def _compared(
+    rule: Rule, whose: Whose, number: int, log: Sequence[Tick], reports_by_node: dict[str, Report]
+) -> Comparison:
+    ranks = [rank for report in reports_by_node.values() for rank in report.ranks]
+    lag = {rank.gpu for model in {rank.model for rank in ranks}
+           for rank in outliers([rank for rank in ranks if rank.model == model], rule, whose)}  # fmt: skip
     step_ms = _step(log[number]) * WINDOW_STEP_MS
     gpus = frozenset(rank.gpu for rank in ranks)
-    return Comparison(number, log[number].ts_ms, step_ms, frozenset(known), gpus, frozenset(lag))
+    return Comparison(number, log[number].ts_ms, step_ms, frozenset(reports_by_node), gpus, frozenset(lag))
 
 
 def outliers(ranks: Sequence[Rank], rule: Rule, whose: Whose) -> list[Rank]:
     """The GPUs of one model of which a measure is far from the median of all."""
     used = [rank.means.utilization for rank in ranks if rank.means.utilization is not None]
     work = [rank for rank in ranks if rank.means.utilization is None or rank.means.utilization >= 0.2]
-    found = [
-        *_far(work, [one.means.clock for one in work], rule, share=0.1, high=False),
-        *_far(work, [one.means.slowed for one in work], rule, least=0.1, low=False),
-        *_far(work, [one.means.violated for one in work], rule, least=0.2, low=False),
+    lagging = [
+        *_far(work, [rank.means.clock for rank in work], rule, share=0.1, high=False),
+        *_far(work, [rank.means.slowed for rank in work], rule, least=0.1, low=False),
+        *_far(work, [rank.means.violated for rank in work], rule, least=0.2, low=False),
     ]
-    if whose[2] not in SERVING and 2 * sum(one >= 0.2 for one in used) >= len(used):
-        found += _far(ranks, [one.means.utilization for one in ranks], rule, least=0.2)
-        found += _far(ranks, [one.means.sms for one in ranks], rule, least=0.15)
-        found += _far(ranks, [one.means.tensors for one in ranks], rule, least=0.1, share=0.25)
-        found += _far(ranks, [one.means.power for one in ranks], rule, share=0.25)
-    return found
+    if whose[2] not in SERVING and 2 * sum(ratio >= 0.2 for ratio in used) >= len(used):
+        lagging += _far(ranks, [rank.means.utilization for rank in ranks], rule, least=0.2)
+        lagging += _far(ranks, [rank.means.sms for rank in ranks], rule, least=0.15)
+        lagging += _far(ranks, [rank.means.tensors for rank in ranks], rule, least=0.1, share=0.25)
+        lagging += _far(ranks, [rank.means.power for rank in ranks], rule, share=0.25)
+    return lagging
 
 
 def _far(
     ranks: Sequence[Rank], values: Sequence[float | None], rule: Rule, *, least: float = 0.0, share: float = 0.0,
     low: bool = True, high: bool = True,
 ) -> list[Rank]:  # fmt: skip
-    known = [value for value in values if value is not None]
-    if len(known) - 1 < rule.peers:
+    present = [value for value in values if value is not None]
+    if len(present) - 1 < rule.peers:
         return []
-    middle = median(known)
-    mad = median([abs(value - middle) for value in known])
+    middle = median(present)
+    mad = median([abs(value - middle) for value in present])
     bound = max(rule.deviations * 1.4826 * mad, least, share * middle)
     far = [
         rank
@@ -460,8 +478,8 @@ def _far(
     return far if 3 * len(far) <= len(ranks) else []
 
 
-def _of_one(part: Part) -> Iterable[Written]:
-    fired = Written(
+def _of_one(part: Part) -> Iterable[Transition]:
+    fired = Transition(
         part.first, part.name, part.whose, "firing", 0, part.starts_ms, None, part.severity, frozenset(), None, None
     )
     yield fired
@@ -479,7 +497,7 @@ def _gpu(node: str, device: Device, holder: Holder | None) -> AlertGpu:
 
 
 def _sole(holders: Sequence[Holder]) -> list[Holder]:
-    return [*holders[:1]] if len({(one.namespace, one.pod, one.pod_uid) for one in holders}) == 1 else []
+    return [*holders[:1]] if len({(holder.namespace, holder.pod, holder.pod_uid) for holder in holders}) == 1 else []
 
 
 def _whose(node: str, holder: Holder) -> Whose:
@@ -496,5 +514,5 @@ def _violations(reading: tuple[Tick, Device]) -> float | None:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [one for one in values if one is not None]
-    return sum(known) / len(known) if len(known) == len(values) else None
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if len(present) == len(values) else None

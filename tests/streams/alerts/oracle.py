@@ -97,21 +97,21 @@ class Pending:
     since_ms: int | None = None
     doubt_ms: int | None = None
 
-    def held_ms(self, now_ms: int, before_ms: int, found: Verdict) -> int | None:
+    def held_ms(self, now_ms: int, before_ms: int, verdict: Verdict) -> int | None:
         """For how long it has held by a tick, ``before_ms`` being the tick before; None if the tick does not say so."""
-        if found.holds is False or (self.since_ms is None and not found.holds):
+        if verdict.holds is False or (self.since_ms is None and not verdict.holds):
             self.since_ms = self.doubt_ms = None
             return None
-        if found.holds is None and self.doubt_ms is None:
+        if verdict.holds is None and self.doubt_ms is None:
             self.doubt_ms = before_ms
         gap = not 0 <= now_ms - before_ms <= MINUTE_MS
-        again = gap or (self.doubt_ms is not None and now_ms - self.doubt_ms > MINUTE_MS)
-        if found.holds is None:
-            if again:
+        starts_again = gap or (self.doubt_ms is not None and now_ms - self.doubt_ms > MINUTE_MS)
+        if verdict.holds is None:
+            if starts_again:
                 self.since_ms = self.doubt_ms = None
             return None
-        since_ms = now_ms if again or self.since_ms is None else self.since_ms
-        self.since_ms, self.doubt_ms = max(since_ms, found.since_ms), None
+        since_ms = now_ms if starts_again or self.since_ms is None else self.since_ms
+        self.since_ms, self.doubt_ms = max(since_ms, verdict.since_ms), None
         return now_ms - self.since_ms
 
 
@@ -121,8 +121,8 @@ NO, UNKNOWN, YES = Verdict(False), Verdict(None), Verdict(True)
 def transitions(rules: Rules, ticks: Sequence[Tick]) -> list[Transition]:
     """All that becomes of a node's ticks, in no order."""
     history = History(rules, ticks)
-    found = [one for subject in history.subjects() for one in history.life(subject)]
-    return found + [one for rule in rules.of("node_silent") for one in history.silences(rule)]
+    lives = [life for subject in history.subjects() for life in history.life(subject)]
+    return lives + [silence for rule in rules.of("node_silent") for silence in history.silences(rule)]
 
 
 class History:
@@ -132,7 +132,7 @@ class History:
         self.rules, self.ticks = rules, ticks
         self._rule = {rule.name: rule for rule in rules.rules}
         self._devices = [{device.uuid: device for device in tick.devices} for tick in ticks]
-        self._there: dict[tuple[str, int], bool] = {}
+        self._present_cache: dict[tuple[str, int], bool] = {}
         self._spells: dict[Subject, list[Spell]] = {}
         self._due_ms: dict[tuple[Subject, int], int] = {}  # in how long what is pending in a tick would fire
 
@@ -140,16 +140,16 @@ class History:
 
     def subjects(self) -> set[Subject]:
         """Everything that held in some tick."""
-        found = set[Subject]()
+        holding = set[Subject]()
         for i in range(len(self.ticks)):
-            found |= {one for one in self._possible(i) if self.verdict(one, i).holds}
-        return found
+            holding |= {subject for subject in self._possible(i) if self.verdict(subject, i).holds}
+        return holding
 
     def _possible(self, i: int) -> Iterable[Subject]:
         uuids = {device.uuid for tick in self.ticks[: i + 1] for device in tick.devices}
         for rule in self.rules.rules:
             if rule.kind == "policy_invalid":
-                for holder in [one for device in self.ticks[i].devices for one in device.holders]:
+                for holder in [holder for device in self.ticks[i].devices for holder in device.holders]:
                     for mistake in policy_of(holder).errors:
                         uid, name = _identity(holder)
                         yield Subject(rule.name, "", uid, f"{name} {mistake.name}".strip())
@@ -183,7 +183,7 @@ class History:
         if kind == "missing":
             return Verdict(device is None and self._was_there(subject.device, i) and not self._is_mig(subject.device))
         if device is None:
-            return self._gone(subject, i)
+            return self._gone_verdict(subject, i)
         if kind in ("lost", "not_answering"):
             if kind == "lost":
                 return {"lost": YES, "timeout": UNKNOWN}.get(device.state, NO)
@@ -201,20 +201,20 @@ class History:
         return judges[kind](subject, device, i) if kind in judges else _by_value(kind, device)
 
     def _policy(self, subject: Subject, tick: Tick) -> Verdict:
-        for holder in [one for device in tick.devices for one in device.holders]:
+        for holder in [holder for device in tick.devices for holder in device.holders]:
             uid, name = _identity(holder)
             names = [f"{name} {mistake.name}".strip() for mistake in policy_of(holder).errors]
             if uid == subject.pod_uid and subject.key in names:
                 return YES
         return UNKNOWN if tick.attribution == "none" else NO
 
-    def _gone(self, subject: Subject, i: int) -> Verdict:
+    def _gone_verdict(self, subject: Subject, i: int) -> Verdict:
         """A device that is not in the tick."""
         if self._was_there(subject.device, i):
             first_ms = self.ticks[self._last(subject.device, i) + 1].ts_ms
             if self.ticks[i].ts_ms - first_ms <= MISSING_SAYS_NOTHING_MS:
-                held = self._rule[subject.name].kind not in OF_PODS or self._since(subject, i) is not None
-                return UNKNOWN if held else self._of_no_snapshot(i)
+                is_held = self._rule[subject.name].kind not in OF_PODS or self._since(subject, i) is not None
+                return UNKNOWN if is_held else self._of_no_snapshot(i)
         return self._of_no_snapshot(i) if self._rule[subject.name].kind in OF_PODS else NO
 
     def _of_no_snapshot(self, i: int) -> Verdict:
@@ -251,12 +251,12 @@ class History:
         if rule.kind == "underused":
             idles = mean is not None and tick.ts_ms - worked_ms >= IDLE_MS
             return Verdict(mean < rule.used_below and not idles) if mean is not None else UNKNOWN
-        total, held = device.metrics.memory_total_bytes, _memory_of(device, holder)
+        total, used = device.metrics.memory_total_bytes, _memory_of(device, holder)
         if mean is None or not total:
             return UNKNOWN
         if mean >= rule.used_below:
             return NO
-        return UNKNOWN if held is None else Verdict(held >= rule.memory_above * total)
+        return UNKNOWN if used is None else Verdict(used >= rule.memory_above * total)
 
     def _use(self, subject: Subject, i: int, window_ms: int) -> tuple[float | None, int]:
         """The mean of what a pod did in the last whole steps of a window, if that is known, and when it worked last."""
@@ -281,7 +281,7 @@ class History:
             if not readings:
                 worked_ms, before_ms = 0, tick.ts_ms
             passed_ms = tick.ts_ms - before_ms
-            step = max([step, *(one for one, _, _ in readings)])
+            step = max([step, *(length for length, _, _ in readings)])
             readings.append((step, passed_ms if 0 < passed_ms <= MINUTE_MS else 0, used))
             before_ms, worked_ms = tick.ts_ms, tick.ts_ms if used >= 0.01 else worked_ms
         steps = window_ms // WINDOW_STEP_MS
@@ -311,9 +311,9 @@ class History:
 
     def _used(self, subject: Subject, device: Device, i: int) -> Verdict:
         tick = self.ticks[i]
-        cut = any(one.mig is not None and one.mig.parent_uuid == device.uuid for one in tick.devices)
+        cut = any(other.mig is not None and other.mig.parent_uuid == device.uuid for other in tick.devices)
         in_mig_mode = device.mig is None and (cut or device.info.mig_mode == "enabled")
-        if in_mig_mode or device.jobs or not all(one.observed for one in device.holders):
+        if in_mig_mode or device.jobs or not all(holder.observed for holder in device.holders):
             return NO
         if tick.attribution == "none":
             return UNKNOWN
@@ -334,34 +334,36 @@ class History:
 
     def _within(self, uuid: str, name: str, i: int) -> float:
         """The errors of a counter within a minute."""
-        shown: list[tuple[int, float]] = []
+        increases: list[tuple[int, float]] = []
         last: float | None = None
         for j in range(i + 1):
             device, now_ms = self._present(uuid, j), self.ticks[j].ts_ms
             if not self._was_there(uuid, j):
-                shown, last = [], None
+                increases, last = [], None
             if device is None:
                 continue
             begins_ms = now_ms // STEP_MS * STEP_MS - MINUTE_MS
-            shown = [(min(at_ms, now_ms), errors) for at_ms, errors in shown if at_ms >= begins_ms]
+            increases = [(min(at_ms, now_ms), errors) for at_ms, errors in increases if at_ms >= begins_ms]
             value = getattr(device.metrics, name)
             if value is not None:
                 if last is not None:
-                    shown.append((now_ms, value - last if value >= last else value))
+                    increases.append((now_ms, value - last if value >= last else value))
                 last = value
-        return sum(errors for _, errors in shown)
+        return sum(errors for _, errors in increases)
 
     def _xid(self, subject: Subject, i: int) -> Verdict:
         device = self._present(subject.device, i)
         if device is not None and self._xid_errors(device, subject.key, i) > 0:
-            own = of_code(int(subject.key)).kind == "application"
-            alone = _alone(device) if own else None
-            if self._xid_pod(device, subject.key) == subject.pod_uid and not (alone and policy_of(alone).off):
+            of_program = of_code(int(subject.key)).kind == "application"
+            sole_holder = _sole_holder(device) if of_program else None
+            if self._xid_pod(device, subject.key) == subject.pod_uid and not (
+                sole_holder and policy_of(sole_holder).off
+            ):
                 return YES
         return UNKNOWN if subject.pod_uid and self.ticks[i].attribution == "none" else NO
 
     def _xid_errors(self, device: Device, code: str, i: int) -> float:
-        events = sum(1 for one in device.events or () if one.kind == "xid" and str(one.code) == code)
+        events = sum(1 for event in device.events or () if event.kind == "xid" and str(event.code) == code)
         count = device.xids.get(code)
         if count is None or i == 0:
             return events
@@ -382,7 +384,7 @@ class History:
         """The uid of the pod that an error of a program is about."""
         if device is None or of_code(int(code)).kind != "application":
             return ""
-        pod = _alone(device)
+        pod = _sole_holder(device)
         return (pod.pod_uid or "") if pod is not None else ""
 
     # -- where devices are
@@ -391,7 +393,7 @@ class History:
         return self._devices[i].get(uuid)
 
     def _is_mig(self, uuid: str) -> bool:
-        return any(one.mig is not None for tick in self.ticks for one in tick.devices if one.uuid == uuid)
+        return any(device.mig is not None for tick in self.ticks for device in tick.devices if device.uuid == uuid)
 
     def _last(self, uuid: str, i: int) -> int:
         """The last tick that had the device, -1: none."""
@@ -399,9 +401,9 @@ class History:
 
     def _was_there(self, uuid: str, i: int) -> bool:
         """Whether the node has the device, or had it and it is not forgotten."""
-        if (uuid, i) not in self._there:
-            self._there[uuid, i] = self._is_remembered(uuid, i)
-        return self._there[uuid, i]
+        if (uuid, i) not in self._present_cache:
+            self._present_cache[uuid, i] = self._is_remembered(uuid, i)
+        return self._present_cache[uuid, i]
 
     def _is_remembered(self, uuid: str, i: int) -> bool:
         last = self._last(uuid, i)
@@ -412,10 +414,10 @@ class History:
         assert before is not None
         for tick in self.ticks[last + 1 : i + 1]:
             if before.mig is not None:
-                parent = next((one for one in tick.devices if one.uuid == before.mig.parent_uuid), None)
+                parent = next((device for device in tick.devices if device.uuid == before.mig.parent_uuid), None)
                 if parent is not None and parent.state == "ok":
                     return False
-            elif any(one.mig is None and one.pci_bus_id == before.pci_bus_id for one in tick.devices):
+            elif any(device.mig is None and device.pci_bus_id == before.pci_bus_id for device in tick.devices):
                 return False
             if tick is not self.ticks[last + 1] and tick.ts_ms - first_ms >= self.rules.forget_ms:
                 return False
@@ -441,8 +443,8 @@ class History:
         rule = self._rule[subject.name]
         earlier = CAUSES[: CAUSES.index(rule.kind)] if rule.kind in CAUSES else ()
         fires = waits = False
-        for one in [one for one in self.rules.rules if one.kind in earlier]:
-            cause = subject._replace(name=one.name)
+        for name in [other.name for other in self.rules.rules if other.kind in earlier]:
+            cause = subject._replace(name=name)
             spells = [spell for spell in self.spells(cause) if spell.first <= i]
             waits |= self._due_ms.get((cause, i), rule.keep_firing_ms) < rule.keep_firing_ms
             if not spells:
@@ -457,25 +459,25 @@ class History:
         rule, before_ms = self._rule[subject.name], self.ticks[0].ts_ms
         pending, firing, ended_ms, spell = Pending(), Firing(), -1, Spell(subject, 0, 0)
         for i, tick in enumerate(self.ticks):
-            found, event = self.verdict(subject, i), rule.kind == "xid"
+            verdict, event = self.verdict(subject, i), rule.kind == "xid"
             superseded, waits = self._comes_first(subject, i)
             if firing.since_ms is not None:
-                held_ms = firing.not_held_ms(tick.ts_ms, found.holds, event=event)
+                held_ms = firing.not_held_ms(tick.ts_ms, verdict.holds, event=event)
                 ceased = held_ms is not None and held_ms >= rule.keep_firing_ms
                 if superseded or ceased or (held_ms is not None and self._is_over(subject, i, event=event)):
                     ended_ms = max(tick.ts_ms, firing.since_ms)
                     yield spell._replace(last=i, ends_ms=ended_ms)
                     pending, firing = Pending(), Firing()
             else:
-                held_ms = pending.held_ms(tick.ts_ms, before_ms, found)
-                for_ms = rule.for_ms if found.for_ms is None else found.for_ms
+                held_ms = pending.held_ms(tick.ts_ms, before_ms, verdict)
+                for_ms = rule.for_ms if verdict.for_ms is None else verdict.for_ms
                 if held_ms is not None and held_ms < for_ms:
                     self._due_ms[subject, i] = for_ms - held_ms
                 if held_ms is not None and (event or held_ms >= for_ms) and not waits:
                     firing = Firing(max(tick.ts_ms, ended_ms + 1), tick.ts_ms if event else None)
-                    spell = Spell(subject, i, firing.since_ms or 0, found.value)
+                    spell = Spell(subject, i, firing.since_ms or 0, verdict.value)
             lasted_ms = tick.ts_ms - (pending.since_ms or 0)
-            if firing.since_ms is not None and found.holds and 0 < rule.critical_ms <= lasted_ms:
+            if firing.since_ms is not None and verdict.holds and 0 < rule.critical_ms <= lasted_ms:
                 spell = spell._replace(critical=i if spell.critical is None else spell.critical)
             before_ms = tick.ts_ms
         if firing.since_ms is not None:
@@ -486,10 +488,10 @@ class History:
         tick = self.ticks[i]
         if not (subject.pod_uid or self._rule[subject.name].kind in OF_PODS):
             return False
-        devices = [one for one in tick.devices if subject.device in ("", one.uuid)]
+        devices = [device for device in tick.devices if subject.device in ("", device.uuid)]
         if subject.device and not devices:
             return False
-        pods = [one for device in devices if (one := _of_pod(device, subject)) is not None]
+        pods = [holder for device in devices if (holder := _of_pod(device, subject)) is not None]
         if not pods:
             return not event and tick.attribution == "exact"
         return policy_of(pods[0]).off
@@ -515,12 +517,12 @@ def _identity(holder: Holder) -> tuple[str, str]:
 
 
 def _of_pod(device: Device, subject: Subject) -> Holder | None:
-    wanted = subject.pod_uid or subject.key
-    return next((one for one in device.holders if wanted in _identity(one)), None)
+    pod_key = subject.pod_uid or subject.key
+    return next((holder for holder in device.holders if pod_key in _identity(holder)), None)
 
 
-def _alone(device: Device) -> Holder | None:
-    pods = {(one.namespace, one.pod, one.pod_uid) for one in device.holders}
+def _sole_holder(device: Device) -> Holder | None:
+    pods = {(holder.namespace, holder.pod, holder.pod_uid) for holder in device.holders}
     return device.holders[0] if len(pods) == 1 else None
 
 
@@ -529,7 +531,7 @@ def _by_value(kind: str, device: Device) -> Verdict:
     if kind == "row_remap_failure":
         return UNKNOWN if metrics.row_remap_failure is None else Verdict(metrics.row_remap_failure != 0)
     if kind == "row_remap_pending":
-        values = [one for one in (metrics.row_remap_pending, metrics.retired_pages_pending) if one is not None]
+        values = [value for value in (metrics.row_remap_pending, metrics.retired_pages_pending) if value is not None]
         return Verdict(any(values)) if values else UNKNOWN
     bits = {"thermal_slowdown": 0x20 | 0x40, "power_brake": 0x80}[kind]
     reasons = metrics.clock_event_reasons
@@ -542,7 +544,7 @@ def _work(device: Device) -> float:
 
 def _is_stalled(rule: Rule, device: Device) -> Verdict:
     metrics = device.metrics
-    if device.mig is not None or _alone(device) is None:
+    if device.mig is not None or _sole_holder(device) is None:
         return NO
     power, limit = metrics.power_watts, metrics.power_limit_watts
     share = power / limit if power is not None and limit else None
@@ -559,17 +561,17 @@ def _is_stalled(rule: Rule, device: Device) -> Verdict:
 
 def _used_by(device: Device, holder: Holder) -> float | None:
     """What a pod does with a device, by the means of its activity."""
-    if _alone(device) is None:
+    if _sole_holder(device) is None:
         return holder.parts.utilization_ratio if holder.parts is not None else None
-    means = [getattr(device.metrics, name) for name in MEASURES if "max" not in name]
-    known = [one for one in means if one is not None]
-    return max([*known, *(getattr(device.metrics, name) or 0.0 for name in VIDEO)]) if known else None
+    ratios = [getattr(device.metrics, name) for name in MEASURES if "max" not in name]
+    present = [ratio for ratio in ratios if ratio is not None]
+    return max([*present, *(getattr(device.metrics, name) or 0.0 for name in VIDEO)]) if present else None
 
 
 def _memory_of(device: Device, holder: Holder) -> float | None:
     if holder.parts is not None and holder.parts.memory_used_bytes is not None:
         return holder.parts.memory_used_bytes
-    return device.metrics.memory_used_bytes if _alone(device) is not None else None
+    return device.metrics.memory_used_bytes if _sole_holder(device) is not None else None
 
 
 def _is_measured(device: Device) -> bool:
@@ -578,18 +580,20 @@ def _is_measured(device: Device) -> bool:
 
 def _is_idle(below: float, device: Device, holder: Holder) -> bool | None:
     part = holder.parts.utilization_ratio if holder.parts is not None else None
-    own = [one.sm_utilization_ratio or 0.0 for one in device.processes or () if one.pod_uid == holder.pod_uid]
-    if (part or 0.0) >= below or (holder.pod_uid is not None and sum(own) >= below):
+    own_ratios = [
+        process.sm_utilization_ratio or 0.0 for process in device.processes or () if process.pod_uid == holder.pod_uid
+    ]
+    if (part or 0.0) >= below or (holder.pod_uid is not None and sum(own_ratios) >= below):
         return False
     if _work(device) < below:
         return True if _is_measured(device) else None
-    if _alone(device) is not None:
+    if _sole_holder(device) is not None:
         return False
-    rest = device.unattributed.utilization_ratio if device.unattributed is not None else None
-    parts = [one.parts.utilization_ratio or 0.0 for one in device.holders if one.parts is not None]
-    nobodys = rest if rest is not None else _work(device) - sum(parts)
+    unattributed = device.unattributed.utilization_ratio if device.unattributed is not None else None
+    parts = [holder.parts.utilization_ratio or 0.0 for holder in device.holders if holder.parts is not None]
+    nobodys = unattributed if unattributed is not None else _work(device) - sum(parts)
     video = max([getattr(device.metrics, name) or 0.0 for name in VIDEO])
-    theirs = {one.pod_uid for one in device.holders if one.pod_uid is not None}
-    only_theirs = all(one.pod_uid in theirs for one in device.processes or ())
+    theirs = {holder.pod_uid for holder in device.holders if holder.pod_uid is not None}
+    only_theirs = all(process.pod_uid in theirs for process in device.processes or ())
     little = nobodys < below or (only_theirs and 2 * nobodys < sum(parts))
     return True if part is not None and little and video < below else None

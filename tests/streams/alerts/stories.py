@@ -10,7 +10,7 @@ from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.ticks import START_MS, device, holder, overlay
 from topics.attributed import AttributedEvent, Attribution
 
-SHORT = overlay(
+SHORT_RULES = overlay(
     """
     [rules.GPUHeldIdle]
     for = "20s"
@@ -99,12 +99,14 @@ def lives(draw: st.DrawFn, nodes: int = 1, least: int = 1) -> list[Tick]:
 def _tick(step: Step, node: int, ts_ms: int, xids: int, errors: int, offset: int) -> Tick:
     devices: list[Device] = []
     if step.present:
-        held = (holder(step.pod),) if step.pod and step.attribution != "none" else ()
-        fields = {"events": (AttributedEvent("xid", 79, ts_ms),)} if step.xid else {}
+        holders = (holder(step.pod),) if step.pod and step.attribution != "none" else ()
+        event_fields = {"events": (AttributedEvent("xid", 79, ts_ms),)} if step.xid else {}
         reasons = 0x40 if step.hot else 0
-        more = {"xids": {"79": xids}} if xids else {}
+        xid_fields = {"xids": {"79": xids}} if xids else {}
         counters = dict.fromkeys(COUNTERS, errors)
-        devices.append(device(0, *held, busy=step.busy, clock_event_reasons=reasons, **fields, **more, **counters))
+        devices.append(
+            device(0, *holders, busy=step.busy, clock_event_reasons=reasons, **event_fields, **xid_fields, **counters)
+        )
     devices.append(device(1, busy=0.5 if step.hot else 0.0))
     return Tick(
         schema=1,

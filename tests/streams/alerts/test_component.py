@@ -23,41 +23,41 @@ from topics.workloads import NodeWorkloads
 KEY = b"c/n"
 COOL = device(0, busy=0.0, clock_event_reasons=0)
 HOT = device(0, busy=0.0, clock_event_reasons=0x40)
-LONG = overlay('[rules.GPUThermalSlowdown]\nfor = "10m"\n[rules.NodeSilent]\nfor = "2m"')
+SLOW_RULES = overlay('[rules.GPUThermalSlowdown]\nfor = "10m"\n[rules.NodeSilent]\nfor = "2m"')
 
 
-def write(broker: Broker, seconds: range, one: Device = COOL, *, node: str = "n") -> None:
+def write(broker: Broker, seconds: range, sample: Device = COOL, *, node: str = "n") -> None:
     for s in seconds:
-        broker.log(tick(s, one, node=node))
+        broker.log(tick(s, sample, node=node))
 
 
 def states(broker: Broker) -> list[NodeAlerts]:
     return [decode(record.value) for record in broker.logs[STATE] if record.value is not None]
 
 
-def said(broker: Broker) -> list[tuple[str, str]]:
+def alerts_written(broker: Broker) -> list[tuple[str, str]]:
     return [(alert.name, alert.state) for alert in broker.alerts()]
 
 
-async def working(broker: Broker, rules: Rules = LONG) -> Worker:
+async def working(broker: Broker, rules: Rules = SLOW_RULES) -> Worker:
     worker = Worker(broker, rules)
     worker.clocks.started_ms = START_MS
     await worker.start()
     return worker
 
 
-async def having_read(seconds: range, one: Device = COOL, *, node: str = "n") -> Worker:
+async def having_read(seconds: range, sample: Device = COOL, *, node: str = "n") -> Worker:
     """A worker that has read these ticks of a node."""
     broker = Broker()
-    write(broker, seconds, one, node=node)
+    write(broker, seconds, sample, node=node)
     worker = await working(broker)
     await worker.live()
     return worker
 
 
-async def next_read(worker: Worker, seconds: range, one: Device = COOL) -> None:
+async def next_read(worker: Worker, seconds: range, sample: Device = COOL) -> None:
     """Ticks are written and read."""
-    write(worker.broker, seconds, one)
+    write(worker.broker, seconds, sample)
     await worker.live()
 
 
@@ -79,17 +79,17 @@ async def test_the_alert_is_acknowledged_then_the_state_then_the_tick_is_finishe
     await worker.read(count=600)
     worker.sender.holding = True
     await worker.read()
-    assert [sent.topic for sent in worker.sender.flying] == [ALERTS]
+    assert [record.topic for record in worker.sender.flying] == [ALERTS]
     worker.sender.land()
     await settle()
-    assert [sent.topic for sent in worker.sender.flying] == [STATE]
+    assert [record.topic for record in worker.sender.flying] == [STATE]
     write(broker, range(601, 605), HOT)
     await worker.read()
     assert worker.position() == 599
     worker.sender.land()
     await settle()
     assert worker.position() == 604
-    assert said(broker) == [("GPUThermalSlowdown", "firing")]
+    assert alerts_written(broker) == [("GPUThermalSlowdown", "firing")]
 
 
 async def test_what_changes_while_a_state_is_on_its_way_is_written_after_it() -> None:
@@ -155,12 +155,12 @@ async def test_an_alert_or_state_that_is_too_large_is_left_out_and_counted() -> 
 
 async def test_ticks_up_to_the_states_offset_are_replays() -> None:
     broker = (await having_read(range(601), HOT)).broker
-    written = len(broker.logs[STATE])
+    states_before = len(broker.logs[STATE])
     write(broker, range(601, 700), HOT)
     worker = await working(broker)
     await worker.live()
     assert worker.total("ticks_total", "replayed") == 601
-    assert (len(broker.logs[STATE]), len(broker.logs[ALERTS])) == (written, 1)
+    assert (len(broker.logs[STATE]), len(broker.logs[ALERTS])) == (states_before, 1)
     assert worker.position() == 699
 
 
@@ -182,7 +182,7 @@ async def test_after_ticks_were_lost_the_gap_is_what_the_state_knows_of() -> Non
     broker = first.broker
     first.commit()
     write(broker, range(500, 700), HOT)
-    second = Worker(broker, LONG)
+    second = Worker(broker, SLOW_RULES)
     second.torn = frozenset({0})
     await second.start()
     await second.live()
@@ -200,7 +200,7 @@ async def test_a_log_that_was_made_again_begins_its_offsets_again() -> None:
     assert worker.total("ticks_total", "replayed") == 0
     last = states(broker)[-1]
     assert (last.generation, last.offset < 400) == (1, True)
-    assert said(broker) == [("GPUThermalSlowdown", "firing"), ("GPUThermalSlowdown", "resolved")]
+    assert alerts_written(broker) == [("GPUThermalSlowdown", "firing"), ("GPUThermalSlowdown", "resolved")]
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -214,11 +214,11 @@ async def test_where_only_the_samples_were_made_again_their_ticks_go_on(restart:
     assert worker.total("ticks_total", "new_log") == 1
     last = states(broker)[-1]
     assert (last.generation, last.offset < 400) == (1, True)
-    assert said(broker) == [("GPUThermalSlowdown", "firing")]
-    again = await working(broker)
-    await again.live()
-    assert said(broker) == [("GPUThermalSlowdown", "firing")]
-    assert again.total("ticks_total", "new_log") == 0
+    assert alerts_written(broker) == [("GPUThermalSlowdown", "firing")]
+    successor = await working(broker)
+    await successor.live()
+    assert alerts_written(broker) == [("GPUThermalSlowdown", "firing")]
+    assert successor.total("ticks_total", "new_log") == 0
 
 
 async def test_an_older_state_that_another_worker_wrote_late_is_written_over() -> None:
@@ -229,9 +229,9 @@ async def test_an_older_state_that_another_worker_wrote_late_is_written_over() -
     await worker.read(STATE)
     assert states(broker)[-1].tracked == newest.tracked
     await worker.read(STATE)
-    written = len(broker.logs[STATE])
+    states_before = len(broker.logs[STATE])
     await worker.wait(20)
-    assert len(broker.logs[STATE]) == written
+    assert len(broker.logs[STATE]) == states_before
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -244,7 +244,7 @@ async def test_an_older_state_that_is_read_while_ours_is_on_its_way_is_written_o
     worker.sender.holding = True
     write(broker, range(1, 13), HOT)
     await worker.read()
-    (ours,) = worker.sender.flying
+    (own_state,) = worker.sender.flying
     if first:
         broker.logs[STATE].append(older)
     worker.sender.land(acknowledge=False)
@@ -252,7 +252,7 @@ async def test_an_older_state_that_is_read_while_ours_is_on_its_way_is_written_o
         broker.logs[STATE].append(older)
     await worker.read(STATE)
     worker.sender.holding = False
-    ours.acknowledged.set_result(1)
+    own_state.acknowledged.set_result(1)
     await settle()
     assert [len(state.tracked) for state in states(broker)] == ([0, 0, 1] if first else [0, 1, 0, 1])
 
@@ -265,10 +265,10 @@ async def test_states_of_its_own_that_are_read_late_are_not_written_again() -> N
         write(broker, range(start + 12, start + 20))
         await worker.read(count=12)
         await worker.read()
-    written = len(broker.logs[STATE])
-    assert written > 4
+    states_before = len(broker.logs[STATE])
+    assert states_before > 4
     await worker.read(STATE)
-    assert len(broker.logs[STATE]) == written
+    assert len(broker.logs[STATE]) == states_before
 
 
 async def test_a_later_state_of_another_worker_is_written_over_once_ticks_were_read() -> None:
@@ -340,9 +340,9 @@ async def test_the_first_tick_after_a_silence_is_judged_and_the_gap_known() -> N
     worker.commit()
     assert broker.committed == 400
     write(broker, range(450, 640), HOT)
-    again = await working(broker)
-    await again.live()
-    assert again.total("ticks_total", "resumed") == 0
+    successor = await working(broker)
+    await successor.live()
+    assert successor.total("ticks_total", "resumed") == 0
     assert [alert.value for alert in broker.alerts()] == [600.0]
 
 
@@ -350,13 +350,13 @@ async def test_a_node_is_silent_when_its_partition_was_watched_without_a_break()
     worker = await having_read(range(3))
     broker = worker.broker
     await worker.wait(110)
-    assert said(broker) == []
+    assert alerts_written(broker) == []
     await worker.wait(20)
-    assert said(broker) == [("NodeSilent", "firing")]
+    assert alerts_written(broker) == [("NodeSilent", "firing")]
     assert broker.alerts()[0].starts_at.timestamp() * 1000 == START_MS + 2000 + 120_000
     await worker.wait(600)
     await next_read(worker, range(800, 803))
-    assert said(broker) == [("NodeSilent", "firing"), ("NodeSilent", "resolved")]
+    assert alerts_written(broker) == [("NodeSilent", "firing"), ("NodeSilent", "resolved")]
 
 
 async def test_nobody_is_silent_while_the_broker_does_not_answer_nor_right_after() -> None:
@@ -365,21 +365,21 @@ async def test_nobody_is_silent_while_the_broker_does_not_answer_nor_right_after
     await worker.wait(20)
     await worker.wait(600, asking=False)
     await worker.wait(25)
-    assert said(broker) == []
+    assert alerts_written(broker) == []
     await next_read(worker, range(650, 660))
     await worker.wait(60)
-    assert said(broker) == []
+    assert alerts_written(broker) == []
 
 
 async def test_nobody_is_silent_while_samples_wait_to_be_attributed() -> None:
     worker = await having_read(range(3))
     broker = worker.broker
     await worker.wait(600, samples_end=4)
-    assert said(broker) == []
+    assert alerts_written(broker) == []
     broker.log(later(tick(600, COOL, node="other"), offset=3))
     await worker.live()
     await worker.wait(60, samples_end=4)
-    assert said(broker) == [("NodeSilent", "firing")]
+    assert alerts_written(broker) == [("NodeSilent", "firing")]
 
 
 async def test_a_worker_finds_the_same_silence_as_the_one_before() -> None:
@@ -391,8 +391,8 @@ async def test_a_worker_finds_the_same_silence_as_the_one_before() -> None:
     second = await working(broker)
     second.clocks.started_ms = START_MS + 500_000
     await second.wait(60)
-    one, again = broker.alerts()
-    assert one == again
+    alert, repeated = broker.alerts()
+    assert alert == repeated
 
 
 async def test_a_node_that_never_comes_back_is_forgotten_and_its_alerts_are_resolved() -> None:
@@ -401,7 +401,7 @@ async def test_a_node_that_never_comes_back_is_forgotten_and_its_alerts_are_reso
     await worker.wait(1000)
     worker.clocks.started_ms += FORGET_MS
     await worker.wait(60)
-    assert said(broker)[2:] == [("GPUThermalSlowdown", "resolved"), ("NodeSilent", "resolved")]
+    assert alerts_written(broker)[2:] == [("GPUThermalSlowdown", "resolved"), ("NodeSilent", "resolved")]
     assert {alert.resolved_because for alert in broker.alerts()[2:]} == {"node_removed"}
     worker.clocks.started_ms += FORGET_MS + DELETE_MS
     await worker.wait(60)
@@ -426,12 +426,12 @@ async def test_a_node_that_was_removed_from_the_cluster_is_not_silent_and_its_al
     await worker.live()
     await worker.read(WORKLOADS)
     await worker.wait(600)
-    assert said(broker) == [("GPUThermalSlowdown", "firing"), ("GPUThermalSlowdown", "resolved")]
+    assert alerts_written(broker) == [("GPUThermalSlowdown", "firing"), ("GPUThermalSlowdown", "resolved")]
     last = broker.alerts()[-1]
     assert (last.resolved_because, last.ends_at) == ("node_removed", time(START_MS + 699_000))
-    again = await working(broker)
-    again.clocks.started_ms = START_MS + 10_000_000
-    await again.wait(600)
+    successor = await working(broker)
+    successor.clocks.started_ms = START_MS + 10_000_000
+    await successor.wait(600)
     assert len(broker.alerts()) == 2
 
 
@@ -440,12 +440,12 @@ async def test_a_node_that_is_in_the_cluster_is_silent(removed: list[bool]) -> N
     broker = Broker()
     write(broker, range(3))
     worker = await working(broker)
-    for one in removed:
-        removal(broker, 1, removed=one)
+    for removed_node in removed:
+        removal(broker, 1, removed=removed_node)
     await worker.live()
     await worker.read(WORKLOADS)
     await worker.wait(200)
-    assert said(broker) == [("NodeSilent", "firing")]
+    assert alerts_written(broker) == [("NodeSilent", "firing")]
 
 
 async def test_a_node_that_sent_ticks_long_after_it_was_removed_is_silent_when_they_end() -> None:
@@ -457,7 +457,7 @@ async def test_a_node_that_sent_ticks_long_after_it_was_removed_is_silent_when_t
     await worker.live()
     await worker.read(WORKLOADS)
     await worker.wait(200)
-    assert said(broker) == [("NodeSilent", "firing")]
+    assert alerts_written(broker) == [("NodeSilent", "firing")]
 
 
 # -- what can't be used
@@ -489,7 +489,10 @@ async def test_what_is_no_tick_or_state_goes_to_the_dead_letters_and_the_rest_go
     errors = [record.value for record in broker.logs[DEAD_LETTERS]]
     assert len(errors) == 5
     assert worker.failures == []
-    assert [worker.total("records_dead_lettered_total", ATTRIBUTED, why) for why in ("undecodable", "key")] == [3, 1]
+    assert [worker.total("records_dead_lettered_total", ATTRIBUTED, reason) for reason in ("undecodable", "key")] == [
+        3,
+        1,
+    ]
     assert worker.total("records_dead_lettered_total", STATE, "undecodable") == 1
     assert worker.position() == 5
 
@@ -500,7 +503,7 @@ async def test_a_node_without_its_state_begins_again() -> None:
     broker.committed = 699
     worker = await working(broker)
     await worker.live()
-    assert [one.alert for one in states(broker)[-1].tracked] == [None]
+    assert [tracked.alert for tracked in states(broker)[-1].tracked] == [None]
 
 
 async def test_an_output_that_fails_ends_the_process() -> None:
@@ -541,11 +544,11 @@ async def test_ticks_wait_for_what_an_older_epoch_has_sent_and_go_on_from_there(
     worker.sender.land()
     await settle()
     await worker.start()  # the state that says that it fires is on its way
-    written = len(broker.logs[STATE])
+    states_before = len(broker.logs[STATE])
     await worker.read(ATTRIBUTED)
-    assert len(broker.logs[STATE]) == written + 1
+    assert len(broker.logs[STATE]) == states_before + 1
     assert worker.total("ticks_total", "replayed") == 601
-    assert said(broker) == [("GPUThermalSlowdown", "firing")]
+    assert alerts_written(broker) == [("GPUThermalSlowdown", "firing")]
 
 
 # -- what it says of itself
@@ -605,7 +608,7 @@ async def test_no_error_is_forgotten_by_a_worker_that_takes_over(killed: int) ->
 # -- alerts of several GPUs
 
 IDLE = device(0, holder(), busy=0.0)
-SOON = Rules(overlay('[rules.GPUHeldIdle]\nfor = "20s"\ngrace = "0s"\nkeep_firing_for = "0s"').of("held_idle"))
+SOON_RULES = Rules(overlay('[rules.GPUHeldIdle]\nfor = "20s"\ngrace = "0s"\nkeep_firing_for = "0s"').of("held_idle"))
 
 
 async def grouping(seconds: int) -> Worker:
@@ -614,7 +617,7 @@ async def grouping(seconds: int) -> Worker:
     for s in range(seconds):
         broker.log(tick(s, IDLE, node="n"))
         broker.log(tick(s, device(1, holder("bert-1"), busy=0.0), node="m"))
-    worker = await working(broker, SOON)
+    worker = await working(broker, SOON_RULES)
     await worker.live()
     return worker
 
@@ -626,10 +629,10 @@ async def test_a_workloads_alert_is_acknowledged_then_its_group_then_the_reports
     worker.sender.holding = True
     reading = asyncio.create_task(worker.read(MEMBERS))
     await settle()
-    assert {sent.topic for sent in worker.sender.flying} == {ALERTS}
+    assert {record.topic for record in worker.sender.flying} == {ALERTS}
     worker.sender.land()
     await settle()
-    assert {sent.topic for sent in worker.sender.flying} == {GROUPS}
+    assert {record.topic for record in worker.sender.flying} == {GROUPS}
     assert worker.ledger.position(Partition(MEMBERS, 0)) == 0
     worker.sender.holding = False
     worker.sender.land()
@@ -645,7 +648,7 @@ async def test_another_worker_goes_on_with_a_workloads_alert_as_it_is_in_the_top
     for s in range(30, 35):
         broker.log(tick(s, device(0, holder(), busy=0.9), node="n"))
     await first.live()
-    second = await working(broker, SOON)
+    second = await working(broker, SOON_RULES)
     await second.read(GROUPS)
     await second.read(MEMBERS)
     assert [(a.state, a.revision, a.idle) for a in broker.alerts()] == [
@@ -658,10 +661,10 @@ async def test_a_group_is_written_once_a_report_and_again_after_what_a_worker_wr
     groups = worker.broker.logs[GROUPS]
     for _ in range(4):
         await worker.read(MEMBERS, count=1)
-    late = groups[0]
+    late_group = groups[0]
     await worker.read(GROUPS)
     assert len(groups) == 4
-    groups.append(late)
+    groups.append(late_group)
     await worker.read(GROUPS)
     assert len(groups) == 6
     assert groups[-1] == groups[3]
@@ -679,10 +682,10 @@ async def test_reports_that_were_read_before_the_partition_went_are_left_to_its_
     first.stage.forget()
     first.stage.drop(frozenset({0}))
     await first.take(in_hand)
-    second = await working(broker, SOON)
+    second = await working(broker, SOON_RULES)
     await second.read(GROUPS)
     await second.read(MEMBERS)
-    assert said(broker)[-1] == ("GPUHeldIdle", "resolved")
+    assert alerts_written(broker)[-1] == ("GPUHeldIdle", "resolved")
 
 
 async def test_a_malformed_report_is_dead_lettered_and_holds_nothing_up() -> None:
@@ -699,14 +702,14 @@ async def test_the_alert_of_a_workload_that_was_resolved_a_week_ago_is_deleted()
         worker.broker.log(tick(30, device(number, holder(pod), busy=0.9), node=node))
     await worker.live()
     await worker.read(MEMBERS)
-    assert said(worker.broker)[-1] == ("GPUHeldIdle", "resolved")
+    assert alerts_written(worker.broker)[-1] == ("GPUHeldIdle", "resolved")
     worker.clocks.started_ms += DELETE_MS + 60_000
     worker.stage.check_partition(0)
     await settle()
     assert worker.broker.logs[ALERTS][-1].value is None
-    kept = msgspec.json.decode(worker.broker.logs[GROUPS][-1].value or b"", type=AlertGroup)
-    assert (kept.alert, kept.members) == (None, ())
-    assert {node: one.held for node, one in kept.seen.items()} == {"n": 1, "m": 1}
+    group = msgspec.json.decode(worker.broker.logs[GROUPS][-1].value or b"", type=AlertGroup)
+    assert (group.alert, group.members) == (None, ())
+    assert {node: node_state.held for node, node_state in group.seen.items()} == {"n": 1, "m": 1}
     for node, number in (("n", 0), ("m", 1)):
         worker.broker.log(tick(31, device(number, busy=0.9), node=node))
     await worker.live()
@@ -724,7 +727,7 @@ async def test_an_alert_that_fires_again_when_it_is_a_week_old_is_not_deleted() 
     await worker.live()
     reports = worker.fetch(MEMBERS)
     await worker.take(reports[:-2])
-    assert said(worker.broker)[-1] == ("GPUHeldIdle", "resolved")
+    assert alerts_written(worker.broker)[-1] == ("GPUHeldIdle", "resolved")
     worker.clocks.started_ms += DELETE_MS + 120_000
     worker.sender.holding = True
     firing = asyncio.create_task(worker.stage.handle(reports[-2:]))
@@ -737,11 +740,11 @@ async def test_an_alert_that_fires_again_when_it_is_a_week_old_is_not_deleted() 
         await settle()
     worker.stage.check_partition(0)
     await settle()
-    assert said(worker.broker)[-1][1] == "firing"
+    assert alerts_written(worker.broker)[-1][1] == "firing"
     assert worker.broker.logs[ALERTS][-1].value is not None
-    kept = msgspec.json.decode(worker.broker.logs[GROUPS][-1].value or b"", type=AlertGroup)
-    assert kept.alert is not None
-    assert kept.alert.state == "firing"
+    group = msgspec.json.decode(worker.broker.logs[GROUPS][-1].value or b"", type=AlertGroup)
+    assert group.alert is not None
+    assert group.alert.state == "firing"
 
 
 async def test_a_node_that_left_holds_nothing_of_a_workload() -> None:
@@ -752,8 +755,10 @@ async def test_a_node_that_left_holds_nothing_of_a_workload() -> None:
     await worker.read(WORKLOADS)
     await worker.wait(80)
     await worker.read(MEMBERS)
-    (group,) = [msgspec.json.decode(one.value or b"", type=AlertGroup) for one in worker.broker.logs[GROUPS][-1:]]
-    assert {node: one.held for node, one in group.seen.items()} == {"n": 1, "m": 0}
+    (group,) = [
+        msgspec.json.decode(log_record.value or b"", type=AlertGroup) for log_record in worker.broker.logs[GROUPS][-1:]
+    ]
+    assert {node: node_state.held for node, node_state in group.seen.items()} == {"n": 1, "m": 0}
 
 
 async def test_the_policies_of_pods_are_counted_as_of_the_last_tick_of_their_node() -> None:

@@ -10,12 +10,12 @@ from streams.alerts.node import Replay
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts import group_oracle
-from tests.streams.alerts.group_oracle import Written, as_written
+from tests.streams.alerts.group_oracle import Transition, as_written
 from tests.streams.alerts.oracle import OF_PODS
 from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, gpu, holder, overlay
 from topics.attributed import Attribution, Holder, Workload
 
-SOON = overlay("""
+SOON_RULES = overlay("""
     [rules.GPUHeldIdle]
     for = "40s"
     grace = "10s"
@@ -38,7 +38,7 @@ SOON = overlay("""
 """The shipped rules, with durations that a story may last."""
 
 NODES = ("n0", "n1", "n2")
-DOES: dict[str, dict[str, float]] = {
+METRICS_OF: dict[str, dict[str, float]] = {
     "works": {"busy": 0.9, "power_watts": 600.0, "sm_active_ratio": 0.7},
     "idles": {"busy": 0.0, "power_watts": 70.0, "sm_active_ratio": 0.0},
     "stalls": {"busy": 1.0, "power_watts": 140.0, "sm_active_ratio": 0.1},
@@ -49,7 +49,7 @@ DOES: dict[str, dict[str, float]] = {
 class Gpu(NamedTuple):
     """What a GPU does for a while. ``pods``: which of the node's pods hold it."""
 
-    does: str
+    behavior: str
     state: str
     present: bool
     pods: tuple[int, ...]
@@ -69,7 +69,7 @@ class Moment(NamedTuple):
 def gpus(*pods: tuple[int, ...]) -> st.SearchStrategy[Gpu]:
     return st.builds(
         Gpu,
-        does=st.sampled_from(["works", "idles", "idles", "stalls", "stalls", "stalls", "says nothing"]),
+        behavior=st.sampled_from(["works", "idles", "idles", "stalls", "stalls", "stalls", "says nothing"]),
         state=st.sampled_from(["ok"] * 7 + ["lost", "timeout"]),
         present=st.integers(0, 7).map(bool),
         pods=st.sampled_from(pods),
@@ -98,28 +98,28 @@ def pod_of(node: int, number: int, *, crashes: bool = False) -> Holder:
 
 def ticks_of(story: list[Moment]) -> list[Tick]:
     """The nodes' ticks, each with a clock of its own, in the order of their log."""
-    found, now_ms = list[Tick](), [START_MS, START_MS + 2_000, START_MS - 4_000]
+    ticks, now_ms = list[Tick](), [START_MS, START_MS + 2_000, START_MS - 4_000]
     for moment in story:
         for _ in range(moment.ticks):
             now_ms[moment.node] += round(1000 * moment.step_s)
-            shown: list[Device] = []
-            for place, one in enumerate(moment.gpus):
-                held = one.pods if moment.attribution != "none" else ()
-                pods = [pod_of(moment.node, number, crashes=moment.crashes) for number in held]
-                metrics = DOES[one.does] | {"power_limit_watts": 700.0} if one.state == "ok" else {}
-                if one.present:
-                    uuid = gpu(8 * moment.node + place)
-                    shown.append(device(place, *pods, uuid=uuid, state=one.state, **metrics))
-            found.append(
+            devices: list[Device] = []
+            for index, gpu_now in enumerate(moment.gpus):
+                held_pods = gpu_now.pods if moment.attribution != "none" else ()
+                pods = [pod_of(moment.node, number, crashes=moment.crashes) for number in held_pods]
+                metrics = METRICS_OF[gpu_now.behavior] | {"power_limit_watts": 700.0} if gpu_now.state == "ok" else {}
+                if gpu_now.present:
+                    uuid = gpu(8 * moment.node + index)
+                    devices.append(device(index, *pods, uuid=uuid, state=gpu_now.state, **metrics))
+            ticks.append(
                 Tick(
-                    schema=1, cluster="c", node=NODES[moment.node], run_id=1, seq=len(found), offset=len(found),
-                    ts_ms=now_ms[moment.node], attribution=moment.attribution, devices=tuple(shown),
+                    schema=1, cluster="c", node=NODES[moment.node], run_id=1, seq=len(ticks), offset=len(ticks),
+                    ts_ms=now_ms[moment.node], attribution=moment.attribution, devices=tuple(devices),
                 )
             )  # fmt: skip
-    return found
+    return ticks
 
 
-def written(rules: Rules, log: list[Tick], kinds: tuple[str, ...]) -> list[Written]:
+def transitions_of(rules: Rules, log: list[Tick], kinds: tuple[str, ...]) -> list[Transition]:
     """What the stream writes, but for what is about single GPUs only."""
     replay = Replay(rules)
     return [
@@ -133,8 +133,8 @@ def written(rules: Rules, log: list[Tick], kinds: tuple[str, ...]) -> list[Writt
 @given(stories)
 def test_alerts_of_workloads_and_nodes_are_those_that_the_page_promises(story: list[Moment]) -> None:
     log = ticks_of(story)
-    found = written(SOON, log, (*OF_PODS, *group_oracle.AT_ONE_TIME))
-    assert sorted(found, key=str) == sorted(group_oracle.alerts(SOON, log), key=str)
+    transitions = transitions_of(SOON_RULES, log, (*OF_PODS, *group_oracle.AT_ONE_TIME))
+    assert sorted(transitions, key=str) == sorted(group_oracle.alerts(SOON_RULES, log), key=str)
 
 
 # -- stragglers
@@ -156,8 +156,8 @@ class Stretch(NamedTuple):
 
     node: int
     minutes: int
-    held: int
-    again: bool
+    held_gpus: int
+    repeats: bool
     attribution: Attribution
     unlike: tuple[dict[str, Any], ...]
 
@@ -166,8 +166,8 @@ stretches = st.builds(
     Stretch,
     node=st.integers(0, 2),
     minutes=st.sampled_from([3, 5, 11, 16, 26]),
-    held=st.sampled_from([3, 3, 3, 3, 3, 2, 0]),
-    again=st.booleans(),
+    held_gpus=st.sampled_from([3, 3, 3, 3, 3, 2, 0]),
+    repeats=st.booleans(),
     attribution=st.sampled_from(["exact"] * 8 + ["none"]),
     unlike=st.tuples(*[st.sampled_from(UNLIKE)] * 3),
 )
@@ -182,35 +182,35 @@ node does in turn. The last of that lasts until the others end, too."""
 
 
 def ticks_of_a_run(kind: str, step_s: int, apart_s: tuple[int, ...], story: list[Stretch]) -> list[Tick]:
-    found, violated_s = list[Tick](), dict[str, float]()
-    last_s = max(60 * sum(one.minutes for one in story if one.node == node) for node in range(3))
+    ticks, violated_s = list[Tick](), dict[str, float]()
+    last_s = max(60 * sum(stretch.minutes for stretch in story if stretch.node == node) for node in range(3))
     for node in range(3):
-        mine = [one for one in story if one.node == node] or [Stretch(node, 1, 3, False, "exact", ({},) * 3)]
-        mine[-1] = mine[-1]._replace(minutes=last_s // 60)
+        own = [stretch for stretch in story if stretch.node == node] or [Stretch(node, 1, 3, False, "exact", ({},) * 3)]
+        own[-1] = own[-1]._replace(minutes=last_s // 60)
         begins_s, pod = apart_s[node], 0
-        for stretch in mine:
-            pod += stretch.again
-            held = holder(f"bert-{node}-{pod}", workload=Workload(kind, "bert"))
+        for stretch in own:
+            pod += stretch.repeats
+            pod_holder = holder(f"bert-{node}-{pod}", workload=Workload(kind, "bert"))
             ends_s = min(begins_s + 60 * stretch.minutes, last_s)
             for now_s in range(begins_s, ends_s, step_s):
-                shown: list[Device] = []
-                for place, unlike in enumerate(stretch.unlike):
-                    uuid = gpu(8 * node + place)
+                devices: list[Device] = []
+                for index, unlike in enumerate(stretch.unlike):
+                    uuid = gpu(8 * node + index)
                     violated_s[uuid] = violated_s.get(uuid, 0.0) + unlike.get("violates", 0.0) * step_s
-                    does = {**FIGURES, "power_violation_seconds_total": violated_s[uuid], **unlike}
-                    pods = [held] if place < stretch.held and stretch.attribution != "none" else []
-                    state = does.pop("state", "ok")
-                    does.pop("violates", None)
-                    shown.append(device(place, *pods, uuid=uuid, state=state, **(does if state == "ok" else {})))
+                    metrics = {**FIGURES, "power_violation_seconds_total": violated_s[uuid], **unlike}
+                    pods = [pod_holder] if index < stretch.held_gpus and stretch.attribution != "none" else []
+                    state = metrics.pop("state", "ok")
+                    metrics.pop("violates", None)
+                    devices.append(device(index, *pods, uuid=uuid, state=state, **(metrics if state == "ok" else {})))
                 ts_ms = START_MS + 1000 * now_s
-                found.append(
+                ticks.append(
                     Tick(
                         schema=1, cluster="c", node=NODES[node], run_id=1, seq=now_s, offset=now_s, ts_ms=ts_ms,
-                        attribution=stretch.attribution, devices=tuple(shown),
+                        attribution=stretch.attribution, devices=tuple(devices),
                     )
                 )  # fmt: skip
             begins_s += -(-max(ends_s - begins_s, 0) // step_s) * step_s
-    return sorted(found, key=lambda tick: tick.ts_ms)
+    return sorted(ticks, key=lambda tick: tick.ts_ms)
 
 
 @given(runs)
@@ -218,4 +218,6 @@ def test_gpus_that_lag_behind_their_peers_are_those_that_the_page_promises(
     run: tuple[str, int, tuple[int, ...], list[Stretch]],
 ) -> None:
     log = ticks_of_a_run(*run)
-    assert sorted(written(PEERS, log, ("straggler",)), key=str) == sorted(group_oracle.alerts(PEERS, log), key=str)
+    assert sorted(transitions_of(PEERS, log, ("straggler",)), key=str) == sorted(
+        group_oracle.alerts(PEERS, log), key=str
+    )

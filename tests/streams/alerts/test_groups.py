@@ -20,7 +20,7 @@ from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, gpu, holder, 
 from topics.alerts import Alert, AlertGroup, AlertReport, fingerprint, milliseconds, time, transition_id
 from topics.attributed import Holder
 
-SOON = overlay("""
+SOON_RULES = overlay("""
 [rules.GPUHeldIdle]
 for = "30s"
 grace = "0s"
@@ -31,7 +31,7 @@ for = "10s"
 """)
 
 
-def held(count: int, pod: Holder, *, idle: int | None = None, first: int = 0) -> list[Device]:
+def held_devices(count: int, pod: Holder, *, idle: int | None = None, first: int = 0) -> list[Device]:
     """GPUs of a pod, of which the first so many are idle."""
     quiet = count if idle is None else idle
     return [device(first + i, pod, busy=0.0 if i < quiet else 0.9, model="NVIDIA H100") for i in range(count)]
@@ -48,82 +48,91 @@ def fired(rules: Rules, *moments: tuple[range, str, list[Device]]) -> list[Alert
     ]
 
 
-def said(alerts: list[Alert]) -> list[tuple[str, int, int | None, int | None]]:
+def summary(alerts: list[Alert]) -> list[tuple[str, int, int | None, int | None]]:
     return [(alert.state, alert.revision, alert.idle, alert.held) for alert in alerts]
 
 
 def test_an_idle_pod_of_eight_gpus_is_one_alert_with_its_gpus_inside() -> None:
-    (alert,) = fired(SOON, (range(60), "n", held(8, holder())))
-    assert [(one.uuid, one.node, one.index) for one in alert.gpus] == [(gpu(i), "n", i) for i in range(8)]
+    (alert,) = fired(SOON_RULES, (range(60), "n", held_devices(8, holder())))
+    assert [(gpu_in_alert.uuid, gpu_in_alert.node, gpu_in_alert.index) for gpu_in_alert in alert.gpus] == [
+        (gpu(i), "n", i) for i in range(8)
+    ]
     assert (alert.idle, alert.held, alert.name) == (8, 8, "GPUHeldIdle")
     assert "8 of 8 GPUs idle" in alert.annotations["summary"]
     assert {name for name in alert.labels if name.startswith("gpu_")} == set()
 
 
 def test_idle_gpus_beside_working_ones_are_another_sentence() -> None:
-    (alert,) = fired(SOON, (range(60), "n", held(8, holder(), idle=3)))
+    (alert,) = fired(SOON_RULES, (range(60), "n", held_devices(8, holder(), idle=3)))
     assert "3 of 8 GPUs idle, the other 5 work" in alert.annotations["summary"]
 
 
 def test_a_gang_on_three_nodes_is_one_alert() -> None:
-    pods = {f"n{i}": held(8, holder(f"bert-{i}"), first=8 * i) for i in range(3)}
-    replay = Replay(SOON)
-    found = [
+    pods = {f"n{i}": held_devices(8, holder(f"bert-{i}"), first=8 * i) for i in range(3)}
+    replay = Replay(SOON_RULES)
+    alerts = [
         alert
         for s in range(60)
         for node, devices in pods.items()
         for alert in replay.judge(tick(s, *devices, node=node))
     ]
-    assert said(found) == [("firing", 0, 8, 24), ("firing", 1, 16, 24), ("firing", 2, 24, 24)]
-    assert len({(alert.fingerprint, alert.starts_at, tuple(alert.labels.items())) for alert in found}) == 1
-    assert {one.node for one in found[-1].gpus} == set(pods)
+    assert summary(alerts) == [("firing", 0, 8, 24), ("firing", 1, 16, 24), ("firing", 2, 24, 24)]
+    assert len({(alert.fingerprint, alert.starts_at, tuple(alert.labels.items())) for alert in alerts}) == 1
+    assert {gpu_in_alert.node for gpu_in_alert in alerts[-1].gpus} == set(pods)
 
 
 def test_of_a_gang_the_pods_that_work_are_counted_too() -> None:
-    pods = {f"n{i}": held(8, holder(f"bert-{i}"), first=8 * i, idle=8 * (i == 1)) for i in range(3)}
-    (alert,) = fired(SOON, *[(range(s, s + 1), node, devices) for s in range(60) for node, devices in pods.items()])
+    pods = {f"n{i}": held_devices(8, holder(f"bert-{i}"), first=8 * i, idle=8 * (i == 1)) for i in range(3)}
+    (alert,) = fired(
+        SOON_RULES, *[(range(s, s + 1), node, devices) for s in range(60) for node, devices in pods.items()]
+    )
     assert "8 of 24 GPUs idle, the other 16 work" in alert.annotations["summary"]
     assert {gpu.node for gpu in alert.gpus} == {"n1"}
 
 
-Held = tuple[int, int, int]  # which node, how many GPUs a pod of the gang holds there from now on, how many are idle
+HeldStep = tuple[
+    int, int, int
+]  # which node, how many GPUs a pod of the gang holds there from now on, how many are idle
 stories = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=12)
 
 
 @given(stories, st.randoms(use_true_random=False))
 def test_what_a_gang_holds_is_what_its_pods_hold_on_all_nodes_whatever_is_sent_or_read_again(
-    story: list[Held], chance: Random
+    story: list[HeldStep], chance: Random
 ) -> None:
     states: dict[str, NodeAlerts] = {}
     durable: dict[str, NodeAlerts] = {}
     log: list[AlertReport] = []
     group: AlertGroup | None = None
     truth, offset = dict.fromkeys(("n0", "n1", "n2"), 0), 0
-    for place, (number, count, idle) in enumerate(story):
+    for index, (number, count, idle) in enumerate(story):
         node, unsaved = f"n{number}", list[tuple[Tick, LogPosition]]()
         durable[node] = (
             states.get(node) or durable.get(node) or initial_state(tick(0, node=node), LogPosition(0, START_MS))
         )
-        for s in range(place * 50, place * 50 + 50, 10):
-            given = held(count, holder(f"bert-{node}"), idle=min(idle, count))
-            one = tick(s, *given, *[device(i, busy=0.0) for i in range(count, 4)], node=node)
-            unsaved.append((one, LogPosition(s, one.ts_ms)))
+        for s in range(index * 50, index * 50 + 50, 10):
+            devices = held_devices(count, holder(f"bert-{node}"), idle=min(idle, count))
+            log_tick = tick(s, *devices, *[device(i, busy=0.0) for i in range(count, 4)], node=node)
+            unsaved.append((log_tick, LogPosition(s, log_tick.ts_ms)))
         runs = [unsaved[: chance.randint(0, 5)], unsaved] if chance.random() < 0.5 else [unsaved]  # killed in between
         for run in runs:
             state = durable[node]
-            for one, at in run:
-                after = step(state, one, at, SOON)
+            for log_tick, offset_read in run:
+                after = step(state, log_tick, offset_read, SOON_RULES)
                 state, log = after.state, [*log, *after.reports]
             states[node] = msgspec.json.decode(msgspec.json.encode(state), type=NodeAlerts)
         truth[node] = count
-        again = chance.randint(0, offset)
-        for report in (*log[again:offset], *log[offset:]):  # the group as it was written last, and the log from before
+        first_offset = chance.randint(0, offset)
+        for report in (
+            *log[first_offset:offset],
+            *log[offset:],
+        ):  # the group as it was written last, and the log from before
             before = group
-            group = groups.step(group, report, again, SOON).group
-            assert again >= offset or group is before
-            again += 1
+            group = groups.step(group, report, first_offset, SOON_RULES).group
+            assert first_offset >= offset or group is before
+            first_offset += 1
         offset = len(log)
-        assert group is None or {name: one.held for name, one in group.seen.items() if one.held} == {
+        assert group is None or {name: state.held for name, state in group.seen.items() if state.held} == {
             name: count for name, count in truth.items() if count
         }
         if group is not None and group.alert is not None and group.alert.is_open:
@@ -140,9 +149,11 @@ annotations = { description = "Ask the platform team." }
 namespace = "ml"
 annotations = { summary = "ML holds what it does not use" }
 """)
-    found = fired(rules, (range(40), "n", held(2, holder(), idle=1)), (range(40, 80), "n", held(2, holder())))
-    assert said(found) == [("firing", 0, 1, 2), ("firing", 1, 2, 2)]
-    for alert in found:
+    alerts = fired(
+        rules, (range(40), "n", held_devices(2, holder(), idle=1)), (range(40, 80), "n", held_devices(2, holder()))
+    )
+    assert summary(alerts) == [("firing", 0, 1, 2), ("firing", 1, 2, 2)]
+    for alert in alerts:
         assert alert.annotations["summary"] == "ML holds what it does not use"
         assert alert.annotations["description"] == "Ask the platform team."
 
@@ -150,7 +161,7 @@ annotations = { summary = "ML holds what it does not use" }
 def test_work_of_a_moment_is_said_beside_since_when_gpus_are_idle() -> None:
     rules = overlay("[rules.GPUHeldIdle]\nfor = '5m'\ngrace = '0s'\nkeep_firing_for = '5m'\ncritical_after = '10m'")
     moments = [(range(0, 400, 10), 1), (range(400, 460, 10), 0), (range(460, 700, 10), 1)]
-    alerts = fired(rules, *[(seconds, "n", held(1, holder(), idle=idle)) for seconds, idle in moments])
+    alerts = fired(rules, *[(seconds, "n", held_devices(1, holder(), idle=idle)) for seconds, idle in moments])
     assert [alert.annotations["summary"].partition("idle ")[2] for alert in alerts] == [
         "(since 2026-11-20 23:59 UTC)",
         "(since 2026-11-20 23:59 UTC, with work until 2026-11-21 00:06 UTC)",
@@ -158,35 +169,39 @@ def test_work_of_a_moment_is_said_beside_since_when_gpus_are_idle() -> None:
 
 
 def test_growing_and_shrinking_are_updates_and_the_last_gpu_that_works_ends_it() -> None:
-    found = fired(
-        SOON,
-        (range(40), "n", held(4, holder(), idle=2)),
-        (range(40, 80), "n", held(4, holder(), idle=4)),
-        (range(80, 90), "n", held(4, holder(), idle=1)),
-        (range(90, 95), "n", held(4, holder(), idle=0)),
+    alerts = fired(
+        SOON_RULES,
+        (range(40), "n", held_devices(4, holder(), idle=2)),
+        (range(40, 80), "n", held_devices(4, holder(), idle=4)),
+        (range(80, 90), "n", held_devices(4, holder(), idle=1)),
+        (range(90, 95), "n", held_devices(4, holder(), idle=0)),
     )
-    assert said(found) == [
+    assert summary(alerts) == [
         ("firing", 0, 2, 4), ("firing", 1, 4, 4), ("firing", 2, 1, 4), ("resolved", 2, 1, 4)
     ]  # fmt: skip
-    assert len({alert.fingerprint for alert in found}) == 1
-    assert len({transition_id(alert) for alert in found}) == 4
-    assert found[-1].resolved_because == "condition"
+    assert len({alert.fingerprint for alert in alerts}) == 1
+    assert len({transition_id(alert) for alert in alerts}) == 4
+    assert alerts[-1].resolved_because == "condition"
 
 
 def test_it_is_a_warning_and_then_critical_in_one_rule() -> None:
-    found = fired(SOON, (range(200), "n", held(2, holder())))
-    assert [(alert.severity, alert.labels["severity"], alert.revision) for alert in found] == [
+    alerts = fired(SOON_RULES, (range(200), "n", held_devices(2, holder())))
+    assert [(alert.severity, alert.labels["severity"], alert.revision) for alert in alerts] == [
         ("warning", "warning", 0), ("critical", "critical", 1)
     ]  # fmt: skip
-    assert milliseconds(found[0].starts_at) == START_MS + 30_000
+    assert milliseconds(alerts[0].starts_at) == START_MS + 30_000
 
 
 def test_it_says_what_is_wasted_and_costs_and_whose_it_is() -> None:
     prices = Prices("EUR", (Price("nvidia h100*", Decimal("3.60"), 0, 2**62, ()),))
-    rules = msgspec.structs.replace(SOON, wording=Wording("https://wiki.example.org/gpu", "squad", prices))
+    rules = msgspec.structs.replace(SOON_RULES, wording=Wording("https://wiki.example.org/gpu", "squad", prices))
     pod = holder(labels={"squad": "vision"})
-    (first, last) = fired(rules, (range(1), "n", held(2, pod, idle=0)), (range(1, 50), "n", held(2, pod)),
-                          (range(50, 51), "n", held(2, pod, idle=0)))  # fmt: skip
+    first, last = fired(
+        rules,
+        (range(1), "n", held_devices(2, pod, idle=0)),
+        (range(1, 50), "n", held_devices(2, pod)),
+        (range(50, 51), "n", held_devices(2, pod, idle=0)),
+    )
     assert first.labels["team"] == "vision"
     assert (first.annotations["cost"], first.annotations["currency"]) == ("0.06", "EUR")
     assert last.annotations["wasted_gpu_seconds"] == "98"
@@ -197,12 +212,12 @@ def test_it_says_what_is_wasted_and_costs_and_whose_it_is() -> None:
 
 def test_gpus_that_go_at_once_are_one_alert_of_the_node_and_one_that_goes_alone_is_its_own() -> None:
     eight = [device(i) for i in range(8)]
-    all_gone = fired(SOON, (range(5), "n", eight), (range(5, 30), "n", []), (range(30, 70), "n", eight))
+    all_gone = fired(SOON_RULES, (range(5), "n", eight), (range(5, 30), "n", []), (range(30, 70), "n", eight))
     assert [(alert.name, alert.state, len(alert.gpus)) for alert in all_gone] == [
         ("GPUMissing", "firing", 8), ("GPUMissing", "resolved", 8)
     ]  # fmt: skip
     assert "8 GPUs of n are not there any more" in all_gone[0].annotations["summary"]
-    one_gone = fired(SOON, (range(5), "n", eight), (range(5, 30), "n", eight[1:]))
+    one_gone = fired(SOON_RULES, (range(5), "n", eight), (range(5, 30), "n", eight[1:]))
     assert [(alert.labels["gpu_uuid"], alert.gpus) for alert in one_gone] == [(gpu(0), ())]
 
 
@@ -211,16 +226,16 @@ IDLES: dict[str, Any] = {"busy": 0.0, "power_watts": 70.0, "sm_active_ratio": 0.
 HANGS: dict[str, Any] = {"busy": 1.0, "power_watts": 140.0, "sm_active_ratio": 0.1}
 
 
-def ranks(pod: Holder, *what: dict[str, Any]) -> list[Device]:
+def ranks(pod: Holder, *metrics: dict[str, Any]) -> list[Device]:
     """GPUs of a pod, and what each does."""
-    return [device(i, pod, power_limit_watts=700.0, **one) for i, one in enumerate(what)]
+    return [device(i, pod, power_limit_watts=700.0, **rank_metrics) for i, rank_metrics in enumerate(metrics)]
 
 
 def test_a_rank_that_is_idle_while_the_others_hang_is_one_of_them_in_a_pod_without_a_workload_too() -> None:
     bare = holder("debug", workload=None)
-    found = fired(DEFAULTS, *[(range(s, s + 1), "n", ranks(bare, IDLES, *[HANGS] * 3)) for s in range(0, 1800, 30)])
-    (stalled,) = [alert for alert in found if alert.name == "GPUStalled"]
-    assert said([stalled]) == [("firing", 0, 3, 4)]
+    alerts = fired(DEFAULTS, *[(range(s, s + 1), "n", ranks(bare, IDLES, *[HANGS] * 3)) for s in range(0, 1800, 30)])
+    (stalled,) = [alert for alert in alerts if alert.name == "GPUStalled"]
+    assert summary([stalled]) == [("firing", 0, 3, 4)]
     assert "3 of 4 GPUs stalled, the other one is idle" in stalled.annotations["summary"]
 
 
@@ -228,42 +243,42 @@ def test_a_job_that_hangs_and_grows_for_a_while_hangs_again_when_it_has_shrunk()
     """What it was about stays in what is resolved, which ends when it has grown."""
     hangs, grown = [*ranks(holder(), *[HANGS] * 4), device(4)], ranks(holder(), *[HANGS] * 4, WORKS)
     story = [(1200, hangs), (600, grown), (600, hangs)]
-    moments = [one for seconds, one in story for _ in range(seconds // 30)]
-    found = fired(DEFAULTS, *[(range(30 * i, 30 * i + 1), "n", devices) for i, devices in enumerate(moments)])
-    stalled = [alert for alert in found if alert.name == "GPUStalled"]
-    assert said(stalled) == [("firing", 0, 4, 4), ("resolved", 0, 4, 4), ("firing", 0, 4, 4)]
+    moments = [devices for seconds, devices in story for _ in range(seconds // 30)]
+    alerts = fired(DEFAULTS, *[(range(30 * i, 30 * i + 1), "n", devices) for i, devices in enumerate(moments)])
+    stalled = [alert for alert in alerts if alert.name == "GPUStalled"]
+    assert summary(stalled) == [("firing", 0, 4, 4), ("resolved", 0, 4, 4), ("firing", 0, 4, 4)]
     assert stalled[1].ends_at == time(START_MS + 1_200_000)
     assert stalled[2].starts_at > stalled[1].ends_at
 
 
 def test_a_job_that_hung_on_three_nodes_and_works_again_is_not_said_to_idle() -> None:
     """The nodes' ticks are apart: one after the other says that it works."""
-    replay, found = Replay(DEFAULTS), list[Alert]()
+    replay, alerts = Replay(DEFAULTS), list[Alert]()
     for s in range(0, 5400, 30):
         for n in range(3):
-            does = WORKS if not 600 <= s < 3000 else IDLES if n == 1 else HANGS
-            rank = device(0, holder(f"bert-{n}"), uuid=gpu(n), power_limit_watts=700.0, **does)
-            found += replay.judge(tick(s + n * 7, rank, node=f"n{n}"))
-    shown = [(alert.name, alert.state) for alert in found if alert.name != "GPUStraggler"]
-    assert shown == [("GPUStalled", "firing"), ("GPUStalled", "resolved")]
+            metrics = WORKS if not 600 <= s < 3000 else IDLES if n == 1 else HANGS
+            rank = device(0, holder(f"bert-{n}"), uuid=gpu(n), power_limit_watts=700.0, **metrics)
+            alerts += replay.judge(tick(s + n * 7, rank, node=f"n{n}"))
+    transitions = [(alert.name, alert.state) for alert in alerts if alert.name != "GPUStraggler"]
+    assert transitions == [("GPUStalled", "firing"), ("GPUStalled", "resolved")]
 
 
 def test_a_driver_that_is_away_for_a_moment_changes_nothing_of_a_workload() -> None:
-    idle, away = held(8, holder(), idle=2), list[Device]()
-    found = fired(SOON, (range(60), "n", idle), (range(60, 65), "n", away), (range(65, 90), "n", idle))
-    assert said(found) == [("firing", 0, 2, 8)]
-    found = fired(SOON, (range(60), "n", idle), (range(60, 700, 30), "n", away))
-    assert [one for one in said(found) if one[0] == "resolved"] == [("resolved", 0, 2, 8)]
+    idle, away = held_devices(8, holder(), idle=2), list[Device]()
+    alerts = fired(SOON_RULES, (range(60), "n", idle), (range(60, 65), "n", away), (range(65, 90), "n", idle))
+    assert summary(alerts) == [("firing", 0, 2, 8)]
+    alerts = fired(SOON_RULES, (range(60), "n", idle), (range(60, 700, 30), "n", away))
+    assert [entry for entry in summary(alerts) if entry[0] == "resolved"] == [("resolved", 0, 2, 8)]
 
 
 def test_kinds_of_nvlink_errors_are_distinguished_by_a_label() -> None:
     counters = ("nvlink_crc_errors_total", "nvlink_replay_errors_total")
-    found = fired(
+    alerts = fired(
         DEFAULTS,
         (range(1), "n", [device(0, **dict.fromkeys(counters, 0))]),
         (range(1, 3), "n", [device(0, **dict.fromkeys(counters, 900))]),
     )
-    assert sorted(alert.labels["nvlink_error"] for alert in found) == ["crc", "replay"]
+    assert sorted(alert.labels["nvlink_error"] for alert in alerts) == ["crc", "replay"]
 
 
 # -- whatever is read again
@@ -271,76 +286,81 @@ def test_kinds_of_nvlink_errors_are_distinguished_by_a_label() -> None:
 
 def reports() -> list[AlertReport]:
     """Those of three nodes, whose pods idle, work and idle again."""
-    made: list[AlertReport] = []
+    sent: list[AlertReport] = []
     states: dict[str, NodeAlerts] = {}
     story = [(range(40), 4), (range(40, 45), 1), (range(45, 90), 3), (range(90, 95), 0), (range(95, 140), 2)]
     for (seconds, idle), node in itertools.product(story, ("n0", "n1", "n2")):
         for s in seconds:
-            one = tick(s, *held(4, holder(f"bert-{node}"), idle=idle), node=node)
-            place = LogPosition(one.offset, one.ts_ms)
-            after = step(states.get(node) or initial_state(one, place), one, place, SOON)
+            node_tick = tick(s, *held_devices(4, holder(f"bert-{node}"), idle=idle), node=node)
+            position = LogPosition(node_tick.offset, node_tick.ts_ms)
+            after = step(states.get(node) or initial_state(node_tick, position), node_tick, position, SOON_RULES)
             states[node] = after.state
-            made += after.reports
-    return made
+            sent += after.reports
+    return sent
 
 
 def test_a_report_that_is_read_again_changes_nothing_and_gives_the_same_bytes() -> None:
     log = [*reports()]
-    whole: list[bytes] = []
+    encoded: list[bytes] = []
     group: AlertGroup | None = None
     for offset, report in enumerate(log):
         durable = group
-        after = groups.step(group, report, offset, SOON)
+        after = groups.step(group, report, offset, SOON_RULES)
         group = msgspec.json.decode(msgspec.json.encode(after.group), type=AlertGroup)
-        whole += [msgspec.json.encode(alert) for alert in after.alerts]
-        again = groups.step(durable, report, offset, SOON)
-        assert [msgspec.json.encode(one) for one in again.alerts] == [msgspec.json.encode(one) for one in after.alerts]
-        known = offset // 2
-        assert groups.step(group, log[known], known, SOON).alerts == ()
-    assert len(whole) >= sum(1 for report in log if report.alerts)
+        encoded += [msgspec.json.encode(alert) for alert in after.alerts]
+        repeated = groups.step(durable, report, offset, SOON_RULES)
+        assert [msgspec.json.encode(alert) for alert in repeated.alerts] == [
+            msgspec.json.encode(alert) for alert in after.alerts
+        ]
+        durable_offset = offset // 2
+        assert groups.step(group, log[durable_offset], durable_offset, SOON_RULES).alerts == ()
+    assert len(encoded) >= sum(1 for report in log if report.alerts)
 
 
 def test_reports_that_a_node_sends_again_after_a_crash_say_nothing_new_whatever_they_say() -> None:
-    log = [one for one in reports() if one.node == "n1"]
-    once: list[Alert] = []
+    log = [report for report in reports() if report.node == "n1"]
+    alerts_once: list[Alert] = []
     group: AlertGroup | None = None
     for offset, report in enumerate(log):
-        after = groups.step(group, report, offset, SOON)
-        group, once = after.group, [*once, *after.alerts]
-    again: list[Alert] = []
+        after = groups.step(group, report, offset, SOON_RULES)
+        group, alerts_once = after.group, [*alerts_once, *after.alerts]
+    alerts_again: list[Alert] = []
     group = None
-    for offset, report in enumerate([one for end in range(1, len(log) + 1) for one in log[:end]]):
-        after = groups.step(group, report, offset, SOON)
-        group, again = after.group, [*again, *after.alerts]
-    assert again == once
+    for offset, report in enumerate([report_again for end in range(1, len(log) + 1) for report_again in log[:end]]):
+        after = groups.step(group, report, offset, SOON_RULES)
+        group, alerts_again = after.group, [*alerts_again, *after.alerts]
+    assert alerts_again == alerts_once
 
 
 # -- from the version before
 
 
 def test_the_first_tick_of_a_node_that_the_version_before_has_a_state_of_reports_what_is_held() -> None:
-    one = held(4, holder(), idle=0)
+    devices = held_devices(4, holder(), idle=0)
     state = step(
-        initial_state(tick(0, *one), LogPosition(0, START_MS)), tick(0, *one), LogPosition(0, START_MS), SOON
+        initial_state(tick(0, *devices), LogPosition(0, START_MS)),
+        tick(0, *devices),
+        LogPosition(0, START_MS),
+        SOON_RULES,
     ).state
     old = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(state, holdings=None)), type=NodeAlerts)
-    after = step(old, tick(1, *one), LogPosition(1, START_MS + 1000), SOON)
+    after = step(old, tick(1, *devices), LogPosition(1, START_MS + 1000), SOON_RULES)
     assert {(report.node, report.held, report.alerts) for report in after.reports} == {("n", 4, ())}
-    assert step(after.state, tick(2, *one), LogPosition(2, START_MS + 2000), SOON).reports == []
+    assert step(after.state, tick(2, *devices), LogPosition(2, START_MS + 2000), SOON_RULES).reports == []
 
 
 def test_an_alert_that_the_version_before_has_open_ends_and_its_workloads_goes_on_since_then() -> None:
-    one = held(1, holder())
-    place = LogPosition(0, START_MS)
-    state = initial_state(tick(0, *one), place)
+    devices = held_devices(1, holder())
+    position = LogPosition(0, START_MS)
+    state = initial_state(tick(0, *devices), position)
     for s in range(40):
-        state = step(state, tick(s, *one), LogPosition(s, START_MS + s * 1000), SOON).state
+        state = step(state, tick(s, *devices), LogPosition(s, START_MS + s * 1000), SOON_RULES).state
     (tracked,) = state.tracked
     old = msgspec.structs.replace(state, tracked=(msgspec.structs.replace(tracked, scope=None),))
-    after = step(old, tick(40, *one), LogPosition(40, START_MS + 40_000), SOON)
-    (ended,) = [w.alert for w in after.writes if isinstance(w.alert, Alert)]
-    assert (ended.state, ended.resolved_because) == ("resolved", "grouped")
-    assert ended.fingerprint == fingerprint("GPUHeldIdle", "c", "n", gpu(), "uid-bert-0")
-    (report,) = [one for one in after.reports if one.alerts]
-    alert = groups.step(None, report, 0, SOON).alerts[0]
-    assert (alert.state, alert.starts_at) == ("firing", ended.starts_at)
+    after = step(old, tick(40, *devices), LogPosition(40, START_MS + 40_000), SOON_RULES)
+    (end,) = [w.alert for w in after.writes if isinstance(w.alert, Alert)]
+    assert (end.state, end.resolved_because) == ("resolved", "grouped")
+    assert end.fingerprint == fingerprint("GPUHeldIdle", "c", "n", gpu(), "uid-bert-0")
+    (report,) = [report for report in after.reports if report.alerts]
+    alert = groups.step(None, report, 0, SOON_RULES).alerts[0]
+    assert (alert.state, alert.starts_at) == ("firing", end.starts_at)

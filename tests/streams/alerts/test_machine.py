@@ -13,7 +13,7 @@ from streams.alerts.memory import NodeAlerts, decode, encode
 from streams.alerts.reports import DELETE_MS, Step, finish_step
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device, Tick
-from tests.streams.alerts.stories import SHORT, lives
+from tests.streams.alerts.stories import SHORT_RULES, lives
 from tests.streams.alerts.ticks import START_MS, device, gpu, holder, overlay, tick
 from topics.alerts import Alert, milliseconds, time, transition_id
 from topics.attributed import AttributedEvent
@@ -29,7 +29,7 @@ COOL = device(0, busy=0.0, clock_event_reasons=0)
 class Life:
     """A node's state, and all that was written of it."""
 
-    def __init__(self, rules: Rules = SHORT) -> None:
+    def __init__(self, rules: Rules = SHORT_RULES) -> None:
         self.rules, self.state = rules, None
         self.written: list[Alert] = []
         self.repeated: list[Alert] = []
@@ -37,16 +37,16 @@ class Life:
 
     state: NodeAlerts | None
 
-    def step(self, one: Tick) -> list[Alert]:
+    def step(self, next_tick: Tick) -> list[Alert]:
         """The alerts that a tick brings."""
-        place = LogPosition(one.offset, one.ts_ms)
-        before = self.state or machine.initial_state(one, place)
-        return self.take(machine.step(before, one, place, self.rules))
+        position = LogPosition(next_tick.offset, next_tick.ts_ms)
+        before = self.state or machine.initial_state(next_tick, position)
+        return self.take(machine.step(before, next_tick, position, self.rules))
 
     def take(self, step: Step) -> list[Alert]:
         self.state = step.state
         self.written += step.alerts
-        self.repeated += [one for kind, _, one in step.writes if isinstance(one, Alert) and kind == "repeat"]
+        self.repeated += [alert for kind, _, alert in step.writes if isinstance(alert, Alert) and kind == "repeat"]
         self.deleted += [fingerprint for _, fingerprint, alert in step.writes if alert is None]
         return step.alerts
 
@@ -149,9 +149,9 @@ def test_an_event_fires_at_once_and_lasts_for_a_while_after_the_last_of_its_kind
     life.go(range(1), device(0))
     life.step(tick(1, device(0, events=(AttributedEvent("xid", 79, START_MS),), xids={"79": 1})))
     assert [(a.name, a.starts_at) for a in life.written] == [("GPUXid", second(1))]
-    ended = life.go(range(2, 300), device(0, xids={"79": 1}))
-    assert [state for _, _, state in ended] == ["resolved"]
-    assert ended[0][0] > 30
+    end = life.go(range(2, 300), device(0, xids={"79": 1}))
+    assert [state for _, _, state in end] == ["resolved"]
+    assert end[0][0] > 30
 
 
 # -- being resolved
@@ -231,23 +231,23 @@ def test_an_alert_that_fires_again_is_another_one_even_where_the_clock_was_set_b
     life.go(range(1000, 1130), HOT)
     life.go(range(1130, 1150), COOL)
     life.go(range(870, 1001), HOT)
-    first, ended, again = life.written
-    assert first.fingerprint == again.fingerprint
-    assert ended.ends_at is not None
-    assert again.starts_at > ended.ends_at > first.starts_at
+    first, end, second_firing = life.written
+    assert first.fingerprint == second_firing.fingerprint
+    assert end.ends_at is not None
+    assert second_firing.starts_at > end.ends_at > first.starts_at
 
 
 # -- writing again, and deleting
 
 
 def test_what_the_api_server_says_of_a_lost_gpu_later_is_written_once() -> None:
-    life, lost = Life(), device(0, state="lost")
-    life.go(range(30), lost)
+    life, lost_gpu = Life(), device(0, state="lost")
+    life.go(range(30), lost_gpu)
     (alert,) = life.written
     assert (alert.name, "api_status" in alert.annotations) == ("GPULost", False)
     for at_s in range(30, 40):
         unwell = (UnwellDevice(gpu(0), health="Unhealthy"),) if at_s != 35 else ()
-        life.step(msgspec.structs.replace(tick(at_s, lost), unwell=unwell))
+        life.step(msgspec.structs.replace(tick(at_s, lost_gpu), unwell=unwell))
     (_, later) = life.written
     assert (later.state, later.annotations["api_status"], later.revision) == ("firing", "Unhealthy", 1)
     assert later.fingerprint == alert.fingerprint
@@ -285,7 +285,7 @@ def test_a_silent_nodes_alert_starts_a_rules_duration_after_its_last_tick_and_on
     life.go(range(3), BUSY)
     assert life.state is not None
     for _ in range(2):
-        life.take(machine.announce(machine.fire_node_silent(life.state, SHORT, 60_000)))
+        life.take(machine.announce(machine.fire_node_silent(life.state, SHORT_RULES, 60_000)))
     (alert,) = life.written
     assert (alert.name, alert.starts_at, alert.state) == ("NodeSilent", second(62), "firing")
 
@@ -294,7 +294,7 @@ def test_the_next_tick_resolves_a_silent_nodes_alert() -> None:
     life = Life()
     life.go(range(3), BUSY)
     assert life.state is not None
-    life.take(machine.announce(machine.fire_node_silent(life.state, SHORT, 60_000)))
+    life.take(machine.announce(machine.fire_node_silent(life.state, SHORT_RULES, 60_000)))
     assert life.go(range(300, 301), BUSY) == [(300, "NodeSilent", "resolved")]
     assert life.written[-1].resolved_because == "ticks"
 
@@ -303,7 +303,7 @@ def test_a_tick_that_was_held_up_resolves_a_silent_nodes_alert_no_earlier_than_i
     life = Life()
     life.go(range(3), BUSY)
     assert life.state is not None
-    life.take(machine.announce(machine.fire_node_silent(life.state, SHORT, 60_000)))
+    life.take(machine.announce(machine.fire_node_silent(life.state, SHORT_RULES, 60_000)))
     life.go(range(3, 5), BUSY)
     assert life.written[-1].ends_at == life.written[0].starts_at
 
@@ -322,16 +322,16 @@ def test_a_node_that_is_gone_has_its_alerts_resolved_and_in_the_end_nothing_left
 
 
 def test_of_a_node_in_maintenance_nothing_fires_and_what_fired_is_resolved() -> None:
-    def maintained(one: Tick) -> Tick:
-        return msgspec.structs.replace(one, node_labels={"gpustream.dev/maintenance": "new disks"})
+    def maintained(plain: Tick) -> Tick:
+        return msgspec.structs.replace(plain, node_labels={"gpustream.dev/maintenance": "new disks"})
 
     life = Life()
     assert life.go(range(30), IDLE) == [(23, "GPUHeldIdle", "firing")]
-    (ended,) = life.step(maintained(tick(30, IDLE)))
-    assert (ended.state, ended.resolved_because) == ("resolved", "maintenance")
+    (end,) = life.step(maintained(tick(30, IDLE)))
+    assert (end.state, end.resolved_because) == ("resolved", "maintenance")
     assert [life.step(maintained(tick(s, IDLE))) for s in range(31, 100)] == [[]] * 69
     assert life.state is not None
-    assert machine.fire_node_silent(life.state, SHORT, 3_600_000) is life.state
+    assert machine.fire_node_silent(life.state, SHORT_RULES, 3_600_000) is life.state
     assert life.go(range(100, 130), IDLE) == [(120, "GPUHeldIdle", "firing")]
 
 
@@ -341,8 +341,8 @@ def test_of_a_node_in_maintenance_nothing_fires_and_what_fired_is_resolved() -> 
 @given(lives())
 def test_every_firing_is_followed_by_at_most_one_resolved_of_its_fingerprint(ticks: list[Tick]) -> None:
     life = Life()
-    for one in ticks:
-        life.step(one)
+    for node_tick in ticks:
+        life.step(node_tick)
 
     assert max(Counter(map(transition_id, life.written)).values(), default=1) == 1
     open_alerts: dict[str, Alert] = {}
@@ -358,7 +358,7 @@ def test_every_firing_is_followed_by_at_most_one_resolved_of_its_fingerprint(tic
             assert alert.ends_at is not None
             assert alert.ends_at >= alert.starts_at
     assert life.state is not None
-    still_open = [one.alert for one in life.state.tracked if one.alert is not None]
+    still_open = [entry.alert for entry in life.state.tracked if entry.alert is not None]
     assert {transition_id(alert) for alert in still_open} == {transition_id(alert) for alert in open_alerts.values()}
 
 
@@ -370,9 +370,9 @@ def _since(ms: int, ticks: list[Tick]) -> list[Tick]:
 @given(lives())
 def test_no_gpu_that_worked_within_the_duration_is_held_idle(ticks: list[Tick]) -> None:
     life = Life()
-    (rule,) = [rule for rule in SHORT.rules if rule.name == "GPUHeldIdle"]
-    for i, one in enumerate(ticks):
-        for alert in life.step(one):
+    (rule,) = [rule for rule in SHORT_RULES.rules if rule.name == "GPUHeldIdle"]
+    for i, node_tick in enumerate(ticks):
+        for alert in life.step(node_tick):
             if alert.name != "GPUHeldIdle" or alert.state != "firing":
                 continue
             since_ms = milliseconds(alert.starts_at) - rule.for_ms
@@ -384,11 +384,11 @@ def test_no_gpu_that_worked_within_the_duration_is_held_idle(ticks: list[Tick]) 
 @given(lives())
 def test_a_state_that_was_written_and_read_goes_on_in_the_same_way(ticks: list[Tick]) -> None:
     life, reborn = Life(), Life()
-    for one in ticks:
-        life.step(one)
+    for node_tick in ticks:
+        life.step(node_tick)
         if reborn.state is not None:
             reborn.state = decode(encode(reborn.state))
-        reborn.step(one)
+        reborn.step(node_tick)
         assert reborn.state == life.state
-    for ours, theirs in zip(life.written, reborn.written, strict=True):
-        assert encode(ours) == encode(theirs)
+    for own, theirs in zip(life.written, reborn.written, strict=True):
+        assert encode(own) == encode(theirs)

@@ -15,10 +15,10 @@ from topics.attributed import AttributedEvent
 WEEK_MS = 7 * 86_400_000
 
 
-def after(*ticks: Tick) -> Memory:
+def memory_after(*ticks: Tick) -> Memory:
     memory = Memory()
-    for one in ticks:
-        memory = remember(memory, one, WEEK_MS)
+    for node_tick in ticks:
+        memory = remember(memory, node_tick, WEEK_MS)
     return memory
 
 
@@ -27,19 +27,19 @@ def test_nothing_is_written_while_nothing_happens() -> None:
         pods = holder("a", container="x"), holder("a", container="y"), holder("b")
         return tick(i, device(0, *pods, busy=i / 100, nvlink_crc_errors_total=7, xids={"13": 2}), mig(1), device(1))
 
-    memory = after(node(0))
+    memory = memory_after(node(0))
     for i in range(1, 20):
         assert remember(memory, node(i), WEEK_MS) is memory
 
 
 def test_a_gpu_that_stays_missing_changes_nothing_more() -> None:
-    memory = after(tick(0, device(0), device(1)), tick(1, device(0)))
+    memory = memory_after(tick(0, device(0), device(1)), tick(1, device(0)))
     assert memory.devices[gpu(1)].missing_ms == tick(1).ts_ms
     assert remember(memory, tick(2, device(0)), WEEK_MS) is memory
 
 
 def test_a_counter_that_runs_changes_nothing_but_its_window() -> None:
-    memory = after(tick(0, device(0, nvlink_crc_errors_total=0)))
+    memory = memory_after(tick(0, device(0, nvlink_crc_errors_total=0)))
     for i in range(1, 600):
         new = remember(memory, tick(i, device(0, nvlink_crc_errors_total=i)), WEEK_MS)
         assert new.devices is memory.devices
@@ -48,28 +48,28 @@ def test_a_counter_that_runs_changes_nothing_but_its_window() -> None:
 
 
 def test_the_windows_of_a_device_that_is_forgotten_go_with_it() -> None:
-    memory = after(tick(0, device(0, nvlink_crc_errors_total=3)), tick(1), tick(8 * 86_400))
+    memory = memory_after(tick(0, device(0, nvlink_crc_errors_total=3)), tick(1), tick(8 * 86_400))
     assert (memory.devices, memory.windows) == ({}, {})
 
 
-def test_a_pod_is_remembered_with_its_workload_from_its_first_tick_on() -> None:
-    memory = after(tick(0, device(0)), tick(5, device(0, holder())), tick(9, device(0, holder())))
+def test_a_pod_is_remembered_with_its_workload_from_its_first_node_tickon() -> None:
+    memory = memory_after(tick(0, device(0)), tick(5, device(0, holder())), tick(9, device(0, holder())))
     (pod,) = memory.devices[gpu(0)].pods
     assert (pod.pod, pod.workload_kind, pod.workload_name, pod.since_ms) == ("bert-0", "Job", "bert", tick(5).ts_ms)
 
 
 def test_who_holds_a_device_stays_where_it_is_not_known() -> None:
-    memory = after(tick(0, device(0, holder())))
+    memory = memory_after(tick(0, device(0, holder())))
     assert remember(memory, tick(1, device(0), attribution="none"), WEEK_MS) is memory
-    seen = device(0, holder("b", observed=True))
-    assert remember(memory, tick(1, seen, attribution="none"), WEEK_MS) is memory
+    observed_device = device(0, holder("b", observed=True))
+    assert remember(memory, tick(1, observed_device, attribution="none"), WEEK_MS) is memory
     assert remember(memory, tick(1, device(0)), WEEK_MS).devices[gpu(0)].pods == ()
 
 
 def test_a_gpu_that_is_missing_while_the_producer_starts_again_counts_its_xid_errors_from_none() -> None:
-    memory = after(tick(0, device(0, xids={"79": 3})), tick(1, run_id=2))
-    again = tick(2, device(0, xids={"79": 1}), run_id=2)
-    assert [f.value for f in evaluate(DEFAULTS, again, memory)[0] if f.rule.name == "GPUXid"] == [1]
+    memory = memory_after(tick(0, device(0, xids={"79": 3})), tick(1, run_id=2))
+    restarted = tick(2, device(0, xids={"79": 1}), run_id=2)
+    assert [f.value for f in evaluate(DEFAULTS, restarted, memory)[0] if f.rule.name == "GPUXid"] == [1]
     three = tick(2, device(0, xids={"79": 3}), run_id=2)
     assert [f.value for f in evaluate(DEFAULTS, three, memory)[0] if f.rule.name == "GPUXid"] == [3]
 
@@ -95,19 +95,21 @@ stories = st.lists(
 
 def ticks_of(story: list[tuple[list[Device], int, int, Any]]) -> list[Tick]:
     second, ticks = 0.0, []
-    for found, ms, run_id, attribution in story:
+    for metrics, ms, run_id, attribution in story:
         second += ms / 1000
-        ticks.append(tick(second, *found, run_id=run_id, attribution=attribution))
+        ticks.append(tick(second, *metrics, run_id=run_id, attribution=attribution))
     return ticks
 
 
 @given(stories)
-def test_whatever_comes_a_restart_at_any_tick_finds_the_same(story: list[tuple[list[Device], int, int, Any]]) -> None:
+def test_whatever_comes_a_restart_at_any_node_tickfinds_the_same(
+    story: list[tuple[list[Device], int, int, Any]],
+) -> None:
     through, restarted = Memory(), Memory()
-    for one in ticks_of(story):
-        expected, through = evaluate(DEFAULTS, one, through)
+    for node_tick in ticks_of(story):
+        expected, through = evaluate(DEFAULTS, node_tick, through)
         restarted = msgspec.json.decode(msgspec.json.encode(restarted), type=Memory)
-        findings, restarted = evaluate(DEFAULTS, one, restarted)
+        findings, restarted = evaluate(DEFAULTS, node_tick, restarted)
         assert findings == expected
         assert restarted == through
 
@@ -115,21 +117,21 @@ def test_whatever_comes_a_restart_at_any_tick_finds_the_same(story: list[tuple[l
 @given(stories)
 def test_whatever_comes_the_same_object_means_the_same_memory(story: list[tuple[list[Device], int, int, Any]]) -> None:
     memory = Memory()
-    for one in ticks_of(story):
+    for node_tick in ticks_of(story):
         before = msgspec.json.encode(memory)
-        new = remember(memory, one, WEEK_MS)
+        new = remember(memory, node_tick, WEEK_MS)
         assert msgspec.json.encode(memory) == before
         assert (new is memory) == (new == memory)
         memory = new
-        assert {device.uuid for device in one.devices} <= set(memory.devices)
+        assert {device.uuid for device in node_tick.devices} <= set(memory.devices)
 
 
 @given(stories)
 def test_no_finding_is_reported_twice_in_a_tick(story: list[tuple[list[Device], int, int, Any]]) -> None:
     memory = Memory()
-    for one in ticks_of(story):
-        uuids = [device.uuid for device in one.devices]
-        findings, memory = evaluate(DEFAULTS, one, memory)
+    for node_tick in ticks_of(story):
+        uuids = [device.uuid for device in node_tick.devices]
+        findings, memory = evaluate(DEFAULTS, node_tick, memory)
         ids = [(f.rule.name, f.device, f.pod_uid, f.key) for f in findings]
         if len(set(uuids)) == len(uuids):
             assert len(set(ids)) == len(ids)

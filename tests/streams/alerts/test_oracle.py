@@ -85,8 +85,8 @@ class Gpu(NamedTuple):
     little: float | None
     memory: int | None
     video: float | None
-    held: tuple[Holder, ...]
-    rest: float | None
+    holders: tuple[Holder, ...]
+    unattributed: float | None
     job: bool
     conflict: str | None
     visible: bool | None
@@ -138,8 +138,8 @@ gpus = st.builds(
     little=st.sampled_from([0.0, 0.1, 0.5, None]),
     memory=st.sampled_from([1, 1, 5, None]),
     video=st.sampled_from([None, None, 0.0, 0.4]),
-    held=st.lists(pods, max_size=2, unique_by=lambda one: one.pod).map(tuple),
-    rest=ratios,
+    holders=st.lists(pods, max_size=2, unique_by=lambda pod: pod.pod).map(tuple),
+    unattributed=ratios,
     job=rarely(True, False),
     conflict=st.sampled_from([None, None, "no_pod", "unallocated_process"]),
     visible=st.sampled_from([True, True, True, False, None]),
@@ -170,8 +170,8 @@ def calm(held: tuple[Holder, ...]) -> st.SearchStrategy[Gpu]:
         little=st.sampled_from([0.0, 0.0, 0.01, 0.5, None]),
         memory=st.sampled_from([1, 5, 5, 5, None]),
         video=rarely(0.4, 0.0),
-        held=rarely((), held),
-        rest=st.sampled_from([0.1, 0.1, 0.1, 0.9, None]),
+        holders=rarely((), held),
+        unattributed=st.sampled_from([0.1, 0.1, 0.1, 0.9, None]),
         job=st.just(False),
         conflict=st.none(),
         visible=st.just(True),
@@ -183,7 +183,7 @@ def calm(held: tuple[Holder, ...]) -> st.SearchStrategy[Gpu]:
     )
 
 
-lives = st.lists(pods, min_size=1, max_size=2, unique_by=lambda one: one.pod).flatmap(
+lives = st.lists(pods, min_size=1, max_size=2, unique_by=lambda pod: pod.pod).flatmap(
     lambda held: st.lists(
         st.builds(
             Moment,
@@ -192,7 +192,7 @@ lives = st.lists(pods, min_size=1, max_size=2, unique_by=lambda one: one.pod).fl
             ticks=st.integers(5, 20),
             attribution=st.sampled_from(["exact"] * 7 + ["none"]),
             restart=st.just(False),
-            gpus=st.tuples(*(calm((one,)) for one in (held[0], held[-1])), calm(tuple(held))),
+            gpus=st.tuples(*(calm((holder,)) for holder in (held[0], held[-1])), calm(tuple(held))),
         ),
         min_size=2,
         max_size=5,
@@ -203,7 +203,7 @@ lives = st.lists(pods, min_size=1, max_size=2, unique_by=lambda one: one.pod).fl
 
 def ticks_of(story: list[Moment]) -> list[Tick]:
     """Two GPUs, of which the second is in MIG mode, and its MIG device."""
-    found: list[Tick] = []
+    ticks: list[Tick] = []
     at_ms, run_id = START_MS, 1
     counters, xids = [5] * 3, [dict[str, int]() for _ in range(3)]
     for moment in story:
@@ -211,60 +211,65 @@ def ticks_of(story: list[Moment]) -> list[Tick]:
             run_id, xids = run_id + 1, [{} for _ in range(3)]
         for number in range(moment.ticks):
             at_ms += round(1000 * (moment.step_s if number else moment.after_s))
-            shown: list[Device] = []
-            for place, one in enumerate(moment.gpus):
-                if one.errors is not None:
-                    counters[place] = 0 if one.errors < 0 else counters[place] + one.errors
-                if one.xids and not number:
-                    xids[place] = {**xids[place], one.xids: xids[place].get(one.xids, 0) + 1}
-                shown += _device(place, one, moment, counters[place], xids[place], first=not number)
-            found.append(
+            devices: list[Device] = []
+            for index, gpu_now in enumerate(moment.gpus):
+                if gpu_now.errors is not None:
+                    counters[index] = 0 if gpu_now.errors < 0 else counters[index] + gpu_now.errors
+                if gpu_now.xids and not number:
+                    xids[index] = {**xids[index], gpu_now.xids: xids[index].get(gpu_now.xids, 0) + 1}
+                devices += _device(index, gpu_now, moment, counters[index], xids[index], first=not number)
+            ticks.append(
                 Tick(
-                    schema=1, cluster="c", node="n", run_id=run_id, seq=len(found), ts_ms=at_ms, offset=len(found),
-                    attribution=moment.attribution, devices=tuple(shown),
+                    schema=1, cluster="c", node="n", run_id=run_id, seq=len(ticks), ts_ms=at_ms, offset=len(ticks),
+                    attribution=moment.attribution, devices=tuple(devices),
                 )
             )  # fmt: skip
-    return found
+    return ticks
 
 
-def _device(place: int, one: Gpu, moment: Moment, count: int, xids: dict[str, int], *, first: bool) -> list[Device]:
-    if not one.present:
+def _device(index: int, gpu_now: Gpu, moment: Moment, count: int, xids: dict[str, int], *, first: bool) -> list[Device]:
+    if not gpu_now.present:
         return []
-    held = tuple(pod for pod in one.held if moment.attribution != "none" or pod.observed)
+    holders = tuple(pod for pod in gpu_now.holders if moment.attribution != "none" or pod.observed)
     metrics: dict[str, Any] = {}
-    if one.state == "ok":
-        activity = {"busy": one.busy} if place == 0 else {"graphics_engine_active_ratio": one.busy if place else None}
+    if gpu_now.state == "ok":
+        activity = (
+            {"busy": gpu_now.busy} if index == 0 else {"graphics_engine_active_ratio": gpu_now.busy if index else None}
+        )
         metrics = {
-            **(activity if place != 1 else {}),
-            "encoder_utilization_ratio": one.video,
-            "memory_used_bytes": None if one.memory is None else one.memory << 30,
-            "memory_total_bytes": 8 << 30 if one.visible else (1 << 30) * 3 // 2,
-            "clock_event_reasons": one.reasons,
-            "row_remap_failure": one.remap,
-            "row_remap_pending": one.remap,
+            **(activity if index != 1 else {}),
+            "encoder_utilization_ratio": gpu_now.video,
+            "memory_used_bytes": None if gpu_now.memory is None else gpu_now.memory << 30,
+            "memory_total_bytes": 8 << 30 if gpu_now.visible else (1 << 30) * 3 // 2,
+            "clock_event_reasons": gpu_now.reasons,
+            "row_remap_failure": gpu_now.remap,
+            "row_remap_pending": gpu_now.remap,
         }
-        if place == 0:
-            metrics |= {"sm_active_ratio": one.little, "tensor_active_ratio": one.little}
-            metrics |= {"power_watts": None if one.rest is None else 700 * one.rest, "power_limit_watts": 700.0}
-        if one.errors is not None:
+        if index == 0:
+            metrics |= {"sm_active_ratio": gpu_now.little, "tensor_active_ratio": gpu_now.little}
+            metrics |= {
+                "power_watts": None if gpu_now.unattributed is None else 700 * gpu_now.unattributed,
+                "power_limit_watts": 700.0,
+            }
+        if gpu_now.errors is not None:
             metrics |= {"ecc_uncorrected_volatile_total": count, "ecc_uncorrected_aggregate_total": count // 2}
             metrics |= {f"nvlink_{name}_errors_total": count for name in ("crc", "replay", "recovery")}
     fields: dict[str, Any] = {
-        "state": one.state,
-        "conflict": one.conflict,
-        "processes": None if one.visible is None else (Process(1, "uid-a", 0.0),),
-        "info": Info(processes_visible=str(one.visible).lower(), mig_mode="enabled" if place else None),
-        "unattributed": Parts(utilization_ratio=one.rest),
-        "jobs": (Job("1"),) if one.job else None,
-        "events": (AttributedEvent("xid", int(one.xids)),) if one.xids and first else None,
-        "xids": xids if one.counted else {},
+        "state": gpu_now.state,
+        "conflict": gpu_now.conflict,
+        "processes": None if gpu_now.visible is None else (Process(1, "uid-a", 0.0),),
+        "info": Info(processes_visible=str(gpu_now.visible).lower(), mig_mode="enabled" if index else None),
+        "unattributed": Parts(utilization_ratio=gpu_now.unattributed),
+        "jobs": (Job("1"),) if gpu_now.job else None,
+        "events": (AttributedEvent("xid", int(gpu_now.xids)),) if gpu_now.xids and first else None,
+        "xids": xids if gpu_now.counted else {},
     }
-    if place == 2:
-        return [mig(1, *held, parent=1, **metrics, **fields)]
-    return [device(place, *held, **metrics, **fields)]
+    if index == 2:
+        return [mig(1, *holders, parent=1, **metrics, **fields)]
+    return [device(index, *holders, **metrics, **fields)]
 
 
-def told(ticks: list[Tick]) -> list[Transition]:
+def transitions_of(ticks: list[Tick]) -> list[Transition]:
     replay = Replay(RULES, grouped=False)
     alerts = [alert for tick in ticks for alert in replay.judge(tick)] + replay.end()
     return [_transition(alert) for alert in alerts]
@@ -272,22 +277,22 @@ def told(ticks: list[Tick]) -> list[Transition]:
 
 def _transition(alert: Alert) -> Transition:
     counted = alert.state == "firing" and alert.name in ("GPUEccUncorrectable", "GPUNvlinkErrors")
-    at = alert.starts_at if alert.ends_at is None else alert.ends_at
-    return Transition(alert.name, alert.fingerprint, alert.state, milliseconds(at), alert.value if counted else None)
+    time = alert.starts_at if alert.ends_at is None else alert.ends_at
+    return Transition(alert.name, alert.fingerprint, alert.state, milliseconds(time), alert.value if counted else None)
 
 
 @given(st.lists(moments, min_size=1, max_size=8))
 def test_the_alerts_of_every_rule_are_those_that_the_page_promises(story: list[Moment]) -> None:
     ticks = ticks_of(story)
-    assert sorted(told(ticks), key=str) == sorted(transitions(RULES, ticks), key=str)
+    assert sorted(transitions_of(ticks), key=str) == sorted(transitions(RULES, ticks), key=str)
 
 
 @given(lives)
 def test_what_pods_do_with_gpus_for_long_is_judged_as_the_page_promises(story: list[Moment]) -> None:
     ticks = ticks_of(story)
-    assert sorted(told(ticks), key=str) == sorted(transitions(RULES, ticks), key=str)
+    assert sorted(transitions_of(ticks), key=str) == sorted(transitions(RULES, ticks), key=str)
 
 
 def test_the_rules_are_of_every_kind_that_is_about_one_gpu() -> None:
     assert {rule.kind for rule in RULES.rules} == set(KINDS) - {"straggler"}
-    assert {gpu(0), gpu(1)} == {one.uuid for one in (device(0), device(1))}
+    assert {gpu(0), gpu(1)} == {sample.uuid for sample in (device(0), device(1))}

@@ -25,8 +25,8 @@ moments = st.tuples(
 
 def spread(story: Sequence[tuple[str, float | None, str, int]]) -> list[Tick]:
     """A tick a second."""
-    devices = [one for moment in story for one in [_device(*moment[:3])] * moment[3]]
-    return [tick(second, one) for second, one in enumerate(devices)]
+    devices = [sample for moment in story for sample in [_device(*moment[:3])] * moment[3]]
+    return [tick(second, sample) for second, sample in enumerate(devices)]
 
 
 def _device(pod: str, busy: float | None, state: str) -> Device:
@@ -35,7 +35,7 @@ def _device(pod: str, busy: float | None, state: str) -> Device:
 
 def transitions(ticks: Sequence[Tick]) -> list[Alert]:
     replay = Replay(RULES, grouped=False)
-    return [alert for one in ticks for alert in replay.judge(one) if alert.name == "GPUHeldIdle"]
+    return [alert for tick in ticks for alert in replay.judge(tick) if alert.name == "GPUHeldIdle"]
 
 
 @given(st.lists(moments, max_size=30))
@@ -46,12 +46,12 @@ def test_no_gpu_is_reported_as_idle_that_worked_or_was_not_held_within_the_durat
     for alert in transitions(ticks):
         if alert.state == "firing":
             fired_ms = milliseconds(alert.starts_at)
-            last = [one.devices[0] for one in ticks if fired_ms - FOR_S * 1000 <= one.ts_ms <= fired_ms]
+            last = [moment.devices[0] for moment in ticks if fired_ms - FOR_S * 1000 <= moment.ts_ms <= fired_ms]
             assert len(last) == FOR_S + 1
-            assert all(one.metrics.gpu_utilization_ratio in (None, 0.0) for one in last)
+            assert all(sample.metrics.gpu_utilization_ratio in (None, 0.0) for sample in last)
             assert last[-1].metrics.gpu_utilization_ratio == 0.0
-            assert {h.pod for one in last for h in one.holders} == {alert.labels["k8s_pod_name"]}
-            assert all(one.holders for one in last)
+            assert {h.pod for sample in last for h in sample.holders} == {alert.labels["k8s_pod_name"]}
+            assert all(sample.holders for sample in last)
 
 
 @given(st.lists(moments, max_size=30))
@@ -64,12 +64,12 @@ def test_every_firing_is_followed_by_at_most_one_resolved(story: list[tuple[str,
 
 @given(st.lists(moments, max_size=20), st.integers(0, 20))
 def test_a_gpu_that_was_held_idle_for_long_enough_is_reported_whatever_was_before(
-    story: list[tuple[str, float | None, str, int]], more: int
+    story: list[tuple[str, float | None, str, int]], extra_s: int
 ) -> None:
-    idle = ("new", 0.0, "ok", GRACE_S + FOR_S + 1 + more)
+    idle = ("new", 0.0, "ok", GRACE_S + FOR_S + 1 + extra_s)
     ticks = spread([*story, idle])
     (alert,) = [alert for alert in transitions(ticks) if alert.labels["k8s_pod_name"] == "new"]
-    assert milliseconds(alert.starts_at) == ticks[-1 - more].ts_ms
+    assert milliseconds(alert.starts_at) == ticks[-1 - extra_s].ts_ms
     assert alert.value == FOR_S
 
 
@@ -82,7 +82,7 @@ def test_what_is_wrong_with_a_gpu_fires_once_and_is_resolved_once() -> None:
     ticks += [tick(i, device(0, busy=0.0)) for i in range(200, 210)]
     over = msgspec.structs.replace(well.metrics, ecc_uncorrected_volatile_total=1.0)
     ticks += [tick(i, msgspec.structs.replace(well, metrics=over)) for i in range(210, 4300)]
-    transitions = [alert for one in ticks for alert in replay.judge(one)]
+    transitions = [alert for tick in ticks for alert in replay.judge(tick)]
     names = [
         "GPUEccUncorrectable",
         "GPUPowerBrake",
@@ -97,15 +97,15 @@ def test_what_is_wrong_with_a_gpu_fires_once_and_is_resolved_once() -> None:
 
 def silent(*ticks: Tick, logged_s: Sequence[float] | None = None) -> list[tuple[str, str]]:
     """The nodes that are found silent, and what became of it."""
-    replay, found = Replay(DEFAULTS), list[Alert]()
-    for number, one in enumerate(ticks):
-        numbered = msgspec.structs.replace(one, offset=number, seq=number + 1)
-        found += replay.judge(numbered, None if logged_s is None else tick(logged_s[number]).ts_ms)
-    return [(alert.node, alert.state) for alert in [*found, *replay.end()] if alert.name == "NodeSilent"]
+    replay, alerts = Replay(DEFAULTS), list[Alert]()
+    for number, moment in enumerate(ticks):
+        numbered = msgspec.structs.replace(moment, offset=number, seq=number + 1)
+        alerts += replay.judge(numbered, None if logged_s is None else tick(logged_s[number]).ts_ms)
+    return [(alert.node, alert.state) for alert in [*alerts, *replay.end()] if alert.name == "NodeSilent"]
 
 
 def each_second(node: str, *times: range) -> list[Tick]:
-    return [tick(second, device(0), node=node) for one in times for second in one]
+    return [tick(second, device(0), node=node) for time in times for second in time]
 
 
 def test_a_clock_that_is_set_back_is_no_silence() -> None:
@@ -120,8 +120,8 @@ def test_a_node_that_ended_before_the_others_is_silent_and_one_that_paused_was()
 
 
 def test_a_clock_that_is_set_and_a_log_that_stood_still_are_no_silence() -> None:
-    own = [tick(second, device(0)) for second in [0, 1, 3600, 3601, 2, 3, 4]]
-    assert silent(*own, logged_s=range(7)) == []
+    own_node = [tick(second, device(0)) for second in [0, 1, 3600, 3601, 2, 3, 4]]
+    assert silent(*own_node, logged_s=range(7)) == []
     assert silent(*each_second("n", range(4)), logged_s=[0, 1, 600, 601]) == []
     assert silent(*each_second("n", range(2)), tick(300, device(0)), logged_s=[0, 1, 300]) == [
         ("n", "firing"),

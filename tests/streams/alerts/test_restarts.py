@@ -17,7 +17,7 @@ from streams.alerts.tick import Tick
 from streams.stage import ATTRIBUTED
 from tests.clock import run
 from tests.streams.alerts.fakes import Broker, Record, Worker, settle
-from tests.streams.alerts.stories import SHORT, lives
+from tests.streams.alerts.stories import SHORT_RULES, lives
 from tests.streams.alerts.ticks import START_MS, device, holder, tick
 from topics.alerts import Alert, AlertGroup, AlertReport, transition_id
 from topics.workloads import NodeWorkloads
@@ -27,8 +27,8 @@ async def undisturbed(ticks: list[Tick], *, grouped: bool = False) -> Broker:
     broker = Broker()
     worker = Worker(broker)
     await worker.start()
-    for one in ticks:
-        broker.log(one)
+    for node_tick in ticks:
+        broker.log(node_tick)
         await worker.live()
         await worker.read(MEMBERS, count=10**6 if grouped else 0)
     assert worker.failures == []
@@ -42,11 +42,11 @@ async def disturbed(ticks: list[Tick], chance: Random, *, kills: float) -> Broke
     logged = 0
     worker = await _another(broker)
     for _ in range(10_000):
-        some = chance.randint(0, 6)
-        for one in ticks[logged : logged + some]:
-            broker.log(one)
+        count = chance.randint(0, 6)
+        for node_tick in ticks[logged : logged + count]:
+            broker.log(node_tick)
             _repeat_some(broker, chance)
-        logged = min(len(ticks), logged + some)
+        logged = min(len(ticks), logged + count)
         await worker.read(count=chance.randint(1, 9))
         await _let_arrive(worker, chance)
         if chance.random() < 0.5:
@@ -110,23 +110,23 @@ def _repeat_some(broker: Broker, chance: Random) -> None:
 
 def transitions(broker: Broker, without: Collection[bytes | None] = ()) -> dict[str, bytes]:
     """Every transition by its identity, in order, but for some alerts; a repeat must be the same in every byte."""
-    found: dict[str, bytes] = {}
+    by_id: dict[str, bytes] = {}
     for record, alert in zip((r for r in broker.logs[ALERTS] if r.value), broker.alerts(), strict=True):
         if record.value is None or record.key in without:
             continue
-        assert found.setdefault(transition_id(alert), record.value) == record.value
-    return found
+        assert by_id.setdefault(transition_id(alert), record.value) == record.value
+    return by_id
 
 
 def last(broker: Broker, topic: str) -> dict[bytes | None, bytes | None]:
     return {record.key: record.value for record in broker.logs[topic]}
 
 
-def by_alert(found: dict[str, bytes]) -> dict[str, list[str]]:
+def by_alert(by_id: dict[str, bytes]) -> dict[str, list[str]]:
     """The transitions of each alert, in order of first appearance."""
     lists: dict[str, list[str]] = {}
-    for one in found:
-        lists.setdefault(one.partition("/")[0], []).append(one)
+    for transition in by_id:
+        lists.setdefault(transition.partition("/")[0], []).append(transition)
     return lists
 
 
@@ -138,52 +138,55 @@ def test_any_batching_and_any_restart_give_the_same_transitions(ticks: list[Tick
     straight, crooked = run(undisturbed(ticks)), run(disturbed(ticks, Random(seed), kills=kills))
 
     groups_found = {record.key for record in crooked.logs[MEMBERS]}
-    expected, found = transitions(straight), transitions(crooked, without=groups_found)
-    assert set(found) == set(expected)
+    expected, transitions_found = transitions(straight), transitions(crooked, without=groups_found)
+    assert set(transitions_found) == set(expected)
     for identity, value in expected.items():
-        assert found[identity] == value
-    assert by_alert(found) == by_alert(expected)
-    alone = {key: value for key, value in last(crooked, ALERTS).items() if key not in groups_found}
-    assert alone == last(straight, ALERTS)
+        assert transitions_found[identity] == value
+    assert by_alert(transitions_found) == by_alert(expected)
+    single_gpus = {key: value for key, value in last(crooked, ALERTS).items() if key not in groups_found}
+    assert single_gpus == last(straight, ALERTS)
 
     assert reports(crooked) == reports(straight)
     alerts, states = read_once(crooked)
-    assert {key: written(crooked, key) for key in alerts} == {
-        key: list(dict.fromkeys(of)) for key, of in alerts.items()
+    assert {key: values_of(crooked, key) for key in alerts} == {
+        key: list(dict.fromkeys(values)) for key, values in alerts.items()
     }
-    assert {key: last(crooked, ALERTS)[key] for key in alerts} == {key: of[-1] for key, of in alerts.items()}
+    assert {key: last(crooked, ALERTS)[key] for key in alerts} == {key: values[-1] for key, values in alerts.items()}
     assert last(crooked, GROUPS) == states
 
 
 def reports(broker: Broker) -> dict[tuple[str, str], list[AlertReport]]:
     """What each node reported of each alert, each report once, wherever in the log its tick was."""
-    found: dict[tuple[str, str], dict[tuple[int, int], AlertReport]] = {}
+    by_owner: dict[tuple[str, str], dict[tuple[int, int], AlertReport]] = {}
     for record in broker.logs[MEMBERS]:
-        one = groups.decode_report(record.value or b"")
-        known = found.setdefault((one.group, one.node), {}).setdefault((one.position, one.phase), one)
-        assert known == one
-    return {whose: [msgspec.structs.replace(one, position=0) for one in of.values()] for whose, of in found.items()}
+        report = groups.decode_report(record.value or b"")
+        kept = by_owner.setdefault((report.group, report.node), {}).setdefault((report.position, report.phase), report)
+        assert kept == report
+    return {
+        whose: [msgspec.structs.replace(report, position=0) for report in by_position.values()]
+        for whose, by_position in by_owner.items()
+    }
 
 
 def read_once(broker: Broker) -> tuple[dict[bytes | None, list[bytes]], dict[bytes | None, bytes]]:
     """The alerts of several GPUs, and the groups, of a worker that reads each report once and is never killed."""
     alerts: dict[bytes | None, list[bytes]] = {}
     states: dict[bytes | None, AlertGroup] = {}
-    read: set[bytes | None] = set()
+    values: set[bytes | None] = set()
     for offset, record in enumerate(broker.logs[MEMBERS]):
-        if record.value in read:
+        if record.value in values:
             continue
-        read.add(record.value)
-        step = groups.step(states.get(record.key), groups.decode_report(record.value or b""), offset, SHORT)
+        values.add(record.value)
+        step = groups.step(states.get(record.key), groups.decode_report(record.value or b""), offset, SHORT_RULES)
         states[record.key] = step.group
         for alert in step.alerts:
             alerts.setdefault(record.key, []).append(memory.encode(alert))
     return alerts, {key: memory.encode(group) for key, group in states.items()}
 
 
-def written(broker: Broker, key: bytes | None) -> list[bytes]:
+def values_of(broker: Broker, key: bytes | None) -> list[bytes]:
     """What was written of an alert, each record once."""
-    return list(dict.fromkeys([one.value for one in broker.logs[ALERTS] if one.key == key and one.value]))
+    return list(dict.fromkeys([record.value for record in broker.logs[ALERTS] if record.key == key and record.value]))
 
 
 def gang(second: int) -> list[Tick]:
@@ -199,7 +202,7 @@ def gang(second: int) -> list[Tick]:
     ]
 
 
-GANG = [one for second in range(0, 2400, 30) for one in gang(second)]
+GANG = [moment for second in range(0, 2400, 30) for moment in gang(second)]
 
 
 @pytest.mark.slow
@@ -210,31 +213,34 @@ def test_what_rests_on_sums_of_hours_and_on_other_nodes_is_the_same_after_any_re
 
     def began_and_ended(broker: Broker) -> set[tuple[str, str, datetime, datetime | None]]:
         """Without updates: they are in the order in which the nodes' reports came."""
-        firsts = [one for one in broker.alerts() if not one.revision or not one.is_open]
-        return {(one.name, one.state, one.starts_at, one.ends_at) for one in firsts}
+        firsts = [alert for alert in broker.alerts() if not alert.revision or not alert.is_open]
+        return {(first.name, first.state, first.starts_at, first.ends_at) for first in firsts}
 
     expected = began_and_ended(straight)
-    assert {one[:2] for one in expected} == {
+    assert {transition[:2] for transition in expected} == {
         (name, state) for name in ("GPUStraggler", "GPUUnderused") for state in ("firing", "resolved")
     }
     assert len(expected) == 4
     assert began_and_ended(crooked) == expected
-    lag = [[one for one in transitions(each).values() if b"GPUStraggler" in one] for each in (straight, crooked)]
+    lag = [
+        [transition for transition in transitions(broker).values() if b"GPUStraggler" in transition]
+        for broker in (straight, crooked)
+    ]
     assert lag[0] == lag[1]
 
 
 HOT = device(0, busy=0.0, clock_event_reasons=0x40)
 
 
-async def of_a_node_without_ticks(why: str) -> Worker:
+async def of_a_node_without_ticks(reason: str) -> Worker:
     """A worker that has just read the last tick of a node whose GPU has an alert, and is about to find it silent."""
     broker = Broker()
     for second in range(130):
         broker.log(tick(second, HOT))
-    removed = NodeWorkloads(schema=1, cluster="c", node="n", epoch=1, seq=1, ts_ms=1, removed=why == "removed")
+    removed = NodeWorkloads(schema=1, cluster="c", node="n", epoch=1, seq=1, ts_ms=1, removed=reason == "removed")
     broker.logs[WORKLOADS].append(Record(b"c/n", memory.encode(removed), START_MS + 130_000))
-    worker = Worker(broker, SHORT)
-    worker.clocks.started_ms = START_MS + (FORGET_MS if why == "away for a day" else 130_000)
+    worker = Worker(broker, SHORT_RULES)
+    worker.clocks.started_ms = START_MS + (FORGET_MS if reason == "away for a day" else 130_000)
     await worker.start()
     await worker.read(WORKLOADS)
     await worker.live()
@@ -256,13 +262,13 @@ async def acknowledged(worker: Worker, count: int) -> None:
 @pytest.mark.parametrize("comes_back", [True, False])
 @pytest.mark.parametrize("end", ["killed", "killed, and the broker has one record more", "rebalanced"])
 @pytest.mark.parametrize("after", range(6))
-@pytest.mark.parametrize("why", ["silent", "removed", "away for a day"])
+@pytest.mark.parametrize("reason", ["silent", "removed", "away for a day"])
 async def test_whenever_a_worker_ends_the_alerts_of_a_silent_node_are_what_its_state_says(
-    why: str, after: int, end: str, comes_back: bool
+    reason: str, after: int, end: str, comes_back: bool
 ) -> None:
     """It ends ``after`` so many acknowledgements. If the node ``comes_back``, its next tick is there before it can be
     found silent again."""
-    first = second = await of_a_node_without_ticks(why)
+    first = second = await of_a_node_without_ticks(reason)
     broker = first.broker
     await acknowledged(first, after)
     if end != "rebalanced":
@@ -270,7 +276,7 @@ async def test_whenever_a_worker_ends_the_alerts_of_a_silent_node_are_what_its_s
             task.cancel()
         first.sender.land(0 if end == "killed" else 1, acknowledge=False)
         await settle()
-        second = Worker(broker, SHORT)
+        second = Worker(broker, SHORT_RULES)
         second.clocks.started_ms = first.clocks.now_ms()
     await second.start()
     await second.read(WORKLOADS)
@@ -286,13 +292,13 @@ async def test_whenever_a_worker_ends_the_alerts_of_a_silent_node_are_what_its_s
     assert (first.failures, second.failures) == ([], [])
     assert transitions(broker)
     (state,) = [memory.decode(value) for value in last(broker, STATE).values() if value is not None]
-    open_alerts = {one.alert.fingerprint: one.alert for one in state.tracked if one.alert is not None}
+    open_alerts = {tracked.alert.fingerprint: tracked.alert for tracked in state.tracked if tracked.alert is not None}
     assert open_alerts == {alert.fingerprint: alert for alert in latest(broker) if alert.is_open}
     names = {alert.name for alert in open_alerts.values()}
     if comes_back:
         assert "NodeSilent" not in names
     else:
-        assert names == ({"GPUThermalSlowdown", "NodeSilent"} if why == "silent" else set())
+        assert names == ({"GPUThermalSlowdown", "NodeSilent"} if reason == "silent" else set())
 
 
 def latest(broker: Broker) -> list[Alert]:

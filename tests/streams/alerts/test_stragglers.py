@@ -16,16 +16,16 @@ ON = overlay("[rules.GPUStraggler]\nenabled = true")
 LIMITS = Limits(600_000, 600_000, 3, 3.5)
 WORKS = {"busy": 1.0, "sm_active_ratio": 0.7, "tensor_active_ratio": 0.35, "sm_clock_hz": 1.98e9, "power_watts": 600.0}
 
-Of = Callable[[int, int, float], dict[str, Any]]
+MetricsOf = Callable[[int, int, float], dict[str, Any]]
 """The metrics of a GPU: of a node's number and the GPU's at a time."""
 
 
 def rank(number: int, **changes: float | None) -> Rank:
-    known: dict[str, float | None] = {
+    metrics: dict[str, float | None] = {
         "utilization": 1.0, "sm_active": 0.7, "tensor_active": 0.35, "sm_clock_hz": 1.98e9, "power_watts": 600.0,
         "throttled": 0.0, "violation": None,
     }  # fmt: skip
-    return Rank(gpu(number), number, "bert-0", tuple((known | changes).values()))
+    return Rank(gpu(number), number, "bert-0", tuple((metrics | changes).values()))
 
 
 def suspects(*ranks: Rank, kind: str = "Job") -> dict[str, str]:
@@ -36,7 +36,7 @@ PEERS = [rank(i) for i in range(1, 8)]
 
 
 @pytest.mark.parametrize(
-    ("slow", "words"),
+    ("slow", "text"),
     [
         (rank(0, sm_clock_hz=1.2e9), "SM clock 1200 MHz (its peers SM clock 1980 MHz)"),
         (rank(0, throttled=0.8), "slowed down for 80% of the time (its peers slowed down for 0% of the time)"),
@@ -49,8 +49,8 @@ PEERS = [rank(i) for i in range(1, 8)]
         (rank(0), None),
     ],
 )
-def test_a_rank_is_suspect_by_what_differs_from_its_peers(slow: Rank, words: str | None) -> None:
-    assert suspects(slow, *PEERS) == ({gpu(0): words} if words else {})
+def test_a_rank_is_suspect_by_what_differs_from_its_peers(slow: Rank, text: str | None) -> None:
+    assert suspects(slow, *PEERS) == ({gpu(0): text} if text else {})
 
 
 def test_where_all_are_slow_nobody_is_and_two_gpus_have_no_outlier() -> None:
@@ -116,37 +116,41 @@ def test_what_nvml_shows_of_a_step_that_takes_longer_is_seen_among_few_and_many_
     """``longer``: by which factor the slow rank's step is. While it does more than the others, they wait."""
     random = Random(7)
 
-    def of(does: dict[str, float], extra: dict[str, float], clock: float) -> dict[str, float]:
-        means = {name: (does[name] + (longer - 1) * extra[name]) / longer for name in does}
+    def metrics_of(work: dict[str, float], extra: dict[str, float], clock: float) -> dict[str, float]:
+        means = {name: (work[name] + (longer - 1) * extra[name]) / longer for name in work}
         noisy = {name: min(value * random.gauss(1, 0.02), 1.0 if value <= 1 else 1e4) for name, value in means.items()}
         return {**noisy, "sm_clock_hz": 1.98e9 / clock * random.gauss(1, 0.008)}
 
-    slow = rank(0, **of(COMPUTES, slow_does, clock))
-    others = [rank(i, **of(COMPUTES, WAITS, 1.0)) for i in range(1, ranks)]
+    slow = rank(0, **metrics_of(COMPUTES, slow_does, clock))
+    others = [rank(i, **metrics_of(COMPUTES, WAITS, 1.0)) for i in range(1, ranks)]
     assert set(suspects(slow, *others)) == ({gpu(0)} if is_seen else set())
 
 
 # -- through the reports of nodes
 
 
-def fired(of: Of, minutes: Iterable[int], *, nodes: int = 2, kind: str = "Job", rules: Any = ON) -> list[Alert]:
+def fired(
+    metrics_of: MetricsOf, minutes: Iterable[int], *, nodes: int = 2, kind: str = "Job", rules: Any = ON
+) -> list[Alert]:
     replay = Replay(rules)
-    told: list[Alert] = []
+    alerts: list[Alert] = []
     for second in (60 * minute + s for minute in minutes for s in range(0, 60, 20)):
         for n in range(nodes):
             pod = holder(f"bert-{n}", workload=Workload(kind, "bert"))
-            devices = [device(i, pod, uuid=gpu(n * 8 + i), **WORKS | of(n, i, second / 60)) for i in range(8)]
-            told += replay.judge(tick(second, *devices, node=f"n{n}"))
-    return [one for one in told if one.name == "GPUStraggler"]
+            devices = [device(i, pod, uuid=gpu(n * 8 + i), **WORKS | metrics_of(n, i, second / 60)) for i in range(8)]
+            alerts += replay.judge(tick(second, *devices, node=f"n{n}"))
+    return [alert for alert in alerts if alert.name == "GPUStraggler"]
 
 
 def test_a_throttled_gpu_of_a_job_on_several_nodes_is_one_alert_that_says_by_what() -> None:
     def hot(n: int, i: int, _: float) -> dict[str, Any]:
         return {"sm_clock_hz": 1.2e9} if (n, i) == (1, 3) else {}
 
-    alert, *more = fired(hot, range(25))
-    assert not more
-    assert [(one.node, one.index, one.pod) for one in alert.gpus] == [("n1", 3, "ml/bert-1")]
+    alert, *rest = fired(hot, range(25))
+    assert not rest
+    assert [(gpu_in_alert.node, gpu_in_alert.index, gpu_in_alert.pod) for gpu_in_alert in alert.gpus] == [
+        ("n1", 3, "ml/bert-1")
+    ]
     assert (alert.idle, alert.held, alert.labels["k8s_workload_name"]) == (1, 16, "bert")
     assert alert.annotations["summary"] == "Job ml/bert: 1 of 16 GPUs suspect (since 2026-11-21 00:00 UTC)"
     evidence = "GPU 3 of n1: SM clock 1200 MHz (its peers SM clock 1980 MHz)"
@@ -156,26 +160,28 @@ def test_a_throttled_gpu_of_a_job_on_several_nodes_is_one_alert_that_says_by_wha
 
 def test_a_gpu_that_is_slow_for_two_steps_is_found_however_late_in_a_step_its_first_tick_is() -> None:
     """Of the first step, which ends after 348 s, the next tick comes 37 s later, of the second one 12 s later."""
-    replay, found = Replay(ON), list[Alert]()
+    replay, alerts = Replay(ON), list[Alert]()
     for second in range(0, 1200, 55):
         slow = [{"sm_clock_hz": 1.2e9}, *[dict[str, Any]()] * 7]
-        found += replay.judge(tick(second, *[device(i, holder(), **WORKS | one) for i, one in enumerate(slow)]))
-    (alert,) = found
+        alerts += replay.judge(
+            tick(second, *[device(i, holder(), **WORKS | rank_metrics) for i, rank_metrics in enumerate(slow)])
+        )
+    (alert,) = alerts
     assert milliseconds(alert.starts_at) == START_MS + 660_000
     assert alert.annotations["summary"] == "Job ml/bert: 1 of 8 GPUs suspect (since 2026-11-21 00:00 UTC)"
 
 
 def test_a_slow_host_is_named_if_all_gpus_of_its_node_lag() -> None:
-    alert, *more = fired(lambda n, _i, _m: {"busy": 0.55} if n == 2 else {}, range(25), nodes=4)
-    last = more[-1] if more else alert
-    assert {one.node for one in last.gpus} == {"n2"}
+    alert, *rest = fired(lambda n, _i, _m: {"busy": 0.55} if n == 2 else {}, range(25), nodes=4)
+    last = rest[-1] if rest else alert
+    assert {gpu_in_alert.node for gpu_in_alert in last.gpus} == {"n2"}
     assert len(last.gpus) == 8
     assert "utilization 55% (its peers utilization 100%), as all of n2" in last.annotations["evidence"]
 
 
 def test_what_does_not_last_is_no_alert_and_what_is_over_is_resolved() -> None:
-    def slow(until: float) -> Of:
-        return lambda n, i, minute: {"sm_clock_hz": 1.2e9} if (n, i) == (0, 0) and minute < until else {}
+    def slow(until_minute: float) -> MetricsOf:
+        return lambda n, i, minute: {"sm_clock_hz": 1.2e9} if (n, i) == (0, 0) and minute < until_minute else {}
 
     assert not fired(slow(5), range(40))
     alert, end = fired(slow(25), range(60))
@@ -185,12 +191,12 @@ def test_what_does_not_last_is_no_alert_and_what_is_over_is_resolved() -> None:
 
 def test_a_job_that_ends_ends_its_alert() -> None:
     replay = Replay(ON)
-    told: list[Alert] = []
+    alerts: list[Alert] = []
     for second in range(0, 1800, 20):
         pods = [holder(workload=Workload("Job", "bert"))] if second < 1500 else []
         devices = [device(i, *pods, **WORKS | ({"sm_clock_hz": 1.2e9} if i == 2 else {})) for i in range(8)]
-        told += replay.judge(tick(second, *devices))
-    alert, end = [one for one in told if one.name == "GPUStraggler"]
+        alerts += replay.judge(tick(second, *devices))
+    alert, end = [candidate for candidate in alerts if candidate.name == "GPUStraggler"]
     assert (alert.state, end.state, end.resolved_because) == ("firing", "resolved", "pod_ended")
 
 
@@ -199,18 +205,18 @@ def test_a_pod_can_say_that_it_is_meant_so() -> None:
     off = holder(annotations={"gpustream.dev/alerts": "off"})
     for second in range(0, 1800, 20):
         devices = [device(i, off, **WORKS | ({"sm_clock_hz": 1.2e9} if i == 2 else {})) for i in range(8)]
-        assert not [one for one in replay.judge(tick(second, *devices)) if one.name == "GPUStraggler"]
+        assert not [alert for alert in replay.judge(tick(second, *devices)) if alert.name == "GPUStraggler"]
 
 
 def test_without_the_rule_its_alert_ends_within_five_minutes_and_another_name_is_another_alert() -> None:
     replay = Replay(ON)
-    told: list[Alert] = []
+    alerts: list[Alert] = []
     for second in range(0, 3600, 20):
         if second == 1500:
             replay._rules = overlay('[rules.GPUStraggler]\nenabled = false\n[rules.Laggards]\nkind = "straggler"')
         devices = [device(i, holder(), **WORKS | ({"sm_clock_hz": 1.2e9} if i == 2 else {})) for i in range(8)]
-        told += replay.judge(tick(second, *devices))
-    first, end, other = [one for one in told if one.name in ("GPUStraggler", "Laggards")]
+        alerts += replay.judge(tick(second, *devices))
+    first, end, other = [alert for alert in alerts if alert.name in ("GPUStraggler", "Laggards")]
     assert (first.name, end.resolved_because, other.name) == ("GPUStraggler", "rule_removed", "Laggards")
     assert end.ends_at is not None
     assert end.ends_at < other.starts_at
@@ -221,6 +227,6 @@ def test_a_suspect_that_goes_idle_is_reported_as_idle_and_not_compared_any_more(
         lags = {"sm_clock_hz": 1.2e9} if minute < 30 else {"busy": 0.0, "sm_active_ratio": 0.0, "power_watts": 90.0}
         return lags if (n, i) == (0, 0) else {}
 
-    began, ended = fired(first_stops, range(120))
-    assert (began.state, ended.state, ended.resolved_because) == ("firing", "resolved", "superseded")
-    assert 45 * 60_000 <= milliseconds(ended.ends_at or began.starts_at) - START_MS < 47 * 60_000
+    begin, end = fired(first_stops, range(120))
+    assert (begin.state, end.state, end.resolved_because) == ("firing", "resolved", "superseded")
+    assert 45 * 60_000 <= milliseconds(end.ends_at or begin.starts_at) - START_MS < 47 * 60_000

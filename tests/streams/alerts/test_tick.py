@@ -22,12 +22,12 @@ metrics = st.dictionaries(
 
 def changed(record: dict[str, Any], values: list[dict[str, Any]], i: int) -> bytes:
     """A record as one of a node's, some time after the last, with metrics that rules look at."""
-    devices = [{**one, "metrics": values[n % len(values)]} for n, one in enumerate(record.get("devices") or ())]
-    place = {"cluster": "c", "node": "n", "ts_ms": i * 100_000, "offset": i}
-    return records.encoded({**record, **place, "devices": devices})
+    devices = [{**device, "metrics": values[n % len(values)]} for n, device in enumerate(record.get("devices") or ())]
+    position = {"cluster": "c", "node": "n", "ts_ms": i * 100_000, "offset": i}
+    return records.encoded({**record, **position, "devices": devices})
 
 
-@given(st.lists(records.of(attributed.TOPIC), max_size=4), st.lists(metrics, min_size=1, max_size=3))
+@given(st.lists(records.records_of(attributed.TOPIC), max_size=4), st.lists(metrics, min_size=1, max_size=3))
 def test_whatever_the_contract_allows_is_judged(story: list[dict[str, Any]], values: list[dict[str, Any]]) -> None:
     replay = Replay(DEFAULTS)
     for i, record in enumerate(story):
@@ -36,18 +36,18 @@ def test_whatever_the_contract_allows_is_judged(story: list[dict[str, Any]], val
     replay.end()
 
 
-@given(records.of(attributed.TOPIC))
+@given(records.records_of(attributed.TOPIC))
 def test_a_record_means_the_same_as_to_any_other_reader(record: dict[str, Any]) -> None:
-    whole = msgspec.convert(_without_nulls(record), attributed.AttributedSample)
-    one = decode(records.encoded(record))
-    assert (one.node, one.ts_ms, one.offset, len(one.devices)) == (
-        whole.node,
-        whole.ts_ms,
-        whole.offset,
-        len(whole.devices),
+    expected = msgspec.convert(_without_nulls(record), attributed.AttributedSample)
+    decoded = decode(records.encoded(record))
+    assert (decoded.node, decoded.ts_ms, decoded.offset, len(decoded.devices)) == (
+        expected.node,
+        expected.ts_ms,
+        expected.offset,
+        len(expected.devices),
     )
-    for ours, theirs in zip(one.devices, whole.devices, strict=True):
-        assert (ours.uuid, ours.holders, ours.events, ours.xids) == (
+    for actual, theirs in zip(decoded.devices, expected.devices, strict=True):
+        assert (actual.uuid, actual.holders, actual.events, actual.xids) == (
             theirs.uuid,
             theirs.holders,
             theirs.events,

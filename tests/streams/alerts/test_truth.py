@@ -12,16 +12,16 @@ pytestmark = pytest.mark.slow
 
 def test_what_is_said_to_idle_idles_and_nearly_all_that_idles_is_said_to() -> None:
     fleet = Fleet(2, 8, seed=7, pod_life_s=1200)
-    ours, asked, asked_of_held = scores(fleet, 2000, for_ms=3 * MINUTE_MS, grace_ms=MINUTE_MS // 2).values()
-    assert ours.precision > 0.99
-    assert ours.recall > 0.9
-    for query in (asked, asked_of_held):
-        assert query.precision < ours.precision - 0.3
-        assert query.recall < ours.recall - 0.2
+    right, claims, asked_of_held = scores(fleet, 2000, for_ms=3 * MINUTE_MS, grace_ms=MINUTE_MS // 2).values()
+    assert right.precision > 0.99
+    assert right.recall > 0.9
+    for query in (claims, asked_of_held):
+        assert query.precision < right.precision - 0.3
+        assert query.recall < right.recall - 0.2
 
 
 def test_a_claim_about_another_pod_or_nobody_is_wrong_and_leaves_the_truth_untold() -> None:
-    one = Counted()
-    one.count({("GPU-a", ("ml", "b")), ("GPU-b", NOBODY), ("GPU-c", ("ml", "c"))}, {("GPU-a", ("ml", "a"))})
-    one.count({("GPU-a", ("ml", "a"))}, {("GPU-a", ("ml", "a"))})
-    assert one.score() == Score(precision=1 / 4, recall=1 / 2)
+    counts = Counted()
+    counts.count({("GPU-a", ("ml", "b")), ("GPU-b", NOBODY), ("GPU-c", ("ml", "c"))}, {("GPU-a", ("ml", "a"))})
+    counts.count({("GPU-a", ("ml", "a"))}, {("GPU-a", ("ml", "a"))})
+    assert counts.score() == Score(precision=1 / 4, recall=1 / 2)

@@ -16,15 +16,15 @@ NEEDS = UseNeeds(4, figures=True)
 FROM_S = (STEP_MS - START_MS % STEP_MS) / 1000  # the first step that begins after the first tick
 
 
-def after(*ticks: Tick, needs: UseNeeds = NEEDS) -> Memory:
+def uses_after(*ticks: Tick, needs: UseNeeds = NEEDS) -> Memory:
     memory = Memory()
-    for one in ticks:
-        memory = remember(memory, one, 1, needs)
+    for node_tick in ticks:
+        memory = remember(memory, node_tick, 1, needs)
     return memory
 
 
 def mean(*ticks: Tick, steps: int = 1) -> float | None:
-    (use,) = after(*ticks).uses[gpu(0)]
+    (use,) = uses_after(*ticks).uses[gpu(0)]
     return mean_of(use, steps)
 
 
@@ -62,7 +62,7 @@ def test_a_tick_that_does_not_say_who_holds_what_is_no_reading() -> None:
 
 def test_another_pod_begins_again() -> None:
     ticks = [busy(s, 0.9) for s in range(0, 600, 5)]
-    (use,) = after(*ticks, tick(FROM_S + 600, device(0, holder("other"), busy=0.1))).uses[gpu(0)]
+    (use,) = uses_after(*ticks, tick(FROM_S + 600, device(0, holder("other"), busy=0.1))).uses[gpu(0)]
     assert (use.ms, mean_of(use, 1)) == (0, None)
 
 
@@ -70,15 +70,15 @@ def test_of_a_shared_device_each_pod_has_its_part() -> None:
     def shared(second: float) -> Tick:
         return tick(FROM_S + second, device(0, holder("a", busy=0.3), holder("b", busy=0.1), busy=0.4))
 
-    uses = after(*[shared(s) for s in range(0, 305, 5)]).uses[gpu(0)]
-    assert [mean_of(one, 1) for one in uses] == [pytest.approx(0.3), pytest.approx(0.1)]
+    uses = uses_after(*[shared(s) for s in range(0, 305, 5)]).uses[gpu(0)]
+    assert [mean_of(use, 1) for use in uses] == [pytest.approx(0.3), pytest.approx(0.1)]
 
 
 def test_a_clock_that_is_set_back_a_little_loses_nothing_and_by_an_hour_begins_again() -> None:
     ticks = [busy(s, 0.5) for s in range(0, 605, 5)]
-    (use,) = after(*ticks, busy(598, 0.5), busy(603, 0.5)).uses[gpu(0)]
+    (use,) = uses_after(*ticks, busy(598, 0.5), busy(603, 0.5)).uses[gpu(0)]
     assert mean_of(use, 2) == pytest.approx(0.5)
-    (use,) = after(*ticks, busy(-3600, 0.5)).uses[gpu(0)]
+    (use,) = uses_after(*ticks, busy(-3600, 0.5)).uses[gpu(0)]
     assert mean_of(use, 1) is None
 
 
@@ -98,15 +98,23 @@ def test_a_node_of_eight_gpus_takes_less_than_six_kilobytes_for_four_hours() -> 
         metrics = {"sm_active_ratio": 0.31, "tensor_active_ratio": 0.2, "sm_clock_hz": 1.98e9, "power_watts": 431.5}
         return tick(second, *[device(i, holder(), busy=0.5, clock_event_reasons=4, **metrics) for i in range(8)])
 
-    uses = after(*[node(s) for s in range(0, 5 * 3600, 60)], needs=UseNeeds(48, figures=True)).uses
+    uses = uses_after(*[node(s) for s in range(0, 5 * 3600, 60)], needs=UseNeeds(48, figures=True)).uses
     assert len(msgspec.json.encode(uses)) < 8 * 750
 
 
 def test_the_figures_of_a_step_are_given_when_it_has_ended() -> None:
     fields = {"sm_clock_hz": 1.5e9, "power_watts": 300.0, "clock_event_reasons": 0x40}
     ticks = [busy(s, 0.5, **fields) for s in range(0, 300, 5)]
-    before, now = after(*ticks), after(*ticks, busy(300, 0.5))
+    before, now = uses_after(*ticks), uses_after(*ticks, busy(300, 0.5))
     figures = means_of_closed_step(before.uses[gpu(0)], now.uses[gpu(0)])
     assert figures is not None
-    assert [None if one is None else round(one, 6) for one in figures] == [0.5, None, None, 1.5e9, 300, 1.0, None]
+    assert [None if figure is None else round(figure, 6) for figure in figures] == [
+        0.5,
+        None,
+        None,
+        1.5e9,
+        300,
+        1.0,
+        None,
+    ]
     assert means_of_closed_step(before.uses[gpu(0)], before.uses[gpu(0)]) is None

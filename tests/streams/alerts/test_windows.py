@@ -16,18 +16,18 @@ steps = st.lists(
 
 
 def readings(story: list[tuple[int, int | None]]) -> Readings:
-    at_ms, value, found = START_MS, 7.0, Readings()
+    at_ms, value, result = START_MS, 7.0, Readings()
     for after_ms, rise in story:
         at_ms += after_ms
         value = 0.0 if rise == -1 else value + (rise or 0)
-        found.append((at_ms, None if rise is None else value))
-    return found
+        result.append((at_ms, None if rise is None else value))
+    return result
 
 
-def shown(told: Readings) -> list[tuple[int, float]]:
+def errors_shown(reading_list: Readings) -> list[tuple[int, float]]:
     """The errors that each tick shows."""
     errors, last = list[tuple[int, float]](), None
-    for at_ms, value in told:
+    for at_ms, value in reading_list:
         if value is not None:
             if last is not None:
                 errors.append((at_ms, value - last if value >= last else value))
@@ -35,9 +35,9 @@ def shown(told: Readings) -> list[tuple[int, float]]:
     return errors
 
 
-def after(told: Readings) -> ErrorWindow | None:
+def window_after(reading_list: Readings) -> ErrorWindow | None:
     window: ErrorWindow | None = None
-    for at_ms, value in told:
+    for at_ms, value in reading_list:
         if window is not None:
             window = next_window(window, value, at_ms)
         elif value is not None:
@@ -47,41 +47,46 @@ def after(told: Readings) -> ErrorWindow | None:
 
 @given(steps)
 def test_an_error_counts_for_a_minute_and_for_less_than_five_seconds_more(story: list[tuple[int, int | None]]) -> None:
-    told = readings(story)
-    for count in range(1, len(told) + 1):
-        now_ms = told[count - 1][0]
-        errors = shown(told[:count])
+    reading_list = readings(story)
+    for count in range(1, len(reading_list) + 1):
+        now_ms = reading_list[count - 1][0]
+        errors = errors_shown(reading_list[:count])
         least = sum(rise for at_ms, rise in errors if now_ms - at_ms < WINDOW_MS)
         most = sum(rise for at_ms, rise in errors if now_ms - at_ms < WINDOW_MS + BUCKET_MS)
-        assert least <= errors_in_window(after(told[:count]), now_ms) <= most
+        assert least <= errors_in_window(window_after(reading_list[:count]), now_ms) <= most
 
 
 @given(steps)
 def test_what_is_remembered_is_bounded_and_goes_when_it_is_over(story: list[tuple[int, int | None]]) -> None:
-    told = readings(story)
-    window = after(told)
+    reading_list = readings(story)
+    window = window_after(reading_list)
     if window is not None:
         assert len(window.errors) <= WINDOW_MS // BUCKET_MS + 2
-        assert next_window(window, None, told[-1][0] + WINDOW_MS + BUCKET_MS).errors == ()
+        assert next_window(window, None, reading_list[-1][0] + WINDOW_MS + BUCKET_MS).errors == ()
 
 
 @given(steps, st.integers(1, 10_000_000))
 def test_errors_from_before_a_clock_was_set_back_count_from_the_first_tick_after(
     story: list[tuple[int, int | None]], back_ms: int
 ) -> None:
-    told = readings(story)
-    window = after(told)
+    reading_list = readings(story)
+    window = window_after(reading_list)
     if window is None:
         return
-    now_ms = told[-1][0]
+    now_ms = reading_list[-1][0]
     counted = errors_in_window(window, now_ms)
-    then = next_window(window, None, now_ms - back_ms)
-    assert errors_in_window(then, now_ms - back_ms) <= counted
+    following = next_window(window, None, now_ms - back_ms)
+    assert errors_in_window(following, now_ms - back_ms) <= counted
     if back_ms >= WINDOW_MS + 2 * BUCKET_MS:
-        assert errors_in_window(then, now_ms - back_ms) == sum(n for _, n in window.errors)
-    assert errors_in_window(then, now_ms - back_ms + WINDOW_MS + BUCKET_MS) == 0
+        assert errors_in_window(following, now_ms - back_ms) == sum(n for _, n in window.errors)
+    assert errors_in_window(following, now_ms - back_ms + WINDOW_MS + BUCKET_MS) == 0
 
 
 def test_the_first_reading_shows_no_error_and_a_reset_shows_all_of_what_is_there() -> None:
-    told: Readings = [(START_MS, 40.0), (START_MS + 1000, 41.0), (START_MS + 2000, 3.0), (START_MS + 3000, 0.0)]
-    assert [errors_in_window(after(told[: i + 1]), told[i][0]) for i in range(4)] == [0.0, 1.0, 4.0, 4.0]
+    reading_list: Readings = [(START_MS, 40.0), (START_MS + 1000, 41.0), (START_MS + 2000, 3.0), (START_MS + 3000, 0.0)]
+    assert [errors_in_window(window_after(reading_list[: i + 1]), reading_list[i][0]) for i in range(4)] == [
+        0.0,
+        1.0,
+        4.0,
+        4.0,
+    ]

@@ -27,21 +27,21 @@ def device(number: int = 0, *holders: Holder, busy: float | None = None, **field
     metrics = {name: fields.pop(name) for name in list(fields) if name in Metrics.__struct_fields__}
     if busy is not None:
         metrics["gpu_utilization_ratio"] = busy
-    given = {"uuid": gpu(number), "index": number, "pci_bus_id": f"00000000:{number:02x}:00.0", "holders": holders}
-    return Device(**{**given, **fields}, metrics=Metrics(**metrics))
+    defaults = {"uuid": gpu(number), "index": number, "pci_bus_id": f"00000000:{number:02x}:00.0", "holders": holders}
+    return Device(**{**defaults, **fields}, metrics=Metrics(**metrics))
 
 
 def mig(number: int, *holders: Holder, parent: int = 0, profile: str | None = "1g.10gb", **fields: Any) -> Device:
     """A MIG device of a GPU."""
-    where = Mig(f"MIG-{number}", gpu(parent), number, 0, profile)
-    return device(parent, *holders, uuid=f"MIG-{number}", mig=where, **fields)
+    mig_device = Mig(f"MIG-{number}", gpu(parent), number, 0, profile)
+    return device(parent, *holders, uuid=f"MIG-{number}", mig=mig_device, **fields)
 
 
 def holder(pod: str = "bert-0", *, busy: float | None = None, **fields: Any) -> Holder:
     """A container that holds a device; ``busy`` is its part of a shared one."""
     parts = {"parts": Parts(busy, 1 << 30, 100.0)} if busy is not None else {}
-    given = {"namespace": "ml", "pod": pod, "pod_uid": f"uid-{pod}", "container": "main", **parts}
-    return Holder(**{"workload": Workload("Job", "bert"), **given, **fields})
+    defaults = {"namespace": "ml", "pod": pod, "pod_uid": f"uid-{pod}", "container": "main", **parts}
+    return Holder(**{"workload": Workload("Job", "bert"), **defaults, **fields})
 
 
 def tick(second: float, *devices: Device, run_id: int = 1, attribution: Attribution = "exact", node: str = "n") -> Tick:
@@ -59,12 +59,12 @@ def tick(second: float, *devices: Device, run_id: int = 1, attribution: Attribut
     )
 
 
-def found(*ticks: Tick, of: str = "", by: Rules = DEFAULTS) -> list[Finding]:
+def findings_in(*ticks: Tick, rule_name: str = "", by: Rules = DEFAULTS) -> list[Finding]:
     """What is found in the last of some ticks, by the rule of a name or by all."""
     memory, findings = Memory(), list[Finding]()
-    for one in ticks:
-        findings, memory = evaluate(by, one, memory)
-    return [finding for finding in findings if not of or finding.rule.name == of]
+    for moment in ticks:
+        findings, memory = evaluate(by, moment, memory)
+    return [finding for finding in findings if not rule_name or finding.rule.name == rule_name]
 
 
 def verdict(findings: list[Finding], uuid: str = gpu()) -> bool | None:

@@ -27,7 +27,7 @@ from topics.workloads import NodeWorkloads
 TOPICS = (SAMPLES, ALLOCATIONS, WORKLOADS)
 
 
-class Sent(NamedTuple):
+class SentRecord(NamedTuple):
     """A record that was sent, and its acknowledgement."""
 
     topic: str
@@ -42,7 +42,7 @@ class FakeSender:
     """Takes records after up to ``turns`` turns of the loop, and acknowledges them at once unless ``holding``."""
 
     def __init__(self) -> None:
-        self.sent: list[Sent] = []
+        self.sent: list[SentRecord] = []
         self.turns = 0
         self.holding = False
         self.largest = 10**9
@@ -66,7 +66,7 @@ class FakeSender:
         for _ in range(self._random.randint(0, self.turns)):
             await asyncio.sleep(0)
         acknowledged: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.sent.append(Sent(topic, value, key, partition, dict(headers), acknowledged))
+        self.sent.append(SentRecord(topic, value, key, partition, dict(headers), acknowledged))
         if topic == OUTPUT and len(value) > self.largest:
             acknowledged.set_exception(Unsendable("too large"))
         elif not self.holding:
@@ -77,9 +77,9 @@ class FakeSender:
         """What was sent to gpu.attributed, in order."""
         return [msgspec.json.decode(s.value, type=AttributedSample) for s in self.sent if s.topic == OUTPUT]
 
-    def letters(self) -> list[Sent]:
+    def letters(self) -> list[SentRecord]:
         """What was sent to gpu.dead-letters, in order."""
-        return [sent for sent in self.sent if sent.topic == DEAD_LETTERS]
+        return [record for record in self.sent if record.topic == DEAD_LETTERS]
 
 
 class Record(NamedTuple):
@@ -139,11 +139,14 @@ class FakeApp(LedgerApp):
     def batch(self, topic: str, partition: int = 0, limit: int = 10**6) -> list[tuple[Slot, Any]]:
         """The next records of a partition."""
         tp = Partition(topic, partition)
-        at = self.ledger.expected(tp)
-        assert at is not None
+        offset = self.ledger.expected(tp)
+        assert offset is not None
         return [
-            (self.ledger.admit(tp, at + i, len(record.value or b"")), record._replace(topic=topic, partition=partition))
-            for i, record in enumerate(self.logs[tp][at : at + limit])
+            (
+                self.ledger.admit(tp, offset + i, len(record.value or b"")),
+                record._replace(topic=topic, partition=partition),
+            )
+            for i, record in enumerate(self.logs[tp][offset : offset + limit])
         ]
 
     async def read(self, *topics: str, partition: int = 0) -> None:
@@ -173,9 +176,9 @@ class FakeApp(LedgerApp):
 
     def position(self, topic: str, partition: int = 0) -> int:
         """The offset that would be committed."""
-        found = self.ledger.position(Partition(topic, partition))
-        assert found is not None
-        return found
+        offset = self.ledger.position(Partition(topic, partition))
+        assert offset is not None
+        return offset
 
     def total(self, name: str, *labels: str) -> float:
         """The value of a counter or gauge."""

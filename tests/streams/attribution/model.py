@@ -74,14 +74,14 @@ def answer(logs: Logs, offset: int) -> Answer:
     events = []
     for device in sample.devices:
         for event in device.events or ():
-            rests_on, held = attribution, holders[device.uuid]
+            rests_on, holding = attribution, holders[device.uuid]
             if event.allocations_seq not in (None, sample.allocations_seq):
                 rests_on, before = _snapshot(snapshots, sample, event.allocations_seq, logs.runs[sample.node])
                 as_of_ms = _as_of_ms(sample, event.allocations_seq)
-                own = _holdings_of(versions, snapshots, before, sample, as_of_ms, {})[device.uuid]
-                given_now = [h[:4] for h in held if not h.observed]
-                held = held if [h[:4] for h in own] == given_now else own
-            events.append((rests_on, held))
+                own_holdings = _holdings_of(versions, snapshots, before, sample, as_of_ms, {})[device.uuid]
+                given_now = [h[:4] for h in holding if not h.observed]
+                holding = holding if [h[:4] for h in own_holdings] == given_now else own_holdings
+            events.append((rests_on, holding))
     return Answer(attribution, node_labels(versions[0], sample.ts_ms), holders, conflicts, tuple(events))
 
 
@@ -103,14 +103,14 @@ def _holdings_of(
     holders: dict[str, tuple[Holding, ...]] = {device.uuid: () for device in sample.devices}
     names = {(c.namespace, c.pod) for c in snapshot.containers} if snapshot and versions[0] else set()
     pods = {name: _pod_meant(name, snapshots, snapshot, by_uid, versions, ts_ms) for name in names}
-    by_uid |= {meant.uid: meant for meant in pods.values() if isinstance(meant, Pod)}
+    by_uid |= {pod.uid: pod for pod in pods.values() if isinstance(pod, Pod)}
     for c in snapshot.containers if snapshot else ():
         name = (c.namespace, c.pod)
-        meant = pods.get(name)
-        if meant == ENDED:
+        match = pods.get(name)
+        if match == ENDED:
             continue
-        pod = meant if isinstance(meant, Pod) else None
-        holding = Holding(*name, c.container, pod.uid if pod else None, _labels(pod), unknown=meant == UNKNOWN)
+        pod = match if isinstance(match, Pod) else None
+        holding = Holding(*name, c.container, pod.uid if pod else None, _labels(pod), unknown=match == UNKNOWN)
         for uuid in {device_id.split("::")[0] for device_id in c.device_ids} & holders.keys():
             if not any(other[:3] == holding[:3] for other in holders[uuid]):
                 holders[uuid] = (*holders[uuid], holding)
@@ -157,17 +157,22 @@ def _appeared(
     appeared_ms: int | None = None
     missing_ms: int | None = None
     came_back_ms: int | None = None
-    alone = False
+    was_alone = False
     for i, current in enumerate(chain):
         is_listed = any((c.namespace, c.pod) == name for c in current.containers)
         was_listed = i > 0 and any((c.namespace, c.pod) == name for c in chain[i - 1].containers)
         if i and is_listed and not was_listed:
-            appeared_ms, came_back_ms, missing_ms, alone = current.ts_ms, missing_ms, None, not chain[i - 1].containers
+            appeared_ms, came_back_ms, missing_ms, was_alone = (
+                current.ts_ms,
+                missing_ms,
+                None,
+                not chain[i - 1].containers,
+            )
         elif i and was_listed and not is_listed:
             missing_ms = current.ts_ms
         if current is snapshot or (snapshot and (current.run_id, current.seq) == (snapshot.run_id, snapshot.seq)):
             break
-    return appeared_ms, came_back_ms, alone
+    return appeared_ms, came_back_ms, was_alone
 
 
 def _uids(sample: Sample) -> set[str]:
@@ -186,13 +191,13 @@ def _process_uids(device: Device) -> set[str | None]:
     return {p.pod_uid for p in device.processes or () if p.memory_used_bytes and p.service != "mps"}
 
 
-def _conflict(known: bool, by_uid: dict[str, Pod | None], device: Device, held: Sequence[Holding]) -> str | None:
+def _conflict(is_known: bool, by_uid: dict[str, Pod | None], device: Device, held: Sequence[Holding]) -> str | None:
     """The conflict between the processes on a device and what the kubelet reports."""
     if _observed(by_uid, device, held):
         return "unallocated_process"
     named = {h.uid for h in held}
     unknown = [uid for uid in _process_uids(device) - named if uid and by_uid.get(uid) is None]
-    if known and unknown and all(h.uid for h in held):
+    if is_known and unknown and all(h.uid for h in held):
         return "unallocated_process"
     return "no_pod" if held and None in _process_uids(device) else None
 
@@ -211,19 +216,19 @@ def _labels(pod: Pod | None) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(pod.labels.items())) if pod else ()
 
 
-def answer_of(out: AttributedSample) -> Answer:
+def answer_of(sample: AttributedSample) -> Answer:
     """The answer that the join has given in an attributed sample."""
-    holders = {device.uuid: _holdings(device.holders) for device in out.devices}
+    holders = {device.uuid: _holdings(device.holders) for device in sample.devices}
     events = tuple(
         (
-            event.attribution or out.attribution,
+            event.attribution or sample.attribution,
             holders[device.uuid] if event.holders is None else _holdings(event.holders),
         )
-        for device in out.devices
+        for device in sample.devices
         for event in device.events or ()
     )
-    conflicts = {device.uuid: device.conflict for device in out.devices}
-    return Answer(out.attribution, out.node_labels, holders, conflicts, events)
+    conflicts = {device.uuid: device.conflict for device in sample.devices}
+    return Answer(sample.attribution, sample.node_labels, holders, conflicts, events)
 
 
 def _holdings(holders: Iterable[Holder]) -> tuple[Holding, ...]:
@@ -241,12 +246,12 @@ def _snapshot(
     by_run: dict[int, dict[int, Allocations]] = {run: {} for run in runs}
     for s in snapshots:
         by_run[s.run_id][s.seq] = s
-    own = by_run[sample.run_id]
-    if named in own:
-        return "exact", own[named]
-    below = [seq for seq in own if seq < named]
+    chain = by_run[sample.run_id]
+    if named in chain:
+        return "exact", chain[named]
+    below = [seq for seq in chain if seq < named]
     if below:
-        return "late", own[max(below)]
+        return "late", chain[max(below)]
     for run in reversed(runs[: runs.index(sample.run_id)]):
         if by_run[run]:
             return "late", by_run[run][max(by_run[run])]
@@ -280,13 +285,15 @@ def pod_at(
     is new there, of those that run. A pod that ran before the name was missing is not the new one, nor is one that is
     reported to have ended before the name appeared."""
     ranked: list[tuple[int, int, str]] = []
-    for uid, (started, ended) in _without_overlaps(records, name).items():
+    for uid, (started, lifetime_end_ms) in _without_overlaps(records, name).items():
         before = max(0, started - ts_ms) if started is not None else 0
-        after = max(0, ts_ms - ended + 1) if ended is not None else 0
+        after = max(0, ts_ms - lifetime_end_ms + 1) if lifetime_end_ms is not None else 0
         may_be_listed = before <= TOLERANCE_MS and after - (not new) <= (TOLERANCE_MS if new else LISTED_MS)
         old = missing_ms is not None and started is not None and started + 999 + TOLERANCE_MS < missing_ms
         reported_end_ms = next(p.ended_ms for r in reversed(records) for p in r.pods if p.uid == uid)
-        had_ended = listed_since_ms is not None and reported_end_ms is not None and (ended or 0) <= listed_since_ms
+        had_ended = (
+            listed_since_ms is not None and reported_end_ms is not None and (lifetime_end_ms or 0) <= listed_since_ms
+        )
         if may_be_listed and not old and not had_ended:
             ranked.append((max(before, after), -(started or 0), uid))
     return _version_of(records, min(ranked)[2], ts_ms) if ranked else None
@@ -303,9 +310,9 @@ def _without_overlaps(
     order = sorted(uids, key=lambda uid: (started_ms[uid], first_seen_ms[uid], uid))
     for uid, following in itertools.pairwise(order):
         latest_ms, ended_ms = started_ms[following] + 999, lifetimes[uid][1]
-        ended = min(latest_ms, latest_ms if ended_ms is None else ended_ms)
-        lifetimes[uid] = lifetimes[uid][0], ended
-        lifetimes[following] = max(started_ms[following], ended), lifetimes[following][1]
+        end = min(latest_ms, latest_ms if ended_ms is None else ended_ms)
+        lifetimes[uid] = lifetimes[uid][0], end
+        lifetimes[following] = max(started_ms[following], end), lifetimes[following][1]
     return lifetimes
 
 
@@ -317,12 +324,12 @@ def has_ended(
     uids = {p.uid for r in records for p in r.pods if (p.namespace, p.name) == name}
     reported_ends = [[p.ended_ms for r in records for p in r.pods if p.uid == uid][-1] for uid in uids]
     lifetimes = [_lifetime(records, uid) for uid in uids]
-    ends_of_started = [ended for started, ended in lifetimes if started is None or started <= ts_ms + TOLERANCE_MS]
-    ended = any(
+    ends_of_started = [end for started, end in lifetimes if started is None or started <= ts_ms + TOLERANCE_MS]
+    is_over = any(
         end is not None and end + LISTED_MS < ts_ms and (missing_ms is None or end > missing_ms)
         for end in reported_ends
     )
-    return ended and all(end is not None and end + LISTED_MS < ts_ms for end in ends_of_started)
+    return is_over and all(end is not None and end + LISTED_MS < ts_ms for end in ends_of_started)
 
 
 def pod_of(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> Pod | None:
@@ -341,9 +348,9 @@ def _version_of(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> Pod:
 
 def _distance_ms(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> int:
     """By how much a time lies outside of a pod's life."""
-    started, ended = _lifetime(records, uid)
+    started, end = _lifetime(records, uid)
     before = max(0, started - ts_ms) if started is not None else 0
-    after = max(0, ts_ms - ended + 1) if ended is not None else 0
+    after = max(0, ts_ms - end + 1) if end is not None else 0
     return max(before, after)
 
 
@@ -352,10 +359,10 @@ def _lifetime(records: Sequence[NodeWorkloads], uid: str) -> tuple[int | None, i
     having = [(i, p) for i, r in enumerate(records) for p in r.pods if p.uid == uid]
     i, last = having[-1]
     starts = [p.started_ms for _, p in having if p.started_ms is not None]
-    ended = last.ended_ms
-    if ended is None and i + 1 < len(records):
-        ended = records[i + 1].ts_ms
-    return (starts[-1] if starts else None), ended
+    end = last.ended_ms
+    if end is None and i + 1 < len(records):
+        end = records[i + 1].ts_ms
+    return (starts[-1] if starts else None), end
 
 
 def _version(records: Sequence[NodeWorkloads], ts_ms: int) -> NodeWorkloads:

@@ -21,7 +21,7 @@ class Reading:
 
     def __init__(self, story: Story) -> None:
         self.story = story
-        self.out: dict[int, bytes] = {}
+        self.outputs: dict[int, bytes] = {}
         self.now_s, self.committed = 0.0, 0
         self._begin()
 
@@ -129,9 +129,9 @@ class Reading:
     def drain(self) -> None:
         """Everything arrives, and time passes; then no sample may be left."""
         self.now_s = max(self.now_s, 1000.0)
-        everything = len(self.story.logs.samples) + len(self.story.logs.allocations) + len(self.story.logs.workloads)
+        total = len(self.story.logs.samples) + len(self.story.logs.allocations) + len(self.story.logs.workloads)
         for kind in ("workloads", "allocations", "samples", "ask", "read"):
-            self.act(Act(kind, everything))
+            self.act(Act(kind, total))
         self.now_s += GRACE_S
         for kind in ("ask", "read", "commit"):
             self.act(Act(kind, 6))
@@ -147,8 +147,8 @@ class Reading:
         for output in joined:
             self._check(node, output.sample.offset)
             value = msgspec.json.encode(output.sample)
-            assert self.out.get(output.sample.offset, value) == value
-            self.out[output.sample.offset] = value
+            assert self.outputs.get(output.sample.offset, value) == value
+            self.outputs[output.sample.offset] = value
 
     def _check(self, node: str, offset: int) -> None:
         waiting = [o for o in self.reads if self.story.logs.samples[o].node == node]

@@ -39,8 +39,14 @@ def tick(
         allocations_seq=named,
         devices=tuple(
             [
-                Device(gpu(i), index=i, metrics={"power_watts": power}, processes=of, events=None if i else happened)
-                for i, of in enumerate([*processes, *[None] * (gpus - len(processes))])
+                Device(
+                    gpu(i),
+                    index=i,
+                    metrics={"power_watts": power},
+                    processes=gpu_processes,
+                    events=None if i else happened,
+                )
+                for i, gpu_processes in enumerate([*processes, *[None] * (gpus - len(processes))])
             ]
         ),
     )

@@ -10,7 +10,7 @@ from topics.allocations import Allocations, Container
 from topics.samples import Event, Process, Sample
 from topics.workloads import NodeWorkloads, Pod
 
-Written = Sample | Allocations
+NodeRecord = Sample | Allocations
 
 PODS = ("p0", "p1", "p2")
 _ABSENT = 99
@@ -54,7 +54,7 @@ class _Node:
         self.draw, self.name = draw, name
         self.steady = draw(st.booleans())
         self.ts_ms = self.ticks = self.named = 0
-        self.written: list[Written] = []
+        self.written: list[NodeRecord] = []
 
     def run(self, run_id: int) -> None:
         """One run of the producer. A clock that steps back begins a run, whose first snapshot is then not lost."""
@@ -116,15 +116,15 @@ class _Node:
         if age == _ABSENT:
             return None
         generation = self._generation(ts_ms)
-        ended = ts_ms - 1_000 if age == 9 and self.steady else None
+        ended_ms = ts_ms - 1_000 if age == 9 and self.steady else None
         started = generation * 15_000 if self.steady else 0
-        return pod(name, uid=f"{name}-{generation}", started=started, ended=ended, labels={"age": str(age)})
+        return pod(name, uid=f"{name}-{generation}", started=started, ended=ended_ms, labels={"age": str(age)})
 
 
 @st.composite
 def stories(draw: st.DrawFn) -> Story:
     """One to three nodes that share a partition."""
-    timed: list[tuple[float, int, Written]] = []
+    timed: list[tuple[float, int, NodeRecord]] = []
     timed_workloads: list[tuple[float, int, NodeWorkloads]] = []
     runs: dict[str, list[int]] = {}
     for name in ("a", "b", "c")[: draw(st.integers(1, 3))]:
@@ -153,8 +153,8 @@ def stories(draw: st.DrawFn) -> Story:
         [_START_MS + round(at_s * 1000) for at_s, _ in samples],
         [_START_MS + round(at_s * 1000) - behind_ms for at_s, _, _ in timed_workloads],
     )
-    written = ([at_s for at_s, *_ in records] for records in (samples, allocations, timed_workloads))
-    return Story(logs, *written)
+    times_s = ([at_s for at_s, *_ in records] for records in (samples, allocations, timed_workloads))
+    return Story(logs, *times_s)
 
 
 class Act(NamedTuple):

@@ -16,11 +16,11 @@ CHANGED = tick(2, 2, ts_ms=20_000, events=[event(1, 11_000), event(2, 15_000), e
 
 def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[AttributedSample]]:
     """The state after some records, and all that they let go."""
-    out: list[AttributedSample] = []
+    samples: list[AttributedSample] = []
     for record in records:
         state, joined = join.step(state, record, GRACE_S)
-        out += [output.sample for output in joined]
-    return state, out
+        samples += [output.sample for output in joined]
+    return state, samples
 
 
 def events_of(sample: AttributedSample) -> tuple[AttributedEvent, ...]:
@@ -33,12 +33,12 @@ def pods_of(attributed: AttributedEvent) -> list[tuple[str, str | None]] | None:
 
 
 def test_an_event_says_its_own_holders_where_they_are_not_the_tick_s() -> None:
-    _, (out,) = run(join.NEW, PODS, OLD, NEW, pending(CHANGED, 0))
+    _, (sample,) = run(join.NEW, PODS, OLD, NEW, pending(CHANGED, 0))
 
-    assert [holder.pod for holder in out.devices[0].holders] == ["new"]
-    assert [pods_of(e) for e in events_of(out)] == [[("old", "uid-old")], None, None]
-    assert [e.attribution for e in events_of(out)] == [None, None, None]
-    assert [(e.kind, e.code, e.ts_ms, e.allocations_seq) for e in events_of(out)] == [
+    assert [holder.pod for holder in sample.devices[0].holders] == ["new"]
+    assert [pods_of(e) for e in events_of(sample)] == [[("old", "uid-old")], None, None]
+    assert [e.attribution for e in events_of(sample)] == [None, None, None]
+    assert [(e.kind, e.code, e.ts_ms, e.allocations_seq) for e in events_of(sample)] == [
         ("xid", 31, 11_000, 1),
         ("xid", 31, 15_000, 2),
         ("xid", 31, 16_000, None),
@@ -46,29 +46,29 @@ def test_an_event_says_its_own_holders_where_they_are_not_the_tick_s() -> None:
 
 
 def test_a_device_that_nobody_held_then_is_said_to_have_had_no_holder() -> None:
-    _, (out,) = run(join.NEW, PODS, snapshot(1), NEW, pending(CHANGED, 0))
+    _, (sample,) = run(join.NEW, PODS, snapshot(1), NEW, pending(CHANGED, 0))
 
-    assert [pods_of(e) for e in events_of(out)] == [[], None, None]
+    assert [pods_of(e) for e in events_of(sample)] == [[], None, None]
 
 
 def test_an_event_that_came_while_its_tick_was_read_may_name_a_later_snapshot_than_the_tick() -> None:
     tick_of_old = tick(2, 1, ts_ms=11_500, events=[event(2, 13_500)])
-    _, (out,) = run(join.NEW, PODS, OLD, NEW, pending(tick_of_old, 0))
+    _, (sample,) = run(join.NEW, PODS, OLD, NEW, pending(tick_of_old, 0))
 
-    assert [holder.pod for holder in out.devices[0].holders] == ["old"]
-    assert [pods_of(e) for e in events_of(out)] == [[("new", "uid-new")]]
+    assert [holder.pod for holder in sample.devices[0].holders] == ["old"]
+    assert [pods_of(e) for e in events_of(sample)] == [[("new", "uid-new")]]
 
 
 def test_another_snapshot_with_the_same_holder_says_nothing_more() -> None:
     same = snapshot(1, container("new", gpu(0)), container("old", gpu(1)))
-    _, (out,) = run(join.NEW, PODS, same, NEW, pending(CHANGED, 0))
+    _, (sample,) = run(join.NEW, PODS, same, NEW, pending(CHANGED, 0))
 
-    assert [pods_of(e) for e in events_of(out)] == [None, None, None]
+    assert [pods_of(e) for e in events_of(sample)] == [None, None, None]
 
 
 def test_a_tick_waits_for_the_snapshots_of_its_events_and_goes_on_without_those_that_never_come() -> None:
-    state, out = run(join.NEW, PODS, NEW, pending(CHANGED, 0))
-    assert out == []
+    state, samples = run(join.NEW, PODS, NEW, pending(CHANGED, 0))
+    assert samples == []
     assert join.needs_end(state, GRACE_S, GRACE_S)
 
     _, (in_time,) = run(state, OLD)
@@ -82,23 +82,23 @@ def test_a_tick_waits_for_the_snapshots_of_its_events_and_goes_on_without_those_
 
 def test_an_event_whose_snapshot_never_came_is_late_with_the_last_one_before_it() -> None:
     later = replace(CHANGED, allocations_seq=3, devices=tick(2, 3, events=[event(2, 11_500)]).devices)
-    own = snapshot(3, container("new", gpu(0)))
-    _, (out,) = run(join.NEW, PODS, OLD, own, pending(later, 0), AllocationsRead(GRACE_S))
+    own_snapshot = snapshot(3, container("new", gpu(0)))
+    _, (sample,) = run(join.NEW, PODS, OLD, own_snapshot, pending(later, 0), AllocationsRead(GRACE_S))
 
-    (attributed,) = events_of(out)
-    assert out.attribution == "exact"
+    (attributed,) = events_of(sample)
+    assert sample.attribution == "exact"
     assert (attributed.attribution, [holder.pod for holder in attributed.holders or ()]) == ("late", ["old"])
 
 
 def test_a_tick_waits_for_a_pod_that_only_its_events_snapshot_names() -> None:
-    state, out = run(
+    state, samples = run(
         join.NEW,
         logged(workloads(1, pod("new", started=13_000))),
         OLD,
         NEW,
         pending(CHANGED, logged_ms=10_000, watermark_ms=8_000),
     )
-    assert out == []
+    assert samples == []
 
     news = workloads(2, pod("old", ended=12_000), pod("new", started=13_000))
     _, (in_time,) = run(state, logged(news, 12_000), WatermarkRaised(12_000))
@@ -116,19 +116,19 @@ def test_a_snapshot_is_kept_until_the_samples_are_committed_whose_events_name_it
         pending(CHANGED, 1),
     ]
     state, first = run(join.NEW, *before, Committed(1), Forget())
-    _, again = run(state, pending(CHANGED, 1, 5.0))
+    _, repeated = run(state, pending(CHANGED, 1, 5.0))
 
-    assert again == first[1:]
-    assert pods_of(events_of(again[0])[0]) == [("old", "uid-old")]
+    assert repeated == first[1:]
+    assert pods_of(events_of(repeated[0])[0]) == [("old", "uid-old")]
 
 
 def test_a_pod_that_ended_within_a_minute_before_a_tick_is_still_known_for_its_events() -> None:
     """Nothing may depend on whether a commit came between."""
     ticks = [pending(tick(n, 1, ts_ms=12_000 + n * 11_000), n) for n in range(6)]
     last = tick(7, 2, ts_ms=11_000 + EVENT_MS, events=[event(1, 11_000)])
-    out = [
+    samples = [
         run(run(join.NEW, PODS, OLD, NEW, *ticks, *commit)[0], pending(last, 6))[1] for commit in ([], [Committed(6)])
     ]
 
-    assert out[0] == out[1]
-    assert pods_of(events_of(out[0][0])[0]) == [("old", "uid-old")]
+    assert samples[0] == samples[1]
+    assert pods_of(events_of(samples[0][0])[0]) == [("old", "uid-old")]

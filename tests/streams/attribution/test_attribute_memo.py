@@ -19,8 +19,8 @@ times_s = st.integers(0, END_S)
 def pod_of(name: str, generation: int, life_s: int | None, label: int) -> Pod:
     """A pod that may come back under its name, end, and have another label."""
     started_s = generation * 8
-    ended = None if life_s is None else (started_s + life_s) * 1000
-    return pod(name, uid=f"{name}-{generation}", started=started_s * 1000, ended=ended, labels={"label": str(label)})
+    ended_ms = None if life_s is None else (started_s + life_s) * 1000
+    return pod(name, uid=f"{name}-{generation}", started=started_s * 1000, ended=ended_ms, labels={"label": str(label)})
 
 
 pods = st.builds(pod_of, names, st.integers(0, 2), st.none() | st.integers(1, 20), st.integers(0, 1))
@@ -69,13 +69,13 @@ def log_of(changes: Changes, listed: list[tuple[int, set[str]]], processes_at: P
 
 def outputs(records: list[join.Record], *, remembering: bool) -> tuple[list[bytes], int]:
     """All that the join lets go, and how many of them have the answer of the one before."""
-    state, out, again = join.NEW, list[bytes](), 0
+    state, encoded, reused = join.NEW, list[bytes](), 0
     for record in records:
         before = state if remembering else msgspec.structs.replace(state, memo=None)
         state, joined = join.step(before, record, 10.0)
-        out += [msgspec.json.encode(output.sample) for output in joined]
-        again += state.memo is not None and state.memo is before.memo and bool(joined)
-    return out, again
+        encoded += [msgspec.json.encode(output.sample) for output in joined]
+        reused += state.memo is not None and state.memo is before.memo and bool(joined)
+    return encoded, reused
 
 
 @example([(1, 0, [pod_of("p0", 0, 15, 0)])], [], {})
@@ -96,5 +96,5 @@ def test_nothing_is_worked_out_again_while_nothing_changes() -> None:
     busy: ProcessesByTime = {now_s: (process("p0-0", now_s + 1), process(None, 0)) for now_s in range(END_S)}
 
     for processes in ({}, busy):
-        out, again = outputs(log_of([], [], processes), remembering=True)
-        assert (len(out), again) == (END_S, END_S - 1)
+        encoded, reused = outputs(log_of([], [], processes), remembering=True)
+        assert (len(encoded), reused) == (END_S, END_S - 1)

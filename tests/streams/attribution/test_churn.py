@@ -43,28 +43,30 @@ async def _logs(events: Sequence[tuple[int, int]], times_ms: Sequence[int]) -> t
     sender = FakeSender(clock, prompt=True)
     publisher = WorkloadsPublisher(sender, instruments(), cluster="c", epoch=1, clock=clock)
     running = asyncio.create_task(publisher.run())
-    whole: Log = []
+    full_log: Log = []
     for at_ms in times_ms:
         clock.now_s = 1000.0 + at_ms / 1000
         publisher.queue_overdue()
         rows = _rows(events, at_ms)
         publisher.publish(at_ms, "n", WorkloadsContent({}, rows))
         await settle(6)
-        record = {"schema": 1, "cluster": "c", "node": "n", "epoch": 1, "seq": len(whole) + 1, "ts_ms": at_ms}
-        whole.append((at_ms, _decode(orjson.dumps({**record, "pods": rows}))))
+        record = {"schema": 1, "cluster": "c", "node": "n", "epoch": 1, "seq": len(full_log) + 1, "ts_ms": at_ms}
+        full_log.append((at_ms, _decode(orjson.dumps({**record, "pods": rows}))))
     running.cancel()
-    sent = [event for event in sender.events if event.what == "sent"]
-    return [(round((event.at_s - 1000.0) * 1000), _decode(orjson.dumps(event.record))) for event in sent], whole
+    sent_records = [event for event in sender.events if event.what == "sent"]
+    return [
+        (round((event.at_s - 1000.0) * 1000), _decode(orjson.dumps(event.record))) for event in sent_records
+    ], full_log
 
 
-def _known(log: Log, since_ms: int) -> AsOf:
+def _state_at(log: Log, since_ms: int) -> AsOf:
     workloads: KnownWorkloads | None = None
     for logged_ms, record in log:
         if logged_ms >= since_ms:
             workloads = add_record(workloads, record, logged_ms)
-    known = workloads.as_of(log[-1][0]) if workloads else None
-    assert known is not None
-    return known
+    state = workloads.as_of(log[-1][0]) if workloads else None
+    assert state is not None
+    return state
 
 
 @given(
@@ -73,12 +75,12 @@ def _known(log: Log, since_ms: int) -> AsOf:
 )
 def test_a_reader_learns_as_much_from_whatever_record_it_starts(events: list[tuple[int, int]], from_ms: int) -> None:
     changes = {at_ms for began_ms, ran_ms in events for at_ms in (began_ms, began_ms + ran_ms)}
-    every = range(0, 3_600_000, int(RESEND_S * 1000))
-    sent, whole = asyncio.run(_logs(events, sorted({*changes, *every})))
-    known, all_known = (_known(log, from_ms - READ_BACK_MS) for log in (sent, whole))
+    resends = range(0, 3_600_000, int(RESEND_S * 1000))
+    sent_log, full_log = asyncio.run(_logs(events, sorted({*changes, *resends})))
+    state, all_known = (_state_at(log, from_ms - READ_BACK_MS) for log in (sent_log, full_log))
 
     for ts_ms in {from_ms, *(at_ms + late_ms for at_ms in changes for late_ms in (0, 1, 9_999, 10_001, 600_000))}:
         if ts_ms >= from_ms:
             for name in (("ml", f"p{number}") for number in range(3)):
-                assert known.pod_at(name, ts_ms) == all_known.pod_at(name, ts_ms)
-                assert known.has_ended(name, ts_ms) == all_known.has_ended(name, ts_ms)
+                assert state.pod_at(name, ts_ms) == all_known.pod_at(name, ts_ms)
+                assert state.has_ended(name, ts_ms) == all_known.has_ended(name, ts_ms)

@@ -26,7 +26,7 @@ async def test_a_tick_goes_to_the_partition_that_it_came_from_with_its_offset_an
     await app.read(ALLOCATIONS, SAMPLES, partition=3)
 
     assert [(s.topic, s.key, s.partition) for s in app.sender.sent] == [(OUTPUT, KEY, 3)] * 3
-    assert [(out.seq, out.offset, out.attribution) for out in app.sender.outputs()] == [
+    assert [(output.seq, output.offset, output.attribution) for output in app.sender.outputs()] == [
         (0, 0, "exact"),
         (1, 1, "exact"),
         (2, 2, "exact"),
@@ -60,7 +60,7 @@ async def test_a_tick_that_waits_is_not_finished_and_those_of_other_nodes_go_on(
 
     await app.read(SAMPLES)
 
-    assert [out.node for out in app.sender.outputs()] == ["fine"] * 50
+    assert [output.node for output in app.sender.outputs()] == ["fine"] * 50
     assert (app.position(SAMPLES), app.ledger.unfinished()) == (0, 50)
 
 
@@ -86,7 +86,7 @@ async def test_outputs_keep_the_order_of_each_nodes_ticks_whatever_is_awaited(mo
         await asyncio.gather(*taking)
 
     for node, partition in (("a", 0), ("a", 1), ("b", 0), ("b", 1)):
-        seqs = [out.seq for out in app.sender.outputs() if out.node == node and out.seq % 2 == partition]
+        seqs = [output.seq for output in app.sender.outputs() if output.node == node and output.seq % 2 == partition]
         assert seqs == list(range(partition, 60, 2))
     assert app.failures == []
 
@@ -114,7 +114,7 @@ async def test_what_cannot_be_decoded_goes_to_the_dead_letters_and_the_rest_goes
 
     await app.read(SAMPLES)
 
-    assert [out.seq for out in app.sender.outputs()] == [1, 2]
+    assert [output.seq for output in app.sender.outputs()] == [1, 2]
     first, second = app.sender.letters()
     assert (first.value, first.key, second.value, second.key) == (b"{broken", KEY, b"", None)
     assert (first.headers["topic"], first.headers["partition"], first.headers["offset"]) == (b"gpu.samples", b"0", b"1")

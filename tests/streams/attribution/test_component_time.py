@@ -70,7 +70,7 @@ async def test_the_end_of_another_partition_says_nothing_of_this_one(monkeypatch
 
 def uids(app: FakeApp) -> list[str | None]:
     """The uid of who holds the first GPU, by tick."""
-    return [out.devices[0].holders[0].pod_uid for out in app.sender.outputs()]
+    return [output.devices[0].holders[0].pod_uid for output in app.sender.outputs()]
 
 
 async def test_a_tick_waits_until_the_broker_has_said_where_the_workloads_end_and_they_are_read_to_there() -> None:
@@ -129,11 +129,11 @@ async def test_the_end_of_the_workloads_is_asked_for_before_a_tick_has_to_wait_f
     await app.read(SAMPLES)
     for i in range(20):
         app.ahead_s += 0.3
-        asked = app.ends_asked
+        asked_before = app.ends_asked
         app.log(tick(2 + i, None), timestamp=10_300 + i * 300)
         await app.joiner.handle(app.batch(SAMPLES))
         await app.settle()
-        assert (len(app.sender.sent), app.ends_asked - asked <= 1) == (2 + i, True)
+        assert (len(app.sender.sent), app.ends_asked - asked_before <= 1) == (2 + i, True)
 
     assert 5 <= app.ends_asked <= 12
 
@@ -220,7 +220,7 @@ async def test_an_epoch_that_ends_while_the_sender_has_no_room_ends_the_batch() 
     assert app.position(SAMPLES) == 0
 
     await app.read(SAMPLES)
-    assert [out.seq for out in app.sender.outputs()] == [0, 0, 1, 2]
+    assert [output.seq for output in app.sender.outputs()] == [0, 0, 1, 2]
     assert app.position(SAMPLES) == 3
 
 
@@ -254,7 +254,7 @@ async def test_a_tick_that_waited_when_the_epoch_ended_goes_once_when_it_is_read
     assert app.sender.sent == []
 
     await app.read(SAMPLES)
-    assert [out.seq for out in app.sender.outputs()] == [1, 2]
+    assert [output.seq for output in app.sender.outputs()] == [1, 2]
     assert app.position(SAMPLES) == 2
 
 
@@ -289,7 +289,7 @@ async def test_state_that_is_kept_is_used_after_a_rebalance_and_state_that_is_dr
     async with looking(app, monkeypatch):
         app.joiner.ends(time.monotonic(), {Partition(ALLOCATIONS, 1): 1})
         await until_sent(app, 2)
-    assert [out.attribution for out in app.sender.outputs()] == ["exact", "none"]
+    assert [output.attribution for output in app.sender.outputs()] == ["exact", "none"]
 
 
 async def test_what_is_held_open_and_known_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ async def test_snapshots_behind_the_committed_ticks_are_forgotten_and_those_ahea
 
     app.begin({Partition(SAMPLES, 0): 3})
     await app.read(SAMPLES)
-    assert [(out.seq, out.attribution) for out in app.sender.outputs()[5:]] == [(4, "exact"), (5, "exact")]
+    assert [(output.seq, output.attribution) for output in app.sender.outputs()[5:]] == [(4, "exact"), (5, "exact")]
 
 
 async def test_nothing_of_a_large_fleet_is_left_waiting_when_all_of_it_is_finished() -> None:
@@ -328,11 +328,11 @@ async def test_nothing_of_a_large_fleet_is_left_waiting_when_all_of_it_is_finish
         app.log(snapshot(1, node=f"n{i}"))
     await app.read(SAMPLES, ALLOCATIONS)
 
-    assert sorted(out.node for out in app.sender.outputs()) == sorted(f"n{i}" for i in range(200))
+    assert sorted(output.node for output in app.sender.outputs()) == sorted(f"n{i}" for i in range(200))
     assert app.position(SAMPLES) == 200
     assert not any(app.joiner._waiting_nodes.values())
     assert not app.joiner._slots
-    assert [sent for sent in app.sender.sent if sent.topic == DEAD_LETTERS] == []
+    assert [record for record in app.sender.sent if record.topic == DEAD_LETTERS] == []
 
 
 # -- nodes that are gone

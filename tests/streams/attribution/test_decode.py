@@ -22,7 +22,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 KEY = b"prod-us-east-1/gpu-node-1"
 
 
-def written(topic: str, **changes: Any) -> bytes:
+def encoded(topic: str, **changes: Any) -> bytes:
     """A topic's example with other fields; None leaves one out."""
     fields = {**EXAMPLES[topic], **changes}
     return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
@@ -42,17 +42,17 @@ every_topic = pytest.mark.parametrize("topic", EXAMPLES)
 
 @every_topic
 def test_the_example_of_the_topic_is_read(topic: str) -> None:
-    record = decode(topic, KEY, written(topic))
+    record = decode(topic, KEY, encoded(topic))
 
     assert (record.cluster, record.node) == ("prod-us-east-1", "gpu-node-1")
 
 
 @every_topic
 def test_a_record_cut_short_anywhere_is_refused(topic: str) -> None:
-    whole = written(topic)
+    value = encoded(topic)
 
-    for length in range(len(whole)):
-        assert reason(topic, whole[:length]) == "undecodable"
+    for length in range(len(value)):
+        assert reason(topic, value[:length]) == "undecodable"
 
 
 @every_topic
@@ -83,21 +83,21 @@ def test_what_is_no_such_object_is_refused(topic: str, value: bytes | None) -> N
 @every_topic
 @pytest.mark.parametrize("field", ["schema", "cluster", "node", "ts_ms", "seq"])
 def test_a_required_field_that_is_missing_or_null_is_refused(topic: str, field: str) -> None:
-    assert reason(topic, written(topic, **{field: None})) == "undecodable"
+    assert reason(topic, encoded(topic, **{field: None})) == "undecodable"
     assert reason(topic, msgspec.json.encode({**EXAMPLES[topic], field: None})) == "undecodable"
 
 
 @every_topic
 @pytest.mark.parametrize("schema", [0, 2, "1", 1.5, True])
 def test_another_schema_is_refused(topic: str, schema: object) -> None:
-    assert reason(topic, written(topic, schema=schema)) == "undecodable"
+    assert reason(topic, encoded(topic, schema=schema)) == "undecodable"
 
 
 @every_topic
 @pytest.mark.parametrize("name", ["", "a/b", "/", "a\n", "\n", "a b", "é", "a\x00", "x" * 254, 7])
 def test_a_name_outside_the_alphabet_is_refused_even_under_its_own_key(topic: str, name: object) -> None:
-    assert reason(topic, written(topic, node=name), f"prod-us-east-1/{name}".encode()) == "undecodable"
-    assert reason(topic, written(topic, cluster=name), f"{name}/gpu-node-1".encode()) == "undecodable"
+    assert reason(topic, encoded(topic, node=name), f"prod-us-east-1/{name}".encode()) == "undecodable"
+    assert reason(topic, encoded(topic, cluster=name), f"{name}/gpu-node-1".encode()) == "undecodable"
 
 
 @every_topic
@@ -106,7 +106,7 @@ def test_a_name_outside_the_alphabet_is_refused_even_under_its_own_key(topic: st
 )
 def test_a_time_or_number_that_is_no_count_is_refused(topic: str, number: bytes) -> None:
     for field in ("ts_ms", "seq"):
-        value = written(topic, **{field: 77_777}).replace(b"77777", number)
+        value = encoded(topic, **{field: 77_777}).replace(b"77777", number)
         assert number in value
         assert reason(topic, value) == "undecodable"
 
@@ -114,29 +114,29 @@ def test_a_time_or_number_that_is_no_count_is_refused(topic: str, number: bytes)
 @pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e999", b'"1"', b"true", b"9" * 400, b"[1]"])
 def test_a_metric_that_is_no_finite_number_is_refused(number: bytes) -> None:
     devices = [{"uuid": "GPU-1", "metrics": {"power_watts": 77_777}}]
-    value = written("gpu.samples", devices=devices).replace(b"77777", number)
+    value = encoded("gpu.samples", devices=devices).replace(b"77777", number)
 
     assert reason("gpu.samples", value) == "undecodable"
 
 
 def test_a_state_that_is_no_word_is_refused() -> None:
-    assert reason("gpu.samples", written("gpu.samples", devices=[{"uuid": "GPU-1", "state": 1}])) == "undecodable"
+    assert reason("gpu.samples", encoded("gpu.samples", devices=[{"uuid": "GPU-1", "state": 1}])) == "undecodable"
 
 
 @every_topic
 def test_a_record_of_ten_megabytes_is_refused_by_its_size(topic: str) -> None:
     padding = "x" * 10 * 1024 * 1024
 
-    assert reason(topic, written(topic, padding=padding)) == "oversized"
+    assert reason(topic, encoded(topic, padding=padding)) == "oversized"
 
 
 @every_topic
 def test_a_record_of_the_largest_size_is_read(topic: str) -> None:
-    padding = "x" * (MAX_MESSAGE_BYTES - len(written(topic, padding="")))
+    padding = "x" * (MAX_MESSAGE_BYTES - len(encoded(topic, padding="")))
 
-    assert len(written(topic, padding=padding)) == MAX_MESSAGE_BYTES
-    assert decode(topic, KEY, written(topic, padding=padding)).node == "gpu-node-1"
-    assert reason(topic, written(topic, padding=padding + "x")) == "oversized"
+    assert len(encoded(topic, padding=padding)) == MAX_MESSAGE_BYTES
+    assert decode(topic, KEY, encoded(topic, padding=padding)).node == "gpu-node-1"
+    assert reason(topic, encoded(topic, padding=padding + "x")) == "oversized"
 
 
 @every_topic
@@ -155,7 +155,7 @@ def test_a_record_of_the_largest_size_is_read(topic: str) -> None:
     ids=lambda key: repr(key)[:20],
 )
 def test_a_key_that_is_not_the_cluster_and_node_is_refused(topic: str, key: bytes | None) -> None:
-    assert reason(topic, written(topic), key) == "key"
+    assert reason(topic, encoded(topic), key) == "key"
 
 
 @every_topic
@@ -164,18 +164,18 @@ def test_a_deep_field_that_is_not_known_is_passed_over(topic: str) -> None:
     for _ in range(50):
         deep = {"a": [deep]}
 
-    assert decode(topic, KEY, written(topic, later=deep)) == decode(topic, KEY, written(topic))
+    assert decode(topic, KEY, encoded(topic, later=deep)) == decode(topic, KEY, encoded(topic))
 
 
 def test_names_that_kubernetes_would_not_take_pass_through_unharmed() -> None:
     strange = 'a\nb"c\\d\t{}\u2028é\U0001f600\x00'
     container = {"namespace": strange, "pod": strange, "container": strange, "device_ids": [strange]}
 
-    record = decode("gpu.allocations", KEY, written("gpu.allocations", containers=[container]))
+    record = decode("gpu.allocations", KEY, encoded("gpu.allocations", containers=[container]))
 
     assert isinstance(record, Allocations)
-    again = msgspec.json.decode(msgspec.json.encode(record))["containers"][0]
-    assert (again["namespace"], again["pod"], again["container"], again["device_ids"]) == (
+    decoded = msgspec.json.decode(msgspec.json.encode(record))["containers"][0]
+    assert (decoded["namespace"], decoded["pod"], decoded["container"], decoded["device_ids"]) == (
         strange,
         strange,
         strange,
@@ -185,7 +185,7 @@ def test_names_that_kubernetes_would_not_take_pass_through_unharmed() -> None:
 
 def test_half_of_a_surrogate_pair_never_becomes_a_record_that_cannot_be_written() -> None:
     for half in (b"\\ud800", b"\\udc00", b"\\ud800x", b"\\ud800\\u0041"):
-        value = written("gpu.samples", devices=[{"uuid": "HERE"}]).replace(b"HERE", half)
+        value = encoded("gpu.samples", devices=[{"uuid": "HERE"}]).replace(b"HERE", half)
         assert reason("gpu.samples", value) == "undecodable"
 
 
@@ -193,7 +193,7 @@ def test_null_is_the_same_as_absent_in_what_is_not_required() -> None:
     nulls = dict.fromkeys(["containers"])
     value = msgspec.json.encode({**EXAMPLES["gpu.allocations"], **nulls})
 
-    assert decode("gpu.allocations", KEY, value) == decode("gpu.allocations", KEY, written("gpu.allocations", **nulls))
+    assert decode("gpu.allocations", KEY, value) == decode("gpu.allocations", KEY, encoded("gpu.allocations", **nulls))
 
 
 TYPES = {"gpu.samples": Sample, "gpu.allocations": Allocations, "gpu.workloads": NodeWorkloads}
@@ -203,7 +203,7 @@ TYPES = {"gpu.samples": Sample, "gpu.allocations": Allocations, "gpu.workloads":
 @given(data=st.data())
 def test_whatever_the_contract_takes_is_read_and_can_be_written(topic: str, data: st.DataObject) -> None:
     spec = {t.name: t for t in (samples.TOPIC, allocations.TOPIC, workloads.TOPIC)}[topic]
-    fields = data.draw(records.of(spec))
+    fields = data.draw(records.records_of(spec))
 
     record = decode(topic, f"{fields['cluster']}/{fields['node']}".encode(), records.encoded(fields))
 
@@ -212,12 +212,12 @@ def test_whatever_the_contract_takes_is_read_and_can_be_written(topic: str, data
 
 
 @every_topic
-@given(value=st.binary(max_size=200), at=st.integers(0, 2_000))
-def test_bytes_put_anywhere_are_read_or_refused_and_nothing_else(topic: str, value: bytes, at: int) -> None:
-    whole = written(topic)
+@given(value=st.binary(max_size=200), index=st.integers(0, 2_000))
+def test_bytes_put_anywhere_are_read_or_refused_and_nothing_else(topic: str, value: bytes, index: int) -> None:
+    original = encoded(topic)
 
     try:
-        record = decode(topic, KEY, whole[:at] + value + whole[at + len(value) :])
+        record = decode(topic, KEY, original[:index] + value + original[index + len(value) :])
     except Malformed:
         return
     assert msgspec.json.decode(msgspec.json.encode(record), type=TYPES[topic]) == record

@@ -24,7 +24,7 @@ DEVICES = (
 )
 
 
-def held(*containers: Container, devices: tuple[Device, ...] = DEVICES) -> dict[str, list[str]]:
+def pods_by_device(*containers: Container, devices: tuple[Device, ...] = DEVICES) -> dict[str, list[str]]:
     """The pods that hold each device."""
     result = holders_by_snapshot(snapshot(1, *containers), devices, {}, {})
     return {uuid: [holder.pod for holder in holders] for uuid, holders in result.by_uuid.items()}
@@ -43,10 +43,10 @@ def test_the_uid_that_the_kubelet_says_is_the_holders_whatever_pod_the_name_mean
     listed = msgspec.structs.replace(container("p", A), pod_uid="uid-2")
     name = (listed.namespace, "p")
 
-    for known in ({}, {name: None}, {name: pod("p", uid="uid-1")}, {name: pod("p", uid="uid-2")}):
-        (holder,) = holders_by_snapshot(snapshot(1, listed), DEVICES, known, {}).by_uuid[A]
+    for pods in ({}, {name: None}, {name: pod("p", uid="uid-1")}, {name: pod("p", uid="uid-2")}):
+        (holder,) = holders_by_snapshot(snapshot(1, listed), DEVICES, pods, {}).by_uuid[A]
         assert holder.pod_uid == "uid-2"
-        assert (holder.workload is not None) == (known.get(name) == pod("p", uid="uid-2"))
+        assert (holder.workload is not None) == (pods.get(name) == pod("p", uid="uid-2"))
 
 
 # -- device ids
@@ -72,7 +72,7 @@ def test_the_uid_that_the_kubelet_says_is_the_holders_whatever_pod_the_name_mean
     ],
 )
 def test_every_form_of_id_finds_its_device(device_id: str, uuid: str) -> None:
-    assert held(container("p", device_id)) == {uuid: ["p"]}
+    assert pods_by_device(container("p", device_id)) == {uuid: ["p"]}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_device_that_the_tick_does_not_have_is_nobodys_and_no_mistake(device_i
 
 
 def test_a_number_means_the_index_where_the_tick_has_no_minor_number() -> None:
-    assert held(container("p", "nvidia1"), devices=(Device(A, index=0), Device(B, index=1))) == {B: ["p"]}
+    assert pods_by_device(container("p", "nvidia1"), devices=(Device(A, index=0), Device(B, index=1))) == {B: ["p"]}
 
 
 @pytest.mark.parametrize("device_id", ["", "tpu-3", "GPU-0", f"{A}::", f"{A}::x", "nvidia", "nvidia01", f"{A}\n", "é"])
@@ -104,11 +104,11 @@ def test_ids_in_no_grammar_are_reported_and_the_rest_kept(device_id: str) -> Non
 
 @pytest.mark.parametrize("ids", [(A, A), (f"{A}::0", f"{A}::1"), (A, f"{A}::3"), (f"{A}-0", f"{A}-1"), ("nvidia1", A)])
 def test_a_container_with_several_shares_of_a_device_holds_it_once(ids: tuple[str, ...]) -> None:
-    assert held(container("p", *ids)) == {A: ["p"]}
+    assert pods_by_device(container("p", *ids)) == {A: ["p"]}
 
 
 def test_a_container_that_the_kubelet_names_per_resource_holds_a_device_once() -> None:
-    assert held(container("p", f"{A}::0"), container("p", f"{A}::1", B)) == {A: ["p"], B: ["p"]}
+    assert pods_by_device(container("p", f"{A}::0"), container("p", f"{A}::1", B)) == {A: ["p"], B: ["p"]}
 
 
 def test_a_device_under_two_resources_is_held_under_the_first() -> None:
@@ -120,19 +120,19 @@ def test_a_device_under_two_resources_is_held_under_the_first() -> None:
 
 
 def test_two_containers_of_a_pod_are_two_holders() -> None:
-    assert held(container("p", A, name="x"), container("p", A, name="y")) == {A: ["p", "p"]}
+    assert pods_by_device(container("p", A, name="x"), container("p", A, name="y")) == {A: ["p", "p"]}
 
 
 def test_pods_of_one_name_in_two_namespaces_are_two_holders() -> None:
-    assert held(container("p", A), container("p", A, namespace="other")) == {A: ["p", "p"]}
+    assert pods_by_device(container("p", A), container("p", A, namespace="other")) == {A: ["p", "p"]}
 
 
 def test_holders_stand_in_the_order_of_the_snapshot() -> None:
-    assert held(*(container(name, f"{A}::{i}") for i, name in enumerate("zax"))) == {A: ["z", "a", "x"]}
+    assert pods_by_device(*(container(name, f"{A}::{i}") for i, name in enumerate("zax"))) == {A: ["z", "a", "x"]}
 
 
 def test_a_mig_device_and_its_parent_are_different_devices() -> None:
-    assert held(container("p", MIG_1), container("q", B), container("r", MIG_2)) == {
+    assert pods_by_device(container("p", MIG_1), container("q", B), container("r", MIG_2)) == {
         MIG_1: ["p"],
         B: ["q"],
         MIG_2: ["r"],

@@ -20,7 +20,7 @@ def entry(uuid: str) -> str:
     return f"{uuid},NVIDIA,500,5:"
 
 
-def held(annotation: str | None, *containers: Container) -> dict[str, list[tuple[str, str | None]]]:
+def holders_by_device(annotation: str | None, *containers: Container) -> dict[str, list[tuple[str, str | None]]]:
     """The pod and container of each device's holders, the pod p with this annotation."""
     annotations = {} if annotation is None else {ANNOTATION: annotation}
     pods = {("ns", "p"): msgspec.structs.replace(pod("p"), annotations=annotations)}
@@ -64,7 +64,7 @@ def test_each_container_has_the_devices_of_its_section(annotation: str, ids: tup
 )
 def test_an_annotation_that_names_no_devices_says_nothing(annotation: str) -> None:
     assert parse_hami_annotation(annotation) is None
-    assert held(annotation, container("p", f"{C}-1")) == {C: [("p", "main")]}
+    assert holders_by_device(annotation, container("p", f"{C}-1")) == {C: [("p", "main")]}
 
 
 @given(st.text(alphabet=f";:,-[] \n{A}", max_size=200) | st.text(max_size=50))
@@ -74,13 +74,13 @@ def test_no_annotation_raises_and_all_that_is_read_are_device_ids(annotation: st
 
 
 def test_the_annotation_beats_the_slots_of_the_kubelet() -> None:
-    assert held(f"{entry(B)};", container("p", f"{A}-3")) == {B: [("p", "main")]}
+    assert holders_by_device(f"{entry(B)};", container("p", f"{A}-3")) == {B: [("p", "main")]}
 
 
 def test_sections_belong_to_the_containers_with_slots_in_order() -> None:
     given_slots = (container("p", f"{C}-0", name="x"), container("p", f"{C}-1", f"{C}-2", name="y"))
 
-    assert held(f"{entry(A)};;{entry(B)}{entry(C)};", *given_slots) == {
+    assert holders_by_device(f"{entry(A)};;{entry(B)}{entry(C)};", *given_slots) == {
         A: [("p", "x")],
         B: [("p", "y")],
         C: [("p", "y")],
@@ -88,24 +88,27 @@ def test_sections_belong_to_the_containers_with_slots_in_order() -> None:
 
 
 def test_where_sections_and_containers_differ_in_number_the_pod_has_all_devices() -> None:
-    assert held(f"{entry(A)};{entry(B)};", container("p", f"{C}-0")) == {A: [("p", "main")], B: [("p", "main")]}
+    assert holders_by_device(f"{entry(A)};{entry(B)};", container("p", f"{C}-0")) == {
+        A: [("p", "main")],
+        B: [("p", "main")],
+    }
 
 
 def test_without_an_annotation_or_a_pod_the_slots_name_the_device() -> None:
-    assert held(None, container("p", f"{A}-3")) == {A: [("p", "main")]}
-    assert held(f"{entry(B)};", container("q", f"{A}-3")) == {A: [("q", "main")]}
+    assert holders_by_device(None, container("p", f"{A}-3")) == {A: [("p", "main")]}
+    assert holders_by_device(f"{entry(B)};", container("q", f"{A}-3")) == {A: [("q", "main")]}
 
 
 def test_ids_that_are_no_slots_stand_beside_the_annotation() -> None:
-    assert held(f"{entry(B)};", container("p", A)) == {A: [("p", "main")]}
-    assert held(f"{entry(B)};", container("p", A, f"{C}-0")) == {A: [("p", "main")], B: [("p", "main")]}
+    assert holders_by_device(f"{entry(B)};", container("p", A)) == {A: [("p", "main")]}
+    assert holders_by_device(f"{entry(B)};", container("p", A, f"{C}-0")) == {A: [("p", "main")], B: [("p", "main")]}
 
 
 def test_an_annotated_device_that_the_tick_does_not_have_is_nobodys() -> None:
-    assert held(f"{entry(gpu(99))};", container("p", f"{A}-3")) == {}
+    assert holders_by_device(f"{entry(gpu(99))};", container("p", f"{A}-3")) == {}
 
 
 def test_two_pods_with_slots_of_one_gpu_share_it() -> None:
-    assert held(f"{entry(A)};", container("p", f"{B}-0"), container("q", f"{A}-1")) == {
+    assert holders_by_device(f"{entry(A)};", container("p", f"{B}-0"), container("q", f"{A}-1")) == {
         A: [("p", "main"), ("q", "main")]
     }

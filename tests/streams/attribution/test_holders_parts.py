@@ -292,12 +292,12 @@ def test_neither_the_order_of_processes_nor_of_holders_matters(
     result = split(device(*processes, **metrics), tuple(holders))
     dice.shuffle(processes)
     dice.shuffle(holders)
-    again = split(device(*processes, **metrics), tuple(holders))
+    reordered = split(device(*processes, **metrics), tuple(holders))
 
     assert {(h.pod, h.container): h.parts for h in result.holders} == {
-        (h.pod, h.container): h.parts for h in again.holders
+        (h.pod, h.container): h.parts for h in reordered.holders
     }
-    assert (result.unattributed, result.scaled) == (again.unattributed, again.scaled)
+    assert (result.unattributed, result.scaled) == (reordered.unattributed, reordered.scaled)
 
 
 @given(_metrics, _processes, _holders)
@@ -309,13 +309,13 @@ def test_only_the_parts_of_holders_change(
     assert [msgspec.structs.replace(h, parts=None) for h in result.holders] == holders
 
 
-_own = st.lists(
+_own_processes = st.lists(
     st.builds(process, st.just("a"), st.none() | _ratios | st.sampled_from((0, 0.0, 1)), st.none() | st.integers(0, 9)),
     max_size=4,
 )
 
 
-@given(_metrics, _own)
+@given(_metrics, _own_processes)
 def test_a_sole_holder_has_what_it_has_beside_one_that_does_nothing(
     metrics: dict[str, float], processes: list[Process]
 ) -> None:
@@ -339,9 +339,9 @@ def test_the_jobs_of_a_device_hold_it_by_their_parts_where_there_is_no_kubelet()
     metrics: dict[str, float | int | None] = {"gpu_utilization_ratio": 0.9, "memory_used_bytes": 50}
     shared = Device("GPU-a", jobs=jobs, processes=processes, metrics=metrics)
     sample = msgspec.structs.replace(tick(1, None), devices=(shared, Device("GPU-b")))
-    nothing = ResolvedPods({}, frozenset(), None, {}, {}, frozenset())
+    no_pods = ResolvedPods({}, frozenset(), None, {}, {}, frozenset())
     joined, _ = attribute(
-        sample, facts_of(sample.devices, None), 1, 1, ResolvedSnapshot(None, "none", nothing), {}, None
+        sample, facts_of(sample.devices, None), 1, 1, ResolvedSnapshot(None, "none", no_pods), {}, None
     )
 
     assert joined.sample.attribution == "exact"
@@ -353,7 +353,7 @@ def test_the_jobs_of_a_device_hold_it_by_their_parts_where_there_is_no_kubelet()
     ]
     assert device.holders[0].labels == {"team": "vision", "user": "ana", "partition": "gpu"}
     parts = [*(holder.parts for holder in device.holders), device.unattributed]
-    assert [one and (round(one.utilization_ratio or 0, 6), one.memory_used_bytes) for one in parts] == [
+    assert [part and (round(part.utilization_ratio or 0, 6), part.memory_used_bytes) for part in parts] == [
         (0.6, 30), (0.2, 10), (0.1, 10),
     ]  # fmt: skip
     assert device.processes == processes
@@ -361,11 +361,11 @@ def test_the_jobs_of_a_device_hold_it_by_their_parts_where_there_is_no_kubelet()
 
 def test_without_jobs_a_node_without_a_kubelet_says_nothing_of_who_holds_its_gpus() -> None:
     sample = msgspec.structs.replace(tick(1, None), devices=(Device("GPU-a"),))
-    nothing = ResolvedPods({}, frozenset(), None, {}, {}, frozenset())
+    no_pods = ResolvedPods({}, frozenset(), None, {}, {}, frozenset())
     joined, _ = attribute(
-        sample, facts_of(sample.devices, None), 1, 1, ResolvedSnapshot(None, "none", nothing), {}, None
+        sample, facts_of(sample.devices, None), 1, 1, ResolvedSnapshot(None, "none", no_pods), {}, None
     )
     assert joined.sample.attribution == "none"
     free = msgspec.structs.replace(sample, devices=(Device("GPU-a", jobs=()),))
-    joined, _ = attribute(free, facts_of(free.devices, None), 1, 1, ResolvedSnapshot(None, "none", nothing), {}, None)
+    joined, _ = attribute(free, facts_of(free.devices, None), 1, 1, ResolvedSnapshot(None, "none", no_pods), {}, None)
     assert joined.sample.attribution == "exact", "it is known that nobody has it"

@@ -22,7 +22,7 @@ def process(pod_name: str | None, memory: int | None = 40, ratio: float | None =
     return Process(1, pod_uid=uid, memory_used_bytes=memory, sm_utilization_ratio=ratio)
 
 
-def seen(*processes: Process, holders: tuple[Holder, ...] = (A,), **info: str) -> DeviceHolders:
+def holders_of(*processes: Process, holders: tuple[Holder, ...] = (A,), **info: str) -> DeviceHolders:
     """What is observed on a GPU; the pods a, b and c are known."""
     return add_observed(Device(gpu(1), processes=processes, info=info), holders, PODS.get)
 
@@ -33,11 +33,11 @@ def names(evidence: DeviceHolders) -> list[tuple[str, bool]]:
 
 
 def test_processes_of_the_holder_are_no_news() -> None:
-    assert seen(process("a"), process("a")) == DeviceHolders((A,), None)
+    assert holders_of(process("a"), process("a")) == DeviceHolders((A,), None)
 
 
 def test_a_pod_on_a_device_that_it_was_not_given_is_an_observed_holder_with_all_that_is_known() -> None:
-    device = seen(process("a"), process("b"))
+    device = holders_of(process("a"), process("b"))
 
     assert device.conflict == "unallocated_process"
     assert device.holders == (
@@ -55,61 +55,61 @@ def test_a_pod_on_a_device_that_it_was_not_given_is_an_observed_holder_with_all_
 
 
 def test_a_pod_on_a_device_that_nobody_holds_is_shown() -> None:
-    assert names(seen(process("b"), holders=())) == [("b", True)]
-    assert seen(process("b"), holders=()).conflict == "unallocated_process"
+    assert names(holders_of(process("b"), holders=())) == [("b", True)]
+    assert holders_of(process("b"), holders=()).conflict == "unallocated_process"
 
 
 def test_observed_holders_stand_in_one_order_each_once() -> None:
-    assert names(seen(process("c"), process("b"), process("c"))) == [("a", False), ("b", True), ("c", True)]
+    assert names(holders_of(process("c"), process("b"), process("c"))) == [("a", False), ("b", True), ("c", True)]
 
 
 def test_a_process_of_no_pod_on_a_device_that_pods_hold_is_a_conflict() -> None:
-    assert seen(process(None), process("a")) == DeviceHolders((A,), "no_pod")
+    assert holders_of(process(None), process("a")) == DeviceHolders((A,), "no_pod")
 
 
 def test_a_pods_process_goes_before_one_of_no_pod() -> None:
-    assert seen(process(None), process("b")).conflict == "unallocated_process"
+    assert holders_of(process(None), process("b")).conflict == "unallocated_process"
 
 
 def test_a_process_of_no_pod_on_a_device_that_nobody_holds_is_none() -> None:
-    assert seen(process(None), holders=()) == DeviceHolders((), None)
+    assert holders_of(process(None), holders=()) == DeviceHolders((), None)
 
 
 @pytest.mark.parametrize("memory", [0, None])
 @pytest.mark.parametrize("pod_name", ["b", None])
 def test_a_process_without_memory_on_the_device_does_not_count(pod_name: str | None, memory: int | None) -> None:
-    assert seen(process(pod_name, memory)) == DeviceHolders((A,), None)
+    assert holders_of(process(pod_name, memory)) == DeviceHolders((A,), None)
 
 
 @pytest.mark.parametrize("holders", [(A,), ()])
 def test_a_pod_that_the_workloads_do_not_have_is_a_conflict_though_it_is_not_shown(holders: tuple[Holder, ...]) -> None:
-    assert seen(process("z"), holders=holders) == DeviceHolders(holders, "unallocated_process")
+    assert holders_of(process("z"), holders=holders) == DeviceHolders(holders, "unallocated_process")
 
 
 def test_it_goes_before_a_process_of_no_pod() -> None:
-    assert seen(process("z"), process(None)).conflict == "unallocated_process"
+    assert holders_of(process("z"), process(None)).conflict == "unallocated_process"
 
 
 def test_it_may_be_a_holder_whose_uid_is_not_known() -> None:
     holders = (A, Holder("ns", "late"))
 
-    assert seen(process("z"), holders=holders) == DeviceHolders(holders, None)
-    assert seen(process("z"), process(None), holders=holders) == DeviceHolders(holders, "no_pod")
+    assert holders_of(process("z"), holders=holders) == DeviceHolders(holders, None)
+    assert holders_of(process("z"), process(None), holders=holders) == DeviceHolders(holders, "no_pod")
 
 
 @pytest.mark.parametrize("pod_name", ["b", "z", None])
 def test_an_mps_server_is_no_evidence_whoever_runs_it(pod_name: str | None) -> None:
     server = msgspec.structs.replace(process(pod_name), service="mps")
 
-    assert seen(server) == DeviceHolders((A,), None)
-    assert names(seen(server, process("b"))) == [("a", False), ("b", True)]
+    assert holders_of(server) == DeviceHolders((A,), None)
+    assert names(holders_of(server, process("b"))) == [("a", False), ("b", True)]
 
 
 def test_a_static_pod_is_none_that_the_workloads_do_not_have() -> None:
     """Its control group names it otherwise than the API server does."""
     static = Process(1, pod_uid="0123456789abcdef" * 2, memory_used_bytes=40)
 
-    assert seen(static) == DeviceHolders((A,), None)
+    assert holders_of(static) == DeviceHolders((A,), None)
 
 
 def test_where_the_node_has_no_workloads_no_pod_is_one_that_they_do_not_have() -> None:
@@ -121,11 +121,11 @@ def test_where_the_node_has_no_workloads_no_pod_is_one_that_they_do_not_have() -
 def test_a_holder_whose_uid_is_not_known_is_known_by_its_name() -> None:
     nameless = Holder("ns", "b")
 
-    assert seen(process("b"), holders=(nameless,)) == DeviceHolders((nameless,), None)
+    assert holders_of(process("b"), holders=(nameless,)) == DeviceHolders((nameless,), None)
 
 
 def test_where_processes_cannot_be_seen_there_is_no_evidence() -> None:
-    assert seen(process("b"), process(None), processes_visible="false") == DeviceHolders((A,), None)
+    assert holders_of(process("b"), process(None), processes_visible="false") == DeviceHolders((A,), None)
     assert add_observed(Device(gpu(1), processes=None), (A,), PODS.get) == DeviceHolders((A,), None)
 
 
@@ -143,8 +143,8 @@ def joined(*processes: Process, named: int | None = 1, known_pods: tuple[Pod, ..
     state = join.NEW
     records: list[join.Record] = [logged(workloads(1, *pods)), shared, pending(sample)]
     for record in records:
-        state, out = join.step(state, record, 10.0)
-    return out[0].sample.devices[0]
+        state, joined_ticks = join.step(state, record, 10.0)
+    return joined_ticks[0].sample.devices[0]
 
 
 def test_two_pods_on_one_gpu_by_time_slicing_have_their_parts_and_one_twice_has_it_once() -> None:
@@ -173,20 +173,20 @@ def test_a_tick_without_a_kubelet_is_neither_divided_nor_contradicted() -> None:
 
 
 def test_a_pod_that_had_ended_is_not_observed_but_a_conflict() -> None:
-    ended = (*[PODS[uid] for uid in ("uid-a", "uid-b")], pod("c", ended=-60_000))
-    device = joined(process("c"), known_pods=ended)
+    ended_pods = (*[PODS[uid] for uid in ("uid-a", "uid-b")], pod("c", ended=-60_000))
+    device = joined(process("c"), known_pods=ended_pods)
 
     assert ([h.pod for h in device.holders], device.conflict) == (["a", "b"], "unallocated_process")
 
 
 def test_a_lost_gpu_has_the_holders_that_the_kubelet_still_says_and_is_not_divided() -> None:
-    lost = Device(gpu(0), index=0, state="lost", info={"serial": "7"})
-    sample = msgspec.structs.replace(tick(1, 1), devices=(lost,))
+    lost_gpu = Device(gpu(0), index=0, state="lost", info={"serial": "7"})
+    sample = msgspec.structs.replace(tick(1, 1), devices=(lost_gpu,))
     state = join.NEW
     records: list[join.Record] = [logged(workloads(1, *PODS.values())), snapshot(1, container("a", gpu(0)))]
     for record in [*records, pending(sample)]:
-        state, out = join.step(state, record, 10.0)
-    (device,) = out[0].sample.devices
+        state, joined_ticks = join.step(state, record, 10.0)
+    (device,) = joined_ticks[0].sample.devices
 
     assert [(h.pod, h.pod_uid, h.parts) for h in device.holders] == [("a", "uid-a", None)]
     assert (device.state, device.info, device.unattributed) == ("lost", {"serial": "7"}, None)

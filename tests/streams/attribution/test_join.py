@@ -11,31 +11,31 @@ from topics.attributed import AttributedSample
 _decode = msgspec.json.Decoder(AttributedSample).decode
 
 
-def read(story: Story, schedule: list[Act]) -> dict[int, bytes]:
+def bytes_by_seq(story: Story, schedule: list[Act]) -> dict[int, bytes]:
     """All outputs, by offset, after a schedule and then everything else."""
     reading = Reading(story)
     for act in schedule:
         reading.act(act)
     reading.drain()
-    return reading.out
+    return reading.outputs
 
 
 @given(stories(), schedules)
 def test_every_sample_is_given_what_the_logs_say_whatever_the_order_of_arrival(
     story: Story, schedule: list[Act]
 ) -> None:
-    out = read(story, schedule)
+    outputs = bytes_by_seq(story, schedule)
 
-    assert sorted(out) == list(range(len(story.logs.samples)))
+    assert sorted(outputs) == list(range(len(story.logs.samples)))
     for offset, sample in enumerate(story.logs.samples):
-        assert model.answer_of(_decode(out[offset])) == model.answer(story.logs, offset), sample
+        assert model.answer_of(_decode(outputs[offset])) == model.answer(story.logs, offset), sample
 
 
 @given(stories(), schedules, schedules)
 def test_two_replays_agree_in_every_byte(story: Story, schedule: list[Act], other: list[Act]) -> None:
-    assert read(story, schedule) == read(story, other)
+    assert bytes_by_seq(story, schedule) == bytes_by_seq(story, other)
 
 
 @given(stories(), stalls, schedules)
-def test_workloads_that_arrive_late_change_no_byte(story: Story, stall: list[Act], then: list[Act]) -> None:
-    assert read(story, [*stall, *then]) == read(story, then)
+def test_workloads_that_arrive_late_change_no_byte(story: Story, stall: list[Act], then_schedule: list[Act]) -> None:
+    assert bytes_by_seq(story, [*stall, *then_schedule]) == bytes_by_seq(story, then_schedule)

@@ -12,18 +12,18 @@ from topics.samples import Sample
 
 def held_by(*records: Allocations | Sample) -> list[tuple[str, str]]:
     """The attribution of each sample, and the pod on its first device, after records that arrived in this order."""
-    state, out, offset = join.NEW, list[Joined](), 0
+    state, joined_ticks, offset = join.NEW, list[Joined](), 0
     for record in records:
         if isinstance(record, Sample):
             state, joined = join.step(state, pending(record, offset, float(offset)), 10.0)
-            out += joined
+            joined_ticks += joined
             offset += 1
             state, joined = join.step(state, AllocationsRead(offset + 10.0), 10.0)
         else:
             state, joined = join.step(state, record, 10.0)
-        out += joined
-    pods = [[holder.pod for holder in output.sample.devices[0].holders] for output in out]
-    return [(output.sample.attribution, "".join(names)) for output, names in zip(out, pods, strict=True)]
+        joined_ticks += joined
+    pods = [[holder.pod for holder in output.sample.devices[0].holders] for output in joined_ticks]
+    return [(output.sample.attribution, "".join(names)) for output, names in zip(joined_ticks, pods, strict=True)]
 
 
 def named(run_id: int, seq: int, *, ts_ms: int = 0) -> Allocations:

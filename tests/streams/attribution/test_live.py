@@ -61,21 +61,21 @@ def log_of(pods: list[PodStory], rogue_ms: int = END_MS) -> list[Logged]:
     the second GPU has a process of a pod that is in no record of the workloads."""
     log = [Logged(-60_000, workloads(1, FIRST))]
     for at_ms in range(0, END_MS, STEP_MS):
-        known_pods = tuple(_known(n, p, at_ms) for n, p in enumerate(pods) if p.start_ms + p.told_ms <= at_ms)
-        if known_pods != _told(log):
+        known_pods = tuple(_pod_at(n, p, at_ms) for n, p in enumerate(pods) if p.start_ms + p.told_ms <= at_ms)
+        if known_pods != _pods_reported(log):
             log.append(Logged(at_ms, workloads(len(log) + 1, FIRST, *known_pods, ts_ms=at_ms)))
         if at_ms % 1000 == 0:
             log += _ticked(pods, at_ms, rogue=at_ms >= rogue_ms)
     return log
 
 
-def _known(number: int, story: PodStory, at_ms: int) -> Pod:
+def _pod_at(number: int, story: PodStory, at_ms: int) -> Pod:
     """A pod as the API server has it by then."""
     ended_ms = story.end_ms if story.end_ms + story.told_ms <= at_ms else None
     return pod(f"p{number}", started=story.start_ms, ended=ended_ms)
 
 
-def _told(log: Iterable[Logged]) -> tuple[Pod, ...]:
+def _pods_reported(log: Iterable[Logged]) -> tuple[Pod, ...]:
     """The pods that the last workloads have, the first apart."""
     return [logged.record.pods[1:] for logged in log if isinstance(logged.record, NodeWorkloads)][-1]
 
@@ -102,7 +102,7 @@ def live(log: list[Logged], step_ms: int = STEP_MS) -> list[bytes]:
     """The outputs of the live join, which reads each record at once."""
     records: list[join.Record] = []
     for at_ms in (-60_000, *range(0, END_MS + 3_000, step_ms)):
-        records += [_read(logged, at_ms) for logged in log if logged.at_ms == at_ms]
+        records += [_record_of(logged, at_ms) for logged in log if logged.at_ms == at_ms]
         records.append(join.WatermarkRaised(at_ms))
     return outputs(records)
 
@@ -111,10 +111,10 @@ def replay(log: list[Logged]) -> list[bytes]:
     """The outputs of a replay: it reads the state first."""
     state = [logged for logged in log if not isinstance(logged.record, Sample)]
     samples = [logged for logged in log if isinstance(logged.record, Sample)]
-    return outputs([_read(logged, END_MS + 3_000) for logged in (*state, *samples)])
+    return outputs([_record_of(logged, END_MS + 3_000) for logged in (*state, *samples)])
 
 
-def _read(logged: Logged, watermark_ms: int) -> join.Record:
+def _record_of(logged: Logged, watermark_ms: int) -> join.Record:
     """A record that is read when the workloads have been read to a time."""
     if isinstance(logged.record, Sample):
         return pending(logged.record, logged.record.seq, logged_ms=logged.at_ms, watermark_ms=watermark_ms)
@@ -125,11 +125,11 @@ def _read(logged: Logged, watermark_ms: int) -> join.Record:
 
 def outputs(records: Iterable[join.Record]) -> list[bytes]:
     """The ticks that the join releases, encoded."""
-    state, out = join.NEW, list[bytes]()
+    state, encoded = join.NEW, list[bytes]()
     for record in records:
         state, joined = join.step(state, record, 10.0)
-        out += [msgspec.json.encode(output.sample) for output in joined]
-    return out
+        encoded += [msgspec.json.encode(output.sample) for output in joined]
+    return encoded
 
 
 @given(pod_stories, steps(0, END_MS // STEP_MS))
@@ -147,9 +147,9 @@ def story(log: list[Logged]) -> Story:
     samples = [(logged.at_ms, logged.record) for logged in log if isinstance(logged.record, Sample)]
     allocations = [(logged.at_ms, logged.record) for logged in log if isinstance(logged.record, Allocations)]
     workloads = [(logged.at_ms, logged.record) for logged in log if isinstance(logged.record, NodeWorkloads)]
-    times = ([at_ms for at_ms, _ in those] for those in (samples, workloads))
+    times = ([at_ms for at_ms, _ in log] for log in (samples, workloads))
     logs = Logs([r for _, r in samples], [r for _, r in allocations], [r for _, r in workloads], {"n": [1]}, *times)
-    return Story(logs, *([at_ms / 1000 for at_ms, _ in those] for those in (samples, allocations, workloads)))
+    return Story(logs, *([at_ms / 1000 for at_ms, _ in log] for log in (samples, allocations, workloads)))
 
 
 def read_by(log: list[Logged], schedule: list[Act]) -> dict[int, bytes]:
@@ -158,7 +158,7 @@ def read_by(log: list[Logged], schedule: list[Act]) -> dict[int, bytes]:
     for act in schedule:
         reading.act(act)
     reading.drain()
-    return reading.out
+    return reading.outputs
 
 
 @given(pod_stories, schedules, stalls)
@@ -183,14 +183,14 @@ def test_a_pod_that_asked_for_no_gpu_is_a_conflict_live_from_its_first_tick() ->
 
 
 def test_a_pod_that_the_kubelet_lists_long_after_its_end_holds_its_gpu_for_ten_seconds_more() -> None:
-    held = [b'"pod":"p0"' in tick for tick in live(log_of([PodStory(500, 1_500, 0, 7_000, 1, 20_000)]))]
+    holds = [b'"pod":"p0"' in tick for tick in live(log_of([PodStory(500, 1_500, 0, 7_000, 1, 20_000)]))]
 
-    assert held == [False, *[True] * 17, *[False] * 12]
+    assert holds == [False, *[True] * 17, *[False] * 12]
 
 
 # -- a StatefulSet's pod that is deleted and made again
 
-TICK_MS, WHOLE = 100, 1_000
+TICK_MS, WHOLE_MS = 100, 1_000
 
 
 class Renewal(NamedTuple):
@@ -216,7 +216,7 @@ def renewals(draw: st.DrawFn) -> Renewal:
 
 def renewed(story: Renewal, *, processes: bool) -> list[Logged]:
     """A tick every 100 ms. The API server gives a pod's start in whole seconds."""
-    old, new = pod("web-0", uid="old"), pod("web-0", uid="new", started=story.begun_ms // WHOLE * WHOLE)
+    old, new = pod("web-0", uid="old"), pod("web-0", uid="new", started=story.begun_ms // WHOLE_MS * WHOLE_MS)
     over = pod("web-0", uid="old", ended=story.ended_ms)
     log, snapshots = [Logged(-60_000, workloads(1, old))], list[Allocations]()
     for at_ms in range(0, 15_000, TICK_MS):
@@ -240,12 +240,12 @@ def test_a_statefulsets_pod_that_is_made_again_has_the_same_holder_at_every_tick
     story: Renewal, processes: bool
 ) -> None:
     log = renewed(story, processes=processes)
-    written = live(log, TICK_MS)
+    encoded = live(log, TICK_MS)
 
-    assert written == replay(log)
-    out = [msgspec.json.decode(value, type=AttributedSample) for value in written]
-    assert len(out) == 150
-    given_to = {sample.ts_ms: [holder.pod_uid for holder in sample.devices[0].holders] for sample in out}
+    assert encoded == replay(log)
+    samples = [msgspec.json.decode(value, type=AttributedSample) for value in encoded]
+    assert len(samples) == 150
+    given_to = {sample.ts_ms: [holder.pod_uid for holder in sample.devices[0].holders] for sample in samples}
     assert all(uids == ["old"] for ts_ms, uids in given_to.items() if ts_ms < story.ended_ms)
     in_time_ms = max(story.listed_ms, story.told_ms - 2_000)
     assert all(uids == ["new"] for ts_ms, uids in given_to.items() if ts_ms >= in_time_ms)

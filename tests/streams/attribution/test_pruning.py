@@ -17,25 +17,27 @@ GRACE_S = 10.0
 
 def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Joined]]:
     """The state after some records, and all that they let go."""
-    out: list[Joined] = []
+    joined_ticks: list[Joined] = []
     for record in records:
         state, joined = join.step(state, record, GRACE_S)
-        out += joined
-    return state, out
+        joined_ticks += joined
+    return state, joined_ticks
 
 
 def size(state: NodeState) -> dict[str, int]:
     """How much is remembered of each kind."""
-    known = state.workloads
-    histories = [history for pods in known.lifetimes.values() for history in pods] if known else []
+    known_workloads = state.workloads
+    histories = [history for pods in known_workloads.lifetimes.values() for history in pods] if known_workloads else []
     return {
         "snapshots": len(state.snapshots),
         "runs": max(len(state.snapshot_runs), len(state.sample_runs)),
         "pending": len(state.pending),
         "marks": len(state.marks),
         "lifetimes": len(histories),
-        "ends": len(known.ends) if known else 0,
-        "changes": max([len(history) for history in histories] + [len(known.node_labels) if known else 0]),
+        "ends": len(known_workloads.ends) if known_workloads else 0,
+        "changes": max(
+            [len(history) for history in histories] + [len(known_workloads.node_labels) if known_workloads else 0]
+        ),
     }
 
 
@@ -44,7 +46,7 @@ def test_a_node_of_many_runs_snapshots_and_pods_is_remembered_in_little(lost_eve
     state, most = join.NEW, dict[str, int]()
     for i, (run_id, seq) in enumerate(itertools.product(range(40, 0, -1), range(1, 21))):
         ts_ms, named = i * 11_000, seq + 1_000 * ((i + 1) % lost_every == 0)
-        state, out = run(
+        state, joined_ticks = run(
             state,
             logged(workloads(i, pod(f"p{i}", started=ts_ms), ts_ms=ts_ms, labels={"i": str(i)}), ts_ms),
             snapshot(seq, container(f"p{i}", gpu(0)), run_id=run_id, ts_ms=ts_ms),
@@ -52,7 +54,7 @@ def test_a_node_of_many_runs_snapshots_and_pods_is_remembered_in_little(lost_eve
             AllocationsRead(i + GRACE_S),
             Committed(i + 1),
         )
-        assert len(out) == 1
+        assert len(joined_ticks) == 1
         most = {kind: max(count, most.get(kind, 0)) for kind, count in size(state).items()}
 
     bounds = {"snapshots": 3, "runs": 8, "pending": 0, "marks": 2, "lifetimes": 9, "ends": 0, "changes": 3}
@@ -75,10 +77,10 @@ def test_a_pod_and_a_snapshot_that_uncommitted_samples_ask_for_are_kept() -> Non
     state, first = run(
         join.NEW, *before, *(pending(sample, i) for i, sample in enumerate(samples)), Committed(4), Forget()
     )
-    _, again = run(state, *(pending(sample, i) for i, sample in enumerate(samples) if i >= 4))
+    _, repeated = run(state, *(pending(sample, i) for i, sample in enumerate(samples) if i >= 4))
 
-    assert [output.sample for output in again] == [output.sample for output in first[4:]]
-    assert again[0].sample.devices[0].holders[0].labels == {"a": "1"}
+    assert [output.sample for output in repeated] == [output.sample for output in first[4:]]
+    assert repeated[0].sample.devices[0].holders[0].labels == {"a": "1"}
 
 
 def test_a_pod_is_kept_for_samples_of_a_run_whose_clock_was_set_back_before_the_commit() -> None:
@@ -93,10 +95,10 @@ def test_a_pod_is_kept_for_samples_of_a_run_whose_clock_was_set_back_before_the_
         Committed(2),
         Forget(),
     )
-    _, again = run(state, pending(samples[2], 2))
+    _, repeated = run(state, pending(samples[2], 2))
 
     assert first[2].sample.devices[0].holders[0].pod_uid == "uid-p"
-    assert again[0].sample == first[2].sample
+    assert repeated[0].sample == first[2].sample
 
 
 def test_a_pod_is_kept_for_a_sample_that_waits_while_later_ones_are_committed() -> None:
@@ -109,9 +111,9 @@ def test_a_pod_is_kept_for_a_sample_that_waits_while_later_ones_are_committed() 
         *(pending(sample, i) for i, sample in enumerate(samples)),
         Committed(2),
     )
-    _, out = run(state, snapshot(1, container("p", gpu(0)), run_id=2))
+    _, joined_ticks = run(state, snapshot(1, container("p", gpu(0)), run_id=2))
 
-    assert [output.sample.devices[0].holders[0].pod_uid for output in out] == ["uid-p"]
+    assert [output.sample.devices[0].holders[0].pod_uid for output in joined_ticks] == ["uid-p"]
 
 
 def test_the_last_snapshot_of_the_run_before_is_kept_while_a_late_sample_may_need_it() -> None:
@@ -119,10 +121,10 @@ def test_the_last_snapshot_of_the_run_before_is_kept_while_a_late_sample_may_nee
     state, _ = run(
         join.NEW, snapshot(1), listed, pending(tick(1, 1), 0), pending(tick(2, 2, ts_ms=11_000), 1), Committed(2)
     )
-    _, out = run(state, pending(tick(1, 1, run_id=9, ts_ms=12_000), 2), AllocationsRead(GRACE_S))
+    _, joined_ticks = run(state, pending(tick(1, 1, run_id=9, ts_ms=12_000), 2), AllocationsRead(GRACE_S))
 
-    assert out[0].sample.attribution == "late"
-    assert [holder.pod for holder in out[0].sample.devices[0].holders] == ["p"]
+    assert joined_ticks[0].sample.attribution == "late"
+    assert [holder.pod for holder in joined_ticks[0].sample.devices[0].holders] == ["p"]
 
 
 def test_snapshots_do_not_pile_up_behind_samples_that_never_name_one_of_them() -> None:
@@ -143,8 +145,8 @@ def test_that_a_pod_has_ended_is_remembered_while_a_kubelet_that_begins_again_li
     listing = [container("p", gpu(0))]
     snapshots = snapshot(1, *listing), snapshot(2, ts_ms=90_000), snapshot(3, *listing, ts_ms=200_000)
     ticks = [pending(tick(1 + i, 1 + i // 5, ts_ms=i * 20_000), i) for i in range(13)]
-    whole, all_out = run(join.NEW, logged(workloads(1, pod("p", ended=20_000))), *snapshots, *ticks)
-    _, pruned_out = run(whole, Committed(9), Forget(), *ticks[9:])
+    kept_all, all_out = run(join.NEW, logged(workloads(1, pod("p", ended=20_000))), *snapshots, *ticks)
+    _, pruned_out = run(kept_all, Committed(9), Forget(), *ticks[9:])
 
     assert [bool(output.sample.devices[0].holders) for output in all_out] == [True, True, *[False] * 11]
     assert [output.sample for output in pruned_out] == [output.sample for output in all_out[9:]]
@@ -159,18 +161,21 @@ def test_a_minor_number_that_appears_within_a_snapshot_counts() -> None:
     swapped = tuple(replace(device, minor=1 - (device.index or 0)) for device in second.devices)
     second = replace(second, devices=swapped)
 
-    _, out = run(join.NEW, listed, pending(first, 0), pending(second, 1))
+    _, joined_ticks = run(join.NEW, listed, pending(first, 0), pending(second, 1))
 
-    assert [[bool(device.holders) for device in o.sample.devices] for o in out] == [[False, True], [True, False]]
+    assert [[bool(device.holders) for device in o.sample.devices] for o in joined_ticks] == [
+        [False, True],
+        [True, False],
+    ]
 
 
 def test_device_ids_in_no_grammar_are_reported_once_a_snapshot() -> None:
     listed = snapshot(1, container("p", "strange", gpu(0)))
 
-    _, out = run(join.NEW, listed, pending(tick(1, 1), 0), pending(tick(2, 1), 1))
+    _, joined_ticks = run(join.NEW, listed, pending(tick(1, 1), 0), pending(tick(2, 1), 1))
 
-    assert [output.unknown_ids for output in out] == [("strange",), ()]
-    assert all(output.sample.devices[0].holders for output in out)
+    assert [output.unknown_ids for output in joined_ticks] == [("strange",), ()]
+    assert all(output.sample.devices[0].holders for output in joined_ticks)
 
 
 def test_a_resource_slice_that_changes_within_a_snapshot_counts() -> None:
@@ -181,14 +186,17 @@ def test_a_resource_slice_that_changes_within_a_snapshot_counts() -> None:
     ]
 
     ticks = (pending(tick(i, 1, ts_ms=i * 1000), i) for i in range(2))
-    _, out = run(join.NEW, *slices, snapshot(1, claimed), *ticks)
+    _, joined_ticks = run(join.NEW, *slices, snapshot(1, claimed), *ticks)
 
-    assert [[bool(device.holders) for device in o.sample.devices] for o in out] == [[True, False], [False, True]]
+    assert [[bool(device.holders) for device in o.sample.devices] for o in joined_ticks] == [
+        [True, False],
+        [False, True],
+    ]
 
 
 def test_a_claim_that_only_looks_at_a_device_holds_nothing_and_may_be_reported_within_a_snapshot() -> None:
-    given, monitoring = (Claim(name, "ns", "gpu.nvidia.com", "n", "gpu-0") for name in ("given", "monitoring"))
-    of_claims = [Container("ns", claim.claim, "main", claims=(claim,)) for claim in (given, monitoring)]
+    allocated, monitoring = (Claim(name, "ns", "gpu.nvidia.com", "n", "gpu-0") for name in ("given", "monitoring"))
+    of_claims = [Container("ns", claim.claim, "main", claims=(claim,)) for claim in (allocated, monitoring)]
     also = replace(of_claims[1], pod="also", device_ids=(gpu(1),))
     device = DraDevice("gpu.nvidia.com", "n", "gpu-0", gpu(0))
     claims = [
@@ -196,8 +204,8 @@ def test_a_claim_that_only_looks_at_a_device_holds_nothing_and_may_be_reported_w
         for i, admin in enumerate([(), (monitoring,), ()])
     ]
     ticks = (pending(tick(i, 1, ts_ms=i * 1000), i) for i in range(3))
-    _, out = run(join.NEW, *claims, snapshot(1, *of_claims, also), *ticks)
+    _, joined_ticks = run(join.NEW, *claims, snapshot(1, *of_claims, also), *ticks)
 
-    pods = [[[holder.pod for holder in device.holders] for device in output.sample.devices] for output in out]
+    pods = [[[holder.pod for holder in device.holders] for device in output.sample.devices] for output in joined_ticks]
     everyone = [["given", "monitoring", "also"], ["also"]]
     assert pods == [everyone, [["given"], ["also"]], everyone]

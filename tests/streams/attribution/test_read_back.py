@@ -48,13 +48,13 @@ class Logged(NamedTuple):
     record: Sample | Allocations | NodeWorkloads
 
 
-def logs(pods: list[Run], *, shown: bool) -> list[Logged]:
+def logs(pods: list[Run], *, is_shown: bool) -> list[Logged]:
     """What is written in two hours: each change when it is known, and everything again every five minutes."""
     lifetimes, at_ms = list[tuple[int, int, Run]](), START_MS
     for run in pods:
         lifetimes.append((at_ms + run.gap_ms, at_ms + run.gap_ms + run.runs_ms, run))
         at_ms = lifetimes[-1][1]
-    log = _workloads(lifetimes) + _samples(lifetimes, shown=shown)
+    log = _workloads(lifetimes) + _samples(lifetimes, is_shown=is_shown)
     return sorted(log, key=lambda entry: (entry.at_ms, isinstance(entry.record, Sample)))
 
 
@@ -65,20 +65,20 @@ def _workloads(lifetimes: list[tuple[int, int, Run]]) -> list[Logged]:
     for at_ms in sorted(changes | resends_ms):
         pods = []
         for number, (start_ms, end_ms, run) in enumerate(lifetimes):
-            ended = end_ms + run.report_ms <= at_ms
+            has_ended = end_ms + run.report_ms <= at_ms
             just_ended = end_ms + run.report_ms == at_ms
             if start_ms + run.report_ms <= at_ms < end_ms + TOLD_MS and (
-                not ended or just_ended or at_ms in resends_ms
+                not has_ended or just_ended or at_ms in resends_ms
             ):
                 whole_second_ms = start_ms // 1000 * 1000
                 labels = {"v": str(run.labels)}
-                end = end_ms if ended else None
+                end = end_ms if has_ended else None
                 pods.append(pod("web-0", uid=f"uid-{number}", started=whole_second_ms, ended=end, labels=labels))
         log.append(Logged(at_ms, workloads(len(log) + 1, *pods, ts_ms=at_ms)))
     return log
 
 
-def _samples(lifetimes: list[tuple[int, int, Run]], *, shown: bool) -> list[Logged]:
+def _samples(lifetimes: list[tuple[int, int, Run]], *, is_shown: bool) -> list[Logged]:
     edges = {
         at_ms + ms for start, end, run in lifetimes for at_ms in (start, end) for ms in (0, 400, 2_100, 5_000, 11_000)
     }
@@ -93,7 +93,7 @@ def _samples(lifetimes: list[tuple[int, int, Run]], *, shown: bool) -> list[Logg
             log.append(Logged(at_ms, snapshots[-1]))
             sent_ms = at_ms
         running = [process(f"uid-{n}") for n, (start, end, _) in enumerate(lifetimes) if start <= at_ms < end]
-        sample = tick(seq, len(snapshots), ts_ms=at_ms, processes=[tuple(running) if shown else ()])
+        sample = tick(seq, len(snapshots), ts_ms=at_ms, processes=[tuple(running) if is_shown else ()])
         log.append(Logged(at_ms, sample))
     return log
 
@@ -103,7 +103,7 @@ def replay(log: list[Logged], from_ms: int, *, live: bool = False) -> dict[int, 
 
     Live, all is read in the order in which it was logged, and what goes out is committed at once.
     """
-    state, out = join.NEW, dict[int, bytes]()
+    state, encoded = join.NEW, dict[int, bytes]()
     since_ms = from_ms - READ_BACK_MS
     for entry in log if live else sorted(log, key=lambda entry: isinstance(entry.record, Sample)):
         if entry.at_ms < (from_ms if isinstance(entry.record, Sample) else since_ms):
@@ -116,22 +116,22 @@ def replay(log: list[Logged], from_ms: int, *, live: bool = False) -> dict[int, 
             record = logged(entry.record, entry.at_ms) if isinstance(entry.record, NodeWorkloads) else entry.record
         state, joined = join.step(state, record, 10.0)
         for done in joined:
-            out[done.sample.seq] = msgspec.json.encode(done.sample)
+            encoded[done.sample.seq] = msgspec.json.encode(done.sample)
         if live and isinstance(entry.record, Sample) and not state.pending:
             state, _ = join.step(state, join.Committed(entry.record.seq + 1), 10.0)
     for done in join.step(state, join.WatermarkRaised(float("inf")), 10.0)[1]:
-        out[done.sample.seq] = msgspec.json.encode(done.sample)
-    return out
+        encoded[done.sample.seq] = msgspec.json.encode(done.sample)
+    return encoded
 
 
 @given(st.lists(runs, min_size=1, max_size=6), st.booleans(), st.integers(0, 2 * HOUR_MS))
 def test_a_start_in_the_middle_gives_the_bytes_of_a_run_from_the_beginning(
-    pods: list[Run], shown: bool, after_ms: int
+    pods: list[Run], is_shown: bool, after_ms: int
 ) -> None:
-    log = logs(pods, shown=shown)
-    whole, ran_on = replay(log, 0), replay(log, 0, live=True)
+    log = logs(pods, is_shown=is_shown)
+    whole_log, ran_on = replay(log, 0), replay(log, 0, live=True)
     part = replay(log, START_MS + after_ms)
 
-    assert ran_on == whole
-    assert len(whole) == sum(isinstance(entry.record, Sample) for entry in log)
-    assert part == {seq: value for seq, value in whole.items() if seq >= min(part, default=seq + 1)}
+    assert ran_on == whole_log
+    assert len(whole_log) == sum(isinstance(entry.record, Sample) for entry in log)
+    assert part == {seq: value for seq, value in whole_log.items() if seq >= min(part, default=seq + 1)}

@@ -19,11 +19,11 @@ SNAPSHOT = snapshot(1, container("p", gpu(0)))
 
 def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Joined]]:
     """The state after some records, and all that they let go."""
-    out: list[Joined] = []
+    joined_ticks: list[Joined] = []
     for record in records:
         state, joined = join.step(state, record, GRACE_S)
-        out += joined
-    return state, out
+        joined_ticks += joined
+    return state, joined_ticks
 
 
 def pending(
@@ -33,14 +33,14 @@ def pending(
     return records.pending(sample, sample.seq, at_s, logged_ms=logged_ms, watermark_ms=watermark_ms)
 
 
-def attributions(out: Iterable[Joined]) -> list[tuple[int, Attribution]]:
-    return [(output.sample.seq, output.sample.attribution) for output in out]
+def attributions(joined_ticks: Iterable[Joined]) -> list[tuple[int, Attribution]]:
+    return [(output.sample.seq, output.sample.attribution) for output in joined_ticks]
 
 
 def lost_once() -> NodeState:
     """A node that has run out of grace: its snapshot 2 never came."""
-    state, out = run(join.NEW, SNAPSHOT, pending(tick(1, 2), 0.0), AllocationsRead(GRACE_S))
-    assert attributions(out) == [(1, "late")]
+    state, joined_ticks = run(join.NEW, SNAPSHOT, pending(tick(1, 2), 0.0), AllocationsRead(GRACE_S))
+    assert attributions(joined_ticks) == [(1, "late")]
     return state
 
 
@@ -49,60 +49,60 @@ def test_a_sample_goes_at_once_when_its_snapshot_is_there() -> None:
 
 
 def test_a_sample_waits_for_its_snapshot_and_those_behind_it_wait_too() -> None:
-    state, out = run(join.NEW, SNAPSHOT, pending(tick(1, 2), 0.0), pending(tick(2, 1), 0.0))
-    assert out == []
+    state, joined_ticks = run(join.NEW, SNAPSHOT, pending(tick(1, 2), 0.0), pending(tick(2, 1), 0.0))
+    assert joined_ticks == []
 
     assert attributions(run(state, snapshot(2))[1]) == [(1, "exact"), (2, "exact")]
 
 
 def test_a_snapshot_of_another_run_with_the_same_number_is_not_the_one() -> None:
-    _, out = run(join.NEW, SNAPSHOT, pending(tick(1, 1, run_id=2), 0.0))
+    _, joined_ticks = run(join.NEW, SNAPSHOT, pending(tick(1, 1, run_id=2), 0.0))
 
-    assert out == []
+    assert joined_ticks == []
 
 
 @pytest.mark.parametrize(("asked_s", "released"), [(14.999, []), (15.0, [(1, "none")])])
 def test_grace_is_up_when_an_end_has_been_read_that_was_asked_that_long_after_the_sample(
     asked_s: float, released: list[tuple[int, str]]
 ) -> None:
-    _, out = run(join.NEW, pending(tick(1, 1), 5.0), AllocationsRead(asked_s))
+    _, joined_ticks = run(join.NEW, pending(tick(1, 1), 5.0), AllocationsRead(asked_s))
 
-    assert attributions(out) == released
+    assert attributions(joined_ticks) == released
 
 
 def test_a_node_that_ran_out_of_grace_waits_only_for_an_end_asked_after_the_sample() -> None:
-    state, out = run(lost_once(), pending(tick(2, 2), 20.0), AllocationsRead(19.9))
-    assert out == []
+    state, joined_ticks = run(lost_once(), pending(tick(2, 2), 20.0), AllocationsRead(19.9))
+    assert joined_ticks == []
 
     assert attributions(run(state, AllocationsRead(20.0))[1]) == [(2, "late")]
 
 
 def test_a_snapshot_makes_the_node_wait_the_whole_grace_again() -> None:
-    state, out = run(lost_once(), snapshot(3), pending(tick(2, 4), 20.0), AllocationsRead(29.9))
-    assert out == []
+    state, joined_ticks = run(lost_once(), snapshot(3), pending(tick(2, 4), 20.0), AllocationsRead(29.9))
+    assert joined_ticks == []
 
     assert attributions(run(state, AllocationsRead(30.0))[1]) == [(2, "late")]
 
 
 def test_a_snapshot_that_is_sent_again_makes_the_node_wait_the_whole_grace_again() -> None:
-    _, out = run(lost_once(), SNAPSHOT, pending(tick(2, 2), 20.0), AllocationsRead(29.9))
+    _, joined_ticks = run(lost_once(), SNAPSHOT, pending(tick(2, 2), 20.0), AllocationsRead(29.9))
 
-    assert out == []
+    assert joined_ticks == []
 
 
 def test_a_node_that_holds_more_than_64_samples_does_not_wait_for_grace() -> None:
     ticks = [pending(tick(seq, 1), 5.0) for seq in range(1, join.MAX_PENDING + 1)]
-    state, out = run(join.NEW, *ticks, AllocationsRead(5.0))
-    assert out == []
+    state, joined_ticks = run(join.NEW, *ticks, AllocationsRead(5.0))
+    assert joined_ticks == []
 
-    state, out = run(state, pending(tick(65, 1), 5.0))
-    assert attributions(out) == [(seq, "none") for seq in range(1, 66)]
+    state, joined_ticks = run(state, pending(tick(65, 1), 5.0))
+    assert attributions(joined_ticks) == [(seq, "none") for seq in range(1, 66)]
 
 
 def test_an_older_end_that_arrives_later_takes_nothing_back() -> None:
-    _, out = run(join.NEW, AllocationsRead(50.0), AllocationsRead(1.0), pending(tick(1, 1), 30.0))
+    _, joined_ticks = run(join.NEW, AllocationsRead(50.0), AllocationsRead(1.0), pending(tick(1, 1), 30.0))
 
-    assert attributions(out) == [(1, "none")]
+    assert attributions(joined_ticks) == [(1, "none")]
 
 
 @pytest.mark.parametrize(("now_s", "needed"), [(14.9, False), (15.0, True)])
@@ -119,26 +119,28 @@ def test_a_node_without_grace_needs_an_end_at_once() -> None:
 
 
 def test_no_end_is_wanted_for_a_node_that_waits_for_nothing_or_for_a_pod() -> None:
-    waiting_for_a_pod, out = run(join.NEW, logged(workloads(1)), SNAPSHOT, pending(tick(1, 1), watermark_ms=10_000))
+    waiting_for_a_pod, joined_ticks = run(
+        join.NEW, logged(workloads(1)), SNAPSHOT, pending(tick(1, 1), watermark_ms=10_000)
+    )
 
-    assert out == []
+    assert joined_ticks == []
     assert not needs_end(waiting_for_a_pod, 1e9, GRACE_S)
     assert not needs_end(join.NEW, 1e9, GRACE_S)
 
 
 def test_an_end_that_was_read_is_not_wanted_again() -> None:
-    state, out = run(
+    state, joined_ticks = run(
         join.NEW, logged(workloads(1)), SNAPSHOT, pending(tick(1, 2), watermark_ms=0), AllocationsRead(GRACE_S)
     )
 
-    assert out == []
+    assert joined_ticks == []
     assert not needs_end(state, 1e9, GRACE_S)
 
 
 def test_what_was_forgotten_does_not_come_out() -> None:
     state, _ = run(join.NEW, pending(tick(1, 1), 0.0), Forget())
-    state, out = run(state, SNAPSHOT, AllocationsRead(1e9))
-    assert out == []
+    state, joined_ticks = run(state, SNAPSHOT, AllocationsRead(1e9))
+    assert joined_ticks == []
 
     assert attributions(run(state, pending(tick(1, 1), 2e9))[1]) == [(1, "exact")]
 
@@ -146,58 +148,62 @@ def test_what_was_forgotten_does_not_come_out() -> None:
 # -- pods, in log time: ticks are logged at 10 s, but where another time is said
 
 
-def uids(out: Iterable[Joined]) -> list[str | None]:
+def uids(joined_ticks: Iterable[Joined]) -> list[str | None]:
     """The uid of who holds the first GPU, by tick."""
-    return [output.sample.devices[0].holders[0].pod_uid for output in out]
+    return [output.sample.devices[0].holders[0].pod_uid for output in joined_ticks]
 
 
-def unknown(out: Iterable[Joined]) -> list[bool]:
+def unknown(joined_ticks: Iterable[Joined]) -> list[bool]:
     """Whether the holder of the first GPU is one that the workloads do not have, by tick."""
-    return [output.sample.devices[0].holders[0].pod_unknown for output in out]
+    return [output.sample.devices[0].holders[0].pod_unknown for output in joined_ticks]
 
 
 def test_if_nothing_reports_workloads_no_pod_is_waited_for() -> None:
-    _, out = run(join.NEW, SNAPSHOT, pending(tick(1, 1), watermark_ms=8_000))
+    _, joined_ticks = run(join.NEW, SNAPSHOT, pending(tick(1, 1), watermark_ms=8_000))
 
-    assert (uids(out), unknown(out)) == ([None], [False])
+    assert (uids(joined_ticks), unknown(joined_ticks)) == ([None], [False])
 
 
 def test_a_node_whose_first_record_was_logged_too_late_for_a_tick_has_no_known_pods_in_it() -> None:
-    _, out = run(
+    _, joined_ticks = run(
         join.NEW, logged(workloads(1, pod("p")), 8_001), SNAPSHOT, pending(tick(1, 1)), pending(tick(2, 1), 0.0, 10_001)
     )
 
-    assert (uids(out), unknown(out)) == ([None, "uid-p"], [False, False])
+    assert (uids(joined_ticks), unknown(joined_ticks)) == ([None, "uid-p"], [False, False])
 
 
 def test_a_tick_waits_until_the_workloads_are_read_to_two_seconds_before_it() -> None:
-    state, out = run(join.NEW, SNAPSHOT, pending(tick(1, 1), watermark_ms=7_999), logged(workloads(1, pod("p")), 7_999))
-    assert (out, state.needed_ms) == ([], 8_000)
+    state, joined_ticks = run(
+        join.NEW, SNAPSHOT, pending(tick(1, 1), watermark_ms=7_999), logged(workloads(1, pod("p")), 7_999)
+    )
+    assert (joined_ticks, state.needed_ms) == ([], 8_000)
 
     assert uids(run(state, WatermarkRaised(8_000))[1]) == ["uid-p"]
 
 
 def test_a_pod_that_is_known_is_waited_for_no_longer() -> None:
-    _, out = run(join.NEW, logged(workloads(1, pod("p")), 8_000), SNAPSHOT, pending(tick(1, 1), watermark_ms=8_000))
+    _, joined_ticks = run(
+        join.NEW, logged(workloads(1, pod("p")), 8_000), SNAPSHOT, pending(tick(1, 1), watermark_ms=8_000)
+    )
 
-    assert uids(out) == ["uid-p"]
+    assert uids(joined_ticks) == ["uid-p"]
 
 
 def test_what_was_logged_later_changes_nothing_for_a_pod_that_is_known() -> None:
     first, later = (
         logged(workloads(n, pod("p", labels={"n": str(n)})), logged_ms) for n, logged_ms in ((1, 0), (2, 8_001))
     )
-    _, out = run(join.NEW, first, later, SNAPSHOT, pending(tick(1, 1)), pending(tick(2, 1), 0.0, 10_001))
+    _, joined_ticks = run(join.NEW, first, later, SNAPSHOT, pending(tick(1, 1)), pending(tick(2, 1), 0.0, 10_001))
 
-    assert [output.sample.devices[0].holders[0].labels for output in out] == [{"n": "1"}, {"n": "2"}]
+    assert [output.sample.devices[0].holders[0].labels for output in joined_ticks] == [{"n": "1"}, {"n": "2"}]
 
 
 @pytest.mark.parametrize(("logged_ms", "uid"), [(8_001, "uid-p"), (12_000, "uid-p"), (12_001, None)])
 def test_a_pod_that_is_lacking_is_that_of_the_first_record_until_two_seconds_later(
     logged_ms: int, uid: str | None
 ) -> None:
-    state, out = run(join.NEW, logged(workloads(1)), SNAPSHOT, pending(tick(1, 1), watermark_ms=8_000))
-    assert (out, state.needed_ms) == ([], 12_000)
+    state, joined_ticks = run(join.NEW, logged(workloads(1)), SNAPSHOT, pending(tick(1, 1), watermark_ms=8_000))
+    assert (joined_ticks, state.needed_ms) == ([], 12_000)
 
     news = logged(workloads(2, pod("p")), logged_ms), logged(workloads(3, pod("p", uid="another")), logged_ms + 1)
     live, replayed = (
@@ -209,11 +215,11 @@ def test_a_pod_that_is_lacking_is_that_of_the_first_record_until_two_seconds_lat
 
 
 def test_a_pod_that_is_lacking_is_only_named_once_everything_is_read() -> None:
-    state, out = run(join.NEW, logged(workloads(1)), SNAPSHOT, pending(tick(1, 1), watermark_ms=11_999))
-    assert out == []
+    state, joined_ticks = run(join.NEW, logged(workloads(1)), SNAPSHOT, pending(tick(1, 1), watermark_ms=11_999))
+    assert joined_ticks == []
 
-    _, out = run(state, WatermarkRaised(12_000))
-    holder = out[0].sample.devices[0].holders[0]
+    _, joined_ticks = run(state, WatermarkRaised(12_000))
+    holder = joined_ticks[0].sample.devices[0].holders[0]
     assert (holder.namespace, holder.pod, holder.pod_uid, holder.workload) == ("ns", "p", None, None)
     assert holder.pod_unknown
 
@@ -223,11 +229,11 @@ def test_a_pod_that_is_lacking_is_only_named_once_everything_is_read() -> None:
 )
 def test_a_pod_of_that_name_at_another_time_is_not_the_pod(other: Pod) -> None:
     new = snapshot(2, container("p", gpu(0)), ts_ms=29_000)
-    _, out = run(
+    _, joined_ticks = run(
         join.NEW, logged(workloads(1, other)), snapshot(1, ts_ms=20_000), new, pending(tick(1, 2, ts_ms=29_000))
     )
 
-    holders = out[0].sample.devices[0].holders
+    holders = joined_ticks[0].sample.devices[0].holders
     assert [holder.pod_uid for holder in holders] == ([None] if other.uid == "next" else [])
 
 
@@ -244,32 +250,32 @@ OLD, NEW = pod("p", uid="old", started=1_000), pod("p", uid="new", started=20_00
 
 
 def test_a_name_that_comes_back_after_it_was_gone_is_a_new_pod_and_waited_for() -> None:
-    state, out = run(join.NEW, *renewed(OLD), pending(tick(1, 3, ts_ms=21_000), watermark_ms=8_000))
-    assert (out, state.needed_ms) == ([], 12_000)
+    state, joined_ticks = run(join.NEW, *renewed(OLD), pending(tick(1, 3, ts_ms=21_000), watermark_ms=8_000))
+    assert (joined_ticks, state.needed_ms) == ([], 12_000)
 
     assert uids(run(state, logged(workloads(2, OLD, NEW), 9_000))[1]) == ["new"]
 
 
 def test_if_nothing_says_that_it_is_another_one_it_is_the_old_one() -> None:
     ticks = [pending(tick(n, 3, ts_ms=21_000 + n), watermark_ms=12_000) for n in (0, 9_999, 10_000)]
-    state, out = run(join.NEW, *renewed(OLD), *ticks)
+    state, joined_ticks = run(join.NEW, *renewed(OLD), *ticks)
 
-    assert (uids(out), unknown(out)) == (["old"] * 3, [False] * 3)
+    assert (uids(joined_ticks), unknown(joined_ticks)) == (["old"] * 3, [False] * 3)
     assert run(state, pending(tick(4, 3, ts_ms=31_000), watermark_ms=8_000))[1] != []
 
 
 def test_a_name_that_comes_back_after_its_pods_end_is_no_pod_that_is_over_however_late_the_new_ones_record_is() -> None:
-    ended = workloads(1, pod("p", uid="old", started=1_000, ended=19_000), pod("q"))
+    ended_workloads = workloads(1, pod("p", uid="old", started=1_000, ended=19_000), pod("q"))
     ticks = [
         pending(tick(n, 3, ts_ms=ms), watermark_ms=12_000) for n, ms in enumerate((21_000, 30_000, 31_000, 300_000))
     ]
     p, q = container("p", gpu(0)), container("q", gpu(1))
     snapshots = snapshot(1, p, q), snapshot(2, q, ts_ms=20_000), snapshot(3, p, q, ts_ms=21_000)
-    _, out = run(join.NEW, logged(ended), *snapshots, *ticks)
+    _, joined_ticks = run(join.NEW, logged(ended_workloads), *snapshots, *ticks)
 
-    assert (uids(out), unknown(out)) == ([None] * 4, [True] * 4)
+    assert (uids(joined_ticks), unknown(joined_ticks)) == ([None] * 4, [True] * 4)
     later = pending(tick(1, 3, ts_ms=321_000), watermark_ms=12_000)
-    assert pods_held(run(join.NEW, logged(ended), *snapshots, later)[1]) == [[]]
+    assert pods_held(run(join.NEW, logged(ended_workloads), *snapshots, later)[1]) == [[]]
 
 
 def test_the_uid_of_a_process_decides_before_the_time_does() -> None:
@@ -282,8 +288,8 @@ def test_the_uid_of_a_process_decides_before_the_time_does() -> None:
 
 def test_a_process_of_a_pod_that_is_not_known_yet_is_waited_for_although_its_name_is() -> None:
     sample = tick(1, 1, ts_ms=20_100, processes=((process("new"),),))
-    state, out = run(join.NEW, logged(workloads(1, OLD)), SNAPSHOT, pending(sample, watermark_ms=8_000))
-    assert out == []
+    state, joined_ticks = run(join.NEW, logged(workloads(1, OLD)), SNAPSHOT, pending(sample, watermark_ms=8_000))
+    assert joined_ticks == []
 
     assert uids(run(state, logged(workloads(2, OLD, NEW), 9_000))[1]) == ["new"]
 
@@ -298,31 +304,33 @@ def listed(seq: int, ts_ms: int, watermark_ms: float = float("inf")) -> PendingT
     return pending(tick(seq, 1, ts_ms=ts_ms), ts_ms / 1000, watermark_ms=watermark_ms)
 
 
-def pods_held(out: Iterable[Joined]) -> list[list[str]]:
+def pods_held(joined_ticks: Iterable[Joined]) -> list[list[str]]:
     """Who holds the first GPU, by tick."""
-    return [[holder.pod for holder in output.sample.devices[0].holders] for output in out]
+    return [[holder.pod for holder in output.sample.devices[0].holders] for output in joined_ticks]
 
 
 def test_a_pod_that_ended_more_than_ten_seconds_before_holds_nothing_from_one_tick_to_the_next() -> None:
-    _, out = run(join.NEW, OVER, SNAPSHOT, *[listed(n, ms, 8_000) for n, ms in enumerate([21_000, 30_000, 30_001])])
+    _, joined_ticks = run(
+        join.NEW, OVER, SNAPSHOT, *[listed(n, ms, 8_000) for n, ms in enumerate([21_000, 30_000, 30_001])]
+    )
 
-    assert pods_held(out) == [["p"], ["p"], []]
-    assert uids(out[:2]) == ["uid-p", "uid-p"]
+    assert pods_held(joined_ticks) == [["p"], ["p"], []]
+    assert uids(joined_ticks[:2]) == ["uid-p", "uid-p"]
 
 
 def test_one_that_is_over_and_one_whose_name_has_a_new_pod_in_the_same_tick_change_places() -> None:
     pods = pod("p", ended=20_000), pod("q", ended=0), pod("q", uid="next", started=32_500)
     shared = snapshot(1, container("p", gpu(0)), container("q", gpu(0)))
-    _, out = run(join.NEW, logged(workloads(1, *pods)), shared, listed(1, 30_000), listed(2, 31_000))
+    _, joined_ticks = run(join.NEW, logged(workloads(1, *pods)), shared, listed(1, 30_000), listed(2, 31_000))
 
-    assert pods_held(out) == [["p"], ["q"]]
+    assert pods_held(joined_ticks) == [["p"], ["q"]]
 
 
 def test_the_other_pods_of_the_snapshot_hold_what_they_held() -> None:
     shared = snapshot(1, container("p", f"{gpu(0)}::0"), container("q", f"{gpu(0)}::1"))
-    _, out = run(join.NEW, logged(workloads(1, pod("p", ended=20_000), pod("q"))), shared, listed(1, 60_000))
+    _, joined_ticks = run(join.NEW, logged(workloads(1, pod("p", ended=20_000), pod("q"))), shared, listed(1, 60_000))
 
-    assert pods_held(out) == [["q"]]
+    assert pods_held(joined_ticks) == [["q"]]
 
 
 @pytest.mark.parametrize(
@@ -345,8 +353,8 @@ def test_the_kubelets_word_counts_where_the_pods_end_is_not_reported_or_another_
 
 def test_a_pod_that_ended_long_ago_is_waited_for_while_its_name_is_new_in_the_snapshots() -> None:
     records = (OVER, snapshot(1, ts_ms=55_000), snapshot(2, container("p", gpu(0)), ts_ms=60_000))
-    state, out = run(join.NEW, *records, pending(tick(1, 2, ts_ms=60_000), watermark_ms=8_000))
-    assert out == []
+    state, joined_ticks = run(join.NEW, *records, pending(tick(1, 2, ts_ms=60_000), watermark_ms=8_000))
+    assert joined_ticks == []
 
     assert pods_held(run(state, logged(workloads(2, pod("p", uid="next", started=59_000)), 9_000))[1]) == [["p"]]
     assert pods_held(run(state, WatermarkRaised(12_000), pending(tick(2, 2, ts_ms=70_000), watermark_ms=8_000))[1]) == [
@@ -363,20 +371,22 @@ def tick_with_processes(seq: int, *uids: str | None, memory: int | None = 40) ->
     return tick(seq, 1, processes=((), tuple(process(uid, memory) for uid in uids)))
 
 
-def observed_pods(out: Iterable[Joined]) -> list[tuple[int, list[str]]]:
+def observed_pods(joined_ticks: Iterable[Joined]) -> list[tuple[int, list[str]]]:
     """Who is seen on the second GPU, by tick."""
-    return [(output.sample.seq, [h.pod for h in output.sample.devices[1].holders if h.observed]) for output in out]
+    return [
+        (output.sample.seq, [h.pod for h in output.sample.devices[1].holders if h.observed]) for output in joined_ticks
+    ]
 
 
-HELD = (logged(workloads(1, pod("p"))), SNAPSHOT)
+HELD_BY_P = (logged(workloads(1, pod("p"))), SNAPSHOT)
 
 
 @pytest.mark.parametrize(("logged_ms", "names"), [(8_001, ["q"]), (12_000, ["q"]), (12_001, [])])
 def test_a_pod_that_only_its_processes_show_is_that_of_the_first_record_until_two_seconds_later(
     logged_ms: int, names: list[str]
 ) -> None:
-    state, out = run(join.NEW, *HELD, pending(tick_with_processes(1, "uid-q"), watermark_ms=8_000))
-    assert out == []
+    state, joined_ticks = run(join.NEW, *HELD_BY_P, pending(tick_with_processes(1, "uid-q"), watermark_ms=8_000))
+    assert joined_ticks == []
 
     news = logged(workloads(2, pod("p"), pod("q")), logged_ms)
     assert observed_pods(run(state, news, WatermarkRaised(12_000))[1]) == [(1, names)]
@@ -386,11 +396,11 @@ def test_a_pod_that_only_its_processes_show_is_that_of_the_first_record_until_tw
     "records",
     [
         (SNAPSHOT, pending(tick_with_processes(1, "uid-q"), watermark_ms=8_000)),
-        (*HELD, pending(tick(1, None, processes=((process("uid-q"),),)), watermark_ms=8_000)),
-        (*HELD, pending(tick_with_processes(1, "uid-q", memory=None), watermark_ms=8_000)),
-        (*HELD, pending(tick_with_processes(1, None), watermark_ms=8_000)),
-        (*HELD, pending(tick_with_processes(1, "uid-p"), watermark_ms=8_000)),
-        (*HELD, pending(tick_with_processes(1, "0123456789abcdef" * 2), watermark_ms=8_000)),
+        (*HELD_BY_P, pending(tick(1, None, processes=((process("uid-q"),),)), watermark_ms=8_000)),
+        (*HELD_BY_P, pending(tick_with_processes(1, "uid-q", memory=None), watermark_ms=8_000)),
+        (*HELD_BY_P, pending(tick_with_processes(1, None), watermark_ms=8_000)),
+        (*HELD_BY_P, pending(tick_with_processes(1, "uid-p"), watermark_ms=8_000)),
+        (*HELD_BY_P, pending(tick_with_processes(1, "0123456789abcdef" * 2), watermark_ms=8_000)),
     ],
     ids=["no workloads", "no kubelet", "no memory", "of no pod", "known", "static"],
 )

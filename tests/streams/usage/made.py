@@ -14,26 +14,26 @@ assert START_MS % HOUR_MS == 0
 Json = dict[str, Any]
 
 
-def holder(pod: str, used: float | None = None, **more: Any) -> Json:
+def holder(pod: str, used: float | None = None, **fields: Any) -> Json:
     parts = {} if used is None else {"parts": {"utilization_ratio": used}}
-    return {"namespace": "ml", "pod": pod, "pod_uid": f"uid-{pod}", "container": "main", **parts, **more}
+    return {"namespace": "ml", "pod": pod, "pod_uid": f"uid-{pod}", "container": "main", **parts, **fields}
 
 
-def gpu(uuid: str = "GPU-a", *holders: Json, **more: Any) -> Json:
-    metrics = {"gpu_utilization_ratio": more.pop("busy", 0.5), **more.pop("metrics", {})}
-    return {"uuid": uuid, "model": "H100", "compute_slices": 7, "metrics": metrics, "holders": list(holders), **more}
+def gpu(uuid: str = "GPU-a", *holders: Json, **fields: Any) -> Json:
+    metrics = {"gpu_utilization_ratio": fields.pop("busy", 0.5), **fields.pop("metrics", {})}
+    return {"uuid": uuid, "model": "H100", "compute_slices": 7, "metrics": metrics, "holders": list(holders), **fields}
 
 
-def mig(uuid: str, profile: str, *holders: Json, parent: str = "GPU-a", **more: Any) -> Json:
-    place = {"uuid": uuid, "parent_uuid": parent, "gpu_instance": 1, "compute_instance": 0, "profile": profile}
-    return {"uuid": uuid, "model": "H100", "mig": place, "holders": list(holders), **more}
+def mig(uuid: str, profile: str, *holders: Json, parent: str = "GPU-a", **fields: Any) -> Json:
+    mig_fields = {"uuid": uuid, "parent_uuid": parent, "gpu_instance": 1, "compute_instance": 0, "profile": profile}
+    return {"uuid": uuid, "model": "H100", "mig": mig_fields, "holders": list(holders), **fields}
 
 
-def tick(at_ms: int, *devices: Json, **more: Any) -> CountedTick:
+def tick(at_ms: int, *devices: Json, **fields: Any) -> CountedTick:
     """A tick so many milliseconds after the start."""
     number = at_ms // 100 + 1
     record = {"schema": 1, "cluster": "c", "node": "n", "run_id": 1, "seq": number, "ts_ms": START_MS + at_ms}
-    record |= {"interval_ms": 1000, "offset": number, "attribution": "exact", "devices": list(devices)} | more
+    record |= {"interval_ms": 1000, "offset": number, "attribution": "exact", "devices": list(devices)} | fields
     return decode(msgspec.json.encode(record))
 
 
@@ -41,7 +41,7 @@ def books() -> Books:
     return Books(schema=1, cluster="c", node="n")
 
 
-class Kept:
+class BookkeeperHarness:
     """Books, and the last of all records that they gave, by their key."""
 
     def __init__(self, policy: Accounting | None = None) -> None:
@@ -65,7 +65,7 @@ class Kept:
             self.records[key] = record
         self.written += records
 
-    def play(self, *ticks: CountedTick) -> "Kept":
+    def play(self, *ticks: CountedTick) -> "BookkeeperHarness":
         for counted in ticks:
             self.book(counted)
         return self

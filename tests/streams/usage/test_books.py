@@ -9,26 +9,26 @@ from gpustream.replay import UsageReplay
 from streams.usage.bookkeeper import Bookkeeper
 from streams.usage.books import Accounting, decode, encode
 from streams.usage.tick import CountedTick
-from tests.streams.usage.made import START_MS, Kept, gpu, holder, mig, tick
+from tests.streams.usage.made import START_MS, BookkeeperHarness, gpu, holder, mig, tick
 from topics.usage import HOUR_MS, MINUTE_MS
 
 A = holder("a")
 
 
-def held_ms(kept: Kept, pod: str = "a", start_ms: int = 0) -> int:
-    return kept.window(start_ms, MINUTE_MS)["GPU-a", "held", pod].device_ms
+def held_ms(harness: BookkeeperHarness, pod: str = "a", start_ms: int = 0) -> int:
+    return harness.window(start_ms, MINUTE_MS)["GPU-a", "held", pod].device_ms
 
 
-def seconds(first: int, last: int, *devices: Any, step: int = 1, **more: Any) -> list[CountedTick]:
-    return [tick(second * 1000, *devices, **more) for second in range(first, last + 1, step)]
+def seconds(first: int, last: int, *devices: Any, step: int = 1, **fields: Any) -> list[CountedTick]:
+    return [tick(second * 1000, *devices, **fields) for second in range(first, last + 1, step)]
 
 
 def test_the_example_of_the_page_is_counted_so() -> None:
     free, busy, idle = gpu("GPU-a", busy=0.0), gpu("GPU-a", A, busy=0.9), gpu("GPU-a", A, busy=0.0)
-    kept = Kept().play(*seconds(0, 20, free), *seconds(21, 40, busy))
+    harness = BookkeeperHarness().play(*seconds(0, 20, free), *seconds(21, 40, busy))
     for second in range(48, 61):
-        kept.book(tick(second * 1000, idle, run_id=2))
-    rows = kept.window(0, MINUTE_MS)
+        harness.book(tick(second * 1000, idle, run_id=2))
+    rows = harness.window(0, MINUTE_MS)
     assert {key: (row.device_ms, row.slice_ms, row.used_us, row.idle_ms) for key, row in rows.items()} == {
         ("GPU-a", "free", None): (20_000, 140_000, 0, 0),
         ("GPU-a", "held", "a"): (32_000, 224_000, 18_000_000, 12_000),
@@ -37,62 +37,68 @@ def test_the_example_of_the_page_is_counted_so() -> None:
 
 
 def test_a_tick_stands_for_the_time_since_the_one_before_of_its_run() -> None:
-    kept = Kept().play(*seconds(10, 70, gpu("GPU-a", A)))
-    minute = kept.window(0, MINUTE_MS)
+    harness = BookkeeperHarness().play(*seconds(10, 70, gpu("GPU-a", A)))
+    minute = harness.window(0, MINUTE_MS)
     assert (minute["GPU-a", "held", "a"].device_ms, minute["GPU-a", "unobserved", None].device_ms) == (50_000, 10_000)
 
 
 def test_what_is_longer_than_three_intervals_is_unobserved() -> None:
-    kept = Kept().play(tick(0, gpu("GPU-a", A)), tick(10_000, gpu("GPU-a", A)), *seconds(11, 60, gpu("GPU-a", A)))
-    minute = kept.window(0, MINUTE_MS)
+    harness = BookkeeperHarness().play(
+        tick(0, gpu("GPU-a", A)), tick(10_000, gpu("GPU-a", A)), *seconds(11, 60, gpu("GPU-a", A))
+    )
+    minute = harness.window(0, MINUTE_MS)
     assert (minute["GPU-a", "held", "a"].device_ms, minute["GPU-a", "unobserved", None].device_ms) == (53_000, 7_000)
 
 
 def test_a_producer_that_does_not_say_its_interval_is_taken_to_have_ten_seconds() -> None:
-    kept = Kept().play(*[tick(second, gpu("GPU-a", A), interval_ms=None) for second in (0, 25_000, 60_000)])
-    assert (held_ms(kept), kept.window(0, MINUTE_MS)["GPU-a", "unobserved", None].device_ms) == (55_000, 5_000)
+    harness = BookkeeperHarness().play(
+        *[tick(second, gpu("GPU-a", A), interval_ms=None) for second in (0, 25_000, 60_000)]
+    )
+    assert (held_ms(harness), harness.window(0, MINUTE_MS)["GPU-a", "unobserved", None].device_ms) == (55_000, 5_000)
 
 
 def test_a_clock_that_was_set_back_counts_no_time_twice() -> None:
-    kept = Kept().play(*seconds(0, 30, gpu("GPU-a", A)))
+    harness = BookkeeperHarness().play(*seconds(0, 30, gpu("GPU-a", A)))
     outcomes = [
-        kept.book(tick(second * 1000, gpu("GPU-a", holder("b")), run_id=2, offset=10_000 + second)).outcome
+        harness.book(tick(second * 1000, gpu("GPU-a", holder("b")), run_id=2, offset=10_000 + second)).outcome
         for second in range(11, 61)
     ]
-    minute = kept.window(0, MINUTE_MS)
-    assert (held_ms(kept), held_ms(kept, "b")) == (30_000, 30_000)
+    minute = harness.window(0, MINUTE_MS)
+    assert (held_ms(harness), held_ms(harness, "b")) == (30_000, 30_000)
     assert sum(row.device_ms for row in minute.values()) == 60_000
     assert (outcomes[0], outcomes[1], outcomes[-1]) == ("behind", "behind", "booked")
 
 
 def test_a_tick_that_is_a_minute_ahead_of_its_log_time_is_not_booked() -> None:
-    kept = Kept().play(*seconds(0, 10, gpu("GPU-a", A)))
-    assert kept.book(tick(HOUR_MS, gpu("GPU-a", A)), START_MS + 11_000).outcome == "ahead"
+    harness = BookkeeperHarness().play(*seconds(0, 10, gpu("GPU-a", A)))
+    assert harness.book(tick(HOUR_MS, gpu("GPU-a", A)), START_MS + 11_000).outcome == "ahead"
     for second in range(12, 61):
-        kept.book(tick(second * 1000, gpu("GPU-a", A), run_id=2, offset=50_000 + second))
-    minute = kept.window(0, MINUTE_MS)
+        harness.book(tick(second * 1000, gpu("GPU-a", A), run_id=2, offset=50_000 + second))
+    minute = harness.window(0, MINUTE_MS)
     assert (minute["GPU-a", "held", "a"].device_ms, minute["GPU-a", "unobserved", None].device_ms) == (58_000, 2_000)
 
 
 def test_a_run_whose_first_tick_is_ahead_stands_for_no_time_before_it() -> None:
-    kept = Kept().play(*seconds(0, 10, gpu("GPU-a", A)))
-    kept.book(tick(HOUR_MS, gpu("GPU-a", holder("b")), run_id=2, offset=50_000), START_MS + 11_000)
+    harness = BookkeeperHarness().play(*seconds(0, 10, gpu("GPU-a", A)))
+    harness.book(tick(HOUR_MS, gpu("GPU-a", holder("b")), run_id=2, offset=50_000), START_MS + 11_000)
     for second in range(12, 61):
-        kept.book(tick(second * 1000, gpu("GPU-a", holder("b")), run_id=2, seq=40_000 + second, offset=50_000 + second))
-    assert (held_ms(kept), held_ms(kept, "b")) == (10_000, 48_000)
+        harness.book(
+            tick(second * 1000, gpu("GPU-a", holder("b")), run_id=2, seq=40_000 + second, offset=50_000 + second)
+        )
+    assert (held_ms(harness), held_ms(harness, "b")) == (10_000, 48_000)
 
 
 def test_a_tick_that_was_read_before_is_not_booked_again() -> None:
-    kept = Kept().play(*seconds(0, 30, gpu("GPU-a", A)))
-    assert kept.book(tick(20_000, gpu("GPU-a", A))).outcome == "replayed"
-    assert held_ms(kept.play(*seconds(31, 60, gpu("GPU-a", A)))) == 60_000
+    harness = BookkeeperHarness().play(*seconds(0, 30, gpu("GPU-a", A)))
+    assert harness.book(tick(20_000, gpu("GPU-a", A))).outcome == "replayed"
+    assert held_ms(harness.play(*seconds(31, 60, gpu("GPU-a", A)))) == 60_000
 
 
 def test_a_tick_is_divided_where_a_minute_begins_and_its_parts_sum() -> None:
     energy = [{"energy_joules_total": joules} for joules in (1.0, 1.007)]
     first, second = (tick(59_000 + n * 2000, gpu("GPU-a", A, metrics=energy[n], busy=0.3333333)) for n in range(2))
-    kept = Kept().play(first, second, *seconds(62, 120, gpu("GPU-a", A, metrics=energy[1], busy=0)))
-    first_minute, second_minute = (kept.window(start, MINUTE_MS)["GPU-a", "held", "a"] for start in (0, MINUTE_MS))
+    harness = BookkeeperHarness().play(first, second, *seconds(62, 120, gpu("GPU-a", A, metrics=energy[1], busy=0)))
+    first_minute, second_minute = (harness.window(start, MINUTE_MS)["GPU-a", "held", "a"] for start in (0, MINUTE_MS))
     assert (first_minute.device_ms, second_minute.device_ms, first_minute.energy_mj + second_minute.energy_mj) == (
         1000,
         60_000,
@@ -102,24 +108,28 @@ def test_a_tick_is_divided_where_a_minute_begins_and_its_parts_sum() -> None:
 
 
 def test_a_gpu_is_in_the_books_of_the_whole_hour_in_which_it_comes_or_goes() -> None:
-    kept = Kept().play(*seconds(600, 610, gpu("GPU-a", A), gpu("GPU-b")), *seconds(611, 4900, gpu("GPU-a", A)))
-    hour = kept.window()
+    harness = BookkeeperHarness().play(
+        *seconds(600, 610, gpu("GPU-a", A), gpu("GPU-b")), *seconds(611, 4900, gpu("GPU-a", A))
+    )
+    hour = harness.window()
     of_b = {category: row.device_ms for (uuid, category, _), row in hour.items() if uuid == "GPU-b"}
     assert of_b == {"free": 10_000, "unobserved": HOUR_MS - 10_000}
     assert hour["GPU-a", "unobserved", None].device_ms == 600_000
-    assert {row.uuid for row in kept.window(HOUR_MS, MINUTE_MS).values()} == {"GPU-a"}
+    assert {row.uuid for row in harness.window(HOUR_MS, MINUTE_MS).values()} == {"GPU-a"}
     assert all(row.final for row in hour.values())
 
 
 def test_a_device_that_does_not_answer_is_lost_whoever_holds_it() -> None:
-    kept = Kept().play(*seconds(0, 29, gpu("GPU-a", A)), *seconds(30, 60, gpu("GPU-a", A, state="lost")))
-    assert (held_ms(kept), kept.window(0, MINUTE_MS)["GPU-a", "lost", None].slice_ms) == (29_000, 31_000 * 7)
+    harness = BookkeeperHarness().play(
+        *seconds(0, 29, gpu("GPU-a", A)), *seconds(30, 60, gpu("GPU-a", A, state="lost"))
+    )
+    assert (held_ms(harness), harness.window(0, MINUTE_MS)["GPU-a", "lost", None].slice_ms) == (29_000, 31_000 * 7)
 
 
 def test_slices_that_were_not_cut_are_free_and_mig_on_and_off_within_a_minute_sums() -> None:
     cut = [gpu("GPU-a"), mig("MIG-1", "1c.3g.40gb", A), mig("MIG-2", "2g.20gb")]
-    kept = Kept().play(*seconds(0, 30, gpu("GPU-a", A)), *seconds(31, 60, *cut))
-    minute = kept.window(0, MINUTE_MS)
+    harness = BookkeeperHarness().play(*seconds(0, 30, gpu("GPU-a", A)), *seconds(31, 60, *cut))
+    minute = harness.window(0, MINUTE_MS)
     assert {key: row.slice_ms for key, row in minute.items()} == {
         ("GPU-a", "held", "a"): 30_000 * 7,
         ("MIG-1", "held", "a"): 30_000,
@@ -134,9 +144,9 @@ def test_slices_that_were_not_cut_are_free_and_mig_on_and_off_within_a_minute_su
 )
 def test_a_shared_device_is_divided_by_the_policy(split: Any, expected: dict[str, int]) -> None:
     both = gpu("GPU-a", holder("a", 0.6), holder("b", 0.1), busy=0.8)
-    kept = Kept(Accounting(split=split)).play(*seconds(0, 60, both))
-    minute = kept.window(0, MINUTE_MS)
-    assert {pod: held_ms(kept, pod) for pod in "ab"} == expected
+    harness = BookkeeperHarness(Accounting(split=split)).play(*seconds(0, 60, both))
+    minute = harness.window(0, MINUTE_MS)
+    assert {pod: held_ms(harness, pod) for pod in "ab"} == expected
     used = {pod: minute["GPU-a", "held", pod].used_us for pod in "ab"}
     assert used == {"a": 39_000_000, "b": 9_000_000}
     assert {row.policy for row in minute.values()} == {split}
@@ -144,14 +154,14 @@ def test_a_shared_device_is_divided_by_the_policy(split: Any, expected: dict[str
 
 def test_who_was_not_given_the_device_gets_what_it_used() -> None:
     both = gpu("GPU-a", holder("a", 0.2), holder("b", 0.1, observed=True), busy=0.3)
-    kept = Kept().play(*seconds(0, 60, both))
-    assert (held_ms(kept, "a"), held_ms(kept, "b")) == (54_000, 6_000)
+    harness = BookkeeperHarness().play(*seconds(0, 60, both))
+    assert (held_ms(harness, "a"), held_ms(harness, "b")) == (54_000, 6_000)
 
 
 def test_who_holds_a_device_and_does_nothing_with_it_is_idle_in_that_tick() -> None:
     idle, busy = gpu("GPU-a", A, busy=0.0), gpu("GPU-a", A, busy=0.2)
-    kept = Kept().play(*seconds(0, 20, idle), *seconds(21, 40, busy), *seconds(41, 60, idle))
-    assert kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].idle_ms == 40_000
+    harness = BookkeeperHarness().play(*seconds(0, 20, idle), *seconds(21, 40, busy), *seconds(41, 60, idle))
+    assert harness.window(0, MINUTE_MS)["GPU-a", "held", "a"].idle_ms == 40_000
 
 
 def test_the_energy_is_the_counters_and_a_counter_that_began_again_counts_from_zero() -> None:
@@ -160,21 +170,23 @@ def test_the_energy_is_the_counters_and_a_counter_that_began_again_counts_from_z
         tick(second * 1000, gpu("GPU-a", A, metrics={"energy_joules_total": joules, "power_watts": 999}))
         for second, joules in enumerate(counter)
     ]
-    kept = Kept().play(*ticks)
-    assert kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].energy_mj == 7_500 + 14_500
+    harness = BookkeeperHarness().play(*ticks)
+    assert harness.window(0, MINUTE_MS)["GPU-a", "held", "a"].energy_mj == 7_500 + 14_500
 
 
 def test_without_a_counter_the_energy_is_the_powers() -> None:
-    kept = Kept().play(*seconds(0, 60, gpu("GPU-a", A, metrics={"power_watts": 250.5})))
-    assert kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].energy_mj == 15_030_000
+    harness = BookkeeperHarness().play(*seconds(0, 60, gpu("GPU-a", A, metrics={"power_watts": 250.5})))
+    assert harness.window(0, MINUTE_MS)["GPU-a", "held", "a"].energy_mj == 15_030_000
 
 
 def test_what_was_drawn_while_nobody_looked_is_nobodys() -> None:
     def drew(joules: float) -> Any:
         return gpu("GPU-a", A, metrics={"energy_joules_total": joules})
 
-    kept = Kept().play(*[tick(ms, drew(ms / 1000)) for ms in (0, 1000, 11_000, 12_000)], *seconds(13, 60, drew(12)))
-    minute = kept.window(0, MINUTE_MS)
+    harness = BookkeeperHarness().play(
+        *[tick(ms, drew(ms / 1000)) for ms in (0, 1000, 11_000, 12_000)], *seconds(13, 60, drew(12))
+    )
+    minute = harness.window(0, MINUTE_MS)
     assert (minute["GPU-a", "held", "a"].energy_mj, minute["GPU-a", "unobserved", None].energy_mj) == (5_000, 7_000)
 
 
@@ -183,55 +195,57 @@ def test_what_was_drawn_while_nobody_looked_sums_over_the_hours(ends_s: int, fir
     def drew(second: int) -> Any:
         return gpu("GPU-a", A, metrics={"energy_joules_total": 300.0 * second})
 
-    kept, stop_s = Kept(), 3 * 3600
+    harness, stop_s = BookkeeperHarness(), 3 * 3600
     for second in (*range(0, ends_s + 1, 10), *range(first_s, stop_s + 1, 10)):
-        kept.book(tick(second * 1000, drew(second), interval_ms=10_000, run_id=1 if second <= ends_s else 2))
-    hours = [row for key, row in kept.records.items() if key[0] == HOUR_MS]
+        harness.book(tick(second * 1000, drew(second), interval_ms=10_000, run_id=1 if second <= ends_s else 2))
+    hours = [row for key, row in harness.records.items() if key[0] == HOUR_MS]
     assert sum(row.energy_mj for row in hours) == 300_000 * stop_s
 
 
 def test_a_minute_is_written_when_it_is_over_and_final_twenty_minutes_later() -> None:
-    kept = Kept().play(*seconds(0, 60, gpu("GPU-a", A)))
-    assert [(row.revision, row.final) for row in kept.written if row.end_ms - row.start_ms == MINUTE_MS] == [(0, False)]
-    kept.play(*seconds(61, 21 * 60 - 1, gpu("GPU-a", A)))
-    assert not kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].final
-    kept.play(tick(21 * MINUTE_MS, gpu("GPU-a", A)))
-    last = kept.window(0, MINUTE_MS)["GPU-a", "held", "a"]
+    harness = BookkeeperHarness().play(*seconds(0, 60, gpu("GPU-a", A)))
+    assert [(row.revision, row.final) for row in harness.written if row.end_ms - row.start_ms == MINUTE_MS] == [
+        (0, False)
+    ]
+    harness.play(*seconds(61, 21 * 60 - 1, gpu("GPU-a", A)))
+    assert not harness.window(0, MINUTE_MS)["GPU-a", "held", "a"].final
+    harness.play(tick(21 * MINUTE_MS, gpu("GPU-a", A)))
+    last = harness.window(0, MINUTE_MS)["GPU-a", "held", "a"]
     assert (last.revision, last.device_ms, last.final) == (1, 60_000, True)
 
 
 def test_an_hour_grows_once_a_minute() -> None:
-    kept = Kept().play(*seconds(0, 185, gpu("GPU-a", A)))
-    hours = [row for row in kept.written if row.end_ms - row.start_ms == HOUR_MS]
+    harness = BookkeeperHarness().play(*seconds(0, 185, gpu("GPU-a", A)))
+    hours = [row for row in harness.written if row.end_ms - row.start_ms == HOUR_MS]
     assert [(row.revision, row.device_ms, row.final) for row in hours] == [
         (0, 60_000, False), (1, 120_000, False), (2, 180_000, False),
     ]  # fmt: skip
 
 
 def test_a_node_that_is_silent_is_closed_by_the_time_of_the_log() -> None:
-    kept = Kept().play(*seconds(0, 90, gpu("GPU-a", A)))
-    kept.silent(21 * MINUTE_MS)
-    assert not kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].final
-    kept.silent(22 * MINUTE_MS)
-    minute = kept.window(MINUTE_MS, MINUTE_MS)
-    assert (held_ms(kept, start_ms=MINUTE_MS), minute["GPU-a", "unobserved", None].device_ms) == (30_000, 30_000)
-    kept.silent(HOUR_MS + 20 * MINUTE_MS)
-    hour = kept.window()
+    harness = BookkeeperHarness().play(*seconds(0, 90, gpu("GPU-a", A)))
+    harness.silent(21 * MINUTE_MS)
+    assert not harness.window(0, MINUTE_MS)["GPU-a", "held", "a"].final
+    harness.silent(22 * MINUTE_MS)
+    minute = harness.window(MINUTE_MS, MINUTE_MS)
+    assert (held_ms(harness, start_ms=MINUTE_MS), minute["GPU-a", "unobserved", None].device_ms) == (30_000, 30_000)
+    harness.silent(HOUR_MS + 20 * MINUTE_MS)
+    hour = harness.window()
     assert (hour["GPU-a", "held", "a"].device_ms, hour["GPU-a", "unobserved", None].device_ms) == (90_000, 3_510_000)
     assert all(row.final for row in hour.values())
-    assert kept.keeper.books.hours == []
+    assert harness.keeper.books.hours == []
 
 
 def test_what_comes_after_its_window_was_closed_is_not_booked_but_by_a_replay() -> None:
-    late, live, replay = (
+    late_ticks, live, replay = (
         seconds(91, 4900, gpu("GPU-a", A)),
-        Kept(),
-        Kept(Accounting(generation=1, silent_after_ms=None)),
+        BookkeeperHarness(),
+        BookkeeperHarness(Accounting(generation=1, silent_after_ms=None)),
     )
-    for kept in (live, replay):
-        kept.play(*seconds(0, 90, gpu("GPU-a", A)))
-        for late_tick in late:
-            kept.book(late_tick, START_MS + 2 * HOUR_MS)
+    for harness in (live, replay):
+        harness.play(*seconds(0, 90, gpu("GPU-a", A)))
+        for late_tick in late_ticks:
+            harness.book(late_tick, START_MS + 2 * HOUR_MS)
     assert live.window()["GPU-a", "held", "a"].device_ms == 90_000
     assert {key: row.device_ms for key, row in replay.window().items()} == {("GPU-a", "held", "a"): HOUR_MS}
 
@@ -239,7 +253,7 @@ def test_what_comes_after_its_window_was_closed_is_not_booked_but_by_a_replay() 
 def test_a_replay_writes_whole_hours_only_each_with_its_minutes() -> None:
     replay = UsageReplay(Accounting(generation=3), START_MS - 30_000)
     ticks = seconds(0, 3 * 3600, gpu("GPU-a", A), step=2)
-    records = [row for each in ticks for row in replay.take(each, each.ts_ms)] + replay.end()
+    records = [row for tick_ in ticks for row in replay.take(tick_, tick_.ts_ms)] + replay.end()
     assert {row.start_ms // HOUR_MS * HOUR_MS - START_MS for row in records} == {HOUR_MS}
     assert [row.end_ms - row.start_ms for row in records].count(MINUTE_MS) == 60
     assert {(row.generation, row.final) for row in records} == {(3, True)}
@@ -251,39 +265,39 @@ def test_a_replay_divides_what_was_drawn_in_a_silence_as_it_was_live(away_s: int
         tick(second * 1000, gpu("GPU-a", A, metrics={"energy_joules_total": 301.7 * second}), interval_ms=10_000)
         for second in (*range(0, 1001, 10), *range(1001 + away_s, 13_000, 10))
     ]
-    kept = Kept().play(*ticks)
+    harness = BookkeeperHarness().play(*ticks)
     replay = UsageReplay(Accounting(generation=1), START_MS - HOUR_MS)
-    written = [row for each in ticks for row in replay.take(each, each.ts_ms)]
-    again = {(row.end_ms, *row.key): row.energy_mj for row in written}
-    live = {(row.end_ms, *row.key): row.energy_mj for row in kept.written if row.final}
-    assert len(again) > 60
-    assert {key: live[key] for key in again} == again
+    records = [row for tick_ in ticks for row in replay.take(tick_, tick_.ts_ms)]
+    energy_by_window = {(row.end_ms, *row.key): row.energy_mj for row in records}
+    live = {(row.end_ms, *row.key): row.energy_mj for row in harness.written if row.final}
+    assert len(energy_by_window) > 60
+    assert {key: live[key] for key in energy_by_window} == energy_by_window
 
 
 def test_the_team_is_the_pods_before_the_namespaces() -> None:
     spaces: Any = {"namespace_labels": {"team": "space"}}
     first, second = holder("a", labels={"team": "own"}, **spaces), holder("b", **spaces)
-    kept = Kept().play(*seconds(0, 60, gpu("GPU-a", first), gpu("GPU-b", second)))
-    minute = kept.window(0, MINUTE_MS)
+    harness = BookkeeperHarness().play(*seconds(0, 60, gpu("GPU-a", first), gpu("GPU-b", second)))
+    minute = harness.window(0, MINUTE_MS)
     assert (minute["GPU-a", "held", "a"].team, minute["GPU-b", "held", "b"].team) == ("own", "space")
 
 
 def test_labels_that_change_are_those_of_the_last_tick_and_the_time_is_one_row() -> None:
     first, second = (gpu("GPU-a", holder("a", labels={"team": team})) for team in ("x", "y"))
-    kept = Kept().play(*seconds(0, 30, first), *seconds(31, 60, second))
-    assert (kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].team, held_ms(kept)) == ("y", 60_000)
+    harness = BookkeeperHarness().play(*seconds(0, 30, first), *seconds(31, 60, second))
+    assert (harness.window(0, MINUTE_MS)["GPU-a", "held", "a"].team, held_ms(harness)) == ("y", 60_000)
 
 
 def test_labels_that_are_none_are_refused_and_nothing_is_booked() -> None:
-    kept = Kept().play(tick(0, gpu("GPU-a", A)))
+    harness = BookkeeperHarness().play(tick(0, gpu("GPU-a", A)))
     with pytest.raises(msgspec.DecodeError):
-        kept.book(tick(1000, gpu("GPU-a", holder("a", labels=[1]))))
-    assert held_ms(kept.play(*seconds(2, 60, gpu("GPU-a", A)))) == 60_000
+        harness.book(tick(1000, gpu("GPU-a", holder("a", labels=[1]))))
+    assert held_ms(harness.play(*seconds(2, 60, gpu("GPU-a", A)))) == 60_000
 
 
 def test_books_are_read_back_as_they_were_written() -> None:
-    kept = Kept().play(*seconds(0, 3700, gpu("GPU-a", A), gpu("GPU-b", holder("b")), step=5))
-    assert encode(decode(encode(kept.keeper.books))) == encode(kept.keeper.books)
-    again = Bookkeeper(decode(encode(kept.keeper.books)), kept.policy)
+    harness = BookkeeperHarness().play(*seconds(0, 3700, gpu("GPU-a", A), gpu("GPU-b", holder("b")), step=5))
+    assert encode(decode(encode(harness.keeper.books))) == encode(harness.keeper.books)
+    restored = Bookkeeper(decode(encode(harness.keeper.books)), harness.policy)
     last = tick(3720_000, gpu("GPU-a", A))
-    assert again.book(last, last.ts_ms).records == kept.keeper.book(last, last.ts_ms).records
+    assert restored.book(last, last.ts_ms).records == harness.keeper.book(last, last.ts_ms).records

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gpustream.replay import UsageReplay
 from streams.usage.books import Accounting, decode, encode
 from streams.usage.measure import divide
-from tests.streams.usage.made import START_MS, Json, Kept, holder, mig, tick
+from tests.streams.usage.made import START_MS, BookkeeperHarness, Json, holder, mig, tick
 from tests.usage_sums import FIELDS, UsageSums
 from topics.usage import HOUR_MS, MINUTE_MS, Usage
 
@@ -44,32 +44,32 @@ readings = st.fixed_dictionaries(
 def holders(draw: st.DrawFn, most: int) -> list[Json]:
     """Containers of up to three pods; one may run on a device that it was not given."""
     names = st.tuples(st.sampled_from(["a", "b", "c"]), st.sampled_from(["main", "sidecar"]))
-    found = [
+    pods = [
         holder(pod, draw(st.sampled_from([None, 0.0, 0.004, 0.1, 0.3])), container=container)
         for pod, container in draw(st.lists(names, unique=True, max_size=most))
     ]
-    for row in found:
+    for row in pods:
         if "parts" in row:
             row["parts"]["memory_used_bytes"] = draw(st.integers(0, 8 << 30))
         row["observed"] = draw(st.integers(0, 9)) == 0
-    return found
+    return pods
 
 
 @st.composite
 def devices(draw: st.DrawFn) -> list[Json]:
-    found: list[Json] = []
+    devices_found: list[Json] = []
     for uuid in draw(st.lists(st.sampled_from(["GPU-a", "GPU-b"]), unique=True, max_size=2)):
         parts = draw(st.lists(st.sampled_from(["1g.10gb", "2g.20gb", "1c.3g.40gb", "7g.80gb"]), max_size=3))
         state = draw(st.sampled_from(["ok"] * 4 + ["lost", "timeout"]))
-        whole = {"compute_slices": 7, "metrics": draw(readings), "state": state}
-        found.append({"uuid": uuid, "model": "H100", **whole, "holders": [] if parts else draw(holders(4))})
+        fields = {"compute_slices": 7, "metrics": draw(readings), "state": state}
+        devices_found.append({"uuid": uuid, "model": "H100", **fields, "holders": [] if parts else draw(holders(4))})
         if ran := draw(st.sampled_from([None, 0.0, 0.2])):
-            found[-1]["processes"] = [{"pid": 1, "pod_uid": "uid-a", "sm_utilization_ratio": ran}]
-        found += [
+            devices_found[-1]["processes"] = [{"pid": 1, "pod_uid": "uid-a", "sm_utilization_ratio": ran}]
+        devices_found += [
             mig(f"MIG-{uuid}-{number}", profile, *draw(holders(2)), parent=uuid, metrics=draw(readings))
             for number, profile in enumerate(parts)
         ]
-    return found
+    return devices_found
 
 
 gaps = st.sampled_from([500, 1000, 1000, 1000, 2500, 3000, 3500, 61_000, 900_000, 4_000_000, -1000, -70_000])
@@ -82,40 +82,40 @@ steps = st.lists(
 
 def records_of(story: list[Step]) -> list[Any]:
     """The ticks of a story, and a last one hours later that closes all."""
-    found, at_ms, run_id = [], 3_000_000, 1
+    records, at_ms, run_id = [], 3_000_000, 1
     for seq, step in enumerate(story, 1):
         at_ms, run_id = at_ms + step.after_ms, run_id + (step.after_ms < 0)
-        more = {"attribution": step.attribution, "interval_ms": step.interval_ms}
-        found.append(tick(at_ms, *step.devices, run_id=run_id, seq=seq, offset=seq, **more))
-    newest_ms = max(each.ts_ms for each in found) - START_MS
-    found.append(tick(newest_ms + 3 * HOUR_MS, run_id=10_000, seq=1, offset=10_000))
-    return found
+        fields = {"attribution": step.attribution, "interval_ms": step.interval_ms}
+        records.append(tick(at_ms, *step.devices, run_id=run_id, seq=seq, offset=seq, **fields))
+    newest_ms = max(record.ts_ms for record in records) - START_MS
+    records.append(tick(newest_ms + 3 * HOUR_MS, run_id=10_000, seq=1, offset=10_000))
+    return records
 
 
 @pytest.mark.parametrize("split", ["used", "equal"])
 @given(story=steps)
 def test_every_field_of_every_window_is_what_sums_of_other_code_say(split: Any, story: list[Step]) -> None:
     ticks, sums = records_of(story), UsageSums(split)
-    kept = Kept(Accounting(split)).play(*ticks)
+    harness = BookkeeperHarness(Accounting(split)).play(*ticks)
     for counted in ticks:
         sums.take(msgspec.json.decode(msgspec.json.encode(counted)), counted.ts_ms)
     for lasts_ms in (MINUTE_MS, HOUR_MS):
-        assert sums.wrong([row for (lasts, *_), row in kept.records.items() if lasts == lasts_ms], lasts_ms) == []
+        assert sums.wrong([row for (lasts, *_), row in harness.records.items() if lasts == lasts_ms], lasts_ms) == []
 
 
 @given(steps, st.randoms(use_true_random=False))
 def test_windows_close_hours_are_their_minutes_and_a_restart_changes_nothing(story: list[Step], chance: Any) -> None:
     ticks = records_of(story)
-    kept, again = Kept().play(*ticks), Kept()
+    harness, restarted = BookkeeperHarness().play(*ticks), BookkeeperHarness()
     for counted in ticks:
-        again.book(counted)
+        restarted.book(counted)
         if chance.random() < 0.3:
-            again.keeper = type(again.keeper)(decode(encode(again.keeper.books)), again.policy)
-    assert again.written == kept.written
+            restarted.keeper = type(restarted.keeper)(decode(encode(restarted.keeper.books)), restarted.policy)
+    assert restarted.written == harness.written
     sums: dict[tuple[int, int, str], int] = defaultdict(int)
     minutes: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0] * len(FIELDS))
     hours: dict[tuple[Any, ...], list[int]] = {}
-    for row in kept.records.values():
+    for row in harness.records.values():
         assert row.final
         assert row.exact_ms + row.late_ms + row.none_ms == (0 if row.category == "unobserved" else row.device_ms)
         sums[row.end_ms - row.start_ms, row.start_ms, row.gpu_uuid] += row.slice_ms
@@ -142,11 +142,11 @@ def test_what_is_divided_sums_and_is_off_by_less_than_one(total: int, weights: l
 
 @given(steps)
 def test_the_policy_moves_time_between_pods_and_nothing_else(story: list[Step]) -> None:
-    used, equal = (Kept(Accounting(split)).play(*records_of(story)) for split in ("used", "equal"))
+    used, equal = (BookkeeperHarness(Accounting(split)).play(*records_of(story)) for split in ("used", "equal"))
 
-    def totals(kept: Kept) -> dict[tuple[Any, ...], int]:
+    def totals(harness: BookkeeperHarness) -> dict[tuple[Any, ...], int]:
         sums: dict[tuple[Any, ...], int] = defaultdict(int)
-        for row in kept.records.values():
+        for row in harness.records.values():
             for field in ("device_ms", "slice_ms", "used_us", "energy_mj", "memory_byte_ms"):
                 sums[row.end_ms - row.start_ms, row.start_ms, row.uuid, row.category, field] += getattr(row, field)
         return sums
@@ -158,11 +158,11 @@ def test_the_policy_moves_time_between_pods_and_nothing_else(story: list[Step]) 
 def test_a_replay_gives_the_same_records_but_for_the_generation(story: list[Step]) -> None:
     ticks = records_of(story)
     replay = UsageReplay(Accounting(generation=7), START_MS - HOUR_MS)
-    found = [row for each in ticks for row in replay.take(each, each.ts_ms)] + replay.end()
-    live = {_named(row): row for row in Kept().play(*ticks).records.values() if row.final}
-    booked = {_named(row): msgspec.structs.replace(row, generation=0) for row in found}
+    rows = [row for tick_ in ticks for row in replay.take(tick_, tick_.ts_ms)] + replay.end()
+    live = {_named(row): row for row in BookkeeperHarness().play(*ticks).records.values() if row.final}
+    booked = {_named(row): msgspec.structs.replace(row, generation=0) for row in rows}
     assert booked == live
-    assert {row.generation for row in found} <= {7}
+    assert {row.generation for row in rows} <= {7}
 
 
 def _named(row: Usage) -> tuple[Any, ...]:

@@ -32,12 +32,12 @@ class UsageOf(Worker):
         return value or 0.0
 
 
-def log(broker: Broker, at_ms: int, *devices: Any, node: str = "n", **more: Any) -> None:
+def log(broker: Broker, at_ms: int, *devices: Any, node: str = "n", **fields: Any) -> None:
     """A tick so many milliseconds after the start, logged at once."""
     ts_ms = START_MS + at_ms
     record = {"schema": 1, "cluster": "c", "node": node, "run_id": 1, "seq": at_ms // 100 + 1, "ts_ms": ts_ms}
     record |= {"interval_ms": 5000, "offset": len(broker.logs[ATTRIBUTED]), "logged_ms": ts_ms, "attribution": "exact"}
-    record |= {"devices": list(devices)} | more
+    record |= {"devices": list(devices)} | fields
     broker.logs[ATTRIBUTED].append(Record(node_key("c", node), msgspec.json.encode(record), ts_ms))
 
 
@@ -56,9 +56,9 @@ def story(chance: Random) -> Broker:
 
 
 def copied(broker: Broker) -> Broker:
-    again = Broker()
-    again.logs[ATTRIBUTED] = list(broker.logs[ATTRIBUTED])
-    return again
+    copy = Broker()
+    copy.logs[ATTRIBUTED] = list(broker.logs[ATTRIBUTED])
+    return copy
 
 
 async def undisturbed(broker: Broker) -> Broker:
@@ -106,30 +106,34 @@ async def _another(broker: Broker) -> UsageOf:
 
 def revisions(broker: Broker, topic: str) -> dict[tuple[Any, int], bytes]:
     """Every record by its key and revision; written again it must be the same in every byte."""
-    found: dict[tuple[Any, int], bytes] = {}
+    by_revision: dict[tuple[Any, int], bytes] = {}
     for record in broker.logs[topic]:
         assert record.value is not None
         revision = msgspec.json.decode(record.value)["revision"]
-        assert found.setdefault((record.key, revision), record.value) == record.value
-    return found
+        assert by_revision.setdefault((record.key, revision), record.value) == record.value
+    return by_revision
 
 
 def counted(broker: Broker, topic: str) -> dict[Any, bytes]:
     """The record of each key that counts."""
-    return {key: value for (key, _), value in sorted(revisions(broker, topic).items(), key=lambda one: one[0][1])}
+    return {
+        key: value for (key, _), value in sorted(revisions(broker, topic).items(), key=lambda revision: revision[0][1])
+    }
 
 
 @pytest.mark.slow
 @settings(max_examples=8)
 @given(st.integers(0, 2**32))
 def test_any_batching_and_any_restart_give_the_same_records(seed: int) -> None:
-    made = story(Random(seed))
-    straight = run(undisturbed(copied(made)))
-    crooked = run(disturbed(copied(made), Random(seed)))
+    records = story(Random(seed))
+    straight = run(undisturbed(copied(records)))
+    crooked = run(disturbed(copied(records), Random(seed)))
 
     for topic in (MINUTES.name, HOURS.name):
-        one, other = revisions(straight, topic), revisions(crooked, topic)
-        assert {key: one[key] for key in one.keys() & other.keys()} == {key: other[key] for key in one.keys() & other}
+        of_straight, other = revisions(straight, topic), revisions(crooked, topic)
+        assert {key: of_straight[key] for key in of_straight.keys() & other.keys()} == {
+            key: other[key] for key in of_straight.keys() & other
+        }
         assert counted(crooked, topic) == counted(straight, topic)
     assert counted(straight, HOURS.name)
 
@@ -137,8 +141,8 @@ def test_any_batching_and_any_restart_give_the_same_records(seed: int) -> None:
 def test_a_commit_never_passes_a_tick_that_no_books_hold() -> None:
     async def lived() -> tuple[int, int, int]:
         broker = Broker()
-        for at in range(0, 61, 5):
-            log(broker, at * 1000, gpu("GPU-a"))
+        for at_s in range(0, 61, 5):
+            log(broker, at_s * 1000, gpu("GPU-a"))
         worker = UsageOf(broker)
         await worker.start()
         await worker.read(count=12)
@@ -157,32 +161,32 @@ def test_a_commit_never_passes_a_tick_that_no_books_hold() -> None:
 def test_a_node_without_ticks_holds_back_no_commit_and_is_closed_by_the_clock_when_all_was_read() -> None:
     async def lived() -> tuple[int, set[bytes | None], list[bool]]:
         broker = Broker()
-        for at in range(0, 31, 5):
-            log(broker, at * 1000, gpu("GPU-a"))
+        for at_s in range(0, 31, 5):
+            log(broker, at_s * 1000, gpu("GPU-a"))
         worker = UsageOf(broker)
         worker.clocks.started_ms = START_MS + 30_000
         await worker.start()
         await worker.live()
         await worker.wait(KEEP_S + 5, samples_end=7)
         position = worker.position()
-        early = {one.key for one in broker.logs[MINUTES.name]}
+        early_keys = {log.key for log in broker.logs[MINUTES.name]}
         await worker.wait(85 * 60, samples_end=7)
         return (
             position,
-            early,
-            [msgspec.json.decode(one.value)["final"] for one in broker.logs[HOURS.name] if one.value],
+            early_keys,
+            [msgspec.json.decode(log.value)["final"] for log in broker.logs[HOURS.name] if log.value],
         )
 
-    position, early, finals = run(lived())
-    assert (position, early) == (7, set())
+    position, early_keys, finals = run(lived())
+    assert (position, early_keys) == (7, set())
     assert finals[-1]
 
 
 def test_the_clock_closes_nothing_while_samples_wait_to_be_attributed() -> None:
     async def lived() -> list[Record]:
         broker = Broker()
-        for at in range(0, 31, 5):
-            log(broker, at * 1000, gpu("GPU-a"))
+        for at_s in range(0, 31, 5):
+            log(broker, at_s * 1000, gpu("GPU-a"))
         worker = UsageOf(broker)
         worker.clocks.started_ms = START_MS + 30_000
         await worker.start()
@@ -196,23 +200,23 @@ def test_the_clock_closes_nothing_while_samples_wait_to_be_attributed() -> None:
 def test_books_that_another_worker_wrote_late_are_written_over() -> None:
     async def lived() -> tuple[bytes | None, bytes | None]:
         broker = Broker()
-        for at in range(0, 61, 5):
-            log(broker, at * 1000, gpu("GPU-a"))
+        for at_s in range(0, 61, 5):
+            log(broker, at_s * 1000, gpu("GPU-a"))
         worker = UsageOf(broker)
         await worker.start()
         await worker.live()
         first = broker.logs[STATE.name][0]
-        for at in range(65, 121, 5):
-            log(broker, at * 1000, gpu("GPU-a"))
+        for at_s in range(65, 121, 5):
+            log(broker, at_s * 1000, gpu("GPU-a"))
         await worker.live()
-        ours = broker.logs[STATE.name][-1].value
+        own_books = broker.logs[STATE.name][-1].value
         broker.logs[STATE.name].append(first)
         await worker.read(STATE.name)
         await worker.wait(1)
-        return ours, broker.logs[STATE.name][-1].value
+        return own_books, broker.logs[STATE.name][-1].value
 
-    ours, last_one = run(lived())
-    assert last_one == ours
+    own_books, last_one = run(lived())
+    assert last_one == own_books
 
 
 def test_what_is_no_tick_is_a_dead_letter_and_the_rest_is_booked() -> None:

@@ -17,21 +17,21 @@ from topics.topic import decoder
 from topics.usage import Usage
 
 
-@given(st.lists(records.of(TOPIC), min_size=1, max_size=4))
+@given(st.lists(records.records_of(TOPIC), min_size=1, max_size=4))
 def test_every_record_that_the_topic_allows_is_counted(given_records: list[records.Json]) -> None:
     keeper = Bookkeeper(Books(schema=1, cluster="c", node="n"), Accounting())
     for number, record in enumerate(given_records):
         value = records.encoded(record | {"run_id": 1, "seq": number + 1, "offset": number + 1})
-        one = decode(value)
-        assert [device.uuid for device in one.devices] == [
+        sample = decode(value)
+        assert [device.uuid for device in sample.devices] == [
             device.uuid for device in decoder(AttributedSample)(value).devices
         ]
         with suppress(msgspec.DecodeError):
-            keeper.book(one, one.ts_ms)
+            keeper.book(sample, sample.ts_ms)
     last = tick(0, gpu("GPU-a", holder("a")), run_id=2, offset=10)
-    written = keeper.book(last, START_MS).records + keeper.close_silent(START_MS + 10**9)
-    for found in written:
-        assert msgspec.json.decode(bookkeeping.encode(found), type=Usage) == found
+    usage_records = keeper.book(last, START_MS).records + keeper.close_silent(START_MS + 10**9)
+    for usage_record in usage_records:
+        assert msgspec.json.decode(bookkeeping.encode(usage_record), type=Usage) == usage_record
     assert bookkeeping.decode(bookkeeping.encode(keeper.books)) == keeper.books
 
 
@@ -39,13 +39,15 @@ def test_null_means_what_absent_means() -> None:
     bare = {"schema": 1, "cluster": "c", "node": "n", "run_id": 1, "seq": 1, "ts_ms": 1, "offset": 1}
     bare |= {"attribution": "exact"}
     nulls = {"uuid": "GPU-a", "metrics": None, "state": None, "holders": None, "info": None, "processes": None}
-    one, other = (decode(msgspec.json.encode(bare | {"devices": [device]})) for device in (nulls, {"uuid": "GPU-a"}))
-    assert one.devices == other.devices
+    with_nulls, other = (
+        decode(msgspec.json.encode(bare | {"devices": [device]})) for device in (nulls, {"uuid": "GPU-a"})
+    )
+    assert with_nulls.devices == other.devices
 
 
 def test_an_interval_of_an_age_counts_as_an_hour() -> None:
     keeper = Bookkeeper(Books(schema=1, cluster="c", node="n"), Accounting())
     for number, at_ms in enumerate((0, 10**12)):
-        one = tick(at_ms, gpu("GPU-a"), interval_ms=2**62, seq=number + 1, offset=number + 1)
-        keeper.book(one, one.ts_ms)
+        sample = tick(at_ms, gpu("GPU-a"), interval_ms=2**62, seq=number + 1, offset=number + 1)
+        keeper.book(sample, sample.ts_ms)
     assert keeper.books.booked_ms == START_MS + 10**12

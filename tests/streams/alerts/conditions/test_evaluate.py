@@ -13,7 +13,7 @@ from tests.streams.alerts.ticks import (
     DEFAULTS,
     GRACE_S,
     device,
-    found,
+    findings_in,
     gpu,
     holder,
     mig,
@@ -34,11 +34,11 @@ def test_the_defaults_have_a_rule_of_every_kind() -> None:
 
 def test_a_busy_node_has_nothing_to_say() -> None:
     pods = [device(i, holder(f"pod-{i}"), busy=0.9, clock_event_reasons=0x4, **SEEN) for i in range(8)]
-    assert not [one for one in found(tick(0, *pods), tick(GRACE_S, *pods)) if one.holds]
+    assert not [finding for finding in findings_in(tick(0, *pods), tick(GRACE_S, *pods)) if finding.holds]
 
 
 @pytest.mark.parametrize(
-    ("rule", "one", "holds"),
+    ("rule", "sample", "holds"),
     [
         ("GPUUsedUnallocated", device(0, busy=0.05), True),
         ("GPUUsedUnallocated", device(0, busy=0.04), False),
@@ -87,20 +87,20 @@ def test_a_busy_node_has_nothing_to_say() -> None:
         ("GPUNotAnswering", device(0), False),
     ],
 )
-def test_a_rule_holds_for_what_it_is_about(rule: str, one: Device, holds: bool | None) -> None:
-    assert verdict(found(tick(0, one), of=rule)) is holds
+def test_a_rule_holds_for_what_it_is_about(rule: str, sample: Device, holds: bool | None) -> None:
+    assert verdict(findings_in(tick(0, sample), rule_name=rule)) is holds
 
 
 def test_who_was_given_what_is_not_known_without_a_snapshot() -> None:
-    one = device(0, busy=0.9, conflict="no_pod", **SEEN)
-    assert verdict(found(tick(0, one, attribution="none"), of="GPUUsedUnallocated")) is None
-    assert verdict(found(tick(0, one, attribution="none"), of="GPUAttributionConflict")) is None
+    sample = device(0, busy=0.9, conflict="no_pod", **SEEN)
+    assert verdict(findings_in(tick(0, sample, attribution="none"), rule_name="GPUUsedUnallocated")) is None
+    assert verdict(findings_in(tick(0, sample, attribution="none"), rule_name="GPUAttributionConflict")) is None
 
 
 def test_the_gpu_of_mig_devices_is_not_unallocated() -> None:
-    assert not found(tick(0, device(0, busy=0.9), mig(1, holder())), of="GPUUsedUnallocated")
+    assert not findings_in(tick(0, device(0, busy=0.9), mig(1, holder())), rule_name="GPUUsedUnallocated")
     part = mig(1, graphics_engine_active_ratio=0.5)
-    assert verdict(found(tick(0, device(0), part), of="GPUUsedUnallocated"), "MIG-1") is True
+    assert verdict(findings_in(tick(0, device(0), part), rule_name="GPUUsedUnallocated"), "MIG-1") is True
 
 
 # -- counters
@@ -110,45 +110,51 @@ def test_the_gpu_of_mig_devices_is_not_unallocated() -> None:
 def test_memory_errors_count_within_a_minute(name: str) -> None:
     values = [3, 3, 4, 4, 6, 0, 0, 2, 9, 5]
     ticks = [tick(i, device(0, **{name: value})) for i, value in enumerate(values)]
-    counts = [[f.value for f in found(*ticks[: i + 1], of="GPUEccUncorrectable")] for i in range(len(ticks))]
+    counts = [
+        [f.value for f in findings_in(*ticks[: i + 1], rule_name="GPUEccUncorrectable")] for i in range(len(ticks))
+    ]
     assert counts == [[], [], [1], [1], [3], [3], [3], [5], [12], [17]]
 
 
 def test_one_memory_error_in_each_ten_seconds_reaches_three_within_a_minute() -> None:
     by = overlay("[rules.GPUEccUncorrectable]\nat_least = 3")
     ticks = [tick(i, device(0, ecc_uncorrected_volatile_total=i // 10)) for i in range(31)]
-    assert not found(*ticks[:30], of="GPUEccUncorrectable", by=by)
-    assert found(*ticks, of="GPUEccUncorrectable", by=by)
+    assert not findings_in(*ticks[:30], rule_name="GPUEccUncorrectable", by=by)
+    assert findings_in(*ticks, rule_name="GPUEccUncorrectable", by=by)
     slow = [tick(35 * i, device(0, ecc_uncorrected_volatile_total=i)) for i in range(20)]
-    assert not any(found(*slow[:i], of="GPUEccUncorrectable", by=by) for i in range(1, 20))
+    assert not any(findings_in(*slow[:i], rule_name="GPUEccUncorrectable", by=by) for i in range(1, 20))
 
 
 def test_a_memory_error_is_in_both_counts_and_counts_once() -> None:
     both = ("ecc_uncorrected_volatile_total", "ecc_uncorrected_aggregate_total")
     ticks = [tick(i, device(0, **dict.fromkeys(both, i))) for i in range(2)]
-    assert [f.value for f in found(*ticks, of="GPUEccUncorrectable")] == [1]
+    assert [f.value for f in findings_in(*ticks, rule_name="GPUEccUncorrectable")] == [1]
 
 
 def test_memory_errors_are_of_the_device_and_a_tick_without_the_counter_loses_none() -> None:
     ticks = [tick(0, device(0, ecc_uncorrected_volatile_total=1)), tick(1, device(0)), tick(2, device(0, state="lost"))]
-    (finding,) = found(*ticks, tick(3, device(0, ecc_uncorrected_volatile_total=2)), of="GPUEccUncorrectable")
+    (finding,) = findings_in(
+        *ticks, tick(3, device(0, ecc_uncorrected_volatile_total=2)), rule_name="GPUEccUncorrectable"
+    )
     assert (finding.event, finding.pod_uid, finding.value) == (False, "", 1)
 
 
 def test_a_device_that_does_not_answer_says_nothing_of_its_errors() -> None:
     bad = tick(0, device(0, ecc_uncorrected_volatile_total=0)), tick(1, device(0, ecc_uncorrected_volatile_total=1))
-    for gone in (tick(2, device(0, state="lost")), tick(2)):
-        assert [f.holds for f in found(*bad, gone, of="GPUEccUncorrectable")] == [None]
-        assert [f.holds for f in found(*bad, gone, of="GPUNvlinkErrors")] == [None] * 3
+    for without_counter in (tick(2, device(0, state="lost")), tick(2)):
+        assert [f.holds for f in findings_in(*bad, without_counter, rule_name="GPUEccUncorrectable")] == [None]
+        assert [f.holds for f in findings_in(*bad, without_counter, rule_name="GPUNvlinkErrors")] == [None] * 3
 
 
 def test_a_counter_that_appears_later_is_not_an_error() -> None:
-    assert not found(tick(0, device(0)), tick(1, device(0, ecc_uncorrected_volatile_total=7)), of="GPUEccUncorrectable")
+    assert not findings_in(
+        tick(0, device(0)), tick(1, device(0, ecc_uncorrected_volatile_total=7)), rule_name="GPUEccUncorrectable"
+    )
 
 
 def test_errors_between_two_runs_of_the_producer_count() -> None:
     before, after = device(0, ecc_uncorrected_volatile_total=1), device(0, ecc_uncorrected_volatile_total=2)
-    assert found(tick(0, before), tick(1, after, run_id=2), of="GPUEccUncorrectable")
+    assert findings_in(tick(0, before), tick(1, after, run_id=2), rule_name="GPUEccUncorrectable")
 
 
 @pytest.mark.parametrize(
@@ -164,17 +170,21 @@ def test_errors_between_two_runs_of_the_producer_count() -> None:
 )
 def test_nvlink_errors_are_too_many_within_a_minute(values: list[int | None], holds: list[bool]) -> None:
     ticks = [tick(i, device(0, nvlink_crc_errors_total=value)) for i, value in enumerate(values)]
-    assert [bool(found(*ticks[: i + 1], of="GPUNvlinkErrors")) for i in range(len(ticks))] == holds
+    assert [bool(findings_in(*ticks[: i + 1], rule_name="GPUNvlinkErrors")) for i in range(len(ticks))] == holds
 
 
 def test_nvlink_errors_that_trickle_are_not_too_many_and_many_after_a_calm_are() -> None:
     slow = [tick(30 * i, device(0, nvlink_replay_errors_total=20 * i)) for i in range(20)]
-    assert not any(found(*slow[:i], of="GPUNvlinkErrors") for i in range(1, 20))
+    assert not any(findings_in(*slow[:i], rule_name="GPUNvlinkErrors") for i in range(1, 20))
     calm = [tick(i, device(0, nvlink_replay_errors_total=5)) for i in range(0, 300, 30)]
     burst = [tick(300 + i, device(0, nvlink_replay_errors_total=5 + 40 * (i + 1))) for i in range(3)]
-    assert [bool(found(*calm, *burst[:i], of="GPUNvlinkErrors")) for i in (1, 2, 3)] == [False, False, True]
+    assert [bool(findings_in(*calm, *burst[:i], rule_name="GPUNvlinkErrors")) for i in (1, 2, 3)] == [
+        False,
+        False,
+        True,
+    ]
     over = tick(400, device(0, nvlink_replay_errors_total=125)), tick(401, device(0, nvlink_replay_errors_total=125))
-    assert not found(*calm, *burst, *over, of="GPUNvlinkErrors")
+    assert not findings_in(*calm, *burst, *over, rule_name="GPUNvlinkErrors")
 
 
 @pytest.mark.parametrize("begins_s", range(0, 70, 7))
@@ -182,13 +192,13 @@ def test_a_burst_of_nvlink_errors_is_seen_wherever_it_lies(begins_s: int) -> Non
     """A few errors before it open no window that would cut it in two."""
     values = [1 + 16 * max(0, min(10, i - begins_s)) for i in range(90)]
     ticks = [tick(i, device(0, nvlink_crc_errors_total=value)) for i, value in enumerate([0, *values])]
-    assert any(found(*ticks[:i], of="GPUNvlinkErrors") for i in range(begins_s, len(ticks)))
+    assert any(findings_in(*ticks[:i], rule_name="GPUNvlinkErrors") for i in range(begins_s, len(ticks)))
 
 
 def test_one_recovery_of_an_nvlink_is_enough() -> None:
     ticks = [tick(i, device(0, nvlink_recovery_errors_total=i // 2)) for i in range(3)]
-    assert not found(*ticks[:2], of="GPUNvlinkErrors")
-    (finding,) = found(*ticks, of="GPUNvlinkErrors")
+    assert not findings_in(*ticks[:2], rule_name="GPUNvlinkErrors")
+    (finding,) = findings_in(*ticks, rule_name="GPUNvlinkErrors")
     assert (finding.key, finding.value, finding.event) == ("recovery", 1, False)
 
 
@@ -197,7 +207,7 @@ def test_one_recovery_of_an_nvlink_is_enough() -> None:
 
 def codes(*ticks: Any, by: Any = DEFAULTS) -> dict[str, float | None]:
     """The XID errors that are found in the last tick."""
-    return {finding.key: finding.value for finding in found(*ticks, of="GPUXid", by=by)}
+    return {finding.key: finding.value for finding in findings_in(*ticks, rule_name="GPUXid", by=by)}
 
 
 def event(code: int | None, kind: str = "xid") -> AttributedEvent:
@@ -227,10 +237,10 @@ def test_each_xid_error_is_found_in_one_tick(ticks: list[dict[str, Any]], expect
 
 
 def test_a_new_run_of_the_producer_counts_from_nothing() -> None:
-    one = device(0, xids={"79": 1})
-    assert codes(tick(0, device(0)), tick(1, one), tick(2, one, run_id=2)) == {"79": 1}
-    assert codes(tick(0, device(0)), tick(1, one), tick(2, one, run_id=2), tick(3, one, run_id=2)) == {}
-    assert codes(tick(0, one), tick(1, device(0), run_id=2), tick(2, one, run_id=2)) == {"79": 1}
+    sample = device(0, xids={"79": 1})
+    assert codes(tick(0, device(0)), tick(1, sample), tick(2, sample, run_id=2)) == {"79": 1}
+    assert codes(tick(0, device(0)), tick(1, sample), tick(2, sample, run_id=2), tick(3, sample, run_id=2)) == {}
+    assert codes(tick(0, sample), tick(1, device(0), run_id=2), tick(2, sample, run_id=2)) == {"79": 1}
 
 
 def test_a_device_that_comes_later_had_its_errors_since() -> None:
@@ -250,41 +260,41 @@ def test_a_device_that_comes_later_had_its_errors_since() -> None:
     ],
 )
 def test_errors_of_programs_are_distinguished_from_hardwares(code: int, severity: str, pod_uid: str) -> None:
-    (finding,) = found(tick(0, device(0, holder(), events=(event(code),))), of="GPUXid")
+    (finding,) = findings_in(tick(0, device(0, holder(), events=(event(code),))), rule_name="GPUXid")
     assert (finding.rule.severity, finding.pod_uid, finding.event) == (severity, pod_uid, True)
 
 
 def test_an_error_of_a_program_on_a_shared_device_is_nobodys() -> None:
-    (finding,) = found(tick(0, device(0, holder("a"), holder("b"), events=(event(31),))), of="GPUXid")
+    (finding,) = findings_in(tick(0, device(0, holder("a"), holder("b"), events=(event(31),))), rule_name="GPUXid")
     assert finding.pod_uid == ""
 
 
-def happened(code: int, *held: Holder) -> AttributedEvent:
+def happened(code: int, *holders: Holder) -> AttributedEvent:
     """An XID error while others held the device than when the tick came."""
-    return AttributedEvent("xid", code, holders=held)
+    return AttributedEvent("xid", code, holders=holders)
 
 
 def test_an_error_is_reported_who_held_the_device_then() -> None:
-    one = device(0, holder("came-later"), events=(happened(31, holder()), happened(31, holder())), xids={"31": 2})
-    (finding,) = found(tick(0, device(0)), tick(1, one), of="GPUXid")
+    sample = device(0, holder("came-later"), events=(happened(31, holder()), happened(31, holder())), xids={"31": 2})
+    (finding,) = findings_in(tick(0, device(0)), tick(1, sample), rule_name="GPUXid")
     assert (finding.pod_uid, finding.value, [pod.pod for pod in finding.facts.pods]) == ("uid-bert-0", 2.0, ["bert-0"])
 
     nobodys = device(0, holder("came-later"), events=(happened(31),))
-    (finding,) = found(tick(0, device(0)), tick(1, nobodys), of="GPUXid")
+    (finding,) = findings_in(tick(0, device(0)), tick(1, nobodys), rule_name="GPUXid")
     assert (finding.pod_uid, finding.facts.pods) == ("", ())
 
 
 def test_errors_of_programs_in_one_tick_are_each_of_their_own_pod() -> None:
     events = (happened(31, holder("a")), event(31), happened(31, holder("b"), holder("c")), happened(31))
-    one = device(0, holder("now"), events=events, xids={"31": 6})
-    findings = found(tick(0, device(0)), tick(1, one), of="GPUXid")
+    sample = device(0, holder("now"), events=events, xids={"31": 6})
+    findings = findings_in(tick(0, device(0)), tick(1, sample), rule_name="GPUXid")
 
     assert {f.pod_uid: f.value for f in findings} == {"uid-a": 1.0, "uid-now": 3.0, "": 2.0}
 
 
 def test_errors_of_hardware_in_one_tick_are_one_finding_with_all_who_held_the_device() -> None:
-    one = device(0, holder("now"), events=(happened(79, holder("a")), event(79)), xids={"79": 2})
-    (finding,) = found(tick(0, device(0)), tick(1, one), of="GPUXid")
+    sample = device(0, holder("now"), events=(happened(79, holder("a")), event(79)), xids={"79": 2})
+    (finding,) = findings_in(tick(0, device(0)), tick(1, sample), rule_name="GPUXid")
 
     assert (finding.pod_uid, finding.value) == ("", 2.0)
     assert [pod.pod for pod in finding.facts.pods] == ["a", "now"]
@@ -292,10 +302,10 @@ def test_errors_of_hardware_in_one_tick_are_one_finding_with_all_who_held_the_de
 
 def test_a_pod_that_had_no_error_does_not_silence_that_of_the_one_before_it() -> None:
     silent = holder("quiet", annotations={"gpustream.dev/alerts": "off"})
-    one = device(0, silent, events=(happened(31, holder()),))
-    assert [f.pod_uid for f in found(tick(0, one), of="GPUXid")] == ["uid-bert-0"]
+    sample = device(0, silent, events=(happened(31, holder()),))
+    assert [f.pod_uid for f in findings_in(tick(0, sample), rule_name="GPUXid")] == ["uid-bert-0"]
     other = device(0, holder(), events=(happened(31, silent),))
-    assert found(tick(0, other), of="GPUXid") == []
+    assert findings_in(tick(0, other), rule_name="GPUXid") == []
 
 
 def test_a_pod_silences_errors_of_its_programs_and_never_the_hardwares() -> None:
@@ -305,10 +315,13 @@ def test_a_pod_silences_errors_of_its_programs_and_never_the_hardwares() -> None
 
 def test_an_override_by_code_sets_the_severity_of_that_code() -> None:
     by = overlay('[[rules.GPUXid.overrides]]\nxid = [31, 63]\nseverity = "critical"\n')
-    one = device(0, holder(), events=(event(31), event(13)))
-    assert {f.key: f.rule.severity for f in found(tick(0, one), of="GPUXid", by=by)} == {"31": "critical", "13": "info"}
+    sample = device(0, holder(), events=(event(31), event(13)))
+    assert {f.key: f.rule.severity for f in findings_in(tick(0, sample), rule_name="GPUXid", by=by)} == {
+        "31": "critical",
+        "13": "info",
+    }
     off = overlay("[[rules.GPUXid.overrides]]\nxid = 31\nenabled = false\n")
-    assert codes(tick(0, one), by=off) == {"13": 1}
+    assert codes(tick(0, sample), by=off) == {"13": 1}
 
 
 # -- what is there no more
@@ -316,53 +329,56 @@ def test_an_override_by_code_sets_the_severity_of_that_code() -> None:
 
 def test_a_gpu_of_the_inventory_that_is_not_there_is_missing() -> None:
     ticks = [tick(0, device(0), device(1, holder()))]
-    assert not found(*ticks, of="GPUMissing")
-    (finding,) = found(*ticks, tick(1, device(0)), of="GPUMissing")
+    assert not findings_in(*ticks, rule_name="GPUMissing")
+    (finding,) = findings_in(*ticks, tick(1, device(0)), rule_name="GPUMissing")
     assert (finding.device, finding.holds) == (gpu(1), True)
-    assert not found(*ticks, tick(1, device(0)), tick(2, device(0), device(1)), of="GPUMissing")
+    assert not findings_in(*ticks, tick(1, device(0)), tick(2, device(0), device(1)), rule_name="GPUMissing")
 
 
 def test_every_gpu_of_a_node_that_reports_none_is_missing() -> None:
-    assert {f.device for f in found(tick(0, device(0), device(1)), tick(1), of="GPUMissing")} == {gpu(0), gpu(1)}
+    assert {f.device for f in findings_in(tick(0, device(0), device(1)), tick(1), rule_name="GPUMissing")} == {
+        gpu(0),
+        gpu(1),
+    }
 
 
 def test_a_gpu_that_is_lost_is_not_missing() -> None:
-    assert not found(tick(0, device(0)), tick(1, device(0, state="lost")), of="GPUMissing")
+    assert not findings_in(tick(0, device(0)), tick(1, device(0, state="lost")), rule_name="GPUMissing")
 
 
 def test_a_gpu_that_has_another_in_its_place_is_not_missing() -> None:
     new = device(0, uuid="GPU-new")
-    assert not found(tick(0, device(0)), tick(1, new), of="GPUMissing")
-    assert found(
-        tick(0, device(0, pci_bus_id=None)), tick(1, device(0, uuid="GPU-new", pci_bus_id=None)), of="GPUMissing"
+    assert not findings_in(tick(0, device(0)), tick(1, new), rule_name="GPUMissing")
+    assert findings_in(
+        tick(0, device(0, pci_bus_id=None)), tick(1, device(0, uuid="GPU-new", pci_bus_id=None)), rule_name="GPUMissing"
     )
 
 
 def test_a_gpu_that_has_long_been_missing_is_forgotten() -> None:
     week = 7 * 86_400
     ticks = [tick(0, device(0), device(1)), tick(1, device(0))]
-    assert found(*ticks, tick(week, device(0)), of="GPUMissing")
-    assert not found(*ticks, tick(week + 1, device(0)), of="GPUMissing")
+    assert findings_in(*ticks, tick(week, device(0)), rule_name="GPUMissing")
+    assert not findings_in(*ticks, tick(week + 1, device(0)), rule_name="GPUMissing")
 
 
 def test_what_was_found_on_a_device_outlasts_that_it_is_missing_for_a_while() -> None:
     ticks = [tick(0, device(0, holder(), row_remap_pending=1)), tick(1)]
-    assert verdict(found(*ticks, tick(601), of="GPURowRemapPending")) is None
-    assert verdict(found(*ticks, tick(602), of="GPURowRemapPending")) is False
+    assert verdict(findings_in(*ticks, tick(601), rule_name="GPURowRemapPending")) is None
+    assert verdict(findings_in(*ticks, tick(602), rule_name="GPURowRemapPending")) is False
 
 
 def test_mig_devices_that_were_taken_down_are_not_missing() -> None:
     cut = tick(0, device(0), mig(1, holder()), mig(2))
-    assert not found(cut, tick(1, device(0), mig(1, holder())), of="GPUMissing")
-    assert {f.device for f in found(cut, tick(1), of="GPUMissing")} == {gpu(0)}
-    assert {f.device for f in found(cut, tick(1, mig(1), mig(2)), of="GPUMissing")} == {gpu(0)}
+    assert not findings_in(cut, tick(1, device(0), mig(1, holder())), rule_name="GPUMissing")
+    assert {f.device for f in findings_in(cut, tick(1), rule_name="GPUMissing")} == {gpu(0)}
+    assert {f.device for f in findings_in(cut, tick(1, mig(1), mig(2)), rule_name="GPUMissing")} == {gpu(0)}
 
 
 def test_a_mig_device_whose_gpu_is_lost_says_nothing_until_that_returns() -> None:
     cut = tick(0, device(0), mig(1, holder(), row_remap_pending=1))
-    lost = tick(1, device(0, state="lost"))
-    assert verdict(found(cut, lost, of="GPURowRemapPending"), "MIG-1") is None
-    assert verdict(found(cut, lost, tick(2, device(0)), of="GPURowRemapPending"), "MIG-1") is False
+    lost_gpu = tick(1, device(0, state="lost"))
+    assert verdict(findings_in(cut, lost_gpu, rule_name="GPURowRemapPending"), "MIG-1") is None
+    assert verdict(findings_in(cut, lost_gpu, tick(2, device(0)), rule_name="GPURowRemapPending"), "MIG-1") is False
 
 
 # -- policies, overrides, reasons
@@ -371,21 +387,23 @@ def test_a_mig_device_whose_gpu_is_lost_says_nothing_until_that_returns() -> Non
 def test_a_malformed_policy_is_reported_once_a_pod_and_annotation() -> None:
     bad = {"gpustream.dev/alerts": "maybe", "gpustream.dev/idle-after": "soon"}
     pod = holder(annotations=bad)
-    findings = found(tick(0, device(0, pod, busy=0.9), device(1, pod, busy=0.9)), of="GPUPolicyInvalid")
+    findings = findings_in(tick(0, device(0, pod, busy=0.9), device(1, pod, busy=0.9)), rule_name="GPUPolicyInvalid")
     assert {(f.device, f.pod_uid, f.key) for f in findings} == {("", "uid-bert-0", name) for name in bad}
     assert len(findings) == 2
-    assert not found(tick(0, device(0, holder(annotations={"gpustream.dev/alerts": "on"}))), of="GPUPolicyInvalid")
+    assert not findings_in(
+        tick(0, device(0, holder(annotations={"gpustream.dev/alerts": "on"}))), rule_name="GPUPolicyInvalid"
+    )
 
 
 def test_an_override_goes_by_the_one_pod_that_holds_a_device() -> None:
     by = overlay('[[rules.GPURowRemapPending.overrides]]\nnamespace = "ml"\nseverity = "critical"\n')
     for pods, severity in (((holder(),), "critical"), ((holder("a"), holder("b")), "warning"), ((), "warning")):
-        (finding,) = found(tick(0, device(0, *pods, row_remap_pending=1)), of="GPURowRemapPending", by=by)
+        (finding,) = findings_in(tick(0, device(0, *pods, row_remap_pending=1)), rule_name="GPURowRemapPending", by=by)
         assert finding.rule.severity == severity
 
 
 @pytest.mark.parametrize(
-    ("text", "after", "why"),
+    ("text", "after", "reason"),
     [
         ("", tick(1, device(0, holder(), busy=0.9)), "condition"),
         ("", tick(1, device(0, busy=0.0)), "pod_ended"),
@@ -400,19 +418,20 @@ def test_an_override_goes_by_the_one_pod_that_holds_a_device() -> None:
         ),
     ],
 )
-def test_why_a_pods_gpu_is_not_idle_any_more(text: str, after: Any, why: str) -> None:
+def test_why_a_pods_gpu_is_not_idle_any_more(text: str, after: Any, reason: str) -> None:
     by = overlay(text)
     assert (
-        resolve_reason(by, after, Tracked(name="GPUHeldIdle", device=gpu(0), pod_uid="uid-bert-0", since_ms=0)) == why
+        resolve_reason(by, after, Tracked(name="GPUHeldIdle", device=gpu(0), pod_uid="uid-bert-0", since_ms=0))
+        == reason
     )
 
 
 def test_a_pod_without_a_uid_ends_when_its_name_is_gone() -> None:
-    for pod, why in ((holder(pod_uid=None), "condition"), (holder("b", pod_uid=None), "pod_ended")):
+    for pod, reason in ((holder(pod_uid=None), "condition"), (holder("b", pod_uid=None), "pod_ended")):
         after = tick(1, device(0, pod, busy=0.9))
         assert (
             resolve_reason(DEFAULTS, after, Tracked(name="GPUHeldIdle", device=gpu(0), key="ml/bert-0", since_ms=0))
-            == why
+            == reason
         )
 
 
@@ -422,8 +441,8 @@ def test_a_devices_condition_ends_for_itself_whoever_holds_it() -> None:
 
 
 def test_processes_are_no_evidence_of_their_own_for_a_conflict() -> None:
-    one = device(0, holder(), processes=(Process(1, "uid-x"),), info=Info(processes_visible="true"))
-    assert verdict(found(tick(0, one), of="GPUAttributionConflict")) is False
+    sample = device(0, holder(), processes=(Process(1, "uid-x"),), info=Info(processes_visible="true"))
+    assert verdict(findings_in(tick(0, sample), rule_name="GPUAttributionConflict")) is False
 
 
 def test_a_value_that_is_not_there_ends_nothing() -> None:
@@ -431,11 +450,11 @@ def test_a_value_that_is_not_there_ends_nothing() -> None:
     faults = {"clock_event_reasons": 0xC0, "row_remap_failure": 1, "row_remap_pending": 1}
     replay = Replay(DEFAULTS)
     bad, blind = device(0, busy=0.9, **faults), device(0, busy=0.9)
-    began = [alert for s in range(100) for alert in replay.judge(tick(s, bad))]
+    alerts = [alert for s in range(100) for alert in replay.judge(tick(s, bad))]
     during = [alert for s in range(100, 2000, 10) for alert in replay.judge(tick(s, blind))]
     well = device(0, busy=0.9, **dict.fromkeys(faults, 0))
     after = [alert for s in range(2000, 2400, 10) for alert in replay.judge(tick(s, well))]
     names = {"GPURowRemapFailure", "GPURowRemapPending", "GPUThermalSlowdown", "GPUPowerBrake"}
-    assert {alert.name for alert in began} >= names
+    assert {alert.name for alert in alerts} >= names
     assert not names & {alert.name for alert in during}
     assert names <= {alert.name for alert in after if alert.state == "resolved"}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from streams.alerts.conditions.finding import Finding
 from streams.alerts.node import Replay
 from streams.alerts.tick import Device, Info, Process, Tick
-from tests.streams.alerts.ticks import DEFAULTS, GRACE_S, device, found, gpu, holder, mig, overlay, tick, verdict
+from tests.streams.alerts.ticks import DEFAULTS, GRACE_S, device, findings_in, gpu, holder, mig, overlay, tick, verdict
 from topics.attributed import Parts
 from topics.samples import Job
 
@@ -24,14 +24,14 @@ RATIOS = (
 )
 
 
-def judged(one: Device, **fields: Any) -> list[Finding]:
+def judged(sample: Device, **fields: Any) -> list[Finding]:
     """What is found of a device that has been held for longer than the grace."""
-    return found(tick(0, one), tick(GRACE_S + 1, one, **fields), of=RULE)
+    return findings_in(tick(0, sample), tick(GRACE_S + 1, sample, **fields), rule_name=RULE)
 
 
 def in_the_end(*ticks: Tick) -> bool | None:
     """What the last of some ticks says of whether the pod does nothing."""
-    return verdict(found(*ticks, of=RULE))
+    return verdict(findings_in(*ticks, rule_name=RULE))
 
 
 def test_a_gpu_whose_pod_does_nothing_is_idle() -> None:
@@ -70,7 +70,7 @@ def test_no_evidence_is_not_idleness(metrics: dict[str, float], idle: bool | Non
 
 def test_a_mig_device_without_activity_never_fires() -> None:
     parent, part = device(0, info=Info(mig_mode="enabled")), mig(1, holder(), memory_used_bytes=0.0, processes=())
-    findings = found(tick(0, parent, part), tick(GRACE_S + 1, parent, part), of=RULE)
+    findings = findings_in(tick(0, parent, part), tick(GRACE_S + 1, parent, part), rule_name=RULE)
     assert verdict(findings, "MIG-1") is None
 
 
@@ -78,29 +78,36 @@ def test_a_mig_device_with_engine_activity_is_judged_by_it() -> None:
     parent = device(0, info=Info(mig_mode="enabled"))
     for active, idle in ((0.0, True), (0.4, False)):
         part = mig(1, holder(), graphics_engine_active_ratio=active)
-        assert verdict(found(tick(0, parent, part), tick(GRACE_S + 1, parent, part), of=RULE), "MIG-1") is idle
+        assert (
+            verdict(findings_in(tick(0, parent, part), tick(GRACE_S + 1, parent, part), rule_name=RULE), "MIG-1")
+            is idle
+        )
 
 
 @pytest.mark.parametrize("state", ["lost", "timeout"])
 def test_a_device_that_does_not_answer_says_nothing(state: str) -> None:
     well = device(0, holder(), busy=0.0)
-    findings = found(tick(0, well), tick(GRACE_S + 1, device(0, holder(), busy=0.0, state=state)), of=RULE)
+    findings = findings_in(tick(0, well), tick(GRACE_S + 1, device(0, holder(), busy=0.0, state=state)), rule_name=RULE)
     assert verdict(findings) is None
 
 
 def test_a_device_that_is_missing_says_nothing() -> None:
-    assert verdict(found(tick(0, device(0, holder(), busy=0.0)), tick(GRACE_S + 1), of=RULE)) is None
+    assert verdict(findings_in(tick(0, device(0, holder(), busy=0.0)), tick(GRACE_S + 1), rule_name=RULE)) is None
 
 
 def test_a_tick_without_a_snapshot_says_nothing_of_who_held_the_device_before() -> None:
-    held = device(0, holder(), busy=0.0)
-    (finding,) = found(tick(0, held), tick(GRACE_S + 1, device(0, busy=0.0), attribution="none"), of=RULE)
+    held_device = device(0, holder(), busy=0.0)
+    (finding,) = findings_in(
+        tick(0, held_device), tick(GRACE_S + 1, device(0, busy=0.0), attribution="none"), rule_name=RULE
+    )
     assert (finding.holds, finding.pod_uid) == (None, "uid-bert-0")
 
 
 def test_work_in_a_tick_without_a_snapshot_is_whosever_it_was() -> None:
-    held = device(0, holder(), busy=0.0)
-    (finding,) = found(tick(0, held), tick(GRACE_S + 1, device(0, busy=0.5), attribution="none"), of=RULE)
+    held_device = device(0, holder(), busy=0.0)
+    (finding,) = findings_in(
+        tick(0, held_device), tick(GRACE_S + 1, device(0, busy=0.5), attribution="none"), rule_name=RULE
+    )
     assert (finding.holds, finding.pod_uid) == (False, "uid-bert-0")
 
 
@@ -114,15 +121,15 @@ def test_a_pod_that_was_only_seen_there_does_not_hold_the_device() -> None:
 
 
 def test_the_use_of_the_pods_own_processes_is_work() -> None:
-    own = Process(1, "uid-bert-0", 0.3)
+    own_process = Process(1, "uid-bert-0", 0.3)
     strange = Process(2, "uid-other", 0.3)
-    assert verdict(judged(device(0, holder(), busy=0.0, processes=(own,)))) is False
+    assert verdict(judged(device(0, holder(), busy=0.0, processes=(own_process,)))) is False
     assert verdict(judged(device(0, holder(), busy=0.0, processes=(strange,)))) is True
     assert verdict(judged(device(0, holder(busy=0.3), busy=0.0))) is False
 
 
 @pytest.mark.parametrize(
-    ("parts", "rest", "busy", "idle"),
+    ("parts", "unattributed", "busy", "idle"),
     [
         ((0.0, 0.5), 0.0, 0.5, {"a": True, "b": False}),
         ((0.0, 0.0), 0.0, 0.0, {"a": True, "b": True}),
@@ -157,23 +164,23 @@ def test_the_use_of_the_pods_own_processes_is_work() -> None:
     ],
 )
 def test_on_a_shared_device_each_pod_is_judged_by_its_own_part(
-    parts: tuple[float | None, float | None], rest: float | None, busy: float, idle: dict[str, bool | None]
+    parts: tuple[float | None, float | None], unattributed: float | None, busy: float, idle: dict[str, bool | None]
 ) -> None:
     pods = [holder(name, busy=part) for name, part in zip("ab", parts, strict=True)]
-    findings = judged(device(0, *pods, busy=busy, unattributed=Parts(utilization_ratio=rest)))
+    findings = judged(device(0, *pods, busy=busy, unattributed=Parts(utilization_ratio=unattributed)))
     holds = {finding.pod_uid.removeprefix("uid-"): finding.holds for finding in findings}
     assert {name: holds.get(name, False) for name in "ab"} == idle
 
 
 def test_an_idle_pod_beside_one_that_works_is_found_if_no_process_of_others_is_there() -> None:
     pods = [holder("a", busy=0.0), holder("b", busy=0.8)]
-    own, unknown = Process(1, "uid-b", 0.8), Process(2, None, 0.0)
-    for processes, holds in (((own,), True), ((own, unknown), None)):
+    own_process, unknown = Process(1, "uid-b", 0.8), Process(2, None, 0.0)
+    for processes, holds in (((own_process,), True), ((own_process, unknown), None)):
         shared = device(0, *pods, busy=0.9, unattributed=Parts(utilization_ratio=0.1), processes=processes)
-        found = {one.pod_uid: one.holds for one in judged(shared)}
-        assert found == {"uid-a": holds}
+        holds_by_pod = {finding.pod_uid: finding.holds for finding in judged(shared)}
+        assert holds_by_pod == {"uid-a": holds}
     replay = Replay(DEFAULTS)
-    shared = device(0, *pods, busy=0.9, unattributed=Parts(utilization_ratio=0.1), processes=(own,))
+    shared = device(0, *pods, busy=0.9, unattributed=Parts(utilization_ratio=0.1), processes=(own_process,))
     (alert,) = [alert for s in range(0, 3000, 10) for alert in replay.judge(tick(s, shared))]
     assert [gpu.pod for gpu in alert.gpus] == ["ml/a"]
     assert "1 of 2 GPUs idle, the other one works" in alert.annotations["summary"]
@@ -181,9 +188,9 @@ def test_an_idle_pod_beside_one_that_works_is_found_if_no_process_of_others_is_t
 
 def test_ten_pods_that_do_nothing_are_idle_though_the_device_they_share_is_not() -> None:
     pods = [holder(f"p{number}", busy=0.009) for number in range(10)]
-    one = device(0, *pods, busy=0.09, unattributed=Parts(utilization_ratio=0.0))
+    sample = device(0, *pods, busy=0.09, unattributed=Parts(utilization_ratio=0.0))
     replay = Replay(DEFAULTS, grouped=False)
-    fired = [alert for s in range(0, 7200, 10) for alert in replay.judge(tick(s, one))]
+    fired = [alert for s in range(0, 7200, 10) for alert in replay.judge(tick(s, sample))]
     assert [(alert.name, alert.state) for alert in fired] == [(RULE, "firing")] * 10
     assert {alert.labels["k8s_pod_name"] for alert in fired} == {f"p{number}" for number in range(10)}
     assert {alert.annotations["gpu_share"] for alert in fired} == {"0.1"}
@@ -194,13 +201,16 @@ def test_a_pod_on_a_shared_mig_device_without_parts_is_judged_by_the_whole_devic
     parent, pods = device(0, info=Info(mig_mode="enabled")), (holder("a"), holder("b"))
     for active, idle in ((0.0, True), (0.4, None)):
         part = mig(1, *pods, graphics_engine_active_ratio=active)
-        assert verdict(found(tick(0, parent, part), tick(GRACE_S + 1, parent, part), of=RULE), "MIG-1") is idle
+        assert (
+            verdict(findings_in(tick(0, parent, part), tick(GRACE_S + 1, parent, part), rule_name=RULE), "MIG-1")
+            is idle
+        )
 
 
 def test_on_a_shared_device_the_video_engines_work_is_anybodys() -> None:
     pods = holder("a", busy=0.0), holder("b", busy=0.5)
-    one = device(0, *pods, busy=0.5, encoder_utilization_ratio=0.5, unattributed=Parts(utilization_ratio=0.0))
-    assert [(finding.pod_uid, finding.holds) for finding in judged(one)] == [("uid-a", None)]
+    sample = device(0, *pods, busy=0.5, encoder_utilization_ratio=0.5, unattributed=Parts(utilization_ratio=0.0))
+    assert [(finding.pod_uid, finding.holds) for finding in judged(sample)] == [("uid-a", None)]
 
 
 def test_several_containers_of_a_pod_are_one_holder_with_the_sum_of_their_parts() -> None:
@@ -218,18 +228,18 @@ def test_a_pod_without_a_uid_is_distinguished_by_its_name() -> None:
 
 
 def test_the_grace_begins_when_the_pod_gets_the_device() -> None:
-    mine, other = device(0, holder("a"), busy=0.0), device(0, holder("b"), busy=0.0)
-    assert in_the_end(tick(0, mine), tick(GRACE_S - 1, mine)) is None
-    assert in_the_end(tick(0, mine), tick(GRACE_S, mine)) is True
-    assert in_the_end(tick(0, mine), tick(GRACE_S, other)) is None
-    (finding,) = found(tick(0, mine), tick(100, other), tick(100 + GRACE_S, other), of=RULE)
+    held_by_a, other = device(0, holder("a"), busy=0.0), device(0, holder("b"), busy=0.0)
+    assert in_the_end(tick(0, held_by_a), tick(GRACE_S - 1, held_by_a)) is None
+    assert in_the_end(tick(0, held_by_a), tick(GRACE_S, held_by_a)) is True
+    assert in_the_end(tick(0, held_by_a), tick(GRACE_S, other)) is None
+    (finding,) = findings_in(tick(0, held_by_a), tick(100, other), tick(100 + GRACE_S, other), rule_name=RULE)
     assert finding.since_ms == tick(100 + GRACE_S).ts_ms
 
 
 def test_a_pod_that_was_seen_there_before_it_was_given_the_device_has_it_from_then_on() -> None:
-    seen, given_it = device(0, holder(observed=True), busy=0.0), device(0, holder(), busy=0.0)
-    assert in_the_end(tick(0, seen), tick(100, given_it), tick(GRACE_S, given_it)) is None
-    assert in_the_end(tick(0, seen), tick(100, given_it), tick(100 + GRACE_S, given_it)) is True
+    observed_device, given_it = device(0, holder(observed=True), busy=0.0), device(0, holder(), busy=0.0)
+    assert in_the_end(tick(0, observed_device), tick(100, given_it), tick(GRACE_S, given_it)) is None
+    assert in_the_end(tick(0, observed_device), tick(100, given_it), tick(100 + GRACE_S, given_it)) is True
 
 
 def test_a_pod_of_the_same_name_that_is_another_one_has_a_grace_of_its_own() -> None:
@@ -310,8 +320,8 @@ def test_a_pod_or_its_namespace_sets_how_long_its_gpus_may_be_idle(
 )
 def test_an_override_is_for_the_pods_that_match_all_of_it(override: str, matches: bool) -> None:
     by = overlay(f'[[rules.GPUHeldIdle.overrides]]\n{override}\nfor = "1h"\nseverity = "info"\n')
-    one = device(0, holder(labels={"app": "vllm-0"}, namespace_labels={"team": "research"}), busy=0.0)
-    (finding,) = found(tick(0, one), tick(GRACE_S, one), of=RULE, by=by)
+    sample = device(0, holder(labels={"app": "vllm-0"}, namespace_labels={"team": "research"}), busy=0.0)
+    (finding,) = findings_in(tick(0, sample), tick(GRACE_S, sample), rule_name=RULE, by=by)
     assert (finding.rule.for_ms, finding.rule.severity) == ((3_600_000, "info") if matches else (900_000, "warning"))
 
 
@@ -325,11 +335,11 @@ def test_a_later_override_goes_over_an_earlier_one_and_the_pods_own_policy_over_
         namespace = "ml"
         for = "2h"
     """)
-    one = device(0, holder(), busy=0.0)
-    (finding,) = found(tick(0, one), tick(GRACE_S, one), of=RULE, by=by)
+    sample = device(0, holder(), busy=0.0)
+    (finding,) = findings_in(tick(0, sample), tick(GRACE_S, sample), rule_name=RULE, by=by)
     assert (finding.rule.for_ms, finding.rule.severity) == (7_200_000, "info")
-    one = device(0, holder(annotations={"gpustream.dev/idle-after": "3h"}), busy=0.0)
-    (finding,) = found(tick(0, one), tick(GRACE_S, one), of=RULE, by=by)
+    sample = device(0, holder(annotations={"gpustream.dev/idle-after": "3h"}), busy=0.0)
+    (finding,) = findings_in(tick(0, sample), tick(GRACE_S, sample), rule_name=RULE, by=by)
     assert (finding.rule.for_ms, finding.rule.severity) == (10_800_000, "info")
 
 
@@ -346,27 +356,32 @@ def test_labels_and_annotations_of_an_override_are_added_to_the_rules() -> None:
         labels = { pager = "yes" }
         annotations = { dashboard = "https://example.com/ml" }
     """)
-    one = device(0, holder(), busy=0.0)
-    (finding,) = found(tick(0, one), tick(GRACE_S, one), of=RULE, by=by)
+    sample = device(0, holder(), busy=0.0)
+    (finding,) = findings_in(tick(0, sample), tick(GRACE_S, sample), rule_name=RULE, by=by)
     assert finding.rule.labels == {"team": "platform", "pager": "yes", "tier": "research"}
     assert finding.rule.annotations == {"runbook": "https://example.com/idle", "dashboard": "https://example.com/ml"}
 
 
 def test_an_override_disables_a_rule_for_some_or_enables_it_for_some() -> None:
-    one = device(0, holder("a"), busy=0.0), device(1, holder("b", namespace="other"), busy=0.0)
+    samples = device(0, holder("a"), busy=0.0), device(1, holder("b", namespace="other"), busy=0.0)
     off = overlay('[[rules.GPUHeldIdle.overrides]]\nnamespace = "ml"\nenabled = false')
     on = overlay(
         '[rules.GPUHeldIdle]\nenabled = false\n[[rules.GPUHeldIdle.overrides]]\nnamespace = "ml"\nenabled = true'
     )
     for by, pod in ((off, "uid-b"), (on, "uid-a")):
-        assert [f.pod_uid for f in found(tick(0, *one), tick(GRACE_S, *one), of=RULE, by=by)] == [pod]
+        assert [f.pod_uid for f in findings_in(tick(0, *samples), tick(GRACE_S, *samples), rule_name=RULE, by=by)] == [
+            pod
+        ]
 
 
 def test_what_counts_as_work_may_differ_by_namespace() -> None:
     by = overlay('[[rules.GPUHeldIdle.overrides]]\nnamespace = "ml"\nidle_below = 0.2')
-    assert verdict(found(tick(0, d := device(0, holder(), busy=0.1)), tick(GRACE_S, d), of=RULE, by=by)) is True
+    assert (
+        verdict(findings_in(tick(0, d := device(0, holder(), busy=0.1)), tick(GRACE_S, d), rule_name=RULE, by=by))
+        is True
+    )
     other = device(0, holder(namespace="x"), busy=0.1)
-    assert verdict(found(tick(0, other), tick(GRACE_S, other), of=RULE, by=by)) is False
+    assert verdict(findings_in(tick(0, other), tick(GRACE_S, other), rule_name=RULE, by=by)) is False
 
 
 ratios = st.none() | st.floats(0, 1)
@@ -374,23 +389,23 @@ ratios = st.none() | st.floats(0, 1)
 
 @given(st.fixed_dictionaries(dict.fromkeys(RATIOS, ratios)), st.none() | st.floats(0, 1), st.floats(0, 1) | st.none())
 def test_work_by_any_measure_is_never_idleness_and_without_a_measure_of_all_nothing_is(
-    metrics: dict[str, float | None], part: float | None, own: float | None
+    metrics: dict[str, float | None], part: float | None, own_use: float | None
 ) -> None:
-    processes = (Process(1, "uid-bert-0", own),)
+    processes = (Process(1, "uid-bert-0", own_use),)
     findings = judged(device(0, holder(busy=part), processes=processes, **metrics))
-    works = any(value is not None and value >= 0.01 for value in (*metrics.values(), part, own))
-    known = any(metrics[name] is not None for name in RATIOS[:4])
-    assert verdict(findings) is (False if works else True if known else None)
+    works = any(value is not None and value >= 0.01 for value in (*metrics.values(), part, own_use))
+    measured = any(metrics[name] is not None for name in RATIOS[:4])
+    assert verdict(findings) is (False if works else True if measured else None)
 
 
 def test_a_policy_silences_for_no_longer_than_the_operator_lets_it() -> None:
     """Off counts for a day after the pod got the GPU; a time of ten years is a day, and says so."""
     off = device(0, holder(annotations={"gpustream.dev/alerts": "off"}), busy=0.0)
     day_s = 24 * 3600
-    assert verdict(found(tick(0, off), tick(day_s - 1, off), of=RULE)) is False
-    assert verdict(found(tick(0, off), tick(day_s, off), of=RULE)) is True
+    assert verdict(findings_in(tick(0, off), tick(day_s - 1, off), rule_name=RULE)) is False
+    assert verdict(findings_in(tick(0, off), tick(day_s, off), rule_name=RULE)) is True
     years = device(0, holder(annotations={"gpustream.dev/idle-after": "3650d"}), busy=0.0)
-    findings = found(tick(0, years), tick(GRACE_S + 1, years))
-    assert [one.rule.for_ms for one in findings if one.rule.name == RULE] == [day_s * 1000]
-    (text,) = [one.facts.text for one in findings if one.rule.name == "GPUPolicyInvalid"]
+    findings = findings_in(tick(0, years), tick(GRACE_S + 1, years))
+    assert [finding.rule.for_ms for finding in findings if finding.rule.name == RULE] == [day_s * 1000]
+    (text,) = [finding.facts.text for finding in findings if finding.rule.name == "GPUPolicyInvalid"]
     assert "1d is the most that counts here" in text

@@ -7,7 +7,7 @@ import pytest
 
 from streams.alerts.node import Replay
 from streams.alerts.tick import Device
-from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, found, holder, mig, overlay, tick, verdict
+from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, findings_in, holder, mig, overlay, tick, verdict
 from topics.alerts import Alert, milliseconds
 
 ON = overlay("[rules.GPUStalled]\nenabled = true")
@@ -22,7 +22,7 @@ def hung(number: int = 0, **fields: Any) -> Device:
 
 
 @pytest.mark.parametrize(
-    ("one", "holds"),
+    ("sample", "holds"),
     [
         (hung(), True),
         (hung(busy=0.99), True),
@@ -45,31 +45,31 @@ def hung(number: int = 0, **fields: Any) -> Device:
         (device(0, holder(annotations={"gpustream.dev/alerts": "off"}), **HUNG), False),
     ],
 )
-def test_it_holds_by_all_of_its_measures_and_is_not_known_without_them(one: Device, holds: bool | None) -> None:
-    assert verdict(found(tick(0, one), of="GPUStalled", by=ON)) is holds
+def test_it_holds_by_all_of_its_measures_and_is_not_known_without_them(sample: Device, holds: bool | None) -> None:
+    assert verdict(findings_in(tick(0, sample), rule_name="GPUStalled", by=ON)) is holds
 
 
 def test_a_mig_device_is_not_judged() -> None:
-    assert not found(tick(0, mig(0, holder(), **HUNG)), of="GPUStalled", by=ON)
+    assert not findings_in(tick(0, mig(0, holder(), **HUNG)), rule_name="GPUStalled", by=ON)
 
 
 def test_it_is_on_unless_a_file_turns_it_off() -> None:
     assert DEFAULTS.of("stalled")
     assert not overlay("[rules.GPUStalled]\nenabled = false").of("stalled")
-    own = overlay('[rules.HungJobs]\nkind = "stalled"').of("stalled")[-1]
-    assert (own.name, own.enabled, own.for_ms) == ("HungJobs", True, 600_000)
+    own_rule = overlay('[rules.HungJobs]\nkind = "stalled"').of("stalled")[-1]
+    assert (own_rule.name, own_rule.enabled, own_rule.for_ms) == ("HungJobs", True, 600_000)
 
 
 def fired(*moments: tuple[range, list[Device]]) -> list[Alert]:
     replay = Replay(ON)
-    told = [alert for seconds, devices in moments for s in seconds for alert in replay.judge(tick(s, *devices))]
-    return [alert for alert in told if alert.name == "GPUStalled"]
+    alerts = [alert for seconds, devices in moments for s in seconds for alert in replay.judge(tick(s, *devices))]
+    return [alert for alert in alerts if alert.name == "GPUStalled"]
 
 
 def test_a_job_that_hangs_for_ten_minutes_is_one_alert_with_its_gpus_inside() -> None:
     assert not fired((range(0, 600, 5), [hung(i) for i in range(8)]))
-    alert, *more = fired((range(0, 605, 5), [hung(i) for i in range(8)]))
-    assert not more
+    alert, *rest = fired((range(0, 605, 5), [hung(i) for i in range(8)]))
+    assert not rest
     assert (alert.idle, alert.held, alert.revision) == (8, 8, 0)
     assert alert.annotations["summary"] == "Job ml/bert: 8 of 8 GPUs stalled (since 2026-11-20 23:59 UTC)"
     assert "Wasted by 2026-11-21 00:09 UTC: 1.33 GPU-hours." in alert.annotations["description"]
@@ -90,10 +90,10 @@ def test_it_is_no_alert_until_all_ranks_of_the_workload_stall_and_ends_when_one_
 
 def test_of_ranks_on_several_nodes_all_must_stall() -> None:
     def both(seconds: range, second: Device) -> list[Alert]:
-        told: list[Alert] = []
+        alerts: list[Alert] = []
         for s in seconds:
-            told += replay.judge(tick(s, hung(), node="a")) + replay.judge(tick(s, second, node="b"))
-        return [one for one in told if one.name == "GPUStalled"]
+            alerts += replay.judge(tick(s, hung(), node="a")) + replay.judge(tick(s, second, node="b"))
+        return [alert for alert in alerts if alert.name == "GPUStalled"]
 
     replay = Replay(ON)
     works = device(1, holder("bert-1"), **WORKING)
@@ -113,17 +113,17 @@ def test_work_in_between_ends_what_is_pending_and_after_five_minutes_what_fires(
 
 def test_the_alert_of_a_gpu_names_its_evidence() -> None:
     replay = Replay(ON, grouped=False)
-    told = [alert for s in range(0, 605, 5) for alert in replay.judge(tick(s, hung()))]
-    (alert,) = [one for one in told if one.name == "GPUStalled"]
-    words = "Utilization 100%, 140 of 700 W, SMs active 10%, tensor cores 0%."
-    assert words in alert.annotations["description"]
+    alerts = [alert for s in range(0, 605, 5) for alert in replay.judge(tick(s, hung()))]
+    (alert,) = [alert for alert in alerts if alert.name == "GPUStalled"]
+    text = "Utilization 100%, 140 of 700 W, SMs active 10%, tensor cores 0%."
+    assert text in alert.annotations["description"]
 
 
 def of_job(*moments: tuple[range, list[Device]]) -> dict[str, list[Alert]]:
     """The alerts of a job, by rule."""
     replay = Replay(DEFAULTS)
     alerts = [alert for seconds, devices in moments for s in seconds for alert in replay.judge(tick(s, *devices))]
-    return {name: [one for one in alerts if one.name == name] for name in ("GPUStalled", "GPUHeldIdle")}
+    return {name: [alert for alert in alerts if alert.name == name] for name in ("GPUStalled", "GPUHeldIdle")}
 
 
 def test_a_rank_that_is_idle_while_all_others_stall_does_not_hide_it_and_is_named_first() -> None:
@@ -146,14 +146,14 @@ def test_an_alert_of_idle_gpus_gives_way_to_that_of_the_others_that_stall_and_co
         (range(1205, 1810, 5), [*stalls, culprit]),
         (range(1810, 5400, 30), [*works, culprit]),
     )
-    first, over, again = alerts["GPUHeldIdle"]
-    began, *_, ended = alerts["GPUStalled"]
-    assert (first.state, over.state, again.state) == ("firing", "resolved", "firing")
-    assert (over.resolved_because, over.ends_at) == ("superseded", began.starts_at)
-    assert ended.ends_at is not None
-    assert timedelta() < again.starts_at - ended.ends_at < timedelta(hours=1)
-    for one in (first, again):
-        assert "1 of 4 GPUs idle, the other 3 work" in one.annotations["summary"]
+    first, over, second_idle = alerts["GPUHeldIdle"]
+    begin, *_, end = alerts["GPUStalled"]
+    assert (first.state, over.state, second_idle.state) == ("firing", "resolved", "firing")
+    assert (over.resolved_because, over.ends_at) == ("superseded", begin.starts_at)
+    assert end.ends_at is not None
+    assert timedelta() < second_idle.starts_at - end.ends_at < timedelta(hours=1)
+    for alert in (first, second_idle):
+        assert "1 of 4 GPUs idle, the other 3 work" in alert.annotations["summary"]
 
 
 def test_ranks_that_wait_for_one_that_crashes_again_and_again_name_it() -> None:
@@ -164,8 +164,8 @@ def test_ranks_that_wait_for_one_that_crashes_again_and_again_name_it() -> None:
     assert ": 2 of 3 GPUs stalled, the other one crashes again and again" in stalled.annotations["summary"]
     assert "Crashed: GPU 3 of n (ml/bert-3). Look there first" in stalled.annotations["description"]
     idle = [device(i, holder(f"bert-{i}"), busy=0.0) for i in range(2)]
-    (held,) = of_job((range(0, 1205, 5), [*idle, device(3, crashes, busy=0.0)]))["GPUHeldIdle"]
-    assert ": 2 of 3 GPUs idle, the other one crashes again and again" in held.annotations["summary"]
+    (idle_alert,) = of_job((range(0, 1205, 5), [*idle, device(3, crashes, busy=0.0)]))["GPUHeldIdle"]
+    assert ": 2 of 3 GPUs idle, the other one crashes again and again" in idle_alert.annotations["summary"]
 
 
 def test_idle_ranks_alone_or_beside_one_that_works_are_no_stall() -> None:
@@ -184,7 +184,7 @@ def test_it_ends_when_the_idle_rank_works_again_or_the_others_are_idle_too() -> 
     some_hung = [hung(i) for i in range(3)]
     hang = (range(0, 1205, 5), [*some_hung, culprit])
     works = of_job(hang, (range(1205, 1600, 5), [*some_hung, device(3, holder(), **WORKING)]))["GPUStalled"]
-    assert [one.state for one in works] == ["firing", "resolved"]
+    assert [work.state for work in works] == ["firing", "resolved"]
     idle = [device(i, holder(), busy=0.0, sm_active_ratio=0.0) for i in range(4)]
-    gone = of_job(hang, (range(1205, 1600, 5), idle))["GPUStalled"]
-    assert [one.state for one in gone][-1] == "resolved"
+    stalled_alerts = of_job(hang, (range(1205, 1600, 5), idle))["GPUStalled"]
+    assert [alert.state for alert in stalled_alerts][-1] == "resolved"

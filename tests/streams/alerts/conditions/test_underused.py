@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from streams.alerts.node import Replay
-from tests.streams.alerts.ticks import START_MS, device, found, holder, overlay, tick, verdict
+from tests.streams.alerts.ticks import START_MS, device, findings_in, holder, overlay, tick, verdict
 from topics.alerts import Alert, milliseconds
 from topics.attributed import Holder
 
@@ -26,17 +26,17 @@ GIB = 1 << 30
 
 def fired(name: str, busy: dict[int, float], minutes: int, *, pod: Holder | None = None, **fields: Any) -> list[Alert]:
     """The alerts of a GPU that works so much from a minute of a cycle of 14 on."""
-    replay, told, share = Replay(ON), list[Alert](), 0.0
+    replay, alerts, share = Replay(ON), list[Alert](), 0.0
     for second in range(0, minutes * 60, 10):
         share = busy.get(second // 60 % 14, share) if second % 60 == 0 else share
-        told += replay.judge(tick(second, device(0, pod or holder(), busy=share, **fields)))
-    return [one for one in told if one.name == name]
+        alerts += replay.judge(tick(second, device(0, pod or holder(), busy=share, **fields)))
+    return [alert for alert in alerts if alert.name == name]
 
 
 def test_a_notebook_with_a_cell_each_14_minutes_is_underused_and_never_idle() -> None:
     assert not fired("GPUHeldIdle", {0: 0.6, 1: 0.0}, 120)
-    alert, *more = fired("GPUUnderused", {0: 0.6, 1: 0.0}, 120)
-    assert not more
+    alert, *rest = fired("GPUUnderused", {0: 0.6, 1: 0.0}, 120)
+    assert not rest
     assert milliseconds(alert.starts_at) - START_MS == 42 * 60_000  # with the next cell: until then it might be idle
     assert alert.annotations["summary"] == "Job ml/bert: 1 of 1 GPU underused (in the 30m until 2026-11-21 00:41 UTC)"
     assert alert.annotations["evidence"].startswith("GPU 0 of n: used for ")
@@ -54,40 +54,40 @@ def test_what_does_nothing_at_all_is_idle_and_what_is_used_for_a_tenth_is_used(
 
 
 def test_it_is_resolved_when_the_window_has_enough_work() -> None:
-    replay, told = Replay(ON), list[Alert]()
+    replay, alerts = Replay(ON), list[Alert]()
     for second in range(0, 7200, 10):
-        told += replay.judge(tick(second, device(0, holder(), busy=0.03 if second < 3600 else 0.95)))
-    alert, end = [one for one in told if one.name == "GPUUnderused"]
+        alerts += replay.judge(tick(second, device(0, holder(), busy=0.03 if second < 3600 else 0.95)))
+    alert, end = [candidate for candidate in alerts if candidate.name == "GPUUnderused"]
     assert (alert.state, end.state, end.resolved_because) == ("firing", "resolved", "condition")
 
 
 def test_it_fires_on_while_a_clock_that_was_set_back_shows_less_than_a_window() -> None:
-    short = overlay('[rules.GPUUnderused]\nwindow = "10m"\nkeep_firing_for = "1m"')
-    replay, told = Replay(short), list[Alert]()
+    short_window = overlay('[rules.GPUUnderused]\nwindow = "10m"\nkeep_firing_for = "1m"')
+    replay, alerts = Replay(short_window), list[Alert]()
     in_a_step = 200 - 3600 - START_MS // 1000 % 300  # two steps have ended 400 s later
     for number, second in enumerate((*range(0, 7200, 10), *range(in_a_step, in_a_step + 590, 10))):
-        shown = tick(second, device(0, holder(), busy=0.05))
-        told += replay.judge(msgspec.structs.replace(shown, seq=number + 1, offset=number))
-    assert [one.state for one in told if one.name == "GPUUnderused"] == ["firing"]
+        sample_tick = tick(second, device(0, holder(), busy=0.05))
+        alerts += replay.judge(msgspec.structs.replace(sample_tick, seq=number + 1, offset=number))
+    assert [alert.state for alert in alerts if alert.name == "GPUUnderused"] == ["firing"]
 
 
 def test_what_a_pod_did_before_it_was_given_the_gpu_does_not_count() -> None:
     by = overlay('[rules.GPUUnderused]\nwindow = "10m"\n[rules.GPUHeldIdle]\nenabled = false')
-    replay, told = Replay(by), list[Alert]()
+    replay, alerts = Replay(by), list[Alert]()
     for second in range(0, 1200, 10):
-        shown = holder(observed=second < 60)
-        told += replay.judge(tick(second, device(0, shown, busy=0.9 if second < 60 else 0.0)))
-    assert "GPUUnderused" not in {one.name for one in told}
+        pod = holder(observed=second < 60)
+        alerts += replay.judge(tick(second, device(0, pod, busy=0.9 if second < 60 else 0.0)))
+    assert "GPUUnderused" not in {alert.name for alert in alerts}
 
 
 def test_it_ends_at_once_for_a_pod_that_got_the_gpu_again_and_is_silenced() -> None:
-    replay, found = Replay(overlay('[rules.GPUUnderused]\nwindow = "10m"')), list[Alert]()
+    replay, alerts = Replay(overlay('[rules.GPUUnderused]\nwindow = "10m"')), list[Alert]()
     only_seen = msgspec.structs.replace(holder(), observed=True)
     silenced = holder(annotations={"gpustream.dev/alerts": "off"})
     for second in range(0, 7220, 10):
         pod = holder() if second < 7200 else only_seen if second == 7200 else silenced
-        found += replay.judge(tick(second, device(0, pod, busy=0.05)))
-    states = [(one.state, one.resolved_because) for one in found if one.name == "GPUUnderused"]
+        alerts += replay.judge(tick(second, device(0, pod, busy=0.05)))
+    states = [(alert.state, alert.resolved_because) for alert in alerts if alert.name == "GPUUnderused"]
     assert states == [("firing", None), ("resolved", "policy")]
 
 
@@ -113,15 +113,15 @@ def test_a_container_that_crashes_again_and_again_holds_its_gpus(
     waiting: str | None, restarts: int, holds: bool
 ) -> None:
     pod = holder(waiting=waiting, restarts=restarts)
-    assert verdict(found(tick(0, device(0, pod, busy=0.0)), of="GPUCrashLoop", by=ON)) is holds
+    assert verdict(findings_in(tick(0, device(0, pod, busy=0.0)), rule_name="GPUCrashLoop", by=ON)) is holds
 
 
 def test_a_crash_loop_is_one_alert_of_the_workload_while_its_container_runs_now_and_then() -> None:
-    replay, told = Replay(ON), list[Alert]()
+    replay, alerts = Replay(ON), list[Alert]()
     for second in range(0, 3600, 10):
         crashes = holder(waiting="CrashLoopBackOff" if second % 300 > 40 else None, restarts=4 + second // 300)
-        told += replay.judge(tick(second, *[device(i, crashes, busy=0.0) for i in range(4)]))
-    (alert,) = [one for one in told if one.name == "GPUCrashLoop"]
+        alerts += replay.judge(tick(second, *[device(i, crashes, busy=0.0) for i in range(4)]))
+    (alert,) = [candidate for candidate in alerts if candidate.name == "GPUCrashLoop"]
     assert (alert.held, alert.idle) == (4, 4)
-    words = "Job ml/bert: 4 of 4 GPUs held by containers that crash again and again"
-    assert alert.annotations["summary"] == f"{words} (since 2026-11-21 00:00 UTC)"
+    text = "Job ml/bert: 4 of 4 GPUs held by containers that crash again and again"
+    assert alert.annotations["summary"] == f"{text} (since 2026-11-21 00:00 UTC)"

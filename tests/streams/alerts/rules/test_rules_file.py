@@ -26,8 +26,8 @@ def mistakes(text: str) -> list[tuple[int, str, str]]:
 
 
 def rule(by: Rules, name: str = "GPUHeldIdle") -> Rule:
-    (found,) = [rule for rule in by.rules if rule.name == name]
-    return found
+    (match,) = [rule for rule in by.rules if rule.name == name]
+    return match
 
 
 def test_an_empty_file_leaves_the_defaults() -> None:
@@ -80,7 +80,7 @@ NEGATIVE = "is not a duration: write 500ms, 30s, 15m, 2h, 7d or 1h30m (a bare nu
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "expected"),
     [
         ('for = "soon"', f"'soon' {NEGATIVE}"),
         ('for = "-5m"', f"'-5m' {NEGATIVE}"),
@@ -141,15 +141,15 @@ NEGATIVE = "is not a duration: write 500ms, 30s, 15m, 2h, 7d or 1h30m (a bare nu
         ('overrides = [{ namspace = "a", for = "1m" }]', "is not known"),
     ],
 )
-def test_a_mistake_is_named_at_its_line(line: str, words: str) -> None:
-    found = mistakes(f"# a comment\n\n[rules.GPUHeldIdle]\n{line}\n")
-    assert {at for at, _, _ in found} == {4}
-    assert all(path.startswith("rules.GPUHeldIdle.") for _, path, _ in found)
-    assert any(words in text for _, _, text in found), found
+def test_a_mistake_is_named_at_its_line(line: str, expected: str) -> None:
+    errors = mistakes(f"# a comment\n\n[rules.GPUHeldIdle]\n{line}\n")
+    assert {number for number, _, _ in errors} == {4}
+    assert all(path.startswith("rules.GPUHeldIdle.") for _, path, _ in errors)
+    assert any(expected in text for _, _, text in errors), errors
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "words"),
+    ("text", "location", "expected"),
     [
         ("rules = 1", (1, "rules"), "must be tables [rules.NAME]"),
         ("[[rules]]", (1, "rules"), "must be tables [rules.NAME]"),
@@ -174,10 +174,10 @@ def test_a_mistake_is_named_at_its_line(line: str, words: str) -> None:
         ("for = 5", (1, "for"), "is not known"),
     ],
 )
-def test_a_mistake_in_the_tables_is_named(text: str, place: tuple[int, str], words: str) -> None:
-    ((line, path, said),) = mistakes(text)
-    assert (line, path) == place
-    assert words in said
+def test_a_mistake_in_the_tables_is_named(text: str, location: tuple[int, str], expected: str) -> None:
+    ((line, path, message),) = mistakes(text)
+    assert (line, path) == location
+    assert expected in message
 
 
 def test_the_other_mistakes_of_a_rule_whose_kind_is_not_known_are_named_too() -> None:
@@ -201,9 +201,9 @@ def test_the_other_mistakes_of_a_rule_whose_kind_is_not_known_are_named_too() ->
     ],
 )
 def test_every_mistake_within_a_setting_is_named(setting: str, paths: list[str]) -> None:
-    found = mistakes(f"[rules.GPUHeldIdle]\n{setting}\n")
-    assert [path for _, path, _ in found] == [f"rules.GPUHeldIdle.{path}" for path in paths]
-    assert {line for line, _, _ in found} == {2}
+    errors = mistakes(f"[rules.GPUHeldIdle]\n{setting}\n")
+    assert [path for _, path, _ in errors] == [f"rules.GPUHeldIdle.{path}" for path in paths]
+    assert {number for number, _, _ in errors} == {2}
 
 
 def test_all_mistakes_are_named_each_at_its_own_line() -> None:
@@ -257,26 +257,26 @@ idle_below = 0.5
     ],
 )
 def test_what_is_not_toml_is_named_at_its_line(text: str, line: int) -> None:
-    ((at, path, words),) = mistakes(text)
-    assert (at, path) == (line, "")
-    assert words.startswith("is not TOML: ")
+    ((error_line, path, message),) = mistakes(text)
+    assert (error_line, path) == (line, "")
+    assert message.startswith("is not TOML: ")
 
 
 def test_what_is_nested_too_deeply_is_a_mistake() -> None:
-    ((_, _, words),) = mistakes(f"a = {'[' * 20_000}{']' * 20_000}")
-    assert words == "is nested too deeply"
+    ((_, _, message),) = mistakes(f"a = {'[' * 20_000}{']' * 20_000}")
+    assert message == "is nested too deeply"
 
 
 @pytest.mark.parametrize(
-    ("content", "line", "words"),
+    ("content", "line", "text"),
     [(b"a = 1\nb = '\xff'\n", 2, "is not UTF-8"), (b"#" * ((1 << 20) + 1), 0, "is larger than 1 MiB")],
 )
-def test_what_can_not_be_read_is_a_mistake(tmp_path: Path, content: bytes, line: int, words: str) -> None:
+def test_what_can_not_be_read_is_a_mistake(tmp_path: Path, content: bytes, line: int, text: str) -> None:
     path = tmp_path / "rules.toml"
     path.write_bytes(content)
     with pytest.raises(RulesError) as caught:
         rules_file.load(path)
-    assert caught.value.errors == (rules_file.FileError(str(path), line, "", words),)
+    assert caught.value.errors == (rules_file.FileError(str(path), line, "", text),)
 
 
 def test_the_mark_that_some_editors_put_before_a_file_is_no_mistake(tmp_path: Path) -> None:
@@ -286,8 +286,8 @@ def test_the_mark_that_some_editors_put_before_a_file_is_no_mistake(tmp_path: Pa
 
 
 def test_a_file_that_is_not_there_or_is_a_folder_is_a_mistake(tmp_path: Path) -> None:
-    for path, words in ((tmp_path / "none.toml", "No such file"), (tmp_path, "Is a directory")):
-        with pytest.raises(RulesError, match=words):
+    for path, text in ((tmp_path / "none.toml", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(RulesError, match=text):
             rules_file.load(path)
 
 
@@ -322,10 +322,10 @@ keys = st.sampled_from([option.key for option in OPTIONS] + ["kind", "overrides"
 
 @given(st.dictionaries(st.sampled_from(["GPUHeldIdle", "GPUXid", "mine"]), st.dictionaries(keys, values, max_size=4)))
 def test_whatever_a_table_holds_it_is_a_rule_or_a_mistake(tables: dict[str, dict[str, object]]) -> None:
-    wrong: ValueErrors = []
+    errors: ValueErrors = []
     for name, table in tables.items():
-        found = rules_file.rule(name, table, rules_file.defaults(), wrong)
-        assert wrong or (found is not None and found.name == name)
+        parsed = rules_file.rule(name, table, rules_file.defaults(), errors)
+        assert errors or (parsed is not None and parsed.name == name)
 
 
 @given(st.text(max_size=60))
@@ -337,7 +337,7 @@ def test_whatever_a_file_holds_it_is_rules_or_mistakes(text: str) -> None:
 def test_for_how_long_a_policy_may_silence_is_said_by_namespace() -> None:
     text = '[policies]\nlongest = "12h"\n[[policies.overrides]]\nnamespace = "notebooks-*"\nlongest = "3d"'
     bounds = rules_file.parse(text, "rules.toml").bounds
-    assert [bounds.longest(one) // 3_600_000 for one in ("ml", "notebooks-a")] == [12, 72]
+    assert [bounds.longest(namespace) // 3_600_000 for namespace in ("ml", "notebooks-a")] == [12, 72]
     assert rules_file.load(None).bounds.longest("ml") == 24 * 3_600_000
 
 
@@ -352,4 +352,4 @@ def test_for_how_long_a_policy_may_silence_is_said_by_namespace() -> None:
     ],
 )
 def test_a_mistake_in_the_bounds_of_policies_is_named(text: str, path: str) -> None:
-    assert [found for _, found, _ in mistakes(text)] == [path]
+    assert [error_path for _, error_path, _ in mistakes(text)] == [path]

@@ -16,7 +16,7 @@ from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import Rules
 from streams.alerts.text.describe import MAX_VALUE_BYTES, Described, describe, describe_silence, share_of
 from streams.alerts.tick import Device, Info, Process, Tick
-from tests.streams.alerts.ticks import DEFAULTS, GRACE_S, START_MS, device, found, gpu, holder, mig, overlay, tick
+from tests.streams.alerts.ticks import DEFAULTS, GRACE_S, START_MS, device, findings_in, gpu, holder, mig, overlay, tick
 from topics.alerts import RUNBOOKS
 from topics.attributed import AttributedEvent, Parts, Workload, holder_of_job
 from topics.samples import Job
@@ -25,23 +25,23 @@ from topics.workloads import UnwellDevice
 ROOT = Path(__file__).parents[4]
 
 
-def said(rule: str, *ticks: Tick, since_s: float = 0.0, by: Rules = DEFAULTS) -> Described:
+def description_of(rule: str, *ticks: Tick, since_s: float = 0.0, by: Rules = DEFAULTS) -> Described:
     """The labels and annotations of the one finding of a rule."""
-    (finding,) = [finding for finding in found(*ticks, of=rule, by=by) if finding.holds]
+    (finding,) = [finding for finding in findings_in(*ticks, rule_name=rule, by=by) if finding.holds]
     return describe(finding, ticks[-1], START_MS + round(since_s * 1000))
 
 
-def idle(one: Device, *, seconds: float = 1200.0, by: Rules = DEFAULTS) -> Described:
+def idle(sample: Device, *, seconds: float = 1200.0, by: Rules = DEFAULTS) -> Described:
     """What is said of a device that has been idle for so long."""
-    return said("GPUHeldIdle", tick(0, one), tick(GRACE_S + seconds, one), since_s=GRACE_S, by=by)
+    return description_of("GPUHeldIdle", tick(0, sample), tick(GRACE_S + seconds, sample), since_s=GRACE_S, by=by)
 
 
 def test_an_idle_job_is_reported_by_its_id_user_partition_and_account() -> None:
     job = holder_of_job(Job("4242", "ana", "gpu", "vision"))
     labels, annotations = idle(device(3, job, busy=0.0))
     names = {name: value for name, value in labels.items() if name.startswith(("job_", "k8s_"))}
-    where = {"k8s_cluster_name": "c", "k8s_node_name": "n"}
-    assert names == where | {
+    expected = {"k8s_cluster_name": "c", "k8s_node_name": "n"}
+    assert names == expected | {
         "job_id": "4242", "job_user": "ana", "job_partition": "gpu", "job_account": "vision",
     }  # fmt: skip
     assert annotations["summary"] == "gpu/4242 holds GPU 3 of n and has not used it since 2026-11-21 00:04 UTC"
@@ -49,20 +49,20 @@ def test_an_idle_job_is_reported_by_its_id_user_partition_and_account() -> None:
 
 @pytest.mark.parametrize("rule", ["GPULost", "GPUMissing"])
 def test_a_lost_gpu_is_shown_as_the_api_server_has_it(rule: str) -> None:
-    lost = [device(0, state="lost")] if rule == "GPULost" else []
+    lost_devices = [device(0, state="lost")] if rule == "GPULost" else []
     unwell = (
         UnwellDevice(gpu(0), health="Unhealthy", message="XID 79"),
         UnwellDevice(gpu(0), taint="gpu.nvidia.com/lost:NoExecute"),
         UnwellDevice(gpu(1), health="Unhealthy"),
     )
-    now = msgspec.structs.replace(tick(600, *lost, device(1)), unwell=unwell)
-    _, annotations = said(rule, tick(0, device(0), device(1)), now)
+    now = msgspec.structs.replace(tick(600, *lost_devices, device(1)), unwell=unwell)
+    _, annotations = description_of(rule, tick(0, device(0), device(1)), now)
     status = "Unhealthy: XID 79, taint gpu.nvidia.com/lost:NoExecute"
     assert annotations["api_status"] == status
 
 
 def test_a_lost_gpu_of_which_the_api_server_says_nothing_has_no_status() -> None:
-    _, annotations = said("GPULost", tick(0, device(0, state="lost")))
+    _, annotations = description_of("GPULost", tick(0, device(0, state="lost")))
     assert "api_status" not in annotations
 
 
@@ -98,12 +98,12 @@ def test_an_idle_gpu_is_reported_by_who_holds_it() -> None:
 
 def test_memory_of_a_shared_device_is_no_pods_where_its_part_is_not_known() -> None:
     a, b = (holder(name, parts=Parts(utilization_ratio=busy)) for name, busy in (("a", 0.0), ("b", 0.9)))
-    one = device(0, a, b, busy=0.9, memory_used_bytes=9e9, unattributed=Parts(utilization_ratio=0.0))
-    assert "Whether it holds memory is not known." in idle(one)[1]["description"]
+    sample = device(0, a, b, busy=0.9, memory_used_bytes=9e9, unattributed=Parts(utilization_ratio=0.0))
+    assert "Whether it holds memory is not known." in idle(sample)[1]["description"]
 
 
 @pytest.mark.parametrize(
-    ("one", "words"),
+    ("sample", "text"),
     [
         (device(0, holder(), busy=0.0, memory_used_bytes=0.0), "It holds no memory of the GPU."),
         (device(0, holder(), busy=0.0, memory_used_bytes=5e6), "It holds no memory of the GPU."),
@@ -112,12 +112,12 @@ def test_memory_of_a_shared_device_is_no_pods_where_its_part_is_not_known() -> N
         (device(0, holder(busy=0.0), busy=0.0, memory_used_bytes=9e9), "It holds 1.0 GiB of the GPU's memory."),
     ],
 )
-def test_whether_memory_is_held_is_said(one: Device, words: str) -> None:
-    assert words in idle(one)[1]["description"]
+def test_whether_memory_is_held_is_said(sample: Device, text: str) -> None:
+    assert text in idle(sample)[1]["description"]
 
 
 @pytest.mark.parametrize(
-    ("profile", "model", "pods", "ratio", "how"),
+    ("profile", "model", "pods", "ratio", "advice"),
     [
         (None, "NVIDIA H100", 1, 1.0, "a whole GPU"),
         (None, "NVIDIA H100", 4, 0.25, "one of 4 pods on it, divided equally"),
@@ -134,13 +134,13 @@ def test_whether_memory_is_held_is_said(one: Device, words: str) -> None:
     ],
 )
 def test_a_slice_wastes_its_part_of_a_gpu(
-    profile: str | None, model: str | None, pods: int, ratio: float | None, how: str
+    profile: str | None, model: str | None, pods: int, ratio: float | None, advice: str
 ) -> None:
     holders = [holder(f"pod-{i}", busy=0.0) for i in range(pods)]
     make: dict[str, Any] = {"busy": 0.0, "model": model, "unattributed": Parts(utilization_ratio=0.0)}
-    one = device(0, *holders, **make) if profile is None else mig(1, *holders, profile=profile, **make)
-    finding = found(tick(0, one), tick(GRACE_S, one), of="GPUHeldIdle")[0]
-    assert share_of(finding.facts) == (ratio if ratio is None else pytest.approx(ratio), how)
+    sample = device(0, *holders, **make) if profile is None else mig(1, *holders, profile=profile, **make)
+    finding = findings_in(tick(0, sample), tick(GRACE_S, sample), rule_name="GPUHeldIdle")[0]
+    assert share_of(finding.facts) == (ratio if ratio is None else pytest.approx(ratio), advice)
     _, annotations = describe(finding, tick(GRACE_S + 700), START_MS + GRACE_S * 1000)
     assert ("Wasted by " in annotations["description"]) is (ratio is not None)
     assert annotations.get("wasted_gpu_seconds") == (None if ratio is None else f"{700 * ratio:.0f}")
@@ -160,13 +160,15 @@ def test_several_containers_of_a_pod_are_not_named() -> None:
 
 
 def test_of_a_shared_device_the_alert_names_the_pod_that_it_is_about() -> None:
-    one = device(0, holder("a", busy=0.9), holder("b", busy=0.0), busy=0.9, unattributed=Parts(utilization_ratio=0.0))
-    assert idle(one)[0]["k8s_pod_name"] == "b"
+    sample = device(
+        0, holder("a", busy=0.9), holder("b", busy=0.0), busy=0.9, unattributed=Parts(utilization_ratio=0.0)
+    )
+    assert idle(sample)[0]["k8s_pod_name"] == "b"
 
 
 def test_an_alert_about_a_device_names_a_pod_only_where_it_holds_it_alone() -> None:
     for pods, name in (((holder(),), "bert-0"), ((holder("a"), holder("b")), None), ((), None)):
-        labels, _ = said("GPURowRemapPending", tick(0, device(0, *pods, row_remap_pending=1)))
+        labels, _ = description_of("GPURowRemapPending", tick(0, device(0, *pods, row_remap_pending=1)))
         assert labels.get("k8s_pod_name") == name
 
 
@@ -191,12 +193,12 @@ def test_a_rules_own_labels_and_annotations_go_over() -> None:
 
 def test_a_rule_of_another_name_has_the_runbook_of_its_kind() -> None:
     by = overlay('[rules.Mine]\nkind = "held_idle"')
-    labels, annotations = said("Mine", tick(0, d := device(0, holder(), busy=0.0)), tick(GRACE_S, d), by=by)
+    labels, annotations = description_of("Mine", tick(0, d := device(0, holder(), busy=0.0)), tick(GRACE_S, d), by=by)
     assert (labels["alertname"], annotations["runbook"]) == ("Mine", f"{RUNBOOKS}/GPUHeldIdle.md")
 
 
 @pytest.mark.parametrize(
-    ("rule", "ticks", "words"),
+    ("rule", "ticks", "texts"),
     [
         (
             "GPUUsedUnallocated",
@@ -276,9 +278,9 @@ def test_a_rule_of_another_name_has_the_runbook_of_its_kind() -> None:
         ),
     ],
 )
-def test_an_alert_says_what_is_the_matter(rule: str, ticks: list[Tick], words: list[str]) -> None:
-    _, annotations = said(rule, *ticks)
-    for part in words:
+def test_an_alert_says_what_is_the_matter(rule: str, ticks: list[Tick], texts: list[str]) -> None:
+    _, annotations = description_of(rule, *ticks)
+    for part in texts:
         assert part in annotations["description"]
 
 
@@ -313,11 +315,11 @@ def test_whatever_names_there_are_labels_are_utf_8_of_bounded_length(name: str, 
 
 
 def test_a_replay_says_the_same() -> None:
-    one = device(0, holder(), busy=0.0, xids={"31": 1}, events=(AttributedEvent("xid", 31),))
+    sample = device(0, holder(), busy=0.0, xids={"31": 1}, events=(AttributedEvent("xid", 31),))
     said_twice = []
     for _ in range(2):
-        findings, _ = evaluate(DEFAULTS, tick(0, one), Memory())
-        said_twice.append([describe(finding, tick(0, one), START_MS) for finding in findings])
+        findings, _ = evaluate(DEFAULTS, tick(0, sample), Memory())
+        said_twice.append([describe(finding, tick(0, sample), START_MS) for finding in findings])
     assert said_twice[0] == said_twice[1]
 
 
@@ -326,5 +328,5 @@ def test_a_rules_own_labels_never_replace_those_of_the_workload() -> None:
     (idle,) = by.of("held_idle")
     for labels, team in (({"team": "ml"}, "ml"), ({}, "platform")):
         facts = Facts(device(0), None, (holder(labels=labels),))
-        said, _ = describe(Finding(idle, gpu(), "uid-bert-0", facts=facts), tick(0, device(0)), 0)
-        assert (said["team"], said["floor"]) == (team, "2")
+        described, _ = describe(Finding(idle, gpu(), "uid-bert-0", facts=facts), tick(0, device(0)), 0)
+        assert (described["team"], described["floor"]) == (team, "2")
