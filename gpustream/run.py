@@ -53,7 +53,9 @@ from producers.node.config import Node, ReadingSettings, node_name
 from producers.settings import Interval
 from producers.simulated.config import SimulationSettings
 from sinks import SINKS
-from sinks.settings import PAGE_ADDRESS, SCRAPE_ADDRESS, NamingSettings, PageListen, ScrapeListen
+from sinks.page.config import PAGE_ADDRESS, PageListen
+from sinks.scrape.config import SCRAPE_ADDRESS, ScrapeListen
+from sinks.series_settings import NamingSettings
 from streams import STREAMS
 from topics.topic import load_topics
 

@@ -5,7 +5,7 @@ from delivery.settings import ComponentSpec
 SINKS = {
     "remote-write": ComponentSpec(
         component="sinks.remote_write.sink:RemoteWriteSink",
-        settings="sinks.settings:RemoteWriteSettings",
+        settings="sinks.remote_write.config:RemoteWriteSettings",
         reads=("gpu.attributed", "gpu.alerts", "gpu.usage"),
         help="Every value to Prometheus, Mimir or any other remote-write receiver, once.",
         example=(
@@ -16,7 +16,7 @@ SINKS = {
     ),
     "scrape": ComponentSpec(
         component="sinks.scrape.sink:ScrapeSink",
-        settings="sinks.settings:ScrapeSettings",
+        settings="sinks.scrape.config:ScrapeSettings",
         reads=("gpu.attributed",),
         help=(
             "The latest value of every series on /metrics, as Prometheus text. In place of dcgm-exporter with --names"
@@ -57,7 +57,7 @@ SINKS = {
     ),
     "metrics-api": ComponentSpec(
         component="sinks.metrics_api.sink:MetricsApiSink",
-        settings="sinks.settings:MetricsApiSettings",
+        settings="sinks.metrics_api.config:MetricsApiSettings",
         reads=("gpu.attributed",),
         dead_letters=False,
         help=(
@@ -73,7 +73,7 @@ SINKS = {
     ),
     "reclaim": ComponentSpec(
         component="sinks.reclaim.sink:ReclaimSink",
-        settings="sinks.settings:ReclaimSettings",
+        settings="sinks.reclaim.config:ReclaimSettings",
         reads=("gpu.alerts",),
         keeps=("gpu.actions",),
         help=(
@@ -88,7 +88,7 @@ SINKS = {
     ),
     "page": ComponentSpec(
         component="sinks.page.sink:PageSink",
-        settings="sinks.settings:PageSettings",
+        settings="sinks.page.config:PageSettings",
         reads=("gpu.attributed", "gpu.alerts", "gpu.usage"),
         dead_letters=False,
         help=(

@@ -18,7 +18,7 @@ from delivery.instruments import Instrument, Instruments
 from sinks.series.counters import Picked, pick, read
 from sinks.series.counters_file import Counter, CountersError, LineError
 from sinks.series.translation import Translator
-from sinks.settings import NamingSettings
+from sinks.series_settings import NamingSettings
 from topics.profiles import LabelNames
 
 log = logging.getLogger(__name__)

@@ -20,11 +20,11 @@ from delivery.kubernetes.client import Client
 from delivery.tail import Tail
 from sinks import http_server, outcomes
 from sinks.metrics_api.cluster import ApiServer
+from sinks.metrics_api.config import METRICS_ADDRESS, MetricsApiSettings
 from sinks.metrics_api.holdings import STALE_S, Holdings, decode
 from sinks.metrics_api.server import Access, Api
 from sinks.metrics_api.tls import ServerTls
 from sinks.outcomes import Undecodable, decoded
-from sinks.settings import METRICS_ADDRESS, MetricsApiSettings
 from topics.attributed import TOPIC
 from topics.topic import node_key
 

@@ -22,9 +22,9 @@ from delivery.tail import Tail
 from delivery.values import Address
 from sinks import alerts, http_server, outcomes
 from sinks.outcomes import Undecodable, decoded
+from sinks.page.config import PAGE_ADDRESS, PageSettings
 from sinks.page.fleet import USAGE_HOURS, Fleet
 from sinks.page.server import Pages, PageServer
-from sinks.settings import PAGE_ADDRESS, PageSettings
 from topics.alerts import TOPIC as ALERTS
 from topics.attributed import TOPIC as ATTRIBUTED
 from topics.attributed import AttributedSample

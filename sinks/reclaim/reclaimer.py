@@ -23,6 +23,7 @@ from delivery.policies import RECLAIM, OptIn, opt_in
 from delivery.values import duration_words
 from sinks import outcomes
 from sinks.reclaim.cluster import Cluster, Denied
+from sinks.reclaim.config import ReclaimSettings
 from sinks.reclaim.decide import (
     Facts,
     Firing,
@@ -38,7 +39,6 @@ from sinks.reclaim.decide import (
     words,
 )
 from sinks.reclaim.ledger import OVER, Ledger, says_nothing_new
-from sinks.settings import ReclaimSettings
 from topics.actions import KINDS, Action, ActionKind, action_id
 from topics.alerts import Alert, milliseconds
 from topics.alerts import time as time_of

@@ -33,9 +33,9 @@ from sinks.alerts import Transitions, key_of, read_alert
 from sinks.consumer import GroupReader, Source, together
 from sinks.outcomes import Outcomes, Undecodable
 from sinks.reclaim.cluster import Cluster
+from sinks.reclaim.config import ReclaimSettings
 from sinks.reclaim.decide import Watched, works_partly
 from sinks.reclaim.reclaimer import API_REQUESTS, COMPONENT, HURRY_S, INSTRUMENTS, Reclaimer
-from sinks.settings import ReclaimSettings
 from topics import actions, alerts
 from topics.actions import Action, kafka_headers
 

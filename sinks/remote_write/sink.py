@@ -16,6 +16,7 @@ from sinks.consumer import GroupReader, Source
 from sinks.counters_reload import following
 from sinks.outcomes import OnOutcome, Outcomes
 from sinks.remote_write.alerts import AlertPartition, AlertSeries
+from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.nodes import OpenSeries
 from sinks.remote_write.partition import RemoteWritePartition, RemoteWriteShared
 from sinks.remote_write.queue import Queue
@@ -24,7 +25,6 @@ from sinks.remote_write.send import Client, RemoteWriteSender
 from sinks.remote_write.usage import UsagePartition
 from sinks.series.relabel import WITHHELD
 from sinks.series.translation import Translator
-from sinks.settings import RemoteWriteSettings
 from topics.alerts import TOPIC as ALERTS
 from topics.attributed import TOPIC
 from topics.usage import HOURS

@@ -27,6 +27,7 @@ from sinks import counters_reload, outcomes
 from sinks.consumer import GroupReader, Source
 from sinks.counters_reload import following
 from sinks.outcomes import OnOutcome, Outcome, Outcomes, Undecodable, decoded
+from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.exposition import Renderings
 from sinks.scrape.server import serving
 from sinks.series.cache import Cache
@@ -35,7 +36,6 @@ from sinks.series.relabel import WITHHELD, Withheld
 from sinks.series.tick import SeriesTick, decode
 from sinks.series.translation import Translator
 from sinks.series.windows import NodeWindow, Resolution
-from sinks.settings import ScrapeSettings
 from topics.attributed import TOPIC
 
 COMPONENT = "scrape"

@@ -24,6 +24,7 @@ from delivery.dead_letters import DeadLetters
 from delivery.instruments import Instruments
 from sinks.outcomes import Outcomes
 from sinks.remote_write import encode_v1, encode_v2
+from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.nodes import OpenSeries
 from sinks.remote_write.partition import RemoteWritePartition, RemoteWriteShared
 from sinks.remote_write.policy import Protocol
@@ -34,7 +35,6 @@ from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
 from sinks.series.model import SampleGroup
 from sinks.series.tick import SeriesTick, decode
 from sinks.series.translation import Translator
-from sinks.settings import RemoteWriteSettings
 from topics.catalogue import CATALOGUE
 from topics.profiles import PROFILES
 

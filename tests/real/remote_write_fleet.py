@@ -9,8 +9,8 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
+from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.sink import RemoteWriteSink
-from sinks.settings import RemoteWriteSettings
 from tests.real.servers import KafkaServer, PrometheusServer
 from topics.topic import node_key
 

@@ -3,8 +3,8 @@
 import asyncio
 import sys
 
+from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.sink import RemoteWriteSink
-from sinks.settings import RemoteWriteSettings
 
 
 def main() -> None:

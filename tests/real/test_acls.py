@@ -29,22 +29,18 @@ from producers.replay.config import ReplaySettings
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
 from sinks.alertmanager import AlertmanagerSink
+from sinks.metrics_api.config import MetricsApiSettings
 from sinks.metrics_api.sink import MetricsApiSink
+from sinks.page.config import PageSettings
 from sinks.page.sink import PageSink
 from sinks.parquet import ParquetSink
+from sinks.reclaim.config import ReclaimSettings
 from sinks.reclaim.sink import ReclaimSink
+from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.sink import RemoteWriteSink
+from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.sink import ScrapeSink
-from sinks.settings import (
-    AlertmanagerSettings,
-    MetricsApiSettings,
-    PageSettings,
-    ParquetSettings,
-    ReclaimSettings,
-    RemoteWriteSettings,
-    ScrapeSettings,
-    WebhookSettings,
-)
+from sinks.settings import AlertmanagerSettings, ParquetSettings, WebhookSettings
 from sinks.webhook import WebhookSink
 from streams.alerts.component import Alerts
 from streams.attribution.component import Attribution

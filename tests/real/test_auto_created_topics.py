@@ -15,9 +15,11 @@ from producers.node.config import NodeSettings
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
 from sinks.alertmanager import AlertmanagerSink
+from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.sink import RemoteWriteSink
+from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.sink import ScrapeSink
-from sinks.settings import AlertmanagerSettings, RemoteWriteSettings, ScrapeSettings, WebhookSettings
+from sinks.settings import AlertmanagerSettings, WebhookSettings
 from sinks.webhook import WebhookSink
 from streams.alerts.component import Alerts
 from streams.attribution.component import Attribution

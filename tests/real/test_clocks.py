@@ -13,8 +13,8 @@ from aiokafka import AIOKafkaProducer
 from delivery import topic_admin
 from producers.records import Numbering
 from sinks.outcomes import Outcome
+from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.sink import RemoteWriteSink
-from sinks.settings import RemoteWriteSettings
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
 from tests.eventually import eventually

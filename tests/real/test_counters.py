@@ -10,10 +10,10 @@ from pathlib import Path
 
 from delivery import topic_admin
 from delivery.values import Address
+from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.exposition import exposition
 from sinks.scrape.sink import ScrapeSink
 from sinks.series.counters_file import OLDER_TYPES, TYPES, CountersError, parse_csv
-from sinks.settings import ScrapeSettings
 from tests.eventually import LIMIT_S, eventually
 from tests.real.conftest import need
 from tests.real.servers import KafkaServer, Missing

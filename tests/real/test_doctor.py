@@ -21,8 +21,8 @@ from gpustream.doctor.situation import CheckResult, OwnMetrics, Situation
 from producers import publisher as names
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
+from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.sink import RemoteWriteSink
-from sinks.settings import RemoteWriteSettings
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
 from tests.eventually import eventually, eventually_sync

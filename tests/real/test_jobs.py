@@ -19,9 +19,11 @@ from delivery.values import Address
 from gpustream.cli import main
 from sinks.alertmanager import AlertmanagerSink
 from sinks.parquet import ParquetSink
+from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.sink import RemoteWriteSink
+from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.sink import ScrapeSink
-from sinks.settings import AlertmanagerSettings, ParquetSettings, RemoteWriteSettings, ScrapeSettings, WebhookSettings
+from sinks.settings import AlertmanagerSettings, ParquetSettings, WebhookSettings
 from sinks.webhook import WebhookSink
 from streams.alerts.component import Alerts
 from streams.attribution.component import Attribution

@@ -16,8 +16,8 @@ from delivery.connection import Connection
 from gpustream.cli import main
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
+from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.sink import RemoteWriteSink
-from sinks.settings import RemoteWriteSettings
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
 from tests.command_line import parsed

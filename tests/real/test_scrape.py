@@ -16,10 +16,10 @@ from aiokafka import AIOKafkaProducer
 
 from delivery.values import Address
 from sinks.scrape import server
+from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.exposition import TEXT, TEXT_UTF8, Renderings, accepted
 from sinks.scrape.server import serving
 from sinks.scrape.sink import ScrapeSink
-from sinks.settings import ScrapeSettings
 from tests.eventually import LIMIT_S, eventually, eventually_sync
 from tests.real.conftest import need
 from tests.real.servers import KafkaServer, PrometheusServer, find_prometheus, find_promtool

@@ -11,8 +11,8 @@ from aiohttp import web
 from aiokafka import AIOKafkaProducer
 
 from delivery import topic_admin
+from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.sink import RemoteWriteSink
-from sinks.settings import RemoteWriteSettings
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
 from tests.eventually import eventually

@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 
 from delivery.instruments import Instruments
+from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import Client, RemoteWriteSender
 from sinks.remote_write.sink import INSTRUMENTS
 from sinks.series.cache import Cache
 from sinks.series.translation import Translator
-from sinks.settings import RemoteWriteSettings
 from tests.real.conftest import need
 from tests.real.servers import PrometheusServer, find_prometheus
 from tests.sinks.conftest import sample

@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 
 from delivery.values import Address
+from sinks.metrics_api.config import MetricsApiSettings
 from sinks.metrics_api.sink import MetricsApiSink
-from sinks.settings import MetricsApiSettings
 from tests.eventually import eventually
 from tests.real.accounting import assert_accounted
 from tests.sinks.conftest import sample

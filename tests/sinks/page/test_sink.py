@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from delivery.values import Address
+from sinks.page.config import PageSettings
 from sinks.page.sink import PageSink
-from sinks.settings import PageSettings
 from tests.eventually import eventually
 from tests.real.accounting import assert_accounted
 from tests.sinks.page.ticks import alert, device, holder, hour, tick

@@ -13,9 +13,9 @@ from delivery.instruments import Instruments
 from delivery.kubernetes.client import Answer, Client, Unreachable
 from sinks.outcomes import Outcomes
 from sinks.reclaim.cluster import Cluster
+from sinks.reclaim.config import ReclaimSettings
 from sinks.reclaim.reclaimer import COMPONENT, INSTRUMENTS, Reclaimer
 from sinks.reclaim.sink import ReclaimPartition
-from sinks.settings import ReclaimSettings
 from tests.sinks.alerts import START_MS, alert, alert_record
 from tests.sinks.records import ConsumedRecord
 from topics.actions import Action

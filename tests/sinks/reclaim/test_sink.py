@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from sinks.reclaim.config import ReclaimSettings
 from sinks.reclaim.sink import ReclaimSink
-from sinks.settings import ReclaimSettings
 from tests.eventually import eventually
 
 

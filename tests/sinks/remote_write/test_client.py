@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 
 from sinks import receiver as module
+from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.policy import Answer
 from sinks.remote_write.send import Client
-from sinks.settings import RemoteWriteSettings
 
 TLS = Path(__file__).parent / "tls"
 

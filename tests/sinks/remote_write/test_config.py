@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sinks.settings import RemoteWriteSettings
+from sinks.remote_write.config import RemoteWriteSettings
 
 GOOD: dict[str, Any] = {"kafka": "127.0.0.1:9092", "url": "https://mimir.example/api/v1/push"}
 

@@ -13,7 +13,7 @@ from sinks.series.model import SampleGroup
 from sinks.series.tick import SeriesTick
 from sinks.series.translation import Translator
 from sinks.series.windows import Resolution
-from sinks.settings import NamingSettings
+from sinks.series_settings import NamingSettings
 from tests.sinks.records import ConsumedRecord, encoded
 from tests.sinks.scrape.fleet import exposed
 from topics.profiles import LabelSet, ProfileName

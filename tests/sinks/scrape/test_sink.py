@@ -8,8 +8,8 @@ import pytest
 
 from delivery.values import Address
 from sinks.http_server import ListenError
+from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.sink import ScrapeSink
-from sinks.settings import ScrapeSettings
 
 NOWHERE = "127.0.0.1:1"
 

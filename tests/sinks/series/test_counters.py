@@ -11,12 +11,13 @@ import pytest
 from delivery.instruments import Instruments
 from sinks.counters_reload import INSTRUMENTS, CountersReload, following
 from sinks.remote_write.nodes import OpenSeries
+from sinks.scrape.config import ScrapeSettings
 from sinks.series.cache import Cache
 from sinks.series.counters import Picked, load, pick
 from sinks.series.counters_file import Counter, CountersError
 from sinks.series.model import STALE, SampleGroup
 from sinks.series.translation import Translator
-from sinks.settings import NamingSettings, ScrapeSettings
+from sinks.series_settings import NamingSettings
 from tests.eventually import eventually
 from tests.sinks.conftest import device, sample
 from tests.sinks.scrape.fleet import INFO, exposed, full_node, node
