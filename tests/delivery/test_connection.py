@@ -79,7 +79,7 @@ def test_a_password_in_the_file_of_a_cloud_is_read_again_too(files: Files) -> No
 
 
 @pytest.mark.parametrize(
-    ("changed", "mistake"),
+    ("changed", "error"),
     [
         ({"kafka": None}, "--kafka: missing: give Kafka's bootstrap brokers, or a --kafka-config that has them"),
         ({"kafka_sasl_mechanism": None}, "--kafka-sasl-mechanism: missing: --kafka-security sasl-plaintext wants"),
@@ -97,8 +97,8 @@ def test_a_password_in_the_file_of_a_cloud_is_read_again_too(files: Files) -> No
         ({"kafka_config": Path("/nowhere")}, "--kafka-config /nowhere: No such file or directory"),
     ],
 )
-def test_a_mistake_names_its_option_and_what_to_do(files: Files, changed: dict[str, Any], mistake: str) -> None:
-    assert login(files, **changed).errors()[0].startswith(mistake)
+def test_an_error_names_its_option_and_what_to_do(files: Files, changed: dict[str, Any], error: str) -> None:
+    assert login(files, **changed).errors()[0].startswith(error)
 
 
 def test_a_secret_is_sent_to_a_token_endpoint_by_https_only(files: Files) -> None:

@@ -70,18 +70,18 @@ def test_a_pod_goes_before_its_namespace_and_what_can_not_be_read_leaves_it_alon
     ],
 )
 def test_a_misspelt_annotation_is_named_with_the_one_that_was_meant(name: str, expected: str) -> None:
-    (mistake,) = annotation_errors(
+    (error,) = annotation_errors(
         {name: "2h", "kubectl.kubernetes.io/x": "y", "note": "z"}, "ml", DEFAULT_BOUNDS, of_pod=True
     )
-    assert mistake.name == name
-    assert mistake.text.startswith(f"the annotation {name} is not known, and nobody reads it: {expected}")
+    assert error.name == name
+    assert error.text.startswith(f"the annotation {name} is not known, and nobody reads it: {expected}")
 
 
 @pytest.mark.parametrize(
     "name",
     ["prometheus.io/alerts", "example.com/idle-after", "gpustream.dev/reclaimed-by", "app.kubernetes.io/name", ALERTS],
 )
-def test_what_was_not_meant_for_gpustream_is_nobodys_mistake(name: str) -> None:
+def test_what_was_not_meant_for_gpustream_is_nobodys_error(name: str) -> None:
     assert annotation_errors({name: "on"}, "ml", DEFAULT_BOUNDS, of_pod=True) == []
 
 
@@ -101,7 +101,7 @@ def test_a_value_that_is_wrong_or_out_of_bounds_is_named(
 ) -> None:
     errors = annotation_errors(annotations, "ml", DEFAULT_BOUNDS, of_pod=of_pod)
     assert len(errors) == (expected is not None)
-    assert all(mistake.text.startswith(expected or "") for mistake in errors)
+    assert all(error.text.startswith(expected or "") for error in errors)
 
 
 def test_bounds_are_by_namespace() -> None:

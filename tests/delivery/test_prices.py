@@ -1,4 +1,4 @@
-"""The file of prices: which entry is a window's price, and each mistake of a file in one sentence."""
+"""The file of prices: which entry is a window's price, and each error of a file in one sentence."""
 
 from decimal import Decimal
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_a_price_is_what_the_file_says_and_no_float(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_mistake_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+def test_an_error_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(PricesError, match=r"prices\.yaml: ") as raised:
         loaded(tmp_path, text)
     assert sentence in str(raised.value)
@@ -110,7 +110,7 @@ def test_a_price_for_more_time_than_an_earlier_one_is_for_the_rest(tmp_path: Pat
     assert [prices.price_of("a", day * 86_400_000, {}) for day in range(3)] == [2, 1, 2]
 
 
-def test_all_mistakes_are_said_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(PricesError) as raised:
         loaded(tmp_path, "prices: [{model: a}, {per_gpu_hour: 1}]")
     assert len(str(raised.value).splitlines()) == 3

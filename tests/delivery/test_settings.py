@@ -57,10 +57,10 @@ def test_the_type_is_found_from_the_annotation() -> None:
     assert [name for name, field in FIELDS.items() if field.is_flag] == ["plain", "leave_on_stop"]
 
 
-def test_every_mistake_of_the_shared_settings_is_named() -> None:
+def test_every_error_of_the_shared_settings_is_named() -> None:
     settings = ThingSettings(url="u", form="xml", group="", session_timeout_s=0.5)  # type: ignore[arg-type]
 
-    assert [mistake.partition(":")[0] for mistake in settings.errors()] == [
+    assert [error.partition(":")[0] for error in settings.errors()] == [
         "--form",
         "--kafka",
         "--group",

@@ -83,7 +83,7 @@ def test_a_topic_beside_them_may_be_missing_but_must_have_as_many_partitions(par
         ({"max_message_bytes": "1048588"}, "max.message.bytes is 1048588, must be at least 4194304"),
     ],
 )
-def test_a_setting_that_breaks_what_readers_rely_on_is_a_mistake(other: dict[str, str], message: str) -> None:
+def test_a_setting_that_breaks_what_readers_rely_on_is_an_error(other: dict[str, str], message: str) -> None:
     (mismatch,) = of_samples(other)
 
     assert message in str(mismatch)
@@ -103,7 +103,7 @@ def test_more_retention_and_larger_messages_are_as_good(other: dict[str, str]) -
     assert of_samples(other) == []
 
 
-def test_settings_that_the_broker_does_not_report_are_not_mistakes() -> None:
+def test_settings_that_the_broker_does_not_report_are_not_errors() -> None:
     assert mismatches(ALL.values(), dict.fromkeys(ALL, TopicDescription(4))) == []
 
 
@@ -124,7 +124,7 @@ async def test_on_an_embedded_broker_only_partition_counts_are_checked(embedded:
     )
 
 
-async def test_on_an_embedded_broker_a_missing_topic_is_a_mistake_and_stays_missing(embedded: str) -> None:
+async def test_on_an_embedded_broker_a_missing_topic_is_an_error_and_stays_missing(embedded: str) -> None:
     for _ in range(2):
         with pytest.raises(topic_admin.ContractMismatch, match=r"gpu\.attributed: the topic is missing"):
             await topic_admin.check(Connection(embedded), TopicAccess(("gpu.samples", "gpu.attributed")))

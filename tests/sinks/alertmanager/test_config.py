@@ -1,4 +1,4 @@
-"""The settings' mistakes, all of them at once, and the groups of Alertmanagers."""
+"""The settings' errors, all of them at once, and the groups of Alertmanagers."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from sinks.settings import AlertmanagerSettings
 GOOD: dict[str, Any] = {"kafka": "127.0.0.1:9092", "urls": ("http://am-0:9093", "http://am-1:9093/prefix/")}
 
 
-def test_good_settings_have_no_mistakes() -> None:
+def test_good_settings_have_no_errors() -> None:
     assert AlertmanagerSettings(**GOOD).errors() == []
 
 
@@ -33,7 +33,7 @@ def test_good_settings_have_no_mistakes() -> None:
         ({"tls_ca": Path("/nowhere/ca")}, "--tls-ca"),
     ],
 )
-def test_a_mistake_names_its_option(changed: dict[str, Any], option: str) -> None:
+def test_an_error_names_its_option(changed: dict[str, Any], option: str) -> None:
     (error,) = AlertmanagerSettings(**{**GOOD, **changed}).errors()
     assert error.startswith(option)
 

@@ -68,7 +68,7 @@ def test_a_resolved_alert_is_over_now_and_not_before_it_began_whatever_its_node_
     lasted_ms=st.one_of(st.none(), st.integers(-(2**40), 2**40)),
     resend_s=st.floats(1, 9e4),
 )
-def test_alertmanager_finds_no_mistake_in_the_times(starts_ms: int, lasted_ms: int | None, resend_s: float) -> None:
+def test_alertmanager_finds_no_error_in_the_times(starts_ms: int, lasted_ms: int | None, resend_s: float) -> None:
     ends_ms = None if lasted_ms is None else min(max(0, starts_ms + lasted_ms), MAX_TIME_MS)
     posted = postable(alert(starts_ms=starts_ms, ends_ms=ends_ms), NOW, resend_s)
     assert posted.starts_at == time(starts_ms)

@@ -25,7 +25,7 @@ EVERYWHERE = Address("0.0.0.0", 8443)  # noqa: S104 - nobody listens there
 SETTINGS = MetricsApiSettings(kafka=NOWHERE, cluster="c1", metrics_listen=Address("127.0.0.1", 0))
 
 
-def test_every_mistake_of_the_settings_is_reported(tmp_path: Path) -> None:
+def test_every_error_of_the_settings_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("x")
     wrong = {

@@ -18,7 +18,7 @@ from tests.sinks.records import ConsumedRecord
 SETTINGS = PageSettings(kafka="127.0.0.1:1", page_listen=Address("127.0.0.1", 0))
 
 
-def test_every_mistake_of_the_settings_is_reported() -> None:
+def test_every_error_of_the_settings_is_reported() -> None:
     assert SETTINGS.errors() == []
     assert replace(SETTINGS, page_prefix="/a/b-c/").errors() == []
     (off,) = replace(SETTINGS, page_listen=None).errors()

@@ -1,4 +1,4 @@
-"""The settings' mistakes, all of them at once."""
+"""The settings' errors, all of them at once."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from sinks.remote_write.config import RemoteWriteSettings
 GOOD: dict[str, Any] = {"kafka": "127.0.0.1:9092", "url": "https://mimir.example/api/v1/push"}
 
 
-def test_good_settings_have_no_mistakes(tmp_path: Path) -> None:
+def test_good_settings_have_no_errors(tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("s3cret")
     assert RemoteWriteSettings(**GOOD).errors() == []
@@ -49,12 +49,12 @@ def test_good_settings_have_no_mistakes(tmp_path: Path) -> None:
         ({"aggregate": ("min",)}, "--aggregate"),
     ],
 )
-def test_a_mistake_names_its_option(changed: dict[str, Any], option: str) -> None:
+def test_an_error_names_its_option(changed: dict[str, Any], option: str) -> None:
     errors = RemoteWriteSettings(**{**GOOD, **changed}).errors()
     assert errors
-    assert all(mistake.startswith(option) or option == "--tls-key" for mistake in errors)
+    assert all(error.startswith(option) or option == "--tls-key" for error in errors)
 
 
-def test_every_mistake_is_listed() -> None:
+def test_every_error_is_listed() -> None:
     errors = RemoteWriteSettings(kafka="", url="nope", protocol="9", stale_after_s=-1).errors()  # type: ignore[arg-type]
-    assert [mistake.split(":")[0] for mistake in errors] == ["--url", "--protocol", "--kafka", "--stale-after"]
+    assert [error.split(":")[0] for error in errors] == ["--url", "--protocol", "--kafka", "--stale-after"]

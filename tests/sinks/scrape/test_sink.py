@@ -14,10 +14,10 @@ from sinks.scrape.sink import ScrapeSink
 NOWHERE = "127.0.0.1:1"
 
 
-def test_every_mistake_of_the_settings_is_reported() -> None:
+def test_every_error_of_the_settings_is_reported() -> None:
     errors = ScrapeSettings(kafka=NOWHERE, stale_after_s=0.0, session_timeout_s=0.5).errors()
 
-    assert [mistake.split(":")[0] for mistake in errors] == ["--session-timeout", "--stale-after"]
+    assert [error.split(":")[0] for error in errors] == ["--session-timeout", "--stale-after"]
     assert ScrapeSettings(kafka=NOWHERE).errors() == []
 
 

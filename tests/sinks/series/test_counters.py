@@ -185,7 +185,7 @@ def test_a_yaml_file_may_name_a_csv_file(tmp_path: Path) -> None:
         load(tmp_path / "b.yaml")
 
 
-def test_a_broken_file_is_a_mistake_of_the_command_line_with_its_lines(tmp_path: Path) -> None:
+def test_a_broken_file_is_an_error_of_the_command_line_with_its_lines(tmp_path: Path) -> None:
     settings = ScrapeSettings(kafka="k:1", counters=counters_file(tmp_path, "A,gauge\nDCGM_FI_DEV_GPU_TEMP,gage,x\n"))
 
     first, second = settings.errors()

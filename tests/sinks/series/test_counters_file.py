@@ -1,4 +1,4 @@
-"""A file of counters: what dcgm-exporter takes is taken as it takes it, and each mistake has its line."""
+"""A file of counters: what dcgm-exporter takes is taken as it takes it, and each error has its line."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def rows(text: str) -> list[tuple[str, str, str]]:
     return [(counter.name, counter.type, counter.help) for counter in parsed_rows]
 
 
-def mistakes(text: str | bytes) -> list[tuple[int, str]]:
+def errors_of(text: str | bytes) -> list[tuple[int, str]]:
     with pytest.raises(CountersError) as caught:
         parse(text if isinstance(text, bytes) else text.encode())
     return [*caught.value.errors]
@@ -44,12 +44,12 @@ def test_comments_and_empty_lines_are_left_out_and_rows_know_their_line() -> Non
     )
 
 
-def test_every_mistake_of_a_csv_file_is_named_with_its_line() -> None:
+def test_every_error_of_a_csv_file_is_named_with_its_line() -> None:
     text = (
         'A,gauge\n  \n # c\nA,gauge,a,b\nA,\tgauge,x\nA, "gauge",x\nA,Gauge,x\n,gauge,x\nA,gauge,"x" y\nA,gauge,"open\n'
     )
 
-    assert [(line, message[:24]) for line, message in mistakes(text)] == [
+    assert [(line, message[:24]) for line, message in errors_of(text)] == [
         (1, "has 2 columns, not name,"),
         (2, "has 1 column, not name, "),
         (3, "has 1 column, not name, "),
@@ -64,19 +64,19 @@ def test_every_mistake_of_a_csv_file_is_named_with_its_line() -> None:
 
 
 def test_for_a_help_with_a_comma_it_says_what_is_needed() -> None:
-    assert mistakes("A,gauge,one, two\n") == [
+    assert errors_of("A,gauge,one, two\n") == [
         (1, "has 4 columns, not name, type and help: a help with a comma needs quotes around it")
     ]
 
 
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "\n\n"])
-def test_a_file_without_a_row_is_a_mistake(text: str) -> None:
-    assert mistakes(text) == [(0, "has no row: nothing would be served")]
+def test_a_file_without_a_row_is_an_error(text: str) -> None:
+    assert errors_of(text) == [(0, "has no row: nothing would be served")]
 
 
 def test_a_file_that_is_no_text_names_the_line() -> None:
-    assert mistakes(b"A,gauge,x\nB,gauge,\xff\n") == [(2, "is not UTF-8: save the file as UTF-8")]
-    assert mistakes(b"\xef\xbb\xbfA,gauge,x\n") == [(1, "begins with a byte order mark: save the file without it")]
+    assert errors_of(b"A,gauge,x\nB,gauge,\xff\n") == [(2, "is not UTF-8: save the file as UTF-8")]
+    assert errors_of(b"\xef\xbb\xbfA,gauge,x\n") == [(1, "begins with a byte order mark: save the file without it")]
 
 
 @pytest.mark.parametrize("version", ["1", "2"])
@@ -132,11 +132,11 @@ def test_a_yaml_file_may_name_a_csv_file() -> None:
         ),
     ],
 )
-def test_every_mistake_of_a_yaml_file_is_named_with_its_line(text: str, expected: list[tuple[int, str]]) -> None:
-    assert mistakes(text) == expected
+def test_every_error_of_a_yaml_file_is_named_with_its_line(text: str, expected: list[tuple[int, str]]) -> None:
+    assert errors_of(text) == expected
 
 
 def test_for_a_manifest_it_says_what_the_file_is() -> None:
-    errors = mistakes("apiVersion: v1\nkind: ConfigMap\ndata:\n  metrics: |\n    A,gauge,x\n")
+    errors = errors_of("apiVersion: v1\nkind: ConfigMap\ndata:\n  metrics: |\n    A,gauge,x\n")
 
     assert any("of a ConfigMap only the text of its key is the file" in message for _, message in errors)

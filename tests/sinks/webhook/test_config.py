@@ -1,4 +1,4 @@
-"""The settings' mistakes, all of them at once."""
+"""The settings' errors, all of them at once."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from sinks.settings import WebhookSettings
 GOOD: dict[str, Any] = {"kafka": "127.0.0.1:9092", "url": "https://hooks.example/gpu"}
 
 
-def test_good_settings_have_no_mistakes(tmp_path: Path) -> None:
+def test_good_settings_have_no_errors(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("s3cret\n")
     assert WebhookSettings(**GOOD, unsigned=True).errors() == []
@@ -37,17 +37,17 @@ def test_good_settings_have_no_mistakes(tmp_path: Path) -> None:
         ({"bearer_token_file": Path("/nowhere/token")}, "--bearer-token-file"),
     ],
 )
-def test_a_mistake_names_its_option(changed: dict[str, Any], option: str) -> None:
+def test_an_error_names_its_option(changed: dict[str, Any], option: str) -> None:
     (error,) = WebhookSettings(**{**GOOD, "unsigned": True, **changed}).errors()
     assert error.startswith(option)
 
 
-def test_an_empty_secret_is_a_mistake(tmp_path: Path) -> None:
+def test_an_empty_secret_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(" \n")
     (error,) = WebhookSettings(**GOOD, secret_file=tmp_path / "secret").errors()
     assert error.endswith("is empty")
 
 
-def test_every_mistake_is_listed() -> None:
+def test_every_error_is_listed() -> None:
     errors = WebhookSettings(kafka="", url="nope").errors()
-    assert [mistake.split(":")[0] for mistake in errors] == ["--url", "--secret-file", "--kafka"]
+    assert [error.split(":")[0] for error in errors] == ["--url", "--secret-file", "--kafka"]

@@ -150,9 +150,9 @@ class History:
         for rule in self.rules.rules:
             if rule.kind == "policy_invalid":
                 for holder in [holder for device in self.ticks[i].devices for holder in device.holders]:
-                    for mistake in policy_of(holder).errors:
+                    for error in policy_of(holder).errors:
                         uid, name = _identity(holder)
-                        yield Subject(rule.name, "", uid, f"{name} {mistake.name}".strip())
+                        yield Subject(rule.name, "", uid, f"{name} {error.name}".strip())
             for uuid in uuids if rule.kind not in ("policy_invalid", "node_silent") else ():
                 yield from self._of_device(rule, uuid, i)
 
@@ -203,7 +203,7 @@ class History:
     def _policy(self, subject: Subject, tick: Tick) -> Verdict:
         for holder in [holder for device in tick.devices for holder in device.holders]:
             uid, name = _identity(holder)
-            names = [f"{name} {mistake.name}".strip() for mistake in policy_of(holder).errors]
+            names = [f"{name} {error.name}".strip() for error in policy_of(holder).errors]
             if uid == subject.pod_uid and subject.key in names:
                 return YES
         return UNKNOWN if tick.attribution == "none" else NO

@@ -78,7 +78,7 @@ def test_every_form_of_id_finds_its_device(device_id: str, uuid: str) -> None:
 @pytest.mark.parametrize(
     "device_id", [gpu(99), f"{gpu(99)}::1", "nvidia9", "nvidia1/gi7", f"MIG-{A}/7/0", f"MIG-{B}/7/1", "nvidia0/gi8"]
 )
-def test_a_device_that_the_tick_does_not_have_is_nobodys_and_no_mistake(device_id: str) -> None:
+def test_a_device_that_the_tick_does_not_have_is_nobodys_and_no_error(device_id: str) -> None:
     result = holders_by_snapshot(snapshot(1, container("p", device_id)), DEVICES, {}, {})
 
     assert result.by_uuid == {}

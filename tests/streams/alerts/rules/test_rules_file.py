@@ -1,4 +1,4 @@
-"""Rules files: what they set, and every mistake with its place."""
+"""Rules files: what they set, and every error with its place."""
 
 import os
 from contextlib import suppress
@@ -18,11 +18,11 @@ def parsed(text: str) -> Rules:
     return rules_file.parse(text, "rules.toml")
 
 
-def mistakes(text: str) -> list[tuple[int, str, str]]:
-    """Line, path and words of every mistake of a file."""
+def errors_of(text: str) -> list[tuple[int, str, str]]:
+    """Line, path and words of every error of a file."""
     with pytest.raises(RulesError) as caught:
         parsed(text)
-    return [(mistake.line, mistake.path, mistake.text) for mistake in caught.value.errors]
+    return [(error.line, error.path, error.text) for error in caught.value.errors]
 
 
 def rule(by: Rules, name: str = "GPUHeldIdle") -> Rule:
@@ -141,8 +141,8 @@ NEGATIVE = "is not a duration: write 500ms, 30s, 15m, 2h, 7d or 1h30m (a bare nu
         ('overrides = [{ namspace = "a", for = "1m" }]', "is not known"),
     ],
 )
-def test_a_mistake_is_named_at_its_line(line: str, expected: str) -> None:
-    errors = mistakes(f"# a comment\n\n[rules.GPUHeldIdle]\n{line}\n")
+def test_an_error_is_named_at_its_line(line: str, expected: str) -> None:
+    errors = errors_of(f"# a comment\n\n[rules.GPUHeldIdle]\n{line}\n")
     assert {number for number, _, _ in errors} == {4}
     assert all(path.startswith("rules.GPUHeldIdle.") for _, path, _ in errors)
     assert any(expected in text for _, _, text in errors), errors
@@ -174,15 +174,15 @@ def test_a_mistake_is_named_at_its_line(line: str, expected: str) -> None:
         ("for = 5", (1, "for"), "is not known"),
     ],
 )
-def test_a_mistake_in_the_tables_is_named(text: str, location: tuple[int, str], expected: str) -> None:
-    ((line, path, message),) = mistakes(text)
+def test_an_error_in_the_tables_is_named(text: str, location: tuple[int, str], expected: str) -> None:
+    ((line, path, message),) = errors_of(text)
     assert (line, path) == location
     assert expected in message
 
 
-def test_the_other_mistakes_of_a_rule_whose_kind_is_not_known_are_named_too() -> None:
+def test_the_other_errors_of_a_rule_whose_kind_is_not_known_are_named_too() -> None:
     text = '[rules.Mine]\nkind = "idle"\nfor = "x"\nwhat = 1\n[[rules.Mine.overrides]]\nnamespace = 3\nfor = 1'
-    assert [line for line, _, _ in mistakes(text)] == [2, 3, 4, 6]
+    assert [line for line, _, _ in errors_of(text)] == [2, 3, 4, 6]
 
 
 @pytest.mark.parametrize(
@@ -200,13 +200,13 @@ def test_the_other_mistakes_of_a_rule_whose_kind_is_not_known_are_named_too() ->
         ),
     ],
 )
-def test_every_mistake_within_a_setting_is_named(setting: str, paths: list[str]) -> None:
-    errors = mistakes(f"[rules.GPUHeldIdle]\n{setting}\n")
+def test_every_error_within_a_setting_is_named(setting: str, paths: list[str]) -> None:
+    errors = errors_of(f"[rules.GPUHeldIdle]\n{setting}\n")
     assert [path for _, path, _ in errors] == [f"rules.GPUHeldIdle.{path}" for path in paths]
     assert {number for number, _, _ in errors} == {2}
 
 
-def test_all_mistakes_are_named_each_at_its_own_line() -> None:
+def test_all_errors_are_named_each_at_its_own_line() -> None:
     text = '''
 [rules.GPUHeldIdle]
 for = "soon"
@@ -233,7 +233,7 @@ idle_below = 0.5
 
 [other]
 '''
-    assert [(line, path) for line, path, _ in mistakes(text.replace("labels = {\n}", "labels = { }"))] == [
+    assert [(line, path) for line, path, _ in errors_of(text.replace("labels = {\n}", "labels = { }"))] == [
         (24, "other"),
         (3, "rules.GPUHeldIdle.for"),
         (4, "rules.GPUHeldIdle.description"),
@@ -257,13 +257,13 @@ idle_below = 0.5
     ],
 )
 def test_what_is_not_toml_is_named_at_its_line(text: str, line: int) -> None:
-    ((error_line, path, message),) = mistakes(text)
+    ((error_line, path, message),) = errors_of(text)
     assert (error_line, path) == (line, "")
     assert message.startswith("is not TOML: ")
 
 
-def test_what_is_nested_too_deeply_is_a_mistake() -> None:
-    ((_, _, message),) = mistakes(f"a = {'[' * 20_000}{']' * 20_000}")
+def test_what_is_nested_too_deeply_is_an_error() -> None:
+    ((_, _, message),) = errors_of(f"a = {'[' * 20_000}{']' * 20_000}")
     assert message == "is nested too deeply"
 
 
@@ -271,7 +271,7 @@ def test_what_is_nested_too_deeply_is_a_mistake() -> None:
     ("content", "line", "text"),
     [(b"a = 1\nb = '\xff'\n", 2, "is not UTF-8"), (b"#" * ((1 << 20) + 1), 0, "is larger than 1 MiB")],
 )
-def test_what_can_not_be_read_is_a_mistake(tmp_path: Path, content: bytes, line: int, text: str) -> None:
+def test_what_can_not_be_read_is_an_error(tmp_path: Path, content: bytes, line: int, text: str) -> None:
     path = tmp_path / "rules.toml"
     path.write_bytes(content)
     with pytest.raises(RulesError) as caught:
@@ -279,19 +279,19 @@ def test_what_can_not_be_read_is_a_mistake(tmp_path: Path, content: bytes, line:
     assert caught.value.errors == (rules_file.FileError(str(path), line, "", text),)
 
 
-def test_the_mark_that_some_editors_put_before_a_file_is_no_mistake(tmp_path: Path) -> None:
+def test_the_mark_that_some_editors_put_before_a_file_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "rules.toml"
     path.write_text('[rules.GPUHeldIdle]\nfor = "3h"\n', encoding="utf-8-sig")
     assert rule(rules_file.load(path)).for_ms == 10_800_000
 
 
-def test_a_file_that_is_not_there_or_is_a_folder_is_a_mistake(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_or_is_a_folder_is_an_error(tmp_path: Path) -> None:
     for path, text in ((tmp_path / "none.toml", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(RulesError, match=text):
             rules_file.load(path)
 
 
-def test_a_file_that_may_not_be_read_is_a_mistake(tmp_path: Path) -> None:
+def test_a_file_that_may_not_be_read_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "rules.toml"
     path.touch(mode=0o000)
     if os.access(path, os.R_OK):
@@ -300,7 +300,7 @@ def test_a_file_that_may_not_be_read_is_a_mistake(tmp_path: Path) -> None:
         rules_file.load(path)
 
 
-def test_a_mistake_reads_as_a_compiler_writes_it() -> None:
+def test_an_error_reads_as_a_compiler_writes_it() -> None:
     with pytest.raises(RulesError, match=r"^rules.toml:2: rules.GPUHeldIdle.for: 'x' is not a duration"):
         parsed("[rules.GPUHeldIdle]\nfor = 'x'")
 
@@ -321,7 +321,7 @@ keys = st.sampled_from([option.key for option in OPTIONS] + ["kind", "overrides"
 
 
 @given(st.dictionaries(st.sampled_from(["GPUHeldIdle", "GPUXid", "mine"]), st.dictionaries(keys, values, max_size=4)))
-def test_whatever_a_table_holds_it_is_a_rule_or_a_mistake(tables: dict[str, dict[str, object]]) -> None:
+def test_whatever_a_table_holds_it_is_a_rule_or_an_error(tables: dict[str, dict[str, object]]) -> None:
     errors: ValueErrors = []
     for name, table in tables.items():
         parsed = rules_file.rule(name, table, rules_file.defaults(), errors)
@@ -329,7 +329,7 @@ def test_whatever_a_table_holds_it_is_a_rule_or_a_mistake(tables: dict[str, dict
 
 
 @given(st.text(max_size=60))
-def test_whatever_a_file_holds_it_is_rules_or_mistakes(text: str) -> None:
+def test_whatever_a_file_holds_it_is_rules_or_errors(text: str) -> None:
     with suppress(RulesError):
         assert parsed(text).rules
 
@@ -351,5 +351,5 @@ def test_for_how_long_a_policy_may_silence_is_said_by_namespace() -> None:
         ('[[policies.overrides]]\nnamespace = "a["\nlongest = "1h"', "policies.overrides[1].namespace"),
     ],
 )
-def test_a_mistake_in_the_bounds_of_policies_is_named(text: str, path: str) -> None:
-    assert [error_path for _, error_path, _ in mistakes(text)] == [path]
+def test_an_error_in_the_bounds_of_policies_is_named(text: str, path: str) -> None:
+    assert [error_path for _, error_path, _ in errors_of(text)] == [path]
