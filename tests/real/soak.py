@@ -90,13 +90,14 @@ class Round(NamedTuple):
 
 @dataclass
 class Pipeline:
-    """Everything between the nodes and Prometheus. ``at``: the options by which its processes reach the brokers."""
+    """Everything between so many nodes and Prometheus. ``at``: the options by which its processes reach the brokers."""
 
     brokers: Sequence[KafkaServer]
     at: Sequence[str]
     prometheus: PrometheusServer
     make: Callable[..., Gpustream]
     folder: Path
+    nodes: int = NODES
     receiver: FaultyReceiver = field(init=False)
     wanted: list[Gpustream] = field(default_factory=list)
     launches: Counter[str] = field(default_factory=Counter)
@@ -112,7 +113,7 @@ class Pipeline:
         self.truth, self.skewed_truth = self.folder / "truth.jsonl", self.folder / "skewed.jsonl"
         self.shift = self.folder / "shift"
         self.set_clock(0)
-        self.fleet = self._fleet("fleet", CLUSTER, f"{NODES}x{GPUS}", self.truth, "--seed", "1")
+        self.fleet = self._fleet("fleet", CLUSTER, f"{self.nodes}x{GPUS}", self.truth, "--seed", "1")
         self.skewed = self._fleet("skewed", SKEWED, "2x1", self.skewed_truth, "--seed", "2")
         self.skewed.python = [str(Path(__file__).parent / "skewed_clock.py"), str(self.shift)]
         stream, sink = ("stream", "attribution"), ("sink", "remote-write", "--url", self.receiver.url)
@@ -185,7 +186,7 @@ class Pipeline:
 
         def behind() -> list[str]:
             newest = self.receiver.newest_ms
-            nodes = [f"{CLUSTER}/sim-{number:04}" for number in range(NODES)]
+            nodes = [f"{CLUSTER}/sim-{number:04}" for number in range(self.nodes)]
             return [node for node in nodes if newest.get(node, 0) < since_s * 1000]
 
         try:

@@ -26,7 +26,7 @@ async def test_a_process_that_can_resolve_no_name_or_open_no_file_says_so_and_re
     need(find_compiler)
     broker = start_kafka(authority=authority)
     at = secured([broker], authority.ca, tmp_path)
-    pipeline = Pipeline([broker], at, start_prometheus(), gpustream, tmp_path)
+    pipeline = Pipeline([broker], at, start_prometheus(), gpustream, tmp_path, nodes=4)
     async with running(pipeline):
         await rest(pipeline, 1)
         processes = [pipeline.fleet, pipeline.workers[0], pipeline.sinks[0]]
