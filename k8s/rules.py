@@ -170,105 +170,57 @@ GPU_ALERTS = (
         )
         for kind, severity in XID_SEVERITIES.items()
     ),
-    Alert(
-        "GPUEccUncorrectable",
-        f'increase(max by ({ONE_GPU}) (gpu_ecc_errors{{gpu_ecc_error_type="uncorrectable"}})[15m:15s]) > 0',
-        "critical",
-        SUBJECT + ": memory errors that can't be corrected",
-        "{{ $labels.gpu_uuid }}: what ran on it may have failed. Drain and reset it.",
-    ),
-    Alert(
-        "GPURowRemapFailure",
-        f"max by ({ONE_GPU}) (gpu_row_remap_failure) == 1",
-        "critical",
-        SUBJECT + ": a memory row could not be remapped",
-        "{{ $labels.gpu_uuid }} has no spare rows left there: replace it.",
-    ),
-    Alert(
-        "GPURowRemapPending",
-        f"max by ({ONE_GPU}) (gpu_row_remap_pending or gpu_retired_pages_pending) == 1",
-        "warning",
-        SUBJECT + ": a memory row waits to be remapped",
-        "{{ $labels.gpu_uuid }} wants a reset, which ends what runs on it.",
-        "1h",
-    ),
-    Alert(
-        "GPUThermalSlowdown",
-        f'max by ({ONE_GPU}) (gpu_throttle_reason{{gpu_throttle_cause=~"temp_hardware|temp_software"}}) == 1',
-        "warning",
-        SUBJECT + " is too hot and slows down",
-        "{{ $labels.gpu_uuid }}: look at the cooling of the node.",
-        "5m",
-    ),
-    Alert(
-        "GPUNvlinkErrors",
-        f"""
-        increase(max by ({ONE_GPU}) (gpu_interconnect_crc_errors)[5m:15s]) > 100
-        or increase(max by ({ONE_GPU}) (gpu_interconnect_replays)[5m:15s]) > 100
-        or increase(max by ({ONE_GPU}) (gpu_interconnect_recoveries)[5m:15s]) > 0
-        """,
-        "warning",
-        SUBJECT + ": its NVLinks have errors",
-        "{{ $value | humanize }} in 5 minutes on {{ $labels.gpu_uuid }}.",
-    ),
-    Alert(
-        "GPUHeldIdle",
-        f"""
-        count by (k8s_cluster_name, {POD}) (
-          (max by ({DEVICE}, {POD}) ({DID}) < {IDLE_BELOW})
-          and group by ({DEVICE}, {POD}) ({ALONE} or {PART})
-          and group by ({DEVICE}, {POD}) ({ALONE} offset 1h or {PART} offset 1h)
-        )
-        """,
-        "info",
-        "{{ $labels.k8s_namespace_name }}/{{ $labels.k8s_pod_name }} holds {{ $value }} GPUs and uses none of them",
-        "It did less than 1 % on each for an hour, alone on it or with its part.",
-        "5m",
-    ),
-    Alert(
-        "GPUUsedUnallocated",
-        f"(max by ({ONE_GPU}) (gpu_utilization) > 0.05) and on ({GPU}) (max by ({GPU}) (gpu_holders{{{OTEL}}}) == 0)",
-        "warning",
-        SUBJECT + " works, and no pod was given it",
-        "{{ $labels.gpu_uuid }} has a utilization of {{ $value | humanizePercentage }}.",
-        "2m",
-    ),
-    Alert(
-        "GPUAttributionConflict",
-        f"max by ({ONE_GPU}, reason) (gpu_attribution_conflict{{{OTEL}}}) == 1",
-        "warning",
-        SUBJECT + ": what runs there is not what it was given to",
-        "{{ $labels.gpu_uuid }}: {{ $labels.reason }}.",
-        "2m",
-    ),
-    Alert(
-        "GPULost",
-        'sum by (job, instance, state) (gpustream_node_gpus{state="lost"}) > 0',
-        "critical",
-        "{{ $value }} GPUs of {{ $labels.instance }} left the bus (XID 79) and want a reset or a new board",
-        "The node producer says so.",
-        "1m",
-    ),
-    Alert(
-        "GPUNotAnswering",
-        'sum by (job, instance, state) (gpustream_node_gpus{state="timeout"}) > 0',
-        "warning",
-        "{{ $value }} GPUs of {{ $labels.instance }} do not answer NVML",
-        "The node producer says so.",
-        "1m",
-    ),
-    Alert(
-        "NodeSilent",
-        f"""
-        group by (k8s_cluster_name, k8s_node_name) (gpu_holders{{{OTEL}}} offset 10m)
-          unless group by (k8s_cluster_name, k8s_node_name) (gpu_holders{{{OTEL}}})
-        """,
-        "critical",
-        "{{ $labels.k8s_node_name }} sends nothing",
-        "Prometheus had GPUs of it ten minutes ago. The node, its producer or the way to Kafka is down.",
-        "2m",
-    ),
-)
+    Alert("GPUEccUncorrectable",
+          f'increase(max by ({ONE_GPU}) (gpu_ecc_errors{{gpu_ecc_error_type="uncorrectable"}})[15m:15s]) > 0',
+          "critical",
+          SUBJECT + ": memory errors that can't be corrected",
+          "{{ $labels.gpu_uuid }}: what ran on it may have failed. Drain and reset it."),
+    Alert("GPURowRemapFailure", f"max by ({ONE_GPU}) (gpu_row_remap_failure) == 1", "critical",
+          SUBJECT + ": a memory row could not be remapped",
+          "{{ $labels.gpu_uuid }} has no spare rows left there: replace it."),
+    Alert("GPURowRemapPending", f"max by ({ONE_GPU}) (gpu_row_remap_pending or gpu_retired_pages_pending) == 1",
+          "warning",
+          SUBJECT + ": a memory row waits to be remapped",
+          "{{ $labels.gpu_uuid }} wants a reset, which ends what runs on it.", "1h"),
+    Alert("GPUThermalSlowdown",
+          f'max by ({ONE_GPU}) (gpu_throttle_reason{{gpu_throttle_cause=~"temp_hardware|temp_software"}}) == 1',
+          "warning",
+          SUBJECT + " is too hot and slows down", "{{ $labels.gpu_uuid }}: look at the cooling of the node.", "5m"),
+    Alert("GPUNvlinkErrors", f"""
+          increase(max by ({ONE_GPU}) (gpu_interconnect_crc_errors)[5m:15s]) > 100
+          or increase(max by ({ONE_GPU}) (gpu_interconnect_replays)[5m:15s]) > 100
+          or increase(max by ({ONE_GPU}) (gpu_interconnect_recoveries)[5m:15s]) > 0
+          """, "warning",
+          SUBJECT + ": its NVLinks have errors", "{{ $value | humanize }} in 5 minutes on {{ $labels.gpu_uuid }}."),
+    Alert("GPUHeldIdle", f"""
+          count by (k8s_cluster_name, {POD}) (
+            (max by ({DEVICE}, {POD}) ({DID}) < {IDLE_BELOW})
+            and group by ({DEVICE}, {POD}) ({ALONE} or {PART})
+            and group by ({DEVICE}, {POD}) ({ALONE} offset 1h or {PART} offset 1h)
+          )
+          """, "info",
+          "{{ $labels.k8s_namespace_name }}/{{ $labels.k8s_pod_name }} holds {{ $value }} GPUs and uses none of them",
+          "It did less than 1 % on each for an hour, alone on it or with its part.", "5m"),
+    Alert("GPUUsedUnallocated",
+          f"(max by ({ONE_GPU}) (gpu_utilization) > 0.05) and on ({GPU}) (max by ({GPU}) (gpu_holders{{{OTEL}}}) == 0)",
+          "warning",
+          SUBJECT + " works, and no pod was given it",
+          "{{ $labels.gpu_uuid }} has a utilization of {{ $value | humanizePercentage }}.", "2m"),
+    Alert("GPUAttributionConflict", f"max by ({ONE_GPU}, reason) (gpu_attribution_conflict{{{OTEL}}}) == 1", "warning",
+          SUBJECT + ": what runs there is not what it was given to", "{{ $labels.gpu_uuid }}: {{ $labels.reason }}.",
+          "2m"),
+    Alert("GPULost", 'sum by (job, instance, state) (gpustream_node_gpus{state="lost"}) > 0', "critical",
+          "{{ $value }} GPUs of {{ $labels.instance }} left the bus (XID 79) and want a reset or a new board",
+          "The node producer says so.", "1m"),
+    Alert("GPUNotAnswering", 'sum by (job, instance, state) (gpustream_node_gpus{state="timeout"}) > 0', "warning",
+          "{{ $value }} GPUs of {{ $labels.instance }} do not answer NVML", "The node producer says so.", "1m"),
+    Alert("NodeSilent", f"""
+          group by (k8s_cluster_name, k8s_node_name) (gpu_holders{{{OTEL}}} offset 10m)
+            unless group by (k8s_cluster_name, k8s_node_name) (gpu_holders{{{OTEL}}})
+          """, "critical",
+          "{{ $labels.k8s_node_name }} sends nothing",
+          "Prometheus had GPUs of it ten minutes ago. The node, its producer or the way to Kafka is down.", "2m"),
+)  # fmt: skip
 
 
 # -- alerts on gpustream itself
@@ -296,155 +248,84 @@ def _behind(name: str, lag: str, ticks: str, subject: str, description: str) -> 
 
 
 PIPELINE_ALERTS = (
-    Alert(
-        "GpustreamDown",
-        'up{job=~"gpustream.*"} == 0',
-        "critical",
-        f"{ITS} does not answer a scrape",
-        "Prometheus reaches nobody there. Ticks wait in Kafka, or in the node's buffer, until it is back.",
-        "1m",
-    ),
-    Alert(
-        "GpustreamNotReady",
-        "gpustream_ready == 0",
-        "warning",
-        f"{ITS} runs and can't do its work",
-        "Its /readyz says why.",
-        "5m",
-    ),
-    Alert(
-        "GpustreamTicksDropped",
-        _increases("gpustream_producer_ticks_dropped_total", "job, instance, reason"),
-        "critical",
-        f"{ITS} dropped ticks: {{{{ $labels.reason }}}}",
-        "{{ $value | humanize }} ticks in 5 minutes never reached Kafka and are lost. For buffer_full and buffer_age"
-        " see whether Kafka is there, or give --buffer more.",
-    ),
-    Alert(
-        "GpustreamRecordsExpired",
-        "\nor ".join(map(_increases, [*_own_metrics("lost_offsets_total"), *_own_metrics("records_expired_total")])),
-        "critical",
-        f"{ITS}: Kafka deleted records before they were read",
-        "{{ $value | humanize }} records in 5 minutes are lost to it. It was behind by more than the topic keeps.",
-    ),
-    _behind(
-        "GpustreamAttributionBehind",
-        'gpustream_attribution_lag_records{topic="gpu.samples"}',
-        "gpustream_attribution_ticks_total",
-        "is more than a minute behind",
-        "{{ $value | humanize }} ticks wait in gpu.samples. " + KEPT,
-    ),
-    _behind(
-        "GpustreamAlertsBehind",
-        'gpustream_alerts_lag_records{topic="gpu.attributed"}',
-        "gpustream_alerts_ticks_total",
-        "judges GPUs more than a minute late",
-        "{{ $value | humanize }} ticks wait in gpu.attributed. Alerts are late, none is lost.",
-    ),
-    _behind(
-        "GpustreamUsageBehind",
-        'gpustream_usage_lag_records{topic="gpu.attributed"}',
-        "gpustream_usage_ticks_total",
-        "counts usage more than a minute late",
-        "{{ $value | humanize }} ticks wait in gpu.attributed. Hours become final later, none is lost.",
-    ),
-    _behind(
-        "GpustreamRemoteWriteBehind",
-        "gpustream_remote_write_lag_records",
-        "gpustream_remote_write_records_delivered_total",
-        "is more than a minute behind",
-        "{{ $value | humanize }} ticks wait in gpu.attributed. " + KEPT,
-    ),
-    Alert(
-        "GpustreamReceiverFailing",
-        "\nor ".join(f"{metric} == 1" for metric in [*_own_metrics("receiver_failing"), *_own_metrics("failing")]),
-        "warning",
-        f"The receiver of {ITS} refuses everything or does not answer",
-        "It is tried again for as long as it takes, and nothing is lost while Kafka keeps the records (24 h). The"
-        " sink's /readyz and its log have the receiver's own words; see the address, the credentials and the limits.",
-        "5m",
-    ),
-    Alert(
-        "GpustreamSeriesLeftOut",
-        "gpustream_remote_write_series_left_out > 0",
-        "warning",
-        f"The receiver of {ITS} refuses {{{{ $value | humanize }}}} series",
-        "They are not sent, and tried again every ten minutes. gpu.dead-letters has the receiver's own words, and"
-        " gpustream_remote_write_values_left_out_total the reasons. With series_limit, the tenant has more series than"
-        " the receiver lets it have.",
-        "15m",
-    ),
-    Alert(
-        "GpustreamCountersBroken",
-        "max by (job, instance, sink) (gpustream_counters_broken) == 1",
-        "warning",
-        f"The file of --counters of {ITS} can't be used",
-        "What it held before stays in force. The log names the lines, and so does gpustream counters check FILE.",
-        "2m",
-    ),
-    Alert(
-        "GpustreamSeriesCollide",
-        "\nor ".join(_increases(f'{metric}{{reason!="rule"}}') for metric in _own_metrics("samples_withheld_total")),
-        "warning",
-        ITS + " leaves out {{ $value | humanize }} samples for their labels",
-        "After the rules of --relabel another series has the same labels, or the name is not valid. Give each series a"
-        " label that tells it apart.",
-        "10m",
-    ),
-    Alert(
-        "GpustreamMisplacedNodes",
-        "\nor ".join(map(_increases, _own_metrics("misplaced_nodes_total"))),
-        "warning",
-        ITS + " reads {{ $value | humanize }} nodes from a partition that is not theirs",
-        "Something else than gpustream writes to the topic, with another partitioner. The ticks of these nodes may be"
-        " attributed without their snapshots.",
-    ),
-    Alert(
-        "GpustreamTicksMissed",
-        """
-        sum by (job, instance) (rate(gpustream_node_ticks_missed_total[10m]))
-          > 0.01 * sum by (job, instance) (rate(gpustream_producer_ticks_made_total[10m]))
-        """,
-        "warning",
-        f"{ITS} reads its GPUs late",
-        "{{ $value | humanize }} readings a second never took place: the node has no CPU for it, or NVML is slow.",
-        "10m",
-    ),
-    Alert(
-        "GpustreamDeadLetters",
-        "\nor ".join(map(_increases, _own_metrics("records_dead_lettered_total"))),
-        "warning",
-        ITS + " could not use {{ $value | humanize }} records",
-        "They are in the topic gpu.dead-letters for 7 days, each with the reason in its headers.",
-    ),
-    Alert(
-        "GpustreamLateAttribution",
-        """
-        sum by (job) (rate(gpustream_attribution_ticks_total{attribution="late"}[10m]))
-          > 0.01 * sum by (job) (rate(gpustream_attribution_ticks_total[10m]))
-        """,
-        "warning",
-        "{{ $value | humanize }} ticks/s are attributed by an old snapshot",
-        "The snapshots that they name did not come. They are marked late; see the nodes' producers.",
-        "10m",
-    ),
-    Alert(
-        "GpustreamKubeletSilent",
-        "gpustream_node_kubelet_age_seconds > 300",
-        "warning",
-        f"The kubelet of {ITS} has not answered for {{{{ $value | humanizeDuration }}}}",
-        "GPUs are booked to the pods that it last named; gpustream_node_kubelet_calls_total says what fails.",
-        "1m",
-    ),
-    Alert(
-        "GpustreamNoLeader",
-        "max by (job) (gpustream_cluster_leading) == 0",
-        "warning",
-        "No cluster producer leads",
-        "New pods have no workload, labels or owners until one does. Those that were known are kept.",
-        "2m",
-    ),
-)
+    Alert("GpustreamDown", 'up{job=~"gpustream.*"} == 0', "critical",
+          f"{ITS} does not answer a scrape",
+          "Prometheus reaches nobody there. Ticks wait in Kafka, or in the node's buffer, until it is back.", "1m"),
+    Alert("GpustreamNotReady", "gpustream_ready == 0", "warning",
+          f"{ITS} runs and can't do its work", "Its /readyz says why.", "5m"),
+    Alert("GpustreamTicksDropped", _increases("gpustream_producer_ticks_dropped_total", "job, instance, reason"),
+          "critical",
+          f"{ITS} dropped ticks: {{{{ $labels.reason }}}}",
+          "{{ $value | humanize }} ticks in 5 minutes never reached Kafka and are lost. For buffer_full and buffer_age"
+          " see whether Kafka is there, or give --buffer more."),
+    Alert("GpustreamRecordsExpired",
+          "\nor ".join(map(_increases, [*_own_metrics("lost_offsets_total"), *_own_metrics("records_expired_total")])),
+          "critical",
+          f"{ITS}: Kafka deleted records before they were read",
+          "{{ $value | humanize }} records in 5 minutes are lost to it. It was behind by more than the topic keeps."),
+    _behind("GpustreamAttributionBehind", 'gpustream_attribution_lag_records{topic="gpu.samples"}',
+            "gpustream_attribution_ticks_total",
+            "is more than a minute behind", "{{ $value | humanize }} ticks wait in gpu.samples. " + KEPT),
+    _behind("GpustreamAlertsBehind", 'gpustream_alerts_lag_records{topic="gpu.attributed"}',
+            "gpustream_alerts_ticks_total",
+            "judges GPUs more than a minute late",
+            "{{ $value | humanize }} ticks wait in gpu.attributed. Alerts are late, none is lost."),
+    _behind("GpustreamUsageBehind", 'gpustream_usage_lag_records{topic="gpu.attributed"}',
+            "gpustream_usage_ticks_total",
+            "counts usage more than a minute late",
+            "{{ $value | humanize }} ticks wait in gpu.attributed. Hours become final later, none is lost."),
+    _behind("GpustreamRemoteWriteBehind", "gpustream_remote_write_lag_records",
+            "gpustream_remote_write_records_delivered_total",
+            "is more than a minute behind", "{{ $value | humanize }} ticks wait in gpu.attributed. " + KEPT),
+    Alert("GpustreamReceiverFailing",
+          "\nor ".join(f"{metric} == 1" for metric in [*_own_metrics("receiver_failing"), *_own_metrics("failing")]),
+          "warning",
+          f"The receiver of {ITS} refuses everything or does not answer",
+          "It is tried again for as long as it takes, and nothing is lost while Kafka keeps the records (24 h). The"
+          " sink's /readyz and its log have the receiver's own words; see the address, the credentials and the limits.",
+          "5m"),
+    Alert("GpustreamSeriesLeftOut", "gpustream_remote_write_series_left_out > 0", "warning",
+          f"The receiver of {ITS} refuses {{{{ $value | humanize }}}} series",
+          "They are not sent, and tried again every ten minutes. gpu.dead-letters has the receiver's own words, and"
+          " gpustream_remote_write_values_left_out_total the reasons. With series_limit, the tenant has more series"
+          " than the receiver lets it have.", "15m"),
+    Alert("GpustreamCountersBroken", "max by (job, instance, sink) (gpustream_counters_broken) == 1", "warning",
+          f"The file of --counters of {ITS} can't be used",
+          "What it held before stays in force. The log names the lines, and so does gpustream counters check FILE.",
+          "2m"),
+    Alert("GpustreamSeriesCollide",
+          "\nor ".join(_increases(f'{metric}{{reason!="rule"}}') for metric in _own_metrics("samples_withheld_total")),
+          "warning",
+          ITS + " leaves out {{ $value | humanize }} samples for their labels",
+          "After the rules of --relabel another series has the same labels, or the name is not valid. Give each series"
+          " a label that tells it apart.", "10m"),
+    Alert("GpustreamMisplacedNodes", "\nor ".join(map(_increases, _own_metrics("misplaced_nodes_total"))), "warning",
+          ITS + " reads {{ $value | humanize }} nodes from a partition that is not theirs",
+          "Something else than gpustream writes to the topic, with another partitioner. The ticks of these nodes may be"
+          " attributed without their snapshots."),
+    Alert("GpustreamTicksMissed", """
+          sum by (job, instance) (rate(gpustream_node_ticks_missed_total[10m]))
+            > 0.01 * sum by (job, instance) (rate(gpustream_producer_ticks_made_total[10m]))
+          """, "warning",
+          f"{ITS} reads its GPUs late",
+          "{{ $value | humanize }} readings a second never took place: the node has no CPU for it, or NVML is slow.",
+          "10m"),
+    Alert("GpustreamDeadLetters", "\nor ".join(map(_increases, _own_metrics("records_dead_lettered_total"))), "warning",
+          ITS + " could not use {{ $value | humanize }} records",
+          "They are in the topic gpu.dead-letters for 7 days, each with the reason in its headers."),
+    Alert("GpustreamLateAttribution", """
+          sum by (job) (rate(gpustream_attribution_ticks_total{attribution="late"}[10m]))
+            > 0.01 * sum by (job) (rate(gpustream_attribution_ticks_total[10m]))
+          """, "warning",
+          "{{ $value | humanize }} ticks/s are attributed by an old snapshot",
+          "The snapshots that they name did not come. They are marked late; see the nodes' producers.", "10m"),
+    Alert("GpustreamKubeletSilent", "gpustream_node_kubelet_age_seconds > 300", "warning",
+          f"The kubelet of {ITS} has not answered for {{{{ $value | humanizeDuration }}}}",
+          "GPUs are booked to the pods that it last named; gpustream_node_kubelet_calls_total says what fails.", "1m"),
+    Alert("GpustreamNoLeader", "max by (job) (gpustream_cluster_leading) == 0", "warning",
+          "No cluster producer leads",
+          "New pods have no workload, labels or owners until one does. Those that were known are kept.", "2m"),
+)  # fmt: skip
 
 
 # -- files

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from topics.catalogue import CATALOGUE, LAST_XID
-from topics.metric import DCGM_49, SCALED, Ratio, Series
+from topics.metric import SCALED, Ratio, Series
 
 ProfileName = Literal["otel", "otel-suffixed", "dcgm", "dcgm-4.9", "dcgm-legacy"]
 LabelSet = Literal["otel", "dcgm", "dcgm-4.9", "dcgm-legacy", "pod-devices"]
@@ -235,6 +235,64 @@ _NVLINK = "What the device sends and receives over all NVLinks, together."
 _NVLINKS = ("nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second")
 _AVAILABLE = ("memory_used_bytes", "memory_free_bytes")
 
+_DCGM_49: dict[str, tuple[str, ...]] = {
+    "gpu_utilization_ratio": ("DCGM_FI_DEV_GPU_UTIL_RATIO",),
+    "memory_controller_utilization_ratio": ("DCGM_FI_DEV_MEMORY_UTIL_RATIO",),
+    "encoder_utilization_ratio": ("DCGM_FI_DEV_ENC_UTIL_RATIO",),
+    "decoder_utilization_ratio": ("DCGM_FI_DEV_DEC_UTIL_RATIO",),
+    "memory_used_bytes": ("DCGM_FI_DEV_FB_USED_BYTES",),
+    "memory_free_bytes": ("DCGM_FI_DEV_FB_FREE_BYTES",),
+    "memory_total_bytes": ("DCGM_FI_DEV_FB_CAPACITY_BYTES",),
+    "memory_reserved_bytes": ("DCGM_FI_DEV_FB_RESERVED_BYTES",),
+    "power_watts": ("DCGM_FI_DEV_BOARD_POWER_WATTS",),
+    "power_limit_watts": (
+        "DCGM_FI_DEV_BOARD_POWER_LIMIT_REQUESTED_WATTS",
+        "DCGM_FI_DEV_BOARD_POWER_LIMIT_ENFORCED_WATTS",
+    ),
+    "max_power_limit_watts": ("DCGM_FI_DEV_BOARD_POWER_LIMIT_MAX_WATTS",),
+    "energy_joules_total": ("DCGM_FI_DEV_GPU_ENERGY_JOULES_TOTAL",),
+    "temperature_celsius": ("DCGM_FI_DEV_GPU_TEMP_CELSIUS",),
+    "memory_temperature_celsius": ("DCGM_FI_DEV_MEMORY_TEMP_CELSIUS",),
+    "fan_speed_ratio": ("DCGM_FI_DEV_FAN_SPEED_RATIO",),
+    "performance_state": ("DCGM_FI_DEV_GPU_PSTATE",),
+    "sm_clock_hz": ("DCGM_FI_DEV_SM_CLOCK_HERTZ",),
+    "memory_clock_hz": ("DCGM_FI_DEV_MEMORY_CLOCK_HERTZ",),
+    "max_sm_clock_hz": ("DCGM_FI_DEV_SM_MAX_CLOCK_HERTZ",),
+    "max_memory_clock_hz": ("DCGM_FI_DEV_MEMORY_MAX_CLOCK_HERTZ",),
+    "clock_event_reasons": ("DCGM_FI_DEV_CLOCKS_EVENT_REASONS",),
+    "pcie_tx_bytes_per_second": ("DCGM_FI_PROF_PCIE_TX_BYTES",),
+    "pcie_rx_bytes_per_second": ("DCGM_FI_PROF_PCIE_RX_BYTES",),
+    "pcie_replays_total": ("DCGM_FI_DEV_PCIE_REPLAY_TOTAL",),
+    "ecc_corrected_volatile_total": ("DCGM_FI_DEV_ECC_SBE_VOL_TOTAL",),
+    "ecc_uncorrected_volatile_total": ("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL",),
+    "remapped_rows_correctable_total": ("DCGM_FI_DEV_ROW_REMAP_CORRECTABLE_TOTAL",),
+    "remapped_rows_uncorrectable_total": ("DCGM_FI_DEV_ROW_REMAP_UNCORRECTABLE_TOTAL",),
+    "row_remap_pending": ("DCGM_FI_DEV_ROW_REMAP_PENDING",),
+    "row_remap_failure": ("DCGM_FI_DEV_ROW_REMAP_FAILED",),
+    "vgpu_licensed": ("DCGM_FI_DEV_VGPU_LICENSE_STATUS",),
+    "ecc_corrected_aggregate_total": ("DCGM_FI_DEV_ECC_SBE_AGG_TOTAL",),
+    "ecc_uncorrected_aggregate_total": ("DCGM_FI_DEV_ECC_DBE_AGG_TOTAL",),
+    "retired_pages_single_bit_total": ("DCGM_FI_DEV_PAGE_RETIRED_SBE_TOTAL",),
+    "retired_pages_double_bit_total": ("DCGM_FI_DEV_PAGE_RETIRED_DBE_TOTAL",),
+    "retired_pages_pending": ("DCGM_FI_DEV_PAGE_RETIRED_PENDING",),
+    "nvlink_crc_errors_total": ("DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_TOTAL",),
+    "nvlink_replay_errors_total": ("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_TOTAL",),
+    "nvlink_recovery_errors_total": ("DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_TOTAL",),
+    "power_violation_seconds_total": ("DCGM_FI_DEV_GPU_POWER_THROTTLE_SECONDS_TOTAL",),
+    "thermal_violation_seconds_total": ("DCGM_FI_DEV_GPU_THERMAL_THROTTLE_SECONDS_TOTAL",),
+    "graphics_engine_active_ratio": ("DCGM_FI_PROF_GR_ENGINE_UTIL_RATIO",),
+    "sm_active_ratio": ("DCGM_FI_PROF_SM_UTIL_RATIO",),
+    "sm_occupancy_ratio": ("DCGM_FI_PROF_SM_OCCUPANCY_RATIO",),
+    "tensor_active_ratio": ("DCGM_FI_PROF_TENSOR_UTIL_RATIO",),
+    "dram_active_ratio": ("DCGM_FI_PROF_DRAM_UTIL_RATIO",),
+    "fp64_active_ratio": ("DCGM_FI_PROF_FP64_UTIL_RATIO",),
+    "fp32_active_ratio": ("DCGM_FI_PROF_FP32_UTIL_RATIO",),
+    "fp16_active_ratio": ("DCGM_FI_PROF_FP16_UTIL_RATIO",),
+    "nvlink_tx_bytes_per_second": ("DCGM_FI_PROF_NVLINK_TX_BYTES",),
+    "nvlink_rx_bytes_per_second": ("DCGM_FI_PROF_NVLINK_RX_BYTES",),
+}
+"""The names of DCGM 4.7 (its dcgm_fields.h) and of dcgm-exporter 4.9. All are in base units: nothing is scaled."""
+
 PROFILES: dict[ProfileName, Profile] = {
     "otel": _OTEL,
     "otel-suffixed": profile(
@@ -258,7 +316,7 @@ PROFILES: dict[ProfileName, Profile] = {
     ),
     "dcgm-4.9": profile(
         "dcgm-4.9",
-        {key: tuple([Series(name) for name in names]) for key, names in DCGM_49.items()},
+        {key: tuple([Series(name) for name in names]) for key, names in _DCGM_49.items()},
         (
             Ratio("DCGM_FI_DEV_FB_USED_RATIO", ("memory_used_bytes",), _AVAILABLE, "ratio", _USED),
             Ratio("DCGM_FI_DEV_NVLINK_THROUGHPUT_BYTES_PER_SECOND", _NVLINKS, (), "bytes_per_second", _NVLINK),
