@@ -1,9 +1,9 @@
-"""The fleet now, and what became of each device within the last hour. Pure.
+"""The fleet that the page shows: now, and each device in the last hour. Pure.
 
-In:       ticks, open alerts and hours of usage; times of arrival in seconds on a clock that never steps back.
+In:       ticks, alerts and hours of usage; times of arrival in seconds on a clock that never steps back.
 Out:      what :mod:`sinks.page.frames` writes for browsers.
-State:    of each node its last tick; of each device who held it when, and one reading in 15 s, for an hour; which
-          alerts are open; who had how much of the last day. A node without a tick for 30 s is silent, for an hour gone.
+State:    each node's last tick; for an hour, each device's holders, and a reading every 15 s; the open alerts; the
+          usage of the last day by team. A node without a tick for 30 s is silent, and is forgotten after an hour.
 """
 
 import math
@@ -24,18 +24,18 @@ from topics.topic import Number
 from topics.usage import HOUR_MS, Usage
 
 IDLE_AFTER_MS = 10_000
-"""Whoever has worked within so long is not idle: one tick without work is a pause."""
+"""A device that has worked within this time is not idle: a tick without work is a pause."""
 
 SILENT_S = 30.0
 FORGET_S = 3600.0
 
 STEP_MS = 15_000
 STEPS = HOUR_MS // STEP_MS
-SPANS = 120
-"""So many changes of holders are known of a device."""
+MAX_SPANS = 120
+"""The most changes of holders that are kept of a device."""
 
-READ = ("gpu_utilization_ratio", "memory_used_bytes", "power_watts", "temperature_celsius")
-"""Of these metrics a device has readings."""
+HISTORY_METRICS = ("gpu_utilization_ratio", "memory_used_bytes", "power_watts", "temperature_celsius")
+"""The metrics whose readings are kept."""
 
 USAGE_HOURS = 24
 NO_TEAM = "(no team)"
@@ -43,13 +43,15 @@ ZONE = "topology.kubernetes.io/zone"
 
 _RANKS = {"critical": 0, "warning": 1, "info": 2}
 _NO_READING = math.nan
-_WORDS = {"busy": b"b", "idle": b"i", "held": b"h", "free": b"f", "failing": b"x"}
+_SIGNS = {"busy": b"b", "idle": b"i", "held": b"h", "free": b"f", "failing": b"x"}
+"""The sign of each :data:`topics.idleness.Activity`."""
+
 SILENT = "s"
-"""What stands for each word of :data:`topics.idleness.Activity` in a line of words, and for that of a silent node."""
+"""The sign of the devices of a silent node."""
 
 
-class Who(NamedTuple):
-    """A pod that holds a device, or a batch job. What is not known is empty."""
+class ShownHolder(NamedTuple):
+    """A pod or batch job that holds a device. A field that is not known is empty."""
 
     namespace: str
     pod: str
@@ -58,82 +60,89 @@ class Who(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Who held a device from one time to another, by the node's clock; None: until now."""
+    """The holders of a device from one time to another, by the node's clock. ``to_ms`` None: until now."""
 
-    who: tuple[Who, ...]
+    holders: tuple[ShownHolder, ...]
     from_ms: int
     to_ms: int | None
 
 
 @dataclass(slots=True)
 class ShownDevice:
-    """A device of a node's last tick. ``readings`` has a row for each of ``READ``, ``words`` each reading's sign."""
+    """A device of a node's last tick, and its last hour.
+
+    ``sign``: its activity in that tick; ``worked_ms``: the last tick in which it was busy. ``since_ms``: when its
+    holders began to hold it; ``spans``: the holders before them. ``readings`` has a row for each of
+    ``HISTORY_METRICS``, ``signs`` the activity at each reading. Both are rings, in which ``step`` is the last one.
+    """
 
     last: AttributedDevice
-    who: tuple[Who, ...]
+    holders: tuple[ShownHolder, ...]
     since_ms: int
-    word: bytes = b"f"
+    sign: bytes = b"f"
     worked_ms: int = 0
-    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=SPANS))
+    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
     step: int = 0
-    words: bytearray = field(default_factory=lambda: bytearray(b" " * STEPS))
-    readings: "array[float]" = field(default_factory=lambda: array("f", [_NO_READING]) * (STEPS * len(READ)))
+    signs: bytearray = field(default_factory=lambda: bytearray(b" " * STEPS))
+    readings: "array[float]" = field(default_factory=lambda: array("f", [_NO_READING]) * (STEPS * len(HISTORY_METRICS)))
 
-    def take(self, device: AttributedDevice, ts_ms: int) -> None:
-        """What a tick says of it, without its holders."""
-        said = device_activity(device)
-        if said == "busy":
+    def update(self, device: AttributedDevice, ts_ms: int) -> None:
+        """Update all but the holders from a tick. The first tick of each 15 s is kept as a reading."""
+        activity = device_activity(device)
+        if activity == "busy":
             self.worked_ms = ts_ms
-        elif said == "idle" and 0 <= ts_ms - self.worked_ms < IDLE_AFTER_MS:
-            said = "busy"
-        self.last, self.word = msgspec.structs.replace(device, holders=(), processes=None), _WORDS[said]
-        # a reading is kept if this is the first tick of its 15 s; those for which there was no tick are none
+        elif activity == "idle" and 0 <= ts_ms - self.worked_ms < IDLE_AFTER_MS:
+            activity = "busy"
+        self.last, self.sign = msgspec.structs.replace(device, holders=(), processes=None), _SIGNS[activity]
         step = ts_ms // STEP_MS
         if step <= self.step:
             return
         for missing in range(max(self.step + 1, step - STEPS + 1), step) if self.step else ():
-            self._keep(missing % STEPS, b" ", {})
-        self._keep(step % STEPS, self.word, self.last.metrics)
+            self._set_reading(missing % STEPS, b" ", {})
+        self._set_reading(step % STEPS, self.sign, self.last.metrics)
         self.step = step
 
-    def _keep(self, place: int, word: bytes, metrics: Mapping[str, Number | None]) -> None:
-        self.words[place : place + 1] = word
-        for row, key in enumerate(READ):
+    def _set_reading(self, index: int, sign: bytes, metrics: Mapping[str, Number | None]) -> None:
+        self.signs[index : index + 1] = sign
+        for row, key in enumerate(HISTORY_METRICS):
             value = metrics.get(key)
-            self.readings[row * STEPS + place] = _NO_READING if value is None else value
+            self.readings[row * STEPS + index] = _NO_READING if value is None else value
 
-    def hold(self, who: tuple[Who, ...], ts_ms: int) -> None:
-        """These hold it now. The same pods, of which more is known, hold it on."""
-        if [one[:2] for one in who] == [one[:2] for one in self.who]:
-            self.who = who
+    def set_holders(self, holders: tuple[ShownHolder, ...], ts_ms: int) -> None:
+        """Set the holders of a tick. The same pods, of which more is known now, begin no new span."""
+        if [holder[:2] for holder in holders] == [holder[:2] for holder in self.holders]:
+            self.holders = holders
             return
-        self.spans.append(Span(self.who, self.since_ms, max(ts_ms, self.since_ms)))
+        self.spans.append(Span(self.holders, self.since_ms, max(ts_ms, self.since_ms)))
         while self.spans and (self.spans[0].to_ms or 0) < ts_ms - HOUR_MS:
             self.spans.popleft()
-        self.who, self.since_ms, self.worked_ms = who, ts_ms, 0
+        self.holders, self.since_ms, self.worked_ms = holders, ts_ms, 0
 
-    def history(self) -> Iterator[list[float | None]]:
-        """The readings of each of ``READ``, the oldest first."""
-        first = (self.step + 1) % STEPS
-        for row in range(len(READ)):
-            rows = self.readings[row * STEPS : (row + 1) * STEPS]
-            yield [None if math.isnan(value) else value for value in rows[first:] + rows[:first]]
+    def metric_history(self) -> Iterator[list[float | None]]:
+        """The readings of each of ``HISTORY_METRICS``, the oldest first."""
+        oldest = (self.step + 1) % STEPS
+        for row in range(len(HISTORY_METRICS)):
+            ring = self.readings[row * STEPS : (row + 1) * STEPS]
+            yield [None if math.isnan(value) else value for value in ring[oldest:] + ring[:oldest]]
 
-    def words_since(self) -> str:
+    def sign_history(self) -> str:
         """The signs of the readings, the oldest first."""
-        first = (self.step + 1) % STEPS
-        return (self.words[first:] + self.words[:first]).decode()
+        oldest = (self.step + 1) % STEPS
+        return (self.signs[oldest:] + self.signs[:oldest]).decode()
 
 
 @dataclass(slots=True)
 class ShownNode:
-    """A node, as of its last tick. ``version`` and ``shaped`` are the fleet's when it changed, and when something of it
-    changed beside values: its devices, or who holds them."""
+    """A node as of its last tick, which was read at ``read_s``.
+
+    ``version``: the fleet's version when anything of the node changed. ``shaped``: the same for its devices and their
+    holders.
+    """
 
     slot: int
     last: LastTick
     tick: AttributedSample
-    heard_s: float
+    read_s: float
     devices: dict[str, ShownDevice]
     version: int
     shaped: int
@@ -144,22 +153,22 @@ class ShownNode:
         return self.tick.node_labels.get(ZONE, "")
 
     @property
-    def words(self) -> str:
-        """A sign for each device."""
+    def signs(self) -> str:
+        """The sign of each device."""
         if self.silent:
             return SILENT * len(self.devices)
-        return b"".join([device.word for device in self.devices.values()]).decode()
+        return b"".join([device.sign for device in self.devices.values()]).decode()
 
     def values(self, metric: str) -> list[Number | None]:
-        """A metric of each device, with the six digits that are shown."""
+        """A metric of each device, rounded to the six digits that are shown."""
         if self.silent:
             return [None] * len(self.devices)
-        found = [device.last.metrics.get(metric) for device in self.devices.values()]
-        return [float(f"{value:.6g}") if isinstance(value, float) else value for value in found]
+        values = [device.last.metrics.get(metric) for device in self.devices.values()]
+        return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
 
 
-class _Booked(NamedTuple):
-    """What a record of gpu.usage says; ``order`` says which of a key counts."""
+class _UsageHour(NamedTuple):
+    """A record of gpu.usage. Of several with the same key, the one with the highest ``order`` counts."""
 
     order: tuple[int, int]
     start_ms: int
@@ -170,7 +179,7 @@ class _Booked(NamedTuple):
 
 @dataclass(slots=True)
 class Fleet:
-    """What the page shows. ``version`` rises with every change of a node, ``forgotten`` with every one that is gone."""
+    """What the page shows. ``version`` counts the changes of nodes, ``forgotten`` the nodes that were forgotten."""
 
     began_ms: int
     team_label: str = "team"
@@ -180,83 +189,83 @@ class Fleet:
     alerts_version: int = 0
     usage_version: int = 0
     _alerts: dict[bytes, Alert] = field(default_factory=dict)
-    _usage: dict[int, _Booked] = field(default_factory=dict)
-    _teams: dict[str, list[int]] = field(default_factory=dict)
+    _usage: dict[int, _UsageHour] = field(default_factory=dict)
+    _ms_by_team: dict[str, list[int]] = field(default_factory=dict)
     _slots: int = 0
 
     # -- ticks
 
-    def take(self, tick: AttributedSample, now_s: float, age_s: float = 0.0) -> Verdict:
-        """A node's next tick, which was ``age_s`` old when it came; what kind of record it was."""
+    def add_tick(self, tick: AttributedSample, now_s: float, age_s: float = 0.0) -> Verdict:
+        """Show a node's next tick, which was ``age_s`` old when it was read. A replay changes nothing."""
         key = (tick.cluster, tick.node)
         node = self.nodes.get(key)
         verdict = replays.verdict(node.last if node else None, tick)
         if verdict == "replay":
             return verdict
         self.version += 1
-        last, heard_s = replays.after(node.last if node else None, tick), now_s - max(0.0, age_s)
+        last, read_s = replays.after(node.last if node else None, tick), now_s - max(0.0, age_s)
         before = node.devices if node else {}
         reshaped = node is None or len(before) != len(tick.devices) or node.tick.node_labels != tick.node_labels
         devices: dict[str, ShownDevice] = {}
         for device in tick.devices:
-            shown, who = before.get(device.uuid), self._who(device)
+            shown, holders = before.get(device.uuid), self._holders(device)
             if shown is None:
-                shown, reshaped = ShownDevice(device, who, tick.ts_ms), True
-            elif shown.who != who or shown.last.mig != device.mig:
-                shown.hold(who, tick.ts_ms)
+                shown, reshaped = ShownDevice(device, holders, tick.ts_ms), True
+            elif shown.holders != holders or shown.last.mig != device.mig:
+                shown.set_holders(holders, tick.ts_ms)
                 reshaped = True
-            shown.take(device, tick.ts_ms)
+            shown.update(device, tick.ts_ms)
             devices[device.uuid] = shown
         shaped = self.version if reshaped or node is None else node.shaped
         slot = self._slots if node is None else node.slot
         self._slots += node is None
-        kept = msgspec.structs.replace(tick, devices=())
-        self.nodes[key] = ShownNode(slot, last, kept, heard_s, devices, self.version, shaped)
+        bare = msgspec.structs.replace(tick, devices=())
+        self.nodes[key] = ShownNode(slot, last, bare, read_s, devices, self.version, shaped)
         return verdict
 
-    def _who(self, device: AttributedDevice) -> tuple[Who, ...]:
-        """Who holds a device: each pod once."""
-        found = []
-        for pod, (one, *_) in by_pod(device.holders).items() if device.holders else ():
-            team = one.labels.get(self.team_label, one.namespace_labels.get(self.team_label, ""))
-            workload = f"{one.workload.kind}/{one.workload.name}" if one.workload else ""
-            found.append(Who(pod.namespace, pod.pod, workload, team))
-        return tuple(found)
+    def _holders(self, device: AttributedDevice) -> tuple[ShownHolder, ...]:
+        """The holders of a device, each pod once."""
+        holders = []
+        for pod, (holder, *_) in by_pod(device.holders).items() if device.holders else ():
+            team = holder.labels.get(self.team_label, holder.namespace_labels.get(self.team_label, ""))
+            workload = f"{holder.workload.kind}/{holder.workload.name}" if holder.workload else ""
+            holders.append(ShownHolder(pod.namespace, pod.pod, workload, team))
+        return tuple(holders)
 
-    def pass_time(self, now_s: float) -> None:
-        """Nodes fall silent, and those that have been for an hour are forgotten."""
+    def expire(self, now_s: float) -> None:
+        """Mark silent nodes, and forget those that have been silent for an hour."""
         for key, node in list(self.nodes.items()):
-            if now_s - node.heard_s > FORGET_S:
+            if now_s - node.read_s > FORGET_S:
                 del self.nodes[key]
                 self.forgotten += 1
-            elif now_s - node.heard_s > SILENT_S and not node.silent:
+            elif now_s - node.read_s > SILENT_S and not node.silent:
                 self.version += 1
                 node.silent, node.version = True, self.version
 
     def device(self, uuid: str) -> tuple[ShownNode, ShownDevice] | None:
-        """The device with this UUID, if there is one; of several, that of which was heard last."""
-        found = [(node, node.devices[uuid]) for node in self.nodes.values() if uuid in node.devices]
-        return max(found, key=lambda one: one[0].heard_s) if found else None
+        """The device with this UUID and its node; if several nodes have it, the one that was read last."""
+        candidates = [(node, node.devices[uuid]) for node in self.nodes.values() if uuid in node.devices]
+        return max(candidates, key=lambda candidate: candidate[0].read_s, default=None)
 
     # -- alerts
 
-    def see(self, key: bytes, alert: Alert | None) -> None:
-        """The last record of an alert's key; None: it is long over."""
+    def set_alert(self, key: bytes, alert: Alert | None) -> None:
+        """Show the last record of an alert's key, if it is open. None: the record was deleted."""
         before = self._alerts.pop(key, None)
         if alert is not None and alert.is_open:
             self._alerts[key] = alert
         self.alerts_version += before is not None or key in self._alerts
 
     def alerts(self) -> list[Alert]:
-        """Those that are open, the critical ones first, then the newest."""
-        order = sorted(self._alerts.values(), key=lambda one: -milliseconds(one.starts_at))
-        return sorted(order, key=lambda one: _RANKS.get(one.severity, len(_RANKS)))
+        """The open alerts, the critical ones first, then the newest."""
+        newest_first = sorted(self._alerts.values(), key=lambda alert: -milliseconds(alert.starts_at))
+        return sorted(newest_first, key=lambda alert: _RANKS.get(alert.severity, len(_RANKS)))
 
     # -- usage
 
-    def book(self, key: bytes, hour: Usage) -> bool:
-        """An hour of a device. False if it says nothing new."""
-        digest = hash(key)  # of 64 bits: a tenth of the key
+    def add_usage(self, key: bytes, hour: Usage) -> bool:
+        """Add an hour of a device. False if it is not newer than the one that is known."""
+        digest = hash(key)  # 64 bits, a tenth of the key
         before = self._usage.get(digest)
         if before is not None and before.order >= hour.order:
             return False
@@ -265,26 +274,26 @@ class Fleet:
             idle_ms = held_ms * hour.idle_ms // hour.device_ms if hour.device_ms else 0
             if before is not None:
                 self._add(before, -1)
-            self._usage[digest] = _Booked(hour.order, hour.start_ms, hour.team or NO_TEAM, held_ms, idle_ms)
+            self._usage[digest] = _UsageHour(hour.order, hour.start_ms, hour.team or NO_TEAM, held_ms, idle_ms)
             self._add(self._usage[digest], 1)
             self.usage_version += 1
         return True
 
-    def _add(self, hour: _Booked, times: int) -> None:
-        both = self._teams.setdefault(hour.team, [0, 0])
-        both[0] += times * hour.held_ms
-        both[1] += times * hour.idle_ms
+    def _add(self, hour: _UsageHour, times: int) -> None:
+        held_and_idle_ms = self._ms_by_team.setdefault(hour.team, [0, 0])
+        held_and_idle_ms[0] += times * hour.held_ms
+        held_and_idle_ms[1] += times * hour.idle_ms
 
-    def close_books(self, now_ms: int) -> None:
-        """Forget the hours of more than a day ago."""
+    def expire_usage(self, now_ms: int) -> None:
+        """Forget the hours that are more than a day old."""
         first_ms = (now_ms // HOUR_MS - USAGE_HOURS + 1) * HOUR_MS
-        old = [key for key, hour in self._usage.items() if hour.start_ms < first_ms]
-        for key in old:
+        expired = [key for key, hour in self._usage.items() if hour.start_ms < first_ms]
+        for key in expired:
             self._add(self._usage.pop(key), -1)
-        self._teams = {team: both for team, both in self._teams.items() if both[0]}
-        self.usage_version += bool(old)
+        self._ms_by_team = {team: pair for team, pair in self._ms_by_team.items() if pair[0]}
+        self.usage_version += bool(expired)
 
     def usage(self) -> list[tuple[str, float, float]]:
-        """Each team's GPU-hours within the last day: held, and idle of them; the most first."""
-        rows = [(team, held / HOUR_MS, idle / HOUR_MS) for team, (held, idle) in self._teams.items() if held]
+        """Each team's GPU-hours within the last day: held, and those of them idle. Most first."""
+        rows = [(team, held / HOUR_MS, idle / HOUR_MS) for team, (held, idle) in self._ms_by_team.items() if held]
         return sorted(rows, key=lambda row: (-row[1], row[0]))

@@ -1,6 +1,6 @@
-"""What goes to a browser: the whole fleet once, then what has changed. JSON, and compressed once for all.
+"""Frames for browsers: first the whole fleet, then what has changed. JSON, compressed once for all browsers.
 
-A frame has, each if there is something to say:
+A frame has these keys, most of them only if something has changed:
 
     kind        all (forget what was before) or more
     at_ms       when it was made; began_ms: since when this process knows the fleet
@@ -10,11 +10,11 @@ A frame has, each if there is something to say:
                 a device is [uuid, index, model, MIG profile, its GPU, since_ms, holders], a holder
                 [namespace, pod, workload, team]
     now         [slot, ts_ms, a sign for each device, a value for each device], of nodes with a new tick
-    alerts      those that are open, all of them
-    usage       [team, GPU-hours held, those of them idle], all of them
+    alerts      all open alerts
+    usage       [team, GPU-hours held, those of them idle], of all teams
 
-A compressed frame is a piece of a gzip stream that ends nowhere: each begins without a history and ends at a whole
-byte, so that any client can be given any frames in any order.
+A compressed frame is a part of a gzip stream that never ends. It refers to no earlier part and ends at a whole byte, so
+any client can get any frames in any order.
 """
 
 import zlib
@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from sinks.page.fleet import READ, STEP_MS, Fleet, ShownDevice
+from sinks.page.fleet import HISTORY_METRICS, STEP_MS, Fleet, ShownDevice
 from topics.alerts import Alert, milliseconds
 from topics.catalogue import CATALOGUE
 
@@ -34,7 +34,7 @@ Json = dict[str, Any]
 
 
 class Versions(NamedTuple):
-    """The versions of a fleet, or up to which ones somebody knows it."""
+    """The versions of a fleet, or those that a browser has."""
 
     version: int = 0
     forgotten: int = 0
@@ -43,40 +43,42 @@ class Versions(NamedTuple):
 
 
 def versions(fleet: Fleet) -> Versions:
-    """Those that the fleet has now."""
+    """The current versions of a fleet."""
     return Versions(fleet.version, fleet.forgotten, fleet.alerts_version, fleet.usage_version)
 
 
 def frame(fleet: Fleet, metric: str, at_ms: int, since: Versions | None = None) -> Json:
-    """What has changed since then; None, or if nodes are gone: everything."""
+    """A frame with what has changed since these versions. ``since`` None, or nodes were forgotten: the whole fleet."""
     whole = since is None or since.forgotten != fleet.forgotten
-    known = Versions() if since is None or whole else since
+    before = Versions() if since is None or whole else since
     kind: Literal["all", "more"] = "all" if whole else "more"
-    said: Json = {"kind": kind, "at_ms": at_ms, "metric": metric}
+    content: Json = {"kind": kind, "at_ms": at_ms, "metric": metric}
     if whole:
-        said |= {"began_ms": fleet.began_ms, "metrics": _METRICS}
-    changed = [node for node in fleet.nodes.values() if node.version > known.version or whole]
-    said["nodes"] = [
-        [node.slot, node.tick.cluster, node.tick.node, node.zone, [_device(one) for one in node.devices.values()]]
+        content |= {"began_ms": fleet.began_ms, "metrics": _METRICS}
+    changed = [node for node in fleet.nodes.values() if node.version > before.version or whole]
+    content["nodes"] = [
+        [node.slot, node.tick.cluster, node.tick.node, node.zone, [_device(device) for device in node.devices.values()]]
         for node in changed
-        if node.shaped > known.version or whole
+        if node.shaped > before.version or whole
     ]
-    said["now"] = [[node.slot, node.tick.ts_ms, node.words, node.values(metric) if metric else []] for node in changed]
-    if whole or known.alerts != fleet.alerts_version:
-        said["alerts"] = [_alert(alert) for alert in fleet.alerts()]
-    if whole or known.usage != fleet.usage_version:
-        said["usage"] = fleet.usage()
-    return said
+    content["now"] = [
+        [node.slot, node.tick.ts_ms, node.signs, node.values(metric) if metric else []] for node in changed
+    ]
+    if whole or before.alerts != fleet.alerts_version:
+        content["alerts"] = [_alert(alert) for alert in fleet.alerts()]
+    if whole or before.usage != fleet.usage_version:
+        content["usage"] = fleet.usage()
+    return content
 
 
 def _device(device: ShownDevice) -> list[Any]:
-    is_, mig = device.last, device.last.mig
-    cut = [mig.profile, mig.parent_uuid] if mig else [None, None]
-    return [is_.uuid, is_.index, is_.model, *cut, device.since_ms, device.who]
+    last, mig = device.last, device.last.mig
+    profile_and_gpu = [mig.profile, mig.parent_uuid] if mig else [None, None]
+    return [last.uuid, last.index, last.model, *profile_and_gpu, device.since_ms, device.holders]
 
 
 def _alert(alert: Alert) -> Json:
-    gpus = [one.uuid for one in alert.gpus]
+    gpus = [gpu.uuid for gpu in alert.gpus]
     return {
         "name": alert.name,
         "severity": alert.severity,
@@ -92,40 +94,39 @@ def _alert(alert: Alert) -> Json:
 
 
 def device(fleet: Fleet, uuid: str) -> Json | None:
-    """All that is known of a device, and its last hour; None: there is none of that UUID."""
-    found = fleet.device(uuid)
-    if found is None:
+    """A device and its last hour. None: no node has a device with this UUID."""
+    node_and_device = fleet.device(uuid)
+    if node_and_device is None:
         return None
-    node, of = found
+    node, shown = node_and_device
     return {
         "cluster": node.tick.cluster,
         "node": node.tick.node,
         "ts_ms": node.tick.ts_ms,
         "attribution": node.tick.attribution,
         "silent": node.silent,
-        "state": of.last.state,
-        "index": of.last.index,
-        "model": of.last.model,
-        "uuid": of.last.uuid,
-        "conflict": of.last.conflict,
-        "metrics": {key: value for key, value in of.last.metrics.items() if value is not None},
-        "xids": of.last.xids,
-        "holders": [*of.spans, (of.who, of.since_ms, None)],
-        "readings": dict(zip(READ, of.history(), strict=True)),
-        "words": of.words_since(),
-        "first_ms": (of.step + 1) * STEP_MS - len(of.words) * STEP_MS,
+        "state": shown.last.state,
+        "index": shown.last.index,
+        "model": shown.last.model,
+        "uuid": shown.last.uuid,
+        "conflict": shown.last.conflict,
+        "metrics": {key: value for key, value in shown.last.metrics.items() if value is not None},
+        "xids": shown.last.xids,
+        "holders": [*shown.spans, (shown.holders, shown.since_ms, None)],
+        "readings": dict(zip(HISTORY_METRICS, shown.metric_history(), strict=True)),
+        "words": shown.sign_history(),
+        "first_ms": (shown.step + 1) * STEP_MS - len(shown.signs) * STEP_MS,
         "step_ms": STEP_MS,
         "began_ms": fleet.began_ms,
     }
 
 
-def event(said: Json) -> bytes:
-    """A frame as an event of a stream of events: JSON has no line breaks outside of strings, and in them they are
-    escaped."""
-    return b"retry: 1000\ndata: " + msgspec.json.encode(said) + b"\n\n"
+def event(content: Json) -> bytes:
+    """A frame as a server-sent event. Its JSON has no line break: those within strings are escaped."""
+    return b"retry: 1000\ndata: " + msgspec.json.encode(content) + b"\n\n"
 
 
 def compressed(data: bytes) -> bytes:
-    """A piece of a gzip stream after ``GZIP_HEADER``."""
+    """A part of a gzip stream, behind ``GZIP_HEADER``."""
     packer = zlib.compressobj(_FASTEST, zlib.DEFLATED, -zlib.MAX_WBITS)
     return packer.compress(data) + packer.flush(zlib.Z_SYNC_FLUSH)

@@ -1,9 +1,9 @@
-"""The HTTP of the page: its files, the stream of events, and what is known of one device. Nothing can be changed by it.
+"""The HTTP server of the page: its files, the stream of events, and the details of a device. It is read-only.
 
-In: requests. Out: answers; to each open page a frame in a second.
-State: the open pages; of each metric that one shows, the last frame. A page that takes its frames too slowly is given
-the whole fleet when it has taken one, and no more before: what it has not taken never piles up.
-On failure: a page that takes nothing for 20 s loses its connection, and comes back by itself.
+In: requests. Out: responses; to each open page a frame each second.
+State: the open pages; the last frame of each metric that one of them shows. A page that reads its frames too slowly
+gets the whole fleet when it has read one, and nothing before, so unread frames never pile up.
+On failure: a page that reads nothing for 20 s loses its connection, and connects again by itself.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from topics.catalogue import CATALOGUE
 
 FRAME_EVERY_S = 1.0
 MAX_PAGES = 64
-"""So many pages are open at a time; a further one is asked to come back later."""
+"""The most pages that are open at a time. Any further one is told to come back later."""
 
-_PIECE_BYTES = 64 * 1024
-_TAKE_S = 20.0
-_BUSY_AGAIN_MS = 10_000
+_CHUNK_BYTES = 64 * 1024
+_WRITE_TIMEOUT_S = 20.0
+_BUSY_RETRY_MS = 10_000
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _INDEX = "index.html"
@@ -47,94 +47,96 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Of every answer: only files of the page itself run or are shown, in no frame of another."""
+"""The headers of every response: a browser runs and shows only the page's own files, and never in another page."""
 
 
-class Pages(NamedTuple):
-    """What is counted of pages: ``opened`` are open, ``caught_up`` the frames of the whole fleet for slow ones."""
+class PageMetrics(NamedTuple):
+    """Requests, open pages, and how often a slow page got the whole fleet."""
 
     requests: Callable[[str], Counter]
     opened: Gauge
     caught_up: Counter
 
 
-class _Packed(NamedTuple):
-    """A frame as it is sent: as it is, and compressed."""
+class _EncodedFrame(NamedTuple):
+    """A frame as an event: plain, and compressed."""
 
     plain: bytes
     gzip: bytes
 
 
 class PageServer:
-    """Answers below ``prefix``, which begins and ends with a slash.
+    """Serves the page below ``prefix``, which begins and ends with a slash.
 
-    ``hosts``: the names by which it may be asked, beside addresses and localhost; None: by every name.
+    ``hosts``: the names that a Host header may have, beside addresses and localhost; None: any name.
     """
 
-    def __init__(self, fleet: Fleet, pages: Pages, prefix: str = "/", hosts: Collection[str] | None = None) -> None:
-        self._fleet, self._pages, self._prefix, self._hosts = fleet, pages, prefix, hosts
+    def __init__(
+        self, fleet: Fleet, metrics: PageMetrics, prefix: str = "/", hosts: Collection[str] | None = None
+    ) -> None:
+        self._fleet, self._metrics, self._prefix, self._hosts = fleet, metrics, prefix, hosts
         files = {file.name: file.read_bytes() for file in _STATIC.iterdir()}
         self._files = {"": (files.pop(_INDEX), _TYPES[".html"])}
         self._files |= {name: (body, _TYPES[Path(name).suffix]) for name, body in files.items()}
         self._watched: Count[str] = Count()
-        self._known: dict[str, Versions] = {}
-        self._more: dict[str, _Packed] = {}
-        self._whole: dict[str, tuple[int, asyncio.Task[_Packed]]] = {}
-        self._number, self._made = 0, asyncio.Event()
+        self._sent_versions: dict[str, Versions] = {}
+        self._changes: dict[str, _EncodedFrame] = {}
+        self._whole_frames: dict[str, tuple[int, asyncio.Task[_EncodedFrame]]] = {}
+        self._number, self._next_frame = 0, asyncio.Event()
         self._ended = False
 
     def routes(self) -> list[web.RouteDef]:
-        """Everything that is answered."""
+        """All routes."""
         return [
             *[web.get(self._prefix + path, self._file) for path in self._files],
             web.get(self._prefix + "events", self._events),
             web.get(self._prefix + "device", self._device),
-            web.route("*", "/{elsewhere:.*}", self._elsewhere),
+            web.route("*", "/{elsewhere:.*}", self._other_path),
         ]
 
     @web.middleware
     async def guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Counts the request, refuses it by another's name, and gives errors the headers of every answer.
+        """Count the request, refuse it if it has another host's name, and give errors the common headers.
 
-        A web site can let its own name lead to the browser's machine, and read what it finds there. Its requests have
-        that name, and no address.
+        A web site can resolve its own name to the address of this machine, and read what it serves (DNS rebinding).
+        Such a request has the name of the site in its Host header.
         """
         try:
             if self._hosts is not None and not is_own(request.headers.get("Host", ""), self._hosts):
                 raise web.HTTPForbidden(text="the page is not asked for by this name: --page-host NAME allows it\n")
-            answer = await handler(request)
+            response = await handler(request)
         except web.HTTPException as error:
-            self._pages.requests(str(error.status)).inc()
+            self._metrics.requests(str(error.status)).inc()
             error.headers.update(HEADERS)
             raise
-        self._pages.requests(str(answer.status)).inc()
-        return answer
+        self._metrics.requests(str(response.status)).inc()
+        return response
 
     async def run(self) -> None:
-        """Make a frame of each metric that a page shows, again and again."""
+        """Make the frames of each second."""
         while True:
             await asyncio.sleep(FRAME_EVERY_S)
-            self.beat(int(time.time() * 1000))
+            self.make_frames(int(time.time() * 1000))
 
-    def beat(self, at_ms: int) -> None:
-        """The next frame of each metric that a page shows."""
-        self._more.clear()
+    def make_frames(self, at_ms: int) -> None:
+        """Make the next frame of each metric that a page shows."""
+        self._changes.clear()
         for metric in self._watched:
-            said = frames.frame(self._fleet, metric, at_ms, self._known.get(metric))
-            self._known[metric], self._more[metric] = frames.versions(self._fleet), _pack(said)
+            content = frames.frame(self._fleet, metric, at_ms, self._sent_versions.get(metric))
+            self._sent_versions[metric], self._changes[metric] = frames.versions(self._fleet), _encode(content)
         self._number += 1
-        self._whole.clear()
-        made, self._made = self._made, asyncio.Event()
-        made.set()
+        self._whole_frames.clear()
+        next_frame, self._next_frame = self._next_frame, asyncio.Event()
+        next_frame.set()
 
     def end(self) -> None:
-        """No page is given anything any more."""
+        """Stop sending frames."""
         self._ended = True
-        self._made.set()
+        self._next_frame.set()
 
-    # -- answers
+    # -- responses
 
     async def _file(self, request: web.Request) -> web.Response:
         body, kind = self._files[request.path.removeprefix(self._prefix)]
@@ -142,13 +144,13 @@ class PageServer:
         return web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
 
     async def _device(self, request: web.Request) -> web.Response:
-        said = frames.device(self._fleet, request.query.get("uuid", ""))
-        if said is None:
+        content = frames.device(self._fleet, request.query.get("uuid", ""))
+        if content is None:
             raise web.HTTPNotFound(text="no device of that UUID is known\n")
         headers = {**HEADERS, "Cache-Control": "no-store"}
-        return web.Response(body=msgspec.json.encode(said), content_type="application/json", headers=headers)
+        return web.Response(body=msgspec.json.encode(content), content_type="application/json", headers=headers)
 
-    async def _elsewhere(self, request: web.Request) -> web.Response:
+    async def _other_path(self, request: web.Request) -> web.Response:
         path = request.path
         if path == self._prefix.removesuffix("/") or (path == "/" and self._prefix != "/"):
             raise web.HTTPTemporaryRedirect(self._prefix)
@@ -161,24 +163,24 @@ class PageServer:
         if metric and metric not in CATALOGUE:
             raise web.HTTPNotFound(text="there is no such metric\n")
         if self._watched.total() >= MAX_PAGES:
-            again = f"retry: {_BUSY_AGAIN_MS}\nevent: busy\ndata:\n\n"
-            return web.Response(text=again, content_type="text/event-stream", headers=HEADERS)
-        packed = "gzip" in request.headers.get("Accept-Encoding", "")
+            busy = f"retry: {_BUSY_RETRY_MS}\nevent: busy\ndata:\n\n"
+            return web.Response(text=busy, content_type="text/event-stream", headers=HEADERS)
+        compress = "gzip" in request.headers.get("Accept-Encoding", "")
         response = web.StreamResponse(headers={**HEADERS, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         response.content_type = "text/event-stream"
-        if packed:
+        if compress:
             response.headers["Content-Encoding"] = "gzip"
         await response.prepare(request)
         with self._watching(metric):
             try:
-                if packed:
+                if compress:
                     await response.write(frames.GZIP_HEADER)
                 async for frame in self._frames(metric):
-                    # in pieces: no more than one waits to be taken
-                    data = frame.gzip if packed else frame.plain
-                    for start in range(0, len(data), _PIECE_BYTES):
-                        async with asyncio.timeout(_TAKE_S):
-                            await response.write(data[start : start + _PIECE_BYTES])
+                    # in chunks: at most one of them waits in memory
+                    data = frame.gzip if compress else frame.plain
+                    for start in range(0, len(data), _CHUNK_BYTES):
+                        async with asyncio.timeout(_WRITE_TIMEOUT_S):
+                            await response.write(data[start : start + _CHUNK_BYTES])
             except TimeoutError:
                 if request.transport is not None:
                     request.transport.abort()
@@ -188,43 +190,43 @@ class PageServer:
 
     @contextlib.contextmanager
     def _watching(self, metric: str) -> Iterator[None]:
-        """A page shows this metric while inside."""
+        """Count a page that shows this metric while the context lasts."""
         self._watched[metric] += 1
-        self._pages.opened.inc()
+        self._metrics.opened.inc()
         try:
             yield
         finally:
-            self._pages.opened.dec()
+            self._metrics.opened.dec()
             self._watched[metric] -= 1
             if not self._watched[metric]:
                 del self._watched[metric]
-                self._known.pop(metric, None)
+                self._sent_versions.pop(metric, None)
 
-    async def _frames(self, metric: str) -> AsyncIterator[_Packed]:
-        """What a page is given, one after another as it takes them."""
-        number, frame = await self._everything(metric)
+    async def _frames(self, metric: str) -> AsyncIterator[_EncodedFrame]:
+        """The frames of a page, each when it has read the one before."""
+        number, frame = await self._whole_frame(metric)
         while not self._ended:
             yield frame
             if self._number == number:
-                await self._made.wait()
-            if self._number == number + 1 and metric in self._more:
-                number, frame = self._number, self._more[metric]
+                await self._next_frame.wait()
+            if self._number == number + 1 and metric in self._changes:
+                number, frame = self._number, self._changes[metric]
             elif not self._ended:
-                self._pages.caught_up.inc()
-                number, frame = await self._everything(metric)
+                self._metrics.caught_up.inc()
+                number, frame = await self._whole_frame(metric)
 
-    async def _everything(self, metric: str) -> tuple[int, _Packed]:
-        """The whole fleet, made once for all who want it at the same time; with the number of the frame before."""
-        if metric not in self._whole:
-            said = frames.frame(self._fleet, metric, int(time.time() * 1000))
-            self._known.setdefault(metric, frames.versions(self._fleet))
-            self._whole[metric] = self._number, asyncio.ensure_future(asyncio.to_thread(_pack, said))
-        number, packing = self._whole[metric]
-        return number, await asyncio.shield(packing)
+    async def _whole_frame(self, metric: str) -> tuple[int, _EncodedFrame]:
+        """The number of the last frame, and a frame of the whole fleet, made once for all pages that need it now."""
+        if metric not in self._whole_frames:
+            content = frames.frame(self._fleet, metric, int(time.time() * 1000))
+            self._sent_versions.setdefault(metric, frames.versions(self._fleet))
+            self._whole_frames[metric] = self._number, asyncio.ensure_future(asyncio.to_thread(_encode, content))
+        number, encoding = self._whole_frames[metric]
+        return number, await asyncio.shield(encoding)
 
 
 def is_own(header: str, hosts: Collection[str]) -> bool:
-    """Whether a Host header can't be a web site's: it is an address, localhost, one of these names, or not there."""
+    """Whether a Host header can't be a web site's: it is an address, localhost or one of these names, or is missing."""
     name = re.sub(r":\d*$", "", header).strip("[]").removesuffix(".").lower()
     if name in ("", "localhost", *hosts) or name.endswith(".localhost"):
         return True
@@ -234,6 +236,6 @@ def is_own(header: str, hosts: Collection[str]) -> bool:
     return False
 
 
-def _pack(said: frames.Json) -> _Packed:
-    plain = frames.event(said)
-    return _Packed(plain, frames.compressed(plain))
+def _encode(content: frames.Json) -> _EncodedFrame:
+    plain = frames.event(content)
+    return _EncodedFrame(plain, frames.compressed(plain))

@@ -2,10 +2,10 @@
 
 In:       gpu.attributed, gpu.alerts and gpu.usage, every record at every replica: in no group, nothing is committed.
 Out:      the page, and what it shows (:mod:`sinks.page.server`).
-State:    what is shown (:mod:`sinks.page.fleet`). A process that starts reads the last 2 minutes of ticks, all alerts,
-          and the last day of usage, and is ready when it has: a device's history begins there.
-On failure: an outage of Kafka is waited for; meanwhile nodes are shown as silent. A record that can't be decoded is
-          counted; whoever reads the topic in a group dead-letters it.
+State:    what is shown (:mod:`sinks.page.fleet`). At its start it reads the last 2 minutes of ticks, all alerts and the
+          last day of usage, and then it is ready. The history of devices begins there.
+On failure: it waits while Kafka is away, and shows nodes as silent. It counts records that can't be decoded; a consumer
+          that reads the topic in a group writes their dead letters.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from sinks import alerts, http_server, outcomes
 from sinks.outcomes import Undecodable, decoded
 from sinks.page.config import PAGE_ADDRESS, PageSettings
 from sinks.page.fleet import USAGE_HOURS, Fleet
-from sinks.page.server import Pages, PageServer
+from sinks.page.server import PageMetrics, PageServer
 from topics.alerts import TOPIC as ALERTS
 from topics.attributed import TOPIC as ATTRIBUTED
 from topics.attributed import AttributedSample
@@ -62,7 +62,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 )
 
 _TICKS_S = 120.0
-_PASS_EVERY_S = 1.0
+_EXPIRE_EVERY_S = 1.0
 
 _decode_tick, _decode_usage = decoder(AttributedSample), decoder(Usage)
 
@@ -83,20 +83,22 @@ class PageSink:
             ALERTS.name: "earliest",
             HOURS.name: USAGE_HOURS * 3600.0,
         }
-        self._tail = Tail(settings.connection(), from_, self.take, client_id=f"gpustream-sink-{self.name}")
+        self._tail = Tail(settings.connection(), from_, self.handle, client_id=f"gpustream-sink-{self.name}")
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read and serve until ``stop``. Raises ListenError and MustRestart."""
-        made, settings = self._instruments, self.settings
-        pages = Pages(partial(made.counter, REQUESTS), made.gauge(OPENED), made.counter(CAUGHT_UP))
+        instruments, settings = self._instruments, self.settings
+        metrics = PageMetrics(
+            partial(instruments.counter, REQUESTS), instruments.gauge(OPENED), instruments.counter(CAUGHT_UP)
+        )
         hosts = None if settings.is_public and not settings.page_host else settings.page_host
-        server = PageServer(self.fleet, pages, settings.page_prefix, hosts)
+        server = PageServer(self.fleet, metrics, settings.page_prefix, hosts)
         address = settings.page_listen or PAGE_ADDRESS
         async with contextlib.AsyncExitStack() as stack:
-            served = http_server.listening(
+            listening = http_server.listening(
                 server.routes(), address, option="--page-listen", middlewares=[server.guard], closing=server.end
             )
-            self.address = await stack.enter_async_context(served)
+            self.address = await stack.enter_async_context(listening)
             log.info("the page is at %s", self.url)
             if settings.is_public:
                 log.warning(
@@ -104,54 +106,54 @@ class PageSink:
                     " proxy with TLS and a log-in in front, and let nobody else connect",
                     address,
                 )
-            for beside in (server.run(), self._pass_time()):
-                stack.callback(asyncio.ensure_future(beside).cancel)
+            for background in (server.run(), self._expire()):
+                stack.callback(asyncio.ensure_future(background).cancel)
             await self._tail.run(stop)
 
     @property
     def url(self) -> str:
-        """Where a browser on this machine finds it; empty until it is served."""
+        """The URL for a browser on this machine; empty until it is served."""
         if self.address is None:
             return ""
         host, port = self.address
-        here = Address("127.0.0.1" if host in ("0.0.0.0", "::") else host, port)  # noqa: S104 - that is everywhere
-        return f"http://{here}{self.settings.page_prefix}"
+        local = Address("127.0.0.1" if host in ("0.0.0.0", "::") else host, port)  # noqa: S104 - that is everywhere
+        return f"http://{local}{self.settings.page_prefix}"
 
     def not_ready(self) -> list[str]:
-        """Why not everything is shown; empty when it is."""
+        """The reasons why not everything is shown yet; empty when it is."""
         return ["not started"] if self.address is None else self._tail.not_ready()
 
-    def take(self, topic: str, records: Sequence[Record]) -> None:
-        """Show what these records say."""
+    def handle(self, topic: str, records: Sequence[Record]) -> None:
+        """Show the content of these records."""
         counter = self._instruments.counter
         counter(READ).inc(len(records))
         for record in records:
-            key, is_news = record.key or b"", True
+            key, is_new = record.key or b"", True
             try:
                 if topic == ALERTS.name:
-                    self.fleet.see(key, alerts.read_alert(record))
+                    self.fleet.set_alert(key, alerts.read_alert(record))
                 elif topic == ATTRIBUTED.name:
                     # a tick is as old as its node's clock or the log says, whichever is less; a log without times: -1
                     tick, now_ms = decoded(record, _decode_tick, topic), time.time() * 1000
                     age_s = (now_ms - max(tick.ts_ms, record.timestamp)) / 1000
-                    if is_news := self.fleet.take(tick, time.monotonic(), age_s) != "replay":
+                    if is_new := self.fleet.add_tick(tick, time.monotonic(), age_s) != "replay":
                         self._instruments.histogram(DELAY).observe(max(0.0, (now_ms - tick.ts_ms) / 1000))
                 elif record.value is None:  # its key was deleted: its hour is more than a day ago
-                    is_news = False
+                    is_new = False
                 else:
-                    is_news = self.fleet.book(key, decoded(record, _decode_usage, topic))
+                    is_new = self.fleet.add_usage(key, decoded(record, _decode_usage, topic))
             except Undecodable:
                 counter(DROPPED, "undecodable").inc()
             else:
-                counter(DELIVERED if is_news else DUPLICATE).inc()
+                counter(DELIVERED if is_new else DUPLICATE).inc()
 
-    async def _pass_time(self) -> None:
-        closed = 0
+    async def _expire(self) -> None:
+        last_hour = 0
         while True:
-            self.fleet.pass_time(time.monotonic())
-            if (hour := int(time.time()) // 3600) != closed:
-                self.fleet.close_books(hour * HOUR_MS)
-                closed = hour
+            self.fleet.expire(time.monotonic())
+            if (hour := int(time.time()) // 3600) != last_hour:
+                self.fleet.expire_usage(hour * HOUR_MS)
+                last_hour = hour
             self._instruments.gauge(NODES).set(len(self.fleet.nodes))
             self._instruments.gauge(DEVICES).set(sum(len(node.devices) for node in self.fleet.nodes.values()))
-            await asyncio.sleep(_PASS_EVERY_S)
+            await asyncio.sleep(_EXPIRE_EVERY_S)

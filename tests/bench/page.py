@@ -50,7 +50,7 @@ async def main(nodes: int) -> None:
     bench, fleet = Bench(), SimulatedFleet(MADE, GPUS, cluster="bench", seed=1, pod_life_s=300)
     takes, beats, sizes, updates = [], [], [], []
     for tick in ticks(fleet, 1, nodes):
-        bench.fleet.take(tick, 1.0)
+        bench.fleet.add_tick(tick, 1.0)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         async with bench.serving(), chromium(Path(folder)) as browser, browser.page() as page:
             await page.open(bench.url + "/")
@@ -59,12 +59,12 @@ async def main(nodes: int) -> None:
                 some = ticks(fleet, second, nodes)
                 began_s = time.perf_counter()
                 for tick in some:
-                    bench.fleet.take(tick, float(second))
+                    bench.fleet.add_tick(tick, float(second))
                 took_s = time.perf_counter()
-                bench.pages.beat(START_MS + second * 1000)
+                bench.pages.make_frames(START_MS + second * 1000)
                 beats.append(time.perf_counter() - took_s)
                 takes.append(took_s - began_s)
-                sizes.append(len(bench.pages._more[""].gzip))
+                sizes.append(len(bench.pages._changes[""].gzip))
                 await asyncio.sleep(1)
                 updates.append(float(await page.value("document.body.dataset.updateMs")))
             drawn = float(await page.value("document.body.dataset.drawMs"))

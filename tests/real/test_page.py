@@ -228,10 +228,10 @@ async def test_what_tenants_write_is_text_and_never_markup(page: Page) -> None:
     bench = Bench()
     evil = holder(HOSTILE, team=HOSTILE, namespace=HOSTILE, workload={"kind": HOSTILE, "name": HOSTILE})
     labels = {"topology.kubernetes.io/zone": HOSTILE}
-    bench.fleet.take(tick(1, device("GPU-a", evil, used=0.5, model=HOSTILE), node_labels=labels), 1.0)
+    bench.fleet.add_tick(tick(1, device("GPU-a", evil, used=0.5, model=HOSTILE), node_labels=labels), 1.0)
     said = {"summary": HOSTILE, "runbook": "javascript:window.hit=1"}
-    bench.fleet.see(b"1", alert(name=HOSTILE, annotations=said, severity=HOSTILE))
-    bench.fleet.book(b"1", hour(team=HOSTILE))
+    bench.fleet.set_alert(b"1", alert(name=HOSTILE, annotations=said, severity=HOSTILE))
+    bench.fleet.add_usage(b"1", hour(team=HOSTILE))
     async with bench.serving():
         await page.open(bench.url)
         await page.until("document.body?.dataset.painted")

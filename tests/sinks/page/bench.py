@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from sinks import http_server
 from sinks.page.fleet import Fleet
-from sinks.page.server import Pages, PageServer
+from sinks.page.server import PageMetrics, PageServer
 from tests.sinks.page.ticks import START_MS, device, holder, tick
 
 
@@ -21,7 +21,7 @@ class Bench:
         self.opened = Gauge("opened", "", registry=registry)
         self.caught_up = Counter("caught_up_total", "", registry=registry)
         self.fleet = Fleet(START_MS)
-        self.pages = PageServer(self.fleet, Pages(requests.labels, self.opened, self.caught_up), prefix, hosts)
+        self.pages = PageServer(self.fleet, PageMetrics(requests.labels, self.opened, self.caught_up), prefix, hosts)
         self.url = ""
 
     @contextlib.asynccontextmanager
@@ -40,5 +40,5 @@ class Bench:
 
     async def beat(self, seq: int) -> None:
         """A tick, and the frame of it."""
-        self.fleet.take(tick(seq, device("GPU-a", holder("p-0"), used=0.5)), float(seq))
-        self.pages.beat(START_MS + seq * 1000)
+        self.fleet.add_tick(tick(seq, device("GPU-a", holder("p-0"), used=0.5)), float(seq))
+        self.pages.make_frames(START_MS + seq * 1000)

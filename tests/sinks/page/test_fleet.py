@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sinks.page import frames
-from sinks.page.fleet import FORGET_S, READ, SILENT_S, SPANS, STEP_MS, STEPS, Fleet
+from sinks.page.fleet import FORGET_S, HISTORY_METRICS, MAX_SPANS, SILENT_S, STEP_MS, STEPS, Fleet
 from tests.sinks.page.ticks import START_MS, alert, device, holder, hour, tick
 from topics.usage import HOUR_MS
 
@@ -14,13 +14,13 @@ def fleet(*ticks: Any) -> Fleet:
     """A fleet that has taken ticks, each in the second of its number."""
     made = Fleet(START_MS)
     for one in ticks:
-        made.take(one, float(one.seq))
+        made.add_tick(one, float(one.seq))
     return made
 
 
 def words(of: Fleet) -> str:
     """What is said of all devices."""
-    return "".join(node.words for node in of.nodes.values())
+    return "".join(node.signs for node in of.nodes.values())
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_a_pod_is_not_busy_with_what_the_pod_before_it_did() -> None:
 def test_a_node_falls_silent_is_back_with_its_next_tick_and_is_forgotten_after_an_hour() -> None:
     made = fleet(tick(1, device("GPU-a", holder("p-0"), used=0.5)))
 
-    made.pass_time(1 + SILENT_S + 1)
+    made.expire(1 + SILENT_S + 1)
     assert words(made) == "s"
-    made.take(tick(60, device("GPU-a", holder("p-0"), used=0.5)), 60.0)
+    made.add_tick(tick(60, device("GPU-a", holder("p-0"), used=0.5)), 60.0)
     assert words(made) == "b"
-    made.pass_time(60 + FORGET_S + 1)
+    made.expire(60 + FORGET_S + 1)
     assert made.nodes == {}
 
 
@@ -65,7 +65,7 @@ def test_a_replay_changes_nothing() -> None:
     made = fleet(tick(2, device("GPU-a", holder("p-0"), used=0.5)))
     version = made.version
 
-    assert made.take(tick(1, device("GPU-a")), 3.0) == "replay"
+    assert made.add_tick(tick(1, device("GPU-a")), 3.0) == "replay"
     assert (words(made), made.version) == ("b", version)
 
 
@@ -100,41 +100,41 @@ def test_a_device_has_a_reading_in_15_s_for_an_hour_and_none_where_there_was_no_
 
 def test_what_is_kept_of_a_device_is_bounded() -> None:
     made = Fleet(START_MS)
-    for seq in range(3 * SPANS):
-        made.take(tick(seq, device("GPU-a", holder(f"p-{seq}"), used=0.5)), float(seq))
+    for seq in range(3 * MAX_SPANS):
+        made.add_tick(tick(seq, device("GPU-a", holder(f"p-{seq}"), used=0.5)), float(seq))
     (kept,) = made.nodes["c1", "n1"].devices.values()
 
-    assert len(kept.spans) == SPANS
-    assert len(kept.readings) * kept.readings.itemsize + len(kept.words) == STEPS * (4 * len(READ) + 1)
+    assert len(kept.spans) == MAX_SPANS
+    assert len(kept.readings) * kept.readings.itemsize + len(kept.signs) == STEPS * (4 * len(HISTORY_METRICS) + 1)
 
 
 def test_alerts_are_there_while_they_are_open() -> None:
     made = fleet()
     firing, other = alert(), alert(fingerprint="0" * 16, starts_at="2026-11-21T00:00:00Z")
-    made.see(b"1", firing)
-    made.see(b"2", other)
+    made.set_alert(b"1", firing)
+    made.set_alert(b"2", other)
     assert made.alerts() == [other, firing]
-    made.see(b"1", alert(state="resolved", ends_at="2026-11-21T01:00:00Z"))
-    made.see(b"2", None)
+    made.set_alert(b"1", alert(state="resolved", ends_at="2026-11-21T01:00:00Z"))
+    made.set_alert(b"2", None)
     assert made.alerts() == []
 
 
 def test_hours_are_those_of_the_last_revision_of_each_key_by_team() -> None:
     made = fleet()
     first = hour(device_ms=60_000, slice_ms=420_000, idle_ms=0, revision=1)
-    assert made.book(b"a", first)
-    assert made.book(b"a", hour(device_ms=3_600_000, slice_ms=25_200_000, idle_ms=1_800_000, revision=60))
-    assert not made.book(b"a", first)
-    made.book(b"b", hour(slice_ms=25_200_000 // 7, device_ms=3_600_000, idle_ms=3_600_000, team=None))
-    made.book(b"c", hour(category="free"))
+    assert made.add_usage(b"a", first)
+    assert made.add_usage(b"a", hour(device_ms=3_600_000, slice_ms=25_200_000, idle_ms=1_800_000, revision=60))
+    assert not made.add_usage(b"a", first)
+    made.add_usage(b"b", hour(slice_ms=25_200_000 // 7, device_ms=3_600_000, idle_ms=3_600_000, team=None))
+    made.add_usage(b"c", hour(category="free"))
 
     assert made.usage() == [
         ("ml", 1.0, 0.5),
         ("(no team)", pytest.approx(1 / 7, abs=1e-5), pytest.approx(1 / 7, abs=1e-5)),
     ]
-    made.close_books(first.start_ms + 23 * HOUR_MS)
+    made.expire_usage(first.start_ms + 23 * HOUR_MS)
     assert len(made.usage()) == 2
-    made.close_books(first.start_ms + 24 * HOUR_MS)
+    made.expire_usage(first.start_ms + 24 * HOUR_MS)
     assert made.usage() == []
 
 
@@ -142,9 +142,9 @@ def test_a_frame_has_what_changed_since_the_one_before() -> None:
     a, b = device("GPU-a", holder("p-0"), used=0.5), device("GPU-b", used=0.0)
     made = fleet(tick(1, a), tick(1, b, node="n2"))
     whole, told = frames.frame(made, "gpu_utilization_ratio", 1), frames.versions(made)
-    made.take(tick(2, a), 2.0)
+    made.add_tick(tick(2, a), 2.0)
     values, told_then = frames.frame(made, "gpu_utilization_ratio", 2, told), frames.versions(made)
-    made.take(tick(3, device("GPU-a", holder("q-0"), used=0.5)), 3.0)
+    made.add_tick(tick(3, device("GPU-a", holder("q-0"), used=0.5)), 3.0)
     holders = frames.frame(made, "", 3, told_then)
 
     assert whole["kind"] == "all"
@@ -163,8 +163,8 @@ def test_a_frame_has_what_changed_since_the_one_before() -> None:
 def test_a_frame_after_a_node_is_gone_is_the_whole_fleet() -> None:
     made = fleet(tick(1, device("GPU-a")), tick(1, device("GPU-b"), node="n2"))
     told = frames.versions(made)
-    made.take(tick(5000, device("GPU-b"), node="n2"), 5000.0)
-    made.pass_time(5000.0)
+    made.add_tick(tick(5000, device("GPU-b"), node="n2"), 5000.0)
+    made.expire(5000.0)
     said = frames.frame(made, "", 1, told)
 
     assert said["kind"] == "all"
@@ -176,13 +176,13 @@ def test_a_pod_of_which_more_is_known_later_held_the_device_all_the_time() -> No
     made = fleet(tick(1, unknown), tick(3, device("GPU-a", holder("p-0"), used=0.0)))
     (kept,) = made.nodes["c1", "n1"].devices.values()
 
-    assert (kept.since_ms, len(kept.spans), kept.word) == (START_MS + 1000, 0, b"b")
-    assert [one.workload for one in kept.who] == ["Job/p"]
+    assert (kept.since_ms, len(kept.spans), kept.sign) == (START_MS + 1000, 0, b"b")
+    assert [one.workload for one in kept.holders] == ["Job/p"]
     assert frames.frame(made, "", 1, frames.versions(made)._replace(version=1))["nodes"] != []
 
 
 def test_critical_alerts_are_the_first() -> None:
     made = fleet()
-    made.see(b"1", alert(severity="critical"))
-    made.see(b"2", alert(fingerprint="0" * 16, starts_at="2026-11-21T00:00:00Z"))
+    made.set_alert(b"1", alert(severity="critical"))
+    made.set_alert(b"2", alert(fingerprint="0" * 16, starts_at="2026-11-21T00:00:00Z"))
     assert [one.severity for one in made.alerts()] == ["critical", "warning"]

@@ -21,7 +21,7 @@ from tests.sinks.page.ticks import START_MS, device, holder, tick
 def bench_of(prefix: str = "/") -> Bench:
     """A page server with a fleet of one node."""
     bench = Bench(prefix)
-    bench.fleet.take(tick(1, device("GPU-a", holder("p-0"), used=0.5)), 1.0)
+    bench.fleet.add_tick(tick(1, device("GPU-a", holder("p-0"), used=0.5)), 1.0)
     return bench
 
 
@@ -138,10 +138,10 @@ async def test_a_page_that_is_slow_is_given_the_whole_fleet_and_no_pile_of_frame
 
 
 async def test_a_page_that_takes_nothing_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_TAKE_S", 0.05)
+    monkeypatch.setattr(server, "_WRITE_TIMEOUT_S", 0.05)
     bench = bench_of()
     many = [device(f"GPU-{number}", holder("p-0", team="x" * 20_000)) for number in range(1000)]  # 20 MB
-    bench.fleet.take(tick(1, *many, node="n2"), 1.0)
+    bench.fleet.add_tick(tick(1, *many, node="n2"), 1.0)
     async with bench.serving():
         _, writer = await asyncio.open_connection("127.0.0.1", int(bench.url.rpartition(":")[2]), limit=1)
         writer.write(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")

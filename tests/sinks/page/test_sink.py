@@ -31,12 +31,12 @@ def test_every_error_of_the_settings_is_reported() -> None:
 def test_each_record_is_shown_a_duplicate_or_dropped() -> None:
     sink = PageSink(SETTINGS)
     one = ConsumedRecord(1, msgspec.json.encode(tick(1, device("GPU-a", holder("p-0"), used=0.5))))
-    sink.take("gpu.attributed", [one, one, one._replace(value=b"{"), one._replace(value=None)])
+    sink.handle("gpu.attributed", [one, one, one._replace(value=b"{"), one._replace(value=None)])
     fired = alert()
     said = ConsumedRecord(0, msgspec.json.encode(fired), key=fired.fingerprint.encode())
-    sink.take("gpu.alerts", [said, said._replace(key=b"0"), said._replace(value=None, key=b"0")])
+    sink.handle("gpu.alerts", [said, said._replace(key=b"0"), said._replace(value=None, key=b"0")])
     booked = ConsumedRecord(0, msgspec.json.encode(hour()), key=b"k")
-    sink.take("gpu.usage", [booked, booked, booked._replace(value=b"[]"), booked._replace(value=None)])
+    sink.handle("gpu.usage", [booked, booked, booked._replace(value=b"[]"), booked._replace(value=None)])
 
     books = assert_accounted(sink.registry)["page", ""]
     assert {name: int(count) for name, count in books.items() if count} == {
