@@ -37,9 +37,6 @@ from topics.workloads import UnwellDevice
 
 EVENT_MS = 60_000  # an event's pods are looked up as of the event, but at most this long before its tick
 READ_MS = 10_000  # an event may be this much later than its tick's time, because it comes while the tick is read
-Inventory = tuple[tuple[str, int | None, int | None, Mig | None], ...]
-"""What a device id may refer to, of each device of a tick: UUID, index, minor number and MIG instance."""
-
 _inventory_fields = attrgetter("uuid", "index", "minor", "mig")
 _replace = msgspec.structs.replace
 
@@ -54,14 +51,15 @@ class ResolvedSnapshot(msgspec.Struct, frozen=True):
 
 
 class DeviceFacts(msgspec.Struct, frozen=True, gc=False):
-    """What the devices of a tick contribute to the question who holds them, beside the snapshot and its pods.
+    """What decides who holds the devices of a tick, beside the snapshot and its pods.
 
-    ``inventory`` has what a device id may refer to. ``processes`` has, flat, for each device the number of its
-    processes and whether all can be seen, and for each process its pod's uid, its service, and whether it is without
-    memory. ``uids`` are those of the pods that the processes show.
+    ``inventory`` has what a device id may refer to: each device's UUID, index, minor number and MIG instance.
+    ``processes`` has, flat, for each device the number of its processes and whether all can be seen, and for each
+    process its pod's uid, its service, and whether it is without memory. ``uids`` are those of the pods that the
+    processes show.
     """
 
-    inventory: Inventory
+    inventory: tuple[tuple[str, int | None, int | None, Mig | None], ...]
     processes: list[str | bool | int | None]
     uids: frozenset[str]
 
