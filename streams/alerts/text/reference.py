@@ -81,32 +81,31 @@ _EVIDENCE = {
 
 
 def markdown() -> str:
+    """The page with its tables filled in."""
     codes_by_xid: dict[tuple[str, str, str], list[int]] = {}
     for code, xid in XIDS.items():
         codes_by_xid.setdefault((xid.kind, xid.meaning, xid.action), []).append(code)
     xids = sorted(codes_by_xid.items(), key=lambda row: (XID_KINDS.index(row[0][0]), row[1]))
-    rule_rows = [
-        (
-            f"[{rule.name}](../runbooks/{rule.name}.md)",
-            _SUBJECTS[rule.kind],
-            f"`{rule.kind}`",
-            rule.severity,
-            duration_words(rule.for_ms) if rule.for_ms else "at once",
-            duration_words(rule.keep_firing_ms) if rule.keep_firing_ms else "",
-            ", ".join([*([] if rule.enabled else ["off"]), *_other_options(rule)]),
+    rule_rows, evidence_rows = list[Sequence[str]](), list[Sequence[str]]()
+    for rule in rules_file.defaults().values():
+        options = [BY_KEY["critical_after"]] if rule.critical_ms else []
+        options += [o for o in OPTIONS if rule.kind in o.kinds and o.key not in ("for", "critical_after")]
+        further = [] if rule.enabled else ["off"]
+        further += [f"`{option.key}` {option.format_value(rule)}" for option in options]
+        rule_rows.append(
+            (
+                f"[{rule.name}](../runbooks/{rule.name}.md)",
+                _SUBJECTS[rule.kind],
+                f"`{rule.kind}`",
+                rule.severity,
+                duration_words(rule.for_ms) if rule.for_ms else "at once",
+                duration_words(rule.keep_firing_ms) if rule.keep_firing_ms else "",
+                ", ".join(further),
+            )
         )
-        for rule in rules_file.defaults().values()
-    ]
+        is_on, measured = "on" if rule.enabled else "off", _MEASURED.get(rule.kind, "")
+        evidence_rows.append((f"`{rule.name}`", _EVIDENCE.get(rule.kind, _FAULT), is_on, measured))
     head = ("rule", "what it is about", "kind", "severity", "for", "keep_firing_for", "further")
-    evidence_rows = [
-        (
-            f"`{rule.name}`",
-            _EVIDENCE.get(rule.kind, _FAULT),
-            "on" if rule.enabled else "off",
-            _MEASURED.get(rule.kind, ""),
-        )
-        for rule in rules_file.defaults().values()
-    ]
     tables = {
         "rules": table(head, rule_rows),
         "each": table(("rule", "by what it judges", "default", "on the simulated fleet"), evidence_rows),
@@ -178,15 +177,6 @@ def _example_sentences(rule: Rule) -> Sequence[str]:
         annotations = group_alert.annotations if group_alert is not None else annotations
     summary, description = annotations["summary"], annotations["description"]
     return f"`{rule.name}`", summary, description.removeprefix(f"{summary}. ")
-
-
-def _other_options(rule: Rule) -> list[str]:
-    """The options of a rule that have no column in the table, with their values."""
-    of_kind = [
-        option for option in OPTIONS if rule.kind in option.kinds and option.key not in ("for", "critical_after")
-    ]
-    options = [*([BY_KEY["critical_after"]] if rule.critical_ms else []), *of_kind]
-    return [f"`{option.key}` {option.format_value(rule)}" for option in options]
 
 
 def _option_row(option: Option) -> Sequence[str]:
