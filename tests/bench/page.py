@@ -54,7 +54,7 @@ async def main(nodes: int) -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         async with bench.serving(), chromium(Path(folder)) as browser, browser.page() as page:
             await page.open(bench.url + "/")
-            painted = float(await page.until("Number(document.body?.dataset.painted ?? 0)"))
+            painted = float(await page.wait_until("Number(document.body?.dataset.painted ?? 0)"))
             for second in range(2, 2 + SECONDS):
                 some = ticks(fleet, second, nodes)
                 began_s = time.perf_counter()

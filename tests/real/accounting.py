@@ -27,20 +27,20 @@ held, or were given back."""
 
 def books(metrics: str) -> Books:
     """What a process says of its records, from the text of its ``/metrics``."""
-    found: Books = defaultdict(Counter)
+    totals: Books = defaultdict(Counter)
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
             if named := _NAME.fullmatch(sample.name):
                 end = "received" if named[2] in _RECEIVED else named[2]
-                found[named[1], sample.labels.get("topic", "")][end] += int(sample.value)
-    return found
+                totals[named[1], sample.labels.get("topic", "")][end] += int(sample.value)
+    return totals
 
 
-def unaccounted(found: Books) -> list[str]:
+def unaccounted(totals: Books) -> list[str]:
     """What is wrong with these books: something is negative, or the ends of a topic are not what was received."""
     return [
         f"{component} {topic}: {dict(ends)}"
-        for (component, topic), ends in found.items()
+        for (component, topic), ends in totals.items()
         if min(ends.values()) < 0 or ends["received"] != ends.total() - ends["received"]
     ]
 
@@ -51,6 +51,6 @@ def assert_accounted(metrics: str | CollectorRegistry) -> Books:
     ``metrics``: what ``/metrics`` says, or would. Gives the books, for what a test knows of them; a process that has
     read nothing has none.
     """
-    found = books(metrics if isinstance(metrics, str) else generate_latest(metrics).decode())
-    assert unaccounted(found) == []
-    return found
+    totals = books(metrics if isinstance(metrics, str) else generate_latest(metrics).decode())
+    assert unaccounted(totals) == []
+    return totals

@@ -100,8 +100,8 @@ class Inference:
     def status(self) -> Json:
         """What the autoscaler says."""
         path = f"/apis/autoscaling/v2/namespaces/{self.namespace}/horizontalpodautoscalers/{self.name}"
-        found: Json = self.api.get(path)
-        status: Json = found.get("status", {})
+        autoscaler: Json = self.api.get(path)
+        status: Json = autoscaler.get("status", {})
         return status
 
     async def _run(self) -> None:
@@ -122,14 +122,14 @@ class Inference:
     def _running(self) -> list[str]:
         """The pods that are not about to end; each runs from now on."""
         path = f"/api/v1/namespaces/{self.namespace}/pods"
-        found = [pod for pod in self.api.get(path)["items"] if "deletionTimestamp" not in pod["metadata"]]
-        for pod in found:
+        running_pods = [pod for pod in self.api.get(path)["items"] if "deletionTimestamp" not in pod["metadata"]]
+        for pod in running_pods:
             if pod["status"].get("phase") != "Running":
                 now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
                 ready = {"type": "Ready", "status": "True", "lastTransitionTime": now}
                 content = {"status": {"phase": "Running", "startTime": now, "conditions": [ready]}}
                 self.api.patch(f"{path}/{pod['metadata']['name']}", content, status=True)
-        return sorted(pod["metadata"]["name"] for pod in found)
+        return sorted(pod["metadata"]["name"] for pod in running_pods)
 
     def _tick(self, pods: list[str], run_id: int, seq: int) -> Json:
         alone, together = (pods[0::2], pods[1::2]) if self.shared else (pods, [])
@@ -154,7 +154,7 @@ class Inference:
             "devices": [{"index": number, "model": "NVIDIA L4"} | device for number, device in enumerate(devices)],
         }
 
-    def _holder(self, pod: str, **more: Any) -> dict[str, Any]:
+    def _holder(self, pod: str, **fields: Any) -> dict[str, Any]:
         workload = {"kind": "Deployment", "name": self.name}
         holder = {"namespace": self.namespace, "pod": pod, "container": "main"}
-        return {**holder, "workload": workload, "deployment": self.name, **more}
+        return {**holder, "workload": workload, "deployment": self.name, **fields}

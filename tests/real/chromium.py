@@ -22,10 +22,10 @@ KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "ArrowDown": 40, "ArrowUp": 38, "Ente
 
 def find_chromium() -> Path:
     """Its program. Raises Missing."""
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
         raise Missing("no chromium on PATH: apt-get install chromium")
-    return Path(found)
+    return Path(path)
 
 
 class Page:
@@ -34,35 +34,35 @@ class Page:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, session: str) -> None:
         self._socket, self._session = socket, session
         self._numbers = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
         self.errors: list[str] = []
         self.requests: list[str] = []
 
     async def send(self, method: str, **parameters: Any) -> Any:
         """A command of the protocol, and its result."""
         number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        said = {"id": number, "method": method, "params": parameters, "sessionId": self._session}
-        await self._socket.send_json(said)
+        answer = self._replies[number] = asyncio.get_running_loop().create_future()
+        command = {"id": number, "method": method, "params": parameters, "sessionId": self._session}
+        await self._socket.send_json(command)
         async with asyncio.timeout(LIMIT_S):
             return await answer
 
-    def hear(self, said: Mapping[str, Any]) -> None:
+    def hear(self, message: Mapping[str, Any]) -> None:
         """Something that the browser said of this tab."""
-        if answer := self._answers.pop(said.get("id", 0), None):
-            if "error" in said:
-                answer.set_exception(RuntimeError(str(said["error"])))
+        if answer := self._replies.pop(message.get("id", 0), None):
+            if "error" in message:
+                answer.set_exception(RuntimeError(str(message["error"])))
             else:
-                answer.set_result(said["result"])
-        of = said.get("params", {})
-        match said.get("method"):
+                answer.set_result(message["result"])
+        parameters = message.get("params", {})
+        match message.get("method"):
             case "Runtime.exceptionThrown":
-                details = of["exceptionDetails"]
+                details = parameters["exceptionDetails"]
                 self.errors.append(str(details.get("exception", {}).get("description", details["text"])))
-            case "Log.entryAdded" if of["entry"]["level"] == "error":
-                self.errors.append(f"{of['entry']['text']} {of['entry'].get('url', '')}")
+            case "Log.entryAdded" if parameters["entry"]["level"] == "error":
+                self.errors.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
             case "Network.requestWillBeSent":
-                self.requests.append(of["request"]["url"])
+                self.requests.append(parameters["request"]["url"])
             case _:
                 pass
 
@@ -80,33 +80,33 @@ class Page:
 
     async def value(self, expression: str) -> Any:
         """What an expression of JavaScript gives, when it is there if it is a promise."""
-        said = await self.send("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
-        if "exceptionDetails" in said:
-            raise AssertionError(said["exceptionDetails"].get("exception", {}).get("description", said))
-        return said["result"].get("value")
+        result = await self.send("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in result:
+            raise AssertionError(result["exceptionDetails"].get("exception", {}).get("description", result))
+        return result["result"].get("value")
 
     async def text(self, selector: str) -> str:
         """What stands in an element."""
         return str(await self.value(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''"))
 
-    async def until(self, expression: str, is_right: Callable[[Any], bool] = bool) -> Any:
+    async def wait_until(self, expression: str, is_right: Callable[[Any], bool] = bool) -> Any:
         """Waits until an expression gives what it should."""
-        found: list[Any] = []
+        values: list[Any] = []
 
         async def look() -> bool:
-            found.append(await self.value(expression))
-            return is_right(found[-1])
+            values.append(await self.value(expression))
+            return is_right(values[-1])
 
         deadline = asyncio.get_running_loop().time() + LIMIT_S
         while not await look():
-            assert asyncio.get_running_loop().time() < deadline, f"{expression}: {found[-1]!r}; {self.errors}"
+            assert asyncio.get_running_loop().time() < deadline, f"{expression}: {values[-1]!r}; {self.errors}"
             await asyncio.sleep(0.05)
-        return found[-1]
+        return values[-1]
 
     async def shows(self, selector: str, text: str) -> None:
         """Waits until an element has a text in it."""
-        await self.until(
-            f"document.querySelector({json.dumps(selector)})?.textContent ?? ''", lambda found: text in found
+        await self.wait_until(
+            f"document.querySelector({json.dumps(selector)})?.textContent ?? ''", lambda shown_text: text in shown_text
         )
 
     async def press(self, *keys: str) -> None:
@@ -133,12 +133,12 @@ class Chromium:
     async def listen(self) -> None:
         """Hear what the browser says, until it is gone."""
         async for message in self._socket:
-            said = json.loads(message.data)
-            (self._pages.get(said.get("sessionId", ""), self._browser)).hear(said)
+            event = json.loads(message.data)
+            (self._pages.get(event.get("sessionId", ""), self._browser)).hear(event)
 
     async def _ask(self, method: str, **parameters: Any) -> Any:
         number = next(self._browser._numbers)
-        answer = self._browser._answers[number] = asyncio.get_running_loop().create_future()
+        answer = self._browser._replies[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         async with asyncio.timeout(LIMIT_S):
             return await answer
@@ -171,10 +171,10 @@ async def chromium(folder: Path) -> AsyncIterator[Chromium]:
         "about:blank",
     ]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    said = folder / "DevToolsActivePort"
+    port_file = folder / "DevToolsActivePort"
     try:
-        await eventually(lambda: said.exists() and len(said.read_text().split()) == 2)
-        port, path = said.read_text().split()
+        await eventually(lambda: port_file.exists() and len(port_file.read_text().split()) == 2)
+        port, path = port_file.read_text().split()
         url = f"ws://127.0.0.1:{port}{path}"
         async with aiohttp.ClientSession() as session, session.ws_connect(url, max_msg_size=0) as socket:
             browser = Chromium(socket)

@@ -30,7 +30,7 @@ from tests.real.servers import (
     find_prometheus_2,
 )
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 LONGEST_FIRST = (
@@ -63,14 +63,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     What a server that is killed leaves open depends on the moment: it is reported with its test, and fails nothing.
     """
     for item in items:
-        if item.path.is_relative_to(HERE):
+        if item.path.is_relative_to(FOLDER):
             item.add_marker(pytest.mark.real)
             item.add_marker(pytest.mark.filterwarnings("always::ResourceWarning"))
     items.sort(key=_turn)
 
 
 def _turn(item: pytest.Item) -> int:
-    if not item.path.is_relative_to(HERE):
+    if not item.path.is_relative_to(FOLDER):
         return len(LONGEST_FIRST) + 1
     return LONGEST_FIRST.index(item.path.stem) if item.path.stem in LONGEST_FIRST else len(LONGEST_FIRST)
 

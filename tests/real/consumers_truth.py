@@ -16,10 +16,10 @@ Sums = dict[tuple[str, str, str], float]
 
 def parents(truth: list[Row]) -> set[str]:
     """The GPUs in MIG mode: of them alone a simulated fleet never knows the utilization, MIG devices apart."""
-    known: dict[str, bool] = defaultdict(bool)
+    has_parts: dict[str, bool] = defaultdict(bool)
     for row in truth:
-        known[row["uuid"]] |= row["utilization_ratio"] is not None
-    return {uuid for uuid, is_known in known.items() if uuid.startswith("GPU-") and not is_known}
+        has_parts[row["uuid"]] |= row["utilization_ratio"] is not None
+    return {uuid for uuid, is_known in has_parts.items() if uuid.startswith("GPU-") and not is_known}
 
 
 def devices(truth: list[Row]) -> list[Row]:
@@ -34,8 +34,12 @@ def with_parts(truth: list[Row], ticks: list[Row]) -> list[Row]:
 
     Before the API server has told which pods there are, whose processes those are is not known: the parts are equal.
     """
-    known = {(tick["node"], tick["run_id"], tick["seq"], one["uuid"]): one for tick in ticks for one in tick["devices"]}
-    sampled = [known[row["node"], row["run_id"], row["seq"], row["uuid"]] for row in truth]
+    rows_by_device = {
+        (tick["node"], tick["run_id"], tick["seq"], device["uuid"]): device
+        for tick in ticks
+        for device in tick["devices"]
+    }
+    sampled = [rows_by_device[row["node"], row["run_id"], row["seq"], row["uuid"]] for row in truth]
     return [{**row, "parts": _parts(row, device)} for row, device in zip(truth, sampled, strict=True)]
 
 
@@ -45,9 +49,9 @@ def _parts(row: Row, device: Row) -> dict[tuple[str, str], float]:
     used: dict[str, float] = defaultdict(float)
     for process in device["processes"]:
         used[process["pod_uid"]] += process.get("sm_utilization_ratio", 0.0)
-    whole, total = row["utilization_ratio"] or 0.0, sum(used.values())
-    share = whole / total if total > whole else 1.0
-    return {(one["namespace"], one["pod"]): share * used[one["pod_uid"]] for one in row["reported"]}
+    total_ratio, total = row["utilization_ratio"] or 0.0, sum(used.values())
+    share = total_ratio / total if total > total_ratio else 1.0
+    return {(pod["namespace"], pod["pod"]): share * used[pod["pod_uid"]] for pod in row["reported"]}
 
 
 def pods(row: Row) -> dict[tuple[str, str], str]:
@@ -60,13 +64,13 @@ def workloads(truth: list[Row]) -> dict[tuple[str, str], str]:
     return {(ns, f"Pod/{pod}"): workload for row in truth for (ns, pod), workload in pods(row).items()}
 
 
-def with_workloads(truth: list[Row], found: Mapping[tuple[str, str, str], float]) -> Sums:
+def with_workloads(truth: list[Row], actual: Mapping[tuple[str, str, str], float]) -> Sums:
     """Sums under the workloads that the pods truly have."""
-    known = workloads(truth)
+    workload_of = workloads(truth)
     sums: Sums = defaultdict(float)
-    for (namespace, workload, device), value in found.items():
+    for (namespace, workload, device), value in actual.items():
         kind = "GPU" if device == "GPU" else "MIG"
-        sums[namespace, known.get((namespace, workload), workload), kind] += value
+        sums[namespace, workload_of.get((namespace, workload), workload), kind] += value
     return dict(sums)
 
 
@@ -115,7 +119,7 @@ def idle_since(truth: list[Row]) -> dict[tuple[str, str, str, int], int]:
     last, by_device = last_ticks(truth), defaultdict(list)
     for row in sorted(truth, key=lambda row: -row["ts_ms"]):
         by_device[row["node"], row["uuid"]].append(row)
-    found = {}
+    since_ms = {}
     for (node, uuid), rows in by_device.items():
         since = None
         for row in rows:
@@ -124,8 +128,8 @@ def idle_since(truth: list[Row]) -> dict[tuple[str, str, str, int], int]:
                 break
             since = row["ts_ms"]
         if since is not None:
-            found.update({(node, uuid, pod, last[node]): since for _, pod in pods(rows[0])})
-    return found
+            since_ms.update({(node, uuid, pod, last[node]): since for _, pod in pods(rows[0])})
+    return since_ms
 
 
 def surely_idle(truth: list[Row]) -> set[tuple[str, str, str, int]]:

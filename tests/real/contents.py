@@ -18,13 +18,13 @@ async def values(address: str, topic: str, partitions: int = 1) -> dict[int, lis
         tps = [TopicPartition(topic, number) for number in range(partitions)]
         consumer.assign(tps)
         ends = await consumer.end_offsets(tps)
-        found: dict[int, list[bytes]] = {tp.partition: [] for tp in tps}
+        values_by_partition: dict[int, list[bytes]] = {tp.partition: [] for tp in tps}
         await consumer.seek_to_beginning(*tps)
         for tp in tps:
             while await consumer.position(tp) < ends[tp]:
                 for record in (await consumer.getmany(tp, timeout_ms=500)).get(tp, ()):
-                    found[tp.partition].append(bytes(record.value))
-        return found
+                    values_by_partition[tp.partition].append(bytes(record.value))
+        return values_by_partition
     finally:
         await consumer.stop()
 
@@ -54,11 +54,11 @@ async def committed(address: str, group: str, topic: str, partitions: int = 1) -
 
 def codecs(kafka: KafkaServer, topic: str) -> set[str]:
     """How the batches of a topic are compressed on the broker's disk."""
-    found = set()
+    codec_names = set()
     for segment in (kafka.directory / "data").glob(f"{topic}-[0-9]*/*.log"):
         log, position = segment.read_bytes(), 0
         while position < len(log):
             length, attributes = struct.unpack_from(">8xi9xh", log, position)
-            found.add(CODECS[attributes & 7])
+            codec_names.add(CODECS[attributes & 7])
             position += 12 + length
-    return found
+    return codec_names

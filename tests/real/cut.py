@@ -59,11 +59,14 @@ class Line:
         self._tasks.discard(task)
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with self._held(writer), contextlib.suppress(OSError):
+        with self._hold(writer), contextlib.suppress(OSError):
             await self._open.wait()
-            there, back = await asyncio.open_connection("127.0.0.1", self.target)
-            with self._held(back):
-                pumps = [asyncio.ensure_future(self._pump(*way)) for way in ((reader, back), (there, writer))]
+            target_reader, target_writer = await asyncio.open_connection("127.0.0.1", self.target)
+            with self._hold(target_writer):
+                pumps = [
+                    asyncio.ensure_future(self._pump(*stream_pair))
+                    for stream_pair in ((reader, target_writer), (target_reader, writer))
+                ]
                 try:
                     await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -78,7 +81,7 @@ class Line:
             await writer.drain()
 
     @contextlib.contextmanager
-    def _held(self, writer: asyncio.StreamWriter) -> Iterator[None]:
+    def _hold(self, writer: asyncio.StreamWriter) -> Iterator[None]:
         self._writers.add(writer)
         try:
             yield

@@ -10,15 +10,15 @@ from tests.real import dashboards_truth
 from tests.real.dashboards_truth import (
     SERIES,
     Answer,
-    At,
+    DeviceState,
     Truth,
-    each,
     grouped,
     holding,
     mean,
     number,
     of_pods,
     quantile,
+    values_of,
 )
 from topics.profiles import PROFILES
 
@@ -45,62 +45,64 @@ def distinct(rows: Any, by: str) -> float:
     return len(grouped(rows, by))
 
 
-def there(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
-    return [(one.labels, 1.0) for one in truth.now()]
+def present(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
+    return [(state.labels, 1.0) for state in truth.now()]
 
 
-def held(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
-    return [(one.labels, float(len(one.pods))) for one in truth.now() if one.pods]
+def holders_of_devices(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
+    return [(state.labels, float(len(state.pods))) for state in truth.now() if state.pods]
 
 
 def pods(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
-    return [({**one.labels, **pod.labels}, 1.0) for one in truth.now() for pod in one.pods]
+    return [({**state.labels, **pod.labels}, 1.0) for state in truth.now() for pod in state.pods]
 
 
-def busy(rows: Sequence[At]) -> float | None:
+def busy(rows: Sequence[DeviceState]) -> float | None:
     """The most that a device did in these ticks."""
     names = ("gpu_utilization", "gpu_gr_engine_active", "gpu_encode_utilization", "gpu_decode_utilization")
-    return max((value for one in rows for name in names if (value := one.value(name)) is not None), default=None)
+    return max((value for row in rows for name in names if (value := row.value(name)) is not None), default=None)
 
 
-def idle(truth: Truth) -> list[At]:
+def idle(truth: Truth) -> list[DeviceState]:
     """Devices that were held all the time, and did nothing in it."""
-    before = {one.key for one in truth.now(IDLE_MS) if one.pods}
-    found = []
-    for one in truth.now():
-        ticks = truth.within(IDLE_MS)[one.key]
+    before = {state.key for state in truth.now(IDLE_MS) if state.pods}
+    idle_rows = []
+    for state in truth.now():
+        ticks = truth.within(IDLE_MS)[state.key]
         most = busy(ticks)
-        if all(tick.pods for tick in ticks) and one.key in before and most is not None and most < 0.01:
-            found.append(one)
-    return found
+        if all(tick.pods for tick in ticks) and state.key in before and most is not None and most < 0.01:
+            idle_rows.append(state)
+    return idle_rows
 
 
 def idle_pods(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
     """Pods on devices that they held all the time and did nothing on."""
-    before = {(one.key, named(pod)) for one in truth.now(IDLE_MS) for pod in one.pods if alone(pod) or parted(pod)}
-    found: list[tuple[Mapping[str, str], float]] = []
-    for one in truth.now():
-        ticks = truth.within(IDLE_MS)[one.key]
-        for pod in one.pods:
-            mine = [tick for tick in ticks if any(named(other) == named(pod) for other in tick.pods)]
-            did = [
+    before = {
+        (state.key, named(pod)) for state in truth.now(IDLE_MS) for pod in state.pods if is_sole(pod) or parted(pod)
+    }
+    idle_rows: list[tuple[Mapping[str, str], float]] = []
+    for state in truth.now():
+        ticks = truth.within(IDLE_MS)[state.key]
+        for pod in state.pods:
+            own_ticks = [tick for tick in ticks if any(named(other) == named(pod) for other in tick.pods)]
+            use = [
                 other.parts["utilization_ratio"]
-                for tick in mine
+                for tick in own_ticks
                 for other in tick.pods
                 if named(other) == named(pod) and parted(other)
             ]
-            lone = busy([tick for tick in mine if len(tick.pods) == 1])
-            nothing = (alone(pod) and lone is not None and lone < 0.01) or (parted(pod) and max(did) < 0.01)
-            if nothing and (one.key, named(pod)) in before:
-                found.append(({**one.labels, **pod.labels}, 1.0))
-    return found
+            lone = busy([tick for tick in own_ticks if len(tick.pods) == 1])
+            is_idle = (is_sole(pod) and lone is not None and lone < 0.01) or (parted(pod) and max(use) < 0.01)
+            if is_idle and (state.key, named(pod)) in before:
+                idle_rows.append(({**state.labels, **pod.labels}, 1.0))
+    return idle_rows
 
 
 def named(pod: dashboards_truth.Holding) -> tuple[str, str]:
     return pod.labels["k8s_namespace_name"], pod.labels["k8s_pod_name"]
 
 
-def alone(pod: dashboards_truth.Holding) -> bool:
+def is_sole(pod: dashboards_truth.Holding) -> bool:
     return pod.of == 1
 
 
@@ -111,30 +113,32 @@ def parted(pod: dashboards_truth.Holding) -> bool:
 def of_idle(truth: Truth, name: str, part: str) -> list[tuple[Mapping[str, str], float]]:
     """A quantity of pods on the devices on which they do nothing."""
     by = [name.strip() for name in f"{DEVICE}, {POD}".split(",")]
-    idling = {tuple(labels.get(one) for one in by) for labels, _ in idle_pods(truth)}
-    return [row for row in of_pods(truth.now(), name, part) if tuple(row[0].get(one) for one in by) in idling]
+    idling = {tuple(labels.get(label) for label in by) for labels, _ in idle_pods(truth)}
+    return [row for row in of_pods(truth.now(), name, part) if tuple(row[0].get(label) for label in by) in idling]
 
 
-def usable(truth: Truth) -> list[At]:
+def usable(truth: Truth) -> list[DeviceState]:
     """Devices, without the GPUs that are cut into MIG devices."""
-    return [one for one in truth.now() if not one.cut]
+    return [state for state in truth.now() if not state.cut]
 
 
 def working(truth: Truth) -> list[float]:
-    return [value for _, value in each([one for one in truth.now() if one.pods], "gpu_utilization")]
+    return [value for _, value in values_of([state for state in truth.now() if state.pods], "gpu_utilization")]
 
 
 def slow(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
     hot = 0x20 | 0x40
-    return [(one.labels, 1.0) for one in truth.now() if int(one.device.metrics.get("clock_event_reasons") or 0) & hot]
+    return [
+        (state.labels, 1.0) for state in truth.now() if int(state.device.metrics.get("clock_event_reasons") or 0) & hot
+    ]
 
 
 def total(truth: Truth, name: str, **labels: str) -> Answer:
-    return grouped(each(truth.now(), name, **labels), "")
+    return grouped(values_of(truth.now(), name, **labels), "")
 
 
 def largest(truth: Truth, name: str) -> Answer:
-    return number(max(value for _, value in each(truth.now(), name)))
+    return number(max(value for _, value in values_of(truth.now(), name)))
 
 
 def increased(truth: Truth, name: str, by: str, window_ms: int = RATE_MS, **labels: str) -> Answer:
@@ -159,11 +163,11 @@ def increased(truth: Truth, name: str, by: str, window_ms: int = RATE_MS, **labe
 
 def xids(truth: Truth, by: str) -> Answer:
     """Errors in the time shown; a code that had none before begins with its first."""
-    before = {one.key: one.device.xids for one in truth.now(RANGE_MS)}
+    before = {earlier.key: earlier.device.xids for earlier in truth.now(RANGE_MS)}
     risen = [
-        ({**one.labels, "xid": code}, float(n - before.get(one.key, {}).get(code, 0)))
-        for one in truth.now()
-        for code, n in one.device.xids.items()
+        ({**state.labels, "xid": code}, float(n - before.get(state.key, {}).get(code, 0)))
+        for state in truth.now()
+        for code, n in state.device.xids.items()
     ]
     return grouped([row for row in risen if row[1]], by)
 
@@ -171,13 +175,13 @@ def xids(truth: Truth, by: str) -> Answer:
 def pod_xids(truth: Truth, by: str) -> Answer:
     """Errors in the time shown that came while one pod held the device."""
     rows = []
-    for one in (one for ticks in truth.within(RANGE_MS).values() for one in ticks):
-        for event in one.device.events or ():
-            then = {(pod.namespace, pod.pod) for pod in event.held_by(one.device.holders)}
-            if len(then) == 1:
-                ((namespace, pod),) = then
+    for device_row in (tick_ for ticks in truth.within(RANGE_MS).values() for tick_ in ticks):
+        for event in device_row.device.events or ():
+            then_holders = {(pod.namespace, pod.pod) for pod in event.held_by(device_row.device.holders)}
+            if len(then_holders) == 1:
+                ((namespace, pod),) = then_holders
                 named = {"k8s_namespace_name": namespace, "k8s_pod_name": pod, "xid": str(event.code)}
-                rows.append(({**one.labels, **named}, 1.0))
+                rows.append(({**device_row.labels, **named}, 1.0))
     return grouped(rows, by)
 
 
@@ -204,28 +208,28 @@ def fires(alerts: Sequence[Mapping[str, str]]) -> Answer:
 
 
 def by_alert(by: str) -> Expected:
-    return lambda truth, alerts: grouped(((one, 1.0) for one in alerts), by)
+    return lambda truth, alerts: grouped(((alert, 1.0) for alert in alerts), by)
 
 
-def per_device(name: str, by: str, how: Callable[[list[float]], float] = max) -> Expected:
-    return lambda truth, _: grouped(each(truth.now(), name), by, how)
+def per_device(name: str, by: str, aggregate: Callable[[list[float]], float] = max) -> Expected:
+    return lambda truth, _: grouped(values_of(truth.now(), name), by, aggregate)
 
 
-def of_pod(what: tuple[str, str], by: str) -> Expected:
-    return lambda truth, _: grouped(of_pods(truth.now(), *what), by)
+def of_pod(label_pair: tuple[str, str], by: str) -> Expected:
+    return lambda truth, _: grouped(of_pods(truth.now(), *label_pair), by)
 
 
 def held_by(by: str) -> Expected:
     return lambda truth, _: grouped(holding(truth.now()), by)
 
 
-SHORT = "gpu_index, gpu_mig_profile, gpu_mig_uuid"
-LONG = "gpu_index, gpu_uuid, gpu_mig_uuid, gpu_mig_profile, gpu_model"
+SHORT_LABELS = "gpu_index, gpu_mig_profile, gpu_mig_uuid"
+LONG_LABELS = "gpu_index, gpu_uuid, gpu_mig_uuid, gpu_mig_profile, gpu_model"
 INDEXED = f"{GPU}, gpu_index"
 PODS = f"{POD}, k8s_node_name"
 
-GPUS_THERE: Expected = lambda t, _: number(distinct(there(t), GPU))  # noqa: E731 - a row's cell
-GPUS_HELD: Expected = lambda t, _: number(distinct(held(t), GPU))  # noqa: E731
+GPUS_THERE: Expected = lambda t, _: number(distinct(present(t), GPU))  # noqa: E731 - a row's cell
+GPUS_HELD: Expected = lambda t, _: number(distinct(holders_of_devices(t), GPU))  # noqa: E731
 IDLE_DEVICES: Expected = lambda t, _: number(len(idle(t)))  # noqa: E731
 POWER_DRAWN: Expected = lambda t, _: total(t, "gpu_power_draw")  # noqa: E731
 HOTTEST: Expected = lambda t, _: largest(t, "gpu_temperature")  # noqa: E731
@@ -234,18 +238,19 @@ ALERTS_HERE: Expected = lambda _, alerts: number(len(alerts))  # noqa: E731
 FLEET: dict[str, Expected] = {
     "GPUs/A": GPUS_THERE,
     "Held/A": GPUS_HELD,
-    "Shared/A": lambda t, _: number(sum(len(one.pods) > 1 for one in t.now())),
+    "Shared/A": lambda t, _: number(sum(len(state.pods) > 1 for state in t.now())),
     "Held and idle/A": IDLE_DEVICES,
     "Alerts/A": lambda _, alerts: fires(alerts),
     "Utilization of what is held/A": lambda t, _: number(mean(working(t))),
-    "Nodes/A": lambda t, _: number(distinct(there(t), NODE)),
+    "Nodes/A": lambda t, _: number(distinct(present(t), NODE)),
     "Memory used/A": lambda t, _: number(
-        sum(v for _, v in each(usable(t), "gpu_memory_used")) / sum(v for _, v in each(usable(t), "gpu_memory_total"))
+        sum(v for _, v in values_of(usable(t), "gpu_memory_used"))
+        / sum(v for _, v in values_of(usable(t), "gpu_memory_total"))
     ),
     "Power/A": POWER_DRAWN,
     "Hottest/A": HOTTEST,
     "Slowed down/A": lambda t, _: number(len(slow(t))),
-    "Not as the kubelet says/A": lambda t, _: number(sum(one.device.conflict is not None for one in t.now())),
+    "Not as the kubelet says/A": lambda t, _: number(sum(state.device.conflict is not None for state in t.now())),
     "GPUs over time/A": GPUS_THERE,
     "GPUs over time/B": GPUS_HELD,
     "GPUs over time/C": IDLE_DEVICES,
@@ -257,10 +262,10 @@ FLEET: dict[str, Expected] = {
     "Power and its limit/A": POWER_DRAWN,
     "Power and its limit/B": lambda t, _: total(t, "gpu_power_limit"),
     "Memory by namespace/A": of_pod(MEMORY, "k8s_namespace_name"),
-    "All nodes/A": lambda t, _: count(grouped_rows(there(t), GPU), NODE),
-    "All nodes/B": lambda t, _: count(grouped_rows(held(t), GPU), NODE),
+    "All nodes/A": lambda t, _: count(grouped_rows(present(t), GPU), NODE),
+    "All nodes/B": lambda t, _: count(grouped_rows(holders_of_devices(t), GPU), NODE),
     "All nodes/C": per_device("gpu_utilization", NODE, mean),
-    "All nodes/D": lambda t, _: grouped(each(usable(t), "gpu_memory_used"), NODE),
+    "All nodes/D": lambda t, _: grouped(values_of(usable(t), "gpu_memory_used"), NODE),
     "All nodes/E": per_device("gpu_power_draw", NODE, sum),
     "All nodes/F": per_device("gpu_temperature", NODE),
     "All nodes/G": by_alert(NODE),
@@ -276,17 +281,17 @@ ONE_NODE: dict[str, Expected] = {
     "Power/A": POWER_DRAWN,
     "Hottest/A": HOTTEST,
     "Alerts/A": ALERTS_HERE,
-    "Devices/A": lambda t, _: grouped(((one.labels, float(len(one.pods))) for one in t.now()), LONG),
-    "Devices/B": per_device("gpu_utilization", LONG),
-    "Devices/C": per_device("gpu_memory_used", LONG),
-    "Devices/D": per_device("gpu_memory_total", LONG),
-    "Devices/E": per_device("gpu_power_draw", LONG),
-    "Devices/F": per_device("gpu_temperature", LONG),
-    "Holders/A": lambda t, _: grouped(((labels, 1.0) for labels, _ in holding(t.now())), f"{SHORT}, {POD}", max),
-    "Utilization/A": per_device("gpu_utilization", SHORT),
-    "Memory/A": per_device("gpu_memory_used", SHORT),
-    "Power by GPU/A": per_device("gpu_power_draw", SHORT),
-    "Temperature/A": per_device("gpu_temperature", SHORT),
+    "Devices/A": lambda t, _: grouped(((state.labels, float(len(state.pods))) for state in t.now()), LONG_LABELS),
+    "Devices/B": per_device("gpu_utilization", LONG_LABELS),
+    "Devices/C": per_device("gpu_memory_used", LONG_LABELS),
+    "Devices/D": per_device("gpu_memory_total", LONG_LABELS),
+    "Devices/E": per_device("gpu_power_draw", LONG_LABELS),
+    "Devices/F": per_device("gpu_temperature", LONG_LABELS),
+    "Holders/A": lambda t, _: grouped(((labels, 1.0) for labels, _ in holding(t.now())), f"{SHORT_LABELS}, {POD}", max),
+    "Utilization/A": per_device("gpu_utilization", SHORT_LABELS),
+    "Memory/A": per_device("gpu_memory_used", SHORT_LABELS),
+    "Power by GPU/A": per_device("gpu_power_draw", SHORT_LABELS),
+    "Temperature/A": per_device("gpu_temperature", SHORT_LABELS),
     "PCIe/A": lambda t, _: both_ways(t, "gpu_pcie_throughput"),
     "NVLink/A": lambda t, _: both_ways(t, "gpu_interconnect_throughput"),
     "What pods use/A": held_by(POD),
@@ -313,7 +318,7 @@ WORKLOADS: dict[str, Expected] = {
     "Workloads and what they hold/C": of_pod(MEMORY, WORKLOAD),
     "Workloads and what they hold/D": of_pod(POWER, WORKLOAD),
     "Workloads and what they hold/E": lambda _, alerts: grouped(
-        ((one, 1.0) for one in alerts if "k8s_pod_name" in one), WORKLOAD
+        ((alert, 1.0) for alert in alerts if "k8s_pod_name" in alert), WORKLOAD
     ),
     "Pods and what they do/A": held_by(PODS),
     "Pods and what they do/B": of_pod(UTILIZATION, PODS),
@@ -323,14 +328,14 @@ WORKLOADS: dict[str, Expected] = {
 
 IDLENESS: dict[str, Expected] = {
     "Held and idle/A": IDLE_DEVICES,
-    "Of what is held/A": lambda t, _: number(len(idle(t)) / len(held(t))),
-    "Held by nobody/A": lambda t, _: number(sum(not one.pods for one in usable(t))),
+    "Of what is held/A": lambda t, _: number(len(idle(t)) / len(holders_of_devices(t))),
+    "Held by nobody/A": lambda t, _: number(sum(not state.pods for state in usable(t))),
     "Pods that idle/A": lambda t, _: number(distinct(idle_pods(t), f"{NODE}, {POD}")),
     "Memory that they block/A": lambda t, _: number(sum(v for _, v in of_idle(t, *MEMORY))),
-    "Power for nothing/A": lambda t, _: number(sum(v for _, v in each(idle(t), "gpu_power_draw"))),
+    "Power for nothing/A": lambda t, _: number(sum(v for _, v in values_of(idle(t), "gpu_power_draw"))),
     "Pods that idle, by namespace/A": lambda t, _: grouped(idle_pods(t), "k8s_namespace_name"),
     "Devices/A": IDLE_DEVICES,
-    "Devices/B": lambda t, _: number(len(held(t))),
+    "Devices/B": lambda t, _: number(len(holders_of_devices(t))),
     "Pods and what they block/A": lambda t, _: grouped(of_idle(t, *MEMORY), f"k8s_node_name, gpu_uuid, {POD}"),
     "Pods and what they block/B": lambda t, _: grouped(of_idle(t, *POWER), f"k8s_node_name, gpu_uuid, {POD}"),
     "Idle GPU-hours by alerts/A": lambda _, alerts: {},  # nothing has been idle for a quarter of an hour
@@ -363,7 +368,7 @@ HEALTH: dict[str, Expected] = {
     "Why clocks are down/A": lambda t, _: causes(t),
     "Temperature/A": HOTTEST,
     "Temperature/B": lambda t, _: largest(t, "gpu_memory_temperature"),
-    "Temperature/C": lambda t, _: number(quantile(0.5)([v for _, v in each(t.now(), "gpu_temperature")])),
+    "Temperature/C": lambda t, _: number(quantile(0.5)([v for _, v in values_of(t.now(), "gpu_temperature")])),
 }
 
 
@@ -373,36 +378,36 @@ def grouped_rows(rows: Any, by: str) -> list[tuple[Mapping[str, str], float]]:
 
 
 def described(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
-    return [({**one.labels, **(one.device.info or {})}, 1.0) for one in truth.now() if one.device.info]
+    return [({**state.labels, **(state.device.info or {})}, 1.0) for state in truth.now() if state.device.info]
 
 
 def both_ways(truth: Truth, name: str) -> Answer:
     rows = [
         (
-            one.labels,
+            state.labels,
             sum(
                 v
-                for way in ("transmit", "receive")
-                if (v := one.value(name, gpu_interconnect_direction=way)) is not None
+                for direction in ("transmit", "receive")
+                if (v := state.value(name, gpu_interconnect_direction=direction)) is not None
             ),
         )
-        for one in truth.now()
-        if one.value(name, gpu_interconnect_direction="transmit") is not None
+        for state in truth.now()
+        if state.value(name, gpu_interconnect_direction="transmit") is not None
     ]
-    return grouped(rows, SHORT, max)
+    return grouped(rows, SHORT_LABELS, max)
 
 
 def of_alone(truth: Truth, name: str) -> list[tuple[Mapping[str, str], float]]:
     """A metric of devices that one pod holds alone, with its labels."""
     return [
-        ({**one.labels, **one.pods[0].labels}, v)
-        for one in truth.now()
-        if [pod.of for pod in one.pods] == [1] and (v := one.value(name)) is not None
+        ({**state.labels, **state.pods[0].labels}, v)
+        for state in truth.now()
+        if [pod.of for pod in state.pods] == [1] and (v := state.value(name)) is not None
     ]
 
 
 def failing(truth: Truth, name: str, **labels: str) -> int:
-    return sum(value > 0 for _, value in each(truth.now(), name, **labels))
+    return sum(value > 0 for _, value in values_of(truth.now(), name, **labels))
 
 
 def findings(truth: Truth) -> Answer:
@@ -413,34 +418,38 @@ def findings(truth: Truth) -> Answer:
         "uncorrectable memory errors": ("gpu_ecc_errors", {"gpu_ecc_error_type": "uncorrectable"}),
     }
     rows = [
-        ({**labels, "finding": words}, v)
-        for words, (name, own) in kinds.items()
-        for labels, v in each(truth.now(), name, **own)
+        ({**labels, "finding": finding}, v)
+        for finding, (name, series_labels) in kinds.items()
+        for labels, v in values_of(truth.now(), name, **series_labels)
         if v > 0
     ]
     rows += [({**labels, "finding": "slowed down by heat"}, 1.0) for labels, _ in slow(truth)]
-    rows += [({**one.labels, "finding": "not as the kubelet says"}, 1.0) for one in truth.now() if one.device.conflict]
+    rows += [
+        ({**state.labels, "finding": "not as the kubelet says"}, 1.0) for state in truth.now() if state.device.conflict
+    ]
     return grouped(rows, f"{INDEXED}, finding", max)
 
 
 def causes(truth: Truth) -> Answer:
-    found = [
-        dict(one.labels)["gpu_throttle_cause"] for one in PROFILES["otel"].series["clock_event_reasons"] if one.labels
+    cause_names = [
+        dict(series.labels)["gpu_throttle_cause"]
+        for series in PROFILES["otel"].series["clock_event_reasons"]
+        if series.labels
     ]
     rows = [
         ({"gpu_throttle_cause": cause}, v)
-        for cause in found
-        for _, v in each(truth.now(), "gpu_throttle_reason", gpu_throttle_cause=cause)
+        for cause in cause_names
+        for _, v in values_of(truth.now(), "gpu_throttle_reason", gpu_throttle_cause=cause)
     ]
     return grouped(rows, "gpu_throttle_cause")
 
 
 EXPECTED = {
-    **{f"gpu-fleet/{name}": one for name, one in FLEET.items()},
-    **{f"gpu-node/{name}": one for name, one in ONE_NODE.items()},
-    **{f"gpu-workload/{name}": one for name, one in WORKLOADS.items()},
-    **{f"gpu-idle/{name}": one for name, one in IDLENESS.items()},
-    **{f"gpu-health/{name}": one for name, one in HEALTH.items()},
+    **{f"gpu-fleet/{name}": expected for name, expected in FLEET.items()},
+    **{f"gpu-node/{name}": expected for name, expected in ONE_NODE.items()},
+    **{f"gpu-workload/{name}": expected for name, expected in WORKLOADS.items()},
+    **{f"gpu-idle/{name}": expected for name, expected in IDLENESS.items()},
+    **{f"gpu-health/{name}": expected for name, expected in HEALTH.items()},
 }
 
 # -- one GPU
@@ -450,7 +459,7 @@ INFO = ("serial", "driver_version", "cuda_version", "vbios_version", "mig_mode",
 
 OF_DEVICE: dict[str, Expected] = {
     "Holders/A": lambda t, _: grouped(((labels, 1.0) for labels, _ in holding(t.now())), f"{INSTANCE}, {POD}", max),
-    "Pods/A": lambda t, _: number(max(len(one.pods) for one in t.now())),
+    "Pods/A": lambda t, _: number(max(len(state.pods) for state in t.now())),
     "Alerts/A": ALERTS_HERE,
     "Temperature now/A": HOTTEST,
     "Power now/A": lambda t, _: largest(t, "gpu_power_draw"),
@@ -462,44 +471,51 @@ OF_DEVICE: dict[str, Expected] = {
     "Power by pod/A": lambda t, _: part_of_pods(t, "power_watts"),
     "Power by pod/B": lambda t, _: nobodys(t, "power_watts"),
     "XID errors/A": lambda t, _: xids(t, "xid"),
-    "Doubts/A": lambda t, _: grouped((({"reason": c}, 1.0) for one in t.now() if (c := one.device.conflict)), "reason"),
-    "Doubts/B": lambda t, _: number(max(float(one.device.split_scaled) for one in t.now() if one.divided)),
+    "Doubts/A": lambda t, _: grouped(
+        (({"reason": c}, 1.0) for state in t.now() if (c := state.device.conflict)), "reason"
+    ),
+    "Doubts/B": lambda t, _: number(max(float(state.device.split_scaled) for state in t.now() if state.divided)),
 }
 
 
 def part_of_pods(truth: Truth, part: str) -> Answer:
     rows = [
-        ({**one.labels, **pod.labels}, pod.parts[part]) for one in truth.now() for pod in one.pods if part in pod.parts
+        ({**state.labels, **pod.labels}, pod.parts[part])
+        for state in truth.now()
+        for pod in state.pods
+        if part in pod.parts
     ]
     return grouped(rows, f"{INSTANCE}, {POD}")
 
 
 def nobodys(truth: Truth, part: str) -> Answer:
-    rows = [(one.labels, v) for one in truth.now() if (v := getattr(one.device.unattributed, part, None)) is not None]
+    rows = [
+        (state.labels, v) for state in truth.now() if (v := getattr(state.device.unattributed, part, None)) is not None
+    ]
     return grouped(rows, INSTANCE)
 
 
 def metric_of(truth: Truth, name: str) -> Answer:
     """All series of a name: gauges as they are, counters by how far they came or how fast."""
-    found: Answer = {}
-    for (series, own), (of, one) in SERIES.items():
-        labels = dict(own)
+    answers: Answer = {}
+    for (series, series_labels), (key, catalogued) in SERIES.items():
+        labels = dict(series_labels)
         by = ", ".join([INSTANCE, *labels])
-        if series == name and one.kind == "counter":
+        if series == name and catalogued.kind == "counter":
             per = {"energy_joules_total": RATE_MS, "violation": RATE_MS / 1000}
             scale = (
                 per["energy_joules_total"]
-                if of == "energy_joules_total"
+                if key == "energy_joules_total"
                 else per["violation"]
-                if "violation" in of
+                if "violation" in key
                 else 1
             )
-            found |= {k: v / scale for k, v in increased(truth, name, by, RATE_MS, **labels).items()}
+            answers |= {k: v / scale for k, v in increased(truth, name, by, RATE_MS, **labels).items()}
         elif series == name:
-            found |= grouped((({**row, **labels}, v) for row, v in each(truth.now(), name, **labels)), by, max)
-    for ratio in (one for one in PROFILES["otel"].ratios if one.name == name):
-        for device in truth.now():
-            top, bottom = (device.device.metrics.get(key) for key in ratio.keys)
+            answers |= grouped((({**row, **labels}, v) for row, v in values_of(truth.now(), name, **labels)), by, max)
+    for ratio in (ratio for ratio in PROFILES["otel"].ratios if ratio.name == name):
+        for state in truth.now():
+            top, bottom = (state.device.metrics.get(key) for key in ratio.keys)
             if top is not None and bottom:
-                found |= grouped([(device.labels, top / bottom * ratio.scale)], INSTANCE)
-    return found
+                answers |= grouped([(state.labels, top / bottom * ratio.scale)], INSTANCE)
+    return answers

@@ -19,7 +19,11 @@ Labels = Mapping[str, str]
 Answer = dict[frozenset[tuple[str, str]], float]
 """Values by labels."""
 
-SERIES = {(one.name, one.labels): (key, one) for key, many in PROFILES["otel"].series.items() for one in many}
+SERIES = {
+    (series.name, series.labels): (key, series)
+    for key, series_of_key in PROFILES["otel"].series.items()
+    for series in series_of_key
+}
 
 
 class Holding(NamedTuple):
@@ -30,7 +34,7 @@ class Holding(NamedTuple):
     parts: Mapping[str, float]
 
 
-class At(NamedTuple):
+class DeviceState(NamedTuple):
     """A device in a tick."""
 
     ts_ms: int
@@ -45,10 +49,10 @@ class At(NamedTuple):
 
     def value(self, name: str, **labels: str) -> float | None:
         """What its series of that name has, and the first of those labels."""
-        for (series, own), (key, one) in SERIES.items():
-            if series == name and labels.items() <= dict(own).items():
+        for (series, series_labels), (key, catalogued) in SERIES.items():
+            if series == name and labels.items() <= dict(series_labels).items():
                 value = self.device.metrics.get(key)
-                return None if value is None else one.convert(value)
+                return None if value is None else catalogued.convert(value)
         raise KeyError(name)
 
     @property
@@ -67,13 +71,13 @@ class Truth:
     """Every tick up to a time."""
 
     at_ms: int
-    rows: Sequence[At]
+    rows: Sequence[DeviceState]
 
-    def only(self, keep: Callable[[At], bool]) -> "Truth":
+    def only(self, keep: Callable[[DeviceState], bool]) -> "Truth":
         """The same of some devices."""
         return replace(self, rows=[row for row in self.rows if keep(row)])
 
-    def now(self, before_ms: int = 0) -> list[At]:
+    def now(self, before_ms: int = 0) -> list[DeviceState]:
         """Every device in the last tick of its node at a time."""
         last: dict[str, int] = {}
         at_ms = self.at_ms - before_ms
@@ -83,20 +87,20 @@ class Truth:
                 last[node] = max(last.get(node, 0), row.ts_ms)
         return [row for row in self.rows if row.ts_ms == last.get(row.labels["k8s_node_name"])]
 
-    def within(self, window_ms: int) -> dict[tuple[str, str], list[At]]:
+    def within(self, window_ms: int) -> dict[tuple[str, str], list[DeviceState]]:
         """The ticks of each device in the time before."""
-        found = defaultdict(list)
+        by_uuid = defaultdict(list)
         for row in self.rows:
             if self.at_ms - window_ms < row.ts_ms <= self.at_ms:
-                found[row.key].append(row)
-        return found
+                by_uuid[row.key].append(row)
+        return by_uuid
 
 
-def read(records: Iterable[bytes], truth: Path, at_ms: int, of_truth: str) -> Truth:
+def read_truth(records: Iterable[bytes], truth: Path, at_ms: int, of_truth: str) -> Truth:
     """The records of gpu.attributed up to a time; the pods are compared with the truth for nodes that begin so."""
     reported = {
         (row["node"], row["run_id"], row["seq"], row["uuid"]): {
-            (one["namespace"], one["pod"]) for one in row["reported"]
+            (holder["namespace"], holder["pod"]) for holder in row["reported"]
         }
         for row in map(json.loads, truth.read_text().splitlines())
     }
@@ -105,15 +109,17 @@ def read(records: Iterable[bytes], truth: Path, at_ms: int, of_truth: str) -> Tr
         if sample.ts_ms > at_ms:
             continue
         for device in sample.devices:
-            one = _row(sample, device)
+            device_row = _row(sample, device)
             if sample.node.startswith(of_truth):
-                said = reported[sample.node, sample.run_id, sample.seq, device.uuid]
-                assert {(pod.labels["k8s_namespace_name"], pod.labels["k8s_pod_name"]) for pod in one.pods} == said
-            rows.append(one)
+                reported_row = reported[sample.node, sample.run_id, sample.seq, device.uuid]
+                assert {
+                    (pod.labels["k8s_namespace_name"], pod.labels["k8s_pod_name"]) for pod in device_row.pods
+                } == reported_row
+            rows.append(device_row)
     return Truth(at_ms, sorted(rows, key=lambda row: row.ts_ms))
 
 
-def _row(sample: AttributedSample, device: AttributedDevice) -> At:
+def _row(sample: AttributedSample, device: AttributedDevice) -> DeviceState:
     mig = device.mig
     labels = {
         "k8s_cluster_name": sample.cluster,
@@ -135,49 +141,49 @@ def _row(sample: AttributedSample, device: AttributedDevice) -> At:
         if owner is not None:
             named |= {"k8s_workload_kind": owner.kind, "k8s_workload_name": owner.name}
         pods.append(Holding(named, len(pods_of(device.holders)), parts))
-    return At(sample.ts_ms, labels, device, pods)
+    return DeviceState(sample.ts_ms, labels, device, pods)
 
 
 Row = tuple[Labels, float]
 
 
-def each(devices: Iterable[At], name: str, **labels: str) -> Iterator[Row]:
+def values_of(devices: Iterable[DeviceState], name: str, **labels: str) -> Iterator[Row]:
     """A metric of each device that has it."""
-    for one in devices:
-        value = one.value(name, **labels)
+    for state in devices:
+        value = state.value(name, **labels)
         if value is not None:
-            yield one.labels, value
+            yield state.labels, value
 
 
-def of_pods(devices: Iterable[At], name: str, part: str) -> Iterator[Row]:
+def of_pods(devices: Iterable[DeviceState], name: str, part: str) -> Iterator[Row]:
     """A quantity of each pod on each device: its part if the device is divided, else the device's."""
-    for one in devices:
-        divided = any(part in pod.parts for pod in one.pods)
-        for pod in one.pods:
-            value = pod.parts.get(part) if divided else (_whole(one, name) if pod.of == 1 else None)
+    for state in devices:
+        divided = any(part in pod.parts for pod in state.pods)
+        for pod in state.pods:
+            value = pod.parts.get(part) if divided else (_total(state, name) if pod.of == 1 else None)
             if value is not None:
-                yield {**one.labels, **pod.labels}, value
+                yield {**state.labels, **pod.labels}, value
 
 
-def _whole(one: At, names: str) -> float | None:
-    return next((value for name in names.split() if (value := one.value(name)) is not None), None)
+def _total(state: DeviceState, names: str) -> float | None:
+    return next((value for name in names.split() if (value := state.value(name)) is not None), None)
 
 
-def holding(devices: Iterable[At]) -> Iterator[Row]:
+def holding(devices: Iterable[DeviceState]) -> Iterator[Row]:
     """Each pod on each device, as its share of it; one whose part is not known is not seen."""
-    for one in devices:
-        for pod in one.pods:
+    for state in devices:
+        for pod in state.pods:
             if pod.of == 1 or "memory_used_bytes" in pod.parts:
-                yield {**one.labels, **pod.labels}, 1 / pod.of
+                yield {**state.labels, **pod.labels}, 1 / pod.of
 
 
-def grouped(rows: Iterable[Row], by: str, how: Callable[[list[float]], float] = sum) -> Answer:
+def grouped(rows: Iterable[Row], by: str, aggregate: Callable[[list[float]], float] = sum) -> Answer:
     """Values by labels, as PromQL's aggregations make them."""
-    found = defaultdict(list)
+    values_by_labels = defaultdict(list)
     names = [name.strip() for name in by.split(",") if name.strip()]
     for labels, value in rows:
-        found[frozenset((name, labels[name]) for name in names if labels.get(name))].append(value)
-    return {labels: how(values) for labels, values in found.items()}
+        values_by_labels[frozenset((name, labels[name]) for name in names if labels.get(name))].append(value)
+    return {labels: aggregate(values) for labels, values in values_by_labels.items()}
 
 
 def mean(values: Sequence[float]) -> float:
@@ -188,13 +194,13 @@ def mean(values: Sequence[float]) -> float:
 def quantile(share: float) -> Callable[[list[float]], float]:
     """As Prometheus has it: between the two nearest."""
 
-    def of(values: list[float]) -> float:
+    def interpolated(values: list[float]) -> float:
         ordered, rank = sorted(values), share * (len(values) - 1)
         low = int(rank)
         high = min(low + 1, len(ordered) - 1)
         return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
-    return of
+    return interpolated
 
 
 def number(value: float) -> Answer:
@@ -202,6 +208,6 @@ def number(value: float) -> Answer:
     return {frozenset(): float(value)}
 
 
-def answer(found: Any) -> Answer:
+def answer(samples: Any) -> Answer:
     """What Prometheus answered."""
-    return {frozenset((k, v) for k, v in one.labels.items() if k != "__name__"): one.value for one in found}
+    return {frozenset((k, v) for k, v in series.labels.items() if k != "__name__"): series.value for series in samples}

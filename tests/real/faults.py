@@ -53,32 +53,32 @@ async def roll(processes: list[Gpustream]) -> float:
     return time.time()
 
 
-def member(pipeline: Pipeline, of: str, number: int) -> Gpustream:
+def member(pipeline: Pipeline, group: str, number: int) -> Gpustream:
     """A worker of attribution or usage, or a sink: those with an even number have an instance id."""
-    found: list[Gpustream] = getattr(pipeline, of)
-    return found[number]
+    members: list[Gpustream] = getattr(pipeline, group)
+    return members[number]
 
 
-async def kill_member(of: str, number: int, pipeline: Pipeline, chance: Random) -> float:
+async def kill_member(group: str, number: int, pipeline: Pipeline, chance: Random) -> float:
     """Kill a member."""
-    return await kill(member(pipeline, of, number))
+    return await kill(member(pipeline, group, number))
 
 
-async def pause_member(of: str, number: int, pipeline: Pipeline, chance: Random) -> float:
+async def pause_member(group: str, number: int, pipeline: Pipeline, chance: Random) -> float:
     """Stop a member past its session: the group gives its partitions to others meanwhile."""
-    return await pause(member(pipeline, of, number), SESSION_S + 5)
+    return await pause(member(pipeline, group, number), SESSION_S + 5)
 
 
-async def roll_members(of: str, pipeline: Pipeline, chance: Random) -> float:
+async def roll_members(group: str, pipeline: Pipeline, chance: Random) -> float:
     """Restart all members that run."""
-    return await roll([one for one in getattr(pipeline, of) if one in pipeline.wanted])
+    return await roll([process for process in getattr(pipeline, group) if process in pipeline.wanted])
 
 
-async def scale(of: str, numbers: Sequence[int], pipeline: Pipeline, chance: Random) -> float:
+async def scale(group: str, numbers: Sequence[int], pipeline: Pipeline, chance: Random) -> float:
     """So many workers, one number after the other."""
-    these: list[Gpustream] = getattr(pipeline, of)
+    members: list[Gpustream] = getattr(pipeline, group)
     for number in numbers:
-        await pipeline.want(*(one for one in pipeline.wanted if one not in these), *these[:number])
+        await pipeline.want(*(process for process in pipeline.wanted if process not in members), *members[:number])
         await asyncio.sleep(5)
     return time.time()
 
@@ -155,7 +155,7 @@ async def pause_a_broker(pipeline: Pipeline, chance: Random) -> float:
 
 async def stop_resolving(at_least_s: float, pipeline: Pipeline, chance: Random) -> float:
     """No name resolves, while all connections to a broker break."""
-    with pipeline.resolver.gone():
+    with pipeline.resolver.unresolvable():
         await asyncio.to_thread(chance.choice(pipeline.brokers).restart)
         await asyncio.sleep(at_least_s + chance.uniform(0, 6))
     return time.time()
@@ -177,9 +177,9 @@ def no_descriptors(process: Gpustream) -> Iterator[None]:
     """
     pid, (soft, hard) = process.pid, resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
     opened = []
-    for one in Path(f"/proc/{pid}/fd").iterdir():
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
-            opened += [int(one.name)] if str(one.readlink()) == os.devnull else []
+            opened += [int(descriptor.name)] if str(descriptor.readlink()) == os.devnull else []
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (max(opened) + 1, hard))
     try:
         yield

@@ -50,10 +50,10 @@ def find_kubectl() -> Path:
 
 
 def _program(folder: str, name: str) -> Path:
-    found = shutil.which(str(real_dir() / folder / name))
-    if not found:
+    path = shutil.which(str(real_dir() / folder / name))
+    if not path:
         raise Missing(f"no {name} in {real_dir() / folder}: run `make real-servers`")
-    return Path(found)
+    return Path(path)
 
 
 class Etcd(HttpServer):
@@ -164,15 +164,15 @@ class ApiServer(Server):
 
     def _front_proxy(self) -> list[str]:
         """How it shows the servers behind it who it is, and for whom it asks."""
-        shown = self.front_proxies.sign(FRONT_PROXY)
+        certificate = self.front_proxies.sign(FRONT_PROXY)
         return [
-            f"--requestheader-client-ca-file={shown.ca}",
+            f"--requestheader-client-ca-file={certificate.ca}",
             f"--requestheader-allowed-names={FRONT_PROXY}",
             "--requestheader-username-headers=X-Remote-User",
             "--requestheader-group-headers=X-Remote-Group",
             "--requestheader-extra-headers-prefix=X-Remote-Extra-",
-            f"--proxy-client-cert-file={shown.certificate}",
-            f"--proxy-client-key-file={shown.key}",
+            f"--proxy-client-cert-file={certificate.certificate}",
+            f"--proxy-client-key-file={certificate.key}",
         ]
 
     def ready(self) -> bool:
@@ -231,7 +231,7 @@ class ApiServer(Server):
         """Lets a user do that, everywhere or in a namespace; the name of the role. ``NAMESPACE:NAME`` is an account."""
         name = f"grant-{len(self._items('ClusterRole')) + len(self._items('Role'))}"
         kind = "Role" if namespace else "ClusterRole"
-        account, _, who = subject.rpartition(":")
+        account, _, account_name = subject.rpartition(":")
         user = {"kind": "ServiceAccount", "namespace": account} if account else {"kind": "User"}
         rbac, metadata = "rbac.authorization.k8s.io", _metadata(name, namespace)
         self.create({"apiVersion": f"{rbac}/v1", "kind": kind, "metadata": metadata, "rules": list(rules)})
@@ -241,7 +241,7 @@ class ApiServer(Server):
                 "kind": f"{kind}Binding",
                 "metadata": metadata,
                 "roleRef": {"apiGroup": rbac, "kind": kind, "name": name},
-                "subjects": [{**user, "name": who}],
+                "subjects": [{**user, "name": account_name}],
             }
         )
         return name
@@ -316,9 +316,9 @@ class ApiServer(Server):
 
     def _plural(self, version: str, kind: str) -> tuple[str, bool]:
         if (version, kind) not in self._plurals:
-            for found in self._done(self.request("GET", _root(version)))["resources"]:
-                if "/" not in found["name"]:
-                    self._plurals[version, found["kind"]] = found["name"], found["namespaced"]
+            for resource in self._done(self.request("GET", _root(version)))["resources"]:
+                if "/" not in resource["name"]:
+                    self._plurals[version, resource["kind"]] = resource["name"], resource["namespaced"]
         return self._plurals[version, kind]
 
     def _items(self, kind: str) -> list[Json]:
@@ -355,7 +355,7 @@ class ControllerManager(Server):
             f"--secure-port={self.ports[0].number}",
             "--leader-elect=false",
             "--use-service-account-credentials=true",
-            f"--controllers={','.join(f'{one}-controller' for one in self.controllers)}",
+            f"--controllers={','.join(f'{controller}-controller' for controller in self.controllers)}",
             f"--horizontal-pod-autoscaler-sync-period={self.period_s}s",
         ]
 

@@ -26,23 +26,23 @@ async def take_page(browser: Chromium, folder: Path) -> None:
         (folder / "page.webp").write_bytes(await page.picture())
     async with browser.page() as page:
         await page.open(PAGE, 1360, 880, dark=True)
-        await page.until("document.querySelectorAll('#metric option').length > 1")
+        await page.wait_until("document.querySelectorAll('#metric option').length > 1")
         for control, value in (("metric", "power_watts"), ("group", "team")):
             script = f"document.getElementById('{control}').value = '{value}';"
             await page.value(script + f"document.getElementById('{control}').dispatchEvent(new Event('change'))")
-        await page.until("!document.getElementById('scale').hidden")
+        await page.wait_until("!document.getElementById('scale').hidden")
         await asyncio.sleep(3)
         (folder / "page-dark.webp").write_bytes(await page.picture())
     async with browser.page() as page:
         await page.open(PAGE, 390, 844, dark=True, phone=True)
-        await page.until("document.body?.dataset.painted")
+        await page.wait_until("document.body?.dataset.painted")
         await asyncio.sleep(2)
         (folder / "page-phone.webp").write_bytes(await page.picture(quality=70))
 
 
 async def chosen(page: Page) -> None:
     """A GPU that had several holders, or at least one, is looked at."""
-    await page.until("document.querySelectorAll('#alerts button').length > 0")
+    await page.wait_until("document.querySelectorAll('#alerts button').length > 0")
     await page.value("document.querySelector('#alerts li:last-child button')?.click()")
     await page.shows("#detail h2", "GPU")
     await asyncio.sleep(2)

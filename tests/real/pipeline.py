@@ -50,8 +50,8 @@ class Gpustream(HttpServer):
                 return ""
         except urllib.error.HTTPError as error:
             with error:
-                said: str = error.read().decode()
-                return said
+                message: str = error.read().decode()
+                return message
         except OSError as error:
             return f"no answer: {error}"
 
@@ -67,10 +67,10 @@ class Gpustream(HttpServer):
 
 
 @asynccontextmanager
-async def running(*these: Component) -> AsyncIterator[None]:
+async def running(*components: Component) -> AsyncIterator[None]:
     """The components at work."""
     stop = asyncio.Event()
-    tasks = [asyncio.ensure_future(one.run(stop)) for one in these]
+    tasks = [asyncio.ensure_future(component.run(stop)) for component in components]
     try:
         yield
     finally:
@@ -138,15 +138,15 @@ class Stored:
 
 def stored(prometheus: PrometheusServer, metric: str, cluster: str, window: str) -> dict[Point, Stored]:
     """Every raw sample of a metric. Two series with a sample of one device at one time fail the test."""
-    found: dict[Point, Stored] = {}
+    by_point: dict[Point, Stored] = {}
     for series in prometheus.query(f'{metric}{{k8s_cluster_name="{cluster}"}}[{window}]'):
         labels = series.labels
         uuid = labels.get("gpu_mig_uuid") or labels["gpu_uuid"]
         for ts_ms, value in series.points:
             point = (cluster, labels["k8s_node_name"], uuid, ts_ms)
-            assert point not in found, f"two series say something of {point}: {labels}"
-            found[point] = Stored(value, _holder(series))
-    return found
+            assert point not in by_point, f"two series say something of {point}: {labels}"
+            by_point[point] = Stored(value, _holder(series))
+    return by_point
 
 
 def _holder(series: Series) -> tuple[str, str] | None:
@@ -154,20 +154,20 @@ def _holder(series: Series) -> tuple[str, str] | None:
     return (series.labels["k8s_namespace_name"], pod) if pod else None
 
 
-def differences(expected: Mapping[Point, Expected], found: Mapping[Point, Stored], value: str) -> list[str]:
+def differences(expected: Mapping[Point, Expected], actual: Mapping[Point, Stored], value: str) -> list[str]:
     """Every way in which what is stored is not what the truth reports, by identity."""
-    wrong = []
+    differing = []
     for point, truth in expected.items():
         holder = next(iter(truth.holders)) if len(truth.holders) == 1 else None
-        stored_one = found.get(point)
+        stored_one = actual.get(point)
         if stored_one is None:
-            wrong.append(f"missing {point}")
+            differing.append(f"missing {point}")
         elif stored_one.holder != holder:
-            wrong.append(f"holder of {point}: {stored_one.holder}, not {holder}")
+            differing.append(f"holder of {point}: {stored_one.holder}, not {holder}")
         elif stored_one.value != truth.values[value]:
-            wrong.append(f"value of {point}: {stored_one.value}, not {truth.values[value]}")
-    wrong += [f"never sampled: {point}" for point in found.keys() - expected.keys()]
-    return wrong
+            differing.append(f"value of {point}: {stored_one.value}, not {truth.values[value]}")
+    differing += [f"never sampled: {point}" for point in actual.keys() - expected.keys()]
+    return differing
 
 
 async def read_all(kafka: str, topic: str) -> list[Any]:
@@ -189,29 +189,31 @@ async def records_of(kafka: str, topic: str) -> AsyncIterator[Any]:
         begins = await consumer.beginning_offsets(tps)
         for tp in tps:
             consumer.seek(tp, begins[tp])
-        left = {tp for tp in tps if begins[tp] < ends[tp]}
-        while left:
-            for batch in (await consumer.getmany(*left, timeout_ms=100)).values():
+        unread = {tp for tp in tps if begins[tp] < ends[tp]}
+        while unread:
+            for batch in (await consumer.getmany(*unread, timeout_ms=100)).values():
                 for record in batch:
                     yield record
-            left = {tp for tp in left if await consumer.position(tp) < ends[tp]}
+            unread = {tp for tp in unread if await consumer.position(tp) < ends[tp]}
     finally:
         await consumer.stop()
 
 
 async def usage_of(kafka: str, topic: str) -> dict[bytes, Usage]:
     """The record of each key that counts. What is written again is the same in every byte, and in its partition."""
-    found: dict[bytes, Usage] = {}
+    records_by_key: dict[bytes, Usage] = {}
     written: dict[tuple[bytes, tuple[int, int]], bytes] = {}
     nodes: dict[tuple[str, str], int] = {}
     async for record in records_of(kafka, topic):
-        one = msgspec.json.decode(record.value, type=Usage)
-        before = written.setdefault((record.key, one.order), record.value)
+        record_ = msgspec.json.decode(record.value, type=Usage)
+        before = written.setdefault((record.key, record_.order), record.value)
         assert before == record.value, f"{before!r} was written, and then {record.value!r}"
-        assert record.key == one.key.encode()
-        assert nodes.setdefault((one.cluster, one.node), record.partition) == record.partition
-        found[record.key] = max(found.get(record.key, one), one, key=lambda each: each.order)
-    return found
+        assert record.key == record_.key.encode()
+        assert nodes.setdefault((record_.cluster, record_.node), record.partition) == record.partition
+        records_by_key[record.key] = max(
+            records_by_key.get(record.key, record_), record_, key=lambda candidate: candidate.order
+        )
+    return records_by_key
 
 
 async def lag(kafka: str, group: str, topics: Iterable[str]) -> int:

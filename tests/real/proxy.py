@@ -99,11 +99,13 @@ class FaultyReceiver:
 
     def note(self, body: bytes, version: str) -> None:
         """Remember which ticks were in an accepted request."""
-        at_ms, read = int(time.time() * 1000), wire.read_v2 if version.startswith("2") else wire.read_v1
-        found = [one for one in read(wire.unsnappy(body)) if one.labels[0] == _OF_EVERY_TICK]
-        labels = [(dict(one.labels), one.ts_ms) for one in found]
+        at_ms, read_request = int(time.time() * 1000), wire.read_v2 if version.startswith("2") else wire.read_v1
+        ticks_read = [series for series in read_request(wire.unsnappy(body)) if series.labels[0] == _OF_EVERY_TICK]
+        labels = [(dict(series.labels), series.ts_ms) for series in ticks_read]
         with self._lock:
-            for node, ts_ms in sorted({(f"{of['k8s_cluster_name']}/{of['k8s_node_name']}", at) for of, at in labels}):
+            for node, ts_ms in sorted(
+                {(f"{labels_['k8s_cluster_name']}/{labels_['k8s_node_name']}", at_ms_) for labels_, at_ms_ in labels}
+            ):
                 if ts_ms > self.newest_ms.get(node, 0):
                     self.newest_ms[node] = ts_ms
                     self.accepted.append(Accepted(node, ts_ms, at_ms))
@@ -133,9 +135,9 @@ class _Request(BaseHTTPRequestHandler):
         elif failure in {"500", "503", "429"}:
             self._answer(int(failure), {"Retry-After": "1"} if failure == "429" else {}, b"as asked")
         else:
-            self._pass_on(body, answered=failure != "unanswered")
+            self._pass_on(body, is_answered=failure != "unanswered")
 
-    def _pass_on(self, body: bytes, *, answered: bool) -> None:
+    def _pass_on(self, body: bytes, *, is_answered: bool) -> None:
         """Let the receiver have the request; its answer goes back if it is to be answered."""
         try:
             answer = self.server.proxy.forward(body, {k: v for k, v in self.headers.items() if k.lower() not in _HOP})
@@ -144,9 +146,9 @@ class _Request(BaseHTTPRequestHandler):
         if answer[0] < 300:
             self.server.proxy.note(body, self.headers["X-Prometheus-Remote-Write-Version"])
             if kill := self.server.proxy.to_kill():
-                answered = False
+                is_answered = False
                 kill()
-        return self._answer(*answer) if answered else self._break()
+        return self._answer(*answer) if is_answered else self._break()
 
     def _answer(self, status: int, headers: dict[str, str], text: bytes) -> None:
         self.send_response(status)

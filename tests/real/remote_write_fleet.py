@@ -32,7 +32,7 @@ class Fleet:
         self.cluster = f"c-{uuid.uuid4().hex[:12]}"
         self.records: list[dict[str, Any]] = []
 
-    def tick(self, node: int, seq: int, ts_ms: int, pod: str | None = "pod", **more: Any) -> dict[str, Any]:
+    def tick(self, node: int, seq: int, ts_ms: int, pod: str | None = "pod", **fields: Any) -> dict[str, Any]:
         """A tick; its offset is its number, as if the node were alone in its partition of the samples."""
         owner = {"job": "train", "workload": {"kind": "Job", "name": "train"}}
         device = {
@@ -43,7 +43,7 @@ class Fleet:
             "holders": [{"namespace": "ml", "pod": pod, "container": "c", **owner}] if pod else [],
         }
         header = {"schema": 1, "cluster": self.cluster, "node": f"node-{node}", "run_id": 1, "seq": seq, "ts_ms": ts_ms}
-        return {**header, "offset": seq, "attribution": "exact", "devices": [device], **more}
+        return {**header, "offset": seq, "attribution": "exact", "devices": [device], **fields}
 
     def history(self, last_ms: int, ticks: int, nodes: int, first: int = 1) -> list[dict[str, Any]]:
         """Ticks of nodes by turns, a second apart, and the last at that time."""
@@ -55,23 +55,29 @@ class Fleet:
 
     async def stored(self, prometheus: PrometheusServer, name: str) -> Points:
         """The stored points of a metric by node and pod, staleness markers left out."""
-        found = await asyncio.to_thread(prometheus.query, f'{name}{{k8s_cluster_name="{self.cluster}"}}[2h]')
-        return {f"{one.labels['host_name']} {one.labels.get('k8s_pod_name', '-')}": list(one.points) for one in found}
+        series_list = await asyncio.to_thread(prometheus.query, f'{name}{{k8s_cluster_name="{self.cluster}"}}[2h]')
+        return {
+            f"{series.labels['host_name']} {series.labels.get('k8s_pod_name', '-')}": list(series.points)
+            for series in series_list
+        }
 
     async def now(self, prometheus: PrometheusServer, name: str, at_ms: int) -> dict[str, float]:
         """What an instant query answers, by node and pod."""
         query = f'{name}{{k8s_cluster_name="{self.cluster}"}}'
-        found = await asyncio.to_thread(prometheus.query, query, at_ms)
-        return {f"{one.labels['host_name']} {one.labels.get('k8s_pod_name', '-')}": one.value for one in found}
+        series_list = await asyncio.to_thread(prometheus.query, query, at_ms)
+        return {
+            f"{series.labels['host_name']} {series.labels.get('k8s_pod_name', '-')}": series.value
+            for series in series_list
+        }
 
 
 def expected(records: Iterable[Mapping[str, Any]]) -> Points:
     """What Prometheus must have of gpu_utilization."""
     points: Points = {}
-    for one in records:
-        holders = one["devices"][0]["holders"]
-        key = f"{one['node']} {holders[0]['pod'] if holders else '-'}"
-        points.setdefault(key, []).append((one["ts_ms"], one["seq"] / 1000))
+    for record in records:
+        holders = record["devices"][0]["holders"]
+        key = f"{record['node']} {holders[0]['pod'] if holders else '-'}"
+        points.setdefault(key, []).append((record["ts_ms"], record["seq"] / 1000))
     return points
 
 
@@ -80,9 +86,9 @@ async def write(kafka: KafkaServer, records: Iterable[dict[str, Any] | bytes]) -
     producer = AIOKafkaProducer(bootstrap_servers=kafka.address, linger_ms=5)
     await producer.start()
     try:
-        for one in records:
-            value = one if isinstance(one, bytes) else json.dumps(one).encode()
-            node = "node-0" if isinstance(one, bytes) else str(one["node"])
+        for record in records:
+            value = record if isinstance(record, bytes) else json.dumps(record).encode()
+            node = "node-0" if isinstance(record, bytes) else str(record["node"])
             partition = int(node.removeprefix("node-")) % PARTITIONS
             await producer.send("gpu.attributed", value, key=node_key("c", node), partition=partition)
         await producer.flush()
@@ -90,10 +96,10 @@ async def write(kafka: KafkaServer, records: Iterable[dict[str, Any] | bytes]) -
         await producer.stop()
 
 
-def sink(kafka: KafkaServer, url: str, **more: Any) -> RemoteWriteSink:
+def sink(kafka: KafkaServer, url: str, **options: Any) -> RemoteWriteSink:
     """A sink that starts at the beginning, with 1.0 unless said otherwise."""
-    on_outcome = more.pop("on_outcome", None)
-    fixed: dict[str, Any] = {"from_": "earliest", "protocol": "1.0", **more}
+    on_outcome = options.pop("on_outcome", None)
+    fixed: dict[str, Any] = {"from_": "earliest", "protocol": "1.0", **options}
     return RemoteWriteSink(RemoteWriteSettings(kafka=kafka.address, url=url, **fixed), on_outcome)
 
 
@@ -101,7 +107,7 @@ def sink(kafka: KafkaServer, url: str, **more: Any) -> RemoteWriteSink:
 async def running(*sinks: RemoteWriteSink) -> AsyncIterator[None]:
     """Runs sinks, and stops them in good order."""
     stop = asyncio.Event()
-    tasks = [asyncio.ensure_future(one.run(stop)) for one in sinks]
+    tasks = [asyncio.ensure_future(sink_.run(stop)) for sink_ in sinks]
     try:
         yield
     finally:
@@ -109,16 +115,18 @@ async def running(*sinks: RemoteWriteSink) -> AsyncIterator[None]:
         await asyncio.wait_for(asyncio.gather(*tasks), 10)
 
 
-def count(of: RemoteWriteSink, name: str) -> float:
+def count(sink_: RemoteWriteSink, name: str) -> float:
     """One of the sink's own counters, over all its labels."""
-    wanted = f"gpustream_remote_write_{name}"
-    return sum(one.value for metric in of.registry.collect() for one in metric.samples if one.name == wanted)
+    counter = f"gpustream_remote_write_{name}"
+    return sum(
+        sample.value for metric in sink_.registry.collect() for sample in metric.samples if sample.name == counter
+    )
 
 
 ENDS = ("delivered", "duplicate", "dropped", "dead_lettered")
 
 
-def ends(of: RemoteWriteSink) -> dict[str, int]:
+def ends(sink_: RemoteWriteSink) -> dict[str, int]:
     """How many records ended in which way, without those that none did."""
-    counts = {end: int(count(of, f"records_{end}_total")) for end in ENDS}
+    counts = {end: int(count(sink_, f"records_{end}_total")) for end in ENDS}
     return {end: number for end, number in counts.items() if number}

@@ -14,28 +14,28 @@ SOURCE = Path(__file__).with_name("resolver.c")
 
 def find_compiler() -> Path:
     """A C compiler, of CC or PATH; raises :class:`Missing`."""
-    found = shutil.which(os.environ.get("CC") or "cc")
-    if found is None:
+    path = shutil.which(os.environ.get("CC") or "cc")
+    if path is None:
         raise Missing("no C compiler on PATH: install gcc or clang, or name one with CC")
-    return Path(found)
+    return Path(path)
 
 
 class Resolver:
     """libc's, until it is :meth:`gone`; raises :class:`Missing` without a C compiler."""
 
     def __init__(self, directory: Path) -> None:
-        library, self._gone = directory / "resolver.so", directory / "resolver-gone"
+        library, self._gone_file = directory / "resolver.so", directory / "resolver-gone"
         directory.mkdir(parents=True, exist_ok=True)
         subprocess.run(
             [find_compiler(), "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True
         )
-        self.environment = {"LD_PRELOAD": str(library), "RESOLVER_GONE": str(self._gone)}
+        self.environment = {"LD_PRELOAD": str(library), "RESOLVER_GONE": str(self._gone_file)}
 
     @contextlib.contextmanager
-    def gone(self) -> Iterator[None]:
+    def unresolvable(self) -> Iterator[None]:
         """No name is resolved for as long as it lasts."""
-        self._gone.touch()
+        self._gone_file.touch()
         try:
             yield
         finally:
-            self._gone.unlink()
+            self._gone_file.unlink()

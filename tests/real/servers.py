@@ -60,10 +60,10 @@ def real_dir() -> Path:
 def find_java() -> Path:
     """The Java runtime, of JAVA_HOME or PATH; raises :class:`Missing`."""
     home = os.environ.get("JAVA_HOME")
-    found = shutil.which("java", path=f"{home}/bin") if home else shutil.which("java")
-    if not found:
+    path = shutil.which("java", path=f"{home}/bin") if home else shutil.which("java")
+    if not path:
         raise Missing("no java on this machine: install a Java runtime, 17 or newer")
-    return Path(found)
+    return Path(path)
 
 
 def find_kafka() -> Path:
@@ -86,10 +86,10 @@ def find_oldest_kafka() -> Path:
 
 def find_openssl() -> Path:
     """What makes keys and certificates; raises :class:`Missing`."""
-    found = shutil.which("openssl")
-    if not found:
+    path = shutil.which("openssl")
+    if not path:
         raise Missing("no openssl on PATH: install it")
-    return Path(found)
+    return Path(path)
 
 
 def find_prometheus() -> Path:
@@ -124,10 +124,10 @@ def find_alertmanager() -> Path:
 
 def find_prometheus_adapter() -> Path:
     """What gives a Prometheus' series to autoscalers; raises :class:`Missing`."""
-    found = real_dir() / PROMETHEUS_ADAPTER / "adapter"
-    if not found.is_file():
-        raise Missing(f"no prometheus-adapter at {found}: run `make real-servers`")
-    return found
+    path = real_dir() / PROMETHEUS_ADAPTER / "adapter"
+    if not path.is_file():
+        raise Missing(f"no prometheus-adapter at {path}: run `make real-servers`")
+    return path
 
 
 def takes_remote_write_2(program: Path) -> bool:
@@ -139,7 +139,7 @@ def takes_remote_write_2(program: Path) -> bool:
 def _programs(folder: str, name: str = "prometheus") -> list[Path]:
     built = shutil.which(str(real_dir() / folder / name))
     on_path = shutil.which(name)
-    return [Path(found) for found in (built, on_path) if found]
+    return [Path(path) for path in (built, on_path) if path]
 
 
 PLAIN_PASSWORDS = {"plain": "Plain-Passw0rd"}
@@ -233,9 +233,9 @@ class KafkaServer(Server):
 
         They are seen when it returns: a broker says that it is done before its own metadata say so.
         """
-        wanted = [NewTopic(name, count, config=dict(settings or {})) for name, count in partitions.items()]
+        new_topics = [NewTopic(name, count, config=dict(settings or {})) for name, count in partitions.items()]
         admin = self.admin()  # a client that nothing refers to gives up what it was asked
-        for done in admin.create_topics(wanted, operation_timeout=ASK_TIMEOUT_S).values():
+        for done in admin.create_topics(new_topics, operation_timeout=ASK_TIMEOUT_S).values():
             done.result(ASK_TIMEOUT_S)
         self.wait_until(lambda: partitions.items() <= self.topics().items())
 
@@ -246,8 +246,8 @@ class KafkaServer(Server):
 
     def topics(self) -> dict[str, int]:
         """The partition count of every topic but Kafka's own."""
-        found = self.admin().list_topics(timeout=ASK_TIMEOUT_S).topics
-        return {name: len(topic.partitions) for name, topic in found.items() if not name.startswith("__")}
+        names = self.admin().list_topics(timeout=ASK_TIMEOUT_S).topics
+        return {name: len(topic.partitions) for name, topic in names.items() if not name.startswith("__")}
 
     def empty(self) -> list[str]:
         """Deletes every topic and every consumer group without members. Returns the others."""
@@ -257,41 +257,41 @@ class KafkaServer(Server):
                 done.result(ASK_TIMEOUT_S)
             self.wait_until(lambda: not self.topics())
         groups = [group.group_id for group in admin.list_consumer_groups().result(ASK_TIMEOUT_S).valid]
-        left: list[str] = []
+        failed: list[str] = []
         for group, done in (admin.delete_consumer_groups(groups) if groups else {}).items():
             error = done.exception(ASK_TIMEOUT_S)
             if error and error.args[0].code() != KafkaError.NON_EMPTY_GROUP:
                 raise error
-            left += [group] if error else []
-        return left
+            failed += [group] if error else []
+        return failed
 
     def add_user(self, name: str, password: str) -> None:
         """A user of SCRAM-SHA-256 and SCRAM-SHA-512, without any rights; or another password for one."""
         for mechanism in (ScramMechanism.SCRAM_SHA_256, ScramMechanism.SCRAM_SHA_512):  # one of a user in a request
             credentials = ScramCredentialInfo(mechanism, 4096)
-            wanted = UserScramCredentialUpsertion(name, credentials, password.encode())
-            self._ask("alter_user_scram_credentials", [wanted])
+            change = UserScramCredentialUpsertion(name, credentials, password.encode())
+            self._ask("alter_user_scram_credentials", [change])
 
     def allow(self, user: str, operation: str, resource: str, name: str, *, prefixed: bool = False) -> None:
         """An ACL in Kafka's words: ``allow("sink", "READ", "TOPIC", "gpu.attributed")``."""
-        one = _acl(user, operation, resource, name, prefixed)
-        self._ask("create_acls", [one])
-        self.wait_until(lambda: self._knows(one))
+        binding = _acl(user, operation, resource, name, prefixed)
+        self._ask("create_acls", [binding])
+        self.wait_until(lambda: self._knows_acl(binding))
 
     def forbid(self, user: str, operation: str, resource: str, name: str, *, prefixed: bool = False) -> None:
         """Takes back what :meth:`allow` gave."""
-        one = _acl(user, operation, resource, name, prefixed)
-        self._ask("delete_acls", [_exactly(one)])
-        self.wait_until(lambda: not self._knows(one))
+        binding = _acl(user, operation, resource, name, prefixed)
+        self._ask("delete_acls", [_exactly(binding)])
+        self.wait_until(lambda: not self._knows_acl(binding))
 
-    def _knows(self, acl: AclBinding) -> bool:
+    def _knows_acl(self, acl: AclBinding) -> bool:
         """Whether the broker goes by that ACL, which it does some time after the controller has it."""
         admin = self.admin()
         return bool(admin.describe_acls(_exactly(acl)).result(ASK_TIMEOUT_S))
 
-    def _ask(self, what: str, items: Sequence[Any]) -> None:
+    def _ask(self, action: str, items: Sequence[Any]) -> None:
         admin = self.admin()  # a client that nothing refers to gives up what it was asked
-        for done in getattr(admin, what)(items).values():
+        for done in getattr(admin, action)(items).values():
             done.result(ASK_TIMEOUT_S)
 
     @property
@@ -300,9 +300,9 @@ class KafkaServer(Server):
 
     def _java(self) -> list[str]:
         quick = ["-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]  # to start: half the time and CPU of the defaults
-        kept = self.libs.parent.with_name(f"{self.libs.parent.name}-classes") / "classes.jsa"
-        if kept.is_file():  # half of what is left
-            quick.append(f"-XX:SharedArchiveFile={kept}")
+        classes = self.libs.parent.with_name(f"{self.libs.parent.name}-classes") / "classes.jsa"
+        if classes.is_file():  # half of what is left
+            quick.append(f"-XX:SharedArchiveFile={classes}")
         return [str(find_java()), f"-Xmx{self.heap}", *quick, "-cp", f"{self.libs}/*"]
 
     def _defaults(self) -> dict[str, str]:
@@ -366,8 +366,8 @@ def _acl(user: str, operation: str, resource: str, name: str, prefixed: bool) ->
 
 
 def _exactly(acl: AclBinding) -> AclBindingFilter:
-    what = (acl.restype, acl.name, acl.resource_pattern_type)
-    return AclBindingFilter(*what, acl.principal, acl.host, acl.operation, acl.permission_type)
+    resource = (acl.restype, acl.name, acl.resource_pattern_type)
+    return AclBindingFilter(*resource, acl.principal, acl.host, acl.operation, acl.permission_type)
 
 
 def unsecured_token(user: str, lifetime_s: float = 3600.0) -> str:
@@ -412,8 +412,8 @@ class KafkaCluster:
     def leader(self, topic: str, partition: int) -> KafkaServer:
         """The broker that leads a partition now, as the brokers that live say."""
         living = next(broker for broker in self.brokers if broker.ready())
-        found = living.admin().list_topics(topic, timeout=ASK_TIMEOUT_S).topics[topic].partitions[partition]
-        return self.brokers[int(found.leader) - 1]
+        partition_info = living.admin().list_topics(topic, timeout=ASK_TIMEOUT_S).topics[topic].partitions[partition]
+        return self.brokers[int(partition_info.leader) - 1]
 
     def in_sync(self, topic: str) -> int:
         """How many replicas the partition of a topic has that has the fewest in sync."""
@@ -426,7 +426,7 @@ class KafkaCluster:
             for broker in self.brokers:
                 broker.begin()
             for broker in self.brokers:
-                broker.wait_until(functools.partial(_knows, broker, len(self.brokers)))
+                broker.wait_until(functools.partial(_knows_brokers, broker, len(self.brokers)))
         except BaseException:
             self.__exit__()
             raise
@@ -440,7 +440,7 @@ class KafkaCluster:
 _REPLICATIONS = ("default.replication.factor", "offsets.topic.replication.factor")
 
 
-def _knows(broker: KafkaServer, brokers: int) -> bool:
+def _knows_brokers(broker: KafkaServer, brokers: int) -> bool:
     """Whether it knows of that many brokers."""
     return broker.ready() and len(broker.admin().list_topics(timeout=ASK_TIMEOUT_S).brokers) == brokers
 
@@ -480,8 +480,8 @@ class AlertmanagerServer(HttpServer):
     def alerts(self) -> list[Mapping[str, Any]]:
         """The alerts that it holds to be active, as its API gives them."""
         with urllib.request.urlopen(f"{self.url}/api/v2/alerts", timeout=60) as answer:  # noqa: S310 - http, and ours
-            found: list[Mapping[str, Any]] = json.load(answer)
-        return found
+            active: list[Mapping[str, Any]] = json.load(answer)
+        return active
 
 
 @dataclass(frozen=True)
@@ -539,8 +539,8 @@ class PrometheusServer(HttpServer):
         A range selector gives the stored points with their own timestamps, staleness markers left out; an instant one
         gives the time of the query.
         """
-        at = time.time() if time_ms is None else time_ms / 1000
-        return self._ask("query", {"query": expr, "time": f"{at:.3f}"})
+        time_s = time.time() if time_ms is None else time_ms / 1000
+        return self._ask("query", {"query": expr, "time": f"{time_s:.3f}"})
 
     def query_range(self, expr: str, *, start_ms: int, end_ms: int, step_ms: int) -> list[Series]:
         """The answer at every step from start to end, both included."""

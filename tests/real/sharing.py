@@ -21,7 +21,7 @@ OPERATOR = "gpu-operator"
 """A pod that asked for no GPU, which the API server's list of GPU pods never has."""
 MPS = "nvidia-cuda-mps"
 """The command of an MPS server, which computes for others."""
-LATE = "late"
+LATE_POD = "late"
 """A pod that the kubelet knows before the API server's list has it."""
 
 
@@ -88,50 +88,56 @@ class Truth:
         """The device's own values, by the keys of its parts."""
         if self.lost:
             return {}
-        found = {"memory_used_bytes": float(self.memory)}
+        values_by_key = {"memory_used_bytes": float(self.memory)}
         if self.busy is not None:
-            found["utilization_ratio"] = self.busy / 100
+            values_by_key["utilization_ratio"] = self.busy / 100
         if self.milliwatts is not None:
-            found["power_watts"] = self.milliwatts / 1000
-        return found
+            values_by_key["power_watts"] = self.milliwatts / 1000
+        return values_by_key
 
     def splits(self) -> dict[str, Split]:
         """By quantity; nothing if nobody holds the device, or it is lost."""
         if not self.holders or self.lost:
             return {}
-        values, found = self.values(), {}
-        if any(one.memory is not None for one in self.processes) or not self.processes:
-            amounts: dict[int, float] = {one.pid: one.memory or 0 for one in self.processes}
-            untold = {one.pod for one in self.processes if one.memory is None and one.pod in self.holders}
-            found["memory_used_bytes"] = self._split(self.memory, amounts, self.unknown | untold)
+        values, split_by_quantity = self.values(), {}
+        if any(process.memory is not None for process in self.processes) or not self.processes:
+            amounts: dict[int, float] = {process.pid: process.memory or 0 for process in self.processes}
+            untold = {
+                process.pod for process in self.processes if process.memory is None and process.pod in self.holders
+            }
+            split_by_quantity["memory_used_bytes"] = self._split(self.memory, amounts, self.unknown | untold)
         if "utilization_ratio" in values:
-            amounts = {one.pid: one.busy / 100 for one in self.processes}
+            amounts = {process.pid: process.busy / 100 for process in self.processes}
             busy = self._split(values["utilization_ratio"], amounts, self.unknown)
             watts = {name: part * values["power_watts"] for name, part in busy.parts.items()}
-            found["utilization_ratio"] = busy
-            found["power_watts"] = Split(watts, None if self.unknown else values["power_watts"] - sum(watts.values()))
-        return found
+            split_by_quantity["utilization_ratio"] = busy
+            split_by_quantity["power_watts"] = Split(
+                watts, None if self.unknown else values["power_watts"] - sum(watts.values())
+            )
+        return split_by_quantity
 
     @property
     def scaled(self) -> bool:
         """Whether the processes of pods come to more than the device."""
-        pods = [one for one in self.processes if one.pod in self.holders]
-        too_much = sum(one.memory or 0 for one in pods) > self.memory
-        return too_much or (self.busy is not None and sum(one.busy for one in pods) > self.busy)
+        pods = [process for process in self.processes if process.pod in self.holders]
+        too_much = sum(process.memory or 0 for process in pods) > self.memory
+        return too_much or (self.busy is not None and sum(process.busy for process in pods) > self.busy)
 
     def without(self, name: str) -> "Truth":
         """The same if nobody knows whose the processes of that pod are: its part is not known, nor is the rest."""
-        processes = tuple(one._replace(pod=HOST) if one.pod == name else one for one in self.processes)
+        processes = tuple(process._replace(pod=HOST) if process.pod == name else process for process in self.processes)
         return replace(self, processes=processes, unknown=frozenset({name}))
 
-    def _split(self, whole: float, amounts: Mapping[int, float], unknown: Set[str]) -> Split:
-        known = self.holders - unknown
-        of = {name: [amounts[one.pid] for one in self.processes if one.pod == name] for name in known}
-        parts = {name: float(sum(used)) for name, used in of.items()}
-        total = sum(parts.values())
-        if total <= whole:
-            return Split(parts, None if unknown else whole - total)
-        return Split({name: whole * part / total for name, part in parts.items()}, 0.0)
+    def _split(self, total: float, amounts: Mapping[int, float], unknown: Set[str]) -> Split:
+        known_pods = self.holders - unknown
+        amounts_by_pod = {
+            name: [amounts[process.pid] for process in self.processes if process.pod == name] for name in known_pods
+        }
+        parts = {name: float(sum(used)) for name, used in amounts_by_pod.items()}
+        used_total = sum(parts.values())
+        if used_total <= total:
+            return Split(parts, None if unknown else total - used_total)
+        return Split({name: total * part / used_total for name, part in parts.items()}, 0.0)
 
 
 @dataclass(frozen=True)
@@ -147,16 +153,16 @@ class Scene:
 
     def on(self, gpu: int) -> Iterator[tuple[Running, int | None]]:
         """The processes on a GPU, each with its GPU instance."""
-        yield from ((one, None) for one in self.devices[GPUS[gpu]].processes)
+        yield from ((process, None) for process in self.devices[GPUS[gpu]].processes)
         for mig in self.migs.get(gpu, ()):
             of_it = self.devices[mig_uuid(gpu, mig.gpu_instance)].processes
-            yield from ((one, mig.gpu_instance) for one in of_it)
+            yield from ((process, mig.gpu_instance) for process in of_it)
 
 
-DRIVER, MADE = "gpu.nvidia.com", "gpu-6-mig-1g10gb-9"
+DRIVER, MADE_DEVICE = "gpu.nvidia.com", "gpu-6-mig-1g10gb-9"
 DRA_DEVICES = [
     {"driver": DRIVER, "pool": POOL, "device": "gpu-3", "uuid": GPUS[3]},
-    {"driver": DRIVER, "pool": POOL, "device": MADE, "uuid": mig_uuid(6, 9)},
+    {"driver": DRIVER, "pool": POOL, "device": MADE_DEVICE, "uuid": mig_uuid(6, 9)},
 ]
 
 
@@ -173,15 +179,22 @@ class World:
 
     def scene(self, name: str) -> Scene:
         """The node as it is, under a name."""
-        known = [
-            {"namespace": NAMESPACE, "name": one, "uid": pod_uid(one), "annotations": self.annotations.get(one, {})}
-            for one in self.given
-            if one not in self.unknown
+        listed = [
+            {
+                "namespace": NAMESPACE,
+                "name": pod_name,
+                "uid": pod_uid(pod_name),
+                "annotations": self.annotations.get(pod_name, {}),
+            }
+            for pod_name in self.given
+            if pod_name not in self.unknown
         ]
-        kubelet = answer(*(pod(one, *containers, namespace=NAMESPACE) for one, containers in self.given.items()))
+        kubelet = answer(
+            *(pod(pod_name, *containers, namespace=NAMESPACE) for pod_name, containers in self.given.items())
+        )
         xids, self.xids = self.xids, []
         migs = {gpu: tuple(cut) for gpu, cut in self.migs.items()}
-        return Scene(name, dict(self.devices), migs, kubelet, known, xids)
+        return Scene(name, dict(self.devices), migs, kubelet, listed, xids)
 
     def device(self, uuid: str, **changed: Any) -> None:
         """Changes what is so of a device."""
@@ -196,7 +209,7 @@ class World:
         """A pod ends, and all its processes."""
         del self.given[name]
         for device, truth in self.devices.items():
-            alive = tuple(one for one in truth.processes if one.pod != name)
+            alive = tuple(process for process in truth.processes if process.pod != name)
             self.device(device, holders=truth.holders - {name}, processes=alive)
 
     def run(self, uuid: str, *processes: Running) -> None:
@@ -206,12 +219,14 @@ class World:
     def kill(self, *pids: int) -> None:
         """Ends processes."""
         for device, truth in self.devices.items():
-            self.device(device, processes=tuple(one for one in truth.processes if one.pid not in pids))
+            self.device(device, processes=tuple(process for process in truth.processes if process.pid not in pids))
 
     def fade(self, pid: int) -> None:
         """Ends a process that NVML does not know of yet."""
         for device, truth in self.devices.items():
-            faded = tuple(one._replace(ended=True) if one.pid == pid else one for one in truth.processes)
+            faded = tuple(
+                process._replace(ended=True) if process.pid == pid else process for process in truth.processes
+            )
             self.device(device, processes=faded)
 
     def cut(self, gpu: int, *migs: Mig) -> None:
@@ -265,9 +280,9 @@ def story() -> Iterator[Scene]:
 
     world.kill(132)
     world.device(GPUS[1], holders=frozenset(), conflict=None)
-    world.unknown.add(LATE)
-    world.give(LATE, claiming("main", "gpu", (DRIVER, POOL, "gpu-3")), on=GPUS[3])
-    world.run(GPUS[3], Running(133, LATE, 2 * GIB + 9, 11))
+    world.unknown.add(LATE_POD)
+    world.give(LATE_POD, claiming("main", "gpu", (DRIVER, POOL, "gpu-3")), on=GPUS[3])
+    world.run(GPUS[3], Running(133, LATE_POD, 2 * GIB + 9, 11))
     world.device(GPUS[3], memory=9 * GIB, busy=60)
     yield world.scene("a claim is shared with a pod that the API server's list does not have")
 
@@ -290,7 +305,7 @@ def story() -> Iterator[Scene]:
     yield world.scene("the API server's list has the pod")
 
     world.cut(6, *world.migs[6], Mig(9, 0, "1g.10gb", 10 * GIB, GIB + 3))
-    world.give("mig-h", claiming("main", "mig", (DRIVER, POOL, MADE)), on=mig_uuid(6, 9))
+    world.give("mig-h", claiming("main", "mig", (DRIVER, POOL, MADE_DEVICE)), on=mig_uuid(6, 9))
     world.run(mig_uuid(6, 9), Running(164, "mig-h", GIB + 1))
     yield world.scene("a MIG device is made for a claim, and its pod begins at once")
 
@@ -353,12 +368,12 @@ def _greedy(world: World) -> None:
 def _cut(world: World) -> None:
     """GPU 6: two MIG devices; one a single pod's, one shared by two."""
     world.cut(6, Mig(1, 0, "1g.10gb", 10 * GIB, 2 * GIB + 1), Mig(5, 0, "3g.40gb", 40 * GIB, 20 * GIB + 1))
-    one, shared = mig_uuid(6, 1), mig_uuid(6, 5)
-    world.give("mig-a", container("main", **{"nvidia.com/mig-1g.10gb": [f"MIG-{GPUS[6]}/1/0"]}), on=one)
+    single, shared = mig_uuid(6, 1), mig_uuid(6, 5)
+    world.give("mig-a", container("main", **{"nvidia.com/mig-1g.10gb": [f"MIG-{GPUS[6]}/1/0"]}), on=single)
     for number, name in enumerate(("mig-b", "mig-c")):
         world.give(name, container("main", **{"nvidia.com/mig-3g.40gb.shared": [f"{shared}::{number}"]}), on=shared)
         world.run(shared, Running(162 + number, name, (4 + 5 * number) * GIB + 3))
-    world.run(one, Running(161, "mig-a", GIB))
+    world.run(single, Running(161, "mig-a", GIB))
     for instance, active in ((1, 12.5), (5, 75.5)):
         world.device(mig_uuid(6, instance), sm_active=active)
 
@@ -374,5 +389,5 @@ def _of_two_containers(world: World) -> None:
 
 def pids(scenes: Iterable[Scene]) -> dict[int, Running]:
     """Every process of some scenes that is in procfs."""
-    every = (one for scene in scenes for truth in scene.devices.values() for one in truth.processes)
-    return {one.pid: one for one in every if not one.ended}
+    processes = (process for scene in scenes for truth in scene.devices.values() for process in truth.processes)
+    return {process.pid: process for process in processes if not process.ended}

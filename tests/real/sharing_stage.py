@@ -51,29 +51,29 @@ class Stage:
 
     def play(self, scene: Scene, number: int) -> None:
         """Everything says what the scene says; the API server reports pods before, and their end afterwards."""
-        pods = {one["uid"]: one for one in scene.pods}
+        pods = {pod["uid"]: pod for pod in scene.pods}
         if not pods.keys() <= self._pods.keys():
             self._report({**self._pods, **pods})
             time.sleep(KNOWN_S)
-        made = self._made()
+        changed_at = self._last_seq()
         self._begin_and_end(pids([scene]))
         self.kubelet.reply = scene.kubelet
         with self.nvml.at_once():
             self._script(scene, number)
-        self._changes.append((made, time.time() * 1000))
+        self._changes.append((changed_at, time.time() * 1000))
         if not self._pods.keys() <= pods.keys():
             self._report(pods)
 
     def torn(self, tick: AttributedSample) -> bool:
         """Whether a tick may have been read while a scene changed: it was not made before, and began before the end."""
-        return any(made < tick.seq and tick.ts_ms <= ended_ms for made, ended_ms in self._changes)
+        return any(seq < tick.seq and tick.ts_ms <= ended_ms for seq, ended_ms in self._changes)
 
     def watched(self) -> None:
         """Waits until two ticks more have been made: only the first of them may have begun before."""
-        enough = self._made() + 2
-        eventually_sync(lambda: self._made() >= enough, f"{enough} ticks")
+        enough = self._last_seq() + 2
+        eventually_sync(lambda: self._last_seq() >= enough, f"{enough} ticks")
 
-    def _made(self) -> int:
+    def _last_seq(self) -> int:
         """How many ticks of the node have been made."""
         if self.node is None:
             return 0
@@ -89,8 +89,8 @@ class Stage:
             if gpu in scene.migs:
                 self.nvml.mig(gpu, scene.migs[gpu])
                 active = {mig.gpu_instance: scene.devices[mig_uuid(gpu, mig.gpu_instance)] for mig in scene.migs[gpu]}
-                self.nvml.set(gpu, **{f"gpm_2_gi{gi}": one.sm_active or 0 for gi, one in active.items()})
-            self.nvml.processes(gpu, [_process(one, instance) for one, instance in scene.on(gpu)])
+                self.nvml.set(gpu, **{f"gpm_2_gi{gi}": instance.sm_active or 0 for gi, instance in active.items()})
+            self.nvml.processes(gpu, [_process(process, instance) for process, instance in scene.on(gpu)])
         for gpu, code, instance in scene.xids:
             self.nvml.xid(gpu, code, NO_INSTANCE if instance is None else instance)
 
@@ -117,10 +117,10 @@ class Stage:
             await producer.stop()
 
 
-def _process(one: Running, instance: int | None) -> Process:
+def _process(process: Running, instance: int | None) -> Process:
     if instance is None:
-        return Process(one.pid, one.memory, sm=one.busy)
-    return Process(one.pid, one.memory, sm=one.busy, gpu_instance=instance, compute_instance=0)
+        return Process(process.pid, process.memory, sm=process.busy)
+    return Process(process.pid, process.memory, sm=process.busy, gpu_instance=instance, compute_instance=0)
 
 
 def play_all(
@@ -134,8 +134,8 @@ def play_all(
         return servers.enter_context(gpustream)
 
     def node(name: str, nvml: ScriptedNvml, kubelet: Server, procfs: Path) -> Gpustream:
-        where = ("--pod-resources-socket", str(kubelet.path), "--procfs", str(procfs))
-        options = ("--cluster", CLUSTER, "--node", name, *where)
+        paths = ("--pod-resources-socket", str(kubelet.path), "--procfs", str(procfs))
+        options = ("--cluster", CLUSTER, "--node", name, *paths)
         return process(f"node-{name}", "produce", "node", *options, environment=nvml.environment())
 
     process("stream", "stream", "attribution")
@@ -143,9 +143,9 @@ def play_all(
         to = ("--url", receiver.write_url, "--group", name, "--from", "earliest")
         process(f"sink-{name}", "sink", "remote-write", *to, "--names", name)
     stage, scenes = Stage(directory, kafka.address), list[Scene]()
-    nobody = Procfs(directory / "nobody")
+    empty_procfs = Procfs(directory / "nobody")
     kubelet = servers.enter_context(serving(directory / "blind.sock", SHARED_BLINDLY))
-    blind = node(BLIND, _blind(directory / "nvml-blind"), kubelet, nobody.root)
+    blind = node(BLIND, _blind(directory / "nvml-blind"), kubelet, empty_procfs.root)
     stage.kubelet.start()
     servers.callback(stage.kubelet.stop)
     for number, scene in enumerate(story()):
@@ -154,8 +154,8 @@ def play_all(
             stage.node = node(NODE, stage.nvml, stage.kubelet, stage.procfs.root)
         scenes.append(scene)
         stage.watched()
-    for one in filter(None, (blind, stage.node)):
-        one.stop()
+    for producer in filter(None, (blind, stage.node)):
+        producer.stop()
     eventually_sync(lambda: _behind(kafka.address, receivers) == 0)
     return scenes, stage
 

@@ -49,7 +49,7 @@ POISON_EVERY_S = 4.0
 VALUES = (("gpu_memory_used", "memory_used_bytes"), ("gpu_utilization", "utilization_ratio"))
 POISONS = (b"", b"{", b'{"schema":1}', b"\xff\xfe", b"null", b'{"schema":1,"cluster":"soak","node":"","run_id":1}')
 
-Place = tuple[str, int, int]
+RecordPlace = tuple[str, int, int]
 """A record's topic, partition and offset."""
 
 
@@ -76,9 +76,9 @@ class Needs(NamedTuple):
 
 def needs(pid: int) -> Needs:
     """What a process needs now. Raises OSError if it has ended."""
-    of = Path(f"/proc/{pid}")
-    memory_mib = int((of / "statm").read_text().split()[1]) * PAGE_MIB
-    return Needs(time.time(), memory_mib, len(list((of / "fd").iterdir())))
+    proc = Path(f"/proc/{pid}")
+    memory_mib = int((proc / "statm").read_text().split()[1]) * PAGE_MIB
+    return Needs(time.time(), memory_mib, len(list((proc / "fd").iterdir())))
 
 
 class Round(NamedTuple):
@@ -101,7 +101,7 @@ class Pipeline:
     receiver: FaultyReceiver = field(init=False)
     wanted: list[Gpustream] = field(default_factory=list)
     launches: Counter[str] = field(default_factory=Counter)
-    poisoned: set[Place] = field(default_factory=set)
+    poisoned: set[RecordPlace] = field(default_factory=set)
     lives: dict[tuple[str, int], list[Needs]] = field(default_factory=dict)
     quiet: list[tuple[float, float]] = field(default_factory=list)
     unaccounted: list[str] = field(default_factory=list)
@@ -126,9 +126,9 @@ class Pipeline:
         """The bootstrap servers, for clients of the test."""
         return ",".join(broker.address for broker in self.brokers)
 
-    def _fleet(self, name: str, cluster: str, size: str, truth: Path, *more: str) -> Gpustream:
+    def _fleet(self, name: str, cluster: str, size: str, truth: Path, *options: str) -> Gpustream:
         named = ("--cluster", cluster, "--fleet", size, "--truth", str(truth), "--pod-life", "1m")
-        return self._process(name, "produce", "simulated", *named, *more)
+        return self._process(name, "produce", "simulated", *named, *options)
 
     def _member(self, name: str, *arguments: str, fixed: bool) -> Gpustream:
         return self._process(name, *arguments, *(("--instance-id", name) if fixed else ()))
@@ -155,8 +155,8 @@ class Pipeline:
 
     async def want(self, *processes: Gpustream) -> None:
         """These are to run, and no others; the others are stopped in good order."""
-        gone, self.wanted = [one for one in self.wanted if one not in processes], list(processes)
-        await asyncio.gather(*(asyncio.to_thread(one.stop) for one in gone))
+        to_stop, self.wanted = [process for process in self.wanted if process not in processes], list(processes)
+        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in to_stop))
 
     async def poison(self) -> None:
         """Now and then one record of both inputs is none; for ever."""
@@ -165,8 +165,8 @@ class Pipeline:
         try:
             while True:
                 topic, partition = chance.choice(["gpu.samples", "gpu.allocations"]), chance.randrange(PARTITIONS)
-                sent = await sender.send(topic, chance.choice(POISONS), key=POISON_KEY, partition=partition)
-                self.poisoned.add((topic, partition, await sent))
+                future = await sender.send(topic, chance.choice(POISONS), key=POISON_KEY, partition=partition)
+                self.poisoned.add((topic, partition, await future))
                 await asyncio.sleep(POISON_EVERY_S)
         finally:
             await sender.stop()
@@ -174,14 +174,14 @@ class Pipeline:
     async def watch(self) -> None:
         """Note what every process needs, and whether it accounts for its records, every few seconds; for ever."""
         while True:
-            for process in [one for one in self.wanted if one.running]:
+            for process in [process_ for process_ in self.wanted if process_.running]:
                 with contextlib.suppress(OSError):  # it has just ended
                     self.lives.setdefault((process.name, process.pid), []).append(needs(process.pid))
                 metrics = await asyncio.to_thread(process.get, "/metrics")
-                self.unaccounted += [f"{process.name}: {one}" for one in unaccounted(books(metrics or ""))]
+                self.unaccounted += [f"{process.name}: {entry}" for entry in unaccounted(books(metrics or ""))]
             await asyncio.sleep(5)
 
-    async def whole(self, since_s: float) -> None:
+    async def wait_until_healthy(self, since_s: float) -> None:
         """Wait until Prometheus has a tick of every node that was read since then."""
 
         def behind() -> list[str]:
@@ -192,52 +192,58 @@ class Pipeline:
         try:
             await eventually(lambda: not behind(), within_s=WHOLE_S, every_s=0.05)
         except AssertionError:
-            states = {one.name: one.get("/readyz") or "not ready" for one in self.wanted}
+            states = {process.name: process.get("/readyz") or "not ready" for process in self.wanted}
             raise AssertionError(f"still without news in Prometheus: {behind()}; {states}") from None
 
     async def drain(self) -> None:
         """Stop sampling, and wait until both groups have committed all there is."""
-        await self.want(*(one for one in self.wanted if one not in (self.fleet, self.skewed)))
+        await self.want(*(process for process in self.wanted if process not in (self.fleet, self.skewed)))
 
-        async def read() -> bool:
-            left = await lag(self.kafka, "gpustream-attribution", ["gpu.samples"])
-            return left + await lag(self.kafka, "gpustream-sink-remote-write", ["gpu.attributed"]) == 0
+        async def all_read() -> bool:
+            lag_records = await lag(self.kafka, "gpustream-attribution", ["gpu.samples"])
+            return lag_records + await lag(self.kafka, "gpustream-sink-remote-write", ["gpu.attributed"]) == 0
 
-        await eventually(read, "both groups have committed all there is", within_s=DRAIN_S, every_s=1)
+        await eventually(all_read, "both groups have committed all there is", within_s=DRAIN_S, every_s=1)
 
     # -- what it was like
 
     def latencies_s(self) -> list[float]:
         """From each reading to its accepted write, while nothing failed."""
         return [
-            (one.at_ms - one.ts_ms) / 1000
-            for one in self.receiver.accepted
-            if one.node.startswith(f"{CLUSTER}/")
-            and any(begin_s * 1000 <= one.ts_ms and one.at_ms <= end_s * 1000 for begin_s, end_s in self.quiet)
+            (accepted_request.at_ms - accepted_request.ts_ms) / 1000
+            for accepted_request in self.receiver.accepted
+            if accepted_request.node.startswith(f"{CLUSTER}/")
+            and any(
+                begin_s * 1000 <= accepted_request.ts_ms and accepted_request.at_ms <= end_s * 1000
+                for begin_s, end_s in self.quiet
+            )
         ]
 
-    def alone(self) -> dict[Fault, float]:
+    def alone_s(self) -> dict[Fault, float]:
         """How long each fault took to be overcome when it came alone: the median, in seconds."""
         times: dict[Fault, list[float]] = {}
         for done in self.rounds:
             if len(done.faults) == 1:
                 times.setdefault(done.faults[0], []).append(done.back_s)
-        return {fault: statistics.median(found) for fault, found in times.items()}
+        return {fault: statistics.median(seconds) for fault, seconds in times.items()}
 
     def lifetimes(self) -> dict[str, str]:
         """What the longest life of each process needed, past its first two minutes: the most, and how it grew."""
-        found = {}
-        for (name, _), life in sorted(self.lives.items(), key=lambda one: len(one[1])):
-            settled = [one for one in life if one.at_s >= life[0].at_s + 120]
+        summary = {}
+        for (name, _), life in sorted(self.lives.items(), key=lambda item: len(item[1])):
+            settled = [sample for sample in life if sample.at_s >= life[0].at_s + 120]
             if len(settled) >= 12:
-                times = [one.at_s / 3600 for one in settled]
-                memory, descriptors = [one.memory_mib for one in settled], [one.descriptors for one in settled]
+                times = [sample.at_s / 3600 for sample in settled]
+                memory, descriptors = (
+                    [sample.memory_mib for sample in settled],
+                    [sample.descriptors for sample in settled],
+                )
                 grew = [statistics.linear_regression(times, values).slope for values in (memory, descriptors)]
-                found[name] = (
+                summary[name] = (
                     f"{(life[-1].at_s - life[0].at_s) / 60:.0f} minutes, at most {max(memory):.0f} MiB and "
                     f"{max(descriptors)} descriptors, {grew[0]:+.0f} MiB and {grew[1]:+.1f} descriptors an hour"
                 )
-        return found
+        return summary
 
 
 def secured(brokers: Sequence[KafkaServer], ca: Path, folder: Path) -> list[str]:
@@ -247,10 +253,10 @@ def secured(brokers: Sequence[KafkaServer], ca: Path, folder: Path) -> list[str]
     broker.add_user("soak", password.read_text())
     for resource in ("TOPIC", "GROUP"):
         broker.allow("soak", "ALL", resource, "*")
-    at = ",".join(one.sasl_ssl for one in brokers)
+    servers = ",".join(broker.sasl_ssl for broker in brokers)
     login = ("--kafka-sasl-mechanism", "scram-sha-512", "--kafka-username", "soak")
     security = ("--kafka-security", "sasl-ssl", "--kafka-ca", str(ca), "--kafka-password-file", str(password))
-    return ["--kafka", at, *security, *login]
+    return ["--kafka", servers, *security, *login]
 
 
 @asynccontextmanager
@@ -261,7 +267,7 @@ async def running(pipeline: Pipeline) -> AsyncIterator[None]:
     pipeline.wanted = [pipeline.fleet, pipeline.skewed, *pipeline.workers[:2], *pipeline.sinks, *pipeline.usage[:2]]
     beside = [asyncio.create_task(part()) for part in (pipeline.supervise, pipeline.watch)]
     try:
-        await pipeline.whole(time.time())
+        await pipeline.wait_until_healthy(time.time())
         yield
     finally:
         for task in beside:
@@ -284,18 +290,18 @@ async def soak(
     while time.monotonic() < ends_s:
         if not deck:
             deck = chance.sample(list(faults), len(faults))
-        many, hand = chance.choice(at_once), dict[str, Fault]()
+        fault_count, hand = chance.choice(at_once), dict[str, Fault]()
         for fault in deck:
-            if len(hand) < many:
+            if len(hand) < fault_count:
                 hand.setdefault(fault.part, fault)
         deck = [fault for fault in deck if fault not in hand.values()]
-        undone_s = max(await asyncio.gather(*(one.strike(pipeline, chance) for one in hand.values())))
-        await pipeline.whole(undone_s)
+        undone_s = max(await asyncio.gather(*(fault.strike(pipeline, chance) for fault in hand.values())))
+        await pipeline.wait_until_healthy(undone_s)
         done = Round(tuple(hand.values()), time.time() - undone_s)
         pipeline.rounds.append(done)
-        say(f"{' + '.join(one.name for one in done.faults)}: back after {done.back_s:.1f} s")
+        say(f"{' + '.join(fault.name for fault in done.faults)}: back after {done.back_s:.1f} s")
         assert not poison.done(), f"nothing is poisoned any more: {poison}"
-        await rest(pipeline, 2 + 4 * chance.random())
+        await pause(pipeline, 2 + 4 * chance.random())
     poison.cancel()
     await asyncio.gather(poison, return_exceptions=True)
 
@@ -306,7 +312,7 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-async def rest(pipeline: Pipeline, for_s: float) -> None:
+async def pause(pipeline: Pipeline, for_s: float) -> None:
     """Leave the pipeline alone for a while; what it does then is what it does on a good day."""
     began_s = time.time()
     await asyncio.sleep(for_s)
@@ -330,7 +336,7 @@ class Count:
 async def count(pipeline: Pipeline) -> Count:
     """Compare the truth with both topics, the dead letters and Prometheus."""
     counted, kafka = Count(wrong=list(pipeline.unaccounted)), pipeline.kafka
-    sent = Counter([tick async for tick in ticks_of(kafka, "gpu.samples")])
+    sent_ticks = Counter([tick async for tick in ticks_of(kafka, "gpu.samples")])
     attributed: Counter[Tick] = Counter()
     newest: dict[tuple[str, str, int], int] = {}
     async for tick in ticks_of(kafka, "gpu.attributed"):
@@ -339,31 +345,31 @@ async def count(pipeline: Pipeline) -> Count:
             counted.wrong.append(f"{tick} was attributed after {newest[run]}")
         newest[run] = max(seq, newest.get(run, 0))
         attributed[tick] += 1
-    counted.wrong += [f"{tick} is in gpu.samples {times} times" for tick, times in sent.items() if times > 1]
-    counted.wrong += [f"{tick} was not attributed" for tick in sent.keys() - attributed.keys()]
-    counted.wrong += [f"{tick} was attributed, and never sent" for tick in attributed.keys() - sent.keys()]
+    counted.wrong += [f"{tick} is in gpu.samples {times} times" for tick, times in sent_ticks.items() if times > 1]
+    counted.wrong += [f"{tick} was not attributed" for tick in sent_ticks.keys() - attributed.keys()]
+    counted.wrong += [f"{tick} was attributed, and never sent" for tick in attributed.keys() - sent_ticks.keys()]
     counted.twice = attributed.total() - len(attributed)
-    letters = {place(record.headers) async for record in records_of(kafka, "gpu.dead-letters") if not ahead(record)}
+    letters = {origin_of(record.headers) async for record in records_of(kafka, "gpu.dead-letters") if not ahead(record)}
     poisoned = {
         (topic, record.partition, record.offset)
         for topic in ("gpu.samples", "gpu.allocations")
         async for record in records_of(kafka, topic)
         if record.key == POISON_KEY
     }
-    counted.wrong += [f"{one} was acknowledged, and is not there" for one in pipeline.poisoned - poisoned]
-    counted.wrong += [f"{one} is no record, and no dead letter" for one in poisoned - letters]
-    counted.wrong += [f"{one} is a dead letter" for one in letters - poisoned]
+    counted.wrong += [f"{offset} was acknowledged, and is not there" for offset in pipeline.poisoned - poisoned]
+    counted.wrong += [f"{origin} is no record, and no dead letter" for origin in poisoned - letters]
+    counted.wrong += [f"{letter} is a dead letter" for letter in letters - poisoned]
     for cluster, file in ((CLUSTER, pipeline.truth), (SKEWED, pipeline.skewed_truth)):
         truth = await asyncio.to_thread(Truth.read, file)
-        lost = truth.ticks - sent.keys()
+        lost_ticks = truth.ticks - sent_ticks.keys()
         counted.sampled += len(truth.ticks)
-        counted.killed += len(lost)
-        counted.wrong += in_the_middle(truth.ticks, lost)
-        await compare(pipeline, cluster, truth, lost, counted)
+        counted.killed += len(lost_ticks)
+        counted.wrong += in_the_middle(truth.ticks, lost_ticks)
+        await compare(pipeline, cluster, truth, lost_ticks, counted)
     return counted
 
 
-async def compare(pipeline: Pipeline, cluster: str, truth: Truth, lost: set[Tick], counted: Count) -> None:
+async def compare(pipeline: Pipeline, cluster: str, truth: Truth, lost_ticks: set[Tick], counted: Count) -> None:
     """What Prometheus has, against the truth without the ticks that were lost before Kafka.
 
     Of the cluster whose clock was wrong nothing may be wrong; but what its clock made unacceptable may be missing.
@@ -371,24 +377,32 @@ async def compare(pipeline: Pipeline, cluster: str, truth: Truth, lost: set[Tick
     began_s = min(begin_s for begin_s, _ in pipeline.quiet)
     window = f"{int(time.time() - began_s) + 3600}s"
     for metric, value in VALUES:
-        found = await asyncio.to_thread(stored, pipeline.prometheus, metric, cluster, window)
-        expected = {point: of for point, of in truth.points(value).items() if truth.of_tick[point] not in lost}
-        wrong = differences(expected, found, value)
-        counted.points += len(found)
-        counted.wrong += [f"{metric}: {one}" for one in wrong if cluster == CLUSTER or not one.startswith("missing")]
+        actual = await asyncio.to_thread(stored, pipeline.prometheus, metric, cluster, window)
+        expected = {
+            point: expected_value
+            for point, expected_value in truth.points(value).items()
+            if truth.of_tick[point] not in lost_ticks
+        }
+        differing = differences(expected, actual, value)
+        counted.points += len(actual)
+        counted.wrong += [
+            f"{metric}: {difference}"
+            for difference in differing
+            if cluster == CLUSTER or not difference.startswith("missing")
+        ]
 
 
-def in_the_middle(sampled: set[Tick], lost: set[Tick]) -> list[str]:
+def in_the_middle(sampled: set[Tick], lost_ticks: set[Tick]) -> list[str]:
     """The lost ticks that are not the end of a run: a producer that is killed loses what Kafka had not yet, no more."""
     runs = {
-        run: [tick in lost for tick in ticks]
+        run: [tick in lost_ticks for tick in ticks]
         for run, ticks in itertools.groupby(sorted(sampled), key=lambda tick: tick[:3])
     }
     last = {run[:2]: run for run in sorted(runs)}
     return [
-        f"{run}: lost ticks {gone}"
-        for run, gone in runs.items()
-        if any(gone) and (gone != sorted(gone) or last[run[:2]] == run)
+        f"{run}: lost ticks {missing}"
+        for run, missing in runs.items()
+        if any(missing) and (missing != sorted(missing) or last[run[:2]] == run)
     ]
 
 
@@ -414,8 +428,8 @@ async def count_usage(pipeline: Pipeline) -> tuple[int, list[str]]:
     expected = {(row.gpu_uuid, row.start_ms) for row in sums.windows(HOUR_MS)}
 
     async def final() -> list[Usage]:
-        found = list((await usage_of(pipeline.kafka, HOURS.name)).values())
-        return found if {(one.gpu_uuid, one.start_ms) for one in found if one.final} >= expected else []
+        records = list((await usage_of(pipeline.kafka, HOURS.name)).values())
+        return records if {(record.gpu_uuid, record.start_ms) for record in records if record.final} >= expected else []
 
     hours = await eventually(final, "every hour is final", within_s=DRAIN_S, every_s=1)
     minutes = list((await usage_of(pipeline.kafka, MINUTES.name)).values())
@@ -437,7 +451,7 @@ def ahead(letter: Any) -> bool:
     return f'"cluster":"{SKEWED}"'.encode() in letter.value and b"too_far_ahead" in dict(letter.headers)["error"]
 
 
-def place(headers: list[tuple[str, bytes]]) -> Place:
+def origin_of(headers: list[tuple[str, bytes]]) -> RecordPlace:
     """Where the record of a dead letter was."""
     named = {name: value.decode() for name, value in headers}
     return named["topic"], int(named["partition"]), int(named["offset"])

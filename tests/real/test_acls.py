@@ -118,14 +118,14 @@ class Users:
 
     async def allow(self, user: str, *acls: Acl) -> None:
         for acl in acls:
-            await asyncio.to_thread(self.kafka.allow, user, *_words(acl))
+            await asyncio.to_thread(self.kafka.allow, user, *_parts_of(acl))
 
     async def forbid(self, user: str, *acls: Acl) -> None:
         for acl in acls:
-            await asyncio.to_thread(self.kafka.forbid, user, *_words(acl))
+            await asyncio.to_thread(self.kafka.forbid, user, *_parts_of(acl))
 
 
-def _words(acl: Acl) -> tuple[str, str, str]:
+def _parts_of(acl: Acl) -> tuple[str, str, str]:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", acl.operation).upper(), acl.resource.upper(), acl.name
 
 
@@ -137,7 +137,7 @@ def users(kafka: KafkaServer, authority: Authority) -> Users:
 def component(name: str, url: str, api: str, **kafka: Any) -> Component:
     """The component as its command makes it, except for what it reads from: GPUs, a kubelet, Kubernetes."""
     fakes: dict[str, Any] = {"gpus": FakeGpus(), "kubelet": FakeKubelet([])}
-    made: dict[str, Callable[[], Component]] = {
+    factories: dict[str, Callable[[], Component]] = {
         "produce node": lambda: NodeProducer(NodeSettings(**kafka, node="n", interval_s=0.2), **fakes),
         "produce cluster": lambda: ClusterProducer(ClusterSettings(**kafka, kubeconfig=Path(api), lease=None)),
         "produce simulated": lambda: SimulatedFleet(SimulatedSettings(**kafka, fleet="1x1", interval_s=0.2)),
@@ -158,7 +158,7 @@ def component(name: str, url: str, api: str, **kafka: Any) -> Component:
             ParquetSettings(**kafka, path=Path(api).parent / "parquet", write_every_s=0.2)
         ),
     }
-    return made[name]()
+    return factories[name]()
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ async def api(tmp_path: Path) -> AsyncIterator[str]:
         yield str(config)
 
 
-def _says(refused: Component, missing: Acl) -> bool:
+def _reports(refused: Component, missing: Acl) -> bool:
     sentence = f"add the ACL {missing.operation} on {missing.resource} {missing.name}"
     return any(sentence in reason for reason in refused.not_ready())
 
@@ -183,8 +183,8 @@ async def test_topics_are_made_mended_and_listed_with_exactly_the_acls_of_that(
     connection = ScrapeSettings(**users.settings("topics")).connection()
     assert len(await topic_admin.create(connection, partitions=1, replication_factor=1)) == len(load_topics())
     await users.allow("lists", *ACLS["topics list"])
-    found, unchecked = await topic_admin.inspect(ScrapeSettings(**users.settings("lists")).connection())
-    assert (set(found), unchecked) == (set(load_topics()), None)
+    actual, unchecked = await topic_admin.inspect(ScrapeSettings(**users.settings("lists")).connection())
+    assert (set(actual), unchecked) == (set(load_topics()), None)
 
 
 async def test_below_a_prefix_two_prefixed_acls_are_enough(empty_kafka: KafkaServer, users: Users) -> None:
@@ -213,7 +213,7 @@ async def test_a_component_works_with_exactly_its_acls_and_names_each_that_is_mi
         await users.forbid(user, missing)
         refused = component(name, receiver, api, **users.settings(user))
         task = asyncio.create_task(refused.run(asyncio.Event()))
-        await eventually(partial(_says, refused, missing), f"it says that {missing} is missing", unless=task)
+        await eventually(partial(_reports, refused, missing), f"it says that {missing} is missing", unless=task)
         task.cancel()  # and no stop, in which a producer would wait for what it can't send
         await asyncio.wait([task])
         await users.allow(user, missing)
@@ -225,11 +225,11 @@ async def test_a_component_works_with_exactly_its_acls_and_names_each_that_is_mi
 
         async def worked() -> bool:
             grown = [(await ends(flow.address, topic))[0] > before[topic] for topic in before]
-            read = [
+            records = [
                 await committed(flow.address, groups[0], topic) == await ends(flow.address, topic)
                 for topic in INPUTS.get(name, ())
             ]
-            return all(grown + read) and (name in OUTPUTS or not allowed.not_ready())
+            return all(grown + records) and (name in OUTPUTS or not allowed.not_ready())
 
         await eventually(worked)
 
@@ -239,21 +239,25 @@ async def test_a_command_answers_with_exactly_its_acls_and_names_each_that_is_mi
     flow: KafkaServer, users: Users, command: tuple[str, ...]
 ) -> None:
     name = " ".join(command) if " ".join(command) in ACLS else command[0]
-    given = [one for key, value in users.settings(name).items() for one in (f"--{key.replace('_', '-')}", str(value))]
+    options = [
+        option for key, value in users.settings(name).items() for option in (f"--{key.replace('_', '-')}", str(value))
+    ]
     await users.allow(name, *ACLS[name])
     producer = AIOKafkaProducer(bootstrap_servers=flow.address)
     await producer.start()
     for seq in (1, 2):  # in an hour that is final, so that there is something to write
         ts_ms = (time.time_ns() // 3_600_000_000_000 - 2) * HOUR_MS + seq * 1000
-        again = {"node": "n", "run_id": 1, "seq": seq, "offset": seq, "ts_ms": ts_ms, "logged_ms": ts_ms}
-        await producer.send_and_wait("gpu.attributed", json.dumps({**ATTRIBUTED.example, **again}).encode(), key=b"n")
+        position = {"node": "n", "run_id": 1, "seq": seq, "offset": seq, "ts_ms": ts_ms, "logged_ms": ts_ms}
+        await producer.send_and_wait(
+            "gpu.attributed", json.dumps({**ATTRIBUTED.example, **position}).encode(), key=b"n"
+        )
     await producer.stop()
     for missing in ACLS[name]:
         await users.forbid(name, missing)
-        refused = await asyncio.to_thread(CliRunner().invoke, main, [*command, *given])
+        refused = await asyncio.to_thread(CliRunner().invoke, main, [*command, *options])
         assert refused.exit_code == 1
         assert "Kafka does not let this client" in refused.output
         assert missing.name in refused.output
         await users.allow(name, missing)
-    answered = await asyncio.to_thread(CliRunner().invoke, main, [*command, *given])
-    assert answered.exit_code == 0, answered.output
+    result = await asyncio.to_thread(CliRunner().invoke, main, [*command, *options])
+    assert result.exit_code == 0, result.output

@@ -17,7 +17,7 @@ from tests.eventually import eventually, eventually_sync
 from tests.real.pipeline import Gpustream, read_all
 from tests.real.servers import AlertmanagerServer, KafkaServer
 from tests.real.test_alert_sinks import alertmanager_sink, hook, notified
-from tests.real.test_alerts import expected, written
+from tests.real.test_alerts import expected, transitions_written
 from tests.streams.attribution.records import CLUSTER, container, gpu, pod, snapshot, workloads
 from topics.alerts import Alert
 from topics.samples import Device, Sample
@@ -55,13 +55,13 @@ class Node:
     async def run(self, *pods: str) -> None:
         """From the next tick on these pods run, and the others have ended: kubelet and API server say so."""
         seq = self._snapshots + 1
-        held = [container(one, gpu(number)) for number, one in enumerate(PODS) if one in pods]
+        containers = [container(name, gpu(number)) for number, name in enumerate(PODS) if name in pods]
         lives = [
-            pod(one, ended=None if one in pods else now_ms(), owners=(Owner("batch/v1", "Job", f"train-{one}"),))
-            for one in PODS
+            pod(name, ended=None if name in pods else now_ms(), owners=(Owner("batch/v1", "Job", f"train-{name}"),))
+            for name in PODS
         ]
         await self._acknowledged("gpu.workloads", workloads(seq, *lives, ts_ms=now_ms(), epoch=self.run_id))
-        await self._acknowledged("gpu.allocations", snapshot(seq, *held, run_id=self.run_id, ts_ms=now_ms()))
+        await self._acknowledged("gpu.allocations", snapshot(seq, *containers, run_id=self.run_id, ts_ms=now_ms()))
         self._snapshots = seq
 
     async def tick(self) -> None:
@@ -75,7 +75,7 @@ class Node:
             seq=self.ticks,
             ts_ms=now_ms(),
             allocations_seq=self._snapshots,
-            devices=tuple([self._device(number, one) for number, one in enumerate(PODS)]),
+            devices=tuple([self._device(number, pod) for number, pod in enumerate(PODS)]),
         )
         await self._acknowledged("gpu.samples", tick)
 
@@ -109,22 +109,24 @@ async def ticking(kafka: KafkaServer) -> AsyncIterator[Node]:
         await sender.stop()
 
 
-def shown(manager: AlertmanagerServer) -> list[str]:
+def workloads_firing(manager: AlertmanagerServer) -> list[str]:
     """The pods that Alertmanager shows as idle, each as often as it does, with the workload that is the pod's own."""
-    labels = [one["labels"] for one in manager.alerts()]
-    assert {(of["alertname"], of["k8s_workload_kind"]) for of in labels} <= {("GPUHeldIdle", "Job")}
-    return sorted(of["k8s_workload_name"].removeprefix("train-") for of in labels)
+    labels = [alert["labels"] for alert in manager.alerts()]
+    assert {(alert_labels["alertname"], alert_labels["k8s_workload_kind"]) for alert_labels in labels} <= {
+        ("GPUHeldIdle", "Job")
+    }
+    return sorted(alert_labels["k8s_workload_name"].removeprefix("train-") for alert_labels in labels)
 
 
 async def start(*processes: Gpustream) -> None:
     """Starts processes at once."""
-    await asyncio.gather(*[asyncio.to_thread(one.start) for one in processes])
+    await asyncio.gather(*[asyncio.to_thread(process.start) for process in processes])
 
 
 async def kill_and_start(*processes: Gpustream) -> None:
     """SIGKILL, and what is started instead of them has taken over."""
-    for one in processes:
-        await asyncio.to_thread(one.kill9)
+    for process in processes:
+        await asyncio.to_thread(process.kill9)
     await start(*processes)
 
 
@@ -135,7 +137,7 @@ def pod_of(alert: Alert) -> str:
 
 async def fired(kafka: KafkaServer, name: str) -> bool:
     """Whether gpu.alerts has an alert about the pod."""
-    values = (await written(kafka))[0].values()
+    values = (await transitions_written(kafka))[0].values()
     return name in {pod_of(msgspec.json.decode(value, type=Alert)) for value in values}
 
 
@@ -162,24 +164,26 @@ async def test_an_idle_gpu_is_reported_once_whoever_is_killed_or_away_until_its_
         sink = alertmanager_sink(gpustream, kafka, "sink", manager.url, resend=RESEND)
         await start(attribution, worker, sink)
         await asyncio.to_thread(
-            eventually_sync, lambda: shown(manager) == ["ends", "stays", "works"], "three GPUs are idle"
+            eventually_sync, lambda: workloads_firing(manager) == ["ends", "stays", "works"], "three GPUs are idle"
         )
 
         # -- killed while they fire
 
         await kill_and_start(worker, sink)
-        assert shown(manager) == ["ends", "stays", "works"]
+        assert workloads_firing(manager) == ["ends", "stays", "works"]
 
         # -- killed before and after two of them end
 
         node.working.add("works")
         await node.run("stays", "works", "later", "busy")
         await kill_and_start(worker, sink)
-        await asyncio.to_thread(eventually_sync, lambda: shown(manager) == ["stays"], "one works, and one has ended")
+        await asyncio.to_thread(
+            eventually_sync, lambda: workloads_firing(manager) == ["stays"], "one works, and one has ended"
+        )
         await kill_and_start(worker, sink)
         reported = {"stays": ["firing"], "works": ["firing", "resolved"], "ends": ["firing", "resolved"], "busy": []}
         await eventually(
-            lambda: {one: notified(notifications, one) for one in reported} == reported, "each is notified once"
+            lambda: {job: notified(notifications, job) for job in reported} == reported, "each is notified once"
         )
 
         # -- Alertmanager is away, and knows nothing when it is back
@@ -193,15 +197,15 @@ async def test_an_idle_gpu_is_reported_once_whoever_is_killed_or_away_until_its_
         await asyncio.to_thread(manager.start)
         await asyncio.to_thread(
             eventually_sync,
-            lambda: shown(manager) == ["later", "stays"],
+            lambda: workloads_firing(manager) == ["later", "stays"],
             "what began while it was away is there, and no more",
         )
 
     ticks = await eventually(lambda: attributed(kafka, node.ticks), every_s=1)
-    found, _ = await written(kafka)
-    assert found == expected([ticks], rules_file.load(file)), "as one worker writes it that nothing happens to"
-    alerts = [msgspec.json.decode(value, type=Alert) for value in found.values()]
-    assert sorted((pod_of(one), one.state, one.resolved_because) for one in alerts) == [
+    alerts_by_id, _ = await transitions_written(kafka)
+    assert alerts_by_id == expected([ticks], rules_file.load(file)), "as one worker writes it that nothing happens to"
+    alerts = [msgspec.json.decode(value, type=Alert) for value in alerts_by_id.values()]
+    assert sorted((pod_of(alert), alert.state, alert.resolved_because) for alert in alerts) == [
         ("ends", "firing", None),
         ("ends", "resolved", "pod_ended"),
         ("later", "firing", None),

@@ -46,13 +46,16 @@ class Fleet:
         """The stored points by pod, staleness markers left out."""
         query = f'gpu_alert_firing{{k8s_cluster_name="{self.cluster}"}}[2h]'
         return {
-            one.labels["k8s_pod_name"]: list(one.points) for one in await asyncio.to_thread(prometheus.query, query)
+            series.labels["k8s_pod_name"]: list(series.points)
+            for series in await asyncio.to_thread(prometheus.query, query)
         }
 
     async def firing(self, prometheus: PrometheusServer, at_ms: int | None = None) -> list[str]:
         """The pods of the alerts that fire, as an instant query answers."""
         query = f'gpu_alert_firing{{k8s_cluster_name="{self.cluster}", alertname="GPUHeldIdle"}} == 1'
-        return sorted(one.labels["k8s_pod_name"] for one in await asyncio.to_thread(prometheus.query, query, at_ms))
+        return sorted(
+            series.labels["k8s_pod_name"] for series in await asyncio.to_thread(prometheus.query, query, at_ms)
+        )
 
 
 async def write(kafka: KafkaServer, records: Iterable[Alert]) -> None:
@@ -60,14 +63,14 @@ async def write(kafka: KafkaServer, records: Iterable[Alert]) -> None:
     producer = AIOKafkaProducer(bootstrap_servers=kafka.address)
     await producer.start()
     try:
-        for one in records:
-            await producer.send_and_wait("gpu.alerts", msgspec.json.encode(one), key=one.fingerprint.encode())
+        for record in records:
+            await producer.send_and_wait("gpu.alerts", msgspec.json.encode(record), key=record.fingerprint.encode())
     finally:
         await producer.stop()
 
 
-def finished(one: RemoteWriteSink) -> int:
-    return sum(ends(one).values())
+def finished(sink_: RemoteWriteSink) -> int:
+    return sum(ends(sink_).values())
 
 
 @pytest.mark.parametrize("protocol", ["1.0", "auto"])

@@ -47,18 +47,18 @@ class Fleet:
     def __init__(self) -> None:
         self.began_ms = int(clock.time() * 1000) - 60_000
 
-    def firing(self, pod: object, again: int = 0) -> Alert:
+    def firing(self, pod: object, number: int = 0) -> Alert:
         """The alert of a pod, when it fires for the first time, or again."""
-        return alert(f"pod-{pod}", self.began_ms + again * 2000)
+        return alert(f"pod-{pod}", self.began_ms + number * 2000)
 
-    def over(self, pod: object, again: int = 0) -> Alert:
+    def over(self, pod: object, number: int = 0) -> Alert:
         """That it is over."""
-        return alert(f"pod-{pod}", self.began_ms + again * 2000, self.began_ms + again * 2000 + 1000)
+        return alert(f"pod-{pod}", self.began_ms + number * 2000, self.began_ms + number * 2000 + 1000)
 
     def history(self, pods: int, times: int) -> list[Alert]:
         """Alerts that fire and end by turns, so many times."""
         return [
-            state(pod, again) for again in range(times) for state in (self.firing, self.over) for pod in range(pods)
+            state(pod, number) for number in range(times) for state in (self.firing, self.over) for pod in range(pods)
         ]
 
 
@@ -67,8 +67,12 @@ async def write(kafka: KafkaServer, alerts: Iterable[Alert | bytes]) -> None:
     producer = AIOKafkaProducer(bootstrap_servers=kafka.address, acks="all", enable_idempotence=True)
     await producer.start()
     try:
-        for one in alerts:
-            value, key = (one, b"x") if isinstance(one, bytes) else (msgspec.json.encode(one), one.fingerprint.encode())
+        for transition in alerts:
+            value, key = (
+                (transition, b"x")
+                if isinstance(transition, bytes)
+                else (msgspec.json.encode(transition), transition.fingerprint.encode())
+            )
             await producer.send("gpu.alerts", value, key=key)
         await producer.flush()
     finally:
@@ -77,7 +81,7 @@ async def write(kafka: KafkaServer, alerts: Iterable[Alert | bytes]) -> None:
 
 def pods(server: AlertmanagerServer) -> set[str]:
     """The pods whose alerts fire, as Alertmanager sees it."""
-    return {one["labels"]["k8s_pod_name"] for one in server.alerts()}
+    return {alert["labels"]["k8s_pod_name"] for alert in server.alerts()}
 
 
 def named(numbers: Iterable[object]) -> set[str]:
@@ -87,8 +91,8 @@ def named(numbers: Iterable[object]) -> set[str]:
 def alertmanager_sink(gpustream: Start, kafka: KafkaServer, name: str, *urls: str, resend: str = "2s") -> Gpustream:
     """A sink of its own process, as a static member."""
     to = [argument for url in urls for argument in ("--url", url)]
-    more = ("--resend", resend, "--from", "earliest", "--instance-id", name, "--session-timeout", "6s")
-    return gpustream(name, "sink", "alertmanager", "--kafka", kafka.address, *to, *more)
+    options = ("--resend", resend, "--from", "earliest", "--instance-id", name, "--session-timeout", "6s")
+    return gpustream(name, "sink", "alertmanager", "--kafka", kafka.address, *to, *options)
 
 
 async def caught_up(kafka: KafkaServer, group: str) -> bool:
@@ -124,14 +128,14 @@ class Hook:
 @asynccontextmanager
 async def hook(respond: Respond = lambda *_: 204) -> AsyncIterator[Hook]:
     """A webhook that listens."""
-    app, one = web.Application(), Hook(respond)
-    app.router.add_post("/hook", one.handle)
+    app, hook_ = web.Application(), Hook(respond)
+    app.router.add_post("/hook", hook_.handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    one.url = f"http://127.0.0.1:{runner.addresses[0][1]}/hook"
+    hook_.url = f"http://127.0.0.1:{runner.addresses[0][1]}/hook"
     try:
-        yield one
+        yield hook_
     finally:
         await runner.cleanup()
 
@@ -139,8 +143,10 @@ async def hook(respond: Respond = lambda *_: 204) -> AsyncIterator[Hook]:
 def notified(by: Hook, pod: str) -> list[str]:
     """What Alertmanager notified of the alert of a pod, or of its job, in order."""
     groups = [json.loads(body)["alerts"] for _, body, _ in by.accepted]
-    names = ((one["labels"], one["status"]) for some in groups for one in some)
-    return [status for of, status in names if (of.get("k8s_pod_name") or of["k8s_workload_name"][6:]) == pod]
+    names = ((alert["labels"], alert["status"]) for group in groups for alert in group)
+    return [
+        status for labels, status in names if (labels.get("k8s_pod_name") or labels["k8s_workload_name"][6:]) == pod
+    ]
 
 
 async def test_alerts_fire_and_end_in_alertmanager_and_are_notified_once_through_kills_of_the_sink(
@@ -162,15 +168,15 @@ async def test_alerts_fire_and_end_in_alertmanager_and_are_notified_once_through
         await asyncio.to_thread(sink.kill9)
         await asyncio.to_thread(sink.start)
         await until_caught_up(alerts_kafka, "gpustream-sink-alertmanager")
-        wanted = {f"pod-{pod}": ["firing", "resolved"] for pod in range(10)}
-        wanted |= {f"pod-{pod}": ["firing"] for pod in [*range(10, 30), "late"]}
+        expected = {f"pod-{pod}": ["firing", "resolved"] for pod in range(10)}
+        expected |= {f"pod-{pod}": ["firing"] for pod in [*range(10, 30), "late"]}
         await asyncio.to_thread(
             eventually_sync,
-            lambda: {pod: notified(notifications, pod) for pod in wanted} == wanted,
+            lambda: {pod: notified(notifications, pod) for pod in expected} == expected,
             "each is notified once",
         )
         assert pods(manager) == named([*range(10, 30), "late"])
-        labels = {one["labels"]["gpustream_fingerprint"] for one in manager.alerts()}
+        labels = {alert["labels"]["gpustream_fingerprint"] for alert in manager.alerts()}
         assert labels == {fleet.firing(pod).fingerprint for pod in [*range(10, 30), "late"]}
     assert await read_all(alerts_kafka.address, "gpu.dead-letters") == []
 
@@ -201,15 +207,15 @@ async def test_an_alertmanager_that_is_away_loses_nothing_and_holds_up_no_other(
     )
     await asyncio.sleep(12)  # Alertmanager ends after 8 s what is not sent to it again
     await write(alerts_kafka, [b"{nonsense", fleet.firing("last")])
-    everything = named([*range(5, 25), "last"])
-    await asyncio.to_thread(eventually_sync, lambda: pods(stays) == everything, "the other one has all, all the while")
+    all_names = named([*range(5, 25), "last"])
+    await asyncio.to_thread(eventually_sync, lambda: pods(stays) == all_names, "the other one has all, all the while")
     assert sink.get("/readyz") is None, "it says that it cannot reach one of them"
     await asyncio.to_thread(away.start)
     await asyncio.to_thread(
-        eventually_sync, lambda: pods(away) == everything, "what is open is sent to the one that is back"
+        eventually_sync, lambda: pods(away) == all_names, "what is open is sent to the one that is back"
     )
     await asyncio.to_thread(eventually_sync, sink.ready, "all is well again")
-    assert pods(stays) == everything
+    assert pods(stays) == all_names
     for letter in await read_all(alerts_kafka.address, "gpu.dead-letters"):
         assert letter.value == b"{nonsense"
 
@@ -254,21 +260,21 @@ async def test_a_member_that_is_killed_leaves_its_alerts_to_the_other(
         assert await asyncio.to_thread(pods, manager) == named(range(15, 30))
 
 
-def webhook_sink(gpustream: Start, kafka: KafkaServer, name: str, url: str, *more: str) -> Gpustream:
+def webhook_sink(gpustream: Start, kafka: KafkaServer, name: str, url: str, *options: str) -> Gpustream:
     """A sink of its own process, as a static member."""
     fixed = ("--from", "earliest", "--instance-id", name, "--session-timeout", "6s")
-    return gpustream(name, "sink", "webhook", "--kafka", kafka.address, "--url", url, *fixed, *more)
+    return gpustream(name, "sink", "webhook", "--kafka", kafka.address, "--url", url, *fixed, *options)
 
 
-def in_order(got: Sequence[tuple[str, bytes, str]], wanted: Iterable[Alert]) -> None:
+def in_order(requests: Sequence[tuple[str, bytes, str]], expected: Iterable[Alert]) -> None:
     """Each alert's transitions are there, in order as one sees them who knows identities, with one body for each."""
     bodies: dict[str, bytes] = {}
-    for identity, body, _ in got:
+    for identity, body, _ in requests:
         assert bodies.setdefault(identity, body) == body
-    assert bodies == {transition_id(one): msgspec.json.encode(one) for one in wanted}
-    for fingerprint in {one.fingerprint for one in wanted}:
-        mine = [transition_id(one) for one in wanted if one.fingerprint == fingerprint]
-        assert [identity for identity in bodies if identity.startswith(fingerprint)] == mine
+    assert bodies == {transition_id(alert_): msgspec.json.encode(alert_) for alert_ in expected}
+    for fingerprint in {alert_.fingerprint for alert_ in expected}:
+        ids = [transition_id(alert_) for alert_ in expected if alert_.fingerprint == fingerprint]
+        assert [identity for identity in bodies if identity.startswith(fingerprint)] == ids
 
 
 async def test_every_transition_is_posted_signed_and_in_order_through_failures_and_kills(
@@ -277,18 +283,18 @@ async def test_every_transition_is_posted_signed_and_in_order_through_failures_a
     """A sink is killed between an accepted request and its commit, four times, by a webhook that often fails."""
     history, secret = Fleet().history(25, 12), tmp_path / "secret"
     secret.write_text("s3cret\n")
-    asked, kills = 0, [100, 200, 300, 400]
+    requests, kills = 0, [100, 200, 300, 400]
 
     def often_fails(_: web.Request, __: bytes) -> int:
-        nonlocal asked
-        asked += 1
-        if kills and len(one.accepted) >= kills[0] and sink.running:
+        nonlocal requests
+        requests += 1
+        if kills and len(receiver.accepted) >= kills[0] and sink.running:
             kills.pop(0)
             sink.kill9()
-        return (204, 204, 503, 204, 204, 500, 204, 204, 429)[asked % 9]
+        return (204, 204, 503, 204, 204, 500, 204, 204, 429)[requests % 9]
 
-    async with hook(often_fails) as one:
-        sink = webhook_sink(gpustream, alerts_kafka, "hook", one.url, "--secret-file", str(secret))
+    async with hook(often_fails) as receiver:
+        sink = webhook_sink(gpustream, alerts_kafka, "hook", receiver.url, "--secret-file", str(secret))
         await write(alerts_kafka, [*history[:300], *history[275:300], b"{nonsense", *history[300:], *history[-25:]])
         while kills:
             await asyncio.to_thread(_start, sink)
@@ -296,10 +302,10 @@ async def test_every_transition_is_posted_signed_and_in_order_through_failures_a
         await asyncio.to_thread(_start, sink)
         await until_caught_up(alerts_kafka, "gpustream-sink-webhook")
         await asyncio.to_thread(sink.stop)
-    in_order(one.accepted, history)
+    in_order(receiver.accepted, history)
     ahead = 4 * PARTITIONS * AHEAD
-    assert len(one.accepted) <= len(history) + ahead, "only what was not committed at a kill is posted again"
-    for _, body, signature in one.accepted:
+    assert len(receiver.accepted) <= len(history) + ahead, "only what was not committed at a kill is posted again"
+    for _, body, signature in receiver.accepted:
         assert signature == "sha256=" + hmac.new(b"s3cret", body, hashlib.sha256).hexdigest()
     letters = await read_all(alerts_kafka.address, "gpu.dead-letters")
     assert {letter.value for letter in letters} == {b"{nonsense"}
@@ -310,14 +316,14 @@ async def test_a_webhook_gets_cloud_events_that_the_official_sdk_reads(
 ) -> None:
     history = Fleet().history(3, 2)
     for mode in ("binary", "structured"):
-        async with hook() as one:
+        async with hook() as receiver:
             form = ("--unsigned", "--format", "cloudevents", "--content-mode", mode, "--group", mode)
-            sink = webhook_sink(gpustream, alerts_kafka, mode, one.url, *form)
+            sink = webhook_sink(gpustream, alerts_kafka, mode, receiver.url, *form)
             await write(alerts_kafka, history if mode == "binary" else [])
             await asyncio.to_thread(sink.start)
             await until_caught_up(alerts_kafka, mode)
             await asyncio.to_thread(sink.stop)
-        events = {event.get_id(): event for event in map(from_http_event, one.messages)}
+        events = {event.get_id(): event for event in map(from_http_event, receiver.messages)}
         assert events.keys() == {transition_id(transition) for transition in history}
         for transition in history:
             assert_says(events[transition_id(transition)], transition)
@@ -336,15 +342,15 @@ async def test_members_that_come_and_go_post_every_transition_in_order(
     alerts_kafka: KafkaServer, gpustream: Start
 ) -> None:
     history = Fleet().history(20, 6)
-    async with hook() as one:
-        stays = webhook_sink(gpustream, alerts_kafka, "stays", one.url, "--unsigned")
+    async with hook() as receiver:
+        stays = webhook_sink(gpustream, alerts_kafka, "stays", receiver.url, "--unsigned")
         await asyncio.to_thread(stays.start)
         for part in range(3):
-            other = webhook_sink(gpustream, alerts_kafka, f"other-{part}", one.url, "--unsigned")
+            other = webhook_sink(gpustream, alerts_kafka, f"other-{part}", receiver.url, "--unsigned")
             await write(alerts_kafka, history[part * 80 : part * 80 + 40])
             await asyncio.to_thread(other.start)
             await write(alerts_kafka, history[part * 80 + 40 : part * 80 + 80])
             await asyncio.to_thread(other.kill9 if part == 1 else other.stop)
         await until_caught_up(alerts_kafka, "gpustream-sink-webhook")
-    in_order(one.accepted, history)
-    assert all(signature == "" for _, _, signature in one.accepted)
+    in_order(receiver.accepted, history)
+    assert all(signature == "" for _, _, signature in receiver.accepted)

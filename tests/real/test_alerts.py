@@ -62,13 +62,13 @@ def life(node: int) -> list[Tick]:
     chance, ticks, xids = Random(node), list[Tick](), 0
     while len(ticks) < TICKS:
         job = Workload("Job", f"job-{node}")
-        held = [holder(f"pod-{node}-{chance.randint(0, 3)}", workload=job)] if chance.random() < 0.8 else []
+        holders = [holder(f"pod-{node}-{chance.randint(0, 3)}", workload=job)] if chance.random() < 0.8 else []
         busy, hot, xid = chance.choice([0.0, 0.0, 0.9, None]), chance.random() < 0.3, chance.random() < 0.1
         for _ in range(chance.randint(1, 25)):
             at_ms = BEGAN_MS + len(ticks) * TICK_MS
             xids += xid
             fields: dict[str, Any] = {"events": (Event("xid", 79, at_ms),)} if xid else {}
-            gpu = device(0, *held, busy=busy, clock_event_reasons=0x40 * hot, xids={"79": xids}, **fields)
+            gpu = device(0, *holders, busy=busy, clock_event_reasons=0x40 * hot, xids={"79": xids}, **fields)
             ticks.append(_tick(node, len(ticks), at_ms, gpu))
     return ticks[:TICKS]
 
@@ -89,48 +89,48 @@ def _tick(node: int, number: int, at_ms: int, *devices: Any) -> Tick:
 
 def expected(lives: list[list[Tick]], by: Rules) -> dict[str, bytes]:
     """Every transition by its identity, as one worker writes it that nothing happens to."""
-    found: dict[str, bytes] = {}
+    by_id: dict[str, bytes] = {}
     for ticks in lives:
         now: NodeAlerts | None = None
-        kept: dict[str, AlertGroup] = {}
-        for number, one in enumerate(ticks):
-            tick = msgspec.json.decode(msgspec.json.encode(one), type=Tick)
-            place = LogPosition(number, 0)
-            step = machine.step(now or machine.initial_state(tick, place), tick, place, by)
+        groups_by_key: dict[str, AlertGroup] = {}
+        for number, node_tick in enumerate(ticks):
+            tick = msgspec.json.decode(msgspec.json.encode(node_tick), type=Tick)
+            position = LogPosition(number, 0)
+            step = machine.step(now or machine.initial_state(tick, position), tick, position, by)
             now = step.state
-            written = [alert for _, _, alert in step.writes if isinstance(alert, Alert)]
+            alerts = [alert for _, _, alert in step.writes if isinstance(alert, Alert)]
             for report in step.reports:
-                after = groups.step(kept.get(report.group), report, number, by)
-                kept[report.group], written = after.group, [*written, *after.alerts]
-            found |= {transition_id(alert): memory.encode(alert) for alert in written}
-    return found
+                after = groups.step(groups_by_key.get(report.group), report, number, by)
+                groups_by_key[report.group], alerts = after.group, [*alerts, *after.alerts]
+            by_id |= {transition_id(alert): memory.encode(alert) for alert in alerts}
+    return by_id
 
 
-async def written(kafka: KafkaServer) -> tuple[dict[str, bytes], int]:
+async def transitions_written(kafka: KafkaServer) -> tuple[dict[str, bytes], int]:
     """The transitions that are in gpu.alerts, each the same in every byte and a CloudEvent, and how many records there
     are."""
     records = [record for record in await read_all(kafka.address, "gpu.alerts") if record.value is not None]
-    found: dict[str, bytes] = {}
+    by_id: dict[str, bytes] = {}
     for record in records:
         alert = msgspec.json.decode(record.value, type=Alert)
-        assert found.setdefault(transition_id(alert), record.value) == record.value
+        assert by_id.setdefault(transition_id(alert), record.value) == record.value
         event = from_kafka_event(KafkaMessage(dict(record.headers), record.key, record.value))
         assert_says(event, alert)
-    return found, len(records)
+    return by_id, len(records)
 
 
 async def send(kafka: KafkaServer, lives: list[list[Tick]]) -> None:
     """Write the ticks in their order, tick by tick of all nodes, at a steady rate; the broker has them all then."""
     sender = Sender(kafka.connection, client_id="ticks")
     await sender.start()
-    sent = []
+    futures = []
     for number in range(len(lives[0])):
         began_s = time.monotonic()
         for ticks in lives:
             value, key = msgspec.json.encode(ticks[number]), node_key(ticks[number].cluster, ticks[number].node)
-            sent.append(await sender.send("gpu.attributed", value, key=key))
+            futures.append(await sender.send("gpu.attributed", value, key=key))
         await asyncio.sleep(max(0.0, 1 / RATE_HZ - (time.monotonic() - began_s)))
-    await asyncio.gather(*sent)  # to stop does not wait for a broker that is slow
+    await asyncio.gather(*futures)  # to stop does not wait for a broker that is slow
     await sender.stop()
 
 
@@ -149,8 +149,8 @@ async def trouble(first: Gpustream, second: Gpustream, sending: "asyncio.Task[No
             await asyncio.to_thread(second.stop)
 
 
-def without_silence(found: dict[str, bytes]) -> dict[str, bytes]:
-    return {key: value for key, value in found.items() if msgspec.json.decode(value, type=Alert).name != "NodeSilent"}
+def without_silence(by_id: dict[str, bytes]) -> dict[str, bytes]:
+    return {key: value for key, value in by_id.items() if msgspec.json.decode(value, type=Alert).name != "NodeSilent"}
 
 
 async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not(
@@ -159,7 +159,7 @@ async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not
     file = tmp_path / "rules.toml"
     file.write_text(RULES)
     lives = [life(node) for node in range(NODES)]
-    right = expected(lives, rules_file.load(file))
+    undisturbed = expected(lives, rules_file.load(file))
     await topic_admin.create(empty_kafka.connection, partitions=4, replication_factor=1)
     command = ("stream", "alerts", "--kafka", empty_kafka.address, "--rules", str(file))
     first, second = gpustream("first", *command, "--instance-id", "first"), gpustream("second", *command)
@@ -170,19 +170,21 @@ async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not
     await sending
 
     async def all_written() -> bool:
-        return without_silence((await written(empty_kafka))[0]).keys() >= right.keys()
+        return without_silence((await transitions_written(empty_kafka))[0]).keys() >= undisturbed.keys()
 
     with contextlib.suppress(AssertionError):  # the next one says what is missing
         await eventually(all_written, within_s=LIMIT_S, every_s=1)
-    assert right.keys() - without_silence((await written(empty_kafka))[0]).keys() == set()
-    assert without_silence((await written(empty_kafka))[0]) == right
-    assert Counter(alert.partition("/")[2].partition("/")[2] for alert in right)["resolved"] > NODES
+    assert undisturbed.keys() - without_silence((await transitions_written(empty_kafka))[0]).keys() == set()
+    assert without_silence((await transitions_written(empty_kafka))[0]) == undisturbed
+    assert Counter(alert.partition("/")[2].partition("/")[2] for alert in undisturbed)["resolved"] > NODES
 
     # -- the nodes have fallen silent
 
     async def all_silent() -> list[Alert]:
-        found = [msgspec.json.decode(value, type=Alert) for value in (await written(empty_kafka))[0].values()]
-        silent = [alert for alert in found if alert.name == "NodeSilent"]
+        alerts = [
+            msgspec.json.decode(value, type=Alert) for value in (await transitions_written(empty_kafka))[0].values()
+        ]
+        silent = [alert for alert in alerts if alert.name == "NodeSilent"]
         return silent if len({alert.node for alert in silent}) == NODES else []
 
     silent = await eventually(all_silent, within_s=LIMIT_S, every_s=1)
@@ -199,23 +201,25 @@ async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not
 
     await asyncio.to_thread(first.kill9)
     await asyncio.to_thread(first.start)
-    again = [[_tick(node, TICKS, last_ms + 60_000, *lives[node][-1].devices)] for node in range(NODES)]
-    await send(empty_kafka, again)
+    returning = [[_tick(node, TICKS, last_ms + 60_000, *lives[node][-1].devices)] for node in range(NODES)]
+    await send(empty_kafka, returning)
 
     async def all_back() -> list[Alert]:
-        found = [msgspec.json.decode(value, type=Alert) for value in (await written(empty_kafka))[0].values()]
-        back = [alert for alert in found if alert.name == "NodeSilent" and alert.state == "resolved"]
-        return back if len(back) == NODES else []
+        alerts = [
+            msgspec.json.decode(value, type=Alert) for value in (await transitions_written(empty_kafka))[0].values()
+        ]
+        resolved = [alert for alert in alerts if alert.name == "NodeSilent" and alert.state == "resolved"]
+        return resolved if len(resolved) == NODES else []
 
-    back = await eventually(all_back, within_s=LIMIT_S, every_s=1)
-    assert {(alert.resolved_because, milliseconds(alert.ends_at or alert.starts_at)) for alert in back} == {
+    resolved = await eventually(all_back, within_s=LIMIT_S, every_s=1)
+    assert {(alert.resolved_because, milliseconds(alert.ends_at or alert.starts_at)) for alert in resolved} == {
         ("ticks", last_ms + 60_000)
     }
     assert await read_all(empty_kafka.address, "gpu.dead-letters") == []
     by_key: dict[bytes, list[str]] = defaultdict(list)
     for record in await read_all(empty_kafka.address, "gpu.alerts"):
         by_key[record.key].append(transition_id(msgspec.json.decode(record.value, type=Alert)))
-    assert all(len({one.partition("/")[0] for one in ids}) == 1 for ids in by_key.values())
+    assert all(len({transition.partition("/")[0] for transition in ids}) == 1 for ids in by_key.values())
 
 
 async def test_of_a_gang_across_nodes_the_pods_that_work_are_counted_too(
@@ -235,10 +239,12 @@ async def test_of_a_gang_across_nodes_the_pods_that_work_are_counted_too(
     command = ("stream", "alerts", "--kafka", empty_kafka.address, "--rules", str(file))
     await asyncio.to_thread(gpustream("gang", *command).start)
 
-    async def said() -> list[Alert]:
-        found = [msgspec.json.decode(value, type=Alert) for value in (await written(empty_kafka))[0].values()]
-        return [one for one in found if one.name == "GPUHeldIdle" and one.held == 3]
+    async def group_alerts() -> list[Alert]:
+        alerts = [
+            msgspec.json.decode(value, type=Alert) for value in (await transitions_written(empty_kafka))[0].values()
+        ]
+        return [alert for alert in alerts if alert.name == "GPUHeldIdle" and alert.held == 3]
 
-    (alert, *_) = await eventually(said, every_s=0.2)
+    (alert, *_) = await eventually(group_alerts, every_s=0.2)
     assert [gpu.node for gpu in alert.gpus] == ["node-0"]
     assert "1 of 3 GPUs idle, the other 2 work" in alert.annotations["summary"]

@@ -97,11 +97,11 @@ async def test_nothing_makes_a_topic_and_all_goes_on_once_they_are_created(
             await eventually(partial(waits_for_topics, component))
     assert creating.topics() == {}
 
-    every = components(creating.address, tmp_path / "kubeconfig")
-    scrape = next(one for one in every if isinstance(one, ScrapeSink))
-    async with running(*every):
-        await eventually(lambda: all(map(waits_for_topics, every)))
+    all_components = components(creating.address, tmp_path / "kubeconfig")
+    scrape = next(component for component in all_components if isinstance(component, ScrapeSink))
+    async with running(*all_components):
+        await eventually(lambda: all(map(waits_for_topics, all_components)))
         assert creating.topics() == {}
         await topic_admin.create(creating.connection, partitions=2, replication_factor=1)
-        await eventually(lambda: not any(map(waits_for_topics, every)) and len(scrape.series()) >= 2)
+        await eventually(lambda: not any(map(waits_for_topics, all_components)) and len(scrape.series()) >= 2)
     assert set(creating.topics().values()) == {2}

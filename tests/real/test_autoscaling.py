@@ -49,7 +49,7 @@ Make = Callable[..., Gpustream]
 
 def example(path: str) -> list[Json]:
     """The objects of a file of the examples."""
-    return [one for one in yaml.safe_load_all((EXAMPLES / path).read_text()) if one]
+    return [document for document in yaml.safe_load_all((EXAMPLES / path).read_text()) if document]
 
 
 @pytest.fixture(scope="module")
@@ -67,26 +67,26 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 @pytest.fixture
 def port() -> Iterator[int]:
     """Where the metrics are served."""
-    held = HeldPort()
-    yield held.number
-    held.release()
+    held_port = HeldPort()
+    yield held_port.number
+    held_port.release()
 
 
 @pytest.fixture
 def sink(gpustream: Make, empty_kafka: KafkaServer, cluster: ApiServer, authority: Authority, port: int) -> Make:
     """Makes the sink with TLS and further options; it may do what k8s/ lets it do."""
     for name in ("clusterrole", "clusterrolebinding"):
-        (thing,) = yaml.safe_load_all((AGGREGATED / f"{name}.yaml").read_text())
-        assert cluster.apply(thing).status in {200, 201}
+        (manifest,) = yaml.safe_load_all((AGGREGATED / f"{name}.yaml").read_text())
+        assert cluster.apply(manifest).status in {200, 201}
     config = cluster.kubeconfig(token=cluster.service_account("gpustream", "metrics-api"))
 
     def make(*options: str) -> Gpustream:
         empty_kafka.create_ours({"gpu.attributed": 2})
         name = "metrics-api.gpustream.svc"
         serving = authority.sign(name, f"DNS:{name}", "DNS:localhost")
-        where = ("--kafka", empty_kafka.address, "--metrics-listen", f"127.0.0.1:{port}")
+        addresses = ("--kafka", empty_kafka.address, "--metrics-listen", f"127.0.0.1:{port}")
         tls = ("--serving-cert", str(serving.certificate), "--serving-key", str(serving.key))
-        return gpustream(name, "sink", "metrics-api", *where, *tls, "--kubeconfig", str(config), *options)
+        return gpustream(name, "sink", "metrics-api", *addresses, *tls, "--kubeconfig", str(config), *options)
 
     return make
 
@@ -95,27 +95,27 @@ def sink(gpustream: Make, empty_kafka: KafkaServer, cluster: ApiServer, authorit
 async def registered(cluster: ApiServer, service: str, authority: Authority, port: int) -> AsyncIterator[None]:
     """Both versions of the group are a Service's while inside."""
     ca = base64.b64encode(authority.ca.read_bytes()).decode()
-    made = [api_service(version, service, port, ca=ca) for version in ("v1beta1", "v1beta2")]
-    for one in made:
-        cluster.create(one)
+    services = [api_service(version, service, port, ca=ca) for version in ("v1beta1", "v1beta2")]
+    for api_object in services:
+        cluster.create(api_object)
     try:
         await eventually(lambda: all(map(available, made_of(cluster))), "the APIServices are available", every_s=0.2)
         yield
     finally:
-        for one in made:
-            cluster.delete(f"/apis/apiregistration.k8s.io/v1/apiservices/{one['metadata']['name']}")
+        for api_object in services:
+            cluster.delete(f"/apis/apiregistration.k8s.io/v1/apiservices/{api_object['metadata']['name']}")
 
 
 def made_of(cluster: ApiServer) -> list[Json]:
     """The APIServices of the group."""
     items = cluster.get("/apis/apiregistration.k8s.io/v1/apiservices")["items"]
-    return [one for one in items if one["spec"].get("group") == "custom.metrics.k8s.io"]
+    return [item for item in items if item["spec"].get("group") == "custom.metrics.k8s.io"]
 
 
-def available(one: Json) -> bool:
+def available(service: Json) -> bool:
     """Whether the API server reaches what is behind an APIService."""
-    conditions = one.get("status", {}).get("conditions", [])
-    return any(found["type"] == "Available" and found["status"] == "True" for found in conditions)
+    conditions = service.get("status", {}).get("conditions", [])
+    return any(condition["type"] == "Available" and condition["status"] == "True" for condition in conditions)
 
 
 async def test_an_autoscaler_scales_a_deployment_up_and_down_on_streamed_values(
@@ -135,8 +135,8 @@ async def test_an_autoscaler_scales_a_deployment_up_and_down_on_streamed_values(
         await eventually(lambda: current(infer) == {"averageValue": "20m"}, every_s=0.2)
 
         path = "/apis/custom.metrics.k8s.io/v1beta2/namespaces/aggregated"
-        one = cluster.get(f"{path}/deployments.apps/infer/{USED}")
-        assert [item["value"] for item in one["items"]] == ["20m"]
+        deployment = cluster.get(f"{path}/deployments.apps/infer/{USED}")
+        assert [item["value"] for item in deployment["items"]] == ["20m"]
         older = cluster.get(f"/apis/custom.metrics.k8s.io/v1beta1/namespaces/aggregated/metrics/{USED}")
         assert [item["value"] for item in older["items"]] == ["20m"]
         assert cluster.request("GET", f"{path}/pods/*/{USED}", user="one").status == 403
@@ -145,9 +145,9 @@ async def test_an_autoscaler_scales_a_deployment_up_and_down_on_streamed_values(
 
 def current(infer: Inference) -> Json:
     """The value that the autoscaler goes by."""
-    (one,) = infer.status().get("currentMetrics") or [{}]
-    found: Json = one.get(one.get("type", "").lower(), {}).get("current", {})
-    return found
+    (metric,) = infer.status().get("currentMetrics") or [{}]
+    current_values: Json = metric.get(metric.get("type", "").lower(), {}).get("current", {})
+    return current_values
 
 
 async def test_it_does_not_start_where_another_server_has_the_group(cluster: ApiServer, sink: Make) -> None:
@@ -183,11 +183,11 @@ class Keda:
             aiohttp.ClientSession(connector=connector) as client,
             client.get(self.url, headers=self.headers, raise_for_status=True) as answer,
         ):
-            found = json.loads(await answer.read())
+            answer_value = json.loads(await answer.read())
         for part in self.location.split("."):
-            found = found[part]
-        assert isinstance(found, int | float)
-        return found
+            answer_value = answer_value[part]
+        assert isinstance(answer_value, int | float)
+        return answer_value
 
 
 async def test_keda_reads_what_the_holders_of_a_workload_use_together(
@@ -203,18 +203,18 @@ async def test_keda_reads_what_the_holders_of_a_workload_use_together(
         await keda.value()
     async with Inference(cluster, empty_kafka, "ml", "infer") as infer:
         infer.load = 0.25
-        await eventually(lambda: asks(keda, 0.5), every_s=0.1)
+        await eventually(lambda: scaler_has(keda, 0.5), every_s=0.1)
     assert cluster.get("/apis/apps/v1/namespaces/ml/deployments/infer")["spec"]["replicas"] == 2
 
     with pytest.raises(aiohttp.ClientResponseError, match="401"):
         await Keda(trigger, "wrong", authority.ca, port).value()
-    shown = authority.sign("keda")
+    certificate = authority.sign("keda")
     keda.headers.pop("Authorization")
-    keda.tls.load_cert_chain(shown.certificate, shown.key)
+    keda.tls.load_cert_chain(certificate.certificate, certificate.key)
     assert await keda.value() == 0.5
 
 
-async def asks(keda: Keda, value: float) -> bool:
+async def scaler_has(keda: Keda, value: float) -> bool:
     """Whether KEDA gets that value."""
     with suppress(aiohttp.ClientResponseError):
         return await keda.value() == value
@@ -241,7 +241,7 @@ class Adapter(Server):
             f"--config={EXAMPLES / 'prometheus-adapter' / 'adapter.yaml'}",
             "--metrics-relist-interval=1s",
             "--metrics-max-age=1m",
-            *(f"--{what}-kubeconfig={config}" for what in ("lister", "authentication", "authorization")),
+            *(f"--{config_name}-kubeconfig={config}" for config_name in ("lister", "authentication", "authorization")),
         ]
 
     def ready(self) -> bool:
@@ -276,7 +276,7 @@ async def pod_labels(infer: Inference) -> AsyncIterator[str]:
 
     async def metrics(_: web.Request) -> web.Response:
         labels = [f'namespace="{infer.namespace}",pod="{pod}",label_app="{infer.name}"' for pod in infer.pods]
-        return web.Response(text="".join(f"kube_pod_labels{{{some}}} 1\n" for some in labels))
+        return web.Response(text="".join(f"kube_pod_labels{{{label_text}}} 1\n" for label_text in labels))
 
     async with http_server.listening([web.get("/metrics", metrics)], ("127.0.0.1", 0), option="--metrics-listen") as (
         host,
@@ -298,21 +298,23 @@ async def test_through_prometheus_an_autoscaler_and_keda_see_what_pods_use_also_
     need(find_prometheus, find_prometheus_adapter)
     empty_kafka.create_ours({"gpu.attributed": 2, "gpu.dead-letters": 1})
     names = {"legacy": ("--names", "dcgm-legacy", "--labels", "dcgm"), "otel": ("--names", "otel")}
-    held = HeldPort()
-    ports = {"legacy": port, "otel": held.number}
+    held_port = HeldPort()
+    ports = {"legacy": port, "otel": held_port.number}
     test = Inference(cluster, empty_kafka, "classical", "cuda-test")
     async with AsyncExitStack() as servers:
-        servers.callback(held.release)
+        servers.callback(held_port.release)
         for name, named in names.items():
-            where = ("--kafka", empty_kafka.address, "--group", name, "--scrape-listen", f"127.0.0.1:{ports[name]}")
-            await asyncio.to_thread(gpustream(name, "sink", "scrape", *where, *named, "--parts-by-pod").start)
+            options = ("--kafka", empty_kafka.address, "--group", name, "--scrape-listen", f"127.0.0.1:{ports[name]}")
+            await asyncio.to_thread(gpustream(name, "sink", "scrape", *options, *named, "--parts-by-pod").start)
         await servers.enter_async_context(test)
         test.load = 0.3
         labels = await servers.enter_async_context(pod_labels(test))
-        targets = (*(f"127.0.0.1:{one}" for one in ports.values()), labels)
+        targets = (*(f"127.0.0.1:{port_}" for port_ in ports.values()), labels)
         prometheus = servers.enter_context(Classical(tmp_path / "prometheus", targets, "classical"))
         await eventually(lambda: prometheus.query("cuda_test_gpu_avg"), every_s=0.2)
-        await eventually(lambda: [one.value for one in prometheus.query(of_keda("classical", "cuda-test"))] == [0.6])
+        await eventually(
+            lambda: [series.value for series in prometheus.query(of_keda("classical", "cuda-test"))] == [0.6]
+        )
         adapter = servers.enter_context(Adapter(tmp_path / "adapter", cluster, prometheus, authority))
         cluster.namespace("monitoring")
         cluster.create(outside_service(ADAPTER))

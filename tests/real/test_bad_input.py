@@ -24,15 +24,15 @@ Send = Callable[..., Awaitable[Any]]
 def tick(node: str, seq: int = 1, **fields: Any) -> dict[str, Any]:
     """A tick of a node that names no snapshot."""
     device = {"uuid": GPU, "index": 0, "metrics": {"gpu_utilization_ratio": 0.5}}
-    made = {"schema": 1, "cluster": "c", "node": node, "run_id": 1, "seq": seq, "ts_ms": 1_795_219_152_000 + seq}
-    return {**made, "devices": [device], **fields}
+    record = {"schema": 1, "cluster": "c", "node": node, "run_id": 1, "seq": seq, "ts_ms": 1_795_219_152_000 + seq}
+    return {**record, "devices": [device], **fields}
 
 
 def snapshot(node: str, *device_ids: str, pod: str = "p-0") -> dict[str, Any]:
     """A snapshot in which a pod holds these devices."""
     container = {"namespace": "ns", "pod": pod, "container": "c", "resource": "nvidia.com/gpu"}
-    made = {"schema": 1, "cluster": "c", "node": node, "run_id": 1, "seq": 1, "ts_ms": 1_795_219_151_000}
-    return {**made, "containers": [{**container, "device_ids": list(device_ids)}]}
+    record = {"schema": 1, "cluster": "c", "node": node, "run_id": 1, "seq": 1, "ts_ms": 1_795_219_151_000}
+    return {**record, "containers": [{**container, "device_ids": list(device_ids)}]}
 
 
 @pytest.fixture
@@ -75,11 +75,11 @@ async def dead_lettered(stream: Gpustream, topic: str, records: int) -> dict[str
     """How the others of a topic ended, once its metrics have so many dead letters; they account for all at any time."""
 
     def ends() -> Counter[str] | None:
-        found = assert_accounted(stream.get("/metrics") or "")["attribution", topic]
-        return found if found["records_dead_lettered_total"] == records else None
+        counts = assert_accounted(stream.get("/metrics") or "")["attribution", topic]
+        return counts if counts["records_dead_lettered_total"] == records else None
 
-    found = await eventually(lambda: asyncio.to_thread(ends), f"{records} dead letters of {topic} counted")
-    others = found - Counter(received=found["received"], records_dead_lettered_total=records)
+    counts = await eventually(lambda: asyncio.to_thread(ends), f"{records} dead letters of {topic} counted")
+    others = counts - Counter(received=counts["received"], records_dead_lettered_total=records)
     return {end.removeprefix("records_").removesuffix("_total"): count for end, count in others.items()}
 
 
@@ -116,8 +116,8 @@ async def test_each_malformed_record_is_a_dead_letter_and_the_next_tick_is_attri
         letters[headers["topic"], int(headers["partition"]), int(headers["offset"])] = (letter, headers)
 
     assert letters.keys() == places.keys()
-    for place, name in places.items():
-        letter, headers = letters[place]
+    for partition, name in places.items():
+        letter, headers = letters[partition]
         assert headers["stage"] == "attribution", name
         assert headers["error"], name
         assert len(letter.value) == min(int(headers["length"]), 64 * 1024), name
@@ -175,11 +175,11 @@ async def test_a_node_whose_snapshots_never_come_does_not_delay_the_others(
     waiting = await send("gpu.samples", tick("lost", allocations_seq=1), "lost")
     others = [await send("gpu.samples", tick(node, allocations_seq=1), node) for node in nodes]
     records = await attributed_until(empty_kafka, "lost")
-    late = next(record for record in records if json.loads(record.value)["node"] == "lost")
-    rest = [record for record in records if record is not late]
+    late_record = next(record for record in records if json.loads(record.value)["node"] == "lost")
+    later_records = [record for record in records if record is not late_record]
 
-    assert json.loads(late.value)["attribution"] == "none"
-    assert late.timestamp - waiting.timestamp >= 6000
-    assert {json.loads(record.value)["node"] for record in rest} == set(nodes)
-    assert max(record.timestamp for record in rest) < late.timestamp
-    assert max(record.timestamp for record in rest) - max(sent.timestamp for sent in others) < 6000
+    assert json.loads(late_record.value)["attribution"] == "none"
+    assert late_record.timestamp - waiting.timestamp >= 6000
+    assert {json.loads(record.value)["node"] for record in later_records} == set(nodes)
+    assert max(record.timestamp for record in later_records) < late_record.timestamp
+    assert max(record.timestamp for record in later_records) - max(record.timestamp for record in others) < 6000

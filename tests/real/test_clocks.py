@@ -26,7 +26,7 @@ from topics.topic import node_key
 TICKS, EVERY_S = 40, 5
 SET, SET_RIGHT = 10, 20
 CLUSTER = "clocks"
-WRONG: dict[str, Callable[[int], int]] = {
+WRONG_CLOCKS: dict[str, Callable[[int], int]] = {
     "right": lambda _: 0,
     "ahead-61s": lambda tick: 61 if SET <= tick < SET_RIGHT else 0,
     "ahead-9m": lambda tick: 540 if SET <= tick < SET_RIGHT else 0,
@@ -44,39 +44,39 @@ Fate = tuple[Outcome, str]
 
 def times_ms(node: str, start_ms: int) -> list[int]:
     """When a node's ticks are, by its clock."""
-    return [start_ms + (tick * EVERY_S + WRONG[node](tick)) * 1000 for tick in range(TICKS)]
+    return [start_ms + (tick * EVERY_S + WRONG_CLOCKS[node](tick)) * 1000 for tick in range(TICKS)]
 
 
 def fates(times: list[int], now_ms: int) -> list[Fate]:
     """What a Prometheus without an out-of-order window makes of a node's ticks: nothing newer may be there already."""
-    newest_ms, found = 0, list[Fate]()
+    newest_ms, fates_ = 0, list[Fate]()
     for ts_ms in times:
         if ts_ms > now_ms + 600_000:
-            found.append(("dead_lettered", "too_far_ahead"))
+            fates_.append(("dead_lettered", "too_far_ahead"))
         elif ts_ms == newest_ms:
-            found.append(("delivered", "duplicate"))  # what has not changed is there, what has is missing
+            fates_.append(("delivered", "duplicate"))  # what has not changed is there, what has is missing
         elif ts_ms < newest_ms:
-            found.append(("dropped", "too_old" if newest_ms - ts_ms > 3_600_000 else "out_of_order"))
+            fates_.append(("dropped", "too_old" if newest_ms - ts_ms > 3_600_000 else "out_of_order"))
         else:
             newest_ms = ts_ms
-            found.append(("delivered", ""))
-    return found
+            fates_.append(("delivered", ""))
+    return fates_
 
 
 async def write(kafka: KafkaServer, start_ms: int) -> None:
     """The ticks of all nodes, as their producers number them."""
-    numbering = {node: Numbering(cluster=CLUSTER, node=node, run_id=start_ms) for node in WRONG}
-    times = {node: times_ms(node, start_ms) for node in WRONG}
+    numbering = {node: Numbering(cluster=CLUSTER, node=node, run_id=start_ms) for node in WRONG_CLOCKS}
+    times = {node: times_ms(node, start_ms) for node in WRONG_CLOCKS}
     producer = AIOKafkaProducer(bootstrap_servers=kafka.address)
     await producer.start()
     try:
         for tick in range(TICKS):
             metrics = {"gpu_utilization_ratio": tick / 1000, "memory_total_bytes": 80 << 30}
-            for node in WRONG:
-                made = numbering[node].step(
+            for node in WRONG_CLOCKS:
+                numbered = numbering[node].step(
                     times[node][tick], [{"uuid": "GPU-0", "index": 0, "metrics": metrics}], None
                 )
-                await producer.send("gpu.samples", made.value, key=node_key(CLUSTER, node))
+                await producer.send("gpu.samples", numbered.value, key=node_key(CLUSTER, node))
         await producer.flush()
     finally:
         await producer.stop()
@@ -90,25 +90,25 @@ async def test_a_clock_that_is_wrong_costs_its_own_node_what_prometheus_does_not
     now_ms = int(time.time() * 1000)
     start_ms = now_ms - TICKS * EVERY_S * 1000
     await write(empty_kafka, start_ms)
-    seen: dict[str, Counter[str]] = {node: Counter() for node in WRONG}
+    outcomes: dict[str, Counter[str]] = {node: Counter() for node in WRONG_CLOCKS}
     settings = RemoteWriteSettings(kafka=empty_kafka.address, url=prometheus.write_url, from_="earliest")
-    sink = RemoteWriteSink(settings, lambda _c, node, _run, _seq, outcome: seen[node].update([outcome]))
+    sink = RemoteWriteSink(settings, lambda _c, node, _run, _seq, outcome: outcomes[node].update([outcome]))
     stream = Attribution(AttributionSettings(kafka=empty_kafka.address))
-    expected = {node: fates(times_ms(node, start_ms), now_ms) for node in WRONG}
+    expected = {node: fates(times_ms(node, start_ms), now_ms) for node in WRONG_CLOCKS}
 
     def finished() -> bool:
         assert_accounted(sink.registry)
         assert_accounted(stream.registry)
-        return sum(ends.total() for ends in seen.values()) == TICKS * len(WRONG)
+        return sum(ends.total() for ends in outcomes.values()) == TICKS * len(WRONG_CLOCKS)
 
     async with running(stream, sink):
         await eventually(finished, "all ticks have ended")
 
-    assert {node: dict(ends) for node, ends in seen.items()} == {
+    assert {node: dict(ends) for node, ends in outcomes.items()} == {
         node: Counter(outcome for outcome, _ in ends) for node, ends in expected.items()
     }
-    assert seen["right"] == {"delivered": TICKS}
-    stored = {node: set[float]() for node in WRONG}
+    assert outcomes["right"] == {"delivered": TICKS}
+    stored = {node: set[float]() for node in WRONG_CLOCKS}
     query = f'gpu_utilization{{k8s_cluster_name="{CLUSTER}"}}[1h]'
     for series in prometheus.query(query, now_ms + 1_200_000):
         stored[series.labels["k8s_node_name"]] |= {value for _, value in series.points}
@@ -116,8 +116,8 @@ async def test_a_clock_that_is_wrong_costs_its_own_node_what_prometheus_does_not
         node: {tick / 1000 for tick, fate in enumerate(ends) if fate == ("delivered", "")}
         for node, ends in expected.items()
     }
-    missing = Counter(why for ends in expected.values() for _, why in ends if why)
-    values = {why: count * (1 if why == "duplicate" else 2) for why, count in missing.items()}
+    missing = Counter(reason for ends in expected.values() for _, reason in ends if reason)
+    values = {reason: count * (1 if reason == "duplicate" else 2) for reason, count in missing.items()}
     counted = {
         sample.labels["reason"]: int(sample.value)
         for metric in sink.registry.collect()
@@ -126,7 +126,7 @@ async def test_a_clock_that_is_wrong_costs_its_own_node_what_prometheus_does_not
     }
     assert counted == values
     value, delay = sink.registry.get_sample_value, "gpustream_remote_write_delay_seconds"
-    assert value(f"{delay}_count") == sum(ends["delivered"] for ends in seen.values())
+    assert value(f"{delay}_count") == sum(ends["delivered"] for ends in outcomes.values())
     assert value(f"{delay}_bucket", {"le": "0.02"}) == SET_RIGHT - SET  # of ahead-9m: no time is negative
     letters = await read_all(empty_kafka.address, "gpu.dead-letters")
     assert {letter.key for letter in letters} == {node_key(CLUSTER, "ahead-2h")}

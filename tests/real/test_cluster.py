@@ -94,13 +94,13 @@ class Log(Generic[R]):
 
     def records(self) -> list[Record[R]]:
         """Everything so far."""
-        while found := self._consumer.consume(1000, timeout=0.05):
-            for message in found:
+        while messages := self._consumer.consume(1000, timeout=0.05):
+            for message in messages:
                 assert message.error() is None, message.error()
                 self._records.append(Record(self._decode(message.value()), message.timestamp()[1]))
         return self._records
 
-    def of(self, node: str, cluster: str = CLUSTER) -> list[R]:
+    def of_node(self, node: str, cluster: str = CLUSTER) -> list[R]:
         """The records of a node."""
         return [value for value, _ in self.records() if (value.cluster, value.node) == (cluster, node)]
 
@@ -155,8 +155,8 @@ class Cluster:
 
     def standby(self) -> Gpustream:
         """The other one that runs."""
-        (found,) = [one for one in self.replicas.values() if one.running and one is not self.leader()]
-        return found
+        (other,) = [replica for replica in self.replicas.values() if replica.running and replica is not self.leader()]
+        return other
 
     def node(self, name: str, **labels: str) -> str:
         """A new node, whose name it gives."""
@@ -165,14 +165,14 @@ class Cluster:
 
     def reported(self, node: str) -> dict[str, Pod]:
         """The pods of a node's last record that run, by name."""
-        records = self.workloads.of(node)
+        records = self.workloads.of_node(node)
         return {pod.name: pod for pod in records[-1].pods if pod.ended_ms is None} if records else {}
 
     def settle(self) -> None:
         """Wait until each node's last record says what the API server says, with all their owners if they churn."""
-        if not comes(lambda: self._all_told() == there(self.api)):
-            assert self._all_told() == there(self.api)
-        eventually_sync(lambda: {tuple(one.kind for one in pod.owners) for pod in self._churned()} <= {DEPLOYED})
+        if not comes(lambda: self._all_told() == pods_of_nodes(self.api)):
+            assert self._all_told() == pods_of_nodes(self.api)
+        eventually_sync(lambda: {tuple(owner.kind for owner in pod.owners) for pod in self._churned()} <= {DEPLOYED})
 
     def _churned(self) -> Iterator[Pod]:
         last = {value.node: value for value, _ in self.workloads.records() if value.cluster == CLUSTER}
@@ -192,23 +192,23 @@ class Cluster:
         }
 
 
-def there(api: ApiServer) -> dict[str, set[tuple[str, ...]]]:
+def pods_of_nodes(api: ApiServer) -> dict[str, set[tuple[str, ...]]]:
     """The GPU pods of each node as the API server has them."""
-    found: dict[str, set[tuple[str, ...]]] = {
+    by_node: dict[str, set[tuple[str, ...]]] = {
         node["metadata"]["name"]: set() for node in api.get("/api/v1/nodes")["items"]
     }
     for pod in api.get("/api/v1/pods")["items"]:
         meta, node = pod["metadata"], pod["spec"].get("nodeName")
-        if node in found and has_gpus(pod["spec"]) and pod["status"]["phase"] not in {"Succeeded", "Failed"}:
-            found[node].add((meta["namespace"], meta["name"], meta["uid"], meta.get("labels", {}).get("app", "")))
-    return found
+        if node in by_node and has_gpus(pod["spec"]) and pod["status"]["phase"] not in {"Succeeded", "Failed"}:
+            by_node[node].add((meta["namespace"], meta["name"], meta["uid"], meta.get("labels", {}).get("app", "")))
+    return by_node
 
 
 def has_gpus(spec: Json) -> bool:
     """Whether a pod's spec asks for GPUs."""
     containers = spec["containers"] + spec.get("initContainers", [])
     limits = [container.get("resources", {}).get("limits", {}) for container in containers]
-    return "resourceClaims" in spec or any("nvidia.com/gpu" in one for one in limits)
+    return "resourceClaims" in spec or any("nvidia.com/gpu" in limit for limit in limits)
 
 
 def counted(process: Gpustream, metric: str, **labels: str) -> float:
@@ -237,11 +237,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         grant(api, directory)
         define(api, "ray.io", *RAY)
         define(api, "secret.example.com", "widgets")
-        made = Cluster(api, kafka, directory, stack)
-        made.process("stream", "stream", "attribution").start()
-        made.replica()
-        made.replica()
-        yield made
+        new_cluster = Cluster(api, kafka, directory, stack)
+        new_cluster.process("stream", "stream", "attribution").start()
+        new_cluster.replica()
+        new_cluster.replica()
+        yield new_cluster
 
 
 def grant(api: ApiServer, directory: Path) -> None:
@@ -249,12 +249,12 @@ def grant(api: ApiServer, directory: Path) -> None:
     overlay = directory / "overlay"
     overlay.mkdir()
     paths = {name: os.path.relpath(K8S / name, overlay.resolve()) for name in ("base", "components/custom-owners")}
-    said = {"resources": [paths["base"]], "components": [paths["components/custom-owners"]]}
-    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(said))
-    things = [thing for thing in render(overlay) if thing["kind"] in RIGHTS]
-    assert {thing["kind"] for thing in things} == RIGHTS
-    for thing in things:
-        assert api.apply(thing).status == 201
+    kustomization = {"resources": [paths["base"]], "components": [paths["components/custom-owners"]]}
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    manifests = [manifest for manifest in render(overlay) if manifest["kind"] in RIGHTS]
+    assert {manifest["kind"] for manifest in manifests} == RIGHTS
+    for manifest in manifests:
+        assert api.apply(manifest).status == 201
 
 
 def define(api: ApiServer, group: str, *plurals: str) -> None:
@@ -288,7 +288,7 @@ API_VERSIONS = {
 CONTAINER = {"name": "main", "image": "x", "resources": {"limits": {"nvidia.com/gpu": "1"}}}
 
 
-class Made(NamedTuple):
+class Owner(NamedTuple):
     """An object that was made."""
 
     kind: str
@@ -298,11 +298,11 @@ class Made(NamedTuple):
     @property
     def reference(self) -> Json:
         """As the controller of something."""
-        said = {"apiVersion": API_VERSIONS[self.kind], "kind": self.kind, "name": self.name, "uid": self.uid}
-        return {**said, "controller": True}
+        fields = {"apiVersion": API_VERSIONS[self.kind], "kind": self.kind, "name": self.name, "uid": self.uid}
+        return {**fields, "controller": True}
 
 
-def owner(api: ApiServer, namespace: str, kind: str, name: str, above: Made | None = None) -> Made:
+def owner(api: ApiServer, namespace: str, kind: str, name: str, above: Owner | None = None) -> Owner:
     """An owner of pods, and what controls it."""
     metadata: Json = {"name": name, "namespace": namespace, "ownerReferences": [above.reference] if above else []}
     labels = {"app": name}
@@ -316,29 +316,29 @@ def owner(api: ApiServer, namespace: str, kind: str, name: str, above: Made | No
         "Widget": {},
     }
     spec = specs.get(kind, {**template, "selector": {"matchLabels": labels}})
-    made = api.create({"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata, "spec": spec})
-    return Made(kind, name, made["metadata"]["uid"])
+    created = api.create({"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata, "spec": spec})
+    return Owner(kind, name, created["metadata"]["uid"])
 
 
-def owners(api: ApiServer, namespace: str, name: str, *kinds: str) -> list[Made]:
+def owners(api: ApiServer, namespace: str, name: str, *kinds: str) -> list[Owner]:
     """A chain of owners, from the top downward; it is given from the bottom upward."""
-    chain: list[Made] = []
+    chain: list[Owner] = []
     for level, kind in enumerate(kinds):
         chain.append(owner(api, namespace, kind, f"{name}-{level}", chain[-1] if chain else None))
     return chain[::-1]
 
 
-def pod(api: ApiServer, namespace: str, name: str, node: str | None, above: Made | None = None, **more: Any) -> str:
+def pod(api: ApiServer, namespace: str, name: str, node: str | None, above: Owner | None = None, **fields: Any) -> str:
     """A GPU pod that runs, whose uid it gives. ``labels`` and ``annotations`` go to its metadata, the rest to its
     spec."""
-    metadata: Json = {key: more.pop(key) for key in ("labels", "annotations") if key in more}
+    metadata: Json = {key: fields.pop(key) for key in ("labels", "annotations") if key in fields}
     metadata |= {"name": name, "namespace": namespace, "ownerReferences": [above.reference] if above else []}
-    spec = {"containers": [CONTAINER], **({"nodeName": node} if node else {}), **more}
-    made = api.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+    spec = {"containers": [CONTAINER], **({"nodeName": node} if node else {}), **fields}
+    created = api.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
     if node:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         api.patch(f"/api/v1/namespaces/{namespace}/pods/{name}", running(now), status=True)
-    return str(made["metadata"]["uid"])
+    return str(created["metadata"]["uid"])
 
 
 def running(since: str) -> Json:
@@ -350,10 +350,10 @@ def delete_pod(api: ApiServer, namespace: str, name: str) -> None:
     api.delete(f"/api/v1/namespaces/{namespace}/pods/{name}")
 
 
-def chain_of(reported: Pod) -> list[Made]:
+def chain_of(reported: Pod) -> list[Owner]:
     """The owners of a pod in a record."""
-    assert all(one.api_version == API_VERSIONS[one.kind] for one in reported.owners)
-    return [Made(one.kind, one.name, one.uid or "") for one in reported.owners]
+    assert all(owner_.api_version == API_VERSIONS[owner_.kind] for owner_ in reported.owners)
+    return [Owner(owner_.kind, owner_.name, owner_.uid or "") for owner_ in reported.owners]
 
 
 # -- nodes
@@ -425,8 +425,8 @@ def holders(cluster: Cluster, node: Node) -> list[Holder | None]:
     logged_ms = [ts_ms for value, ts_ms in cluster.workloads.records() if value.node == node.name]
     eventually_sync(lambda: now_ms() > max(logged_ms, default=0) + NEAR_MS)
     ts_ms = node.tick()
-    eventually_sync(lambda: any(tick.ts_ms == ts_ms for tick in cluster.ticks.of(node.name)))
-    (tick,) = [tick for tick in cluster.ticks.of(node.name) if tick.ts_ms == ts_ms]
+    eventually_sync(lambda: any(tick.ts_ms == ts_ms for tick in cluster.ticks.of_node(node.name)))
+    (tick,) = [tick for tick in cluster.ticks.of_node(node.name) if tick.ts_ms == ts_ms]
     assert tick.attribution == "exact"
     return [device.holders[0] if device.holders else None for device in tick.devices]
 
@@ -454,28 +454,28 @@ CHAINS = {
 
 
 @pytest.fixture(scope="module")
-def owned(cluster: Cluster) -> dict[str, list[Made]]:
+def owned(cluster: Cluster) -> dict[str, list[Owner]]:
     """A pod on the node ``owned`` for each chain, and one without; the owners by the pod's name, from it upward."""
-    node, made = cluster.node("owned"), dict[str, list[Made]]()
+    node, chains = cluster.node("owned"), dict[str, list[Owner]]()
     cluster.api.namespace("owned")
     pod(cluster.api, "owned", "bare", node)
-    made["bare"] = []
+    chains["bare"] = []
     for name, kinds in CHAINS.items():
-        made[name] = owners(cluster.api, "owned", name, *kinds)
-        pod(cluster.api, "owned", name, node, made[name][0])
-    eventually_sync(lambda: set(cluster.reported("owned")) == set(made))
+        chains[name] = owners(cluster.api, "owned", name, *kinds)
+        pod(cluster.api, "owned", name, node, chains[name][0])
+    eventually_sync(lambda: set(cluster.reported("owned")) == set(chains))
     eventually_sync(
-        lambda: all(len(cluster.reported("owned")[name].owners) >= len(chain) for name, chain in made.items())
+        lambda: all(len(cluster.reported("owned")[name].owners) >= len(chain) for name, chain in chains.items())
     )
-    return made
+    return chains
 
 
-def test_a_pod_has_the_owners_that_it_has_up_to_the_top(cluster: Cluster, owned: dict[str, list[Made]]) -> None:
+def test_a_pod_has_the_owners_that_it_has_up_to_the_top(cluster: Cluster, owned: dict[str, list[Owner]]) -> None:
     assert {name: chain_of(reported) for name, reported in cluster.reported("owned").items()} == owned
 
 
 def test_what_is_above_a_kind_that_may_not_be_read_is_not_known_and_that_is_logged_once(
-    cluster: Cluster, owned: dict[str, list[Made]]
+    cluster: Cluster, owned: dict[str, list[Owner]]
 ) -> None:
     hidden = owners(cluster.api, "owned", "hidden", "RayJob", "Widget")
     pod(cluster.api, "owned", "hidden", "owned", hidden[0])
@@ -483,9 +483,9 @@ def test_what_is_above_a_kind_that_may_not_be_read_is_not_known_and_that_is_logg
     cluster.settle()
     assert chain_of(cluster.reported("owned")["hidden"]) == hidden[:1]
     for process in cluster.replicas.values():
-        eventually_sync(lambda one=process: counted(one, own.OWNER_REQUESTS, kind="Widget", result="forbidden") >= 1)  # type: ignore[misc]
-        said = process.log.read_text().splitlines()
-        assert len([line for line in said if "Widget of secret.example.com/v1: not to be read" in line]) == 1
+        eventually_sync(lambda p=process: counted(p, own.OWNER_REQUESTS, kind="Widget", result="forbidden") >= 1)  # type: ignore[misc]
+        lines = process.log.read_text().splitlines()
+        assert len([line for line in lines if "Widget of secret.example.com/v1: not to be read" in line]) == 1
 
 
 TOPS = {
@@ -512,33 +512,33 @@ NAMED = {
 """The Job, StatefulSet and Deployment of the pods that have one of them."""
 
 
-def test_a_tick_names_the_workload_of_each_of_them(cluster: Cluster, owned: dict[str, list[Made]]) -> None:
+def test_a_tick_names_the_workload_of_each_of_them(cluster: Cluster, owned: dict[str, list[Owner]]) -> None:
     node, names = Node(cluster.kafka, "owned", len(owned)), list(owned)
     node.give(*(("owned", name) for name in names))
     uids = {name: reported.uid for name, reported in cluster.reported("owned").items()}
-    found = dict(zip(names, holders(cluster, node), strict=True))
-    assert {name: (one.pod, one.pod_uid) for name, one in found.items() if one} == {
+    holder_by_pod = dict(zip(names, holders(cluster, node), strict=True))
+    assert {name: (holder.pod, holder.pod_uid) for name, holder in holder_by_pod.items() if holder} == {
         name: (name, uids[name]) for name in names
     }
-    assert {name: one.workload for name, one in found.items() if one} == {
+    assert {name: holder.workload for name, holder in holder_by_pod.items() if holder} == {
         name: Workload(*top) for name, top in TOPS.items()
     }
-    assert {name: (one.job, one.statefulset, one.deployment) for name, one in found.items() if one} == {
-        name: NAMED.get(name, (None, None, None)) for name in names
-    }
+    assert {
+        name: (holder.job, holder.statefulset, holder.deployment) for name, holder in holder_by_pod.items() if holder
+    } == {name: NAMED.get(name, (None, None, None)) for name in names}
 
 
 def test_a_chain_ends_at_an_owner_that_is_gone_at_a_loop_and_at_the_deepest_level(cluster: Cluster) -> None:
     api, node = cluster.api, cluster.node("ends")
     api.namespace("ends")
-    gone = Made("ReplicaSet", "gone", str(uuid4()))
-    another = Made("RayJob", owner(api, "ends", "RayJob", "another").name, str(uuid4()))
+    missing_owner = Owner("ReplicaSet", "gone", str(uuid4()))
+    another = Owner("RayJob", owner(api, "ends", "RayJob", "another").name, str(uuid4()))
     below = owner(api, "ends", "RayCluster", "below", another)
     deep = owners(api, "ends", "deep", *["RayJob", "RayCluster"] * DEEPEST)
     loop = owners(api, "ends", "loop", "RayJob", "RayCluster")
     path = f"/apis/ray.io/v1/namespaces/ends/rayjobs/{loop[1].name}"
     api.patch(path, {"metadata": {"ownerReferences": [loop[0].reference]}})
-    expected = {"gone": [gone], "another": [below, another], "deep": deep[:DEEPEST], "loop": loop}
+    expected = {"gone": [missing_owner], "another": [below, another], "deep": deep[:DEEPEST], "loop": loop}
     for name, chain in expected.items():
         pod(api, "ends", name, node, chain[0])
     eventually_sync(
@@ -561,16 +561,16 @@ def test_of_labels_and_annotations_what_is_allowed_is_reported_and_follows_every
     cluster.node("labelled", **labels)
     namespace = {"name": "labelled", "labels": {"team": "research", "gpustream.dev/tier": "gold", "other": "x"}}
     api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": namespace})
-    said = {"app": "bert", "app.kubernetes.io/part-of": "nlp", "kueue.x-k8s.io/queue-name": "q", "other": "x"}
+    labels_set = {"app": "bert", "app.kubernetes.io/part-of": "nlp", "kueue.x-k8s.io/queue-name": "q", "other": "x"}
     notes = {"gpustream.dev/note": "ünïcode \"' \\", "kubectl.kubernetes.io/last-applied-configuration": "{}"}
-    pod(api, "labelled", "bert", "labelled", labels=said, annotations=notes)
+    pod(api, "labelled", "bert", "labelled", labels=labels_set, annotations=notes)
     eventually_sync(lambda: "bert" in cluster.reported("labelled"))
     reported = cluster.reported("labelled")["bert"]
     assert reported.labels == {"app": "bert", "app.kubernetes.io/part-of": "nlp", "kueue.x-k8s.io/queue-name": "q"}
     assert reported.annotations == {"gpustream.dev/note": "ünïcode \"' \\"}
     assert reported.namespace_labels == {"team": "research", "gpustream.dev/tier": "gold"}
-    shown = {name: label for name, label in labels.items() if name != "other"}
-    assert cluster.workloads.of("labelled")[-1].node_labels == shown
+    labels_kept = {name: label for name, label in labels.items() if name != "other"}
+    assert cluster.workloads.of_node("labelled")[-1].node_labels == labels_kept
 
     node.give(("labelled", "bert"))
     (holder,) = holders(cluster, node)
@@ -585,12 +585,12 @@ def test_of_labels_and_annotations_what_is_allowed_is_reported_and_follows_every
     api.patch("/api/v1/namespaces/labelled", {"metadata": {"labels": {"team": "product"}}})
     eventually_sync(lambda: cluster.reported("labelled")["bert"].namespace_labels["team"] == "product")
     api.patch("/api/v1/nodes/labelled", {"metadata": {"labels": {"rack": None}}})
-    eventually_sync(lambda: "rack" not in cluster.workloads.of("labelled")[-1].node_labels)
-    assert [tick.node_labels for tick in cluster.ticks.of("labelled")] == [shown]
+    eventually_sync(lambda: "rack" not in cluster.workloads.of_node("labelled")[-1].node_labels)
+    assert [tick.node_labels for tick in cluster.ticks.of_node("labelled")] == [labels_kept]
     (holder,) = holders(cluster, node)
     assert holder is not None
     assert (holder.labels["app"], holder.labels["team"], holder.namespace_labels["team"]) == ("gpt", "a", "product")
-    assert "rack" not in cluster.ticks.of("labelled")[-1].node_labels
+    assert "rack" not in cluster.ticks.of_node("labelled")[-1].node_labels
 
 
 def test_however_much_a_tenant_writes_a_bounded_part_is_reported_and_nobody_else_loses_anything(
@@ -626,14 +626,14 @@ def test_only_gpu_pods_that_a_node_has_are_reported_from_the_binding_to_the_end(
     cluster.settle()
     api.bind("bound", "pending", node)
     eventually_sync(lambda: set(cluster.reported("bound")) == {"sidecar", "pending"})
-    ended = {"terminated": {"exitCode": 0, "finishedAt": "2026-01-02T03:04:05Z"}}
+    end_state = {"terminated": {"exitCode": 0, "finishedAt": "2026-01-02T03:04:05Z"}}
     status = {"phase": "Succeeded", "startTime": "2026-01-02T03:00:00Z"}
-    containers = [{"name": "main", "image": "x", "imageID": "", "ready": False, "restartCount": 0, "state": ended}]
+    containers = [{"name": "main", "image": "x", "imageID": "", "ready": False, "restartCount": 0, "state": end_state}]
     api.patch(
         "/api/v1/namespaces/bound/pods/pending", {"status": {**status, "containerStatuses": containers}}, status=True
     )
     eventually_sync(lambda: set(cluster.reported("bound")) == {"sidecar"})
-    (over,) = [pod for pod in cluster.workloads.of("bound")[-1].pods if pod.ended_ms is not None]
+    (over,) = [pod for pod in cluster.workloads.of_node("bound")[-1].pods if pod.ended_ms is not None]
     assert (over.name, over.phase, over.started_ms, over.ended_ms) == (
         "pending",
         "Succeeded",
@@ -650,17 +650,17 @@ def test_a_node_that_is_removed_has_a_last_record_in_which_its_pods_ended(cluste
     before_ms = now_ms()
     api.delete("/api/v1/nodes/removed")
     eventually_sync(lambda: not cluster.reported("removed"))
-    (ended,) = cluster.workloads.of("removed")[-1].pods
-    assert ended.uid == uid
-    assert ended.ended_ms is not None
-    assert before_ms <= ended.ended_ms <= now_ms()
-    records = len(cluster.workloads.of("removed"))
+    (ended_pod,) = cluster.workloads.of_node("removed")[-1].pods
+    assert ended_pod.uid == uid
+    assert ended_pod.ended_ms is not None
+    assert before_ms <= ended_pod.ended_ms <= now_ms()
+    records = len(cluster.workloads.of_node("removed"))
     delete_pod(api, "removed", "p")
     cluster.node("removed")
-    eventually_sync(lambda: len(cluster.workloads.of("removed")) > records)
-    again = cluster.workloads.of("removed")[-1]
-    assert [pod.ended_ms is None for pod in again.pods if pod.uid == uid] in ([], [False])
-    seqs = [record.seq for record in cluster.workloads.of("removed")]
+    eventually_sync(lambda: len(cluster.workloads.of_node("removed")) > records)
+    last_record = cluster.workloads.of_node("removed")[-1]
+    assert [pod.ended_ms is None for pod in last_record.pods if pod.uid == uid] in ([], [False])
+    seqs = [record.seq for record in cluster.workloads.of_node("removed")]
     assert seqs == sorted(set(seqs))
 
 
@@ -682,10 +682,10 @@ def test_the_devices_of_resource_claims_are_reported_with_their_uuids_and_a_tick
     claims = [{"name": "gpu", "resourceClaimName": "one-gpu"}]
     plain = [{"name": "main", "image": "x", "resources": {"claims": [{"name": "gpu"}]}}]
     uid = pod(api, "dra", "claims", "dra", containers=plain, resourceClaims=claims)
-    eventually_sync(lambda: "claims" in cluster.reported("dra") and cluster.workloads.of("dra")[-1].dra_devices)
+    eventually_sync(lambda: "claims" in cluster.reported("dra") and cluster.workloads.of_node("dra")[-1].dra_devices)
     cluster.settle()
-    found = cluster.workloads.of("dra")[-1].dra_devices
-    assert [(one.driver, one.pool, one.device, one.uuid) for one in found] == [
+    reported = cluster.workloads.of_node("dra")[-1].dra_devices
+    assert [(device.driver, device.pool, device.device, device.uuid) for device in reported] == [
         ("gpu.nvidia.com", "dra", f"gpu-{index}", uuid) for index, uuid in enumerate(node.gpus)
     ]
     claim = {"claim": "one-gpu", "namespace": "dra", "driver": "gpu.nvidia.com", "pool": "dra", "device": "gpu-1"}
@@ -703,12 +703,12 @@ def test_the_devices_of_resource_claims_are_reported_with_their_uuids_and_a_tick
     node.containers.append(
         {**node.containers[0], "pod": "monitor", "claims": [claim | {"claim": "monitor", "device": "gpu-0"}]}
     )
-    free, held = holders(cluster, node)
+    free, held_device = holders(cluster, node)
     assert free is None
-    assert held is not None
-    assert (held.pod, held.pod_uid) == ("claims", uid)
+    assert held_device is not None
+    assert (held_device.pod, held_device.pod_uid) == ("claims", uid)
     api.delete("/apis/resource.k8s.io/v1/resourceslices/dra-gpu.nvidia.com")
-    eventually_sync(lambda: not cluster.workloads.of("dra")[-1].dra_devices)
+    eventually_sync(lambda: not cluster.workloads.of_node("dra")[-1].dra_devices)
     assert set(cluster.reported("dra")) == {"claims", "monitor"}
 
 
@@ -727,7 +727,7 @@ def monitored_by(cluster: Cluster, node: str, device: str) -> None:
     plain = [{"name": "main", "image": "x", "resources": {"claims": [{"name": "gpu"}]}}]
     claims = [{"name": "gpu", "resourceClaimName": "monitor"}]
     pod(api, "dra", "monitor", node, containers=plain, resourceClaims=claims)
-    eventually_sync(lambda: "monitor" in cluster.reported(node) and cluster.workloads.of(node)[-1].admin_claims)
+    eventually_sync(lambda: "monitor" in cluster.reported(node) and cluster.workloads.of_node(node)[-1].admin_claims)
 
 
 # -- an API server that goes away
@@ -791,17 +791,17 @@ def churn(cluster: Cluster) -> Churn:
 
 def restart_while_pods_change(cluster: Cluster, churn: Churn, end: Callable[[], None]) -> None:
     """Nothing is lost, and the watches were begun again."""
-    restarts = {one: counted(one, own.RESTARTS, resource="pods") for one in cluster.replicas.values()}
+    restarts = {replica: counted(replica, own.RESTARTS, resource="pods") for replica in cluster.replicas.values()}
     with churn.going():
         churn.goes_on()
         end()
         cluster.api.start()
         churn.goes_on()
     cluster.settle()
-    assert len(there(cluster.api)["churn-1"]) >= 1
-    for one, before in restarts.items():
-        assert counted(one, own.RESTARTS, resource="pods") > before
-        eventually_sync(one.ready)
+    assert len(pods_of_nodes(cluster.api)["churn-1"]) >= 1
+    for replica, before in restarts.items():
+        assert counted(replica, own.RESTARTS, resource="pods") > before
+        eventually_sync(replica.ready)
 
 
 def test_nothing_is_lost_while_pods_change_and_the_api_server_is_started_again(cluster: Cluster, churn: Churn) -> None:
@@ -840,20 +840,20 @@ def test_the_ticks_of_a_pod_that_comes_back_under_its_name_are_booked_to_the_rig
                 time.sleep(away_s)
         time.sleep(NEAR_MS / 1000 + 2 * TICK_S)
     ended_ms = lives[-1].ended_ms + NEAR_MS
-    eventually_sync(lambda: cluster.ticks.of("returning")[-1].ts_ms > ended_ms)
+    eventually_sync(lambda: cluster.ticks.of_node("returning")[-1].ts_ms > ended_ms)
     booked = [
         (life, tick.devices[0].holders[0])
-        for tick in cluster.ticks.of("returning")
+        for tick in cluster.ticks.of_node("returning")
         for life in lives
         if life.began_ms + KNOWN_MS <= tick.ts_ms <= life.ended_ms - NEAR_MS
     ]
     assert len(booked) >= len(lives) * (LIFE_S - (KNOWN_MS + NEAR_MS) / 1000) / TICK_S / 2
-    assert {life.uid: {holder.pod_uid for one, holder in booked if one is life} for life in lives} == {
+    assert {life.uid: {holder.pod_uid for booked_life, holder in booked if booked_life is life} for life in lives} == {
         life.uid: {life.uid} for life in lives
     }
-    described = {(one.statefulset, one.workload, tuple(one.labels.items())) for _, one in booked}
+    described = {(holder.statefulset, holder.workload, tuple(holder.labels.items())) for _, holder in booked}
     assert described == {("web", Workload("StatefulSet", "web"), (("app", "web"),))}
-    near = [tick for tick in cluster.ticks.of("returning") if tick.ts_ms >= lives[0].began_ms]
+    near = [tick for tick in cluster.ticks.of_node("returning") if tick.ts_ms >= lives[0].began_ms]
     uids = {holder.pod_uid for tick in near for holder in tick.devices[0].holders}
     assert uids - {None} == {life.uid for life in lives}
     after = [tick.devices[0].holders[0] for tick in near if tick.ts_ms > ended_ms]
@@ -872,7 +872,7 @@ def test_nothing_is_lost_while_pods_change_and_the_api_server_is_killed(cluster:
 
 def epochs(cluster: Cluster, node: str) -> list[int]:
     """The epochs of a node's records, in the log's order."""
-    return [record.epoch for record in cluster.workloads.of(node)]
+    return [record.epoch for record in cluster.workloads.of_node(node)]
 
 
 def since(cluster: Cluster, epoch: int) -> list[Record[NodeWorkloads]]:
@@ -891,9 +891,9 @@ def test_a_leader_that_is_killed_is_followed_within_15_s_without_a_node_missing(
     leader, before = cluster.leader(), epoch_now(cluster)
     killed_ms = now_ms()
     leader.kill9()
-    cluster.replicas = {name: one for name, one in cluster.replicas.items() if one is not leader}
+    cluster.replicas = {name: replica for name, replica in cluster.replicas.items() if replica is not leader}
     churn.turn(5)
-    eventually_sync(lambda: {value.node for value, _ in since(cluster, before)} >= there(cluster.api).keys())
+    eventually_sync(lambda: {value.node for value, _ in since(cluster, before)} >= pods_of_nodes(cluster.api).keys())
     cluster.settle()
     reported = since(cluster, before)
     assert len({value.epoch for value, _ in reported}) == 1
@@ -905,20 +905,20 @@ def test_nothing_is_lost_where_the_changes_meanwhile_were_compacted_away(cluster
     replicas = list(cluster.replicas.values())
     churn.turn(8)
     cluster.settle()
-    expired = [counted(one, own.RESTARTS, resource="pods", reason="expired") for one in replicas]
-    for one in replicas:
-        one.sigstop()
+    expired = [counted(replica, own.RESTARTS, resource="pods", reason="expired") for replica in replicas]
+    for replica in replicas:
+        replica.sigstop()
     churn.turn(8)
     cluster.api.delete(f"/api/v1/nodes/{cluster.node('short-lived')}")
     cluster.api.etcd.compact()
     cluster.api.kill9()
     cluster.api.start()
-    for one in replicas:
-        one.sigcont()
+    for replica in replicas:
+        replica.sigcont()
     cluster.settle()
-    for one, before in zip(replicas, expired, strict=True):
+    for running, before in zip(replicas, expired, strict=True):
         eventually_sync(
-            lambda one=one, before=before: counted(one, own.RESTARTS, resource="pods", reason="expired") > before  # type: ignore[misc]
+            lambda r=running, before=before: counted(r, own.RESTARTS, resource="pods", reason="expired") > before  # type: ignore[misc]
         )
     churn.turn(3)
     cluster.settle()
@@ -953,7 +953,7 @@ def test_a_leader_that_is_paused_past_its_lease_reports_nothing_that_a_reader_ta
     cluster.settle()
     assert cluster.leader() is standby
     assert {value.epoch for value, _ in since(cluster, before)} == {epoch_now(cluster)}
-    assert all(max(epochs(cluster, name)) == epoch_now(cluster) for name in there(api))
+    assert all(max(epochs(cluster, name)) == epoch_now(cluster) for name in pods_of_nodes(api))
     time.sleep(NEAR_MS / 1000)
     (holder,) = holders(cluster, node)
     assert holder is not None
@@ -962,7 +962,7 @@ def test_a_leader_that_is_paused_past_its_lease_reports_nothing_that_a_reader_ta
 
 def ended_pods(cluster: Cluster, epoch: int = 0) -> dict[tuple[str, str], int]:
     """When each pod ended this hour that was reported since an epoch, by node and uid, on the nodes that are there."""
-    nodes, hour_ms = there(cluster.api).keys(), 3_600_000
+    nodes, hour_ms = pods_of_nodes(cluster.api).keys(), 3_600_000
     return {
         (value.node, pod.uid): pod.ended_ms
         for value, _ in since(cluster, epoch)
@@ -979,18 +979,18 @@ def test_a_clean_stop_hands_over_at_once_with_the_pods_that_ended_before_the_nex
     cluster.settle()
     leader, other = cluster.leader(), cluster.standby()
     other.stop()
-    cluster.replicas = {name: one for name, one in cluster.replicas.items() if one is not other}
-    ended = ended_pods(cluster)
-    assert ended
+    cluster.replicas = {name: replica for name, replica in cluster.replicas.items() if replica is not other}
+    ended_then = ended_pods(cluster)
+    assert ended_then
     cluster.replica()
     before, began_ms = epoch_now(cluster), now_ms()
     leader.stop()
-    cluster.replicas = {name: one for name, one in cluster.replicas.items() if one is not leader}
+    cluster.replicas = {name: replica for name, replica in cluster.replicas.items() if replica is not leader}
     assert leader.returncode == 0
-    eventually_sync(lambda: {value.node for value, _ in since(cluster, before)} >= there(cluster.api).keys())
+    eventually_sync(lambda: {value.node for value, _ in since(cluster, before)} >= pods_of_nodes(cluster.api).keys())
     assert min(ts_ms for _, ts_ms in since(cluster, before)) - began_ms < DURATION_S * 1000 / 2
     cluster.settle()
-    assert ended_pods(cluster, before).items() >= ended.items()
+    assert ended_pods(cluster, before).items() >= ended_then.items()
 
 
 # -- its token
@@ -1006,9 +1006,9 @@ class Starting(Gpustream):
         return self.get("/healthz") is not None
 
 
-def token(api: ApiServer, **more: Any) -> str:
+def token(api: ApiServer, **fields: Any) -> str:
     """A projected token of the producer's account."""
-    answer = api.request("POST", f"{ACCOUNT}/token", {"spec": {"expirationSeconds": 3600, **more}})
+    answer = api.request("POST", f"{ACCOUNT}/token", {"spec": {"expirationSeconds": 3600, **fields}})
     assert answer.status == 201
     return str(answer.body["status"]["token"])
 
@@ -1043,9 +1043,9 @@ def test_an_expired_token_is_reported_and_one_that_rotates_is_followed(cluster: 
         lambda: "pods: the list is not complete yet: our credentials are not accepted (401)" in producer.why_not()
     )
 
-    made = api.create({**secret, "metadata": {"name": "bound", "namespace": "gpustream"}})
-    file.write_text(token(api, boundObjectRef={**secret, "name": "bound", "uid": made["metadata"]["uid"]}))
-    eventually_sync(lambda: cluster.workloads.of(node, "rotating"))
+    created = api.create({**secret, "metadata": {"name": "bound", "namespace": "gpustream"}})
+    file.write_text(token(api, boundObjectRef={**secret, "name": "bound", "uid": created["metadata"]["uid"]}))
+    eventually_sync(lambda: cluster.workloads.of_node(node, "rotating"))
     eventually_sync(lambda: not producer.why_not())
     time.sleep(HEALTHY_AFTER_S)  # from then on a watch that fails is begun again at once
     denied, fresh = counted(producer, own.API_REQUESTS, code="401"), token(api)
@@ -1055,8 +1055,10 @@ def test_an_expired_token_is_reported_and_one_that_rotates_is_followed(cluster: 
     api.start()
     chain = owners(api, "rotating", "last", "Deployment", "ReplicaSet")
     uid = pod(api, "rotating", "last", node, chain[0])
-    eventually_sync(lambda: any(pod.uid == uid for pod in cluster.workloads.of(node, "rotating")[-1].pods))
-    eventually_sync(lambda: [chain_of(pod) for pod in cluster.workloads.of(node, "rotating")[-1].pods] == [[], chain])
+    eventually_sync(lambda: any(pod.uid == uid for pod in cluster.workloads.of_node(node, "rotating")[-1].pods))
+    eventually_sync(
+        lambda: [chain_of(pod) for pod in cluster.workloads.of_node(node, "rotating")[-1].pods] == [[], chain]
+    )
     assert counted(producer, own.API_REQUESTS, code="401") > denied
     producer.stop()
     assert producer.returncode == 0

@@ -47,11 +47,11 @@ class Maps:
         self.task = asyncio.create_task(self.watch.run())
 
     @property
-    def found(self) -> set[str]:
+    def names_found(self) -> set[str]:
         return set(self.known.objects)
 
-    async def knows(self, *found: str) -> None:
-        await eventually(lambda: self.task.done() or (self.watch.synced and self.found == set(found)))
+    async def wait_for(self, *names_found: str) -> None:
+        await eventually(lambda: self.task.done() or (self.watch.synced and self.names_found == set(names_found)))
         assert not self.task.done(), self.task.result()
 
     async def put(self, name: str, **data: str) -> None:
@@ -95,13 +95,13 @@ async def watching(request: pytest.FixtureRequest) -> AsyncIterator[Watching]:
             await api.start()
             stack.push_async_callback(api.close)
             maps = Maps(server, api, namespace, **settings)
-            stack.push_async_callback(ended, maps.task)
+            stack.push_async_callback(all_ended, maps.task)
             return maps
 
         yield watch
 
 
-async def ended(*tasks: "asyncio.Task[Any]") -> None:
+async def all_ended(*tasks: "asyncio.Task[Any]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -112,14 +112,14 @@ async def ended(*tasks: "asyncio.Task[Any]") -> None:
 
 async def test_what_is_there_comes_changes_and_goes_is_known(kube_api: ApiServer, watching: Watching) -> None:
     maps = await watching(kube_api)
-    await maps.knows()
+    await maps.wait_for()
     for name in ("a", "b"):
         await maps.put(name, n="1")
-    await maps.knows("a", "b")
+    await maps.wait_for("a", "b")
     await maps.put("a", n="2")
     await eventually(lambda: maps.known.objects["a"]["data"] == {"n": "2"})
     await maps.delete("a")
-    await maps.knows("b")
+    await maps.wait_for("b")
     assert maps.known.lists == 1
     assert maps.events("listed") == 0, "it is a streaming list"
 
@@ -131,9 +131,9 @@ async def test_a_server_without_streaming_lists_is_listed_in_pages(
     server = await asyncio.to_thread(lambda: start_kube_api(options=["--feature-gates=WatchList=false"]))
     expected = [f"m{index}" for index in range(7)]
     maps = await watching(server, before=expected)
-    await maps.knows(*expected)
+    await maps.wait_for(*expected)
     await maps.put("later")
-    await maps.knows(*expected, "later")
+    await maps.wait_for(*expected, "later")
     assert maps.restarts("unsupported") == 1
     assert (maps.events("listed"), maps.known.lists) == (7, 1)
 
@@ -146,13 +146,13 @@ async def test_a_403_says_the_rule_and_with_exactly_that_rule_it_watches(
     await eventually(lambda: maps.restarts("forbidden") >= 2)
     (reason,) = maps.watch.not_ready()
     assert 'configmaps is forbidden: User "one" cannot watch resource "configmaps"' in reason
-    found = re.search(r"{apiGroups: \[(.*?)\], resources: \[(.*?)\], verbs: \[(.*?)\]}", reason)
-    assert found is not None
-    group, resource, verbs = found.groups()
+    match = re.search(r"{apiGroups: \[(.*?)\], resources: \[(.*?)\], verbs: \[(.*?)\]}", reason)
+    assert match is not None
+    group, resource, verbs = match.groups()
     rule = {"apiGroups": [group.strip('"')], "resources": [resource], "verbs": verbs.split(", ")}
     assert rule == READ_MAPS
     await asyncio.to_thread(kube_api.grant, "one", rule)
-    await maps.knows()
+    await maps.wait_for()
     assert maps.watch.not_ready() == []
 
 
@@ -163,16 +163,16 @@ async def test_it_goes_on_over_a_restart_of_the_api_server(
     server = await asyncio.to_thread(start_kube_api)
     maps = await watching(server)
     await maps.put("before")
-    await maps.knows("before")
+    await maps.wait_for("before")
     await asyncio.to_thread(server.restart)
     await maps.put("after")
-    await maps.knows("before", "after")
+    await maps.wait_for("before", "after")
     await asyncio.to_thread(server.kill9)
     await eventually(lambda: maps.restarts("connection") >= 3)
-    assert maps.found == {"before", "after"}, "what was known stays"
+    assert maps.names_found == {"before", "after"}, "what was known stays"
     await asyncio.to_thread(server.start)
     await maps.delete("before")
-    await maps.knows("after")
+    await maps.wait_for("after")
     assert not maps.task.done()
 
 
@@ -184,17 +184,17 @@ async def test_a_version_that_was_compacted_away_is_listed_again(
         maps = await watching(server, server.kubeconfig("admin", server=f"https://127.0.0.1:{line.port}"))
         await maps.put("goes")
         await maps.put("stays")
-        await maps.knows("goes", "stays")
+        await maps.wait_for("goes", "stays")
         line.silence()
         line.breaks()
         await maps.delete("goes")
         await maps.put("new")
         await asyncio.to_thread(server.etcd.compact)
         await asyncio.to_thread(server.restart)  # its own memory of what happened is gone, and so is etcd's
-        assert maps.found == {"goes", "stays"}
+        assert maps.names_found == {"goes", "stays"}
         line.mend()
         line.breaks()
-        await maps.knows("stays", "new")
+        await maps.wait_for("stays", "new")
     assert maps.restarts("expired") == 1
     assert maps.events("ERROR") == 1, "it is said on a line, in an answer of 200"
     assert maps.known.lists == 2
@@ -206,30 +206,30 @@ async def test_bookmarks_move_on_where_it_goes_on_from_while_others_change(
     monkeypatch.setattr(module, "SHORTEST_WATCH_S", 5)
     monkeypatch.setattr(module, "LONGEST_WATCH_S", 5)
     maps = await watching(kube_api)
-    await maps.knows()
-    began = maps.watch._version
+    await maps.wait_for()
+    version_before = maps.watch._version
     await asyncio.to_thread(kube_api.namespace, "elsewhere")
     await asyncio.to_thread(kube_api.apply, config_map("elsewhere", "changes"))
     await eventually(lambda: maps.restarts("ended") >= 2)
     assert maps.events("BOOKMARK") >= 2, "the end of the list, and one shortly before the end of each watch"
-    assert maps.watch._version != began
+    assert maps.watch._version != version_before
     assert maps.known.lists == 1
     await maps.put("a")
-    await maps.knows("a")
+    await maps.wait_for("a")
 
 
 async def test_a_connection_on_which_nothing_moves_is_given_up(kube_api: ApiServer, watching: Watching) -> None:
     async with Line(kube_api.ports[0].number) as line:
         config = kube_api.kubeconfig("admin", server=f"https://127.0.0.1:{line.port}")
         maps = await watching(kube_api, config, silence_s=3.0)
-        await maps.knows()
+        await maps.wait_for()
         line.silence()
         await maps.put("unseen")
         await eventually(lambda: maps.restarts("timeout") >= 1)
-        assert maps.found == set()
+        assert maps.names_found == set()
         line.mend()
         line.breaks()
-        await maps.knows("unseen")
+        await maps.wait_for("unseen")
 
 
 async def test_a_certificate_of_another_authority_is_not_trusted(kube_api: ApiServer, watching: Watching) -> None:
@@ -296,8 +296,8 @@ async def test_a_certificate_authority_that_is_replaced_is_followed(
 
 def make_authority(path: Path) -> None:
     """A certificate of somebody else."""
-    what = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=other", "-keyout", f"{path}.key"]
-    subprocess.run([find_openssl(), *what, "-out", path], check=True, capture_output=True)
+    arguments = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=other", "-keyout", f"{path}.key"]
+    subprocess.run([find_openssl(), *arguments, "-out", path], check=True, capture_output=True)
 
 
 async def status(api: Client) -> int:
@@ -336,8 +336,8 @@ class Candidate:
             await asyncio.sleep(0.3)
             self.note("ends")
 
-    def note(self, what: str) -> None:
-        self.diary.append((self.identity, what, asyncio.get_running_loop().time()))
+    def note(self, event_name: str) -> None:
+        self.diary.append((self.identity, event_name, asyncio.get_running_loop().time()))
 
     async def leads(self) -> None:
         await eventually(lambda: self.lease.leading and bool(self.epochs))
@@ -361,7 +361,7 @@ async def joins(kube_api: ApiServer, request: pytest.FixtureRequest) -> AsyncIte
             await api.start()
             stack.push_async_callback(api.close)
             candidate = Candidate(api, line, namespace, identity, diary)
-            stack.push_async_callback(ended, candidate.task)
+            stack.push_async_callback(all_ended, candidate.task)
             return candidate
 
         yield join
@@ -387,8 +387,8 @@ async def test_who_is_cut_off_ends_its_work_before_the_other_leads(joins: Joins)
     first.line.silence()
     await second.leads()
     first.line.mend()
-    what = [(who, event) for who, event, _ in first.diary]
-    assert what == [("first", "begins"), ("first", "ends"), ("second", "begins")]
+    events = [(candidate, event) for candidate, event, _ in first.diary]
+    assert events == [("first", "begins"), ("first", "ends"), ("second", "begins")]
     await eventually(lambda: first.lease._observed.holder == "second")
     assert not first.lease.leading
     second.stop.set()
@@ -405,5 +405,5 @@ async def test_who_stops_in_order_is_followed_at_once(joins: Joins, caplog: pyte
     first.stop.set()
     await second.leads()
     assert asyncio.get_running_loop().time() - stopped_s < 10, "sooner than the lease would be over"
-    assert [(who, event) for who, event, _ in first.diary][1:] == [("first", "ends"), ("second", "begins")]
+    assert [(candidate, event) for candidate, event, _ in first.diary][1:] == [("first", "ends"), ("second", "begins")]
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []

@@ -14,7 +14,7 @@ from sinks.remote_write import encode_v1
 from sinks.series.model import STALE, Row, SampleGroup, SeriesSet
 from tests.real.servers import PrometheusServer
 
-THEIRS, OURS = 'job="compare-dcgm-exporter"', 'cluster="compare"'
+THEIRS, OUR_LABELS = 'job="compare-dcgm-exporter"', 'cluster="compare"'
 MIB = 1 << 20
 
 
@@ -31,7 +31,7 @@ def series(names: str, **labels: str) -> SeriesSet:
 
 
 def compare(prometheus: PrometheusServer, *options: str) -> Any:
-    arguments = ["compare", "--prometheus", prometheus.url, "--theirs", THEIRS, "--ours", OURS]
+    arguments = ["compare", "--prometheus", prometheus.url, "--theirs", THEIRS, "--ours", OUR_LABELS]
     return CliRunner().invoke(main, [*arguments, *options])
 
 
@@ -42,8 +42,8 @@ def test_each_gpu_and_pod_is_beside_itself_and_each_difference_has_its_reason(pr
     theirs = series(names, UUID="GPU-a", namespace="ml", pod="bert-0", container="main", **of_them)
     others = series("DCGM_FI_DEV_GPU_TEMP", UUID="GPU-b", namespace="ml", pod="old-0", **of_them)
     of_us = {"gpu": "0", "cluster": "compare", "hostname": "n1"}
-    ended = series("DCGM_FI_DEV_GPU_UTIL", UUID="GPU-a", namespace="ml", pod="old-0", **of_us)
-    held = series(
+    ended_series = series("DCGM_FI_DEV_GPU_UTIL", UUID="GPU-a", namespace="ml", pod="old-0", **of_us)
+    held_series = series(
         "DCGM_FI_DEV_GPU_UTIL DCGM_FI_DEV_POWER_VIOLATION DCGM_FI_DEV_FB_FREE",
         UUID="GPU-a", namespace="ml", pod="bert-0", container="main", **of_us,
     )  # fmt: skip
@@ -54,9 +54,9 @@ def test_each_gpu_and_pod_is_beside_itself_and_each_difference_has_its_reason(pr
     write(
         prometheus,
         [
-            SampleGroup(ended, now - 20_000, [93.0]),
-            SampleGroup(ended, now - 10_000, [STALE]),
-            *(SampleGroup(held, now - ago, [20.0, 5e9, 7.0]) for ago in (10_000, 5000, 1000)),
+            SampleGroup(ended_series, now - 20_000, [93.0]),
+            SampleGroup(ended_series, now - 10_000, [STALE]),
+            *(SampleGroup(held_series, now - ago, [20.0, 5e9, 7.0]) for ago in (10_000, 5000, 1000)),
             SampleGroup(by_otel, now - 1000, [2048.0 * MIB]),
             SampleGroup(other, now - 1000, [33.0]),
             SampleGroup(theirs, now - 1500, [93.0, 2048.0, 5e6, 1.0]),
@@ -66,9 +66,9 @@ def test_each_gpu_and_pod_is_beside_itself_and_each_difference_has_its_reason(pr
 
     done = compare(prometheus, "--format", "json")
 
-    said = json.loads(done.output)
-    found = {(row["gpu"], row["theirs"]["name"]): (row["verdict"], row["why"]) for row in said["rows"]}
-    assert found == {
+    report = json.loads(done.output)
+    verdicts = {(row["gpu"], row["theirs"]["name"]): (row["verdict"], row["why"]) for row in report["rows"]}
+    assert verdicts == {
         ("GPU-a", "DCGM_FI_DEV_GPU_UTIL"): ("timing", "theirs is what gpustream said 18 s before"),
         ("GPU-a", "DCGM_FI_DEV_FB_USED"): ("same", "another name for the same"),
         ("GPU-a", "DCGM_FI_DEV_POWER_VIOLATION"): (
@@ -81,8 +81,8 @@ def test_each_gpu_and_pod_is_beside_itself_and_each_difference_has_its_reason(pr
             "another pod: theirs is who held the GPU at the scrape, ours who held it when the value was read",
         ),
     }
-    assert (done.exit_code, said["ok"], said["only_ours"]) == (1, False, ["DCGM_FI_DEV_FB_FREE"])
-    assert said["verdicts"] == {"timing": 1, "same": 1, "unit": 1, "unknown": 1, "holder": 1}
+    assert (done.exit_code, report["ok"], report["only_ours"]) == (1, False, ["DCGM_FI_DEV_FB_FREE"])
+    assert report["verdicts"] == {"timing": 1, "same": 1, "unit": 1, "unknown": 1, "holder": 1}
 
     text = compare(prometheus).output
 
@@ -98,11 +98,11 @@ def test_what_agrees_ends_with_success_and_one_side_alone_does_not(prometheus: P
     agrees = CliRunner().invoke(
         main, ["compare", "--prometheus", prometheus.url, "--theirs", 'job="x"', "--ours", '{job="y"}', "--all"]
     )
-    alone = CliRunner().invoke(
+    one_sided = CliRunner().invoke(
         main, ["compare", "--prometheus", prometheus.url, "--theirs", 'job="x"', "--ours", 'job="nobody"']
     )
-    wrong = CliRunner().invoke(main, ["compare", "--prometheus", prometheus.url, "--theirs", "job=x"])
+    mislabelled = CliRunner().invoke(main, ["compare", "--prometheus", prometheus.url, "--theirs", "job=x"])
 
     assert (agrees.exit_code, "\tsame\t" in agrees.output) == (0, True)
-    assert (alone.exit_code, "say with --ours which these are" in alone.output) == (1, True)
-    assert (wrong.exit_code, "parse error" in wrong.output) == (1, True)
+    assert (one_sided.exit_code, "say with --ours which these are" in one_sided.output) == (1, True)
+    assert (mislabelled.exit_code, "parse error" in mislabelled.output) == (1, True)

@@ -22,11 +22,11 @@ from tests.real.certificates import Authority
 from tests.real.pipeline import Gpustream, read_all
 from tests.real.servers import PLAIN_PASSWORDS, KafkaServer, unsecured_token
 
-FIRST, SECOND, WRONG = "First-Passw0rd", "Second-Passw0rd", "Wrong-Passw0rd"
+FIRST, SECOND, WRONG_PASSWORD = "First-Passw0rd", "Second-Passw0rd", "Wrong-Passw0rd"
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _retry_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What must be mended is tried again soon."""
     monkeypatch.setattr(opening, "PAUSES_S", (0.05,))
 
@@ -46,9 +46,9 @@ def scram(kafka: KafkaServer, authority: Authority, tmp_path: Path) -> Connectio
     )
 
 
-def says(connection: Connection, what: str) -> bool:
+def error_contains(connection: Connection, text: str) -> bool:
     """Whether that is known to be wrong."""
-    return what in (opening.trouble(connection) or "")
+    return text in (opening.trouble(connection) or "")
 
 
 async def connects(connection: Connection) -> bool:
@@ -92,7 +92,7 @@ async def test_whatever_keeps_a_connection_from_being_opened_is_one_sentence(
 ) -> None:
     other = Authority(tmp_path / "other")
     stranger = other.sign("stranger")
-    (tmp_path / "wrong").write_text(WRONG)
+    (tmp_path / "wrong").write_text(WRONG_PASSWORD)
     mutual = Connection(kafka.mtls, security="ssl", ca=authority.ca)
     cases = {
         "does not accept the user connects with this password": replace(scram, password_file=tmp_path / "wrong"),
@@ -112,16 +112,16 @@ async def test_whatever_keeps_a_connection_from_being_opened_is_one_sentence(
         "wants a certificate of the client": mutual,
         "does not accept the certificate of --kafka-cert": replace(mutual, cert=stranger.certificate, key=stranger.key),
     }
-    for said, connection in cases.items():
+    for expected, connection in cases.items():
         async with connecting(connection) as task:
-            await eventually(partial(says, connection, said), said, unless=task)
+            await eventually(partial(error_contains, connection, expected), expected, unless=task)
 
 
 async def test_a_password_that_is_mended_needs_no_restart(scram: Connection, tmp_path: Path) -> None:
     assert scram.password_file is not None
-    scram.password_file.write_text(WRONG)
+    scram.password_file.write_text(WRONG_PASSWORD)
     async with connecting(scram) as task:
-        await eventually(partial(says, scram, "this password"))
+        await eventually(partial(error_contains, scram, "this password"))
         scram.password_file.write_text(FIRST)
         assert await asyncio.wait_for(task, 120)
 
@@ -131,7 +131,7 @@ async def test_a_ca_that_is_renewed_on_disk_needs_no_restart(scram: Connection, 
     renewed = replace(scram, ca=tmp_path / "ca.pem")
     (tmp_path / "ca.pem").write_text(Authority(tmp_path / "old").ca.read_text())
     async with connecting(renewed) as task:
-        await eventually(partial(says, renewed, "not signed by a CA of"))
+        await eventually(partial(error_contains, renewed, "not signed by a CA of"))
         (tmp_path / "ca.pem").write_text(scram.ca.read_text())
         assert await asyncio.wait_for(task, 120)
 
@@ -139,14 +139,14 @@ async def test_a_ca_that_is_renewed_on_disk_needs_no_restart(scram: Connection, 
 async def test_a_token_is_had_by_client_credentials_and_asked_for_again_before_it_expires(
     kafka: KafkaServer, authority: Authority, tmp_path: Path
 ) -> None:
-    asked: list[tuple[str, str | None]] = []
+    requests: list[tuple[str, str | None]] = []
     secret = tmp_path / "secret"
     secret.write_text("wrong")
 
     async def answer(request: web.Request) -> web.Response:
-        given = b64decode(request.headers["Authorization"].removeprefix("Basic ")).decode()
-        asked.append((given, str((await request.post()).get("scope"))))
-        if given != "fleet:Client-S3cret":
+        credentials = b64decode(request.headers["Authorization"].removeprefix("Basic ")).decode()
+        requests.append((credentials, str((await request.post()).get("scope"))))
+        if credentials != "fleet:Client-S3cret":
             return web.json_response({"error": "invalid_client"}, status=401)
         token = unsecured_token("fleet", lifetime_s=10)
         return web.json_response({"access_token": token, "token_type": "Bearer", "expires_in": 0.5})
@@ -169,16 +169,16 @@ async def test_a_token_is_had_by_client_credentials_and_asked_for_again_before_i
     )
     try:
         async with connecting(connection) as task:
-            await eventually(partial(says, connection, "it answers 401 (invalid_client"))
+            await eventually(partial(error_contains, connection, "it answers 401 (invalid_client"))
             secret.write_text("Client-S3cret")
             assert await asyncio.wait_for(task, 120)
-        before = len(asked)
+        before = len(requests)
 
         async def asked_again() -> bool:
-            return await connects(connection) and len(asked) > before
+            return await connects(connection) and len(requests) > before
 
         await eventually(asked_again)  # once four fifths of the token's life are over
-        assert asked[-1] == ("fleet:Client-S3cret", "kafka")
+        assert requests[-1] == ("fleet:Client-S3cret", "kafka")
     finally:
         await runner.cleanup()
 
@@ -202,22 +202,22 @@ async def test_a_right_that_is_taken_away_is_said_and_given_again_it_is_used_wit
         session_timeout_s=6.0,
     )
     member = Counting()
-    one = ConsumerGroup(settings, [topic], member, {topic: 1})
-    await one.connect()
-    one.join()
+    reader = ConsumerGroup(settings, [topic], member, {topic: 1})
+    await reader.connect()
+    reader.join()
     try:
-        await eventually(lambda: one.not_ready() == [] and member.assignments == 1)
+        await eventually(lambda: reader.not_ready() == [] and member.assignments == 1)
         kafka.forbid("connects", "READ", "GROUP", group)
-        await eventually(lambda: f"Read the consumer group {group}" in "".join(one.not_ready()))
+        await eventually(lambda: f"Read the consumer group {group}" in "".join(reader.not_ready()))
         kafka.allow("connects", "READ", "GROUP", group)
-        await eventually(lambda: one.not_ready() == [] and member.assignments > 1)
-        assert one.assignment() == {Partition(topic, 0)}
+        await eventually(lambda: reader.not_ready() == [] and member.assignments > 1)
+        assert reader.assignment() == {Partition(topic, 0)}
         kafka.forbid("connects", "READ", "TOPIC", topic)
-        await eventually(lambda: fetched(one, topic))
+        await eventually(lambda: fetched(reader, topic))
         kafka.allow("connects", "READ", "TOPIC", topic)
-        assert not one.failed.done()
+        assert not reader.failed.done()
     finally:
-        await one.close()
+        await reader.close()
 
 
 class Counting:
@@ -265,12 +265,12 @@ async def test_a_password_changes_while_components_run_and_no_tick_is_lost(
     for process in (fleet, stream):
         await asyncio.to_thread(process.wait_until, process.ready)
     await asyncio.to_thread(fleet.stop)
-    made = {(row["node"], row["seq"]) for row in map(json.loads, truth.read_text().splitlines())}
+    true_ticks = {(row["node"], row["seq"]) for row in map(json.loads, truth.read_text().splitlines())}
     for topic in ("gpu.samples", "gpu.attributed"):
-        await eventually(partial(ticks, kafka, topic, made), every_s=0.5)
-    written = "".join(process.log.read_text() + (process.get("/metrics") or "") for process in (fleet, stream))
-    assert written.count("not used here: line 6, linger.ms") == 2
-    assert not [secret for secret in (FIRST, SECOND) if secret in written]
+        await eventually(partial(ticks, kafka, topic, true_ticks), every_s=0.5)
+    output = "".join(process.log.read_text() + (process.get("/metrics") or "") for process in (fleet, stream))
+    assert output.count("not used here: line 6, linger.ms") == 2
+    assert not [secret for secret in (FIRST, SECOND) if secret in output]
 
 
 def write(config: Path, kafka: KafkaServer, authority: Authority, password: str) -> None:
@@ -291,9 +291,9 @@ def is_refused(process: Gpustream) -> bool:
     return "does not accept the user" in process.why_not()
 
 
-async def ticks(kafka: KafkaServer, topic: str, made: set[tuple[str, int]]) -> bool:
+async def ticks(kafka: KafkaServer, topic: str, true_ticks: set[tuple[str, int]]) -> bool:
     """Whether each tick that was made is in a topic, once."""
-    found = [json.loads(record.value) for record in await read_all(kafka.address, topic)]
-    seqs = [(tick["node"], tick["seq"]) for tick in found]
+    records = [json.loads(record.value) for record in await read_all(kafka.address, topic)]
+    seqs = [(tick["node"], tick["seq"]) for tick in records]
     assert len(seqs) == len(set(seqs))
-    return set(seqs) == made
+    return set(seqs) == true_ticks

@@ -87,8 +87,8 @@ class Program(Server):
         """What its page answers; nothing while it has none."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[0].number}/idle/", timeout=5) as answer:
-                found: list[Row] = json.load(answer)
-                return found
+                rows: list[Row] = json.load(answer)
+                return rows
         except OSError:
             return []
 
@@ -161,8 +161,10 @@ def _run_fleet(servers: ExitStack, directory: Path, kafka: KafkaServer, counting
 
 def _stable(kafka: KafkaServer, *groups: str) -> bool:
     admin = kafka.admin()
-    found = [done.result(10) for done in admin.describe_consumer_groups(list(groups), request_timeout=10).values()]
-    return all(group.state == ConsumerGroupState.STABLE for group in found)
+    descriptions = [
+        done.result(10) for done in admin.describe_consumer_groups(list(groups), request_timeout=10).values()
+    ]
+    return all(group.state == ConsumerGroupState.STABLE for group in descriptions)
 
 
 def _lags(kafka: str) -> list[int]:
@@ -171,9 +173,9 @@ def _lags(kafka: str) -> list[int]:
 
 def _send_again(kafka: str) -> None:
     records = asyncio.run(read_all(kafka, "gpu.attributed"))
-    again = [record for record in records if record.offset < REPLAYED / 4]
-    assert again
-    _produce(kafka, [(record.topic, record.partition, record.key, record.value) for record in again])
+    repeated = [record for record in records if record.offset < REPLAYED / 4]
+    assert repeated
+    _produce(kafka, [(record.topic, record.partition, record.key, record.value) for record in repeated])
 
 
 def _produce(kafka: str, records: list[tuple[str, int, bytes, bytes]]) -> None:
@@ -216,16 +218,16 @@ def _used(database: Path, column: str) -> Sums:
 
 def test_gpu_hours_counts_each_tick_once_for_who_held_the_device(filled: Filled) -> None:
     expected = true_sums(filled.truth, elapsed(filled.truth))
-    found = with_workloads(filled.truth, _used(filled.database, "held_seconds"))
-    assert found == pytest.approx(expected)
+    hours = with_workloads(filled.truth, _used(filled.database, "held_seconds"))
+    assert hours == pytest.approx(expected)
     assert len(expected) > 10
 
 
 def test_gpu_hours_counts_what_of_that_time_was_used(filled: Filled) -> None:
     seconds = elapsed(filled.truth)
     expected = true_use(filled.truth, seconds)
-    found = with_workloads(filled.truth, _used(filled.database, "used_seconds"))
-    assert {key: value for key, value in found.items() if value} == pytest.approx(expected)
+    hours = with_workloads(filled.truth, _used(filled.database, "used_seconds"))
+    assert {key: value for key, value in hours.items() if value} == pytest.approx(expected)
     assert len(expected) > 5
 
 
@@ -234,20 +236,22 @@ def test_gpu_hours_knows_each_node_to_its_last_tick(filled: Filled) -> None:
     for tick in filled.ticks:
         newest[tick["node"]] = max(tick, newest.get(tick["node"], tick), key=lambda tick: tick["offset"])
     with closing(sqlite3.connect(filled.database)) as database:
-        found = {row[0]: row[1:] for row in database.execute('SELECT node, "offset", run_id, ts_ms FROM nodes')}
-    assert found == {node: (tick["offset"], tick["run_id"], tick["ts_ms"]) for node, tick in newest.items()}
+        positions = {row[0]: row[1:] for row in database.execute('SELECT node, "offset", run_id, ts_ms FROM nodes')}
+    assert positions == {node: (tick["offset"], tick["run_id"], tick["ts_ms"]) for node, tick in newest.items()}
 
 
 def test_gpu_hours_counts_nothing_again_when_its_group_is_set_back(filled: Filled, tmp_path: Path) -> None:
     database = Path(shutil.copy(filled.database, tmp_path))
     before = _used(database, "held_seconds")
     arguments = ("--kafka", filled.kafka, "--database", str(database), "--group", "set-back")
-    with subprocess.Popen([sys.executable, CONSUMERS / "gpu_hours.py", *arguments], stdout=subprocess.DEVNULL) as again:
+    with subprocess.Popen(
+        [sys.executable, CONSUMERS / "gpu_hours.py", *arguments], stdout=subprocess.DEVNULL
+    ) as process:
         try:
             eventually_sync(lambda: asyncio.run(lag(filled.kafka, "set-back", ["gpu.attributed"])) == 0)
         finally:
-            again.send_signal(signal.SIGINT)
-        assert again.wait(30) == 0
+            process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
     assert _used(database, "held_seconds") == before
 
 
@@ -266,28 +270,28 @@ def test_the_page_asks_the_database_for_hours_per_namespace(filled: Filled) -> N
     for (namespace, _, kind), seconds in true_sums(filled.truth, elapsed(filled.truth)).items():
         if kind == "GPU":
             expected[namespace] += seconds / 3600
-    found: dict[str, float] = defaultdict(float)
+    actual: dict[str, float] = defaultdict(float)
     for _, namespace, hours in rows:  # the hour may have changed in between
-        found[namespace] += hours
-    assert found == pytest.approx(expected)
+        actual[namespace] += hours
+    assert actual == pytest.approx(expected)
 
 
 def test_the_agent_knows_who_holds_idle_gpus(filled: Filled) -> None:
     since = idle_since(filled.truth)
-    found = {(row["node"], row["uuid"], row["pod"], row["ts_ms"]): row for row in filled.idle}
+    idle_rows = {(row["node"], row["uuid"], row["pod"], row["ts_ms"]): row for row in filled.idle}
     assert surely_idle(filled.truth)
-    assert surely_idle(filled.truth) <= found.keys() <= since.keys()
-    for key, row in found.items():
+    assert surely_idle(filled.truth) <= idle_rows.keys() <= since.keys()
+    for key, row in idle_rows.items():
         assert IDLE_AFTER_S <= row["idle_seconds"] <= (key[3] - since[key]) / 1000
         assert row["cluster"] == CLUSTER
 
 
 def _find(program: str) -> Callable[[], Path]:
     def find() -> Path:
-        found = shutil.which(program)
-        if not found:
+        path = shutil.which(program)
+        if not path:
             raise Missing(f"no {program} on PATH: Debian's package `{program}` has it")
-        return Path(found)
+        return Path(path)
 
     return find
 
@@ -309,24 +313,24 @@ def test_kcat_shows_the_last_tick_of_each_partition(filled: Filled) -> None:
 
 def test_kcat_and_jq_say_who_holds_what(filled: Filled) -> None:
     rows = [line.split("\t") for line in run(filled, _kcat(1)).splitlines()]
-    found = {(node, uuid, pod): (kind, used) for node, uuid, kind, pod, used in rows}
+    holders = {(node, uuid, pod): (kind, used) for node, uuid, kind, pod, used in rows}
     last, expected = last_ticks(filled.truth), {}
     for row in devices(filled.truth):
         if row["ts_ms"] == last[row["node"]]:
             for pod in [f"{ns}/{name}" for ns, name in pods(row)] or ["-"]:
                 expected[f"{CLUSTER}/{row['node']}", row["uuid"], pod] = row["utilization_ratio"]
-    assert found.keys() == expected.keys()
-    assert len(rows) == len(found)
+    assert holders.keys() == expected.keys()
+    assert len(rows) == len(holders)
     for key, used in expected.items():
-        assert found[key][1] == "?" if used is None else float(found[key][1]) == used
-        assert (found[key][0] == "GPU") == key[1].startswith("GPU-")
+        assert holders[key][1] == "?" if used is None else float(holders[key][1]) == used
+        assert (holders[key][0] == "GPU") == key[1].startswith("GPU-")
 
 
 def test_kcat_and_jq_add_up_gpu_seconds(filled: Filled) -> None:
     rows = [line.split("\t") for line in run(filled, _kcat(2)).splitlines()]
-    found = with_workloads(filled.truth, {(ns, workload, kind): float(value) for ns, workload, kind, value in rows})
-    held = {key: v for key, v in true_sums(filled.truth, lambda _: 1.0).items() if key[0] != "(nobody)"}
-    assert found == pytest.approx(held, abs=1.0)  # each line is rounded to a tenth
+    hours = with_workloads(filled.truth, {(ns, workload, kind): float(value) for ns, workload, kind, value in rows})
+    held_seconds = {key: v for key, v in true_sums(filled.truth, lambda _: 1.0).items() if key[0] != "(nobody)"}
+    assert hours == pytest.approx(held_seconds, abs=1.0)  # each line is rounded to a tenth
     assert len(rows) > 10
 
 
@@ -335,9 +339,9 @@ def test_kcat_and_jq_find_devices_that_are_lost(filled: Filled, tmp_path: Path) 
     assert run(filled, text) == ""
     tick = {**filled.ticks[0], "devices": [{"uuid": "GPU-1", "state": "lost"}, {"uuid": "GPU-2"}]}
     (tmp_path / "ticks.jsonl").write_text(json.dumps(tick) + "\n")
-    found = run(filled, f"cat {tmp_path}/ticks.jsonl |{text.partition('|')[2]}")
+    lost_devices = run(filled, f"cat {tmp_path}/ticks.jsonl |{text.partition('|')[2]}")
     expected = {"node": tick["node"], "ts_ms": tick["ts_ms"], "uuid": "GPU-1", "state": "lost"}
-    assert [json.loads(line) for line in found.splitlines()] == [expected]
+    assert [json.loads(line) for line in lost_devices.splitlines()] == [expected]
 
 
 def test_kcat_shows_what_could_not_be_used_and_why(filled: Filled) -> None:
@@ -356,16 +360,16 @@ def test_clickhouse_keeps_each_tick_once_and_adds_up_the_hours_that_were_held(fi
     yesterday = "ts >= toStartOfDay(now('UTC')) - INTERVAL 1 DAY AND ts < toStartOfDay(now('UTC'))"
     assert text.count(yesterday) == 2
     hours, idle, unheld = text.replace(yesterday, "true").strip().rstrip(";").split(";")
-    held = true_sums(filled.truth, lambda _: 1 / 3600)
+    held_hours = true_sums(filled.truth, lambda _: 1 / 3600)
     rows = _answer(session, hours)
-    found = {(row["namespace"], row["workload"], row["device"]): row["hours"] for row in rows}
-    assert with_workloads(filled.truth, found) == pytest.approx(
-        {key: value for key, value in held.items() if key[0] != "(nobody)"}
+    hours_by_workload = {(row["namespace"], row["workload"], row["device"]): row["hours"] for row in rows}
+    assert with_workloads(filled.truth, hours_by_workload) == pytest.approx(
+        {key: value for key, value in held_hours.items() if key[0] != "(nobody)"}
     )
     nobodys: dict[str, float] = defaultdict(float)
     for row in _answer(session, unheld):
         nobodys["GPU" if row["device"] == "GPU" else "MIG"] += row["hours"]
-    assert nobodys == pytest.approx({key[2]: value for key, value in held.items() if key[0] == "(nobody)"})
+    assert nobodys == pytest.approx({key[2]: value for key, value in held_hours.items() if key[0] == "(nobody)"})
     assert _answer(session, idle) == []  # none for half an hour yet
     since = idle.replace("INTERVAL 29 MINUTE", "INTERVAL 0 MINUTE").replace("INTERVAL 1 MINUTE", "INTERVAL 30 MINUTE")
     assert surely_idle_pods(filled.truth) <= {(row["uuid"], row["pod_name"]) for row in _answer(session, since)}
@@ -376,12 +380,12 @@ def _clickhouse(directory: Path) -> Any:
     session = pytest.importorskip("chdb.session", reason="OPTIONAL: ClickHouse in a process, pip install chdb").Session(
         str(directory / "clickhouse")
     )
-    queue, *rest = _statements((CONSUMERS / "clickhouse.sql").read_text())
+    queue, *other_statements = _statements((CONSUMERS / "clickhouse.sql").read_text())
     assert queue.startswith("CREATE TABLE gpu_attributed_queue (record String)")
     session.query("CREATE DATABASE consumers")
     session.query("USE consumers")
     session.query("CREATE TABLE gpu_attributed_queue (record String) ENGINE = Null")
-    for statement in rest:
+    for statement in other_statements:
         session.query(statement)
     return session
 

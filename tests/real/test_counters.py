@@ -41,16 +41,16 @@ COLUMNS = [
 
 def find_go() -> Path:
     """What compiles the peer's parser; raises Missing."""
-    found = shutil.which("go")
-    if not found:
+    path = shutil.which("go")
+    if not path:
         raise Missing("no go on PATH: install Go, 1.21 or newer")
-    return Path(found)
+    return Path(path)
 
 
 def texts() -> list[str]:
     """Some of random signs, some of random rows, most of which are right."""
     chance = random.Random(14)
-    found = ["".join(chance.choices(PIECES, k=chance.randint(0, 12))) for _ in range(TEXTS // 2)]
+    samples = ["".join(chance.choices(PIECES, k=chance.randint(0, 12))) for _ in range(TEXTS // 2)]
     ends = ["\n"] * 4 + ["\r\n", "\n\n", "\n# A,\n"]
     for _ in range(TEXTS // 2):
         rows = []
@@ -59,31 +59,35 @@ def texts() -> list[str]:
             if chance.random() < 0.1:
                 columns[chance.randrange(3)] = chance.choice(COLUMNS)
             rows.append(",".join(columns) + chance.choice(ends))
-        found.append("".join(rows))
-    return found
+        samples.append("".join(rows))
+    return samples
 
 
 def test_a_csv_file_is_taken_just_where_the_peers_parser_takes_it_and_as_the_same_rows() -> None:
     need(find_go)
-    asked = texts()
+    samples = texts()
 
     done = subprocess.run(
-        [find_go(), "run", PROGRAM], input="\n".join(map(json.dumps, asked)), capture_output=True, text=True, check=True
+        [find_go(), "run", PROGRAM],
+        input="\n".join(map(json.dumps, samples)),
+        capture_output=True,
+        text=True,
+        check=True,
     )
 
     taken = 0
-    for text, line in zip(asked, done.stdout.splitlines(), strict=True):
+    for text, line in zip(samples, done.stdout.splitlines(), strict=True):
         answer = json.loads(line)
         columns = [[column.strip(" ") for column in record] for record in answer["records"] or ()]
         good = "error" not in answer and all(
             len(row) == 3 and row[0] and row[1] in TYPES + OLDER_TYPES for row in columns
         )
         try:
-            ours = [[one.name, one.type, one.help] for one in parse_csv(text)]
+            our_rows = [[row.name, row.type, row.help] for row in parse_csv(text)]
         except CountersError:
-            ours = []
-        assert ours == (columns if good else []), repr(text)
-        taken += bool(ours)
+            our_rows = []
+        assert our_rows == (columns if good else []), repr(text)
+        taken += bool(our_rows)
     assert taken > TEXTS / 4
 
 
@@ -112,15 +116,15 @@ async def test_a_changed_file_is_in_force_without_a_restart(empty_kafka: KafkaSe
         text = exposition(sink.series()).decode()
         return [line for line in text.splitlines() if line.startswith("#")]
 
-    async def shown(*wanted: str) -> bool:
-        return await families() == list(wanted)
+    async def shows(*names: str) -> bool:
+        return await families() == list(names)
 
     try:
-        await eventually(lambda: shown("# HELP DCGM_FI_DEV_GPU_TEMP T", "# TYPE DCGM_FI_DEV_GPU_TEMP gauge"))
+        await eventually(lambda: shows("# HELP DCGM_FI_DEV_GPU_TEMP T", "# TYPE DCGM_FI_DEV_GPU_TEMP gauge"))
         (tmp_path / "new").symlink_to("..2")
         (tmp_path / "new").replace(tmp_path / "..data")
         await eventually(
-            lambda: shown("# HELP DCGM_FI_DEV_POWER_USAGE In watts", "# TYPE DCGM_FI_DEV_POWER_USAGE gauge")
+            lambda: shows("# HELP DCGM_FI_DEV_POWER_USAGE In watts", "# TYPE DCGM_FI_DEV_POWER_USAGE gauge")
         )
     finally:
         stop.set()

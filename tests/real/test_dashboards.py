@@ -45,16 +45,16 @@ from tests.real.dashboards_expected import (
     WORKLOAD,
     count,
     grouped_rows,
-    held,
+    holders_of_devices,
     metric_of,
     named,
     pods,
-    there,
+    present,
 )
 from tests.real.dashboards_truth import (
     SERIES,
     Answer,
-    At,
+    DeviceState,
     Truth,
     grouped,
     holding,
@@ -103,7 +103,7 @@ class ComposePrometheus(PrometheusServer):
         return [rule for group in groups for rule in group["rules"]]
 
 
-class Seen(NamedTuple):
+class Fleet(NamedTuple):
     """What runs, the time to ask of, what is true of it then, and which alerts fire."""
 
     processes: dict[str, Gpustream]
@@ -125,20 +125,20 @@ class Network:
 
     def arguments(self, service: str) -> list[str]:
         """The service's command."""
-        return [self._here(word) for word in OURS[service]["command"]]
+        return [self._rewrite(word) for word in OURS[service]["command"]]
 
     def environment(self, service: str) -> dict[str, str]:
         """What the service is given as environment."""
-        return {name: self._here(value) for name, value in OURS[service]["environment"].items()}
+        return {name: self._rewrite(value) for name, value in OURS[service]["environment"].items()}
 
-    def _here(self, text: str) -> str:
+    def _rewrite(self, text: str) -> str:
         for name, address in self._addresses.items():
             text = text.replace(name, address)
         return text
 
 
 @pytest.fixture(scope="module")
-def seen(kafka: KafkaServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+def fleet(kafka: KafkaServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """The compose file's fleet in its Prometheus, for long enough that every window is full."""
     need(find_java, find_kafka, find_prometheus)
     kafka.empty()
@@ -163,15 +163,17 @@ def seen(kafka: KafkaServer, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         newest = f"max by (k8s_node_name) (timestamp(gpu_power_draw)) > {at_ms / 1000}"
         eventually_sync(lambda: len(prometheus.query(newest)) == NODES + 1, newest)
         hours = "count(gpu_usage_held_seconds) + count(gpu_usage_free_seconds)"
-        eventually_sync(lambda: [one.value for one in prometheus.query(hours, at_ms)] == [len(HELD) + 1], hours)
+        eventually_sync(
+            lambda: [series.value for series in prometheus.query(hours, at_ms)] == [len(HELD_BY) + 1], hours
+        )
         records = [record.value for record in asyncio.run(read_all(kafka.address, "gpu.attributed"))]
         judged = f'gpustream_alerts_records_delivered_total{{topic="gpu.attributed"}} >= {len(records)}'
         eventually_sync(lambda: prometheus.query(judged), judged)
-        truth = dashboards_truth.read(records, folder / "truth.jsonl", at_ms, "sim-")
+        truth = dashboards_truth.read_truth(records, folder / "truth.jsonl", at_ms, "sim-")
         firing = asyncio.run(alerts(kafka.address, at_ms))
         fires = "count(gpu_alert_firing)"
-        eventually_sync(lambda: any(one.value >= len(firing) for one in prometheus.query(fires, at_ms)), fires)
-        yield Seen(processes, prometheus, truth, firing)
+        eventually_sync(lambda: any(series.value >= len(firing) for series in prometheus.query(fires, at_ms)), fires)
+        yield Fleet(processes, prometheus, truth, firing)
 
 
 def create_topics(network: Network) -> None:
@@ -259,10 +261,10 @@ async def alerts(kafka: str, at_ms: int) -> list[dict[str, str]]:
         alert = msgspec.json.decode(record.value, type=Alert) if record.value else None
         if alert is not None and milliseconds(alert.starts_at) <= at_ms:
             last[record.key] = alert
-    return [one.labels for one in last.values() if one.ends_at is None or milliseconds(one.ends_at) > at_ms]
+    return [alert.labels for alert in last.values() if alert.ends_at is None or milliseconds(alert.ends_at) > at_ms]
 
 
-HELD = {
+HELD_BY = {
     ("ml", "Job", "bert", "research"): (7200, 5400, 900, 3_600_000),
     ("web", "Deployment", "llm", "platform"): (3600, 900, 1800, 900_000),
 }
@@ -276,7 +278,7 @@ async def usage(kafka: str, at_ms: int) -> None:
     records = [
         hour(at_ms - 1000, "held", (held_s, used_s, idle_s, joules), namespace=namespace, pod=f"{name}-0", team=team)
         | {"workload": {"kind": kind, "name": name}}
-        for (namespace, kind, name, team), (held_s, used_s, idle_s, joules) in HELD.items()
+        for (namespace, kind, name, team), (held_s, used_s, idle_s, joules) in HELD_BY.items()
     ]
     records.append(hour(at_ms - 1000, "free", (FREE_S, 0, 0, 400_000)))
     sender = Sender(Connection(kafka), client_id="usage")
@@ -286,7 +288,7 @@ async def usage(kafka: str, at_ms: int) -> None:
     await sender.stop()
 
 
-def hour(end_ms: int, category: str, amounts: tuple[int, int, int, int], **more: Any) -> dict[str, Any]:
+def hour(end_ms: int, category: str, amounts: tuple[int, int, int, int], **fields: Any) -> dict[str, Any]:
     """A record of an hour: seconds, of them used and idle, and joules."""
     device_s, used_s, idle_s, joules = amounts
     return {
@@ -295,7 +297,7 @@ def hour(end_ms: int, category: str, amounts: tuple[int, int, int, int], **more:
         "generation": 0, "revision": 1, "final": True,
         "device_ms": device_s * 1000, "slice_ms": device_s * 7000, "exact_ms": device_s * 1000,
         "late_ms": 0, "none_ms": 0, "used_us": used_s * 1_000_000, "idle_ms": idle_s * 1000, "energy_mj": joules * 1000,
-        "tensor_us": 0, "memory_byte_ms": 0, **more,
+        "tensor_us": 0, "memory_byte_ms": 0, **fields,
     }  # fmt: skip
 
 
@@ -308,43 +310,43 @@ CASES = [
 
 @pytest.mark.parametrize("query", CASES, ids=str)
 @pytest.mark.parametrize("node", ["", "sim-0001", "sim-0003", FAULTY])
-def test_a_panel_shows_what_is_true(seen: Seen, query: Query, node: str) -> None:
-    truth, alerts, chosen = seen.truth, seen.alerts, {}
+def test_a_panel_shows_what_is_true(fleet: Fleet, query: Query, node: str) -> None:
+    truth, alerts, chosen = fleet.truth, fleet.alerts, {}
     if node and "node" in dashboard.variables(query.board):
-        truth = truth.only(lambda one: one.labels["k8s_node_name"] == node)
-        alerts = [one for one in alerts if one["k8s_node_name"] == node]
+        truth = truth.only(lambda state: state.labels["k8s_node_name"] == node)
+        alerts = [alert for alert in alerts if alert["k8s_node_name"] == node]
         chosen = {"node": node}
     try:
         expected = EXPECTED[str(query)](truth, alerts)
     except (ValueError, ZeroDivisionError):  # a maximum or a mean of nothing is nothing
         expected = {}
-    assert seen.ask(query, chosen) == pytest.approx(expected, rel=1e-6)
+    assert fleet.ask(query, chosen) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("variable", ["namespace", "workload"])
-@pytest.mark.parametrize("query", [one for one in CASES if one.board == "gpu-workload"], ids=str)
-def test_a_panel_shows_the_pods_that_are_chosen(seen: Seen, query: Query, variable: str) -> None:
+@pytest.mark.parametrize("query", [query for query in CASES if query.board == "gpu-workload"], ids=str)
+def test_a_panel_shows_the_pods_that_are_chosen(fleet: Fleet, query: Query, variable: str) -> None:
     label = f"k8s_{variable}_name"
-    most = Counter(labels[label] for labels, _ in pods(seen.truth) if label in labels).most_common(1)[0][0]
-    truth = replace(seen.truth, rows=[_of_pods(row, label, most) for row in seen.truth.rows])
-    alerts = [one for one in seen.alerts if one.get(label) == most]
+    most = Counter(labels[label] for labels, _ in pods(fleet.truth) if label in labels).most_common(1)[0][0]
+    truth = replace(fleet.truth, rows=[_of_pods(row, label, most) for row in fleet.truth.rows])
+    alerts = [alert for alert in fleet.alerts if alert.get(label) == most]
     try:
         expected = EXPECTED[str(query)](truth, alerts)
     except (ValueError, ZeroDivisionError):
         expected = {}
-    assert seen.ask(query, {variable: most}) == pytest.approx(expected, rel=1e-6)
+    assert fleet.ask(query, {variable: most}) == pytest.approx(expected, rel=1e-6)
 
 
-def _of_pods(row: At, label: str, value: str) -> At:
+def _of_pods(row: DeviceState, label: str, value: str) -> DeviceState:
     """The device with the pods that have this label alone, and their errors; how many share it stays."""
-    mine = {named(pod) for pod in row.pods if pod.labels.get(label) == value}
+    own_pods = {named(pod) for pod in row.pods if pod.labels.get(label) == value}
     events = [
-        one
-        for one in row.device.events or ()
-        if {(of.namespace, of.pod) for of in one.held_by(row.device.holders)} <= mine
+        event
+        for event in row.device.events or ()
+        if {(holder.namespace, holder.pod) for holder in event.held_by(row.device.holders)} <= own_pods
     ]
     return row._replace(
-        pods=[pod for pod in row.pods if named(pod) in mine],
+        pods=[pod for pod in row.pods if named(pod) in own_pods],
         device=msgspec.structs.replace(row.device, events=tuple(events)),
     )
 
@@ -354,26 +356,26 @@ def _of_pods(row: At, label: str, value: str) -> At:
 
 def of_gpu(truth: Truth, kind: str) -> str:
     """A GPU that one pod has held for as long as a rate looks back, that pods share, that is cut, or the faulty one."""
-    for one in truth.now():
-        pods = [{named(pod) for pod in tick.pods} for tick in truth.within(RATE_MS + 1000)[one.key]]
-        steady = all(held == pods[0] for held in pods)
-        is_kind = {"cut": one.cut, "alone": len(one.pods) == 1, "shared": len(one.pods) > 1, "faulty": True}[kind]
+    for state in truth.now():
+        pods = [{named(pod) for pod in tick.pods} for tick in truth.within(RATE_MS + 1000)[state.key]]
+        steady = all(pod_set == pods[0] for pod_set in pods)
+        is_kind = {"cut": state.cut, "alone": len(state.pods) == 1, "shared": len(state.pods) > 1, "faulty": True}[kind]
         if (
             is_kind
             and steady
-            and (one.labels["k8s_node_name"] == FAULTY) == (kind == "faulty")
-            and one.device.mig is None
+            and (state.labels["k8s_node_name"] == FAULTY) == (kind == "faulty")
+            and state.device.mig is None
         ):
-            return one.device.uuid
+            return state.device.uuid
     raise AssertionError(f"no {kind} GPU")
 
 
-@pytest.mark.parametrize("query", [one for one in dashboard.queries() if one.board == "gpu-device"], ids=str)
+@pytest.mark.parametrize("query", [query for query in dashboard.queries() if query.board == "gpu-device"], ids=str)
 @pytest.mark.parametrize("kind", ["alone", "shared", "cut", "faulty"])
-def test_a_panel_of_a_gpu_shows_what_is_true(seen: Seen, query: Query, kind: str) -> None:
-    uuid = of_gpu(seen.truth, kind)
-    truth = seen.truth.only(lambda one: one.labels["gpu_uuid"] == uuid)
-    alerts = [one for one in seen.alerts if one.get("gpu_uuid") == uuid]
+def test_a_panel_of_a_gpu_shows_what_is_true(fleet: Fleet, query: Query, kind: str) -> None:
+    uuid = of_gpu(fleet.truth, kind)
+    truth = fleet.truth.only(lambda state: state.labels["gpu_uuid"] == uuid)
+    alerts = [alert for alert in fleet.alerts if alert.get("gpu_uuid") == uuid]
     metric = re.search(r"(gpu_\w+)\{", query.expr)
     assert metric is not None
     try:
@@ -381,19 +383,19 @@ def test_a_panel_of_a_gpu_shows_what_is_true(seen: Seen, query: Query, kind: str
         expected = judge(truth, alerts) if judge else metric_of(truth, metric[1])
     except (ValueError, ZeroDivisionError):
         expected = {}
-    assert seen.ask(query, {"gpu": uuid}) == pytest.approx(expected, rel=1e-3, abs=1e-9)
+    assert fleet.ask(query, {"gpu": uuid}) == pytest.approx(expected, rel=1e-3, abs=1e-9)
 
 
 def test_every_metric_of_a_gpu_is_on_its_dashboard() -> None:
     on_it = {
         name
-        for one in dashboard.queries()
-        if one.board == "gpu-device"
-        for name in re.findall(r"gpu_\w+(?={)", one.expr)
+        for query in dashboard.queries()
+        if query.board == "gpu-device"
+        for name in re.findall(r"gpu_\w+(?={)", query.expr)
     }
-    every = {name for name, _ in SERIES} | {one.name for one in PROFILES["otel"].ratios}
-    beside = {one.name for one in catalogue.FURTHER} - {catalogue.POD_XID_ERRORS.name}
-    assert every | beside <= on_it
+    all_names = {name for name, _ in SERIES} | {ratio.name for ratio in PROFILES["otel"].ratios}
+    beside = {info.name for info in catalogue.FURTHER} - {catalogue.POD_XID_ERRORS.name}
+    assert all_names | beside <= on_it
 
 
 # -- who used what
@@ -403,8 +405,8 @@ def used(field: int, by: str = "") -> Answer:
     """Seconds or joules of the hour, by some of these."""
     names = ("k8s_namespace_name", "k8s_workload_kind", "k8s_workload_name", "team")
     rows = [
-        ({**dict(zip(names, who, strict=True)), "k8s_cluster_name": CLUSTER}, float(what[field]))
-        for who, what in HELD.items()
+        ({**dict(zip(names, holder, strict=True)), "k8s_cluster_name": CLUSTER}, float(devices[field]))
+        for holder, devices in HELD_BY.items()
     ]
     return grouped(rows, by)
 
@@ -437,15 +439,15 @@ USAGE: dict[str, Answer] = {
     "Used by team/A": hours(1, "team"),
     "Wasted by team/A": hours(2, "team"),
     "Cost by team/A": hours(0, "team", price=2.5),
-    **{f"Teams/{ref}": one for ref, one in zip("ABCDEF", columns("team"), strict=True)},
-    **{f"Namespaces/{ref}": one for ref, one in zip("ABCDEF", columns(NAMESPACE), strict=True)},
-    **{f"Workloads/{ref}": one for ref, one in zip("ABCDEF", columns(WORKLOAD), strict=True)},
+    **{f"Teams/{ref}": expression for ref, expression in zip("ABCDEF", columns("team"), strict=True)},
+    **{f"Namespaces/{ref}": expression for ref, expression in zip("ABCDEF", columns(NAMESPACE), strict=True)},
+    **{f"Workloads/{ref}": expression for ref, expression in zip("ABCDEF", columns(WORKLOAD), strict=True)},
 }
 
 
-@pytest.mark.parametrize("query", [one for one in dashboard.queries() if one.board == "gpu-usage"], ids=str)
-def test_a_panel_of_usage_shows_who_used_what(seen: Seen, query: Query) -> None:
-    assert seen.ask(query, {}) == pytest.approx(USAGE[f"{query.panel}/{query.ref}"])
+@pytest.mark.parametrize("query", [query for query in dashboard.queries() if query.board == "gpu-usage"], ids=str)
+def test_a_panel_of_usage_shows_who_used_what(fleet: Fleet, query: Query) -> None:
+    assert fleet.ask(query, {}) == pytest.approx(USAGE[f"{query.panel}/{query.ref}"])
 
 
 # -- gpustream itself
@@ -456,7 +458,7 @@ def between(low: float, high: float, **labels: str) -> Any:
     return {frozenset(labels.items()): pytest.approx((low + high) / 2, abs=(high - low) / 2)}
 
 
-NOTHING: Answer = {}
+NO_ANSWER: Answer = {}
 RUN = ("attribution", "alerts", "usage", "remote-write")
 FLOW = between(NODES / 2, NODES * 2)
 PIPELINE: dict[str, Any] = {
@@ -495,25 +497,25 @@ PIPELINE: dict[str, Any] = {
 """By panel and legend. What is not here does not run, and shows nothing."""
 
 
-@pytest.mark.parametrize("query", [one for one in dashboard.queries() if one.board == "gpu-pipeline"], ids=str)
-def test_a_panel_of_the_pipeline_shows_what_runs(seen: Seen, query: Query) -> None:
-    expected = PIPELINE.get(f"{query.panel}/{query.legend}", NOTHING)
-    times_ms = itertools.chain([seen.truth.at_ms], iter(lambda: int(time.time() * 1000), None))
+@pytest.mark.parametrize("query", [query for query in dashboard.queries() if query.board == "gpu-pipeline"], ids=str)
+def test_a_panel_of_the_pipeline_shows_what_runs(fleet: Fleet, query: Query) -> None:
+    expected = PIPELINE.get(f"{query.panel}/{query.legend}", NO_ANSWER)
+    times_ms = itertools.chain([fleet.truth.at_ms], iter(lambda: int(time.time() * 1000), None))
 
-    def shown() -> bool:
-        answer = seen.ask(query, {"__range": "10m"}, next(times_ms))
-        found = {labels: value for labels, value in answer.items() if not math.isnan(value)}
-        return found == expected or (query.panel == "Delay" and not found)  # no alert fired in the time of a point
+    def all_shown() -> bool:
+        answer = fleet.ask(query, {"__range": "10m"}, next(times_ms))
+        numbers = {labels: value for labels, value in answer.items() if not math.isnan(value)}
+        return numbers == expected or (query.panel == "Delay" and not numbers)  # no alert fired in the time of a point
 
-    eventually_sync(shown, f"{query}: {expected}", every_s=1)
+    eventually_sync(all_shown, f"{query}: {expected}", every_s=1)
 
 
 # -- all of them
 
 
 @pytest.mark.parametrize("query", dashboard.label_queries(), ids=str)
-def test_a_variable_has_values(seen: Seen, query: Query) -> None:
-    assert {value for labels in seen.ask(query, {}) for name, value in labels if name == query.ref}
+def test_a_variable_has_values(fleet: Fleet, query: Query) -> None:
+    assert {value for labels in fleet.ask(query, {}) for name, value in labels if name == query.ref}
 
 
 def test_what_is_expected_is_asked() -> None:
@@ -521,20 +523,20 @@ def test_what_is_expected_is_asked() -> None:
     assert EXPECTED.keys() <= named
     assert {f"gpu-usage/{name}" for name in USAGE} <= named
     assert PIPELINE.keys() <= {
-        f"{one.panel}/{one.legend}" for one in dashboard.queries() if one.board == "gpu-pipeline"
+        f"{query.panel}/{query.legend}" for query in dashboard.queries() if query.board == "gpu-pipeline"
     }
 
 
-def test_every_rule_is_evaluated_and_finds_what_is_wrong_and_no_more(seen: Seen) -> None:
-    seen.prometheus.wait_until(lambda: {rule["health"] for rule in seen.prometheus.rules()} == {"ok"})
-    firing = seen.prometheus.query('ALERTS{alertstate="firing"}', seen.truth.at_ms)
-    assert {one.labels["alertname"] for one in firing} == PROMETHEUS_ALERTS.keys()
+def test_every_rule_is_evaluated_and_finds_what_is_wrong_and_no_more(fleet: Fleet) -> None:
+    fleet.prometheus.wait_until(lambda: {rule["health"] for rule in fleet.prometheus.rules()} == {"ok"})
+    firing = fleet.prometheus.query('ALERTS{alertstate="firing"}', fleet.truth.at_ms)
+    assert {series.labels["alertname"] for series in firing} == PROMETHEUS_ALERTS.keys()
 
 
 def recorded(name: str) -> str:
     """What a recording rule asks for, with all that it is made of."""
     rules = {rule["record"]: rule["expr"] for rule in dashboard.rules() if "record" in rule}
-    return re.sub(r"\w+:\w+:\w+", lambda found: f"({recorded(found[0])})", rules[name])
+    return re.sub(r"\w+:\w+:\w+", lambda match: f"({recorded(match[0])})", rules[name])
 
 
 def in_gpus(rows: Any) -> list[tuple[Mapping[str, str], float]]:
@@ -545,24 +547,26 @@ def in_gpus(rows: Any) -> list[tuple[Mapping[str, str], float]]:
 RECORDED: dict[str, Callable[[Truth], Answer]] = {
     "namespace:gpu_held:sum": lambda t: grouped(in_gpus(holding(t.now())), NAMESPACE),
     "workload:gpu_held:sum": lambda t: grouped(in_gpus(holding(t.now())), WORKLOAD),
-    "node:gpu_held:sum": lambda t: grouped(in_gpus((labels, 1.0) for labels, _ in held(t)), NODE),
-    "fleet:gpu_held:sum": lambda t: grouped(in_gpus((labels, 1.0) for labels, _ in held(t)), "k8s_cluster_name"),
+    "node:gpu_held:sum": lambda t: grouped(in_gpus((labels, 1.0) for labels, _ in holders_of_devices(t)), NODE),
+    "fleet:gpu_held:sum": lambda t: grouped(
+        in_gpus((labels, 1.0) for labels, _ in holders_of_devices(t)), "k8s_cluster_name"
+    ),
     "namespace:gpu_used:sum": lambda t: grouped(in_gpus(of_pods(t.now(), *UTILIZATION)), NAMESPACE),
     "workload:gpu_used:sum": lambda t: grouped(in_gpus(of_pods(t.now(), *UTILIZATION)), WORKLOAD),
-    "fleet:gpu:count": lambda t: count(grouped_rows(there(t), GPU), "k8s_cluster_name"),
-    "node:gpu:count": lambda t: count(grouped_rows(there(t), GPU), NODE),
+    "fleet:gpu:count": lambda t: count(grouped_rows(present(t), GPU), "k8s_cluster_name"),
+    "node:gpu:count": lambda t: count(grouped_rows(present(t), GPU), NODE),
 }
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_what_is_recorded_is_true(seen: Seen, name: str) -> None:
+def test_what_is_recorded_is_true(fleet: Fleet, name: str) -> None:
     query = Query("", name, "", recorded(name), "")
-    assert seen.ask(query, {}) == pytest.approx(RECORDED[name](seen.truth), rel=1e-6)
+    assert fleet.ask(query, {}) == pytest.approx(RECORDED[name](fleet.truth), rel=1e-6)
 
 
-def test_a_component_that_ends_is_seen(seen: Seen) -> None:
-    seen.processes["producer"].stop()
-    down = next(rule for rule in seen.prometheus.rules() if rule["name"] == "GpustreamDown")
-    seen.prometheus.wait_until(lambda: bool(seen.prometheus.query(down["query"])))
-    (silent,) = seen.prometheus.query(down["query"])
-    assert silent.labels["instance"] == seen.prometheus.targets[STAYING.index("producer")]
+def test_a_component_that_ends_is_seen(fleet: Fleet) -> None:
+    fleet.processes["producer"].stop()
+    down = next(rule for rule in fleet.prometheus.rules() if rule["name"] == "GpustreamDown")
+    fleet.prometheus.wait_until(lambda: bool(fleet.prometheus.query(down["query"])))
+    (silent,) = fleet.prometheus.query(down["query"])
+    assert silent.labels["instance"] == fleet.prometheus.targets[STAYING.index("producer")]

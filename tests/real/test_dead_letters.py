@@ -65,8 +65,8 @@ async def test_a_letter_is_attributed_once_after_the_fix_with_the_bytes_that_it_
 
         async def workloads(seq: int, label: str) -> None:
             pod = {"namespace": "ns", "name": "p-0", "uid": "u", "started_ms": 0, "labels": {"big": label}}
-            known = {"schema": 1, "cluster": "c", "node": "n", "epoch": 1, "seq": seq, "ts_ms": seq, "pods": [pod]}
-            await send("gpu.workloads", known)
+            fields = {"schema": 1, "cluster": "c", "node": "n", "epoch": 1, "seq": seq, "ts_ms": seq, "pods": [pod]}
+            await send("gpu.workloads", fields)
             await asyncio.sleep(2.2)  # by then what is logged counts for samples
 
         devices = [{"uuid": f"{GPU[:-2]}{i:02}", "model": "m" * 150_000} for i in range(20)]
@@ -83,14 +83,16 @@ async def test_a_letter_is_attributed_once_after_the_fix_with_the_bytes_that_it_
         raw = (await command(kafka, "show", f"{letter.partition}:{letter.offset}", "--format", "raw")).stdout_bytes
         await workloads(2, "small")
         dry = await command(kafka, "resubmit", "--reason", "unsendable")
-        again = [await command(kafka, "resubmit", "--reason", "unsendable", "--yes") for _ in range(2)]
+        results = [await command(kafka, "resubmit", "--reason", "unsendable", "--yes") for _ in range(2)]
 
     async def both_are_attributed() -> list[Any] | None:
-        found = await read_all(kafka.address, "gpu.attributed")
-        return found if len(found) >= 2 else None
+        attributed_records = await read_all(kafka.address, "gpu.attributed")
+        return attributed_records if len(attributed_records) >= 2 else None
 
-    attributed = [json.loads(one.value) for one in await eventually(both_are_attributed)]
-    samples = [one for one in await read_all(kafka.address, "gpu.samples") if json.loads(one.value)["seq"] == 1]
+    attributed = [json.loads(record.value) for record in await eventually(both_are_attributed)]
+    samples = [
+        record for record in await read_all(kafka.address, "gpu.samples") if json.loads(record.value)["seq"] == 1
+    ]
     snapshots = await read_all(kafka.address, "gpu.allocations")
 
     assert len(letter.value) < len(raw) == len(json.dumps(large))
@@ -105,14 +107,14 @@ async def test_a_letter_is_attributed_once_after_the_fix_with_the_bytes_that_it_
         "last_letter": f"{letter.partition}:{letter.offset}",
     }
     assert (dry.exit_code, dry.stdout) == (0, "gpu.samples: 1 record would be sent again: add --yes\n")
-    assert [(one.exit_code, one.stdout) for one in again] == [
+    assert [(result.exit_code, result.stdout) for result in results] == [
         (0, "gpu.samples: 1 record sent again\n"),
         (0, "nothing is to be sent again\n"),
     ]
-    assert [(one.key, one.value, one.partition) for one in samples] == 2 * [(b"c/n", raw, first.partition)]
+    assert [(record.key, record.value, record.partition) for record in samples] == 2 * [(b"c/n", raw, first.partition)]
     assert len(snapshots) == 2
-    assert len({(one.key, one.value, one.partition) for one in snapshots}) == 1
-    assert [(one["seq"], one["attribution"]) for one in attributed] == [(2, "exact"), (1, "exact")]
+    assert len({(record.key, record.value, record.partition) for record in snapshots}) == 1
+    assert [(sample["seq"], sample["attribution"]) for sample in attributed] == [(2, "exact"), (1, "exact")]
     assert {holder["pod"] for device in attributed[1]["devices"] for holder in device["holders"]} == {"p-0"}
 
 
@@ -128,10 +130,10 @@ async def test_no_letter_is_sent_twice_however_often_the_command_is_killed(kafka
         await producer.flush()
 
     arguments = [sys.executable, "-m", "gpustream", "dead-letters", "resubmit", "--kafka", kafka.address, "--yes"]
-    async with history.opened(kafka.connection, ["gpu.samples"]) as past:
+    async with history.opened(kafka.connection, ["gpu.samples"]) as log:
 
         async def committed() -> int:
-            return sum((await past.ends("gpu.samples")).values())
+            return sum((await log.ends("gpu.samples")).values())
 
         for _ in range(3):
             before = await committed()
@@ -192,19 +194,19 @@ async def test_a_user_resubmits_through_tls_with_exactly_the_acls_that_the_docs_
 ) -> None:
     async with producing(kafka) as producer:
         letter = dead_letters.letter(b"c/n", b"{}", Origin("gpu.samples", 0, 7), stage="s", error="e: f", at_ms=1)
-        where = {"headers": letter.headers, "partition": 0}
-        await producer.send_and_wait(dead_letters.TOPIC.name, letter.value, letter.key, **where)
+        position = {"headers": letter.headers, "partition": 0}
+        await producer.send_and_wait(dead_letters.TOPIC.name, letter.value, letter.key, **position)
     kafka.add_user("operator", "secret")
     (tmp_path / "password").write_text("secret")
     login = ("--kafka-security", "sasl-ssl", "--kafka-sasl-mechanism", "scram-sha-512", "--kafka-username", "operator")
     files = ("--kafka-password-file", str(tmp_path / "password"), "--kafka-ca", str(authority.ca))
     arguments = ("dead-letters", "resubmit", "0:0", "--yes", "--kafka", kafka.sasl_ssl, *login, *files)
-    for right in RIGHTS:
-        kafka.allow("operator", *right)
+    for right_ in RIGHTS:
+        kafka.allow("operator", *right_)
     try:
         done = await asyncio.to_thread(CliRunner().invoke, main, arguments)
     finally:
-        for right in RIGHTS:
-            kafka.forbid("operator", *right)
+        for right_ in RIGHTS:
+            kafka.forbid("operator", *right_)
 
     assert (done.exit_code, done.stdout) == (0, "gpu.samples: 1 record sent again\n"), done.stderr

@@ -32,16 +32,18 @@ from tests.real.servers import KafkaCluster, KafkaServer, PrometheusServer
 from topics import TOPICS
 
 GROUP = "gpustream-attribution"
-OURS = {"app.kubernetes.io/name": "gpustream"}
+OUR_LABELS = {"app.kubernetes.io/name": "gpustream"}
 TICKS = 15
 
 
-async def look(kafka: KafkaServer, *, later_ms: int = 0, **asked: Any) -> tuple[Situation, dict[str, CheckResult]]:
+async def look(
+    kafka: KafkaServer, *, later_ms: int = 0, **scope_options: Any
+) -> tuple[Situation, dict[str, CheckResult]]:
     """What the doctor has seen and found; ``later_ms``: as if it looked so much later."""
-    seen = await gather(kafka.connection, Scope(600.0, **asked))
-    others = seen.kafka._replace(acls=None)  # those of other tests' users
-    seen = seen._replace(now_ms=seen.now_ms + later_ms, kafka=others)
-    return seen, checks.run(seen)
+    situation = await gather(kafka.connection, Scope(600.0, **scope_options))
+    others = situation.kafka._replace(acls=None)  # those of other tests' users
+    situation = situation._replace(now_ms=situation.now_ms + later_ms, kafka=others)
+    return situation, checks.run(situation)
 
 
 def fleet(kafka: KafkaServer, truth: Path, **options: Any) -> SimulatedFleet:
@@ -63,16 +65,16 @@ async def test_a_healthy_pipeline_is_a_short_summary(
 
         async def all_is_taken() -> bool:
             groups = (GROUP, ["gpu.samples"]), ("gpustream-sink-remote-write", ["gpu.attributed"])
-            return not any([await lag(empty_kafka.address, *one) for one in groups])
+            return not any([await lag(empty_kafka.address, *group) for group in groups])
 
         await eventually(all_is_taken)
-        seen, found = await look(empty_kafka, prometheus=prometheus.url)
-    lines = list(command.text(seen, found))
-    report = json.loads(json.dumps(command.report(seen, found), default=str))
+        situation, results = await look(empty_kafka, prometheus=prometheus.url)
+    lines = list(command.text(situation, results))
+    report = json.loads(json.dumps(command.report(situation, results), default=str))
 
     assert lines[-1] == "all is well in 10m", "\n".join(lines)
     assert len(lines) < 16
-    assert found["prometheus"].summary == "has 3 of 3 nodes"
+    assert results["prometheus"].summary == "has 3 of 3 nodes"
     sampled = Truth.read(truth).ticks
     assert {(node["node"], run["ticks"], run["exact"]) for node in report["nodes"] for run in node["runs"]} == {
         (node, TICKS, TICKS) for _, node, _, _ in sampled
@@ -88,16 +90,16 @@ async def test_what_a_full_buffer_drops_is_counted_and_the_buffer_is_named(
     await eventually(lambda: producer.registry.get_sample_value(names.DROPPED, {"reason": "buffer_age"}))
     await topic_admin.create(empty_kafka.connection, partitions=2, replication_factor=1)
     await sampling
-    _, found = await look(empty_kafka)
-    came = {json.loads(record.value)["seq"] for record in await read_all(empty_kafka.address, "gpu.samples")}
-    missing = {seq for *_, seq in Truth.read(truth).ticks} - came
+    _, results = await look(empty_kafka)
+    seqs = {json.loads(record.value)["seq"] for record in await read_all(empty_kafka.address, "gpu.samples")}
+    missing = {seq for *_, seq in Truth.read(truth).ticks} - seqs
 
-    (gap,) = found["sent"].findings
+    (gap,) = results["sent"].findings
     assert missing == set(range(1, max(missing) + 1))
     assert gap.finding == f"doctor/sim-0000: {len(missing)} ticks missing in gpu.samples"
     assert gap.cause.startswith("the node's buffer dropped them")
     assert f"seq 1-{max(missing)};" in gap.evidence
-    assert found["attributed"].findings[0].cause == "no worker has ever run here"
+    assert results["attributed"].findings[0].cause == "no worker has ever run here"
 
 
 async def test_ticks_that_wait_for_a_stopped_worker_are_counted_and_the_worker_is_named(
@@ -112,13 +114,13 @@ async def test_ticks_that_wait_for_a_stopped_worker_are_counted_and_the_worker_i
 
         await eventually(is_attributed)
     await fleet(empty_kafka, tmp_path / "second.jsonl").run(asyncio.Event())
-    _, found = await look(empty_kafka, later_ms=60_000)
+    _, results = await look(empty_kafka, later_ms=60_000)
     waiting = len(Truth.read(tmp_path / "second.jsonl").ticks)
 
-    (behind,) = found["attributed"].findings
+    (behind,) = results["attributed"].findings
     assert behind.finding == f"{GROUP}: {waiting} records of gpu.samples not taken yet"
     assert behind.cause == "nobody reads: the group has no member"
-    assert found["attributed"].summary == f"{3 * TICKS} exact, {waiting} on their way"
+    assert results["attributed"].summary == f"{3 * TICKS} exact, {waiting} on their way"
     assert (await look(empty_kafka))[1]["attributed"].findings == []  # they came a moment ago
 
 
@@ -141,14 +143,14 @@ async def test_a_topic_that_somebody_emptied_is_found_and_no_tick_is_taken_for_l
     group = ConsumerGroupTopicPartitions("gpustream-sink-webhook", away)
     for altered in admin.alter_consumer_group_offsets([group]).values():
         altered.result(10)
-    for deleted in admin.delete_records([TheirPartition("gpu.attributed", *one) for one in ends.items()]).values():
+    for deleted in admin.delete_records([TheirPartition("gpu.attributed", *item) for item in ends.items()]).values():
         deleted.result(10)
-    _, found = await look(kafka)
+    _, results = await look(kafka)
 
-    (finding,) = (one for one in found["groups"].findings if "deleted" in one.finding)
+    (finding,) = (finding_ for finding_ in results["groups"].findings if "deleted" in finding_.finding)
     assert finding.finding.endswith(f": {sum(ends.values()) - 2} that gpustream-sink-webhook lacks")
     assert f"partition 0 begins at offset {ends[0]}, gpustream-sink-webhook has finished up to 1" in finding.evidence
-    assert found["attributed"] == CheckResult(f"{8 * TICKS} deleted after that", [])
+    assert results["attributed"] == CheckResult(f"{8 * TICKS} deleted after that", [])
 
     admin.delete_consumer_groups(["gpustream-sink-webhook"])["gpustream-sink-webhook"].result(10)
     (finding,) = (await look(kafka))[1]["attributed"].findings
@@ -166,18 +168,20 @@ async def test_topics_that_somebody_changed_a_wrong_prefix_and_a_user_without_a_
     for operation, resource, name in brokers.COMPONENTS["stream attribution"]:
         if name != "gpu.attributed":
             kafka.allow("half", operation.upper(), resource.upper(), name)
-    seen = await gather(kafka.connection, Scope(600.0))
-    found = checks.run(seen)
+    situation = await gather(kafka.connection, Scope(600.0))
+    results = checks.run(situation)
 
-    said = {finding.finding.partition(",")[0] for finding in found["topics"].findings}
-    assert said == {
+    subjects = {finding.finding.partition(",")[0] for finding in results["topics"].findings}
+    assert subjects == {
         "gpu.samples: cleanup.policy is compact",
         "gpu.samples: max.message.bytes is 1024",
         "gpu.attributed: retention.ms is 600000",
     }
-    assert "User:half may not Write Topic gpu.attributed" in {one.finding for one in found["rights"].findings}
-    assert seen.kafka.principal == "User:ANONYMOUS"
-    assert seen.kafka.disks
+    assert "User:half may not Write Topic gpu.attributed" in {
+        finding_.finding for finding_ in results["rights"].findings
+    }
+    assert situation.kafka.principal == "User:ANONYMOUS"
+    assert situation.kafka.disks
 
     astray = await gather(Connection(kafka.address, topic_prefix="pord."), Scope(600.0))
     (finding,) = checks.run(astray)["topics"].findings
@@ -199,12 +203,12 @@ async def test_a_receiver_that_refuses_the_tenant_is_named_and_a_kafka_that_is_a
         async with running(Attribution(AttributionSettings(kafka=empty_kafka.address)), sink):
             await fleet(empty_kafka, tmp_path / "truth.jsonl").run(asyncio.Event())
             await eventually(lambda: any("HTTP 401" in reason for reason in sink.not_ready()))
-            says = OwnMetrics("http://sink", not_ready="; ".join(sink.not_ready()))
+            own_metrics = OwnMetrics("http://sink", not_ready="; ".join(sink.not_ready()))
     away = await gather(Connection(f"127.0.0.1:{unused_tcp_port}"), Scope(600.0))
-    found = checks.run(away._replace(components=[says]))
+    results = checks.run(away._replace(components=[own_metrics]))
 
-    assert "--bearer-token-file" in found["components"].findings[0].next
-    assert "no Kafka broker answers" in found["broker"].findings[0].cause
+    assert "--bearer-token-file" in results["components"].findings[0].next
+    assert "no Kafka broker answers" in results["broker"].findings[0].cause
 
 
 async def _unauthorized(_: web.Request) -> web.Response:
@@ -227,14 +231,16 @@ async def test_the_api_server_is_asked_for_pods_nodes_rights_and_settings(
     kube_api.create(_daemon_set())
     kube_api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "doctors", "labels": GPU_LABEL}})
 
-    seen = await kubernetes.inspect(kube_api.kubeconfig(ADMIN), "doctor")
+    cluster_state = await kubernetes.inspect(kube_api.kubeconfig(ADMIN), "doctor")
     kube_api.delete("/api/v1/nodes/doctors")
-    said = [one.finding for one in pods.pods(Situation(0, 1, cluster=seen)).findings]
-    assert "pod attribution-0: ErrImagePull" in said
-    assert "GPUSTREAM_GRACES is no option" in said
-    assert "node doctors has GPUs, and no pod of the node producer" in said
-    assert any(one.startswith("the service account cluster may not list pods, watch pods, list nodes") for one in said)
-    assert "no cluster producer holds the Lease gpustream-cluster" in said
+    texts = [finding_.finding for finding_ in pods.pods(Situation(0, 1, cluster=cluster_state)).findings]
+    assert "pod attribution-0: ErrImagePull" in texts
+    assert "GPUSTREAM_GRACES is no option" in texts
+    assert "node doctors has GPUs, and no pod of the node producer" in texts
+    assert any(
+        text.startswith("the service account cluster may not list pods, watch pods, list nodes") for text in texts
+    )
+    assert "no cluster producer holds the Lease gpustream-cluster" in texts
 
     refused = await kubernetes.inspect(kube_api.kubeconfig("one"), "doctor")
     assert {"pods", "nodes", "daemonsets"} <= refused.refusals.keys()
@@ -247,7 +253,7 @@ GPU_LABEL = {"nvidia.com/gpu.present": "true"}
 
 
 def _pod(name: str, component: str) -> Json:
-    labels = {**OURS, "app.kubernetes.io/component": component}
+    labels = {**OUR_LABELS, "app.kubernetes.io/component": component}
     container = {"name": "c", "image": "i", "envFrom": [{"configMapRef": {"name": "settings"}}]}
     spec = {"serviceAccountName": "cluster", "containers": [container]}
     return {
@@ -259,7 +265,7 @@ def _pod(name: str, component: str) -> Json:
 
 
 def _daemon_set() -> Json:
-    labels = {**OURS, "app.kubernetes.io/component": "node"}
+    labels = {**OUR_LABELS, "app.kubernetes.io/component": "node"}
     spec = {"nodeSelector": {"gpu": "yes"}, "containers": [{"name": "c", "image": "i"}]}
     return {
         "apiVersion": "apps/v1",
@@ -295,7 +301,7 @@ async def test_a_sink_that_hangs_is_one_finding(
         url = f"http://127.0.0.1:{sink.ports[0].number}"
         _, checked = await look(kafka, later_ms=60_000, metrics=[url], prometheus=prometheus.url)
         sink.sigcont()
-    (finding,) = (one for name, check in checked.items() if name != "sent" for one in check.findings)
+    (finding,) = (finding_ for name, check in checked.items() if name != "sent" for finding_ in check.findings)
     assert finding.finding == f"gpustream-sink-remote-write: {3 * TICKS} records of gpu.attributed not taken yet"
     assert finding.cause.startswith(f"{url} does not answer")
 
@@ -320,9 +326,9 @@ async def test_a_disk_that_a_broker_can_not_use_and_what_has_no_leader_for_it_ar
     await asyncio.to_thread(eventually_sync, lambda: leaderless(kafka))
     _, checked = await look(kafka)
 
-    assert f"broker 1: the disk of {bad}" in {one.finding for one in checked["broker"].findings}
+    assert f"broker 1: the disk of {bad}" in {finding_.finding for finding_ in checked["broker"].findings}
     assert checked["topics"].findings
-    assert all("have no leader" in one.finding for one in checked["topics"].findings)
+    assert all("have no leader" in finding_.finding for finding_ in checked["topics"].findings)
 
 
 async def test_brokers_that_were_killed_leave_what_they_had_without_a_leader(
@@ -334,7 +340,7 @@ async def test_brokers_that_were_killed_leave_what_they_had_without_a_leader(
 
     await asyncio.to_thread(eventually_sync, lambda: leaderless(kafka_cluster.brokers[0]))
     checked = checks.run(await gather(connection, Scope(600.0)))
-    first = next(one for one in checked["topics"].findings if "no leader" in one.finding)
+    first = next(finding_ for finding_ in checked["topics"].findings if "no leader" in finding_.finding)
     assert first.cause == "the brokers that have the replicas are down, or their disks are"
     assert "brokers 1, 2 answer" in first.evidence
     assert checked["broker"].findings == []
@@ -343,4 +349,4 @@ async def test_brokers_that_were_killed_leave_what_they_had_without_a_leader(
 def leaderless(kafka: KafkaServer) -> bool:
     """Whether a broker says that some partitions of ours have no leader."""
     topics = kafka.admin().list_topics(timeout=10).topics
-    return any(one.leader == -1 for name in TOPICS for one in topics[name].partitions.values())
+    return any(partition.leader == -1 for name in TOPICS for partition in topics[name].partitions.values())

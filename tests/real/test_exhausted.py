@@ -13,7 +13,7 @@ from tests.real.faults import no_descriptors
 from tests.real.pipeline import Gpustream
 from tests.real.resolver import find_compiler
 from tests.real.servers import KafkaServer, PrometheusServer
-from tests.real.soak import Pipeline, count, rest, running, secured
+from tests.real.soak import Pipeline, count, pause, running, secured
 
 
 async def test_a_process_that_can_resolve_no_name_or_open_no_file_says_so_and_recovers_by_itself(
@@ -25,28 +25,28 @@ async def test_a_process_that_can_resolve_no_name_or_open_no_file_says_so_and_re
 ) -> None:
     need(find_compiler)
     broker = start_kafka(authority=authority)
-    at = secured([broker], authority.ca, tmp_path)
-    pipeline = Pipeline([broker], at, start_prometheus(), gpustream, tmp_path, nodes=4)
+    kafka_options = secured([broker], authority.ca, tmp_path)
+    pipeline = Pipeline([broker], kafka_options, start_prometheus(), gpustream, tmp_path, nodes=4)
     async with running(pipeline):
-        await rest(pipeline, 1)
+        await pause(pipeline, 1)
         processes = [pipeline.fleet, pipeline.workers[0], pipeline.sinks[0]]
-        with pipeline.resolver.gone():
+        with pipeline.resolver.unresolvable():
             await asyncio.to_thread(broker.restart)
             for process in processes:
-                await says(process, "its name is not resolved")
-        await pipeline.whole(time.time())
+                await wait_for_reason(process, "its name is not resolved")
+        await pipeline.wait_until_healthy(time.time())
         with ExitStack() as limits:
             for process in processes:
                 limits.enter_context(no_descriptors(process))
-                await says(process, "no file descriptor is left")
+                await wait_for_reason(process, "no file descriptor is left")
             await asyncio.to_thread(broker.restart)
-        await pipeline.whole(time.time())
+        await pipeline.wait_until_healthy(time.time())
         await pipeline.drain()
         counted = await count(pipeline)
     assert counted.wrong == []
     assert set(pipeline.launches.values()) == {1}, "none was started again"
 
 
-async def says(process: Gpustream, text: str) -> None:
+async def wait_for_reason(process: Gpustream, text: str) -> None:
     """Wait until /readyz gives this as a reason."""
     await asyncio.to_thread(eventually_sync, lambda: text in process.why_not(), f"/readyz of {process.name}: {text}")

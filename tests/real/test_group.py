@@ -61,8 +61,8 @@ async def transactions(kafka: KafkaServer, name: str) -> AsyncIterator[AIOKafkaP
 async def send(kafka: KafkaServer, topic: str, count: int, size: int = 10) -> None:
     sender = Sender(kafka.connection, client_id="test")
     await sender.start()
-    for sent in [await sender.send(topic, bytes(size), partition=0) for _ in range(count)]:
-        await sent
+    for future in [await sender.send(topic, bytes(size), partition=0) for _ in range(count)]:
+        await future
     await sender.stop()
 
 
@@ -77,7 +77,7 @@ async def test_what_is_aborted_is_not_read_and_what_is_open_holds_up_nothing_bef
         await done.begin_transaction()
         await done.send(f"{name}-state", b"state", partition=0)
         await done.commit_transaction()
-        wanted = [b"%d" % number for number in range(200) if number % 3]
+        expected = [b"%d" % number for number in range(200) if number % 3]
         stable = (await ends(kafka.address, f"{name}-in"))[0]
         await hanging.begin_transaction()
         await hanging.send_and_wait(f"{name}-in", b"open", partition=0)
@@ -88,7 +88,7 @@ async def test_what_is_aborted_is_not_read_and_what_is_open_holds_up_nothing_bef
                 return await committed(kafka.address, name, f"{name}-in") == {0: stable}
 
             await eventually(read_to_the_end)
-            assert (await values(kafka.address, f"{name}-out"))[0] == wanted
+            assert (await values(kafka.address, f"{name}-out"))[0] == expected
             assert app.reader.lost == 0
             tp = Partition(f"{name}-in", 0)
             assert await app.group.offsets.ends([tp]) == {tp: stable}
@@ -99,7 +99,7 @@ async def test_what_is_aborted_is_not_read_and_what_is_open_holds_up_nothing_bef
             await hanging.commit_transaction()
 
             async def read_what_was_open() -> bool:
-                return (await values(kafka.address, f"{name}-out"))[0] == [*wanted, b"open"]
+                return (await values(kafka.address, f"{name}-out"))[0] == [*expected, b"open"]
 
             await eventually(read_what_was_open)
 
@@ -128,8 +128,8 @@ async def test_records_that_are_deleted_under_a_live_reader_are_counted(kafka: K
             return await committed(kafka.address, name, f"{name}-in") == {0: 1050}
 
         await eventually(went_on)
-        written = (await values(kafka.address, f"{name}-out"))[0]
-        assert len(written) + app.reader.lost == 1050
+        values_out = (await values(kafka.address, f"{name}-out"))[0]
+        assert len(values_out) + app.reader.lost == 1050
         assert app.reader.lost > 0
 
 
@@ -179,13 +179,13 @@ async def test_a_fetch_ends_in_its_time_while_partitions_are_dealt_so_that_who_r
     topic = "group-fetching"
     kafka.create_topics({topic: 2})
     first, second = Reading(kafka, topic), Reading(kafka, topic)
-    for one, partitions in ((first, 2), (second, 1)):
-        await one.group.connect()
-        one.group.join()
-        await eventually(partial(one.has, partitions))
+    for member, partitions in ((first, 2), (second, 1)):
+        await member.group.connect()
+        member.group.join()
+        await eventually(partial(member.has, partitions))
     assert (first.let_go, len(first.ours)) == (1, 1)
-    for one in (first, second):
-        await one.group.close()
+    for member in (first, second):
+        await member.group.close()
 
 
 async def test_of_two_processes_with_one_instance_id_the_older_ends_and_the_newer_goes_on(kafka: KafkaServer) -> None:
@@ -233,14 +233,14 @@ async def test_ends_are_answered_at_once_while_a_fetch_waits(kafka: KafkaServer)
 class Collector:
     """A sink's handler of a partition: has every record at once."""
 
-    def __init__(self, got: list[bytes]) -> None:
-        self._got = got
+    def __init__(self, collected: list[bytes]) -> None:
+        self._collected = collected
 
     def recall(self, records: Sequence[Record]) -> None:
         """Nothing to know."""
 
     async def deliver(self, records: Sequence[Record], _: asyncio.Event) -> AsyncGenerator[int]:
-        self._got += [record.value or b"" for record in records]
+        self._collected += [record.value or b"" for record in records]
         yield records[-1].offset + 1
 
     async def quiet(self, _: asyncio.Event) -> None:
@@ -251,10 +251,10 @@ class Collector:
 
 
 @asynccontextmanager
-async def sink(kafka: KafkaServer, name: str, got: list[bytes]) -> AsyncIterator[GroupReader]:
+async def sink(kafka: KafkaServer, name: str, collected: list[bytes]) -> AsyncIterator[GroupReader]:
     """A sink that begins with what is written from now on."""
     settings = MemberSettings(kafka=kafka.address, topic_prefix=f"{name}.", group="sink")
-    source = Source("gpu.attributed", lambda _: Collector(got), "latest", WHOLE_LOG)
+    source = Source("gpu.attributed", lambda _: Collector(collected), "latest", WHOLE_LOG)
     reader = GroupReader(settings, [source], Outcomes("test", Instruments(outcome_instruments("test"))))
     stop = asyncio.Event()
     task = asyncio.create_task(reader.run(stop))
@@ -277,8 +277,8 @@ async def test_a_process_that_ends_before_it_has_committed_all_partitions_makes_
     async def write(value: bytes, partitions: Sequence[int]) -> None:
         sender = Sender(kafka.connection, client_id="test")
         await sender.start()
-        for sent in [await sender.send(topic, value, partition=number) for number in partitions]:
-            await sent
+        for future in [await sender.send(topic, value, partition=number) for number in partitions]:
+            await future
         await sender.stop()
 
     async def first_only(group: ConsumerGroup, offsets: Mapping[Partition, int]) -> bool:
@@ -286,20 +286,20 @@ async def test_a_process_that_ends_before_it_has_committed_all_partitions_makes_
             await asyncio.Event().wait()
         return await commit(group, offsets)
 
-    commit, got = ConsumerGroup.commit, list[bytes]()
+    commit, collected = ConsumerGroup.commit, list[bytes]()
     await write(b"old", range(3))
     with monkeypatch.context() as patched:
         patched.setattr(ConsumerGroup, "commit", first_only)
-        async with sink(kafka, name, got) as reader:
-            await eventually(lambda: all(why.endswith("partitions 1, 2") for why in reader.not_ready()))
-    async with sink(kafka, name, got) as reader:
+        async with sink(kafka, name, collected) as reader:
+            await eventually(lambda: all(reason.endswith("partitions 1, 2") for reason in reader.not_ready()))
+    async with sink(kafka, name, collected) as reader:
         await eventually(lambda: not reader.not_ready())
         await write(b"new", range(3))
-        await eventually(lambda: got.count(b"new") == 3)
-    assert got == [b"new"] * 3
+        await eventually(lambda: collected.count(b"new") == 3)
+    assert collected == [b"new"] * 3
     admin = kafka.admin()
     for grown in admin.create_partitions([NewPartitions(topic, 4)]).values():
         await asyncio.to_thread(grown.result, 10)
     await write(b"added", [3])
-    async with sink(kafka, name, got):
-        await eventually(lambda: b"added" in got)
+    async with sink(kafka, name, collected):
+        await eventually(lambda: b"added" in collected)

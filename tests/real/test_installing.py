@@ -41,7 +41,7 @@ from topics import TOPICS
 
 CONTROLLERS = ("deployment", "replicaset", "statefulset", "daemonset", "job", "namespace", "garbage-collector")
 NODE = "gpu-node-1"
-LEFT = "jobs/gpustream-topics"
+LEFT_JOB = "jobs/gpustream-topics"
 """What Helm leaves: the Job is a hook of the release, and no part of it."""
 
 
@@ -90,8 +90,10 @@ class Nodes:
     def _run(self, namespace: str, container: Json) -> str:
         """Does what a Job's pod is to do, and says how that ended."""
         maps = self.api.get(f"/api/v1/namespaces/{namespace}/configmaps")["items"]
-        said = environment(container, {one["metadata"]["name"]: one.get("data", {}) for one in maps})
-        done = CliRunner().invoke(main, container["args"], env=said)
+        env = environment(
+            container, {config_map["metadata"]["name"]: config_map.get("data", {}) for config_map in maps}
+        )
+        done = CliRunner().invoke(main, container["args"], env=env)
         self.ran.append(done.output)
         return "Succeeded" if done.exit_code == 0 else "Failed"
 
@@ -105,12 +107,12 @@ class Shell:
         homes = {f"HELM_{kind}_HOME": str(folder / f"helm-{kind}") for kind in ("CACHE", "CONFIG", "DATA")}
         self.environment = {"PATH": path, "HOME": str(folder), "KUBECONFIG": str(api.kubeconfig(ADMIN)), **homes}
 
-    def __call__(self, line: str, *more: str) -> str:
-        words = [*shlex.split(line, comments=True), *more]
+    def __call__(self, line: str, *arguments: str) -> str:
+        words_ = [*shlex.split(line, comments=True), *arguments]
         ran = subprocess.run(
-            words, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False, timeout=60
+            words_, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False, timeout=60
         )
-        assert ran.returncode == 0, (words, ran.stdout, ran.stderr)
+        assert ran.returncode == 0, (words_, ran.stdout, ran.stderr)
         return ran.stdout
 
 
@@ -120,19 +122,19 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     need(find_etcd, find_kube_apiserver, find_kube_controller_manager, find_kubectl, find_helm, find_openssl)
     directory = tmp_path_factory.mktemp("installing")
     with ApiServer(directory / "api") as api, ControllerManager(directory / "cm", api, controllers=CONTROLLERS):
-        found = Nodes(api)
-        yield found
-        found.close()
+        new_nodes = Nodes(api)
+        yield new_nodes
+        new_nodes.close()
 
 
 def lines(page: str, section: str | None = None) -> list[str]:
     """The lines for kubectl and Helm in a page's shell blocks."""
-    some = blocks(page, "sh", section, indented=True)
-    found = [line.strip() for block in some for line in block.text.splitlines()]
-    return [line for line in found if line.startswith(("helm", "kubectl"))]
+    section_blocks = blocks(page, "sh", section, indented=True)
+    commands = [line.strip() for block in section_blocks for line in block.text.splitlines()]
+    return [line for line in commands if line.startswith(("helm", "kubectl"))]
 
 
-def ours(api: ApiServer) -> set[str]:
+def own_objects(api: ApiServer) -> set[str]:
     """What there is of gpustream in the cluster, by kind and name."""
     kinds = {
         "/api/v1": ("namespaces/gpustream/pods", "namespaces/gpustream/configmaps", "namespaces/gpustream/services"),
@@ -142,13 +144,13 @@ def ours(api: ApiServer) -> set[str]:
         "/apis/rbac.authorization.k8s.io/v1": ("clusterroles", "clusterrolebindings", "roles", "rolebindings"),
         "/apis/coordination.k8s.io/v1": ("namespaces/gpustream/leases",),
     }
-    found = {
-        f"{path.split('/')[-1]}/{one['metadata']['name']}"
+    names = {
+        f"{path.split('/')[-1]}/{item['metadata']['name']}"
         for root, paths in kinds.items()
         for path in paths
-        for one in api.get(f"{root}/{path}")["items"]
+        for item in api.get(f"{root}/{path}")["items"]
     }
-    return {one for one in found if "gpustream" in one}
+    return {name for name in names if "gpustream" in name}
 
 
 def test_helm_and_kubectl_do_what_the_page_of_operations_says(
@@ -164,7 +166,9 @@ def test_helm_and_kubectl_do_what_the_page_of_operations_says(
     assert set(TOPICS) <= set(empty_kafka.topics()), nodes.ran
     by_default = yaml.safe_load((K8S / "helm" / "gpustream" / "values.yaml").read_text())
     run = {
-        re.sub("([A-Z])", r"-\1", one).lower() for one in COMPONENTS if one != "topics" and by_default[one]["enabled"]
+        re.sub("([A-Z])", r"-\1", name).lower()
+        for name in COMPONENTS
+        if name != "topics" and by_default[name]["enabled"]
     }
     eventually_sync(lambda: components(api) == run)
     assert {"gpustream-attribution-0", "gpustream-attribution-1"} <= {
@@ -185,25 +189,27 @@ def test_helm_and_kubectl_do_what_the_page_of_operations_says(
     shell("kubectl -n gpustream scale statefulset/gpustream-attribution --replicas 3")
     shell(rollout)
     shell(uninstall)
-    eventually_sync(lambda: {one for one in ours(api) if not one.startswith("pods/gpustream-topics")} == {LEFT})
-    assert LEFT.partition("/")[2] in (ROOT / "docs" / "operations" / "README.md").read_text()
+    eventually_sync(
+        lambda: {name for name in own_objects(api) if not name.startswith("pods/gpustream-topics")} == {LEFT_JOB}
+    )
+    assert LEFT_JOB.partition("/")[2] in (ROOT / "docs" / "operations" / "README.md").read_text()
     shell(namespace)
     assert api.request("GET", "/api/v1/namespaces/gpustream").status == 404
-    assert ours(api) == set()
+    assert own_objects(api) == set()
 
 
 def running(api: ApiServer) -> list[Json]:
-    return [one for one in api.get("/api/v1/namespaces/gpustream/pods")["items"] if one["status"]["phase"] == "Running"]
+    return [pod for pod in api.get("/api/v1/namespaces/gpustream/pods")["items"] if pod["status"]["phase"] == "Running"]
 
 
 def runs(api: ApiServer, image: str) -> bool:
     """Whether all pods are of this image."""
-    return {one["spec"]["containers"][0]["image"] for one in running(api)} == {image}
+    return {pod["spec"]["containers"][0]["image"] for pod in running(api)} == {image}
 
 
 def components(api: ApiServer) -> set[str]:
     """Those that run."""
-    return {one["metadata"]["labels"]["app.kubernetes.io/component"] for one in running(api)}
+    return {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in running(api)}
 
 
 def test_kustomize_and_kubectl_do_what_the_readme_of_the_manifests_says(
@@ -214,13 +220,13 @@ def test_kustomize_and_kubectl_do_what_the_readme_of_the_manifests_says(
     (scale,) = lines("../k8s/README.md", "Upgrade")
     shell = Shell(api, tmp_path)
     shutil.copytree(K8S, tmp_path / "k8s")
-    said = yaml.safe_load(blocks("../k8s/README.md", "yaml", "Deploy")[0].text)
-    said["configMapGenerator"][0]["literals"][0] = f"GPUSTREAM_KAFKA={empty_kafka.address}"
-    few = {"op": "replace", "path": "/spec/template/spec/containers/0/args/5", "value": "1"}
-    said["patches"] = [{"target": {"kind": "Job"}, "patch": yaml.safe_dump([few])}]
+    kustomization = yaml.safe_load(blocks("../k8s/README.md", "yaml", "Deploy")[0].text)
+    kustomization["configMapGenerator"][0]["literals"][0] = f"GPUSTREAM_KAFKA={empty_kafka.address}"
+    patch = {"op": "replace", "path": "/spec/template/spec/containers/0/args/5", "value": "1"}
+    kustomization["patches"] = [{"target": {"kind": "Job"}, "patch": yaml.safe_dump([patch])}]
     folder = tmp_path / "my-cluster"
     folder.mkdir()
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(said))
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     (tmp_path / "token").write_text("t")
     runtime = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "nvidia"}}
     api.create(runtime | {"handler": "nvidia"})  # as NVIDIA's operator does
@@ -231,12 +237,12 @@ def test_kustomize_and_kubectl_do_what_the_readme_of_the_manifests_says(
     eventually_sync(lambda: components(api) == base)
     assert "attribution-0" in shell(pods)
 
-    said["images"][0]["newTag"] = "9.9.9"
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(said))
+    kustomization["images"][0]["newTag"] = "9.9.9"
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     (delete,) = re.findall(r"`(kubectl [^`]* delete job topics)`", README)
     for line in (delete, apply, wait):
         shell(line)
-    image = f"{said['images'][0]['newName']}:9.9.9"
+    image = f"{kustomization['images'][0]['newName']}:9.9.9"
     eventually_sync(partial(runs, api, image))
     shell(scale)
-    eventually_sync(lambda: not {"attribution-0", "alerts-0"} & {one["metadata"]["name"] for one in running(api)})
+    eventually_sync(lambda: not {"attribution-0", "alerts-0"} & {pod["metadata"]["name"] for pod in running(api)})

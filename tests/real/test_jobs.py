@@ -40,28 +40,28 @@ from topics.usage import HOURS, MINUTE_MS, MINUTES
 
 STEP_MS = 10_000
 TICKS = 300
-ENDED = 240  # the tick with which the idle job has ended
+ENDED_TICK = 240  # the tick with which the idle job has ended
 CLUSTER = "hpc"
 IDLE = {"id": "4242", "user": "ana", "partition": "gpu", "account": "vision"}
 BUSY = {"id": "4243", "user": "bob", "partition": "long", "account": "speech"}
 OTHER = {"id": "4244", "user": "eve", "partition": "long"}
-NOBODY: tuple[str | None, ...] = (None, None, None, None)
+NO_HOLDER: tuple[str | None, ...] = (None, None, None, None)
 
 
 def jobs_of(gpu: int, tick: int) -> list[dict[str, str]]:
     """Who has a GPU at a tick: an idle job until it ends, nobody, a job that works, and two jobs at a time."""
-    return [[IDLE] if tick < ENDED else [], [], [BUSY], [BUSY, OTHER]][gpu]
+    return [[IDLE] if tick < ENDED_TICK else [], [], [BUSY], [BUSY, OTHER]][gpu]
 
 
 def labels_of(gpu: int, tick: int) -> tuple[str | None, ...]:
     """What the labels say of a GPU's job at a tick: two jobs have none."""
     jobs = jobs_of(gpu, tick)
-    return tuple(jobs[0].get(name) for name in ("id", "user", "partition", "account")) if len(jobs) == 1 else NOBODY
+    return tuple(jobs[0].get(name) for name in ("id", "user", "partition", "account")) if len(jobs) == 1 else NO_HOLDER
 
 
 def ticks(start_ms: int) -> list[dict[str, Any]]:
     """Fifty minutes of two nodes with two GPUs each."""
-    found = []
+    records = []
     for number in range(TICKS):
         for node in (0, 1):
             devices = [
@@ -73,8 +73,8 @@ def ticks(start_ms: int) -> list[dict[str, Any]]:
                 for gpu in (2 * node, 2 * node + 1)
             ]  # fmt: skip
             tick = {"schema": 1, "cluster": CLUSTER, "node": f"n{node}", "run_id": start_ms, "seq": number + 1}
-            found.append(tick | {"ts_ms": start_ms + number * STEP_MS, "interval_ms": STEP_MS, "devices": devices})
-    return found
+            records.append(tick | {"ts_ms": start_ms + number * STEP_MS, "interval_ms": STEP_MS, "devices": devices})
+    return records
 
 
 def found_in(labels: Any) -> tuple[str | None, ...]:
@@ -94,11 +94,11 @@ async def test_jobs_are_in_every_sink(
     sender = Sender(empty_kafka.connection, client_id="ticks")
     await sender.start()
     start_ms = (int(time.time() * 1000) - TICKS * STEP_MS) // MINUTE_MS * MINUTE_MS
-    sent = [
+    futures = [
         await sender.send("gpu.samples", msgspec.json.encode(tick), key=node_key(CLUSTER, tick["node"]))
         for tick in ticks(start_ms)
     ]
-    await asyncio.gather(*sent)
+    await asyncio.gather(*futures)
     await sender.stop()
     async with hook() as plain, hook() as events:
         manager = await asyncio.to_thread(start_alertmanager, webhook=plain.url.replace("/hook", "/none"))
@@ -118,7 +118,7 @@ async def test_jobs_are_in_every_sink(
             await _is_in_series(prometheus, start_ms)
             firing, over = await eventually(lambda: plain.accepted if len(plain.accepted) > 1 else [])
             alerts = [msgspec.json.decode(body, type=Alert) for _, body, _ in (firing, over)]
-            assert [(one.name, one.state, found_in(one.labels)) for one in alerts] == [
+            assert [(alert.name, alert.state, found_in(alert.labels)) for alert in alerts] == [
                 ("GPUHeldIdle", "firing", labels_of(0, 0)), ("GPUHeldIdle", "resolved", labels_of(0, 0)),
             ]  # fmt: skip
             for event, alert in zip(
@@ -128,8 +128,10 @@ async def test_jobs_are_in_every_sink(
             await _is_booked(kafka, start_ms, tmp_path / "usage")
             assert scrape.address
             page = await asyncio.to_thread(_get, "http://{}:{}/metrics".format(*scrape.address))
-    shown = {line.split('gpu_uuid="')[1][:5]: line for line in page.splitlines() if line.startswith("gpu_utilization{")}
-    assert {uuid: 'job_id="4243"' in line and 'job_account="speech"' in line for uuid, line in shown.items()} == {
+    line_by_gpu = {
+        line.split('gpu_uuid="')[1][:5]: line for line in page.splitlines() if line.startswith("gpu_utilization{")
+    }
+    assert {uuid: 'job_id="4243"' in line and 'job_account="speech"' in line for uuid, line in line_by_gpu.items()} == {
         "GPU-0": False, "GPU-1": False, "GPU-2": True, "GPU-3": False,
     }  # fmt: skip
     assert await read_all(kafka, "gpu.dead-letters") == []
@@ -137,44 +139,48 @@ async def test_jobs_are_in_every_sink(
 
 async def _is_in_series(prometheus: PrometheusServer, start_ms: int) -> None:
     """Prometheus has each point of each GPU once, under the labels of the job that had it then."""
-    wanted = {(f"GPU-{gpu}", start_ms + n * STEP_MS): labels_of(gpu, n) for gpu in range(4) for n in range(TICKS)}
+    expected = {(f"GPU-{gpu}", start_ms + n * STEP_MS): labels_of(gpu, n) for gpu in range(4) for n in range(TICKS)}
     query = f'gpu_utilization{{k8s_cluster_name="{CLUSTER}"}}[2h]'
 
     async def stored() -> dict[tuple[str, int], tuple[str | None, ...]]:
         series = await asyncio.to_thread(prometheus.query, query)
-        points = [((one.labels["gpu_uuid"], at_ms), found_in(one.labels)) for one in series for at_ms, _ in one.points]
-        return dict(points) if len(points) == len(wanted) else {}
+        points = [
+            ((series_.labels["gpu_uuid"], at_ms), found_in(series_.labels))
+            for series_ in series
+            for at_ms, _ in series_.points
+        ]
+        return dict(points) if len(points) == len(expected) else {}
 
-    assert await eventually(stored, every_s=0.5) == wanted
+    assert await eventually(stored, every_s=0.5) == expected
 
 
 async def _is_booked(kafka: str, start_ms: int, files: Path) -> None:
     """Each whole minute of each job is booked to it, the files have what the topic has, and the commands say so."""
 
-    def whole(job: dict[str, str], gpu: int) -> int:
-        mine = [start_ms + n * STEP_MS for n in range(TICKS) if job in jobs_of(gpu, n)]
-        first, last = -(-mine[0] // MINUTE_MS), mine[-1] // MINUTE_MS
+    def booked_ms(job: dict[str, str], gpu: int) -> int:
+        own_ms = [start_ms + n * STEP_MS for n in range(TICKS) if job in jobs_of(gpu, n)]
+        first, last = -(-own_ms[0] // MINUTE_MS), own_ms[-1] // MINUTE_MS
         return last - first - (gpu != 0)  # the last minute is not closed yet
 
-    wanted = {("4242", "GPU-0"): (IDLE, 0), ("4243", "GPU-2"): (BUSY, 2), ("4243", "GPU-3"): (BUSY, 3)}
+    expected = {("4242", "GPU-0"): (IDLE, 0), ("4243", "GPU-2"): (BUSY, 2), ("4243", "GPU-3"): (BUSY, 3)}
 
     async def minutes() -> dict[tuple[str, str], int]:
         counts: dict[tuple[str, str], int] = {}
-        for one in (await usage_of(kafka, MINUTES.name)).values():
-            if one.category == "held" and one.pod and one.workload:
-                share = 2 if one.gpu_uuid == "GPU-3" else 1
-                assert (one.workload.kind, one.workload.name) == ("SlurmJob", one.pod)
-                if one.device_ms == MINUTE_MS // share:
-                    counts[one.pod, one.gpu_uuid] = counts.get((one.pod, one.gpu_uuid), 0) + 1
+        for record in (await usage_of(kafka, MINUTES.name)).values():
+            if record.category == "held" and record.pod and record.workload:
+                share = 2 if record.gpu_uuid == "GPU-3" else 1
+                assert (record.workload.kind, record.workload.name) == ("SlurmJob", record.pod)
+                if record.device_ms == MINUTE_MS // share:
+                    counts[record.pod, record.gpu_uuid] = counts.get((record.pod, record.gpu_uuid), 0) + 1
         return counts
 
     async def all_booked() -> bool:
         counts = await minutes()
-        return all(counts.get(key, 0) >= whole(*of) for key, of in wanted.items())
+        return all(counts.get(key, 0) >= booked_ms(*job_and_gpu) for key, job_and_gpu in expected.items())
 
     await eventually(all_booked, every_s=0.5)
     await eventually(lambda: _caught_up(kafka))
-    hours = {key.decode(): one.device_ms for key, one in (await usage_of(kafka, HOURS.name)).items()}
+    hours = {key.decode(): record.device_ms for key, record in (await usage_of(kafka, HOURS.name)).items()}
     columns = "cluster, node, uuid, start_ms, coalesce(namespace, ''), coalesce(pod, ''), coalesce(pod_uid, '')"
     rows = duckdb.execute(
         f"SELECT concat_ws('/', {columns}, coalesce(container, ''), category), device_ms, pod, team, workload_kind,"  # noqa: S608
@@ -184,8 +190,8 @@ async def _is_booked(kafka: str, start_ms: int, files: Path) -> None:
     assert {row[2:] for row in rows if row[2]} == {
         (job["id"], job.get("account"), "SlurmJob", job["user"], job["partition"]) for job in (IDLE, BUSY, OTHER)
     }
-    says = {by: await asyncio.to_thread(_usage_by, kafka, by) for by in ("workload", "pod", "namespace", "team")}
-    assert says == {
+    rows_by = {by: await asyncio.to_thread(_usage_by, kafka, by) for by in ("workload", "pod", "namespace", "team")}
+    assert rows_by == {
         "workload": {f"{job['partition']}/SlurmJob/{job['id']}" for job in (IDLE, BUSY, OTHER)},
         "pod": {f"{job['partition']}/{job['id']}" for job in (IDLE, BUSY, OTHER)},
         "namespace": {"gpu", "long"},
@@ -200,8 +206,8 @@ async def _caught_up(kafka: str) -> bool:
 
 
 def _usage_by(kafka: str, by: str) -> set[str]:
-    words = ["usage", "--kafka", kafka, "--by", by, "--since", "50m", "--format", "json"]
-    done = CliRunner().invoke(main, words)
+    arguments = ["usage", "--kafka", kafka, "--by", by, "--since", "50m", "--format", "json"]
+    done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0, done.output
     return {row["by"] for row in json.loads(done.stdout)["rows"] if row.get("category", "held") == "held"}
 

@@ -71,12 +71,12 @@ def fill(prometheus: PrometheusServer, directory: Path, cluster: str, *options: 
 
 
 def pods_of(rows: list[Row]) -> set[Pod]:
-    return {(one["namespace"], one["pod"]) for row in rows for one in row["reported"]}
+    return {(holder["namespace"], holder["pod"]) for row in rows for holder in row["reported"]}
 
 
-def seen(prometheus: PrometheusServer, expr: str, at_ms: int) -> set[Pod]:
-    found = [series.labels for series in prometheus.query(expr, at_ms)]
-    return {(labels["namespace"], labels["pod"]) for labels in found if "pod" in labels}
+def pods_seen(prometheus: PrometheusServer, expr: str, at_ms: int) -> set[Pod]:
+    label_sets = [series.labels for series in prometheus.query(expr, at_ms)]
+    return {(labels["namespace"], labels["pod"]) for labels in label_sets if "pod" in labels}
 
 
 def sums(prometheus: PrometheusServer, expr: str, at_ms: int) -> Mapping[str, float]:
@@ -91,30 +91,32 @@ def test_a_query_by_pod_sees_every_pod_and_sums_over_a_device_stay_the_devices(
     fleet = fill(prometheus, tmp_path, "by-pod", *options)
     at_ms = max(row["ts_ms"] for row in fleet.last)
     pods = pods_of(fleet.last)
-    whole = {
-        (one["namespace"], one["pod"])
+    held_pods = {
+        (holder["namespace"], holder["pod"])
         for row in fleet.last
-        for one in row["reported"]
+        for holder in row["reported"]
         if row["uuid"].startswith("GPU-") and len({(h["namespace"], h["pod"]) for h in row["reported"]}) == 1
     }
-    assert len(whole) < len(pods) * 2 / 3, "the fleet has to have shared and MIG devices"
+    assert len(held_pods) < len(pods) * 2 / 3, "the fleet has to have shared and MIG devices"
 
-    assert seen(prometheus, BY_POD, at_ms) == pods
-    assert seen(prometheus, BY_POD.replace("utilization", "temp"), at_ms) == whole, "what is not divided"
+    assert pods_seen(prometheus, BY_POD, at_ms) == pods
+    assert pods_seen(prometheus, BY_POD.replace("utilization", "temp"), at_ms) == held_pods, "what is not divided"
 
-    known = {row["uuid"]: row for row in fleet.last}
+    row_by_uuid = {row["uuid"]: row for row in fleet.last}
     used = sums(prometheus, 'sum by (uuid) (dcgm_fb_used{cluster="by-pod"})', at_ms)
     assert used == {
         uuid: pytest.approx(row["memory_used_bytes"] / MIB)
-        for uuid, row in known.items()
+        for uuid, row in row_by_uuid.items()
         if row["memory_used_bytes"] is not None
     }
     busy = sums(prometheus, 'sum by (uuid) (dcgm_gpu_utilization{cluster="by-pod"})', at_ms)
-    says = {uuid: row["utilization_ratio"] for uuid, row in known.items() if row["utilization_ratio"] is not None}
-    assert {uuid: value for uuid, value in busy.items() if uuid in says} == {
-        uuid: pytest.approx(100 * ratio) for uuid, ratio in says.items()
+    ratio_by_uuid = {
+        uuid: row["utilization_ratio"] for uuid, row in row_by_uuid.items() if row["utilization_ratio"] is not None
     }
-    assert all(uuid.startswith("MIG-") for uuid in busy.keys() - says.keys())
+    assert {uuid: value for uuid, value in busy.items() if uuid in ratio_by_uuid} == {
+        uuid: pytest.approx(100 * ratio) for uuid, ratio in ratio_by_uuid.items()
+    }
+    assert all(uuid.startswith("MIG-") for uuid in busy.keys() - ratio_by_uuid.keys())
     assert fleet.summary["lost"] == fleet.summary["dropped"] == fleet.summary["dead_lettered"] == 0
 
 
@@ -133,12 +135,16 @@ metric_relabel_configs:
 
     of_ticks: dict[tuple[str, int], set[str | None]] = defaultdict(set)
     for row in [row for row in fleet.truth if row["uuid"].startswith("GPU-")]:
-        pods = {one["pod"] for one in row["reported"]}
+        pods = {holder["pod"] for holder in row["reported"]}
         of_ticks[row["node"], row["seq"]].add(pods.pop() if len(pods) == 1 else None)
     names = [series.labels for series in prometheus.query('sum by (__name__, node, exported_pod) ({cluster="merged"})')]
-    assert {one["__name__"] for one in names} == {"dcgm_power_usage", "dcgm_gpu_utilization"}
+    assert {name_labels["__name__"] for name_labels in names} == {"dcgm_power_usage", "dcgm_gpu_utilization"}
     expected = {(node, pod) for (node, _), pods in of_ticks.items() for pod in pods}
-    found = {(one["node"], one.get("exported_pod")) for one in names if one["__name__"] == "dcgm_power_usage"}
-    assert found <= expected
+    pods_by_node = {
+        (name_labels["node"], name_labels.get("exported_pod"))
+        for name_labels in names
+        if name_labels["__name__"] == "dcgm_power_usage"
+    }
+    assert pods_by_node <= expected
     (stored,) = prometheus.query('sum(count_over_time(dcgm_power_usage{cluster="merged"}[5m]))')
     assert int(stored.value) == sum(len(pods) for pods in of_ticks.values())

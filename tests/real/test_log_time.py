@@ -63,7 +63,7 @@ class Writer:
         await self._producer.send_and_wait(topic, msgspec.json.encode(record), key=node_key("c", node))
 
 
-async def written(kafka: str, workers: list[Gpustream]) -> None:
+async def wait_for_all(kafka: str, workers: list[Gpustream]) -> None:
     """Write for some seconds, most of which the workers are stopped, for less than their session."""
     producer = AIOKafkaProducer(bootstrap_servers=kafka)
     await producer.start()
@@ -83,17 +83,17 @@ async def written(kafka: str, workers: list[Gpustream]) -> None:
 async def attributed(kafka: str, group: str) -> list[Any]:
     """What gpu.attributed has once a group has read everything."""
 
-    async def read() -> bool:
+    async def all_read() -> bool:
         return not await lag(kafka, group, ["gpu.samples"])
 
-    await eventually(read, every_s=0.2)
+    await eventually(all_read, every_s=0.2)
     return await read_all(kafka, "gpu.attributed")
 
 
 async def replayed(kafka: str) -> list[Any]:
     """The same once another group has read it from the beginning."""
-    stop, again = asyncio.Event(), Attribution(AttributionSettings(kafka=kafka, group=REPLAY))
-    running = asyncio.create_task(again.run(stop))
+    stop, replay_stream = asyncio.Event(), Attribution(AttributionSettings(kafka=kafka, group=REPLAY))
+    running = asyncio.create_task(replay_stream.run(stop))
     try:
         return await attributed(kafka, REPLAY)
     finally:
@@ -103,11 +103,11 @@ async def replayed(kafka: str) -> list[Any]:
 
 def by_offset(records: list[Any]) -> dict[tuple[int, int], bytes]:
     """The records by the place of their sample; those of one place are the same."""
-    found: dict[tuple[int, int], bytes] = {}
+    by_place: dict[tuple[int, int], bytes] = {}
     for record in records:
-        place = (record.partition, msgspec.json.decode(record.value, type=AttributedSample).offset)
-        assert found.setdefault(place, record.value) == record.value
-    return found
+        source = (record.partition, msgspec.json.decode(record.value, type=AttributedSample).offset)
+        assert by_place.setdefault(source, record.value) == record.value
+    return by_place
 
 
 def test_workers_that_are_stopped_for_seconds_name_every_pod_and_a_replay_gives_the_same_bytes(
@@ -116,8 +116,8 @@ def test_workers_that_are_stopped_for_seconds_name_every_pod_and_a_replay_gives_
     kafka = empty_kafka.address
     asyncio.run(topic_admin.create(Connection(kafka), partitions=4, replication_factor=1))
     command = ("stream", "attribution", "--kafka", kafka)
-    with Gpustream(tmp_path / "one", *command) as one, Gpustream(tmp_path / "other", *command) as other:
-        asyncio.run(written(kafka, [one, other]))
+    with Gpustream(tmp_path / "one", *command) as first_worker, Gpustream(tmp_path / "other", *command) as other:
+        asyncio.run(wait_for_all(kafka, [first_worker, other]))
         live = asyncio.run(attributed(kafka, GROUP))
 
     samples = [msgspec.json.decode(value, type=AttributedSample) for value in by_offset(live).values()]

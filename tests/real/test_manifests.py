@@ -43,18 +43,18 @@ STRICT = "fieldManager=tests&force=true&fieldValidation=Strict"
 
 def find_kustomize() -> Path:
     """Kustomize itself, where ``make real-servers`` put it, or on PATH; raises :class:`Missing`."""
-    found = shutil.which("kustomize", path=f"{real_dir() / KUSTOMIZE}{os.pathsep}{os.environ.get('PATH', '')}")
-    if not found:
+    path = shutil.which("kustomize", path=f"{real_dir() / KUSTOMIZE}{os.pathsep}{os.environ.get('PATH', '')}")
+    if not path:
         raise Missing(f"no {KUSTOMIZE} in {real_dir()} and none on PATH: make real-servers")
-    return Path(found)
+    return Path(path)
 
 
 def find_custom_resources() -> Path:
     """The definitions of KEDA's, the Prometheus operator's, Strimzi's and cert-manager's; raises :class:`Missing`."""
-    found = real_dir() / CUSTOM_RESOURCES
-    if not found.is_dir():
+    folder = real_dir() / CUSTOM_RESOURCES
+    if not folder.is_dir():
         raise Missing(f"no {CUSTOM_RESOURCES} in {real_dir()}: make real-servers")
-    return found
+    return folder
 
 
 class Answer(NamedTuple):
@@ -85,14 +85,16 @@ class Cluster:
             with error:
                 return Answer(error.code, json.load(error), [])
 
-    def apply(self, thing: Manifest, *, dry: bool) -> Answer:
+    def apply(self, manifest: Manifest, *, dry: bool) -> Answer:
         """Apply an object as ``kubectl apply --server-side`` does, strictly validated."""
-        path = f"{self._server.collection(thing)}/{thing['metadata']['name']}?{STRICT}{'&dryRun=All' if dry else ''}"
-        return self.ask("PATCH", path, thing, kind="application/apply-patch+yaml")
+        path = (
+            f"{self._server.collection(manifest)}/{manifest['metadata']['name']}?{STRICT}{'&dryRun=All' if dry else ''}"
+        )
+        return self.ask("PATCH", path, manifest, kind="application/apply-patch+yaml")
 
-    def may(self, user: str, **what: str) -> bool:
+    def may(self, user: str, **attributes: str) -> bool:
         """Whether a user may do something."""
-        review = {"spec": {"user": user, "resourceAttributes": what}}
+        review = {"spec": {"user": user, "resourceAttributes": attributes}}
         answer = self.ask("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
         return bool(answer.body["status"]["allowed"])
 
@@ -101,24 +103,24 @@ class Cluster:
 def cluster(kube_api: ApiServer) -> Cluster:
     """The run's API server, where the namespaces of k8s/ are, and of the rest only what a test leaves there."""
     need(find_custom_resources)
-    asked = Cluster(kube_api)
+    asked_cluster = Cluster(kube_api)
     for file in find_custom_resources().glob("*.yaml"):
         definition = yaml.safe_load(file.read_text())
-        assert asked.apply(definition, dry=False).status in {200, 201}
-        eventually_sync(partial(established, asked, definition["metadata"]["name"]))
+        assert asked_cluster.apply(definition, dry=False).status in {200, 201}
+        eventually_sync(partial(established, asked_cluster, definition["metadata"]["name"]))
     for folder in ("base", "try"):
-        (namespace,) = [thing for thing in render(K8S / folder) if thing["kind"] == "Namespace"]
+        (namespace,) = [manifest for manifest in render(K8S / folder) if manifest["kind"] == "Namespace"]
         if folder == "base":  # as components/dra has it: what is not there yet can't be seen by a dry run
             namespace["metadata"]["labels"]["resource.kubernetes.io/admin-access"] = "true"
-        assert asked.apply(namespace, dry=False).status in {200, 201}
-    return asked
+        assert asked_cluster.apply(namespace, dry=False).status in {200, 201}
+    return asked_cluster
 
 
-def established(asked: Cluster, name: str) -> bool:
+def established(asked_cluster: Cluster, name: str) -> bool:
     """Whether the API server serves a custom resource."""
-    answer = asked.ask("GET", f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}")
+    answer = asked_cluster.ask("GET", f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}")
     conditions = answer.body.get("status", {}).get("conditions") or []
-    return any((one["type"], one["status"]) == ("Established", "True") for one in conditions)
+    return any((condition["type"], condition["status"]) == ("Established", "True") for condition in conditions)
 
 
 def render(folder: Path) -> list[Manifest]:
@@ -137,13 +139,13 @@ def overlay(tmp_path: Path) -> Render:
     """Renders a kustomization that lies beside k8s/."""
     numbers = count()
 
-    def render_it(said: Manifest) -> list[Manifest]:
+    def render_it(kustomization: Manifest) -> list[Manifest]:
         folder = tmp_path / f"overlay-{next(numbers)}"
         folder.mkdir()
         k8s = os.path.relpath(K8S, folder.resolve())
-        text = yaml.safe_dump(said).replace("- ../k8s/", f"- {k8s}/")
+        text = yaml.safe_dump(kustomization).replace("- ../k8s/", f"- {k8s}/")
         (folder / "kustomization.yaml").write_text(text)
-        for generator in said.get("configMapGenerator", []):
+        for generator in kustomization.get("configMapGenerator", []):
             for file in generator.get("files", []):
                 (folder / file).write_text("# of yours\n")
         return render(folder)
@@ -175,33 +177,43 @@ OVERLAYS = {
     ),
     "base on GKE": with_components("gke", "critical-node"),
     "base on HAMi": with_components("hami"),
-} | {f"example {number} of the README": said for number, said in enumerate(examples("kind: Kustomization"), 1)}
+} | {
+    f"example {number} of the README": kustomization
+    for number, kustomization in enumerate(examples("kind: Kustomization"), 1)
+}
 
 
-@pytest.mark.parametrize("said", OVERLAYS.values(), ids=list(OVERLAYS))
+@pytest.mark.parametrize("kustomization", OVERLAYS.values(), ids=list(OVERLAYS))
 def test_every_object_is_accepted_strictly_and_without_a_warning(
-    cluster: Cluster, overlay: Render, said: Manifest
+    cluster: Cluster, overlay: Render, kustomization: Manifest
 ) -> None:
-    things = overlay(said)
-    answers = {f"{thing['kind']}/{thing['metadata']['name']}": cluster.apply(thing, dry=True) for thing in things}
-    assert len(answers) == len(things) >= 8
+    manifests = overlay(kustomization)
+    results = {
+        f"{manifest['kind']}/{manifest['metadata']['name']}": cluster.apply(manifest, dry=True)
+        for manifest in manifests
+    }
+    assert len(results) == len(manifests) >= 8
     assert {
-        name: answer for name, answer in answers.items() if answer.status not in {200, 201} or answer.warnings
+        name: answer for name, answer in results.items() if answer.status not in {200, 201} or answer.warnings
     } == {}
 
 
 def test_the_examples_of_autoscaling_are_accepted_strictly_too(cluster: Cluster) -> None:
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "ml"}}, dry=False)
     files = [file for file in (K8S / "examples").rglob("*.yaml") if file.name != "adapter.yaml"]
-    things = [thing for file in files for thing in yaml.safe_load_all(file.read_text())]
-    answers = [cluster.apply(thing, dry=True) for thing in things]
+    manifests = [manifest for file in files for manifest in yaml.safe_load_all(file.read_text())]
+    results = [cluster.apply(manifest, dry=True) for manifest in manifests]
 
-    assert {thing["kind"] for thing in things} == {"HorizontalPodAutoscaler", "ScaledObject", "TriggerAuthentication"}
-    assert [(answer.status, answer.warnings) for answer in answers] == [(201, [])] * len(things)
+    assert {manifest["kind"] for manifest in manifests} == {
+        "HorizontalPodAutoscaler",
+        "ScaledObject",
+        "TriggerAuthentication",
+    }
+    assert [(answer.status, answer.warnings) for answer in results] == [(201, [])] * len(manifests)
 
 
 def test_the_server_finds_a_field_that_is_none(cluster: Cluster) -> None:
-    (daemon_set,) = [thing for thing in render(K8S / "base") if thing["kind"] == "DaemonSet"]
+    (daemon_set,) = [manifest for manifest in render(K8S / "base") if manifest["kind"] == "DaemonSet"]
     daemon_set["spec"]["template"]["spec"]["hostPid"] = True
     answer = cluster.apply(daemon_set, dry=True)
     assert answer.status in {400, 500}
@@ -210,10 +222,10 @@ def test_the_server_finds_a_field_that_is_none(cluster: Cluster) -> None:
 
 def test_every_reference_is_to_an_object_that_is_rendered() -> None:
     for folder in ("base", "try"):
-        things = render(K8S / folder)
-        maps = {thing["metadata"]["name"] for thing in things if thing["kind"] == "ConfigMap"}
+        manifests = render(K8S / folder)
+        maps = {manifest["metadata"]["name"] for manifest in manifests if manifest["kind"] == "ConfigMap"}
         assert all(re.fullmatch(r"(gpustream|alerts|remote-write|alertmanager)-[a-z0-9]{10}", name) for name in maps)
-        assert set(config_maps_named_in(things)) == maps
+        assert set(config_maps_named_in(manifests)) == maps
 
 
 def config_maps_named_in(node: object) -> Iterator[str]:
@@ -230,33 +242,33 @@ def config_maps_named_in(node: object) -> Iterator[str]:
 
 
 def test_in_a_namespace_of_another_name_the_roles_are_bound_to_the_account_that_is_there(overlay: Render) -> None:
-    things = overlay(with_components(*TOGETHER) | {"namespace": "elsewhere"})
-    assert {thing["metadata"].get("namespace", "elsewhere") for thing in things} == {"elsewhere"}
-    subjects = [subject for thing in things for subject in thing.get("subjects", [])]
+    manifests = overlay(with_components(*TOGETHER) | {"namespace": "elsewhere"})
+    assert {manifest["metadata"].get("namespace", "elsewhere") for manifest in manifests} == {"elsewhere"}
+    subjects = [subject for manifest in manifests for subject in manifest.get("subjects", [])]
     assert [subject["namespace"] for subject in subjects] == ["elsewhere"] * 8
-    services = [thing["spec"]["service"] for thing in things if thing["kind"] == "APIService"]
+    services = [manifest["spec"]["service"] for manifest in manifests if manifest["kind"] == "APIService"]
     assert services == [{"namespace": "elsewhere", "name": "metrics-api", "port": 443}] * 2
-    (namespace,) = [thing for thing in things if thing["kind"] == "Namespace"]
+    (namespace,) = [manifest for manifest in manifests if manifest["kind"] == "Namespace"]
     assert namespace["metadata"]["name"] == "elsewhere"
 
 
 def test_the_readmes_overlay_changes_what_it_says(overlay: Render) -> None:
-    (said,) = examples("newName:")
-    things = overlay(said)
-    pods = [thing["spec"]["template"]["spec"] for thing in things if "template" in thing.get("spec", {})]
+    (kustomization,) = examples("newName:")
+    manifests = overlay(kustomization)
+    pods = [manifest["spec"]["template"]["spec"] for manifest in manifests if "template" in manifest.get("spec", {})]
     assert {pod["containers"][0]["image"] for pod in pods} == {"registry.example.com/gpustream:0.1.0"}
     assert [pod["runtimeClassName"] for pod in pods if pod.get("hostPID")] == ["nvidia"]
     (reported,) = [
-        thing["data"]
-        for thing in things
-        if thing["kind"] == "ConfigMap" and thing["metadata"]["name"].startswith("gpustream")
+        manifest["data"]
+        for manifest in manifests
+        if manifest["kind"] == "ConfigMap" and manifest["metadata"]["name"].startswith("gpustream")
     ]
     assert (reported["GPUSTREAM_CLUSTER"], reported["GPUSTREAM_LOG_FORMAT"]) == ("prod-us-east-1", "json")
 
 
 def test_the_readmes_rules_and_webhook_are_where_the_pods_look_for_them(overlay: Render) -> None:
     (rules,), (webhook,) = examples("files:"), examples("components/webhook\nconfigMapGenerator")
-    things = overlay(
+    manifests = overlay(
         {
             "resources": ["../k8s/base"],
             "namespace": "gpustream",
@@ -264,29 +276,39 @@ def test_the_readmes_rules_and_webhook_are_where_the_pods_look_for_them(overlay:
             "configMapGenerator": rules["configMapGenerator"] + webhook["configMapGenerator"],
         }
     )
-    (of_rules,) = [name for name in names(things, "ConfigMap") if name.startswith("alert-rules-")]
-    (of_webhook,) = [name for name in names(things, "ConfigMap") if name.startswith("webhook-")]
-    pods = {thing["metadata"]["name"]: thing["spec"]["template"] for thing in things if thing["kind"] == "StatefulSet"}
+    (of_rules,) = [name for name in names(manifests, "ConfigMap") if name.startswith("alert-rules-")]
+    (of_webhook,) = [name for name in names(manifests, "ConfigMap") if name.startswith("webhook-")]
+    pods = {
+        manifest["metadata"]["name"]: manifest["spec"]["template"]
+        for manifest in manifests
+        if manifest["kind"] == "StatefulSet"
+    }
     volumes = [volume["configMap"]["name"] for volume in pods["alerts"]["spec"]["volumes"] if "configMap" in volume]
     assert volumes == [of_rules]
     assert of_webhook in config_maps_named_in(pods["webhook"])
-    (alerts,) = [thing for thing in things if thing["metadata"]["name"].startswith("alerts-")]
+    (alerts,) = [manifest for manifest in manifests if manifest["metadata"]["name"].startswith("alerts-")]
     assert alerts["data"]["GPUSTREAM_RULES"] == "/etc/gpustream/alert-rules/rules.toml"
 
 
 def test_with_kafka_security_every_pod_of_ours_sees_the_secret_and_every_option_that_names_its_files(
     overlay: Render,
 ) -> None:
-    (said,) = examples("components/kafka-security")
-    pods = [pod["spec"] for pod in templates(overlay(said))]
+    (kustomization,) = examples("components/kafka-security")
+    pods = [pod["spec"] for pod in templates(overlay(kustomization))]
     assert len(pods) == 7
     for pod in pods:
         (container,) = pod["containers"]
-        (volume,) = [one for one in pod["volumes"] if one.get("secret", {}).get("secretName") == "kafka"]
-        (mount,) = [one for one in container["volumeMounts"] if one["name"] == volume["name"]]
+        (volume,) = [
+            candidate for candidate in pod["volumes"] if candidate.get("secret", {}).get("secretName") == "kafka"
+        ]
+        (mount,) = [candidate for candidate in container["volumeMounts"] if candidate["name"] == volume["name"]]
         assert pod["securityContext"]["fsGroup"]
         assert any(source["configMapRef"]["name"].startswith("gpustream-") for source in container["envFrom"])
-        files = [literal.partition("=")[2] for literal in said["configMapGenerator"][0]["literals"] if "=/" in literal]
+        files = [
+            literal.partition("=")[2]
+            for literal in kustomization["configMapGenerator"][0]["literals"]
+            if "=/" in literal
+        ]
         assert {str(Path(file).parent) for file in files} == {mount["mountPath"]}
 
 
@@ -295,16 +317,16 @@ def test_the_readmes_authentication_is_that_of_every_scaled_objects_kafka_trigge
 ) -> None:
     (authentication,), (hourly, patched) = examples("kind: TriggerAuthentication"), examples("kind: ScaledObject")
     assert cluster.apply(authentication, dry=True).status == 201
-    scaled = [thing for thing in overlay(with_components("keda") | patched) if thing["kind"] == "ScaledObject"]
+    scaled = [manifest for manifest in overlay(with_components("keda") | patched) if manifest["kind"] == "ScaledObject"]
     assert len(scaled) == 3
-    for thing in scaled:
-        assert cluster.apply(thing, dry=True).status == 201
-        (trigger,) = [one for one in thing["spec"]["triggers"] if one["type"] == "kafka"]
+    for manifest in scaled:
+        assert cluster.apply(manifest, dry=True).status == 201
+        (trigger,) = [candidate for candidate in manifest["spec"]["triggers"] if candidate["type"] == "kafka"]
         assert trigger["authenticationRef"] == {"name": authentication["metadata"]["name"]}
     (parquet,) = [
-        thing
-        for thing in overlay(with_components("parquet", "keda/parquet") | hourly)
-        if thing["kind"] == "ScaledObject"
+        manifest
+        for manifest in overlay(with_components("parquet", "keda/parquet") | hourly)
+        if manifest["kind"] == "ScaledObject"
     ]
     assert cluster.apply(parquet, dry=True).status == 201
     assert [trigger["type"] for trigger in parquet["spec"]["triggers"]] == ["kafka", "cron"]
@@ -325,23 +347,27 @@ def test_with_strimzi_every_pod_logs_in_as_a_user_of_its_own_and_the_chart_has_t
         )
     )
     based, charted = overlay(OVERLAYS["base with strimzi"]), chart(values)
-    for things in (based, charted):
-        users = {thing["metadata"]["name"] for thing in things if thing["kind"] == "KafkaUser"}
+    for manifests in (based, charted):
+        users = {manifest["metadata"]["name"] for manifest in manifests if manifest["kind"] == "KafkaUser"}
         logins = {}
-        for thing in (one for one in things if "template" in one.get("spec", {})):
-            (volume,) = [one for one in thing["spec"]["template"]["spec"]["volumes"] if one["name"] == "kafka"]
-            logins[thing["metadata"]["name"]] = volume["projected"]["sources"][0]["secret"]["name"]
+        for manifest in (candidate for candidate in manifests if "template" in candidate.get("spec", {})):
+            (volume,) = [
+                candidate
+                for candidate in manifest["spec"]["template"]["spec"]["volumes"]
+                if candidate["name"] == "kafka"
+            ]
+            logins[manifest["metadata"]["name"]] = volume["projected"]["sources"][0]["secret"]["name"]
         assert logins == {name: f"gpustream-{name.removeprefix('gpustream-')}" for name in logins}
         assert set(logins.values()) == users
-        assert not names(things, "Job")
+        assert not names(manifests, "Job")
     for kind in ("KafkaTopic", "KafkaUser"):
-        one, other = (
-            {thing["metadata"]["name"]: thing["spec"] for thing in things if thing["kind"] == kind}
-            for things in (based, charted)
+        of_overlay, other = (
+            {manifest["metadata"]["name"]: manifest["spec"] for manifest in manifests_ if manifest["kind"] == kind}
+            for manifests_ in (based, charted)
         )
-        assert one == other
-    one, other = (comparable(things)["StatefulSet", "attribution"] for things in (based, charted))
-    assert one == other
+        assert of_overlay == other
+    of_overlay, other = (comparable(manifests_)["StatefulSet", "attribution"] for manifests_ in (based, charted))
+    assert of_overlay == other
 
 
 def test_openshift_picks_the_users_of_all_but_the_node_producer_whatever_other_components_add(overlay: Render) -> None:
@@ -354,25 +380,29 @@ def test_openshift_picks_the_users_of_all_but_the_node_producer_whatever_other_c
             assert context == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
-def templates(things: list[Manifest]) -> list[Manifest]:
+def templates(manifests: list[Manifest]) -> list[Manifest]:
     """The pod templates of what is rendered."""
-    return [thing["spec"]["template"] for thing in things if "template" in thing.get("spec", {})]
+    return [manifest["spec"]["template"] for manifest in manifests if "template" in manifest.get("spec", {})]
 
 
-def config_maps_in(things: list[Manifest]) -> dict[str, dict[str, str]]:
+def config_maps_in(manifests: list[Manifest]) -> dict[str, dict[str, str]]:
     """What the ConfigMaps hold, by their names."""
-    return {thing["metadata"]["name"]: thing.get("data", {}) for thing in things if thing["kind"] == "ConfigMap"}
+    return {
+        manifest["metadata"]["name"]: manifest.get("data", {})
+        for manifest in manifests
+        if manifest["kind"] == "ConfigMap"
+    }
 
 
-def names(things: list[Manifest], kind: str) -> list[str]:
+def names(manifests: list[Manifest], kind: str) -> list[str]:
     """The names of the objects of a kind."""
-    return [thing["metadata"]["name"] for thing in things if thing["kind"] == kind]
+    return [manifest["metadata"]["name"] for manifest in manifests if manifest["kind"] == kind]
 
 
 def test_a_promtool_takes_the_readmes_scrape_configuration(tmp_path: Path) -> None:
     need(find_promtool)
-    (said,) = examples("scrape_configs:")
-    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(said))
+    (configuration,) = examples("scrape_configs:")
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(configuration))
     checked = subprocess.run(
         [find_promtool(), "check", "config", tmp_path / "prometheus.yml"], capture_output=True, text=True, check=False
     )
@@ -386,9 +416,9 @@ def test_a_promtool_takes_the_readmes_scrape_configuration(tmp_path: Path) -> No
 def token(cluster: Cluster) -> str:
     """A token of the cluster producer's account, bound to what the base binds it to."""
     rights = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
-    for thing in render(K8S / "base"):
-        if thing["kind"] in rights:
-            assert cluster.apply(thing, dry=False).status in {200, 201}
+    for manifest in render(K8S / "base"):
+        if manifest["kind"] in rights:
+            assert cluster.apply(manifest, dry=False).status in {200, 201}
     path = "/api/v1/namespaces/gpustream/serviceaccounts/cluster/token"
     answer = cluster.ask("POST", path, {"spec": {"expirationSeconds": 3600}})
     return str(answer.body["status"]["token"])
@@ -459,13 +489,13 @@ def test_the_cluster_producer_makes_and_keeps_its_lease_and_does_nothing_else_to
     }
     path = f"{LEASES}/gpustream-cluster"
     cluster.ask("DELETE", path)
-    made = cluster.ask("POST", LEASES, lease, token=token)
-    assert made.status == 201
-    kept = cluster.ask("PUT", path, made.body, token=token)
-    assert (kept.status, cluster.ask("GET", path, token=token).status) == (200, 200)
+    created = cluster.ask("POST", LEASES, lease, token=token)
+    assert created.status == 201
+    updated = cluster.ask("PUT", path, created.body, token=token)
+    assert (updated.status, cluster.ask("GET", path, token=token).status) == (200, 200)
     assert cluster.ask("DELETE", path, token=token).status == 403
     assert cluster.apply(lease | {"metadata": {"name": "another", "namespace": "gpustream"}}, dry=True).status == 201
-    assert cluster.ask("PUT", f"{LEASES}/another", made.body, token=token).status == 403
+    assert cluster.ask("PUT", f"{LEASES}/another", created.body, token=token).status == 403
 
 
 OWNED = [("ReplicaSet", "Deployment"), ("Job", "CronJob"), ("StatefulSet",), ("DaemonSet",)]
@@ -481,7 +511,7 @@ def owned_pod(api: ApiServer, chain: tuple[str, ...]) -> None:
     template = {"metadata": {"labels": labels}, "spec": spec}
     for kind in reversed(chain):
         selector = {} if "Job" in kind else {"selector": {"matchLabels": labels}}
-        made = api.create(
+        created = api.create(
             {
                 "apiVersion": "batch/v1" if "Job" in kind else "apps/v1",
                 "kind": kind,
@@ -491,22 +521,22 @@ def owned_pod(api: ApiServer, chain: tuple[str, ...]) -> None:
                 else {**selector, "template": template},
             }
         )
-        reference = [{"controller": True, "uid": made["metadata"]["uid"], "name": name} | kind_of(made)]
+        reference = [{"controller": True, "uid": created["metadata"]["uid"], "name": name} | kind_of(created)]
     metadata = {"name": name, "labels": labels, "ownerReferences": reference}
     api.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {**spec, "nodeName": "n"}})
 
 
-def kind_of(thing: Manifest) -> Manifest:
+def kind_of(manifest: Manifest) -> Manifest:
     """What of an object a reference to it says."""
-    return {"apiVersion": thing["apiVersion"], "kind": thing["kind"]}
+    return {"apiVersion": manifest["apiVersion"], "kind": manifest["kind"]}
 
 
 def test_what_the_base_grants_is_enough_for_the_cluster_producer_and_all_of_it_is_used(
     start_kube_api: Callable[..., ApiServer], empty_kafka: KafkaServer, gpustream: Callable[..., Gpustream]
 ) -> None:
     api = start_kube_api()
-    for thing in render(K8S / "base"):
-        assert api.apply(thing).status == 201
+    for manifest in render(K8S / "base"):
+        assert api.apply(manifest).status == 201
     api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n"}})
     for chain in OWNED:
         owned_pod(api, chain)
@@ -518,10 +548,10 @@ def test_what_the_base_grants_is_enough_for_the_cluster_producer_and_all_of_it_i
     def counted(metric: str) -> list[str]:
         return [line for line in (producer.get("/metrics") or "").splitlines() if line.startswith(metric)]
 
-    wanted = {f'kind="{kind}",result="ok"}} 1.0' for chain in OWNED for kind in chain}
+    expected = {f'kind="{kind}",result="ok"}} 1.0' for chain in OWNED for kind in chain}
     producer.wait_until(lambda: "gpustream_cluster_leading 1.0" in counted("gpustream_cluster_leading"))
-    asked = "gpustream_cluster_owner_requests_total"
-    producer.wait_until(lambda: {line.partition("{")[2] for line in counted(asked)} == wanted)
+    metric = "gpustream_cluster_owner_requests_total"
+    producer.wait_until(lambda: {line.partition("{")[2] for line in counted(metric)} == expected)
     refused = [line for line in counted("gpustream_cluster_api_requests_total") if 'code="403"' in line]
     assert refused == []
     assert producer.get("/readyz") is not None
@@ -532,17 +562,17 @@ def test_what_the_base_grants_is_enough_for_the_cluster_producer_and_all_of_it_i
 # What the pods may do
 
 
-def pods_of(things: list[Manifest]) -> dict[str, Manifest]:
+def pods_of(manifests: list[Manifest]) -> dict[str, Manifest]:
     """A pod of each workload, as its controller would make it."""
     return {
-        thing["metadata"]["name"]: {
+        manifest["metadata"]["name"]: {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {"generateName": "pod-", "labels": thing["spec"]["template"]["metadata"]["labels"]},
-            "spec": thing["spec"]["template"]["spec"],
+            "metadata": {"generateName": "pod-", "labels": manifest["spec"]["template"]["metadata"]["labels"]},
+            "spec": manifest["spec"]["template"]["spec"],
         }
-        for thing in things
-        if "template" in thing.get("spec", {})
+        for manifest in manifests
+        if "template" in manifest.get("spec", {})
     }
 
 
@@ -560,10 +590,10 @@ def test_the_namespace_lets_every_pod_in(cluster: Cluster, folder: str, namespac
 
 
 def test_a_node_producer_that_is_critical_to_its_node_is_let_in(cluster: Cluster, overlay: Render) -> None:
-    things = overlay(with_components("critical-node"))
-    (quota,) = [thing for thing in things if thing["kind"] == "ResourceQuota"]
+    manifests = overlay(with_components("critical-node"))
+    (quota,) = [manifest for manifest in manifests if manifest["kind"] == "ResourceQuota"]
     assert cluster.apply(quota, dry=True).status == 201
-    node = pods_of(things)["node"]
+    node = pods_of(manifests)["node"]
     assert node["spec"]["priorityClassName"] == "system-node-critical"
     assert let_in(cluster, "gpustream", node) == (True, "")
 
@@ -584,14 +614,14 @@ def test_all_but_the_node_producer_would_be_let_in_by_the_restricted_standard(
 # What every pod of every rendering is held to
 
 
-def rights(thing: Manifest) -> set[str]:
+def rights(manifest: Manifest) -> set[str]:
     """What a pod may that pods should not, and what it lacks that they should have."""
-    pod = thing["spec"]["template"]["spec"]
+    pod = manifest["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     of_pod, of_container = pod["securityContext"], container["securityContext"]
     resources = {(kind, name) for kind in ("requests", "limits") for name in container["resources"].get(kind, {})}
     probes = {"startupProbe", "livenessProbe", "readinessProbe"} - container.keys()
-    wanted = {
+    expected = {
         "root": of_pod.get("runAsNonRoot") is not True or of_pod.get("runAsUser") == 0,
         "no seccomp profile": of_pod.get("seccompProfile") != {"type": "RuntimeDefault"},
         "writable root": of_container.get("readOnlyRootFilesystem") is not True,
@@ -601,19 +631,19 @@ def rights(thing: Manifest) -> set[str]:
         "token": pod.get("automountServiceAccountToken") is not False,
         "variables of services": pod.get("enableServiceLinks") is not False,
         "unlimited": len(resources) != 4,
-        "no probes": bool(probes) and thing["kind"] != "Job",
+        "no probes": bool(probes) and manifest["kind"] != "Job",
         "no time to stop": pod.get("terminationGracePeriodSeconds", 0) < 15,
         "hostPath": any("hostPath" in volume for volume in pod["volumes"]),
         **{key: value for key, value in pod.items() if key in {"hostPID", "hostIPC", "hostNetwork"}},
     }
-    return {name for name, true in wanted.items() if true}
+    return {name for name, true in expected.items() if true}
 
 
 NODE = {"root", "hostPID", "hostPath"}
 OF_THE_TRY = {"kafka": {"writable root"}, "prometheus": {"no probes", "no time to stop"}}  # which are not ours
 CUSTOM_METRICS = {"metrics-api": {"token"}}
 GKE = {"node": NODE | {"privileged", "privilege escalation", "capabilities"}}
-MORE = {
+MORE_COMPONENTS = {
     "try": OF_THE_TRY,
     "base with every component": CUSTOM_METRICS | GKE | {"reclaim": {"token"}},
     "base with strimzi": {"reclaim": {"token"}},
@@ -629,16 +659,16 @@ OPTIONS = set(re.findall(r"`(GPUSTREAM_[A-Z_]+)`", (K8S.parent / "docs" / "refer
 @pytest.mark.parametrize("name", [*OVERLAYS, *(f"chart {site}" for site in SITES)])
 def test_no_pod_may_or_lacks_anything_and_every_variable_is_an_options(overlay: Render, name: str) -> None:
     site = name.removeprefix("chart ")
-    things = overlay(OVERLAYS[name]) if name in OVERLAYS else chart(CHART / "ci" / f"{site}.yaml")
-    maps = {"webhook": WEBHOOK} | config_maps_in(things)
-    found, unknown = {}, set()
-    for thing in (one for one in things if "template" in one.get("spec", {})):
-        (container,) = thing["spec"]["template"]["spec"]["containers"]
-        found[container["name"]] = rights(thing)
+    manifests = overlay(OVERLAYS[name]) if name in OVERLAYS else chart(CHART / "ci" / f"{site}.yaml")
+    maps = {"webhook": WEBHOOK} | config_maps_in(manifests)
+    present, unknown = {}, set()
+    for manifest in (candidate for candidate in manifests if "template" in candidate.get("spec", {})):
+        (container,) = manifest["spec"]["template"]["spec"]["containers"]
+        present[container["name"]] = rights(manifest)
         unknown |= {name for name in environment(container, maps) if name.startswith("GPUSTREAM_")} - OPTIONS
 
-    allowed = {"node": NODE, "cluster": {"token"}} | MORE.get(name, {})
-    assert found == {component: allowed.get(component, set()) for component in found}
+    allowed = {"node": NODE, "cluster": {"token"}} | MORE_COMPONENTS.get(name, {})
+    assert present == {component: allowed.get(component, set()) for component in present}
     assert unknown == set()
 
 
@@ -647,10 +677,10 @@ def test_no_pod_may_or_lacks_anything_and_every_variable_is_an_options(overlay: 
 
 def find_helm() -> Path:
     """Helm itself, where ``make real-servers`` put it, or on PATH; raises :class:`Missing`."""
-    found = shutil.which("helm", path=f"{real_dir() / HELM}{os.pathsep}{os.environ.get('PATH', '')}")
-    if not found:
+    path = shutil.which("helm", path=f"{real_dir() / HELM}{os.pathsep}{os.environ.get('PATH', '')}")
+    if not path:
         raise Missing(f"no {HELM} in {real_dir()} and none on PATH: make real-servers")
-    return Path(found)
+    return Path(path)
 
 
 def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -663,7 +693,7 @@ def chart(values: Path, release: str = "gpustream") -> list[Manifest]:
     """What Helm makes of the chart with a file of values."""
     ran = helm("template", release, CHART, "--namespace", "gpustream", "--values", values)
     assert ran.returncode == 0, ran.stderr
-    return [thing for thing in yaml.safe_load_all(ran.stdout) if thing]
+    return [manifest for manifest in yaml.safe_load_all(ran.stdout) if manifest]
 
 
 BACKGROUND = "propagationPolicy=Background"
@@ -678,19 +708,21 @@ def test_the_chart_of_each_site_is_accepted_strictly_and_upgrades_to_another_ima
     checked = helm("lint", CHART, "--strict", "--values", values)
     assert checked.returncode == 0, checked.stdout
     newer = tmp_path / "newer.yaml"
-    said = yaml.safe_load(values.read_text())
-    newer.write_text(yaml.safe_dump(said | {"image": said.get("image", {}) | {"tag": "0.1.1", "digest": ""}}))
+    site_values = yaml.safe_load(values.read_text())
+    newer.write_text(
+        yaml.safe_dump(site_values | {"image": site_values.get("image", {}) | {"tag": "0.1.1", "digest": ""}})
+    )
     refused = {}
     for version, file in (("installed", values), ("upgraded", newer)):
-        for thing in chart(file, release=site):
-            if thing["kind"] == "Job":  # which can't be changed: Helm deletes it before it makes the new one
-                assert thing["metadata"]["annotations"] == HOOK
+        for manifest in chart(file, release=site):
+            if manifest["kind"] == "Job":  # which can't be changed: Helm deletes it before it makes the new one
+                assert manifest["metadata"]["annotations"] == HOOK
                 cluster.ask(
-                    "DELETE", f"/apis/batch/v1/namespaces/gpustream/jobs/{thing['metadata']['name']}?{BACKGROUND}"
+                    "DELETE", f"/apis/batch/v1/namespaces/gpustream/jobs/{manifest['metadata']['name']}?{BACKGROUND}"
                 )
-            answer = cluster.apply(thing, dry=thing["kind"] == "ClusterRoleBinding")
+            answer = cluster.apply(manifest, dry=manifest["kind"] == "ClusterRoleBinding")
             if answer.status not in {200, 201} or answer.warnings:
-                refused[f"{version} {thing['kind']}/{thing['metadata']['name']}"] = answer
+                refused[f"{version} {manifest['kind']}/{manifest['metadata']['name']}"] = answer
     assert refused == {}
 
 
@@ -761,25 +793,25 @@ def test_the_chart_is_the_base_and_its_components(overlay: Render, tmp_path: Pat
     assert {name: (charted[name], based[name]) for name in based if charted.get(name, based[name]) != based[name]} == {}
 
 
-def comparable(things: list[Manifest]) -> dict[tuple[str, str], Any]:
+def comparable(manifests: list[Manifest]) -> dict[tuple[str, str], Any]:
     """What each object does, without names of a release or a hash, and with the environment as its process sees it.
 
     On purpose the chart takes no options from ConfigMaps, wants the Secrets that it is given to be there, and makes the
     topics by a hook, which need not end by itself.
     """
-    maps = {"webhook": WEBHOOK} | config_maps_in(things)
-    found = {}
-    for thing in (one for one in things if one["kind"] != "ConfigMap"):
-        for pod in templates([thing]):
+    maps = {"webhook": WEBHOOK} | config_maps_in(manifests)
+    comparable_objects = {}
+    for manifest in (candidate for candidate in manifests if candidate["kind"] != "ConfigMap"):
+        for pod in templates([manifest]):
             (container,) = pod["spec"]["containers"]
             container["env"] = environment(container, maps)
             container.pop("envFrom", None)
-            if thing["kind"] == "Job":
-                thing["spec"].pop("ttlSecondsAfterFinished", None)
+            if manifest["kind"] == "Job":
+                manifest["spec"].pop("ttlSecondsAfterFinished", None)
                 del container["args"], container["env"]
-        kept = {key: value for key, value in thing.items() if key not in {"metadata", "apiVersion"}}
-        found[thing["kind"], plain(thing["metadata"]["name"])] = plain(kept)
-    return found
+        fields = {key: value for key, value in manifest.items() if key not in {"metadata", "apiVersion"}}
+        comparable_objects[manifest["kind"], plain(manifest["metadata"]["name"])] = plain(fields)
+    return comparable_objects
 
 
 OF_A_RELEASE = {
@@ -795,9 +827,9 @@ OF_A_RELEASE = {
 def plain(node: Any) -> Any:
     """A part of an object, without what only says which release or which version of a ConfigMap it is."""
     if isinstance(node, Mapping):
-        kept = {key: value for key, value in node.items() if key not in OF_A_RELEASE}
+        fields = {key: value for key, value in node.items() if key not in OF_A_RELEASE}
         return {
-            key: plain(value) for key, value in kept.items() if (key, value) != ("automountServiceAccountToken", True)
+            key: plain(value) for key, value in fields.items() if (key, value) != ("automountServiceAccountToken", True)
         }
     if isinstance(node, list):
         return sorted((plain(value) for value in node), key=partial(json.dumps, sort_keys=True))
@@ -814,19 +846,19 @@ def test_the_chart_of_a_release_renders_as_the_folder_does(tmp_path: Path) -> No
     subprocess.run(["tar", "--extract"], input=tree, cwd=tmp_path, check=True)
     (archive,), committed = tmp_path.glob("*.tgz"), tmp_path / "k8s" / "helm" / "gpustream"
     values = committed / "ci" / "production.yaml"
-    packed, folder = (helm("template", "x", where, "--values", values) for where in (archive, committed))
+    packed, folder = (helm("template", "x", source, "--values", values) for source in (archive, committed))
     assert packed.returncode == 0, packed.stderr
     assert packed.stdout == folder.stdout
 
 
 def test_a_value_or_an_option_that_there_is_not_is_refused() -> None:
-    for wrong in (
+    for bad_values in (
         "attribution.replica=3",
         "options.kafka-securty=ssl",
         "node.options.intervall=1s",
         "nodes.enabled=true",
     ):
-        ran = helm("template", "gpustream", CHART, "--set", wrong)
+        ran = helm("template", "gpustream", CHART, "--set", bad_values)
         assert ran.returncode != 0
         assert "additional properties" in ran.stderr
 
@@ -865,24 +897,24 @@ def test_everything_that_a_site_says_is_in_its_pods(tmp_path: Path) -> None:
             "podAnnotations": {"a": "2"},
         },
     }
-    things = chart(values_of_a_site(tmp_path / "values.yaml", site))
-    assert {thing["metadata"]["labels"]["team"] for thing in things} == {"ml"}
-    for pod in (template["spec"] for template in templates(things)):
+    manifests = chart(values_of_a_site(tmp_path / "values.yaml", site))
+    assert {manifest["metadata"]["labels"]["team"] for manifest in manifests} == {"ml"}
+    for pod in (template["spec"] for template in templates(manifests)):
         assert pod["imagePullSecrets"] == [{"name": "registry"}]
         assert pod["containers"][0]["image"] == f"gpustream@{digest}"
         assert {"name": "kafka", "secret": {"secretName": "mine", "defaultMode": 0o440}} in pod["volumes"]
 
-    by_name = {pod["spec"]["containers"][0]["name"]: pod for pod in templates(things)}
-    pod, said = by_name["remote-write"]["spec"], site["remoteWrite"]
+    by_name = {pod["spec"]["containers"][0]["name"]: pod for pod in templates(manifests)}
+    pod, values = by_name["remote-write"]["spec"], site["remoteWrite"]
     (container,) = pod["containers"]
-    seen = environment({"env": container["env"]}, {})
-    assert (seen["GPUSTREAM_HEADER"], seen["GPUSTREAM_PARTS_BY_POD"], seen["A"]) == ("A: b\nC: d", "false", "b")
+    env = environment({"env": container["env"]}, {})
+    assert (env["GPUSTREAM_HEADER"], env["GPUSTREAM_PARTS_BY_POD"], env["A"]) == ("A: b\nC: d", "false", "b")
     assert container["args"] == ["sink", "remote-write", "--grace=1s"]
-    assert container["envFrom"] == said["extraEnvFrom"]
-    assert container["resources"] == said["resources"]
+    assert container["envFrom"] == values["extraEnvFrom"]
+    assert container["resources"] == values["resources"]
     assert container["ports"] == [{"name": "metrics", "containerPort": 9555}]
-    assert {name: pod[name] for name in pod.keys() & said.keys()} == {
-        name: said[name]
+    assert {name: pod[name] for name in pod.keys() & values.keys()} == {
+        name: values[name]
         for name in ("serviceAccountName", "nodeSelector", "tolerations", "affinity", "priorityClassName")
     }
     assert {"name": "v", "emptyDir": {}} in pod["volumes"]
@@ -892,7 +924,7 @@ def test_everything_that_a_site_says_is_in_its_pods(tmp_path: Path) -> None:
     assert {"name": "gpus", "containerPort": 9999} in by_name["scrape"]["spec"]["containers"][0]["ports"]
     paths = {volume["hostPath"]["path"] for volume in by_name["node"]["spec"]["volumes"] if "hostPath" in volume}
     assert {str(Path(path).parent) for path in paths} == {"/var/lib/k0s/kubelet"}
-    (monitor,) = [thing for thing in things if thing["kind"] == "ServiceMonitor"]
+    (monitor,) = [manifest for manifest in manifests if manifest["kind"] == "ServiceMonitor"]
     assert monitor["spec"]["endpoints"][0]["honorLabels"] is False
 
 
@@ -905,38 +937,41 @@ def test_a_list_and_a_large_number_are_what_the_options_take(tmp_path: Path) -> 
         "remoteWrite": {"options": {"max-labels": 2_000_000, "header": ["A: b, c", "D: e"], "parts-by-pod": True}},
         "attribution": {"options": {"grace": 90.5}},
     }
-    seen = {
+    env_by_pod = {
         pod["spec"]["containers"][0]["name"]: environment({"env": pod["spec"]["containers"][0]["env"]}, {})
         for pod in templates(chart(values_of_a_site(tmp_path / "values.yaml", site)))
     }
-    assert {one["GPUSTREAM_KAFKA"] for one in seen.values()} == {"a:9092,b:9092"}
-    assert seen["cluster"]["GPUSTREAM_POD_LABELS"] == "app,team"
-    assert seen["alertmanager"]["GPUSTREAM_URL"] == "http://a\nhttp://b"
-    writes = seen["remote-write"]
+    assert {env["GPUSTREAM_KAFKA"] for env in env_by_pod.values()} == {"a:9092,b:9092"}
+    assert env_by_pod["cluster"]["GPUSTREAM_POD_LABELS"] == "app,team"
+    assert env_by_pod["alertmanager"]["GPUSTREAM_URL"] == "http://a\nhttp://b"
+    writes = env_by_pod["remote-write"]
     assert (writes["GPUSTREAM_MAX_LABELS"], writes["GPUSTREAM_PARTS_BY_POD"]) == ("2000000", "true")
-    assert (writes["GPUSTREAM_HEADER"], seen["attribution"]["GPUSTREAM_GRACE"]) == ("A: b, c\nD: e", "90.5")
+    assert (writes["GPUSTREAM_HEADER"], env_by_pod["attribution"]["GPUSTREAM_GRACE"]) == ("A: b, c\nD: e", "90.5")
 
 
 def test_a_prefix_of_a_component_reaches_its_pods_its_trigger_and_its_rights(tmp_path: Path) -> None:
-    said = {
+    values = {
         "options": {"topic-prefix": "prod."},
         "keda": {"enabled": True},
         "strimzi": {"topics": True, "users": True},
         "attribution": {"options": {"topic-prefix": "wide."}, **SCALED},
         "alerts": SCALED,
     }
-    found = {(one["kind"], one["metadata"]["name"]): one for one in chart(values_of_a_site(tmp_path / "v.yaml", said))}
+    manifest_by_name = {
+        (manifest["kind"], manifest["metadata"]["name"]): manifest
+        for manifest in chart(values_of_a_site(tmp_path / "v.yaml", values))
+    }
     for name, prefix in (("attribution", "wide."), ("alerts", "prod.")):
         full = f"gpustream-{name}"
-        trigger = found["ScaledObject", full]["spec"]["triggers"][0]["metadata"]
-        rights = found["KafkaUser", full]["spec"]["authorization"]["acls"]
-        (container,) = found["StatefulSet", full]["spec"]["template"]["spec"]["containers"]
+        trigger = manifest_by_name["ScaledObject", full]["spec"]["triggers"][0]["metadata"]
+        rights = manifest_by_name["KafkaUser", full]["spec"]["authorization"]["acls"]
+        (container,) = manifest_by_name["StatefulSet", full]["spec"]["template"]["spec"]["containers"]
         assert (trigger["consumerGroup"], trigger["topic"][: len(prefix)]) == (f"{prefix}gpustream-{name}", prefix)
-        assert {one["resource"]["name"].startswith(prefix) for one in rights} == {True}
+        assert {rule["resource"]["name"].startswith(prefix) for rule in rights} == {True}
         assert {"name": "GPUSTREAM_TOPIC_PREFIX", "value": prefix} in container["env"]
-    keda = found["KafkaUser", "gpustream-keda"]["spec"]["authorization"]["acls"]
-    wanted = {f"{prefix}{name}" for prefix in ("prod.", "wide.") for name in ("gpu.", "gpustream-")}
-    assert {one["resource"]["name"] for one in keda} == wanted
+    keda = manifest_by_name["KafkaUser", "gpustream-keda"]["spec"]["authorization"]["acls"]
+    expected = {f"{prefix}{name}" for prefix in ("prod.", "wide.") for name in ("gpu.", "gpustream-")}
+    assert {rule["resource"]["name"] for rule in keda} == expected
 
 
 def test_only_options_that_take_several_values_take_a_list_and_the_chart_knows_which_are_lines() -> None:
@@ -944,10 +979,10 @@ def test_only_options_that_take_several_values_take_a_list_and_the_chart_knows_w
     helpers = (CHART / "templates" / "_helpers.tpl").read_text()
     (lines,) = re.findall(r"has \$option \(list ([^)]*)\)", helpers)
     repeatable = set()
-    for words in COMPONENTS_OF_THE_CHART.values():
+    for command_words in COMPONENTS_OF_THE_CHART.values():
         repeatable |= {
             option.opts[0].removeprefix("--")
-            for option in command_of(words).params
+            for option in command_of(command_words).params
             if isinstance(option, click.Option) and option.multiple
         }
     assert set(re.findall(r'"([^"]+)"', lines)) == repeatable
@@ -967,22 +1002,22 @@ def test_the_alert_rules_of_the_files_of_values_are_rules(tmp_path: Path) -> Non
         assert ran.exit_code == 0, ran.output
 
 
-def command_of(words: str) -> click.Command:
+def command_of(command_words: str) -> click.Command:
     """The command of a component."""
-    found: click.Command = main
-    for word in words.split():
-        if isinstance(found, click.Group):
-            below = found.get_command(click.Context(found), word)
+    command: click.Command = main
+    for word in command_words.split():
+        if isinstance(command, click.Group):
+            below = command.get_command(click.Context(command), word)
             assert below is not None
-            found = below
-    return found
+            command = below
+    return command
 
 
 def test_a_network_policy_with_peers_lets_the_api_server_ask_the_metrics_api(tmp_path: Path) -> None:
     peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
     site = {"networkPolicy": {"enabled": True, "from": peers}, "metricsApi": {"enabled": True}}
-    things = chart(values_of_a_site(tmp_path / "values.yaml", site))
-    (policy,) = [thing for thing in things if thing["kind"] == "NetworkPolicy"]
+    manifests = chart(values_of_a_site(tmp_path / "values.yaml", site))
+    (policy,) = [manifest for manifest in manifests if manifest["kind"] == "NetworkPolicy"]
     assert policy["spec"]["ingress"] == [
         {"ports": [{"port": "metrics"}, {"port": "gpus"}], "from": peers},
         {"ports": [{"port": "api"}]},
@@ -1013,13 +1048,13 @@ def test_each_switch_brings_its_objects_and_no_other_kind(tmp_path: Path, switch
         for word in path:
             part = part.setdefault(word, {})
         part[last] = True
-    before = {thing["kind"] for thing in chart(values_of_a_site(tmp_path / "none.yaml", {}))}
-    after = {thing["kind"] for thing in chart(values_of_a_site(tmp_path / "values.yaml", values))}
+    before = {manifest["kind"] for manifest in chart(values_of_a_site(tmp_path / "none.yaml", {}))}
+    after = {manifest["kind"] for manifest in chart(values_of_a_site(tmp_path / "values.yaml", values))}
     assert after - before == kinds
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("bad_value", "reason"),
     [
         ("strimzi.users=true", "strimzi.users needs strimzi.topics"),
         ("keda.enabled=true,options.kafka-security=ssl", "keda.enabled needs keda.authentication"),
@@ -1029,7 +1064,7 @@ def test_each_switch_brings_its_objects_and_no_other_kind(tmp_path: Path, switch
         ("remoteWrite.options.protocol=3", "value must be one of"),
     ],
 )
-def test_a_value_that_can_not_work_is_refused_with_the_reason(wrong: str, said: str) -> None:
-    ran = helm("template", "gpustream", CHART, "--set", wrong)
+def test_a_value_that_can_not_work_is_refused_with_the_reason(bad_value: str, reason: str) -> None:
+    ran = helm("template", "gpustream", CHART, "--set", bad_value)
     assert ran.returncode != 0
-    assert said in ran.stderr
+    assert reason in ran.stderr

@@ -142,10 +142,10 @@ def outcome(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> I
 
 
 def _run(
-    servers: ExitStack, directory: Path, kafka: KafkaServer, at: list[str], prometheus: PrometheusServer
+    servers: ExitStack, directory: Path, kafka: KafkaServer, kafka_options: list[str], prometheus: PrometheusServer
 ) -> Outcome:
     def process(name: str, *arguments: str, **options: Any) -> Gpustream:
-        gpustream = Gpustream(directory / name, *arguments, *at, **options)
+        gpustream = Gpustream(directory / name, *arguments, *kafka_options, **options)
         return servers.enter_context(gpustream)
 
     def node(name: str, nvml: ScriptedNvml, socket: str, *arguments: str) -> Gpustream:
@@ -168,25 +168,25 @@ def _run(
         _stop(outcome, "c", c)
         time.sleep(OUTAGE_S - STOP_AFTER_S - 2 - outcome.stops["c"].took_s)
         kafka.start()
-        eventually_sync(lambda: all(_metric(one, names.HELD) <= 1 for one in (a, b)))
+        eventually_sync(lambda: all(_metric(producer, names.HELD) <= 1 for producer in (a, b)))
         outcome.caught_up_ms = time.time() * 1000
         time.sleep(3)
-        for name, one in (("a", a), ("b", b)):
-            outcome.made[name], outcome.dropped[name] = _metric(one, names.MADE), _metric(one, names.DROPPED)
-            _stop(outcome, name, one)
+        for name, producer in (("a", a), ("b", b)):
+            outcome.made[name], outcome.dropped[name] = _metric(producer, names.MADE), _metric(producer, names.DROPPED)
+            _stop(outcome, name, producer)
     eventually_sync(lambda: _behind(kafka.address) == 0)
     for record in sorted(asyncio.run(read_all(kafka.address, "gpu.attributed")), key=lambda r: (r.partition, r.offset)):
         tick = json.loads(record.value)
         outcome.ticks[tick["node"]].append(tick)
-    found = stored(prometheus, "gpu_memory_used", CLUSTER, "10m")
-    outcome.memory = {(node, uuid, ts_ms): one for (_, node, uuid, ts_ms), one in found.items()}
+    stored_memory = stored(prometheus, "gpu_memory_used", CLUSTER, "10m")
+    outcome.memory = {(node, uuid, ts_ms): value for (_, node, uuid, ts_ms), value in stored_memory.items()}
     return outcome
 
 
 def _stop(outcome: Outcome, name: str, process: Gpustream) -> None:
-    began = time.monotonic()
+    begin_s = time.monotonic()
     process.stop()
-    outcome.stops[name] = Stop(time.monotonic() - began, process.returncode)
+    outcome.stops[name] = Stop(time.monotonic() - begin_s, process.returncode)
 
 
 def _behind(kafka: str) -> int:
@@ -236,7 +236,7 @@ def test_prometheus_has_each_of_those_ticks_at_its_time_under_its_pod(outcome: O
         for tick in outcome.ticks[node]
         for device in tick["devices"]
     }
-    assert {point: one for point, one in outcome.memory.items() if point[0] == node} == expected
+    assert {point: value for point, value in outcome.memory.items() if point[0] == node} == expected
     assert len(expected) > 2 * SHORT_BUFFER_S
 
 
@@ -248,13 +248,13 @@ def _expected(device: dict[str, Any]) -> Stored:
 def test_beyond_the_buffer_the_oldest_ticks_are_lost_and_counted_exactly(outcome: Outcome) -> None:
     """What the client already had is kept, and one more that it had no room for yet."""
     ticks = {tick["seq"]: tick for tick in outcome.ticks["b"]}
-    lost = sorted(set(range(1, max(ticks) + 1)) - ticks.keys())
+    lost_ticks = sorted(set(range(1, max(ticks) + 1)) - ticks.keys())
     assert list(ticks) == sorted(ticks)
     assert len(outcome.ticks["b"]) == len(ticks)
     assert max(ticks) >= outcome.made["b"]
-    assert len(lost) == outcome.dropped["b"] > 10
-    assert lost[-1] - lost[0] + 1 <= len(lost) + 1
-    last_lost_ms = ticks[lost[-1] + 1]["ts_ms"] - 1000
+    assert len(lost_ticks) == outcome.dropped["b"] > 10
+    assert lost_ticks[-1] - lost_ticks[0] + 1 <= len(lost_ticks) + 1
+    last_lost_ms = ticks[lost_ticks[-1] + 1]["ts_ms"] - 1000
     assert last_lost_ms < outcome.caught_up_ms - SHORT_BUFFER_S * 1000
 
 

@@ -37,7 +37,7 @@ def test_an_error_since_the_last_tick_is_sent_at_the_stop_while_another_gpu_hang
         paths = ("--pod-resources-socket", str(socket))
         node = Gpustream(tmp_path / "node", "produce", "node", *options, *paths, environment=nvml.environment())
         with node:
-            eventually_sync(lambda: len(_of(empty_kafka, "gpu.samples")) >= 1)
+            eventually_sync(lambda: len(_records_of(empty_kafka, "gpu.samples")) >= 1)
             kubelet.reply = pod_resources.pods_on({GPUS[0]: "began-after-the-tick"})
             nvml.hang(1, "nvmlDeviceGetMemoryInfo", 30.0)
             nvml.hang(1, "nvmlDeviceGetMemoryInfo_v2", 30.0)
@@ -45,12 +45,15 @@ def test_an_error_since_the_last_tick_is_sent_at_the_stop_while_another_gpu_hang
             nvml.xid(0, 79)
             eventually_sync(lambda: kubelet.calls > calls)
             kubelet.reply = pod_resources.pods_on({GPUS[0]: "came-after-the-error"})
-            began = time.monotonic()
+            begin_s = time.monotonic()
             node.stop()
-            took_s = time.monotonic() - began
+            took_s = time.monotonic() - begin_s
 
-    samples = _of(empty_kafka, "gpu.samples")
-    pods = {one["seq"]: [row["pod"] for row in one["containers"]] for one in _of(empty_kafka, "gpu.allocations")}
+    samples = _records_of(empty_kafka, "gpu.samples")
+    pods = {
+        record["seq"]: [row["pod"] for row in record["containers"]]
+        for record in _records_of(empty_kafka, "gpu.allocations")
+    }
     events = [event for tick in samples for device in tick["devices"] for event in device.get("events", ())]
     assert took_s < 10
     assert [event["code"] for event in events] == [79]
@@ -58,7 +61,9 @@ def test_an_error_since_the_last_tick_is_sent_at_the_stop_while_another_gpu_hang
     assert pods[samples[-1]["allocations_seq"]] == ["came-after-the-error"]
 
 
-def _of(kafka: KafkaServer, topic: str) -> list[dict[str, Any]]:
+def _records_of(kafka: KafkaServer, topic: str) -> list[dict[str, Any]]:
     """The node's records, in order."""
     records = [json.loads(record.value) for record in asyncio.run(read_all(kafka.address, topic))]
-    return sorted((one for one in records if one["node"] == NODE), key=lambda one: (one["run_id"], one["seq"]))
+    return sorted(
+        (record for record in records if record["node"] == NODE), key=lambda record: (record["run_id"], record["seq"])
+    )

@@ -30,7 +30,7 @@ from topics import TOPICS
 RUN_LONG = ("produce", "stream", "sink")
 BLOCKS = blocks("operations/README.md", "sh", indented=True)
 LINES = [line.strip() for block in BLOCKS for line in block.text.splitlines()]
-HERE = [line for line in LINES if line.startswith("gpustream")]
+COMMANDS_HERE = [line for line in LINES if line.startswith("gpustream")]
 KUBERNETES = [line for line in LINES if line.startswith(("kubectl", "helm"))]
 
 
@@ -39,25 +39,27 @@ def words_of(line: str, kafka: str) -> list[str]:
 
 
 def test_every_line_is_tried() -> None:
-    assert len(HERE) > 15
-    assert [line for line in LINES if line not in HERE + KUBERNETES and not line.startswith("kafka-topics.sh")] == []
+    assert len(COMMANDS_HERE) > 15
+    assert [
+        line for line in LINES if line not in COMMANDS_HERE + KUBERNETES and not line.startswith("kafka-topics.sh")
+    ] == []
 
 
 async def test_each_command_runs_on_a_real_kafka_in_the_order_of_the_page(empty_kafka: KafkaServer) -> None:
-    for line in HERE:
-        words = words_of(line, empty_kafka.address)
-        if words[0] in RUN_LONG:
-            parsed(words)
+    for line in COMMANDS_HERE:
+        arguments = words_of(line, empty_kafka.address)
+        if arguments[0] in RUN_LONG:
+            parsed(arguments)
             continue
-        done = await asyncio.to_thread(CliRunner().invoke, main, words)
-        if words[0] == "doctor":
+        done = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+        if arguments[0] == "doctor":
             assert done.exit_code in (0, 1), (line, done.output)
             assert "no tick came in" in done.output or '"ok":' in done.output, (line, done.output)
         else:
             assert done.exit_code == 0, (line, done.output)
     (delete,) = [line for line in LINES if line.startswith("kafka-topics.sh")]
     pattern = words_of(delete, empty_kafka.address)[-1]
-    assert {one for one in empty_kafka.topics() if re.fullmatch(pattern, one)} == set(TOPICS)
+    assert {topic for topic in empty_kafka.topics() if re.fullmatch(pattern, topic)} == set(TOPICS)
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["more-partitions", "another-kafka"])
@@ -68,30 +70,30 @@ async def test_nodes_move_without_a_lost_tick(
     new: KafkaServer = request.getfixturevalue("oldest_kafka") if away else empty_kafka
     places = [Connection(empty_kafka.address), Connection(new.address, topic_prefix="" if away else "wide.")]
     truths = [tmp_path / "old.jsonl", tmp_path / "new.jsonl"]
-    for place, partitions, truth in zip(places, (2, 4), truths, strict=True):
-        where: dict[str, Any] = {"kafka": place.servers, "topic_prefix": place.topic_prefix}
-        await topic_admin.create(place, partitions, 1)
-        stream = Attribution(AttributionSettings(**where))
-        sink = RemoteWriteSink(RemoteWriteSettings(**where, url=prometheus.write_url, from_="earliest"))
+    for site, partitions, truth in zip(places, (2, 4), truths, strict=True):
+        options: dict[str, Any] = {"kafka": site.servers, "topic_prefix": site.topic_prefix}
+        await topic_admin.create(site, partitions, 1)
+        stream = Attribution(AttributionSettings(**options))
+        sink = RemoteWriteSink(RemoteWriteSettings(**options, url=prometheus.write_url, from_="earliest"))
         async with running(stream, sink):  # those of the old place end before those of the new one begin
             fleet = SimulatedSettings(
-                **where, cluster=cluster, fleet="3x2", interval_s=0.1, stop_after_ticks=10, truth=truth
+                **options, cluster=cluster, fleet="3x2", interval_s=0.1, stop_after_ticks=10, truth=truth
             )
             await SimulatedFleet(fleet).run(asyncio.Event())
             sampled = Truth.read(*truths[: truths.index(truth) + 1])
             points = sampled.points("utilization_ratio")
 
             async def all_there(points: Mapping[Point, Expected] = points) -> bool:
-                found = await asyncio.to_thread(stored, prometheus, "gpu_utilization", cluster, "10m")
-                return len(found) == len(points) > 0
+                stored_points = await asyncio.to_thread(stored, prometheus, "gpu_utilization", cluster, "10m")
+                return len(stored_points) == len(points) > 0
 
             await eventually(all_there)
     assert differences(points, stored(prometheus, "gpu_utilization", cluster, "10m"), "utilization_ratio") == []
-    found = [
-        (one["cluster"], one["node"], one["run_id"], one["seq"])
-        for place in places
-        for record in await read_all(place.servers, f"{place.topic_prefix}gpu.attributed")
-        for one in [json.loads(record.value)]
+    remaining = [
+        (record_["cluster"], record_["node"], record_["run_id"], record_["seq"])
+        for site in places
+        for record in await read_all(site.servers, f"{site.topic_prefix}gpu.attributed")
+        for record_ in [json.loads(record.value)]
     ]
-    assert len(found) == len(sampled.ticks) == 60
-    assert set(found) == sampled.ticks
+    assert len(remaining) == len(sampled.ticks) == 60
+    assert set(remaining) == sampled.ticks

@@ -65,8 +65,10 @@ class ReverseProxy:
             path = request.raw_path.removeprefix("/gpus/")
             headers = {"Accept-Encoding": request.headers.get("Accept-Encoding", "identity")}
             async with client.get(self.upstream + path, headers=headers) as answer:
-                kept = {k: v for k, v in answer.headers.items() if k not in ("Transfer-Encoding", "Content-Length")}
-                response = web.StreamResponse(status=answer.status, headers=kept)
+                headers_kept = {
+                    k: v for k, v in answer.headers.items() if k not in ("Transfer-Encoding", "Content-Length")
+                }
+                response = web.StreamResponse(status=answer.status, headers=headers_kept)
                 await response.prepare(request)
                 with contextlib.suppress(ConnectionResetError):
                     async for piece in answer.content.iter_any():
@@ -95,12 +97,12 @@ class Served:
 
     def reported(self) -> dict[str, list[dict[str, Any]]]:
         """The truth of each device, tick by tick."""
-        found = defaultdict(list)
+        rows_by_node = defaultdict(list)
         for line in self.truth.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
                 row = json.loads(line)
-                found[row["uuid"]].append(row)
-        return found
+                rows_by_node[row["uuid"]].append(row)
+        return rows_by_node
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -141,15 +143,15 @@ def word_of(rows: list[dict[str, Any]], ts_ms: int) -> str:
     while lately and pods(lately[0]) != pods(now):
         lately.pop(0)
     last = max([n for n, row in enumerate(lately) if pods(row) != pods(now)], default=-1)
-    said = [
+    words = [
         device_activity(msgspec.convert({**row, "holders": row["reported"]}, AttributedDevice))
         for row in lately[last + 1 :]
     ]
-    return "busy" if said[-1] == "idle" and "busy" in said else said[-1]
+    return "busy" if words[-1] == "idle" and "busy" in words else words[-1]
 
 
 def pods(row: dict[str, Any]) -> set[str]:
-    return {f"{one['namespace']}/{one['pod']}" for one in row["reported"]}
+    return {f"{holder['namespace']}/{holder['pod']}" for holder in row["reported"]}
 
 
 async def choose(page: Page, control: str, value: str) -> None:
@@ -163,21 +165,21 @@ async def test_what_a_tile_and_a_row_say_is_what_the_truth_says(page: Page, serv
     await page.shows("#total", "2 nodes, 16 GPUs")
     await choose(page, "metric", "memory_used_bytes")
     await page.press("t")
-    seen: set[str] = set()
+    states_seen: set[str] = set()
 
     async def is_enough() -> bool:
         rows, truth = await page.value(ROWS), served.reported()
         for row in rows:
             uuid, ts_ms, cells = row["uuid"], row["ts"], row["cells"]
-            of = next((one for one in truth[uuid] if one["ts_ms"] == ts_ms), None)
-            if of is None or cells[2] == "not known":
+            row_at = next((row_ for row_ in truth[uuid] if row_["ts_ms"] == ts_ms), None)
+            if row_at is None or cells[2] == "not known":
                 continue
-            assert cells[1] == word_of(truth[uuid], ts_ms), (row, of)
-            assert set(filter(None, cells[3].split(", "))) == pods(of)
-            gib = of["memory_used_bytes"] / 2**30
+            assert cells[1] == word_of(truth[uuid], ts_ms), (row, row_at)
+            assert set(filter(None, cells[3].split(", "))) == pods(row_at)
+            gib = row_at["memory_used_bytes"] / 2**30
             assert abs(float(cells[2].removesuffix(" GiB").replace(",", "")) - gib) <= max(0.01, gib / 100)
-            seen.add(cells[1])
-        return {"busy", "idle", "free"} <= seen and len(rows) >= 16
+            states_seen.add(cells[1])
+        return {"busy", "idle", "free"} <= states_seen and len(rows) >= 16
 
     await eventually(is_enough, every_s=0.5)
     assert all(url.startswith(served.proxy.url) for url in page.requests)
@@ -185,41 +187,41 @@ async def test_what_a_tile_and_a_row_say_is_what_the_truth_says(page: Page, serv
 
 async def test_by_the_keyboard_each_tile_has_the_colour_of_what_is_said_of_it(page: Page, served: Served) -> None:
     await page.open(served.proxy.url)
-    await page.until("document.body?.dataset.painted")
+    await page.wait_until("document.body?.dataset.painted")
     await page.value("document.getElementById('map').focus()")
-    words = set()
+    words_seen = set()
     for key in ("Home", *["ArrowRight"] * 7, "ArrowDown", *["ArrowLeft"] * 7):
         await page.press(key)
         await page.value("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        said = (await page.text("#said")).split(", ")
-        word = said[1].partition(":")[0]
-        if "g." not in said[0]:  # a MIG device is narrower than what is looked at
-            word = next(one for one in said if ": " in one).partition(":")[0]
+        texts = (await page.text("#said")).split(", ")
+        word = texts[1].partition(":")[0]
+        if "g." not in texts[0]:  # a MIG device is narrower than what is looked at
+            word = next(text for text in texts if ": " in text).partition(":")[0]
             assert await page.value(PIXEL) == await page.value(COLOUR.format(word=word[0]))
-            words.add(word)
-    assert len(words) > 1
+            words_seen.add(word)
+    assert len(words_seen) > 1
     await page.press("Enter")
     await page.shows("#detail h2", "sim-000")
-    await page.until("document.activeElement?.getAttribute('aria-label')", lambda label: label == "Close")
+    await page.wait_until("document.activeElement?.getAttribute('aria-label')", lambda label: label == "Close")
     await page.press("Escape")
-    await page.until("document.activeElement?.id", lambda where: where == "map")
+    await page.wait_until("document.activeElement?.id", lambda element_id: element_id == "map")
 
 
 async def test_it_is_live_again_after_the_server_was_away(page: Page, served: Served) -> None:
     await page.open(served.proxy.url)
     await page.shows("#status-text", "live, ")
     await served.proxy.stop()
-    await page.until("'stale' in document.body.dataset")
+    await page.wait_until("'stale' in document.body.dataset")
     assert "not live" in await page.text("#status-text")
     await served.proxy.start()
-    await page.until("!('stale' in document.body.dataset)")
+    await page.wait_until("!('stale' in document.body.dataset)")
     assert (await page.text("#total")) == "2 nodes, 16 GPUs"
     page.errors.clear()  # that nobody answered
 
 
 async def test_on_a_phone_nothing_is_wider_than_the_screen(page: Page, served: Served) -> None:
     await page.open(served.proxy.url, 390, 844, dark=True, phone=True)
-    await page.until("document.body?.dataset.painted")
+    await page.wait_until("document.body?.dataset.painted")
     assert await page.value("document.documentElement.scrollWidth") <= 390
     assert await page.value("getComputedStyle(document.body).backgroundColor") == "rgb(15, 19, 24)"
 
@@ -229,12 +231,12 @@ async def test_what_tenants_write_is_text_and_never_markup(page: Page) -> None:
     evil = holder(HOSTILE, team=HOSTILE, namespace=HOSTILE, workload={"kind": HOSTILE, "name": HOSTILE})
     labels = {"topology.kubernetes.io/zone": HOSTILE}
     bench.fleet.add_tick(tick(1, device("GPU-a", evil, used=0.5, model=HOSTILE), node_labels=labels), 1.0)
-    said = {"summary": HOSTILE, "runbook": "javascript:window.hit=1"}
-    bench.fleet.set_alert(b"1", alert(name=HOSTILE, annotations=said, severity=HOSTILE))
+    annotations = {"summary": HOSTILE, "runbook": "javascript:window.hit=1"}
+    bench.fleet.set_alert(b"1", alert(name=HOSTILE, annotations=annotations, severity=HOSTILE))
     bench.fleet.add_usage(b"1", hour(team=HOSTILE))
     async with bench.serving():
         await page.open(bench.url)
-        await page.until("document.body?.dataset.painted")
+        await page.wait_until("document.body?.dataset.painted")
         for group in ("zone", "team", "workload", "model"):
             await choose(page, "group", group)
         for by in ("team", "workload", "pod"):
@@ -244,8 +246,8 @@ async def test_what_tenants_write_is_text_and_never_markup(page: Page) -> None:
         await page.press("Home", "Enter")
         await page.shows("#holders", HOSTILE)
         await page.press("Escape", "t")
-        for where in ("#said", "#tip", "#alerts", "#usage", "#rows"):
-            await page.shows(where, HOSTILE)
+        for selector in ("#said", "#tip", "#alerts", "#usage", "#rows"):
+            await page.shows(selector, HOSTILE)
         await choose(page, "search", HOSTILE)
         assert await page.value("[window.hit ?? 0, document.images.length, document.scripts.length]") == [0, 0, 1]
         assert await page.value("[...document.links].filter((one) => !/^https?:/.test(one.href)).length") == 0

@@ -29,12 +29,12 @@ def history() -> list[Usage]:
         )
         for hour in range(3) for revision in range(1, REVISIONS + 1) for gpu in range(GPUS) for holder in ("ml", None)
     ]  # fmt: skip
-    again = [
-        msgspec.structs.replace(one, generation=1)
-        for one in records
-        if one.final and one.start_ms == START_MS + HOUR_MS
+    repeated = [
+        msgspec.structs.replace(record, generation=1)
+        for record in records
+        if record.final and record.start_ms == START_MS + HOUR_MS
     ]
-    return [*records, *again]
+    return [*records, *repeated]
 
 
 async def write(kafka: KafkaServer, records: Sequence[Usage]) -> None:
@@ -42,9 +42,9 @@ async def write(kafka: KafkaServer, records: Sequence[Usage]) -> None:
     producer = AIOKafkaProducer(bootstrap_servers=kafka.address, acks="all", enable_idempotence=True)
     await producer.start()
     try:
-        for one in records:
-            number = int(one.node[1:]) % PARTITIONS
-            await producer.send(HOURS.name, msgspec.json.encode(one), key=one.key.encode(), partition=number)
+        for record in records:
+            number = int(record.node[1:]) % PARTITIONS
+            await producer.send(HOURS.name, msgspec.json.encode(record), key=record.key.encode(), partition=number)
         await producer.flush()
     finally:
         await producer.stop()
@@ -71,9 +71,9 @@ def test_each_key_is_once_in_the_files_through_kills_of_both_workers(
         worker.stop()
 
     counting: dict[tuple[object, ...], tuple[int, ...]] = {}
-    for one in records:
-        key = one.node, one.uuid, one.start_ms, one.category
-        counting[key] = max(counting.get(key, ()), (one.generation, one.revision, one.used_us))
+    for record in records:
+        key = record.node, record.uuid, record.start_ms, record.category
+        counting[key] = max(counting.get(key, ()), (record.generation, record.revision, record.used_us))
     rows = duckdb.execute(
         "SELECT node, uuid, start_ms, category, generation, revision, used_us FROM read_parquet(?)",
         [f"{path}/date=*/*.parquet"],

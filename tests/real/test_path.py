@@ -85,10 +85,12 @@ def _run(servers: ExitStack, directory: Path, kafka: KafkaServer, receivers: dic
     time.sleep(FLEET_S)
     processes["fleet"].stop()
     eventually_sync(lambda: _behind(kafka.address, [f"sink-{name}" for name in receivers]) == 0, "all is delivered")
-    for one in processes.values():
-        one.stop()
+    for running in processes.values():
+        running.stop()
     attributed = asyncio.run(read_all(kafka.address, "gpu.attributed"))
-    return Run(Truth.read(truth), attributed, receivers, {name: one.returncode for name, one in processes.items()})
+    return Run(
+        Truth.read(truth), attributed, receivers, {name: process.returncode for name, process in processes.items()}
+    )
 
 
 def _behind(kafka: str, sinks: Iterable[str]) -> int:
@@ -102,12 +104,12 @@ def test_every_process_ends_in_good_order(path: Run) -> None:
 
 def test_every_tick_is_attributed_once_to_the_containers_that_the_kubelet_reported(path: Run) -> None:
     ticks = [json.loads(record.value) for record in path.attributed]
-    found = {(t["cluster"], t["node"], t["run_id"], t["seq"]): t for t in ticks}
-    assert found.keys() == path.truth.ticks
-    assert len(ticks) == len(found)
+    tick_by_id = {(t["cluster"], t["node"], t["run_id"], t["seq"]): t for t in ticks}
+    assert tick_by_id.keys() == path.truth.ticks
+    assert len(ticks) == len(tick_by_id)
     assert {tick["attribution"] for tick in ticks} == {"exact"}
     for point, expected in path.truth.readings.items():
-        devices = found[path.truth.of_tick[point]]["devices"]
+        devices = tick_by_id[path.truth.of_tick[point]]["devices"]
         device = next(d for d in devices if d["uuid"] == point[2])
         holders = {(h["namespace"], h["pod"], h["container"]) for h in device.get("holders", [])}
         assert holders == expected.containers, point
@@ -117,9 +119,9 @@ def test_every_tick_is_attributed_once_to_the_containers_that_the_kubelet_report
 @pytest.mark.parametrize("name", SINKS)
 @pytest.mark.parametrize(("metric", "value"), METRICS)
 def test_prometheus_has_each_sample_under_its_holder_at_its_time(path: Run, name: str, metric: str, value: str) -> None:
-    expected, found = path.truth.points(value), stored(_receiver(path, name), metric, CLUSTER, "5m")
+    expected, stored_samples = path.truth.points(value), stored(_receiver(path, name), metric, CLUSTER, "5m")
     assert len(expected) > 1000
-    assert differences(expected, found, value) == []
+    assert differences(expected, stored_samples, value) == []
 
 
 @pytest.mark.parametrize("name", SINKS)
@@ -130,8 +132,8 @@ def test_prometheus_answers_which_pod_holds_how_much_memory(path: Run, name: str
     for expected in latest.values():
         if len(expected.holders) == 1:
             by_pod[next(iter(expected.holders))] += expected.values["memory_used_bytes"]
-    held = f'gpu_memory_used{{k8s_cluster_name="{CLUSTER}",k8s_pod_name!=""}}'
-    answer = _receiver(path, name).query(f"sum by (k8s_namespace_name, k8s_pod_name) ({held})", at_ms)
+    held_selector = f'gpu_memory_used{{k8s_cluster_name="{CLUSTER}",k8s_pod_name!=""}}'
+    answer = _receiver(path, name).query(f"sum by (k8s_namespace_name, k8s_pod_name) ({held_selector})", at_ms)
     count = _receiver(path, name).query(f'count(gpu_memory_used{{k8s_cluster_name="{CLUSTER}"}})', at_ms)
     assert {(s.labels["k8s_namespace_name"], s.labels["k8s_pod_name"]): s.value for s in answer} == by_pod
     assert [series.value for series in count] == [len(latest)]

@@ -35,8 +35,8 @@ class Name(NamedTuple):
     labels: str = ""
     times: float = 1.0
 
-    def of(self, more: str = "") -> str:
-        return f"{self.name}{{{','.join(filter(None, (self.labels, more)))}}}"
+    def selector(self, more_matchers: str = "") -> str:
+        return f"{self.name}{{{','.join(filter(None, (self.labels, more_matchers)))}}}"
 
 
 class Vocabulary(NamedTuple):
@@ -172,34 +172,34 @@ def fed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fed]:
 
 def pod(row: Row) -> tuple[str, str] | None:
     """The one pod that holds a device."""
-    pods = {(one["namespace"], one["pod"]) for one in row["reported"]}
+    pods = {(holder["namespace"], holder["pod"]) for holder in row["reported"]}
     return next(iter(pods)) if len(pods) == 1 else None
 
 
 def labels(row: Row, by: Sequence[str]) -> tuple[str, ...] | None:
     """Of a device; None if nobody alone holds it, and that is asked for."""
-    known = {"node": row["node"], "gpu": row["uuid"]}
+    known_labels = {"node": row["node"], "gpu": row["uuid"]}
     if {"namespace", "pod"} & set(by):
-        if (one := pod(row)) is None:
+        if (holder := pod(row)) is None:
             return None
-        known |= dict(zip(("namespace", "pod"), one, strict=True))
-    return tuple(known[name] for name in by)
+        known_labels |= dict(zip(("namespace", "pod"), holder, strict=True))
+    return tuple(known_labels[name] for name in by)
 
 
-def true(rows: Sequence[Row], key: str, how: Callable[[list[float]], float], by: Sequence[str] = ()) -> Answer:
+def true(rows: Sequence[Row], key: str, aggregate: Callable[[list[float]], float], by: Sequence[str] = ()) -> Answer:
     """A quantity of the devices that have it, put together by these labels."""
-    found: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    values_by_labels: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for row in rows:
         if key in row["metrics"] and (names := labels(row, by)) is not None:
-            found[names].append(row["metrics"][key])
-    return {names: how(values) for names, values in found.items()}
+            values_by_labels[names].append(row["metrics"][key])
+    return {names: aggregate(values) for names, values in values_by_labels.items()}
 
 
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-HOW: dict[str, Callable[[list[float]], float]] = {"sum": sum, "avg": mean, "max": max, "count": len}
+AGGREGATES: dict[str, Callable[[list[float]], float]] = {"sum": sum, "avg": mean, "max": max, "count": len}
 
 
 # -- what is asked
@@ -234,108 +234,119 @@ QUESTIONS = [
     Question("nvlink_replay_errors_total", "sum", ("node",)),
     Question("retired_pages_single_bit_total", "sum", ("node",)),
 ]
-ASKED = [(name, one) for name, words in VOCABULARIES.items() for one in QUESTIONS if one.key in words.names]
+CASES = [
+    (name, question) for name, vocab in VOCABULARIES.items() for question in QUESTIONS if question.key in vocab.names
+]
 every_vocabulary = pytest.mark.parametrize("name", VOCABULARIES)
 
 
-def ask(fed: Fed, words: Vocabulary, expr: str, by: Sequence[str] = ()) -> Answer:
+def ask(fed: Fed, vocab: Vocabulary, expr: str, by: Sequence[str] = ()) -> Answer:
     return {
-        tuple(series.labels[words.labels[name]] for name in by): series.value
+        tuple(series.labels[vocab.labels[name]] for name in by): series.value
         for series in fed.prometheus.query(expr, fed.at_ms)
     }
 
 
-@pytest.mark.parametrize(("name", "question"), ASKED, ids=[f"{name}: {one}" for name, one in ASKED])
+@pytest.mark.parametrize(("name", "question"), CASES, ids=[f"{name}: {question}" for name, question in CASES])
 def test_a_query_of_a_dashboard_answers_what_is_true(fed: Fed, name: str, question: Question) -> None:
-    words, (key, how, by) = VOCABULARIES[name], question
-    metric = words.names[key]
-    held = f'{words.labels["pod"]}!=""' if {"namespace", "pod"} & set(by) else ""
-    grouped = f" by ({', '.join(words.labels[one] for one in by)})" if by else ""
-    times = 1 if how == "count" else metric.times
-    expected = {of: value * times for of, value in true(fed.rows, key, HOW[how], by).items()}
+    vocab, (key, aggregate_name, by) = VOCABULARIES[name], question
+    metric = vocab.names[key]
+    held = f'{vocab.labels["pod"]}!=""' if {"namespace", "pod"} & set(by) else ""
+    grouped = f" by ({', '.join(vocab.labels[label] for label in by)})" if by else ""
+    times = 1 if aggregate_name == "count" else metric.times
+    expected = {
+        labels_: value * times for labels_, value in true(fed.rows, key, AGGREGATES[aggregate_name], by).items()
+    }
 
     assert expected
-    assert ask(fed, words, f"{how}{grouped} ({metric.of(held)})", by) == pytest.approx(expected, rel=1e-6)
+    assert ask(fed, vocab, f"{aggregate_name}{grouped} ({metric.selector(held)})", by) == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 @every_vocabulary
 def test_the_share_of_memory_in_use_is_that_of_the_fleet(fed: Fed, name: str) -> None:
-    words = VOCABULARIES[name]
-    used, free = (words.names[f"memory_{part}_bytes"].of() for part in ("used", "free"))
+    vocab = VOCABULARIES[name]
+    used, free = (vocab.names[f"memory_{part}_bytes"].selector() for part in ("used", "free"))
     truly = [true(fed.rows, f"memory_{part}_bytes", sum)[()] for part in ("used", "free")]
 
-    answer = ask(fed, words, f"sum({used}) / (sum({used}) + sum({free}))")
+    answer = ask(fed, vocab, f"sum({used}) / (sum({used}) + sum({free}))")
     assert answer == {(): pytest.approx(truly[0] / sum(truly))}
 
 
 @every_vocabulary
 def test_a_gpu_with_an_xid_error_is_found_and_no_other_one(fed: Fed, name: str) -> None:
-    words = VOCABULARIES[name]
-    had = {row["node"]: row["xids"] for row in fed.rows if row["xids"]}
-    assert had
+    vocab = VOCABULARIES[name]
+    xids_by_node = {row["node"]: row["xids"] for row in fed.rows if row["xids"]}
+    assert xids_by_node
     expected = {
-        (node,): float(sum(codes.values()) if words.counts_xids else max(map(int, codes)))
-        for node, codes in had.items()
+        (node,): float(sum(codes.values()) if vocab.counts_xids else max(map(int, codes)))
+        for node, codes in xids_by_node.items()
     }
 
-    assert ask(fed, words, f"max by ({words.labels['node']}) ({words.names['xid'].of()}) > 0", ("node",)) == expected
+    assert (
+        ask(fed, vocab, f"max by ({vocab.labels['node']}) ({vocab.names['xid'].selector()}) > 0", ("node",)) == expected
+    )
 
 
 @every_vocabulary
 def test_every_pod_that_holds_a_device_alone_is_seen(fed: Fed, name: str) -> None:
-    words = VOCABULARIES[name]
-    alone = {one for row in fed.rows if "memory_used_bytes" in row["metrics"] and (one := pod(row)) is not None}
-    held = f'{words.labels["pod"]}!=""'
+    vocab = VOCABULARIES[name]
+    sole_pods = {pod_ for row in fed.rows if "memory_used_bytes" in row["metrics"] and (pod_ := pod(row)) is not None}
+    held = f'{vocab.labels["pod"]}!=""'
     by = ("namespace", "pod")
-    grouped = ", ".join(words.labels[one] for one in by)
+    grouped = ", ".join(vocab.labels[label] for label in by)
 
-    assert ask(fed, words, f"group by ({grouped}) ({words.names['memory_used_bytes'].of(held)})", by).keys() == alone
+    assert (
+        ask(fed, vocab, f"group by ({grouped}) ({vocab.names['memory_used_bytes'].selector(held)})", by).keys()
+        == sole_pods
+    )
 
 
 def test_pods_that_share_devices_are_seen_by_their_parts_which_are_the_devices_with_the_rest(fed: Fed) -> None:
-    shared = [row for row in fed.rows if len({(one["namespace"], one["pod"]) for one in row["reported"]}) > 1]
-    pods = {(one["namespace"], one["pod"]) for one in chain.from_iterable(row["reported"] for row in shared)}
-    words = VOCABULARIES["l9gpu's guide"]
+    shared = [row for row in fed.rows if len({(holder["namespace"], holder["pod"]) for holder in row["reported"]}) > 1]
+    pods = {(holder["namespace"], holder["pod"]) for holder in chain.from_iterable(row["reported"] for row in shared)}
+    vocab = VOCABULARIES["l9gpu's guide"]
 
     by = ("namespace", "pod")
-    seen = ask(
-        fed, words, "group by (k8s_namespace_name, k8s_pod_name) (gpu_pod_memory_used_bytes{k8s_pod_name!=''})", by
+    parts_seen = ask(
+        fed, vocab, "group by (k8s_namespace_name, k8s_pod_name) (gpu_pod_memory_used_bytes{k8s_pod_name!=''})", by
     )
     parts = "sum by (gpu_uuid) ({k8s_node_name!='',__name__=~'gpu_(pod|unattributed)_memory_used_bytes'})"
     assert shared
-    assert pods <= seen.keys()
-    whole = ask(fed, words, parts, ("gpu",))
+    assert pods <= parts_seen.keys()
+    totals = ask(fed, vocab, parts, ("gpu",))
     truly = true(shared, "memory_used_bytes", sum, ("gpu",))
-    assert {of: whole[of] for of in truly} == truly
+    assert {gpu_: totals[gpu_] for gpu_ in truly} == truly
 
 
 # -- what other names beside them change of ours: nothing
 
 VALUES = {"__rate_interval": "8s", "__range": "16s", "idle": "5s", "price": "2", "gpu": "GPU"}
-OURS = [one for one in dashboard.queries() if "$cluster" in one.expr]
+OUR_QUERIES = [query for query in dashboard.queries() if "$cluster" in query.expr]
 
 
-@pytest.mark.parametrize("query", OURS, ids=str)
+@pytest.mark.parametrize("query", OUR_QUERIES, ids=str)
 def test_our_dashboards_answer_as_if_no_other_names_were_written(fed: Fed, query: Query) -> None:
-    there = dashboard.variables(query.board)
-    all_of_each = {name: one.get("allValue", ".*") for name, one in there.items()}
+    variables = dashboard.variables(query.board)
+    all_of_each = {name: variable.get("allValue", ".*") for name, variable in variables.items()}
     of_all = dashboard.filled(query.expr, {**all_of_each, **VALUES})
     of_the_one = dashboard.filled(query.expr, {**all_of_each, **VALUES, "cluster": CLUSTER})
 
-    found = [
-        {tuple(sorted(one.labels.items())): one.value for one in fed.prometheus.query(expr, fed.at_ms)}
+    answers = [
+        {tuple(sorted(series.labels.items())): series.value for series in fed.prometheus.query(expr, fed.at_ms)}
         for expr in (of_all, of_the_one)
     ]
-    assert found[0] == pytest.approx(found[1], nan_ok=True)
+    assert answers[0] == pytest.approx(answers[1], nan_ok=True)
 
 
 @pytest.mark.parametrize(
     "rule",
-    [one for one in dashboard.rules() if "gpustream_" not in one["expr"]],
-    ids=lambda one: one.get("alert") or one["record"],
+    [rule for rule in dashboard.rules() if "gpustream_" not in rule["expr"]],
+    ids=lambda rule: rule.get("alert") or rule["record"],
 )
 def test_our_rules_find_nothing_without_a_cluster(fed: Fed, rule: Mapping[str, Any]) -> None:
     if "up{" not in rule["expr"]:
-        assert {one.labels.get("k8s_cluster_name") for one in fed.prometheus.query(rule["expr"], fed.at_ms)} <= {
+        assert {series.labels.get("k8s_cluster_name") for series in fed.prometheus.query(rule["expr"], fed.at_ms)} <= {
             CLUSTER
         }

@@ -28,8 +28,8 @@ def gpu_pod(api: ApiServer, name: str, node: str, annotations: Json) -> None:
 
 def events(api: ApiServer) -> list[tuple[str, str]]:
     """Each Event about annotations: its pod, and what it says."""
-    found: list[dict[str, Any]] = api.get(f"/api/v1/namespaces/{SPACE}/events")["items"]
-    return sorted((one["involvedObject"]["name"], one["message"]) for one in found if one["reason"] == REASON)
+    items: list[dict[str, Any]] = api.get(f"/api/v1/namespaces/{SPACE}/events")["items"]
+    return sorted((item["involvedObject"]["name"], item["message"]) for item in items if item["reason"] == REASON)
 
 
 async def test_a_misspelt_annotation_is_named_once_on_its_pod_whoever_leads_and_whatever_restarts(
@@ -53,8 +53,8 @@ def _play(kafka: KafkaServer, api: ApiServer, gpustream: Callable[..., Gpustream
     lease = ("--lease", "gpustream/gpustream-cluster")
 
     def replica(name: str) -> Gpustream:
-        given = ("--kafka", kafka.address, "--kubeconfig", config, *lease, "--identity", name, "--policy-events")
-        return gpustream(name, "produce", "cluster", "--cluster", "events", *given)
+        options = ("--kafka", kafka.address, "--kubeconfig", config, *lease, "--identity", name, "--policy-events")
+        return gpustream(name, "produce", "cluster", "--cluster", "events", *options)
 
     first, second = replica("first"), replica("second")
     first.start()
@@ -73,4 +73,4 @@ def _play(kafka: KafkaServer, api: ApiServer, gpustream: Callable[..., Gpustream
     gpu_pod(api, "b", node, {"gpustream.dev/alerts": "nope"})
     second.stop()  # whoever of them leads now, the other one does next
     eventually_sync(lambda: ("b", "the annotation gpustream.dev/alerts is 'nope': write on or off") in events(api), "b")
-    assert [one for one in events(api) if one[0] == "a"] == expected
+    assert [event for event in events(api) if event[0] == "a"] == expected

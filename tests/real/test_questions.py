@@ -38,7 +38,7 @@ from topics.topic import node_key
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "queries.md"
 CLUSTERS = ("prod-us-east-1", "prod-eu-west-1")
-OURS = CLUSTERS[0]
+OUR_CLUSTER = CLUSTERS[0]
 FLEET_S = 15.0
 JOB = {"id": "12345", "user": "ada", "partition": "gpu"}
 IDLE = 0.05
@@ -61,7 +61,7 @@ Labels = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Answers:
+class AnsweredQuestions:
     """A Prometheus that has everything, when to ask it, and what the truth says at that time of the first cluster."""
 
     prometheus: PrometheusServer
@@ -78,13 +78,14 @@ class Answers:
     def held(self) -> list[tuple[Device, dict[str, Any]]]:
         """The devices that exactly one pod holds, and that pod."""
         pods = [
-            (device, {(one["namespace"], one["pod"]): one for one in device["reported"]}) for device in self.devices
+            (device, {(holder["namespace"], holder["pod"]): holder for holder in device["reported"]})
+            for device in self.devices
         ]
-        return [(device, next(iter(of.values()))) for device, of in pods if len(of) == 1]
+        return [(device, next(iter(by_pod.values()))) for device, by_pod in pods if len(by_pod) == 1]
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+def fleet_answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnsweredQuestions]:
     """The fleets for some seconds, through everything, until all is in Prometheus."""
     need(find_java, find_kafka, find_prometheus)
     directory = tmp_path_factory.mktemp("questions")
@@ -92,10 +93,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
         prometheus = servers.enter_context(PrometheusServer(directory / "prometheus"))
         asyncio.run(topic_admin.create(kafka.connection, partitions=4, replication_factor=1))
-        yield _answers(servers, directory, kafka.address, prometheus)
+        yield _collect_answers(servers, directory, kafka.address, prometheus)
 
 
-def _answers(servers: ExitStack, directory: Path, kafka: str, prometheus: PrometheusServer) -> Answers:
+def _collect_answers(
+    servers: ExitStack, directory: Path, kafka: str, prometheus: PrometheusServer
+) -> AnsweredQuestions:
     def process(name: str, *arguments: str) -> Gpustream:
         return servers.enter_context(Gpustream(directory / name, *arguments, "--kafka", kafka))
 
@@ -113,10 +116,10 @@ def _answers(servers: ExitStack, directory: Path, kafka: str, prometheus: Promet
         fleet.stop()
     eventually_sync(lambda: _behind(kafka) == 0, "all is delivered", every_s=0.5)
     records = [json.loads(record.value) for record in asyncio.run(read_all(kafka, "gpu.attributed"))]
-    devices = _devices(directory / f"{OURS}.jsonl", records)
+    devices = _devices(directory / f"{OUR_CLUSTER}.jsonl", records)
     at_ms = max(device["ts_ms"] for device in devices)
     _kube_state_metrics(prometheus, at_ms, devices)
-    return Answers(prometheus, at_ms, devices, _last(records, at_ms))
+    return AnsweredQuestions(prometheus, at_ms, devices, _last(records, at_ms))
 
 
 def _fleet(cluster: str, seed: int, truth: Path) -> tuple[str, ...]:
@@ -130,7 +133,7 @@ async def _slurm(kafka: str) -> None:
     await sender.start()
     instruments = Instruments(INSTRUMENTS, CollectorRegistry())
     now_ms = time.time_ns() // 1_000_000
-    publisher = NodePublisher(sender, instruments, cluster=OURS, node="slurm-1", run_id=now_ms)
+    publisher = NodePublisher(sender, instruments, cluster=OUR_CLUSTER, node="slurm-1", run_id=now_ms)
     running = asyncio.create_task(publisher.run())
     for number, share in enumerate((0.25, 0.5)):
         devices: list[Device] = [
@@ -152,7 +155,7 @@ async def _split(kafka: str) -> None:
     now_ms = time.time_ns() // 1_000_000
     for seq in (1, 2, 3):
         tick = _split_tick(seq, now_ms - 3000 + 1000 * seq)
-        await (await sender.send("gpu.attributed", json.dumps(tick).encode(), key=node_key(OURS, SPLIT_NODE)))
+        await (await sender.send("gpu.attributed", json.dumps(tick).encode(), key=node_key(OUR_CLUSTER, SPLIT_NODE)))
     await sender.stop()
 
 
@@ -167,11 +170,11 @@ def _split_tick(seq: int, ts_ms: int) -> dict[str, Any]:
         ),
         _split_device("GPU-split-2", seq, {"alone": (0.6,), "beside": (0.4,)}, split_scaled=True),
     ]
-    header = {"schema": 1, "cluster": OURS, "node": SPLIT_NODE, "run_id": 1, "seq": seq, "ts_ms": ts_ms}
+    header = {"schema": 1, "cluster": OUR_CLUSTER, "node": SPLIT_NODE, "run_id": 1, "seq": seq, "ts_ms": ts_ms}
     return {**header, "offset": seq, "attribution": "exact", "devices": devices}
 
 
-def _split_device(uuid: str, seq: int, shares: Mapping[str, Iterable[float]], **more: Any) -> Device:
+def _split_device(uuid: str, seq: int, shares: Mapping[str, Iterable[float]], **fields: Any) -> Device:
     """A device of which the containers of these pods have these shares."""
     metrics = {"gpu_utilization_ratio": 0.6, "memory_used_bytes": (64 << 30) + seq, "power_watts": 600.0 + seq}
     holders = [
@@ -182,13 +185,13 @@ def _split_device(uuid: str, seq: int, shares: Mapping[str, Iterable[float]], **
             "container": f"c{number}",
             "parts": {quantity: share * metrics[key] for quantity, key in QUANTITIES.items()},
         }
-        for pod, of in shares.items()
-        for number, share in enumerate(of)
+        for pod, shares_of_pod in shares.items()
+        for number, share in enumerate(shares_of_pod)
     ]
-    given = sum(share for of in shares.values() for share in of)
-    rest = {quantity: max(0.0, 1 - given) * metrics[key] for quantity, key in QUANTITIES.items()}
+    given_shares = sum(share for shares_of_pod in shares.values() for share in shares_of_pod)
+    rest = {quantity: max(0.0, 1 - given_shares) * metrics[key] for quantity, key in QUANTITIES.items()}
     info = {"driver_version": "570.124.06", "processes_visible": "false"}
-    return {"uuid": uuid, "metrics": metrics, "holders": holders, "unattributed": rest, "info": info, **more}
+    return {"uuid": uuid, "metrics": metrics, "holders": holders, "unattributed": rest, "info": info, **fields}
 
 
 async def _alerts(kafka: str) -> None:
@@ -196,11 +199,11 @@ async def _alerts(kafka: str) -> None:
     sender, now_ms = Sender(Connection(kafka), client_id="alerts"), time.time_ns() // 1_000_000
     await sender.start()
     minutes = {("ml", "a"): (5, None), ("ml", "b"): (5, None), ("search", "c"): (10, 8)}
-    for (namespace, pod), (began, over) in minutes.items():
-        labels = {"k8s_cluster_name": OURS, "k8s_namespace_name": namespace, "k8s_pod_name": pod}
+    for (namespace, pod), (began_min, over) in minutes.items():
+        labels = {"k8s_cluster_name": OUR_CLUSTER, "k8s_namespace_name": namespace, "k8s_pod_name": pod}
         ends_ms = None if over is None else now_ms - over * 60_000
-        one = alert(pod, now_ms - began * 60_000, ends_ms, labels=labels)
-        await (await sender.send("gpu.alerts", msgspec.json.encode(one), key=one.fingerprint.encode()))
+        firing = alert(pod, now_ms - began_min * 60_000, ends_ms, labels=labels)
+        await (await sender.send("gpu.alerts", msgspec.json.encode(firing), key=firing.fingerprint.encode()))
     await sender.stop()
 
 
@@ -225,7 +228,7 @@ def _devices(truth: Path, records: Iterable[Mapping[str, Any]]) -> list[Device]:
     described = {
         (tick["node"], tick["run_id"], tick["seq"], device["uuid"]): device
         for tick in records
-        if tick["cluster"] == OURS
+        if tick["cluster"] == OUR_CLUSTER
         for device in tick["devices"]
     }
     last: dict[tuple[str, str], Device] = {}
@@ -241,9 +244,9 @@ def _kube_state_metrics(prometheus: PrometheusServer, at_ms: int, devices: Itera
     groups = []
     for (namespace, pod), app in pods.items():
         renamed = (("k8s_namespace_name", namespace), ("k8s_pod_label_app", f"ksm-{app}"), ("k8s_pod_name", pod))
-        own = (("label_app", f"ksm-{app}"), ("namespace", namespace), ("pod", pod))
+        own_labels = (("label_app", f"ksm-{app}"), ("namespace", namespace), ("pod", pod))
         groups.append(SampleGroup(SeriesSet(renamed, (Row("kube_pod_labels"),)), at_ms, [1.0]))
-        groups.append(SampleGroup(SeriesSet(own, (Row(NOT_RENAMED),)), at_ms, [1.0]))
+        groups.append(SampleGroup(SeriesSet(own_labels, (Row(NOT_RENAMED),)), at_ms, [1.0]))
     body = bytes(cramjam.snappy.compress_raw(encode_v1.encode(groups)))
     headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
     request = urllib.request.Request(prometheus.write_url, body, headers)  # noqa: S310 - http, and ours
@@ -256,10 +259,10 @@ def _queries() -> list[str]:
     return [block.strip() for block in re.findall(r"```promql\n(.*?)```", PAGE.read_text(), re.DOTALL)]
 
 
-def _query(*words: str) -> str:
+def _query(*substrings: str) -> str:
     """The page's only query that has all of these words."""
-    (found,) = [query for query in _queries() if all(word in query for word in words)]
-    return found
+    (query,) = [query for query in _queries() if all(word in query for word in substrings)]
+    return query
 
 
 def _mean(values: Iterable[tuple[Hashable, float]]) -> dict[Hashable, Any]:
@@ -267,12 +270,12 @@ def _mean(values: Iterable[tuple[Hashable, float]]) -> dict[Hashable, Any]:
     by: dict[Hashable, list[float]] = defaultdict(list)
     for key, value in values:
         by[key].append(value)
-    return {key: pytest.approx(sum(of) / len(of), abs=1e-9) for key, of in by.items()}
+    return {key: pytest.approx(sum(values) / len(values), abs=1e-9) for key, values in by.items()}
 
 
 def _by(answer: Iterable[Series], *names: str) -> dict[Hashable, float]:
     """An answer by these labels; a series without one of them has None there."""
-    return {tuple(one.labels.get(name) for name in names): one.value for one in answer}
+    return {tuple(series.labels.get(name) for name in names): series.value for series in answer}
 
 
 def _used(device: Device) -> float | None:
@@ -284,54 +287,58 @@ def _workload(kind: str) -> Callable[[dict[str, Any]], str | None]:
     return lambda pod: pod["workload"]["name"] if pod["workload"]["kind"] == kind else None
 
 
-def _utilization(answers: Answers, key: Callable[[dict[str, Any]], Hashable]) -> list[tuple[Hashable, float]]:
+def _utilization(
+    fleet_answers: AnsweredQuestions, key: Callable[[dict[str, Any]], Hashable]
+) -> list[tuple[Hashable, float]]:
     """The utilization of every device that tells it, by what ``key`` says of the one pod that holds it, else None."""
-    pods = {device["uuid"]: pod for device, pod in answers.held()}
-    rows = [(device, pods.get(device["uuid"])) for device in answers.devices]
+    pods = {device["uuid"]: pod for device, pod in fleet_answers.held()}
+    rows = [(device, pods.get(device["uuid"])) for device in fleet_answers.devices]
     return [((key(pod) if pod else None,), used) for device, pod in rows if (used := _used(device)) is not None]
 
 
-def test_every_query_of_the_page_is_answered(answers: Answers) -> None:
+def test_every_query_of_the_page_is_answered(fleet_answers: AnsweredQuestions) -> None:
     queries = [
         re.sub("bert-finetune-v3", ".+", query).replace('k8s_job_name=".+"', 'k8s_job_name=~".+"')
         for query in _queries()
     ]
 
     assert len(queries) == 22
-    assert [query for query in queries if not answers.ask(query)] == []
+    assert [query for query in queries if not fleet_answers.ask(query)] == []
 
 
-def test_what_a_namespace_uses_on_average(answers: Answers) -> None:
-    answer = answers.ask(_query("avg by (k8s_namespace_name)"))
-    assert _by(answer, "k8s_namespace_name") == _mean([*_utilization(answers, lambda pod: pod["namespace"]), *OTHERS])
-    assert len(answer) > 4
-
-
-def test_what_an_app_uses_on_average(answers: Answers) -> None:
-    answer = answers.ask(_query("avg by (k8s_pod_label_app)"))
-    assert _by(answer, "k8s_pod_label_app") == _mean(
-        [*_utilization(answers, lambda pod: pod["labels"]["app"]), *OTHERS]
+def test_what_a_namespace_uses_on_average(fleet_answers: AnsweredQuestions) -> None:
+    answer = fleet_answers.ask(_query("avg by (k8s_namespace_name)"))
+    assert _by(answer, "k8s_namespace_name") == _mean(
+        [*_utilization(fleet_answers, lambda pod: pod["namespace"]), *OTHERS]
     )
     assert len(answer) > 4
 
 
-def test_the_memory_of_a_deployment(answers: Answers) -> None:
-    answer = answers.ask(_query("avg by (k8s_deployment_name"))
+def test_what_an_app_uses_on_average(fleet_answers: AnsweredQuestions) -> None:
+    answer = fleet_answers.ask(_query("avg by (k8s_pod_label_app)"))
+    assert _by(answer, "k8s_pod_label_app") == _mean(
+        [*_utilization(fleet_answers, lambda pod: pod["labels"]["app"]), *OTHERS]
+    )
+    assert len(answer) > 4
+
+
+def test_the_memory_of_a_deployment(fleet_answers: AnsweredQuestions) -> None:
+    answer = fleet_answers.ask(_query("avg by (k8s_deployment_name"))
     deployment = _workload("Deployment")
     rows = [
         ((deployment(pod), pod["namespace"]), 100.0 * m["memory_used_bytes"] / m["memory_total_bytes"])
-        for device, pod in answers.held()
+        for device, pod in fleet_answers.held()
         if "memory_total_bytes" in (m := device["metrics"]) and deployment(pod)
     ]
-    found = {key: value for key, value in _by(answer, "k8s_deployment_name", "k8s_namespace_name").items() if key[0]}  # type: ignore[index]
+    memory = {key: value for key, value in _by(answer, "k8s_deployment_name", "k8s_namespace_name").items() if key[0]}  # type: ignore[index]
 
-    assert found == _mean(rows)
-    assert len(found) > 1
+    assert memory == _mean(rows)
+    assert len(memory) > 1
 
 
-def test_what_a_statefulset_uses(answers: Answers) -> None:
-    answer = _by(answers.ask(_query("avg by (k8s_statefulset_name)")), "k8s_statefulset_name")
-    expected = _mean(_utilization(answers, _workload("StatefulSet")))
+def test_what_a_statefulset_uses(fleet_answers: AnsweredQuestions) -> None:
+    answer = _by(fleet_answers.ask(_query("avg by (k8s_statefulset_name)")), "k8s_statefulset_name")
+    expected = _mean(_utilization(fleet_answers, _workload("StatefulSet")))
 
     assert {key: value for key, value in answer.items() if key != (None,)} == {
         key: value for key, value in expected.items() if key != (None,)
@@ -339,21 +346,21 @@ def test_what_a_statefulset_uses(answers: Answers) -> None:
     assert len(answer) > 2
 
 
-def test_what_a_job_does_on_each_gpu(answers: Answers) -> None:
+def test_what_a_job_does_on_each_gpu(fleet_answers: AnsweredQuestions) -> None:
     job = _workload("Job")
-    name = next(job(pod) for device, pod in answers.held() if job(pod) and _used(device) is not None)
-    answer = answers.ask(_query("avg by (gpu_index)").replace("bert-finetune-v3", str(name)))
+    name = next(job(pod) for device, pod in fleet_answers.held() if job(pod) and _used(device) is not None)
+    answer = fleet_answers.ask(_query("avg by (gpu_index)").replace("bert-finetune-v3", str(name)))
     rows = [
         ((str(device["index"]),), used)
-        for device, pod in answers.held()
+        for device, pod in fleet_answers.held()
         if job(pod) == name and (used := _used(device)) is not None
     ]
 
     assert _by(answer, "gpu_index") == _mean(rows)
 
 
-def test_what_a_job_of_slurm_does(answers: Answers) -> None:
-    (series,) = answers.ask(_query('job_id="12345"'))
+def test_what_a_job_of_slurm_does(fleet_answers: AnsweredQuestions) -> None:
+    (series,) = fleet_answers.ask(_query('job_id="12345"'))
 
     assert series.value == 0.5
     assert (series.labels["job_user"], series.labels["job_partition"]) == ("ada", "gpu")
@@ -366,32 +373,32 @@ def _memory_by_namespace(last: Iterable[tuple[str, Device]]) -> dict[Hashable, f
     for cluster, device in last:
         memory = device["metrics"].get("memory_used_bytes")
         holders = device.get("holders", ())
-        parts = [(one["namespace"], one["parts"]["memory_used_bytes"]) for one in holders if "parts" in one]
-        pods = {(one["namespace"], one["pod"]) for one in holders}
-        alone = next(iter(pods))[0] if len(pods) == 1 else None
-        for namespace, used in parts or [(alone, memory)]:
-            if cluster == OURS and used is not None:
+        parts = [(holder["namespace"], holder["parts"]["memory_used_bytes"]) for holder in holders if "parts" in holder]
+        pods = {(holder["namespace"], holder["pod"]) for holder in holders}
+        sole_namespace = next(iter(pods))[0] if len(pods) == 1 else None
+        for namespace, used in parts or [(sole_namespace, memory)]:
+            if cluster == OUR_CLUSTER and used is not None:
                 by[namespace,] += used
     return by
 
 
-def test_the_memory_of_a_namespace_alone_and_shared(answers: Answers) -> None:
-    found = _by(answers.ask(_query("sum by (k8s_namespace_name)", "gpu_pod_memory")), "k8s_namespace_name")
+def test_the_memory_of_a_namespace_alone_and_shared(fleet_answers: AnsweredQuestions) -> None:
+    memory = _by(fleet_answers.ask(_query("sum by (k8s_namespace_name)", "gpu_pod_memory")), "k8s_namespace_name")
 
-    assert found == pytest.approx(_memory_by_namespace(answers.last), rel=1e-9)
-    assert found["shared",] > 64 << 30
+    assert memory == pytest.approx(_memory_by_namespace(fleet_answers.last), rel=1e-9)
+    assert memory["shared",] > 64 << 30
 
 
 @pytest.mark.parametrize(("quantity", "key"), QUANTITIES.items())
-def test_the_parts_and_the_rest_are_the_device(answers: Answers, quantity: str, key: str) -> None:
+def test_the_parts_and_the_rest_are_the_device(fleet_answers: AnsweredQuestions, quantity: str, key: str) -> None:
     query = _query("sum by (gpu_uuid, gpu_mig_uuid)").replace("memory_used_bytes", quantity)
     expected = {
         _identity(device): device["metrics"][key]
-        for _, device in answers.last
-        if any(quantity in one.get("parts", ()) for one in device.get("holders", ()))
+        for _, device in fleet_answers.last
+        if any(quantity in holder.get("parts", ()) for holder in device.get("holders", ()))
     }
 
-    assert _by(answers.ask(query), "gpu_uuid", "gpu_mig_uuid") == pytest.approx(expected, rel=1e-9)
+    assert _by(fleet_answers.ask(query), "gpu_uuid", "gpu_mig_uuid") == pytest.approx(expected, rel=1e-9)
     assert {("GPU-split-0", None), ("GPU-split-1", "MIG-split-1"), ("GPU-split-2", None)} <= expected.keys()
 
 
@@ -400,124 +407,137 @@ def _identity(device: Device) -> Hashable:
     return (mig["parent_uuid"], device["uuid"]) if mig else (device["uuid"], None)
 
 
-def test_devices_whose_processes_say_otherwise(answers: Answers) -> None:
-    found = _by(answers.ask(_query("gpu_attribution_conflict")), "gpu_uuid", "gpu_mig_uuid", "reason")
+def test_devices_whose_processes_say_otherwise(fleet_answers: AnsweredQuestions) -> None:
+    conflicts = _by(fleet_answers.ask(_query("gpu_attribution_conflict")), "gpu_uuid", "gpu_mig_uuid", "reason")
     expected = {
         (*_identity(device), device["conflict"]): 1.0  # type: ignore[misc]
-        for cluster, device in answers.last
-        if cluster == OURS and device.get("conflict")
+        for cluster, device in fleet_answers.last
+        if cluster == OUR_CLUSTER and device.get("conflict")
     }
 
-    assert found == expected
-    assert ("GPU-split-1", "MIG-split-1", "unallocated_process") in found
+    assert conflicts == expected
+    assert ("GPU-split-1", "MIG-split-1", "unallocated_process") in conflicts
 
 
-def test_xid_errors_of_the_last_hour_the_first_of_a_code_among_them(answers: Answers) -> None:
-    found = _by(answers.ask(_query("gpu_xid_errors_total")), "gpu_uuid", "gpu_mig_uuid", "xid")
-    ours = [device for cluster, device in answers.last if cluster == OURS]
+def test_xid_errors_of_the_last_hour_the_first_of_a_code_among_them(fleet_answers: AnsweredQuestions) -> None:
+    xids = _by(fleet_answers.ask(_query("gpu_xid_errors_total")), "gpu_uuid", "gpu_mig_uuid", "xid")
+    own_devices = [device for cluster, device in fleet_answers.last if cluster == OUR_CLUSTER]
 
-    assert found.keys() == {(*_identity(device), code) for device in ours for code in device.get("xids", ())}  # type: ignore[misc]
-    assert found["GPU-split-0", None, "48"] == 1.0
-    assert ("GPU-split-0", None, "79") in found
-
-
-def test_xid_errors_of_the_last_hour_by_the_pod_that_held_the_gpu_then(answers: Answers) -> None:
-    found = _by(answers.ask(_query("gpu_pod_xid_errors")), "k8s_namespace_name", "k8s_pod_name", "xid")
-
-    assert found["shared", "before", "79"] == 3.0
+    assert xids.keys() == {(*_identity(device), code) for device in own_devices for code in device.get("xids", ())}  # type: ignore[misc]
+    assert xids["GPU-split-0", None, "48"] == 1.0
+    assert ("GPU-split-0", None, "79") in xids
 
 
-def test_which_drivers_there_are(answers: Answers) -> None:
-    found = _by(answers.ask(_query("gpu_info", "driver_version")), "driver_version", "processes_visible")
-    infos = [device["info"] for cluster, device in answers.last if cluster == OURS and "info" in device]
+def test_xid_errors_of_the_last_hour_by_the_pod_that_held_the_gpu_then(fleet_answers: AnsweredQuestions) -> None:
+    xids = _by(fleet_answers.ask(_query("gpu_pod_xid_errors")), "k8s_namespace_name", "k8s_pod_name", "xid")
 
-    assert found == Counter((info["driver_version"], info.get("processes_visible")) for info in infos)
-    assert {("570.124.06", "true"), ("550.163.01", "true"), ("570.124.06", "false")} <= found.keys()
+    assert xids["shared", "before", "79"] == 3.0
 
 
-def test_the_memory_of_whole_gpus_is_counted_once(answers: Answers) -> None:
-    found = _by(answers.ask(_query("sum by (k8s_node_name) (gpu_memory_used")), "k8s_node_name")
+def test_which_drivers_there_are(fleet_answers: AnsweredQuestions) -> None:
+    drivers = _by(fleet_answers.ask(_query("gpu_info", "driver_version")), "driver_version", "processes_visible")
+    infos = [device["info"] for cluster, device in fleet_answers.last if cluster == OUR_CLUSTER and "info" in device]
+
+    assert drivers == Counter((info["driver_version"], info.get("processes_visible")) for info in infos)
+    assert {("570.124.06", "true"), ("550.163.01", "true"), ("570.124.06", "false")} <= drivers.keys()
+
+
+def test_the_memory_of_whole_gpus_is_counted_once(fleet_answers: AnsweredQuestions) -> None:
+    memory = _by(fleet_answers.ask(_query("sum by (k8s_node_name) (gpu_memory_used")), "k8s_node_name")
     truth: dict[Hashable, float] = defaultdict(float)
-    for node, device in _ours(answers):
+    for node, device in _own_devices(fleet_answers):
         if "mig" not in device and "memory_used_bytes" in device["metrics"]:
             truth[(node,)] += device["metrics"]["memory_used_bytes"]
 
-    assert found == pytest.approx(truth)
+    assert memory == pytest.approx(truth)
 
 
-def test_the_memory_of_what_can_be_held_is_counted_once(answers: Answers) -> None:
-    (found,) = answers.ask(_query("sum(gpu_memory_total"))
+def test_the_memory_of_what_can_be_held_is_counted_once(fleet_answers: AnsweredQuestions) -> None:
+    (total,) = fleet_answers.ask(_query("sum(gpu_memory_total"))
     totals = {
         (node, device["uuid"]): device["metrics"].get("memory_total_bytes", 0.0)
-        for node, device in _ours(answers)
+        for node, device in _own_devices(fleet_answers)
         if "mig" in device or device.get("info", {}).get("mig_mode") != "enabled"
     }
 
-    assert found.value == pytest.approx(sum(totals.values()))
-    assert any("mig" in device for _, device in _ours(answers))
+    assert total.value == pytest.approx(sum(totals.values()))
+    assert any("mig" in device for _, device in _own_devices(fleet_answers))
 
 
-def test_the_memory_errors_of_a_day_by_node_and_type(answers: Answers) -> None:
-    found = _by(answers.ask(_query("increase(gpu_ecc_errors")), "k8s_node_name", "gpu_ecc_error_type")
+def test_the_memory_errors_of_a_day_by_node_and_type(fleet_answers: AnsweredQuestions) -> None:
+    errors = _by(fleet_answers.ask(_query("increase(gpu_ecc_errors")), "k8s_node_name", "gpu_ecc_error_type")
     keys = {"correctable": "ecc_corrected_volatile_total", "uncorrectable": "ecc_uncorrected_volatile_total"}
 
-    assert found.keys() == {
-        (node, error) for node, device in _ours(answers) for error, key in keys.items() if key in device["metrics"]
+    assert errors.keys() == {
+        (node, error)
+        for node, device in _own_devices(fleet_answers)
+        for error, key in keys.items()
+        if key in device["metrics"]
     }
 
 
-def _ours(answers: Answers) -> list[tuple[str, Device]]:
+def _own_devices(fleet_answers: AnsweredQuestions) -> list[tuple[str, Device]]:
     """Our cluster's devices in the last tick of their node, and their node."""
-    return [(device["node"], device) for cluster, device in answers.last if cluster == OURS]
+    return [(device["node"], device) for cluster, device in fleet_answers.last if cluster == OUR_CLUSTER]
 
 
-def test_how_many_alerts_fire_in_which_namespaces(answers: Answers) -> None:
-    found = _by(answers.ask(_query("gpu_alert_firing", "count by")), "alertname", "k8s_namespace_name")
+def test_how_many_alerts_fire_in_which_namespaces(fleet_answers: AnsweredQuestions) -> None:
+    firing = _by(fleet_answers.ask(_query("gpu_alert_firing", "count by")), "alertname", "k8s_namespace_name")
 
-    assert found == {("GPUHeldIdle", "ml"): 2.0}
-
-
-def test_the_gpu_hours_that_were_held_and_idle(answers: Answers) -> None:
-    found = _by(answers.ask(_query("gpu_alert_firing", "sum_over_time")), "k8s_namespace_name")
-
-    assert found == {("ml",): pytest.approx(2 * 6 / 60), ("search",): pytest.approx(2 / 60)}
+    assert firing == {("GPUHeldIdle", "ml"): 2.0}
 
 
-@pytest.mark.parametrize(("words", "held"), [("gpu_holders == 0", False), ("gpu_holders > 0", True)])
-def test_idle_gpus_are_reported_by_whether_anybody_holds_them(answers: Answers, words: str, held: bool) -> None:
-    found = {one.labels.get("gpu_mig_uuid") or one.labels["gpu_uuid"] for one in answers.ask(_query(words))}
+def test_the_gpu_hours_that_were_held_and_idle(fleet_answers: AnsweredQuestions) -> None:
+    hours = _by(fleet_answers.ask(_query("gpu_alert_firing", "sum_over_time")), "k8s_namespace_name")
+
+    assert hours == {("ml",): pytest.approx(2 * 6 / 60), ("search",): pytest.approx(2 / 60)}
+
+
+@pytest.mark.parametrize(("query_words", "is_held"), [("gpu_holders == 0", False), ("gpu_holders > 0", True)])
+def test_idle_gpus_are_reported_by_whether_anybody_holds_them(
+    fleet_answers: AnsweredQuestions, query_words: str, is_held: bool
+) -> None:
+    idle_uuids = {
+        series.labels.get("gpu_mig_uuid") or series.labels["gpu_uuid"]
+        for series in fleet_answers.ask(_query(query_words))
+    }
     expected = {
         device["uuid"]
-        for device in answers.devices
-        if (used := _used(device)) is not None and used < IDLE and bool(device["reported"]) == held
+        for device in fleet_answers.devices
+        if (used := _used(device)) is not None and used < IDLE and bool(device["reported"]) == is_held
     }
 
-    assert found == expected
-    assert found
+    assert idle_uuids == expected
+    assert idle_uuids
 
 
-def _memory(answers: Answers, label: Callable[[dict[str, Any]], str]) -> dict[Hashable, float]:
+def _memory(fleet_answers: AnsweredQuestions, label: Callable[[dict[str, Any]], str]) -> dict[Hashable, float]:
     return {
         (device["uuid"], label(pod)): float(device["metrics"]["memory_used_bytes"])
-        for device, pod in answers.held()
+        for device, pod in fleet_answers.held()
         if "memory_used_bytes" in device["metrics"]
     }
 
 
 def _by_device(answer: Iterable[Series], label: str) -> dict[Hashable, float]:
-    return {(one.labels.get("gpu_mig_uuid") or one.labels["gpu_uuid"], one.labels[label]): one.value for one in answer}
+    return {
+        (series.labels.get("gpu_mig_uuid") or series.labels["gpu_uuid"], series.labels[label]): series.value
+        for series in answer
+    }
 
 
-def test_labels_come_from_our_own_info(answers: Answers) -> None:
-    answer = answers.ask(_query("gpu_pod_info"))
+def test_labels_come_from_our_own_info(fleet_answers: AnsweredQuestions) -> None:
+    answer = fleet_answers.ask(_query("gpu_pod_info"))
 
-    assert _by_device(answer, "k8s_pod_label_team") == _memory(answers, lambda pod: pod["labels"]["team"])
+    assert _by_device(answer, "k8s_pod_label_team") == _memory(fleet_answers, lambda pod: pod["labels"]["team"])
 
 
-@pytest.mark.parametrize("words", [("topk", ") kube_pod_labels)"), ("topk", "label_replace")])
-def test_the_ten_largest_with_labels_of_kube_state_metrics(answers: Answers, words: tuple[str, ...]) -> None:
-    answer = _by_device(answers.ask(_query(*words)), "k8s_pod_label_app")
-    memory = _memory(answers, lambda pod: "ksm-" + pod["labels"]["app"])
+@pytest.mark.parametrize("query_words", [("topk", ") kube_pod_labels)"), ("topk", "label_replace")])
+def test_the_ten_largest_with_labels_of_kube_state_metrics(
+    fleet_answers: AnsweredQuestions, query_words: tuple[str, ...]
+) -> None:
+    answer = _by_device(fleet_answers.ask(_query(*query_words)), "k8s_pod_label_app")
+    memory = _memory(fleet_answers, lambda pod: "ksm-" + pod["labels"]["app"])
     tenth = sorted(memory.values(), reverse=True)[9]
 
     assert len(answer) == 10
@@ -525,9 +545,11 @@ def test_the_ten_largest_with_labels_of_kube_state_metrics(answers: Answers, wor
     assert min(answer.values()) == tenth
 
 
-def test_the_other_cluster_with_nodes_of_the_same_names_is_another_one(answers: Answers) -> None:
+def test_the_other_cluster_with_nodes_of_the_same_names_is_another_one(fleet_answers: AnsweredQuestions) -> None:
     query = 'count(count by (k8s_cluster_name, k8s_node_name, gpu_uuid) (gpu_utilization{k8s_node_name="sim-0000"}))'
-    nodes = answers.ask("count by (k8s_cluster_name) (count by (k8s_cluster_name, k8s_node_name) (gpu_utilization))")
+    nodes = fleet_answers.ask(
+        "count by (k8s_cluster_name) (count by (k8s_cluster_name, k8s_node_name) (gpu_utilization))"
+    )
 
-    assert _by(nodes, "k8s_cluster_name") == {(OURS,): 12, (CLUSTERS[1],): 10}
-    assert answers.ask(query)[0].value == 16
+    assert _by(nodes, "k8s_cluster_name") == {(OUR_CLUSTER,): 12, (CLUSTERS[1],): 10}
+    assert fleet_answers.ask(query)[0].value == 16

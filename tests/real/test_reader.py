@@ -39,13 +39,13 @@ async def producing(kafka: KafkaServer, name: str, *, every_s: float = 0.005) ->
     """Sends value after value for as long as it lasts; gives what was sent. The state has a record per partition."""
     sender = Sender(kafka.connection, client_id="test")
     await sender.start()
-    sent: list[bytes] = []
+    sent_values: list[bytes] = []
     acknowledged: list[asyncio.Future[int]] = []
 
     async def produce() -> None:
         for number in range(1_000_000):
             acknowledged.append(await sender.send(f"{name}-in", b"%d" % number, partition=number % PARTITIONS))
-            sent.append(b"%d" % number)
+            sent_values.append(b"%d" % number)
             await asyncio.sleep(every_s)
 
     acknowledged += [
@@ -53,7 +53,7 @@ async def producing(kafka: KafkaServer, name: str, *, every_s: float = 0.005) ->
     ]
     task = asyncio.create_task(produce())
     try:
-        yield sent
+        yield sent_values
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -61,40 +61,42 @@ async def producing(kafka: KafkaServer, name: str, *, every_s: float = 0.005) ->
         await sender.stop()
 
 
-async def check(kafka: KafkaServer, name: str, sent: list[bytes]) -> None:
+async def check(kafka: KafkaServer, name: str, sent_values: list[bytes]) -> None:
     """All is committed, and every value was written on, in the order in which it was sent, at the first time."""
 
     async def all_committed() -> bool:
         end = await ends(kafka.address, f"{name}-in", PARTITIONS)
         return await committed(kafka.address, name, f"{name}-in", PARTITIONS) == end
 
-    assert sent
+    assert sent_values
     await eventually(all_committed)
-    found = await values(kafka.address, f"{name}-out", PARTITIONS)
-    for partition, written in found.items():
-        assert list(dict.fromkeys(written)) == [value for value in sent if int(value) % PARTITIONS == partition]
+    values_by_partition = await values(kafka.address, f"{name}-out", PARTITIONS)
+    for partition, partition_values in values_by_partition.items():
+        assert list(dict.fromkeys(partition_values)) == [
+            value for value in sent_values if int(value) % PARTITIONS == partition
+        ]
 
 
 async def test_a_backlog_goes_through_once_and_all_is_committed(kafka: KafkaServer) -> None:
     create(kafka, "reader-alone")
-    async with producing(kafka, "reader-alone", every_s=0) as sent:
-        await eventually(lambda: asyncio.sleep(0, len(sent) > 3000))
+    async with producing(kafka, "reader-alone", every_s=0) as sent_values:
+        await eventually(lambda: asyncio.sleep(0, len(sent_values) > 3000))
     app, stop = echo_app(Echo(kafka=kafka.address, name="reader-alone")), asyncio.Event()
     running = asyncio.create_task(app.run(stop))
     try:
-        await check(kafka, "reader-alone", sent)
+        await check(kafka, "reader-alone", sent_values)
         assert app.reader.holes == 0
         assert app.reader.ledger.open_bytes == 0
     finally:
         stop.set()
         await running
-    written = await values(kafka.address, "reader-alone-out", PARTITIONS)
-    assert sum(map(len, written.values())) == len(sent)
+    partition_values = await values(kafka.address, "reader-alone-out", PARTITIONS)
+    assert sum(map(len, partition_values.values())) == len(sent_values)
 
 
 async def test_members_that_join_leave_and_are_killed_lose_nothing(kafka: KafkaServer, start: Start) -> None:
     create(kafka, "reader-group")
-    async with producing(kafka, "reader-group") as sent:
+    async with producing(kafka, "reader-group") as sent_values:
         first = await asyncio.to_thread(start, "reader-group", session_timeout_s=6.0)
         second = await asyncio.to_thread(start, "reader-group", session_timeout_s=6.0)
         await asyncio.sleep(1)
@@ -104,7 +106,7 @@ async def test_members_that_join_leave_and_are_killed_lose_nothing(kafka: KafkaS
         await asyncio.sleep(1)
         await asyncio.to_thread(first.kill9)
         await asyncio.sleep(1)
-    await check(kafka, "reader-group", sent)
+    await check(kafka, "reader-group", sent_values)
     assert second.running
 
 
@@ -118,32 +120,36 @@ async def test_a_member_with_an_instance_id_is_back_long_before_its_session_ends
     kafka: KafkaServer, start: Start
 ) -> None:
     create(kafka, "reader-static")
-    async with producing(kafka, "reader-static") as sent:
+    async with producing(kafka, "reader-static") as sent_values:
         process = await asyncio.to_thread(start, "reader-static", instance_id="one", session_timeout_s=60.0)
         await asyncio.sleep(1)
         await asyncio.to_thread(process.kill9)
         await asyncio.to_thread(process.start)
-        read = len(sent)
+        sent_before = len(sent_values)
 
         async def goes_on() -> bool:
-            found = await values(kafka.address, "reader-static-out", PARTITIONS)
-            return any(int(value) > read for written in found.values() for value in written)
+            values_by_partition = await values(kafka.address, "reader-static-out", PARTITIONS)
+            return any(
+                int(value) > sent_before
+                for partition_values in values_by_partition.values()
+                for value in partition_values
+            )
 
         await eventually(goes_on)
-    await check(kafka, "reader-static", sent)
+    await check(kafka, "reader-static", sent_values)
 
 
 async def test_a_member_with_an_instance_id_hands_over_when_it_is_stopped_if_it_is_to_leave(
     kafka: KafkaServer, start: Start
 ) -> None:
     create(kafka, "reader-leaves")
-    async with producing(kafka, "reader-leaves") as sent:
+    async with producing(kafka, "reader-leaves") as sent_values:
         for name in ("stays", "leaves"):
             member = {"instance_id": name, "session_timeout_s": 900.0, "leave_on_stop": True}
             process = await asyncio.to_thread(start, "reader-leaves", **member)
         await asyncio.sleep(1)
         await asyncio.to_thread(process.stop)
-    await check(kafka, "reader-leaves", sent)
+    await check(kafka, "reader-leaves", sent_values)
 
 
 async def test_a_process_that_is_asked_to_stop_ends_in_good_order(kafka: KafkaServer, start: Start) -> None:

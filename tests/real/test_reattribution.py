@@ -28,7 +28,7 @@ INTO = "again."
 TICKS = 20
 
 
-async def again(
+async def attribute_again(
     kafka: KafkaServer, *, to_ms: int | None = None, from_ms: int = 0, into: str = INTO
 ) -> ReattributionTotals:
     """Attributes again what there is, or what was logged in a time."""
@@ -37,11 +37,11 @@ async def again(
 
 async def by_partition(kafka: KafkaServer, topic: str) -> dict[int, list[tuple[int, bytes, bytes]]]:
     """Key and value of each record, by partition, in the order of the samples' offsets."""
-    found: dict[int, list[tuple[int, bytes, bytes]]] = {}
+    rows_of: dict[int, list[tuple[int, bytes, bytes]]] = {}
     for record in await read_all(kafka.address, topic):
         offset = json.loads(record.value)["offset"]
-        found.setdefault(record.partition, []).append((offset, record.key, record.value))
-    return {partition: sorted(rows) for partition, rows in found.items()}
+        rows_of.setdefault(record.partition, []).append((offset, record.key, record.value))
+    return {partition: sorted(rows) for partition, rows in rows_of.items()}
 
 
 async def test_what_was_attributed_live_is_attributed_again_byte_for_byte(
@@ -65,20 +65,20 @@ async def test_what_was_attributed_live_is_attributed_again_byte_for_byte(
 
         await eventually(all_is_attributed)
     with pytest.raises(BrokerError, match=r"no topic again\.gpu\.samples .*--topic-prefix again\."):
-        await again(kafka)
+        await attribute_again(kafka)
     target = Connection(kafka.address, topic_prefix=INTO)
     await topic_admin.create(target, partitions=2, replication_factor=1)
 
     live = await by_partition(kafka, "gpu.attributed")
     logged_ms = sorted(record.timestamp for record in await read_all(kafka.address, "gpu.samples"))
-    half = await again(kafka, to_ms=logged_ms[len(logged_ms) // 2])  # as if it had been killed then
+    half = await attribute_again(kafka, to_ms=logged_ms[len(logged_ms) // 2])  # as if it had been killed then
     assert 0 < half.exact < 6 * TICKS
-    done = await again(kafka)
+    done = await attribute_again(kafka)
     assert (done.existing, done.exact, done.late, done.none) == (half.exact, 6 * TICKS - half.exact, 0, 0)
-    made = await read_all(kafka.address, f"{INTO}gpu.attributed")
+    live_records = await read_all(kafka.address, f"{INTO}gpu.attributed")
     assert await by_partition(kafka, f"{INTO}gpu.attributed") == live
     for partition in live:
-        offsets = [json.loads(record.value)["offset"] for record in made if record.partition == partition]
+        offsets = [json.loads(record.value)["offset"] for record in live_records if record.partition == partition]
         assert offsets == sorted(set(offsets))
 
     arguments = ("-m", "gpustream", "replay", "--kafka", kafka.address, "--from", "1h", "--into", INTO)
@@ -87,12 +87,12 @@ async def test_what_was_attributed_live_is_attributed_again_byte_for_byte(
     )
     assert ran.returncode == 0, ran.stderr
     assert "0 ticks of " in ran.stdout
-    assert len(await read_all(kafka.address, f"{INTO}gpu.attributed")) == len(made)
+    assert len(await read_all(kafka.address, f"{INTO}gpu.attributed")) == len(live_records)
 
     stray = (await read_all(kafka.address, "gpu.samples"))[0]
     await _write(kafka, f"{INTO}gpu.samples", (stray.key, stray.value))
     with pytest.raises(BrokerError, match="is a pipeline of its own"):
-        await again(kafka)
+        await attribute_again(kafka)
 
 
 async def _write(kafka: KafkaServer, topic: str, *rows: tuple[bytes, bytes]) -> None:
@@ -118,10 +118,10 @@ async def test_what_the_target_can_not_take_is_refused_and_what_is_no_sample_is_
     await eventually(lambda: time.time_ns() // 1_000_000 > written_ms)
     await _write(kafka, "gpu.samples", (b"c/n", rows[-1]))
     with pytest.raises(BrokerError, match=r"has 2 partitions, and gpu\.samples has 1"):
-        await again(kafka)
+        await attribute_again(kafka)
 
     first, *_, last = [record.timestamp for record in await read_all(kafka.address, "gpu.samples")]
-    done = await again(kafka, from_ms=last, into="once-more.")
+    done = await attribute_again(kafka, from_ms=last, into="once-more.")
     assert done.none == sum(record.timestamp >= last for record in await read_all(kafka.address, "gpu.samples"))
     with pytest.raises(BrokerError, match=r"begins with a later sample .*another prefix"):
-        await again(kafka, from_ms=first, into="once-more.")
+        await attribute_again(kafka, from_ms=first, into="once-more.")

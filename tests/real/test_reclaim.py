@@ -64,36 +64,36 @@ class Proxy:
             aiohttp.ClientSession() as session,
             session.request(
                 request.method, self._api.url + request.path_qs, data=body, headers=headers, ssl=context
-            ) as got,
+            ) as response,
         ):
-            said = await got.read()
-            if acts and got.status < 300:
+            answered = await response.read()
+            if acts and response.status < 300:
                 self.changed[request.path] += 1
             if kill is not None:
                 kill()
-            return web.Response(status=got.status, body=said, content_type="application/json")
+            return web.Response(status=response.status, body=answered, content_type="application/json")
 
 
 @pytest.fixture
 async def proxy(kube_api: ApiServer) -> AsyncIterator[Proxy]:
     """A proxy before the run's API server."""
-    one = Proxy(kube_api)
+    new_proxy = Proxy(kube_api)
     app = web.Application()
-    app.router.add_route("*", "/{path:.*}", one.handle)
+    app.router.add_route("*", "/{path:.*}", new_proxy.handle)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    one.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield one
+    new_proxy.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield new_proxy
     await runner.cleanup()
 
 
 def crd(api: ApiServer, group: str, version: str, kind: str) -> None:
     """A kind that a controller brings."""
     plural = f"{kind.lower()}s"
-    anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    served = {"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": anything}}
+    any_object = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    served = {"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": any_object}}
     names = {"plural": plural, "singular": kind.lower(), "kind": kind}
     api.apply(
         {
@@ -114,7 +114,7 @@ def bind(api: ApiServer, component: str) -> None:
         api.apply(yaml.safe_load((K8S / "components" / component / f"{kind}.yaml").read_text()))
 
 
-def made(api: ApiServer, kind: str, version: str, name: str, *, owner: Json | None = None, **content: Any) -> Json:
+def create(api: ApiServer, kind: str, version: str, name: str, *, owner: Json | None = None, **content: Any) -> Json:
     """An object in the namespace."""
     metadata: Json = {"name": name, "namespace": SPACE, **content.pop("metadata", {})}
     if owner is not None:
@@ -128,7 +128,7 @@ POD_SPEC = {"containers": [{"name": "main", "image": "x"}], "restartPolicy": "Ne
 
 def idle(api: ApiServer, name: str, owner: Json) -> Alert:
     """A pod of an owner, and its alert."""
-    made(api, "Pod", "v1", f"{name}-0", owner=owner, spec=POD_SPEC)
+    create(api, "Pod", "v1", f"{name}-0", owner=owner, spec=POD_SPEC)
     labels = {"k8s_namespace_name": SPACE, "k8s_workload_kind": owner["kind"], "k8s_workload_name": name}
     gpu = AlertGpu(uuid=f"GPU-{name}", node="n1", pod=f"{SPACE}/{name}-0")
     return alert(name, gpus=(gpu,), idle=1, held=1, labels=labels, annotations={"summary": f"{name} idles"})
@@ -142,15 +142,15 @@ def workloads(api: ApiServer) -> list[Alert]:
     template = {"metadata": {"labels": {"app": "x"}}, "spec": {**POD_SPEC, "restartPolicy": "Always"}}
     of_apps = {"replicas": 3, "selector": {"matchLabels": {"app": "x"}}, "template": template}
     of_job = {"template": {"spec": POD_SPEC}}
-    web_ = made(api, "Deployment", "apps/v1", "web", spec=of_apps)
-    middle = made(api, "ReplicaSet", "apps/v1", "web-1", owner=web_, spec=of_apps)
-    notes = made(api, "StatefulSet", "apps/v1", "notes", spec={**of_apps, "serviceName": "x"})
-    train = made(api, "Job", "batch/v1", "train", spec=of_job)
-    gang = made(api, "JobSet", JOBSET, "gang", spec={})
-    part = made(api, "Job", "batch/v1", "gang-0", owner=gang, spec=of_job)
-    queued = made(api, "Job", "batch/v1", "queued", spec=of_job)
+    web_ = create(api, "Deployment", "apps/v1", "web", spec=of_apps)
+    middle = create(api, "ReplicaSet", "apps/v1", "web-1", owner=web_, spec=of_apps)
+    notes = create(api, "StatefulSet", "apps/v1", "notes", spec={**of_apps, "serviceName": "x"})
+    train = create(api, "Job", "batch/v1", "train", spec=of_job)
+    gang = create(api, "JobSet", JOBSET, "gang", spec={})
+    part = create(api, "Job", "batch/v1", "gang-0", owner=gang, spec=of_job)
+    queued = create(api, "Job", "batch/v1", "queued", spec=of_job)
     label = {"labels": {"kueue.x-k8s.io/job-uid": queued["metadata"]["uid"]}}
-    made(api, "Workload", KUEUE, "queued", spec={"active": True}, metadata=label)
+    create(api, "Workload", KUEUE, "queued", spec={"active": True}, metadata=label)
     owners = {"web": middle, "notes": notes, "train": train, "gang": part, "queued": queued}
     return [idle(api, name, owner) for name, owner in owners.items()]
 
@@ -159,7 +159,7 @@ def stopped(api: ApiServer) -> set[str]:
     """Which of them are."""
     specs = {name: api.get(path)["spec"] for name, path in PATHS.items()}
     off = ({"replicas": 0}, {"suspend": True}, {"active": False})
-    return {name for name, spec in specs.items() if any(one.items() <= spec.items() for one in off)}
+    return {name for name, spec in specs.items() if any(off_spec.items() <= spec.items() for off_spec in off)}
 
 
 async def actions(kafka: KafkaServer) -> list[Action]:
@@ -170,7 +170,11 @@ async def actions(kafka: KafkaServer) -> list[Action]:
 
 async def ends(kafka: KafkaServer) -> dict[str, tuple[str, str | None]]:
     """The last word on each workload."""
-    return {one.target.name: (one.state, one.reason) for one in await actions(kafka) if one.target is not None}
+    return {
+        action.target.name: (action.state, action.reason)
+        for action in await actions(kafka)
+        if action.target is not None
+    }
 
 
 async def test_what_idles_is_stopped_once_although_the_sink_is_killed_before_and_after_it_acts_and_is_given_back(
@@ -183,10 +187,10 @@ async def test_what_idles_is_stopped_once_although_the_sink_is_killed_before_and
     token = await asyncio.to_thread(api.service_account, "gpustream", "reclaim")
     config = api.kubeconfig(server=proxy.url, token=token)
 
-    def sink(name: str, *more: str) -> Gpustream:
+    def sink(name: str, *options: str) -> Gpustream:
         member = ("--instance-id", "reclaim-0", "--session-timeout", "6s", "--cluster", CLUSTER, "--least", "0s")
-        given = ("--kafka", kafka.address, "--kubeconfig", str(config), *member, *more)
-        return gpustream(name, "sink", "reclaim", *given)
+        all_options = ("--kafka", kafka.address, "--kubeconfig", str(config), *member, *options)
+        return gpustream(name, "sink", "reclaim", *all_options)
 
     # a dry run, with the right to read alone
     await asyncio.to_thread(bind, api, "reclaim")
@@ -195,35 +199,35 @@ async def test_what_idles_is_stopped_once_although_the_sink_is_killed_before_and
     dry = sink("dry", "--dry-run")
     await asyncio.to_thread(dry.start)
     would = dict.fromkeys(PATHS, ("dry_run", None))
-    await eventually(lambda: _is(kafka, lambda found: found.items() >= would.items()), "a dry run says it")
+    await eventually(lambda: _is(kafka, lambda outcomes: outcomes.items() >= would.items()), "a dry run says it")
     await asyncio.to_thread(dry.stop)
     assert (stopped(api), proxy.changed) == (set(), Counter())
 
     # killed before and after what it does
     await asyncio.to_thread(bind, api, "reclaim-act")
     for number in range(4):
-        one = sink(f"killed-{number}", "--act")
+        killed_sink = sink(f"killed-{number}", "--act")
         killed = asyncio.Event()
-        proxy.when, proxy.kill = ("before", "after")[number % 2], _killing(one, killed)
-        await asyncio.to_thread(one.begin)
+        proxy.when, proxy.kill = ("before", "after")[number % 2], _killing(killed_sink, killed)
+        await asyncio.to_thread(killed_sink.begin)
         await asyncio.wait_for(killed.wait(), 120)
     last = sink("last", "--act")
     await asyncio.to_thread(last.start)
     done = dict.fromkeys(PATHS, ("done", None))
-    await eventually(lambda: _is(kafka, lambda found: found.items() >= done.items()), "all of it is done")
+    await eventually(lambda: _is(kafka, lambda outcomes: outcomes.items() >= done.items()), "all of it is done")
     assert stopped(api) == set(PATHS)
     assert proxy.changed == dict.fromkeys(PATHS.values(), 1)
-    by_id = {one.id: one for one in await actions(kafka)}
-    assert len([one for one in by_id.values() if one.target is not None]) == len(PATHS)
+    by_id = {action.id: action for action in await actions(kafka)}
+    assert len([action for action in by_id.values() if action.target is not None]) == len(PATHS)
     await asyncio.to_thread(last.stop)
 
     # taken back, except for what somebody changed
-    ids = {one.target.name: one.id for one in by_id.values() if one.target is not None}
+    ids = {action.target.name: action.id for action in by_id.values() if action.target is not None}
     api.patch(PATHS["notes"], {"spec": {"replicas": 1}})
-    said = {name: await asyncio.to_thread(_undo, kafka, api, ids[name]) for name in PATHS}
-    assert {name: code for name, (code, _) in said.items()} == {name: int(name == "notes") for name in PATHS}
+    undo_answers = {name: await asyncio.to_thread(_undo, kafka, api, ids[name]) for name in PATHS}
+    assert {name: code for name, (code, _) in undo_answers.items()} == {name: int(name == "notes") for name in PATHS}
     changed = f"not undone: somebody changed StatefulSet {SPACE}/notes since: look at it, and change it yourself\n"
-    assert said["notes"][1] == changed
+    assert undo_answers["notes"][1] == changed
     assert (stopped(api), api.get(PATHS["web"])["spec"]["replicas"]) == (set(), 3)
     annotations = api.get(PATHS["web"])["metadata"]["annotations"]
     assert (annotations.get(BY), annotations.get(UNDONE)) == (None, ids["web"])
@@ -232,13 +236,13 @@ async def test_what_idles_is_stopped_once_although_the_sink_is_killed_before_and
     assert (await ends(kafka))["train"] == ("undone", None)
 
 
-async def _is(kafka: KafkaServer, wanted: Callable[[dict[str, Any]], bool]) -> bool:
-    return wanted(await ends(kafka))
+async def _is(kafka: KafkaServer, is_expected: Callable[[dict[str, Any]], bool]) -> bool:
+    return is_expected(await ends(kafka))
 
 
-def _killing(one: Gpustream, killed: asyncio.Event) -> Callable[[], None]:
+def _killing(process: Gpustream, killed: asyncio.Event) -> Callable[[], None]:
     def kill() -> None:
-        one.kill9()
+        process.kill9()
         killed.set()
 
     return kill
@@ -258,8 +262,8 @@ async def test_without_a_right_and_with_nonsense_it_says_so_and_does_nothing(
     kafka, api = empty_kafka, kube_api
     kafka.create_ours({"gpu.alerts": 3, "gpu.dead-letters": 1, "gpu.actions": 2})
     spaces = {"denied": "scale", "nonsense": "scale-it"}
-    for name, says in spaces.items():
-        note = {"gpustream.dev/reclaim": says}
+    for name, reason in spaces.items():
+        note = {"gpustream.dev/reclaim": reason}
         api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "annotations": note}})
     rule = {"apiGroups": [""], "resources": ["namespaces"], "verbs": ["get"]}
     token = await asyncio.to_thread(api.service_account, "gpustream", "poor")
@@ -272,18 +276,22 @@ async def test_without_a_right_and_with_nonsense_it_says_so_and_does_nothing(
             for name in spaces
         ],
     )
-    given = ("--kafka", kafka.address, "--cluster", CLUSTER, "--kubeconfig", str(api.kubeconfig(token=token)))
-    one = gpustream("poor", "sink", "reclaim", *given, "--act", "--least", "0s")
-    await asyncio.to_thread(one.start)
+    options = ("--kafka", kafka.address, "--cluster", CLUSTER, "--kubeconfig", str(api.kubeconfig(token=token)))
+    process = gpustream("poor", "sink", "reclaim", *options, "--act", "--least", "0s")
+    await asyncio.to_thread(process.start)
 
     async def refused() -> dict[str, str]:
-        found = {action.namespace: action for action in await actions(kafka) if action.state == "refused"}
-        return {name: f"{action.reason}: {action.message}" for name, action in found.items()} if len(found) == 2 else {}
+        refused_actions = {action.namespace: action for action in await actions(kafka) if action.state == "refused"}
+        return (
+            {name: f"{action.reason}: {action.message}" for name, action in refused_actions.items()}
+            if len(refused_actions) == 2
+            else {}
+        )
 
-    said = await eventually(refused, "both are refused")
+    refusals = await eventually(refused, "both are refused")
     denied = "forbidden: the API server says to GET /api/v1/namespaces/denied/pods/x-0 (HTTP 403)"
-    assert said["denied"].startswith(denied)
-    assert said["nonsense"].startswith("policy_invalid: the annotation gpustream.dev/reclaim of the namespace")
+    assert refusals["denied"].startswith(denied)
+    assert refusals["nonsense"].startswith("policy_invalid: the annotation gpustream.dev/reclaim of the namespace")
     command = [sys.executable, "-m", "gpustream", "reclaim", "list", "--kafka", kafka.address]
     listed = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True, timeout=60)
     assert listed.stdout.count("refused") == 2

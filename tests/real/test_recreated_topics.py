@@ -39,7 +39,7 @@ def pipeline(kafka: str) -> Pipeline:
     taken: list[Tick] = []
     failures: list[str] = []
 
-    def took(cluster: str, node: str, run_id: int, seq: int, outcome: Outcome) -> None:
+    def note_outcome(cluster: str, node: str, run_id: int, seq: int, outcome: Outcome) -> None:
         if outcome == "delivered":
             taken.append((cluster, node, run_id, seq))
 
@@ -48,7 +48,7 @@ def pipeline(kafka: str) -> Pipeline:
     return Pipeline(
         SimulatedFleet(fleet),
         Attribution(AttributionSettings(kafka=kafka, grace_s=0.5), fail=failures.append),
-        ScrapeSink(scrape, took),
+        ScrapeSink(scrape, note_outcome),
         taken,
         failures,
     )
@@ -65,30 +65,30 @@ def recreate(kafka: KafkaServer, topic: str) -> None:
 
 async def records(kafka: KafkaServer, topic: str) -> dict[Tick, dict[str, Any]]:
     """What a topic has, by identity."""
-    found = [json.loads(record.value) for record in await read_all(kafka.address, topic)]
-    return {(one["cluster"], one["node"], one["run_id"], one["seq"]): one for one in found}
+    ticks = [json.loads(record.value) for record in await read_all(kafka.address, topic)]
+    return {(tick["cluster"], tick["node"], tick["run_id"], tick["seq"]): tick for tick in ticks}
 
 
 @pytest.mark.parametrize("topic", ["gpu.samples", "gpu.allocations", "gpu.workloads", "gpu.attributed"])
 async def test_what_the_new_log_has_arrives_everywhere_once(empty_kafka: KafkaServer, topic: str) -> None:
     await topic_admin.create(empty_kafka.connection, partitions=PARTITIONS, replication_factor=1)
-    one = pipeline(empty_kafka.address)
-    async with running(one.attribution, one.scrape):
-        async with running(one.fleet):
-            await eventually(lambda: len(one.taken) >= ENOUGH)
+    process = pipeline(empty_kafka.address)
+    async with running(process.attribution, process.scrape):
+        async with running(process.fleet):
+            await eventually(lambda: len(process.taken) >= ENOUGH)
             await asyncio.to_thread(recreate, empty_kafka, topic)
-            before = len(one.taken)
-            await eventually(lambda: len(one.taken) >= before + ENOUGH)
+            before = len(process.taken)
+            await eventually(lambda: len(process.taken) >= before + ENOUGH)
         samples = await records(empty_kafka, "gpu.samples")
         last = {node: (cluster, node, run_id, seq) for cluster, node, run_id, seq in sorted(samples)}.values()
-        await eventually(lambda: set(last) <= set(one.taken))
+        await eventually(lambda: set(last) <= set(process.taken))
         attributed = await records(empty_kafka, "gpu.attributed")
 
-    wanted = samples.keys() & attributed.keys() if topic == "gpu.attributed" else samples.keys()
-    assert one.failures == []
-    assert len(wanted) >= ENOUGH // 2
-    assert wanted <= attributed.keys() & set(one.taken)
-    assert len(one.taken) == len(set(one.taken))
+    expected = samples.keys() & attributed.keys() if topic == "gpu.attributed" else samples.keys()
+    assert process.failures == []
+    assert len(expected) >= ENOUGH // 2
+    assert expected <= attributed.keys() & set(process.taken)
+    assert len(process.taken) == len(set(process.taken))
     resent_later = {"none"} if topic == "gpu.allocations" else set()  # what did not change is sent again in 5 minutes
     assert {attributed[tick]["attribution"] for tick in last} - resent_later <= {"exact"}
 
@@ -97,15 +97,15 @@ async def test_a_stream_that_was_stopped_meanwhile_reads_the_new_log_from_its_be
     empty_kafka: KafkaServer,
 ) -> None:
     await topic_admin.create(empty_kafka.connection, partitions=PARTITIONS, replication_factor=1)
-    one = pipeline(empty_kafka.address)
-    async with running(one.attribution, one.scrape, one.fleet):
-        await eventually(lambda: len(one.taken) >= ENOUGH)
+    first_stream = pipeline(empty_kafka.address)
+    async with running(first_stream.attribution, first_stream.scrape, first_stream.fleet):
+        await eventually(lambda: len(first_stream.taken) >= ENOUGH)
     await asyncio.to_thread(recreate, empty_kafka, "gpu.samples")
-    again = pipeline(empty_kafka.address)  # now: runs that begin in one millisecond have one number
-    async with running(again.fleet):
-        await eventually(lambda: sum(seq for *_, seq in again.fleet.sampled()) >= 3 * ENOUGH)
+    successor = pipeline(empty_kafka.address)  # now: runs that begin in one millisecond have one number
+    async with running(successor.fleet):
+        await eventually(lambda: sum(seq for *_, seq in successor.fleet.sampled()) >= 3 * ENOUGH)
     samples = await records(empty_kafka, "gpu.samples")
     assert len(samples) >= 3 * ENOUGH
-    async with running(again.attribution, again.scrape):
-        await eventually(lambda: samples.keys() <= set(again.taken))
-    assert one.failures == again.failures == []
+    async with running(successor.attribution, successor.scrape):
+        await eventually(lambda: samples.keys() <= set(successor.taken))
+    assert first_stream.failures == successor.failures == []

@@ -161,7 +161,7 @@ ACTIONS = [
 def rule(rng: random.Random) -> dict[str, Any] | None:
     """Any rule: as a rule one that goes together, sometimes one that does not."""
     action = rng.choice(ACTIONS)
-    takes = {
+    fields = {
         "replace": ("source_labels", "separator", "regex", "target_label", "replacement"),
         "keep": ("source_labels", "separator", "regex"),
         "drop": ("source_labels", "separator", "regex"),
@@ -171,11 +171,14 @@ def rule(rng: random.Random) -> dict[str, Any] | None:
         "labelkeep": ("regex",),
     }.get(action, ("source_labels", "target_label"))
     if rng.random() < 0.05:
-        takes = (*takes, rng.choice(["source_labels", "separator", "regex", "target_label", "replacement", "modulus"]))
-    needed = {"target_label", "modulus"} & set(takes)
-    given: dict[str, Any] = {} if action == "replace" and rng.random() < 0.5 else {"action": action}
+        fields = (
+            *fields,
+            rng.choice(["source_labels", "separator", "regex", "target_label", "replacement", "modulus"]),
+        )
+    needed = {"target_label", "modulus"} & set(fields)
+    base: dict[str, Any] = {} if action == "replace" and rng.random() < 0.5 else {"action": action}
     if rng.random() < 0.05:
-        given["action"] = rng.choice(["Keep", "DROP", "none", None, "labelMap", ""])
+        base["action"] = rng.choice(["Keep", "DROP", "none", None, "labelMap", ""])
     choices: dict[str, Any] = {
         "source_labels": lambda: [rng.choice(NAMES) for _ in range(rng.choice([0, 1, 1, 1, 2, 3, 18]))],
         "separator": lambda: rng.choice([";", "", "-", "é", None, "::"]),
@@ -184,12 +187,12 @@ def rule(rng: random.Random) -> dict[str, Any] | None:
         "replacement": lambda: rng.choice(TEMPLATES),
         "modulus": lambda: rng.choice([1, 2, 7, 16, 1000, 2**63, 2**64 - 1, 0, -1, 4.0, 4.5, "4", None, True]),
     }
-    for name in takes:
+    for name in fields:
         if name in needed or rng.random() < 0.75:
-            given[name] = choices[name]()
+            base[name] = choices[name]()
     if rng.random() < 0.01:
-        given["colour"] = "red"
-    return None if rng.random() < 0.003 else given
+        base["colour"] = "red"
+    return None if rng.random() < 0.003 else base
 
 
 def labels(rng: random.Random) -> dict[str, str]:
@@ -197,7 +200,7 @@ def labels(rng: random.Random) -> dict[str, str]:
     return chosen if rng.random() < 0.1 else {"__name__": rng.choice(["DCGM_FI_DEV_GPU_UTIL", "a_x", "up"]), **chosen}
 
 
-def asked(seed: int) -> Question:
+def question_of(seed: int) -> Question:
     rng = random.Random(seed)
     rules = [rule(rng) for _ in range(rng.choice([0, 1, 1, 2, 3, 6]))]
     text = yaml.safe_dump(
@@ -210,7 +213,7 @@ def asked(seed: int) -> Question:
     }
 
 
-def answers(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def reference_answers(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What Prometheus says."""
     lines = "".join([json.dumps(question) + "\n" for question in questions])
     done = subprocess.run([find_relabel()], input=lines, capture_output=True, text=True, check=True, timeout=120)
@@ -219,13 +222,13 @@ def answers(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def find_relabel() -> Path:
     """The program that asks Prometheus's package; raises Missing."""
-    found = shutil.which(str(real_dir() / RELABEL / "relabel"))
-    if not found:
+    path = shutil.which(str(real_dir() / RELABEL / "relabel"))
+    if not path:
         raise Missing(f"no relabel in {real_dir() / RELABEL}: run `make real-servers`")
-    return Path(found)
+    return Path(path)
 
 
-def ours(question: Mapping[str, Any]) -> list[dict[str, str] | None] | str:
+def our_answer(question: Mapping[str, Any]) -> list[dict[str, str] | None] | str:
     """What this says: other labels, or why the rules can't be used."""
     scheme: Scheme = question["scheme"]
     text = question["configs"]
@@ -241,22 +244,22 @@ def ours(question: Mapping[str, Any]) -> list[dict[str, str] | None] | str:
 
 def test_thousands_of_random_rules_make_of_random_labels_what_prometheus_makes_of_them() -> None:
     need(find_relabel)
-    questions = [asked(seed) for seed in range(CASES)]
+    questions = [question_of(seed) for seed in range(CASES)]
     applied = 0
-    for question, theirs in zip(questions, answers(questions), strict=True):
-        made = ours(question)
-        if isinstance(made, str):
-            assert theirs.get("error"), (question, made)
+    for question, theirs in zip(questions, reference_answers(questions), strict=True):
+        expected = our_answer(question)
+        if isinstance(expected, str):
+            assert theirs.get("error"), (question, expected)
             continue
         assert "error" not in theirs, (question, theirs)
-        assert made == theirs["results"], question
-        applied += made != question["labels"]
+        assert expected == theirs["results"], question
+        applied += expected != question["labels"]
     assert applied > CASES / 4, "the cases have to do something"
 
 
 def test_every_letter_has_the_same_other_case() -> None:
     """But for letters that this Python's Unicode does not have yet."""
     need(find_relabel)
-    known = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) not in ("Cs", "Cn")]
-    ((answer),) = answers([{"texts": known}])
-    assert [[lowercase(letter), uppercase(letter)] for letter in known] == answer["cases"]
+    assigned = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) not in ("Cs", "Cn")]
+    ((answer),) = reference_answers([{"texts": assigned}])
+    assert [[lowercase(letter), uppercase(letter)] for letter in assigned] == answer["cases"]

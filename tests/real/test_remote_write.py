@@ -36,7 +36,7 @@ Forward = Callable[[], Awaitable[web.Response]]
 Receive = Callable[[web.Request, Forward], Awaitable[web.StreamResponse]]
 
 ALERT_PARTITIONS = 1
-WRITTEN = "X-Prometheus-Remote-Write-Samples-Written"
+SAMPLES_WRITTEN = "X-Prometheus-Remote-Write-Samples-Written"
 
 
 @pytest.fixture
@@ -58,7 +58,9 @@ async def receiver(prometheus: PrometheusServer, receive: Receive) -> AsyncItera
             async def forward() -> web.Response:
                 headers = {name: request.headers[name] for name in request.headers if name != "Host"}
                 async with session.post(prometheus.write_url, data=body, headers=headers) as answer:
-                    counted = {WRITTEN: answer.headers[WRITTEN]} if WRITTEN in answer.headers else {}
+                    counted = (
+                        {SAMPLES_WRITTEN: answer.headers[SAMPLES_WRITTEN]} if SAMPLES_WRITTEN in answer.headers else {}
+                    )
                     return web.Response(status=answer.status, text=await answer.text(), headers=counted)
 
             return await receive(request, forward)
@@ -84,21 +86,23 @@ def now_ms() -> int:
 async def test_every_sample_is_stored_once_with_its_timestamp(
     attributed: KafkaServer, prometheus: PrometheusServer, protocol: str
 ) -> None:
-    fleet, seen = Fleet(), Counter[tuple[Any, ...]]()
+    fleet, outcome_counts = Fleet(), Counter[tuple[Any, ...]]()
     records = fleet.history(now_ms(), 40, 5)
     await write(attributed, records)
-    outcomes = lambda *what: seen.update([what])  # noqa: E731
-    one = sink(attributed, prometheus.write_url, protocol=protocol, on_outcome=outcomes)
-    async with running(one):
-        await eventually(lambda: sum(ends(one).values()) == 200, "200 records finished")
-    assert ends(one) == {"delivered": 200}
-    assert_accounted(one.registry)
-    assert count(one, "values_delivered_total") == 200 * VALUES
+    outcomes = lambda *outcome_key: outcome_counts.update([outcome_key])  # noqa: E731
+    sink_ = sink(attributed, prometheus.write_url, protocol=protocol, on_outcome=outcomes)
+    async with running(sink_):
+        await eventually(lambda: sum(ends(sink_).values()) == 200, "200 records finished")
+    assert ends(sink_) == {"delivered": 200}
+    assert_accounted(sink_.registry)
+    assert count(sink_, "values_delivered_total") == 200 * VALUES
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
     zeros = await fleet.stored(prometheus, "gpu_temperature")
     assert [value for points in zeros.values() for _, value in points] == [0.0] * 200
     assert await fleet.stored(prometheus, "gpu_power_draw") == {}
-    assert seen == Counter((fleet.cluster, one["node"], 1, one["seq"], "delivered") for one in records)
+    assert outcome_counts == Counter(
+        (fleet.cluster, record["node"], 1, record["seq"], "delivered") for record in records
+    )
 
 
 @pytest.mark.parametrize("protocol", ["1.0", "2.0"])
@@ -140,13 +144,15 @@ async def test_with_a_resolution_each_window_is_stored_once_with_its_last_and_hi
         record["devices"][0]["metrics"]["power_watts"] = 900.0 if record["seq"] == 17 else 100.0
     windows = {(record["node"], record["ts_ms"] // window_ms): record for record in records}  # the last of each
     spikes = {record["ts_ms"] // window_ms for record in records if record["seq"] == 17}
-    written, rest = records[: 18 * nodes], records[18 * nodes :]  # cut within a window
+    first_part, rest = records[: 18 * nodes], records[18 * nodes :]  # cut within a window
     settings = {"protocol": "2.0", "resolution_s": window_ms / 1000, "aggregate": ("max",)}
 
-    await write(attributed, written)
+    await write(attributed, first_part)
     first = sink(attributed, prometheus.write_url, **settings)
     async with running(first):
-        await eventually(lambda: count(first, "records_read_total") == len(written) and ends(first), "windows written")
+        await eventually(
+            lambda: count(first, "records_read_total") == len(first_part) and ends(first), "windows written"
+        )
     await write(attributed, rest)
     second = sink(attributed, prometheus.write_url, stale_after_s=2.0, **settings)
     series = SERIES + 1 + 4  # with the power, and the highest of each gauge
@@ -169,12 +175,12 @@ async def start(kafka: KafkaServer, url: str, protocol: str) -> asyncio.subproce
     return await asyncio.create_subprocess_exec(sys.executable, *arguments)
 
 
-def caught_up(one: RemoteWriteSink) -> bool:
+def caught_up(sink_: RemoteWriteSink) -> bool:
     """Whether a sink has partitions and no record of them is unfinished."""
     return (
-        count(one, "partitions") == 2 * PARTITIONS + ALERT_PARTITIONS
-        and count(one, "lag_records") == 0
-        and not one.not_ready()
+        count(sink_, "partitions") == 2 * PARTITIONS + ALERT_PARTITIONS
+        and count(sink_, "lag_records") == 0
+        and not sink_.not_ready()
     )
 
 
@@ -191,20 +197,20 @@ async def test_requests_of_several_ticks_of_a_node_whose_answers_are_lost_lose_n
         requests += 1
         answer = await forward()
         if answer.status < 300:
-            largest = max(largest, int(answer.headers.get(WRITTEN, 0)))
+            largest = max(largest, int(answer.headers.get(SAMPLES_WRITTEN, 0)))
             if requests % 2 and request.transport is not None:
                 request.transport.abort()
         return answer
 
     async with receiver(prometheus, lose_every_second_answer) as url:
-        one = sink(attributed, url, protocol=protocol)
-        async with running(one):
-            await eventually(lambda: sum(ends(one).values()) == 160, "160 records finished")
-    assert ends(one) == {"delivered": 160}
-    assert count(one, "values_delivered_total") == 160 * VALUES
+        sink_ = sink(attributed, url, protocol=protocol)
+        async with running(sink_):
+            await eventually(lambda: sum(ends(sink_).values()) == 160, "160 records finished")
+    assert ends(sink_) == {"delivered": 160}
+    assert count(sink_, "values_delivered_total") == 160 * VALUES
     assert protocol == "1.0" or largest > 4 * SERIES, "requests had several ticks of a node"
     refused = {"protocol": protocol, "result": "refused"}
-    assert (one.registry.get_sample_value("gpustream_remote_write_requests_total", refused) or 0) > 0
+    assert (sink_.registry.get_sample_value("gpustream_remote_write_requests_total", refused) or 0) > 0
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
 
 
@@ -221,49 +227,51 @@ async def test_a_receiver_that_says_204_to_2_0_and_stores_nothing_gets_1_0(
         return await forward()
 
     async with receiver(prometheus, only_1_0) as url:
-        one = sink(attributed, url, protocol="auto")
-        async with running(one):
-            await eventually(lambda: ends(one) == {"delivered": 80}, "80 records delivered")
+        sink_ = sink(attributed, url, protocol="auto")
+        async with running(sink_):
+            await eventually(lambda: ends(sink_) == {"delivered": 80}, "80 records delivered")
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
 
 
 async def test_an_explicit_2_0_waits_where_only_1_0_is_spoken(
     attributed: KafkaServer, prometheus: PrometheusServer
 ) -> None:
-    fleet, asked = Fleet(), 0
+    fleet, requests = Fleet(), 0
     await write(attributed, fleet.history(now_ms(), 2, 1))
 
     async def no_2_0(_: web.Request, __: Forward) -> web.StreamResponse:
-        nonlocal asked
-        asked += 1
+        nonlocal requests
+        requests += 1
         return web.Response(status=204)
 
     async with receiver(prometheus, no_2_0) as url:
-        one = sink(attributed, url, protocol="2.0")
-        async with running(one):
+        sink_ = sink(attributed, url, protocol="2.0")
+        async with running(sink_):
             refuses = "the receiver does not accept: it refuses everything: HTTP 204"
-            await eventually(lambda: asked > 0 and [why.startswith(refuses) for why in one.not_ready()] == [True])
-            assert "use --protocol auto or 1.0" in one.not_ready()[0]
-    assert ends(one) == {}
-    assert_accounted(one.registry)
+            await eventually(
+                lambda: requests > 0 and [reason.startswith(refuses) for reason in sink_.not_ready()] == [True]
+            )
+            assert "use --protocol auto or 1.0" in sink_.not_ready()[0]
+    assert ends(sink_) == {}
+    assert_accounted(sink_.registry)
 
 
 async def test_an_outage_of_the_receiver_is_waited_for(attributed: KafkaServer, prometheus: PrometheusServer) -> None:
-    fleet, asked = Fleet(), 0
+    fleet, requests = Fleet(), 0
     records = fleet.history(now_ms(), 20, 4)
     await write(attributed, records)
 
     async def comes_back(_: web.Request, forward: Forward) -> web.StreamResponse:
-        nonlocal asked
-        asked += 1
-        if asked < 12:
-            return web.Response(status=503) if asked % 2 else await forward() and web.Response(status=502)
+        nonlocal requests
+        requests += 1
+        if requests < 12:
+            return web.Response(status=503) if requests % 2 else await forward() and web.Response(status=502)
         return await forward()
 
     async with receiver(prometheus, comes_back) as url:
-        one = sink(attributed, url)
-        async with running(one):
-            await eventually(lambda: ends(one) == {"delivered": 80}, "80 records delivered")
+        sink_ = sink(attributed, url)
+        async with running(sink_):
+            await eventually(lambda: ends(sink_) == {"delivered": 80}, "80 records delivered")
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
 
 
@@ -277,20 +285,20 @@ async def test_a_pod_that_ends_and_a_node_that_goes_silent_get_staleness_markers
         fleet.tick(0, 2, start_ms + 1000, "after"),
     ]
     await write(attributed, ticks)
-    one = sink(attributed, prometheus.write_url, stale_after_s=3.0)
-    async with running(one):
-        await eventually(lambda: ends(one) == {"delivered": 3}, "three ticks delivered")
+    sink_ = sink(attributed, prometheus.write_url, stale_after_s=3.0)
+    async with running(sink_):
+        await eventually(lambda: ends(sink_) == {"delivered": 3}, "three ticks delivered")
         assert await fleet.now(prometheus, "gpu_utilization", start_ms + 500) == {
             "node-0 before": 0.001,
             "node-1 silent": 0.001,
         }
         assert "node-0 before" not in await fleet.now(prometheus, "gpu_utilization", start_ms + 1000)
-        await eventually(lambda: count(one, "markers_total") == 3 * SERIES, "silent nodes ended")
+        await eventually(lambda: count(sink_, "markers_total") == 3 * SERIES, "silent nodes ended")
         assert await fleet.now(prometheus, "gpu_utilization", start_ms + 5000) == {}
-        late = fleet.tick(1, 2, start_ms + 2000, "silent")
-        await write(attributed, [late])
-        await eventually(lambda: ends(one) == {"delivered": 4}, "late data still fits")
-    assert await fleet.stored(prometheus, "gpu_utilization") == expected([*ticks, late])
+        late_tick = fleet.tick(1, 2, start_ms + 2000, "silent")
+        await write(attributed, [late_tick])
+        await eventually(lambda: ends(sink_) == {"delivered": 4}, "late data still fits")
+    assert await fleet.stored(prometheus, "gpu_utilization") == expected([*ticks, late_tick])
 
 
 async def test_a_restarted_sink_ends_the_series_that_its_last_life_opened(
@@ -317,24 +325,24 @@ async def test_a_node_far_ahead_and_one_behind_cost_the_others_nothing(
     ahead = [fleet.tick(9, seq, at_ms + 3_600_000 + seq * 1000) for seq in range(1, 4)]
     behind = [fleet.tick(0, 11, at_ms - 5_000, "pod-0")]
     await write(attributed, [*good[:45], *ahead, *good[45:], *behind, b"{nonsense"])
-    one = sink(attributed, prometheus.write_url, protocol=protocol)
-    async with running(one):
-        await eventually(lambda: sum(ends(one).values()) == 95, "95 records finished")
-    assert ends(one) == {"delivered": 90, "dead_lettered": 4, "dropped": 1}
+    sink_ = sink(attributed, prometheus.write_url, protocol=protocol)
+    async with running(sink_):
+        await eventually(lambda: sum(ends(sink_).values()) == 95, "95 records finished")
+    assert ends(sink_) == {"delivered": 90, "dead_lettered": 4, "dropped": 1}
     assert (
-        one.registry.get_sample_value("gpustream_remote_write_records_dropped_total", {"reason": "out_of_order"}) == 1
+        sink_.registry.get_sample_value("gpustream_remote_write_records_dropped_total", {"reason": "out_of_order"}) == 1
     )
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(good)
     errors = [dict(letter.headers)["error"].decode() for letter in await dead_letters(attributed, 4)]
     assert sorted(error.split(":")[0] for error in errors) == ["not a record of gpu.attributed", *["too_far_ahead"] * 3]
 
 
-async def dead_letters(kafka: KafkaServer, wanted: int) -> list[Any]:
+async def dead_letters(kafka: KafkaServer, expected_count: int) -> list[Any]:
     """The dead letters, of which there must be so many."""
     consumer = AIOKafkaConsumer("gpu.dead-letters", bootstrap_servers=kafka.address, auto_offset_reset="earliest")
     await consumer.start()
     try:
-        return [await asyncio.wait_for(consumer.getone(), 120) for _ in range(wanted)]
+        return [await asyncio.wait_for(consumer.getone(), 120) for _ in range(expected_count)]
     finally:
         await consumer.stop()
 
@@ -353,10 +361,10 @@ async def test_members_that_come_and_go_lose_and_repeat_nothing(
             async with running(other):
                 await write(attributed, records[part * 180 : part * 180 + 180])
                 await eventually(
-                    lambda: all(count(one, "partitions") for one in members[-1:]), "the member has partitions"
+                    lambda: all(count(member, "partitions") for member in members[-1:]), "the member has partitions"
                 )
-        await eventually(lambda: sum(ends(one).get("delivered", 0) for one in members) >= 540, "all delivered")
-    for one in members:
-        assert_accounted(one.registry)
-    assert all(set(ends(one)) <= {"delivered", "duplicate"} for one in members)
+        await eventually(lambda: sum(ends(member).get("delivered", 0) for member in members) >= 540, "all delivered")
+    for member in members:
+        assert_accounted(member.registry)
+    assert all(set(ends(member)) <= {"delivered", "duplicate"} for member in members)
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)

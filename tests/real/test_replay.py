@@ -45,8 +45,9 @@ async def write(kafka: KafkaServer, ticks: Sequence[Read], records: Sequence[Usa
     producer = AIOKafkaProducer(bootstrap_servers=kafka.address, linger_ms=20)
     await producer.start()
     try:
-        for one in ticks:
-            await producer.send("gpu.attributed", one.value, key=one.key, partition=int(one.key[-1:]) % PARTITIONS)
+        for sample in ticks:
+            partition = int(sample.key[-1:]) % PARTITIONS
+            await producer.send("gpu.attributed", sample.value, key=sample.key, partition=partition)
         for record in records:
             topic = HOURS if record.end_ms - record.start_ms == HOUR_MS else MINUTES
             value, partition = msgspec.json.encode(record), int(record.node[-1]) % PARTITIONS
@@ -61,9 +62,9 @@ async def counting(kafka: KafkaServer) -> dict[bytes, Usage]:
     newest: dict[bytes, Usage] = {}
     for topic in (HOURS.name, MINUTES.name):
         for record in await read_all(kafka.address, topic):
-            one, key = decoder(Usage)(record.value), topic.encode() + record.key
-            if key not in newest or newest[key].order < one.order:
-                newest[key] = one
+            usage, key = decoder(Usage)(record.value), topic.encode() + record.key
+            if key not in newest or newest[key].order < usage.order:
+                newest[key] = usage
     return newest
 
 
@@ -75,38 +76,44 @@ def replay(kafka: KafkaServer, *time: str) -> "subprocess.CompletedProcess[str]"
 async def test_usage_is_made_again_under_a_higher_generation_and_what_was_wrong_is_zero(
     usage_kafka: KafkaServer,
 ) -> None:
-    ticks = [one for node in range(NODES) for one in log_of(node, 6)]
-    final = [one for one in live(ticks, START_MS + 12 * HOUR_MS) if one.final]
-    wrong = [msgspec.structs.replace(one, pod="wrong", pod_uid="w") for one in final if one.category == "held"]
-    await write(usage_kafka, ticks, [*final[::2], *wrong])  # half of it was never written
-    made = await asyncio.to_thread(replay, usage_kafka, *TIME)
-    assert made.returncode == 0, made.stderr
-    assert "4 nodes" in made.stdout
-    assert "generation 1" in made.stdout
+    ticks = [tick for node in range(NODES) for tick in log_of(node, 6)]
+    final = [usage for usage in live(ticks, START_MS + 12 * HOUR_MS) if usage.final]
+    wrong_usage = [
+        msgspec.structs.replace(usage, pod="wrong", pod_uid="w") for usage in final if usage.category == "held"
+    ]
+    await write(usage_kafka, ticks, [*final[::2], *wrong_usage])  # half of it was never written
+    first_replay = await asyncio.to_thread(replay, usage_kafka, *TIME)
+    assert first_replay.returncode == 0, first_replay.stderr
+    assert "4 nodes" in first_replay.stdout
+    assert "generation 1" in first_replay.stdout
 
     inside = _within(final)
-    found = {one.key: one for one in (await counting(usage_kafka)).values() if one.generation}
-    again = [msgspec.structs.replace(one, generation=1) for one in inside]
-    written = sorted(
-        msgspec.json.encode(one) for one in await _all(usage_kafka) if one.generation and one.pod != "wrong"
+    by_key = {usage.key: usage for usage in (await counting(usage_kafka)).values() if usage.generation}
+    expected = [msgspec.structs.replace(usage, generation=1) for usage in inside]
+    written_usage = sorted(
+        msgspec.json.encode(usage) for usage in await _all(usage_kafka) if usage.generation and usage.pod != "wrong"
     )
-    assert written == sorted(map(msgspec.json.encode, again))
-    zeros = [one for one in found.values() if one.pod == "wrong"]
-    assert len(zeros) == len({one.key for one in _within(wrong)})
-    assert {one.slice_ms + one.device_ms + one.used_us for one in zeros} == {0}
+    assert written_usage == sorted(map(msgspec.json.encode, expected))
+    zeros = [usage for usage in by_key.values() if usage.pod == "wrong"]
+    assert len(zeros) == len({usage.key for usage in _within(wrong_usage)})
+    assert {usage.slice_ms + usage.device_ms + usage.used_us for usage in zeros} == {0}
 
     last = await asyncio.to_thread(replay, usage_kafka, *TIME)
     assert "generation 2" in last.stdout
     answer = await asyncio.to_thread(_usage, usage_kafka)
     held_ms: dict[str, int] = {}
-    for one in inside:
-        if one.category == "held" and one.end_ms - one.start_ms == HOUR_MS:
-            held_ms[f"{one.namespace}/{one.pod}"] = held_ms.get(f"{one.namespace}/{one.pod}", 0) + one.device_ms
+    for usage in inside:
+        if usage.category == "held" and usage.end_ms - usage.start_ms == HOUR_MS:
+            held_ms[f"{usage.namespace}/{usage.pod}"] = (
+                held_ms.get(f"{usage.namespace}/{usage.pod}", 0) + usage.device_ms
+            )
     assert {row["by"]: row["held_ms"] for row in answer["rows"]} == held_ms
 
 
 def _within(records: Sequence[Usage]) -> list[Usage]:
-    return [one for one in records if one.start_ms >= START_MS + HOUR_MS and one.end_ms <= START_MS + 4 * HOUR_MS]
+    return [
+        usage for usage in records if usage.start_ms >= START_MS + HOUR_MS and usage.end_ms <= START_MS + 4 * HOUR_MS
+    ]
 
 
 async def _all(kafka: KafkaServer) -> list[Usage]:
@@ -117,27 +124,27 @@ async def _all(kafka: KafkaServer) -> list[Usage]:
 def _usage(kafka: KafkaServer) -> dict[str, list[dict[str, int | str]]]:
     """What `gpustream usage` answers."""
     arguments = ("-m", "gpustream", "usage", "--kafka", kafka.address, "--by", "pod", "--format", "json", *TIME)
-    found = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
-    answer: dict[str, list[dict[str, int | str]]] = json.loads(found.stdout)
+    completed = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
+    answer: dict[str, list[dict[str, int | str]]] = json.loads(completed.stdout)
     return answer
 
 
 async def test_a_replay_that_was_killed_is_run_again(usage_kafka: KafkaServer) -> None:
-    ticks = [one for node in range(NODES) for one in log_of(node, 6)]
-    final = [one for one in live(ticks, START_MS + 12 * HOUR_MS) if one.final]
+    ticks = [tick for node in range(NODES) for tick in log_of(node, 6)]
+    final = [usage for usage in live(ticks, START_MS + 12 * HOUR_MS) if usage.final]
     await write(usage_kafka, ticks, final)
-    before = {key: msgspec.structs.replace(one, generation=0) for key, one in (await counting(usage_kafka)).items()}
+    before = {key: msgspec.structs.replace(usage, generation=0) for key, usage in (await counting(usage_kafka)).items()}
     arguments = ("-m", "gpustream", "replay", "--kafka", usage_kafka.address, *TIME)
     killed = await asyncio.create_subprocess_exec(sys.executable, *arguments)
     await eventually(lambda: _grown(usage_kafka, len(final)), "something written again")
     if killed.returncode is None:
         killed.kill()
     await killed.wait()
-    made = await asyncio.to_thread(replay, usage_kafka, *TIME)
-    assert made.returncode == 0, made.stderr
+    second_replay = await asyncio.to_thread(replay, usage_kafka, *TIME)
+    assert second_replay.returncode == 0, second_replay.stderr
     after = await counting(usage_kafka)
-    assert {key: msgspec.structs.replace(one, generation=0) for key, one in after.items()} == before
-    assert {one.generation for one in _within(list(after.values()))} <= {1, 2}
+    assert {key: msgspec.structs.replace(usage, generation=0) for key, usage in after.items()} == before
+    assert {usage.generation for usage in _within(list(after.values()))} <= {1, 2}
 
 
 async def _grown(kafka: KafkaServer, records: int) -> bool:
@@ -145,7 +152,7 @@ async def _grown(kafka: KafkaServer, records: int) -> bool:
 
 
 async def test_what_kafka_has_no_more_is_refused_with_the_reason(usage_kafka: KafkaServer) -> None:
-    await write(usage_kafka, [one for node in range(NODES) for one in log_of(node, 1)], [])
+    await write(usage_kafka, [tick for node in range(NODES) for tick in log_of(node, 1)], [])
     admin = usage_kafka.admin()
     for deleted in admin.delete_records([TheirPartition("gpu.attributed", 0, 20)]).values():
         await asyncio.to_thread(deleted.result, 10)

@@ -336,17 +336,17 @@ def test_the_rules_are_rules() -> None:
 def test_the_configuration_of_compose_is_one_of_prometheus(tmp_path: Path) -> None:
     for file in FILES:
         shutil.copy(file, tmp_path)
-    written = tmp_path / "prometheus.yml"
-    written.write_text(COMPOSE["configs"]["prometheus"]["content"])
-    promtool("check", "config", "--lint-fatal", written)
+    config_file = tmp_path / "prometheus.yml"
+    config_file.write_text(COMPOSE["configs"]["prometheus"]["content"])
+    promtool("check", "config", "--lint-fatal", config_file)
 
 
 def test_every_alert_fires_when_it_should_and_not_when_it_should_not(tmp_path: Path) -> None:
     """Each alert by itself: promtool evaluates every rule of a file in every minute of every case."""
     assert {(case.alert, case.fires) for case in CASES} == {(name, fires) for name in ALERTS for fires in (True, False)}
     for name in ALERTS:
-        own = [rule for rule in rules() if rule.get("alert") == name]
-        (tmp_path / f"{name}.yml").write_text(yaml.safe_dump({"groups": [{"name": name, "rules": own}]}))
+        own_rules = [rule for rule in rules() if rule.get("alert") == name]
+        (tmp_path / f"{name}.yml").write_text(yaml.safe_dump({"groups": [{"name": name, "rules": own_rules}]}))
         tests = [unit_test(case) for case in CASES if case.alert == name]
         document = {"rule_files": [f"{name}.yml"], "evaluation_interval": "1m", "tests": tests}
         (tmp_path / f"{name}.tests.yml").write_text(yaml.safe_dump(document))
@@ -354,11 +354,11 @@ def test_every_alert_fires_when_it_should_and_not_when_it_should_not(tmp_path: P
 
 
 def test_promtool_would_say_that_an_alert_does_not_fire(tmp_path: Path) -> None:
-    written = tmp_path / "tests.yml"
+    tests_file = tmp_path / "tests.yml"
     case = Case("GPURowRemapFailure", {f"gpu_row_remap_failure{{{HELD}}}": "0"}, "0m", fires=True)
-    written.write_text(yaml.safe_dump({"rule_files": list(map(str, FILES)), "tests": [unit_test(case)]}))
+    tests_file.write_text(yaml.safe_dump({"rule_files": list(map(str, FILES)), "tests": [unit_test(case)]}))
     with pytest.raises(AssertionError, match="FAILED"):
-        promtool("test", "rules", written)
+        promtool("test", "rules", tests_file)
 
 
 CUT = 'k8s_cluster_name="c",k8s_node_name="n",gpu_index="1",gpu_uuid="GPU-1"'
@@ -404,20 +404,20 @@ RECORDED: dict[str, dict[str, float]] = {
 
 
 def test_what_is_recorded_is_what_is_held_used_and_idle(tmp_path: Path) -> None:
-    hours = {name.replace(":sum", "_hours:sum1h"): of for name, of in RECORDED.items() if name.endswith(":sum")}
+    hours = {name.replace(":sum", "_hours:sum1h"): expr for name, expr in RECORDED.items() if name.endswith(":sum")}
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     assert {name for name in recorded if name.split(":")[0] not in {"device", "pod"}} == {*RECORDED, *hours}
     expected = [
         {
             "expr": name,
             "eval_time": "2h",
-            "exp_samples": [{"labels": f"{name}{{{labels}}}", "value": value} for labels, value in of.items()],
+            "exp_samples": [{"labels": f"{name}{{{labels}}}", "value": value} for labels, value in expr.items()],
         }
-        for name, of in (RECORDED | hours).items()
+        for name, expr in (RECORDED | hours).items()
     ]
     series = [{"series": name, "values": f"{value}x120"} for name, value in FLEET.items()]
     test = {"interval": "1m", "input_series": series, "promql_expr_test": expected}
-    written = tmp_path / "tests.yml"
+    tests_file = tmp_path / "tests.yml"
     files = list(map(str, FILES))
-    written.write_text(yaml.safe_dump({"rule_files": files, "fuzzy_compare": True, "tests": [test]}))
-    promtool("test", "rules", written)
+    tests_file.write_text(yaml.safe_dump({"rule_files": files, "fuzzy_compare": True, "tests": [test]}))
+    promtool("test", "rules", tests_file)

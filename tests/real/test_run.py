@@ -29,9 +29,9 @@ def test_a_run_on_a_kafka_of_ones_own_is_counted_by_prometheus(
     assert _gpustream("topics", "list", *kafka).returncode == 0
 
     off = ("--listen", "off", "--scrape-listen", "127.0.0.1:0", "--page-listen", "off", "--cluster", server)
-    ended = ("--duration", "4s", "--summary", "json")
+    duration = ("--duration", "4s", "--summary", "json")
     url = ("--remote-write", prometheus.write_url)
-    run = _gpustream("run", "--simulate", "2x4", *kafka, *off, *url, *ended)
+    run = _gpustream("run", "--simulate", "2x4", *kafka, *off, *url, *duration)
 
     assert run.returncode == 0, run.stderr
     summary = msgspec.json.decode(run.stdout)

@@ -21,7 +21,7 @@ from topics.usage import HOUR_MS
 
 PARTITIONS = 4
 ASK_S = 10.0
-SCALED = {thing.name: thing.content["spec"] for thing in OBJECTS if thing.kind == "ScaledObject"}
+SCALED = {manifest.name: manifest.content["spec"] for manifest in OBJECTS if manifest.kind == "ScaledObject"}
 
 
 def lag_of(committed: int, end: int, trigger: Manifest) -> int:
@@ -35,7 +35,7 @@ def lag_of(committed: int, end: int, trigger: Manifest) -> int:
 
 def replicas(kafka: KafkaServer, spec: Manifest) -> int:
     """How many pods KEDA and its HorizontalPodAutoscaler want for a ScaledObject with a Kafka trigger alone."""
-    (trigger,) = [one["metadata"] for one in spec["triggers"]]
+    (trigger,) = [trigger_["metadata"] for trigger_ in spec["triggers"]]
     topic = trigger["topic"]
     tps = [TopicPartition(topic, number) for number in range(kafka.topics()[topic])]
     asking = Consumer({"bootstrap.servers": kafka.address, "group.id": trigger["consumerGroup"]})  # it joins nothing
@@ -67,7 +67,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "parquet": ("--path", "{path}", "--write-every", "50ms"),
 }
 RECORDS: dict[str, list[tuple[bytes, bytes | None]]] = {
-    "webhook": [(one.fingerprint.encode(), msgspec.json.encode(one)) for one in ALERTS],
+    "webhook": [(alert.fingerprint.encode(), msgspec.json.encode(alert)) for alert in ALERTS],
     "parquet": [(b"k", msgspec.json.encode(usage(start_ms=START_MS + number * HOUR_MS))) for number in range(3)],
 }
 

@@ -68,8 +68,8 @@ def check(text: str) -> set[tuple[str, str]]:
     command: list[str | Path] = [find_promtool(), "check", "metrics"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode in (0, 3), done.stdout + done.stderr
-    found = (done.stdout + done.stderr).splitlines()
-    return {(name, complaint) for name, _, complaint in (line.partition(" ") for line in found if line)}
+    lines = (done.stdout + done.stderr).splitlines()
+    return {(name, complaint) for name, _, complaint in (line.partition(" ") for line in lines if line)}
 
 
 @pytest.mark.parametrize(("names", "label_set"), list(product(PROFILES, LABELS)))
@@ -78,7 +78,7 @@ def test_promtool_finds_only_what_the_profiles_own_names_force(names: ProfileNam
     described = {name: kind for name, kind in types(text).items() if name != POD_INFO.name}
     model_name = {(name, CAMEL_CASE) for name in described} if label_set in {"dcgm", "dcgm-4.9"} else set()
     counters = {name for name, kind in described.items() if kind == "counter" and not name.endswith("_total")}
-    named = {one.name for many in PROFILES[names].series.values() for one in many} | {XIDS.name}
+    named = {series.name for series_of_key in PROFILES[names].series.values() for series in series_of_key} | {XIDS.name}
 
     assert counters <= named
     assert check(text) == COMPLAINTS[names] | model_name | {(name, NO_TOTAL) for name in counters}
@@ -120,13 +120,13 @@ class Scraper(PrometheusServer):
 
     def scraped(self, job: str = "gpustream") -> dict[tuple[str, ...], float]:
         """Every series of a job that an instant query finds now, by name and labels but for the target's."""
-        found = self.query(f'{{job="{job}",__name__!~"up|scrape_.*"}}')
-        return {identity(one.labels): one.value for one in found}
+        series_list = self.query(f'{{job="{job}",__name__!~"up|scrape_.*"}}')
+        return {identity(series.labels): series.value for series in series_list}
 
     def _job(self, name: str, target: str) -> dict[str, Any]:
         pace = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "honor_labels": True}
-        asked = {"scrape_protocols": self.protocols} if self.protocols else {}
-        return {"job_name": name, **pace, **asked, "static_configs": [{"targets": [target]}]}
+        protocols = {"scrape_protocols": self.protocols} if self.protocols else {}
+        return {"job_name": name, **pace, **protocols, "static_configs": [{"targets": [target]}]}
 
 
 def identity(labels: Mapping[str, str]) -> tuple[str, ...]:
@@ -157,8 +157,8 @@ def tick(name: str, seq: int, *pods: str | None) -> dict[str, Any]:
     """A node's tick: a GPU for each pod, with a container of the pod's own name; None: nobody holds it."""
     holders = [[{"namespace": "ml", "pod": pod, "container": pod}] if pod else [] for pod in pods]
     devices = [
-        {"uuid": f"GPU-{name}-{index}", "index": index, "metrics": METRICS, "holders": one}
-        for index, one in enumerate(holders)
+        {"uuid": f"GPU-{name}-{index}", "index": index, "metrics": METRICS, "holders": holder_}
+        for index, holder_ in enumerate(holders)
     ]
     header = {"schema": 1, "cluster": "scraped", "node": name, "run_id": 1, "seq": seq, "ts_ms": seq * 1000}
     return {**header, "offset": seq, "attribution": "exact", "devices": devices}
@@ -166,7 +166,9 @@ def tick(name: str, seq: int, *pods: str | None) -> dict[str, Any]:
 
 def expected(ticks: Iterable[dict[str, Any]]) -> dict[tuple[str, ...], float]:
     """What Prometheus must have of these ticks."""
-    devices = [({"node": one["node"], "cluster": one["cluster"]}, device) for one in ticks for device in one["devices"]]
+    devices = [
+        ({"node": tick_["node"], "cluster": tick_["cluster"]}, device) for tick_ in ticks for device in tick_["devices"]
+    ]
     return {
         identity({"__name__": name, **of_node, **of_device(device)}): value
         for of_node, device in devices
@@ -187,16 +189,20 @@ async def send(kafka: KafkaServer, *ticks: dict[str, Any]) -> None:
     producer = AIOKafkaProducer(bootstrap_servers=kafka.address)
     await producer.start()
     try:
-        for one in ticks:
-            key = node_key(one["cluster"], one["node"])
-            await producer.send_and_wait("gpu.attributed", json.dumps(one).encode(), key, int(one["node"][-1]))
+        for tick_ in ticks:
+            key = node_key(tick_["cluster"], tick_["node"])
+            await producer.send_and_wait("gpu.attributed", json.dumps(tick_).encode(), key, int(tick_["node"][-1]))
     finally:
         await producer.stop()
 
 
-async def answers(prometheus: Scraper, wanted: dict[tuple[str, ...], float], job: str = "gpustream") -> None:
+async def wait_for_answer(
+    prometheus: Scraper, expected_values: dict[tuple[str, ...], float], job: str = "gpustream"
+) -> None:
     """Waits until an instant query answers just this."""
-    await asyncio.to_thread(eventually_sync, lambda: prometheus.scraped(job) == wanted, f"{job} is {wanted}")
+    await asyncio.to_thread(
+        eventually_sync, lambda: prometheus.scraped(job) == expected_values, f"{job} is {expected_values}"
+    )
 
 
 @asynccontextmanager
@@ -228,22 +234,22 @@ async def test_prometheus_has_what_was_sent_and_not_what_ended(
 ) -> None:
     need(find_prometheus)
     empty_kafka.create_ours({"gpu.attributed": 2, "gpu.dead-letters": 1})
-    given: dict[str, int] = defaultdict(int)
-    monkeypatch.setattr(server, "accepted", counting(given))
+    scrapes: dict[str, int] = defaultdict(int)
+    monkeypatch.setattr(server, "accepted", counting(scrapes))
     first = [tick("n-0", 1, "bert", None, ODD), tick("n-1", 1, "llama")]
-    then = [tick("n-0", 2, "next", None), first[1]]
+    next_ticks = [tick("n-0", 2, "next", None), first[1]]
     await send(empty_kafka, *first)
     async with scraping(empty_kafka) as address:
         with Scraper(tmp_path, {"gpustream": address}, protocols=protocols) as prometheus:
-            await answers(prometheus, expected(first))
-            await send(empty_kafka, then[0])
-            await answers(prometheus, expected(then))
+            await wait_for_answer(prometheus, expected(first))
+            await send(empty_kafka, next_ticks[0])
+            await wait_for_answer(prometheus, expected(next_ticks))
             (up,) = await asyncio.to_thread(prometheus.query, "min_over_time(up[5m])")
 
     assert up.value == 1
-    assert given.keys() == {content_type}
+    assert scrapes.keys() == {content_type}
     assert len(expected(first)) == 4 * (len(NAMED) + 1)
-    assert len(expected(then)) == 3 * (len(NAMED) + 1)
+    assert len(expected(next_ticks)) == 3 * (len(NAMED) + 1)
 
 
 @every_protocol
@@ -260,10 +266,12 @@ async def test_prometheus_reads_every_series_of_every_profile(
             targets[names] = await servers.enter_async_context(served)
         with Scraper(tmp_path, targets, protocols=protocols) as prometheus:
             for names in PROFILES:
-                read = samples(exposed(devices[names]))
-                wanted = {identity({"__name__": one.name, **one.labels}): one.value for one in read}
-                await answers(prometheus, wanted, names)
-                assert len(wanted) == len(read) > 60
+                exposed_samples = samples(exposed(devices[names]))
+                expected_values = {
+                    identity({"__name__": sample_.name, **sample_.labels}): sample_.value for sample_ in exposed_samples
+                }
+                await wait_for_answer(prometheus, expected_values, names)
+                assert len(expected_values) == len(exposed_samples) > 60
 
 
 RATIOS = {
@@ -292,16 +300,16 @@ async def test_the_two_generations_of_dcgm_exporter_say_the_same_in_their_units(
             await asyncio.to_thread(eventually_sync, lambda: prometheus.query("DCGM_FI_DEV_GPU_UTIL_RATIO"), "scraped")
             for query, ratio in RATIOS.items():
                 new, old = query.split(" / ")
-                found = await asyncio.to_thread(prometheus.query, f"{new} / on (UUID) {old}")
-                assert [one.value for one in found] == [pytest.approx(ratio)] * 2, query
+                series_list = await asyncio.to_thread(prometheus.query, f"{new} / on (UUID) {old}")
+                assert [series.value for series in series_list] == [pytest.approx(ratio)] * 2, query
 
 
-def counting(given: dict[str, int]) -> Callable[[str], str]:
+def counting(scrapes: dict[str, int]) -> Callable[[str], str]:
     """Chooses as ever, and counts what was chosen."""
 
     def choose(accept: str) -> str:
         chosen = accepted(accept)
-        given[chosen] += 1
+        scrapes[chosen] += 1
         return chosen
 
     return choose

@@ -42,20 +42,20 @@ def commands(login: tuple[str, ...], folder: Path, properties: Path, url: str) -
 def answer(process: Gpustream, path: str) -> str:
     """What its own HTTP server answers, whatever the status."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{process.ports[0].number}{path}", timeout=10) as found:
-            return str(found.read().decode())
+        with urllib.request.urlopen(f"http://127.0.0.1:{process.ports[0].number}{path}", timeout=10) as response:
+            return str(response.read().decode())
     except urllib.error.HTTPError as error:
         return error.read().decode()
     except OSError:
         return ""
 
 
-def said(name: str, process: Gpustream) -> dict[str, str]:
+def texts_of(name: str, process: Gpustream) -> dict[str, str]:
     """Everything that a process has written when it has ended."""
-    answers = {f"{path} of {name}": answer(process, path) for path in ("/metrics", "/readyz", "/healthz")}
+    texts = {f"{path} of {name}": answer(process, path) for path in ("/metrics", "/readyz", "/healthz")}
     command = Path(f"/proc/{process.pid}/cmdline").read_text()
     process.stop()
-    return {**answers, f"command line of {name}": command, f"log of {name}": process.log.read_text()}
+    return {**texts, f"command line of {name}": command, f"log of {name}": process.log.read_text()}
 
 
 async def test_no_component_writes_a_secret(
@@ -87,7 +87,9 @@ async def test_no_component_writes_a_secret(
     tls = ("--kafka", empty_kafka.sasl_ssl, "--kafka-security", "sasl-ssl", "--kafka-ca", str(authority.ca))
     user = ("--kafka-sasl-mechanism", "scram-sha-512", "--kafka-username", "secretive")
     login = (*tls, *user, "--kafka-password-file", str(folder / "password"))
-    started = {name: gpustream(name, *given) for name, given in commands(login, folder, properties, receiver).items()}
+    started = {
+        name: gpustream(name, *arguments) for name, arguments in commands(login, folder, properties, receiver).items()
+    }
     for process in started.values():
         process.begin()
     working = [process for name, process in started.items() if name not in ("node", "refused")]
@@ -106,12 +108,16 @@ async def test_no_component_writes_a_secret(
         return len(await read_all(empty_kafka.address, "gpu.dead-letters")) >= 3
 
     await eventually(has_letters)
-    written: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name, process in started.items():
-        written |= await asyncio.to_thread(said, name, process)
+        texts |= await asyncio.to_thread(texts_of, name, process)
     for topic in TOPICS:
-        written[topic] = str([(one.key, one.value, one.headers) for one in await read_all(empty_kafka.address, topic)])
+        texts[topic] = str(
+            [(record.key, record.value, record.headers) for record in await read_all(empty_kafka.address, topic)]
+        )
     secrets = {**SECRETS, "base64": "S2Fma2EtU2VjcmV0"}
-    assert [(what, name) for what, text in written.items() for name, one in secrets.items() if one in text] == []
-    assert all(written[f"log of {name}"] for name in ("attribution", "refused"))
-    assert "gpustream_" in written["/metrics of attribution"]
+    assert [
+        (source, name) for source, text in texts.items() for name, secret in secrets.items() if secret in text
+    ] == []
+    assert all(texts[f"log of {name}"] for name in ("attribution", "refused"))
+    assert "gpustream_" in texts["/metrics of attribution"]

@@ -30,16 +30,16 @@ async def test_of_records_in_one_batch_only_the_one_that_the_topic_refuses_is_un
     kafka.create_topics({"sender-small": 1}, {"max.message.bytes": "20000"})
     good = [b"%d" % number for number in range(40)]
     async with sender_to(kafka) as sender:
-        sent = []
+        futures = []
         for number, value in enumerate(good):
-            sent.append(await sender.send("sender-small", value))
+            futures.append(await sender.send("sender-small", value))
             if number in (10, 11, 25):
                 with_it = await sender.send("sender-small", random.randbytes(30_000))
-                sent.append(with_it)
-        outcomes = await asyncio.gather(*sent, return_exceptions=True)
+                futures.append(with_it)
+        outcomes = await asyncio.gather(*futures, return_exceptions=True)
         after = await (await sender.send("sender-small", b"after"))
-    assert [type(one) for one in outcomes].count(Unsendable) == 3
-    assert [one for one in outcomes if isinstance(one, int)] == list(range(40))
+    assert [type(outcome) for outcome in outcomes].count(Unsendable) == 3
+    assert [outcome for outcome in outcomes if isinstance(outcome, int)] == list(range(40))
     assert after == 40
     assert await values(kafka.address, "sender-small") == {0: [*good, b"after"]}
 
@@ -69,11 +69,11 @@ async def test_a_broker_that_is_killed_in_mid_stream_loses_nothing_and_keeps_the
     broker = await asyncio.to_thread(start_kafka)
     broker.create_topics({"sender-outage": 2})
     async with sender_to(broker) as sender:
-        sent = []
+        futures = []
 
         async def stream() -> None:
             for number in range(3000):
-                sent.append(await sender.send("sender-outage", b"%d" % number, partition=number % 2))
+                futures.append(await sender.send("sender-outage", b"%d" % number, partition=number % 2))
                 await asyncio.sleep(0.001)
 
         streaming = asyncio.create_task(stream())
@@ -82,9 +82,9 @@ async def test_a_broker_that_is_killed_in_mid_stream_loses_nothing_and_keeps_the
         await asyncio.sleep(1)
         await asyncio.to_thread(broker.start)
         await streaming
-        await asyncio.gather(*sent)
-    found = await values(broker.address, "sender-outage", partitions=2)
-    for partition, stored in found.items():
+        await asyncio.gather(*futures)
+    values_by_partition = await values(broker.address, "sender-outage", partitions=2)
+    for partition, stored in values_by_partition.items():
         assert list(dict.fromkeys(stored)) == [b"%d" % number for number in range(3000) if number % 2 == partition]
 
 
@@ -92,15 +92,15 @@ async def test_a_broker_that_is_killed_in_mid_stream_loses_nothing_and_keeps_the
 async def test_what_is_sent_is_compressed_as_the_settings_say_and_every_client_reads_it(
     kafka: KafkaServer, compression: str
 ) -> None:
-    topic, sent = f"sender-{compression}", [b"%d " % number * 1000 for number in range(50)]
+    topic, values_sent = f"sender-{compression}", [b"%d " % number * 1000 for number in range(50)]
     kafka.create_topics({topic: 1})
     settings = KafkaSettings(kafka=kafka.address, compression=compression)  # type: ignore[arg-type]
     async with sender_to(kafka, settings.connection()) as sender:
-        await asyncio.gather(*[await sender.send(topic, value) for value in sent])
+        await asyncio.gather(*[await sender.send(topic, value) for value in values_sent])
 
     assert codecs(kafka, topic) == {compression}
-    assert await values(kafka.address, topic) == {0: sent}
-    assert await asyncio.to_thread(by_librdkafka, kafka, topic, len(sent)) == sent
+    assert await values(kafka.address, topic) == {0: values_sent}
+    assert await asyncio.to_thread(by_librdkafka, kafka, topic, len(values_sent)) == values_sent
 
 
 def by_librdkafka(kafka: KafkaServer, topic: str, count: int) -> list[bytes | None]:

@@ -221,10 +221,10 @@ def test_servers_do_not_outlive_a_test_run_that_is_killed(tmp_path: Path) -> Non
     )
     killed = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert ended(int(killed.stdout), within_s=10)
+    assert has_ended(int(killed.stdout), within_s=10)
 
 
-def ended(pid: int, within_s: float) -> bool:
+def has_ended(pid: int, within_s: float) -> bool:
     """Whether that process, not a child of ours, is gone or a zombie within that time."""
     waited = subprocess.run(["tail", f"--pid={pid}", "-f", os.devnull], timeout=within_s, check=False)
     return waited.returncode == 0

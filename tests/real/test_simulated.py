@@ -42,15 +42,15 @@ async def test_an_outage_loses_no_tick_and_no_snapshot_comes_after_a_sample_that
         SimulatedSettings(kafka=kafka.address, fleet="6x2", interval_s=0.05, pod_life_s=2.0, truth=truth)
     )
     await _through_an_outage(kafka, component, half_open=half_open)
-    found = {topic: await read_all(kafka.address, topic) for topic in ("gpu.samples", "gpu.allocations")}
-    ticks = _by_node(found["gpu.samples"])
+    records = {topic: await read_all(kafka.address, topic) for topic in ("gpu.samples", "gpu.allocations")}
+    ticks = _by_node(records["gpu.samples"])
     first_ms: dict[tuple[str, int], int] = {}
-    for record in found["gpu.allocations"]:
+    for record in records["gpu.allocations"]:
         first_ms.setdefault(_named(json.loads(record.value), "seq"), record.timestamp)
 
-    made = {(row["node"], row["seq"]) for row in map(json.loads, truth.read_text().splitlines())}
-    assert {(node, tick["seq"]) for node, rows in ticks.items() for _, tick in rows} == made
-    assert len(found["gpu.samples"]) == len(made) > 6 * 100
+    true_ticks = {(row["node"], row["seq"]) for row in map(json.loads, truth.read_text().splitlines())}
+    assert {(node, tick["seq"]) for node, rows in ticks.items() for _, tick in rows} == true_ticks
+    assert len(records["gpu.samples"]) == len(true_ticks) > 6 * 100
     for rows in ticks.values():
         assert [tick["seq"] for _, tick in rows] == list(range(1, len(rows) + 1))
         assert all(first_ms[_named(tick, "allocations_seq")] <= at_ms for at_ms, tick in rows)
@@ -63,8 +63,8 @@ def _named(record: dict[str, Any], field: str) -> tuple[str, int]:
 
 def _by_node(records: list[Any]) -> dict[str, list[tuple[int, dict[str, Any]]]]:
     """The ticks of each node in the order of its partition, with the time at which the broker took them."""
-    found: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    ticks_by_node: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for record in sorted(records, key=lambda record: (record.partition, record.offset)):
         tick = json.loads(record.value)
-        found.setdefault(tick["node"], []).append((record.timestamp, tick))
-    return found
+        ticks_by_node.setdefault(tick["node"], []).append((record.timestamp, tick))
+    return ticks_by_node

@@ -37,18 +37,18 @@ def tick(node: str, seq: int, ts_ms: int, devices: int = 1, size: int = 0) -> by
     """A node's tick, of so many bytes if ``size`` is given: what its devices are makes it so large."""
 
     def encoded(serial: int, last: int) -> bytes:
-        found: list[dict[str, Any]] = [
+        device_list: list[dict[str, Any]] = [
             {"uuid": f"GPU-{node}-{number}", "index": number, "info": {"serial": "0" * serial}}
             for number in range(devices)
         ]
-        found[-1]["info"]["serial"] += "0" * last
-        for device in found:
+        device_list[-1]["info"]["serial"] += "0" * last
+        for device in device_list:
             device["metrics"] = {"gpu_utilization_ratio": seq / 1000}
         header = {"schema": 1, "cluster": CLUSTER, "node": node, "run_id": 1, "seq": seq, "ts_ms": ts_ms}
-        return msgspec.json.encode({**header, "devices": found})
+        return msgspec.json.encode({**header, "devices": device_list})
 
-    each, rest = divmod(max(0, size - len(encoded(0, 0))), devices)
-    return encoded(each, rest)
+    padding, remainder = divmod(max(0, size - len(encoded(0, 0))), devices)
+    return encoded(padding, remainder)
 
 
 async def test_a_record_near_the_limit_arrives_and_one_that_grows_past_it_is_a_dead_letter_and_no_other_node_waits(
@@ -68,37 +68,41 @@ async def test_a_record_near_the_limit_arrives_and_one_that_grows_past_it_is_a_d
     for node, value in ticks:
         await producer.send_and_wait("gpu.samples", value, key=node_key(CLUSTER, node))
     await producer.stop()
-    seen: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
 
     async def committed() -> bool:
         return await lag(empty_kafka.address, "gpustream-attribution", ["gpu.samples"]) == 0
 
     async def others_are_stored() -> bool:
         selector = f'gpu_utilization{{k8s_cluster_name="{CLUSTER}",k8s_node_name!="large"}}[1m]'
-        return sum(len(one.points) for one in await asyncio.to_thread(prometheus.query, selector)) == 3 * len(OTHERS)
+        return sum(len(series.points) for series in await asyncio.to_thread(prometheus.query, selector)) == 3 * len(
+            OTHERS
+        )
 
     async def hold_what_is_large(request: web.Request, forward: Forward) -> web.StreamResponse:
         if (request.content_length or 0) > LARGE_REQUEST:
-            held.append(request.content_length or 0)
+            held_sizes.append(request.content_length or 0)
             await eventually(others_are_stored, "the ticks of all other nodes, while the large one is under way")
         return await forward()
 
-    held: list[int] = []
+    held_sizes: list[int] = []
     async with receiver(prometheus, hold_what_is_large) as url:
         settings = RemoteWriteSettings(kafka=empty_kafka.address, url=url, from_="earliest")
-        sink = RemoteWriteSink(settings, lambda _c, node, _run, seq, outcome: seen.update([f"{node} {seq} {outcome}"]))
+        sink = RemoteWriteSink(
+            settings, lambda _c, node, _run, seq, outcome: outcomes.update([f"{node} {seq} {outcome}"])
+        )
         stream = Attribution(AttributionSettings(kafka=empty_kafka.address))
         async with running(stream, sink):
-            await eventually(lambda: seen.total() == len(ticks) - 1, "all ticks but one have arrived")
+            await eventually(lambda: outcomes.total() == len(ticks) - 1, "all ticks but one have arrived")
             await eventually(committed, "all is committed")
-    assert held
+    assert held_sizes
     arrived = [(node, seq) for node in OTHERS for seq in (1, 2, 3)] + [("large", 1), ("large", 3)]
     attributed = [json.loads(record.value) for record in await read_all(empty_kafka.address, "gpu.attributed")]
     assert (
-        sorted([(one["node"], one["seq"]) for one in attributed], key=lambda one: (one[0] == "large", one[0]))
+        sorted([(sample["node"], sample["seq"]) for sample in attributed], key=lambda key: (key[0] == "large", key[0]))
         == arrived
     )
-    assert seen == Counter(f"{node} {seq} delivered" for node, seq in arrived)
+    assert outcomes == Counter(f"{node} {seq} delivered" for node, seq in arrived)
     (letter,) = await read_all(empty_kafka.address, "gpu.dead-letters")
     headers = {name: value.decode() for name, value in letter.headers}
     assert (headers["stage"], headers["offset"], letter.key) == ("attribution", "11", node_key(CLUSTER, "large"))
@@ -107,5 +111,5 @@ async def test_a_record_near_the_limit_arrives_and_one_that_grows_past_it_is_a_d
     assert (books["records_delivered_total"], books["records_dead_lettered_total"]) == (len(ticks) - 1, 1)
     for node, at_ms, devices in (("large", now_ms - 4000, DEVICES), ("large", now_ms - 500, 1), ("node-4", now_ms, 1)):
         selector = f'{{k8s_cluster_name="{CLUSTER}",k8s_node_name="{node}"}}'
-        (found,) = await asyncio.to_thread(prometheus.query, f"count(gpu_utilization{selector})", at_ms)
-        assert found.points[0][1] == devices
+        (series,) = await asyncio.to_thread(prometheus.query, f"count(gpu_utilization{selector})", at_ms)
+        assert series.points[0][1] == devices

@@ -12,11 +12,11 @@ from tests.real.faults import FAULTS, LONG_FAULTS
 from tests.real.pipeline import Gpustream
 from tests.real.resolver import find_compiler
 from tests.real.servers import KafkaCluster, PrometheusServer
-from tests.real.soak import DRAIN_S, WHOLE_S, Pipeline, count, count_usage, quantile, rest, running, say, secured, soak
+from tests.real.soak import DRAIN_S, WHOLE_S, Pipeline, count, count_usage, pause, quantile, running, say, secured, soak
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "1.2"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
-LONG = 5.0
+LONG_OUTAGE_S = 5.0
 """Minutes for which three brokers are worth their start; there is one else."""
 
 ONLY = os.environ.get("SOAK_ONLY", "")
@@ -31,40 +31,40 @@ async def test_whatever_fails_nothing_is_lost_and_every_tick_is_booked_to_its_po
     tmp_path: Path,
 ) -> None:
     need(find_compiler)
-    if MINUTES >= LONG:
+    if MINUTES >= LONG_OUTAGE_S:
         cluster: KafkaCluster = request.getfixturevalue("kafka_cluster")
         brokers = cluster.brokers
     else:
         brokers = [request.getfixturevalue("start_kafka")(authority=authority)]
     say(f"\nSOAK_SEED={SEED} SOAK_MINUTES={MINUTES:g}")
-    at = secured(brokers, authority.ca, tmp_path)
-    pipeline = Pipeline(brokers, at, start_prometheus(), gpustream, tmp_path)
+    kafka_options = secured(brokers, authority.ca, tmp_path)
+    pipeline = Pipeline(brokers, kafka_options, start_prometheus(), gpustream, tmp_path)
     async with running(pipeline):
-        await rest(pipeline, 4)
-        table, at_once = (FAULTS + LONG_FAULTS, (1, 1, 2, 3)) if MINUTES >= LONG else (FAULTS, (3,))
+        await pause(pipeline, 4)
+        table, at_once = (FAULTS + LONG_FAULTS, (1, 1, 2, 3)) if MINUTES >= LONG_OUTAGE_S else (FAULTS, (3,))
         faults = [fault for fault in table if ONLY in fault.name]
         await soak(pipeline, faults, seed=SEED, duration_s=60 * MINUTES, at_once=at_once)
         await pipeline.drain()
         counted = await count(pipeline)
-        records, wrong = await count_usage(pipeline)
+        records, differing = await count_usage(pipeline)
     took_s = pipeline.latencies_s()
     say(
         f"{counted.sampled} ticks sampled, {counted.killed} lost with a producer that was killed, "
         f"{counted.twice} attributed twice; {counted.points} points compared, {len(counted.wrong)} wrong\n"
-        f"{records} records of usage compared, {len(wrong)} wrong\n"
+        f"{records} records of usage compared, {len(differing)} wrong\n"
         f"from reading to accepted write: median {quantile(took_s, 0.5):.2f} s, p99 {quantile(took_s, 0.99):.2f} s\n"
         f"processes started: {dict(pipeline.launches)}"
     )
     for name, life in pipeline.lifetimes().items():
         say(f"{name}: {life}")
-    for fault, back_s in pipeline.alone().items():
+    for fault, back_s in pipeline.alone_s().items():
         say(f"{fault.name}: back after {back_s:.1f} s in the median")
     assert counted.wrong == [], f"{len(counted.wrong)}: {counted.wrong[:10]}"
-    assert wrong == [], f"{len(wrong)}: {wrong[:10]}"
+    assert differing == [], f"{len(differing)}: {differing[:10]}"
     assert counted.points > 0
     assert records > 0
-    if MINUTES >= LONG:
-        late = {
-            fault.name: back_s for fault, back_s in pipeline.alone().items() if fault.back_s and back_s > fault.back_s
+    if MINUTES >= LONG_OUTAGE_S:
+        late_faults = {
+            fault.name: back_s for fault, back_s in pipeline.alone_s().items() if fault.back_s and back_s > fault.back_s
         }
-        assert late == {}
+        assert late_faults == {}

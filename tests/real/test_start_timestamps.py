@@ -26,16 +26,16 @@ async def test_prometheus_learns_from_2_0_when_the_counters_of_xid_errors_began(
     gpu = {"uuid": "GPU-a", "index": 0, "metrics": {"energy_joules_total": 5, "power_watts": 1}, "xids": {"79": 3}}
     tick = sample(1, gpu, run_id=start_ms, ts_ms=now_ms)
     _, groups = Translator([PROFILES["otel"]]).translate(tick, Cache())
-    made = Instruments(INSTRUMENTS)
+    instruments = Instruments(INSTRUMENTS)
     with PrometheusServer(tmp_path, options=ZEROS) as prometheus:
         client = Client(RemoteWriteSettings(kafka="none", url=prometheus.write_url, protocol="2.0"))
-        sender = RemoteWriteSender(client.post, "2.0", made)
-        (delivered,) = await Deliverer(sender, made).deliver([groups], asyncio.Event())
+        sender = RemoteWriteSender(client.post, "2.0", instruments)
+        (delivered,) = await Deliverer(sender, instruments).deliver([groups], asyncio.Event())
         await client.close()
         series = prometheus.query('{__name__=~"gpu_.+"}[5m]', now_ms + 1)
 
     assert not delivered.refused
-    assert {one.labels["__name__"]: one.points for one in series} == {
+    assert {series_.labels["__name__"]: series_.points for series_ in series} == {
         "gpu_energy_consumption": [(now_ms, 5000.0)],
         "gpu_holders": [(now_ms, 0.0)],
         "gpu_power_draw": [(now_ms, 1.0)],

@@ -14,16 +14,16 @@ from tests.eventually import eventually
 from tests.real.pipeline import read_all, running
 from tests.real.servers import KafkaServer
 
-EACH = 20
+RECORDS_EACH = 20
 STATES = ("gpu.allocations", "gpu.workloads")
 
 
 @asynccontextmanager
 async def workers(kafka: str, count: int, failures: list[str]) -> AsyncIterator[None]:
     """So many workers of one group, once all of them have learned their state."""
-    made = [Attribution(AttributionSettings(kafka=kafka), fail=failures.append) for _ in range(count)]
-    async with running(*made):
-        await eventually(lambda: not any(one.not_ready() for one in made))
+    streams = [Attribution(AttributionSettings(kafka=kafka), fail=failures.append) for _ in range(count)]
+    async with running(*streams):
+        await eventually(lambda: not any(stream.not_ready() for stream in streams))
         yield
 
 
@@ -33,7 +33,7 @@ async def write(kafka: str) -> None:
     await producer.start()
     try:
         for topic in STATES:
-            await asyncio.gather(*[await producer.send(topic, b"{", key=b"c/n%d" % n) for n in range(EACH)])
+            await asyncio.gather(*[await producer.send(topic, b"{", key=b"c/n%d" % n) for n in range(RECORDS_EACH)])
     finally:
         await producer.stop()
 
@@ -42,7 +42,7 @@ async def test_restarts_and_rebalances_write_no_letter_again(empty_kafka: KafkaS
     kafka, failures = empty_kafka.address, list[str]()
 
     async def all_are_there() -> bool:
-        return len(await read_all(kafka, "gpu.dead-letters")) >= 4 * EACH
+        return len(await read_all(kafka, "gpu.dead-letters")) >= 4 * RECORDS_EACH
 
     await topic_admin.create(Connection(kafka), partitions=4, replication_factor=1)
     await write(kafka)
@@ -58,4 +58,4 @@ async def test_restarts_and_rebalances_write_no_letter_again(empty_kafka: KafkaS
         counts.append(len(await read_all(kafka, "gpu.dead-letters")))
 
     assert failures == []
-    assert counts == [2 * EACH, 2 * EACH, 4 * EACH]
+    assert counts == [2 * RECORDS_EACH, 2 * RECORDS_EACH, 4 * RECORDS_EACH]

@@ -110,8 +110,8 @@ async def test_while_kafka_is_away_it_is_not_ready_and_goes_on_afterwards(
     tail, running = bench.start()
     await eventually(lambda: tail.not_ready() == [], unless=running)
     await asyncio.to_thread(kafka.kill9)
-    (why,) = await eventually(tail.not_ready, unless=running)
-    assert "read to its end is not known" in why
+    (reason,) = await eventually(tail.not_ready, unless=running)
+    assert "read to its end is not known" in reason
     await asyncio.to_thread(kafka.start)
     await bench.send(b"b")
     await eventually(lambda: tail.not_ready() == [] and bench.taken == [b"a", b"b"], unless=running)

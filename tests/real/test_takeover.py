@@ -32,12 +32,12 @@ async def test_all_partitions_are_read_back_to_their_ends_and_from_the_time_that
     await sender.start()
     between_ms = 0
     for seq in (1, 2):
-        sent = [
+        futures = [
             await sender.send("gpu.workloads", record(node, seq), key=node_key("prod", node))
             for node in nodes
             if (node, seq) != ("n0", 2)
         ]
-        await asyncio.gather(*sent)
+        await asyncio.gather(*futures)
         if seq == 1:
             await asyncio.sleep(0.01)
             between_ms = int(time.time() * 1000)

@@ -45,7 +45,7 @@ def summaries(kafka: KafkaServer, groups_before: set[str]) -> Summaries:
     """What both pipelines said at their end. There is a record in the first one's samples that is none."""
 
     async def run_both() -> Summaries:
-        await asyncio.gather(*(create_topics(kafka, of) for of in (EAST, WEST)))
+        await asyncio.gather(*(create_topics(kafka, pipeline_) for pipeline_ in (EAST, WEST)))
         async with AIOKafkaProducer(bootstrap_servers=kafka.address) as producer:
             await producer.send_and_wait(f"{EAST.prefix}gpu.samples", b"not a sample", key=b"east/sim-0000")
         return dict(zip((EAST, WEST), await asyncio.gather(run(kafka, EAST), run(kafka, WEST)), strict=True))
@@ -62,14 +62,14 @@ def groups(kafka: KafkaServer) -> set[str]:
 async def test_two_pipelines_share_a_kafka_and_no_record_topic_or_group(
     kafka: KafkaServer, summaries: Summaries, groups_before: set[str]
 ) -> None:
-    assert set(kafka.topics()) == {of.prefix + topic for of in summaries for topic in TOPICS}
-    assert groups(kafka) - groups_before == {of.prefix + group for of in summaries for group in GROUPS}
-    for of, summary in summaries.items():
+    assert set(kafka.topics()) == {pipeline_.prefix + topic for pipeline_ in summaries for topic in TOPICS}
+    assert groups(kafka) - groups_before == {pipeline_.prefix + group for pipeline_ in summaries for group in GROUPS}
+    for pipeline_, summary in summaries.items():
         attributed = [
-            json.loads(record.value) for record in await read_all(kafka.address, f"{of.prefix}gpu.attributed")
+            json.loads(record.value) for record in await read_all(kafka.address, f"{pipeline_.prefix}gpu.attributed")
         ]
-        assert len({(one["node"], one["run_id"], one["seq"]) for one in attributed}) == summary["ticks"] > 0
-        assert {one["cluster"] for one in attributed} == {of.cluster}
+        assert len({(sample["node"], sample["run_id"], sample["seq"]) for sample in attributed}) == summary["ticks"] > 0
+        assert {sample["cluster"] for sample in attributed} == {pipeline_.cluster}
 
 
 async def test_a_dead_letter_names_the_topic_as_kafka_knows_it(kafka: KafkaServer, summaries: Summaries) -> None:
@@ -81,27 +81,57 @@ async def test_a_dead_letter_names_the_topic_as_kafka_knows_it(kafka: KafkaServe
 def test_everything_that_a_pipeline_writes_is_compressed_as_its_options_say(
     kafka: KafkaServer, summaries: Summaries
 ) -> None:
-    for of in summaries:
-        assert codecs(kafka, f"{of.prefix}gpu.samples") - {"none"} == {
-            of.compression
+    for pipeline_ in summaries:
+        assert codecs(kafka, f"{pipeline_.prefix}gpu.samples") - {"none"} == {
+            pipeline_.compression
         }  # "none" is the record that is none
-        assert codecs(kafka, f"{of.prefix}gpu.attributed") == {of.compression}
-        written = set.union(*(codecs(kafka, of.prefix + topic) for topic in TOPICS))
-        assert written - {"none"} == {of.compression}  # what compression does not make smaller stays as it is
+        assert codecs(kafka, f"{pipeline_.prefix}gpu.attributed") == {pipeline_.compression}
+        used_codecs = set.union(*(codecs(kafka, pipeline_.prefix + topic) for topic in TOPICS))
+        assert used_codecs - {"none"} == {
+            pipeline_.compression
+        }  # what compression does not make smaller stays as it is
 
 
-async def create_topics(kafka: KafkaServer, of: Pipeline) -> None:
+async def create_topics(kafka: KafkaServer, pipeline_: Pipeline) -> None:
     """The topics of a pipeline, by the command."""
-    how = ("--partitions", "2", "--replication-factor", "1")
-    await command("topics", "create", "--kafka", kafka.address, "--topic-prefix", of.prefix, *how)
+    options = ("--partitions", "2", "--replication-factor", "1")
+    await command("topics", "create", "--kafka", kafka.address, "--topic-prefix", pipeline_.prefix, *options)
 
 
-async def run(kafka: KafkaServer, of: Pipeline) -> dict[str, Any]:
+async def run(kafka: KafkaServer, pipeline_: Pipeline) -> dict[str, Any]:
     """A whole pipeline for 3 s; its summary."""
-    at = ("--kafka", kafka.address, "--topic-prefix", of.prefix, "--compression", of.compression)
-    how = ("--cluster", of.cluster, "--simulate", "2x2", "--interval", "200ms", "--duration", "3s", "--summary", "json")
-    out = await command("run", *at, *how, "--listen", "off", "--page-listen", "off", "--scrape-listen", "127.0.0.1:0")
-    summary: dict[str, Any] = json.loads(out.splitlines()[-1])
+    common_options = (
+        "--kafka",
+        kafka.address,
+        "--topic-prefix",
+        pipeline_.prefix,
+        "--compression",
+        pipeline_.compression,
+    )
+    run_options = (
+        "--cluster",
+        pipeline_.cluster,
+        "--simulate",
+        "2x2",
+        "--interval",
+        "200ms",
+        "--duration",
+        "3s",
+        "--summary",
+        "json",
+    )
+    output = await command(
+        "run",
+        *common_options,
+        *run_options,
+        "--listen",
+        "off",
+        "--page-listen",
+        "off",
+        "--scrape-listen",
+        "127.0.0.1:0",
+    )
+    summary: dict[str, Any] = json.loads(output.splitlines()[-1])
     return summary
 
 
@@ -110,9 +140,9 @@ async def command(*arguments: str) -> bytes:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "gpustream", *arguments, stdout=subprocess.PIPE
     )
-    out, _ = await process.communicate()
+    output, _ = await process.communicate()
     assert process.returncode == 0
-    return out
+    return output
 
 
 async def test_a_copy_at_other_offsets_with_records_twice_is_delivered_once_and_can_be_read_again(
@@ -124,20 +154,20 @@ async def test_a_copy_at_other_offsets_with_records_twice_is_delivered_once_and_
     records = await read_all(kafka.address, f"{EAST.prefix}gpu.attributed")
     async with AIOKafkaProducer(bootstrap_servers=kafka.address) as producer:
         for partition in {record.partition for record in records}:
-            mine = [record for record in records if record.partition == partition]
-            for record in (*mine[: len(mine) // 2], *mine[len(mine) // 4 :]):
+            of_partition = [record for record in records if record.partition == partition]
+            for record in (*of_partition[: len(of_partition) // 2], *of_partition[len(of_partition) // 4 :]):
                 await producer.send_and_wait("copy.gpu.attributed", record.value, record.key, partition)
-    at = ("--kafka", kafka.address, "--topic-prefix", copied.prefix, "--from", "earliest")
-    with gpustream("sink", "sink", "remote-write", *at, "--url", prometheus.write_url):
+    options = ("--kafka", kafka.address, "--topic-prefix", copied.prefix, "--from", "earliest")
+    with gpustream("sink", "sink", "remote-write", *options, "--url", prometheus.write_url):
         await eventually(partial(caught_up, kafka), "the copy is delivered")
     ticks = [json.loads(record.value) for record in records]
-    read = {
+    delivered = {
         (tick["cluster"], tick["node"], device["uuid"], tick["ts_ms"])
         for tick in ticks
         for device in tick["devices"]
         if "memory_used_bytes" in device["metrics"]
     }
-    assert stored(prometheus, "gpu_memory_used", EAST.cluster, "1h").keys() == read
+    assert stored(prometheus, "gpu_memory_used", EAST.cluster, "1h").keys() == delivered
     assert await read_all(kafka.address, "copy.gpu.dead-letters") == []
 
 

@@ -26,8 +26,8 @@ def wait_for(kafka: KafkaServer, names: Iterable[str]) -> None:
 
 async def compare(kafka: str, names: Iterable[str] | None = None) -> list[Mismatch]:
     """Everything about the topics of the contract (or those named) that is not as it must be."""
-    found, _ = await topic_admin.inspect(Connection(kafka), names)
-    return mismatches([topic for name, topic in load_topics().items() if names is None or name in names], found)
+    layouts, _ = await topic_admin.inspect(Connection(kafka), names)
+    return mismatches([topic for name, topic in load_topics().items() if names is None or name in names], layouts)
 
 
 @pytest.fixture
@@ -55,12 +55,12 @@ async def test_create_makes_every_topic_with_its_settings(empty: KafkaServer) ->
 
     assert lines == [f"{name}: created, 4 partitions, replication factor 1" for name in TOPICS]
     assert empty.topics() == dict.fromkeys(TOPICS, 4)
-    found = settings(empty, "gpu.samples")
-    assert found["cleanup.policy"] == "delete"
-    assert found["retention.ms"] == str(24 * 3_600_000)
-    assert found["message.timestamp.type"] == "LogAppendTime"
-    assert found["max.message.bytes"] == str(4 * 1024 * 1024)
-    assert found["segment.ms"] == "3600000"
+    current = settings(empty, "gpu.samples")
+    assert current["cleanup.policy"] == "delete"
+    assert current["retention.ms"] == str(24 * 3_600_000)
+    assert current["message.timestamp.type"] == "LogAppendTime"
+    assert current["max.message.bytes"] == str(4 * 1024 * 1024)
+    assert current["segment.ms"] == "3600000"
     assert settings(empty, "gpu.alerts")["cleanup.policy"] == "compact"
     assert settings(empty, "gpu.dead-letters")["retention.ms"] == str(7 * 24 * 3_600_000)
 
@@ -73,13 +73,13 @@ async def test_create_again_changes_nothing(empty: KafkaServer) -> None:
 
 
 async def test_create_makes_what_is_missing_and_alters_what_is_wrong_and_says_so(empty: KafkaServer) -> None:
-    own = {
+    changed = {
         "cleanup.policy": "compact",
         "retention.ms": "1000",
         "max.message.bytes": "9999999",
         "retention.bytes": "777",
     }
-    have(empty, {"gpu.samples": 4}, own)
+    have(empty, {"gpu.samples": 4}, changed)
 
     lines = await topic_admin.create(empty.connection, partitions=4, replication_factor=1)
 
@@ -175,13 +175,15 @@ async def test_every_error_is_in_one_message(empty: KafkaServer) -> None:
         "gpu.attributed: message.timestamp.type is CreateTime, must be LogAppendTime",
         "gpu.attributed: max.message.bytes is 1000, must be at least 4194304",
     ]
-    assert [one.subject for one in await compare(empty.address, FLOW) if not one.breaks] == ["segment.ms"]
+    assert [mismatch.subject for mismatch in await compare(empty.address, FLOW) if not mismatch.breaks] == [
+        "segment.ms"
+    ]
 
 
 async def test_asking_for_a_topic_does_not_create_it(start_kafka: Callable[..., KafkaServer]) -> None:
     kafka = start_kafka(settings={"auto.create.topics.enable": "true"})
 
-    wrong = await compare(kafka.address)
+    found_mismatches = await compare(kafka.address)
 
-    assert {one.have for one in wrong} == {"missing"}
+    assert {mismatch.have for mismatch in found_mismatches} == {"missing"}
     assert kafka.topics() == {}

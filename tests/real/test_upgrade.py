@@ -59,7 +59,7 @@ def holders_of(value: str | bytes) -> dict[tuple[str, int, str], list[tuple[str,
     tick = json.loads(value)
     return {
         (tick["node"], tick["seq"], device["uuid"]): [
-            (one["namespace"], one["pod"]) for one in device.get("holders") or []
+            (holder["namespace"], holder["pod"]) for holder in device.get("holders") or []
         ]
         for device in tick["devices"]
     }
@@ -81,16 +81,16 @@ async def test_each_version_reads_what_the_other_has_written(empty_kafka: KafkaS
     async with running(Attribution(AttributionSettings(kafka=kafka.address))):
         await SimulatedFleet(fleet).run(asyncio.Event())
         await eventually(lambda: all_taken(kafka))
-    made = [record.value for record in await read_all(kafka.address, "gpu.attributed")]
-    of_old = [value for value in made if json.loads(value)["cluster"] != NEW]
+    live_values = [record.value for record in await read_all(kafka.address, "gpu.attributed")]
+    of_old = [value for value in live_values if json.loads(value)["cluster"] != NEW]
     assert Counter(map(tick_of, of_old)) == Counter(tick_of(row["value"]) for row in OLD["gpu.samples"])
     assert {json.loads(value)["attribution"] for value in of_old} == {"exact"}
     assert await read_all(kafka.address, "gpu.dead-letters") == []
-    now = [found for value in of_old for found in holders_of(value).items()]
-    before = [found for row in OLD["gpu.attributed"] for found in holders_of(row["value"]).items()]
+    now = [device_holders for value in of_old for device_holders in holders_of(value).items()]
+    before = [device_holders for row in OLD["gpu.attributed"] for device_holders in holders_of(row["value"]).items()]
     assert sorted(now) == sorted(before)
 
-    assert len(made) - len(of_old) == 20
+    assert len(live_values) - len(of_old) == 20
     for topic, schema in OLD_SCHEMAS.items():
         validator = Draft202012Validator(_open(schema))
         for value in [record.value for record in await read_all(kafka.address, topic) if record.value is not None]:

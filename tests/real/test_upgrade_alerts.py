@@ -28,7 +28,7 @@ BEFORE, OPEN = 40, 60  # the last tick that the older version read, and the last
 
 def story() -> list[dict[str, Any]]:
     """A job that holds two GPUs and does nothing with them, and a GPU that is hot; in the end all is well."""
-    found = []
+    ticks = []
     for number in range(OPEN + 60):
         bad = number < OPEN
         pod: dict[str, Any] = {
@@ -45,8 +45,8 @@ def story() -> list[dict[str, Any]]:
         devices.append({"uuid": "GPU-2", "index": 2, "metrics": hot, "holders": []})
         tick = {"schema": 1, "cluster": "c", "node": "n", "run_id": 1, "seq": number + 1, "offset": number}
         tick |= {"ts_ms": START_MS + number * STEP_MS, "attribution": "exact", "node_labels": {}, "devices": devices}
-        found.append(tick)
-    return found
+        ticks.append(tick)
+    return ticks
 
 
 async def send(kafka: str, *ticks: dict[str, Any]) -> None:
@@ -80,38 +80,38 @@ async def test_open_alerts_of_the_version_before_are_neither_lost_nor_doubled(
     await send(kafka.address, *story()[:OPEN])
 
     async def alerts() -> list[dict[str, Any]]:
-        found = [msgspec.json.decode(record.value) for record in await read_all(kafka.address, "gpu.alerts")]
-        return found[len(old) :]
+        decoded = [msgspec.json.decode(record.value) for record in await read_all(kafka.address, "gpu.alerts")]
+        return decoded[len(old) :]
 
-    def last_of(some: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        return {one["fingerprint"]: one for one in (*old, *some)}
+    def last_of(new_alerts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        return {alert["fingerprint"]: alert for alert in (*old, *new_alerts)}
 
     async with running(Alerts(AlertSettings(kafka=kafka.address, rules=tmp_path / "rules.toml"))):
 
         async def grouped() -> bool:
-            found = await alerts()
-            jobs = [one for one in found if len(one.get("gpus", ())) == 2]
-            return bool(jobs) and sum(one["state"] == "resolved" for one in found) == 2
+            all_alerts = await alerts()
+            jobs = [alert for alert in all_alerts if len(alert.get("gpus", ())) == 2]
+            return bool(jobs) and sum(alert["state"] == "resolved" for alert in all_alerts) == 2
 
         await eventually(grouped)
         new = await alerts()
-        still = [one for one in last_of(new).values() if one["state"] == "firing"]
-        assert sorted((one["name"], one["starts_at"]) for one in still) == sorted(
-            {(one["name"], one["starts_at"]) for one in old}
+        still = [alert for alert in last_of(new).values() if alert["state"] == "firing"]
+        assert sorted((alert["name"], alert["starts_at"]) for alert in still) == sorted(
+            {(alert["name"], alert["starts_at"]) for alert in old}
         )
-        parts = [one for one in old if one["name"] == "GPUHeldIdle"]
-        (job,) = (one for one in still if one["name"] == "GPUHeldIdle")
+        parts = [alert for alert in old if alert["name"] == "GPUHeldIdle"]
+        (job,) = (alert for alert in still if alert["name"] == "GPUHeldIdle")
         assert len(parts) == len(job["gpus"]) == 2
-        ended = {one["fingerprint"]: one["resolved_because"] for one in new if one["state"] == "resolved"}
-        assert ended == {one["fingerprint"]: "grouped" for one in parts}
+        end_reasons = {alert["fingerprint"]: alert["resolved_because"] for alert in new if alert["state"] == "resolved"}
+        assert end_reasons == {alert["fingerprint"]: "grouped" for alert in parts}
 
         await send(kafka.address, *story()[OPEN:])
         await eventually(lambda: _none_fires(alerts, last_of))
-    everything = [*old, *await alerts()]
-    reported = [(one["fingerprint"], one["state"]) for one in everything if not one.get("revision")]
-    assert len(reported) == len(set(reported)) == 2 * len({one["fingerprint"] for one in everything})
+    all_alerts = [*old, *await alerts()]
+    reported = [(alert["fingerprint"], alert["state"]) for alert in all_alerts if not alert.get("revision")]
+    assert len(reported) == len(set(reported)) == 2 * len({alert["fingerprint"] for alert in all_alerts})
     assert await read_all(kafka.address, "gpu.dead-letters") == []
 
 
 async def _none_fires(alerts: Any, last_of: Any) -> bool:
-    return all(one["state"] == "resolved" for one in last_of(await alerts()).values())
+    return all(alert["state"] == "resolved" for alert in last_of(await alerts()).values())

@@ -26,7 +26,7 @@ LIMIT_S = 120.0
 
 def story(start_ms: int) -> list[dict[str, Any]]:
     """Ticks of an hour and a half of the nodes' time, in the order of their log; some come twice, some are missing."""
-    chance, found = Random(3), list[dict[str, Any]]()
+    chance, ticks = Random(3), list[dict[str, Any]]()
     for number in range(TICKS):
         for node in range(NODES):
             if chance.random() < 0.02 and number:
@@ -39,19 +39,19 @@ def story(start_ms: int) -> list[dict[str, Any]]:
             device["metrics"] = metrics if state == "ok" else {}
             at_ms = start_ms + number * STEP_MS
             tick = {"schema": 1, "cluster": "c", "node": f"n{node}", "run_id": 1, "seq": number + 1, "ts_ms": at_ms}
-            tick |= {"interval_ms": STEP_MS, "offset": len(found), "logged_ms": at_ms, "attribution": "exact"}
-            found.append(tick | {"devices": [device]})
+            tick |= {"interval_ms": STEP_MS, "offset": len(ticks), "logged_ms": at_ms, "attribution": "exact"}
+            ticks.append(tick | {"devices": [device]})
             if chance.random() < 0.01:
-                found.append(found[-1])
-    return found
+                ticks.append(ticks[-1])
+    return ticks
 
 
 async def send(kafka: KafkaServer, ticks: list[dict[str, Any]]) -> None:
     sender = Sender(kafka.connection, client_id="ticks")
     await sender.start()
-    for at in range(0, len(ticks), 60):
+    for start in range(0, len(ticks), 60):
         began_s = time.monotonic()
-        for tick in ticks[at : at + 60]:
+        for tick in ticks[start : start + 60]:
             partition = int(tick["node"][1:]) % PARTITIONS
             value, key = msgspec.json.encode(tick), node_key("c", tick["node"])
             await sender.send("gpu.attributed", value, key=key, partition=partition)
@@ -84,15 +84,21 @@ async def test_workers_that_are_killed_count_what_integer_sums_over_gpu_attribut
         await sending
 
     async def hour_is_final() -> list[Usage]:
-        found = [one for one in (await usage_of(empty_kafka.address, HOURS.name)).values() if one.start_ms == start_ms]
-        return found if len({one.uuid for one in found if one.final}) == NODES else []
+        records = [
+            record
+            for record in (await usage_of(empty_kafka.address, HOURS.name)).values()
+            if record.start_ms == start_ms
+        ]
+        return records if len({record.uuid for record in records if record.final}) == NODES else []
 
     hours = await eventually(hour_is_final, within_s=LIMIT_S, every_s=1)
     end_ms, sums = start_ms + HOUR_MS, UsageSums()
-    minutes = [one for one in (await usage_of(empty_kafka.address, MINUTES.name)).values() if one.end_ms <= end_ms]
+    minutes = [
+        record for record in (await usage_of(empty_kafka.address, MINUTES.name)).values() if record.end_ms <= end_ms
+    ]
     for tick in ticks:
         sums.take(tick, tick["logged_ms"])
     for records, lasts_ms in ((hours, HOUR_MS), (minutes, MINUTE_MS)):
         assert sums.wrong(records, lasts_ms, end_ms) == []
-        assert sum(one.energy_mj for one in records) == NODES * (HOUR_MS // STEP_MS) * 1500
+        assert sum(record.energy_mj for record in records) == NODES * (HOUR_MS // STEP_MS) * 1500
     assert await read_all(empty_kafka.address, "gpu.dead-letters") == []

@@ -54,7 +54,7 @@ class Fleet:
     def _record(
         self, chance: random.Random, node: int, pod: str | None, end_ms: int, length_ms: int, device_ms: int
     ) -> Usage:
-        held = {
+        holder = {
             "namespace": f"ns-{node % 2}",
             "pod": pod,
             "pod_uid": f"uid-{pod}-{node}",
@@ -63,7 +63,7 @@ class Fleet:
             "team": f"team-{node % 3}",
         }
         fields: dict[str, Any] = {
-            **{name: value for name, value in HOURS.example.items() if name not in (*held, "labels")},
+            **{name: value for name, value in HOURS.example.items() if name not in (*holder, "labels")},
             "cluster": self.cluster,
             "node": f"node-{node}",
             "uuid": f"GPU-{node}",
@@ -76,38 +76,38 @@ class Fleet:
             "used_us": chance.randrange(device_ms * 1000 + 1),
             "idle_ms": chance.randrange(device_ms + 1),
             "energy_mj": chance.randrange(device_ms * 700 + 1),
-            **(held if pod else {}),
+            **(holder if pod else {}),
         }
         return msgspec.convert(fields, Usage)
 
     def sums(self, field: str, by: By | None = None) -> Counter[tuple[str, ...]]:
         """The integer sums of the records that somebody held; ``by`` None: of those that nobody did."""
-        found: Counter[tuple[str, ...]] = Counter()
-        for one in self.final:
-            if (one.category == "held") is (by is not None):
-                key = {"namespace": (one.namespace or "",), "team": (one.team or "",), None: ()}.get(by)
-                workload = one.workload
+        totals: Counter[tuple[str, ...]] = Counter()
+        for record in self.final:
+            if (record.category == "held") is (by is not None):
+                key = {"namespace": (record.namespace or "",), "team": (record.team or "",), None: ()}.get(by)
+                workload = record.workload
                 key = ((workload.kind, workload.name) if workload else ()) if key is None else key
-                found[key] += getattr(one, field)
-        return +found
+                totals[key] += getattr(record, field)
+        return +totals
 
     async def stored(self, prometheus: PrometheusServer, name: str, range_: str, by: Sequence[str]) -> dict[Any, float]:
         """The sums over time in Prometheus."""
         query = (
             f'sum by ({",".join(by)}) (sum_over_time(gpu_usage_{name}{{k8s_cluster_name="{self.cluster}"}}[{range_}]))'
         )
-        found = await asyncio.to_thread(prometheus.query, query)
-        return {tuple(one.labels.get(label, "") for label in by): one.value for one in found}
+        series_list = await asyncio.to_thread(prometheus.query, query)
+        return {tuple(series.labels.get(label, "") for label in by): series.value for series in series_list}
 
     async def assert_equal(self, prometheus: PrometheusServer, range_: str) -> None:
         """What Prometheus adds up is what the records add up to, to the last millisecond and microsecond."""
         for name, (field, scale) in OF_RECORD.items():
             for by, labels in BY.items():
-                found = await self.stored(prometheus, f"{name}", range_, labels)
-                held = {key: round(value * scale) for key, value in found.items() if any(key) and value}
-                assert held == self.sums(field, by), (name, by)  # type: ignore[arg-type]
-        found = await self.stored(prometheus, "free_seconds", range_, ())
-        assert {key: round(value * 1000) for key, value in found.items()} == self.sums("device_ms")
+                stored_sums = await self.stored(prometheus, f"{name}", range_, labels)
+                held_sums = {key: round(value * scale) for key, value in stored_sums.items() if any(key) and value}
+                assert held_sums == self.sums(field, by), (name, by)  # type: ignore[arg-type]
+        stored_sums = await self.stored(prometheus, "free_seconds", range_, ())
+        assert {key: round(value * 1000) for key, value in stored_sums.items()} == self.sums("device_ms")
 
 
 async def write(kafka: KafkaServer, records: Iterable[Usage | bytes]) -> None:
@@ -115,9 +115,11 @@ async def write(kafka: KafkaServer, records: Iterable[Usage | bytes]) -> None:
     producer = AIOKafkaProducer(bootstrap_servers=kafka.address, linger_ms=5)
     await producer.start()
     try:
-        for one in records:
-            value, key = (one, b"x") if isinstance(one, bytes) else (msgspec.json.encode(one), one.key.encode())
-            partition = 0 if isinstance(one, bytes) else int(one.node.removeprefix("node-")) % PARTITIONS
+        for record in records:
+            value, key = (
+                (record, b"x") if isinstance(record, bytes) else (msgspec.json.encode(record), record.key.encode())
+            )
+            partition = 0 if isinstance(record, bytes) else int(record.node.removeprefix("node-")) % PARTITIONS
             await producer.send(HOURS.name, value, key=key, partition=partition)
         await producer.flush()
     finally:
@@ -126,8 +128,10 @@ async def write(kafka: KafkaServer, records: Iterable[Usage | bytes]) -> None:
 
 def growing(final: Iterable[Usage]) -> Iterable[Usage]:
     """What is written of windows before they are final."""
-    for one in final:
-        yield msgspec.structs.replace(one, final=False, revision=one.revision - 1, device_ms=one.device_ms // 2)
+    for record in final:
+        yield msgspec.structs.replace(
+            record, final=False, revision=record.revision - 1, device_ms=record.device_ms // 2
+        )
 
 
 @pytest.mark.parametrize("protocol", ["1.0", "auto"])
@@ -137,7 +141,7 @@ async def test_sums_over_time_are_those_of_the_records_through_a_restart_of_the_
     now_ms = int(time.time() * 1000)
     fleet = Fleet([now_ms - after * MINUTE_MS for after in (50, 40, 30, 20)], 10 * MINUTE_MS)
     half = len(fleet.final) // 2
-    replayed = [msgspec.structs.replace(one, generation=1, device_ms=7) for one in fleet.final[:5]]
+    replayed = [msgspec.structs.replace(record, generation=1, device_ms=7) for record in fleet.final[:5]]
     first = sink(kafka_of_usage, prometheus.write_url, protocol=protocol)
     async with running(first):
         await write(kafka_of_usage, [*growing(fleet.final[:half]), *fleet.final[:half], b"none"])
@@ -180,9 +184,9 @@ async def test_what_is_older_than_an_hour_is_dropped_by_default_and_stored_with_
     for record in fleet.final:
         table.add(record)
     for name, (field, scale) in OF_RECORD.items():
-        found = await fleet.stored(patient_prometheus, name, "24h", BY["team"])
+        stored_sums = await fleet.stored(patient_prometheus, name, "24h", BY["team"])
         rows = {(row.by,): getattr(row.sums, field) for row in table.rows() if row.category == "held"}
-        assert {key: round(value * scale) for key, value in found.items() if any(key)} == rows
+        assert {key: round(value * scale) for key, value in stored_sums.items() if any(key)} == rows
     assert ends(default)["dropped"] >= 22 * 12
     refused = count(default, "usage_samples_refused_total")
     assert refused >= 22 * 4 * 8

@@ -103,11 +103,11 @@ class Trial:
 
     async def check(self, expected: Truth) -> str:
         """Whether each tick came once, exactly, and nothing was dead-lettered. Raises AssertionError."""
-        found = await self.attributed()
-        assert Counter(tick for tick, _ in found) == Counter(expected.ticks)
-        assert {how for _, how in found} == {"exact"}
+        attributions = await self.attributed()
+        assert Counter(tick for tick, _ in attributions) == Counter(expected.ticks)
+        assert {attribution for _, attribution in attributions} == {"exact"}
         assert await read_all(self._kafka.address, "gpu.dead-letters") == []
-        return f"{len(found)} ticks, each once, all exact, no dead letter"
+        return f"{len(attributions)} ticks, each once, all exact, no dead letter"
 
     async def record(self) -> dict[str, list[dict[str, Any]]]:
         """What the topics have."""
@@ -151,15 +151,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("commit", nargs="?", default=OLD)
     parser.add_argument("--record", action="store_true", help="write the older commit's records and schemas, too")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         old = directory / "old"
         git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--quiet", "--detach", str(old), given.commit], check=True)
+        subprocess.run([*git, "add", "--quiet", "--detach", str(old), options.commit], check=True)
         stack.callback(subprocess.run, [*git, "remove", "--force", str(old)], check=True)
         kafka = stack.enter_context(KafkaServer(directory / "kafka"))
-        asyncio.run(trial(kafka, directory, old, record=given.record))
+        asyncio.run(trial(kafka, directory, old, record=options.record))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from sinks.series.model import Row, Rows, SeriesSet
 from sinks.series.relabel import Relabelling, Withheld, relabelled
 from sinks.series.relabel_file import BadRules, load, read
 from sinks.series.relabel_presets import PRESETS
-from tests.real.test_relabel import asked, labels
+from tests.real.test_relabel import labels, question_of
 from topics.metric import Labels
 
 LABELS = (("gpu", "0"), ("pod", "bert-0"))
@@ -78,7 +78,7 @@ def test_a_set_is_relabelled_as_each_of_its_series_would_be() -> None:
     """On random rules, which look at what tells the series apart, or do not."""
     tried = {"one by one": 0, "at once": 0}
     for seed in range(1500):
-        question, rng = asked(seed), random.Random(seed)
+        question, rng = question_of(seed), random.Random(seed)
         try:
             rules = load(question["configs"], "rules.yml")
         except BadRules:
