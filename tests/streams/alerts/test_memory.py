@@ -52,7 +52,7 @@ def test_the_windows_of_a_device_that_is_forgotten_go_with_it() -> None:
     assert (memory.devices, memory.windows) == ({}, {})
 
 
-def test_a_pod_is_remembered_with_its_workload_from_its_first_node_tickon() -> None:
+def test_a_pod_is_remembered_with_its_workload_from_its_first_tick_on() -> None:
     memory = memory_after(tick(0, device(0)), tick(5, device(0, holder())), tick(9, device(0, holder())))
     (pod,) = memory.devices[gpu(0)].pods
     assert (pod.pod, pod.workload_kind, pod.workload_name, pod.since_ms) == ("bert-0", "Job", "bert", tick(5).ts_ms)
@@ -102,7 +102,7 @@ def ticks_of(story: list[tuple[list[Device], int, int, Any]]) -> list[Tick]:
 
 
 @given(stories)
-def test_whatever_comes_a_restart_at_any_node_tickfinds_the_same(
+def test_whatever_comes_a_restart_at_any_tick_finds_the_same(
     story: list[tuple[list[Device], int, int, Any]],
 ) -> None:
     through, restarted = Memory(), Memory()
