@@ -181,22 +181,16 @@ async def start_client(make: Callable[[], Any], connection: Connection, backoff_
     return client
 
 
-async def _stop_fetching(client: Any) -> None:
-    """Cancel a consumer's fetch task until it ends, before the consumer leaves its group.
-
-    aiokafka cancels it only once. While it lets go of partitions it swallows that cancellation, and never ends.
-    """
+async def close(client: Any) -> None:
+    """Stop a client within two seconds, although it would wait for an unavailable broker, and close its connections."""
+    # aiokafka cancels a consumer's fetch task only once. While the task lets go of partitions it swallows that, and
+    # never ends. So cancel it until it ends, before the consumer leaves its group.
     fetch_task: asyncio.Task[None] | None = getattr(getattr(client, "_fetcher", None), "_fetch_task", None)
     for _ in range(_CANCELLATIONS):
         if fetch_task is None or fetch_task.done():
-            return
+            break
         fetch_task.cancel()
         await asyncio.wait((fetch_task,), timeout=_CLOSE_TIMEOUT_S / _CANCELLATIONS)
-
-
-async def close(client: Any) -> None:
-    """Stop a client within two seconds, although it would wait for an unavailable broker, and close its connections."""
-    await _stop_fetching(client)
     stopping = asyncio.ensure_future((client.stop if hasattr(client, "stop") else client.close)())
     try:
         await asyncio.wait((stopping,), timeout=_CLOSE_TIMEOUT_S)

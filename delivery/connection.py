@@ -85,7 +85,7 @@ class Connection:
             secrets = self.secrets()
         except CredentialsError as error:
             return [str(error)]
-        given = {
+        login_values = {
             "--kafka-username": secrets.username,
             "--kafka-password-file": secrets.password,
             "--kafka-oauth-token-endpoint": self.token_endpoint,
@@ -99,9 +99,11 @@ class Connection:
         if self.mechanism == "aws-msk-iam":
             installed = importlib.util.find_spec("aws_msk_iam_sasl_signer") is not None
             return [] if installed else ["--kafka-sasl-mechanism aws-msk-iam: run `pip install 'gpustream[msk]'` first"]
-        needed = [name for name in given if ("oauth" in name) == (self.mechanism == "oauthbearer")]
+        needed = [name for name in login_values if ("oauth" in name) == (self.mechanism == "oauthbearer")]
         errors = [
-            f"{name}: missing: --kafka-sasl-mechanism {self.mechanism} needs it" for name in needed if not given[name]
+            f"{name}: missing: --kafka-sasl-mechanism {self.mechanism} needs it"
+            for name in needed
+            if not login_values[name]
         ]
         parts = urlsplit(self.token_endpoint or "")
         if self.mechanism == "oauthbearer" and parts.scheme == "http" and parts.hostname not in _LOOPBACK:

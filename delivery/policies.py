@@ -225,16 +225,16 @@ def _misspelt(name: str) -> PolicyError | None:
     prefix, slash, last = name.lower().partition("/")
     if name in POLICY_ANNOTATIONS or name in OWN_ANNOTATIONS or not slash:
         return None
-    known = [annotation.removeprefix(PREFIX) for annotation in POLICY_ANNOTATIONS]
-    matches = get_close_matches(last, known, n=1, cutoff=_SIMILARITY)
+    suffixes = [annotation.removeprefix(PREFIX) for annotation in POLICY_ANNOTATIONS]
+    matches = get_close_matches(last, suffixes, n=1, cutoff=_SIMILARITY)
     if f"{prefix}/" != PREFIX:
         is_similar = SequenceMatcher(None, prefix, PREFIX.rstrip("/")).ratio() >= _SIMILARITY
         if not is_similar or not matches:
             return None
-    shown = name[:_LONGEST_NAME]
+    short_name = name[:_LONGEST_NAME]
     text = (
         f"did you mean {PREFIX}{matches[0]}?"
         if matches
         else f"pods and namespaces have {', '.join(POLICY_ANNOTATIONS)}"
     )
-    return PolicyError(shown, f"the annotation {shown} is not known, and nobody reads it: {text}")
+    return PolicyError(short_name, f"the annotation {short_name} is not known, and nobody reads it: {text}")

@@ -85,15 +85,15 @@ async def commit_start(group: ConsumerGroup, from_: Mapping[str, StartFrom]) -> 
 
 
 async def find_start(
-    group: ConsumerGroup, tp: Partition, from_: StartFrom, recall_s: float, *, known: int | None = None
+    group: ConsumerGroup, tp: Partition, from_: StartFrom, recall_s: float, *, last_end: int | None = None
 ) -> Start:
-    """Where a sink starts: ``recall_s`` before the last finished record, or at the commit if that is still ``known``.
+    """Where a sink starts: ``recall_s`` before the last finished record, or at the commit if that is ``last_end``.
 
-    ``known`` is where the last assignment of this reader ended, if it had the partition. Raises KafkaError if the
+    ``last_end`` is where the last assignment of this reader ended, if it had the partition. Raises KafkaError if the
     broker does not answer: try again.
     """
     committed = await group.committed(tp)
-    if committed is not None and committed == known:
+    if committed is not None and committed == last_end:
         return Start(committed, committed, committed, committed, committed)
     (start,) = (await _resume(group, {tp: committed}, from_)).values()
     if recall_s == WHOLE_LOG:
@@ -110,21 +110,21 @@ async def find_start_with_state(
     group: ConsumerGroup,
     inputs: Collection[Partition],
     states: Collection[Partition],
-    held: ReadState,
+    previous: ReadState,
     compacted: frozenset[str] = frozenset(),
 ) -> tuple[dict[Partition, Start], frozenset[int]]:
     """Where a stream starts, and the partition numbers whose state is read again: drop the state of those.
 
-    ``held`` is how far this process has read. ``compacted`` topics are read whole. If a state topic was deleted and
+    ``previous`` is how far this process has read. ``compacted`` topics are read whole. If a state topic was deleted and
     created again, the state stays true, and the new log is read as well. State records before ``resume`` were finished
     once: they are read again for their content, and not dead-lettered again.
     """
     tps = [*inputs, *states]
     commits = dict(zip(tps, await asyncio.gather(*(group.committed(tp) for tp in tps)), strict=True))
     starts = await _resume(group, commits)
-    recreated = {tp for tp in states if held.states.get(tp, 0) > starts[tp].end}
-    fresh = {tp.partition for tp in states if tp not in recreated and held.states.get(tp, -1) < starts[tp].begin}
-    fresh |= {tp.partition for tp in inputs if starts[tp].resume < held.commits.get(tp, 0)}
+    recreated = {tp for tp in states if previous.states.get(tp, 0) > starts[tp].end}
+    fresh = {tp.partition for tp in states if tp not in recreated and previous.states.get(tp, -1) < starts[tp].begin}
+    fresh |= {tp.partition for tp in inputs if starts[tp].resume < previous.commits.get(tp, 0)}
     unread = [tp for tp in states if tp.partition in fresh or tp in recreated]
     anchors = {
         tp: {
@@ -138,7 +138,7 @@ async def find_start_with_state(
     }
     offsets = await _offsets_before(group, anchors, STATE_WINDOW_MS)
     for tp in states:
-        position = (offsets.get(tp) or starts[tp].begin) if tp in unread else held.states[tp]
+        position = (offsets.get(tp) or starts[tp].begin) if tp in unread else previous.states[tp]
         starts[tp] = starts[tp]._replace(position=position)
     return starts, frozenset(fresh)
 

@@ -77,8 +77,8 @@ class Tail:
         topics = dict.fromkeys(tp.topic for tp in self._behind) or self._from
         name = ", ".join(map(self._connection.prefixed, topics))
         if self._read_to_end_s is None:
-            left = f": {sum(self._behind.values())} records are left" if self._behind else ""
-            return [f"reading {name} to its end{left}"]
+            backlog = f": {sum(self._behind.values())} records are left" if self._behind else ""
+            return [f"reading {name} to its end{backlog}"]
         late_s = time.monotonic() - self._read_to_end_s
         return [f"whether {name} is read to its end is not known for {late_s:.0f} s"] if late_s > _LATE_S else []
 

@@ -70,9 +70,9 @@ def duration_text(seconds: float) -> str:
 
 def duration_words(ms: float) -> str:
     """A duration as people read it, ``15m``, ``1h 30m``, ``2d 3h``: its two largest units, of whole seconds."""
-    left, parts = round(ms / 1000), []
+    remaining_s, parts = round(ms / 1000), []
     for unit, seconds in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
-        count, left = divmod(left, seconds)
+        count, remaining_s = divmod(remaining_s, seconds)
         if count:
             parts.append(f"{count}{unit}")
     return " ".join(parts[:2]) or "0s"

@@ -253,7 +253,7 @@ class Assignment:
         while not self.abandon.is_set():
             try:
                 start = await positions.find_start(
-                    self._group, self.tp, from_, recall_s, known=kept.next if kept is not None else None
+                    self._group, self.tp, from_, recall_s, last_end=kept.next if kept is not None else None
                 )
             except IllegalStateError:
                 raise

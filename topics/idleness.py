@@ -114,12 +114,12 @@ def device_activity(device: AttributedDevice) -> Activity:
     return activity_of(device.state, work, max([part, *process_ratios]), held=bool(device.holders))
 
 
-def activity_of(state: str, work: Work, done: float, *, held: bool) -> Activity:
-    """The activity of a device by its state, its work, and ``done``, the most that one of its holders did."""
+def activity_of(state: str, work: Work, holder_work: float, *, held: bool) -> Activity:
+    """The activity of a device by its state, its work, and ``holder_work``, the most that one of its holders did."""
     if state in ("lost", "timeout"):
         return "failing"
     if not held:
         return "free"
-    if max(work.most, done) >= IDLE_BELOW:
+    if max(work.most, holder_work) >= IDLE_BELOW:
         return "busy"
     return "idle" if work.measured else "held"

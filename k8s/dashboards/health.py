@@ -40,8 +40,8 @@ FINDINGS = {
     "not as the kubelet says": f"gpu_attribution_conflict{{{NODE_MATCHERS}}}",
 }
 TO_LOOK_AT = " or ".join(
-    f'label_replace(max by ({DEVICE_OF_GPU}) ({metric}) > 0, "finding", "{words}", "", "")'
-    for words, metric in FINDINGS.items()
+    f'label_replace(max by ({DEVICE_OF_GPU}) ({metric}) > 0, "finding", "{finding}", "", "")'
+    for finding, metric in FINDINGS.items()
 )
 HEALTH_BOARD = dashboard(
     "gpu-health",

@@ -79,22 +79,29 @@ def _thresholds(steps: Steps) -> Json:
     return {"mode": "absolute", "steps": [{"value": value, "color": color} for value, color in steps]}
 
 
-def _target(number: int, expr: str, legend: str = "", **more: Any) -> Json:
+def _target(number: int, expr: str, legend: str = "", **fields: Any) -> Json:
     legend_field = {"legendFormat": legend} if legend else {}
-    return {"refId": ascii_uppercase[number], "datasource": DATASOURCE, "expr": expr, **legend_field, **more}
+    return {"refId": ascii_uppercase[number], "datasource": DATASOURCE, "expr": expr, **legend_field, **fields}
 
 
-def _panel(kind: str, title: str, says: str, size: tuple[int, int], **more: Any) -> Json:
+def _panel(kind: str, title: str, description: str, size: tuple[int, int], **fields: Any) -> Json:
     grid = {"x": 0, "y": 0, "w": size[0], "h": size[1]}
-    return {"type": kind, "title": title, "description": says, "datasource": DATASOURCE, "gridPos": grid, **more}
+    return {
+        "type": kind,
+        "title": title,
+        "description": description,
+        "datasource": DATASOURCE,
+        "gridPos": grid,
+        **fields,
+    }
 
 
-def tile(title: str, says: str, expr: str, unit: str = "short", steps: Steps = PLAIN, *, width: int = 4) -> Json:
+def tile(title: str, description: str, expr: str, unit: str = "short", steps: Steps = PLAIN, *, width: int = 4) -> Json:
     """One number, coloured by its thresholds."""
     return _panel(
         "stat",
         title,
-        says,
+        description,
         (width, 4),
         targets=[_target(0, expr, instant=True, range=False)],
         options={
@@ -110,7 +117,7 @@ def tile(title: str, says: str, expr: str, unit: str = "short", steps: Steps = P
 
 def graph(
     title: str,
-    says: str,
+    description: str,
     queries: Iterable[tuple[str, str]],
     unit: str = "short",
     *,
@@ -118,7 +125,7 @@ def graph(
     bars: bool = False,
     steps: Steps | None = None,
     width: int = 12,
-    **more: Any,
+    **fields: Any,
 ) -> Json:
     """Lines over time, each query with its legend; thresholds are drawn as lines."""
     custom: Json = {"fillOpacity": 25 if stacked or bars else 6, "lineWidth": 1, "showPoints": "never"}
@@ -135,7 +142,7 @@ def graph(
     return _panel(
         "timeseries",
         title,
-        says,
+        description,
         (width, 8),
         targets=[_target(number, expr, legend) for number, (legend, expr) in enumerate(queries)],
         options={
@@ -143,17 +150,17 @@ def graph(
             "tooltip": {"mode": "multi", "sort": "desc"},
         },
         fieldConfig={"defaults": defaults, "overrides": []},
-        **more,
+        **fields,
     )
 
 
-def timeline(title: str, says: str, queries: Iterable[tuple[str, str]], state: str) -> Json:
+def timeline(title: str, description: str, queries: Iterable[tuple[str, str]], state: str) -> Json:
     """A row for each series, coloured while it is there; ``state`` is what 1 means."""
     mapping = {"type": "value", "options": {"1": {"text": state, "color": GREEN, "index": 0}}}
     return _panel(
         "state-timeline",
         title,
-        says,
+        description,
         (WIDTH, 8),
         targets=[_target(number, expr, legend) for number, (legend, expr) in enumerate(queries)],
         options={
@@ -175,7 +182,7 @@ def timeline(title: str, says: str, queries: Iterable[tuple[str, str]], state: s
 
 
 def table(
-    title: str, says: str, labels: str, columns: Sequence[Column], *, opens: str = "", width: int = WIDTH
+    title: str, description: str, labels: str, columns: Sequence[Column], *, opens: str = "", width: int = WIDTH
 ) -> Json:
     """A row for each set of ``labels``, a column for each query, largest first by the first one.
 
@@ -194,7 +201,7 @@ def table(
     return _panel(
         "table",
         title,
-        says,
+        description,
         (width, 9),
         targets=[
             _target(number, column.expr, format="table", instant=True, range=False)
@@ -286,7 +293,7 @@ def typed(name: str, label: str, value: str) -> Json:
 
 
 def dashboard(
-    uid: str, title: str, says: str, variables: Sequence[Json], panels: Iterable[Json], since: str = "now-1h"
+    uid: str, title: str, description: str, variables: Sequence[Json], panels: Iterable[Json], since: str = "now-1h"
 ) -> Json:
     """The dashboard, with links to all others of gpustream that keep the time and the variables."""
     link = {
@@ -304,7 +311,7 @@ def dashboard(
     return {
         "uid": uid,
         "title": title,
-        "description": says,
+        "description": description,
         "tags": [TAG],
         "schemaVersion": SCHEMA_VERSION,
         "editable": True,

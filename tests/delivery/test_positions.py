@@ -22,7 +22,7 @@ LOG = [ConsumedRecord(offset, b"", offset * 1000) for offset in range(10, 200)]
 async def find(
     consumer: FakeGroup, from_: str | float = "earliest", recall_s: float = 60, known_offset: int | None = None
 ) -> Start:
-    start = positions.find_start(consumer, TP, from_, recall_s, known=known_offset)  # type: ignore[arg-type]
+    start = positions.find_start(consumer, TP, from_, recall_s, last_end=known_offset)  # type: ignore[arg-type]
     return await asyncio.wait_for(start, 10)
 
 
