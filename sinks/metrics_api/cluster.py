@@ -1,10 +1,10 @@
-"""What the metrics API asks of the cluster's API server: who may come, whose the group is, which pods a selector means.
+"""What the metrics API needs from the cluster's API server: the front proxies' CA, the API group, pods by selector.
 
-In: the API server's answers. Out: the front proxies' CA and names; the pods that a label selector takes.
-State: the front proxies' CA, asked again every minute. Pods are asked for at each request: an autoscaler may select
+In: the API server's responses. Out: the front proxies' CA and names; the names of the pods that match a label selector.
+State: the front proxies' CA, read again every minute. Pods are listed at each request, because an autoscaler may select
 by labels that gpu.workloads does not have.
-On failure: at the start the API server is waited for, for as long as it takes; :class:`GroupTaken` ends the process. A
-selector that it refuses is :class:`SelectorError`, and everything else :class:`Unreachable`.
+On failure: at the start it waits for the API server, for as long as it takes; :class:`GroupTaken` ends the process. A
+selector that the API server refuses raises :class:`SelectorError`, everything else :class:`Unreachable`.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ _NAMES_ONLY = {"Accept": "application/json;as=PartialObjectMetadataList;g=meta.k
 
 
 class GroupTaken(Exception):
-    """Another server has custom.metrics.k8s.io; the message says which, and what to do."""
+    """Another server serves custom.metrics.k8s.io. The message names it, and what to do."""
 
     exit_code = 1
 
 
 class FrontProxy(NamedTuple):
-    """Whose certificates the API server shows to the servers behind it: their CA, and their names if only some may."""
+    """The CA of the API server's client certificates, and the allowed names; empty: any name."""
 
     ca: str
     names: frozenset[str]
@@ -88,7 +88,7 @@ class _ConfigMap(msgspec.Struct):
 
 
 class ApiServer:
-    """The API server, as ``client`` reaches it; ``service`` is the NAMESPACE/NAME of the Service that leads to us."""
+    """The API server that ``client`` connects to. ``service``: NAMESPACE/NAME of our own Service."""
 
     def __init__(self, client: Client, service: str) -> None:
         self._client, self._service = client, service
@@ -97,49 +97,48 @@ class ApiServer:
         self.front_proxy: FrontProxy | None = None
 
     async def start(self, stop: asyncio.Event, *, ask_front_proxy: bool) -> None:
-        """Find out that the group is ours, and, if asked to, who may come; or give up when ``stop`` is set.
+        """Ensure that the API group is ours, and read the front proxies' CA if asked to; until ``stop`` is set.
 
         Raises GroupTaken and ConfigError.
         """
         await self._client.start()
-        await self._insist(self.require_group, stop)
+        await self._retry(self.require_group, stop)
         if ask_front_proxy:
-            self.front_proxy = await self._insist(self._front_proxy, stop)
+            self.front_proxy = await self._retry(self._front_proxy, stop)
 
     async def refresh(self) -> None:
-        """Keep the front proxies' CA as it is, for ever."""
+        """Keep the front proxies' CA up to date, for ever."""
         while True:
             await asyncio.sleep(_REFRESH_S)
             with contextlib.suppress(Unreachable):
                 self.front_proxy = await self._front_proxy()
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         await self._client.close()
 
     def not_ready(self) -> list[str]:
-        """What is wrong with the API server; empty while nothing is."""
+        """The problem with the API server, if there is one."""
         return [f"the API server: {self._health.problem}"] if self._health.problem else []
 
     async def require_group(self) -> None:
         """Raises GroupTaken if an APIService gives the group to another Service than ours."""
         answer = await self._ask(API_SERVICES, "list apiservices")
-        for one in _decoded(answer, _ApiServices).items:
-            owner = one.spec.service
-            if (
-                one.spec.group != GROUP
-                or owner is None
-                or (found := f"{owner.namespace}/{owner.name}") == self._service
-            ):
+        for api_service in _decoded(answer, _ApiServices).items:
+            owner = api_service.spec.service
+            if api_service.spec.group != GROUP or owner is None:
                 continue
-            raise GroupTaken(
-                f"{GROUP} belongs to the Service {found} (APIService {one.metadata.name}), and only one server can have"
-                f" it: delete that APIService, or leave out --custom-metrics; ours would be {self._service}"
-            )
+            service = f"{owner.namespace}/{owner.name}"
+            if service != self._service:
+                raise GroupTaken(
+                    f"{GROUP} belongs to the Service {service} (APIService {api_service.metadata.name}), and only one"
+                    " server can have it: delete that APIService, or leave out --custom-metrics; ours would be"
+                    f" {self._service}"
+                )
 
     async def pods(self, namespace: str, selector: str) -> set[str]:
-        """The names of the pods that a label selector takes. Raises SelectorError and Unreachable."""
-        found: set[str] = set()
+        """The names of the pods that match a label selector. Raises SelectorError and Unreachable."""
+        names: set[str] = set()
         params = {"labelSelector": selector, "limit": str(_PAGE_PODS)}
         async with self._lists, asyncio.timeout(_LIST_WITHIN_S):
             while True:
@@ -150,9 +149,9 @@ class ApiServer:
                 if answer.status != 200:
                     raise Unreachable("connection", f"it does not list pods ({answer.status}): {message(answer.body)}")
                 page = _decoded(answer.body, _Pods)
-                found.update(one.metadata.name for one in page.items)
+                names.update(pod.metadata.name for pod in page.items)
                 if not page.metadata.continue_:
-                    return found
+                    return names
                 params["continue"] = page.metadata.continue_
 
     async def _front_proxy(self) -> FrontProxy:
@@ -169,17 +168,17 @@ class ApiServer:
         hint = f" (this needs the right to {right})" if answer.status == 403 else ""
         raise Unreachable("connection", f"{path}: {answer.status}: {message(answer.body)}{hint}")
 
-    async def _insist(self, ask: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T | None:
-        """Ask until there is an answer; None if ``stop`` is set before."""
+    async def _retry(self, ask: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T | None:
+        """Ask until there is a response; None if ``stop`` is set before."""
         while not stop.is_set():
             try:
-                found = await ask()
+                response = await ask()
             except Unreachable as error:
                 self._health.bad(error.reason, str(error))
                 await set_within(stop, _RETRY_S)
             else:
                 self._health.good("asked")
-                return found
+                return response
         return None
 
 

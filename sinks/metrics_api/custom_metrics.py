@@ -14,7 +14,7 @@ from sinks.metrics_api.selectors import Selector
 
 GROUP = "custom.metrics.k8s.io"
 VERSIONS = ("v1beta2", "v1beta1")
-"""The preferred one first."""
+"""The versions of the API, the preferred one first."""
 
 _WORKLOADS = ("deployments.apps", "statefulsets.apps", "daemonsets.apps", "jobs.batch", "cronjobs.batch")
 """Those that discovery lists; metrics of other kinds of workloads are answered as well."""
@@ -34,7 +34,7 @@ class DescribedObject(NamedTuple):
 class Value(NamedTuple):
     """A value of an object, and when it was read."""
 
-    of: DescribedObject
+    described: DescribedObject
     value: float
     ts_ms: int
 
@@ -53,7 +53,7 @@ def resource_of(kind: str) -> str:
 
 
 def group() -> dict[str, Any]:
-    """What ``/apis/custom.metrics.k8s.io`` answers."""
+    """The response of ``/apis/custom.metrics.k8s.io``."""
     versions = [{"groupVersion": f"{GROUP}/{version}", "version": version} for version in VERSIONS]
     return {
         "kind": "APIGroup",
@@ -65,9 +65,9 @@ def group() -> dict[str, Any]:
 
 
 def resources(version: str) -> dict[str, Any]:
-    """What a version lists: each metric of pods, of namespaces and of the usual workloads."""
+    """The resources of a version: each metric of pods, of namespaces and of the usual workloads."""
     kinds = {"pods": True, "namespaces": False, **dict.fromkeys(_WORKLOADS, True)}
-    found = [
+    rows = [
         {
             "name": f"{resource}/{metric}",
             "singularName": "",
@@ -78,23 +78,23 @@ def resources(version: str) -> dict[str, Any]:
         for resource, namespaced in kinds.items()
         for metric in SERVED
     ]
-    return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": f"{GROUP}/{version}", "resources": found}
+    return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": f"{GROUP}/{version}", "resources": rows}
 
 
 def metric_values(version: str, metric: str, selector: Selector, values: Iterable[Value]) -> dict[str, Any]:
     """A list of values of a metric."""
-    chosen = selector.as_object()
+    label_selector = selector.as_object()
     items = []
-    for one in values:
-        described = {"kind": one.of.kind, "name": one.of.name, "apiVersion": one.of.api_version}
-        if one.of.namespace is not None:
-            described["namespace"] = one.of.namespace
+    for described, value, ts_ms in values:
+        reference = {"kind": described.kind, "name": described.name, "apiVersion": described.api_version}
+        if described.namespace is not None:
+            reference["namespace"] = described.namespace
         if version == "v1beta1":
-            named: dict[str, Any] = {"metricName": metric, "selector": chosen}
+            identifier: dict[str, Any] = {"metricName": metric, "selector": label_selector}
         else:
-            named = {"metric": {"name": metric, "selector": chosen}}
-        at = datetime.fromtimestamp(one.ts_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        items.append({"describedObject": described, **named, "timestamp": at, "value": quantity(one.value)})
+            identifier = {"metric": {"name": metric, "selector": label_selector}}
+        time = datetime.fromtimestamp(ts_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        items.append({"describedObject": reference, **identifier, "timestamp": time, "value": quantity(value)})
     return {"kind": "MetricValueList", "apiVersion": f"{GROUP}/{version}", "metadata": {}, "items": items}
 
 

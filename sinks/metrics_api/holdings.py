@@ -1,14 +1,13 @@
-"""What each pod, workload and namespace does with its GPUs now: the last tick of every node. Pure.
+"""The current GPU metrics of pods, workloads and namespaces, from the last tick of each node. Pure.
 
-In:       ticks, each with its age on arrival; times in seconds on a clock that never steps back.
-Out:      the pods that hold a device, with what each did; a metric of one pod, or of several together.
-State:    of each node its identity and what each namespace holds there, until the tick is :data:`STALE_S` old. A pod
-          is gone with its node's next tick, an autoscaler would count it otherwise.
+In:       ticks, each with its age when it was read; times in seconds on a clock that never steps back.
+Out:      the pods that hold a device, with their values; a metric of one pod, or of several together.
+State:    each node's identity and the holdings of its namespaces, until its tick is :data:`STALE_S` old. A pod that is
+          missing from its node's next tick is removed then, or an autoscaler would still count it.
 
-A whole GPU or a MIG device is its pod's. Of a device that several pods hold each has its part, which is known of
-utilization, memory and power: other metrics of such a device are nobody's. NVML has no utilization of a MIG device: it
-is the share of the time in which its engines were busy. What several devices of a pod make together
-is :data:`SERVED`'s to say, and so is what the pods of a workload make together.
+A pod that alone holds a GPU or a MIG device has all its metrics. Pods that share a device each have their parts of its
+utilization, memory and power, and none of its other metrics. NVML has no utilization of a MIG device: the share of time
+in which its engines were busy stands for it. :data:`SERVED` says how values of several devices or pods are combined.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,11 +24,11 @@ from topics.samples import Mig
 from topics.topic import Name, Number, UInt, Version, decoder
 
 STALE_S = 30.0
-"""A value that is older is no value: an autoscaler never looks at timestamps."""
+"""Older values are not served, because an autoscaler does not look at timestamps."""
 
-Together = Literal["mean", "sum", "max"]
+Combination = Literal["mean", "sum", "max"]
 
-_BY_UNIT: dict[str, Together] = {
+_BY_UNIT: dict[str, Combination] = {
     "ratio": "mean",
     "hertz": "mean",
     "bytes": "sum",
@@ -38,31 +37,31 @@ _BY_UNIT: dict[str, Together] = {
     "celsius": "max",
 }
 
-SERVED: dict[str, Together] = {
+SERVED: dict[str, Combination] = {
     key: _BY_UNIT[metric.unit]
     for key, metric in CATALOGUE.items()
     if metric.kind == "gauge" and metric.unit in _BY_UNIT
 }
-"""The metrics that are served, and what several values make: the catalogue's gauges, without states and bitmasks."""
+"""The metrics that are served, and how several values are combined: all gauges but states and bitmasks."""
 
 SUMMED = frozenset(key for key in SERVED if CATALOGUE[key].unit not in {"celsius", "hertz"})
-"""Those of which a sum over pods says something: of a ratio it is how many GPUs are used in all."""
+"""The metrics of which a sum over pods has a meaning: that of a ratio is how many GPUs are used in all."""
 
-_SHARED = {
+_PARTS = {
     "gpu_utilization_ratio": "utilization_ratio",
     "memory_used_bytes": "memory_used_bytes",
     "power_watts": "power_watts",
 }
-"""What of a shared device is known of each pod, and its name in the pod's parts."""
+"""The metrics of a shared device that each pod has a part of, and their names in its parts."""
 
-_COMBINE: dict[Together, Callable[[Sequence[float]], float]] = {
+_COMBINE: dict[Combination, Callable[[Sequence[float]], float]] = {
     "mean": lambda values: sum(values) / len(values),
     "sum": sum,
     "max": max,
 }
 
 
-# -- a tick, as far as it is looked at
+# -- the part of a tick that is decoded
 
 
 class TickHolder(msgspec.Struct, frozen=True):
@@ -104,11 +103,11 @@ class HoldingsTick(msgspec.Struct, frozen=True):
 decode = decoder(HoldingsTick)
 
 
-# -- what it says of pods
+# -- holdings
 
 
 class Holding(NamedTuple):
-    """What a pod has of one device. ``labels`` are the device's; ``workloads`` are (kind, name) of the pod's owners."""
+    """A pod on a device. ``labels``: those of the device. ``workloads``: the kind and name of each owner of the pod."""
 
     pod: str
     pod_uid: str | None
@@ -118,40 +117,40 @@ class Holding(NamedTuple):
     ts_ms: int
 
 
-def of_pod(holdings: Iterable[Holding], metric: str) -> float | None:
-    """The metric of a pod, from its devices that have it; None if none has."""
-    values = [one.values[metric] for one in holdings if metric in one.values]
+def pod_value(holdings: Iterable[Holding], metric: str) -> float | None:
+    """The metric of a pod, combined from its devices that have it; None if none has."""
+    values = [holding.values[metric] for holding in holdings if metric in holding.values]
     return _COMBINE[SERVED[metric]](values) if values else None
 
 
-def combined(pods: Mapping[str, Iterable[Holding]], metric: str) -> float | None:
-    """The metric of several pods together, from those that have it; None if none has."""
-    values = [value for some in pods.values() if (value := of_pod(some, metric)) is not None]
+def combined_value(pods: Mapping[str, Iterable[Holding]], metric: str) -> float | None:
+    """The metric of several pods, combined from those that have it; None if none has."""
+    values = [value for holdings in pods.values() if (value := pod_value(holdings, metric)) is not None]
     return _COMBINE[SERVED[metric]](values) if values else None
 
 
-def holdings(tick: HoldingsTick) -> dict[str, list[Holding]]:
-    """What the pods of a tick hold, by namespace."""
-    found: dict[str, list[Holding]] = {}
+def holdings_by_namespace(tick: HoldingsTick) -> dict[str, list[Holding]]:
+    """The holdings of all pods of a tick, by namespace."""
+    by_namespace: dict[str, list[Holding]] = {}
     for device in tick.devices:
         pods = by_pod(device.holders)
         for pod, containers in pods.items():
             if len(pods) == 1:
-                known = {key: device.metrics.get(key) for key in SERVED}
-                if device.mig is not None and known["gpu_utilization_ratio"] is None:
-                    known["gpu_utilization_ratio"] = known["graphics_engine_active_ratio"]
+                metrics = {key: device.metrics.get(key) for key in SERVED}
+                if device.mig is not None and metrics["gpu_utilization_ratio"] is None:
+                    metrics["gpu_utilization_ratio"] = metrics["graphics_engine_active_ratio"]
             else:
-                parts = next((one.parts for one in containers if one.parts is not None), Parts())
-                known = {key: getattr(parts, name) for key, name in _SHARED.items()}
-            values = {key: float(value) for key, value in known.items() if value is not None}
-            workloads = frozenset(owner for one in containers for owner in _owners(one))
+                parts = next((holder.parts for holder in containers if holder.parts is not None), Parts())
+                metrics = {key: getattr(parts, name) for key, name in _PARTS.items()}
+            values = {key: float(value) for key, value in metrics.items() if value is not None}
+            workloads = frozenset(owner for holder in containers for owner in _owners(holder))
             holding = Holding(pod.pod, pod.pod_uid, workloads, _device_labels(tick, device), values, tick.ts_ms)
-            found.setdefault(pod.namespace, []).append(holding)
-    return found
+            by_namespace.setdefault(pod.namespace, []).append(holding)
+    return by_namespace
 
 
 def _owners(holder: TickHolder) -> Iterator[tuple[str, str]]:
-    """The kind and the name of each owner that is known."""
+    """The kind and name of each known owner."""
     if holder.workload is not None:
         yield holder.workload.kind, holder.workload.name
     for kind, name in (("Job", holder.job), ("StatefulSet", holder.statefulset), ("Deployment", holder.deployment)):
@@ -160,7 +159,7 @@ def _owners(holder: TickHolder) -> Iterator[tuple[str, str]]:
 
 
 def _device_labels(tick: HoldingsTick, device: TickDevice) -> dict[str, str]:
-    """What a metric selector can ask for. A model is written as Kubernetes labels can have it, without spaces."""
+    """The labels for metric selectors. A label of Kubernetes may have no spaces, so a model has hyphens instead."""
     labels = {
         "k8s_node_name": tick.node,
         "gpu_uuid": device.mig.parent_uuid if device.mig else device.uuid,
@@ -175,65 +174,66 @@ def _device_labels(tick: HoldingsTick, device: TickDevice) -> dict[str, str]:
 
 
 @dataclass(slots=True)
-class _HeardNode:
-    """A node's last tick: its identity, until when it counts, and what its namespaces hold."""
+class _Node:
+    """A node's last tick: its identity, when it expires, and the holdings of each namespace."""
 
     last: LastTick
-    until_s: float
+    expires_s: float
     namespaces: dict[str, list[Holding]]
 
 
 @dataclass(slots=True)
 class Holdings:
-    """What every pod holds now."""
+    """The current holdings of all pods."""
 
-    _nodes: dict[str, _HeardNode] = field(default_factory=dict)
+    _nodes: dict[str, _Node] = field(default_factory=dict)
     _by_namespace: dict[str, set[str]] = field(default_factory=dict)
 
-    def take(self, tick: HoldingsTick, now_s: float, age_s: float) -> Verdict:
-        """A node's next tick, which was ``age_s`` old when it came; what kind of record it was."""
+    def add_tick(self, tick: HoldingsTick, now_s: float, age_s: float) -> Verdict:
+        """Add a node's next tick, which was ``age_s`` old when it was read. A replay changes nothing."""
         before = self._nodes.get(tick.node)
         last = before.last if before else None
         verdict = replays.verdict(last, tick)
         if verdict != "replay":
-            self._drop(tick.node)
-            node = _HeardNode(replays.after(last, tick), now_s + STALE_S - max(0.0, age_s), holdings(tick))
+            self._remove(tick.node)
+            expires_s = now_s + STALE_S - max(0.0, age_s)
+            node = _Node(replays.after(last, tick), expires_s, holdings_by_namespace(tick))
             self._nodes[tick.node] = node
             for namespace in node.namespaces:
                 self._by_namespace.setdefault(namespace, set()).add(tick.node)
         return verdict
 
-    def forget(self, now_s: float) -> None:
-        """Let go of the nodes whose last tick is too old."""
-        for name in [name for name, node in self._nodes.items() if node.until_s <= now_s]:
-            self._drop(name)
+    def expire(self, now_s: float) -> None:
+        """Remove the nodes whose last tick is too old."""
+        for name in [name for name, node in self._nodes.items() if node.expires_s <= now_s]:
+            self._remove(name)
 
     def namespaces(self) -> list[str]:
-        """Those in which a pod holds a device."""
+        """The namespaces in which a pod holds a device."""
         return sorted(self._by_namespace)
 
     def pods(
         self, namespace: str, now_s: float, select: Callable[[Mapping[str, str]], bool] = lambda _: True
     ) -> dict[str, list[Holding]]:
-        """The holdings of each pod of a namespace, of devices whose labels ``select`` takes.
+        """The holdings of each pod of a namespace, on the devices whose labels ``select`` accepts.
 
-        While two pods of one name hold devices, on two nodes, it is the one that was heard of last.
+        If two pods with the same name hold devices on two nodes, the one with the latest tick counts.
         """
-        found: dict[str, list[Holding]] = {}
+        holdings_by_pod: dict[str, list[Holding]] = {}
         for name in self._by_namespace.get(namespace, ()):
             node = self._nodes[name]
-            for holding in node.namespaces[namespace] if node.until_s > now_s else ():
-                found.setdefault(holding.pod, []).append(holding)
-        for some in found.values():
-            uid = max(some, key=lambda one: one.ts_ms).pod_uid
-            some[:] = [one for one in some if one.pod_uid in (uid, None) and select(one.labels)]
-        return {pod: some for pod, some in found.items() if some}
+            for holding in node.namespaces[namespace] if node.expires_s > now_s else ():
+                holdings_by_pod.setdefault(holding.pod, []).append(holding)
+        for holdings in holdings_by_pod.values():
+            uid = max(holdings, key=lambda holding: holding.ts_ms).pod_uid
+            holdings[:] = [holding for holding in holdings if holding.pod_uid in (uid, None) and select(holding.labels)]
+        return {pod: holdings for pod, holdings in holdings_by_pod.items() if holdings}
 
     def __len__(self) -> int:
-        """How many nodes are known."""
+        """The number of nodes."""
         return len(self._nodes)
 
-    def _drop(self, name: str) -> None:
+    def _remove(self, name: str) -> None:
         node = self._nodes.pop(name, None)
         for namespace in node.namespaces if node else ():
             nodes = self._by_namespace[namespace]

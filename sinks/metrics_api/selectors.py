@@ -1,7 +1,7 @@
 """Label selectors in Kubernetes' text form: ``gpu_model=H100,tier in (a,b),!x``. Pure.
 
-Source: the grammar of k8s.io/apimachinery/pkg/labels; what ``metav1.LabelSelector`` can't say (``>`` and ``<``) is
-refused, as an answer has to repeat the selector in that form.
+Source: the grammar of k8s.io/apimachinery/pkg/labels; ``>`` and ``<`` are refused, because the response repeats
+the selector as a ``metav1.LabelSelector``, which does not have them.
 """
 
 import re
@@ -19,18 +19,18 @@ _VALUE = re.compile(rf"{_NAME}?")
 
 
 class SelectorError(ValueError):
-    """The text is no selector; the message says where."""
+    """The text is not a selector. The message quotes where."""
 
 
 class Requirement(NamedTuple):
-    """One thing that labels have to fulfil."""
+    """A requirement on labels."""
 
     key: str
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
     values: tuple[str, ...] = ()
 
     def matches(self, labels: Mapping[str, str]) -> bool:
-        """Whether these labels fulfil it. What lacks the key is not in any set, as Kubernetes has it."""
+        """Whether these labels match it. As in Kubernetes, labels without the key match ``NotIn``."""
         match self.operator:
             case "Exists":
                 return self.key in labels
@@ -43,19 +43,19 @@ class Requirement(NamedTuple):
 
 
 class Selector(NamedTuple):
-    """All of its requirements together; without any it takes everything."""
+    """Requirements that all have to match. Without any, everything matches."""
 
     requirements: tuple[Requirement, ...] = ()
 
     def matches(self, labels: Mapping[str, str]) -> bool:
-        """Whether these labels fulfil all."""
-        return all(one.matches(labels) for one in self.requirements)
+        """Whether these labels match all requirements."""
+        return all(requirement.matches(labels) for requirement in self.requirements)
 
     def as_object(self) -> dict[str, Any] | None:
-        """It as a ``metav1.LabelSelector``; None if it takes everything."""
+        """The selector as a ``metav1.LabelSelector``; None if everything matches."""
         rows = [
-            {"key": one.key, "operator": one.operator, **({"values": list(one.values)} if one.values else {})}
-            for one in self.requirements
+            {"key": key, "operator": operator, **({"values": list(values)} if values else {})}
+            for key, operator, values in self.requirements
         ]
         return {"matchExpressions": rows} if rows else None
 
@@ -64,17 +64,17 @@ EVERYTHING = Selector()
 
 
 def parse(text: str) -> Selector:
-    """The selector that a text is. Raises SelectorError."""
-    found, position = [], 0
+    """Parse a selector. Raises SelectorError."""
+    requirements, position = [], 0
     while text[position:].strip():
         match = _REQUIREMENT.match(text, position)
         if match is None or (match.end() == len(text) and match[0].endswith(",")):
             raise SelectorError(
                 f"{text[position:][:80]!r} is no label selector: write key=value, key in (a,b), key, !key"
             )
-        found.append(_requirement(match))
+        requirements.append(_requirement(match))
         position = match.end()
-    return Selector(tuple(found))
+    return Selector(tuple(requirements))
 
 
 def _requirement(match: re.Match[str]) -> Requirement:

@@ -139,14 +139,14 @@ class MetricsApiSink:
                 # a tick is as old as its node's clock or the log says, whichever is more; a log without times says -1
                 now_ms = time.time() * 1000
                 age_s = (now_ms - min(tick.ts_ms, record.timestamp if record.timestamp > 0 else tick.ts_ms)) / 1000
-                verdict = self._holdings.take(tick, time.monotonic(), age_s)
+                verdict = self._holdings.add_tick(tick, time.monotonic(), age_s)
                 self._instruments.counter(DUPLICATE if verdict == "replay" else DELIVERED).inc()
                 if verdict != "replay":
                     self._instruments.histogram(DELAY).observe(max(0.0, now_ms / 1000 - tick.ts_ms / 1000))
 
     async def _forget(self) -> None:
         while True:
-            self._holdings.forget(time.monotonic())
+            self._holdings.expire(time.monotonic())
             self._instruments.gauge(NODES).set(len(self._holdings))
             await asyncio.sleep(_FORGET_EVERY_S)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sinks.metrics_api.holdings import SERVED, STALE_S, Holdings, combined, decode, of_pod
+from sinks.metrics_api.holdings import SERVED, STALE_S, Holdings, combined_value, decode, pod_value
 from tests.sinks.metrics_api.ticks import device, holder, of_deployment, tick
 from topics.attributed import TOPIC
 
@@ -15,7 +15,7 @@ def known(*ticks: object, now_s: float = 0.0) -> Holdings:
     """What is known after these ticks."""
     made = Holdings()
     for one in ticks:
-        made.take(one, now_s, 0.0)  # type: ignore[arg-type]
+        made.add_tick(one, now_s, 0.0)  # type: ignore[arg-type]
     return made
 
 
@@ -39,14 +39,14 @@ def test_several_devices_of_a_pod_are_one_value() -> None:
     devices = [device(f"GPU-{n}", holder("p"), metrics=some) for n, some in enumerate(metrics)]
     some = known(tick(1, *devices)).pods("ml", 0.0)["p"]
 
-    assert of_pod(some, USED) == pytest.approx(0.4)
-    assert of_pod(some, "memory_used_bytes") == 3
-    assert of_pod(some, "temperature_celsius") == 40
-    assert of_pod(some, "power_watts") is None
+    assert pod_value(some, USED) == pytest.approx(0.4)
+    assert pod_value(some, "memory_used_bytes") == 3
+    assert pod_value(some, "temperature_celsius") == 40
+    assert pod_value(some, "power_watts") is None
 
 
 def test_zero_is_a_value() -> None:
-    assert of_pod(known(tick(1, device("GPU-a", holder("p"), used=0.0))).pods("ml", 0.0)["p"], USED) == 0.0
+    assert pod_value(known(tick(1, device("GPU-a", holder("p"), used=0.0))).pods("ml", 0.0)["p"], USED) == 0.0
 
 
 def test_each_pod_of_a_shared_device_has_its_part_and_no_more() -> None:
@@ -54,21 +54,21 @@ def test_each_pod_of_a_shared_device_has_its_part_and_no_more() -> None:
     shared = device("GPU-a", holder("p", parts=parts), holder("q"), used=0.9)
     pods = known(tick(1, shared)).pods("ml", 0.0)
 
-    assert (of_pod(pods["p"], USED), of_pod(pods["p"], "memory_used_bytes")) == (0.3, 5)
-    assert of_pod(pods["q"], USED) is None
+    assert (pod_value(pods["p"], USED), pod_value(pods["p"], "memory_used_bytes")) == (0.3, 5)
+    assert pod_value(pods["q"], USED) is None
 
 
 def test_two_containers_of_a_pod_are_one_holder_of_the_whole_device() -> None:
     both = device("GPU-a", holder("p", container="a"), holder("p", container="b"), used=0.9)
 
-    assert of_pod(known(tick(1, both)).pods("ml", 0.0)["p"], USED) == 0.9
+    assert pod_value(known(tick(1, both)).pods("ml", 0.0)["p"], USED) == 0.9
 
 
 def test_a_mig_device_is_its_pods_and_says_where_it_is_from() -> None:
     mig = {"uuid": "MIG-1", "parent_uuid": "GPU-a", "profile": "1g.10gb+me"}
     (some,) = known(tick(1, device("MIG-1", holder("p"), used=0.5, mig=mig), device("GPU-a"))).pods("ml", 0.0).values()
 
-    assert of_pod(some, USED) == 0.5
+    assert pod_value(some, USED) == 0.5
     assert some[0].labels == {
         "k8s_node_name": "n1",
         "gpu_uuid": "GPU-a",
@@ -84,8 +84,8 @@ def test_a_mig_device_without_a_utilization_has_how_busy_its_engines_were() -> N
     whole = device("GPU-b", holder("q"), metrics={"graphics_engine_active_ratio": 0.4})
     pods = known(tick(1, busy, whole)).pods("ml", 0.0)
 
-    assert of_pod(pods["p"], USED) == 0.4
-    assert of_pod(pods["q"], USED) is None
+    assert pod_value(pods["p"], USED) == 0.4
+    assert pod_value(pods["q"], USED) is None
 
 
 def test_a_pod_is_gone_with_its_nodes_next_tick() -> None:
@@ -97,17 +97,17 @@ def test_a_pod_is_gone_with_its_nodes_next_tick() -> None:
 
 def test_a_value_is_gone_when_it_is_thirty_seconds_old_and_the_age_on_arrival_counts() -> None:
     made = Holdings()
-    made.take(tick(1, device("GPU-a", holder("p"), used=0.5)), now_s=100.0, age_s=10.0)
+    made.add_tick(tick(1, device("GPU-a", holder("p"), used=0.5)), now_s=100.0, age_s=10.0)
 
     assert "p" in made.pods("ml", 100.0 + STALE_S - 10.1)
     assert made.pods("ml", 100.0 + STALE_S - 10.0) == {}
-    made.forget(100.0 + STALE_S - 10.0)
+    made.expire(100.0 + STALE_S - 10.0)
     assert (len(made), made.namespaces()) == (0, [])
 
 
 def test_a_tick_of_a_clock_that_is_ahead_is_not_good_for_longer() -> None:
     made = Holdings()
-    made.take(tick(1, device("GPU-a", holder("p"), used=0.5)), now_s=0.0, age_s=-3600.0)
+    made.add_tick(tick(1, device("GPU-a", holder("p"), used=0.5)), now_s=0.0, age_s=-3600.0)
 
     assert made.pods("ml", STALE_S) == {}
 
@@ -116,7 +116,7 @@ def test_a_replay_brings_nothing_back() -> None:
     first = tick(1, device("GPU-a", holder("p"), used=0.5))
     made = known(first, tick(2, device("GPU-a")))
 
-    assert made.take(first, 0.0, 0.0) == "replay"
+    assert made.add_tick(first, 0.0, 0.0) == "replay"
     assert made.pods("ml", 0.0) == {}
 
 
@@ -125,7 +125,7 @@ def test_of_two_pods_of_one_name_the_one_that_was_heard_of_last_counts() -> None
     new = tick(5, device("GPU-b", holder("p", pod_uid="new"), used=0.9), node="n2")
 
     for order in ([old, new], [new, old]):
-        assert of_pod(known(*order).pods("ml", 0.0)["p"], USED) == 0.9
+        assert pod_value(known(*order).pods("ml", 0.0)["p"], USED) == 0.9
 
 
 def test_pods_of_one_workload_together_are_the_mean_of_ratios_and_the_sum_of_amounts() -> None:
@@ -136,6 +136,6 @@ def test_pods_of_one_workload_together_are_the_mean_of_ratios_and_the_sum_of_amo
     ]
     pods = known(tick(1, *devices)).pods("ml", 0.0)
 
-    assert combined(pods, USED) == 0.5
-    assert combined(pods, "power_watts") == 400
-    assert combined(pods, "tensor_active_ratio") is None
+    assert combined_value(pods, USED) == 0.5
+    assert combined_value(pods, "power_watts") == 400
+    assert combined_value(pods, "tensor_active_ratio") is None

@@ -65,7 +65,7 @@ class Bench:
 
     def tick(self, seq: int, *devices: dict[str, Any], **more: Any) -> None:
         """A tick came."""
-        self.holdings.take(tick(seq, *devices, **more), self.now_s, 0.0)
+        self.holdings.add_tick(tick(seq, *devices, **more), self.now_s, 0.0)
 
     async def ask(self, path: str, **headers: str) -> Answer:
         """Asks for a path, as it is written."""
