@@ -95,7 +95,7 @@ class Bookkeeper:
         self.books, self._policy = books, policy
         self._account_numbers = {account.name: number for number, account in sorted(books.accounts.items())}
         self._slices = {uuid: meter.slices for uuid, meter in books.meters.items()}
-        self._holders: dict[str, DeviceAccounts] = {}
+        self._accounts_by_device: dict[str, DeviceAccounts] = {}
         self._records: list[Usage] = []
         self._closed_live_ms = 0  # in a replay: up to when the live stream had closed this node's windows
 
@@ -111,11 +111,11 @@ class Bookkeeper:
         if verdict == "replay":
             return Booking("replayed", [])
         self.pass_time(logged_ms, self._policy.silent_after_ms)
-        gpus = gpus_of(tick, self._slices, self._holders, self._policy.split)
+        gpus = gpus_of(tick, self._slices, self._accounts_by_device, self._policy.split)
         for gpu in gpus:
             for share in gpu.shares:
-                if not share.holders.accounts:
-                    share.holders.accounts = self._accounts_of(gpu, share)
+                if not share.accounts.numbers:
+                    share.accounts.numbers = self._numbers_of(gpu, share)
         previous_ms = books.tick_ms if tick.run_id == books.run_id else tick.ts_ms
         newest = replays.after(last, tick)
         books.run_id, books.seq, books.offset = newest.run_id, newest.seq, newest.offset
@@ -163,13 +163,13 @@ class Bookkeeper:
 
     # -- which accounts time is booked to
 
-    def _accounts_of(self, gpu: Gpu, share: DeviceShare) -> tuple[int, ...]:
-        """The accounts to which the time of a device is booked, one for each holder."""
-        if not share.holders.identities:
-            category = "lost" if share.holders.identities is None else "free"
+    def _numbers_of(self, gpu: Gpu, share: DeviceShare) -> tuple[int, ...]:
+        """The numbers of the accounts to which the time of a device is booked, one for each holder."""
+        if not share.accounts.identities:
+            category = "lost" if share.accounts.identities is None else "free"
             return (self._account_without_holder(gpu.uuid, share.uuid, category),)
         numbers: list[int] = []
-        for namespace, pod, pod_uid, container, _, *owner in share.holders.identities:
+        for namespace, pod, pod_uid, container, _, *owner in share.accounts.identities:
             name = (gpu.uuid, share.uuid, "held", namespace, pod, pod_uid, container)
             number = self._account_numbers.get(name)
             account = None if number is None else self.books.accounts[number]
@@ -236,11 +236,11 @@ class Bookkeeper:
             used = share.used * until // 1000 - share.used * since // 1000
             tensor = share.tensor * until // 1000 - share.tensor * since // 1000
             amounts = ms, used, tensor, energy, share.memory_bytes * ms
-            accounts, weights = share.holders.accounts, share.weights
+            numbers, weights = share.accounts.numbers, share.weights
             if weights is None:
-                add_amounts(hour.minute, accounts[0], amounts, slices, share.idle[0], attribution)
+                add_amounts(hour.minute, numbers[0], amounts, slices, share.idle[0], attribution)
                 continue
-            for number, idle, *part in zip(accounts, share.idle, *map(divide, amounts, weights), strict=True):
+            for number, idle, *part in zip(numbers, share.idle, *map(divide, amounts, weights), strict=True):
                 add_amounts(hour.minute, number, part, slices, idle, attribution)
 
     def _read_meters(self, gpus: list[Gpu], since_ms: int, ts_ms: int) -> dict[str, EnergyDrawn]:
@@ -381,7 +381,7 @@ class Bookkeeper:
         used = {number for numbers in rows for number in numbers}
         books.accounts = {number: account for number, account in books.accounts.items() if number in used}
         self._account_numbers = {account.name: number for number, account in sorted(books.accounts.items())}
-        self._holders.clear()
+        self._accounts_by_device.clear()
 
 
 def _minutes(start_ms: int, end_ms: int) -> Iterator[tuple[int, int]]:

@@ -49,11 +49,11 @@ class Weights(NamedTuple):
 
 
 class DeviceAccounts(msgspec.Struct):
-    """Who holds a device of a GPU, worked out once: it is reused for as long as ticks report the same.
+    """Who holds a device of a GPU, and the accounts to which its time is booked: reused while ticks report the same.
 
     ``identities`` has all that a tick reports of each holder but its parts; None: the device is lost. ``pods`` has the
     indices of each pod's holders. ``equal_parts`` are the parts of the holders that were given the device, each in
-    units of ``1 / unit``. ``accounts`` are the numbers of the accounts to which its time is booked, once they are open.
+    units of ``1 / unit``. ``numbers`` are those of the accounts, once they are open.
     """
 
     gpu_uuid: str
@@ -61,7 +61,7 @@ class DeviceAccounts(msgspec.Struct):
     pods: tuple[tuple[int, ...], ...] = ()
     equal_parts: tuple[int, ...] = ()
     unit: int = 1
-    accounts: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
 
 
 class DeviceShare(msgspec.Struct, frozen=True, gc=False):
@@ -73,7 +73,7 @@ class DeviceShare(msgspec.Struct, frozen=True, gc=False):
 
     uuid: str
     slices: int
-    holders: DeviceAccounts
+    accounts: DeviceAccounts
     used: int = 0
     tensor: int = 0
     memory_bytes: int = 0
@@ -110,10 +110,10 @@ def divide(total: int, weights: Sequence[int]) -> list[int]:
 
 
 def gpus_of(
-    tick: CountedTick, slices_by_gpu: dict[str, int], holders_by_device: dict[str, DeviceAccounts], split: Split
+    tick: CountedTick, slices_by_gpu: dict[str, int], accounts_by_device: dict[str, DeviceAccounts], split: Split
 ) -> list[Gpu]:
     """The physical GPUs of a tick. It updates ``slices_by_gpu`` with the slices that the tick reports, and
-    ``holders_by_device`` where the holders have changed."""
+    ``accounts_by_device`` where the holders have changed."""
     devices_by_gpu: dict[str, list[CountedDevice]] = {}
     for device in tick.devices:
         uuid = device.uuid if device.mig is None else device.mig.parent_uuid
@@ -131,8 +131,8 @@ def gpus_of(
             first = next((device for device in devices if device.mig is None), first)
         if uuid not in slices_by_gpu:
             slices_by_gpu[uuid] = default_slices(first)
-        shares = [_share(device, holders_by_device, split) for device in mig_devices]
-        shares.append(_share(first if first.mig is None else CountedDevice(uuid), holders_by_device, split))
+        shares = [_share(device, accounts_by_device, split) for device in mig_devices]
+        shares.append(_share(first if first.mig is None else CountedDevice(uuid), accounts_by_device, split))
         if mig_devices:
             other_bytes = max(0, shares[-1].memory_bytes - sum([share.memory_bytes for share in shares[:-1]]))
             shares[-1] = msgspec.structs.replace(shares[-1], used=0, tensor=0, memory_bytes=other_bytes)
@@ -159,17 +159,17 @@ def profile_slices(profile: str | None) -> int:
     return max(1, int(match[1] or match[2])) if match else 1
 
 
-def _share(device: CountedDevice, holders_by_device: dict[str, DeviceAccounts], split: Split) -> DeviceShare:
+def _share(device: CountedDevice, accounts_by_device: dict[str, DeviceAccounts], split: Split) -> DeviceShare:
     uuid, metrics, gpu_uuid, slices = device.uuid, device.metrics, device.uuid, 0
     if device.mig is not None:
         gpu_uuid, slices = device.mig.parent_uuid, profile_slices(device.mig.profile)
     identities = tuple(map(_identity, device.holders)) if device.state not in ("lost", "timeout") else None
-    holders = holders_by_device.get(uuid)
-    if holders is None or holders.identities != identities or holders.gpu_uuid != gpu_uuid:
-        holders = DeviceAccounts(gpu_uuid, None) if identities is None else _accounts_of(gpu_uuid, device.holders)
-        holders_by_device[uuid] = holders
+    accounts = accounts_by_device.get(uuid)
+    if accounts is None or accounts.identities != identities or accounts.gpu_uuid != gpu_uuid:
+        accounts = DeviceAccounts(gpu_uuid, None) if identities is None else _device_accounts(gpu_uuid, device.holders)
+        accounts_by_device[uuid] = accounts
     if identities is None:
-        return DeviceShare(uuid, slices, holders)
+        return DeviceShare(uuid, slices, accounts)
     busy, memory = metrics.gpu_utilization_ratio, metrics.memory_used_bytes
     if busy is None:
         busy = metrics.graphics_engine_active_ratio
@@ -179,21 +179,21 @@ def _share(device: CountedDevice, holders_by_device: dict[str, DeviceAccounts], 
     memory_bytes = round(memory) if memory is not None and 0 <= memory <= MOST_BYTES else 0
     count = len(device.holders)
     if not count or (count == 1 and busy is not None and busy >= IDLE_BELOW):
-        return DeviceShare(uuid, slices, holders, used, tensor, memory_bytes)
-    weights, idle = None, _idle(device, holders.pods)
+        return DeviceShare(uuid, slices, accounts, used, tensor, memory_bytes)
+    weights, idle = None, _idle(device, accounts.pods)
     if count > 1:  # each holder has what it used itself, and its equal part of the rest
         parts = [holder.parts or _NO_PARTS for holder in device.holders]
         used_by = [_millionths(part.utilization_ratio) for part in parts]
         memory_by = [max(0, round(part.memory_used_bytes or 0)) for part in parts]
-        whole = _with_rest(used_by, MILLION - sum(used_by), holders)
-        busy_time = _with_rest(used_by, used - sum(used_by), holders)
-        memory_parts = _with_rest(memory_by, memory_bytes - sum(memory_by), holders)
-        time = holders.equal_parts if split == "equal" else whole
+        whole = _with_rest(used_by, MILLION - sum(used_by), accounts)
+        busy_time = _with_rest(used_by, used - sum(used_by), accounts)
+        memory_parts = _with_rest(memory_by, memory_bytes - sum(memory_by), accounts)
+        time = accounts.equal_parts if split == "equal" else whole
         weights = Weights(time, busy_time, busy_time, whole, memory_parts)
-    return DeviceShare(uuid, slices, holders, used, tensor, memory_bytes, idle, weights)
+    return DeviceShare(uuid, slices, accounts, used, tensor, memory_bytes, idle, weights)
 
 
-def _accounts_of(gpu_uuid: str, holders: Sequence[Holder]) -> DeviceAccounts:
+def _device_accounts(gpu_uuid: str, holders: Sequence[Holder]) -> DeviceAccounts:
     """Who holds a device, as a tick reports it. The JSON in it is copied, or it would keep the whole record alive."""
     identities = [
         tuple([value.copy() if isinstance(value, msgspec.Raw) else value for value in _identity(holder)])
@@ -234,8 +234,8 @@ def _idle(device: CountedDevice, pods: Sequence[Sequence[int]]) -> Sequence[bool
     return idle
 
 
-def _with_rest(amounts: list[int], rest: int, holders: DeviceAccounts) -> list[int]:
-    """The amounts of the holders, each with its equal part of the rest, in units of ``1 / holders.unit``."""
+def _with_rest(amounts: list[int], rest: int, accounts: DeviceAccounts) -> list[int]:
+    """The amounts of the holders, each with its equal part of the rest, in units of ``1 / accounts.unit``."""
     if rest <= 0:
         return amounts
-    return [holders.unit * amount + rest * part for amount, part in zip(amounts, holders.equal_parts, strict=True)]
+    return [accounts.unit * amount + rest * part for amount, part in zip(amounts, accounts.equal_parts, strict=True)]
