@@ -27,7 +27,7 @@ from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, CommandGroup, option, output_format
 from gpustream.output import answer, json_lines, now_ms, printable, show_or_say
 from sinks.reclaim.cluster import Cluster, Denied
-from sinks.reclaim.decide import Objection, unpatch, was_undone, words
+from sinks.reclaim.decide import Objection, describe, unpatch, was_undone
 from sinks.reclaim.ledger import OVER
 from topics import actions
 from topics.actions import Action, kafka_headers
@@ -71,7 +71,7 @@ def list_(connection: Connection, namespace: str | None, form: Form) -> None:
 
 def _row(action: Action) -> tuple[str, ...]:
     object_text = (
-        words(action.action, action.target, action.namespace)
+        describe(action.action, action.target, action.namespace)
         if action.action and action.target
         else f"namespace {action.namespace}"
     )
@@ -166,7 +166,7 @@ async def _give_back(cluster: Cluster, action: Action) -> None:
 
     if action.target is None:
         refuse("the action is about no object")
-    current = await cluster.look(action.target, action.namespace)
+    current = await cluster.get(action.target, action.namespace)
     if was_undone(current, action.id):
         return  # by an earlier command, which ended before it could write so to gpu.actions
     patch = unpatch(action, current)

@@ -1,16 +1,16 @@
-"""The API server, as far as it is asked about the workloads of alerts, and changed.
+"""Reads the workloads of alerts from the API server, and changes them.
 
-In: an alert; a plan. Out: :class:`~sinks.reclaim.decide.Facts`; what became of a change.
-State: the annotations of namespaces, for some seconds; which version of Kueue there is, for some minutes.
+In: an alert; a change. Out: :class:`~sinks.reclaim.decide.Facts`; whether the change was made.
+State: namespaces, for some seconds; the version of Kueue, for some minutes.
 On failure: :class:`~delivery.kubernetes.client.Unreachable`, or :class:`Denied` by this policy:
 
 | answer | what it means |
 |---|---|
-| 404 | the object is not there: an answer as good as any |
-| 409 | to a change: the object is another, or was changed, since it was looked at |
+| 404 | the object does not exist, which is no error |
+| 409 | to a change: the object was replaced or changed since it was read |
 | 403 | the right is missing: refused, and tried again |
-| 401, 408, 429, 5xx | the API server is away for now: tried again, after what `Retry-After` says |
-| any other 4xx | the API server, or an admission webhook, does not take it: refused, and tried again |
+| 401, 408, 429, 5xx | the API server is not available: tried again, after `Retry-After` |
+| any other 4xx | the API server or an admission webhook rejects it: refused, and tried again |
 """
 
 import asyncio
@@ -38,30 +38,30 @@ PLURALS = {
     ("jobset.x-k8s.io", "JobSet"): "jobsets",
     (KUEUE, "Workload"): "workloads",
 }
-"""The kinds that are read: of any other owner only what the object below it says."""
+"""The kinds that are read. Of any other owner only the reference to it is known."""
 
 JOB_UID = f"{KUEUE}/job-uid"
 """The label by which Kueue's Workload names its job."""
 
 NAMESPACE_S = 15.0
 _KUEUE_S = 300.0
-_MOST_NAMESPACES = 1000
-_DEEPEST = 8
+_MAX_NAMESPACES = 1000
+_MAX_DEPTH = 8
 _AT_ONCE = 8
 _TIMEOUT_S = 5.0
 _MERGE = {"Content-Type": "application/merge-patch+json"}
 
 
 class Denied(Exception):
-    """The API server does not do it. ``reason``: forbidden or rejected."""
+    """The API server refuses the request. ``reason``: forbidden or rejected."""
 
-    def __init__(self, reason: str, why: str) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
         self.reason = reason
 
 
 class Away(Unreachable):
-    """The API server says that it can't answer now, and perhaps for how long."""
+    """The API server can't answer now. ``retry_after_s``: for how long, if it says that."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__("cut", f"HTTP {answer.status}: {message(answer.body)}")
@@ -69,7 +69,7 @@ class Away(Unreachable):
 
 
 class Cluster:
-    """One cluster. The client is to be started."""
+    """A cluster. The client has to be started."""
 
     def __init__(self, api: Client) -> None:
         self._api = api
@@ -78,66 +78,70 @@ class Cluster:
         self._kueue: tuple[float, str | None] = (float("-inf"), None)
 
     async def namespace(self, name: str) -> Json | None:
-        """A namespace; None if it is not there. Raises Denied and Unreachable."""
-        asked_s, known = self._namespaces.get(name, (float("-inf"), None))
-        if time.monotonic() - asked_s > NAMESPACE_S:
-            if len(self._namespaces) >= _MOST_NAMESPACES:
+        """A namespace; None if it does not exist. Raises Denied and Unreachable."""
+        read_s, namespace = self._namespaces.get(name, (float("-inf"), None))
+        if time.monotonic() - read_s > NAMESPACE_S:
+            if len(self._namespaces) >= _MAX_NAMESPACES:
                 self._namespaces.clear()
-            known = await self._get(f"/api/v1/namespaces/{quote(name, safe='')}")
-            self._namespaces[name] = time.monotonic(), known
-        return known
+            namespace = await self._get(f"/api/v1/namespaces/{quote(name, safe='')}")
+            self._namespaces[name] = time.monotonic(), namespace
+        return namespace
 
     async def facts(self, alert: Alert, namespace: Json) -> Facts:
-        """The pods of an alert and what is above them, as they are now. Raises Denied and Unreachable."""
-        where, names = namespace["metadata"]["name"], pods_of(alert)
-        found = await asyncio.gather(*(self._get(_path("v1", "pods", where, name)) for name in names))
-        pods, seen = dict(zip(names, found, strict=True)), dict[str, Json]()
-        owners = {name: await self._owners(pod, where, seen) if pod is not None else [] for name, pod in pods.items()}
-        return Facts(namespace, pods, owners, await self._workload(where, list(seen)) if seen else None)
+        """The pods of an alert and their owners. Raises Denied and Unreachable."""
+        in_namespace, names = namespace["metadata"]["name"], pods_of(alert)
+        objects = await asyncio.gather(*(self._get(_path("v1", "pods", in_namespace, name)) for name in names))
+        pods, owners_by_uid = dict(zip(names, objects, strict=True)), dict[str, Json]()
+        owners = {
+            name: await self._owners(pod, in_namespace, owners_by_uid) if pod is not None else []
+            for name, pod in pods.items()
+        }
+        workload = await self._workload(in_namespace, list(owners_by_uid)) if owners_by_uid else None
+        return Facts(namespace, pods, owners, workload)
 
-    async def look(self, target: Target, namespace: str) -> Json | None:
-        """An object as it is now; None if it, and not only one of its name, is gone. Raises Denied and Unreachable."""
-        one = await self._get(_path_of(target, namespace))
-        return one if one is not None and one["metadata"]["uid"] == target.uid else None
+    async def get(self, target: Target, namespace: str) -> Json | None:
+        """An object; None if it is deleted, even if another has its name. Raises Denied and Unreachable."""
+        obj = await self._get(_path_of(target, namespace))
+        return obj if obj is not None and obj["metadata"]["uid"] == target.uid else None
 
     async def change(self, target: Target, namespace: str, content: Json) -> Json | None:
-        """Change an object, if it is still as it was; None if it is not. Raises Denied and Unreachable."""
+        """Patch an object; None if it was changed or deleted since it was read. Raises Denied and Unreachable."""
         answer = await self._ask("PATCH", _path_of(target, namespace), content, _MERGE)
         return msgspec.json.decode(answer.body, type=Json) if answer.status == 200 else None
 
     async def has_event(self, namespace: str, name: str) -> bool:
-        """Whether there is an Event of that name. Raises Denied and Unreachable."""
+        """Whether an Event with that name exists. Raises Denied and Unreachable."""
         return await self._get(_path("v1", "events", namespace, name)) is not None
 
     async def write_event(self, content: Json) -> bool:
-        """Write an Event, unless it is there; False if its namespace is gone. Raises Denied and Unreachable."""
+        """Create an Event, unless it exists; False if its namespace does not. Raises Denied and Unreachable."""
         path = f"/api/v1/namespaces/{content['metadata']['namespace']}/events"
         return (await self._ask("POST", path, content)).status != 404
 
-    async def _owners(self, pod: Json, namespace: str, seen: dict[str, Json]) -> list[Json]:
-        """What is above a pod, each object asked for once."""
+    async def _owners(self, pod: Json, namespace: str, owners_by_uid: dict[str, Json]) -> list[Json]:
+        """The owners of a pod up to the top. Each object is read once, and is kept in ``owners_by_uid``."""
         chain: list[Json] = []
-        while len(chain) < _DEEPEST:
-            one = chain[-1] if chain else pod
-            owners = one["metadata"].get("ownerReferences") or ()
-            above = next((owner for owner in owners if owner.get("controller")), None)
-            if above is None:
+        while len(chain) < _MAX_DEPTH:
+            owned = chain[-1] if chain else pod
+            references = owned["metadata"].get("ownerReferences") or ()
+            controller = next((reference for reference in references if reference.get("controller")), None)
+            if controller is None:
                 break
-            uid = above["uid"]
-            if uid not in seen:
-                reference = {**above, "metadata": {"name": above["name"], "uid": uid}}
-                found = None
+            uid = controller["uid"]
+            if uid not in owners_by_uid:
+                name, kind = controller["name"], controller["kind"]
+                reference, owner = {**controller, "metadata": {"name": name, "uid": uid}}, None
                 if group_kind(reference) in PLURALS:
-                    target = Target(api_version=above["apiVersion"], kind=above["kind"], name=above["name"], uid=uid)
-                    found = await self.look(target, namespace)
-                seen[uid] = found or reference
-            chain.append(seen[uid])
+                    target = Target(api_version=controller["apiVersion"], kind=kind, name=name, uid=uid)
+                    owner = await self.get(target, namespace)
+                owners_by_uid[uid] = owner or reference
+            chain.append(owners_by_uid[uid])
         return chain
 
     async def _workload(self, namespace: str, uids: Sequence[str]) -> Json | None:
-        """The Workload by which Kueue queues one of these objects; None if there is none."""
-        asked_s, version = self._kueue
-        if time.monotonic() - asked_s > _KUEUE_S:
+        """Kueue's Workload that queues one of these objects; None if there is none."""
+        read_s, version = self._kueue
+        if time.monotonic() - read_s > _KUEUE_S:
             group = await self._get(f"/apis/{KUEUE}")
             version = group["preferredVersion"]["groupVersion"] if group is not None else None
             self._kueue = time.monotonic(), version
@@ -155,7 +159,7 @@ class Cluster:
     async def _ask(
         self, method: str, path: str, body: Json | None = None, headers: dict[str, str] | None = None
     ) -> Answer:
-        """Ask; the answers that are given are 2xx, 404 and 409. Raises Denied and Unreachable."""
+        """Send a request. Returns answers of 2xx, 404 and 409. Raises Denied and Unreachable."""
         content = None if body is None else msgspec.json.encode(body)
         async with self._slots:
             answer = await self._api.request(method, path, body=content, headers=headers, timeout_s=_TIMEOUT_S)

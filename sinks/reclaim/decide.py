@@ -1,7 +1,7 @@
-"""What is to be done about a firing alert, and why not. Pure.
+"""Decides what to do about a firing alert. Pure.
 
-In: an alert as it was last written, the annotations of its namespace, its pods and the objects above them, as the API
-server has them. Out: a :class:`WorkloadChange`, or an :class:`Objection`.
+In: the last record of an alert; its namespace, its pods and their owners, as the API server has them. Out: a
+:class:`WorkloadChange`, or an :class:`Objection` if nothing is to be done.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,27 +14,28 @@ from topics.alerts import Alert, milliseconds
 
 Json = dict[str, Any]
 
-BY = "gpustream.dev/reclaimed-by"
-"""On an object that was changed: the action's id. It is how a change that was made is known from one that was not."""
+RECLAIMED_BY = "gpustream.dev/reclaimed-by"
+"""The annotation of a changed object with the id of the action. It shows whether a change was made."""
 
-WHY = "gpustream.dev/reclaimed"
-"""And why, and how it is undone."""
+EXPLANATION = "gpustream.dev/reclaimed"
+"""The annotation of a changed object with the reason, and how to undo the change."""
 
 UNDONE = "gpustream.dev/reclaim-undone"
-"""On an object that was given back: the action's id."""
+"""The annotation of an object whose change was undone, with the id of the action."""
 
 SCALED = (("apps", "Deployment"), ("apps", "StatefulSet"))
 SUSPENDED = (("batch", "Job"), ("jobset.x-k8s.io", "JobSet"))
 KUEUE = "kueue.x-k8s.io"
 
-_LONGEST_WHY = 500
+_MAX_SUMMARY = 500
 
 
 class Watched(NamedTuple):
-    """An alert that fires, and what is known of its course, by the log's times.
+    """A firing alert, and since when. Times are those of the log.
 
-    ``fired_ms``: since when it fires. ``whole_ms``: since when all GPUs of the workload are in it, and ``revision`` is
-    the alert's then; None if some work, or if that is not known. ``written_ms``: when it was last written.
+    ``fired_ms``: since when it fires. ``whole_ms``: since when all GPUs of the workload are in it; None if some of them
+    work, or if that is not known. ``revision``: that of the alert at ``whole_ms``. ``written_ms``: when its last record
+    was written.
     """
 
     alert: Alert
@@ -45,9 +46,9 @@ class Watched(NamedTuple):
 
 
 class Firing(NamedTuple):
-    """An alert by which something is decided. ``since_ms``: since when it fires as it must; None: it does not.
+    """An alert to decide about. ``since_ms``: since when it fires as the namespace requires; None if it does not.
 
-    ``partly``: the namespace lets it be done although some of the workload's GPUs work.
+    ``partly``: the namespace allows actions although some GPUs of the workload work.
     """
 
     alert: Alert
@@ -57,10 +58,10 @@ class Firing(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What the API server has: the pods of an alert by name (None: gone), and what is above them.
+    """The objects of an alert at the API server: its namespace, its pods by name (None: deleted), and their owners.
 
-    ``owners`` are the objects above each pod, its own controller first, each as an object, or only as the reference
-    that another has to it. ``workload``: the Workload by which Kueue queues one of them.
+    ``owners``: the owners of each pod up to the top, its controller first; of a kind that is not read, only the
+    reference to it. ``workload``: Kueue's Workload that queues one of them.
     """
 
     namespace: Json
@@ -70,16 +71,16 @@ class Facts(NamedTuple):
 
 
 class Objection(NamedTuple):
-    """Why nothing is done: a word and a sentence."""
+    """Why nothing is done: the reason in one word, and a sentence."""
 
     reason: str
     message: str
 
 
 class WorkloadChange(NamedTuple):
-    """What to change: the object as it is now, and what to merge into its spec; None: an Event about it.
+    """A change: the object as it is now, and what to merge into its spec. ``spec`` None: write an Event about it.
 
-    ``replicas`` is how many it has, if they are taken.
+    ``replicas``: the replicas that it has before it is scaled to 0.
     """
 
     object: Json
@@ -92,43 +93,43 @@ class WorkloadChange(NamedTuple):
         return target_of(self.object)
 
 
-def target_of(one: Json) -> Target:
+def target_of(obj: Json) -> Target:
     """The identity of an object."""
-    meta = one["metadata"]
-    return Target(api_version=one["apiVersion"], kind=one["kind"], name=meta["name"], uid=meta["uid"])
+    meta = obj["metadata"]
+    return Target(api_version=obj["apiVersion"], kind=obj["kind"], name=meta["name"], uid=meta["uid"])
 
 
-def group_kind(one: Json) -> tuple[str, str]:
-    """Its API group and kind."""
-    return one["apiVersion"].rpartition("/")[0], one["kind"]
+def group_kind(obj: Json) -> tuple[str, str]:
+    """The API group and kind of an object."""
+    return obj["apiVersion"].rpartition("/")[0], obj["kind"]
 
 
 def pods_of(alert: Alert) -> list[str]:
-    """The names of the pods that an alert is about, of its own namespace."""
-    namespace, own = alert.labels.get("k8s_namespace_name"), alert.labels.get("k8s_pod_name")
-    named = {gpu.pod for gpu in alert.gpus if gpu.pod} or ({f"{namespace}/{own}"} if own else set())
-    return sorted(name.partition("/")[2] for name in named if name.partition("/")[0] == namespace)
+    """The names of an alert's pods that are in its namespace."""
+    namespace, pod = alert.labels.get("k8s_namespace_name"), alert.labels.get("k8s_pod_name")
+    names = {gpu.pod for gpu in alert.gpus if gpu.pod} or ({f"{namespace}/{pod}"} if pod else set())
+    return sorted(name.partition("/")[2] for name in names if name.partition("/")[0] == namespace)
 
 
 def works_partly(alert: Alert) -> bool:
-    """Whether some of the workload's GPUs work, or that is not known."""
+    """Whether some GPUs of the workload work, or may work."""
     return alert.idle is None or alert.held is None or alert.idle < alert.held
 
 
 def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> WorkloadChange | Objection:
-    """What is to be done. ``idle_ms``: for how long the alert has fired as it must."""
+    """Decide about an action of this kind. ``idle_ms``: for how long the alert has fired as it must."""
     inherited = facts.namespace["metadata"].get("labels") or {}
     inherited = {**inherited, **(facts.namespace["metadata"].get("annotations") or {})}
     if not facts.pods:
         return Objection("no_owner", "the alert names no pod")
     for name, pod in facts.pods.items():
-        if (refusal := _unfit(name, pod, firing.written_ms)) is not None:
-            return refusal
-        for one in (pod, *facts.owners[name]):
-            meta = one["metadata"] if one is not None else {}
-            why = opted_out(meta.get("annotations") or {}, inherited, idle_ms) if one is not None else None
-            if one is not None and why is not None:
-                return Objection("opted_out", f"{one['kind']} {meta['name']} is left alone: {why}")
+        if (change := _change_of_pod(name, pod, firing.written_ms)) is not None:
+            return Objection("changed", change)
+        for obj in (pod, *facts.owners[name]):
+            meta = obj["metadata"] if obj is not None else {}
+            reason = opted_out(meta.get("annotations") or {}, inherited, idle_ms) if obj is not None else None
+            if obj is not None and reason is not None:
+                return Objection("opted_out", f"{obj['kind']} {meta['name']} is left alone: {reason}")
     chains = list(facts.owners.values())
     if not all(chains):
         pod_name = next(name for name, chain in facts.owners.items() if not chain)
@@ -145,14 +146,14 @@ def decide(kind: ActionKind, firing: Firing, facts: Facts, *, idle_ms: int) -> W
     return plan
 
 
-def _unfit(name: str, pod: Json | None, written_ms: int) -> Objection | None:
-    """Why a pod is not, or no longer, what the alert is about."""
+def _change_of_pod(name: str, pod: Json | None, written_ms: int) -> str | None:
+    """How a pod has changed since its alert was written; None if it has not."""
     if pod is None:
-        return Objection("changed", f"pod {name} is not there any more")
+        return f"pod {name} is not there any more"
     if pod["metadata"].get("deletionTimestamp") or pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
-        return Objection("changed", f"pod {name} has ended")
+        return f"pod {name} has ended"
     if milliseconds(datetime.fromisoformat(pod["metadata"]["creationTimestamp"])) > written_ms:
-        return Objection("changed", f"pod {name} was made after the alert was written: it is another pod")
+        return f"pod {name} was made after the alert was written: it is another pod"
     return None
 
 
@@ -164,64 +165,64 @@ def _plan(kind: ActionKind, chains: Sequence[Sequence[Json]], workload: Json | N
         if workload is None:
             return Objection("unsupported", f"{_named(top)} is not queued by Kueue")
         return _change(workload, {"active": False}, is_done=workload["spec"].get("active") is False)
-    wanted = SCALED if kind == "scale" else SUSPENDED
-    found = {chain[i]["metadata"]["uid"]: chain for chain in chains for i in range(len(chain)) if _is(chain[i], wanted)}
-    if not found:
+    kinds = SCALED if kind == "scale" else SUSPENDED
+    chain_by_uid = {obj["metadata"]["uid"]: chain for chain in chains for obj in chain if _is_of(obj, kinds)}
+    if not chain_by_uid:
         return Objection("unsupported", f"{_named(top)} can't be {'scaled' if kind == 'scale' else 'suspended'}")
     if kind == "suspend" and workload is not None:
         return Objection("managed", f"{_named(top)} is queued by Kueue, which would resume it: opt in to deactivate")
-    chain = next(iter(found.values()))
-    at = max(i for i in range(len(chain)) if _is(chain[i], wanted))
-    one, above = chain[at], chain[at + 1 :]
+    chain = next(iter(chain_by_uid.values()))
+    level = max(level for level, obj in enumerate(chain) if _is_of(obj, kinds))
+    obj, above = chain[level], chain[level + 1 :]
     if above and group_kind(above[0]) != ("batch", "CronJob"):
-        return Objection("managed", f"{_named(one)} belongs to {_named(above[0])}, which may undo what is changed")
-    if len({c[at]["metadata"]["uid"] for c in chains if len(c) > at}) > 1:
-        return Objection("several_owners", f"the pods of the alert belong to several of {one['kind']}")
+        return Objection("managed", f"{_named(obj)} belongs to {_named(above[0])}, which may undo what is changed")
+    if len({chain[level]["metadata"]["uid"] for chain in chains if len(chain) > level}) > 1:
+        return Objection("several_owners", f"the pods of the alert belong to several of {obj['kind']}")
     if kind == "scale":
-        replicas = one["spec"].get("replicas", 1)
-        return _change(one, {"replicas": 0}, is_done=replicas == 0, replicas=replicas)
-    return _change(one, {"suspend": True}, is_done=one["spec"].get("suspend") is True)
+        replicas = obj["spec"].get("replicas", 1)
+        return _change(obj, {"replicas": 0}, is_done=replicas == 0, replicas=replicas)
+    return _change(obj, {"suspend": True}, is_done=obj["spec"].get("suspend") is True)
 
 
-def _is(one: Json, kinds: Sequence[tuple[str, str]]) -> bool:
-    return group_kind(one) in kinds and "spec" in one
+def _is_of(obj: Json, kinds: Sequence[tuple[str, str]]) -> bool:
+    return group_kind(obj) in kinds and "spec" in obj
 
 
-def _change(one: Json, spec: Json, *, is_done: bool, replicas: int | None = None) -> WorkloadChange | Objection:
-    conditions = one.get("status", {}).get("conditions") or ()
+def _change(obj: Json, spec: Json, *, is_done: bool, replicas: int | None = None) -> WorkloadChange | Objection:
+    conditions = obj.get("status", {}).get("conditions") or ()
     if is_done or any(c["type"] in ("Complete", "Failed", "Finished") and c["status"] == "True" for c in conditions):
-        return Objection("already", f"{_named(one)} has ended, or somebody stopped it already")
-    if one["metadata"].get("deletionTimestamp"):
-        return Objection("changed", f"{_named(one)} is being deleted")
-    return WorkloadChange(one, spec, replicas)
+        return Objection("already", f"{_named(obj)} has ended, or somebody stopped it already")
+    if obj["metadata"].get("deletionTimestamp"):
+        return Objection("changed", f"{_named(obj)} is being deleted")
+    return WorkloadChange(obj, spec, replicas)
 
 
-def _named(one: Json) -> str:
-    return f"{one['kind']} {one['metadata']['name']}"
+def _named(obj: Json) -> str:
+    return f"{obj['kind']} {obj['metadata']['name']}"
 
 
 def patch(plan: WorkloadChange, action: str, summary: str) -> Json:
-    """What is merged into the object: it is refused (409) if the object is another, or was changed, since."""
+    """The merge patch of a change. The API server refuses it (409) if the object was replaced or changed since."""
     meta = plan.object["metadata"]
-    why = f"{summary[:_LONGEST_WHY]}; to undo it: gpustream reclaim undo {action}"
+    explanation = f"{summary[:_MAX_SUMMARY]}; to undo it: gpustream reclaim undo {action}"
     return {
         "metadata": {
             "uid": meta["uid"],
             "resourceVersion": meta["resourceVersion"],
-            "annotations": {BY: action, WHY: why, UNDONE: None},
+            "annotations": {RECLAIMED_BY: action, EXPLANATION: explanation, UNDONE: None},
         },
         "spec": plan.spec,
     }
 
 
-def is_done(one: Json | None, action: str) -> bool:
-    """Whether an object is as an action has left it, or was given back after that."""
-    annotations = (one["metadata"].get("annotations") or {}) if one is not None else {}
-    return action in (annotations.get(BY), annotations.get(UNDONE))
+def is_done(obj: Json | None, action: str) -> bool:
+    """Whether an action has changed an object, even if that was undone later."""
+    annotations = (obj["metadata"].get("annotations") or {}) if obj is not None else {}
+    return action in (annotations.get(RECLAIMED_BY), annotations.get(UNDONE))
 
 
 def event_name(action: str, uid: str) -> str:
-    """The name of an action's Event about an object: the same each time, so that it is there once."""
+    """The name of an action's Event about an object. It is always the same, so there is only one."""
     return f"gpustream.{action}.{uid}"
 
 
@@ -252,17 +253,19 @@ def event(alert: Alert, action: str, about: Json, namespace: str, text: str, now
     }
 
 
-def unpatch(action: Action, one: Json | None) -> Json | Objection:
-    """What is merged into an object to undo an action, if nobody changed it since."""
+def unpatch(action: Action, obj: Json | None) -> Json | Objection:
+    """The merge patch that undoes an action, if nobody has changed the object since."""
     if action.target is None or action.action not in ("scale", "suspend", "deactivate"):
         return Objection("unsupported", "there is nothing to undo: nothing was changed")
     name = f"{action.target.kind} {action.namespace}/{action.target.name}"
-    if one is None:
+    if obj is None:
         return Objection("changed", f"{name} is not there any more")
-    meta = one["metadata"]
+    meta = obj["metadata"]
     annotations = meta.get("annotations") or {}
-    if annotations.get(BY) != action.id:
-        return Objection("changed", f"{name} does not have {BY}: {action.id} any more: somebody else changed it since")
+    if annotations.get(RECLAIMED_BY) != action.id:
+        return Objection(
+            "changed", f"{name} does not have {RECLAIMED_BY}: {action.id} any more: somebody else changed it since"
+        )
     if action.generation is not None and meta.get("generation") != action.generation:
         return Objection("changed", f"somebody changed {name} since: look at it, and change it yourself")
     spec = {"scale": {"replicas": action.replicas}, "suspend": {"suspend": False}, "deactivate": {"active": True}}
@@ -270,23 +273,23 @@ def unpatch(action: Action, one: Json | None) -> Json | Objection:
         "metadata": {
             "uid": meta["uid"],
             "resourceVersion": meta["resourceVersion"],
-            "annotations": {BY: None, WHY: None, UNDONE: action.id},
+            "annotations": {RECLAIMED_BY: None, EXPLANATION: None, UNDONE: action.id},
         },
         "spec": spec[action.action],
     }
 
 
-def was_undone(one: Json | None, action: str) -> bool:
-    """Whether an action was undone, although that may not have been written down."""
-    return one is not None and (one["metadata"].get("annotations") or {}).get(UNDONE) == action
+def was_undone(obj: Json | None, action: str) -> bool:
+    """Whether the object shows that an action was undone."""
+    return obj is not None and (obj["metadata"].get("annotations") or {}).get(UNDONE) == action
 
 
-def due_ms(after_ms: int | None, least_ms: int, from_ms: int) -> int:
-    """When an action is due: as long after as the namespace says, and not before the operator's least."""
-    return from_ms + max(after_ms or 0, least_ms)
+def due_ms(after_ms: int | None, min_after_ms: int, since_ms: int) -> int:
+    """When an action is due: after the time that the namespace sets, but not before the operator's minimum."""
+    return since_ms + max(after_ms or 0, min_after_ms)
 
 
-def words(action: str, target: Target, namespace: str) -> str:
+def describe(action: str, target: Target, namespace: str) -> str:
     """What an action does, for people."""
-    what = {"event": "an Event about", "scale": "scale to 0", "suspend": "suspend", "deactivate": "deactivate"}
-    return f"{what[action]} {target.kind} {namespace}/{target.name}"
+    verbs = {"event": "an Event about", "scale": "scale to 0", "suspend": "suspend", "deactivate": "deactivate"}
+    return f"{verbs[action]} {target.kind} {namespace}/{target.name}"

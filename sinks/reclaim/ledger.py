@@ -1,14 +1,15 @@
-"""What gpu.actions says: the last word on each action, and which intentions are within the budget. Pure.
+"""The ledger of gpu.actions: the last record of each action, and which intentions are within the budget. Pure.
 
-In: the records of a cluster, in the order of their log. Out: what has become of each action.
+In: the records of a cluster, in the order of their log. Out: the state of each action.
 
-An intention is granted by its place in the log: if fewer were granted in the hour before it than the budget has, but
-for those that were refused since. Whoever reads the log finds the same, so that replicas of the sink share the budget
-without another agreement. What was undone still counts.
+An intention is granted if fewer than the budget were granted in the hour before it in the log; refused ones do not
+count, and undone ones do. Every reader of the log comes to the same result, so replicas of the sink share the budget
+without any other agreement.
 """
 
 from collections import deque
 from collections.abc import Mapping
+from operator import attrgetter
 
 from topics.actions import Action, ActionKind
 from topics.alerts import milliseconds
@@ -17,20 +18,20 @@ HOUR_MS = 3_600_000
 _REMEMBERED = 1000
 
 OVER = frozenset({"done", "undone"})
-"""What is not done again for the same firing of an alert."""
+"""The states after which an action is not done again for the same firing of an alert."""
 
 Budgets = Mapping[str, int]
-"""How many actions may be done within an hour: ``event``, and ``stop``, all others."""
+"""How many actions may be done within an hour: of kind ``event``, and ``stop``, which are all other kinds."""
 
 
 def budget_of(action: str | None) -> str:
-    """Which budget an action is of."""
+    """The budget that an action counts against."""
     event: ActionKind = "event"
     return event if action == event else "stop"
 
 
 class Ledger:
-    """The actions of one cluster. Times are those of the log, in ms; a log without any has -1."""
+    """The actions of one cluster. Times are those of the log, in ms; -1 in a log without times."""
 
     def __init__(self, cluster: str, budgets: Budgets) -> None:
         self._cluster, self._budgets = cluster, budgets
@@ -39,38 +40,38 @@ class Ledger:
         self._granted: dict[str, dict[str, int]] = {budget: {} for budget in budgets}
         self._read: deque[tuple[Action, bool]] = deque(maxlen=_REMEMBERED)
 
-    def take(self, action: Action, logged_ms: int) -> None:
-        """A record, as it comes in the log."""
+    def add(self, action: Action, logged_ms: int) -> None:
+        """Add the next record of the log."""
         if action.cluster != self._cluster:
             return
         self._fold(action, logged_ms)
         self._read.append((action, action.id in self._granted[budget_of(action.action)]))
 
-    def last(self, of: str) -> Action | None:
-        """The last word on an action; None if there is none."""
-        return self._last.get(of)
+    def last(self, action: str) -> Action | None:
+        """The last record of an action, by its id; None if there is none."""
+        return self._last.get(action)
 
     def unsettled(self) -> list[Action]:
-        """What is planned, or intended and without an outcome."""
+        """The actions that are planned, or intended and without an outcome."""
         return list(self._unsettled.values())
 
     def verdict(self, written: Action) -> bool | None:
-        """Whether an action that was just written is within the budget; None: it was not read yet."""
+        """Whether an action that was written is within the budget; None: it was not read back yet."""
         return next((granted for read, granted in reversed(self._read) if read == written), None)
 
     def has_room(self, action: str, now_ms: int) -> bool:
-        """Whether another one would be within the budget now, by what was read."""
+        """Whether another action would be within the budget now, by the records read so far."""
         return self.left(budget_of(action), now_ms) > 0
 
     def left(self, budget: str, now_ms: int) -> int:
-        """How many more actions a budget lets be done now."""
+        """How many more actions are within a budget now."""
         recent = [at_ms for at_ms in self._granted[budget].values() if at_ms > now_ms - HOUR_MS]
         return self._budgets[budget] - len(recent)
 
     def _fold(self, action: Action, logged_ms: int) -> None:
         last = self._last.get(action.id)
         if last is not None and last.state in OVER and action.state != "undone":
-            return  # a word that was late, of another replica
+            return  # a late record of another replica
         self._last[action.id] = action
         self._unsettled.pop(action.id, None)
         if action.state in ("intended", "planned"):
@@ -86,10 +87,7 @@ class Ledger:
             granted.pop(action.id, None)
 
 
-def says_nothing_new(one: Action, last: Action | None) -> bool:
-    """Whether a record would say of an action what the last one did."""
-    return last is not None and _said(one) == _said(last)
-
-
-def _said(one: Action) -> tuple[object, ...]:
-    return one.state, one.reason, one.due_at, one.target
+def is_repeated(action: Action, last: Action | None) -> bool:
+    """Whether a record would only repeat the last one of its action."""
+    content = attrgetter("state", "reason", "due_at", "target")
+    return last is not None and content(action) == content(last)

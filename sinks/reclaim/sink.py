@@ -35,7 +35,7 @@ from sinks.outcomes import Outcomes, Undecodable
 from sinks.reclaim.cluster import Cluster
 from sinks.reclaim.config import ReclaimSettings
 from sinks.reclaim.decide import Watched, works_partly
-from sinks.reclaim.reclaimer import API_REQUESTS, COMPONENT, HURRY_S, INSTRUMENTS, Reclaimer
+from sinks.reclaim.reclaimer import API_REQUESTS, COMPONENT, FRESH_S, INSTRUMENTS, Reclaimer
 from topics import actions, alerts
 from topics.actions import Action, kafka_headers
 
@@ -62,7 +62,7 @@ class ReclaimPartition:
         self._transitions = Transitions()
         self._known: set[str] = set()
         self._watched: dict[str, Watched] = {}
-        self._look_s: dict[str, float] = {}
+        self._check_at_s: dict[str, float] = {}
 
     def recall(self, records: Sequence[Record]) -> None:
         """Know which alerts fire."""
@@ -90,39 +90,40 @@ class ReclaimPartition:
             for fingerprint, watched in list(self._watched.items()):
                 if abandon.is_set():
                     raise Abandoned
-                if self._clock_s() - began_s > HURRY_S:
+                if self._clock_s() - began_s > FRESH_S:
                     return
-                if self._look_s.get(fingerprint, -math.inf) <= self._clock_s():
-                    self._look_s[fingerprint] = self._clock_s() + _AGAIN_S
+                if self._check_at_s.get(fingerprint, -math.inf) <= self._clock_s():
+                    self._check_at_s[fingerprint] = self._clock_s() + _AGAIN_S
                     wait_s = await self._reclaimer.consider(watched, abandon)
-                    self._look_s[fingerprint] = self._clock_s() + wait_s
+                    self._check_at_s[fingerprint] = self._clock_s() + wait_s
         except Unreachable as error:
             self._reclaimer.health.bad(error.reason, str(error))
             pause_s = max(_AGAIN_S, getattr(error, "retry_after_s", None) or 0.0)
             for fingerprint in self._watched:
-                self._look_s[fingerprint] = max(self._look_s.get(fingerprint, 0.0), self._clock_s() + pause_s)
+                self._check_at_s[fingerprint] = max(self._check_at_s.get(fingerprint, 0.0), self._clock_s() + pause_s)
 
     def reset(self) -> None:
-        """The topic was created again."""
+        """Forget everything: the topic was created again."""
         self._transitions.clear()
-        for some in (self._known, self._watched, self._look_s):
-            some.clear()
+        self._known.clear()
+        self._watched.clear()
+        self._check_at_s.clear()
 
     async def _settle(self, abandon: asyncio.Event) -> None:
-        """Close what another process began, and what is not due any more."""
+        """Settle the actions that another process began, and cancel those that are not due any more."""
         for action in self._reclaimer.ledger.unsettled():
             if action.fingerprint not in self._known:
                 continue
             if action.state == "intended":
                 await self._reclaimer.settle(action, abandon)
-                self._look_s.pop(action.fingerprint, None)
+                self._check_at_s.pop(action.fingerprint, None)
             else:
                 watched = self._watched.get(action.fingerprint)
                 if watched is None or watched.alert.starts_at != action.starts_at:
                     await self._reclaimer.end(action, "resolved", abandon)
 
     def _learn(self, record: Record) -> bool:
-        """Take a record in; whether it says something new of an alert that this sink acts on. Raises Undecodable."""
+        """Add a record. Returns whether it is a new state of an alert that this sink acts on. Raises Undecodable."""
         alert, settings = read_alert(record), self._reclaimer.settings
         if alert is None:
             self._transitions.update(record, None)
@@ -131,16 +132,16 @@ class ReclaimPartition:
             return False
         if alert.cluster != settings.cluster or alert.name not in settings.alert_names:
             return False
-        is_news = self._transitions.is_news(alert)
-        if not is_news and not self._transitions.is_last(alert):
-            return False  # of a state that is over
+        is_new = self._transitions.is_news(alert)
+        if not is_new and not self._transitions.is_last(alert):
+            return False  # an earlier state
         self._transitions.update(record, alert)
         self._known.add(alert.fingerprint)
         before = self._watched.pop(alert.fingerprint, None)
-        if is_news:
-            self._look_s.pop(alert.fingerprint, None)
+        if is_new:
+            self._check_at_s.pop(alert.fingerprint, None)
         if not alert.is_open or "k8s_namespace_name" not in alert.labels:
-            return is_news
+            return is_new
         at_ms = fired_ms = record.timestamp
         whole_ms, revision = None if works_partly(alert) else at_ms, alert.revision
         if before is not None and before.alert.starts_at == alert.starts_at:
@@ -148,11 +149,11 @@ class ReclaimPartition:
             if whole_ms is not None and before.whole_ms is not None:
                 whole_ms, revision = before.whole_ms, before.revision
         self._watched[alert.fingerprint] = Watched(alert, fired_ms, whole_ms, revision, at_ms)
-        return is_news
+        return is_new
 
 
 class ReclaimSink:
-    """A component: :meth:`run` it until it is to stop. ``settings`` are to be without errors."""
+    """A component: :meth:`run` it until it has to stop. ``settings`` have no errors."""
 
     name = "reclaim"
 
@@ -167,23 +168,23 @@ class ReclaimSink:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read, decide and act until ``stop``; returns within 8 s of it. Raises what cannot be waited for."""
-        settings, made = self.settings, self._instruments
-        api = Client(settings.kubeconfig, partial(made.counter, API_REQUESTS))
+        settings, instruments = self.settings, self._instruments
+        api = Client(settings.kubeconfig, partial(instruments.counter, API_REQUESTS))
         check = TopicCheck(settings.connection(), TopicAccess(writes=(actions.TOPIC.name,)))
         sender = self._sender = Sender(settings.connection(), client_id=settings.group, check=check)
-        letters, counted = DeadLetters(sender, "sink reclaim"), Outcomes(COMPONENT, made)
+        letters, record_outcomes = DeadLetters(sender, "sink reclaim"), Outcomes(COMPONENT, instruments)
 
         async def send(action: Action) -> None:
             value, key = msgspec.json.encode(action), action.cluster.encode()
             await (await sender.send(actions.TOPIC.name, value, key=key, headers=kafka_headers(action)))
 
-        reclaimer = self._reclaimer = Reclaimer(settings, Cluster(api), send, made)
+        reclaimer = self._reclaimer = Reclaimer(settings, Cluster(api), send, instruments)
         tail = self._tail = Tail(
-            settings.connection(), {actions.TOPIC.name: _KEPT_S}, reclaimer.take, client_id=settings.group
+            settings.connection(), {actions.TOPIC.name: _KEPT_S}, reclaimer.handle, client_id=settings.group
         )
-        shared = (reclaimer, letters, counted, lambda: not tail.not_ready())
+        shared = (reclaimer, letters, record_outcomes, lambda: not tail.not_ready())
         source = Source(alerts.TOPIC.name, lambda _: ReclaimPartition(*shared), settings.from_, WHOLE_LOG)
-        self._reader = GroupReader(settings, [source], counted)
+        self._reader = GroupReader(settings, [source], record_outcomes)
         if settings.act:
             log.info("acting")
         else:
@@ -196,8 +197,8 @@ class ReclaimSink:
             await api.close()
 
     def not_ready(self) -> list[str]:
-        """Why nothing is decided; empty when all is well."""
+        """The reasons why nothing is decided; empty if there are none."""
         if self._reader is None or self._tail is None or self._sender is None or self._reclaimer is None:
             return ["not started"]
-        of_kafka = [*self._reader.not_ready(), *self._tail.not_ready(), *self._sender.not_ready()]
-        return [*dict.fromkeys(of_kafka), *self._reclaimer.health.lasting()]
+        kafka_reasons = [*self._reader.not_ready(), *self._tail.not_ready(), *self._sender.not_ready()]
+        return [*dict.fromkeys(kafka_reasons), *self._reclaimer.health.lasting()]

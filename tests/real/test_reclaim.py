@@ -14,7 +14,7 @@ import pytest
 import yaml
 from aiohttp import web
 
-from sinks.reclaim.decide import BY, UNDONE
+from sinks.reclaim.decide import RECLAIMED_BY, UNDONE
 from tests.eventually import eventually
 from tests.k8s.manifests import K8S
 from tests.real.kubernetes import ApiServer, Json
@@ -230,7 +230,7 @@ async def test_what_idles_is_stopped_once_although_the_sink_is_killed_before_and
     assert undo_answers["notes"][1] == changed
     assert (stopped(api), api.get(PATHS["web"])["spec"]["replicas"]) == (set(), 3)
     annotations = api.get(PATHS["web"])["metadata"]["annotations"]
-    assert (annotations.get(BY), annotations.get(UNDONE)) == (None, ids["web"])
+    assert (annotations.get(RECLAIMED_BY), annotations.get(UNDONE)) == (None, ids["web"])
     code, text = await asyncio.to_thread(_undo, kafka, api, ids["web"])
     assert (code, text) == (1, f"action {ids['web']} is undone: there is nothing to undo\n")
     assert (await ends(kafka))["train"] == ("undone", None)

@@ -218,7 +218,7 @@ class Replica:
 
     def hear(self, action: Action, at_ms: int) -> None:
         """A record of gpu.actions."""
-        self.reclaimer.take(
+        self.reclaimer.handle(
             "gpu.actions", [ConsumedRecord(0, msgspec.json.encode(action), at_ms, b"c1", "gpu.actions")]
         )
 

@@ -10,7 +10,7 @@ from hypothesis import settings as tried
 from hypothesis import strategies as st
 
 from delivery.kubernetes.client import Answer, Unreachable
-from sinks.reclaim.decide import BY
+from sinks.reclaim.decide import RECLAIMED_BY
 from sinks.reclaim.ledger import HOUR_MS as LEDGER_HOUR_MS
 from sinks.reclaim.ledger import Ledger
 from tests.sinks.alerts import START_MS, alert
@@ -47,7 +47,7 @@ async def test_a_deployment_is_scaled_to_0_when_its_namespace_says_so_and_not_be
     assert (world.words(), replicas(world)) == (["planned", "intended", "done"], 0)
     done = world.log[-1]
     assert (done.replicas, done.target and done.target.uid, done.generation) == (2, "uid-web", 2)
-    assert world.api.objects[DEPLOYMENT]["metadata"]["annotations"][BY] == done.id
+    assert world.api.objects[DEPLOYMENT]["metadata"]["annotations"][RECLAIMED_BY] == done.id
     await sink.run(later_ms=HOUR_MS)
     assert len(world.log) == 3
 
@@ -356,7 +356,7 @@ async def test_an_answer_that_is_lost_is_found_out_by_the_objects_annotation() -
         one = world.api.objects[path]
         version = one["metadata"]["resourceVersion"]
         content = {
-            "metadata": {"resourceVersion": version, "annotations": {BY: world.log[-1].id}},
+            "metadata": {"resourceVersion": version, "annotations": {RECLAIMED_BY: world.log[-1].id}},
             "spec": {"replicas": 0},
         }
         world.api.patch(path, one, content)
@@ -443,7 +443,7 @@ def test_no_more_than_the_budget_is_granted_within_any_hour_and_all_readers_agre
         at_ms += later_ms
         action = _intention(number, state=state)
         for reader in readers:
-            reader.take(action, at_ms)
+            reader.add(action, at_ms)
         verdicts = {reader.verdict(action) for reader in readers}
         assert len(verdicts) == 1
         if state == "refused":
@@ -538,7 +538,10 @@ def _after(world: World) -> Fault:
             return None
         one = world.api.objects[path]
         if one["spec"]["replicas"]:
-            meta = {"resourceVersion": one["metadata"]["resourceVersion"], "annotations": {BY: world.log[-1].id}}
+            meta = {
+                "resourceVersion": one["metadata"]["resourceVersion"],
+                "annotations": {RECLAIMED_BY: world.log[-1].id},
+            }
             world.api.patch(path, one, {"metadata": meta, "spec": {"replicas": 0}})
         raise Unreachable("timeout", "no answer")
 
@@ -548,6 +551,6 @@ def _after(world: World) -> Fault:
 def test_a_word_that_comes_late_does_not_take_back_that_something_was_done() -> None:
     ledger = Ledger("c1", {"stop": 1, "event": 0})
     for state in ("intended", "done", "refused"):
-        ledger.take(_intention(0, state=state), START_MS)
+        ledger.add(_intention(0, state=state), START_MS)
     assert (last := ledger.last(_intention(0).id)) is not None
     assert (last.state, ledger.left("stop", START_MS)) == ("done", 0)
