@@ -86,42 +86,28 @@ def of_commands() -> dict[str, list[Acl]]:
     }
 
 
-def _by_operation(acls: list[Acl]) -> dict[str, list[Acl]]:
-    grouped: dict[str, list[Acl]] = {}
-    for acl in acls:
-        grouped.setdefault(acl.operation, []).append(acl)
-    return grouped
-
-
-def _table() -> str:
-    lines = ["| command | operation | topics | consumer groups, or transactional id |", "| --- | --- | --- | --- |"]
+def markdown() -> str:
+    """The page as it should be."""
+    table = ["| command | operation | topics | consumer groups, or transactional id |", "| --- | --- | --- | --- |"]
+    shell_lines: list[str] = []
     for command, acls in of_commands().items():
-        for operation, granted in _by_operation(acls).items():
+        acls_by_operation: dict[str, list[Acl]] = {}
+        for acl in acls:
+            acls_by_operation.setdefault(acl.operation, []).append(acl)
+        operations_by_acls: dict[tuple[Acl, ...], list[str]] = {}  # operations on the same things are given together
+        for operation, granted in acls_by_operation.items():
             topics = [f"`{acl.name}`" for acl in granted if acl.resource == "Topic"]
             groups = [f"`{acl.name}`" for acl in granted if acl.resource != "Topic"]
             is_every_topic = len(topics) == len(TOPICS)
             topics_cell = "every topic" if is_every_topic else ", ".join(topics)
-            lines.append(f"| `{command}` | {operation} | {topics_cell} | {', '.join(groups)} |")
-    return "\n".join(lines)
-
-
-def _commands() -> str:
-    lines = []
-    for command, acls in of_commands().items():
-        operations_by_acls: dict[tuple[Acl, ...], list[str]] = {}  # operations on the same things are given together
-        for operation, granted in _by_operation(acls).items():
+            table.append(f"| `{command}` | {operation} | {topics_cell} | {', '.join(groups)} |")
             operations_by_acls.setdefault(tuple(acl._replace(operation="") for acl in granted), []).append(operation)
         for resources, operations in operations_by_acls.items():
             user = f"--allow-principal User:gpustream-{command.replace(' ', '-')}"
-            lines.append(" ".join([f"$ACLS {user}", *(f"--operation {operation}" for operation in operations)]) + " \\")
-            lines += [f'  --{_OPTIONS[acl.resource]} "${{PREFIX}}{acl.name}" \\' for acl in resources]
-            lines[-1] = lines[-1].removesuffix(" \\")
-    return "\n".join(["```sh", *lines, "```"])
-
-
-def markdown() -> str:
-    """The page as it should be."""
-    return filled(PAGE, {"table": _table(), "commands": _commands()})
+            shell_lines.append(" ".join([f"$ACLS {user}", *(f"--operation {name}" for name in operations)]) + " \\")
+            shell_lines += [f'  --{_OPTIONS[acl.resource]} "${{PREFIX}}{acl.name}" \\' for acl in resources]
+            shell_lines[-1] = shell_lines[-1].removesuffix(" \\")
+    return filled(PAGE, {"table": "\n".join(table), "commands": "\n".join(["```sh", *shell_lines, "```"])})
 
 
 if __name__ == "__main__":

@@ -265,20 +265,20 @@ def _compare_one(
         theirs, scales[0], sorted([*ended_samples, *our_reading.samples]), scales[1], tolerance
     )
     if verdict in FINE and theirs.pod != our_reading.pod:
-        verdict, reason = "holder", _why_other_holder(theirs.pod, our_reading.pod, shared=shared)
+        verdict = "holder"
+        if theirs.pod is None:
+            reason = "they name no pod: the kubelet told them of none when they were scraped"
+        elif our_reading.pod is None and shared:
+            reason = (
+                "several pods hold the GPU: they give each of them the whole, gpustream each its part (gpu_pod_...)"
+            )
+        elif our_reading.pod is None:
+            reason = "gpustream names no pod: several hold the GPU, or none held it when the value was read"
+        else:
+            reason = "another pod: theirs is who held the GPU at the scrape, ours who held it when the value was read"
     elif verdict in FINE and theirs.name != our_reading.name:
         reason = "; ".join(filter(None, ["another name for the same", reason]))
     return Compared(compared_device, key, _side(theirs), _side(our_reading), verdict, reason)
-
-
-def _why_other_holder(theirs: str | None, ours: str | None, *, shared: bool) -> str:
-    if theirs is None:
-        return "they name no pod: the kubelet told them of none when they were scraped"
-    if ours is None and shared:
-        return "several pods hold the GPU: they give each of them the whole, gpustream each its part (gpu_pod_...)"
-    if ours is None:
-        return "gpustream names no pod: several hold the GPU, or none held it when the value was read"
-    return "another pod: theirs is who held the GPU at the scrape, ours who held it when the value was read"
 
 
 def verdict_of(

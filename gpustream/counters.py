@@ -6,7 +6,6 @@ On failure: errors of the file, each with its line, on standard error. Exit code
           be served.
 """
 
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -14,7 +13,7 @@ import click
 from gpustream.command import Argument, Command, CommandGroup, counted
 from gpustream.output import FAILED
 from sinks.series.counters import load, pick
-from sinks.series.counters_file import Counter, CountersError, LineError
+from sinks.series.counters_file import CountersError, LineError
 
 
 @click.group(cls=CommandGroup)
@@ -34,7 +33,13 @@ def check(file: Path) -> None:
     try:
         picked = load(file)
     except CountersError as error:
-        for line, text in sorted({*error.errors, *_unserved(error.rows)}):
+        errors = set(error.errors)
+        try:
+            left_out = pick(error.rows).left_out
+            errors |= {LineError(counter.line, f"{counter.name}: {reason}") for counter, reason in left_out}
+        except CountersError as none_served:
+            errors |= {line_error for line_error in none_served.errors if line_error.line}
+        for line, text in sorted(errors):
             click.echo(f"{file}:{line}: {text}" if line else f"{file}: {text}", err=True)
         raise SystemExit(FAILED) from error
     for counter, reason in picked.left_out:
@@ -42,11 +47,3 @@ def check(file: Path) -> None:
     rows = len(picked.served) + len(picked.left_out)
     click.echo(f"{file}: {len(picked.served)} of {counted(rows, 'row')} can be served")
     raise SystemExit(FAILED if picked.left_out else 0)
-
-
-def _unserved(rows: Iterable[Counter]) -> Iterator[LineError]:
-    """The rows of a file with errors that could not be served either."""
-    try:
-        yield from (LineError(counter.line, f"{counter.name}: {reason}") for counter, reason in pick(rows).left_out)
-    except CountersError as error:  # no row of it can be served
-        yield from (line_error for line_error in error.errors if line_error.line)

@@ -331,7 +331,18 @@ def _block(device: Json, device_by_left_out: dict[str, str]) -> list[str]:
     parts = (*_identity(device), *_users(device))
     lines = [line for label, content in parts for line in _line(label, content, width)]
     if device["state"] == "ok":
-        lines += [*_metrics(device["metrics"], width), *_left_out(device, device_by_left_out, width)]
+        metrics = device["metrics"]
+        lines += _line("metrics", f"{len(metrics)} of {len(CATALOGUE)}", width)
+        # two values on a line; one that is too long for that has its own line
+        half = (width - len(_MARGIN) - len(_GAP)) // 2
+        amounts = [(key, amount(key, metrics[key])) for key in CATALOGUE if key in metrics]
+        cells = [f"{key}{value:>{max(half - len(key), len(value) + 1)}}" for key, value in amounts]
+        while cells:
+            line = cells.pop(0)
+            if cells and max(len(line), len(cells[0])) <= half:
+                line += _GAP + cells.pop(0)
+            lines.append(_MARGIN + line)
+        lines += _left_out(device, device_by_left_out, width)
     return [margin + line for line in lines]
 
 
@@ -382,19 +393,6 @@ def _users(device: Json) -> Iterator[tuple[str, str]]:
         yield "process", f"and {len(processes) - MOST_PROCESSES} more"
     for job in device.get("jobs", ()):
         yield "job", ", ".join(job[key] for key in ("id", "user", "partition", "account") if key in job)
-
-
-def _metrics(metrics: Mapping[str, float], width: int) -> Iterator[str]:
-    """Two values on a line; one that is too long for that has its own line."""
-    yield from _line("metrics", f"{len(metrics)} of {len(CATALOGUE)}", width)
-    half = (width - len(_MARGIN) - len(_GAP)) // 2
-    amounts = [(key, amount(key, metrics[key])) for key in CATALOGUE if key in metrics]
-    cells = [f"{key}{value:>{max(half - len(key), len(value) + 1)}}" for key, value in amounts]
-    while cells:
-        line = cells.pop(0)
-        if cells and max(len(line), len(cells[0])) <= half:
-            line += _GAP + cells.pop(0)
-        yield _MARGIN + line
 
 
 def _left_out(device: Json, device_by_left_out: dict[str, str], width: int) -> Iterator[str]:

@@ -378,38 +378,38 @@ def workloads(devices: Iterable[Device]) -> list[Use]:
 
 
 def _uses(devices: Iterable[Device], key: Callable[[Device, Holder], tuple[str, str, str]]) -> list[Use]:
+    """The sums over the devices of each holder: its part of each, and the whole of a device that it holds alone."""
     pairs_by_key: dict[tuple[str, str, str], list[tuple[Device, Holder]]] = {}
     for device in devices:
         for holder in device.holders:
             pairs_by_key.setdefault(key(device, holder), []).append((device, holder))
-    return [_use(pairs) for pairs in pairs_by_key.values()]
-
-
-def _use(pairs: list[tuple[Device, Holder]]) -> Use:
-    """The sums over a holder's devices: its own part of each, and the whole of a device that it holds alone."""
-    ratios, memory, power = list[float](), 0.0, 0.0
-    for device, holder in pairs:
-        used, memory_bytes, watts = holder[4:]
-        if len(device.holders) == 1:
-            memory_bytes = device.memory_used_bytes if memory_bytes is None else memory_bytes
-            watts = device.power_watts if watts is None else watts
-        used = device.used_ratio if used is None else used
-        ratios += [] if used is None else [used]
-        memory += memory_bytes or 0.0
-        power += watts or 0.0
-    first = pairs[0][1]
-    return Use(
-        first.namespace,
-        first.pod,
-        first.workload,
-        first.team,
-        pods=len({(holder.namespace, holder.pod) for _, holder in pairs}),
-        nodes=len({device.node for device, _ in pairs}),
-        gpus=len({device.gpu for device, _ in pairs}),
-        idle=len({device.gpu for device, holder in pairs if device.is_idle_for(holder)}),
-        used_ratio=sum(ratios) / len(ratios) if ratios else None,
-        memory_used_bytes=memory,
-        power_watts=power,
-        since_ms=min(device.held_since_ms(holder.name) for device, holder in pairs),
-        devices=tuple(device for device, _ in pairs),
-    )
+    uses = []
+    for pairs in pairs_by_key.values():
+        ratios, memory, power = list[float](), 0.0, 0.0
+        for device, holder in pairs:
+            used, memory_bytes, watts = holder[4:]
+            if len(device.holders) == 1:
+                memory_bytes = device.memory_used_bytes if memory_bytes is None else memory_bytes
+                watts = device.power_watts if watts is None else watts
+            used = device.used_ratio if used is None else used
+            ratios += [] if used is None else [used]
+            memory += memory_bytes or 0.0
+            power += watts or 0.0
+        first = pairs[0][1]
+        use = Use(
+            first.namespace,
+            first.pod,
+            first.workload,
+            first.team,
+            pods=len({(holder.namespace, holder.pod) for _, holder in pairs}),
+            nodes=len({device.node for device, _ in pairs}),
+            gpus=len({device.gpu for device, _ in pairs}),
+            idle=len({device.gpu for device, holder in pairs if device.is_idle_for(holder)}),
+            used_ratio=sum(ratios) / len(ratios) if ratios else None,
+            memory_used_bytes=memory,
+            power_watts=power,
+            since_ms=min(device.held_since_ms(holder.name) for device, holder in pairs),
+            devices=tuple(device for device, _ in pairs),
+        )
+        uses.append(use)
+    return uses

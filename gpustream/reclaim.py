@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 Form = Literal["table", "json"]
 COLUMNS = ("at", "action", "state", "cluster", "what", "when", "why")
+_TIME = "%Y-%m-%d %H:%M:%SZ"
 _decode = decoder(Action)
 
 
@@ -65,32 +66,18 @@ def list_(connection: Connection, namespace: str | None, form: Form) -> None:
     rows = [action for action in rows if namespace in (None, action.namespace)]
     if form == "json":
         json_lines(rows)
-    else:
-        show_or_say(COLUMNS, [_row(action) for action in rows], "nothing was decided")
-
-
-def _row(action: Action) -> tuple[str, ...]:
-    object_text = (
-        describe(action.action, action.target, action.namespace)
-        if action.action and action.target
-        else f"namespace {action.namespace}"
-    )
-    due = (
-        f"{action.due_at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}"
-        if action.due_at is not None and action.state == "planned"
-        else ""
-    )
-    why = " ".join(f"{action.reason or action.alert}: {action.message}".split())
-    cells = (
-        f"{action.at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}",
-        action.id,
-        action.state,
-        action.cluster,
-        object_text,
-        due,
-        why,
-    )
-    return tuple(printable(cell, "") for cell in cells)
+        return
+    table_rows = []
+    for action in rows:
+        at, due, object_text = f"{action.at.astimezone(UTC):{_TIME}}", "", f"namespace {action.namespace}"
+        if action.action and action.target:
+            object_text = describe(action.action, action.target, action.namespace)
+        if action.due_at is not None and action.state == "planned":
+            due = f"{action.due_at.astimezone(UTC):{_TIME}}"
+        reason = " ".join(f"{action.reason or action.alert}: {action.message}".split())
+        cells = (at, action.id, action.state, action.cluster, object_text, due, reason)
+        table_rows.append(tuple(printable(cell, "") for cell in cells))
+    show_or_say(COLUMNS, table_rows, "nothing was decided")
 
 
 @reclaim.command(
@@ -145,8 +132,11 @@ async def _undo(connection: Connection, action_id: str, kubeconfig: Path | None)
         raise NotUndone(f"{error}") from error
     finally:
         await api.close()
-    at = time_of(now_ms())
-    undone = msgspec.structs.replace(action, state="undone", at=at, by=_user(), reason=None)
+    try:
+        user = f"user {getpass.getuser()}"
+    except (OSError, KeyError):
+        user = f"gpustream reclaim undo at {datetime.now(UTC):%H:%M:%SZ}"
+    undone = msgspec.structs.replace(action, state="undone", at=time_of(now_ms()), by=user, reason=None)
     sender = Sender(connection, client_id="gpustream-reclaim")
     async with connecting(sender):
         value, key = msgspec.json.encode(undone), undone.cluster.encode()
@@ -174,10 +164,3 @@ async def _give_back(cluster: Cluster, action: Action) -> None:
         refuse(patch.message)
     if await cluster.change(action.target, action.namespace, patch) is None:
         refuse("somebody changed it at the same time: try again")
-
-
-def _user() -> str:
-    try:
-        return f"user {getpass.getuser()}"
-    except (OSError, KeyError):
-        return f"gpustream reclaim undo at {datetime.now(UTC):%H:%M:%SZ}"

@@ -55,8 +55,18 @@ def options_markdown() -> str:
         "Every command that has `--kafka` has these too. [kafka.md](../how-to/kafka.md#connect) says which of "
         "them a broker wants.",
         table(_COLUMNS, [_option(param) for param in _options(main.entries["alerts"].load()) if _is_shared(param)]),
-        *(_command(path, command) for path, command in commands(main, ("gpustream",))),
     ]
+    for path, command in commands(main, ("gpustream",)):
+        title = " ".join(path)
+        arguments = [f" [{param.human_readable_name}]" for param in command.params if isinstance(param, click.Argument)]
+        options = [_option(param) for param in _options(command) if not _is_shared(param)]
+        parts += [
+            f"## {title}",
+            *(" ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n")),
+            f"```\n{title}{''.join(arguments)} [OPTIONS]\n```",
+            table(_COLUMNS, options),
+            f"```sh\n{getattr(command, 'example', '').strip()}\n```",
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -131,22 +141,6 @@ def sections() -> Iterator[MetricsSection]:
             if rows:
                 parent = name.rpartition(".")[0]
                 yield MetricsSection(name if parent == sinks.__name__ else parent, rows)  # a sink may be one module
-
-
-def _command(path: tuple[str, ...], command: click.Command) -> str:
-    title = " ".join(path)
-    arguments = [f" [{param.human_readable_name}]" for param in command.params if isinstance(param, click.Argument)]
-    options = [_option(param) for param in _options(command) if not _is_shared(param)]
-    paragraphs = [" ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n")]
-    return "\n\n".join(
-        [
-            f"## {title}",
-            *paragraphs,
-            f"```\n{title}{''.join(arguments)} [OPTIONS]\n```",
-            table(_COLUMNS, options),
-            f"```sh\n{getattr(command, 'example', '').strip()}\n```",
-        ]
-    )
 
 
 def _options(command: click.Command) -> list[click.Option]:

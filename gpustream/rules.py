@@ -37,7 +37,7 @@ from streams.alerts import tick as ticks
 from streams.alerts.node import Replay
 from streams.alerts.rules import rules_file
 from streams.alerts.rules.options import OPTIONS
-from streams.alerts.rules.rule import Rule, Rules
+from streams.alerts.rules.rule import Rules
 from streams.alerts.rules.rules_file import RulesError
 from topics import attributed
 from topics.alerts import Alert
@@ -79,19 +79,18 @@ def check(file: Path) -> None:
 def show_rules(file: Path | None) -> None:
     """Show every rule as it is by a file, or by default: its kind, whether it is on, and all of its options."""
     all_rules = (_or_exit(rules_file.every, file) if file is not None else rules_file.defaults()).values()
-    show(("rule", "kind", "on", "severity", "for", "keep_firing_for", "further"), [_row(rule) for rule in all_rules])
-
-
-def _row(rule: Rule) -> tuple[str, ...]:
-    """A rule as a row. Durations of zero, such as ``for`` of an event, are shown as a dash."""
-    options_of_kind = [
-        option for option in OPTIONS if rule.kind in option.kinds and option.key not in ("for", "critical_after")
-    ]
-    further = [f"{option.key} {option.format_value(rule)}" for option in options_of_kind]
-    further += [f"critical_after {duration_words(rule.critical_ms)}"] if rule.critical_ms else []
-    further += [counted(len(rule.overrides), "override")] if rule.overrides else []
-    times = [duration_words(ms) if ms else "-" for ms in (rule.for_ms, rule.keep_firing_ms)]
-    return rule.name, rule.kind, "yes" if rule.enabled else "no", rule.severity, *times, ", ".join(further) or "-"
+    table_rows = []
+    for rule in all_rules:
+        options_of_kind = [
+            option for option in OPTIONS if rule.kind in option.kinds and option.key not in ("for", "critical_after")
+        ]
+        further = [f"{option.key} {option.format_value(rule)}" for option in options_of_kind]
+        further += [f"critical_after {duration_words(rule.critical_ms)}"] if rule.critical_ms else []
+        further += [counted(len(rule.overrides), "override")] if rule.overrides else []
+        times = [duration_words(ms) if ms else "-" for ms in (rule.for_ms, rule.keep_firing_ms)]
+        enabled = "yes" if rule.enabled else "no"
+        table_rows.append((rule.name, rule.kind, enabled, rule.severity, *times, ", ".join(further) or "-"))
+    show(("rule", "kind", "on", "severity", "for", "keep_firing_for", "further"), table_rows)
 
 
 def _one_source(values: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from types import FrameType
 from typing import Protocol, runtime_checkable
 
@@ -151,18 +151,14 @@ def run(
             code = uvloop.run(guarded())
     finally:
         deadline.cancel()
-    if _any_alive_after_wait(set(threading.enumerate()) - threads):
+    # the interpreter would wait for these threads for ever
+    started_threads = [thread for thread in set(threading.enumerate()) - threads if not thread.daemon]
+    end = time.monotonic() + _CANCEL_S
+    for thread in started_threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    if any(thread.is_alive() for thread in started_threads):
         _flush_and_exit(code, exit_process)
     return code
-
-
-def _any_alive_after_wait(threads: Iterable[threading.Thread]) -> bool:
-    """Whether any of the threads that the interpreter would wait for is still alive after a second."""
-    non_daemon = [thread for thread in threads if not thread.daemon]
-    end = time.monotonic() + _CANCEL_S
-    for thread in non_daemon:
-        thread.join(max(0.0, end - time.monotonic()))
-    return any(thread.is_alive() for thread in non_daemon)
 
 
 def _flush_and_exit(code: int, exit_process: Exit) -> None:

@@ -189,11 +189,20 @@ def show_letter(letter: LetterId, connection: Connection, form: Literal["text", 
     if form == "raw":
         sys.stdout.buffer.write(value)
     elif form == "json":
-        click.echo(
-            orjson.dumps(
-                {**_as_json(found_letter), "whole": is_whole, "value_base64": base64.b64encode(value).decode()}
-            )
-        )
+        cause = found_letter.cause
+        fields = {
+            "letter": str(found_letter.id),
+            **cause.origin._asdict(),
+            "key": found_letter.key_text if found_letter.key is not None else None,
+            "stage": cause.stage,
+            "error": cause.error,
+            "at_ms": cause.at_ms,
+            "length": cause.length,
+            "sent_again": found_letter.resubmitted,
+            "whole": is_whole,
+            "value_base64": base64.b64encode(value).decode(),
+        }
+        click.echo(orjson.dumps(fields))
     else:
         reason = refusal_reason(found_letter) or (record if isinstance(record, str) else None)
         click.echo("\n".join(_as_text(found_letter, value, reason)))
@@ -206,22 +215,6 @@ async def _find(connection: Connection, letter_id: LetterId) -> tuple[Letter, Or
             if letter.id == letter_id:
                 return letter, await original(originals, letter)
     return None
-
-
-def _as_json(letter: Letter) -> dict[str, Any]:
-    name, partition, offset = letter.cause.origin
-    return {
-        "letter": str(letter.id),
-        "topic": name,
-        "partition": partition,
-        "offset": offset,
-        "key": letter.key_text if letter.key is not None else None,
-        "stage": letter.cause.stage,
-        "error": letter.cause.error,
-        "at_ms": letter.cause.at_ms,
-        "length": letter.cause.length,
-        "sent_again": letter.resubmitted,
-    }
 
 
 def _as_text(letter: Letter, value: bytes, reason: str | None) -> Iterator[str]:

@@ -148,30 +148,20 @@ async def _with_progress(reader: History, situation: Situation) -> Situation:
     later_groups = await _groups(reader.connection)
     watched_s = time.monotonic() - began_s
     later_by_name = {group.name: group for group in await _with_lags(reader, later_groups or ())}
-    return situation._replace(
-        groups=[
-            _group_with_progress(group, later, watched_s) if (later := later_by_name.get(group.name)) else group
-            for group in situation.groups or ()
-        ]
-    )
-
-
-def _group_with_progress(group: Group, later: Group, watched_s: float) -> Group:
-    """A group, with what it finished in the ``watched_s`` until ``later``."""
-    later_lags = {lag.topic: lag.records for lag in later.lags}
-    lags = [
-        lag._replace(
-            finished=sum(
-                max(0, offset - group.committed.get(tp, 0))
-                for tp, offset in later.committed.items()
-                if tp.topic == lag.topic
-            ),
-            grew=later_lags.get(lag.topic, 0) - lag.records,
-            watched_s=watched_s,
-        )
-        for lag in group.lags
-    ]
-    return group._replace(lags=tuple(lags))
+    groups = []
+    for group in situation.groups or ():
+        if (later := later_by_name.get(group.name)) is None:
+            groups.append(group)
+            continue
+        later_lags = {lag.topic: lag.records for lag in later.lags}
+        lags = []
+        for lag in group.lags:
+            committed = {tp: offset for tp, offset in later.committed.items() if tp.topic == lag.topic}
+            finished = sum(max(0, offset - group.committed.get(tp, 0)) for tp, offset in committed.items())
+            grew = later_lags.get(lag.topic, 0) - lag.records
+            lags.append(lag._replace(finished=finished, grew=grew, watched_s=watched_s))
+        groups.append(group._replace(lags=tuple(lags)))
+    return situation._replace(groups=groups)
 
 
 async def _with_lags(reader: History, groups: Sequence[GroupDescription]) -> list[Group]:

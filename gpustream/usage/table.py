@@ -130,7 +130,12 @@ class Table:
 
     def add(self, record: Usage) -> None:
         """Adds a record. There is one for each key."""
-        price = self._price(record)
+        price = None
+        if self.prices is not None:
+            price = self.prices.price_of(record.model or "", record.start_ms, record.node_labels)
+            if price is None and record.slice_ms:
+                model, hours = record.model or _NO_MODEL, Fraction(record.slice_ms, record.of * HOUR_MS)
+                self.unpriced[model] = self.unpriced.get(model, Fraction(0)) + hours
         self.categories.setdefault(record.category, Sums()).add(record, price)
         self.whole.add(record, price)
         self._clusters.add(record.cluster)
@@ -152,17 +157,6 @@ class Table:
             self.gpu_hours += Fraction(gpu_ms, HOUR_MS)
             self.open_windows += not window.growing and window.slice_ms != window.ms * window.of
         self._windows.clear()
-
-    def _price(self, record: Usage) -> Decimal | None:
-        """The price of a GPU-hour of a record. Hours without a price are added to ``unpriced``."""
-        if self.prices is None:
-            return None
-        price = self.prices.price_of(record.model or "", record.start_ms, record.node_labels)
-        if price is None and record.slice_ms:
-            model = record.model or _NO_MODEL
-            hours = Fraction(record.slice_ms, record.of * HOUR_MS)
-            self.unpriced[model] = self.unpriced.get(model, Fraction(0)) + hours
-        return price
 
     def rows(self) -> list[UsageRow]:
         """The holders, most GPU-hours first, then the other categories. The rounded costs add up to the rounded whole.
