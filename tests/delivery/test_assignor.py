@@ -108,5 +108,5 @@ def test_a_topic_that_only_some_read_goes_to_those() -> None:
     assert set(dealt["old"]) == set(TOPICS[:2])
 
 
-def test_what_another_program_says_of_itself_is_nothing() -> None:
+def test_the_metadata_of_another_program_is_ignored() -> None:
     assert claim_of(None) == claim_of(b"\x00\x01") == claim_of(b"[]") == Claim()

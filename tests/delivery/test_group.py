@@ -220,7 +220,7 @@ async def test_a_fetch_waits_for_more_while_many_records_come_and_not_for_one_by
     watching.cancel()
 
 
-async def test_a_fetch_that_fails_gives_nothing_and_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fetch_that_fails_returns_nothing_and_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_RETRY_S", 0.0)
     client = Client(MINE)
     group, _ = group_of(client)
@@ -233,7 +233,7 @@ async def test_a_fetch_that_fails_gives_nothing_and_is_said(monkeypatch: pytest.
 # -- partitions that are added
 
 
-async def test_a_partition_that_is_added_is_nobodys_and_ends_the_process_with_70() -> None:
+async def test_a_partition_that_is_added_has_no_member_and_ends_the_process_with_70() -> None:
     client = Client(MINE, THEIRS)
     group, member = group_of(client)
     await group.on_partitions_assigned(set())
@@ -276,7 +276,7 @@ async def test_a_group_that_has_members_is_not_begun() -> None:
 # -- transactions
 
 
-async def test_a_transaction_that_stays_open_is_said_after_a_minute_and_a_moving_one_is_not(
+async def test_a_transaction_that_stays_open_is_logged_after_a_minute_and_a_moving_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client = Client(MINE)

@@ -71,7 +71,7 @@ def closed(cause: BaseException) -> KafkaConnectionError:
         (CredentialsError("--kafka-password-file /p: it is empty"), LOGIN, "--kafka-password-file /p: it is empty"),
     ],
 )
-def test_what_must_be_mended_is_named_at_once(error: Exception, connection: Connection, expected: str) -> None:
+def test_what_must_be_fixed_is_named_at_once(error: Exception, connection: Connection, expected: str) -> None:
     assert expected in (of_connecting(error, connection, "u") or "")
 
 
@@ -90,7 +90,7 @@ def test_a_broker_that_closes_a_connection_may_only_be_stopping_until_it_does_so
 
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError(), TimeoutError(), OSError(-2, "Name or service not known")])
-def test_a_broker_that_is_away_needs_no_mending(error: Exception) -> None:
+def test_a_broker_that_is_away_needs_no_fix(error: Exception) -> None:
     assert of_connecting(error, LOGIN, again=True) is None
 
 
@@ -104,7 +104,7 @@ def test_a_broker_that_is_away_needs_no_mending(error: Exception) -> None:
         (ClusterAuthorizationFailedError(), "do what this needs of the cluster: "),
     ],
 )
-def test_a_missing_acl_says_for_what(error: Exception, expected: str) -> None:
+def test_a_missing_acl_is_named_with_its_resource(error: Exception, expected: str) -> None:
     assert f"Kafka does not let this client {expected}" in describe(error)
     assert type(error).__name__ in describe(error)
 

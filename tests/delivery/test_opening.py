@@ -69,7 +69,7 @@ async def test_a_client_is_made_without_any_secret(connection: Connection) -> No
     assert SECRET not in repr(opening.options(connection))
 
 
-async def test_what_must_be_mended_is_known_until_a_connection_is_open(broker: Broker, connection: Connection) -> None:
+async def test_what_must_be_fixed_is_known_until_a_connection_is_open(broker: Broker, connection: Connection) -> None:
     broker.password = "another"  # noqa: S105
     with pytest.raises(opening.Unusable, match=r"Kafka at k:1: it does not accept the user u"):
         await open_it(connection)

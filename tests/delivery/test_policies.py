@@ -81,7 +81,7 @@ def test_a_misspelt_annotation_is_named_with_the_one_that_was_meant(name: str, e
     "name",
     ["prometheus.io/alerts", "example.com/idle-after", "gpustream.dev/reclaimed-by", "app.kubernetes.io/name", ALERTS],
 )
-def test_what_was_not_meant_for_gpustream_is_nobodys_error(name: str) -> None:
+def test_an_annotation_that_was_not_meant_for_gpustream_is_no_error(name: str) -> None:
     assert annotation_errors({name: "on"}, "ml", DEFAULT_BOUNDS, of_pod=True) == []
 
 

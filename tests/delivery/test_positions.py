@@ -71,11 +71,11 @@ async def test_a_group_begins_in_all_partitions_of_a_topic_at_once_or_has_member
     assert group.committed == expected
 
 
-async def test_a_new_group_starts_at_the_end_where_all_is_older() -> None:
+async def test_a_new_group_starts_at_the_end_if_all_is_older() -> None:
     assert await find(FakeGroup(LOG, begin=10), 60.0) == Start(10, 200, 200, 200, None)
 
 
-async def test_a_new_group_starts_at_the_beginning_where_the_broker_knows_no_times() -> None:
+async def test_a_new_group_starts_at_the_beginning_if_the_broker_knows_no_times() -> None:
     assert await find(FakeGroup(LOG, begin=10, by_time=False), 60.0) == Start(10, 10, 10, 200, None)
 
 
@@ -87,7 +87,7 @@ async def test_no_more_is_read_back_than_there_is() -> None:
     assert await find(FakeGroup(LOG, group=20, begin=10)) == Start(10, 10, 20, 200, 20)
 
 
-async def test_everything_is_read_back_where_the_broker_knows_no_times() -> None:
+async def test_everything_is_read_back_if_the_broker_knows_no_times() -> None:
     assert await find(FakeGroup(LOG, group=150, begin=10, by_time=False)) == Start(10, 10, 150, 200, 150)
 
 
@@ -97,7 +97,7 @@ async def test_a_topic_that_is_to_be_read_back_whole_is_read_from_its_beginning(
     assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE_LOG, known_offset=150) == KNOWN
 
 
-async def test_nothing_is_read_back_where_the_last_assignment_ended_just_here() -> None:
+async def test_nothing_is_read_back_if_the_last_assignment_ended_just_here() -> None:
     assert await find(FakeGroup(LOG, group=150, begin=10), known_offset=150) == KNOWN
     assert (await find(FakeGroup(LOG, group=150, begin=10), known_offset=149)).position == 89
 
@@ -112,7 +112,7 @@ async def test_a_topic_created_again_is_read_from_its_beginning() -> None:
     assert (start.position, start.resume, start.expired) == (10, 10, 0)
 
 
-async def test_an_offset_at_which_there_is_nothing_but_control_records_is_gone_past() -> None:
+async def test_an_offset_with_nothing_but_control_records_is_skipped() -> None:
     class Controls(FakeGroup):
         async def times(self, offsets: dict[Partition, int]) -> dict[Partition, int | None]:
             return dict.fromkeys(offsets)
@@ -310,7 +310,7 @@ async def test_state_that_is_held_is_read_on() -> None:
 
 
 @instant
-async def test_where_one_state_topic_of_a_partition_is_not_held_all_of_it_is_read_again() -> None:
+async def test_if_one_state_topic_of_a_partition_is_not_held_all_of_it_is_read_again() -> None:
     desk = Desk()
     fill(desk, minutes=60)
     start = await find_all(desk, ReadState({OWNERS: 55}))
@@ -329,7 +329,7 @@ async def test_held_state_that_the_log_no_longer_reaches_is_read_again() -> None
 
 
 @instant
-async def test_held_state_stays_where_the_log_is_another_one_which_is_read_as_well() -> None:
+async def test_held_state_stays_if_the_log_is_another_one_which_is_read_as_well() -> None:
     desk = Desk()
     fill(desk, minutes=60)
     start = await find_all(desk, ReadState({OWNERS: 61, LABELS: 0}))

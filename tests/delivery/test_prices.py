@@ -110,7 +110,7 @@ def test_a_price_for_more_time_than_an_earlier_one_is_for_the_rest(tmp_path: Pat
     assert [prices.price_of("a", day * 86_400_000, {}) for day in range(3)] == [2, 1, 2]
 
 
-def test_all_errors_are_said_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(PricesError) as raised:
         loaded(tmp_path, "prices: [{model: a}, {per_gpu_hour: 1}]")
     assert len(str(raised.value).splitlines()) == 3

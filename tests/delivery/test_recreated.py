@@ -76,7 +76,7 @@ async def test_a_topic_that_is_gone_is_asked_for_and_read_from_its_beginning_whe
     assert client.update_requests == 2
 
 
-async def test_one_that_was_only_out_of_sight_goes_on_where_it_was() -> None:
+async def test_a_topic_that_was_only_out_of_sight_goes_on_where_it_was() -> None:
     group, client = member()
     client.offset = 42
     present, absent = client.partitions, {OTHER: {0, 1}}
@@ -86,7 +86,7 @@ async def test_one_that_was_only_out_of_sight_goes_on_where_it_was() -> None:
     assert client.seeks == {}
 
 
-async def test_one_that_is_back_with_other_partitions_ends_the_process() -> None:
+async def test_a_topic_that_is_back_with_other_partitions_ends_the_process() -> None:
     group, client = member()
     for partitions in ({}, {TOPIC: {0}}):
         client.partitions = {OTHER: {0, 1}, **partitions}
@@ -95,7 +95,7 @@ async def test_one_that_is_back_with_other_partitions_ends_the_process() -> None
     assert "has 1 partitions, and had 2" in str(group.failed.exception())
 
 
-async def test_one_that_is_not_known_yet_after_joining_is_not_taken_for_one_that_is_gone() -> None:
+async def test_a_topic_that_is_not_known_yet_after_joining_is_not_taken_for_a_deleted_one() -> None:
     group, client = member()
     partitions, client.partitions = client.partitions, {}
     group.check_topics(0.0)

@@ -27,7 +27,7 @@ async def test_work_that_ends_is_waited_for() -> None:
     assert done == ["work"]
 
 
-async def test_a_stop_ends_work_that_hangs_and_what_it_has_to_put_away_is_put_away() -> None:
+async def test_a_stop_ends_work_that_hangs_and_lets_it_clean_up() -> None:
     stop, ended = asyncio.Event(), []
 
     async def work() -> None:

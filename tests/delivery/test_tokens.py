@@ -94,7 +94,7 @@ async def test_a_token_that_the_broker_refused_is_not_used_again(endpoint: Endpo
         (503, "down", "answers 503"),
     ],
 )
-async def test_an_endpoint_that_gives_none_is_named_with_what_to_check(
+async def test_an_endpoint_that_gives_no_token_is_named_with_what_to_check(
     endpoint: Endpoint, tmp_path: Path, status: int, answer: object, expected: str
 ) -> None:
     endpoint.status, endpoint.answer = status, answer
@@ -121,7 +121,7 @@ async def test_an_aws_role_is_asked_for_a_token_of_the_brokers_region(monkeypatc
         await tokens.token(Connection("k:1", mechanism="aws-msk-iam"))
 
 
-async def test_without_the_extra_the_way_to_it_is_said() -> None:
+async def test_without_the_extra_the_error_says_how_to_install_it() -> None:
     connection = Connection("b-1.c.kafka.us-gov-west-1.amazonaws.com:9098", mechanism="aws-msk-iam")
     with pytest.raises(CredentialsError, match=r"pip install 'gpustream\[msk\]'"):
         await tokens.token(connection)

@@ -48,7 +48,7 @@ def asking(monkeypatch: pytest.MonkeyPatch, *answers: Checked | Exception) -> tu
     return check, broker_
 
 
-async def test_it_says_what_is_missing_and_what_to_run_and_goes_on_when_it_is_there(
+async def test_the_check_names_what_is_missing_and_what_to_run_and_goes_on_when_it_is_there(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     check, broker = asking(monkeypatch, BrokerUnavailable("no Kafka broker answers"), MISSING, MISSING, RESIZED, GOOD)

@@ -82,7 +82,7 @@ async def write(kafka: KafkaServer, start_ms: int) -> None:
         await producer.stop()
 
 
-async def test_a_clock_that_is_wrong_costs_its_own_node_what_prometheus_does_not_take_and_no_other_anything(
+async def test_a_wrong_clock_costs_its_own_node_what_prometheus_refuses_and_no_other_node_anything(
     empty_kafka: KafkaServer, start_prometheus: Callable[..., PrometheusServer]
 ) -> None:
     prometheus = start_prometheus()

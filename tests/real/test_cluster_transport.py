@@ -110,7 +110,7 @@ async def all_ended(*tasks: "asyncio.Task[Any]") -> None:
 # -- the watch
 
 
-async def test_what_is_there_comes_changes_and_goes_is_known(kube_api: ApiServer, watching: Watching) -> None:
+async def test_objects_that_exist_come_change_and_go_are_known(kube_api: ApiServer, watching: Watching) -> None:
     maps = await watching(kube_api)
     await maps.wait_for()
     for name in ("a", "b"):
@@ -367,7 +367,7 @@ async def joins(kube_api: ApiServer, request: pytest.FixtureRequest) -> AsyncIte
         yield join
 
 
-async def test_who_is_killed_is_followed_within_15_s_with_a_higher_epoch(joins: Joins) -> None:
+async def test_a_leader_that_is_killed_is_followed_within_15_s_with_a_higher_epoch(joins: Joins) -> None:
     first = await joins("first")
     await first.leads()
     second = await joins("second")
@@ -379,7 +379,7 @@ async def test_who_is_killed_is_followed_within_15_s_with_a_higher_epoch(joins: 
     assert second.epochs[0] > first.epochs[0]
 
 
-async def test_who_is_cut_off_ends_its_work_before_the_other_leads(joins: Joins) -> None:
+async def test_a_leader_that_is_cut_off_ends_its_work_before_the_other_leads(joins: Joins) -> None:
     first = await joins("first")
     await first.leads()
     second = await joins("second")
@@ -396,7 +396,7 @@ async def test_who_is_cut_off_ends_its_work_before_the_other_leads(joins: Joins)
     assert first.epochs[0] < second.epochs[0] < first.epochs[1]
 
 
-async def test_who_stops_in_order_is_followed_at_once(joins: Joins, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_leader_that_stops_in_order_is_followed_at_once(joins: Joins, caplog: pytest.LogCaptureFixture) -> None:
     first = await joins("first")
     await first.leads()
     second = await joins("second")

@@ -69,7 +69,7 @@ async def connecting(connection: Connection) -> AsyncIterator["asyncio.Task[bool
         await asyncio.wait([task])
 
 
-async def test_each_way_to_say_who_one_is_is_understood(
+async def test_each_way_to_authenticate_is_understood(
     kafka: KafkaServer, authority: Authority, scram: Connection, tmp_path: Path
 ) -> None:
     (tmp_path / "plain").write_text(PLAIN_PASSWORDS["plain"])
@@ -117,7 +117,7 @@ async def test_whatever_keeps_a_connection_from_being_opened_is_one_sentence(
             await eventually(partial(error_contains, connection, expected), expected, unless=task)
 
 
-async def test_a_password_that_is_mended_needs_no_restart(scram: Connection, tmp_path: Path) -> None:
+async def test_a_password_that_is_corrected_needs_no_restart(scram: Connection, tmp_path: Path) -> None:
     assert scram.password_file is not None
     scram.password_file.write_text(WRONG_PASSWORD)
     async with connecting(scram) as task:
@@ -136,7 +136,7 @@ async def test_a_ca_that_is_renewed_on_disk_needs_no_restart(scram: Connection, 
         assert await asyncio.wait_for(task, 120)
 
 
-async def test_a_token_is_had_by_client_credentials_and_asked_for_again_before_it_expires(
+async def test_a_token_is_obtained_by_client_credentials_and_asked_for_again_before_it_expires(
     kafka: KafkaServer, authority: Authority, tmp_path: Path
 ) -> None:
     requests: list[tuple[str, str | None]] = []
@@ -183,7 +183,7 @@ async def test_a_token_is_had_by_client_credentials_and_asked_for_again_before_i
         await runner.cleanup()
 
 
-async def test_a_right_that_is_taken_away_is_said_and_given_again_it_is_used_without_a_restart(
+async def test_a_right_that_is_taken_away_is_reported_and_once_given_again_it_is_used_without_a_restart(
     kafka: KafkaServer, scram: Connection
 ) -> None:
     topic, group = "connect-rights", "connect-rights"

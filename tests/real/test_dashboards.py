@@ -518,7 +518,7 @@ def test_a_variable_has_values(fleet: Fleet, query: Query) -> None:
     assert {value for labels in fleet.ask(query, {}) for name, value in labels if name == query.ref}
 
 
-def test_what_is_expected_is_asked() -> None:
+def test_every_expected_value_has_a_query() -> None:
     named = {str(query) for query in dashboard.queries()}
     assert EXPECTED.keys() <= named
     assert {f"gpu-usage/{name}" for name in USAGE} <= named
@@ -559,7 +559,7 @@ RECORDED: dict[str, Callable[[Truth], Answer]] = {
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_what_is_recorded_is_true(fleet: Fleet, name: str) -> None:
+def test_recorded_series_are_true(fleet: Fleet, name: str) -> None:
     query = Query("", name, "", recorded(name), "")
     assert fleet.ask(query, {}) == pytest.approx(RECORDED[name](fleet.truth), rel=1e-6)
 

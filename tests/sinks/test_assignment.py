@@ -120,7 +120,7 @@ async def test_what_is_not_finished_when_it_is_abandoned_is_given_back() -> None
     assert (setup.count("delivered_total"), setup.count("released_total"), setup.count("held")) == (4, 6, 0)
 
 
-async def test_after_it_is_over_nothing_is_committed() -> None:
+async def test_after_the_end_nothing_is_committed() -> None:
     setup = Setup(FakeGroup(LOG))
     setup.before = lambda offset: setup.assignment.close() if offset == 4 else None
     with pytest.raises(Abandoned):
@@ -159,7 +159,7 @@ async def test_an_assignment_that_follows_unchanged_keeps_its_handler() -> None:
     assert second.handler.delivered == second.handler.recalled == []
 
 
-async def test_a_topic_that_is_made_again_is_delivered_from_its_start() -> None:
+async def test_a_topic_that_is_created_again_is_delivered_from_its_start() -> None:
     setup = Setup(FakeGroup(LOG))
 
     def anew(offset: int) -> None:
@@ -191,7 +191,7 @@ async def test_holes_of_control_records_are_no_loss() -> None:
     assert setup.consumer.group == 13
 
 
-async def test_a_partition_is_quiet_where_all_of_it_is_read_and_only_there() -> None:
+async def test_a_partition_is_quiet_if_all_of_it_is_read_and_only_then() -> None:
     read_whole, behind = Setup(FakeGroup(LOG, group=10)), Setup(FakeGroup(LOG, group=4))
     await read_whole.read()
     await behind.read()
@@ -205,7 +205,7 @@ async def test_a_partition_is_not_quiet_because_the_broker_is() -> None:
     assert setup.handler.quiet_after == []
 
 
-async def test_a_partition_is_quiet_where_only_an_open_transaction_follows() -> None:
+async def test_a_partition_is_quiet_if_only_an_open_transaction_follows() -> None:
     setup = Setup(FakeGroup(LOG, group=4, stable=8))
     await setup.read()
     assert setup.handler.delivered == [4, 5, 6, 7]

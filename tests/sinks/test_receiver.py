@@ -91,7 +91,7 @@ async def test_a_receiver_that_refuses_everything_is_tried_again_until_it_accept
     assert await send(to) == "HTTP 422: said"
 
 
-async def test_one_request_that_is_tried_again_is_said_once_while_others_are_accepted(
+async def test_one_request_that_is_tried_again_is_logged_once_while_others_are_accepted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -112,7 +112,9 @@ async def test_one_request_that_is_tried_again_is_said_once_while_others_are_acc
     ]
 
 
-async def test_who_gives_up_does_not_say_that_the_receiver_answers_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_abandoned_send_does_not_report_that_the_receiver_answers_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     scripted, stop = Scripted(default_status=lambda _: 503), asyncio.Event()
     to = receiver(scripted)
@@ -156,7 +158,7 @@ async def test_a_request_that_can_t_be_made_now_is_made_later(error: Exception) 
     assert len(scripted.requests) == 1
 
 
-async def test_who_gives_up_does_so_after_the_attempt_that_is_under_way() -> None:
+async def test_an_abandoned_send_ends_after_the_attempt_in_flight() -> None:
     scripted, stop = Scripted(default_status=lambda _: 503), asyncio.Event()
     scripted.hold.clear()
     sending = asyncio.ensure_future(receiver(scripted).send(lambda: REQUEST, stop))
@@ -170,7 +172,7 @@ async def test_who_gives_up_does_so_after_the_attempt_that_is_under_way() -> Non
     assert len(scripted.requests) == 1
 
 
-async def test_nothing_is_sent_for_one_who_has_given_up() -> None:
+async def test_nothing_is_sent_after_the_send_was_abandoned() -> None:
     scripted, stop = Scripted(), asyncio.Event()
     stop.set()
     with pytest.raises(Abandoned):
@@ -178,7 +180,7 @@ async def test_nothing_is_sent_for_one_who_has_given_up() -> None:
     assert scripted.requests == []
 
 
-async def test_a_change_is_said_once_without_the_path_and_the_password(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_change_is_logged_once_without_the_path_and_the_password(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     scripted = Scripted(0, 0, 0)
     to = receiver(scripted)
@@ -216,7 +218,7 @@ async def test_while_it_fails_it_says_why_and_what_waits_for_its_return_is_repor
     assert attempts == {"accepted": 1, "again": 1, "misconfigured": 1}
 
 
-async def test_no_more_attempts_are_under_way_than_may_be_and_one_that_waits_takes_no_place() -> None:
+async def test_attempts_in_flight_are_limited_and_one_that_waits_takes_no_slot() -> None:
     scripted = Scripted(default_status=lambda body: 503 if body == b"bad" and len(scripted.requests) < 30 else 200)
     instruments = Instruments(INSTRUMENTS)
     to = Receiver("http://h:1", scripted.post, "test", instruments, at_once=2, first_s=0.0)

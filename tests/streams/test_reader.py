@@ -227,7 +227,7 @@ async def test_a_hole_in_a_compacted_topic_is_believed_at_once() -> None:
 
 
 @instant
-async def test_a_topic_that_is_made_again_under_the_reader_is_read_from_its_beginning() -> None:
+async def test_a_topic_that_is_created_again_under_the_reader_is_read_from_its_beginning() -> None:
     desk = Desk()
     desk.log(TICKS).append(50)
     await desk.assign()
@@ -243,7 +243,7 @@ async def test_a_topic_that_is_made_again_under_the_reader_is_read_from_its_begi
 
 
 @instant
-async def test_state_that_is_made_again_under_the_reader_is_kept_and_its_new_log_learned_as_well() -> None:
+async def test_state_whose_topic_is_created_again_under_the_reader_is_kept_and_its_new_log_learned_as_well() -> None:
     desk = Desk()
     desk.log(OWNERS).append(50)
     await desk.assign()
@@ -337,7 +337,7 @@ async def test_a_commit_of_state_is_never_set_back() -> None:
 
 
 @instant
-async def test_of_a_state_that_was_made_again_nothing_is_finished() -> None:
+async def test_of_a_state_topic_that_was_created_again_nothing_is_finished() -> None:
     desk = Desk()
     desk.log(OWNERS).append(5)
     desk.broker.committed[OWNERS] = 40

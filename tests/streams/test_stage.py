@@ -28,6 +28,6 @@ def test_both_streams_count_what_they_read_alike() -> None:
     assert {name: alerts[name] for name in SHARED} == {name: attribution[name] for name in SHARED}
 
 
-def test_both_streams_say_how_late_their_loop_is_as_sinks_do() -> None:
+def test_both_streams_report_how_late_their_loop_is_as_sinks_do() -> None:
     assert lateness_instrument("alerts") in ALERTS
     assert lateness_instrument("attribution") in ATTRIBUTION

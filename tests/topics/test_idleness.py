@@ -36,5 +36,5 @@ def device(*pods: float | None, used: float | None = None, **fields: Any) -> Att
         (device(None, used=0.9, state="a word of a later version"), "busy"),
     ],
 )
-def test_a_device_is_said_in_a_word(device: AttributedDevice, activity: Activity) -> None:
+def test_a_device_has_one_activity(device: AttributedDevice, activity: Activity) -> None:
     assert device_activity(device) == activity

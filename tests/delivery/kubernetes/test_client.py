@@ -99,7 +99,7 @@ async def test_requests_are_counted_by_their_status_or_by_why_there_is_none(serv
     assert [value(instruments, names.API_REQUESTS, code=code) for code in ("200", "404", "connection")] == [1, 1, 1]
 
 
-async def test_nobody_there_is_distinguished_from_a_silence(server: ApiServer, connect: Open) -> None:
+async def test_an_unreachable_server_is_distinguished_from_a_silent_one(server: ApiServer, connect: Open) -> None:
     api = await connect()
     server.next(hang, says(b"half", then="hang"))
     for _ in range(2):
@@ -298,7 +298,7 @@ async def test_a_login_command_gives_the_token_and_is_run_again_after_a_401(
     await eventually(lambda: accepted(api))
 
 
-async def test_a_token_that_is_no_header_is_said(server: ApiServer, connect: Open, tmp_path: Path) -> None:
+async def test_a_token_that_is_no_valid_header_is_reported(server: ApiServer, connect: Open, tmp_path: Path) -> None:
     (tmp_path / "config").write_text(kubeconfig(server.url, {"token": "one\r\nX-Other: 1"}))
     api = await connect()
     with pytest.raises(Unreachable, match="header"):
@@ -353,18 +353,18 @@ async def test_kubeconfigs_are_found_where_kubectl_finds_them(
         "\x00",
     ],
 )
-async def test_a_kubeconfig_that_is_none_is_said_in_a_sentence(connect: Open, tmp_path: Path, text: str) -> None:
+async def test_a_malformed_kubeconfig_is_reported_in_a_sentence(connect: Open, tmp_path: Path, text: str) -> None:
     (tmp_path / "none").write_text(text)
     with pytest.raises(ConfigError, match=str(tmp_path / "none")):
         await connect(tmp_path / "none")
 
 
-async def test_a_kubeconfig_that_is_not_there_is_said(connect: Open, tmp_path: Path) -> None:
+async def test_a_missing_kubeconfig_is_reported(connect: Open, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no kubeconfig at .*/nowhere"):
         await connect(tmp_path / "nowhere")
 
 
-async def test_an_account_without_a_certificate_authority_is_said(
+async def test_an_account_without_a_certificate_authority_is_reported(
     connect: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")

@@ -199,7 +199,7 @@ async def test_no_older_state_arrives_after_a_newer_one() -> None:
     assert setup.manager.most == 1
 
 
-async def test_who_gives_up_during_an_outage_has_reported_nothing_as_known() -> None:
+async def test_a_delivery_that_is_abandoned_in_an_outage_marks_nothing_as_reported() -> None:
     setup = Setup(FakeAlertmanager())
     setup.manager.default_status = lambda _: 503
     delivering = asyncio.ensure_future(setup.deliver(records(firing("a"))))
@@ -222,7 +222,7 @@ async def test_a_refused_alert_is_a_dead_letter_and_the_others_are_in(caplog: py
     assert setup.value("refused_total") == 2
 
 
-async def test_a_refused_alert_is_reported_again_nevertheless_and_that_is_said_once(
+async def test_a_refused_alert_is_sent_again_nevertheless_and_that_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     setup = Setup(FakeAlertmanager(bad=frozenset("a")), resend_s=0.02)
@@ -247,7 +247,7 @@ async def test_an_alert_that_was_refused_costs_the_others_one_request_more_not_a
     assert len(setup.manager.requests) == before + 2
 
 
-async def test_an_alertmanager_that_refuses_everything_is_not_said_to_be_well() -> None:
+async def test_an_alertmanager_that_refuses_everything_is_reported_as_failing() -> None:
     setup = Setup(FakeAlertmanager(bad=frozenset("abc")))
     await setup.deliver(records(*[firing(pod) for pod in "abc"]))
     assert setup.notifier.receiver.failing == "it refuses everything: am:1: HTTP 400: said"
@@ -257,14 +257,14 @@ async def test_an_alertmanager_that_refuses_everything_is_not_said_to_be_well() 
 
 
 @pytest.mark.parametrize("bad", [b"{nonsense", b"", b"[]"])
-async def test_what_cannot_be_decoded_is_a_dead_letter_and_holds_up_nothing(bad: bytes) -> None:
+async def test_a_record_that_cannot_be_decoded_is_a_dead_letter_and_holds_up_nothing(bad: bytes) -> None:
     setup = Setup(FakeAlertmanager())
     assert await setup.deliver([alert_record(bad, 0), *records(firing("a"), first=1)]) == [2]
     assert setup.ends() == {"delivered": 1, "dead_lettered": 1}
     assert setup.errors()[0].startswith("not a record of gpu.alerts")
 
 
-async def test_a_tombstone_is_let_pass() -> None:
+async def test_a_tombstone_is_accepted() -> None:
     setup = Setup(FakeAlertmanager())
     assert await setup.deliver([*records(over("a")), deleted(over("a"), 1, at_ms=now_ms())]) == [1, 2]
     assert setup.ends() == {"delivered": 1, "duplicate": 1}
@@ -273,7 +273,7 @@ async def test_a_tombstone_is_let_pass() -> None:
     assert setup.manager.heard == [("a", False)]
 
 
-async def test_after_the_topic_was_made_again_nothing_of_the_old_one_is_reported() -> None:
+async def test_after_the_topic_was_created_again_nothing_of_the_old_one_is_reported() -> None:
     setup = Setup(FakeAlertmanager())
     setup.partition.recall(records(firing("a"), firing("b")))
     setup.partition.reset()
@@ -283,7 +283,7 @@ async def test_after_the_topic_was_made_again_nothing_of_the_old_one_is_reported
     assert setup.manager.firing() == {"a"}
 
 
-def test_the_log_says_nothing_of_what_goes_well(caplog: pytest.LogCaptureFixture) -> None:
+def test_success_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
     async def deliver_all() -> None:

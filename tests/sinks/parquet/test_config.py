@@ -16,11 +16,11 @@ def test_a_directory_need_not_be_there_yet(tmp_path: Path) -> None:
     assert errors_of(tmp_path / "usage") == errors_of(tmp_path) == []
 
 
-def test_pyarrow_that_is_missing_is_said_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_pyarrow_is_reported_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert errors_of(tmp_path) == ["sink parquet: run `pip install 'gpustream[parquet]'` first: it needs pyarrow"]
 
 
-def test_a_path_that_can_not_be_written_to_is_said(tmp_path: Path) -> None:
+def test_a_path_that_can_not_be_written_to_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch(mode=0o444)
     assert errors_of(tmp_path / "file") == [f"--path: {tmp_path / 'file'} is no directory that can be written to"]

@@ -120,7 +120,7 @@ async def test_what_was_held_when_the_partition_went_away_is_not_written(tmp_pat
 
 
 @pytest.mark.parametrize("value", [b"{", b"{}", usage("ml")])
-async def test_what_is_no_record_is_a_dead_letter(tmp_path: Path, value: bytes | Usage) -> None:
+async def test_a_malformed_record_is_a_dead_letter(tmp_path: Path, value: bytes | Usage) -> None:
     setup = Setup(tmp_path)
     assert await setup.deliver(read(value, 0)._replace(key=b"another"), read(usage("ml"), 1)) == [2]
     assert setup.ends() == {"delivered": 1, "dead_lettered": 1}
@@ -134,7 +134,7 @@ async def test_a_deletion_says_nothing(tmp_path: Path) -> None:
     assert setup.rows() == []
 
 
-async def test_a_disk_that_does_not_take_files_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_that_fails_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "_RETRY_S", 0.01)
     path = tmp_path / "path"
     path.write_text("no directory")
@@ -146,7 +146,7 @@ async def test_a_disk_that_does_not_take_files_is_waited_for(tmp_path: Path, mon
     assert (setup.disk.failing, setup.ends()) == (None, {"delivered": 1})
 
 
-async def test_a_disk_that_does_not_take_files_holds_up_nobody_who_leaves(tmp_path: Path) -> None:
+async def test_a_disk_that_fails_does_not_hold_up_a_partition_that_leaves(tmp_path: Path) -> None:
     (tmp_path / "path").write_text("no directory")
     setup = Setup(tmp_path / "path")
     delivering = asyncio.ensure_future(setup.deliver(*logged(usage("ml"))))
@@ -156,7 +156,7 @@ async def test_a_disk_that_does_not_take_files_holds_up_nobody_who_leaves(tmp_pa
         await asyncio.wait_for(delivering, 20)
 
 
-async def test_what_a_killed_worker_left_is_no_file_and_in_nobodys_way(tmp_path: Path) -> None:
+async def test_what_a_killed_worker_left_is_no_file_and_is_removed(tmp_path: Path) -> None:
     leftover = tmp_path / FILE.with_name(f".{FILE.name}.tmp")
     leftover.parent.mkdir()
     leftover.write_bytes(b"half a file")

@@ -283,7 +283,7 @@ async def test_an_alert_that_is_deleted_while_it_fires_ends() -> None:
     assert setup.ends() == {"delivered": 1 + 1, "duplicate": 1}
 
 
-async def test_a_topic_made_again_knows_no_alert() -> None:
+async def test_a_topic_that_was_created_again_knows_no_alert() -> None:
     setup = Setup()
     await setup.deliver(0, alert_record(alert()))
     setup.handler.reset()
@@ -304,7 +304,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-async def test_what_is_no_alert_is_dead_lettered_before_it_is_gone_past(bad: bytes) -> None:
+async def test_a_record_that_is_no_alert_is_dead_lettered_before_its_offset_is_passed(bad: bytes) -> None:
     setup = Setup()
     await setup.deliver(0, alert_record(bad, 7, key=alert().fingerprint.encode()), alert_record(alert("b"), 8))
     assert setup.ends() == {"delivered": 1, "dead_lettered": 1}

@@ -182,7 +182,7 @@ async def test_what_was_recalled_is_not_sent_again() -> None:
         b'{"x":' + b"[" * 5000 + b"]" * 5000 + b"}",
     ],
 )
-async def test_what_is_no_record_is_dead_lettered_before_it_is_gone_past(bad: bytes) -> None:
+async def test_a_malformed_record_is_dead_lettered_before_its_offset_is_passed(bad: bytes) -> None:
     setup = Setup()
     await setup.deliver(record(bad, offset=7), record(sample(8)))
     assert setup.ends() == {"delivered": 1, "dead_lettered": 1}
@@ -190,14 +190,14 @@ async def test_what_is_no_record_is_dead_lettered_before_it_is_gone_past(bad: by
     assert (topic, value, headers["offset"], headers["stage"]) == ("gpu.dead-letters", bad, b"7", b"sink remote-write")
 
 
-async def test_what_an_earlier_life_buried_is_passed_over_when_it_is_recalled() -> None:
+async def test_what_an_earlier_life_dead_lettered_is_skipped_when_it_is_recalled() -> None:
     setup = Setup()
     setup.handler.recall([record(b"{", offset=1), record(b'{"x":' + b"[" * 5000 + b"]" * 5000 + b"}", offset=2)])
     await setup.deliver(record(sample(3), offset=3))
     assert setup.ends() == {"delivered": 1}
 
 
-async def test_null_is_what_is_absent() -> None:
+async def test_null_means_absent() -> None:
     setup = Setup()
     written_record = msgspec.json.decode(encoded(sample(1)))
     await setup.deliver(record(msgspec.json.encode({**written_record, "node_labels": None}), offset=1))
@@ -291,7 +291,7 @@ async def test_a_silent_node_is_ended_once_and_late_data_still_fits() -> None:
     assert setup.ends() == {"delivered": 2}
 
 
-async def test_a_topic_made_again_has_no_replays() -> None:
+async def test_a_topic_that_was_created_again_has_no_replays() -> None:
     setup = Setup()
     await setup.deliver(record(sample(5)))
     setup.handler.reset()

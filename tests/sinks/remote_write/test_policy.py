@@ -83,11 +83,11 @@ def test_a_refusal_without_a_count_is_no_sign_of_1_0_once_the_receiver_counted()
         ("", NOW_MS, "rejected"),
     ],
 )
-def test_a_refusal_is_counted_by_what_was_said(text: str, ts_ms: int, reason: str) -> None:
+def test_a_refusal_is_counted_by_its_reason(text: str, ts_ms: int, reason: str) -> None:
     assert refusal(Answer(400, text), ts_ms, NOW_MS).reason == reason
 
 
-def test_a_refusal_says_one_line() -> None:
+def test_a_refusal_is_reported_in_one_line() -> None:
     assert refusal(Answer(400, "a\n b\n" + "x" * 999), NOW_MS, NOW_MS).text.startswith("a b xxx")
     assert "\n" not in refusal(Answer(400, "a\nb"), NOW_MS, NOW_MS).text
     assert refusal(Answer(422), NOW_MS, NOW_MS).text == "HTTP 422"

@@ -165,7 +165,7 @@ async def test_a_live_node_whose_clock_is_hours_behind_holds_up_nobody() -> None
     await eventually(lambda: {"good"} in receiver.nodes())
 
 
-async def test_no_more_is_read_than_is_to_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_is_read_than_may_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AHEAD_RECORDS", 10)
     setup = Setup(receiver := HeldReceiver(hold={"a"}))
     await given_to(setup.handler, setup, *ticks(*"a" * 9))

@@ -53,7 +53,7 @@ async def test_what_is_no_refusal_is_tried_again_for_as_long_as_it_takes(status:
     assert to.failing is None
 
 
-async def test_while_it_fails_it_says_why() -> None:
+async def test_while_it_fails_the_reason_is_reported() -> None:
     stop = asyncio.Event()
     script = Script(*[Answer(0, "ClientConnectorError: refused")] * 1000)
     to = RemoteWriteSender(script.post, "1.0", Instruments(INSTRUMENTS), first_s=60.0)
@@ -73,7 +73,7 @@ async def test_retry_after_is_waited_for() -> None:
     assert asyncio.get_running_loop().time() - start >= 0.05
 
 
-async def test_auto_goes_on_in_1_0_where_2_0_is_not_counted_and_remembers() -> None:
+async def test_auto_goes_on_in_1_0_if_2_0_is_not_counted_and_remembers() -> None:
     script = Script(Answer(204))
     to = transmitter(script.post, "auto")
     assert await send(to) is None
@@ -81,7 +81,7 @@ async def test_auto_goes_on_in_1_0_where_2_0_is_not_counted_and_remembers() -> N
     assert script.asked == ["2.0", "1.0", "1.0"]
 
 
-async def test_auto_stays_with_2_0_where_it_is_spoken() -> None:
+async def test_auto_stays_with_2_0_if_it_is_spoken() -> None:
     script = Script()
     to = transmitter(script.post, "auto")
     await send(to)
@@ -108,7 +108,7 @@ async def test_500_is_tried_again_while_nothing_says_that_the_receiver_is_well()
     assert len(script.asked) == 4 * SERVER_ERRORS + 1
 
 
-async def test_500_is_the_requests_fault_where_the_receiver_still_takes_what_it_took_last() -> None:
+async def test_500_is_the_requests_fault_if_the_receiver_still_takes_what_it_took_last() -> None:
     async def poisoned(body: bytes, _: Protocol) -> Answer:
         names = {dict(sample_.labels)["__name__"] for sample_ in read_v1(unsnappy(body))}
         return Answer(500, "panic") if "poison" in names else Answer(204)
@@ -118,7 +118,7 @@ async def test_500_is_the_requests_fault_where_the_receiver_still_takes_what_it_
     assert (await send(to, [group("poison")])).reason == "server_error"
 
 
-async def test_500_is_the_receivers_fault_where_it_takes_nothing() -> None:
+async def test_500_is_the_receivers_fault_if_it_takes_nothing() -> None:
     script = Script()
     to = transmitter(script.post)
     await send(to)
@@ -126,7 +126,7 @@ async def test_500_is_the_receivers_fault_where_it_takes_nothing() -> None:
     assert await send(to) is None
 
 
-async def test_500_is_the_requests_fault_where_others_are_accepted_meanwhile() -> None:
+async def test_500_is_the_requests_fault_if_others_are_accepted_meanwhile() -> None:
     others = 0
 
     async def mostly(body: bytes, _: Protocol) -> Answer:

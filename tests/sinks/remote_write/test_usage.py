@@ -162,7 +162,7 @@ async def test_an_hour_that_is_too_old_for_the_receiver_is_dropped_with_the_reas
 
 
 @pytest.mark.parametrize("value", [b"{", b"{}", b'{"final": true, "generation": 0}', b'{"final": 1, "generation": 0}'])
-async def test_a_record_that_is_none_is_dead_lettered(value: bytes) -> None:
+async def test_a_malformed_record_is_dead_lettered(value: bytes) -> None:
     setup = Setup()
     await setup.deliver(value, usage())
     assert setup.count("records_dead_lettered_total") == setup.count("records_delivered_total") == 1

@@ -45,7 +45,7 @@ def test_a_scraper_gets_what_it_prefers(accept: str, format_: str) -> None:
         "\x00",
     ],
 )
-def test_what_makes_no_sense_gets_the_plain_text(accept: str) -> None:
+def test_a_malformed_accept_header_gets_the_plain_text(accept: str) -> None:
     assert accepted(accept) == TEXT
 
 
@@ -62,5 +62,5 @@ def test_what_makes_no_sense_gets_the_plain_text(accept: str) -> None:
         ("", False),
     ],
 )
-def test_gzip_is_for_who_wants_it(header: str, is_gzip: bool) -> None:
+def test_gzip_is_sent_to_clients_that_accept_it(header: str, is_gzip: bool) -> None:
     assert gzip_accepted(header) is is_gzip

@@ -236,7 +236,7 @@ async def test_what_an_earlier_life_showed_is_shown_again() -> None:
 
 
 @pytest.mark.parametrize("value", [b"", b"{", b'{"schema":2}', b"\xff", None])
-async def test_what_cannot_be_decoded_is_dead_lettered(value: bytes | None) -> None:
+async def test_a_record_that_cannot_be_decoded_is_dead_lettered(value: bytes | None) -> None:
     bench = Bench()
 
     assert await bench.deliver(ConsumedRecord(7, value)) == [8]
@@ -281,7 +281,7 @@ async def test_a_value_beyond_any_float_is_dead_lettered_and_the_last_tick_stays
     assert " 0.1\n" in bench.exposition()
 
 
-async def test_a_topic_made_again_starts_again() -> None:
+async def test_a_topic_that_was_created_again_starts_again() -> None:
     bench = Bench()
     await bench.deliver(_tick(5, _device("a", 0.1)))
     bench.handler.reset()

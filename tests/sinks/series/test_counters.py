@@ -269,7 +269,7 @@ def test_the_swapped_link_of_a_configmap_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["A,gauge\n", "DCGM_EXP_P2P_STATUS,gauge,x\n", None])
-def test_a_broken_or_missing_file_keeps_the_one_before_and_is_said_once(
+def test_a_broken_or_missing_file_keeps_the_previous_one_and_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str | None
 ) -> None:
     path = counters_file(tmp_path, TEMPERATURE)
@@ -290,7 +290,7 @@ def test_a_broken_or_missing_file_keeps_the_one_before_and_is_said_once(
     assert (len(watched.taken), watched.value("gpustream_counters_broken")) == (2, 0)
 
 
-def test_rows_that_can_not_be_served_are_said_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_that_can_not_be_served_are_logged_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     watched = Watched(counters_file(tmp_path, TEMPERATURE + "DCGM_EXP_P2P_STATUS,gauge,x\n"))
 
     assert watched.value("gpustream_counters_rows_served") == 1

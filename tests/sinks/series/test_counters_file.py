@@ -63,7 +63,7 @@ def test_every_error_of_a_csv_file_is_named_with_its_line() -> None:
     ]
 
 
-def test_for_a_help_with_a_comma_it_says_what_is_needed() -> None:
+def test_a_help_with_a_comma_is_refused_with_what_is_needed() -> None:
     assert errors_of("A,gauge,one, two\n") == [
         (1, "has 4 columns, not name, type and help: a help with a comma needs quotes around it")
     ]
@@ -136,7 +136,7 @@ def test_every_error_of_a_yaml_file_is_named_with_its_line(text: str, expected: 
     assert errors_of(text) == expected
 
 
-def test_for_a_manifest_it_says_what_the_file_is() -> None:
+def test_a_manifest_is_refused_with_what_the_file_must_be() -> None:
     errors = errors_of("apiVersion: v1\nkind: ConfigMap\ndata:\n  metrics: |\n    A,gauge,x\n")
 
     assert any("of a ConfigMap only the text of its key is the file" in message for _, message in errors)

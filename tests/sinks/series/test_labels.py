@@ -173,7 +173,7 @@ def test_at_most_one_owner_label_is_set() -> None:
     ]
 
 
-def test_no_holder_is_no_holder() -> None:
+def test_a_device_without_holders_has_no_sole_holder() -> None:
     assert sole_holder({}) is None
     assert "k8s_pod_name" not in labels_of("otel")
 
@@ -247,7 +247,7 @@ def test_no_label_of_a_device_is_one_that_distinguishes_series_of_a_name(profile
         assert not {name for name, _ in labels(names, FULL)} & (own_labels(profile) | {"__name__"})
 
 
-def test_a_node_says_where_it_stands() -> None:
+def test_a_node_has_labels_of_its_location() -> None:
     record = SeriesTick(
         schema=1,
         cluster="prod",
@@ -269,7 +269,7 @@ def test_a_node_says_where_it_stands() -> None:
     assert location.items() <= dict(labels(LABELS["otel"], FULL)).items()
 
 
-def test_the_job_of_a_device_is_named_where_there_is_one() -> None:
+def test_the_job_of_a_device_is_named_if_there_is_one() -> None:
     job, other = {"id": "12345", "user": "ada", "partition": "gpu", "account": "ml"}, {"id": "2"}
     jobs = {"job_id": "12345", "job_user": "ada", "job_partition": "gpu", "job_account": "ml"}
 

@@ -160,7 +160,7 @@ def test_a_shared_device_is_written_for_each_pod_and_its_rest_and_they_come_to_t
     assert sum(group.series.primaries for group in first.groups) == 4, "parts are no further values of metrics"
 
 
-def test_what_no_part_is_known_of_stays_the_devices() -> None:
+def test_a_quantity_without_known_parts_stays_the_devices() -> None:
     shared_device = shared(("a", {"utilization_ratio": 0.5}), ("b", None))
     (tick,) = play(OpenSeries(writer(by_pod=True)), sample(1, shared_device))
     values = by_name(tick)
@@ -185,7 +185,7 @@ def test_a_share_of_the_memory_is_the_devices() -> None:
     assert percent == 25
 
 
-def test_a_device_of_one_pod_is_as_it_was() -> None:
+def test_a_device_of_one_pod_is_not_divided() -> None:
     shared_device = shared(("a", parts(0.5, 600, 150.0)))
     (tick,), (as_it_was,) = (
         play(OpenSeries(writer(by_pod=by_pod)), sample(1, shared_device)) for by_pod in (True, False)

@@ -75,5 +75,5 @@ def test_what_is_no_such_record_is_none_though_its_node_is_known(changes: dict[s
 
 
 @pytest.mark.parametrize("null", ["info", "xids", "holders", "metrics", "events", "vendor"])
-def test_null_is_what_is_absent(null: str) -> None:
+def test_null_means_absent(null: str) -> None:
     assert decode(record({null: None})) == decode(record({}))

@@ -215,7 +215,7 @@ def test_a_pods_xid_errors_are_those_that_came_while_it_alone_held_the_device(la
 
 
 @every_label_set
-def test_what_a_device_is_is_in_the_labels_of_one_series(label_set: Any) -> None:
+def test_the_info_of_a_device_is_in_the_labels_of_one_series(label_set: Any) -> None:
     info = {"serial": "1", "driver_version": "570.1", "mig_mode": "", "processes_visible": "no", "strange": "x"}
     (row,) = rows(label_set, extras_of(label_set, info=info))
     plain = rows(label_set, extras_of(label_set, xids={"79": 1}))[0][2]
@@ -237,7 +237,7 @@ def test_pod_devices_keeps_its_five_labels_on_all_but_info() -> None:
     assert {name for name, extra_labels in names.items() if extra_labels} == {"gpu_info"}
 
 
-def test_a_device_of_which_none_of_this_is_known_has_nothing_more() -> None:
+def test_a_device_without_extras_has_no_further_series() -> None:
     assert extras_of("otel", BERT) == extras_of("otel") == []
 
 

@@ -150,7 +150,7 @@ def test_a_spike_of_one_tick_is_in_the_maximum_and_nowhere_else() -> None:
     assert mean == pytest.approx((14 * 0.1 + 0.9) / 15)
 
 
-def test_what_the_driver_says_of_each_tick_is_the_highest_of_the_window_and_the_only_one_of_its_name() -> None:
+def test_the_drivers_maximum_of_each_tick_is_the_highest_of_the_window_and_the_only_one_of_its_name() -> None:
     highest = [3.0, 9.0, *[2.0] * 14]
     ticks = [
         tick(n, n, device(metrics={"power_watts": 1.0, "power_max_watts": highest_watts}))

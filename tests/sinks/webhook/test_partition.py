@@ -124,7 +124,7 @@ async def test_what_was_recalled_undecodable_has_its_dead_letter_already() -> No
     assert setup.sender.sent == []
 
 
-async def test_a_tombstone_is_let_pass_and_its_alert_may_fire_again() -> None:
+async def test_a_tombstone_is_accepted_and_its_alert_may_fire_again() -> None:
     setup = Setup(Scripted())
     over = alert(ends_ms=OVER_MS)
     replayed = [alert_record(over, 0), deleted(over, 1, at_ms=OVER_MS), alert_record(over, 2)]
@@ -134,7 +134,7 @@ async def test_a_tombstone_is_let_pass_and_its_alert_may_fire_again() -> None:
 
 
 @pytest.mark.parametrize("bad", [b"{nonsense", b"", b"[]"])
-async def test_what_cannot_be_decoded_is_a_dead_letter_and_holds_up_nothing(bad: bytes) -> None:
+async def test_a_record_that_cannot_be_decoded_is_a_dead_letter_and_holds_up_nothing(bad: bytes) -> None:
     setup = Setup(Scripted())
     assert (await setup.deliver([alert_record(bad, 0), *records(alert(), first=1)]))[-1] == 2
     assert setup.ends() == {"delivered": 1, "dead_lettered": 1}
@@ -219,7 +219,7 @@ async def test_no_more_are_begun_ahead_of_an_unfinished_transition_than_may_be_p
     assert len(set(setup.posted())) == len(setup.posted()) == AHEAD + 100
 
 
-async def test_in_an_outage_few_are_under_way() -> None:
+async def test_in_an_outage_few_requests_are_in_flight() -> None:
     setup = Setup(Scripted(default_status=lambda _: 503))
     delivering = asyncio.ensure_future(setup.deliver(records(*[alert(str(pod)) for pod in range(100)])))
     await eventually(lambda: len(setup.scripted.requests) > 200)
@@ -268,7 +268,7 @@ async def test_a_receiver_that_refuses_everything_keeps_the_transitions() -> Non
     assert setup.ends() == {"dead_lettered": 3, "delivered": 6}
 
 
-async def test_after_the_topic_was_made_again_everything_is_news() -> None:
+async def test_after_the_topic_was_created_again_everything_is_news() -> None:
     setup = Setup(Scripted())
     setup.partition.recall(records(alert()))
     setup.partition.reset()

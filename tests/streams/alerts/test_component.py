@@ -190,7 +190,7 @@ async def test_after_ticks_were_lost_the_gap_is_what_the_state_knows_of() -> Non
     assert broker.alerts() == []
 
 
-async def test_a_log_that_was_made_again_begins_its_offsets_again() -> None:
+async def test_a_log_that_was_created_again_begins_its_offsets_again() -> None:
     broker = (await having_read(range(700), HOT)).broker
     broker.logs[ATTRIBUTED].clear()
     for s in range(1000, 1400):
@@ -204,7 +204,7 @@ async def test_a_log_that_was_made_again_begins_its_offsets_again() -> None:
 
 
 @pytest.mark.parametrize("restart", [False, True])
-async def test_where_only_the_samples_were_made_again_their_ticks_go_on(restart: bool) -> None:
+async def test_if_only_the_samples_topic_was_created_again_its_ticks_go_on(restart: bool) -> None:
     worker = await having_read(range(300), HOT)
     broker = worker.broker
     for s in range(300, 700):
@@ -221,7 +221,7 @@ async def test_where_only_the_samples_were_made_again_their_ticks_go_on(restart:
     assert successor.total("ticks_total", "new_log") == 0
 
 
-async def test_an_older_state_that_another_worker_wrote_late_is_written_over() -> None:
+async def test_an_older_state_that_another_worker_wrote_late_is_overwritten() -> None:
     worker = await having_read(range(700), HOT)
     broker = worker.broker
     older, newest = states(broker)[0], states(broker)[-1]
@@ -235,7 +235,7 @@ async def test_an_older_state_that_another_worker_wrote_late_is_written_over() -
 
 
 @pytest.mark.parametrize("first", [True, False])
-async def test_an_older_state_that_is_read_while_ours_is_on_its_way_is_written_over_where_it_is_the_last(
+async def test_an_older_state_that_is_read_while_our_own_is_in_flight_is_overwritten_if_it_is_the_last(
     first: bool,
 ) -> None:
     worker = await having_read(range(1))
@@ -271,7 +271,7 @@ async def test_states_of_its_own_that_are_read_late_are_not_written_again() -> N
     assert len(broker.logs[STATE]) == states_before
 
 
-async def test_a_later_state_of_another_worker_is_written_over_once_ticks_were_read() -> None:
+async def test_a_later_state_of_another_worker_is_overwritten_once_ticks_were_read() -> None:
     worker = await having_read(range(100))
     broker = worker.broker
     later_one = msgspec.structs.replace(states(broker)[-1], offset=150, silent=True)
@@ -301,7 +301,7 @@ async def test_a_node_without_ticks_holds_back_no_commit_once_the_partition_was_
     assert worker.position() == 3
 
 
-async def test_a_node_is_not_taken_to_be_silent_before_its_ticks_were_read_again() -> None:
+async def test_a_node_is_not_reported_silent_before_its_ticks_were_read_again() -> None:
     """Its state is as old as the last change; what was logged since may be yet to come."""
     broker = Broker()
     for node in ("slow", "dead", "busy"):
@@ -322,7 +322,7 @@ async def test_a_node_is_not_taken_to_be_silent_before_its_ticks_were_read_again
     assert {state.node for state in states(broker) if state.silent} == {"dead"}
 
 
-async def test_a_rebalance_ends_what_was_known_of_silence() -> None:
+async def test_a_rebalance_resets_what_is_known_of_silence() -> None:
     worker = await having_read(range(1))
     broker = worker.broker
     await worker.wait(20)
@@ -464,7 +464,7 @@ async def test_a_node_that_sent_ticks_long_after_it_was_removed_is_silent_when_t
 
 
 @pytest.mark.parametrize("value", [b"{", None, b"[]", b'{"removed":7}', b"\xff", b"[" * 100_000, b'{"removed":null}'])
-async def test_workloads_that_are_none_say_nothing(value: bytes | None) -> None:
+async def test_malformed_workloads_are_ignored(value: bytes | None) -> None:
     broker = Broker()
     broker.logs[WORKLOADS].append(Record(KEY, value))
     broker.logs[WORKLOADS].append(Record(None, value))
@@ -475,7 +475,7 @@ async def test_workloads_that_are_none_say_nothing(value: bytes | None) -> None:
     assert broker.logs[DEAD_LETTERS] == []
 
 
-async def test_what_is_no_tick_or_state_goes_to_the_dead_letters_and_the_rest_goes_on() -> None:
+async def test_records_that_are_no_tick_or_state_go_to_the_dead_letters_and_the_rest_goes_on() -> None:
     broker = Broker()
     bad = tick(1, COOL)
     broker.logs[ATTRIBUTED].append(Record(KEY, b"{"))

@@ -62,7 +62,7 @@ def test_an_idle_pod_of_eight_gpus_is_one_alert_with_its_gpus_inside() -> None:
     assert {name for name in alert.labels if name.startswith("gpu_")} == set()
 
 
-def test_idle_gpus_beside_working_ones_are_another_sentence() -> None:
+def test_idle_gpus_beside_working_ones_have_another_text() -> None:
     (alert,) = fired(SOON_RULES, (range(60), "n", held_devices(8, holder(), idle=3)))
     assert "3 of 8 GPUs idle, the other 5 work" in alert.annotations["summary"]
 
@@ -139,7 +139,7 @@ def test_what_a_gang_holds_is_what_its_pods_hold_on_all_nodes_whatever_is_sent_o
             assert group.alert.held == sum(truth.values())
 
 
-def test_what_an_override_says_in_its_own_words_is_kept() -> None:
+def test_the_text_of_an_override_is_kept() -> None:
     rules = overlay("""
 [rules.GPUHeldIdle]
 for = "30s"
@@ -192,7 +192,7 @@ def test_it_is_a_warning_and_then_critical_in_one_rule() -> None:
     assert milliseconds(alerts[0].starts_at) == START_MS + 30_000
 
 
-def test_it_says_what_is_wasted_and_costs_and_whose_it_is() -> None:
+def test_the_alert_says_what_is_wasted_what_it_costs_and_who_owns_it() -> None:
     prices = Prices("EUR", (Price("nvidia h100*", Decimal("3.60"), 0, 2**62, ()),))
     rules = msgspec.structs.replace(SOON_RULES, wording=Wording("https://wiki.example.org/gpu", "squad", prices))
     pod = holder(labels={"squad": "vision"})
@@ -251,7 +251,7 @@ def test_a_job_that_hangs_and_grows_for_a_while_hangs_again_when_it_has_shrunk()
     assert stalled[2].starts_at > stalled[1].ends_at
 
 
-def test_a_job_that_hung_on_three_nodes_and_works_again_is_not_said_to_idle() -> None:
+def test_a_job_that_hung_on_three_nodes_and_works_again_is_not_reported_idle() -> None:
     """The nodes' ticks are apart: one after the other says that it works."""
     replay, alerts = Replay(DEFAULTS), list[Alert]()
     for s in range(0, 5400, 30):
@@ -317,7 +317,7 @@ def test_a_report_that_is_read_again_changes_nothing_and_gives_the_same_bytes() 
     assert len(encoded) >= sum(1 for report in log if report.alerts)
 
 
-def test_reports_that_a_node_sends_again_after_a_crash_say_nothing_new_whatever_they_say() -> None:
+def test_reports_that_a_node_sends_again_after_a_crash_change_nothing_whatever_they_contain() -> None:
     log = [report for report in reports() if report.node == "n1"]
     alerts_once: list[Alert] = []
     group: AlertGroup | None = None
@@ -335,7 +335,7 @@ def test_reports_that_a_node_sends_again_after_a_crash_say_nothing_new_whatever_
 # -- from the version before
 
 
-def test_the_first_tick_of_a_node_that_the_version_before_has_a_state_of_reports_what_is_held() -> None:
+def test_the_first_tick_of_a_node_with_a_state_of_the_previous_version_reports_what_is_held() -> None:
     devices = held_devices(4, holder(), idle=0)
     state = step(
         initial_state(tick(0, *devices), LogPosition(0, START_MS)),
@@ -349,7 +349,7 @@ def test_the_first_tick_of_a_node_that_the_version_before_has_a_state_of_reports
     assert step(after.state, tick(2, *devices), LogPosition(2, START_MS + 2000), SOON_RULES).reports == []
 
 
-def test_an_alert_that_the_version_before_has_open_ends_and_its_workloads_goes_on_since_then() -> None:
+def test_an_open_alert_of_the_previous_version_ends_and_that_of_its_workload_goes_on_since_then() -> None:
     devices = held_devices(1, holder())
     position = LogPosition(0, START_MS)
     state = initial_state(tick(0, *devices), position)

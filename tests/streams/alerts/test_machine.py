@@ -70,7 +70,7 @@ def test_a_condition_fires_in_the_tick_in_which_it_has_held_for_long_enough() ->
     assert alert.labels["k8s_pod_name"] == "bert-0"
 
 
-def test_a_condition_that_ends_before_never_fires() -> None:
+def test_a_condition_that_ends_before_its_duration_never_fires() -> None:
     life = Life()
     for start in range(0, 200, 20):
         assert life.go(range(start, start + 19), IDLE) == []
@@ -114,7 +114,7 @@ def test_after_a_clock_was_set_back_by_hours_an_idle_gpu_fires_after_its_grace_a
     assert life.go(range(120), IDLE) == [(23, "GPUHeldIdle", "firing")]
 
 
-def test_a_firing_one_outlasts_that_a_clock_was_set_back_by_hours_and_ends_when_the_pod_works_or_is_gone() -> None:
+def test_a_firing_alert_survives_a_clock_set_back_by_hours_and_ends_when_the_pod_works_or_is_gone() -> None:
     for end in (BUSY, device(0, busy=0.0)):
         life = Life()
         life.go(range(36_000, 36_030), IDLE)
@@ -124,7 +124,7 @@ def test_a_firing_one_outlasts_that_a_clock_was_set_back_by_hours_and_ends_when_
 
 
 @pytest.mark.parametrize("by_s", [61, 540, 7200])
-def test_a_clock_that_is_set_ahead_and_right_again_makes_nothing_last_longer_and_ends_nothing_that_holds(
+def test_a_clock_that_is_set_ahead_and_back_prolongs_nothing_and_ends_nothing_that_holds(
     by_s: int,
 ) -> None:
     life = Life()
@@ -137,7 +137,7 @@ def test_a_clock_that_is_set_ahead_and_right_again_makes_nothing_last_longer_and
 
 
 @pytest.mark.parametrize("by_s", [61, 540, 7200])
-def test_while_a_clock_stands_still_nothing_fires_and_after_it_everything_as_if_it_had_just_begun(by_s: int) -> None:
+def test_while_a_clock_stands_still_nothing_fires_and_after_it_every_duration_begins_again(by_s: int) -> None:
     life = Life()
     assert life.go(range(10), IDLE) == []
     assert [alerts for _ in range(by_s) if (alerts := life.step(tick(9, IDLE)))] == []
@@ -168,7 +168,7 @@ def test_a_firing_condition_is_resolved_when_it_has_not_held_for_long_enough() -
     assert msgspec.structs.replace(resolved, **same, **figures) == fired
 
 
-def test_in_the_end_it_is_said_how_much_was_wasted() -> None:
+def test_a_resolved_alert_says_how_much_was_wasted() -> None:
     life = Life()
     life.go(range(30), IDLE)
     life.go(range(30, 60), BUSY)
@@ -226,7 +226,7 @@ def test_removing_a_rule_resolves_its_alerts_at_the_next_tick_and_ends_what_is_p
     assert life.state.tracked == ()
 
 
-def test_an_alert_that_fires_again_is_another_one_even_where_the_clock_was_set_back() -> None:
+def test_an_alert_that_fires_again_is_another_one_even_if_the_clock_was_set_back() -> None:
     life = Life()
     life.go(range(1000, 1130), HOT)
     life.go(range(1130, 1150), COOL)
@@ -299,7 +299,7 @@ def test_the_next_tick_resolves_a_silent_nodes_alert() -> None:
     assert life.written[-1].resolved_because == "ticks"
 
 
-def test_a_tick_that_was_held_up_resolves_a_silent_nodes_alert_no_earlier_than_it_started() -> None:
+def test_a_delayed_tick_resolves_a_silent_nodes_alert_no_earlier_than_it_started() -> None:
     life = Life()
     life.go(range(3), BUSY)
     assert life.state is not None

@@ -58,7 +58,7 @@ def test_a_pod_is_remembered_with_its_workload_from_its_first_tick_on() -> None:
     assert (pod.pod, pod.workload_kind, pod.workload_name, pod.since_ms) == ("bert-0", "Job", "bert", tick(5).ts_ms)
 
 
-def test_who_holds_a_device_stays_where_it_is_not_known() -> None:
+def test_the_holder_of_a_device_stays_if_a_tick_does_not_know_it() -> None:
     memory = memory_after(tick(0, device(0, holder())))
     assert remember(memory, tick(1, device(0), attribution="none"), WEEK_MS) is memory
     observed_device = device(0, holder("b", observed=True))

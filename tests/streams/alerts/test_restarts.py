@@ -207,7 +207,7 @@ GANG = [moment for second in range(0, 2400, 30) for moment in gang(second)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_what_rests_on_sums_of_hours_and_on_other_nodes_is_the_same_after_any_restart(seed: int) -> None:
+def test_what_depends_on_sums_of_hours_and_on_other_nodes_is_the_same_after_any_restart(seed: int) -> None:
     straight = run(undisturbed(GANG, grouped=True))
     crooked = run(disturbed(GANG, Random(seed), kills=0.1))
 

@@ -60,13 +60,13 @@ def test_where_all_are_slow_nobody_is_and_two_gpus_have_no_outlier() -> None:
     assert suspects(rank(0, sm_clock_hz=1.2e9), rank(1), rank(2), rank(3))
 
 
-def test_what_half_of_the_ranks_do_is_how_the_workload_is_made() -> None:
+def test_what_half_of_the_ranks_do_is_no_outlier() -> None:
     stages = [rank(i, tensor_active=0.5 if i % 2 else 0.2, utilization=0.9 if i % 2 else 0.6) for i in range(16)]
     assert not suspects(*stages)
     assert not suspects(*[rank(i, utilization=0.5) for i in range(6)], *[rank(i) for i in range(6, 16)])
 
 
-def test_of_replicas_that_serve_only_the_gpus_own_state_counts() -> None:
+def test_of_serving_replicas_only_the_state_of_the_gpu_itself_counts() -> None:
     assert not suspects(rank(0, utilization=0.3), *PEERS, kind="Deployment")
     assert suspects(rank(0, sm_clock_hz=1.2e9), *PEERS, kind="Deployment")
 
@@ -110,7 +110,7 @@ COMPUTES = {"utilization": 1.0, "sm_active": 0.7, "tensor_active": 0.35, "power_
     ],
     ids=["a low clock", "a slow host", "more to do", "a tenth slower", "a host hardly slower", "a slow network"],
 )
-def test_what_nvml_shows_of_a_step_that_takes_longer_is_seen_among_few_and_many_ranks(
+def test_a_rank_whose_steps_take_longer_is_found_among_few_and_many_ranks(
     longer: float, slow_does: dict[str, float], clock: float, is_seen: bool, ranks: int
 ) -> None:
     """``longer``: by which factor the slow rank's step is. While it does more than the others, they wait."""
@@ -142,7 +142,7 @@ def fired(
     return [alert for alert in alerts if alert.name == "GPUStraggler"]
 
 
-def test_a_throttled_gpu_of_a_job_on_several_nodes_is_one_alert_that_says_by_what() -> None:
+def test_a_throttled_gpu_of_a_job_on_several_nodes_is_one_alert_that_names_the_measure() -> None:
     def hot(n: int, i: int, _: float) -> dict[str, Any]:
         return {"sm_clock_hz": 1.2e9} if (n, i) == (1, 3) else {}
 
@@ -179,7 +179,7 @@ def test_a_slow_host_is_named_if_all_gpus_of_its_node_lag() -> None:
     assert "utilization 55% (its peers utilization 100%), as all of n2" in last.annotations["evidence"]
 
 
-def test_what_does_not_last_is_no_alert_and_what_is_over_is_resolved() -> None:
+def test_a_short_lag_is_no_alert_and_one_that_is_over_is_resolved() -> None:
     def slow(until_minute: float) -> MetricsOf:
         return lambda n, i, minute: {"sm_clock_hz": 1.2e9} if (n, i) == (0, 0) and minute < until_minute else {}
 

@@ -43,7 +43,7 @@ def test_a_gap_is_not_measured_and_is_no_zero() -> None:
     assert mean(*ticks) == pytest.approx(0.5)
 
 
-def test_of_what_is_measured_for_less_than_half_nothing_is_said() -> None:
+def test_a_step_that_is_measured_for_less_than_half_has_no_value() -> None:
     assert mean(*[busy(s, 0.5) for s in [*range(0, 140, 5), 300]]) is None
     assert mean(*[busy(s, 0.5) for s in [*range(0, 160, 5), 300]]) == pytest.approx(0.5)
 

@@ -26,7 +26,7 @@ from streams.alerts.xids import UNKNOWN, XID_KINDS, XIDS, XidKind, of_code
         (38, "driver"),
     ],
 )
-def test_whose_doing_an_error_is(code: int, kind: XidKind) -> None:
+def test_each_code_says_who_caused_the_error(code: int, kind: XidKind) -> None:
     assert of_code(code).kind == kind
 
 
@@ -35,7 +35,7 @@ def test_a_code_without_a_row_is_unknown(code: int | None) -> None:
     assert of_code(code) == UNKNOWN
 
 
-def test_every_row_says_whose_doing_what_and_what_to_do() -> None:
+def test_every_row_has_a_cause_a_meaning_and_an_action() -> None:
     assert len(XIDS) > 90
     assert {xid.kind for xid in XIDS.values()} == set(XID_KINDS) - {"unknown"}
     assert all(xid.meaning and xid.action and not xid.meaning.endswith(".") for xid in XIDS.values())

@@ -32,7 +32,7 @@ def pods_of(attributed: AttributedEvent) -> list[tuple[str, str | None]] | None:
     return None if attributed.holders is None else [(holder.pod, holder.pod_uid) for holder in attributed.holders]
 
 
-def test_an_event_says_its_own_holders_where_they_are_not_the_tick_s() -> None:
+def test_an_event_names_its_own_holders_if_they_are_not_the_ticks() -> None:
     _, (sample,) = run(join.NEW, PODS, OLD, NEW, pending(CHANGED, 0))
 
     assert [holder.pod for holder in sample.devices[0].holders] == ["new"]
@@ -45,7 +45,7 @@ def test_an_event_says_its_own_holders_where_they_are_not_the_tick_s() -> None:
     ]
 
 
-def test_a_device_that_nobody_held_then_is_said_to_have_had_no_holder() -> None:
+def test_an_event_on_a_device_that_nobody_held_has_no_holder() -> None:
     _, (sample,) = run(join.NEW, PODS, snapshot(1), NEW, pending(CHANGED, 0))
 
     assert [pods_of(e) for e in events_of(sample)] == [[], None, None]
@@ -59,7 +59,7 @@ def test_an_event_that_came_while_its_tick_was_read_may_name_a_later_snapshot_th
     assert [pods_of(e) for e in events_of(sample)] == [[("new", "uid-new")]]
 
 
-def test_another_snapshot_with_the_same_holder_says_nothing_more() -> None:
+def test_another_snapshot_with_the_same_holder_adds_nothing() -> None:
     same = snapshot(1, container("new", gpu(0)), container("old", gpu(1)))
     _, (sample,) = run(join.NEW, PODS, same, NEW, pending(CHANGED, 0))
 

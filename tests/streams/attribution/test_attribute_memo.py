@@ -92,7 +92,7 @@ def test_every_tick_is_joined_as_if_nothing_were_remembered(
         assert outputs(log, remembering=True)[0] == outputs(log, remembering=False)[0]
 
 
-def test_nothing_is_worked_out_again_while_nothing_changes() -> None:
+def test_nothing_is_computed_again_while_nothing_changes() -> None:
     busy: ProcessesByTime = {now_s: (process("p0-0", now_s + 1), process(None, 0)) for now_s in range(END_S)}
 
     for processes in ({}, busy):

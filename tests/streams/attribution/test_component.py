@@ -105,7 +105,7 @@ async def test_a_node_that_another_partitioner_placed_is_counted_once_and_read_a
 # -- what can't be used
 
 
-async def test_what_cannot_be_decoded_goes_to_the_dead_letters_and_the_rest_goes_on() -> None:
+async def test_records_that_cannot_be_decoded_go_to_the_dead_letters_and_the_rest_goes_on() -> None:
     app = FakeApp()
     app.log(tick(1, None))
     app.logs[Partition(SAMPLES, 0)].append(Record(KEY, b"{broken"))
@@ -146,7 +146,7 @@ async def test_a_bad_record_of_a_state_that_is_read_again_gets_no_second_letter(
     assert app.position(topic) == 2
 
 
-async def test_a_tick_whose_output_is_too_large_is_dead_lettered_as_it_came() -> None:
+async def test_a_tick_whose_output_is_too_large_is_dead_lettered_with_its_own_bytes() -> None:
     app = FakeApp()
     app.sender.largest, app.sender.holding = 100, True
     app.log(tick(1, None))

@@ -38,7 +38,7 @@ async def test_a_tick_whose_snapshot_never_comes_goes_when_the_end_has_been_read
     assert app.position(SAMPLES) == 1
 
 
-async def test_an_end_that_was_asked_before_the_tick_was_read_says_nothing_of_it(
+async def test_an_end_that_was_asked_for_before_the_tick_was_read_does_not_release_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     app = FakeApp(grace_s=0.0)
@@ -53,7 +53,9 @@ async def test_an_end_that_was_asked_before_the_tick_was_read_says_nothing_of_it
     assert app.sender.sent == []
 
 
-async def test_the_end_of_another_partition_says_nothing_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_of_another_partition_does_not_release_a_tick_of_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     app = FakeApp(grace_s=0.0)
     app.log(tick(1, 1))
     await app.read(SAMPLES)
@@ -292,7 +294,7 @@ async def test_state_that_is_kept_is_used_after_a_rebalance_and_state_that_is_dr
     assert [output.attribution for output in app.sender.outputs()] == ["exact", "none"]
 
 
-async def test_what_is_held_open_and_known_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_metrics_show_what_is_held_open_and_known(monkeypatch: pytest.MonkeyPatch) -> None:
     app = FakeApp(grace_s=1e6)
     app.log(tick(1, 1, node="a"))
     app.log(tick(1, 1, node="b"))

@@ -76,7 +76,7 @@ def test_a_record_cut_short_anywhere_is_refused(topic: str) -> None:
     ],
     ids=lambda value: repr(value)[:20],
 )
-def test_what_is_no_such_object_is_refused(topic: str, value: bytes | None) -> None:
+def test_a_value_that_is_no_such_object_is_refused(topic: str, value: bytes | None) -> None:
     assert reason(topic, value) == "undecodable"
 
 

@@ -39,7 +39,7 @@ def claiming(pod_name: str, *keys: DraKey) -> Container:
 # -- uids that the kubelet says
 
 
-def test_the_uid_that_the_kubelet_says_is_the_holders_whatever_pod_the_name_means_elsewhere() -> None:
+def test_the_kubelets_uid_is_the_holders_whatever_pod_has_that_name_elsewhere() -> None:
     listed = msgspec.structs.replace(container("p", A), pod_uid="uid-2")
     name = (listed.namespace, "p")
 
@@ -85,7 +85,7 @@ def test_a_device_that_the_tick_does_not_have_is_nobodys_and_no_error(device_id:
     assert result.unknown_ids == ()
 
 
-def test_a_number_means_the_index_where_the_tick_has_no_minor_number() -> None:
+def test_a_number_means_the_index_if_the_tick_has_no_minor_number() -> None:
     assert pods_by_device(container("p", "nvidia1"), devices=(Device(A, index=0), Device(B, index=1))) == {B: ["p"]}
 
 
@@ -251,13 +251,13 @@ def test_a_holder_has_its_pods_uid_labels_and_annotations() -> None:
     assert (holder.pod_uid, holder.labels, holder.resource) == ("u", {"app": "x"}, "nvidia.com/gpu")
 
 
-def test_a_holder_whose_pod_is_not_known_has_its_names_and_nothing_made_up() -> None:
+def test_a_holder_whose_pod_is_not_known_has_its_names_and_nothing_else() -> None:
     holder = holders_by_snapshot(snapshot(1, container("p", A)), DEVICES, {}, {}).by_uuid[A][0]
 
     assert holder == Holder(namespace="ns", pod="p", container="main", resource="nvidia.com/gpu")
 
 
-def test_a_holder_that_the_workloads_do_not_have_says_so() -> None:
+def test_a_holder_that_is_missing_from_the_workloads_is_marked_as_unknown() -> None:
     holder = holders_by_snapshot(snapshot(1, container("p", A)), DEVICES, {("ns", "p"): None}, {}).by_uuid[A][0]
 
     assert holder == Holder(namespace="ns", pod="p", container="main", resource="nvidia.com/gpu", pod_unknown=True)

@@ -104,7 +104,7 @@ def test_ids_that_are_no_slots_stand_beside_the_annotation() -> None:
     assert holders_by_device(f"{entry(B)};", container("p", A, f"{C}-0")) == {A: [("p", "main")], B: [("p", "main")]}
 
 
-def test_an_annotated_device_that_the_tick_does_not_have_is_nobodys() -> None:
+def test_an_annotated_device_that_is_not_in_the_tick_has_no_holder() -> None:
     assert holders_by_device(f"{entry(gpu(99))};", container("p", f"{A}-3")) == {}
 
 

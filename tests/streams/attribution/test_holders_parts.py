@@ -66,7 +66,7 @@ def rest_of(result: Split) -> tuple[Any, ...]:
 # -- what each one has
 
 
-def test_two_pods_have_what_their_processes_use_and_nobody_the_rest() -> None:
+def test_two_pods_have_what_their_processes_use_and_the_rest_is_unattributed() -> None:
     result = split(
         busy(process("a", 0.5, 4 * GIB), process("b", 0.25, 3 * GIB), process("a", 0.0, GIB)),
         (holder("a"), holder("b")),
@@ -96,7 +96,7 @@ def test_a_sum_that_only_rounding_makes_more_than_the_device_is_not_scaled() -> 
     assert result.unattributed == Parts(0)
 
 
-def test_an_idle_device_is_nobodys_but_for_its_memory() -> None:
+def test_an_idle_device_is_unattributed_but_for_its_memory() -> None:
     idle = device(process("a", 0.0, GIB), gpu_utilization_ratio=0, memory_used_bytes=2 * GIB, power_watts=60)
 
     result = split(idle, (holder("a"),))
@@ -119,21 +119,21 @@ def test_a_device_without_processes_is_all_rest() -> None:
     assert result.unattributed == Parts(0.8, 10 * GIB, 400.0)
 
 
-def test_processes_of_no_pod_and_of_unknown_pods_are_of_the_rest() -> None:
+def test_processes_without_a_pod_and_of_unknown_pods_are_part_of_the_rest() -> None:
     result = split(busy(process(None, 0.7, 8 * GIB), process("x", 0.7, GIB), process("a", 0.1, GIB)), (holder("a"),))
 
     assert parts_of(result.holders) == [(0.1, GIB, pytest.approx(40))]
     assert not result.scaled
 
 
-def test_what_a_process_does_not_say_is_no_zero_of_its_pod_and_not_of_the_rest() -> None:
+def test_a_missing_value_of_a_process_is_no_zero_of_its_pod_and_not_part_of_the_rest() -> None:
     result = split(busy(process("a", None, GIB), process("b", 0.5, None)), (holder("a"), holder("b")))
 
     assert parts_of(result.holders) == [(None, GIB, None), (0.5, None, 200.0)]
     assert result.unattributed is None
 
 
-def test_what_a_process_of_no_pod_does_not_say_is_of_the_rest() -> None:
+def test_a_missing_value_of_a_process_without_a_pod_is_part_of_the_rest() -> None:
     result = split(busy(process("a", 0.5, GIB), process(None, None, None)), (holder("a"),))
 
     assert parts_of(result.holders) == [(0.5, GIB, 200.0)]
@@ -194,7 +194,7 @@ def test_two_containers_of_a_pod_have_its_part_once() -> None:
 
 @pytest.mark.parametrize("pod", ["plugin", None])
 @pytest.mark.parametrize("uid", ["uid-a", None])
-def test_what_an_mps_server_uses_is_of_the_rest(pod: str | None, uid: str | None) -> None:
+def test_what_an_mps_server_uses_is_part_of_the_rest(pod: str | None, uid: str | None) -> None:
     server = process(pod, 0.3, GIB, service="mps")
 
     assert rest_of(split(busy(server), (holder("a", uid=uid),)))[:2] == (0.8, 10 * GIB)
@@ -202,7 +202,7 @@ def test_what_an_mps_server_uses_is_of_the_rest(pod: str | None, uid: str | None
     assert parts_of(result.holders) == [(0.4, 2 * GIB, 160.0)]
 
 
-def test_the_server_that_a_holder_runs_for_its_own_processes_is_of_its_part() -> None:
+def test_the_server_that_a_holder_runs_for_its_own_processes_is_in_its_part() -> None:
     result = split(busy(process("a", 0.4, GIB), process("a", 0.1, GIB, service="mps")), (holder("a"),))
 
     assert parts_of(result.holders) == [(0.5, 2 * GIB, 200.0)]
@@ -228,7 +228,7 @@ def test_the_only_pod_has_the_processes_of_one_pod_when_its_uid_is_not_known() -
     ],
     ids=["processes of two pods", "two pods", "one pod known", "one of three known"],
 )
-def test_what_may_be_of_a_pod_whose_uid_is_not_known_is_no_zero_and_not_of_the_rest(
+def test_what_may_belong_to_a_pod_whose_uid_is_not_known_is_no_zero_and_not_part_of_the_rest(
     processes: tuple[Process, ...], holders: tuple[Holder, ...], parts: list[tuple[Any, ...] | None]
 ) -> None:
     result = split(device(*processes, gpu_utilization_ratio=0.8), holders)
@@ -238,7 +238,7 @@ def test_what_may_be_of_a_pod_whose_uid_is_not_known_is_no_zero_and_not_of_the_r
 
 
 @pytest.mark.parametrize("processes", [(), (process(None, 0.4),), (process("plugin", 0.4, service="mps"),)])
-def test_pods_whose_uids_are_not_known_have_nothing_where_no_pods_process_is(processes: tuple[Process, ...]) -> None:
+def test_pods_whose_uids_are_not_known_have_nothing_if_no_process_of_a_pod_runs(processes: tuple[Process, ...]) -> None:
     result = split(device(*processes, gpu_utilization_ratio=0.8), (holder("a", uid=None), holder("b", uid=None)))
 
     assert parts_of(result.holders) == [(0, None, None), (0, None, None)]
@@ -359,7 +359,7 @@ def test_the_jobs_of_a_device_hold_it_by_their_parts_where_there_is_no_kubelet()
     assert device.processes == processes
 
 
-def test_without_jobs_a_node_without_a_kubelet_says_nothing_of_who_holds_its_gpus() -> None:
+def test_a_node_without_jobs_and_a_kubelet_reports_no_holders() -> None:
     sample = msgspec.structs.replace(tick(1, None), devices=(Device("GPU-a"),))
     no_pods = ResolvedPods({}, frozenset(), None, {}, {}, frozenset())
     joined, _ = attribute(

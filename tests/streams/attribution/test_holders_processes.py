@@ -32,7 +32,7 @@ def names(evidence: DeviceHolders) -> list[tuple[str, bool]]:
     return [(holder.pod, holder.observed) for holder in evidence.holders]
 
 
-def test_processes_of_the_holder_are_no_news() -> None:
+def test_processes_of_the_holder_change_nothing() -> None:
     assert holders_of(process("a"), process("a")) == DeviceHolders((A,), None)
 
 
@@ -67,11 +67,11 @@ def test_a_process_of_no_pod_on_a_device_that_pods_hold_is_a_conflict() -> None:
     assert holders_of(process(None), process("a")) == DeviceHolders((A,), "no_pod")
 
 
-def test_a_pods_process_goes_before_one_of_no_pod() -> None:
+def test_a_process_of_a_pod_wins_over_one_without_a_pod() -> None:
     assert holders_of(process(None), process("b")).conflict == "unallocated_process"
 
 
-def test_a_process_of_no_pod_on_a_device_that_nobody_holds_is_none() -> None:
+def test_a_process_without_a_pod_on_a_device_that_nobody_holds_is_no_conflict() -> None:
     assert holders_of(process(None), holders=()) == DeviceHolders((), None)
 
 

@@ -106,7 +106,7 @@ def test_an_older_end_that_arrives_later_takes_nothing_back() -> None:
 
 
 @pytest.mark.parametrize(("now_s", "needed"), [(14.9, False), (15.0, True)])
-def test_an_end_is_wanted_when_grace_is_up(now_s: float, needed: bool) -> None:
+def test_an_end_is_requested_when_grace_is_up(now_s: float, needed: bool) -> None:
     state, _ = run(join.NEW, pending(tick(1, 1), 5.0))
 
     assert needs_end(state, now_s, GRACE_S) is needed
@@ -118,7 +118,7 @@ def test_a_node_without_grace_needs_an_end_at_once() -> None:
     assert needs_end(state, 20.0, GRACE_S)
 
 
-def test_no_end_is_wanted_for_a_node_that_waits_for_nothing_or_for_a_pod() -> None:
+def test_no_end_is_requested_for_a_node_that_waits_for_nothing_or_for_a_pod() -> None:
     waiting_for_a_pod, joined_ticks = run(
         join.NEW, logged(workloads(1)), SNAPSHOT, pending(tick(1, 1), watermark_ms=10_000)
     )
@@ -128,7 +128,7 @@ def test_no_end_is_wanted_for_a_node_that_waits_for_nothing_or_for_a_pod() -> No
     assert not needs_end(join.NEW, 1e9, GRACE_S)
 
 
-def test_an_end_that_was_read_is_not_wanted_again() -> None:
+def test_an_end_that_was_read_is_not_requested_again() -> None:
     state, joined_ticks = run(
         join.NEW, logged(workloads(1)), SNAPSHOT, pending(tick(1, 2), watermark_ms=0), AllocationsRead(GRACE_S)
     )
@@ -137,7 +137,7 @@ def test_an_end_that_was_read_is_not_wanted_again() -> None:
     assert not needs_end(state, 1e9, GRACE_S)
 
 
-def test_what_was_forgotten_does_not_come_out() -> None:
+def test_a_forgotten_sample_is_never_released() -> None:
     state, _ = run(join.NEW, pending(tick(1, 1), 0.0), Forget())
     state, joined_ticks = run(state, SNAPSHOT, AllocationsRead(1e9))
     assert joined_ticks == []
@@ -199,9 +199,7 @@ def test_what_was_logged_later_changes_nothing_for_a_pod_that_is_known() -> None
 
 
 @pytest.mark.parametrize(("logged_ms", "uid"), [(8_001, "uid-p"), (12_000, "uid-p"), (12_001, None)])
-def test_a_pod_that_is_lacking_is_that_of_the_first_record_until_two_seconds_later(
-    logged_ms: int, uid: str | None
-) -> None:
+def test_a_missing_pod_is_that_of_the_first_record_until_two_seconds_later(logged_ms: int, uid: str | None) -> None:
     state, joined_ticks = run(join.NEW, logged(workloads(1)), SNAPSHOT, pending(tick(1, 1), watermark_ms=8_000))
     assert (joined_ticks, state.needed_ms) == ([], 12_000)
 
@@ -214,7 +212,7 @@ def test_a_pod_that_is_lacking_is_that_of_the_first_record_until_two_seconds_lat
     assert run(replayed, pending(tick(1, 1)))[1] == live
 
 
-def test_a_pod_that_is_lacking_is_only_named_once_everything_is_read() -> None:
+def test_a_missing_pod_is_only_named_once_everything_is_read() -> None:
     state, joined_ticks = run(join.NEW, logged(workloads(1)), SNAPSHOT, pending(tick(1, 1), watermark_ms=11_999))
     assert joined_ticks == []
 
@@ -256,7 +254,7 @@ def test_a_name_that_comes_back_after_it_was_gone_is_a_new_pod_and_waited_for() 
     assert uids(run(state, logged(workloads(2, OLD, NEW), 9_000))[1]) == ["new"]
 
 
-def test_if_nothing_says_that_it_is_another_one_it_is_the_old_one() -> None:
+def test_without_evidence_of_a_new_pod_it_is_the_old_one() -> None:
     ticks = [pending(tick(n, 3, ts_ms=21_000 + n), watermark_ms=12_000) for n in (0, 9_999, 10_000)]
     state, joined_ticks = run(join.NEW, *renewed(OLD), *ticks)
 
@@ -345,7 +343,7 @@ def test_the_other_pods_of_the_snapshot_hold_what_they_held() -> None:
     ],
     ids=["runs", "is only missing", "runs after all", "another begins", "another ended just now", "of another name"],
 )
-def test_the_kubelets_word_counts_where_the_pods_end_is_not_reported_or_another_may_be_meant(
+def test_the_kubelet_wins_if_the_pods_end_is_not_reported_or_another_pod_may_be_meant(
     node_workloads: tuple[NodeWorkloads, ...],
 ) -> None:
     assert pods_held(run(join.NEW, *map(logged, node_workloads), SNAPSHOT, listed(1, 60_000))[1]) == [["p"]]
@@ -404,5 +402,5 @@ def test_a_pod_that_only_its_processes_show_is_that_of_the_first_record_until_tw
     ],
     ids=["no workloads", "no kubelet", "no memory", "of no pod", "known", "static"],
 )
-def test_nothing_is_waited_for_where_nothing_can_come_of_it(records: tuple[join.Record, ...]) -> None:
+def test_nothing_is_waited_for_that_would_change_nothing(records: tuple[join.Record, ...]) -> None:
     assert len(run(join.NEW, *records)[1]) == 1

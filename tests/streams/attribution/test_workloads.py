@@ -67,7 +67,7 @@ def labels_at(history: KnownWorkloads, ts_ms: int) -> dict[str, str]:
         (20_000 + TOLERANCE_MS, False),
     ],
 )
-def test_a_pod_is_there_from_its_start_to_before_its_end_give_or_take_two_seconds(ts_ms: int, runs: bool) -> None:
+def test_a_pod_exists_from_its_start_to_before_its_end_give_or_take_two_seconds(ts_ms: int, runs: bool) -> None:
     known_then = full_view(history_of(workloads(1, pod("p", started=10_000, ended=20_000))))
 
     assert (known_then.pod_of("uid-p", ts_ms) is not None) is runs
@@ -75,9 +75,7 @@ def test_a_pod_is_there_from_its_start_to_before_its_end_give_or_take_two_second
 
 
 @pytest.mark.parametrize(("ts_ms", "is_meant"), [(7_999, False), (8_000, True), (30_000, True), (30_001, False)])
-def test_a_pod_that_its_snapshot_goes_on_naming_is_meant_for_ten_seconds_after_its_end(
-    ts_ms: int, is_meant: bool
-) -> None:
+def test_a_pod_that_its_snapshot_still_names_matches_for_ten_seconds_after_its_end(ts_ms: int, is_meant: bool) -> None:
     assert (uid_at(history_of(workloads(1, pod("p", started=10_000, ended=20_000))), ts_ms) is not None) is is_meant
 
 
@@ -102,7 +100,7 @@ def test_a_pod_without_times_has_always_run() -> None:
 @pytest.mark.parametrize(
     ("ts_ms", "uid"), [(19_000, "first"), (20_499, "first"), (20_500, "next"), (21_000, "next"), (25_000, "next")]
 )
-def test_of_two_pods_of_one_name_the_nearest_in_time_is_meant(ts_ms: int, uid: str) -> None:
+def test_of_two_pods_of_one_name_the_nearest_in_time_matches(ts_ms: int, uid: str) -> None:
     first = pod("p", uid="first", started=0, ended=20_000)
 
     assert uid_at(history_of(workloads(1, first, pod("p", uid="next", started=21_000))), ts_ms) == uid
@@ -120,7 +118,7 @@ def test_lives_of_one_name_never_overlap(ended_ms: int | None, following: int, c
     assert [uid_at(history, ts_ms) for ts_ms in (changes_at - 1, changes_at)] == ["old", "new"]
 
 
-def test_of_two_pods_that_ran_at_once_the_one_that_began_last_is_meant() -> None:
+def test_of_two_pods_that_ran_at_once_the_one_that_started_last_matches() -> None:
     history = history_of(workloads(1, pod("p", uid="a", started=10_000), pod("p", uid="b", started=5_000)))
 
     assert uid_at(history, 30_000) == "a"
@@ -157,7 +155,7 @@ def test_a_pod_of_another_namespace_is_another_pod() -> None:
 
 
 @pytest.mark.parametrize(("ts_ms", "is_present"), [(999, False), (1_000, True), (1_999, True), (3_000, False)])
-def test_a_pod_that_ended_before_it_began_was_there_where_both_clocks_allow_it(ts_ms: int, is_present: bool) -> None:
+def test_a_pod_that_ended_before_it_started_existed_while_both_clocks_allow_it(ts_ms: int, is_present: bool) -> None:
     """Its start is the node's word, and its end, where it is only missing, the API server's."""
     history = history_of(workloads(1, pod("p", started=3_000, ended=1_000)))
 
@@ -191,7 +189,7 @@ def test_annotations_namespace_labels_and_owners_make_a_version_too() -> None:
         assert full_view(history).pod_at(NAME, 1_000) == other
 
 
-def test_the_uid_that_the_kubelet_says_picks_the_pod_whatever_the_times_say() -> None:
+def test_the_kubelets_uid_selects_the_pod_whatever_the_times_are() -> None:
     first, second = pod("p", uid="first", started=0), pod("p", uid="second", started=100_000)
     history = history_of(workloads(1, first, second))
     for uid in ("first", "second"):
@@ -201,7 +199,7 @@ def test_the_uid_that_the_kubelet_says_picks_the_pod_whatever_the_times_say() ->
         assert resolved.pods[NAME] == {"first": first, "second": second}[uid]
 
 
-def test_what_the_api_server_says_of_devices_is_in_the_attributed_tick_by_their_uuids() -> None:
+def test_what_the_api_server_reports_of_devices_is_in_the_attributed_tick_by_their_uuids() -> None:
     unwell = (UnwellDevice("nvidia0", health="Unhealthy"), UnwellDevice(gpu(9), taint="lost:NoSchedule"))
     history = history_of(msgspec.structs.replace(workloads(1), unwell=unwell))
     resolved = resolve(history, None, frozenset(), LookupTime(0, 10_000, float("inf")))
@@ -267,7 +265,7 @@ def test_a_new_leader_counts_from_one_again() -> None:
     assert uid_at(history, 0) == "uid-p"
 
 
-def test_what_is_said_again_takes_no_more_room() -> None:
+def test_a_repeated_record_takes_no_more_memory() -> None:
     history = history_of(*(workloads(i, pod("p"), ts_ms=i * 1000, labels={"a": "b"}) for i in range(50)))
 
     assert len(history.node_labels) == len(history.dra) == len(history.admin) == len(history.lifetimes[NAME][0]) == 1
@@ -333,7 +331,7 @@ def logged(records: list[NodeWorkloads]) -> KnownWorkloads:
 
 
 @given(logs(), times, st.integers(0, 7))
-def test_every_answer_is_that_of_looking_at_all_records_that_were_logged_by_then(
+def test_every_answer_is_that_of_a_search_of_all_records_that_were_logged_by_then(
     records: list[NodeWorkloads], ts_ms: int, count: int
 ) -> None:
     counted = model.accepted(records[: count + 1])
@@ -419,7 +417,7 @@ def test_a_pod_is_over_from_ten_seconds_after_its_end_for_a_day(ts_ms: int, over
     ("ts_ms", "over"),
     [(40_000, True), (47_999, True), (48_000, False), (60_000, False), (70_000, False), (70_001, True)],
 )
-def test_it_is_not_while_the_next_of_its_name_lives_or_has_just_ended(ts_ms: int, over: bool) -> None:
+def test_a_pod_is_not_over_while_the_next_of_its_name_lives_or_has_just_ended(ts_ms: int, over: bool) -> None:
     following = pod("p", uid="next", started=50_000, ended=60_000)
     history = history_of(workloads(1, pod("p", ended=10_000), following))
 
@@ -445,7 +443,7 @@ def test_what_ended_longer_ago_than_samples_are_kept_is_forgotten_without_a_samp
     assert set(history.lifetimes) == {("ns", "young")}
 
 
-def test_what_pods_of_two_nodes_have_alike_is_in_memory_once() -> None:
+def test_what_pods_of_two_nodes_share_is_in_memory_once() -> None:
     owner = Owner("batch/v1", "Job", "j", "job-uid")
     encoded = msgspec.json.encode(
         workloads(1, msgspec.structs.replace(pod("p", owners=(owner,)), namespace_labels={"team": "a"}))

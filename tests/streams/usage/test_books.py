@@ -23,7 +23,7 @@ def seconds(first: int, last: int, *devices: Any, step: int = 1, **fields: Any) 
     return [tick(second * 1000, *devices, **fields) for second in range(first, last + 1, step)]
 
 
-def test_the_example_of_the_page_is_counted_so() -> None:
+def test_the_example_of_the_page_is_counted_as_it_says() -> None:
     free, busy, idle = gpu("GPU-a", busy=0.0), gpu("GPU-a", A, busy=0.9), gpu("GPU-a", A, busy=0.0)
     harness = BookkeeperHarness().play(*seconds(0, 20, free), *seconds(21, 40, busy))
     for second in range(48, 61):
@@ -42,7 +42,7 @@ def test_a_tick_stands_for_the_time_since_the_one_before_of_its_run() -> None:
     assert (minute["GPU-a", "held", "a"].device_ms, minute["GPU-a", "unobserved", None].device_ms) == (50_000, 10_000)
 
 
-def test_what_is_longer_than_three_intervals_is_unobserved() -> None:
+def test_a_gap_of_more_than_three_intervals_is_unobserved() -> None:
     harness = BookkeeperHarness().play(
         tick(0, gpu("GPU-a", A)), tick(10_000, gpu("GPU-a", A)), *seconds(11, 60, gpu("GPU-a", A))
     )
@@ -152,19 +152,19 @@ def test_a_shared_device_is_divided_by_the_policy(split: Any, expected: dict[str
     assert {row.policy for row in minute.values()} == {split}
 
 
-def test_who_was_not_given_the_device_gets_what_it_used() -> None:
+def test_a_pod_that_was_not_given_the_device_is_charged_what_it_used() -> None:
     both = gpu("GPU-a", holder("a", 0.2), holder("b", 0.1, observed=True), busy=0.3)
     harness = BookkeeperHarness().play(*seconds(0, 60, both))
     assert (held_ms(harness, "a"), held_ms(harness, "b")) == (54_000, 6_000)
 
 
-def test_who_holds_a_device_and_does_nothing_with_it_is_idle_in_that_tick() -> None:
+def test_a_pod_that_holds_a_device_and_does_nothing_with_it_is_idle_in_that_tick() -> None:
     idle, busy = gpu("GPU-a", A, busy=0.0), gpu("GPU-a", A, busy=0.2)
     harness = BookkeeperHarness().play(*seconds(0, 20, idle), *seconds(21, 40, busy), *seconds(41, 60, idle))
     assert harness.window(0, MINUTE_MS)["GPU-a", "held", "a"].idle_ms == 40_000
 
 
-def test_the_energy_is_the_counters_and_a_counter_that_began_again_counts_from_zero() -> None:
+def test_the_energy_is_that_of_the_counter_and_a_counter_that_was_reset_counts_from_zero() -> None:
     counter = [100.0 + second * 0.25 for second in range(31)] + [second * 0.5 for second in range(30)]
     ticks = [
         tick(second * 1000, gpu("GPU-a", A, metrics={"energy_joules_total": joules, "power_watts": 999}))
@@ -174,12 +174,12 @@ def test_the_energy_is_the_counters_and_a_counter_that_began_again_counts_from_z
     assert harness.window(0, MINUTE_MS)["GPU-a", "held", "a"].energy_mj == 7_500 + 14_500
 
 
-def test_without_a_counter_the_energy_is_the_powers() -> None:
+def test_without_a_counter_the_energy_is_computed_from_the_power() -> None:
     harness = BookkeeperHarness().play(*seconds(0, 60, gpu("GPU-a", A, metrics={"power_watts": 250.5})))
     assert harness.window(0, MINUTE_MS)["GPU-a", "held", "a"].energy_mj == 15_030_000
 
 
-def test_what_was_drawn_while_nobody_looked_is_nobodys() -> None:
+def test_energy_that_was_drawn_in_a_gap_is_unattributed() -> None:
     def drew(joules: float) -> Any:
         return gpu("GPU-a", A, metrics={"energy_joules_total": joules})
 
@@ -191,7 +191,7 @@ def test_what_was_drawn_while_nobody_looked_is_nobodys() -> None:
 
 
 @pytest.mark.parametrize(("ends_s", "first_s"), [(3590, 3610), (3590, 3700), (3590, 7300), (3600, 3630), (10, 7210)])
-def test_what_was_drawn_while_nobody_looked_sums_over_the_hours(ends_s: int, first_s: int) -> None:
+def test_energy_that_was_drawn_in_a_gap_adds_up_over_the_hours(ends_s: int, first_s: int) -> None:
     def drew(second: int) -> Any:
         return gpu("GPU-a", A, metrics={"energy_joules_total": 300.0 * second})
 
@@ -236,7 +236,7 @@ def test_a_node_that_is_silent_is_closed_by_the_time_of_the_log() -> None:
     assert harness.keeper.books.hours == []
 
 
-def test_what_comes_after_its_window_was_closed_is_not_booked_but_by_a_replay() -> None:
+def test_a_tick_that_comes_after_its_window_was_closed_is_booked_by_a_replay_only() -> None:
     late_ticks, live, replay = (
         seconds(91, 4900, gpu("GPU-a", A)),
         BookkeeperHarness(),
@@ -260,7 +260,7 @@ def test_a_replay_writes_whole_hours_only_each_with_its_minutes() -> None:
 
 
 @pytest.mark.parametrize("away_s", [1300, 3000, 5003])
-def test_a_replay_divides_what_was_drawn_in_a_silence_as_it_was_live(away_s: int) -> None:
+def test_a_replay_divides_energy_that_was_drawn_in_a_silence_as_it_was_live(away_s: int) -> None:
     ticks = [
         tick(second * 1000, gpu("GPU-a", A, metrics={"energy_joules_total": 301.7 * second}), interval_ms=10_000)
         for second in (*range(0, 1001, 10), *range(1001 + away_s, 13_000, 10))
@@ -288,7 +288,7 @@ def test_labels_that_change_are_those_of_the_last_tick_and_the_time_is_one_row()
     assert (harness.window(0, MINUTE_MS)["GPU-a", "held", "a"].team, held_ms(harness)) == ("y", 60_000)
 
 
-def test_labels_that_are_none_are_refused_and_nothing_is_booked() -> None:
+def test_malformed_labels_are_refused_and_nothing_is_booked() -> None:
     harness = BookkeeperHarness().play(tick(0, gpu("GPU-a", A)))
     with pytest.raises(msgspec.DecodeError):
         harness.book(tick(1000, gpu("GPU-a", holder("a", labels=[1]))))

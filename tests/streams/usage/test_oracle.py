@@ -94,7 +94,7 @@ def records_of(story: list[Step]) -> list[Any]:
 
 @pytest.mark.parametrize("split", ["used", "equal"])
 @given(story=steps)
-def test_every_field_of_every_window_is_what_sums_of_other_code_say(split: Any, story: list[Step]) -> None:
+def test_every_field_of_every_window_equals_the_sums_of_independent_code(split: Any, story: list[Step]) -> None:
     ticks, sums = records_of(story), UsageSums(split)
     harness = BookkeeperHarness(Accounting(split)).play(*ticks)
     for counted in ticks:

@@ -197,7 +197,7 @@ def test_the_clock_closes_nothing_while_samples_wait_to_be_attributed() -> None:
     assert run(lived()) == []
 
 
-def test_books_that_another_worker_wrote_late_are_written_over() -> None:
+def test_books_that_another_worker_wrote_late_are_overwritten() -> None:
     async def lived() -> tuple[bytes | None, bytes | None]:
         broker = Broker()
         for at_s in range(0, 61, 5):
@@ -219,7 +219,7 @@ def test_books_that_another_worker_wrote_late_are_written_over() -> None:
     assert last_one == own_books
 
 
-def test_what_is_no_tick_is_a_dead_letter_and_the_rest_is_booked() -> None:
+def test_a_record_that_is_no_tick_is_a_dead_letter_and_the_rest_is_booked() -> None:
     async def lived() -> tuple[int, float, float]:
         broker = Broker()
         log(broker, 0, gpu("GPU-a"))

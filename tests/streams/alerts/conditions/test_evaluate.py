@@ -91,7 +91,7 @@ def test_a_rule_holds_for_what_it_is_about(rule: str, sample: Device, holds: boo
     assert verdict(findings_in(tick(0, sample), rule_name=rule)) is holds
 
 
-def test_who_was_given_what_is_not_known_without_a_snapshot() -> None:
+def test_without_a_snapshot_the_holders_are_unknown() -> None:
     sample = device(0, busy=0.9, conflict="no_pod", **SEEN)
     assert verdict(findings_in(tick(0, sample, attribution="none"), rule_name="GPUUsedUnallocated")) is None
     assert verdict(findings_in(tick(0, sample, attribution="none"), rule_name="GPUAttributionConflict")) is None
@@ -259,12 +259,12 @@ def test_a_device_that_comes_later_had_its_errors_since() -> None:
         (9999, "warning", ""),
     ],
 )
-def test_errors_of_programs_are_distinguished_from_hardwares(code: int, severity: str, pod_uid: str) -> None:
+def test_program_errors_are_distinguished_from_hardware_errors(code: int, severity: str, pod_uid: str) -> None:
     (finding,) = findings_in(tick(0, device(0, holder(), events=(event(code),))), rule_name="GPUXid")
     assert (finding.rule.severity, finding.pod_uid, finding.event) == (severity, pod_uid, True)
 
 
-def test_an_error_of_a_program_on_a_shared_device_is_nobodys() -> None:
+def test_a_program_error_on_a_shared_device_is_attributed_to_no_pod() -> None:
     (finding,) = findings_in(tick(0, device(0, holder("a"), holder("b"), events=(event(31),))), rule_name="GPUXid")
     assert finding.pod_uid == ""
 
@@ -274,7 +274,7 @@ def happened(code: int, *holders: Holder) -> AttributedEvent:
     return AttributedEvent("xid", code, holders=holders)
 
 
-def test_an_error_is_reported_who_held_the_device_then() -> None:
+def test_an_error_is_attributed_to_the_pod_that_held_the_device_at_its_time() -> None:
     sample = device(0, holder("came-later"), events=(happened(31, holder()), happened(31, holder())), xids={"31": 2})
     (finding,) = findings_in(tick(0, device(0)), tick(1, sample), rule_name="GPUXid")
     assert (finding.pod_uid, finding.value, [pod.pod for pod in finding.facts.pods]) == ("uid-bert-0", 2.0, ["bert-0"])
@@ -284,7 +284,7 @@ def test_an_error_is_reported_who_held_the_device_then() -> None:
     assert (finding.pod_uid, finding.facts.pods) == ("", ())
 
 
-def test_errors_of_programs_in_one_tick_are_each_of_their_own_pod() -> None:
+def test_program_errors_in_one_tick_are_attributed_each_to_its_own_pod() -> None:
     events = (happened(31, holder("a")), event(31), happened(31, holder("b"), holder("c")), happened(31))
     sample = device(0, holder("now"), events=events, xids={"31": 6})
     findings = findings_in(tick(0, device(0)), tick(1, sample), rule_name="GPUXid")
@@ -300,7 +300,7 @@ def test_errors_of_hardware_in_one_tick_are_one_finding_with_all_who_held_the_de
     assert [pod.pod for pod in finding.facts.pods] == ["a", "now"]
 
 
-def test_a_pod_that_had_no_error_does_not_silence_that_of_the_one_before_it() -> None:
+def test_a_pod_without_an_error_does_not_silence_the_error_of_the_previous_holder() -> None:
     silent = holder("quiet", annotations={"gpustream.dev/alerts": "off"})
     sample = device(0, silent, events=(happened(31, holder()),))
     assert [f.pod_uid for f in findings_in(tick(0, sample), rule_name="GPUXid")] == ["uid-bert-0"]
@@ -308,7 +308,7 @@ def test_a_pod_that_had_no_error_does_not_silence_that_of_the_one_before_it() ->
     assert findings_in(tick(0, other), rule_name="GPUXid") == []
 
 
-def test_a_pod_silences_errors_of_its_programs_and_never_the_hardwares() -> None:
+def test_a_pod_silences_its_program_errors_and_never_hardware_errors() -> None:
     quiet = holder(annotations={"gpustream.dev/alerts": "off"})
     assert codes(tick(0, device(0, quiet, events=(event(31), event(79))))) == {"79": 1}
 
@@ -327,7 +327,7 @@ def test_an_override_by_code_sets_the_severity_of_that_code() -> None:
 # -- what is there no more
 
 
-def test_a_gpu_of_the_inventory_that_is_not_there_is_missing() -> None:
+def test_a_gpu_of_the_inventory_that_is_not_in_the_tick_is_missing() -> None:
     ticks = [tick(0, device(0), device(1, holder()))]
     assert not findings_in(*ticks, rule_name="GPUMissing")
     (finding,) = findings_in(*ticks, tick(1, device(0)), rule_name="GPUMissing")
@@ -361,7 +361,7 @@ def test_a_gpu_that_has_long_been_missing_is_forgotten() -> None:
     assert not findings_in(*ticks, tick(week + 1, device(0)), rule_name="GPUMissing")
 
 
-def test_what_was_found_on_a_device_outlasts_that_it_is_missing_for_a_while() -> None:
+def test_a_condition_of_a_device_survives_while_the_device_is_missing_for_a_while() -> None:
     ticks = [tick(0, device(0, holder(), row_remap_pending=1)), tick(1)]
     assert verdict(findings_in(*ticks, tick(601), rule_name="GPURowRemapPending")) is None
     assert verdict(findings_in(*ticks, tick(602), rule_name="GPURowRemapPending")) is False
@@ -435,7 +435,7 @@ def test_a_pod_without_a_uid_ends_when_its_name_is_gone() -> None:
         )
 
 
-def test_a_devices_condition_ends_for_itself_whoever_holds_it() -> None:
+def test_a_condition_of_a_device_ends_whoever_holds_the_device() -> None:
     after = tick(1, device(0))
     assert resolve_reason(DEFAULTS, after, Tracked(name="GPULost", device=gpu(0), since_ms=0)) == "condition"
 
@@ -445,7 +445,7 @@ def test_processes_are_no_evidence_of_their_own_for_a_conflict() -> None:
     assert verdict(findings_in(tick(0, sample), rule_name="GPUAttributionConflict")) is False
 
 
-def test_a_value_that_is_not_there_ends_nothing() -> None:
+def test_a_missing_value_ends_no_condition() -> None:
     """A value that a driver does not give for a while is no evidence that the GPU is well."""
     faults = {"clock_event_reasons": 0xC0, "row_remap_failure": 1, "row_remap_pending": 1}
     replay = Replay(DEFAULTS)

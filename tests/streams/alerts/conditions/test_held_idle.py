@@ -103,7 +103,7 @@ def test_a_tick_without_a_snapshot_says_nothing_of_who_held_the_device_before() 
     assert (finding.holds, finding.pod_uid) == (None, "uid-bert-0")
 
 
-def test_work_in_a_tick_without_a_snapshot_is_whosever_it_was() -> None:
+def test_work_in_a_tick_without_a_snapshot_counts_whoever_did_it() -> None:
     held_device = device(0, holder(), busy=0.0)
     (finding,) = findings_in(
         tick(0, held_device), tick(GRACE_S + 1, device(0, busy=0.5), attribution="none"), rule_name=RULE
@@ -116,7 +116,7 @@ def test_a_gpu_that_nobody_holds_is_not_held_idle() -> None:
     assert not judged(device(0, busy=0.0, jobs=(Job("4242"),)))
 
 
-def test_a_pod_that_was_only_seen_there_does_not_hold_the_device() -> None:
+def test_a_pod_that_was_only_observed_on_a_device_does_not_hold_it() -> None:
     assert not judged(device(0, holder(observed=True), busy=0.0))
 
 
@@ -207,7 +207,7 @@ def test_a_pod_on_a_shared_mig_device_without_parts_is_judged_by_the_whole_devic
         )
 
 
-def test_on_a_shared_device_the_video_engines_work_is_anybodys() -> None:
+def test_work_of_the_video_engines_of_a_shared_device_may_be_any_pods() -> None:
     pods = holder("a", busy=0.0), holder("b", busy=0.5)
     sample = device(0, *pods, busy=0.5, encoder_utilization_ratio=0.5, unattributed=Parts(utilization_ratio=0.0))
     assert [(finding.pod_uid, finding.holds) for finding in judged(sample)] == [("uid-a", None)]
@@ -236,13 +236,13 @@ def test_the_grace_begins_when_the_pod_gets_the_device() -> None:
     assert finding.since_ms == tick(100 + GRACE_S).ts_ms
 
 
-def test_a_pod_that_was_seen_there_before_it_was_given_the_device_has_it_from_then_on() -> None:
+def test_the_grace_of_a_pod_that_was_observed_before_begins_when_it_is_given_the_device() -> None:
     observed_device, given_it = device(0, holder(observed=True), busy=0.0), device(0, holder(), busy=0.0)
     assert in_the_end(tick(0, observed_device), tick(100, given_it), tick(GRACE_S, given_it)) is None
     assert in_the_end(tick(0, observed_device), tick(100, given_it), tick(100 + GRACE_S, given_it)) is True
 
 
-def test_a_pod_of_the_same_name_that_is_another_one_has_a_grace_of_its_own() -> None:
+def test_another_pod_of_the_same_name_has_a_grace_of_its_own() -> None:
     first, second = device(0, holder(), busy=0.0), device(0, holder(pod_uid="uid-new"), busy=0.0)
     assert in_the_end(tick(0, first), tick(GRACE_S, first), tick(GRACE_S + 1, second)) is None
 
@@ -318,14 +318,14 @@ def test_a_pod_or_its_namespace_sets_how_long_its_gpus_may_be_idle(
         ('namespace = "ml"\nworkload_kind = "Pod"', False),
     ],
 )
-def test_an_override_is_for_the_pods_that_match_all_of_it(override: str, matches: bool) -> None:
+def test_an_override_applies_to_the_pods_that_match_all_of_it(override: str, matches: bool) -> None:
     by = overlay(f'[[rules.GPUHeldIdle.overrides]]\n{override}\nfor = "1h"\nseverity = "info"\n')
     sample = device(0, holder(labels={"app": "vllm-0"}, namespace_labels={"team": "research"}), busy=0.0)
     (finding,) = findings_in(tick(0, sample), tick(GRACE_S, sample), rule_name=RULE, by=by)
     assert (finding.rule.for_ms, finding.rule.severity) == ((3_600_000, "info") if matches else (900_000, "warning"))
 
 
-def test_a_later_override_goes_over_an_earlier_one_and_the_pods_own_policy_over_all() -> None:
+def test_a_later_override_wins_over_an_earlier_one_and_the_pods_own_policy_over_all() -> None:
     by = overlay("""
         [[rules.GPUHeldIdle.overrides]]
         namespace = "*"

@@ -334,7 +334,7 @@ def test_whatever_a_file_holds_it_is_rules_or_errors(text: str) -> None:
         assert parsed(text).rules
 
 
-def test_for_how_long_a_policy_may_silence_is_said_by_namespace() -> None:
+def test_how_long_a_policy_may_silence_is_set_by_namespace() -> None:
     text = '[policies]\nlongest = "12h"\n[[policies.overrides]]\nnamespace = "notebooks-*"\nlongest = "3d"'
     bounds = rules_file.parse(text, "rules.toml").bounds
     assert [bounds.longest(namespace) // 3_600_000 for namespace in ("ml", "notebooks-a")] == [12, 72]

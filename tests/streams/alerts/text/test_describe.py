@@ -96,7 +96,7 @@ def test_an_idle_gpu_is_reported_by_who_holds_it() -> None:
     }
 
 
-def test_memory_of_a_shared_device_is_no_pods_where_its_part_is_not_known() -> None:
+def test_memory_of_a_shared_device_is_attributed_to_no_pod_if_its_part_is_not_known() -> None:
     a, b = (holder(name, parts=Parts(utilization_ratio=busy)) for name, busy in (("a", 0.0), ("b", 0.9)))
     sample = device(0, a, b, busy=0.9, memory_used_bytes=9e9, unattributed=Parts(utilization_ratio=0.0))
     assert "Whether it holds memory is not known." in idle(sample)[1]["description"]
@@ -112,7 +112,7 @@ def test_memory_of_a_shared_device_is_no_pods_where_its_part_is_not_known() -> N
         (device(0, holder(busy=0.0), busy=0.0, memory_used_bytes=9e9), "It holds 1.0 GiB of the GPU's memory."),
     ],
 )
-def test_whether_memory_is_held_is_said(sample: Device, text: str) -> None:
+def test_the_text_says_whether_memory_is_held(sample: Device, text: str) -> None:
     assert text in idle(sample)[1]["description"]
 
 
@@ -166,7 +166,7 @@ def test_of_a_shared_device_the_alert_names_the_pod_that_it_is_about() -> None:
     assert idle(sample)[0]["k8s_pod_name"] == "b"
 
 
-def test_an_alert_about_a_device_names_a_pod_only_where_it_holds_it_alone() -> None:
+def test_an_alert_about_a_device_names_a_pod_only_if_it_holds_it_alone() -> None:
     for pods, name in (((holder(),), "bert-0"), ((holder("a"), holder("b")), None), ((), None)):
         labels, _ = description_of("GPURowRemapPending", tick(0, device(0, *pods, row_remap_pending=1)))
         assert labels.get("k8s_pod_name") == name
@@ -183,7 +183,7 @@ def test_labels_that_a_rule_asks_for_are_copied_from_the_pod_and_its_namespace()
     }
 
 
-def test_a_rules_own_labels_and_annotations_go_over() -> None:
+def test_a_rules_own_labels_and_annotations_win() -> None:
     by = overlay('[rules.GPUHeldIdle]\nlabels = { team = "p" }\nannotations = { summary = "s", dashboard = "d" }')
     labels, annotations = idle(device(0, holder(), busy=0.0), by=by)
     assert labels["team"] == "p"
@@ -278,7 +278,7 @@ def test_a_rule_of_another_name_has_the_runbook_of_its_kind() -> None:
         ),
     ],
 )
-def test_an_alert_says_what_is_the_matter(rule: str, ticks: list[Tick], texts: list[str]) -> None:
+def test_an_alert_describes_what_is_wrong(rule: str, ticks: list[Tick], texts: list[str]) -> None:
     _, annotations = description_of(rule, *ticks)
     for part in texts:
         assert part in annotations["description"]

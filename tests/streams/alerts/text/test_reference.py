@@ -14,7 +14,7 @@ from topics.reference import stale
 PAGE = reference.PAGE.read_text(encoding="utf-8")
 
 
-def test_the_page_has_the_tables_as_they_are() -> None:
+def test_the_page_has_the_current_tables() -> None:
     assert not stale({reference.PAGE: reference.markdown()})
     assert re.findall(r"<!-- written: (\w+) -->\n\n\| ", PAGE) == [
         "rules",
@@ -26,7 +26,7 @@ def test_the_page_has_the_tables_as_they_are() -> None:
     ]
 
 
-def test_a_table_that_is_another_one_is_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_changed_table_is_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(reference, "PAGE", tmp_path / "alerts.md")
     reference.PAGE.write_text(re.sub(r"\| `for` .*\n", "| `fur` | any | |\n", PAGE), encoding="utf-8")
     assert "`fur`" in reference.PAGE.read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ def test_the_page_says_how_each_kind_is_judged_and_what_a_pod_may_say() -> None:
     assert f'| `{ALERTS}: "off"` |' in PAGE
 
 
-def test_the_file_on_the_page_is_one() -> None:
+def test_the_file_on_the_page_is_a_valid_one() -> None:
     text = "\n".join(re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL))
     rules = rules_file.parse(text, "page")
     assert "GPUHeldIdleForHours" in {rule.name for rule in rules.rules}
