@@ -1,4 +1,4 @@
-"""Kafka's side of a producer: it lingers, batches, refuses whole batches, and poisons a partition as the real one."""
+"""Kafka's side of a producer: lingers, batches, refuses whole batches and poisons partitions like the real one."""
 
 import asyncio
 from collections import defaultdict
@@ -15,14 +15,14 @@ LINGER_S = 0.02
 
 @dataclass(frozen=True)
 class StoredRecord:
-    """What a send gives: where the record is."""
+    """The result of a send: the place of the record."""
 
     offset: int
 
 
 @dataclass
 class Cluster:
-    """The logs by (topic, partition), what is refused, and what is wrong at the moment."""
+    """The logs by (topic, partition), what is refused, and the current faults."""
 
     logs: dict[tuple[str, int], list[bytes]] = field(default_factory=lambda: defaultdict(list))
     refused: dict[bytes, Callable[[], Exception]] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Cluster:
         return self.logs[topic, partition]
 
     def open(self) -> list["FakeProducer"]:
-        """The producers that nobody stopped."""
+        """The producers that were not stopped."""
         return [producer for producer in self.producers if not producer.closed]
 
 

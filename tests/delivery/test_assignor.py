@@ -14,7 +14,7 @@ TOPICS = ("samples", "allocations", "workloads")
 
 
 def cluster(**counts: int) -> Any:
-    """What a client knows of topics: how many partitions each has."""
+    """A client's metadata: how many partitions each topic has."""
     return SimpleNamespace(partitions_for_topic=lambda topic: set(range(counts[topic])) or None)
 
 
@@ -30,7 +30,7 @@ class Group:
         self.members[member], self.topics[member] = CoPartitioned(), topics
 
     def rebalance(self) -> dict[str, dict[str, list[int]]]:
-        """A generation: every member says what it had, and is given what it has now."""
+        """A generation: every member reports its previous partitions, and is assigned new ones."""
         metadata_by_member = {
             member: assignor.metadata(self.topics[member]) for member, assignor in self.members.items()
         }

@@ -140,7 +140,7 @@ async def test_a_connection_that_a_broker_ended_is_closed_before_it_is_forgotten
 
 
 class HalfABroker:
-    """Takes connections and says what it understands, but not which brokers there are."""
+    """Accepts connections and reports its API versions, but never answers for metadata."""
 
     def __init__(self) -> None:
         self.asked, self.ended = asyncio.Event(), asyncio.Event()

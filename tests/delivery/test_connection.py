@@ -1,4 +1,4 @@
-"""What makes a connection: options, a file of a cloud's, and secrets that are read when they are needed."""
+"""The sources of a connection: options, a cloud's properties file, and secrets that are read when they are needed."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A member of a consumer group, with a client in memory: what it says, and when it ends its process."""
+"""A member of a consumer group, with a client in memory: what it reports, and when it ends its process."""
 
 import asyncio
 import logging
@@ -45,7 +45,7 @@ class Member:
 
 
 class Client:
-    """The client of Kafka: an assignment, and what was asked of it."""
+    """The Kafka client: an assignment, and the calls that it got."""
 
     def __init__(self, *assigned: Partition) -> None:
         self.assigned, self.counts = assigned, {"ticks": 2}
@@ -337,7 +337,7 @@ class Admin:
 
 
 def later(instance_id: str, by_ms: int) -> CoPartitioned:
-    """A process with that instance id that began so much later than now."""
+    """A process with that instance id that starts so much later than now."""
     member = CoPartitioned(instance_id)
     member.claim = msgspec.structs.replace(member.claim, started_ms=member.claim.started_ms + by_ms)
     return member

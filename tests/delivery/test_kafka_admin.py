@@ -1,4 +1,4 @@
-"""What is made of a broker's answers, by a client that gives them."""
+"""How a broker's answers are read, from a client that gives prepared ones."""
 
 import asyncio
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ UNKNOWN_TOPIC, UNAUTHORIZED, EXISTS, BAD_FACTOR, BAD_CONFIG = 3, 29, 36, 38, 40
 
 
 class FakeAdminClient:
-    """A client of the administration whose answers are given beforehand."""
+    """An admin client with prepared answers."""
 
     def __init__(self, **answers: Any) -> None:
         self._answers = answers

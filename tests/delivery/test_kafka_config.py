@@ -1,4 +1,4 @@
-"""What clouds hand out is understood, and what is of no use is named without its value."""
+"""The properties files of clouds are understood, and unusable lines are named without their values."""
 
 from pathlib import Path
 

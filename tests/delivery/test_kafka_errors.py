@@ -1,4 +1,4 @@
-"""An error of Kafka's is a sentence that says what to do."""
+"""An error of Kafka becomes a sentence that says what to do."""
 
 import asyncio
 import ssl

@@ -1,4 +1,4 @@
-"""A connection is opened with what stands in the files at that moment, and not again and again if that can't work."""
+"""A connection is opened with the current contents of the files, and is not retried in a loop if that can't work."""
 
 import asyncio
 from dataclasses import replace
@@ -15,7 +15,7 @@ SECRET = "Tr0ub4dor&3"  # noqa: S105
 
 
 class Broker:
-    """Takes one password, and remembers with what it was asked."""
+    """Accepts one password, and remembers the options of each connect."""
 
     def __init__(self, password: str = SECRET) -> None:
         self.password = password
@@ -82,7 +82,7 @@ async def test_what_must_be_fixed_is_known_until_a_connection_is_open(broker: Br
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses that are made, each at once."""
+    """The pauses that were requested; none takes time."""
     pauses_s: list[float] = []
 
     async def sleep(delay_s: float) -> None:

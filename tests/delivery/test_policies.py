@@ -1,4 +1,4 @@
-"""What namespaces let be done, and what is wrong with annotations."""
+"""What namespaces allow, and the errors of annotations."""
 
 import contextlib
 

@@ -38,7 +38,7 @@ async def test_a_new_group_starts_at_an_end_of_the_log_or_so_long_ago() -> None:
 
 
 class New:
-    """A group before this process joins it, and what it has committed. ``member``: what a member that is there has."""
+    """A group before this process joins it, and what it has committed. ``member``: what an existing member has."""
 
     def __init__(self, committed: dict[Any, int], member: dict[Any, int] | None) -> None:
         self.committed, self.member = dict(committed), member
@@ -129,7 +129,7 @@ async def test_the_last_finished_record_itself_is_read_back(recall_s: float) -> 
 
 
 class FoundStart(NamedTuple):
-    """Where a stream starts, as its reader takes it."""
+    """The positions at which a stream starts, as its reader uses them."""
 
     positions: dict[Partition, int]
     lost_offsets: dict[Partition, int | None]

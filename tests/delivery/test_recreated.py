@@ -24,7 +24,7 @@ class Member:
 
 
 class Client:
-    """What the group asks of aiokafka's consumer."""
+    """The part of aiokafka's consumer that the group uses."""
 
     def __init__(self) -> None:
         self.partitions: dict[str, set[int]] = {TOPIC: {0, 1}, OTHER: {0, 1}}

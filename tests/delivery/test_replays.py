@@ -1,4 +1,4 @@
-"""The rule that tells replays from new ticks, over logs that are written again in part, and made again."""
+"""The rule that tells replays from new ticks, over logs that are partly repeated, or created again."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from delivery.replays import LastTick, Verdict, after, verdict
 
 
 class Tick(NamedTuple):
-    """What the rule looks at."""
+    """The fields that the rule reads."""
 
     run_id: int
     seq: int
@@ -25,7 +25,7 @@ class Node(NamedTuple):
 
 
 def take(node: Node, tick: Tick) -> tuple[Node, Verdict]:
-    """A record comes."""
+    """The node after a record, and the verdict on that record."""
     outcome = verdict(node.last, tick)
     if outcome == "replay":
         return node, outcome

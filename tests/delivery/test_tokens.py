@@ -1,4 +1,4 @@
-"""A token is asked for when it is needed, and again before its life is over."""
+"""A token is requested when it is needed, and again before it expires."""
 
 import sys
 from base64 import b64decode
@@ -19,7 +19,7 @@ SECRET = "Tr0ub4dor&3:/"  # noqa: S105
 
 @dataclass
 class Endpoint:
-    """A token endpoint: what it was asked, and what it answers."""
+    """A token endpoint: its requests, and its answer."""
 
     url: str = ""
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)

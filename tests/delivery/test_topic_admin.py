@@ -1,4 +1,4 @@
-"""What a broker has against what it must have, without a broker, and on an embedded one that has little to say."""
+"""The topics of a broker against those that it must have, without a broker and on an embedded one."""
 
 import socket
 from collections.abc import Iterator

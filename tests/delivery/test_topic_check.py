@@ -1,4 +1,4 @@
-"""What a component says and does while the topics that it uses can't be used, with a broker in the test's hand."""
+"""What a component reports and does while the topics that it uses can't be used, with a scripted broker."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ GOOD = Checked({"gpu.samples": 32}, (Mismatch("gpu.samples", "segment.ms", "3600
 
 
 class FakeBroker:
-    """A broker that gives these answers, one after the other; ``asked`` is set when the last has been given."""
+    """A broker that gives these answers, one after the other; ``asked`` is set after the last one."""
 
     def __init__(self, *results: Checked | Exception) -> None:
         self._results = list(results)
@@ -37,7 +37,7 @@ class FakeBroker:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is waited for between two questions."""
+    """There is no pause between two checks."""
     monkeypatch.setattr(topic_admin, "CHECK_AGAIN_S", (0.0,))
 
 

@@ -1,4 +1,4 @@
-"""When a process is to be ended, and when it only looks like it."""
+"""When a process must be ended, and when it only seems to hang."""
 
 import asyncio
 import threading
@@ -14,14 +14,14 @@ IDLE = Pulse(beat=0, progress=0, turns=0, working=False, ready=True, reachable=0
 
 
 class Life:
-    """A process as the detector sees it, a check a second."""
+    """A process as the detector sees it, with one check a second."""
 
     def __init__(self) -> None:
         self.detector = StallDetector(DEADLINES)
         self.pulse = IDLE
 
     def live(self, seconds: int, **stands_still: object) -> str | None:
-        """So many looks; everything moves but what is given. The first verdict, if any."""
+        """Make so many checks, in which all counters move except the given ones. Returns the first verdict, if any."""
         for _ in range(seconds):
             moves = {name: getattr(self.pulse, name) + 1 for name in ("beat", "progress", "turns", "reachable")}
             self.pulse = msgspec.structs.replace(self.pulse, **(moves | stands_still))

@@ -38,7 +38,7 @@ def alert(
 def alert_record(
     alert_or_bytes: Alert | bytes, offset: int = 0, *, at_ms: int | None = None, key: bytes | None = None
 ) -> ConsumedRecord:
-    """A record of an alert, appended when its state began, or of some bytes."""
+    """A record of an alert, or of some bytes, logged when the state of the alert began."""
     if isinstance(alert_or_bytes, bytes):
         return ConsumedRecord(offset, alert_or_bytes, at_ms or START_MS, key, "gpu.alerts")
     began_ms = round((alert_or_bytes.ends_at or alert_or_bytes.starts_at).timestamp() * 1000)
@@ -54,7 +54,7 @@ def deleted(of_alert: Alert, offset: int = 0, *, at_ms: int) -> ConsumedRecord:
 
 
 def assert_says(event: BaseCloudEvent, of_alert: Alert) -> None:
-    """A CloudEvent, as their SDK has read it, is this alert's."""
+    """Asserts that a CloudEvent, as the SDK reads it, is this alert's."""
     assert (event.get_specversion(), event.get_datacontenttype()) == ("1.0", "application/json")
     assert event.get_source() == f"urn:gpustream:{of_alert.cluster}/{of_alert.node}"
     assert event.get_id() == transition_id(of_alert)

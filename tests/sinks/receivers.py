@@ -1,4 +1,4 @@
-"""A receiver over HTTP that needs no network: it answers as the test says, and notes what it got."""
+"""A receiver over HTTP that needs no network: it answers as the test says, and keeps the requests."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from sinks.receiver import Reply
 
 
 class ReceivedRequest(NamedTuple):
-    """A request, and what was answered."""
+    """A request, and the status of its answer."""
 
     url: str
     body: bytes
@@ -17,7 +17,7 @@ class ReceivedRequest(NamedTuple):
 
 
 class Scripted:
-    """Answers with the statuses of the script, one after the other, then with what ``then`` says of a body.
+    """Answers with the statuses of the script, one after the other, then with ``default_status`` of the body.
 
     While ``hold`` is not set, nothing is answered.
     """
@@ -47,5 +47,5 @@ class Scripted:
         return Reply(status, "away" if status == 0 else "said")
 
     def accepted(self) -> list[ReceivedRequest]:
-        """What was accepted."""
+        """The requests that were accepted."""
         return [request for request in self.requests if 200 <= request.status < 300]

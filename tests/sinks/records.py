@@ -17,7 +17,7 @@ from topics.topic import node_key
 
 
 def outcome_instruments(component: str) -> tuple[Instrument, ...]:
-    """What a sink of this name says of its records."""
+    """The instruments of the outcomes of a sink of this name."""
     return outcomes.instruments(*(f"gpustream_{component}_{row.name}" for row in outcomes.COMMON))
 
 
@@ -49,7 +49,7 @@ def record(of_tick: SeriesTick | AttributedSample | bytes, offset: int | None = 
 
 
 def encoded(tick: SeriesTick) -> bytes:
-    """The record that says a tick."""
+    """The record of a tick."""
     content = msgspec.to_builtins(msgspec.structs.replace(tick, devices=()))
     content["devices"] = devices = []
     for reading in tick.devices:
@@ -64,7 +64,7 @@ def encoded(tick: SeriesTick) -> bytes:
 
 @dataclass
 class FakeSender:
-    """Has every record at once, or, while ``away``, none."""
+    """Accepts every record at once, or, while ``away``, none."""
 
     sent: list[tuple[str, bytes, dict[str, bytes]]] = field(default_factory=list)
     away: bool = False
@@ -97,11 +97,11 @@ class FakeGroup:
 
     @property
     def offsets(self) -> "FakeGroup":
-        """Asks where the log begins and ends."""
+        """Begins to ask where the log begins and ends."""
         return self
 
     def kafka_name(self, tp: object) -> str:
-        """How its partition is called."""
+        """The name of its partition."""
         return str(tp)
 
     def end(self, _: object = None) -> int:

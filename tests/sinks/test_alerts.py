@@ -1,4 +1,4 @@
-"""What sinks make of records of gpu.alerts."""
+"""How sinks read records of gpu.alerts."""
 
 import json
 from typing import Any

@@ -50,7 +50,7 @@ class FakeHandler:
 
 
 class Setup:
-    """An assignment and what it works with."""
+    """An assignment and its collaborators."""
 
     def __init__(self, consumer: FakeGroup, assignment: Assignment | None = None) -> None:
         self.instruments = Instruments(outcome_instruments("test"))
@@ -61,7 +61,7 @@ class Setup:
         self.assignment = Assignment(consumer, TP, self.handler, self.counted, assignment)  # type: ignore[arg-type]
 
     async def read(self) -> None:
-        """Runs until all is read, then takes the partition away."""
+        """Runs until all is read, then revokes the partition."""
         running = asyncio.ensure_future(self.assignment.run("earliest", 2.0))
         polled = asyncio.ensure_future(self.consumer.polled.wait())
         await asyncio.wait((running, polled), timeout=10, return_when=asyncio.FIRST_COMPLETED)
@@ -234,7 +234,7 @@ async def test_records_that_are_deleted_to_the_last_one_are_counted_without_anot
 
 
 class SlowHandler(FakeHandler):
-    """Keeps what it is given, and finishes all of it when ``ready``."""
+    """Keeps its records, and finishes all of them when ``ready``."""
 
     def __init__(self, counted: Outcomes) -> None:
         super().__init__(counted)

@@ -1,4 +1,4 @@
-"""A member of a consumer group: what it does with its partitions as they come and go."""
+"""A member of a consumer group: how it handles its partitions as they come and go."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence

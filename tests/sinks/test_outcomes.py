@@ -1,4 +1,4 @@
-"""What became of records, counted."""
+"""The outcomes of records, counted."""
 
 from types import ModuleType
 

@@ -1,4 +1,4 @@
-"""A receiver of alerts: which answers mean what, and that what is not refused is sent for as long as it takes."""
+"""A receiver of alerts: the meaning of answers, and retries until a request is accepted or refused."""
 
 import asyncio
 import logging

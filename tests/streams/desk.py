@@ -1,4 +1,4 @@
-"""A reader on a table: turned by hand, with a client that answers at once, on a made-up clock."""
+"""A reader driven step by step, with a client that answers at once, on a simulated clock."""
 
 import asyncio
 import functools
@@ -20,7 +20,7 @@ OWNERS, LABELS = (Partition(topic, 0) for topic in STATES)
 
 
 def instant(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Run a test on a made-up clock."""
+    """Run a test on a simulated clock."""
 
     @functools.wraps(test)
     def on_made_up_clock(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -30,7 +30,7 @@ def instant(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
 
 
 class Prompt(random.Random):
-    """Chance that always takes the first choice: no delays."""
+    """A random source that always takes the first choice: no delays."""
 
     def choice(self, seq: Any) -> Any:
         return seq[0]
@@ -73,7 +73,7 @@ class Desk:
         return [slot for slot, _ in self.delivered if slot.tp == tp]
 
     async def assign(self, tps: set[Partition] | None = None) -> None:
-        """Have an assignment (default: all), as the client tells of it."""
+        """Set an assignment (default: all), as the client reports it."""
         self.client.assign(self.broker.all() if tps is None else tps)
         self.reader.assigned(self.client.assignment())
 
@@ -109,7 +109,7 @@ class Desk:
 
 
 async def meanwhile(work: Awaitable[T], *steps: Callable[[], Any], pauses: Sequence[float] = ()) -> T:
-    """Begin some work, do the steps while it waits, and give what it gives."""
+    """Begin some work, do the steps while it waits, and return its result."""
     task = asyncio.ensure_future(work)
     for step, pause_s in zip(steps, pauses or [0.001] * len(steps), strict=True):
         await asyncio.sleep(pause_s)

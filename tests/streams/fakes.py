@@ -1,4 +1,4 @@
-"""What the stages of all streams may ask of their app, without a broker: the ledger is the real one."""
+"""The app as the stages of all streams see it, without a broker: the ledger is the real one."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A broker, a consumer group and processes that read, all in memory and on a made-up clock.
+"""A broker, a consumer group and processes that read, all in memory and on a simulated clock.
 
 The broker keeps what it was asked to keep and nothing else; the client is as contrary as the real one may be: whatever
 is awaited takes its time, so that partitions go in the middle of it, and a commit that is tried again is sent as by the
@@ -51,7 +51,7 @@ class Log:
             self.end += 1
 
     def mark(self) -> None:
-        """Store what no reader is given: a transaction's marker."""
+        """Store a transaction's marker, which no reader gets."""
         self.end += 1
 
     def compact(self, offset: int) -> None:
@@ -64,14 +64,14 @@ class Log:
         self.records = {offset: record for offset, record in self.records.items() if offset >= self.begin}
 
     def recreate(self) -> None:
-        """Be deleted and made anew."""
+        """Delete and create the log again."""
         self.begin = self.end = 0
         self.records = {}
 
 
 @dataclass
 class Broker:
-    """The logs, the group's commits, and what is wrong at the moment."""
+    """The logs, the group's commits, and the current faults."""
 
     partitions: int = 2
     logs: dict[Partition, Log] = field(default_factory=lambda: defaultdict(Log))
@@ -86,7 +86,7 @@ class Broker:
 
 
 class FakeClient:
-    """One process' consumer. ``chance`` decides how long everything takes, and what is late."""
+    """The consumer of one process. ``chance`` decides how long everything takes, and what is late."""
 
     def __init__(self, broker: Broker, chance: random.Random) -> None:
         self.broker, self.chance, self.offsets = broker, chance, self
@@ -99,7 +99,7 @@ class FakeClient:
         self.asked_to_commit: list[dict[Partition, int]] = []
 
     def assign(self, tps: set[Partition]) -> None:
-        """Have these partitions, at what the client takes for their positions."""
+        """Assign these partitions, at the positions that the client assumes."""
         self.generation += 1
         self.tps = set(tps)
         self.positions_ = {tp: self.broker.committed.get(tp, self.broker.logs[tp].begin) for tp in tps}
@@ -236,12 +236,12 @@ class Process:
         self.client.tps = set()
 
     async def revoke(self) -> None:
-        """What the client does before it joins the group again."""
+        """Call what the client calls before it joins the group again."""
         self.client.flow = False
         await self.reader.revoked()
 
     async def assign(self, tps: set[Partition]) -> None:
-        """What the client does with an assignment: it has it for a moment before it says so."""
+        """Set an assignment as the client does: it has it for a moment before it reports it."""
         self.client.assign(tps)
         self.to_learn = {tp: self.world.broker.logs[tp].end for tp in tps if tp.topic in STATES}
         await asyncio.sleep(self.chance.choice((0, 0, 0.2)))
@@ -340,7 +340,7 @@ class World:
         return self.broker.logs[Partition(topic, partition)]
 
     def join(self) -> Process:
-        """A process more; it has nothing until the next rebalance."""
+        """Add a process; it has nothing until the next rebalance."""
         process = Process(self, random.Random(self.chance.random()))
         self.processes.append(process)
         self.lives.append(process)
@@ -348,7 +348,7 @@ class World:
         return process
 
     def kill(self, index: int = 0) -> None:
-        """A process less."""
+        """Remove a process."""
         if self.processes:
             self.processes.pop(index % len(self.processes)).kill()
 
@@ -376,7 +376,7 @@ class World:
         )
 
     async def settle(self, seconds: float = 90.0) -> None:
-        """Everything works again, for long enough."""
+        """Let everything work again, for long enough."""
         self.broker.away, self.broker.commits, self.slow = False, "taken", False
         if not self.processes:
             self.join()

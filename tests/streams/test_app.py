@@ -35,7 +35,7 @@ class Stage:
 
 
 class Bench:
-    """An app that never connects, and what it failed of."""
+    """An app that never connects, and its failures."""
 
     def __init__(self, **options: Any) -> None:
         self.failed: list[str] = []
@@ -249,7 +249,7 @@ async def test_delivering_waits_for_room(bench: Bench) -> None:
 
 
 async def ask(bench: Bench, answer: Any, meanwhile: Any = lambda: None) -> list[list[Partition]]:
-    """Ask once, of a broker that answers so; gives of what it was asked."""
+    """Ask a broker that answers so once; returns what it was asked for."""
     asked_for: list[list[Partition]] = []
 
     async def ends(tps: list[Partition]) -> Mapping[Partition, int]:

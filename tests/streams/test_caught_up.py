@@ -1,4 +1,4 @@
-"""Since when a partition has been watched: what must be so before it is said that nothing came."""
+"""Since when a partition has been watched: the condition for reporting that nothing came."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What every stream says of itself: the same instruments, under its own name."""
+"""The own metrics of every stream: the same instruments, under its own name."""
 
 from delivery.watchdog import lateness_instrument
 from streams.alerts.component import INSTRUMENTS as ALERTS

@@ -16,7 +16,7 @@ OFFSETS = st.integers(0, 40)
 
 
 class Storm:
-    """What may happen. Each operation is a method, and its strategy says with what."""
+    """The possible events. Each one is a method, and its strategy draws the arguments."""
 
     OPERATIONS = st.one_of(
         st.tuples(st.just("produce"), NUMBERS, st.integers(1, 30)),

@@ -21,7 +21,7 @@ unknown = st.dictionaries(
 
 
 def records_of(topic: Topic) -> st.SearchStrategy[Json]:
-    """Every record that the topic's type takes, with fields that it has not heard of, and nulls for what is unknown."""
+    """Every record that the topic's type takes, with unknown fields, and nulls for missing values."""
     assert topic.record is not None
     struct: st.SearchStrategy[Json] = _values(inspect.type_info(topic.record))
     return struct
@@ -80,7 +80,7 @@ def encoded(record: Json) -> bytes:
 
 
 def own_labels(profile: ProfileName) -> frozenset[str]:
-    """The names of the labels that tell series of one name apart in a profile."""
+    """The names of the labels that distinguish series of one name in a profile."""
     named = PROFILES[profile]
     labels = [series.labels for many_series in named.series.values() for series in many_series] + [
         ratio.labels for ratio in named.ratios

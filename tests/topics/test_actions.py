@@ -1,4 +1,4 @@
-"""gpu.actions: its headers, and what tells actions apart."""
+"""gpu.actions: its headers, and what distinguishes actions."""
 
 import msgspec
 import pytest

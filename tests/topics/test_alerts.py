@@ -1,4 +1,4 @@
-"""What tells alerts and their transitions apart, and their times."""
+"""What distinguishes alerts and their transitions, and their times."""
 
 import msgspec
 from cloudevents.core.bindings import kafka

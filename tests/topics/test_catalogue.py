@@ -1,4 +1,4 @@
-"""The metric catalogue: what each profile may be relied on to say, and in which units."""
+"""The metric catalogue: what each profile guarantees, and in which units."""
 
 import re
 from collections import Counter
@@ -363,7 +363,7 @@ def test_the_units_of_the_newer_dcgm_are_base_units() -> None:
 
 
 def test_the_suffixed_names_are_those_of_otel_with_their_unit() -> None:
-    """Names as l9gpu's dashboards and alerts ask for them."""
+    """Names as l9gpu's dashboards and alerts use them."""
     expected_names = """
         gpu_utilization_ratio gpu_memory_utilization_ratio gpu_memory_used_percent gpu_memory_used_bytes
         gpu_memory_free_bytes gpu_memory_total_bytes gpu_temperature_celsius gpu_power_draw_watts gpu_power_state

@@ -43,7 +43,7 @@ FORMS = {
 
 
 def as_text(ref: DeviceRef) -> str:
-    """The id that says this of a device."""
+    """The id with these parts, as text."""
     shares = {"::": ref.replica, "-": ref.slot}
     if ref.uuid:
         return ref.uuid + "".join(f"{mark}{share}" for mark, share in shares.items() if share is not None)

@@ -1,4 +1,4 @@
-"""What is said of a device in a word. The rule itself is tested where alerts are: tests/streams/alerts/conditions."""
+"""A device's activity. The rule itself is tested where alerts are: tests/streams/alerts/conditions."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from topics.idleness import Activity, device_activity
 
 
 def device(*pods: float | None, used: float | None = None, **fields: Any) -> AttributedDevice:
-    """A device of which each of these pods does so much."""
+    """A device of which each of these pods uses so much."""
     holders = [
         {"namespace": "ml", "pod": f"p-{number}"} | ({} if part is None else {"parts": {"utilization_ratio": part}})
         for number, part in enumerate(pods)

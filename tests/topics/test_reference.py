@@ -1,4 +1,4 @@
-"""What is written from the tables: fresh, whole, and never written by the check."""
+"""The pages that are generated from the tables: fresh, complete, and never written by the check."""
 
 import json
 import re
@@ -58,7 +58,7 @@ RECORDS = [topic for topic in load_topics().values() if topic.record is not None
 
 
 def fields(topic: Topic) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every field of a topic's record and of the objects in it, with what the schema in the tree says of it."""
+    """Every field of a topic's record and of the objects in it, with its schema in the tree."""
     schema = json.loads((reference.SCHEMAS / f"{topic.name}.json").read_text())
     for name, kind in schema["$defs"].items():
         assert kind["description"], name

@@ -1,4 +1,4 @@
-"""The JSON Schemas that are given to other readers: fresh, and of one mind with our own."""
+"""The JSON Schemas for other readers: fresh, and in agreement with our own reader."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What tells records of usage apart, and which of two counts."""
+"""What distinguishes records of usage, and which of two counts."""
 
 import msgspec
 import pytest

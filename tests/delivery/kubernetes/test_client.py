@@ -1,4 +1,4 @@
-"""The way to the API server: who we are, and what becomes of a request."""
+"""The client of the API server: its credentials, and the outcome of requests."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""An Alertmanager in memory: what it takes, what it finds wrong, and what it then holds to be firing."""
+"""An Alertmanager in memory: what it accepts, what it refuses, and which alerts fire in it."""
 
 import json
 from collections.abc import Mapping
@@ -31,11 +31,11 @@ class FakeAlertmanager(Scripted):
         return reply
 
     def restart(self) -> None:
-        """It has alerts in memory only."""
+        """Forgets all alerts: it has them in memory only."""
         self.held.clear()
 
     def firing(self) -> set[str]:
-        """The pods whose alerts fire, as of now."""
+        """The pods whose alerts fire now."""
         return {pod for pod, alert in self.held.items() if datetime.fromisoformat(alert["endsAt"]) > datetime.now(UTC)}
 
     def _judge(self, body: bytes) -> int:

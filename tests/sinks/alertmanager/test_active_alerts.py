@@ -1,4 +1,4 @@
-"""What is sent again and again."""
+"""Which alerts are sent again."""
 
 from sinks.alertmanager import RESOLVED_FOR_MS, ActiveAlerts
 from sinks.alerts import key_of

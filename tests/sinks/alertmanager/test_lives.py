@@ -1,4 +1,4 @@
-"""Whatever fails, whoever restarts: in the end an Alertmanager holds open what the topic says is open."""
+"""Whatever fails or restarts: in the end the alerts that are open in the topic are open in Alertmanager."""
 
 import asyncio
 import random
@@ -67,11 +67,11 @@ async def _live(
                 if killed:
                     break
             else:
-                await _all_told(setup)
+                await _all_sent(setup)
 
 
 async def _batch(setup: Setup, batch: list[ConsumedRecord], committed: int, killed_at: int | None) -> tuple[int, bool]:
-    """Deliver a batch, or a part of it. Gives what was committed, and whether this life is over."""
+    """Deliver a batch, or a part of it. Returns the committed offset, and whether this life is over."""
     setup.outcomes.read(len(batch))
     steps = setup.partition.deliver(batch, setup.abandon)
     try:
@@ -84,7 +84,7 @@ async def _batch(setup: Setup, batch: list[ConsumedRecord], committed: int, kill
     return committed, False
 
 
-async def _all_told(setup: Setup) -> None:
-    """As a minute later: everything is sent once more."""
+async def _all_sent(setup: Setup) -> None:
+    """Let a minute pass: everything is sent once more."""
     await setup.partition.quiet(setup.abandon)
     await asyncio.wait_for(setup.notifier.resend_now(setup.partition._active), 10)

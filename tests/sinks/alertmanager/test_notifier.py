@@ -1,4 +1,4 @@
-"""Alerts as Alertmanager takes them."""
+"""Alerts in the form that Alertmanager accepts."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -16,7 +16,7 @@ NOW = time(START_MS + 300_000)
 
 
 def encoded(alert_: Any, now: datetime = NOW, url: str | None = None) -> dict[str, Any]:
-    """One alert of a request, as it is on the wire."""
+    """The one alert of a request, as it is on the wire."""
     (posted,) = json.loads(request([alert_], now, 60.0, url).body)
     assert isinstance(posted, dict)
     return posted

@@ -1,4 +1,4 @@
-"""A partition of alerts on its way to an Alertmanager: what is new at once, what is open again and again."""
+"""A partition of alerts on its way to an Alertmanager: new ones at once, open ones repeatedly."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ OVER_MS = STARTS_MS + 590_000
 
 
 class Setup:
-    """A partition, or several, and what they work with."""
+    """One or several partitions, and their collaborators."""
 
     def __init__(self, manager: FakeAlertmanager, *, max_alerts: int = 256, resend_s: float = 60.0) -> None:
         instruments = Instruments(INSTRUMENTS)
@@ -48,7 +48,7 @@ class Setup:
 
     @asynccontextmanager
     async def resending(self) -> AsyncIterator[None]:
-        """It sends again what is open."""
+        """Open alerts are sent again while inside."""
         task = asyncio.ensure_future(self.notifier.resend())
         try:
             yield
@@ -167,7 +167,7 @@ async def test_a_partition_that_is_taken_away_is_not_reported_any_more() -> None
 
 
 async def test_an_outage_is_waited_for_and_then_all_that_is_open_is_reported() -> None:
-    """Alertmanager has alerts in memory only: one that comes back knows none."""
+    """Alertmanager has alerts in memory only: after a restart it has none."""
     setup = Setup(FakeAlertmanager())
     setup.partition.recall(records(firing("a"), firing("b"), firing("c")))
     async with setup.resending():

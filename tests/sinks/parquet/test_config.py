@@ -1,4 +1,4 @@
-"""What the Parquet sink says of settings that it can't work with."""
+"""The errors of settings with which the Parquet sink can't work."""
 
 import importlib.util
 from pathlib import Path

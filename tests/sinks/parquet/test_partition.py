@@ -26,7 +26,7 @@ FILE = Path("date=2026-11-20", "usage-00-p7.parquet")
 
 
 class Setup:
-    """A partition and what it works with."""
+    """A partition and its collaborators."""
 
     def __init__(self, path: Path, write_every_s: float = 0.0) -> None:
         instruments = Instruments(INSTRUMENTS)
@@ -52,7 +52,7 @@ class Setup:
         return sorted(path.relative_to(self.path) for path in self.path.rglob("*.parquet"))
 
     def rows(self) -> list[dict[str, Any]]:
-        """What is in the files, as pyarrow reads it."""
+        """The rows of the files, as pyarrow reads them."""
         return [row for file in self.files() for row in pq.ParquetFile(self.path / file).read().to_pylist()]
 
 

@@ -1,4 +1,4 @@
-"""Receivers that need no network: what they store, what they refuse and how, as Prometheus and Mimir do."""
+"""Receivers that need no network: they store and refuse samples as Prometheus and Mimir do."""
 
 import math
 import struct
@@ -16,7 +16,7 @@ STALE_BITS = 0x7FF0000000000002
 
 @dataclass
 class Receiver:
-    """Keeps samples by series, refuses what is out of order, and what ``refuse`` says.
+    """Stores samples by series, and refuses what is out of order and what ``refuse`` names.
 
     ``partial``: it keeps the good part of a request that it refuses (2.0, Mimir), else nothing of it (Prometheus, 1.0).
     ``most``: more samples in a request are too large for it. ``always``: it gives this answer, whatever it is sent.
@@ -47,7 +47,7 @@ class Receiver:
         return self.take(samples, count=protocol == "2.0")
 
     def take(self, samples: Sequence[Sample], *, count: bool = False) -> Answer:
-        """Stores samples, or says what is wrong with the first of those that are."""
+        """Stores samples, or answers with the error of the first bad one."""
         errors = {number: error for number, sample in enumerate(samples) if (error := self._error_of(sample))}
         if not errors or self.partial or count:
             for number, sample in enumerate(samples):

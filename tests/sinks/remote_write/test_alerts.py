@@ -1,4 +1,4 @@
-"""An alert is 1 from its start to its end, whatever happens to the sink in between."""
+"""An alert is 1 from its start to its end, whatever happens to the sink."""
 
 import asyncio
 import struct
@@ -32,7 +32,7 @@ Point = tuple[int, float | str]
 
 
 class Setup:
-    """A partition's handler between records and a receiver, at a time of its own, in milliseconds after the start."""
+    """A partition's handler between records and a receiver, with its own clock in milliseconds after the start."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ events = st.lists(
 def test_whatever_happens_an_alert_that_fires_is_1_and_one_that_does_not_has_ended(
     happens: Sequence[Event], speaks: tuple[Protocol, bool], max_samples: int
 ) -> None:
-    """A crash comes with a replay of the last record; the alert stream says that something is over after 30 s."""
+    """A crash comes with a replay of the last record; the alert stream resolves an alert after 30 s."""
     protocol, partial = speaks
     receiver = Receiver(partial=partial)
 

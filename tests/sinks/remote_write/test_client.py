@@ -25,7 +25,7 @@ Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @asynccontextmanager
 async def receiving(handle: Handle, tls: ssl.SSLContext | None = None, **options: Any) -> AsyncIterator[Client]:
-    """A receiver that does as the test says, and a client of it."""
+    """A receiver with the handler of the test, and a client of it."""
     app = web.Application()
     app.router.add_post("/write", handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)

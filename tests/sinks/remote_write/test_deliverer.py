@@ -39,7 +39,7 @@ def identity(sample: Sample) -> tuple[int, int, str]:
 
 
 def named(fates: Sequence[Delivered]) -> set[tuple[int, int, str]]:
-    """What the fates say was refused."""
+    """The samples that must have been refused."""
     return {
         (node, int(dict(group.series.labels)["device"]), row.name)
         for node, fate in enumerate(fates)
@@ -122,7 +122,7 @@ class SlowReceiver(Receiver):
         return await super().post(body, protocol)
 
     async def answer(self, delivering: "asyncio.Future[list[Delivered]]") -> tuple[int, int]:
-        """Answers until all is delivered. Gives how often it did so, and how many requests waited at the most."""
+        """Answers until all is delivered. Returns how often it did so, and the most requests that waited at once."""
         rounds = most = 0
         self.waiting = []
         while True:

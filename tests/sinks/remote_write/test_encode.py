@@ -1,4 +1,4 @@
-"""What the encoders write, read back with the official messages."""
+"""The output of the encoders, read back with the official messages."""
 
 import math
 from typing import Any
@@ -65,7 +65,7 @@ def groups(draw: st.DrawFn) -> list[SampleGroup]:
 
 
 def samples_of(groups: list[SampleGroup]) -> list[Sample]:
-    """What a receiver must read."""
+    """The samples that a receiver must read."""
     return [
         Sample(tuple(sorted((*block.labels, ("__name__", row.name), *row.labels))), ts_ms, bits(float(value)))
         for block, ts_ms, values in groups

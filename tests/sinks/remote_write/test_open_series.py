@@ -1,4 +1,4 @@
-"""What a tick writes: its series, and an end for those that are gone."""
+"""What is written of a tick: its series, and the ends of series that are gone."""
 
 import struct
 from collections.abc import Sequence

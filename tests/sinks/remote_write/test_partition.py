@@ -1,4 +1,4 @@
-"""What becomes of each record of a partition: exactly one thing."""
+"""Each record of a partition has exactly one outcome."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ ENDS = ("delivered", "duplicate", "dropped", "dead_lettered")
 
 
 class Setup:
-    """A partition's handler between records and a receiver, with all that it counts."""
+    """A partition's handler between records and a receiver, with all its counters."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Setup:
         self.outcomes.append((node, seq, outcome))
 
     async def deliver_some(self, *records: ConsumedRecord) -> int | None:
-        """Gives the handler records, and time; gives the offset that it said last, all that it will say for now."""
+        """Gives the handler records and time; returns the last offset that it reports for now."""
         self.counted.read(len(records))
         last: int | None = None
         for _ in range(20):

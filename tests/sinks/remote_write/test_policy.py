@@ -1,4 +1,4 @@
-"""What a receiver's answer means."""
+"""The meaning of a receiver's answers."""
 
 from pathlib import Path
 

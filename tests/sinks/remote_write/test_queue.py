@@ -1,4 +1,4 @@
-"""What goes into a request, and when: of each node, of each partition, and after answers that were lost."""
+"""Which ticks go into a request, and when: by node, by partition, and after lost answers."""
 
 import asyncio
 import time
@@ -36,7 +36,8 @@ def record_at(node: str, after_ms: int, offset: int = 1) -> ConsumedRecord:
 
 @dataclass
 class HeldReceiver(Receiver):
-    """Answers a request with a node of ``hold`` only when it is not there any more; ``asked`` has what each brought."""
+    """Answers a request with a node of ``hold`` only after it was removed from there. ``requests_seen`` has the nodes
+    and times of each request."""
 
     hold: set[str] = field(default_factory=set)
     requests_seen: list[list[tuple[str, int]]] = field(default_factory=list)
@@ -50,12 +51,12 @@ class HeldReceiver(Receiver):
         return await super().post(body, protocol)
 
     def nodes(self) -> list[set[str]]:
-        """Whose ticks each request had."""
+        """The nodes of each request."""
         return [{node for node, _ in ticks} for ticks in self.requests_seen]
 
 
 async def given_to(partition: RemoteWritePartition, setup: Setup, *records: ConsumedRecord) -> list[int]:
-    """What a handler gives for records, when it is called once; then the queue has a turn."""
+    """The offsets that a handler returns for records in one call; then the queue has a turn."""
     setup.queue_s += 1.0
     steps = [step async for step in partition.deliver(records, setup.abandon)]
     await asyncio.sleep(0)
@@ -219,14 +220,14 @@ async def test_a_topic_that_was_created_again_is_sent_from_its_beginning() -> No
 
 
 class Crash(Receiver):
-    """Loses answers as ``plan`` says, and hangs at its end: ``crashed`` is set then."""
+    """Loses answers according to ``plan``, and hangs at the end of it: then ``crashed`` is set."""
 
     def __init__(self, plan: Sequence[str], *, partial: bool) -> None:
         super().__init__(partial=partial)
         self.plan, self.crashed = list(plan), asyncio.Event()
 
     async def post(self, body: bytes, protocol: Protocol) -> Answer:
-        """Takes a request or not, and says so or not."""
+        """Accepts a request or not, and answers or not."""
         step = self.plan.pop(0) if self.plan else "good"
         if step == "away":
             return Answer(503)

@@ -1,4 +1,4 @@
-"""Receivers that refuse: how many requests that costs, what arrives all the same, and what is said of the rest."""
+"""Receivers that refuse: how many requests that costs, what is delivered nevertheless, and how the rest is reported."""
 
 import asyncio
 import itertools
@@ -44,7 +44,7 @@ def holder(team: str, node: int, gpu: int) -> dict[str, object]:
 
 
 def fleet(seq: int) -> list[ConsumedRecord]:
-    """A tick of each node; every fourth GPU is held by the team that is refused in some tests."""
+    """A tick of each node; every fourth GPU is held by a team that some tests refuse."""
     return [tick(seq, node, team=lambda gpu: "over" if gpu % 4 == 0 else "ml") for node in range(NODES)]
 
 
@@ -53,7 +53,7 @@ def label(sample_: Sample, name: str) -> str:
 
 
 def scattered(sample_: Sample) -> int:
-    """A number that is the same for a series in every run, and says nothing of it."""
+    """A pseudo-random number of a series, the same in every run."""
     return zlib.crc32(repr(sorted(sample_.labels)).encode())
 
 
@@ -70,7 +70,7 @@ REFUSALS: dict[str, Refuse] = {
 
 
 def series_of(records: Sequence[ConsumedRecord]) -> set[frozenset[tuple[str, str]]]:
-    """The series that these records write, as a receiver that takes everything has them."""
+    """The series of these records, in a receiver that accepts everything."""
 
     async def all_of() -> Setup:
         setup = Setup(Receiver(), max_samples=10_000)
@@ -81,7 +81,7 @@ def series_of(records: Sequence[ConsumedRecord]) -> set[frozenset[tuple[str, str
 
 
 async def warm(setup: Setup) -> None:
-    """The receiver takes something first."""
+    """Let the receiver accept something first."""
     await setup.deliver(tick(0, node=NODES))
     setup.receiver.requests = 0
 

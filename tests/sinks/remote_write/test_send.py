@@ -23,7 +23,7 @@ def group(name: str = "up", value: float = 1.0) -> SampleGroup:
 
 
 class Script:
-    """Answers as the test says, then 204, and notes the protocols."""
+    """Gives the answers of the test, then 204, and keeps the protocols."""
 
     def __init__(self, *answers: Answer) -> None:
         self.answers = list(answers)

@@ -1,4 +1,4 @@
-"""An hour of usage is one sample of each of its series, once it is final, whatever else is written of it."""
+"""An hour of usage is one sample of each of its series, once it is final, whatever other records there are of it."""
 
 import asyncio
 from typing import Any
@@ -32,7 +32,7 @@ def usage(**fields: Any) -> Usage:
 
 
 def free(**fields: Any) -> Usage:
-    """Nobody has it."""
+    """A record of a device that nobody holds."""
     no_holder = dict.fromkeys(("namespace", "pod", "pod_uid", "container", "workload", "team"))
     return usage(**{"category": "free", "labels": {}, "used_us": 0, **no_holder, **fields})
 
@@ -58,7 +58,7 @@ class Setup:
         self.offset = 0
 
     async def deliver(self, *records: Usage | bytes) -> list[int]:
-        """Give it records; the offsets that may be committed, in turn."""
+        """Give it records; returns the offsets that may be committed, in order."""
         batch = []
         for record in records:
             value, key = (
@@ -70,7 +70,7 @@ class Setup:
         return [offset async for offset in self.handler.deliver(batch, asyncio.Event())]
 
     def values(self) -> dict[str, list[tuple[int, float]]]:
-        """What is stored, by name: hours after the first one's start, and the value."""
+        """The stored points by name: the hours since the start of the first hour, and the value."""
         stored = self.receiver.values()
         return {name: [((ts - START_MS) // HOUR_MS, value) for ts, value in points] for name, points in stored.items()}
 

@@ -1,4 +1,4 @@
-"""Devices to show, in any names and labels."""
+"""Devices to expose, in any names and labels."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ BERT = {
 
 
 def node(*devices: Mapping[str, object], name: str = "gpu-node-1", attribution: str = "none") -> SeriesTick:
-    """A node's tick with these devices. With attribution ``none`` nobody says how many pods hold them."""
+    """A node's tick with these devices. With attribution ``none`` it is not known how many pods hold them."""
     header = {"schema": 1, "cluster": "prod", "node": name, "run_id": 1, "seq": 1, "ts_ms": 1_795_219_152_000}
     content = {**header, "offset": 0, "attribution": attribution, "devices": devices}
     return decode(msgspec.json.encode(content))
@@ -71,7 +71,7 @@ def full_node() -> SeriesTick:
 
 
 def exposed(groups: Iterable[SampleGroup]) -> str:
-    """What a scraper gets."""
+    """The text that a scraper gets."""
     return exposition(groups).decode()
 
 

@@ -1,4 +1,4 @@
-"""The handler of a partition on a bench: records in, what a scrape gets out, and what became of each."""
+"""The handler of a partition: records in, the text of a scrape out, and the outcome of each record."""
 
 import asyncio
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class FakeLetters(DeadLetters):
 
 @dataclass
 class Bench:
-    """A handler, and what became of its records: ``outcomes``."""
+    """A handler, and the outcomes of its records in ``outcomes``."""
 
     names: tuple[ProfileName, ...] = ("otel",)
     label_set: LabelSet | None = None
@@ -65,7 +65,7 @@ class Bench:
         return [upto async for upto in self.handler.deliver(delivered, self.abandon)]
 
     def exposition(self) -> str:
-        """What a scrape gets."""
+        """The text that a scrape gets."""
         return exposed(self.handler.series())
 
     def counted(self, name: str) -> float:
@@ -76,7 +76,7 @@ class Bench:
 
 
 def groups_of(tick: SeriesTick, *names: ProfileName, label_set: LabelSet | None = None) -> list[SampleGroup]:
-    """What is shown of a tick with these names, and their labels or others."""
+    """The sample groups of a tick in these names, with their labels or others."""
     bench = Bench(names=names or ("otel",), label_set=label_set)
     bench.handler.recall([ConsumedRecord(0, encoded(tick))])
     return list(bench.handler.series())

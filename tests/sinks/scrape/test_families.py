@@ -1,4 +1,4 @@
-"""What a scraper reads, in each of the formats, read back by the official parser."""
+"""The exposition in each format, read back by the official parser."""
 
 import re
 from collections import Counter
@@ -28,7 +28,7 @@ every_naming = pytest.mark.parametrize(("names", "label_set"), list(product(PROF
 
 
 def used(text: str) -> list[Sample]:
-    """The one series that GPU has by what it measures."""
+    """The samples of ``gpu_utilization``."""
     return [sample for sample in samples(text) if sample.name == "gpu_utilization"]
 
 

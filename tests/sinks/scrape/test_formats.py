@@ -1,4 +1,4 @@
-"""Who gets which format."""
+"""Which client gets which format."""
 
 import pytest
 

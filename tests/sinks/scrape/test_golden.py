@@ -28,7 +28,7 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 class Difference(NamedTuple):
-    """Labels that only the exporter has, where ``where`` says."""
+    """Labels that only the exporter has, on series to which it ``applies``."""
 
     reason: str
     labels: set[str]
@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """Series that only we have."""
+    """Series that only our sink has."""
 
     reason: str
     which: Callable[[str, Labels], bool]
@@ -116,14 +116,14 @@ every_exporter = pytest.mark.parametrize("exporter", [DCGM, POD_DEVICES], ids=la
 
 
 async def our_families(exporter: Exporter) -> list[Metric]:
-    """What the sink says of the node."""
+    """The sink's exposition of the node."""
     bench = Bench(names=(exporter.names,), label_set=exporter.label_set)
     await bench.deliver(ConsumedRecord(0, NODE))
     return parsed(bench.exposition())
 
 
 def theirs(exporter: Exporter) -> list[Metric]:
-    """What the exporter says of it."""
+    """The exporter's exposition of the node."""
     return parsed((GOLDEN / exporter.text).read_text())
 
 

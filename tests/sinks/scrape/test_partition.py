@@ -1,4 +1,4 @@
-"""What is shown is the latest tick of every node, and nothing that has ended."""
+"""The exposition has the latest tick of every node, and nothing that has ended."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is rendered beside the event loop, for whom, and how often."""
+"""What is rendered beside the event loop, for which requests, and how often."""
 
 import asyncio
 import gzip
@@ -22,7 +22,7 @@ RENDER = exposition.exposition
 
 @dataclass
 class HeldEncoder:
-    """A rendering that waits to be let go, and that remembers what it rendered, where and how often at once."""
+    """An encoder that waits for ``go``, and remembers its threads and how many renderings ran at once."""
 
     go: threading.Event = field(default_factory=threading.Event)
     began: threading.Event = field(default_factory=threading.Event)
@@ -31,7 +31,7 @@ class HeldEncoder:
     most_at_once: int = 0
 
     def encode(self, groups: Iterable[SampleGroup], *args: Any, **kwargs: Any) -> bytes:
-        """Renders as ever."""
+        """Waits for ``go``, then renders."""
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         self.threads.append(threading.get_ident())
@@ -42,7 +42,7 @@ class HeldEncoder:
         return text
 
     async def under_way(self) -> None:
-        """Until a rendering has begun."""
+        """Wait until a rendering has begun."""
         await asyncio.to_thread(self.began.wait, 30)
 
 

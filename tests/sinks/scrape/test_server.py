@@ -1,4 +1,4 @@
-"""What is answered to whom, and what is not."""
+"""Which requests are answered, how, and which are refused."""
 
 import asyncio
 import gzip
@@ -25,7 +25,7 @@ ANY_PORT = ("127.0.0.1", 0)
 
 
 class Answer(NamedTuple):
-    """What came back."""
+    """An answer of the server."""
 
     status: int
     headers: dict[str, str]

@@ -50,7 +50,7 @@ def counters_file(tmp_path: Path, text: str) -> Path:
 
 
 def text(settings: NamingSettings, *devices: Mapping[str, object]) -> str:
-    """What is shown with these settings."""
+    """The exposition with these settings."""
     tick = node(*devices) if devices else full_node()
     return exposed(Translator(settings.profiles()).translate(tick, Cache())[1])
 
@@ -198,7 +198,7 @@ def test_a_broken_file_is_an_error_of_the_command_line_with_its_lines(tmp_path: 
 
 
 class Watched:
-    """A file, and what is in force of it."""
+    """A file, and the version of it that is in use."""
 
     def __init__(self, path: Path) -> None:
         self.taken: list[list[str]] = []
@@ -221,7 +221,7 @@ POWER = "DCGM_FI_DEV_POWER_USAGE,gauge,P\n"
 
 
 def replaced(path: Path, text: str) -> None:
-    """As editors and deployments do it: another file, renamed over it."""
+    """Replaces a file as editors and deployments do: another file is renamed over it."""
     (path.parent / "new").write_text(text)
     (path.parent / "new").replace(path)
 

@@ -1,4 +1,4 @@
-"""A file of counters: what dcgm-exporter takes is taken as it takes it, and each error has its line."""
+"""A file of counters: it is read as dcgm-exporter reads it, and each error has its line."""
 
 import pytest
 

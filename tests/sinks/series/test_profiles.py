@@ -17,7 +17,7 @@ ValuesBySeries = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def values_by_series(groups: list[SampleGroup]) -> ValuesBySeries:
-    """Every series with all of its labels; none is there twice."""
+    """Every series with all of its labels; asserts that none is repeated."""
     rows = [
         ((row.name, frozenset((*group.series.labels, *row.labels))), value)
         for group in groups
@@ -96,7 +96,7 @@ INFO = {"driver_version": "580.65.06"}
 
 
 def xids(*ticks: dict[str, Any]) -> list[dict[str, float]]:
-    """What is said of XID errors in each tick of a device, in the names of dcgm."""
+    """The XID series of each tick of a device, in the names of dcgm."""
     translator, cache = Translator([PROFILES["dcgm"]]), Cache()
     codes = []
     for tick in ticks:

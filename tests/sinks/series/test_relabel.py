@@ -75,7 +75,7 @@ def test_no_preset_takes_a_label_away_or_touches_what_is_not_known() -> None:
 
 @pytest.mark.slow
 def test_a_set_is_relabelled_as_each_of_its_series_would_be() -> None:
-    """On random rules, which look at what tells the series apart, or do not."""
+    """Random rules, which may or may not read the labels that distinguish the series."""
     tried = {"one by one": 0, "at once": 0}
     for seed in range(1500):
         question, rng = question_of(seed), random.Random(seed)

@@ -1,4 +1,4 @@
-"""Ticks under rules of relabelling and by pod, as remote write sends them: every series once, and each one's end."""
+"""Ticks under relabelling rules and by pod, as remote write sends them: every series once, and its end."""
 
 import struct
 from collections import Counter, defaultdict
@@ -34,7 +34,7 @@ def play(state: OpenSeries, *samples: SeriesTick) -> list[NodeTick]:
 
 
 def values_by_labels(groups: Sequence[SampleGroup]) -> ValuesByLabels:
-    """The value of each series; no series comes twice."""
+    """The value of each series; asserts that no series is repeated."""
     pairs = [(name, value) for g in groups for name, value in zip(g.series.series(), g.values, strict=True)]
     assert Counter(name for name, _ in pairs).most_common(1)[0][1] == 1
     return dict(pairs)
@@ -121,7 +121,7 @@ MIB = 1 << 20
 
 
 def shared(*pods: tuple[str, dict[str, Any] | None], **fields: Any) -> dict[str, Any]:
-    """A device of 90 %, 1000 MiB and 300 W that these pods share."""
+    """A device with 90 % utilization, 1000 MiB and 300 W that these pods share."""
     metrics = {
         "gpu_utilization_ratio": 0.9,
         "memory_used_bytes": 1000 * MIB,

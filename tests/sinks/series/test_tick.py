@@ -1,4 +1,4 @@
-"""How a tick is decoded: what a record says again is the same, and whatever changes is seen."""
+"""How a tick is decoded: repeated content is the same object, and every change is seen."""
 
 import json
 from typing import Any

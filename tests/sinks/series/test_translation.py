@@ -1,4 +1,4 @@
-"""What a tick writes beside its devices' metrics: parts of shared devices, what is nobody's, and what devices are."""
+"""What is written beside a device's metrics: parts of shared devices, the unattributed rest, and device info."""
 
 from typing import Any, NamedTuple
 
@@ -59,7 +59,7 @@ def series_of(label_set: Any, source: Source) -> SeriesSet:
 
 
 def extras_of(label_set: Any, *holders: dict[str, Any], **fields: Any) -> list[Extra]:
-    """What a tick with this device has beside its metrics, without the pods' own series."""
+    """The extra sets of a tick with this device, without the pods' own series."""
     tick = sample(1, {"uuid": "GPU-a", "index": 0, "holders": list(holders), **fields})
     return [extra for extra in all_extras(label_set, tick) if extra.key[0] != "pod"]
 
@@ -196,7 +196,7 @@ def test_xid_errors_are_counted_by_code() -> None:
 
 
 def xid(code: int, *holders: dict[str, Any] | None) -> dict[str, Any]:
-    """An XID error, of who holds the device in the tick unless it says who did."""
+    """An XID error, of the holders of the tick unless it has its own."""
     return {"kind": "xid", "code": code} | ({} if holders == (None,) else {"holders": list(holders)})
 
 
@@ -312,7 +312,7 @@ def test_each_pod_that_holds_a_device_has_an_info_once() -> None:
 
 
 def written_rows(translator: Translator, tick: SeriesTick, cache: Cache) -> list[tuple[Any, ...]]:
-    """All of a tick, in the order in which it is written."""
+    """All series of a tick, in the order in which they are written."""
     keys, groups = translator.translate(tick, cache)
     of_each = [(series.labels, series.rows, series.start_ms, list(values)) for series, _, values in groups]
     return [(key, *row) for key, row in zip(keys, of_each, strict=True)]

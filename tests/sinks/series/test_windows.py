@@ -1,4 +1,4 @@
-"""Windows of a node's ticks, beside what the truth of each series says for itself."""
+"""Windows of a node's ticks, compared with the expected points of each series."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ def points(groups: Sequence[SampleGroup]) -> list[tuple[Series, int, float | str
 
 
 def write(ticks: Sequence[SeriesTick], resolution: Resolution, translator_: Translator | None = None) -> PointsBySeries:
-    """What is written of these ticks, each window as soon as it is over; the last one is not."""
+    """The points of these ticks, written as soon as each window is over, which the last one is not."""
     state, points_by_series = OpenSeries(translator_ or translator(), resolution), PointsBySeries()
     window: NodeWindow | None = None
     for before, now in itertools.pairwise([None, *ticks]):
@@ -57,7 +57,7 @@ def write(ticks: Sequence[SeriesTick], resolution: Resolution, translator_: Tran
 
 
 class SeenTick(NamedTuple):
-    """A tick as it would be written by itself: a value of each series, and which of them are gauges."""
+    """A tick translated alone: the value of each series, and which of them are gauges."""
 
     ts_ms: int
     values: Mapping[Series, float]
@@ -65,7 +65,7 @@ class SeenTick(NamedTuple):
 
 
 def seen_tick(series_tick: SeriesTick, translator_: Translator) -> SeenTick:
-    """Each tick translated by itself, without anything that was before."""
+    """A tick translated alone, without any earlier tick."""
     groups = OpenSeries(translator_).tick(series_tick).groups
     rows = [row for group in groups for row in group.series.rows]
     values = points(groups)
@@ -78,7 +78,7 @@ def seen_tick(series_tick: SeriesTick, translator_: Translator) -> SeenTick:
 
 
 def truth(ticks: Sequence[SeenTick], window_ms: int, kinds: Sequence[Aggregate]) -> PointsBySeries:
-    """What is to be written, series by series; nothing of the window that is not over."""
+    """The expected points of each series, without the window that is not over."""
     points_by_series = PointsBySeries()
     ends = [  # the numbers of those ticks that are the last of their window
         number

@@ -29,7 +29,7 @@ OVER_MS = START_MS + 60_000
 
 
 class Setup:
-    """A partition and what it works with."""
+    """A partition and its collaborators."""
 
     def __init__(
         self, scripted: Scripted, *, at_once: int = 8, secret: Secret | None = None, most_refused: float = math.inf
@@ -64,7 +64,7 @@ class Setup:
         return [offset async for offset in self.partition.deliver(records, self.abandon)]
 
     async def deliver(self, records: Sequence[ConsumedRecord]) -> list[int]:
-        """The same, and again without more records until all are finished: a slow machine takes more calls."""
+        """The same, repeated without more records until all are finished: a slow machine takes more calls."""
         offsets = await self.begin(records)
         while sum(self.ends().values()) < self.read:
             await asyncio.sleep(0)
@@ -313,7 +313,7 @@ def test_whatever_fails_and_restarts_each_alert_s_transitions_arrive_in_order(
 
 
 async def _live(scripted: Scripted, log: list[ConsumedRecord], lives: list[int], chance: random.Random) -> None:
-    """Deliver the log in several lives; each but the last ends after so many requests, and commits what it did."""
+    """Deliver the log in several lives; each but the last ends after so many requests, and commits its work."""
     committed = 0
     for requests in lives:
         setup = Setup(scripted, at_once=3)
@@ -341,5 +341,5 @@ async def _batch(setup: Setup, batch: list[ConsumedRecord], committed: int, ends
 
 
 def _first_seen(identities: list[str]) -> list[str]:
-    """Without what comes again, which is what a receiver that knows identities sees."""
+    """The identities without repeats, as a receiver that knows identities sees them."""
     return list(dict.fromkeys(identities))

@@ -1,4 +1,4 @@
-"""A broker with one partition of each topic, and workers that are killed whenever it is worst."""
+"""A broker with one partition of each topic, and workers that are killed at the worst moments."""
 
 import asyncio
 from collections import defaultdict
@@ -70,7 +70,7 @@ class _InFlight(NamedTuple):
 
 
 class FakeSender:
-    """Takes records at once; what is in flight lands, and is acknowledged, when it is told to."""
+    """Takes records at once; they land, and are acknowledged, when a test calls ``land``."""
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
@@ -98,7 +98,7 @@ class FakeSender:
         return acknowledged
 
     def land(self, count: int = 10**6, *, topic: str | None = None, acknowledge: bool = True) -> None:
-        """Let some of what flies arrive, in order."""
+        """Let some of the records in flight arrive, in order."""
         for record in [s for s in self.flying if topic is None or s.topic == topic][:count]:
             self.flying.remove(record)
             self.broker.logs[record.topic].append(record.record)
@@ -121,7 +121,7 @@ class FakeClocks(Clocks):
 
 
 class Worker(LedgerApp):
-    """A worker that has the partition: what a stage sees of its app. Another stream's has other ``reads``: its input,
+    """A worker that has the partition, as a stage sees its app. For another stream ``reads`` differ: its input,
     its state, and what it reads beside."""
 
     reads: tuple[str, str, tuple[str, ...]] = (ATTRIBUTED, STATE, (WORKLOADS, MEMBERS, GROUPS))
@@ -160,7 +160,7 @@ class Worker(LedgerApp):
         await self.read(state)
 
     async def read(self, topic: str = ATTRIBUTED, count: int = 10**6, *, ends_after: int = 10**6) -> None:
-        """Take the next records of a topic, and let all that follows happen."""
+        """Read the next records of a topic, and run everything that follows from them."""
         batch = self.fetch(topic, count)
         await self.take(batch, ends_after=ends_after)
         if topic == self.reads[1]:
@@ -176,8 +176,8 @@ class Worker(LedgerApp):
         return [(self.ledger.admit(tp, offset + i, 10), record) for i, record in enumerate(fetched)]
 
     async def take(self, batch: Batch, *, ends_after: int = 10**6) -> None:
-        """Give the stage a batch, and let all that follows happen. ``ends_after``: or the worker ends when so many
-        records have been written."""
+        """Give the stage a batch, and run everything that follows from it, or until so many records
+        have been written (``ends_after``), at which the worker ends."""
         taking = asyncio.create_task(self.stage.handle(batch))
         await settle()
         while not taking.done():  # it waits for what it sends, or what an older epoch has sent
@@ -208,7 +208,7 @@ class Worker(LedgerApp):
         return self.ledger.expected(TICKS) or 0
 
     async def wait(self, seconds: float, *, samples_end: int | None = None, asking: bool = True) -> None:
-        """Let time pass, in which the broker is asked where the partitions end, and all is looked at."""
+        """Let time pass: the broker is asked where the partitions end, and every node is checked."""
         step_s = BREAK_S / 2
         while seconds > 0:
             self.clocks.at_s += min(step_s, seconds)
@@ -221,7 +221,7 @@ class Worker(LedgerApp):
             await settle()
 
     def kill(self, chance: Random) -> None:
-        """End at once: of what flies some arrives, and nobody hears of it."""
+        """End at once: some of the records in flight arrive, and no acknowledgement is seen."""
         for topic in dict.fromkeys(record.topic for record in self.sender.flying):
             self.sender.land(chance.randint(0, 3), topic=topic, acknowledge=False)
         for task in self.stage._write_tasks.running:

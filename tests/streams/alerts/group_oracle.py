@@ -1,8 +1,8 @@
 """The alerts of several GPUs, from all ticks of all nodes, by docs/reference/alerts.md ("One alert for many GPUs", "All
 GPUs", "Peers") and the runbook of GPUStraggler.
 
-Written from those pages alone, to be held against the stream. What single GPUs do is found by ``oracle.py``; here each
-tick looks at all that was found before, slowly, and nothing is remembered but what was written last.
+Written from those pages alone, to be compared with the stream. The conditions of single GPUs are computed by
+``oracle.py``. Here each tick slowly looks at all of them again, and only the last record is remembered.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ Whose = tuple[str, ...]
 
 
 class Transition(NamedTuple):
-    """What is written of an alert. ``number`` is that of the tick that brings it."""
+    """A record of an alert. ``number`` is that of the tick that causes it."""
 
     number: int
     name: str
@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 
 def as_written(number: int, alert: Alert) -> Transition:
-    """The same of an alert of the stream."""
+    """The record of an alert of the stream, in the form of the oracle."""
     labels = alert.labels
     pod = labels.get("k8s_namespace_name", ""), labels.get("k8s_pod_name", "")
     if not alert.gpus:
@@ -83,7 +83,7 @@ def as_written(number: int, alert: Alert) -> Transition:
 
 
 def alerts(rules: Rules, log: Sequence[Tick]) -> list[Transition]:
-    """All that is written of the ticks of some nodes, in the order of their log, by the rules of the kinds that make
+    """All records written for the ticks of some nodes, in the order of their log, by the rules of the kinds that make
     alerts of several GPUs."""
     fleet = Fleet(rules, log)
     single, parts = fleet.parts()
@@ -151,7 +151,7 @@ class Fleet:
         return _whose(node, next(holder for holder in device.holders if holder.pod_uid == spell.subject.pod_uid))
 
     def _goes_with_others(self, node: str, spell: Spell, single: list[Part]) -> bool:
-        """Whether the same is true of another GPU of the node when it fires, which is no alert of its own by then."""
+        """Whether the condition also holds for another GPU of the node that has no alert of its own by then."""
         history, number = self.histories[node], self.numbers[node][spell.first]
         before = {part.gpu.uuid for part in single if part.gpu.node == node and part.name == spell.subject.name
                   and part.first < number and part.is_open(number - 1)}  # fmt: skip
@@ -162,7 +162,7 @@ class Fleet:
     # -- what workloads hold
 
     def held_by_node(self, whose: Whose, number: int) -> dict[str, int]:
-        """How many GPUs something holds after a tick, by node: one that pods of it share counts for each of them."""
+        """How many GPUs an owner holds after a tick, by node; a GPU that its pods share counts once for each pod."""
         counts: dict[str, int] = {}
         for node, numbers in self.numbers.items():
             last = max([index for index, n in enumerate(numbers) if n <= number], default=None)
@@ -181,14 +181,14 @@ class Fleet:
         return self._held_cache[key]
 
     def _may_be_held(self, history: History, uuid: str, last: int) -> bool:
-        """Whether a device is there, or is missing and says nothing."""
+        """Whether a device is present, or missing for so short a time that it still counts as held."""
         last_seen = history._last(uuid, last)
         if last_seen == last or not history._was_there(uuid, last):
             return last_seen == last
         return history.ticks[last].ts_ms - history.ticks[last_seen + 1].ts_ms <= MISSING_SAYS_NOTHING_MS
 
     def holders(self, node: str, uuid: str, last: int) -> tuple[Holder, ...]:
-        """Who holds a device, by the last tick that had it and a snapshot."""
+        """The holders of a device, by the last tick that had the device and a snapshot."""
         history = self.histories[node]
         for i in range(last, -1, -1):
             device = history._present(uuid, i)
@@ -201,7 +201,7 @@ class Fleet:
     # -- an alert of several
 
     def life(self, name: str, whose: Whose, all_parts: Sequence[Part]) -> Iterator[Transition]:
-        """What is written of an alert: with each tick its GPUs are found again."""
+        """The records of an alert: its GPUs are determined again at each tick."""
         rule, last = self._rule[name], None
         parts = [part for part in all_parts if (part.name, part.whose) == (name, whose)]
         of_kind = {kind: [part for part in all_parts if part.whose == whose and self._rule[part.name].kind == kind]
@@ -236,7 +236,7 @@ class Fleet:
                 yield transition
 
     def _of_all(self, going: list[Part], idles: list[Part], held: dict[str, int]) -> bool:
-        """Whether all GPUs of a workload stall, but for those that are idle, if these are no more."""
+        """Whether all GPUs of a workload stall, except for idle ones, which may be as many as those that stall."""
         stalled = {part.gpu.uuid for part in going}
         others = {part.gpu.uuid for part in idles} - stalled
         return bool(stalled) and len(others) <= len(stalled) and len(stalled | others) >= sum(held.values())
@@ -290,7 +290,7 @@ class Fleet:
                 yield from self._lags(rule, whose, node, uuid, rounds)
 
     def _reports(self, number: int) -> Iterator["Report"]:
-        """What a node reports of each workload, if a tick ends a step."""
+        """A node's reports on each workload, if a tick ends a step."""
         tick, numbers = self.log[number], self.numbers[self.log[number].node]
         index = numbers.index(number)
         if index == 0 or _step(self.log[numbers[index - 1]]) == _step(tick):
@@ -308,7 +308,7 @@ class Fleet:
             yield Report(whose, number, tick.node, tuple(ranks_of_owner))
 
     def _means(self, ticks: Sequence[Tick], uuid: str, holder: Holder) -> "Means | None":
-        """What a GPU did in the step that the last of a node's ticks has ended, if half of it was measured."""
+        """What a GPU did in the step that the last of a node's ticks has ended, if at least half of it was measured."""
         readings = list[tuple[Tick, Device]]()
         for tick in ticks:
             device = next((device for device in tick.devices if device.uuid == uuid), None)
@@ -349,7 +349,7 @@ class Fleet:
         )
 
     def _comparisons(self, rule: Rule, whose: Whose, reports: Sequence["Report"]) -> Iterator["Comparison"]:
-        """All comparisons of a workload's GPUs. Also that it left a node, which is none of others."""
+        """All comparisons of a workload's GPUs, and an empty one when the workload has left a node."""
         reports_by_node: dict[str, Report] = {}
         by_number = {report.number: report for report in reports}
         for number, tick in enumerate(self.log):
@@ -367,7 +367,7 @@ class Fleet:
                 yield Comparison(number, tick.ts_ms, None, frozenset({tick.node}))
 
     def _lags(self, rule: Rule, whose: Whose, node: str, uuid: str, rounds: Sequence["Comparison"]) -> Iterator[Part]:
-        """An alert begins if the GPU has been an outlier for long enough, and ends if it has not been for so long."""
+        """An alert begins when the GPU has been an outlier for long enough; it ends after as long without."""
         lags_ms = ceased_ms = None
         part: Part | None = None
         for comparison in rounds:
@@ -397,7 +397,7 @@ class Fleet:
 
 
 class Means(NamedTuple):
-    """What a GPU did in a step; None: it is not known."""
+    """What a GPU did in a step; None: not known."""
 
     utilization: float | None
     sms: float | None
@@ -422,7 +422,7 @@ class Report(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Who lags among the GPUs of some nodes when a step has ended; without a step: they hold none any more."""
+    """Which GPUs of some nodes lag when a step has ended; without a step: the nodes hold none any more."""
 
     number: int
     at_ms: int
@@ -444,7 +444,7 @@ def _compared(
 
 
 def outliers(ranks: Sequence[Rank], rule: Rule, whose: Whose) -> list[Rank]:
-    """The GPUs of one model of which a measure is far from the median of all."""
+    """The GPUs of one model that have a measure far from the median of all."""
     used = [rank.means.utilization for rank in ranks if rank.means.utilization is not None]
     work = [rank for rank in ranks if rank.means.utilization is None or rank.means.utilization >= 0.2]
     lagging = [

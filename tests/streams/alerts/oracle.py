@@ -42,7 +42,7 @@ class Subject(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether it holds in a tick; since when at the soonest; for how long it must; and what tells how bad it is."""
+    """Whether it holds in a tick; since when at the soonest; for how long it must; and the value that measures it."""
 
     holds: bool | None
     since_ms: int = 0
@@ -119,14 +119,14 @@ NO, UNKNOWN, YES = Verdict(False), Verdict(None), Verdict(True)
 
 
 def transitions(rules: Rules, ticks: Sequence[Tick]) -> list[Transition]:
-    """All that becomes of a node's ticks, in no order."""
+    """All transitions of a node's ticks, in no order."""
     history = History(rules, ticks)
     lives = [life for subject in history.subjects() for life in history.life(subject)]
     return lives + [silence for rule in rules.of("node_silent") for silence in history.silences(rule)]
 
 
 class History:
-    """The ticks of a node, and what they say."""
+    """The ticks of a node, and the verdicts that follow from them."""
 
     def __init__(self, rules: Rules, ticks: Sequence[Tick]) -> None:
         self.rules, self.ticks = rules, ticks
@@ -439,7 +439,7 @@ class History:
         return self._spells[subject]
 
     def _comes_first(self, subject: Subject, i: int) -> tuple[bool, bool]:
-        """Whether another cause fires in a tick, and whether one that comes first keeps this one from beginning to."""
+        """Whether another cause fires in a tick, and whether an earlier cause keeps this one from firing."""
         rule = self._rule[subject.name]
         earlier = CAUSES[: CAUSES.index(rule.kind)] if rule.kind in CAUSES else ()
         fires = waits = False
@@ -484,7 +484,7 @@ class History:
             yield spell
 
     def _is_over(self, subject: Subject, i: int, *, event: bool) -> bool:
-        """Whether the pod is gone by an exact tick, or has silenced it."""
+        """Whether an exact tick shows that the pod is gone, or that it has silenced the rule."""
         tick = self.ticks[i]
         if not (subject.pod_uid or self._rule[subject.name].kind in OF_PODS):
             return False
@@ -497,7 +497,7 @@ class History:
         return policy_of(pods[0]).off
 
     def silences(self, rule: Rule) -> Iterable[Transition]:
-        """A node that sent nothing for long, until its next tick."""
+        """The silences of a node: from when it had sent nothing for long until its next tick."""
         ended_ms, subject = -1, Subject(rule.name)
         for before, tick in zip(self.ticks, self.ticks[1:], strict=False):
             if tick.ts_ms - before.ts_ms >= rule.for_ms:

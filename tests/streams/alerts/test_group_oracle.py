@@ -47,7 +47,7 @@ METRICS_OF: dict[str, dict[str, float]] = {
 
 
 class Gpu(NamedTuple):
-    """What a GPU does for a while. ``pods``: which of the node's pods hold it."""
+    """A GPU for some ticks: its behavior, and which of the node's pods hold it."""
 
     behavior: str
     state: str
@@ -56,7 +56,7 @@ class Gpu(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Some ticks of a node that are alike; ``crashes``: its first pod's container does."""
+    """Some equal ticks of a node; ``crashes``: its first pod's container crashes."""
 
     node: int
     ticks: int
@@ -120,7 +120,7 @@ def ticks_of(story: list[Moment]) -> list[Tick]:
 
 
 def transitions_of(rules: Rules, log: list[Tick], kinds: tuple[str, ...]) -> list[Transition]:
-    """What the stream writes, but for what is about single GPUs only."""
+    """The records that the stream writes, except those about single GPUs."""
     replay = Replay(rules)
     return [
         as_written(number, alert)
@@ -152,7 +152,7 @@ UNLIKE: tuple[dict[str, Any], ...] = (
 
 
 class Stretch(NamedTuple):
-    """Some minutes of a node: what each of its GPUs shows beside what all do, and how many the job holds there."""
+    """Some minutes of a node: the metrics in which each of its GPUs differs, and how many GPUs the job holds."""
 
     node: int
     minutes: int

@@ -1,4 +1,4 @@
-"""Alerts of several GPUs: one alert a workload, or a node, whatever its GPUs are on and in whatever order they go."""
+"""Alerts of several GPUs: one for each workload or node, whatever nodes its GPUs are on and in any order."""
 
 import itertools
 from decimal import Decimal
@@ -32,13 +32,13 @@ for = "10s"
 
 
 def held_devices(count: int, pod: Holder, *, idle: int | None = None, first: int = 0) -> list[Device]:
-    """GPUs of a pod, of which the first so many are idle."""
+    """GPUs of a pod; the first ``idle`` of them are idle."""
     quiet = count if idle is None else idle
     return [device(first + i, pod, busy=0.0 if i < quiet else 0.9, model="NVIDIA H100") for i in range(count)]
 
 
 def fired(rules: Rules, *moments: tuple[range, str, list[Device]]) -> list[Alert]:
-    """What becomes of ticks of nodes at some seconds."""
+    """The alerts of ticks of nodes at some seconds."""
     replay = Replay(rules)
     return [
         alert
@@ -240,7 +240,7 @@ def test_a_rank_that_is_idle_while_the_others_hang_is_one_of_them_in_a_pod_witho
 
 
 def test_a_job_that_hangs_and_grows_for_a_while_hangs_again_when_it_has_shrunk() -> None:
-    """What it was about stays in what is resolved, which ends when it has grown."""
+    """The resolved alert keeps its GPUs, and ends when the job has grown."""
     hangs, grown = [*ranks(holder(), *[HANGS] * 4), device(4)], ranks(holder(), *[HANGS] * 4, WORKS)
     story = [(1200, hangs), (600, grown), (600, hangs)]
     moments = [devices for seconds, devices in story for _ in range(seconds // 30)]
@@ -252,7 +252,7 @@ def test_a_job_that_hangs_and_grows_for_a_while_hangs_again_when_it_has_shrunk()
 
 
 def test_a_job_that_hung_on_three_nodes_and_works_again_is_not_reported_idle() -> None:
-    """The nodes' ticks are apart: one after the other says that it works."""
+    """The nodes' ticks are apart: they report one after the other that the job works."""
     replay, alerts = Replay(DEFAULTS), list[Alert]()
     for s in range(0, 5400, 30):
         for n in range(3):
@@ -285,7 +285,7 @@ def test_kinds_of_nvlink_errors_are_distinguished_by_a_label() -> None:
 
 
 def reports() -> list[AlertReport]:
-    """Those of three nodes, whose pods idle, work and idle again."""
+    """The reports of three nodes whose pods idle, work and idle again."""
     sent: list[AlertReport] = []
     states: dict[str, NodeAlerts] = {}
     story = [(range(40), 4), (range(40, 45), 1), (range(45, 90), 3), (range(90, 95), 0), (range(95, 140), 2)]

@@ -1,4 +1,4 @@
-"""The alert machine: when a condition fires, when it is resolved, and that a tick is all it goes by."""
+"""The alert machine: when a condition fires, when it is resolved, from ticks alone."""
 
 from collections import Counter
 from itertools import takewhile
@@ -27,7 +27,7 @@ COOL = device(0, busy=0.0, clock_event_reasons=0)
 
 
 class Life:
-    """A node's state, and all that was written of it."""
+    """A node's state, and all alerts that were written for it."""
 
     def __init__(self, rules: Rules = SHORT_RULES) -> None:
         self.rules, self.state = rules, None
@@ -38,7 +38,7 @@ class Life:
     state: NodeAlerts | None
 
     def step(self, next_tick: Tick) -> list[Alert]:
-        """The alerts that a tick brings."""
+        """The alerts that are written at a tick."""
         position = LogPosition(next_tick.offset, next_tick.ts_ms)
         before = self.state or machine.initial_state(next_tick, position)
         return self.take(machine.step(before, next_tick, position, self.rules))
@@ -51,7 +51,7 @@ class Life:
         return step.alerts
 
     def go(self, seconds: range, *devices: Device) -> list[tuple[int, str, str]]:
-        """Ticks at these seconds, all alike; what was written, and at which."""
+        """Equal ticks at these seconds; the alerts that were written, and at which second."""
         return [(s, alert.name, alert.state) for s in seconds for alert in self.step(tick(s, *devices))]
 
 

@@ -1,4 +1,4 @@
-"""What is remembered of a node: it changes when something happened, and is read back as it was."""
+"""The memory of a node: it changes only if something happened, and is read back as it was written."""
 
 from typing import Any
 

@@ -98,7 +98,7 @@ class Gpu(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Some ticks that are alike; ``after_s`` is the time to the first of them, ``step_s`` that between them."""
+    """Some equal ticks; ``after_s`` is the time to the first of them, ``step_s`` that between them."""
 
     after_s: float
     step_s: float

@@ -96,7 +96,7 @@ def test_what_is_wrong_with_a_gpu_fires_once_and_is_resolved_once() -> None:
 
 
 def silent(*ticks: Tick, logged_s: Sequence[float] | None = None) -> list[tuple[str, str]]:
-    """The nodes that are found silent, and what became of it."""
+    """The alerts about silent nodes."""
     replay, alerts = Replay(DEFAULTS), list[Alert]()
     for number, moment in enumerate(ticks):
         numbered = msgspec.structs.replace(moment, offset=number, seq=number + 1)

@@ -1,4 +1,4 @@
-"""Whatever is killed and however the ticks are dealt out, the same transitions are written, byte for byte."""
+"""Whatever is killed and however the ticks are batched, the same transitions are written, byte for byte."""
 
 from collections.abc import Collection
 from datetime import datetime
@@ -133,7 +133,7 @@ def by_alert(by_id: dict[str, bytes]) -> dict[str, list[str]]:
 @pytest.mark.slow
 @given(lives(nodes=2, least=12), st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 0.4]))
 def test_any_batching_and_any_restart_give_the_same_transitions(ticks: list[Tick], seed: int, kills: float) -> None:
-    """Nodes' reports come in any order, by which alerts of several GPUs may differ. So those are compared with what one
+    """The order of nodes' reports differs, and so may alerts of several GPUs. These are compared with what one
     reading of the same reports gives."""
     straight, crooked = run(undisturbed(ticks)), run(disturbed(ticks, Random(seed), kills=kills))
 
@@ -185,7 +185,7 @@ def read_once(broker: Broker) -> tuple[dict[bytes | None, list[bytes]], dict[byt
 
 
 def values_of(broker: Broker, key: bytes | None) -> list[bytes]:
-    """What was written of an alert, each record once."""
+    """The records of an alert, each once."""
     return list(dict.fromkeys([record.value for record in broker.logs[ALERTS] if record.key == key and record.value]))
 
 
@@ -233,7 +233,7 @@ HOT = device(0, busy=0.0, clock_event_reasons=0x40)
 
 
 async def of_a_node_without_ticks(reason: str) -> Worker:
-    """A worker that has just read the last tick of a node whose GPU has an alert, and is about to find it silent."""
+    """A worker that has read the last tick of a node whose GPU has an alert, and soon finds the node silent."""
     broker = Broker()
     for second in range(130):
         broker.log(tick(second, HOT))
@@ -249,7 +249,7 @@ async def of_a_node_without_ticks(reason: str) -> Worker:
 
 
 async def acknowledged(worker: Worker, count: int) -> None:
-    """Let time pass, and so many records that are written then be acknowledged, one by one."""
+    """Let time pass, and acknowledge so many of the records written then, one by one."""
     worker.sender.holding = True
     for _ in range(24):
         await worker.wait(5)

@@ -1,4 +1,4 @@
-"""GPUHeldIdle against the truth of a simulated fleet, beside the query written for it: the benchmark in small."""
+"""GPUHeldIdle against the truth of a simulated fleet, and against the query written for it: a small benchmark."""
 
 import pytest
 

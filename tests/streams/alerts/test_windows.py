@@ -1,4 +1,4 @@
-"""The sliding window: what is promised of an error's time in it, whatever the ticks, the counter and the clock do."""
+"""The sliding window: how long an error counts in it, whatever the ticks, the counter and the clock do."""
 
 from hypothesis import given
 from hypothesis import strategies as st

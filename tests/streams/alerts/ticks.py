@@ -1,4 +1,4 @@
-"""Ticks of one node, made short, and what is found in them."""
+"""Helpers that make ticks of one node, and find what is wrong in them."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def gpu(number: int = 0) -> str:
 
 
 def device(number: int = 0, *holders: Holder, busy: float | None = None, **fields: Any) -> Device:
-    """A GPU; what is a key of metrics goes there, everything else is a field."""
+    """A GPU. Keyword arguments that are metrics become metrics, all others become fields."""
     metrics = {name: fields.pop(name) for name in list(fields) if name in Metrics.__struct_fields__}
     if busy is not None:
         metrics["gpu_utilization_ratio"] = busy
@@ -60,7 +60,7 @@ def tick(second: float, *devices: Device, run_id: int = 1, attribution: Attribut
 
 
 def findings_in(*ticks: Tick, rule_name: str = "", by: Rules = DEFAULTS) -> list[Finding]:
-    """What is found in the last of some ticks, by the rule of a name or by all."""
+    """The findings in the last of some ticks, of one rule or of all."""
     memory, findings = Memory(), list[Finding]()
     for moment in ticks:
         findings, memory = evaluate(by, moment, memory)
@@ -68,7 +68,7 @@ def findings_in(*ticks: Tick, rule_name: str = "", by: Rules = DEFAULTS) -> list
 
 
 def verdict(findings: list[Finding], uuid: str = gpu()) -> bool | None:
-    """What is found of a device: whether something holds; None where nothing tells."""
+    """Whether a condition of a device holds; None if that is not known."""
     holds = {finding.holds for finding in findings if finding.device == uuid}
     assert len(holds) < 2, findings
     return holds.pop() if holds else False

@@ -1,4 +1,4 @@
-"""A reader's app without a broker: its ledger is the real one, and its sender is told what becomes of each record."""
+"""A reader's app without a broker: its ledger is the real one, and tests decide the outcome of each send."""
 
 import asyncio
 import contextlib
@@ -83,7 +83,7 @@ class FakeSender:
 
 
 class Record(NamedTuple):
-    """A record of the log, as far as it is looked at."""
+    """A record of the log, with the fields that are used."""
 
     key: bytes | None
     value: bytes | None
@@ -93,7 +93,7 @@ class Record(NamedTuple):
 
 
 class FakeApp(LedgerApp):
-    """What the joiner sees of its app. Records are appended to logs, and the joiner reads them in batches."""
+    """The app, as the joiner sees it. Records are appended to logs, and the joiner reads them in batches."""
 
     def __init__(self, *, grace_s: float = 0.0, partitions: int = 4) -> None:
         self.sender = FakeSender()
@@ -111,20 +111,20 @@ class FakeApp(LedgerApp):
     # -- what the joiner may ask
 
     def ask_ends(self) -> None:
-        """Asks where the partitions end. Those of the allocations are for tests to tell."""
+        """Asks where the partitions end. Tests answer those of the allocations."""
         self.ends_asked += 1
         if self.answering:
             ends = {tp: len(log) for tp, log in self.logs.items() if tp.topic != ALLOCATIONS}
             asyncio.get_running_loop().call_soon(self.joiner.ends, self.now_s(), ends)
 
     def now_s(self) -> float:
-        """The monotonic clock, which tests may set ahead."""
+        """The monotonic clock; tests may set it ahead."""
         return time.monotonic() + self.ahead_s
 
     # -- what tests do
 
     def begin(self, positions: Mapping[Partition, int]) -> None:
-        """A new epoch, in which these partitions are read from these positions, and others from where they were."""
+        """Begin an epoch: these partitions are read from these positions, the others from where they were."""
         before = self.ledger.positions() or dict.fromkeys(self.logs, 0)
         self.ledger.forget()
         self.joiner.forget()
@@ -150,14 +150,14 @@ class FakeApp(LedgerApp):
         ]
 
     async def read(self, *topics: str, partition: int = 0) -> None:
-        """Have the joiner take all that there is of these topics."""
+        """Let the joiner read everything in these topics."""
         for topic in topics:
             await self.joiner.handle(self.batch(topic, partition))
             await self.settle()
             await self.look()
 
     async def look(self) -> None:
-        """The joiner looks at the clock, and at what the broker has answered since."""
+        """Let the joiner check the clock, and what the broker has answered."""
         for _ in range(2):
             try:
                 await self.joiner.check_pending()
@@ -190,7 +190,7 @@ class FakeApp(LedgerApp):
 
 @contextlib.asynccontextmanager
 async def looking(app: FakeApp, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    """The joiner looks at the clock again and again, without pause."""
+    """Let the joiner check the clock in a loop, without pause."""
     monkeypatch.setattr(component, "_WATCH_EVERY_S", 0.0)
     task = asyncio.create_task(app.joiner.watch())
     yield

@@ -1,4 +1,4 @@
-"""What the records mean, worked out the slow way from complete logs: every question looks at everything.
+"""The meaning of the records, computed the slow way from complete logs: every question reads all records.
 
 Nothing here is shared with the join: no state, no pruning, no order of arrival but that of each log.
 """
@@ -32,7 +32,7 @@ class Holding(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a sample is given."""
+    """The attribution of a sample."""
 
     attribution: str
     node_labels: dict[str, str]
@@ -59,7 +59,7 @@ class Logs(NamedTuple):
 
 
 def answer(logs: Logs, offset: int) -> Answer:
-    """The answer that the join must give for a sample."""
+    """The attribution that the join must give to a sample."""
     sample, logged_ms = logs.samples[offset], logs.samples_logged_ms[offset]
     snapshots = [a for a in logs.allocations if a.node == sample.node]
     later_ms = [ms for ms in sorted(set(logs.workloads_logged_ms)) if abs(ms - logged_ms) <= 2_000]
@@ -125,7 +125,7 @@ def _pod_meant(
     versions: Sequence[list[NodeWorkloads]],
     ts_ms: int,
 ) -> Pod | str:
-    """The pod that a name means, by the records that came in time, then by those that came a little later."""
+    """The pod that a name means, by the records that arrived in time, then by those that arrived a little later."""
     appeared_ms, missing_ms, was_alone = _appeared(name, snapshots, snapshot)
     new = appeared_ms is not None and ts_ms - appeared_ms < NEW_MS
     listed_since_ms, missing_if_new_ms = (appeared_ms, missing_ms) if new else (None, None)
@@ -150,8 +150,8 @@ def _pod_meant(
 def _appeared(
     name: tuple[str, str], snapshots: Sequence[Allocations], snapshot: Allocations | None
 ) -> tuple[int | None, int | None, bool]:
-    """When a name came into the snapshots, if it was not always there, when it had gone from them, if it had, and
-    whether no other name was there when it came."""
+    """When a name appeared in the snapshots (None: always there), since when it had been missing (None: never), and
+    whether it was the only name when it appeared."""
     first = {(a.run_id, a.seq): a for a in reversed(snapshots)}
     chain = [a for i, a in enumerate(snapshots) if a is first[a.run_id, a.seq] and a not in snapshots[:i]]
     appeared_ms: int | None = None
@@ -217,7 +217,7 @@ def _labels(pod: Pod | None) -> tuple[tuple[str, str], ...]:
 
 
 def answer_of(sample: AttributedSample) -> Answer:
-    """The answer that the join has given in an attributed sample."""
+    """The attribution in a sample that the join has written."""
     holders = {device.uuid: _holdings(device.holders) for device in sample.devices}
     events = tuple(
         (
@@ -341,13 +341,13 @@ def pod_of(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> Pod | None
 
 
 def _version_of(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> Pod:
-    """A pod that is known, in the version of a time."""
+    """A known pod, in its version at a time."""
     having = [r for r in records if any(p.uid == uid for p in r.pods)]
     return next(p for p in _version(having, ts_ms).pods if p.uid == uid)
 
 
 def _distance_ms(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> int:
-    """By how much a time lies outside of a pod's life."""
+    """How far a time lies outside of a pod's life."""
     started, end = _lifetime(records, uid)
     before = max(0, started - ts_ms) if started is not None else 0
     after = max(0, ts_ms - end + 1) if end is not None else 0

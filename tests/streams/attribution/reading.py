@@ -17,7 +17,7 @@ GRACE_S = 10.0
 
 
 class Reading:
-    """One partition, read. ``out`` has each output by offset; one that comes again must be the same."""
+    """One partition, read. ``outputs`` has each output by offset; a repeated one must be the same."""
 
     def __init__(self, story: Story) -> None:
         self.story = story
@@ -46,7 +46,7 @@ class Reading:
     # -- what may happen
 
     def act(self, act: Act) -> None:
-        """Let something happen."""
+        """Do one act."""
         getattr(self, act.kind)(act.amount)
 
     def wait(self, amount: int) -> None:
@@ -107,7 +107,7 @@ class Reading:
                 self._step(node, join.AllocationsRead(reached[-1]))
 
     def commit(self, amount: int) -> None:
-        """Some of the finished prefix is committed."""
+        """Commit some of the finished prefix."""
         done = {offset for offsets in self.released.values() for offset in offsets}
         prefix = next(o for o in range(self.committed, len(self.story.logs.samples) + 1) if o not in done)
         self.committed += -(-(prefix - self.committed) * amount // 6)
@@ -115,19 +115,19 @@ class Reading:
             self._step(node, join.Committed(self.committed))
 
     def forget(self, amount: int) -> None:
-        """What is not committed is read again; nodes for which nothing waits need not be told."""
+        """Read again what is not committed; nodes without pending ticks need not be notified."""
         self._new_epoch()
         for node in self.story.logs.runs:
             if amount > 3 or self.states[node].pending:
                 self._step(node, join.Forget())
 
     def restart(self, _: int) -> None:
-        """Another process goes on."""
+        """Another process takes over."""
         self._begin()
         self.allocations(len(self.story.logs.allocations))
 
     def drain(self) -> None:
-        """Everything arrives, and time passes; then no sample may be left."""
+        """Read everything and let time pass; then no sample may be pending."""
         self.now_s = max(self.now_s, 1000.0)
         total = len(self.story.logs.samples) + len(self.story.logs.allocations) + len(self.story.logs.workloads)
         for kind in ("workloads", "allocations", "samples", "ask", "read"):

@@ -1,4 +1,4 @@
-"""Records of one node, made short."""
+"""Helpers that make records of one node."""
 
 from collections.abc import Sequence
 
@@ -104,7 +104,7 @@ def pod(
     labels: dict[str, str] | None = None,
     owners: tuple[Owner, ...] = (),
 ) -> Pod:
-    """A pod, by default one that has always run."""
+    """A pod; by default it has always run."""
     return Pod("ns", name, uid or f"uid-{name}", started_ms=started, ended_ms=ended, labels=labels or {}, owners=owners)
 
 

@@ -40,7 +40,7 @@ containers = st.lists(
 
 
 def processes(generation: int) -> st.SearchStrategy[list[tuple[Process, ...] | None]]:
-    """Those on the first GPUs of a tick, most of them of pods of this generation."""
+    """The processes on the first GPUs of a tick, most of them of pods of this generation."""
     uids = st.sampled_from([*[f"{name}-{generation}" for name in PODS] * 2, "p0-0", "p1-1", "stranger", None])
     services = st.sampled_from([None, None, None, "mps"])
     on_gpu = st.lists(st.builds(process, uids, st.sampled_from([40, 40, 0]), services), max_size=4)
@@ -95,7 +95,7 @@ class _Node:
         return drawn
 
     def workloads(self) -> list[NodeWorkloads]:
-        """What the API server says; where the clock steps back it never changes."""
+        """The records of the API server; in a story whose clock steps back they never change."""
         records, ts_ms, epoch = list[NodeWorkloads](), 0, 1
         for seq in range(1, 1 + self.draw(st.integers(0, 4 if self.steady else 1))):
             ts_ms += self.draw(st.integers(0, 12)) * 1000
@@ -108,7 +108,7 @@ class _Node:
         return records
 
     def _generation(self, ts_ms: int) -> int:
-        """Which of the pods of a name run then."""
+        """Which generation of the pods of a name runs at a time."""
         return ts_ms // 15_000 if self.steady else 0
 
     def _pod(self, name: str, ts_ms: int) -> Pod | None:

@@ -1,4 +1,4 @@
-"""An XID error is booked to who held the device at its own time, not to who holds it when the tick comes."""
+"""An XID error is attributed to the holder at its own time, not at the time of the tick."""
 
 from msgspec.structs import replace
 
@@ -15,7 +15,7 @@ CHANGED = tick(2, 2, ts_ms=20_000, events=[event(1, 11_000), event(2, 15_000), e
 
 
 def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[AttributedSample]]:
-    """The state after some records, and all that they let go."""
+    """The state after some records, and all samples that they release."""
     samples: list[AttributedSample] = []
     for record in records:
         state, joined = join.step(state, record, GRACE_S)
@@ -24,7 +24,7 @@ def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Attrib
 
 
 def events_of(sample: AttributedSample) -> tuple[AttributedEvent, ...]:
-    """Those of the first device."""
+    """The events of the first device."""
     return sample.devices[0].events or ()
 
 

@@ -1,4 +1,4 @@
-"""What a node's state remembers of the last answer only saves work: without it every tick is joined alike."""
+"""The memo of the last answer only saves work: without it every tick is joined the same."""
 
 import msgspec
 from hypothesis import example, given
@@ -68,7 +68,7 @@ def log_of(changes: Changes, listed: list[tuple[int, set[str]]], processes_at: P
 
 
 def outputs(records: list[join.Record], *, remembering: bool) -> tuple[list[bytes], int]:
-    """All that the join lets go, and how many of them have the answer of the one before."""
+    """All outputs of the join, and how many of them reuse the previous answer."""
     state, encoded, reused = join.NEW, list[bytes](), 0
     for record in records:
         before = state if remembering else msgspec.structs.replace(state, memo=None)

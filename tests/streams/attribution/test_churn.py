@@ -1,4 +1,4 @@
-"""Records that leave out the pods that ended before say as much as records of everything."""
+"""Records without the pods that ended earlier carry as much information as complete records."""
 
 import asyncio
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def _rows(events: Sequence[tuple[int, int]], now_ms: int) -> list[JsonDict]:
 
 
 async def _logs(events: Sequence[tuple[int, int]], times_ms: Sequence[int]) -> tuple[Log, Log]:
-    """What is sent of the node, and when, and what would be if every record had every pod."""
+    """The records that are sent for the node with their times, and those in which every record has every pod."""
     clock = FakeClock()
     sender = FakeSender(clock, prompt=True)
     publisher = WorkloadsPublisher(sender, instruments(), cluster="c", epoch=1, clock=clock)

@@ -1,4 +1,4 @@
-"""The joiner: what waits for time to pass, and what an epoch that ends leaves behind."""
+"""The joiner: what depends on time, and what the end of an epoch leaves behind."""
 
 import asyncio
 import time
@@ -71,7 +71,7 @@ async def test_the_end_of_another_partition_does_not_release_a_tick_of_this_one(
 
 
 def uids(app: FakeApp) -> list[str | None]:
-    """The uid of who holds the first GPU, by tick."""
+    """The uid of the holder of the first GPU, by tick."""
     return [output.devices[0].holders[0].pod_uid for output in app.sender.outputs()]
 
 

@@ -43,12 +43,12 @@ def device(*processes: Process, **metrics: float) -> Device:
 
 
 def busy(*processes: Process) -> Device:
-    """One that does 0.8 of what it can, with 10 GiB, at 400 W."""
+    """A GPU with 80 % utilization, 10 GiB used, at 400 W."""
     return device(*processes, gpu_utilization_ratio=0.8, memory_used_bytes=10 * GIB, power_watts=400.0)
 
 
 def split(device: Device, holders: tuple[Holder, ...]) -> Split:
-    """What each of a device's holders has of it."""
+    """The parts of a device's holders."""
     return divide(device, holders, owners_of(device, holders))
 
 
@@ -58,7 +58,7 @@ def parts_of(result: tuple[Holder, ...]) -> list[tuple[Any, ...] | None]:
 
 
 def rest_of(result: Split) -> tuple[Any, ...]:
-    """What is nobody's: utilization, memory, power."""
+    """The unattributed rest: utilization, memory, power."""
     assert result.unattributed is not None
     return msgspec.structs.astuple(result.unattributed)
 

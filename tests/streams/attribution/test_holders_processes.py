@@ -1,4 +1,4 @@
-"""What processes say otherwise than the kubelet, and how ticks carry it and the parts."""
+"""Processes that contradict the kubelet, and how ticks carry that and the parts."""
 
 import msgspec
 import pytest
@@ -23,7 +23,7 @@ def process(pod_name: str | None, memory: int | None = 40, ratio: float | None =
 
 
 def holders_of(*processes: Process, holders: tuple[Holder, ...] = (A,), **info: str) -> DeviceHolders:
-    """What is observed on a GPU; the pods a, b and c are known."""
+    """The holders of a GPU with these processes; the pods a, b and c are known."""
     return add_observed(Device(gpu(1), processes=processes, info=info), holders, PODS.get)
 
 

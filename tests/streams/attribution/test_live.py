@@ -76,7 +76,7 @@ def _pod_at(number: int, story: PodStory, at_ms: int) -> Pod:
 
 
 def _pods_reported(log: Iterable[Logged]) -> tuple[Pod, ...]:
-    """The pods that the last workloads have, the first apart."""
+    """The pods in the last workloads record, except the first pod."""
     return [logged.record.pods[1:] for logged in log if isinstance(logged.record, NodeWorkloads)][-1]
 
 
@@ -153,7 +153,7 @@ def story(log: list[Logged]) -> Story:
 
 
 def read_by(log: list[Logged], schedule: list[Act]) -> dict[int, bytes]:
-    """What comes out, by offset, of a reader with this schedule."""
+    """The outputs by offset, of a reader with this schedule."""
     reading = Reading(story(log))
     for act in schedule:
         reading.act(act)

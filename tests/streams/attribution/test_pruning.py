@@ -1,4 +1,4 @@
-"""The join: what is behind the committed samples is forgotten, and nothing that a later sample asks for."""
+"""The join: what precedes the committed samples is forgotten, except what a later sample needs."""
 
 import itertools
 
@@ -16,7 +16,7 @@ GRACE_S = 10.0
 
 
 def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Joined]]:
-    """The state after some records, and all that they let go."""
+    """The state after some records, and all samples that they release."""
     joined_ticks: list[Joined] = []
     for record in records:
         state, joined = join.step(state, record, GRACE_S)
@@ -25,7 +25,7 @@ def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Joined
 
 
 def size(state: NodeState) -> dict[str, int]:
-    """How much is remembered of each kind."""
+    """How many objects of each kind are in memory."""
     known_workloads = state.workloads
     histories = [history for pods in known_workloads.lifetimes.values() for history in pods] if known_workloads else []
     return {

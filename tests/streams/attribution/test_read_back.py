@@ -1,4 +1,4 @@
-"""A worker that starts in the middle of the logs, ten minutes of state before it, says what one says that ran on."""
+"""A worker that starts in the middle of the logs, with ten minutes of state, writes the same as one that ran on."""
 
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ class Logged(NamedTuple):
 
 
 def logs(pods: list[Run], *, is_shown: bool) -> list[Logged]:
-    """What is written in two hours: each change when it is known, and everything again every five minutes."""
+    """The records of two hours: each change when it is known, and everything again every five minutes."""
     lifetimes, at_ms = list[tuple[int, int, Run]](), START_MS
     for run in pods:
         lifetimes.append((at_ms + run.gap_ms, at_ms + run.gap_ms + run.runs_ms, run))

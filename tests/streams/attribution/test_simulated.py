@@ -39,7 +39,7 @@ fleets = st.builds(
 
 
 class Reading(NamedTuple):
-    """A device of a tick as it was attributed, and who was reported to hold it."""
+    """A device of an attributed tick, and the containers that were reported to hold it."""
 
     device: AttributedDevice
     reported: list[tuple[str, ...]]

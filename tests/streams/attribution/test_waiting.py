@@ -18,7 +18,7 @@ SNAPSHOT = snapshot(1, container("p", gpu(0)))
 
 
 def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Joined]]:
-    """The state after some records, and all that they let go."""
+    """The state after some records, and all samples that they release."""
     joined_ticks: list[Joined] = []
     for record in records:
         state, joined = join.step(state, record, GRACE_S)
@@ -149,7 +149,7 @@ def test_a_forgotten_sample_is_never_released() -> None:
 
 
 def uids(joined_ticks: Iterable[Joined]) -> list[str | None]:
-    """The uid of who holds the first GPU, by tick."""
+    """The uid of the holder of the first GPU, by tick."""
     return [output.sample.devices[0].holders[0].pod_uid for output in joined_ticks]
 
 
@@ -239,7 +239,7 @@ def test_a_pod_of_that_name_at_another_time_is_not_the_pod(other: Pod) -> None:
 
 
 def renewed(*pods: Pod, before: int = 0) -> list[join.Record]:
-    """The pod p is in the snapshots until 20 s, away from then on, and back at 21 s. What is known of it by 8 s."""
+    """The pod p is in the snapshots until 20 s, then missing, and back at 21 s. Its records are known by 8 s."""
     away, back = snapshot(2, ts_ms=20_000), snapshot(3, container("p", gpu(0)), ts_ms=21_000)
     return [logged(workloads(1, *pods), before), SNAPSHOT, away, back]
 
@@ -303,7 +303,7 @@ def listed(seq: int, ts_ms: int, watermark_ms: float = float("inf")) -> PendingT
 
 
 def pods_held(joined_ticks: Iterable[Joined]) -> list[list[str]]:
-    """Who holds the first GPU, by tick."""
+    """The holders of the first GPU, by tick."""
     return [[holder.pod for holder in output.sample.devices[0].holders] for output in joined_ticks]
 
 
@@ -370,7 +370,7 @@ def tick_with_processes(seq: int, *uids: str | None, memory: int | None = 40) ->
 
 
 def observed_pods(joined_ticks: Iterable[Joined]) -> list[tuple[int, list[str]]]:
-    """Who is seen on the second GPU, by tick."""
+    """The observed pods on the second GPU, by tick."""
     return [
         (output.sample.seq, [h.pod for h in output.sample.devices[1].holders if h.observed]) for output in joined_ticks
     ]

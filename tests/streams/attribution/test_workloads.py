@@ -1,4 +1,4 @@
-"""What is known of a node's pods, as of the time of a sample."""
+"""The history of a node's pods, as of the time of a sample."""
 
 import msgspec
 import pytest
@@ -36,7 +36,7 @@ def history_of(*records: NodeWorkloads) -> KnownWorkloads:
 
 
 def full_view(history: KnownWorkloads) -> AsOf:
-    """All that is known."""
+    """The history as of the end of time."""
     as_of = history.as_of(1 << 60)
     assert as_of is not None
     return as_of
@@ -156,7 +156,7 @@ def test_a_pod_of_another_namespace_is_another_pod() -> None:
 
 @pytest.mark.parametrize(("ts_ms", "is_present"), [(999, False), (1_000, True), (1_999, True), (3_000, False)])
 def test_a_pod_that_ended_before_it_started_existed_while_both_clocks_allow_it(ts_ms: int, is_present: bool) -> None:
-    """Its start is the node's word, and its end, where it is only missing, the API server's."""
+    """Its start is reported by the node, and its end, if it is only missing, by the API server."""
     history = history_of(workloads(1, pod("p", started=3_000, ended=1_000)))
 
     assert (full_view(history).new_pod_at(NAME, ts_ms, None) is not None) is is_present
@@ -306,7 +306,7 @@ def logs(draw: st.DrawFn) -> list[NodeWorkloads]:
 
 
 def answers_at(known_then: AsOf | None, ts_ms: int) -> tuple[object, ...] | None:
-    """All that can be asked of a time."""
+    """All answers that can be asked for at a time."""
     if known_then is None:
         return None
     pods = [known_then.pod_at(("ns", name), ts_ms) for name in "pq"]
@@ -322,7 +322,7 @@ LOGGED_MS = 1_000
 
 
 def logged(records: list[NodeWorkloads]) -> KnownWorkloads:
-    """What is known after records that were logged one after the other."""
+    """The history after records that were logged one after the other."""
     history: KnownWorkloads | None = None
     for i, record in enumerate(records):
         history = add_record(history, record, i * LOGGED_MS)

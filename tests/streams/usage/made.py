@@ -1,4 +1,4 @@
-"""Ticks of a node as gpu.attributed has them, and books that take them."""
+"""Ticks of a node as in gpu.attributed, and a bookkeeper that reads them."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def books() -> Books:
 
 
 class BookkeeperHarness:
-    """Books, and the last of all records that they gave, by their key."""
+    """A bookkeeper, and the last record that it wrote of each key."""
 
     def __init__(self, policy: Accounting | None = None) -> None:
         self.policy = policy or Accounting()
@@ -71,6 +71,6 @@ class BookkeeperHarness:
         return self
 
     def window(self, start_ms: int = 0, lasts_ms: int = HOUR_MS) -> dict[tuple[str, str, str | None], Usage]:
-        """What a window has, by device, category and pod."""
+        """The records of a window, by device, category and pod."""
         records = [row for (lasts, *_), row in self.records.items() if lasts == lasts_ms]
         return {(row.uuid, row.category, row.pod): row for row in records if row.start_ms == START_MS + start_ms}

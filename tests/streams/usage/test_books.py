@@ -1,4 +1,4 @@
-"""How time is booked: what a tick stands for, what a clock may do, and when windows close."""
+"""How time is booked: what time a tick counts for, what clocks may do, and when windows close."""
 
 from typing import Any
 

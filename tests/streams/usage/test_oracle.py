@@ -1,4 +1,4 @@
-"""The books against sums of other code, whatever ticks come: shared devices, MIG, gaps, clocks that are set back."""
+"""The books against sums of independent code, for any ticks: shared devices, MIG, gaps, clocks that are set back."""
 
 from collections import defaultdict
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""Whatever is killed and however the ticks are dealt out, the same records are written, byte for byte."""
+"""Whatever is killed and however the ticks are batched, the same records are written, byte for byte."""
 
 from random import Random
 from typing import Any

@@ -1,4 +1,4 @@
-"""Each rule but GPUHeldIdle: it holds for what it is about, and for nothing else."""
+"""Each rule except GPUHeldIdle: it holds for its own condition, and for nothing else."""
 
 from typing import Any
 
@@ -206,7 +206,7 @@ def test_one_recovery_of_an_nvlink_is_enough() -> None:
 
 
 def codes(*ticks: Any, by: Any = DEFAULTS) -> dict[str, float | None]:
-    """The XID errors that are found in the last tick."""
+    """The XID errors of the last tick, by code."""
     return {finding.key: finding.value for finding in findings_in(*ticks, rule_name="GPUXid", by=by)}
 
 
@@ -270,7 +270,7 @@ def test_a_program_error_on_a_shared_device_is_attributed_to_no_pod() -> None:
 
 
 def happened(code: int, *holders: Holder) -> AttributedEvent:
-    """An XID error while others held the device than when the tick came."""
+    """An XID error while other pods held the device than at the time of the tick."""
     return AttributedEvent("xid", code, holders=holders)
 
 
@@ -446,7 +446,7 @@ def test_processes_are_no_evidence_of_their_own_for_a_conflict() -> None:
 
 
 def test_a_missing_value_ends_no_condition() -> None:
-    """A value that a driver does not give for a while is no evidence that the GPU is well."""
+    """If a driver does not report a value for a while, the GPU need not be healthy."""
     faults = {"clock_event_reasons": 0xC0, "row_remap_failure": 1, "row_remap_pending": 1}
     replay = Replay(DEFAULTS)
     bad, blind = device(0, busy=0.9, **faults), device(0, busy=0.9)

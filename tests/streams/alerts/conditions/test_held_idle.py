@@ -25,12 +25,12 @@ RATIOS = (
 
 
 def judged(sample: Device, **fields: Any) -> list[Finding]:
-    """What is found of a device that has been held for longer than the grace."""
+    """The findings for a device that has been held for longer than the grace."""
     return findings_in(tick(0, sample), tick(GRACE_S + 1, sample, **fields), rule_name=RULE)
 
 
 def in_the_end(*ticks: Tick) -> bool | None:
-    """What the last of some ticks says of whether the pod does nothing."""
+    """Whether the pod is idle by the last of these ticks; None if that is not known."""
     return verdict(findings_in(*ticks, rule_name=RULE))
 
 
@@ -197,7 +197,7 @@ def test_ten_pods_that_do_nothing_are_idle_though_the_device_they_share_is_not()
 
 
 def test_a_pod_on_a_shared_mig_device_without_parts_is_judged_by_the_whole_device() -> None:
-    """NVML does not say what processes on a MIG device do; GPM says what the device does."""
+    """NVML does not report what processes on a MIG device do; GPM reports what the device does."""
     parent, pods = device(0, info=Info(mig_mode="enabled")), (holder("a"), holder("b"))
     for active, idle in ((0.0, True), (0.4, None)):
         part = mig(1, *pods, graphics_engine_active_ratio=active)

@@ -1,4 +1,4 @@
-"""GPUStalled: a GPU that says that it is busy, and does hardly any work."""
+"""GPUStalled: a GPU that reports to be busy, and does hardly any work."""
 
 from datetime import timedelta
 from typing import Any

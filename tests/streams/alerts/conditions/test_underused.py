@@ -1,4 +1,4 @@
-"""GPUUnderused and GPUMemoryHoarded: what a pod did with its GPU in a window. GPUCrashLoop: who holds it meanwhile."""
+"""GPUUnderused and GPUMemoryHoarded: what a pod did with its GPU in a window. GPUCrashLoop: the pod that holds it."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 
 def fired(name: str, busy: dict[int, float], minutes: int, *, pod: Holder | None = None, **fields: Any) -> list[Alert]:
-    """The alerts of a GPU that works so much from a minute of a cycle of 14 on."""
+    """The alerts for a GPU whose utilization changes at these minutes of a cycle of 14."""
     replay, alerts, share = Replay(ON), list[Alert](), 0.0
     for second in range(0, minutes * 60, 10):
         share = busy.get(second // 60 % 14, share) if second % 60 == 0 else share

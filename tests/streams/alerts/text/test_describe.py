@@ -1,4 +1,4 @@
-"""What an alert says: of whom, with which figures, and what to do."""
+"""The text of an alert: its subject, its figures, and what to do."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ def description_of(rule: str, *ticks: Tick, since_s: float = 0.0, by: Rules = DE
 
 
 def idle(sample: Device, *, seconds: float = 1200.0, by: Rules = DEFAULTS) -> Described:
-    """What is said of a device that has been idle for so long."""
+    """The description of a device that has been idle for so long."""
     return description_of("GPUHeldIdle", tick(0, sample), tick(GRACE_S + seconds, sample), since_s=GRACE_S, by=by)
 
 
