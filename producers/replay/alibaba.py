@@ -49,9 +49,9 @@ def genai(folder: Path, rows: Rows, _: int | None = None) -> Trace:
             if address in ("", "None", "NULL"):
                 raise Refused("container_ip", "it names no container")
             read = number("value", value, most) / scale
-            if key in (known := metrics.setdefault((ts_ms, _checked("container_ip", address)), {})):
+            if key in (node_metrics := metrics.setdefault((ts_ms, _checked("container_ip", address)), {})):
                 raise Refused("repeated", f"{address} at {seconds} is there already")
-            known[key] = read if scale != 1 else int(read)
+            node_metrics[key] = read if scale != 1 else int(read)
 
         return table(folder, file, ("timestamp_anon", "value", "container_ip"), parse, rows)
 
@@ -93,8 +93,8 @@ def _checked(column: str, name: str) -> str:
 # -- alibaba-gpu-2023
 
 
-class _Asked(NamedTuple):
-    """A pod that ran in [start_ms, end_ms), and what it asked for: ``milli`` thousandths of each of its GPUs."""
+class _PodRow(NamedTuple):
+    """A pod that ran in [start_ms, end_ms), and its requests: ``milli`` thousandths of each of its GPUs."""
 
     line: int
     name: str
@@ -106,25 +106,25 @@ class _Asked(NamedTuple):
     end_ms: int
 
 
-class Life(NamedTuple):
-    """A pod on the GPUs of its node, by their numbers. ``replica`` tells it from others on a GPU that it shares."""
+class PlacedPod(NamedTuple):
+    """A pod on GPUs of its node, by their numbers. ``replica`` distinguishes it from others on a shared GPU."""
 
-    pod: _Asked
+    pod: _PodRow
     gpus: tuple[int, ...]
     replica: int
 
 
 @dataclass
 class _TraceNode:
-    """A node of the trace: how many thousandths of each GPU are free, and the pods that it had."""
+    """A node of the trace: the free thousandths of each GPU, and its pods."""
 
     name: str
     model: str
     free: list[int]
-    lives: list[Life] = field(default_factory=list)
+    pods: list[PlacedPod] = field(default_factory=list)
 
-    def room(self, pod: _Asked) -> tuple[int, ...]:
-        """The first GPUs that have room for a pod, one that others share first; none: it has no room."""
+    def room(self, pod: _PodRow) -> tuple[int, ...]:
+        """The first GPUs that have room for a pod, shared ones first; empty if there is no room."""
         if pod.models and self.model not in pod.models:
             return ()
         fitting = [number for number, free in enumerate(self.free) if free >= pod.milli]
@@ -150,90 +150,93 @@ def gpu_2023(folder: Path, rows: Rows, interval_ms: int | None) -> Trace:
     def node(_: int, name: str, gpus: str, model: str) -> _TraceNode:
         return _TraceNode(unseen(_checked("sn", name)), model, [_WHOLE] * whole_number("gpu", gpus, _MOST_GPUS))
 
-    def pod(line: int, name: str, gpus: str, milli: str, *rest: str) -> _Asked | None:
+    def pod(line: int, name: str, gpus: str, milli: str, *rest: str) -> _PodRow | None:
         spec, qos, scheduled, deleted = rest
-        asked = whole_number("num_gpu", gpus, _MOST_GPUS), whole_number("gpu_milli", milli, _WHOLE)
+        request = whole_number("num_gpu", gpus, _MOST_GPUS), whole_number("gpu_milli", milli, _WHOLE)
         if not name:
             raise Refused("name", "it has no name")
-        if not asked[0] or not scheduled:
+        if not request[0] or not scheduled:
             return None
         seconds = (("scheduled_time", scheduled), ("deletion_time", deleted))
         start_ms, end_ms = (whole_number(column, text, MOST_MS // 1000) * 1000 for column, text in seconds)
         if end_ms <= start_ms:
             raise Refused("deletion_time", f"{name} was deleted at {deleted}, which is not after {scheduled}")
-        if not asked[1] or (asked[0] > 1 and asked[1] < _WHOLE):
-            raise Refused("gpu_milli", f"{asked[1]} thousandths of each of {asked[0]} GPUs can't be held")
-        return _Asked(line, unseen(name), *asked, frozenset(filter(None, spec.split("|"))), qos, start_ms, end_ms)
+        if not request[1] or (request[0] > 1 and request[1] < _WHOLE):
+            raise Refused("gpu_milli", f"{request[1]} thousandths of each of {request[0]} GPUs can't be held")
+        return _PodRow(line, unseen(name), *request, frozenset(filter(None, spec.split("|"))), qos, start_ms, end_ms)
 
     nodes = list(table(folder, _NODES, ("sn", "gpu", "model"), node, rows))
     columns = ("name", "num_gpu", "gpu_milli", "gpu_spec", "qos", "scheduled_time", "deletion_time")
-    _place([one for one in table(folder, _PODS, columns, pod, rows) if one], nodes, rows)
-    used = {one.name: one for one in nodes if one.lives}
+    _place([row for row in table(folder, _PODS, columns, pod, rows) if row], nodes, rows)
+    used = {node.name: node for node in nodes if node.pods}
     if not used:
         raise NoTrace(f"{folder}: no pod of {_PODS} ran on a node of {_NODES}")
     pods = {
-        name: [_pod(of.name, of.start_ms, of.end_ms, {"qos": of.qos}) for of, *_ in one.lives]
-        for name, one in used.items()
+        name: [_pod(row.name, row.start_ms, row.end_ms, {"qos": row.qos}) for row, *_ in used_node.pods]
+        for name, used_node in used.items()
     }
-    ticks = heapq.merge(*(_ticks(one, interval_ms) for one in used.values()), key=lambda tick: tick.ts_ms)
-    lives = [life.pod for one in used.values() for life in one.lives]
-    return Trace(pods, ticks, interval_ms, min(life.start_ms for life in lives), max(life.end_ms for life in lives))
+    ticks = heapq.merge(*(_ticks(used_node, interval_ms) for used_node in used.values()), key=lambda tick: tick.ts_ms)
+    placed = [placed.pod for used_node in used.values() for placed in used_node.pods]
+    return Trace(pods, ticks, interval_ms, min(row.start_ms for row in placed), max(row.end_ms for row in placed))
 
 
-def _place(pods: list[_Asked], nodes: list[_TraceNode], rows: Rows) -> None:
-    """Put each pod on the first node that has room for it when it starts; what ends then makes room before."""
-    running: list[tuple[int, int, _TraceNode, Life]] = []
+def _place(pods: list[_PodRow], nodes: list[_TraceNode], rows: Rows) -> None:
+    """Put each pod on the first node that has room when it starts. Pods that end at that time make room first."""
+    running: list[tuple[int, int, _TraceNode, PlacedPod]] = []
     for turn, pod in enumerate(sorted(pods, key=lambda pod: pod.start_ms)):
         while running and running[0][0] <= pod.start_ms:
             *_, node, ended = heapq.heappop(running)
             for gpu in ended.gpus:
                 node.free[gpu] += ended.pod.milli
-        place = next(((node, gpus) for node in nodes if (gpus := node.room(pod))), None)
-        if place is None:
+        node_and_gpus = next(((node, gpus) for node in nodes if (gpus := node.room(pod))), None)
+        if node_and_gpus is None:
             rows.read[_PODS] -= 1
             rows.leave_out(_PODS, pod.line, Refused("no_room", f"{pod.name} fits on no node"))
             continue
-        node, gpus = place
-        node.lives.append(Life(pod, gpus, turn))
+        node, gpus = node_and_gpus
+        node.pods.append(PlacedPod(pod, gpus, turn))
         for gpu in gpus:
             node.free[gpu] -= pod.milli
-        heapq.heappush(running, (pod.end_ms, turn, node, node.lives[-1]))
+        heapq.heappush(running, (pod.end_ms, turn, node, node.pods[-1]))
 
 
 def _ticks(node: _TraceNode, interval_ms: int) -> Iterator[TraceTick]:
-    """The node's ticks from its first pod to its last. A tick stands for the time since the one before it: so it says
-    who held the GPUs in that time, and there is one whenever that changes."""
-    changes = {at_ms for life in node.lives for at_ms in (life.pod.start_ms, life.pod.end_ms)}
+    """The node's ticks from its first pod to its last. A tick stands for the time since the one before it, so it has
+    the holders of that time, and there is one at each change of holders."""
+    changes = {at_ms for placed in node.pods for at_ms in (placed.pod.start_ms, placed.pod.end_ms)}
     first_ms, last_ms = min(changes), max(changes)
     times = sorted(changes.union(range(first_ms - first_ms % interval_ms + interval_ms, last_ms, interval_ms)))
-    coming, held = list(reversed(node.lives)), list[Life]()
-    devices, containers = _reading(node, held)
+    coming, running = list(reversed(node.pods)), list[PlacedPod]()
+    devices, containers = _reading(node, running)
     for ts_ms in times:
         yield TraceTick(ts_ms, node.name, devices, containers)
         if ts_ms in changes:
-            held = [life for life in held if life.pod.end_ms > ts_ms]
+            running = [placed for placed in running if placed.pod.end_ms > ts_ms]
             while coming and coming[-1].pod.start_ms <= ts_ms:
-                held.append(coming.pop())
-            devices, containers = _reading(node, held)
+                running.append(coming.pop())
+            devices, containers = _reading(node, running)
 
 
-def _reading(node: _TraceNode, held: Iterable[Life]) -> tuple[list[JsonDict], list[JsonDict]]:
-    """The devices and the containers while these pods hold them."""
+def _reading(node: _TraceNode, running: Iterable[PlacedPod]) -> tuple[list[JsonDict], list[JsonDict]]:
+    """The devices and containers while these pods run."""
     uuids = [f"GPU-{identity('alibaba-gpu-2023', node.name, number)}" for number in range(len(node.free))]
     devices: list[JsonDict] = [
         {"uuid": uuid, "index": number, "minor": number, "model": node.model, "state": "ok", "processes": []}
         for number, uuid in enumerate(uuids)
     ]
     containers = []
-    for life in held:
-        shared = life.pod.milli < _WHOLE
+    for placed in running:
+        shared = placed.pod.milli < _WHOLE
         containers.append(
-            _container(life.pod.name, [f"{uuids[gpu]}::{life.replica}" if shared else uuids[gpu] for gpu in life.gpus])
+            _container(
+                placed.pod.name,
+                [f"{uuids[gpu]}::{placed.replica}" if shared else uuids[gpu] for gpu in placed.gpus],
+            )
         )
-        process = {"pod_uid": identity("pod", life.pod.name), "sm_utilization_ratio": life.pod.milli / _WHOLE}
-        for gpu in life.gpus:
-            devices[gpu]["processes"].append({"pid": life.replica + 1, **process})
-    milli = [sum(life.pod.milli for life in held if number in life.gpus) for number in range(len(devices))]
+        process = {"pod_uid": identity("pod", placed.pod.name), "sm_utilization_ratio": placed.pod.milli / _WHOLE}
+        for gpu in placed.gpus:
+            devices[gpu]["processes"].append({"pid": placed.replica + 1, **process})
+    milli = [sum(placed.pod.milli for placed in running if number in placed.gpus) for number in range(len(devices))]
     for device, used in zip(devices, milli, strict=True):
         device["metrics"] = {"gpu_utilization_ratio": used / _WHOLE}
     return devices, containers

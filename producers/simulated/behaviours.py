@@ -65,10 +65,10 @@ _MEMORY: dict[Behaviour, float] = {
 
 def behaviour_names(text: str) -> tuple[Behaviour, ...]:
     """Behaviours, as an option names them. Raises ValueError."""
-    wanted = [name.strip() for name in text.split(",") if name.strip()]
-    if unknown := [name for name in wanted if name not in (*BEHAVIOURS, "all")]:
+    requested = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in requested if name not in (*BEHAVIOURS, "all")]:
         raise ValueError(f"{', '.join(unknown)!r} is no behaviour: write some of {', '.join(BEHAVIOURS)}, or all")
-    return tuple(behaviour for behaviour in BEHAVIOURS if behaviour in wanted or "all" in wanted)
+    return tuple(behaviour for behaviour in BEHAVIOURS if behaviour in requested or "all" in requested)
 
 
 class Role(NamedTuple):
@@ -233,14 +233,14 @@ def cast(
         free[index] = len(whole_gpus(hardware, index))
         if hardware.devices[0].model.gpm and free[index]:
             profiled.append(index)
-    found: dict[int, list[Role]] = {}
+    roles_by_node: dict[int, list[Role]] = {}
     shares = [(index, max(1, min(_RANKS, free[index] // 2))) for index in profiled[:2]]
     ranks = sum(share for _, share in shares)
     for behaviour in SYNCHRONOUS:
         if behaviour in behaviours and ranks > 1 and all(free[index] >= share for index, share in shares):
             first = 0
             for worker, (index, share) in enumerate(shares):
-                found.setdefault(index, []).append(Role(behaviour, block, share, worker, first, ranks))
+                roles_by_node.setdefault(index, []).append(Role(behaviour, block, share, worker, first, ranks))
                 free[index] -= share
                 first += share
     alone = [behaviour for behaviour in BEHAVIOURS if behaviour in behaviours and behaviour not in SYNCHRONOUS]
@@ -249,6 +249,6 @@ def cast(
         room = room or [index for index, gpus_left in free.items() if gpus_left]
         if room:
             index = room[number % len(room)]
-            found.setdefault(index, []).append(Role(behaviour, block, 1))
+            roles_by_node.setdefault(index, []).append(Role(behaviour, block, 1))
             free[index] -= 1
-    return {index: tuple(roles) for index, roles in found.items()}
+    return {index: tuple(roles) for index, roles in roles_by_node.items()}

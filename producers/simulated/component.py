@@ -198,10 +198,10 @@ class SimulatedFleet:
                 continue
             index = heapq.heappop(due)[1]
             node = self._nodes[index]
-            for known in node.news(elapsed_ms, self._clock.start_ms):
+            for known in node.pod_changes(elapsed_ms, self._clock.start_ms):
                 ts_ms = self._clock.start_ms + known.at_ms
                 self._workloads.publish(ts_ms, node.name, WorkloadsContent(node.machine.labels, known.pods))
-            coming_ms = node.next_news_ms()
+            coming_ms = node.next_change_ms()
             if coming_ms is not None:
                 heapq.heappush(due, (max(coming_ms, elapsed_ms + 1), index))
             await asyncio.sleep(0)

@@ -104,7 +104,7 @@ class SimulatedDevice:
         return int(self.model.memory_bytes * share)
 
     def identity(self, parent_uuid: str | None) -> dict[str, Any]:
-        found = {
+        identity = {
             "uuid": self.uuid,
             "index": self.index,
             "vendor": "nvidia",
@@ -116,7 +116,7 @@ class SimulatedDevice:
             "info": self.info,
         }
         if self.slice is None:
-            return found
+            return identity
         mig = {
             "uuid": self.uuid,
             "parent_uuid": parent_uuid,
@@ -124,7 +124,7 @@ class SimulatedDevice:
             "compute_instance": 0,
             "profile": self.slice.profile,
         }
-        return {**found, "mig": mig}
+        return {**identity, "mig": mig}
 
 
 class Unit(NamedTuple):

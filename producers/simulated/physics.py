@@ -1,7 +1,7 @@
-"""How a GPU answers to what runs on it: load, memory, power, heat, clocks and counters.
+"""A simulated GPU: its load, memory, power, temperature, clocks and counters.
 
 In: the pods that work on a GPU, from when and until when. Out: the metrics and processes of a sample.
-State: what the GPU did since the last redraw. Between two redraws everything is constant except three things: energy is
+State: the GPU since its last redraw. Between two redraws everything is constant except three things: energy is
 the integral of power, the time of lowered clocks adds up, and temperature follows power with a lag. A GPU is redrawn at
 fixed times and when a pod's work begins or ends. So its values depend only on the time since the start, and not on when
 they are read.
@@ -19,17 +19,17 @@ from producers.simulated.pods import PodContainer, SimulatedPod
 REDRAW_MS = 1_000
 LOADING_MS = 8_000  # how long a pod takes to fill its memory
 GPU_IDLE, POWER_CAP = 0x1, 0x4  # bits of clock_event_reasons
-SLOWDOWN_CELSIUS = 85  # a GPU that gets so hot lowers its clocks
-HOT_CELSIUS = 88.0  # so hot one gets whose cooling is bad
+SLOWDOWN_CELSIUS = 85  # a GPU lowers its clocks from here on
+HOT_CELSIUS = 88.0  # of a GPU whose cooling is bad
 SPIN_SMS, SPIN_POWER = 24 / 132, 0.03  # of a kernel that waits: its share of the SMs, and of the power above idle
-XIDS = (13, 31, 43)  # that programs cause: an engine's exception, a page fault, a channel that was stopped
+XIDS = (13, 31, 43)  # caused by programs: an engine's exception, a page fault, a channel that was stopped
 _HEAT_LAG_MS = 25_000.0
 _PAGE = 2 * MIB
 
 
 @dataclass(slots=True)
 class Load:
-    """One container on one device: its share of it, and what it does until the next redraw."""
+    """A container on a device: its share of the device, and its work until the next redraw."""
 
     pod: SimulatedPod
     container_id: str
@@ -41,7 +41,7 @@ class Load:
     doing: Doing | None = None
 
     def process(self, *, utilization: bool) -> dict[str, Any]:
-        """Its process as NVML shows it, with its pod; NVML has no utilization of processes in MIG mode."""
+        """Its process as NVML reports it, with its pod. NVML has no utilization of processes in MIG mode."""
         row = {
             "pid": self.pid,
             "pod_uid": self.pod.uid,
@@ -52,7 +52,7 @@ class Load:
 
 
 class SimulatedInstance:
-    """What NVML has of its own for a GPU or a MIG instance: memory, processes, their sum of activity, XID errors."""
+    """A GPU or MIG instance: its memory, its processes and their utilization, its XID errors."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
@@ -67,18 +67,18 @@ class SimulatedInstance:
         self.reserved_bytes = int(device.model.reserved_bytes * (device.memory_bytes / device.model.memory_bytes))
 
     def begin(self, pod: SimulatedPod, container: PodContainer, position: int) -> None:
-        """``container`` of ``pod`` works on the device at ``position`` from now on."""
-        held = sum(unit.device == position for unit in container.units)
+        """``container`` of ``pod`` begins to work on the device at ``position``."""
+        replicas = sum(unit.device == position for unit in container.units)
         shared = container.units[0].resource.endswith(".shared")
         pid = 2_000 + int(container.container_id[:6], 16) % 4_000_000
-        share = held / REPLICAS if shared else 1.0
+        share = replicas / REPLICAS if shared else 1.0
         self.loads.append(Load(pod, container.container_id, pid, share, pod.rank(container, position)))
 
     def end(self, pod: SimulatedPod) -> None:
         self.loads = [load for load in self.loads if load.pod is not pod]
 
     def redraw(self, now_ms: int, chance: random.Random) -> None:
-        """What each container does from now on. Where they want more than there is, each gets less."""
+        """Draw what each container does until the next redraw. If together they need too much, each gets less."""
         for load in self.loads:
             drawn, story = chance.random(), load.pod.story
             if story is None:
@@ -88,17 +88,17 @@ class SimulatedInstance:
                 load.activity = load.doing.use if load.doing is not None else 0.0
             load.memory_bytes = memory(load, self.device.memory_bytes, now_ms)
         self.worked |= bool(self.running)
-        wanted = sum(load.activity for load in self.loads)
+        demand = sum(load.activity for load in self.loads)
         for load in self.loads:
-            load.activity = round(load.activity / max(wanted, 1.0), 2)
+            load.activity = round(load.activity / max(demand, 1.0), 2)
         self.utilization = min(1.0, round(sum((load.activity for load in self.loads), 0.0), 2))
         self.waiting = sum((load.doing.use - load.doing.compute for load in self.loads if load.doing), 0.0)
         overhead = 3 * MIB + 12 * MIB * len(self.running)
         self.used_bytes = overhead + sum(load.memory_bytes for load in self.loads)
         if self.device.model.gpm:
             drawn = chance.random()
-            evenly = any(load.doing for load in self.loads)  # the ranks of a job do the same
-            self.profile = active(self.utilization, 0.4 + 0.2 * drawn if evenly else drawn, self.waiting)
+            is_synchronous = any(load.doing for load in self.loads)  # the ranks of a job do the same
+            self.profile = active(self.utilization, 0.4 + 0.2 * drawn if is_synchronous else drawn, self.waiting)
 
     @property
     def running(self) -> list[Load]:
@@ -110,7 +110,7 @@ class SimulatedInstance:
         self._unread.append((now_ms, code))
 
     def events(self, start_ms: int) -> list[dict[str, Any]]:
-        """The errors since this was asked last, their times added to ``start_ms``."""
+        """The errors since the last call, with times since the epoch if ``start_ms`` is."""
         unread, self._unread = self._unread, []
         return [{"kind": "xid", "code": code, "ts_ms": start_ms + at_ms} for at_ms, code in unread]
 
@@ -129,8 +129,8 @@ class SimulatedInstance:
 
 
 def active(utilization: float, chance: float, waiting: float = 0.0) -> dict[str, float]:
-    """How busy the parts of a GPU were, as GPM reports it; the greater the ``chance``, in [0, 1), the more tensors.
-    For ``waiting`` of the time a kernel ran and did nothing but wait, on few SMs."""
+    """How busy the parts of a GPU were, as GPM reports it. The greater ``chance``, in [0, 1), the more tensor work.
+    For the share ``waiting`` of the time a kernel only waited, on few SMs."""
     computing = max(0.0, utilization - waiting)
     sm = computing * (0.75 + 0.2 * chance)
     shares = {
@@ -151,13 +151,13 @@ def spread_of(stem: str, unit: str, mean: float, *, least: float, most: float, c
     low = high = mean
     if least < mean < most:
         low, high = mean - 0.3 * chance * (mean - least), mean + 0.5 * chance * (most - mean)
-    found = {"mean": mean, "min": low, "max": high}
-    return {f"{stem}_{part}_{unit}": round(value, 3) for part, value in found.items()}
+    values = {"mean": mean, "min": low, "max": high}
+    return {f"{stem}_{statistic}_{unit}": round(value, 3) for statistic, value in values.items()}
 
 
 def activity(pod: SimulatedPod, now_ms: int, chance: float) -> float:
-    """How busy a pod keeps its device, 0 to 1: by its kind of work, since when it works, and a ``chance`` in [0, 1).
-    What a pod with a story does is in :meth:`Story.doing`."""
+    """How busy a pod keeps its device, 0 to 1, by its kind of work, its age, and a ``chance`` in [0, 1).
+    For pods with a story see :meth:`Story.doing`."""
     age_ms = now_ms - pod.works_ms
     if age_ms < LOADING_MS / 2:
         return 0.0
@@ -178,11 +178,11 @@ def activity(pod: SimulatedPod, now_ms: int, chance: float) -> float:
 
 
 def memory(load: Load, total_bytes: int, now_ms: int) -> int:
-    """The bytes that a container's process has on the device: it loads for a while, and then keeps what it has."""
+    """The device memory of a container's process in bytes. It grows while the process loads, and then stays."""
     loaded = min(1.0, 0.02 + (now_ms - load.pod.works_ms) / LOADING_MS)
     if load.pod.story is None:
-        wanted = {"busy": 0.7, "serving": 0.8, "bursty": 0.35, "idle": 0.05}[load.pod.template.activity]
-        share = (wanted + 0.15 * load.pod.seed) * loaded * load.share
+        full_share = {"busy": 0.7, "serving": 0.8, "bursty": 0.35, "idle": 0.05}[load.pod.template.activity]
+        share = (full_share + 0.15 * load.pod.seed) * loaded * load.share
     elif load.doing is None:
         return 0
     else:
@@ -214,7 +214,7 @@ class SimulatedGpu:
         self._profile: dict[str, float] = {}
 
     def redraw(self, now_ms: int) -> None:
-        """What the GPU does from now on, after ``now_ms`` minus the last redraw of what it did."""
+        """Add up the time since the last redraw, and draw what the GPU does from now on."""
         self._energy_joules, self._temperature = self.energy_joules(now_ms), self.temperature(now_ms)
         self._violations_s = self.violations_s(now_ms)
         first, self._drawn = not self._drawn, True
@@ -231,14 +231,16 @@ class SimulatedGpu:
         slowed = self._temperature >= SLOWDOWN_CELSIUS
         self._reasons = (doing.reasons if doing is not None else 0) | (SW_THERMAL if slowed else 0)
         self._clock = doing.clock if doing is not None and (slowed or not self._hot) else 1.0
-        wanted = (0.06 if self.occupied() else 0.0) + self.computing * (0.80 + 0.18 * spread) * self._clock**2
-        wanted += (self.load - self.computing) * SPIN_POWER
-        room = self._model.power_limit_watts - self._model.idle_watts
-        self.power_watts = round(self._model.idle_watts * (0.97 + 0.06 * spread) + room * min(0.97, wanted), 3)
+        power_share = (0.06 if self.occupied() else 0.0) + self.computing * (0.80 + 0.18 * spread) * self._clock**2
+        power_share += (self.load - self.computing) * SPIN_POWER
+        range_watts = self._model.power_limit_watts - self._model.idle_watts
+        self.power_watts = round(
+            self._model.idle_watts * (0.97 + 0.06 * spread) + range_watts * min(0.97, power_share), 3
+        )
         if first:
             self._temperature = self._target()
         self._profile = self._profiled(self._chance.random())
-        if self._fragile and spread > 0.999:  # if programs run on it, one of them fails
+        if self._fragile and spread > 0.999:  # if programs run on it, one fails
             self.corrected += 1
             self.replays += 1
             self.link_errors += 1
@@ -246,20 +248,20 @@ class SimulatedGpu:
                 self._chance.choice(working).fail(now_ms, self._chance.choice(XIDS))
 
     def _profiled(self, chance: float) -> dict[str, float]:
-        """What the driver sampled within the second, and GPM: in MIG mode neither utilization nor NVLinks."""
+        """The driver's samples of the second, and GPM. In MIG mode there is no utilization and no NVLink traffic."""
         model, power = self._model, self.power_watts
         idle, limit = 1.03 * model.idle_watts, model.power_limit_watts
-        found = spread_of("power", "watts", power, least=idle, most=limit, chance=chance)
+        metrics = spread_of("power", "watts", power, least=idle, most=limit, chance=chance)
         if self.device.mig_mode:
-            return found | (active(self.load, chance) if model.gpm else {})  # a GPU that is cut has no story
+            return metrics | (active(self.load, chance) if model.gpm else {})  # a GPU that is cut has no story
         busy = self.parts[0].utilization
-        found |= spread_of("gpu_utilization", "ratio", busy, least=0.0, most=1.0, chance=chance)
-        found |= self.parts[0].profile
+        metrics |= spread_of("gpu_utilization", "ratio", busy, least=0.0, most=1.0, chance=chance)
+        metrics |= self.parts[0].profile
         if model.nvlink_bytes_per_second:
             sent = int(model.nvlink_bytes_per_second * 0.3 * self.computing * chance)
-            found["nvlink_tx_bytes_per_second"] = sent
-            found["nvlink_rx_bytes_per_second"] = int(sent * (0.95 + 0.05 * chance))
-        return found
+            metrics["nvlink_tx_bytes_per_second"] = sent
+            metrics["nvlink_rx_bytes_per_second"] = int(sent * (0.95 + 0.05 * chance))
+        return metrics
 
     def occupied(self) -> bool:
         return any(part.running for part in self.parts)
@@ -269,17 +271,17 @@ class SimulatedGpu:
         return self._energy_joules + self.power_watts * (now_ms - self._drawn_ms) / 1000
 
     def violations_s(self, now_ms: int) -> dict[str, float]:
-        """For how long each cause has kept the clocks down since the driver was loaded."""
-        now = {"power": self._capped(), "low_utilization": self._drawn and self.load == 0}
-        now["thermal"] = bool(self._reasons & SW_THERMAL)
+        """How long each cause has lowered the clocks since the driver was loaded, in seconds."""
+        active_causes = {"power": self._capped(), "low_utilization": self._drawn and self.load == 0}
+        active_causes["thermal"] = bool(self._reasons & SW_THERMAL)
         since_s = (now_ms - self._drawn_ms) / 1000
-        return {cause: before_s + since_s * now[cause] for cause, before_s in self._violations_s.items()}
+        return {cause: before_s + since_s * active_causes[cause] for cause, before_s in self._violations_s.items()}
 
     def _capped(self) -> bool:
         return self.power_watts > 0.95 * self._model.power_limit_watts
 
     def temperature(self, now_ms: int) -> float:
-        """The temperature in degrees Celsius: it nears, with a lag, what the power would bring it to."""
+        """The temperature in degrees Celsius: it follows the power with a lag."""
         target = self._target()
         return target + (self._temperature - target) * math.exp((self._drawn_ms - now_ms) / _HEAT_LAG_MS)
 
@@ -296,7 +298,7 @@ class SimulatedGpu:
         clock = 1_000_000 * (model.idle_mhz if idle else megahertz)
         capped = POWER_CAP if self._capped() else 0
         rate = model.pcie_bytes_per_second * self.computing
-        found: dict[str, float] = {
+        metrics: dict[str, float] = {
             "power_watts": self.power_watts,
             "power_limit_watts": model.power_limit_watts,
             "energy_joules_total": round(self.energy_joules(now_ms), 3),
@@ -313,16 +315,16 @@ class SimulatedGpu:
             "performance_state": model.idle_pstate if idle else 0,
         }
         if model.memory_sensor:
-            found["memory_temperature_celsius"] = heat + 6 + int(6 * self.load)
+            metrics["memory_temperature_celsius"] = heat + 6 + int(6 * self.load)
         if model.fan:
-            found["fan_speed_ratio"] = round(min(1.0, max(0.3, (heat - 20) / 65)), 2)
-        return {**found, **self._profile, **self._counted(now_ms)}
+            metrics["fan_speed_ratio"] = round(min(1.0, max(0.3, (heat - 20) / 65)), 2)
+        return {**metrics, **self._profile, **self._counted(now_ms)}
 
     def _counted(self, now_ms: int) -> dict[str, float]:
         """What it can reach, and what the driver counts beside the rest."""
         model, lasted_s = self._model, self.violations_s(now_ms)
         causes = ("power", "thermal", "sync_boost", "board_limit", "low_utilization", "reliability")
-        found: dict[str, float] = {
+        metrics: dict[str, float] = {
             "max_power_limit_watts": model.power_limit_watts,
             "max_sm_clock_hz": model.boost_mhz * 1_000_000,
             "max_memory_clock_hz": model.memory_mhz * 1_000_000,
@@ -331,24 +333,24 @@ class SimulatedGpu:
             **{f"{cause}_violation_seconds_total": round(lasted_s.get(cause, 0.0), 3) for cause in causes},
         }
         if model.retires_pages:
-            found["retired_pages_single_bit_total"] = self.repaired
-            found |= {"retired_pages_double_bit_total": 0, "retired_pages_pending": 0}
+            metrics["retired_pages_single_bit_total"] = self.repaired
+            metrics |= {"retired_pages_double_bit_total": 0, "retired_pages_pending": 0}
         if model.nvlink_bytes_per_second and not self.device.mig_mode:
-            found |= {f"nvlink_{kind}_errors_total": self.link_errors for kind in ("crc", "replay")}
-            found["nvlink_recovery_errors_total"] = 0
+            metrics |= {f"nvlink_{kind}_errors_total": self.link_errors for kind in ("crc", "replay")}
+            metrics["nvlink_recovery_errors_total"] = 0
         if model.vgpu:
-            found["vgpu_licensed"] = 0
-        return found
+            metrics["vgpu_licensed"] = 0
+        return metrics
 
     def unshared(self) -> dict[str, float]:
         """The metrics that NVML refuses in MIG mode."""
-        found: dict[str, float] = {
+        metrics: dict[str, float] = {
             "gpu_utilization_ratio": self.parts[0].utilization,
             "memory_controller_utilization_ratio": round(self.computing * (0.3 + 0.3 * self._spread), 2),
             "encoder_utilization_ratio": min(1.0, round(0.5 * self.video, 2)),
             "decoder_utilization_ratio": min(1.0, round(0.7 * self.video, 2)),
         }
         if not self._model.retires_pages:
-            found["remapped_rows_correctable_total"] = self.repaired
-            found |= {"remapped_rows_uncorrectable_total": 0, "row_remap_pending": 0, "row_remap_failure": 0}
-        return found
+            metrics["remapped_rows_correctable_total"] = self.repaired
+            metrics |= {"remapped_rows_uncorrectable_total": 0, "row_remap_pending": 0, "row_remap_failure": 0}
+        return metrics

@@ -104,7 +104,11 @@ class SimulatedPod:
 
     def places(self) -> list[tuple[PodContainer, int]]:
         """Its containers, each with the positions of its devices, once each: it may hold several replicas of a GPU."""
-        return [(of, device) for of in self.containers for device in dict.fromkeys(unit.device for unit in of.units)]
+        return [
+            (container, device)
+            for container in self.containers
+            for device in dict.fromkeys(unit.device for unit in container.units)
+        ]
 
     @property
     def works_ms(self) -> int:
@@ -120,7 +124,7 @@ class SimulatedPod:
 
     @cached_property
     def holders(self) -> dict[str, dict[str, Any]]:
-        """What the truth says of each of its containers, by the container's name."""
+        """Its containers as holders, as the file of the truth has them, by name."""
         pod = {"namespace": self.namespace, "pod": self.name, "pod_uid": self.uid}
         tail = {"workload": self.workload, "labels": self.labels}
         return {container.name: {**pod, "container": container.name, **tail} for container in self.containers}
@@ -138,8 +142,8 @@ class SimulatedPod:
             for container in self.containers
         )
 
-    def known(self, at_ms: int, start_ms: int) -> dict[str, Any]:
-        """What the API server says of it at ``at_ms``, for a fleet that started at ``start_ms`` since the epoch."""
+    def api_object(self, at_ms: int, start_ms: int) -> dict[str, Any]:
+        """The pod at the API server at ``at_ms``, for a fleet that started at ``start_ms`` since the epoch."""
         ended = self.end_known_ms <= at_ms
         last_phase = "Succeeded" if self.template.kind in ("Job", "CronJob") else "Failed"
         row = {
@@ -161,17 +165,17 @@ class SimulatedPod:
         return row
 
     def changes_ms(self) -> list[int]:
-        """When the API server comes to know something else of it."""
-        found = [self.known_ms, self.end_known_ms]
+        """When the pod changes at the API server."""
+        times = [self.known_ms, self.end_known_ms]
         if self.template.activity == "crash-loop":
             life_ms = self.end_ms - self.works_ms
-            for one in takewhile(lambda one: one.start_ms < life_ms, attempts()):
-                found += [self.works_ms + one.start_ms, self.works_ms + one.fails_ms]
-        return found
+            for run in takewhile(lambda run: run.start_ms < life_ms, attempts()):
+                times += [self.works_ms + run.start_ms, self.works_ms + run.fails_ms]
+        return times
 
 
 class PodPlace(NamedTuple):
-    """Where in the fleet a pod is: the node, which of its tenants, and the number of the pod among that tenant's."""
+    """The place of a pod in the fleet: its node, the number of its tenant, and its number among that tenant's pods."""
 
     cluster: str
     seed: int
@@ -181,12 +185,12 @@ class PodPlace(NamedTuple):
 
     @property
     def slot(self) -> int:
-        """Which of the fleet's tenants it is; a node has fewer than 100."""
+        """The number of the tenant in the fleet; a node has fewer than 100."""
         return self.node * 100 + self.tenant
 
     @property
     def serial(self) -> int:
-        """The number of the pod in its fleet: no two that could live at the same time have one in common."""
+        """The number of the pod in its fleet. No two pods that can run at the same time have the same."""
         return self.number * 100_003 + self.slot
 
 
@@ -194,11 +198,11 @@ def pod(
     template: Template, place: PodPlace, start_ms: int, end_ms: int, units: Sequence[Unit], story: Story | None = None
 ) -> SimulatedPod:
     """The pod that runs ``template`` at ``place``, with its identity and the delays of the API server.
-    The units are shared out: every container after the first gets one, while there are enough."""
+    Each container after the first gets one of the units, while there are enough; the first gets the rest."""
     name, owners, extra = identity(template, place, start_ms, story.role.worker if story is not None else 0)
     known_ms = start_ms + int(1500 * names.fraction("known", *place))
-    more = min(len(template.containers), len(units)) - 1
-    shares = [tuple(units[more:]), *((unit,) for unit in units[:more])]
+    others = min(len(template.containers), len(units)) - 1
+    shares = [tuple(units[others:]), *((unit,) for unit in units[:others])]
     return SimulatedPod(
         template=template,
         namespace=template.namespace,
@@ -229,7 +233,7 @@ def identity(
     """
     fleet = (place.cluster, place.seed, template.namespace, template.name)
     base = f"{template.name}-{names.suffix('fleet', place.cluster, place.seed)}"
-    five = names.numbered_suffix(place.serial, "pod", *fleet)
+    generated = names.numbered_suffix(place.serial, "pod", *fleet)
 
     def owner(kind: str, name: str) -> dict[str, str]:
         uid = names.object_uid(kind, name, *fleet)
@@ -239,23 +243,23 @@ def identity(
         case "Deployment":
             tag = names.template_hash(*fleet)
             owners = [owner("ReplicaSet", f"{base}-{tag}"), owner("Deployment", base)]
-            return f"{base}-{tag}-{five}", owners, {"pod-template-hash": tag}
+            return f"{base}-{tag}-{generated}", owners, {"pod-template-hash": tag}
         case "Job":
             job = f"{base}-{names.numbered_suffix(place.serial, 'job', *fleet)}"
-            return f"{job}-{five}", [owner("Job", job)], {"batch.kubernetes.io/job-name": job}
+            return f"{job}-{generated}", [owner("Job", job)], {"batch.kubernetes.io/job-name": job}
         case "CronJob":
             epoch = 29_000_000 + int(1_000_000 * names.fraction("cron", place.cluster, place.seed))
             job = f"{base}-{epoch + start_ms // 60_000}"
             owners = [owner("Job", job), owner("CronJob", base)]
-            return f"{job}-{five}", owners, {"batch.kubernetes.io/job-name": job}
+            return f"{job}-{generated}", owners, {"batch.kubernetes.io/job-name": job}
         case "StatefulSet":
             name = f"{base}-{place.slot}"
             return name, [owner("StatefulSet", base)], {"statefulset.kubernetes.io/pod-name": name}
         case "DaemonSet":
             tag = names.template_hash(*fleet)
-            return f"{base}-{five}", [owner("DaemonSet", base)], {"controller-revision-hash": tag}
+            return f"{base}-{generated}", [owner("DaemonSet", base)], {"controller-revision-hash": tag}
         case "RayCluster":
-            return f"{base}-worker-{five}", [owner("RayCluster", base)], {"ray.io/cluster": base}
+            return f"{base}-worker-{generated}", [owner("RayCluster", base)], {"ray.io/cluster": base}
         case "PyTorchJob":  # one for all nodes of a block
             serial = place.number * 100_003 + place.node // BLOCK
             job = f"{base}-{names.numbered_suffix(serial, 'job', *fleet)}"

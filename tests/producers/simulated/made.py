@@ -24,5 +24,5 @@ def ticks(fleet: Fleet, start_ms: int, interval_ms: int, count: int) -> Iterator
     for number in range(count):
         for phase_ms, index in order:
             node, at_ms = nodes[index], number * interval_ms + phase_ms
-            news = tuple(known._replace(at_ms=start_ms + known.at_ms) for known in node.news(at_ms, start_ms))
+            news = tuple(known._replace(at_ms=start_ms + known.at_ms) for known in node.pod_changes(at_ms, start_ms))
             yield Tick(node, number + 1, start_ms + at_ms, node.read(at_ms, start_ms), news)

@@ -251,7 +251,9 @@ def test_a_pod_that_fails_again_and_again_holds_its_gpu_and_is_started_later_eac
 
 def test_the_api_server_says_of_a_pod_that_fails_again_and_again_why_it_waits() -> None:
     node = Fleet(4, 8, behaviours=("crash-loop",)).node(2)
-    news = [pod for known in node.news(1_200_000, 0) for pod in known.pods if pod["labels"]["app"] == "caption-api"]
+    news = [
+        pod for known in node.pod_changes(1_200_000, 0) for pod in known.pods if pod["labels"]["app"] == "caption-api"
+    ]
     said = [state for state, _ in itertools.groupby((pod.get("waiting"), pod.get("restarts")) for pod in news)]
     waits = [int(restarts or 0) for why, restarts in said if why == "CrashLoopBackOff"]
 

@@ -218,7 +218,7 @@ def test_the_containers_say_the_same_as_reported(fleet: Fleet) -> None:
 def test_the_api_server_knows_a_pod_within_1500_ms_and_keeps_it_for_30_minutes_after_its_end() -> None:
     fleet = Fleet(1, 2, pod_life_s=60)
     node, pods = fleet.node(0), _pods(fleet, 4_000_000)
-    known = [known for at_ms in range(0, 4_000_000, 1000) for known in node.news(at_ms, START_MS)]
+    known = [known for at_ms in range(0, 4_000_000, 1000) for known in node.pod_changes(at_ms, START_MS)]
     first = {uid: at_ms for at_ms, rows in reversed(known) for uid in (row["uid"] for row in rows)}
     ended = {row["uid"]: at_ms for at_ms, rows in reversed(known) for row in rows if "ended_ms" in row}
     last = {uid: at_ms for at_ms, rows in known for uid in (row["uid"] for row in rows)}
