@@ -47,7 +47,7 @@ def of_commands() -> dict[str, list[Acl]]:
     """The ACLs that each command needs, in the order of the flow. Read, Write and AlterConfigs each imply Describe."""
     registries = {"produce": PRODUCERS, "stream": STREAMS, "sink": SINKS}
     components = {
-        f"{word} {name}": of_component(spec) for word, specs in registries.items() for name, spec in specs.items()
+        f"{group} {name}": of_component(spec) for group, specs in registries.items() for name, spec in specs.items()
     }
     return {
         **components,

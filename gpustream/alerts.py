@@ -95,8 +95,8 @@ def policy_rows(node: NodeWorkloads, bounds: Bounds) -> list[tuple[str, ...]]:
         policy = parse_policy(pod.annotations, pod.namespace_labels, pod.namespace, bounds)
         effects = {error.name: error.text for error in policy.errors}
         if policy.off:
-            most = duration_words(bounds.longest(pod.namespace))
-            effects[ALERTS] = f"no alerts about its doing, for {most} after it got a GPU"
+            limit = duration_words(bounds.longest(pod.namespace))
+            effects[ALERTS] = f"no alerts about its doing, for {limit} after it got a GPU"
         if policy.idle_after_ms is not None and IDLE_AFTER not in effects:
             effects[IDLE_AFTER] = f"its GPUs may be idle for {duration_words(policy.idle_after_ms)}"
         values = {name: pod.annotations.get(name, pod.namespace_labels.get(name, "")) for name in effects}

@@ -105,11 +105,11 @@ async def gather(
         our_readings = await prometheus.readings(ours, window_s) if ours else []
         all_readings = [] if theirs and ours else await prometheus.readings("", window_s)
     selected = {frozenset(reading.labels.items()) for reading in (*their_readings, *our_readings)}
-    rest = [reading for reading in all_readings if frozenset(reading.labels.items()) not in selected]
+    other_readings = [reading for reading in all_readings if frozenset(reading.labels.items()) not in selected]
     if not theirs:
-        their_readings = [reading for reading in rest if ours or not is_ours(reading.labels)]
+        their_readings = [reading for reading in other_readings if ours or not is_ours(reading.labels)]
     if not ours:
-        our_readings = [reading for reading in rest if theirs or is_ours(reading.labels)]
+        our_readings = [reading for reading in other_readings if theirs or is_ours(reading.labels)]
     return their_readings, our_readings
 
 
@@ -204,7 +204,7 @@ def row_text(row: Compared) -> tuple[str, ...]:
     """A row as text."""
     sides = [("-", "-") if side is None else (side.name, f"{side.value:.10g}") for side in (row.theirs, row.ours)]
     pods = dict.fromkeys(side.pod or "-" for side in (row.theirs, row.ours) if side is not None)
-    return str(row.device), " / ".join(pods), *sides[0], *sides[1], row.verdict, row.why or "-"
+    return str(row.device), " / ".join(pods), *sides[0], *sides[1], row.verdict, row.reason or "-"
 
 
 def summary(comparison: Comparison) -> str:
@@ -231,7 +231,7 @@ def report(comparison: Comparison) -> dict[str, Any]:
                 "theirs": row.theirs._asdict() if row.theirs else None,
                 "ours": row.ours._asdict() if row.ours else None,
                 "verdict": row.verdict,
-                "why": row.why or None,
+                "why": row.reason or None,
             }
             for row in comparison.rows
         ],

@@ -148,7 +148,7 @@ class Compared(NamedTuple):
     theirs: Side | None
     ours: Side | None
     verdict: Verdict
-    why: str
+    reason: str
 
 
 class Comparison(NamedTuple):

@@ -69,11 +69,11 @@ def devices(device: str | None, form: Literal["text", "json"], **values: Any) ->
     settings: NodeSettings = command.settings(PRODUCERS["node"], {**values, "kafka": HOST_PORTS.example})
     try:
         report = asyncio.run(read_twice(settings))
-        shown = report if device is None else only(report, device)
+        selected = report if device is None else only(report, device)
     except NothingToShow as error:
         raise failed(error) from error
-    sys.stdout.write(f"{orjson.dumps(shown).decode() if form == 'json' else text(shown)}\n")
-    raise SystemExit(0 if shown["devices"] else FAILED)
+    sys.stdout.write(f"{orjson.dumps(selected).decode() if form == 'json' else text(selected)}\n")
+    raise SystemExit(0 if selected["devices"] else FAILED)
 
 
 class NothingToShow(Exception):
@@ -190,7 +190,7 @@ def describe(
 
 
 def only(report: Json, selector: str) -> dict[str, Any]:
-    """The report of the GPU of that index or UUID with its MIG devices, or of that MIG device. Raises Nothing."""
+    """The report of the GPU of that index or UUID with its MIG devices, or of that MIG device. Raises NothingToShow."""
 
     def is_selected(device: Json) -> bool:
         uuids = (device["uuid"], (device.get("mig") or {}).get("parent_uuid"))

@@ -117,7 +117,7 @@ class Device:
     """A GPU or MIG device: its state in the last tick, and its last minutes."""
 
     __slots__ = (
-        "_doing", "attribution", "cluster", "gpu", "history", "holders", "index", "memory_total_bytes",
+        "_activity", "attribution", "cluster", "gpu", "history", "holders", "index", "memory_total_bytes",
         "memory_used_bytes", "mig", "model", "node", "parts", "power_limit_watts", "power_watts", "processes",
         "silent", "state", "temperature_celsius", "tenures", "ts_ms", "unwell", "used_ratio", "uuid", "xid",
         "xid_ms", "zone",
@@ -141,7 +141,7 @@ class Device:
         self.xid_ms = self.ts_ms = 0
         self.attribution = ""
         self.silent = self.unwell = False
-        self._doing: Activity = "free"
+        self._activity: Activity = "free"
 
     @property
     def where(self) -> str:
@@ -158,7 +158,7 @@ class Device:
         if self.parts:
             statuses = {part.status for part in self.parts}
             return next((status for status in ("failing", "busy", "held", "idle") if status in statuses), "free")
-        return self._doing
+        return self._activity
 
     @property
     def trouble(self) -> str:
@@ -198,7 +198,7 @@ class Device:
         utilizations = [holder.used_ratio or 0.0 for holder in holders] + [
             process.sm_utilization_ratio or 0.0 for process in self.processes
         ]
-        self._doing = activity_of(device.state, work_of(metrics), max(utilizations, default=0.0), held=bool(holders))
+        self._activity = activity_of(device.state, work_of(metrics), max(utilizations, default=0.0), held=bool(holders))
         self.used_ratio, self.memory_used_bytes = metrics.used_ratio, metrics.memory_used_bytes
         self.memory_total_bytes, self.power_limit_watts = metrics.memory_total_bytes, metrics.power_limit_watts
         self.power_watts, self.temperature_celsius = metrics.power_watts, metrics.temperature_celsius

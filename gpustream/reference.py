@@ -76,7 +76,7 @@ _COMPLETION = [
     ("fish", "`~/.config/fish/completions/gpustream.fish`", r"`_GPUSTREAM_COMPLETE=fish_source gpustream | source`"),
 ]
 
-_ENDS = [
+_OUTCOMES = [
     ("It was delivered: the receiver has it, or the broker has what came of it.", "`records_delivered_total`"),
     ("It said nothing new.", "`records_duplicate_total`"),
     ("It was refused for its time, or nothing was left to send. Streams drop nothing.", "`records_dropped_total`"),
@@ -95,7 +95,7 @@ def metrics_markdown() -> str:
         "the reasons while it is not ready). The metrics of the GPUs are in [metrics.md](metrics.md).",
         "A stream or sink accounts for every record that it read. At any moment of a process's life, for each topic "
         "if there is such a label, `records_read_total` is the sum of the other six:",
-        table(("what became of a record", "metric, after `gpustream_NAME_`"), _ENDS),
+        table(("what became of a record", "metric, after `gpustream_NAME_`"), _OUTCOMES),
         "A producer does the same: `gpustream_producer_ticks_made_total` is the sum of `ticks_sent_total`, "
         "`ticks_dropped_total` and `ticks_held`. What one process releases, and what it held when it was killed, the "
         "next one reads. So across lives it is the tick that counts: the set of (cluster, node, run_id, seq).",

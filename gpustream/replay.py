@@ -196,7 +196,7 @@ class UsageReplay:
         self._nodes: dict[tuple[str, str], tuple[Bookkeeper, list[Usage]]] = {}
         self._logged_ms = 0
 
-    def take(self, tick: CountedTick, logged_ms: int) -> list[Usage]:
+    def add(self, tick: CountedTick, logged_ms: int) -> list[Usage]:
         """The records to write after a tick. Raises msgspec.DecodeError if its labels or workload are malformed."""
         node = (tick.cluster, tick.node)
         if node not in self._nodes:
@@ -236,14 +236,14 @@ class PartitionReplay:
         self.nodes: set[bytes | None] = set()
         self.ticks = self.malformed = 0
 
-    def take(self, records: Sequence[Any]) -> list[Usage]:
+    def add(self, records: Sequence[Any]) -> list[Usage]:
         """Takes in records of gpu.attributed. Returns the usage that they make final."""
         final: list[Usage] = []
         for record in records:
             try:
                 tick = decode_tick(record.value or b"")
                 logged_ms = record.timestamp if tick.logged_ms is None else tick.logged_ms
-                final += self._replay.take(tick, logged_ms)
+                final += self._replay.add(tick, logged_ms)
             except msgspec.DecodeError:
                 self.malformed += 1  # the stream has written its dead letter
             else:
@@ -330,7 +330,7 @@ class PartitionWriter:
             await self._send(tp.partition, final)
 
         async for records in self._reader.records({tp: ticks}, self._advanced):
-            await write(nodes.take(records))
+            await write(nodes.add(records))
         await write(nodes.end(now_ms() - MINUTE_MS))
         async for records in self._reader.records(old_spans):
             zeros = [zero for _, record in history.decoded(records, _decode) if (zero := written.zero(record))]

@@ -138,14 +138,14 @@ def test(
         answer(_read(connection(values), start, trial))
     else:
         for recorded in _lines(input):
-            trial.take(recorded)
+            trial.evaluate(recorded)
     trial.end()
     if form == "json":
         json_lines(sorted(trial.transitions, key=lambda alert: (alert.ends_at or alert.starts_at, alert.fingerprint)))
     else:
         show_or_say(COLUMNS, rows(trial.transitions), "nothing would have fired")
     click.echo(trial.summary(), err=True)
-    raise SystemExit(FAILED if trial.wrong else 0)
+    raise SystemExit(FAILED if trial.malformed else 0)
 
 
 def _load(path: Path) -> Rules:
@@ -165,29 +165,29 @@ def _or_exit(read: Callable[[Path], R], path: Path) -> R:
 
 
 class Recorded(NamedTuple):
-    """A record. ``place`` says in messages where it is; ``logged_ms`` is its log time, if that is known."""
+    """A record. ``source`` names its place in messages; ``logged_ms`` is its log time, if that is known."""
 
     value: bytes
-    place: str
+    source: str
     logged_ms: int | None = None
 
 
 class Trial:
-    """A test of rules: takes in records, and keeps the transitions that they cause."""
+    """A test of rules: evaluates records, and keeps the transitions that they cause."""
 
-    def __init__(self, by: Rules) -> None:
-        self._replay = Replay(by)
+    def __init__(self, rules: Rules) -> None:
+        self._replay = Replay(rules)
         self.transitions: list[Alert] = []
-        self.wrong = 0
+        self.malformed = 0
 
-    def take(self, recorded: Recorded) -> None:
+    def evaluate(self, recorded: Recorded) -> None:
         """Evaluates a record. The first few that are no ticks are named on standard error."""
         try:
             self.transitions += self._replay.judge(ticks.decode(recorded.value), recorded.logged_ms)
         except msgspec.DecodeError as error:
-            self.wrong += 1
-            if self.wrong <= _MAX_NAMED:
-                click.echo(f"{recorded.place}: not a record of gpu.attributed: {error}", err=True)
+            self.malformed += 1
+            if self.malformed <= _MAX_NAMED:
+                click.echo(f"{recorded.source}: not a record of gpu.attributed: {error}", err=True)
 
     def end(self) -> None:
         """Ends the test: there are no more records."""
@@ -198,8 +198,8 @@ class Trial:
         fired = sum(alert.state == "firing" and not alert.revision for alert in self.transitions)
         read = f"{counted(self._replay.ticks, 'tick')} of {counted(self._replay.nodes, 'node')}"
         again = f", {self._replay.repeats} more were there twice" if self._replay.repeats else ""
-        wrong = f", {self.wrong} were none" if self.wrong else ""
-        return f"{read}{again}{wrong}: {counted(fired, 'alert')} would have fired"
+        malformed = f", {self.malformed} were none" if self.malformed else ""
+        return f"{read}{again}{malformed}: {counted(fired, 'alert')} would have fired"
 
 
 def _lines(path: Path) -> Iterator[Recorded]:
@@ -215,7 +215,7 @@ def _lines(path: Path) -> Iterator[Recorded]:
 
 
 async def _read(connection: Connection, start: str | float, trial: Trial) -> None:
-    """Take the records from a time on, to where each partition ends now."""
+    """Evaluates the records from a time on, to where each partition ends now."""
     from_ms = 0 if isinstance(start, str) else int((time.time() - start) * 1000)
     async with history.opened(connection, [attributed.TOPIC.name]) as reader:
         spans = await reader.spans(attributed.TOPIC.name, from_ms)
@@ -223,8 +223,8 @@ async def _read(connection: Connection, start: str | float, trial: Trial) -> Non
             async for records in reader.records(spans, advanced):
                 for record in records:
                     if record.timestamp >= from_ms and record.value is not None:
-                        place = f"{record.topic}[{record.partition}]@{record.offset}"
-                        trial.take(Recorded(record.value, place, record.timestamp))
+                        source = f"{record.topic}[{record.partition}]@{record.offset}"
+                        trial.evaluate(Recorded(record.value, source, record.timestamp))
 
 
 def rows(transitions: Iterable[Alert]) -> list[tuple[str, ...]]:

@@ -20,7 +20,7 @@ class Sightings:
 
     def __init__(self) -> None:
         self._pods: dict[tuple[str, str], frozenset[tuple[str, str]]] = {}
-        self._came = self._went = self._most = 0
+        self._pods_started = self._pods_ended = self._max_pods = 0
         self._start_ms: int | None = None
         self._shared: tuple[int, str] = (1, "")
         self._mig: set[str] = set()
@@ -52,10 +52,10 @@ class Sightings:
                     self._xids.append(f"XID {event.code} on {where}{holder}")
         current, previous = frozenset(holding_pods), self._pods.get((tick.cluster, tick.node))
         if previous is not None:
-            self._came += len(current - previous)
-            self._went += len(previous - current)
+            self._pods_started += len(current - previous)
+            self._pods_ended += len(previous - current)
         self._pods[tick.cluster, tick.node] = current
-        self._most = max(self._most, sum(map(len, self._pods.values())))
+        self._max_pods = max(self._max_pods, sum(map(len, self._pods.values())))
 
     def alert(self, alert: Alert) -> None:
         """Takes a transition of an alert in."""
@@ -67,8 +67,8 @@ class Sightings:
     def lines(self) -> list[str]:
         """What was seen, a line each."""
         lines = []
-        if self._most:
-            lines.append(f"up to {self._most} pods at a time; {self._came} came, {self._went} went")
+        if self._max_pods:
+            lines.append(f"up to {self._max_pods} pods at a time; {self._pods_started} came, {self._pods_ended} went")
         if self._shared[1]:
             lines.append(f"{self._shared[0]} pods that share {self._shared[1]}")
         if self._mig:

@@ -65,8 +65,8 @@ def _filter_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _filter_of(given: Mapping[str, str | None]) -> LetterFilter:
-    return LetterFilter(given["topic"], given["stage"], given["reason"], given["key"])
+def _filter_of(values: Mapping[str, str | None]) -> LetterFilter:
+    return LetterFilter(values["topic"], values["stage"], values["reason"], values["key"])
 
 
 @click.group("dead-letters", cls=CommandGroup)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from delivery import kafka_admin, topic_admin
 from delivery.connection import Connection
-from delivery.kafka_admin import Acl, BrokerError, TopicDescription
+from delivery.kafka_admin import Acl, BrokerError
 from gpustream import acls
 from gpustream.command import counted
 from gpustream.doctor.situation import CheckResult, Finding, Findings, Kafka, Situation
@@ -22,10 +22,10 @@ MIN_FREE_RATIO = 0.05
 """A disk is nearly full if less than this ratio of it is free."""
 
 COMPONENTS = {
-    f"{word} {name}": acls.of_component(row)
-    for word, rows in (("produce", PRODUCERS), ("stream", STREAMS), ("sink", SINKS))
+    f"{group} {name}": acls.of_component(row)
+    for group, rows in (("produce", PRODUCERS), ("stream", STREAMS), ("sink", SINKS))
     for name, row in rows.items()
-    if word != "produce" or name in ("node", "cluster")
+    if group != "produce" or name in ("node", "cluster")
 }
 """The ACLs that each component needs, by its subcommand. Simulated fleets need those of the real producers."""
 
@@ -161,10 +161,7 @@ def topics(situation: Situation) -> CheckResult:
             ", ".join(f"{mismatch.topic} has {mismatch.have}" for mismatch in numbers),
             "see `More partitions` in docs/operations/README.md: records of a node must stay in one partition",
         )
-    findings += [
-        finding for name, layout in kafka.topics.items() for finding in _partition_findings(kafka, name, layout)
-    ]
-    findings += _size_limit_findings(kafka)
+    findings += _layout_findings(kafka)
     summary = (
         "as they must be"
         if not kafka.settings_error
@@ -173,36 +170,32 @@ def topics(situation: Situation) -> CheckResult:
     return CheckResult(f"{counted(len(findings), 'mistake')}" if findings else summary, findings)
 
 
-def _partition_findings(kafka: Kafka, name: str, layout: TopicDescription) -> Iterator[Finding]:
-    """Findings for partitions of a topic that have no leader, or too few replicas in sync to take records."""
-    if layout.leaderless:
-        yield Finding(
-            f"{name}: {counted(len(layout.leaderless), 'partition')} of {layout.partitions} have no leader",
-            "the brokers that have the replicas are down, or their disks are",
-            f"partitions {', '.join(map(str, layout.leaderless))}; brokers"
-            f" {', '.join(map(str, sorted(kafka.brokers))) or 'none'} answer",
-            "start these brokers; what comes for these partitions waits in the producers' buffers until then",
-        )
-    min_in_sync = int((layout.settings or {}).get("min.insync.replicas", "1") or 1)
-    too_few_replicas = [
-        number
-        for number, count in layout.in_sync.items()
-        if 0 < count < min_in_sync and number not in layout.leaderless
-    ]
-    if too_few_replicas:
-        yield Finding(
-            f"{name}: {counted(len(too_few_replicas), 'partition')} take no records",
-            f"fewer than min.insync.replicas ({min_in_sync}) replicas are in sync",
-            f"partitions {', '.join(map(str, too_few_replicas[:20]))}",
-            "start the brokers that are missing, or see why their replicas do not follow",
-        )
-
-
-def _size_limit_findings(kafka: Kafka) -> Iterator[Finding]:
-    """A finding for topics that lose records because of their size, before their time."""
+def _layout_findings(kafka: Kafka) -> Iterator[Finding]:
+    """Findings for partitions that take no records, and for topics that lose records because of their size."""
     limited: list[str] = []
     for name, layout in kafka.topics.items():
+        if layout.leaderless:
+            yield Finding(
+                f"{name}: {counted(len(layout.leaderless), 'partition')} of {layout.partitions} have no leader",
+                "the brokers that have the replicas are down, or their disks are",
+                f"partitions {', '.join(map(str, layout.leaderless))}; brokers"
+                f" {', '.join(map(str, sorted(kafka.brokers))) or 'none'} answer",
+                "start these brokers; what comes for these partitions waits in the producers' buffers until then",
+            )
         settings = layout.settings or {}
+        min_in_sync = int(settings.get("min.insync.replicas", "1") or 1)
+        too_few_replicas = [
+            number
+            for number, count in layout.in_sync.items()
+            if 0 < count < min_in_sync and number not in layout.leaderless
+        ]
+        if too_few_replicas:
+            yield Finding(
+                f"{name}: {counted(len(too_few_replicas), 'partition')} take no records",
+                f"fewer than min.insync.replicas ({min_in_sync}) replicas are in sync",
+                f"partitions {', '.join(map(str, too_few_replicas[:20]))}",
+                "start the brokers that are missing, or see why their replicas do not follow",
+            )
         limit = settings.get("retention.bytes") or "-1"
         if limit != "-1" and "delete" in settings.get("cleanup.policy", ""):
             limited.append(f"{kafka.prefix}{name}: {limit}")
@@ -261,15 +254,17 @@ def rights(situation: Situation) -> CheckResult:
 def _probable_users(existing: Sequence[Acl], needed: Sequence[acls.Acl]) -> list[str]:
     """The users who seem to run a component: those who may read with its group, or who may write a producer's topic."""
     resource = "Group" if any(acl.resource == "Group" for acl in needed) else "Topic"
-    telling_acls = [
+    identifying_acls = [
         acl
         for acl in needed
         if acl.resource == resource and acl.operation in ("Read" if resource == "Group" else "Write")
     ]
     users = dict.fromkeys(acl.principal for acl in existing if acl.allowed and acl.principal != "User:*")
     if resource == "Topic":
-        telling_acls = telling_acls[:1]
-    return [user for user in users if telling_acls and all(_is_allowed(existing, user, acl) for acl in telling_acls)]
+        identifying_acls = identifying_acls[:1]
+    return [
+        user for user in users if identifying_acls and all(_is_allowed(existing, user, acl) for acl in identifying_acls)
+    ]
 
 
 _IMPLIED = {"Describe": ("Read", "Write", "Alter", "Delete")}

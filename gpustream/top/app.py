@@ -274,7 +274,9 @@ class TopApp(App[None]):
             node = row.node
             self._open("GPUs", f"of {node.name}", lambda d: d.node == node.name and d.cluster == node.cluster)
         elif isinstance(row, Use) and state.view == "Workloads":
-            names = {held.name for device in row.devices for held in device.holders if held.workload == row.workload}
+            names = {
+                holder.name for device in row.devices for holder in device.holders if holder.workload == row.workload
+            }
             self._open("Pods", f"of {row.who}", lambda use: use.who in names)
         elif isinstance(row, Use):
             uuids = {device.uuid for device in row.devices}

@@ -112,8 +112,8 @@ def latest_spans(spans: Mapping[Partition, Span], limit: int) -> dict[Partition,
 async def _lines(now: Callable[[], views.Now]) -> None:
     while True:
         await asyncio.sleep(views.LINE_EVERY_S)
-        moment = now()
-        click.echo(f"{moment.at:%H:%M:%SZ}  {moment.line()}")
+        current = now()
+        click.echo(f"{current.at:%H:%M:%SZ}  {current.line()}")
 
 
 def moment(fleet: Fleet, latest_alerts: LatestAlerts, title: str, began_s: float) -> views.Now:
@@ -134,7 +134,7 @@ async def _read(
 ) -> None:
     """Takes in the records of the spans, then new ones, in batches: a poll for each record would cost more than it."""
 
-    def take(records: Sequence[Any]) -> None:
+    def observe(records: Sequence[Any]) -> None:
         ahead_s = time.time() - time.monotonic()
         for record in records:
             if reader.connection.unprefixed(record.topic) == alerts.TOPIC.name:
@@ -149,7 +149,7 @@ async def _read(
                 fleet.observe(tick, logged_s - ahead_s, record.timestamp)
 
     async for records in reader.records(spans):
-        take(records)
+        observe(records)
         await asyncio.sleep(0)  # the screen is drawn meanwhile
     async for records in reader.after(spans, every_s=_READ_EVERY_S):
-        take(records)
+        observe(records)

@@ -145,7 +145,7 @@ class Column:
     """Whether sorting by this column puts the greatest value first."""
 
 
-def words_column(
+def text_column(
     title: str, width: int, value_of: Callable[[Any], str], style: str = "", *, share: int = 0, from_width: int = 0
 ) -> Column:
     """A column of words; rows without any come last."""

@@ -25,8 +25,8 @@ from gpustream.top.draw import (
     bar_column,
     gib,
     plain,
+    text_column,
     watts,
-    words_column,
 )
 from topics.alerts import Alert
 
@@ -74,8 +74,8 @@ class Now:
         parts += [counted(len(self.firing), "alert")] if self.firing else []
         ratios = [(use.used_ratio, use.who) for use in pods(fleet.devices()) if use.used_ratio is not None]
         if ratios:
-            ratio, who = max(ratios)
-            parts.append(f"busiest {who} at {ratio:.0%}")
+            ratio, name = max(ratios)
+            parts.append(f"busiest {name} at {ratio:.0%}")
         return ", ".join(filter(None, [*parts, self.trouble]))
 
 
@@ -95,7 +95,7 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
-def _who(device: Device, width: int = 80) -> str:
+def _holder_names(device: Device, width: int = 80) -> str:
     if device.parts:
         return f"{sum(bool(part.holders) for part in device.parts)} of {len(device.parts)} MIG devices held"
     return ", ".join(holder.pod if width < _NAMESPACE_FROM else holder.name for holder in device.holders)
@@ -148,16 +148,16 @@ NODES = TableView(
         (row.node.cluster, row.node.name, row.node.zone, row.trouble, *row.counts, *(g.model for g in row.gpus[:1]))
     ),
     columns=(
-        words_column("NODE", 10, lambda row: row.node.name, share=2),
+        text_column("NODE", 10, lambda row: row.node.name, share=2),
         Column("GPUS", 16, lambda row: len(row.gpus), lambda row, _: [draw.sign(gpu) for gpu in row.gpus]),
         amount_column("HELD", 5, lambda row: len(row.gpus) - row.counts["free"]),
         bar_column("USED", 12, lambda row: row.used_ratio, lambda _: draw.STYLES["busy"]),
         bar_column("MEMORY", 12, lambda row: row.memory_ratio, lambda _: draw.MEMORY),
         amount_column("POWER", 8, lambda row: row.power_watts, watts),
         amount_column("°C", 4, lambda row: row.celsius),
-        words_column("MODEL", 12, lambda row: row.gpus[0].model if row.gpus else "", share=2, from_width=110),
-        words_column("ZONE", 12, lambda row: row.node.zone, share=1, from_width=140),
-        words_column("TROUBLE", 7, lambda row: row.trouble, draw.STYLES["failing"], share=3, from_width=90),
+        text_column("MODEL", 12, lambda row: row.gpus[0].model if row.gpus else "", share=2, from_width=110),
+        text_column("ZONE", 12, lambda row: row.node.zone, share=1, from_width=140),
+        text_column("TROUBLE", 7, lambda row: row.trouble, draw.STYLES["failing"], share=3, from_width=90),
     ),
     sorted_by="NODE",
     empty="no node has sent a tick yet",
@@ -169,7 +169,7 @@ GPUS = TableView(
     key=lambda gpu: gpu.uuid,
     text=lambda gpu: " ".join(
         [gpu.cluster, gpu.where, gpu.uuid, gpu.zone, gpu.model, gpu.status, gpu.trouble]
-        + [f"{held.name} {held.workload} {held.team}" for held in gpu.holders]
+        + [f"{holder.name} {holder.workload} {holder.team}" for holder in gpu.holders]
     ),
     columns=(
         Column("NODE", 9, lambda gpu: (gpu.node, *_index(gpu)), lambda gpu, _: plain(gpu.node), share=1),
@@ -186,9 +186,15 @@ GPUS = TableView(
         amount_column(
             "HELD", 8, lambda gpu: gpu.ts_ms - gpu.tenures[-1].from_ms if gpu.holders else None, ago, from_width=100
         ),
-        words_column("TROUBLE", 15, lambda gpu: gpu.trouble, draw.STYLES["failing"], from_width=100),
-        Column("HELD BY", 8, lambda gpu: _who(gpu) or None, lambda gpu, width: plain(_who(gpu, width)), share=3),
-        words_column("MODEL", 12, lambda gpu: gpu.model, share=1, from_width=130),
+        text_column("TROUBLE", 15, lambda gpu: gpu.trouble, draw.STYLES["failing"], from_width=100),
+        Column(
+            "HELD BY",
+            8,
+            lambda gpu: _holder_names(gpu) or None,
+            lambda gpu, width: plain(_holder_names(gpu, width)),
+            share=3,
+        ),
+        text_column("MODEL", 12, lambda gpu: gpu.model, share=1, from_width=130),
     ),
     sorted_by="NODE",
     empty="no GPU is known yet",
@@ -199,16 +205,14 @@ def _use_columns(*first: Column) -> tuple[Column, ...]:
     """The columns of pods, or of workloads."""
     return (
         *first,
-        words_column("TEAM", 8, lambda use: use.team, from_width=90),
+        text_column("TEAM", 8, lambda use: use.team, from_width=90),
         amount_column("GPUS", 5, lambda use: use.gpus),
         amount_column("IDLE", 5, lambda use: use.idle),
         bar_column("USED", 11, lambda use: use.used_ratio, lambda use: draw.STYLES[_use_status(use)]),
         amount_column("MEMORY", 8, lambda use: use.memory_used_bytes, gib),
         amount_column("POWER", 8, lambda use: use.power_watts, watts, from_width=100),
         amount_column("FOR", 7, lambda use: use.devices[0].ts_ms - use.since_ms, ago),
-        words_column(
-            "NODES", 12, lambda use: ", ".join(sorted({d.node for d in use.devices})), share=1, from_width=120
-        ),
+        text_column("NODES", 12, lambda use: ", ".join(sorted({d.node for d in use.devices})), share=1, from_width=120),
     )
 
 
@@ -227,8 +231,8 @@ PODS = TableView(
     key=lambda use: (use.who, "" if use.namespace else use.devices[0].node),
     text=_use_text,
     columns=_use_columns(
-        words_column("POD", 14, lambda use: use.who, share=3),
-        words_column("WORKLOAD", 8, lambda use: use.workload, share=2),
+        text_column("POD", 14, lambda use: use.who, share=3),
+        text_column("WORKLOAD", 8, lambda use: use.workload, share=2),
     ),
     sorted_by="USED",
     empty="no pod holds a GPU",
@@ -240,7 +244,7 @@ WORKLOADS = TableView(
     key=lambda use: use.who,
     text=_use_text,
     columns=_use_columns(
-        words_column("WORKLOAD", 14, lambda use: use.who, share=3), amount_column("PODS", 5, lambda use: use.pods)
+        text_column("WORKLOAD", 14, lambda use: use.who, share=3), amount_column("PODS", 5, lambda use: use.pods)
     ),
     sorted_by="GPUS",
     empty="no workload holds a GPU",
@@ -260,10 +264,10 @@ ALERTS = TableView(
             descending=True,
         ),
         Column("FOR", 7, lambda firing: firing.alert.starts_at, lambda firing, _: plain(firing.row.lasted), right=True),
-        words_column("ALERT", 18, lambda firing: firing.row.alert, share=1),
-        words_column("WHERE", 14, lambda firing: firing.row.where, share=2),
-        words_column("WHO", 10, lambda firing: firing.row.who, share=2),
-        words_column("SUMMARY", 20, lambda firing: firing.row.summary, share=5, from_width=120),
+        text_column("ALERT", 18, lambda firing: firing.row.alert, share=1),
+        text_column("WHERE", 14, lambda firing: firing.row.where, share=2),
+        text_column("WHO", 10, lambda firing: firing.row.who, share=2),
+        text_column("SUMMARY", 20, lambda firing: firing.row.summary, share=5, from_width=120),
     ),
     sorted_by="SEVERITY",
     empty="no alert fires",
@@ -383,11 +387,11 @@ def device_lines(now: Now, device: Device, width: int, height: int) -> list[Line
             current = "-" if value is None else text_for(value)
             label = f"{name if last else '':<7}{current if last else '':>8} "
             lines.append([(label, ""), (blocks, style), (f" {spread}" if last else "", "dim")])
-    return [*lines, *_timeline(now, device, columns), *_holder_lines(device)]
+    return [*lines, *_holder_lines(now, device, columns)]
 
 
-def _timeline(now: Now, device: Device, columns: int) -> list[Line]:
-    """Who held it when, under the sparklines: a line for each pod, the last one first."""
+def _holder_lines(now: Now, device: Device, columns: int) -> list[Line]:
+    """Who held a device when, under the sparklines: a line for each pod, the last one first. Then who holds it now."""
     slot_ms = device.history.span_ms // len(device.history.of("used_ratio", now.ms))
     first = now.ms // slot_ms - columns + 1
     spans: dict[str, list[str]] = {}
@@ -402,11 +406,7 @@ def _timeline(now: Now, device: Device, columns: int) -> list[Line]:
     for pod, cells in spans.items():
         style = draw.STYLES["free" if pod == "free" else "busy"]
         lines.append([(" " * 16, ""), ("".join(cells), style), (f" {pod}", "")])
-    return lines
-
-
-def _holder_lines(device: Device) -> list[Line]:
-    lines: list[Line] = [[], [("held by", "bold")]] if device.holders else []
+    lines += [[], [("held by", "bold")]] if device.holders else []
     for holder in device.holders:
         facts = [
             "" if holder.used_ratio is None else f"{holder.used_ratio:.0%}",

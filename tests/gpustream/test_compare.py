@@ -57,7 +57,7 @@ def row(theirs: Reading, ours: Reading) -> Compared:
 def test_the_same_value_in_other_units_under_another_name_is_the_same() -> None:
     found = row(dcgm("DCGM_FI_DEV_FB_USED", 2048), otel("gpu_memory_used", 2048 * MIB + 1000))
 
-    assert (found.verdict, found.why, found.quantity) == ("same", "another name for the same", "memory_used_bytes")
+    assert (found.verdict, found.reason, found.quantity) == ("same", "another name for the same", "memory_used_bytes")
     assert found.theirs is not None
     assert found.ours is not None
     assert (found.theirs.pod, found.ours.pod) == ("ml/bert-0", "ml/bert-0")
@@ -69,7 +69,7 @@ def test_what_gpustream_said_earlier_was_only_read_at_another_time() -> None:
         otel("gpu_utilization", [0.93, 0.2, 0.2, 0.2], gpu_task_type="compute"),
     )
 
-    assert (found.verdict, found.why) == (
+    assert (found.verdict, found.reason) == (
         "timing",
         "another name for the same; theirs is what gpustream said 3 s before",
     )
@@ -104,14 +104,14 @@ def test_another_unit_than_the_name_says_is_named_with_its_factor() -> None:
     )
 
     assert found.verdict == "unit"
-    assert "0.001 times" in found.why
+    assert "0.001 times" in found.reason
 
 
 def test_a_value_that_gpustream_never_had_differs() -> None:
     found = row(dcgm("DCGM_FI_DEV_GPU_TEMP", 80), otel("gpu_temperature", [33.0, 34.0], gpu_temperature_sensor="edge"))
 
     assert found.verdict == "value"
-    assert "+46 from gpustream's 34" in found.why
+    assert "+46 from gpustream's 34" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_another_holder_differs_also_if_the_value_is_the_same(theirs: str, ours:
     )
 
     assert found.verdict == "holder"
-    assert found.why.startswith(why)
+    assert found.reason.startswith(why)
 
 
 def test_a_shared_gpu_says_that_they_copy_the_whole_to_each_pod() -> None:
@@ -138,7 +138,7 @@ def test_a_shared_gpu_says_that_they_copy_the_whole_to_each_pod() -> None:
     found = compare(theirs, [otel("gpu_power_draw", 300, pod="")])
 
     assert [one.verdict for one in found.rows] == ["holder", "holder"]
-    assert all("each of them the whole" in one.why for one in found.rows)
+    assert all("each of them the whole" in one.reason for one in found.rows)
 
 
 def test_each_of_their_pods_is_beside_gpustreams_part_of_that_pod() -> None:
@@ -164,7 +164,7 @@ def test_what_only_one_side_has_is_missing_with_the_reason() -> None:
     found = compare(theirs, ours)
 
     verdicts = {
-        (str(one.device), one.quantity): (one.verdict, one.why) for one in found.rows if one.verdict not in FINE
+        (str(one.device), one.quantity): (one.verdict, one.reason) for one in found.rows if one.verdict not in FINE
     }
     assert verdicts[("GPU-b", "temperature_celsius")] == ("missing", "gpustream has no such GPU")
     assert verdicts[("GPU-c", "")] == ("missing", "they have no such GPU")

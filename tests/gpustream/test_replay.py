@@ -83,7 +83,7 @@ def test_a_replay_gives_the_same_bytes_but_for_the_generation(nodes: list[Any], 
     until_ms = max(one.timestamp for one in log) + 2 * HOUR_MS
     hours = Range(START_MS + first * HOUR_MS, START_MS + (first + 2) * HOUR_MS)
     again = PartitionReplay(hours, Accounting(generation=3))
-    made = again.take([one for one in log if one.timestamp >= hours.from_ms - BEFORE_MS])
+    made = again.add([one for one in log if one.timestamp >= hours.from_ms - BEFORE_MS])
     made += again.end(until_ms)
     wanted = [
         one for one in live(log, until_ms) if one.final and one.start_ms >= hours.from_ms and one.end_ms <= hours.to_ms
@@ -108,14 +108,14 @@ def _bytes(records: Sequence[Usage]) -> list[bytes]:
 
 def test_what_is_no_tick_is_counted_and_left_out() -> None:
     again = PartitionReplay(Range(START_MS, START_MS + HOUR_MS), Accounting(generation=1))
-    assert again.take([Read(b"c/n", b"{", 0), tick(0, 1, 0, "a", 0.5, 0)]) == []
+    assert again.add([Read(b"c/n", b"{", 0), tick(0, 1, 0, "a", 0.5, 0)]) == []
     assert (again.malformed, again.ticks, again.nodes) == (1, 1, {b"c/n-0"})
 
 
 def test_an_hour_that_is_not_final_is_not_written() -> None:
     again = PartitionReplay(Range(START_MS, START_MS + HOUR_MS), Accounting(generation=1))
     steps = [tick(0, seq, seq * 20_000, "a", 0.5, 0) for seq in range(181)]
-    assert again.take(steps) + again.end(START_MS + HOUR_MS) == []
+    assert again.add(steps) + again.end(START_MS + HOUR_MS) == []
     assert len(again.end(START_MS + 2 * HOUR_MS)) >= 61
 
 
@@ -123,7 +123,7 @@ def test_what_came_after_a_silence_of_the_log_is_booked_by_a_replay() -> None:
     log = [tick(0, seq, seq * 20_000, "a", 0.5, 0 if seq < 30 else HOUR_MS) for seq in range(400)]
     until_ms = START_MS + 6 * HOUR_MS
     again = PartitionReplay(Range(START_MS, START_MS + HOUR_MS), Accounting(generation=1))
-    made = again.take(log) + again.end(until_ms)
+    made = again.add(log) + again.end(until_ms)
     hours = {
         name: [one.device_ms for one in found if one.final and one.category == "held" and one.start_ms == START_MS]
         for name, found in (("live", live(log, until_ms)), ("again", made))
