@@ -37,7 +37,7 @@ class LazyGroup(CommandGroup):
         return list(self.entries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, loaded."""
+        """Imports the command. Returns None if there is none of this name."""
         return self.entries[cmd_name].load() if cmd_name in self.entries else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

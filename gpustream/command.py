@@ -120,17 +120,17 @@ class Command(click.Command):
         errors: list[str] = []
         while True:
             try:
-                rest = super().parse_args(ctx, list(args))
+                extra_args = super().parse_args(ctx, list(args))
                 break
             except click.BadOptionUsage as error:
                 errors.append(error.format_message())
                 args = [arg for arg in args if arg.partition("=")[0] != error.option_name]
         errors += ctx.meta.get(_ERRORS, ())
-        unknown = [arg.partition("=")[0] for arg in rest if arg.startswith("-") and arg != "-"]
+        unknown = [arg.partition("=")[0] for arg in extra_args if arg.startswith("-") and arg != "-"]
         valid_names = [name for param in self.get_params(ctx) for name in param.opts]
         errors += [f"No such option {name!r}.{did_you_mean(name, valid_names)}" for name in unknown]
         if not unknown:  # an unknown option could have brought the surplus arguments
-            errors += [f"Got an unexpected argument {arg!r}." for arg in rest]
+            errors += [f"Got an unexpected argument {arg!r}." for arg in extra_args]
         errors += self.check(ctx.params) if self.check else ()
         if errors and not ctx.resilient_parsing:
             raise UsageErrors(errors, ctx)
@@ -222,8 +222,8 @@ def _connecting(function: Callable[..., Any]) -> Any:
 
     @functools.wraps(function)
     def with_connection(**values: Any) -> Any:
-        rest = {name: value for name, value in values.items() if name not in OF_CONNECTION}
-        return function(connection=connection(values), **rest)
+        other_values = {name: value for name, value in values.items() if name not in OF_CONNECTION}
+        return function(connection=connection(values), **other_values)
 
     return options(ConnectionSettings)(with_connection)
 

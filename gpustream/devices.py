@@ -216,7 +216,7 @@ def _text(path: object) -> str | None:
 
 
 WIDTH = 100
-MOST_PROCESSES = 8
+MAX_PROCESSES = 8
 """Of a device; the others are counted."""
 
 _LABEL = 10
@@ -380,7 +380,7 @@ def _users(device: Json) -> Iterator[tuple[str, str]]:
         yield "holder", f"{holder_name} {', '.join(device_ids)}"
     processes = device.get("processes") or ()
     names = {"pod_uid": "pod", "container_id": "container", "job_id": "job", "service": "service"}
-    for row in processes[:MOST_PROCESSES]:
+    for row in processes[:MAX_PROCESSES]:
         memory_bytes, busy_ratio = row.get("memory_used_bytes"), row.get("sm_utilization_ratio")
         facts = [
             str(row["pid"]),
@@ -389,8 +389,8 @@ def _users(device: Json) -> Iterator[tuple[str, str]]:
         facts += [] if busy_ratio is None else [amount("gpu_utilization_ratio", busy_ratio)]
         owner = " ".join(f"{title} {row[key]}" for key, title in names.items() if key in row)
         yield "process", ", ".join([*facts, owner or "of no pod or job that can be seen"])
-    if len(processes) > MOST_PROCESSES:
-        yield "process", f"and {len(processes) - MOST_PROCESSES} more"
+    if len(processes) > MAX_PROCESSES:
+        yield "process", f"and {len(processes) - MAX_PROCESSES} more"
     for job in device.get("jobs", ()):
         yield "job", ", ".join(job[key] for key in ("id", "user", "partition", "account") if key in job)
 

@@ -2,7 +2,7 @@
 
 In:       ticks of gpu.attributed (:mod:`gpustream.ticks`).
 Out:      devices, nodes, pods and workloads as rows; for each device its last minutes and who held it.
-State:    for each device the last tick, a ring of ``slots`` means, and at most :data:`MOST_TENURES` tenures. A device
+State:    for each device the last tick, a ring of ``slots`` means, and at most :data:`MAX_TENURES` tenures. A device
           is forgotten if a tick of its node lacks it, a node if it was silent for :data:`FORGOTTEN_S`.
 """
 
@@ -27,7 +27,7 @@ SILENT_S = 15.0
 FORGOTTEN_S = 600.0
 """A node that has sent no tick for this long is left out."""
 
-MOST_TENURES = 64
+MAX_TENURES = 64
 XID_SHOWN_S = 300.0
 """For how long a device that had an XID error is marked."""
 
@@ -130,7 +130,7 @@ class Device:
         self.holders: list[Holder] = []
         self.parts: list[Device] = []
         self.processes: tuple[Process, ...] = ()
-        self.tenures: deque[Tenure] = deque(maxlen=MOST_TENURES)
+        self.tenures: deque[Tenure] = deque(maxlen=MAX_TENURES)
         self.used_ratio: float | None = None
         self.memory_used_bytes: float | None = None
         self.memory_total_bytes: float | None = None

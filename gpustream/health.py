@@ -53,7 +53,7 @@ HUNG_AFTER_S = 10.0
 
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _BEAT_S = 1.0
-_ASK_S = 2.0
+_ANSWER_WITHIN_S = 2.0
 _POLL_S = 0.1
 
 CLIENT_S = 10.0
@@ -91,7 +91,7 @@ class Health:
 
     def reasons(self) -> list[str]:
         """Why the process is not ready. The components are asked on their own thread."""
-        silent = [f"the event loop has not answered for {_ASK_S:.0f} s"]
+        silent = [f"the event loop has not answered for {_ANSWER_WITHIN_S:.0f} s"]
         return [*descriptor_errors(), *self._on_the_loop(self._not_ready, lambda: silent)]
 
     def _on_the_loop(self, function: Callable[[], T], otherwise: Callable[[], T]) -> T:
@@ -105,7 +105,7 @@ class Health:
 
         future = asyncio.run_coroutine_threadsafe(call(), self._loop)
         try:
-            return future.result(_ASK_S)
+            return future.result(_ANSWER_WITHIN_S)
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
             return otherwise()
 
@@ -224,11 +224,11 @@ class _TimedReader(io.RawIOBase):
         self._deadline_s = deadline_s
 
     def readable(self) -> bool:
-        """It is."""
+        """True: it can be read."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Wait for bytes for what is left of the time."""
+        """Waits for bytes until the deadline, and reads them."""
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError

@@ -27,11 +27,11 @@ REPEAT_S = 10.0
 NOISE_S = 60.0
 """The same for messages of the Kafka libraries, which repeat them for as long as a broker is away."""
 
-MOST_SUBJECTS = 64
+MAX_SUBJECTS = 64
 """At most this many subjects of one message have a line each in that time. Further ones share a line."""
 
 MAX_SPELLS = 1024
-_LONGEST_SUBJECT = 200
+_MAX_SUBJECT_CHARS = 200
 _NOISY = ("aiokafka", "faust", "mode", "kafka", "asyncio", "aiohttp")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "held_back", "taskName"}
 _SECRETS = (
@@ -103,8 +103,8 @@ class RateLimiter:
         """Whether a record is to be written now. Call :meth:`due` before it."""
         every_s = NOISE_S if record.name.partition(".")[0] in _NOISY else self._every_s
         message = (record.name, record.levelno, str(record.msg), every_s)
-        subject = str(record.args[0])[:_LONGEST_SUBJECT] if isinstance(record.args, tuple) and record.args else ""
-        if (message, subject) not in self._spells and self._subjects[message] >= MOST_SUBJECTS:
+        subject = str(record.args[0])[:_MAX_SUBJECT_CHARS] if isinstance(record.args, tuple) and record.args else ""
+        if (message, subject) not in self._spells and self._subjects[message] >= MAX_SUBJECTS:
             subject = "and others"
         spell = self._spells.get((message, subject))
         if spell is None:
@@ -125,7 +125,7 @@ class RateLimiter:
                 yield newest
         self._next_due_s = min((spell.ends_s for spell in self._spells.values()), default=float("inf"))
 
-    def rest(self) -> Iterator[logging.LogRecord]:
+    def remaining(self) -> Iterator[logging.LogRecord]:
         """All records that are held back, for the end of the process."""
         for key in list(self._spells):
             if (newest := self._close(key)) is not None:
@@ -222,7 +222,7 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
         try:
             if self._timer is not None:
                 self._timer.cancel()
-            self._write(self._limiter.rest())
+            self._write(self._limiter.remaining())
         finally:
             self.release()
         super().close()

@@ -31,7 +31,7 @@ STOPPED_BY_S = 9.5
 """How long after the end of sampling components that have not stopped are cancelled."""
 
 _CLOSE_S = 1.0
-_LOOK_EVERY_S = 0.1
+_CHECK_EVERY_S = 0.1
 
 _FETCH_BYTES = 8 * 1024 * 1024
 _FETCH_WAIT_MS = 100  # the embedded broker answers an empty fetch only when this is over, whatever arrives meanwhile
@@ -181,7 +181,7 @@ class Pipeline:
                 raise Failed(f"{name} failed: {error}") from error
             if task.done() and not stop_requested:
                 raise Failed(f"{name} ended on its own")
-        await set_within(stop, _LOOK_EVERY_S)
+        await set_within(stop, _CHECK_EVERY_S)
 
     async def _stop(self) -> None:
         """Stops the components, then the tail; what does not stop in time is cancelled and left behind."""

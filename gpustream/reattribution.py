@@ -64,7 +64,7 @@ class PartitionJoin:
         return len(self._states)
 
     def learn(self, topic: str, record: Any) -> None:
-        """Takes in a record of gpu.allocations or gpu.workloads. Skips a malformed one, which has its dead letter."""
+        """Adds a record of gpu.allocations or gpu.workloads. Skips a malformed one, which has its dead letter."""
         try:
             decoded = decode(topic, record.key, record.value)
         except Malformed:

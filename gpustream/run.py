@@ -70,8 +70,8 @@ STORY_RULES = Path(__file__).with_name("story.toml")
 
 _QUESTION = "Stop the pipeline? What was sampled arrives first, and a summary follows."
 _LOG_LINES = 10
-_RATE_LOOKS = 10
-_BEHIND = 2
+_RATE_COUNTS = 10
+_MAX_TICKS_BEHIND = 2
 """A sink is shown as behind if it lacks more than this many ticks for each node."""
 
 _DROPPED = "gpustream_producer_ticks_dropped_total"
@@ -210,7 +210,7 @@ class OneProcess:
         self._sightings = Sightings()
         self._started_s, self._line_due_s = time.monotonic(), LINE_EVERY_S
         self._not_ready: list[str] = []
-        self._value_counts: deque[tuple[float, int]] = deque([(self._started_s, 0)], maxlen=_RATE_LOOKS)
+        self._value_counts: deque[tuple[float, int]] = deque([(self._started_s, 0)], maxlen=_RATE_COUNTS)
         self._stopping = False
         self._screen: TopApp | None = None
 
@@ -320,7 +320,7 @@ class OneProcess:
         facts += [] if flow.latency_s is None else [f"lag {flow.latency_s:.1f} s"]
         for name, count in self._delivered().items():
             behind = self._tally.behind(name, sampled)
-            late = f" ({behind:,} ticks behind)" if behind > _BEHIND * len(self._fleet.nodes) else ""
+            late = f" ({behind:,} ticks behind)" if behind > _MAX_TICKS_BEHIND * len(self._fleet.nodes) else ""
             facts.append(f"{name} {count:,} values{late}")
         facts += [f"page {self._page.url}"] if self._page else []
         trouble = (

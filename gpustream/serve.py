@@ -66,7 +66,7 @@ class Deadline:
             self._timer.start()
 
     def cancel(self) -> None:
-        """The stop is done."""
+        """Stops the clock: the process has stopped in time."""
         self._timer.cancel()
 
     def _expire(self) -> None:

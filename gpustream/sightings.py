@@ -16,7 +16,7 @@ _MAX_NAMED = 4
 
 
 class Sightings:
-    """Takes ticks and alerts in."""
+    """Counts and names the events in ticks and alerts."""
 
     def __init__(self) -> None:
         self._pods: dict[tuple[str, str], frozenset[tuple[str, str]]] = {}
@@ -31,7 +31,7 @@ class Sightings:
         self._first_alert_ms: dict[str, int] = {}
 
     def tick(self, tick: Tick) -> None:
-        """Takes a tick in that is no replay."""
+        """Adds a tick. It must not be a replay."""
         self._start_ms = min(tick.ts_ms, tick.ts_ms if self._start_ms is None else self._start_ms)
         holding_pods = set[tuple[str, str]]()
         for device in tick.devices:
@@ -58,7 +58,7 @@ class Sightings:
         self._max_pods = max(self._max_pods, sum(map(len, self._pods.values())))
 
     def alert(self, alert: Alert) -> None:
-        """Takes a transition of an alert in."""
+        """Adds a transition of an alert."""
         at_ms = milliseconds(alert.starts_at)
         if alert.is_open and not alert.revision and self._start_ms is not None and at_ms >= self._start_ms:
             self._alerts[alert.name] += 1

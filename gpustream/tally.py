@@ -94,7 +94,7 @@ class SinkTally:
         self.dropped = 0
 
     def outcome(self, cluster: str, node: str, run_id: int, seq: int, outcome: Outcome) -> None:
-        """Takes in what became of a tick. A duplicate is one that was taken before."""
+        """Counts what became of a tick. A duplicate is a tick that the sink took before."""
         if outcome == "dropped":
             self.dropped += 1
         else:
@@ -150,13 +150,13 @@ class Tally:
         self._letters: set[tuple[bytes, ...]] = set()
 
     def attributed(self, run: Run, seq: int, attribution: Attribution) -> bool:
-        """Takes a record of gpu.attributed in; False for a replay."""
+        """Counts a record of gpu.attributed. Returns False for a replay."""
         new = self._attributed[run].add(seq)
         self._kinds[run, attribution] += new
         return new
 
     def dead_lettered(self, identity: tuple[bytes, ...]) -> None:
-        """Takes in a dead letter: its original's topic, partition and offset, and the stage that gave up."""
+        """Counts a dead letter: its original's topic, partition and offset, and the stage that gave up."""
         self._letters.add(identity)
 
     def unattributed(self, sampled: Iterable[Sampled]) -> int:
@@ -174,8 +174,7 @@ class Tally:
     def summary(
         self, sampled: Collection[Sampled], *, values: int, delivered: dict[str, int], dropped: int
     ) -> RunSummary:
-        """The end of the run: ``values`` in the sampled ticks, ``delivered`` values by sink, ticks that producers
-        ``dropped``."""
+        """The summary of the run. ``values``: in all sampled ticks; ``delivered``: by sink; ``dropped``: ticks."""
         return RunSummary(
             ticks=sum(sampled_run.last_seq for sampled_run in sampled),
             samples=values,

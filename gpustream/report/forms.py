@@ -280,9 +280,9 @@ def as_html(report: Report) -> Iterator[str]:
         has_bars = any(row.sums is not None for row in section.rows)
         if section.rows:
             yield "<table>\n<thead>"
-            yield _table_row("th", Row(section.names, section.columns), "<th></th>" if has_bars else "")
+            yield _table_row("th", Row(section.names, section.columns), has_bars=has_bars)
             yield "</thead>\n<tbody>"
-            yield from (_table_row("td", row, f"<td>{_bar(row.sums)}</td>" if has_bars else "") for row in section.rows)
+            yield from (_table_row("td", row, has_bars=has_bars) for row in section.rows)
             yield "</tbody>\n</table>"
         elif not section.note:
             yield "<p>none</p>"
@@ -297,24 +297,22 @@ def _escape(text: str) -> str:
     return escape(fit(text, len(text)))
 
 
-def _table_row(tag: str, row: Row, bar: str) -> str:
+def _table_row(tag: str, row: Row, *, has_bars: bool) -> str:
     """A row. One with a bar has its integers as attributes, as ``gpustream usage --format json`` has them."""
-    sums = row.sums
-    exact = "" if sums is None else f' data-held-ms="{sums.device_ms}" data-used-us="{sums.used_us}"'
-    exact += "" if sums is None else f' data-idle-ms="{sums.idle_ms}"'
+    sums, attributes, bar = row.sums, "", ""
+    if sums is not None:
+        attributes = f' data-held-ms="{sums.device_ms}" data-used-us="{sums.used_us}" data-idle-ms="{sums.idle_ms}"'
+    if sums is not None and sums.gpu_hours:
+        used, idle = (min(Fraction(1), ratio(hours, sums.gpu_hours)) for hours in (sums.used_hours, sums.idle_hours))
+        idle = min(idle, 1 - used)
+        bar = (
+            f'<svg viewBox="0 0 100 8" preserveAspectRatio="none" role="img"'
+            f' aria-label="used {_percent(used)}, idle {_percent(idle)}"><rect class="rest" width="100" height="8"/>'
+            f'<rect class="used" width="{rounded(used * 100, 2)}" height="8"/>'
+            f'<rect class="idle" x="{rounded(used * 100, 2)}" width="{rounded(idle * 100, 2)}" height="8"/></svg>'
+        )
     marked_names = row.names[0] + row.mark, *row.names[1:]
     names = "".join(f'<{tag} class="name">{_escape(name)}</{tag}>' for name in marked_names)
-    return f"<tr{exact}>{names}{''.join(f'<{tag}>{_escape(cell)}</{tag}>' for cell in row.cells)}{bar}</tr>"
-
-
-def _bar(sums: Sums | None) -> str:
-    if sums is None or not sums.gpu_hours:
-        return ""
-    used, idle = (min(Fraction(1), ratio(hours, sums.gpu_hours)) for hours in (sums.used_hours, sums.idle_hours))
-    idle = min(idle, 1 - used)
-    return (
-        f'<svg viewBox="0 0 100 8" preserveAspectRatio="none" role="img"'
-        f' aria-label="used {_percent(used)}, idle {_percent(idle)}"><rect class="rest" width="100" height="8"/>'
-        f'<rect class="used" width="{rounded(used * 100, 2)}" height="8"/>'
-        f'<rect class="idle" x="{rounded(used * 100, 2)}" width="{rounded(idle * 100, 2)}" height="8"/></svg>'
-    )
+    cells = "".join(f"<{tag}>{_escape(cell)}</{tag}>" for cell in row.cells)
+    bar_cell = f"<{tag}>{bar}</{tag}>" if has_bars else ""
+    return f"<tr{attributes}>{names}{cells}{bar_cell}</tr>"

@@ -124,7 +124,7 @@ class TopApp(App[None]):
         yield Static(id="keys", markup=False)
 
     def on_mount(self) -> None:
-        """Draws, and goes on to draw."""
+        """Draws now, and then regularly."""
         self.begin_capture_print(self, stdout=False)
         self.pane.focus()
         self.set_interval(DRAW_EVERY_S, self._draw_again)
@@ -225,7 +225,7 @@ class TopApp(App[None]):
         self.logged.extend(filter(str.strip, event.text.splitlines()))
 
     def on_resize(self) -> None:
-        """Everything is laid out again."""
+        """Draws again, once everything is laid out."""
         self.call_after_refresh(self.draw)
 
     # -- keys
@@ -363,11 +363,11 @@ class TopApp(App[None]):
     # -- the mouse
 
     def on_mouse_scroll_down(self) -> None:
-        """Further down."""
+        """Moves down."""
         self.action_move(_WHEEL)
 
     def on_mouse_scroll_up(self) -> None:
-        """Further up."""
+        """Moves up."""
         self.action_move(-_WHEEL)
 
     def on_click(self, event: events.Click) -> None:

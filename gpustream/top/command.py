@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 _READ_EVERY_S = 0.2
 _QUIET_S = 10.0
-_PAST_S = 360.0
-_PAST_TICKS = 20_000
+_HISTORY_S = 360.0
+_HISTORY_TICKS = 20_000
 
 
 @click.command(
@@ -51,7 +51,7 @@ _PAST_TICKS = 20_000
     "--since",
     "since_s",
     type=DURATION,
-    show_default=f"6m, of a large fleet the last {_PAST_TICKS:,} ticks",
+    show_default=f"6m, of a large fleet the last {_HISTORY_TICKS:,} ticks",
     help="How much of the past is read at the start.",
 )
 @option("--plain", is_flag=True, help="Print a line every 5 s in place of the screen, as if this were no terminal.")
@@ -90,9 +90,11 @@ async def followed(
     """
     fleet, latest_alerts, began_s = Fleet(), LatestAlerts(), time.monotonic()
     async with history.opened(connection, [attributed.TOPIC.name, alerts.TOPIC.name]) as reader:
-        since_ms = int((time.time() - (_PAST_S if since_s is None else since_s)) * 1000)
+        since_ms = int((time.time() - (_HISTORY_S if since_s is None else since_s)) * 1000)
         ticks = await reader.spans(attributed.TOPIC.name, since_ms)
-        spans = (latest_spans(ticks, _PAST_TICKS) if since_s is None else ticks) | await reader.spans(alerts.TOPIC.name)
+        spans = (latest_spans(ticks, _HISTORY_TICKS) if since_s is None else ticks) | await reader.spans(
+            alerts.TOPIC.name
+        )
         reading = asyncio.create_task(_read(reader, spans, fleet, latest_alerts))
         try:
             yield lambda: moment(fleet, latest_alerts, f"gpustream top {connection}", began_s), reading

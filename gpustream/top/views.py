@@ -37,7 +37,7 @@ LINE_EVERY_S = 5.0
 """How often the summary line is printed if the output is no terminal."""
 
 _RANKS = {"critical": 2, "warning": 1}
-_LEAST_LISTED, _UNLISTED = 4, 14
+_MIN_LISTED, _OTHER_LINES = 4, 14
 """How many alerts and idle pods the fleet's view always has room for; how many lines it needs for everything else."""
 
 
@@ -312,7 +312,7 @@ def fleet_lines(now: Now, width: int, height: int) -> list[Line]:
         ],
         [],
     ]  # fmt: skip
-    lines += _fires_and_idles(now, max(_LEAST_LISTED, (height - _UNLISTED) // 3))
+    lines += _fires_and_idles(now, max(_MIN_LISTED, (height - _OTHER_LINES) // 3))
     return [*lines, [], [("GPUs by node", "bold")], *_map(now.fleet, width)]
 
 

@@ -127,5 +127,5 @@ class Help(ModalScreen[None]):
         self.dismiss()
 
     def on_click(self) -> None:
-        """So does a click."""
+        """A click closes it, too."""
         self.dismiss()

@@ -160,7 +160,7 @@ def test_who_held_a_device_is_kept_with_times_for_as_long_as_is_shown() -> None:
 def test_a_device_that_changes_hands_each_second_stays_small() -> None:
     found = seen(*[tick(gpu("a", 0.5, f"ml/p{n}"), seq=n) for n in range(1, 200)])
 
-    assert len(device(found).tenures) == module.MOST_TENURES
+    assert len(device(found).tenures) == module.MAX_TENURES
 
 
 def test_the_last_minutes_are_means_with_gaps_where_nothing_was_measured() -> None:

@@ -177,7 +177,7 @@ async def test_ready_and_alive_are_200_and_the_rest_is_not_there() -> None:
 @pytest.mark.slow
 async def test_a_hanging_event_loop_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HUNG_AFTER_S", 0.2)
-    monkeypatch.setattr(module, "_ASK_S", 0.2)
+    monkeypatch.setattr(module, "_ANSWER_WITHIN_S", 0.2)
     async with _served(_health()) as address:
         asking = [
             asyncio.get_running_loop().run_in_executor(None, _later, address, path) for path in ("/healthz", "/readyz")
@@ -214,7 +214,7 @@ async def test_all_metrics_are_of_one_moment_between_two_steps_of_the_components
 
 @pytest.mark.slow
 async def test_a_process_whose_loop_hangs_still_has_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ASK_S", 0.2)
+    monkeypatch.setattr(module, "_ANSWER_WITHIN_S", 0.2)
     where = _Where()
     async with _served(Health([where], list)) as address:
         asking = asyncio.get_running_loop().run_in_executor(None, _later, address, "/metrics")

@@ -106,10 +106,10 @@ def test_subjects_without_number_share_a_line_that_counts_them() -> None:
     log = Log()
     for n in range(10_000):
         log.say(_record("%s: unknown device id", f"node-{n}"))
-    assert len(log.written) == logs.MOST_SUBJECTS + 1
+    assert len(log.written) == logs.MAX_SUBJECTS + 1
 
     log.pass_s(10.0)
-    assert log.written[-1] == ("node-9999: unknown device id", 10_000 - logs.MOST_SUBJECTS - 2)
+    assert log.written[-1] == ("node-9999: unknown device id", 10_000 - logs.MAX_SUBJECTS - 2)
 
 
 def test_a_library_repeats_itself_less_often() -> None:
@@ -128,7 +128,7 @@ def test_what_is_remembered_is_bounded_and_nothing_held_back_is_lost_by_that() -
         log.say(_record(f"message {n}"))
     assert len(log.limiter._spells) == logs.MAX_SPELLS
 
-    written = [text for text, _ in log.written] + [record.getMessage() for record in log.limiter.rest()]
+    written = [text for text, _ in log.written] + [record.getMessage() for record in log.limiter.remaining()]
     assert written.count("message 0") == written.count("message 4999") == 2
 
 
