@@ -26,7 +26,7 @@ held, or were given back."""
 
 
 def books(metrics: str) -> Books:
-    """What a process says of its records, from the text of its ``/metrics``."""
+    """The counts of a process's records, from the text of its ``/metrics``."""
     totals: Books = defaultdict(Counter)
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
@@ -37,7 +37,7 @@ def books(metrics: str) -> Books:
 
 
 def unaccounted(totals: Books) -> list[str]:
-    """What is wrong with these books: something is negative, or the ends of a topic are not what was received."""
+    """The errors in these books: a negative count, or a topic whose outcomes do not add up to what it received."""
     return [
         f"{component} {topic}: {dict(ends)}"
         for (component, topic), ends in totals.items()
@@ -48,8 +48,8 @@ def unaccounted(totals: Books) -> list[str]:
 def assert_accounted(metrics: str | CollectorRegistry) -> Books:
     """received = delivered + duplicate + dropped + dead-lettered + given back + held, for each topic that is read.
 
-    ``metrics``: what ``/metrics`` says, or would. Gives the books, for what a test knows of them; a process that has
-    read nothing has none.
+    ``metrics``: the text of ``/metrics``, or a registry. Returns the books, for a test that knows more of them. A
+    process that has read nothing has none.
     """
     totals = books(metrics if isinstance(metrics, str) else generate_latest(metrics).decode())
     assert unaccounted(totals) == []

@@ -1,4 +1,4 @@
-"""What an autoscaler's test needs around it: a Deployment whose pods run without kubelets, and their GPUs' ticks."""
+"""Helpers for tests of autoscalers: a Deployment whose pods run without kubelets, and the ticks of their GPUs."""
 
 import asyncio
 import json
@@ -86,11 +86,11 @@ class Inference:
                 await self._task
 
     async def scaled_to(self, replicas: int) -> None:
-        """Waits until so many pods hold a GPU."""
+        """Waits until that many pods hold a GPU."""
         await eventually(lambda: len(self.pods) == replicas, f"{replicas} pods", unless=self._task, every_s=0.05)
 
     def autoscale(self, hpa: Json) -> None:
-        """Has an autoscaler of an example scale it from 2 to 6, and down again at once."""
+        """Creates the autoscaler of an example, which scales it from 2 to 6 pods, and down again at once."""
         quick = {"scaleDown": {"stabilizationWindowSeconds": 0}}
         content = {**hpa, "metadata": {"name": self.name, "namespace": self.namespace}}
         content["spec"] = {**hpa["spec"], "minReplicas": 2, "maxReplicas": 6, "behavior": quick}
@@ -98,7 +98,7 @@ class Inference:
         assert self.api.apply(content).status == 201
 
     def status(self) -> Json:
-        """What the autoscaler says."""
+        """The status of the autoscaler."""
         path = f"/apis/autoscaling/v2/namespaces/{self.namespace}/horizontalpodautoscalers/{self.name}"
         autoscaler: Json = self.api.get(path)
         status: Json = autoscaler.get("status", {})

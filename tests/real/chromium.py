@@ -1,4 +1,4 @@
-"""A headless Chromium, by its own protocol (Chrome DevTools Protocol): pages, what they say, keys, and screenshots."""
+"""A headless Chromium, by its own protocol (Chrome DevTools Protocol): pages, their messages, keys, and screenshots."""
 
 import asyncio
 import base64
@@ -29,7 +29,7 @@ def find_chromium() -> Path:
 
 
 class Page:
-    """A tab. ``errors`` are what its console and its loading complained about."""
+    """A tab. ``errors`` are those of its console and of loading."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, session: str) -> None:
         self._socket, self._session = socket, session
@@ -48,7 +48,7 @@ class Page:
             return await answer
 
     def hear(self, message: Mapping[str, Any]) -> None:
-        """Something that the browser said of this tab."""
+        """Handle a message of the browser about this tab."""
         if answer := self._replies.pop(message.get("id", 0), None):
             if "error" in message:
                 answer.set_exception(RuntimeError(str(message["error"])))
@@ -79,18 +79,18 @@ class Page:
         await self.send("Page.navigate", url=url)
 
     async def value(self, expression: str) -> Any:
-        """What an expression of JavaScript gives, when it is there if it is a promise."""
+        """The value of an expression of JavaScript; a promise is awaited."""
         result = await self.send("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in result:
             raise AssertionError(result["exceptionDetails"].get("exception", {}).get("description", result))
         return result["result"].get("value")
 
     async def text(self, selector: str) -> str:
-        """What stands in an element."""
+        """The text of an element."""
         return str(await self.value(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''"))
 
     async def wait_until(self, expression: str, is_right: Callable[[Any], bool] = bool) -> Any:
-        """Waits until an expression gives what it should."""
+        """Waits until the value of an expression is right."""
         values: list[Any] = []
 
         async def look() -> bool:
@@ -117,13 +117,13 @@ class Page:
             await self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     async def picture(self, *, format: str = "webp", quality: int = 80) -> bytes:  # noqa: A002 - as the protocol has it
-        """What is seen of it."""
+        """A screenshot."""
         quality_of = {} if format == "png" else {"quality": quality}
         return base64.b64decode((await self.send("Page.captureScreenshot", format=format, **quality_of))["data"])
 
 
 class Chromium:
-    """A browser; each page is a tab of its own, without anything of another."""
+    """A browser; each page is a tab of its own that shares nothing with others."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -131,7 +131,7 @@ class Chromium:
         self._pages: dict[str, Page] = {}
 
     async def listen(self) -> None:
-        """Hear what the browser says, until it is gone."""
+        """Handle the messages of the browser, until it is closed."""
         async for message in self._socket:
             event = json.loads(message.data)
             (self._pages.get(event.get("sessionId", ""), self._browser)).hear(event)

@@ -1,4 +1,4 @@
-"""What a simulated fleet's truth says to the questions of docs/consumers, found without the programs there."""
+"""The answers of a simulated fleet's truth to the questions of docs/consumers, computed without those programs."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -60,12 +60,12 @@ def pods(row: Row) -> dict[tuple[str, str], str]:
 
 
 def workloads(truth: list[Row]) -> dict[tuple[str, str], str]:
-    """The workload of each pod by what is said of it while the API server does not know it: Pod/NAME."""
+    """The true workload of each pod, by the name that it has until the API server knows it: Pod/NAME."""
     return {(ns, f"Pod/{pod}"): workload for row in truth for (ns, pod), workload in pods(row).items()}
 
 
 def with_workloads(truth: list[Row], actual: Mapping[tuple[str, str, str], float]) -> Sums:
-    """Sums under the workloads that the pods truly have."""
+    """The sums by the true workloads of the pods."""
     workload_of = workloads(truth)
     sums: Sums = defaultdict(float)
     for (namespace, workload, device), value in actual.items():
@@ -75,7 +75,7 @@ def with_workloads(truth: list[Row], actual: Mapping[tuple[str, str, str], float
 
 
 def true_sums(truth: list[Row], seconds: Callable[[Row], float]) -> Sums:
-    """What a device's time comes to by namespace and workload, divided by the pods that held it."""
+    """A device's time by namespace and workload, divided by the pods that held it."""
     sums: Sums = defaultdict(float)
     for row in devices(truth):
         holding = pods(row) or {("(nobody)", ""): ""}
@@ -115,7 +115,7 @@ def last_ticks(truth: list[Row]) -> dict[str, int]:
 
 
 def idle_since(truth: list[Row]) -> dict[tuple[str, str, str, int], int]:
-    """Of what is idle in its node's last tick, since when: by node, device, pod and the time of that tick."""
+    """Since when the idle pods of each node's last tick have been idle: by node, device, pod and time of that tick."""
     last, by_device = last_ticks(truth), defaultdict(list)
     for row in sorted(truth, key=lambda row: -row["ts_ms"]):
         by_device[row["node"], row["uuid"]].append(row)
@@ -133,12 +133,12 @@ def idle_since(truth: list[Row]) -> dict[tuple[str, str, str, int], int]:
 
 
 def surely_idle(truth: list[Row]) -> set[tuple[str, str, str, int]]:
-    """What has been idle for so long that whoever read along for a while knows it."""
+    """What has been idle for so long that every reader that ran for a while knows it."""
     return {key for key, since in idle_since(truth).items() if key[3] - since >= SURELY_IDLE_S * 1000}
 
 
 def surely_idle_pods(truth: list[Row]) -> set[tuple[str, str]]:
-    """Devices and pods of which the truth says nothing but that they were idle, to the end."""
+    """Devices and pods that were idle in the truth all the time, to the end."""
     last, idle = last_ticks(truth), idle_since(truth)
     busy = {
         (row["uuid"], pod)

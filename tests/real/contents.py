@@ -1,4 +1,4 @@
-"""What a real broker holds: the values of a topic, how they are compressed, and a group's commits."""
+"""The contents of a real broker: the values of a topic, their compression, and a group's commits."""
 
 import struct
 
@@ -41,7 +41,7 @@ async def ends(address: str, topic: str, partitions: int = 1) -> dict[int, int]:
 
 
 async def committed(address: str, group: str, topic: str, partitions: int = 1) -> dict[int, int]:
-    """What a group has committed, by partition; 0 if it has not."""
+    """The committed offsets of a group, by partition; 0 if there is none."""
     consumer = AIOKafkaConsumer(bootstrap_servers=address, group_id=group, enable_auto_commit=False)
     await consumer.start()
     try:

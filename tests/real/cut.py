@@ -25,11 +25,11 @@ class Line:
         return len(self._tasks)
 
     def silence(self) -> None:
-        """Let nothing through any more, in either direction; connections stay, and new ones are taken."""
+        """Let nothing through, in either direction; connections stay, and new ones are accepted."""
         self._open.clear()
 
     def mend(self) -> None:
-        """Let everything through again, what was held too."""
+        """Let everything through again, also what was held back."""
         self._open.set()
 
     def breaks(self) -> None:

@@ -1,4 +1,4 @@
-"""What the panels of the dashboards must show, query by query, made of what is true of the fleet.
+"""The expected values of the panels of the dashboards, query by query, computed from the truth of the fleet.
 
 A row has no numbers: it is for the devices and the alerts that are chosen, whichever these are.
 """
@@ -58,13 +58,13 @@ def pods(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
 
 
 def busy(rows: Sequence[DeviceState]) -> float | None:
-    """The most that a device did in these ticks."""
+    """The highest utilization of a device in these ticks."""
     names = ("gpu_utilization", "gpu_gr_engine_active", "gpu_encode_utilization", "gpu_decode_utilization")
     return max((value for row in rows for name in names if (value := row.value(name)) is not None), default=None)
 
 
 def idle(truth: Truth) -> list[DeviceState]:
-    """Devices that were held all the time, and did nothing in it."""
+    """Devices that were held all the time, and were idle."""
     before = {state.key for state in truth.now(IDLE_MS) if state.pods}
     idle_rows = []
     for state in truth.now():
@@ -76,7 +76,7 @@ def idle(truth: Truth) -> list[DeviceState]:
 
 
 def idle_pods(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
-    """Pods on devices that they held all the time and did nothing on."""
+    """Pods on devices that they held all the time without using them."""
     before = {
         (state.key, named(pod)) for state in truth.now(IDLE_MS) for pod in state.pods if is_sole(pod) or parted(pod)
     }
@@ -111,7 +111,7 @@ def parted(pod: dashboards_truth.Holding) -> bool:
 
 
 def of_idle(truth: Truth, name: str, part: str) -> list[tuple[Mapping[str, str], float]]:
-    """A quantity of pods on the devices on which they do nothing."""
+    """A quantity of pods on the devices on which they are idle."""
     by = [name.strip() for name in f"{DEVICE}, {POD}".split(",")]
     idling = {tuple(labels.get(label) for label in by) for labels, _ in idle_pods(truth)}
     return [row for row in of_pods(truth.now(), name, part) if tuple(row[0].get(label) for label in by) in idling]
@@ -496,7 +496,7 @@ def nobodys(truth: Truth, part: str) -> Answer:
 
 
 def metric_of(truth: Truth, name: str) -> Answer:
-    """All series of a name: gauges as they are, counters by how far they came or how fast."""
+    """All series of a name: gauges by value, counters by increase or rate."""
     answers: Answer = {}
     for (series, series_labels), (key, catalogued) in SERIES.items():
         labels = dict(series_labels)

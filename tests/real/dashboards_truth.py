@@ -1,4 +1,4 @@
-"""What is true of a fleet whose dashboards are looked at: its devices at a time, and who held them.
+"""The truth of a fleet whose dashboards are tested: its devices at a time, and their holders.
 
 Devices are as gpu.attributed has them. That their pods are those of the simulated truth is checked as they are read.
 """
@@ -35,7 +35,7 @@ class Holding(NamedTuple):
 
 
 class DeviceState(NamedTuple):
-    """A device in a tick."""
+    """The state of a device in a tick."""
 
     ts_ms: int
     labels: Labels
@@ -48,7 +48,7 @@ class DeviceState(NamedTuple):
         return self.labels["k8s_node_name"], self.device.uuid
 
     def value(self, name: str, **labels: str) -> float | None:
-        """What its series of that name has, and the first of those labels."""
+        """The value of its first series of that name with those labels."""
         for (series, series_labels), (key, catalogued) in SERIES.items():
             if series == name and labels.items() <= dict(series_labels).items():
                 value = self.device.metrics.get(key)
@@ -97,7 +97,7 @@ class Truth:
 
 
 def read_truth(records: Iterable[bytes], truth: Path, at_ms: int, of_truth: str) -> Truth:
-    """The records of gpu.attributed up to a time; the pods are compared with the truth for nodes that begin so."""
+    """Reads the records of gpu.attributed up to a time; compares the pods of nodes with that prefix with the truth."""
     reported = {
         (row["node"], row["run_id"], row["seq"], row["uuid"]): {
             (holder["namespace"], holder["pod"]) for holder in row["reported"]
@@ -178,7 +178,7 @@ def holding(devices: Iterable[DeviceState]) -> Iterator[Row]:
 
 
 def grouped(rows: Iterable[Row], by: str, aggregate: Callable[[list[float]], float] = sum) -> Answer:
-    """Values by labels, as PromQL's aggregations make them."""
+    """Values by labels, as PromQL's aggregations compute them."""
     values_by_labels = defaultdict(list)
     names = [name.strip() for name in by.split(",") if name.strip()]
     for labels, value in rows:
@@ -192,7 +192,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def quantile(share: float) -> Callable[[list[float]], float]:
-    """As Prometheus has it: between the two nearest."""
+    """As in Prometheus: interpolated between the two nearest values."""
 
     def interpolated(values: list[float]) -> float:
         ordered, rank = sorted(values), share * (len(values) - 1)
@@ -209,5 +209,5 @@ def number(value: float) -> Answer:
 
 
 def answer(samples: Any) -> Answer:
-    """What Prometheus answered."""
+    """The answer of Prometheus."""
     return {frozenset((k, v) for k, v in series.labels.items() if k != "__name__"): series.value for series in samples}

@@ -1,4 +1,4 @@
-"""What can happen to a pipeline, as a table: each fault is caused for real, undone, and named in docs/guarantees.md.
+"""The faults of a pipeline, as a table: each is really caused, undone, and named in docs/guarantees.md.
 
 A strike causes its fault, undoes it, and gives the time at which it was undone. What has ended is started again by the
 pipeline, as Kubernetes would. Two faults of one part are never at work together.
@@ -75,7 +75,7 @@ async def roll_members(group: str, pipeline: Pipeline, chance: Random) -> float:
 
 
 async def scale(group: str, numbers: Sequence[int], pipeline: Pipeline, chance: Random) -> float:
-    """So many workers, one number after the other."""
+    """Run each of these numbers of workers, one after the other."""
     members: list[Gpustream] = getattr(pipeline, group)
     for number in numbers:
         await pipeline.want(*(process for process in pipeline.wanted if process not in members), *members[:number])
@@ -92,7 +92,7 @@ async def kill_the_sink_before_its_commit(pipeline: Pipeline, chance: Random) ->
 
 
 async def kill_the_fleet(pipeline: Pipeline, chance: Random) -> float:
-    """Kill the producer: its next run begins, and what Kafka had not of the last one is lost.
+    """Kill the producer: its next run begins, and what Kafka did not have of the last one is lost.
 
     The nodes come back with other GPUs and pods: the pods of a seed would live a second time, which none does.
     """
@@ -130,7 +130,7 @@ async def restart_each_broker(pipeline: Pipeline, chance: Random) -> float:
 
 
 async def kill_all_but_one_broker(pipeline: Pipeline, chance: Random) -> float:
-    """Nothing can be written, and no group has its offsets, until two are back: so many must have a record."""
+    """Nothing can be written, and no group has its offsets, until two are back: a record needs two replicas."""
     killed = chance.sample(pipeline.brokers, max(1, len(pipeline.brokers) - 1))
     for broker in killed:
         await asyncio.to_thread(broker.kill9)

@@ -83,7 +83,7 @@ class Etcd(HttpServer):
         return answer is not None and json.loads(answer)["health"] == "true"
 
     def compact(self) -> int:
-        """Forget all history; the revision that it goes back to from now on."""
+        """Compacts all history; returns the oldest revision that is left."""
         revision = int(self._ask("maintenance/status", {})["header"]["revision"])
         self._ask("kv/compaction", {"revision": revision, "physical": True})
         return revision
@@ -96,7 +96,7 @@ class Etcd(HttpServer):
 
 
 class Reply(NamedTuple):
-    """What the API server answered to a request of a test."""
+    """The API server's answer to a request of a test."""
 
     status: int
     body: Json
@@ -163,7 +163,7 @@ class ApiServer(Server):
         ]
 
     def _front_proxy(self) -> list[str]:
-        """How it shows the servers behind it who it is, and for whom it asks."""
+        """How it authenticates to the servers behind it, and names the user for whom it asks."""
         certificate = self.front_proxies.sign(FRONT_PROXY)
         return [
             f"--requestheader-client-ca-file={certificate.ca}",
@@ -228,7 +228,7 @@ class ApiServer(Server):
         return path
 
     def grant(self, subject: str, *rules: Json, namespace: str | None = None) -> str:
-        """Lets a user do that, everywhere or in a namespace; the name of the role. ``NAMESPACE:NAME`` is an account."""
+        """Lets a user do that, everywhere or in a namespace; returns the role. ``NAMESPACE:NAME`` is an account."""
         name = f"grant-{len(self._items('ClusterRole')) + len(self._items('Role'))}"
         kind = "Role" if namespace else "ClusterRole"
         account, _, account_name = subject.rpartition(":")
@@ -247,7 +247,7 @@ class ApiServer(Server):
         return name
 
     def revoke(self, name: str) -> None:
-        """Takes a grant for everywhere back."""
+        """Revokes a cluster-wide grant."""
         self.delete(f"/apis/rbac.authorization.k8s.io/v1/clusterrolebindings/{name}")
 
     # -- objects
@@ -258,7 +258,7 @@ class ApiServer(Server):
             self.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
 
     def create(self, content: Json) -> Json:
-        """Creates an object; what it became. Raises :class:`Denied`."""
+        """Creates an object; returns the result. Raises :class:`Denied`."""
         return self._done(self.request("POST", self.collection(content), content))
 
     def apply(self, content: Json, *, user: str = ADMIN, dry_run: bool = False) -> Reply:
@@ -268,7 +268,7 @@ class ApiServer(Server):
         return self.request("PATCH", path, content, user=user, content_type="application/apply-patch+yaml")
 
     def patch(self, path: str, content: Json, *, status: bool = False) -> Json:
-        """Merges something into an object, or into its status; what it became. Raises :class:`Denied`."""
+        """Merges a patch into an object, or into its status; returns the result. Raises :class:`Denied`."""
         path += "/status" if status else ""
         return self._done(self.request("PATCH", path, content, content_type="application/merge-patch+json"))
 
@@ -277,7 +277,7 @@ class ApiServer(Server):
         return self._done(self.request("GET", path))
 
     def delete(self, path: str) -> None:
-        """Deletes an object at once, as nobody is there to end it in order. Raises :class:`Denied`."""
+        """Deletes an object at once: no kubelet would end it in order. Raises :class:`Denied`."""
         options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0}
         self._done(self.request("DELETE", path, options))
 

@@ -1,4 +1,4 @@
-"""The pipeline as an operator runs it, process by process, and its answers held against the truth."""
+"""The pipeline as an operator runs it, process by process, and its answers compared with the truth."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ class Gpustream(HttpServer):
         return [sys.executable, *self.python, *self.arguments, "--listen", listen]
 
     def why_not(self) -> str:
-        """What /readyz says if it is not ready; empty if it is."""
+        """The answer of /readyz if it is not ready; empty if it is."""
         try:
             with urllib.request.urlopen(f"{self.url}/readyz", timeout=5):  # noqa: S310 - http, and ours
                 return ""
@@ -56,7 +56,7 @@ class Gpustream(HttpServer):
             return f"no answer: {error}"
 
     def stop(self) -> None:
-        """Ends it in good order. Until then it accounts for all that it received."""
+        """Stops it in good order, after a check that it accounts for all records that it received."""
         assert_accounted(self.get("/metrics") or "")
         super().stop()
 
@@ -68,7 +68,7 @@ class Gpustream(HttpServer):
 
 @asynccontextmanager
 async def running(*components: Component) -> AsyncIterator[None]:
-    """The components at work."""
+    """Runs the components while inside."""
     stop = asyncio.Event()
     tasks = [asyncio.ensure_future(component.run(stop)) for component in components]
     try:
@@ -80,7 +80,7 @@ async def running(*components: Component) -> AsyncIterator[None]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the truth says of one device at one time: the pods reported to hold it, and its values."""
+    """The truth of one device at one time: the pods reported to hold it, and its values."""
 
     holders: frozenset[tuple[str, str]]
     containers: frozenset[tuple[str, str, str]]
@@ -155,7 +155,7 @@ def _holder(series: Series) -> tuple[str, str] | None:
 
 
 def differences(expected: Mapping[Point, Expected], actual: Mapping[Point, Stored], value: str) -> list[str]:
-    """Every way in which what is stored is not what the truth reports, by identity."""
+    """Every difference between the stored samples and the truth, by identity."""
     differing = []
     for point, truth in expected.items():
         holder = next(iter(truth.holders)) if len(truth.holders) == 1 else None
@@ -200,7 +200,7 @@ async def records_of(kafka: str, topic: str) -> AsyncIterator[Any]:
 
 
 async def usage_of(kafka: str, topic: str) -> dict[bytes, Usage]:
-    """The record of each key that counts. What is written again is the same in every byte, and in its partition."""
+    """The valid record of each key. A repeated record must have the same bytes and partition."""
     records_by_key: dict[bytes, Usage] = {}
     written: dict[tuple[bytes, tuple[int, int]], bytes] = {}
     nodes: dict[tuple[str, str], int] = {}

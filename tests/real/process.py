@@ -142,7 +142,7 @@ class Server:
             self.kill9()
 
     def kill9(self) -> None:
-        """Ends the server as a power cut of its process would: SIGKILL, nothing flushed by it."""
+        """Kills the server with SIGKILL: it flushes nothing."""
         if self.running:
             self._signal(signal.SIGKILL)
             self._reap(None)
@@ -211,7 +211,7 @@ class HttpServer(Server):
         return f"http://127.0.0.1:{self.ports[0].number}"
 
     def get(self, path: str, timeout_s: float = 2) -> str | None:
-        """What it answers with 200, or None."""
+        """The body of an answer with 200, or None."""
         try:
             with urllib.request.urlopen(f"{self.url}{path}", timeout=timeout_s) as answer:  # noqa: S310 - http, and ours
                 text: str = answer.read().decode()

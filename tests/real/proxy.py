@@ -1,4 +1,4 @@
-"""A proxy in front of a remote-write receiver that fails as receivers fail, and knows what was accepted, and when."""
+"""A proxy in front of a remote-write receiver that fails as receivers fail, and records what was accepted, and when."""
 
 import contextlib
 import socket
@@ -41,7 +41,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class FaultyReceiver:
-    """Forwards POSTs to ``target``, and fails them while ``failing`` says so.
+    """Forwards POSTs to ``target``, and fails them inside ``failing``.
 
     Once armed with ``kill_at_next``, the next write that the receiver accepts is never answered, and what was given is
     called instead, after the receiver has stored the write: the sink that it kills has not committed.
@@ -82,13 +82,13 @@ class FaultyReceiver:
         self._kill = kill
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         self.mended.set()
         self._server.shutdown()
         self._server.server_close()
 
     def forward(self, body: bytes, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
-        """Make the request; what the receiver answers. Raises OSError if it does not."""
+        """Forward the request; returns the answer of the receiver. Raises OSError if it does not."""
         request = urllib.request.Request(self.target, data=body, headers=headers, method="POST")  # noqa: S310
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
@@ -138,7 +138,7 @@ class _Request(BaseHTTPRequestHandler):
             self._pass_on(body, is_answered=failure != "unanswered")
 
     def _pass_on(self, body: bytes, *, is_answered: bool) -> None:
-        """Let the receiver have the request; its answer goes back if it is to be answered."""
+        """Forward the request; its answer is returned if ``is_answered``."""
         try:
             answer = self.server.proxy.forward(body, {k: v for k, v in self.headers.items() if k.lower() not in _HOP})
         except OSError:  # it is away itself

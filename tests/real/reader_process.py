@@ -1,4 +1,4 @@
-"""A process that reads and writes every value on: what tests stop, kill and start again.
+"""A process that reads every value and writes it to another topic; tests stop, kill and start it again.
 
 It is given an :class:`Echo` as JSON, and says ``ready`` when it reads.
 """
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 class EchoProcess(Server):
-    """The process, to be stopped and killed; ``ready`` is what it says of itself, in this life."""
+    """The process, to be stopped and killed; ``ready``: whether it has reported so since its last start."""
 
     def __init__(self, directory: Path, echo: Echo) -> None:
         super().__init__(directory, ports=0)

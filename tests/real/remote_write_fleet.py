@@ -1,4 +1,4 @@
-"""What the real tests of the remote-write sink share: a fleet's records, sinks to run, and what Prometheus then has."""
+"""Shared by the real tests of the remote-write sink: a fleet's records, sinks to run, and the points in Prometheus."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ class Fleet:
         }
 
     async def now(self, prometheus: PrometheusServer, name: str, at_ms: int) -> dict[str, float]:
-        """What an instant query answers, by node and pod."""
+        """The answer of an instant query, by node and pod."""
         query = f'{name}{{k8s_cluster_name="{self.cluster}"}}'
         series_list = await asyncio.to_thread(prometheus.query, query, at_ms)
         return {
@@ -72,7 +72,7 @@ class Fleet:
 
 
 def expected(records: Iterable[Mapping[str, Any]]) -> Points:
-    """What Prometheus must have of gpu_utilization."""
+    """The points of gpu_utilization that Prometheus must have."""
     points: Points = {}
     for record in records:
         holders = record["devices"][0]["holders"]
@@ -127,6 +127,6 @@ ENDS = ("delivered", "duplicate", "dropped", "dead_lettered")
 
 
 def ends(sink_: RemoteWriteSink) -> dict[str, int]:
-    """How many records ended in which way, without those that none did."""
+    """The number of records by outcome, without outcomes of none."""
     counts = {end: int(count(sink_, f"records_{end}_total")) for end in ENDS}
     return {end: number for end, number in counts.items() if number}

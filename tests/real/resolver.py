@@ -21,7 +21,7 @@ def find_compiler() -> Path:
 
 
 class Resolver:
-    """libc's, until it is :meth:`gone`; raises :class:`Missing` without a C compiler."""
+    """libc's, except inside :meth:`unresolvable`; raises :class:`Missing` without a C compiler."""
 
     def __init__(self, directory: Path) -> None:
         library, self._gone_file = directory / "resolver.so", directory / "resolver-gone"

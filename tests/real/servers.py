@@ -85,7 +85,7 @@ def find_oldest_kafka() -> Path:
 
 
 def find_openssl() -> Path:
-    """What makes keys and certificates; raises :class:`Missing`."""
+    """The openssl program; raises :class:`Missing`."""
     path = shutil.which("openssl")
     if not path:
         raise Missing("no openssl on PATH: install it")
@@ -123,7 +123,7 @@ def find_alertmanager() -> Path:
 
 
 def find_prometheus_adapter() -> Path:
-    """What gives a Prometheus' series to autoscalers; raises :class:`Missing`."""
+    """The adapter that gives Prometheus' series to autoscalers; raises :class:`Missing`."""
     path = real_dir() / PROMETHEUS_ADAPTER / "adapter"
     if not path.is_file():
         raise Missing(f"no prometheus-adapter at {path}: run `make real-servers`")
@@ -279,13 +279,13 @@ class KafkaServer(Server):
         self.wait_until(lambda: self._knows_acl(binding))
 
     def forbid(self, user: str, operation: str, resource: str, name: str, *, prefixed: bool = False) -> None:
-        """Takes back what :meth:`allow` gave."""
+        """Deletes an ACL of :meth:`allow`."""
         binding = _acl(user, operation, resource, name, prefixed)
         self._ask("delete_acls", [_exactly(binding)])
         self.wait_until(lambda: not self._knows_acl(binding))
 
     def _knows_acl(self, acl: AclBinding) -> bool:
-        """Whether the broker goes by that ACL, which it does some time after the controller has it."""
+        """Whether the broker applies that ACL, some time after the controller has it."""
         admin = self.admin()
         return bool(admin.describe_acls(_exactly(acl)).result(ASK_TIMEOUT_S))
 
@@ -327,7 +327,7 @@ class KafkaServer(Server):
         }
 
     def _security(self, authority: Authority) -> dict[str, str]:
-        """The listeners that ask who comes, and the authorizer."""
+        """The listeners with authentication, and the authorizer."""
         broker = authority.sign("broker", "DNS:localhost")
         keystore = self.directory / "keystore.pem"
         keystore.write_text(broker.key.read_text() + broker.certificate.read_text())

@@ -63,7 +63,7 @@ class Running(NamedTuple):
 
 
 class Split(NamedTuple):
-    """One quantity of a device: each pod's part, and what is nobody's; None: that is not known."""
+    """One quantity of a device: each pod's part, and the unattributed rest (None: not known)."""
 
     parts: Mapping[str, float]
     rest: float | None
@@ -118,13 +118,13 @@ class Truth:
 
     @property
     def scaled(self) -> bool:
-        """Whether the processes of pods come to more than the device."""
+        """Whether the processes of pods add up to more than the device."""
         pods = [process for process in self.processes if process.pod in self.holders]
         too_much = sum(process.memory or 0 for process in pods) > self.memory
         return too_much or (self.busy is not None and sum(process.busy for process in pods) > self.busy)
 
     def without(self, name: str) -> "Truth":
-        """The same if nobody knows whose the processes of that pod are: its part is not known, nor is the rest."""
+        """The same if the processes of that pod can not be assigned: neither its part nor the rest is known."""
         processes = tuple(process._replace(pod=HOST) if process.pod == name else process for process in self.processes)
         return replace(self, processes=processes, unknown=frozenset({name}))
 
@@ -142,7 +142,7 @@ class Truth:
 
 @dataclass(frozen=True)
 class Scene:
-    """What is so, and what is said. ``xids``: XID errors that happen now, as GPU, code and GPU instance."""
+    """The true state, and the reported one. ``xids``: XID errors that happen now, as GPU, code and GPU instance."""
 
     name: str
     devices: Mapping[str, Truth]
@@ -197,11 +197,11 @@ class World:
         return Scene(name, dict(self.devices), migs, kubelet, listed, xids)
 
     def device(self, uuid: str, **changed: Any) -> None:
-        """Changes what is so of a device."""
+        """Changes the truth of a device."""
         self.devices[uuid] = replace(self.devices.get(uuid, Truth(0)), **changed)
 
     def give(self, name: str, *containers: ContainerResources, on: str) -> None:
-        """The kubelet gives a pod these, which truly mean the device ``on``."""
+        """The kubelet gives a pod these devices, which really are the device ``on``."""
         self.given[name] = [*self.given.get(name, ()), *containers]
         self.device(on, holders=self.devices[on].holders | {name})
 
@@ -230,7 +230,7 @@ class World:
             self.device(device, processes=faded)
 
     def cut(self, gpu: int, *migs: Mig) -> None:
-        """Cuts a GPU again: what it was cut into is gone."""
+        """Cuts a GPU again: its previous MIG devices are gone."""
         for mig in self.migs.get(gpu, ()):
             if mig not in migs:
                 del self.devices[mig_uuid(gpu, mig.gpu_instance)]
@@ -358,7 +358,7 @@ def _claimed(world: World) -> None:
 
 
 def _greedy(world: World) -> None:
-    """GPU 4: the processes of two pods come to more than it has."""
+    """GPU 4: the processes of two pods add up to more than it has."""
     world.device(GPUS[4], memory=50 * GIB + 1, busy=90)
     for number, name in enumerate(("greedy-a", "greedy-b")):
         world.give(name, container("main", **{"nvidia.com/gpu.shared": [f"{GPUS[4]}::{number}"]}), on=GPUS[4])

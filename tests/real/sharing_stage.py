@@ -50,7 +50,7 @@ class Stage:
         self._alive: dict[int, Running] = {}
 
     def play(self, scene: Scene, number: int) -> None:
-        """Everything says what the scene says; the API server reports pods before, and their end afterwards."""
+        """Sets everything to the scene; the API server reports new pods before, and ended pods afterwards."""
         pods = {pod["uid"]: pod for pod in scene.pods}
         if not pods.keys() <= self._pods.keys():
             self._report({**self._pods, **pods})
@@ -69,12 +69,12 @@ class Stage:
         return any(seq < tick.seq and tick.ts_ms <= ended_ms for seq, ended_ms in self._changes)
 
     def watched(self) -> None:
-        """Waits until two ticks more have been made: only the first of them may have begun before."""
+        """Waits for two more ticks: only the first of them may have begun before."""
         enough = self._last_seq() + 2
         eventually_sync(lambda: self._last_seq() >= enough, f"{enough} ticks")
 
     def _last_seq(self) -> int:
-        """How many ticks of the node have been made."""
+        """The sequence number of the last tick of the node."""
         if self.node is None:
             return 0
         get = partial(self.node.get, "/metrics")

@@ -58,7 +58,7 @@ Strike = Callable[["Pipeline", random.Random], Awaitable[float]]
 
 
 class Fault(NamedTuple):
-    """A row. ``back_s`` is what is promised if nothing else fails: so soon every node is in Prometheus again."""
+    """A row. ``back_s`` is the promised time until every node is in Prometheus again, if nothing else fails."""
 
     name: str
     part: Part
@@ -67,7 +67,7 @@ class Fault(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a process needed at a time of its life."""
+    """The resources that a process used at a time."""
 
     at_s: float
     memory_mib: float
@@ -75,14 +75,14 @@ class Needs(NamedTuple):
 
 
 def needs(pid: int) -> Needs:
-    """What a process needs now. Raises OSError if it has ended."""
+    """The resources that a process uses now. Raises OSError if it has ended."""
     proc = Path(f"/proc/{pid}")
     memory_mib = int((proc / "statm").read_text().split()[1]) * PAGE_MIB
     return Needs(time.time(), memory_mib, len(list((proc / "fd").iterdir())))
 
 
 class Round(NamedTuple):
-    """What was done at once, and how long after the last of it was undone every node was in Prometheus again."""
+    """The faults at one time, and how long after the last was undone every node was in Prometheus again."""
 
     faults: tuple[Fault, ...]
     back_s: float
@@ -90,7 +90,7 @@ class Round(NamedTuple):
 
 @dataclass
 class Pipeline:
-    """Everything between so many nodes and Prometheus. ``at``: the options by which its processes reach the brokers."""
+    """Everything between some nodes and Prometheus. ``at``: the options with which its processes reach the brokers."""
 
     brokers: Sequence[KafkaServer]
     at: Sequence[str]
@@ -145,7 +145,7 @@ class Pipeline:
     # -- life
 
     async def supervise(self) -> None:
-        """Start whatever is wanted and has ended; for ever."""
+        """Start again every wanted process that has ended; for ever."""
         while True:
             for process in self.wanted:
                 if not process.running:
@@ -154,12 +154,12 @@ class Pipeline:
             await asyncio.sleep(0.1)
 
     async def want(self, *processes: Gpustream) -> None:
-        """These are to run, and no others; the others are stopped in good order."""
+        """Run these processes and no others; the others are stopped in good order."""
         to_stop, self.wanted = [process for process in self.wanted if process not in processes], list(processes)
         await asyncio.gather(*(asyncio.to_thread(process.stop) for process in to_stop))
 
     async def poison(self) -> None:
-        """Now and then one record of both inputs is none; for ever."""
+        """Now and then write a malformed record to each input; for ever."""
         sender, chance = Sender(Connection(self.kafka), client_id="poison"), random.Random(5)
         await sender.start()
         try:
@@ -172,7 +172,7 @@ class Pipeline:
             await sender.stop()
 
     async def watch(self) -> None:
-        """Note what every process needs, and whether it accounts for its records, every few seconds; for ever."""
+        """Every few seconds record the resources of every process, and whether its records add up; for ever."""
         while True:
             for process in [process_ for process_ in self.wanted if process_.running]:
                 with contextlib.suppress(OSError):  # it has just ended
@@ -228,7 +228,7 @@ class Pipeline:
         return {fault: statistics.median(seconds) for fault, seconds in times.items()}
 
     def lifetimes(self) -> dict[str, str]:
-        """What the longest life of each process needed, past its first two minutes: the most, and how it grew."""
+        """The resources of the longest life of each process, after its first two minutes: the most, and the growth."""
         summary = {}
         for (name, _), life in sorted(self.lives.items(), key=lambda item: len(item[1])):
             settled = [sample for sample in life if sample.at_s >= life[0].at_s + 120]
@@ -261,7 +261,7 @@ def secured(brokers: Sequence[KafkaServer], ca: Path, folder: Path) -> list[str]
 
 @asynccontextmanager
 async def running(pipeline: Pipeline) -> AsyncIterator[None]:
-    """The pipeline at work, with two workers."""
+    """Runs the pipeline while inside, with two workers."""
     connection, replicas = Connection(pipeline.kafka), len(pipeline.brokers)
     await topic_admin.create(connection, partitions=PARTITIONS, replication_factor=replicas)
     pipeline.wanted = [pipeline.fleet, pipeline.skewed, *pipeline.workers[:2], *pipeline.sinks, *pipeline.usage[:2]]
@@ -307,13 +307,13 @@ async def soak(
 
 
 def say(line: str) -> None:
-    """Write a line for whoever watches."""
+    """Write a line to the terminal."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 async def pause(pipeline: Pipeline, for_s: float) -> None:
-    """Leave the pipeline alone for a while; what it does then is what it does on a good day."""
+    """Leave the pipeline alone for a while; this shows how it works without faults."""
     began_s = time.time()
     await asyncio.sleep(for_s)
     pipeline.quiet.append((began_s, time.time()))
@@ -324,7 +324,7 @@ async def pause(pipeline: Pipeline, for_s: float) -> None:
 
 @dataclass
 class Count:
-    """What became of every sample, by identity. ``wrong`` has a line for whatever should not be."""
+    """The outcome of every sample, by identity. ``wrong`` has a line for every error."""
 
     sampled: int = 0
     killed: int = 0
@@ -437,7 +437,7 @@ async def count_usage(pipeline: Pipeline) -> tuple[int, list[str]]:
 
 
 async def ticks_of(kafka: str, topic: str) -> AsyncIterator[Tick]:
-    """The ticks of a topic in the order of each partition, without what is none."""
+    """The ticks of a topic in the order of each partition, without malformed records."""
     async for record in records_of(kafka, topic):
         try:
             value = json.loads(record.value)
@@ -452,7 +452,7 @@ def ahead(letter: Any) -> bool:
 
 
 def origin_of(headers: list[tuple[str, bytes]]) -> RecordPlace:
-    """Where the record of a dead letter was."""
+    """The origin of the record of a dead letter."""
     named = {name: value.decode() for name, value in headers}
     return named["topic"], int(named["partition"]), int(named["offset"])
 

@@ -87,7 +87,7 @@ OUTPUTS = {
 
 @pytest.fixture
 async def flow(empty_kafka: KafkaServer) -> KafkaServer:
-    """A broker with all topics, and in each of the flow's a record that is right and one that is not."""
+    """A broker with all topics, and in each of the flow's a valid record and a malformed one."""
     await topic_admin.create(empty_kafka.connection, partitions=1, replication_factor=1)
     producer = AIOKafkaProducer(bootstrap_servers=empty_kafka.address)
     await producer.start()
@@ -111,7 +111,7 @@ class Users:
     authority: Authority
 
     def settings(self, user: str) -> dict[str, Any]:
-        """How a component comes as that user."""
+        """The settings with which a component logs in as that user."""
         signed = self.authority.sign(user)
         files = {"kafka_ca": signed.ca, "kafka_cert": signed.certificate, "kafka_key": signed.key}
         return {"kafka": self.kafka.mtls, "kafka_security": "ssl", **files}
@@ -135,7 +135,7 @@ def users(kafka: KafkaServer, authority: Authority) -> Users:
 
 
 def component(name: str, url: str, api: str, **kafka: Any) -> Component:
-    """The component as its command makes it, except for what it reads from: GPUs, a kubelet, Kubernetes."""
+    """The component as its command makes it, except for its sources: GPUs, a kubelet, Kubernetes."""
     fakes: dict[str, Any] = {"gpus": FakeGpus(), "kubelet": FakeKubelet([])}
     factories: dict[str, Callable[[], Component]] = {
         "produce node": lambda: NodeProducer(NodeSettings(**kafka, node="n", interval_s=0.2), **fakes),

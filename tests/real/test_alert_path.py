@@ -44,7 +44,7 @@ def now_ms() -> int:
 
 
 class Node:
-    """A node whose pods hold what the test says, and work as it says; it ticks for as long as it lasts."""
+    """A node whose pods hold and use GPUs as the test says; it ticks while it is entered."""
 
     def __init__(self, sender: Sender) -> None:
         self.run_id = now_ms()
@@ -110,7 +110,7 @@ async def ticking(kafka: KafkaServer) -> AsyncIterator[Node]:
 
 
 def workloads_firing(manager: AlertmanagerServer) -> list[str]:
-    """The pods that Alertmanager shows as idle, each as often as it does, with the workload that is the pod's own."""
+    """The pods that Alertmanager shows as idle, once for each alert; each has a workload of its own."""
     labels = [alert["labels"] for alert in manager.alerts()]
     assert {(alert_labels["alertname"], alert_labels["k8s_workload_kind"]) for alert_labels in labels} <= {
         ("GPUHeldIdle", "Job")
@@ -124,7 +124,7 @@ async def start(*processes: Gpustream) -> None:
 
 
 async def kill_and_start(*processes: Gpustream) -> None:
-    """SIGKILL, and what is started instead of them has taken over."""
+    """Kills processes with SIGKILL, and starts others, which take over."""
     for process in processes:
         await asyncio.to_thread(process.kill9)
     await start(*processes)

@@ -52,7 +52,7 @@ class Fleet:
         return alert(f"pod-{pod}", self.began_ms + number * 2000)
 
     def over(self, pod: object, number: int = 0) -> Alert:
-        """That it is over."""
+        """The alert of a pod, when it is over."""
         return alert(f"pod-{pod}", self.began_ms + number * 2000, self.began_ms + number * 2000 + 1000)
 
     def history(self, pods: int, times: int) -> list[Alert]:
@@ -101,12 +101,12 @@ async def caught_up(kafka: KafkaServer, group: str) -> bool:
 
 
 async def until_caught_up(kafka: KafkaServer, group: str) -> None:
-    """Waits for that."""
+    """Waits until the group has committed all there is."""
     await eventually(lambda: caught_up(kafka, group), f"{group} has caught up", every_s=0.2)
 
 
 class Hook:
-    """A webhook: what it got, in order. ``respond`` says with which status it answers."""
+    """A webhook: its requests, in order. ``respond`` gives the status of the answer."""
 
     def __init__(self, respond: Respond) -> None:
         self.url = ""
@@ -192,7 +192,7 @@ def test_alertmanager_takes_the_routes_of_the_docs(
 async def test_an_alertmanager_that_is_away_loses_nothing_and_holds_up_no_other(
     alerts_kafka: KafkaServer, start_alertmanager: Callable[..., AlertmanagerServer], gpustream: Start
 ) -> None:
-    """It is away for long enough that every open alert would have ended in it, and comes back knowing none."""
+    """It is away for so long that every open alert would have ended in it, and comes back without any."""
     fleet = Fleet()
     away, stays = await asyncio.to_thread(start_alertmanager), await asyncio.to_thread(start_alertmanager)
     sink = alertmanager_sink(gpustream, alerts_kafka, "am", away.url, stays.url)
@@ -267,7 +267,7 @@ def webhook_sink(gpustream: Start, kafka: KafkaServer, name: str, url: str, *opt
 
 
 def in_order(requests: Sequence[tuple[str, bytes, str]], expected: Iterable[Alert]) -> None:
-    """Each alert's transitions are there, in order as one sees them who knows identities, with one body for each."""
+    """Asserts that each alert's transitions arrived in order, apart from repeats, with one body for each."""
     bodies: dict[str, bytes] = {}
     for identity, body, _ in requests:
         assert bodies.setdefault(identity, body) == body

@@ -1,4 +1,4 @@
-"""The alert stream on a real broker: killed again and again, it says the same; and it says when nodes fall silent."""
+"""The alert stream on a real broker: killed again and again, it writes the same, and reports silent nodes."""
 
 import asyncio
 import contextlib
@@ -88,7 +88,7 @@ def _tick(node: int, number: int, at_ms: int, *devices: Any) -> Tick:
 
 
 def expected(lives: list[list[Tick]], by: Rules) -> dict[str, bytes]:
-    """Every transition by its identity, as one worker writes it that nothing happens to."""
+    """Every transition by its identity, as one undisturbed worker writes it."""
     by_id: dict[str, bytes] = {}
     for ticks in lives:
         now: NodeAlerts | None = None

@@ -74,7 +74,7 @@ def components(kafka: str, kubeconfig: Path) -> list[Component]:
 
 
 def waits_for_topics(component: Component) -> bool:
-    """Whether it names what is missing, and what to run."""
+    """Whether it reports the missing topics and the command to run."""
     return any("is missing" in line and "`gpustream topics create`" in line for line in component.not_ready())
 
 

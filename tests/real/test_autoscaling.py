@@ -74,7 +74,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def sink(gpustream: Make, empty_kafka: KafkaServer, cluster: ApiServer, authority: Authority, port: int) -> Make:
-    """Makes the sink with TLS and further options; it may do what k8s/ lets it do."""
+    """Makes the sink with TLS and further options; it has the rights of k8s/."""
     for name in ("clusterrole", "clusterrolebinding"):
         (manifest,) = yaml.safe_load_all((AGGREGATED / f"{name}.yaml").read_text())
         assert cluster.apply(manifest).status in {200, 201}
@@ -113,7 +113,7 @@ def made_of(cluster: ApiServer) -> list[Json]:
 
 
 def available(service: Json) -> bool:
-    """Whether the API server reaches what is behind an APIService."""
+    """Whether the API server reaches the server of an APIService."""
     conditions = service.get("status", {}).get("conditions", [])
     return any(condition["type"] == "Available" and condition["status"] == "True" for condition in conditions)
 
@@ -144,7 +144,7 @@ async def test_an_autoscaler_scales_a_deployment_up_and_down_on_streamed_values(
 
 
 def current(infer: Inference) -> Json:
-    """The value that the autoscaler goes by."""
+    """The value that the autoscaler uses."""
     (metric,) = infer.status().get("currentMetrics") or [{}]
     current_values: Json = metric.get(metric.get("type", "").lower(), {}).get("current", {})
     return current_values
@@ -272,7 +272,7 @@ class Classical(PrometheusServer):
 
 @asynccontextmanager
 async def pod_labels(infer: Inference) -> AsyncIterator[str]:
-    """What kube-state-metrics says of the pods' labels; the address to scrape."""
+    """Serves the pods' labels as kube-state-metrics does; yields the address to scrape."""
 
     async def metrics(_: web.Request) -> web.Response:
         labels = [f'namespace="{infer.namespace}",pod="{pod}",label_app="{infer.name}"' for pod in infer.pods]

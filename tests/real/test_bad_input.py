@@ -1,4 +1,4 @@
-"""What should never be sent, sent: each record ends where it should, and the stream goes on."""
+"""Malformed input: each record ends where it should, and the stream goes on."""
 
 import asyncio
 import json
@@ -72,7 +72,7 @@ async def attributed_until(kafka: KafkaServer, node: str) -> list[Any]:
 
 
 async def dead_lettered(stream: Gpustream, topic: str, records: int) -> dict[str, int]:
-    """How the others of a topic ended, once its metrics have so many dead letters; they account for all at any time."""
+    """The outcomes of the other records of a topic, once it has so many dead letters; the metrics always add up."""
 
     def ends() -> Counter[str] | None:
         counts = assert_accounted(stream.get("/metrics") or "")["attribution", topic]

@@ -43,12 +43,12 @@ Fate = tuple[Outcome, str]
 
 
 def times_ms(node: str, start_ms: int) -> list[int]:
-    """When a node's ticks are, by its clock."""
+    """The times of a node's ticks, by its own clock."""
     return [start_ms + (tick * EVERY_S + WRONG_CLOCKS[node](tick)) * 1000 for tick in range(TICKS)]
 
 
 def fates(times: list[int], now_ms: int) -> list[Fate]:
-    """What a Prometheus without an out-of-order window makes of a node's ticks: nothing newer may be there already."""
+    """The outcome of a node's ticks in a Prometheus without an out-of-order window: it refuses what is not newer."""
     newest_ms, fates_ = 0, list[Fate]()
     for ts_ms in times:
         if ts_ms > now_ms + 600_000:

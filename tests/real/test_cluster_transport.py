@@ -1,4 +1,4 @@
-"""The cluster producer's way to a real API server: what is known is what is there, and one leads."""
+"""The cluster producer's way to a real API server: its view equals the objects that exist, and one candidate leads."""
 
 import asyncio
 import contextlib
@@ -295,7 +295,7 @@ async def test_a_certificate_authority_that_is_replaced_is_followed(
 
 
 def make_authority(path: Path) -> None:
-    """A certificate of somebody else."""
+    """A certificate authority of another name."""
     arguments = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=other", "-keyout", f"{path}.key"]
     subprocess.run([find_openssl(), *arguments, "-out", path], check=True, capture_output=True)
 
@@ -315,7 +315,7 @@ async def until_status(api: Client, expected: int) -> None:
 
 
 class Candidate:
-    """A process that wants to lead, on a line of its own; the diary is of all: (who, what, when)."""
+    """A candidate for leadership, on a line of its own. The diary is shared: (name, event, time)."""
 
     def __init__(
         self, api: Client, line: Line, namespace: str, identity: str, diary: list[tuple[str, str, float]]
@@ -348,7 +348,7 @@ Joins = Callable[[str], Awaitable[Candidate]]
 
 @pytest.fixture
 async def joins(kube_api: ApiServer, request: pytest.FixtureRequest) -> AsyncIterator[Joins]:
-    """Adds a candidate, as a user who may do with the leases of the test's namespace what is needed and no more."""
+    """Adds a candidate, as a user with only the rights that it needs on the leases of the test's namespace."""
     namespace = own_namespace(request)
     await asyncio.to_thread(kube_api.namespace, namespace)
     await asyncio.to_thread(lambda: kube_api.grant("one", *LEASE_RULES, namespace=namespace))

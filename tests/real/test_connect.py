@@ -1,4 +1,4 @@
-"""Apache Kafka that wants TLS and a login: what is wrong is one sentence, and is mended without a restart."""
+"""Apache Kafka that wants TLS and a login: each error is one sentence, and is fixed without a restart."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ FIRST, SECOND, WRONG_PASSWORD = "First-Passw0rd", "Second-Passw0rd", "Wrong-Pass
 
 @pytest.fixture(autouse=True)
 def _retry_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What must be mended is tried again soon."""
+    """Errors that need a fix are retried soon."""
     monkeypatch.setattr(opening, "PAUSES_S", (0.05,))
 
 
@@ -47,7 +47,7 @@ def scram(kafka: KafkaServer, authority: Authority, tmp_path: Path) -> Connectio
 
 
 def error_contains(connection: Connection, text: str) -> bool:
-    """Whether that is known to be wrong."""
+    """Whether the known error of a connection contains this text."""
     return text in (opening.trouble(connection) or "")
 
 
@@ -60,7 +60,7 @@ async def connects(connection: Connection) -> bool:
 
 @asynccontextmanager
 async def connecting(connection: Connection) -> AsyncIterator["asyncio.Task[bool]"]:
-    """Somebody who tries, until the end."""
+    """Tries to connect until the end."""
     task = asyncio.create_task(connects(connection))
     try:
         yield task
@@ -221,7 +221,7 @@ async def test_a_right_that_is_taken_away_is_reported_and_once_given_again_it_is
 
 
 class Counting:
-    """Who reads: counts what it is given."""
+    """A member that counts its assignments."""
 
     assignments = 0
 
@@ -233,7 +233,7 @@ class Counting:
 
 
 async def fetched(group: ConsumerGroup, topic: str) -> bool:
-    """Whether a fetch says what is wrong."""
+    """Whether a fetch reports the error."""
     await group.fetch({Partition(topic, 0)}, 0.1)
     return f"use the topic {topic}" in "".join(group.not_ready())
 
@@ -274,7 +274,7 @@ async def test_a_password_changes_while_components_run_and_no_tick_is_lost(
 
 
 def write(config: Path, kafka: KafkaServer, authority: Authority, password: str) -> None:
-    """The file as a console hands it out."""
+    """Writes the file as a console of a cloud does."""
     config.write_text(
         f"bootstrap.servers={kafka.sasl_ssl}\n"
         "security.protocol=SASL_SSL\n"
@@ -292,7 +292,7 @@ def is_refused(process: Gpustream) -> bool:
 
 
 async def ticks(kafka: KafkaServer, topic: str, true_ticks: set[tuple[str, int]]) -> bool:
-    """Whether each tick that was made is in a topic, once."""
+    """Whether each true tick is in a topic, once."""
     records = [json.loads(record.value) for record in await read_all(kafka.address, topic)]
     seqs = [(tick["node"], tick["seq"]) for tick in records]
     assert len(seqs) == len(set(seqs))

@@ -55,7 +55,7 @@ REPLAYED = 100
 
 @dataclass(frozen=True)
 class Filled:
-    """What went through: the broker's address, the truth, the records, and what the two programs made of them."""
+    """The results: the broker's address, the truth, the records, and the output of the two programs."""
 
     kafka: str
     truth: list[Row]
@@ -80,7 +80,7 @@ class Program(Server):
         return ["env", *(f"{k}={v}" for k, v in environment(self.kafka).items()), "bash", "-c", f"exec {self.line}"]
 
     def ready(self) -> bool:
-        """At once: whether it reads is seen in its group."""
+        """Always: whether it reads is visible in its group."""
         return True
 
     def idle(self) -> list[Row]:
@@ -104,7 +104,7 @@ def command(text: str) -> str:
 
 
 def environment(kafka: str) -> dict[str, str]:
-    """What a command of the page finds: the broker, and this Python."""
+    """The environment of a command of the page: the broker, and this Python."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {"KAFKA": kafka, "PATH": path, "IDLE_AFTER_SECONDS": str(int(IDLE_AFTER_S))}
 
@@ -186,7 +186,7 @@ def _produce(kafka: str, records: list[tuple[str, int, bytes, bytes]]) -> None:
 
 
 def run(filled: Filled, text: str) -> str:
-    """What a command of the page prints."""
+    """The output of a command of the page."""
     line = f"set -o pipefail; {command(text)}"
     done = subprocess.run(
         ["bash", "-c", line],

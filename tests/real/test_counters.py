@@ -40,7 +40,7 @@ COLUMNS = [
 
 
 def find_go() -> Path:
-    """What compiles the peer's parser; raises Missing."""
+    """The Go compiler, for the peer's parser; raises Missing."""
     path = shutil.which("go")
     if not path:
         raise Missing("no go on PATH: install Go, 1.21 or newer")
@@ -48,7 +48,7 @@ def find_go() -> Path:
 
 
 def texts() -> list[str]:
-    """Some of random signs, some of random rows, most of which are right."""
+    """Texts of random characters, and texts of random rows, most of which are valid."""
     chance = random.Random(14)
     samples = ["".join(chance.choices(PIECES, k=chance.randint(0, 12))) for _ in range(TEXTS // 2)]
     ends = ["\n"] * 4 + ["\r\n", "\n\n", "\n# A,\n"]

@@ -104,7 +104,7 @@ class ComposePrometheus(PrometheusServer):
 
 
 class Fleet(NamedTuple):
-    """What runs, the time to ask of, what is true of it then, and which alerts fire."""
+    """The processes, the time of queries, the truth of that time, and which alerts fire."""
 
     processes: dict[str, Gpustream]
     prometheus: ComposePrometheus
@@ -355,7 +355,7 @@ def _of_pods(row: DeviceState, label: str, value: str) -> DeviceState:
 
 
 def of_gpu(truth: Truth, kind: str) -> str:
-    """A GPU that one pod has held for as long as a rate looks back, that pods share, that is cut, or the faulty one."""
+    """A GPU of this kind: held by one pod for the window of a rate, shared, cut into MIG devices, or the faulty one."""
     for state in truth.now():
         pods = [{named(pod) for pod in tick.pods} for tick in truth.within(RATE_MS + 1000)[state.key]]
         steady = all(pod_set == pods[0] for pod_set in pods)
@@ -454,7 +454,7 @@ def test_a_panel_of_usage_shows_who_used_what(fleet: Fleet, query: Query) -> Non
 
 
 def between(low: float, high: float, **labels: str) -> Any:
-    """One value, which is what a machine makes of it."""
+    """A value that depends on the machine."""
     return {frozenset(labels.items()): pytest.approx((low + high) / 2, abs=(high - low) / 2)}
 
 
@@ -534,13 +534,13 @@ def test_every_rule_is_evaluated_and_finds_what_is_wrong_and_no_more(fleet: Flee
 
 
 def recorded(name: str) -> str:
-    """What a recording rule asks for, with all that it is made of."""
+    """The expression of a recording rule, with the rules in it expanded."""
     rules = {rule["record"]: rule["expr"] for rule in dashboard.rules() if "record" in rule}
     return re.sub(r"\w+:\w+:\w+", lambda match: f"({recorded(match[0])})", rules[name])
 
 
 def in_gpus(rows: Any) -> list[tuple[Mapping[str, str], float]]:
-    """The same in GPUs: a MIG device counts by its slices."""
+    """The values in GPUs: a MIG device counts by its slices."""
     return [(labels, value * int(labels.get("gpu_mig_profile", "7g")[0]) / 7) for labels, value in rows]
 
 

@@ -1,4 +1,4 @@
-"""``gpustream doctor`` beside a pipeline that is well, and beside ones that are not: each gap with its cause."""
+"""``gpustream doctor`` on a healthy pipeline and on faulty ones: it finds each gap with its cause."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ TICKS = 15
 async def look(
     kafka: KafkaServer, *, later_ms: int = 0, **scope_options: Any
 ) -> tuple[Situation, dict[str, CheckResult]]:
-    """What the doctor has seen and found; ``later_ms``: as if it looked so much later."""
+    """The situation and the results of the doctor; ``later_ms``: as if it looked so much later."""
     situation = await gather(kafka.connection, Scope(600.0, **scope_options))
     others = situation.kafka._replace(acls=None)  # those of other tests' users
     situation = situation._replace(now_ms=situation.now_ms + later_ms, kafka=others)

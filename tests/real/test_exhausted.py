@@ -1,4 +1,4 @@
-"""What a process needs of its machine runs out: names that resolve, and file descriptors. It says so, and goes on."""
+"""A process runs out of name resolution or of file descriptors: it reports that, and recovers."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""A consumer group on Apache Kafka: transactions, deleted records, added partitions, and two with one instance id."""
+"""A consumer group on Apache Kafka: transactions, deleted records, added partitions, instance ids."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -155,7 +155,7 @@ async def test_a_partition_that_is_added_ends_the_process_and_is_not_read(
 
 
 class Reading:
-    """A member that has a fetch under way when its partitions are taken away, and waits for its end."""
+    """A member with a fetch in flight when its partitions are revoked; it waits for the end of the fetch."""
 
     def __init__(self, kafka: KafkaServer, topic: str) -> None:
         settings = MemberSettings(group=topic, kafka=kafka.address)
@@ -173,7 +173,7 @@ class Reading:
         self.ours = tps
 
 
-async def test_a_fetch_ends_in_its_time_while_partitions_are_dealt_so_that_who_reads_can_let_go(
+async def test_a_fetch_ends_in_time_during_a_rebalance_so_that_the_reader_can_give_up_its_partitions(
     kafka: KafkaServer,
 ) -> None:
     topic = "group-fetching"
@@ -231,7 +231,7 @@ async def test_ends_are_answered_at_once_while_a_fetch_waits(kafka: KafkaServer)
 
 
 class Collector:
-    """A sink's handler of a partition: has every record at once."""
+    """A sink's handler of a partition: finishes every record at once."""
 
     def __init__(self, collected: list[bytes]) -> None:
         self._collected = collected
@@ -252,7 +252,7 @@ class Collector:
 
 @asynccontextmanager
 async def sink(kafka: KafkaServer, name: str, collected: list[bytes]) -> AsyncIterator[GroupReader]:
-    """A sink that begins with what is written from now on."""
+    """A sink that starts at the end of the log."""
     settings = MemberSettings(kafka=kafka.address, topic_prefix=f"{name}.", group="sink")
     source = Source("gpu.attributed", lambda _: Collector(collected), "latest", WHOLE_LOG)
     reader = GroupReader(settings, [source], Outcomes("test", Instruments(outcome_instruments("test"))))
@@ -268,7 +268,7 @@ async def sink(kafka: KafkaServer, name: str, collected: list[bytes]) -> AsyncIt
 async def test_a_process_that_ends_before_it_has_committed_all_partitions_makes_no_old_record_news(
     kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a partition that is added later is read from its beginning."""
+    """Also, a partition that is added later is read from its beginning."""
     name = "group-begins"
     topic = f"{name}.gpu.attributed"
     for created, partitions in ((topic, 3), (f"{name}.gpu.dead-letters", 1)):

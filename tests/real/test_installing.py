@@ -1,6 +1,6 @@
-"""kubectl and Helm as the pages say, on a real API server with its controllers: install, upgrade, roll back, remove.
+"""The kubectl and Helm commands of the pages, on a real API server with controllers: install, upgrade and so on.
 
-No kubelet is there. :class:`Nodes` stands for one: pods run at once, and a Job's pod has done its work on a real Kafka.
+There is no kubelet. :class:`Nodes` stands in for one: pods run at once, and a Job's pod has worked on a real Kafka.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ LEFT_JOB = "jobs/gpustream-topics"
 
 
 class Nodes:
-    """Stands for the scheduler and one node's kubelet. What a Job's pod is to run is run here, with its variables."""
+    """Stands for the scheduler and one node's kubelet. It runs the command of a Job's pod here, with its variables."""
 
     def __init__(self, api: ApiServer) -> None:
         self.api, self.ran = api, list[str]()
@@ -88,7 +88,7 @@ class Nodes:
         self._seen.add(pod["metadata"]["uid"])
 
     def _run(self, namespace: str, container: Json) -> str:
-        """Does what a Job's pod is to do, and says how that ended."""
+        """Runs the command of a Job's pod, and reports its result."""
         maps = self.api.get(f"/api/v1/namespaces/{namespace}/configmaps")["items"]
         env = environment(
             container, {config_map["metadata"]["name"]: config_map.get("data", {}) for config_map in maps}
@@ -135,7 +135,7 @@ def lines(page: str, section: str | None = None) -> list[str]:
 
 
 def own_objects(api: ApiServer) -> set[str]:
-    """What there is of gpustream in the cluster, by kind and name."""
+    """The objects of gpustream in the cluster, by kind and name."""
     kinds = {
         "/api/v1": ("namespaces/gpustream/pods", "namespaces/gpustream/configmaps", "namespaces/gpustream/services"),
         "/apis/apps/v1": ("statefulsets", "deployments", "daemonsets", "replicasets"),
@@ -208,7 +208,7 @@ def runs(api: ApiServer, image: str) -> bool:
 
 
 def components(api: ApiServer) -> set[str]:
-    """Those that run."""
+    """The components of the running pods."""
     return {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in running(api)}
 
 

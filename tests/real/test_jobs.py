@@ -49,12 +49,12 @@ NO_HOLDER: tuple[str | None, ...] = (None, None, None, None)
 
 
 def jobs_of(gpu: int, tick: int) -> list[dict[str, str]]:
-    """Who has a GPU at a tick: an idle job until it ends, nobody, a job that works, and two jobs at a time."""
+    """The jobs of a GPU at a tick: an idle job until it ends, none, a job that works, and two jobs at once."""
     return [[IDLE] if tick < ENDED_TICK else [], [], [BUSY], [BUSY, OTHER]][gpu]
 
 
 def labels_of(gpu: int, tick: int) -> tuple[str | None, ...]:
-    """What the labels say of a GPU's job at a tick: two jobs have none."""
+    """The job labels of a GPU at a tick; two jobs have none."""
     jobs = jobs_of(gpu, tick)
     return tuple(jobs[0].get(name) for name in ("id", "user", "partition", "account")) if len(jobs) == 1 else NO_HOLDER
 
@@ -138,7 +138,7 @@ async def test_jobs_are_in_every_sink(
 
 
 async def _is_in_series(prometheus: PrometheusServer, start_ms: int) -> None:
-    """Prometheus has each point of each GPU once, under the labels of the job that had it then."""
+    """Whether Prometheus has each point of each GPU once, with the labels of the job that had it then."""
     expected = {(f"GPU-{gpu}", start_ms + n * STEP_MS): labels_of(gpu, n) for gpu in range(4) for n in range(TICKS)}
     query = f'gpu_utilization{{k8s_cluster_name="{CLUSTER}"}}[2h]'
 
@@ -155,7 +155,7 @@ async def _is_in_series(prometheus: PrometheusServer, start_ms: int) -> None:
 
 
 async def _is_booked(kafka: str, start_ms: int, files: Path) -> None:
-    """Each whole minute of each job is booked to it, the files have what the topic has, and the commands say so."""
+    """Whether each whole minute of a job is booked to it, in the topic, in the files and in the output of commands."""
 
     def booked_ms(job: dict[str, str], gpu: int) -> int:
         own_ms = [start_ms + n * STEP_MS for n in range(TICKS) if job in jobs_of(gpu, n)]

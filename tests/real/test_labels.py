@@ -1,4 +1,4 @@
-"""Labels as people have them, on a real Prometheus: what queries by pod see of a fleet, held against its truth."""
+"""Common label settings on a real Prometheus: the results of queries by pod, compared with the truth."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ BY_POD = 'max by (node, pod, namespace) (dcgm_gpu_utilization{cluster="by-pod",r
 
 
 class Filled(NamedTuple):
-    """A fleet that was written, with shared and MIG devices: its truth, and what the run says of itself."""
+    """The run of a fleet with shared and MIG devices: its truth, and its summary."""
 
     truth: list[Row]
     summary: dict[str, Any]

@@ -64,7 +64,7 @@ class Writer:
 
 
 async def wait_for_all(kafka: str, workers: list[Gpustream]) -> None:
-    """Write for some seconds, most of which the workers are stopped, for less than their session."""
+    """Write for some seconds. For most of them the workers are stopped, but for less than their session."""
     producer = AIOKafkaProducer(bootstrap_servers=kafka)
     await producer.start()
     try:
@@ -81,7 +81,7 @@ async def wait_for_all(kafka: str, workers: list[Gpustream]) -> None:
 
 
 async def attributed(kafka: str, group: str) -> list[Any]:
-    """What gpu.attributed has once a group has read everything."""
+    """The records of gpu.attributed, once a group has read everything."""
 
     async def all_read() -> bool:
         return not await lag(kafka, group, ["gpu.samples"])
@@ -102,7 +102,7 @@ async def replayed(kafka: str) -> list[Any]:
 
 
 def by_offset(records: list[Any]) -> dict[tuple[int, int], bytes]:
-    """The records by the place of their sample; those of one place are the same."""
+    """The records by partition and offset of their sample; asserts that repeats are equal."""
     by_place: dict[tuple[int, int], bytes] = {}
     for record in records:
         source = (record.partition, msgspec.json.decode(record.value, type=AttributedSample).offset)

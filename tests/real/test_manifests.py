@@ -1,4 +1,4 @@
-"""k8s/, rendered by kustomize and taken by an API server: server-side dry runs, roles, and what pods may do."""
+"""k8s/, rendered by kustomize and applied to an API server: server-side dry runs, roles, and what pods may do."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def find_custom_resources() -> Path:
 
 
 class Answer(NamedTuple):
-    """What the API server said, and what it warned of."""
+    """The API server's answer, and its warnings."""
 
     status: int
     body: dict[str, Any]
@@ -124,7 +124,7 @@ def established(asked_cluster: Cluster, name: str) -> bool:
 
 
 def render(folder: Path) -> list[Manifest]:
-    """What kustomize makes of a folder."""
+    """The objects that kustomize renders from a folder."""
     need(find_kustomize)
     ran = subprocess.run([find_kustomize(), "build", folder], capture_output=True, text=True, check=False, timeout=60)
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -212,7 +212,7 @@ def test_the_examples_of_autoscaling_are_accepted_strictly_too(cluster: Cluster)
     assert [(answer.status, answer.warnings) for answer in results] == [(201, [])] * len(manifests)
 
 
-def test_the_server_finds_a_field_that_is_none(cluster: Cluster) -> None:
+def test_the_server_refuses_an_unknown_field(cluster: Cluster) -> None:
     (daemon_set,) = [manifest for manifest in render(K8S / "base") if manifest["kind"] == "DaemonSet"]
     daemon_set["spec"]["template"]["spec"]["hostPid"] = True
     answer = cluster.apply(daemon_set, dry=True)
@@ -381,12 +381,12 @@ def test_openshift_picks_the_users_of_all_but_the_node_producer_whatever_other_c
 
 
 def templates(manifests: list[Manifest]) -> list[Manifest]:
-    """The pod templates of what is rendered."""
+    """The pod templates of rendered objects."""
     return [manifest["spec"]["template"] for manifest in manifests if "template" in manifest.get("spec", {})]
 
 
 def config_maps_in(manifests: list[Manifest]) -> dict[str, dict[str, str]]:
-    """What the ConfigMaps hold, by their names."""
+    """The data of the ConfigMaps, by name."""
     return {
         manifest["metadata"]["name"]: manifest.get("data", {})
         for manifest in manifests
@@ -414,7 +414,7 @@ def test_a_promtool_takes_the_readmes_scrape_configuration(tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def token(cluster: Cluster) -> str:
-    """A token of the cluster producer's account, bound to what the base binds it to."""
+    """A token of the cluster producer's account, with the bindings of the base."""
     rights = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
     for manifest in render(K8S / "base"):
         if manifest["kind"] in rights:
@@ -527,7 +527,7 @@ def owned_pod(api: ApiServer, chain: tuple[str, ...]) -> None:
 
 
 def kind_of(manifest: Manifest) -> Manifest:
-    """What of an object a reference to it says."""
+    """The fields of an object that are in a reference to it."""
     return {"apiVersion": manifest["apiVersion"], "kind": manifest["kind"]}
 
 
@@ -577,7 +577,7 @@ def pods_of(manifests: list[Manifest]) -> dict[str, Manifest]:
 
 
 def let_in(cluster: Cluster, namespace: str, pod: Manifest) -> tuple[bool, str]:
-    """Whether a pod is let into a namespace, and what is said if it is not."""
+    """Whether a pod is admitted to a namespace, and the error if it is not."""
     answer = cluster.ask("POST", f"/api/v1/namespaces/{namespace}/pods?dryRun=All&fieldValidation=Strict", pod)
     return answer.status == 201, answer.body.get("message", "")
 
@@ -615,7 +615,7 @@ def test_all_but_the_node_producer_would_be_let_in_by_the_restricted_standard(
 
 
 def rights(manifest: Manifest) -> set[str]:
-    """What a pod may that pods should not, and what it lacks that they should have."""
+    """The rights of a pod that pods should not have, and the restrictions that it lacks."""
     pod = manifest["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     of_pod, of_container = pod["securityContext"], container["securityContext"]
@@ -690,7 +690,7 @@ def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def chart(values: Path, release: str = "gpustream") -> list[Manifest]:
-    """What Helm makes of the chart with a file of values."""
+    """The objects that Helm renders from the chart with a file of values."""
     ran = helm("template", release, CHART, "--namespace", "gpustream", "--values", values)
     assert ran.returncode == 0, ran.stderr
     return [manifest for manifest in yaml.safe_load_all(ran.stdout) if manifest]
@@ -825,7 +825,7 @@ OF_A_RELEASE = {
 
 
 def plain(node: Any) -> Any:
-    """A part of an object, without what only says which release or which version of a ConfigMap it is."""
+    """A part of an object, without the fields that only name the release or the version of a ConfigMap."""
     if isinstance(node, Mapping):
         fields = {key: value for key, value in node.items() if key not in OF_A_RELEASE}
         return {
@@ -929,7 +929,7 @@ def test_everything_that_a_site_says_is_in_its_pods(tmp_path: Path) -> None:
 
 
 def test_a_list_and_a_large_number_are_what_the_options_take(tmp_path: Path) -> None:
-    """KEDA, too, reads the brokers from the pod: it wants commas."""
+    """KEDA reads the brokers from the pod, too, and needs commas."""
     site = {
         "options": {"kafka": ["a:9092", "b:9092"]},
         "cluster": {"options": {"pod-labels": ["app", "team"]}},
@@ -975,7 +975,7 @@ def test_a_prefix_of_a_component_reaches_its_pods_its_trigger_and_its_rights(tmp
 
 
 def test_only_options_that_take_several_values_take_a_list_and_the_chart_knows_which_are_lines() -> None:
-    """Of the others, a list would be one value that its process refuses."""
+    """For the others, a list would become one value, which the process refuses."""
     helpers = (CHART / "templates" / "_helpers.tpl").read_text()
     (lines,) = re.findall(r"has \$option \(list ([^)]*)\)", helpers)
     repeatable = set()

@@ -50,7 +50,7 @@ def find_compiler() -> Path:
 
 
 class Turnover:
-    """Which pod has GPU 0: a new one every few ticks, now and then nobody, in a thread of its own."""
+    """The pod on GPU 0: a new one every few ticks, sometimes none; changed by a thread."""
 
     def __init__(self, directory: Path) -> None:
         self.nvml = ScriptedNvml(directory / "nvml", gpus=2, log=True)
@@ -74,7 +74,7 @@ class Turnover:
 
     @contextmanager
     def turning(self) -> Iterator[None]:
-        """Turns while inside."""
+        """Changes the pod while inside."""
         self.kubelet.start()
         thread = threading.Thread(target=self._run)
         thread.start()
@@ -110,7 +110,7 @@ class Turnover:
 
 
 class Stop(NamedTuple):
-    """How a process ended that was told to."""
+    """How a process ended after it was asked to stop."""
 
     took_s: float
     code: int | None
@@ -118,7 +118,7 @@ class Stop(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What came out: the ticks of gpu.attributed by node, in order, and the samples that Prometheus has."""
+    """The results: the ticks of gpu.attributed by node, in order, and the samples in Prometheus."""
 
     turnover: Turnover
     caught_up_ms: float = 0.0
@@ -131,7 +131,7 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[Outcome]:
-    """Everything, once."""
+    """Runs the whole pipeline, once for all tests."""
     need(find_compiler, find_java, find_kafka, find_prometheus)
     directory = tmp_path_factory.mktemp("node")
     with ExitStack() as servers:
@@ -246,7 +246,7 @@ def _expected(device: dict[str, Any]) -> Stored:
 
 
 def test_beyond_the_buffer_the_oldest_ticks_are_lost_and_counted_exactly(outcome: Outcome) -> None:
-    """What the client already had is kept, and one more that it had no room for yet."""
+    """Ticks that the Kafka client already has are kept, and one more that waits for room in it."""
     ticks = {tick["seq"]: tick for tick in outcome.ticks["b"]}
     lost_ticks = sorted(set(range(1, max(ticks) + 1)) - ticks.keys())
     assert list(ticks) == sorted(ticks)

@@ -48,7 +48,7 @@ async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Chr
 
 
 class ReverseProxy:
-    """As nginx is one: it takes the prefix /gpus away, hands on what comes, and can be stopped."""
+    """A reverse proxy like nginx: it strips the prefix /gpus, forwards requests, and can be stopped."""
 
     def __init__(self, upstream: str) -> None:
         self.upstream, self.port = upstream, 0
@@ -137,7 +137,7 @@ async def page(browser: Chromium) -> AsyncIterator[Page]:
 
 
 def word_of(rows: list[dict[str, Any]], ts_ms: int) -> str:
-    """What the truth says of a device in a word: whoever has worked within the last 10 s is busy."""
+    """The activity of a device by the truth: one that worked within the last 10 s is busy."""
     now = next(row for row in rows if row["ts_ms"] == ts_ms)
     lately = [row for row in rows if ts_ms - IDLE_AFTER_MS < row["ts_ms"] <= ts_ms]
     while lately and pods(lately[0]) != pods(now):

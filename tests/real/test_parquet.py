@@ -38,7 +38,7 @@ def history() -> list[Usage]:
 
 
 async def write(kafka: KafkaServer, records: Sequence[Usage]) -> None:
-    """Puts records where their node's are."""
+    """Writes records to the partition of their node."""
     producer = AIOKafkaProducer(bootstrap_servers=kafka.address, acks="all", enable_idempotence=True)
     await producer.start()
     try:

@@ -1,4 +1,4 @@
-"""Fleet -> Kafka -> attribution -> remote write -> Prometheus, and every answer held against the truth.
+"""Fleet -> Kafka -> attribution -> remote write -> Prometheus, and every answer compared with the truth.
 
 One fleet, run once, through one attribution stream into a sink for each protocol and kind of receiver; each Prometheus
 runs in its default configuration, without an out-of-order window.
@@ -38,7 +38,7 @@ SINKS = {"1.0": "1.0", "2.0": "2.0", "auto": "auto", "older-1.0": "1.0", "older-
 
 @dataclass(frozen=True)
 class Run:
-    """What went through: the truth, the records of gpu.attributed, and what each sink's receiver has."""
+    """The results: the truth, the records of gpu.attributed, and the receiver of each sink."""
 
     truth: Truth
     attributed: list[Any]
@@ -147,7 +147,7 @@ def _receiver(path: Run, name: str) -> PrometheusServer:
 
 
 def _latest(truth: Truth, at_ms: int) -> dict[tuple[str, str], Expected]:
-    """What an instant query at that time should see: each device's last reading at or before it."""
+    """The expected answer of an instant query at that time: each device's last reading at or before it."""
     newest: dict[tuple[str, str], Point] = {}
     for point in sorted(truth.readings, key=lambda point: point[3]):
         if point[3] <= at_ms and "memory_used_bytes" in truth.readings[point].values:

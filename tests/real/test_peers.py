@@ -1,4 +1,4 @@
-"""What dashboards that were written for other exporters ask, in each of their vocabularies, held against the truth.
+"""The queries of dashboards for other exporters, in each of their vocabularies, compared with the truth.
 
 One process simulates a fleet and writes it in all profiles at once to a Prometheus. The names, labels and units of a
 vocabulary are written out here as those dashboards have them: nothing is taken from the catalogue.
@@ -29,7 +29,7 @@ Answer = dict[tuple[str, ...], float]
 
 
 class Name(NamedTuple):
-    """A metric as a vocabulary has it: its name, what tells it from others, and its value for 1 in base units."""
+    """A metric of a vocabulary: its name, the labels that distinguish it, and its value for 1 in base units."""
 
     name: str
     labels: str = ""
@@ -131,7 +131,7 @@ VOCABULARIES: dict[str, Vocabulary] = {
 
 
 class Fed(NamedTuple):
-    """A Prometheus, a time, and what is true then: a row for each device, in the last tick of its node."""
+    """A Prometheus, a time, and the truth of that time: a row for each device, in the last tick of its node."""
 
     prometheus: PrometheusServer
     at_ms: int
@@ -149,7 +149,7 @@ def seed_with_an_error() -> int:
 
 @pytest.fixture(scope="module")
 def fed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fed]:
-    """The fleet after some seconds, with all that it was."""
+    """The fleet after some seconds, with its truth."""
     need(find_prometheus)
     folder = tmp_path_factory.mktemp("peers")
     with PrometheusServer(folder / "prometheus") as prometheus:
@@ -177,7 +177,7 @@ def pod(row: Row) -> tuple[str, str] | None:
 
 
 def labels(row: Row, by: Sequence[str]) -> tuple[str, ...] | None:
-    """Of a device; None if nobody alone holds it, and that is asked for."""
+    """The labels of a device; None if they need a sole holder, and it has none."""
     known_labels = {"node": row["node"], "gpu": row["uuid"]}
     if {"namespace", "pod"} & set(by):
         if (holder := pod(row)) is None:
@@ -187,7 +187,7 @@ def labels(row: Row, by: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def true(rows: Sequence[Row], key: str, aggregate: Callable[[list[float]], float], by: Sequence[str] = ()) -> Answer:
-    """A quantity of the devices that have it, put together by these labels."""
+    """A quantity of the devices that have it, aggregated by these labels."""
     values_by_labels: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for row in rows:
         if key in row["metrics"] and (names := labels(row, by)) is not None:
@@ -206,7 +206,7 @@ AGGREGATES: dict[str, Callable[[list[float]], float]] = {"sum": sum, "avg": mean
 
 
 class Question(NamedTuple):
-    """``how`` the quantity is put together, by what."""
+    """``how`` the quantity is aggregated, and by which labels."""
 
     key: str
     how: str

@@ -27,7 +27,7 @@ def gpu_pod(api: ApiServer, name: str, node: str, annotations: Json) -> None:
 
 
 def events(api: ApiServer) -> list[tuple[str, str]]:
-    """Each Event about annotations: its pod, and what it says."""
+    """Each Event about annotations: its pod, and its message."""
     items: list[dict[str, Any]] = api.get(f"/api/v1/namespaces/{SPACE}/events")["items"]
     return sorted((item["involvedObject"]["name"], item["message"]) for item in items if item["reason"] == REASON)
 

@@ -1,4 +1,4 @@
-"""The questions of docs/how-to/queries.md, answered by Prometheus, each held against the truth.
+"""The questions of docs/how-to/queries.md, answered by Prometheus, each compared with the truth.
 
 Two simulated clusters whose nodes have the same names, and a node of Slurm, through one stream and one sink; and a node
 whose GPUs are split, as the stream would write it. Beside them stand kube-state-metrics' series of the first cluster,
@@ -62,7 +62,7 @@ Labels = Mapping[str, str]
 
 @dataclass(frozen=True)
 class AnsweredQuestions:
-    """A Prometheus that has everything, when to ask it, and what the truth says at that time of the first cluster."""
+    """A Prometheus with all samples, the time of queries, and the truth of the first cluster at that time."""
 
     prometheus: PrometheusServer
     at_ms: int
@@ -224,7 +224,7 @@ def _behind(kafka: str) -> int:
 
 
 def _devices(truth: Path, records: Iterable[Mapping[str, Any]]) -> list[Device]:
-    """Each device of the fleet as the truth and its record have it in its last tick."""
+    """Each device of the fleet in its last tick, by the truth and by its record."""
     described = {
         (tick["node"], tick["run_id"], tick["seq"], device["uuid"]): device
         for tick in records
@@ -239,7 +239,7 @@ def _devices(truth: Path, records: Iterable[Mapping[str, Any]]) -> list[Device]:
 
 
 def _kube_state_metrics(prometheus: PrometheusServer, at_ms: int, devices: Iterable[Device]) -> None:
-    """What kube-state-metrics says of the cluster's pods: as it is, and renamed by the scrape, as another metric."""
+    """The metrics of kube-state-metrics about the cluster's pods: as they are, and renamed by the scrape."""
     pods = {(h["namespace"], h["pod"]): h["labels"]["app"] for device in devices for h in device["reported"]}
     groups = []
     for (namespace, pod), app in pods.items():
@@ -290,7 +290,7 @@ def _workload(kind: str) -> Callable[[dict[str, Any]], str | None]:
 def _utilization(
     fleet_answers: AnsweredQuestions, key: Callable[[dict[str, Any]], Hashable]
 ) -> list[tuple[Hashable, float]]:
-    """The utilization of every device that tells it, by what ``key`` says of the one pod that holds it, else None."""
+    """The utilization of every device that has it, by ``key`` of its sole pod, or None without one."""
     pods = {device["uuid"]: pod for device, pod in fleet_answers.held()}
     rows = [(device, pods.get(device["uuid"])) for device in fleet_answers.devices]
     return [((key(pod) if pod else None,), used) for device, pod in rows if (used := _used(device)) is not None]
@@ -368,7 +368,7 @@ def test_what_a_job_of_slurm_does(fleet_answers: AnsweredQuestions) -> None:
 
 
 def _memory_by_namespace(last: Iterable[tuple[str, Device]]) -> dict[Hashable, float]:
-    """Our cluster's memory in use: pods' parts if a device has some, else the device's, by who alone holds it."""
+    """Our cluster's memory in use: pods' parts if a device has some, else the device's, by its sole holder."""
     by: dict[Hashable, float] = defaultdict(float)
     for cluster, device in last:
         memory = device["metrics"].get("memory_used_bytes")

@@ -20,7 +20,7 @@ Start = Callable[..., EchoProcess]
 
 @pytest.fixture
 def start(kafka: KafkaServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Starts processes that write on what they read: ``start(name, instance_id=...)``."""
+    """Starts processes that copy what they read: ``start(name, instance_id=...)``."""
     with ExitStack() as processes:
 
         def start(name: str, **options: object) -> EchoProcess:
@@ -36,7 +36,7 @@ def create(kafka: KafkaServer, name: str) -> None:
 
 @asynccontextmanager
 async def producing(kafka: KafkaServer, name: str, *, every_s: float = 0.005) -> AsyncIterator[list[bytes]]:
-    """Sends value after value for as long as it lasts; gives what was sent. The state has a record per partition."""
+    """Sends values one after the other while inside; yields those sent. The state has a record per partition."""
     sender = Sender(kafka.connection, client_id="test")
     await sender.start()
     sent_values: list[bytes] = []
@@ -62,7 +62,7 @@ async def producing(kafka: KafkaServer, name: str, *, every_s: float = 0.005) ->
 
 
 async def check(kafka: KafkaServer, name: str, sent_values: list[bytes]) -> None:
-    """All is committed, and every value was written on, in the order in which it was sent, at the first time."""
+    """Asserts that all is committed, and that every value was copied in the order of sending, apart from repeats."""
 
     async def all_committed() -> bool:
         end = await ends(kafka.address, f"{name}-in", PARTITIONS)

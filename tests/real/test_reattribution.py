@@ -31,7 +31,7 @@ TICKS = 20
 async def attribute_again(
     kafka: KafkaServer, *, to_ms: int | None = None, from_ms: int = 0, into: str = INTO
 ) -> ReattributionTotals:
-    """Attributes again what there is, or what was logged in a time."""
+    """Attributes all samples again, or those that were logged in a range of time."""
     return await reattribute(kafka.connection, into, Range(from_ms, to_ms or int(time.time() * 1000) + 60_000))
 
 

@@ -90,7 +90,7 @@ async def proxy(kube_api: ApiServer) -> AsyncIterator[Proxy]:
 
 
 def crd(api: ApiServer, group: str, version: str, kind: str) -> None:
-    """A kind that a controller brings."""
+    """The definition of a custom resource of a controller."""
     plural = f"{kind.lower()}s"
     any_object = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     served = {"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": any_object}}
@@ -109,7 +109,7 @@ def crd(api: ApiServer, group: str, version: str, kind: str) -> None:
 
 
 def bind(api: ApiServer, component: str) -> None:
-    """What a component of k8s/ lets the sink do."""
+    """Binds the rights that a component of k8s/ gives the sink."""
     for kind in ("clusterrole", "clusterrolebinding"):
         api.apply(yaml.safe_load((K8S / "components" / component / f"{kind}.yaml").read_text()))
 
@@ -156,20 +156,20 @@ def workloads(api: ApiServer) -> list[Alert]:
 
 
 def stopped(api: ApiServer) -> set[str]:
-    """Which of them are."""
+    """The names of the workloads that are stopped."""
     specs = {name: api.get(path)["spec"] for name, path in PATHS.items()}
     off = ({"replicas": 0}, {"suspend": True}, {"active": False})
     return {name for name, spec in specs.items() if any(off_spec.items() <= spec.items() for off_spec in off)}
 
 
 async def actions(kafka: KafkaServer) -> list[Action]:
-    """What was written, in its order."""
+    """The records of gpu.actions, in order."""
     records = [record async for record in records_of(kafka.address, "gpu.actions")]
     return [msgspec.json.decode(record.value, type=Action) for record in records]
 
 
 async def ends(kafka: KafkaServer) -> dict[str, tuple[str, str | None]]:
-    """The last word on each workload."""
+    """The last action of each workload."""
     return {
         action.target.name: (action.state, action.reason)
         for action in await actions(kafka)
@@ -249,7 +249,7 @@ def _killing(process: Gpustream, killed: asyncio.Event) -> Callable[[], None]:
 
 
 def _undo(kafka: KafkaServer, api: ApiServer, action: str) -> tuple[int, str]:
-    """What the command says."""
+    """The output of the undo command."""
     config = str(api.kubeconfig("admin"))
     command = [sys.executable, "-m", "gpustream", "reclaim", "undo", action, "--kafka", kafka.address]
     done = subprocess.run([*command, "--kubeconfig", config], capture_output=True, text=True, check=False, timeout=60)

@@ -25,7 +25,7 @@ ENOUGH = 60
 
 
 class Pipeline(NamedTuple):
-    """A fleet, its attribution and a sink, what the sink took, and what failed."""
+    """A fleet, its attribution and a sink, the outcomes of the sink, and the failures."""
 
     fleet: SimulatedFleet
     attribution: Attribution
@@ -35,7 +35,7 @@ class Pipeline(NamedTuple):
 
 
 def pipeline(kafka: str) -> Pipeline:
-    """The components, not yet at work. Pods live short, so that there are new snapshots all the time."""
+    """The components, not started. Pods are short-lived, so that new snapshots come all the time."""
     taken: list[Tick] = []
     failures: list[str] = []
 
@@ -64,7 +64,7 @@ def recreate(kafka: KafkaServer, topic: str) -> None:
 
 
 async def records(kafka: KafkaServer, topic: str) -> dict[Tick, dict[str, Any]]:
-    """What a topic has, by identity."""
+    """The records of a topic, by identity."""
     ticks = [json.loads(record.value) for record in await read_all(kafka.address, topic)]
     return {(tick["cluster"], tick["node"], tick["run_id"], tick["seq"]): tick for tick in ticks}
 

@@ -214,7 +214,7 @@ def question_of(seed: int) -> Question:
 
 
 def reference_answers(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What Prometheus says."""
+    """Prometheus's answers."""
     lines = "".join([json.dumps(question) + "\n" for question in questions])
     done = subprocess.run([find_relabel()], input=lines, capture_output=True, text=True, check=True, timeout=120)
     return [json.loads(line) for line in done.stdout.split("\n") if line]

@@ -49,7 +49,7 @@ def attributed(empty_kafka: KafkaServer) -> KafkaServer:
 
 @asynccontextmanager
 async def receiver(prometheus: PrometheusServer, receive: Receive) -> AsyncIterator[str]:
-    """A receiver of the test's own, which may forward what it gets to Prometheus; gives its address."""
+    """A receiver of the test's own, which may forward its requests to Prometheus; yields its address."""
     async with aiohttp.ClientSession() as session:
 
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -338,7 +338,7 @@ async def test_a_node_far_ahead_and_one_behind_cost_the_others_nothing(
 
 
 async def dead_letters(kafka: KafkaServer, expected_count: int) -> list[Any]:
-    """The dead letters, of which there must be so many."""
+    """Reads so many dead letters."""
     consumer = AIOKafkaConsumer("gpu.dead-letters", bootstrap_servers=kafka.address, auto_offset_reset="earliest")
     await consumer.start()
     try:

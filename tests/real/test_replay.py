@@ -73,7 +73,7 @@ def replay(kafka: KafkaServer, *time: str) -> "subprocess.CompletedProcess[str]"
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=120)
 
 
-async def test_usage_is_made_again_under_a_higher_generation_and_what_was_wrong_is_zero(
+async def test_usage_is_written_again_under_a_higher_generation_and_wrong_records_become_zero(
     usage_kafka: KafkaServer,
 ) -> None:
     ticks = [tick for node in range(NODES) for tick in log_of(node, 6)]
@@ -151,7 +151,7 @@ async def _grown(kafka: KafkaServer, records: int) -> bool:
     return len(await _all(kafka)) > records
 
 
-async def test_what_kafka_has_no_more_is_refused_with_the_reason(usage_kafka: KafkaServer) -> None:
+async def test_what_kafka_no_longer_has_is_refused_with_the_reason(usage_kafka: KafkaServer) -> None:
     await write(usage_kafka, [tick for node in range(NODES) for tick in log_of(node, 1)], [])
     admin = usage_kafka.admin()
     for deleted in admin.delete_records([TheirPartition("gpu.attributed", 0, 20)]).values():

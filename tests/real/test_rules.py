@@ -307,7 +307,7 @@ CASES = [
 
 
 def promtool(*arguments: str | Path) -> None:
-    """Runs promtool; what it finds wrong fails the test with its words."""
+    """Runs promtool; an error fails the test with its output."""
     need(find_promtool)
     done = subprocess.run([find_promtool(), *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -329,11 +329,11 @@ def unit_test(case: Case) -> dict[str, Any]:
     }
 
 
-def test_the_rules_are_rules() -> None:
+def test_promtool_accepts_the_rules() -> None:
     promtool("check", "rules", "--lint-fatal", *FILES)
 
 
-def test_the_configuration_of_compose_is_one_of_prometheus(tmp_path: Path) -> None:
+def test_prometheus_accepts_the_configuration_of_compose(tmp_path: Path) -> None:
     for file in FILES:
         shutil.copy(file, tmp_path)
     config_file = tmp_path / "prometheus.yml"
@@ -403,7 +403,7 @@ RECORDED: dict[str, dict[str, float]] = {
 """What the fleet above gives at each moment, and in an hour as many GPU-hours."""
 
 
-def test_what_is_recorded_is_what_is_held_used_and_idle(tmp_path: Path) -> None:
+def test_recorded_series_are_what_is_held_used_and_idle(tmp_path: Path) -> None:
     hours = {name.replace(":sum", "_hours:sum1h"): expr for name, expr in RECORDED.items() if name.endswith(":sum")}
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     assert {name for name in recorded if name.split(":")[0] not in {"device", "pod"}} == {*RECORDED, *hours}

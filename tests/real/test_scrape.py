@@ -63,7 +63,7 @@ CAMEL_CASE = "label names should be written in 'snake_case' not 'camelCase'"
 
 
 def check(text: str) -> set[tuple[str, str]]:
-    """What promtool has to say of a text, by metric; a text that it can't parse fails the test."""
+    """The complaints of promtool about a text, by metric; a text that it can't parse fails the test."""
     need(find_promtool)
     command: list[str | Path] = [find_promtool(), "check", "metrics"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=60)
@@ -199,7 +199,7 @@ async def send(kafka: KafkaServer, *ticks: dict[str, Any]) -> None:
 async def wait_for_answer(
     prometheus: Scraper, expected_values: dict[tuple[str, ...], float], job: str = "gpustream"
 ) -> None:
-    """Waits until an instant query answers just this."""
+    """Waits until an instant query has exactly this answer."""
     await asyncio.to_thread(
         eventually_sync, lambda: prometheus.scraped(job) == expected_values, f"{job} is {expected_values}"
     )
@@ -207,7 +207,7 @@ async def wait_for_answer(
 
 @asynccontextmanager
 async def scraping(kafka: KafkaServer) -> AsyncIterator[tuple[str, int]]:
-    """A sink at work, once it listens; gives its address."""
+    """Runs a sink while inside, once it listens; yields its address."""
     settings = ScrapeSettings(
         kafka=kafka.address,
         scrape_listen=Address("127.0.0.1", 0),
@@ -305,7 +305,7 @@ async def test_the_two_generations_of_dcgm_exporter_say_the_same_in_their_units(
 
 
 def counting(scrapes: dict[str, int]) -> Callable[[str], str]:
-    """Chooses as ever, and counts what was chosen."""
+    """Chooses the format as usual, and counts the choices."""
 
     def choose(accept: str) -> str:
         chosen = accepted(accept)

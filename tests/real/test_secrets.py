@@ -40,7 +40,7 @@ def commands(login: tuple[str, ...], folder: Path, properties: Path, url: str) -
 
 
 def answer(process: Gpustream, path: str) -> str:
-    """What its own HTTP server answers, whatever the status."""
+    """The answer of its own HTTP server, whatever the status."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{process.ports[0].number}{path}", timeout=10) as response:
             return str(response.read().decode())

@@ -1,4 +1,4 @@
-"""The fixtures themselves: what is promised to the tests that stand on them."""
+"""The fixtures themselves: what the tests that use them rely on."""
 
 import os
 import signal
@@ -69,7 +69,7 @@ async def test_an_acknowledged_record_outlives_kill_9_on_the_same_address(
 
 
 class Token(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka has no types
-    """A token of a user whom these brokers believe."""
+    """A token of a user that these brokers accept."""
 
     def __init__(self, user: str) -> None:
         self.user = user

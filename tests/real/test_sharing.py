@@ -77,13 +77,13 @@ class Played:
     receivers: Mapping[str, PrometheusServer]
 
     def truths(self, tick: AttributedSample) -> Mapping[str, Truth]:
-        """What was so on each device of a tick when it was read."""
+        """The truth of each device of a tick when it was read."""
         scene = self.scene(tick)
         assert {device.uuid for device in tick.devices} == scene.devices.keys(), (tick.seq, scene.name)
         return {device.uuid: _as_known(scene.devices[device.uuid], device) for device in tick.devices}
 
     def scene(self, tick: AttributedSample) -> Scene:
-        """Which scene a tick is of."""
+        """The scene of a tick."""
         played = [
             device.metrics.get("pcie_replays_total")
             for device in tick.devices
@@ -109,7 +109,7 @@ def find_compiler() -> Path:
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
-    """The whole story, once."""
+    """Plays the whole story, once for all tests."""
     need(find_compiler, find_java, find_kafka, find_prometheus)
     directory = tmp_path_factory.mktemp("sharing")
     with ExitStack() as servers:
@@ -163,7 +163,7 @@ def test_every_scene_is_in_some_ticks_and_each_gpu_answers_in_all(played: Played
     assert list(dict.fromkeys(scene_names)) == [scene.name for scene in played.scenes]
 
 
-def test_each_device_is_held_by_the_pods_that_have_it_and_those_that_are_seen_there(played: Played) -> None:
+def test_each_device_is_held_by_the_pods_that_have_it_and_those_that_are_observed_there(played: Played) -> None:
     for tick in played.ticks:
         truths = played.truths(tick)
         pods_by_uuid = {device.uuid: {holder.pod for holder in device.holders} for device in tick.devices}
@@ -252,7 +252,7 @@ def test_prometheus_has_each_pods_part_and_the_rest_and_of_those_that_ended_noth
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
 @pytest.mark.parametrize("profile", PROFILES)
-def test_devices_appear_once_and_name_a_pod_only_where_one_alone_holds_them(
+def test_devices_appear_once_and_name_a_pod_only_if_one_alone_holds_them(
     played: Played, profile: str, quantity: str
 ) -> None:
     names = PROFILES[profile]
@@ -294,7 +294,9 @@ def test_in_promql_the_parts_and_the_rest_are_the_device_at_every_tick(
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_prometheus_has_what_was_scaled_and_where_the_processes_contradict(played: Played, profile: str) -> None:
+def test_prometheus_has_which_devices_were_scaled_and_where_processes_contradict_the_kubelet(
+    played: Played, profile: str
+) -> None:
     names = PROFILES[profile]
     for tick in played.ticks:
         truths = {_key(names, device): played.truths(tick)[device.uuid] for device in tick.devices}
@@ -344,7 +346,7 @@ def test_each_gpu_and_gpu_instance_has_its_own_activity(played: Played, profile:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_what_a_device_is_is_one_series_as_long_as_it_is_there(played: Played, profile: str) -> None:
+def test_the_info_of_a_device_is_one_series_as_long_as_the_device_exists(played: Played, profile: str) -> None:
     """Also while it is lost; and the same one, but that at first nobody knows whether processes can be seen, and that
     MIG is switched on."""
     names = PROFILES[profile]
@@ -368,7 +370,7 @@ def test_how_many_pods_hold_a_device_is_reported(played: Played) -> None:
         assert holders == {key: len(truth.holders) for key, truth in truths.items() if not truth.lost}
 
 
-def test_where_processes_can_not_be_seen_nothing_is_divided_and_that_is_said(played: Played) -> None:
+def test_if_processes_can_not_be_seen_nothing_is_divided_and_that_is_reported(played: Played) -> None:
     assert len(played.blind) > len(played.scenes)
     for tick in played.blind:
         (device,) = tick.devices

@@ -1,4 +1,4 @@
-"""Everything that a cluster does to a pipeline, at random, and not one tick lost, doubled or given to the wrong pod."""
+"""All faults of a cluster, at random: no tick is lost, doubled or attributed to the wrong pod."""
 
 import os
 from collections.abc import Callable

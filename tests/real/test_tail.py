@@ -1,4 +1,4 @@
-"""What reads a topic in no group: from where, until when it is not ready, and what it makes of a topic made again."""
+"""A reader without a group: where it starts, when it is ready, and how it handles a topic that is created again."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ TOPIC = "gpu.attributed"
 
 
 class Bench:
-    """A tail of a topic of its own, and what it took."""
+    """A tail of a topic of its own, and the records that it got."""
 
     def __init__(self, kafka: KafkaServer, *, since_s: float) -> None:
         self.kafka = kafka
@@ -81,7 +81,7 @@ async def test_what_was_logged_before_is_not_read(kafka: KafkaServer) -> None:
     await running
 
 
-async def test_a_topic_that_is_made_again_is_read_on_or_ends_the_process_if_its_partitions_are_others(
+async def test_a_topic_that_is_created_again_is_read_on_or_ends_the_process_if_its_partitions_differ(
     kafka: KafkaServer,
 ) -> None:
     bench = Bench(kafka, since_s=60.0)

@@ -21,7 +21,7 @@ GROUPS = ("gpustream-attribution", "gpustream-alerts", "gpustream-usage", "gpust
 
 
 class Pipeline(NamedTuple):
-    """How one of the pipelines runs."""
+    """The options of one of the pipelines."""
 
     prefix: str
     cluster: str
@@ -42,7 +42,7 @@ def groups_before(kafka: KafkaServer) -> set[str]:
 
 @pytest.fixture(scope="module")
 def summaries(kafka: KafkaServer, groups_before: set[str]) -> Summaries:
-    """What both pipelines said at their end. There is a record in the first one's samples that is none."""
+    """The summaries of both pipelines. The samples of the first one have a malformed record."""
 
     async def run_both() -> Summaries:
         await asyncio.gather(*(create_topics(kafka, pipeline_) for pipeline_ in (EAST, WEST)))
@@ -136,7 +136,7 @@ async def run(kafka: KafkaServer, pipeline_: Pipeline) -> dict[str, Any]:
 
 
 async def command(*arguments: str) -> bytes:
-    """What a command writes, which is to succeed."""
+    """The output of a command that must succeed."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "gpustream", *arguments, stdout=subprocess.PIPE
     )

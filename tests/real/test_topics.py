@@ -1,4 +1,4 @@
-"""The contract's topics on a real broker: made once, mended, compared, and never resized."""
+"""The contract's topics on a real broker: created once, corrected, compared, and never resized."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -20,12 +20,12 @@ FLOW = ["gpu.samples", "gpu.allocations", "gpu.workloads", "gpu.attributed"]
 
 
 def wait_for(kafka: KafkaServer, names: Iterable[str]) -> None:
-    """The broker hears of a topic made or deleted a little later than the one who asked."""
+    """Waits for the broker to see a topic that was created or deleted."""
     eventually_sync(lambda: set(kafka.topics()) == set(names), f"{set(names)} are the topics")
 
 
 async def compare(kafka: str, names: Iterable[str] | None = None) -> list[Mismatch]:
-    """Everything about the topics of the contract (or those named) that is not as it must be."""
+    """The mismatches of the topics of the contract, or of those named."""
     layouts, _ = await topic_admin.inspect(Connection(kafka), names)
     return mismatches([topic for name, topic in load_topics().items() if names is None or name in names], layouts)
 
@@ -37,7 +37,7 @@ def empty(empty_kafka: KafkaServer) -> KafkaServer:
 
 
 def have(kafka: KafkaServer, partitions: Mapping[str, int], settings: Mapping[str, str]) -> None:
-    """Topics made by somebody else."""
+    """Creates topics as another program would."""
     before = kafka.topics()
     kafka.create_topics(partitions, settings)
     wait_for(kafka, {**before, **partitions})

@@ -27,7 +27,7 @@ BEFORE, OPEN = 40, 60  # the last tick that the older version read, and the last
 
 
 def story() -> list[dict[str, Any]]:
-    """A job that holds two GPUs and does nothing with them, and a GPU that is hot; in the end all is well."""
+    """A job that holds two GPUs and does nothing with them, and a GPU that is hot; in the end both are resolved."""
     ticks = []
     for number in range(OPEN + 60):
         bad = number < OPEN
@@ -59,7 +59,7 @@ async def send(kafka: str, *ticks: dict[str, Any]) -> None:
 
 
 async def write_old(kafka: KafkaServer) -> list[dict[str, Any]]:
-    """Writes what the older version wrote; its alerts."""
+    """Writes the records of the older version; returns its alerts."""
     old = json.loads(RECORDS.read_text())
     producer = AIOKafkaProducer(bootstrap_servers=kafka.address)
     await producer.start()
@@ -70,7 +70,7 @@ async def write_old(kafka: KafkaServer) -> list[dict[str, Any]]:
     return [json.loads(row["value"]) for row in old["gpu.alerts"]]
 
 
-async def test_open_alerts_of_the_version_before_are_neither_lost_nor_doubled(
+async def test_open_alerts_of_the_previous_version_are_neither_lost_nor_doubled(
     empty_kafka: KafkaServer, tmp_path: Path
 ) -> None:
     kafka = empty_kafka

@@ -100,7 +100,7 @@ class Fleet:
         return {tuple(series.labels.get(label, "") for label in by): series.value for series in series_list}
 
     async def assert_equal(self, prometheus: PrometheusServer, range_: str) -> None:
-        """What Prometheus adds up is what the records add up to, to the last millisecond and microsecond."""
+        """Asserts that the sums in Prometheus are those of the records, to the last millisecond and microsecond."""
         for name, (field, scale) in OF_RECORD.items():
             for by, labels in BY.items():
                 stored_sums = await self.stored(prometheus, f"{name}", range_, labels)
@@ -127,7 +127,7 @@ async def write(kafka: KafkaServer, records: Iterable[Usage | bytes]) -> None:
 
 
 def growing(final: Iterable[Usage]) -> Iterable[Usage]:
-    """What is written of windows before they are final."""
+    """The records of windows before they are final."""
     for record in final:
         yield msgspec.structs.replace(
             record, final=False, revision=record.revision - 1, device_ms=record.device_ms // 2

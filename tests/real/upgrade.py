@@ -44,7 +44,7 @@ class Version(Gpustream):
         self.python = ["-c", run + "sys.argv[0] = 'gpustream'; runpy.run_module('gpustream', run_name='__main__')"]
 
     def stop(self) -> None:
-        """Ends it in good order. What it says of itself is the affair of its own version."""
+        """Ends it in good order. Its own metrics are checked by its own version only."""
         Server.stop(self)
 
 
@@ -110,7 +110,7 @@ class Trial:
         return f"{len(attributions)} ticks, each once, all exact, no dead letter"
 
     async def record(self) -> dict[str, list[dict[str, Any]]]:
-        """What the topics have."""
+        """Records the contents of the topics."""
         return {
             topic: [
                 {"partition": row.partition, "ts_ms": row.timestamp, "key": _text(row.key), "value": _text(row.value)}
