@@ -134,7 +134,7 @@ class LatestAlerts:
         self._last: dict[bytes, Alert] = {}
 
     def update(self, record: Any) -> Alert | None:
-        """Takes in a record of gpu.alerts. Returns its alert, or None if it is a repeat, a deletion or malformed."""
+        """Adds a record of gpu.alerts. Returns its alert, or None if it is a repeat, a deletion or malformed."""
         key = record.key or b""
         try:
             alert = read_alert(record)

@@ -184,7 +184,7 @@ def compared(theirs: Sequence[Reading], ours: Sequence[Reading], tolerance: floa
                 reason = "gpustream has no such GPU"
                 rows.append(Compared(device_found, key, _side(reading), None, "missing", reason))
             elif (device_found, key) not in our_groups:
-                verdict, reason = _why_absent(reading.name, key, our_quantities)
+                verdict, reason = _verdict_if_absent(reading.name, key, our_quantities)
                 rows.append(Compared(device_found, key, _side(reading), None, verdict, reason))
             else:
                 current, ended_readings = our_groups[device_found, key], ended.get((device_found, key), ())
@@ -228,8 +228,8 @@ def _side(reading: Reading) -> Side:
     return Side(reading.name, last.value, reading.pod, last.at_s)
 
 
-def _why_absent(name: str, key: str, our_quantities: Iterable[str]) -> tuple[Verdict, str]:
-    """Why gpustream lacks a quantity that they have of a GPU."""
+def _verdict_if_absent(name: str, key: str, our_quantities: Iterable[str]) -> tuple[Verdict, str]:
+    """The verdict if gpustream lacks a quantity that they have of a GPU, with the reason."""
     if name not in _quantities_by_name():
         return "unknown", f"gpustream has no {name}: {counters.why_not_served(name)}"
     if key in our_quantities:

@@ -325,7 +325,10 @@ def _head(report: Json) -> Iterator[str]:
 
 
 def _block(device: Json, device_by_left_out: dict[str, str]) -> list[str]:
-    """A GPU; a MIG device stands below its GPU, further in."""
+    """The lines of a device; those of a MIG device are indented.
+
+    ``device_by_left_out``: earlier devices by what they lack. A device that lacks the same only names the earlier one.
+    """
     margin = "  " if device.get("mig") else ""
     width = WIDTH - len(margin)
     parts = (*_identity(device), *_users(device))
@@ -342,7 +345,17 @@ def _block(device: Json, device_by_left_out: dict[str, str]) -> list[str]:
             if cells and max(len(line), len(cells[0])) <= half:
                 line += _GAP + cells.pop(0)
             lines.append(_MARGIN + line)
-        lines += _left_out(device, device_by_left_out, width)
+        keys_by_reason: dict[str, list[str]] = {}
+        for entry in device["left_out"]:
+            keys_by_reason.setdefault(sentence(entry["tried"]), []).append(entry["what"])
+        reasons = [f"{reason}: {', '.join(keys)}" for reason, keys in keys_by_reason.items()]
+        if earlier_device := device_by_left_out.get("\n".join(reasons)):
+            lines += _line("left out", f"{len(device['left_out'])}, as of {earlier_device}", width)
+        elif reasons:
+            device_by_left_out["\n".join(reasons)] = _name(device)
+            lines += _line("left out", str(len(device["left_out"])), width)
+            for reason in reasons:
+                lines += _wrapped(_MARGIN + reason, len(_MARGIN) + 2, width)
     return [margin + line for line in lines]
 
 
@@ -393,23 +406,6 @@ def _users(device: Json) -> Iterator[tuple[str, str]]:
         yield "process", f"and {len(processes) - MAX_PROCESSES} more"
     for job in device.get("jobs", ()):
         yield "job", ", ".join(job[key] for key in ("id", "user", "partition", "account") if key in job)
-
-
-def _left_out(device: Json, device_by_left_out: dict[str, str], width: int) -> Iterator[str]:
-    """The metrics that were left out, by reason. If an earlier device has the same ones, only its name."""
-    reasons: dict[str, list[str]] = {}
-    for entry in device["left_out"]:
-        reasons.setdefault(sentence(entry["tried"]), []).append(entry["what"])
-    if not reasons:
-        return
-    lines = [f"{reason}: {', '.join(keys)}" for reason, keys in reasons.items()]
-    if earlier_device := device_by_left_out.get("\n".join(lines)):
-        yield from _line("left out", f"{len(device['left_out'])}, as of {earlier_device}", width)
-        return
-    device_by_left_out["\n".join(lines)] = _name(device)
-    yield from _line("left out", str(len(device["left_out"])), width)
-    for line in lines:
-        yield from _wrapped(_MARGIN + line, len(_MARGIN) + 2, width)
 
 
 def _name(device: Json) -> str:

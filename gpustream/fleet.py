@@ -109,7 +109,7 @@ class RecentMeans:
 
     @property
     def span_ms(self) -> int:
-        """How far back it goes."""
+        """The time that all slots cover together."""
         return self._slot_ms * len(self._rings[0])
 
 
@@ -182,7 +182,7 @@ class Device:
         return since_ms
 
     def update(self, tick: Tick, device: TickDevice, holders: list[Holder]) -> None:
-        """Takes in the device's part of a tick. ``holders`` are the pods and processes that hold it."""
+        """Updates the device from its part of a tick. ``holders`` are the pods and processes that hold it."""
         metrics = device.metrics
         names = tuple(holder.name for holder in holders)
         if not self.tenures or self.tenures[-1].pods != names:
@@ -286,7 +286,7 @@ class Fleet:
         self._newest_s = float("-inf")
 
     def observe(self, tick: Tick, at_s: float, wall_ms: int) -> bool:
-        """Takes in a tick that arrived at ``at_s`` of the monotonic clock, which is ``wall_ms`` of the wall clock.
+        """Updates the fleet from a tick that arrived at ``at_s`` (monotonic clock), which is ``wall_ms`` (wall clock).
 
         Returns False if the tick is a replay, which changes nothing.
         """

@@ -66,7 +66,7 @@ class History:
         self._consumer, self._without = consumer, without
 
     async def ends(self, topic: str) -> dict[Partition, int]:
-        """Where each partition of a topic ends."""
+        """The end offset of each partition of a topic."""
         return await clients.ends(self.connection, self._consumer, self._partitions_of(topic))
 
     async def spans(self, topic: str, since_ms: int = 0) -> dict[Partition, Span]:

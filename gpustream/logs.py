@@ -200,14 +200,14 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
         """Ignored: there is only standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write what was held back until now, and this record, unless it is held back itself."""
+        """Writes what was held back until now, and this record, unless it is held back itself."""
         self._write(self._limiter.due())
         if self._limiter.admit(record):
             self._write([record])
         self._set_timer()
 
     def write_due(self) -> None:
-        """Write what was held back until now."""
+        """Writes what was held back until now."""
         self.acquire()
         try:
             self._timer = None
@@ -217,7 +217,7 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
             self.release()
 
     def close(self) -> None:
-        """Write all that is held back, because the process ends."""
+        """Writes all that is held back, because the process ends."""
         self.acquire()
         try:
             if self._timer is not None:

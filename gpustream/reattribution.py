@@ -108,7 +108,7 @@ class ReattributionTotals:
 
 
 async def reattribute(connection: Connection, into: str, time_range: Range) -> ReattributionTotals:
-    """Attribute the samples of a time again, one partition after the other. Raises BrokerError."""
+    """Attributes the samples of a time again, one partition after the other. Raises BrokerError."""
     target = dataclasses.replace(connection, topic_prefix=into)
     sender = Sender(target, client_id="gpustream-replay", max_batch_bytes=512 * 1024)
     totals = ReattributionTotals()

@@ -118,7 +118,7 @@ async def _actions(connection: Connection) -> dict[str, Action]:
 
 
 async def _undo(connection: Connection, action_id: str, kubeconfig: Path | None) -> str:
-    """Undo an action; the sentence that says so. Raises BrokerError."""
+    """Undoes an action, and returns a sentence about it. Raises BrokerError."""
     action = (await _actions(connection)).get(action_id)
     if action is None:
         raise NotUndone(f"there is no action {action_id} in {connection.prefixed(actions.TOPIC.name)}")
@@ -149,7 +149,7 @@ async def _undo(connection: Connection, action_id: str, kubeconfig: Path | None)
 
 
 async def _give_back(cluster: Cluster, action: Action) -> None:
-    """Change the object back. Raises NotUndone, Denied and Unreachable."""
+    """Changes the object back. Raises NotUndone, Denied and Unreachable."""
 
     def refuse(reason: str) -> NoReturn:
         raise NotUndone(f"not undone: {reason}")

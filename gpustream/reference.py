@@ -87,7 +87,7 @@ _OUTCOMES = [
 
 
 def metrics_markdown() -> str:
-    """The reference of what the components say of themselves."""
+    """The reference of the components' own metrics."""
     parts = [
         "# What gpustream says of itself",
         MARK,

@@ -288,7 +288,7 @@ def _window_hash(record: Usage) -> int:
 
 
 async def _replay(connection: Connection, hours: Range, policy: Accounting) -> ReplayTotals:
-    """Make each partition again, one after the other."""
+    """Makes the usage of each partition again, one after the other."""
     sender = Sender(connection, client_id="gpustream-replay", max_batch_bytes=512 * 1024)
     written_topics = (HOURS.name, MINUTES.name)
     async with history.opened(connection, [ATTRIBUTED.name, *written_topics]) as reader, connecting(sender):
@@ -351,7 +351,7 @@ class PartitionWriter:
         return highest
 
     async def _send(self, partition: int, records: Sequence[Usage]) -> None:
-        """Write records of hours and of minutes, each to its topic."""
+        """Writes records of hours and of minutes, each to its topic."""
         for record in records:
             topic = HOURS if record.end_ms - record.start_ms == HOUR_MS else MINUTES
             await self._writer.write(topic.name, msgspec.json.encode(record), record.key.encode(), partition)

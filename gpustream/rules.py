@@ -215,7 +215,7 @@ def _lines(path: Path) -> Iterator[Recorded]:
 
 
 async def _read(connection: Connection, start: str | float, trial: Trial) -> None:
-    """Evaluates the records from a time on, to where each partition ends now."""
+    """Evaluates the records from a time on, to the current end of each partition."""
     from_ms = 0 if isinstance(start, str) else int((time.time() - start) * 1000)
     async with history.opened(connection, [attributed.TOPIC.name]) as reader:
         spans = await reader.spans(attributed.TOPIC.name, from_ms)

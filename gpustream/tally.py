@@ -126,7 +126,7 @@ class RunSummary(msgspec.Struct, frozen=True):
         return not self.lost and not self.dropped
 
     def text(self, seen: Sequence[str] = ()) -> str:
-        """The summary as text: the lines of what was ``seen``, and where every tick went."""
+        """The summary as text: the lines ``seen``, and then how many ticks came to which end."""
         by = self.attributed
         rows = [
             *(("seen" if not number else "", text) for number, text in enumerate(seen)),

@@ -61,7 +61,7 @@ class _ApiReader:
             query["continue"] = token
 
     async def log(self, namespace: str, pod: str, container: str) -> str:
-        """The last lines of a container that ended; empty if they are gone."""
+        """The last lines of a container that ended; empty if Kubernetes does not have them any more."""
         params = {"container": container, "previous": "true", "tailLines": _LOG_LINES}
         response = await self._client.request("GET", f"/api/v1/namespaces/{namespace}/pods/{pod}/log", params=params)
         return response.body.decode("utf-8", "replace").strip() if response.status == 200 else ""

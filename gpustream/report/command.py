@@ -87,12 +87,22 @@ async def _build_report(
         if not plan.range.is_nonempty:
             raise failed("\n".join(plan.notes))
         await _add_usage(reader, plan, current)
-        previous, previous_notes = await _previous_period(reader, plan.range, prices, current_ms)
+        before = previous_range(plan.range)
+        before_text = f"{utc(before.from_ms)} to {utc(before.to_ms)}"
+        previous_plan, previous = await read.plan(reader, before, current_ms), None
+        if previous_plan.notes:
+            previous_note = f"the time before, {before_text}, is not compared: Kafka does not have all of it any more"
+        else:
+            previous, previous_note = Summary(prices), f"before: {before_text}"
+            await _add_usage(reader, previous_plan, previous)
+            if not previous.teams.gpus:
+                previous = None
+                previous_note = f"the time before, {before_text}, is not compared: nothing is known of it"
         firings = Firings()
         async for records in reader.records(await reader.spans(alerts.TOPIC.name)):
             firings.add(records)
     empty_note = [] if current.teams.gpus else ["nothing is known of this time: does `gpustream stream usage` run?"]
-    notes = [*empty_note, *plan.notes, *table_notes(current.teams), *previous_notes]
+    notes = [*empty_note, *plan.notes, *table_notes(current.teams), previous_note]
     return forms.report(plan.range, current, previous, firings.during(plan.range), top, notes)
 
 
@@ -101,22 +111,6 @@ async def _add_usage(reader: History, plan: read.Plan, summary: Summary) -> None
         for record in records:
             summary.add(record)
         summary.close()
-
-
-async def _previous_period(
-    reader: History, current_range: Range, prices: Prices | None, current_ms: int
-) -> tuple[Summary | None, list[str]]:
-    """The usage of the previous period, and notes on it; None if Kafka does not have all of it."""
-    time_range = previous_range(current_range)
-    plan = await read.plan(reader, time_range, current_ms)
-    text = f"the time before, {utc(time_range.from_ms)} to {utc(time_range.to_ms)}"
-    if plan.notes:
-        return None, [f"{text}, is not compared: Kafka does not have all of it any more"]
-    summary = Summary(prices)
-    await _add_usage(reader, plan, summary)
-    if not summary.teams.gpus:
-        return None, [f"{text}, is not compared: nothing is known of it"]
-    return summary, [f"before: {utc(time_range.from_ms)} to {utc(time_range.to_ms)}"]
 
 
 def previous_range(time_range: Range) -> Range:

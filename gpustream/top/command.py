@@ -134,7 +134,7 @@ def moment(fleet: Fleet, latest_alerts: LatestAlerts, title: str, began_s: float
 async def _read(
     reader: history.History, spans: Mapping[Partition, Span], fleet: Fleet, latest_alerts: LatestAlerts
 ) -> None:
-    """Takes in the records of the spans, then new ones, in batches: a poll for each record would cost more than it."""
+    """Adds the records of the spans, and then new ones, in batches: a poll for each record would be slow."""
 
     def observe(records: Sequence[Any]) -> None:
         ahead_s = time.time() - time.monotonic()

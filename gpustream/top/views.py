@@ -425,7 +425,7 @@ def _holder_lines(now: Now, device: Device, columns: int) -> list[Line]:
 
 
 def alert_lines(now: Now, firing: FiringAlert, width: int, height: int) -> list[Line]:
-    """An alert: what it says, and the GPU that it is about."""
+    """The lines of an alert: its annotations and labels, and the GPUs that it is about."""
     alert = firing.alert
     lines: list[Line] = [
         [

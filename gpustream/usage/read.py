@@ -66,7 +66,7 @@ class Plan(NamedTuple):
 
 
 async def plan(reader: History, time_range: Range, now_ms: int) -> Plan:
-    """Finds what Kafka still has of a time range, and where in the logs it is."""
+    """Finds what Kafka still has of a time range, and the offsets of that."""
     notes = []
     hours, is_cut = await _spans(reader, HOURS, time_range, now_ms)
     if is_cut:
