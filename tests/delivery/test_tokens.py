@@ -34,13 +34,13 @@ class Endpoint:
 
 @pytest.fixture
 async def endpoint() -> AsyncIterator[Endpoint]:
-    endpoint_, app = Endpoint(), web.Application()
-    app.router.add_post("/token", endpoint_.handle)
+    new_endpoint, app = Endpoint(), web.Application()
+    app.router.add_post("/token", new_endpoint.handle)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    endpoint_.url = f"http://127.0.0.1:{runner.addresses[0][1]}/token"
-    yield endpoint_
+    new_endpoint.url = f"http://127.0.0.1:{runner.addresses[0][1]}/token"
+    yield new_endpoint
     await runner.cleanup()
 
 

@@ -42,10 +42,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asking(monkeypatch: pytest.MonkeyPatch, *answers: Checked | Exception) -> tuple[TopicCheck, FakeBroker]:
-    broker_, check = FakeBroker(*answers), TopicCheck(Connection("kafka:9092"), USES)
-    broker_.check = check
-    monkeypatch.setattr(topic_admin, "check", broker_)
-    return check, broker_
+    fake_broker, check = FakeBroker(*answers), TopicCheck(Connection("kafka:9092"), USES)
+    fake_broker.check = check
+    monkeypatch.setattr(topic_admin, "check", fake_broker)
+    return check, fake_broker
 
 
 async def test_the_check_names_what_is_missing_and_what_to_run_and_goes_on_when_it_is_there(

@@ -175,7 +175,7 @@ def xids(truth: Truth, by: str) -> Answer:
 def pod_xids(truth: Truth, by: str) -> Answer:
     """Errors in the time shown that came while one pod held the device."""
     rows = []
-    for device_row in (tick_ for ticks in truth.within(RANGE_MS).values() for tick_ in ticks):
+    for device_row in (past_state for ticks in truth.within(RANGE_MS).values() for past_state in ticks):
         for event in device_row.device.events or ():
             then_holders = {(pod.namespace, pod.pod) for pod in event.held_by(device_row.device.holders)}
             if len(then_holders) == 1:

@@ -205,13 +205,13 @@ async def usage_of(kafka: str, topic: str) -> dict[bytes, Usage]:
     written: dict[tuple[bytes, tuple[int, int]], bytes] = {}
     nodes: dict[tuple[str, str], int] = {}
     async for record in records_of(kafka, topic):
-        record_ = msgspec.json.decode(record.value, type=Usage)
-        before = written.setdefault((record.key, record_.order), record.value)
+        usage = msgspec.json.decode(record.value, type=Usage)
+        before = written.setdefault((record.key, usage.order), record.value)
         assert before == record.value, f"{before!r} was written, and then {record.value!r}"
-        assert record.key == record_.key.encode()
-        assert nodes.setdefault((record_.cluster, record_.node), record.partition) == record.partition
+        assert record.key == usage.key.encode()
+        assert nodes.setdefault((usage.cluster, usage.node), record.partition) == record.partition
         records_by_key[record.key] = max(
-            records_by_key.get(record.key, record_), record_, key=lambda candidate: candidate.order
+            records_by_key.get(record.key, usage), usage, key=lambda candidate: candidate.order
         )
     return records_by_key
 

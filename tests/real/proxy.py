@@ -104,7 +104,10 @@ class FaultyReceiver:
         labels = [(dict(series.labels), series.ts_ms) for series in ticks_read]
         with self._lock:
             for node, ts_ms in sorted(
-                {(f"{labels_['k8s_cluster_name']}/{labels_['k8s_node_name']}", at_ms_) for labels_, at_ms_ in labels}
+                {
+                    (f"{series_labels['k8s_cluster_name']}/{series_labels['k8s_node_name']}", read_ms)
+                    for series_labels, read_ms in labels
+                }
             ):
                 if ts_ms > self.newest_ms.get(node, 0):
                     self.newest_ms[node] = ts_ms

@@ -174,7 +174,7 @@ class Pipeline:
     async def watch(self) -> None:
         """Every few seconds record the resources of every process, and whether its records add up; for ever."""
         while True:
-            for process in [process_ for process_ in self.wanted if process_.running]:
+            for process in [wanted_process for wanted_process in self.wanted if wanted_process.running]:
                 with contextlib.suppress(OSError):  # it has just ended
                     self.lives.setdefault((process.name, process.pid), []).append(needs(process.pid))
                 metrics = await asyncio.to_thread(process.get, "/metrics")

@@ -128,14 +128,14 @@ class Hook:
 @asynccontextmanager
 async def hook(respond: Respond = lambda *_: 204) -> AsyncIterator[Hook]:
     """A webhook that listens."""
-    app, hook_ = web.Application(), Hook(respond)
-    app.router.add_post("/hook", hook_.handle)
+    app, new_hook = web.Application(), Hook(respond)
+    app.router.add_post("/hook", new_hook.handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    hook_.url = f"http://127.0.0.1:{runner.addresses[0][1]}/hook"
+    new_hook.url = f"http://127.0.0.1:{runner.addresses[0][1]}/hook"
     try:
-        yield hook_
+        yield new_hook
     finally:
         await runner.cleanup()
 
@@ -271,9 +271,9 @@ def in_order(requests: Sequence[tuple[str, bytes, str]], expected: Iterable[Aler
     bodies: dict[str, bytes] = {}
     for identity, body, _ in requests:
         assert bodies.setdefault(identity, body) == body
-    assert bodies == {transition_id(alert_): msgspec.json.encode(alert_) for alert_ in expected}
-    for fingerprint in {alert_.fingerprint for alert_ in expected}:
-        ids = [transition_id(alert_) for alert_ in expected if alert_.fingerprint == fingerprint]
+    assert bodies == {transition_id(transition): msgspec.json.encode(transition) for transition in expected}
+    for fingerprint in {transition.fingerprint for transition in expected}:
+        ids = [transition_id(transition) for transition in expected if transition.fingerprint == fingerprint]
         assert [identity for identity in bodies if identity.startswith(fingerprint)] == ids
 
 

@@ -309,7 +309,7 @@ async def test_through_prometheus_an_autoscaler_and_keda_see_what_pods_use_also_
         await servers.enter_async_context(test)
         test.load = 0.3
         labels = await servers.enter_async_context(pod_labels(test))
-        targets = (*(f"127.0.0.1:{port_}" for port_ in ports.values()), labels)
+        targets = (*(f"127.0.0.1:{sink_port}" for sink_port in ports.values()), labels)
         prometheus = servers.enter_context(Classical(tmp_path / "prometheus", targets, "classical"))
         await eventually(lambda: prometheus.query("cuda_test_gpu_avg"), every_s=0.2)
         await eventually(

@@ -49,18 +49,18 @@ def times_ms(node: str, start_ms: int) -> list[int]:
 
 def fates(times: list[int], now_ms: int) -> list[Fate]:
     """The outcome of a node's ticks in a Prometheus without an out-of-order window: it refuses what is not newer."""
-    newest_ms, fates_ = 0, list[Fate]()
+    newest_ms, expected_fates = 0, list[Fate]()
     for ts_ms in times:
         if ts_ms > now_ms + 600_000:
-            fates_.append(("dead_lettered", "too_far_ahead"))
+            expected_fates.append(("dead_lettered", "too_far_ahead"))
         elif ts_ms == newest_ms:
-            fates_.append(("delivered", "duplicate"))  # what has not changed is there, what has is missing
+            expected_fates.append(("delivered", "duplicate"))  # what has not changed is there, what has is missing
         elif ts_ms < newest_ms:
-            fates_.append(("dropped", "too_old" if newest_ms - ts_ms > 3_600_000 else "out_of_order"))
+            expected_fates.append(("dropped", "too_old" if newest_ms - ts_ms > 3_600_000 else "out_of_order"))
         else:
             newest_ms = ts_ms
-            fates_.append(("delivered", ""))
-    return fates_
+            expected_fates.append(("delivered", ""))
+    return expected_fates
 
 
 async def write(kafka: KafkaServer, start_ms: int) -> None:

@@ -352,8 +352,10 @@ def delete_pod(api: ApiServer, namespace: str, name: str) -> None:
 
 def chain_of(reported: Pod) -> list[Owner]:
     """The owners of a pod in a record."""
-    assert all(owner_.api_version == API_VERSIONS[owner_.kind] for owner_ in reported.owners)
-    return [Owner(owner_.kind, owner_.name, owner_.uid or "") for owner_ in reported.owners]
+    assert all(reported_owner.api_version == API_VERSIONS[reported_owner.kind] for reported_owner in reported.owners)
+    return [
+        Owner(reported_owner.kind, reported_owner.name, reported_owner.uid or "") for reported_owner in reported.owners
+    ]
 
 
 # -- nodes

@@ -201,12 +201,12 @@ async def test_a_user_resubmits_through_tls_with_exactly_the_acls_that_the_docs_
     login = ("--kafka-security", "sasl-ssl", "--kafka-sasl-mechanism", "scram-sha-512", "--kafka-username", "operator")
     files = ("--kafka-password-file", str(tmp_path / "password"), "--kafka-ca", str(authority.ca))
     arguments = ("dead-letters", "resubmit", "0:0", "--yes", "--kafka", kafka.sasl_ssl, *login, *files)
-    for right_ in RIGHTS:
-        kafka.allow("operator", *right_)
+    for acl in RIGHTS:
+        kafka.allow("operator", *acl)
     try:
         done = await asyncio.to_thread(CliRunner().invoke, main, arguments)
     finally:
-        for right_ in RIGHTS:
-            kafka.forbid("operator", *right_)
+        for acl in RIGHTS:
+            kafka.forbid("operator", *acl)
 
     assert (done.exit_code, done.stdout) == (0, "gpu.samples: 1 record sent again\n"), done.stderr

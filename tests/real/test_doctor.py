@@ -147,7 +147,7 @@ async def test_a_topic_that_somebody_emptied_is_found_and_no_tick_is_taken_for_l
         deleted.result(10)
     _, results = await look(kafka)
 
-    (finding,) = (finding_ for finding_ in results["groups"].findings if "deleted" in finding_.finding)
+    (finding,) = (candidate for candidate in results["groups"].findings if "deleted" in candidate.finding)
     assert finding.finding.endswith(f": {sum(ends.values()) - 2} that gpustream-sink-webhook lacks")
     assert f"partition 0 begins at offset {ends[0]}, gpustream-sink-webhook has finished up to 1" in finding.evidence
     assert results["attributed"] == CheckResult(f"{8 * TICKS} deleted after that", [])
@@ -178,7 +178,7 @@ async def test_topics_that_somebody_changed_a_wrong_prefix_and_a_user_without_a_
         "gpu.attributed: retention.ms is 600000",
     }
     assert "User:half may not Write Topic gpu.attributed" in {
-        finding_.finding for finding_ in results["rights"].findings
+        candidate.finding for candidate in results["rights"].findings
     }
     assert situation.kafka.principal == "User:ANONYMOUS"
     assert situation.kafka.disks
@@ -233,7 +233,7 @@ async def test_the_api_server_is_asked_for_pods_nodes_rights_and_settings(
 
     cluster_state = await kubernetes.inspect(kube_api.kubeconfig(ADMIN), "doctor")
     kube_api.delete("/api/v1/nodes/doctors")
-    texts = [finding_.finding for finding_ in pods.pods(Situation(0, 1, cluster=cluster_state)).findings]
+    texts = [candidate.finding for candidate in pods.pods(Situation(0, 1, cluster=cluster_state)).findings]
     assert "pod attribution-0: ErrImagePull" in texts
     assert "GPUSTREAM_GRACES is no option" in texts
     assert "node doctors has GPUs, and no pod of the node producer" in texts
@@ -301,7 +301,7 @@ async def test_a_sink_that_hangs_is_one_finding(
         url = f"http://127.0.0.1:{sink.ports[0].number}"
         _, checked = await look(kafka, later_ms=60_000, metrics=[url], prometheus=prometheus.url)
         sink.sigcont()
-    (finding,) = (finding_ for name, check in checked.items() if name != "sent" for finding_ in check.findings)
+    (finding,) = (candidate for name, check in checked.items() if name != "sent" for candidate in check.findings)
     assert finding.finding == f"gpustream-sink-remote-write: {3 * TICKS} records of gpu.attributed not taken yet"
     assert finding.cause.startswith(f"{url} does not answer")
 
@@ -326,9 +326,9 @@ async def test_a_disk_that_a_broker_can_not_use_and_what_has_no_leader_for_it_ar
     await asyncio.to_thread(eventually_sync, lambda: leaderless(kafka))
     _, checked = await look(kafka)
 
-    assert f"broker 1: the disk of {bad}" in {finding_.finding for finding_ in checked["broker"].findings}
+    assert f"broker 1: the disk of {bad}" in {candidate.finding for candidate in checked["broker"].findings}
     assert checked["topics"].findings
-    assert all("have no leader" in finding_.finding for finding_ in checked["topics"].findings)
+    assert all("have no leader" in candidate.finding for candidate in checked["topics"].findings)
 
 
 async def test_brokers_that_were_killed_leave_what_they_had_without_a_leader(
@@ -340,7 +340,7 @@ async def test_brokers_that_were_killed_leave_what_they_had_without_a_leader(
 
     await asyncio.to_thread(eventually_sync, lambda: leaderless(kafka_cluster.brokers[0]))
     checked = checks.run(await gather(connection, Scope(600.0)))
-    first = next(finding_ for finding_ in checked["topics"].findings if "no leader" in finding_.finding)
+    first = next(candidate for candidate in checked["topics"].findings if "no leader" in candidate.finding)
     assert first.cause == "the brokers that have the replicas are down, or their disks are"
     assert "brokers 1, 2 answer" in first.evidence
     assert checked["broker"].findings == []

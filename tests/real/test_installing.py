@@ -108,11 +108,17 @@ class Shell:
         self.environment = {"PATH": path, "HOME": str(folder), "KUBECONFIG": str(api.kubeconfig(ADMIN)), **homes}
 
     def __call__(self, line: str, *arguments: str) -> str:
-        words_ = [*shlex.split(line, comments=True), *arguments]
+        command_words = [*shlex.split(line, comments=True), *arguments]
         ran = subprocess.run(
-            words_, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False, timeout=60
+            command_words,
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
         )
-        assert ran.returncode == 0, (words_, ran.stdout, ran.stderr)
+        assert ran.returncode == 0, (command_words, ran.stdout, ran.stderr)
         return ran.stdout
 
 

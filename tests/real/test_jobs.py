@@ -145,9 +145,9 @@ async def _is_in_series(prometheus: PrometheusServer, start_ms: int) -> None:
     async def stored() -> dict[tuple[str, int], tuple[str | None, ...]]:
         series = await asyncio.to_thread(prometheus.query, query)
         points = [
-            ((series_.labels["gpu_uuid"], at_ms), found_in(series_.labels))
-            for series_ in series
-            for at_ms, _ in series_.points
+            ((one_series.labels["gpu_uuid"], at_ms), found_in(one_series.labels))
+            for one_series in series
+            for at_ms, _ in one_series.points
         ]
         return dict(points) if len(points) == len(expected) else {}
 

@@ -362,11 +362,11 @@ def test_with_strimzi_every_pod_logs_in_as_a_user_of_its_own_and_the_chart_has_t
         assert not names(manifests, "Job")
     for kind in ("KafkaTopic", "KafkaUser"):
         of_overlay, other = (
-            {manifest["metadata"]["name"]: manifest["spec"] for manifest in manifests_ if manifest["kind"] == kind}
-            for manifests_ in (based, charted)
+            {manifest["metadata"]["name"]: manifest["spec"] for manifest in rendered if manifest["kind"] == kind}
+            for rendered in (based, charted)
         )
         assert of_overlay == other
-    of_overlay, other = (comparable(manifests_)["StatefulSet", "attribution"] for manifests_ in (based, charted))
+    of_overlay, other = (comparable(rendered)["StatefulSet", "attribution"] for rendered in (based, charted))
     assert of_overlay == other
 
 

@@ -171,7 +171,7 @@ async def test_what_a_tile_and_a_row_say_is_what_the_truth_says(page: Page, serv
         rows, truth = await page.value(ROWS), served.reported()
         for row in rows:
             uuid, ts_ms, cells = row["uuid"], row["ts"], row["cells"]
-            row_at = next((row_ for row_ in truth[uuid] if row_["ts_ms"] == ts_ms), None)
+            row_at = next((candidate for candidate in truth[uuid] if candidate["ts_ms"] == ts_ms), None)
             if row_at is None or cells[2] == "not known":
                 continue
             assert cells[1] == word_of(truth[uuid], ts_ms), (row, row_at)

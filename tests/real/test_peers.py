@@ -255,7 +255,7 @@ def test_a_query_of_a_dashboard_answers_what_is_true(fed: Fed, name: str, questi
     grouped = f" by ({', '.join(vocab.labels[label] for label in by)})" if by else ""
     times = 1 if aggregate_name == "count" else metric.times
     expected = {
-        labels_: value * times for labels_, value in true(fed.rows, key, AGGREGATES[aggregate_name], by).items()
+        row_labels: value * times for row_labels, value in true(fed.rows, key, AGGREGATES[aggregate_name], by).items()
     }
 
     assert expected
@@ -292,7 +292,9 @@ def test_a_gpu_with_an_xid_error_is_found_and_no_other_one(fed: Fed, name: str) 
 @every_vocabulary
 def test_every_pod_that_holds_a_device_alone_is_seen(fed: Fed, name: str) -> None:
     vocab = VOCABULARIES[name]
-    sole_pods = {pod_ for row in fed.rows if "memory_used_bytes" in row["metrics"] and (pod_ := pod(row)) is not None}
+    sole_pods = {
+        sole_pod for row in fed.rows if "memory_used_bytes" in row["metrics"] and (sole_pod := pod(row)) is not None
+    }
     held = f'{vocab.labels["pod"]}!=""'
     by = ("namespace", "pod")
     grouped = ", ".join(vocab.labels[label] for label in by)
@@ -317,7 +319,7 @@ def test_pods_that_share_devices_are_seen_by_their_parts_which_are_the_devices_w
     assert pods <= parts_seen.keys()
     totals = ask(fed, vocab, parts, ("gpu",))
     truly = true(shared, "memory_used_bytes", sum, ("gpu",))
-    assert {gpu_: totals[gpu_] for gpu_ in truly} == truly
+    assert {gpu_key: totals[gpu_key] for gpu_key in truly} == truly
 
 
 # -- what other names beside them change of ours: nothing

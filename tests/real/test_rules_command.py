@@ -35,8 +35,8 @@ async def write(kafka: str, node: str, partition: int) -> None:
     producer = AIOKafkaProducer(bootstrap_servers=kafka)
     await producer.start()
     try:
-        for tick_ in idle(node):
-            await producer.send("gpu.attributed", msgspec.json.encode(tick_), partition=partition)
+        for idle_tick in idle(node):
+            await producer.send("gpu.attributed", msgspec.json.encode(idle_tick), partition=partition)
         await producer.flush()
     finally:
         await producer.stop()

@@ -35,7 +35,7 @@ def lag_of(committed: int, end: int, trigger: Manifest) -> int:
 
 def replicas(kafka: KafkaServer, spec: Manifest) -> int:
     """How many pods KEDA and its HorizontalPodAutoscaler want for a ScaledObject with a Kafka trigger alone."""
-    (trigger,) = [trigger_["metadata"] for trigger_ in spec["triggers"]]
+    (trigger,) = [candidate["metadata"] for candidate in spec["triggers"]]
     topic = trigger["topic"]
     tps = [TopicPartition(topic, number) for number in range(kafka.topics()[topic])]
     asking = Consumer({"bootstrap.servers": kafka.address, "group.id": trigger["consumerGroup"]})  # it joins nothing

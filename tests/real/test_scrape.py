@@ -157,8 +157,8 @@ def tick(name: str, seq: int, *pods: str | None) -> dict[str, Any]:
     """A node's tick: a GPU for each pod, with a container of the pod's own name; None: nobody holds it."""
     holders = [[{"namespace": "ml", "pod": pod, "container": pod}] if pod else [] for pod in pods]
     devices = [
-        {"uuid": f"GPU-{name}-{index}", "index": index, "metrics": METRICS, "holders": holder_}
-        for index, holder_ in enumerate(holders)
+        {"uuid": f"GPU-{name}-{index}", "index": index, "metrics": METRICS, "holders": device_holders}
+        for index, device_holders in enumerate(holders)
     ]
     header = {"schema": 1, "cluster": "scraped", "node": name, "run_id": 1, "seq": seq, "ts_ms": seq * 1000}
     return {**header, "offset": seq, "attribution": "exact", "devices": devices}
@@ -167,7 +167,9 @@ def tick(name: str, seq: int, *pods: str | None) -> dict[str, Any]:
 def expected(ticks: Iterable[dict[str, Any]]) -> dict[tuple[str, ...], float]:
     """What Prometheus must have of these ticks."""
     devices = [
-        ({"node": tick_["node"], "cluster": tick_["cluster"]}, device) for tick_ in ticks for device in tick_["devices"]
+        ({"node": sent_tick["node"], "cluster": sent_tick["cluster"]}, device)
+        for sent_tick in ticks
+        for device in sent_tick["devices"]
     ]
     return {
         identity({"__name__": name, **of_node, **of_device(device)}): value
@@ -189,9 +191,11 @@ async def send(kafka: KafkaServer, *ticks: dict[str, Any]) -> None:
     producer = AIOKafkaProducer(bootstrap_servers=kafka.address)
     await producer.start()
     try:
-        for tick_ in ticks:
-            key = node_key(tick_["cluster"], tick_["node"])
-            await producer.send_and_wait("gpu.attributed", json.dumps(tick_).encode(), key, int(tick_["node"][-1]))
+        for sent_tick in ticks:
+            key = node_key(sent_tick["cluster"], sent_tick["node"])
+            await producer.send_and_wait(
+                "gpu.attributed", json.dumps(sent_tick).encode(), key, int(sent_tick["node"][-1])
+            )
     finally:
         await producer.stop()
 
@@ -268,7 +272,8 @@ async def test_prometheus_reads_every_series_of_every_profile(
             for names in PROFILES:
                 exposed_samples = samples(exposed(devices[names]))
                 expected_values = {
-                    identity({"__name__": sample_.name, **sample_.labels}): sample_.value for sample_ in exposed_samples
+                    identity({"__name__": exposed_sample.name, **exposed_sample.labels}): exposed_sample.value
+                    for exposed_sample in exposed_samples
                 }
                 await wait_for_answer(prometheus, expected_values, names)
                 assert len(expected_values) == len(exposed_samples) > 60

@@ -261,10 +261,10 @@ def test_devices_appear_once_and_name_a_pod_only_if_one_alone_holds_them(
         truths = {_key(names, device): played.truths(tick)[device.uuid] for device in tick.devices}
         series = _query(played, profile, name, tick)
         known_truths = {key: truth for key, truth in truths.items() if quantity in truth.values()}
-        assert {_labelled(names, series_): series_.value * scale for series_ in series} == _close(
+        assert {_labelled(names, value_series): value_series.value * scale for value_series in series} == _close(
             {key: truth.values()[quantity] for key, truth in known_truths.items()}
         )
-        assert {_labelled(names, series_): _pod(names, series_) for series_ in series} == {
+        assert {_labelled(names, value_series): _pod(names, value_series) for value_series in series} == {
             key: next(iter(truth.holders)) if len(truth.holders) == 1 else None for key, truth in known_truths.items()
         }
         assert len(series) == len(known_truths)

@@ -35,7 +35,7 @@ async def test_prometheus_learns_from_2_0_when_the_counters_of_xid_errors_began(
         series = prometheus.query('{__name__=~"gpu_.+"}[5m]', now_ms + 1)
 
     assert not delivered.refused
-    assert {series_.labels["__name__"]: series_.points for series_ in series} == {
+    assert {counter_series.labels["__name__"]: counter_series.points for counter_series in series} == {
         "gpu_energy_consumption": [(now_ms, 5000.0)],
         "gpu_holders": [(now_ms, 0.0)],
         "gpu_power_draw": [(now_ms, 1.0)],

@@ -45,7 +45,7 @@ def summaries(kafka: KafkaServer, groups_before: set[str]) -> Summaries:
     """The summaries of both pipelines. The samples of the first one have a malformed record."""
 
     async def run_both() -> Summaries:
-        await asyncio.gather(*(create_topics(kafka, pipeline_) for pipeline_ in (EAST, WEST)))
+        await asyncio.gather(*(create_topics(kafka, pipeline) for pipeline in (EAST, WEST)))
         async with AIOKafkaProducer(bootstrap_servers=kafka.address) as producer:
             await producer.send_and_wait(f"{EAST.prefix}gpu.samples", b"not a sample", key=b"east/sim-0000")
         return dict(zip((EAST, WEST), await asyncio.gather(run(kafka, EAST), run(kafka, WEST)), strict=True))
@@ -62,14 +62,14 @@ def groups(kafka: KafkaServer) -> set[str]:
 async def test_two_pipelines_share_a_kafka_and_no_record_topic_or_group(
     kafka: KafkaServer, summaries: Summaries, groups_before: set[str]
 ) -> None:
-    assert set(kafka.topics()) == {pipeline_.prefix + topic for pipeline_ in summaries for topic in TOPICS}
-    assert groups(kafka) - groups_before == {pipeline_.prefix + group for pipeline_ in summaries for group in GROUPS}
-    for pipeline_, summary in summaries.items():
+    assert set(kafka.topics()) == {pipeline.prefix + topic for pipeline in summaries for topic in TOPICS}
+    assert groups(kafka) - groups_before == {pipeline.prefix + group for pipeline in summaries for group in GROUPS}
+    for pipeline, summary in summaries.items():
         attributed = [
-            json.loads(record.value) for record in await read_all(kafka.address, f"{pipeline_.prefix}gpu.attributed")
+            json.loads(record.value) for record in await read_all(kafka.address, f"{pipeline.prefix}gpu.attributed")
         ]
         assert len({(sample["node"], sample["run_id"], sample["seq"]) for sample in attributed}) == summary["ticks"] > 0
-        assert {sample["cluster"] for sample in attributed} == {pipeline_.cluster}
+        assert {sample["cluster"] for sample in attributed} == {pipeline.cluster}
 
 
 async def test_a_dead_letter_names_the_topic_as_kafka_knows_it(kafka: KafkaServer, summaries: Summaries) -> None:
@@ -81,36 +81,34 @@ async def test_a_dead_letter_names_the_topic_as_kafka_knows_it(kafka: KafkaServe
 def test_everything_that_a_pipeline_writes_is_compressed_as_its_options_say(
     kafka: KafkaServer, summaries: Summaries
 ) -> None:
-    for pipeline_ in summaries:
-        assert codecs(kafka, f"{pipeline_.prefix}gpu.samples") - {"none"} == {
-            pipeline_.compression
+    for pipeline in summaries:
+        assert codecs(kafka, f"{pipeline.prefix}gpu.samples") - {"none"} == {
+            pipeline.compression
         }  # "none" is the record that is none
-        assert codecs(kafka, f"{pipeline_.prefix}gpu.attributed") == {pipeline_.compression}
-        used_codecs = set.union(*(codecs(kafka, pipeline_.prefix + topic) for topic in TOPICS))
-        assert used_codecs - {"none"} == {
-            pipeline_.compression
-        }  # what compression does not make smaller stays as it is
+        assert codecs(kafka, f"{pipeline.prefix}gpu.attributed") == {pipeline.compression}
+        used_codecs = set.union(*(codecs(kafka, pipeline.prefix + topic) for topic in TOPICS))
+        assert used_codecs - {"none"} == {pipeline.compression}  # what compression does not make smaller stays as it is
 
 
-async def create_topics(kafka: KafkaServer, pipeline_: Pipeline) -> None:
+async def create_topics(kafka: KafkaServer, pipeline: Pipeline) -> None:
     """The topics of a pipeline, by the command."""
     options = ("--partitions", "2", "--replication-factor", "1")
-    await command("topics", "create", "--kafka", kafka.address, "--topic-prefix", pipeline_.prefix, *options)
+    await command("topics", "create", "--kafka", kafka.address, "--topic-prefix", pipeline.prefix, *options)
 
 
-async def run(kafka: KafkaServer, pipeline_: Pipeline) -> dict[str, Any]:
+async def run(kafka: KafkaServer, pipeline: Pipeline) -> dict[str, Any]:
     """A whole pipeline for 3 s; its summary."""
     common_options = (
         "--kafka",
         kafka.address,
         "--topic-prefix",
-        pipeline_.prefix,
+        pipeline.prefix,
         "--compression",
-        pipeline_.compression,
+        pipeline.compression,
     )
     run_options = (
         "--cluster",
-        pipeline_.cluster,
+        pipeline.cluster,
         "--simulate",
         "2x2",
         "--interval",

@@ -20,7 +20,7 @@ FLOW = ["gpu.samples", "gpu.allocations", "gpu.workloads", "gpu.attributed"]
 
 
 def wait_for(kafka: KafkaServer, names: Iterable[str]) -> None:
-    """Waits for the broker to see a topic that was created or deleted."""
+    """Waits until the broker has exactly these topics: it hears of changes a little later than the client."""
     eventually_sync(lambda: set(kafka.topics()) == set(names), f"{set(names)} are the topics")
 
 

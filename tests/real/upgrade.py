@@ -110,7 +110,7 @@ class Trial:
         return f"{len(attributions)} ticks, each once, all exact, no dead letter"
 
     async def record(self) -> dict[str, list[dict[str, Any]]]:
-        """Records the contents of the topics."""
+        """The contents of the topics."""
         return {
             topic: [
                 {"partition": row.partition, "ts_ms": row.timestamp, "key": _text(row.key), "value": _text(row.value)}

@@ -130,15 +130,13 @@ class FakeGroup:
         return {tp: self._since(ts_ms) for tp, ts_ms in times_ms.items()}
 
     def _since(self, ts_ms: int) -> int | None:
-        offsets = [
-            record_.offset for record_ in self.log if record_.timestamp >= ts_ms and record_.offset >= self.begin
-        ]
+        offsets = [logged.offset for logged in self.log if logged.timestamp >= ts_ms and logged.offset >= self.begin]
         return offsets[0] if offsets and self.by_time else None
 
     async def times(self, offsets: dict[Any, int]) -> dict[Any, int | None]:
         """When the last record up to an offset was logged."""
         return {
-            tp: max((record_.timestamp for record_ in self.log if self.begin <= record_.offset <= offset), default=None)
+            tp: max((logged.timestamp for logged in self.log if self.begin <= logged.offset <= offset), default=None)
             for tp, offset in offsets.items()
         }
 
@@ -157,9 +155,7 @@ class FakeGroup:
     async def fetch(self, tps: set[Any], timeout_s: float, max_records: int) -> dict[Any, list[ConsumedRecord]]:
         """The next records, at most so many."""
         await asyncio.sleep(0)
-        batch = [record_ for record_ in self.log if max(self.at, self.begin) <= record_.offset < self.end()][
-            :max_records
-        ]
+        batch = [logged for logged in self.log if max(self.at, self.begin) <= logged.offset < self.end()][:max_records]
         if batch:
             self.at = batch[-1].offset + 1
         else:

@@ -37,7 +37,7 @@ class FakeHandler:
             self._before(batch[0].offset)
             if abandon.is_set():
                 raise Abandoned
-            self.delivered += [record_.offset for record_ in batch]
+            self.delivered += [logged.offset for logged in batch]
             for _ in batch:
                 self._counted.finish("delivered")
             yield batch[-1].offset + 1

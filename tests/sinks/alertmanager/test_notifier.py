@@ -15,9 +15,9 @@ from topics.alerts import MAX_TIME_MS, time
 NOW = time(START_MS + 300_000)
 
 
-def encoded(alert_: Any, now: datetime = NOW, url: str | None = None) -> dict[str, Any]:
+def encoded(transition: Any, now: datetime = NOW, url: str | None = None) -> dict[str, Any]:
     """The one alert of a request, as it is on the wire."""
-    (posted,) = json.loads(request([alert_], now, 60.0, url).body)
+    (posted,) = json.loads(request([transition], now, 60.0, url).body)
     assert isinstance(posted, dict)
     return posted
 

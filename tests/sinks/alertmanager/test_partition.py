@@ -88,7 +88,9 @@ def over(pod: str, **fields: Any) -> Alert:
 
 def records(*alerts: Alert, first: int = 0, ago_ms: int = 0) -> list[ConsumedRecord]:
     """Records that the broker got just now, or so long ago."""
-    return [alert_record(alert_, first + number, at_ms=now_ms() - ago_ms) for number, alert_ in enumerate(alerts)]
+    return [
+        alert_record(transition, first + number, at_ms=now_ms() - ago_ms) for number, transition in enumerate(alerts)
+    ]
 
 
 def now_ms() -> int:

@@ -60,7 +60,9 @@ KINDS: list[tuple[Protocol, bool]] = [("1.0", False), ("1.0", True), ("2.0", Tru
 def test_whatever_is_refused_every_other_sample_is_delivered_once(
     protocol: Protocol, partial: bool, bad: set[tuple[int, int, str]]
 ) -> None:
-    receiver = Receiver(lambda sample_: "label too long" if identity(sample_) in bad else None, partial=partial)
+    receiver = Receiver(
+        lambda received_sample: "label too long" if identity(received_sample) in bad else None, partial=partial
+    )
     fates = asyncio.run(send(receiver, [tick(node) for node in range(4)], protocol))
     stored = {(int(dict(key)["node"]), int(dict(key)["device"]), dict(key)["__name__"]) for key in receiver.stored}
     assert stored == ALL - bad | {(9, 0, "m0")}
@@ -101,7 +103,7 @@ async def test_the_earlier_half_goes_first() -> None:
     order: list[list[int]] = []
 
     async def refuse_many(body: bytes, _: Protocol) -> Answer:
-        order.append(sorted({identity(sample_)[0] for sample_ in read_v1(unsnappy(body))}))
+        order.append(sorted({identity(received_sample)[0] for received_sample in read_v1(unsnappy(body))}))
         return Answer(204 if len(order) != 2 else 400)
 
     instruments = Instruments(INSTRUMENTS)
@@ -148,7 +150,7 @@ async def test_ticks_of_different_nodes_that_are_refused_do_not_wait_for_one_ano
 
 
 async def test_a_tick_waits_for_an_earlier_one_of_its_node_when_others_are_refused() -> None:
-    receiver = SlowReceiver(lambda sample_: "label too long" if identity(sample_)[0] == 1 else None)
+    receiver = SlowReceiver(lambda received_sample: "label too long" if identity(received_sample)[0] == 1 else None)
     ticks = [tick(0, 1), tick(0, 2), tick(0, 3), tick(1), tick(2), tick(3)]
     delivering = asyncio.ensure_future(send(receiver, ticks, "1.0"))
     await receiver.answer(delivering)

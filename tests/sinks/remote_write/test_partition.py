@@ -94,7 +94,7 @@ class Setup:
             while unfinished:
                 async for step in self.handler.deliver(records, self.abandon):
                     self.steps.append(step)
-                    unfinished = [record_ for record_ in unfinished if record_.offset >= step]
+                    unfinished = [logged for logged in unfinished if logged.offset >= step]
                 if unfinished and self.abandon.is_set():
                     raise Abandoned
                 records = ()
@@ -123,8 +123,8 @@ class Setup:
         return self.count("records_read_total") == sum(self.ends().values()) + remaining
 
 
-def name(sample_: Sample) -> str:
-    return dict(sample_.labels)["__name__"]
+def name(received_sample: Sample) -> str:
+    return dict(received_sample.labels)["__name__"]
 
 
 async def test_what_is_accepted_is_delivered_with_its_values() -> None:
@@ -222,7 +222,10 @@ async def test_a_record_waits_for_its_dead_letter_to_be_acknowledged() -> None:
 async def test_a_tick_of_which_a_value_is_refused_is_dead_lettered_and_the_rest_delivered(
     protocol: Protocol, partial: bool
 ) -> None:
-    refuse = Receiver(lambda sample_: "label too long" if name(sample_) == "gpu_temperature" else None, partial=partial)
+    refuse = Receiver(
+        lambda received_sample: "label too long" if name(received_sample) == "gpu_temperature" else None,
+        partial=partial,
+    )
     setup = Setup(refuse, protocol)
     original = record(sample(1, device(pod="a")))
     await setup.deliver(original)
@@ -322,8 +325,8 @@ REASONS = (None, "label too long", "out of order sample", "too old sample")
 def test_every_record_ends_in_exactly_one_way_and_every_good_sample_is_stored_once(
     plan: Sequence[tuple[str, str]], refused: set[tuple[str, str]], kind: tuple[Protocol, bool], max_samples: int
 ) -> None:
-    def refuse(sample_: Sample) -> str | None:
-        labels = dict(sample_.labels)
+    def refuse(received_sample: Sample) -> str | None:
+        labels = dict(received_sample.labels)
         return "label too long" if (labels["host_name"], labels["__name__"]) in refused else None
 
     async def play() -> Setup:
@@ -440,7 +443,8 @@ async def test_replays_and_what_is_no_record_do_not_disturb_a_window() -> None:
 
 async def test_a_window_that_is_refused_leaves_one_dead_letter_and_ends_all_of_its_records() -> None:
     setup = Setup(
-        Receiver(refuse=lambda sample_: "bad" if name(sample_) == "gpu_temperature" else None), resolution=WINDOWS
+        Receiver(refuse=lambda received_sample: "bad" if name(received_sample) == "gpu_temperature" else None),
+        resolution=WINDOWS,
     )
     await setup.deliver_some(*seconds(*range(1, 12)))
     assert setup.ends() == {"delivered": 6, "dead_lettered": 1}

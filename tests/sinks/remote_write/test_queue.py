@@ -95,7 +95,9 @@ async def test_a_tick_of_other_series_goes_alone() -> None:
 
 
 async def test_a_node_of_which_something_is_left_out_sends_one_tick_at_a_time() -> None:
-    refuse = HeldReceiver(lambda sample_: "too long" if dict(sample_.labels)["__name__"] == "gpu_temperature" else None)
+    refuse = HeldReceiver(
+        lambda received_sample: "too long" if dict(received_sample.labels)["__name__"] == "gpu_temperature" else None
+    )
     setup = Setup(refuse)
     await setup.deliver(*ticks("a", "a", "a", "a"))
     assert {len(request) for request in refuse.requests_seen} == {1}

@@ -48,24 +48,30 @@ def fleet(seq: int) -> list[ConsumedRecord]:
     return [tick(seq, node, team=lambda gpu: "over" if gpu % 4 == 0 else "ml") for node in range(NODES)]
 
 
-def label(sample_: Sample, name: str) -> str:
-    return dict(sample_.labels).get(name, "")
+def label(received_sample: Sample, name: str) -> str:
+    return dict(received_sample.labels).get(name, "")
 
 
-def scattered(sample_: Sample) -> int:
+def scattered(received_sample: Sample) -> int:
     """A pseudo-random number of a series, the same in every run."""
-    return zlib.crc32(repr(sorted(sample_.labels)).encode())
+    return zlib.crc32(repr(sorted(received_sample.labels)).encode())
 
 
 REFUSALS: dict[str, Refuse] = {
-    "one series": lambda sample_: (
-        "bad" if label(sample_, "gpu_uuid") == "GPU-3-1" and "power_draw" in str(sample_.labels) else None
+    "one series": lambda received_sample: (
+        "bad"
+        if label(received_sample, "gpu_uuid") == "GPU-3-1" and "power_draw" in str(received_sample.labels)
+        else None
     ),
-    "one tenant": lambda sample_: "tenant over" if label(sample_, "k8s_namespace_name") == "over" else None,
-    "one in a thousand": lambda sample_: "bad" if scattered(sample_) % 1000 == 0 else None,
-    "every second one": lambda sample_: "bad" if scattered(sample_) % 2 == 0 else None,
-    "a metric of each GPU": lambda sample_: "bad" if label(sample_, "__name__") == "gpu_temperature" else None,
-    "all of one node": lambda sample_: "bad" if label(sample_, "host_name") == "n2" else None,
+    "one tenant": lambda received_sample: (
+        "tenant over" if label(received_sample, "k8s_namespace_name") == "over" else None
+    ),
+    "one in a thousand": lambda received_sample: "bad" if scattered(received_sample) % 1000 == 0 else None,
+    "every second one": lambda received_sample: "bad" if scattered(received_sample) % 2 == 0 else None,
+    "a metric of each GPU": lambda received_sample: (
+        "bad" if label(received_sample, "__name__") == "gpu_temperature" else None
+    ),
+    "all of one node": lambda received_sample: "bad" if label(received_sample, "host_name") == "n2" else None,
 }
 
 
@@ -119,7 +125,9 @@ def test_the_rest_is_delivered_and_what_is_refused_costs_its_budget_once(
 
 
 async def test_a_series_that_is_refused_is_named_once_left_out_for_ten_minutes_and_then_tried_again() -> None:
-    receiver = Receiver(lambda sample_: "label too long" if label(sample_, "__name__") == "gpu_temperature" else None)
+    receiver = Receiver(
+        lambda received_sample: "label too long" if label(received_sample, "__name__") == "gpu_temperature" else None
+    )
     setup = Setup(receiver)
     await setup.deliver(*(tick(seq, gpus=1) for seq in range(1, 4)))
     ((_, _, headers),) = setup.sender.sent
@@ -145,7 +153,7 @@ async def test_a_series_that_is_refused_is_named_once_left_out_for_ten_minutes_a
 
 
 async def test_a_record_of_which_all_is_left_out_is_dropped_and_costs_nothing() -> None:
-    setup = Setup(Receiver(lambda sample_: "bad" if label(sample_, "k8s_node_name") == "n1" else None))
+    setup = Setup(Receiver(lambda received_sample: "bad" if label(received_sample, "k8s_node_name") == "n1" else None))
     await setup.deliver(tick(0), tick(1, node=1))
     before = setup.receiver.requests
     await setup.deliver(tick(2, node=1))
@@ -157,7 +165,9 @@ async def test_a_record_of_which_all_is_left_out_is_dropped_and_costs_nothing() 
 
 
 async def test_a_pod_that_goes_while_its_series_are_left_out_leaves_no_marker_of_them() -> None:
-    setup = Setup(Receiver(lambda sample_: "bad" if label(sample_, "k8s_namespace_name") == "over" else None))
+    setup = Setup(
+        Receiver(lambda received_sample: "bad" if label(received_sample, "k8s_namespace_name") == "over" else None)
+    )
     await setup.deliver(tick(1, gpus=2, team=lambda gpu: ("ml", "over")[gpu]))
     before = setup.receiver.requests
     await setup.deliver(tick(2, gpus=2))
@@ -174,7 +184,9 @@ async def test_a_limit_of_series_keeps_those_that_are_there_and_leaves_out_the_n
     await setup.deliver(*(tick(1, node) for node in range(3)))
     known_series = set(receiver.stored)
     receiver.status = status
-    receiver.refuse = lambda sample_: None if sample_.series in known_series else "per-user series limit of 9 exceeded"
+    receiver.refuse = lambda received_sample: (
+        None if received_sample.series in known_series else "per-user series limit of 9 exceeded"
+    )
     receiver.requests = 0
     await setup.deliver(*fleet(2)[:3], *fleet(2)[3:])
     assert receiver.requests <= 3 * (PER_RECORD + 4)
@@ -244,10 +256,10 @@ async def test_a_receiver_that_begins_to_refuse_everything_in_the_middle_dead_le
     setup = Setup()
     await warm(setup)
 
-    def later(sample_: Sample) -> str | None:
+    def later(received_sample: Sample) -> str | None:
         if setup.receiver.requests > 9:
             return "no tenant"
-        return "bad" if label(sample_, "__name__") == "gpu_temperature" else None
+        return "bad" if label(received_sample, "__name__") == "gpu_temperature" else None
 
     setup.receiver.refuse = later
     delivering = asyncio.ensure_future(setup.deliver(tick(1)))
@@ -322,10 +334,10 @@ def test_whatever_is_refused_is_found_out_within_the_budget_of_each_record(
         values = [setup.count(f"values_{end}_total") for end in ("delivered", "refused", "left_out")]
         assert sum(values) == 30 * 27 * GPUS
 
-    def refuse(sample_: Sample) -> str | None:
+    def refuse(received_sample: Sample) -> str | None:
         named = [
-            *label(sample_, "gpu_uuid").split("-")[1:],
-            str(names.setdefault(label(sample_, "__name__"), len(names))),
+            *label(received_sample, "gpu_uuid").split("-")[1:],
+            str(names.setdefault(label(received_sample, "__name__"), len(names))),
         ]
         return "bad" if len(named) == 3 and named[0] == "0" and (int(named[1]), int(named[2])) in bad else None
 

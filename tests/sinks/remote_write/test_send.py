@@ -110,7 +110,7 @@ async def test_500_is_tried_again_while_nothing_says_that_the_receiver_is_well()
 
 async def test_500_is_the_requests_fault_if_the_receiver_still_takes_what_it_took_last() -> None:
     async def poisoned(body: bytes, _: Protocol) -> Answer:
-        names = {dict(sample_.labels)["__name__"] for sample_ in read_v1(unsnappy(body))}
+        names = {dict(received_sample.labels)["__name__"] for received_sample in read_v1(unsnappy(body))}
         return Answer(500, "panic") if "poison" in names else Answer(204)
 
     to = transmitter(poisoned)
@@ -131,7 +131,7 @@ async def test_500_is_the_requests_fault_if_others_are_accepted_meanwhile() -> N
 
     async def mostly(body: bytes, _: Protocol) -> Answer:
         nonlocal others
-        names = {dict(sample_.labels)["__name__"] for sample_ in read_v1(unsnappy(body))}
+        names = {dict(received_sample.labels)["__name__"] for received_sample in read_v1(unsnappy(body))}
         others += "good" in names
         return Answer(500) if "poison" in names else Answer(204)
 

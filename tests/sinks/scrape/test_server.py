@@ -194,12 +194,12 @@ async def test_nothing_can_be_written(path: str, method: str) -> None:
 async def test_a_scrape_that_stopping_overtakes_gets_an_answer_that_says_so_and_delays_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    begun_, go = threading.Event(), threading.Event()
+    started, go = threading.Event(), threading.Event()
 
     render = exposition.exposition
 
     def held_encode(*args: Any, **kwargs: Any) -> bytes:
-        begun_.set()
+        started.set()
         assert go.wait(30)
         return render(*args, **kwargs)
 
@@ -207,7 +207,7 @@ async def test_a_scrape_that_stopping_overtakes_gets_an_answer_that_says_so_and_
     async with aiohttp.ClientSession() as client:
         async with serving(Renderings(lambda: DEVICES), ANY_PORT, lambda: None) as address:
             scrape = asyncio.create_task(client.get("http://{}:{}/metrics".format(*address)))
-            await asyncio.to_thread(begun_.wait, 30)
+            await asyncio.to_thread(started.wait, 30)
             asyncio.get_running_loop().call_later(0.1, go.set)
         answer = await asyncio.wait_for(scrape, 30)
         assert (answer.status, await answer.text()) == (503, "stopping\n")

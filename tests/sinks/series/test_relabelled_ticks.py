@@ -110,7 +110,7 @@ def test_a_series_of_a_node_that_went_silent_is_another_nodes() -> None:
     state = OpenSeries(writer(f"{LESS}\n- {{regex: hostname|instance, action: labeldrop}}"))
     (first,) = play(state, sample(1, device(), node="n1"))
     assert play(state, sample(1, device(), node="n2"))[0].groups == []
-    (silence,) = [silence_ for silence_ in state.silences(100.0, 60.0) if silence_.groups]
+    (silence,) = [candidate for candidate in state.silences(100.0, 60.0) if candidate.groups]
     state.ended(silence)
     (other,) = play(state, sample(2, device(), node="n2"))
     assert values_by_labels(other.groups).keys() == values_by_labels(first.groups).keys()

@@ -41,9 +41,11 @@ def points(groups: Sequence[SampleGroup]) -> list[tuple[Series, int, float | str
     ]
 
 
-def write(ticks: Sequence[SeriesTick], resolution: Resolution, translator_: Translator | None = None) -> PointsBySeries:
+def write(
+    ticks: Sequence[SeriesTick], resolution: Resolution, used_translator: Translator | None = None
+) -> PointsBySeries:
     """The points of these ticks, written as soon as each window is over, which the last one is not."""
-    state, points_by_series = OpenSeries(translator_ or translator(), resolution), PointsBySeries()
+    state, points_by_series = OpenSeries(used_translator or translator(), resolution), PointsBySeries()
     window: NodeWindow | None = None
     for before, now in itertools.pairwise([None, *ticks]):
         if before is not None and window is not None and not window.includes(now.ts_ms):  # type: ignore[union-attr]
@@ -64,9 +66,9 @@ class SeenTick(NamedTuple):
     gauges: Mapping[Series, str]
 
 
-def seen_tick(series_tick: SeriesTick, translator_: Translator) -> SeenTick:
+def seen_tick(series_tick: SeriesTick, used_translator: Translator) -> SeenTick:
     """A tick translated alone, without any earlier tick."""
-    groups = OpenSeries(translator_).tick(series_tick).groups
+    groups = OpenSeries(used_translator).tick(series_tick).groups
     rows = [row for group in groups for row in group.series.rows]
     values = points(groups)
     units = {
@@ -82,26 +84,26 @@ def truth(ticks: Sequence[SeenTick], window_ms: int, kinds: Sequence[Aggregate])
     points_by_series = PointsBySeries()
     ends = [  # the numbers of those ticks that are the last of their window
         number
-        for number, (seen_, after) in enumerate(itertools.pairwise(ticks))
-        if not seen_.ts_ms < after.ts_ms or seen_.ts_ms // window_ms != after.ts_ms // window_ms
+        for number, (tick_alone, after) in enumerate(itertools.pairwise(ticks))
+        if not tick_alone.ts_ms < after.ts_ms or tick_alone.ts_ms // window_ms != after.ts_ms // window_ms
     ]
     over = ticks[: max(ends, default=-1) + 1]
-    for series in {series for seen_ in over for series in seen_.values}:
+    for series in {series for tick_alone in over for series in tick_alone.values}:
         run: list[float] = []
-        for number, seen_ in enumerate(over):
+        for number, tick_alone in enumerate(over):
             gauge = any(series in tick.gauges for tick in over)
             names = [series, *[renamed(series, kind) for kind in kinds if gauge]]
-            if series in seen_.values:
-                run.append(seen_.values[series])
+            if series in tick_alone.values:
+                run.append(tick_alone.values[series])
                 if number in ends or series not in over[number + 1].values:
                     aggregates = {"min": min(run), "mean": sum(run) / len(run), "max": max(run)}
                     values = [run[-1], *[aggregates[kind] for kind in kinds if gauge]]
                     for name, value in zip(names, values, strict=True):
-                        points_by_series.setdefault(name, []).append((seen_.ts_ms, value))
+                        points_by_series.setdefault(name, []).append((tick_alone.ts_ms, value))
                     run = []
             elif number and series in over[number - 1].values:
                 for name in names:
-                    points_by_series.setdefault(name, []).append((seen_.ts_ms, END))
+                    points_by_series.setdefault(name, []).append((tick_alone.ts_ms, END))
     return points_by_series
 
 

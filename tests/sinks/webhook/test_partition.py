@@ -89,7 +89,7 @@ class Setup:
 
 
 def records(*alerts: Alert, first: int = 0) -> list[ConsumedRecord]:
-    return [alert_record(alert_, first + number) for number, alert_ in enumerate(alerts)]
+    return [alert_record(transition, first + number) for number, transition in enumerate(alerts)]
 
 
 async def test_each_transition_is_posted_as_its_record_is_and_signed(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def _log(writings: Sequence[Writing]) -> tuple[list[ConsumedRecord], dict[str, l
         of_pod.append(alert(str(pod), starts_ms, starts_ms + 500 if len(of_pod) % 2 else None))
         written_alerts += [of_pod[-1], *of_pod[-1:] * repeats]
     return records(*written_alerts), {
-        pod: [transition_id(alert_) for alert_ in of_pod] for pod, of_pod in transitions.items()
+        pod: [transition_id(transition) for transition in of_pod] for pod, of_pod in transitions.items()
     }
 
 

@@ -253,7 +253,7 @@ def test_a_tick_that_comes_after_its_window_was_closed_is_booked_by_a_replay_onl
 def test_a_replay_writes_whole_hours_only_each_with_its_minutes() -> None:
     replay = UsageReplay(Accounting(generation=3), START_MS - 30_000)
     ticks = seconds(0, 3 * 3600, gpu("GPU-a", A), step=2)
-    records = [row for tick_ in ticks for row in replay.add(tick_, tick_.ts_ms)] + replay.end()
+    records = [row for counted_tick in ticks for row in replay.add(counted_tick, counted_tick.ts_ms)] + replay.end()
     assert {row.start_ms // HOUR_MS * HOUR_MS - START_MS for row in records} == {HOUR_MS}
     assert [row.end_ms - row.start_ms for row in records].count(MINUTE_MS) == 60
     assert {(row.generation, row.final) for row in records} == {(3, True)}
@@ -267,7 +267,7 @@ def test_a_replay_divides_energy_that_was_drawn_in_a_silence_as_it_was_live(away
     ]
     harness = BookkeeperHarness().play(*ticks)
     replay = UsageReplay(Accounting(generation=1), START_MS - HOUR_MS)
-    records = [row for tick_ in ticks for row in replay.add(tick_, tick_.ts_ms)]
+    records = [row for counted_tick in ticks for row in replay.add(counted_tick, counted_tick.ts_ms)]
     energy_by_window = {(row.end_ms, *row.key): row.energy_mj for row in records}
     live = {(row.end_ms, *row.key): row.energy_mj for row in harness.written if row.final}
     assert len(energy_by_window) > 60

@@ -158,7 +158,7 @@ def test_the_policy_moves_time_between_pods_and_nothing_else(story: list[Step]) 
 def test_a_replay_gives_the_same_records_but_for_the_generation(story: list[Step]) -> None:
     ticks = records_of(story)
     replay = UsageReplay(Accounting(generation=7), START_MS - HOUR_MS)
-    rows = [row for tick_ in ticks for row in replay.add(tick_, tick_.ts_ms)] + replay.end()
+    rows = [row for counted_tick in ticks for row in replay.add(counted_tick, counted_tick.ts_ms)] + replay.end()
     live = {_named(row): row for row in BookkeeperHarness().play(*ticks).records.values() if row.final}
     booked = {_named(row): msgspec.structs.replace(row, generation=0) for row in rows}
     assert booked == live
