@@ -1,4 +1,4 @@
-"""What the page knows of the fleet."""
+"""The fleet that the page shows."""
 
 from typing import Any
 
@@ -10,21 +10,21 @@ from tests.sinks.page.ticks import START_MS, alert, device, holder, hour, tick
 from topics.usage import HOUR_MS
 
 
-def fleet(*ticks: Any) -> Fleet:
-    """A fleet that has taken ticks, each in the second of its number."""
-    made = Fleet(START_MS)
-    for one in ticks:
-        made.add_tick(one, float(one.seq))
-    return made
+def fleet_of(*ticks: Any) -> Fleet:
+    """A fleet with these ticks, each read in the second of its number."""
+    fleet = Fleet(START_MS)
+    for added in ticks:
+        fleet.add_tick(added, float(added.seq))
+    return fleet
 
 
-def words(of: Fleet) -> str:
-    """What is said of all devices."""
-    return "".join(node.signs for node in of.nodes.values())
+def signs(fleet: Fleet) -> str:
+    """The signs of all devices."""
+    return "".join(node.signs for node in fleet.nodes.values())
 
 
 @pytest.mark.parametrize(
-    ("of", "word"),
+    ("shown", "sign"),
     [
         (device("GPU-a", holder("p-0"), used=0.5), "b"),
         (device("GPU-a", holder("p-0"), used=0.0), "i"),
@@ -33,50 +33,51 @@ def words(of: Fleet) -> str:
         (device("GPU-a", holder("p-0"), used=0.5, state="lost"), "x"),
     ],
 )
-def test_each_device_is_said_in_a_sign(of: dict[str, Any], word: str) -> None:
-    assert words(fleet(tick(1, of))) == word
+def test_each_activity_of_a_device_has_a_sign(shown: dict[str, Any], sign: str) -> None:
+    assert signs(fleet_of(tick(1, shown))) == sign
 
 
 def test_a_pod_is_idle_when_it_has_done_nothing_for_ten_seconds() -> None:
     works, rests = device("GPU-a", holder("p-0"), used=0.5), device("GPU-a", holder("p-0"), used=0.0)
 
-    assert words(fleet(tick(1, works), tick(10, rests))) == "b"
-    assert words(fleet(tick(1, works), tick(11, rests))) == "i"
+    assert signs(fleet_of(tick(1, works), tick(10, rests))) == "b"
+    assert signs(fleet_of(tick(1, works), tick(11, rests))) == "i"
 
 
 def test_a_pod_is_not_busy_with_what_the_pod_before_it_did() -> None:
     before, after = device("GPU-a", holder("p-0"), used=0.5), device("GPU-a", holder("q-0"), used=0.0)
 
-    assert words(fleet(tick(1, before), tick(2, after))) == "i"
+    assert signs(fleet_of(tick(1, before), tick(2, after))) == "i"
 
 
 def test_a_node_falls_silent_is_back_with_its_next_tick_and_is_forgotten_after_an_hour() -> None:
-    made = fleet(tick(1, device("GPU-a", holder("p-0"), used=0.5)))
+    fleet = fleet_of(tick(1, device("GPU-a", holder("p-0"), used=0.5)))
 
-    made.expire(1 + SILENT_S + 1)
-    assert words(made) == "s"
-    made.add_tick(tick(60, device("GPU-a", holder("p-0"), used=0.5)), 60.0)
-    assert words(made) == "b"
-    made.expire(60 + FORGET_S + 1)
-    assert made.nodes == {}
+    fleet.expire(1 + SILENT_S + 1)
+    assert signs(fleet) == "s"
+    fleet.add_tick(tick(60, device("GPU-a", holder("p-0"), used=0.5)), 60.0)
+    assert signs(fleet) == "b"
+    fleet.expire(60 + FORGET_S + 1)
+    assert fleet.nodes == {}
 
 
 def test_a_replay_changes_nothing() -> None:
-    made = fleet(tick(2, device("GPU-a", holder("p-0"), used=0.5)))
-    version = made.version
+    fleet = fleet_of(tick(2, device("GPU-a", holder("p-0"), used=0.5)))
+    version = fleet.version
 
-    assert made.add_tick(tick(1, device("GPU-a")), 3.0) == "replay"
-    assert (words(made), made.version) == ("b", version)
+    assert fleet.add_tick(tick(1, device("GPU-a")), 3.0) == "replay"
+    assert (signs(fleet), fleet.version) == ("b", version)
 
 
 def test_who_held_a_device_is_known_from_the_first_tick_to_the_last() -> None:
     p, q, nobody = device("GPU-a", holder("p-0")), device("GPU-a", holder("q-0", team="x")), device("GPU-a")
-    made = fleet(tick(1, p), tick(2, p), tick(5, nobody), tick(7, q))
-    said = frames.device(made, "GPU-a")
+    fleet = fleet_of(tick(1, p), tick(2, p), tick(5, nobody), tick(7, q))
+    content = frames.device(fleet, "GPU-a")
 
-    assert said is not None
+    assert content is not None
     assert [
-        ([one.pod for one in who], begin - START_MS, end and end - START_MS) for who, begin, end in said["holders"]
+        ([holder.pod for holder in holders], begin - START_MS, end and end - START_MS)
+        for holders, begin, end in content["holders"]
     ] == [
         (["p-0"], 1000, 5000),
         ([], 5000, 7000),
@@ -85,104 +86,106 @@ def test_who_held_a_device_is_known_from_the_first_tick_to_the_last() -> None:
 
 
 def test_a_device_has_a_reading_in_15_s_for_an_hour_and_none_where_there_was_no_tick() -> None:
-    at = [0, 1, 15, 45, 3599 + 45]
-    made = fleet(*(tick(second, device("GPU-a", holder("p-0"), used=0.1 + n / 10)) for n, second in enumerate(at)))
-    said = frames.device(made, "GPU-a")
+    seconds = [0, 1, 15, 45, 3599 + 45]
+    fleet = fleet_of(
+        *(tick(second, device("GPU-a", holder("p-0"), used=0.1 + n / 10)) for n, second in enumerate(seconds))
+    )
+    content = frames.device(fleet, "GPU-a")
 
-    assert said is not None
-    values = said["readings"]["gpu_utilization_ratio"]
-    times = [said["first_ms"] + n * STEP_MS - START_MS for n, value in enumerate(values) if value is not None]
+    assert content is not None
+    values = content["readings"]["gpu_utilization_ratio"]
+    times = [content["first_ms"] + n * STEP_MS - START_MS for n, value in enumerate(values) if value is not None]
     assert len(values) == STEPS
     assert times == [45_000, 3_630_000]
     assert [round(value, 3) for value in values if value is not None] == [0.4, 0.5]
-    assert said["words"].count("b") == 2
+    assert content["words"].count("b") == 2
 
 
 def test_what_is_kept_of_a_device_is_bounded() -> None:
-    made = Fleet(START_MS)
+    fleet = Fleet(START_MS)
     for seq in range(3 * MAX_SPANS):
-        made.add_tick(tick(seq, device("GPU-a", holder(f"p-{seq}"), used=0.5)), float(seq))
-    (kept,) = made.nodes["c1", "n1"].devices.values()
+        fleet.add_tick(tick(seq, device("GPU-a", holder(f"p-{seq}"), used=0.5)), float(seq))
+    (shown,) = fleet.nodes["c1", "n1"].devices.values()
 
-    assert len(kept.spans) == MAX_SPANS
-    assert len(kept.readings) * kept.readings.itemsize + len(kept.signs) == STEPS * (4 * len(HISTORY_METRICS) + 1)
+    assert len(shown.spans) == MAX_SPANS
+    assert len(shown.readings) * shown.readings.itemsize + len(shown.signs) == STEPS * (4 * len(HISTORY_METRICS) + 1)
 
 
 def test_alerts_are_there_while_they_are_open() -> None:
-    made = fleet()
+    fleet = fleet_of()
     firing, other = alert(), alert(fingerprint="0" * 16, starts_at="2026-11-21T00:00:00Z")
-    made.set_alert(b"1", firing)
-    made.set_alert(b"2", other)
-    assert made.alerts() == [other, firing]
-    made.set_alert(b"1", alert(state="resolved", ends_at="2026-11-21T01:00:00Z"))
-    made.set_alert(b"2", None)
-    assert made.alerts() == []
+    fleet.set_alert(b"1", firing)
+    fleet.set_alert(b"2", other)
+    assert fleet.alerts() == [other, firing]
+    fleet.set_alert(b"1", alert(state="resolved", ends_at="2026-11-21T01:00:00Z"))
+    fleet.set_alert(b"2", None)
+    assert fleet.alerts() == []
 
 
 def test_hours_are_those_of_the_last_revision_of_each_key_by_team() -> None:
-    made = fleet()
+    fleet = fleet_of()
     first = hour(device_ms=60_000, slice_ms=420_000, idle_ms=0, revision=1)
-    assert made.add_usage(b"a", first)
-    assert made.add_usage(b"a", hour(device_ms=3_600_000, slice_ms=25_200_000, idle_ms=1_800_000, revision=60))
-    assert not made.add_usage(b"a", first)
-    made.add_usage(b"b", hour(slice_ms=25_200_000 // 7, device_ms=3_600_000, idle_ms=3_600_000, team=None))
-    made.add_usage(b"c", hour(category="free"))
+    assert fleet.add_usage(b"a", first)
+    assert fleet.add_usage(b"a", hour(device_ms=3_600_000, slice_ms=25_200_000, idle_ms=1_800_000, revision=60))
+    assert not fleet.add_usage(b"a", first)
+    fleet.add_usage(b"b", hour(slice_ms=25_200_000 // 7, device_ms=3_600_000, idle_ms=3_600_000, team=None))
+    fleet.add_usage(b"c", hour(category="free"))
 
-    assert made.usage() == [
+    assert fleet.usage() == [
         ("ml", 1.0, 0.5),
         ("(no team)", pytest.approx(1 / 7, abs=1e-5), pytest.approx(1 / 7, abs=1e-5)),
     ]
-    made.expire_usage(first.start_ms + 23 * HOUR_MS)
-    assert len(made.usage()) == 2
-    made.expire_usage(first.start_ms + 24 * HOUR_MS)
-    assert made.usage() == []
+    fleet.expire_usage(first.start_ms + 23 * HOUR_MS)
+    assert len(fleet.usage()) == 2
+    fleet.expire_usage(first.start_ms + 24 * HOUR_MS)
+    assert fleet.usage() == []
 
 
 def test_a_frame_has_what_changed_since_the_one_before() -> None:
     a, b = device("GPU-a", holder("p-0"), used=0.5), device("GPU-b", used=0.0)
-    made = fleet(tick(1, a), tick(1, b, node="n2"))
-    whole, told = frames.frame(made, "gpu_utilization_ratio", 1), frames.versions(made)
-    made.add_tick(tick(2, a), 2.0)
-    values, told_then = frames.frame(made, "gpu_utilization_ratio", 2, told), frames.versions(made)
-    made.add_tick(tick(3, device("GPU-a", holder("q-0"), used=0.5)), 3.0)
-    holders = frames.frame(made, "", 3, told_then)
+    fleet = fleet_of(tick(1, a), tick(1, b, node="n2"))
+    whole, known = frames.frame(fleet, "gpu_utilization_ratio", 1), frames.versions(fleet)
+    fleet.add_tick(tick(2, a), 2.0)
+    values, known_then = frames.frame(fleet, "gpu_utilization_ratio", 2, known), frames.versions(fleet)
+    fleet.add_tick(tick(3, device("GPU-a", holder("q-0"), used=0.5)), 3.0)
+    holders = frames.frame(fleet, "", 3, known_then)
 
     assert whole["kind"] == "all"
-    assert [one[2] for one in whole["nodes"]] == ["n1", "n2"]
-    assert [one[2:] for one in whole["now"]] == [["b", [0.5]], ["f", [0.0]]]
+    assert [node[2] for node in whole["nodes"]] == ["n1", "n2"]
+    assert [node[2:] for node in whole["now"]] == [["b", [0.5]], ["f", [0.0]]]
     assert {key: values[key] for key in ("kind", "nodes", "now")} == {
         "kind": "more",
         "nodes": [],
         "now": [[0, START_MS + 2000, "b", [0.5]]],
     }
     assert "alerts" not in values
-    assert [one[4][0][-1][0].pod for one in holders["nodes"]] == ["q-0"]
+    assert [node[4][0][-1][0].pod for node in holders["nodes"]] == ["q-0"]
     assert holders["now"] == [[0, START_MS + 3000, "b", []]]
 
 
 def test_a_frame_after_a_node_is_gone_is_the_whole_fleet() -> None:
-    made = fleet(tick(1, device("GPU-a")), tick(1, device("GPU-b"), node="n2"))
-    told = frames.versions(made)
-    made.add_tick(tick(5000, device("GPU-b"), node="n2"), 5000.0)
-    made.expire(5000.0)
-    said = frames.frame(made, "", 1, told)
+    fleet = fleet_of(tick(1, device("GPU-a")), tick(1, device("GPU-b"), node="n2"))
+    known = frames.versions(fleet)
+    fleet.add_tick(tick(5000, device("GPU-b"), node="n2"), 5000.0)
+    fleet.expire(5000.0)
+    content = frames.frame(fleet, "", 1, known)
 
-    assert said["kind"] == "all"
-    assert [one[2] for one in said["nodes"]] == ["n2"]
+    assert content["kind"] == "all"
+    assert [node[2] for node in content["nodes"]] == ["n2"]
 
 
 def test_a_pod_of_which_more_is_known_later_held_the_device_all_the_time() -> None:
     unknown = device("GPU-a", {"namespace": "ml", "pod": "p-0"}, used=0.5)
-    made = fleet(tick(1, unknown), tick(3, device("GPU-a", holder("p-0"), used=0.0)))
-    (kept,) = made.nodes["c1", "n1"].devices.values()
+    fleet = fleet_of(tick(1, unknown), tick(3, device("GPU-a", holder("p-0"), used=0.0)))
+    (shown,) = fleet.nodes["c1", "n1"].devices.values()
 
-    assert (kept.since_ms, len(kept.spans), kept.sign) == (START_MS + 1000, 0, b"b")
-    assert [one.workload for one in kept.holders] == ["Job/p"]
-    assert frames.frame(made, "", 1, frames.versions(made)._replace(version=1))["nodes"] != []
+    assert (shown.since_ms, len(shown.spans), shown.sign) == (START_MS + 1000, 0, b"b")
+    assert [holder.workload for holder in shown.holders] == ["Job/p"]
+    assert frames.frame(fleet, "", 1, frames.versions(fleet)._replace(version=1))["nodes"] != []
 
 
 def test_critical_alerts_are_the_first() -> None:
-    made = fleet()
-    made.set_alert(b"1", alert(severity="critical"))
-    made.set_alert(b"2", alert(fingerprint="0" * 16, starts_at="2026-11-21T00:00:00Z"))
-    assert [one.severity for one in made.alerts()] == ["critical", "warning"]
+    fleet = fleet_of()
+    fleet.set_alert(b"1", alert(severity="critical"))
+    fleet.set_alert(b"2", alert(fingerprint="0" * 16, starts_at="2026-11-21T00:00:00Z"))
+    assert [alert.severity for alert in fleet.alerts()] == ["critical", "warning"]
