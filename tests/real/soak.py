@@ -424,7 +424,7 @@ async def count_usage(pipeline: Pipeline) -> tuple[int, list[str]]:
     await sender.stop()
     async for record in records_of(pipeline.kafka, "gpu.attributed"):
         tick = json.loads(record.value)
-        sums.take(tick, tick["logged_ms"])
+        sums.add(tick, tick["logged_ms"])
     expected = {(row.gpu_uuid, row.start_ms) for row in sums.windows(HOUR_MS)}
 
     async def final() -> list[Usage]:
@@ -433,7 +433,7 @@ async def count_usage(pipeline: Pipeline) -> tuple[int, list[str]]:
 
     hours = await eventually(final, "every hour is final", within_s=DRAIN_S, every_s=1)
     minutes = list((await usage_of(pipeline.kafka, MINUTES.name)).values())
-    return len(hours) + len(minutes), [*sums.wrong(hours, HOUR_MS), *sums.wrong(minutes, MINUTE_MS)]
+    return len(hours) + len(minutes), [*sums.differences(hours, HOUR_MS), *sums.differences(minutes, MINUTE_MS)]
 
 
 async def ticks_of(kafka: str, topic: str) -> AsyncIterator[Tick]:
