@@ -25,10 +25,10 @@ from delivery.sender import Sender
 from delivery.settings import TOPIC_PREFIX, TopicAccess
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option, options
-from gpustream.history import History, Span
+from gpustream.history import History, Span, utc
 from gpustream.output import answer, now_ms
 from gpustream.usage.command import TIME, When
-from gpustream.usage.read import Range, utc
+from gpustream.usage.read import Range
 from streams.settings import UsageSettings
 from streams.usage.bookkeeper import AHEAD_MS, Bookkeeper
 from streams.usage.books import FIELDS, FINAL_AFTER_MS, Accounting, Books

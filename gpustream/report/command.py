@@ -16,13 +16,13 @@ from delivery.prices import Prices, PricesError
 from delivery.settings import FILE
 from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option, output_format
-from gpustream.history import History
+from gpustream.history import History, utc
 from gpustream.output import answer, failed, now_ms, written
 from gpustream.report import forms
 from gpustream.report.summary import DAY_MS, Firings, Summary
 from gpustream.usage import read
 from gpustream.usage.command import PRICES, When, requested_range, table_notes, time_option_errors, time_options
-from gpustream.usage.read import Range, utc
+from gpustream.usage.read import Range
 from topics import alerts
 from topics.usage import HOUR_MS, HOURS, MINUTES
 

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from gpustream.alerts import lasted
 from gpustream.command import counted
+from gpustream.history import utc
 from gpustream.report.summary import AlertSums, Summary, ratio, shares
 from gpustream.usage.command import MIN_NAME_WIDTH, MJ_IN_KWH, fit, format_number
-from gpustream.usage.read import Range, utc
+from gpustream.usage.read import Range
 from gpustream.usage.table import CATEGORIES, Sums, Table, UsageRow, rounded
 
 WIDTH = 100

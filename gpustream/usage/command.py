@@ -24,13 +24,15 @@ from delivery import values
 from delivery.connection import Connection
 from delivery.prices import PricesError
 from delivery.settings import FILE, READABLE_FILE, Text
+from gpustream import history
 from gpustream.command import KAFKA, LOG_FORMAT, Command, Decorator, counted, option, output_format
+from gpustream.history import utc
 from gpustream.output import FAILED, answer, failed, now_ms, printable, written
 from gpustream.usage import read
 from gpustream.usage.focus import Bill, BillError, Nodes, read_nodes
-from gpustream.usage.read import Range, utc
+from gpustream.usage.read import Range
 from gpustream.usage.table import By, Table, UsageRow, rounded
-from topics.usage import HOUR_MS, MINUTE_MS
+from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES
 
 TEXT_WIDTH, MIN_NAME_WIDTH = 80, 11
 DEFAULT_RANGE_S = 24 * 3600.0
@@ -254,7 +256,7 @@ def usage(
 
 async def _count(connection: Connection, time_range: Range, table: Table, bill: Bill | None) -> read.Plan:
     """Reads the usage of a time range into the table, and the bill if there is one."""
-    async with read.opened(connection) as reader:
+    async with history.opened(connection, [HOURS.name, MINUTES.name]) as reader:
         plan = await read.plan(reader, time_range, now_ms())
         if plan.range.is_nonempty:
             async for records in read.records(reader, plan):

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from delivery.connection import Connection
 from delivery.ledger import Partition
 from gpustream import history
-from gpustream.history import History, Span
-from gpustream.history import utc as utc
+from gpustream.history import History, Span, utc
 from topics.topic import Topic, UInt, decoder
 from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, Usage
 
@@ -167,8 +165,3 @@ class LatestRecords:
                 continue
             if usage.slice_ms or usage.device_ms:
                 yield usage
-
-
-def opened(connection: Connection) -> Any:
-    """A connection that reads both topics of usage."""
-    return history.opened(connection, [HOURS.name, MINUTES.name])
