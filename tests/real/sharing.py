@@ -102,10 +102,10 @@ class Truth:
         values, split_by_quantity = self.values(), {}
         if any(process.memory is not None for process in self.processes) or not self.processes:
             amounts: dict[int, float] = {process.pid: process.memory or 0 for process in self.processes}
-            untold = {
+            unmeasured_pods = {
                 process.pod for process in self.processes if process.memory is None and process.pod in self.holders
             }
-            split_by_quantity["memory_used_bytes"] = self._split(self.memory, amounts, self.unknown | untold)
+            split_by_quantity["memory_used_bytes"] = self._split(self.memory, amounts, self.unknown | unmeasured_pods)
         if "utilization_ratio" in values:
             amounts = {process.pid: process.busy / 100 for process in self.processes}
             busy = self._split(values["utilization_ratio"], amounts, self.unknown)

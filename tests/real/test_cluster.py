@@ -170,15 +170,15 @@ class Cluster:
 
     def settle(self) -> None:
         """Wait until each node's last record says what the API server says, with all their owners if they churn."""
-        if not comes(lambda: self._all_told() == pods_of_nodes(self.api)):
-            assert self._all_told() == pods_of_nodes(self.api)
+        if not comes(lambda: self._pods_reported() == pods_of_nodes(self.api)):
+            assert self._pods_reported() == pods_of_nodes(self.api)
         eventually_sync(lambda: {tuple(owner.kind for owner in pod.owners) for pod in self._churned()} <= {DEPLOYED})
 
     def _churned(self) -> Iterator[Pod]:
         last = {value.node: value for value, _ in self.workloads.records() if value.cluster == CLUSTER}
         return (pod for record in last.values() for pod in record.pods if pod.namespace == "churn")
 
-    def _all_told(self) -> dict[str, set[tuple[str, ...]]]:
+    def _pods_reported(self) -> dict[str, set[tuple[str, ...]]]:
         last = {value.node: value for value, _ in self.workloads.records() if value.cluster == CLUSTER}
         there_now = {node["metadata"]["name"] for node in self.api.get("/api/v1/nodes")["items"]}
         return {

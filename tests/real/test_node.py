@@ -2,7 +2,7 @@
 
 ``a`` has 2 GPUs and a kubelet; on GPU 0 one pod follows another every few ticks, in the quiet between two of them, and
 each pod fills the GPU's memory by an amount of its own: what a tick read tells which pod held the GPU. ``b`` has 8
-GPUs, no kubelet, and a buffer shorter than the outage. ``c`` is told to stop in the outage, while its GPU hangs.
+GPUs, no kubelet, and a buffer shorter than the outage. ``c`` is stopped in the outage, while its GPU hangs.
 """
 
 import asyncio

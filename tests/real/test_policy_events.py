@@ -66,7 +66,7 @@ def _play(kafka: KafkaServer, api: ApiServer, gpustream: Callable[..., Gpustream
          " gpustream.dev/idle-after?"),
         ("a", "the annotation gpustream.dev/idle-after is '10d', and 1d is the most that counts here"),
     ]  # fmt: skip
-    eventually_sync(lambda: events(api) == expected, "the tenant is told")
+    eventually_sync(lambda: events(api) == expected, "the tenant is notified")
     first.stop()
     first.restart()
     api.patch(f"/api/v1/namespaces/{SPACE}/pods/a", {"metadata": {"labels": {"changed": "yes"}}})

@@ -19,7 +19,7 @@ STATE = Partition("owners", 0)
 
 class Stage:
     def __init__(self) -> None:
-        self.told: list[Mapping[Partition, int]] = []
+        self.known_ends: list[Mapping[Partition, int]] = []
 
     def forget(self) -> None:
         """Nothing is kept."""
@@ -31,7 +31,7 @@ class Stage:
         """Nothing is kept."""
 
     def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:
-        self.told.append(ends)
+        self.known_ends.append(ends)
 
 
 class Bench:
@@ -274,19 +274,19 @@ async def ask(bench: Bench, answer: Any, meanwhile: Any = lambda: None) -> list[
 async def test_the_stage_learns_where_our_partitions_end(bench: Bench) -> None:
     bench.admit()
     await ask(bench, 7)
-    assert bench.stage.told == [{TP: 7, STATE: 7}]
+    assert bench.stage.known_ends == [{TP: 7, STATE: 7}]
 
 
 async def test_the_stage_learns_where_watched_topics_end_of_the_numbers_that_are_read() -> None:
     bench = Bench(watched=("sources",))
     bench.admit()
     await ask(bench, 7)
-    assert bench.stage.told == [{TP: 7, STATE: 7, Partition("sources", TP.partition): 7}]
+    assert bench.stage.known_ends == [{TP: 7, STATE: 7, Partition("sources", TP.partition): 7}]
 
 
 async def test_without_partitions_the_broker_is_asked_all_the_same_but_the_stage_learns_nothing(bench: Bench) -> None:
     assert await ask(bench, 7) == [[TP]]
-    assert bench.stage.told == []
+    assert bench.stage.known_ends == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError("away"), asyncio.CancelledError()])
@@ -295,14 +295,14 @@ async def test_a_broker_that_does_not_say_where_partitions_end_is_asked_again(
 ) -> None:
     bench.admit()
     await ask(bench, error)
-    assert bench.stage.told == []
+    assert bench.stage.known_ends == []
 
 
 async def test_ends_that_were_asked_for_in_an_older_epoch_are_not_reported(bench: Bench) -> None:
     bench.admit()
 
     await ask(bench, 7, meanwhile=bench.app.reader.end_epoch)
-    assert bench.stage.told == []
+    assert bench.stage.known_ends == []
 
 
 # -- the end

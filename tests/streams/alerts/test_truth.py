@@ -20,7 +20,7 @@ def test_what_is_reported_idle_is_idle_and_nearly_all_that_is_idle_is_reported()
         assert query.recall < right.recall - 0.2
 
 
-def test_a_claim_about_another_pod_or_nobody_is_wrong_and_leaves_the_truth_untold() -> None:
+def test_a_claim_about_another_pod_or_nobody_is_wrong_and_leaves_the_true_one_unreported() -> None:
     counts = Counted()
     counts.count({("GPU-a", ("ml", "b")), ("GPU-b", NOBODY), ("GPU-c", ("ml", "c"))}, {("GPU-a", ("ml", "a"))})
     counts.count({("GPU-a", ("ml", "a"))}, {("GPU-a", ("ml", "a"))})

@@ -102,9 +102,9 @@ def test_a_tick_waits_for_a_pod_that_only_its_events_snapshot_names() -> None:
 
     news = workloads(2, pod("old", ended=12_000), pod("new", started=13_000))
     _, (in_time,) = run(state, logged(news, 12_000), WatermarkRaised(12_000))
-    _, (untold,) = run(state, WatermarkRaised(12_000))
+    _, (without_pod,) = run(state, WatermarkRaised(12_000))
     assert pods_of(events_of(in_time)[0]) == [("old", "uid-old")]
-    assert pods_of(events_of(untold)[0]) == [("old", None)]
+    assert pods_of(events_of(without_pod)[0]) == [("old", None)]
 
 
 def test_a_snapshot_is_kept_until_the_samples_are_committed_whose_events_name_it() -> None:

@@ -31,8 +31,8 @@ class PodStory(NamedTuple):
     and how much longer the kubelet lists it."""
 
     start_ms: int
-    told_ms: int
-    reported_ms: int
+    api_delay_ms: int
+    kubelet_delay_ms: int
     end_ms: int
     gpu: int
     listed_ms: int = 0
@@ -61,7 +61,7 @@ def log_of(pods: list[PodStory], rogue_ms: int = END_MS) -> list[Logged]:
     the second GPU has a process of a pod that is in no record of the workloads."""
     log = [Logged(-60_000, workloads(1, FIRST))]
     for at_ms in range(0, END_MS, STEP_MS):
-        known_pods = tuple(_pod_at(n, p, at_ms) for n, p in enumerate(pods) if p.start_ms + p.told_ms <= at_ms)
+        known_pods = tuple(_pod_at(n, p, at_ms) for n, p in enumerate(pods) if p.start_ms + p.api_delay_ms <= at_ms)
         if known_pods != _pods_reported(log):
             log.append(Logged(at_ms, workloads(len(log) + 1, FIRST, *known_pods, ts_ms=at_ms)))
         if at_ms % 1000 == 0:
@@ -71,7 +71,7 @@ def log_of(pods: list[PodStory], rogue_ms: int = END_MS) -> list[Logged]:
 
 def _pod_at(number: int, story: PodStory, at_ms: int) -> Pod:
     """A pod as the API server has it by then."""
-    ended_ms = story.end_ms if story.end_ms + story.told_ms <= at_ms else None
+    ended_ms = story.end_ms if story.end_ms + story.api_delay_ms <= at_ms else None
     return pod(f"p{number}", started=story.start_ms, ended=ended_ms)
 
 
@@ -95,7 +95,9 @@ def _runs(story: PodStory, at_ms: int) -> bool:
 
 
 def _listed(story: PodStory, at_ms: int) -> bool:
-    return story.start_ms + story.reported_ms <= at_ms < story.end_ms + max(story.reported_ms, story.listed_ms)
+    return (
+        story.start_ms + story.kubelet_delay_ms <= at_ms < story.end_ms + max(story.kubelet_delay_ms, story.listed_ms)
+    )
 
 
 def live(log: list[Logged], step_ms: int = STEP_MS) -> list[bytes]:
@@ -197,9 +199,9 @@ class Renewal(NamedTuple):
     """When the old pod ended, and when that was reported; when the new one started, was reported and was listed."""
 
     ended_ms: int
-    end_told_ms: int
-    begun_ms: int
-    told_ms: int
+    end_reported_ms: int
+    started_ms: int
+    reported_ms: int
     listed_ms: int
 
 
@@ -207,29 +209,29 @@ class Renewal(NamedTuple):
 def renewals(draw: st.DrawFn) -> Renewal:
     """The API server and the kubelet report in any possible order, within some seconds."""
     ended_ms = 4_000 + draw(st.integers(0, 20)) * TICK_MS
-    begun_ms = ended_ms + draw(st.integers(1, 20)) * TICK_MS
-    end_told_ms = ended_ms + draw(st.integers(0, 30)) * TICK_MS
-    listed_ms = begun_ms + draw(st.integers(0, 5)) * TICK_MS
-    told_ms = max(begun_ms + draw(st.integers(0, 30)) * TICK_MS, end_told_ms)
-    return Renewal(ended_ms, end_told_ms, begun_ms, told_ms, listed_ms)
+    started_ms = ended_ms + draw(st.integers(1, 20)) * TICK_MS
+    end_reported_ms = ended_ms + draw(st.integers(0, 30)) * TICK_MS
+    listed_ms = started_ms + draw(st.integers(0, 5)) * TICK_MS
+    reported_ms = max(started_ms + draw(st.integers(0, 30)) * TICK_MS, end_reported_ms)
+    return Renewal(ended_ms, end_reported_ms, started_ms, reported_ms, listed_ms)
 
 
 def renewed(story: Renewal, *, processes: bool) -> list[Logged]:
     """A tick every 100 ms. The API server gives a pod's start in whole seconds."""
-    old, new = pod("web-0", uid="old"), pod("web-0", uid="new", started=story.begun_ms // WHOLE_MS * WHOLE_MS)
+    old, new = pod("web-0", uid="old"), pod("web-0", uid="new", started=story.started_ms // WHOLE_MS * WHOLE_MS)
     over = pod("web-0", uid="old", ended=story.ended_ms)
     log, snapshots = [Logged(-60_000, workloads(1, old))], list[Allocations]()
     for at_ms in range(0, 15_000, TICK_MS):
-        if at_ms == story.end_told_ms:
+        if at_ms == story.end_reported_ms:
             log.append(Logged(at_ms, workloads(2, over, ts_ms=at_ms)))
-        if at_ms == story.told_ms:
+        if at_ms == story.reported_ms:
             log.append(Logged(at_ms, workloads(3, over, new, ts_ms=at_ms)))
         listed = at_ms < story.ended_ms or at_ms >= story.listed_ms
         if not snapshots or bool(snapshots[-1].containers) != listed:
             containers = [container("web-0", gpu(0))] if listed else []
             snapshots.append(snapshot(len(snapshots) + 1, *containers, ts_ms=at_ms))
             log.append(Logged(at_ms, snapshots[-1]))
-        runs = [process("old")] * (at_ms < story.ended_ms) + [process("new")] * (at_ms >= story.begun_ms)
+        runs = [process("old")] * (at_ms < story.ended_ms) + [process("new")] * (at_ms >= story.started_ms)
         sample = tick(at_ms // TICK_MS, len(snapshots), ts_ms=at_ms, processes=[tuple(runs) if processes else ()])
         log.append(Logged(at_ms, sample))
     return log
@@ -247,5 +249,5 @@ def test_a_statefulsets_pod_that_is_made_again_has_the_same_holder_at_every_tick
     assert len(samples) == 150
     given_to = {sample.ts_ms: [holder.pod_uid for holder in sample.devices[0].holders] for sample in samples}
     assert all(uids == ["old"] for ts_ms, uids in given_to.items() if ts_ms < story.ended_ms)
-    in_time_ms = max(story.listed_ms, story.told_ms - 2_000)
+    in_time_ms = max(story.listed_ms, story.reported_ms - 2_000)
     assert all(uids == ["new"] for ts_ms, uids in given_to.items() if ts_ms >= in_time_ms)
