@@ -1,6 +1,6 @@
-"""A reader of a partition that drives the join as the component does, in any order that topics may race in.
+"""Two drivers of the join: records in one order, and a reader that drives it as the component does, in any order.
 
-It asserts, whatever it is made to do, that a node's outputs keep the order of its samples, that none comes twice in an
+The reader asserts, whatever it does, that a node's outputs keep the order of its samples, that none comes twice in an
 epoch, and that none is given up before it is certain that its snapshot never comes.
 """
 
@@ -9,11 +9,22 @@ from collections import defaultdict
 import msgspec
 
 from streams.attribution import join
+from streams.attribution.attribute import Joined
+from streams.attribution.join import NodeState
 from streams.attribution.log_time import Watermark
 from tests.streams.attribution.stories import Act, Story
 from topics.samples import Sample
 
 GRACE_S = 10.0
+
+
+def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Joined]]:
+    """The state after some records, and all samples that they release."""
+    joined_ticks: list[Joined] = []
+    for record in records:
+        state, joined = join.step(state, record, GRACE_S)
+        joined_ticks += joined
+    return state, joined_ticks
 
 
 class Reading:

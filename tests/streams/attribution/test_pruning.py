@@ -6,22 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from streams.attribution import join
-from streams.attribution.attribute import Joined
 from streams.attribution.join import AllocationsRead, Committed, Forget, NodeState
+from tests.streams.attribution.reading import GRACE_S, run
 from tests.streams.attribution.records import container, gpu, logged, pending, pod, snapshot, tick, workloads
 from topics.allocations import Claim, Container
 from topics.workloads import DraDevice
-
-GRACE_S = 10.0
-
-
-def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Joined]]:
-    """The state after some records, and all samples that they release."""
-    joined_ticks: list[Joined] = []
-    for record in records:
-        state, joined = join.step(state, record, GRACE_S)
-        joined_ticks += joined
-    return state, joined_ticks
 
 
 def size(state: NodeState) -> dict[str, int]:

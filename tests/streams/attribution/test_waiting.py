@@ -8,22 +8,13 @@ from streams.attribution import join
 from streams.attribution.attribute import Joined
 from streams.attribution.join import AllocationsRead, Forget, NodeState, PendingTick, WatermarkRaised, needs_end
 from tests.streams.attribution import records
+from tests.streams.attribution.reading import GRACE_S, run
 from tests.streams.attribution.records import container, gpu, logged, pod, process, snapshot, tick, workloads
 from topics.attributed import Attribution
 from topics.samples import Sample
 from topics.workloads import NodeWorkloads, Pod
 
-GRACE_S = 10.0
 SNAPSHOT = snapshot(1, container("p", gpu(0)))
-
-
-def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Joined]]:
-    """The state after some records, and all samples that they release."""
-    joined_ticks: list[Joined] = []
-    for record in records:
-        state, joined = join.step(state, record, GRACE_S)
-        joined_ticks += joined
-    return state, joined_ticks
 
 
 def pending(
