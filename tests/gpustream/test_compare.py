@@ -1,4 +1,4 @@
-"""What another exporter says beside what gpustream says: what differs, and why."""
+"""Another exporter's values beside gpustream's: what differs, and why."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,24 +24,24 @@ def reading(
     name: str, values: float | Sequence[float], labels: Mapping[str, str], *, every_s: float = 1.0, age_s: float = 0.0
 ) -> Reading:
     """A series whose last value is ``age_s`` old."""
-    some = [values] if isinstance(values, float | int) else values
-    times = [NOW - age_s - every_s * (len(some) - 1 - number) for number in range(len(some))]
+    numbers = [values] if isinstance(values, float | int) else values
+    times = [NOW - age_s - every_s * (len(numbers) - 1 - index) for index in range(len(numbers))]
     return Reading(
-        {"__name__": name, **labels}, tuple(Sample(at_s, float(v)) for at_s, v in zip(times, some, strict=True))
+        {"__name__": name, **labels}, tuple(Sample(at_s, float(v)) for at_s, v in zip(times, numbers, strict=True))
     )
 
 
 def dcgm(name: str, values: float | Sequence[float], gpu: str = "GPU-a", pod: str = "bert-0", **more: str) -> Reading:
     """A series of dcgm-exporter."""
-    held = {"namespace": "ml", "pod": pod, "container": "main"} if pod else {}
-    labels = {"gpu": "0", "UUID": gpu, "Hostname": "n1", "job": "dcgm-exporter", **held, **more}
+    holder = {"namespace": "ml", "pod": pod, "container": "main"} if pod else {}
+    labels = {"gpu": "0", "UUID": gpu, "Hostname": "n1", "job": "dcgm-exporter", **holder, **more}
     return reading(name, values, labels, age_s=float(more.pop("age_s", "0")))
 
 
 def otel(name: str, values: float | Sequence[float], gpu: str = "GPU-a", pod: str = "bert-0", **more: str) -> Reading:
     """A series of gpustream."""
-    held = {"k8s_namespace_name": "ml", "k8s_pod_name": pod} if pod else {}
-    labels = {"gpu_index": "0", "gpu_uuid": gpu, "k8s_node_name": "n1", "service_name": "gpustream", **held, **more}
+    holder = {"k8s_namespace_name": "ml", "k8s_pod_name": pod} if pod else {}
+    labels = {"gpu_index": "0", "gpu_uuid": gpu, "k8s_node_name": "n1", "service_name": "gpustream", **holder, **more}
     return reading(name, values, labels)
 
 
@@ -49,27 +49,27 @@ def compare(theirs: Sequence[Reading], ours: Sequence[Reading]) -> Comparison:
     return compared(theirs, ours, 0.02)
 
 
-def row(theirs: Reading, ours: Reading) -> Compared:
-    (found,) = compare([theirs], [ours]).rows
-    return found
+def compared_row(theirs: Reading, ours: Reading) -> Compared:
+    (row,) = compare([theirs], [ours]).rows
+    return row
 
 
 def test_the_same_value_in_other_units_under_another_name_is_the_same() -> None:
-    found = row(dcgm("DCGM_FI_DEV_FB_USED", 2048), otel("gpu_memory_used", 2048 * MIB + 1000))
+    row = compared_row(dcgm("DCGM_FI_DEV_FB_USED", 2048), otel("gpu_memory_used", 2048 * MIB + 1000))
 
-    assert (found.verdict, found.reason, found.quantity) == ("same", "another name for the same", "memory_used_bytes")
-    assert found.theirs is not None
-    assert found.ours is not None
-    assert (found.theirs.pod, found.ours.pod) == ("ml/bert-0", "ml/bert-0")
+    assert (row.verdict, row.reason, row.quantity) == ("same", "another name for the same", "memory_used_bytes")
+    assert row.theirs is not None
+    assert row.ours is not None
+    assert (row.theirs.pod, row.ours.pod) == ("ml/bert-0", "ml/bert-0")
 
 
 def test_what_gpustream_said_earlier_was_only_read_at_another_time() -> None:
-    found = row(
+    row = compared_row(
         dcgm("DCGM_FI_DEV_GPU_UTIL", 93),
         otel("gpu_utilization", [0.93, 0.2, 0.2, 0.2], gpu_task_type="compute"),
     )
 
-    assert (found.verdict, found.reason) == (
+    assert (row.verdict, row.reason) == (
         "timing",
         "another name for the same; theirs is what gpustream said 3 s before",
     )
@@ -79,13 +79,13 @@ def test_what_gpustream_said_of_the_pod_before_counts_for_when_it_was_read() -> 
     before = otel("gpu_temperature", [80, 80], pod="old-0", gpu_temperature_sensor="edge")._replace(ended=True)
     now = otel("gpu_temperature", 33, gpu_temperature_sensor="edge")
 
-    (found,) = compare([dcgm("DCGM_FI_DEV_GPU_TEMP", 80)], [before, now]).rows
+    (row,) = compare([dcgm("DCGM_FI_DEV_GPU_TEMP", 80)], [before, now]).rows
 
-    assert found.verdict == "timing"
+    assert row.verdict == "timing"
 
 
 def test_a_counter_between_two_of_gpustreams_values_was_only_read_at_another_time() -> None:
-    found = row(
+    row = compared_row(
         dcgm("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", 5_000_000),
         reading(
             "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
@@ -94,58 +94,60 @@ def test_a_counter_between_two_of_gpustreams_values_was_only_read_at_another_tim
         ),
     )
 
-    assert found.verdict == "timing"
+    assert row.verdict == "timing"
 
 
 def test_another_unit_than_the_name_says_is_named_with_its_factor() -> None:
-    found = row(
+    row = compared_row(
         dcgm("DCGM_FI_DEV_POWER_VIOLATION", 5_000_000),
         reading("DCGM_FI_DEV_POWER_VIOLATION", 5e9, {"UUID": "GPU-a", "namespace": "ml", "pod": "bert-0"}),
     )
 
-    assert found.verdict == "unit"
-    assert "0.001 times" in found.reason
+    assert row.verdict == "unit"
+    assert "0.001 times" in row.reason
 
 
 def test_a_value_that_gpustream_never_had_differs() -> None:
-    found = row(dcgm("DCGM_FI_DEV_GPU_TEMP", 80), otel("gpu_temperature", [33.0, 34.0], gpu_temperature_sensor="edge"))
+    row = compared_row(
+        dcgm("DCGM_FI_DEV_GPU_TEMP", 80), otel("gpu_temperature", [33.0, 34.0], gpu_temperature_sensor="edge")
+    )
 
-    assert found.verdict == "value"
-    assert "+46 from gpustream's 34" in found.reason
+    assert row.verdict == "value"
+    assert "+46 from gpustream's 34" in row.reason
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "why"),
+    ("theirs", "ours", "reason"),
     [
         ("old-0", "bert-0", "another pod"),
         ("", "bert-0", "they name no pod"),
         ("bert-0", "", "gpustream names no pod"),
     ],
 )
-def test_another_holder_differs_also_if_the_value_is_the_same(theirs: str, ours: str, why: str) -> None:
-    found = row(
+def test_another_holder_differs_also_if_the_value_is_the_same(theirs: str, ours: str, reason: str) -> None:
+    row = compared_row(
         dcgm("DCGM_FI_DEV_GPU_TEMP", 33, pod=theirs),
         otel("gpu_temperature", 33, pod=ours, gpu_temperature_sensor="edge"),
     )
 
-    assert found.verdict == "holder"
-    assert found.reason.startswith(why)
+    assert row.verdict == "holder"
+    assert row.reason.startswith(reason)
 
 
 def test_a_shared_gpu_says_that_they_copy_the_whole_to_each_pod() -> None:
     theirs = [dcgm("DCGM_FI_DEV_POWER_USAGE", 300, pod=pod) for pod in ("a", "b")]
 
-    found = compare(theirs, [otel("gpu_power_draw", 300, pod="")])
+    comparison = compare(theirs, [otel("gpu_power_draw", 300, pod="")])
 
-    assert [one.verdict for one in found.rows] == ["holder", "holder"]
-    assert all("each of them the whole" in one.reason for one in found.rows)
+    assert [row.verdict for row in comparison.rows] == ["holder", "holder"]
+    assert all("each of them the whole" in row.reason for row in comparison.rows)
 
 
 def test_each_of_their_pods_is_beside_gpustreams_part_of_that_pod() -> None:
     theirs = [dcgm("DCGM_FI_DEV_FB_USED", value, pod=pod) for pod, value in (("a", 100), ("b", 200))]
     ours = [dcgm("DCGM_FI_DEV_FB_USED", value, pod=pod, job="") for pod, value in (("b", 200), ("a", 100))]
 
-    assert [one.verdict for one in compare(theirs, ours).rows] == ["same", "same"]
+    assert [row.verdict for row in compare(theirs, ours).rows] == ["same", "same"]
 
 
 def test_what_only_one_side_has_is_missing_with_the_reason() -> None:
@@ -161,10 +163,10 @@ def test_what_only_one_side_has_is_missing_with_the_reason() -> None:
         otel("gpu_memory_used", 5),
     ]
 
-    found = compare(theirs, ours)
+    comparison = compare(theirs, ours)
 
     verdicts = {
-        (str(one.device), one.quantity): (one.verdict, one.reason) for one in found.rows if one.verdict not in FINE
+        (str(row.device), row.quantity): (row.verdict, row.reason) for row in comparison.rows if row.verdict not in FINE
     }
     assert verdicts[("GPU-b", "temperature_celsius")] == ("missing", "gpustream has no such GPU")
     assert verdicts[("GPU-c", "")] == ("missing", "they have no such GPU")
@@ -174,8 +176,8 @@ def test_what_only_one_side_has_is_missing_with_the_reason() -> None:
         "missing",
         "gpustream has it with --names otel or otel-suffixed or dcgm or dcgm-4.9 or dcgm-legacy, if NVML says it",
     )
-    assert found.only_ours == ("gpu_memory_used",)
-    assert found.differing == 4
+    assert comparison.only_ours == ("gpu_memory_used",)
+    assert comparison.differing == 4
 
 
 def test_a_gpu_that_is_only_named_by_node_and_index_is_found_by_them() -> None:
@@ -185,7 +187,7 @@ def test_a_gpu_that_is_only_named_by_node_and_index_is_found_by_them() -> None:
         {"gpu_index": "0", "host_name": "n1", "k8s_pod_name": "bert-0", "k8s_namespace_name": "ml"},
     )
 
-    assert row(theirs, otel("gpu_power_draw", 300)).device.uuid == "GPU-a"
+    assert compared_row(theirs, otel("gpu_power_draw", 300)).device.uuid == "GPU-a"
 
 
 def test_the_pod_of_the_exporter_itself_holds_nothing() -> None:
@@ -198,16 +200,16 @@ def test_the_pod_of_the_exporter_itself_holds_nothing() -> None:
         otel("gpu_temperature", 30, gpu="GPU-b", pod="", gpu_temperature_sensor="edge"),
     ]
 
-    assert [one.verdict for one in compare([held, free], ours).rows] == ["same", "same"]
+    assert [row.verdict for row in compare([held, free], ours).rows] == ["same", "same"]
 
 
 def test_mig_devices_are_distinguished() -> None:
     theirs = [dcgm("DCGM_FI_DEV_FB_USED", value, GPU_I_ID=instance) for instance, value in (("1", 10), ("2", 20))]
     ours = [dcgm("DCGM_FI_DEV_FB_USED", value, GPU_I_ID=instance, job="") for instance, value in (("2", 20), ("1", 10))]
 
-    found = compare(theirs, ours)
+    comparison = compare(theirs, ours)
 
-    assert [(str(one.device), one.verdict) for one in found.rows] == [("GPU-a/1", "same"), ("GPU-a/2", "same")]
+    assert [(str(row.device), row.verdict) for row in comparison.rows] == [("GPU-a/1", "same"), ("GPU-a/2", "same")]
 
 
 def readings(profile: ProfileName) -> list[Reading]:
@@ -224,12 +226,12 @@ def readings(profile: ProfileName) -> list[Reading]:
 @pytest.mark.parametrize("theirs", PROFILES)
 @pytest.mark.parametrize("ours", PROFILES)
 def test_what_is_the_same_in_any_two_profiles_is_found_to_be_the_same(theirs: ProfileName, ours: ProfileName) -> None:
-    found = compare(readings(theirs), readings(ours))
+    comparison = compare(readings(theirs), readings(ours))
 
-    measured = [one for one in found.rows if one.quantity in CATALOGUE]
-    assert {one.verdict for one in measured if one.verdict != "missing"} == {"same"}
-    named = PROFILES[ours].series.keys()
-    assert [one for one in measured if one.verdict == "missing" and one.quantity in named] == []
+    measured = [row for row in comparison.rows if row.quantity in CATALOGUE]
+    assert {row.verdict for row in measured if row.verdict != "missing"} == {"same"}
+    keys = PROFILES[ours].series.keys()
+    assert [row for row in measured if row.verdict == "missing" and row.quantity in keys] == []
 
 
 @pytest.mark.parametrize(
@@ -247,13 +249,15 @@ def test_whose_a_series_is_is_found_by_its_service_and_job(labels: dict[str, str
 
 
 def test_the_report_has_every_row_and_says_whether_all_agrees() -> None:
-    found = compare([dcgm("DCGM_FI_DEV_GPU_TEMP", 33)], [otel("gpu_temperature", 33, gpu_temperature_sensor="edge")])
+    comparison = compare(
+        [dcgm("DCGM_FI_DEV_GPU_TEMP", 33)], [otel("gpu_temperature", 33, gpu_temperature_sensor="edge")]
+    )
 
-    said = json.loads(json.dumps(report(found)))
+    content = json.loads(json.dumps(report(comparison)))
 
-    assert (said["ok"], said["verdicts"]) == (True, {"same": 1})
-    assert said["rows"][0]["theirs"]["name"] == "DCGM_FI_DEV_GPU_TEMP"
-    assert summary(found) == "1 row of 1 GPU: 1 same"
+    assert (content["ok"], content["verdicts"]) == (True, {"same": 1})
+    assert content["rows"][0]["theirs"]["name"] == "DCGM_FI_DEV_GPU_TEMP"
+    assert summary(comparison) == "1 row of 1 GPU: 1 same"
 
 
 def test_errors_of_the_command_line_are_named() -> None:
