@@ -1,11 +1,11 @@
-"""The fleet now, and its last minutes: held against what the simulated fleet says of itself."""
+"""The fleet now, and its last minutes, compared with a simulated fleet."""
 
 from typing import Any
 
 import msgspec
 import pytest
 
-from gpustream import fleet as module
+from gpustream import fleet as fleet_module
 from gpustream.fleet import Device, Fleet, Flow, pods, workloads
 from gpustream.ticks import Tick, decode_tick
 from producers.simulated.fleet import Fleet as SimulatedFleet
@@ -30,55 +30,55 @@ def tick(*devices: dict[str, Any], node: str = "n", seq: int = 1, ts_ms: int | N
 def gpu(uuid: str, used: float | None = 0.5, *holders: str, memory: float = 1024, **more: Any) -> dict[str, Any]:
     """A device that pods ``NAMESPACE/POD`` hold."""
     metrics = {"memory_used_bytes": memory} | ({} if used is None else {"gpu_utilization_ratio": used})
-    named = [dict(zip(("namespace", "pod"), one.split("/"), strict=True)) for one in holders]
-    return {"uuid": uuid, "index": 0, "metrics": metrics, "holders": named, **more}
+    rows = [dict(zip(("namespace", "pod"), holder.split("/"), strict=True)) for holder in holders]
+    return {"uuid": uuid, "index": 0, "metrics": metrics, "holders": rows, **more}
 
 
-def seen(*ticks: Tick, **how: Any) -> Fleet:
-    """A fleet that took these in, a second after the other."""
-    found = Fleet(**how)
-    for number, one in enumerate(ticks):
-        found.observe(one, float(number), one.ts_ms + 250)
-    return found
+def fleet_of(*ticks: Tick, **options: Any) -> Fleet:
+    """A fleet that has observed these ticks, one each second."""
+    fleet = Fleet(**options)
+    for second, observed in enumerate(ticks):
+        fleet.observe(observed, float(second), observed.ts_ms + 250)
+    return fleet
 
 
-def device(found: Fleet, uuid: str = "a") -> Device:
-    return next(one for one in found.devices() if one.uuid == uuid)
+def device(fleet: Fleet, uuid: str = "a") -> Device:
+    return next(device for device in fleet.devices() if device.uuid == uuid)
 
 
 @pytest.mark.slow
-def test_what_is_shown_of_a_simulated_fleet_is_what_it_says_of_itself() -> None:
-    simulated, found = SimulatedFleet(4, 8, pod_life_s=20.0), Fleet()
+def test_what_is_shown_of_a_simulated_fleet_is_true() -> None:
+    simulated, fleet = SimulatedFleet(4, 8, pod_life_s=20.0), Fleet()
     nodes = [simulated.node(index) for index in range(4)]
     truth: dict[str, tuple[Any, list[str], int]] = {}
     for second in range(1, 61):
         for node in nodes:
             reading = node.read(second * 1000, 1)
-            found.observe(decode_tick(record(reading, node.name, second, second * 1000)), float(second), second * 1000)
-            for one, held in zip(reading.devices, reading.reported, strict=True):
+            fleet.observe(decode_tick(record(reading, node.name, second, second * 1000)), float(second), second * 1000)
+            for read_device, held in zip(reading.devices, reading.reported, strict=True):
                 names = sorted({f"{row['namespace']}/{row['pod']}" for row in held})
-                before = truth.get(one["uuid"], (one, [""], 0))
-                truth[one["uuid"]] = one, names, before[2] if before[1] == names else second * 1000
+                before = truth.get(read_device["uuid"], (read_device, [""], 0))
+                truth[read_device["uuid"]] = read_device, names, before[2] if before[1] == names else second * 1000
 
-    assert {one.uuid for one in found.devices()} == set(truth)
-    for shown in found.devices():
-        said, names, began_ms = truth[shown.uuid]
-        assert sorted(one.name for one in shown.holders) == names
-        assert shown.temperature_celsius == said["metrics"].get("temperature_celsius")
-        assert shown.memory_used_bytes == said["metrics"].get("memory_used_bytes")
+    assert {shown.uuid for shown in fleet.devices()} == set(truth)
+    for shown in fleet.devices():
+        expected, names, began_ms = truth[shown.uuid]
+        assert sorted(holder.name for holder in shown.holders) == names
+        assert shown.temperature_celsius == expected["metrics"].get("temperature_celsius")
+        assert shown.memory_used_bytes == expected["metrics"].get("memory_used_bytes")
         assert shown.tenures[-1].from_ms == began_ms
-        if "gpu_utilization_ratio" in said["metrics"]:
-            assert shown.used_ratio == said["metrics"]["gpu_utilization_ratio"]
-        parts = [names_of for uuid, (_, names_of, _) in truth.items() if device(found, uuid).gpu == shown.uuid]
+        if "gpu_utilization_ratio" in expected["metrics"]:
+            assert shown.used_ratio == expected["metrics"]["gpu_utilization_ratio"]
+        parts = [names_of for uuid, (_, names_of, _) in truth.items() if device(fleet, uuid).gpu == shown.uuid]
         assert shown.mig or (shown.status == "free") == (not any(parts))
     holding = {name for _, names, _ in truth.values() for name in names}
-    assert {use.who for use in pods(found.devices())} == holding
-    assert sum(use.pods for use in workloads(found.devices())) == len(holding)
-    assert len(list(found.gpus())) == 32
+    assert {use.who for use in pods(fleet.devices())} == holding
+    assert sum(use.pods for use in workloads(fleet.devices())) == len(holding)
+    assert len(list(fleet.gpus())) == 32
 
 
 @pytest.mark.parametrize(
-    ("of", "status"),
+    ("shown", "status"),
     [
         (gpu("a", 0.5, "ml/bert"), "busy"),
         (gpu("a", 0.0, "ml/bert"), "idle"),
@@ -89,33 +89,33 @@ def test_what_is_shown_of_a_simulated_fleet_is_what_it_says_of_itself() -> None:
         (gpu("a", None, processes=[{"pid": 7}]), "held"),
     ],
 )
-def test_a_device_is_one_of_a_few_things(of: dict[str, Any], status: str) -> None:
-    assert device(seen(tick(of))).status == status
+def test_a_device_has_a_status(shown: dict[str, Any], status: str) -> None:
+    assert device(fleet_of(tick(shown))).status == status
 
 
 def test_a_device_that_the_api_server_calls_unwell_fails() -> None:
-    found = device(seen(tick(gpu("a", 0.9, "ml/bert"), unwell=[{"uuid": "a", "reason": "x"}])))
+    failing = device(fleet_of(tick(gpu("a", 0.9, "ml/bert"), unwell=[{"uuid": "a", "reason": "x"}])))
 
-    assert (found.status, found.trouble) == ("failing", "unwell")
+    assert (failing.status, failing.trouble) == ("failing", "unwell")
 
 
 def test_a_gpu_that_is_cut_does_what_its_busiest_part_does_and_counts_once() -> None:
     mig = {"uuid": "m", "parent_uuid": "a", "profile": "1g.10gb"}
     part = gpu("m", None, "ml/bert", mig=mig)
-    found = seen(tick(gpu("a", None), part))
+    fleet = fleet_of(tick(gpu("a", None), part))
 
-    assert [one.status for one in found.devices()] == ["held", "held"]
-    assert [one.uuid for one in found.gpus()] == ["a"]
-    assert device(found, "m").where == "n GPU 0 1g.10gb"
-    assert [(use.who, use.gpus) for use in pods(found.devices())] == [("ml/bert", 1)]
+    assert [shown.status for shown in fleet.devices()] == ["held", "held"]
+    assert [gpu_device.uuid for gpu_device in fleet.gpus()] == ["a"]
+    assert device(fleet, "m").where == "n GPU 0 1g.10gb"
+    assert [(use.who, use.gpus) for use in pods(fleet.devices())] == [("ml/bert", 1)]
 
 
 def test_of_a_shared_device_each_pod_has_its_part() -> None:
     parts = [{"utilization_ratio": 0.1, "memory_used_bytes": 256}, {"utilization_ratio": 0.4, "memory_used_bytes": 768}]
-    holders = [{"namespace": "ml", "pod": f"p{n}", "parts": of} for n, of in enumerate(parts)]
-    found = pods(seen(tick(gpu("a", 0.5) | {"holders": holders})).devices())
+    holders = [{"namespace": "ml", "pod": f"p{n}", "parts": part} for n, part in enumerate(parts)]
+    uses = pods(fleet_of(tick(gpu("a", 0.5) | {"holders": holders})).devices())
 
-    assert [(use.who, use.used_ratio, use.memory_used_bytes) for use in found] == [
+    assert [(use.who, use.used_ratio, use.memory_used_bytes) for use in uses] == [
         ("ml/p0", 0.1, 256),
         ("ml/p1", 0.4, 768),
     ]
@@ -128,105 +128,105 @@ def test_the_pods_of_a_workload_are_one_row_and_a_pod_without_one_is_its_own() -
     job = {"kind": "Job", "name": "train"}
     devices = [gpu("a") | {"holders": [holder("t-0", job)]}, gpu("b") | {"holders": [holder("t-1", job)]}]
     devices.append(gpu("c", 0.0) | {"holders": [holder("alone", None)]})
-    found = {use.who: use for use in workloads(seen(tick(*devices)).devices())}
+    uses_by_name = {use.who: use for use in workloads(fleet_of(tick(*devices)).devices())}
 
-    assert found["ml/Job/train"][4:8] == (2, 1, 2, 0)
-    assert (found["ml/alone"].idle, found["ml/alone"].team) == (1, "nlp")
+    assert uses_by_name["ml/Job/train"][4:8] == (2, 1, 2, 0)
+    assert (uses_by_name["ml/alone"].idle, uses_by_name["ml/alone"].team) == (1, "nlp")
 
 
 def test_a_device_that_no_pod_holds_is_its_processes() -> None:
-    of = gpu("a", 0.9) | {"processes": [{"pid": 7, "memory_used_bytes": 512, "sm_utilization_ratio": 0.8}]}
-    (found,) = pods(seen(tick(of), command_of=lambda node, pid: f"{node}-python{pid}").devices())
+    unheld = gpu("a", 0.9) | {"processes": [{"pid": 7, "memory_used_bytes": 512, "sm_utilization_ratio": 0.8}]}
+    (use,) = pods(fleet_of(tick(unheld), command_of=lambda node, pid: f"{node}-python{pid}").devices())
 
-    assert (found.who, found.workload, found.used_ratio, found.memory_used_bytes) == ("pid 7", "n-python7", 0.8, 512)
+    assert (use.who, use.workload, use.used_ratio, use.memory_used_bytes) == ("pid 7", "n-python7", 0.8, 512)
 
 
 def test_zero_is_zero_and_missing_is_missing() -> None:
-    found = pods(seen(tick(gpu("a", 0.0, "ml/zero"), gpu("b", None, "ml/missing"))).devices())
+    uses = pods(fleet_of(tick(gpu("a", 0.0, "ml/zero"), gpu("b", None, "ml/missing"))).devices())
 
-    assert {use.name: use.used_ratio for use in found} == {"zero": 0.0, "missing": None}
+    assert {use.name: use.used_ratio for use in uses} == {"zero": 0.0, "missing": None}
 
 
 def test_who_held_a_device_is_kept_with_times_for_as_long_as_is_shown() -> None:
     pods_of = ["ml/x", "ml/x", "", "ml/y"]
-    found = seen(*[tick(gpu("a", 0.5, *filter(None, [pod])), seq=n) for n, pod in enumerate(pods_of, 1)])
-    assert list(device(found).tenures) == [(1000, 3000, ("ml/x",)), (3000, 4000, ()), (4000, None, ("ml/y",))]
+    fleet = fleet_of(*[tick(gpu("a", 0.5, *filter(None, [pod])), seq=n) for n, pod in enumerate(pods_of, 1)])
+    assert list(device(fleet).tenures) == [(1000, 3000, ("ml/x",)), (3000, 4000, ()), (4000, None, ("ml/y",))]
 
     late = [tick(gpu("a", 0.5, "ml/y"), seq=5, ts_ms=20_000)]
-    found = seen(*[tick(gpu("a", 0.5, pod), seq=n) for n, pod in enumerate(["ml/x", "ml/y"], 1)], *late, slots=3)
-    assert [one.pods for one in device(found).tenures] == [("ml/y",)]
+    fleet = fleet_of(*[tick(gpu("a", 0.5, pod), seq=n) for n, pod in enumerate(["ml/x", "ml/y"], 1)], *late, slots=3)
+    assert [tenure.pods for tenure in device(fleet).tenures] == [("ml/y",)]
 
 
 def test_a_device_that_changes_hands_each_second_stays_small() -> None:
-    found = seen(*[tick(gpu("a", 0.5, f"ml/p{n}"), seq=n) for n in range(1, 200)])
+    fleet = fleet_of(*[tick(gpu("a", 0.5, f"ml/p{n}"), seq=n) for n in range(1, 200)])
 
-    assert len(device(found).tenures) == module.MAX_TENURES
+    assert len(device(fleet).tenures) == fleet_module.MAX_TENURES
 
 
 def test_the_last_minutes_are_means_with_gaps_where_nothing_was_measured() -> None:
     values = {1: 0.2, 2: 0.4, 3: None, 11: 1.0}
-    found = seen(*[tick(gpu("a", used, "ml/x"), seq=n) for n, used in values.items()], slot_ms=5_000, slots=4)
+    fleet = fleet_of(*[tick(gpu("a", used, "ml/x"), seq=n) for n, used in values.items()], slot_ms=5_000, slots=4)
 
-    assert device(found).history.of("used_ratio", 11_000) == [None, pytest.approx(0.3), None, 1.0]
-    assert device(found).history.of("used_ratio", 16_000) == [pytest.approx(0.3), None, 1.0, None]
-    assert device(found).history.of("used_ratio", 60_000) == [None] * 4
+    assert device(fleet).history.of("used_ratio", 11_000) == [None, pytest.approx(0.3), None, 1.0]
+    assert device(fleet).history.of("used_ratio", 16_000) == [pytest.approx(0.3), None, 1.0, None]
+    assert device(fleet).history.of("used_ratio", 60_000) == [None] * 4
 
 
 def test_an_xid_marks_its_gpu_for_some_minutes() -> None:
     failed = gpu("a") | {"events": [{"kind": "xid", "code": 31, "ts_ms": 900}]}
-    found = seen(tick(failed), tick(gpu("a"), seq=2))
-    assert device(found).trouble == "XID 31"
+    fleet = fleet_of(tick(failed), tick(gpu("a"), seq=2))
+    assert device(fleet).trouble == "XID 31"
 
-    found.observe(tick(gpu("a"), seq=3, ts_ms=302_000), 301.0, 0)
-    assert device(found).trouble == ""
+    fleet.observe(tick(gpu("a"), seq=3, ts_ms=302_000), 301.0, 0)
+    assert device(fleet).trouble == ""
 
 
 def test_a_silent_node_is_marked_and_forgotten_in_the_end() -> None:
-    found = seen(tick(gpu("a", 0.5, "ml/x")))
-    found.age(module.SILENT_S + 1)
-    assert device(found).status == "silent"
+    fleet = fleet_of(tick(gpu("a", 0.5, "ml/x")))
+    fleet.age(fleet_module.SILENT_S + 1)
+    assert device(fleet).status == "silent"
 
-    found.observe(tick(gpu("a", 0.5, "ml/x"), seq=2), 20.0, 0)
-    assert device(found).status == "busy"
-    found.age(20.0 + module.FORGOTTEN_S + 1)
-    assert found.nodes == {}
+    fleet.observe(tick(gpu("a", 0.5, "ml/x"), seq=2), 20.0, 0)
+    assert device(fleet).status == "busy"
+    fleet.age(20.0 + fleet_module.FORGOTTEN_S + 1)
+    assert fleet.nodes == {}
 
 
 def test_a_replay_is_left_out() -> None:
-    found = seen(tick(gpu("a"), seq=2))
+    fleet = fleet_of(tick(gpu("a"), seq=2))
 
-    assert not found.observe(tick(gpu("a"), seq=2), 1.0, 0)
-    assert not found.observe(tick(gpu("a"), seq=1, ts_ms=1000, run_id=0), 1.0, 0)
-    assert found.observe(tick(gpu("a"), seq=1, ts_ms=3000, run_id=3, offset=3), 1.0, 0)
+    assert not fleet.observe(tick(gpu("a"), seq=2), 1.0, 0)
+    assert not fleet.observe(tick(gpu("a"), seq=1, ts_ms=1000, run_id=0), 1.0, 0)
+    assert fleet.observe(tick(gpu("a"), seq=1, ts_ms=3000, run_id=3, offset=3), 1.0, 0)
 
 
 def test_a_device_that_a_tick_lacks_is_forgotten() -> None:
-    found = seen(tick(gpu("a"), gpu("b")), tick(gpu("b"), seq=2))
+    fleet = fleet_of(tick(gpu("a"), gpu("b")), tick(gpu("b"), seq=2))
 
-    assert [one.uuid for one in found.devices()] == ["b"]
+    assert [shown.uuid for shown in fleet.devices()] == ["b"]
 
 
 def test_rates_and_latency_are_of_the_last_seconds() -> None:
-    found = seen(*[tick(gpu("a"), seq=n) for n in range(1, 11)])
-    found.age(9.0)
+    fleet = fleet_of(*[tick(gpu("a"), seq=n) for n in range(1, 11)])
+    fleet.age(9.0)
 
-    assert found.flow() == Flow(10, 6 / 5, 0.25)
-    found.age(100.0)
-    assert found.flow() == Flow(10, 0.0, None)
+    assert fleet.flow() == Flow(10, 6 / 5, 0.25)
+    fleet.age(100.0)
+    assert fleet.flow() == Flow(10, 0.0, None)
 
 
 def test_a_partition_whose_past_is_read_after_anothers_does_not_count_as_ticks_of_now() -> None:
-    found = seen(*[tick(gpu("a"), seq=n) for n in range(1, 101)])
+    fleet = fleet_of(*[tick(gpu("a"), seq=n) for n in range(1, 101)])
     for n in range(1, 101):
-        found.observe(tick(gpu("b"), node="n2", seq=n), float(n), n * 1000)
-    found.age(100.0)
+        fleet.observe(tick(gpu("b"), node="n2", seq=n), float(n), n * 1000)
+    fleet.age(100.0)
 
-    assert found.flow().ticks == 200
-    assert found.flow().ticks_per_s <= 2 * 6 / 5
+    assert fleet.flow().ticks == 200
+    assert fleet.flow().ticks_per_s <= 2 * 6 / 5
 
 
 def test_the_time_since_a_pod_has_a_gpu_goes_over_changes_of_others() -> None:
-    found = seen(*[tick(gpu("a", 0.5, *held), seq=n) for n, held in enumerate([["ml/x"], ["ml/x", "ml/y"]], 1)])
-    since: dict[str, int] = {use.who: use.since_ms for use in pods(found.devices())}
+    fleet = fleet_of(*[tick(gpu("a", 0.5, *held), seq=n) for n, held in enumerate([["ml/x"], ["ml/x", "ml/y"]], 1)])
+    since: dict[str, int] = {use.who: use.since_ms for use in pods(fleet.devices())}
 
     assert since == {"ml/x": 1000, "ml/y": 2000}
