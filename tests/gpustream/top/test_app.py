@@ -15,7 +15,7 @@ from gpustream.top.views import Now
 from gpustream.top.widgets import HELP, Pane
 from producers.simulated.fleet import Fleet as SimulatedFleet
 from tests.eventually import eventually
-from tests.gpustream.test_fleet import gpu, record, seen, tick
+from tests.gpustream.test_fleet import fleet_of, gpu, record, tick
 from tests.sinks.alerts import START_MS, alert, alert_record
 from topics.alerts import time
 
@@ -126,12 +126,12 @@ async def test_from_a_workload_to_its_pods_to_their_gpus() -> None:
         assert "t-0" in gpus
         assert "t-1" not in gpus
 
-    fleet = seen(tick(held("a", "t-0"), held("b", "t-1"), gpu("c", 0.1, "ml/other")))
+    fleet = fleet_of(tick(held("a", "t-0"), held("b", "t-1"), gpu("c", 0.1, "ml/other")))
     await with_screen(now_of(fleet), (100, 24), test)
 
 
 async def test_a_filter_takes_words_and_their_absence_and_escape_ends_it() -> None:
-    fleet = seen(tick(gpu("a", 0.5, "ml/bert"), gpu("b", 0.0, "ml/idler"), gpu("c", 0.0)))
+    fleet = fleet_of(tick(gpu("a", 0.5, "ml/bert"), gpu("b", 0.0, "ml/idler"), gpu("c", 0.0)))
 
     async def test(screen: Screen) -> None:
         await screen.after("3", "slash")
@@ -149,7 +149,7 @@ async def test_a_filter_takes_words_and_their_absence_and_escape_ends_it() -> No
 
 
 async def test_it_sorts_by_the_next_column_and_the_other_way_round_with_what_is_not_known_last() -> None:
-    fleet = seen(tick(gpu("a", None, "ml/none"), gpu("b", 0.2, "ml/low"), gpu("c", 0.9, "ml/high")))
+    fleet = fleet_of(tick(gpu("a", None, "ml/none"), gpu("b", 0.2, "ml/low"), gpu("c", 0.9, "ml/high")))
 
     def order(text: str) -> list[str]:
         return sorted(("none", "low", "high"), key=lambda name: text.index(f"ml/{name}"))
@@ -264,7 +264,7 @@ async def test_without_a_pipeline_q_ends_it_at_once() -> None:
 
 
 async def test_the_picture_can_be_held() -> None:
-    fleet = seen(tick(gpu("a", 0.5, "ml/before")))
+    fleet = fleet_of(tick(gpu("a", 0.5, "ml/before")))
 
     async def test(screen: Screen) -> None:
         assert "HELD" in await screen.after("4", "space")
@@ -303,7 +303,7 @@ async def test_what_is_logged_is_kept_from_the_screen_and_what_is_wrong_is_said(
 
 
 async def test_every_status_is_said_without_colour_too() -> None:
-    fleet = seen(tick(gpu("a", 0.5, "ml/x"), gpu("b", 0.0, "ml/y", index=1), gpu("c", 0.1, state="lost", index=2)))
+    fleet = fleet_of(tick(gpu("a", 0.5, "ml/x"), gpu("b", 0.0, "ml/y", index=1), gpu("c", 0.1, state="lost", index=2)))
 
     async def test(screen: Screen) -> None:
         text = await screen.after("3")

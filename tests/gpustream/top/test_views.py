@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 from gpustream.fleet import Fleet
 from gpustream.top.views import FiringAlert, Now
-from tests.gpustream.test_fleet import gpu, seen, tick
+from tests.gpustream.test_fleet import fleet_of, gpu, tick
 
 FACTS = ["4 ticks/s, 890 values/s", "lag 0.3 s", "scrape 9,600 values (9 ticks behind)"]
 
@@ -15,7 +15,7 @@ def line(fleet: Fleet, facts: list[str], alerts: int, trouble: str) -> str:
 
 
 def test_a_line_says_how_many_gpus_are_held_what_flows_and_who_is_busiest() -> None:
-    fleet = seen(tick(gpu("a", 0.2, "ml/x"), gpu("b", 0.93, "ml/bert-0"), gpu("c", 0.0)))
+    fleet = fleet_of(tick(gpu("a", 0.2, "ml/x"), gpu("b", 0.93, "ml/bert-0"), gpu("c", 0.0)))
 
     assert line(fleet, FACTS, 0, "") == (
         "1 nodes, 3 GPUs (2 held), 4 ticks/s, 890 values/s, lag 0.3 s, "
