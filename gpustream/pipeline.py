@@ -25,10 +25,11 @@ from topics import alerts, attributed, dead_letters
 log = logging.getLogger(__name__)
 
 DRAIN_S = 8.0
-"""How long after the end of sampling the sinks may take to receive everything."""
+"""How long after the end of sampling the sinks may take to receive everything. If the run was not asked to stop, this
+time begins again with whatever they receive."""
 
 STOPPED_BY_S = 9.5
-"""How long after the end of sampling components that have not stopped are cancelled."""
+"""How long after that time began components that have not stopped are cancelled."""
 
 _CLOSE_S = 1.0
 _CHECK_EVERY_S = 0.1
@@ -114,7 +115,7 @@ class Failed(Exception):
 class Pipeline:
     """One run. ``check`` is called ten times a second, with the reasons why it is not ready yet.
 
-    ``behind`` returns whether a tick that was sampled is still on its way.
+    ``behind`` returns how many ticks that were sampled are still on their way.
     """
 
     producer: Component
@@ -122,10 +123,10 @@ class Pipeline:
     sinks: Sequence[Component]
     tail: Tail
     check: Callable[[list[str]], None]
-    behind: Callable[[], bool]
+    behind: Callable[[], int]
     _tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _stops: dict[str, asyncio.Event] = field(default_factory=dict)
-    _ended_s: float | None = None
+    _drains_s: float | None = None
 
     @property
     def components(self) -> list[Component]:
@@ -151,13 +152,16 @@ class Pipeline:
             while not stop.is_set() and time.monotonic() < end:
                 await self._pause(stop, self._not_ready())
             # the producer stops sampling and flushes; then attribution catches up, and the sinks
-            self._ended_s = time.monotonic()
+            self._drains_s = time.monotonic()
             if producing := self._tasks.get(self.producer.name):
                 self._stops[self.producer.name].set()
                 await asyncio.wait([producing], timeout=DRAIN_S)
-            never = asyncio.Event()
-            while time.monotonic() < self._ended_s + DRAIN_S and self.behind():
+            never, left = asyncio.Event(), self.behind()
+            while left and time.monotonic() < self._drains_s + DRAIN_S:
                 await self._pause(never, [])
+                before, left = left, self.behind()
+                if left < before and not stop.is_set():
+                    self._drains_s = time.monotonic()
         finally:
             await self._stop()
 
@@ -187,7 +191,7 @@ class Pipeline:
         """Stops the components, then the tail; what does not stop in time is cancelled and left behind."""
         for event in self._stops.values():
             event.set()
-        left_s = STOPPED_BY_S - (time.monotonic() - (self._ended_s or time.monotonic()))
+        left_s = STOPPED_BY_S - (time.monotonic() - (self._drains_s or time.monotonic()))
         tail = self._tasks.pop("tail", None)
         unfinished = await _unfinished(self._tasks.values(), max(0.0, left_s))
         for task in unfinished:

@@ -268,10 +268,10 @@ class OneProcess:
         cluster = self._settings.cluster
         return [Sampled(Run(cluster, node, run_id), seq) for node, run_id, seq in self._producer.sampled()]
 
-    def _behind(self) -> bool:
-        """Whether a sampled tick has not come out of attribution, or is not in some sink."""
+    def _behind(self) -> int:
+        """How many sampled ticks have not come out of attribution, or are not in some sink."""
         sampled = self._sampled()
-        return bool(self._tally.undelivered(sampled) or self._tally.unattributed(sampled))
+        return self._tally.undelivered(sampled) + self._tally.unattributed(sampled)
 
     def _delivered(self) -> dict[str, int]:
         """How many metric values each sink has delivered, by its own counter."""

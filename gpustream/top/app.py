@@ -4,6 +4,7 @@ In:       a function that returns the moment to show; keys and the mouse.
 Out:      the screen, drawn at most twice a second, and only the lines that changed.
 """
 
+import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
@@ -122,6 +123,10 @@ class TopApp(App[None]):
             yield Pane(id="lines")
         yield Input(id="filter", placeholder=_FILTER_HINT, select_on_focus=False)
         yield Static(id="keys", markup=False)
+
+    def on_load(self) -> None:
+        """Textual makes every task of the loop eager, also those of the pipeline that runs beside it: undo that."""
+        asyncio.get_running_loop().set_task_factory(None)
 
     def on_mount(self) -> None:
         """Draws now, and then regularly."""

@@ -1,6 +1,7 @@
 """A run in one process: the order of its start and end, and what fails."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -9,6 +10,7 @@ from gpustream import pipeline
 from gpustream.pipeline import Failed, Pipeline, Tail
 from gpustream.tally import Run, Sampled, Tally
 from tests.eventually import eventually
+from tests.producers.fakes import FakeClock
 
 NODE = Run("c", "n-0", 1)
 
@@ -82,9 +84,9 @@ class Made:
             self.source, [self.stream], [self.sink], Eyes(self.log), self.reasons.append, self.behind
         )
 
-    def behind(self) -> bool:
-        """Whether a tick is not in the sink."""
-        return bool(self.tally.undelivered(SAMPLED) or self.tally.unattributed(SAMPLED))
+    def behind(self) -> int:
+        """How many ticks are not in the sink."""
+        return self.tally.undelivered(SAMPLED)
 
     def take(self, seq: int) -> None:
         """The tick has come out of attribution and into the sink."""
@@ -141,6 +143,29 @@ async def test_the_drain_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     await made.pipeline.run(asyncio.Event(), 0.0)
 
     assert made.tally.undelivered(SAMPLED) == 3
+
+
+@pytest.mark.parametrize(("stopped", "undelivered"), [(False, 0), (True, 8)])
+async def test_the_drain_goes_on_while_ticks_arrive_unless_it_was_asked_to_stop(
+    monkeypatch: pytest.MonkeyPatch, stopped: bool, undelivered: int
+) -> None:
+    drain, clock, stop = Made(taken=0), FakeClock(), asyncio.Event()
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(pipeline, "_CHECK_EVERY_S", 0.0)
+    seqs, behind = iter(range(11)), drain.behind
+
+    def behind_after_a_while() -> int:
+        if seq := next(seqs):
+            clock.now_s += 0.9 * pipeline.DRAIN_S
+            drain.take(seq)
+        elif stopped:
+            stop.set()
+        return behind()
+
+    drain.pipeline.behind = behind_after_a_while
+    await drain.pipeline.run(stop, 0.0)
+
+    assert drain.tally.undelivered(SAMPLED) == undelivered
 
 
 async def test_a_component_that_does_not_stop_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def fill(prometheus: PrometheusServer, directory: Path, cluster: str, *options: 
     ]
     command = [sys.executable, "-m", "gpustream", *arguments, "--cluster", cluster, "--names", "dcgm-legacy", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in truth.read_text().splitlines()]
     return Filled(rows, json.loads(done.stdout.splitlines()[-1]))
 

@@ -149,7 +149,7 @@ class Profiling:
         else:
             self._calls.ask("nvmlGpmMigSampleGet", self._gpu, self._instance, self._buffers[0])
         self._buffers.reverse()
-        self._taken_s = now_s
+        self._taken_s = self._clock()  # not ``now_s``: the thread may have waited for a processor before it was taken
         older, newer = self._buffers
         if since_s is None:
             return None

@@ -78,6 +78,20 @@ async def test_every_view_shows_what_there_is_and_no_line_is_too_wide(size: tupl
     await with_screen(now_of(simulated()), size, test)
 
 
+async def test_the_tasks_of_the_pipeline_beside_it_are_not_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    def eager_task_factory(loop: asyncio.AbstractEventLoop, coroutine: Any, **how: Any) -> "asyncio.Task[Any]":
+        return asyncio.Task(coroutine, loop=loop, **how)
+
+    monkeypatch.setattr(asyncio, "eager_task_factory", eager_task_factory, raising=False)  # since 3.12
+
+    app = TopApp(now_of(simulated()))
+    showing = asyncio.create_task(app.run_async(headless=True, size=SIZES[0]))
+    await eventually(lambda: app.screen_stack and app.screen.query(Pane), unless=showing)
+    assert asyncio.get_running_loop().get_task_factory() is None
+    app.exit()
+    await showing
+
+
 async def test_the_fleet_is_counted_as_the_simulation_has_it() -> None:
     fleet = simulated()
     busy = sum(device.status == "busy" for device in fleet.gpus())

@@ -202,8 +202,8 @@ async def test_nothing_changes_when_both_sockets_go_with_the_kubelet_and_come_ba
     node: tuple[Node, PodsServer],
 ) -> None:
     bench, pods = node
+    bench.server.stop()  # before the other one: what it lists is without UIDs
     pods.stop()
-    bench.server.stop()
     await bench.is_pushed(False)
     assert await bench.holds() == {"bert-0": UID}, "what was known last"
     bench.server.start()

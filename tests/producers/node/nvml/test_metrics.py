@@ -398,6 +398,25 @@ def test_gpm_needs_two_samples_more_than_100_ms_apart() -> None:
     assert bench.calls.errors() == []
 
 
+def test_a_sample_of_gpm_that_was_taken_late_is_not_compared_with_one_that_is_taken_soon_after_it() -> None:
+    bench = Bench()
+    bench.gpu.profiled({2: 80})
+    take = bench.gpu.answers["nvmlGpmSampleGet"]
+
+    def take_late(sample: Any) -> Any:
+        bench.clock.now_s += 0.95
+        bench.gpu.answers["nvmlGpmSampleGet"] = take
+        return take(sample)
+
+    bench.gpu.answers["nvmlGpmSampleGet"] = take_late
+    bench.values()
+    bench.clock.now_s += 0.05
+    assert "sm_active_ratio" not in bench.values()
+    assert bench.asked("nvmlGpmSampleGet") == 1
+    bench.clock.now_s += 1
+    assert bench.values()["sm_active_ratio"] == 0.8
+
+
 def test_gpm_that_is_an_invalid_argument_for_a_part_is_not_asked_for_again() -> None:
     whole, mig_device = Bench(), Bench(mig_enabled=True)
     for bench in (whole, mig_device):
