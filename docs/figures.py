@@ -34,36 +34,36 @@ class Part(NamedTuple):
     """What one node costs: its name in formulas, what it is, and the figure in the unit given."""
 
     name: str
-    what: str
+    title: str
     value: float
     unit: str
 
 
-def _of(what: str) -> float:
-    return float(AIMS[what]["value"])
+def _aim(title: str) -> float:
+    return float(AIMS[title]["value"])
 
 
-S = Part("S", "`gpu.samples` on disk, one replica", _of("gpu.samples on disk"), "bytes a tick")
-A = Part("A", "`gpu.attributed` on disk, one replica", _of("gpu.attributed on disk"), "bytes a tick")
-V = Part("V", "samples that Prometheus is sent", _of("samples written"), "a tick")
-W = Part("W", "remote write 2.0 on the wire", _of("remote write 2.0 on the wire"), "bytes a tick")
+S = Part("S", "`gpu.samples` on disk, one replica", _aim("gpu.samples on disk"), "bytes a tick")
+A = Part("A", "`gpu.attributed` on disk, one replica", _aim("gpu.attributed on disk"), "bytes a tick")
+V = Part("V", "samples that Prometheus is sent", _aim("samples written"), "a tick")
+W = Part("W", "remote write 2.0 on the wire", _aim("remote write 2.0 on the wire"), "bytes a tick")
 K = Part("K", "Kafka, while workers are busy", float(LIVE["Kafka"]["value"]), "us of a core a tick")
 CPU = {
-    "attribution": Part("a", "the attribution stream", _of("attribution"), "us of a core a tick"),
-    "remote write": Part("w", "remote write 1.0", _of("remote write 1.0, those ticks"), "us of a core a tick"),
-    "alerts": Part("r", "the alert stream", _of("alerts"), "us of a core a tick"),
-    "usage": Part("u", "the usage stream", _of("usage"), "us of a core a tick"),
+    "attribution": Part("a", "the attribution stream", _aim("attribution"), "us of a core a tick"),
+    "remote write": Part("w", "remote write 1.0", _aim("remote write 1.0, those ticks"), "us of a core a tick"),
+    "alerts": Part("r", "the alert stream", _aim("alerts"), "us of a core a tick"),
+    "usage": Part("u", "the usage stream", _aim("usage"), "us of a core a tick"),
 }
-M = Part("M", "memory of attribution, all workers", _of("a worker with 10,000 nodes") / 10_000 * 1024, "KiB a node")
-Q = Part("Q", "memory of remote write", _of("a sink with 2,000,000 series") / 2e6 * 1024 * V.value, "KiB a node")
+M = Part("M", "memory of attribution, all workers", _aim("a worker with 10,000 nodes") / 10_000 * 1024, "KiB a node")
+Q = Part("Q", "memory of remote write", _aim("a sink with 2,000,000 series") / 2e6 * 1024 * V.value, "KiB a node")
 
 
 class Need(NamedTuple):
     """What a fleet needs: a formula, and the same as a function of its nodes."""
 
-    what: str
+    title: str
     formula: str
-    of: Callable[[float], float]
+    demand: Callable[[float], float]
 
 
 def pods(part: Part, nodes: float) -> int:
@@ -163,12 +163,12 @@ def run_table(run: Mapping[str, dict[str, Any]]) -> str:
 def tables() -> dict[str, dict[str, str]]:
     """The tables of each page, by their marks."""
     parts = [S, A, V, W, *CPU.values(), K, M, Q]
-    fleets = [(need.what, need.formula, *(number(need.of(gpus / GPUS)) for gpus in FLEETS)) for need in NEEDS]
-    limits = [(what, f"{round(gpus, -2):,.0f}", remedy) for what, gpus, remedy in first()]
+    fleets = [(need.title, need.formula, *(number(need.demand(gpus / GPUS)) for gpus in FLEETS)) for need in NEEDS]
+    limits = [(limit, f"{round(gpus, -2):,.0f}", remedy) for limit, gpus, remedy in first()]
     return {
         "sizing.md": {
             "node": table(
-                ("", "of a node", "figure"), [(p.name, p.what, f"{number(p.value)} {p.unit}") for p in parts]
+                ("", "of a node", "figure"), [(p.name, p.title, f"{number(p.value)} {p.unit}") for p in parts]
             ),
             "fleets": table(("", "formula", *(f"{gpus:,} GPUs" for gpus in FLEETS)), fleets),
             "first": table(("what is full", "at so many GPUs", "then"), limits),

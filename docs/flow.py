@@ -23,16 +23,16 @@ FILL = {"component": "#e6f0fa", "topic": "#fdf3d8"}
 def svg() -> str:
     """Producers, their topics, streams, their topics, sinks: a column each; an arrow from each to what it writes."""
     raw = [topic for row in PRODUCERS.values() for topic in row.writes]
-    made = [topic for row in STREAMS.values() for topic in row.writes]
-    columns = [list(PRODUCERS), list(dict.fromkeys(raw)), list(STREAMS), list(dict.fromkeys(made)), list(SINKS)]
-    at: dict[str, tuple[int, int]] = {}
+    produced = [topic for row in STREAMS.values() for topic in row.writes]
+    columns = [list(PRODUCERS), list(dict.fromkeys(raw)), list(STREAMS), list(dict.fromkeys(produced)), list(SINKS)]
+    position: dict[str, tuple[int, int]] = {}
     boxes: list[str] = []
     rows = max(map(len, columns))
     for x, title, names in zip(COLUMNS, TITLES, columns, strict=True):
         boxes.append(f'<text x="{x + WIDTH // 2}" y="22" class="title">{title}</text>')
         for index, name in enumerate(names):
             y = TOP + ROW * index + (rows - len(names)) * ROW // 2
-            at[name] = x, y
+            position[name] = x, y
             kind = "topic" if title == "topics/" else "component"
             boxes.append(
                 f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="{3 if kind == "topic" else 12}"'
@@ -40,7 +40,7 @@ def svg() -> str:
                 f'<text x="{x + WIDTH // 2}" y="{y + 17}">{escape(name)}</text>'
             )
     arrows = [
-        _arrow(at[source], at[target])
+        _arrow(position[source], position[target])
         for name, row in [*PRODUCERS.items(), *STREAMS.items(), *SINKS.items()]
         for source, target in [*((topic, name) for topic in row.reads), *((name, topic) for topic in row.writes)]
     ]

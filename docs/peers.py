@@ -123,27 +123,31 @@ def markdown() -> str:
 
 def _names(profiles: Sequence[str]) -> str:
     """Each quantity, and what these profiles call it."""
-    known: list[Profile] = [one for one in PROFILES.values() if one.name in profiles]
+    chosen: list[Profile] = [profile for profile in PROFILES.values() if profile.name in profiles]
     rows = []
     for key, metric in CATALOGUE.items():
         cells = []
-        before = {one.unit for one in known[0].series.get(key, ())}
-        for profile in known:
+        before = {series.unit for series in chosen[0].series.get(key, ())}
+        for profile in chosen:
             many = profile.series.get(key, ())
-            strong = "**" if before and before.isdisjoint(one.unit for one in many) else ""
-            cells.append("<br>".join(f"`{_series(one.name, one.labels)}`{_unit(one.unit, strong)}" for one in many))
+            strong = "**" if before and before.isdisjoint(series.unit for series in many) else ""
+            cells.append(
+                "<br>".join(f"`{_series(series.name, series.labels)}`{_unit(series.unit, strong)}" for series in many)
+            )
         if any(cells):
             rows.append((f"`{key}`", *cells, metric.kind))
-    for profile in known:
+    for profile in chosen:
         for ratio in profile.ratios:
             cells = [
-                f"`{ratio.name}`{_unit(ratio.unit)}" if any(one.name == ratio.name for one in other.ratios) else ""
-                for other in known
+                f"`{ratio.name}`{_unit(ratio.unit)}"
+                if any(candidate.name == ratio.name for candidate in other.ratios)
+                else ""
+                for other in chosen
             ]
-            sums = [" + ".join(f"`{one}`" for one in keys) for keys in (ratio.numerators, ratio.denominators) if keys]
-            made = " / ".join(sums)
-            rows.append((made, *cells, ratio.kind))
-    return table(("quantity", *(f"`{profile.name}`" for profile in known), "type"), dict.fromkeys(rows))
+            sums = [" + ".join(f"`{key}`" for key in keys) for keys in (ratio.numerators, ratio.denominators) if keys]
+            formula = " / ".join(sums)
+            rows.append((formula, *cells, ratio.kind))
+    return table(("quantity", *(f"`{profile.name}`" for profile in chosen), "type"), dict.fromkeys(rows))
 
 
 def _series(name: str, labels: Iterable[tuple[str, str]]) -> str:
@@ -170,13 +174,13 @@ def _counters(names: Iterable[str]) -> list[Counter]:
 def _share(file: CounterFile) -> Sequence[str]:
     picked, further = pick(_counters(file.rows)), len(file.commented)
     of_further = len(pick(_counters(file.commented)).served) if further else 0
-    shown = (str(further), str(of_further)) if further else ("", "")
-    return f"`{file.name}`", file.version, str(len(file.rows)), str(len(picked.served)), *shown
+    further_cells = (str(further), str(of_further)) if further else ("", "")
+    return f"`{file.name}`", file.version, str(len(file.rows)), str(len(picked.served)), *further_cells
 
 
 def _not_served() -> Iterable[Sequence[str]]:
-    left_out = [one for file in FILES for one in pick(_counters((*file.rows, *file.commented))).left_out]
-    return dict.fromkeys((f"`{row.name}`", f"{why}.") for row, why in left_out)
+    left_out = [pair for file in FILES for pair in pick(_counters((*file.rows, *file.commented))).left_out]
+    return dict.fromkeys((f"`{row.name}`", f"{reason}.") for row, reason in left_out)
 
 
 if __name__ == "__main__":

@@ -50,16 +50,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     pages = {os.path.normpath(file.abs_src_path): file.src_uri for file in files if file.abs_src_path}
     source = Path(page.file.abs_src_path or "")
 
-    def link(found: re.Match[str]) -> str:
-        target = os.path.normpath(source.parent / found[1])
+    def link(match: re.Match[str]) -> str:
+        target = os.path.normpath(source.parent / match[1])
         inside = pages.get(target) or pages.get(f"{target}/README.md")
         if inside is not None:
             address = os.path.relpath(inside, Path(page.file.src_uri).parent)
         elif Path(target).exists():
             address = f"{config.extra['tree']}/{Path(target).relative_to(ROOT).as_posix()}"
         else:
-            return found[0]
-        return f"]({address}{found[2] or ''})"
+            return match[0]
+        return f"]({address}{match[2] or ''})"
 
     return _LINK.sub(link, _as_python_takes_it(markdown))
 

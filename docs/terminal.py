@@ -29,8 +29,8 @@ async def main(folder: Path) -> None:
     with EmbeddedBroker() as broker:
         broker.start(every_topic())
         run = ["run", "--kafka", broker.address, "--simulate", "4x8", "--story", "--plain", "--listen", "off"]
-        where = ["--scrape-listen", "127.0.0.1:0", "--page-listen", "off", "--duration", f"{AFTER_S + 20}s"]
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpustream", *run, *where)
+        options = ["--scrape-listen", "127.0.0.1:0", "--page-listen", "off", "--duration", f"{AFTER_S + 20}s"]
+        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpustream", *run, *options)
         try:
             async with followed(Connection(broker.address), AFTER_S) as (now, _):
                 await asyncio.sleep(AFTER_S)

@@ -21,8 +21,8 @@ class Block(NamedTuple):
 
 def blocks(page: str, language: str, section: str | None = None, *, indented: bool = False) -> list[Block]:
     """The blocks of `docs/PAGE` in one language, of one section or all; ``indented``: those in lists, too."""
-    found = []
+    blocks = []
     for part in re.split(r"^## ", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE):
         title = part.partition("\n")[0]
-        found += [Block(title, *match) for match in (_IN_A_LIST if indented else _FENCE).findall(part)]
-    return [block for block in found if block.language == language and section in (None, block.section)]
+        blocks += [Block(title, *match) for match in (_IN_A_LIST if indented else _FENCE).findall(part)]
+    return [block for block in blocks if block.language == language and section in (None, block.section)]

@@ -36,8 +36,8 @@ def kafka() -> Iterator[str]:
     async def write(address: str) -> None:
         producer = AIOKafkaProducer(bootstrap_servers=address)
         await producer.start()
-        for one in RECORDS:
-            await producer.send_and_wait(HOURS.name, msgspec.json.encode(one), key=one.key.encode(), partition=0)
+        for record in RECORDS:
+            await producer.send_and_wait(HOURS.name, msgspec.json.encode(record), key=record.key.encode(), partition=0)
         await producer.stop()
 
     with EmbeddedBroker() as running:
@@ -49,8 +49,8 @@ def kafka() -> Iterator[str]:
 def run(kafka: str, section: str) -> Result:
     """Runs the command of a section."""
     (command,) = blocks("how-to/chargeback.md", "sh", section)
-    words = shlex.split(command.text.replace("$KAFKA", kafka))
-    return CliRunner().invoke(main, words[1:])
+    arguments = shlex.split(command.text.replace("$KAFKA", kafka))
+    return CliRunner().invoke(main, arguments[1:])
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +74,9 @@ def test_the_bill_is_divided_as_the_page_says(kafka: str) -> None:
     expected = blocks("how-to/chargeback.md", "csv", "On a bill")[1].text
     columns = expected.splitlines()[0].split(",")
     rows = list(csv.DictReader(io.StringIO(Path("allocated.csv").read_text())))
-    found = "\n".join([",".join(columns), *(",".join(row[name] for name in columns) for row in rows)]) + "\n"
+    exported = "\n".join([",".join(columns), *(",".join(row[name] for name in columns) for row in rows)]) + "\n"
     assert result.exit_code == 0
-    assert found == expected
+    assert exported == expected
 
 
 def test_the_query_of_the_files_is_answered(tmp_path: Path) -> None:

@@ -45,14 +45,14 @@ def test_of_each_key_the_highest_generation_and_revision_is_kept(tmp_path: Path)
         usage("ml", gpu_uuid="GPU-3", device_ms=HOUR_MS - 1),
         usage("ml", gpu_uuid="GPU-4", device_ms=1, final=False),
     ]
-    lines = [*(msgspec.json.encode(one).decode() for one in (*records, *records)), "not json", "{}"]
+    lines = [*(msgspec.json.encode(record).decode() for record in (*records, *records)), "not json", "{}"]
     values = ",".join("('" + line.replace("\\", "\\\\").replace("'", "\\'") + "')" for line in lines)
     session.query("INSERT INTO gpu_usage_queue VALUES " + values)  # noqa: S608 - the lines are escaped
     hours, open_ = statements(QUERIES)
     month = re.search(r"start >= .*", hours)
     assert month is not None
-    (row, other) = _answer(session, hours.replace(month[0], f"start = toDateTime({START_MS // 1000}, 'UTC')"))
-    assert (row["team"], other["team"]) == ("vision", "")
+    (row, without_team) = _answer(session, hours.replace(month[0], f"start = toDateTime({START_MS // 1000}, 'UTC')"))
+    assert (row["team"], without_team["team"]) == ("vision", "")
     assert row["gpu_hours"] == pytest.approx(1 + 2 / 7)
     assert row["used_hours"] == pytest.approx(0.25 + 2 / 7)
     assert [row["gpu_uuid"] for row in _answer(session, open_)] == ["GPU-3"]

@@ -64,9 +64,9 @@ def counted(gpu_hours: Any, *values: bytes | None) -> dict[tuple[str, str, str],
     rows = database.execute(
         "SELECT namespace, workload, device, held_seconds, measured_seconds, used_seconds FROM usage"
     )
-    found = {row[:3]: row[3:] for row in rows}
+    rows_by_key = {row[:3]: row[3:] for row in rows}
     database.close()
-    return found
+    return rows_by_key
 
 
 def test_each_excerpt_of_a_program_is_in_its_file() -> None:
@@ -100,12 +100,14 @@ def test_a_program_imports_what_it_declares_and_nothing_of_gpustream(program: st
     imported = {
         name.partition(".")[0]
         for node in ast.walk(ast.parse(text))
-        for name in ([one.name for one in node.names] if isinstance(node, ast.Import) else [])
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
         + ([node.module or ""] if isinstance(node, ast.ImportFrom) else [])
     } - sys.stdlib_module_names
-    requirements = [Requirement(one) for one in declared["dependencies"]]
-    assert {one.name for one in requirements} - CODECS == {PACKAGE_OF.get(name, name) for name in imported}
-    assert [one for one in requirements if version(one.name) not in one.specifier] == []
+    requirements = [Requirement(text) for text in declared["dependencies"]]
+    assert {requirement.name for requirement in requirements} - CODECS == {
+        PACKAGE_OF.get(name, name) for name in imported
+    }
+    assert [requirement for requirement in requirements if version(requirement.name) not in requirement.specifier] == []
     assert declared["requires-python"] == ">=3.11"
 
 
@@ -119,10 +121,10 @@ def test_the_fields_that_a_program_reads_are_in_the_schema_and_those_that_it_mus
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
     assert len(kinds) > 2
     for kind in kinds:
-        theirs = schema[names.get(kind.__name__, kind.__name__)]
+        definition = schema[names.get(kind.__name__, kind.__name__)]
         fields = msgspec.structs.fields(kind)
-        assert {field.name for field in fields} <= theirs["properties"].keys()
-        assert {field.name for field in fields if field.required} <= set(theirs["required"])
+        assert {field.name for field in fields} <= definition["properties"].keys()
+        assert {field.name for field in fields if field.required} <= set(definition["required"])
 
 
 def test_a_tick_is_the_time_since_the_last_one_of_its_run(gpu_hours: Any) -> None:
@@ -143,16 +145,16 @@ def test_a_record_that_comes_again_is_not_counted_again(gpu_hours: Any) -> None:
 
 def test_a_shared_gpu_is_divided_by_pods_and_two_containers_are_one_pod(gpu_hours: Any) -> None:
     holders = held_by("a", "a", "b", workload={"kind": "Job", "name": "j"})
-    found = counted(gpu_hours, tick(1), tick(2, device(holders=holders[1:])))
-    assert found == {("ml", "Job/j", "GPU"): (1.0, 1.0, 0.5)}
+    hours = counted(gpu_hours, tick(1), tick(2, device(holders=holders[1:])))
+    assert hours == {("ml", "Job/j", "GPU"): (1.0, 1.0, 0.5)}
     alone = counted(gpu_hours, tick(1), tick(2, device(holders=held_by("a", "a", "b"))))
     assert alone == {("ml", "Pod/a", "GPU"): (0.5, 0.5, 0.25), ("ml", "Pod/b", "GPU"): (0.5, 0.5, 0.25)}
 
 
 def test_the_parts_that_a_record_gives_say_who_used_a_shared_gpu(gpu_hours: Any) -> None:
     holders = held_by("a", parts={"utilization_ratio": 0.4}) + held_by("b", parts={"utilization_ratio": 0.1})
-    found = counted(gpu_hours, tick(1), tick(2, device(holders=holders)))
-    assert found == {("ml", "Pod/a", "GPU"): (0.5, 0.5, 0.4), ("ml", "Pod/b", "GPU"): (0.5, 0.5, 0.1)}
+    hours = counted(gpu_hours, tick(1), tick(2, device(holders=holders)))
+    assert hours == {("ml", "Pod/a", "GPU"): (0.5, 0.5, 0.4), ("ml", "Pod/b", "GPU"): (0.5, 0.5, 0.1)}
 
 
 def test_a_gpu_in_mig_mode_is_not_counted_beside_its_mig_devices(gpu_hours: Any) -> None:
@@ -162,8 +164,8 @@ def test_a_gpu_in_mig_mode_is_not_counted_beside_its_mig_devices(gpu_hours: Any)
 
 
 def test_what_nobody_held_is_not_what_is_not_known(gpu_hours: Any) -> None:
-    found = counted(gpu_hours, tick(1), tick(2, device()), tick(3, device(), attribution="none"))
-    assert found.keys() == {("(nobody)", "", "GPU"), ("(unknown)", "", "GPU")}
+    hours = counted(gpu_hours, tick(1), tick(2, device()), tick(3, device(), attribution="none"))
+    assert hours.keys() == {("(nobody)", "", "GPU"), ("(unknown)", "", "GPU")}
 
 
 BROKEN = [None, b"", b"not json", b"\xff", b"{}", b'{"schema": 2}', b"[" * 100_000]
@@ -214,8 +216,8 @@ def test_a_pod_is_idle_after_ten_minutes_of_holding_a_gpu_unused(idle_gpus: Any)
     ids=["used", "another's", "nobody's", "not known"],
 )
 def test_idleness_begins_again_after_anything_else(idle_gpus: Any, between: JsonDict) -> None:
-    for second, one in ((0, quiet("a")), (300, between), (301, quiet("a")), (900, quiet("a"))):
-        see(idle_gpus, tick(second, one), second)
+    for second, idle_device in ((0, quiet("a")), (300, between), (301, quiet("a")), (900, quiet("a"))):
+        see(idle_gpus, tick(second, idle_device), second)
     assert idle(idle_gpus, 900) == []
     see(idle_gpus, tick(901, quiet("a")), 901)
     assert idle(idle_gpus, 901) == [("a", 600.0)]
@@ -242,13 +244,15 @@ def _paths() -> list[tuple[str, list[str]]]:
     sql = (CONSUMERS / "clickhouse.sql").read_text()
     calls = re.findall(r"JSON(?:Extract\w*|Has)\((\w+), ([^()]*)(?:\(\w+\)')?\)", sql)
     assert len(calls) == sql.count("JSONExtract") + sql.count("JSONHas")
-    return [(of, [p for p in re.findall(r"'([^']*)'", path) if not p.startswith("Nullable")]) for of, path in calls]
+    return [
+        (source, [p for p in re.findall(r"'([^']*)'", path) if not p.startswith("Nullable")]) for source, path in calls
+    ]
 
 
-def _known(of: str, path: list[str]) -> bool:
+def _has_field(source: str, path: list[str]) -> bool:
     """Whether the schema of gpu.attributed has such a path."""
     schema = json.loads((ROOT / "topics" / "schemas" / "gpu.attributed.json").read_text())["$defs"]
-    name = {"record": "AttributedSample", "device": "AttributedDevice", "holder": "Holder"}[of]
+    name = {"record": "AttributedSample", "device": "AttributedDevice", "holder": "Holder"}[source]
     node = schema[name]
     for step in path:
         node = node.get("properties", {}).get(step) or (node.get("additionalProperties") and {})
@@ -263,13 +267,13 @@ def _known(of: str, path: list[str]) -> bool:
 def test_every_path_that_the_clickhouse_view_reads_is_in_the_schema() -> None:
     paths = _paths()
     assert len(paths) > 15
-    assert [(of, path) for of, path in paths if not _known(of, path)] == []
-    assert not _known("device", ["mig", "parent"])
-    assert not _known("record", ["timestamp"])
+    assert [(source, path) for source, path in paths if not _has_field(source, path)] == []
+    assert not _has_field("device", ["mig", "parent"])
+    assert not _has_field("record", ["timestamp"])
 
 
 def test_every_metric_that_the_clickhouse_view_reads_is_in_the_catalogue() -> None:
-    keys = {path[1] for of, path in _paths() if of == "device" and path[0] == "metrics"}
+    keys = {path[1] for source, path in _paths() if source == "device" and path[0] == "metrics"}
     assert keys
     assert keys <= CATALOGUE.keys()
 

@@ -54,5 +54,5 @@ def test_every_value_of_the_chart_that_a_page_names_is_there(page: str) -> None:
     assert named
     for name in named:
         root, *rest = name.split(".")
-        of = {**chart["defaults"], **chart[root]} if "options" in chart[root] else chart[root]
-        assert rest[0] in of, name
+        options = {**chart["defaults"], **chart[root]} if "options" in chart[root] else chart[root]
+        assert rest[0] in options, name

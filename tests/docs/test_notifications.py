@@ -29,8 +29,8 @@ def test_the_check_of_a_signature_takes_ours_and_no_other() -> None:
 @pytest.mark.parametrize("command", [block.text for block in blocks(PAGE, "sh")])
 def test_its_commands_have_no_error_but_the_file_that_is_not_here(command: str) -> None:
     arguments = command.replace("--secret-file /etc/gpustream/webhook-key", "--unsigned").split()[1:]
-    given = parsed(arguments).params
-    assert given.get("url") or given["urls"]
+    params = parsed(arguments).params
+    assert params.get("url") or params["urls"]
 
 
 def test_what_knative_reads_and_filters_by_is_what_an_alert_says() -> None:

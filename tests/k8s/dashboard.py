@@ -67,10 +67,10 @@ def label_queries() -> list[Query]:
 
 
 def _label_query(uid: str, name: str, query: str) -> Query:
-    found = re.fullmatch(r"label_values\((.+), (\w+)\)", query)
-    if found is None:
+    match = re.fullmatch(r"label_values\((.+), (\w+)\)", query)
+    if match is None:
         raise ValueError(f"{name}: not label_values(SELECTOR, LABEL): {query}")
-    selector, label = found.groups()
+    selector, label = match.groups()
     return Query(uid, f"variable {name}", label, f"count by ({label}) ({selector})", "")
 
 
@@ -81,4 +81,4 @@ def used(expr: str) -> set[str]:
 
 def filled(expr: str, values: Mapping[str, str]) -> str:
     """The query with its variables replaced; one without a value is a KeyError."""
-    return _VARIABLE.sub(lambda found: values[found[1]], expr)
+    return _VARIABLE.sub(lambda match: values[match[1]], expr)

@@ -82,19 +82,19 @@ OURS = [thing for thing in WORKLOADS if thing.ours]
 
 def the(kind: str, name: str) -> Object:
     """The one object of that kind and name."""
-    (found,) = [thing for thing in OBJECTS if (thing.kind, thing.name) == (kind, name)]
-    return found
+    (the_object,) = [thing for thing in OBJECTS if (thing.kind, thing.name) == (kind, name)]
+    return the_object
 
 
 def config_maps() -> dict[str, dict[str, str]]:
     """What the ConfigMaps of the base hold, and the webhook's, by their names without a hash."""
-    found = {"webhook": dict(WEBHOOK)}
-    for folder, said in kustomizations().items():
-        for generator in said.get("configMapGenerator", []):
+    maps = {"webhook": dict(WEBHOOK)}
+    for folder, kustomization in kustomizations().items():
+        for generator in kustomization.get("configMapGenerator", []):
             if generator.get("behavior", "create") == "create" and "envs" in generator:
                 (file,) = generator["envs"]
-                found[generator["name"]] = env_file(folder / file)
-    return found
+                maps[generator["name"]] = env_file(folder / file)
+    return maps
 
 
 def env_file(path: Path) -> dict[str, str]:
@@ -105,20 +105,20 @@ def env_file(path: Path) -> dict[str, str]:
 
 def merged() -> dict[str, dict[str, str]]:
     """The ConfigMaps of the try overlay: the base's, with what the overlay sets."""
-    found = config_maps()
+    maps = config_maps()
     for generator in kustomizations()[K8S / "try"]["configMapGenerator"]:
-        found[generator["name"]] |= dict(literal.split("=", 1) for literal in generator["literals"])
-    return found
+        maps[generator["name"]] |= dict(literal.split("=", 1) for literal in generator["literals"])
+    return maps
 
 
 def environment(container: Manifest, maps: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """The variables that a container sees; those from its pod's fields hold the field's path."""
-    seen: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for source in container.get("envFrom", []):
-        seen |= maps[source["configMapRef"]["name"]]
+        variables |= maps[source["configMapRef"]["name"]]
     for variable in container.get("env", []):
-        seen[variable["name"]] = _value(variable, maps)
-    return seen
+        variables[variable["name"]] = _value(variable, maps)
+    return variables
 
 
 def _value(variable: Manifest, maps: Mapping[str, Mapping[str, str]]) -> str:

@@ -47,10 +47,10 @@ of_boards = pytest.mark.parametrize("uid", DASHBOARDS)
 @functools.cache
 def kinds() -> dict[str, str]:
     """Every series that gpustream has by default, its own metrics included, and whether it is a counter or a gauge."""
-    found: dict[str, str] = {row.name: row.kind for section in reference.sections() for row in section.rows}
+    kinds_by_name: dict[str, str] = {row.name: row.kind for section in reference.sections() for row in section.rows}
     for many in PROFILES["otel"].series.values():
-        found.update({series.name: series.kind for series in many})
-    found.update({ratio.name: "gauge" for ratio in PROFILES["otel"].ratios})
+        kinds_by_name.update({series.name: series.kind for series in many})
+    kinds_by_name.update({ratio.name: "gauge" for ratio in PROFILES["otel"].ratios})
     infos = (
         catalogue.HOLDERS,
         catalogue.POD_INFO,
@@ -58,48 +58,54 @@ def kinds() -> dict[str, str]:
         *catalogue.USAGE.values(),
         *catalogue.FURTHER,
     )
-    found.update({info.name: info.kind for info in infos})
-    found.update({f"{name}_bucket": "counter" for name, kind in list(found.items()) if kind == "histogram"})
-    return found
+    kinds_by_name.update({info.name: info.kind for info in infos})
+    kinds_by_name.update(
+        {f"{name}_bucket": "counter" for name, kind in list(kinds_by_name.items()) if kind == "histogram"}
+    )
+    return kinds_by_name
 
 
 def squares(panel: dict[str, Any]) -> set[tuple[int, int]]:
     """The places of the grid that a panel takes."""
-    at = panel["gridPos"]
-    return set(itertools.product(range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"])))
+    position = panel["gridPos"]
+    return set(
+        itertools.product(
+            range(position["x"], position["x"] + position["w"]), range(position["y"], position["y"] + position["h"])
+        )
+    )
 
 
 # Grafana's schema
 
 
-def wrong(value: object, kind: Any, where: str) -> list[str]:
+def wrong(value: object, kind: Any, path: str) -> list[str]:
     """Where a value, or what is in it, is not of the type that Grafana's schema gives it."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind in (Any, object) or isinstance(kind, typing.TypeVar):
         return []
     if isinstance(value, dict) and hasattr(kind, "from_json"):  # the SDK leaves some objects as they are
-        return wrong(kind.from_json(value), kind, where)
+        return wrong(kind.from_json(value), kind, path)
     if isinstance(kind, enum.EnumMeta):
         members: Any = kind.__members__.values()
-        return [] if value in {member.value for member in members} else [f"{where}: {value!r} is none of {kind}"]
+        return [] if value in {member.value for member in members} else [f"{path}: {value!r} is none of {kind}"]
     if origin is typing.Literal:
-        return [] if value in arguments else [f"{where}: {value!r}"]
+        return [] if value in arguments else [f"{path}: {value!r}"]
     if origin in (typing.Union, types.UnionType):
-        return min((wrong(value, one, where) for one in reversed(arguments)), key=len)
+        return min((wrong(value, item, path) for item in reversed(arguments)), key=len)
     if origin is list and isinstance(value, list):
-        return [found for number, one in enumerate(value) for found in wrong(one, arguments[0], f"{where}[{number}]")]
+        return [error for number, item in enumerate(value) for error in wrong(item, arguments[0], f"{path}[{number}]")]
     if origin is dict and isinstance(value, dict):
-        return [found for name, one in value.items() for found in wrong(one, arguments[1], f"{where}.{name}")]
+        return [error for name, item in value.items() for error in wrong(item, arguments[1], f"{path}.{name}")]
     if not isinstance(value, (int, float) if kind is float else origin or kind):
-        return [f"{where}: {value!r} is no {kind}"]
+        return [f"{path}: {value!r} is no {kind}"]
     if not hasattr(value, "to_json"):
         return []
     fields = typing.get_type_hints(type(value))
     return [
-        found
-        for name, one in vars(value).items()
+        error
+        for name, item in vars(value).items()
         if name in fields
-        for found in wrong(one, fields[name], f"{where}.{name}")
+        for error in wrong(item, fields[name], f"{path}.{name}")
     ]
 
 
@@ -110,19 +116,25 @@ def plain(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, dict):
-        return {name: plain(one) for name, one in value.items()}
-    return [plain(one) for one in value] if isinstance(value, list) else value
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list) else value
 
 
-def missing(ours: Any, theirs: Any, where: str = "") -> list[str]:
+def missing(ours: Any, theirs: Any, path: str = "") -> list[str]:
     """What of a document is not in another, which may have more."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        return [found for name, one in ours.items() for found in missing(one, theirs.get(name), f"{where}.{name}")]
+        return [
+            difference
+            for name, part in ours.items()
+            for difference in missing(part, theirs.get(name), f"{path}.{name}")
+        ]
     if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
         return [
-            found for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) for found in missing(a, b, f"{where}[{n}]")
+            difference
+            for n, (a, b) in enumerate(zip(ours, theirs, strict=True))
+            for difference in missing(a, b, f"{path}[{n}]")
         ]
-    return [] if ours == theirs else [f"{where}: {ours!r}"]
+    return [] if ours == theirs else [f"{path}: {ours!r}"]
 
 
 @of_boards
@@ -171,24 +183,28 @@ def test_every_panel_has_a_number_a_title_and_words_of_its_own(uid: str) -> None
 
 @of_boards
 def test_no_panel_lies_on_another_or_beyond_the_edge(uid: str) -> None:
-    taken = Counter(square for panel in DASHBOARDS[uid]["panels"] for square in squares(panel))
-    assert [square for square, count in taken.items() if count > 1] == []
-    assert max(x for x, _ in taken) < WIDTH
+    used = Counter(square for panel in DASHBOARDS[uid]["panels"] for square in squares(panel))
+    assert [square for square, count in used.items() if count > 1] == []
+    assert max(x for x, _ in used) < WIDTH
 
 
 def test_every_number_has_a_unit_and_thresholds_and_every_line_a_legend() -> None:
     tiles = [panel["fieldConfig"]["defaults"] for _, panel in PANELS if panel["type"] == "stat"]
-    assert [one for one in tiles if not one["unit"] or not one["thresholds"]["steps"]] == []
+    assert [tile for tile in tiles if not tile["unit"] or not tile["thresholds"]["steps"]] == []
     lines = [panel for _, panel in PANELS if panel["type"] in {"timeseries", "state-timeline"}]
     assert [panel["title"] for panel in lines if not all(target["legendFormat"] for target in panel["targets"])] == []
     graphs = [panel["fieldConfig"]["defaults"] for panel in lines if panel["type"] == "timeseries"]
-    assert [one for one in graphs if not one["unit"]] == []
+    assert [graph for graph in graphs if not graph["unit"]] == []
 
 
 def test_every_column_of_a_table_has_a_heading() -> None:
     for _, panel in PANELS:
         if panel["type"] == "table":
-            (organize,) = [one["options"] for one in panel["transformations"] if one["id"] == "organize"]
+            (organize,) = [
+                transformation["options"]
+                for transformation in panel["transformations"]
+                if transformation["id"] == "organize"
+            ]
             assert len(set(organize["renameByName"].values())) == len(organize["renameByName"])
             grouped = {name for target in panel["targets"] for name in _grouping(target["expr"])}
             assert grouped <= organize["renameByName"].keys(), panel["title"]
@@ -196,20 +212,20 @@ def test_every_column_of_a_table_has_a_heading() -> None:
 
 def _grouping(expr: str) -> list[str]:
     """The labels of an aggregation that the whole query is."""
-    found = re.match(r"(?:round\()?\w+ by \(([^)]*)\)", expr)
-    return [name.strip() for name in found[1].split(",")] if found else []
+    match = re.match(r"(?:round\()?\w+ by \(([^)]*)\)", expr)
+    return [name.strip() for name in match[1].split(",")] if match else []
 
 
 def test_every_query_asks_the_data_source_that_compose_provisions() -> None:
     (provisioned,) = config("grafana-data-sources")["datasources"]
-    asked: list[Any] = [target for _, panel in PANELS for target in [panel, *panel["targets"]]]
+    askers: list[Any] = [target for _, panel in PANELS for target in [panel, *panel["targets"]]]
     for uid in DASHBOARDS:
-        own = dashboard.variables(uid)
-        assert own["datasource"]["query"] == provisioned["type"]
-        assert own["datasource"]["current"]["value"] == provisioned["uid"]
-        asked += [variable for variable in own.values() if variable["type"] == "query"]
-    wanted = {"type": provisioned["type"], "uid": "${datasource}"}
-    assert [one for one in asked if one["datasource"] != wanted] == []
+        variables = dashboard.variables(uid)
+        assert variables["datasource"]["query"] == provisioned["type"]
+        assert variables["datasource"]["current"]["value"] == provisioned["uid"]
+        askers += [variable for variable in variables.values() if variable["type"] == "query"]
+    source = {"type": provisioned["type"], "uid": "${datasource}"}
+    assert [asker for asker in askers if asker["datasource"] != source] == []
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=str)
@@ -225,7 +241,9 @@ def test_every_variable_is_used(uid: str) -> None:
 
 
 def test_all_of_a_variable_matches_what_lacks_the_label_too_but_for_the_cluster() -> None:
-    of_all = [one for uid in DASHBOARDS for one in dashboard.variables(uid).values() if one.get("includeAll")]
+    of_all = [
+        variable for uid in DASHBOARDS for variable in dashboard.variables(uid).values() if variable.get("includeAll")
+    ]
     assert {variable["allValue"] for variable in of_all if variable["name"] != "cluster"} == {".*"}
     assert {variable["allValue"] for variable in of_all if variable["name"] == "cluster"} == {".+"}
     assert {variable["current"]["value"][0] for variable in of_all} == {"$__all"}
@@ -235,9 +253,9 @@ def test_links_lead_to_dashboards_that_there_are_and_give_variables_that_these_h
     urls = set(re.findall(r"/d/[^\"]+", "".join(path.read_text() for path in dashboard.FOLDER.glob("*.json"))))
     assert len(urls) == 3
     for url in urls:
-        uid, given = re.match(r"/d/([\w-]+)", url), set(re.findall(r"var-(\w+)=|\$\{(\w+):queryparam\}", url))
+        uid, linked = re.match(r"/d/([\w-]+)", url), set(re.findall(r"var-(\w+)=|\$\{(\w+):queryparam\}", url))
         assert uid is not None
-        assert {name for pair in given for name in pair if name} <= dashboard.variables(uid[1]).keys()
+        assert {name for pair in linked for name in pair if name} <= dashboard.variables(uid[1]).keys()
     assert {tuple(link["tags"]) for board in DASHBOARDS.values() for link in board["links"]} == {("gpustream",)}
     assert {tuple(board["tags"]) for board in DASHBOARDS.values()} == {("gpustream",)}
 
@@ -246,7 +264,7 @@ def test_links_lead_to_dashboards_that_there_are_and_give_variables_that_these_h
 def test_an_expression_is_of_series_that_gpustream_has(expr: str) -> None:
     named = set(_NAME.findall(_TEXT.sub("", expr))) - _LABELS
     recorded = {rule["record"] for rule in RULES if "record" in rule}
-    assert named or any(own in expr for own in PROMETHEUS_OWN | recorded)
+    assert named or any(name in expr for name in PROMETHEUS_OWN | recorded)
     assert named - kinds().keys() == set()
 
 

@@ -109,23 +109,27 @@ def port_of(listen: str) -> int:
 # Files
 
 
-@pytest.mark.parametrize(("folder", "said"), kustomizations().items(), ids=lambda value: getattr(value, "name", ""))
-def test_a_kustomization_names_every_file_beside_it_and_none_that_is_not_there(folder: Path, said: Manifest) -> None:
-    here = {file.name for file in folder.glob("*.yaml")} - {"kustomization.yaml"}
-    assert here == {name for name in said.get("resources", []) if name.endswith(".yaml")}
+@pytest.mark.parametrize(
+    ("folder", "kustomization"), kustomizations().items(), ids=lambda value: getattr(value, "name", "")
+)
+def test_a_kustomization_names_every_file_beside_it_and_no_other(folder: Path, kustomization: Manifest) -> None:
+    present = {file.name for file in folder.glob("*.yaml")} - {"kustomization.yaml"}
+    assert present == {name for name in kustomization.get("resources", []) if name.endswith(".yaml")}
     assert {file.name for file in folder.glob("*.env")} == {
-        name for generator in said.get("configMapGenerator", []) for name in generator.get("envs", [])
+        name for generator in kustomization.get("configMapGenerator", []) for name in generator.get("envs", [])
     }
     assert {file.name for file in folder.glob("*.json")} == {
-        name for generator in said.get("configMapGenerator", []) for name in generator.get("files", [])
+        name for generator in kustomization.get("configMapGenerator", []) for name in generator.get("files", [])
     }
-    below = [folder / name for name in said.get("resources", []) if not name.endswith(".yaml")]
+    below = [folder / name for name in kustomization.get("resources", []) if not name.endswith(".yaml")]
     assert [path for path in below if not (path / "kustomization.yaml").is_file()] == []
 
 
 def test_everything_is_part_of_the_base_of_the_try_an_overlay_or_a_component() -> None:
     named = {
-        (folder / name).resolve() for folder, said in kustomizations().items() for name in said.get("resources", [])
+        (folder / name).resolve()
+        for folder, kustomization in kustomizations().items()
+        for name in kustomization.get("resources", [])
     }
     tops = {folder for folder in kustomizations() if folder not in named}
     parts = {top: top.relative_to(K8S).parts[0] for top in tops}
@@ -135,7 +139,7 @@ def test_everything_is_part_of_the_base_of_the_try_an_overlay_or_a_component() -
     assert {file.parent for file in manifests} <= kustomizations().keys()
 
 
-@pytest.mark.parametrize("thing", [one for one in OBJECTS if "written by" not in one.path.read_text()], ids=str)
+@pytest.mark.parametrize("thing", [thing for thing in OBJECTS if "written by" not in thing.path.read_text()], ids=str)
 def test_there_is_one_object_in_a_file_and_the_file_has_the_name_of_its_kind(thing: Object) -> None:
     assert thing.path.name == f"{thing.kind.lower()}.yaml"
     assert Counter(other.path for other in OBJECTS)[thing.path] == 1
@@ -175,38 +179,38 @@ def test_the_base_is_the_whole_pipeline_of_a_cluster() -> None:
 def test_every_container_is_a_command_line_that_is_right(
     thing: Object, maps: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    seen = environment(thing.container, maps)
+    variables = environment(thing.container, maps)
     (tmp_path / "file").write_text("mounted")
-    for name, value in seen.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, str(tmp_path / "file") if name.endswith(MOUNTED) else value)
     with parsed(list(thing.container["args"])) as context:
         options = {param.envvar for param in context.command.params}
-    known = KNOWN_VARIABLES.get(thing.name, {})
-    assert {name: seen[name] for name in known} == known
-    assert seen.keys() - known.keys() <= options
+    parameters = KNOWN_VARIABLES.get(thing.name, {})
+    assert {name: variables[name] for name in parameters} == parameters
+    assert variables.keys() - parameters.keys() <= options
 
 
 def test_the_command_line_of_the_try_is_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUSTREAM_KAFKA", merged()["gpustream"]["GPUSTREAM_KAFKA"])
-    (patch,) = [one for one in kustomizations()[K8S / "try"]["patches"] if one["target"].get("name") == "topics"]
+    (patch,) = [patch for patch in kustomizations()[K8S / "try"]["patches"] if patch["target"].get("name") == "topics"]
     ((operation),) = yaml.safe_load(patch["patch"])
     with parsed(list(operation["value"])) as context:
         assert context.params["replication_factor"] == 1
 
 
-@pytest.mark.parametrize("thing", [one for one in OURS if list(one.path.parent.glob("*.env"))], ids=str)
+@pytest.mark.parametrize("thing", [thing for thing in OURS if list(thing.path.parent.glob("*.env"))], ids=str)
 def test_what_an_environment_file_shows_commented_out_is_an_option_too(
     thing: Object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = [line for file in thing.path.parent.glob("*.env") for line in file.read_text().splitlines()]
-    shown = dict(line.removeprefix("# ").split("=", 1) for line in lines if line.startswith("# GPUSTREAM_"))
+    suggested = dict(line.removeprefix("# ").split("=", 1) for line in lines if line.startswith("# GPUSTREAM_"))
     for name, value in environment(thing.container, config_maps()).items():
         monkeypatch.setenv(name, value)
     options = {param.envvar for param in parsed(list(thing.container["args"])).command.params}
-    assert shown
-    assert set(shown) <= options
+    assert suggested
+    assert set(suggested) <= options
     mounts = [mount["mountPath"] for mount in thing.container["volumeMounts"]]
-    assert {str(Path(value).parent) for name, value in shown.items() if value.startswith("/")} <= set(mounts)
+    assert {str(Path(value).parent) for name, value in suggested.items() if value.startswith("/")} <= set(mounts)
 
 
 @of_ours
@@ -217,17 +221,17 @@ def test_all_of_gpustream_is_one_image_of_this_version(thing: Object) -> None:
 
 @of_serving
 def test_it_is_asked_where_it_listens(thing: Object) -> None:
-    seen = environment(thing.container, config_maps())
-    ports = {"metrics": port_of(seen["GPUSTREAM_LISTEN"])}
-    if "GPUSTREAM_SCRAPE_LISTEN" in seen:
-        ports["gpus"] = port_of(seen["GPUSTREAM_SCRAPE_LISTEN"])
-    if "GPUSTREAM_METRICS_LISTEN" in seen:
-        ports["api"] = port_of(seen["GPUSTREAM_METRICS_LISTEN"])
-    if "GPUSTREAM_PAGE_LISTEN" in seen:
-        ports["page"] = port_of(seen["GPUSTREAM_PAGE_LISTEN"])
+    variables = environment(thing.container, config_maps())
+    ports = {"metrics": port_of(variables["GPUSTREAM_LISTEN"])}
+    if "GPUSTREAM_SCRAPE_LISTEN" in variables:
+        ports["gpus"] = port_of(variables["GPUSTREAM_SCRAPE_LISTEN"])
+    if "GPUSTREAM_METRICS_LISTEN" in variables:
+        ports["api"] = port_of(variables["GPUSTREAM_METRICS_LISTEN"])
+    if "GPUSTREAM_PAGE_LISTEN" in variables:
+        ports["page"] = port_of(variables["GPUSTREAM_PAGE_LISTEN"])
     assert ports_of(thing) == ports
-    asked = {name: (probe["httpGet"]["path"], probe["httpGet"]["port"]) for name, probe in probes_of(thing).items()}
-    assert asked == {
+    probed = {name: (probe["httpGet"]["path"], probe["httpGet"]["port"]) for name, probe in probes_of(thing).items()}
+    assert probed == {
         "startupProbe": ("/healthz", "metrics"),
         "livenessProbe": ("/healthz", "metrics"),
         "readinessProbe": ("/readyz", "metrics"),
@@ -251,29 +255,29 @@ def test_the_members_of_a_group_have_names_that_last(name: str) -> None:
 # How the parts fit
 
 
-@pytest.mark.parametrize("thing", [one for one in WORKLOADS if one.kind != "Job"], ids=str)
+@pytest.mark.parametrize("thing", [thing for thing in WORKLOADS if thing.kind != "Job"], ids=str)
 def test_a_workload_selects_its_own_pods_and_no_others(thing: Object) -> None:
     selector = thing.content["spec"]["selector"]["matchLabels"]
     assert selected_by(selector) == [thing]
     spread = thing.pod["spec"].get("topologySpreadConstraints", [])
-    assert [one["labelSelector"]["matchLabels"] for one in spread] == [selector] * len(spread)
+    assert [constraint["labelSelector"]["matchLabels"] for constraint in spread] == [selector] * len(spread)
 
 
-@pytest.mark.parametrize("thing", [one for one in OBJECTS if one.kind == "PodDisruptionBudget"], ids=str)
+@pytest.mark.parametrize("thing", [thing for thing in OBJECTS if thing.kind == "PodDisruptionBudget"], ids=str)
 def test_a_disruption_budget_is_for_one_workload_of_several_pods_and_lets_nodes_be_drained(thing: Object) -> None:
     (workload,) = selected_by(thing.content["spec"]["selector"]["matchLabels"])
     assert workload.content["spec"]["replicas"] > 1
     assert thing.content["spec"]["maxUnavailable"] == 1
 
 
-@pytest.mark.parametrize("thing", [one for one in OBJECTS if one.kind == "Service"], ids=str)
+@pytest.mark.parametrize("thing", [thing for thing in OBJECTS if thing.kind == "Service"], ids=str)
 def test_a_service_has_ports_of_one_workload(thing: Object) -> None:
     (workload,) = selected_by(thing.content["spec"]["selector"])
     ports = {port["targetPort"]: port["port"] for port in thing.content["spec"]["ports"]}
     assert ports == {name: 443 if name == "api" else port for name, port in ports_of(workload).items()}
 
 
-@pytest.mark.parametrize("thing", [one for one in WORKLOADS if one.kind == "StatefulSet"], ids=str)
+@pytest.mark.parametrize("thing", [thing for thing in WORKLOADS if thing.kind == "StatefulSet"], ids=str)
 def test_a_stateful_set_is_governed_by_a_headless_service_beside_it(thing: Object) -> None:
     service = the("Service", thing.content["spec"]["serviceName"])
     assert service.path.parent == thing.path.parent
@@ -281,7 +285,7 @@ def test_a_stateful_set_is_governed_by_a_headless_service_beside_it(thing: Objec
     assert selected_by(service.content["spec"]["selector"]) == [thing]
 
 
-@pytest.mark.parametrize("thing", [one for one in OBJECTS if one.kind == "ScaledObject"], ids=str)
+@pytest.mark.parametrize("thing", [thing for thing in OBJECTS if thing.kind == "ScaledObject"], ids=str)
 def test_what_is_scaled_is_scaled_on_the_lag_of_its_own_group_up_to_the_partitions(thing: Object) -> None:
     spec = thing.content["spec"]
     scaled = the(spec["scaleTargetRef"]["kind"], spec["scaleTargetRef"]["name"])
@@ -304,25 +308,27 @@ def test_the_monitors_scrape_every_port_of_every_pod_of_ours() -> None:
     pods, gpus = the("PodMonitor", "gpustream").content["spec"], the("ServiceMonitor", "gpus").content["spec"]
     assert selected_by(pods["selector"]["matchLabels"]) == OURS
     (scraped,) = [
-        one
-        for one in OBJECTS
-        if one.kind == "Service" and selects(gpus["selector"]["matchLabels"], one.content["metadata"]["labels"])
+        thing
+        for thing in OBJECTS
+        if thing.kind == "Service" and selects(gpus["selector"]["matchLabels"], thing.content["metadata"]["labels"])
     ]
-    asked = {one["port"] for one in (*pods["podMetricsEndpoints"], *gpus["endpoints"])}
-    assert asked == {name for thing in OURS for name in ports_of(thing)} - {
+    scraped_ports = {endpoint["port"] for endpoint in (*pods["podMetricsEndpoints"], *gpus["endpoints"])}
+    assert scraped_ports == {name for thing in OURS for name in ports_of(thing)} - {
         "api",
         "page",
     }  # they have no metrics of Prometheus
-    assert {one["port"] for one in gpus["endpoints"]} <= {port["name"] for port in scraped.content["spec"]["ports"]}
+    assert {endpoint["port"] for endpoint in gpus["endpoints"]} <= {
+        port["name"] for port in scraped.content["spec"]["ports"]
+    }
 
 
 def test_the_kafka_of_the_try_is_that_of_the_compose_file_but_for_where_it_listens() -> None:
     kafka = the("StatefulSet", "kafka").container
     assert kafka["image"] == SERVICES["kafka"]["image"]
-    here, there = environment(kafka, {}), {k: str(v) for k, v in SERVICES["kafka"]["environment"].items()}
-    differ = {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
+    kubernetes, compose = environment(kafka, {}), {k: str(v) for k, v in SERVICES["kafka"]["environment"].items()}
+    differ = {name for name in kubernetes.keys() | compose.keys() if kubernetes.get(name) != compose.get(name)}
     assert {name for name in differ if "LISTENER" not in name} == {"KAFKA_HEAP_OPTS"}
-    assert merged()["gpustream"]["GPUSTREAM_KAFKA"] in here["KAFKA_ADVERTISED_LISTENERS"]
+    assert merged()["gpustream"]["GPUSTREAM_KAFKA"] in kubernetes["KAFKA_ADVERTISED_LISTENERS"]
 
 
 def test_the_prometheus_of_the_try_is_that_of_the_compose_file_and_takes_what_is_written() -> None:
@@ -395,8 +401,8 @@ def test_every_mount_is_of_a_volume_and_every_volume_is_mounted(thing: Object) -
 
 def test_the_credentials_of_remote_write_are_where_the_environment_file_says() -> None:
     sink = the("StatefulSet", "remote-write")
-    (mount,) = [one for one in sink.container["volumeMounts"] if one["name"] == "credentials"]
-    (volume,) = [one for one in sink.pod["spec"]["volumes"] if one["name"] == "credentials"]
+    (mount,) = [mount for mount in sink.container["volumeMounts"] if mount["name"] == "credentials"]
+    (volume,) = [volume for volume in sink.pod["spec"]["volumes"] if volume["name"] == "credentials"]
     assert volume["secret"]["optional"] is True
     assert sink.pod["spec"]["securityContext"]["fsGroup"] == sink.pod["spec"]["securityContext"]["runAsGroup"]
     text = (K8S / "base" / "remote-write" / "remote-write.env").read_text()
@@ -431,7 +437,9 @@ def test_the_cluster_producer_reads_and_writes_nothing_but_its_lease() -> None:
 
 def test_the_rules_are_for_what_the_cluster_producer_asks() -> None:
     watched = {group_and_resource(path) for path in PATHS.values()}
-    assert rules("gpustream-cluster") == {(*what, verb, "") for what in watched for verb in ("list", "watch")} | {
+    assert rules("gpustream-cluster") == {
+        (*resource, verb, "") for resource in watched for verb in ("list", "watch")
+    } | {
         (api_version.rpartition("/")[0], resource.plural, "get", "")
         for (api_version, kind), resource in owners._BUILT_IN.items()
         if kind not in ABOVE_FEW
@@ -487,7 +495,9 @@ def test_with_the_component_the_cluster_producer_writes_events_and_nothing_else(
     ["gpustream-cluster", "gpustream-cluster-custom-owners", "gpustream-cluster-policy-events", "cluster"],
 )
 def test_every_role_is_bound_to_the_cluster_producer(name: str) -> None:
-    (thing,) = [one for one in OBJECTS if one.kind.endswith("Binding") and one.content["roleRef"]["name"] == name]
+    (thing,) = [
+        thing for thing in OBJECTS if thing.kind.endswith("Binding") and thing.content["roleRef"]["name"] == name
+    ]
     role = thing.content["roleRef"]
     assert the(role["kind"], role["name"]).path.parent == thing.path.parent
     (subject,) = thing.content["subjects"]
@@ -502,20 +512,24 @@ def table(heading: str) -> list[list[str]]:
 
 
 def test_the_custom_metrics_are_those_of_the_service_and_their_deployment_may_ask_what_it_asks() -> None:
-    things = [one for one in OBJECTS if one.kind == "APIService"]
-    services = [one.content["spec"]["service"] for one in things]
+    things = [thing for thing in OBJECTS if thing.kind == "APIService"]
+    services = [thing.content["spec"]["service"] for thing in things]
     service = the("Service", "metrics-api")
     (api,) = [port["port"] for port in service.content["spec"]["ports"] if port["name"] == "api"]
     patched = kustomizations()[K8S / "components" / "metrics-api-aggregated"]["patches"][0]["patch"]
     values = {operation["path"].rpartition("/")[2]: operation["value"] for operation in yaml.safe_load(patched)}
     namespace = service.content["metadata"]["namespace"]
 
-    assert sorted(one.content["spec"]["version"] for one in things) == sorted(VERSIONS)
-    assert {one.content["spec"]["group"] for one in things} == {GROUP}
+    assert sorted(thing.content["spec"]["version"] for thing in things) == sorted(VERSIONS)
+    assert {thing.content["spec"]["group"] for thing in things} == {GROUP}
     assert services == [{"namespace": namespace, "name": "metrics-api", "port": api}] * 2
     assert values["-"] == {"name": "GPUSTREAM_CUSTOM_METRICS", "value": f"$(POD_NAMESPACE)/{service.name}"}
     assert values["serviceAccountName"] == the("ServiceAccount", "metrics-api").name
-    (binding,) = [one for one in OBJECTS if one.kind == "ClusterRoleBinding" and one.name == "gpustream-metrics-api"]
+    (binding,) = [
+        binding
+        for binding in OBJECTS
+        if binding.kind == "ClusterRoleBinding" and binding.name == "gpustream-metrics-api"
+    ]
     assert binding.content["subjects"] == [{"kind": "ServiceAccount", "name": "metrics-api", "namespace": namespace}]
     assert rules("gpustream-metrics-api") == {
         ("", "pods", "list", ""),
@@ -531,7 +545,7 @@ def test_the_reclaim_sink_reads_what_it_looks_at_and_changes_nothing_without_its
     changed = {(group, PLURALS[group, kind], "patch", "") for group, kind in (*SCALED, *SUSPENDED, (KUEUE, "Workload"))}
     assert act == changed | {("", "events", "create", ""), ("", "events", "get", "")}
     for name in ("gpustream-reclaim", "gpustream-reclaim-act"):
-        (binding,) = [one for one in OBJECTS if one.kind == "ClusterRoleBinding" and one.name == name]
+        (binding,) = [binding for binding in OBJECTS if binding.kind == "ClusterRoleBinding" and binding.name == name]
         assert binding.content["subjects"] == [{"kind": "ServiceAccount", "name": "reclaim", "namespace": "gpustream"}]
 
 
