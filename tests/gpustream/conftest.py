@@ -9,5 +9,5 @@ import pytest
 def port() -> int:
     """A port that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        found: int = server.getsockname()[1]
-    return found
+        port: int = server.getsockname()[1]
+    return port

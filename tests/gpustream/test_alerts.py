@@ -40,15 +40,15 @@ def kafka() -> Iterator[str]:
     with EmbeddedBroker() as running:
         running.start({"gpu.alerts": 2})
         fires, ended = alert("a", labels=LABELS), alert("b", ends_ms=START_MS + 5_000)
-        gone = alert("c")
+        deleted = alert("c")
         _write(
             running.address,
             [
                 (fires.fingerprint, msgspec.json.encode(fires)),
                 (ended.fingerprint, msgspec.json.encode(alert("b"))),
                 (ended.fingerprint, msgspec.json.encode(ended)),
-                (gone.fingerprint, msgspec.json.encode(gone)),
-                (gone.fingerprint, None),
+                (deleted.fingerprint, msgspec.json.encode(deleted)),
+                (deleted.fingerprint, None),
                 ("junk", b"{"),
             ],
         )
@@ -102,12 +102,12 @@ def test_following_reports_each_transition_once() -> None:
                 assert process.stdout is not None
                 lines = [json.loads(process.stdout.readline())]
                 again = [fires, ended, ended, alert("b")]
-                _write(running.address, [(one.fingerprint, msgspec.json.encode(one)) for one in again])
+                _write(running.address, [(record.fingerprint, msgspec.json.encode(record)) for record in again])
                 lines += [json.loads(process.stdout.readline()) for _ in range(2)]
             finally:
                 process.terminate()
 
-    assert [(one["fingerprint"], one["state"]) for one in lines] == [
+    assert [(line["fingerprint"], line["state"]) for line in lines] == [
         (fires.fingerprint, "firing"),
         (fires.fingerprint, "resolved"),
         (alert("b").fingerprint, "firing"),
@@ -135,35 +135,35 @@ def test_what_sinks_take_for_no_alert_is_not_shown() -> None:
 
 def test_the_most_severe_come_first_then_the_oldest() -> None:
     latest = LatestAlerts()
-    given = [
+    written = [
         alert("new", START_MS + 1, severity="critical"),
         alert("old", START_MS, severity="critical"),
         alert("far", START_MS - 9, severity="info"),
         alert("mid", START_MS - 5),
     ]
-    for one in given:
-        assert latest.update(alert_record(one)) == one
-        assert latest.update(alert_record(one)) is None
-    assert [one.labels["k8s_pod_name"] for one in latest.firing()] == ["old", "new", "mid", "far"]
+    for alert_ in written:
+        assert latest.update(alert_record(alert_)) == alert_
+        assert latest.update(alert_record(alert_)) is None
+    assert [alert_.labels["k8s_pod_name"] for alert_ in latest.firing()] == ["old", "new", "mid", "far"]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "text"),
     [(-5, "0s"), (0, "0s"), (59, "59s"), (60, "1m 0s"), (7_505, "2h 5m"), (86_400, "1d 0h"), (10**7, "115d 17h")],
 )
-def test_how_long_it_lasted_is_said_in_two_units(seconds: int, said: str) -> None:
-    assert alerts.lasted(timedelta(seconds=seconds)) == said
+def test_how_long_it_lasted_is_said_in_two_units(seconds: int, text: str) -> None:
+    assert alerts.lasted(timedelta(seconds=seconds)) == text
 
 
 def test_what_a_tenant_wrote_can_neither_steer_a_terminal_nor_break_a_table() -> None:
     evil = alert("a", labels={"k8s_pod_name": "\x1b[31m[red]x[/nonsense]"}, annotations={"summary": "a\tb\n\x07c"})
     row = alerts.row(evil, at(START_MS))
     console = Console(width=200)
-    with console.capture() as shown:
+    with console.capture() as printed:
         console.print(table(alerts.COLUMNS, [row], alerts.style))
     assert row.who == "[31m[red]x[/nonsense]"
     assert row.summary == "a b c"
-    assert "[red]x[/nonsense]" in shown.get()
+    assert "[red]x[/nonsense]" in printed.get()
 
 
 def test_an_alert_of_a_node_says_so() -> None:

@@ -31,11 +31,11 @@ def _invoke(*args: str, **env: str) -> Result:
 def _commands(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     ctx = click.Context(group)
     for name in group.list_commands(ctx):
-        found = group.get_command(ctx, name)
-        if isinstance(found, click.Group):
-            yield from _commands(found, (*path, name))
-        elif found is not None:
-            yield (*path, name), found
+        found_command = group.get_command(ctx, name)
+        if isinstance(found_command, click.Group):
+            yield from _commands(found_command, (*path, name))
+        elif found_command is not None:
+            yield (*path, name), found_command
 
 
 COMMANDS = dict(_commands())
@@ -62,29 +62,29 @@ def test_help_shows_an_example_that_the_command_takes(path: tuple[str, ...]) -> 
     result = _invoke(*path, "--help")
 
     example = result.output.split("Example:")[1].split()
-    known = {name for param in COMMANDS[path].params for name in param.opts}
+    options = {name for param in COMMANDS[path].params for name in param.opts}
     assert result.exit_code == 0
     assert example[: 1 + len(path)] == ["gpustream", *path]
-    assert {word for word in example if word.startswith("--")} <= known
+    assert {word for word in example if word.startswith("--")} <= options
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_a_command_takes_what_its_options_of_kafka_make_of_it(path: tuple[str, ...]) -> None:
     callback = inspect.unwrap(COMMANDS[path].callback or pytest.fail("it does nothing"))
-    taken = inspect.signature(callback).parameters.values()
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
+    parameters = inspect.signature(callback).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     has_kafka = any("--kafka" in param.opts for param in COMMANDS[path].params)
-    assert takes_any or ("connection" in {parameter.name for parameter in taken}) == has_kafka
+    assert takes_any or ("connection" in {parameter.name for parameter in parameters}) == has_kafka
 
 
 @pytest.mark.parametrize(("group", "registry"), [("produce", PRODUCERS), ("sink", SINKS), ("stream", STREAMS)])
 def test_every_option_of_a_component_is_its_command_s(group: str, registry: dict[str, ComponentSpec]) -> None:
     for name, row in registry.items():
         path = (group, name)
-        given = {param.name for param in COMMANDS[path].params if isinstance(param, click.Option)}
-        own = {field.name for field in settings.fields(command.load(row.settings))}
+        options = {param.name for param in COMMANDS[path].params if isinstance(param, click.Option)}
+        fields = {field.name for field in settings.fields(command.load(row.settings))}
 
-        assert own | EVERYWHERE == given
+        assert fields | EVERYWHERE == options
 
 
 def test_every_error_of_a_file_of_rules_is_named_before_the_stream_starts(tmp_path: Path) -> None:
@@ -109,12 +109,14 @@ def test_a_component_s_own_errors_are_listed_with_the_others() -> None:
 
 
 def test_several_alertmanagers_are_in_one_variable() -> None:
-    both = _invoke("sink", "alertmanager", "--kafka", "k:1", GPUSTREAM_URL="http://a:1  http://b:1/api/v2/alerts")
-    one = _invoke("sink", "alertmanager", "--kafka", "k:1", GPUSTREAM_URL="http://a:1 http://a:1/")
+    two_servers = _invoke(
+        "sink", "alertmanager", "--kafka", "k:1", GPUSTREAM_URL="http://a:1  http://b:1/api/v2/alerts"
+    )
+    twice = _invoke("sink", "alertmanager", "--kafka", "k:1", GPUSTREAM_URL="http://a:1 http://a:1/")
 
-    assert (both.exit_code, one.exit_code) == (2, 2)
-    assert "--url: 'http://b:1/api/v2/alerts': without /api/v2/alerts" in both.stderr
-    assert "--url: 'http://a:1' is given twice" in one.stderr
+    assert (two_servers.exit_code, twice.exit_code) == (2, 2)
+    assert "--url: 'http://b:1/api/v2/alerts': without /api/v2/alerts" in two_servers.stderr
+    assert "--url: 'http://a:1' is given twice" in twice.stderr
 
 
 def test_a_webhook_is_signed_or_said_to_be_unsigned() -> None:
@@ -144,7 +146,7 @@ def test_a_group_without_a_name_lists_what_there_is_with_a_line_each(
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
+    ("typed", "intended"),
     [
         (["strem"], "stream"),
         (["sink", "remotewrite"], "remote-write"),
@@ -155,11 +157,11 @@ def test_a_group_without_a_name_lists_what_there_is_with_a_line_each(
         (["devices", "--formt=json"], "--format"),
     ],
 )
-def test_a_misspelt_word_is_answered_with_the_one_that_was_meant(typed: list[str], meant: str) -> None:
+def test_a_misspelt_word_is_answered_with_the_one_that_was_meant(typed: list[str], intended: str) -> None:
     result = _invoke(*typed)
 
     assert result.exit_code == 2
-    assert f"Did you mean {meant}?" in result.stderr
+    assert f"Did you mean {intended}?" in result.stderr
 
 
 def test_an_option_before_the_command_is_answered_with_the_commands() -> None:
@@ -184,8 +186,8 @@ def test_h_is_help(path: tuple[str, ...]) -> None:
     ],
 )
 def test_the_shell_completes_commands_options_and_words(typed: str, completed: str) -> None:
-    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
-    result = CliRunner().invoke(main, prog_name="gpustream", env={"_GPUSTREAM_COMPLETE": "bash_complete", **words})
+    completion = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    result = CliRunner().invoke(main, prog_name="gpustream", env={"_GPUSTREAM_COMPLETE": "bash_complete", **completion})
 
     assert result.output.splitlines() == [completed]
 
@@ -211,9 +213,11 @@ def test_folders_of_other_programs_with_the_names_of_its_packages_are_not_in_its
         path.write_text("raise SystemExit(3)")
     start = [str(Path(sys.executable).parent / "gpustream")] if by_path else [sys.executable, "-m", "gpustream"]
     env = {**os.environ, **({"PYTHONPATH": str(tmp_path)} if by_path else {})}
-    done = subprocess.run([*start, "run", "--help"], cwd=tmp_path, env=env, check=False, capture_output=True, text=True)
+    result = subprocess.run(
+        [*start, "run", "--help"], cwd=tmp_path, env=env, check=False, capture_output=True, text=True
+    )
 
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_run_without_a_fleet_or_a_driver_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,8 +244,8 @@ def _loaded(*args: str) -> set[str]:
         f"import sys; from gpustream.cli import main; main({[*args, '--help']!r}, standalone_mode=False);"
         "print(*{name.partition('.')[0] for name in sys.modules}, *sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    return set(done.stdout.split())
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return set(result.stdout.split())
 
 
 def test_help_loads_no_command_and_nothing_heavy() -> None:
@@ -260,9 +264,9 @@ def test_the_help_of_a_component_loads_its_settings_and_no_component(path: tuple
 
 
 def test_it_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "gpustream", "--help"], check=True, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-m", "gpustream", "--help"], check=True, capture_output=True, text=True)
 
-    assert "Usage: gpustream" in done.stdout
+    assert "Usage: gpustream" in result.stdout
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
@@ -275,9 +279,9 @@ def test_every_command_that_reaches_kafka_does_so_in_the_same_ways(path: tuple[s
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_no_option_takes_a_password_itself(path: tuple[str, ...]) -> None:
     options = [param for param in COMMANDS[path].params if isinstance(param, click.Option)]
-    secrets = [one for one in options if {"password", "secret"} & set(one.opts[0].split("-"))]
+    secrets = [option for option in options if {"password", "secret"} & set(option.opts[0].split("-"))]
 
-    assert [one.opts[0] for one in secrets if not isinstance(one.type, click.Path)] == []
+    assert [option.opts[0] for option in secrets if not isinstance(option.type, click.Path)] == []
 
 
 def test_errors_in_how_kafka_is_reached_are_listed_together_by_a_command_that_only_asks() -> None:

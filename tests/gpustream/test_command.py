@@ -26,16 +26,16 @@ class ThingSettings(KafkaSettings):
     flag: Annotated[bool, Option("--flag", None, "Whether.")] = False
 
 
-def _together(given: dict[str, Any]) -> list[str]:
-    record = ThingSettings(**{field.name: given[field.name] for field in dataclasses.fields(ThingSettings)})
-    return record.errors() + (["--interval must be at least 1 s"] if given["interval_s"] < 1 else [])
+def _together(values: dict[str, Any]) -> list[str]:
+    record = ThingSettings(**{field.name: values[field.name] for field in dataclasses.fields(ThingSettings)})
+    return record.errors() + (["--interval must be at least 1 s"] if values["interval_s"] < 1 else [])
 
 
 @click.command(cls=Command, check=_together, example="gpustream thing --kafka 127.0.0.1:9092")
 @options(ThingSettings, ProcessSettings)
-def thing(**given: Any) -> None:
+def thing(**values: Any) -> None:
     """A thing to run."""
-    click.echo(repr(given))
+    click.echo(repr(values))
 
 
 def _run(*args: str, **env: str) -> Result:
@@ -124,9 +124,9 @@ FAKE = ComponentSpec(
 
 
 def test_settings_take_what_was_given_for_their_fields() -> None:
-    given = {"kafka": "a:1", "cluster": "c", "grace_s": 3.0, "instance_id": "x-0", "log_format": "text"}
+    values = {"kafka": "a:1", "cluster": "c", "grace_s": 3.0, "instance_id": "x-0", "log_format": "text"}
 
-    assert command.settings(FAKE, given) == FakeSettings("a:1", "c", grace_s=3.0, instance_id="x-0")
+    assert command.settings(FAKE, values) == FakeSettings("a:1", "c", grace_s=3.0, instance_id="x-0")
 
 
 def test_what_was_not_given_has_its_default() -> None:
@@ -141,13 +141,13 @@ def test_off_is_given_to_a_field_that_may_be_none() -> None:
 
 
 def test_a_component_says_what_is_wrong_with_its_settings() -> None:
-    given = {"kafka": "a:1", "cluster": "c", "grace_s": 100.0}
+    values = {"kafka": "a:1", "cluster": "c", "grace_s": 100.0}
 
-    assert command.errors(FAKE, given) == ["--grace must be below 100 s"]
+    assert command.errors(FAKE, values) == ["--grace must be below 100 s"]
 
 
 def test_a_component_is_made_with_its_settings() -> None:
-    made = command.component(FAKE, {"kafka": "a:1", "cluster": "c"})
+    fake = command.component(FAKE, {"kafka": "a:1", "cluster": "c"})
 
-    assert isinstance(made, Component)
-    assert made.settings == FakeSettings("a:1", "c")  # type: ignore[attr-defined] # of the fake
+    assert isinstance(fake, Component)
+    assert fake.settings == FakeSettings("a:1", "c")  # type: ignore[attr-defined] # of the fake

@@ -193,14 +193,14 @@ def test_a_gpu_that_is_only_named_by_node_and_index_is_found_by_them() -> None:
 def test_the_pod_of_the_exporter_itself_holds_nothing() -> None:
     """A scrape without honor_labels calls the holder's labels ``exported_``, and has its own in their place."""
     scraped = {"pod": "dcgm-exporter-x", "namespace": "monitoring", "container": "exporter"}
-    held = dcgm("DCGM_FI_DEV_GPU_TEMP", 33, **scraped, exported_pod="bert-0", exported_namespace="ml")
+    of_pod = dcgm("DCGM_FI_DEV_GPU_TEMP", 33, **scraped, exported_pod="bert-0", exported_namespace="ml")
     free = dcgm("DCGM_FI_DEV_GPU_TEMP", 30, gpu="GPU-b", **scraped)
     ours = [
         otel("gpu_temperature", 33, gpu_temperature_sensor="edge"),
         otel("gpu_temperature", 30, gpu="GPU-b", pod="", gpu_temperature_sensor="edge"),
     ]
 
-    assert [row.verdict for row in compare([held, free], ours).rows] == ["same", "same"]
+    assert [row.verdict for row in compare([of_pod, free], ours).rows] == ["same", "same"]
 
 
 def test_mig_devices_are_distinguished() -> None:
@@ -261,34 +261,34 @@ def test_the_report_has_every_row_and_says_whether_all_agrees() -> None:
 
 
 def test_errors_of_the_command_line_are_named() -> None:
-    done = CliRunner().invoke(main, ["compare", "--prometheus", "http://u:p@prometheus", "--window", "0"])
+    result = CliRunner().invoke(main, ["compare", "--prometheus", "http://u:p@prometheus", "--window", "0"])
 
-    assert done.exit_code == 2
-    assert "--prometheus: credentials belong in --basic-auth-user" in done.output
-    assert "--window: must be at least 1 s" in done.output
+    assert result.exit_code == 2
+    assert "--prometheus: credentials belong in --basic-auth-user" in result.output
+    assert "--window: must be at least 1 s" in result.output
 
 
 def test_a_prometheus_that_does_not_answer_is_a_sentence() -> None:
-    done = CliRunner().invoke(main, ["compare", "--prometheus", "http://127.0.0.1:1"])
+    result = CliRunner().invoke(main, ["compare", "--prometheus", "http://127.0.0.1:1"])
 
-    assert done.exit_code == 1
-    assert "http://127.0.0.1:1/api/v1/query can't be asked" in done.output
+    assert result.exit_code == 1
+    assert "http://127.0.0.1:1/api/v1/query can't be asked" in result.output
 
 
 async def test_matchers_with_an_error_are_refused_before_all_series_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[str] = []
+    queried: list[str] = []
 
     async def readings(_: PrometheusClient, matchers: str, __: float) -> list[Reading]:
-        asked.append(matchers)
+        queried.append(matchers)
         raise PrometheusError("parse error")
 
     monkeypatch.setattr(PrometheusClient, "readings", readings)
     with pytest.raises(PrometheusError):
         await gather("http://127.0.0.1:1", HttpSettings(), ("job=scraped", None), 60)
 
-    assert asked == ["job=scraped"]
+    assert queried == ["job=scraped"]
 
 
 @pytest.mark.parametrize("matchers", [("theirs", None), (None, "ours"), (None, None)])
@@ -296,10 +296,10 @@ async def test_series_that_one_side_has_matchers_for_are_not_the_other_sides(
     monkeypatch: pytest.MonkeyPatch, matchers: tuple[str | None, str | None]
 ) -> None:
     theirs, ours = [dcgm("DCGM_FI_DEV_GPU_TEMP", 33)], [otel("gpu_temperature", 33)]
-    of = {"theirs": theirs, "ours": ours, "": [*theirs, *ours]}
+    readings_by_matcher = {"theirs": theirs, "ours": ours, "": [*theirs, *ours]}
 
-    async def readings(_: PrometheusClient, asked: str, __: float) -> list[Reading]:
-        return of[asked]
+    async def readings(_: PrometheusClient, matcher: str, __: float) -> list[Reading]:
+        return readings_by_matcher[matcher]
 
     monkeypatch.setattr(PrometheusClient, "readings", readings)
 
@@ -307,15 +307,15 @@ async def test_series_that_one_side_has_matchers_for_are_not_the_other_sides(
 
 
 def test_a_url_that_is_none_is_refused_without_the_address_of_another_command() -> None:
-    done = CliRunner().invoke(main, ["compare", "--prometheus", "prometheus:9090"])
+    result = CliRunner().invoke(main, ["compare", "--prometheus", "prometheus:9090"])
 
-    assert done.exit_code == 2
-    assert "not a URL that begins with http:// or https:// and a host" in done.output
+    assert result.exit_code == 2
+    assert "not a URL that begins with http:// or https:// and a host" in result.output
 
 
-@pytest.mark.parametrize(("matchers", "asked"), [('{job="x"}', ',job="x"}'), ('job="x"', ',job="x"}'), ("{", ",{}")])
+@pytest.mark.parametrize(("matchers", "rejected"), [('{job="x"}', ',job="x"}'), ('job="x"', ',job="x"}'), ("{", ",{}")])
 async def test_braces_of_matchers_are_taken_off_in_pairs(
-    monkeypatch: pytest.MonkeyPatch, matchers: str, asked: str
+    monkeypatch: pytest.MonkeyPatch, matchers: str, rejected: str
 ) -> None:
     async def refused(_: PrometheusClient, expression: str) -> list[object]:
         raise PrometheusError(expression)
@@ -324,4 +324,4 @@ async def test_braces_of_matchers_are_taken_off_in_pairs(
     with pytest.raises(PrometheusError) as error:
         await PrometheusClient("http://127.0.0.1:1", None, None, 0.0).readings(matchers, 60)  # type: ignore[arg-type]
 
-    assert str(error.value).endswith(f'"{asked})')
+    assert str(error.value).endswith(f'"{rejected})')

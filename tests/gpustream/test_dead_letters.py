@@ -22,7 +22,7 @@ def letter(offset: int, *, key: str = "c/n", topic: str = "gpu.samples", error: 
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found"),
+    ("letters_filter", "expected"),
     [
         (LetterFilter(), {0, 1, 2}),
         (LetterFilter(topic="gpu.samples"), {0, 1}),
@@ -32,17 +32,17 @@ def letter(offset: int, *, key: str = "c/n", topic: str = "gpu.samples", error: 
         (LetterFilter(topic="gpu.samples", ids=frozenset([LetterId(0, 2)])), set()),
     ],
 )
-def test_letters_are_chosen_by_all_that_is_given(wanted: LetterFilter, found: set[int]) -> None:
-    some = [letter(0), letter(1, error="unsendable: y"), letter(2, key="c/m", topic="gpu.allocations")]
+def test_letters_are_chosen_by_all_that_is_given(letters_filter: LetterFilter, expected: set[int]) -> None:
+    letters = [letter(0), letter(1, error="unsendable: y"), letter(2, key="c/m", topic="gpu.allocations")]
 
-    assert {one.id.offset for one in some if one in wanted} == found
+    assert {letter_.id.offset for letter_ in letters if letter_ in letters_filter} == expected
 
 
 def test_rows_of_several_letters_say_what_they_have_in_common() -> None:
-    one, more = letter(1), letter(2, key="c/m")._replace(resubmitted=True)
-    both = merge_groups(group_of(one), group_of(more))
+    first, second = letter(1), letter(2, key="c/m")._replace(resubmitted=True)
+    merged = merge_groups(group_of(first), group_of(second))
 
-    assert both._asdict() == {
+    assert merged._asdict() == {
         "letters": 2,
         "sent_again": 1,
         "last": "1970-01-01 00:00:02Z",
@@ -99,7 +99,7 @@ def test_without_its_snapshot_it_waits_for_grace_and_the_nodes_ticks_behind_it()
     _, out = join.step(state, join.AllocationsRead(OLD.read_s + GRACE_S), GRACE_S)
 
     assert (waiting, behind) == ([], [])
-    assert [(one.sample.seq, one.sample.attribution) for one in out] == [(2, "none"), (10, "exact")]
+    assert [(record.sample.seq, record.sample.attribution) for record in out] == [(2, "none"), (10, "exact")]
 
 
 def test_readers_that_had_a_newer_tick_of_its_run_drop_it_and_others_take_it() -> None:

@@ -53,17 +53,17 @@ class Machine:
         )
 
     def report(self, *options: str) -> dict[str, Any]:
-        done = self.run("--format", "json", *options)
-        assert (done.returncode, done.stderr) == (0, ""), done.stderr
-        (line,) = done.stdout.splitlines()
-        found: dict[str, Any] = json.loads(line)
-        return found
+        result = self.run("--format", "json", *options)
+        assert (result.returncode, result.stderr) == (0, ""), result.stderr
+        (line,) = result.stdout.splitlines()
+        report: dict[str, Any] = json.loads(line)
+        return report
 
     def text(self, *options: str) -> str:
-        done = self.run(*options)
-        assert (done.returncode, done.stderr) == (0, ""), done.stderr
-        assert max(map(len, done.stdout.splitlines())) <= devices.WIDTH
-        return done.stdout
+        result = self.run(*options)
+        assert (result.returncode, result.stderr) == (0, ""), result.stderr
+        assert max(map(len, result.stdout.splitlines())) <= devices.WIDTH
+        return result.stdout
 
     def begin(self, pid: int, cgroup: str) -> None:
         """A process."""
@@ -79,7 +79,9 @@ def machine(nvml_directory: Path) -> Machine:
 
 
 def _left_out(device: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    return {one["what"]: [(tried["call"], tried["error"]) for tried in one["tried"]] for one in device["left_out"]}
+    return {
+        unread["what"]: [(tried["call"], tried["error"]) for tried in unread["tried"]] for unread in device["left_out"]
+    }
 
 
 def _text(report: dict[str, Any]) -> str:
@@ -135,11 +137,14 @@ def test_holders_are_found_by_every_form_of_id_and_what_is_on_no_device_is_said(
     machine.socket = str(tmp_path / "kubelet.sock")
     with pod_resources.serving(Path(machine.socket), answer):
         report = machine.report()
-    held = {
-        device["uuid"]: [(one["pod"], one["resource"], one["device_id"], one["hami_slot"]) for one in device["holders"]]
+    holders = {
+        device["uuid"]: [
+            (holder["pod"], holder["resource"], holder["device_id"], holder["hami_slot"])
+            for holder in device["holders"]
+        ]
         for device in report["devices"]
     }
-    assert held == {
+    assert holders == {
         UUID.format(0): [
             ("bert-0", "nvidia.com/gpu", UUID.format(0) + "::0", False),
             ("bert-0", "nvidia.com/gpu", UUID.format(0) + "::1", False),
@@ -151,14 +156,14 @@ def test_holders_are_found_by_every_form_of_id_and_what_is_on_no_device_is_said(
         UUID.format(2): [],
         UUID.format(3): [("hami", "nvidia.com/gpu", UUID.format(3) + "-4", True)],
     }
-    unplaced = {(one["pod"], one["device_id"], one["why"]) for one in report["unplaced"]}
+    unplaced = {(holder["pod"], holder["device_id"], holder["why"]) for holder in report["unplaced"]}
     assert unplaced == {
         ("odd", "huh", "unknown_form"),
         ("odd", pod_resources.GPU_A, "no_such_device"),
         ("dra", None, "claim"),
     }
     claim = {"claim": "gpu", "namespace": "ml-team", "driver": "gpu.nvidia.com", "pool": "gpu-node-1"}
-    assert [one["claim"] for one in report["unplaced"] if one["claim"]] == [{**claim, "device": "gpu-0"}]
+    assert [holder["claim"] for holder in report["unplaced"] if holder["claim"]] == [{**claim, "device": "gpu-0"}]
     assert report["kubelet"] == {"socket": machine.socket, "containers": 7, "trouble": None}
     text = _text(report)
     assert f"bert-0/main has nvidia.com/gpu {UUID.format(0)}::0, {UUID.format(0)}::1" in text
@@ -245,44 +250,44 @@ def test_gpus_that_are_lost_hang_or_can_not_be_opened_are_shown_with_the_call_an
 
 def test_one_device_is_shown_by_its_index_or_its_uuid_and_a_gpu_with_its_mig_devices(machine: Machine) -> None:
     machine.nvml.mig(1, [Mig(1), Mig(5, 0, "3g.40gb")])
-    shown = {
-        wanted: [device["uuid"] for device in machine.report("--device", wanted)["devices"]]
-        for wanted in ("1", MIG.format(5).replace("b7ed", "B7ED"))
+    uuids = {
+        name: [device["uuid"] for device in machine.report("--device", name)["devices"]]
+        for name in ("1", MIG.format(5).replace("b7ed", "B7ED"))
     }
-    assert list(shown.values()) == [[UUID.format(1), MIG.format(1), MIG.format(5)], [MIG.format(5)]]
-    done = machine.run("--device", "17")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert f"no device '17' here, by index or UUID: there are 0 {UUID.format(0)}, 1" in done.stderr
+    assert list(uuids.values()) == [[UUID.format(1), MIG.format(1), MIG.format(5)], [MIG.format(5)]]
+    result = machine.run("--device", "17")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert f"no device '17' here, by index or UUID: there are 0 {UUID.format(0)}, 1" in result.stderr
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_driver_that_is_not_loaded_is_one_sentence_and_exit_code_1(machine: Machine, form: str) -> None:
     machine.nvml.driver("absent")
-    done = machine.run("--format", form)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("no NVIDIA driver: its library is there")
-    assert len(done.stderr.splitlines()) == 1
+    result = machine.run("--format", form)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("no NVIDIA driver: its library is there")
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_without_the_library_it_is_said_what_is_missing() -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "gpustream", "devices"], capture_output=True, text=True, timeout=100, check=False
     )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "libnvidia-ml.so.1 is not found" in done.stderr
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "libnvidia-ml.so.1 is not found" in result.stderr
 
 
 def test_a_driver_without_gpus_is_one_sentence_too(nvml_directory: Path) -> None:
     machine = Machine(nvml_directory)
     machine.nvml.gpus = 0
-    done = machine.run()
-    assert (done.returncode, done.stderr) == (1, "the NVIDIA driver has no GPU\n")
+    result = machine.run()
+    assert (result.returncode, result.stderr) == (1, "the NVIDIA driver has no GPU\n")
 
 
 def test_an_interval_that_is_too_short_to_read_a_gpu_in_is_an_error(machine: Machine) -> None:
-    done = machine.run("--interval", "50ms")
-    assert done.returncode == 2
-    assert "the least is 100ms" in done.stderr
+    result = machine.run("--interval", "50ms")
+    assert result.returncode == 2
+    assert "the least is 100ms" in result.stderr
 
 
 def test_job_files_that_can_not_be_read_are_reported(machine: Machine, tmp_path: Path) -> None:
@@ -313,7 +318,7 @@ REPORT = {
 def test_whatever_a_kubelet_calls_a_device_it_is_on_one_or_on_none(device_ids: list[str]) -> None:
     container = {"namespace": "ml-team", "pod": "p", "container": "c", "resource": "r", "device_ids": device_ids}
     placed = place_containers([container], [DEVICE])
-    assert [one["device_id"] for one in placed.unplaced] == device_ids
+    assert [row["device_id"] for row in placed.unplaced] == device_ids
     text = devices.text({**REPORT, "unplaced": placed.unplaced})
     assert all(letter.isprintable() for line in text.split("\n") for letter in line)
     assert max(map(len, text.split("\n"))) <= devices.WIDTH
@@ -351,8 +356,8 @@ def test_many_processes_are_counted_and_the_first_are_shown() -> None:
 
 
 def test_no_line_is_too_long_however_long_names_are() -> None:
-    who = {"namespace": "n" * 63, "pod": "p" * 253, "container": "c" * 63, "resource": "r" * 63, "hami_slot": True}
-    holders = [{**who, "device_id": "d" * 300}]
+    names = {"namespace": "n" * 63, "pod": "p" * 253, "container": "c" * 63, "resource": "r" * 63, "hami_slot": True}
+    holders = [{**names, "device_id": "d" * 300}]
     device = {**DEVICE, "model": "m" * 96, "holders": holders, "refusal": {"call": "c" * 120, "error": "E" * 80}}
     report = {**REPORT, "node": "n" * 253, "devices": [{**device, "state": "lost", "left_out": []}]}
     assert max(map(len, devices.text(report).splitlines())) <= devices.WIDTH
@@ -377,5 +382,5 @@ def test_gpus_that_are_lost_or_hang_come_first_with_their_mig_devices() -> None:
     states = {"GPU-a": "ok", "GPU-b": "timeout", "GPU-c": "lost"}
     gpus = [{"uuid": uuid, "state": state} for uuid, state in states.items()]
     part = {"uuid": "MIG-b", "state": "ok", "mig": {"parent_uuid": "GPU-b"}}
-    found = describe([gpus[0], gpus[1], part, gpus[2]], {}, {}, {})
-    assert [one["uuid"] for one in found] == ["GPU-b", "MIG-b", "GPU-c", "GPU-a"]
+    described = describe([gpus[0], gpus[1], part, gpus[2]], {}, {}, {})
+    assert [row["uuid"] for row in described] == ["GPU-b", "MIG-b", "GPU-c", "GPU-a"]

@@ -15,7 +15,7 @@ from topics.attributed import TOPIC
 
 def record(reading: NodeReading, node: str, seq: int, ts_ms: int) -> bytes:
     """What gpu.attributed would have of a simulated reading."""
-    devices = [{**d, "holders": held} for d, held in zip(reading.devices, reading.reported, strict=True)]
+    devices = [{**d, "holders": holders} for d, holders in zip(reading.devices, reading.reported, strict=True)]
     return msgspec.json.encode(
         TOPIC.example | {"node": node, "seq": seq, "offset": seq, "ts_ms": ts_ms, "devices": devices}
     )
@@ -55,22 +55,22 @@ def test_what_is_shown_of_a_simulated_fleet_is_true() -> None:
         for node in nodes:
             reading = node.read(second * 1000, 1)
             fleet.observe(decode_tick(record(reading, node.name, second, second * 1000)), float(second), second * 1000)
-            for read_device, held in zip(reading.devices, reading.reported, strict=True):
-                names = sorted({f"{row['namespace']}/{row['pod']}" for row in held})
+            for read_device, holders in zip(reading.devices, reading.reported, strict=True):
+                names = sorted({f"{row['namespace']}/{row['pod']}" for row in holders})
                 before = truth.get(read_device["uuid"], (read_device, [""], 0))
                 truth[read_device["uuid"]] = read_device, names, before[2] if before[1] == names else second * 1000
 
-    assert {shown.uuid for shown in fleet.devices()} == set(truth)
-    for shown in fleet.devices():
-        expected, names, began_ms = truth[shown.uuid]
-        assert sorted(holder.name for holder in shown.holders) == names
-        assert shown.temperature_celsius == expected["metrics"].get("temperature_celsius")
-        assert shown.memory_used_bytes == expected["metrics"].get("memory_used_bytes")
-        assert shown.tenures[-1].from_ms == began_ms
+    assert {view.uuid for view in fleet.devices()} == set(truth)
+    for view in fleet.devices():
+        expected, names, began_ms = truth[view.uuid]
+        assert sorted(holder.name for holder in view.holders) == names
+        assert view.temperature_celsius == expected["metrics"].get("temperature_celsius")
+        assert view.memory_used_bytes == expected["metrics"].get("memory_used_bytes")
+        assert view.tenures[-1].from_ms == began_ms
         if "gpu_utilization_ratio" in expected["metrics"]:
-            assert shown.used_ratio == expected["metrics"]["gpu_utilization_ratio"]
-        parts = [names_of for uuid, (_, names_of, _) in truth.items() if device(fleet, uuid).gpu == shown.uuid]
-        assert shown.mig or (shown.status == "free") == (not any(parts))
+            assert view.used_ratio == expected["metrics"]["gpu_utilization_ratio"]
+        parts = [names_of for uuid, (_, names_of, _) in truth.items() if device(fleet, uuid).gpu == view.uuid]
+        assert view.mig or (view.status == "free") == (not any(parts))
     holding = {name for _, names, _ in truth.values() for name in names}
     assert {use.who for use in pods(fleet.devices())} == holding
     assert sum(use.pods for use in workloads(fleet.devices())) == len(holding)
@@ -78,7 +78,7 @@ def test_what_is_shown_of_a_simulated_fleet_is_true() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shown", "status"),
+    ("reported", "status"),
     [
         (gpu("a", 0.5, "ml/bert"), "busy"),
         (gpu("a", 0.0, "ml/bert"), "idle"),
@@ -89,8 +89,8 @@ def test_what_is_shown_of_a_simulated_fleet_is_true() -> None:
         (gpu("a", None, processes=[{"pid": 7}]), "held"),
     ],
 )
-def test_a_device_has_a_status(shown: dict[str, Any], status: str) -> None:
-    assert device(fleet_of(tick(shown))).status == status
+def test_a_device_has_a_status(reported: dict[str, Any], status: str) -> None:
+    assert device(fleet_of(tick(reported))).status == status
 
 
 def test_a_device_that_the_api_server_calls_unwell_fails() -> None:
@@ -104,7 +104,7 @@ def test_a_gpu_that_is_cut_does_what_its_busiest_part_does_and_counts_once() -> 
     part = gpu("m", None, "ml/bert", mig=mig)
     fleet = fleet_of(tick(gpu("a", None), part))
 
-    assert [shown.status for shown in fleet.devices()] == ["held", "held"]
+    assert [view.status for view in fleet.devices()] == ["held", "held"]
     assert [gpu_device.uuid for gpu_device in fleet.gpus()] == ["a"]
     assert device(fleet, "m").where == "n GPU 0 1g.10gb"
     assert [(use.who, use.gpus) for use in pods(fleet.devices())] == [("ml/bert", 1)]
@@ -203,7 +203,7 @@ def test_a_replay_is_left_out() -> None:
 def test_a_device_that_a_tick_lacks_is_forgotten() -> None:
     fleet = fleet_of(tick(gpu("a"), gpu("b")), tick(gpu("b"), seq=2))
 
-    assert [shown.uuid for shown in fleet.devices()] == ["b"]
+    assert [view.uuid for view in fleet.devices()] == ["b"]
 
 
 def test_rates_and_latency_are_of_the_last_seconds() -> None:
@@ -226,7 +226,7 @@ def test_a_partition_whose_past_is_read_after_anothers_does_not_count_as_ticks_o
 
 
 def test_the_time_since_a_pod_has_a_gpu_goes_over_changes_of_others() -> None:
-    fleet = fleet_of(*[tick(gpu("a", 0.5, *held), seq=n) for n, held in enumerate([["ml/x"], ["ml/x", "ml/y"]], 1)])
+    fleet = fleet_of(*[tick(gpu("a", 0.5, *pods_), seq=n) for n, pods_ in enumerate([["ml/x"], ["ml/x", "ml/y"]], 1)])
     since: dict[str, int] = {use.who: use.since_ms for use in pods(fleet.devices())}
 
     assert since == {"ml/x": 1000, "ml/y": 2000}

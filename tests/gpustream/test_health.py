@@ -38,10 +38,10 @@ class Answer(NamedTuple):
 
 
 def _health(*reasons: str) -> Health:
-    one, other = Instruments(INSTRUMENTS), Instruments(INSTRUMENTS)
-    one.counter("gpustream_fake_steps_total", "a").inc()
-    other.counter("gpustream_fake_steps_total", "b").inc(2)
-    return Health([one.registry, other.registry], lambda: list(reasons))
+    first, second = Instruments(INSTRUMENTS), Instruments(INSTRUMENTS)
+    first.counter("gpustream_fake_steps_total", "a").inc()
+    second.counter("gpustream_fake_steps_total", "b").inc(2)
+    return Health([first.registry, second.registry], lambda: list(reasons))
 
 
 @asynccontextmanager
@@ -195,7 +195,7 @@ def _later(address: Address, path: str) -> Answer:
     return _ask(address, path)
 
 
-class _Where(Collector):
+class _ThreadRecorder(Collector):
     """Notes which thread collects."""
 
     def __init__(self) -> None:
@@ -207,21 +207,21 @@ class _Where(Collector):
 
 
 async def test_all_metrics_are_of_one_moment_between_two_steps_of_the_components() -> None:
-    where = _Where()
-    assert (await _get(Health([where], list), "/metrics")).status == 200
-    assert where.threads == [threading.current_thread()]
+    recorder = _ThreadRecorder()
+    assert (await _get(Health([recorder], list), "/metrics")).status == 200
+    assert recorder.threads == [threading.current_thread()]
 
 
 @pytest.mark.slow
 async def test_a_process_whose_loop_hangs_still_has_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ANSWER_WITHIN_S", 0.2)
-    where = _Where()
-    async with _served(Health([where], list)) as address:
+    recorder = _ThreadRecorder()
+    async with _served(Health([recorder], list)) as address:
         asking = asyncio.get_running_loop().run_in_executor(None, _later, address, "/metrics")
         await asyncio.sleep(0.05)
         time.sleep(2)  # noqa: ASYNC251 - the hang
         assert (await asking).status == 200
-    assert where.threads[0] is not threading.current_thread()
+    assert recorder.threads[0] is not threading.current_thread()
 
 
 async def test_the_loop_is_alive_while_it_beats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,8 +262,8 @@ async def test_off_listens_nowhere() -> None:
 
 
 async def test_a_port_in_use_is_a_clear_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(ListenError, match=rf"--listen: can't listen on 127\.0\.0\.1:{port}: .*in use"):
             async with listening(_health().answer, Address("127.0.0.1", port)):
                 pass

@@ -152,7 +152,7 @@ def test_what_is_held_back_is_written_by_a_timer_and_at_the_end(
 
 
 def test_a_messages_subject_is_one_argument() -> None:
-    """What comes before a colon or parenthesis names the thing, and only the first argument tells things apart."""
+    """What comes before a colon or parenthesis names the thing, and things differ only in the first argument."""
     several = []
     for package in ("gpustream", "producers", "streams", "sinks", "delivery", "topics"):
         for path in Path(package).rglob("*.py"):

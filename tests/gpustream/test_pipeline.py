@@ -66,10 +66,10 @@ class Eyes(Tail):
         self.log.append("tail closes")
 
 
-class Made:
+class PipelineOfFakes:
     """A pipeline of fakes whose sink takes every tick at once, unless the test says otherwise."""
 
-    def __init__(self, taken: int = 10) -> None:
+    def __init__(self, attributed: int = 10) -> None:
         self.log: list[str] = []
         self.reasons: list[list[str]] = []
         self.source, self.stream, self.sink = (
@@ -78,7 +78,7 @@ class Made:
             Part("sink", self.log),
         )
         self.tally = Tally(["sink"])
-        for seq in range(1, taken + 1):
+        for seq in range(1, attributed + 1):
             self.take(seq)
         self.pipeline = Pipeline(
             self.source, [self.stream], [self.sink], Eyes(self.log), self.reasons.append, self.behind
@@ -95,54 +95,54 @@ class Made:
 
 
 async def test_it_starts_back_to_front_and_ends_front_to_back() -> None:
-    made = Made()
-    await made.pipeline.run(asyncio.Event(), 0.0)
+    fakes = PipelineOfFakes()
+    await fakes.pipeline.run(asyncio.Event(), 0.0)
 
-    assert made.log[:4] == ["tail stands at the end", "sink starts", "stream starts", "producer starts"]
-    assert made.log[4] == "producer stops"
-    assert set(made.log[5:7]) == {"stream stops", "sink stops"}
-    assert made.log[7:] == ["tail closes"]
+    assert fakes.log[:4] == ["tail stands at the end", "sink starts", "stream starts", "producer starts"]
+    assert fakes.log[4] == "producer stops"
+    assert set(fakes.log[5:7]) == {"stream stops", "sink stops"}
+    assert fakes.log[7:] == ["tail closes"]
 
 
 async def test_nothing_is_sampled_before_all_is_ready() -> None:
-    made = Made()
-    made.sink.reasons = ["no assignment yet"]
-    running = asyncio.create_task(made.pipeline.run(asyncio.Event(), 0.0))
-    await eventually(lambda: bool(made.reasons))
-    assert "producer starts" not in made.log
-    assert made.reasons == [["sink: no assignment yet"]]
+    fakes = PipelineOfFakes()
+    fakes.sink.reasons = ["no assignment yet"]
+    running = asyncio.create_task(fakes.pipeline.run(asyncio.Event(), 0.0))
+    await eventually(lambda: bool(fakes.reasons))
+    assert "producer starts" not in fakes.log
+    assert fakes.reasons == [["sink: no assignment yet"]]
 
-    made.sink.reasons = []
+    fakes.sink.reasons = []
     await running
-    assert "producer starts" in made.log
+    assert "producer starts" in fakes.log
 
 
 async def test_a_stop_before_all_is_ready_samples_nothing() -> None:
-    made, stop = Made(), asyncio.Event()
-    made.sink.reasons = ["no assignment yet"]
+    fakes, stop = PipelineOfFakes(), asyncio.Event()
+    fakes.sink.reasons = ["no assignment yet"]
     stop.set()
-    await made.pipeline.run(stop, None)
+    await fakes.pipeline.run(stop, None)
 
-    assert "producer starts" not in made.log
+    assert "producer starts" not in fakes.log
 
 
 async def test_the_drain_waits_for_the_last_tick() -> None:
-    made = Made(taken=9)
-    running = asyncio.create_task(made.pipeline.run(asyncio.Event(), 0.0))
-    await eventually(lambda: "producer stops" in made.log)
-    assert "sink stops" not in made.log
+    fakes = PipelineOfFakes(attributed=9)
+    running = asyncio.create_task(fakes.pipeline.run(asyncio.Event(), 0.0))
+    await eventually(lambda: "producer stops" in fakes.log)
+    assert "sink stops" not in fakes.log
 
-    made.take(10)
+    fakes.take(10)
     await running
-    assert made.tally.undelivered(SAMPLED) == 0
+    assert fakes.tally.undelivered(SAMPLED) == 0
 
 
 async def test_the_drain_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "DRAIN_S", 0.05)
-    made = Made(taken=7)
-    await made.pipeline.run(asyncio.Event(), 0.0)
+    fakes = PipelineOfFakes(attributed=7)
+    await fakes.pipeline.run(asyncio.Event(), 0.0)
 
-    assert made.tally.undelivered(SAMPLED) == 3
+    assert fakes.tally.undelivered(SAMPLED) == 3
 
 
 @pytest.mark.parametrize(("stopped", "undelivered"), [(False, 0), (True, 8)])
@@ -170,25 +170,25 @@ async def test_the_drain_goes_on_while_ticks_arrive_unless_it_was_asked_to_stop(
 
 async def test_a_component_that_does_not_stop_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "STOPPED_BY_S", 0.05)
-    made = Made()
-    made.sink.hangs = True
-    await made.pipeline.run(asyncio.Event(), 0.0)
+    fakes = PipelineOfFakes()
+    fakes.sink.hangs = True
+    await fakes.pipeline.run(asyncio.Event(), 0.0)
 
-    assert made.log[-1] == "tail closes"
-    assert "sink stops" not in made.log
+    assert fakes.log[-1] == "tail closes"
+    assert "sink stops" not in fakes.log
 
 
 async def test_a_component_that_fails_ends_the_run_and_the_others_stop() -> None:
-    made = Made()
-    made.stream.error = RuntimeError("boom")
+    fakes = PipelineOfFakes()
+    fakes.stream.error = RuntimeError("boom")
     with pytest.raises(Failed, match="stream failed: boom"):
-        await made.pipeline.run(asyncio.Event(), None)
+        await fakes.pipeline.run(asyncio.Event(), None)
 
-    assert "sink stops" in made.log
+    assert "sink stops" in fakes.log
 
 
 async def test_a_component_that_ends_on_its_own_has_failed() -> None:
-    made = Made()
-    made.sink.ends = True
+    fakes = PipelineOfFakes()
+    fakes.sink.ends = True
     with pytest.raises(Failed, match="sink ended on its own"):
-        await made.pipeline.run(asyncio.Event(), None)
+        await fakes.pipeline.run(asyncio.Event(), None)

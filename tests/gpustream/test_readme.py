@@ -20,41 +20,41 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 LINES = [line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines()]
 MAKE = [line for line in LINES if line.startswith("make")]
-HERE = [line for line in LINES if line.startswith(".venv/bin/gpustream")]
+COMMANDS = [line for line in LINES if line.startswith(".venv/bin/gpustream")]
 ELSEWHERE = [line for line in LINES if line.startswith("gpustream")]
 
 
 def test_every_line_of_every_shell_block_is_tested() -> None:
-    assert sorted(LINES) == sorted(MAKE + HERE + ELSEWHERE)
+    assert sorted(LINES) == sorted(MAKE + COMMANDS + ELSEWHERE)
     assert len(MAKE) >= 2
-    assert len(HERE) >= 1
+    assert len(COMMANDS) >= 1
 
 
 @pytest.mark.parametrize("line", MAKE)
 def test_make_knows_the_target(line: str) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [*shlex.split(line, comments=True), "-n"], cwd=ROOT, capture_output=True, text=True, check=False
     )
 
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("line", HERE)
+@pytest.mark.parametrize("line", COMMANDS)
 def test_what_needs_no_server_runs_and_ends_as_the_sample_says(line: str) -> None:
     arguments = shlex.split(line.removeprefix(".venv/bin/gpustream"))
-    own = {"GPUSTREAM_LISTEN": "127.0.0.1:0", "GPUSTREAM_SCRAPE_LISTEN": "127.0.0.1:0"}
-    done = subprocess.run(
+    free_ports = {"GPUSTREAM_LISTEN": "127.0.0.1:0", "GPUSTREAM_SCRAPE_LISTEN": "127.0.0.1:0"}
+    result = subprocess.run(
         [sys.executable, "-m", "gpustream", *arguments],
         cwd=ROOT,
-        env={**os.environ, **own},
+        env={**os.environ, **free_ports},
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
 
-    assert done.returncode == 0, done.stderr
-    assert _summary(done.stdout.splitlines()[-1]).ok
+    assert result.returncode == 0, result.stderr
+    assert _summary(result.stdout.splitlines()[-1]).ok
 
 
 def test_the_sample_summary_is_one_that_could_be_had() -> None:

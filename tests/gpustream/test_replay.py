@@ -50,12 +50,12 @@ def tick(node: int, seq: int, at_ms: int, pod: str | None, busy: float, late_ms:
 def live(records: Sequence[Read], until_ms: int) -> list[Usage]:
     """What the stream has made of them when the log has come to a time."""
     keepers: dict[bytes, Bookkeeper] = {}
-    found: list[Usage] = []
+    usages: list[Usage] = []
     for record in records:
-        one = decode(record.value)
-        books = Books(schema=1, cluster=one.cluster, node=one.node)
-        found += keepers.setdefault(record.key, Bookkeeper(books, Accounting())).book(one, record.timestamp).records
-    return found + [one for keeper in keepers.values() for one in keeper.close_silent(until_ms)]
+        tick = decode(record.value)
+        books = Books(schema=1, cluster=tick.cluster, node=tick.node)
+        usages += keepers.setdefault(record.key, Bookkeeper(books, Accounting())).book(tick, record.timestamp).records
+    return usages + [usage for keeper in keepers.values() for usage in keeper.close_silent(until_ms)]
 
 
 STEPS = st.lists(
@@ -79,27 +79,29 @@ def ticks(node: int, steps: Sequence[tuple[int, str | None, float, int]]) -> Ite
 
 @given(nodes=st.lists(STEPS, min_size=1, max_size=2), first=st.integers(1, 4))
 def test_a_replay_gives_the_same_bytes_but_for_the_generation(nodes: list[Any], first: int) -> None:
-    log = [one for node, steps in enumerate(nodes) for one in _by_log_time(ticks(node, steps))]
-    until_ms = max(one.timestamp for one in log) + 2 * HOUR_MS
+    log = [record for node, steps in enumerate(nodes) for record in _by_log_time(ticks(node, steps))]
+    until_ms = max(record.timestamp for record in log) + 2 * HOUR_MS
     hours = Range(START_MS + first * HOUR_MS, START_MS + (first + 2) * HOUR_MS)
     again = PartitionReplay(hours, Accounting(generation=3))
-    made = again.add([one for one in log if one.timestamp >= hours.from_ms - BEFORE_MS])
-    made += again.end(until_ms)
-    wanted = [
-        one for one in live(log, until_ms) if one.final and one.start_ms >= hours.from_ms and one.end_ms <= hours.to_ms
+    replayed = again.add([record for record in log if record.timestamp >= hours.from_ms - BEFORE_MS])
+    replayed += again.end(until_ms)
+    expected = [
+        record
+        for record in live(log, until_ms)
+        if record.final and record.start_ms >= hours.from_ms and record.end_ms <= hours.to_ms
     ]
 
-    assert _bytes(made) == _bytes([msgspec.structs.replace(one, generation=3) for one in wanted])
+    assert _bytes(replayed) == _bytes([msgspec.structs.replace(record, generation=3) for record in expected])
 
 
 def _by_log_time(records: Iterator[Read]) -> list[Read]:
     """A node's records in the order of its ticks; the log never goes back."""
-    logged_ms, found = 0, list[Read]()
-    for one in records:
-        logged_ms = max(logged_ms, one.timestamp)
-        value = one.value.replace(b'"logged_ms":%d' % one.timestamp, b'"logged_ms":%d' % logged_ms)
-        found.append(one._replace(timestamp=logged_ms, value=value))
-    return found
+    logged_ms, in_log_order = 0, list[Read]()
+    for record in records:
+        logged_ms = max(logged_ms, record.timestamp)
+        value = record.value.replace(b'"logged_ms":%d' % record.timestamp, b'"logged_ms":%d' % logged_ms)
+        in_log_order.append(record._replace(timestamp=logged_ms, value=value))
+    return in_log_order
 
 
 def _bytes(records: Sequence[Usage]) -> list[bytes]:
@@ -123,10 +125,14 @@ def test_what_came_after_a_silence_of_the_log_is_booked_by_a_replay() -> None:
     log = [tick(0, seq, seq * 20_000, "a", 0.5, 0 if seq < 30 else HOUR_MS) for seq in range(400)]
     until_ms = START_MS + 6 * HOUR_MS
     again = PartitionReplay(Range(START_MS, START_MS + HOUR_MS), Accounting(generation=1))
-    made = again.add(log) + again.end(until_ms)
+    records = again.add(log) + again.end(until_ms)
     hours = {
-        name: [one.device_ms for one in found if one.final and one.category == "held" and one.start_ms == START_MS]
-        for name, found in (("live", live(log, until_ms)), ("again", made))
+        name: [
+            record.device_ms
+            for record in usages
+            if record.final and record.category == "held" and record.start_ms == START_MS
+        ]
+        for name, usages in (("live", live(log, until_ms)), ("again", records))
     }
     assert max(hours["live"]) < HOUR_MS / 2
     assert max(hours["again"]) == HOUR_MS
@@ -162,9 +168,9 @@ def test_whole_hours_are_made_again_up_to_the_last_that_is_final(
     first: str, last: str | None, expected: tuple[int, int]
 ) -> None:
     now_ms = START_MS + SETTLED_MS
-    found = final_hours(parse_time(first), parse_time(last) if last else None, now_ms)
+    replayed = final_hours(parse_time(first), parse_time(last) if last else None, now_ms)
     offset_ms = SETTLED_MS // HOUR_MS * HOUR_MS
-    assert found == Range(*(START_MS + offset_ms + hours * HOUR_MS for hours in expected))
+    assert replayed == Range(*(START_MS + offset_ms + hours * HOUR_MS for hours in expected))
 
 
 def test_samples_are_attributed_again_up_to_those_that_are_settled() -> None:

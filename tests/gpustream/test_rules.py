@@ -47,7 +47,7 @@ def story() -> list[Tick]:
 
 
 def encoded(ticks: Iterable[Tick]) -> list[bytes]:
-    return [msgspec.json.encode(one) for one in ticks]
+    return [msgspec.json.encode(tick_) for tick_ in ticks]
 
 
 def rules(*args: str, stdin: bytes | None = None) -> Result:
@@ -106,8 +106,8 @@ def test_a_file_without_errors_is_said_to_be_one(file: Path) -> None:
 
 def test_every_rule_is_shown_as_it_is_by_a_file_or_by_default(file: Path) -> None:
     by_default, by_file = rules("show"), rules("show", str(file))
-    shown = [line.split("\t") for line in by_default.stdout.splitlines()]
-    assert {row[0] for row in shown} >= set(rules_file.defaults())
+    printed = [line.split("\t") for line in by_default.stdout.splitlines()]
+    assert {row[0] for row in printed} >= set(rules_file.defaults())
     held_idle = next(line for line in by_default.stdout.splitlines() if line.startswith("GPUHeldIdle\t"))
     assert "\theld_idle\tyes\twarning\t15m\t5m\tgrace 5m, " in held_idle
     assert held_idle not in by_file.stdout
@@ -146,7 +146,7 @@ def test_without_a_file_the_defaults_judge(tmp_path: Path) -> None:
     lines = tmp_path / "ticks.jsonl"
     lines.write_bytes(b"\n".join(encoded(story())))
     result = rules("test", "--input", str(lines))
-    assert [one["alert"] for one in fields(result)] == ["NodeSilent"]
+    assert [alert_["alert"] for alert_ in fields(result)] == ["NodeSilent"]
 
 
 def test_standard_input_gives_the_transitions_as_the_stream_writes_them(file: Path) -> None:
@@ -233,9 +233,9 @@ async def _write(kafka: str) -> None:
     await producer.start()
     try:
         ended_ms = time.time_ns() // 1_000_000 - tick(400).ts_ms
-        for one in story():
-            value, partition = msgspec.json.encode(one), int(one.node == "m")
-            await producer.send("gpu.attributed", value, partition=partition, timestamp_ms=one.ts_ms + ended_ms)
+        for tick_ in story():
+            value, partition = msgspec.json.encode(tick_), int(tick_.node == "m")
+            await producer.send("gpu.attributed", value, partition=partition, timestamp_ms=tick_.ts_ms + ended_ms)
         await producer.send_and_wait("gpu.attributed", b"{", partition=0)
         await producer.flush()
     finally:

@@ -28,7 +28,7 @@ def _options(port: int, *more: str) -> list[str]:
 
 def test_a_short_run_loses_nothing_and_says_so_in_one_object(port: int, tmp_path: Path) -> None:
     truth = tmp_path / "truth.jsonl"
-    done = subprocess.run(
+    result = subprocess.run(
         _options(port, "--duration", "3s", "--summary", "json", "--truth", str(truth)),
         capture_output=True,
         text=True,
@@ -36,8 +36,8 @@ def test_a_short_run_loses_nothing_and_says_so_in_one_object(port: int, tmp_path
         timeout=60,
     )
 
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
+    assert result.returncode == 0, result.stderr
+    (line,) = result.stdout.splitlines()
     summary = msgspec.json.decode(line)
     assert summary["ticks"] == summary["attributed"]["exact"] >= 16
     assert summary["delivered"] == {"scrape": summary["samples"]}
@@ -83,12 +83,14 @@ def test_a_broker_that_dies_ends_the_run_soon(port: int) -> None:
 
 
 def test_a_port_in_use_is_one_sentence_and_exit_code_1() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = subprocess.run(_options(taken.getsockname()[1]), capture_output=True, text=True, check=False, timeout=60)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        result = subprocess.run(
+            _options(listener.getsockname()[1]), capture_output=True, text=True, check=False, timeout=60
+        )
 
-    assert done.returncode == 1
-    assert "can't serve on 127.0.0.1" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 1
+    assert "can't serve on 127.0.0.1" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_without_a_fleet_it_is_the_gpus_the_processes_and_the_alerts_of_this_machine(
@@ -100,9 +102,9 @@ def test_without_a_fleet_it_is_the_gpus_the_processes_and_the_alerts_of_this_mac
     nvml.set(1, row_remap_failure=1)
     try:
         options = ["--duration", "9s", "--interval", "250ms", "--node", "workstation", "--listen", "off"]
-        where = ["--scrape-listen", f"127.0.0.1:{port}", "--pod-resources-socket", "/no/such/kubelet.sock"]
-        done = subprocess.run(
-            [*RUN, *options, *where],
+        addresses = ["--scrape-listen", f"127.0.0.1:{port}", "--pod-resources-socket", "/no/such/kubelet.sock"]
+        result = subprocess.run(
+            [*RUN, *options, *addresses],
             env=os.environ | nvml.environment(),
             capture_output=True,
             text=True,
@@ -112,31 +114,31 @@ def test_without_a_fleet_it_is_the_gpus_the_processes_and_the_alerts_of_this_mac
     finally:
         process.communicate(b"\n")
 
-    assert done.returncode == 0, done.stderr
-    assert f"{nvml.gpus} GPUs (1 held)" in done.stdout
-    assert f"busiest pid {process.pid}" in done.stdout
-    assert ", 1 alert, " in done.stdout
-    not_ready = [line for line in done.stdout.splitlines() if "not ready" in line]
+    assert result.returncode == 0, result.stderr
+    assert f"{nvml.gpus} GPUs (1 held)" in result.stdout
+    assert f"busiest pid {process.pid}" in result.stdout
+    assert ", 1 alert, " in result.stdout
+    not_ready = [line for line in result.stdout.splitlines() if "not ready" in line]
     assert all("too little CPU" in line for line in not_ready)
-    assert done.stdout.splitlines()[-1].split() == ["lost", "0"]
+    assert result.stdout.splitlines()[-1].split() == ["lost", "0"]
 
 
 def test_a_machine_without_a_driver_gets_a_sentence_that_says_what_to_do() -> None:
-    done = subprocess.run(RUN, env=os.environ | {"LD_LIBRARY_PATH": ""}, capture_output=True, text=True, check=False)
+    result = subprocess.run(RUN, env=os.environ | {"LD_LIBRARY_PATH": ""}, capture_output=True, text=True, check=False)
 
     if Path("/proc/driver/nvidia").exists():
         pytest.skip("this machine has a driver")
-    assert done.returncode == 2
-    assert "no NVIDIA driver" in done.stderr
-    assert "--simulate 4x8" in done.stderr
+    assert result.returncode == 2
+    assert "no NVIDIA driver" in result.stderr
+    assert "--simulate 4x8" in result.stderr
 
 
 def test_the_embedded_broker_takes_no_login() -> None:
-    given = [*RUN, "--simulate", "1x1", "--kafka-security", "ssl"]
-    done = subprocess.run(given, capture_output=True, text=True, check=False, timeout=60)
+    command = [*RUN, "--simulate", "1x1", "--kafka-security", "ssl"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
-    assert done.returncode == 2
-    assert "--kafka-security: it is of no use without --kafka or --kafka-config" in done.stderr
+    assert result.returncode == 2
+    assert "--kafka-security: it is of no use without --kafka or --kafka-config" in result.stderr
 
 
 def test_the_rules_of_the_story_are_the_defaults_but_soon() -> None:
@@ -151,8 +153,8 @@ def test_it_serves_a_page_and_says_where() -> None:
     more = ("--page-listen", "127.0.0.1:0", "--log-format", "json")
     process = subprocess.Popen(_options(0, *more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        said = next(line for line in process.stderr or () if "the page is at" in line)
-        url = str(msgspec.json.decode(said)["message"]).rpartition(" ")[2]
+        line_ = next(line for line in process.stderr or () if "the page is at" in line)
+        url = str(msgspec.json.decode(line_)["message"]).rpartition(" ")[2]
         with urllib.request.urlopen(url) as answer:  # noqa: S310 - it is http
             assert b"<title>gpustream</title>" in answer.read()
     finally:
@@ -162,7 +164,7 @@ def test_it_serves_a_page_and_says_where() -> None:
 
 def test_without_a_page_none_is_served(port: int) -> None:
     command = _options(port, "--page-listen", "off", "--duration", "1s")
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
-    assert done.returncode == 0, done.stderr
-    assert "the page is at" not in done.stderr
+    assert result.returncode == 0, result.stderr
+    assert "the page is at" not in result.stderr

@@ -120,8 +120,8 @@ def test_topics_that_are_missing_end_it_with_what_to_run(caplog: pytest.LogCaptu
 
 
 def test_a_port_in_use_is_exit_code_1_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = Address("127.0.0.1", taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = Address("127.0.0.1", listener.getsockname()[1])
 
         assert serve.serve(lambda: FakeComponent(SETTINGS), address, lambda _: None) == 1
 

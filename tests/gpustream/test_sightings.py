@@ -8,19 +8,19 @@ from tests.sinks.alerts import START_MS, alert
 
 
 def test_what_was_seen_is_said_in_the_end() -> None:
-    seen = Sightings()
+    sightings = Sightings()
     mig = {"uuid": "m", "parent_uuid": "b", "profile": "1g.10gb"}
     xid = {"events": [{"kind": "xid", "code": 31, "ts_ms": 900}]}
     begin = START_MS - 21_000
-    seen.tick(tick(gpu("a", 0.5, "ml/x", "ml/y", "ml/z"), gpu("m", None, "ml/x", mig=mig), ts_ms=begin))
-    seen.tick(tick(gpu("a", 0.5, "ml/x", "ml/new") | xid, seq=2, ts_ms=begin + 1000))
-    seen.tick(tick(gpu("a", 0.5, "ml/x", "ml/new", state="lost"), seq=3, ts_ms=begin + 2000))
-    seen.tick(tick(gpu("a", 0.5, "ml/x", "ml/new"), seq=4, ts_ms=begin + 3000))
+    sightings.tick(tick(gpu("a", 0.5, "ml/x", "ml/y", "ml/z"), gpu("m", None, "ml/x", mig=mig), ts_ms=begin))
+    sightings.tick(tick(gpu("a", 0.5, "ml/x", "ml/new") | xid, seq=2, ts_ms=begin + 1000))
+    sightings.tick(tick(gpu("a", 0.5, "ml/x", "ml/new", state="lost"), seq=3, ts_ms=begin + 2000))
+    sightings.tick(tick(gpu("a", 0.5, "ml/x", "ml/new"), seq=4, ts_ms=begin + 3000))
     for pod in ("x", "new"):
-        seen.alert(alert(pod))
-    seen.alert(msgspec.structs.replace(alert("x"), revision=1))
+        sightings.alert(alert(pod))
+    sightings.alert(msgspec.structs.replace(alert("x"), revision=1))
 
-    assert seen.lines() == [
+    assert sightings.lines() == [
         "up to 3 pods at a time; 1 came, 2 went",
         "3 pods that share GPU 0 of n",
         "1 MIG devices that pods held",
@@ -31,18 +31,18 @@ def test_what_was_seen_is_said_in_the_end() -> None:
 
 
 def test_an_alert_of_before_the_run_was_not_seen_in_it() -> None:
-    seen = Sightings()
-    seen.tick(tick(gpu("a"), ts_ms=START_MS + 60_000))
-    seen.alert(alert("x"))
+    sightings = Sightings()
+    sightings.tick(tick(gpu("a"), ts_ms=START_MS + 60_000))
+    sightings.alert(alert("x"))
 
-    assert seen.lines() == []
+    assert sightings.lines() == []
 
 
 def test_long_runs_with_many_errors_stay_small() -> None:
-    seen = Sightings()
+    sightings = Sightings()
     for number in range(1, 100):
         event = {"events": [{"kind": "xid", "code": number}]}
-        seen.tick(tick(gpu("a", 0.5, f"ml/p{number}", state="lost") | event, seq=number))
+        sightings.tick(tick(gpu("a", 0.5, f"ml/p{number}", state="lost") | event, seq=number))
 
-    assert seen.lines()[0] == "up to 1 pods at a time; 98 came, 98 went"
-    assert len(seen.lines()) == 6
+    assert sightings.lines()[0] == "up to 1 pods at a time; 98 came, 98 went"
+    assert len(sightings.lines()) == 6

@@ -11,14 +11,14 @@ from gpustream.tally import Attributed, Ranges, Run, RunSummary, Sampled, Tally
 from sinks.outcomes import Outcome
 
 NODE = Run("c", "n-0", 1000)
-OTHER = Run("c", "n-1", 1000)
+OTHER_RUN = Run("c", "n-1", 1000)
 
 seqs = st.lists(st.integers(1, 30))
 
 
-def _tally(**taken: list[int]) -> Tally:
-    tally = Tally(taken)
-    for name, numbers in taken.items():
+def _tally(**seqs_by_sink: list[int]) -> Tally:
+    tally = Tally(seqs_by_sink)
+    for name, numbers in seqs_by_sink.items():
         for seq in numbers:
             tally.sinks[name].outcome(*NODE, seq, "delivered")
     return tally
@@ -26,19 +26,19 @@ def _tally(**taken: list[int]) -> Tally:
 
 @given(seqs)
 def test_sequence_numbers_are_a_set(numbers: list[int]) -> None:
-    known = Ranges()
-    new = [known.add(seq) for seq in numbers]
+    ranges = Ranges()
+    new = [ranges.add(seq) for seq in numbers]
 
     assert new == [seq not in numbers[:i] for i, seq in enumerate(numbers)]
-    assert {seq for seq in range(-1, 40) if seq in known} == set(numbers)
+    assert {seq for seq in range(-1, 40) if seq in ranges} == set(numbers)
 
 
 def test_a_long_run_in_order_is_one_range() -> None:
-    known = Ranges()
+    ranges = Ranges()
     for seq in range(1, 100_001):
-        known.add(seq)
+        ranges.add(seq)
 
-    assert (known.prefix, list(known)) == (100_000, [(1, 100_000)])
+    assert (ranges.prefix, list(ranges)) == (100_000, [(1, 100_000)])
 
 
 @given(seqs, seqs, st.integers(0, 30))
@@ -49,7 +49,7 @@ def test_lost_is_what_was_sampled_and_some_sink_did_not_take(scrape: list[int], 
 
 
 def test_the_ticks_of_an_unknown_run_are_lost() -> None:
-    assert _tally(scrape=[1, 2]).undelivered([Sampled(NODE, 2), Sampled(OTHER, 3)]) == 3
+    assert _tally(scrape=[1, 2]).undelivered([Sampled(NODE, 2), Sampled(OTHER_RUN, 3)]) == 3
 
 
 def test_without_a_sink_nothing_can_be_lost() -> None:
@@ -67,7 +67,7 @@ def test_a_replay_of_an_attributed_tick_is_not_counted_again() -> None:
 def test_ticks_of_other_producers_on_the_same_kafka_are_not_counted() -> None:
     tally = _tally(scrape=[1])
     tally.attributed(NODE, 1, "exact")
-    tally.attributed(OTHER, 1, "none")
+    tally.attributed(OTHER_RUN, 1, "none")
 
     assert _summary(tally, Sampled(NODE, 1)).attributed.none == 0
     assert tally.unattributed([Sampled(NODE, 2)]) == 1

@@ -29,10 +29,12 @@ def _topics(*args: str) -> Result:
 
 def test_a_row_says_what_is_missing_or_wrong() -> None:
     topics = list(load_topics().values())
-    found = {topic.name: TopicDescription(4) for topic in topics if topic.name != "gpu.alerts"} | {
+    descriptions = {topic.name: TopicDescription(4) for topic in topics if topic.name != "gpu.alerts"} | {
         "gpu.workloads": TopicDescription(8)
     }
-    table = {row.topic: row for row in topics_module.rows(topics, found, topic_admin.mismatches(topics, found))}
+    table = {
+        row.topic: row for row in topics_module.rows(topics, descriptions, topic_admin.mismatches(topics, descriptions))
+    }
 
     assert table["gpu.samples"].verdict == "yes"
     assert table["gpu.alerts"].verdict == "missing"

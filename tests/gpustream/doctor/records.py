@@ -31,8 +31,8 @@ def sample(
     """A tick of a second of the last ten minutes, or of any time; by default its offset is its seq."""
     ts_ms = SINCE_MS + seq * 1000 if at_ms is None else at_ms
     value = _of_node(fields) | {"seq": seq, "ts_ms": ts_ms, "allocations_seq": fields.get("named", 1)}
-    where = seq if offset is None else offset
-    return Record(samples.TOPIC.name, msgspec.json.encode(value), offset=where, timestamp=ts_ms + delay_ms)
+    record_offset = seq if offset is None else offset
+    return Record(samples.TOPIC.name, msgspec.json.encode(value), offset=record_offset, timestamp=ts_ms + delay_ms)
 
 
 def attributed(seq: int, attribution: str = "exact", **fields: Any) -> Record:
@@ -52,16 +52,18 @@ def workloads(cluster: str = "c", *, removed: bool = False) -> Record:
     return Record("gpu.workloads", msgspec.json.encode(value))
 
 
-def letter(of: Record, offset: int = 0, error: str = "undecodable: no seq") -> Record:
+def letter(record: Record, offset: int = 0, error: str = "undecodable: no seq") -> Record:
     """The dead letter of a record."""
-    origin = Origin(of.topic, of.partition, of.offset)
-    made = dead_letters.letter(of.key, of.value, origin, stage="attribution", error=error, at_ms=1)
-    return Record(dead_letters.TOPIC.name, made.value, offset=offset, key=made.key, headers=made.headers)
+    origin = Origin(record.topic, record.partition, record.offset)
+    dead_letter = dead_letters.letter(record.key, record.value, origin, stage="attribution", error=error, at_ms=1)
+    return Record(
+        dead_letters.TOPIC.name, dead_letter.value, offset=offset, key=dead_letter.key, headers=dead_letter.headers
+    )
 
 
-def receipt(of: Record) -> Record:
+def receipt(record: Record) -> Record:
     """The receipt of a dead letter that was sent again."""
-    return of._replace(value=None, offset=of.offset + 1, headers=dead_letters.receipt(of.offset))
+    return record._replace(value=None, offset=record.offset + 1, headers=dead_letters.receipt(record.offset))
 
 
 def _of_node(fields: dict[str, Any]) -> dict[str, Any]:

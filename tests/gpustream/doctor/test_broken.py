@@ -16,7 +16,7 @@ from gpustream.doctor import brokers, checks, command
 from gpustream.doctor.evidence import NodeName
 from gpustream.doctor.situation import Finding, Group, Lag, OwnMetrics, Prometheus, Series, Situation
 from tests.gpustream.doctor.records import SINCE_MS, Record, attributed, sample, snapshot, workloads
-from tests.gpustream.doctor.test_checks import KAFKA, READING, found, healthy, one, see
+from tests.gpustream.doctor.test_checks import KAFKA, READING, findings_of, healthy, only_finding, see
 from topics.topic import load_topics
 
 MINUTE_MS = 60_000
@@ -37,19 +37,19 @@ def without_kubelet(node: str) -> list[Record]:
 
 def lagging(finished: int, grew: int, members: int = 1) -> Situation:
     """A sink that is behind, and what it did while it was watched."""
-    seen = see(healthy())
-    lag = Lag("gpu.attributed", 500, (3,), seen.now_ms - 120_000, finished, grew, 3.0)
-    return seen._replace(groups=[READING, Group("gpustream-sink-remote-write", "Stable", members, (lag,))])
+    situation = see(healthy())
+    lag = Lag("gpu.attributed", 500, (3,), situation.now_ms - 120_000, finished, grew, 3.0)
+    return situation._replace(groups=[READING, Group("gpustream-sink-remote-write", "Stable", members, (lag,))])
 
 
 def hanging(finished: int, members: int = 1) -> Situation:
     """A sink that is behind and does not answer, and a Prometheus that lacks what it has not delivered."""
-    seen = lagging(finished, 30, members)
+    situation = lagging(finished, 30, members)
     committed = {Partition("gpu.attributed", 3): 1}
-    groups = [READING, (seen.groups or [])[1]._replace(committed=committed)]
+    groups = [READING, (situation.groups or [])[1]._replace(committed=committed)]
     silent = OwnMetrics("http://sink:9401", error="no answer within 10s")
     old = dict.fromkeys((NodeName("c", f"n{number}") for number in range(3)), 0)
-    return seen._replace(groups=groups, components=[silent], prometheus=Prometheus("http://prometheus", old))
+    return situation._replace(groups=groups, components=[silent], prometheus=Prometheus("http://prometheus", old))
 
 
 def emptied(topic: str, *groups: Group, to: int = 61, newer: Iterable[Record] = ()) -> Situation:
@@ -62,8 +62,8 @@ def emptied(topic: str, *groups: Group, to: int = 61, newer: Iterable[Record] = 
 
 def left_behind(name: str, topic: str = "gpu.attributed", committed: int = 20) -> Group:
     """A group that had not read all when the log was cut at offset 61."""
-    place = Partition(topic, 0)
-    return Group(name, "Stable", 1, (), {place: committed}, {place: 61})
+    partition = Partition(topic, 0)
+    return Group(name, "Stable", 1, (), {partition: committed}, {partition: 61})
 
 
 def sink_counts(name: str, **labels: str) -> Situation:
@@ -71,16 +71,16 @@ def sink_counts(name: str, **labels: str) -> Situation:
     return see(healthy(), components=[OwnMetrics("http://sink", [Series(f"gpustream_{name}", labels, 3.0)])])
 
 
-def remote_write_says(said: str) -> Situation:
+def remote_write_says(error: str) -> Situation:
     return see(
-        healthy(), components=[OwnMetrics("http://sink:9401", not_ready=f"the receiver does not accept: {said}")]
+        healthy(), components=[OwnMetrics("http://sink:9401", not_ready=f"the receiver does not accept: {error}")]
     )
 
 
 def topic_with(name: str, partitions: int = 1, **settings: str) -> Situation:
     """A Kafka whose topic has other settings than the contract's."""
     topics = load_topics()
-    have = {one: TopicDescription(1, dict(topic.settings())) for one, topic in topics.items()}
+    have = {name: TopicDescription(1, dict(topic.settings())) for name, topic in topics.items()}
     have[name] = TopicDescription(
         partitions, dict(topics[name].settings()) | {key.replace("_", "."): value for key, value in settings.items()}
     )
@@ -91,8 +91,10 @@ def topic_with(name: str, partitions: int = 1, **settings: str) -> Situation:
 def acls(*, without: str = "", denied: str = "") -> list[Acl]:
     """What attribution needs, without one topic, or with one denied."""
     needed = brokers.COMPONENTS["stream attribution"]
-    given = [Acl("User:a", *row, True) for row in needed if row.name != without]
-    return given + [Acl("User:a", row.operation, row.resource, row.name, False) for row in needed if row.name == denied]
+    allowed = [Acl("User:a", *row, True) for row in needed if row.name != without]
+    return allowed + [
+        Acl("User:a", row.operation, row.resource, row.name, False) for row in needed if row.name == denied
+    ]
 
 
 def unlisted(at_ms: int) -> Record:
@@ -389,8 +391,8 @@ BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
 
 
 def _rules(**fields: Any) -> Situation:
-    seen = see(healthy())
-    return seen._replace(prometheus=Prometheus("http://p", {NodeName("c", "n"): seen.now_ms}, **fields))
+    situation = see(healthy())
+    return situation._replace(prometheus=Prometheus("http://p", {NodeName("c", "n"): situation.now_ms}, **fields))
 
 
 def _of_epoch(epoch: int) -> Record:
@@ -412,7 +414,7 @@ def _reading_samples(name: str) -> Group:
 @pytest.mark.parametrize("how", BROKEN)
 def test_what_an_operator_breaks_is_found_with_its_cause(how: str) -> None:
     make, parts = BROKEN[how]
-    findings = [row for some in found(make()).values() for row in some]
+    findings = [row for rows in findings_of(make()).values() for row in rows]
     assert any(_says(row, parts.split(" | ")) for row in findings), findings
 
 
@@ -423,11 +425,11 @@ def _says(row: Finding, parts: Iterable[str]) -> bool:
 
 @pytest.mark.parametrize("how", [how for how in BROKEN if "Kafka" not in how and "doctor" not in how])
 def test_one_error_is_not_many_findings(how: str) -> None:
-    assert sum(map(len, found(BROKEN[how][0]()).values())) == 1
+    assert sum(map(len, findings_of(BROKEN[how][0]()).values())) == 1
 
 
 def test_what_a_rule_drops_is_no_finding() -> None:
-    assert found(sink_counts("scrape_samples_withheld_total", reason="rule")) == {}
+    assert findings_of(sink_counts("scrape_samples_withheld_total", reason="rule")) == {}
 
 
 def test_a_tick_that_is_missing_after_the_oldest_record_of_a_topic_that_was_emptied_is_lost() -> None:
@@ -439,7 +441,7 @@ def test_a_tick_that_is_missing_after_the_oldest_record_of_a_topic_that_was_empt
         sample(63),
     ]
 
-    texts = [row.finding for rows in found(emptied("gpu.attributed", newer=newer)).values() for row in rows]
+    texts = [row.finding for rows in findings_of(emptied("gpu.attributed", newer=newer)).values() for row in rows]
     assert texts == [
         "c/n: 1 tick lost between gpu.samples and gpu.attributed",
         "gpu.attributed no longer has 60 ticks that gpustream-attribution has finished",
@@ -449,29 +451,29 @@ def test_a_tick_that_is_missing_after_the_oldest_record_of_a_topic_that_was_empt
 def test_ticks_that_were_deleted_from_the_samples_are_not_said_to_be_missing() -> None:
     run_id = SINCE_MS + 1
     records = [workloads(), snapshot(run_id=run_id), *(attributed(seq, run_id=run_id) for seq in range(1, 61))]
-    left = [sample(seq, run_id=run_id) for seq in range(40, 61)]
+    remaining = [sample(seq, run_id=run_id) for seq in range(40, 61)]
     unread = [record for record in records if record.topic != "gpu.attributed"]
 
-    assert found(see([*records, *left])) == {}  # made again
-    assert found(see([*unread, *left], finished=0, begins={Partition("gpu.samples", 0): 40})) == {}
-    assert "39 ticks missing" in one(see([*unread, *left], finished=0)).finding
+    assert findings_of(see([*records, *remaining])) == {}  # made again
+    assert findings_of(see([*unread, *remaining], finished=0, begins={Partition("gpu.samples", 0): 40})) == {}
+    assert "39 ticks missing" in only_finding(see([*unread, *remaining], finished=0)).finding
 
 
 def test_a_user_with_all_rights_and_a_stranger_are_no_findings() -> None:
     stranger = Acl("User:b", "Read", "Topic", "gpu.attributed", True)
     everything = [Acl("User:e", "All", kind, "*", True) for kind in ("Topic", "Group")]
 
-    assert found(see(healthy(), kafka=KAFKA._replace(acls=[*acls(), stranger, *everything]))) == {}
+    assert findings_of(see(healthy(), kafka=KAFKA._replace(acls=[*acls(), stranger, *everything]))) == {}
 
 
 def test_a_broker_that_is_away_does_not_keep_the_rest_from_being_asked() -> None:
     away = KAFKA._replace(error="no Kafka broker answers at k:9092", topics={})
-    asked = [OwnMetrics("http://sink", not_ready="HTTP 401")]
-    seen = Situation(0, 1, away, unread=away.error, groups=None, components=asked)
+    components = [OwnMetrics("http://sink", not_ready="HTTP 401")]
+    situation = Situation(0, 1, away, unread=away.error, groups=None, components=components)
 
-    assert found(seen).keys() == {"broker", "components"}
-    assert checks.run(seen)["sent"].summary == "not looked at: no Kafka broker answers at k:9092"
-    lines = list(command.text(seen, checks.run(seen)))
+    assert findings_of(situation).keys() == {"broker", "components"}
+    assert checks.run(situation)["sent"].summary == "not looked at: no Kafka broker answers at k:9092"
+    lines = list(command.text(situation, checks.run(situation)))
     assert any(line.startswith("-      sent ") for line in lines)
 
 
@@ -481,4 +483,4 @@ def test_a_node_that_sends_what_it_had_kept_is_not_said_to_have_a_wrong_clock() 
         for index, record in enumerate(healthy())
     ]
 
-    assert "still sends what it kept" in one(see(records)).cause
+    assert "still sends what it kept" in only_finding(see(records)).cause

@@ -65,22 +65,22 @@ def see(
     return Situation(SINCE_MS, last, KAFKA, evidence, groups=[READING])._replace(**fields)
 
 
-def found(seen: Situation) -> dict[str, list[Finding]]:
+def findings_of(situation: Situation) -> dict[str, list[Finding]]:
     """The findings of the checks that found something."""
-    return {name: list(one.findings) for name, one in checks.run(seen).items() if one.findings}
+    return {name: list(check.findings) for name, check in checks.run(situation).items() if check.findings}
 
 
-def one(seen: Situation) -> Finding:
+def only_finding(situation: Situation) -> Finding:
     """The only finding."""
-    ((finding,),) = found(seen).values()
+    ((finding,),) = findings_of(situation).values()
     return finding
 
 
 def test_nothing_is_found_where_all_is_well_and_a_fleet_is_not_a_line_for_each_node() -> None:
-    seen = see(healthy(f"n{i}" for i in range(50)))
-    lines = list(command.text(seen, checks.run(seen)))
+    situation = see(healthy(f"n{i}" for i in range(50)))
+    lines = list(command.text(situation, checks.run(situation)))
 
-    assert found(seen) == {}
+    assert findings_of(situation) == {}
     assert lines[-1].startswith("all is well in ")
     assert len(lines) < 16
     assert "50 nodes sent 3000 ticks in 50 runs, 0 missing" in lines[4]
@@ -89,16 +89,16 @@ def test_nothing_is_found_where_all_is_well_and_a_fleet_is_not_a_line_for_each_n
 def test_topics_that_are_not_as_they_must_be_are_all_that_is_said() -> None:
     missing = Mismatch("gpu.samples", "the topic", "there", "missing")
     kafka = Kafka("k", "User:x", topics={"gpu.attributed": TopicDescription(2)}, mismatches=[missing])
-    seen = Situation(SINCE_MS, NOW_MS, kafka, unread="there is no gpu.samples")
+    situation = Situation(SINCE_MS, NOW_MS, kafka, unread="there is no gpu.samples")
 
-    assert found(seen).keys() == {"topics"}
-    assert "run `gpustream topics create`" in one(seen).next
+    assert findings_of(situation).keys() == {"topics"}
+    assert "run `gpustream topics create`" in only_finding(situation).next
 
 
 def without(records: Iterable[Record], *seqs: int) -> list[Record]:
     """The records without these ticks."""
-    gone = {record.value for seq in seqs for record in (sample(seq), attributed(seq))}
-    return [record for record in records if record.value not in gone]
+    lost = {record.value for seq in seqs for record in (sample(seq), attributed(seq))}
+    return [record for record in records if record.value not in lost]
 
 
 def test_a_gap_after_which_ticks_were_old_is_the_buffers() -> None:
@@ -107,7 +107,7 @@ def test_a_gap_after_which_ticks_were_old_is_the_buffers() -> None:
         for record in without(healthy(), *range(5, 20))
     ]
 
-    finding = one(see(records))
+    finding = only_finding(see(records))
     assert finding.finding == "c/n: 15 ticks missing in gpu.samples"
     assert finding.cause.startswith("the node's buffer dropped them")
     assert "1m 30s" in finding.cause
@@ -116,9 +116,9 @@ def test_a_gap_after_which_ticks_were_old_is_the_buffers() -> None:
 
 def test_a_gap_while_the_node_could_send_has_no_known_cause_and_where_to_look() -> None:
     dropped = Series("gpustream_producer_ticks_dropped_total", {"reason": "too_large"}, 2)
-    seen = see(without(healthy(), 7, 9), components=[OwnMetrics("http://n", [dropped])])
+    situation = see(without(healthy(), 7, 9), components=[OwnMetrics("http://n", [dropped])])
 
-    finding = one(seen)
+    finding = only_finding(situation)
     assert finding.cause.startswith("not known")
     assert "seq 7, 9; 58 others came; producers that were asked have dropped 2 (too_large)" in finding.evidence
     assert "gpustream_producer_ticks_dropped_total" in finding.next
@@ -128,9 +128,9 @@ def test_a_gap_while_the_node_could_send_has_no_known_cause_and_where_to_look() 
 def test_what_is_missing_before_the_first_tick_counts_only_for_a_run_that_began_in_the_time(
     began_ms: int, gap: list[tuple[int, int]]
 ) -> None:
-    seen = see([sample(seq, run_id=began_ms) for seq in (5, 6)])
-    assert seen.evidence is not None
-    run = seen.evidence.nodes[NodeName("c", "n")].runs[began_ms]
+    situation = see([sample(seq, run_id=began_ms) for seq in (5, 6)])
+    assert situation.evidence is not None
+    run = situation.evidence.nodes[NodeName("c", "n")].runs[began_ms]
 
     assert checks.gaps_of(began_ms, run, SINCE_MS) == gap
 
@@ -144,58 +144,60 @@ def test_a_node_that_went_silent_is_named_unless_the_cluster_removed_it() -> Non
     ended.sort(key=lambda record: record.topic)
     removed = workloads(removed=True)._replace(value=b'{"cluster": "c", "node": "gone", "removed": true}')
 
-    assert one(see([*ended, *healthy()])).finding == "c/gone: no tick since 58s ago"
-    assert found(see([*ended, removed, *healthy()])) == {}
+    assert only_finding(see([*ended, *healthy()])).finding == "c/gone: no tick since 58s ago"
+    assert findings_of(see([*ended, removed, *healthy()])) == {}
 
 
 def test_a_fleet_that_went_silent_is_one_finding() -> None:
-    seen = see(healthy(f"n{i}" for i in range(5)))
+    situation = see(healthy(f"n{i}" for i in range(5)))
 
-    assert one(seen._replace(now_ms=seen.now_ms + 120_000)).finding == "no node has sent a tick for 2m"
+    assert (
+        only_finding(situation._replace(now_ms=situation.now_ms + 120_000)).finding == "no node has sent a tick for 2m"
+    )
 
 
 def test_two_producers_of_one_name_are_found() -> None:
-    both = [record for seq in range(1, 6) for record in (sample(seq), sample(seq, run_id=RUN + 7))]
+    of_two_runs = [record for seq in range(1, 6) for record in (sample(seq), sample(seq, run_id=RUN + 7))]
     listed = [snapshot(), snapshot(run_id=RUN + 7), workloads()]
     outputs = [record for seq in range(1, 6) for record in (attributed(seq), attributed(seq, run_id=RUN + 7))]
 
-    assert one(see([*listed, *outputs, *both])).finding == "c/n: two producers send under this name"
+    assert only_finding(see([*listed, *outputs, *of_two_runs])).finding == "c/n: two producers send under this name"
 
 
 def test_a_tick_that_attribution_has_passed_without_a_record_is_lost() -> None:
     records = [record for record in healthy() if record != attributed(7)]
 
-    assert "1 tick lost" in one(see(records)).finding
-    assert one(see(records)).cause == "not known"
+    assert "1 tick lost" in only_finding(see(records)).finding
+    assert only_finding(see(records)).cause == "not known"
 
 
 def test_late_ticks_have_the_cause_that_the_snapshots_show() -> None:
     records = [attributed(3, "late") if record == attributed(3) else record for record in healthy()]
     unsent = [record for record in records if record != snapshot()]
 
-    assert "came after the tick had waited" in one(see(records)).cause
-    assert one(see(unsent)).cause == "the snapshots that they name are not in gpu.allocations"
+    assert "came after the tick had waited" in only_finding(see(records)).cause
+    assert only_finding(see(unsent)).cause == "the snapshots that they name are not in gpu.allocations"
 
 
 def test_what_waits_is_found_when_it_is_old_and_the_cause_is_who_reads() -> None:
     records = [record for record in healthy() if record.topic != "gpu.attributed"]
     nobody = READING._replace(state="Empty", members=0)
 
-    assert one(see(records, 0)).cause.startswith("it has not read that far")
-    assert one(see(records, 0, groups=[nobody])).cause == "nobody reads: the group has no member"
-    assert one(see(records, 0, groups=[])).cause == "no worker has ever run here"
-    assert found(see([snapshot(), sample(1)], 0)) == {}
+    assert only_finding(see(records, 0)).cause.startswith("it has not read that far")
+    assert only_finding(see(records, 0, groups=[nobody])).cause == "nobody reads: the group has no member"
+    assert only_finding(see(records, 0, groups=[])).cause == "no worker has ever run here"
+    assert findings_of(see([snapshot(), sample(1)], 0)) == {}
 
 
 def test_dead_letters_are_found_by_reason_until_they_are_sent_again() -> None:
     dead = letter(sample(7), error="undecodable: Object missing required field `seq`")
     records = [dead, *(record for record in healthy() if record != attributed(7))]
 
-    finding = one(see(records))
+    finding = only_finding(see(records))
     assert finding.finding == "attribution dead-lettered 1 record of gpu.samples: undecodable"
     assert finding.cause == "undecodable: Object missing required field `seq`"
     assert "dead-letters show 0:0" in finding.next
-    assert found(see([dead, receipt(dead), *healthy()])) == {}
+    assert findings_of(see([dead, receipt(dead), *healthy()])) == {}
 
 
 def behind(at_ms: int, members: int = 1) -> Group:
@@ -204,14 +206,17 @@ def behind(at_ms: int, members: int = 1) -> Group:
 
 def test_a_sink_that_lags_is_found_when_what_it_lacks_is_old_and_its_receiver_is_named() -> None:
     failing = Series("gpustream_remote_write_receiver_failing", {}, 1)
-    seen = see(healthy())
-    old = seen.now_ms - 60_000
+    situation = see(healthy())
+    old = situation.now_ms - 60_000
 
-    assert found(seen._replace(groups=[READING, behind(seen.now_ms - 1000)])) == {}
-    assert one(seen._replace(groups=[READING, behind(old)])).cause.startswith("it has not read that far")
-    assert one(seen._replace(groups=[READING, behind(old, 0)])).cause.startswith("nobody reads")
-    asked = [OwnMetrics("http://sink:9401", [failing])]
-    assert one(seen._replace(groups=[READING, behind(old)], components=asked)).cause == "the receiver does not take it"
+    assert findings_of(situation._replace(groups=[READING, behind(situation.now_ms - 1000)])) == {}
+    assert only_finding(situation._replace(groups=[READING, behind(old)])).cause.startswith("it has not read that far")
+    assert only_finding(situation._replace(groups=[READING, behind(old, 0)])).cause.startswith("nobody reads")
+    failing_sink = [OwnMetrics("http://sink:9401", [failing])]
+    assert (
+        only_finding(situation._replace(groups=[READING, behind(old)], components=failing_sink)).cause
+        == "the receiver does not take it"
+    )
 
 
 def test_what_sinks_dropped_is_found_with_the_meaning_of_the_reason() -> None:
@@ -221,39 +226,39 @@ def test_what_sinks_dropped_is_found_with_the_meaning_of_the_reason() -> None:
         Series("gpustream_remote_write_records_dropped_total", {"reason": "out_of_order"}, 10),
         Series("gpustream_remote_write_records_dropped_total", {"reason": "too_old"}, 0),
     ]
-    seen = see(healthy(), now_ms=NOW_MS - 590_000 + 50_000, components=[OwnMetrics("http://sink", series)])
+    situation = see(healthy(), now_ms=NOW_MS - 590_000 + 50_000, components=[OwnMetrics("http://sink", series)])
 
-    assert one(seen).finding == "http://sink: 10 records dropped: out_of_order"
-    assert "ticks came after newer ones" in one(seen).cause
-    assert components(seen).summary == "remote_write: 90 delivered, 10 dropped"
+    assert only_finding(situation).finding == "http://sink: 10 records dropped: out_of_order"
+    assert "ticks came after newer ones" in only_finding(situation).cause
+    assert components(situation).summary == "remote_write: 90 delivered, 10 dropped"
 
 
 def test_components_that_are_away_or_not_ready_are_found() -> None:
-    asked = [OwnMetrics("http://a", error="refused"), OwnMetrics("http://b", not_ready="no topic")]
+    own_metrics = [OwnMetrics("http://a", error="refused"), OwnMetrics("http://b", not_ready="no topic")]
 
-    assert [finding.cause for finding in found(see(healthy(), components=asked))["components"]] == [
+    assert [finding.cause for finding in findings_of(see(healthy(), components=own_metrics))["components"]] == [
         "refused",
         "no topic",
     ]
 
 
 def test_a_node_whose_newest_tick_prometheus_lacks_is_found() -> None:
-    seen = see(healthy(["n", "m"]))
-    has = {NodeName("c", "n"): seen.now_ms}
+    situation = see(healthy(["n", "m"]))
+    newest_ms = {NodeName("c", "n"): situation.now_ms}
 
-    finding = one(seen._replace(prometheus=Prometheus("http://p", has)))
+    finding = only_finding(situation._replace(prometheus=Prometheus("http://p", newest_ms)))
     assert finding.finding == "c/m: Prometheus does not have its newest samples"
-    assert one(seen._replace(prometheus=Prometheus("http://p", {}, "refused"))).cause == "refused"
+    assert only_finding(situation._replace(prometheus=Prometheus("http://p", {}, "refused"))).cause == "refused"
 
 
 def test_many_findings_are_a_screen_of_text_and_all_of_them_in_json() -> None:
     records = [
         make(node=f"n{node}") for node in range(100) for make in (snapshot, partial(sample, 1), partial(sample, 3))
     ]
-    seen = see(records, 0)
-    checked = checks.run(seen)
-    lines = list(command.text(seen, checked))
-    report = command.report(seen, checked)
+    situation = see(records, 0)
+    checked = checks.run(situation)
+    lines = list(command.text(situation, checked))
+    report = command.report(situation, checked)
 
     assert len(lines) < 160
     assert "       and 80 more: --format json has them all" in lines
@@ -274,9 +279,9 @@ def test_the_values_of_a_record_that_was_dropped_are_not_found_again() -> None:
         Series("gpustream_remote_write_values_refused_total", {"reason": "too_old"}, 80),
         Series("gpustream_remote_write_values_refused_total", {"reason": "duplicate"}, 3),
     ]
-    seen = see(healthy(), components=[OwnMetrics("http://sink", series)])
+    situation = see(healthy(), components=[OwnMetrics("http://sink", series)])
 
-    assert [finding.finding for finding in found(seen)["components"]] == [
+    assert [finding.finding for finding in findings_of(situation)["components"]] == [
         "http://sink: 2 records dropped: too_old",
         "http://sink: 3 values refused: duplicate",
     ]

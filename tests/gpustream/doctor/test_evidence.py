@@ -69,7 +69,7 @@ def test_every_tick_has_the_fate_that_its_records_show(fates: list[str], random:
     samples = [
         sample(seq, offset=seq - 1 if fate != "waiting" else finished + seq) for seq, fate in enumerate(fates, 1)
     ]
-    letters = [letter(one) for one, fate in zip(samples, fates, strict=True) if fate == "dead_lettered"]
+    letters = [letter(record) for record, fate in zip(samples, fates, strict=True) if fate == "dead_lettered"]
     outputs = [attributed(seq, fate) for seq, fate in enumerate(fates, 1) if fate in FATES[:3]]
     outputs += outputs[:3]  # replays
     random.shuffle(outputs)

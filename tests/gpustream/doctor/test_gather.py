@@ -52,9 +52,9 @@ async def test_a_component_says_its_metrics_and_why_it_is_not_ready(server: Test
 
 
 async def test_the_newest_sample_of_each_node_is_found_by_any_profiles_labels(server: TestServer) -> None:
-    found = await query_prometheus(str(server.make_url("/")))
+    prometheus = await query_prometheus(str(server.make_url("/")))
 
-    assert found.newest_ms == {NodeName("c", "n"): 1500, NodeName("c", "m"): 3000}
+    assert prometheus.newest_ms == {NodeName("c", "n"): 1500, NodeName("c", "m"): 3000}
 
 
 async def test_what_does_not_answer_is_said_and_no_password_is(server: TestServer, unused_tcp_port: int) -> None:

@@ -25,18 +25,18 @@ def pod(component: str = "attribution", *, node: str | None = "n", **status: Any
     return {"metadata": {"name": f"{component}-0", "labels": labels}, "spec": spec, "status": well | status}
 
 
-def container(reason: str = "", said: str = "", **status: Any) -> Json:
-    waits = {"state": {"waiting": {"reason": reason, "message": said}}} if reason else {"state": {"running": {}}}
+def container(reason: str = "", message: str = "", **status: Any) -> Json:
+    waits = {"state": {"waiting": {"reason": reason, "message": message}}} if reason else {"state": {"running": {}}}
     return {"name": "c", "image": "gpustream:1", "restartCount": 0, **waits, **status}
 
 
-def ended(code: int, reason: str = "Error", at: str = JUST_NOW, restarts: int = 7, waits: str = "") -> Json:
-    last = {"terminated": {"exitCode": code, "reason": reason, "finishedAt": at}}
+def ended(code: int, reason: str = "Error", finished_at: str = JUST_NOW, restarts: int = 7, waits: str = "") -> Json:
+    last = {"terminated": {"exitCode": code, "reason": reason, "finishedAt": finished_at}}
     return container(waits, lastState=last, restartCount=restarts)
 
 
-def unready(kind: str, said: str, **fields: str) -> Json:
-    return {"type": kind, "status": "False", "message": said, "lastTransitionTime": LONG_AGO, **fields}
+def unready(kind: str, message: str, **fields: str) -> Json:
+    return {"type": kind, "status": "False", "message": message, "lastTransitionTime": LONG_AGO, **fields}
 
 
 def daemon_set(**spec: Any) -> Json:
@@ -79,8 +79,8 @@ def cluster(*attribution: Json, **fields: Any) -> Cluster:
     )
 
 
-def look(seen: Cluster) -> Sequence[Finding]:
-    return pods(Situation(NOW_MS - 600_000, NOW_MS, cluster=seen)).findings
+def look(observed: Cluster) -> Sequence[Finding]:
+    return pods(Situation(NOW_MS - 600_000, NOW_MS, cluster=observed)).findings
 
 
 SCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
@@ -189,10 +189,10 @@ def test_what_is_wrong_with_the_pods_is_one_finding_with_its_cause(how: str) -> 
 
 
 @pytest.mark.parametrize(
-    "seen",
+    "observed",
     [
         cluster(),
-        cluster(pod(containerStatuses=[ended(1, at=LONG_AGO)])),
+        cluster(pod(containerStatuses=[ended(1, finished_at=LONG_AGO)])),
         cluster(pod(containerStatuses=[ended(0)])),
         cluster(more=[pod("topics", phase="Succeeded", conditions=[unready("Ready", "PodCompleted")])]),
         cluster(nodes=[machine("n"), machine("cpu", None, (), cpu="4")][:1]),
@@ -203,20 +203,20 @@ def test_what_is_wrong_with_the_pods_is_one_finding_with_its_cause(how: str) -> 
     ],
     ids=["all well", "restarted long ago", "ended well", "a Job that is done", "no GPUs", "a taint that is tolerated"],
 )
-def test_what_is_no_trouble_is_not_found(seen: Cluster) -> None:
-    assert look(seen) == []
+def test_what_is_no_trouble_is_not_found(observed: Cluster) -> None:
+    assert look(observed) == []
 
 
 def test_what_this_user_may_not_see_is_named_and_is_no_finding() -> None:
-    seen = cluster(nodes=[], refusals={"nodes": "nodes is forbidden"})
-    checked = pods(Situation(0, NOW_MS, cluster=seen))
+    forbidden = cluster(nodes=[], refusals={"nodes": "nodes is forbidden"})
+    checked = pods(Situation(0, NOW_MS, cluster=forbidden))
 
     assert not checked.findings
     assert "this user may not see nodes: nodes is forbidden" in checked.summary
 
 
 def test_every_option_has_its_variable_and_nothing_else_has() -> None:
-    known = option_variables()
+    variables = option_variables()
 
-    assert {"GPUSTREAM_KAFKA", "GPUSTREAM_GRACE", "GPUSTREAM_URL", "GPUSTREAM_LISTEN", "GPUSTREAM_RULES"} <= known
-    assert "GPUSTREAM_TOPICPREFIX" not in known
+    assert {"GPUSTREAM_KAFKA", "GPUSTREAM_GRACE", "GPUSTREAM_URL", "GPUSTREAM_LISTEN", "GPUSTREAM_RULES"} <= variables
+    assert "GPUSTREAM_TOPICPREFIX" not in variables

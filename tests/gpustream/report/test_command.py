@@ -65,8 +65,10 @@ ALERTS = [
 def kafka() -> Iterator[str]:
     with EmbeddedBroker() as running:
         running.start({HOURS.name: 2, MINUTES.name: 2, alerts.TOPIC.name: 1})
-        written: list[tuple[str, bytes, Usage | Alert]] = [(HOURS.name, one.key.encode(), one) for one in RECORDS]
-        written += [(alerts.TOPIC.name, one.fingerprint.encode(), one) for one in ALERTS]
+        written: list[tuple[str, bytes, Usage | Alert]] = [
+            (HOURS.name, record.key.encode(), record) for record in RECORDS
+        ]
+        written += [(alerts.TOPIC.name, alert_.fingerprint.encode(), alert_) for alert_ in ALERTS]
 
         async def write() -> None:
             producer = AIOKafkaProducer(bootstrap_servers=running.address)
@@ -102,12 +104,10 @@ def test_the_sums_are_those_of_usage_to_the_integer(kafka: str, prices: str, by:
     page = _run("report", kafka, *args, "--format", "html").stdout
     table = page.split(f"<h2>{title}</h2>")[1].split("</section>")[0]
     exact = re.findall(r'data-held-ms="(\d+)" data-used-us="(\d+)" data-idle-ms="(\d+)">(.*)</tr>', table)
-    found = [
-        (int(held), int(used), int(idle), re.findall(r"<td>(.*?)</td>", row)[4]) for held, used, idle, row in exact
-    ]
+    rows = [(int(held), int(used), int(idle), re.findall(r"<td>(.*?)</td>", row)[4]) for held, used, idle, row in exact]
     keys = ("held_ms", "used_us", "idle_ms", "cost")
-    assert found == [tuple(row[key] for key in keys) for row in expected["rows"]]
-    assert len(found) == 3
+    assert rows == [tuple(row[key] for key in keys) for row in expected["rows"]]
+    assert len(rows) == 3
 
 
 def test_the_text_says_how_the_time_was_spent_and_fits(kafka: str, prices: str) -> None:

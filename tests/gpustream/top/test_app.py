@@ -34,8 +34,10 @@ def simulated(nodes: int = 4, seconds: int = 30) -> Fleet:
 
 
 def now_of(fleet: Fleet, alerts: LatestAlerts | None = None, trouble: str = "") -> Callable[[], Now]:
-    at = time(START_MS + 61_000)
-    return lambda: Now(fleet, views.firing(alerts or LatestAlerts(), at), at, "gpustream top", ["4 ticks/s"], trouble)
+    at_time = time(START_MS + 61_000)
+    return lambda: Now(
+        fleet, views.firing(alerts or LatestAlerts(), at_time), at_time, "gpustream top", ["4 ticks/s"], trouble
+    )
 
 
 class Screen:
@@ -52,14 +54,14 @@ class Screen:
 
     def text(self) -> str:
         """What the lines, the bars and a box over them say."""
-        shown = [self.app.screen_stack[0].query_one(Pane).text()]
+        texts = [self.app.screen_stack[0].query_one(Pane).text()]
         for screen in self.app.screen_stack:
-            shown += [str(static.render()) for static in screen.query("Static") if static.display]
-        return "\n".join(shown)
+            texts += [str(static.render()) for static in screen.query("Static") if static.display]
+        return "\n".join(texts)
 
 
-async def with_screen(now: Callable[[], Now], size: tuple[int, int], test: Any, **how: Any) -> None:
-    app = TopApp(now, **how)
+async def with_screen(now: Callable[[], Now], size: tuple[int, int], test: Any, **options: Any) -> None:
+    app = TopApp(now, **options)
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
         await test(Screen(app, pilot))
@@ -68,8 +70,8 @@ async def with_screen(now: Callable[[], Now], size: tuple[int, int], test: Any, 
 @pytest.mark.parametrize("size", SIZES)
 async def test_every_view_shows_what_there_is_and_no_line_is_too_wide(size: tuple[int, int]) -> None:
     async def test(screen: Screen) -> None:
-        wanted = {"1": "GPUs by node", "2": "sim-0003", "3": "STATUS", "4": "POD", "5": "PODS", "6": "no alert fires"}
-        for key, part in wanted.items():
+        titles = {"1": "GPUs by node", "2": "sim-0003", "3": "STATUS", "4": "POD", "5": "PODS", "6": "no alert fires"}
+        for key, part in titles.items():
             text = await screen.after(key)
             assert part in text
             lines = screen.app.screen_stack[0].query_one(Pane).text().splitlines()
@@ -127,7 +129,7 @@ async def test_enter_leads_from_a_node_to_its_gpus_to_one_gpus_last_minutes_and_
 
 
 async def test_from_a_workload_to_its_pods_to_their_gpus() -> None:
-    def held(uuid: str, pod: str) -> dict[str, Any]:
+    def held_gpu(uuid: str, pod: str) -> dict[str, Any]:
         holder = {"namespace": "ml", "pod": pod, "workload": {"kind": "Job", "name": "train"}}
         return gpu(uuid) | {"holders": [holder]}
 
@@ -140,7 +142,7 @@ async def test_from_a_workload_to_its_pods_to_their_gpus() -> None:
         assert "t-0" in gpus
         assert "t-1" not in gpus
 
-    fleet = fleet_of(tick(held("a", "t-0"), held("b", "t-1"), gpu("c", 0.1, "ml/other")))
+    fleet = fleet_of(tick(held_gpu("a", "t-0"), held_gpu("b", "t-1"), gpu("c", 0.1, "ml/other")))
     await with_screen(now_of(fleet), (100, 24), test)
 
 
@@ -149,14 +151,14 @@ async def test_a_filter_takes_words_and_their_absence_and_escape_ends_it() -> No
 
     async def test(screen: Screen) -> None:
         await screen.after("3", "slash")
-        found = await screen.after(*"idle", "enter")
-        assert "idler" in found
-        assert "bert" not in found
-        assert "filter: idle" in found
+        text = await screen.after(*"idle", "enter")
+        assert "idler" in text
+        assert "bert" not in text
+        assert "filter: idle" in text
         assert "bert" in await screen.after("escape")
         await screen.after("slash")
-        found = await screen.after("exclamation_mark", *"free", "space", *"q1")
-        assert "nothing has '!free q1'" in found
+        text = await screen.after("exclamation_mark", *"free", "space", *"q1")
+        assert "nothing has '!free q1'" in text
         assert screen.app.state.view == "GPUs"
 
     await with_screen(now_of(fleet), (100, 24), test)

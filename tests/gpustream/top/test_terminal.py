@@ -31,8 +31,8 @@ def start() -> Iterator[Any]:
         return started[-1]
 
     yield run
-    for one in started:
-        one.close()
+    for terminal in started:
+        terminal.close()
 
 
 def run_options(port: int) -> list[str]:
@@ -67,10 +67,10 @@ def test_a_run_asks_before_it_stops_and_leaves_the_summary_on_a_terminal_as_it_w
     written = terminal.ended()
 
     assert terminal.process.returncode == 0
-    left = written[written.rindex(LEAVES) :]
+    after_leaving = written[written.rindex(LEAVES) :]
     assert written.count(ENTERS) == 1
-    assert b"pods at a time" in left
-    assert left.split()[-2:] == [b"lost", b"0"]
+    assert b"pods at a time" in after_leaving
+    assert after_leaving.split()[-2:] == [b"lost", b"0"]
     assert b"\x1b[?25h" in written[written.index(ENTERS) :]
 
 

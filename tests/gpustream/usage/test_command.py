@@ -85,9 +85,9 @@ def test_as_json_it_is_the_object_of_the_contract(kafka: str) -> None:
 def test_with_prices_costs_are_decimals_and_the_currency_is_named(kafka: str, tmp_path: Path) -> None:
     (tmp_path / "prices.yaml").write_text(PRICES)
     arguments = ("--from", FROM, "--to", TO, "--prices", str(tmp_path / "prices.yaml"))
-    found = json.loads(_usage(kafka, *arguments, "--format", "json").stdout)
-    assert {row["by"]: row["cost"] for row in found["rows"]} == {"ml": "4.50", "serving": "4.29"}
-    assert (found["currency"], found["not_final_ms"]) == ("EUR", [START_MS + HOUR_MS])
+    report = json.loads(_usage(kafka, *arguments, "--format", "json").stdout)
+    assert {row["by"]: row["cost"] for row in report["rows"]} == {"ml": "4.50", "serving": "4.29"}
+    assert (report["currency"], report["not_final_ms"]) == ("EUR", [START_MS + HOUR_MS])
     rows = list(csv.DictReader(io.StringIO(_usage(kafka, *arguments, "--format", "csv").stdout)))
     assert [(row["by"], row["category"], row["cost"], row["final"]) for row in rows] == [
         ("ml", "held", "4.50", "true"),
@@ -151,8 +151,8 @@ def test_a_time_that_no_zone_is_given_for_is_said_to_be_utc(kafka: str) -> None:
 
 def test_minutes_are_read_where_a_time_is_no_whole_hour() -> None:
     minutes = [
-        usage("ml", start_ms=at, end_ms=at + MINUTE_MS, device_ms=MINUTE_MS)
-        for at in range(START_MS, START_MS + HOUR_MS, MINUTE_MS)
+        usage("ml", start_ms=start_ms, end_ms=start_ms + MINUTE_MS, device_ms=MINUTE_MS)
+        for start_ms in range(START_MS, START_MS + HOUR_MS, MINUTE_MS)
     ]
     with EmbeddedBroker() as running:
         running.start({HOURS.name: 1, MINUTES.name: 1})

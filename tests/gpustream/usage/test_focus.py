@@ -66,13 +66,13 @@ def bill(tmp_path: Path, *rows: Mapping[str, str], by: By = "namespace", nodes: 
     return Bill(path, by, nodes, **more)
 
 
-def written(tmp_path: Path, made: Bill, records: Sequence[Usage] = FLEET, time: Range = DAY) -> list[dict[str, Any]]:
+def written(tmp_path: Path, focus: Bill, records: Sequence[Usage] = FLEET, time: Range = DAY) -> list[dict[str, Any]]:
     """The bill with its charges divided, as duckdb reads it."""
     for record in records:
-        made.add(record)
+        focus.add(record)
     out = tmp_path / "out.csv"
     with out.open("w", newline="") as file:
-        csv.writer(file).writerows(made.lines(time))
+        csv.writer(file).writerows(focus.lines(time))
     table = duckdb.read_csv(str(out), all_varchar=True)
     return [dict(zip(table.columns, row, strict=True)) for row in table.fetchall()]
 
@@ -113,9 +113,9 @@ def test_the_columns_of_allocated_charges_are_what_focus_asks_for(tmp_path: Path
     ]
     assert {row["AllocatedMethodId"] for row in rows} == {"gpustream-gpu-time"}
     ratios = [json.loads(row["AllocatedMethodDetails"], parse_float=Decimal)["Elements"][0] for row in rows]
-    assert sum(one["AllocatedRatio"] for one in ratios) == 1
-    assert sum(one["UsageQuantity"] for one in ratios) == 3
-    assert {one["UsageUnit"] for one in ratios} == {"GPU-Hours"}
+    assert sum(row["AllocatedRatio"] for row in ratios) == 1
+    assert sum(row["UsageQuantity"] for row in ratios) == 3
+    assert {row["UsageUnit"] for row in ratios} == {"GPU-Hours"}
     for row in rows:
         named = [row[name] is not None for name in ("AllocatedResourceId", "AllocatedResourceName", "AllocatedTags")]
         assert named == [row["x_UsageCategory"] == "held"] * 3
@@ -130,19 +130,19 @@ def test_the_columns_of_allocated_charges_are_what_focus_asks_for(tmp_path: Path
 
 
 def test_other_charges_are_as_they_were_and_counted(tmp_path: Path) -> None:
-    other = {"ResourceId": "vol-1", "BilledCost": "not even a number"}
+    volume = {"ResourceId": "vol-1", "BilledCost": "not even a number"}
     before = {"ChargePeriodStart": "2026-11-19T00:00:00Z"}
-    made = bill(tmp_path, other, {}, before, {"ChargePeriodEnd": ""})
-    rows = written(tmp_path, made)
+    focus = bill(tmp_path, volume, {}, before, {"ChargePeriodEnd": ""})
+    rows = written(tmp_path, focus)
     unchanged = [row for row in rows if row["AllocatedMethodId"] is None]
     assert [{name: row[name] or "" for name in CHARGE} for row in unchanged] == [
-        CHARGE | other,
+        CHARGE | volume,
         CHARGE | before,
         CHARGE | {"ChargePeriodEnd": ""},
     ]
     assert all(row[name] is None for row in unchanged for name in (*ALLOCATED_COLUMNS, *EXTRA_COLUMNS))
-    assert (made.divided, made.partly) == (1, 1)
-    assert dict(made.unchanged) == {
+    assert (focus.divided, focus.partly) == (1, 1)
+    assert dict(focus.unchanged) == {
         "of no node or GPU that has usage in their time": 1,
         "of a time that is not all counted": 1,
         "of no time, or divided before": 1,
@@ -181,9 +181,9 @@ def test_an_hourly_charge_has_its_own_hour_only(tmp_path: Path) -> None:
 def test_a_charge_belongs_to_a_node_by_any_of_its_ids(
     tmp_path: Path, resource: dict[str, str], nodes: Nodes, name: str
 ) -> None:
-    made = bill(tmp_path, resource, nodes=nodes)
+    focus = bill(tmp_path, resource, nodes=nodes)
     record = usage("ml", node=name, node_labels={"example.com/instance": "i-0ab"})
-    assert [row["AllocatedResourceName"] for row in written(tmp_path, made, [record])] == ["ml"]
+    assert [row["AllocatedResourceName"] for row in written(tmp_path, focus, [record])] == ["ml"]
 
 
 def test_a_number_alone_names_nothing() -> None:
@@ -214,8 +214,8 @@ def test_every_charge_is_divided_to_the_cent(
     records = [usage(f"ns-{number}", gpu_uuid=f"GPU-{number}", device_ms=ms) for number, ms in enumerate(times)]
     rows = written(tmp_path, bill(tmp_path, {"BilledCost": str(cost)}), records)
     query = "SELECT sum(BilledCost::DECIMAL(18, 2)), count(*) FROM read_csv(?) GROUP BY x_OriginRow"
-    found = duckdb.execute(query, [str(tmp_path / "out.csv")]).fetchall()
-    assert found == [(cost, len(times))]
+    sums = duckdb.execute(query, [str(tmp_path / "out.csv")]).fetchall()
+    assert sums == [(cost, len(times))]
     for row, ms in zip(sorted(rows, key=lambda row: int(row["AllocatedResourceName"][3:])), times, strict=True):
         assert abs(Decimal(row["BilledCost"]) - cost * ms / sum(times)) < Decimal("0.01")
 
@@ -239,9 +239,9 @@ def test_a_bill_that_is_none_is_one_sentence(tmp_path: Path, text: str, sentence
 
 @pytest.mark.parametrize("cost", ["1,000.00", "EUR 5", "NaN", "Infinity", "1E+999999999"])
 def test_a_cost_that_is_no_number_is_said_with_its_row(tmp_path: Path, cost: str) -> None:
-    made = bill(tmp_path, {"ResourceId": "vol-1"}, {"BilledCost": cost})
+    focus = bill(tmp_path, {"ResourceId": "vol-1"}, {"BilledCost": cost})
     with pytest.raises(BillError, match=r"row 2: BilledCost is .*, and must be a number such as 12\.34"):
-        written(tmp_path, made)
+        written(tmp_path, focus)
 
 
 def test_the_time_of_a_bill_is_that_of_its_charges(tmp_path: Path) -> None:

@@ -19,15 +19,15 @@ PRICES = Prices("EUR", (Price("nvidia h100*", Decimal("2.95"), 0, 2**60, ()),))
 
 
 def table(*records: Usage, by: By = "namespace", prices: Prices | None = None) -> Table:
-    made = Table(by, prices)
+    table_ = Table(by, prices)
     for record in records:
-        made.add(record)
-    made.close()
-    return made
+        table_.add(record)
+    table_.close()
+    return table_
 
 
-def held(made: Table) -> dict[str, Fraction]:
-    return {row.by: row.sums.gpu_hours for row in made.rows() if row.category == "held"}
+def held(table_: Table) -> dict[str, Fraction]:
+    return {row.by: row.sums.gpu_hours for row in table_.rows() if row.category == "held"}
 
 
 def counted(*records: Any, range: Range = DAY) -> list[Usage]:  # noqa: A002 - it is one
@@ -57,18 +57,18 @@ def test_a_pod_without_a_workload_is_its_own_and_one_without_a_team_is_said() ->
 
 
 def test_the_cluster_is_named_if_there_are_several() -> None:
-    both = usage("ml"), usage("ml", cluster="c2")
-    assert held(table(*both)) == {"c1/ml": 1, "c2/ml": 1}
-    assert held(table(*both, by="team")) == {"(no team)": 2}
+    of_two_clusters = usage("ml"), usage("ml", cluster="c2")
+    assert held(table(*of_two_clusters)) == {"c1/ml": 1, "c2/ml": 1}
+    assert held(table(*of_two_clusters, by="team")) == {"(no team)": 2}
 
 
 def test_a_mig_device_is_the_part_of_a_gpu_that_it_has() -> None:
     mig: dict[str, Any] = {"of": 7, "uuid": "MIG-1", "slice_ms": 2 * HOUR_MS, "used_us": 1000 * HOUR_MS // 2}
-    made = table(usage("ml", **mig), usage(of=7, slice_ms=5 * HOUR_MS))
-    (row, *_) = made.rows()
+    usages = table(usage("ml", **mig), usage(of=7, slice_ms=5 * HOUR_MS))
+    (row, *_) = usages.rows()
     assert (row.sums.gpu_hours, row.sums.used_hours, row.share) == (Fraction(2, 7), Fraction(1, 7), Fraction(2, 7))
-    assert made.gpu_hours == made.whole.gpu_hours == 1
-    assert made.open_windows == 0
+    assert usages.gpu_hours == usages.whole.gpu_hours == 1
+    assert usages.open_windows == 0
 
 
 def test_a_final_window_whose_parts_are_not_the_whole_is_counted() -> None:
@@ -77,17 +77,17 @@ def test_a_final_window_whose_parts_are_not_the_whole_is_counted() -> None:
 
 
 def test_what_has_no_price_is_said_and_costs_nothing() -> None:
-    made = table(usage("ml"), usage("ml", gpu_uuid="GPU-2", model="Tesla T4"), prices=PRICES)
-    assert made.rows()[0].cost == Decimal("2.95")
-    assert made.unpriced == {"Tesla T4": 1}
+    usages = table(usage("ml"), usage("ml", gpu_uuid="GPU-2", model="Tesla T4"), prices=PRICES)
+    assert usages.rows()[0].cost == Decimal("2.95")
+    assert usages.unpriced == {"Tesla T4": 1}
 
 
 @given(st.lists(st.integers(1, HOUR_MS), min_size=1, max_size=20))
 def test_rounded_costs_add_up_to_the_rounded_whole(times: list[int]) -> None:
     records = [usage(f"ns-{number}", gpu_uuid=f"GPU-{number}", device_ms=ms) for number, ms in enumerate(times)]
-    made = table(*records, prices=PRICES)
+    usages = table(*records, prices=PRICES)
     whole = Decimal("2.95") * sum(times) / HOUR_MS
-    assert abs(sum((row.cost or Decimal(0) for row in made.rows()), -whole)) <= Decimal("0.005")
+    assert abs(sum((row.cost or Decimal(0) for row in usages.rows()), -whole)) <= Decimal("0.005")
 
 
 @given(
@@ -107,7 +107,7 @@ def test_parts_add_up_to_the_amount_and_are_off_by_less_than_its_smallest_unit(
 def test_of_a_key_the_highest_generation_counts_and_in_it_the_highest_revision() -> None:
     orders = [(0, 1), (0, 9), (1, 2), (1, 3), (0, 10), (1, 1)]
     records = [usage("ml", generation=generation, revision=revision) for generation, revision in orders]
-    assert [(one.generation, one.revision) for one in counted(*map(read, records))] == [(1, 3)]
+    assert [(record.generation, record.revision) for record in counted(*map(read, records))] == [(1, 3)]
 
 
 def test_what_became_zero_in_a_later_revision_does_not_count() -> None:
@@ -115,27 +115,27 @@ def test_what_became_zero_in_a_later_revision_does_not_count() -> None:
 
 
 def test_whole_hours_count_by_hours_and_the_ends_by_minutes() -> None:
-    asked = Range(START_MS + HOUR_MS - 2 * MINUTE_MS, START_MS + 2 * HOUR_MS + MINUTE_MS)
+    range_ = Range(START_MS + HOUR_MS - 2 * MINUTE_MS, START_MS + 2 * HOUR_MS + MINUTE_MS)
     minutes = [
-        usage("ml", start_ms=at, end_ms=at + MINUTE_MS, device_ms=MINUTE_MS)
-        for at in range(START_MS, START_MS + 3 * HOUR_MS, MINUTE_MS)
+        usage("ml", start_ms=start_ms, end_ms=start_ms + MINUTE_MS, device_ms=MINUTE_MS)
+        for start_ms in range(START_MS, START_MS + 3 * HOUR_MS, MINUTE_MS)
     ]
     hours = [usage("ml", start_ms=START_MS + hour * HOUR_MS) for hour in range(3)]
-    logs = [*map(read, hours), *(read(one, topic=MINUTES.name) for one in minutes)]
-    found = counted(*logs, range=asked)
-    assert sorted(one.start_ms - START_MS for one in found) == [
+    logs = [*map(read, hours), *(read(record, topic=MINUTES.name) for record in minutes)]
+    records = counted(*logs, range=range_)
+    assert sorted(record.start_ms - START_MS for record in records) == [
         HOUR_MS - 2 * MINUTE_MS,
         HOUR_MS - MINUTE_MS,
         HOUR_MS,
         2 * HOUR_MS,
     ]
-    assert held(table(*found)) == {"ml": Fraction(asked.to_ms - asked.from_ms, HOUR_MS)}
+    assert held(table(*records)) == {"ml": Fraction(range_.to_ms - range_.from_ms, HOUR_MS)}
 
 
 def test_a_time_within_an_hour_is_minutes_only() -> None:
-    asked = Range(START_MS + MINUTE_MS, START_MS + 3 * MINUTE_MS)
-    assert not asked.hours.is_nonempty
-    assert asked.partial_hours == [asked]
+    range_ = Range(START_MS + MINUTE_MS, START_MS + 3 * MINUTE_MS)
+    assert not range_.hours.is_nonempty
+    assert range_.partial_hours == [range_]
 
 
 def test_what_is_no_record_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
