@@ -56,8 +56,8 @@ from tests.sinks.remote_write.wire import messages
 from topics.profiles import PROFILES
 
 TICKS, PARTITIONS, NODES, FEW_NODES, WIDE_NODES = 12_800, 4, 64, 1000, 2000
-MADE_TICKS = 3200
-MADE: dict[str, dict[str, bool]] = {"warm.": {}, "shared.": {"shared": True}, "cold.": {"cold": True}}
+VARIANT_TICKS = 3200
+VARIANTS: dict[str, dict[str, bool]] = {"warm.": {}, "shared.": {"shared": True}, "cold.": {"cold": True}}
 MANY_NODES, SERIES_AIMED = 10_000, 2_000_000
 SAMPLES, ATTRIBUTED = "gpu.samples", "gpu.attributed"
 PER_TICK, RATE = "us/tick", "M values a CPU-second"
@@ -87,26 +87,30 @@ def report(figures: Iterable[Figure], path: Path, *, write: bool) -> None:
     """Prints the table, a row as soon as it is known, beside the figures of a file; writes them to it."""
     last = load(path) if path.exists() else {}
     sys.stdout.write("| what | figure | aim | x the yardsticks | last committed run |\n|---|---|---|---|---|\n")
-    found: dict[str, Figure] = {}
-    for one in figures:
-        found[one.what] = one
-        aim = "" if one.aim is None else f"{one.aim:,.6g}"
-        before = last.get(one.what)
-        then = f"{before.value:,.4g}, {ratios(before, last)}".rstrip(", ") if before else ""
-        sys.stdout.write(f"| {one.what} | {one.value:,.4g} {one.unit} | {aim} | {ratios(one, found)} | {then} |\n")
+    by_title: dict[str, Figure] = {}
+    for figure in figures:
+        by_title[figure.what] = figure
+        aim = "" if figure.aim is None else f"{figure.aim:,.6g}"
+        before = last.get(figure.what)
+        since = f"{before.value:,.4g}, {ratios(before, last)}".rstrip(", ") if before else ""
+        sys.stdout.write(
+            f"| {figure.what} | {figure.value:,.4g} {figure.unit} | {aim} | {ratios(figure, by_title)} | {since} |\n"
+        )
         sys.stdout.flush()
     if write:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(list(found.values()))) + b"\n")
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(list(by_title.values()))) + b"\n")
 
 
 def load(path: Path) -> dict[str, Figure]:
     """The figures of a file, by what they are of."""
-    return {one.what: one for one in msgspec.json.decode(path.read_bytes(), type=list[Figure])}
+    return {figure.what: figure for figure in msgspec.json.decode(path.read_bytes(), type=list[Figure])}
 
 
-def ratios(one: Figure, run: Mapping[str, Figure]) -> str:
+def ratios(figure: Figure, run: Mapping[str, Figure]) -> str:
     """A figure as a multiple of the yardsticks of its run that are there."""
-    return ", ".join(f"{one.value / run[name].value:,.3g} x {name.split()[0]}" for name in one.beside if name in run)
+    return ", ".join(
+        f"{figure.value / run[name].value:,.3g} x {name.split()[0]}" for name in figure.beside if name in run
+    )
 
 
 def figures() -> Iterator[Figure]:
@@ -131,17 +135,17 @@ class Bench:
 
     async def fill(self) -> None:
         """Make the logs."""
-        for prefix in ("", *MADE, "few.", "wide.", "empty."):
-            at = Connection(self.kafka.address, topic_prefix=prefix)
-            await topic_admin.create(at, partitions=PARTITIONS, replication_factor=1)
+        for prefix in ("", *VARIANTS, "few.", "wide.", "empty."):
+            connection = Connection(self.kafka.address, topic_prefix=prefix)
+            await topic_admin.create(connection, partitions=PARTITIONS, replication_factor=1)
         await attribution.produce(Connection(self.kafka.address), TICKS, nodes=NODES)
         for prefix, nodes in (("few.", FEW_NODES), ("wide.", WIDE_NODES)):
             await attribution.produce(Connection(self.kafka.address, topic_prefix=prefix), nodes, nodes=nodes)
-        for prefix, kind in MADE.items():
+        for prefix, kind in VARIANTS.items():
             sender = Sender(Connection(self.kafka.address, topic_prefix=prefix), client_id="bench")
             await sender.start()
-            records = log(NODES, MADE_TICKS // NODES, **kind)
-            await asyncio.gather(*[await sender.send(ATTRIBUTED, one.value, key=one.key) for one in records])
+            records = log(NODES, VARIANT_TICKS // NODES, **kind)
+            await asyncio.gather(*[await sender.send(ATTRIBUTED, record.value, key=record.key) for record in records])
             await sender.stop()
 
     def steps(self) -> Iterator[Figure]:
@@ -151,10 +155,12 @@ class Bench:
         yield Figure("attribution", join.us, PER_TICK, 110, beside=(BARE,))
         records = [record.value for record in asyncio.run(read_all(self.kafka.address, ATTRIBUTED))]
         writing: dict[tuple[str, str], Spent] = {}
-        for kind in ("", *MADE):
+        for kind in ("", *VARIANTS):
             for protocol, aim_us in (("1.0", 130), ("2.0", 100)):
-                what = ("sink", "remote-write", "--url", self.url, "--from", "earliest", "--protocol", protocol)
-                spent = writing[kind, protocol] = self.spent(what, ATTRIBUTED, MADE_TICKS if kind else TICKS, kind)
+                arguments = ("sink", "remote-write", "--url", self.url, "--from", "earliest", "--protocol", protocol)
+                spent = writing[kind, protocol] = self.spent(
+                    arguments, ATTRIBUTED, VARIANT_TICKS if kind else TICKS, kind
+                )
                 if kind == "cold.":
                     cold_us = (spent.us - writing["warm.", protocol].us) / GPUS
                     yield Figure(f"remote write {protocol}, a cold label set", cold_us, "us/GPU", 50)
@@ -196,23 +202,23 @@ class Bench:
             asyncio.run(otlp.send(self.kafka.address))
             return server.cpu_s_of(otlp.points) / len(records) * 1e6
 
-    def spent(self, what: tuple[str, ...], topic: str, ticks: int, prefix: str = "") -> "Spent":
+    def spent(self, arguments: tuple[str, ...], topic: str, ticks: int, prefix: str = "") -> "Spent":
         """What a process takes for a log, less what it takes to start."""
-        if what not in self._start:
-            self._start[what] = self.run(what, topic, "empty.")
-        start, whole = self._start[what], self.run(what, topic, prefix)
+        if arguments not in self._start:
+            self._start[arguments] = self.run(arguments, topic, "empty.")
+        start, whole = self._start[arguments], self.run(arguments, topic, prefix)
         return whole._replace(us=(whole.us - start.us) / ticks, mib=whole.mib - start.mib)
 
-    def run(self, what: tuple[str, ...], topic: str, prefix: str) -> "Spent":
+    def run(self, arguments: tuple[str, ...], topic: str, prefix: str) -> "Spent":
         """What a process takes from its start until it has read all there is."""
         self._runs += 1
-        is_stream = what[0] == "stream"
-        group = f"gpustream-{what[1]}" if is_stream else f"bench-{self._runs}"
-        at = ("--kafka", self.kafka.address, "--topic-prefix", prefix, *(() if is_stream else ("--group", group)))
-        with Gpustream(self.directory / f"run-{self._runs}", *what, *at) as process:
-            left, since_s = -1, time.monotonic()
-            while time.monotonic() - since_s < (SETTLED_S if left else 0.0):
-                if left != (left := asyncio.run(lag(self.kafka.address, prefix + group, [prefix + topic]))):
+        is_stream = arguments[0] == "stream"
+        group = f"gpustream-{arguments[1]}" if is_stream else f"bench-{self._runs}"
+        options = ("--kafka", self.kafka.address, "--topic-prefix", prefix, *(() if is_stream else ("--group", group)))
+        with Gpustream(self.directory / f"run-{self._runs}", *arguments, *options) as process:
+            behind, since_s = -1, time.monotonic()
+            while time.monotonic() - since_s < (SETTLED_S if behind else 0.0):
+                if behind != (behind := asyncio.run(lag(self.kafka.address, prefix + group, [prefix + topic]))):
                     since_s = time.monotonic()
                 time.sleep(0.2)
             counted = dict(COUNTED.findall(process.get("/metrics") or ""))
@@ -235,8 +241,10 @@ class Spent(NamedTuple):
 
 def values_of(records: Sequence[bytes]) -> float:
     """How many values of metrics these ticks have, on average."""
-    known = [msgspec.structs.astuple(reading.metrics) for record in records for reading in decode(record).devices]
-    return sum(len(values) - values.count(None) for values in known) / len(records)
+    values_of_metrics = [
+        msgspec.structs.astuple(reading.metrics) for record in records for reading in decode(record).devices
+    ]
+    return sum(len(values) - values.count(None) for values in values_of_metrics) / len(records)
 
 
 def help_ms() -> float:
@@ -255,15 +263,15 @@ def protobuf_us() -> float:
     series = OpenSeries(Translator([PROFILES["otel"]]))
     ticks = [series.tick(decode(record.value or b"")).groups for record in log(NODES, 4)]
     labels = {group.series: group.series.series() for tick in ticks for group in tick}
-    made = messages("write_v1")
+    protobuf = messages("write_v1")
     began = time.process_time()
-    for at in range(0, len(ticks), 32):
-        request = made.WriteRequest()
-        for group in [group for tick in ticks[at : at + 32] for group in tick]:
+    for start in range(0, len(ticks), 32):
+        request = protobuf.WriteRequest()
+        for group in [group for tick in ticks[start : start + 32] for group in tick]:
             for pairs, value in zip(labels[group.series], group.values, strict=True):
-                one = request.timeseries.add()
+                entry = request.timeseries.add()
                 for name, text in pairs:
-                    one.labels.add(name=name, value=text)
-                one.samples.add(value=value, timestamp=group.ts_ms)
+                    entry.labels.add(name=name, value=text)
+                entry.samples.add(value=value, timestamp=group.ts_ms)
         snappy.compress_raw(request.SerializeToString())
     return (time.process_time() - began) / len(ticks) * 1e6

@@ -39,7 +39,7 @@ from topics.alerts import Alert, milliseconds
 from topics.topic import decoder, node_key
 
 FLEET, SECONDS, FOR_S = "200x8", 600, 20
-NODES, GPUS, ROUNDS, MADE, PARTITIONS = 10_000, 8, 3, 100, 8
+NODES, GPUS, ROUNDS, TEMPLATES, PARTITIONS = 10_000, 8, 3, 100, 8
 WARM_UP_S, SETTLE_S, TICK_MS = 15.0, 5.0, 1000
 
 RULES = f"""
@@ -71,15 +71,15 @@ def main(seconds: int, nodes: int) -> None:
 
 def soon(directory: Path, kafka: str, seconds: int) -> Iterator[str]:
     """The rows of how soon alerts are reported."""
-    rules, at = directory / "rules.toml", ("--kafka", kafka)
+    rules, options = directory / "rules.toml", ("--kafka", kafka)
     rules.write_text(RULES)
     with ExitStack() as running:
         manager = running.enter_context(AlertmanagerServer(directory / "alertmanager"))
         arguments = {
-            "attribution": ("stream", "attribution", *at),
-            "alerts": ("stream", "alerts", *at, "--rules", str(rules)),
-            "sink": ("sink", "alertmanager", *at, "--url", manager.url),
-            "fleet": ("produce", "simulated", *at, "--fleet", FLEET),
+            "attribution": ("stream", "attribution", *options),
+            "alerts": ("stream", "alerts", *options, "--rules", str(rules)),
+            "sink": ("sink", "alertmanager", *options, "--url", manager.url),
+            "fleet": ("produce", "simulated", *options, "--fleet", FLEET),
         }
         processes = {
             name: running.enter_context(Gpustream(directory / name, *args)) for name, args in arguments.items()
@@ -91,7 +91,7 @@ def soon(directory: Path, kafka: str, seconds: int) -> Iterator[str]:
         logged = asyncio.run(log_times(kafka))
     rows = {
         "gpu.alerts": [at_ms - due_ms for at_ms, due_ms in logged.values()],
-        "Alertmanager": [had[one] - due_ms for one, (_, due_ms) in logged.items() if one in had],
+        "Alertmanager": [had[firing] - due_ms for firing, (_, due_ms) in logged.items() if firing in had],
     }
     yield f"| {FLEET} at 1 Hz, {seconds} s, to the alert in | alerts | p50 ms | p99 ms |"
     yield "|---|---|---|---|"
@@ -107,9 +107,9 @@ def watch(manager: AlertmanagerServer, seconds: int) -> dict[Fired, int]:
     had: dict[Fired, int] = {}
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
-        for one in manager.alerts():
-            key = one["labels"][FINGERPRINT], _ms(one["startsAt"])
-            had.setdefault(key, _ms(one["updatedAt"]))
+        for alert in manager.alerts():
+            key = alert["labels"][FINGERPRINT], _ms(alert["startsAt"])
+            had.setdefault(key, _ms(alert["updatedAt"]))
         time.sleep(0.5)
     return had
 
@@ -117,7 +117,7 @@ def watch(manager: AlertmanagerServer, seconds: int) -> dict[Fired, int]:
 async def log_times(kafka: str) -> dict[Fired, tuple[int, int]]:
     """When each GPUHeldIdle that fired was logged, and when it was due, if each sample until then showed it."""
     decode = decoder(Alert)
-    found: dict[Fired, tuple[int, int]] = {}
+    logged: dict[Fired, tuple[int, int]] = {}
     for record in await read_all(kafka, "gpu.alerts"):
         alert = decode(record.value) if record.value else None
         idle = alert is not None and alert.name == "GPUHeldIdle" and alert.state == "firing" and not alert.revision
@@ -126,8 +126,8 @@ async def log_times(kafka: str) -> dict[Fired, tuple[int, int]]:
             due_ms = starts_ms - round((alert.value - FOR_S) * 1000)
             if starts_ms - due_ms > TICK_MS:
                 continue
-            found.setdefault((alert.fingerprint, starts_ms), (record.timestamp, due_ms))
-    return found
+            logged.setdefault((alert.fingerprint, starts_ms), (record.timestamp, due_ms))
+    return logged
 
 
 def _ms(text: str) -> int:
@@ -141,11 +141,11 @@ def costs(directory: Path, kafka: str, nodes: int) -> Iterator[str]:
     """The rows of what a worker costs."""
     with Gpustream(directory / "alerts", "stream", "alerts", "--kafka", kafka) as stream:
         empty_mib = memory_mib(stream.pid)
-        made = list(templates())
-        size = asyncio.run(produce(kafka, made, nodes, rounds=range(1)))
+        patterns = list(templates())
+        size = asyncio.run(produce(kafka, patterns, nodes, rounds=range(1)))
         finish(kafka)
         before_s, ticks = cpu_s(stream.pid), nodes * (ROUNDS - 1)
-        asyncio.run(produce(kafka, made, nodes, rounds=range(1, ROUNDS)))
+        asyncio.run(produce(kafka, patterns, nodes, rounds=range(1, ROUNDS)))
         finish(kafka)
         spent_s, full_mib = cpu_s(stream.pid) - before_s, memory_mib(stream.pid)
     yield f"| {nodes * GPUS} GPUs of {nodes} nodes in one worker, ticks of {size / nodes / 1000:.1f} kB | |"
@@ -157,13 +157,13 @@ def costs(directory: Path, kafka: str, nodes: int) -> Iterator[str]:
 
 def templates() -> Iterator[list[dict[str, Any]]]:
     """For some nodes, their first ticks as gpu.attributed has them."""
-    seen: dict[str, list[dict[str, Any]]] = {}
-    for _, sample in joined(Fleet(MADE, GPUS, pod_life_s=3600), ROUNDS):
-        seen.setdefault(sample.node, []).append(orjson.loads(msgspec.json.encode(sample)))
-    yield from seen.values()
+    ticks_by_node: dict[str, list[dict[str, Any]]] = {}
+    for _, sample in joined(Fleet(TEMPLATES, GPUS, pod_life_s=3600), ROUNDS):
+        ticks_by_node.setdefault(sample.node, []).append(orjson.loads(msgspec.json.encode(sample)))
+    yield from ticks_by_node.values()
 
 
-async def produce(kafka: str, made: list[list[dict[str, Any]]], nodes: int, rounds: range) -> int:
+async def produce(kafka: str, patterns: list[list[dict[str, Any]]], nodes: int, rounds: range) -> int:
     """Writes ticks of so many nodes, each a copy with a name and UUIDs of its own; returns the bytes of one round."""
     sender = Sender(Connection(kafka), client_id="bench", max_batch_bytes=512 * 1024)
     await sender.start()
@@ -172,7 +172,7 @@ async def produce(kafka: str, made: list[list[dict[str, Any]]], nodes: int, roun
         size = 0
         for node in range(nodes):
             name = f"node-{node:05}"
-            tick = {**made[node % len(made)][number], "node": name, "offset": number * nodes + node}
+            tick = {**patterns[node % len(patterns)][number], "node": name, "offset": number * nodes + node}
             value = re.sub(rb'"(GPU|MIG)-[0-9a-f]{8}', rb'"\1-%08x' % node, orjson.dumps(tick))
             size += len(value)
             waiting.append(await sender.send("gpu.attributed", value, key=node_key("default", name)))
@@ -184,8 +184,8 @@ async def produce(kafka: str, made: list[list[dict[str, Any]]], nodes: int, roun
 
 def finish(kafka: str) -> None:
     """Waits until the worker has read all there is: each node's last tick stays unfinished."""
-    left = None
-    while left != (left := asyncio.run(lag(kafka, "gpustream-alerts", ["gpu.attributed"]))):
+    behind = None
+    while behind != (behind := asyncio.run(lag(kafka, "gpustream-alerts", ["gpu.attributed"]))):
         time.sleep(SETTLE_S)
 
 
@@ -196,5 +196,5 @@ def memory_mib(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    given = [int(one) for one in sys.argv[1:]]
-    main(*(given + [SECONDS, NODES][len(given) :]))
+    arguments = [int(argument) for argument in sys.argv[1:]]
+    main(*(arguments + [SECONDS, NODES][len(arguments) :]))

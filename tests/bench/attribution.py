@@ -53,7 +53,7 @@ async def records(count: int, nodes: int) -> AsyncIterator[tuple[str, bytes, byt
     fleet = Fleet(nodes, GPUS, pod_life_s=600)
     last: dict[str, tuple[int, object]] = {}
     start_ms = time.time_ns() // 1_000_000 // HOUR_MS * HOUR_MS
-    made = 0
+    sent = 0
     for tick in ticks(fleet, start_ms, 1000, count // nodes + 1):
         key, fields = node_key("default", tick.node.name), identity(tick, start_ms)
         for news in tick.news:
@@ -64,8 +64,8 @@ async def records(count: int, nodes: int) -> AsyncIterator[tuple[str, bytes, byt
             seq += 1
             last[tick.node.name] = seq, tick.reading.containers
             yield "gpu.allocations", key, orjson.dumps({**fields, "seq": seq, "containers": tick.reading.containers})
-        if made < count:
-            made += 1
+        if sent < count:
+            sent += 1
             sample = {**fields, "seq": tick.seq, "allocations_seq": seq, "devices": whole(tick.reading.devices)}
             yield "gpu.samples", key, orjson.dumps(sample)
 
@@ -86,9 +86,9 @@ async def bare(kafka: str, count: int, topic: str = "gpu.samples") -> float:
         topic, bootstrap_servers=kafka, auto_offset_reset="earliest", max_partition_fetch_bytes=8 << 20
     )
     await consumer.start()
-    before_s, seen = time.process_time(), 0
-    while seen < count:
-        seen += sum(map(len, (await consumer.getmany(timeout_ms=1000, max_records=500)).values()))
+    before_s, read = time.process_time(), 0
+    while read < count:
+        read += sum(map(len, (await consumer.getmany(timeout_ms=1000, max_records=500)).values()))
     spent_s = time.process_time() - before_s
     await consumer.stop()
     return spent_s

@@ -44,8 +44,8 @@ class Bench:
 
     def start(self, *arguments: str) -> None:
         """Starts a sink."""
-        made = Gpustream(self.directory / arguments[1], *arguments, "--kafka", self.kafka.address)
-        self.servers.enter_context(made)
+        process = Gpustream(self.directory / arguments[1], *arguments, "--kafka", self.kafka.address)
+        self.servers.enter_context(process)
 
     @asynccontextmanager
     async def aggregated(self) -> AsyncIterator[Inference]:
@@ -54,8 +54,8 @@ class Bench:
         name = "metrics-api.gpustream.svc"
         serving = self.authority.sign(name, f"DNS:{name}")
         tls = ("--serving-cert", str(serving.certificate), "--serving-key", str(serving.key))
-        asked = ("--kubeconfig", str(self.api.kubeconfig("admin")), "--custom-metrics", SERVICE)
-        self.start("sink", "metrics-api", "--metrics-listen", f"127.0.0.1:{port}", *tls, *asked)
+        access = ("--kubeconfig", str(self.api.kubeconfig("admin")), "--custom-metrics", SERVICE)
+        self.start("sink", "metrics-api", "--metrics-listen", f"127.0.0.1:{port}", *tls, *access)
         async with (
             registered(self.api, SERVICE, self.authority, port),
             Inference(self.api, self.kafka, "aggregated", "infer", shared=False) as infer,
@@ -92,15 +92,15 @@ class Bench:
 async def decisions_s(infer: Inference, every_s: int, rounds: int) -> list[float]:
     """How long each decision took: up to 6 pods with twice the target and more, down to 2 with less than half of it."""
     await eventually(lambda: infer.status().get("currentMetrics"), every_s=0.2)
-    found = []
+    delays_s = []
     for number in range(2 * rounds):
         await asyncio.sleep(3 + 2 * every_s + random.random() * every_s)
         infer.load = 0.1 if number % 2 else 1.0
         since_s = time.monotonic()
         await eventually(partial(differs, infer, 6 if number % 2 else 2), every_s=0.05)
-        found.append(time.monotonic() - since_s)
+        delays_s.append(time.monotonic() - since_s)
         await infer.scaled_to(2 if number % 2 else 6)
-    return found
+    return delays_s
 
 
 def differs(infer: Inference, replicas: int) -> bool:
@@ -124,5 +124,5 @@ async def measure(every_s: int, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    given = [int(argument) for argument in sys.argv[1:]]
-    asyncio.run(measure(*given, *(1, 6)[len(given) :]))
+    arguments = [int(argument) for argument in sys.argv[1:]]
+    asyncio.run(measure(*arguments, *(1, 6)[len(arguments) :]))

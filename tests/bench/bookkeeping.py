@@ -37,8 +37,8 @@ def main(nodes: int) -> None:
         began_s = time.process_time()
         for value in encoded[60:120]:
             tick = decode(value)
-            for one in keeper.book(tick, tick.ts_ms).records:
-                one.key.encode(), bookkeeping.encode(one)
+            for record in keeper.book(tick, tick.ts_ms).records:
+                record.key.encode(), bookkeeping.encode(record)
         bookkeeping.encode(keeper.books)
         last = decode(encoded[-1])
         kind = "shared" if any(len(device.holders) > 1 for device in last.devices) else "whole GPUs"
@@ -50,10 +50,11 @@ def main(nodes: int) -> None:
             keeper.book(msgspec.structs.replace(later, interval_ms=10_000), ts_ms)
         books.append(bookkeeping.encode(keeper.books))
     empty_kib = _resident_kib()
-    kept = [Bookkeeper(bookkeeping.decode(value), Accounting()) for value in books for _ in range(COPIES)]
-    each_kib = (_resident_kib() - empty_kib) / len(kept) + sum(map(len, books)) / nodes / 1024
+    keepers = [Bookkeeper(bookkeeping.decode(value), Accounting()) for value in books for _ in range(COPIES)]
+    each_kib = (_resident_kib() - empty_kib) / len(keepers) + sum(map(len, books)) / nodes / 1024
     rows = [
-        (f"CPU a tick, {kind}", f"{min(some):.0f} to {max(some):.0f} us") for kind, some in sorted(spent_us.items())
+        (f"CPU a tick, {kind}", f"{min(costs_us):.0f} to {max(costs_us):.0f} us")
+        for kind, costs_us in sorted(spent_us.items())
     ]
     sizes = sorted(len(value) / 1024 for value in books)
     rows += [
@@ -61,7 +62,7 @@ def main(nodes: int) -> None:
         ("memory", f"{each_kib:.0f} KiB a node, {each_kib * 10_000 / 1024 / 1024:.1f} GiB for 10,000"),
     ]
     sys.stdout.write(f"| {nodes} nodes of {GPUS} GPUs | |\n| --- | --- |\n")
-    sys.stdout.write("".join(f"| {what} | {found} |\n" for what, found in rows))
+    sys.stdout.write("".join(f"| {title} | {value} |\n" for title, value in rows))
 
 
 def _resident_kib() -> float:

@@ -79,17 +79,17 @@ def main(pods: int, seconds: int) -> None:
         asyncio.run(_all_told(kafka.address, pods // PER_NODE))
         took_s = time.monotonic() - began_s
         _row(
-            f"from the start until all nodes are told of ({took_s:.1f} s)",
+            f"from the start until all nodes are reported ({took_s:.1f} s)",
             f"{cpu_s(producer.pid):.2f} s",
             asyncio.run(_sent(kafka.address)),
             producer,
         )
-        for rate, kind, what in RATES:
+        for rate, kind, title in RATES:
             time.sleep(2)
             before = asyncio.run(_sent(kafka.address))
             share = _share(server, producer, f"{rate} {kind} {seconds}")
             sent = asyncio.run(_sent(kafka.address)) - before
-            _row(f"{what}, for {seconds} s", f"{100 * share:.1f} % of a core", sent, producer)
+            _row(f"{title}, for {seconds} s", f"{100 * share:.1f} % of a core", sent, producer)
 
 
 def _share(server: "subprocess.Popen[str]", producer: "subprocess.Popen[str]", changes: str) -> float:
@@ -120,13 +120,13 @@ async def _sent(kafka: str) -> int:
 
 
 async def _all_told(kafka: str, nodes: int) -> None:
-    """Return when every node has been told of."""
+    """Return when every node has been reported."""
     consumer = AIOKafkaConsumer("gpu.workloads", bootstrap_servers=kafka, auto_offset_reset="earliest")
     await consumer.start()
-    told: set[bytes | None] = set()
+    reported: set[bytes | None] = set()
     async with asyncio.timeout(120):
-        while len(told) < nodes:
-            told.add((await consumer.getone()).key)
+        while len(reported) < nodes:
+            reported.add((await consumer.getone()).key)
     await consumer.stop()
 
 
@@ -210,13 +210,13 @@ def _add_owners(server: ApiServer) -> None:
     server.objects["/apis/ray.io"] = {"v1": {"metadata": {"name": "v1"}, "resources": rows}}
     for version, _, plural, above in _KINDS:
         for number in range(400):
-            where = f"/apis/{version}/namespaces/ns-{number % 20}"
+            path = f"/apis/{version}/namespaces/ns-{number % 20}"
             owner = {"metadata": {**_named(f"{plural}-{number}"), "ownerReferences": None}}
-            server.objects.setdefault(f"{where}/{plural}", {})[f"{plural}-{number}"] = owner
+            server.objects.setdefault(f"{path}/{plural}", {})[f"{plural}-{number}"] = owner
             if above is not None:
                 upper = f"{above[2]}-{number}"
                 owner["metadata"]["ownerReferences"] = [_reference(above[0], above[1], upper)]
-                server.objects.setdefault(f"{where}/{above[2]}", {})[upper] = {"metadata": _named(upper)}
+                server.objects.setdefault(f"{path}/{above[2]}", {})[upper] = {"metadata": _named(upper)}
 
 
 def _named(name: str) -> JsonDict:
@@ -230,9 +230,9 @@ def _reference(version: str, kind: str, name: str) -> JsonDict:
 
 def _pod(number: int, pods: int) -> JsonDict:
     """A pod; every fifth has GPUs, and every fifth of those an owner of its own kind."""
-    gpu, of = number % GPU_SHARE == 0, number // GPU_SHARE
-    version, kind, plural, _ = _KINDS[of % len(_KINDS)]
-    owner = of % 400
+    gpu, group = number % GPU_SHARE == 0, number // GPU_SHARE
+    version, kind, plural, _ = _KINDS[group % len(_KINDS)]
+    owner = group % 400
     resources = {"cpu": "4", "memory": "16Gi", **({"nvidia.com/gpu": "1"} if gpu else {})}
     metadata = {
         "name": f"pod-{number}",
@@ -262,10 +262,10 @@ def _bytes(number: int, pods: int) -> bytes:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    if given[:1] == ["serve"]:
-        asyncio.run(serve_pods(int(given[1])))
-    elif given[:1] == ["produce"]:
-        produce(*given[1:])
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["serve"]:
+        asyncio.run(serve_pods(int(arguments[1])))
+    elif arguments[:1] == ["produce"]:
+        produce(*arguments[1:])
     else:
-        main(int(given[0]) if given else 10_000, int(given[1]) if len(given) > 1 else 30)
+        main(int(arguments[0]) if arguments else 10_000, int(arguments[1]) if len(arguments) > 1 else 30)

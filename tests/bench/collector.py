@@ -107,16 +107,18 @@ class Otlp:
         """Put them onto the Collector's topic."""
         sender = Sender(Connection(kafka), client_id="bench", max_batch_bytes=512 * 1024)
         await sender.start()
-        for sent in [await sender.send(TOPIC, one, key=b"%d" % number) for number, one in enumerate(self.messages)]:
+        for sent in [
+            await sender.send(TOPIC, message, key=b"%d" % number) for number, message in enumerate(self.messages)
+        ]:
             await sent
         await sender.stop()
 
 
 def message(groups: Iterable[SampleGroup]) -> bytes:
     """One tick: a device, with its labels, is a resource, and has a metric of one point for each series."""
-    made = messages("otlp_metrics").ExportMetricsServiceRequest()
+    export = messages("otlp_metrics").ExportMetricsServiceRequest()
     for group in groups:
-        resource = made.resource_metrics.add()
+        resource = export.resource_metrics.add()
         for label, text in group.series.labels:
             resource.resource.attributes.add(key=label).value.string_value = text
         scope = resource.scope_metrics.add()
@@ -128,5 +130,5 @@ def message(groups: Iterable[SampleGroup]) -> bytes:
             point = points.add(time_unix_nano=group.ts_ms * 1_000_000, as_double=value)
             for label, text in row.labels:
                 point.attributes.add(key=label).value.string_value = text
-    content: bytes = made.SerializeToString()
+    content: bytes = export.SerializeToString()
     return content

@@ -55,11 +55,11 @@ def measured(fleet: str, seconds: float, compression: str) -> list[str]:
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
         url = servers.enter_context(null_receiver())
         asyncio.run(topic_admin.create(kafka.connection, partitions=PARTITIONS, replication_factor=1))
-        at = ("--kafka", kafka.address, "--compression", compression)
+        options = ("--kafka", kafka.address, "--compression", compression)
         commands = {
-            "remote write": ("sink", "remote-write", *at, "--url", url, "--from", "earliest"),
-            "attribution": ("stream", "attribution", *at),
-            "fleet": ("produce", "simulated", *at, "--fleet", fleet),
+            "remote write": ("sink", "remote-write", *options, "--url", url, "--from", "earliest"),
+            "attribution": ("stream", "attribution", *options),
+            "fleet": ("produce", "simulated", *options, "--fleet", fleet),
         }
         processes = {
             name: servers.enter_context(Gpustream(directory / name, *command)) for name, command in commands.items()

@@ -72,18 +72,20 @@ class Truth:
     for_ms: int
     _since: dict[tuple[str, Pod], int] = field(default_factory=dict)
 
-    def see(self, made: Made) -> Claims:
+    def see(self, tick: Made) -> Claims:
         """What is true at a tick."""
         idle: set[tuple[str, Pod]] = set()
-        for device, holders in zip(made.reading.devices, made.reading.holders, strict=True):
+        for device, holders in zip(tick.reading.devices, tick.reading.holders, strict=True):
             working = {
-                one["pod_uid"] for one in device["processes"] if one.get("sm_utilization_ratio", 0) >= IDLE_BELOW
+                process["pod_uid"]
+                for process in device["processes"]
+                if process.get("sm_utilization_ratio", 0) >= IDLE_BELOW
             }
             if "gpu_utilization_ratio" in device["metrics"]:
                 pods = {(h["namespace"], h["pod"]): h["pod_uid"] for h in holders}
                 idle |= {(device["uuid"], pod) for pod, uid in pods.items() if uid not in working}
-        self._since = {one: self._since.get(one, made.ts_ms) for one in idle}
-        return {one for one, since_ms in self._since.items() if made.ts_ms - since_ms >= self.for_ms}
+        self._since = {claim: self._since.get(claim, tick.ts_ms) for claim in idle}
+        return {claim for claim, since_ms in self._since.items() if tick.ts_ms - since_ms >= self.for_ms}
 
 
 @dataclass
@@ -97,16 +99,16 @@ class Stream:
     def see(self, sample: AttributedSample) -> Claims:
         """What is claimed at a tick."""
         read = tick.decode(msgspec.json.encode(sample))
-        place = LogPosition(read.offset, read.ts_ms)
-        step = machine.step(self._state or machine.initial_state(read, place), read, place, self.rules)
+        position = LogPosition(read.offset, read.ts_ms)
+        step = machine.step(self._state or machine.initial_state(read, position), read, position, self.rules)
         self._state = step.state
         for alert in step.alerts:
-            said = alert.labels
-            if "gpu_mig_uuid" in said:
+            labels = alert.labels
+            if "gpu_mig_uuid" in labels:
                 continue
             if alert.state == "firing":
-                pod = said["k8s_namespace_name"], said["k8s_pod_name"]
-                self._firing[alert.fingerprint] = (said["gpu_uuid"], pod)
+                pod = labels["k8s_namespace_name"], labels["k8s_pod_name"]
+                self._firing[alert.fingerprint] = (labels["gpu_uuid"], pod)
             else:
                 del self._firing[alert.fingerprint]
         return set(self._firing.values())
@@ -156,28 +158,28 @@ def rules(for_ms: int, grace_ms: int) -> Rules:
 def scores(fleet: Fleet, ticks: int, for_ms: int, grace_ms: int) -> dict[str, Score]:
     """How right each is, over the ticks of a fleet."""
     in_force = rules(for_ms, grace_ms)
-    asked = f"avg_over_time(gpu_utilization{{}}[{for_ms // 60_000}m]) < {IDLE_BELOW}"
+    query = f"avg_over_time(gpu_utilization{{}}[{for_ms // 60_000}m]) < {IDLE_BELOW}"
     claimants: dict[str, Callable[[], Stream | Query]] = {
         "GPUHeldIdle": lambda: Stream(in_force),
-        asked.replace("{}", ""): lambda: Query(for_ms, held=False),
-        asked.replace("{}", '{k8s_pod_name!=""}'): lambda: Query(for_ms, held=True),
+        query.replace("{}", ""): lambda: Query(for_ms, held=False),
+        query.replace("{}", '{k8s_pod_name!=""}'): lambda: Query(for_ms, held=True),
     }
     counted = {name: Counted() for name in claimants}
     truths: dict[str, Truth] = {}
     nodes: dict[str, dict[str, Stream | Query]] = {}
-    for made, sample in joined(fleet, ticks):
-        node = made.node.name
-        true = truths.setdefault(node, Truth(for_ms)).see(made)
+    for fleet_tick, sample in joined(fleet, ticks):
+        node = fleet_tick.node.name
+        true = truths.setdefault(node, Truth(for_ms)).see(fleet_tick)
         for name, claimant in nodes.setdefault(node, {name: make() for name, make in claimants.items()}).items():
             counted[name].count(claimant.see(sample), true)
-    return {name: one.score() for name, one in counted.items()}
+    return {name: contender.score() for name, contender in counted.items()}
 
 
-def rows(found: dict[str, Score]) -> Iterator[str]:
+def rows(scores_: dict[str, Score]) -> Iterator[str]:
     """A table."""
     yield "| | precision | recall |"
     yield "|---|---|---|"
-    for name, (precision, recall) in found.items():
+    for name, (precision, recall) in scores_.items():
         yield f"| `{name}` | {precision:.1%} | {recall:.1%} |"
 
 
@@ -185,8 +187,8 @@ def main(hours: float) -> None:
     """Prints a row for each."""
     fleet = Fleet(NODES, GPUS, seed=7, pod_life_s=POD_LIFE_S)
     (idle,) = load(None).of("held_idle")
-    found = scores(fleet, int(hours * 3600), idle.for_ms, idle.grace_ms)
-    sys.stdout.write("\n".join(rows(found)) + "\n")
+    scores_ = scores(fleet, int(hours * 3600), idle.for_ms, idle.grace_ms)
+    sys.stdout.write("\n".join(rows(scores_)) + "\n")
 
 
 if __name__ == "__main__":

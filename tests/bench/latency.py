@@ -37,12 +37,12 @@ def main(fleet: str, *, hot: bool) -> None:
         directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
         asyncio.run(topic_admin.create(kafka.connection, partitions=8, replication_factor=1))
-        at = ("--kafka", kafka.address)
-        stream = servers.enter_context(Gpustream(directory / "stream", "stream", "attribution", *at))
-        servers.enter_context(Gpustream(directory / "fleet", "produce", "simulated", *at, "--fleet", fleet))
+        options = ("--kafka", kafka.address)
+        stream = servers.enter_context(Gpustream(directory / "stream", "stream", "attribution", *options))
+        servers.enter_context(Gpustream(directory / "fleet", "produce", "simulated", *options, "--fleet", fleet))
         if hot:
-            one = ("--fleet", "1x8", "--interval", "10ms", "--cluster", HOT)
-            servers.enter_context(Gpustream(directory / "hot", "produce", "simulated", *at, *one))
+            fleet_options = ("--fleet", "1x8", "--interval", "10ms", "--cluster", HOT)
+            servers.enter_context(Gpustream(directory / "hot", "produce", "simulated", *options, *fleet_options))
         time.sleep(WARM_UP_S)
         since_ms, before_s = time.time() * 1000, cpu_s(stream.pid)
         time.sleep(MEASURE_S)
@@ -61,9 +61,9 @@ async def latencies_ms(kafka: str, since_ms: float) -> list[int]:
     read = msgspec.json.Decoder(Read)
     records = [(record.timestamp, read.decode(record.value)) for record in await read_all(kafka, "gpu.attributed")]
     return [
-        logged_ms - one.ts_ms
-        for logged_ms, one in records
-        if since_ms <= one.ts_ms < since_ms + MEASURE_S * 1000 and one.cluster != HOT
+        logged_ms - sample.ts_ms
+        for logged_ms, sample in records
+        if since_ms <= sample.ts_ms < since_ms + MEASURE_S * 1000 and sample.cluster != HOT
     ]
 
 

@@ -59,14 +59,14 @@ class Pipeline:
         self.kafka, self.prefix = kafka, prefix
         connection = Connection(kafka.address, topic_prefix=prefix)
         asyncio.run(topic_admin.create(connection, partitions=PARTITIONS, replication_factor=1))
-        at = ("--kafka", kafka.address, "--topic-prefix", prefix)
+        options = ("--kafka", kafka.address, "--topic-prefix", prefix)
         commands: dict[str, tuple[str, ...]] = {
-            **{f"attribution {n + 1}": ("stream", "attribution", *at) for n in range(workers)},
+            **{f"attribution {n + 1}": ("stream", "attribution", *options) for n in range(workers)},
             **{
                 f"remote write {n + 1}": (
                     "sink",
                     "remote-write",
-                    *at,
+                    *options,
                     "--url",
                     url,
                     "--from",
@@ -103,8 +103,8 @@ class Pipeline:
         """How many ticks were written when they were no older than so many seconds, since the start."""
         ages: Counter[float] = Counter()
         for name, process in self.processes.items():
-            found = _BUCKET.findall(process.get("/metrics") or "") if name.startswith("remote write") else []
-            ages.update({float(bound): float(count) for bound, count in found})
+            buckets = _BUCKET.findall(process.get("/metrics") or "") if name.startswith("remote write") else []
+            ages.update({float(bound): float(count) for bound, count in buckets})
         return dict(ages)
 
 
@@ -130,10 +130,10 @@ class Window(NamedTuple):
 
     def quantile(self, share: float) -> float:
         """The age in seconds that this share of the ticks has at most."""
-        wanted, lower_s, below = share * max(self.ages.values()), 0.0, 0.0
+        rank, lower_s, below = share * max(self.ages.values()), 0.0, 0.0
         for upper_s, count in self.ages.items():
-            if count >= wanted and count > below:
-                return lower_s + (upper_s - lower_s) * (wanted - below) / (count - below)
+            if count >= rank and count > below:
+                return lower_s + (upper_s - lower_s) * (rank - below) / (count - below)
             lower_s, below = upper_s, count
         return float("inf")
 
@@ -172,17 +172,17 @@ def spent_s(pipeline: Pipeline, kafka: KafkaServer) -> dict[str, float]:
 
 def most(kafka: KafkaServer, url: str) -> Window:
     """The window of the most nodes, up to 2,000, at which the lag stays flat; that of the fewest if it never does."""
-    low, high, found = 0, NODES // STEP + 1, None
-    at = NODES // STEP
-    while low < at < high:
-        window = measured(at * STEP, kafka, url)
-        sys.stderr.write(f"{window.nodes} nodes: lag {[round(one) for one in window.halves]}, {window.cores}\n")
+    low, high, most_nodes = 0, NODES // STEP + 1, None
+    step = NODES // STEP
+    while low < step < high:
+        window = measured(step * STEP, kafka, url)
+        sys.stderr.write(f"{window.nodes} nodes: lag {[round(lag_) for lag_ in window.halves]}, {window.cores}\n")
         if window.flat:
-            low, found = at, window
+            low, most_nodes = step, window
         else:
-            high = at
-        at = (low + high) // 2
-    return found or window
+            high = step
+        step = (low + high) // 2
+    return most_nodes or window
 
 
 def figures() -> Iterator[Figure]:

@@ -41,29 +41,29 @@ class Node(NamedTuple):
 
 async def fleet(count: int) -> list[Node]:
     """So many nodes."""
-    made: dict[bytes, dict[str, list[bytes]]] = {}
+    by_node: dict[bytes, dict[str, list[bytes]]] = {}
     async for topic, key, value in records(MADE * READINGS, MADE):
-        made.setdefault(key, {}).setdefault(topic, []).append(value)
-    return [_node(number, list(made.values())[number % MADE]) for number in range(count)]
+        by_node.setdefault(key, {}).setdefault(topic, []).append(value)
+    return [_node(number, list(by_node.values())[number % MADE]) for number in range(count)]
 
 
-def _node(number: int, made: dict[str, list[bytes]]) -> Node:
+def _node(number: int, values: dict[str, list[bytes]]) -> Node:
     """One of the made ones with a name and UUIDs of its own: ticks name the first allocations, and pods never end."""
     name = f"node-{number:05}"
 
-    def own(content: dict[str, object]) -> bytes:
+    def renamed(content: dict[str, object]) -> bytes:
         return _UUID.sub(rb'"\1-%08x' % number, orjson.dumps(content))
 
-    samples = [orjson.loads(value) for value in made["gpu.samples"]]
-    allocations, workloads = orjson.loads(made["gpu.allocations"][0]), orjson.loads(made["gpu.workloads"][-1])
+    samples = [orjson.loads(value) for value in values["gpu.samples"]]
+    allocations, workloads = orjson.loads(values["gpu.allocations"][0]), orjson.loads(values["gpu.workloads"][-1])
     last_lives = {(pod["namespace"], pod["name"]): {**pod, "ended_ms": None} for pod in workloads["pods"]}
     head = {key: value for key, value in samples[0].items() if key not in ("seq", "ts_ms", "devices")}
     return Node(
         key=node_key("default", name),
-        workloads=own({**workloads, "node": name, "pods": list(last_lives.values())}),
-        allocations=own({**allocations, "node": name}),
-        head=own({**head, "node": name, "allocations_seq": 1})[:-1] + b",",
-        readings=tuple(own({"devices": one["devices"]})[1:] for one in samples),
+        workloads=renamed({**workloads, "node": name, "pods": list(last_lives.values())}),
+        allocations=renamed({**allocations, "node": name}),
+        head=renamed({**head, "node": name, "allocations_seq": 1})[:-1] + b",",
+        readings=tuple(renamed({"devices": sample["devices"]})[1:] for sample in samples),
     )
 
 
@@ -101,12 +101,12 @@ class Replay:
         """Queue a node's tick."""
         self.send("gpu.samples", node.key, node.sample(seq, ts_ms))
 
-    def ticks(self, seqs: range, of: int) -> None:
+    def ticks(self, seqs: range, count: int) -> None:
         """Write ticks of all nodes, of which the last, the ``of``-th, is of now."""
         end_ms = time.time_ns() // 1_000_000
         for seq in seqs:
             for node in self.nodes:
-                self.tick(node, seq, end_ms - (of - seq) * 1000)
+                self.tick(node, seq, end_ms - (count - seq) * 1000)
         self.flush()
 
     def flush(self) -> None:
@@ -115,7 +115,7 @@ class Replay:
             raise TimeoutError("the broker does not take the records")
 
     def at_1_hz(self, stop: threading.Event) -> None:
-        """Each node's tick once a second after the first ``WARM``, spread over the second, until told to stop."""
+        """Each node's tick once a second after the first ``WARM``, spread over the second, until ``stop`` is set."""
         began_s, sent = time.time(), 0
         while not stop.is_set():
             due = int((time.time() - began_s) * len(self.nodes))

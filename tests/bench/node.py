@@ -53,20 +53,22 @@ def main(seconds: float) -> None:
 
 def running() -> list[int]:
     """Processes of this machine, one for each container if there are so many."""
-    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-    return [found[n % len(found)] for n in range(WHOLE * SHARED + CUT * PARTS)]
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    return [pids[n % len(pids)] for n in range(WHOLE * SHARED + CUT * PARTS)]
 
 
 def gpus(directory: Path, pids: list[int]) -> ScriptedNvml:
     """The GPUs, and each process on one of them or on a part of one."""
     nvml = ScriptedNvml(directory, gpus=WHOLE + CUT)
-    left = iter(pids)
+    remaining = iter(pids)
     for gpu in range(WHOLE):
-        nvml.processes(gpu, [Process(next(left), 1 << 30) for _ in range(SHARED)])
+        nvml.processes(gpu, [Process(next(remaining), 1 << 30) for _ in range(SHARED)])
     for gpu in range(WHOLE, WHOLE + CUT):
         instances = range(1, 1 + PARTS)
         nvml.mig(gpu, [Mig(instance) for instance in instances])
-        on_parts = [Process(next(left), 1 << 30, gpu_instance=one, compute_instance=0) for one in instances]
+        on_parts = [
+            Process(next(remaining), 1 << 30, gpu_instance=instance, compute_instance=0) for instance in instances
+        ]
         nvml.processes(gpu, on_parts)
     return nvml
 

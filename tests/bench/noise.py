@@ -53,7 +53,7 @@ class Spell(NamedTuple):
     end_ms: int
 
 
-class Found(NamedTuple):
+class Firing(NamedTuple):
     """An alert: the pods that it is about, when it fired and ended, and the GPU that it began with."""
 
     pods: frozenset[Pod]
@@ -63,25 +63,25 @@ class Found(NamedTuple):
 
 
 class Spells:
-    """What was so, of which GPUs, as it is seen tick by tick."""
+    """When each alert would be true, of which pod and GPU, taken tick by tick."""
 
     def __init__(self) -> None:
         self._going: dict[tuple[str, Pod, str], int] = {}
-        self.found: dict[str, list[Spell]] = {}
+        self.by_name: dict[str, list[Spell]] = {}
 
-    def see(self, node: str, now: set[tuple[str, Pod, str]], ts_ms: int) -> None:
-        """What is so of a node's GPUs in a tick: of each what, whose it is, and which."""
-        for key in [key for key in self._going if key[1][0] == node and key not in now]:
+    def see(self, node: str, present: set[tuple[str, Pod, str]], ts_ms: int) -> None:
+        """Take the spells that are true of a node in a tick, each as the alert's name, the pod and the GPU's UUID."""
+        for key in [key for key in self._going if key[1][0] == node and key not in present]:
             self._end(key, ts_ms)
-        self._going.update({key: ts_ms for key in now if key not in self._going})
+        self._going.update({key: ts_ms for key in present if key not in self._going})
 
     def close(self) -> None:
         for key in list(self._going):
             self._end(key, FOREVER_MS)
 
     def _end(self, key: tuple[str, Pod, str], end_ms: int) -> None:
-        what, pod, uuid = key
-        self.found.setdefault(what, []).append(Spell(pod, uuid, self._going.pop(key), end_ms))
+        name, pod, uuid = key
+        self.by_name.setdefault(name, []).append(Spell(pod, uuid, self._going.pop(key), end_ms))
 
 
 def main(minutes: int, hours: float, seed: int) -> None:
@@ -105,21 +105,21 @@ def of_bursts(minutes: int) -> Iterator[str]:
     written: dict[tuple[str, int], list[Alert]] = {which: [] for which in replays}
     spells = Spells()
     fleet = Fleet(NODES, GPUS, seed=SEED, pod_life_s=POD_LIFE_S)
-    for made, sample in joined(fleet, minutes * 60 // STEP_S, step_s=STEP_S):
-        spells.see(made.node.name, set(_true(made)), made.ts_ms)
+    for tick, sample in joined(fleet, minutes * 60 // STEP_S, step_s=STEP_S):
+        spells.see(tick.node.name, set(_true(tick)), tick.ts_ms)
         read = ticks.decode(msgspec.json.encode(sample))
         for which, replay in replays.items():
             written[which] += replay.judge(read, read.ts_ms)
     spells.close()
     yield "| alerts about idle GPUs | `keep_firing_for` | alerts | useful | noise | kept |"
     yield "|---|---|---|---|---|---|"
-    first: list[Found] | None = None
-    for (what, keep), alerts in written.items():
-        found = firings(alerts)
-        good = [one for i, one in enumerate(found) if is_useful(one, found[:i], spells.found["GPUHeldIdle"])]
+    first: list[Firing] | None = None
+    for (way, keep), alerts in written.items():
+        fired = firings(alerts)
+        good = [firing for i, firing in enumerate(fired) if is_useful(firing, fired[:i], spells.by_name["GPUHeldIdle"])]
         first = good if first is None else first
-        kept = sum(1 for one in first if any(covers(other, one) for other in found))
-        yield f"| {what} | {keep}m | {len(found)} | {len(good)} | {len(found) - len(good)} | {kept} of {len(first)} |"
+        covered = sum(1 for firing in first if any(covers(firing_, firing) for firing_ in fired))
+        yield f"| {way} | {keep}m | {len(fired)} | {len(good)} | {len(fired) - len(good)} | {covered} of {len(first)} |"
 
 
 # -- every rule, beside what is true
@@ -140,13 +140,13 @@ ABOUT: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 def of_behaviours(hours: float, seed: int) -> Iterator[str]:
-    defaults = [one for name, one in rules_file.defaults().items() if name in ABOUT]
-    replay = Replay(Rules(tuple(msgspec.structs.replace(one, enabled=True) for one in defaults)))
+    defaults = [default for name, default in rules_file.defaults().items() if name in ABOUT]
+    replay = Replay(Rules(tuple(msgspec.structs.replace(default, enabled=True) for default in defaults)))
     written: list[Alert] = []
     spells = Spells()
     fleet = Fleet(NODES, GPUS, seed=seed, pod_life_s=POD_LIFE_S, behaviours=BEHAVIOURS)
-    for made, sample in joined(fleet, int(hours * 3600) // LABELLED_STEP_S, step_s=LABELLED_STEP_S):
-        spells.see(made.node.name, set(_true(made)), made.ts_ms)
+    for tick, sample in joined(fleet, int(hours * 3600) // LABELLED_STEP_S, step_s=LABELLED_STEP_S):
+        spells.see(tick.node.name, set(_true(tick)), tick.ts_ms)
         read = ticks.decode(msgspec.json.encode(sample))
         written += replay.judge(read, read.ts_ms)
     spells.close()
@@ -155,34 +155,34 @@ def of_behaviours(hours: float, seed: int) -> Iterator[str]:
     fired = {rule.name: firings([alert for alert in written if alert.name == rule.name]) for rule in defaults}
     for rule in defaults:
         earlier = CAUSES[: CAUSES.index(rule.kind)] if rule.kind in CAUSES else ()
-        causes = [one for other in defaults if other.kind in earlier for one in fired[other.name]]
-        scores = scored(rule, fired[rule.name], causes, spells.found)
+        causes = [firing for cause in defaults if cause.kind in earlier for firing in fired[cause.name]]
+        scores = scored(rule, fired[rule.name], causes, spells.by_name)
         yield f"| `{rule.name}` | {'on' if rule.enabled else 'off'} | {scores} |"
 
 
-def _true(made: Made) -> Iterator[tuple[str, Pod, str]]:
-    labels = made.node.behaviours(made.ts_ms - START_MS)
-    for device, rows in zip(made.reading.devices, labels, strict=True):
+def _true(tick: Made) -> Iterator[tuple[str, Pod, str]]:
+    labels = tick.node.behaviours(tick.ts_ms - START_MS)
+    for device, rows in zip(tick.reading.devices, labels, strict=True):
         for label in rows:
-            pod = made.node.name, label["namespace"], label["pod"]
+            pod = tick.node.name, label["namespace"], label["pod"]
             yield from ((name, pod, device["uuid"]) for name, about in ABOUT.items() if about(label))
 
 
-def scored(rule: Rule, found: list[Found], causes: list[Found], spells: dict[str, list[Spell]]) -> str:
+def scored(rule: Rule, firings_: list[Firing], causes: list[Firing], spells: dict[str, list[Spell]]) -> str:
     """The figures of a rule: by its alerts, those of the rules that come before it, and what was true."""
-    own = spells.get(rule.name, [])
-    good = [one for i, one in enumerate(found) if is_useful(one, found[:i], own)]
-    false = [one for one in found if not any(holds(one, spell) for spell in own)]
+    of_rule = spells.get(rule.name, [])
+    good = [firing for i, firing in enumerate(firings_) if is_useful(firing, firings_[:i], of_rule)]
+    false = [firing for firing in firings_ if not any(holds(firing, spell) for spell in of_rule)]
     needs_ms = max(rule.for_ms + rule.grace_ms, rule.window_ms if rule.kind in WINDOWED else 0)
-    end_ms = max((spell.start_ms for of in spells.values() for spell in of), default=0)
-    long = [one for one in own if min(one.end_ms, end_ms) - one.start_ms >= needs_ms + ACT_S * 1000]
-    missed = [spell for spell in long if not any(meets(one, spell) for one in (*found, *causes))]
-    began = [max(spell.start_ms for spell in own if holds(one, spell)) for one in good]
-    waited = [(one.start_ms - start_ms) / 1000 for one, start_ms in zip(good, began, strict=True)]
+    end_ms = max((spell.start_ms for of_name in spells.values() for spell in of_name), default=0)
+    long = [firing for firing in of_rule if min(firing.end_ms, end_ms) - firing.start_ms >= needs_ms + ACT_S * 1000]
+    missed = [spell for spell in long if not any(meets(firing, spell) for firing in (*firings_, *causes))]
+    began = [max(spell.start_ms for spell in of_rule if holds(firing, spell)) for firing in good]
+    waited = [(firing.start_ms - start_ms) / 1000 for firing, start_ms in zip(good, began, strict=True)]
     cells = (
-        len(found),
+        len(firings_),
         len(good),
-        len(found) - len(good) - len(false),
+        len(firings_) - len(good) - len(false),
         len(false),
         f"{len(missed)} of {len(long)}",
         round(statistics.median(waited)) if waited else "",
@@ -190,45 +190,45 @@ def scored(rule: Rule, found: list[Found], causes: list[Found], spells: dict[str
     return " | ".join(map(str, cells))
 
 
-def firings(alerts: list[Alert]) -> list[Found]:
+def firings(alerts: list[Alert]) -> list[Firing]:
     """The alerts in the order in which they fired, each with all that it was about."""
-    found: dict[tuple[str, int], Found] = {}
+    by_key: dict[tuple[str, int], Firing] = {}
     for alert in alerts:
         start_ms = milliseconds(alert.starts_at)
         end_ms = FOREVER_MS if alert.ends_at is None else milliseconds(alert.ends_at)
         key, labels = (alert.fingerprint, start_ms), alert.labels
-        own = f"{labels.get('k8s_namespace_name')}/{labels.get('k8s_pod_name')}"
-        held = [(gpu.node, gpu.pod or own) for gpu in alert.gpus] or [(alert.node, own)]
-        pods: set[Pod] = {(node, pod.partition("/")[0], pod.partition("/")[2]) for node, pod in held}
+        pod_name = f"{labels.get('k8s_namespace_name')}/{labels.get('k8s_pod_name')}"
+        holders = [(gpu.node, gpu.pod or pod_name) for gpu in alert.gpus] or [(alert.node, pod_name)]
+        pods: set[Pod] = {(node, pod.partition("/")[0], pod.partition("/")[2]) for node, pod in holders}
         uuid = alert.gpus[0].uuid if alert.gpus else labels.get("gpu_mig_uuid") or labels["gpu_uuid"]
-        before = found.get(key)
-        known = before.pods if before is not None else frozenset[Pod]()
-        found[key] = Found(known | pods, before.uuid if before is not None else uuid, start_ms, end_ms)
-    return sorted(found.values(), key=lambda one: (one.start_ms, one.uuid))
+        before = by_key.get(key)
+        pods_before = before.pods if before is not None else frozenset[Pod]()
+        by_key[key] = Firing(pods_before | pods, before.uuid if before is not None else uuid, start_ms, end_ms)
+    return sorted(by_key.values(), key=lambda firing: (firing.start_ms, firing.uuid))
 
 
-def is_useful(one: Found, before: list[Found], spells: list[Spell]) -> bool:
-    again = any(one.pods & other.pods and one.start_ms - other.start_ms < AGAIN_S * 1000 for other in before)
-    lasts = any(holds(one, spell) and spell.end_ms - one.start_ms >= ACT_S * 1000 for spell in spells)
+def is_useful(firing: Firing, before: list[Firing], spells: list[Spell]) -> bool:
+    again = any(firing.pods & other.pods and firing.start_ms - other.start_ms < AGAIN_S * 1000 for other in before)
+    lasts = any(holds(firing, spell) and spell.end_ms - firing.start_ms >= ACT_S * 1000 for spell in spells)
     return lasts and not again
 
 
-def holds(one: Found, spell: Spell) -> bool:
+def holds(firing: Firing, spell: Spell) -> bool:
     """Whether what an alert says of its first GPU was so when it fired."""
-    return spell.uuid == one.uuid and spell.pod in one.pods and spell.start_ms <= one.start_ms < spell.end_ms
+    return spell.uuid == firing.uuid and spell.pod in firing.pods and spell.start_ms <= firing.start_ms < spell.end_ms
 
 
-def meets(one: Found, spell: Spell) -> bool:
+def meets(firing: Firing, spell: Spell) -> bool:
     """Whether an alert about the pod of a spell fires at some time of it."""
-    return spell.pod in one.pods and one.start_ms < spell.end_ms and one.end_ms > spell.start_ms
+    return spell.pod in firing.pods and firing.start_ms < spell.end_ms and firing.end_ms > spell.start_ms
 
 
-def covers(one: Found, other: Found) -> bool:
+def covers(firing: Firing, earlier: Firing) -> bool:
     """Whether an alert fires about the pods of another one soon enough after that began."""
-    soon_ms = other.start_ms + ACT_S * 1000
-    return bool(one.pods & other.pods) and one.start_ms <= soon_ms and one.end_ms > other.start_ms
+    soon_ms = earlier.start_ms + ACT_S * 1000
+    return bool(firing.pods & earlier.pods) and firing.start_ms <= soon_ms and firing.end_ms > earlier.start_ms
 
 
 if __name__ == "__main__":
-    asked = [*sys.argv[1:], *map(str, (MINUTES, HOURS, SEED)[len(sys.argv) - 1 :])]
-    main(int(asked[0]), float(asked[1]), int(asked[2]))
+    arguments = [*sys.argv[1:], *map(str, (MINUTES, HOURS, SEED)[len(sys.argv) - 1 :])]
+    main(int(arguments[0]), float(arguments[1]), int(arguments[2]))

@@ -19,20 +19,20 @@ from tests.real.chromium import chromium
 from tests.sinks.page.bench import Bench
 from topics.attributed import AttributedSample
 
-NODES, GPUS, MADE, SECONDS = 2500, 8, 50, 10
+NODES, GPUS, PATTERNS, SECONDS = 2500, 8, 50, 10
 START_MS = 1_795_219_200_000
 
 
 def ticks(fleet: SimulatedFleet, second: int, nodes: int) -> list[AttributedSample]:
     """A tick of each node; those that are made are repeated with other UUIDs."""
-    made: list[list[dict[str, object]]] = []
-    for index in range(MADE):
+    patterns: list[list[dict[str, object]]] = []
+    for index in range(PATTERNS):
         node = fleet.node(index)
         reading = node.read(second * 1000)
         rows = zip(reading.devices, reading.reported, strict=True)
         devices = [{**device, "holders": list(holders)} for device, holders in rows]
-        made.append(devices)
-    return [_tick(made[index % MADE], index, second) for index in range(nodes)]
+        patterns.append(devices)
+    return [_tick(patterns[index % PATTERNS], index, second) for index in range(nodes)]
 
 
 def _tick(devices: list[dict[str, object]], index: int, second: int) -> AttributedSample:
@@ -42,12 +42,12 @@ def _tick(devices: list[dict[str, object]], index: int, second: int) -> Attribut
         cut = {"mig": {**mig, "parent_uuid": f"{mig['parent_uuid']}-{index}"}} if isinstance(mig, dict) else {}
         named.append({**device, "uuid": f"{device['uuid']}-{index}", **cut})
     identity = {"cluster": "bench", "node": f"node-{index:04d}", "run_id": 1, "seq": second, "offset": second}
-    said = {"schema": 1, **identity, "ts_ms": START_MS + second * 1000, "attribution": "exact", "devices": named}
-    return msgspec.convert(said, AttributedSample)
+    fields = {"schema": 1, **identity, "ts_ms": START_MS + second * 1000, "attribution": "exact", "devices": named}
+    return msgspec.convert(fields, AttributedSample)
 
 
 async def main(nodes: int) -> None:
-    bench, fleet = Bench(), SimulatedFleet(MADE, GPUS, cluster="bench", seed=1, pod_life_s=300)
+    bench, fleet = Bench(), SimulatedFleet(PATTERNS, GPUS, cluster="bench", seed=1, pod_life_s=300)
     takes, beats, sizes, updates = [], [], [], []
     for tick in ticks(fleet, 1, nodes):
         bench.fleet.add_tick(tick, 1.0)
@@ -56,9 +56,9 @@ async def main(nodes: int) -> None:
             await page.open(bench.url + "/")
             painted = float(await page.wait_until("Number(document.body?.dataset.painted ?? 0)"))
             for second in range(2, 2 + SECONDS):
-                some = ticks(fleet, second, nodes)
+                second_ticks = ticks(fleet, second, nodes)
                 began_s = time.perf_counter()
-                for tick in some:
+                for tick in second_ticks:
                     bench.fleet.add_tick(tick, float(second))
                 took_s = time.perf_counter()
                 bench.pages.make_frames(START_MS + second * 1000)
@@ -80,7 +80,7 @@ async def main(nodes: int) -> None:
     }
     devices = sum(len(node.devices) for node in bench.fleet.nodes.values())
     sys.stdout.write(f"{nodes} nodes, {devices} GPUs and MIG devices\n\n| what | figure |\n|---|---|\n")
-    sys.stdout.writelines(f"| {what} | {figure} |\n" for what, figure in rows.items())
+    sys.stdout.writelines(f"| {title} | {figure} |\n" for title, figure in rows.items())
 
 
 if __name__ == "__main__":

@@ -166,15 +166,15 @@ def stages(records: Sequence[Read]) -> None:
     """Each step on its own, warm."""
     values = len(records) * GPUS * len(KEYS)
     samples: list[SeriesTick] = []
-    per_cpu_second(lambda: samples.extend(decode(one.value) for one in records), values, "decode")
+    per_cpu_second(lambda: samples.extend(decode(record.value) for record in records), values, "decode")
     series = OpenSeries(Translator([PROFILES["otel"]]))
-    for one in samples:
-        series.tick(one)
+    for sample in samples:
+        series.tick(sample)
     groups: list[list[SampleGroup]] = []
 
     def play() -> None:
-        for one in samples:
-            tick = series.tick(one)
+        for sample in samples:
+            tick = series.tick(sample)
             groups.append(tick.groups)
             series.settle(tick, 0.0, accepted=True)
 
@@ -182,7 +182,7 @@ def stages(records: Sequence[Read]) -> None:
     groups.clear()
     series.clear()
     per_cpu_second(play, values, "series")
-    batches = [[group for tick in groups[at : at + 32] for group in tick] for at in range(0, len(groups), 32)]
+    batches = [[group for tick in groups[start : start + 32] for group in tick] for start in range(0, len(groups), 32)]
     encoders: dict[str, Callable[[Sequence[SampleGroup]], bytes]] = {
         "1.0": encode_v1.encode,
         "2.0": encode_v2.Encoder().encode,
@@ -200,13 +200,13 @@ def stages(records: Sequence[Read]) -> None:
 async def all_of_it(records: Sequence[Read], url: str, protocol: Protocol) -> tuple[float, float]:
     """Delivers the records as the sink does; gives CPU and wall-clock seconds."""
     settings = RemoteWriteSettings(kafka="none", url=url, protocol=protocol)
-    made = Instruments(INSTRUMENTS)
+    instruments = Instruments(INSTRUMENTS)
     client = Client(settings)
     shared = RemoteWriteShared(
-        deliverer=Deliverer(RemoteWriteSender(client.post, protocol, made), made),
+        deliverer=Deliverer(RemoteWriteSender(client.post, protocol, instruments), instruments),
         letters=DeadLetters(None, ""),  # type: ignore[arg-type] # nothing is refused
-        outcomes=Outcomes(COMPONENT, made),
-        instruments=made,
+        outcomes=Outcomes(COMPONENT, instruments),
+        instruments=instruments,
         slots=asyncio.Semaphore(settings.max_in_flight),
         max_samples=settings.max_request_samples,
         stale_after_s=60.0,
@@ -216,12 +216,12 @@ async def all_of_it(records: Sequence[Read], url: str, protocol: Protocol) -> tu
     cpu, wall = time.process_time(), time.perf_counter()
     finished, abandon = [0], asyncio.Event()
     while finished[-1] < len(records):
-        given = () if finished[1:] else records
-        finished += [step async for step in handler.deliver(given, abandon)] or [0]
+        unread = () if finished[1:] else records
+        finished += [step async for step in handler.deliver(unread, abandon)] or [0]
         await asyncio.sleep(0.001)
     spent = time.process_time() - cpu, time.perf_counter() - wall
     await client.close()
-    delivered = made.registry.get_sample_value("gpustream_remote_write_values_delivered_total")
+    delivered = instruments.registry.get_sample_value("gpustream_remote_write_values_delivered_total")
     if delivered != len(records) * GPUS * len(KEYS):
         raise RuntimeError(f"{delivered} values delivered")
     return spent

@@ -85,36 +85,37 @@ def main(sink: bool, memberships: Sequence[str]) -> None:
             directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
             kafka = servers.enter_context(KafkaServer(directory / "kafka"))
             asyncio.run(topic_admin.create(kafka.connection, partitions=PARTITIONS, replication_factor=1))
-            at, attribution = ("--kafka", kafka.address), ["stream", "attribution"]
+            options, attribution = ("--kafka", kafka.address), ["stream", "attribution"]
             prometheus = servers.enter_context(PrometheusServer(directory / "prometheus")) if sink else None
             command = ["sink", "remote-write", "--url", prometheus.write_url] if prometheus else attribution
             truth = directory / "truth"
             ticks = ("--fleet", "48x1", "--interval", "500ms", "--truth", str(truth))
-            fleet = Gpustream(directory / "fleet", "produce", "simulated", *at, *ticks)
-            others = [Gpustream(directory / "attribution", *attribution, *at)] if sink else []
+            fleet = Gpustream(directory / "fleet", "produce", "simulated", *options, *ticks)
+            others = [Gpustream(directory / "attribution", *attribution, *options)] if sink else []
             workers = [
-                Gpustream(directory / f"w{n}", *command, *at, *membership_of(membership, n)) for n in range(WORKERS)
+                Gpustream(directory / f"w{n}", *command, *options, *membership_of(membership, n))
+                for n in range(WORKERS)
             ]
-            for one in (fleet, *others, *workers):
-                servers.callback(one.close)
-            for one in (*others, *workers):
-                one.begin()
-            for one in (*others, *workers, fleet):
-                one.start()
+            for process in (fleet, *others, *workers):
+                servers.callback(process.close)
+            for process in (*others, *workers):
+                process.begin()
+            for process in (*others, *workers, fleet):
+                process.start()
             watch = servers.enter_context(Commits(kafka)) if sink else None
             time.sleep(SETTLED_S)
             events = go_through(workers, MEMBERSHIPS[membership][0])
             fleet.stop()
             time.sleep(SETTLED_S)
-            for one in workers:
-                one.stop()
+            for process in workers:
+                process.stop()
             waits = asyncio.run(watch.waits(kafka.address) if watch else attributed(membership, kafka.address))
             report(membership, waits, events)
             if prometheus:
                 expected = Truth.read(truth).points("memory_used_bytes").keys()
-                found = stored(prometheus, "gpu_memory_used", "default", "30m").keys()
+                stored_values = stored(prometheus, "gpu_memory_used", "default", "30m").keys()
                 sys.stdout.write(
-                    f"\n{membership}: {len(expected)} values, {len(expected - found)} not in Prometheus\n\n"
+                    f"\n{membership}: {len(expected)} values, {len(expected - stored_values)} not in Prometheus\n\n"
                 )
             sys.stdout.flush()
 
@@ -141,7 +142,7 @@ def go_through(workers: Sequence[Gpustream], timeout_s: float) -> list[Event]:
     def wait(seconds: float) -> Callable[[], None]:
         return lambda: time.sleep(seconds)
 
-    rolled = [step for one in reversed(workers) for step in (one.stop, wait(IN_PLACE_S), one.start, wait(3.0))]
+    rolled = [step for worker in reversed(workers) for step in (worker.stop, wait(IN_PLACE_S), worker.start, wait(3.0))]
     event("rolling restart of all", *rolled)
     event(f"drained, back after {ELSEWHERE_S:.0f} s", last.stop, wait(ELSEWHERE_S), last.start)
     event("killed, back at once", last.kill9, wait(IN_PLACE_S), last.start)
@@ -157,7 +158,7 @@ class Commits:
     def __init__(self, kafka: KafkaServer) -> None:
         group = {"bootstrap.servers": kafka.address, "group.id": "gpustream-sink-remote-write"}
         self._consumer, self._over = Consumer(group), threading.Event()  # it asks, and joins nothing
-        self._seen: list[tuple[float, dict[int, int]]] = []
+        self._committed: list[tuple[float, dict[int, int]]] = []
         self._thread = threading.Thread(target=self._look)
 
     def __enter__(self) -> "Commits":
@@ -173,14 +174,16 @@ class Commits:
         tps = [TopicPartition("gpu.attributed", number) for number in range(PARTITIONS)]
         while not self._over.wait(0.2):
             with contextlib.suppress(KafkaException):  # a broker that has just begun may not know its groups yet
-                found = self._consumer.committed(tps, timeout=10)
-                self._seen.append((time.time() * 1000, {tp.partition: tp.offset for tp in found}))
+                committed = self._consumer.committed(tps, timeout=10)
+                self._committed.append((time.time() * 1000, {tp.partition: tp.offset for tp in committed}))
 
     async def waits(self, kafka: str) -> list[Wait]:
         """How long each record was not committed."""
         waits = []
         async for record in records_of(kafka, "gpu.attributed"):
-            at_ms = next((at for at, seen in self._seen if seen[record.partition] > record.offset), math.inf)
+            at_ms = next(
+                (seen_ms for seen_ms, offsets in self._committed if offsets[record.partition] > record.offset), math.inf
+            )
             waits.append(Wait(record.partition, record.timestamp, at_ms - record.timestamp))
         return waits
 
@@ -192,14 +195,14 @@ async def attributed(membership: str, kafka: str) -> list[Wait]:
         decode(record.value).tick(): (record.partition, record.timestamp)
         async for record in records_of(kafka, "gpu.samples")
     }
-    found: dict[Tick, int] = {}
+    logged_again: dict[Tick, int] = {}
     records = 0
     async for record in records_of(kafka, "gpu.attributed"):
-        found.setdefault(decode(record.value).tick(), record.timestamp)
+        logged_again.setdefault(decode(record.value).tick(), record.timestamp)
         records += 1
-    lost, twice = len(logged.keys() - found.keys()), records - len(found)
+    lost, twice = len(logged.keys() - logged_again.keys()), records - len(logged_again)
     sys.stdout.write(f"\n{membership}: {len(logged)} samples, {lost} lost, {twice} records twice\n\n")
-    return [Wait(*logged[tick], at_ms - logged[tick][1]) for tick, at_ms in found.items()]
+    return [Wait(*logged[tick], at_ms - logged[tick][1]) for tick, at_ms in logged_again.items()]
 
 
 def report(membership: str, waits: Sequence[Wait], events: Sequence[Event]) -> None:
@@ -217,4 +220,4 @@ def report(membership: str, waits: Sequence[Wait], events: Sequence[Event]) -> N
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    main("--sink" in arguments, [one for one in arguments if one != "--sink"])
+    main("--sink" in arguments, [argument for argument in arguments if argument != "--sink"])

@@ -70,13 +70,13 @@ def main() -> None:
     for life_s in POD_LIVES_S:
         polled, readings = attributed_score(life_s)
         watched, _ = attributed_score(life_s, asyncio.run(scripted(life_s)))
-        theirs = score(list(scraped(readings)))
-        sys.stdout.write(f"| {life_s} s | {len(readings)} | {watched:.2%} | {polled:.2%} | {theirs:.2%} |\n")
+        scrape_score = score(list(scraped(readings)))
+        sys.stdout.write(f"| {life_s} s | {len(readings)} | {watched:.2%} | {polled:.2%} | {scrape_score:.2%} |\n")
 
 
-def score(given: list[tuple[Reading, Holders]]) -> float:
+def score(pairs: list[tuple[Reading, Holders]]) -> float:
     """The share of readings that were given to exactly the pods that held the device at that instant."""
-    return sum(reading.held == holders for reading, holders in given) / len(given)
+    return sum(reading.held == holders for reading, holders in pairs) / len(pairs)
 
 
 def attributed_score(
@@ -84,12 +84,12 @@ def attributed_score(
 ) -> tuple[float, list[Reading]]:
     """The join's score, and the readings, of a fleet whose nodes find what ``containers`` gives of a tick."""
     fleet = Fleet(nodes, GPUS, seed=7, pod_life_s=life_s)
-    given: dict[tuple[str, int], Holders] = {}
+    attributed_to: dict[tuple[str, int], Holders] = {}
     readings: list[Reading] = []
     for tick, sample in joined(fleet, seconds or read_for(life_s), containers):
         readings += _readings(tick)
-        given.update(_given(sample))
-    return score([(reading, given[reading.device, reading.ts_ms]) for reading in readings]), readings
+        attributed_to.update(_attributed_holders(sample))
+    return score([(reading, attributed_to[reading.device, reading.ts_ms]) for reading in readings]), readings
 
 
 def read_for(life_s: int) -> int:
@@ -116,7 +116,7 @@ def joined(
         sample = join.PendingTick(_sample(tick, seq), tick.seq, now_s, tick.ts_ms, tick.ts_ms)
         for record in (*records, join.WatermarkRaised(tick.ts_ms), sample):
             states[name], out = join.step(states.get(name, join.NEW), record, 10.0)
-            yield from ((waiting.pop((name, one.sample.seq)), one.sample) for one in out)
+            yield from ((waiting.pop((name, pending.sample.seq)), pending.sample) for pending in out)
         states[name], _ = join.step(states[name], join.Committed(tick.seq - len(states[name].pending)), 10.0)
 
 
@@ -137,7 +137,7 @@ async def scripted(life_s: int, nodes: int = NODES, seconds: int | None = None) 
     read: dict[str, list[Tick]] = {}
     for tick in ticks(fleet, START_MS, 1000, seconds or read_for(life_s)):
         read.setdefault(tick.node.name, []).append(tick)
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    rows_of: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for index in range(nodes):
         name = fleet.node(index).name
         schedule = Schedule(fleet.cluster, fleet.seed, index, fleet.node(index).machine, life_s * 1000)
@@ -146,16 +146,16 @@ async def scripted(life_s: int, nodes: int = NODES, seconds: int | None = None) 
             serving(Path(folder, "kubelet.sock")) as resources,
             pushing(Path(folder, "pods.sock")) as pods,
         ):
-            rows = await _found(read[name], schedule, resources, pods)
-        found.update({(name, tick.ts_ms): held for tick, held in zip(read[name], rows, strict=True)})
-    return lambda tick: found[tick.node.name, tick.ts_ms]
+            rows = await _kubelet_rows(read[name], schedule, resources, pods)
+        rows_of.update({(name, tick.ts_ms): held for tick, held in zip(read[name], rows, strict=True)})
+    return lambda tick: rows_of[tick.node.name, tick.ts_ms]
 
 
-async def _found(
+async def _kubelet_rows(
     node_ticks: Sequence[Tick], schedule: Schedule, resources: Server, pods: PodsServer
 ) -> list[list[dict[str, Any]]]:
     """What a client of one node finds at each of its ticks."""
-    instruments, found = Instruments(names.INSTRUMENTS), list[list[dict[str, Any]]]()
+    instruments, rows_by_tick = Instruments(names.INSTRUMENTS), list[list[dict[str, Any]]]()
     kubelet = Kubelet(resources.path, instruments, pods_socket=pods.path, deadline_s=60.0)
     following = asyncio.create_task(kubelet.run())
     await eventually(lambda: value(instruments, names.PODS_WATCHED) == 1)
@@ -163,9 +163,9 @@ async def _found(
     sent = {"added": 0, "modified": 0}
     for tick in node_ticks:
         at_ms = tick.ts_ms - START_MS
-        for one in schedule.advance(at_ms):
-            late_ms = int(PUSHED_WITHIN_MS * one.seed)
-            coming += [Change(one.start_ms + late_ms, one, True), Change(one.end_ms + late_ms, one, False)]
+        for life in schedule.advance(at_ms):
+            late_ms = int(PUSHED_WITHIN_MS * life.seed)
+            coming += [Change(life.start_ms + late_ms, life, True), Change(life.end_ms + late_ms, life, False)]
         coming.sort(key=lambda change: (change.at_ms, change.begins))
         while coming and coming[0].at_ms <= at_ms:
             change = coming.pop(0)
@@ -173,11 +173,11 @@ async def _found(
             pods.push(_pushed(change))
         resources.reply = _listed(tick)
         await eventually(lambda: all(value(instruments, names.POD_EVENTS, type=kind) == n for kind, n in sent.items()))
-        found.append([dict(row) for row in await kubelet.read(60.0) or ()])
+        rows_by_tick.append([dict(row) for row in await kubelet.read(60.0) or ()])
     following.cancel()
     await asyncio.wait([following])
     await kubelet.close()
-    return found
+    return rows_by_tick
 
 
 def _pushed(change: Change) -> Any:
@@ -211,15 +211,15 @@ def scraped(readings: list[Reading]) -> Iterator[tuple[Reading, Holders]]:
 
 def _readings(tick: Tick) -> Iterator[Reading]:
     r = tick.reading
-    for device, held, reported in zip(r.devices, r.holders, r.reported, strict=True):
-        yield Reading(device["uuid"], tick.ts_ms, _pods(held), _pods(reported))
+    for device, holders, reported in zip(r.devices, r.holders, r.reported, strict=True):
+        yield Reading(device["uuid"], tick.ts_ms, _pods(holders), _pods(reported))
 
 
 def _pods(holders: tuple[dict[str, object], ...]) -> Holders:
     return frozenset((str(holder["namespace"]), str(holder["pod"])) for holder in holders)
 
 
-def _given(sample: AttributedSample) -> Iterator[tuple[tuple[str, int], Holders]]:
+def _attributed_holders(sample: AttributedSample) -> Iterator[tuple[tuple[str, int], Holders]]:
     for device in sample.devices:
         yield (device.uuid, sample.ts_ms), frozenset((h.namespace, h.pod) for h in device.holders)
 

@@ -25,23 +25,23 @@ from tests.real.servers import KafkaServer
 from tests.terminal import Terminal
 from topics.attributed import TOPIC
 
-GPUS, MADE, SIZE = 8, 4, (200, 60)
+GPUS, SECONDS, SIZE = 8, 4, (200, 60)
 VIEWS = {"fleet": b"1", "nodes": b"2", "GPUs": b"3", "pods": b"4", "workloads": b"5", "one GPU": b"3\r"}
 
 
-def made(nodes: int) -> list[list[dict[str, object]]]:
-    """Some seconds of ticks of each node, without what tells one from another."""
+def fleet_ticks(nodes: int) -> list[list[dict[str, object]]]:
+    """Some seconds of ticks of each node, without their numbers and times."""
     fleet = Fleet(nodes, GPUS)
-    found = []
+    nodes_ticks = []
     for index in range(nodes):
         node, ticks = fleet.node(index), list[dict[str, object]]()
-        for second in range(1, MADE + 1):
+        for second in range(1, SECONDS + 1):
             reading = node.read(second * 1000, 1)
-            held = zip(reading.devices, reading.reported, strict=True)
-            devices = [{**device, "holders": holders} for device, holders in held]
+            pairs = zip(reading.devices, reading.reported, strict=True)
+            devices = [{**device, "holders": holders} for device, holders in pairs]
             ticks.append(TOPIC.example | {"node": node.name, "devices": devices})
-        found.append(ticks)
-    return found
+        nodes_ticks.append(ticks)
+    return nodes_ticks
 
 
 async def send(address: str, nodes: list[list[dict[str, object]]], stop: asyncio.Event) -> None:
@@ -58,7 +58,7 @@ async def send(address: str, nodes: list[list[dict[str, object]]], stop: asyncio
                 if stop.is_set():
                     return
                 numbers = {"seq": seq, "offset": seq, "ts_ms": int(time.time() * 1000)}
-                record = msgspec.json.encode(ticks[seq % MADE] | numbers)
+                record = msgspec.json.encode(ticks[seq % SECONDS] | numbers)
                 await producer.send(TOPIC.name, record, key=f"bench/{ticks[0]['node']}".encode())
 
 
@@ -74,7 +74,7 @@ class Cost(NamedTuple):
 async def measured(address: str, seconds: float) -> list[Cost]:
     """Every view, one after the other."""
     terminal = Terminal("top", "--kafka", address, "--since", "1s", size=SIZE)
-    found = list[Cost]()
+    costs = list[Cost]()
     try:
         await asyncio.to_thread(terminal.shows, b"GPUs by node")
         await asyncio.sleep(5)
@@ -86,16 +86,16 @@ async def measured(address: str, seconds: float) -> list[Cost]:
             lasted_s = time.monotonic() - began_s
             used = (cpu_s(terminal.process.pid) - used_s) / lasted_s
             rates = re.findall(rb"([\d,]+) ticks/s", terminal.written)
-            found.append(Cost(name, rates[-1].decode(), used, (len(terminal.written) - wrote) / lasted_s / 1024))
+            costs.append(Cost(name, rates[-1].decode(), used, (len(terminal.written) - wrote) / lasted_s / 1024))
     finally:
         terminal.close()
-    return found
+    return costs
 
 
 async def main(arguments: Sequence[str]) -> None:
     """Measures and prints."""
     nodes, seconds = int(arguments[0]) if arguments else 250, float(arguments[1]) if arguments[1:] else 10.0
-    records = made(nodes)
+    records = fleet_ticks(nodes)
     with tempfile.TemporaryDirectory() as directory, KafkaServer(Path(directory)) as kafka:
         await topic_admin.create(kafka.connection, partitions=8, replication_factor=1)
         stop = asyncio.Event()

@@ -83,24 +83,26 @@ def equal(folder: Path, directory: Path) -> Iterator[str]:
         began_s = time.monotonic()
         ticks, records = through_kafka(directory / name, name, folder / sub)
         seconds = time.monotonic() - began_s
-        final = [one for one in records if one.final]
+        final = [record for record in records if record.final]
         expected = truth(folder / sub, records)
-        hours = sum(one.device_ms for one in final if one.category == "held") / HOUR_MS
-        found: dict[tuple[str, ...], Sums] = defaultdict(Counter)
-        for one in final:
-            if one.category == "held":
-                for key in ((one.pod or "", str(one.start_ms)), (one.pod or "",)):
-                    found[key].update({field: getattr(one, field) for field in FIELDS})
-        same = sum(all(found[key][field] == sum_ for field, sum_ in sums.items()) for key, sums in expected.items())
+        hours = sum(record.device_ms for record in final if record.category == "held") / HOUR_MS
+        sums_of: dict[tuple[str, ...], Sums] = defaultdict(Counter)
+        for record in final:
+            if record.category == "held":
+                for key in ((record.pod or "", str(record.start_ms)), (record.pod or "",)):
+                    sums_of[key].update({field: getattr(record, field) for field in FIELDS})
+        agreeing = sum(
+            all(sums_of[key][field] == sum_ for field, sum_ in sums.items()) for key, sums in expected.items()
+        )
         closed = Counter[bool]()
-        of: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
-        for one in final:
-            of[one.gpu_uuid, one.start_ms][0] += one.slice_ms
-            of[one.gpu_uuid, one.start_ms][1] = one.of * HOUR_MS
-        closed.update(slice_ms == whole for slice_ms, whole in of.values())
+        windows: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
+        for record in final:
+            windows[record.gpu_uuid, record.start_ms][0] += record.slice_ms
+            windows[record.gpu_uuid, record.start_ms][1] = record.of * HOUR_MS
+        closed.update(slice_ms == whole for slice_ms, whole in windows.values())
         yield (
-            f"| {name} | {ticks:,} | {hours:,.1f} | {seconds:.0f} | {len(expected):,} | {same:,} |"
-            f" {closed[True]:,} of {len(of):,} |"
+            f"| {name} | {ticks:,} | {hours:,.1f} | {seconds:.0f} | {len(expected):,} | {agreeing:,} |"
+            f" {closed[True]:,} of {len(windows):,} |"
         )
 
 
@@ -109,10 +111,10 @@ def through_kafka(directory: Path, name: str, folder: Path) -> tuple[int, list[U
     with ExitStack() as running:
         kafka = running.enter_context(KafkaServer(directory / "kafka", heap="1g"))
         asyncio.run(topic_admin.create(kafka.connection, partitions=PARTITIONS, replication_factor=1))
-        at = ("--kafka", kafka.address)
+        options = ("--kafka", kafka.address)
         for stream in ("attribution", "usage"):
-            running.enter_context(Gpustream(directory / stream, "stream", stream, *at, "--team-label", "qos"))
-        replay = ("produce", "replay", *at, "--trace", name, str(folder), "--listen", "off")
+            running.enter_context(Gpustream(directory / stream, "stream", stream, *options, "--team-label", "qos"))
+        replay = ("produce", "replay", *options, "--trace", name, str(folder), "--listen", "off")
         subprocess.run([sys.executable, "-m", "gpustream", *replay], check=True)
         for topic, group in (("gpu.samples", "gpustream-attribution"), ("gpu.attributed", "gpustream-usage")):
             while asyncio.run(lag(kafka.address, group, [topic])):
@@ -120,9 +122,9 @@ def through_kafka(directory: Path, name: str, folder: Path) -> tuple[int, list[U
         ticks = len(asyncio.run(read_all(kafka.address, "gpu.samples")))
         decode, newest = decoder(Usage), dict[object, Usage]()
         for record in asyncio.run(read_all(kafka.address, HOURS.name)):
-            one = decode(record.value)
-            if one.key not in newest or newest[one.key].order < one.order:
-                newest[one.key] = one
+            usage = decode(record.value)
+            if usage.key not in newest or newest[usage.key].order < usage.order:
+                newest[usage.key] = usage
         return ticks, list(newest.values())
 
 
@@ -133,38 +135,38 @@ def of_genai(folder: Path, records: list[Usage]) -> dict[tuple[str, ...], Sums]:
     for column, file in (("duty", made.DUTY), ("memory", made.MEMORY)):
         for row in _rows(folder, file):
             read[row["container_ip"]][round(float(row["timestamp_anon"]) * 1000)][column] = row["value"]
-    found: dict[tuple[str, ...], Sums] = defaultdict(Counter)
+    expected: dict[tuple[str, ...], Sums] = defaultdict(Counter)
     for address, readings in read.items():
         times = sorted(readings)
         final_ms = (times[-1] - FINAL_AFTER_MS) // HOUR_MS * HOUR_MS
         for before_ms, ts_ms in itertools.pairwise(times):
-            since_ms, said = max(before_ms, ts_ms - 3 * 57_000), readings[ts_ms]
-            ratio = float(said["duty"]) / 100 if "duty" in said else 0.0
+            since_ms, values = max(before_ms, ts_ms - 3 * 57_000), readings[ts_ms]
+            ratio = float(values["duty"]) / 100 if "duty" in values else 0.0
             millionths = round(ratio * 1_000_000)
             for hour_ms in range(since_ms // HOUR_MS * HOUR_MS, min(ts_ms, final_ms), HOUR_MS):
                 start_ms, end_ms = max(since_ms, hour_ms), min(ts_ms, hour_ms + HOUR_MS)
                 lasted_ms = end_ms - start_ms
-                found[f"pod-{address}", str(hour_ms)].update(
+                expected[f"pod-{address}", str(hour_ms)].update(
                     device_ms=lasted_ms,
                     used_us=millionths * (end_ms - since_ms) // 1000 - millionths * (start_ms - since_ms) // 1000,
-                    idle_ms=lasted_ms if "duty" in said and ratio < IDLE_BELOW else 0,
-                    memory_byte_ms=lasted_ms * int(float(said.get("memory", "0"))),
+                    idle_ms=lasted_ms if "duty" in values and ratio < IDLE_BELOW else 0,
+                    memory_byte_ms=lasted_ms * int(float(values.get("memory", "0"))),
                 )
-    return found
+    return expected
 
 
 def of_gpu_2023(folder: Path, records: list[Usage]) -> dict[tuple[str, ...], Sums]:
     """What each pod had, if all its hours are final: its GPUs for as long as it ran, or its part of one's time used."""
-    found: dict[tuple[str, ...], Sums] = {}
-    open_pods = {one.pod for one in records if not one.final}
-    placed = {one.pod for one in records}
+    expected: dict[tuple[str, ...], Sums] = {}
+    open_pods = {record.pod for record in records if not record.final}
+    placed = {record.pod for record in records}
     for row in _rows(folder, made.PODS):
         if int(row["num_gpu"]) and row["scheduled_time"] and row["name"] in placed - open_pods:
             ran_ms = (int(row["deletion_time"]) - int(float(row["scheduled_time"]))) * 1000
             milli = int(row["num_gpu"]) * int(row["gpu_milli"])
             whole = {"device_ms": ran_ms * int(row["num_gpu"])} if int(row["gpu_milli"]) == 1000 else {}
-            found[(row["name"],)] = Counter({"used_us": ran_ms * milli, **whole})
-    return found
+            expected[(row["name"],)] = Counter({"used_us": ran_ms * milli, **whole})
+    return expected
 
 
 def _rows(folder: Path, file: str) -> Iterator[dict[str, str]]:
@@ -207,7 +209,7 @@ def idle(folder: Path) -> dict[str, Score]:
         true: Claims = {(devices[0]["uuid"], pod)} if tick.ts_ms - since_ms >= rule.for_ms else set()
         for name, claimant in nodes.setdefault(tick.node, {name: make() for name, make in claimants.items()}).items():
             counted[name].count(claimant.see(sample), true)
-    return {name: one.score() for name, one in counted.items()}
+    return {name: contender.score() for name, contender in counted.items()}
 
 
 # -- made traces

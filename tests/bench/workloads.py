@@ -2,8 +2,8 @@
 
     python -m tests.bench.workloads [PODS] [NODES]
 
-Pods of a second each come one after another to nodes in turn, one every 0.9 s, and are told of until half an hour after
-the last; all of it in the time of a test's clock, without a broker.
+Pods of a second each come one after another to nodes in turn, one every 0.9 s, and are reported until half an hour
+after the last; all of it in the time of a test's clock, without a broker.
 """
 
 import asyncio
@@ -47,10 +47,10 @@ async def main(pods: int, nodes: int) -> None:
         await tell(now_ms)
     running.cancel()
     sizes = [len(orjson.dumps(record)) for record in sender.of(TOPIC.name)]
-    told = f"{len(sizes)} records, {sum(sizes) / 1e6:.1f} MB, the largest {max(sizes)} bytes"
-    sys.stdout.write(f"{pods} pods on {nodes} nodes: {told}\n")
+    summary = f"{len(sizes)} records, {sum(sizes) / 1e6:.1f} MB, the largest {max(sizes)} bytes"
+    sys.stdout.write(f"{pods} pods on {nodes} nodes: {summary}\n")
 
 
 if __name__ == "__main__":
-    given = [int(text) for text in sys.argv[1:]]
-    asyncio.run(main(*(given + [1000, 4][len(given) :])))
+    arguments = [int(text) for text in sys.argv[1:]]
+    asyncio.run(main(*(arguments + [1000, 4][len(arguments) :])))

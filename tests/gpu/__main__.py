@@ -97,8 +97,8 @@ def main(seconds: float, folder: Path) -> int:
     program = shutil.which("nvidia-smi")
     if program is None:
         return _failed("nvidia-smi is not on PATH: it comes with the NVIDIA driver, and is the second opinion here")
-    if (why := asyncio.run(trouble())) is not None:
-        return _failed(f"there is no GPU to read: {why}")
+    if (reason := asyncio.run(trouble())) is not None:
+        return _failed(f"there is no GPU to read: {reason}")
     smi = NvidiaSmi(program)
     try:
         listed = smi.listed()
@@ -108,14 +108,14 @@ def main(seconds: float, folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     nvml, sender = RecordingNvml(), FileSender(folder / "ticks.jsonl")
     began_s = time.monotonic()
-    with sampling(smi, SMI_EVERY_S) as said:
+    with sampling(smi, SMI_EVERY_S) as samples:
         wrong = asyncio.run(read(nvml, sender, seconds))
-    outcomes, recorded = compare(sender.ticks, said), nvml.recorded()
+    outcomes, recorded = compare(sender.ticks, samples), nvml.recorded()
     (folder / "nvml.json").write_bytes(orjson.dumps(recorded, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS))
     text = report.markdown(
         seconds=time.monotonic() - began_s,
         ticks=sender.ticks,
-        samples=len(said),
+        samples=len(samples),
         listed=listed,
         outcomes=outcomes,
         recorded=recorded,
@@ -127,8 +127,8 @@ def main(seconds: float, folder: Path) -> int:
     return 1 if bad or not outcomes else 0
 
 
-def _failed(why: str) -> int:
-    sys.stderr.write(f"{why}\n")
+def _failed(reason: str) -> int:
+    sys.stderr.write(f"{reason}\n")
     return 2
 
 

@@ -40,7 +40,7 @@ class Outcome:
 
 def compare(ticks: Iterable[Mapping[str, Any]], samples: Sequence[Sample]) -> dict[str, Outcome]:
     """By key. Only whole GPUs that answered are compared: nvidia-smi's query has no MIG devices."""
-    found: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
     ended = [sample.ended_ms for sample in samples]
     for tick in ticks:
         for device in tick["devices"]:
@@ -49,41 +49,41 @@ def compare(ticks: Iterable[Mapping[str, Any]], samples: Sequence[Sample]) -> di
             at_ms = device.get("read_ms", tick["ts_ms"])
             around = _around(samples, ended, at_ms, device["uuid"])
             if around:
-                _judge(device["metrics"], around, found)
-    return found
+                _judge(device["metrics"], around, outcomes)
+    return outcomes
 
 
 def _around(samples: Sequence[Sample], ended: Sequence[int], at_ms: int, uuid: str) -> list[Mapping[str, float | None]]:
     """What nvidia-smi said of the GPU in the two answers before and the two after; nothing if one side is missing."""
-    place = bisect_right(ended, at_ms)
-    near = samples[max(0, place - 2) : place + 2]
-    near = [one for one in near if abs(one.ended_ms - at_ms) <= AROUND_MS and uuid in one.values]
-    both = any(one.ended_ms <= at_ms for one in near) and any(one.ended_ms > at_ms for one in near)
-    return [one.values[uuid] for one in near] if both else []
+    index = bisect_right(ended, at_ms)
+    near = samples[max(0, index - 2) : index + 2]
+    near = [sample for sample in near if abs(sample.ended_ms - at_ms) <= AROUND_MS and uuid in sample.values]
+    on_both_sides = any(sample.ended_ms <= at_ms for sample in near) and any(sample.ended_ms > at_ms for sample in near)
+    return [sample.values[uuid] for sample in near] if on_both_sides else []
 
 
 def _judge(
-    metrics: Mapping[str, float], around: Sequence[Mapping[str, float | None]], found: dict[str, Outcome]
+    metrics: Mapping[str, float], around: Sequence[Mapping[str, float | None]], outcomes: dict[str, Outcome]
 ) -> None:
     for key in around[0]:
-        outcome, said = found.setdefault(key, Outcome()), [one.get(key) for one in around]
-        known = [one for one in said if one is not None]
+        outcome, answers = outcomes.setdefault(key, Outcome()), [answer.get(key) for answer in around]
+        values = [answer for answer in answers if answer is not None]
         value = metrics.get(key)
-        if value is None and not known:
+        if value is None and not values:
             continue
         if value is None:
             outcome.only_smi += 1
-        elif not known:
+        elif not values:
             outcome.only_node += 1
         else:
-            _count(outcome, value, known, FIELDS[key].step)
+            _count(outcome, value, values, FIELDS[key].step)
 
 
-def _count(outcome: Outcome, value: float, said: Sequence[float], step: float) -> None:
+def _count(outcome: Outcome, value: float, values: Sequence[float], step: float) -> None:
     outcome.compared += 1
-    low, high = min(said) - step, max(said) + step
+    low, high = min(values) - step, max(values) + step
     off = max(low - value, value - high, 0.0)
     if off <= step * 1e-6:
         outcome.agreed += 1
     elif off > outcome.worst:
-        outcome.worst, outcome.worst_pair = off, (value, min(said, key=lambda one: abs(one - value)))
+        outcome.worst, outcome.worst_pair = off, (value, min(values, key=lambda answer: abs(answer - value)))

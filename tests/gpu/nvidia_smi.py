@@ -111,28 +111,30 @@ class NvidiaSmi:
                 printed = self._run(f"--query-gpu={names}", "--format=csv,noheader,nounits")
             except Failed as failed:
                 unknown = _UNKNOWN.search(str(failed))
-                left = {key: one for key, one in self._fields.items() if unknown is None or one.name != unknown[1]}
-                if len(left) == len(self._fields):
+                known_fields = {
+                    key: field for key, field in self._fields.items() if unknown is None or field.name != unknown[1]
+                }
+                if len(known_fields) == len(self._fields):
                     raise
-                self._fields = left
+                self._fields = known_fields
             else:
                 return Sample(began_ms, _now_ms(), parsed(printed, self._fields))
 
     def _run(self, *arguments: str) -> str:
         try:
-            done = subprocess.run(
+            completed = subprocess.run(
                 [self._program, *arguments], capture_output=True, text=True, timeout=WITHIN_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise Failed(f"{self._program} does not run: {error}") from None
-        if done.returncode:
-            raise Failed(f"{self._program} {arguments[0]} failed: {(done.stdout + done.stderr).strip()}")
-        return done.stdout
+        if completed.returncode:
+            raise Failed(f"{self._program} {arguments[0]} failed: {(completed.stdout + completed.stderr).strip()}")
+        return completed.stdout
 
 
 def parsed(printed: str, fields: Mapping[str, Field]) -> dict[str, dict[str, float | None]]:
     """What ``--query-gpu=uuid,...`` printed, by UUID and key. A value that is none of ours is absent."""
-    found: dict[str, dict[str, float | None]] = {}
+    by_uuid: dict[str, dict[str, float | None]] = {}
     for row in csv.reader(io.StringIO(printed)):
         uuid, *texts = (cell.strip() for cell in row)
         values: dict[str, float | None] = {}
@@ -141,8 +143,8 @@ def parsed(printed: str, fields: Mapping[str, Field]) -> dict[str, dict[str, flo
                 values[key] = field.value(text)
             except ValueError:
                 values[key] = None
-        found[uuid] = values
-    return found
+        by_uuid[uuid] = values
+    return by_uuid
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class RecordingNvml(Nvml):
 
     def ask(self, function: str, handle: Handle, *arguments: Any) -> Any:
         """What pynvml's ``function`` gives."""
-        plain = [str(one) for one in arguments if isinstance(one, int | str)]
+        plain = [str(argument) for argument in arguments if isinstance(argument, int | str)]
         call = " ".join([function, *plain])
         answer = self._noted(
             self._name(handle), call, lambda: super(RecordingNvml, self).ask(function, handle, *arguments)
@@ -63,8 +63,8 @@ class RecordingNvml(Nvml):
         answers = self._noted(
             name, "nvmlDeviceGetFieldValues", lambda: super(RecordingNvml, self).fields(handle, fields)
         )
-        for one, answer in zip(fields, answers, strict=True):
-            self._keep(name, f"field {one}", answer)
+        for field_id, answer in zip(fields, answers, strict=True):
+            self._keep(name, f"field {field_id}", answer)
         return answers
 
     def samples(self, handle: Handle, kind: int, since_us: int) -> list[FieldValue]:
@@ -74,14 +74,16 @@ class RecordingNvml(Nvml):
 
     def recorded(self) -> dict[str, dict[str, Any]]:
         """By UUID and call, as JSON takes it."""
-        found: dict[str, dict[str, Any]] = {}
+        by_name: dict[str, dict[str, Any]] = {}
         with self._lock:
-            for (name, call), one in sorted(self._answers.items()):
-                mean_s = one.seconds / one.calls if one.calls else 0.0
-                times = {"calls": one.calls, "mean_s": round(mean_s, 6), "longest_s": round(one.longest_s, 6)}
-                row = {"answer": plain(one.newest), "errors": dict(one.errors)} | (times if one.calls else {})
-                found.setdefault(name, {})[call] = row
-        return found
+            for (name, call), answers in sorted(self._answers.items()):
+                mean_s = answers.seconds / answers.calls if answers.calls else 0.0
+                times = {"calls": answers.calls, "mean_s": round(mean_s, 6), "longest_s": round(answers.longest_s, 6)}
+                row = {"answer": plain(answers.newest), "errors": dict(answers.errors)} | (
+                    times if answers.calls else {}
+                )
+                by_name.setdefault(name, {})[call] = row
+        return by_name
 
     def _name(self, handle: Handle) -> str:
         return self._names.get(self.address(handle), "")
@@ -100,11 +102,11 @@ class RecordingNvml(Nvml):
         finally:
             took_s = time.perf_counter() - began_s
             with self._lock:
-                one = self._answers.setdefault((name, call), Answers())
-                one.calls, one.seconds = one.calls + 1, one.seconds + took_s
-                one.longest_s = max(one.longest_s, took_s)
+                answers = self._answers.setdefault((name, call), Answers())
+                answers.calls, answers.seconds = answers.calls + 1, answers.seconds + took_s
+                answers.longest_s = max(answers.longest_s, took_s)
                 if error is not None:
-                    one.errors[error] += 1
+                    answers.errors[error] += 1
 
     def _keep(self, name: str, call: str, answer: Any) -> None:
         with self._lock:
@@ -120,5 +122,5 @@ def plain(answer: Any) -> Any:
     if isinstance(answer, ctypes.Structure):
         return {name: plain(getattr(answer, name)) for name, *_ in answer._fields_}
     if isinstance(answer, list | tuple):
-        return [plain(one) for one in answer]
+        return [plain(item) for item in answer]
     return {key: plain(value) for key, value in vars(answer).items()} if hasattr(answer, "__dict__") else None

@@ -27,7 +27,7 @@ def markdown(
         "## Values of which nvidia-smi has no opinion\n\n" + _alone(ticks, outcomes),
         "## XID errors that came\n\n" + (_events(ticks) or "none"),
         "## What the producer said was wrong at the end\n\n"
-        + ("\n".join(f"- {one}" for one in not_ready) or "nothing"),
+        + ("\n".join(f"- {reason}" for reason in not_ready) or "nothing"),
         "## The slowest calls\n\n" + _calls(recorded),
         "What NVML answered is in nvml.json, the ticks in ticks.jsonl. Both name UUIDs and serial numbers.",
     ]
@@ -42,24 +42,33 @@ def disagreements(outcomes: Mapping[str, Outcome]) -> list[str]:
 def _verdict(outcomes: Mapping[str, Outcome], ticks: Sequence[Mapping[str, Any]]) -> str:
     bad = disagreements(outcomes)
     states = {device["state"] for tick in ticks for device in tick["devices"]}
-    told = f"Not of one opinion: {', '.join(bad)}." if bad else f"Of one opinion about all {len(outcomes)} values."
-    return f"**{told}** States of devices: {', '.join(sorted(states)) or 'there were none'}."
+    verdict = f"Not of one opinion: {', '.join(bad)}." if bad else f"Of one opinion about all {len(outcomes)} values."
+    return f"**{verdict}** States of devices: {', '.join(sorted(states)) or 'there were none'}."
 
 
 def _devices(ticks: Sequence[Mapping[str, Any]]) -> str:
     last = {device["uuid"]: device for tick in ticks for device in tick["devices"]}
     rows = [
-        (uuid, one.get("model", ""), (one.get("mig") or {}).get("profile", ""), one["state"], len(one["metrics"]))
-        for uuid, one in last.items()
+        (
+            uuid,
+            device.get("model", ""),
+            (device.get("mig") or {}).get("profile", ""),
+            device["state"],
+            len(device["metrics"]),
+        )
+        for uuid, device in last.items()
     ]
     return _table(("UUID", "model", "MIG profile", "state", "values"), rows)
 
 
 def _outcomes(outcomes: Mapping[str, Outcome]) -> str:
-    ordered = sorted(outcomes.items(), key=lambda one: (one[1].is_good, one[0]))
+    ordered = sorted(outcomes.items(), key=lambda item: (item[1].is_good, item[0]))
     return _table(
         ("key", "compared", "agree", "farthest off: node, nvidia-smi", "only node", "only nvidia-smi"),
-        [(key, one.compared, one.agreed, _pair(one.worst_pair), one.only_node, one.only_smi) for key, one in ordered],
+        [
+            (key, outcome.compared, outcome.agreed, _pair(outcome.worst_pair), outcome.only_node, outcome.only_smi)
+            for key, outcome in ordered
+        ],
     )
 
 
@@ -69,14 +78,17 @@ def _pair(pair: tuple[float, float] | None) -> str:
 
 def _alone(ticks: Sequence[Mapping[str, Any]], outcomes: Mapping[str, Outcome]) -> str:
     """The range of each key, over all devices."""
-    seen: dict[str, list[float]] = {}
+    values_by_key: dict[str, list[float]] = {}
     for tick in ticks:
         for device in tick["devices"]:
             for key, value in device["metrics"].items():
                 if key not in outcomes:
-                    seen.setdefault(key, []).append(value)
-    rows = [(key, len(seen[key]), f"{min(seen[key]):g}", f"{max(seen[key]):g}") for key in sorted(seen)]
-    absent = sorted(set(CATALOGUE) - seen.keys() - outcomes.keys())
+                    values_by_key.setdefault(key, []).append(value)
+    rows = [
+        (key, len(values_by_key[key]), f"{min(values_by_key[key]):g}", f"{max(values_by_key[key]):g}")
+        for key in sorted(values_by_key)
+    ]
+    absent = sorted(set(CATALOGUE) - values_by_key.keys() - outcomes.keys())
     return _table(("key", "values", "least", "most"), rows) + f"\n\nNever had: {', '.join(absent) or 'none'}."
 
 
@@ -92,21 +104,21 @@ def _events(ticks: Sequence[Mapping[str, Any]]) -> str:
 
 def _calls(recorded: Mapping[str, Mapping[str, Any]]) -> str:
     timed = [
-        (one["longest_s"], uuid, call, one)
+        (record["longest_s"], uuid, call, record)
         for uuid, calls in recorded.items()
-        for call, one in calls.items()
-        if "longest_s" in one
+        for call, record in calls.items()
+        if "longest_s" in record
     ]
     rows = [
         (
             call,
             uuid or "-",
-            one["calls"],
-            f"{one['mean_s'] * 1e3:.2f}",
+            record["calls"],
+            f"{record['mean_s'] * 1e3:.2f}",
             f"{longest_s * 1e3:.2f}",
-            _errors(one["errors"]),
+            _errors(record["errors"]),
         )
-        for longest_s, uuid, call, one in sorted(timed, key=lambda row: -row[0])[:40]
+        for longest_s, uuid, call, record in sorted(timed, key=lambda row: -row[0])[:40]
     ]
     return _table(("call", "of", "calls", "mean ms", "longest ms", "errors"), rows)
 

@@ -95,8 +95,8 @@ def test_a_node_and_an_nvidia_smi_of_one_opinion_are_a_report_and_fixtures(
     machine: dict[str, str], tmp_path: Path
 ) -> None:
     fake_smi(tmp_path / "bin", {UUID.format(gpu): said_of(gpu) for gpu in range(2)})
-    done = make_gpu(tmp_path, "2", machine)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    completed = make_gpu(tmp_path, "2", machine)
+    assert (completed.returncode, completed.stderr) == (0, ""), completed.stdout + completed.stderr
     report = (tmp_path / "out" / "report.md").read_text()
     assert "**Of one opinion about all 27 values.**" in report
     ticks = [json.loads(line) for line in (tmp_path / "out" / "ticks.jsonl").read_text().splitlines()]
@@ -110,25 +110,27 @@ def test_where_they_disagree_the_report_says_about_what_and_it_fails(machine: di
     rows = {UUID.format(gpu): said_of(gpu) for gpu in range(2)}
     rows[UUID.format(1)] |= {"temperature.gpu": "77", "fan.speed": "[N/A]"}
     fake_smi(tmp_path / "bin", rows)
-    done = make_gpu(tmp_path, "2", machine)
-    assert done.returncode == 1
+    completed = make_gpu(tmp_path, "2", machine)
+    assert completed.returncode == 1
     report = (tmp_path / "out" / "report.md").read_text()
-    (found,) = re.findall(r"\*\*Not of one opinion: (.*)\.\*\*", report)
-    assert {"temperature_celsius", "fan_speed_ratio"} <= set(found.split(", "))  # a busy machine may have missed others
+    (disagreeing,) = re.findall(r"\*\*Not of one opinion: (.*)\.\*\*", report)
+    assert {"temperature_celsius", "fan_speed_ratio"} <= set(
+        disagreeing.split(", ")
+    )  # a busy machine may have missed others
     assert "41, 77" in report
 
 
 def test_without_nvidia_smi_or_without_a_gpu_it_says_what_is_missing(
     nvml: ScriptedNvml, machine: dict[str, str], tmp_path: Path
 ) -> None:
-    done = make_gpu(tmp_path, "2", nvml.environment() | {"PATH": "/nonexistent"})
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "nvidia-smi is not on PATH" in done.stderr
+    completed = make_gpu(tmp_path, "2", nvml.environment() | {"PATH": "/nonexistent"})
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert "nvidia-smi is not on PATH" in completed.stderr
     fake_smi(tmp_path / "bin", {})
     nvml.driver("absent")
-    done = make_gpu(tmp_path, "2", machine)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "there is no GPU to read: no NVIDIA driver" in done.stderr
+    completed = make_gpu(tmp_path, "2", machine)
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert "there is no GPU to read: no NVIDIA driver" in completed.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -151,13 +153,13 @@ def _tick(ts_ms: int, watts: float | None) -> dict[str, Any]:
     return {"ts_ms": ts_ms, "devices": [{"uuid": "GPU-1", "state": "ok", "metrics": metrics}]}
 
 
-def _said(at_ms: int, watts: float | None) -> Sample:
+def _answer(at_ms: int, watts: float | None) -> Sample:
     return Sample(at_ms - 10, at_ms, {"GPU-1": {"power_watts": watts}})
 
 
 def test_a_value_between_what_nvidia_smi_said_before_and_after_agrees() -> None:
     ticks = [_tick(1000, 150), _tick(2000, 201), _tick(9000, 5)]
-    samples = [_said(500, 100), _said(1500, 200), _said(2500, 200)]
+    samples = [_answer(500, 100), _answer(1500, 200), _answer(2500, 200)]
     (outcome,) = compare(ticks, samples).values()
     assert outcome == Outcome(2, 1, outcome.worst, (201, 200))
     assert outcome.worst == pytest.approx(0.99)
@@ -165,5 +167,7 @@ def test_a_value_between_what_nvidia_smi_said_before_and_after_agrees() -> None:
 
 def test_a_value_that_only_one_of_the_two_has_is_counted() -> None:
     ticks = [_tick(1000, None), _tick(2000, 5)]
-    outcome = compare(ticks, [_said(500, 100), _said(1400, 100), _said(1900, None), _said(2500, None)])["power_watts"]
+    outcome = compare(ticks, [_answer(500, 100), _answer(1400, 100), _answer(1900, None), _answer(2500, None)])[
+        "power_watts"
+    ]
     assert (outcome.only_smi, outcome.compared + outcome.only_node) == (1, 1)
