@@ -14,9 +14,9 @@ class _Instant(selectors.SelectSelector):
     now_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        found = super().select(0)
-        if found:
-            return found
+        events = super().select(0)
+        if events:
+            return events
         if timeout is None:
             raise RuntimeError("everything waits, and nothing is left to happen")
         self.now_s += timeout

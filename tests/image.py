@@ -58,20 +58,26 @@ def compressed_mb(folder: Path) -> float:
 def for_development_only(folder: Path) -> set[str]:
     """What is there of that which only development names and nothing there needs, and pip."""
     (packages,) = folder.glob("lib/*/site-packages")
-    there = {canonicalize_name(one.name): one for one in distributions(path=[str(packages)])}
-    needed = [line for one in there.values() for line in one.requires or () if "extra ==" not in line]
+    installed = {
+        canonicalize_name(distribution.name): distribution for distribution in distributions(path=[str(packages)])
+    }
+    needed = [
+        line for distribution in installed.values() for line in distribution.requires or () if "extra ==" not in line
+    ]
     dev = PROJECT["project"]["optional-dependencies"]["dev"]
-    wanted_by_dev, wanted = ({canonicalize_name(Requirement(line).name) for line in lines} for lines in (dev, needed))
-    return {str(name) for name in there if name in wanted_by_dev - wanted or name == "pip"}
+    dev_names, needed_names = ({canonicalize_name(Requirement(line).name) for line in lines} for lines in (dev, needed))
+    return {str(name) for name in installed if name in dev_names - needed_names or name == "pip"}
 
 
 def main() -> int:
     """Build, look, and say."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        made = run_stage(work)
-        subprocess.run([f"{made}/bin/gpustream", "--version"], env={"PATH": f"{made}/bin"}, cwd="/", check=True)
-        size, unwanted = compressed_mb(made), for_development_only(made)
+        environment = run_stage(work)
+        subprocess.run(
+            [f"{environment}/bin/gpustream", "--version"], env={"PATH": f"{environment}/bin"}, cwd="/", check=True
+        )
+        size, unwanted = compressed_mb(environment), for_development_only(environment)
     sys.stdout.write(f"{size:.1f} MB compressed beside the base image; at most {AT_MOST_MB}\n")
     sys.stdout.writelines(f"only development needs {name}\n" for name in sorted(unwanted))
     return 1 if unwanted or size > AT_MOST_MB else 0

@@ -19,17 +19,17 @@ class Terminal:
     def __init__(
         self, *arguments: str, size: tuple[int, int] = (80, 24), environ: Mapping[str, str] | None = None
     ) -> None:
-        ours, theirs = pty.openpty()
-        self._fd = ours
+        our_end, child_end = pty.openpty()
+        self._fd = our_end
         self.resize(*size)
         ours_alone = ("COLUMNS", "LINES")  # pytest's workers have them, and they overrule the terminal's own size
         inherited = {name: value for name, value in os.environ.items() if name not in ours_alone}
         environment = {**inherited, "TERM": "xterm-256color", **(environ or {})}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "gpustream", *arguments],
-            stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
+            stdin=child_end, stdout=child_end, stderr=child_end, env=environment, start_new_session=True,
         )  # fmt: skip
-        os.close(theirs)
+        os.close(child_end)
         self.written = bytearray()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

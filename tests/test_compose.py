@@ -138,9 +138,11 @@ def test_what_is_mounted_is_there_and_read_only_or_a_named_volume() -> None:
 
 
 def test_every_configuration_is_given_to_somebody() -> None:
-    given = [entry["source"] for service in SERVICES.values() for entry in service.get("configs", [])]
-    assert sorted(given) == sorted(COMPOSE["configs"])
-    assert [name for name in given if "$" in COMPOSE["configs"][name]["content"]] == []  # Compose would fill it in
+    config_names = [entry["source"] for service in SERVICES.values() for entry in service.get("configs", [])]
+    assert sorted(config_names) == sorted(COMPOSE["configs"])
+    assert [
+        name for name in config_names if "$" in COMPOSE["configs"][name]["content"]
+    ] == []  # Compose would fill it in
 
 
 def test_prometheus_scrapes_every_component_where_it_listens() -> None:

@@ -31,64 +31,64 @@ STARTS = [number for number, instruction in enumerate(DOCKERFILE) if instruction
 BUILD, FINAL = DOCKERFILE[STARTS[0] : STARTS[1]], DOCKERFILE[STARTS[1] :]
 
 
-def of(stage: list[Instruction], name: str) -> list[str]:
+def arguments_of(stage: list[Instruction], name: str) -> list[str]:
     """What the instructions of one name say."""
     return [instruction.rest for instruction in stage if instruction.name == name]
 
 
 def sources() -> list[str]:
     """What is copied from the build's context."""
-    copies = [rest.split() for rest in of(BUILD, "COPY") + of(FINAL, "COPY")]
-    return [source for words in copies if not words[0].startswith("--from=") for source in words[:-1]]
+    copies = [rest.split() for rest in arguments_of(BUILD, "COPY") + arguments_of(FINAL, "COPY")]
+    return [source for copy in copies if not copy[0].startswith("--from=") for source in copy[:-1]]
 
 
 def test_there_are_two_stages_of_one_slim_base_that_is_pinned_by_its_digest() -> None:
-    (base,) = of(DOCKERFILE[: STARTS[0]], "ARG")
+    (base,) = arguments_of(DOCKERFILE[: STARTS[0]], "ARG")
     assert re.fullmatch(r"BASE=python:3\.\d+\.\d+-slim-[a-z]+@sha256:[0-9a-f]{64}", base)
     assert [DOCKERFILE[start].rest for start in STARTS] == ["${BASE} AS build", "${BASE}"]
 
 
 def test_the_base_is_a_python_that_the_project_supports() -> None:
-    (base,) = of(DOCKERFILE[: STARTS[0]], "ARG")
+    (base,) = arguments_of(DOCKERFILE[: STARTS[0]], "ARG")
     minor = int(base.split(".")[1])
     assert minor >= int(PROJECT["project"]["requires-python"].removeprefix(">=3."))
 
 
 def test_every_dependency_comes_from_the_lock_file_with_its_hash() -> None:
-    fetch, install = of(BUILD, "RUN")
+    fetch, install = arguments_of(BUILD, "RUN")
     assert "--require-hashes --no-deps" in fetch
     assert "-r requirements.lock" in fetch
     assert "--no-index --find-links /wheels" in install
 
 
 def test_the_final_stage_only_takes_what_was_built() -> None:
-    assert of(FINAL, "COPY") == ["--from=build /opt/gpustream /opt/gpustream"]
-    assert of(FINAL, "RUN") == []
+    assert arguments_of(FINAL, "COPY") == ["--from=build /opt/gpustream /opt/gpustream"]
+    assert arguments_of(FINAL, "RUN") == []
 
 
 def test_what_is_built_has_no_pip() -> None:
-    assert "venv --without-pip /opt/gpustream" in of(BUILD, "RUN")[1]
+    assert "venv --without-pip /opt/gpustream" in arguments_of(BUILD, "RUN")[1]
 
 
 def test_it_runs_as_nobody_in_particular() -> None:
-    (user,) = of(FINAL, "USER")
+    (user,) = arguments_of(FINAL, "USER")
     assert min(map(int, user.split(":"))) > 0
 
 
 def test_its_entry_point_is_the_command() -> None:
-    assert of(FINAL, "ENTRYPOINT") == ['["gpustream"]']
+    assert arguments_of(FINAL, "ENTRYPOINT") == ['["gpustream"]']
     assert "gpustream" in PROJECT["project"]["scripts"]
 
 
 def test_the_image_holds_every_package_of_the_distribution() -> None:
     assert set(PACKAGES) <= set(sources())
-    assert {line.split()[1] for line in of(BUILD, "COPY") if line.split()[0] in PACKAGES} == set(PACKAGES)
+    assert {line.split()[1] for line in arguments_of(BUILD, "COPY") if line.split()[0] in PACKAGES} == set(PACKAGES)
 
 
 def test_everything_copied_is_in_the_tree_and_in_the_context() -> None:
     assert [source for source in sources() if not (ROOT / source).exists()] == []
-    kept = {line.removeprefix("!").rstrip("/") for line in IGNORED if line.startswith("!")}
-    assert kept == set(sources())
+    included = {line.removeprefix("!").rstrip("/") for line in IGNORED if line.startswith("!")}
+    assert included == set(sources())
 
 
 def test_the_context_is_nothing_else() -> None:
@@ -97,11 +97,11 @@ def test_the_context_is_nothing_else() -> None:
 
 
 def test_the_labels_say_the_licence_the_version_and_the_source() -> None:
-    (labels,) = of(FINAL, "LABEL")
-    said = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', labels))
-    arguments = dict(argument.split("=") for argument in of(FINAL, "ARG"))
-    assert said["licenses"] == PROJECT["project"]["license"]
-    assert {name: said[name] for name in ("version", "source", "revision")} == {
+    (labels,) = arguments_of(FINAL, "LABEL")
+    values = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', labels))
+    arguments = dict(argument.split("=") for argument in arguments_of(FINAL, "ARG"))
+    assert values["licenses"] == PROJECT["project"]["license"]
+    assert {name: values[name] for name in ("version", "source", "revision")} == {
         "version": "${VERSION}",
         "source": "${SOURCE}",
         "revision": "${REVISION}",
@@ -110,5 +110,7 @@ def test_the_labels_say_the_licence_the_version_and_the_source() -> None:
 
 
 def test_nothing_needs_a_shell() -> None:
-    assert [rest for name in ("ENTRYPOINT", "CMD") for rest in of(FINAL, name) if not rest.startswith("[")] == []
-    assert of(FINAL, "RUN") == of(FINAL, "SHELL") == []
+    assert [
+        rest for name in ("ENTRYPOINT", "CMD") for rest in arguments_of(FINAL, name) if not rest.startswith("[")
+    ] == []
+    assert arguments_of(FINAL, "RUN") == arguments_of(FINAL, "SHELL") == []

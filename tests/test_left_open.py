@@ -35,14 +35,14 @@ def test_a_connection_over_tls_whose_other_side_does_not_say_that_it_closes_is_c
     if shutil.which("openssl") is None:
         pytest.skip("no openssl on PATH")
     signed = Authority(tmp_path).sign("server", f"IP:{HOST}")
-    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    theirs.load_cert_chain(signed.certificate, signed.key)
-    done = threading.Event()
+    server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_context.load_cert_chain(signed.certificate, signed.key)
+    finished = threading.Event()
     with socket.create_server((HOST, 0)) as server:
 
         def serve() -> None:
-            with theirs.wrap_socket(server.accept()[0], server_side=True):
-                done.wait(30)
+            with server_context.wrap_socket(server.accept()[0], server_side=True):
+                finished.wait(30)
 
         async def close() -> None:
             ours = ssl.create_default_context(cafile=signed.ca)
@@ -51,9 +51,9 @@ def test_a_connection_over_tls_whose_other_side_does_not_say_that_it_closes_is_c
 
         thread = threading.Thread(target=serve)
         thread.start()
-        with warnings.catch_warnings(record=True, action="always") as found:
+        with warnings.catch_warnings(record=True, action="always") as warned:
             asyncio.run(close())
             gc.collect()
-        done.set()
+        finished.set()
         thread.join()
-    assert [str(one.message) for one in found] == []
+    assert [str(warning.message) for warning in warned] == []

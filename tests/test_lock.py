@@ -25,8 +25,8 @@ def direct_dependencies(*extras: str) -> Iterator[Requirement]:
 
 def pins(lock: str) -> dict[str, Version]:
     """The version that each package is locked to."""
-    found = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", lock, re.MULTILINE)
-    return {canonicalize_name(name): Version(version) for name, version in found}
+    pins = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", lock, re.MULTILINE)
+    return {canonicalize_name(name): Version(version) for name, version in pins}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_each_direct_dependency_is_locked_to_a_version_that_is_allowed(dependenc
 
 def test_what_runs_is_locked_as_in_the_whole_and_nothing_for_development_is_in_it() -> None:
     runs = pins(RUNS)
-    needed = {canonicalize_name(one.name) for one in direct_dependencies()}
+    needed = {canonicalize_name(requirement.name) for requirement in direct_dependencies()}
     assert runs.items() <= pins(LOCK).items()
     assert needed <= set(runs)
     assert not {"pytest", "mypy", "pyarrow", "duckdb", "mkdocs-material"} & set(runs)

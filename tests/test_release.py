@@ -27,20 +27,20 @@ STEPS: list[dict[str, Any]] = [step for job in WORKFLOW["jobs"].values() for ste
 @pytest.fixture(scope="module")
 def twice(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """What .ci/dist makes of the last commit, on two machines that differ in what such things often depend on."""
-    made = []
+    folders = []
     for umask, zone in ("022", "UTC"), ("077", "Asia/Tokyo"):
         folder = tmp_path_factory.mktemp("dist")
         command = f"umask {umask}; TZ={zone} {ROOT}/.ci/dist {folder} wheel chart notes sums"
         subprocess.run(["bash", "-c", command], cwd=folder, check=True, capture_output=True)
-        made.append(folder)
-    return made
+        folders.append(folder)
+    return folders
 
 
 @pytest.mark.slow
 def test_two_machines_make_the_same_bytes(twice: list[Path]) -> None:
-    one, other = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in twice)
-    assert one == other
-    assert one.keys() == {
+    first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in twice)
+    assert first == second
+    assert first.keys() == {
         f"gpustream-{VERSION}-py3-none-any.whl",
         f"gpustream-{VERSION}.tgz",
         "CHANGELOG.md",
@@ -79,10 +79,10 @@ def test_the_wheel_works_beside_distributions_with_the_names_of_its_packages(twi
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     run = [sys.executable, "-m", "gpustream", "run", "--simulate", "1x2", "--duration", "2s", "--listen", "off"]
     ports = ("--scrape-listen", "127.0.0.1:0", "--page-listen", "127.0.0.1:0")
-    done = subprocess.run([*run, *ports], cwd=tmp_path, env=env, check=False)
-    assert done.returncode == 0
-    where = "import gpustream, topics; print(gpustream.__file__, topics.__file__)"
-    files = subprocess.run([sys.executable, "-c", where], cwd=tmp_path, env=env, check=True, capture_output=True)
+    result = subprocess.run([*run, *ports], cwd=tmp_path, env=env, check=False)
+    assert result.returncode == 0
+    program = "import gpustream, topics; print(gpustream.__file__, topics.__file__)"
+    files = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, check=True, capture_output=True)
     assert [Path(file).is_relative_to(tmp_path / "gpustream") for file in files.stdout.decode().split()] == [True, True]
 
 

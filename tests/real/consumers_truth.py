@@ -32,7 +32,7 @@ def devices(truth: list[Row]) -> list[Row]:
 def with_parts(truth: list[Row], ticks: list[Row]) -> list[Row]:
     """The truth with what each pod that was reported used of a device, by the processes that were sampled with it.
 
-    Before the API server has told which pods there are, whose processes those are is not known: the parts are equal.
+    Before the API server reports the pods, it is not known whose processes those are: the parts are equal.
     """
     rows_by_device = {
         (tick["node"], tick["run_id"], tick["seq"], device["uuid"]): device

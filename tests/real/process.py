@@ -84,7 +84,7 @@ class Server:
         """Makes the directory ready, before the first start."""
 
     def command(self) -> Sequence[str]:
-        """The command that serves until it is told to stop."""
+        """The command that serves until it is stopped."""
         raise NotImplementedError
 
     def ready(self) -> bool:

@@ -80,14 +80,14 @@ async def _main(echo: Echo) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     running = asyncio.create_task(app.run(stop))
-    while app.not_ready() and not running.done():  # noqa: ASYNC110 - nothing tells
+    while app.not_ready() and not running.done():  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0.05)
     print("ready", flush=True)  # noqa: T201 - for the one who started it
     await running
 
 
 def main() -> None:
-    """Run until told to stop."""
+    """Run until stopped."""
     asyncio.run(_main(msgspec.json.decode(sys.argv[1], type=Echo)))
 
 

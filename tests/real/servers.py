@@ -132,8 +132,8 @@ def find_prometheus_adapter() -> Path:
 
 def takes_remote_write_2(program: Path) -> bool:
     """Whether that Prometheus lets one choose the remote-write messages it accepts, which came with 2.0."""
-    done = subprocess.run([program, "--help"], capture_output=True, text=True, check=False, timeout=30)
-    return "remote-write-receiver.accepted-protobuf-messages" in done.stdout + done.stderr
+    result = subprocess.run([program, "--help"], capture_output=True, text=True, check=False, timeout=30)
+    return "remote-write-receiver.accepted-protobuf-messages" in result.stdout + result.stderr
 
 
 def _programs(folder: str, name: str = "prometheus") -> list[Path]:
@@ -235,8 +235,8 @@ class KafkaServer(Server):
         """
         new_topics = [NewTopic(name, count, config=dict(settings or {})) for name, count in partitions.items()]
         admin = self.admin()  # a client that nothing refers to gives up what it was asked
-        for done in admin.create_topics(new_topics, operation_timeout=ASK_TIMEOUT_S).values():
-            done.result(ASK_TIMEOUT_S)
+        for future in admin.create_topics(new_topics, operation_timeout=ASK_TIMEOUT_S).values():
+            future.result(ASK_TIMEOUT_S)
         self.wait_until(lambda: partitions.items() <= self.topics().items())
 
     def create_ours(self, partitions: Mapping[str, int]) -> None:
@@ -253,13 +253,13 @@ class KafkaServer(Server):
         """Deletes every topic and every consumer group without members. Returns the others."""
         admin = self.admin()
         if names := list(self.topics()):
-            for done in admin.delete_topics(names, operation_timeout=ASK_TIMEOUT_S).values():
-                done.result(ASK_TIMEOUT_S)
+            for future in admin.delete_topics(names, operation_timeout=ASK_TIMEOUT_S).values():
+                future.result(ASK_TIMEOUT_S)
             self.wait_until(lambda: not self.topics())
         groups = [group.group_id for group in admin.list_consumer_groups().result(ASK_TIMEOUT_S).valid]
         failed: list[str] = []
-        for group, done in (admin.delete_consumer_groups(groups) if groups else {}).items():
-            error = done.exception(ASK_TIMEOUT_S)
+        for group, future in (admin.delete_consumer_groups(groups) if groups else {}).items():
+            error = future.exception(ASK_TIMEOUT_S)
             if error and error.args[0].code() != KafkaError.NON_EMPTY_GROUP:
                 raise error
             failed += [group] if error else []
@@ -291,8 +291,8 @@ class KafkaServer(Server):
 
     def _ask(self, action: str, items: Sequence[Any]) -> None:
         admin = self.admin()  # a client that nothing refers to gives up what it was asked
-        for done in getattr(admin, action)(items).values():
-            done.result(ASK_TIMEOUT_S)
+        for future in getattr(admin, action)(items).values():
+            future.result(ASK_TIMEOUT_S)
 
     @property
     def _properties(self) -> Path:

@@ -1,4 +1,4 @@
-"""A node of eight GPUs that pods share in every way there is, told as a story: scene by scene, each with its truth.
+"""A node of eight GPUs that pods share in every way there is, as a story: scene by scene, each with its truth.
 
 In: nothing. Out: for each scene what is so on each device, and what NVML, procfs, the kubelet and the API server say.
 What each pod's part is is worked out here in the plainest way, from the processes that are put there.

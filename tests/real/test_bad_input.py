@@ -57,8 +57,8 @@ def _allow(kafka: KafkaServer, topic: str, size: int) -> None:
     entry = ConfigEntry("max.message.bytes", str(size), incremental_operation=AlterConfigOpType.SET)
     resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
     admin = kafka.admin()
-    for done in admin.incremental_alter_configs([resource]).values():
-        done.result(10)
+    for future in admin.incremental_alter_configs([resource]).values():
+        future.result(10)
 
 
 async def attributed_until(kafka: KafkaServer, node: str) -> list[Any]:

@@ -64,9 +64,9 @@ def test_each_gpu_and_pod_is_beside_itself_and_each_difference_has_its_reason(pr
         ],
     )
 
-    done = compare(prometheus, "--format", "json")
+    result = compare(prometheus, "--format", "json")
 
-    report = json.loads(done.output)
+    report = json.loads(result.output)
     verdicts = {(row["gpu"], row["theirs"]["name"]): (row["verdict"], row["why"]) for row in report["rows"]}
     assert verdicts == {
         ("GPU-a", "DCGM_FI_DEV_GPU_UTIL"): ("timing", "theirs is what gpustream said 18 s before"),
@@ -81,7 +81,7 @@ def test_each_gpu_and_pod_is_beside_itself_and_each_difference_has_its_reason(pr
             "another pod: theirs is who held the GPU at the scrape, ours who held it when the value was read",
         ),
     }
-    assert (done.exit_code, report["ok"], report["only_ours"]) == (1, False, ["DCGM_FI_DEV_FB_FREE"])
+    assert (result.exit_code, report["ok"], report["only_ours"]) == (1, False, ["DCGM_FI_DEV_FB_FREE"])
     assert report["verdicts"] == {"timing": 1, "same": 1, "unit": 1, "unknown": 1, "holder": 1}
 
     text = compare(prometheus).output

@@ -162,7 +162,7 @@ def _run_fleet(servers: ExitStack, directory: Path, kafka: KafkaServer, counting
 def _stable(kafka: KafkaServer, *groups: str) -> bool:
     admin = kafka.admin()
     descriptions = [
-        done.result(10) for done in admin.describe_consumer_groups(list(groups), request_timeout=10).values()
+        future.result(10) for future in admin.describe_consumer_groups(list(groups), request_timeout=10).values()
     ]
     return all(group.state == ConsumerGroupState.STABLE for group in descriptions)
 
@@ -188,7 +188,7 @@ def _produce(kafka: str, records: list[tuple[str, int, bytes, bytes]]) -> None:
 def run(filled: Filled, text: str) -> str:
     """The output of a command of the page."""
     line = f"set -o pipefail; {command(text)}"
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "-c", line],
         env=os.environ | environment(filled.kafka),
         capture_output=True,
@@ -196,8 +196,8 @@ def run(filled: Filled, text: str) -> str:
         check=False,
         timeout=60,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def test_the_programs_end_in_good_order(filled: Filled) -> None:

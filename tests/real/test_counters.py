@@ -67,7 +67,7 @@ def test_a_csv_file_is_taken_just_where_the_peers_parser_takes_it_and_as_the_sam
     need(find_go)
     samples = texts()
 
-    done = subprocess.run(
+    result = subprocess.run(
         [find_go(), "run", PROGRAM],
         input="\n".join(map(json.dumps, samples)),
         capture_output=True,
@@ -75,8 +75,8 @@ def test_a_csv_file_is_taken_just_where_the_peers_parser_takes_it_and_as_the_sam
         check=True,
     )
 
-    taken = 0
-    for text, line in zip(samples, done.stdout.splitlines(), strict=True):
+    served = 0
+    for text, line in zip(samples, result.stdout.splitlines(), strict=True):
         answer = json.loads(line)
         columns = [[column.strip(" ") for column in record] for record in answer["records"] or ()]
         good = "error" not in answer and all(
@@ -87,8 +87,8 @@ def test_a_csv_file_is_taken_just_where_the_peers_parser_takes_it_and_as_the_sam
         except CountersError:
             our_rows = []
         assert our_rows == (columns if good else []), repr(text)
-        taken += bool(our_rows)
-    assert taken > TEXTS / 4
+        served += bool(our_rows)
+    assert served > TEXTS / 4
 
 
 async def test_a_changed_file_is_in_force_without_a_restart(empty_kafka: KafkaServer, tmp_path: Path) -> None:

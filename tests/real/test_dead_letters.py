@@ -204,9 +204,9 @@ async def test_a_user_resubmits_through_tls_with_exactly_the_acls_that_the_docs_
     for acl in RIGHTS:
         kafka.allow("operator", *acl)
     try:
-        done = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+        result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
     finally:
         for acl in RIGHTS:
             kafka.forbid("operator", *acl)
 
-    assert (done.exit_code, done.stdout) == (0, "gpu.samples: 1 record sent again\n"), done.stderr
+    assert (result.exit_code, result.stdout) == (0, "gpu.samples: 1 record sent again\n"), result.stderr

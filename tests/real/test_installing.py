@@ -93,9 +93,9 @@ class Nodes:
         env = environment(
             container, {config_map["metadata"]["name"]: config_map.get("data", {}) for config_map in maps}
         )
-        done = CliRunner().invoke(main, container["args"], env=env)
-        self.ran.append(done.output)
-        return "Succeeded" if done.exit_code == 0 else "Failed"
+        result = CliRunner().invoke(main, container["args"], env=env)
+        self.ran.append(result.output)
+        return "Succeeded" if result.exit_code == 0 else "Failed"
 
 
 class Shell:

@@ -44,13 +44,13 @@ ENDED_TICK = 240  # the tick with which the idle job has ended
 CLUSTER = "hpc"
 IDLE = {"id": "4242", "user": "ana", "partition": "gpu", "account": "vision"}
 BUSY = {"id": "4243", "user": "bob", "partition": "long", "account": "speech"}
-OTHER = {"id": "4244", "user": "eve", "partition": "long"}
+SECOND_JOB = {"id": "4244", "user": "eve", "partition": "long"}
 NO_HOLDER: tuple[str | None, ...] = (None, None, None, None)
 
 
 def jobs_of(gpu: int, tick: int) -> list[dict[str, str]]:
     """The jobs of a GPU at a tick: an idle job until it ends, none, a job that works, and two jobs at once."""
-    return [[IDLE] if tick < ENDED_TICK else [], [], [BUSY], [BUSY, OTHER]][gpu]
+    return [[IDLE] if tick < ENDED_TICK else [], [], [BUSY], [BUSY, SECOND_JOB]][gpu]
 
 
 def labels_of(gpu: int, tick: int) -> tuple[str | None, ...]:
@@ -188,12 +188,12 @@ async def _is_booked(kafka: str, start_ms: int, files: Path) -> None:
     ).fetchall()  # fmt: skip
     assert {row[0]: row[1] for row in rows} == hours
     assert {row[2:] for row in rows if row[2]} == {
-        (job["id"], job.get("account"), "SlurmJob", job["user"], job["partition"]) for job in (IDLE, BUSY, OTHER)
+        (job["id"], job.get("account"), "SlurmJob", job["user"], job["partition"]) for job in (IDLE, BUSY, SECOND_JOB)
     }
     rows_by = {by: await asyncio.to_thread(_usage_by, kafka, by) for by in ("workload", "pod", "namespace", "team")}
     assert rows_by == {
-        "workload": {f"{job['partition']}/SlurmJob/{job['id']}" for job in (IDLE, BUSY, OTHER)},
-        "pod": {f"{job['partition']}/{job['id']}" for job in (IDLE, BUSY, OTHER)},
+        "workload": {f"{job['partition']}/SlurmJob/{job['id']}" for job in (IDLE, BUSY, SECOND_JOB)},
+        "pod": {f"{job['partition']}/{job['id']}" for job in (IDLE, BUSY, SECOND_JOB)},
         "namespace": {"gpu", "long"},
         "team": {"vision", "speech", "(no team)"},
     }
@@ -207,9 +207,9 @@ async def _caught_up(kafka: str) -> bool:
 
 def _usage_by(kafka: str, by: str) -> set[str]:
     arguments = ["usage", "--kafka", kafka, "--by", by, "--since", "50m", "--format", "json"]
-    done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 0, done.output
-    return {row["by"] for row in json.loads(done.stdout)["rows"] if row.get("category", "held") == "held"}
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    return {row["by"] for row in json.loads(result.stdout)["rows"] if row.get("category", "held") == "held"}
 
 
 def _get(url: str) -> str:

@@ -64,10 +64,10 @@ def fill(prometheus: PrometheusServer, directory: Path, cluster: str, *options: 
         "off",
     ]
     command = [sys.executable, "-m", "gpustream", *arguments, "--cluster", cluster, "--names", "dcgm-legacy", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
     rows = [json.loads(line) for line in truth.read_text().splitlines()]
-    return Filled(rows, json.loads(done.stdout.splitlines()[-1]))
+    return Filled(rows, json.loads(result.stdout.splitlines()[-1]))
 
 
 def pods_of(rows: list[Row]) -> set[Pod]:

@@ -51,12 +51,12 @@ async def test_each_command_runs_on_a_real_kafka_in_the_order_of_the_page(empty_
         if arguments[0] in RUN_LONG:
             parsed(arguments)
             continue
-        done = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+        result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
         if arguments[0] == "doctor":
-            assert done.exit_code in (0, 1), (line, done.output)
-            assert "no tick came in" in done.output or '"ok":' in done.output, (line, done.output)
+            assert result.exit_code in (0, 1), (line, result.output)
+            assert "no tick came in" in result.output or '"ok":' in result.output, (line, result.output)
         else:
-            assert done.exit_code == 0, (line, done.output)
+            assert result.exit_code == 0, (line, result.output)
     (delete,) = [line for line in LINES if line.startswith("kafka-topics.sh")]
     pattern = words_of(delete, empty_kafka.address)[-1]
     assert {topic for topic in empty_kafka.topics() if re.fullmatch(pattern, topic)} == set(TOPICS)

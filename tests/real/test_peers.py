@@ -157,9 +157,9 @@ def fed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fed]:
         command += ["--seed", str(seed_with_an_error()), "--truth", str(folder / "truth"), "--names", ALL]
         command += ["--remote-write", prometheus.write_url, "--duration", f"{RUNS_S}s", "--summary", "json"]
         command += ["--listen", "off", "--scrape-listen", "off", "--page-listen", "off"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout.splitlines()[-1])["lost"] == 0
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert result.returncode == 0, result.stderr
+        assert json.loads(result.stdout.splitlines()[-1])["lost"] == 0
         rows = [json.loads(line) for line in (folder / "truth").read_text().splitlines()]
         last = {row["node"]: row["ts_ms"] for row in rows}
         at_ms = min(last.values())

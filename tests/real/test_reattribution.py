@@ -73,8 +73,8 @@ async def test_what_was_attributed_live_is_attributed_again_byte_for_byte(
     logged_ms = sorted(record.timestamp for record in await read_all(kafka.address, "gpu.samples"))
     half = await attribute_again(kafka, to_ms=logged_ms[len(logged_ms) // 2])  # as if it had been killed then
     assert 0 < half.exact < 6 * TICKS
-    done = await attribute_again(kafka)
-    assert (done.existing, done.exact, done.late, done.none) == (half.exact, 6 * TICKS - half.exact, 0, 0)
+    counts = await attribute_again(kafka)
+    assert (counts.existing, counts.exact, counts.late, counts.none) == (half.exact, 6 * TICKS - half.exact, 0, 0)
     live_records = await read_all(kafka.address, f"{INTO}gpu.attributed")
     assert await by_partition(kafka, f"{INTO}gpu.attributed") == live
     for partition in live:
@@ -121,7 +121,7 @@ async def test_what_the_target_can_not_take_is_refused_and_what_is_no_sample_is_
         await attribute_again(kafka)
 
     first, *_, last = [record.timestamp for record in await read_all(kafka.address, "gpu.samples")]
-    done = await attribute_again(kafka, from_ms=last, into="once-more.")
-    assert done.none == sum(record.timestamp >= last for record in await read_all(kafka.address, "gpu.samples"))
+    counts = await attribute_again(kafka, from_ms=last, into="once-more.")
+    assert counts.none == sum(record.timestamp >= last for record in await read_all(kafka.address, "gpu.samples"))
     with pytest.raises(BrokerError, match=r"begins with a later sample .*another prefix"):
         await attribute_again(kafka, from_ms=first, into="once-more.")

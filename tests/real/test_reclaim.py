@@ -252,8 +252,8 @@ def _undo(kafka: KafkaServer, api: ApiServer, action: str) -> tuple[int, str]:
     """The output of the undo command."""
     config = str(api.kubeconfig("admin"))
     command = [sys.executable, "-m", "gpustream", "reclaim", "undo", action, "--kafka", kafka.address]
-    done = subprocess.run([*command, "--kubeconfig", config], capture_output=True, text=True, check=False, timeout=60)
-    return done.returncode, done.stdout if done.returncode == 0 else done.stderr
+    result = subprocess.run([*command, "--kubeconfig", config], capture_output=True, text=True, check=False, timeout=60)
+    return result.returncode, result.stdout if result.returncode == 0 else result.stderr
 
 
 async def test_without_a_right_and_with_nonsense_it_says_so_and_does_nothing(

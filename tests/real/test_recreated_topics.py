@@ -57,8 +57,8 @@ def pipeline(kafka: str) -> Pipeline:
 def recreate(kafka: KafkaServer, topic: str) -> None:
     """Delete a topic, and create it again as it was."""
     admin = kafka.admin()  # a client that nothing refers to gives up what it was asked
-    for done in admin.delete_topics([topic], operation_timeout=ASK_TIMEOUT_S).values():
-        done.result(ASK_TIMEOUT_S)
+    for future in admin.delete_topics([topic], operation_timeout=ASK_TIMEOUT_S).values():
+        future.result(ASK_TIMEOUT_S)
     kafka.wait_until(lambda: topic not in kafka.topics())
     kafka.create_ours({topic: PARTITIONS})
 

@@ -66,9 +66,9 @@ def check(text: str) -> set[tuple[str, str]]:
     """The complaints of promtool about a text, by metric; a text that it can't parse fails the test."""
     need(find_promtool)
     command: list[str | Path] = [find_promtool(), "check", "metrics"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode in (0, 3), done.stdout + done.stderr
-    lines = (done.stdout + done.stderr).splitlines()
+    result = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode in (0, 3), result.stdout + result.stderr
+    lines = (result.stdout + result.stderr).splitlines()
     return {(name, complaint) for name, _, complaint in (line.partition(" ") for line in lines if line)}
 
 

@@ -1,6 +1,6 @@
 """GPUs that pods share, from a node's drivers to Prometheus: at every tick the parts and the rest are the device.
 
-A node is told a story (:mod:`tests.real.sharing`), once, on the stage of :mod:`tests.real.sharing_stage`; attribution;
+A node plays a story (:mod:`tests.real.sharing`), once, on the stage of :mod:`tests.real.sharing_stage`; attribution;
 and a sink with each of two naming profiles, into a Prometheus each.
 """
 

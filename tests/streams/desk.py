@@ -113,7 +113,7 @@ async def meanwhile(work: Awaitable[T], *steps: Callable[[], Any], pauses: Seque
     task = asyncio.ensure_future(work)
     for step, pause_s in zip(steps, pauses or [0.001] * len(steps), strict=True):
         await asyncio.sleep(pause_s)
-        done = step()
-        if asyncio.iscoroutine(done):
-            await done
+        pending = step()
+        if asyncio.iscoroutine(pending):
+            await pending
     return await task

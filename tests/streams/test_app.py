@@ -146,21 +146,21 @@ async def run_briefly(bench: Bench) -> None:
 async def test_an_app_with_one_agent_on_the_batches_runs_and_is_given_them(
     bench: Bench, no_broker_needed: None
 ) -> None:
-    taken: list[Any] = []
+    received: list[Any] = []
 
     @bench.app.agent(bench.app.batches)  # type: ignore[untyped-decorator]
     async def agent(batches: AsyncIterator[Any]) -> None:
         async for batch in batches:
-            taken.append(batch)
+            received.append(batch)
             stop.set()
 
     stop = asyncio.Event()
     running = asyncio.ensure_future(bench.app.run(stop))
-    while not bench.app.batches.readers():  # noqa: ASYNC110 - nothing tells
+    while not bench.app.batches.readers():  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0)
     await bench.app.reader.deliver([(bench.admit(), "record")])
     await asyncio.wait_for(running, 8)
-    assert [[record for _, record in batch] for batch in taken] == [["record"]]
+    assert [[record for _, record in batch] for batch in received] == [["record"]]
     assert bench.failed == []
 
 

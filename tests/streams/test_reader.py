@@ -470,7 +470,7 @@ async def test_a_commit_that_swallows_its_cancellation_holds_nobody() -> None:
     desk.log(TICKS).append(5)
     await desk.assign()
     await desk.turn(2)
-    taken = desk.client.commit
+    commit = desk.client.commit
 
     async def stubborn(offsets: Any) -> bool:
         while True:
@@ -482,7 +482,7 @@ async def test_a_commit_that_swallows_its_cancellation_holds_nobody() -> None:
 
     desk.client.commit = stubborn  # type: ignore[method-assign]
     await desk.reader.revoked()
-    desk.client.commit = taken  # type: ignore[method-assign]
+    desk.client.commit = commit  # type: ignore[method-assign]
     await desk.assign()
     await desk.turn(2)
     assert await desk.reader.commit()

@@ -115,12 +115,12 @@ def replay(log: list[Logged], from_ms: int, *, live: bool = False) -> dict[int, 
         else:
             record = logged(entry.record, entry.at_ms) if isinstance(entry.record, NodeWorkloads) else entry.record
         state, joined = join.step(state, record, 10.0)
-        for done in joined:
-            encoded[done.sample.seq] = msgspec.json.encode(done.sample)
+        for joined_tick in joined:
+            encoded[joined_tick.sample.seq] = msgspec.json.encode(joined_tick.sample)
         if live and isinstance(entry.record, Sample) and not state.pending:
             state, _ = join.step(state, join.Committed(entry.record.seq + 1), 10.0)
-    for done in join.step(state, join.WatermarkRaised(float("inf")), 10.0)[1]:
-        encoded[done.sample.seq] = msgspec.json.encode(done.sample)
+    for joined_tick in join.step(state, join.WatermarkRaised(float("inf")), 10.0)[1]:
+        encoded[joined_tick.sample.seq] = msgspec.json.encode(joined_tick.sample)
     return encoded
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 START_MS = 1_795_218_340_000
 TOLD_WITHIN = 2
-"""How many ticks later the API server has told of a pod."""
+"""How many ticks later the API server reports a pod."""
 
 QUANTITIES = (
     ("gpu_utilization_ratio", "utilization_ratio"),
