@@ -175,11 +175,11 @@ def scores(fleet: Fleet, ticks: int, for_ms: int, grace_ms: int) -> dict[str, Sc
     return {name: contender.score() for name, contender in counted.items()}
 
 
-def rows(scores_: dict[str, Score]) -> Iterator[str]:
+def rows(scores_by_claimant: dict[str, Score]) -> Iterator[str]:
     """A table."""
     yield "| | precision | recall |"
     yield "|---|---|---|"
-    for name, (precision, recall) in scores_.items():
+    for name, (precision, recall) in scores_by_claimant.items():
         yield f"| `{name}` | {precision:.1%} | {recall:.1%} |"
 
 
@@ -187,8 +187,8 @@ def main(hours: float) -> None:
     """Prints a row for each."""
     fleet = Fleet(NODES, GPUS, seed=7, pod_life_s=POD_LIFE_S)
     (idle,) = load(None).of("held_idle")
-    scores_ = scores(fleet, int(hours * 3600), idle.for_ms, idle.grace_ms)
-    sys.stdout.write("\n".join(rows(scores_)) + "\n")
+    scores_by_claimant = scores(fleet, int(hours * 3600), idle.for_ms, idle.grace_ms)
+    sys.stdout.write("\n".join(rows(scores_by_claimant)) + "\n")
 
 
 if __name__ == "__main__":

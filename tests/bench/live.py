@@ -176,7 +176,7 @@ def most(kafka: KafkaServer, url: str) -> Window:
     step = NODES // STEP
     while low < step < high:
         window = measured(step * STEP, kafka, url)
-        sys.stderr.write(f"{window.nodes} nodes: lag {[round(lag_) for lag_ in window.halves]}, {window.cores}\n")
+        sys.stderr.write(f"{window.nodes} nodes: lag {[round(half) for half in window.halves]}, {window.cores}\n")
         if window.flat:
             low, most_nodes = step, window
         else:

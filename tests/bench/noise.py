@@ -118,7 +118,7 @@ def of_bursts(minutes: int) -> Iterator[str]:
         fired = firings(alerts)
         good = [firing for i, firing in enumerate(fired) if is_useful(firing, fired[:i], spells.by_name["GPUHeldIdle"])]
         first = good if first is None else first
-        covered = sum(1 for firing in first if any(covers(firing_, firing) for firing_ in fired))
+        covered = sum(1 for firing in first if any(covers(candidate, firing) for candidate in fired))
         yield f"| {way} | {keep}m | {len(fired)} | {len(good)} | {len(fired) - len(good)} | {covered} of {len(first)} |"
 
 
@@ -168,21 +168,21 @@ def _true(tick: Made) -> Iterator[tuple[str, Pod, str]]:
             yield from ((name, pod, device["uuid"]) for name, about in ABOUT.items() if about(label))
 
 
-def scored(rule: Rule, firings_: list[Firing], causes: list[Firing], spells: dict[str, list[Spell]]) -> str:
+def scored(rule: Rule, fired: list[Firing], causes: list[Firing], spells: dict[str, list[Spell]]) -> str:
     """The figures of a rule: by its alerts, those of the rules that come before it, and what was true."""
     of_rule = spells.get(rule.name, [])
-    good = [firing for i, firing in enumerate(firings_) if is_useful(firing, firings_[:i], of_rule)]
-    false = [firing for firing in firings_ if not any(holds(firing, spell) for spell in of_rule)]
+    good = [firing for i, firing in enumerate(fired) if is_useful(firing, fired[:i], of_rule)]
+    false = [firing for firing in fired if not any(holds(firing, spell) for spell in of_rule)]
     needs_ms = max(rule.for_ms + rule.grace_ms, rule.window_ms if rule.kind in WINDOWED else 0)
     end_ms = max((spell.start_ms for of_name in spells.values() for spell in of_name), default=0)
-    long = [firing for firing in of_rule if min(firing.end_ms, end_ms) - firing.start_ms >= needs_ms + ACT_S * 1000]
-    missed = [spell for spell in long if not any(meets(firing, spell) for firing in (*firings_, *causes))]
+    long = [spell for spell in of_rule if min(spell.end_ms, end_ms) - spell.start_ms >= needs_ms + ACT_S * 1000]
+    missed = [spell for spell in long if not any(meets(firing, spell) for firing in (*fired, *causes))]
     began = [max(spell.start_ms for spell in of_rule if holds(firing, spell)) for firing in good]
     waited = [(firing.start_ms - start_ms) / 1000 for firing, start_ms in zip(good, began, strict=True)]
     cells = (
-        len(firings_),
+        len(fired),
         len(good),
-        len(firings_) - len(good) - len(false),
+        len(fired) - len(good) - len(false),
         len(false),
         f"{len(missed)} of {len(long)}",
         round(statistics.median(waited)) if waited else "",

@@ -141,10 +141,10 @@ def test_the_most_severe_come_first_then_the_oldest() -> None:
         alert("far", START_MS - 9, severity="info"),
         alert("mid", START_MS - 5),
     ]
-    for alert_ in written:
-        assert latest.update(alert_record(alert_)) == alert_
-        assert latest.update(alert_record(alert_)) is None
-    assert [alert_.labels["k8s_pod_name"] for alert_ in latest.firing()] == ["old", "new", "mid", "far"]
+    for expected in written:
+        assert latest.update(alert_record(expected)) == expected
+        assert latest.update(alert_record(expected)) is None
+    assert [firing.labels["k8s_pod_name"] for firing in latest.firing()] == ["old", "new", "mid", "far"]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def letter(offset: int, *, key: str = "c/n", topic: str = "gpu.samples", error: 
 def test_letters_are_chosen_by_all_that_is_given(letters_filter: LetterFilter, expected: set[int]) -> None:
     letters = [letter(0), letter(1, error="unsendable: y"), letter(2, key="c/m", topic="gpu.allocations")]
 
-    assert {letter_.id.offset for letter_ in letters if letter_ in letters_filter} == expected
+    assert {dead_letter.id.offset for dead_letter in letters if dead_letter in letters_filter} == expected
 
 
 def test_rows_of_several_letters_say_what_they_have_in_common() -> None:

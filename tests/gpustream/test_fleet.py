@@ -226,7 +226,9 @@ def test_a_partition_whose_past_is_read_after_anothers_does_not_count_as_ticks_o
 
 
 def test_the_time_since_a_pod_has_a_gpu_goes_over_changes_of_others() -> None:
-    fleet = fleet_of(*[tick(gpu("a", 0.5, *pods_), seq=n) for n, pods_ in enumerate([["ml/x"], ["ml/x", "ml/y"]], 1)])
+    fleet = fleet_of(
+        *[tick(gpu("a", 0.5, *pod_names), seq=n) for n, pod_names in enumerate([["ml/x"], ["ml/x", "ml/y"]], 1)]
+    )
     since: dict[str, int] = {use.who: use.since_ms for use in pods(fleet.devices())}
 
     assert since == {"ml/x": 1000, "ml/y": 2000}

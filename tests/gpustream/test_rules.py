@@ -47,7 +47,7 @@ def story() -> list[Tick]:
 
 
 def encoded(ticks: Iterable[Tick]) -> list[bytes]:
-    return [msgspec.json.encode(tick_) for tick_ in ticks]
+    return [msgspec.json.encode(record) for record in ticks]
 
 
 def rules(*args: str, stdin: bytes | None = None) -> Result:
@@ -146,7 +146,7 @@ def test_without_a_file_the_defaults_judge(tmp_path: Path) -> None:
     lines = tmp_path / "ticks.jsonl"
     lines.write_bytes(b"\n".join(encoded(story())))
     result = rules("test", "--input", str(lines))
-    assert [alert_["alert"] for alert_ in fields(result)] == ["NodeSilent"]
+    assert [row["alert"] for row in fields(result)] == ["NodeSilent"]
 
 
 def test_standard_input_gives_the_transitions_as_the_stream_writes_them(file: Path) -> None:
@@ -233,9 +233,9 @@ async def _write(kafka: str) -> None:
     await producer.start()
     try:
         ended_ms = time.time_ns() // 1_000_000 - tick(400).ts_ms
-        for tick_ in story():
-            value, partition = msgspec.json.encode(tick_), int(tick_.node == "m")
-            await producer.send("gpu.attributed", value, partition=partition, timestamp_ms=tick_.ts_ms + ended_ms)
+        for record in story():
+            value, partition = msgspec.json.encode(record), int(record.node == "m")
+            await producer.send("gpu.attributed", value, partition=partition, timestamp_ms=record.ts_ms + ended_ms)
         await producer.send_and_wait("gpu.attributed", b"{", partition=0)
         await producer.flush()
     finally:

@@ -153,8 +153,8 @@ def test_it_serves_a_page_and_says_where() -> None:
     more = ("--page-listen", "127.0.0.1:0", "--log-format", "json")
     process = subprocess.Popen(_options(0, *more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        line_ = next(line for line in process.stderr or () if "the page is at" in line)
-        url = str(msgspec.json.decode(line_)["message"]).rpartition(" ")[2]
+        announced = next(line for line in process.stderr or () if "the page is at" in line)
+        url = str(msgspec.json.decode(announced)["message"]).rpartition(" ")[2]
         with urllib.request.urlopen(url) as answer:  # noqa: S310 - it is http
             assert b"<title>gpustream</title>" in answer.read()
     finally:

@@ -68,7 +68,7 @@ def kafka() -> Iterator[str]:
         written: list[tuple[str, bytes, Usage | Alert]] = [
             (HOURS.name, record.key.encode(), record) for record in RECORDS
         ]
-        written += [(alerts.TOPIC.name, alert_.fingerprint.encode(), alert_) for alert_ in ALERTS]
+        written += [(alerts.TOPIC.name, record.fingerprint.encode(), record) for record in ALERTS]
 
         async def write() -> None:
             producer = AIOKafkaProducer(bootstrap_servers=running.address)

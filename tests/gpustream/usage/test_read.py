@@ -39,43 +39,43 @@ async def planned(time: Range, *, minutes_ms: int = START_MS, hours_ms: int = ST
 
 async def test_whole_hours_are_read_from_a_little_before_them_to_the_end() -> None:
     time = Range(NOW_MS - 2 * DAY_MS, NOW_MS - DAY_MS)
-    plan_ = await planned(time)
-    assert plan_.spans == {Partition(HOURS.name, 0): Span(_offset(time.from_ms) - AHEAD, _offset(NOW_MS))}
-    assert (plan_.range, plan_.notes) == (time, [])
+    result = await planned(time)
+    assert result.spans == {Partition(HOURS.name, 0): Span(_offset(time.from_ms) - AHEAD, _offset(NOW_MS))}
+    assert (result.range, result.notes) == (time, [])
 
 
 async def test_both_ends_are_read_from_where_the_first_begins() -> None:
     time = Range(NOW_MS - DAY_MS - 10 * MINUTE_MS, NOW_MS - 10 * MINUTE_MS)
-    plan_ = await planned(time)
-    assert plan_.spans[Partition(MINUTES.name, 0)].start == _offset(time.from_ms) - AHEAD
-    assert plan_.range == time
+    result = await planned(time)
+    assert result.spans[Partition(MINUTES.name, 0)].start == _offset(time.from_ms) - AHEAD
+    assert result.range == time
 
 
 @pytest.mark.parametrize("kept", [None, {MINUTES.name: 7 * DAY_MS}])
 async def test_minutes_that_are_gone_cut_the_time_to_whole_hours_and_are_said(kept: dict[str, int] | None) -> None:
     time = Range(NOW_MS - 10 * DAY_MS + 20 * MINUTE_MS, NOW_MS - 15 * MINUTE_MS)
-    plan_ = await planned(time, minutes_ms=NOW_MS - 7 * DAY_MS, kept_ms=kept)
-    assert plan_.range == Range(NOW_MS - 10 * DAY_MS + HOUR_MS, time.to_ms)
-    (note,) = plan_.notes
+    result = await planned(time, minutes_ms=NOW_MS - 7 * DAY_MS, kept_ms=kept)
+    assert result.range == Range(NOW_MS - 10 * DAY_MS + HOUR_MS, time.to_ms)
+    (note,) = result.notes
     assert note.startswith("gpu.usage-minutes does not have 2026-12-20 00:20Z to 2026-12-20 01:00Z any more")
 
 
 async def test_a_time_within_an_hour_whose_minutes_are_gone_can_not_be_answered() -> None:
     begin_ms = NOW_MS - 10 * DAY_MS
-    plan_ = await planned(Range(begin_ms + MINUTE_MS, begin_ms + 9 * MINUTE_MS), minutes_ms=NOW_MS - 7 * DAY_MS)
-    assert not plan_.range.is_nonempty
-    assert len(plan_.notes) == 1
+    result = await planned(Range(begin_ms + MINUTE_MS, begin_ms + 9 * MINUTE_MS), minutes_ms=NOW_MS - 7 * DAY_MS)
+    assert not result.range.is_nonempty
+    assert len(result.notes) == 1
 
 
 async def test_a_partition_that_is_new_or_empty_is_not_taken_for_one_that_was_cut() -> None:
     time = Range(NOW_MS - 2 * DAY_MS - 30 * MINUTE_MS, NOW_MS)
-    plan_ = await planned(time, minutes_ms=NOW_MS - HOUR_MS, hours_ms=NOW_MS)
-    assert (plan_.range, plan_.notes) == (time, [])
+    result = await planned(time, minutes_ms=NOW_MS - HOUR_MS, hours_ms=NOW_MS)
+    assert (result.range, result.notes) == (time, [])
 
 
 async def test_hours_that_may_be_gone_are_said() -> None:
     time = Range(NOW_MS - 38 * DAY_MS, NOW_MS)
-    plan_ = await planned(time, hours_ms=NOW_MS - 30 * DAY_MS, kept_ms={HOURS.name: 30 * DAY_MS})
-    assert plan_.range == time
-    assert "gpu.usage may not go back to 2026-11-22 00:00Z any more" in plan_.notes[0]
+    result = await planned(time, hours_ms=NOW_MS - 30 * DAY_MS, kept_ms={HOURS.name: 30 * DAY_MS})
+    assert result.range == time
+    assert "gpu.usage may not go back to 2026-11-22 00:00Z any more" in result.notes[0]
     assert (await planned(time, kept_ms={HOURS.name: -1})).notes == []

@@ -19,15 +19,15 @@ PRICES = Prices("EUR", (Price("nvidia h100*", Decimal("2.95"), 0, 2**60, ()),))
 
 
 def table(*records: Usage, by: By = "namespace", prices: Prices | None = None) -> Table:
-    table_ = Table(by, prices)
+    usage_table = Table(by, prices)
     for record in records:
-        table_.add(record)
-    table_.close()
-    return table_
+        usage_table.add(record)
+    usage_table.close()
+    return usage_table
 
 
-def held(table_: Table) -> dict[str, Fraction]:
-    return {row.by: row.sums.gpu_hours for row in table_.rows() if row.category == "held"}
+def held(usage_table: Table) -> dict[str, Fraction]:
+    return {row.by: row.sums.gpu_hours for row in usage_table.rows() if row.category == "held"}
 
 
 def counted(*records: Any, range: Range = DAY) -> list[Usage]:  # noqa: A002 - it is one
@@ -115,27 +115,27 @@ def test_what_became_zero_in_a_later_revision_does_not_count() -> None:
 
 
 def test_whole_hours_count_by_hours_and_the_ends_by_minutes() -> None:
-    range_ = Range(START_MS + HOUR_MS - 2 * MINUTE_MS, START_MS + 2 * HOUR_MS + MINUTE_MS)
+    requested = Range(START_MS + HOUR_MS - 2 * MINUTE_MS, START_MS + 2 * HOUR_MS + MINUTE_MS)
     minutes = [
         usage("ml", start_ms=start_ms, end_ms=start_ms + MINUTE_MS, device_ms=MINUTE_MS)
         for start_ms in range(START_MS, START_MS + 3 * HOUR_MS, MINUTE_MS)
     ]
     hours = [usage("ml", start_ms=START_MS + hour * HOUR_MS) for hour in range(3)]
     logs = [*map(read, hours), *(read(record, topic=MINUTES.name) for record in minutes)]
-    records = counted(*logs, range=range_)
+    records = counted(*logs, range=requested)
     assert sorted(record.start_ms - START_MS for record in records) == [
         HOUR_MS - 2 * MINUTE_MS,
         HOUR_MS - MINUTE_MS,
         HOUR_MS,
         2 * HOUR_MS,
     ]
-    assert held(table(*records)) == {"ml": Fraction(range_.to_ms - range_.from_ms, HOUR_MS)}
+    assert held(table(*records)) == {"ml": Fraction(requested.to_ms - requested.from_ms, HOUR_MS)}
 
 
 def test_a_time_within_an_hour_is_minutes_only() -> None:
-    range_ = Range(START_MS + MINUTE_MS, START_MS + 3 * MINUTE_MS)
-    assert not range_.hours.is_nonempty
-    assert range_.partial_hours == [range_]
+    requested = Range(START_MS + MINUTE_MS, START_MS + 3 * MINUTE_MS)
+    assert not requested.hours.is_nonempty
+    assert requested.partial_hours == [requested]
 
 
 def test_what_is_no_record_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
