@@ -149,7 +149,7 @@ async def test_the_drain_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_the_drain_goes_on_while_ticks_arrive_unless_it_was_asked_to_stop(
     monkeypatch: pytest.MonkeyPatch, stopped: bool, undelivered: int
 ) -> None:
-    drain, clock, stop = Made(taken=0), FakeClock(), asyncio.Event()
+    drain, clock, stop = PipelineOfFakes(attributed=0), FakeClock(), asyncio.Event()
     monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr(pipeline, "_CHECK_EVERY_S", 0.0)
     seqs, behind = iter(range(11)), drain.behind
