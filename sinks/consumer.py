@@ -120,7 +120,7 @@ class GroupReader:
                 joining.result()
             while not any(end.done() for end in ends):
                 await asyncio.wait(ends, timeout=_MEASURE_S, return_when=asyncio.FIRST_COMPLETED)
-                self._outcomes.assigned((assignment.lag() for assignment in self._tasks), of=self)
+                self._outcomes.assigned((assignment.lag() or 0 for assignment in self._tasks), of=self)
                 self._outcomes.late(group.lateness.worst_s())
             for failed in (end for end in ends if end.done()):
                 failed.result()
@@ -138,7 +138,7 @@ class GroupReader:
             return self._check.not_ready() or ["not connected to Kafka"]
         if reasons := self._group.not_ready():
             return reasons
-        opening = sorted(assignment.tp for assignment in self._tasks if assignment.next is None)
+        opening = sorted(assignment.tp for assignment in self._tasks if assignment.lag() is None)
         reading_back = {
             self._group.connection.prefixed(topic): [str(tp.partition) for tp in opening if tp.topic == topic]
             for topic in self._sources
@@ -240,12 +240,12 @@ class Assignment:
         """Another member may have it now: commit nothing any more."""
         self._closed = True
 
-    def lag(self) -> int:
-        """The number of unfinished records, by the last end offset from the broker."""
+    def lag(self) -> int | None:
+        """The number of unfinished records, by the last end offset from the broker; None if that is not known yet."""
         with contextlib.suppress(AssertionError, AttributeError):  # between two assignments the client has no answer
             end = self._group.end(self.tp)
-            return max(0, end - self.next) if end is not None and self.next is not None else 0
-        return 0
+            return None if end is None or self.next is None else max(0, end - self.next)
+        return None
 
     async def _open(self, from_: StartFrom, recall_s: float) -> Start:
         """Find the start offset, for as long as that takes, and seek there."""

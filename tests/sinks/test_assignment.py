@@ -213,6 +213,15 @@ async def test_a_partition_is_quiet_if_only_an_open_transaction_follows() -> Non
     assert setup.assignment.lag() == 0
 
 
+async def test_the_lag_is_not_known_before_the_broker_has_reported_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(FakeGroup(LOG, group=4))
+    assert setup.assignment.lag() is None
+    await setup.read()
+    assert setup.assignment.lag() == 0
+    monkeypatch.setattr(setup.consumer, "end", lambda _: None)
+    assert setup.assignment.lag() is None
+
+
 async def test_the_end_of_a_transaction_is_committed_and_the_partition_is_quiet_after_it() -> None:
     setup = Setup(FakeGroup(LOG, group=4, stable=11))
     await setup.read()
