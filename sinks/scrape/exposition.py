@@ -179,12 +179,14 @@ class Renderings:
             raise GivenUp
 
         def end(done: "asyncio.Future[bytes]") -> None:
-            del self._under_way[key]
+            if self._under_way.get(key) is done:
+                del self._under_way[key]
             if not done.cancelled():
                 done.exception()  # whoever waited has it; nobody may have
 
-        if key not in self._under_way:
-            doing = asyncio.get_running_loop().run_in_executor(self._thread, begin())
-            self._under_way[key] = doing
-            doing.add_done_callback(end)
-        return await asyncio.shield(self._under_way[key])
+        under_way = self._under_way.get(key)
+        if under_way is None or under_way.done():
+            under_way = asyncio.get_running_loop().run_in_executor(self._thread, begin())
+            self._under_way[key] = under_way
+            under_way.add_done_callback(end)
+        return await asyncio.shield(under_way)

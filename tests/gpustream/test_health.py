@@ -57,7 +57,8 @@ def _ask(address: Address, path: str, accept: str = "*/*") -> Answer:
         with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - http, as written above
             return Answer(answer.status, answer.read().decode(), answer.headers["Content-Type"])
     except urllib.error.HTTPError as error:
-        return Answer(error.code, error.read().decode(), error.headers["Content-Type"])
+        with error:
+            return Answer(error.code, error.read().decode(), error.headers["Content-Type"])
 
 
 async def _get(health: Health, path: str, accept: str = "*/*") -> Answer:

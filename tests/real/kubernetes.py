@@ -312,7 +312,8 @@ class ApiServer(Server):
             with urllib.request.urlopen(request, timeout=ASK_TIMEOUT_S, context=context) as answer:  # noqa: S310
                 return Reply(answer.status, _json(answer.read()))
         except urllib.error.HTTPError as error:
-            return Reply(error.code, _json(error.read()))
+            with error:
+                return Reply(error.code, _json(error.read()))
 
     def _plural(self, version: str, kind: str) -> tuple[str, bool]:
         if (version, kind) not in self._plurals:

@@ -94,7 +94,8 @@ class FaultyReceiver:
             with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
                 status, reply, text = answer.status, dict(answer.headers), answer.read()
         except urllib.error.HTTPError as error:
-            status, reply, text = error.code, dict(error.headers), error.read()
+            with error:
+                status, reply, text = error.code, dict(error.headers), error.read()
         return status, reply, text
 
     def note(self, body: bytes, version: str) -> None:

@@ -45,7 +45,8 @@ def answer(process: Gpustream, path: str) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{process.ports[0].number}{path}", timeout=10) as response:
             return str(response.read().decode())
     except urllib.error.HTTPError as error:
-        return error.read().decode()
+        with error:
+            return error.read().decode()
     except OSError:
         return ""
 
