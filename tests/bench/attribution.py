@@ -15,7 +15,7 @@ from aiokafka import AIOKafkaConsumer
 from delivery import clients, kafka_admin
 from delivery.connection import Connection
 from producers.simulated.fleet import Fleet
-from tests.producers.simulated.made import Tick, ticks
+from tests.producers.simulated.fleet_ticks import Tick, ticks
 from topics.topic import node_key
 from topics.usage import HOUR_MS
 

@@ -25,7 +25,7 @@ from streams.alerts.memory import NodeAlerts
 from streams.alerts.rules.rule import Rules
 from streams.alerts.rules.rules_file import load
 from tests.bench.score import joined
-from tests.producers.simulated.made import Tick as Made
+from tests.producers.simulated.fleet_ticks import Tick as SimulatedTick
 from topics.attributed import AttributedSample
 
 NODES, GPUS, POD_LIFE_S, HOURS = 8, 8, 3600, 4
@@ -72,7 +72,7 @@ class Truth:
     for_ms: int
     _since: dict[tuple[str, Pod], int] = field(default_factory=dict)
 
-    def see(self, tick: Made) -> Claims:
+    def see(self, tick: SimulatedTick) -> Claims:
         """What is true at a tick."""
         idle: set[tuple[str, Pod]] = set()
         for device, holders in zip(tick.reading.devices, tick.reading.holders, strict=True):

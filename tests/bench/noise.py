@@ -31,7 +31,7 @@ from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import CAUSES, WINDOWED, Rule, Rules
 from tests.bench.idle import IDLE_BELOW
 from tests.bench.score import START_MS, joined
-from tests.producers.simulated.made import Tick as Made
+from tests.producers.simulated.fleet_ticks import Tick as SimulatedTick
 from topics.alerts import Alert, milliseconds
 
 NODES, GPUS, SEED, POD_LIFE_S, MINUTES, STEP_S = 17, 12, 3, 7200, 90, 5
@@ -160,7 +160,7 @@ def of_behaviours(hours: float, seed: int) -> Iterator[str]:
         yield f"| `{rule.name}` | {'on' if rule.enabled else 'off'} | {scores} |"
 
 
-def _true(tick: Made) -> Iterator[tuple[str, Pod, str]]:
+def _true(tick: SimulatedTick) -> Iterator[tuple[str, Pod, str]]:
     labels = tick.node.behaviours(tick.ts_ms - START_MS)
     for device, rows in zip(tick.reading.devices, labels, strict=True):
         for label in rows:

@@ -31,7 +31,7 @@ from tests.eventually import eventually
 from tests.producers.fakes import value
 from tests.producers.node.pod_resources import Server, answer, container, pod, serving
 from tests.producers.node.pods_server import PodsServer, pushed_pod, pushing
-from tests.producers.simulated.made import Tick, ticks
+from tests.producers.simulated.fleet_ticks import Tick, ticks
 from topics.allocations import Allocations
 from topics.attributed import AttributedSample
 from topics.samples import Sample

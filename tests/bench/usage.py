@@ -34,7 +34,7 @@ from producers.replay import alibaba, trace
 from producers.replay.trace import Rows
 from streams.alerts.rules.rules_file import load
 from tests.bench.idle import IDLE_BELOW, Claims, Counted, Query, Score, Stream, rows, rules
-from tests.producers.replay import made
+from tests.producers.replay import trace_files
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import KafkaServer
 from topics.attributed import AttributedSample
@@ -132,7 +132,7 @@ def of_genai(folder: Path, records: list[Usage]) -> dict[tuple[str, ...], Sums]:
     """The integer sums of each container's readings, by the hour: a reading stands for the time since the one before,
     at most three intervals of 57 s; of that time the GPU computed as many millionths as its duty cycle says."""
     read: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
-    for column, file in (("duty", made.DUTY), ("memory", made.MEMORY)):
+    for column, file in (("duty", trace_files.DUTY), ("memory", trace_files.MEMORY)):
         for row in _rows(folder, file):
             read[row["container_ip"]][round(float(row["timestamp_anon"]) * 1000)][column] = row["value"]
     expected: dict[tuple[str, ...], Sums] = defaultdict(Counter)
@@ -160,7 +160,7 @@ def of_gpu_2023(folder: Path, records: list[Usage]) -> dict[tuple[str, ...], Sum
     expected: dict[tuple[str, ...], Sums] = {}
     open_pods = {record.pod for record in records if not record.final}
     placed = {record.pod for record in records}
-    for row in _rows(folder, made.PODS):
+    for row in _rows(folder, trace_files.PODS):
         if int(row["num_gpu"]) and row["scheduled_time"] and row["name"] in placed - open_pods:
             ran_ms = (int(row["deletion_time"]) - int(float(row["scheduled_time"]))) * 1000
             milli = int(row["num_gpu"]) * int(row["gpu_milli"])
@@ -230,15 +230,17 @@ def make(folder: Path) -> None:
             if busy:
                 logged.append(f"{seconds}.0,19106.0,{address}")
     (folder / GENAI).mkdir(parents=True)
-    made.genai(folder / GENAI, duty, memory)
+    trace_files.genai(folder / GENAI, duty, memory)
     for file in LOGS:
         (folder / GENAI / file).write_text("\n".join(["timestamp_anon,value,container_ip", *logged]) + "\n")
     pods = [
-        made.pod(f"p-{number}", gpus, milli, start_s := chance.randrange(20_000), start_s + chance.randrange(60, 9_000))
+        trace_files.pod(
+            f"p-{number}", gpus, milli, start_s := chance.randrange(20_000), start_s + chance.randrange(60, 9_000)
+        )
         for number, (gpus, milli) in enumerate(chance.choices([(1, 250), (1, 400), (1, 1000), (4, 1000)], k=60))
     ]
     (folder / GPU_2023).mkdir()
-    made.gpu_2023(folder / GPU_2023, [f"n-{number},1,1,8,T4" for number in range(6)], pods)
+    trace_files.gpu_2023(folder / GPU_2023, [f"n-{number},1,1,8,T4" for number in range(6)], pods)
 
 
 if __name__ == "__main__":

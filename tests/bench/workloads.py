@@ -12,7 +12,7 @@ import sys
 import orjson
 
 from producers.workloads import WorkloadsPublisher
-from tests.producers.cluster.made import START_MS, pod, state
+from tests.producers.cluster.kubernetes_objects import START_MS, pod, state
 from tests.producers.fakes import FakeClock, FakeSender, instruments, settle
 from topics.workloads import TOPIC, Owner
 

@@ -50,7 +50,7 @@ from tests.eventually import eventually
 from tests.producers.cluster.api_server import kubeconfig
 from tests.producers.cluster.test_component import cluster_of
 from tests.producers.node.test_component import FakeGpus, FakeKubelet
-from tests.producers.replay import made as trace
+from tests.producers.replay import trace_files
 from tests.real.certificates import Authority
 from tests.real.contents import committed, ends
 from tests.real.pipeline import running
@@ -164,7 +164,7 @@ def component(name: str, url: str, api: str, **kafka: Any) -> Component:
 @pytest.fixture
 async def api(tmp_path: Path) -> AsyncIterator[str]:
     """The kubeconfig of an API server with one node, in a folder that has a trace, too."""
-    trace.gpu_2023(tmp_path, ["n-0,1,1,4,T4"], [trace.pod("p-0", 1, 500, 60, 660)])
+    trace_files.gpu_2023(tmp_path, ["n-0,1,1,4,T4"], [trace_files.pod("p-0", 1, 500, 60, 660)])
     async with cluster_of("n") as server:
         config = tmp_path / "kubeconfig"
         config.write_text(kubeconfig(server.url, {"token": "t"}))

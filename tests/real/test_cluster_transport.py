@@ -18,7 +18,7 @@ from producers.cluster import reflector as module
 from producers.cluster.lease import LeaderElector
 from producers.cluster.reflector import Reflector
 from tests.eventually import eventually
-from tests.producers.cluster.known import Known
+from tests.producers.cluster.recording_listener import RecordingListener
 from tests.producers.fakes import value
 from tests.real.cut import Line
 from tests.real.kubernetes import ApiServer, Json
@@ -40,15 +40,15 @@ class Maps:
     """The config maps of a namespace, and a watch of them."""
 
     def __init__(self, server: ApiServer, api: Client, namespace: str, **settings: Any) -> None:
-        self.server, self.namespace, self.known = server, namespace, Known()
+        self.server, self.namespace, self.listener = server, namespace, RecordingListener()
         self.instruments = Instruments(names.INSTRUMENTS)
         self.path = f"/api/v1/namespaces/{namespace}/configmaps"
-        self.watch = Reflector(api, self.path, self.known, self.instruments, name="maps", **settings)
+        self.watch = Reflector(api, self.path, self.listener, self.instruments, name="maps", **settings)
         self.task = asyncio.create_task(self.watch.run())
 
     @property
     def names_found(self) -> set[str]:
-        return set(self.known.objects)
+        return set(self.listener.objects)
 
     async def wait_for(self, *names_found: str) -> None:
         await eventually(lambda: self.task.done() or (self.watch.synced and self.names_found == set(names_found)))
@@ -117,10 +117,10 @@ async def test_objects_that_exist_come_change_and_go_are_known(kube_api: ApiServ
         await maps.put(name, n="1")
     await maps.wait_for("a", "b")
     await maps.put("a", n="2")
-    await eventually(lambda: maps.known.objects["a"]["data"] == {"n": "2"})
+    await eventually(lambda: maps.listener.objects["a"]["data"] == {"n": "2"})
     await maps.delete("a")
     await maps.wait_for("b")
-    assert maps.known.lists == 1
+    assert maps.listener.lists == 1
     assert maps.events("listed") == 0, "it is a streaming list"
 
 
@@ -135,7 +135,7 @@ async def test_a_server_without_streaming_lists_is_listed_in_pages(
     await maps.put("later")
     await maps.wait_for(*expected, "later")
     assert maps.restarts("unsupported") == 1
-    assert (maps.events("listed"), maps.known.lists) == (7, 1)
+    assert (maps.events("listed"), maps.listener.lists) == (7, 1)
 
 
 async def test_a_403_says_the_rule_and_with_exactly_that_rule_it_watches(
@@ -197,7 +197,7 @@ async def test_a_version_that_was_compacted_away_is_listed_again(
         await maps.wait_for("stays", "new")
     assert maps.restarts("expired") == 1
     assert maps.events("ERROR") == 1, "it is said on a line, in an answer of 200"
-    assert maps.known.lists == 2
+    assert maps.listener.lists == 2
 
 
 async def test_bookmarks_move_on_where_it_goes_on_from_while_others_change(
@@ -213,7 +213,7 @@ async def test_bookmarks_move_on_where_it_goes_on_from_while_others_change(
     await eventually(lambda: maps.restarts("ended") >= 2)
     assert maps.events("BOOKMARK") >= 2, "the end of the list, and one shortly before the end of each watch"
     assert maps.watch._version != version_before
-    assert maps.known.lists == 1
+    assert maps.listener.lists == 1
     await maps.put("a")
     await maps.wait_for("a")
 

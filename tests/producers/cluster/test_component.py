@@ -22,7 +22,7 @@ from producers.cluster.takeover import PublishedNodes
 from streams.attribution.holders import holder_of
 from tests.eventually import eventually
 from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, kubeconfig
-from tests.producers.cluster.made import claim_json, named, over, pod_json, slice_json
+from tests.producers.cluster.kubernetes_objects import claim_json, named, over, pod_json, slice_json
 from tests.producers.fakes import FakeSender
 from topics.attributed import Workload
 from topics.topic import decoder

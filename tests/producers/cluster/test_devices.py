@@ -7,7 +7,7 @@ import pytest
 
 from producers.cluster.devices import AdminClaim, Claims, Slices, known_claim, known_slice
 from producers.cluster.pods import KEPT_MS
-from tests.producers.cluster.made import claim, slice_
+from tests.producers.cluster.kubernetes_objects import claim, slice_
 from topics.allocations import Claim
 
 POOL = ("gpu.nvidia.com", "n1")

@@ -8,7 +8,16 @@ from delivery.instruments import Instruments
 from producers.cluster import instruments as names
 from producers.cluster.component import listeners
 from producers.cluster.reflector import Listener
-from tests.producers.cluster.made import START_MS, claim_json, named, pod_json, raw, slice_json, state, taint_rule_json
+from tests.producers.cluster.kubernetes_objects import (
+    START_MS,
+    claim_json,
+    named,
+    pod_json,
+    raw,
+    slice_json,
+    state,
+    taint_rule_json,
+)
 from tests.producers.fakes import value
 
 RESOURCES = ("pods", "nodes", "namespaces", "resourceslices", "resourceclaims", "devicetaintrules")

@@ -5,7 +5,7 @@ import pytest
 
 from producers.cluster import objects
 from producers.cluster.objects import UndecodableObject, controller, decode, milliseconds
-from tests.producers.cluster.made import START_MS, pod, pod_json, raw
+from tests.producers.cluster.kubernetes_objects import START_MS, pod, pod_json, raw
 
 _POD, _IDENTITY = msgspec.json.Decoder(objects.Pod), msgspec.json.Decoder(objects.Identity)
 

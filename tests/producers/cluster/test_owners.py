@@ -27,7 +27,7 @@ from producers.cluster.owners import (
     Owners,
 )
 from tests.eventually import eventually
-from tests.producers.cluster.made import reference
+from tests.producers.cluster.kubernetes_objects import reference
 from tests.producers.fakes import FakeClock, settle, value
 from topics.workloads import Owner
 

@@ -6,7 +6,7 @@ import pytest
 
 from producers.cluster import pods as pods_module
 from producers.cluster.pods import KEPT_MS, KnownPod, Pods
-from tests.producers.cluster.made import START_MS, chosen, over, pod
+from tests.producers.cluster.kubernetes_objects import START_MS, chosen, over, pod
 from topics.workloads import Owner
 
 SELECTION = chosen(labels=["*"])

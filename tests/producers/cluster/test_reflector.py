@@ -31,7 +31,7 @@ from tests.producers.cluster.api_server import (
     says,
     status_object,
 )
-from tests.producers.cluster.known import Known
+from tests.producers.cluster.recording_listener import RecordingListener
 from tests.producers.fakes import value
 
 PODS = "/api/v1/pods"
@@ -49,8 +49,8 @@ class Bench:
     """A watch of a server's pods, and what its listener knows."""
 
     def __init__(self, server: ApiServer, api: Client, instruments: Instruments, **settings: Any) -> None:
-        self.server, self.api, self.instruments, self.known = server, api, instruments, Known()
-        self.watch = Reflector(api, PODS, self.known, instruments, name="pods", **settings)
+        self.server, self.api, self.instruments, self.listener = server, api, instruments, RecordingListener()
+        self.watch = Reflector(api, PODS, self.listener, instruments, name="pods", **settings)
         self.task = asyncio.create_task(self.watch.run())
 
     def restarts(self, reason: str) -> float:
@@ -63,7 +63,7 @@ class Bench:
         await eventually(condition, unless=self.task)
 
     async def knows(self, *names: str) -> None:
-        await self.until(lambda: set(self.known.objects) == set(names) and self.watch.synced)
+        await self.until(lambda: set(self.listener.objects) == set(names) and self.watch.synced)
 
     async def watching(self) -> None:
         await self.until(lambda: self.server.watchers(PODS) == 1)
@@ -113,10 +113,10 @@ async def test_what_is_there_and_what_comes_changes_and_goes_is_known(server: Ap
     await bench.watching()
     server.put(PODS, pod("b"))
     server.put(PODS, pod("a", n=2))
-    await bench.until(lambda: bench.known.objects["a"]["spec"] == {"n": 2})
+    await bench.until(lambda: bench.listener.objects["a"]["spec"] == {"n": 2})
     server.delete(PODS, "a")
     await bench.knows("b")
-    assert bench.known.calls == ["begin", "put a", "complete", "put b", "put a", "remove a"]
+    assert bench.listener.calls == ["begin", "put a", "complete", "put b", "put a", "remove a"]
     assert (bench.events("ADDED"), bench.events("MODIFIED"), bench.events("DELETED")) == (2, 1, 1)
     assert bench.watch.not_ready() == []
 
@@ -142,7 +142,7 @@ async def test_a_streaming_list_asks_for_its_end_and_a_watch_goes_on_from_there(
 async def test_nothing_is_ready_before_the_end_of_the_list(server: ApiServer, start: Start) -> None:
     server.next(says(event("ADDED", versioned("a", 5)), then="hang"))
     bench = await start()
-    await bench.until(lambda: "a" in bench.known.objects)
+    await bench.until(lambda: "a" in bench.listener.objects)
     assert not bench.watch.synced
     assert bench.watch.not_ready() == ["pods: the list is not complete yet"]
 
@@ -151,8 +151,8 @@ async def test_a_bookmark_in_a_list_is_not_its_end(server: ApiServer, start: Sta
     bookmark = event("BOOKMARK", {"metadata": {"resourceVersion": "6", "annotations": {"other": "true"}}})
     server.next(says(event("ADDED", versioned("a", 5)), bookmark, event("ADDED", versioned("b", 7)), list_end(8)))
     bench = await start()
-    await bench.until(lambda: bench.known.lists == 1)
-    assert bench.known.calls[:4] == ["begin", "put a", "put b", "complete"]
+    await bench.until(lambda: bench.listener.lists == 1)
+    assert bench.listener.calls[:4] == ["begin", "put a", "put b", "complete"]
 
 
 async def test_the_versions_of_a_lists_own_events_are_never_gone_on_from(server: ApiServer, start: Start) -> None:
@@ -177,12 +177,12 @@ async def test_a_server_without_streaming_lists_is_listed_in_pages(
     await bench.knows(*(f"p{index}" for index in range(5)))
     await bench.watching()
     server.put(PODS, pod("later"))
-    await bench.until(lambda: "later" in bench.known.objects)
+    await bench.until(lambda: "later" in bench.listener.objects)
     assert [request.params.get("limit") for request in server.requests] == [None, "500", "500", "500", None]
     assert all("resourceVersion" not in request.params for request in server.requests[:4])
     assert bench.events("listed") == 5
     assert bench.restarts("unsupported") == 1
-    assert bench.known.calls[0] == "begin"
+    assert bench.listener.calls[0] == "begin"
 
 
 async def test_a_server_that_knows_no_resource_version_match_is_listed_in_pages(
@@ -210,7 +210,7 @@ async def test_a_page_that_expired_begins_the_list_again(server: ApiServer, star
     bench = await start()
     await bench.knows("a", "b")
     assert bench.restarts("expired") == 1
-    assert bench.known.lists == 1
+    assert bench.listener.lists == 1
 
 
 async def test_a_list_that_never_ends_is_given_up_for_pages(server: ApiServer, start: Start) -> None:
@@ -265,7 +265,7 @@ async def test_what_went_while_nobody_watched_is_gone_after_the_next_list(server
     await server.start()
     await bench.knows("b")
     assert bench.restarts("expired") == 1
-    assert bench.known.lists == 2
+    assert bench.listener.lists == 2
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ async def test_gone_in_any_form_lists_again(server: ApiServer, start: Start, gon
     await bench.watching()
     server.next(gone)
     await server.drop()
-    await bench.until(lambda: bench.known.lists == 2)
+    await bench.until(lambda: bench.listener.lists == 2)
     assert bench.restarts("expired") == 1
     assert "resourceVersion" not in server.requests[-1].params
 
@@ -294,7 +294,7 @@ async def test_bookmarks_move_on_where_it_goes_on_from(server: ApiServer, start:
     await server.drop()
     await bench.until(lambda: len(server.requests) == 2)
     assert server.requests[-1].params["resourceVersion"] == "opaque-7"
-    assert bench.known.calls == ["begin", "complete"]
+    assert bench.listener.calls == ["begin", "complete"]
 
 
 async def test_an_event_of_an_unknown_type_is_counted_and_ignored(server: ApiServer, start: Start) -> None:
@@ -304,7 +304,7 @@ async def test_an_event_of_an_unknown_type_is_counted_and_ignored(server: ApiSer
     server.put(PODS, pod("a"))
     await bench.knows("a")
     assert bench.events("other") == 1
-    assert bench.known.lists == 1
+    assert bench.listener.lists == 1
 
 
 async def test_a_line_may_come_in_any_pieces(server: ApiServer, start: Start) -> None:
@@ -323,7 +323,7 @@ async def test_a_line_of_six_megabytes_is_one_like_any_other(server: ApiServer, 
     await bench.watching()
     server.put(PODS, pod("large", text="<" * 6_000_001))
     await bench.until(lambda: bench.events("MODIFIED") == 1)
-    assert bench.known.lists == 1
+    assert bench.listener.lists == 1
 
 
 async def test_a_line_that_is_too_long_is_dropped_and_the_list_read_again(server: ApiServer, start: Start) -> None:
@@ -400,11 +400,11 @@ async def test_trouble_after_the_list_loses_nothing(
     bench = await start()
     await bench.until(lambda: bench.restarts(reason) == 1)
     server.put(PODS, pod("b"))
-    await bench.until(lambda: "a" in bench.known.objects)
+    await bench.until(lambda: "a" in bench.listener.objects)
     assert bench.watch.synced
     await bench.watching()
     server.put(PODS, pod("c"))
-    await bench.until(lambda: "c" in bench.known.objects)
+    await bench.until(lambda: "c" in bench.listener.objects)
 
 
 @pytest.mark.slow
@@ -419,11 +419,11 @@ async def test_what_was_known_stays_while_the_api_server_is_in_trouble(
     server.next(trouble, trouble)
     await server.drop()
     await bench.until(lambda: server.faults_left == 0)
-    assert set(bench.known.objects) == {"a"}
+    assert set(bench.listener.objects) == {"a"}
     server.put(PODS, pod("b"))
     await bench.until(lambda: server.watchers(PODS) >= 1)
     server.put(PODS, pod("c"))
-    await bench.until(lambda: "c" in bench.known.objects)
+    await bench.until(lambda: "c" in bench.listener.objects)
 
 
 async def test_a_server_that_is_away_is_found_when_it_comes_back(server: ApiServer, start: Start) -> None:
@@ -433,12 +433,12 @@ async def test_a_server_that_is_away_is_found_when_it_comes_back(server: ApiServ
     await bench.watching()
     await server.stop()
     await bench.until(lambda: bench.restarts("connection") >= 3)
-    assert set(bench.known.objects) == {"a"}
+    assert set(bench.listener.objects) == {"a"}
     await server.start()
     await bench.watching()
     server.put(PODS, pod("b"))
     await bench.knows("a", "b")
-    assert bench.known.lists == 1
+    assert bench.listener.lists == 1
 
 
 @pytest.mark.slow
@@ -449,7 +449,7 @@ async def test_a_watch_that_is_silent_where_a_bookmark_was_due_is_begun_with_a_n
     await bench.watching()
     server.next(says(then="hang"))  # what a server does that does not know the version yet, or never will
     await server.drop()
-    await bench.until(lambda: bench.known.lists == 2)
+    await bench.until(lambda: bench.listener.lists == 2)
     assert bench.restarts("timeout") >= 1
 
 
@@ -519,7 +519,7 @@ async def test_an_exception_of_the_listener_ends_the_watch(server: ApiServer, st
     def fail(raw: bytes) -> None:
         raise ValueError("a bug")
 
-    bench.known.remove = fail  # type: ignore[method-assign]
+    bench.listener.remove = fail  # type: ignore[method-assign]
     await bench.watching()
     server.delete(PODS, "a")
     with pytest.raises(ValueError, match="a bug"):
@@ -606,7 +606,7 @@ async def test_an_optional_resource_that_is_not_there_is_an_empty_one(server: Ap
     server.next(answers(404, "the server could not find the requested resource"))
     bench = await start(optional=True)
     await bench.until(lambda: bench.watch.synced)
-    assert bench.known.calls == ["begin", "complete"]
+    assert bench.listener.calls == ["begin", "complete"]
     assert bench.watch.not_ready() == []
     assert len(server.requests) == 1
 
@@ -633,9 +633,9 @@ async def test_an_optional_resource_may_come_later_and_go_again(
     await bench.watching()
     server.next(answers(404))
     await server.drop()
-    await bench.until(lambda: bench.known.objects == {})
+    await bench.until(lambda: bench.listener.objects == {})
     await bench.knows("a")
-    assert bench.known.calls == ["begin", "complete"] * 2 + ["begin", "put a", "complete"] + [
+    assert bench.listener.calls == ["begin", "complete"] * 2 + ["begin", "put a", "complete"] + [
         "begin",
         "complete",
         "begin",

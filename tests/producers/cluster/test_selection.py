@@ -17,7 +17,7 @@ from producers.cluster.objects import (
     decode,
     shortened,
 )
-from tests.producers.cluster.made import PREFIXES, pod, pod_json, raw
+from tests.producers.cluster.kubernetes_objects import PREFIXES, pod, pod_json, raw
 
 _POD = msgspec.json.Decoder(objects.Pod)
 

@@ -22,7 +22,7 @@ from producers.cluster.store import Store, fit
 from producers.cluster.takeover import PublishedNode
 from producers.publisher import LARGEST_VALUE_BYTES
 from producers.records import WorkloadsContent
-from tests.producers.cluster.made import (
+from tests.producers.cluster.kubernetes_objects import (
     START,
     START_MS,
     Follower,

@@ -1,4 +1,4 @@
-"""The published traces as ticks: nothing is lost, nothing is made up, and what can't be used is named."""
+"""The published traces as ticks: nothing is lost, nothing is invented, and what can't be used is reported."""
 
 import itertools
 import tarfile
@@ -11,30 +11,30 @@ from hypothesis import strategies as st
 
 from producers.replay.alibaba import genai, gpu_2023
 from producers.replay.trace import NoTrace, Rows, Trace, TraceTick
-from tests.producers.replay import made
+from tests.producers.replay import trace_files
 
 T0 = 1_662_858_720_000
 A, B = "23b8eba99c14e73d454503a55ae96989", "81202f3feffc31e32dbfcb7c74b72b61"
 
 
 def held_ms(trace: Trace) -> Counter[tuple[str, str]]:
-    """Device-milliseconds of each device id and pod, by a count of its own: each tick stands for the time before it."""
-    found: Counter[tuple[str, str]] = Counter()
+    """Device-milliseconds of each device id and pod, counted independently: a tick stands for the time before it."""
+    held: Counter[tuple[str, str]] = Counter()
     before: dict[str, int] = {}
     for tick in trace.ticks:
         assert tick.ts_ms > before.get(tick.node, -1)
         for row in tick.containers:
             for device in row["device_ids"]:
-                found[device.partition("::")[0], row["pod"]] += tick.ts_ms - before[tick.node]
+                held[device.partition("::")[0], row["pod"]] += tick.ts_ms - before[tick.node]
         before[tick.node] = tick.ts_ms
-    return found
+    return held
 
 
 def test_each_reading_is_a_tick_at_its_own_time(tmp_path: Path) -> None:
     rows = Rows()
     duty = [f"33.333333333333336,1662858720.0,{A}", f"0.0,1662858777.0,{A}", f"100.0,1662858720.0,{B}"]
     memory = [f"1662858720.0,33879490560.0,{A}", f"1662858834.0,7.0,{B}"]
-    trace = genai(made.genai(tmp_path, duty, memory), rows)
+    trace = genai(trace_files.genai(tmp_path, duty, memory), rows)
     ticks = list(trace.ticks)
 
     assert [(tick.ts_ms - T0, tick.node, tick.devices[0]["metrics"]) for tick in ticks] == [
@@ -45,7 +45,7 @@ def test_each_reading_is_a_tick_at_its_own_time(tmp_path: Path) -> None:
     ]
     assert all(tick.containers[0]["device_ids"] == [tick.devices[0]["uuid"]] for tick in ticks)
     assert (trace.first_ms, trace.last_ms, trace.interval_ms) == (T0, T0 + 114_000, 57_000)
-    assert rows.read == {made.DUTY: 3, made.MEMORY: 2}
+    assert rows.read == {trace_files.DUTY: 3, trace_files.MEMORY: 2}
     assert not rows.left_out
 
 
@@ -70,17 +70,17 @@ def test_each_reading_is_a_tick_at_its_own_time(tmp_path: Path) -> None:
 )
 def test_a_reading_that_cannot_be_used_is_left_out_counted_and_named(tmp_path: Path, row: str, reason: str) -> None:
     rows = Rows()
-    trace = genai(made.genai(tmp_path, [f"5.0,1662858720.0,{A}", row, f"6.0,1662858834.0,{A}"], []), rows)
+    trace = genai(trace_files.genai(tmp_path, [f"5.0,1662858720.0,{A}", row, f"6.0,1662858834.0,{A}"], []), rows)
 
     assert [tick.ts_ms - T0 for tick in trace.ticks] == [0, 114_000]
-    assert rows.read[made.DUTY] == 2
-    assert rows.left_out == {(made.DUTY, reason): 1}
-    assert rows.first[made.DUTY, reason].startswith(f"{made.DUTY}, line 3: ")
+    assert rows.read[trace_files.DUTY] == 2
+    assert rows.left_out == {(trace_files.DUTY, reason): 1}
+    assert rows.first[trace_files.DUTY, reason].startswith(f"{trace_files.DUTY}, line 3: ")
 
 
 def test_the_archives_are_read_as_they_are_published(tmp_path: Path) -> None:
-    made.genai(tmp_path, [f"5.0,1662858720.0,{A}"], [f"1662858720.0,9.0,{A}"])
-    for name in (made.DUTY, made.MEMORY):
+    trace_files.genai(tmp_path, [f"5.0,1662858720.0,{A}"], [f"1662858720.0,9.0,{A}"])
+    for name in (trace_files.DUTY, trace_files.MEMORY):
         with tarfile.open(tmp_path / name.replace(".csv", ".tar.gz"), "w:gz") as archive:
             archive.add(tmp_path / name, name)
         (tmp_path / name).unlink()
@@ -90,32 +90,32 @@ def test_the_archives_are_read_as_they_are_published(tmp_path: Path) -> None:
 
 
 def test_a_table_without_a_column_is_refused_with_what_it_has(tmp_path: Path) -> None:
-    made.genai(tmp_path, [], [])
-    (tmp_path / made.DUTY).write_text("duty,when,container_ip\n")
+    trace_files.genai(tmp_path, [], [])
+    (tmp_path / trace_files.DUTY).write_text("duty,when,container_ip\n")
     with pytest.raises(NoTrace, match="no column timestamp_anon, value; it has duty, when, container_ip"):
         genai(tmp_path, Rows())
 
 
 def test_a_trace_of_which_nothing_can_be_used_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NoTrace, match="no reading"):
-        genai(made.genai(tmp_path, ["x,y,z"], []), Rows())
+        genai(trace_files.genai(tmp_path, ["x,y,z"], []), Rows())
     with pytest.raises(NoTrace, match="no pod"):
-        gpu_2023(made.gpu_2023(tmp_path, ["n-0,1,1,2,T4"], []), Rows(), None)
+        gpu_2023(trace_files.gpu_2023(tmp_path, ["n-0,1,1,2,T4"], []), Rows(), None)
 
 
 def test_a_pod_gets_the_first_node_with_room_of_a_model_that_it_may_have(tmp_path: Path) -> None:
     nodes = ["n-0,64000,262144,2,T4", "n-1,64000,262144,2,V100M16"]
     pods = [
-        made.pod("whole", 1, 1000, 0, 100),
-        made.pod("third", 1, 333, 10, 90),
-        made.pod("two", 2, 1000, 20, 80),
-        made.pod("half", 1, 500, 30, 70),
-        made.pod("picky", 1, 1000, 85, 95, "V100M16|V100M32"),
+        trace_files.pod("whole", 1, 1000, 0, 100),
+        trace_files.pod("third", 1, 333, 10, 90),
+        trace_files.pod("two", 2, 1000, 20, 80),
+        trace_files.pod("half", 1, 500, 30, 70),
+        trace_files.pod("picky", 1, 1000, 85, 95, "V100M16|V100M32"),
         "cpu,4000,15258,0,0,,BE,Running,5,9,5",
         "waits,4000,15258,1,1000,,BE,Pending,5,9,",
     ]
     rows = Rows()
-    trace = gpu_2023(made.gpu_2023(tmp_path, nodes, pods), rows, 60_000)
+    trace = gpu_2023(trace_files.gpu_2023(tmp_path, nodes, pods), rows, 60_000)
 
     assert {node: {pod["name"] for pod in pods} for node, pods in trace.pods.items()} == {
         "n-0": {"whole", "third", "half"},
@@ -144,20 +144,20 @@ def test_what_a_pod_holds_is_its_gpus_for_as_long_as_it_ran(
     tmp_path_factory: pytest.TempPathFactory, runs: list[tuple[int, int, tuple[int, int]]], interval_s: int
 ) -> None:
     pods = [
-        made.pod(f"p-{number}", gpus, milli, start_s, start_s + length_s)
+        trace_files.pod(f"p-{number}", gpus, milli, start_s, start_s + length_s)
         for number, (start_s, length_s, (gpus, milli)) in enumerate(runs)
     ]
     nodes = [f"n-{number},1,1,4,T4" for number in range(12)]
-    folder = made.gpu_2023(tmp_path_factory.mktemp("trace"), nodes, pods)
-    found = held_ms(gpu_2023(folder, Rows(), interval_s * 1000))
+    folder = trace_files.gpu_2023(tmp_path_factory.mktemp("trace"), nodes, pods)
+    held = held_ms(gpu_2023(folder, Rows(), interval_s * 1000))
 
     for number, (_, length_s, (gpus, _)) in enumerate(runs):
-        assert [ms for (_, pod), ms in found.items() if pod == f"p-{number}"] == [length_s * 1000] * gpus
+        assert [ms for (_, pod), ms in held.items() if pod == f"p-{number}"] == [length_s * 1000] * gpus
 
 
 def test_no_two_ticks_of_a_node_are_further_apart_than_the_interval(tmp_path: Path) -> None:
-    pods = [made.pod("early", 1, 1000, 7, 11), made.pod("late", 1, 1000, 5000, 5003)]
-    trace = gpu_2023(made.gpu_2023(tmp_path, ["n-0,1,1,1,T4"], pods), Rows(), 60_000)
+    pods = [trace_files.pod("early", 1, 1000, 7, 11), trace_files.pod("late", 1, 1000, 5000, 5003)]
+    trace = gpu_2023(trace_files.gpu_2023(tmp_path, ["n-0,1,1,1,T4"], pods), Rows(), 60_000)
     times = [tick.ts_ms for tick in trace.ticks]
 
     assert times[:4] == [7_000, 11_000, 60_000, 120_000]
@@ -186,15 +186,15 @@ def test_no_two_ticks_of_a_node_are_further_apart_than_the_interval(tmp_path: Pa
 )
 def test_a_pod_that_cannot_be_used_is_left_out_counted_and_named(tmp_path: Path, row: str, reason: str) -> None:
     rows = Rows()
-    folder = made.gpu_2023(tmp_path, ["n-0,1,1,2,T4"], [made.pod("good", 1, 1000, 0, 9), row])
+    folder = trace_files.gpu_2023(tmp_path, ["n-0,1,1,2,T4"], [trace_files.pod("good", 1, 1000, 0, 9), row])
     trace = gpu_2023(folder, rows, None)
 
     assert set(_pods(trace.ticks)) == {"good"}
-    assert rows.read[made.PODS] == 1
-    assert rows.left_out == {(made.PODS, reason): 1}
-    assert rows.first[made.PODS, reason].startswith(f"{made.PODS}, line 3: ")
+    assert rows.read[trace_files.PODS] == 1
+    assert rows.left_out == {(trace_files.PODS, reason): 1}
+    assert rows.first[trace_files.PODS, reason].startswith(f"{trace_files.PODS}, line 3: ")
 
 
 def _pods(ticks: object) -> list[str]:
-    found: list[TraceTick] = list(ticks)  # type: ignore[call-overload]
-    return [row["pod"] for tick in found for row in tick.containers]
+    trace_ticks: list[TraceTick] = list(ticks)  # type: ignore[call-overload]
+    return [row["pod"] for tick in trace_ticks for row in tick.containers]

@@ -1,4 +1,4 @@
-"""A trace as it is sent: all of it, in order, at the pace that is asked for, and no tick before its pods."""
+"""A trace is sent whole, in order, at the pace of ``--speed``, and no tick before its pods."""
 
 import asyncio
 import math
@@ -15,7 +15,7 @@ from producers.replay.config import ReplaySettings
 from producers.replay.trace import NoTrace
 from tests.eventually import eventually
 from tests.producers.fakes import FakeSender
-from tests.producers.replay import made
+from tests.producers.replay import trace_files
 
 
 def settings(folder: Path, **changed: Any) -> ReplaySettings:
@@ -29,8 +29,8 @@ async def at_once(_: float) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    pods = [made.pod(f"p-{number}", 1, 500, 60 * number, 60 * number + 600) for number in range(40)]
-    return made.gpu_2023(tmp_path, ["n-0,1,1,4,T4", "n-1,1,1,4,T4", "n-2,1,1,4,T4"], [*pods, "broken"])
+    pods = [trace_files.pod(f"p-{number}", 1, 500, 60 * number, 60 * number + 600) for number in range(40)]
+    return trace_files.gpu_2023(tmp_path, ["n-0,1,1,4,T4", "n-1,1,1,4,T4", "n-2,1,1,4,T4"], [*pods, "broken"])
 
 
 async def test_all_ticks_of_a_node_are_sent_in_order_after_all_pods(folder: Path) -> None:
@@ -48,11 +48,11 @@ async def test_all_ticks_of_a_node_are_sent_in_order_after_all_pods(folder: Path
         assert numbered == sorted(numbered)
     topics = [event.topic for event in sender.events]
     assert topics.index("gpu.samples") > max(n for n, topic in enumerate(topics) if topic == "gpu.workloads")
-    known = {pod["name"] for record in sender.of("gpu.workloads") for pod in record["pods"]}
-    assert known == {row["pod"] for record in sender.of("gpu.allocations") for row in record["containers"]}
-    left_out = {"file": made.PODS, "reason": "fields"}
+    pod_names = {pod["name"] for record in sender.of("gpu.workloads") for pod in record["pods"]}
+    assert pod_names == {row["pod"] for record in sender.of("gpu.allocations") for row in record["containers"]}
+    left_out = {"file": trace_files.PODS, "reason": "fields"}
     assert component.registry.get_sample_value(own.LEFT_OUT, left_out) == 1
-    assert component.registry.get_sample_value(own.READ, {"file": made.PODS}) == 40
+    assert component.registry.get_sample_value(own.READ, {"file": trace_files.PODS}) == 40
     assert {tick["interval_ms"] for tick in ticks} == {10_000}
     assert sender.stopped
 
@@ -74,18 +74,18 @@ async def test_a_broker_that_is_away_is_waited_for_and_nothing_is_dropped(folder
 
 
 async def test_a_speed_is_kept(folder: Path) -> None:
-    now = [0.0]
+    time_s = [0.0]
 
     async def sleep(seconds: float) -> None:
-        now[0] += seconds
+        time_s[0] += seconds
         await asyncio.sleep(0)
 
     chosen = settings(folder, speed=60.0)
-    component = TraceReplay(chosen, sender=FakeSender(prompt=True), clock_s=lambda: now[0], sleep=sleep)
+    component = TraceReplay(chosen, sender=FakeSender(prompt=True), clock_s=lambda: time_s[0], sleep=sleep)
     async with asyncio.timeout(30):
         await component.run(asyncio.Event())
 
-    assert now[0] == pytest.approx(own.KNOWN_S + (39 * 60 + 600) / 60)
+    assert time_s[0] == pytest.approx(own.KNOWN_S + (39 * 60 + 600) / 60)
 
 
 async def test_it_stops_in_the_middle(folder: Path) -> None:
@@ -104,13 +104,13 @@ async def test_it_stops_in_the_middle(folder: Path) -> None:
     assert len(sender.of("gpu.samples")) == 1
 
 
-async def test_files_of_another_trace_end_it_with_a_sentence(folder: Path) -> None:
-    (folder / "csv" / made.NODES).write_text("a,b\n1,2\n")
+async def test_files_of_another_trace_end_it_with_an_error_that_names_the_columns(folder: Path) -> None:
+    (folder / "csv" / trace_files.NODES).write_text("a,b\n1,2\n")
     with pytest.raises(NoTrace, match="no column sn, gpu, model; it has a, b"):
         await TraceReplay(settings(folder), sender=FakeSender(prompt=True)).run(asyncio.Event())
 
 
-def test_an_interval_is_of_use_only_where_the_trace_has_no_readings(tmp_path: Path) -> None:
+def test_an_interval_is_refused_for_a_trace_with_readings_of_its_own(tmp_path: Path) -> None:
     genai = ReplaySettings(kafka="127.0.0.1:1", trace=("alibaba-genai", tmp_path), interval_s=5.0)
 
     assert genai.errors() == ["--interval: alibaba-genai has readings of its own"]

@@ -1,4 +1,4 @@
-"""What goes wrong in a fleet shows in all that NVML says of it, and the truth says what it is and since when."""
+"""A behaviour changes all that NVML reports of its GPUs, and the truth says which behaviour it is, and since when."""
 
 import itertools
 import json
@@ -37,8 +37,8 @@ BY_APP = {template.name: behaviour for behaviour, template in CAST.items()}
 MODEL = {model.name: model for model in MODELS}
 
 
-class Seen(NamedTuple):
-    """A GPU at a time, and what its pod did."""
+class ObservedGpu(NamedTuple):
+    """A GPU at one time, and what its pod did."""
 
     at_ms: int
     node: str
@@ -53,33 +53,33 @@ class Seen(NamedTuple):
 
 
 @cache
-def seen(behaviour: Behaviour) -> tuple[Seen, ...]:
+def observed(behaviour: Behaviour) -> tuple[ObservedGpu, ...]:
     """The GPUs of a behaviour every 5 s, in the first quarter of an hour of some fleets."""
-    return tuple(one for of, one in _everything() if of == behaviour)
+    return tuple(gpu for story_behaviour, gpu in _everything() if story_behaviour == behaviour)
 
 
 @cache
-def _everything() -> list[tuple[Behaviour, Seen]]:
-    found: list[tuple[Behaviour, Seen]] = []
+def _everything() -> list[tuple[Behaviour, ObservedGpu]]:
+    observed_gpus: list[tuple[Behaviour, ObservedGpu]] = []
     for seed in range(1, 6):
         fleet = Fleet(4, 8, seed=seed, behaviours=BEHAVIOURS)
         for node in (fleet.node(index) for index in (0, 2, 3)):
             for at_ms in range(0, 900_000, 5_000):
-                found += _read(node, at_ms)
-    return found
+                observed_gpus += _read(node, at_ms)
+    return observed_gpus
 
 
-def _read(node: SimulatedNode, at_ms: int) -> Iterator[tuple[Behaviour, Seen]]:
+def _read(node: SimulatedNode, at_ms: int) -> Iterator[tuple[Behaviour, ObservedGpu]]:
     reading = node.read(at_ms)
     for device, labels, holders in zip(reading.devices, node.behaviours(at_ms), reading.holders, strict=True):
         behaviour = BY_APP.get(holders[0]["labels"]["app"]) if holders else None
         if behaviour is not None:
             (label,), (holder,) = labels, holders
-            one = Seen(
+            gpu = ObservedGpu(
                 at_ms, node.name, device["uuid"], device["model"], label["behaviour"], label.get("cause", ""),
                 label["since_ms"], holder["workload"]["name"], device["metrics"], device["processes"],
             )  # fmt: skip
-            yield behaviour, one
+            yield behaviour, gpu
 
 
 def test_every_ten_nodes_have_each_behaviour_once_on_gpus_that_nobody_else_gets() -> None:
@@ -98,16 +98,16 @@ def test_every_ten_nodes_have_each_behaviour_once_on_gpus_that_nobody_else_gets(
 
 
 def test_all_ranks_of_a_job_on_several_nodes_hang_at_the_same_time_and_look_busy() -> None:
-    found = [one for one in seen("hung") if one.behaviour == "hung"]
-    jobs = {one.workload for one in found}
+    hung = [gpu for gpu in observed("hung") if gpu.behaviour == "hung"]
+    jobs = {gpu.workload for gpu in hung}
 
     assert len(jobs) > 2
     for job in jobs:
-        assert len({one.node for one in found if one.workload == job}) == 2
-        assert len({one.uuid for one in found if one.workload == job}) == 6
-        assert len({one.since_ms for one in found if one.workload == job}) == 1
-    for one in (one for one in found if one.at_ms - one.since_ms > 60_000):
-        metrics, limit = one.metrics, MODEL[one.model].power_limit_watts
+        assert len({gpu.node for gpu in hung if gpu.workload == job}) == 2
+        assert len({gpu.uuid for gpu in hung if gpu.workload == job}) == 6
+        assert len({gpu.since_ms for gpu in hung if gpu.workload == job}) == 1
+    for gpu in (gpu for gpu in hung if gpu.at_ms - gpu.since_ms > 60_000):
+        metrics, limit = gpu.metrics, MODEL[gpu.model].power_limit_watts
         assert metrics["gpu_utilization_ratio"] == metrics["graphics_engine_active_ratio"] == 1
         assert metrics["power_watts"] < 0.25 * limit
         assert metrics["sm_active_ratio"] < 0.25
@@ -117,11 +117,11 @@ def test_all_ranks_of_a_job_on_several_nodes_hang_at_the_same_time_and_look_busy
         assert metrics["clock_event_reasons"] == 0
         assert metrics["temperature_celsius"] < 50
         assert metrics["memory_used_bytes"] > 0.7 * metrics["memory_total_bytes"]
-        assert one.processes[0]["sm_utilization_ratio"] == 1
+        assert gpu.processes[0]["sm_utilization_ratio"] == 1
 
 
 def test_before_it_hangs_a_job_works() -> None:
-    before = [one.metrics for one in seen("hung") if one.behaviour == "healthy"]
+    before = [gpu.metrics for gpu in observed("hung") if gpu.behaviour == "healthy"]
     steady = [metrics for metrics in before if metrics["gpu_utilization_ratio"] > 0.9]
 
     assert len(steady) > 0.8 * len(before)
@@ -129,30 +129,30 @@ def test_before_it_hangs_a_job_works() -> None:
     assert min(metrics["tensor_active_ratio"] for metrics in steady) > 0.1
 
 
-def _of_job(cause: str) -> tuple[list[Seen], list[Seen]]:
-    """The straggler of a job, and those who wait for it, once that is settled and no checkpoint is written."""
-    found = [
-        one
-        for one in seen("straggler")
-        if one.cause == cause and one.at_ms - one.since_ms > 120_000 and one.metrics["gpu_utilization_ratio"] > 0.1
+def _slow_and_waiting(cause: str) -> tuple[list[ObservedGpu], list[ObservedGpu]]:
+    """The stragglers, and the GPUs that wait for them: after two minutes, and while no checkpoint is written."""
+    settled = [
+        gpu
+        for gpu in observed("straggler")
+        if gpu.cause == cause and gpu.at_ms - gpu.since_ms > 120_000 and gpu.metrics["gpu_utilization_ratio"] > 0.1
     ]
-    slow = [one for one in found if one.behaviour == "straggler"]
-    return slow, [one for one in found if one.behaviour == "waiting"]
+    slow = [gpu for gpu in settled if gpu.behaviour == "straggler"]
+    return slow, [gpu for gpu in settled if gpu.behaviour == "waiting"]
 
 
-def _median(key: str, found: list[Seen]) -> float:
-    return statistics.median(one.metrics[key] for one in found)
+def _median(key: str, gpus: list[ObservedGpu]) -> float:
+    return statistics.median(gpu.metrics[key] for gpu in gpus)
 
 
 @pytest.mark.parametrize("cause", ["clock", "thermal", "host"])
 def test_those_who_wait_for_a_straggler_are_busy_and_do_less(cause: str) -> None:
-    slow, waiting = _of_job(cause)
-    well = [one for one in seen("straggler") if one.behaviour == "healthy"]
+    slow, waiting = _slow_and_waiting(cause)
+    well = [gpu for gpu in observed("straggler") if gpu.behaviour == "healthy"]
 
-    for job in {one.workload for one in slow}:
-        assert len({one.uuid for one in slow if one.workload == job}) == 1
-        assert len({one.uuid for one in waiting if one.workload == job}) == 5
-    assert {one.metrics["gpu_utilization_ratio"] for one in waiting} == {1}
+    for job in {gpu.workload for gpu in slow}:
+        assert len({gpu.uuid for gpu in slow if gpu.workload == job}) == 1
+        assert len({gpu.uuid for gpu in waiting if gpu.workload == job}) == 5
+    assert {gpu.metrics["gpu_utilization_ratio"] for gpu in waiting} == {1}
     for key in ("tensor_active_ratio", "sm_active_ratio", "power_watts"):
         assert _median(key, waiting) < 0.95 * _median(key, well)
     assert _median("sm_clock_hz", waiting) == pytest.approx(_median("sm_clock_hz", well), rel=0.05)
@@ -160,17 +160,17 @@ def test_those_who_wait_for_a_straggler_are_busy_and_do_less(cause: str) -> None
 
 @pytest.mark.parametrize("cause", ["clock", "thermal"])
 def test_a_straggler_with_a_low_clock_computes_all_the_time_and_says_why_its_clock_is_low(cause: str) -> None:
-    slow, waiting = _of_job(cause)
+    slow, waiting = _slow_and_waiting(cause)
 
     assert _median("sm_clock_hz", slow) < 0.85 * _median("sm_clock_hz", waiting)
     assert _median("sm_active_ratio", slow) > _median("sm_active_ratio", waiting)
     assert _median("power_watts", slow) < _median("power_watts", waiting)
-    reasons = Counter(one.metrics["clock_event_reasons"] for one in slow)
+    reasons = Counter(gpu.metrics["clock_event_reasons"] for gpu in slow)
     assert reasons.most_common(1)[0][0] == {"clock": 0x2, "thermal": 0x20}[cause]
 
 
 def test_a_straggler_with_a_slow_host_has_gaps() -> None:
-    slow, waiting = _of_job("host")
+    slow, waiting = _slow_and_waiting("host")
 
     assert _median("gpu_utilization_ratio", slow) < 0.9
     assert _median("sm_clock_hz", slow) == pytest.approx(_median("sm_clock_hz", waiting), rel=0.05)
@@ -179,10 +179,10 @@ def test_a_straggler_with_a_slow_host_has_gaps() -> None:
 
 @pytest.mark.parametrize("behaviour", ["throttled", "straggler"])
 def test_heat_lowers_the_clock_counts_as_a_violation_and_shows_in_the_temperature(behaviour: Behaviour) -> None:
-    found = [one for one in seen(behaviour) if one.cause == "thermal" and one.behaviour == behaviour]
-    by_gpu: dict[tuple[str, str], list[Seen]] = {}
-    for one in found:
-        by_gpu.setdefault((one.uuid, one.workload), []).append(one)
+    slowed_down = [gpu for gpu in observed(behaviour) if gpu.cause == "thermal" and gpu.behaviour == behaviour]
+    by_gpu: dict[tuple[str, str], list[ObservedGpu]] = {}
+    for gpu in slowed_down:
+        by_gpu.setdefault((gpu.uuid, gpu.workload), []).append(gpu)
 
     assert by_gpu
     for rows in by_gpu.values():
@@ -200,12 +200,12 @@ def test_heat_lowers_the_clock_counts_as_a_violation_and_shows_in_the_temperatur
 
 
 def test_a_power_brake_halves_the_clock_at_once() -> None:
-    braked = [one for one in seen("throttled") if one.cause == "power-brake" and one.behaviour == "throttled"]
-    braked = [one for one in braked if one.at_ms - one.since_ms > 1_000]
-    well = [one for one in seen("throttled") if one.behaviour == "healthy" and one.at_ms - one.since_ms > 20_000]
+    braked = [gpu for gpu in observed("throttled") if gpu.cause == "power-brake" and gpu.behaviour == "throttled"]
+    braked = [gpu for gpu in braked if gpu.at_ms - gpu.since_ms > 1_000]
+    well = [gpu for gpu in observed("throttled") if gpu.behaviour == "healthy" and gpu.at_ms - gpu.since_ms > 20_000]
 
-    assert {int(one.metrics["clock_event_reasons"]) & ~0x1 for one in braked} == {0x88}
-    assert max(one.metrics["sm_clock_hz"] / one.metrics["max_sm_clock_hz"] for one in braked) <= 0.5
+    assert {int(gpu.metrics["clock_event_reasons"]) & ~0x1 for gpu in braked} == {0x88}
+    assert max(gpu.metrics["sm_clock_hz"] / gpu.metrics["max_sm_clock_hz"] for gpu in braked) <= 0.5
     assert _median("power_watts", braked) < 0.6 * _median("power_watts", well)
 
 
@@ -221,10 +221,10 @@ def test_a_power_brake_halves_the_clock_at_once() -> None:
 def test_what_is_hardly_used_has_its_memory_all_the_time(
     behaviour: Behaviour, use: tuple[float, float], memory: float
 ) -> None:
-    found = [one for one in seen(behaviour) if one.at_ms - one.since_ms > 15_000]
+    settled = [gpu for gpu in observed(behaviour) if gpu.at_ms - gpu.since_ms > 15_000]
 
-    assert use[0] <= statistics.mean(one.metrics["gpu_utilization_ratio"] for one in found) <= use[1]
-    assert min(one.metrics["memory_used_bytes"] / one.metrics["memory_total_bytes"] for one in found) > memory
+    assert use[0] <= statistics.mean(gpu.metrics["gpu_utilization_ratio"] for gpu in settled) <= use[1]
+    assert min(gpu.metrics["memory_used_bytes"] / gpu.metrics["memory_total_bytes"] for gpu in settled) > memory
 
 
 def test_a_notebook_runs_a_cell_every_fourteen_minutes() -> None:
@@ -239,27 +239,27 @@ def test_a_notebook_runs_a_cell_every_fourteen_minutes() -> None:
 
 
 def test_a_pod_that_fails_again_and_again_holds_its_gpu_and_is_started_later_each_time() -> None:
-    found = seen("crash-loop")
-    idle = [one for one in found if not one.processes]
+    in_crash_loop = observed("crash-loop")
+    idle = [gpu for gpu in in_crash_loop if not gpu.processes]
 
-    assert len(idle) > 0.7 * len(found)
-    assert {one.metrics["gpu_utilization_ratio"] for one in idle} == {0}
-    assert max(one.metrics["memory_used_bytes"] for one in idle) < 64 * 1024 * 1024
-    begins = [one.start_ms for one in itertools.islice(attempts(), 8)]
+    assert len(idle) > 0.7 * len(in_crash_loop)
+    assert {gpu.metrics["gpu_utilization_ratio"] for gpu in idle} == {0}
+    assert max(gpu.metrics["memory_used_bytes"] for gpu in idle) < 64 * 1024 * 1024
+    begins = [gpu.start_ms for gpu in itertools.islice(attempts(), 8)]
     assert [(b - a) // 1000 for a, b in itertools.pairwise(begins)] == [35, 45, 65, 105, 185, 325, 325]
 
 
-def test_the_api_server_says_of_a_pod_that_fails_again_and_again_why_it_waits() -> None:
+def test_the_api_server_reports_why_a_pod_that_fails_again_and_again_waits() -> None:
     node = Fleet(4, 8, behaviours=("crash-loop",)).node(2)
     news = [
-        pod for known in node.pod_changes(1_200_000, 0) for pod in known.pods if pod["labels"]["app"] == "caption-api"
+        pod for change in node.pod_changes(1_200_000, 0) for pod in change.pods if pod["labels"]["app"] == "caption-api"
     ]
-    said = [state for state, _ in itertools.groupby((pod.get("waiting"), pod.get("restarts")) for pod in news)]
-    waits = [int(restarts or 0) for why, restarts in said if why == "CrashLoopBackOff"]
+    states = [state for state, _ in itertools.groupby((pod.get("waiting"), pod.get("restarts")) for pod in news)]
+    waits = [int(restarts or 0) for reason, restarts in states if reason == "CrashLoopBackOff"]
 
     assert len(waits) > 4
     assert waits == list(range(waits[0], waits[0] + len(waits)))
-    assert all((before == (None, None)) != (after == (None, None)) for before, after in itertools.pairwise(said))
+    assert all((before == (None, None)) != (after == (None, None)) for before, after in itertools.pairwise(states))
 
 
 async def test_the_truth_says_what_each_pod_did_with_a_gpu(tmp_path: Path) -> None:
@@ -271,11 +271,11 @@ async def test_the_truth_says_what_each_pod_did_with_a_gpu(tmp_path: Path) -> No
     rows = [json.loads(line) for line in path.read_text().splitlines()]
 
     for row in rows:
-        held = {(one["namespace"], one["pod"], one["pod_uid"]) for one in row["holders"]}
-        assert {(one["namespace"], one["pod"], one["pod_uid"]) for one in row["behaviours"]} == held
-        assert all(one["since_ms"] <= row["ts_ms"] for one in row["behaviours"])
-    found = {one["behaviour"] for row in rows for one in row["behaviours"]}
-    assert {"healthy", "loader-bound", "notebook", "hoarder", "crash-loop", "underused"} <= found
+        holders = {(holder["namespace"], holder["pod"], holder["pod_uid"]) for holder in row["holders"]}
+        assert {(label["namespace"], label["pod"], label["pod_uid"]) for label in row["behaviours"]} == holders
+        assert all(label["since_ms"] <= row["ts_ms"] for label in row["behaviours"])
+    behaviours = {label["behaviour"] for row in rows for label in row["behaviours"]}
+    assert {"healthy", "loader-bound", "notebook", "hoarder", "crash-loop", "underused"} <= behaviours
 
 
 def test_a_fleet_without_room_for_a_behaviour_is_refused() -> None:

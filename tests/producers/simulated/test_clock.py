@@ -1,4 +1,4 @@
-"""The fleet lives on evenly, whatever the machine's clock does."""
+"""The fleet's time goes on evenly, whatever the machine's clock does."""
 
 from producers.simulated.component import FleetClock
 
@@ -25,7 +25,7 @@ def test_it_counts_from_its_start() -> None:
     assert (clock.elapsed_ms(), clock.start_ms) == (2_500, 1_000_000)
 
 
-def test_a_small_drift_is_let_be() -> None:
+def test_a_small_drift_is_ignored() -> None:
     times = Times()
     clock = times.clock()
     times.go(10.0, step_s=-0.9)
@@ -33,7 +33,7 @@ def test_a_small_drift_is_let_be() -> None:
     assert (clock.elapsed_ms(), clock.start_ms) == (10_000, 1_000_000)
 
 
-def test_where_the_machines_clock_steps_the_fleets_times_step_with_it() -> None:
+def test_if_the_machines_clock_steps_the_fleets_times_step_with_it() -> None:
     times = Times()
     clock = times.clock()
     times.go(10.0, step_s=-60.0)
@@ -41,7 +41,7 @@ def test_where_the_machines_clock_steps_the_fleets_times_step_with_it() -> None:
     assert (clock.elapsed_ms(), clock.start_ms) == (10_000, 940_000)
 
 
-def test_a_process_that_stands_still_between_its_looks_at_the_two_clocks_has_seen_no_step() -> None:
+def test_a_process_that_pauses_between_reading_the_two_clocks_sees_no_step() -> None:
     now_s = [0.0]
 
     def wall_s() -> float:

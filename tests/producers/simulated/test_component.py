@@ -1,4 +1,4 @@
-"""The simulated fleet as it runs: what it sends is what it says it sent, and what the truth says."""
+"""The simulated fleet as it runs: what it sends is what it counts, and what the truth says."""
 
 import asyncio
 import json
@@ -38,10 +38,10 @@ async def run(component: SimulatedFleet, stop: asyncio.Event | None = None) -> N
 
 def truth_of(path: Path) -> dict[tuple[str, int, int], list[dict[str, Any]]]:
     """The rows of a truth file by tick."""
-    found: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    rows_by_tick: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for row in map(json.loads, path.read_text().splitlines()):
-        found.setdefault((row["node"], row["run_id"], row["seq"]), []).append(row)
-    return found
+        rows_by_tick.setdefault((row["node"], row["run_id"], row["seq"]), []).append(row)
+    return rows_by_tick
 
 
 async def test_the_truth_is_what_was_sent(tmp_path: Path) -> None:
@@ -55,18 +55,18 @@ async def test_the_truth_is_what_was_sent(tmp_path: Path) -> None:
     assert len(sent) == 20
     for tick, rows in truth.items():
         assert {(row["cluster"], row["ts_ms"]) for row in rows} == {(sent[tick]["cluster"], sent[tick]["ts_ms"])}
-        found = [
+        expected = [
             (device["uuid"], device["metrics"].get("gpu_utilization_ratio"), device["metrics"].get("memory_used_bytes"))
             for device in sent[tick]["devices"]
         ]
-        assert [(row["uuid"], row["utilization_ratio"], row["memory_used_bytes"]) for row in rows] == found
+        assert [(row["uuid"], row["utilization_ratio"], row["memory_used_bytes"]) for row in rows] == expected
     assert component.registry.get_sample_value(own.TRUTHS) == sum(map(len, truth.values()))
 
 
 async def test_reported_is_what_the_named_snapshot_says(tmp_path: Path) -> None:
     sender, path = FakeSender(prompt=True), tmp_path / "truth.jsonl"
     await run(SimulatedFleet(settings(truth=path, interval_s=0.1, stop_after_ticks=8), sender=sender))
-    said = {
+    containers = {
         (snapshot["node"], snapshot["run_id"], snapshot["seq"]): {
             (row["namespace"], row["pod"], row["container"]) for row in snapshot["containers"]
         }
@@ -74,11 +74,13 @@ async def test_reported_is_what_the_named_snapshot_says(tmp_path: Path) -> None:
     }
     ticks = {(tick["node"], tick["run_id"], tick["seq"]): tick for tick in sender.of("gpu.samples")}
 
-    assert len(said) > 5
+    assert len(containers) > 5
     for (node, run_id, seq), rows in truth_of(path).items():
         named = (node, run_id, ticks[node, run_id, seq]["allocations_seq"])
-        reported = {(of["namespace"], of["pod"], of["container"]) for row in rows for of in row["reported"]}
-        assert reported == said[named]
+        reported = {
+            (holder["namespace"], holder["pod"], holder["container"]) for row in rows for holder in row["reported"]
+        }
+        assert reported == containers[named]
 
 
 async def test_what_it_sends_is_what_readers_decode_and_all_of_a_node_has_one_key() -> None:
@@ -93,12 +95,14 @@ async def test_what_it_sends_is_what_readers_decode_and_all_of_a_node_has_one_ke
 async def test_every_pod_that_a_snapshot_names_is_known_to_the_api_server_or_soon_will_be() -> None:
     sender = FakeSender(prompt=True)
     await run(SimulatedFleet(settings(pod_life_s=300.0), sender=sender))
-    named = {(row["namespace"], row["pod"]) for s in sender.of("gpu.allocations") for row in s["containers"]}
-    known = {(pod["namespace"], pod["name"]) for w in sender.of("gpu.workloads") for pod in w["pods"]}
+    named = {
+        (row["namespace"], row["pod"]) for snapshot in sender.of("gpu.allocations") for row in snapshot["containers"]
+    }
+    known_pods = {(pod["namespace"], pod["name"]) for record in sender.of("gpu.workloads") for pod in record["pods"]}
 
     assert len(named) >= 5
-    assert len(named - known) <= 2
-    assert {w["epoch"] for w in sender.of("gpu.workloads")} == {sender.of("gpu.samples")[0]["run_id"]}
+    assert len(named - known_pods) <= 2
+    assert {record["epoch"] for record in sender.of("gpu.workloads")} == {sender.of("gpu.samples")[0]["run_id"]}
 
 
 async def test_it_counts_its_ticks_and_the_values_in_them() -> None:
@@ -199,7 +203,7 @@ async def test_a_sender_that_fails_ends_it_with_its_own_error() -> None:
         await run(SimulatedFleet(settings(stop_after_ticks=None), sender=Broken()))
 
 
-async def test_a_process_that_was_held_up_skips_ticks_and_says_so() -> None:
+async def test_a_process_that_was_suspended_skips_ticks_and_counts_them() -> None:
     jump = [0.0]
     loop = asyncio.get_running_loop()
     clock = FleetClock(lambda: loop.time() + jump[0], lambda: loop.time() + jump[0])

@@ -20,7 +20,7 @@ from producers.simulated.fleet import (
 )
 from producers.simulated.pods import TEMPLATES, SimulatedPod
 from producers.simulated.schedule import REBIRTH_MS
-from tests.producers.simulated.made import Tick, ticks
+from tests.producers.simulated.fleet_ticks import Tick, ticks
 from topics import device_ids
 
 pytestmark = pytest.mark.slow
@@ -38,17 +38,19 @@ fleets = st.builds(
 
 
 def relative(tick: Tick, start_ms: int) -> tuple[Any, ...]:
-    """All that a tick says, with its times counted from the start."""
-    news = [(known.at_ms - start_ms, [{**pod, **_ages(pod, start_ms)} for pod in known.pods]) for known in tick.news]
+    """All of a tick, with its times counted from the start."""
+    news = [(change.at_ms - start_ms, [{**pod, **_ages(pod, start_ms)} for pod in change.pods]) for change in tick.news]
     return (tick.node.name, tick.seq, tick.ts_ms - start_ms, _since(tick.reading, start_ms), news)
 
 
 def _since(reading: NodeReading, start_ms: int) -> NodeReading:
     """A reading with the times of its events counted from the start."""
-    return reading._replace(devices=[{**device, "events": _counted(device, start_ms)} for device in reading.devices])
+    return reading._replace(
+        devices=[{**device, "events": _events_since_start(device, start_ms)} for device in reading.devices]
+    )
 
 
-def _counted(device: dict[str, Any], start_ms: int) -> list[dict[str, Any]]:
+def _events_since_start(device: dict[str, Any], start_ms: int) -> list[dict[str, Any]]:
     return [{**event, "ts_ms": event["ts_ms"] - start_ms} for event in device.get("events", ())]
 
 
@@ -57,20 +59,20 @@ def _ages(pod: dict[str, Any], start_ms: int) -> dict[str, int]:
 
 
 def _pods(fleet: Fleet, until_ms: int) -> list[SimulatedPod]:
-    """Every pod that starts by then."""
+    """Every pod that starts before ``until_ms``."""
     return [pod for index in range(fleet.nodes) for pod in fleet.node(index)._schedule.advance(until_ms)]
 
 
 @given(fleets, st.integers(10**12, 10**13))
 def test_the_same_seed_is_the_same_fleet_whenever_it_starts(fleet: Fleet, start_ms: int) -> None:
-    one = [relative(tick, START_MS) for tick in ticks(fleet, START_MS, 1000, 8)]
-    other = [relative(tick, start_ms) for tick in ticks(fleet, start_ms, 1000, 8)]
+    first = [relative(tick, START_MS) for tick in ticks(fleet, START_MS, 1000, 8)]
+    second = [relative(tick, start_ms) for tick in ticks(fleet, start_ms, 1000, 8)]
 
-    assert one == other
+    assert first == second
 
 
 @given(fleets, st.lists(st.integers(0, 60_000), min_size=1, max_size=20))
-def test_what_a_node_says_does_not_depend_on_when_it_was_asked_before(fleet: Fleet, times: list[int]) -> None:
+def test_a_reading_does_not_depend_on_earlier_readings(fleet: Fleet, times: list[int]) -> None:
     often = fleet.node(0)
     answers = [(at_ms, often.read(at_ms)) for at_ms in sorted(times)]
 
@@ -79,7 +81,7 @@ def test_what_a_node_says_does_not_depend_on_when_it_was_asked_before(fleet: Fle
 
 
 def _without_events(reading: NodeReading) -> NodeReading:
-    """What a reading says whenever the one before was."""
+    """What a reading has, whenever the one before it was made: all but its events."""
     return reading._replace(devices=[{**device, "events": None} for device in reading.devices])
 
 
@@ -88,8 +90,8 @@ def test_another_cluster_or_seed_has_no_name_in_common(fleet: Fleet) -> None:
     others = [dataclasses.replace(fleet, cluster="elsewhere"), dataclasses.replace(fleet, seed=fleet.seed + 1)]
     mine = _identities(fleet)
 
-    for other in others:
-        assert not mine & _identities(other)
+    for other_fleet in others:
+        assert not mine & _identities(other_fleet)
 
 
 def _identities(fleet: Fleet) -> set[str]:
@@ -121,7 +123,7 @@ def _pairs(lives: list[SimulatedPod]) -> Sequence[tuple[SimulatedPod, SimulatedP
     return list(itertools.pairwise(sorted(lives, key=lambda pod: pod.start_ms)))
 
 
-def test_every_kind_of_workload_and_of_node_is_there() -> None:
+def test_a_fleet_has_every_kind_of_workload_and_of_node() -> None:
     pods = _pods(Fleet(5, 8, pod_life_s=30), 120_000)
 
     assert {pod.template.kind for pod in pods} == {template.kind for template in TEMPLATES}
@@ -133,10 +135,10 @@ def test_every_kind_of_workload_and_of_node_is_there() -> None:
 
 def test_pods_are_named_and_owned_as_kubernetes_does_it() -> None:
     pods = {pod.template.kind: pod for pod in _pods(Fleet(5, 8, pod_life_s=30), 120_000)}
-    found = {kind: ([owner["kind"] for owner in pod.owners], pod.name) for kind, pod in pods.items()}
+    named = {kind: ([owner["kind"] for owner in pod.owners], pod.name) for kind, pod in pods.items()}
     five, base = "[bcdfghjklmnpqrstvwxz2456789]{5}", "[a-z0-9-]+"
 
-    assert {kind: owners for kind, (owners, _) in found.items()} == {
+    assert {kind: owners for kind, (owners, _) in named.items()} == {
         "Deployment": ["ReplicaSet", "Deployment"],
         "Job": ["Job"],
         "CronJob": ["Job", "CronJob"],
@@ -145,10 +147,10 @@ def test_pods_are_named_and_owned_as_kubernetes_does_it() -> None:
         "RayCluster": ["RayCluster"],
         "Pod": [],
     }
-    assert re.fullmatch(rf"{base}-[bcdf4-9]{{6,10}}-{five}", found["Deployment"][1])
-    assert re.fullmatch(rf"{base}-{five}-{five}", found["Job"][1])
-    assert re.fullmatch(rf"{base}-[0-9]{{8}}-{five}", found["CronJob"][1])
-    assert re.fullmatch(rf"{base}-[0-9]+", found["StatefulSet"][1])
+    assert re.fullmatch(rf"{base}-[bcdf4-9]{{6,10}}-{five}", named["Deployment"][1])
+    assert re.fullmatch(rf"{base}-{five}-{five}", named["Job"][1])
+    assert re.fullmatch(rf"{base}-[0-9]{{8}}-{five}", named["CronJob"][1])
+    assert re.fullmatch(rf"{base}-[0-9]+", named["StatefulSet"][1])
     assert pods["Pod"].workload == {"kind": "Pod", "name": pods["Pod"].name}
     assert pods["Job"].workload["kind"] == "Job"
     assert pods["CronJob"].workload["kind"] == "CronJob"
@@ -171,7 +173,7 @@ def test_pods_begin_and_end_off_the_ticks() -> None:
     assert len({pod.end_ms % 1000 for pod in pods}) > len(pods) / 3
 
 
-def test_pods_live_about_as_long_as_asked() -> None:
+def test_pods_live_about_as_long_as_the_setting_says() -> None:
     pods = [pod for pod in _pods(Fleet(20, 8, pod_life_s=10), 300_000) if pod.start_ms < 200_000]
     lives_s = [(pod.end_ms - pod.start_ms) / 1000 / pod.template.life for pod in pods]
 
@@ -180,27 +182,28 @@ def test_pods_live_about_as_long_as_asked() -> None:
 
 def test_the_kubelet_lags_within_its_bounds_and_never_goes_back() -> None:
     lag = KubeletLag("default", 1, 0)
-    seen = [(at_ms, lag.seen_ms(at_ms)) for at_ms in range(0, 200_000, 7)]
+    seen_times = [(at_ms, lag.seen_ms(at_ms)) for at_ms in range(0, 200_000, 7)]
 
-    assert all(SHORTEST_LAG_MS - 1 <= at_ms - seen_ms <= LONGEST_LAG_MS + 1 for at_ms, seen_ms in seen)
-    assert all(before[1] <= after[1] for before, after in itertools.pairwise(seen))
-    assert max(at - then for at, then in seen) - min(at - then for at, then in seen) > 500
+    assert all(SHORTEST_LAG_MS - 1 <= at_ms - seen_ms <= LONGEST_LAG_MS + 1 for at_ms, seen_ms in seen_times)
+    assert all(before[1] <= after[1] for before, after in itertools.pairwise(seen_times))
+    lags_ms = [at_ms - seen_ms for at_ms, seen_ms in seen_times]
+    assert max(lags_ms) - min(lags_ms) > 500
 
 
 @given(fleets)
-def test_reported_is_what_was_true_a_moment_ago(fleet: Fleet) -> None:
+def test_the_kubelet_reports_what_was_true_a_moment_ago(fleet: Fleet) -> None:
     pods = _pods(fleet, 40_000)
     seen_ms = [KubeletLag(fleet.cluster, fleet.seed, index).seen_ms for index in range(fleet.nodes)]
     for tick in ticks(fleet, START_MS, 1000, 20):
         at_ms = tick.ts_ms - START_MS
         index = int(tick.node.name.removeprefix("sim-"))
-        for time_ms, found in ((at_ms, tick.reading.holders), (seen_ms[index](at_ms), tick.reading.reported)):
+        for time_ms, device_rows in ((at_ms, tick.reading.holders), (seen_ms[index](at_ms), tick.reading.reported)):
             alive = {pod.uid for pod in pods if pod.start_ms <= time_ms < pod.end_ms}
-            assert {row["pod_uid"] for rows in found for row in rows} <= alive
+            assert {row["pod_uid"] for rows in device_rows for row in rows} <= alive
 
 
 @given(fleets)
-def test_the_containers_say_the_same_as_reported(fleet: Fleet) -> None:
+def test_the_containers_of_a_reading_agree_with_its_reported_holders(fleet: Fleet) -> None:
     for tick in ticks(fleet, START_MS, 1000, 5):
         resolved: dict[str, set[tuple[str, str, str]]] = {device["uuid"]: set() for device in tick.reading.devices}
         for row in tick.reading.containers:
@@ -212,16 +215,18 @@ def test_the_containers_say_the_same_as_reported(fleet: Fleet) -> None:
             {(row["namespace"], row["pod"], row["container"]) for row in rows} for rows in tick.reading.reported
         ]
         assert list(resolved.values()) == reported
-        assert all(len(rows) == len(found) for rows, found in zip(tick.reading.reported, reported, strict=True))
+        assert all(
+            len(rows) == len(containers) for rows, containers in zip(tick.reading.reported, reported, strict=True)
+        )
 
 
 def test_the_api_server_knows_a_pod_within_1500_ms_and_keeps_it_for_30_minutes_after_its_end() -> None:
     fleet = Fleet(1, 2, pod_life_s=60)
     node, pods = fleet.node(0), _pods(fleet, 4_000_000)
-    known = [known for at_ms in range(0, 4_000_000, 1000) for known in node.pod_changes(at_ms, START_MS)]
-    first = {uid: at_ms for at_ms, rows in reversed(known) for uid in (row["uid"] for row in rows)}
-    ended = {row["uid"]: at_ms for at_ms, rows in reversed(known) for row in rows if "ended_ms" in row}
-    last = {uid: at_ms for at_ms, rows in known for uid in (row["uid"] for row in rows)}
+    changes = [change for at_ms in range(0, 4_000_000, 1000) for change in node.pod_changes(at_ms, START_MS)]
+    first = {uid: at_ms for at_ms, rows in reversed(changes) for uid in (row["uid"] for row in rows)}
+    ended = {row["uid"]: at_ms for at_ms, rows in reversed(changes) for row in rows if "ended_ms" in row}
+    last = {uid: at_ms for at_ms, rows in changes for uid in (row["uid"] for row in rows)}
     lived = [pod for pod in pods if pod.start_ms > 0 and pod.end_ms < 2_000_000]
 
     assert len(lived) > 20
@@ -230,7 +235,7 @@ def test_the_api_server_knows_a_pod_within_1500_ms_and_keeps_it_for_30_minutes_a
         assert pod.end_ms <= ended[pod.uid] <= max(pod.end_ms, pod.start_ms) + 1500
         assert last[pod.uid] < pod.end_ms + 30 * 60_000 < 4_000_000
         assert last[pod.uid] > pod.end_ms + 25 * 60_000
-    assert [at_ms for at_ms, _ in known] == sorted({at_ms for at_ms, _ in known})
+    assert [at_ms for at_ms, _ in changes] == sorted({at_ms for at_ms, _ in changes})
 
 
 @pytest.mark.parametrize("text", ["", "8", "0x8", "4x0", "4x17", "4x8x2", "-1x8", "4 x 8", "x"])
@@ -245,22 +250,22 @@ def test_a_fleet_is_nodes_by_gpus() -> None:
 
 @given(fleets, st.sampled_from([100, 1000, 10_000]))
 def test_ticks_come_in_order_and_each_node_keeps_its_phase(fleet: Fleet, interval_ms: int) -> None:
-    found = list(ticks(fleet, START_MS, interval_ms, 3))
-    phases = {tick.node.name: set[int]() for tick in found}
-    for tick in found:
+    all_ticks = list(ticks(fleet, START_MS, interval_ms, 3))
+    phases = {tick.node.name: set[int]() for tick in all_ticks}
+    for tick in all_ticks:
         phases[tick.node.name].add((tick.ts_ms - START_MS) % interval_ms)
 
-    assert [tick.ts_ms for tick in found] == sorted(tick.ts_ms for tick in found)
-    assert len(found) == 3 * fleet.nodes == sum(tick.seq for tick in found) / 2
+    assert [tick.ts_ms for tick in all_ticks] == sorted(tick.ts_ms for tick in all_ticks)
+    assert len(all_ticks) == 3 * fleet.nodes == sum(tick.seq for tick in all_ticks) / 2
     assert all(len(phase) == 1 for phase in phases.values())
 
 
-def test_a_story_has_an_xid_error_and_a_lost_gpu_in_the_first_minute_and_is_else_the_same_fleet() -> None:
-    plain, told = Fleet(2, 8).node(0), Fleet(2, 8, story=True).node(0)
+def test_a_story_has_an_xid_error_and_a_lost_gpu_in_the_first_minute_and_is_otherwise_the_same_fleet() -> None:
+    plain, with_story = Fleet(2, 8).node(0), Fleet(2, 8, story=True).node(0)
     events: list[tuple[int, int, int]] = []
     lost: dict[int, list[int]] = {}
     for second in range(1, 91):
-        usual, reading = plain.read(second * 1000), told.read(second * 1000)
+        usual, reading = plain.read(second * 1000), with_story.read(second * 1000)
         assert reading.reported == usual.reported
         for device in reading.devices:
             events += [(second, device["index"], event["code"]) for event in device.get("events", ())]
@@ -271,5 +276,5 @@ def test_a_story_has_an_xid_error_and_a_lost_gpu_in_the_first_minute_and_is_else
     (first, _, page_fault), (second, falls, off_the_bus) = events
     assert (first, page_fault, second, off_the_bus) == (25, 31, 34, 79)
     assert lost == {falls: list(range(35, 75))}
-    other = Fleet(2, 8, story=True).node(1).read(40_000)
-    assert all(device["state"] == "ok" for device in other.devices)
+    other_node = Fleet(2, 8, story=True).node(1).read(40_000)
+    assert all(device["state"] == "ok" for device in other_node.devices)

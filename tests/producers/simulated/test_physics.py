@@ -20,7 +20,7 @@ LIMITS = {model.name: model for model in MODELS}
 RATIOS = [key for key in CATALOGUE if key.endswith("_ratio")]
 COUNTERS = [key for key in CATALOGUE if key.endswith("_total")]
 PROFILED = {key for key in CATALOGUE if key.endswith(("_active_ratio", "_occupancy_ratio"))}
-"""What GPM says of GPUs and GPU instances."""
+"""The metrics that GPM reports of GPUs and GPU instances."""
 SAMPLED = (("gpu_utilization", "ratio", "gpu_utilization_ratio"), ("power", "watts", "power_watts"))
 
 nodes = st.builds(
@@ -32,7 +32,7 @@ nodes = st.builds(
 
 
 def devices(node: SimulatedNode, times: range) -> list[list[JsonDict]]:
-    """The node's devices at those times, by device."""
+    """A list for each device of the node: the device at each of ``times``."""
     return [list(rows) for rows in zip(*(node.read(at_ms).devices for at_ms in times), strict=True)]
 
 
@@ -102,7 +102,7 @@ def _uids(holders: Iterable[JsonDict]) -> set[str]:
 
 
 @given(nodes)
-def test_whatever_works_on_a_device_was_reported_to_hold_it(node: SimulatedNode) -> None:
+def test_a_process_works_only_on_a_device_that_its_pod_was_reported_to_hold(node: SimulatedNode) -> None:
     for at_ms in range(0, 60_000, 700):
         reading = node.read(at_ms)
         for device, reported in zip(reading.devices, reading.reported, strict=True):
@@ -111,21 +111,21 @@ def test_whatever_works_on_a_device_was_reported_to_hold_it(node: SimulatedNode)
 
 def test_a_gpu_in_mig_mode_has_no_utilization_and_leaves_memory_to_its_instances() -> None:
     node = Fleet(4, 2).node(3)
-    gpu, *instances, other = node.read(5_000).devices
+    gpu, *instances, whole_gpu = node.read(5_000).devices
 
     assert {"gpu_utilization_ratio", "encoder_utilization_ratio", "memory_used_bytes"} & gpu["metrics"].keys() == set()
     assert {"power_watts", "energy_joules_total", "temperature_celsius"} <= gpu["metrics"].keys()
     assert [row["mig"]["profile"] for row in instances] == ["3g.40gb", "2g.20gb", "1g.10gb", "1g.10gb"]
-    own = {f"memory_{part}_bytes" for part in ("used", "free", "total", "reserved")}
+    memory_keys = {f"memory_{part}_bytes" for part in ("used", "free", "total", "reserved")}
     for row in instances:
-        assert row["metrics"].keys() == own | PROFILED
+        assert row["metrics"].keys() == memory_keys | PROFILED
         assert (row["index"], row["pci_bus_id"], row["minor"]) == (gpu["index"], gpu["pci_bus_id"], gpu["minor"])
         assert (row["mig"]["parent_uuid"], row["mig"]["uuid"]) == (gpu["uuid"], row["uuid"])
-    assert "gpu_utilization_ratio" in other["metrics"]
+    assert "gpu_utilization_ratio" in whole_gpu["metrics"]
 
 
 @given(nodes)
-def test_what_the_driver_samples_goes_up_and_down_around_what_it_says(node: SimulatedNode) -> None:
+def test_the_drivers_samples_go_up_and_down_around_its_reading(node: SimulatedNode) -> None:
     for rows in devices(node, range(0, 30_000, 700)):
         for stem, unit, key in SAMPLED:
             for metrics in (device["metrics"] for device in rows):
@@ -148,7 +148,7 @@ def test_spikes_of_a_second_are_seen() -> None:
     assert max(gaps) > 0.1
 
 
-def test_gpm_is_there_on_hopper_and_later_and_links_on_whole_gpus_that_have_some() -> None:
+def test_hopper_and_later_have_gpm_and_whole_gpus_with_nvlink_have_its_metrics() -> None:
     links = {"nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second"}
     links |= {f"nvlink_{kind}_errors_total" for kind in ("crc", "replay", "recovery")}
     for index in range(8):
@@ -160,15 +160,17 @@ def test_gpm_is_there_on_hopper_and_later_and_links_on_whole_gpus_that_have_some
             assert profiled == (PROFILED if hopper else set()) | (links if linked else set())
 
 
-def test_a_few_nodes_have_every_metric_that_there_is() -> None:
-    found = [device["metrics"] for index in range(4) for device in Fleet(4, 8).node(index).read(60_000).devices]
+def test_a_few_nodes_have_every_metric_of_the_catalogue() -> None:
+    all_metrics = [device["metrics"] for index in range(4) for device in Fleet(4, 8).node(index).read(60_000).devices]
 
-    assert set().union(*found) == CATALOGUE.keys()
-    assert all(metrics["max_sm_clock_hz"] >= metrics["sm_clock_hz"] for metrics in found if "sm_clock_hz" in metrics)
+    assert set().union(*all_metrics) == CATALOGUE.keys()
+    assert all(
+        metrics["max_sm_clock_hz"] >= metrics["sm_clock_hz"] for metrics in all_metrics if "sm_clock_hz" in metrics
+    )
 
 
 @given(nodes)
-def test_a_cause_that_keeps_the_clocks_down_counts_the_time_for_which_it_does(node: SimulatedNode) -> None:
+def test_a_cause_that_lowers_the_clocks_counts_for_how_long_it_does(node: SimulatedNode) -> None:
     causes = {"power_violation_seconds_total": POWER_CAP, "low_utilization_violation_seconds_total": GPU_IDLE}
     counted = expected = 0.0
     for rows in devices(node, range(0, 20_000, 100)):
@@ -181,7 +183,7 @@ def test_a_cause_that_keeps_the_clocks_down_counts_the_time_for_which_it_does(no
     assert counted == pytest.approx(expected, rel=0.1, abs=2)
 
 
-def test_older_gpus_retire_pages_where_newer_ones_remap_rows() -> None:
+def test_older_gpus_retire_pages_and_newer_ones_remap_rows() -> None:
     for index in range(10):
         for device in Fleet(10, 2).node(index).read(5_000).devices:
             retires = {key.split("_")[0] for key in device["metrics"] if key.startswith(("retired", "remapped"))}
@@ -190,7 +192,7 @@ def test_older_gpus_retire_pages_where_newer_ones_remap_rows() -> None:
 
 
 @given(nodes)
-def test_what_is_busy_was_profiled_as_busy(node: SimulatedNode) -> None:
+def test_a_busy_gpu_is_profiled_as_busy(node: SimulatedNode) -> None:
     for rows in devices(node, range(0, 30_000, 700)):
         for device in rows:
             metrics = device["metrics"]
@@ -201,58 +203,58 @@ def test_what_is_busy_was_profiled_as_busy(node: SimulatedNode) -> None:
                 assert (engine == 0) == (metrics["sm_active_ratio"] == 0)
 
 
-def test_a_device_says_what_it_is_and_its_mig_devices_say_the_same() -> None:
-    gpu, *instances, other = Fleet(4, 2).node(3).read(5_000).devices
+def test_a_mig_device_has_the_same_info_as_its_gpu() -> None:
+    gpu, *instances, whole_gpu = Fleet(4, 2).node(3).read(5_000).devices
     versions = {"serial", "driver_version", "cuda_version", "vbios_version", "mig_mode"}
 
     assert versions <= gpu["info"].keys() <= versions | {"processes_visible"}
-    assert (gpu["info"]["mig_mode"], other["info"]["mig_mode"]) == ("enabled", "disabled")
-    assert gpu["info"]["serial"] != other["info"]["serial"]
+    assert (gpu["info"]["mig_mode"], whole_gpu["info"]["mig_mode"]) == ("enabled", "disabled")
+    assert gpu["info"]["serial"] != whole_gpu["info"]["serial"]
     for row in instances:
         assert {**row["info"], "processes_visible": "true"} == {**gpu["info"], "processes_visible": "true"}
 
 
 def test_processes_are_visible_from_the_first_one_on() -> None:
-    found = set()
+    values = set()
     for rows in devices(Fleet(4, 8, pod_life_s=5).node(1), range(0, 60_000, 1_000)):
-        had = False
+        visible_now = False
         for device in rows:
-            had |= bool(device["processes"])
-            assert device["info"].get("processes_visible") == ("true" if had else None)
-            found.add(had)
+            visible_now |= bool(device["processes"])
+            assert device["info"].get("processes_visible") == ("true" if visible_now else None)
+            values.add(visible_now)
 
-    assert found == {True, False}
+    assert values == {True, False}
 
 
 def test_an_xid_error_is_reported_once_with_its_time_and_counted_from_then_on() -> None:
     node = Fleet(4, 8).node(3)
     for gpu in node._gpus:
         gpu._fragile = True
-    told: dict[str, list[JsonDict]] = {}
+    events_by_uuid: dict[str, list[JsonDict]] = {}
     for at_ms in range(0, 1_000_000, 5_000):
         for device in node.read(at_ms, 10**12).devices:
-            events = told.setdefault(device["uuid"], [])
+            events = events_by_uuid.setdefault(device["uuid"], [])
             for event in device.get("events", ()):
                 assert event["kind"] == "xid"
                 assert at_ms - 5_000 < event["ts_ms"] - 10**12 <= at_ms
                 events.append(event)
             assert device.get("xids", {}) == Counter(str(event["code"]) for event in events)
 
-    assert {uuid[:3] for uuid, events in told.items() if events} == {"GPU", "MIG"}
+    assert {uuid[:3] for uuid, events in events_by_uuid.items() if events} == {"GPU", "MIG"}
 
 
-def test_what_the_kubelet_said_at_an_xid_error_is_what_a_reading_at_that_time_would_have_got() -> None:
-    node, times, said = Fleet(4, 8, pod_life_s=20.0).node(3), list[int](), list[list[JsonDict]]()
+def test_the_snapshot_of_an_xid_error_is_that_of_a_reading_at_the_same_time() -> None:
+    node, times, snapshots = Fleet(4, 8, pod_life_s=20.0).node(3), list[int](), list[list[JsonDict]]()
     for gpu in node._gpus:
         gpu._fragile = True
     for at_ms in range(0, 1_000_000, 5_000):
         for ts_ms, containers in sorted(node.read(at_ms, 10**12).at_events.items()):
             times.append(ts_ms - 10**12)
-            said.append(containers)
+            snapshots.append(containers)
     again = Fleet(4, 8, pod_life_s=20.0).node(3)
 
     assert len(times) > 5
-    assert [again.read(at_ms, 10**12).containers for at_ms in times] == said
+    assert [again.read(at_ms, 10**12).containers for at_ms in times] == snapshots
 
 
 def test_most_gpus_never_have_an_xid_error() -> None:
@@ -262,20 +264,20 @@ def test_most_gpus_never_have_an_xid_error() -> None:
 
 
 def test_busy_idle_and_bursty_pods_and_unheld_gpus_are_distinguished() -> None:
-    seen: dict[str, set[float]] = {"": set()}
+    utilizations: dict[str, set[float]] = {"": set()}
     for index in (0, 2, 4):
         node = Fleet(5, 8).node(index)
         for at_ms in range(0, 120_000, 1000):
             reading = node.read(at_ms)
             for device, holders in zip(reading.devices, reading.holders, strict=True):
                 kinds = {_activity(holder["labels"]["app"]) for holder in holders} or {""}
-                seen.setdefault(kinds.pop(), set()).add(device["metrics"]["gpu_utilization_ratio"])
+                utilizations.setdefault(kinds.pop(), set()).add(device["metrics"]["gpu_utilization_ratio"])
 
-    assert seen.keys() == {"", "busy", "idle", "bursty", "serving"}
-    assert seen[""] == {0}
-    assert max(seen["busy"]) > 0.9
-    assert max(seen["idle"]) <= 0.05
-    assert min(seen["bursty"]) < 0.05 < 0.7 < max(seen["bursty"])
+    assert utilizations.keys() == {"", "busy", "idle", "bursty", "serving"}
+    assert utilizations[""] == {0}
+    assert max(utilizations["busy"]) > 0.9
+    assert max(utilizations["idle"]) <= 0.05
+    assert min(utilizations["bursty"]) < 0.05 < 0.7 < max(utilizations["bursty"])
 
 
 def _activity(app: str) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from producers.simulated.fleet import Fleet
 from streams.attribution import join
-from tests.producers.simulated.made import Tick, ticks
+from tests.producers.simulated.fleet_ticks import Tick, ticks
 from tests.streams.attribution.records import pending
 from topics.allocations import Allocations
 from topics.attributed import AttributedDevice

@@ -1,4 +1,4 @@
-"""Made samples of the published formats: the headers as they are published, the rows made up."""
+"""Trace files in the published formats: the headers are as published, the rows are invented."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A listener that knows what it heard."""
+"""A listener that records its calls."""
 
 import json
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from producers.cluster.reflector import Listener
 
 
-class Known(Listener[Any]):
-    """What a watch heard: the ``objects`` by their names, and the ``calls`` in their order."""
+class RecordingListener(Listener[Any]):
+    """Keeps the ``objects`` by their names, and the ``calls`` in their order."""
 
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {}
