@@ -20,7 +20,7 @@ from delivery.kubernetes.client import LARGEST_ERROR_BYTES, Client, LineSplitter
 from delivery.kubernetes.credentials import ConfigError
 from producers.cluster import instruments as names
 from tests.eventually import eventually
-from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, hang, kubeconfig, says
+from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, hang, kubeconfig, streams
 from tests.producers.fakes import value
 
 Open = Callable[..., Awaitable[Client]]
@@ -101,7 +101,7 @@ async def test_requests_are_counted_by_their_status_or_by_why_there_is_none(serv
 
 async def test_an_unreachable_server_is_distinguished_from_a_silent_one(server: ApiServer, connect: Open) -> None:
     api = await connect()
-    server.next(hang, says(b"half", then="hang"))
+    server.next(hang, streams(b"half", ends_with="hang"))
     for _ in range(2):
         with pytest.raises(Unreachable) as silence:
             await api.request("GET", "/things", timeout_s=0.3)
@@ -131,7 +131,7 @@ async def test_an_answer_that_is_broken_off_is_none(server: ApiServer, connect: 
     async def no_http(request: Request, reply: Reply) -> None:
         await reply.raw(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
 
-    server.next(half, says(b"x", then="reset"), no_http)
+    server.next(half, streams(b"x", ends_with="reset"), no_http)
     for _ in range(3):
         with pytest.raises(Unreachable) as error:
             await api.request("GET", "/things")
@@ -160,7 +160,7 @@ async def test_an_answer_without_an_end_is_cut(
 ) -> None:
     monkeypatch.setattr(module, "LARGEST_ANSWER_BYTES", 1000)
     api = await connect()
-    server.next(says(b"x" * 1001), says(b"x" * 1000))
+    server.next(streams(b"x" * 1001), streams(b"x" * 1000))
     with pytest.raises(Unreachable) as error:
         await api.request("GET", "/things")
     assert error.value.reason == "cut"
@@ -176,19 +176,19 @@ async def lines(api: Client, cap: int = 100, **settings: Any) -> list[bytes | No
 
 
 async def test_a_stream_is_read_line_by_line(server: ApiServer, connect: Open) -> None:
-    server.next(says(b"on", b"e\n\ntwo\nth", b"ree\n"))
+    server.next(streams(b"on", b"e\n\ntwo\nth", b"ree\n"))
     assert await lines(await connect()) == [b"one", b"two", b"three"]
 
 
 async def test_a_line_over_the_cap_is_dropped_and_the_next_one_is_not(server: ApiServer, connect: Open) -> None:
-    server.next(says(b"x" * 60, b"x" * 60 + b"\nnext\n" + b"y" * 100 + b"\n" + b"z" * 101 + b"\n"))
+    server.next(streams(b"x" * 60, b"x" * 60 + b"\nnext\n" + b"y" * 100 + b"\n" + b"z" * 101 + b"\n"))
     assert await lines(await connect()) == [None, b"next", b"y" * 100, None]
 
 
 @pytest.mark.parametrize("piece", [b"one\nhalf", b"one\n" + b"x" * 200])
 async def test_a_stream_that_ends_in_a_line_is_cut(server: ApiServer, connect: Open, piece: bytes) -> None:
     api = await connect()
-    server.next(says(piece))
+    server.next(streams(piece))
     async with api.stream("/things", {}) as stream:
         reading = stream.lines(100)
         assert await anext(reading) == b"one"
@@ -199,7 +199,7 @@ async def test_a_stream_that_ends_in_a_line_is_cut(server: ApiServer, connect: O
 
 async def test_a_stream_that_is_silent_for_too_long_is_over(server: ApiServer, connect: Open) -> None:
     api = await connect()
-    server.next(says(b"one\n", then="hang"), hang)
+    server.next(streams(b"one\n", ends_with="hang"), hang)
     for _ in range(2):
         with pytest.raises(Unreachable) as error:
             await lines(api, silence_s=0.3)

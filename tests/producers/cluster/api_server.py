@@ -1,7 +1,7 @@
-"""An API server that keeps objects and serves them as Kubernetes does, and does what a real one can't be made to do.
+"""A fake API server: it keeps objects, serves them as Kubernetes does, and fails in any way that a test asks for.
 
 It serves streaming lists, watches with bookmarks, pages, single objects, and writes that hold to resourceVersion.
-What :meth:`ApiServer.next` is given is done instead, once each, to the coming requests.
+A behaviour given to :meth:`ApiServer.next` replaces the answer to one later request.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ Behaviour = Callable[["Request", "Reply"], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked."""
+    """A request, as it was read."""
 
     method: str
     path: str
@@ -36,7 +36,7 @@ class Request:
 
 
 class Reply:
-    """The way back, with every way to go wrong on it."""
+    """The answer to a request, in every form, malformed ones too."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -52,15 +52,15 @@ class Reply:
         await self.answer(code, status_object(code, message), {k.replace("_", "-"): v for k, v in headers.items()})
 
     async def begin(self) -> None:
-        """The head of an answer that comes in pieces."""
+        """The head of a chunked answer."""
         await self.raw(_head(200, {"Content-Type": "application/json", "Transfer-Encoding": "chunked"}))
 
     async def piece(self, content: bytes) -> None:
-        """A piece of it."""
+        """A chunk of it."""
         await self.raw(f"{len(content):x}\r\n".encode() + content + b"\r\n")
 
     async def event(self, kind: str, content: Json) -> None:
-        """An event on a line."""
+        """An event of a watch, on a line."""
         await self.piece(json.dumps({"type": kind, "object": content}).encode() + b"\n")
 
     async def bookmark(self, version: int | str, *, ends_list: bool = False) -> None:
@@ -70,16 +70,16 @@ class Reply:
         await self.event("BOOKMARK", {"kind": "Pod", "metadata": metadata, "spec": {"containers": None}})
 
     async def end(self) -> None:
-        """The end of an answer that came in pieces."""
+        """The end of a chunked answer."""
         await self.raw(b"0\r\n\r\n")
 
     async def raw(self, content: bytes) -> None:
-        """Bytes, whatever they are."""
+        """Bytes, sent as they are."""
         self._writer.write(content)
         await self._writer.drain()
 
     def reset(self) -> None:
-        """Break the connection off."""
+        """Reset the connection."""
         if not self._writer.is_closing():
             linger = struct.pack("ii", 1, 0)
             self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -123,46 +123,46 @@ class ApiServer:
 
     @property
     def url(self) -> str:
-        """Where it serves."""
+        """The address that it serves at."""
         return f"http://127.0.0.1:{self.port}"
 
     def next(self, *behaviours: Behaviour) -> None:
-        """Do these, one each, to the coming requests."""
+        """Replace the answers to the next requests, one behaviour for each."""
         self._faults.extend(behaviours)
 
     @property
     def faults_left(self) -> int:
-        """How many of them are still to come."""
+        """How many of these behaviours are still unused."""
         return len(self._faults)
 
-    def asked(self, path: str) -> list[Request]:
+    def requests_for(self, path: str) -> list[Request]:
         """The requests for that path so far."""
         return [request for request in self.requests if request.path == path]
 
     def put(self, collection: str, content: Json) -> Json:
         """Create or change an object, and notify the watches."""
         name = content["metadata"]["name"]
-        known = self.objects.setdefault(collection, {})
-        kind = "MODIFIED" if name in known else "ADDED"
-        known[name] = self._stamped(content)
-        self.notify(collection, kind, known[name])
-        return known[name]
+        collection_objects = self.objects.setdefault(collection, {})
+        kind = "MODIFIED" if name in collection_objects else "ADDED"
+        collection_objects[name] = self._stamped(content)
+        self.notify(collection, kind, collection_objects[name])
+        return collection_objects[name]
 
     def delete(self, collection: str, name: str) -> None:
         """Delete an object, and notify the watches."""
         self.notify(collection, "DELETED", self._stamped(self.objects[collection].pop(name)))
 
     def notify(self, collection: str, kind: str, content: Json) -> None:
-        """Send something to the watches of that collection."""
+        """Send an event to the watches of that collection."""
         for queue in self._watchers.get(collection, ()):
             queue.put_nowait((kind, content))
 
     def watchers(self, collection: str) -> int:
-        """How many watches are open there."""
+        """How many watches of that collection are open."""
         return len(self._watchers.get(collection, ()))
 
     async def drop(self) -> None:
-        """Break every connection off."""
+        """Reset every connection."""
         for writer in list(self._writers):
             Reply(writer).reset()
         tasks = [*self._tasks]
@@ -171,7 +171,7 @@ class ApiServer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stop(self) -> None:
-        """Serve no more, until :meth:`start`."""
+        """Stop serving, until :meth:`start`."""
         if self._server is not None:
             self._server.close()
         await self.drop()
@@ -230,10 +230,11 @@ class ApiServer:
     async def _write(self, request: Request, reply: Reply) -> None:
         content = json.loads(request.body)
         collection = request.path if request.method == "POST" else request.path.rpartition("/")[0]
-        known = self.objects.setdefault(collection, {}).get(content["metadata"]["name"])
-        if request.method == "PUT" and known is None:
+        existing = self.objects.setdefault(collection, {}).get(content["metadata"]["name"])
+        if request.method == "PUT" and existing is None:
             return await reply.status(404, "not found")
-        if known is not None and known["metadata"]["resourceVersion"] != content["metadata"].get("resourceVersion"):
+        version = content["metadata"].get("resourceVersion")
+        if existing is not None and existing["metadata"]["resourceVersion"] != version:
             return await reply.status(409, "the object has been modified")
         await reply.answer(201 if request.method == "POST" else 200, self.put(collection, content))
         return None
@@ -279,7 +280,7 @@ async def _request(reader: asyncio.StreamReader) -> Request:
 
 
 async def hang(request: Request, reply: Reply) -> None:
-    """A behaviour: take the request and never say a word."""
+    """A behaviour: accept the request and never answer."""
     await asyncio.Event().wait()
 
 
@@ -292,16 +293,16 @@ def answers(code: int, message: str = "", **headers: str) -> Behaviour:
     return behave
 
 
-def says(*pieces: bytes, then: str = "end") -> Behaviour:
-    """A behaviour: a stream of these bytes, and then ``end``, ``reset`` or ``hang``."""
+def streams(*pieces: bytes, ends_with: str = "end") -> Behaviour:
+    """A behaviour: a stream of these bytes, then its end (``end``), a reset (``reset``) or silence (``hang``)."""
 
     async def behave(request: Request, reply: Reply) -> None:
         await reply.begin()
         for piece in pieces:
             await reply.piece(piece)
-        if then == "end":
+        if ends_with == "end":
             await reply.end()
-        elif then == "reset":
+        elif ends_with == "reset":
             reply.reset()
         else:
             await hang(request, reply)

@@ -1,4 +1,4 @@
-"""Objects as an API server has them, made for a test."""
+"""Kubernetes objects as an API server has them, as JSON and decoded."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -32,9 +32,9 @@ _POD, _SLICE, _CLAIM, _TAINT_RULE = (
 )
 
 
-def raw(of: JsonDict) -> bytes:
+def raw(content: JsonDict) -> bytes:
     """The bytes of an object."""
-    return json.dumps(of).encode()
+    return json.dumps(content).encode()
 
 
 def pod_json(name: str = "bert-0", uid: str = "", **changed: Any) -> JsonDict:
@@ -86,7 +86,7 @@ def over(phase: str = "Succeeded", *finished: str | None) -> JsonDict:
 
 
 def slice_json(name: str = "s", **changed: Any) -> JsonDict:
-    """A resource slice; ``uuids`` are those of its devices, ``taints`` those of the first one."""
+    """A resource slice; ``uuids`` are the UUIDs of its devices, ``taints`` the taints of the first one."""
     uuids: Sequence[str | None] = changed.get("uuids", ("GPU-a", "GPU-b"))
     node: str | None = changed.get("node", "n1")
     devices = [
@@ -123,8 +123,8 @@ def taint_rule(name: str = "rule", **spec: Any) -> objects.DeviceTaintRule:
 
 
 def claim_json(name: str = "monitor", **changed: Any) -> JsonDict:
-    """A resource claim for administration; ``results`` are pairs of a device and what is said of its access, and None
-    where it has no devices; ``uid`` changes it."""
+    """A resource claim for administration. ``results`` are pairs of a device and its ``adminAccess``, or None for a
+    claim without devices; ``uid`` changes it."""
     results: Sequence[tuple[str, bool | None]] | None = changed.get("results", [("gpu-0", True)])
     rows = [
         {
@@ -153,16 +153,16 @@ def named(
 
 
 class Follower:
-    """Notes whose chains are wanted."""
+    """Records which owners' chains are followed: the namespace by the owner's uid."""
 
     def __init__(self) -> None:
-        self.wanted: dict[str, str] = {}
+        self.followed: dict[str, str] = {}
 
     def follow(self, owner: Owner, namespace: str) -> None:
-        self.wanted[owner.uid or ""] = namespace
+        self.followed[owner.uid or ""] = namespace
 
     def forget(self, uid: str) -> None:
-        del self.wanted[uid]
+        del self.followed[uid]
 
 
 def chosen(*, labels: Sequence[str] = config.POD_LABELS) -> Selection:
@@ -179,7 +179,7 @@ def chosen(*, labels: Sequence[str] = config.POD_LABELS) -> Selection:
 def state(*nodes: str, follower: Follower | None = None) -> Store:
     """An empty cluster of some nodes."""
     owners = follower or Follower()
-    made = Store(chosen(), owners.follow, owners.forget)
+    store = Store(chosen(), owners.follow, owners.forget)
     for node in nodes:
-        made.put_node(node, {})
-    return made
+        store.put_node(node, {})
+    return store

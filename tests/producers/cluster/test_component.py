@@ -1,4 +1,4 @@
-"""The cluster as it runs: what the API server says is what is sent, by one replica at a time."""
+"""The cluster producer as it runs: one replica at a time sends what the API server has."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ def cluster_of(*nodes: str) -> ApiServer:
 
 
 class Replica:
-    """A cluster producer at work, and what it sent."""
+    """A running cluster producer, and what it sent."""
 
     def __init__(self, server: ApiServer, directory: Path, *, prompt: bool = True, **changed: Any) -> None:
         config = directory / "kubeconfig"
@@ -110,7 +110,7 @@ async def test_each_node_is_reported_with_its_pods_labels_and_devices(tmp_path: 
     assert (first.cluster, first.seq, first.node_labels) == ("default", 1, {"topology.kubernetes.io/zone": "a"})
     assert [(pod.uid, pod.namespace_labels) for pod in first.pods] == [("uid-bert-0", {"team": "research"})]
     assert [device.uuid for device in first.dra_devices] == ["GPU-a", "GPU-b"]
-    assert [one.claim for one in first.admin_claims] == ["monitor"]
+    assert [claim.claim for claim in first.admin_claims] == ["monitor"]
     assert replica.records("n2")[0]["pods"] == []
 
 
@@ -136,7 +136,7 @@ async def test_the_first_record_of_a_pod_has_its_whole_owner_chain(tmp_path: Pat
     assert chains == [[], ["ReplicaSet", "Deployment"]]
 
 
-async def test_a_pod_whose_owner_is_not_to_be_had_is_reported_all_the_same(tmp_path: Path) -> None:
+async def test_a_pod_whose_owner_can_not_be_read_is_reported_all_the_same(tmp_path: Path) -> None:
     server = cluster_of("n1")
     async with server, running(server, tmp_path) as replica:
         await replica.until(replica.records)
@@ -147,7 +147,7 @@ async def test_a_pod_whose_owner_is_not_to_be_had_is_reported_all_the_same(tmp_p
     assert [owner["kind"] for owner in replica.pods()["uid-bert-0"]["owners"]] == ["ReplicaSet"]
 
 
-async def test_under_a_slow_api_server_a_pod_never_has_another_workload_than_its_own(
+async def test_with_a_slow_api_server_a_pod_never_has_another_workload_than_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("producers.cluster.component.DEFER_S", 0.2)
@@ -166,9 +166,9 @@ async def test_under_a_slow_api_server_a_pod_never_has_another_workload_than_its
         await replica.until(replica.pods)
         answered.set()
         await replica.until(lambda: "owners_complete" not in replica.pods()["uid-bert-0"])
-        known = [decoder(NodeWorkloads)(orjson.dumps(record)).pods for record in replica.records()]
+        pod_lists = [decoder(NodeWorkloads)(orjson.dumps(record)).pods for record in replica.records()]
 
-    workloads = [holder_of(pod).workload for pods in known for pod in pods]
+    workloads = [holder_of(pod).workload for pods in pod_lists for pod in pods]
     assert workloads == [None, Workload("Deployment", "llm")]
 
 
@@ -185,7 +185,7 @@ async def test_a_pod_that_comes_back_under_its_name_is_another(tmp_path: Path) -
     assert "ended_ms" not in replica.pods()["second"]
 
 
-async def test_what_is_gone_when_the_api_server_comes_back_has_ended(tmp_path: Path) -> None:
+async def test_a_pod_that_is_missing_when_the_api_server_comes_back_has_ended(tmp_path: Path) -> None:
     server = cluster_of("n1", "n2")
     server.objects[PODS] = {name: pod_json(name) for name in ("stays", "goes")}
     server.objects[PODS]["moves"] = pod_json("moves", node="n2")
@@ -241,7 +241,7 @@ async def test_nothing_is_reported_before_all_pods_and_nodes_are_known(unknown: 
     late = server.objects.pop(unknown)
     async with server, running(server, tmp_path) as replica:
         await replica.until(lambda: replica.value(own.OBJECTS, resource="namespaces") == 1)
-        await replica.until(lambda: len(server.asked(unknown)) >= 2)
+        await replica.until(lambda: len(server.requests_for(unknown)) >= 2)
         assert replica.records() == []
         assert any(unknown.rpartition("/")[2] in reason for reason in replica.component.not_ready())
 
@@ -250,7 +250,9 @@ async def test_nothing_is_reported_before_all_pods_and_nodes_are_known(unknown: 
 
 
 @pytest.mark.slow
-async def test_an_ended_pod_leaves_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_ended_pod_is_reported_for_a_while_and_then_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("producers.cluster.pods.KEPT_MS", 500)
     monkeypatch.setattr("producers.workloads.RESEND_S", 0.1)
     monkeypatch.setattr("producers.workloads.CHECK_S", 0.05)
@@ -261,8 +263,8 @@ async def test_an_ended_pod_leaves_in_the_end(tmp_path: Path, monkeypatch: pytes
         server.delete(PODS, "bert-0")
         await replica.until(lambda: not replica.pods())
 
-    ends = [["ended_ms" in pod for pod in record["pods"]] for record in replica.records()]
-    assert [found for found, _ in itertools.groupby(ends)] == [[False], [True], []]
+    end_lists = [["ended_ms" in pod for pod in record["pods"]] for record in replica.records()]
+    assert [end_list for end_list, _ in itertools.groupby(end_lists)] == [[False], [True], []]
 
 
 async def test_a_removed_node_is_reported_no_more_while_others_are(
@@ -283,7 +285,7 @@ async def test_a_removed_node_is_reported_no_more_while_others_are(
 
 
 @pytest.mark.slow
-async def test_who_leads_again_reports_every_node_again(tmp_path: Path) -> None:
+async def test_a_replica_that_leads_again_reports_every_node_again(tmp_path: Path) -> None:
     server = cluster_of("n1", "n2")
     async with server, running(server, tmp_path, lease="gpus/gpustream-cluster", identity="a") as replica:
         await replica.until(lambda: replica.records("n1") and replica.records("n2"))
@@ -296,7 +298,7 @@ async def test_who_leads_again_reports_every_node_again(tmp_path: Path) -> None:
     assert again["epoch"] > first["epoch"]
 
 
-async def test_what_is_not_sent_at_the_stop_is_sent_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stop_sends_what_is_still_unsent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("producers.workloads.MAX_IN_FLIGHT", 1)
     server = cluster_of("n1", "n2", "n3")
     async with server:
@@ -311,7 +313,7 @@ async def test_what_is_not_sent_at_the_stop_is_sent_then(tmp_path: Path, monkeyp
     assert {record["node"] for record in replica.sender.of("gpu.workloads")} == {"n1", "n2", "n3"}
 
 
-async def test_what_a_record_can_be_without_is_not_waited_for_long(
+async def test_a_record_does_not_wait_long_for_optional_resources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "EXTRAS_WITHIN_S", 0.1)
@@ -326,7 +328,7 @@ async def test_what_a_record_can_be_without_is_not_waited_for_long(
         await replica.until(lambda: replica.pods()["uid-bert-0"].get("namespace_labels"))
 
 
-async def test_the_last_record_of_a_removed_node_says_that_its_pods_ended(tmp_path: Path) -> None:
+async def test_the_last_record_of_a_removed_node_ends_its_pods(tmp_path: Path) -> None:
     server = cluster_of("n1", "n2")
     server.objects[PODS]["bert-0"] = pod_json()
     async with server, running(server, tmp_path) as replica:
@@ -347,7 +349,7 @@ async def test_the_last_record_of_a_removed_node_says_that_its_pods_ended(tmp_pa
     assert [record["seq"] for record in replica.records()] == sorted({r["seq"] for r in replica.records()})
 
 
-async def test_an_ended_pod_says_when(tmp_path: Path) -> None:
+async def test_an_ended_pod_has_its_end_time(tmp_path: Path) -> None:
     server = cluster_of("n1")
     server.objects[PODS]["bert-0"] = pod_json()
     async with server, running(server, tmp_path) as replica:
@@ -388,10 +390,10 @@ async def test_a_new_leader_writes_nothing_before_it_has_read_what_the_last_one_
     server = cluster_of("n1")
     server.objects[PODS]["bert-0"] = pod_json()
     now_ms = int(time.time() * 1000)
-    gone = [{"namespace": "ml", "name": f"p{n}", "uid": f"gone-{n}", "ended_ms": now_ms} for n in range(1000)]
+    ended_pods = [{"namespace": "ml", "name": f"p{n}", "uid": f"gone-{n}", "ended_ms": now_ms} for n in range(1000)]
     head = {"schema": 1, "cluster": "default", "node": "n1", "epoch": 1, "seq": 1, "ts_ms": now_ms}
     async with server:
-        replica = Replica(server, tmp_path, log=[{**head, "pods": gone}])
+        replica = Replica(server, tmp_path, log=[{**head, "pods": ended_pods}])
         replica.readable.clear()
         await replica.until(lambda: any("for Kafka" in reason for reason in replica.component.not_ready()))
         assert replica.sender.events == []
@@ -400,10 +402,10 @@ async def test_a_new_leader_writes_nothing_before_it_has_read_what_the_last_one_
         await replica.until(replica.pods)
         await replica.end()
 
-    assert set(replica.pods()) == {"uid-bert-0", *(pod["uid"] for pod in gone)}
+    assert set(replica.pods()) == {"uid-bert-0", *(pod["uid"] for pod in ended_pods)}
 
 
-async def test_who_has_watched_for_long_enough_reads_nothing_back(
+async def test_a_standby_that_has_watched_for_long_enough_reads_nothing_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("producers.cluster.pods.KEPT_MS", 0)
@@ -426,7 +428,7 @@ async def test_a_stop_releases_the_lease(tmp_path: Path) -> None:
     assert replica.sender.stopped
 
 
-async def test_what_is_not_acknowledged_makes_it_unready_and_a_stop_does_not_wait_for_it(
+async def test_an_unacknowledged_record_makes_it_unready_and_a_stop_does_not_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher, "UNREADY_AFTER_S", 0.0)
@@ -475,11 +477,11 @@ def test_every_error_of_the_settings_is_named() -> None:
     )
     beginnings = ("--pod-labels", "--pod-annotations", "--namespace-labels", "--node-labels", "--resource-prefixes")
 
-    found = settings.errors()
-    assert [error.startswith(start) for error, start in zip(found, beginnings, strict=False)] == [True] * 5
-    assert found[5].startswith("--lease")
-    assert found[6].startswith("--identity")
-    assert "a/b" in found[7]
+    errors = settings.errors()
+    assert [error.startswith(start) for error, start in zip(errors, beginnings, strict=False)] == [True] * 5
+    assert errors[5].startswith("--lease")
+    assert errors[6].startswith("--identity")
+    assert "a/b" in errors[7]
     assert ClusterSettings(kafka="k:1").errors() == []
 
 

@@ -1,5 +1,5 @@
-"""The UUIDs of DRA devices are those of the newest generation of each pool; and a claim that was given a device only to
-look at it is known as such, for as long as a kubelet may report it."""
+"""The UUIDs of DRA devices are those of the newest generation of each pool. A claim with admin access to a device is
+remembered for as long as a kubelet may report it."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def slice_devices(slices: Slices, node: str = "n1") -> list[tuple[str, str]]:
     return [(device.device, device.uuid) for device in slices.of_node(node)]
 
 
-def test_each_device_has_the_uuid_that_its_slice_says() -> None:
+def test_each_device_has_the_uuid_of_its_slice() -> None:
     slices = Slices()
     assert put_slice(slices, uuids=["GPU-a", "MIG-b"]) == {"n1"}
 
@@ -77,16 +77,17 @@ def test_a_slice_that_moves_changes_both_nodes() -> None:
 
 
 def put(claims: Claims, name: str = "monitor", now_ms: int = 0, **how: Any) -> set[tuple[str, str]]:
-    one = claim(name, **how)
-    return claims.put(one.metadata.uid, known_claim(one, lambda driver: driver == "gpu.nvidia.com"), now_ms)
+    resource_claim = claim(name, **how)
+    admin_claim = known_claim(resource_claim, lambda driver: driver == "gpu.nvidia.com")
+    return claims.put(resource_claim.metadata.uid, admin_claim, now_ms)
 
 
 def devices(claims: Claims, pool: tuple[str, str] = POOL) -> list[tuple[str, str]]:
-    return [(one.claim, one.device) for one in claims.of_pools([pool])]
+    return [(device.claim, device.device) for device in claims.of_pools([pool])]
 
 
 @pytest.mark.parametrize(
-    ("results", "found"),
+    ("results", "expected"),
     [
         ([("gpu-0", True), ("gpu-1", True)], ["gpu-0", "gpu-1"]),
         ([("gpu-0", None), ("gpu-1", False)], []),
@@ -96,16 +97,16 @@ def devices(claims: Claims, pool: tuple[str, str] = POOL) -> list[tuple[str, str
         (None, []),
     ],
 )
-def test_a_device_is_looked_at_that_no_request_of_its_claim_has_otherwise(
-    results: list[tuple[str, bool | None]] | None, found: list[str]
+def test_admin_access_is_that_of_devices_that_no_request_of_the_claim_has_otherwise(
+    results: list[tuple[str, bool | None]] | None, expected: list[str]
 ) -> None:
     claims = Claims()
     put(claims, results=results)
 
-    assert [device for _, device in devices(claims)] == found
+    assert [device for _, device in devices(claims)] == expected
 
 
-def test_a_claim_says_which_pools_it_is_about_and_others_do_not_have_it() -> None:
+def test_putting_a_claim_returns_the_pools_that_change_and_only_those_have_it() -> None:
     claims = Claims()
 
     assert put(claims) == {POOL}
@@ -114,16 +115,16 @@ def test_a_claim_says_which_pools_it_is_about_and_others_do_not_have_it() -> Non
     assert (devices(claims), devices(claims, ("gpu.nvidia.com", "n2"))) == ([], [("monitor", "gpu-0")])
 
 
-def test_of_a_claim_of_two_pools_each_has_its_own_devices() -> None:
-    claims, other = Claims(), ("gpu.nvidia.com", "n2")
-    here, there = (Claim("monitor", "ml", *pool, "gpu-0") for pool in (POOL, other))
+def test_each_pool_of_a_claim_of_two_pools_has_its_own_devices() -> None:
+    claims, other_pool = Claims(), ("gpu.nvidia.com", "n2")
+    first, second = (Claim("monitor", "ml", *pool, "gpu-0") for pool in (POOL, other_pool))
 
-    assert claims.put("u", AdminClaim(("ml", "monitor"), (here, there)), 0) == {POOL, other}
-    assert [claims.of_pools([pool]) for pool in (POOL, other)] == [[here], [there]]
-    assert claims.of_pools([POOL, other]) == [here, there]
+    assert claims.put("u", AdminClaim(("ml", "monitor"), (first, second)), 0) == {POOL, other_pool}
+    assert [claims.of_pools([pool]) for pool in (POOL, other_pool)] == [[first], [second]]
+    assert claims.of_pools([POOL, other_pool]) == [first, second]
 
 
-def test_a_claim_that_lost_its_devices_or_is_missing_in_a_list_is_kept_for_a_while() -> None:
+def test_a_claim_that_lost_its_devices_or_is_missing_from_a_list_is_kept_for_a_while() -> None:
     claims = Claims()
     put(claims, "deallocated")
     put(claims, "deallocated", results=None)
@@ -149,12 +150,12 @@ def test_a_claim_that_is_given_devices_again_does_not_expire() -> None:
     assert (claims.expire(KEPT_MS), devices(claims)) == (set(), [("monitor", "gpu-0")])
 
 
-def test_a_new_claim_takes_the_place_of_a_gone_one_of_its_name() -> None:
+def test_a_new_claim_replaces_a_removed_one_of_its_name() -> None:
     claims = Claims()
     put(claims, uid="old")
     claims.remove("old", 0)
 
     assert put(claims, uid="new", results=[("gpu-0", None)]) == {POOL}
     assert (devices(claims), len(claims.keys())) == ([], 0)
-    claims.remove("never-there", 0)
+    claims.remove("unknown", 0)
     assert claims.expire(KEPT_MS) == set()

@@ -1,4 +1,4 @@
-"""Never two lead at a time, and the next one leads soon, with a higher epoch."""
+"""Two never lead at the same time, and the next one leads soon, with a higher epoch."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ NOW_US = 1_795_000_000_123_456
 
 
 class Line(Client):
-    """The way to the API server, which can be cut: then nothing is answered."""
+    """The connection to the API server. While it is ``cut``, every request times out."""
 
     def __init__(self, api: Client) -> None:
         super().__init__(None)
@@ -53,7 +53,7 @@ class Line(Client):
 
 
 class Candidate:
-    """A process that wants to lead: ``diary`` is written by all of them, as (who, what)."""
+    """A process that wants to lead. All of them write ``diary``: (identity, begins or ends)."""
 
     def __init__(self, api: Client, identity: str, diary: list[tuple[str, str]], **settings: Any) -> None:
         times = {"duration_s": 4.0, "renew_s": 0.1, "give_up_s": 2.5, **settings}
@@ -93,7 +93,7 @@ Join = Callable[..., Candidate]
 
 @pytest.fixture
 async def join(server: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Join]:
-    """Adds a candidate; the test's diary is theirs together."""
+    """Adds a candidate. All candidates of a test share one diary."""
     config = tmp_path_factory.mktemp("config") / "config"
     config.write_text(kubeconfig(server.url, {}))
     api = Client(config)
@@ -122,10 +122,10 @@ def held_by(holder: str, **fields: Any) -> Json:
     return {"metadata": {"name": "leader", "namespace": "gpu", "labels": {"a": "b"}}, "spec": record}
 
 
-# -- taking it
+# -- acquiring it
 
 
-async def test_the_first_one_makes_the_lease_and_leads(server: ApiServer, join: Join) -> None:
+async def test_the_first_candidate_creates_the_lease_and_leads(server: ApiServer, join: Join) -> None:
     first = join("a", now_us=lambda: NOW_US)
     await first.leads()
     assert spec(server) == {
@@ -140,7 +140,7 @@ async def test_the_first_one_makes_the_lease_and_leads(server: ApiServer, join: 
     assert first.lease.not_ready() == []
 
 
-async def test_one_stands_by_while_another_renews(server: ApiServer, join: Join) -> None:
+async def test_a_candidate_stands_by_while_another_renews(server: ApiServer, join: Join) -> None:
     first = join("a")
     await first.leads()
     second = join("b")
@@ -154,7 +154,9 @@ async def test_one_stands_by_while_another_renews(server: ApiServer, join: Join)
     assert value(second.instruments, names.LEADING) == 0
 
 
-async def test_what_is_not_renewed_is_taken_after_its_duration_and_not_before(server: ApiServer, join: Join) -> None:
+async def test_a_lease_that_is_not_renewed_is_taken_after_its_duration_and_not_before(
+    server: ApiServer, join: Join
+) -> None:
     server.put(LEASES, held_by("dead"))
     began = asyncio.get_running_loop().time()
     next_one = join("b", renew_s=0.5)
@@ -169,31 +171,33 @@ async def test_a_lease_that_nobody_holds_is_taken_at_once(server: ApiServer, joi
     await join("b").leads()
 
 
-async def test_a_lease_that_says_nothing_is_taken(server: ApiServer, join: Join) -> None:
+async def test_a_lease_without_a_spec_is_taken(server: ApiServer, join: Join) -> None:
     server.put(LEASES, {"metadata": {"name": "leader"}})
     await join("b").leads()
 
 
 async def test_of_two_that_take_it_at_once_one_leads(server: ApiServer, join: Join) -> None:
     server.put(LEASES, held_by(""))
-    both = [join("a"), join("b")]
-    await eventually(lambda: any(one.lease.leading for one in both))
+    candidates = [join("a"), join("b")]
+    await eventually(lambda: any(candidate.lease.leading for candidate in candidates))
     await eventually(lambda: len(server.requests) > 40)
-    assert [one.lease.leading for one in both].count(True) == 1
-    assert len(both[0].diary) == 1
+    assert [candidate.lease.leading for candidate in candidates].count(True) == 1
+    assert len(candidates[0].diary) == 1
 
 
-async def test_one_who_did_not_hear_that_it_took_the_lease_leads_all_the_same(server: ApiServer, join: Join) -> None:
+async def test_a_candidate_that_took_the_lease_and_got_no_answer_leads_all_the_same(
+    server: ApiServer, join: Join
+) -> None:
     server.put(LEASES, held_by(""))
 
     async def reads(request: Request, reply: Reply) -> None:
         await reply.answer(200, server.objects[LEASES]["leader"])
 
-    async def writes_and_says_nothing(request: Request, reply: Reply) -> None:
+    async def writes_and_resets(request: Request, reply: Reply) -> None:
         server.put(LEASES, msgspec.json.decode(request.body))
         reply.reset()
 
-    server.next(reads, writes_and_says_nothing)
+    server.next(reads, writes_and_resets)
     began = asyncio.get_running_loop().time()
     await join("a", duration_s=50.0).leads()
     assert asyncio.get_running_loop().time() - began < 40
@@ -216,7 +220,7 @@ async def test_a_stop_ends_the_work_and_then_lets_the_next_one_lead(server: ApiS
     assert value(first.instruments, names.TRANSITIONS, to="standby") == 1
 
 
-async def test_one_that_is_cut_off_ends_its_work_before_another_leads(server: ApiServer, join: Join) -> None:
+async def test_a_leader_that_is_cut_off_ends_its_work_before_another_leads(server: ApiServer, join: Join) -> None:
     first = join("a")
     await first.leads()
     second = join("b")
@@ -230,7 +234,7 @@ async def test_one_that_is_cut_off_ends_its_work_before_another_leads(server: Ap
     assert not first.lease.leading
 
 
-async def test_one_that_lost_leads_again_when_the_other_ends(server: ApiServer, join: Join) -> None:
+async def test_a_leader_that_lost_the_lease_leads_again_when_the_other_ends(server: ApiServer, join: Join) -> None:
     first = join("a")
     await first.leads()
     second = join("b")
@@ -247,8 +251,8 @@ async def test_a_lease_that_another_wrote_is_lost_at_once(server: ApiServer, joi
     await first.leads()
     server.put(LEASES, held_by("thief", leaseDurationSeconds=60))
     await eventually(lambda: first.diary[-1] == ("a", "ends") and not first.lease.leading)
-    asked = len(server.requests)
-    await eventually(lambda: len(server.requests) > asked + 4)
+    requests_before = len(server.requests)
+    await eventually(lambda: len(server.requests) > requests_before + 4)
     assert spec(server)["holderIdentity"] == "thief", "it is not released for another"
 
 
@@ -258,13 +262,13 @@ async def test_a_label_on_the_lease_changes_nothing(server: ApiServer, join: Joi
     for number in range(5):
         content = server.objects[LEASES]["leader"]
         server.put(LEASES, {**content, "metadata": {**content["metadata"], "labels": {"n": str(number)}}})
-        asked = len(server.requests)
-        await eventually(lambda asked=asked: len(server.requests) > asked + 4)  # type: ignore[misc]
+        requests_before = len(server.requests)
+        await eventually(lambda before=requests_before: len(server.requests) > before + 4)  # type: ignore[misc]
     assert first.diary == [("a", "begins")]
     assert server.objects[LEASES]["leader"]["metadata"]["labels"] == {"n": "4"}
 
 
-async def test_a_lease_that_is_deleted_is_made_again_by_its_leader(server: ApiServer, join: Join) -> None:
+async def test_a_lease_that_is_deleted_is_created_again_by_its_leader(server: ApiServer, join: Join) -> None:
     first = join("a")
     await first.leads()
     second = join("b")
@@ -285,12 +289,12 @@ async def test_a_few_failures_do_not_end_the_lead(server: ApiServer, join: Join,
     await first.leads()
     server.next(trouble, trouble, trouble)
     await eventually(lambda: server.faults_left == 0)
-    asked = len(server.requests)
-    await eventually(lambda: len(server.requests) > asked + 4)
+    requests_before = len(server.requests)
+    await eventually(lambda: len(server.requests) > requests_before + 4)
     assert first.diary == [("a", "begins")]
 
 
-async def test_html_in_place_of_a_lease_is_not_one(server: ApiServer, join: Join) -> None:
+async def test_html_in_place_of_a_lease_is_no_lease(server: ApiServer, join: Join) -> None:
     async def html(request: Request, reply: Reply) -> None:
         await reply.answer(200, b"<html>sign in</html>")
 
@@ -299,8 +303,8 @@ async def test_html_in_place_of_a_lease_is_not_one(server: ApiServer, join: Join
     await first.leads()
     server.next(html, html)
     await eventually(lambda: server.faults_left == 0)
-    asked = len(server.requests)
-    await eventually(lambda: len(server.requests) > asked + 4)
+    requests_before = len(server.requests)
+    await eventually(lambda: len(server.requests) > requests_before + 4)
     assert first.diary == [("a", "begins")]
 
 
@@ -368,11 +372,11 @@ async def test_a_stop_while_standing_by_is_no_wait(server: ApiServer, join: Join
     assert first.epochs == []
 
 
-# -- what is said
+# -- what is reported
 
 
 @pytest.mark.parametrize(
-    ("made", "faults", "rule"),
+    ("exists", "faults", "rule"),
     [
         (True, 1, '{apiGroups: ["coordination.k8s.io"], resources: [leases], resourceNames: ["leader"], verbs: [get]}'),
         (True, 2, 'resourceNames: ["leader"], verbs: [update]}'),
@@ -382,7 +386,7 @@ async def test_a_stop_while_standing_by_is_no_wait(server: ApiServer, join: Join
 async def test_a_403_says_which_rule_is_missing(
     server: ApiServer,
     join: Join,
-    made: bool,
+    exists: bool,
     faults: int,
     rule: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -390,7 +394,7 @@ async def test_a_403_says_which_rule_is_missing(
 ) -> None:
     monkeypatch.setattr(client, "UNREADY_AFTER_S", -1.0)
     server.objects[LEASES] = {}
-    if made:
+    if exists:
         server.put(LEASES, held_by(""))
 
     async def denied(request: Request, reply: Reply) -> None:
@@ -411,16 +415,16 @@ async def test_a_403_says_which_rule_is_missing(
 
 
 @pytest.mark.parametrize(
-    ("fails", "why"),
+    ("fails", "reason"),
     [
         (lambda _: Unreachable("connection", "Cannot connect to host 10.0.0.1"), "Cannot connect to host 10.0.0.1"),
         (lambda _: None, "no answer within 0.4 s"),
     ],
 )
-async def test_who_stops_leading_says_what_kept_it_from_renewing(
+async def test_a_leader_that_stops_leading_logs_why_it_could_not_renew(
     join: Join,
     fails: Callable[[object], Exception | None],
-    why: str,
+    reason: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -436,21 +440,21 @@ async def test_who_stops_leading_says_what_kept_it_from_renewing(
 
     monkeypatch.setattr(first.line, "request", request)
     await eventually(lambda: not first.lease.leading)
-    (said,) = [record.getMessage() for record in caplog.records if "no longer leading" in record.getMessage()]
-    assert said == f"no longer leading: the lease could not be renewed for 1 s: {why}"
+    (message,) = [record.getMessage() for record in caplog.records if "no longer leading" in record.getMessage()]
+    assert message == f"no longer leading: the lease could not be renewed for 1 s: {reason}"
 
 
-async def test_a_process_that_stood_still_says_so(join: Join, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_process_that_was_suspended_logs_it(join: Join, caplog: pytest.LogCaptureFixture) -> None:
     first = join("a", give_up_s=0.15)
     await first.leads()
-    time.sleep(0.2)  # noqa: ASYNC251 - that is what it is about
+    time.sleep(0.2)  # noqa: ASYNC251 - the test is about a blocked loop
     await eventually(lambda: any("this process stood still" in message for message in caplog.messages))
 
 
 # -- the record
 
 
-def test_the_epoch_rises_where_clocks_step_back() -> None:
+def test_the_epoch_rises_even_if_clocks_step_back() -> None:
     last = LeaseRecord("a", acquired_us=NOW_US)
     after = acquired(last, "b", duration_s=10.0, now_us=NOW_US - 3_600_000_000)
     assert after.epoch == last.epoch + 1
@@ -474,11 +478,11 @@ anything = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() 
 
 
 @given(st.dictionaries(st.sampled_from([*encode_spec(LeaseRecord())]), anything), anything)
-def test_nonsense_in_a_lease_is_a_lease_of_nobody_or_a_bounded_one(content: Json, other: Any) -> None:
+def test_a_malformed_lease_is_read_as_a_lease_of_nobody_or_within_bounds(content: Json, nonsense: Any) -> None:
     record = decode_lease({"spec": content})
     assert 1 <= record.duration_s <= 60
     assert encode_spec(acquired(record, "me", duration_s=10.0, now_us=NOW_US))["leaseTransitions"] < 2**31
-    assert decode_lease({"spec": other}) == LeaseRecord() or isinstance(other, dict)
+    assert decode_lease({"spec": nonsense}) == LeaseRecord() or isinstance(nonsense, dict)
 
 
 @pytest.mark.parametrize("time", ["9999-12-31T23:59:59.999999Z", "0001-01-01T00:00:00Z", "yesterday", ""])

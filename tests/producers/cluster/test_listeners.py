@@ -1,4 +1,4 @@
-"""What a watch says becomes known; what can't be read is counted, and takes nothing away."""
+"""Objects of a watch are stored; one that can't be read is counted, and removes nothing."""
 
 from typing import Any
 
@@ -24,15 +24,15 @@ RESOURCES = ("pods", "nodes", "namespaces", "resourceslices", "resourceclaims", 
 
 
 class Bench:
-    """All listeners of a cluster of two nodes; ``woken`` is how often there was news."""
+    """All listeners of a cluster; ``woken`` is how often one of them reported a change."""
 
     def __init__(self) -> None:
         self.instruments = Instruments(names.INSTRUMENTS, CollectorRegistry())
         self.state, self.woken = state(), 0
         self.now_ms = START_MS
-        heard = listeners(self.state, self.instruments, self._wake, lambda: self.now_ms)
+        by_resource = listeners(self.state, self.instruments, self._wake, lambda: self.now_ms)
         self.pods, self.nodes, self.namespaces, self.slices, self.claims, self.taint_rules = (
-            heard[name] for name in RESOURCES
+            by_resource[name] for name in RESOURCES
         )
 
     def _wake(self) -> None:
@@ -54,12 +54,12 @@ class Bench:
     def ends(self) -> dict[str, int | None]:
         return {pod.uid: pod.ended_ms for pod in self.state.pods}
 
-    def kept(self) -> list[float]:
+    def object_counts(self) -> list[float]:
         resources = RESOURCES
         return [value(self.instruments, names.OBJECTS, resource=resource) for resource in resources]
 
     def all(self) -> list[tuple[Listener[Any], bytes]]:
-        """Each listener, and the bytes of what it knows."""
+        """Each listener, and the bytes of the object that :meth:`fill` gave it."""
         objects = (pod_json(), named("n1"), named("ml"), slice_json(), claim_json(), taint_rule_json())
         every: tuple[Listener[Any], ...] = (
             self.pods,
@@ -72,35 +72,35 @@ class Bench:
         return list(zip(every, map(raw, objects), strict=True))
 
 
-def test_what_a_watch_says_becomes_known() -> None:
+def test_the_objects_of_a_watch_are_stored() -> None:
     bench = Bench().fill()
     content = bench.state.pop_content("n1")
     assert content is not None
 
-    assert (bench.kept(), bench.woken) == ([1, 1, 1, 1, 1, 1], 6)
+    assert (bench.object_counts(), bench.woken) == ([1, 1, 1, 1, 1, 1], 6)
     assert content.node_labels == {"nvidia.com/gpu.product": "H100"}
     assert [(pod["name"], pod["namespace_labels"]) for pod in content.pods] == [("bert-0", {"team": "research"})]
     assert [device["uuid"] for device in content.dra_devices] == ["GPU-a", "GPU-b"]
-    assert [(one["claim"], one["device"]) for one in content.admin_claims] == [("monitor", "gpu-0")]
+    assert [(claim["claim"], claim["device"]) for claim in content.admin_claims] == [("monitor", "gpu-0")]
 
 
-def test_what_is_deleted_is_gone_and_a_pod_has_ended() -> None:
+def test_a_deleted_object_is_removed_and_a_deleted_pod_has_ended() -> None:
     bench = Bench().fill()
     for listener, whole in reversed(bench.all()):
         listener.remove(whole)
 
-    assert bench.kept() == [1, 0, 1, 0, 1, 0]
+    assert bench.object_counts() == [1, 0, 1, 0, 1, 0]
     assert [pod.ended_ms for pod in bench.state.pods.on_node("n1")] == [START_MS]
 
 
-def test_a_list_leaves_what_it_had() -> None:
+def test_a_list_keeps_the_objects_that_it_has() -> None:
     bench = Bench().fill()
     for listener, whole in bench.all():
         listener.begin()
         listener.put(whole)
         listener.complete()
 
-    assert bench.kept() == [1, 1, 1, 1, 1, 1]
+    assert bench.object_counts() == [1, 1, 1, 1, 1, 1]
     assert [pod.ended_ms for pod in bench.state.pods.on_node("n1")] == [None]
 
 
@@ -110,11 +110,11 @@ def test_an_empty_list_leaves_nothing() -> None:
         listener.begin()
         listener.complete()
 
-    assert bench.kept() == [1, 0, 1, 0, 1, 0]
+    assert bench.object_counts() == [1, 0, 1, 0, 1, 0]
     assert [pod.ended_ms for pod in bench.state.pods.on_node("n1")] == [START_MS]
 
 
-def test_what_a_list_has_but_in_a_form_that_cannot_be_read_stays_as_it_was() -> None:
+def test_an_object_that_a_list_has_in_a_form_that_cannot_be_read_stays_as_it_was() -> None:
     bench = Bench().fill()
     for listener, whole in bench.all():
         listener.begin()
@@ -124,17 +124,17 @@ def test_what_a_list_has_but_in_a_form_that_cannot_be_read_stays_as_it_was() -> 
         listener.put(b"{")
         listener.complete()
 
-    assert bench.kept() == [1, 1, 1, 1, 1, 1]
+    assert bench.object_counts() == [1, 1, 1, 1, 1, 1]
     assert [pod.ended_ms for pod in bench.state.pods.on_node("n1")] == [None]
     assert [value(bench.instruments, names.UNDECODABLE, resource=resource) for resource in RESOURCES] == [2] * 6
 
 
-def test_a_deletion_that_does_not_say_of_what_is_counted() -> None:
+def test_a_deletion_without_an_object_is_counted() -> None:
     bench = Bench().fill()
     bench.pods.remove(b"null")
 
     assert value(bench.instruments, names.UNDECODABLE, resource="pods") == 1
-    assert bench.kept() == [1, 1, 1, 1, 1, 1]
+    assert bench.object_counts() == [1, 1, 1, 1, 1, 1]
 
 
 def test_a_node_whose_name_no_record_can_have_is_counted() -> None:
@@ -142,17 +142,17 @@ def test_a_node_whose_name_no_record_can_have_is_counted() -> None:
     bench.nodes.put(raw(named("a b")))
 
     assert value(bench.instruments, names.UNDECODABLE, resource="nodes") == 1
-    assert bench.kept() == [0, 0, 0, 0, 0, 0]
+    assert bench.object_counts() == [0, 0, 0, 0, 0, 0]
 
 
-def test_what_a_namespace_is_annotated_with_is_reported_its_pods() -> None:
+def test_the_annotations_of_a_namespace_are_reported_with_its_pods() -> None:
     bench = Bench().fill()
     bench.namespaces.put(raw(named("ml", {"team": "research"}, {"gpustream.dev/idle-after": "2h"})))
     (pod,) = bench.pods_of("n1")
     assert pod["annotations"]["gpustream.dev/idle-after"] == "2h"
 
 
-def test_pods_that_a_full_list_does_not_have_ended_when_it_was_complete() -> None:
+def test_pods_that_are_missing_from_a_full_list_ended_when_it_was_complete() -> None:
     bench = Bench()
     for name in "abc":
         bench.pods.put(raw(pod_json(name)))
@@ -188,7 +188,7 @@ def test_a_pod_that_a_list_did_not_have_is_back_with_the_next() -> None:
     assert bench.ends() == {"uid-a": None}
 
 
-def test_a_node_that_a_full_list_does_not_have_is_gone_but_not_one_that_could_not_be_read() -> None:
+def test_a_node_that_is_missing_from_a_full_list_is_removed_but_not_one_that_could_not_be_read() -> None:
     bench = Bench()
     for name in ("n1", "n2", "n3"):
         bench.nodes.put(raw(named(name)))
@@ -201,7 +201,7 @@ def test_a_node_that_a_full_list_does_not_have_is_gone_but_not_one_that_could_no
     assert [content and content.removed for content in contents] == [True, False, False]
 
 
-def test_slices_that_a_full_list_does_not_have_are_gone() -> None:
+def test_slices_that_are_missing_from_a_full_list_are_removed() -> None:
     bench = Bench()
     for node in ("n1", "n2"):
         bench.nodes.put(raw(named(node)))
@@ -213,4 +213,4 @@ def test_slices_that_a_full_list_does_not_have_are_gone() -> None:
 
     assert bench.state.changed_nodes() == ["n1"]
     devices = [bench.state.slices.of_node(node) for node in ("n1", "n2")]
-    assert [[device.uuid for device in found] for found in devices] == [[], ["GPU-n2"]]
+    assert [[device.uuid for device in node_devices] for node_devices in devices] == [[], ["GPU-n2"]]

@@ -1,4 +1,4 @@
-"""Objects are read as the API server writes them; what is malformed is not taken for what is empty."""
+"""Objects are read as the API server writes them; a malformed object is not taken for an empty one."""
 
 import msgspec
 import pytest
@@ -10,7 +10,7 @@ from tests.producers.cluster.kubernetes_objects import START_MS, pod, pod_json, 
 _POD, _IDENTITY = msgspec.json.Decoder(objects.Pod), msgspec.json.Decoder(objects.Identity)
 
 
-def test_what_is_read_of_a_pod_is_what_the_api_server_says() -> None:
+def test_a_pod_is_read_as_the_api_server_writes_it() -> None:
     read = pod("bert-0", "u1", labels={"app": "x"}, limits={"nvidia.com/gpu": "1", "memory": "8Gi"})
 
     assert (read.metadata.name, read.metadata.uid, read.metadata.namespace) == ("bert-0", "u1", "ml")
@@ -43,30 +43,30 @@ def test_lists_and_maps_may_be_null_or_absent() -> None:
     ],
     ids=range(11),
 )
-def test_what_is_no_pod_is_undecodable(mangled: bytes) -> None:
+def test_a_malformed_pod_is_undecodable(mangled: bytes) -> None:
     with pytest.raises(UndecodableObject):
         decode(_POD, mangled)
 
 
-def test_a_pod_that_is_malformed_elsewhere_still_says_which_it_is() -> None:
+def test_the_identity_of_a_pod_is_read_though_the_rest_is_malformed() -> None:
     mangled = {**pod_json("bert-0", "u1"), "spec": "none"}
 
     assert decode(_IDENTITY, raw(mangled)).metadata == objects.IdentityMeta("bert-0", "u1")
 
 
-def test_the_controller_is_the_owner_that_says_so() -> None:
-    of = pod_json()
+def test_the_controller_is_the_owner_that_is_marked_as_such() -> None:
+    content = pod_json()
     rows = [{"apiVersion": "v1", "kind": "A", "name": "a", "uid": "1", "controller": flag} for flag in (None, False)]
-    of["metadata"]["ownerReferences"] = rows
-    assert controller(decode(_POD, raw(of)).metadata) is None
+    content["metadata"]["ownerReferences"] = rows
+    assert controller(decode(_POD, raw(content)).metadata) is None
 
-    of["metadata"]["ownerReferences"] = [*rows, {**rows[0], "uid": "2", "controller": True}]
-    found = controller(decode(_POD, raw(of)).metadata)
-    assert found is not None
-    assert found.uid == "2"
+    content["metadata"]["ownerReferences"] = [*rows, {**rows[0], "uid": "2", "controller": True}]
+    owner = controller(decode(_POD, raw(content)).metadata)
+    assert owner is not None
+    assert owner.uid == "2"
 
 
 def test_a_time_before_the_epoch_is_the_epoch() -> None:
-    of = pod_json(status={"startTime": "0001-01-01T00:00:00Z"})
+    content = pod_json(status={"startTime": "0001-01-01T00:00:00Z"})
 
-    assert milliseconds(decode(_POD, raw(of)).status.start_time) == 0
+    assert milliseconds(decode(_POD, raw(content)).status.start_time) == 0

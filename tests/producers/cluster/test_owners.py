@@ -1,4 +1,4 @@
-"""Owner chains go to the top, each owner is asked for once, and one that can't be asked holds up no other."""
+"""Owner chains go to the top, each owner is requested once, and one that can't be read delays no other."""
 
 import asyncio
 import contextlib
@@ -41,12 +41,12 @@ RAY_RESOURCES = {"RayCluster": ("rayclusters", True), "RayJob": ("rayjobs", True
 
 
 class FakeApi(Client):
-    """Answers what the test says; ``asked`` is every path that was asked for."""
+    """Answers from ``answers``, else with a 404; ``requested`` is every path that was requested, in order."""
 
     def __init__(self) -> None:
         super().__init__(None)
         self.answers: dict[str, Answer | Exception] = {}
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.hanging: set[str] = set()
         self.at_once = self.most_at_once = 0
 
@@ -61,7 +61,7 @@ class FakeApi(Client):
         timeout_s: float = 10.0,
     ) -> Answer:
         assert method == "GET"
-        self.asked.append(path)
+        self.requested.append(path)
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
@@ -76,20 +76,20 @@ class FakeApi(Client):
         return answer
 
     def has(self, path: str, owner: Owner, above: Owner | None = None, *, uid: str | None = None) -> None:
-        """The API server has this owner, and what is above it."""
+        """Serve this owner, with ``above`` as its controller."""
         metadata = {"name": owner.name, "uid": uid or owner.uid, "ownerReferences": [reference(above)] if above else []}
         body = {"kind": "PartialObjectMetadata", "metadata": metadata}
         self.answers[path] = Answer(200, json.dumps(body).encode(), None)
 
     def serves(self, base: str, kinds: dict[str, tuple[str, bool]]) -> None:
-        """A version of an API group, and the plural and scope of each of its kinds."""
-        rows = [{"kind": kind, "name": plural, "namespaced": of} for kind, (plural, of) in kinds.items()]
+        """Serve a version of an API group, with the plural and scope of each of its kinds."""
+        rows = [{"kind": kind, "name": plural, "namespaced": scoped} for kind, (plural, scoped) in kinds.items()]
         rows += [{**row, "name": f"{row['name']}/status"} for row in rows]
         self.answers[base] = Answer(200, json.dumps({"kind": "APIResourceList", "resources": rows}).encode(), None)
 
 
 class Bench:
-    """Owners at work between a test's API server and a test's clock."""
+    """Running owners, with a fake API server and a fake clock."""
 
     def __init__(self) -> None:
         self.api, self.clock = FakeApi(), FakeClock()
@@ -119,7 +119,7 @@ class Bench:
         return dict(self.learned)[owner.uid or ""]
 
     async def pass_s(self, seconds: float) -> None:
-        """Let time pass, and everything that is due then happen."""
+        """Let this time pass, and wait for what is then due."""
         self.clock.now_s += seconds
         self.owners._wake.set()
         await settle(60)
@@ -141,21 +141,21 @@ async def test_a_replica_sets_chain_goes_on_to_its_deployment() -> None:
         bench.api.has(DEPLOYMENT_PATH, DEPLOYMENT)
 
         assert await bench.chain(RS) == ["ReplicaSet/llm-5d", "Deployment/llm"]
-        assert bench.api.asked == [RS_PATH, DEPLOYMENT_PATH]
+        assert bench.api.requested == [RS_PATH, DEPLOYMENT_PATH]
         assert (bench.requests("ReplicaSet", "ok"), bench.owners.unknown) == (1, 0)
 
 
-async def test_a_custom_controllers_plural_is_found_out_once() -> None:
+async def test_a_custom_controllers_plural_is_looked_up_once() -> None:
     async with Bench().running() as bench:
         bench.api.serves("/apis/ray.io/v1", RAY_RESOURCES)
         bench.api.has(RAY_PATH, RAY, RAY_JOB)
         bench.api.has(RAY_JOB_PATH, RAY_JOB)
 
         assert await bench.chain(RAY) == ["RayCluster/tune", "RayJob/tune"]
-        assert bench.api.asked == ["/apis/ray.io/v1", RAY_PATH, RAY_JOB_PATH]
+        assert bench.api.requested == ["/apis/ray.io/v1", RAY_PATH, RAY_JOB_PATH]
 
 
-async def test_an_owner_of_the_whole_cluster_is_asked_for_without_a_namespace() -> None:
+async def test_a_cluster_scoped_owner_is_requested_without_a_namespace() -> None:
     queue = Owner("example.com/v1", "Queue", "gpus", "q-1")
     async with Bench().running() as bench:
         bench.api.serves("/apis/example.com/v1", {"Queue": ("queues", False)})
@@ -165,38 +165,38 @@ async def test_an_owner_of_the_whole_cluster_is_asked_for_without_a_namespace() 
         assert bench.requests("Queue", "ok") == 1
 
 
-async def test_a_name_is_written_so_that_it_stays_one_part_of_the_path() -> None:
+async def test_a_name_is_escaped_as_one_segment_of_the_path() -> None:
     odd = Owner("apps/v1", "ReplicaSet", "a?b:c", "rs-9")
     async with Bench().running() as bench:
         await bench.chain(odd)
 
-        assert bench.api.asked == ["/apis/apps/v1/namespaces/ml/replicasets/a%3Fb%3Ac"]
+        assert bench.api.requested == ["/apis/apps/v1/namespaces/ml/replicasets/a%3Fb%3Ac"]
 
 
-async def test_each_owner_is_asked_for_once_however_many_pods_it_has() -> None:
-    other = Owner("apps/v1", "ReplicaSet", "llm-6e", "rs-2")
+async def test_each_owner_is_requested_once_however_many_pods_it_has() -> None:
+    second = Owner("apps/v1", "ReplicaSet", "llm-6e", "rs-2")
     async with Bench().running() as bench:
-        for owner in (RS, other):
+        for owner in (RS, second):
             bench.api.has(f"/apis/apps/v1/namespaces/ml/replicasets/{owner.name}", owner, DEPLOYMENT)
         bench.api.has(DEPLOYMENT_PATH, DEPLOYMENT)
         bench.owners.follow(RS, "ml")
-        bench.owners.follow(other, "ml")
+        bench.owners.follow(second, "ml")
         await eventually(lambda: len(bench.learned) == 2)
-        assert bench.api.asked.count(DEPLOYMENT_PATH) == 1
+        assert bench.api.requested.count(DEPLOYMENT_PATH) == 1
 
         bench.owners.forget("rs-1")
         bench.learned.clear()
         assert await bench.chain(RS) == ["ReplicaSet/llm-5d", "Deployment/llm"]
-        assert len(bench.api.asked) == 3
+        assert len(bench.api.requested) == 3
 
 
-async def test_a_static_pods_node_is_the_top_and_is_not_asked_for() -> None:
+async def test_a_static_pods_node_is_the_top_and_is_not_requested() -> None:
     async with Bench().running() as bench:
         assert await bench.chain(Owner("v1", "Node", "n1", "node-1")) == ["Node/n1"]
-        assert bench.api.asked == []
+        assert bench.api.requested == []
 
 
-async def test_a_kind_that_may_not_be_read_ends_the_chain_is_logged_once_and_asked_again_later(
+async def test_a_kind_that_may_not_be_read_ends_the_chain_is_logged_once_and_requested_again_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     second = Owner("batch/v1", "Job", "eval-29", "job-2")
@@ -205,7 +205,7 @@ async def test_a_kind_that_may_not_be_read_ends_the_chain_is_logged_once_and_ask
         with caplog.at_level(logging.WARNING):
             assert await bench.chain(JOB) == ["Job/eval-28"]
             assert await bench.chain(second) == ["Job/eval-29"]
-        assert (bench.api.asked, bench.requests("Job", "forbidden")) == ([JOB_PATH], 1)
+        assert (bench.api.requested, bench.requests("Job", "forbidden")) == ([JOB_PATH], 1)
         assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["Job of batch/v1"]
 
         bench.api.has(JOB_PATH, JOB, CRONJOB)
@@ -214,7 +214,7 @@ async def test_a_kind_that_may_not_be_read_ends_the_chain_is_logged_once_and_ask
         await eventually(lambda: bench.learned[-1] == ("job-1", ["Job/eval-28", "CronJob/eval"]))
 
 
-async def test_however_many_kinds_a_tenant_makes_up_the_next_that_may_not_be_read_is_named(
+async def test_however_many_kinds_a_tenant_invents_the_next_that_may_not_be_read_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with Bench().running() as bench:
@@ -229,8 +229,8 @@ async def test_however_many_kinds_a_tenant_makes_up_the_next_that_may_not_be_rea
     assert caplog.messages[-1].startswith("Job of batch/v1: not to be read")
 
 
-async def test_a_refusal_while_an_api_server_starts_does_not_last_and_one_that_lasts_is_met_ever_less_often() -> None:
-    """An API server refuses what it will allow a moment later, when it has read its roles."""
+async def test_a_refusal_while_an_api_server_starts_is_soon_retried_and_a_lasting_one_ever_less_often() -> None:
+    """An API server refuses requests until it has read its roles."""
     async with Bench().running() as bench:
         bench.api.answers[JOB_PATH] = Answer(403, b"{}", None)
         assert await bench.chain(JOB) == ["Job/eval-28"]
@@ -241,16 +241,16 @@ async def test_a_refusal_while_an_api_server_starts_does_not_last_and_one_that_l
             assert bench.requests("Job", "forbidden") == refusals + 1
         for _ in range(20):
             await bench.pass_s(AGAIN_S * 1.3)
-        asked = bench.requests("Job", "forbidden")
+        refused = bench.requests("Job", "forbidden")
         await bench.pass_s(AGAIN_S * 0.9)
-        assert bench.requests("Job", "forbidden") == asked
+        assert bench.requests("Job", "forbidden") == refused
 
         bench.api.has(JOB_PATH, JOB, CRONJOB)
         await bench.pass_s(AGAIN_S * 0.4)
         await eventually(lambda: bench.learned[-1] == ("job-1", ["Job/eval-28", "CronJob/eval"]))
 
 
-async def test_many_owners_of_a_kind_that_may_not_be_read_are_asked_for_once_for_all() -> None:
+async def test_many_owners_of_a_kind_that_may_not_be_read_cost_one_request() -> None:
     jobs = [Owner("batch/v1", "Job", f"job-{number}", f"uid-{number}") for number in range(4 * AT_ONCE)]
     paths = [f"/apis/batch/v1/namespaces/ml/jobs/{job.name}" for job in jobs]
     async with Bench().running() as bench:
@@ -258,7 +258,7 @@ async def test_many_owners_of_a_kind_that_may_not_be_read_are_asked_for_once_for
         for job in jobs:
             bench.owners.follow(job, "ml")
         await eventually(lambda: bench.owners.unknown == 0)
-        assert len(bench.api.asked) <= AT_ONCE
+        assert len(bench.api.requested) <= AT_ONCE
 
         for path, job in zip(paths, jobs, strict=True):
             bench.api.has(path, job, CRONJOB)
@@ -266,7 +266,7 @@ async def test_many_owners_of_a_kind_that_may_not_be_read_are_asked_for_once_for
         await eventually(lambda: {uid for uid, chain in bench.learned if len(chain) == 2} == {job.uid for job in jobs})
 
 
-async def test_what_was_allowed_again_is_asked_for_soon_where_it_is_refused_once_more() -> None:
+async def test_a_kind_that_was_allowed_and_is_refused_again_is_retried_soon() -> None:
     others = [Owner("batch/v1", "Job", f"job-{number}", f"other-{number}") for number in range(2)]
     async with Bench().running() as bench:
         bench.api.answers[JOB_PATH] = Answer(403, b"{}", None)
@@ -276,27 +276,27 @@ async def test_what_was_allowed_again_is_asked_for_soon_where_it_is_refused_once
         await bench.pass_s(4 * REFUSED_S * 1.3)
         assert bench.requests("Job", "ok") == 1
 
-        for other in others:
-            bench.api.answers[f"/apis/batch/v1/namespaces/ml/jobs/{other.name}"] = Answer(403, b"{}", None)
-            await bench.chain(other)
-        for other in others:
-            bench.api.has(f"/apis/batch/v1/namespaces/ml/jobs/{other.name}", other, CRONJOB)
+        for owner in others:
+            bench.api.answers[f"/apis/batch/v1/namespaces/ml/jobs/{owner.name}"] = Answer(403, b"{}", None)
+            await bench.chain(owner)
+        for owner in others:
+            bench.api.has(f"/apis/batch/v1/namespaces/ml/jobs/{owner.name}", owner, CRONJOB)
         await bench.pass_s(REFUSED_S * 1.3)
         await eventually(lambda: {len(chain) for uid, chain in bench.learned[-2:]} == {2})
 
 
-async def test_a_permission_of_one_namespace_is_distinguished_from_that_of_another() -> None:
-    other = Owner("batch/v1", "Job", "train", "job-2")
+async def test_permissions_of_two_namespaces_are_distinguished() -> None:
+    other_job = Owner("batch/v1", "Job", "train", "job-2")
     async with Bench().running() as bench:
         bench.api.answers[JOB_PATH] = Answer(403, b"{}", None)
-        bench.api.has("/apis/batch/v1/namespaces/free/jobs/train", other, CRONJOB)
+        bench.api.has("/apis/batch/v1/namespaces/free/jobs/train", other_job, CRONJOB)
         await bench.chain(JOB)
 
-        assert (await bench.chain(other, "free"))[:2] == ["Job/train", "CronJob/eval"]
+        assert (await bench.chain(other_job, "free"))[:2] == ["Job/train", "CronJob/eval"]
 
 
 @pytest.mark.parametrize("uid", [None, "another"])
-async def test_an_owner_that_is_gone_stays_in_the_chain(uid: str | None) -> None:
+async def test_a_deleted_owner_stays_in_the_chain(uid: str | None) -> None:
     async with Bench().running() as bench:
         bench.api.has(RS_PATH, RS, DEPLOYMENT)
         if uid:
@@ -331,10 +331,10 @@ async def test_an_unknown_kind_ends_the_chain_until_the_api_server_has_it() -> N
         Owner("apps/v1", "ReplicaSet", "", "u"),
     ],
 )
-async def test_what_can_be_no_path_is_never_asked_for(owner: Owner) -> None:
+async def test_an_owner_that_can_be_no_path_is_never_requested(owner: Owner) -> None:
     async with Bench().running() as bench:
         assert await bench.chain(owner) == [f"{owner.kind}/{owner.name}"]
-        assert bench.api.asked == []
+        assert bench.api.requested == []
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"metadata": {}}', b"<html>"])
@@ -353,7 +353,7 @@ async def test_an_answer_that_is_no_object_ends_the_chain_and_is_counted(body: b
     [Unreachable("connection", "refused"), Answer(503, b"", None), Answer(429, b"", 2.0), Answer(401, b"", None)],
     ids=str,
 )
-async def test_an_api_that_is_away_is_asked_again_until_it_answers(away: Answer | Exception) -> None:
+async def test_an_unreachable_api_is_requested_again_until_it_answers(away: Answer | Exception) -> None:
     async with Bench().running() as bench:
         bench.api.answers[RS_PATH] = away
         assert await bench.chain(RS) == ["ReplicaSet/llm-5d"]
@@ -369,31 +369,31 @@ async def test_an_api_that_is_away_is_asked_again_until_it_answers(away: Answer 
         assert (bench.complete["rs-1"], bench.owners.unknown) == (True, 0)
 
 
-async def test_an_api_that_said_when_is_left_alone_until_then() -> None:
+async def test_a_retry_after_is_respected() -> None:
     async with Bench().running() as bench:
         bench.api.answers[RS_PATH] = Answer(429, b"", 30.0)
         await bench.chain(RS)
         await bench.pass_s(29.0)
-        assert len(bench.api.asked) == 1
+        assert len(bench.api.requested) == 1
 
         await bench.pass_s(10.0)
-        assert len(bench.api.asked) == 2
+        assert len(bench.api.requested) == 2
 
 
-async def test_the_pauses_grow_and_are_of_the_whole_group() -> None:
+async def test_the_pauses_grow_and_apply_to_the_whole_group() -> None:
     async with Bench().running() as bench:
         bench.api.answers[RS_PATH] = Unreachable("connection", "refused")
         await bench.chain(RS)
         await bench.chain(DEPLOYMENT)
-        assert bench.api.asked == [RS_PATH]
+        assert bench.api.requested == [RS_PATH]
 
         bench.owners.forget("dep-1")
-        for waited_s, asked in ((0.7, 2), (0.7, 2), (0.6, 3), (1.9, 3), (0.6, 4)):
+        for waited_s, expected in ((0.7, 2), (0.7, 2), (0.6, 3), (1.9, 3), (0.6, 4)):
             await bench.pass_s(waited_s)
-            assert len(bench.api.asked) == asked
+            assert len(bench.api.requested) == expected
 
 
-async def test_an_owner_that_is_forgotten_while_it_is_asked_for_is_not_reported() -> None:
+async def test_an_owner_that_is_forgotten_during_its_request_is_not_reported() -> None:
     async with Bench().running() as bench:
         bench.api.has(RS_PATH, RS, None)
         bench.owners.follow(RS, "ml")
@@ -403,10 +403,10 @@ async def test_an_owner_that_is_forgotten_while_it_is_asked_for_is_not_reported(
         bench.owners.forget("rs-1")
         await settle(60)
 
-        assert (bench.learned, bench.api.asked) == ([], [RS_PATH])
+        assert (bench.learned, bench.api.requested) == ([], [RS_PATH])
 
 
-async def test_a_group_that_hangs_holds_up_no_other() -> None:
+async def test_a_group_that_hangs_delays_no_other() -> None:
     async with Bench().running() as bench:
         bench.api.hanging.add("/apis/ray.io/")
         for number in range(50):
@@ -417,7 +417,7 @@ async def test_a_group_that_hangs_holds_up_no_other() -> None:
         assert (bench.api.most_at_once, bench.owners.unknown) == (AT_ONCE + 1, 50)
 
 
-async def test_an_owner_that_nobody_wants_any_more_is_not_reported() -> None:
+async def test_a_forgotten_owner_is_not_reported() -> None:
     async with Bench().running() as bench:
         bench.api.answers[RS_PATH] = Unreachable("timeout", "")
         await bench.chain(RS)
@@ -425,7 +425,7 @@ async def test_an_owner_that_nobody_wants_any_more_is_not_reported() -> None:
         bench.api.has(RS_PATH, RS, DEPLOYMENT)
         await bench.pass_s(100.0)
 
-        assert (len(bench.learned), len(bench.api.asked)) == (1, 1)
+        assert (len(bench.learned), len(bench.api.requested)) == (1, 1)
 
 
 @given(st.dictionaries(st.integers(0, 12), st.integers(0, 12)))
@@ -443,7 +443,7 @@ def test_every_chain_ends_without_going_in_circles(above: dict[int, int]) -> Non
             for number in range(13):
                 bench.owners.follow(owner(number), "ml")
             await eventually(lambda: not bench.owners.unknown)
-        assert len(bench.api.asked) <= 13
+        assert len(bench.api.requested) <= 13
         return bench.learned
 
     for uid, chain in asyncio.run(learn()):

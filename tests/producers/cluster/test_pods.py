@@ -10,11 +10,11 @@ from tests.producers.cluster.kubernetes_objects import START_MS, chosen, over, p
 from topics.workloads import Owner
 
 SELECTION = chosen(labels=["*"])
-NOW = START_MS + 3_600_000
+NOW_MS = START_MS + 3_600_000
 
 
-def known(
-    name: str = "bert-0", uid: str = "", *, before: KnownPod | None = None, now_ms: int = NOW, **how: Any
+def known_pod(
+    name: str = "bert-0", uid: str = "", *, before: KnownPod | None = None, now_ms: int = NOW_MS, **how: Any
 ) -> KnownPod:
     return pods_module.known_pod(pod(name, uid, **how), SELECTION, before, now_ms)
 
@@ -25,51 +25,51 @@ class Bench:
     def __init__(self) -> None:
         self.pods = Pods()
 
-    def put(self, name: str = "bert-0", uid: str = "", *, now_ms: int = NOW, **how: Any) -> list[Any]:
+    def put(self, name: str = "bert-0", uid: str = "", *, now_ms: int = NOW_MS, **how: Any) -> list[Any]:
         before = self.pods.get(uid or f"uid-{name}")
-        return list(self.pods.put(known(name, uid, before=before, now_ms=now_ms, **how), now_ms))
+        return list(self.pods.put(known_pod(name, uid, before=before, now_ms=now_ms, **how), now_ms))
 
     def ends(self) -> dict[str, int | None]:
         return {pod.uid: pod.ended_ms for pod in self.pods.on_node("n1")}
 
 
-def test_a_pod_began_when_the_kubelet_took_it_else_when_it_was_made() -> None:
-    begun = known(status={"startTime": "2026-03-01T12:00:05Z"})
-    waiting = known(status={"startTime": None, "phase": "Pending"})
+def test_a_pod_began_when_the_kubelet_started_it_or_else_when_it_was_created() -> None:
+    started = known_pod(status={"startTime": "2026-03-01T12:00:05Z"})
+    waiting = known_pod(status={"startTime": None, "phase": "Pending"})
 
-    assert (begun.started_ms, waiting.started_ms) == (START_MS + 5_000, START_MS)
-    assert begun.ended_ms is None
+    assert (started.started_ms, waiting.started_ms) == (START_MS + 5_000, START_MS)
+    assert started.ended_ms is None
 
 
 def test_a_pod_ended_with_the_last_of_its_containers() -> None:
     status = over("Failed", "2026-03-01T12:10:00Z", "2026-03-01T12:20:00Z")
 
-    assert known(status=status).ended_ms == START_MS + 20 * 60_000
+    assert known_pod(status=status).ended_ms == START_MS + 20 * 60_000
 
 
-def test_a_container_that_does_not_say_when_it_ended_leaves_it_to_the_conditions() -> None:
+def test_a_container_without_an_end_time_leaves_the_end_to_the_conditions() -> None:
     status = over("Failed", "2026-03-01T12:10:00Z", None)
     status["initContainerStatuses"] = over("", "2026-03-01T12:00:01Z")["containerStatuses"]
     lost = {**status, "conditions": [{"lastTransitionTime": "2026-03-01T12:30:00Z"}]}
 
-    assert known(status=status).ended_ms == START_MS + 10 * 60_000
-    assert known(status=lost).ended_ms == START_MS + 30 * 60_000
+    assert known_pod(status=status).ended_ms == START_MS + 10 * 60_000
+    assert known_pod(status=lost).ended_ms == START_MS + 30 * 60_000
 
 
 def test_no_pod_ends_before_it_begins() -> None:
-    assert known(status=over("Succeeded", "2026-03-01T11:00:00Z")).ended_ms == START_MS
+    assert known_pod(status=over("Succeeded", "2026-03-01T11:00:00Z")).ended_ms == START_MS
 
 
-def test_an_end_without_a_time_is_when_it_was_seen_and_stays_so() -> None:
-    running = known()
-    first = known(status=over("Failed"), before=running, now_ms=NOW)
-    again = known(status=over("Failed"), before=first, now_ms=NOW + 99_000)
+def test_an_end_without_a_time_is_when_it_was_first_seen_and_stays_so() -> None:
+    running = known_pod()
+    first = known_pod(status=over("Failed"), before=running, now_ms=NOW_MS)
+    again = known_pod(status=over("Failed"), before=first, now_ms=NOW_MS + 99_000)
 
-    assert (first.ended_ms, again.ended_ms) == (NOW, NOW)
+    assert (first.ended_ms, again.ended_ms) == (NOW_MS, NOW_MS)
 
 
-def test_one_that_was_over_when_first_seen_and_does_not_say_when_never_ran() -> None:
-    assert known(status=over("Failed")).ended_ms == START_MS
+def test_a_pod_that_was_over_when_first_seen_without_a_time_never_ran() -> None:
+    assert known_pod(status=over("Failed")).ended_ms == START_MS
 
 
 def test_a_pod_that_is_being_deleted_holds_its_gpu_until_it_is_gone() -> None:
@@ -78,20 +78,20 @@ def test_a_pod_that_is_being_deleted_holds_its_gpu_until_it_is_gone() -> None:
     bench.put(deleting=True)
     assert bench.ends() == {"uid-bert-0": None}
 
-    bench.pods.end("uid-bert-0", NOW + 7)
-    assert bench.ends() == {"uid-bert-0": NOW + 7}
+    bench.pods.end("uid-bert-0", NOW_MS + 7)
+    assert bench.ends() == {"uid-bert-0": NOW_MS + 7}
 
 
-def test_deleting_what_ended_before_does_not_move_its_end() -> None:
+def test_deleting_a_pod_that_has_ended_does_not_move_its_end() -> None:
     bench = Bench()
     bench.put()
     bench.put(status=over("Succeeded", "2026-03-01T12:10:00Z"))
-    assert not bench.pods.end("uid-bert-0", NOW + 7)
+    assert not bench.pods.end("uid-bert-0", NOW_MS + 7)
 
     assert bench.ends() == {"uid-bert-0": START_MS + 600_000}
 
 
-def test_what_says_nothing_new_is_no_change() -> None:
+def test_an_update_without_news_is_no_change() -> None:
     bench = Bench()
     assert len(bench.put()) == 1
     assert bench.put() == []
@@ -101,23 +101,23 @@ def test_what_says_nothing_new_is_no_change() -> None:
 def test_a_pod_that_comes_back_under_its_name_is_another() -> None:
     bench = Bench()
     bench.put(uid="first")
-    bench.pods.end("first", NOW + 1_000)
-    bench.put(uid="second", now_ms=NOW + 1_100)
+    bench.pods.end("first", NOW_MS + 1_000)
+    bench.put(uid="second", now_ms=NOW_MS + 1_100)
 
-    assert bench.ends() == {"first": NOW + 1_000, "second": None}
+    assert bench.ends() == {"first": NOW_MS + 1_000, "second": None}
 
 
 def test_an_ended_pod_stays_for_half_an_hour_after_its_end_was_noticed() -> None:
     bench = Bench()
     bench.put()
-    bench.put(status=over("Succeeded", "2026-03-01T12:10:00Z"), now_ms=NOW)
+    bench.put(status=over("Succeeded", "2026-03-01T12:10:00Z"), now_ms=NOW_MS)
 
-    assert bench.pods.expire(NOW + KEPT_MS - 1) == []
-    assert [change.before.uid for change in bench.pods.expire(NOW + KEPT_MS) if change.before] == ["uid-bert-0"]
+    assert bench.pods.expire(NOW_MS + KEPT_MS - 1) == []
+    assert [change.before.uid for change in bench.pods.expire(NOW_MS + KEPT_MS) if change.before] == ["uid-bert-0"]
     assert (len(bench.pods), bench.pods.on_node("n1")) == (0, [])
 
 
-def test_one_that_ended_long_before_it_was_first_seen_is_not_reported() -> None:
+def test_a_pod_that_ended_long_before_it_was_first_seen_is_not_reported() -> None:
     bench = Bench()
     assert bench.put(status=over("Succeeded", "2026-03-01T12:10:00Z"), now_ms=START_MS + 600_000 + KEPT_MS) == []
     assert bench.put("other", status=over("Succeeded", "2026-03-01T12:10:00Z"), now_ms=START_MS + 700_000)
@@ -125,40 +125,40 @@ def test_one_that_ended_long_before_it_was_first_seen_is_not_reported() -> None:
     assert list(bench.ends()) == ["uid-other"]
 
 
-def test_what_has_left_does_not_come_back_with_a_list() -> None:
+def test_an_expired_pod_does_not_come_back_with_a_list() -> None:
     bench = Bench()
     bench.put()
     ended = over("Failed", "2026-03-01T12:59:00Z")
     bench.put(status=ended)
-    bench.pods.expire(NOW + KEPT_MS)
+    bench.pods.expire(NOW_MS + KEPT_MS)
 
-    assert bench.put(status=ended, now_ms=NOW + KEPT_MS) == []
+    assert bench.put(status=ended, now_ms=NOW_MS + KEPT_MS) == []
 
 
-def test_a_pod_that_a_list_of_the_past_did_not_have_is_back_with_the_next() -> None:
+def test_a_pod_that_an_old_list_did_not_have_is_back_with_the_next() -> None:
     bench = Bench()
     bench.put("a")
-    bench.pods.end("uid-a", NOW)
+    bench.pods.end("uid-a", NOW_MS)
     bench.put("a")
 
     assert bench.ends() == {"uid-a": None}
-    assert bench.pods.expire(NOW + KEPT_MS) == []
+    assert bench.pods.expire(NOW_MS + KEPT_MS) == []
 
 
 def test_the_texts_of_an_owner_are_bounded() -> None:
-    owner = known(owner=Owner("v1", "K" * 9_999, "x" * 999_999, "u")).owner
+    owner = known_pod(owner=Owner("v1", "K" * 9_999, "x" * 999_999, "u")).owner
 
     assert owner is not None
     assert (len(owner.kind), len(owner.name)) == (317, 317)
 
 
-@pytest.mark.parametrize("same", ["node", "owner"])
-def test_pods_are_found_by_node_and_by_owner(same: str) -> None:
+@pytest.mark.parametrize("by", ["node", "owner"])
+def test_pods_are_found_by_node_and_by_owner(by: str) -> None:
     bench = Bench()
     owner = Owner("apps/v1", "ReplicaSet", "rs", "rs-1")
     bench.put("a", owner=owner)
     bench.put("b", owner=owner)
     bench.put("c", node="n2")
 
-    found = bench.pods.on_node("n1") if same == "node" else bench.pods.of_owner("rs-1")
-    assert {pod.name for pod in found} == {"a", "b"}
+    pods = bench.pods.on_node("n1") if by == "node" else bench.pods.of_owner("rs-1")
+    assert {pod.name for pod in pods} == {"a", "b"}

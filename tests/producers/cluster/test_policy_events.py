@@ -1,4 +1,4 @@
-"""Events about annotations: each error of a pod once."""
+"""Wrong annotations are reported as Events: each error of a pod once."""
 
 import asyncio
 import json
@@ -18,24 +18,24 @@ WRONG = {"gpustream.dev/idel-after": "2h"}
 
 
 class Api:
-    """Takes Events as the API server does: one of each name."""
+    """Accepts Events as the API server does: one of each name."""
 
     def __init__(self) -> None:
         self.events: dict[str, dict[str, Any]] = {}
         self.answers: list[int | None] = []
-        self.asked = 0
+        self.request_count = 0
 
     async def request(self, method: str, path: str, *, body: bytes) -> Answer:
-        """As the client's; the next of ``answers`` in place of it, None: nobody answers."""
-        self.asked += 1
+        """Answers with the next status of ``answers``, else 201 or 409; None means that the server is unreachable."""
+        self.request_count += 1
         answer = self.answers.pop(0) if self.answers else 201
         if answer is None:
             raise Unreachable("connection", "refused")
         content = json.loads(body)
-        known = content["metadata"]["name"] in self.events
+        exists = content["metadata"]["name"] in self.events
         if answer == 201:
             self.events.setdefault(content["metadata"]["name"], content)
-        return Answer(409 if known else answer, b'{"message": "no"}', None)
+        return Answer(409 if exists else answer, b'{"message": "no"}', None)
 
 
 class Bench:
@@ -62,7 +62,7 @@ class Bench:
 
 
 async def leads(replica: PolicyEvents) -> None:
-    """It leads until it has nothing to say."""
+    """Let the replica lead until it has written all its Events."""
     running = asyncio.ensure_future(replica.run())
     for _ in range(200):
         await asyncio.sleep(0)
@@ -76,7 +76,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(policy_events, name, 0)
 
 
-async def test_an_error_of_a_pod_is_said_once_on_the_pod_whatever_is_heard_again() -> None:
+async def test_an_error_of_a_pod_gets_one_event_however_often_it_is_seen() -> None:
     bench = Bench()
     uid = bench.pod("bert-0")
     first, second = bench.replica(), bench.replica()
@@ -85,12 +85,12 @@ async def test_an_error_of_a_pod_is_said_once_on_the_pod_whatever_is_heard_again
             replica.put_pod(uid, "ml", WRONG)
             await leads(replica)
     (event,) = bench.api.events.values()
-    assert bench.api.asked == 2  # one by each replica
+    assert bench.api.request_count == 2  # one by each replica
     assert (event["involvedObject"]["kind"], event["involvedObject"]["uid"]) == ("Pod", uid)
     assert event["message"].endswith("nobody reads it: did you mean gpustream.dev/idle-after?")
 
 
-async def test_an_error_of_a_namespace_is_said_on_each_of_its_gpu_pods_that_run() -> None:
+async def test_an_error_of_a_namespace_gets_an_event_on_each_of_its_running_gpu_pods() -> None:
     bench = Bench()
     bench.pod("a")
     bench.pod("b")
@@ -99,11 +99,11 @@ async def test_an_error_of_a_namespace_is_said_on_each_of_its_gpu_pods_that_run(
     replica = bench.replica()
     replica.put_namespace("ml", {"gpustream.dev/reclaim": "everything"})
     await leads(replica)
-    assert {one["involvedObject"]["name"] for one in bench.api.events.values()} == {"a", "b"}
-    assert all(one["message"].startswith("namespace ml: the annotation") for one in bench.api.events.values())
+    assert {event["involvedObject"]["name"] for event in bench.api.events.values()} == {"a", "b"}
+    assert all(event["message"].startswith("namespace ml: the annotation") for event in bench.api.events.values())
 
 
-async def test_an_error_that_is_mended_is_not_said_and_a_new_one_is() -> None:
+async def test_an_error_that_is_corrected_in_time_gets_no_event_and_a_new_one_does() -> None:
     bench = Bench()
     uid, replica = bench.pod("a"), bench.replica()
     replica.put_pod(uid, "ml", WRONG)
@@ -116,21 +116,21 @@ async def test_an_error_that_is_mended_is_not_said_and_a_new_one_is() -> None:
     assert "1d is the most that counts here" in event["message"]
 
 
-async def test_what_a_standby_has_known_for_longer_than_events_are_kept_is_not_said_again_when_it_leads() -> None:
+async def test_an_error_that_a_standby_saw_longer_ago_than_events_are_kept_gets_no_event_when_it_leads() -> None:
     bench = Bench()
     uid, replica = bench.pod("a"), bench.replica()
     replica.put_pod(uid, "ml", WRONG)
     replica.watch()
     bench.now_s += KEPT_S + 1
     await leads(replica)
-    assert bench.api.asked == 0
+    assert bench.api.request_count == 0
 
 
-async def test_an_api_server_that_is_away_is_asked_again_and_a_refusal_is_not() -> None:
-    for answers, asked, said in (([None, 503, 429, 403], 5, 1), ([422], 1, 0), ([404], 1, 0)):
+async def test_a_request_to_an_unreachable_api_server_is_repeated_and_a_refused_one_is_not() -> None:
+    for answers, request_count, event_count in (([None, 503, 429, 403], 5, 1), ([422], 1, 0), ([404], 1, 0)):
         bench = Bench()
         bench.api.answers = list(answers)
         uid, replica = bench.pod("a"), bench.replica()
         replica.put_pod(uid, "ml", WRONG)
         await leads(replica)
-        assert (bench.api.asked, len(bench.api.events)) == (asked, said)
+        assert (bench.api.request_count, len(bench.api.events)) == (request_count, event_count)

@@ -1,4 +1,4 @@
-"""A node's record is due at once, then not more than five times a second; new pods wait shortly for their owners."""
+"""A node's record is due at once, then at most five times a second; new pods wait a short time for their owners."""
 
 from producers.cluster.component import DEFER_S, SPACING_S, RateLimiter
 
@@ -47,7 +47,7 @@ def test_each_pod_waits_for_its_own_second() -> None:
     assert limiter.deferred(["first", "second"], 100.9 + DEFER_S) == set()
 
 
-def test_what_was_long_ago_is_forgotten() -> None:
+def test_old_nodes_and_pods_are_forgotten() -> None:
     limiter = RateLimiter()
     for second in range(10_000):
         limiter.due([f"n{second}"], _always, float(second))

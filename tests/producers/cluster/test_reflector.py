@@ -1,4 +1,4 @@
-"""What a listener knows is what the API server has, whatever the server does on the way."""
+"""A listener gets what the API server has, whatever the server does meanwhile."""
 
 import asyncio
 import contextlib
@@ -28,8 +28,8 @@ from tests.producers.cluster.api_server import (
     hang,
     kubeconfig,
     list_end,
-    says,
     status_object,
+    streams,
 )
 from tests.producers.cluster.recording_listener import RecordingListener
 from tests.producers.fakes import value
@@ -46,7 +46,7 @@ def versioned(name: str, version: int | str) -> Json:
 
 
 class Bench:
-    """A watch of a server's pods, and what its listener knows."""
+    """A watch of a server's pods, and the listener that records its calls."""
 
     def __init__(self, server: ApiServer, api: Client, instruments: Instruments, **settings: Any) -> None:
         self.server, self.api, self.instruments, self.listener = server, api, instruments, RecordingListener()
@@ -80,7 +80,7 @@ async def server() -> AsyncIterator[ApiServer]:
 
 @pytest.fixture
 async def start(server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    """Starts a watch of the server; waits are short unless a test says otherwise."""
+    """Starts a watch of the server; waits are short unless a test sets others."""
     monkeypatch.setattr(module, "FIRST_WAIT_S", 0.01)
     config = tmp_path / "config"
     config.write_text(kubeconfig(server.url, {"token": "t"}))
@@ -106,7 +106,9 @@ async def ended(task: asyncio.Task[None]) -> None:
 # -- lists
 
 
-async def test_what_is_there_and_what_comes_changes_and_goes_is_known(server: ApiServer, start: Start) -> None:
+async def test_a_listener_gets_what_exists_and_each_addition_change_and_removal(
+    server: ApiServer, start: Start
+) -> None:
     server.put(PODS, pod("a", n=1))
     bench = await start()
     await bench.knows("a")
@@ -140,7 +142,7 @@ async def test_a_streaming_list_asks_for_its_end_and_a_watch_goes_on_from_there(
 
 
 async def test_nothing_is_ready_before_the_end_of_the_list(server: ApiServer, start: Start) -> None:
-    server.next(says(event("ADDED", versioned("a", 5)), then="hang"))
+    server.next(streams(event("ADDED", versioned("a", 5)), ends_with="hang"))
     bench = await start()
     await bench.until(lambda: "a" in bench.listener.objects)
     assert not bench.watch.synced
@@ -149,15 +151,15 @@ async def test_nothing_is_ready_before_the_end_of_the_list(server: ApiServer, st
 
 async def test_a_bookmark_in_a_list_is_not_its_end(server: ApiServer, start: Start) -> None:
     bookmark = event("BOOKMARK", {"metadata": {"resourceVersion": "6", "annotations": {"other": "true"}}})
-    server.next(says(event("ADDED", versioned("a", 5)), bookmark, event("ADDED", versioned("b", 7)), list_end(8)))
+    server.next(streams(event("ADDED", versioned("a", 5)), bookmark, event("ADDED", versioned("b", 7)), list_end(8)))
     bench = await start()
     await bench.until(lambda: bench.listener.lists == 1)
     assert bench.listener.calls[:4] == ["begin", "put a", "put b", "complete"]
 
 
-async def test_the_versions_of_a_lists_own_events_are_never_gone_on_from(server: ApiServer, start: Start) -> None:
+async def test_a_watch_never_continues_from_a_version_of_a_lists_own_events(server: ApiServer, start: Start) -> None:
     server.put(PODS, pod("kept"))
-    server.next(says(event("ADDED", versioned("a", 999_999)), then="reset"))
+    server.next(streams(event("ADDED", versioned("a", 999_999)), ends_with="reset"))
     bench = await start()
     await bench.knows("kept")
     assert "resourceVersion" not in server.requests[1].params
@@ -185,9 +187,7 @@ async def test_a_server_without_streaming_lists_is_listed_in_pages(
     assert bench.listener.calls[0] == "begin"
 
 
-async def test_a_server_that_knows_no_resource_version_match_is_listed_in_pages(
-    server: ApiServer, start: Start
-) -> None:
+async def test_a_server_without_resource_version_match_is_listed_in_pages(server: ApiServer, start: Start) -> None:
     server.put(PODS, pod("a"))
     server.next(answers(422, "resourceVersionMatch is forbidden for watch"))
     bench = await start()
@@ -213,7 +213,7 @@ async def test_a_page_that_expired_begins_the_list_again(server: ApiServer, star
     assert bench.listener.lists == 1
 
 
-async def test_a_list_that_never_ends_is_given_up_for_pages(server: ApiServer, start: Start) -> None:
+async def test_a_streaming_list_that_never_ends_is_replaced_by_pages(server: ApiServer, start: Start) -> None:
     server.put(PODS, pod("a"))
 
     async def endless(request: Request, reply: Reply) -> None:
@@ -261,7 +261,7 @@ async def test_what_went_while_nobody_watched_is_gone_after_the_next_list(server
     await bench.watching()
     await server.stop()
     del server.objects[PODS]["a"]
-    server.next(says(event("ERROR", status_object(410, "too old resource version: 5 (7)"))))
+    server.next(streams(event("ERROR", status_object(410, "too old resource version: 5 (7)"))))
     await server.start()
     await bench.knows("b")
     assert bench.restarts("expired") == 1
@@ -269,17 +269,17 @@ async def test_what_went_while_nobody_watched_is_gone_after_the_next_list(server
 
 
 @pytest.mark.parametrize(
-    "gone",
+    "expired",
     [
         answers(410, "Expired"),
-        says(event("ERROR", status_object(410, "too old resource version"))),
-        says(event("ERROR", {"kind": "Status", "code": 410, "reason": "Gone"})),
+        streams(event("ERROR", status_object(410, "too old resource version"))),
+        streams(event("ERROR", {"kind": "Status", "code": 410, "reason": "Gone"})),
     ],
 )
-async def test_gone_in_any_form_lists_again(server: ApiServer, start: Start, gone: Behaviour) -> None:
+async def test_gone_in_any_form_lists_again(server: ApiServer, start: Start, expired: Behaviour) -> None:
     bench = await start()
     await bench.watching()
-    server.next(gone)
+    server.next(expired)
     await server.drop()
     await bench.until(lambda: bench.listener.lists == 2)
     assert bench.restarts("expired") == 1
@@ -310,13 +310,13 @@ async def test_an_event_of_an_unknown_type_is_counted_and_ignored(server: ApiSer
 async def test_a_line_may_come_in_any_pieces(server: ApiServer, start: Start) -> None:
     lines = event("ADDED", versioned("a", 5)) + b"\n" + event("ADDED", versioned("b", 6)) + list_end(7)
     pieces = [lines[n : n + 3] for n in range(0, len(lines), 3)]
-    server.next(says(*pieces, then="hang"))
+    server.next(streams(*pieces, ends_with="hang"))
     bench = await start()
     await bench.knows("a", "b")
     assert bench.events("ADDED") == 2
 
 
-async def test_a_line_of_six_megabytes_is_one_like_any_other(server: ApiServer, start: Start) -> None:
+async def test_a_line_of_six_megabytes_is_read_like_any_other(server: ApiServer, start: Start) -> None:
     server.put(PODS, pod("large", text="<" * 6_000_000))
     bench = await start()
     await bench.knows("large")
@@ -334,16 +334,16 @@ async def test_a_line_that_is_too_long_is_dropped_and_the_list_read_again(server
     await bench.watching()
     server.put(PODS, pod("large", text="x" * 20_000))
     server.put(PODS, pod("next"))
-    await bench.knows("small", "next")  # what can't be read is not kept as it was before
+    await bench.knows("small", "next")  # an object that can't be read is not kept as it was before
     assert bench.restarts("too_long") == 1
     assert bench.events("too_long") == 2
 
 
-# -- trouble
+# -- errors
 
 
 @pytest.mark.parametrize(
-    ("trouble", "reason"),
+    ("error_behaviour", "reason"),
     [
         (answers(401, "Unauthorized"), "unauthorized"),
         (answers(403, "forbidden"), "forbidden"),
@@ -354,36 +354,36 @@ async def test_a_line_that_is_too_long_is_dropped_and_the_list_read_again(server
         (answers(504, "Too large resource version"), "server_error"),
         (answers(302, Location="http://127.0.0.1:1/"), "refused"),
         (answers(400, "limit: Invalid value"), "refused"),
-        (says(), "empty"),
-        (says(b"\n\n\n"), "empty"),
-        (says(event("ADDED", versioned("half", 5))), "empty"),
-        (says(b"<html>\n<body>502 Bad Gateway</body>\n</html>\n"), "garbage"),
-        (says(b'{"kind": "PodList", "items": []}\n'), "garbage"),
-        (says(b"[1, 2]\n"), "garbage"),
-        (says(b'"\xff\xfe"\n'), "garbage"),
-        (says(b'{"type": "BOOKMARK", "object": {"metadata": {}}}\n'), "garbage"),
-        (says(b'{"type": "BOOKMARK", "object": null}\n'), "garbage"),
-        (says(b'{"type": "ADDED", "obj'), "cut"),
-        (says(event("ADDED", versioned("half", 5)), then="reset"), "connection"),
-        (says(then="hang"), "timeout"),
+        (streams(), "empty"),
+        (streams(b"\n\n\n"), "empty"),
+        (streams(event("ADDED", versioned("half", 5))), "empty"),
+        (streams(b"<html>\n<body>502 Bad Gateway</body>\n</html>\n"), "garbage"),
+        (streams(b'{"kind": "PodList", "items": []}\n'), "garbage"),
+        (streams(b"[1, 2]\n"), "garbage"),
+        (streams(b'"\xff\xfe"\n'), "garbage"),
+        (streams(b'{"type": "BOOKMARK", "object": {"metadata": {}}}\n'), "garbage"),
+        (streams(b'{"type": "BOOKMARK", "object": null}\n'), "garbage"),
+        (streams(b'{"type": "ADDED", "obj'), "cut"),
+        (streams(event("ADDED", versioned("half", 5)), ends_with="reset"), "connection"),
+        (streams(ends_with="hang"), "timeout"),
         (hang, "timeout"),
-        (says(event("ERROR", status_object(500, "internal"))), "server_error"),
-        (says(event("ERROR", {})), "refused"),
-        (says(b'{"type": "ERROR", "object": 7}\n'), "garbage"),
+        (streams(event("ERROR", status_object(500, "internal"))), "server_error"),
+        (streams(event("ERROR", {})), "refused"),
+        (streams(b'{"type": "ERROR", "object": 7}\n'), "garbage"),
     ],
 )
-async def test_trouble_at_the_start_is_counted_and_got_over(
-    server: ApiServer, start: Start, trouble: Behaviour, reason: str
+async def test_an_error_at_the_start_is_counted_and_then_the_list_is_read(
+    server: ApiServer, start: Start, error_behaviour: Behaviour, reason: str
 ) -> None:
     server.put(PODS, pod("a"))
-    server.next(trouble)
+    server.next(error_behaviour)
     bench = await start(silence_s=1.0)
     await bench.knows("a")
     assert bench.restarts(reason) == 1
 
 
 @pytest.mark.parametrize(
-    ("trouble", "reason"),
+    ("error_behaviour", "reason"),
     [
         (b"garbage\n", "garbage"),
         (b'{"type": "MODIFIED", "object": {"metadata": {}}}\n', "garbage"),
@@ -392,11 +392,11 @@ async def test_trouble_at_the_start_is_counted_and_got_over(
         (b'{"type": "MODI', "cut"),
     ],
 )
-async def test_trouble_after_the_list_loses_nothing(
-    server: ApiServer, start: Start, trouble: bytes, reason: str
+async def test_an_error_after_the_list_loses_nothing(
+    server: ApiServer, start: Start, error_behaviour: bytes, reason: str
 ) -> None:
     server.put(PODS, pod("a"))
-    server.next(says(event("ADDED", versioned("a", 5)), list_end(6), trouble))
+    server.next(streams(event("ADDED", versioned("a", 5)), list_end(6), error_behaviour))
     bench = await start()
     await bench.until(lambda: bench.restarts(reason) == 1)
     server.put(PODS, pod("b"))
@@ -408,15 +408,17 @@ async def test_trouble_after_the_list_loses_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trouble", [answers(503), answers(403), answers(401), hang, says(b"<html>\n"), says()])
-async def test_what_was_known_stays_while_the_api_server_is_in_trouble(
-    server: ApiServer, start: Start, trouble: Behaviour
+@pytest.mark.parametrize(
+    "error_behaviour", [answers(503), answers(403), answers(401), hang, streams(b"<html>\n"), streams()]
+)
+async def test_objects_are_kept_while_the_api_server_fails(
+    server: ApiServer, start: Start, error_behaviour: Behaviour
 ) -> None:
     server.put(PODS, pod("a"))
     bench = await start(silence_s=1.0)
     await bench.knows("a")
     await bench.watching()
-    server.next(trouble, trouble)
+    server.next(error_behaviour, error_behaviour)
     await server.drop()
     await bench.until(lambda: server.faults_left == 0)
     assert set(bench.listener.objects) == {"a"}
@@ -442,12 +444,10 @@ async def test_a_server_that_is_away_is_found_when_it_comes_back(server: ApiServ
 
 
 @pytest.mark.slow
-async def test_a_watch_that_is_silent_where_a_bookmark_was_due_is_begun_with_a_new_list(
-    server: ApiServer, start: Start
-) -> None:
+async def test_a_watch_without_its_bookmark_starts_again_with_a_new_list(server: ApiServer, start: Start) -> None:
     bench = await start(silence_s=1.0)
     await bench.watching()
-    server.next(says(then="hang"))  # what a server does that does not know the version yet, or never will
+    server.next(streams(ends_with="hang"))  # as a server does that does not have that version yet, or never will
     await server.drop()
     await bench.until(lambda: bench.listener.lists == 2)
     assert bench.restarts("timeout") >= 1
@@ -463,16 +463,16 @@ async def test_retry_after_is_waited_for(server: ApiServer, start: Start) -> Non
     assert asyncio.get_running_loop().time() - began >= 1.9
 
 
-def test_a_retry_after_of_a_day_is_not_waited_for() -> None:
+def test_a_retry_after_of_a_day_is_cut_to_the_longest() -> None:
     assert restart_for_status("/api/v1/pods", 429, b"", 86_400.0).wait_s == LONGEST_RETRY_AFTER_S
 
 
 @pytest.mark.slow
-async def test_a_server_that_closes_at_once_is_not_asked_in_a_loop(
+async def test_a_server_that_closes_at_once_is_not_queried_in_a_loop(
     server: ApiServer, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FIRST_WAIT_S", 0.1)
-    server.next(*[says()] * 1000)
+    server.next(*[streams()] * 1000)
     bench = await start()
     await asyncio.sleep(2.0)
     assert 2 <= bench.restarts("empty") <= 9
@@ -483,13 +483,13 @@ async def test_lists_that_expire_at_once_are_not_read_in_a_loop(
     server: ApiServer, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FIRST_WAIT_S", 0.1)
-    server.next(*[says(list_end(5), event("ERROR", status_object(410)))] * 1000)
+    server.next(*[streams(list_end(5), event("ERROR", status_object(410)))] * 1000)
     bench = await start()
     await asyncio.sleep(2.0)
     assert 2 <= bench.restarts("expired") <= 9
 
 
-async def test_waits_double_up_to_30_s_and_begin_again_once_it_went_well(start: Start) -> None:
+async def test_waits_double_up_to_30_s_and_start_again_after_a_success(start: Start) -> None:
     bench = await start()
     await ended(bench.task)
     waits = [bench.watch.prepare_restart(Restart("connection", "")) for _ in range(16)]
@@ -499,16 +499,16 @@ async def test_waits_double_up_to_30_s_and_begin_again_once_it_went_well(start: 
     assert bench.watch.prepare_restart(Restart("ended", "")) <= 0.01
 
 
-async def test_after_an_outage_a_version_that_is_gone_is_listed_again_at_once_but_not_again_and_again(
+async def test_after_an_outage_an_expired_version_is_listed_again_at_once_but_only_once(
     start: Start,
 ) -> None:
     bench = await start()
     await ended(bench.task)
     outage = [bench.watch.prepare_restart(Restart("connection", "")) for _ in range(16)]
-    gone = [bench.watch.prepare_restart(Restart("expired", "", relist=True)) for _ in range(3)]
+    waits_s = [bench.watch.prepare_restart(Restart("expired", "", relist=True)) for _ in range(3)]
     assert outage[-1] >= 15
-    assert gone[0] <= module.FIRST_WAIT_S
-    assert all(wait >= 15 for wait in gone[1:])
+    assert waits_s[0] <= module.FIRST_WAIT_S
+    assert all(wait >= 15 for wait in waits_s[1:])
 
 
 async def test_an_exception_of_the_listener_ends_the_watch(server: ApiServer, start: Start) -> None:
@@ -526,7 +526,7 @@ async def test_an_exception_of_the_listener_ends_the_watch(server: ApiServer, st
         await bench.task
 
 
-# -- what is said
+# -- what is logged
 
 
 async def test_a_403_says_which_rule_is_missing(
@@ -538,12 +538,12 @@ async def test_a_403_says_which_rule_is_missing(
     (reason,) = bench.watch.not_ready()
     assert '{apiGroups: [""], resources: [pods], verbs: [list, watch]}' in reason
     assert 'User "u" cannot list' in reason
-    said = [record for record in caplog.records if record.name == module.__name__]
-    assert len(said) == 1, "once, not at every attempt"
-    assert said[0].levelno == logging.WARNING
+    logged = [record for record in caplog.records if record.name == module.__name__]
+    assert len(logged) == 1, "once, not at every attempt"
+    assert logged[0].levelno == logging.WARNING
 
 
-def test_the_end_of_trouble_is_said_however_short_it_was_ago_that_it_was_said_last(
+def test_a_recovery_is_logged_however_recently_the_last_one_was(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -563,7 +563,7 @@ def test_the_end_of_trouble_is_said_however_short_it_was_ago_that_it_was_said_la
     ]
 
 
-async def test_coming_back_is_said_and_so_is_what_is_wrong_when_that_changes(
+async def test_a_recovery_is_logged_and_so_is_an_error_that_differs_from_the_last(
     server: ApiServer, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -571,15 +571,15 @@ async def test_coming_back_is_said_and_so_is_what_is_wrong_when_that_changes(
     bench = await start()
     await bench.watching()
 
-    def said() -> list[str]:
+    def states() -> list[str]:
         lines = [record.getMessage() for record in caplog.records if record.name == module.__name__]
         return [line.split(";")[0].split(":")[1].strip() for line in lines]
 
-    await bench.until(lambda: "watching" in said())
-    assert said() == ["not allowed (403)", "the API server fails (503)", "watching"]
+    await bench.until(lambda: "watching" in states())
+    assert states() == ["not allowed (403)", "the API server fails (503)", "watching"]
 
 
-async def test_a_blip_that_is_got_over_at_once_is_not_said(
+async def test_a_connection_that_is_back_at_once_is_not_logged(
     server: ApiServer, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = await start()
@@ -602,7 +602,7 @@ async def test_an_outage_of_30_s_is_not_ready(start: Start, monkeypatch: pytest.
     assert reason.startswith("pods: ClientConnectorError: ")
 
 
-async def test_an_optional_resource_that_is_not_there_is_an_empty_one(server: ApiServer, start: Start) -> None:
+async def test_an_optional_resource_that_is_missing_is_an_empty_one(server: ApiServer, start: Start) -> None:
     server.next(answers(404, "the server could not find the requested resource"))
     bench = await start(optional=True)
     await bench.until(lambda: bench.watch.synced)
@@ -611,9 +611,7 @@ async def test_an_optional_resource_that_is_not_there_is_an_empty_one(server: Ap
     assert len(server.requests) == 1
 
 
-async def test_a_resource_that_is_not_there_is_looked_for_under_its_older_version(
-    server: ApiServer, start: Start
-) -> None:
+async def test_a_missing_resource_is_looked_for_under_its_older_version(server: ApiServer, start: Start) -> None:
     older = "/apis/older/v1/pods"
     server.next(answers(404))
     server.put(older, pod("a"))
@@ -622,7 +620,7 @@ async def test_a_resource_that_is_not_there_is_looked_for_under_its_older_versio
     assert [request.path.split("?")[0] for request in server.requests][:2] == [PODS, older]
 
 
-async def test_an_optional_resource_may_come_later_and_go_again(
+async def test_an_optional_resource_may_appear_later_and_disappear_again(
     server: ApiServer, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ABSENT_WAIT_S", 0.05)
@@ -644,7 +642,7 @@ async def test_an_optional_resource_may_come_later_and_go_again(
     ]
 
 
-async def test_the_age_is_that_of_the_last_word(server: ApiServer, start: Start) -> None:
+async def test_the_age_is_that_of_the_last_event(server: ApiServer, start: Start) -> None:
     bench = await start()
     await bench.watching()
     bench.watch._last_event_s -= 50
@@ -667,7 +665,7 @@ def test_the_rule_that_a_path_needs_names_its_group_and_resource(path: str, grou
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "expected"),
     [
         (b'{"kind": "Status", "message": "no\\n way"}', "no way"),
         (b"<html>\n\n502</html>", "<html> 502</html>"),
@@ -678,5 +676,5 @@ def test_the_rule_that_a_path_needs_names_its_group_and_resource(path: str, grou
         (b"x" * 100_000, "x" * 300),
     ],
 )
-def test_what_a_body_says_is_one_line_of_bounded_length(body: bytes, said: str) -> None:
-    assert message(body) == said
+def test_the_message_of_a_body_is_one_line_of_bounded_length(body: bytes, expected: str) -> None:
+    assert message(body) == expected

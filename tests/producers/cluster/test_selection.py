@@ -1,4 +1,4 @@
-"""GPU pods are known from others. Of labels, those that an allow-list names are kept, in bounds."""
+"""GPU pods are told from others by what they ask for. Only labels that an allow-list names are kept, within bounds."""
 
 import msgspec
 import orjson
@@ -51,7 +51,12 @@ def test_a_sidecar_or_a_claim_makes_a_gpu_pod_too() -> None:
     claim["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimTemplateName": "one"}]
     extended["status"]["extendedResourceClaimStatus"] = {"resourceClaimName": "x", "requestMappings": []}
 
-    assert [concerns(decode(_POD, raw(of))) for of in (plain, sidecar, claim, extended)] == [False, True, True, True]
+    assert [concerns(decode(_POD, raw(content))) for content in (plain, sidecar, claim, extended)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_a_driver_is_of_the_domain_of_a_prefix() -> None:
@@ -74,7 +79,7 @@ def test_an_allow_list_keeps_names_prefixes_and_all() -> None:
     assert AllowList(["*"], LABEL_BOUNDS).keep(None) == ({}, 0)
 
 
-def test_what_an_allow_list_names_goes_before_what_a_prefix_lets_in() -> None:
+def test_keys_that_an_allow_list_names_go_before_those_of_a_prefix() -> None:
     crowd = {f"a{number}": "x" * 4096 for number in range(9)}
     kept = AllowList(["*", "hami.io/vgpu-devices-allocated"], ANNOTATION_BOUNDS).keep(
         {**crowd, "hami.io/vgpu-devices-allocated": "y" * 2048}
@@ -86,10 +91,10 @@ def test_what_an_allow_list_names_goes_before_what_a_prefix_lets_in() -> None:
 
 def test_every_error_of_an_allow_list_is_named() -> None:
     wrong = ("", "a b", "app*", "/x", "a/b/*", "UPPER/x", "-a", "x/*y")
-    found = allow_list_errors("--pod-labels", ("app", "app.kubernetes.io/*", "*", "Ab_c.d", "a.b/C", *wrong))
+    errors = allow_list_errors("--pod-labels", ("app", "app.kubernetes.io/*", "*", "Ab_c.d", "a.b/C", *wrong))
 
-    assert [repr(name) in error for name, error in zip(wrong, found, strict=True)] == [True] * len(wrong)
-    assert all(error.startswith("--pod-labels: ") for error in found)
+    assert [repr(name) in error for name, error in zip(wrong, errors, strict=True)] == [True] * len(wrong)
+    assert all(error.startswith("--pod-labels: ") for error in errors)
 
 
 def test_the_default_allow_lists_have_no_errors() -> None:
@@ -124,7 +129,7 @@ _BOUNDS = Bounds(4, 12, 100)
 
 
 @given(st.dictionaries(st.text(max_size=30), st.text(max_size=30), max_size=8))
-def test_what_is_kept_is_within_all_bounds_and_the_rest_is_counted(labels: dict[str, str]) -> None:
+def test_the_kept_labels_are_within_all_bounds_and_the_rest_is_counted(labels: dict[str, str]) -> None:
     kept, cut = AllowList(["*"], _BOUNDS).keep(labels)
 
     assert len(kept) <= _BOUNDS.entries

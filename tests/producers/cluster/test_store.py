@@ -1,4 +1,4 @@
-"""What is reported of a node is what the API server said last, in any order. No tenant can spoil another's record."""
+"""A node's record is the API server's last state, in whatever order it came. No tenant can spoil another's record."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -39,14 +39,14 @@ from topics.allocations import Claim
 from topics.topic import decoder
 from topics.workloads import NodeWorkloads, Owner, Pod
 
-NOW = START_MS + 3_600_000
+NOW_MS = START_MS + 3_600_000
 RS = Owner("apps/v1", "ReplicaSet", "llm-5d", "rs-1")
 DEPLOYMENT = Owner("apps/v1", "Deployment", "llm", "dep-1")
 CHAIN = Chain((RS, DEPLOYMENT), complete=True)
 
 
-def reported(of: Store, node: str = "n1") -> WorkloadsContent:
-    content = of.pop_content(node)
+def reported(store: Store, node: str = "n1") -> WorkloadsContent:
+    content = store.pop_content(node)
     assert content is not None
     return content
 
@@ -56,13 +56,13 @@ def row(of: Store, node: str = "n1", number: int = 0) -> dict[str, Any]:
 
 
 def encoded(content: WorkloadsContent, node: str = "n1") -> bytes:
-    return records.workloads(cluster="prod", node=node, epoch=1, seq=1, ts_ms=NOW, content=content.encoded())
+    return records.workloads(cluster="prod", node=node, epoch=1, seq=1, ts_ms=NOW_MS, content=content.encoded())
 
 
-def test_a_gpu_pod_is_reported_with_all_that_is_known() -> None:
+def test_a_gpu_pod_is_reported_with_its_labels_times_and_owners() -> None:
     cluster = state("n1")
     cluster.put_namespace("ml", {"team": "research", "secret": "x"})
-    cluster.put_pod(pod(labels={"app": "bert", "secret": "x"}, annotations={"gpustream.dev/a": "1", "b": "2"}), NOW)
+    cluster.put_pod(pod(labels={"app": "bert", "secret": "x"}, annotations={"gpustream.dev/a": "1", "b": "2"}), NOW_MS)
 
     assert row(cluster) == {
         "namespace": "ml",
@@ -79,9 +79,9 @@ def test_a_gpu_pod_is_reported_with_all_that_is_known() -> None:
     }
 
 
-def test_what_is_reported_is_a_record_of_the_contract() -> None:
+def test_the_content_of_a_node_makes_a_valid_record() -> None:
     cluster = state("n1")
-    cluster.put_pod(pod(owner=RS), NOW)
+    cluster.put_pod(pod(owner=RS), NOW_MS)
     cluster.put_slice(slice_())
     read = decoder(NodeWorkloads)(encoded(reported(cluster)))
 
@@ -93,36 +93,36 @@ def test_what_is_reported_is_a_record_of_the_contract() -> None:
 def test_a_pod_without_a_gpu_or_a_node_is_not_reported(how: dict[str, Any]) -> None:
     cluster = state("n1")
     cluster.pop_content("n1")
-    cluster.put_pod(pod(**how), NOW)
+    cluster.put_pod(pod(**how), NOW_MS)
 
     assert (len(cluster.pods), "n1" in cluster.changed_nodes()) == (0, False)
 
 
 def test_a_pod_is_reported_once_it_is_bound() -> None:
     cluster = state("n1")
-    cluster.put_pod(pod(node=None), NOW)
-    cluster.put_pod(pod(), NOW)
+    cluster.put_pod(pod(node=None), NOW_MS)
+    cluster.put_pod(pod(), NOW_MS)
 
     assert [pod["name"] for pod in reported(cluster).pods] == ["bert-0"]
 
 
 def test_only_what_changes_a_record_makes_it_due() -> None:
     cluster = state("n1", "n2")
-    cluster.put_pod(pod(), NOW)
+    cluster.put_pod(pod(), NOW_MS)
     for node in ("n1", "n2"):
         cluster.pop_content(node)
-    cluster.put_pod(pod(), NOW)
+    cluster.put_pod(pod(), NOW_MS)
     cluster.put_node("n1", {"beta.kubernetes.io/os": "linux"})
     cluster.put_namespace("other", {"team": "x"})
     assert cluster.changed_nodes() == []
 
-    cluster.put_pod(pod(labels={"app": "other"}), NOW)
+    cluster.put_pod(pod(labels={"app": "other"}), NOW_MS)
     assert cluster.changed_nodes() == ["n1"]
 
 
 def test_a_namespaces_labels_change_the_nodes_of_its_pods() -> None:
     cluster = state("n1", "n2")
-    cluster.put_pod(pod(), NOW)
+    cluster.put_pod(pod(), NOW_MS)
     for node in ("n1", "n2"):
         cluster.pop_content(node)
     cluster.put_namespace("ml", {"team": "new"})
@@ -134,7 +134,7 @@ def test_a_namespaces_labels_change_the_nodes_of_its_pods() -> None:
 def test_pods_inherit_the_policies_of_their_namespace_and_their_own_go_over_them() -> None:
     cluster = state("n1", "n2")
     policies = {"gpustream.dev/a": "2", "gpustream.dev/idle-after": "2h", "other": "x"}
-    cluster.put_pod(pod(annotations={"gpustream.dev/a": "1"}), NOW)
+    cluster.put_pod(pod(annotations={"gpustream.dev/a": "1"}), NOW_MS)
     cluster.put_namespace("ml", {}, policies)
     assert row(cluster)["annotations"] == {"gpustream.dev/a": "1", "gpustream.dev/idle-after": "2h"}
 
@@ -150,12 +150,12 @@ def test_pods_inherit_the_policies_of_their_namespace_and_their_own_go_over_them
 def test_a_namespace_keeps_its_labels_until_its_last_pod_has_left() -> None:
     cluster = state("n1")
     cluster.put_namespace("ml", {"team": "research"})
-    cluster.put_pod(pod(), NOW)
-    cluster.remove_pod("uid-bert-0", NOW)
+    cluster.put_pod(pod(), NOW_MS)
+    cluster.remove_pod("uid-bert-0", NOW_MS)
     cluster.remove_namespace("ml")
     assert row(cluster)["namespace_labels"] == {"team": "research"}
 
-    cluster.expire(NOW + KEPT_MS)
+    cluster.expire(NOW_MS + KEPT_MS)
     assert len(cluster.namespaces) == 0
 
 
@@ -171,30 +171,30 @@ def test_a_node_that_has_no_pods_is_reported_too() -> None:
     assert reported(state("n1")) == WorkloadsContent({}, [], [], [], unwell=[])
 
 
-def test_a_pod_on_a_node_that_is_not_there_is_reported_when_it_comes() -> None:
+def test_a_pod_on_an_unknown_node_is_reported_when_the_node_appears() -> None:
     cluster = state()
-    cluster.put_pod(pod(node="n9"), NOW)
+    cluster.put_pod(pod(node="n9"), NOW_MS)
     assert (cluster.changed_nodes(), cluster.pop_content("n9")) == ([], None)
 
     cluster.put_node("n9", {})
     assert (cluster.changed_nodes(), row(cluster, "n9")["name"]) == (["n9"], "bert-0")
 
 
-def test_the_last_record_of_a_node_says_that_its_pods_ended() -> None:
+def test_the_last_record_of_a_node_ends_its_pods() -> None:
     cluster = state("n1")
-    cluster.put_pod(pod(), NOW)
+    cluster.put_pod(pod(), NOW_MS)
     cluster.put_slice(slice_())
-    cluster.remove_node("n1", NOW + 5)
+    cluster.remove_node("n1", NOW_MS + 5)
     last = reported(cluster)
 
-    assert (last.removed, last.pods[0]["ended_ms"], last.dra_devices) == (True, NOW + 5, [])
+    assert (last.removed, last.pods[0]["ended_ms"], last.dra_devices) == (True, NOW_MS + 5, [])
     assert (cluster.pop_content("n1"), cluster.changed_nodes()) == (None, [])
 
 
 def test_a_node_that_comes_back_has_the_pods_that_it_still_has() -> None:
     cluster = state("n1")
-    cluster.put_pod(pod(), NOW)
-    cluster.remove_node("n1", NOW + 5)
+    cluster.put_pod(pod(), NOW_MS)
+    cluster.remove_node("n1", NOW_MS + 5)
     cluster.pop_content("n1")
     cluster.put_node("n1", {})
 
@@ -203,8 +203,8 @@ def test_a_node_that_comes_back_has_the_pods_that_it_still_has() -> None:
 
 def test_a_node_that_was_away_for_a_moment_never_left() -> None:
     cluster = state("n1")
-    cluster.put_pod(pod(), NOW)
-    cluster.remove_node("n1", NOW + 5)
+    cluster.put_pod(pod(), NOW_MS)
+    cluster.remove_node("n1", NOW_MS + 5)
     cluster.put_node("n1", {})
     content = reported(cluster)
 
@@ -218,21 +218,21 @@ def test_a_node_whose_name_no_record_can_have_is_refused() -> None:
 
 def test_a_removed_node_is_forgotten_if_nobody_reports_it() -> None:
     cluster = state("n1")
-    cluster.remove_node("n1", NOW)
-    cluster.expire(NOW + KEPT_MS)
+    cluster.remove_node("n1", NOW_MS)
+    cluster.expire(NOW_MS + KEPT_MS)
 
     assert cluster.pop_content("n1") is None
 
 
 def test_a_pod_waits_for_its_chain_and_is_then_reported_without_and_again_with_it() -> None:
     cluster = state("n1")
-    cluster.put_pod(pod("old"), NOW)
+    cluster.put_pod(pod("old"), NOW_MS)
     cluster.pop_content("n1")
-    cluster.put_pod(pod(owner=RS), NOW)
+    cluster.put_pod(pod(owner=RS), NOW_MS)
     assert cluster.pods_awaiting_owners("n1") == ["uid-bert-0"]
-    held = cluster.pop_content("n1", cluster.pods_awaiting_owners("n1"))
-    assert held is not None
-    assert ([row["uid"] for row in held.pods], cluster.changed_nodes()) == (["uid-old"], ["n1"])
+    first_content = cluster.pop_content("n1", cluster.pods_awaiting_owners("n1"))
+    assert first_content is not None
+    assert ([row["uid"] for row in first_content.pods], cluster.changed_nodes()) == (["uid-old"], ["n1"])
 
     waited = row(cluster, number=1)
     assert ([owner["kind"] for owner in waited["owners"]], waited["owners_complete"]) == (["ReplicaSet"], False)
@@ -240,14 +240,14 @@ def test_a_pod_waits_for_its_chain_and_is_then_reported_without_and_again_with_i
 
     cluster.set_chain("rs-1", CHAIN)
     assert cluster.changed_nodes() == ["n1"]
-    known = row(cluster, number=1)
-    assert [owner["kind"] for owner in known["owners"]] == ["ReplicaSet", "Deployment"]
-    assert known["owners_complete"] is None
+    with_chain = row(cluster, number=1)
+    assert [owner["kind"] for owner in with_chain["owners"]] == ["ReplicaSet", "Deployment"]
+    assert with_chain["owners_complete"] is None
 
 
 def test_a_chain_that_ends_too_early_is_incomplete() -> None:
     cluster = state("n1")
-    cluster.put_pod(pod(owner=RS), NOW)
+    cluster.put_pod(pod(owner=RS), NOW_MS)
     cluster.set_chain("rs-1", Chain((RS,), complete=False))
 
     assert cluster.pods_awaiting_owners("n1") == ["uid-bert-0"]
@@ -256,7 +256,7 @@ def test_a_chain_that_ends_too_early_is_incomplete() -> None:
 
 def test_a_new_leader_holds_no_pod_that_the_last_one_may_have_reported() -> None:
     cluster = state("n1")
-    cluster.put_pod(pod(owner=RS), NOW)
+    cluster.put_pod(pod(owner=RS), NOW_MS)
     cluster.mark_all_changed()
 
     assert cluster.pods_awaiting_owners("n1") == []
@@ -265,29 +265,29 @@ def test_a_new_leader_holds_no_pod_that_the_last_one_may_have_reported() -> None
 def test_each_owner_is_followed_once_and_until_its_last_pod_has_left() -> None:
     follower = Follower()
     cluster = state("n1", follower=follower)
-    cluster.put_pod(pod("a", owner=RS), NOW)
-    cluster.put_pod(pod("b", owner=RS), NOW)
-    cluster.remove_pod("uid-a", NOW)
-    cluster.remove_pod("uid-b", NOW + 1)
-    cluster.expire(NOW + KEPT_MS)
-    assert follower.wanted == {"rs-1": "ml"}
+    cluster.put_pod(pod("a", owner=RS), NOW_MS)
+    cluster.put_pod(pod("b", owner=RS), NOW_MS)
+    cluster.remove_pod("uid-a", NOW_MS)
+    cluster.remove_pod("uid-b", NOW_MS + 1)
+    cluster.expire(NOW_MS + KEPT_MS)
+    assert follower.followed == {"rs-1": "ml"}
 
-    cluster.expire(NOW + KEPT_MS + 1)
-    assert follower.wanted == {}
+    cluster.expire(NOW_MS + KEPT_MS + 1)
+    assert follower.followed == {}
     cluster.set_chain("rs-1", CHAIN)
     assert not cluster.pods_awaiting_owners("n1")
 
-    cluster.put_pod(pod("c", owner=RS), NOW)
+    cluster.put_pod(pod("c", owner=RS), NOW_MS)
     cluster.set_chain("rs-1", CHAIN)
-    cluster.remove_pod("uid-c", NOW)
-    cluster.expire(NOW + KEPT_MS)
-    cluster.put_pod(pod("d", owner=RS), NOW)
+    cluster.remove_pod("uid-c", NOW_MS)
+    cluster.expire(NOW_MS + KEPT_MS)
+    cluster.put_pod(pod("d", owner=RS), NOW_MS)
     assert cluster.pods_awaiting_owners("n1")
 
 
 def test_an_owner_without_a_uid_is_reported_and_not_waited_for() -> None:
     cluster = state("n1")
-    cluster.put_pod(pod(owner=Owner("v1", "Thing", "x", "")), NOW)
+    cluster.put_pod(pod(owner=Owner("v1", "Thing", "x", "")), NOW_MS)
 
     assert (cluster.pods_awaiting_owners("n1"), row(cluster)["owners"][0]["name"]) == ([], "x")
 
@@ -297,23 +297,23 @@ def test_a_claim_that_only_looks_at_a_device_is_reported_on_the_nodes_of_its_poo
     for node in ("n1", "n2"):
         cluster.put_slice(slice_(node, node=node))
         cluster.pop_content(node)
-    cluster.put_claim(claim(pool="n2"), NOW)
+    cluster.put_claim(claim(pool="n2"), NOW_MS)
     assert cluster.changed_nodes() == ["n2"]
     assert (reported(cluster, "n1").admin_claims, len(reported(cluster, "n2").admin_claims)) == ([], 1)
     record = decoder(NodeWorkloads)(encoded(reported(cluster, "n2"), "n2"))
     assert record.admin_claims == (Claim("monitor", "ml", "gpu.nvidia.com", "n2", "gpu-0"),)
 
-    cluster.claims.remove("uid-monitor", NOW)
-    cluster.expire(NOW + KEPT_MS - 1)
+    cluster.claims.remove("uid-monitor", NOW_MS)
+    cluster.expire(NOW_MS + KEPT_MS - 1)
     assert (cluster.changed_nodes(), len(reported(cluster, "n2").admin_claims)) == ([], 1)
-    cluster.expire(NOW + KEPT_MS)
+    cluster.expire(NOW_MS + KEPT_MS)
     assert (cluster.changed_nodes(), reported(cluster, "n2").admin_claims) == (["n2"], [])
 
 
 def test_claims_of_other_drivers_do_not_matter() -> None:
     cluster = state("n1")
     cluster.put_slice(slice_())
-    cluster.put_claim(claim(driver="net.example.com"), NOW)
+    cluster.put_claim(claim(driver="net.example.com"), NOW_MS)
 
     assert (reported(cluster).admin_claims, len(cluster.claims.keys())) == ([], 0)
 
@@ -322,50 +322,50 @@ def unwell(store: Store, node: str = "n1") -> list[dict[str, Any]]:
     content = store.pop_content(node)
     assert content is not None
     record = records.workloads(cluster="c", node=node, epoch=1, seq=1, ts_ms=1, content=content.encoded())
-    return [msgspec.to_builtins(one) for one in decoder(NodeWorkloads)(record).unwell]
+    return [msgspec.to_builtins(device) for device in decoder(NodeWorkloads)(record).unwell]
 
 
 def sick(device: str, health: str = "Unhealthy", resource: str = "nvidia.com/gpu", **more: str) -> dict[str, Any]:
-    """The status of a pod that says how a device of it is."""
+    """The status of a pod with the health of one of its devices."""
     resources = [{"name": resource, "resources": [{"resourceID": device, "health": health, **more}]}]
     return {"containerStatuses": [{"name": "main", "allocatedResourcesStatus": resources}]}
 
 
 def test_a_device_that_its_pods_status_calls_unhealthy_is_unwell_while_the_pod_runs() -> None:
-    known = state("n1")
-    known.put_pod(pod(status=sick("GPU-a", message="XID 79")), NOW)
-    assert unwell(known) == [{"device_id": "GPU-a", "health": "Unhealthy", "message": "XID 79"}]
-    known.put_pod(pod(status=sick("GPU-a", "Unknown")), NOW)
-    assert known.changed_nodes() == ["n1"]
-    assert unwell(known) == []
-    known.put_pod(pod(status=sick("GPU-a") | {"phase": "Failed"}), NOW)
-    assert unwell(known) == []
+    cluster = state("n1")
+    cluster.put_pod(pod(status=sick("GPU-a", message="XID 79")), NOW_MS)
+    assert unwell(cluster) == [{"device_id": "GPU-a", "health": "Unhealthy", "message": "XID 79"}]
+    cluster.put_pod(pod(status=sick("GPU-a", "Unknown")), NOW_MS)
+    assert cluster.changed_nodes() == ["n1"]
+    assert unwell(cluster) == []
+    cluster.put_pod(pod(status=sick("GPU-a") | {"phase": "Failed"}), NOW_MS)
+    assert unwell(cluster) == []
 
 
 def test_a_device_of_a_claim_is_unwell_by_its_uuid() -> None:
-    known = state("n1")
-    known.put_slice(slice_())
-    known.put_pod(pod(status=sick("gpu.nvidia.com/n1/gpu-1", resource="claim:gpu/one")), NOW)
-    assert unwell(known) == [{"device_id": "GPU-b", "health": "Unhealthy"}]
+    cluster = state("n1")
+    cluster.put_slice(slice_())
+    cluster.put_pod(pod(status=sick("gpu.nvidia.com/n1/gpu-1", resource="claim:gpu/one")), NOW_MS)
+    assert unwell(cluster) == [{"device_id": "GPU-b", "health": "Unhealthy"}]
 
 
 def test_the_taints_of_a_slice_and_of_rules_make_their_devices_unwell() -> None:
-    known = state("n1", "n2")
-    known.put_slice(slice_(taints=[{"key": "gpu.nvidia.com/lost", "effect": "NoSchedule", "timeAdded": START}]))
-    known.put_slice(slice_("t", node="n2", uuids=["GPU-c"]))
-    assert unwell(known) == [{"device_id": "GPU-a", "taint": "gpu.nvidia.com/lost:NoSchedule"}]
-    assert unwell(known, "n2") == []
-    known.put_taint_rule(taint_rule(deviceSelector={"driver": "gpu.nvidia.com", "pool": "n1", "device": "gpu-1"}))
-    assert known.changed_nodes() == ["n1", "n2"]
+    cluster = state("n1", "n2")
+    cluster.put_slice(slice_(taints=[{"key": "gpu.nvidia.com/lost", "effect": "NoSchedule", "timeAdded": START}]))
+    cluster.put_slice(slice_("t", node="n2", uuids=["GPU-c"]))
+    assert unwell(cluster) == [{"device_id": "GPU-a", "taint": "gpu.nvidia.com/lost:NoSchedule"}]
+    assert unwell(cluster, "n2") == []
+    cluster.put_taint_rule(taint_rule(deviceSelector={"driver": "gpu.nvidia.com", "pool": "n1", "device": "gpu-1"}))
+    assert cluster.changed_nodes() == ["n1", "n2"]
     by_rule = {"device_id": "GPU-b", "taint": "example.com/xid=79:NoExecute"}
-    assert by_rule in unwell(known)
-    assert unwell(known, "n2") == []
-    known.put_taint_rule(taint_rule())
-    assert len(unwell(known)) == 3
-    assert len(unwell(known, "n2")) == 1
-    known.remove_taint_rule("uid-rule")
-    assert len(unwell(known)) == 1
-    assert unwell(known, "n2") == []
+    assert by_rule in unwell(cluster)
+    assert unwell(cluster, "n2") == []
+    cluster.put_taint_rule(taint_rule())
+    assert len(unwell(cluster)) == 3
+    assert len(unwell(cluster, "n2")) == 1
+    cluster.remove_taint_rule("uid-rule")
+    assert len(unwell(cluster)) == 1
+    assert unwell(cluster, "n2") == []
 
 
 def test_a_rule_that_selects_by_something_unknown_taints_nothing() -> None:
@@ -383,7 +383,7 @@ def test_slices_of_other_drivers_do_not_matter() -> None:
 
 def test_all_nodes_can_be_made_due() -> None:
     cluster = state("n1", "n2", "n3")
-    cluster.remove_node("n3", NOW)
+    cluster.remove_node("n3", NOW_MS)
     for node in ("n1", "n2"):
         cluster.pop_content(node)
     cluster.mark_all_changed()
@@ -391,23 +391,23 @@ def test_all_nodes_can_be_made_due() -> None:
     assert set(cluster.changed_nodes()) == {"n1", "n2", "n3"}
 
 
-def test_what_a_tenant_writes_is_cut_and_counted_once() -> None:
+def test_too_many_labels_of_a_tenant_are_cut_and_counted_once() -> None:
     cluster = state("n1")
     greedy = pod(labels={f"app.kubernetes.io/{number}": "x" for number in range(100)})
 
-    assert [cluster.put_pod(greedy, NOW), cluster.put_pod(greedy, NOW)] == [36, 0]
+    assert [cluster.put_pod(greedy, NOW_MS), cluster.put_pod(greedy, NOW_MS)] == [36, 0]
 
 
 def test_no_node_of_greedy_tenants_has_a_record_that_is_too_large() -> None:
     cluster = state("n1")
-    cluster.put_pod(pod("modest"), NOW)
+    cluster.put_pod(pod("modest"), NOW_MS)
     evil = {f"gpustream.dev/{number}": "\x01" * 300 for number in range(70)}
     for number in range(500):
-        cluster.put_pod(pod(f"evil-{number}", annotations=evil, labels={"app": "a" * 253}), NOW)
+        cluster.put_pod(pod(f"evil-{number}", annotations=evil, labels={"app": "a" * 253}), NOW_MS)
     cluster.put_slice(slice_())
     for number in range(20):
         looks_at = [(f"gpu-{device}", True) for device in range(100)]
-        cluster.put_claim(claim(f"monitor-{number}", results=looks_at), NOW)
+        cluster.put_claim(claim(f"monitor-{number}", results=looks_at), NOW_MS)
     content = reported(cluster)
 
     assert (len(encoded(content)) <= LARGEST_VALUE_BYTES, len(content.admin_claims)) == (True, 2000)
@@ -415,37 +415,37 @@ def test_no_node_of_greedy_tenants_has_a_record_that_is_too_large() -> None:
     assert next(pod for pod in content.pods if pod["name"] == "modest")["labels"] == {"app": "bert"}
 
 
-def told_of(*pods: Pod, node: str = "n1", removed: bool = False) -> dict[str, PublishedNode]:
-    """What another leader reported."""
+def published_by_another(*pods: Pod, node: str = "n1", removed: bool = False) -> dict[str, PublishedNode]:
+    """The last record of a node, as the leader before this one published it."""
     return {node: PublishedNode((1, 1), removed, {pod.uid: pod for pod in pods})}
 
 
-def test_a_new_leader_reports_again_the_ended_pods_of_the_last_for_as_long_as_that_would_have() -> None:
+def test_a_new_leader_reports_the_last_ones_ended_pods_for_as_long_as_that_would_have() -> None:
     cluster = state("n1")
-    cluster.put_pod(pod("here"), NOW)
-    gone = Pod("ml", "gone", "uid-gone", "Succeeded", 1, NOW - 10, {"app": "x"}, owners=(RS, DEPLOYMENT))
+    cluster.put_pod(pod("here"), NOW_MS)
+    ended = Pod("ml", "gone", "uid-gone", "Succeeded", 1, NOW_MS - 10, {"app": "x"}, owners=(RS, DEPLOYMENT))
     unseen = Pod("ml", "unseen", "uid-unseen", "Running", 1)
-    known_better = Pod("ml", "here", "uid-here", "Running", 1, NOW - 5)
-    old = Pod("ml", "old", "uid-old", ended_ms=NOW - KEPT_MS)
-    cluster.take_over(told_of(gone, unseen, known_better, old), NOW)
+    known_better = Pod("ml", "here", "uid-here", "Running", 1, NOW_MS - 5)
+    old = Pod("ml", "old", "uid-old", ended_ms=NOW_MS - KEPT_MS)
+    cluster.take_over(published_by_another(ended, unseen, known_better, old), NOW_MS)
 
     rows = {row["uid"]: row for row in reported(cluster).pods}
     assert {uid: row["ended_ms"] for uid, row in rows.items()} == {
         "uid-here": None,
-        "uid-gone": NOW - 10,
-        "uid-unseen": NOW,
+        "uid-gone": NOW_MS - 10,
+        "uid-unseen": NOW_MS,
     }
     assert [owner["kind"] for owner in rows["uid-gone"]["owners"]] == ["ReplicaSet", "Deployment"]
     assert decoder(NodeWorkloads)(encoded(reported(cluster))).pods
 
-    cluster.expire(NOW - 10 + KEPT_MS)
+    cluster.expire(NOW_MS - 10 + KEPT_MS)
     assert {row["uid"] for row in reported(cluster).pods} == {"uid-here", "uid-unseen"}
 
 
 def test_a_new_leader_takes_over_the_chains_of_owners_that_it_does_not_know_yet() -> None:
     cluster = state("n1")
-    cluster.put_pod(pod(owner=RS), NOW)
-    cluster.take_over(told_of(Pod("ml", "bert-0", "uid-bert-0", owners=(RS, DEPLOYMENT))), NOW)
+    cluster.put_pod(pod(owner=RS), NOW_MS)
+    cluster.take_over(published_by_another(Pod("ml", "bert-0", "uid-bert-0", owners=(RS, DEPLOYMENT))), NOW_MS)
     assert row(cluster)["owners_complete"] is None
     assert [owner["kind"] for owner in row(cluster)["owners"]] == ["ReplicaSet", "Deployment"]
 
@@ -453,15 +453,15 @@ def test_a_new_leader_takes_over_the_chains_of_owners_that_it_does_not_know_yet(
     assert [owner["kind"] for owner in row(cluster)["owners"]] == ["ReplicaSet", "Deployment"]
 
 
-def test_a_node_that_left_while_nobody_led_is_said_to_be_gone_with_its_pods() -> None:
+def test_a_node_that_was_removed_while_nobody_led_is_reported_as_removed_with_its_pods() -> None:
     cluster = state("n1")
-    cluster.take_over(told_of(Pod("ml", "a", "uid-a"), node="n2"), NOW)
-    cluster.take_over(told_of(Pod("ml", "b", "uid-b"), node="n3", removed=True), NOW)
+    cluster.take_over(published_by_another(Pod("ml", "a", "uid-a"), node="n2"), NOW_MS)
+    cluster.take_over(published_by_another(Pod("ml", "b", "uid-b"), node="n3", removed=True), NOW_MS)
     cluster.mark_all_changed()
 
     assert set(cluster.changed_nodes()) == {"n1", "n2"}
     last = reported(cluster, "n2")
-    assert (last.removed, [row["ended_ms"] for row in last.pods]) == (True, [NOW])
+    assert (last.removed, [row["ended_ms"] for row in last.pods]) == (True, [NOW_MS])
 
 
 Event = tuple[str, Any]
@@ -494,49 +494,49 @@ _EVENTS = st.one_of(
 
 
 def _apply(cluster: Store, events: Iterable[Event]) -> dict[tuple[str, Any], Event]:
-    """Report the events; gives the objects that are there at the end, by what they are."""
+    """Apply the events to the store; returns the event that made each object that exists at the end."""
     last: dict[tuple[str, Any], Event] = {}
-    for number, (what, of) in enumerate(events):
-        now_ms = NOW + number
-        if what == "pod":
-            cluster.put_pod(of, now_ms)
-            last["pod", of.metadata.uid] = what, of
-        elif what == "pod gone":
-            cluster.remove_pod(f"uid-{of}", now_ms)
-            last.pop(("pod", f"uid-{of}"), None)
-        elif what == "node":
-            cluster.put_node(*of)
-            last["node", of[0]] = what, of
-        elif what == "node gone":
-            cluster.remove_node(of, now_ms)
-            last.pop(("node", of), None)
-        elif what == "namespace":
-            cluster.put_namespace("ml", of)
-            last["namespace", "ml"] = what, of
-        elif what == "slice":
-            cluster.put_slice(of)
-            last["slice", of.metadata.uid] = what, of
-        elif what == "claim":
-            cluster.put_claim(of, now_ms)
-            last["claim", of.metadata.uid] = what, of
+    for number, (kind, argument) in enumerate(events):
+        now_ms = NOW_MS + number
+        if kind == "pod":
+            cluster.put_pod(argument, now_ms)
+            last["pod", argument.metadata.uid] = kind, argument
+        elif kind == "pod gone":
+            cluster.remove_pod(f"uid-{argument}", now_ms)
+            last.pop(("pod", f"uid-{argument}"), None)
+        elif kind == "node":
+            cluster.put_node(*argument)
+            last["node", argument[0]] = kind, argument
+        elif kind == "node gone":
+            cluster.remove_node(argument, now_ms)
+            last.pop(("node", argument), None)
+        elif kind == "namespace":
+            cluster.put_namespace("ml", argument)
+            last["namespace", "ml"] = kind, argument
+        elif kind == "slice":
+            cluster.put_slice(argument)
+            last["slice", argument.metadata.uid] = kind, argument
+        elif kind == "claim":
+            cluster.put_claim(argument, now_ms)
+            last["claim", argument.metadata.uid] = kind, argument
         else:
-            cluster.remove_slice(f"uid-{of}")
-            last.pop(("slice", f"uid-{of}"), None)
+            cluster.remove_slice(f"uid-{argument}")
+            last.pop(("slice", f"uid-{argument}"), None)
     return last
 
 
-def _as_heard(heard: dict[str, Listener[Any]], what: str, of: Any) -> tuple[Listener[Any], bytes]:
-    """Which listener hears of an object that is there, and its bytes."""
-    if what == "node":
-        return heard["nodes"], raw(named(*of))
-    if what == "namespace":
-        return heard["namespaces"], raw(named("ml", of))
-    resource = {"pod": "pods", "slice": "resourceslices", "claim": "resourceclaims"}[what]
-    return heard[resource], msgspec.json.encode(of)
+def _listener_and_bytes(by_resource: dict[str, Listener[Any]], kind: str, argument: Any) -> tuple[Listener[Any], bytes]:
+    """The listener of the object that an event made, and the object's bytes."""
+    if kind == "node":
+        return by_resource["nodes"], raw(named(*argument))
+    if kind == "namespace":
+        return by_resource["namespaces"], raw(named("ml", argument))
+    resource = {"pod": "pods", "slice": "resourceslices", "claim": "resourceclaims"}[kind]
+    return by_resource[resource], msgspec.json.encode(argument)
 
 
 def _alive(cluster: Store) -> dict[str, Any]:
-    """What is reported of each node, except what has ended."""
+    """The content of each node, without the pods that have ended."""
     reported = {node: cluster.pop_content(node) for node in ("n1", "n2")}
     return {
         node: (
@@ -551,7 +551,9 @@ def _alive(cluster: Store) -> dict[str, Any]:
 
 
 @given(st.lists(_EVENTS, max_size=30), st.randoms())
-def test_any_history_leaves_what_a_fresh_list_of_the_last_objects_does(events: list[Event], chance: Any) -> None:
+def test_any_history_leaves_the_same_state_as_a_fresh_list_of_the_last_objects(
+    events: list[Event], chance: Any
+) -> None:
     lived, fresh = state(), state()
     objects = list(_apply(lived, events).values())
     chance.shuffle(objects)
@@ -565,15 +567,15 @@ def test_a_full_list_of_the_same_objects_changes_nothing(events: list[Event]) ->
     cluster = state()
     objects = list(_apply(cluster, events).values())
     before = _alive(cluster)
-    heard = listeners(cluster, Instruments(INSTRUMENTS, CollectorRegistry()), lambda: None, lambda: NOW)
-    for listener in heard.values():
+    by_resource = listeners(cluster, Instruments(INSTRUMENTS, CollectorRegistry()), lambda: None, lambda: NOW_MS)
+    for listener in by_resource.values():
         listener.begin()
-    for what, of in objects:
-        listener, content = _as_heard(heard, what, of)
+    for kind, argument in objects:
+        listener, content = _listener_and_bytes(by_resource, kind, argument)
         listener.put(content)
-    for listener in heard.values():
+    for listener in by_resource.values():
         listener.complete()
-    cluster.expire(NOW + KEPT_MS - 1)
+    cluster.expire(NOW_MS + KEPT_MS - 1)
 
     assert cluster.changed_nodes() == []
     assert _alive(cluster) == before
@@ -586,9 +588,9 @@ def test_a_node_that_is_reported_differently_was_made_due(events: list[Event]) -
     for event in events:
         _apply(cluster, [event])
         changed = set(cluster.changed_nodes())
-        now = _alive(cluster)
-        assert {node for node in ("n1", "n2") if now.get(node) != before.get(node)} <= changed
-        before = now
+        after = _alive(cluster)
+        assert {node for node in ("n1", "n2") if after.get(node) != before.get(node)} <= changed
+        before = after
 
 
 @given(
@@ -598,8 +600,8 @@ def test_a_node_that_is_reported_differently_was_made_due(events: list[Event]) -
 def test_no_label_of_a_tenant_changes_another_pod(labels: dict[str, str], annotations: dict[str, str]) -> None:
     alone, together = state("n1"), state("n1")
     for cluster in (alone, together):
-        cluster.put_pod(pod("mine", labels={"app": "mine"}), NOW)
-    together.put_pod(pod("theirs", labels={**labels, "app": "x"}, annotations=annotations), NOW)
+        cluster.put_pod(pod("mine", labels={"app": "mine"}), NOW_MS)
+    together.put_pod(pod("theirs", labels={**labels, "app": "x"}, annotations=annotations), NOW_MS)
     content = reported(together)
 
     assert next(row for row in content.pods if row["name"] == "mine") == row(alone)
@@ -608,12 +610,12 @@ def test_no_label_of_a_tenant_changes_another_pod(labels: dict[str, str], annota
 
 def test_ended_pods_are_reported_with_their_ends() -> None:
     cluster = state("n1")
-    cluster.put_pod(pod("a"), NOW)
-    cluster.put_pod(pod("b", status=over("Succeeded", "2026-03-01T12:40:00Z")), NOW)
-    cluster.remove_pod("uid-a", NOW + 1)
+    cluster.put_pod(pod("a"), NOW_MS)
+    cluster.put_pod(pod("b", status=over("Succeeded", "2026-03-01T12:40:00Z")), NOW_MS)
+    cluster.remove_pod("uid-a", NOW_MS + 1)
     ends: Sequence[Any] = [(row["name"], row["ended_ms"], row["phase"]) for row in reported(cluster).pods]
 
-    assert ends == [("b", START_MS + 40 * 60_000, "Succeeded"), ("a", NOW + 1, "Running")]
+    assert ends == [("b", START_MS + 40 * 60_000, "Succeeded"), ("a", NOW_MS + 1, "Running")]
 
 
 def sized(name: str, *, ended: int | None = None, began: int = 0, size: int = 0) -> dict[str, Any]:
@@ -624,26 +626,26 @@ def names_of(rows: Iterable[dict[str, Any]]) -> list[str]:
     return [row["name"] + ("" if row["labels"] else "-") for row in rows]
 
 
-def test_what_does_not_fit_gives_way_in_order() -> None:
+def test_rows_that_do_not_fit_are_left_out_in_order() -> None:
     rows = [sized("a"), sized("old", ended=1), sized("older", ended=0), sized("big", size=500), sized("new", began=9)]
     sizes = {row["name"]: len(orjson.dumps(row)) + 1 for row in rows}
     whole = sum(sizes.values())
 
-    def left(room: int) -> tuple[list[str], int]:
-        kept, shed = fit(rows, room)
-        return names_of(kept), shed
+    def fitted(room: int) -> tuple[list[str], int]:
+        fitting, shed = fit(rows, room)
+        return names_of(fitting), shed
 
-    assert left(whole) == (["a", "old", "older", "big", "new"], 0)
-    assert left(whole - 1) == (["a", "old", "big", "new"], 1)
-    assert left(whole - sizes["older"] - 1) == (["a", "big", "new"], 2)
-    assert left(whole - sizes["older"] - sizes["old"] - 1) == (["a", "big-", "new"], 3)
-    assert left(150)[0] == ["a-", "big-"]
-    assert left(0) == ([], 5)
+    assert fitted(whole) == (["a", "old", "older", "big", "new"], 0)
+    assert fitted(whole - 1) == (["a", "old", "big", "new"], 1)
+    assert fitted(whole - sizes["older"] - 1) == (["a", "big", "new"], 2)
+    assert fitted(whole - sizes["older"] - sizes["old"] - 1) == (["a", "big-", "new"], 3)
+    assert fitted(150)[0] == ["a-", "big-"]
+    assert fitted(0) == ([], 5)
     assert all(row["labels"] for row in rows)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "maintenance"),
     [
         ({}, None),
         ({"metadata": {"annotations": {"gpustream.dev/maintenance": "new disks"}}}, "new disks"),
@@ -652,10 +654,10 @@ def test_what_does_not_fit_gives_way_in_order() -> None:
         ({"spec": {"taints": [{"key": "dedicated", "value": "ml", "effect": "NoSchedule"}]}}, None),
     ],
 )
-def test_a_nodes_maintenance_is_by_its_annotation_or_a_taint(fields: dict[str, Any], said: str | None) -> None:
+def test_a_node_is_in_maintenance_by_its_annotation_or_a_taint(fields: dict[str, Any], maintenance: str | None) -> None:
     metadata = {"name": "n1", "uid": "u", **fields.get("metadata", {})}
     node = msgspec.convert({**fields, "metadata": metadata}, objects.Node)
-    assert node.maintenance == said
+    assert node.maintenance == maintenance
     cluster = state()
     cluster.put_node("n1", {}, node.maintenance)
-    assert cluster.nodes["n1"] == ({} if said is None else {"gpustream.dev/maintenance": said})
+    assert cluster.nodes["n1"] == ({} if maintenance is None else {"gpustream.dev/maintenance": maintenance})

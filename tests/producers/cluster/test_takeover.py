@@ -1,4 +1,4 @@
-"""A new leader knows what the last one reported. It waits for that as long as it must, and no longer."""
+"""A new leader reads back what the last one reported, and waits for it no longer than it must."""
 
 import asyncio
 import logging
@@ -28,10 +28,10 @@ def pod(uid: str, ended_ms: int | None = None) -> dict[str, Any]:
 
 def ends(*values: bytes) -> dict[str, int | None]:
     """The ends of the pods of n1 after these records."""
-    known = PublishedNodes("prod")
+    published = PublishedNodes("prod")
     for value in values:
-        known.add(value)
-    return {uid: pod.ended_ms for uid, pod in known.nodes["n1"].pods.items()} if known.nodes else {}
+        published.add(value)
+    return {uid: pod.ended_ms for uid, pod in published.nodes["n1"].pods.items()} if published.nodes else {}
 
 
 def test_a_pod_that_ended_is_known_from_the_record_that_ended_it() -> None:
@@ -46,7 +46,7 @@ def test_a_pod_that_is_not_reported_any_more_has_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    "record_bytes",
     [
         record(1, pod("z")),
         record(9, pod("z"), epoch=0),
@@ -56,8 +56,8 @@ def test_a_pod_that_is_not_reported_any_more_has_ended() -> None:
         b"",
     ],
 )
-def test_what_is_older_or_of_others_or_no_record_says_nothing(other: bytes) -> None:
-    assert ends(record(2, pod("a")), other) == {"a": None}
+def test_older_records_others_records_and_malformed_ones_change_nothing(record_bytes: bytes) -> None:
+    assert ends(record(2, pod("a")), record_bytes) == {"a": None}
 
 
 async def test_a_broker_that_is_away_is_waited_for(
@@ -73,8 +73,8 @@ async def test_a_broker_that_is_away_is_waited_for(
     await asyncio.wait([reading])
 
 
-async def test_every_partition_is_read_from_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it takes to ask for the partitions before it."""
+async def test_every_partition_is_read_from_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the lookup of the partitions before it takes."""
     consumer = EmptyConsumer()
 
     async def connect_consumer(_: Connection) -> EmptyConsumer:
@@ -90,7 +90,7 @@ async def test_every_partition_is_read_from_the_time_that_was_asked_for(monkeypa
 
 
 class EmptyConsumer:
-    """A consumer of partitions without records; each answer about times takes a few milliseconds."""
+    """A consumer of partitions without records; each lookup by time takes a few milliseconds."""
 
     def __init__(self) -> None:
         self.times_ms: list[int] = []
@@ -137,15 +137,15 @@ class FakeConsumer:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
         (None, "not read back within 0.01 s"),
         (TopicAuthorizationFailedError(), "allow READ on the topic"),
         (KafkaError("x"), "going on without it"),
     ],
 )
-async def test_what_can_not_be_read_is_done_without_and_said(
-    error: Exception | None, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_a_leader_goes_on_without_records_that_it_can_not_read_and_logs_why(
+    error: Exception | None, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     consumer = FakeConsumer(error)
 
@@ -162,5 +162,5 @@ async def test_what_can_not_be_read_is_done_without_and_said(
     async with asyncio.timeout(30):
         await read_back(Connection("k:1"), 0, PublishedNodes("prod"))
 
-    assert [said in message for message in caplog.messages] == [True]
+    assert [expected in message for message in caplog.messages] == [True]
     assert consumer.stopped
