@@ -46,7 +46,7 @@ async def main(pods: int, nodes: int) -> None:
     for now_ms in range(end_ms, end_ms + AFTER_MS, STEP_MS):
         await tell(now_ms)
     running.cancel()
-    sizes = [len(orjson.dumps(record)) for record in sender.of(TOPIC.name)]
+    sizes = [len(orjson.dumps(record)) for record in sender.records(TOPIC.name)]
     summary = f"{len(sizes)} records, {sum(sizes) / 1e6:.1f} MB, the largest {max(sizes)} bytes"
     sys.stdout.write(f"{pods} pods on {nodes} nodes: {summary}\n")
 

@@ -21,7 +21,7 @@ DROP_REASONS = ("buffer_full", "buffer_age", "too_large", "refused", "unencodabl
 class Event(NamedTuple):
     """What happened to a record at the broker, and when."""
 
-    what: Literal["sent", "acknowledged", "refused"]
+    outcome: Literal["sent", "acknowledged", "refused"]
     topic: str
     key: bytes | None
     record: dict[str, Any]
@@ -90,31 +90,31 @@ class FakeSender(Sender):
     def acknowledge(self, count: int = 1_000_000) -> None:
         """The oldest ``count`` records are in the log."""
         for event, future in self._take(count):
-            self.events.append(event._replace(what="acknowledged", at_s=self._clock()))
+            self.events.append(event._replace(outcome="acknowledged", at_s=self._clock()))
             future.set_result(next(self._offsets))
 
     def refuse(self, count: int = 1) -> None:
         """The oldest ``count`` records can never be sent."""
         for event, future in self._take(count):
-            self.events.append(event._replace(what="refused", at_s=self._clock()))
+            self.events.append(event._replace(outcome="refused", at_s=self._clock()))
             future.set_exception(Unsendable("the broker said no"))
 
-    def of(self, topic: str, what: str = "sent") -> list[dict[str, Any]]:
+    def records(self, topic: str, outcome: str = "sent") -> list[dict[str, Any]]:
         """The records of a topic to which that happened, in order."""
-        return [event.record for event in self.events if event.topic == topic and event.what == what]
+        return [event.record for event in self.events if event.topic == topic and event.outcome == outcome]
 
     def _take(self, count: int) -> list[tuple[Event, "asyncio.Future[int]"]]:
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
-        return taken
+        oldest, self._waiting = self._waiting[:count], self._waiting[count:]
+        return oldest
 
 
 def instruments() -> Instruments:
     return Instruments(INSTRUMENTS, CollectorRegistry())
 
 
-def value(made: Instruments, name: str, **labels: str) -> float:
+def value(instruments: Instruments, name: str, **labels: str) -> float:
     """What a metric of a component says; 0 if it says nothing."""
-    return made.registry.get_sample_value(name, labels) or 0.0
+    return instruments.registry.get_sample_value(name, labels) or 0.0
 
 
 def devices(utilization: float | None = 0.5) -> list[dict[str, Any]]:

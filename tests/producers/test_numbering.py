@@ -16,7 +16,7 @@ def _step(numbering: Numbering, ts_ms: int, *pods: str) -> NumberedTick:
     return numbering.step(ts_ms, devices(), containers(*pods))
 
 
-def _own(numbered: NumberedTick) -> Snapshot:
+def _snapshot(numbered: NumberedTick) -> Snapshot:
     """The snapshot that a tick names."""
     return numbered.snapshots[-1]
 
@@ -41,7 +41,7 @@ def test_ticks_count_from_one(numbering: Numbering) -> None:
 
 
 def test_a_snapshot_is_new_only_where_its_content_is(numbering: Numbering) -> None:
-    named = [_own(_step(numbering, 100 + n, *pods)) for n, pods in enumerate([("a",), ("a",), ("b",), ("a",), ()])]
+    named = [_snapshot(_step(numbering, 100 + n, *pods)) for n, pods in enumerate([("a",), ("a",), ("b",), ("a",), ()])]
 
     assert [snapshot.seq for snapshot in named if snapshot] == [1, 1, 2, 3, 4]
     assert named[0] is named[1]
@@ -51,11 +51,11 @@ def test_without_a_kubelet_no_snapshot_is_named_and_the_last_is_not_forgotten(nu
     first = _step(numbering, 100, "a")
 
     assert numbering.step(101, devices(), None).snapshots == ()
-    assert _own(_step(numbering, 102, "a")) is _own(first)
+    assert _snapshot(_step(numbering, 102, "a")) is _snapshot(first)
 
 
 def test_an_empty_answer_is_a_snapshot(numbering: Numbering) -> None:
-    snapshot = _own(_step(numbering, 100))
+    snapshot = _snapshot(_step(numbering, 100))
 
     assert snapshot is not None
     assert b'"containers":[]' in snapshot.value
@@ -71,7 +71,7 @@ def test_changing_what_was_read_changes_no_snapshot(numbering: Numbering) -> Non
     first = numbering.step(100, devices(), rows)
     rows[0]["pod"] = "b"
 
-    assert _own(numbering.step(101, devices(), rows)) is not _own(first)
+    assert _snapshot(numbering.step(101, devices(), rows)) is not _snapshot(first)
 
 
 @given(st.lists(st.integers(0, 20), min_size=1))
@@ -86,7 +86,7 @@ def test_a_clock_that_does_not_advance_starts_a_run_of_its_own(times: list[int])
     for run in runs.values():
         assert [step.seq for _, step in run] == list(range(1, len(run) + 1))
         assert all(before < after for (before, _), (after, _) in itertools.pairwise(run))
-        assert {_own(step).seq for _, step in run if step.snapshots} == {1}
+        assert {_snapshot(step).seq for _, step in run if step.snapshots} == {1}
     assert len(runs) == 1 + sum(after <= before for before, after in itertools.pairwise(times))
     assert numbering.runs() == {run_id: len(run) for run_id, run in runs.items()} | ({} if 3 in runs else {3: 0})
 
@@ -98,8 +98,8 @@ def test_a_wrong_name_is_refused() -> None:
 
 def test_an_event_names_the_snapshot_of_its_own_time(numbering: Numbering) -> None:
     _step(numbering, 100, "old")
-    held = {103: "old", 105: "between", 109: "new"}
-    tick = numbering.step(110, _with_events(109, 103, 105), containers("new"), lambda ts_ms: containers(held[ts_ms]))
+    pod_at = {103: "old", 105: "between", 109: "new"}
+    tick = numbering.step(110, _with_events(109, 103, 105), containers("new"), lambda ts_ms: containers(pod_at[ts_ms]))
 
     assert _named_by_events(tick) == [3, 1, 2]
     assert [snapshot.seq for snapshot in tick.snapshots] == [1, 2, 3]
@@ -131,7 +131,7 @@ def test_an_event_from_before_a_clock_was_set_back_names_no_snapshot(numbering: 
     tick = numbering.step(90, _with_events(103), containers("new"), lambda ts_ms: containers("old"))
     next_tick = numbering.step(91, _with_events(10**6), containers("new"), lambda ts_ms: containers("old"))
 
-    assert [_named_by_events(one) for one in (tick, next_tick)] == [[None], [None]]
+    assert [_named_by_events(numbered) for numbered in (tick, next_tick)] == [[None], [None]]
 
 
 def test_where_it_is_not_known_who_held_what_then_an_event_names_no_snapshot(numbering: Numbering) -> None:

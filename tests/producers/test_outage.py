@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 OUTAGE_S = 900
 GPUS, PARTS = 8, 7
 METRICS = (
-    *(f"{what}_active_ratio" for what in ("graphics_engine", "sm", "tensor", "dram", "fp64", "fp32", "fp16")),
+    *(f"{activity}_active_ratio" for activity in ("graphics_engine", "sm", "tensor", "dram", "fp64", "fp32", "fp16")),
     "sm_occupancy_ratio",
 )
 
@@ -61,10 +61,10 @@ class HashingSender(FakeSender):
 
 def cut_devices(chance: Random) -> list[dict[str, Any]]:
     """A tick of 8 GPUs that are each cut into 7 MIG devices, every value another one than before."""
-    found = []
+    devices = []
     for gpu, part in itertools.product(range(GPUS), range(PARTS + 1)):
         uuid = f"{'MIG' if part else 'GPU'}-5c41b7ed-{gpu:04x}-5000-8000-{part:012x}"
-        place = {"uuid": uuid, "parent_uuid": f"GPU-5c41b7ed-{gpu:04x}-5000-8000-{0:012x}", "gpu_instance": part}
+        mig = {"uuid": uuid, "parent_uuid": f"GPU-5c41b7ed-{gpu:04x}-5000-8000-{0:012x}", "gpu_instance": part}
         process = {
             "pid": 4_000 + 10 * gpu + part,
             "pod_uid": f"1b6c0f0e-8a1d-4f0b-9d55-{gpu:06x}{part:06x}",
@@ -81,18 +81,18 @@ def cut_devices(chance: Random) -> list[dict[str, Any]]:
             "info": {"serial": "1650023000000", "driver_version": "580.95.05", "cuda_version": "13.0"},
             "state": "ok",
             "metrics": {key: round(chance.random(), 4) for key in METRICS}
-            | {f"memory_{what}_bytes": chance.randrange(1 << 34) for what in ("used", "free", "total", "reserved")},
+            | {f"memory_{state}_bytes": chance.randrange(1 << 34) for state in ("used", "free", "total", "reserved")},
             "processes": [process] if part else [],
         }
-        found.append({**device, "mig": {**place, "profile": "1g.10gb"}} if part else device)
-    return found
+        devices.append({**device, "mig": {**mig, "profile": "1g.10gb"}} if part else device)
+    return devices
 
 
 async def test_fifteen_minutes_of_a_node_of_56_mig_devices_wait_and_are_sent_in_order() -> None:
-    clock, made, chance = FakeClock(), instruments(), Random(1)
+    clock, metrics, chance = FakeClock(), instruments(), Random(1)
     sender = HashingSender(clock)
-    publisher = NodePublisher(sender, made, cluster=CLUSTER, node=NODE, run_id=1, buffer=RetryBuffer(), clock=clock)
-    running, same = asyncio.create_task(publisher.run()), Numbering(cluster=CLUSTER, node=NODE, run_id=1)
+    publisher = NodePublisher(sender, metrics, cluster=CLUSTER, node=NODE, run_id=1, buffer=RetryBuffer(), clock=clock)
+    running, numbering = asyncio.create_task(publisher.run()), Numbering(cluster=CLUSTER, node=NODE, run_id=1)
     read, sizes, most_held = list[str](), list[int](), 0.0
     for second in range(OUTAGE_S + 10):
         if second == 5:
@@ -100,12 +100,12 @@ async def test_fifteen_minutes_of_a_node_of_56_mig_devices_wait_and_are_sent_in_
             await settle()
         tick = 1_000 * second, cut_devices(chance), containers("a")
         publisher.publish(*tick)
-        encoded = same.step(*tick).value or b""
+        encoded = numbering.step(*tick).value or b""
         read.append(hashlib.sha256(encoded).hexdigest())
         sizes.append(len(encoded))
         clock.now_s += 1.0
         await settle(2)
-        most_held = max(most_held, value(made, names.BUFFERED))
+        most_held = max(most_held, value(metrics, names.BUFFERED))
         if second == OUTAGE_S + 4:
             sender.taking.set()
             await settle(5 * OUTAGE_S)
@@ -113,9 +113,9 @@ async def test_fifteen_minutes_of_a_node_of_56_mig_devices_wait_and_are_sent_in_
     running.cancel()
 
     assert min(sizes) > 55_000
-    assert value(made, names.SENT) == len(read) == OUTAGE_S + 10
+    assert value(metrics, names.SENT) == len(read) == OUTAGE_S + 10
     assert sender.sent == read
-    assert sum(value(made, names.DROPPED, reason=reason) for reason in DROP_REASONS) == 0
+    assert sum(value(metrics, names.DROPPED, reason=reason) for reason in DROP_REASONS) == 0
     assert most_held < RetryBuffer().max_bytes
     assert publisher.capacity.ticks > OUTAGE_S
     assert publisher.capacity.tick_bytes == pytest.approx(sizes[-1], rel=0.1)

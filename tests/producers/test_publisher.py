@@ -59,11 +59,11 @@ class Bench:
         return value(self.instruments, name, **labels)
 
     def dropped(self) -> dict[str, float]:
-        found = {reason: self.count(names.DROPPED, reason=reason) for reason in DROP_REASONS}
-        return {reason: count for reason, count in found.items() if count}
+        counts = {reason: self.count(names.DROPPED, reason=reason) for reason in DROP_REASONS}
+        return {reason: count for reason, count in counts.items() if count}
 
-    def seqs(self, what: str = "sent") -> list[int]:
-        return [record["seq"] for record in self.sender.of(SAMPLES, what)]
+    def seqs(self, outcome: str = "sent") -> list[int]:
+        return [record["seq"] for record in self.sender.records(SAMPLES, outcome)]
 
 
 async def test_while_no_record_is_taken_the_oldest_ticks_give_way_and_no_other() -> None:
@@ -85,12 +85,12 @@ async def test_the_snapshot_is_acknowledged_before_the_first_sample_that_names_i
     async with running(Bench()) as bench:
         bench.publish("a")
         await settle()
-        assert [(event.what, event.topic) for event in bench.sender.events] == [("sent", ALLOCATIONS)]
+        assert [(event.outcome, event.topic) for event in bench.sender.events] == [("sent", ALLOCATIONS)]
 
         bench.sender.acknowledge()
         await settle()
 
-    assert [(event.what, event.topic) for event in bench.sender.events] == [
+    assert [(event.outcome, event.topic) for event in bench.sender.events] == [
         ("sent", ALLOCATIONS),
         ("acknowledged", ALLOCATIONS),
         ("sent", SAMPLES),
@@ -103,13 +103,16 @@ async def test_the_snapshots_that_events_name_are_acknowledged_before_the_sample
         bench.publish("old")
         await settle()
         event = {"kind": "xid", "code": 31, "ts_ms": bench.ts_ms + 500}
-        then = {event["ts_ms"]: containers("between")}
-        bench.publisher.publish(bench.ts_ms + 1_000, [{**devices()[0], "events": [event]}], containers("new"), then.get)
+        containers_at = {event["ts_ms"]: containers("between")}
+        with_event = [{**devices()[0], "events": [event]}]
+        bench.publisher.publish(bench.ts_ms + 1_000, with_event, containers("new"), containers_at.get)
         await settle()
 
-    acknowledged = [(event.topic, event.record["seq"]) for event in bench.sender.events if event.what == "acknowledged"]
+    acknowledged = [
+        (event.topic, event.record["seq"]) for event in bench.sender.events if event.outcome == "acknowledged"
+    ]
     assert acknowledged == [(ALLOCATIONS, 1), (SAMPLES, 1), (ALLOCATIONS, 2), (ALLOCATIONS, 3), (SAMPLES, 2)]
-    (sample,) = bench.sender.of(SAMPLES)[1:]
+    (sample,) = bench.sender.records(SAMPLES)[1:]
     assert sample["allocations_seq"] == 3
     assert sample["devices"][0]["events"] == [{**event, "allocations_seq": 2}]
 
@@ -119,8 +122,8 @@ async def test_a_node_without_a_kubelet_sends_samples_alone() -> None:
         bench.publish(kubelet=False)
         await settle()
 
-    assert [record["allocations_seq"] for record in bench.sender.of(SAMPLES)] == [None]
-    assert bench.sender.of(ALLOCATIONS) == []
+    assert [record["allocations_seq"] for record in bench.sender.records(SAMPLES)] == [None]
+    assert bench.sender.records(ALLOCATIONS) == []
 
 
 async def test_samples_are_pipelined_up_to_a_limit() -> None:
@@ -223,7 +226,7 @@ async def test_a_snapshot_in_use_is_sent_again_unchanged_after_five_minutes() ->
             bench.publish("a")
             await settle()
             bench.clock.now_s += RESEND_S / 2
-    first, *repeats = bench.sender.of(ALLOCATIONS)
+    first, *repeats = bench.sender.records(ALLOCATIONS)
 
     assert repeats == [first, first]
     assert bench.seqs() == [1, 2, 3, 4, 5]
@@ -242,7 +245,7 @@ async def test_after_an_outage_the_snapshot_comes_before_the_samples_that_name_i
         bench.sender.acknowledge()
         await settle()
 
-    after = [(event.what, event.topic) for event in bench.sender.events[before:]]
+    after = [(event.outcome, event.topic) for event in bench.sender.events[before:]]
     assert after[-4:] == [
         ("sent", ALLOCATIONS),
         ("acknowledged", ALLOCATIONS),
@@ -259,9 +262,12 @@ async def test_what_a_stopped_clock_held_up_is_sent_in_the_order_of_its_runs() -
         bench.publish("a")
         await settle()
 
-    runs = [(record["run_id"], record["seq"]) for record in bench.sender.of(SAMPLES)]
+    runs = [(record["run_id"], record["seq"]) for record in bench.sender.records(SAMPLES)]
     assert runs == [(1_000, 1), (1_000, 2), (1_001, 1)]
-    assert [(record["run_id"], record["seq"]) for record in bench.sender.of(ALLOCATIONS)] == [(1_000, 1), (1_001, 1)]
+    assert [(record["run_id"], record["seq"]) for record in bench.sender.records(ALLOCATIONS)] == [
+        (1_000, 1),
+        (1_001, 1),
+    ]
     assert bench.publisher.sampled() == {1_000: 2, 1_001: 1}
     assert bench.count(names.RUNS) == 2
 
@@ -323,8 +329,8 @@ async def _live_through(steps: list[tuple[str, Any]], max_bytes: int) -> None:
     bench = Bench(buffer=RetryBuffer(max_bytes=max_bytes, max_age_s=600.0))
     published: list[tuple[int, int]] = []
     async with running(bench):
-        for what, argument in steps:
-            _do(bench, published, what, argument)
+        for step, argument in steps:
+            _do(bench, published, step, argument)
             await settle(4)
         bench.sender.prompt = True
         bench.sender.acknowledge()
@@ -332,8 +338,8 @@ async def _live_through(steps: list[tuple[str, Any]], max_bytes: int) -> None:
     _check(bench, published)
 
 
-def _do(bench: Bench, published: list[tuple[int, int]], what: str, argument: Any) -> None:
-    match what:
+def _do(bench: Bench, published: list[tuple[int, int]], step: str, argument: Any) -> None:
+    match step:
         case "publish":
             seq = bench.publish(*(argument or ()), kubelet=argument is not None)
             published.append((bench.publisher.run_id, seq))
@@ -348,26 +354,23 @@ def _do(bench: Bench, published: list[tuple[int, int]], what: str, argument: Any
 
 
 def _check(bench: Bench, published: list[tuple[int, int]]) -> None:
-    sent = [(record["run_id"], record["seq"]) for record in bench.sender.of(SAMPLES)]
+    sent = [(record["run_id"], record["seq"]) for record in bench.sender.records(SAMPLES)]
     assert [tick for tick in published if tick in set(sent)] == sent
     assert len(published) == len(set(published)) == bench.count(names.MADE)
     assert bench.count(names.MADE) == bench.count(names.SENT) + sum(bench.dropped().values())
-    assert bench.count(names.SENT) == len(bench.sender.of(SAMPLES, "acknowledged"))
+    assert bench.count(names.SENT) == len(bench.sender.records(SAMPLES, "acknowledged"))
     settled: dict[tuple[int, int], float] = {}
     last: tuple[int, int] | None = None
     handed_over: dict[tuple[int, int], float] = {}
     for event in bench.sender.events:
         record = event.record
-        if event.topic == ALLOCATIONS and event.what == "sent":
+        if event.topic == ALLOCATIONS and event.outcome == "sent":
             handed_over[record["run_id"], record["seq"]] = event.at_s
         elif event.topic == ALLOCATIONS:
             last = (record["run_id"], record["seq"])
             settled[last] = handed_over[last]
-        elif event.what == "sent" and record["allocations_seq"] is not None:
+        elif event.outcome == "sent" and record["allocations_seq"] is not None:
             named = (record["run_id"], record["allocations_seq"])
             assert named in settled
             assert event.at_s - settled[named] < RESEND_S
             assert last is not None
-
-
-# -- how a producer ends

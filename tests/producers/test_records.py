@@ -15,15 +15,15 @@ from topics.allocations import Allocations
 from topics.samples import Sample
 from topics.workloads import NodeWorkloads
 
-WHO: dict[str, Any] = {"cluster": "prod", "node": "gpu-1"}
-TICK: dict[str, Any] = {**WHO, "run_id": 1, "seq": 1, "ts_ms": 1, "allocations_seq": None}
+NODE: dict[str, Any] = {"cluster": "prod", "node": "gpu-1"}
+TICK: dict[str, Any] = {**NODE, "run_id": 1, "seq": 1, "ts_ms": 1, "allocations_seq": None}
 
 numbers = st.none() | st.floats() | st.integers(0, 2**63 - 1) | st.booleans()
 
 
 def _encoded(device: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = orjson.loads(records.sample(**TICK, devices=[device]))["devices"][0]
-    return found
+    decoded: dict[str, Any] = orjson.loads(records.sample(**TICK, devices=[device]))["devices"][0]
+    return decoded
 
 
 @given(st.dictionaries(st.text("abc_", min_size=1), numbers))
@@ -63,25 +63,27 @@ def test_a_sample_decodes_to_what_was_read() -> None:
 
 def test_a_snapshot_decodes_to_the_kubelets_answer() -> None:
     content = records.containers_content(containers("a-0", "b-0"))
-    snapshot = msgspec.json.decode(records.snapshot(**WHO, run_id=7, seq=2, ts_ms=9, content=content), type=Allocations)
+    snapshot = msgspec.json.decode(
+        records.snapshot(**NODE, run_id=7, seq=2, ts_ms=9, content=content), type=Allocations
+    )
 
     assert [row.pod for row in snapshot.containers] == ["a-0", "b-0"]
     assert snapshot.containers[1].device_ids == ("GPU-0f12ab34-5c6d-7e8f-9a0b-000000000001",)
 
 
 def test_the_order_of_a_kubelets_answer_is_no_difference() -> None:
-    one = [{**row, "device_ids": ["GPU-b", "GPU-a"]} for row in containers("a-0", "b-0")]
-    other = [{**row, "device_ids": ["GPU-a", "GPU-b"]} for row in reversed(containers("a-0", "b-0"))]
+    first = [{**row, "device_ids": ["GPU-b", "GPU-a"]} for row in containers("a-0", "b-0")]
+    second = [{**row, "device_ids": ["GPU-a", "GPU-b"]} for row in reversed(containers("a-0", "b-0"))]
 
-    assert records.containers_content(one) == records.containers_content(other)
-    assert records.containers_content(one) != records.containers_content(one[:1])
+    assert records.containers_content(first) == records.containers_content(second)
+    assert records.containers_content(first) != records.containers_content(first[:1])
 
 
 def test_workloads_decode_to_what_the_api_server_knows() -> None:
     pod = {"namespace": "ml", "name": "a-0", "uid": "u", "started_ms": 5, "ended_ms": None, "labels": {"app": "a"}}
     content = records.WorkloadsContent({"zone": "a"}, [pod]).encoded()
     workloads = msgspec.json.decode(
-        records.workloads(**WHO, epoch=3, seq=1, ts_ms=9, content=content), type=NodeWorkloads
+        records.workloads(**NODE, epoch=3, seq=1, ts_ms=9, content=content), type=NodeWorkloads
     )
 
     assert (workloads.epoch, workloads.seq, workloads.node_labels) == (3, 1, {"zone": "a"})
@@ -91,7 +93,7 @@ def test_workloads_decode_to_what_the_api_server_knows() -> None:
 def test_a_node_that_was_removed_says_so_and_another_nothing_of_it() -> None:
     content = records.WorkloadsContent({}, [])
     present, removed = content.encoded(), content._replace(removed=True).encoded()
-    last = msgspec.json.decode(records.workloads(**WHO, epoch=3, seq=2, ts_ms=9, content=removed), type=NodeWorkloads)
+    last = msgspec.json.decode(records.workloads(**NODE, epoch=3, seq=2, ts_ms=9, content=removed), type=NodeWorkloads)
 
     assert last.removed
     assert b"removed" not in present

@@ -19,10 +19,10 @@ def test_the_oldest_give_way_and_no_more_than_needed(sizes: list[int], max_bytes
     buffer.in_flight_bytes = in_flight
     ticks = [_tick(size) for size in sizes]
     dropped_ticks = [dropped for tick in ticks for dropped in buffer.push(tick)]
-    kept = [buffer.pop() for _ in range(len(buffer))]
+    left_ticks = [buffer.pop() for _ in range(len(buffer))]
 
-    assert dropped_ticks + kept == ticks
-    assert sum(len(tick.value) for tick in kept) + in_flight <= max_bytes or len(kept) <= 1
+    assert dropped_ticks + left_ticks == ticks
+    assert sum(len(tick.value) for tick in left_ticks) + in_flight <= max_bytes or len(left_ticks) <= 1
     assert buffer.bytes == 0
 
 
@@ -81,21 +81,21 @@ def test_a_small_buffer_compresses_before_it_drops() -> None:
 def test_whatever_is_pushed_and_taken_all_come_out_once_in_order_and_as_they_came(
     steps: list[int | None], max_bytes: int, share_of_zeros: float
 ) -> None:
-    buffer, made, out = RetryBuffer(max_bytes=max_bytes, max_age_s=1.0), list[bytes](), list[bytes]()
+    buffer, pushed, popped = RetryBuffer(max_bytes=max_bytes, max_age_s=1.0), list[bytes](), list[bytes]()
     dropped_ticks = 0
     for number, size in enumerate(steps):
         if size is not None:
             zeros = int(size * share_of_zeros)
-            made.append(bytes(zeros) + number.to_bytes(2) * (size - zeros))
-            dropped_ticks += len(buffer.push(WaitingTick(made[-1], (), 0.0)))
+            pushed.append(bytes(zeros) + number.to_bytes(2) * (size - zeros))
+            dropped_ticks += len(buffer.push(WaitingTick(pushed[-1], (), 0.0)))
         elif len(buffer):
-            out.append(buffer.pop().value)
+            popped.append(buffer.pop().value)
         assert len(buffer) <= 1 or buffer.bytes <= max_bytes
-    out += [buffer.pop().value for _ in range(len(buffer))]
+    popped += [buffer.pop().value for _ in range(len(buffer))]
 
-    kept = iter(made)
-    assert all(value in kept for value in out), "in order"
-    assert len(out) + dropped_ticks == len(made)
+    remaining = iter(pushed)
+    assert all(value in remaining for value in popped), "in order"
+    assert len(popped) + dropped_ticks == len(pushed)
 
 
 def test_how_many_ticks_fit_is_what_fits() -> None:

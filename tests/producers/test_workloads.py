@@ -31,7 +31,7 @@ class Bench:
         return self.publisher.publish(ts_ms, node, WorkloadsContent({"zone": "a"}, _pods(*pods)))
 
     def sent(self) -> list[tuple[str, int, list[str]]]:
-        records = self.sender.of(WORKLOADS)
+        records = self.sender.records(WORKLOADS)
         return [(record["node"], record["seq"], [pod["name"] for pod in record["pods"]]) for record in records]
 
     def dropped(self, reason: str) -> float:
@@ -47,7 +47,7 @@ async def test_a_node_is_sent_when_it_changes_and_only_then() -> None:
 
     assert bench.sent() == [("n1", 1, ["a"]), ("n2", 1, ["a"]), ("n1", 2, ["a", "b"])]
     assert {event.key for event in bench.sender.events} == {b"prod/n1", b"prod/n2"}
-    assert {record["epoch"] for record in bench.sender.of(WORKLOADS)} == {5}
+    assert {record["epoch"] for record in bench.sender.records(WORKLOADS)} == {5}
 
 
 async def test_only_the_newest_record_of_a_node_waits_for_the_broker() -> None:
@@ -73,7 +73,7 @@ async def test_a_node_that_does_not_change_is_sent_again_after_five_minutes(monk
         await settle()
         bench.clock.now_s += RESEND_S
         await settle()
-    first, again = bench.sender.of(WORKLOADS)
+    first, again = bench.sender.records(WORKLOADS)
 
     assert again == {**first, "seq": 2}
 
@@ -106,7 +106,7 @@ async def test_what_comes_to_be_known_of_an_ended_pod_is_sent() -> None:
             bench.publisher.publish(1, "n1", WorkloadsContent({}, _ended("a", at_ms=at_ms)))
             await settle()
 
-    assert [record["pods"][0]["ended_ms"] for record in bench.sender.of(WORKLOADS)] == [5, 4]
+    assert [record["pods"][0]["ended_ms"] for record in bench.sender.records(WORKLOADS)] == [5, 4]
 
 
 async def test_no_end_is_lost_to_a_broker_that_is_away() -> None:
@@ -127,15 +127,15 @@ async def test_no_end_is_lost_to_a_broker_that_is_away() -> None:
 @pytest.mark.parametrize("pods", [200, 400])
 async def test_what_short_pods_cost_grows_with_their_number_and_not_with_its_square(pods: int) -> None:
     async with running(Bench()) as bench:
-        gone: list[str] = []
+        ended_pods: list[str] = []
         for number in range(pods):
             pod = f"pod-{number}"
             for row in (_pods(pod), _ended(pod)):
-                bench.publisher.publish(number, "n1", WorkloadsContent({}, [*row, *_ended(*gone)]))
+                bench.publisher.publish(number, "n1", WorkloadsContent({}, [*row, *_ended(*ended_pods)]))
                 await settle(2)
-            gone.append(pod)
+            ended_pods.append(pod)
 
-    size = sum(len(json.dumps(record)) for record in bench.sender.of(WORKLOADS))
+    size = sum(len(json.dumps(record)) for record in bench.sender.records(WORKLOADS))
     assert size < 500 * pods
 
 

@@ -69,7 +69,7 @@ class Replica:
             published.add(orjson.dumps(record))
 
     def records(self, node: str = "n1") -> list[dict[str, Any]]:
-        return [record for record in self.sender.of("gpu.workloads") if record["node"] == node]
+        return [record for record in self.sender.records("gpu.workloads") if record["node"] == node]
 
     def pods(self, node: str = "n1") -> dict[str, dict[str, Any]]:
         """The pods of a node's last record, by uid."""
@@ -310,7 +310,7 @@ async def test_a_stop_sends_what_is_still_unsent(tmp_path: Path, monkeypatch: py
         replica.sender.acknowledge()
         await replica.end()
 
-    assert {record["node"] for record in replica.sender.of("gpu.workloads")} == {"n1", "n2", "n3"}
+    assert {record["node"] for record in replica.sender.records("gpu.workloads")} == {"n1", "n2", "n3"}
 
 
 async def test_a_record_does_not_wait_long_for_optional_resources(

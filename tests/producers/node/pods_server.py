@@ -42,7 +42,7 @@ def pushed_pod(
         ContainerStatus(
             name=container,
             allocated_resources_status=[
-                ResourceStatus(name=resource, resources=[ResourceHealth(resource_id=one) for one in ids])
+                ResourceStatus(name=resource, resources=[ResourceHealth(resource_id=device_id) for device_id in ids])
                 for resource, ids in resources.items()
             ],
         )
@@ -92,15 +92,15 @@ class PodsServer:
     def push(self, pod: Pod) -> None:
         """A pod that is new, or has changed."""
         with self._lock:
-            known = pod.metadata.uid in self.pods
+            exists = pod.metadata.uid in self.pods
             self.pods[pod.metadata.uid] = pod
-            self._send(MODIFIED if known else ADDED, pod)
+            self._send(MODIFIED if exists else ADDED, pod)
 
     def delete(self, uid: str) -> None:
         """The kubelet forgets a pod: of it only the name is pushed."""
         with self._lock:
-            gone = self.pods.pop(uid).metadata
-            self._send(DELETED, Pod(metadata=gone))
+            metadata = self.pods.pop(uid).metadata
+            self._send(DELETED, Pod(metadata=metadata))
 
     def say(self, value: bytes) -> None:
         """Push what may be no event."""

@@ -137,11 +137,11 @@ def test_the_group_of_a_known_process_is_not_read_again(procfs: Procfs) -> None:
 
 
 def test_a_process_id_that_is_used_again_is_another_process(procfs: Procfs) -> None:
-    other = UID.replace("1b6c", "2222")
+    other_uid = UID.replace("1b6c", "2222")
     procfs.begin(42, 1000, in_pod(UID))
     procfs.owners.of(42)
-    procfs.begin(42, 1001, in_pod(other))
-    assert procfs.owners.of(42) == ProcessOwner(other, ID, None)
+    procfs.begin(42, 1001, in_pod(other_uid))
+    assert procfs.owners.of(42) == ProcessOwner(other_uid, ID, None)
 
 
 def test_a_process_that_a_batch_system_adopts_later_is_found_there(procfs: Procfs) -> None:
@@ -246,8 +246,8 @@ def test_many_threads_may_ask_at_once(procfs: Procfs, monkeypatch: pytest.Monkey
     wrong: list[object] = []
 
     def ask() -> None:
-        found = [(pid, procfs.owners.of(pid)) for _ in range(20) for pid in range(16)]
-        wrong.extend(pair for pair in found if pair[1] != ProcessOwner(None, None, str(pair[0])))
+        owners = [(pid, procfs.owners.of(pid)) for _ in range(20) for pid in range(16)]
+        wrong.extend(pair for pair in owners if pair[1] != ProcessOwner(None, None, str(pair[0])))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:

@@ -30,7 +30,7 @@ class FakeGpus:
         self.answer = devices() if answer is None else answer
         self.takes_s = 0.0
         self.reads = 0
-        self.asked_within_s: set[float] = set()
+        self.time_limits_s: set[float] = set()
         self.reasons: list[str] = []
         self.error: Exception | None = None
         self.closed = self.ran = False
@@ -47,7 +47,7 @@ class FakeGpus:
 
     async def read(self, within_s: float) -> list[dict[str, Any]]:
         self.reads += 1
-        self.asked_within_s.add(within_s)
+        self.time_limits_s.add(within_s)
         await asyncio.sleep(self.takes_s)
         return self.answer
 
@@ -120,7 +120,7 @@ class Bench:
     @property
     def ticks(self) -> list[dict[str, Any]]:
         """The samples that were sent."""
-        return self.sender.of("gpu.samples")
+        return self.sender.records("gpu.samples")
 
     def value(self, name: str, **labels: str) -> float:
         return self.component.registry.get_sample_value(name, labels) or 0.0
@@ -132,7 +132,7 @@ async def test_each_tick_is_what_was_read_and_names_its_snapshot() -> None:
 
     assert [tick["seq"] for tick in bench.ticks] == list(range(1, len(bench.ticks) + 1))
     assert {tick["allocations_seq"] for tick in bench.ticks} == {1}
-    assert {tick["run_id"] for tick in bench.ticks} == {bench.sender.of("gpu.allocations")[0]["run_id"]}
+    assert {tick["run_id"] for tick in bench.ticks} == {bench.sender.records("gpu.allocations")[0]["run_id"]}
     assert all(tick["devices"] == devices() for tick in bench.ticks)
     assert bench.component.sampled() == [("gpu-1", bench.ticks[0]["run_id"], len(bench.ticks))]
 
@@ -150,7 +150,7 @@ async def test_without_a_kubelet_no_snapshot_is_named() -> None:
     await bench.until(lambda: len(bench.ticks) >= 1)
 
     assert bench.ticks[0].get("allocations_seq") is None
-    assert bench.sender.of("gpu.allocations") == []
+    assert bench.sender.records("gpu.allocations") == []
 
 
 async def test_a_node_whose_gpus_are_gone_still_ticks() -> None:
@@ -165,7 +165,7 @@ async def test_gpus_and_kubelet_have_four_fifths_of_the_interval() -> None:
     bench = Bench()
     await bench.until(lambda: bench.gpus.reads >= 1)
 
-    assert list(bench.gpus.asked_within_s) == [pytest.approx(0.08)]
+    assert list(bench.gpus.time_limits_s) == [pytest.approx(0.08)]
 
 
 async def test_the_first_tick_waits_for_the_driver() -> None:
@@ -210,9 +210,9 @@ async def test_at_the_first_tick_it_is_said_once_how_long_the_buffer_lasts(
     bench = Bench(buffer_size=buffer_size)
     await bench.until(lambda: len(bench.ticks) >= 3)
 
-    (said,) = [record for record in caplog.records if "buffer" in record.getMessage()]
-    assert said.levelname == level
-    assert text in said.getMessage()
+    (record,) = [record for record in caplog.records if "buffer" in record.getMessage()]
+    assert record.levelname == level
+    assert text in record.getMessage()
     lasts_s = bench.value(own.BUFFER_SECONDS)
     assert lasts_s == 900.0 if level == "INFO" else 0 < lasts_s < 10
 
@@ -254,12 +254,12 @@ async def test_an_event_that_comes_while_a_reading_is_under_way_is_not_lost_by_a
 async def test_the_kubelet_is_asked_as_soon_as_something_happens() -> None:
     bench = Bench(interval_s=3600.0)
 
-    def asked() -> bool:
+    def read_again() -> bool:
         if bench.ticks and bench.kubelet.reads == 1:
             bench.gpus.xid(31)
         return bench.kubelet.reads > 1
 
-    await bench.until(asked)
+    await bench.until(read_again)
     assert bench.gpus.reads == 2, "one tick at the start, and one at the stop"
 
 
@@ -278,9 +278,9 @@ async def test_what_kafka_has_not_taken_at_the_stop_is_counted(monkeypatch: pyte
     bench = Bench(prompt=False)
     await bench.until(lambda: bench.gpus.reads >= 3)
 
-    made = bench.value(publisher.MADE)
-    assert made >= 2
-    assert bench.value(publisher.DROPPED, reason="stopped") == made
+    tick_count = bench.value(publisher.MADE)
+    assert tick_count >= 2
+    assert bench.value(publisher.DROPPED, reason="stopped") == tick_count
     assert bench.sender.stopped
 
 
@@ -348,9 +348,9 @@ async def test_a_process_of_a_job_gives_its_gpu_the_job_its_user_and_its_partiti
     kubelet: Any = FakeKubelet(None)
     running = asyncio.create_task(NodeProducer(settings, sender=sender, kubelet=kubelet).run(stop))
     carols = [{"id": job_id, "user": "carol", "partition": "gpu"} for job_id in "78"]
-    wanted = [carols[:1], [carols[0], {"id": "9"}, carols[1]], None]
+    expected = [carols[:1], [carols[0], {"id": "9"}, carols[1]], None]
     async with asyncio.timeout(60):
-        while wanted not in (jobs_in(tick) for tick in sender.of("gpu.samples")):
+        while expected not in (jobs_in(tick) for tick in sender.records("gpu.samples")):
             assert not running.done()
             await asyncio.sleep(0.01)
         stop.set()
@@ -383,7 +383,7 @@ def test_it_is_registered_and_loads_nothing_heavy() -> None:
         "import sys, gpustream.cli, gpustream.serve, gpustream.logs, producers.node.component\n"
         "print({name.partition('.')[0] for name in sys.modules})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"faust", "mode", "kubernetes_asyncio", "confluent_kafka", "aiohttp", "rich", "uvloop"}
 
-    assert {name for name in heavy if f"'{name}'" in done.stdout} == set()
+    assert {name for name in heavy if f"'{name}'" in process.stdout} == set()

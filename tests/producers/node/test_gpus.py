@@ -237,7 +237,7 @@ async def test_a_call_that_hangs_is_left_out_and_the_rest_of_its_gpu_is_read_in_
         assert device["metrics"] == {key: value for key, value in before.items() if key != "power_watts"}
     (reason,) = bench.gpus.not_ready()
     assert reason.startswith(f"GPU 1 (GPU-1): {POWER} has not returned for ")
-    assert bench.nvml.asked["GPU-1", POWER] == 3  # opened, read, and the one that hangs
+    assert bench.nvml.call_counts["GPU-1", POWER] == 3  # opened, read, and the one that hangs
     assert bench.gpus.left_out()["GPU-1"]["power_watts"] == ((POWER, "TIMEOUT"),)
     hang.end.set()
     bench.nvml.release()
@@ -274,13 +274,13 @@ async def test_a_call_that_is_slow_each_time_is_made_less_and_less_often_and_cos
 ) -> None:
     await bench.open()
     bench.nvml.delays_s["GPU-1", POWER] = 0.4
-    before = bench.nvml.asked["GPU-1", POWER]
+    before = bench.nvml.call_counts["GPU-1", POWER]
     for _ in range(20):
         device = (await bench.read(0.6))[1]
         assert (device["state"], "power_watts" in device["metrics"]) == ("ok", False)
         assert "temperature_celsius" in device["metrics"]
         await eventually(lambda: not bench.gpus._gpus[1].busy)
-    assert bench.nvml.asked["GPU-1", POWER] - before < 8
+    assert bench.nvml.call_counts["GPU-1", POWER] - before < 8
     assert "and is left out until it is quick again" in bench.gpus.not_ready()[0]
 
 
@@ -328,9 +328,9 @@ async def test_a_gpu_whose_quick_reading_comes_too_late_for_its_tick_is_not_call
 async def test_a_reading_that_spans_ticks_ends_in_one_of_them_and_is_reported_once(bench: Bench) -> None:
     await bench.open()
     bench.nvml.delays_s["GPU-1", "*"] = 0.008
-    seen = [next(one for one in await bench.read(0.1) if one["uuid"] == "GPU-1") for _ in range(12)]
-    times = [one["read_ms"] for one in seen if one["state"] == "ok"]
-    assert {one["state"] for one in seen} == {"ok", "timeout"}
+    readings = [next(device for device in await bench.read(0.1) if device["uuid"] == "GPU-1") for _ in range(12)]
+    times = [reading["read_ms"] for reading in readings if reading["state"] == "ok"]
+    assert {reading["state"] for reading in readings} == {"ok", "timeout"}
     assert sorted(set(times)) == times
 
 
@@ -361,12 +361,12 @@ async def test_a_lost_gpu_keeps_its_identity_and_is_back_when_it_answers(
     bench.nvml.gpus[2].error = binding.GPU_IS_LOST
     for _ in range(3):
         assert await bench.states() == OK | {"GPU-2": "lost"}
-    why = "GPU 2 (GPU-2) is lost: GPU_IS_LOST (nvmlDeviceGetUtilizationRates)"
-    assert [reason.partition(" (for ")[0] for reason in bench.gpus.not_ready()] == [why]
+    reason = "GPU 2 (GPU-2) is lost: GPU_IS_LOST (nvmlDeviceGetUtilizationRates)"
+    assert [reason.partition(" (for ")[0] for reason in bench.gpus.not_ready()] == [reason]
     assert bench.value(own.NVML_ERRORS, call="nvmlDeviceGetUtilizationRates", error="GPU_IS_LOST") == 3
     bench.nvml.gpus[2].error = None
     assert await bench.states() == OK
-    assert log_messages(caplog) == [why, "GPU 2 (GPU-2) answers again"]
+    assert log_messages(caplog) == [reason, "GPU 2 (GPU-2) answers again"]
     assert bench.gpus.not_ready() == []
 
 
@@ -378,9 +378,9 @@ async def test_a_gpu_that_can_not_be_opened_is_left_out_counted_and_reported(
     await bench.open()
     assert await bench.states() == {"GPU-0": "ok", "GPU-2": "ok"}
     assert bench.value(own.NVML_ERRORS, call="nvmlDeviceGetHandleByIndex", error=name) == 1
-    why = f"GPU 1 can't be opened: {name} (nvmlDeviceGetHandleByIndex)"
-    assert [reason.partition(" (for ")[0] for reason in bench.gpus.not_ready()] == [why]
-    assert bench.nvml.asked["GPU-1", "nvmlDeviceGetHandleByIndex"] == 1
+    reason = f"GPU 1 can't be opened: {name} (nvmlDeviceGetHandleByIndex)"
+    assert [reason.partition(" (for ")[0] for reason in bench.gpus.not_ready()] == [reason]
+    assert bench.nvml.call_counts["GPU-1", "nvmlDeviceGetHandleByIndex"] == 1
 
 
 @pytest.mark.slow
@@ -480,7 +480,7 @@ async def test_an_init_that_does_not_return_is_reported_and_there_is_no_second_o
         assert await bench.read(0.05) == []
         assert bench.gpus.not_ready() == ["the NVIDIA driver does not answer: nvmlInit has not returned for 40 s"]
         await asyncio.sleep(0.1)
-        assert bench.nvml.asked["", "nvmlInit"] == 1
+        assert bench.nvml.call_counts["", "nvmlInit"] == 1
         hang.end.set()
         await bench.comes(OK)
 
@@ -511,8 +511,8 @@ async def test_a_census_does_not_come_before_gpus_were_read_however_long_the_int
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
     quick.run()
     await eventually(lambda: quick.nvml.inits == 2)
-    seen = len(quick.census.times)
-    await eventually(lambda: len(quick.census.times) > seen + 5)
+    census_count = len(quick.census.times)
+    await eventually(lambda: len(quick.census.times) > census_count + 5)
     assert quick.nvml.inits == 2
     assert await quick.states() == OK | {"GPU-new": "ok"}
 
@@ -543,7 +543,7 @@ async def test_where_giving_back_hangs_nvml_is_not_opened_again_until_it_returns
     hang = quick.nvml.hang(None, "nvmlGpmSampleFree")
     quick.run()
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
-    await eventually(hang.begun.is_set)
+    await eventually(hang.started.is_set)
     looked = len(quick.census.times)
     await eventually(lambda: len(quick.census.times) > looked + 2)
     assert quick.nvml.shutdowns == 0
@@ -585,8 +585,10 @@ async def test_a_gpu_that_vanishes_is_lost_with_its_identity_reported_once_and_b
     quick.nvml.gpus.append(FakeDevice("GPU-b"))
     await quick.comes({"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "lost", "GPU-a": "ok", "GPU-b": "ok"})
     (lost,) = [device for device in await quick.read() if device["uuid"] == "GPU-2"]
-    kept = {key: before[key] for key in ("uuid", "vendor", "model", "pci_bus_id", "minor", "info", "compute_slices")}
-    assert lost == {**kept, "state": "lost", "metrics": {}}
+    identity = {
+        key: before[key] for key in ("uuid", "vendor", "model", "pci_bus_id", "minor", "info", "compute_slices")
+    }
+    assert lost == {**identity, "state": "lost", "metrics": {}}
     reported = [record for record in caplog.records if "GPU-2" in record.getMessage()]
     assert [record.getMessage() for record in reported] == [
         "GPU 2 (GPU-2) is lost: the driver does not open it any more"
@@ -678,11 +680,11 @@ async def test_while_nvml_is_opened_again_no_gpu_is_asked_and_all_are_timeouts(q
     await quick.open()
     hang = quick.nvml.hang(None, "nvmlInit")
     quick.run()
-    await eventually(hang.begun.is_set)
-    before = quick.nvml.asked.total()
+    await eventually(hang.started.is_set)
+    before = quick.nvml.call_counts.total()
     assert await quick.states(0.1) == dict.fromkeys(OK, "timeout")
     await asyncio.sleep(0.1)
-    assert quick.nvml.asked.total() == before
+    assert quick.nvml.call_counts.total() == before
     reading = asyncio.create_task(quick.states())
     await asyncio.sleep(0.05)
     hang.end.set()
@@ -695,15 +697,15 @@ async def test_a_tick_that_nvml_is_opened_again_in_asks_no_gpu_by_an_old_handle(
     await quick.open()
     slow = quick.nvml.hang("GPU-0", POWER)
     reading = asyncio.create_task(quick.states())
-    await eventually(slow.begun.is_set)
+    await eventually(slow.started.is_set)
     opening = quick.nvml.hang(None, "nvmlInit")
     quick.run()
     await eventually(lambda: quick.gpus._is_opening)
-    quick.nvml.asked.clear()
+    quick.nvml.call_counts.clear()
     slow.end.set()
     assert await reading == OK | {"GPU-1": "timeout", "GPU-2": "timeout"}
-    await eventually(opening.begun.is_set)
-    assert {uuid for uuid, _ in quick.nvml.asked} == {"", "GPU-0"}
+    await eventually(opening.started.is_set)
+    assert {uuid for uuid, _ in quick.nvml.call_counts} == {"", "GPU-0"}
     opening.end.set()
     await quick.comes(OK)
 
@@ -717,7 +719,7 @@ async def test_a_gpu_that_hangs_while_nvml_is_opened_again_is_a_timeout_and_not_
     quick.run()
     await eventually(lambda: quick.value(own.OPENED) == 2)
     await quick.comes(OK | {"GPU-1": "timeout", "GPU-new": "ok"}, 0.7)
-    assert hang.begun.is_set()
+    assert hang.started.is_set()
     hang.end.set()
     await quick.comes(OK | {"GPU-new": "ok"})
 
@@ -732,9 +734,9 @@ async def test_nvml_is_not_opened_again_while_a_gpu_hangs() -> None:
         bench.clock.now_s += 100
         bench.run()
         for _ in range(5):
-            seen = len(bench.census.times)
+            census_count = len(bench.census.times)
             bench.clock.now_s += 100
-            await eventually(lambda: len(bench.census.times) > seen)  # noqa: B023 - it is awaited here
+            await eventually(lambda: len(bench.census.times) > census_count)  # noqa: B023 - it is awaited here
             assert await bench.states(0.7) == OK
         assert bench.nvml.shutdowns == 0
         hang.end.set()
@@ -808,7 +810,7 @@ async def test_closing_while_the_driver_is_silent_leaves_it_alone() -> None:
     bench = Bench()
     hang = bench.nvml.hang(None, "nvmlInit")
     await bench.gpus.open(0.05)
-    await eventually(hang.begun.is_set)
+    await eventually(hang.started.is_set)
     bench.gpus.close()
     hang.end.set()
     await asyncio.sleep(0.05)
@@ -863,7 +865,7 @@ async def test_events_that_hang_disturb_neither_the_ticks_nor_the_end(bench: Ben
     _with_events(bench)
     hang = bench.nvml.hang(None, "nvmlEventSetWait")
     await bench.open()
-    await eventually(hang.begun.is_set)
+    await eventually(hang.started.is_set)
     for _ in range(3):
         assert await bench.states() == OK
     bench.gpus.close()
@@ -922,17 +924,17 @@ async def test_a_gpu_that_reports_no_xid_errors_leaves_them_out_until_it_does(be
     await bench.open()
 
     def silent() -> dict[str, Any]:
-        return {uuid: found["xids"] for uuid, found in bench.gpus.left_out().items() if "xids" in found}
+        return {uuid: left_out["xids"] for uuid, left_out in bench.gpus.left_out().items() if "xids" in left_out}
 
     types = "nvmlDeviceGetSupportedEventTypes"
-    both = {"GPU-1": ((types, "NO_PERMISSION"),), "GPU-2": ((types, "NOT_SUPPORTED"),)}
-    await eventually(lambda: silent() == both)
+    silent_gpus = {"GPU-1": ((types, "NO_PERMISSION"),), "GPU-2": ((types, "NOT_SUPPORTED"),)}
+    await eventually(lambda: silent() == silent_gpus)
     _with_events(bench)
-    await eventually(lambda: silent() == {"GPU-2": both["GPU-2"]})
+    await eventually(lambda: silent() == {"GPU-2": silent_gpus["GPU-2"]})
 
 
 async def test_without_sets_of_events_no_gpu_reports_xid_errors(bench: Bench) -> None:
     bench.nvml.events_error = binding.FUNCTION_NOT_FOUND
     await bench.open()
-    why = ("nvmlEventSetCreate", "FUNCTION_NOT_FOUND")
-    await eventually(lambda: {found.get("xids") for found in bench.gpus.left_out().values()} == {(why,)})
+    cause = ("nvmlEventSetCreate", "FUNCTION_NOT_FOUND")
+    await eventually(lambda: {left_out.get("xids") for left_out in bench.gpus.left_out().values()} == {(cause,)})

@@ -90,8 +90,8 @@ class Node:
 
     def errors(self) -> dict[tuple[str, str], float]:
         families = self.instruments.registry.collect()
-        samples = [one for family in families for one in family.samples if one.name == own.NVML_ERRORS]
-        return {(one.labels["call"], one.labels["error"]): one.value for one in samples}
+        samples = [sample for family in families for sample in family.samples if sample.name == own.NVML_ERRORS]
+        return {(sample.labels["call"], sample.labels["error"]): sample.value for sample in samples}
 
     def call_count(self, function: str, gpu: int) -> int:
         return sum(call.function == function and call.gpu == gpu for call in self.nvml.calls())
@@ -103,19 +103,19 @@ async def node(nvml: ScriptedNvml, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         monkeypatch.setenv(name, value)  # for the census
     nvml.set(None, sample_period_us=10_000)  # a tick always has samples that are newer than those of the one before
     nvml.load()
-    one = Node(nvml)
-    yield one
+    node = Node(nvml)
+    yield node
     nvml.release()
-    if one.running is not None:
-        one.running.cancel()
-        await asyncio.wait([one.running])
-    await eventually(lambda: not any(gpu.busy for gpu in one.gpus._gpus))
-    one.gpus.close()
+    if node.running is not None:
+        node.running.cancel()
+        await asyncio.wait([node.running])
+    await eventually(lambda: not any(gpu.busy for gpu in node.gpus._gpus))
+    node.gpus.close()
 
 
 def in_a_process(nvml: ScriptedNvml, within_s: float = GENEROUS_S) -> Any:
     """Devices, errors, and what is wrong, as a process of its own finds them."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", CHILD, str(within_s)],
         env=os.environ | nvml.environment(),
         capture_output=True,
@@ -123,8 +123,8 @@ def in_a_process(nvml: ScriptedNvml, within_s: float = GENEROUS_S) -> Any:
         timeout=100,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
 async def test_all_keys_come_of_all_gpus_with_the_values_that_nvml_has(node: Node) -> None:
@@ -142,7 +142,7 @@ async def test_all_keys_come_of_all_gpus_with_the_values_that_nvml_has(node: Nod
     assert all(set(device["metrics"]) == set(CATALOGUE) for device in devices)
     assert (devices[2]["index"], devices[2]["minor"], devices[2]["model"]) == (2, 2, "NVIDIA H100 80GB HBM3")
     assert devices[0]["pci_bus_id"] == "00000000:0A:00.0"
-    found = devices[2]["metrics"]
+    metrics = devices[2]["metrics"]
     expected = {
         "gpu_utilization_ratio": 0.93,
         "power_watts": 412.345,
@@ -159,8 +159,8 @@ async def test_all_keys_come_of_all_gpus_with_the_values_that_nvml_has(node: Nod
         "nvlink_rx_bytes_per_second": 62.25 * (1 << 20),
         "nvlink_tx_bytes_per_second": 63.25 * (1 << 20),
     }
-    assert {key: found[key] for key in expected} == expected
-    assert 0 <= found["pcie_tx_bytes_per_second"] < 1e9
+    assert {key: metrics[key] for key in expected} == expected
+    assert 0 <= metrics["pcie_tx_bytes_per_second"] < 1e9
     assert node.errors() == {}
     assert node.gpus.not_ready() == []
 
@@ -199,7 +199,7 @@ async def test_every_gpu_has_its_thread_and_none_is_the_loops(node: Node) -> Non
     (events,) = {call.thread for call in calls if call.function == "nvmlEventSetCreate"}
     calls = [call for call in calls if call.thread != events]
     threads = {index: {call.thread for call in calls if call.gpu == index} for index in range(8)}
-    assert all(len(one) == 1 for one in threads.values())
+    assert all(len(names) == 1 for names in threads.values())
     assert len(set.union(*threads.values())) == 8
     assert not any(call.function == "nvmlDeviceGetPcieThroughput" for call in calls)
 
@@ -314,8 +314,8 @@ async def test_a_gpu_that_another_took_the_place_of_is_lost_with_its_identity(no
     node.nvml.set(3, uuid="GPU-another")
     devices = await node.comes(["ok"] * 4 + ["lost"] + ["ok"] * 4)
     assert (devices[3]["uuid"], devices[3]["index"], devices[3]["minor"]) == ("GPU-another", 3, 3)
-    kept = {key: before[key] for key in ("uuid", "vendor", "model", "pci_bus_id", "info", "compute_slices")}
-    assert devices[4] == {**kept, "state": "lost", "metrics": {}}
+    identity = {key: before[key] for key in ("uuid", "vendor", "model", "pci_bus_id", "info", "compute_slices")}
+    assert devices[4] == {**identity, "state": "lost", "metrics": {}}
     node.nvml.set(3, uuid=None)
     node.nvml.gpus = 9
     devices = await node.comes(["ok"] * 4 + ["lost"] + ["ok"] * 5)
@@ -352,8 +352,8 @@ async def test_each_gpu_instance_has_its_own_activity_also_after_it_was_cut_agai
     node.nvml.mig(1, [Mig(1), Mig(5, 0, "3g.40gb")])
     node.nvml.set(1, gpm_2_gi1=25, gpm_2_gi5=75.5)
     await node.open()
-    found = [device["metrics"].get("sm_active_ratio") for device in (await node.complete())[:4]]
-    assert found == [0.0225, 0.0325, 0.25, 0.755]
+    ratios = [device["metrics"].get("sm_active_ratio") for device in (await node.complete())[:4]]
+    assert ratios == [0.0225, 0.0325, 0.25, 0.755]
     node.nvml.mig(1, [Mig(5, 0, "3g.40gb", uuid="MIG-other")])
     await node.comes(["ok"] * 9)
     devices = await node.complete()
@@ -381,18 +381,19 @@ async def test_of_eight_gpus_two_are_cut_and_change_while_the_others_stay_as_the
     await node.comes(["ok"] * 11)
     devices = await node.complete()
 
-    assert [(one["index"], one["uuid"][:3]) for one in devices] == [
+    assert [(device["index"], device["uuid"][:3]) for device in devices] == [
         *((0, "GPU"), (1, "GPU"), (2, "GPU"), (2, "MIG"), (2, "MIG"), (3, "GPU"), (4, "GPU"), (5, "GPU"), (5, "MIG")),
         *((6, "GPU"), (7, "GPU")),
     ]
-    assert [_of_instance(one) for one in devices if one.get("mig")] == [
+    assert [_of_instance(device) for device in devices if device.get("mig")] == [
         ("1g.10gb", 22, 0.22, [202]),
         ("3g.40gb", 23, 0.21, []),
         ("7g.80gb", 51, 0.51, [501]),
     ]
-    whole = [one for one in devices if not one.get("mig")]
-    assert ["processes" in one for one in whole] == [one["index"] not in (2, 5) for one in whole]
-    assert ["gpu_utilization_ratio" in one["metrics"] for one in whole] == [one["index"] not in (2, 5) for one in whole]
+    gpus = [device for device in devices if not device.get("mig")]
+    uncut = [device["index"] not in (2, 5) for device in gpus]
+    assert ["processes" in device for device in gpus] == uncut
+    assert ["gpu_utilization_ratio" in device["metrics"] for device in gpus] == uncut
     assert node.errors() == {}
 
 
@@ -482,9 +483,9 @@ async def test_success_with_nothing_filled_in_is_no_value_and_never_a_zero(node:
     for _ in range(3):
         devices = await node.complete()
         assert [device["state"] for device in devices] == ["ok"] * 8
-        found = devices[2]["metrics"]
-        assert not found.keys() & {"energy_joules_total", "memory_total_bytes", "power_watts", "temperature_celsius"}
-        assert (devices[2]["uuid"], found) == (UUID.format(2), {})
+        metrics = devices[2]["metrics"]
+        assert not metrics.keys() & {"energy_joules_total", "memory_total_bytes", "power_watts", "temperature_celsius"}
+        assert (devices[2]["uuid"], metrics) == (UUID.format(2), {})
     node.nvml.fail(2, "*", 0)
     assert [(device["uuid"], device["metrics"].keys()) for device in await node.complete()] == before
 
@@ -540,8 +541,10 @@ def test_a_process_ends_while_the_driver_hangs(nvml: ScriptedNvml) -> None:
 
 
 def test_without_a_library_there_are_no_devices_and_it_is_said_what_is_missing() -> None:
-    done = subprocess.run([sys.executable, "-c", CHILD, "5"], capture_output=True, text=True, timeout=100, check=False)
-    devices, errors, wrong = json.loads(done.stdout)
+    process = subprocess.run(
+        [sys.executable, "-c", CHILD, "5"], capture_output=True, text=True, timeout=100, check=False
+    )
+    devices, errors, wrong = json.loads(process.stdout)
     assert (devices, errors) == ([], [])
     assert "libnvidia-ml.so.1 is not found" in wrong[0]
 
@@ -558,15 +561,15 @@ async def test_xid_errors_are_in_the_next_tick_with_their_mig_device_and_survive
 
     async def reported() -> list[dict[str, Any]]:
         for _ in range(3000):
-            if found := [device for device in await node.read() if "events" in device]:
-                return found
+            if devices := [device for device in await node.read() if "events" in device]:
+                return devices
             await asyncio.sleep(0.01)
         raise AssertionError("no event came")
 
-    found = await reported()
-    if len(found) == 1:
-        found += await reported()
-    assert [(one["uuid"][:3], one["index"], one["events"][0]["code"]) for one in found] == [
+    devices = await reported()
+    if len(devices) == 1:
+        devices += await reported()
+    assert [(device["uuid"][:3], device["index"], device["events"][0]["code"]) for device in devices] == [
         ("GPU", 0, 79),
         ("MIG", 1, 31),
     ]

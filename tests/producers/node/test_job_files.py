@@ -164,10 +164,10 @@ def test_a_file_that_becomes_a_pipe_before_it_is_read_does_not_hang(tmp_path: Pa
 def test_a_job_that_ends_while_its_file_is_read_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "0").write_text("1\n")
 
-    def gone(path: str) -> bytes:
+    def missing(path: str) -> bytes:
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(job_files, "_content", gone)
+    monkeypatch.setattr(job_files, "_content", missing)
     assert Directory(tmp_path).read() == JobMapping({}, [])
 
 
@@ -194,11 +194,11 @@ class Bench:
 
     def __init__(self, directory: Path | None, look: Callable[[], JobMapping] | None = None) -> None:
         self.clock = FakeClock()
-        self._made = Instruments(own.INSTRUMENTS)
-        self.files = JobFiles(directory, self._made, read_directory=look, clock=self.clock)
+        self._instruments = Instruments(own.INSTRUMENTS)
+        self.files = JobFiles(directory, self._instruments, read_directory=look, clock=self.clock)
 
     def errors(self, reason: str) -> float:
-        return self._made.registry.get_sample_value(own.JOB_FILE_ERRORS, {"reason": reason}) or 0.0
+        return self._instruments.registry.get_sample_value(own.JOB_FILE_ERRORS, {"reason": reason}) or 0.0
 
 
 async def test_without_a_directory_there_are_no_jobs_and_no_thread() -> None:

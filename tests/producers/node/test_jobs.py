@@ -49,7 +49,7 @@ def test_jobs_of_the_file_and_of_processes_are_reported_once_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "name"),
+    ("reported_device", "name"),
     [
         (device(index=0), "0"),
         (device(index=2, mig=None), "2"),
@@ -61,8 +61,8 @@ def test_jobs_of_the_file_and_of_processes_are_reported_once_each() -> None:
         ({"uuid": "GPU-1"}, None),
     ],
 )
-def test_the_file_of_a_device_is_named_by_index_and_instance(made: dict[str, Any], name: str | None) -> None:
-    assert file_name(made) == name
+def test_the_file_of_a_device_is_named_by_index_and_instance(reported_device: dict[str, Any], name: str | None) -> None:
+    assert file_name(reported_device) == name
 
 
 def test_the_file_of_a_gpu_is_not_its_parts() -> None:
@@ -73,13 +73,13 @@ def test_the_file_of_a_gpu_is_not_its_parts() -> None:
 
 
 def test_only_devices_with_jobs_are_said_to_have_some_and_none_is_changed() -> None:
-    made = [device("7"), device(index=3), {"uuid": "GPU-3", "state": "timeout", "processes": None}]
-    before = [dict(one) for one in made]
+    devices = [device("7"), device(index=3), {"uuid": "GPU-3", "state": "timeout", "processes": None}]
+    before = [dict(device) for device in devices]
 
-    reported = with_jobs(made, {}, job_by_id)
+    reported = with_jobs(devices, {}, job_by_id)
 
-    assert ["jobs" in one for one in reported] == [True, False, False]
-    assert made == before
+    assert ["jobs" in device for device in reported] == [True, False, False]
+    assert devices == before
 
 
 def test_a_device_without_jobs_says_so_where_all_jobs_are_known() -> None:
@@ -91,16 +91,16 @@ def test_a_device_without_jobs_says_so_where_all_jobs_are_known() -> None:
 def test_a_device_with_jobs_is_one_of_the_contract() -> None:
     tick = {"schema": 1, "cluster": "c", "node": "n", "run_id": 1, "seq": 1, "ts_ms": 1}
     (reported,) = with_jobs([device("7", "8")], {}, job_by_id)
-    made = decoder(Sample)(msgspec.json.encode({**tick, "devices": [reported]}))
-    assert made.devices[0].jobs is not None
-    assert [(one.id, one.user, one.partition) for one in made.devices[0].jobs] == [ALICES[:3], ("8", None, None)]
+    sample = decoder(Sample)(msgspec.json.encode({**tick, "devices": [reported]}))
+    assert sample.devices[0].jobs is not None
+    assert [(job.id, job.user, job.partition) for job in sample.devices[0].jobs] == [ALICES[:3], ("8", None, None)]
 
 
 FROM_CGROUP, CLAIMED = Evidence(from_cgroup=True, uid=1000), Evidence(from_cgroup=False, uid=2000)
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "holds"),
+    ("first", "second", "holds"),
     [
         (None, CLAIMED, CLAIMED),
         (FROM_CGROUP, CLAIMED, FROM_CGROUP),
@@ -117,9 +117,9 @@ FROM_CGROUP, CLAIMED = Evidence(from_cgroup=True, uid=1000), Evidence(from_cgrou
     ],
 )
 def test_a_control_group_wins_then_what_is_newer_and_root_last(
-    first: Evidence | None, then: Evidence, holds: Evidence
+    first: Evidence | None, second: Evidence, holds: Evidence
 ) -> None:
-    assert merged(first, then) == holds
+    assert merged(first, second) == holds
 
 
 def of_users(**names: str) -> KnownJobs:
@@ -127,22 +127,22 @@ def of_users(**names: str) -> KnownJobs:
 
 
 def test_a_job_is_of_who_slurm_says_else_of_who_began_it_by_name_or_number() -> None:
-    seen = of_users(u1000="alice")
-    seen.learn("1", Evidence(True, "carol", "gpu", 1000))
-    seen.learn("2", Evidence(True, uid=1000))
-    seen.learn("3", Evidence(True, uid=1001))
-    seen.learn("4", Evidence(True))
+    known_jobs = of_users(u1000="alice")
+    known_jobs.learn("1", Evidence(True, "carol", "gpu", 1000))
+    known_jobs.learn("2", Evidence(True, uid=1000))
+    known_jobs.learn("3", Evidence(True, uid=1001))
+    known_jobs.learn("4", Evidence(True))
 
-    assert seen.of("1") == Job("1", "carol", "gpu")
-    assert [seen.of(job_id).user for job_id in "2345"] == ["alice", "1001", None, None]
+    assert known_jobs.of("1") == Job("1", "carol", "gpu")
+    assert [known_jobs.of(job_id).user for job_id in "2345"] == ["alice", "1001", None, None]
 
 
 def test_no_more_jobs_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "_MAX_CACHED", 2)
-    seen = of_users()
-    seen.learn("1", Evidence(True, "alice"))
-    seen.learn("2", Evidence(True, "bob"))
-    seen.of("1")
-    seen.learn("3", Evidence(True, "carol"))
+    known_jobs = of_users()
+    known_jobs.learn("1", Evidence(True, "alice"))
+    known_jobs.learn("2", Evidence(True, "bob"))
+    known_jobs.of("1")
+    known_jobs.learn("3", Evidence(True, "carol"))
 
-    assert [seen.of(job_id).user for job_id in "123"] == ["alice", None, "carol"]
+    assert [known_jobs.of(job_id).user for job_id in "123"] == ["alice", None, "carol"]

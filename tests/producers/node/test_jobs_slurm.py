@@ -65,11 +65,11 @@ def test_a_name_may_hold_any_letters_and_an_equals_sign() -> None:
 
 @given(st.binary() | st.lists(st.sampled_from(NAMES)).map(b"".join))
 def test_no_environment_is_too_strange_to_be_read(environ: bytes) -> None:
-    found = slurm_job(environ)
-    if found is None:
+    job = slurm_job(environ)
+    if job is None:
         return
-    assert b"SLURM_JOB_ID=" + found.id.encode() + b"\0" in environ
-    for name in (found.user, found.partition):
+    assert b"SLURM_JOB_ID=" + job.id.encode() + b"\0" in environ
+    for name in (job.user, job.partition):
         assert name is None or (name.isprintable() and name.encode() in environ)
 
 

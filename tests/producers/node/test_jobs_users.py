@@ -26,25 +26,25 @@ def test_who_has_no_name_is_called_by_number() -> None:
 
 
 def test_a_name_is_asked_for_until_it_is_found_and_then_no_more() -> None:
-    asked: list[int] = []
+    lookups: list[int] = []
     answers = iter([None, "alice"])
 
     def lookup(uid: int) -> str | None:
-        asked.append(uid)
+        lookups.append(uid)
         return next(answers)
 
     users = Users(lookup, within_s=LONG_S)
     for _ in range(4):
         users.look_up(1000)
     assert users.name(1000) == "alice"
-    assert asked == [1000, 1000]
+    assert lookups == [1000, 1000]
 
 
 def test_a_name_service_that_hangs_costs_the_name_and_no_more_threads_than_a_few() -> None:
-    hangs, asked = threading.Event(), threading.Semaphore(0)
+    hangs, lookup_started = threading.Event(), threading.Semaphore(0)
 
     def lookup(uid: int) -> str | None:
-        asked.release()
+        lookup_started.release()
         hangs.wait(LONG_S)
         return f"user-{uid}"
 
@@ -52,8 +52,8 @@ def test_a_name_service_that_hangs_costs_the_name_and_no_more_threads_than_a_few
     for uid in (*range(1000, 1010), 1000):
         users.look_up(uid)
     for _ in range(4):
-        assert asked.acquire(timeout=LONG_S)
-    assert not asked.acquire(blocking=False)
+        assert lookup_started.acquire(timeout=LONG_S)
+    assert not lookup_started.acquire(blocking=False)
     assert users.name(1000) == "1000"
 
     asking = [thread for thread in threading.enumerate() if thread.name.startswith("user-10")]

@@ -52,8 +52,8 @@ from tests.producers.node.pod_resources import (
     ],
 )
 def test_each_error_has_its_result(code: grpc.StatusCode, text: str | None, result: str) -> None:
-    found, reason = call_failure(code, text)
-    assert found == result
+    actual, reason = call_failure(code, text)
+    assert actual == result
     assert reason.startswith(code.name)
 
 
@@ -87,20 +87,20 @@ class Bench:
         async def comes() -> bool:
             nonlocal pods
             pods = await self.pods(0.5)
-            return sum(self.counted().get(one, 0) for one in result.split(" or ")) >= count
+            return sum(self.counted().get(name, 0) for name in result.split(" or ")) >= count
 
         await eventually(comes)
         return pods
 
-    def at(self, ts_ms: int) -> list[str] | None:
+    def pods_in_force(self, ts_ms: int) -> list[str] | None:
         """The pods of the containers that were in force then."""
         rows = self.kubelet.in_force(ts_ms)
         return None if rows is None else [row["pod"] for row in rows]
 
     def counted(self) -> dict[str, float]:
         """The calls so far, by result."""
-        found = {result: value(self.instruments, names.KUBELET_CALLS, result=result) for result in get_args(Result)}
-        return {result: count for result, count in found.items() if count}
+        counts = {result: value(self.instruments, names.KUBELET_CALLS, result=result) for result in get_args(Result)}
+        return {result: count for result, count in counts.items() if count}
 
     def age_s(self) -> float:
         """What the gauge says."""
@@ -500,11 +500,11 @@ async def test_the_loop_runs_on_while_the_kubelet_hangs_and_close_does_not_wait(
         reading = asyncio.create_task(bench.pods(60.0))
         await server_has(server, calls=1)
         assert await longest_gap_s(0.3) < 10.0
-        asked, began_s = bench.kubelet._call, time.monotonic()
+        call, began_s = bench.kubelet._call, time.monotonic()
         await bench.kubelet.close()
         assert time.monotonic() - began_s < 10.0
-        assert asked is not None
-        assert asked.cancelled()
+        assert call is not None
+        assert call.cancelled()
         reading.cancel()
         await asyncio.wait([reading])
 
@@ -528,14 +528,14 @@ async def server_has(server: Server, *, calls: int) -> None:
 
 async def test_what_was_in_force_at_a_time_is_known_afterwards(path: Path, server: Server) -> None:
     async with asking(path) as bench:
-        assert bench.at(0) is None
+        assert bench.pods_in_force(0) is None
         for bench.now_ms, pod_name in ((10_000, "a"), (20_000, "a"), (30_000, "b")):
             server.reply = pods_on({GPU_A: pod_name})
             assert await bench.pods() == [pod_name]
 
-    assert [bench.at(ts_ms) for ts_ms in (10_000, 15_000, 20_000, 28_000)] == [["a"]] * 4, "b came 2 s later"
-    assert [bench.at(ts_ms) for ts_ms in (29_500, 30_000, 31_000)] == [["b"]] * 3
-    assert bench.at(5_000) == ["a"], "the first that is known"
+    assert [bench.pods_in_force(ts_ms) for ts_ms in (10_000, 15_000, 20_000, 28_000)] == [["a"]] * 4, "b came 2 s later"
+    assert [bench.pods_in_force(ts_ms) for ts_ms in (29_500, 30_000, 31_000)] == [["b"]] * 3
+    assert bench.pods_in_force(5_000) == ["a"], "the first that is known"
 
 
 async def test_an_answer_that_an_event_was_the_reason_for_says_who_held_what_at_the_event(
@@ -546,7 +546,7 @@ async def test_an_answer_that_an_event_was_the_reason_for_says_who_held_what_at_
             server.reply = pods_on({GPU_A: pod_name})
             await bench.pods()
 
-    assert bench.at(15_000) == ["came at 12"]
+    assert bench.pods_in_force(15_000) == ["came at 12"]
 
 
 async def test_after_a_clock_was_set_back_only_what_came_since_is_known(path: Path, server: Server) -> None:
@@ -555,7 +555,7 @@ async def test_after_a_clock_was_set_back_only_what_came_since_is_known(path: Pa
             server.reply = pods_on({GPU_A: pod_name})
             await bench.pods()
 
-    assert [bench.at(ts_ms) for ts_ms in (4_000, 5_000, 11_000)] == [["b"]] * 3
+    assert [bench.pods_in_force(ts_ms) for ts_ms in (4_000, 5_000, 11_000)] == [["b"]] * 3
 
 
 async def test_all_that_ask_during_a_call_share_the_next_one(path: Path, server: Server) -> None:

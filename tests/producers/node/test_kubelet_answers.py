@@ -167,7 +167,8 @@ def test_the_generated_module_is_what_its_proto_says(name: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", PROTOS)
 def test_the_oldest_protobuf_that_is_allowed_can_run_the_generated_module(name: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    allowed = next(found for found in map(Requirement, project["dependencies"]) if found.name == "protobuf")
+    requirements = map(Requirement, project["dependencies"])
+    allowed = next(requirement for requirement in requirements if requirement.name == "protobuf")
     module = (ROOT / "producers" / "node" / f"{name}_pb2.py").read_text()
     made_for = module.partition("Protobuf Python Version: ")[2].split()[0]
     assert made_for in allowed.specifier

@@ -24,9 +24,9 @@ class Node:
     def run(self, script: str, job: int | str, **environment: str) -> str:
         """Run a script as slurmd does; gives what it says on standard error. It never fails."""
         environment = {**ANA, "SLURM_JOB_ID": str(job), "GPUSTREAM_JOB_DIR": str(self.directory), **environment}
-        done = subprocess.run([SCRIPTS / script], env=environment, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout) == (0, "")
-        return done.stderr
+        process = subprocess.run([SCRIPTS / script], env=environment, capture_output=True, text=True, check=False)
+        assert (process.returncode, process.stdout) == (0, "")
+        return process.stderr
 
     def jobs(self) -> dict[str, tuple[str, ...]]:
         """What the node producer reads."""

@@ -33,9 +33,9 @@ def test_a_unit_is_one(name: str, tmp_path: Path) -> None:
     if (analyze := shutil.which("systemd-analyze")) is not None:
         unit = tmp_path / name.replace("@.", "@alerts.")
         unit.write_text(text.replace("/opt/gpustream/bin/gpustream", "/bin/true"))
-        done = subprocess.run([analyze, "verify", unit], capture_output=True, text=True, check=False)
-        lines = [line for line in done.stderr.splitlines() if unit.name in line]
-        assert (done.returncode, lines) == (0, [])
+        process = subprocess.run([analyze, "verify", unit], capture_output=True, text=True, check=False)
+        lines = [line for line in process.stderr.splitlines() if unit.name in line]
+        assert (process.returncode, lines) == (0, [])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -61,10 +61,10 @@ async def test_a_job_that_nobody_waits_for_any_more_still_keeps_the_worker_busy_
 
 
 async def test_it_says_for_how_long_a_job_has_run() -> None:
-    now = [100.0]
-    worker, end = Worker("worker", lambda: now[0]), threading.Event()
+    time_s = [100.0]
+    worker, end = Worker("worker", lambda: time_s[0]), threading.Event()
     job = worker.submit(end.wait)
-    now[0] += 40
+    time_s[0] += 40
     assert worker.busy_s() == 40
     end.set()
     await job

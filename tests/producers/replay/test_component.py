@@ -38,7 +38,7 @@ async def test_all_ticks_of_a_node_are_sent_in_order_after_all_pods(folder: Path
     component = TraceReplay(settings(folder, interval_s=10.0), sender=sender, sleep=at_once)
     async with asyncio.timeout(30):
         await component.run(asyncio.Event())
-    ticks = sender.of("gpu.samples")
+    ticks = sender.records("gpu.samples")
 
     assert len(ticks) > 500
     assert component.registry.get_sample_value(names.SENT) == len(ticks)
@@ -48,8 +48,8 @@ async def test_all_ticks_of_a_node_are_sent_in_order_after_all_pods(folder: Path
         assert numbered == sorted(numbered)
     topics = [event.topic for event in sender.events]
     assert topics.index("gpu.samples") > max(n for n, topic in enumerate(topics) if topic == "gpu.workloads")
-    pod_names = {pod["name"] for record in sender.of("gpu.workloads") for pod in record["pods"]}
-    assert pod_names == {row["pod"] for record in sender.of("gpu.allocations") for row in record["containers"]}
+    pod_names = {pod["name"] for record in sender.records("gpu.workloads") for pod in record["pods"]}
+    assert pod_names == {row["pod"] for record in sender.records("gpu.allocations") for row in record["containers"]}
     left_out = {"file": trace_files.PODS, "reason": "fields"}
     assert component.registry.get_sample_value(own.LEFT_OUT, left_out) == 1
     assert component.registry.get_sample_value(own.READ, {"file": trace_files.PODS}) == 40
@@ -68,7 +68,7 @@ async def test_a_broker_that_is_away_is_waited_for_and_nothing_is_dropped(folder
             await asyncio.sleep(0)
     await running
 
-    ticks = len(sender.of("gpu.samples"))
+    ticks = len(sender.records("gpu.samples"))
     assert ticks > 2000
     assert component.registry.get_sample_value(names.SENT) == component.registry.get_sample_value(names.MADE) == ticks
 
@@ -97,11 +97,11 @@ async def test_it_stops_in_the_middle(folder: Path) -> None:
     component = TraceReplay(settings(folder, speed=1.0), sender=sender, sleep=first_at_once)
     running = asyncio.create_task(component.run(stop))
     async with asyncio.timeout(30):
-        await eventually(lambda: sender.of("gpu.samples"))
+        await eventually(lambda: sender.records("gpu.samples"))
         stop.set()
         await running
 
-    assert len(sender.of("gpu.samples")) == 1
+    assert len(sender.records("gpu.samples")) == 1
 
 
 async def test_files_of_another_trace_end_it_with_an_error_that_names_the_columns(folder: Path) -> None:

@@ -49,7 +49,7 @@ async def test_the_truth_is_what_was_sent(tmp_path: Path) -> None:
     component = SimulatedFleet(settings(truth=path), sender=sender)
     await run(component)
     truth = truth_of(path)
-    sent = {(tick["node"], tick["run_id"], tick["seq"]): tick for tick in sender.of("gpu.samples")}
+    sent = {(tick["node"], tick["run_id"], tick["seq"]): tick for tick in sender.records("gpu.samples")}
 
     assert sent.keys() == truth.keys()
     assert len(sent) == 20
@@ -70,9 +70,9 @@ async def test_reported_is_what_the_named_snapshot_says(tmp_path: Path) -> None:
         (snapshot["node"], snapshot["run_id"], snapshot["seq"]): {
             (row["namespace"], row["pod"], row["container"]) for row in snapshot["containers"]
         }
-        for snapshot in sender.of("gpu.allocations")
+        for snapshot in sender.records("gpu.allocations")
     }
-    ticks = {(tick["node"], tick["run_id"], tick["seq"]): tick for tick in sender.of("gpu.samples")}
+    ticks = {(tick["node"], tick["run_id"], tick["seq"]): tick for tick in sender.records("gpu.samples")}
 
     assert len(containers) > 5
     for (node, run_id, seq), rows in truth_of(path).items():
@@ -96,20 +96,26 @@ async def test_every_pod_that_a_snapshot_names_is_known_to_the_api_server_or_soo
     sender = FakeSender(prompt=True)
     await run(SimulatedFleet(settings(pod_life_s=300.0), sender=sender))
     named = {
-        (row["namespace"], row["pod"]) for snapshot in sender.of("gpu.allocations") for row in snapshot["containers"]
+        (row["namespace"], row["pod"])
+        for snapshot in sender.records("gpu.allocations")
+        for row in snapshot["containers"]
     }
-    known_pods = {(pod["namespace"], pod["name"]) for record in sender.of("gpu.workloads") for pod in record["pods"]}
+    known_pods = {
+        (pod["namespace"], pod["name"]) for record in sender.records("gpu.workloads") for pod in record["pods"]
+    }
 
     assert len(named) >= 5
     assert len(named - known_pods) <= 2
-    assert {record["epoch"] for record in sender.of("gpu.workloads")} == {sender.of("gpu.samples")[0]["run_id"]}
+    assert {record["epoch"] for record in sender.records("gpu.workloads")} == {
+        sender.records("gpu.samples")[0]["run_id"]
+    }
 
 
 async def test_it_counts_its_ticks_and_the_values_in_them() -> None:
     sender = FakeSender(prompt=True)
     component = SimulatedFleet(settings(), sender=sender)
     await run(component)
-    ticks = sender.of("gpu.samples")
+    ticks = sender.records("gpu.samples")
 
     assert component.sampled() == [(f"sim-{n:04d}", ticks[0]["run_id"], 4) for n in range(5)]
     assert component.sampled_values == sum(len(d["metrics"]) for tick in ticks for d in tick["devices"])
@@ -133,7 +139,9 @@ async def test_a_clock_that_steps_back_starts_a_new_run_of_every_node() -> None:
     await running
 
     assert len(component.sampled()) == 10
-    assert {record["run_id"] for record in sender.of("gpu.allocations")} == {run for _, run, _ in component.sampled()}
+    assert {record["run_id"] for record in sender.records("gpu.allocations")} == {
+        run for _, run, _ in component.sampled()
+    }
 
 
 async def test_a_tick_that_is_late_by_almost_an_interval_is_of_the_same_run_as_the_next_one() -> None:
@@ -157,13 +165,13 @@ async def test_a_stop_ends_it_and_leaves_nothing_unsent() -> None:
     sender, stop = FakeSender(prompt=True), asyncio.Event()
     component = SimulatedFleet(settings(stop_after_ticks=None), sender=sender)
     running = asyncio.create_task(run(component, stop))
-    while not sender.of("gpu.samples"):  # noqa: ASYNC110 - real time passes
+    while not sender.records("gpu.samples"):  # noqa: ASYNC110 - real time passes
         await asyncio.sleep(0.005)
     stop.set()
     await running
 
     assert sender.stopped
-    assert len(sender.of("gpu.samples", "acknowledged")) == sum(seq for _, _, seq in component.sampled())
+    assert len(sender.records("gpu.samples", "acknowledged")) == sum(seq for _, _, seq in component.sampled())
 
 
 async def test_it_stops_though_kafka_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +218,7 @@ async def test_a_process_that_was_suspended_skips_ticks_and_counts_them() -> Non
     sender, stop = FakeSender(prompt=True), asyncio.Event()
     component = SimulatedFleet(settings(stop_after_ticks=None), sender=sender, clock=clock)
     running = asyncio.create_task(run(component, stop))
-    while not sender.of("gpu.samples"):  # noqa: ASYNC110 - real time passes
+    while not sender.records("gpu.samples"):  # noqa: ASYNC110 - real time passes
         await asyncio.sleep(0.005)
     jump[0] = 2.0
     while (component.registry.get_sample_value(own.MISSED) or 0) < 5 * 90:  # noqa: ASYNC110 - real time passes

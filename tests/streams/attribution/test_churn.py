@@ -53,7 +53,7 @@ async def _logs(events: Sequence[tuple[int, int]], times_ms: Sequence[int]) -> t
         record = {"schema": 1, "cluster": "c", "node": "n", "epoch": 1, "seq": len(full_log) + 1, "ts_ms": at_ms}
         full_log.append((at_ms, _decode(orjson.dumps({**record, "pods": rows}))))
     running.cancel()
-    sent_records = [event for event in sender.events if event.what == "sent"]
+    sent_records = [event for event in sender.events if event.outcome == "sent"]
     return [
         (round((event.at_s - 1000.0) * 1000), _decode(orjson.dumps(event.record))) for event in sent_records
     ], full_log

@@ -22,8 +22,8 @@ def memory(used: int = 4 * GIB, total: int = 80 * GIB, reserved: int = GIB) -> S
     return SimpleNamespace(total=total, reserved=reserved, free=total - used - reserved, used=used)
 
 
-def running(pid: int, held: int | None = GIB) -> SimpleNamespace:
-    return SimpleNamespace(pid=pid, usedGpuMemory=held)
+def running(pid: int, memory_bytes: int | None = GIB) -> SimpleNamespace:
+    return SimpleNamespace(pid=pid, usedGpuMemory=memory_bytes)
 
 
 def busy(pid: int, percent: int, at_us: int = 1) -> SimpleNamespace:
@@ -132,7 +132,7 @@ def part(uuid: str, gpu_instance: int = 1, profile: str = "1g.10gb", *pids: int)
 class Hang(NamedTuple):
     """Calls that do not return until ``end`` is set."""
 
-    begun: threading.Event
+    started: threading.Event
     end: threading.Event
 
 
@@ -145,11 +145,11 @@ class FakeSample:
         self.number = 0
 
     def take(self, device: FakeDevice, instance: int | None) -> "FakeSample":
-        self.device, self.instance, self.number = device, instance, next(_TAKEN)
+        self.device, self.instance, self.number = device, instance, next(_SAMPLE_NUMBERS)
         return self
 
 
-_TAKEN = itertools.count(1)
+_SAMPLE_NUMBERS = itertools.count(1)
 
 
 class _Open(NamedTuple):
@@ -183,10 +183,10 @@ class FakeNvml(Nvml):
         self.events_error: int | None = None
         self.system_answers: dict[str, Any] = {}
         self.sets: list[Any] = []
-        self.asked: Counter[tuple[str, str]] = Counter()
+        self.call_counts: Counter[tuple[str, str]] = Counter()
         self.threads: set[str] = set()
         self.inits = self.shutdowns = 0
-        self._seen: list[FakeDevice] = []
+        self._visible_gpus: list[FakeDevice] = []
         self._hangs: dict[tuple[str | None, str], Hang] = {}
         self.delays_s: dict[tuple[str | None, str], float] = {}
 
@@ -205,7 +205,7 @@ class FakeNvml(Nvml):
         self.inits += 1
         if self.driver_error is not None:
             raise NvmlError(self.driver_error)
-        self._seen = list(self.gpus)
+        self._visible_gpus = list(self.gpus)
 
     def shutdown(self) -> None:
         self._called(None, "nvmlShutdown")
@@ -218,7 +218,7 @@ class FakeNvml(Nvml):
         return "580.0"
 
     def call(self, function: str, *arguments: Any) -> Any:
-        own: dict[str, Callable[..., Any]] = {
+        implemented: dict[str, Callable[..., Any]] = {
             "nvmlInit": self.init,
             "nvmlShutdown": self.shutdown,
             "nvmlSystemGetDriverVersion": self.driver_version,
@@ -228,18 +228,18 @@ class FakeNvml(Nvml):
             "nvmlDeviceRegisterEvents": self.register,
             "nvmlEventSetFree": self.free,
         }
-        if function in own and function not in self.system_answers:
-            return own[function](*arguments)
+        if function in implemented and function not in self.system_answers:
+            return implemented[function](*arguments)
         self._called(None, function)
         if function not in self.system_answers:
             raise NvmlError(binding.NOT_SUPPORTED)
         return self.system_answers[function]
 
     def count(self) -> int:
-        return len(self._seen)
+        return len(self._visible_gpus)
 
     def handle(self, index: int) -> Handle:
-        device = self._seen[index]
+        device = self._visible_gpus[index]
         self._called(device.uuid, "nvmlDeviceGetHandleByIndex")
         for error in (device.open_error, device.error):
             if error is not None:
@@ -251,8 +251,8 @@ class FakeNvml(Nvml):
         if function == "nvmlDeviceGetUUID":
             return device.uuid
         if function == "nvmlDeviceGetMigDeviceHandleByIndex":
-            found = device.parts[arguments[0]] if arguments[0] < len(device.parts) else None
-            return Handle(_Open(_existing(found), self.inits))
+            mig_device = device.parts[arguments[0]] if arguments[0] < len(device.parts) else None
+            return Handle(_Open(_existing(mig_device), self.inits))
         answer = device.answers.get((function, *arguments), device.answers.get(function))
         if callable(answer):
             answer = answer(*arguments)
@@ -269,7 +269,7 @@ class FakeNvml(Nvml):
             if isinstance(answer, NvmlError):
                 raise NvmlError(answer.code)
         for number in fields:
-            self.asked[device.uuid, f"field {number}"] += 1
+            self.call_counts[device.uuid, f"field {number}"] += 1
         return [device.fields.get(number, FieldValue(binding.NOT_SUPPORTED)) for number in fields]
 
     def samples(self, handle: Handle, kind: int, since_us: int) -> list[FieldValue]:
@@ -278,7 +278,7 @@ class FakeNvml(Nvml):
             raise NvmlError(error.code)
         if kind not in device.samples:
             raise NvmlError(binding.NOT_SUPPORTED)
-        new = [one for one in device.samples[kind] if one.at_us > since_us]
+        new = [sample for sample in device.samples[kind] if sample.at_us > since_us]
         if not new:
             raise NvmlError(binding.NOT_FOUND)
         return new
@@ -302,7 +302,7 @@ class FakeNvml(Nvml):
         if isinstance(error := device.answers.get("nvmlGpmMetricsGet"), NvmlError):
             raise NvmlError(error.code)
         self.windows.append((older.number, newer.number))
-        keys = [one if newer.instance is None else (newer.instance, one) for one in metrics]
+        keys = [metric if newer.instance is None else (newer.instance, metric) for metric in metrics]
         return [device.gpm.get(key, FieldValue(binding.NOT_SUPPORTED)) for key in keys]
 
     def address(self, handle: Handle) -> int:
@@ -330,8 +330,8 @@ class FakeNvml(Nvml):
             return None
         if isinstance(reported, NvmlError):
             raise reported
-        found: NvmlEvent = reported
-        return found
+        event: NvmlEvent = reported
+        return event
 
     def free(self, events: Any) -> None:
         self._called(None, "nvmlEventSetFree")
@@ -352,19 +352,19 @@ class FakeNvml(Nvml):
         return device
 
     def _called(self, uuid: str | None, function: str) -> None:
-        self.asked[uuid or "", function] += 1
+        self.call_counts[uuid or "", function] += 1
         self.threads.add(threading.current_thread().name)
         if (hang := self._hangs.get((uuid, function)) or self._hangs.get((uuid, "*"))) is not None:
-            hang.begun.set()
+            hang.started.set()
             hang.end.wait(60)
         if delay_s := self.delays_s.get((uuid, function)) or self.delays_s.get((uuid, "*")):
             time.sleep(delay_s)  # on the thread of the call
 
 
-def _existing(found: FakeDevice | None) -> FakeDevice:
-    if found is None:
+def _existing(device: FakeDevice | None) -> FakeDevice:
+    if device is None:
         raise NvmlError(binding.NOT_FOUND)
-    return found
+    return device
 
 
 class FakeProcessOwners(ProcessOwners):
@@ -388,8 +388,8 @@ class FakeCensus:
 
     async def run(self) -> frozenset[str] | None:
         self.times.append(time.monotonic())
-        seen = self._look()
-        return None if seen is None else frozenset(seen)
+        uuids = self._look()
+        return None if uuids is None else frozenset(uuids)
 
     def close(self) -> None:
         self.closed = True

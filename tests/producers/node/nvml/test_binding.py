@@ -119,10 +119,10 @@ def test_a_value_is_as_wide_as_its_type(nvml: ScriptedNvml, real: Nvml, kind: in
     assert kind == 0 or value.value == 71
 
 
-@pytest.mark.parametrize(("licensed", "said"), [(0, 0), (1, 1)])
-def test_a_license_of_any_feature_is_one(nvml: ScriptedNvml, real: Nvml, licensed: int, said: int) -> None:
+@pytest.mark.parametrize(("licensed", "expected"), [(0, 0), (1, 1)])
+def test_a_license_of_any_feature_is_one(nvml: ScriptedNvml, real: Nvml, licensed: int, expected: int) -> None:
     nvml.set(0, vgpu_licensed=licensed)
-    assert real.ask("nvmlDeviceGetGridLicensableFeatures", real.handle(0)) == said
+    assert real.ask("nvmlDeviceGetGridLicensableFeatures", real.handle(0)) == expected
 
 
 def test_a_gpu_without_anything_to_license_does_not_support_the_question(nvml: ScriptedNvml, real: Nvml) -> None:

@@ -25,7 +25,7 @@ def inherit(monkeypatch: pytest.MonkeyPatch) -> Environment:
     return give
 
 
-def says(text: str) -> list[str]:
+def child_command(text: str) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", text]
 
 
@@ -56,19 +56,19 @@ async def test_without_a_driver_it_sees_nothing_and_does_not_mind(
 
 
 async def test_a_child_that_is_slow_is_ended_and_another_is_asked_later() -> None:
-    census = Census(within_s=0.2, command=says("import time; time.sleep(600)"))
+    census = Census(within_s=0.2, command=child_command("import time; time.sleep(600)"))
     assert await census.run() is None
     child = census._child
     assert child is not None
     await eventually(lambda: child.poll() is not None)
-    census._command = says("print('[\"GPU-0\"]')")
+    census._command = child_command("print('[\"GPU-0\"]')")
     census._within_s = 60
     assert await census.run() == frozenset({"GPU-0"})
     census.close()
 
 
 async def test_there_is_no_second_child_beside_one_that_can_not_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    census = Census(within_s=0.1, command=says("import time; time.sleep(600)"))
+    census = Census(within_s=0.1, command=child_command("import time; time.sleep(600)"))
     with monkeypatch.context() as patched:
         patched.setattr("subprocess.Popen.kill", lambda child: None)
         assert await census.run() is None
@@ -88,9 +88,9 @@ async def test_a_child_that_can_not_be_started_changes_nothing() -> None:
     census.close()
 
 
-@pytest.mark.parametrize("said", [b"", b"{}", b"[1]", b'[""]', b'"GPU"', b"\xff", b"null", b"[" * 100])
-def test_nonsense_is_no_census(said: bytes) -> None:
-    assert parse_census(said) is None
+@pytest.mark.parametrize("payload", [b"", b"{}", b"[1]", b'[""]', b'"GPU"', b"\xff", b"null", b"[" * 100])
+def test_nonsense_is_no_census(payload: bytes) -> None:
+    assert parse_census(payload) is None
 
 
 def test_a_list_of_uuids_is_one() -> None:
@@ -105,8 +105,8 @@ def test_there_is_no_reason_while_all_that_work_work_here() -> None:
 
 
 def test_a_gpu_that_works_for_others_is_one() -> None:
-    why = Reopening(40, FakeClock()).reason({"GPU-2", "GPU-1", "GPU-0"}, {"GPU-0"})
-    assert why == "GPU-1, GPU-2 would answer a new process, and not this one"
+    reason = Reopening(40, FakeClock()).reason({"GPU-2", "GPU-1", "GPU-0"}, {"GPU-0"})
+    assert reason == "GPU-1, GPU-2 would answer a new process, and not this one"
 
 
 def test_what_was_in_vain_is_tried_again_after_twice_the_time_each_time() -> None:

@@ -45,16 +45,16 @@ class Bench:
 
     async def watch(self) -> None:
         self.add()
-        await eventually(lambda: all(self.nvml.asked[gpu.uuid, SUPPORTED] for gpu in self.nvml.gpus))
+        await eventually(lambda: all(self.nvml.call_counts[gpu.uuid, SUPPORTED] for gpu in self.nvml.gpus))
         await eventually(self.waiting)
 
     def waiting(self) -> bool:
-        return bool(self.nvml.asked["", WAIT])
+        return bool(self.nvml.call_counts["", WAIT])
 
     async def renewed(self, sets: int) -> None:
-        await eventually(lambda: self.nvml.asked["", "nvmlEventSetCreate"] == sets)
-        before = self.nvml.asked["", WAIT]
-        await eventually(lambda: self.nvml.asked["", WAIT] > before)
+        await eventually(lambda: self.nvml.call_counts["", "nvmlEventSetCreate"] == sets)
+        before = self.nvml.call_counts["", WAIT]
+        await eventually(lambda: self.nvml.call_counts["", WAIT] > before)
 
     def codes(self) -> list[tuple[int | None, int]]:
         return [(xid.gpu, xid.code) for xid in self.reported]
@@ -98,8 +98,8 @@ async def test_a_gpu_without_these_events_is_not_registered_and_not_counted(benc
     del bench.nvml.gpus[0].answers[SUPPORTED]
     bench.nvml.gpus[1].answers[SUPPORTED] = 3
     bench.add()
-    await eventually(lambda: all(bench.nvml.asked[gpu.uuid, SUPPORTED] for gpu in bench.nvml.gpus))
-    assert bench.nvml.asked["", WAIT] == 0
+    await eventually(lambda: all(bench.nvml.call_counts[gpu.uuid, SUPPORTED] for gpu in bench.nvml.gpus))
+    assert bench.nvml.call_counts["", WAIT] == 0
     assert bench.nvml.sets[0].devices == []
     assert bench.errors == []
     assert set(bench.events.refusals()) == {0, 1}
@@ -110,10 +110,10 @@ async def test_a_gpu_that_said_in_passing_that_it_has_no_events_is_asked_again_a
 ) -> None:
     answer = bench.nvml.gpus[0].answers.pop(SUPPORTED)
     await bench.watch()
-    assert bench.nvml.asked["GPU-0", SUPPORTED] == 1
+    assert bench.nvml.call_counts["GPU-0", SUPPORTED] == 1
     bench.nvml.gpus[0].answers[SUPPORTED] = answer
     bench.ahead_s = UNSUPPORTED_EVERY_S
-    await eventually(lambda: bench.nvml.asked["GPU-0", SUPPORTED] == 2 and not bench.events.refusals())
+    await eventually(lambda: bench.nvml.call_counts["GPU-0", SUPPORTED] == 2 and not bench.events.refusals())
     bench.nvml.xid(bench.nvml.gpus[0], 79)
     await eventually(lambda: bench.reported)
     assert bench.codes() == [(0, 79)]
@@ -169,7 +169,7 @@ async def test_an_xid_error_that_stands_behind_the_news_of_a_loss_is_reported(be
     lost.error = binding.GPU_IS_LOST
     waited_on = bench.nvml.sets[0].reported
     hang = bench.nvml.hang(None, WAIT)
-    await eventually(hang.begun.is_set)
+    await eventually(hang.started.is_set)
     for reported in (
         NvmlError(binding.GPU_IS_LOST),
         NvmlEvent(id(lost), XID_EVENT, 79),
@@ -186,7 +186,7 @@ async def test_a_driver_without_events_is_asked_once_and_not_counted(bench: Benc
     bench.nvml.events_error = binding.FUNCTION_NOT_FOUND
     bench.add()
     await eventually(lambda: not bench.events.busy)
-    assert bench.nvml.asked["", "nvmlEventSetCreate"] == 1
+    assert bench.nvml.call_counts["", "nvmlEventSetCreate"] == 1
     assert bench.errors == []
 
 
@@ -208,7 +208,7 @@ async def test_a_wait_that_hangs_does_not_hold_up_the_end() -> None:
     bench = Bench()
     hang = bench.nvml.hang(None, WAIT)
     bench.add()
-    await eventually(hang.begun.is_set)
+    await eventually(hang.started.is_set)
     ended = bench.events.close()
     assert bench.events.busy
     assert not ended.is_set()
@@ -220,7 +220,7 @@ async def test_without_gpus_nothing_is_asked() -> None:
     async with closing(Bench(0)) as bench:
         bench.add()
         assert not bench.events.busy
-        assert bench.nvml.asked.total() == 1
+        assert bench.nvml.call_counts.total() == 1
 
 
 async def test_while_it_is_paused_no_gpu_is_added(bench: Bench) -> None:
@@ -233,7 +233,7 @@ async def test_a_gpu_that_is_added_again_is_registered_once(bench: Bench) -> Non
     bench.add()
     bench.nvml.xid(bench.nvml.gpus[0], 13)
     await eventually(lambda: bench.reported)
-    assert bench.nvml.asked["GPU-0", "nvmlDeviceRegisterEvents"] == 1
+    assert bench.nvml.call_counts["GPU-0", "nvmlDeviceRegisterEvents"] == 1
 
 
 async def test_a_gpu_that_comes_later_is_added_to_those_that_are_waited_for(bench: Bench) -> None:
@@ -241,7 +241,7 @@ async def test_a_gpu_that_comes_later_is_added_to_those_that_are_waited_for(benc
     bench.events.add(0, bench.nvml.handle(0))
     await eventually(bench.waiting)
     bench.events.add(1, bench.nvml.handle(1))
-    await eventually(lambda: bench.nvml.asked["GPU-1", "nvmlDeviceRegisterEvents"])
+    await eventually(lambda: bench.nvml.call_counts["GPU-1", "nvmlDeviceRegisterEvents"])
     bench.nvml.xid(bench.nvml.gpus[1], 13)
     await eventually(lambda: bench.reported)
     assert bench.codes() == [(1, 13)]

@@ -28,9 +28,9 @@ class Bench:
         self.xids = Xids(self.instruments)
 
     def with_errors(self, devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        found = self.xids.with_errors(devices)
-        msgspec.convert(found, list[Device])
-        return found
+        devices_with_errors = self.xids.with_errors(devices)
+        msgspec.convert(devices_with_errors, list[Device])
+        return devices_with_errors
 
     def counted(self, of: str) -> float:
         return self.instruments.registry.get_sample_value(own.XIDS, {"of": of}) or 0.0

@@ -31,8 +31,8 @@ class Bench:
     def uuids(self) -> list[str]:
         return [device["uuid"] for device in self.read().devices]
 
-    def asked(self, function: str, uuid: str = "GPU-0") -> int:
-        return self.nvml.asked[uuid, function]
+    def call_count(self, function: str, uuid: str = "GPU-0") -> int:
+        return self.nvml.call_counts[uuid, function]
 
 
 def test_a_gpu_says_who_it_is_and_how_it_is() -> None:
@@ -63,7 +63,7 @@ def test_who_it_is_is_asked_once() -> None:
     bench.read()
     bench.read()
     for function in ("HandleByIndex", "UUID", "Name", "PciInfo", "MinorNumber"):
-        assert bench.asked(f"nvmlDeviceGet{function}") == 1
+        assert bench.call_count(f"nvmlDeviceGet{function}") == 1
 
 
 def test_a_pci_address_is_written_with_a_domain_of_eight_digits_in_upper_case() -> None:
@@ -97,12 +97,12 @@ def test_a_lost_gpu_is_asked_one_thing_and_is_back_when_it_answers() -> None:
     bench.read()
     bench.gpu.error = binding.GPU_IS_LOST
     for _ in range(3):
-        bench.nvml.asked.clear()
+        bench.nvml.call_counts.clear()
         reading = bench.read()
         assert str(reading.lost) == "GPU_IS_LOST (nvmlDeviceGetUtilizationRates)"
         assert reading.identity is not None
         assert reading.identity["uuid"] == "GPU-0"
-        assert bench.nvml.asked.total() == 1
+        assert bench.nvml.call_counts.total() == 1
         assert reading.errors == [("nvmlDeviceGetUtilizationRates", "GPU_IS_LOST")]
     bench.gpu.error = None
     assert bench.uuids() == ["GPU-0"]
@@ -121,9 +121,9 @@ def test_a_gpu_that_needs_a_reset_is_lost_and_asked_one_thing() -> None:
     bench.read()
     bench.gpu.error = binding.RESET_REQUIRED
     assert str(bench.read().lost).startswith("RESET_REQUIRED")
-    bench.nvml.asked.clear()
+    bench.nvml.call_counts.clear()
     assert str(bench.read().lost).startswith("RESET_REQUIRED")
-    assert bench.nvml.asked.total() == 1
+    assert bench.nvml.call_counts.total() == 1
 
 
 def test_mig_devices_come_after_their_gpu_with_what_they_have() -> None:
@@ -135,9 +135,9 @@ def test_mig_devices_come_after_their_gpu_with_what_they_have() -> None:
         part("MIG-c", 6, "1g.5gb+me"),
     )
     reading = bench.read()
-    whole, one, other, third = reading.devices
+    whole, first, second, third = reading.devices
     assert (whole["uuid"], "mig" in whole, "processes" in whole) == ("GPU-0", False, False)
-    assert {key: one[key] for key in one if key not in ("metrics", "processes")} == {
+    assert {key: first[key] for key in first if key not in ("metrics", "processes")} == {
         "uuid": "MIG-a",
         "compute_slices": 4,
         "index": 0,
@@ -155,14 +155,14 @@ def test_mig_devices_come_after_their_gpu_with_what_they_have() -> None:
         },
         "info": {"mig_mode": "enabled", "processes_visible": "true"},
     }
-    assert one["processes"] == [{"pid": 7, "memory_used_bytes": GIB, "pod_uid": "1b6c"}]
-    assert one["metrics"] == {
+    assert first["processes"] == [{"pid": 7, "memory_used_bytes": GIB, "pod_uid": "1b6c"}]
+    assert first["metrics"] == {
         "memory_used_bytes": GIB,
         "memory_free_bytes": 8 * GIB,
         "memory_total_bytes": 10 * GIB,
         "memory_reserved_bytes": GIB,
     }
-    assert (other["mig"]["profile"], third["mig"]["profile"]) == ("1c.3g.40gb", "1g.5gb+me")
+    assert (second["mig"]["profile"], third["mig"]["profile"]) == ("1c.3g.40gb", "1g.5gb+me")
     assert reading.errors == []
 
 
@@ -170,7 +170,7 @@ def test_a_gpu_that_can_not_be_cut_is_asked_about_it_once() -> None:
     bench = Bench()
     for _ in range(30):
         bench.read()
-    assert bench.asked("nvmlDeviceGetMigMode") == 1
+    assert bench.call_count("nvmlDeviceGetMigMode") == 1
 
 
 def test_a_gpu_that_is_cut_is_noticed_at_the_next_listing_at_the_latest() -> None:
@@ -178,27 +178,27 @@ def test_a_gpu_that_is_cut_is_noticed_at_the_next_listing_at_the_latest() -> Non
     bench.gpu.answers["nvmlDeviceGetMigMode"] = [0, 0]
     assert bench.uuids() == ["GPU-0"]
     bench.gpu.cut(part("MIG-a"))
-    seen = [bench.uuids() for _ in range(10)]
-    assert seen[0] == ["GPU-0"]
-    assert seen[-1] == ["GPU-0", "MIG-a"]
+    listings = [bench.uuids() for _ in range(10)]
+    assert listings[0] == ["GPU-0"]
+    assert listings[-1] == ["GPU-0", "MIG-a"]
 
 
 def test_a_mig_device_that_is_made_where_none_was_is_there_at_once() -> None:
     """A pod may run on it from the beginning."""
     bench = Bench()
-    one, other = part("MIG-a"), part("MIG-b", 2)
-    bench.gpu.cut(one, None, None)
+    first, second = part("MIG-a"), part("MIG-b", 2)
+    bench.gpu.cut(first, None, None)
     assert bench.uuids() == ["GPU-0", "MIG-a"]
-    bench.gpu.cut(one, None, other)
+    bench.gpu.cut(first, None, second)
     assert bench.uuids() == ["GPU-0", "MIG-a", "MIG-b"]
-    one.error = other.error = binding.INVALID_ARGUMENT
+    first.error = second.error = binding.INVALID_ARGUMENT
     bench.gpu.cut(None, None, None)
     assert bench.uuids() == ["GPU-0"]
     bench.gpu.cut(None, part("MIG-c", 3), None)
     assert bench.uuids() == ["GPU-0", "MIG-c"]
-    listings = bench.asked("nvmlDeviceGetMigMode")
+    listings = bench.call_count("nvmlDeviceGetMigMode")
     assert [bench.read().errors for _ in range(5)] == [[]] * 5
-    assert bench.asked("nvmlDeviceGetMigMode") == listings
+    assert bench.call_count("nvmlDeviceGetMigMode") == listings
 
 
 @pytest.mark.parametrize("code", [binding.NOT_SUPPORTED, binding.INVALID_ARGUMENT])
@@ -211,11 +211,14 @@ def test_a_gpu_that_can_not_be_asked_what_it_had_answered_before_is_listed_at_on
     bench.gpu.answers[COMPUTE] = [running(7)]
     bench.gpu.fail("nvmlDeviceGetUtilizationRates", code)
     reading = bench.read()
-    assert [(one["uuid"], "processes" in one) for one in reading.devices] == [("GPU-0", False), ("MIG-a", True)]
+    assert [(device["uuid"], "processes" in device) for device in reading.devices] == [
+        ("GPU-0", False),
+        ("MIG-a", True),
+    ]
     assert "memory_used_bytes" in reading.devices[0]["metrics"]
-    listings = bench.asked("nvmlDeviceGetMigMode")
+    listings = bench.call_count("nvmlDeviceGetMigMode")
     bench.read()
-    assert bench.asked("nvmlDeviceGetMigMode") == listings
+    assert bench.call_count("nvmlDeviceGetMigMode") == listings
 
 
 def test_a_gpu_that_is_not_cut_is_not_listed_again_for_what_it_stops_to_support() -> None:
@@ -225,7 +228,7 @@ def test_a_gpu_that_is_not_cut_is_not_listed_again_for_what_it_stops_to_support(
     bench.gpu.fail("nvmlDeviceGetFanSpeed", binding.NOT_SUPPORTED)
     for _ in range(5):
         assert bench.read().errors == []
-    assert bench.asked("nvmlDeviceGetMigMode") == 2
+    assert bench.call_count("nvmlDeviceGetMigMode") == 2
 
 
 def test_a_stale_handle_is_noticed_at_once() -> None:
@@ -277,8 +280,8 @@ def test_an_instance_that_was_made_again_is_not_profiled_from_the_time_before() 
     assert "sm_active_ratio" in bench.read().devices[1]["metrics"]
     old.error = binding.INVALID_ARGUMENT
     bench.gpu.cut(part("MIG-a"))
-    seen = [bench.read().devices[1]["metrics"].get("sm_active_ratio") for _ in range(2)]
-    assert seen == [None, 0.6]
+    ratios = [bench.read().devices[1]["metrics"].get("sm_active_ratio") for _ in range(2)]
+    assert ratios == [None, 0.6]
 
 
 def test_an_instance_that_can_not_be_listed_is_left_out_and_counted() -> None:
@@ -305,14 +308,14 @@ def test_what_a_gpu_supports_is_asked_again_when_its_layout_changes() -> None:
     bench = Bench()
     bench.gpu.answers["nvmlDeviceGetMigMode"] = [0, 0]
     rates = "nvmlDeviceGetUtilizationRates"
-    kept = bench.gpu.answers[rates]
+    rates_answer = bench.gpu.answers[rates]
     assert "gpu_utilization_ratio" in bench.read().devices[0]["metrics"]
     bench.gpu.cut(part("MIG-a"))
     bench.gpu.fail(rates, binding.INVALID_ARGUMENT)
     readings = [bench.read() for _ in range(20)]
     assert "gpu_utilization_ratio" not in readings[-1].devices[0]["metrics"]
     assert readings[-1].errors == []
-    bench.gpu.answers |= {"nvmlDeviceGetMigMode": [0, 0], rates: kept}
+    bench.gpu.answers |= {"nvmlDeviceGetMigMode": [0, 0], rates: rates_answer}
     devices = [bench.read() for _ in range(11)][-1].devices
     assert [device["uuid"] for device in devices] == ["GPU-0"]
     assert "gpu_utilization_ratio" in devices[0]["metrics"]
@@ -323,8 +326,8 @@ def test_an_unchanged_layout_is_not_asked_again_what_it_supports() -> None:
     bench.gpu.cut(part("MIG-a"))
     for _ in range(30):
         bench.read()
-    assert bench.asked("nvmlDeviceGetPowerUsage", "MIG-a") == 1
-    assert bench.asked("nvmlDeviceGetMaxMigDeviceCount") == 3
+    assert bench.call_count("nvmlDeviceGetPowerUsage", "MIG-a") == 1
+    assert bench.call_count("nvmlDeviceGetMaxMigDeviceCount") == 3
 
 
 def test_a_mig_device_that_says_that_the_gpu_is_lost_is_right() -> None:
@@ -350,15 +353,15 @@ def test_counters_begin_again_after_a_loss() -> None:
 
 def test_what_is_being_asked_can_be_seen_from_outside() -> None:
     bench = Bench()
-    seen: list[str] = []
+    current_calls: list[str] = []
 
     def slow() -> Any:
-        seen.append(bench.physical.calls.current_call)
+        current_calls.append(bench.physical.calls.current_call)
         return NvmlError(binding.NOT_SUPPORTED)
 
     bench.gpu.answers["nvmlDeviceGetFanSpeed"] = slow
     bench.read()
-    assert seen == ["nvmlDeviceGetFanSpeed"]
+    assert current_calls == ["nvmlDeviceGetFanSpeed"]
 
 
 def test_a_device_of_nothing_but_a_uuid_is_a_device() -> None:
@@ -376,7 +379,7 @@ def test_gpm_is_read_of_the_gpu_and_of_each_gpu_instance_through_the_gpu() -> No
     bench.gpu.profiled({2: 80, (1, 2): 20, (5, 2): 60, (5, 1): 7})
     bench.read()
     whole, a, b = (device["metrics"] for device in bench.read().devices)
-    assert [one["sm_active_ratio"] for one in (whole, a, b)] == [0.8, 0.2, 0.6]
+    assert [metrics["sm_active_ratio"] for metrics in (whole, a, b)] == [0.8, 0.2, 0.6]
     assert b["graphics_engine_active_ratio"] == 0.07
     assert "graphics_engine_active_ratio" not in a
     assert len(bench.nvml.lent) == 6
@@ -387,8 +390,8 @@ def test_what_gpm_says_of_a_gpu_instance_is_no_compute_instances_own_where_there
     bench.gpu.cut(part("MIG-a", 1), part("MIG-b", 1), part("MIG-c", 2))
     bench.gpu.profiled({2: 80, (1, 2): 20, (2, 2): 60})
     bench.read()
-    found = [device["metrics"].get("sm_active_ratio") for device in bench.read().devices]
-    assert found == [0.8, None, None, 0.6]
+    ratios = [device["metrics"].get("sm_active_ratio") for device in bench.read().devices]
+    assert ratios == [0.8, None, None, 0.6]
 
 
 def test_the_buffers_of_gpm_are_given_back_when_the_layout_changes_and_when_it_lets_go() -> None:
@@ -401,7 +404,7 @@ def test_the_buffers_of_gpm_are_given_back_when_the_layout_changes_and_when_it_l
     bench.clock.now_s += 10
     bench.read()
     assert len(bench.nvml.lent) == 4
-    assert bench.asked("nvmlGpmSampleFree", "") == 2
+    assert bench.call_count("nvmlGpmSampleFree", "") == 2
     bench.physical.release()
     bench.physical.release()
     assert bench.nvml.lent == []
@@ -414,13 +417,13 @@ def test_the_mig_devices_that_stay_when_another_comes_or_goes_miss_nothing() -> 
     """What needs the tick before is there in each: another pod's device is no reason for a gap."""
     bench = Bench()
     bench.gpu.profiled({(1, 2): 10, (2, 2): 20, 2: 80})
-    one, other = part("MIG-a", 1), part("MIG-b", 2)
-    bench.gpu.cut(one, None)
+    first, second = part("MIG-a", 1), part("MIG-b", 2)
+    bench.gpu.cut(first, None)
     bench.read()
     active = []
-    for parts in ((one, other), (one, other), (one, None)):
+    for parts in ((first, second), (first, second), (first, None)):
         if parts[1] is None:
-            other.error = binding.INVALID_ARGUMENT
+            second.error = binding.INVALID_ARGUMENT
         bench.gpu.cut(*parts)
         active.append([device["metrics"].get("sm_active_ratio") for device in bench.read().devices])
     assert active == [[0.8, 0.1, None], [0.8, 0.1, 0.2], [0.8, 0.1]]
@@ -432,10 +435,10 @@ def test_the_mig_devices_that_stay_when_another_comes_or_goes_miss_nothing() -> 
 def test_a_mig_device_that_is_no_longer_alone_in_its_instance_has_no_activity_of_its_own() -> None:
     bench = Bench()
     bench.gpu.profiled({(1, 2): 10})
-    one, other = part("MIG-a", 1), part("MIG-b", 1)
-    bench.gpu.cut(one, None)
+    first, second = part("MIG-a", 1), part("MIG-b", 1)
+    bench.gpu.cut(first, None)
     assert [bench.read().devices[1]["metrics"].get("sm_active_ratio") for _ in range(2)] == [None, 0.1]
-    bench.gpu.cut(one, other)
+    bench.gpu.cut(first, second)
     for _ in range(2):
         assert ["sm_active_ratio" in device["metrics"] for device in bench.read().devices[1:]] == [False, False]
     assert len(bench.nvml.lent) == 2
@@ -450,7 +453,7 @@ def test_the_buffers_of_gpm_stay_while_a_gpu_is_lost() -> None:
     bench.gpu.error = None
     assert "sm_active_ratio" not in bench.read().devices[0]["metrics"]
     assert bench.read().devices[0]["metrics"]["sm_active_ratio"] == 0.8
-    assert (len(bench.nvml.lent), bench.asked("nvmlGpmSampleAlloc", "")) == (2, 2)
+    assert (len(bench.nvml.lent), bench.call_count("nvmlGpmSampleAlloc", "")) == (2, 2)
 
 
 def test_a_buffer_that_can_not_be_given_back_is_counted() -> None:
@@ -479,27 +482,27 @@ def test_what_a_gpu_is_is_asked_once_and_reported_each_tick() -> None:
         "mig_mode": "disabled",
     }
     assert [bench.read().devices[0]["info"] for _ in range(2)] == [expected, expected]
-    assert bench.asked("nvmlDeviceGetSerial") == 1
+    assert bench.call_count("nvmlDeviceGetSerial") == 1
     bench.gpu.cut(part("MIG-a"))
     bench.clock.now_s += 10
-    assert [one["info"] for one in bench.read().devices] == [{**expected, "mig_mode": "enabled"}] * 2
+    assert [device["info"] for device in bench.read().devices] == [{**expected, "mig_mode": "enabled"}] * 2
 
 
 def test_processes_are_visible_once_one_of_them_was_in_procfs() -> None:
     """One that has ended is not in procfs either; and without any, what is known of it stays."""
     bench = Bench()
-    said = [bench.read().devices[0].get("info")]
+    infos = [bench.read().devices[0].get("info")]
     for pids in ((8, 9), (), (8, 7), (), (8,)):
         bench.gpu.answers[COMPUTE] = [running(pid) for pid in pids]
-        said.append(bench.read().devices[0].get("info"))
+        infos.append(bench.read().devices[0].get("info"))
     hidden, visible = {"processes_visible": "false"}, {"processes_visible": "true"}
-    assert said == [None, hidden, hidden, visible, visible, visible]
+    assert infos == [None, hidden, hidden, visible, visible, visible]
 
 
 def test_what_is_visible_on_one_mig_device_is_on_the_others_of_its_gpu() -> None:
     bench = Bench()
     bench.gpu.cut(part("MIG-a", 1, "1g.10gb", 7), part("MIG-b", 2))
-    assert {one["info"]["processes_visible"] for one in bench.read().devices} == {"true"}
+    assert {device["info"]["processes_visible"] for device in bench.read().devices} == {"true"}
 
 
 def test_a_mig_mode_that_is_refused_for_a_while_leaves_the_mig_devices_as_they_are_and_is_asked_again() -> None:
@@ -522,7 +525,7 @@ def test_what_a_gpu_does_not_say_of_itself_at_first_is_asked_again() -> None:
     bench.gpu.answers["nvmlDeviceGetName"] = model
     devices = [bench.read().devices[0] for _ in range(700)]
     assert devices[-1]["model"] == model
-    assert bench.asked("nvmlDeviceGetName") == 2
+    assert bench.call_count("nvmlDeviceGetName") == 2
 
 
 def test_what_a_gpu_has_said_of_itself_stays_though_it_is_refused_later() -> None:
@@ -532,7 +535,7 @@ def test_what_a_gpu_has_said_of_itself_stays_though_it_is_refused_later() -> Non
     bench.gpu.fail("nvmlDeviceGetSerial", binding.NOT_SUPPORTED)
     bench.gpu.fail("nvmlDeviceGetName", binding.NOT_SUPPORTED)
     device = [bench.read().devices[0] for _ in range(700)][-1]
-    assert bench.asked("nvmlDeviceGetSerial") == 2
+    assert bench.call_count("nvmlDeviceGetSerial") == 2
     assert (device["info"]["serial"], "model" in device) == ("7", True)
 
 

@@ -39,13 +39,13 @@ class Bench:
     def keep(self, kind: int, *raw: float) -> None:
         """The driver takes samples of that kind."""
         self._sampled_us += 1_000_000
-        self.gpu.samples[kind] = [FieldValue(0, one, 32, self._sampled_us + n) for n, one in enumerate(raw)]
+        self.gpu.samples[kind] = [FieldValue(0, value, 32, self._sampled_us + n) for n, value in enumerate(raw)]
 
     def values(self) -> dict[str, float]:
         return self.metrics.values()
 
-    def asked(self, function: str) -> int:
-        return self.nvml.asked["GPU-0", function]
+    def call_count(self, function: str) -> int:
+        return self.nvml.call_counts["GPU-0", function]
 
     def counters(self, tx: int, rx: int, *, bits: int = 64, at_us: int = 0) -> None:
         """The PCIe counters."""
@@ -135,11 +135,11 @@ def test_every_key_of_the_catalogue_comes_in_base_units() -> None:
 def test_what_answers_several_keys_is_asked_once_a_tick() -> None:
     bench = Bench()
     bench.values()
-    bench.nvml.asked.clear()
+    bench.nvml.call_counts.clear()
     bench.values()
     bench.values()
     for function in ("UtilizationRates", "MemoryInfo", "RemappedRows", "FieldValues"):
-        assert bench.asked(f"nvmlDeviceGet{function}") == 2
+        assert bench.call_count(f"nvmlDeviceGet{function}") == 2
 
 
 @pytest.mark.parametrize("code", [3, 13, 25, 26])
@@ -149,9 +149,9 @@ def test_what_a_device_does_not_support_is_asked_once_and_not_counted(code: int)
     bench.gpu.fail("nvmlDeviceGetRemappedRows", code)
     assert "fan_speed_ratio" not in bench.values()
     assert "fan_speed_ratio" not in bench.values()
-    assert bench.asked("nvmlDeviceGetFanSpeed") == 1
-    assert bench.asked("nvmlDeviceGetRemappedRows") == 1
-    assert [bench.asked(f"field {number}") for number in (82, 142)] == [2, 1]
+    assert bench.call_count("nvmlDeviceGetFanSpeed") == 1
+    assert bench.call_count("nvmlDeviceGetRemappedRows") == 1
+    assert [bench.call_count(f"field {number}") for number in (82, 142)] == [2, 1]
     assert bench.calls.errors() == []
 
 
@@ -175,7 +175,7 @@ def test_the_next_source_answers_in_the_same_tick_where_the_first_is_not_support
 ) -> None:
     bench = Bench()
     raw = {185: 199_000, 188: 310_000, 190: 300_000, 83: 9_000, 94: 5, 3: 6, 4: 7, 142: 1, 143: 8, 144: 0, 145: 0}
-    bench.gpu.fields |= {number: FieldValue(0, one) for number, one in raw.items()}
+    bench.gpu.fields |= {number: FieldValue(0, value) for number, value in raw.items()}
     bench.gpu.fail(newer, binding.FUNCTION_NOT_FOUND)
     assert [bench.values()[key], bench.values()[key]] == [value, value]
     assert bench.calls.errors() == []
@@ -214,7 +214,7 @@ def test_an_invalid_argument_is_an_error_of_a_gpu_and_an_answer_of_a_part_that_n
         mig_device.values()
     assert whole.calls.errors() == [(POWER, "INVALID_ARGUMENT"), ("nvmlDeviceGetFanSpeed", "INVALID_ARGUMENT")] * 2
     assert len(mig_device.calls.errors()) == 4
-    assert mig_device.asked(POWER) == 1 + 1 + 2
+    assert mig_device.call_count(POWER) == 1 + 1 + 2
 
 
 def test_a_field_that_fails_leaves_out_only_itself() -> None:
@@ -236,9 +236,9 @@ def test_a_field_that_an_older_driver_does_not_know_does_not_take_the_others_alo
 
     bench.gpu.answers["nvmlDeviceGetFieldValues"] = older
     assert bench.values()["memory_temperature_celsius"] == 55
-    before = bench.asked("nvmlDeviceGetFieldValues")
+    before = bench.call_count("nvmlDeviceGetFieldValues")
     assert bench.values()["memory_temperature_celsius"] == 55
-    assert bench.asked("nvmlDeviceGetFieldValues") == before + 1
+    assert bench.call_count("nvmlDeviceGetFieldValues") == before + 1
     assert bench.calls.errors() == []
 
 
@@ -246,9 +246,9 @@ def test_without_the_call_for_fields_there_are_none_and_it_is_not_asked_again() 
     bench = Bench()
     bench.gpu.fail("nvmlDeviceGetFieldValues", binding.FUNCTION_NOT_FOUND)
     assert "memory_temperature_celsius" not in bench.values()
-    bench.nvml.asked.clear()
+    bench.nvml.call_counts.clear()
     bench.values()
-    assert bench.asked("nvmlDeviceGetFieldValues") == 0
+    assert bench.call_count("nvmlDeviceGetFieldValues") == 0
 
 
 def test_a_call_for_fields_that_fails_is_counted_once() -> None:
@@ -350,11 +350,11 @@ def test_what_is_no_counter_gives_no_rate(raw: float) -> None:
 def test_a_device_that_is_lost_is_not_asked_further(code: int) -> None:
     bench = Bench()
     bench.values()
-    bench.nvml.asked.clear()
+    bench.nvml.call_counts.clear()
     bench.gpu.error = code
     with pytest.raises(GpuLost):
         bench.values()
-    assert bench.nvml.asked.total() == 1
+    assert bench.nvml.call_counts.total() == 1
 
 
 def test_a_field_may_say_that_the_device_is_lost() -> None:
@@ -378,9 +378,9 @@ def test_that_a_reset_is_needed_is_a_loss_only_where_nothing_answers() -> None:
 def test_what_is_lost_is_probed_with_one_question() -> None:
     bench = Bench()
     bench.values()
-    bench.nvml.asked.clear()
+    bench.nvml.call_counts.clear()
     bench.metrics.probe()
-    assert bench.nvml.asked.total() == 1
+    assert bench.nvml.call_counts.total() == 1
     bench.gpu.fail("nvmlDeviceGetUtilizationRates", BROKEN)
     bench.metrics.probe()
 
@@ -391,7 +391,7 @@ def test_gpm_needs_two_samples_more_than_100_ms_apart() -> None:
     assert "sm_active_ratio" not in bench.values()
     bench.clock.now_s += 0.0999
     assert "sm_active_ratio" not in bench.values()
-    assert bench.asked("nvmlGpmSampleGet") == 1
+    assert bench.call_count("nvmlGpmSampleGet") == 1
     bench.clock.now_s += 0.05
     assert bench.values()["sm_active_ratio"] == 0.8
     assert [newer - older for older, newer in bench.nvml.windows] == [1]
@@ -412,7 +412,7 @@ def test_a_sample_of_gpm_that_was_taken_late_is_not_compared_with_one_that_is_ta
     bench.values()
     bench.clock.now_s += 0.05
     assert "sm_active_ratio" not in bench.values()
-    assert bench.asked("nvmlGpmSampleGet") == 1
+    assert bench.call_count("nvmlGpmSampleGet") == 1
     bench.clock.now_s += 1
     assert bench.values()["sm_active_ratio"] == 0.8
 
@@ -425,7 +425,7 @@ def test_gpm_that_is_an_invalid_argument_for_a_part_is_not_asked_for_again() -> 
         for _ in range(4):
             bench.values()
             bench.clock.now_s += 1
-    assert [bench.asked("nvmlGpmMetricsGet") for bench in (whole, mig_device)] == [3, 1]
+    assert [bench.call_count("nvmlGpmMetricsGet") for bench in (whole, mig_device)] == [3, 1]
     assert whole.calls.errors() == [("nvmlGpmMetricsGet", "INVALID_ARGUMENT")] * 3
     assert mig_device.calls.errors() == []
 
@@ -439,7 +439,7 @@ def test_gpm_is_asked_for_the_time_between_one_tick_and_the_next_with_two_buffer
     assert len(bench.nvml.windows) == 4
     assert all(newer == older + 1 for older, newer in bench.nvml.windows)
     assert len(bench.nvml.lent) == 2
-    assert bench.asked("nvmlGpmQueryDeviceSupport") == 1
+    assert bench.call_count("nvmlGpmQueryDeviceSupport") == 1
 
 
 @pytest.mark.parametrize("answer", [NvmlError(3), NvmlError(13), SimpleNamespace(isSupportedDevice=0)])
@@ -450,7 +450,7 @@ def test_a_device_without_gpm_is_asked_once_and_lends_nothing(answer: Any) -> No
     for _ in range(3):
         assert "sm_active_ratio" not in bench.values()
         bench.clock.now_s += 1
-    assert bench.asked("nvmlGpmQueryDeviceSupport") == 1
+    assert bench.call_count("nvmlGpmQueryDeviceSupport") == 1
     assert (bench.nvml.lent, bench.calls.errors()) == ([], [])
 
 
@@ -533,7 +533,7 @@ def test_samples_that_a_device_does_not_keep_are_asked_for_once() -> None:
     bench = Bench()
     bench.values()
     bench.values()
-    assert bench.asked("nvmlDeviceGetSamples") == 2  # one for each kind
+    assert bench.call_count("nvmlDeviceGetSamples") == 2  # one for each kind
     assert bench.calls.errors() == []
 
 
@@ -616,7 +616,7 @@ def test_what_goes_and_what_comes_back_is_reported_once_with_the_call_that_gave_
     bench = Bench()
     bench.values()
     assert bench.metrics.availability_change() is None
-    kept = bench.gpu.answers["nvmlDeviceGetRemappedRows"]
+    answer = bench.gpu.answers["nvmlDeviceGetRemappedRows"]
     bench.gpu.fail("nvmlDeviceGetRemappedRows", binding.NOT_SUPPORTED)
     bench.values()
     turn = bench.metrics.availability_change()
@@ -627,11 +627,11 @@ def test_what_goes_and_what_comes_back_is_reported_once_with_the_call_that_gave_
         "row_remap_pending",
         "row_remap_failure",
     }
-    assert {one.error for one in turn.lost.values()} == {"NOT_SUPPORTED"}
+    assert {failed_call.error for failed_call in turn.lost.values()} == {"NOT_SUPPORTED"}
     for _ in range(5):
         bench.values()
         assert bench.metrics.availability_change() is None
-    bench.gpu.answers["nvmlDeviceGetRemappedRows"] = kept
+    bench.gpu.answers["nvmlDeviceGetRemappedRows"] = answer
     turns = []
     for _ in range(8):
         bench.values()
@@ -645,7 +645,7 @@ def test_a_source_that_never_answered_is_asked_again_but_seldom() -> None:
     bench.gpu.fail("nvmlDeviceGetFanSpeed", binding.NOT_SUPPORTED)
     for _ in range(60):
         bench.values()
-    assert bench.asked("nvmlDeviceGetFanSpeed") == 1
+    assert bench.call_count("nvmlDeviceGetFanSpeed") == 1
     bench.gpu.answers["nvmlDeviceGetFanSpeed"] = 30
     assert any("fan_speed_ratio" in bench.values() for _ in range(10))
     assert bench.metrics.availability_change() is None
@@ -655,10 +655,10 @@ def test_a_source_that_answered_once_is_asked_less_and_less_often_while_it_refus
     bench = Bench()
     bench.values()
     bench.gpu.fail("nvmlDeviceGetFanSpeed", binding.NOT_SUPPORTED)
-    before = bench.asked("nvmlDeviceGetFanSpeed")
+    before = bench.call_count("nvmlDeviceGetFanSpeed")
     for _ in range(1000):
         bench.values()
-    assert bench.asked("nvmlDeviceGetFanSpeed") - before < 30
+    assert bench.call_count("nvmlDeviceGetFanSpeed") - before < 30
 
 
 def test_gpm_that_is_refused_for_a_while_is_read_again() -> None:
@@ -671,10 +671,10 @@ def test_gpm_that_is_refused_for_a_while_is_read_again() -> None:
 
     values()
     assert "sm_active_ratio" in values()
-    kept = bench.gpu.answers["nvmlGpmSampleGet"]
+    answer = bench.gpu.answers["nvmlGpmSampleGet"]
     bench.gpu.fail("nvmlGpmSampleGet", binding.NOT_SUPPORTED)
     assert "sm_active_ratio" not in values()
-    bench.gpu.answers["nvmlGpmSampleGet"] = kept
+    bench.gpu.answers["nvmlGpmSampleGet"] = answer
     assert any("sm_active_ratio" in values() for _ in range(3))
 
 
@@ -682,12 +682,12 @@ def test_gpm_that_is_refused_for_a_while_is_read_again() -> None:
 def test_a_counter_that_is_zero_for_a_tick_is_absent_in_it(call: Any) -> None:
     bench = Bench()
     key = "energy_joules_total" if call == ENERGY else "ecc_corrected_volatile_total"
-    seen = []
+    values = []
     for raw in (1_001_000_000, 0, 1_001_500_000):
         bench.gpu.answers[call] = raw
-        seen.append(bench.values().get(key))
+        values.append(bench.values().get(key))
         bench.clock.now_s += 1
-    assert [value is None for value in seen] == [False, True, False]
+    assert [value is None for value in values] == [False, True, False]
     function = call if isinstance(call, str) else call[0]
     assert bench.calls.errors() == [(function, "IMPLAUSIBLE")]
 
@@ -696,11 +696,11 @@ def test_a_counter_that_is_cleared_is_shown_as_that_after_a_while() -> None:
     bench = Bench()
     bench.values()
     bench.gpu.answers[ECC] = 0
-    seen = []
+    values = []
     for _ in range(12):
-        seen.append(bench.values().get("ecc_corrected_volatile_total"))
+        values.append(bench.values().get("ecc_corrected_volatile_total"))
         bench.clock.now_s += 1
-    assert seen == [None] * 10 + [0, 0]
+    assert values == [None] * 10 + [0, 0]
 
 
 def test_counters_that_begin_again_are_shown_at_once_and_so_is_a_zero_beside_them() -> None:
@@ -755,10 +755,10 @@ def test_whatever_is_refused_and_for_how_long_all_values_are_back_soon_after_it_
 ) -> None:
     bench = Bench()
     functions = [POWER, "nvmlDeviceGetFanSpeed", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetFieldValues"]
-    kept = {function: bench.gpu.answers.get(function) for function in functions}
+    answers = {function: bench.gpu.answers.get(function) for function in functions}
     before = bench.values().keys()
-    for place, code in refused:
-        bench.gpu.answers[functions[place]] = NvmlError(code) if code else kept[functions[place]]
+    for index, code in refused:
+        bench.gpu.answers[functions[index]] = NvmlError(code) if code else answers[functions[index]]
         bench.values()
-    bench.gpu.answers |= kept
+    bench.gpu.answers |= answers
     assert any(bench.values().keys() == before for _ in range(2 * len(refused) + 2))

@@ -34,8 +34,8 @@ class Bench:
     def fail(self, function: str, code: int) -> None:
         self.nvml.gpus[0].fail(function, code)
 
-    def asked(self, function: str) -> int:
-        return self.nvml.asked["GPU-0", function]
+    def call_count(self, function: str) -> int:
+        return self.nvml.call_counts["GPU-0", function]
 
 
 def test_a_process_has_its_memory_its_share_and_its_place() -> None:
@@ -43,8 +43,8 @@ def test_a_process_has_its_memory_its_share_and_its_place() -> None:
     bench.answers[COMPUTE] = [running(7, 5 * GIB), running(8, 0), running(9, None)]
     bench.answers[MPS] = [running(10)]
     bench.answers[NEWER] = [busy(7, 90), busy(9, 100)]
-    found = bench.read()
-    assert found.rows == [
+    processes = bench.read()
+    assert processes.rows == [
         {
             "pid": 7,
             "memory_used_bytes": 5 * GIB,
@@ -56,7 +56,7 @@ def test_a_process_has_its_memory_its_share_and_its_place() -> None:
         {"pid": 9, "sm_utilization_ratio": 1.0},
         {"pid": 10, "memory_used_bytes": GIB, "sm_utilization_ratio": 0.0},
     ]
-    assert found.kinds == {7: "attributed", 8: "attributed", 9: "host", 10: "unseen"}
+    assert processes.kinds == {7: "attributed", 8: "attributed", 9: "host", 10: "unseen"}
 
 
 def test_a_process_that_is_in_two_lists_is_there_once() -> None:
@@ -70,7 +70,7 @@ def test_a_process_that_is_in_two_lists_is_there_once() -> None:
 def test_a_device_without_processes_has_none_and_is_not_asked_how_busy_they_are() -> None:
     bench = Bench()
     assert bench.read() == DeviceProcesses([], {})
-    assert bench.asked(NEWER) == 0
+    assert bench.call_count(NEWER) == 0
 
 
 @pytest.mark.parametrize("raw", [-1, 2**64 - 1, 2**60])
@@ -97,7 +97,7 @@ def test_an_older_driver_has_the_older_lists() -> None:
     bench.answers[OLDER] = [busy(7, 50)]
     for _ in range(2):
         assert bench.read().rows == [{"pid": 7, "memory_used_bytes": GIB, "sm_utilization_ratio": 0.5}]
-    assert [bench.asked(name) for name in (COMPUTE, MPS, NEWER, OLDER)] == [1, 1, 1, 2]
+    assert [bench.call_count(name) for name in (COMPUTE, MPS, NEWER, OLDER)] == [1, 1, 1, 2]
     assert bench.calls.errors() == []
 
 
@@ -124,7 +124,7 @@ def test_a_list_that_grew_is_asked_for_once_more() -> None:
     bench.fail(COMPUTE, binding.INSUFFICIENT_SIZE)
     assert bench.read().rows is None
     assert bench.calls.errors() == [(COMPUTE, "INSUFFICIENT_SIZE")]
-    assert bench.asked(COMPUTE) == 4
+    assert bench.call_count(COMPUTE) == 4
 
 
 def test_that_there_is_nothing_new_means_that_nothing_was_done() -> None:
@@ -142,47 +142,47 @@ def test_that_there_is_nothing_new_means_that_nothing_was_done() -> None:
 
 def test_only_what_is_newer_than_the_newest_sample_is_asked_for() -> None:
     bench = Bench()
-    asked = []
+    since_times_us = []
 
     def since(last_us: int) -> list[Any]:
-        asked.append(last_us)
+        since_times_us.append(last_us)
         return [busy(7, 50, 300), busy(7, 10, 200), busy(8, 20, 250)]
 
     bench.answers[COMPUTE] = [running(7), running(8)]
     bench.answers[NEWER] = since
     assert _shares(bench) == [0.5, 0.2]
     bench.read()
-    assert asked == [0, 300]
+    assert since_times_us == [0, 300]
 
 
 def test_a_sample_from_the_future_does_not_hide_those_of_the_present() -> None:
     bench = Bench()
-    asked = []
+    since_times_us = []
     now_us = time.time_ns() // 1000
 
     def since(last_us: int) -> list[Any]:
-        asked.append(last_us)
+        since_times_us.append(last_us)
         return [busy(7, 50, 2**64 - 1), busy(8, 5, now_us)]
 
     bench.answers[COMPUTE] = [running(7), running(8)]
     bench.answers[NEWER] = since
     assert _shares(bench) == [0.0, 0.05]
     bench.read()
-    assert asked == [0, now_us]
+    assert since_times_us == [0, now_us]
 
 
 def test_a_clock_that_is_set_back_does_not_make_busy_processes_idle() -> None:
     bench = Bench()
     now_us, hour_us = time.time_ns() // 1000, 3_600_000_000
-    kept = [busy(7, 50, now_us)]
+    samples = [busy(7, 50, now_us)]
 
     def since(last_us: int) -> list[Any]:
-        return [one for one in kept if one.timeStamp > last_us]
+        return [sample for sample in samples if sample.timeStamp > last_us]
 
     bench.answers[COMPUTE] = [running(7)]
     bench.answers[NEWER] = since
     assert _shares(bench) == [0.5]
-    kept[:] = [busy(7, 80, now_us - hour_us)]
+    samples[:] = [busy(7, 80, now_us - hour_us)]
     bench.clock.now_s += 1
     with patch.object(time, "time_ns", lambda: (now_us - hour_us) * 1000):
         assert _shares(bench) == [0.8]
@@ -190,16 +190,16 @@ def test_a_clock_that_is_set_back_does_not_make_busy_processes_idle() -> None:
 
 def test_a_clock_that_began_with_the_machine_reports_what_is_new_as_well() -> None:
     bench = Bench()
-    asked = []
+    since_times_us = []
 
     def since(last_us: int) -> list[Any]:
-        asked.append(last_us)
-        return [busy(7, 10 * len(asked), 1_000_000 * len(asked))]
+        since_times_us.append(last_us)
+        return [busy(7, 10 * len(since_times_us), 1_000_000 * len(since_times_us))]
 
     bench.answers[COMPUTE] = [running(7)]
     bench.answers[NEWER] = since
     assert [_shares(bench), _shares(bench)] == [[0.1], [0.2]]
-    assert asked == [0, 1_000_000]
+    assert since_times_us == [0, 1_000_000]
 
 
 def test_samples_that_are_older_than_was_asked_for_are_not_taken_for_new_ones() -> None:
@@ -240,7 +240,7 @@ def test_an_invalid_argument_means_not_supported_only_for_a_part() -> None:
         bench.fail(OLDER, binding.INVALID_ARGUMENT)
         bench.read()
         bench.read()
-    assert (whole.asked(NEWER), mig_device.asked(NEWER), mig_device.asked(OLDER)) == (2, 1, 1)
+    assert (whole.call_count(NEWER), mig_device.call_count(NEWER), mig_device.call_count(OLDER)) == (2, 1, 1)
 
 
 def test_a_lost_device_says_so() -> None:
@@ -259,8 +259,8 @@ def test_a_list_that_is_refused_for_a_while_leaves_no_part_of_the_processes_and_
     bench.answers[COMPUTE] = [running(7)]
     bench.answers[MPS] = [running(8)]
     before = bench.read().rows
-    kept = bench.answers[COMPUTE]
+    processes = bench.answers[COMPUTE]
     bench.fail(COMPUTE, binding.NOT_SUPPORTED)
     assert [bench.read().rows for _ in range(3)] == [None] * 3
-    bench.answers[COMPUTE] = kept
+    bench.answers[COMPUTE] = processes
     assert any(bench.read().rows == before for _ in range(4))

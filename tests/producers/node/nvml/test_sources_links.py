@@ -63,19 +63,19 @@ def test_an_older_gpu_counts_for_all_links_in_the_call_of_all_fields(error: int 
     bench.count(CRC, 1, 1, 1)
     reported = {KEYS[CRC]: 20, KEYS[REPLAY]: 30, KEYS[RECOVERY]: 40}
     assert bench.values() == reported
-    bench.nvml.asked.clear()
+    bench.nvml.call_counts.clear()
     assert bench.values() == reported
-    assert bench.nvml.asked["GPU-0", "nvmlDeviceGetFieldValues"] == 1
-    assert bench.nvml.asked["GPU-0", "nvmlDeviceGetArchitecture"] == 0
+    assert bench.nvml.call_counts["GPU-0", "nvmlDeviceGetFieldValues"] == 1
+    assert bench.nvml.call_counts["GPU-0", "nvmlDeviceGetArchitecture"] == 0
 
 
 def test_blackwell_reports_recoveries_by_another_field_and_nothing_of_the_rest() -> None:
     bench = Bench(architecture=BLACKWELL)
     bench.count(RECOVERIES, 1, 0, 1)
     assert bench.values() == {KEYS[RECOVERY]: 2}
-    bench.nvml.asked.clear()
+    bench.nvml.call_counts.clear()
     assert bench.values() == {KEYS[RECOVERY]: 2}
-    assert bench.nvml.asked["GPU-0", f"field {(CRC, 0)}"] == 0
+    assert bench.nvml.call_counts["GPU-0", f"field {(CRC, 0)}"] == 0
     assert bench.calls.errors() == []
 
 
@@ -84,9 +84,9 @@ def test_a_gpu_without_links_has_no_errors_rather_than_none_counted(answer: Fiel
     bench = Bench()
     bench.gpu.fields[LINK_COUNT] = answer
     assert bench.values() == {}
-    bench.nvml.asked.clear()
+    bench.nvml.call_counts.clear()
     assert bench.values() == {}
-    assert bench.nvml.asked["GPU-0", f"field {LINK_COUNT}"] == 0
+    assert bench.nvml.call_counts["GPU-0", f"field {LINK_COUNT}"] == 0
     assert bench.calls.errors() == []
 
 
@@ -159,5 +159,5 @@ def test_however_many_links_it_says_it_has_not_more_than_so_many_are_asked() -> 
     bench = Bench(links=10**6)
     bench.count(CRC, 1)
     assert bench.values() == {KEYS[CRC]: 1}
-    queries = [name for _, name in bench.nvml.asked if name.startswith(f"field ({CRC},")]
+    queries = [name for _, name in bench.nvml.call_counts if name.startswith(f"field ({CRC},")]
     assert len(queries) == MAX_LINKS

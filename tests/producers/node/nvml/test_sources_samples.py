@@ -25,13 +25,14 @@ class Bench:
     def __init__(self) -> None:
         self.nvml = FakeNvml(1)
         self.nvml.init()
-        self.kept = self.nvml.gpus[0].samples[UTILIZATION] = []
+        self.driver_samples = self.nvml.gpus[0].samples[UTILIZATION] = []
         self.calls = Calls(self.nvml)
         self.samples = Samples(self.calls, NAME, UTILIZATION)
         self._gpu = self.calls.open(0)
 
     def keep(self, at_us: int, raw: float) -> None:
-        self.kept.append(FieldValue(0, raw, 32, at_us))
+        """The driver takes a sample at this time."""
+        self.driver_samples.append(FieldValue(0, raw, 32, at_us))
 
     def read(self) -> Spread | None:
         return self.samples.read(self._gpu, PERCENT, RATIO)
@@ -87,7 +88,7 @@ def test_a_driver_that_gives_older_samples_than_asked_for_is_not_believed_twice(
     bench = Bench()
     bench.keep(5, 100)
     bench.read()
-    with patch.object(bench.nvml, "samples", lambda *_: [*bench.kept, FieldValue(0, 10, 32, 6)]):
+    with patch.object(bench.nvml, "samples", lambda *_: [*bench.driver_samples, FieldValue(0, 10, 32, 6)]):
         spread = bench.read()
     assert spread == Spread(0.1, 0.1, 0.1)
 
@@ -98,7 +99,7 @@ def test_a_clock_that_is_set_back_does_not_silence_the_samples(back_us: int) -> 
     now_us = time.time_ns() // 1000
     bench.keep(now_us, 1)
     bench.read()
-    bench.kept.clear()
+    bench.driver_samples.clear()
     with patch.object(time, "time_ns", lambda: (now_us - back_us) * 1000):
         bench.keep(now_us - back_us, 50)
         assert bench.read() is None  # how far back they reach is not known

@@ -18,7 +18,9 @@ def test_the_first_source_is_the_catalogues_own(row: Row) -> None:
     assert row.sources[0].question.name in CATALOGUE[row.key].nvml
 
 
-@pytest.mark.parametrize(("row", "source"), SOURCES, ids=lambda one: one.key if isinstance(one, Row) else "")
+@pytest.mark.parametrize(
+    ("row", "source"), SOURCES, ids=lambda argument: argument.key if isinstance(argument, Row) else ""
+)
 def test_every_source_is_one_that_pynvml_has(row: Row, source: ValueSource) -> None:
     question = source.question
     if isinstance(question, Call):

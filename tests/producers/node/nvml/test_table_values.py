@@ -50,17 +50,17 @@ def test_all_ones_of_a_narrower_type_is_a_value_of_a_wider_one() -> None:
     assert measured(0xFFFFFFFF, 64, Scale(), Limits(0, 1e12)) == 0xFFFFFFFF
 
 
-@pytest.mark.parametrize(("raw", "kept"), [(100, True), (101, False), (255, False), (-2, False)])
-def test_a_value_beyond_its_limits_is_none(raw: int, kept: bool) -> None:
-    assert (measured(raw, 32, PERCENT, RATIO) is not None) is kept
+@pytest.mark.parametrize(("raw", "within_limits"), [(100, True), (101, False), (255, False), (-2, False)])
+def test_a_value_beyond_its_limits_is_none(raw: int, within_limits: bool) -> None:
+    assert (measured(raw, 32, PERCENT, RATIO) is not None) is within_limits
 
 
 @given(st.sampled_from([16, 32, 64]), st.integers(0), st.integers(0), st.floats(0.05, 9), st.sampled_from([0, 10**15]))
 def test_a_counter_that_wrapped_has_run_on(bits: int, start: int, run: int, seconds: float, at_us: int) -> None:
     start, run = start % (1 << bits), run % (1 << bits)
     last = Count(start, bits, at_us, 100.0)
-    now = Count((start + run) % (1 << bits), bits, at_us and at_us + round(seconds * 1e6), 100.0 + seconds)
-    rate = per_second(last, now)
+    current = Count((start + run) % (1 << bits), bits, at_us and at_us + round(seconds * 1e6), 100.0 + seconds)
+    rate = per_second(last, current)
     assert rate is not None
     assert rate >= 0
     assert rate == pytest.approx(run / seconds, rel=1e-4)
@@ -68,9 +68,9 @@ def test_a_counter_that_wrapped_has_run_on(bits: int, start: int, run: int, seco
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.floats(), st.floats(), st.integers(), st.integers())
 def test_no_clock_makes_a_rate_negative_or_endless(
-    one: int, other: int, then_s: float, now_s: float, then_us: int, now_us: int
+    first: int, second: int, first_s: float, second_s: float, first_us: int, second_us: int
 ) -> None:
-    rate = per_second(Count(one, 64, then_us, then_s), Count(other, 64, now_us, now_s))
+    rate = per_second(Count(first, 64, first_us, first_s), Count(second, 64, second_us, second_s))
     assert rate is None or rate >= 0
 
 
