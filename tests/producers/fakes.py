@@ -1,4 +1,4 @@
-"""A sender whose broker is in the test's hand, and readings to publish."""
+"""A sender whose broker the test controls, and readings to publish."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ DROP_REASONS = ("buffer_full", "buffer_age", "too_large", "refused", "unencodabl
 
 
 class Event(NamedTuple):
-    """What happened to a record at the broker, and when."""
+    """The outcome of a record at the broker, and its time."""
 
     outcome: Literal["sent", "acknowledged", "refused"]
     topic: str
@@ -29,7 +29,7 @@ class Event(NamedTuple):
 
 
 class FakeClock:
-    """A clock that goes where the test says."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -39,9 +39,9 @@ class FakeClock:
 
 
 class FakeSender(Sender):
-    """Keeps what is sent until it is told to acknowledge or refuse it; ``events`` is all that happened, in order.
+    """Keeps each record until the test acknowledges or refuses it; ``events`` are all outcomes, in order.
 
-    With ``prompt`` it acknowledges at once; it takes records while ``taking`` is set.
+    With ``prompt`` it acknowledges at once. It accepts records while ``taking`` is set.
     """
 
     def __init__(self, clock: FakeClock | None = None, *, prompt: bool = False) -> None:
@@ -88,19 +88,19 @@ class FakeSender(Sender):
         return len(self._waiting)
 
     def acknowledge(self, count: int = 1_000_000) -> None:
-        """The oldest ``count`` records are in the log."""
+        """Acknowledge the oldest ``count`` records."""
         for event, future in self._take(count):
             self.events.append(event._replace(outcome="acknowledged", at_s=self._clock()))
             future.set_result(next(self._offsets))
 
     def refuse(self, count: int = 1) -> None:
-        """The oldest ``count`` records can never be sent."""
+        """Refuse the oldest ``count`` records for good."""
         for event, future in self._take(count):
             self.events.append(event._replace(outcome="refused", at_s=self._clock()))
             future.set_exception(Unsendable("the broker said no"))
 
     def records(self, topic: str, outcome: str = "sent") -> list[dict[str, Any]]:
-        """The records of a topic to which that happened, in order."""
+        """The records of a topic that had this outcome, in order."""
         return [event.record for event in self.events if event.topic == topic and event.outcome == outcome]
 
     def _take(self, count: int) -> list[tuple[Event, "asyncio.Future[int]"]]:
@@ -113,12 +113,12 @@ def instruments() -> Instruments:
 
 
 def value(instruments: Instruments, name: str, **labels: str) -> float:
-    """What a metric of a component says; 0 if it says nothing."""
+    """The value of a component's metric; 0 if it has none."""
     return instruments.registry.get_sample_value(name, labels) or 0.0
 
 
 def devices(utilization: float | None = 0.5) -> list[dict[str, Any]]:
-    """A node of one GPU."""
+    """The devices of a node with one GPU."""
     return [{"uuid": "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b", "metrics": {"gpu_utilization_ratio": utilization}}]
 
 
@@ -143,11 +143,11 @@ async def settle(rounds: int = 20) -> None:
 
 
 class HasPublisher(Protocol):
-    """A test's bench around what it publishes with."""
+    """A test's bench with a publisher."""
 
     @property
     def publisher(self) -> NodePublisher | WorkloadsPublisher:
-        """What is to run."""
+        """The publisher that :func:`running` runs."""
 
 
 B = TypeVar("B", bound=HasPublisher)
@@ -155,7 +155,7 @@ B = TypeVar("B", bound=HasPublisher)
 
 @asynccontextmanager
 async def running(bench: B) -> AsyncIterator[B]:
-    """The bench, with its publisher at work."""
+    """The bench, with its publisher running."""
     task = asyncio.create_task(bench.publisher.run())
     try:
         yield bench

@@ -1,4 +1,4 @@
-"""Runs, ticks and snapshots are numbered as readers rely on."""
+"""The numbers of runs, ticks and snapshots are those that readers rely on."""
 
 import itertools
 from typing import Any
@@ -40,7 +40,7 @@ def test_ticks_count_from_one(numbering: Numbering) -> None:
     assert [_step(numbering, ts_ms).seq for ts_ms in (100, 101, 102)] == [1, 2, 3]
 
 
-def test_a_snapshot_is_new_only_where_its_content_is(numbering: Numbering) -> None:
+def test_a_snapshot_is_new_only_if_its_content_is(numbering: Numbering) -> None:
     named = [_snapshot(_step(numbering, 100 + n, *pods)) for n, pods in enumerate([("a",), ("a",), ("b",), ("a",), ()])]
 
     assert [snapshot.seq for snapshot in named if snapshot] == [1, 1, 2, 3, 4]
@@ -66,7 +66,7 @@ def test_a_tick_that_cannot_be_encoded_keeps_its_number(numbering: Numbering) ->
     assert _step(numbering, 101).seq == 2
 
 
-def test_changing_what_was_read_changes_no_snapshot(numbering: Numbering) -> None:
+def test_changing_a_reading_afterwards_changes_no_snapshot(numbering: Numbering) -> None:
     rows = containers("a")
     first = numbering.step(100, devices(), rows)
     rows[0]["pod"] = "b"
@@ -117,7 +117,7 @@ def test_an_event_from_before_the_last_tick_names_no_snapshot_because_numbers_ar
     assert [snapshot.seq for snapshot in tick.snapshots] == [2]
 
 
-def test_an_event_that_comes_while_its_tick_is_read_names_a_later_snapshot_than_the_tick(numbering: Numbering) -> None:
+def test_an_event_during_the_reading_of_its_tick_names_a_later_snapshot_than_the_tick(numbering: Numbering) -> None:
     tick = numbering.step(100, _with_events(104), containers("old"), lambda ts_ms: containers("new"))
     after = _step(numbering, 110, "new")
 
@@ -134,7 +134,7 @@ def test_an_event_from_before_a_clock_was_set_back_names_no_snapshot(numbering: 
     assert [_named_by_events(numbered) for numbered in (tick, next_tick)] == [[None], [None]]
 
 
-def test_where_it_is_not_known_who_held_what_then_an_event_names_no_snapshot(numbering: Numbering) -> None:
+def test_an_event_at_whose_time_the_holders_are_unknown_names_no_snapshot(numbering: Numbering) -> None:
     tick = numbering.step(110, _with_events(103), containers("new"), lambda ts_ms: None)
     without = numbering.step(120, _with_events(113), None, lambda ts_ms: containers("a"))
 

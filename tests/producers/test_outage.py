@@ -1,4 +1,4 @@
-"""A node of many MIG devices rides out an outage of Kafka as long as its buffer promises."""
+"""A node with many MIG devices survives an outage of Kafka that is as long as its buffer promises."""
 
 import asyncio
 import hashlib
@@ -36,7 +36,7 @@ METRICS = (
 
 
 class HashingSender(FakeSender):
-    """Keeps of each sample that it is sent its hash, and acknowledges it at once."""
+    """Keeps only a hash of each sample, and acknowledges it at once."""
 
     def __init__(self, clock: FakeClock) -> None:
         super().__init__(clock)
@@ -60,7 +60,7 @@ class HashingSender(FakeSender):
 
 
 def cut_devices(chance: Random) -> list[dict[str, Any]]:
-    """A tick of 8 GPUs that are each cut into 7 MIG devices, every value another one than before."""
+    """The devices of a tick: 8 GPUs that are each cut into 7 MIG devices, with random values."""
     devices = []
     for gpu, part in itertools.product(range(GPUS), range(PARTS + 1)):
         uuid = f"{'MIG' if part else 'GPU'}-5c41b7ed-{gpu:04x}-5000-8000-{part:012x}"

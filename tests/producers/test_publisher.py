@@ -34,7 +34,7 @@ SAMPLES, ALLOCATIONS = "gpu.samples", "gpu.allocations"
 
 
 class Bench:
-    """A publisher, running, between a test's clock and a test's broker."""
+    """A publisher with a fake clock and a fake broker."""
 
     def __init__(self, *, prompt: bool = False, buffer: RetryBuffer | None = None) -> None:
         self.clock = FakeClock()
@@ -66,7 +66,7 @@ class Bench:
         return [record["seq"] for record in self.sender.records(SAMPLES, outcome)]
 
 
-async def test_while_no_record_is_taken_the_oldest_ticks_give_way_and_no_other() -> None:
+async def test_while_no_record_is_accepted_only_the_oldest_ticks_are_dropped() -> None:
     async with running(Bench(prompt=True, buffer=RetryBuffer(max_age_s=5.0))) as bench:
         bench.sender.taking.clear()
         await settle()
@@ -254,7 +254,7 @@ async def test_after_an_outage_the_snapshot_comes_before_the_samples_that_name_i
     ]
 
 
-async def test_what_a_stopped_clock_held_up_is_sent_in_the_order_of_its_runs() -> None:
+async def test_ticks_of_several_runs_are_sent_in_the_order_of_their_runs() -> None:
     async with running(Bench(prompt=True)) as bench:
         bench.publish("a")
         bench.publish("a")
@@ -285,7 +285,7 @@ async def test_a_drain_waits_for_the_broker() -> None:
     assert bench.dropped() == {}
 
 
-async def test_what_is_left_after_a_drain_is_dropped_and_counted() -> None:
+async def test_ticks_left_after_a_drain_are_dropped_and_counted() -> None:
     async with running(Bench()) as bench:
         for _ in range(MAX_IN_FLIGHT + 3):
             bench.publish(kubelet=False)
@@ -296,7 +296,7 @@ async def test_what_is_left_after_a_drain_is_dropped_and_counted() -> None:
     assert bench.count(names.HELD) == bench.count(names.BUFFERED) == 0
 
 
-async def test_how_long_a_tick_has_waited_is_known() -> None:
+async def test_the_time_that_the_oldest_tick_has_waited_is_reported() -> None:
     async with running(Bench()) as bench:
         assert bench.publisher.waited_s() == 0.0
         bench.publish(kubelet=False)
@@ -322,15 +322,15 @@ STEPS = st.lists(
 def test_whatever_the_broker_does_every_tick_is_accounted_for_and_follows_its_snapshot(
     steps: list[tuple[str, Any]], max_bytes: int
 ) -> None:
-    asyncio.run(_live_through(steps, max_bytes))
+    asyncio.run(_run_steps(steps, max_bytes))
 
 
-async def _live_through(steps: list[tuple[str, Any]], max_bytes: int) -> None:
+async def _run_steps(steps: list[tuple[str, Any]], max_bytes: int) -> None:
     bench = Bench(buffer=RetryBuffer(max_bytes=max_bytes, max_age_s=600.0))
     published: list[tuple[int, int]] = []
     async with running(bench):
         for step, argument in steps:
-            _do(bench, published, step, argument)
+            _apply(bench, published, step, argument)
             await settle(4)
         bench.sender.prompt = True
         bench.sender.acknowledge()
@@ -338,7 +338,7 @@ async def _live_through(steps: list[tuple[str, Any]], max_bytes: int) -> None:
     _check(bench, published)
 
 
-def _do(bench: Bench, published: list[tuple[int, int]], step: str, argument: Any) -> None:
+def _apply(bench: Bench, published: list[tuple[int, int]], step: str, argument: Any) -> None:
     match step:
         case "publish":
             seq = bench.publish(*(argument or ()), kubelet=argument is not None)

@@ -1,4 +1,4 @@
-"""Producers' records are what readers decode."""
+"""Readers can decode the records of producers."""
 
 import math
 from typing import Any
@@ -71,7 +71,7 @@ def test_a_snapshot_decodes_to_the_kubelets_answer() -> None:
     assert snapshot.containers[1].device_ids == ("GPU-0f12ab34-5c6d-7e8f-9a0b-000000000001",)
 
 
-def test_the_order_of_a_kubelets_answer_is_no_difference() -> None:
+def test_the_order_of_a_kubelets_answer_makes_no_difference() -> None:
     first = [{**row, "device_ids": ["GPU-b", "GPU-a"]} for row in containers("a-0", "b-0")]
     second = [{**row, "device_ids": ["GPU-a", "GPU-b"]} for row in reversed(containers("a-0", "b-0"))]
 
@@ -79,7 +79,7 @@ def test_the_order_of_a_kubelets_answer_is_no_difference() -> None:
     assert records.containers_content(first) != records.containers_content(first[:1])
 
 
-def test_workloads_decode_to_what_the_api_server_knows() -> None:
+def test_workloads_decode_to_what_the_api_server_has() -> None:
     pod = {"namespace": "ml", "name": "a-0", "uid": "u", "started_ms": 5, "ended_ms": None, "labels": {"app": "a"}}
     content = records.WorkloadsContent({"zone": "a"}, [pod]).encoded()
     workloads = msgspec.json.decode(
@@ -90,7 +90,7 @@ def test_workloads_decode_to_what_the_api_server_knows() -> None:
     assert (workloads.pods[0].name, workloads.pods[0].started_ms, workloads.pods[0].ended_ms) == ("a-0", 5, None)
 
 
-def test_a_node_that_was_removed_says_so_and_another_nothing_of_it() -> None:
+def test_a_removed_node_is_marked_and_another_has_no_such_field() -> None:
     content = records.WorkloadsContent({}, [])
     present, removed = content.encoded(), content._replace(removed=True).encoded()
     last = msgspec.json.decode(records.workloads(**NODE, epoch=3, seq=2, ts_ms=9, content=removed), type=NodeWorkloads)
@@ -100,11 +100,11 @@ def test_a_node_that_was_removed_says_so_and_another_nothing_of_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "x" * 254, "nodé", "a\n"])
-def test_a_name_that_readers_would_refuse_is_refused_where_it_enters(name: str) -> None:
+def test_a_name_that_readers_would_refuse_is_refused_by_the_producer(name: str) -> None:
     with pytest.raises(ValueError, match="a name has 1-253 of"):
         records.checked_name("node", name)
 
 
-def test_what_json_has_no_word_for_is_unencodable() -> None:
+def test_text_that_json_can_not_hold_is_unencodable() -> None:
     with pytest.raises(records.Unencodable):
         records.sample(**TICK, devices=[{"uuid": "\ud800"}])

@@ -1,4 +1,4 @@
-"""What a node keeps while Kafka is away."""
+"""The ticks that a node keeps while Kafka is away."""
 
 from random import Random
 
@@ -14,7 +14,7 @@ def _tick(size: int, at_s: float = 0.0) -> WaitingTick:
 
 
 @given(st.lists(st.integers(1, 50)), st.integers(1, 200), st.integers(0, 100))
-def test_the_oldest_give_way_and_no_more_than_needed(sizes: list[int], max_bytes: int, in_flight: int) -> None:
+def test_the_oldest_ticks_are_dropped_and_no_more_than_needed(sizes: list[int], max_bytes: int, in_flight: int) -> None:
     buffer = RetryBuffer(max_bytes=max_bytes, max_age_s=1.0)
     buffer.in_flight_bytes = in_flight
     ticks = [_tick(size) for size in sizes]
@@ -33,7 +33,7 @@ def test_a_buffer_with_room_drops_nothing() -> None:
     assert len(buffer) == 2
 
 
-def test_what_is_too_old_goes_and_what_is_not_stays() -> None:
+def test_only_ticks_that_are_too_old_are_dropped() -> None:
     buffer = RetryBuffer(max_bytes=100, max_age_s=10.0)
     old, young = _tick(1, at_s=0.0), _tick(1, at_s=5.0)
     assert buffer.push(old) + buffer.push(young) == []
@@ -44,11 +44,11 @@ def test_what_is_too_old_goes_and_what_is_not_stays() -> None:
 
 
 def _text(number: int, size: int = 2_000) -> WaitingTick:
-    """A tick that is smaller compressed."""
+    """A tick that compression makes smaller."""
     return WaitingTick(f"{number:09}".encode() * (size // 9), (), float(number))
 
 
-def test_the_newest_ticks_are_as_they_came_and_those_that_wait_longer_are_compressed() -> None:
+def test_the_newest_ticks_are_uncompressed_and_those_that_wait_longer_are_compressed() -> None:
     buffer = RetryBuffer(max_bytes=10_000_000, max_age_s=1_000.0)
     ticks = [_text(number) for number in range(PLAIN_TICKS + 10)]
     dropped_ticks = [dropped for tick in ticks for dropped in buffer.push(tick)]
@@ -78,7 +78,7 @@ def test_a_small_buffer_compresses_before_it_drops() -> None:
     st.integers(1, 30_000),
     st.floats(0.0, 1.0),
 )
-def test_whatever_is_pushed_and_taken_all_come_out_once_in_order_and_as_they_came(
+def test_ticks_come_out_once_in_order_and_unchanged_or_are_dropped(
     steps: list[int | None], max_bytes: int, share_of_zeros: float
 ) -> None:
     buffer, pushed, popped = RetryBuffer(max_bytes=max_bytes, max_age_s=1.0), list[bytes](), list[bytes]()
@@ -98,7 +98,7 @@ def test_whatever_is_pushed_and_taken_all_come_out_once_in_order_and_as_they_cam
     assert len(popped) + dropped_ticks == len(pushed)
 
 
-def test_how_many_ticks_fit_is_what_fits() -> None:
+def test_the_capacity_is_the_number_of_ticks_that_fit() -> None:
     buffer = RetryBuffer(max_bytes=100_000, max_age_s=1_000.0)
     ticks = [WaitingTick(Random(number).randbytes(100).hex().encode() * 10, (), 0.0) for number in range(1_000)]
     fits = buffer.capacity(ticks[0].value)

@@ -1,4 +1,4 @@
-"""What the API server knows is sent when it changes, and again while it does not."""
+"""A node's workloads are sent when they change, and again now and then while they do not."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ def _pods(*pods: str) -> list[dict[str, Any]]:
 
 
 class Bench:
-    """A publisher, running, between a test's clock and a test's broker."""
+    """A publisher with a fake clock and a fake broker."""
 
     def __init__(self, *, prompt: bool = True) -> None:
         self.clock = FakeClock()
@@ -87,7 +87,7 @@ async def test_an_ended_pod_is_in_the_record_that_ends_it_and_in_those_of_every_
 ) -> None:
     monkeypatch.setattr("producers.workloads.CHECK_S", 0.0)
     async with running(Bench()) as bench:
-        for number in range(60):  # a change every 10 s, so that nothing is ever quiet for five minutes
+        for number in range(60):  # a change every 10 s, so that five minutes never pass without one
             ended = ["a"] if number > 0 else []
             running_now = [f"p{number}", *(() if ended else ["a"])]
             bench.publisher.publish(number, "n1", WorkloadsContent({}, [*_pods(*running_now), *_ended(*ended)]))
@@ -100,7 +100,7 @@ async def test_an_ended_pod_is_in_the_record_that_ends_it_and_in_those_of_every_
     assert [seq for _, seq, _ in bench.sent()] == sorted({seq for _, seq, _ in bench.sent()})
 
 
-async def test_what_comes_to_be_known_of_an_ended_pod_is_sent() -> None:
+async def test_a_later_change_of_an_ended_pod_is_sent() -> None:
     async with running(Bench()) as bench:
         for at_ms in (5, 5, 4):
             bench.publisher.publish(1, "n1", WorkloadsContent({}, _ended("a", at_ms=at_ms)))
@@ -125,7 +125,7 @@ async def test_no_end_is_lost_to_a_broker_that_is_away() -> None:
 
 
 @pytest.mark.parametrize("pods", [200, 400])
-async def test_what_short_pods_cost_grows_with_their_number_and_not_with_its_square(pods: int) -> None:
+async def test_the_cost_of_short_pods_grows_linearly_with_their_number(pods: int) -> None:
     async with running(Bench()) as bench:
         ended_pods: list[str] = []
         for number in range(pods):
@@ -155,7 +155,7 @@ async def test_the_last_record_of_a_forgotten_node_is_sent_and_never_again(monke
     assert bench.sent() == [("n1", 1, ["a"]), ("n2", 1, ["a"]), ("n1", 2, [])]
 
 
-async def test_a_node_that_comes_back_goes_on_above_its_last_number() -> None:
+async def test_a_node_that_comes_back_continues_after_its_last_number() -> None:
     async with running(Bench()) as bench:
         for pod in "abc":
             bench.publish("n1", pod)
@@ -175,7 +175,7 @@ async def test_a_node_that_comes_back_before_its_last_record_was_sent_is_not_for
         assert (bench.publish("n1", "b"), bench.publish("n1", "c")) == (None, 3)
 
 
-async def test_how_long_nothing_was_acknowledged_is_known() -> None:
+async def test_the_time_without_an_acknowledgement_is_reported() -> None:
     async with running(Bench(prompt=False)) as bench:
         bench.clock.now_s += 50
         assert bench.publisher.waited_s() == 0
@@ -195,7 +195,7 @@ async def test_how_long_nothing_was_acknowledged_is_known() -> None:
         assert bench.publisher.waited_s() == 0
 
 
-async def test_what_can_never_be_sent_is_counted_and_the_next_is_sent() -> None:
+async def test_an_unsendable_record_is_counted_and_the_next_is_sent() -> None:
     async with running(Bench(prompt=False)) as bench:
         bench.publish("n1", "a" * LARGEST_VALUE_BYTES)
         await settle()
@@ -213,7 +213,7 @@ async def test_what_can_never_be_sent_is_counted_and_the_next_is_sent() -> None:
     assert value(bench.instruments, names.WORKLOADS) == 1
 
 
-async def test_a_drain_says_what_it_left() -> None:
+async def test_a_drain_returns_the_number_of_records_that_it_left() -> None:
     async with running(Bench(prompt=False)) as bench:
         bench.publish("n1", "a")
         await settle()

@@ -1,4 +1,4 @@
-"""A kubelet's pod-resources socket: a gRPC server that answers what a test wants, in threads of its own.
+"""A fake of the kubelet's pod-resources socket: a gRPC server whose answers a test sets, in its own threads.
 
 ``python -m tests.producers.node.pod_resources SOCKET N`` serves N containers until it is killed.
 """
@@ -46,7 +46,7 @@ def claiming(name: str, claim: str, *devices: tuple[str, str, str]) -> Container
 
 
 def pod(name: str, *containers: ContainerResources, namespace: str = "ml-team") -> PodResources:
-    """A pod of a kubelet's answer."""
+    """A pod, as in a kubelet's answer."""
     return PodResources(name=name, namespace=namespace, containers=containers)
 
 
@@ -61,7 +61,7 @@ def pods_on(gpus: Mapping[str, str]) -> bytes:
 
 
 INVALID_UTF8 = pods_on({GPU_A: "bert-0"}).replace(b"bert-0", b"ber\xff-0")
-"""An answer, with a name that is no text."""
+"""An answer with a name that is no valid UTF-8."""
 
 
 def many(count: int, namespace: str = "ml-team") -> bytes:
@@ -79,7 +79,7 @@ def many(count: int, namespace: str = "ml-team") -> bytes:
 
 
 class Server:
-    """A kubelet on ``path``. Everything it does may be changed at any time, and counts for the calls from then on."""
+    """A kubelet on ``path``. Its attributes may be changed at any time, and apply to later calls."""
 
     def __init__(self, path: Path, reply: bytes = b"") -> None:
         self.path = path
@@ -92,7 +92,7 @@ class Server:
         self._stopping = threading.Event()
 
     def start(self) -> None:
-        """Begin to serve; a socket that another one left behind is replaced."""
+        """Start serving; a socket that another server left behind is replaced."""
         self._stopping.clear()
         self._server = grpc.server(ThreadPoolExecutor(4))
         method: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(self._list)
@@ -103,25 +103,25 @@ class Server:
         self._server.start()
 
     def stop(self) -> None:
-        """End at once: connections break, and the socket goes."""
+        """Stop at once: connections break, and the socket is removed."""
         self._stopping.set()
         if self._server is not None:
             self._server.stop(0).wait()
             self._server = None
 
     def release(self) -> None:
-        """Answer the calls that wait out a delay now."""
+        """Answer now the calls that wait for the end of a delay."""
         self.delay_s = 0.0
         self._stopping.set()
         self._stopping.clear()
 
     def called(self, times: int) -> None:
-        """Wait until there were that many calls, the unanswered ones included."""
+        """Wait until there were ``times`` calls, including unanswered ones."""
         with self._called:
             assert self._called.wait_for(lambda: self.calls >= times, _LONGEST_S)
 
     def fail(self, code: grpc.StatusCode | None, text: str = "") -> None:
-        """Answer with this error from now on; None: with the reply again."""
+        """Answer with this error from now on; None: answer with the reply again."""
         self.error = None if code is None else (code, text)
 
     def _list(self, _: Any, context: grpc.ServicerContext) -> bytes:
@@ -137,7 +137,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(path: Path, reply: bytes = b"") -> Iterator[Server]:
-    """A server that runs while inside."""
+    """A server that runs inside the ``with`` block."""
     server = Server(path, reply)
     server.start()
     try:
@@ -148,7 +148,7 @@ def serving(path: Path, reply: bytes = b"") -> Iterator[Server]:
 
 @contextlib.contextmanager
 def listening(path: Path, greeting: bytes | None) -> Iterator[None]:
-    """Something on ``path`` that is no gRPC server: it says ``greeting`` to whoever comes; None: never accepts."""
+    """A listener on ``path`` that is no gRPC server: it sends ``greeting`` to each client; None: it never accepts."""
     with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as accepted:
         listener.bind(str(path))
         listener.listen(64)
@@ -173,13 +173,13 @@ def listening(path: Path, greeting: bytes | None) -> Iterator[None]:
 
 
 def dead(path: Path) -> None:
-    """A socket whose server is gone: there, and nobody on it."""
+    """A socket file whose server has ended."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
 
 
 def main(path: str, count: str) -> None:
-    """Serve until killed, and say when it begins."""
+    """Serve until killed, and print a line at the start."""
     Server(Path(path), many(int(count))).start()
     print("serving", flush=True)  # noqa: T201 - what the parent waits for
     for _ in itertools.count():

@@ -1,4 +1,4 @@
-"""A kubelet's Pods API: a gRPC server that pushes what a test says of its pods, in threads of its own."""
+"""A fake of the kubelet's Pods API: a gRPC server that pushes the pods that a test sets, in its own threads."""
 
 import contextlib
 import queue
@@ -37,7 +37,7 @@ def pushed_pod(
     phase: str = "Running",
     devices: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
 ) -> Pod:
-    """A pod as the kubelet pushes it. ``devices``: the ids that its status names, by container and resource."""
+    """A pod as the kubelet pushes it. ``devices`` are the device ids in its status, by container and resource."""
     containers = [
         ContainerStatus(
             name=container,
@@ -66,7 +66,7 @@ class PodsServer:
         self._server: grpc.Server | None = None
 
     def start(self) -> None:
-        """Begin to serve; a socket that another one left behind is replaced."""
+        """Start serving; a socket that another server left behind is replaced."""
         self._server = grpc.server(ThreadPoolExecutor(4))
         method: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(self._watch)
         self._server.add_generic_rpc_handlers(
@@ -76,7 +76,7 @@ class PodsServer:
         self._server.start()
 
     def stop(self) -> None:
-        """End at once: streams break, and the socket goes."""
+        """Stop at once: streams break, and the socket is removed."""
         if self._server is not None:
             self.end_streams()
             self._server.stop(0).wait()
@@ -90,20 +90,20 @@ class PodsServer:
             self._streams.clear()
 
     def push(self, pod: Pod) -> None:
-        """A pod that is new, or has changed."""
+        """Push a pod that is new, or has changed."""
         with self._lock:
             exists = pod.metadata.uid in self.pods
             self.pods[pod.metadata.uid] = pod
             self._send(MODIFIED if exists else ADDED, pod)
 
     def delete(self, uid: str) -> None:
-        """The kubelet forgets a pod: of it only the name is pushed."""
+        """Delete a pod; only its metadata is pushed."""
         with self._lock:
             metadata = self.pods.pop(uid).metadata
             self._send(DELETED, Pod(metadata=metadata))
 
     def say(self, value: bytes) -> None:
-        """Push what may be no event."""
+        """Push raw bytes, which may be no event."""
         with self._lock:
             for stream in self._streams:
                 stream.put(value)
@@ -130,7 +130,7 @@ class PodsServer:
 
 @contextlib.contextmanager
 def pushing(path: Path) -> Iterator[PodsServer]:
-    """A server that runs while inside."""
+    """A server that runs inside the ``with`` block."""
     server = PodsServer(path)
     server.start()
     try:

@@ -1,4 +1,4 @@
-"""A procfs of files, for tests that begin and end processes as they want."""
+"""A fake procfs in a folder, in which tests start and end processes."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from producers.node.jobs import KnownJobs, Users
 
 
 class Procfs:
-    """Processes in ``root``, and the owners that they have. User 1000 is alice."""
+    """Processes in ``root``, and their owners. User 1000 is alice."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir(exist_ok=True)

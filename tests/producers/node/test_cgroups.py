@@ -1,4 +1,4 @@
-"""A process is booked to the pod and the job that its control group names, in every form that runtimes write."""
+"""A process belongs to the pod and the job that its control group names, in every form that runtimes write."""
 
 import os
 import shutil
@@ -99,7 +99,7 @@ def test_each_form_names_its_pod_container_and_job(form: str) -> None:
 
 
 @given(st.text() | st.lists(st.sampled_from([*"0:/.-_\npod8", UID, SLICE_UID, ID, "job_", "slurm"])).map("".join))
-def test_no_text_is_too_strange_to_be_read(text: str) -> None:
+def test_any_text_can_be_parsed(text: str) -> None:
     owner = parse(text)
     assert owner.pod_uid is None or owner.pod_uid.replace("-", "_") in text.replace("-", "_")
     assert owner.container_id is None or owner.container_id in text
@@ -115,16 +115,16 @@ def in_pod(uid: str) -> str:
     return f"0::/kubepods/pod{uid}/{ID}\n"
 
 
-def test_a_process_is_found_where_its_group_says(procfs: Procfs) -> None:
+def test_a_process_belongs_to_the_pod_of_its_group(procfs: Procfs) -> None:
     procfs.begin(42, 1000, in_pod(UID))
     assert procfs.owners.of(42) == POD
 
 
-def test_a_process_that_is_not_in_procfs_has_no_place(procfs: Procfs) -> None:
+def test_a_process_that_is_not_in_procfs_is_unknown(procfs: Procfs) -> None:
     assert procfs.owners.of(42) is None
 
 
-def test_a_process_outside_of_pods_and_jobs_is_seen_and_nowhere(procfs: Procfs) -> None:
+def test_a_process_outside_of_pods_and_jobs_has_no_owner(procfs: Procfs) -> None:
     procfs.begin(42, 1000, "0::/user.slice\n")
     assert procfs.owners.of(42) == NO_OWNER
 
@@ -144,7 +144,7 @@ def test_a_process_id_that_is_used_again_is_another_process(procfs: Procfs) -> N
     assert procfs.owners.of(42) == ProcessOwner(other_uid, ID, None)
 
 
-def test_a_process_that_a_batch_system_adopts_later_is_found_there(procfs: Procfs) -> None:
+def test_a_process_that_a_batch_system_adopts_later_belongs_to_its_job(procfs: Procfs) -> None:
     now_s = 0.0
     owners = ProcessOwners(procfs.root, clock=lambda: now_s)
     procfs.begin(42, 1000, "0::/user.slice\n")
@@ -168,19 +168,19 @@ def test_the_start_time_is_read_past_any_command_name(procfs: Procfs, comm: str)
 
 
 @pytest.mark.parametrize("stat", ["", "42", "42 (python) S 1 2 3", "42 (python) S" + " x" * 30, ")" * 100])
-def test_a_stat_that_is_none_is_no_process(procfs: Procfs, stat: str) -> None:
+def test_a_malformed_stat_is_no_process(procfs: Procfs, stat: str) -> None:
     procfs.begin(42, 1000, in_pod(UID))
     (procfs.root / "42" / "stat").write_text(stat)
     assert procfs.owners.of(42) is None
 
 
-def test_a_process_whose_group_is_hidden_is_nowhere(procfs: Procfs) -> None:
+def test_a_process_whose_group_is_hidden_has_no_owner(procfs: Procfs) -> None:
     procfs.begin(42, 1000, None)
     (procfs.root / "42" / "cgroup").mkdir()  # reading it fails, whoever reads
     assert procfs.owners.of(42) == NO_OWNER
 
 
-def test_a_process_that_may_not_be_read_has_no_place(procfs: Procfs) -> None:
+def test_a_process_that_may_not_be_read_is_unknown(procfs: Procfs) -> None:
     procfs.begin(42, 1000, in_pod(UID))
     (procfs.root / "42" / "stat").unlink()
     (procfs.root / "42" / "stat").mkdir()
@@ -188,7 +188,7 @@ def test_a_process_that_may_not_be_read_has_no_place(procfs: Procfs) -> None:
 
 
 @pytest.mark.parametrize("successor", [None, 2000])
-def test_a_process_that_ends_between_two_reads_has_no_place(
+def test_a_process_that_ends_between_two_reads_is_unknown(
     procfs: Procfs, monkeypatch: pytest.MonkeyPatch, successor: int | None
 ) -> None:
     procfs.begin(42, 1000, in_pod(UID))
@@ -205,7 +205,7 @@ def test_a_process_that_ends_between_two_reads_has_no_place(
     assert procfs.owners.of(42) is None
 
 
-def test_what_ended_since_it_was_listed_is_where_it_was_and_forgotten_soon_after(procfs: Procfs) -> None:
+def test_a_process_that_ended_after_its_listing_keeps_its_owner_and_is_forgotten_soon_after(procfs: Procfs) -> None:
     now_s = 0.0
     owners = ProcessOwners(procfs.root, clock=lambda: now_s)
     procfs.begin(42, 1000, in_pod(UID))
@@ -220,7 +220,7 @@ def test_what_ended_since_it_was_listed_is_where_it_was_and_forgotten_soon_after
     assert not owners._cache
 
 
-def test_an_id_that_is_another_process_by_now_is_not_where_the_first_one_was(procfs: Procfs) -> None:
+def test_a_process_with_an_old_id_does_not_get_the_owner_of_the_first_process(procfs: Procfs) -> None:
     procfs.begin(42, 1000, in_pod(UID))
     procfs.owners.of(42)
     procfs.end(42)
@@ -228,7 +228,7 @@ def test_an_id_that_is_another_process_by_now_is_not_where_the_first_one_was(pro
     assert procfs.owners.of(42) == NO_OWNER
 
 
-def test_no_more_is_remembered_than_there_is_room_for(procfs: Procfs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded(procfs: Procfs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroups, "_MAX_CACHED", 3)
     for pid in (1, 2, 3):
         procfs.begin(pid, 1000, in_pod(UID))
@@ -239,7 +239,7 @@ def test_no_more_is_remembered_than_there_is_room_for(procfs: Procfs, monkeypatc
     assert set(procfs.owners._cache) == {3, 1, 4}
 
 
-def test_many_threads_may_ask_at_once(procfs: Procfs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_threads_may_look_up_at_once(procfs: Procfs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroups, "_MAX_CACHED", 8)
     for pid in range(16):
         procfs.begin(pid, 1000, f"0::/slurm/job_{pid}\n")
@@ -282,7 +282,7 @@ def test_a_process_whose_command_is_hidden_is_no_server(procfs: Procfs) -> None:
     assert procfs.owners.of(42) == POD
 
 
-def test_an_mps_server_on_the_node_that_a_batch_system_adopts_later_is_found_there(procfs: Procfs) -> None:
+def test_an_mps_server_that_a_batch_system_adopts_later_belongs_to_its_job(procfs: Procfs) -> None:
     now_s = 0.0
     owners = ProcessOwners(procfs.root, clock=lambda: now_s)
     procfs.begin(42, 1000, LOGIN, "nvidia-cuda-mps")
@@ -341,7 +341,7 @@ def test_a_job_in_a_group_has_the_user_and_partition_of_its_environment(procfs: 
 
 
 @pytest.mark.parametrize(("uid", "user"), [(1000, "alice"), (1001, "1001"), (None, None)])
-def test_where_no_environment_may_be_read_the_user_is_who_began_the_process(
+def test_if_no_environment_may_be_read_the_user_is_that_of_the_process(
     procfs: Procfs, uid: int | None, user: str | None
 ) -> None:
     procfs.begin(42, 1000, IN_JOB, uid=uid)
@@ -350,7 +350,7 @@ def test_where_no_environment_may_be_read_the_user_is_who_began_the_process(
     assert procfs.owners.jobs.of("7") == Job("7", user)
 
 
-def test_whoever_says_to_be_of_anothers_job_does_not_take_it(procfs: Procfs) -> None:
+def test_a_process_that_claims_anothers_job_does_not_change_its_user(procfs: Procfs) -> None:
     procfs.begin(42, 1000, IN_JOB, uid=1000)
     procfs.begin(43, 1000, LOGIN, environ=BATCH, uid=2000)
     for pid in (42, 43):
@@ -365,7 +365,7 @@ def test_an_environment_is_read_once(procfs: Procfs) -> None:
     assert procfs.owners.of(42) == ProcessOwner(None, None, "7")
 
 
-def test_of_an_environment_no_more_is_read_than_has_a_bound(procfs: Procfs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_is_read_up_to_a_bound(procfs: Procfs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroups, "LARGEST_ENVIRON_BYTES", len(b"HOME=/\0SLURM_JOB_ID=7"))
     procfs.begin(42, 1000, LOGIN, environ=BATCH.replace(b"=7", b"=77"))
     assert procfs.owners.of(42) == NO_OWNER, "half a number is none"
@@ -381,7 +381,7 @@ def test_a_status_that_reports_no_user_leaves_the_job_without(procfs: Procfs, st
     assert procfs.owners.jobs.of("7") == Job("7")
 
 
-def test_a_process_that_ends_while_it_is_looked_at_teaches_nothing_of_its_job(
+def test_a_process_that_ends_during_its_lookup_adds_nothing_to_its_job(
     procfs: Procfs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     procfs.begin(42, 1000, LOGIN, environ=BATCH)
@@ -405,7 +405,7 @@ def test_the_environment_and_the_user_of_a_real_process_are_read() -> None:
     with subprocess.Popen(["sleep", "60"], env={**os.environ, **variables}) as process:
         try:
             environ = Path(f"/proc/{process.pid}/environ")
-            while not environ.read_bytes():  # it has begun before it has one
+            while not environ.read_bytes():  # a process has started before it has an environment
                 time.sleep(0.01)
             owners = ProcessOwners(jobs=KnownJobs(Users({os.getuid(): "alice"}.get, within_s=30.0)))
             owner = owners.of(process.pid)

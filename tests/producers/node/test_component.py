@@ -1,4 +1,4 @@
-"""The node as it runs: what was read is what is sent, at its time, whatever hangs or is away."""
+"""The node producer as it runs: what it reads is sent with its time, whatever hangs or is away."""
 
 import asyncio
 import subprocess
@@ -24,7 +24,7 @@ from topics.topic import decoder
 
 
 class FakeGpus:
-    """Answers what the test says, after ``takes_s``; ``done`` is called after each answer."""
+    """Returns ``answer`` after ``takes_s``."""
 
     def __init__(self, answer: list[dict[str, Any]] | None = None, *, opens_in_s: float = 0.0) -> None:
         self.answer = devices() if answer is None else answer
@@ -38,7 +38,7 @@ class FakeGpus:
         self._opens_in_s, self._event = opens_in_s, asyncio.Event()
 
     def xid(self, code: int) -> None:
-        """An XID error of the first GPU, now."""
+        """Let the first GPU report an XID error now."""
         self.events.append({"kind": "xid", "code": code, "ts_ms": time.time_ns() // 1_000_000})
         self._event.set()
 
@@ -74,7 +74,7 @@ class FakeGpus:
 
 
 class FakeKubelet:
-    """Answers what the test says."""
+    """Returns ``answer``."""
 
     def __init__(self, answer: list[dict[str, Any]] | None) -> None:
         self.answer = answer
@@ -100,7 +100,7 @@ class FakeKubelet:
 
 
 class Bench:
-    """A node producer, and all that is around it."""
+    """A node producer with fake GPUs, a fake kubelet and a fake sender."""
 
     def __init__(self, *, prompt: bool = True, opens_in_s: float = 0.0, **changed: Any) -> None:
         self.sender = FakeSender(prompt=prompt)
@@ -126,7 +126,7 @@ class Bench:
         return self.component.registry.get_sample_value(name, labels) or 0.0
 
 
-async def test_each_tick_is_what_was_read_and_names_its_snapshot() -> None:
+async def test_each_tick_has_what_was_read_and_names_its_snapshot() -> None:
     bench = Bench()
     await bench.until(lambda: len(bench.ticks) >= 3)
 
@@ -137,7 +137,7 @@ async def test_each_tick_is_what_was_read_and_names_its_snapshot() -> None:
     assert bench.component.sampled() == [("gpu-1", bench.ticks[0]["run_id"], len(bench.ticks))]
 
 
-async def test_what_is_sent_is_a_record_of_the_contract() -> None:
+async def test_sent_records_are_valid() -> None:
     bench = Bench()
     await bench.until(lambda: len(bench.ticks) >= 1)
 
@@ -203,7 +203,7 @@ async def test_a_stop_does_not_wait_for_a_reading_that_hangs(monkeypatch: pytest
         (2_000, "WARNING", "and --buffer wants 15 minutes: give --buffer-size "),
     ],
 )
-async def test_at_the_first_tick_it_is_said_once_how_long_the_buffer_lasts(
+async def test_the_first_tick_logs_once_how_long_the_buffer_lasts(
     buffer_size: int, level: str, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "producers.node.component")
@@ -218,13 +218,13 @@ async def test_at_the_first_tick_it_is_said_once_how_long_the_buffer_lasts(
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_what_happened_since_the_last_tick_is_in_one_more_at_the_stop(
+async def test_events_since_the_last_tick_are_in_one_more_tick_at_the_stop(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("producers.node.component.LAST_TICK_WITHIN_S", 0.1)
     bench = Bench(interval_s=3600.0)
     running = asyncio.create_task(bench.until(lambda: bench.stop.is_set()))
-    while not bench.ticks:  # noqa: ASYNC110 - nobody says when it holds
+    while not bench.ticks:  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0.01)
     bench.gpus.takes_s = 0.2 if hangs else 0.0
     bench.gpus.xid(79)
@@ -238,11 +238,11 @@ async def test_what_happened_since_the_last_tick_is_in_one_more_at_the_stop(
 
 
 @pytest.mark.slow
-async def test_an_event_that_comes_while_a_reading_is_under_way_is_not_lost_by_a_stop() -> None:
+async def test_an_event_during_a_reading_is_not_lost_by_a_stop() -> None:
     bench = Bench(interval_s=2.0)
     bench.gpus.takes_s = 0.3
     running = asyncio.create_task(bench.until(lambda: bench.stop.is_set()))
-    while bench.gpus.reads < 2:  # noqa: ASYNC110 - nobody says when it holds
+    while bench.gpus.reads < 2:  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0.01)
     bench.gpus.xid(31)
     bench.stop.set()
@@ -251,7 +251,7 @@ async def test_an_event_that_comes_while_a_reading_is_under_way_is_not_lost_by_a
     assert [event["code"] for tick in bench.ticks for event in tick["devices"][0].get("events", ())] == [31]
 
 
-async def test_the_kubelet_is_asked_as_soon_as_something_happens() -> None:
+async def test_an_event_makes_the_kubelet_be_read_at_once() -> None:
     bench = Bench(interval_s=3600.0)
 
     def read_again() -> bool:
@@ -273,7 +273,7 @@ async def test_a_tick_that_would_be_an_interval_late_is_never_read_and_counted()
     assert [tick["seq"] for tick in bench.ticks][:2] == [1, 2]
 
 
-async def test_what_kafka_has_not_taken_at_the_stop_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ticks_that_kafka_has_not_acknowledged_at_the_stop_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("producers.node.component.DRAIN_S", 0.1)
     bench = Bench(prompt=False)
     await bench.until(lambda: bench.gpus.reads >= 3)
@@ -284,7 +284,7 @@ async def test_what_kafka_has_not_taken_at_the_stop_is_counted(monkeypatch: pyte
     assert bench.sender.stopped
 
 
-async def test_what_only_a_new_process_can_mend_ends_it_after_the_drain() -> None:
+async def test_an_error_that_only_a_new_process_can_mend_ends_it_after_the_drain() -> None:
     class Mismatch(Exception):
         exit_code = 70
 
@@ -315,7 +315,7 @@ async def test_everything_that_is_missing_is_reported() -> None:
     assert bench.component.not_ready() == []
 
 
-async def test_a_device_carries_the_jobs_of_its_file_and_a_job_that_ends_is_gone(tmp_path: Path) -> None:
+async def test_a_device_has_the_jobs_of_its_file_until_they_end(tmp_path: Path) -> None:
     bench = Bench(hpc_job_mapping_dir=tmp_path)
     bench.gpus.answer = [{**devices()[0], "index": index} for index in (0, 1)]
     (tmp_path / "1").write_text("7\n8\n")
@@ -371,7 +371,7 @@ def jobs_in(tick: dict[str, Any]) -> list[Any]:
         ({"resource_prefixes": ("",)}, "--resource-prefixes"),
     ],
 )
-def test_settings_that_can_not_be_are_errors(changed: dict[str, Any], word: str) -> None:
+def test_impossible_settings_are_errors(changed: dict[str, Any], word: str) -> None:
     (error,) = NodeSettings(kafka="127.0.0.1:1", node="gpu-1", **changed).errors()
 
     assert word in error

@@ -1,4 +1,4 @@
-"""The node's GPUs, whatever becomes of them: each answers for itself, and each is known for as long as the process."""
+"""The GPUs of a node: one that fails does not disturb the others, and each is reported as long as the process runs."""
 
 import asyncio
 import contextlib
@@ -36,12 +36,12 @@ Devices = list[dict[str, Any]]
 
 
 def log_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the producer has logged; a thread of a test before may still end, and asyncio says so."""
+    """The messages that the producer logged. asyncio may log the end of an earlier test's thread: it is left out."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("producers.")]
 
 
 class Bench:
-    """GPUs, the machine that they are in, and what is counted."""
+    """GPUs, the fake machine that they are in, and the metrics."""
 
     def __init__(self, gpus: int = 3, *, pace: Pace = NEVER) -> None:
         self.nvml, self.clock, self.owners = FakeNvml(gpus), FakeClock(), FakeProcessOwners()
@@ -115,7 +115,7 @@ async def test_a_driver_that_does_not_report_its_version_is_used_all_the_same(be
     assert await bench.states() == OK
 
 
-async def test_all_gpus_come_by_index_and_are_devices_of_the_contract(bench: Bench) -> None:
+async def test_all_gpus_are_valid_devices_in_the_order_of_their_index(bench: Bench) -> None:
     devices = await bench.open()
     assert [(device["uuid"], device["index"], device["state"]) for device in devices] == [
         (f"GPU-{index}", index, "ok") for index in range(3)
@@ -129,13 +129,13 @@ async def test_all_gpus_come_by_index_and_are_devices_of_the_contract(bench: Ben
     assert bench.value(f"{own.READ_SECONDS}_count") == 6
 
 
-async def test_nothing_is_asked_on_the_loops_thread_and_each_gpu_has_one_of_its_own(bench: Bench) -> None:
+async def test_no_call_is_made_on_the_loops_thread_and_each_gpu_has_a_thread_of_its_own(bench: Bench) -> None:
     await bench.open()
     await eventually(lambda: bench.nvml.threads == {"nvml-driver", "nvml-events", "nvml-0", "nvml-1", "nvml-2"})
     assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("nvml-"))
 
 
-async def test_before_it_is_opened_it_says_so() -> None:
+async def test_it_is_not_ready_before_it_is_opened() -> None:
     async with opened(Bench()) as bench:
         assert bench.gpus.not_ready() == ["the NVIDIA driver has not been asked yet"]
         assert await bench.read() == []
@@ -166,7 +166,7 @@ async def test_a_gpu_that_hangs_is_a_timeout_and_the_others_are_on_time(bench: B
     await bench.comes(OK)
 
 
-async def test_one_that_hangs_is_counted_when_it_returns_and_what_it_says_then_is_not_of_that_tick(
+async def test_a_hanging_call_is_counted_when_it_returns_and_its_answer_is_not_of_that_tick(
     bench: Bench,
 ) -> None:
     await bench.open()
@@ -178,8 +178,8 @@ async def test_one_that_hangs_is_counted_when_it_returns_and_what_it_says_then_i
     assert await bench.states() == OK
 
 
-async def silenced(bench: Bench, *uuids: str) -> None:
-    """Nothing that these are asked returns, and every thread that they may have waits."""
+async def let_hang(bench: Bench, *uuids: str) -> None:
+    """Let every call to these GPUs hang, until all the threads that they may have wait."""
     for uuid in uuids:
         bench.nvml.hang(uuid, "*")
     for _ in range(reader.MAX_ABANDONED + 1):
@@ -187,14 +187,14 @@ async def silenced(bench: Bench, *uuids: str) -> None:
         bench.clock.now_s += 40
 
 
-async def test_what_hangs_is_reported_with_its_time_and_the_call_and_once_in_the_log(
+async def test_a_hang_is_reported_with_its_time_and_the_call_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with opened(Bench()) as bench:
         bench.gpus = bench.make(clock=bench.clock)
         await bench.open()
         caplog.set_level(logging.INFO)
-        await silenced(bench, "GPU-1")
+        await let_hang(bench, "GPU-1")
         (silent,) = [reason for reason in bench.gpus.not_ready() if "has not answered" in reason]
         assert silent.startswith("GPU 1 (GPU-1) has not answered for 40 s (nvmlDevice")
         for _ in range(3):
@@ -215,7 +215,7 @@ async def test_a_gpu_that_hangs_keeps_no_more_than_a_few_threads_and_none_when_i
             return [thread.name for thread in threading.enumerate() if thread.name == "nvml-1"]
 
         others = len(threads()) - 1
-        await silenced(bench, "GPU-1")
+        await let_hang(bench, "GPU-1")
         for _ in range(20):
             await bench.read(0.01)
             bench.clock.now_s += 40
@@ -287,7 +287,7 @@ async def test_a_call_that_is_slow_each_time_is_made_less_and_less_often_and_cos
 async def test_a_gpu_that_is_slow_to_read_is_in_each_tick_with_the_time_when_it_was_read(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each of its calls takes its time, and none takes long."""
+    """Each of its calls takes some time, and none takes long."""
     await bench.open()
     caplog.set_level(logging.INFO)
     bench.nvml.delays_s["GPU-1", "*"] = 0.006
@@ -335,7 +335,7 @@ async def test_a_reading_that_spans_ticks_ends_in_one_of_them_and_is_reported_on
 
 
 @pytest.mark.slow
-async def test_the_mig_devices_of_a_gpu_that_hangs_or_is_lost_are_known_too(bench: Bench) -> None:
+async def test_the_mig_devices_of_a_gpu_that_hangs_or_is_lost_are_reported_too(bench: Bench) -> None:
     gpu = bench.nvml.gpus[1]
     gpu.cut(part("MIG-a", 1, "1g.10gb", 7))
     assert (await bench.open())[2]["mig"]["parent_uuid"] == "GPU-1"
@@ -384,7 +384,7 @@ async def test_a_gpu_that_can_not_be_opened_is_left_out_counted_and_reported(
 
 
 @pytest.mark.slow
-async def test_a_gpu_that_hangs_while_it_is_opened_holds_up_no_other_and_comes_when_it_returns(bench: Bench) -> None:
+async def test_a_gpu_that_hangs_while_it_is_opened_delays_no_other_and_is_used_when_it_returns(bench: Bench) -> None:
     hang = bench.nvml.hang("GPU-1", "nvmlDeviceGetHandleByIndex")
     await bench.gpus.open(0.7)
     assert await bench.states(0.7) == {"GPU-0": "ok", "GPU-2": "ok"}
@@ -399,7 +399,7 @@ async def test_two_gpus_of_one_uuid_are_one(bench: Bench) -> None:
     assert "it has the UUID of GPU 0" in bench.gpus.not_ready()[0]
 
 
-async def test_a_fault_in_reading_one_gpu_is_reported_and_holds_up_no_other(
+async def test_a_bug_in_reading_a_gpu_is_reported_and_delays_no_other(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     await bench.open()
@@ -410,7 +410,7 @@ async def test_a_fault_in_reading_one_gpu_is_reported_and_holds_up_no_other(
     assert len([record for record in caplog.records if record.exc_info]) == 1
 
 
-async def test_processes_are_counted_once_each_by_what_is_known_of_them(bench: Bench) -> None:
+async def test_each_process_is_counted_once_by_its_kind(bench: Bench) -> None:
     bench.owners.owners = {
         1: ProcessOwner("pod", None, None),
         2: ProcessOwner(None, None, "job"),
@@ -446,7 +446,7 @@ async def test_errors_are_counted_by_call_and_error(bench: Bench) -> None:
         (77, "CODE_77"),
     ],
 )
-async def test_a_driver_that_comes_later_works_and_until_then_it_is_reported_once(
+async def test_a_driver_that_starts_later_works_and_until_then_it_is_reported_once(
     quick: Bench, caplog: pytest.LogCaptureFixture, code: int, reported: str
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -464,7 +464,7 @@ async def test_a_driver_that_comes_later_works_and_until_then_it_is_reported_onc
     assert log_messages(caplog)[1] == "NVIDIA driver 580.0 with 3 GPUs"
 
 
-async def test_a_driver_without_gpus_says_so() -> None:
+async def test_a_driver_without_gpus_is_reported() -> None:
     async with opened(Bench(0)) as bench:
         assert await bench.open() == []
         assert bench.gpus.not_ready() == ["the NVIDIA driver has no GPU"]
@@ -485,7 +485,7 @@ async def test_an_init_that_does_not_return_is_reported_and_there_is_no_second_o
         await bench.comes(OK)
 
 
-async def test_a_new_gpu_that_a_new_process_sees_is_there_after_opening_again(
+async def test_a_new_gpu_that_a_new_process_sees_is_read_after_opening_again(
     quick: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -503,8 +503,8 @@ async def test_a_new_gpu_that_a_new_process_sees_is_there_after_opening_again(
     assert again.endswith("opened again: GPU-new would answer a new process, and not this one")
 
 
-async def test_a_census_does_not_come_before_gpus_were_read_however_long_the_interval_is(quick: Bench) -> None:
-    """Else GPUs that no tick has read yet would not count as working, and NVML be opened for them again and again."""
+async def test_no_census_runs_before_gpus_were_read_however_long_the_interval_is(quick: Bench) -> None:
+    """Otherwise GPUs that no tick has read yet would not count as working, and NVML would be opened again for them."""
     quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
     quick.gpus = quick.make()
     await quick.open()
@@ -517,7 +517,7 @@ async def test_a_census_does_not_come_before_gpus_were_read_however_long_the_int
     assert await quick.states() == OK | {"GPU-new": "ok"}
 
 
-async def test_what_nvml_has_lent_is_given_back_before_it_is_opened_again(quick: Bench) -> None:
+async def test_the_buffers_of_nvml_are_freed_before_it_is_opened_again(quick: Bench) -> None:
     quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
     quick.gpus = quick.make()
     for gpu in quick.nvml.gpus:
@@ -532,9 +532,7 @@ async def test_what_nvml_has_lent_is_given_back_before_it_is_opened_again(quick:
     assert not set(before) & set(quick.nvml.lent)
 
 
-async def test_where_giving_back_hangs_nvml_is_not_opened_again_until_it_returns(
-    quick: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_while_freeing_hangs_nvml_is_not_opened_again(quick: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "QUIET_WITHIN_S", 0.1)
     quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
     quick.gpus = quick.make()
@@ -551,7 +549,7 @@ async def test_where_giving_back_hangs_nvml_is_not_opened_again_until_it_returns
     await quick.comes(OK | {"GPU-new": "ok"})
 
 
-async def test_a_gpu_that_is_not_there_any_more_stays_known_as_lost(quick: Bench) -> None:
+async def test_a_gpu_that_has_disappeared_is_reported_as_lost(quick: Bench) -> None:
     quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
     quick.gpus = quick.make()
     await quick.open()
@@ -630,7 +628,7 @@ async def test_a_mig_device_of_a_gpu_that_is_cut_again_is_not_missing_and_those_
     await quick.comes({**OK, "GPU-1": "lost", "MIG-c": "lost", "GPU-new": "ok"})
 
 
-async def test_a_gpu_that_can_not_be_opened_again_stays_known_and_is_reported_once(quick: Bench) -> None:
+async def test_a_gpu_that_can_not_be_opened_again_stays_in_the_ticks_and_is_reported_once(quick: Bench) -> None:
     quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus if gpu.error is None])
     quick.gpus = quick.make()
     await quick.open()
@@ -662,7 +660,7 @@ async def test_a_driver_that_was_reloaded_is_opened_again(quick: Bench) -> None:
     assert quick.value(own.OPENED) == 2
 
 
-async def test_opening_again_that_fails_is_tried_until_it_works(quick: Bench) -> None:
+async def test_opening_again_is_retried_until_it_works(quick: Bench) -> None:
     quick.census = FakeCensus(lambda: [*OK, "GPU-new"])
     quick.gpus = quick.make()
     await quick.open()
@@ -674,7 +672,7 @@ async def test_opening_again_that_fails_is_tried_until_it_works(quick: Bench) ->
     await quick.comes(OK)
 
 
-async def test_while_nvml_is_opened_again_no_gpu_is_asked_and_all_are_timeouts(quick: Bench) -> None:
+async def test_while_nvml_is_opened_again_no_gpu_is_called_and_all_are_timeouts(quick: Bench) -> None:
     quick.census = FakeCensus(lambda: ["GPU-new"])
     quick.gpus = quick.make()
     await quick.open()
@@ -691,7 +689,7 @@ async def test_while_nvml_is_opened_again_no_gpu_is_asked_and_all_are_timeouts(q
     assert await reading == OK
 
 
-async def test_a_tick_that_nvml_is_opened_again_in_asks_no_gpu_by_an_old_handle(quick: Bench) -> None:
+async def test_a_tick_in_which_nvml_is_opened_again_uses_no_old_handle(quick: Bench) -> None:
     quick.census = FakeCensus(lambda: ["GPU-new"])
     quick.gpus = quick.make()
     await quick.open()
@@ -736,14 +734,14 @@ async def test_nvml_is_not_opened_again_while_a_gpu_hangs() -> None:
         for _ in range(5):
             census_count = len(bench.census.times)
             bench.clock.now_s += 100
-            await eventually(lambda: len(bench.census.times) > census_count)  # noqa: B023 - it is awaited here
+            await eventually(lambda: len(bench.census.times) > census_count)  # noqa: B023 - awaited in the loop
             assert await bench.states(0.7) == OK
         assert bench.nvml.shutdowns == 0
         hang.end.set()
         await bench.comes(OK)
 
 
-async def test_a_loss_calls_for_a_census_soon_but_not_at_once() -> None:
+async def test_a_loss_causes_a_census_soon_but_not_at_once() -> None:
     pace = Pace(census_s=3600, soon_s=0.3)
     async with opened(Bench(pace=pace)) as bench:
         bench.gpus = bench.make()
@@ -757,7 +755,7 @@ async def test_a_loss_calls_for_a_census_soon_but_not_at_once() -> None:
         assert loop.time() - began_s > 0.2
 
 
-async def test_a_gpu_that_stays_lost_calls_for_no_more_than_the_others() -> None:
+async def test_a_gpu_that_stays_lost_causes_no_more_censuses_than_the_others() -> None:
     pace = Pace(census_s=3600, soon_s=0.01)
     async with opened(Bench(pace=pace)) as bench:
         await bench.open()
@@ -782,7 +780,7 @@ async def test_a_library_of_another_driver_needs_a_new_process(quick: Bench) -> 
     assert str(fatal) in quick.gpus.not_ready()
 
 
-async def test_so_does_an_init_that_finds_another_driver_than_before(quick: Bench) -> None:
+async def test_an_init_that_finds_another_driver_than_before_needs_a_new_process(quick: Bench) -> None:
     quick.census = FakeCensus(lambda: ["GPU-new"])
     quick.gpus = quick.make()
     await quick.open()
@@ -791,7 +789,7 @@ async def test_so_does_an_init_that_finds_another_driver_than_before(quick: Benc
     await eventually(lambda: quick.gpus.fatal() is not None)
 
 
-async def test_closing_does_not_wait_for_what_hangs(bench: Bench) -> None:
+async def test_closing_does_not_wait_for_hanging_calls(bench: Bench) -> None:
     await bench.open()
     bench.nvml.hang("GPU-1", POWER)
     await bench.read(0.05)
@@ -799,14 +797,14 @@ async def test_closing_does_not_wait_for_what_hangs(bench: Bench) -> None:
     assert bench.nvml.shutdowns == 0
 
 
-async def test_closing_detaches_from_the_driver_where_nobody_uses_it_any_more(bench: Bench) -> None:
+async def test_closing_detaches_from_a_driver_that_nobody_uses_any_more(bench: Bench) -> None:
     await bench.open()
     bench.gpus.close()
     await eventually(lambda: bench.nvml.shutdowns == 1)
     assert bench.census.closed
 
 
-async def test_closing_while_the_driver_is_silent_leaves_it_alone() -> None:
+async def test_closing_while_the_driver_hangs_makes_no_call() -> None:
     bench = Bench()
     hang = bench.nvml.hang(None, "nvmlInit")
     await bench.gpus.open(0.05)
@@ -818,7 +816,7 @@ async def test_closing_while_the_driver_is_silent_leaves_it_alone() -> None:
     assert bench.nvml.shutdowns == 0
 
 
-def test_a_fault_of_the_opening_itself_is_raised_by_run() -> None:
+def test_a_bug_in_opening_is_raised_by_run() -> None:
     class Faulty(FakeNvml):
         def init(self) -> None:
             raise ZeroDivisionError
@@ -861,7 +859,7 @@ async def test_an_xid_error_is_in_the_next_tick_of_a_lost_gpu_too(bench: Bench) 
     assert "events" not in (await bench.read())[1]
 
 
-async def test_events_that_hang_disturb_neither_the_ticks_nor_the_end(bench: Bench) -> None:
+async def test_events_that_hang_delay_neither_the_ticks_nor_the_end(bench: Bench) -> None:
     _with_events(bench)
     hang = bench.nvml.hang(None, "nvmlEventSetWait")
     await bench.open()
@@ -873,7 +871,7 @@ async def test_events_that_hang_disturb_neither_the_ticks_nor_the_end(bench: Ben
 
 
 @pytest.mark.slow
-async def test_events_are_waited_for_again_when_nvml_was_opened_again(quick: Bench) -> None:
+async def test_events_are_registered_again_when_nvml_was_opened_again(quick: Bench) -> None:
     _with_events(quick)
     quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
     quick.gpus = quick.make()
@@ -891,7 +889,7 @@ async def test_events_are_waited_for_again_when_nvml_was_opened_again(quick: Ben
 
 
 @pytest.mark.slow
-async def test_gpus_that_can_not_be_read_say_by_which_call_and_why_and_those_that_work_what_they_leave_out(
+async def test_a_gpu_that_can_not_be_read_has_the_call_and_the_reason_and_a_working_one_the_values_that_it_lacks(
     bench: Bench,
 ) -> None:
     bench.nvml.gpus.append(FakeDevice("GPU-3"))

@@ -72,7 +72,7 @@ class Node:
         return devices
 
     async def complete(self) -> list[dict[str, Any]]:
-        """A tick that has what needs a tick before it."""
+        """A second tick, with the values that need a tick before them."""
         await self.read()
         await asyncio.sleep(0.15)
         return await self.read()
@@ -101,7 +101,7 @@ class Node:
 async def node(nvml: ScriptedNvml, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
     for name, value in nvml.environment().items():
         monkeypatch.setenv(name, value)  # for the census
-    nvml.set(None, sample_period_us=10_000)  # a tick always has samples that are newer than those of the one before
+    nvml.set(None, sample_period_us=10_000)  # so that each tick has new samples
     nvml.load()
     node = Node(nvml)
     yield node
@@ -114,7 +114,7 @@ async def node(nvml: ScriptedNvml, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
 
 
 def in_a_process(nvml: ScriptedNvml, within_s: float = GENEROUS_S) -> Any:
-    """Devices, errors, and what is wrong, as a process of its own finds them."""
+    """The devices, errors and reasons that a new process reports."""
     process = subprocess.run(
         [sys.executable, "-c", CHILD, str(within_s)],
         env=os.environ | nvml.environment(),
@@ -127,7 +127,7 @@ def in_a_process(nvml: ScriptedNvml, within_s: float = GENEROUS_S) -> Any:
     return json.loads(process.stdout)
 
 
-async def test_all_keys_come_of_all_gpus_with_the_values_that_nvml_has(node: Node) -> None:
+async def test_all_gpus_have_all_keys_with_nvmls_values(node: Node) -> None:
     node.nvml.set(2, utilization_gpu=93, power_mw=412_345, temperature=-3)
     node.nvml.set(2, fan_speed=0, energy_mj=5_000, ecc_corrected_volatile=7)
     node.nvml.set(2, ecc_corrected_aggregate=1234, nvlink_replay_errors=3, throttled_power_ns=1_500_000_000)
@@ -169,7 +169,7 @@ LIMITS = ("max_power_limit_watts", "max_sm_clock_hz", "max_memory_clock_hz", "vg
 LINKS = ("nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second")
 
 
-async def test_what_a_gpu_can_reach_its_license_and_its_links_come_and_are_absent_where_it_does_not_say(
+async def test_maxima_license_and_links_are_reported_and_absent_if_nvml_does_not_give_them(
     node: Node,
 ) -> None:
     node.nvml.set(0, power_max_limit_mw=700_500, max_sm_clock_mhz=1755, max_memory_clock_mhz=1593, vgpu_licensed=1)
@@ -204,7 +204,7 @@ async def test_every_gpu_has_its_thread_and_none_is_the_loops(node: Node) -> Non
     assert not any(call.function == "nvmlDeviceGetPcieThroughput" for call in calls)
 
 
-async def test_a_gpu_that_is_lost_in_mid_run_is_known_although_its_uuid_can_not_be_asked(node: Node) -> None:
+async def test_a_gpu_that_is_lost_during_a_run_keeps_its_uuid(node: Node) -> None:
     await node.open()
     node.nvml.lose(3)
     devices = await node.comes(["ok"] * 3 + ["lost"] + ["ok"] * 4)
@@ -285,7 +285,7 @@ async def test_a_call_that_fails_leaves_out_its_value_on_that_gpu(node: Node) ->
     assert node.errors() == {(POWER, "UNKNOWN"): 1}
 
 
-async def test_processes_come_with_memory_and_share(node: Node) -> None:
+async def test_processes_have_memory_and_utilization(node: Node) -> None:
     node.nvml.processes(0, [Process(41, 1 << 30, sm=90), Process(42, None), Process(43, 5, kind="graphics", sm=0)])
     node.nvml.empty_processes(succeed=True)
     await node.open()
@@ -308,7 +308,7 @@ async def test_a_gpu_that_is_added_is_noticed(node: Node) -> None:
     assert devices[8]["uuid"] == UUID.format(8)
 
 
-async def test_a_gpu_that_another_took_the_place_of_is_lost_with_its_identity(node: Node) -> None:
+async def test_a_gpu_that_another_replaced_is_lost_with_its_identity(node: Node) -> None:
     await node.open()
     before = (await node.read())[3]
     node.nvml.set(3, uuid="GPU-another")
@@ -364,7 +364,7 @@ async def test_each_gpu_instance_has_its_own_activity_also_after_it_was_cut_agai
 
 
 async def test_of_eight_gpus_two_are_cut_and_change_while_the_others_stay_as_they_are(node: Node) -> None:
-    """What each instance has is its own: memory, activity and processes, also where two GPUs number them alike."""
+    """Each instance has its own memory, activity and processes, even if instances of two GPUs have the same numbers."""
     node.nvml.mig(2, [Mig(1, 0, "1g.10gb", used_bytes=21), Mig(2, 0, "1g.10gb", used_bytes=22)])
     node.nvml.processes(2, [Process(201, 1, gpu_instance=1, compute_instance=0)])
     node.nvml.set(2, gpm_2_gi1=21, gpm_2_gi2=22)
@@ -404,7 +404,7 @@ def _of_instance(device: dict[str, Any]) -> tuple[str, float, float, list[int]]:
 
 
 async def test_processes_that_together_use_more_than_the_gpu_are_reported_as_nvml_has_them(node: Node) -> None:
-    """Dividing the GPU among them is not the node's."""
+    """The node does not divide the GPU among them."""
     node.nvml.set(0, utilization_gpu=90, memory_used=40)
     node.nvml.processes(0, [Process(1, 30, sm=80), Process(2, 30, sm=71), Process(3, 1, sm=100, kind="graphics")])
     await node.open()
@@ -428,7 +428,7 @@ async def test_spikes_between_two_ticks_are_seen(node: Node) -> None:
     assert metrics["power_mean_watts"] == pytest.approx(233.3, abs=10)
 
 
-async def test_a_driver_that_comes_later_works(node: Node) -> None:
+async def test_a_driver_that_starts_later_works(node: Node) -> None:
     node.nvml.driver("absent")
     await node.open()
     assert await node.read() == []
@@ -437,7 +437,7 @@ async def test_a_driver_that_comes_later_works(node: Node) -> None:
     await node.comes(["ok"] * 8)
 
 
-async def test_an_init_that_hangs_is_waited_for_beside_the_ticks(node: Node) -> None:
+async def test_ticks_go_on_while_an_init_hangs(node: Node) -> None:
     node.nvml.hang(None, "nvmlInit", 3600)
     await node.open(0.1)
     assert await node.read(0.1) == []
@@ -475,7 +475,7 @@ def test_a_process_ends_while_gpus_hang(nvml: ScriptedNvml) -> None:
     assert any(POWER in text for text in wrong)
 
 
-async def test_success_with_nothing_filled_in_is_no_value_and_never_a_zero(node: Node) -> None:
+async def test_a_success_without_a_value_is_no_value_and_never_a_zero(node: Node) -> None:
     node.nvml.set(None, energy_mj=1_001_000_000, sample_period_us=1_000)
     await node.open()
     before = [(device["uuid"], device["metrics"].keys()) for device in await node.complete()]
@@ -504,7 +504,7 @@ async def test_a_gpu_that_is_cut_and_answers_nothing_keeps_its_mig_devices(node:
     assert [(device["uuid"], device["metrics"].keys()) for device in await node.complete()] == before
 
 
-async def test_a_gpu_that_does_not_say_where_it_is_at_first_has_no_made_up_address(node: Node) -> None:
+async def test_a_gpu_whose_address_is_unknown_at_first_has_no_invented_one(node: Node) -> None:
     node.nvml.leave_empty(0, "nvmlDeviceGetPciInfo")
     node.nvml.leave_empty(0, "nvmlDeviceGetName")
     node.nvml.leave_empty(0, "nvmlDeviceGetMinorNumber")
@@ -514,7 +514,7 @@ async def test_a_gpu_that_does_not_say_where_it_is_at_first_has_no_made_up_addre
     assert {"pci_bus_id", "model", "minor"} <= second.keys()
 
 
-async def test_three_ticks_of_not_supported_cost_their_values_and_no_more_and_are_in_the_log(
+async def test_three_ticks_of_not_supported_cost_only_their_values_and_are_logged(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -540,7 +540,7 @@ def test_a_process_ends_while_the_driver_hangs(nvml: ScriptedNvml) -> None:
     assert in_a_process(nvml, 0.2)[0] == []
 
 
-def test_without_a_library_there_are_no_devices_and_it_is_said_what_is_missing() -> None:
+def test_without_a_library_there_are_no_devices_and_the_reason_names_it() -> None:
     process = subprocess.run(
         [sys.executable, "-c", CHILD, "5"], capture_output=True, text=True, timeout=100, check=False
     )
@@ -579,7 +579,7 @@ async def test_xid_errors_are_in_the_next_tick_with_their_mig_device_and_survive
     node.nvml.recover(0)
     await node.comes(["ok"] * 10)
     last: list[dict[str, Any]] = []
-    for _ in range(300):  # what comes while nobody is registered is lost
+    for _ in range(300):  # events before the registration are lost
         node.nvml.xid(0, 79)
         await asyncio.sleep(0.1)
         if (last := await node.read())[0]["xids"]["79"] > 1:

@@ -1,4 +1,4 @@
-"""The directory that tells the jobs of each device: what is in it is in force at once, whatever else is in it."""
+"""The directory with the jobs of each device: its files apply at once, whatever else is in it."""
 
 import asyncio
 import logging
@@ -52,7 +52,7 @@ def test_a_file_has_no_more_jobs_than_fit() -> None:
 
 
 @given(st.binary())
-def test_no_content_is_too_strange_to_be_read(content: bytes) -> None:
+def test_any_content_can_be_read(content: bytes) -> None:
     jobs, left_out = parse(content)
     assert left_out >= 0
     assert len(set(jobs)) == len(jobs) <= MAX_JOBS
@@ -70,7 +70,7 @@ def test_files_are_named_by_gpu_or_by_gpu_and_instance_and_others_are_not_read(t
     assert Directory(tmp_path).read() == JobMapping({"0": ("job-0",), "12": ("job-12",), "2.1": ("job-2.1",)}, [])
 
 
-def test_what_changes_in_the_directory_is_in_the_next_look(tmp_path: Path) -> None:
+def test_a_change_of_the_directory_is_in_the_next_reading(tmp_path: Path) -> None:
     directory = Directory(tmp_path)
     assert directory.read().job_ids_by_file == {}
     (tmp_path / "0").write_text("1\n")
@@ -113,10 +113,10 @@ def test_a_file_that_does_not_change_is_read_once(tmp_path: Path, monkeypatch: p
     assert set(directory._cache) == {"1"}
 
 
-def test_a_file_that_changed_just_now_may_change_again_unseen_and_is_read_again(
+def test_a_file_that_has_just_changed_is_read_again_because_it_may_change_unnoticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_files, "SETTLED_AFTER_NS", 2**62)  # no file ever is old enough
+    monkeypatch.setattr(job_files, "SETTLED_AFTER_NS", 2**62)  # no file is ever old enough
     read = counting_reads(monkeypatch)
     directory = Directory(tmp_path)
     (tmp_path / "0").write_text("1\n")
@@ -171,7 +171,7 @@ def test_a_job_that_ends_while_its_file_is_read_is_no_problem(tmp_path: Path, mo
     assert Directory(tmp_path).read() == JobMapping({}, [])
 
 
-def test_a_directory_that_is_not_there_is_reported_and_used_when_it_comes(tmp_path: Path) -> None:
+def test_a_missing_directory_is_reported_and_used_when_it_appears(tmp_path: Path) -> None:
     directory = Directory(tmp_path / "jobs")
     (problem,) = directory.read().problems
     assert (problem.reason, problem.path) == ("directory", tmp_path / "jobs")
@@ -190,7 +190,7 @@ def test_a_directory_of_too_many_entries_is_reported(tmp_path: Path, monkeypatch
 
 
 class Bench:
-    """The files of a directory as the component asks for them."""
+    """The job files of a directory, as the component reads them."""
 
     def __init__(self, directory: Path | None, look: Callable[[], JobMapping] | None = None) -> None:
         self.clock = FakeClock()
@@ -209,7 +209,7 @@ async def test_without_a_directory_there_are_no_jobs_and_no_thread() -> None:
     bench.files.close()
 
 
-async def test_each_reading_is_what_the_files_say_now(tmp_path: Path) -> None:
+async def test_each_reading_has_the_current_contents_of_the_files(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     (tmp_path / "0").write_text("1\n")
     assert await bench.files.read(WITHIN_S) == {"0": ("1",)}
@@ -218,7 +218,7 @@ async def test_each_reading_is_what_the_files_say_now(tmp_path: Path) -> None:
     bench.files.close()
 
 
-async def test_what_is_left_out_is_counted_each_time_and_said_once(
+async def test_files_that_are_left_out_are_counted_each_time_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = Bench(tmp_path)
@@ -234,7 +234,7 @@ async def test_what_is_left_out_is_counted_each_time_and_said_once(
     bench.files.close()
 
 
-async def test_a_directory_that_comes_and_goes_is_said_once_a_minute(
+async def test_a_directory_that_appears_and_disappears_is_logged_once_a_minute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = Bench(tmp_path / "jobs")

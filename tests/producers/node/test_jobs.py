@@ -1,4 +1,4 @@
-"""A device has the jobs of its processes and of its file, each once, with whose it is."""
+"""A device has the jobs of its processes and of its file, each once, with its user and partition."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def mig(instance: int | None) -> dict[str, Any]:
     return {"uuid": "MIG-1", "parent_uuid": "GPU-1", **({} if instance is None else {"gpu_instance": instance})}
 
 
-def test_the_job_of_a_process_is_the_devices() -> None:
+def test_a_device_has_the_job_of_its_process() -> None:
     assert jobs_of(device("7"), {}, job_by_id) == [{"id": "7", "user": "alice", "partition": "gpu"}]
 
 
@@ -34,11 +34,11 @@ def test_many_processes_of_one_job_are_one_job() -> None:
     assert [job["id"] for job in jobs_of(device("7", None, "8", "7"), {}, job_by_id)] == ["7", "8"]
 
 
-def test_what_is_not_known_of_a_job_is_left_out() -> None:
+def test_unknown_fields_of_a_job_are_left_out() -> None:
     assert jobs_of(device("8"), {}, job_by_id) == [{"id": "8"}]
 
 
-def test_a_device_that_nothing_runs_on_has_the_jobs_of_its_file() -> None:
+def test_a_device_without_processes_has_the_jobs_of_its_file() -> None:
     assert jobs_of(device(), {"2": ("7",), "1": ("9",)}, job_by_id) == [
         {"id": "7", "user": "alice", "partition": "gpu"}
     ]
@@ -65,14 +65,14 @@ def test_the_file_of_a_device_is_named_by_index_and_instance(reported_device: di
     assert file_name(reported_device) == name
 
 
-def test_the_file_of_a_gpu_is_not_its_parts() -> None:
+def test_the_file_of_a_gpu_is_not_that_of_its_mig_devices() -> None:
     mapped = {"2": ("7",), "2.1": ("8",)}
     assert [job["id"] for job in jobs_of(device(mig=mig(1)), mapped, job_by_id)] == ["8"]
     assert jobs_of(device(mig=mig(2)), mapped, job_by_id) == []
     assert jobs_of(device(index=None), mapped, job_by_id) == []
 
 
-def test_only_devices_with_jobs_are_said_to_have_some_and_none_is_changed() -> None:
+def test_only_devices_with_jobs_get_the_field_and_no_given_device_is_changed() -> None:
     devices = [device("7"), device(index=3), {"uuid": "GPU-3", "state": "timeout", "processes": None}]
     before = [dict(device) for device in devices]
 
@@ -82,13 +82,13 @@ def test_only_devices_with_jobs_are_said_to_have_some_and_none_is_changed() -> N
     assert devices == before
 
 
-def test_a_device_without_jobs_says_so_where_all_jobs_are_known() -> None:
+def test_a_device_without_jobs_has_an_empty_list_if_all_jobs_are_known() -> None:
     free = {"uuid": "GPU-a", "index": 0}
     assert with_jobs([free], {}, job_by_id) == [free]
     assert with_jobs([free], {}, job_by_id, all_known=True) == [{**free, "jobs": []}]
 
 
-def test_a_device_with_jobs_is_one_of_the_contract() -> None:
+def test_a_device_with_jobs_is_a_valid_record() -> None:
     tick = {"schema": 1, "cluster": "c", "node": "n", "run_id": 1, "seq": 1, "ts_ms": 1}
     (reported,) = with_jobs([device("7", "8")], {}, job_by_id)
     sample = decoder(Sample)(msgspec.json.encode({**tick, "devices": [reported]}))
@@ -100,7 +100,7 @@ FROM_CGROUP, CLAIMED = Evidence(from_cgroup=True, uid=1000), Evidence(from_cgrou
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "holds"),
+    ("first", "second", "expected"),
     [
         (None, CLAIMED, CLAIMED),
         (FROM_CGROUP, CLAIMED, FROM_CGROUP),
@@ -116,18 +116,18 @@ FROM_CGROUP, CLAIMED = Evidence(from_cgroup=True, uid=1000), Evidence(from_cgrou
         (FROM_CGROUP, FROM_CGROUP._replace(uid=1001), FROM_CGROUP._replace(uid=1001)),
     ],
 )
-def test_a_control_group_wins_then_what_is_newer_and_root_last(
-    first: Evidence | None, second: Evidence, holds: Evidence
+def test_a_control_group_wins_then_newer_evidence_and_root_last(
+    first: Evidence | None, second: Evidence, expected: Evidence
 ) -> None:
-    assert merged(first, second) == holds
+    assert merged(first, second) == expected
 
 
-def of_users(**names: str) -> KnownJobs:
+def known_jobs_of(**names: str) -> KnownJobs:
     return KnownJobs(Users({int(uid.removeprefix("u")): name for uid, name in names.items()}.get, within_s=30.0))
 
 
-def test_a_job_is_of_who_slurm_says_else_of_who_began_it_by_name_or_number() -> None:
-    known_jobs = of_users(u1000="alice")
+def test_a_jobs_user_is_slurms_or_else_that_of_the_process_by_name_or_number() -> None:
+    known_jobs = known_jobs_of(u1000="alice")
     known_jobs.learn("1", Evidence(True, "carol", "gpu", 1000))
     known_jobs.learn("2", Evidence(True, uid=1000))
     known_jobs.learn("3", Evidence(True, uid=1001))
@@ -137,9 +137,9 @@ def test_a_job_is_of_who_slurm_says_else_of_who_began_it_by_name_or_number() -> 
     assert [known_jobs.of(job_id).user for job_id in "2345"] == ["alice", "1001", None, None]
 
 
-def test_no_more_jobs_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_jobs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "_MAX_CACHED", 2)
-    known_jobs = of_users()
+    known_jobs = known_jobs_of()
     known_jobs.learn("1", Evidence(True, "alice"))
     known_jobs.learn("2", Evidence(True, "bob"))
     known_jobs.of("1")

@@ -1,4 +1,4 @@
-"""What a process says of its job is read from whatever bytes its environment holds."""
+"""The job of a process is read from its environment, whatever bytes that has."""
 
 import pytest
 from hypothesis import given
@@ -42,18 +42,18 @@ def test_an_environment_without_a_job_id_names_no_job(environ: bytes) -> None:
     assert slurm_job(environ) is None
 
 
-def test_an_end_that_was_cut_off_does_not_count() -> None:
+def test_a_variable_that_was_cut_off_does_not_count() -> None:
     assert slurm_job(b"SLURM_JOB_ID=42") is None
     assert slurm_job(b"SLURM_JOB_ID=42\0SLURM_JOB_USER=ali") == Job("42", None, None)
 
 
-def test_of_a_variable_that_is_there_twice_the_first_counts() -> None:
+def test_if_a_variable_occurs_twice_the_first_counts() -> None:
     assert slurm_job(b"SLURM_JOB_ID=1\0SLURM_JOB_ID=2\0") == Job("1", None, None)
     assert slurm_job(b"SLURM_JOB_ID=x\0SLURM_JOB_ID=2\0") is None
 
 
 @pytest.mark.parametrize("user", [b"", b"a\nb", b"a\x1b[31m", b"\xff\xfe", b"a" * 257, b"a\x7f"])
-def test_a_name_that_can_not_be_is_not_known(user: bytes) -> None:
+def test_an_impossible_name_is_left_out(user: bytes) -> None:
     assert slurm_job(b"SLURM_JOB_USER=" + user + b"\0SLURM_JOB_ID=7\0SLURM_JOB_PARTITION=gpu\0") == Job(
         "7", None, "gpu"
     )
@@ -64,7 +64,7 @@ def test_a_name_may_hold_any_letters_and_an_equals_sign() -> None:
 
 
 @given(st.binary() | st.lists(st.sampled_from(NAMES)).map(b"".join))
-def test_no_environment_is_too_strange_to_be_read(environ: bytes) -> None:
+def test_any_environment_can_be_read(environ: bytes) -> None:
     job = slurm_job(environ)
     if job is None:
         return
@@ -76,6 +76,6 @@ def test_no_environment_is_too_strange_to_be_read(environ: bytes) -> None:
 @given(
     st.binary(max_size=LONGEST_NAME_BYTES + 2) | st.text(max_size=100).map(lambda text: text.encode("utf-8", "replace"))
 )
-def test_a_name_is_the_bytes_that_were_given_or_none(raw: bytes) -> None:
+def test_a_name_is_its_exact_bytes_or_none(raw: bytes) -> None:
     name = as_name(raw)
     assert name is None or (name.encode() == raw and name.isprintable() and 0 < len(raw) <= LONGEST_NAME_BYTES)

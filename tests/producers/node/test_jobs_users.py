@@ -1,4 +1,4 @@
-"""A user has the name that the machine gives, and who asks never waits long for it."""
+"""A user has the name that the machine gives, and a lookup never blocks for long."""
 
 import os
 import pwd
@@ -12,20 +12,20 @@ from producers.node.jobs import Users, user_of_this_machine
 LONG_S = 30.0
 
 
-def test_a_name_that_is_found_is_known_at_once() -> None:
+def test_a_name_is_returned_at_once() -> None:
     users = Users({1000: "alice"}.get, within_s=LONG_S)
     users.look_up(1000)
     assert users.name(1000) == "alice"
 
 
-def test_who_has_no_name_is_called_by_number() -> None:
+def test_a_user_without_a_name_is_named_by_the_uid() -> None:
     users = Users({1000: "alice"}.get, within_s=LONG_S)
     users.look_up(1001)
     assert users.name(1001) == "1001"
-    assert users.name(1000) == "1000", "it was never asked for"
+    assert users.name(1000) == "1000", "it was never looked up"
 
 
-def test_a_name_is_asked_for_until_it_is_found_and_then_no_more() -> None:
+def test_a_name_is_looked_up_until_it_is_found_and_then_no_more() -> None:
     lookups: list[int] = []
     answers = iter([None, "alice"])
 
@@ -40,7 +40,7 @@ def test_a_name_is_asked_for_until_it_is_found_and_then_no_more() -> None:
     assert lookups == [1000, 1000]
 
 
-def test_a_name_service_that_hangs_costs_the_name_and_no_more_threads_than_a_few() -> None:
+def test_a_name_service_that_hangs_costs_the_name_and_only_a_few_threads() -> None:
     hangs, lookup_started = threading.Event(), threading.Semaphore(0)
 
     def lookup(uid: int) -> str | None:
@@ -63,7 +63,7 @@ def test_a_name_service_that_hangs_costs_the_name_and_no_more_threads_than_a_few
     assert users.name(1000) == "user-1000"
 
 
-def test_no_more_names_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "_MAX_CACHED", 2)
     users = Users(lambda uid: f"user-{uid}", within_s=LONG_S)
     users.look_up(1)

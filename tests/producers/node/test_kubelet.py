@@ -1,4 +1,4 @@
-"""The containers of a node are what its kubelet said last, whatever becomes of the kubelet."""
+"""The containers of a node are those of the kubelet's last answer, whatever happens to the kubelet."""
 
 import asyncio
 import contextlib
@@ -57,7 +57,7 @@ def test_each_error_has_its_result(code: grpc.StatusCode, text: str | None, resu
     assert reason.startswith(code.name)
 
 
-def test_what_a_server_says_of_its_error_is_one_line_of_bounded_length() -> None:
+def test_the_text_of_a_servers_error_is_one_line_of_bounded_length() -> None:
     _, reason = call_failure(grpc.StatusCode.UNKNOWN, "a\nb\r" + "x" * 10_000)
     assert reason.startswith("UNKNOWN: a b xxx")
     assert len(reason) < 400
@@ -67,7 +67,7 @@ def test_what_a_server_says_of_its_error_is_one_line_of_bounded_length() -> None
 
 
 class Bench:
-    """A Kubelet on a path, between a test's clock and a test's server."""
+    """A Kubelet on a path, with a fake clock and a fake server."""
 
     def __init__(self, path: Path | None, **settings: Any) -> None:
         self.clock = FakeClock()
@@ -81,7 +81,7 @@ class Bench:
         return None if rows is None else [row["pod"] for row in rows]
 
     async def until(self, result: str, count: int = 1) -> list[str] | None:
-        """Ticks until there were that many calls of that result (or, of some); gives the pods then in force."""
+        """Tick until ``count`` calls had this result (``a or b``: one of these). Returns the pods then in force."""
         pods: list[str] | None = None
 
         async def comes() -> bool:
@@ -93,7 +93,7 @@ class Bench:
         return pods
 
     def pods_in_force(self, ts_ms: int) -> list[str] | None:
-        """The pods of the containers that were in force then."""
+        """The pods of the containers that were in force at ``ts_ms``."""
         rows = self.kubelet.in_force(ts_ms)
         return None if rows is None else [row["pod"] for row in rows]
 
@@ -103,12 +103,12 @@ class Bench:
         return {result: count for result, count in counts.items() if count}
 
     def age_s(self) -> float:
-        """What the gauge says."""
+        """The age that the gauge reports."""
         return value(self.instruments, names.KUBELET_AGE)
 
 
 @contextlib.asynccontextmanager
-async def asking(path: Path | None, **settings: Any) -> AsyncIterator[Bench]:
+async def polling(path: Path | None, **settings: Any) -> AsyncIterator[Bench]:
     """A Kubelet that is closed at the end."""
     bench = Bench(path, **settings)
     try:
@@ -119,26 +119,26 @@ async def asking(path: Path | None, **settings: Any) -> AsyncIterator[Bench]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where a kubelet's socket may come to be."""
+    """The path of a kubelet's socket, which does not exist yet."""
     return tmp_path / "kubelet.sock"
 
 
 @pytest.fixture
 def server(path: Path) -> Iterator[Server]:
-    """A kubelet with a pod."""
+    """A kubelet with one pod."""
     with serving(path, pods_on({GPU_A: "bert-0"})) as running:
         yield running
 
 
-async def test_where_no_kubelet_is_wanted_none_is_asked_or_missed() -> None:
-    async with asking(None) as bench:
+async def test_without_a_kubelet_in_the_settings_none_is_called_or_missed() -> None:
+    async with polling(None) as bench:
         assert await bench.kubelet.read(10.0) is None
         assert bench.kubelet.not_ready() == []
         assert bench.counted() == {}
 
 
-async def test_each_read_gives_what_the_kubelet_says_then(path: Path, server: Server) -> None:
-    async with asking(path) as bench:
+async def test_each_read_returns_the_kubelets_current_answer(path: Path, server: Server) -> None:
+    async with polling(path) as bench:
         assert await bench.pods() == ["bert-0"]
         server.reply = pods_on({GPU_A: "bert-1", GPU_B: "bert-2"})
         assert await bench.pods() == ["bert-1", "bert-2"]
@@ -156,7 +156,7 @@ async def test_an_unchanged_answer_is_decoded_once(path: Path, server: Server, m
         return containers(payload, prefixes)
 
     monkeypatch.setattr(module, "containers", counting)
-    async with asking(path) as bench:
+    async with polling(path) as bench:
         for _ in range(3):
             assert await bench.pods() == ["bert-0"]
         assert len(decoded) == 1
@@ -174,14 +174,14 @@ async def test_a_large_answer_is_decoded_beside_the_loop(
 
     monkeypatch.setattr(module, "containers", watched)
     server.reply = many(count)
-    async with asking(path) as bench:
+    async with polling(path) as bench:
         assert len(await bench.pods() or ()) == count
         assert [thread != threading.get_ident() for thread in threads] == [aside]
 
 
-async def test_a_kubelet_that_comes_later_is_found(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_kubelet_that_starts_later_is_found(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    async with asking(path) as bench:
+    async with polling(path) as bench:
         for _ in range(3):
             assert await bench.pods() is None
             bench.clock.now_s += 100.0
@@ -195,17 +195,17 @@ async def test_a_kubelet_that_comes_later_is_found(path: Path, caplog: pytest.Lo
         assert caplog.messages == [missing, "the kubelet answers"]
 
 
-async def test_a_folder_that_is_missing_or_is_none_is_no_kubelet(tmp_path: Path) -> None:
+async def test_a_missing_folder_or_a_file_in_its_place_is_no_kubelet(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "nowhere" / "kubelet.sock", tmp_path / "file" / "kubelet.sock"):
-        async with asking(path) as bench:
+        async with polling(path) as bench:
             assert await bench.pods() is None
             assert bench.kubelet.not_ready()[0].startswith(f"no kubelet at {path}: ")
             assert bench.counted() == {}
 
 
-async def test_a_kubelet_that_restarts_keeps_its_containers_and_is_asked_again(path: Path, server: Server) -> None:
-    async with asking(path) as bench:
+async def test_a_kubelet_that_restarts_keeps_its_containers_and_is_called_again(path: Path, server: Server) -> None:
+    async with polling(path) as bench:
         assert await bench.pods() == ["bert-0"]
         server.stop()
         dead(path)
@@ -215,10 +215,10 @@ async def test_a_kubelet_that_restarts_keeps_its_containers_and_is_asked_again(p
         assert await bench.until("ok", 2) == ["bert-0", "bert-1"]
 
 
-async def test_a_kubelet_that_begins_again_is_believed_that_a_container_ended_when_it_has_settled(
+async def test_after_a_restart_a_missing_container_has_ended_only_once_the_kubelet_has_settled(
     path: Path, server: Server
 ) -> None:
-    async with asking(path) as bench:
+    async with polling(path) as bench:
         assert await bench.pods() == ["bert-0"]
         server.stop()
         await bench.pods()
@@ -232,10 +232,8 @@ async def test_a_kubelet_that_begins_again_is_believed_that_a_container_ended_wh
         assert await bench.pods() == ["bert-1"]
 
 
-async def test_a_kubelet_that_begins_again_is_believed_at_once_that_a_device_has_gone_to_another(
-    path: Path, server: Server
-) -> None:
-    async with asking(path) as bench:
+async def test_after_a_restart_a_device_with_another_holder_is_believed_at_once(path: Path, server: Server) -> None:
+    async with polling(path) as bench:
         assert await bench.pods() == ["bert-0"]
         server.stop()
         await bench.pods()
@@ -244,8 +242,8 @@ async def test_a_kubelet_that_begins_again_is_believed_at_once_that_a_device_has
         assert await bench.until("ok", 2) == ["bert-1"]
 
 
-async def test_a_kubelet_that_begins_again_and_knows_its_pods_is_believed_at_once(path: Path, server: Server) -> None:
-    async with asking(path) as bench:
+async def test_after_a_restart_a_kubelet_that_has_its_pods_is_believed_at_once(path: Path, server: Server) -> None:
+    async with polling(path) as bench:
         assert await bench.pods() == ["bert-0"]
         server.stop()
         await bench.pods()
@@ -254,8 +252,8 @@ async def test_a_kubelet_that_begins_again_and_knows_its_pods_is_believed_at_onc
         assert await bench.until("ok", 2) == ["bert-0", "bert-1"]
 
 
-async def test_another_kubelet_is_asked_whatever_the_last_one_refused(path: Path, server: Server) -> None:
-    async with asking(path) as bench:
+async def test_a_new_kubelet_is_called_whatever_the_last_one_refused(path: Path, server: Server) -> None:
+    async with polling(path) as bench:
         server.fail(grpc.StatusCode.UNIMPLEMENTED, "unknown service")
         assert await bench.until("refused") is None
         server.stop()
@@ -265,7 +263,7 @@ async def test_another_kubelet_is_asked_whatever_the_last_one_refused(path: Path
 
 
 async def test_containers_stay_while_the_socket_is_gone(path: Path, server: Server) -> None:
-    async with asking(path) as bench:
+    async with polling(path) as bench:
         assert await bench.pods() == ["bert-0"]
         server.stop()
         assert await bench.pods() == ["bert-0"]
@@ -280,7 +278,7 @@ async def test_containers_stay_while_the_socket_is_gone(path: Path, server: Serv
 
 
 async def test_the_age_is_0_until_it_first_answers_and_after_each_answer(path: Path) -> None:
-    async with asking(path) as bench:
+    async with polling(path) as bench:
         bench.clock.now_s += 5.0
         await bench.pods()
         assert bench.age_s() == 0.0
@@ -303,8 +301,10 @@ async def test_the_age_is_0_until_it_first_answers_and_after_each_answer(path: P
     ],
     ids=["never accepts", "says nothing", "zeros", "another protocol", "HTTP/2, then not"],
 )
-async def test_what_is_no_kubelet_is_counted_and_healed_from(path: Path, greeting: bytes | None) -> None:
-    async with asking(path, deadline_s=1.0) as bench:
+async def test_a_listener_that_is_no_kubelet_is_counted_and_later_a_kubelet_is_found(
+    path: Path, greeting: bytes | None
+) -> None:
+    async with polling(path, deadline_s=1.0) as bench:
         with listening(path, greeting):
             assert await bench.until("unavailable or deadline", 3) is None
             bench.clock.now_s += 31.0
@@ -313,8 +313,8 @@ async def test_what_is_no_kubelet_is_counted_and_healed_from(path: Path, greetin
             assert await bench.until("ok") == ["bert-0"]
 
 
-async def test_a_socket_without_a_server_is_counted_and_healed_from(path: Path) -> None:
-    async with asking(path) as bench:
+async def test_a_socket_without_a_server_is_counted_and_later_a_kubelet_is_found(path: Path) -> None:
+    async with polling(path) as bench:
         dead(path)
         assert await bench.until("unavailable", 3) is None
         assert "nobody answers" in bench.kubelet.not_ready()[0]
@@ -323,8 +323,8 @@ async def test_a_socket_without_a_server_is_counted_and_healed_from(path: Path) 
 
 
 @pytest.mark.parametrize("payload", [b"\xff\xff", INVALID_UTF8, answer(pod("p", container("", gpus=[GPU_A])))])
-async def test_an_answer_that_is_none_leaves_the_last_one_in_force(path: Path, server: Server, payload: bytes) -> None:
-    async with asking(path) as bench:
+async def test_a_malformed_answer_leaves_the_last_one_in_force(path: Path, server: Server, payload: bytes) -> None:
+    async with polling(path) as bench:
         assert await bench.pods() == ["bert-0"]
         good, server.reply = server.reply, payload
         assert await bench.pods() == ["bert-0"]
@@ -338,7 +338,7 @@ async def test_an_answer_that_is_none_leaves_the_last_one_in_force(path: Path, s
 
 
 async def test_an_answer_that_comes_after_the_tick_is_in_force_from_then_on(path: Path, server: Server) -> None:
-    async with asking(path, deadline_s=60.0) as bench:
+    async with polling(path, deadline_s=60.0) as bench:
         assert await bench.pods() == ["bert-0"]
         server.delay_s, server.reply = 60.0, pods_on({GPU_A: "bert-1"})
         for _ in range(3):
@@ -350,8 +350,8 @@ async def test_an_answer_that_comes_after_the_tick_is_in_force_from_then_on(path
                 pass
 
 
-async def test_a_tick_that_gets_a_late_answer_asks_for_a_new_one(path: Path, server: Server) -> None:
-    async with asking(path, deadline_s=60.0) as bench:
+async def test_a_tick_that_gets_a_late_answer_makes_a_new_call(path: Path, server: Server) -> None:
+    async with polling(path, deadline_s=60.0) as bench:
         server.delay_s = 60.0
         assert await bench.pods(0.05) is None
         await server_has(server, calls=1)
@@ -361,8 +361,8 @@ async def test_a_tick_that_gets_a_late_answer_asks_for_a_new_one(path: Path, ser
         assert bench.counted() == {"ok": 2}
 
 
-async def test_a_read_that_is_given_up_leaves_its_call_alone(path: Path, server: Server) -> None:
-    async with asking(path, deadline_s=60.0) as bench:
+async def test_a_cancelled_read_does_not_cancel_its_call(path: Path, server: Server) -> None:
+    async with polling(path, deadline_s=60.0) as bench:
         server.delay_s = 60.0
         reading = asyncio.create_task(bench.pods())
         await server_has(server, calls=1)
@@ -373,8 +373,8 @@ async def test_a_read_that_is_given_up_leaves_its_call_alone(path: Path, server:
         assert server.calls == 2
 
 
-async def test_a_kubelet_that_hangs_is_given_up_at_the_deadline_and_asked_again(path: Path, server: Server) -> None:
-    async with asking(path, deadline_s=0.2) as bench:
+async def test_a_call_that_hangs_ends_at_the_deadline_and_is_made_again(path: Path, server: Server) -> None:
+    async with polling(path, deadline_s=0.2) as bench:
         server.delay_s = 60.0
         assert await bench.until("deadline", 2) is None
         bench.clock.now_s += 31.0
@@ -384,7 +384,7 @@ async def test_a_kubelet_that_hangs_is_given_up_at_the_deadline_and_asked_again(
 
 
 async def test_a_rate_limited_call_is_made_again_at_the_next_tick(path: Path, server: Server) -> None:
-    async with asking(path) as bench:
+    async with polling(path) as bench:
         await bench.pods()
         server.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
         server.reply = pods_on({GPU_A: "bert-1"})
@@ -394,10 +394,10 @@ async def test_a_rate_limited_call_is_made_again_at_the_next_tick(path: Path, se
         assert bench.counted() == {"ok": 2, "rate_limited": 1}
 
 
-async def test_an_answer_above_the_limit_is_asked_for_again_once_a_minute(
+async def test_after_an_answer_above_the_limit_the_call_is_made_once_a_minute(
     path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with asking(path, largest_answer_bytes=10_000) as bench:
+    async with polling(path, largest_answer_bytes=10_000) as bench:
         assert await bench.pods() == ["bert-0"]
         server.reply = many(200)
         assert len(server.reply) > 10_000
@@ -418,7 +418,7 @@ async def test_an_answer_of_5_mb_is_read(path: Path) -> None:
     payload = many(40_000)
     assert len(payload) > 5_000_000
     with serving(path, payload):
-        async with asking(path, deadline_s=60.0) as bench:
+        async with polling(path, deadline_s=60.0) as bench:
             assert len(await bench.pods(60.0) or ()) == 40_000
             assert bench.counted() == {"ok": 1}
 
@@ -433,10 +433,10 @@ async def test_an_answer_of_5_mb_is_read(path: Path) -> None:
         grpc.StatusCode.RESOURCE_EXHAUSTED,
     ],
 )
-async def test_a_kubelet_that_refuses_is_asked_again_after_10_s(
+async def test_a_kubelet_that_refuses_is_called_again_after_10_s(
     path: Path, server: Server, code: grpc.StatusCode
 ) -> None:
-    async with asking(path) as bench:
+    async with polling(path) as bench:
         server.fail(code, "no")
         for _ in range(10):
             assert await bench.pods() is None
@@ -453,18 +453,18 @@ async def test_a_kubelet_without_this_service_refuses(path: Path) -> None:
     server.add_insecure_port(f"unix:{path}")
     server.start()
     try:
-        async with asking(path) as bench:
+        async with polling(path) as bench:
             assert await bench.until("refused") is None
             assert "UNIMPLEMENTED" in bench.kubelet.not_ready()[0]
     finally:
         server.stop(0).wait()
 
 
-async def test_one_that_wavers_is_spoken_of_once_a_minute_and_what_it_ends_as_is_said(
+async def test_changing_results_are_logged_once_a_minute_and_the_last_one_is_logged(
     path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with asking(path) as bench:
+    async with polling(path) as bench:
         for second in range(60):
             code = grpc.StatusCode.RESOURCE_EXHAUSTED if second % 2 else None
             server.fail(code, "rejected by rate limit")
@@ -478,17 +478,17 @@ async def test_one_that_wavers_is_spoken_of_once_a_minute_and_what_it_ends_as_is
         assert [message.startswith("the kubelet answers") for message in caplog.messages] == [True, False, True]
 
 
-async def test_a_path_of_odd_characters_is_a_path(tmp_path: Path) -> None:
+async def test_a_path_may_have_unusual_characters(tmp_path: Path) -> None:
     path = tmp_path / "a b%41?c#d.sock"
     with serving(path, pods_on({GPU_A: "bert-0"})):
-        async with asking(path) as bench:
+        async with polling(path) as bench:
             assert await bench.pods() == ["bert-0"]
 
 
 async def test_a_path_that_is_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 120)
     path.touch()
-    async with asking(path) as bench:
+    async with polling(path) as bench:
         assert await bench.pods() is None
         assert bench.counted() == {"refused": 1}
         assert "Failed to create channel" in bench.kubelet.not_ready()[0]
@@ -496,7 +496,7 @@ async def test_a_path_that_is_too_long_for_a_socket_is_refused(tmp_path: Path) -
 
 async def test_the_loop_runs_on_while_the_kubelet_hangs_and_close_does_not_wait(path: Path, server: Server) -> None:
     server.delay_s = 60.0
-    async with asking(path, deadline_s=60.0) as bench:
+    async with polling(path, deadline_s=60.0) as bench:
         reading = asyncio.create_task(bench.pods(60.0))
         await server_has(server, calls=1)
         assert await longest_gap_s(0.3) < 10.0
@@ -510,7 +510,7 @@ async def test_the_loop_runs_on_while_the_kubelet_hangs_and_close_does_not_wait(
 
 
 async def longest_gap_s(for_s: float) -> float:
-    """The longest time that the event loop did nothing else for."""
+    """The longest time for which the event loop was blocked, in seconds."""
     end_s, last_s, longest_s = time.monotonic() + for_s, time.monotonic(), 0.0
     while last_s < end_s:
         await asyncio.sleep(0.001)
@@ -523,11 +523,11 @@ async def server_has(server: Server, *, calls: int) -> None:
     await asyncio.to_thread(server.called, calls)
 
 
-# -- who held what at an earlier time
+# -- the holders at an earlier time
 
 
-async def test_what_was_in_force_at_a_time_is_known_afterwards(path: Path, server: Server) -> None:
-    async with asking(path) as bench:
+async def test_the_containers_in_force_at_an_earlier_time_can_be_read(path: Path, server: Server) -> None:
+    async with polling(path) as bench:
         assert bench.pods_in_force(0) is None
         for bench.now_ms, pod_name in ((10_000, "a"), (20_000, "a"), (30_000, "b")):
             server.reply = pods_on({GPU_A: pod_name})
@@ -535,13 +535,11 @@ async def test_what_was_in_force_at_a_time_is_known_afterwards(path: Path, serve
 
     assert [bench.pods_in_force(ts_ms) for ts_ms in (10_000, 15_000, 20_000, 28_000)] == [["a"]] * 4, "b came 2 s later"
     assert [bench.pods_in_force(ts_ms) for ts_ms in (29_500, 30_000, 31_000)] == [["b"]] * 3
-    assert bench.pods_in_force(5_000) == ["a"], "the first that is known"
+    assert bench.pods_in_force(5_000) == ["a"], "the first known containers"
 
 
-async def test_an_answer_that_an_event_was_the_reason_for_says_who_held_what_at_the_event(
-    path: Path, server: Server
-) -> None:
-    async with asking(path) as bench:
+async def test_an_answer_soon_after_an_event_has_the_holders_at_the_event(path: Path, server: Server) -> None:
+    async with polling(path) as bench:
         for bench.now_ms, pod_name in ((10_000, "a"), (15_003, "came at 12"), (20_000, "came at 17")):
             server.reply = pods_on({GPU_A: pod_name})
             await bench.pods()
@@ -549,8 +547,8 @@ async def test_an_answer_that_an_event_was_the_reason_for_says_who_held_what_at_
     assert bench.pods_in_force(15_000) == ["came at 12"]
 
 
-async def test_after_a_clock_was_set_back_only_what_came_since_is_known(path: Path, server: Server) -> None:
-    async with asking(path) as bench:
+async def test_after_a_clock_was_set_back_only_later_answers_count(path: Path, server: Server) -> None:
+    async with polling(path) as bench:
         for bench.now_ms, pod_name in ((10_000, "a"), (5_000, "b")):
             server.reply = pods_on({GPU_A: pod_name})
             await bench.pods()
@@ -558,8 +556,8 @@ async def test_after_a_clock_was_set_back_only_what_came_since_is_known(path: Pa
     assert [bench.pods_in_force(ts_ms) for ts_ms in (4_000, 5_000, 11_000)] == [["b"]] * 3
 
 
-async def test_all_that_ask_during_a_call_share_the_next_one(path: Path, server: Server) -> None:
-    async with asking(path) as bench:
+async def test_all_reads_during_a_call_share_the_next_one(path: Path, server: Server) -> None:
+    async with polling(path) as bench:
         await asyncio.gather(bench.pods(), bench.pods(), bench.pods())
 
     assert bench.counted() == {"ok": 2}

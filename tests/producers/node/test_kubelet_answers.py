@@ -1,4 +1,4 @@
-"""Who holds which devices is read from a kubelet's answer, and what is no answer is said to be none."""
+"""The holders of devices are read from a kubelet's answer, and a malformed answer is an error."""
 
 import contextlib
 import tomllib
@@ -49,7 +49,7 @@ def test_each_container_and_resource_is_a_row() -> None:
     ]
 
 
-def test_devices_that_are_listed_by_numa_node_are_one_row_and_each_is_there_once() -> None:
+def test_devices_that_are_listed_by_numa_node_are_one_row_with_each_device_once() -> None:
     by_node = [ContainerDevices(resource_name="nvidia.com/gpu", device_ids=ids) for ids in ([GPU_B], [GPU_A, GPU_B])]
     payload = answer(pod("bert-0", ContainerResources(name="main", devices=by_node)))
     assert [row["device_ids"] for row in containers(payload, NVIDIA)] == [[GPU_B, GPU_A]]
@@ -95,7 +95,7 @@ def test_containers_without_devices_are_left_out() -> None:
     assert containers(b"", NVIDIA) == []
 
 
-def test_what_a_newer_kubelet_says_beside_it_is_skipped() -> None:
+def test_unknown_fields_of_a_newer_kubelet_are_skipped() -> None:
     cpus_and_memory = b"\x1a\x02\x01\x02" + b"\x22\x02\x0a\x00"
     extra = ContainerResources.FromString(container(gpus=[GPU_A]).SerializeToString() + cpus_and_memory)
     assert containers(answer(pod("p", extra)) + b"\x9a\x06\x01x", NVIDIA) == containers(pods_on({GPU_A: "p"}), NVIDIA)
@@ -110,17 +110,17 @@ def test_what_a_newer_kubelet_says_beside_it_is_skipped() -> None:
         answer(pod("p", claiming("", "gpus", ("gpu.nvidia.com", "n", "gpu-0")))),
     ],
 )
-def test_an_answer_with_devices_of_nobody_is_none(payload: bytes) -> None:
+def test_an_answer_with_devices_of_nobody_is_malformed(payload: bytes) -> None:
     with pytest.raises(UndecodableAnswer, match="has no name"):
         containers(payload, NVIDIA)
 
 
-def test_names_are_needed_only_where_there_are_devices() -> None:
+def test_names_are_required_only_with_devices() -> None:
     assert containers(answer(pod("", container(""))), NVIDIA) == []
 
 
 @pytest.mark.parametrize("payload", [b"\xff", b"hello", INVALID_UTF8, pods_on({GPU_A: "bert-0"})[:-1]])
-def test_what_is_no_answer_is_said_to_be_none(payload: bytes) -> None:
+def test_a_malformed_answer_is_undecodable(payload: bytes) -> None:
     with pytest.raises(UndecodableAnswer):
         containers(payload, NVIDIA)
 
@@ -155,12 +155,12 @@ def test_every_device_is_in_the_row_of_its_holder_and_no_other(
 
 
 @pytest.mark.parametrize("name", PROTOS)
-def test_the_generated_module_is_what_its_proto_says(name: str, tmp_path: Path) -> None:
+def test_the_generated_module_is_that_of_its_proto(name: str, tmp_path: Path) -> None:
     proto = str(ROOT / "producers" / "node" / f"{name}.proto")
     assert protoc.main(["protoc", f"-I{ROOT}", f"--descriptor_set_out={tmp_path / 'set'}", proto]) == 0
     compiled = descriptor_pb2.FileDescriptorSet.FromString((tmp_path / "set").read_bytes())
     for field in (field for message in compiled.file[0].message_type for field in message.field):
-        field.ClearField("json_name")  # which modules go without
+        field.ClearField("json_name")  # generated modules have no json_name
     assert list(compiled.file) == [descriptor_pb2.FileDescriptorProto.FromString(PROTOS[name].DESCRIPTOR.serialized_pb)]
 
 

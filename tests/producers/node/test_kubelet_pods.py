@@ -1,4 +1,4 @@
-"""With its Pods API a kubelet says at once that a pod began or ended, and without it nothing is missing."""
+"""A kubelet's Pods API reports at once that a pod began or ended; without it nothing is missing."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ STATIC = "0123456789abcdef0123456789abcdef"
 
 
 class Node:
-    """A kubelet with both sockets, and what asks it."""
+    """A kubelet with both sockets, and a reader of it."""
 
     def __init__(self, folder: Path, server: Server) -> None:
         self.server, self.pods_path = server, folder / "pods.sock"
@@ -35,18 +35,18 @@ class Node:
         )
 
     async def holds(self) -> dict[str, str | None]:
-        """The pods with devices that a tick finds, with their uids."""
+        """The pods with devices in a new reading, with their uids."""
         return {row["pod"]: row.get("pod_uid") for row in await self.kubelet.read(30.0) or ()}
 
     def held_now(self) -> list[str]:
-        """The pods with devices now, without another question."""
+        """The pods with devices now, without a new call."""
         return [row["pod"] for row in self.kubelet.in_force(self.now_ms) or ()]
 
     async def until(self, bench: Callable[[], bool]) -> None:
         await eventually(bench)
 
     async def is_pushed(self, pushed: bool = True) -> None:
-        """Wait until the stream is followed, or is not any more."""
+        """Wait until the stream is followed (``pushed``), or is not followed any more."""
         await eventually(lambda: value(self.instruments, names.PODS_WATCHED) == pushed)
 
 
@@ -58,7 +58,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @contextlib.asynccontextmanager
 async def following(folder: Path, server: Server) -> AsyncIterator[Node]:
-    """A node whose kubelet is followed while inside."""
+    """A node whose kubelet is followed inside the ``with`` block."""
     node = Node(folder, server)
     running = asyncio.create_task(node.kubelet.run())
     try:
@@ -71,7 +71,7 @@ async def following(folder: Path, server: Server) -> AsyncIterator[Node]:
 
 @pytest.fixture
 async def node(tmp_path: Path, server: Server) -> AsyncIterator[tuple[Node, PodsServer]]:
-    """A node with a pod, whose uid is known."""
+    """A node with a pod whose uid is known."""
     with pushing(tmp_path / "pods.sock") as pods:
         pods.push(pushed_pod("bert-0", UID))
         async with following(tmp_path, server) as bench:
@@ -80,7 +80,7 @@ async def node(tmp_path: Path, server: Server) -> AsyncIterator[tuple[Node, Pods
             yield bench, pods
 
 
-async def test_the_end_of_a_pod_counts_at_once_whatever_is_still_listed(node: tuple[Node, PodsServer]) -> None:
+async def test_the_end_of_a_pod_counts_at_once_though_it_is_still_listed(node: tuple[Node, PodsServer]) -> None:
     bench, pods = node
     pods.push(pushed_pod("bert-0", UID, phase="Succeeded"))
     await bench.until(lambda: bench.held_now() == [])
@@ -95,7 +95,7 @@ async def test_a_pod_that_is_deleted_has_ended(node: tuple[Node, PodsServer]) ->
     await bench.until(lambda: bench.held_now() == [])
 
 
-async def test_a_pod_that_begins_is_asked_for_at_once(node: tuple[Node, PodsServer]) -> None:
+async def test_a_pod_that_begins_causes_a_call_at_once(node: tuple[Node, PodsServer]) -> None:
     bench, pods = node
     bench.server.reply = pods_on({GPU_A: "bert-0", GPU_B: "bert-1"})
     pods.push(pushed_pod("bert-1", ANOTHER))
@@ -103,7 +103,7 @@ async def test_a_pod_that_begins_is_asked_for_at_once(node: tuple[Node, PodsServ
     assert await bench.holds() == {"bert-0": UID, "bert-1": ANOTHER}
 
 
-async def test_a_pod_holds_what_its_status_names_before_it_is_listed(node: tuple[Node, PodsServer]) -> None:
+async def test_a_pod_holds_the_devices_of_its_status_before_it_is_listed(node: tuple[Node, PodsServer]) -> None:
     bench, pods = node
     devices = {"main": {GPU: [GPU_B], "rdma/hca": ["mlx5_0"]}}
     pods.push(pushed_pod("bert-1", ANOTHER, devices=devices))
@@ -122,7 +122,7 @@ async def test_a_name_that_comes_back_is_another_pod(node: tuple[Node, PodsServe
     await eventually(lambda: _is(bench.holds(), {"bert-0": ANOTHER}))
 
 
-async def test_what_was_in_force_before_an_end_stays_so_for_earlier_times(node: tuple[Node, PodsServer]) -> None:
+async def test_an_end_does_not_change_the_holders_of_earlier_times(node: tuple[Node, PodsServer]) -> None:
     bench, pods = node
     bench.now_ms = 1400
     pods.delete(UID)
@@ -138,11 +138,11 @@ async def test_a_static_pod_has_no_uid_since_the_api_server_has_another(tmp_path
             assert await bench.holds() == {"bert-0": None}
 
 
-# -- without it
+# -- without the Pods API
 
 
 @pytest.mark.slow
-async def test_without_the_socket_the_kubelet_is_polled_until_it_comes(tmp_path: Path, server: Server) -> None:
+async def test_without_the_socket_the_kubelet_is_polled_until_it_appears(tmp_path: Path, server: Server) -> None:
     async with following(tmp_path, server) as bench:
         assert await bench.holds() == {"bert-0": None}
         server.reply = pods_on({GPU_A: "bert-1"})
@@ -198,7 +198,7 @@ async def test_while_a_stream_is_broken_the_listing_alone_counts(node: tuple[Nod
     assert await bench.holds() == {"bert-1": None, "bert-2": None}
 
 
-async def test_nothing_changes_when_both_sockets_go_with_the_kubelet_and_come_back(
+async def test_nothing_changes_while_both_sockets_disappear_with_the_kubelet_and_come_back(
     node: tuple[Node, PodsServer],
 ) -> None:
     bench, pods = node
@@ -212,7 +212,7 @@ async def test_nothing_changes_when_both_sockets_go_with_the_kubelet_and_come_ba
     await eventually(lambda: _is(bench.holds(), {"bert-0": UID}))
 
 
-async def test_what_ended_while_nobody_followed_has_ended_when_the_stream_is_back(
+async def test_a_pod_that_ended_while_nobody_followed_has_ended_when_the_stream_is_back(
     node: tuple[Node, PodsServer],
 ) -> None:
     bench, pods = node
@@ -223,7 +223,7 @@ async def test_what_ended_while_nobody_followed_has_ended_when_the_stream_is_bac
 
 
 @pytest.mark.parametrize("event", [b"\xff\xff", b"\x08\x01\x12\x00"])
-async def test_what_is_no_event_is_followed_by_another_stream(node: tuple[Node, PodsServer], event: bytes) -> None:
+async def test_after_a_malformed_event_a_new_stream_is_opened(node: tuple[Node, PodsServer], event: bytes) -> None:
     bench, pods = node
     pods.say(event)
     await eventually(lambda: value(bench.instruments, names.POD_WATCHES, result="undecodable") == 1)
@@ -231,7 +231,7 @@ async def test_what_is_no_event_is_followed_by_another_stream(node: tuple[Node, 
     await eventually(lambda: _is(bench.holds(), {"bert-0": UID}))
 
 
-async def test_a_stream_without_a_complete_list_says_nothing(tmp_path: Path, server: Server) -> None:
+async def test_a_stream_without_a_complete_list_changes_nothing(tmp_path: Path, server: Server) -> None:
     with pushing(tmp_path / "pods.sock") as pods:
         pods.syncs = False
         pods.push(pushed_pod("bert-0", UID, phase="Succeeded"))
@@ -244,7 +244,7 @@ async def test_a_stream_without_a_complete_list_says_nothing(tmp_path: Path, ser
 # -- which containers hold devices
 
 
-def test_a_row_that_was_listed_before_its_pod_began_is_of_the_pod_that_ended() -> None:
+def test_a_row_that_was_listed_before_its_pod_began_belongs_to_the_pod_that_ended() -> None:
     row = {"namespace": "ml-team", "pod": "bert-0", "container": "main", "resource": GPU, "device_ids": [GPU_A]}
     name = ("ml-team", "bert-0")
     ended, began = PushedPod(name, UID, True, (), 4), PushedPod(name, ANOTHER, False, (), 5)

@@ -1,4 +1,4 @@
-"""On the loop that the command runs on, a kubelet that is stopped or killed holds nobody up, and the process ends."""
+"""On the event loop of the command, a kubelet that is stopped or killed delays nothing, and the process ends."""
 
 import contextlib
 import signal
@@ -23,7 +23,7 @@ from producers.node import instruments
 from producers.node.kubelet import Kubelet
 from delivery.instruments import Instruments
 
-logging.disable()  # what is left on standard error is not ours
+logging.disable()  # so that standard error has no log lines
 
 async def main():
     assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
@@ -41,12 +41,12 @@ uvloop.run(main())
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where a kubelet's socket may come to be."""
+    """The path of a kubelet's socket, which does not exist yet."""
     return tmp_path / "kubelet.sock"
 
 
 @pytest.mark.parametrize("end", ["close", "leave"])
-def test_on_uvloop_a_stopped_kubelet_is_waited_out_and_the_process_ends(path: Path, end: str) -> None:
+def test_on_uvloop_a_stopped_kubelet_times_out_and_the_process_ends(path: Path, end: str) -> None:
     with kubelet_process(path, 3) as kubelet, scenario(path, end) as process:
         assert tick(process) == "3"
         kubelet.send_signal(signal.SIGSTOP)
@@ -60,16 +60,16 @@ def test_on_uvloop_a_kubelet_that_is_killed_is_found_again(path: Path) -> None:
     with scenario(path, "close") as process:
         assert tick(process) == "0"
         with kubelet_process(path, 3):
-            asked_until(process, "3")
+            tick_until(process, "3")
         assert path.is_socket()
         assert tick(process, "next") == "3"
         with kubelet_process(path, 4):
-            asked_until(process, "4")
+            tick_until(process, "4")
         out, err = process.communicate("end\n", timeout=30)
         assert (process.returncode, out, err) == (0, "", "")
 
 
-def asked_until(process: "subprocess.Popen[str]", answer: str) -> None:
+def tick_until(process: "subprocess.Popen[str]", answer: str) -> None:
     for _ in range(100):
         if tick(process, "next") == answer:
             return

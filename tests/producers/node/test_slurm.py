@@ -1,4 +1,4 @@
-"""Slurm's prolog and epilog keep the files of jobs as the node producer reads them, and never drain a node."""
+"""Slurm's prolog and epilog write the job files that the node producer reads, and never drain a node."""
 
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -22,14 +22,14 @@ class Node:
         self.job_files = Directory(directory)
 
     def run(self, script: str, job: int | str, **environment: str) -> str:
-        """Run a script as slurmd does; gives what it says on standard error. It never fails."""
+        """Run a script as slurmd does, and return its standard error. It must not fail."""
         environment = {**ANA, "SLURM_JOB_ID": str(job), "GPUSTREAM_JOB_DIR": str(self.directory), **environment}
         process = subprocess.run([SCRIPTS / script], env=environment, capture_output=True, text=True, check=False)
         assert (process.returncode, process.stdout) == (0, "")
         return process.stderr
 
     def jobs(self) -> dict[str, tuple[str, ...]]:
-        """What the node producer reads."""
+        """The jobs by file, as the node producer reads them."""
         mapping = self.job_files.read()
         assert not mapping.problems
         return mapping.job_ids_by_file
@@ -63,7 +63,7 @@ def test_without_slurm_job_gpus_the_visible_devices_count(node: Node) -> None:
     assert node.jobs() == {"1": ("4242",)}
 
 
-def test_jobs_share_a_gpu_and_each_takes_only_itself_away(node: Node) -> None:
+def test_jobs_share_a_gpu_and_each_removes_only_itself(node: Node) -> None:
     for job in (42, 4242):
         node.run("prolog", job, SLURM_JOB_GPUS="0")
     assert node.jobs() == {"0": ("42", "4242")}
@@ -94,7 +94,7 @@ def test_prologs_at_the_same_time_lose_no_job(node: Node) -> None:
 
 
 @pytest.mark.parametrize("script", ["prolog", "epilog"])
-def test_neither_script_fails_whatever_is_wrong(tmp_path: Path, script: str) -> None:
+def test_neither_script_fails_on_any_error(tmp_path: Path, script: str) -> None:
     (tmp_path / "file").touch()
     broken = Node(tmp_path / "file" / "jobs")
     content = broken.run(script, 4242, SLURM_JOB_GPUS="0")
@@ -105,7 +105,7 @@ def test_neither_script_fails_whatever_is_wrong(tmp_path: Path, script: str) -> 
 
 
 @pytest.mark.parametrize("content", [b"user=ana\nuser", b"\xff\nuser=ana", b"user = x\nuser=ana\npartition=\n"])
-def test_what_is_no_name_in_a_jobs_own_file_does_not_count(node: Node, content: bytes) -> None:
+def test_invalid_names_in_a_jobs_own_file_do_not_count(node: Node, content: bytes) -> None:
     node.run("prolog", 4242, SLURM_JOB_GPUS="0")
     (node.directory / "jobs" / "4242").write_bytes(content)
     assert node.job_files.read().jobs_by_id == {"4242": Job("4242", "ana")}

@@ -1,4 +1,4 @@
-"""The systemd units run commands that there are, with no more rights than they need."""
+"""The systemd units run existing commands, with no more rights than they need."""
 
 import configparser
 import shutil
@@ -24,7 +24,7 @@ class Unit(dict[str, list[str]]):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_unit_is_one(name: str, tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(name: str, tmp_path: Path) -> None:
     text = (UNITS / name).read_text()
     strict = configparser.ConfigParser(strict=False, interpolation=None)
     strict.optionxform = str  # type: ignore[assignment, method-assign]
@@ -62,7 +62,7 @@ def test_the_node_producer_sees_nvmls_devices_and_the_processes_of_others(monkey
 
 
 @pytest.mark.parametrize("command", ["stream attribution", "stream usage", "sink remote-write --url http://p/w"])
-def test_a_component_runs_what_its_file_says(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_a_component_runs_with_its_environment_file(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     unit = Unit("gpustream@.service")
     monkeypatch.setenv("GPUSTREAM_KAFKA", "kafka:9092")
     monkeypatch.setenv("GPUSTREAM_INSTANCE_ID", "host-name")

@@ -1,4 +1,4 @@
-"""A worker does one thing at a time, and what it does holds up nobody."""
+"""A worker runs one job at a time, and a job delays nobody else."""
 
 import asyncio
 import subprocess
@@ -28,7 +28,7 @@ async def test_the_answer_comes_to_the_loop_from_another_thread() -> None:
     worker.stop()
 
 
-async def test_what_a_job_raises_is_raised_where_it_is_awaited() -> None:
+async def test_an_exception_of_a_job_is_raised_where_the_job_is_awaited() -> None:
     worker = Worker("worker")
     with pytest.raises(ZeroDivisionError):
         await worker.submit(lambda: 1 // 0)
@@ -36,7 +36,7 @@ async def test_what_a_job_raises_is_raised_where_it_is_awaited() -> None:
     worker.stop()
 
 
-async def test_there_is_no_second_job_beside_one_that_has_not_returned() -> None:
+async def test_no_second_job_runs_beside_one_that_has_not_returned() -> None:
     worker, end = Worker("worker"), threading.Event()
     job = worker.submit(end.wait)
     assert worker.busy
@@ -60,7 +60,7 @@ async def test_a_job_that_nobody_waits_for_any_more_still_keeps_the_worker_busy_
     worker.stop()
 
 
-async def test_it_says_for_how_long_a_job_has_run() -> None:
+async def test_it_reports_for_how_long_a_job_has_run() -> None:
     time_s = [100.0]
     worker, end = Worker("worker", lambda: time_s[0]), threading.Event()
     job = worker.submit(end.wait)
@@ -71,7 +71,7 @@ async def test_it_says_for_how_long_a_job_has_run() -> None:
     worker.stop()
 
 
-def test_an_answer_that_comes_when_the_loop_is_closed_goes_nowhere() -> None:
+def test_an_answer_after_the_loop_was_closed_is_dropped() -> None:
     end, workers = threading.Event(), []
 
     async def submit_and_return() -> None:

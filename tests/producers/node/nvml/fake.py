@@ -1,4 +1,4 @@
-"""NVML as a test says, behind the boundary: errors, hangs, GPUs that come and go, MIG devices, processes."""
+"""A fake NVML that the test controls: errors, hangs, GPUs that come and go, MIG devices, processes."""
 
 import itertools
 import queue
@@ -77,9 +77,12 @@ def _fields() -> dict[FieldId, FieldValue]:
 
 @dataclass
 class FakeDevice:
-    """A GPU or a MIG device. What is not in ``answers`` is NOT_SUPPORTED; an NvmlError there is raised, and what can be
-    called is, with the arguments. ``parts`` are MIG devices by slot, None being a hole. ``gpm`` is what GPM says, by
-    metric, or by GPU instance and metric; ``samples`` are what the driver keeps, by kind."""
+    """A GPU or a MIG device.
+
+    A function that is not in ``answers`` is NOT_SUPPORTED. An NvmlError in there is raised, and a callable is called
+    with the arguments. ``parts`` are the MIG devices by slot, None for an empty slot. ``gpm`` has GPM's values by
+    metric, or by GPU instance and metric. ``samples`` are those that the driver keeps, by kind.
+    """
 
     uuid: str
     answers: dict[Any, Any] = field(default_factory=_answers)
@@ -94,7 +97,7 @@ class FakeDevice:
         self.answers[function] = NvmlError(code)
 
     def profiled(self, metrics: dict[Any, float]) -> None:
-        """It has GPM, which says this."""
+        """Give it GPM, with these values."""
         self.answers |= {
             "nvmlGpmQueryDeviceSupport": SimpleNamespace(isSupportedDevice=1),
             "nvmlGpmSampleGet": lambda sample: sample.take(self, None),
@@ -103,7 +106,7 @@ class FakeDevice:
         self.gpm = {metric: FieldValue(0, value, 0) for metric, value in metrics.items()}
 
     def cut(self, *parts: "FakeDevice | None") -> None:
-        """Into MIG devices."""
+        """Cut it into MIG devices."""
         self.parts = list(parts)
         self.answers |= {
             "nvmlDeviceGetMigMode": [1, 1],
@@ -112,7 +115,7 @@ class FakeDevice:
 
 
 def part(uuid: str, gpu_instance: int = 1, profile: str = "1g.10gb", *pids: int) -> FakeDevice:
-    """A MIG device with memory and processes, which is what they have."""
+    """A MIG device. It has memory and processes, and nothing else."""
     kinds = ("Compute", "Graphics", "MPSCompute")
     device = FakeDevice(
         uuid,
@@ -137,7 +140,7 @@ class Hang(NamedTuple):
 
 
 class FakeSample:
-    """A buffer of GPM. What it is of is said by ``take``."""
+    """A buffer of GPM. ``take`` fills it with a sample of a device or a GPU instance."""
 
     def __init__(self) -> None:
         self.device: FakeDevice | None = None
@@ -167,7 +170,7 @@ class _Events:
 
 
 class FakeNvml(Nvml):
-    """A machine. Which GPUs there are is seen at init, as in reality."""
+    """A machine. As in reality, the GPUs that exist at init are the visible ones."""
 
     def __init__(self, gpus: int = 2) -> None:
         super().__init__()
@@ -191,7 +194,7 @@ class FakeNvml(Nvml):
         self.delays_s: dict[tuple[str | None, str], float] = {}
 
     def hang(self, uuid: str | None, function: str) -> Hang:
-        """Calls of this function do not return; of any, with ``*``."""
+        """Let calls of this function hang; ``*`` means every function."""
         hang = self._hangs[uuid, function] = Hang(threading.Event(), threading.Event())
         return hang
 
@@ -338,7 +341,7 @@ class FakeNvml(Nvml):
         self.sets.remove(events)
 
     def xid(self, gpu: FakeDevice, code: int, gpu_instance: int | None = None) -> None:
-        """An XID error, for the sets that the GPU is in."""
+        """Report an XID error to the event sets that the GPU is in."""
         for events in self.sets:
             events.reported.put(NvmlEvent(id(gpu), XID_EVENT, code, gpu_instance))
 
@@ -368,7 +371,7 @@ def _existing(device: FakeDevice | None) -> FakeDevice:
 
 
 class FakeProcessOwners(ProcessOwners):
-    """Where processes belong, as the test says; the others are not to be seen."""
+    """The owners of processes, as the test gives them; other processes are invisible."""
 
     def __init__(self, owners: dict[int, ProcessOwner] | None = None) -> None:
         super().__init__()
@@ -379,7 +382,7 @@ class FakeProcessOwners(ProcessOwners):
 
 
 class FakeCensus:
-    """What a new process would see, as the test says."""
+    """The UUIDs that a new process would see, as the test gives them."""
 
     def __init__(self, look: Callable[[], Iterable[str] | None]) -> None:
         self._look = look

@@ -1,4 +1,4 @@
-"""What comes through the boundary: answers, and errors of one kind."""
+"""The binding returns pynvml's answers, and raises errors of one kind."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -59,7 +59,7 @@ def test_errors_come_as_one_kind_with_code_and_name(nvml: ScriptedNvml, real: Nv
     assert error(lambda: real.handle(0)) == (15, "GPU_IS_LOST")
 
 
-def test_without_a_driver_or_after_the_end_there_are_errors_too(nvml: ScriptedNvml) -> None:
+def test_without_a_driver_or_after_shutdown_calls_raise_errors_too(nvml: ScriptedNvml) -> None:
     nvml.load()
     nvml.driver("absent")
     assert error(lambda: Nvml().call("nvmlInit")) == (9, "DRIVER_NOT_LOADED")
@@ -67,7 +67,7 @@ def test_without_a_driver_or_after_the_end_there_are_errors_too(nvml: ScriptedNv
     assert error(Nvml().count) == (1, "UNINITIALIZED")
 
 
-def test_a_list_of_processes_that_is_empty_by_success_is_empty(nvml: ScriptedNvml, real: Nvml) -> None:
+def test_a_successful_empty_list_of_processes_is_empty(nvml: ScriptedNvml, real: Nvml) -> None:
     nvml.empty_processes(succeed=True)
     for function in ("nvmlDeviceGetProcessUtilization", "nvmlDeviceGetProcessesUtilizationInfo"):
         assert list(real.ask(function, real.handle(0), 1 << 62)) == []
@@ -76,7 +76,7 @@ def test_a_list_of_processes_that_is_empty_by_success_is_empty(nvml: ScriptedNvm
     assert (process.pid, process.usedGpuMemory) == (7, None)
 
 
-def test_what_this_pynvml_does_not_have_is_missing_like_what_the_driver_does_not_have(real: Nvml) -> None:
+def test_a_function_that_pynvml_lacks_is_missing_like_one_that_the_driver_lacks(real: Nvml) -> None:
     assert error(lambda: real.ask("nvmlDeviceGetTea", real.handle(0))) == (13, "FUNCTION_NOT_FOUND")
 
 
@@ -108,7 +108,7 @@ def test_each_field_has_its_own_code_width_and_time(nvml: ScriptedNvml, real: Nv
     assert temperature.at_us > 10**15
     assert (sent.code, sent.value, sent.bits) == (0, 0, 32)
     assert (replays, none) == (FieldValue(999), FieldValue(3))
-    assert energy == FieldValue(3)  # a type that is not known
+    assert energy == FieldValue(3)  # an unknown type
 
 
 @pytest.mark.parametrize(("kind", "bits"), [(0, 0), (1, 32), (2, 64), (3, 64), (4, 64), (5, 32), (6, 16)])
@@ -120,18 +120,18 @@ def test_a_value_is_as_wide_as_its_type(nvml: ScriptedNvml, real: Nvml, kind: in
 
 
 @pytest.mark.parametrize(("licensed", "expected"), [(0, 0), (1, 1)])
-def test_a_license_of_any_feature_is_one(nvml: ScriptedNvml, real: Nvml, licensed: int, expected: int) -> None:
+def test_a_license_of_any_feature_is_a_license(nvml: ScriptedNvml, real: Nvml, licensed: int, expected: int) -> None:
     nvml.set(0, vgpu_licensed=licensed)
     assert real.ask("nvmlDeviceGetGridLicensableFeatures", real.handle(0)) == expected
 
 
-def test_a_gpu_without_anything_to_license_does_not_support_the_question(nvml: ScriptedNvml, real: Nvml) -> None:
+def test_a_gpu_without_licensable_features_does_not_support_the_call(nvml: ScriptedNvml, real: Nvml) -> None:
     nvml.set(0, vgpu_supported=0)
     with pytest.raises(NvmlError, match="NOT_SUPPORTED"):
         real.ask("nvmlDeviceGetGridLicensableFeatures", real.handle(0))
 
 
-def test_nothing_is_loaded_by_making_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_creating_a_binding_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
     monkeypatch.setattr(pynvml, "_LoadNvmlLibrary", lambda: loaded.append("library"))
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", loaded.append)
@@ -139,7 +139,7 @@ def test_nothing_is_loaded_by_making_one(monkeypatch: pytest.MonkeyPatch) -> Non
     assert loaded == []
 
 
-def test_samples_come_with_their_time_and_where_none_is_new_that_is_not_found(nvml: ScriptedNvml, real: Nvml) -> None:
+def test_samples_have_their_time_and_no_new_sample_is_not_found(nvml: ScriptedNvml, real: Nvml) -> None:
     nvml.set(0, utilization_samples="10 90", sample_period_us=1_000)
     gpu = real.handle(0)
     values = real.samples(gpu, 1, 0)
@@ -201,7 +201,7 @@ FILLED = (
 
 
 @pytest.mark.parametrize("call", FILLED)
-def test_an_answer_is_what_pynvml_gives_and_one_that_nothing_was_filled_into_is_an_error_and_no_zero(
+def test_an_answer_is_pynvmls_and_one_that_was_left_empty_is_an_error_and_no_zero(
     nvml: ScriptedNvml, real: Nvml, call: tuple[Any, ...]
 ) -> None:
     function, *arguments = call
@@ -219,18 +219,18 @@ def _plain(answer: Any) -> Any:
     return list(answer) if isinstance(answer, list | tuple) else answer
 
 
-def test_fields_that_nothing_was_filled_into_are_an_error_and_no_zeros(nvml: ScriptedNvml, real: Nvml) -> None:
+def test_fields_that_were_left_empty_are_an_error_and_no_zeros(nvml: ScriptedNvml, real: Nvml) -> None:
     gpu = real.handle(0)
     nvml.leave_empty(0, "nvmlDeviceGetFieldValues")
     assert error(lambda: real.fields(gpu, [82, 83])) == (binding.NOTHING_FILLED_IN, "NO_VALUE")
 
 
-def test_a_count_of_gpus_that_nothing_was_filled_into_is_an_error_and_not_none(nvml: ScriptedNvml, real: Nvml) -> None:
+def test_a_count_of_gpus_that_was_left_empty_is_an_error_and_not_none(nvml: ScriptedNvml, real: Nvml) -> None:
     nvml.leave_empty(None, "nvmlDeviceGetCount")
     assert error(real.count) == (binding.NOTHING_FILLED_IN, "NO_VALUE")
 
 
-def test_what_gpm_said_the_last_time_is_not_taken_for_what_it_does_not_say_now(nvml: ScriptedNvml, real: Nvml) -> None:
+def test_the_last_value_of_gpm_is_not_used_for_one_that_it_does_not_give_now(nvml: ScriptedNvml, real: Nvml) -> None:
     gpu, older, newer = real.handle(0), real.call("nvmlGpmSampleAlloc"), real.call("nvmlGpmSampleAlloc")
     real.ask("nvmlGpmSampleGet", gpu, older)
     time.sleep(0.11)  # the driver's own clock: samples closer together are refused

@@ -1,4 +1,4 @@
-"""A census sees what a new process would, and harms nobody when it can't."""
+"""A census reports the GPUs that a new process would see, and harms nobody if it fails."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ Environment = Callable[[ScriptedNvml], None]
 
 @pytest.fixture
 def inherit(monkeypatch: pytest.MonkeyPatch) -> Environment:
-    """What this process's children find NVML by."""
+    """Let this process's children find the scripted NVML."""
 
     def give(nvml: ScriptedNvml) -> None:
         for name, value in nvml.environment().items():
@@ -29,7 +29,7 @@ def child_command(text: str) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", text]
 
 
-async def test_it_sees_the_gpus_that_work(nvml: ScriptedNvml, inherit: Environment) -> None:
+async def test_it_reports_the_gpus_that_work(nvml: ScriptedNvml, inherit: Environment) -> None:
     inherit(nvml)
     nvml.gpus = 3
     nvml.lose(1)
@@ -45,7 +45,7 @@ async def test_it_sees_the_gpus_that_work(nvml: ScriptedNvml, inherit: Environme
 
 
 @pytest.mark.parametrize("state", ["absent", "mismatch"])
-async def test_without_a_driver_it_sees_nothing_and_does_not_mind(
+async def test_without_a_driver_it_reports_nothing_and_does_not_fail(
     nvml: ScriptedNvml, inherit: Environment, state: str
 ) -> None:
     inherit(nvml)
@@ -55,7 +55,7 @@ async def test_without_a_driver_it_sees_nothing_and_does_not_mind(
     census.close()
 
 
-async def test_a_child_that_is_slow_is_ended_and_another_is_asked_later() -> None:
+async def test_a_slow_child_is_ended_and_another_is_started_later() -> None:
     census = Census(within_s=0.2, command=child_command("import time; time.sleep(600)"))
     assert await census.run() is None
     child = census._child
@@ -67,7 +67,7 @@ async def test_a_child_that_is_slow_is_ended_and_another_is_asked_later() -> Non
     census.close()
 
 
-async def test_there_is_no_second_child_beside_one_that_can_not_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_second_child_is_started_beside_one_that_can_not_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     census = Census(within_s=0.1, command=child_command("import time; time.sleep(600)"))
     with monkeypatch.context() as patched:
         patched.setattr("subprocess.Popen.kill", lambda child: None)
@@ -89,27 +89,27 @@ async def test_a_child_that_can_not_be_started_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("payload", [b"", b"{}", b"[1]", b'[""]', b'"GPU"', b"\xff", b"null", b"[" * 100])
-def test_nonsense_is_no_census(payload: bytes) -> None:
+def test_a_malformed_output_is_no_census(payload: bytes) -> None:
     assert parse_census(payload) is None
 
 
-def test_a_list_of_uuids_is_one() -> None:
+def test_a_list_of_uuids_is_a_census() -> None:
     assert parse_census(b'["GPU-1", "GPU-0"]\n') == frozenset({"GPU-0", "GPU-1"})
     assert parse_census(b"[]") == frozenset()
 
 
-def test_there_is_no_reason_while_all_that_work_work_here() -> None:
+def test_there_is_no_reason_to_reopen_while_all_working_gpus_work_here() -> None:
     reopening = Reopening(40, FakeClock())
     assert reopening.reason(set(), set()) is None
     assert reopening.reason({"GPU-0"}, {"GPU-0", "GPU-1", None}) is None
 
 
-def test_a_gpu_that_works_for_others_is_one() -> None:
+def test_a_gpu_that_works_only_for_a_new_process_is_a_reason_to_reopen() -> None:
     reason = Reopening(40, FakeClock()).reason({"GPU-2", "GPU-1", "GPU-0"}, {"GPU-0"})
     assert reason == "GPU-1, GPU-2 would answer a new process, and not this one"
 
 
-def test_what_was_in_vain_is_tried_again_after_twice_the_time_each_time() -> None:
+def test_after_each_reopening_in_vain_the_next_waits_twice_as_long() -> None:
     clock = FakeClock()
     reopening = Reopening(40, clock)
     began_s, tried_s = clock.now_s, []
@@ -121,13 +121,13 @@ def test_what_was_in_vain_is_tried_again_after_twice_the_time_each_time() -> Non
     assert tried_s[-1] - tried_s[-2] == LONGEST_REOPENING_S
 
 
-def test_another_gpu_does_not_wait_for_it() -> None:
+def test_another_gpu_does_not_wait_for_that() -> None:
     reopening = Reopening(40, FakeClock())
     reopening.reason({"GPU-1"}, set())
     assert reopening.reason({"GPU-1", "GPU-2"}, set()) == "GPU-2 would answer a new process, and not this one"
 
 
-def test_one_that_worked_since_is_tried_at_once() -> None:
+def test_a_gpu_that_has_worked_since_is_tried_at_once() -> None:
     reopening = Reopening(40, FakeClock())
     assert reopening.reason({"GPU-1"}, set())
     reopening.worked("GPU-1")

@@ -1,4 +1,4 @@
-"""XID errors are waited for on a thread that may hang, fail and be late, and nothing else is."""
+"""A thread waits for XID errors; only that thread hangs, fails or is late with the driver."""
 
 import contextlib
 import time
@@ -86,7 +86,7 @@ async def test_each_error_is_reported_with_its_gpu_its_code_and_the_time_when_it
     assert bench.errors == []
 
 
-async def test_it_goes_on_after_an_error(bench: Bench) -> None:
+async def test_it_goes_on_waiting_after_an_error(bench: Bench) -> None:
     await bench.watch()
     for times in (1, 2, 3):
         bench.nvml.xid(bench.nvml.gpus[0], times)
@@ -105,7 +105,7 @@ async def test_a_gpu_without_these_events_is_not_registered_and_not_counted(benc
     assert set(bench.events.refusals()) == {0, 1}
 
 
-async def test_a_gpu_that_said_in_passing_that_it_has_no_events_is_asked_again_and_reports_its_errors(
+async def test_a_gpu_that_had_no_events_for_a_moment_is_queried_again_and_reports_its_errors(
     bench: Bench,
 ) -> None:
     answer = bench.nvml.gpus[0].answers.pop(SUPPORTED)
@@ -120,13 +120,13 @@ async def test_a_gpu_that_said_in_passing_that_it_has_no_events_is_asked_again_a
     assert bench.errors == []
 
 
-async def test_only_those_are_registered_that_have_them(bench: Bench) -> None:
+async def test_only_events_that_a_gpu_has_are_registered(bench: Bench) -> None:
     del bench.nvml.gpus[0].answers[SUPPORTED]
     await bench.watch()
     assert [device.uuid for device in bench.nvml.sets[0].devices] == ["GPU-1"]
 
 
-async def test_a_gpu_that_can_not_be_asked_is_counted_and_the_others_are_waited_for(bench: Bench) -> None:
+async def test_a_gpu_that_can_not_be_queried_is_counted_and_the_others_are_waited_for(bench: Bench) -> None:
     bench.nvml.gpus[0].fail(SUPPORTED, binding.UNKNOWN)
     await bench.watch()
     bench.nvml.xid(bench.nvml.gpus[1], 13)
@@ -134,7 +134,7 @@ async def test_a_gpu_that_can_not_be_asked_is_counted_and_the_others_are_waited_
     assert bench.errors == [(SUPPORTED, "UNKNOWN")]
 
 
-async def test_an_event_of_a_gpu_that_is_not_known_is_reported_without_one(bench: Bench) -> None:
+async def test_an_event_of_an_unknown_gpu_is_reported_without_a_gpu(bench: Bench) -> None:
     await bench.watch()
     bench.nvml.sets[0].reported.put(NvmlEvent(4711, XID_EVENT, 13))
     await eventually(lambda: bench.reported)
@@ -150,7 +150,7 @@ async def test_other_events_are_not_reported(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-async def test_a_set_that_fails_is_made_again_and_counted(bench: Bench) -> None:
+async def test_a_set_that_fails_is_created_again_and_counted(bench: Bench) -> None:
     await bench.watch()
     bench.nvml.gpus[0].error = binding.GPU_IS_LOST
     bench.nvml.sets[0].reported.put(NvmlError(binding.GPU_IS_LOST))
@@ -163,7 +163,7 @@ async def test_a_set_that_fails_is_made_again_and_counted(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-async def test_an_xid_error_that_stands_behind_the_news_of_a_loss_is_reported(bench: Bench) -> None:
+async def test_an_xid_error_queued_behind_the_event_of_a_loss_is_reported(bench: Bench) -> None:
     await bench.watch()
     lost = bench.nvml.gpus[0]
     lost.error = binding.GPU_IS_LOST
@@ -182,7 +182,7 @@ async def test_an_xid_error_that_stands_behind_the_news_of_a_loss_is_reported(be
     assert bench.errors == [(WAIT, "GPU_IS_LOST")]
 
 
-async def test_a_driver_without_events_is_asked_once_and_not_counted(bench: Bench) -> None:
+async def test_a_driver_without_events_is_queried_once_and_not_counted(bench: Bench) -> None:
     bench.nvml.events_error = binding.FUNCTION_NOT_FOUND
     bench.add()
     await eventually(lambda: not bench.events.busy)
@@ -191,7 +191,7 @@ async def test_a_driver_without_events_is_asked_once_and_not_counted(bench: Benc
 
 
 @pytest.mark.slow
-async def test_paused_it_lets_go_of_the_set_and_can_begin_again(bench: Bench) -> None:
+async def test_a_pause_frees_the_set_and_it_can_start_again(bench: Bench) -> None:
     await bench.watch()
     bench.events.pause()
     await eventually(lambda: not bench.events.busy)
@@ -204,7 +204,7 @@ async def test_paused_it_lets_go_of_the_set_and_can_begin_again(bench: Bench) ->
     assert bench.codes() == [(0, 13)]
 
 
-async def test_a_wait_that_hangs_does_not_hold_up_the_end() -> None:
+async def test_a_wait_that_hangs_does_not_delay_the_end() -> None:
     bench = Bench()
     hang = bench.nvml.hang(None, WAIT)
     bench.add()
@@ -216,7 +216,7 @@ async def test_a_wait_that_hangs_does_not_hold_up_the_end() -> None:
     await eventually(ended.is_set)
 
 
-async def test_without_gpus_nothing_is_asked() -> None:
+async def test_without_gpus_nothing_is_called() -> None:
     async with closing(Bench(0)) as bench:
         bench.add()
         assert not bench.events.busy
@@ -236,7 +236,7 @@ async def test_a_gpu_that_is_added_again_is_registered_once(bench: Bench) -> Non
     assert bench.nvml.call_counts["GPU-0", "nvmlDeviceRegisterEvents"] == 1
 
 
-async def test_a_gpu_that_comes_later_is_added_to_those_that_are_waited_for(bench: Bench) -> None:
+async def test_a_gpu_that_appears_later_is_registered_too(bench: Bench) -> None:
     bench.events.resume()
     bench.events.add(0, bench.nvml.handle(0))
     await eventually(bench.waiting)

@@ -53,7 +53,7 @@ def test_an_error_is_in_one_tick_and_its_count_in_all_that_follow() -> None:
     assert bench.counted("device") == 3
 
 
-def test_what_a_tick_was_given_does_not_change_afterwards() -> None:
+def test_the_devices_of_a_tick_do_not_change_afterwards() -> None:
     bench = Bench()
     bench.xids.record(Xid(0, 31, 1), [GPU])
     (first,) = bench.with_errors([GPU])
@@ -72,7 +72,7 @@ def test_what_a_tick_was_given_does_not_change_afterwards() -> None:
         (7, None, ["GPU-0"]),
     ],
 )
-def test_an_error_of_an_instance_is_its_mig_devices(
+def test_an_error_of_an_instance_belongs_to_its_mig_device(
     gpu_instance: int | None, compute_instance: int | None, uuids: list[str]
 ) -> None:
     bench = Bench()
@@ -81,7 +81,7 @@ def test_an_error_of_an_instance_is_its_mig_devices(
     assert [device["uuid"] for device in bench.with_errors(CUT) if "xids" in device] == uuids
 
 
-def test_an_error_of_a_gpu_that_is_not_known_is_counted_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_an_unknown_gpu_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     bench.xids.record(Xid(None, 79, 1), ())
     assert bench.with_errors([GPU]) == [GPU]
@@ -89,7 +89,7 @@ def test_an_error_of_a_gpu_that_is_not_known_is_counted_and_reported(caplog: pyt
     assert [record.getMessage() for record in caplog.records] == ["XID 79 of a GPU that is not known"]
 
 
-def test_of_a_storm_a_tick_reports_so_many_and_counts_all() -> None:
+def test_a_tick_reports_a_limited_number_of_a_storms_errors_and_counts_all() -> None:
     bench = Bench()
     for at_ms in range(1000):
         bench.xids.record(Xid(0, 31, at_ms), [GPU])
@@ -98,7 +98,7 @@ def test_of_a_storm_a_tick_reports_so_many_and_counts_all() -> None:
     assert device["xids"] == {"31": 1000}
 
 
-def test_codes_without_end_are_counted_as_unknown_past_a_bound() -> None:
+def test_codes_beyond_a_bound_are_counted_as_unknown() -> None:
     bench = Bench()
     for code in range(1, 101):
         bench.xids.record(Xid(0, code, 1), [GPU])
@@ -109,7 +109,7 @@ def test_codes_without_end_are_counted_as_unknown_past_a_bound() -> None:
     assert len(device["xids"]) == 65
 
 
-def test_devices_without_end_are_forgotten_from_the_oldest() -> None:
+def test_devices_beyond_a_bound_are_forgotten_from_the_oldest() -> None:
     bench = Bench()
     for number in range(2000):
         bench.xids.record(Xid(0, 31, 1), [{**GPU, "uuid": f"GPU-{number}"}])

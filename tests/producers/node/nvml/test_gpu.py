@@ -1,4 +1,4 @@
-"""One GPU through its life: opened, read, cut into MIG devices, lost, back."""
+"""The life of a GPU: opened, read, cut into MIG devices, lost, back."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +35,7 @@ class Bench:
         return self.nvml.call_counts[uuid, function]
 
 
-def test_a_gpu_says_who_it_is_and_how_it_is() -> None:
+def test_a_gpu_has_its_identity_and_its_metrics() -> None:
     bench = Bench()
     bench.gpu.answers[COMPUTE] = [running(7)]
     reading = bench.read()
@@ -58,7 +58,7 @@ def test_a_gpu_says_who_it_is_and_how_it_is() -> None:
     assert (reading.lost, reading.errors) == (None, [])
 
 
-def test_who_it_is_is_asked_once() -> None:
+def test_the_identity_is_queried_once() -> None:
     bench = Bench()
     bench.read()
     bench.read()
@@ -72,7 +72,7 @@ def test_a_pci_address_is_written_with_a_domain_of_eight_digits_in_upper_case() 
     assert bench.read().devices[0]["pci_bus_id"] == "000ABCD1:C1:1F.0"
 
 
-def test_of_the_identity_only_the_uuid_is_a_must() -> None:
+def test_only_the_uuid_of_the_identity_is_required() -> None:
     bench = Bench()
     for function in ("Name", "PciInfo", "MinorNumber"):
         bench.gpu.fail(f"nvmlDeviceGet{function}", binding.NOT_SUPPORTED)
@@ -83,7 +83,7 @@ def test_of_the_identity_only_the_uuid_is_a_must() -> None:
 
 
 @pytest.mark.parametrize(("code", "name"), [(4, "NO_PERMISSION"), (15, "GPU_IS_LOST"), (999, "UNKNOWN")])
-def test_a_gpu_that_can_not_be_opened_says_why(code: int, name: str) -> None:
+def test_a_gpu_that_can_not_be_opened_has_the_reason(code: int, name: str) -> None:
     bench = Bench()
     bench.gpu.open_error = code
     reading = bench.read()
@@ -92,7 +92,7 @@ def test_a_gpu_that_can_not_be_opened_says_why(code: int, name: str) -> None:
     assert reading.errors == [("nvmlDeviceGetHandleByIndex", name)]
 
 
-def test_a_lost_gpu_is_asked_one_thing_and_is_back_when_it_answers() -> None:
+def test_a_lost_gpu_gets_one_call_and_is_back_when_it_answers() -> None:
     bench = Bench()
     bench.read()
     bench.gpu.error = binding.GPU_IS_LOST
@@ -116,7 +116,7 @@ def test_a_gpu_that_is_lost_while_it_is_opened_is_known_by_its_uuid() -> None:
     assert (reading.identity["uuid"], list(reading.devices)) == ("GPU-0", [])
 
 
-def test_a_gpu_that_needs_a_reset_is_lost_and_asked_one_thing() -> None:
+def test_a_gpu_that_needs_a_reset_is_lost_and_gets_one_call() -> None:
     bench = Bench()
     bench.read()
     bench.gpu.error = binding.RESET_REQUIRED
@@ -126,7 +126,7 @@ def test_a_gpu_that_needs_a_reset_is_lost_and_asked_one_thing() -> None:
     assert bench.nvml.call_counts.total() == 1
 
 
-def test_mig_devices_come_after_their_gpu_with_what_they_have() -> None:
+def test_mig_devices_follow_their_gpu_with_their_own_values() -> None:
     bench = Bench()
     bench.gpu.cut(
         part("MIG-a", 1, "1g.10gb", 7),
@@ -166,7 +166,7 @@ def test_mig_devices_come_after_their_gpu_with_what_they_have() -> None:
     assert reading.errors == []
 
 
-def test_a_gpu_that_can_not_be_cut_is_asked_about_it_once() -> None:
+def test_a_gpu_without_mig_is_queried_for_it_once() -> None:
     bench = Bench()
     for _ in range(30):
         bench.read()
@@ -183,8 +183,8 @@ def test_a_gpu_that_is_cut_is_noticed_at_the_next_listing_at_the_latest() -> Non
     assert listings[-1] == ["GPU-0", "MIG-a"]
 
 
-def test_a_mig_device_that_is_made_where_none_was_is_there_at_once() -> None:
-    """A pod may run on it from the beginning."""
+def test_a_new_mig_device_in_an_empty_slot_is_reported_at_once() -> None:
+    """A pod may run on it immediately."""
     bench = Bench()
     first, second = part("MIG-a"), part("MIG-b", 2)
     bench.gpu.cut(first, None, None)
@@ -202,8 +202,8 @@ def test_a_mig_device_that_is_made_where_none_was_is_there_at_once() -> None:
 
 
 @pytest.mark.parametrize("code", [binding.NOT_SUPPORTED, binding.INVALID_ARGUMENT])
-def test_a_gpu_that_can_not_be_asked_what_it_had_answered_before_is_listed_at_once(code: int) -> None:
-    """Else what runs on its parts would look like its own, until the next listing."""
+def test_a_gpu_that_stops_answering_a_call_is_listed_at_once(code: int) -> None:
+    """Otherwise processes on its MIG devices would look like its own until the next listing."""
     bench = Bench()
     bench.gpu.answers["nvmlDeviceGetMigMode"] = [0, 0]
     bench.read()
@@ -221,7 +221,7 @@ def test_a_gpu_that_can_not_be_asked_what_it_had_answered_before_is_listed_at_on
     assert bench.call_count("nvmlDeviceGetMigMode") == listings
 
 
-def test_a_gpu_that_is_not_cut_is_not_listed_again_for_what_it_stops_to_support() -> None:
+def test_a_gpu_that_is_not_cut_is_not_listed_again_if_it_stops_supporting_a_call() -> None:
     bench = Bench()
     bench.gpu.answers["nvmlDeviceGetMigMode"] = [0, 0]
     bench.read()
@@ -241,7 +241,7 @@ def test_a_stale_handle_is_noticed_at_once() -> None:
     assert bench.uuids() == ["GPU-0", "MIG-b"]
 
 
-def test_handles_are_taken_from_the_newest_listing_even_where_the_layout_is_the_same() -> None:
+def test_handles_are_those_of_the_newest_listing_even_if_the_layout_is_the_same() -> None:
     bench = Bench()
     old = part("MIG-a", 1, "1g.10gb", 7)
     bench.gpu.cut(old)
@@ -253,7 +253,7 @@ def test_handles_are_taken_from_the_newest_listing_even_where_the_layout_is_the_
     assert device["metrics"]["memory_used_bytes"] == GIB
 
 
-def test_a_handle_that_is_another_devices_by_now_is_noticed_at_once() -> None:
+def test_a_handle_that_now_is_another_devices_is_noticed_at_once() -> None:
     bench = Bench()
     slot = part("MIG-a")
     bench.gpu.cut(slot)
@@ -271,7 +271,7 @@ def test_an_instance_of_the_same_ids_and_another_profile_is_another() -> None:
     assert (profiles[0], profiles[-1]) == ("1g.10gb", "1g.20gb")
 
 
-def test_an_instance_that_was_made_again_is_not_profiled_from_the_time_before() -> None:
+def test_an_instance_that_was_created_again_is_not_profiled_from_an_older_sample() -> None:
     bench = Bench()
     bench.gpu.profiled({2: 40, (1, 2): 60})
     old = part("MIG-a")
@@ -294,7 +294,7 @@ def test_an_instance_that_can_not_be_listed_is_left_out_and_counted() -> None:
     assert reading.errors == [("nvmlDeviceGetUUID", "UNKNOWN")]
 
 
-def test_a_listing_that_fails_leaves_the_layout_and_is_counted() -> None:
+def test_a_listing_that_fails_keeps_the_layout_and_is_counted() -> None:
     bench = Bench()
     bench.gpu.cut(part("MIG-a"))
     bench.read()
@@ -304,7 +304,7 @@ def test_a_listing_that_fails_leaves_the_layout_and_is_counted() -> None:
     assert [error for reading in readings for error in reading.errors] == [("nvmlDeviceGetMigMode", "UNKNOWN")]
 
 
-def test_what_a_gpu_supports_is_asked_again_when_its_layout_changes() -> None:
+def test_supported_calls_are_tried_again_when_the_layout_changes() -> None:
     bench = Bench()
     bench.gpu.answers["nvmlDeviceGetMigMode"] = [0, 0]
     rates = "nvmlDeviceGetUtilizationRates"
@@ -321,7 +321,7 @@ def test_what_a_gpu_supports_is_asked_again_when_its_layout_changes() -> None:
     assert "gpu_utilization_ratio" in devices[0]["metrics"]
 
 
-def test_an_unchanged_layout_is_not_asked_again_what_it_supports() -> None:
+def test_supported_calls_are_not_tried_again_while_the_layout_is_unchanged() -> None:
     bench = Bench()
     bench.gpu.cut(part("MIG-a"))
     for _ in range(30):
@@ -330,7 +330,7 @@ def test_an_unchanged_layout_is_not_asked_again_what_it_supports() -> None:
     assert bench.call_count("nvmlDeviceGetMaxMigDeviceCount") == 3
 
 
-def test_a_mig_device_that_says_that_the_gpu_is_lost_is_right() -> None:
+def test_a_mig_device_that_reports_the_gpu_as_lost_is_believed() -> None:
     bench = Bench()
     cut = part("MIG-a")
     bench.gpu.cut(cut)
@@ -351,7 +351,7 @@ def test_counters_begin_again_after_a_loss() -> None:
     assert "pcie_tx_bytes_per_second" not in bench.read().devices[0]["metrics"]
 
 
-def test_what_is_being_asked_can_be_seen_from_outside() -> None:
+def test_the_current_call_can_be_seen_from_outside() -> None:
     bench = Bench()
     current_calls: list[str] = []
 
@@ -364,7 +364,7 @@ def test_what_is_being_asked_can_be_seen_from_outside() -> None:
     assert current_calls == ["nvmlDeviceGetFanSpeed"]
 
 
-def test_a_device_of_nothing_but_a_uuid_is_a_device() -> None:
+def test_a_device_with_nothing_but_a_uuid_is_a_device() -> None:
     bench = Bench()
     bench.gpu.answers.clear()
     bench.gpu.fields.clear()
@@ -385,7 +385,7 @@ def test_gpm_is_read_of_the_gpu_and_of_each_gpu_instance_through_the_gpu() -> No
     assert len(bench.nvml.lent) == 6
 
 
-def test_what_gpm_says_of_a_gpu_instance_is_no_compute_instances_own_where_there_are_several() -> None:
+def test_gpms_values_of_a_gpu_instance_are_no_compute_instances_own_if_there_are_several() -> None:
     bench = Bench()
     bench.gpu.cut(part("MIG-a", 1), part("MIG-b", 1), part("MIG-c", 2))
     bench.gpu.profiled({2: 80, (1, 2): 20, (2, 2): 60})
@@ -394,7 +394,7 @@ def test_what_gpm_says_of_a_gpu_instance_is_no_compute_instances_own_where_there
     assert ratios == [0.8, None, None, 0.6]
 
 
-def test_the_buffers_of_gpm_are_given_back_when_the_layout_changes_and_when_it_lets_go() -> None:
+def test_the_buffers_of_gpm_are_freed_when_the_layout_changes_and_on_close() -> None:
     bench = Bench()
     bench.gpu.answers["nvmlDeviceGetMigMode"] = [0, 0]
     bench.gpu.profiled({2: 80, (1, 2): 20})
@@ -413,8 +413,8 @@ def test_the_buffers_of_gpm_are_given_back_when_the_layout_changes_and_when_it_l
     assert len(bench.nvml.lent) == 4
 
 
-def test_the_mig_devices_that_stay_when_another_comes_or_goes_miss_nothing() -> None:
-    """What needs the tick before is there in each: another pod's device is no reason for a gap."""
+def test_mig_devices_that_stay_have_no_gap_when_another_comes_or_goes() -> None:
+    """Values that need the previous tick are in every tick: another pod's device is no reason for a gap."""
     bench = Bench()
     bench.gpu.profiled({(1, 2): 10, (2, 2): 20, 2: 80})
     first, second = part("MIG-a", 1), part("MIG-b", 2)
@@ -456,7 +456,7 @@ def test_the_buffers_of_gpm_stay_while_a_gpu_is_lost() -> None:
     assert (len(bench.nvml.lent), bench.call_count("nvmlGpmSampleAlloc", "")) == (2, 2)
 
 
-def test_a_buffer_that_can_not_be_given_back_is_counted() -> None:
+def test_a_buffer_that_can_not_be_freed_is_counted() -> None:
     bench = Bench()
     bench.gpu.profiled({2: 80})
     bench.read()
@@ -465,7 +465,7 @@ def test_a_buffer_that_can_not_be_given_back_is_counted() -> None:
     assert bench.read().errors == [("nvmlGpmSampleFree", "UNINITIALIZED")] * 2
 
 
-def test_what_a_gpu_is_is_asked_once_and_reported_each_tick() -> None:
+def test_the_info_of_a_gpu_is_queried_once_and_reported_each_tick() -> None:
     bench = Bench()
     bench.nvml.system_answers = {
         "nvmlSystemGetDriverVersion": "580.95.05",
@@ -489,7 +489,7 @@ def test_what_a_gpu_is_is_asked_once_and_reported_each_tick() -> None:
 
 
 def test_processes_are_visible_once_one_of_them_was_in_procfs() -> None:
-    """One that has ended is not in procfs either; and without any, what is known of it stays."""
+    """A process that has ended is not in procfs either; and without processes the last state stays."""
     bench = Bench()
     infos = [bench.read().devices[0].get("info")]
     for pids in ((8, 9), (), (8, 7), (), (8,)):
@@ -499,13 +499,13 @@ def test_processes_are_visible_once_one_of_them_was_in_procfs() -> None:
     assert infos == [None, hidden, hidden, visible, visible, visible]
 
 
-def test_what_is_visible_on_one_mig_device_is_on_the_others_of_its_gpu() -> None:
+def test_processes_visible_on_one_mig_device_are_visible_on_the_others_of_its_gpu() -> None:
     bench = Bench()
     bench.gpu.cut(part("MIG-a", 1, "1g.10gb", 7), part("MIG-b", 2))
     assert {device["info"]["processes_visible"] for device in bench.read().devices} == {"true"}
 
 
-def test_a_mig_mode_that_is_refused_for_a_while_leaves_the_mig_devices_as_they_are_and_is_asked_again() -> None:
+def test_a_mig_mode_that_is_refused_for_a_while_keeps_the_mig_devices_and_is_queried_again() -> None:
     bench = Bench()
     bench.gpu.cut(part("MIG-a"))
     bench.read()
@@ -517,7 +517,7 @@ def test_a_mig_mode_that_is_refused_for_a_while_leaves_the_mig_devices_as_they_a
     assert [bench.uuids() for _ in range(60)][-1] == ["GPU-0", "MIG-a", "MIG-b"]
 
 
-def test_what_a_gpu_does_not_say_of_itself_at_first_is_asked_again() -> None:
+def test_info_that_a_gpu_refuses_at_first_is_queried_again() -> None:
     bench = Bench()
     model = bench.gpu.answers["nvmlDeviceGetName"]
     bench.gpu.fail("nvmlDeviceGetName", binding.UNKNOWN)
@@ -528,7 +528,7 @@ def test_what_a_gpu_does_not_say_of_itself_at_first_is_asked_again() -> None:
     assert bench.call_count("nvmlDeviceGetName") == 2
 
 
-def test_what_a_gpu_has_said_of_itself_stays_though_it_is_refused_later() -> None:
+def test_info_of_a_gpu_stays_though_it_is_refused_later() -> None:
     bench = Bench()
     bench.gpu.answers["nvmlDeviceGetSerial"] = "7"
     bench.read()
@@ -539,7 +539,7 @@ def test_what_a_gpu_has_said_of_itself_stays_though_it_is_refused_later() -> Non
     assert (device["info"]["serial"], "model" in device) == ("7", True)
 
 
-def test_a_gpu_that_was_cut_can_be_cut_when_mig_is_off_and_the_driver_no_longer_says_so() -> None:
+def test_a_gpu_that_was_cut_has_slices_when_mig_is_off_and_the_driver_no_longer_reports_them() -> None:
     bench = Bench()
     bench.gpu.cut(*[part("MIG-a")] * 7)
     cut = bench.read().devices[0]["compute_slices"]
@@ -549,7 +549,7 @@ def test_a_gpu_that_was_cut_can_be_cut_when_mig_is_off_and_the_driver_no_longer_
     assert (cut, bench.read().devices[0]["compute_slices"]) == (7, 7)
 
 
-def test_a_driver_that_says_nothing_of_slices_while_mig_is_off_leaves_them_unknown() -> None:
+def test_a_driver_that_reports_no_slices_while_mig_is_off_leaves_them_unknown() -> None:
     bench = Bench()
     bench.gpu.answers |= {"nvmlDeviceGetMigMode": [0, 0], "nvmlDeviceGetMaxMigDeviceCount": 0}
 

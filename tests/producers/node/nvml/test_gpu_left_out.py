@@ -1,4 +1,4 @@
-"""A reading says of each device what it could not have, by which calls, and why."""
+"""A reading names the values that each device lacks, the calls that failed, and why."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ POWER, POWER_FIELD = "nvmlDeviceGetPowerUsage", "NVML_FI_DEV_POWER_AVERAGE"
 
 
 class Bench:
-    """A GPU of which nothing is sampled twice."""
+    """A GPU that is read once a second."""
 
     def __init__(self) -> None:
         self.nvml, self.clock = FakeNvml(1), FakeClock()
@@ -36,7 +36,7 @@ def _calls(failed_calls: Iterable[Any]) -> list[tuple[str, str]]:
     return [(failed_call.call, failed_call.error) for failed_call in failed_calls]
 
 
-def test_before_it_is_opened_nothing_is_known() -> None:
+def test_before_it_is_opened_nothing_is_left_out() -> None:
     assert Bench().physical.left_out() == {}
 
 
@@ -58,7 +58,7 @@ def test_a_key_that_no_source_supports_names_all_of_them_as_long_as_it_lasts() -
         assert _calls(bench.left_out()["power_watts"]) == expected
 
 
-def test_a_source_that_is_not_supported_counts_for_nothing_where_the_next_one_gives_the_value() -> None:
+def test_an_unsupported_source_does_not_count_if_the_next_one_gives_the_value() -> None:
     bench = Bench()
     bench.gpu.fail(POWER, binding.NOT_SUPPORTED)
     bench.gpu.fields[185] = FieldValue(0, 250_000, 32)
@@ -66,7 +66,7 @@ def test_a_source_that_is_not_supported_counts_for_nothing_where_the_next_one_gi
 
 
 @pytest.mark.parametrize(("code", "name"), [(4, "NO_PERMISSION"), (999, "UNKNOWN"), (10, "TIMEOUT")])
-def test_what_failed_this_time_is_left_out_only_this_time(code: int, name: str) -> None:
+def test_a_value_that_failed_once_is_left_out_once(code: int, name: str) -> None:
     bench = Bench()
     bench.gpu.fail(POWER, code)
     assert _calls(bench.left_out()["power_watts"]) == [(POWER, name)]
@@ -74,7 +74,7 @@ def test_what_failed_this_time_is_left_out_only_this_time(code: int, name: str) 
     assert "power_watts" not in bench.left_out()
 
 
-def test_a_value_that_can_not_be_and_one_that_is_not_known_are_distinguished() -> None:
+def test_an_implausible_value_and_an_unknown_one_are_distinguished() -> None:
     bench = Bench()
     bench.gpu.answers["nvmlDeviceGetFanSpeed"] = 0xFFFFFFFF
     bench.gpu.answers["nvmlDeviceGetPerformanceState"] = 32
@@ -87,7 +87,7 @@ def test_a_value_that_can_not_be_and_one_that_is_not_known_are_distinguished() -
     assert _calls(left_out["memory_temperature_celsius"]) == [("NVML_FI_DEV_MEMORY_TEMP", "NO_PERMISSION")]
 
 
-def test_gpm_that_the_driver_does_not_know_is_distinguished_from_gpm_that_the_gpu_does_not_have() -> None:
+def test_gpm_that_the_driver_lacks_is_distinguished_from_gpm_that_the_gpu_lacks() -> None:
     bench = Bench()
     bench.gpu.fail("nvmlGpmQueryDeviceSupport", binding.FUNCTION_NOT_FOUND)
     for _ in range(2):
@@ -103,7 +103,7 @@ def test_a_metric_of_gpm_that_a_model_does_not_have_is_left_out_by_its_name() ->
     assert _calls(left_out["fp64_active_ratio"]) == [("NVML_GPM_METRIC_FP64_UTIL", "NOT_SUPPORTED")]
 
 
-def test_processes_that_can_not_be_listed_are_left_out_and_their_utilization_only_where_there_are_some() -> None:
+def test_processes_that_can_not_be_listed_are_left_out_and_their_utilization_only_if_there_are_some() -> None:
     bench = Bench()
     utilization = ("nvmlDeviceGetProcessesUtilizationInfo", "nvmlDeviceGetProcessUtilization")
     for function in utilization:
@@ -135,7 +135,7 @@ def test_parts_of_the_identity_and_the_mig_mode_are_left_out_too() -> None:
     assert "info.cuda_version" not in left_out
 
 
-def test_a_mig_mode_that_can_be_asked_again_is_not_left_out_any_more() -> None:
+def test_a_mig_mode_that_answers_again_is_no_longer_left_out() -> None:
     bench = Bench()
     bench.gpu.fail("nvmlDeviceGetMigMode", binding.UNKNOWN)
     assert _calls(bench.left_out()["mig"]) == [("nvmlDeviceGetMigMode", "UNKNOWN")]
@@ -143,7 +143,7 @@ def test_a_mig_mode_that_can_be_asked_again_is_not_left_out_any_more() -> None:
     assert "mig" not in bench.left_out()
 
 
-def test_a_mig_device_says_for_itself_and_what_only_its_instance_knows_is_said_so() -> None:
+def test_a_mig_device_has_its_own_list_and_names_values_that_only_its_instance_has() -> None:
     bench = Bench()
     bench.gpu.profiled({2: 80})
     bench.gpu.cut(part("MIG-a", 1), part("MIG-b", 1), part("MIG-c", 2))

@@ -1,4 +1,4 @@
-"""A device is asked for what it supports, and says what it can."""
+"""A device is queried for what it supports, and the values that it can't give are left out."""
 
 import math
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ class Bench:
         self.metrics = Metrics(self.calls, handle, mig_enabled=mig_enabled, profiling=profiling, clock=self.clock)
 
     def keep(self, kind: int, *raw: float) -> None:
-        """The driver takes samples of that kind."""
+        """Let the driver take samples of this kind."""
         self._sampled_us += 1_000_000
         self.gpu.samples[kind] = [FieldValue(0, value, 32, self._sampled_us + n) for n, value in enumerate(raw)]
 
@@ -48,7 +48,7 @@ class Bench:
         return self.nvml.call_counts["GPU-0", function]
 
     def counters(self, tx: int, rx: int, *, bits: int = 64, at_us: int = 0) -> None:
-        """The PCIe counters."""
+        """Set the PCIe counters."""
         self.gpu.fields |= {197: FieldValue(0, tx, bits, at_us), 198: FieldValue(0, rx, bits, at_us)}
 
 
@@ -132,7 +132,7 @@ def test_every_key_of_the_catalogue_comes_in_base_units() -> None:
     assert bench.calls.errors() == []
 
 
-def test_what_answers_several_keys_is_asked_once_a_tick() -> None:
+def test_a_call_with_several_keys_is_made_once_a_tick() -> None:
     bench = Bench()
     bench.values()
     bench.nvml.call_counts.clear()
@@ -143,7 +143,7 @@ def test_what_answers_several_keys_is_asked_once_a_tick() -> None:
 
 
 @pytest.mark.parametrize("code", [3, 13, 25, 26])
-def test_what_a_device_does_not_support_is_asked_once_and_not_counted(code: int) -> None:
+def test_an_unsupported_call_is_made_once_and_not_counted(code: int) -> None:
     bench = Bench()
     bench.gpu.fail("nvmlDeviceGetFanSpeed", code)
     bench.gpu.fail("nvmlDeviceGetRemappedRows", code)
@@ -170,7 +170,7 @@ def test_what_a_device_does_not_support_is_asked_once_and_not_counted(code: int)
         ("nvmlDeviceGetRemappedRows", "remapped_rows_uncorrectable_total", 8),
     ],
 )
-def test_the_next_source_answers_in_the_same_tick_where_the_first_is_not_supported(
+def test_the_next_source_answers_in_the_same_tick_if_the_first_is_not_supported(
     newer: Any, key: str, value: float
 ) -> None:
     bench = Bench()
@@ -181,7 +181,7 @@ def test_the_next_source_answers_in_the_same_tick_where_the_first_is_not_support
     assert bench.calls.errors() == []
 
 
-def test_an_older_driver_reports_the_memory_without_what_is_reserved() -> None:
+def test_an_older_driver_reports_the_memory_without_the_reserved_part() -> None:
     bench = Bench()
     older = memory(5 * GIB, reserved=0)
     bench.gpu.answers["nvmlDeviceGetMemoryInfo"] = lambda *version: NvmlError(13) if version else older
@@ -190,7 +190,7 @@ def test_an_older_driver_reports_the_memory_without_what_is_reserved() -> None:
     assert "memory_reserved_bytes" not in values
 
 
-def test_an_error_leaves_out_that_value_this_time_and_is_counted_and_no_other_source_is_taken() -> None:
+def test_an_error_leaves_out_that_value_once_is_counted_and_no_other_source_is_used() -> None:
     bench = Bench()
     bench.gpu.fields[AVERAGE] = FieldValue(0, 1)
     bench.gpu.fail(POWER, BROKEN)
@@ -201,7 +201,7 @@ def test_an_error_leaves_out_that_value_this_time_and_is_counted_and_no_other_so
     assert bench.calls.errors() == []
 
 
-def test_an_invalid_argument_is_an_error_of_a_gpu_and_an_answer_of_a_part_that_never_gave_another() -> None:
+def test_an_invalid_argument_is_an_error_of_a_gpu_and_not_supported_of_a_mig_device_that_never_answered() -> None:
     whole, mig_device = Bench(), Bench(mig_enabled=True)
     for bench in (whole, mig_device):
         bench.values()
@@ -228,7 +228,7 @@ def test_a_field_that_fails_leaves_out_only_itself() -> None:
     assert bench.calls.errors() == [("NVML_FI_DEV_MEMORY_TEMP", "UNKNOWN")]
 
 
-def test_a_field_that_an_older_driver_does_not_know_does_not_take_the_others_along() -> None:
+def test_a_field_that_an_older_driver_does_not_know_leaves_the_others_in_place() -> None:
     bench = Bench()
 
     def older(fields: list[int]) -> NvmlError | None:
@@ -242,7 +242,7 @@ def test_a_field_that_an_older_driver_does_not_know_does_not_take_the_others_alo
     assert bench.calls.errors() == []
 
 
-def test_without_the_call_for_fields_there_are_none_and_it_is_not_asked_again() -> None:
+def test_without_the_call_for_fields_there_are_none_and_it_is_not_made_again() -> None:
     bench = Bench()
     bench.gpu.fail("nvmlDeviceGetFieldValues", binding.FUNCTION_NOT_FOUND)
     assert "memory_temperature_celsius" not in bench.values()
@@ -274,7 +274,7 @@ def test_a_performance_state_that_the_device_does_not_know_is_no_value_and_no_er
     assert bench.calls.errors() == []
 
 
-def test_a_part_of_the_memory_that_is_larger_than_all_of_it_is_left_out() -> None:
+def test_a_part_of_the_memory_that_is_larger_than_the_total_is_left_out() -> None:
     bench = Bench()
     bench.gpu.answers["nvmlDeviceGetMemoryInfo"] = memory(81 * GIB, reserved=0)
     values = bench.values()
@@ -293,7 +293,7 @@ def test_pcie_rates_need_two_readings_and_a_counter_that_wraps_runs_on() -> None
     assert (values["pcie_tx_bytes_per_second"], values["pcie_rx_bytes_per_second"]) == (2000, 0)
 
 
-def test_what_nvlinks_carry_is_counted_by_their_own_field_where_there_is_no_gpm() -> None:
+def test_nvlink_traffic_is_counted_by_its_own_field_if_there_is_no_gpm() -> None:
     bench = Bench()
     sent, received = (138, table.ALL_LINKS), (139, table.ALL_LINKS)
     keys = ("nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second")
@@ -318,7 +318,7 @@ def test_a_counter_that_begins_again_gives_no_rate() -> None:
     assert bench.calls.errors() == [("NVML_FI_DEV_PCIE_COUNT_TX_BYTES", "IMPLAUSIBLE")]
 
 
-def test_a_reading_that_the_driver_repeats_is_not_taken_for_silence() -> None:
+def test_a_counter_that_the_driver_repeats_is_not_taken_for_no_traffic() -> None:
     bench = Bench()
     bench.counters(0, 0, at_us=10**15)
     bench.values()
@@ -339,7 +339,7 @@ def test_counters_that_are_forgotten_give_no_rate_at_first() -> None:
 
 
 @pytest.mark.parametrize("raw", [1.5, -1, 2**64 - 1])
-def test_what_is_no_counter_gives_no_rate(raw: float) -> None:
+def test_a_value_that_is_no_counter_gives_no_rate(raw: float) -> None:
     bench = Bench()
     bench.gpu.fields[197] = FieldValue(0, raw, 64)
     assert "pcie_tx_bytes_per_second" not in bench.values()
@@ -347,7 +347,7 @@ def test_what_is_no_counter_gives_no_rate(raw: float) -> None:
 
 
 @pytest.mark.parametrize("code", [1, 9, 15, 18, 28])
-def test_a_device_that_is_lost_is_not_asked_further(code: int) -> None:
+def test_a_lost_device_gets_no_further_calls(code: int) -> None:
     bench = Bench()
     bench.values()
     bench.nvml.call_counts.clear()
@@ -357,14 +357,14 @@ def test_a_device_that_is_lost_is_not_asked_further(code: int) -> None:
     assert bench.nvml.call_counts.total() == 1
 
 
-def test_a_field_may_say_that_the_device_is_lost() -> None:
+def test_a_field_may_report_that_the_device_is_lost() -> None:
     bench = Bench()
     bench.gpu.fields[82] = FieldValue(binding.GPU_IS_LOST)
     with pytest.raises(GpuLost, match="GPU_IS_LOST"):
         bench.values()
 
 
-def test_that_a_reset_is_needed_is_a_loss_only_where_nothing_answers() -> None:
+def test_reset_required_is_a_loss_only_if_nothing_answers() -> None:
     bench = Bench()
     bench.gpu.fail(POWER, binding.RESET_REQUIRED)
     assert "temperature_celsius" in bench.values()
@@ -375,7 +375,7 @@ def test_that_a_reset_is_needed_is_a_loss_only_where_nothing_answers() -> None:
         bench.metrics.probe()
 
 
-def test_what_is_lost_is_probed_with_one_question() -> None:
+def test_a_lost_device_is_probed_with_one_call() -> None:
     bench = Bench()
     bench.values()
     bench.nvml.call_counts.clear()
@@ -398,7 +398,7 @@ def test_gpm_needs_two_samples_more_than_100_ms_apart() -> None:
     assert bench.calls.errors() == []
 
 
-def test_a_sample_of_gpm_that_was_taken_late_is_not_compared_with_one_that_is_taken_soon_after_it() -> None:
+def test_a_late_sample_of_gpm_is_not_compared_with_one_soon_after_it() -> None:
     bench = Bench()
     bench.gpu.profiled({2: 80})
     take = bench.gpu.answers["nvmlGpmSampleGet"]
@@ -417,7 +417,7 @@ def test_a_sample_of_gpm_that_was_taken_late_is_not_compared_with_one_that_is_ta
     assert bench.values()["sm_active_ratio"] == 0.8
 
 
-def test_gpm_that_is_an_invalid_argument_for_a_part_is_not_asked_for_again() -> None:
+def test_gpm_that_is_an_invalid_argument_for_a_mig_device_is_not_tried_again() -> None:
     whole, mig_device = Bench(), Bench(mig_enabled=True)
     for bench in (whole, mig_device):
         bench.gpu.profiled({2: 80})
@@ -430,7 +430,7 @@ def test_gpm_that_is_an_invalid_argument_for_a_part_is_not_asked_for_again() -> 
     assert mig_device.calls.errors() == []
 
 
-def test_gpm_is_asked_for_the_time_between_one_tick_and_the_next_with_two_buffers() -> None:
+def test_gpm_measures_from_one_tick_to_the_next_with_two_buffers() -> None:
     bench = Bench()
     bench.gpu.profiled({2: 80})
     for _ in range(5):
@@ -443,7 +443,7 @@ def test_gpm_is_asked_for_the_time_between_one_tick_and_the_next_with_two_buffer
 
 
 @pytest.mark.parametrize("answer", [NvmlError(3), NvmlError(13), SimpleNamespace(isSupportedDevice=0)])
-def test_a_device_without_gpm_is_asked_once_and_lends_nothing(answer: Any) -> None:
+def test_a_device_without_gpm_is_queried_once_and_gets_no_buffers(answer: Any) -> None:
     bench = Bench()
     bench.gpu.profiled({2: 80})
     bench.gpu.answers["nvmlGpmQueryDeviceSupport"] = answer
@@ -454,7 +454,7 @@ def test_a_device_without_gpm_is_asked_once_and_lends_nothing(answer: Any) -> No
     assert (bench.nvml.lent, bench.calls.errors()) == ([], [])
 
 
-def test_each_metric_of_gpm_fails_for_itself() -> None:
+def test_each_metric_of_gpm_fails_alone() -> None:
     bench = Bench()
     bench.gpu.profiled({1: 50, 2: 80, 3: math.nan, 10: 150, 12: -1, 13: 101})
     bench.gpu.gpm[2] = FieldValue(BROKEN)
@@ -463,7 +463,7 @@ def test_each_metric_of_gpm_fails_for_itself() -> None:
     values = bench.values()
     assert {key: values.get(key) for key in ("graphics_engine_active_ratio", "fp16_active_ratio")} == {
         "graphics_engine_active_ratio": 0.5,
-        "fp16_active_ratio": 1.0,  # a little over 100 % is how it is measured
+        "fp16_active_ratio": 1.0,  # GPM may measure a little over 100 %
     }
     absent = {"sm_active_ratio", "sm_occupancy_ratio", "dram_active_ratio", "fp32_active_ratio", "fp64_active_ratio"}
     assert not absent & set(values)
@@ -490,7 +490,7 @@ def test_gpm_that_fails_is_counted_and_goes_on_afterwards(function: str) -> None
     assert bench.values()["sm_active_ratio"] == 0.8
 
 
-def test_what_gpm_sampled_before_a_loss_is_not_compared_with_what_it_samples_after_it() -> None:
+def test_samples_of_gpm_before_and_after_a_loss_are_not_compared() -> None:
     bench = Bench()
     bench.gpu.profiled({2: 80})
     bench.values()
@@ -502,7 +502,7 @@ def test_what_gpm_sampled_before_a_loss_is_not_compared_with_what_it_samples_aft
     assert len(bench.nvml.windows) == 1
 
 
-def test_gpm_has_the_bytes_of_pcie_where_there_are_no_counters() -> None:
+def test_the_pcie_traffic_is_gpms_if_there_are_no_counters() -> None:
     bench = Bench()
     bench.gpu.profiled({20: 7, 21: 5})
     bench.values()
@@ -519,7 +519,7 @@ def test_the_first_samples_reach_further_back_than_a_tick_and_are_left_out() -> 
     assert bench.values()["gpu_utilization_max_ratio"] == 0.2
 
 
-def test_samples_are_reported_once_and_where_none_is_new_there_is_no_value_and_no_error() -> None:
+def test_samples_are_reported_once_and_without_a_new_one_there_is_no_value_and_no_error() -> None:
     bench = Bench()
     bench.keep(UTILIZATION, 1)
     bench.values()
@@ -529,7 +529,7 @@ def test_samples_are_reported_once_and_where_none_is_new_there_is_no_value_and_n
     assert bench.calls.errors() == []
 
 
-def test_samples_that_a_device_does_not_keep_are_asked_for_once() -> None:
+def test_samples_that_a_device_does_not_keep_are_requested_once() -> None:
     bench = Bench()
     bench.values()
     bench.values()
@@ -537,14 +537,14 @@ def test_samples_that_a_device_does_not_keep_are_asked_for_once() -> None:
     assert bench.calls.errors() == []
 
 
-def test_samples_that_can_not_be_had_are_counted() -> None:
+def test_samples_that_can_not_be_read_are_counted() -> None:
     bench = Bench()
     bench.gpu.fail(("nvmlDeviceGetSamples", SAMPLED_POWER), BROKEN)
     bench.values()
     assert bench.calls.errors() == [("NVML_TOTAL_POWER_SAMPLES", "UNKNOWN")]
 
 
-def test_a_sample_that_can_not_be_is_left_out_and_counted() -> None:
+def test_an_implausible_sample_is_left_out_and_counted() -> None:
     bench = Bench()
     bench.keep(UTILIZATION, 1)
     bench.values()
@@ -557,7 +557,7 @@ def test_a_sample_that_can_not_be_is_left_out_and_counted() -> None:
     assert "gpu_utilization_max_ratio" not in bench.values()
 
 
-def test_a_sample_of_the_far_future_does_not_keep_out_those_that_follow() -> None:
+def test_a_sample_of_the_far_future_does_not_exclude_those_that_follow() -> None:
     bench = Bench()
     bench.keep(UTILIZATION, 1)
     bench.values()
@@ -567,7 +567,7 @@ def test_a_sample_of_the_far_future_does_not_keep_out_those_that_follow() -> Non
     assert bench.values()["gpu_utilization_max_ratio"] == 0.7
 
 
-def test_samples_from_before_a_loss_are_of_another_time() -> None:
+def test_samples_from_before_a_loss_do_not_count() -> None:
     bench = Bench()
     bench.keep(UTILIZATION, 1)
     bench.values()
@@ -582,7 +582,7 @@ ANSWER = st.one_of(
 
 
 @given(st.lists(ANSWER, min_size=40, max_size=40))
-def test_whatever_a_device_says_its_values_are_within_their_limits(answers: list[Any]) -> None:
+def test_whatever_a_device_answers_its_values_are_within_their_limits(answers: list[Any]) -> None:
     bench = Bench()
     for function, answer in zip([POWER, "nvmlDeviceGetFanSpeed", *bench.gpu.answers], answers, strict=False):
         if isinstance(bench.gpu.answers.get(function), int) or isinstance(answer, NvmlError):
@@ -598,7 +598,7 @@ def test_whatever_a_device_says_its_values_are_within_their_limits(answers: list
 ENERGY, ECC = "nvmlDeviceGetTotalEnergyConsumption", ("nvmlDeviceGetTotalEccErrors", 0, 0)
 
 
-def test_what_is_not_supported_for_a_while_has_values_again_soon_after() -> None:
+def test_calls_that_are_unsupported_for_a_while_have_values_again_soon_after() -> None:
     bench = Bench()
     before = bench.values()
     refusing = {name: value for name, value in bench.gpu.answers.items() if name != "nvmlDeviceGetMigMode"}
@@ -612,7 +612,7 @@ def test_what_is_not_supported_for_a_while_has_values_again_soon_after() -> None
     assert bench.calls.errors() == []
 
 
-def test_what_goes_and_what_comes_back_is_reported_once_with_the_call_that_gave_it() -> None:
+def test_keys_that_disappear_or_come_back_are_reported_once_with_their_call() -> None:
     bench = Bench()
     bench.values()
     assert bench.metrics.availability_change() is None
@@ -640,7 +640,7 @@ def test_what_goes_and_what_comes_back_is_reported_once_with_the_call_that_gave_
     assert (back.lost, back.regained) == ({}, sorted(turn.lost))
 
 
-def test_a_source_that_never_answered_is_asked_again_but_seldom() -> None:
+def test_a_source_that_never_answered_is_tried_again_but_seldom() -> None:
     bench = Bench()
     bench.gpu.fail("nvmlDeviceGetFanSpeed", binding.NOT_SUPPORTED)
     for _ in range(60):
@@ -651,7 +651,7 @@ def test_a_source_that_never_answered_is_asked_again_but_seldom() -> None:
     assert bench.metrics.availability_change() is None
 
 
-def test_a_source_that_answered_once_is_asked_less_and_less_often_while_it_refuses() -> None:
+def test_a_source_that_answered_once_is_tried_less_and_less_often_while_it_refuses() -> None:
     bench = Bench()
     bench.values()
     bench.gpu.fail("nvmlDeviceGetFanSpeed", binding.NOT_SUPPORTED)
@@ -692,7 +692,7 @@ def test_a_counter_that_is_zero_for_a_tick_is_absent_in_it(call: Any) -> None:
     assert bench.calls.errors() == [(function, "IMPLAUSIBLE")]
 
 
-def test_a_counter_that_is_cleared_is_shown_as_that_after_a_while() -> None:
+def test_a_counter_that_was_cleared_is_reported_as_0_after_a_while() -> None:
     bench = Bench()
     bench.values()
     bench.gpu.answers[ECC] = 0
@@ -703,7 +703,7 @@ def test_a_counter_that_is_cleared_is_shown_as_that_after_a_while() -> None:
     assert values == [None] * 10 + [0, 0]
 
 
-def test_counters_that_begin_again_are_shown_at_once_and_so_is_a_zero_beside_them() -> None:
+def test_counters_that_start_again_are_reported_at_once_and_so_is_a_zero_beside_them() -> None:
     bench = Bench()
     bench.values()
     bench.gpu.answers |= {ENERGY: 35, ECC: 0}
@@ -741,7 +741,7 @@ def test_a_byte_counter_that_is_zero_for_a_tick_makes_no_rate_and_spoils_none() 
         ("nvmlDeviceGetEnforcedPowerLimit", 0, {"power_limit_watts"}),
     ],
 )
-def test_a_size_or_a_limit_of_zero_can_not_be(call: str, answer: Any, absent: set[str]) -> None:
+def test_a_size_or_a_limit_of_zero_is_implausible(call: str, answer: Any, absent: set[str]) -> None:
     bench = Bench()
     before = bench.values().keys()
     bench.gpu.answers[call] = answer
@@ -750,7 +750,7 @@ def test_a_size_or_a_limit_of_zero_can_not_be(call: str, answer: Any, absent: se
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, 3, 13, 999])), min_size=1, max_size=40))
-def test_whatever_is_refused_and_for_how_long_all_values_are_back_soon_after_it_answers(
+def test_whatever_is_refused_and_for_how_long_all_values_are_back_soon_after_it_ends(
     refused: list[tuple[int, int]],
 ) -> None:
     bench = Bench()

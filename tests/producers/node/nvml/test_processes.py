@@ -1,4 +1,4 @@
-"""Which processes are on a device, each once, with what is known of them."""
+"""The processes on a device: each once, with its memory, its utilization and its owner."""
 
 import time
 from typing import Any
@@ -38,7 +38,7 @@ class Bench:
         return self.nvml.call_counts["GPU-0", function]
 
 
-def test_a_process_has_its_memory_its_share_and_its_place() -> None:
+def test_a_process_has_its_memory_its_utilization_and_its_owner() -> None:
     bench = Bench({7: POD, 8: ProcessOwner(None, None, "4711"), 9: ProcessOwner(None, None, None)})
     bench.answers[COMPUTE] = [running(7, 5 * GIB), running(8, 0), running(9, None)]
     bench.answers[MPS] = [running(10)]
@@ -59,7 +59,7 @@ def test_a_process_has_its_memory_its_share_and_its_place() -> None:
     assert processes.kinds == {7: "attributed", 8: "attributed", 9: "host", 10: "unseen"}
 
 
-def test_a_process_that_is_in_two_lists_is_there_once() -> None:
+def test_a_process_that_is_in_two_lists_is_reported_once() -> None:
     bench = Bench()
     bench.answers[COMPUTE] = [running(7, None), running(8, 5)]
     bench.answers[GRAPHICS] = [running(7, 5), running(8, 6), running(8, None)]
@@ -67,21 +67,21 @@ def test_a_process_that_is_in_two_lists_is_there_once() -> None:
     assert [(row["pid"], row["memory_used_bytes"]) for row in rows] == [(7, 5), (8, 6)]
 
 
-def test_a_device_without_processes_has_none_and_is_not_asked_how_busy_they_are() -> None:
+def test_a_device_without_processes_is_not_queried_for_their_utilization() -> None:
     bench = Bench()
     assert bench.read() == DeviceProcesses([], {})
     assert bench.call_count(NEWER) == 0
 
 
 @pytest.mark.parametrize("raw", [-1, 2**64 - 1, 2**60])
-def test_memory_that_can_not_be_is_left_out_and_counted(raw: int) -> None:
+def test_implausible_memory_is_left_out_and_counted(raw: int) -> None:
     bench = Bench()
     bench.answers[COMPUTE] = [running(7, raw)]
     assert bench.read().rows == [{"pid": 7, "sm_utilization_ratio": 0.0}]
     assert bench.calls.errors() == [("usedGpuMemory", "IMPLAUSIBLE")]
 
 
-def test_a_share_that_can_not_be_is_left_out_and_counted() -> None:
+def test_an_implausible_utilization_is_left_out_and_counted() -> None:
     bench = Bench()
     bench.answers[COMPUTE] = [running(7)]
     bench.answers[NEWER] = [busy(7, 101)]
@@ -89,7 +89,7 @@ def test_a_share_that_can_not_be_is_left_out_and_counted() -> None:
     assert bench.calls.errors() == [("smUtil", "IMPLAUSIBLE")]
 
 
-def test_an_older_driver_has_the_older_lists() -> None:
+def test_an_older_driver_is_read_by_its_older_calls() -> None:
     bench = Bench()
     for name in (COMPUTE, GRAPHICS, MPS, NEWER):
         bench.fail(name, binding.FUNCTION_NOT_FOUND)
@@ -101,14 +101,14 @@ def test_an_older_driver_has_the_older_lists() -> None:
     assert bench.calls.errors() == []
 
 
-def test_where_no_list_is_supported_the_processes_are_not_known() -> None:
+def test_if_no_list_is_supported_the_processes_are_unknown() -> None:
     bench = Bench()
     for name in (COMPUTE, GRAPHICS, MPS):
         bench.fail(name, binding.NOT_SUPPORTED)
     assert bench.read() == DeviceProcesses(None, {})
 
 
-def test_a_list_that_fails_is_not_taken_for_the_rest() -> None:
+def test_if_one_list_fails_the_others_are_not_used_alone() -> None:
     bench = Bench()
     bench.answers[COMPUTE] = [running(7)]
     bench.fail(GRAPHICS, binding.NO_PERMISSION)
@@ -116,7 +116,7 @@ def test_a_list_that_fails_is_not_taken_for_the_rest() -> None:
     assert bench.calls.errors() == [(GRAPHICS, "NO_PERMISSION")]
 
 
-def test_a_list_that_grew_is_asked_for_once_more() -> None:
+def test_a_list_that_grew_is_requested_once_more() -> None:
     bench = Bench()
     answers: list[Any] = [binding.NvmlError(binding.INSUFFICIENT_SIZE), [running(7)]]
     bench.answers[COMPUTE] = lambda: answers.pop(0)
@@ -127,20 +127,20 @@ def test_a_list_that_grew_is_asked_for_once_more() -> None:
     assert bench.call_count(COMPUTE) == 4
 
 
-def test_that_there_is_nothing_new_means_that_nothing_was_done() -> None:
+def test_no_new_sample_means_no_utilization() -> None:
     bench = Bench()
     bench.answers[COMPUTE] = [running(7)]
     bench.answers[NEWER] = [busy(7, 50)]
-    assert _shares(bench) == [0.5]
+    assert _utilizations(bench) == [0.5]
     bench.fail(NEWER, binding.NOT_FOUND)
     bench.clock.now_s += 0.5
-    assert _shares(bench) == [0.5]  # within the sample period: no sample has been taken yet
+    assert _utilizations(bench) == [0.5]  # within the sample period: no sample has been taken yet
     bench.clock.now_s += 0.5
-    assert _shares(bench) == [0.0]
+    assert _utilizations(bench) == [0.0]
     assert bench.calls.errors() == []
 
 
-def test_only_what_is_newer_than_the_newest_sample_is_asked_for() -> None:
+def test_only_samples_after_the_newest_one_are_requested() -> None:
     bench = Bench()
     since_times_us = []
 
@@ -150,7 +150,7 @@ def test_only_what_is_newer_than_the_newest_sample_is_asked_for() -> None:
 
     bench.answers[COMPUTE] = [running(7), running(8)]
     bench.answers[NEWER] = since
-    assert _shares(bench) == [0.5, 0.2]
+    assert _utilizations(bench) == [0.5, 0.2]
     bench.read()
     assert since_times_us == [0, 300]
 
@@ -166,7 +166,7 @@ def test_a_sample_from_the_future_does_not_hide_those_of_the_present() -> None:
 
     bench.answers[COMPUTE] = [running(7), running(8)]
     bench.answers[NEWER] = since
-    assert _shares(bench) == [0.0, 0.05]
+    assert _utilizations(bench) == [0.0, 0.05]
     bench.read()
     assert since_times_us == [0, now_us]
 
@@ -181,14 +181,14 @@ def test_a_clock_that_is_set_back_does_not_make_busy_processes_idle() -> None:
 
     bench.answers[COMPUTE] = [running(7)]
     bench.answers[NEWER] = since
-    assert _shares(bench) == [0.5]
+    assert _utilizations(bench) == [0.5]
     samples[:] = [busy(7, 80, now_us - hour_us)]
     bench.clock.now_s += 1
     with patch.object(time, "time_ns", lambda: (now_us - hour_us) * 1000):
-        assert _shares(bench) == [0.8]
+        assert _utilizations(bench) == [0.8]
 
 
-def test_a_clock_that_began_with_the_machine_reports_what_is_new_as_well() -> None:
+def test_samples_with_times_since_boot_are_read_as_well() -> None:
     bench = Bench()
     since_times_us = []
 
@@ -198,29 +198,29 @@ def test_a_clock_that_began_with_the_machine_reports_what_is_new_as_well() -> No
 
     bench.answers[COMPUTE] = [running(7)]
     bench.answers[NEWER] = since
-    assert [_shares(bench), _shares(bench)] == [[0.1], [0.2]]
+    assert [_utilizations(bench), _utilizations(bench)] == [[0.1], [0.2]]
     assert since_times_us == [0, 1_000_000]
 
 
-def test_samples_that_are_older_than_was_asked_for_are_not_taken_for_new_ones() -> None:
+def test_samples_older_than_requested_are_not_taken_for_new_ones() -> None:
     bench = Bench()
     bench.answers[COMPUTE] = [running(7), running(8)]
     bench.answers[NEWER] = [busy(7, 90, 100), busy(8, 50, 200)]
     bench.read()
     bench.clock.now_s += 1
     bench.answers[NEWER] = [busy(7, 90, 100), busy(8, 20, 300)]
-    assert _shares(bench) == [0.0, 0.2]
+    assert _utilizations(bench) == [0.0, 0.2]
 
 
-def test_garbage_of_processes_that_are_not_on_the_device_is_no_error() -> None:
+def test_garbage_about_processes_that_are_not_on_the_device_is_no_error() -> None:
     bench = Bench()
     bench.answers[COMPUTE] = [running(7)]
     bench.answers[NEWER] = [busy(0, 2**31), busy(99, 4_000_000_000, 2), busy(7, 10, 3)]
-    assert _shares(bench) == [0.1]
+    assert _utilizations(bench) == [0.1]
     assert bench.calls.errors() == []
 
 
-def test_where_it_can_not_be_said_how_busy_they_are_the_processes_come_without() -> None:
+def test_if_the_utilization_can_not_be_read_the_processes_are_reported_without_it() -> None:
     bench = Bench()
     bench.answers[COMPUTE] = [running(7)]
     bench.fail(NEWER, binding.UNKNOWN)
@@ -232,7 +232,7 @@ def test_where_it_can_not_be_said_how_busy_they_are_the_processes_come_without()
     assert bench.calls.errors() == []
 
 
-def test_an_invalid_argument_means_not_supported_only_for_a_part() -> None:
+def test_an_invalid_argument_means_not_supported_only_for_a_mig_device() -> None:
     whole, mig_device = Bench(), Bench(mig_enabled=True)
     for bench in (whole, mig_device):
         bench.answers[COMPUTE] = [running(7)]
@@ -243,18 +243,18 @@ def test_an_invalid_argument_means_not_supported_only_for_a_part() -> None:
     assert (whole.call_count(NEWER), mig_device.call_count(NEWER), mig_device.call_count(OLDER)) == (2, 1, 1)
 
 
-def test_a_lost_device_says_so() -> None:
+def test_a_lost_device_is_raised() -> None:
     bench = Bench()
     bench.nvml.gpus[0].error = binding.GPU_IS_LOST
     with pytest.raises(GpuLost):
         bench.read()
 
 
-def _shares(bench: Bench) -> list[float | None]:
+def _utilizations(bench: Bench) -> list[float | None]:
     return [row.get("sm_utilization_ratio") for row in bench.read().rows or []]
 
 
-def test_a_list_that_is_refused_for_a_while_leaves_no_part_of_the_processes_and_all_are_back() -> None:
+def test_a_list_that_is_refused_for_a_while_leaves_no_processes_and_later_all_are_back() -> None:
     bench = Bench()
     bench.answers[COMPUTE] = [running(7)]
     bench.answers[MPS] = [running(8)]

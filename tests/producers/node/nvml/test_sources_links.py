@@ -1,4 +1,4 @@
-"""From Hopper on each NVLink counts its errors. The sum of all is reported."""
+"""From Hopper on, each NVLink counts its own errors, and their sum is reported."""
 
 import pytest
 
@@ -21,7 +21,7 @@ OF_ALL = {38: 20, 52: 30, 59: 40}
 
 
 class Bench:
-    """A GPU with links, whose fields for all links say something else."""
+    """A GPU with links. Its fields for all links have other values than the sum of the links."""
 
     def __init__(self, *, architecture: int = HOPPER, links: int = 3) -> None:
         self.nvml = FakeNvml(1)
@@ -34,7 +34,7 @@ class Bench:
         self.metrics = Metrics(self.calls, self.calls.open(0))
 
     def count(self, field: int, *of_links: float | int | None) -> None:
-        """What each link counts; None: it is down."""
+        """Set the count of each link; None: the link is down."""
         for link, raw in enumerate(of_links):
             down = FieldValue(binding.NOT_SUPPORTED)
             self.gpu.fields[field, link] = down if raw is None else FieldValue(0, raw)
@@ -45,7 +45,7 @@ class Bench:
 
 
 @pytest.mark.parametrize("architecture", [HOPPER, BLACKWELL, UNKNOWN])
-def test_what_the_links_count_is_added_up_and_the_fields_for_all_are_not_believed(architecture: int) -> None:
+def test_the_counts_of_the_links_are_added_up_and_the_fields_for_all_are_not_used(architecture: int) -> None:
     bench = Bench(architecture=architecture)
     bench.count(REPLAY, 1, 2, 4)
     bench.count(RECOVERY, 0, 0, 0)
@@ -56,7 +56,7 @@ def test_what_the_links_count_is_added_up_and_the_fields_for_all_are_not_believe
 
 
 @pytest.mark.parametrize("error", [None, binding.NOT_SUPPORTED, binding.FUNCTION_NOT_FOUND])
-def test_an_older_gpu_counts_for_all_links_in_the_call_of_all_fields(error: int | None) -> None:
+def test_an_older_gpu_counts_for_all_links_in_the_call_for_fields(error: int | None) -> None:
     bench = Bench(architecture=AMPERE)
     if error is not None:
         bench.gpu.fail("nvmlDeviceGetArchitecture", error)
@@ -69,7 +69,7 @@ def test_an_older_gpu_counts_for_all_links_in_the_call_of_all_fields(error: int 
     assert bench.nvml.call_counts["GPU-0", "nvmlDeviceGetArchitecture"] == 0
 
 
-def test_blackwell_reports_recoveries_by_another_field_and_nothing_of_the_rest() -> None:
+def test_blackwell_reports_recoveries_by_another_field_and_no_other_errors() -> None:
     bench = Bench(architecture=BLACKWELL)
     bench.count(RECOVERIES, 1, 0, 1)
     assert bench.values() == {KEYS[RECOVERY]: 2}
@@ -96,7 +96,7 @@ def test_links_that_never_came_up_have_no_errors_rather_than_none_counted() -> N
     assert bench.calls.errors() == []
 
 
-def test_a_link_that_goes_down_does_not_take_back_what_it_counted() -> None:
+def test_a_link_that_goes_down_does_not_lower_the_sum() -> None:
     bench = Bench()
     bench.count(REPLAY, 1, 2, None)
     assert bench.values() == {KEYS[REPLAY]: 3}
@@ -106,7 +106,7 @@ def test_a_link_that_goes_down_does_not_take_back_what_it_counted() -> None:
     assert bench.values() == {KEYS[REPLAY]: 8}
 
 
-def test_a_reset_takes_back_what_the_links_that_are_down_counted() -> None:
+def test_a_reset_removes_the_counts_of_links_that_are_down() -> None:
     bench = Bench()
     bench.count(REPLAY, 1, 2, 4)
     bench.values()
@@ -115,7 +115,7 @@ def test_a_reset_takes_back_what_the_links_that_are_down_counted() -> None:
     assert bench.values() == {KEYS[REPLAY]: 0}
 
 
-def test_where_a_link_fails_there_is_no_sum_this_time_and_it_is_counted() -> None:
+def test_if_a_link_fails_there_is_no_sum_in_that_tick_and_it_is_counted() -> None:
     bench = Bench()
     bench.count(REPLAY, 1, 2, 4)
     bench.values()
@@ -127,7 +127,7 @@ def test_where_a_link_fails_there_is_no_sum_this_time_and_it_is_counted() -> Non
 
 
 @pytest.mark.parametrize("raw", [-1, 2**64 - 1, 2**63 - 16, 10**13])
-def test_a_link_that_says_what_can_not_be_leaves_out_the_sum_and_is_counted(raw: int) -> None:
+def test_an_implausible_count_of_a_link_leaves_out_the_sum_and_is_counted(raw: int) -> None:
     bench = Bench()
     bench.count(CRC, 1, raw, 4)
     assert bench.values() == {}
@@ -136,7 +136,7 @@ def test_a_link_that_says_what_can_not_be_leaves_out_the_sum_and_is_counted(raw:
     assert bench.values() == ({KEYS[CRC]: 5} if raw != 10**13 else {})
 
 
-def test_a_link_may_say_that_the_gpu_is_lost() -> None:
+def test_a_link_may_report_that_the_gpu_is_lost() -> None:
     bench = Bench()
     bench.gpu.fields[REPLAY, 0] = FieldValue(binding.GPU_IS_LOST)
     with pytest.raises(GpuLost, match="GPU_IS_LOST"):
@@ -155,7 +155,7 @@ def test_a_driver_that_does_not_know_the_field_may_fail_the_whole_call() -> None
     assert bench.calls.errors() == []
 
 
-def test_however_many_links_it_says_it_has_not_more_than_so_many_are_asked() -> None:
+def test_however_many_links_a_gpu_claims_no_more_than_a_limit_are_queried() -> None:
     bench = Bench(links=10**6)
     bench.count(CRC, 1)
     assert bench.values() == {KEYS[CRC]: 1}

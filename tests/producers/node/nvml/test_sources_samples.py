@@ -1,4 +1,4 @@
-"""What the driver sampled between two ticks: each sample once, in whatever order it comes."""
+"""The driver's samples between two ticks: each counts once, in whatever order it comes."""
 
 import time
 from random import Random
@@ -70,7 +70,7 @@ def test_no_sample_is_lost_or_reported_twice_over_the_ticks(ticks: list[list[int
 
 
 @given(st.lists(st.one_of(st.integers(-(2**31), 2**64), st.floats())))
-def test_whatever_the_samples_say_their_spread_is_within_the_limits_and_the_others_are_counted(
+def test_whatever_the_samples_are_their_spread_is_within_the_limits_and_the_others_are_counted(
     raw: list[float],
 ) -> None:
     bench = Bench()
@@ -84,7 +84,7 @@ def test_whatever_the_samples_say_their_spread_is_within_the_limits_and_the_othe
     assert bench.calls.errors() == [(NAME, "IMPLAUSIBLE")] * (len(raw) - len(good))
 
 
-def test_a_driver_that_gives_older_samples_than_asked_for_is_not_believed_twice() -> None:
+def test_a_sample_older_than_requested_does_not_count_again() -> None:
     bench = Bench()
     bench.keep(5, 100)
     bench.read()
@@ -102,12 +102,12 @@ def test_a_clock_that_is_set_back_does_not_silence_the_samples(back_us: int) -> 
     bench.driver_samples.clear()
     with patch.object(time, "time_ns", lambda: (now_us - back_us) * 1000):
         bench.keep(now_us - back_us, 50)
-        assert bench.read() is None  # how far back they reach is not known
+        assert bench.read() is None  # it is unknown how far back they reach
         bench.keep(now_us - back_us + 1, 70)
         assert bench.read() == Spread(0.7, 0.7, 0.7)
 
 
-def test_what_fails_is_raised_and_what_came_meanwhile_is_reported_later() -> None:
+def test_a_failure_is_raised_and_the_samples_of_that_time_are_reported_later() -> None:
     bench = Bench()
     bench.keep(1, 1)
     bench.read()

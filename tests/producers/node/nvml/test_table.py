@@ -1,4 +1,4 @@
-"""The table is the catalogue's, and what it names is what pynvml has."""
+"""The table covers the catalogue, and pynvml has all that it names."""
 
 import pynvml
 import pytest
@@ -9,7 +9,7 @@ from topics.catalogue import CATALOGUE
 SOURCES = [(row, source) for row in TABLE for source in row.sources]
 
 
-def test_every_key_of_the_catalogue_is_asked_for_once() -> None:
+def test_every_key_of_the_catalogue_has_one_row() -> None:
     assert sorted(row.key for row in TABLE) == sorted(CATALOGUE)
 
 
@@ -29,7 +29,7 @@ def test_every_source_is_one_that_pynvml_has(row: Row, source: ValueSource) -> N
         assert getattr(pynvml, question.name) == question.number
 
 
-def test_what_the_arguments_stand_for() -> None:
+def test_the_arguments_are_pynvmls_constants() -> None:
     assert pynvml.nvmlMemory_v2 == MEMORY_V2
     questions = {row.key: row.sources[0].question for row in TABLE}
     clock = "nvmlDeviceGetClockInfo"
@@ -50,7 +50,7 @@ def test_rates_are_of_byte_counters_since_the_throughput_call_of_pcie_measures_f
     assert sorted(rates) == [f"{bus}_{way}_bytes_per_second" for bus in ("nvlink", "pcie") for way in ("rx", "tx")]
 
 
-def test_mean_minimum_and_maximum_are_had_with_one_question() -> None:
+def test_mean_minimum_and_maximum_come_from_one_call() -> None:
     questions = {source.question for _, source in SOURCES if isinstance(source.question, Sampled)}
     assert len(questions) == 2
     for sampled in questions:
@@ -59,7 +59,7 @@ def test_mean_minimum_and_maximum_are_had_with_one_question() -> None:
         assert len(set(expected)) == 1
 
 
-def test_what_gpm_writes_as_percentages_are_ratios_and_what_it_writes_per_mebibyte_are_bytes() -> None:
+def test_percentages_of_gpm_become_ratios_and_its_mebibytes_bytes() -> None:
     for row, source in SOURCES:
         if isinstance(source.question, GpmMetric):
             assert source.scale == (Scale(per=100) if row.key.endswith("_ratio") else Scale(times=1 << 20))

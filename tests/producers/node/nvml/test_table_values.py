@@ -1,4 +1,4 @@
-"""What comes out is in base units and can be; what can't be, or stands for "not available", does not come out."""
+"""Values are in base units and within limits; an impossible one, or one that means "not available", is left out."""
 
 import math
 
@@ -17,15 +17,13 @@ RATIO = Limits(0, 1)
 
 
 @given(ANYTHING, st.sampled_from([0, 16, 32, 64]), SCALES, LIMITS)
-def test_whatever_a_device_says_is_within_the_limits_or_absent(
-    raw: object, bits: int, scale: Scale, limits: Limits
-) -> None:
+def test_any_raw_value_is_within_the_limits_or_absent(raw: object, bits: int, scale: Scale, limits: Limits) -> None:
     value = measured(raw, bits, scale, limits)
     assert value is None or (limits.low <= value <= limits.high and math.isfinite(value))
 
 
 @given(st.integers(0, 100))
-def test_a_percentage_is_the_ratio_that_is_written_for_it(percent: int) -> None:
+def test_a_percentage_becomes_its_ratio(percent: int) -> None:
     assert measured(percent, 32, PERCENT, RATIO) == float(f"{percent / 100:.2f}")
 
 
@@ -42,7 +40,7 @@ def test_zero_is_zero() -> None:
         (memory(), 64),
     ],
 )  # fmt: skip
-def test_what_stands_for_not_available_is_no_value(raw: object, bits: int) -> None:
+def test_not_available_is_no_value(raw: object, bits: int) -> None:
     assert measured(raw, bits, Scale(), Limits(-10, 1e30)) is None
 
 
@@ -56,7 +54,7 @@ def test_a_value_beyond_its_limits_is_none(raw: int, within_limits: bool) -> Non
 
 
 @given(st.sampled_from([16, 32, 64]), st.integers(0), st.integers(0), st.floats(0.05, 9), st.sampled_from([0, 10**15]))
-def test_a_counter_that_wrapped_has_run_on(bits: int, start: int, run: int, seconds: float, at_us: int) -> None:
+def test_a_counter_that_wrapped_has_counted_on(bits: int, start: int, run: int, seconds: float, at_us: int) -> None:
     start, run = start % (1 << bits), run % (1 << bits)
     last = Count(start, bits, at_us, 100.0)
     current = Count((start + run) % (1 << bits), bits, at_us and at_us + round(seconds * 1e6), 100.0 + seconds)
@@ -67,14 +65,14 @@ def test_a_counter_that_wrapped_has_run_on(bits: int, start: int, run: int, seco
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.floats(), st.floats(), st.integers(), st.integers())
-def test_no_clock_makes_a_rate_negative_or_endless(
+def test_no_clock_makes_a_rate_negative_or_infinite(
     first: int, second: int, first_s: float, second_s: float, first_us: int, second_us: int
 ) -> None:
     rate = per_second(Count(first, 64, first_us, first_s), Count(second, 64, second_us, second_s))
     assert rate is None or rate >= 0
 
 
-def test_the_counters_own_clock_reports_how_long_it_ran_where_it_can_be_right() -> None:
+def test_the_counters_own_clock_gives_the_time_if_it_is_plausible() -> None:
     last = Count(0, 64, 1_000_000, 10.0)
     assert per_second(last, Count(1000, 64, 1_500_000, 10.9)) == 2000
     assert per_second(last, Count(1000, 64, 9_000_000, 10.5)) == 2000
@@ -82,17 +80,17 @@ def test_the_counters_own_clock_reports_how_long_it_ran_where_it_can_be_right() 
     assert per_second(Count(0, 64, 0, 10.0), Count(1000, 64, 500_000, 10.5)) == 2000
 
 
-def test_a_counter_of_32_bits_that_was_not_read_for_long_reports_nothing() -> None:
+def test_a_32_bit_counter_that_was_not_read_for_long_gives_no_rate() -> None:
     assert per_second(Count(0, 32, 0, 0.0), Count(5, 32, 0, 11.0)) is None
     assert per_second(Count(0, 64, 0, 0.0), Count(5, 64, 0, 10.0)) == 0.5
 
 
-def test_a_counter_of_another_width_or_no_time_reports_nothing() -> None:
+def test_a_counter_of_another_width_or_without_a_time_gives_no_rate() -> None:
     assert per_second(Count(0, 32, 0, 0.0), Count(5, 64, 0, 1.0)) is None
     assert per_second(Count(0, 64, 0, 1.0), Count(5, 64, 0, 1.0)) is None
 
 
-def test_an_answer_given_twice_is_known_by_its_own_time() -> None:
+def test_a_repeated_answer_is_recognised_by_its_own_time() -> None:
     assert is_same_reading(Count(5, 64, 7, 0.0), Count(5, 64, 7, 1.0))
     assert not is_same_reading(Count(5, 64, 0, 0.0), Count(5, 64, 0, 1.0))
     assert not is_same_reading(Count(5, 64, 7, 0.0), Count(6, 64, 7, 1.0))
