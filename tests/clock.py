@@ -1,4 +1,4 @@
-"""An event loop whose time is made up: a sleep takes no time, and what happens is the same on every machine."""
+"""An event loop with simulated time: a sleep takes no real time, and the order of events is always the same."""
 
 import asyncio
 import selectors
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class _Instant(selectors.SelectSelector):
-    """Never blocks: where the loop would sleep, its clock is set forward instead."""
+    """Never blocks: if the loop would sleep, its clock is set forward instead."""
 
     now_s = 0.0
 
@@ -24,18 +24,18 @@ class _Instant(selectors.SelectSelector):
 
 
 class InstantLoop(asyncio.SelectorEventLoop):
-    """A loop that lives on the clock of its selector."""
+    """A loop that uses the clock of its selector."""
 
     def __init__(self) -> None:
         self._instant = _Instant()
         super().__init__(self._instant)
 
     def time(self) -> float:
-        """Seconds since the loop was made."""
+        """Seconds since the loop was created."""
         return self._instant.now_s
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run to the end in a loop of its own; whatever is left over is cancelled."""
+    """Run a coroutine to its end in a new loop; tasks that are left are cancelled."""
     with asyncio.Runner(loop_factory=InstantLoop) as runner:
         return runner.run(main)

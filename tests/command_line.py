@@ -1,4 +1,4 @@
-"""Command lines of gpustream, checked as its commands do, and not run."""
+"""Parses and checks command lines of gpustream without running them."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from gpustream.cli import main
 
 
 def parsed(arguments: Iterable[str]) -> click.Context:
-    """What a command line says after ``gpustream``. Raises what the command raises if it is wrong."""
+    """The context of the arguments after ``gpustream``. Raises the command's own exception if they are wrong."""
     remaining, context = list(arguments), click.Context(main, **main.context_settings)
     command: click.Command | None = main
     while isinstance(command, click.Group):

@@ -1,4 +1,4 @@
-"""What tests of more than one folder use."""
+"""Fixtures and hooks for the tests of all folders."""
 
 import asyncio
 import gc
@@ -18,20 +18,20 @@ from hypothesis import HealthCheck, settings
 
 from tests.nvml.scripted import NoCompiler, ScriptedNvml, library
 
-# A busy machine is no reason to fail, so no example has a deadline. The same examples run every time; what runs each
-# night looks for new ones: GPUSTREAM_HYPOTHESIS=nightly.
-for name, examples, same in (("fast", 5, True), ("default", 25, True), ("nightly", 200, False)):
+# A busy machine is no reason to fail, so no example has a deadline. The examples are the same every time, except in the
+# nightly run, which looks for new ones: GPUSTREAM_HYPOTHESIS=nightly.
+for name, examples, reproducible in (("fast", 5, True), ("default", 25, True), ("nightly", 200, False)):
     settings.register_profile(
         name,
         max_examples=examples,
-        derandomize=same,
+        derandomize=reproducible,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile(os.environ.get("GPUSTREAM_HYPOTHESIS", "default"))
 
 os.environ.setdefault("GPUSTREAM_PAGE_LISTEN", "127.0.0.1:0")
-"""Several runs at a time each serve a page."""
+"""A free port for each page, since several runs may serve one at the same time."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -46,44 +46,47 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """What a test leaves to the garbage collector is collected at the test's own end, and reported there.
+    """Collect a test's garbage at its own end, and report errors of that there.
 
-    What is still alive then is no garbage of a later test: it is put aside, which also keeps this short.
+    Objects that are still alive then are frozen: they are no garbage of a later test, and this stays fast.
     """
     yield
-    found: list[str] = []
-    before, sys.unraisablehook = sys.unraisablehook, lambda one: found.append(f"{one.exc_value!r} in {one.object!r}")
+    errors: list[str] = []
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda unraisable: errors.append(f"{unraisable.exc_value!r} in {unraisable.object!r}")
     try:
         gc.collect()
     finally:
-        sys.unraisablehook = before
+        sys.unraisablehook = hook
     gc.freeze()
-    assert not found, f"left to the garbage collector: {found}"
+    assert not errors, f"left to the garbage collector: {errors}"
 
 
 def pytest_unconfigure() -> None:
-    """What was put aside is given back, or libraries written in C++ report it as leaked when the process ends."""
+    """Unfreeze the objects, or libraries written in C++ report them as leaked when the process ends."""
     gc.unfreeze()
 
 
 def _close_connections_first(loop: asyncio.SelectorEventLoop) -> None:
     """Close a loop without leaving sockets to the garbage collector; warn of each that nobody has closed.
 
-    A connection over TLS is closed when the other side has said so too, and the loop of a command does not wait.
+    A connection over TLS is closed only when the other side has closed it too, and the loop of a command does not wait
+    for that.
     """
     attributes, forgotten = vars(loop), list[str]()
-    left = [one for one in attributes["_transports"].values() if one._sock is not None]  # there is no other list
-    for one in left if not loop.is_closed() else ():
-        protocol = one.get_protocol()
-        asked = protocol._app_transport if isinstance(protocol, SSLProtocol) else one
-        if asked is not None and not asked.is_closing():
-            forgotten.append(f"{one!r} of {type(protocol).__qualname__}, {one.get_extra_info('sockname')}")
-        one.abort()
-    if left and not loop.is_closed():
+    # asyncio has no public list of them
+    open_transports = [transport for transport in attributes["_transports"].values() if transport._sock is not None]
+    for transport in open_transports if not loop.is_closed() else ():
+        protocol = transport.get_protocol()
+        app_transport = protocol._app_transport if isinstance(protocol, SSLProtocol) else transport
+        if app_transport is not None and not app_transport.is_closing():
+            forgotten.append(f"{transport!r} of {type(protocol).__qualname__}, {transport.get_extra_info('sockname')}")
+        transport.abort()
+    if open_transports and not loop.is_closed():
         loop.run_until_complete(asyncio.sleep(0))
     _close(loop)
-    for words in forgotten:
-        warnings.warn(f"open when its loop was closed: {words}", ResourceWarning, stacklevel=2)
+    for connection in forgotten:
+        warnings.warn(f"open when its loop was closed: {connection}", ResourceWarning, stacklevel=2)
 
 
 _close = asyncio.SelectorEventLoop.close
@@ -92,7 +95,7 @@ asyncio.SelectorEventLoop.close = _close_connections_first  # type: ignore[assig
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
-    """What a test sets of the root logger, as a command does that runs in process, is not left to the next one."""
+    """Restore the root logger, which a command that runs in this process configures."""
     root = logging.getLogger()
     level, handlers, filters = root.level, root.handlers[:], root.filters[:]
     yield
@@ -102,7 +105,7 @@ def logging_as_it_was() -> Iterator[None]:
 
 @pytest.fixture
 def nvml_directory(tmp_path: Path) -> Path:
-    """A folder for a scripted NVML; skips, loudly, without a C compiler, and fails with GPUSTREAM_REQUIRE_REAL=1."""
+    """A folder for a scripted NVML. Without a C compiler the test is skipped, or fails if GPUSTREAM_REQUIRE_REAL=1."""
     try:
         library()
     except NoCompiler as missing:
@@ -116,22 +119,22 @@ def nvml_directory(tmp_path: Path) -> Path:
 def nvml(nvml_directory: Path) -> Iterator[ScriptedNvml]:
     """A scripted NVML of 8 GPUs that keeps a log, for this process (``nvml.load()``) or a child's environment.
 
-    After the test nothing hangs, and a process that has it loaded finds no driver. The threads that the test began to
-    ask NVML have ended: one that closes NVML later would close it for the next test.
+    After the test no call hangs, and a process that has it loaded finds no driver. The test's threads that call NVML
+    have ended: one that closed NVML later would close it for the next test.
     """
     scripted = ScriptedNvml(nvml_directory, log=True)
     before = set(threading.enumerate())
     yield scripted
     scripted.release()
     scripted.driver("absent")
-    began = [one for one in set(threading.enumerate()) - before if one.name.startswith("nvml-")]
-    for thread in began:
+    started = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("nvml-")]
+    for thread in started:
         thread.join(timeout=60)
-    assert not [thread.name for thread in began if thread.is_alive()]
+    assert not [thread.name for thread in started if thread.is_alive()]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What was skipped and why: a line for each reason, not for each test."""
+    """Report why tests were skipped: a line for each reason, not for each test."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(report.longrepr[2] for report in skipped if isinstance(report.longrepr, tuple))
     for reason, count in reasons.most_common():

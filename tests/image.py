@@ -1,10 +1,10 @@
-"""The stages of the Dockerfile, run without a container engine: ``make image`` says how large what they make is.
+"""The stages of the Dockerfile, run without a container engine: ``make image`` prints the size of the result.
 
 In:       the Dockerfile; a bare virtual environment as its base, with no compiler.
-Does:     copies what it copies, runs its RUN lines, with their paths below a folder of its own, and then
-          the command with nothing else on PATH.
-Out:      the compressed size beside the base image; 1 if that is too large, or if something is there that only
-          development needs.
+Does:     the COPY and RUN lines, with their paths below a temporary folder, and then the command with nothing
+          else on PATH.
+Out:      the compressed size beside the base image; exit code 1 if that is too large, or if a package is installed that
+          only development needs.
 """
 
 import re
@@ -21,12 +21,12 @@ from packaging.utils import canonicalize_name
 from tests.test_dockerfile import BUILD, PROJECT, ROOT
 
 AT_MOST_MB = 100
-"""Of 150: the base, python:3.11-slim-trixie, was 45.5 MB compressed for amd64 in August 2026, with Python 3.11.15, as
-its makers say in docker-library/repo-info. They have no figure there for the digest that is pinned."""
+"""Of 150: the base, python:3.11-slim-trixie, was 45.5 MB compressed for amd64 in August 2026, with Python 3.11.15
+(docker-library/repo-info, which has no figure for the pinned digest)."""
 
 
 def run_stage(work: Path) -> Path:
-    """Do what the build stage does, below a folder; the environment that it makes."""
+    """Run the build stage below a folder. Returns the virtual environment that it makes."""
     bare, source = work / "base", work / "src"
     subprocess.run([sys.executable, "-m", "venv", bare], check=True)
     environment = {"PATH": f"{bare}/bin:/usr/bin:/bin", "CC": "/bin/false", "EXTRAS": "", "HOME": str(work)}
@@ -49,14 +49,14 @@ def run_stage(work: Path) -> Path:
 
 
 def compressed_mb(folder: Path) -> float:
-    """The size of a layer with this folder, as it is pulled."""
+    """The compressed size of a layer with this folder, in MB."""
     archive = subprocess.Popen(["tar", "--create", "--directory", folder.parent, folder.name], stdout=subprocess.PIPE)
     packed = subprocess.run(["gzip", "-c"], stdin=archive.stdout, capture_output=True, check=True)
     return len(packed.stdout) / 1e6
 
 
 def for_development_only(folder: Path) -> set[str]:
-    """What is there of that which only development names and nothing there needs, and pip."""
+    """Installed packages that only the dev extra names and no other package needs, and pip."""
     (packages,) = folder.glob("lib/*/site-packages")
     installed = {
         canonicalize_name(distribution.name): distribution for distribution in distributions(path=[str(packages)])
@@ -70,7 +70,7 @@ def for_development_only(folder: Path) -> set[str]:
 
 
 def main() -> int:
-    """Build, look, and say."""
+    """Build, check and report."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         environment = run_stage(work)

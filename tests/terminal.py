@@ -1,4 +1,4 @@
-"""A process on a terminal of its own, and all that it writes there."""
+"""A process on its own terminal, and its output there."""
 
 import fcntl
 import os
@@ -22,7 +22,7 @@ class Terminal:
         our_end, child_end = pty.openpty()
         self._fd = our_end
         self.resize(*size)
-        ours_alone = ("COLUMNS", "LINES")  # pytest's workers have them, and they overrule the terminal's own size
+        ours_alone = ("COLUMNS", "LINES")  # pytest's workers have them, and they override the terminal's size
         inherited = {name: value for name, value in os.environ.items() if name not in ours_alone}
         environment = {**inherited, "TERM": "xterm-256color", **(environ or {})}
         self.process = subprocess.Popen(
@@ -45,25 +45,25 @@ class Terminal:
             self.written += read
 
     def resize(self, columns: int, rows: int) -> None:
-        """Makes the terminal so large; the process learns it by a SIGWINCH."""
+        """Changes the size of the terminal; the process gets a SIGWINCH."""
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def press(self, keys: bytes) -> None:
-        """Types."""
+        """Types these keys."""
         os.write(self._fd, keys)
 
     def shows(self, part: bytes, since: int = 0) -> None:
-        """Waits until this was written after that place."""
+        """Waits until ``part`` is in the output, at or after index ``since``."""
         eventually_sync(lambda: part in self.written[since:])
 
     def ended(self) -> bytes:
-        """All that it wrote, when it has ended."""
+        """Waits for the process's end, and returns its whole output."""
         self.process.wait(30)
         self._reader.join(10)
         return bytes(self.written)
 
     def close(self) -> None:
-        """Ends the process, if it still runs."""
+        """Kills the process, if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()

@@ -1,4 +1,4 @@
-"""docker-compose.yml, held against the Compose schema, the command's options and its own parts: no Docker needed."""
+"""docker-compose.yml agrees with the Compose schema, with the command's options and with itself. No Docker needed."""
 
 import importlib.metadata
 import json
@@ -26,7 +26,7 @@ def config(name: str) -> Any:
 
 
 def violations(document: Any, schema_name: str = "compose-spec") -> list[str]:
-    """Where a document breaks the Compose schema, or another one that comes with check-jsonschema."""
+    """The violations of the Compose schema, or of another one that comes with check-jsonschema, in a document."""
     path = importlib.metadata.distribution("check-jsonschema").locate_file(f"{SCHEMAS}/{schema_name}.json")
     schema = json.loads(Path(str(path)).read_text())
     kind = jsonschema.validators.validator_for(schema)
@@ -34,7 +34,7 @@ def violations(document: Any, schema_name: str = "compose-spec") -> list[str]:
     return [f"{error.json_path}: {error.message}" for error in kind(schema).iter_errors(document)]
 
 
-def test_it_is_what_the_compose_schema_says() -> None:
+def test_it_follows_the_compose_schema() -> None:
     assert violations(COMPOSE) == []
 
 
@@ -44,13 +44,11 @@ def test_it_is_what_the_compose_schema_says() -> None:
 )
 def test_the_schema_finds_what_compose_would_refuse(service: str, attribute: str, value: object) -> None:
     wrong = {**COMPOSE, "services": {**SERVICES, service: {**SERVICES[service], attribute: value}}}
-    assert any(f"'{attribute}'" in found or f".{attribute}" in found for found in violations(wrong))
+    assert any(f"'{attribute}'" in violation or f".{attribute}" in violation for violation in violations(wrong))
 
 
 @pytest.mark.parametrize("service", OURS.values(), ids=list(OURS))
-def test_every_service_is_a_command_line_that_is_right(
-    service: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_service_has_a_valid_command_line(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in service["environment"].items():
         monkeypatch.setenv(name, value)
     with parsed(list(service["command"])) as context:
@@ -79,7 +77,7 @@ def test_one_service_builds_the_image_and_the_others_wait_for_it_and_never_pull_
     assert [name for name in others if "topics" not in SERVICES[name]["depends_on"]] == []
 
 
-def test_only_the_gpus_of_the_machine_want_a_profile() -> None:
+def test_only_the_producer_for_real_gpus_needs_a_profile() -> None:
     profiles = {name: service["profiles"] for name, service in SERVICES.items() if "profiles" in service}
     assert profiles == {"node": ["gpu"]}
     devices = SERVICES["node"]["deploy"]["resources"]["reservations"]["devices"]
@@ -96,7 +94,7 @@ def test_nothing_starts_before_what_it_needs() -> None:
                 assert "restart" not in SERVICES[name]
 
 
-def test_what_writes_to_a_server_waits_for_it() -> None:
+def test_a_service_that_writes_to_a_server_waits_for_it() -> None:
     waits_for = {name: set(service.get("depends_on", {})) for name, service in SERVICES.items()}
     assert waits_for["topics"] == {"kafka"}
     assert waits_for["remote-write"] == {"topics", "prometheus"}
@@ -106,7 +104,7 @@ def test_what_writes_to_a_server_waits_for_it() -> None:
     assert streams == {frozenset({"topics"})}
 
 
-def test_whatever_stays_up_is_restarted_and_asked_whether_it_is_well() -> None:
+def test_every_lasting_service_is_restarted_and_has_a_health_check() -> None:
     staying = {name: service for name, service in SERVICES.items() if name != "topics"}
     assert {service["restart"] for service in staying.values()} == {"unless-stopped"}
     assert {service["healthcheck"]["test"][0] for service in staying.values()} == {"CMD"}
@@ -117,7 +115,7 @@ def test_ports_are_published_on_the_loopback_address_only() -> None:
     assert sorted(ports) == [f"127.0.0.1:{port}:{port}" for port in (3000, 9090, 9092, 9093)]
 
 
-def test_images_of_others_are_pinned_to_the_version_that_is_tested_where_there_is_one() -> None:
+def test_images_of_others_are_pinned_to_the_tested_version_if_there_is_one() -> None:
     images = dict(SERVICES[name]["image"].split(":") for name in OTHERS)
     assert images["apache/kafka"] == servers.KAFKA.removeprefix("kafka-")
     assert images["prom/prometheus"] == "v" + servers.PROMETHEUS.removeprefix("prometheus-")
@@ -128,7 +126,7 @@ def test_nobody_runs_as_root() -> None:
     assert [name for name, service in SERVICES.items() if "user" in service or service.get("privileged")] == []
 
 
-def test_what_is_mounted_is_there_and_read_only_or_a_named_volume() -> None:
+def test_every_mount_exists_and_is_read_only_or_is_a_named_volume() -> None:
     mounts = [mount.split(":") for service in SERVICES.values() for mount in service.get("volumes", [])]
     named = {mount[0] for mount in mounts if not mount[0].startswith(".")}
     assert named == COMPOSE["volumes"].keys()
@@ -137,7 +135,7 @@ def test_what_is_mounted_is_there_and_read_only_or_a_named_volume() -> None:
     assert [path for path in files if not (ROOT / path).exists()] == []
 
 
-def test_every_configuration_is_given_to_somebody() -> None:
+def test_every_configuration_is_used_by_a_service() -> None:
     config_names = [entry["source"] for service in SERVICES.values() for entry in service.get("configs", [])]
     assert sorted(config_names) == sorted(COMPOSE["configs"])
     assert [
@@ -153,7 +151,7 @@ def test_prometheus_scrapes_every_component_where_it_listens() -> None:
     assert set(targets) == {f"{name}:9401" for name in listening}
 
 
-def test_prometheus_takes_remote_writes_and_sends_alerts() -> None:
+def test_prometheus_accepts_remote_writes_and_sends_alerts() -> None:
     assert "--web.enable-remote-write-receiver" in SERVICES["prometheus"]["command"]
     ((manager,),) = [entry["static_configs"] for entry in config("prometheus")["alerting"]["alertmanagers"]]
     assert manager["targets"] == ["alertmanager:9093"]
@@ -161,7 +159,7 @@ def test_prometheus_takes_remote_writes_and_sends_alerts() -> None:
     assert rules == {mount for mount in SERVICES["prometheus"]["volumes"] if mount.startswith(".")}
 
 
-def test_what_the_alert_stream_judges_is_not_judged_by_prometheus_too() -> None:
+def test_conditions_of_the_alert_stream_have_no_rule_in_prometheus() -> None:
     assert "alerts" in OURS
     loaded = [ROOT / mount.split(":")[0] for mount in SERVICES["prometheus"]["volumes"] if mount.startswith(".")]
     groups = [group for file in loaded for group in yaml.safe_load(file.read_text())["groups"]]
@@ -188,7 +186,7 @@ def test_grafana_shows_the_dashboards_to_anybody_and_lets_nobody_in() -> None:
     assert (ROOT / "k8s" / "components" / "dashboards" / home.name).is_file()
 
 
-def test_grafana_asks_prometheus_where_it_is() -> None:
+def test_grafana_queries_prometheus_at_its_address() -> None:
     (source,) = config("grafana-data-sources")["datasources"]
     assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090")
     assert source["jsonData"]["timeInterval"] == config("prometheus")["global"]["scrape_interval"]

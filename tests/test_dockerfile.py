@@ -1,4 +1,4 @@
-"""Dockerfile and .dockerignore: what can be said of the image without building it."""
+"""Dockerfile and .dockerignore: checks of the image without building it."""
 
 import fnmatch
 import re
@@ -32,12 +32,12 @@ BUILD, FINAL = DOCKERFILE[STARTS[0] : STARTS[1]], DOCKERFILE[STARTS[1] :]
 
 
 def arguments_of(stage: list[Instruction], name: str) -> list[str]:
-    """What the instructions of one name say."""
+    """The arguments of all instructions with a name."""
     return [instruction.rest for instruction in stage if instruction.name == name]
 
 
 def sources() -> list[str]:
-    """What is copied from the build's context."""
+    """The paths that are copied from the build's context."""
     copies = [rest.split() for rest in arguments_of(BUILD, "COPY") + arguments_of(FINAL, "COPY")]
     return [source for copy in copies if not copy[0].startswith("--from=") for source in copy[:-1]]
 
@@ -66,11 +66,11 @@ def test_the_final_stage_only_takes_what_was_built() -> None:
     assert arguments_of(FINAL, "RUN") == []
 
 
-def test_what_is_built_has_no_pip() -> None:
+def test_the_built_environment_has_no_pip() -> None:
     assert "venv --without-pip /opt/gpustream" in arguments_of(BUILD, "RUN")[1]
 
 
-def test_it_runs_as_nobody_in_particular() -> None:
+def test_it_runs_as_an_unprivileged_user() -> None:
     (user,) = arguments_of(FINAL, "USER")
     assert min(map(int, user.split(":"))) > 0
 
@@ -91,12 +91,12 @@ def test_everything_copied_is_in_the_tree_and_in_the_context() -> None:
     assert included == set(sources())
 
 
-def test_the_context_is_nothing_else() -> None:
+def test_the_context_has_nothing_else() -> None:
     assert IGNORED[0] == "*"
     assert any(fnmatch.fnmatch("streams/reader/__pycache__", line.rstrip("/")) for line in IGNORED if "!" not in line)
 
 
-def test_the_labels_say_the_licence_the_version_and_the_source() -> None:
+def test_the_labels_have_the_licence_the_version_and_the_source() -> None:
     (labels,) = arguments_of(FINAL, "LABEL")
     values = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', labels))
     arguments = dict(argument.split("=") for argument in arguments_of(FINAL, "ARG"))

@@ -1,4 +1,4 @@
-"""What a test leaves open is closed at the test's end and reported there, and never fails a later one by chance."""
+"""A connection that a test leaves open is closed and reported at the test's end, and never fails a later test."""
 
 import asyncio
 import gc
@@ -16,7 +16,7 @@ from tests.real.certificates import Authority
 HOST = "127.0.0.1"
 
 
-def test_a_connection_that_nobody_closes_is_closed_with_its_loop_which_is_warned_of() -> None:
+def test_a_connection_that_nobody_closes_is_closed_with_its_loop_with_a_warning() -> None:
     with socket.create_server((HOST, 0)) as server:
 
         async def forget() -> None:
@@ -29,7 +29,7 @@ def test_a_connection_that_nobody_closes_is_closed_with_its_loop_which_is_warned
             assert peer.recv(1) == b""
 
 
-def test_a_connection_over_tls_whose_other_side_does_not_say_that_it_closes_is_closed_with_its_loop(
+def test_a_tls_connection_whose_other_side_does_not_close_it_is_closed_with_its_loop(
     tmp_path: Path,
 ) -> None:
     if shutil.which("openssl") is None:

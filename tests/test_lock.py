@@ -1,4 +1,4 @@
-"""The lock file: what a fresh machine installs is what pyproject.toml allows, and says nothing about this one."""
+"""The lock file: its versions are allowed by pyproject.toml, and it names nothing of the machine that made it."""
 
 import re
 import tomllib
@@ -15,7 +15,7 @@ LOCK, RUNS = ((ROOT / f"{name}.lock").read_text() for name in ("requirements", "
 
 
 def direct_dependencies(*extras: str) -> Iterator[Requirement]:
-    """What pyproject.toml names: to build and run, and of extras."""
+    """The requirements in pyproject.toml: to build, to run, and of these extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     yield from map(Requirement, project["build-system"]["requires"])
     yield from map(Requirement, project["project"]["dependencies"])
@@ -24,7 +24,7 @@ def direct_dependencies(*extras: str) -> Iterator[Requirement]:
 
 
 def pins(lock: str) -> dict[str, Version]:
-    """The version that each package is locked to."""
+    """The locked version of each package."""
     pins = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", lock, re.MULTILINE)
     return {canonicalize_name(name): Version(version) for name, version in pins}
 
@@ -36,7 +36,7 @@ def test_each_direct_dependency_is_locked_to_a_version_that_is_allowed(dependenc
     assert pins(LOCK)[canonicalize_name(dependency.name)] in dependency.specifier
 
 
-def test_what_runs_is_locked_as_in_the_whole_and_nothing_for_development_is_in_it() -> None:
+def test_the_runtime_lock_has_the_same_versions_and_nothing_for_development() -> None:
     runs = pins(RUNS)
     needed = {canonicalize_name(requirement.name) for requirement in direct_dependencies()}
     assert runs.items() <= pins(LOCK).items()

@@ -1,4 +1,4 @@
-"""What a release consists of: .ci/dist, and .github/workflows/release.yml, which a tag runs."""
+"""The parts of a release: .ci/dist, and .github/workflows/release.yml, which a tag starts."""
 
 import hashlib
 import os
@@ -26,7 +26,7 @@ STEPS: list[dict[str, Any]] = [step for job in WORKFLOW["jobs"].values() for ste
 
 @pytest.fixture(scope="module")
 def twice(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """What .ci/dist makes of the last commit, on two machines that differ in what such things often depend on."""
+    """The output of .ci/dist for the last commit, in two environments that differ in what builds often depend on."""
     folders = []
     for umask, zone in ("022", "UTC"), ("077", "Asia/Tokyo"):
         folder = tmp_path_factory.mktemp("dist")
@@ -37,7 +37,7 @@ def twice(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_two_machines_make_the_same_bytes(twice: list[Path]) -> None:
+def test_two_environments_make_the_same_bytes(twice: list[Path]) -> None:
     first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in twice)
     assert first == second
     assert first.keys() == {
@@ -96,14 +96,14 @@ def test_the_chart_has_the_dashboards_and_rules_themselves_and_no_links(twice: l
     assert not any(name.startswith("gpustream/ci") for name in members)
 
 
-def test_the_workflow_is_what_the_schema_says_and_a_tag_runs_it() -> None:
+def test_the_workflow_is_valid_and_a_tag_starts_it() -> None:
     assert violations(WORKFLOW, "github-workflows") == []
     assert WORKFLOW["on"] == {"push": {"tags": ["v[0-9]+.[0-9]+.[0-9]+*"]}}
     wrong = {**WORKFLOW, "jobs": {**WORKFLOW["jobs"], "image": {**WORKFLOW["jobs"]["image"], "run-on": "x"}}}
     assert violations(wrong, "github-workflows") != []
 
 
-def test_actions_of_others_are_pinned_by_commit_and_no_job_may_more_than_it_needs() -> None:
+def test_actions_of_others_are_pinned_by_commit_and_no_job_has_more_rights_than_it_needs() -> None:
     actions = [step["uses"] for step in STEPS if "uses" in step]
     assert [action for action in actions if not re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", action)] == []
     assert WORKFLOW["permissions"] == {"contents": "read"}
@@ -115,7 +115,7 @@ def test_no_script_of_the_workflow_has_an_expression_in_it() -> None:
     assert [step["run"] for step in STEPS if "${{" in step.get("run", "")] == []  # a name of a tag could be a command
 
 
-def test_the_release_is_the_image_for_both_platforms_and_what_make_dist_makes() -> None:
+def test_the_release_has_the_image_for_both_platforms_and_the_output_of_make_dist() -> None:
     scripts = "\n".join(step["run"] for step in STEPS if "run" in step)
     assert "--platform linux/amd64,linux/arm64" in scripts
     assert {name for name in ("VERSION", "SOURCE", "REVISION") if f"--build-arg {name}=" in scripts} == {
@@ -128,7 +128,7 @@ def test_the_release_is_the_image_for_both_platforms_and_what_make_dist_makes() 
     assert "gh release create" in scripts
 
 
-def test_the_version_is_the_same_wherever_the_workflow_looks() -> None:
+def test_the_version_is_the_same_everywhere_that_the_workflow_reads_it() -> None:
     chart = yaml.safe_load((ROOT / "k8s" / "helm" / "gpustream" / "Chart.yaml").read_text())
     assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)
     assert f"ARG VERSION={VERSION}\n" in (ROOT / "Dockerfile").read_text()

@@ -1,4 +1,4 @@
-"""Records of a later version go through every reader of this one: what it does not know changes nothing else."""
+"""Every reader of this version can read records of a later version: unknown fields and words change nothing else."""
 
 import copy
 from collections.abc import Callable
@@ -30,29 +30,35 @@ from topics.topic import Topic, decoder, load_topics
 RECORDS = [topic for topic in load_topics().values() if topic.record is not None]
 TEXTS = ("info", "labels", "annotations", "namespace_labels", "node_labels")
 MAPS: dict[str, Any] = {"metrics": 0.5, "xids": 1, "resolved": 1} | dict.fromkeys(TEXTS, "new")
-"""Objects whose keys are data, and what a new one is."""
+"""Objects whose keys are data, and the value of a new key."""
 
-WORDS = {"state": "resting", "attribution": "guessed", "severity": "page", "conflict": "ghost", "phase": "Dreaming"}
+UNKNOWN_WORDS = {
+    "state": "resting",
+    "attribution": "guessed",
+    "severity": "page",
+    "conflict": "ghost",
+    "phase": "Dreaming",
+}
 Json = dict[str, Any]
 
 
-def later(record: Any, *, words: bool = True) -> Any:
-    """A record as a later version writes it: fields everywhere that are not known and, with ``words``, new words."""
+def later(record: Any, *, with_words: bool = True) -> Any:
+    """A record as a later version writes it: with unknown fields everywhere and, if ``with_words``, unknown words."""
     if isinstance(record, list):
-        return [later(one, words=words) for one in record]
+        return [later(item, with_words=with_words) for item in record]
     if not isinstance(record, dict):
         return record
-    made = {
-        key: {**value, "added_later": MAPS[key]} if key in MAPS else later(value, words=words)
+    later_record = {
+        key: {**value, "added_later": MAPS[key]} if key in MAPS else later(value, with_words=with_words)
         for key, value in record.items()
     }
-    if words:
-        made |= {key: word for key, word in WORDS.items() if key in record}
-    return made | {"added_later": {"by": ["a", "later", "version"], "n": 1}}
+    if with_words:
+        later_record |= {key: word for key, word in UNKNOWN_WORDS.items() if key in record}
+    return later_record | {"added_later": {"by": ["a", "later", "version"], "n": 1}}
 
 
 def rich() -> Json:
-    """A tick of gpu.attributed with most of what there may be."""
+    """A tick of gpu.attributed with most of the optional fields."""
     tick = copy.deepcopy(ATTRIBUTED.example)
     (device,) = tick["devices"]
     device |= {
@@ -68,7 +74,7 @@ def rich() -> Json:
 
 
 class Record(NamedTuple):
-    """One of a log."""
+    """A record of a log."""
 
     key: bytes
     value: bytes
@@ -82,32 +88,34 @@ def encoded(record: Json) -> bytes:
     return msgspec.json.encode(record)
 
 
-def known(record: msgspec.Struct) -> Any:
-    """A record without what a later version has added to its maps."""
+def without_additions(record: msgspec.Struct) -> Any:
+    """A record without the keys that a later version has added to its maps."""
     return _without(msgspec.to_builtins(record))
 
 
 def _without(value: Any) -> Any:
     if isinstance(value, dict):
-        left = {key: _without(item) for key, item in value.items() if key != "added_later"}
-        return {key: item for key, item in left.items() if item != {}}
+        remaining = {key: _without(item) for key, item in value.items() if key != "added_later"}
+        return {key: item for key, item in remaining.items() if item != {}}
     return [_without(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @pytest.mark.parametrize("topic", RECORDS, ids=lambda topic: topic.name)
-def test_fields_that_are_not_known_change_nothing(topic: Topic) -> None:
+def test_unknown_fields_change_nothing(topic: Topic) -> None:
     assert topic.record is not None
     decode: Callable[[bytes], msgspec.Struct] = decoder(topic.record)
     for record in (topic.example, *([rich()] if topic is ATTRIBUTED else [])):
-        assert known(decode(encoded(later(record, words=False)))) == known(decode(encoded(record)))
+        assert without_additions(decode(encoded(later(record, with_words=False)))) == without_additions(
+            decode(encoded(record))
+        )
 
 
 @pytest.mark.parametrize("topic", RECORDS, ids=lambda topic: topic.name)
-def test_words_that_are_not_known_are_read_as_they_are(topic: Topic) -> None:
+def test_unknown_words_are_read_as_they_are(topic: Topic) -> None:
     assert topic.record is not None
     read = msgspec.to_builtins(decoder(topic.record)(encoded(later(topic.example))))
-    for key in WORDS.keys() & topic.example.keys():
-        assert read[key] == WORDS[key]
+    for key in UNKNOWN_WORDS.keys() & topic.example.keys():
+        assert read[key] == UNKNOWN_WORDS[key]
 
 
 def test_another_schema_is_refused() -> None:
@@ -115,7 +123,7 @@ def test_another_schema_is_refused() -> None:
         decoder(AttributedSample)(encoded({**rich(), "schema": 2}))
 
 
-def test_attribution_hands_on_the_word_that_it_does_not_know() -> None:
+def test_attribution_passes_an_unknown_word_on() -> None:
     record = later({**SAMPLES.example, "allocations_seq": None})
     sample = decode_node("gpu.samples", b"prod-us-east-1/gpu-node-1", encoded(record))
     assert isinstance(sample, Sample)
@@ -125,7 +133,7 @@ def test_attribution_hands_on_the_word_that_it_does_not_know() -> None:
     assert joined.sample.devices[0].metrics["gpu_utilization_ratio"] == 0.93
 
 
-def test_remote_write_writes_the_same_values_for_words_that_it_does_not_know() -> None:
+def test_remote_write_writes_the_same_values_for_unknown_words() -> None:
     written = []
     for record in (rich(), later(rich())):
         tick = OpenSeries(Translator([PROFILES["otel"]])).tick(decode_series(encoded(record)))
@@ -136,27 +144,27 @@ def test_remote_write_writes_the_same_values_for_words_that_it_does_not_know() -
                 for row, value in zip(group.series.rows, group.values, strict=True)
             }
         )
-    now, then = written
+    later_values, values = written
     counted = {"gpu_attribution_conflict", "gpu_xid_errors"}  # which have another word, and count an error more
-    ours = {(name, labels): value for (name, labels), value in now.items() if name not in counted}
+    comparable = {(name, labels): value for (name, labels), value in later_values.items() if name not in counted}
 
-    assert "gpu_utilization" in {name for name, _ in ours}
-    assert {key: then.get(key) for key in ours} == ours
+    assert "gpu_utilization" in {name for name, _ in comparable}
+    assert {key: values.get(key) for key in comparable} == comparable
 
 
-def test_a_device_in_a_state_that_is_not_known_is_judged_by_its_values_and_not_as_lost_or_well() -> None:
-    plain, new = (alert_ticks.decode(encoded(one)) for one in (rich(), later(rich())))
-    held = {(finding.rule.name, finding.holds) for finding in findings_in(new)}
+def test_a_device_in_an_unknown_state_is_judged_by_its_values_and_not_as_lost_or_well() -> None:
+    plain, new = (alert_ticks.decode(encoded(record)) for record in (rich(), later(rich())))
+    judgements = {(finding.rule.name, finding.holds) for finding in findings_in(new)}
 
-    assert ("GPUThermalSlowdown", True) in held
+    assert ("GPUThermalSlowdown", True) in judgements
     assert ("GPUThermalSlowdown", True) in {(finding.rule.name, finding.holds) for finding in findings_in(plain)}
-    assert {("GPULost", None), ("GPUNotAnswering", None)} <= held
+    assert {("GPULost", None), ("GPUNotAnswering", None)} <= judgements
     assert all(
         finding.holds is None for finding in findings_in(new) if finding.rule.name in ("GPULost", "GPUNotAnswering")
     )
 
 
-def test_an_alert_in_a_state_that_is_not_known_is_open_everywhere() -> None:
+def test_an_alert_in_an_unknown_state_is_open_everywhere() -> None:
     example = load_topics()["gpu.alerts"].example
     record = Record(example["fingerprint"].encode(), encoded(later(example)))
     alert = alert_records.read_alert(record)
@@ -167,7 +175,7 @@ def test_an_alert_in_a_state_that_is_not_known_is_open_everywhere() -> None:
     watched.update(record)
     assert alert_records.Transitions().is_news(alert)
     assert active.count_open() == 1
-    assert [one.fingerprint for one in watched.firing()] == [alert.fingerprint]
+    assert [firing.fingerprint for firing in watched.firing()] == [alert.fingerprint]
     assert postable(alert, alert.starts_at, 60.0).ends_at > alert.starts_at
     (group,) = AlertSeries().change(alert.fingerprint, alert, now_ms, now_ms).groups
     assert list(group.values) == [1.0]

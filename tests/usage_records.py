@@ -1,4 +1,4 @@
-"""Records of gpu.usage and gpu.usage-minutes for tests of what reads them."""
+"""Records of gpu.usage and gpu.usage-minutes, for tests of their readers."""
 
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ _ZEROS = ("used_us", "idle_ms", "tensor_us", "energy_mj", "memory_byte_ms", "exa
 
 
 def usage(namespace: str | None = None, pod: str | None = None, **more: Any) -> Usage:
-    """A whole GPU for an hour: of a pod, or, without one, free."""
-    held = namespace is not None
+    """The usage of a whole GPU in an hour: held by a pod, or free without one."""
+    is_held = namespace is not None
     fields: dict[str, Any] = {
         "schema": 1,
         "cluster": "c1",
@@ -22,7 +22,7 @@ def usage(namespace: str | None = None, pod: str | None = None, **more: Any) -> 
         "gpu_uuid": "GPU-1",
         "start_ms": START_MS,
         "end_ms": more.get("start_ms", START_MS) + HOUR_MS,
-        "category": "held" if held else "free",
+        "category": "held" if is_held else "free",
         "generation": 0,
         "revision": 1,
         "final": True,
@@ -33,7 +33,7 @@ def usage(namespace: str | None = None, pod: str | None = None, **more: Any) -> 
         **dict.fromkeys(_ZEROS, 0),
         **(
             {"namespace": namespace, "pod": pod or f"{namespace}-0", "pod_uid": "u", "container": "main"}
-            if held
+            if is_held
             else {}
         ),
         **more,
@@ -43,7 +43,7 @@ def usage(namespace: str | None = None, pod: str | None = None, **more: Any) -> 
 
 
 class Read(NamedTuple):
-    """A record as the client gives it."""
+    """A record as the Kafka client returns it."""
 
     topic: str
     offset: int
@@ -54,7 +54,7 @@ class Read(NamedTuple):
 
 
 def read(record: Usage | bytes, offset: int = 0, topic: str = HOURS.name) -> Read:
-    """A record of a topic of usage, or bytes that are none."""
+    """A record of a topic of usage; ``record`` may be malformed bytes."""
     if isinstance(record, bytes):
         return Read(topic, offset, b"c1/n1", record)
     return Read(topic, offset, record.key.encode(), msgspec.json.encode(record))

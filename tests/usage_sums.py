@@ -1,6 +1,6 @@
 """An oracle of gpu.usage: the usage of ticks by the rules of docs/reference/usage.md, without the stream's code.
 
-Each tick is cut where minutes begin, and each piece is counted for the holders of its GPU. Time that no piece covers is
+Each tick is cut at the starts of minutes, and each piece is counted for the holders of its GPU. Time without a piece is
 unobserved. Largest remainders are computed with fractions.
 """
 
@@ -37,16 +37,16 @@ class Row(NamedTuple):
 
 
 class Node:
-    """A node: its ticks, the time up to which all is counted, and the last energy counter of each GPU with its time."""
+    """A node: its counted ticks, the time up to which all is counted, and the last energy counter of each GPU."""
 
     def __init__(self) -> None:
-        self.seen: set[tuple[int, int]] = set()
+        self.counted_ticks: set[tuple[int, int]] = set()
         self.run_id, self.last_ms, self.counted_ms = -1, 0, 0
         self.counters: dict[str, tuple[int, int] | None] = {}
 
 
 class UsageSums:
-    """The sums of ticks, which are added in the order of their log. A repeated tick is ignored."""
+    """The sums of ticks. Add ticks in the order of their log; a repeated tick is ignored."""
 
     def __init__(self, split: str = "used") -> None:
         self.ticks = 0
@@ -61,10 +61,10 @@ class UsageSums:
         """Count a tick."""
         name = f"{tick['cluster']}/{tick['node']}"
         node, ts_ms, run_id = self._nodes[name], tick["ts_ms"], tick["run_id"]
-        if (run_id, tick["seq"]) in node.seen:
+        if (run_id, tick["seq"]) in node.counted_ticks:
             return
         self.ticks += 1
-        node.seen.add((run_id, tick["seq"]))
+        node.counted_ticks.add((run_id, tick["seq"]))
         before_ms = node.last_ms if node.run_id == run_id else ts_ms
         node.run_id, node.last_ms = run_id, before_ms
         if ts_ms > logged_ms + 60_000:
@@ -167,7 +167,7 @@ class UsageSums:
         return {row: {field: amounts[field] for field in FIELDS} for row, amounts in nonzero.items()}
 
     def differences(self, records: Sequence[Usage], length_ms: int, until_ms: int | None = None) -> list[str]:
-        """How records differ from these sums, in the windows of a length; ``until_ms``: only in those before it.
+        """The differences of records from these sums, in windows of a length; ``until_ms``: only in those before it.
 
         Unobserved energy is compared only if ``until_ms`` is None, as one sum for each GPU.
         """
@@ -226,8 +226,10 @@ def minutes(since_ms: int, until_ms: int) -> Iterator[tuple[int, int]]:
 
 
 def parts_of(drawn: tuple[int, int, int], counted_ms: int, lasting_ms: Sequence[int]) -> list[int]:
-    """The energy of each of the last pieces of the time in which it was drawn evenly. The energy of time that was
-    counted before is rounded down first."""
+    """The energy of each of the last pieces of a time, over which it was drawn evenly.
+
+    The energy of the part that was counted before (until ``counted_ms``) is rounded down first.
+    """
     mj, from_ms, to_ms = drawn
     if from_ms < counted_ms:
         mj, from_ms = mj - mj * (counted_ms - from_ms) // (to_ms - from_ms), counted_ms
@@ -253,9 +255,9 @@ def equal_parts(holders: Sequence[Json]) -> list[Fraction]:
 
 
 def filled(parts: Sequence[int], whole: int, holders: Sequence[Json]) -> list[Fraction]:
-    """The part of each holder, and the rest of the whole in equal parts."""
+    """Each holder's own part, plus an equal part of what is left of the whole."""
     rest = max(0, whole - sum(parts))
-    return [own + rest * equal for own, equal in zip(parts, equal_parts(holders), strict=True)]
+    return [used_part + rest * equal for used_part, equal in zip(parts, equal_parts(holders), strict=True)]
 
 
 def is_idle(device: Json, holder: Json) -> bool:
@@ -263,7 +265,11 @@ def is_idle(device: Json, holder: Json) -> bool:
     metrics, holders = device["metrics"], device["holders"]
     busy = [metrics[key] for key in BUSY if metrics.get(key) is not None]
     video: list[float] = [metrics.get(key) or 0 for key in VIDEO]
-    of_pod = [used for other in holders if pod_of(other) == pod_of(holder) and (used := part(other)) is not None]
+    of_pod = [
+        used
+        for pod_holder in holders
+        if pod_of(pod_holder) == pod_of(holder) and (used := part(pod_holder)) is not None
+    ]
     uid, processes = holder.get("pod_uid"), device.get("processes") or ()
     worked = sum(
         process.get("sm_utilization_ratio") or 0 for process in processes if uid and process.get("pod_uid") == uid
@@ -272,14 +278,16 @@ def is_idle(device: Json, holder: Json) -> bool:
         return False
     if max([*busy, *video]) < 0.01:
         return bool(busy)
-    if len({pod_of(other) for other in holders}) == 1 or not of_pod:
+    if len({pod_of(pod_holder) for pod_holder in holders}) == 1 or not of_pod:
         return False
     rest: float | None = (device.get("unattributed") or {}).get("utilization_ratio")
     if rest is None:
-        rest = max([*busy, *video]) - sum(part(other) or 0 for other in holders)
-    uids = {other.get("pod_uid") for other in holders if other.get("pod_uid")}
+        rest = max([*busy, *video]) - sum(part(pod_holder) or 0 for pod_holder in holders)
+    uids = {pod_holder.get("pod_uid") for pod_holder in holders if pod_holder.get("pod_uid")}
     only_holders_run = all(process.get("pod_uid") in uids for process in processes)
-    rest_is_small = rest < 0.01 or (only_holders_run and 2 * rest < sum(part(other) or 0 for other in holders))
+    rest_is_small = rest < 0.01 or (
+        only_holders_run and 2 * rest < sum(part(pod_holder) or 0 for pod_holder in holders)
+    )
     return bool(rest_is_small) and max(video) < 0.01
 
 

@@ -25,7 +25,7 @@ GROUP BY cluster, node, uuid, namespace, pod_name, workload
 HAVING busiest < 0.05 AND min(ts) < now() - INTERVAL 29 MINUTE AND max(ts) > now() - INTERVAL 1 MINUTE
 ORDER BY namespace, pod_name, uuid;
 
--- GPU-hours of yesterday (UTC) that nobody held, by model. Where the holders are not known, nothing is said.
+-- GPU-hours of yesterday (UTC) that nobody held, by model. Ticks whose holders are not known are left out.
 SELECT
     model,
     if(mig_parent = '', 'GPU', mig_profile) AS device,

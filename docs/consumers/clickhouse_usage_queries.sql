@@ -1,4 +1,4 @@
--- GPU-hours of whole GPUs of last month (UTC) by team, and what of them was used. FINAL: of each key the row that counts.
+-- GPU-hours of whole GPUs of last month (UTC) by team, and how many were used. FINAL: only the row that counts of each key.
 SELECT
     team,
     sum(slice_ms / of) / 3600000 AS gpu_hours,
@@ -9,7 +9,7 @@ WHERE category = 'held' AND start >= toStartOfMonth(now('UTC')) - INTERVAL 1 MON
 GROUP BY team
 ORDER BY gpu_hours DESC;
 
--- Final hours of a GPU of which the parts are not the whole: there is none.
+-- Final hours whose parts do not add up to the GPU: the result must be empty.
 SELECT cluster, node, gpu_uuid, start, sum(slice_ms) AS slices, max(of) * 3600000 AS whole
 FROM gpu_usage FINAL
 GROUP BY cluster, node, gpu_uuid, start

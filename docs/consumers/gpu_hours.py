@@ -7,11 +7,11 @@
     uv run gpu_hours.py --kafka 127.0.0.1:9092 --database gpu-hours.db
 
 In: gpu.attributed, as a consumer group. Out: the table `usage`, printed when the program ends.
-State: the same database: the sums, and in one transaction with them how far each node has been counted. A record that
-comes again (after a crash, a rebalance, or with the group set back) is known by its identity and not counted again.
-On failure: a record that is none is logged and skipped; anything else ends the program, and a new start goes on.
+State: the same database has the sums and, written in one transaction with them, the last counted tick of each node. A
+record that comes again (after a crash, a rebalance, or with the group set back) is recognised and not counted again.
+On failure: a malformed record is logged and skipped; anything else ends the program, and a new start continues.
 
-It needs nothing of gpustream's: the types below are what it reads of topics/schemas/gpu.attributed.json.
+It needs no code of gpustream: the types below are the part of topics/schemas/gpu.attributed.json that it reads.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
 LONGEST_TICK_MS = 10_000
-"""A tick stands for the time since the node's last one. If the gap is longer than this, nobody has that time."""
+"""A tick stands for the time since the node's last one. If that is longer than this, the time is counted for nobody."""
 
 NOBODY, UNKNOWN = "(nobody)", "(unknown)"
 
@@ -62,14 +62,14 @@ log = logging.getLogger("gpu_hours")
 
 
 class Workload(msgspec.Struct):
-    """What a pod belongs to."""
+    """The top of a pod's chain of owners."""
 
     kind: str
     name: str
 
 
 class Parts(msgspec.Struct):
-    """What of a shared device is one pod's."""
+    """A pod's part of a shared device."""
 
     utilization_ratio: float | None = None
 
@@ -84,7 +84,7 @@ class Holder(msgspec.Struct):
 
 
 class Mig(msgspec.Struct):
-    """Of which GPU a MIG device is a slice."""
+    """The GPU that a MIG device is a slice of."""
 
     parent_uuid: str
     profile: str | None = None
@@ -117,7 +117,7 @@ decoder = msgspec.json.Decoder(Tick)
 
 
 class LastTick(NamedTuple):
-    """How far a node has been counted: its last tick, and the latest time of any."""
+    """The last counted tick of a node, and the latest time of any of its ticks."""
 
     run_id: int
     seq: int
@@ -127,16 +127,17 @@ class LastTick(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What of a device's time is a workload's, and how busy that was: of the whole device, 0-1; None: not known."""
+    """A workload's share of a device: the ratio that it held, and the ratio of the whole device that it used (None: not
+    known)."""
 
     namespace: str
     workload: str
-    held: float
+    held_ratio: float
     used: float | None
 
 
 def shares(tick: Tick, device: Device) -> Iterator[Share]:
-    """Who had the device during a tick. The `held` of all of them is 1."""
+    """The shares of the device during a tick. Their `held_ratio` adds up to 1."""
     utilization = (device.metrics or {}).get("gpu_utilization_ratio")
     if tick.attribution == "none":
         yield Share(UNKNOWN, "", 1.0, utilization)
@@ -154,8 +155,8 @@ def shares(tick: Tick, device: Device) -> Iterator[Share]:
 
 def _used(holders: list[Holder], utilization: float | None, pods: int) -> float | None:
     """A pod's part of the utilization: the one that the record gives, else an equal one."""
-    known = [holder.parts.utilization_ratio for holder in holders if holder.parts]
-    parts = [part for part in known if part is not None]
+    given_parts = [holder.parts.utilization_ratio for holder in holders if holder.parts]
+    parts = [part for part in given_parts if part is not None]
     if parts:
         return sum(parts)
     return None if utilization is None else utilization / pods
@@ -183,7 +184,7 @@ def count(database: sqlite3.Connection, values: Iterable[bytes | None]) -> None:
 
 
 def is_replay(last: LastTick, tick: Tick) -> bool:
-    """Whether the tick has come before: of the same run by its number, of another one by its place and its time."""
+    """Whether the tick has come before: in the same run by its number, in another run by its offset and its time."""
     if tick.run_id == last.run_id:
         return tick.seq <= last.seq
     return tick.offset <= last.offset and tick.ts_ms <= last.newest_ts_ms
@@ -196,28 +197,28 @@ def _count(database: sqlite3.Connection, tick: Tick) -> None:
     if last and is_replay(last, tick):
         return
     newest_ts_ms = max(tick.ts_ms, last.newest_ts_ms) if last else tick.ts_ms
-    now = LastTick(tick.run_id, tick.seq, tick.offset, newest_ts_ms, tick.ts_ms)
-    database.execute("REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?)", (*node, *now))
+    current = LastTick(tick.run_id, tick.seq, tick.offset, newest_ts_ms, tick.ts_ms)
+    database.execute("REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?)", (*node, *current))
     since_ms = tick.ts_ms - last.ts_ms if last and tick.run_id == last.run_id else 0
     if not 0 < since_ms <= LONGEST_TICK_MS:
         return  # the first tick of a run, or the first after a gap
     seconds = since_ms / 1000
     for kind, device in devices(tick):
-        for namespace, workload, held, used in shares(tick, device):
-            known = (0.0, 0.0) if used is None else (held * seconds, used * seconds)
+        for namespace, workload, held_ratio, used in shares(tick, device):
+            measured_and_used = (0.0, 0.0) if used is None else (held_ratio * seconds, used * seconds)
             key = (tick.ts_ms, tick.cluster, namespace, workload, kind)
-            database.execute(ADD, (*key, held * seconds, *known))
+            database.execute(ADD, (*key, held_ratio * seconds, *measured_and_used))
 
 
 async def consume(kafka: str, topic: str, group: str, database: sqlite3.Connection, stop: asyncio.Event) -> None:
-    """Count until `stop`. What is committed to Kafka has been committed to the database before."""
+    """Count until `stop`. An offset is committed to Kafka only after its record is in the database."""
     consumer: Any = AIOKafkaConsumer(
         topic,
         bootstrap_servers=kafka,
         group_id=group,
         auto_offset_reset="earliest",
         enable_auto_commit=False,  # it would commit what has been read, not what has been counted
-        isolation_level="read_committed",  # not what a transaction has taken back
+        isolation_level="read_committed",  # not the records of an aborted transaction
         max_partition_fetch_bytes=4 << 20,  # the largest record
     )
     await consumer.start()

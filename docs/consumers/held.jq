@@ -1,4 +1,4 @@
-# Who holds what: the last tick of each node, one line for each device and pod. "-" is nobody, "?" is not known.
+# The holders: the last tick of each node, one line for each device and pod. "-": nobody holds it; "?": not known.
 # kcat ... | jq -rn -f held.jq
 def is_replay($last; $tick):
     if $last == null then false

@@ -2,17 +2,17 @@
 # requires-python = ">=3.11"
 # dependencies = ["cramjam>=2.14", "faust-streaming>=0.15", "msgspec>=0.22"]
 # ///
-"""Who holds idle GPUs right now: an ordinary Faust agent, and a page with its answer.
+"""The pods that hold idle GPUs right now: an ordinary Faust agent, and a page with the result.
 
     KAFKA=127.0.0.1:9092 uv run idle_gpus.py worker --web-port 6066
     curl http://127.0.0.1:6066/idle/
 
 In: gpu.attributed, from its end. Out: the page, with a row for each pod that holds a GPU which has long been idle.
-State: the last tick of each node, in memory. A worker that is given a partition knows all its nodes a second later, so
-that nothing has to be kept, and what an agent misses at a rebalance does no harm.
-On failure: a record that is none is logged and skipped.
+State: the last tick of each node, in memory. A worker that gets a partition has a tick of all its nodes a second later.
+So nothing has to be stored, and records that the agent misses at a rebalance do no harm.
+On failure: a malformed record is logged and skipped.
 
-It needs nothing of gpustream's: the types below are what it reads of topics/schemas/gpu.attributed.json.
+It needs no code of gpustream: the types below are the part of topics/schemas/gpu.attributed.json that it reads.
 """
 
 import logging
@@ -28,7 +28,7 @@ TOPIC_PREFIX = os.environ.get("GPUSTREAM_TOPIC_PREFIX", "")
 IDLE_BELOW = 0.05
 IDLE_AFTER_MS = 1000 * int(os.environ.get("IDLE_AFTER_SECONDS", "600"))
 FORGET_AFTER_S = 60.0
-"""A node that has sent nothing for so long is down, or belongs to another worker now."""
+"""A node without a tick for this time is down, or another worker reads it now."""
 
 log = logging.getLogger("idle_gpus")
 
@@ -67,43 +67,46 @@ decoder = msgspec.json.Decoder(Tick)
 
 
 class Idle(NamedTuple):
-    """Since when a device has been idle, and held by these pods."""
+    """The pods that hold an idle device, and the time since which they hold it idle."""
 
     since_ms: int
     pods: Pods
 
 
 class Node(NamedTuple):
-    """A node's last tick, the latest time of any, its idle devices by UUID, and when it came by the clock here."""
+    """A node's last tick, the latest time of any tick, the idle devices by UUID, and the local time of receipt."""
 
     tick: Tick
     newest_ts_ms: int
     idle: dict[str, Idle]
-    came_s: float
+    received_s: float
 
 
 nodes: dict[tuple[str, str], Node] = {}
 
 
-def take(value: bytes | None, now_s: float) -> None:
-    """Take a record. What is none is skipped, here: an exception that left the agent's loop would lose others."""
+def add_record(value: bytes | None, now_s: float) -> None:
+    """Decode a record and keep its tick.
+
+    A malformed record is skipped here: an exception in the agent's loop would lose other records.
+    """
     try:
-        see(decoder.decode(value or b""), now_s)
+        add_tick(decoder.decode(value or b""), now_s)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         log.warning("skipped what is no record of gpu.attributed: %s", error)
 
 
 def is_replay(last: Node, tick: Tick) -> bool:
-    """Whether the tick has come before: of the same run by its number, of another one by its place and its time."""
+    """Whether the tick has come before: in the same run by its number, in another run by its offset and its time."""
     if tick.run_id == last.tick.run_id:
         return tick.seq <= last.tick.seq
     return tick.offset <= last.tick.offset and tick.ts_ms <= last.newest_ts_ms
 
 
-def see(tick: Tick, now_s: float) -> None:
-    """Keep a tick, unless it is a replay of one that was seen."""
+def add_tick(tick: Tick, now_s: float) -> None:
+    """Keep a tick, unless it is a replay."""
     last = nodes.get((tick.cluster, tick.node))
-    if last and is_replay(last, tick) and now_s - last.came_s < FORGET_AFTER_S:
+    if last and is_replay(last, tick) and now_s - last.received_s < FORGET_AFTER_S:
         return
     before = last.idle if last and last.tick.run_id == tick.run_id else {}
     idle = {d.uuid: _idle(tick.ts_ms, d, before.get(d.uuid)) for d in tick.devices or () if is_idle(d)}
@@ -112,7 +115,7 @@ def see(tick: Tick, now_s: float) -> None:
 
 
 def is_idle(device: Device) -> bool:
-    """Whether a pod holds the device and nothing uses it. Never true of MIG devices, whose use NVML does not know."""
+    """Whether a pod holds the device and nothing uses it. Never true of MIG devices: NVML does not report their use."""
     utilization = (device.metrics or {}).get("gpu_utilization_ratio")
     return bool(device.holders) and utilization is not None and utilization < IDLE_BELOW
 
@@ -124,9 +127,9 @@ def _idle(ts_ms: int, device: Device, before: Idle | None) -> Idle:
 
 def rows(now_s: float) -> list[dict[str, Any]]:
     """A row for each idle device and pod that holds it, the longest idle first."""
-    for name in [name for name, node in nodes.items() if now_s - node.came_s > FORGET_AFTER_S]:
+    for name in [name for name, node in nodes.items() if now_s - node.received_s > FORGET_AFTER_S]:
         del nodes[name]
-    found = [
+    idle_rows = [
         {
             "cluster": node.tick.cluster,
             "node": node.tick.node,
@@ -141,15 +144,15 @@ def rows(now_s: float) -> list[dict[str, Any]]:
         for namespace, pod in idle.pods
         if node.tick.ts_ms - idle.since_ms >= IDLE_AFTER_MS
     ]
-    return sorted(found, key=lambda row: -row["idle_seconds"])
+    return sorted(idle_rows, key=lambda row: -row["idle_seconds"])
 
 
 app = faust.App(
     TOPIC_PREFIX + "idle-gpus",
     broker="kafka://" + os.environ.get("KAFKA", "127.0.0.1:9092").replace(",", ";kafka://"),
     consumer_auto_offset_reset="latest",
-    consumer_max_fetch_size=8 << 20,  # with less, a worker waits more than it works
-    topic_allow_declare=False,  # the topic is gpustream's: never make it
+    consumer_max_fetch_size=8 << 20,  # with less, a worker waits most of the time
+    topic_allow_declare=False,  # the topic is gpustream's: never create it
     topic_disable_leader=True,
 )
 attributed = app.topic(TOPIC_PREFIX + "gpu.attributed", key_type=bytes, value_type=bytes, value_serializer="raw")
@@ -159,7 +162,7 @@ attributed = app.topic(TOPIC_PREFIX + "gpu.attributed", key_type=bytes, value_ty
 async def watch(values: AsyncIterator[bytes | None]) -> None:
     """Keep the last tick of each node."""
     async for value in values:
-        take(value, time.monotonic())
+        add_record(value, time.monotonic())
 
 
 @app.page("/idle/")  # type: ignore[untyped-decorator]

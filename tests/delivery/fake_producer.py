@@ -1,4 +1,4 @@
-"""Kafka's side of a producer: lingers, batches, refuses whole batches and poisons partitions like the real one."""
+"""A fake of aiokafka's producer, which lingers, batches, refuses whole batches and poisons partitions as it does."""
 
 import asyncio
 from collections import defaultdict
@@ -15,14 +15,14 @@ LINGER_S = 0.02
 
 @dataclass(frozen=True)
 class StoredRecord:
-    """The result of a send: the place of the record."""
+    """The result of a send: the record's offset."""
 
     offset: int
 
 
 @dataclass
 class Cluster:
-    """The logs by (topic, partition), what is refused, and the current faults."""
+    """The logs by (topic, partition), the values that are refused, and the current faults."""
 
     logs: dict[tuple[str, int], list[bytes]] = field(default_factory=lambda: defaultdict(list))
     refused: dict[bytes, Callable[[], Exception]] = field(default_factory=dict)

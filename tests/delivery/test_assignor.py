@@ -1,4 +1,4 @@
-"""How the leader of a group deals its partitions."""
+"""The leader of a group distributes its partitions."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +45,9 @@ class Group:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=12))
-def test_all_numbers_are_dealt_evenly_together_and_with_the_least_moves(changes: list[tuple[str, bool]]) -> None:
+def test_equal_numbers_stay_together_and_are_distributed_evenly_with_the_fewest_moves(
+    changes: list[tuple[str, bool]],
+) -> None:
     group = Group(**dict.fromkeys(TOPICS, COUNT))
     group.join("first")
     before: dict[str, set[int]] = {}
@@ -56,9 +58,9 @@ def test_all_numbers_are_dealt_evenly_together_and_with_the_least_moves(changes:
             group.members.pop(member, None)
         dealt = group.rebalance()
         assert all(list(topics) == sorted(TOPICS) for topics in dealt.values())
-        now = {member: {tuple(numbers) for numbers in topics.values()} for member, topics in dealt.items()}
-        assert all(len(numbers) == 1 for numbers in now.values()), "topics apart"
-        shares = {member: set(numbers.pop()) for member, numbers in now.items()}
+        assignments = {member: {tuple(numbers) for numbers in topics.values()} for member, topics in dealt.items()}
+        assert all(len(numbers) == 1 for numbers in assignments.values()), "topics apart"
+        shares = {member: set(numbers.pop()) for member, numbers in assignments.items()}
         assert sorted(n for share in shares.values() for n in share) == list(range(COUNT))
         sizes = sorted(map(len, shares.values()))
         assert sizes[-1] - sizes[0] <= 1
@@ -74,23 +76,23 @@ def _most_that_can_be_kept(previous_counts: list[int], members: int) -> int:
     return sum(min(count, share) for count in previous_counts) + min(remainder, over)
 
 
-def test_a_member_that_comes_back_with_what_it_had_gets_it_back() -> None:
+def test_a_member_that_comes_back_with_its_partitions_gets_them_back() -> None:
     group = Group(**dict.fromkeys(TOPICS, COUNT))
     for member in "abc":
         group.join(member)
     first = group.rebalance()
     away = group.members.pop("b")
     group.rebalance()
-    group.members["b"] = CoPartitioned()  # another process by now, which knows of nothing
+    group.members["b"] = CoPartitioned()  # a new process, without memory
     assert group.rebalance() == first
     assert away.claim.held["samples"] == first["b"]["samples"]
 
 
-def test_of_two_that_claim_a_number_the_one_that_had_it_later_keeps_it() -> None:
+def test_if_two_claim_a_number_the_later_owner_keeps_it() -> None:
     assert assign_numbers(2, ["old", "new"], {"old": (3, [0, 1]), "new": (5, [1])}) == {"old": [0], "new": [1]}
 
 
-def test_topics_with_other_partitions_are_dealt_on_their_own() -> None:
+def test_topics_with_another_partition_count_are_distributed_separately() -> None:
     group = Group(samples=4, allocations=4, workloads=5)
     for member in "ab":
         group.join(member)
@@ -99,7 +101,7 @@ def test_topics_with_other_partitions_are_dealt_on_their_own() -> None:
     assert sorted(n for topics in dealt.values() for n in topics["workloads"]) == [0, 1, 2, 3, 4]
 
 
-def test_a_topic_that_only_some_read_goes_to_those() -> None:
+def test_a_topic_that_only_some_members_read_goes_to_those() -> None:
     group = Group(**dict.fromkeys(TOPICS, 4))
     group.join("new")
     group.join("old", TOPICS[:2])

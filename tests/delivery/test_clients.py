@@ -1,4 +1,4 @@
-"""No client makes a topic by asking for it, and consumers read committed records, wherever they are."""
+"""No client creates a topic by a metadata request, and every consumer reads only committed records."""
 
 import asyncio
 import contextlib
@@ -34,13 +34,13 @@ ZSTD, RECORDS_AT = 4, 61  # in Kafka's record batch of version 2: the codec, and
 
 @pytest.mark.parametrize("module", [aiokafka.client, aiokafka.admin.client])
 @pytest.mark.parametrize("names", [None, ["gpu.samples"]])
-def test_a_request_for_metadata_says_that_no_topic_is_to_be_made(module: object, names: list[str] | None) -> None:
+def test_a_metadata_request_forbids_the_creation_of_topics(module: object, names: list[str] | None) -> None:
     request = module.MetadataRequest(names).prepare({METADATA: (0, 12)})  # type: ignore[attr-defined]
 
     assert request.to_object() == {"topics": names, "allow_auto_topic_creation": False}
 
 
-def test_every_client_is_imported_from_where_that_is_so() -> None:
+def test_every_client_is_imported_from_the_module_that_ensures_that() -> None:
     sources = [
         path
         for folder in ("delivery", "gpustream", "producers", "sinks", "streams", "topics")
@@ -72,7 +72,7 @@ def test_a_batch_of_zstd_is_compressed_at_level_1() -> None:
     assert [record.value for record in DefaultRecordBatch(bytes(batch))] == values
 
 
-def test_every_consumer_reads_committed_records_but_the_one_that_looks_whether_there_are_any() -> None:
+def test_every_consumer_reads_committed_records_except_the_one_that_looks_whether_a_topic_is_empty() -> None:
     naming = {
         path.relative_to(ROOT).as_posix(): re.findall(r'"?isolation_level"?(?:=|: )"(\w+)"', path.read_text())
         for package in PACKAGES
@@ -96,7 +96,7 @@ async def test_a_batch_that_may_be_stored_already_never_expires(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("is_answered", "pauses"), [(True, []), (False, [0.1])])
-async def test_a_client_that_asked_for_metadata_in_vain_waits_before_it_asks_again(
+async def test_a_client_waits_after_a_failed_metadata_request(
     monkeypatch: pytest.MonkeyPatch, is_answered: bool, pauses: list[float]
 ) -> None:
     pauses_s: list[float] = []
@@ -127,13 +127,13 @@ async def test_a_connection_that_a_broker_ended_is_closed_before_it_is_forgotten
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
         client: Any = aiokafka.client.AIOKafkaClient(bootstrap_servers=f"{host}:{port}")
-        brokers: list[Any] = [SimpleNamespace(host=host, port=port), None]  # then it is gone from the metadata, too
+        brokers: list[Any] = [SimpleNamespace(host=host, port=port), None]  # then it is missing from the metadata, too
         monkeypatch.setattr(client.cluster, "broker_metadata", lambda node_id: brokers.pop(0))
         connection = await client._get_conn(0)
         reader, transport = connection._reader, connection._writer.transport
         del connection
         broker[0].close()
-        await eventually(reader.at_eof, every_s=0)  # not a moment longer: aiokafka itself sees it next
+        await eventually(reader.at_eof, every_s=0)  # only until then: aiokafka itself sees it next
         assert await client._get_conn(0) is None
         assert transport.is_closing()
         await client.close()
@@ -143,14 +143,14 @@ class HalfABroker:
     """Accepts connections and reports its API versions, but never answers for metadata."""
 
     def __init__(self) -> None:
-        self.asked, self.ended = asyncio.Event(), asyncio.Event()
+        self.metadata_requested, self.ended = asyncio.Event(), asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         size, _, _, correlation_id = struct.unpack(">ihhi", await reader.readexactly(12))
         await reader.readexactly(size - 8)
         writer.write(struct.pack(">iihihhh", 16, correlation_id, 0, 1, METADATA, 0, 4))
         await reader.readexactly(1)
-        self.asked.set()
+        self.metadata_requested.set()
         await reader.read()
         self.ended.set()
         writer.close()
@@ -169,12 +169,12 @@ async def half(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[HalfABrok
 
 
 @pytest.mark.parametrize("make", [delivery.clients.consumer, delivery.clients.producer])
-async def test_a_client_that_is_given_up_while_it_bootstraps_leaves_no_connection_open(
+async def test_a_client_that_is_cancelled_while_it_bootstraps_leaves_no_connection_open(
     half: tuple[HalfABroker, Connection], make: Callable[[Connection], Any]
 ) -> None:
     broker, connection = half
     starting = asyncio.create_task(delivery.clients.start_client(lambda: make(connection), connection))
-    await broker.asked.wait()
+    await broker.metadata_requested.wait()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         starting.cancel()
@@ -184,13 +184,13 @@ async def test_a_client_that_is_given_up_while_it_bootstraps_leaves_no_connectio
     assert [str(warning.message) for warning in warned if "AIOKafkaConnection" in str(warning.message)] == []
 
 
-async def test_a_client_whose_end_takes_too_long_leaves_no_connection_open_and_opens_none(
+async def test_a_client_whose_stop_takes_too_long_leaves_no_connection_open_and_opens_none(
     half: tuple[HalfABroker, Connection], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broker, connection = half
     client = delivery.clients.consumer(connection)
     starting = asyncio.create_task(client.start())
-    await broker.asked.wait()
+    await broker.metadata_requested.wait()
     monkeypatch.setattr(delivery.clients, "_CLOSE_TIMEOUT_S", 0)
     monkeypatch.setattr(client, "stop", asyncio.Event().wait)
     await delivery.clients.close(client)
@@ -205,7 +205,7 @@ async def test_a_client_whose_end_takes_too_long_leaves_no_connection_open_and_o
     await client.stop()
 
 
-async def test_a_client_ends_though_what_fetches_for_it_swallows_a_cancellation() -> None:
+async def test_a_client_stops_though_its_fetcher_swallows_a_cancellation() -> None:
     async def fetch() -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()

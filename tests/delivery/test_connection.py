@@ -120,7 +120,7 @@ def test_a_secret_is_sent_to_a_token_endpoint_by_https_only(files: Files) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "\n", "not PEM"])
-def test_what_is_no_certificate_is_named(files: Files, text: str) -> None:
+def test_a_malformed_certificate_is_named(files: Files, text: str) -> None:
     connection = Connection("k:1", security="ssl", ca=files("ca.pem", text))
     with pytest.raises(CredentialsError, match=r"--kafka-ca .*ca.pem: no PEM file"):
         connection.secrets()
@@ -132,13 +132,13 @@ def test_a_certificate_without_its_key_is_one_sentence(files: Files) -> None:
         Connection("k:1", security="ssl", cert=cert).secrets()
 
 
-def test_no_secret_is_in_what_may_be_shown(files: Files) -> None:
+def test_no_text_of_a_connection_has_a_secret(files: Files) -> None:
     config = files("client.properties", CONFIG)
     settings = login(files, kafka_config=config)
     connection = settings.connection()
     shown_objects = [settings, connection, connection.secrets(), settings.errors(), vars(settings)]
 
-    assert not [shown for shown in shown_objects if SECRET in f"{shown} {shown!r}"]
+    assert not [text for text in shown_objects if SECRET in f"{text} {text!r}"]
 
 
 def test_brokers_and_their_names_are_verified() -> None:

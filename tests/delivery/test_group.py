@@ -1,4 +1,4 @@
-"""A member of a consumer group, with a client in memory: what it reports, and when it ends its process."""
+"""A member of a consumer group, with a client in memory: its reports, and the errors that end its process."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ from delivery.ledger import Partition
 from delivery.settings import MemberSettings
 from tests.eventually import eventually
 
-MINE, THEIRS = Partition("ticks", 0), Partition("ticks", 1)
+TICKS_0, TICKS_1 = Partition("ticks", 0), Partition("ticks", 1)
 
 
 class Member:
@@ -69,7 +69,7 @@ class Client:
         return self
 
     def request_rejoin(self) -> None:
-        """Ask the group for a place again."""
+        """Records the request to join the group again."""
         self.rejoins += 1
 
     def partitions_for_topic(self, topic: str) -> set[int] | None:
@@ -109,7 +109,7 @@ class Client:
 
 
 def group_of(client: Client, **settings: Any) -> tuple[ConsumerGroup, Member]:
-    """A group of a member, with that client."""
+    """A group and its member, with this client."""
     member = Member()
     membership = MemberSettings(kafka="127.0.0.1:1", group="g", **settings)
     group = ConsumerGroup(membership, ("ticks",), member, dict(client.counts))
@@ -120,42 +120,42 @@ def group_of(client: Client, **settings: Any) -> tuple[ConsumerGroup, Member]:
 # -- commits
 
 
-async def test_of_a_commit_only_what_is_still_ours_is_committed() -> None:
-    client = Client(MINE)
+async def test_a_commit_has_only_partitions_that_are_still_assigned() -> None:
+    client = Client(TICKS_0)
     group, _ = group_of(client)
-    assert await group.commit({MINE: 5})
-    assert not await group.commit({MINE: 6, THEIRS: 7})
+    assert await group.commit({TICKS_0: 5})
+    assert not await group.commit({TICKS_0: 6, TICKS_1: 7})
     assert client.committed == {TopicPartition("ticks", 0): 6}
     client.assigned = ()
-    assert not await group.commit({MINE: 8})
+    assert not await group.commit({TICKS_0: 8})
 
 
 @pytest.mark.parametrize("error", [CommitFailedError("the group has already rebalanced"), IllegalStateError("gone")])
 async def test_a_commit_after_the_group_has_moved_on_is_no_failure(error: Exception) -> None:
-    client = Client(MINE)
+    client = Client(TICKS_0)
     client.refuses = error
-    assert not await group_of(client)[0].commit({MINE: 5})
+    assert not await group_of(client)[0].commit({TICKS_0: 5})
 
 
 async def test_a_commit_that_the_broker_does_not_answer_is_raised() -> None:
-    client = Client(MINE)
+    client = Client(TICKS_0)
     client.refuses = KafkaConnectionError("away")
     with pytest.raises(KafkaConnectionError):
-        await group_of(client)[0].commit({MINE: 5})
+        await group_of(client)[0].commit({TICKS_0: 5})
 
 
-async def test_every_position_is_sought_and_a_partition_that_is_gone_is_raised() -> None:
-    client = Client(MINE)
+async def test_every_position_is_sought_and_a_revoked_partition_is_raised() -> None:
+    client = Client(TICKS_0)
     group, _ = group_of(client)
     with pytest.raises(IllegalStateError):
-        group.seek({MINE: 0, THEIRS: 3})
+        group.seek({TICKS_0: 0, TICKS_1: 3})
     assert client.sought == {TopicPartition("ticks", 0): 0}
 
 
 # -- errors of the coordinator
 
 
-async def test_what_the_coordinator_refuses_is_polled_away_and_logged_once_a_kind(
+async def test_errors_of_the_coordinator_do_not_stop_the_member_and_each_kind_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "delivery.group")
@@ -174,7 +174,7 @@ async def test_what_the_coordinator_refuses_is_polled_away_and_logged_once_a_kin
     assert group.not_ready() == []
 
 
-async def test_a_member_whose_brokers_have_gone_says_so_until_they_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_member_without_brokers_is_unready_until_they_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.0)
     monkeypatch.setattr(module, "_SILENT_S", 0.01)
     client = Client()
@@ -199,17 +199,17 @@ async def test_a_client_that_has_given_up_on_the_group_ends_the_process(monkeypa
     watching.cancel()
 
 
-async def test_a_fetch_waits_for_more_while_many_records_come_and_not_for_one_by_itself(
+async def test_a_fetch_waits_for_more_after_many_records_and_not_after_a_single_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.0)
-    client = Client(MINE)
+    client = Client(TICKS_0)
     group, _ = group_of(client)
     watching = asyncio.create_task(group.watch())
 
     async def waits_after(records: int) -> bool:
         client.waiting, looks = records, client.polled + 5
-        await group.fetch({MINE}, 0.1)
+        await group.fetch({TICKS_0}, 0.1)
         waited = False
         while client.polled < looks:
             await asyncio.sleep(0)
@@ -222,11 +222,11 @@ async def test_a_fetch_waits_for_more_while_many_records_come_and_not_for_one_by
 
 async def test_a_fetch_that_fails_returns_nothing_and_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_RETRY_S", 0.0)
-    client = Client(MINE)
+    client = Client(TICKS_0)
     group, _ = group_of(client)
     await group.on_partitions_assigned(set())
     client.errors = [KafkaConnectionError("away")]
-    assert await group.fetch({MINE}, 0.1) == {}
+    assert await group.fetch({TICKS_0}, 0.1) == {}
     assert "away" in group.not_ready()[0]
 
 
@@ -234,25 +234,25 @@ async def test_a_fetch_that_fails_returns_nothing_and_is_logged(monkeypatch: pyt
 
 
 async def test_a_partition_that_is_added_has_no_member_and_ends_the_process_with_70() -> None:
-    client = Client(MINE, THEIRS)
+    client = Client(TICKS_0, TICKS_1)
     group, member = group_of(client)
     await group.on_partitions_assigned(set())
     assert not group.failed.done()
-    client.counts["ticks"], client.assigned = 3, (MINE, THEIRS, Partition("ticks", 2))
+    client.counts["ticks"], client.assigned = 3, (TICKS_0, TICKS_1, Partition("ticks", 2))
     await group.on_partitions_assigned(set())
-    assert member.has == [{MINE, THEIRS}, {MINE, THEIRS}]
+    assert member.has == [{TICKS_0, TICKS_1}, {TICKS_0, TICKS_1}]
     assert not group.can_fetch()
     with pytest.raises(MustRestart, match="ticks has 3 partitions, and had 2") as exit_error:
         group.failed.result()
     assert exit_error.value.exit_code == 70
 
 
-async def test_what_a_group_has_committed_is_known_before_it_is_joined(
+async def test_committed_offsets_can_be_read_before_the_group_is_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_RETRY_S", 0.0)
     group, _ = group_of(Client())
-    results: dict[Partition, list[Any]] = {MINE: [KafkaConnectionError("away"), None], THEIRS: [None, 5]}
+    results: dict[Partition, list[Any]] = {TICKS_0: [KafkaConnectionError("away"), None], TICKS_1: [None, 5]}
 
     async def committed(tp: Partition) -> int | None:
         answer: int | Exception | None = results[tp].pop(0)
@@ -261,16 +261,16 @@ async def test_what_a_group_has_committed_is_known_before_it_is_joined(
         return answer
 
     monkeypatch.setattr(group, "committed", committed)
-    assert await group.committed_offsets() == {MINE: None, THEIRS: 5}
+    assert await group.committed_offsets() == {TICKS_0: None, TICKS_1: 5}
 
 
-async def test_a_group_that_has_members_is_not_begun() -> None:
+async def test_no_first_commit_is_made_for_a_group_that_has_members() -> None:
     client = Client()
     group, _ = group_of(client)
-    assert await group.commit_before_join({MINE: 5})
+    assert await group.commit_before_join({TICKS_0: 5})
     client.refuses = CommitFailedError()
-    assert not await group.commit_before_join({MINE: 7})
-    assert client.committed == {MINE: 5}
+    assert not await group.commit_before_join({TICKS_0: 7})
+    assert client.committed == {TICKS_0: 5}
 
 
 # -- transactions
@@ -279,7 +279,7 @@ async def test_a_group_that_has_members_is_not_begun() -> None:
 async def test_a_transaction_that_stays_open_is_logged_after_a_minute_and_a_moving_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    client = Client(MINE)
+    client = Client(TICKS_0)
     group, _ = group_of(client)
     await group.on_partitions_assigned(set())
     now_s = time.monotonic()
@@ -297,15 +297,15 @@ async def test_a_transaction_that_stays_open_is_logged_after_a_minute_and_a_movi
     assert group.not_ready() == []
 
 
-async def test_where_a_log_ends_is_its_last_stable_offset() -> None:
-    client = Client(MINE)
+async def test_the_end_of_a_log_is_its_last_stable_offset() -> None:
+    client = Client(TICKS_0)
     group, _ = group_of(client)
     client.log_end, client.stable = 20, 12
-    assert group.end(MINE) == 12
-    assert group.is_read_to_end(MINE, 12)
-    assert not group.is_read_to_end(MINE, 11)
+    assert group.end(TICKS_0) == 12
+    assert group.is_read_to_end(TICKS_0, 12)
+    assert not group.is_read_to_end(TICKS_0, 11)
     client.stable = -1  # a broker that has no transactions
-    assert group.end(MINE) == 20
+    assert group.end(TICKS_0) == 20
 
 
 # -- another process with the same instance id
@@ -319,7 +319,7 @@ def described(*members: CoPartitioned) -> Any:
 
 
 class Admin:
-    """Describes the group as it is given."""
+    """Describes the group as the test gives it."""
 
     answers: Any = ()
 
@@ -337,7 +337,7 @@ class Admin:
 
 
 def later(instance_id: str, by_ms: int) -> CoPartitioned:
-    """A process with that instance id that starts so much later than now."""
+    """A process with this instance id that started ``by_ms`` later than this one."""
     member = CoPartitioned(instance_id)
     member.claim = msgspec.structs.replace(member.claim, started_ms=member.claim.started_ms + by_ms)
     return member
@@ -347,7 +347,7 @@ async def test_the_older_of_two_with_one_instance_id_ends_and_does_not_join_agai
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("delivery.clients.admin", Admin)
-    group, member = group_of(Client(MINE), instance_id="worker-3")
+    group, member = group_of(Client(TICKS_0), instance_id="worker-3")
     await group.on_partitions_assigned(set())
     Admin.answers = described(later("worker-4", 5), later("worker-3", 5))
     joining = asyncio.create_task(group.on_partitions_revoked(set()))
@@ -365,7 +365,7 @@ async def test_the_newer_one_and_one_in_an_ordinary_rebalance_go_on(
     monkeypatch: pytest.MonkeyPatch, others: list[CoPartitioned]
 ) -> None:
     monkeypatch.setattr("delivery.clients.admin", Admin)
-    group, _ = group_of(Client(MINE), instance_id="worker-3")
+    group, _ = group_of(Client(TICKS_0), instance_id="worker-3")
     await group.on_partitions_assigned(set())
     Admin.answers = described(group._assignor, *others)
     await asyncio.wait_for(group.on_partitions_revoked(set()), 10)

@@ -1,4 +1,4 @@
-"""A Kafka that has switched off the classic protocol of consumer groups, as a later one may."""
+"""A Kafka that has switched off the classic protocol of consumer groups, as a later version may."""
 
 import asyncio
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class Member:
 
 @pytest.fixture
 def embedded(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of librdkafka's broker, of which clients learn that it offers everything but to join a group."""
+    """The address of librdkafka's broker, which here reports to clients that it does not support joining a group."""
     look_up = AIOKafkaConnection._do_version_lookup
 
     async def without_groups(connection: AIOKafkaConnection) -> None:
@@ -42,7 +42,7 @@ def embedded(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     producer.purge()
 
 
-async def test_a_group_ends_with_one_sentence_where_the_classic_protocol_is_switched_off(embedded: str) -> None:
+async def test_a_group_ends_with_one_sentence_if_the_classic_protocol_is_switched_off(embedded: str) -> None:
     group = ConsumerGroup(MemberSettings(kafka=embedded, group="readers"), ["in"], Member(), {"in": 4})
     await group.connect()
     try:

@@ -1,4 +1,4 @@
-"""How a broker's answers are read, from a client that gives prepared ones."""
+"""Broker answers are read correctly: tests with a client that returns prepared answers."""
 
 import asyncio
 from types import SimpleNamespace
@@ -28,13 +28,13 @@ class FakeAdminClient:
 
     def __init__(self, **answers: Any) -> None:
         self._answers = answers
-        self.asked: list[Any] = []
+        self.requests: list[Any] = []
 
     async def describe_topics(self, names: list[str]) -> Any:
         return self._answers["older"]
 
     async def describe_configs(self, resources: list[Any]) -> Any:
-        self.asked.append([resource.name for resource in resources])
+        self.requests.append([resource.name for resource in resources])
         return [SimpleNamespace(resources=self._answers["settings"])]
 
     async def _send_request(self, request: Any) -> Any:
@@ -42,14 +42,14 @@ class FakeAdminClient:
             if "older" in self._answers:
                 raise NotImplementedError
             return SimpleNamespace(topics=self._answers["topics"])
-        self.asked.append((request.topic, request.settings))
+        self.requests.append((request.topic, request.settings))
         return SimpleNamespace(resources=self._answers["altered"])
 
     async def delete_topics(self, names: list[str]) -> Any:
         return SimpleNamespace(topic_error_codes=self._answers["deleted"])
 
     async def create_topics(self, topics: list[NewTopic]) -> Any:
-        self.asked.append([topic.name for topic in topics])
+        self.requests.append([topic.name for topic in topics])
         return SimpleNamespace(topic_errors=self._answers["created"])
 
 
@@ -70,7 +70,7 @@ async def test_a_partition_without_a_leader_counts_and_is_reported() -> None:
     }
 
 
-async def test_what_this_client_may_do_is_reported_if_the_broker_says_so() -> None:
+async def test_the_clients_permissions_are_reported_if_the_broker_gives_them() -> None:
     rows = [topic("read", [1], allowed=1 << 3 | 1 << 8), topic("hidden", [], code=UNAUTHORIZED), topic("unsaid", [1])]
 
     layouts = await admin(topics=rows).layouts(["read", "hidden", "unsaid"])
@@ -82,7 +82,7 @@ async def test_what_this_client_may_do_is_reported_if_the_broker_says_so() -> No
     }
 
 
-async def test_an_older_broker_does_not_say_what_this_client_may_do() -> None:
+async def test_an_older_broker_gives_no_permissions() -> None:
     partition = {"error_code": 0, "partition": 0, "leader": 1, "replicas": [1], "isr": [1], "offline_replicas": []}
     rows = [{"error_code": 0, "topic": "a", "is_internal": False, "partitions": [partition]}]
 
@@ -98,17 +98,17 @@ async def test_settings_are_reported_by_topic() -> None:
     assert await admin(settings=rows).settings(["a", "b"]) == {"a": {"x": "1", "y": ""}, "b": {"x": "2"}}
 
 
-async def test_no_topics_are_asked_for_no_settings() -> None:
+async def test_without_topics_no_request_for_settings_is_made() -> None:
     client = FakeAdminClient()
 
-    assert (await Admin(client, Connection("kafka:9092")).settings([]), client.asked) == ({}, [])
+    assert (await Admin(client, Connection("kafka:9092")).settings([]), client.requests) == ({}, [])
 
 
 async def test_a_topic_deleted_meanwhile_has_no_settings() -> None:
     assert await admin(settings=[(UNKNOWN_TOPIC, None, TOPIC, "gone", [])]).settings(["gone"]) == {}
 
 
-async def test_settings_that_may_not_be_read_are_not_known() -> None:
+async def test_settings_that_may_not_be_read_are_unknown() -> None:
     with pytest.raises(SettingsUnknown, match="may not read the settings of a"):
         await admin(settings=[(UNAUTHORIZED, "no", TOPIC, "a", [])]).settings(["a"])
 
@@ -118,7 +118,7 @@ async def test_settings_that_cannot_be_read_are_an_error() -> None:
         await admin(settings=[(56, "the disk is gone", TOPIC, "a", [])]).settings(["a"])
 
 
-async def test_topics_that_somebody_else_made_first_are_not_reported_as_made() -> None:
+async def test_topics_that_somebody_else_created_first_are_not_reported_as_created() -> None:
     rows = [("a", 0, None), ("b", EXISTS, "there is b")]
 
     assert await admin(created=rows).create([NewTopic("a", 1, 1), NewTopic("b", 1, 1)]) == ["a"]
@@ -141,17 +141,17 @@ async def test_settings_that_are_refused_are_an_error() -> None:
 
     with pytest.raises(Refused, match="a: settings not altered: no such policy"):
         await Admin(client, Connection("kafka:9092")).alter("a", {"cleanup.policy": "shred"})
-    assert client.asked == [("a", {"cleanup.policy": "shred"})]
+    assert client.requests == [("a", {"cleanup.policy": "shred"})]
 
 
-async def test_a_topic_that_is_gone_already_is_deleted_and_one_that_may_not_be_is_an_error() -> None:
+async def test_a_topic_that_is_already_missing_counts_as_deleted_and_a_forbidden_deletion_is_an_error() -> None:
     await admin(deleted=[("a", 0), ("b", UNKNOWN_TOPIC)]).delete(["a", "b"])
 
     with pytest.raises(Refused, match="c: not deleted: TopicAuthorizationFailedError"):
         await admin(deleted=[("c", UNAUTHORIZED)]).delete(["c"])
 
 
-async def test_a_command_that_asks_once_says_why_a_broker_closes_the_connection() -> None:
+async def test_a_command_with_one_request_reports_why_a_broker_closes_the_connection() -> None:
     async def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 

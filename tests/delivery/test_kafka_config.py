@@ -81,7 +81,7 @@ def test_a_login_module_of_java_is_understood_with_its_quotes_and_semicolons() -
 @pytest.mark.parametrize(
     ("text", "password"),
     [
-        (r'"a\\"b"', 'a"b'),  # as Java reads a file: once for the line, once for the quoted text
+        (r'"a\\"b"', 'a"b'),  # Java unescapes twice: the line, and the quoted text in it
         (r'"a\"b"', 'a"b'),
         (r'"BnItZ2xG\="', "BnItZ2xG="),
         (r'"a\\\\b"', r"a\b"),
@@ -95,14 +95,14 @@ def test_a_password_of_a_login_module_is_read_as_java_reads_it(text: str, passwo
     assert (values, unused) == ({"username": "me", "password": password}, ())
 
 
-def test_a_login_module_with_an_open_quote_is_named_and_half_a_password_is_not_taken() -> None:
+def test_a_login_module_with_an_open_quote_is_named_and_half_a_password_is_not_used() -> None:
     assert kafka_config.parse('sasl.jaas.config=a.PlainLoginModule required username="me" password="s3c ret;') == (
         {},
         ("line 1, sasl.jaas.config: not a login module with options such as username='me', and each quote closed",),
     )
 
 
-def test_what_java_itself_has_written_is_understood() -> None:
+def test_a_file_that_java_has_written_is_understood() -> None:
     text = r"""
 bootstrap.servers=kafka-0.example\:9093,kafka-1.example\:9093
 sasl.oauthbearer.token.endpoint.url=https\://login.example/token?a\=b
@@ -116,7 +116,7 @@ sasl.password=a\:b
     }
 
 
-def test_pem_that_goes_on_line_by_line_is_in_lines_again() -> None:
+def test_pem_over_several_lines_is_joined_with_its_line_breaks() -> None:
     text = """
 ssl.truststore.certificates=-----BEGIN CERTIFICATE----- \\
   MIIB \\
@@ -161,7 +161,7 @@ def test_stores_in_pem_are_understood() -> None:
     assert unused == ()
 
 
-def test_a_keystore_of_java_can_not_be_used_and_the_line_says_what_to_do(tmp_path: Path) -> None:
+def test_a_java_keystore_can_not_be_used_and_the_error_says_what_to_do(tmp_path: Path) -> None:
     store = tmp_path / "truststore.jks"
     store.write_bytes(b"\xfe\xed\xfe\xed\x00\x00")
     values, unused = kafka_config.parse(f"ssl.truststore.location={store}")
@@ -190,7 +190,7 @@ def test_a_line_that_is_no_setting_is_named_by_its_number_only() -> None:
 
 
 @pytest.mark.parametrize("line", ["sasl.mechanism=GSSAPI", "security.protocol=TLS"])
-def test_what_can_not_be_done_is_one_sentence_with_what_can(line: str) -> None:
+def test_an_unsupported_setting_is_one_sentence_with_an_alternative(line: str) -> None:
     with pytest.raises(CredentialsError, match="can't be used here: use one of"):
         kafka_config.parse(line)
 
@@ -205,7 +205,7 @@ def test_no_secret_is_in_the_repr() -> None:
     assert "s3cret" not in repr(kafka_config.parse(CONFLUENT))
 
 
-def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_no_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(CredentialsError, match=r"--kafka-config .*nowhere: No such file"):
         kafka_config.read(tmp_path / "nowhere")
     (tmp_path / "pem").write_text("-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n")

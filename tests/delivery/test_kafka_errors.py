@@ -1,4 +1,4 @@
-"""An error of Kafka becomes a sentence that says what to do."""
+"""An error of Kafka becomes one sentence with the remedy."""
 
 import asyncio
 import ssl
@@ -71,7 +71,7 @@ def closed(cause: BaseException) -> KafkaConnectionError:
         (CredentialsError("--kafka-password-file /p: it is empty"), LOGIN, "--kafka-password-file /p: it is empty"),
     ],
 )
-def test_what_must_be_fixed_is_named_at_once(error: Exception, connection: Connection, expected: str) -> None:
+def test_an_error_that_must_be_fixed_is_named_at_once(error: Exception, connection: Connection, expected: str) -> None:
     assert expected in (of_connecting(error, connection, "u") or "")
 
 

@@ -1,4 +1,4 @@
-"""The ledger says what may be committed, whatever is finished in whatever order."""
+"""The ledger has the offset that may be committed, in whatever order records are finished."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 from delivery.ledger import Ledger, Partition, Slot
 
 TP = Partition("ticks", 0)
-OTHER = Partition("ticks", 1)
+OTHER_TP = Partition("ticks", 1)
 
 
 def ledger_at(offset: int = 0) -> Ledger:
     ledger = Ledger()
-    ledger.begin({TP: offset, OTHER: 0})
+    ledger.begin({TP: offset, OTHER_TP: 0})
     return ledger
 
 
@@ -22,14 +22,14 @@ def test_the_position_is_the_offset_after_the_finished_prefix(
     ledger = ledger_at(5)
     offsets = [5 + sum(steps[:i]) for i in range(12)]
     slots = [ledger.admit(TP, offset, size=offset) for offset in offsets]
-    done = set(order[:finished])
+    finished_numbers = set(order[:finished])
     for index in order[:finished]:
         ledger.finish(slots[index])
-    first_open = next((i for i in range(12) if i not in done), 12)
+    first_open = next((i for i in range(12) if i not in finished_numbers), 12)
     assert ledger.position(TP) == (offsets[first_open - 1] + 1 if first_open else 5)
     assert ledger.unfinished() == ledger.held["ticks"] == 12 - finished
-    assert ledger.open_bytes == sum(offsets[i] for i in range(12) if i not in done)
-    assert ledger.position(OTHER) == 0
+    assert ledger.open_bytes == sum(offsets[i] for i in range(12) if i not in finished_numbers)
+    assert ledger.position(OTHER_TP) == 0
 
 
 def test_finishing_twice_counts_once() -> None:
@@ -41,7 +41,7 @@ def test_finishing_twice_counts_once() -> None:
 
 
 @given(st.lists(st.sampled_from(["read", "finish", "duplicate", "forget"]), max_size=40))
-def test_every_record_that_was_read_has_ended_or_is_held_or_was_given_back(actions: list[str]) -> None:
+def test_every_record_that_was_read_is_finished_or_held_or_forgotten(actions: list[str]) -> None:
     ledger, slots = ledger_at(), list[Slot]()
     for offset, action in enumerate(actions):
         if action == "read":
@@ -52,14 +52,14 @@ def test_every_record_that_was_read_has_ended_or_is_held_or_was_given_back(actio
             slot = slots.pop(0)
             slot.outcome = ("delivered",) if action == "finish" else ("duplicate",)
             ledger.finish(slot)
-        counts, held = ledger.counts, ledger.held["ticks"]
-        assert held == ledger.unfinished()
-        assert counts["ticks", "read"] == held + sum(
+        counts, open_count = ledger.counts, ledger.held["ticks"]
+        assert open_count == ledger.unfinished()
+        assert counts["ticks", "read"] == open_count + sum(
             counts["ticks", end] for end in ("delivered", "duplicate", "released")
         )
 
 
-def test_what_was_read_in_an_older_epoch_counts_for_nothing() -> None:
+def test_a_record_of_an_older_epoch_does_not_count() -> None:
     ledger = ledger_at()
     old = ledger.admit(TP, 0, 10)
     ledger.forget()
@@ -73,18 +73,18 @@ def test_what_was_read_in_an_older_epoch_counts_for_nothing() -> None:
     assert ledger.position(TP) == 1
 
 
-def test_what_is_set_aside_holds_back_its_offset_but_no_bytes() -> None:
+def test_a_record_that_is_set_aside_holds_its_offset_back_but_no_bytes() -> None:
     ledger = ledger_at()
-    first_record, other = ledger.admit(TP, 0, 10), ledger.admit(TP, 1, 5)
+    first_record, second_record = ledger.admit(TP, 0, 10), ledger.admit(TP, 1, 5)
     ledger.set_aside(first_record)
-    ledger.finish(other)
+    ledger.finish(second_record)
     assert (ledger.open_bytes, ledger.position(TP), ledger.unfinished()) == (0, 0, 1)
     ledger.finish(first_record)
     ledger.set_aside(first_record)
     assert (ledger.open_bytes, ledger.position(TP)) == (0, 2)
 
 
-def test_what_is_set_aside_in_an_older_epoch_changes_nothing() -> None:
+def test_setting_aside_a_record_of_an_older_epoch_changes_nothing() -> None:
     ledger = ledger_at()
     old = ledger.admit(TP, 0, 10)
     ledger.begin({TP: 0})
@@ -93,7 +93,7 @@ def test_what_is_set_aside_in_an_older_epoch_changes_nothing() -> None:
     assert ledger.open_bytes == 10
 
 
-def test_every_forgetting_and_every_beginning_is_a_new_epoch() -> None:
+def test_every_forget_and_every_begin_starts_a_new_epoch() -> None:
     ledger = Ledger()
     epochs = [ledger.epoch]
     for _ in range(3):
@@ -112,6 +112,6 @@ def test_forgetting_leaves_nothing_open_and_no_position() -> None:
     assert ledger.expected(TP) is None
 
 
-def test_a_slot_knows_its_place() -> None:
+def test_a_slot_has_its_partition_and_offset() -> None:
     slot: Slot = ledger_at(7).admit(TP, 9, 3)
     assert (slot.tp, slot.offset, slot.size, slot.done) == (TP, 9, 3, False)

@@ -1,4 +1,4 @@
-"""A connection is opened with the current contents of the files, and is not retried in a loop if that can't work."""
+"""A connection is opened with the current contents of the files, and is not retried in a loop if it can't succeed."""
 
 import asyncio
 from dataclasses import replace
@@ -55,7 +55,7 @@ async def open_it(connection: Connection, host: str = "k") -> Any:
     return await opening._open(host, 1, **opening.options(connection))
 
 
-async def test_each_connection_has_the_password_of_its_moment(broker: Broker, connection: Connection) -> None:
+async def test_each_connection_uses_the_current_password(broker: Broker, connection: Connection) -> None:
     await open_it(connection)
     broker.password = "another"  # noqa: S105
     assert connection.password_file is not None
@@ -69,7 +69,9 @@ async def test_a_client_is_made_without_any_secret(connection: Connection) -> No
     assert SECRET not in repr(opening.options(connection))
 
 
-async def test_what_must_be_fixed_is_known_until_a_connection_is_open(broker: Broker, connection: Connection) -> None:
+async def test_an_error_that_must_be_fixed_is_reported_until_a_connection_is_open(
+    broker: Broker, connection: Connection
+) -> None:
     broker.password = "another"  # noqa: S105
     with pytest.raises(opening.Unusable, match=r"Kafka at k:1: it does not accept the user u"):
         await open_it(connection)
@@ -104,7 +106,7 @@ async def test_it_is_tried_again_after_longer_and_longer_pauses(
     assert pauses == [0.5, 1.0, 2.0, 5.0, 5.0]
 
 
-async def test_a_broker_that_is_away_is_no_trouble_and_is_not_waited_for(
+async def test_an_unreachable_broker_is_no_error_and_causes_no_pause(
     broker: Broker, connection: Connection, pauses: list[float]
 ) -> None:
     broker.away = True
@@ -115,7 +117,7 @@ async def test_a_broker_that_is_away_is_no_trouble_and_is_not_waited_for(
     assert pauses == []
 
 
-async def test_a_password_file_that_is_gone_is_a_trouble_that_passes(broker: Broker, connection: Connection) -> None:
+async def test_a_missing_password_file_is_an_error_that_can_pass(broker: Broker, connection: Connection) -> None:
     assert connection.password_file is not None
     connection.password_file.unlink()
     with pytest.raises(KafkaConnectionError, match="--kafka-password-file"):
@@ -140,7 +142,9 @@ class Greeted:
         self.closed = True
 
 
-async def test_a_connection_that_is_given_up_before_its_first_answer_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_is_cancelled_before_its_first_answer_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     greeted = Greeted()
 
     async def connect(host: str, port: int, **options: Any) -> Greeted:

@@ -1,4 +1,4 @@
-"""What namespaces allow, and the errors of annotations."""
+"""Namespaces allow actions by annotations; wrong annotations are errors."""
 
 import contextlib
 
@@ -31,14 +31,14 @@ HOUR_MS = 3_600_000
         ("OFF", OptIn()),
     ],
 )
-def test_a_namespace_says_what_may_be_done_and_after_how_long(text: str, expected: OptIn) -> None:
+def test_a_namespace_gives_the_allowed_action_and_its_delay(text: str, expected: OptIn) -> None:
     assert opt_in(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["", "scale=", "scale=soon", "kill", "scale,scale", "partly", "off,scale", "partly=1h"]
 )
-def test_nonsense_is_refused_with_a_sentence(text: str) -> None:
+def test_a_malformed_value_is_refused_with_a_sentence(text: str) -> None:
     with pytest.raises(ValueError, match=r"write|twice|says nothing"):
         opt_in(text)
 
@@ -49,7 +49,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         assert set(opt_in(text).actions) <= {"event", "scale", "suspend", "deactivate"}
 
 
-def test_a_pod_goes_before_its_namespace_and_what_can_not_be_read_leaves_it_alone() -> None:
+def test_a_pod_goes_before_its_namespace_and_an_unreadable_annotation_allows_nothing() -> None:
     assert opted_out({}, {}, HOUR_MS) is None
     assert opted_out({ALERTS: "on"}, {ALERTS: "off"}, HOUR_MS) is None
     assert opted_out({}, {ALERTS: "off"}, HOUR_MS) == "gpustream.dev/alerts is 'off'"

@@ -1,4 +1,4 @@
-"""From where a partition is read."""
+"""The position from which a partition is read."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from tests.streams.desk import LABELS, OWNERS, TICKS, Desk, instant
 MINUTE_MS = 60_000
 NOW_MS = 1_790_000_000_000
 TP = Partition("gpu.attributed", 0)
-KNOWN = Start(150, 150, 150, 150, 150)
+AT_THE_END = Start(150, 150, 150, 150, 150)
 LOG = [ConsumedRecord(offset, b"", offset * 1000) for offset in range(10, 200)]
 
 
@@ -26,7 +26,7 @@ async def find(
     return await asyncio.wait_for(start, 10)
 
 
-async def test_a_new_group_starts_at_an_end_of_the_log_or_so_long_ago() -> None:
+async def test_a_new_group_starts_at_an_end_of_the_log_or_some_time_ago() -> None:
     consumer = FakeGroup(LOG, begin=10)
     now_s = time.time()
     recent = [ConsumedRecord(offset, b"", int((now_s - 200 + offset) * 1000)) for offset in range(10, 200)]
@@ -38,7 +38,7 @@ async def test_a_new_group_starts_at_an_end_of_the_log_or_so_long_ago() -> None:
 
 
 class New:
-    """A group before this process joins it, and what it has committed. ``member``: what an existing member has."""
+    """A group before this process joins it, with its commits. ``member``: what an existing member has."""
 
     def __init__(self, committed: dict[Any, int], member: dict[Any, int] | None) -> None:
         self.committed, self.member = dict(committed), member
@@ -83,7 +83,7 @@ async def test_the_minute_before_the_last_finished_record_is_read_back() -> None
     assert await find(FakeGroup(LOG, group=150, begin=10)) == Start(10, 89, 150, 200, 150)
 
 
-async def test_no_more_is_read_back_than_there_is() -> None:
+async def test_no_more_is_read_back_than_the_log_has() -> None:
     assert await find(FakeGroup(LOG, group=20, begin=10)) == Start(10, 10, 20, 200, 20)
 
 
@@ -94,11 +94,11 @@ async def test_everything_is_read_back_if_the_broker_knows_no_times() -> None:
 async def test_a_topic_that_is_to_be_read_back_whole_is_read_from_its_beginning() -> None:
     assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE_LOG) == Start(10, 10, 150, 200, 150)
     assert await find(FakeGroup(LOG, begin=10), "latest", recall_s=WHOLE_LOG) == Start(10, 10, 200, 200, None)
-    assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE_LOG, known_offset=150) == KNOWN
+    assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE_LOG, known_offset=150) == AT_THE_END
 
 
-async def test_nothing_is_read_back_if_the_last_assignment_ended_just_here() -> None:
-    assert await find(FakeGroup(LOG, group=150, begin=10), known_offset=150) == KNOWN
+async def test_nothing_is_read_back_if_the_last_assignment_ended_exactly_at_the_commit() -> None:
+    assert await find(FakeGroup(LOG, group=150, begin=10), known_offset=150) == AT_THE_END
     assert (await find(FakeGroup(LOG, group=150, begin=10), known_offset=149)).position == 89
 
 
@@ -142,10 +142,10 @@ def client(desk: Desk) -> Any:
     return desk.client
 
 
-async def find_all(desk: Desk, held: ReadState | None = None, *compacted: str) -> FoundStart:
+async def find_all(desk: Desk, held_state: ReadState | None = None, *compacted: str) -> FoundStart:
     desk.client.assign(desk.broker.all())
     finding = positions.find_start_with_state(
-        client(desk), [TICKS], [OWNERS, LABELS], held or ReadState(), frozenset(compacted)
+        client(desk), [TICKS], [OWNERS, LABELS], held_state or ReadState(), frozenset(compacted)
     )
     starts, fresh = await finding
     return FoundStart(
@@ -173,7 +173,7 @@ async def test_a_new_group_begins_at_the_beginning_of_the_inputs() -> None:
 
 
 @instant
-async def test_inputs_begin_at_what_was_committed() -> None:
+async def test_inputs_begin_at_the_committed_offset() -> None:
     desk = Desk()
     desk.log(TICKS).append(10)
     desk.broker.committed[TICKS] = 7
@@ -248,7 +248,7 @@ async def test_state_younger_than_ten_minutes_is_read_from_its_beginning() -> No
 
 
 @instant
-async def test_compacted_state_is_read_whole_and_the_rest_as_ever() -> None:
+async def test_compacted_state_is_read_whole_and_other_state_as_usual() -> None:
     desk = Desk()
     fill(desk, minutes=60)
     desk.log(LABELS).append(3, timestamp=0)
@@ -259,7 +259,7 @@ async def test_compacted_state_is_read_whole_and_the_rest_as_ever() -> None:
 
 
 @instant
-async def test_compacted_state_that_is_held_is_read_on_from_where_it_was() -> None:
+async def test_compacted_state_that_is_held_is_read_on_from_its_last_position() -> None:
     desk = Desk()
     desk.log(LABELS).append(9)
     start = await find_all(desk, ReadState({LABELS: 4, OWNERS: 0}), LABELS.topic)
@@ -291,7 +291,7 @@ async def test_state_whose_newest_record_cannot_be_read_is_read_from_the_beginni
 
 
 @instant
-async def test_empty_state_begins_where_its_log_does() -> None:
+async def test_empty_state_begins_at_the_beginning_of_its_log() -> None:
     desk = Desk()
     fill(desk, minutes=60)
     desk.log(OWNERS).retain(60)
@@ -351,6 +351,6 @@ async def test_a_group_that_was_set_back_makes_held_state_useless() -> None:
 
 
 @instant
-async def test_without_an_assignment_there_is_nowhere_to_begin() -> None:
+async def test_without_an_assignment_there_are_no_positions() -> None:
     desk = Desk()
     assert await positions.find_start_with_state(client(desk), [], [], ReadState({OWNERS: 3})) == ({}, frozenset())

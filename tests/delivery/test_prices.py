@@ -1,4 +1,4 @@
-"""The file of prices: which entry is a window's price, and each error of a file in one sentence."""
+"""The file of prices: the entry that is a window's price, and one sentence for each error of a file."""
 
 from decimal import Decimal
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_the_first_entry_that_matches_is_the_price(tmp_path: Path, text: str, na
     assert prices.price_of("Tesla T4 more", START_MS, {}) is None
 
 
-def test_a_price_is_what_the_file_says_and_no_float(tmp_path: Path) -> None:
+def test_a_price_is_the_exact_decimal_of_the_file(tmp_path: Path) -> None:
     text = "currency: EUR\nprices: [{model: a, per_gpu_hour: 0.1234567890123456789}]"
     assert loaded(tmp_path, text).price_of("a", 0, {}) == Decimal("0.1234567890123456789")
 

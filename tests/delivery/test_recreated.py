@@ -10,7 +10,7 @@ from delivery.group import ConsumerGroup
 from delivery.ledger import Partition
 from delivery.settings import MemberSettings
 
-TOPIC, OTHER = "gpu.samples", "gpu.workloads"
+TOPIC, OTHER_TOPIC = "gpu.samples", "gpu.workloads"
 
 
 class Member:
@@ -27,7 +27,7 @@ class Client:
     """The part of aiokafka's consumer that the group uses."""
 
     def __init__(self) -> None:
-        self.partitions: dict[str, set[int]] = {TOPIC: {0, 1}, OTHER: {0, 1}}
+        self.partitions: dict[str, set[int]] = {TOPIC: {0, 1}, OTHER_TOPIC: {0, 1}}
         self.seeks: dict[TopicPartition, int] = {}
         self.update_requests = 0
         self.offset: int | None = None
@@ -37,7 +37,7 @@ class Client:
         return self.partitions.get(topic)
 
     def assignment(self) -> set[TopicPartition]:
-        return {TopicPartition(topic, 1) for topic in (TOPIC, OTHER)}
+        return {TopicPartition(topic, 1) for topic in (TOPIC, OTHER_TOPIC)}
 
     def seek(self, tp: TopicPartition, offset: int) -> None:
         self.seeks[tp] = offset
@@ -53,12 +53,12 @@ def member() -> tuple[ConsumerGroup, Client]:
     """A member that has a partition of each topic."""
     client: Any = Client()
     settings = MemberSettings(kafka="127.0.0.1:1", group="g")
-    group = ConsumerGroup(settings, (TOPIC, OTHER), Member(), {TOPIC: 2, OTHER: 2})
+    group = ConsumerGroup(settings, (TOPIC, OTHER_TOPIC), Member(), {TOPIC: 2, OTHER_TOPIC: 2})
     group._consumer = client
     return group, client
 
 
-async def test_a_topic_that_is_gone_is_asked_for_and_read_from_its_beginning_when_it_is_back() -> None:
+async def test_a_deleted_topic_is_looked_for_and_read_from_its_beginning_when_it_is_back() -> None:
     group, client = member()
     group.check_topics(0.0)
     assert (client.seeks, client.update_requests) == ({}, 0)
@@ -76,10 +76,10 @@ async def test_a_topic_that_is_gone_is_asked_for_and_read_from_its_beginning_whe
     assert client.update_requests == 2
 
 
-async def test_a_topic_that_was_only_out_of_sight_goes_on_where_it_was() -> None:
+async def test_a_topic_that_was_only_missing_from_the_metadata_is_read_on() -> None:
     group, client = member()
     client.offset = 42
-    present, absent = client.partitions, {OTHER: {0, 1}}
+    present, absent = client.partitions, {OTHER_TOPIC: {0, 1}}
     for client.partitions in (present, absent, present):
         group.check_topics(0.0)
         await group.read_new_logs()
@@ -89,13 +89,13 @@ async def test_a_topic_that_was_only_out_of_sight_goes_on_where_it_was() -> None
 async def test_a_topic_that_is_back_with_other_partitions_ends_the_process() -> None:
     group, client = member()
     for partitions in ({}, {TOPIC: {0}}):
-        client.partitions = {OTHER: {0, 1}, **partitions}
+        client.partitions = {OTHER_TOPIC: {0, 1}, **partitions}
         group.check_topics(0.0)
 
     assert "has 1 partitions, and had 2" in str(group.failed.exception())
 
 
-async def test_a_topic_that_is_not_known_yet_after_joining_is_not_taken_for_a_deleted_one() -> None:
+async def test_a_topic_that_is_still_unknown_after_joining_is_not_taken_for_a_deleted_one() -> None:
     group, client = member()
     partitions, client.partitions = client.partitions, {}
     group.check_topics(0.0)

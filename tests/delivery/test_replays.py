@@ -18,10 +18,10 @@ class Tick(NamedTuple):
 
 
 class Node(NamedTuple):
-    """What a reader keeps of a node, and the identities of the ticks that it has taken."""
+    """A reader's state of a node, and the identities of the ticks that it has accepted."""
 
     last: LastTick | None = None
-    taken: tuple[tuple[int, int], ...] = ()
+    accepted: tuple[tuple[int, int], ...] = ()
 
 
 def take(node: Node, tick: Tick) -> tuple[Node, Verdict]:
@@ -29,7 +29,7 @@ def take(node: Node, tick: Tick) -> tuple[Node, Verdict]:
     outcome = verdict(node.last, tick)
     if outcome == "replay":
         return node, outcome
-    return Node(after(node.last, tick), (*node.taken, (tick.run_id, tick.seq))), outcome
+    return Node(after(node.last, tick), (*node.accepted, (tick.run_id, tick.seq))), outcome
 
 
 @st.composite
@@ -52,7 +52,7 @@ def identities(log: list[Tick]) -> tuple[tuple[int, int], ...]:
 
 
 @given(logs(), st.data())
-def test_every_tick_is_taken_once_whatever_part_of_the_log_comes_again_and_when(
+def test_every_tick_is_accepted_once_whatever_part_of_the_log_comes_again_and_when(
     log: list[Tick], data: st.DataObject
 ) -> None:
     node = Node()
@@ -64,11 +64,11 @@ def test_every_tick_is_taken_once_whatever_part_of_the_log_comes_again_and_when(
             node, outcome = take(node, repeated)
             assert outcome == "replay"
 
-    assert node.taken == identities(log)
+    assert node.accepted == identities(log)
 
 
 @given(logs(), st.data())
-def test_a_reader_that_begins_in_the_middle_takes_no_replay_of_what_was_before(
+def test_a_reader_that_begins_in_the_middle_accepts_no_replay_of_earlier_ticks(
     log: list[Tick], data: st.DataObject
 ) -> None:
     log = [tick._replace(ts_ms=1_000_000 + 1000 * number) for number, tick in enumerate(log)]
@@ -81,7 +81,7 @@ def test_a_reader_that_begins_in_the_middle_takes_no_replay_of_what_was_before(
 
 
 @given(logs(), st.integers(1, 8), st.data())
-def test_a_log_that_is_made_again_is_taken_whole_and_its_replays_are_not(
+def test_a_log_that_is_created_again_is_accepted_whole_and_its_replays_are_not(
     log: list[Tick], extra_ticks: int, data: st.DataObject
 ) -> None:
     node = Node()
@@ -103,10 +103,10 @@ def test_a_log_that_is_made_again_is_taken_whole_and_its_replays_are_not(
             node, outcome = take(node, end)
             assert outcome == "replay"
 
-    assert node.taken == (*identities(log), *identities(lower))
+    assert node.accepted == (*identities(log), *identities(lower))
 
 
-def test_a_tick_that_its_producer_wrote_twice_is_taken_once() -> None:
+def test_a_tick_that_its_producer_wrote_twice_is_accepted_once() -> None:
     node, _ = take(Node(), Tick(1, 7, 1000, 40))
 
     assert verdict(node.last, Tick(1, 7, 1000, 41)) == "replay"

@@ -1,4 +1,4 @@
-"""What a sender promises, against a producer that lingers, batches, refuses and poisons as the real one does."""
+"""A sender's promises, tested with a fake producer that lingers, batches, refuses and poisons as the real one does."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -82,7 +82,7 @@ def test_of_a_refused_batch_only_the_bad_record_is_unsendable_and_the_others_kee
     play(scenario)
 
 
-def test_a_refusal_that_the_client_has_no_name_for_is_tried_a_few_times_and_then_believed() -> None:
+def test_an_unknown_refusal_is_retried_a_few_times_and_then_final() -> None:
     async def scenario(sender: Sender, cluster: Cluster) -> None:
         cluster.refused[b"bad"] = UnknownError
         assert await send_all(sender, [b"a", b"bad", b"b"]) == [0, "unsendable", 1]
@@ -134,7 +134,7 @@ def test_a_partition_that_does_not_exist_is_unsendable_and_stalls_nothing() -> N
     play(scenario)
 
 
-def test_a_record_without_room_for_long_is_sent_when_there_is() -> None:
+def test_a_record_that_waits_long_for_room_is_sent_when_there_is_some() -> None:
     async def scenario(sender: Sender, cluster: Cluster) -> None:
         cluster.raised = [KafkaTimeoutError()]
         assert await send_all(sender, [b"a", b"b"]) == [0, 1]
@@ -186,7 +186,7 @@ def test_a_replacement_that_cannot_connect_keeps_trying_and_loses_nothing() -> N
     assert play(scenario).open() == []
 
 
-def test_a_producer_whose_stop_never_returns_is_not_waited_for() -> None:
+def test_a_producer_whose_stop_hangs_is_not_waited_for() -> None:
     async def scenario(sender: Sender, cluster: Cluster) -> None:
         cluster.refused[b"bad"] = MessageSizeTooLargeError
         cluster.stop_hangs = True
@@ -246,11 +246,11 @@ def test_an_outage_is_waited_for_and_everything_arrives_once_in_order() -> None:
     play(scenario)
 
 
-def test_what_was_sent_is_waited_for_and_no_longer_than_asked() -> None:
+def test_a_flush_waits_for_sent_records_and_no_longer_than_its_limit() -> None:
     async def scenario(sender: Sender, cluster: Cluster) -> None:
-        taken = await sender.send("t", b"1", partition=0)
+        sent = await sender.send("t", b"1", partition=0)
         await sender.flush(1.0)
-        assert taken.done()
+        assert sent.done()
         cluster.away = asyncio.Event()
         waiting, began_s = await sender.send("t", b"2", partition=0), asyncio.get_running_loop().time()
         await sender.flush(1.0)
@@ -261,7 +261,7 @@ def test_what_was_sent_is_waited_for_and_no_longer_than_asked() -> None:
     play(scenario)
 
 
-def test_stopping_in_an_outage_takes_its_time_and_cancels_what_is_left() -> None:
+def test_a_stop_in_an_outage_waits_for_its_limit_and_cancels_the_remaining_sends() -> None:
     async def scenario(sender: Sender, cluster: Cluster) -> None:
         cluster.away = asyncio.Event()
         cluster.stop_hangs = True
@@ -274,7 +274,7 @@ def test_stopping_in_an_outage_takes_its_time_and_cancels_what_is_left() -> None
     play(scenario)
 
 
-def test_stopping_while_the_producer_is_replaced_ends_every_send_and_leaves_no_producer() -> None:
+def test_a_stop_while_the_producer_is_replaced_ends_every_send_and_leaves_no_producer() -> None:
     async def scenario(sender: Sender, cluster: Cluster) -> None:
         cluster.lost_answers = [RequestTimedOutError()]
         cluster.failed_starts = 1_000_000
@@ -289,7 +289,7 @@ def test_stopping_while_the_producer_is_replaced_ends_every_send_and_leaves_no_p
     assert play(scenario).open() == []
 
 
-def test_a_send_after_the_stop_is_cancelled_and_connects_to_nobody() -> None:
+def test_a_send_after_the_stop_is_cancelled_and_does_not_connect() -> None:
     async def scenario(sender: Sender, cluster: Cluster) -> None:
         await sender.stop()
         assert (await sender.send("t", b"a")).cancelled()

@@ -34,7 +34,7 @@ def test_a_field_without_an_option_is_set_by_code_only() -> None:
     assert not {"internal", "group"} & FIELDS.keys()
 
 
-def test_what_must_be_given_is_first_then_the_record_s_own_then_what_it_shares() -> None:
+def test_required_options_are_first_then_the_record_s_own_then_the_shared_ones() -> None:
     names = ["url", "form", "often_s", "plain", "count", "made", "shared"]
 
     member = ["instance_id", "session_timeout_s", "leave_on_stop", "cluster", "compression"]
@@ -69,7 +69,7 @@ def test_every_error_of_the_shared_settings_is_named() -> None:
     assert KafkaSettings(kafka="k:1").errors() == []
 
 
-def test_what_a_file_says_in_vain_is_logged_once_when_there_is_a_log_and_no_value_is_repeated(
+def test_unused_settings_of_a_file_are_logged_once_without_their_values(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "client.properties"

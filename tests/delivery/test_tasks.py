@@ -7,7 +7,7 @@ import pytest
 from delivery.tasks import running, set_within, until_stopped
 
 
-async def test_an_event_that_is_set_in_time_is_known_to_be() -> None:
+async def test_waiting_reports_whether_the_event_was_set_in_time() -> None:
     event = asyncio.Event()
     asyncio.get_running_loop().call_soon(event.set)
 
@@ -17,14 +17,14 @@ async def test_an_event_that_is_set_in_time_is_known_to_be() -> None:
 
 
 async def test_work_that_ends_is_waited_for() -> None:
-    done = []
+    calls = []
 
     async def work() -> None:
         await asyncio.sleep(0)
-        done.append("work")
+        calls.append("work")
 
     await until_stopped(asyncio.Event(), work())
-    assert done == ["work"]
+    assert calls == ["work"]
 
 
 async def test_a_stop_ends_work_that_hangs_and_lets_it_clean_up() -> None:
@@ -41,7 +41,7 @@ async def test_a_stop_ends_work_that_hangs_and_lets_it_clean_up() -> None:
     assert ended == ["put away"]
 
 
-async def test_what_the_work_raises_is_raised() -> None:
+async def test_an_exception_of_the_work_is_raised() -> None:
     async def work() -> None:
         raise LookupError("gone")
 
@@ -49,7 +49,7 @@ async def test_what_the_work_raises_is_raised() -> None:
         await until_stopped(asyncio.Event(), work())
 
 
-async def test_what_a_part_raises_is_raised_however_deep_it_was_and_the_others_are_cancelled() -> None:
+async def test_an_exception_of_a_nested_part_is_raised_and_the_others_are_cancelled() -> None:
     first, cancelled = ValueError("first"), asyncio.Event()
 
     async def fails() -> None:
@@ -67,6 +67,6 @@ async def test_what_a_part_raises_is_raised_however_deep_it_was_and_the_others_a
     assert cancelled.is_set()
 
 
-async def test_the_parts_end_with_what_they_run_beside() -> None:
+async def test_the_parts_end_with_the_block_that_they_run_beside() -> None:
     async with running(asyncio.Event().wait()):  # type: ignore[arg-type]
         await asyncio.sleep(0)

@@ -22,13 +22,13 @@ class Endpoint:
     """A token endpoint: its requests, and its answer."""
 
     url: str = ""
-    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     status: int = 200
     answer: object = field(default_factory=lambda: {"access_token": "t", "expires_in": 100})
 
     async def handle(self, request: web.Request) -> web.Response:
         basic = b64decode(request.headers["Authorization"].removeprefix("Basic ")).decode()
-        self.asked.append((basic, dict(await request.post())))
+        self.requests.append((basic, dict(await request.post())))
         return web.json_response(self.answer, status=self.status)
 
 
@@ -46,9 +46,9 @@ async def endpoint() -> AsyncIterator[Endpoint]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    now = SimpleNamespace(s=1000.0)
-    monkeypatch.setattr(tokens, "time", SimpleNamespace(time=lambda: now.s))
-    return now
+    fake_time = SimpleNamespace(s=1000.0)
+    monkeypatch.setattr(tokens, "time", SimpleNamespace(time=lambda: fake_time.s))
+    return fake_time
 
 
 def client(endpoint: Endpoint, tmp_path: Path) -> Connection:
@@ -64,14 +64,14 @@ def client(endpoint: Endpoint, tmp_path: Path) -> Connection:
     )
 
 
-async def test_a_token_is_asked_for_again_when_four_fifths_of_its_life_are_over(
+async def test_a_new_token_is_requested_when_four_fifths_of_its_life_are_over(
     endpoint: Endpoint, tmp_path: Path, clock: SimpleNamespace
 ) -> None:
     connection = client(endpoint, tmp_path)
     assert await tokens.token(connection) == "t"
     clock.s += 79
     await tokens.token(connection)
-    assert endpoint.asked == [("me:Tr0ub4dor%263%3A%2F", {"grant_type": "client_credentials", "scope": "kafka"})]
+    assert endpoint.requests == [("me:Tr0ub4dor%263%3A%2F", {"grant_type": "client_credentials", "scope": "kafka"})]
     clock.s += 1
     endpoint.answer = {"access_token": "next", "expires_in": "100"}
     assert await tokens.token(connection) == "next"
@@ -82,7 +82,7 @@ async def test_a_token_that_the_broker_refused_is_not_used_again(endpoint: Endpo
     await tokens.token(connection)
     tokens.forget(connection)
     await tokens.token(connection)
-    assert len(endpoint.asked) == 2
+    assert len(endpoint.requests) == 2
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ async def test_a_token_that_the_broker_refused_is_not_used_again(endpoint: Endpo
         (503, "down", "answers 503"),
     ],
 )
-async def test_an_endpoint_that_gives_no_token_is_named_with_what_to_check(
+async def test_an_endpoint_without_a_token_is_named_with_a_remedy(
     endpoint: Endpoint, tmp_path: Path, status: int, answer: object, expected: str
 ) -> None:
     endpoint.status, endpoint.answer = status, answer
@@ -109,7 +109,7 @@ async def test_an_endpoint_that_is_away_is_named(endpoint: Endpoint, tmp_path: P
         await tokens.token(client(endpoint, tmp_path))
 
 
-async def test_an_aws_role_is_asked_for_a_token_of_the_brokers_region(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_aws_role_gets_a_token_of_the_brokers_region(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
     signer = SimpleNamespace(generate_auth_token=lambda region: (f"of {region}", 9_999_999_999_000))

@@ -22,15 +22,15 @@ BY_NODE = [name for name, topic in ALL.items() if topic.by_node]
 numbers = st.integers(1, 1000)
 
 
-def described(topic: Topic, partitions: int, **other: str) -> TopicDescription:
-    """A topic as it must be, with other settings (dots as underscores)."""
-    settings = topic.settings() | {name.replace("_", "."): value for name, value in other.items()}
+def described(topic: Topic, partitions: int, **other_settings: str) -> TopicDescription:
+    """A topic as it must be, except for these settings (with underscores for dots)."""
+    settings = topic.settings() | {name.replace("_", "."): value for name, value in other_settings.items()}
     return TopicDescription(partitions, settings)
 
 
-def of_samples(other: dict[str, str]) -> list[Mismatch]:
+def mismatches_of_samples(other_settings: dict[str, str]) -> list[Mismatch]:
     topic = ALL["gpu.samples"]
-    return mismatches([topic], {topic.name: described(topic, 32, **other)})
+    return mismatches([topic], {topic.name: described(topic, 32, **other_settings)})
 
 
 @given(numbers)
@@ -62,7 +62,7 @@ def test_topics_not_keyed_by_node_may_have_any_number_of_partitions() -> None:
 
 
 @given(numbers, numbers)
-def test_a_topic_beside_them_may_be_missing_but_must_have_as_many_partitions(partitions: int, others: int) -> None:
+def test_an_optional_topic_may_be_missing_but_must_have_as_many_partitions(partitions: int, others: int) -> None:
     topic, beside = ALL["gpu.workloads"], [ALL["gpu.samples"], ALL["gpu.allocations"]]
     descriptions = {
         topic.name: described(topic, partitions),
@@ -75,7 +75,7 @@ def test_a_topic_beside_them_may_be_missing_but_must_have_as_many_partitions(par
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("other_settings", "message"),
     [
         ({"cleanup_policy": "compact"}, "gpu.samples: cleanup.policy is compact, must be delete"),
         ({"message_timestamp_type": "CreateTime"}, "message.timestamp.type is CreateTime, must be LogAppendTime"),
@@ -83,24 +83,24 @@ def test_a_topic_beside_them_may_be_missing_but_must_have_as_many_partitions(par
         ({"max_message_bytes": "1048588"}, "max.message.bytes is 1048588, must be at least 4194304"),
     ],
 )
-def test_a_setting_that_breaks_what_readers_rely_on_is_an_error(other: dict[str, str], message: str) -> None:
-    (mismatch,) = of_samples(other)
+def test_a_setting_that_readers_can_not_work_with_is_an_error(other_settings: dict[str, str], message: str) -> None:
+    (mismatch,) = mismatches_of_samples(other_settings)
 
     assert message in str(mismatch)
     assert mismatch.breaks
 
 
 def test_a_setting_that_does_no_harm_is_reported_and_does_not_break() -> None:
-    (mismatch,) = of_samples({"segment_ms": "604800000"})
+    (mismatch,) = mismatches_of_samples({"segment_ms": "604800000"})
 
     assert (mismatch.subject, mismatch.breaks) == ("segment.ms", False)
 
 
 @pytest.mark.parametrize(
-    "other", [{"retention_ms": "-1"}, {"retention_ms": "604800000"}, {"max_message_bytes": "9999999"}]
+    "other_settings", [{"retention_ms": "-1"}, {"retention_ms": "604800000"}, {"max_message_bytes": "9999999"}]
 )
-def test_more_retention_and_larger_messages_are_as_good(other: dict[str, str]) -> None:
-    assert of_samples(other) == []
+def test_more_retention_and_larger_messages_are_no_mismatch(other_settings: dict[str, str]) -> None:
+    assert mismatches_of_samples(other_settings) == []
 
 
 def test_settings_that_the_broker_does_not_report_are_not_errors() -> None:
@@ -135,7 +135,7 @@ async def test_topics_are_not_created_on_an_embedded_broker(embedded: str) -> No
         await topic_admin.create(Connection(embedded))
 
 
-async def test_a_broker_that_is_not_there_is_named() -> None:
+async def test_an_unreachable_broker_is_named() -> None:
     with socket.socket() as occupied:
         occupied.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{occupied.getsockname()[1]}"
@@ -144,7 +144,7 @@ async def test_a_broker_that_is_not_there_is_named() -> None:
             await topic_admin.check(Connection(address), TopicAccess(("gpu.samples",)))
 
 
-def test_what_is_missing_is_called_as_kafka_knows_it_and_so_is_what_to_run() -> None:
+def test_a_missing_topic_and_the_command_to_run_have_kafkas_name_of_it() -> None:
     connection = Connection("kafka:9092", topic_prefix="team-a.")
 
     (missing,) = mismatches(contract(connection, ["gpu.samples"]).values(), {})

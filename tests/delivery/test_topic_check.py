@@ -1,4 +1,4 @@
-"""What a component reports and does while the topics that it uses can't be used, with a scripted broker."""
+"""A component's reports and behaviour while its topics can't be used, with a scripted broker."""
 
 import asyncio
 
@@ -17,18 +17,18 @@ GOOD = Checked({"gpu.samples": 32}, (Mismatch("gpu.samples", "segment.ms", "3600
 
 
 class FakeBroker:
-    """A broker that gives these answers, one after the other; ``asked`` is set after the last one."""
+    """A broker that gives these answers, one after the other; ``checked`` are the topics of each check."""
 
     def __init__(self, *results: Checked | Exception) -> None:
         self._results = list(results)
-        self.seen: list[tuple[str, ...]] = []
+        self.checked: list[tuple[str, ...]] = []
         self.waiting: list[list[str]] = []
         self.check: TopicCheck | None = None
 
     async def __call__(self, connection: Connection, uses: TopicAccess) -> Checked:
         if self.check is not None:
             self.waiting.append(self.check.not_ready())
-        self.seen.append((*uses.reads, *uses.optional))
+        self.checked.append((*uses.reads, *uses.optional))
         answer = self._results.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -41,17 +41,19 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topic_admin, "CHECK_AGAIN_S", (0.0,))
 
 
-def asking(monkeypatch: pytest.MonkeyPatch, *answers: Checked | Exception) -> tuple[TopicCheck, FakeBroker]:
+def scripted_check(monkeypatch: pytest.MonkeyPatch, *answers: Checked | Exception) -> tuple[TopicCheck, FakeBroker]:
     fake_broker, check = FakeBroker(*answers), TopicCheck(Connection("kafka:9092"), USES)
     fake_broker.check = check
     monkeypatch.setattr(topic_admin, "check", fake_broker)
     return check, fake_broker
 
 
-async def test_the_check_names_what_is_missing_and_what_to_run_and_goes_on_when_it_is_there(
+async def test_the_check_names_missing_topics_and_the_command_to_run_and_ends_when_they_exist(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    check, broker = asking(monkeypatch, BrokerUnavailable("no Kafka broker answers"), MISSING, MISSING, RESIZED, GOOD)
+    check, broker = scripted_check(
+        monkeypatch, BrokerUnavailable("no Kafka broker answers"), MISSING, MISSING, RESIZED, GOOD
+    )
 
     assert await check.wait(asyncio.Event()) is GOOD
 
@@ -65,17 +67,17 @@ async def test_the_check_names_what_is_missing_and_what_to_run_and_goes_on_when_
         [f"gpu.samples: its number of partitions is 1, must be 32, as gpu.workloads has: {run}"],
     ]
     assert check.not_ready() == []
-    assert set(broker.seen) == {("gpu.samples", "gpu.workloads")}
+    assert set(broker.checked) == {("gpu.samples", "gpu.workloads")}
     assert sum("the topic is missing" in line for line in caplog.messages) == 1
     assert sum("segment.ms is 604800000" in line for line in caplog.messages) == 1
 
 
 async def test_a_stop_ends_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topic_admin, "CHECK_AGAIN_S", (3600.0,))
-    check, broker = asking(monkeypatch, MISSING)
+    check, broker = scripted_check(monkeypatch, MISSING)
     stop = asyncio.Event()
     waiting = asyncio.ensure_future(check.wait(stop))
-    while not broker.seen:  # noqa: ASYNC110 - one turn of the loop
+    while not broker.checked:  # noqa: ASYNC110 - one turn of the loop
         await asyncio.sleep(0)
     stop.set()
 

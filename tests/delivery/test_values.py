@@ -1,4 +1,4 @@
-"""What options take, and what they refuse."""
+"""The values that options accept and refuse."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_a_duration_is_seconds(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "s", "-1s", "1w", "1S", "1 0s", "nan", "inf", "1e3", "0x10"])
-def test_what_is_no_duration_is_refused_with_the_right_spelling(text: str) -> None:
+def test_a_malformed_duration_is_refused_with_the_right_spelling(text: str) -> None:
     with pytest.raises(ValueError, match="500ms, 30s, 15m, 2h, 7d or 1h30m"):
         values.duration(text)
 
@@ -43,7 +43,7 @@ def test_a_size_is_bytes(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["64kb", "64KB", "-1", "KiB", ""])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_a_malformed_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="64KiB"):
         values.size(text)
 
@@ -53,7 +53,7 @@ def test_a_fleet_is_nodes_times_gpus() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "4", "4x", "x8", "0x8", "4x0", "4X8", "-4x8", "4x8x2"])
-def test_what_is_no_fleet_is_refused(text: str) -> None:
+def test_a_malformed_fleet_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="4x8"):
         values.fleet_size(text)
 
@@ -66,7 +66,7 @@ def test_brokers_are_hosts_and_ports(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "kafka", "kafka:", ":9092", "kafka:0", "kafka:65536", "a:1,,b:2", "a b:1", "http://a:1"]
 )
-def test_what_is_no_broker_is_refused(text: str) -> None:
+def test_a_malformed_broker_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
         values.host_ports(text)
 
@@ -79,7 +79,7 @@ def test_listening_is_an_address_or_off() -> None:
 
 
 @pytest.mark.parametrize("text", ["", ":9401", "9401", "on", "127.0.0.1:x"])
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_a_malformed_address_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="or off"):
         values.listen(text)
 
@@ -92,7 +92,7 @@ def test_a_url_is_taken_as_given(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "p:9090", "ftp://p/", "http://", "http:///x", "http://p:99999/", "http://p/a b", "http://[::1/"]
 )
-def test_what_is_no_url_is_refused(text: str) -> None:
+def test_a_malformed_url_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a URL that begins with http:// or https://"):
         values.url(text)
 
@@ -114,7 +114,7 @@ def test_a_label_is_a_name_and_a_value() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "region", "region=", "=eu", "a-b=c", "1a=b", "__name__=up", "__x=y"])
-def test_what_is_no_label_is_refused(text: str) -> None:
+def test_a_malformed_label_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a label such as region=eu"):
         values.label(text)
 
@@ -167,7 +167,7 @@ def test_a_socket_is_an_absolute_path_or_off() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "kubelet.sock", "./kubelet.sock", "unix:///run/kubelet.sock", "/" + 107 * "x"])
-def test_what_is_no_socket_is_refused(text: str) -> None:
+def test_a_malformed_socket_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="absolute path"):
         values.socket_path(text)
 
@@ -177,7 +177,7 @@ def test_prefixes_are_separated_by_commas() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "nvidia.com", "/", "nvidia.com/,", "nvidia .com/", "cpu"])
-def test_what_begins_no_extended_resource_is_refused(text: str) -> None:
+def test_a_prefix_of_no_extended_resource_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"nvidia\.com/"):
         values.prefixes(text)
 
@@ -187,7 +187,7 @@ def test_names_are_separated_by_commas() -> None:
     assert values.names("") == ()
 
 
-def test_what_is_no_list_of_names_is_refused() -> None:
+def test_a_malformed_list_of_names_is_refused() -> None:
     with pytest.raises(ValueError, match="list of names"):
         values.names("app team")
 
@@ -198,7 +198,7 @@ def test_a_lease_has_a_namespace_and_a_name_or_is_off() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "one", "/one", "gpustream/", "a/b/c"])
-def test_what_is_no_lease_is_refused(text: str) -> None:
+def test_a_malformed_lease_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="NAMESPACE/NAME"):
         values.lease(text)
 
@@ -208,7 +208,7 @@ def test_a_duration_is_written_as_it_is_read(seconds: float) -> None:
     assert values.duration(values.duration_text(seconds)) == pytest.approx(seconds)
 
 
-def test_what_is_longer_than_ten_years_is_no_duration() -> None:
+def test_a_duration_of_more_than_ten_years_is_refused() -> None:
     with pytest.raises(ValueError, match="ten years"):
         values.duration("4000d")
 
@@ -234,7 +234,7 @@ def test_a_duration_is_read_in_whole_milliseconds(text: str, ms: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", " ", "h", "1w", "-1s", "1e3", "30m1h", "١s", "1.s", ".5s", "nan", "1" * 13, "4000d"]
 )
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_a_malformed_duration_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a duration|ten years"):
         values.milliseconds(text)
 

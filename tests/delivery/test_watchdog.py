@@ -1,4 +1,4 @@
-"""When a process must be ended, and when it only seems to hang."""
+"""A watchdog ends a process that hangs, and not one that only seems to hang."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ class Life:
         self.pulse = IDLE
 
     def live(self, seconds: int, **stands_still: object) -> str | None:
-        """Make so many checks, in which all counters move except the given ones. Returns the first verdict, if any."""
+        """Check once a second, with all counters moving except the given ones. Returns the first verdict, if any."""
         for _ in range(seconds):
             moves = {name: getattr(self.pulse, name) + 1 for name in ("beat", "progress", "turns", "reachable")}
             self.pulse = msgspec.structs.replace(self.pulse, **(moves | stands_still))
@@ -65,7 +65,7 @@ def test_state_that_takes_long_to_read_ends_nothing_while_it_is_read() -> None:
     assert Life().live(10_000, ready=False, working=True) is None
 
 
-def test_a_reader_that_looks_for_no_records_ends_the_process_even_with_nothing_open() -> None:
+def test_a_reader_that_no_longer_polls_ends_the_process_even_with_nothing_open() -> None:
     life = Life()
     assert life.live(90, turns=0, progress=0) is None
     assert "looked for" in str(life.live(2, turns=0, progress=0))
@@ -81,17 +81,17 @@ def test_a_wait_that_ends_in_time_starts_the_count_again() -> None:
 def test_a_process_that_was_suspended_has_not_stalled() -> None:
     life = Life()
     life.live(10, working=True)
-    suspended = life.pulse  # for hours, but nobody looked: the next look is a second later
+    suspended = life.pulse  # for hours, but without a check: the next check is a second later
     assert life.detector.check(suspended) is None
     assert life.live(10, working=True) is None
 
 
-def test_the_first_look_has_nothing_to_compare_with() -> None:
+def test_the_first_check_has_nothing_to_compare_with() -> None:
     assert StallDetector(Deadlines(start=0, beat=0, progress=0)).check(IDLE) is None
 
 
 @pytest.mark.slow
-def test_a_watchdog_that_cannot_look_ends_the_process_rather_than_its_watch() -> None:
+def test_a_watchdog_whose_check_fails_ends_the_process() -> None:
     reasons: list[str] = []
     process_ended = threading.Event()
 

@@ -184,8 +184,8 @@ def test_what_is_no_record_is_skipped_with_a_word_and_the_rest_is_counted(
 def test_the_agent_skips_what_is_no_record_with_a_word(
     idle_gpus: Any, broken: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    idle_gpus.take(broken, 0.0)
-    idle_gpus.take(tick(1, device(holders=held_by("a"))), 1.0)
+    idle_gpus.add_record(broken, 0.0)
+    idle_gpus.add_record(tick(1, device(holders=held_by("a"))), 1.0)
     assert [node.tick.seq for node in idle_gpus.nodes.values()] == [1]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
@@ -198,15 +198,15 @@ def quiet(*pods: str, uuid: str = "GPU-1") -> JsonDict:
     return device(uuid, metrics={"gpu_utilization_ratio": 0.0}, holders=held_by(*pods))
 
 
-def see(module: Any, value: bytes, now_s: float) -> None:
-    module.see(module.decoder.decode(value), now_s)
+def add_tick(module: Any, value: bytes, now_s: float) -> None:
+    module.add_tick(module.decoder.decode(value), now_s)
 
 
 def test_a_pod_is_idle_after_ten_minutes_of_holding_a_gpu_unused(idle_gpus: Any) -> None:
     for second in (0, 300, 599):
-        see(idle_gpus, tick(second, quiet("a")), second)
+        add_tick(idle_gpus, tick(second, quiet("a")), second)
     assert idle(idle_gpus, 599) == []
-    see(idle_gpus, tick(600, quiet("a")), 600)
+    add_tick(idle_gpus, tick(600, quiet("a")), 600)
     assert idle(idle_gpus, 600) == [("a", 600.0)]
 
 
@@ -217,23 +217,23 @@ def test_a_pod_is_idle_after_ten_minutes_of_holding_a_gpu_unused(idle_gpus: Any)
 )
 def test_idleness_begins_again_after_anything_else(idle_gpus: Any, between: JsonDict) -> None:
     for second, idle_device in ((0, quiet("a")), (300, between), (301, quiet("a")), (900, quiet("a"))):
-        see(idle_gpus, tick(second, idle_device), second)
+        add_tick(idle_gpus, tick(second, idle_device), second)
     assert idle(idle_gpus, 900) == []
-    see(idle_gpus, tick(901, quiet("a")), 901)
+    add_tick(idle_gpus, tick(901, quiet("a")), 901)
     assert idle(idle_gpus, 901) == [("a", 600.0)]
 
 
 def test_a_replay_does_not_bring_back_what_was(idle_gpus: Any) -> None:
     for second in (0, 600):
-        see(idle_gpus, tick(second, quiet("a")), second)
-    see(idle_gpus, tick(601, quiet()), 601)
-    see(idle_gpus, tick(600, quiet("a")), 602)
+        add_tick(idle_gpus, tick(second, quiet("a")), second)
+    add_tick(idle_gpus, tick(601, quiet()), 601)
+    add_tick(idle_gpus, tick(600, quiet("a")), 602)
     assert idle(idle_gpus, 602) == []
 
 
 def test_a_node_that_says_nothing_for_a_minute_is_forgotten(idle_gpus: Any) -> None:
     for second in (0, 600):
-        see(idle_gpus, tick(second, quiet("a")), second)
+        add_tick(idle_gpus, tick(second, quiet("a")), second)
     assert idle(idle_gpus, 660) == [("a", 600.0)]
     assert idle(idle_gpus, 661) == []
     assert idle_gpus.nodes == {}
@@ -281,5 +281,5 @@ def test_every_metric_that_the_clickhouse_view_reads_is_in_the_catalogue() -> No
 def test_the_programs_take_the_example_of_the_topic(gpu_hours: Any, idle_gpus: Any) -> None:
     value = json.dumps(TOPIC.example).encode()
     gpu_hours.decoder.decode(value)
-    idle_gpus.take(value, 0.0)
+    idle_gpus.add_record(value, 0.0)
     assert len(idle_gpus.nodes) == 1

@@ -21,7 +21,7 @@ unknown = st.dictionaries(
 
 
 def records_of(topic: Topic) -> st.SearchStrategy[Json]:
-    """Every record that the topic's type takes, with unknown fields, and nulls for missing values."""
+    """Every record that the topic's type accepts, with unknown fields, and nulls for missing values."""
     assert topic.record is not None
     struct: st.SearchStrategy[Json] = _values(inspect.type_info(topic.record))
     return struct

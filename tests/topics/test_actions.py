@@ -1,4 +1,4 @@
-"""gpu.actions: its headers, and what distinguishes actions."""
+"""gpu.actions: the headers, and the ids of actions."""
 
 import msgspec
 import pytest

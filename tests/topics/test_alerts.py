@@ -1,4 +1,4 @@
-"""What distinguishes alerts and their transitions, and their times."""
+"""The fingerprints of alerts, the ids of their transitions, and their times."""
 
 import msgspec
 from cloudevents.core.bindings import kafka
@@ -36,7 +36,7 @@ def test_a_fingerprint_distinguishes_which_field_a_value_stands_in() -> None:
     assert all(len(digest) == 16 for digest in prints)
 
 
-def test_the_example_has_the_fingerprint_of_what_it_is_about() -> None:
+def test_the_example_has_the_fingerprint_of_its_subject() -> None:
     uuid, pod_uid = "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b", "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10"
 
     assert ALERT.fingerprint == fingerprint(ALERT.name, ALERT.cluster, ALERT.node, uuid, pod_uid)

@@ -1,4 +1,4 @@
-"""Who holds a device, by pod."""
+"""The holders of a device, by pod."""
 
 from topics.attributed import AttributedDevice, AttributedEvent, Holder, HoldingPod, by_pod, pods_of
 
@@ -7,7 +7,7 @@ def holder(pod: str, uid: str | None = None, container: str = "main") -> Holder:
     return Holder("ml-team", pod, pod_uid=uid, container=container)
 
 
-def test_the_containers_of_a_pod_are_one_pods() -> None:
+def test_the_containers_of_a_pod_are_grouped_together() -> None:
     a, b, c = holder("a", "1"), holder("b", "2"), holder("a", "1", "sidecar")
     device = AttributedDevice(uuid="GPU-1", vendor="nvidia", state="ok", metrics={}, holders=(a, b, c))
     assert pods_of(device.holders) == {HoldingPod("ml-team", "a", "1"): [a, c], HoldingPod("ml-team", "b", "2"): [b]}
@@ -18,10 +18,10 @@ def test_a_pod_that_was_created_again_under_its_name_is_another_one() -> None:
 
 
 def test_a_holder_without_a_uid_is_of_the_pod_of_that_name() -> None:
-    unknown, with_uid, other = holder("a"), holder("a", "1", "sidecar"), holder("b")
-    assert by_pod([unknown, with_uid, other]) == {
+    unknown, with_uid, other_pod = holder("a"), holder("a", "1", "sidecar"), holder("b")
+    assert by_pod([unknown, with_uid, other_pod]) == {
         ("ml-team", "a", "1"): [with_uid, unknown],
-        ("ml-team", "b", None): [other],
+        ("ml-team", "b", None): [other_pod],
     }
 
 
@@ -30,7 +30,7 @@ def test_nobody_holds_a_free_device() -> None:
 
 
 def test_an_event_without_holders_of_its_own_has_the_devices() -> None:
-    now, at_event = (holder("a"),), (holder("b"),)
-    assert AttributedEvent("xid", 79).held_by(now) == now
-    assert AttributedEvent("xid", 79, holders=at_event).held_by(now) == at_event
-    assert AttributedEvent("xid", 79, holders=()).held_by(now) == ()
+    current, at_event = (holder("a"),), (holder("b"),)
+    assert AttributedEvent("xid", 79).held_by(current) == current
+    assert AttributedEvent("xid", 79, holders=at_event).held_by(current) == at_event
+    assert AttributedEvent("xid", 79, holders=()).held_by(current) == ()

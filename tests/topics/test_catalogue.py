@@ -1,4 +1,4 @@
-"""The metric catalogue: what each profile guarantees, and in which units."""
+"""The metric catalogue: the guarantees and units of each profile."""
 
 import re
 from collections import Counter
@@ -48,11 +48,11 @@ def value(profile: ProfileName, key: str, raw: float) -> float:
     return PROFILES[profile].series[key][0].convert(raw)
 
 
-def test_no_key_that_samples_have_carried_is_gone() -> None:
+def test_no_key_that_samples_have_had_is_removed() -> None:
     assert set(KEYS.split()) - set(CATALOGUE) == set()
 
 
-def test_keys_are_in_base_units_and_say_so() -> None:
+def test_keys_are_in_base_units_and_end_with_them() -> None:
     for metric in CATALOGUE.values():
         stem = metric.key.removesuffix("_total")
         base = {"hertz": "hz"}.get(metric.unit, metric.unit)
@@ -61,13 +61,13 @@ def test_keys_are_in_base_units_and_say_so() -> None:
         assert (metric.kind == "counter") == metric.key.endswith("_total")
 
 
-def test_every_row_says_what_it_is_and_where_nvml_has_it() -> None:
+def test_every_row_has_a_description_and_its_source_in_nvml() -> None:
     for metric in CATALOGUE.values():
         assert metric.help.endswith(".")
         assert metric.nvml
 
 
-def test_every_counter_says_since_when_it_counts() -> None:
+def test_every_counter_describes_since_when_it_counts() -> None:
     counters = [metric for metric in CATALOGUE.values() if metric.kind == "counter"]
     assert counters
     assert [
@@ -82,7 +82,7 @@ def test_no_two_series_of_a_profile_have_one_name_and_one_set_of_labels(profile:
     assert len(identities) == len(set(identities))
 
 
-def test_a_name_has_one_series_for_each_device_or_its_table_says_what_they_are_together() -> None:
+def test_a_name_has_one_series_for_each_device_or_its_table_describes_them_together() -> None:
     shared: dict[str, dict[str, None]] = {}
     for profile in [name for name in PROFILES if name != "otel-suffixed"]:
         names_and_keys = [
@@ -139,20 +139,20 @@ WHOLES = {
     "temperature_celsius": {"memory_temperature_celsius"},
     "sm_clock_hz": {"memory_clock_hz"},
 }
-"""What the values of a key count, or stand beside, that another key's values count too."""
+"""For each key, those whose values are part of its value or are measured beside it: they must not be added up."""
 
 
 @every_profile
-def test_what_is_counted_or_measured_twice_has_names_that_are_never_added_up(profile: ProfileName) -> None:
+def test_values_that_are_counted_twice_have_names_that_are_never_added_up(profile: ProfileName) -> None:
     names = {key: {series.name for series in series_of_key} for key, series_of_key in PROFILES[profile].series.items()}
     if profile == "otel-suffixed":
-        del names["memory_clock_hz"]  # under the name of the others, as l9gpu's dashboards ask for it
+        del names["memory_clock_hz"]  # it has the name of the others, as in l9gpu's dashboards
 
     assert {(a, b) for a, parts in WHOLES.items() for b in parts if names.get(a, set()) & names.get(b, set())} == set()
 
 
 @every_profile
-def test_what_is_not_a_value_of_the_device_has_a_name_that_no_value_of_it_has(profile: ProfileName) -> None:
+def test_a_value_that_is_not_the_devices_has_a_name_that_no_value_of_it_has(profile: ProfileName) -> None:
     beside = [HOLDERS, POD_INFO, ALERT_FIRING, *FURTHER]
 
     assert not {info.name for info in beside} & {series.name for series in every_series(profile)}
@@ -174,7 +174,7 @@ def test_the_memory_has_a_temperature_and_a_clock_of_its_own_name() -> None:
 
 
 @every_profile
-def test_names_and_labels_are_ones_that_prometheus_takes(profile: ProfileName) -> None:
+def test_prometheus_accepts_all_names_and_labels(profile: ProfileName) -> None:
     for series in every_series(profile):
         assert re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", series.name)
         for name, text in series.labels:
@@ -283,7 +283,7 @@ def test_the_percentage_of_memory_in_use_is_0_to_100() -> None:
     assert share.compute(1, 0) is None
 
 
-def test_dcgms_share_of_memory_is_of_what_is_not_reserved_and_0_to_1() -> None:
+def test_dcgms_share_of_memory_is_of_the_unreserved_memory_and_0_to_1() -> None:
     (share,) = [ratio for ratio in PROFILES["dcgm"].ratios if ratio.name == "DCGM_FI_DEV_FB_USED_PERCENT"]
 
     assert (share.numerators, {*share.denominators}) == (
@@ -294,20 +294,20 @@ def test_dcgms_share_of_memory_is_of_what_is_not_reserved_and_0_to_1() -> None:
 
 
 def test_dcgms_nvlink_bandwidth_is_that_of_both_directions() -> None:
-    both = {"nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second"}
+    nvlink_keys = {"nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second"}
     names = {"dcgm": "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL", "dcgm-4.9": "DCGM_FI_DEV_NVLINK_THROUGHPUT_BYTES_PER_SECOND"}
     found_both = {
         ratio.name: ratio.compute(4e9)
         for profile in PROFILES.values()
         for ratio in profile.ratios
-        if both == {*ratio.keys}
+        if nvlink_keys == {*ratio.keys}
     }
 
     assert found_both == {names["dcgm"]: 4000.0, names["dcgm-4.9"]: 4e9, "dcgm_nvlink_bandwidth_total": 4000.0}
 
 
 @every_profile
-def test_what_is_derived_is_made_of_keys_of_the_catalogue(profile: ProfileName) -> None:
+def test_derived_series_are_computed_from_keys_of_the_catalogue(profile: ProfileName) -> None:
     assert {key for ratio in PROFILES[profile].ratios for key in ratio.keys} <= set(CATALOGUE)
 
 
@@ -344,7 +344,7 @@ The others are the last XID error, the driver's version, which is a label, and N
 """
 
 
-def test_what_dcgm_exporter_renamed_has_both_names_and_both_units() -> None:
+def test_metrics_that_dcgm_exporter_renamed_have_both_names_and_both_units() -> None:
     names: dict[str, Any] = {
         old.name: (new.name, pytest.approx(new.convert(1 << 40) / old.convert(1 << 40)))
         for key, (old, *_) in PROFILES["dcgm"].series.items()
@@ -381,7 +381,7 @@ def test_the_suffixed_names_are_those_of_otel_with_their_unit() -> None:
 
 
 @every_profile
-def test_every_series_says_its_unit_and_its_help_says_it_too(profile: ProfileName) -> None:
+def test_every_series_has_its_unit_and_its_help_names_it_too(profile: ProfileName) -> None:
     plain = {"bool", "bitmask", "state", "code"}
     for series in every_series(profile):
         assert series.unit

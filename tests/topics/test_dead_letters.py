@@ -1,4 +1,4 @@
-"""Dead letters are what is left of a record, and are always small enough to be sent."""
+"""Dead letters keep the beginning of a record, and are always small enough to be sent."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from topics.dead_letters import MAX_KEY_BYTES, MAX_VALUE_BYTES, Origin, letter
 ORIGIN = Origin("gpu.samples", 3, 40)
 
 
-def test_a_dead_letter_says_where_its_record_stood_who_gave_up_and_why() -> None:
+def test_a_dead_letter_has_the_position_of_its_record_the_component_and_the_reason() -> None:
     dead = letter(b"c/n", b"{", ORIGIN, stage="attribution", error="truncated", at_ms=7)
 
     assert (dead.key, dead.value) == (b"c/n", b"{")
@@ -22,7 +22,7 @@ def test_a_dead_letter_says_where_its_record_stood_who_gave_up_and_why() -> None
     }
 
 
-def test_of_a_long_value_the_first_64_kib_are_kept_and_its_length_reported() -> None:
+def test_a_long_value_is_cut_to_64_kib_and_its_length_is_reported() -> None:
     dead = letter(None, b"x" * 1_000_000, ORIGIN, stage="s", error="e", at_ms=0)
 
     assert dead.value == b"x" * MAX_VALUE_BYTES

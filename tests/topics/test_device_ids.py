@@ -1,4 +1,4 @@
-"""Device ids: every form that plugins write is understood, and nothing else."""
+"""Device ids: every form that device plugins write is parsed, and nothing else."""
 
 import uuid as uuids
 
@@ -58,7 +58,7 @@ any_form = st.one_of(*FORMS.values())
 
 @pytest.mark.parametrize("form", FORMS)
 @given(data=st.data())
-def test_an_id_of_every_form_says_what_it_was_made_from(form: str, data: st.DataObject) -> None:
+def test_an_id_of_every_form_is_parsed_into_its_parts(form: str, data: st.DataObject) -> None:
     device_id, ref = data.draw(FORMS[form])
 
     assert parse(device_id) == ref
@@ -114,7 +114,7 @@ def test_any_text_is_an_id_in_full_or_is_refused(text: str) -> None:
         "TPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b",
     ],
 )
-def test_what_is_almost_an_id_is_refused(device_id: str) -> None:
+def test_a_text_that_is_almost_an_id_is_refused(device_id: str) -> None:
     with pytest.raises(UnknownDeviceId):
         parse(device_id)
 
@@ -143,14 +143,14 @@ def test_a_share_of_a_device_is_the_same_physical_device(pair: tuple[str, Device
 
 @given(any_form, any_form)
 def test_two_devices_are_never_the_same_physical_device(
-    one: tuple[str, DeviceRef], other: tuple[str, DeviceRef]
+    first: tuple[str, DeviceRef], second: tuple[str, DeviceRef]
 ) -> None:
-    same = all(
-        getattr(one[1], name) == getattr(other[1], name)
+    are_equal = all(
+        getattr(first[1], name) == getattr(second[1], name)
         for name in ("uuid", "parent_uuid", "minor", "gpu_instance", "compute_instance")
     )
 
-    assert (one[1].physical == other[1].physical) == same
+    assert (first[1].physical == second[1].physical) == are_equal
 
 
 def gpu(uuid: str, minor: int | None, index: int | None = None) -> Device:
@@ -220,7 +220,7 @@ def test_an_id_without_a_compute_instance_means_the_first() -> None:
     assert index.find(parse(f"MIG-{GPU_A}/1/1")) == MIG_1
 
 
-def test_a_device_whose_place_is_not_known_is_found_by_its_uuid_alone() -> None:
+def test_a_mig_device_with_unknown_instances_is_found_only_by_its_uuid() -> None:
     index = DeviceIndex([gpu(GPU_A, None), mig(MIG_1, GPU_A, 0, None, None), mig(MIG_2, GPU_A, None, 2, None)])
 
     assert [index.find(parse(device_id)) for device_id in (GPU_A, MIG_1, MIG_2)] == [GPU_A, MIG_1, MIG_2]

@@ -10,7 +10,7 @@ from topics.idleness import Activity, device_activity
 
 
 def device(*pods: float | None, used: float | None = None, **fields: Any) -> AttributedDevice:
-    """A device of which each of these pods uses so much."""
+    """A device whose pods each use this part of it."""
     holders = [
         {"namespace": "ml", "pod": f"p-{number}"} | ({} if part is None else {"parts": {"utilization_ratio": part}})
         for number, part in enumerate(pods)

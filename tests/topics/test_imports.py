@@ -27,9 +27,9 @@ for name in {MODULES!r}:
 print(sorted({{name.partition(".")[0] for name in sys.modules}} & {{"aiokafka", "confluent_kafka", "faust", "mode"}}))
 """
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
-    assert done.stdout.strip() == "[]"
+    assert process.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("name", TOPICS)

@@ -25,7 +25,7 @@ def test_the_pages_and_schemas_in_the_tree_are_those_of_the_tables() -> None:
     assert reference.stale(reference.files()) == []
 
 
-def test_the_page_says_how_topics_are_made_and_of_which_version_their_records_are() -> None:
+def test_the_page_says_how_topics_are_created_and_which_version_their_records_have() -> None:
     page = (reference.DOCS / "topics.md").read_text()
 
     assert f"with {PARTITIONS} partitions and a replication factor of {REPLICATION_FACTOR} unless" in page
@@ -110,7 +110,7 @@ def test_every_field_has_a_row_in_the_table_of_its_object(topic: Topic) -> None:
         "| `metrics` | object of number |  | that of the key |",
     ],
 )
-def test_a_row_of_a_field_says_type_default_unit_and_meaning(row: str) -> None:
+def test_a_row_of_a_field_has_type_default_unit_and_meaning(row: str) -> None:
     assert row in reference.topics_markdown()
 
 
@@ -122,7 +122,7 @@ def test_every_header_of_a_dead_letter_has_a_row() -> None:
     assert [name for name, _ in headers] == list(dead_letters.HEADERS)
 
 
-def test_what_several_topics_have_is_described_once() -> None:
+def test_an_object_of_several_topics_is_described_once() -> None:
     page = reference.topics_markdown()
 
     assert page.count("\n### Alert\n") == 1
@@ -140,7 +140,7 @@ def test_every_series_of_a_profile_has_a_row_in_its_section_and_in_no_other(prof
     assert all(any(row.startswith(f"| `{s.name}") for row in rows) for s in series)
 
 
-def test_what_is_beside_the_metrics_has_a_section_of_its_own() -> None:
+def test_series_beside_the_metrics_have_a_section_of_their_own() -> None:
     rows, _, alerts = reference.metrics_markdown().partition("### With all names\n")[2].partition("### Of alerts\n")
 
     assert rows.count("\n| `gpu_") == len(FURTHER)
@@ -163,7 +163,7 @@ def test_what_is_beside_the_metrics_has_a_section_of_its_own() -> None:
         ("dcgm-legacy", "| `dcgm_gpu_utilization` | 0-100 | gauge | `gpu_utilization_ratio` |"),
     ],
 )
-def test_a_row_says_unit_kind_and_source(profile: ProfileName, row: str) -> None:
+def test_a_row_has_unit_kind_and_source(profile: ProfileName, row: str) -> None:
     assert row in section(profile)
 
 
@@ -171,7 +171,7 @@ def test_a_page_is_the_same_each_time_it_is_written() -> None:
     assert reference.files() == reference.files()
 
 
-def test_files_are_written_where_they_are_missing_or_stale(tmp_path: Path) -> None:
+def test_files_are_written_if_they_are_missing_or_stale(tmp_path: Path) -> None:
     fresh, old, missing = tmp_path / "fresh", tmp_path / "old", tmp_path / "folder" / "missing"
     fresh.write_text("1")
     old.write_text("0")
@@ -183,7 +183,7 @@ def test_files_are_written_where_they_are_missing_or_stale(tmp_path: Path) -> No
     assert [path.read_text() for path in files] == ["1", "2", "3"]
 
 
-def test_the_check_names_what_is_stale_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_names_stale_files_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {tmp_path / "gpu.samples.json": "new"}
 
     assert reference.generate(files, "topics.reference", ["--check"]) == 1
@@ -191,7 +191,7 @@ def test_the_check_names_what_is_stale_and_writes_nothing(tmp_path: Path, capsys
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_check_passes_where_nothing_is_stale(tmp_path: Path) -> None:
+def test_the_check_passes_if_nothing_is_stale(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("a")
 
     assert reference.generate({tmp_path / "a": "a"}, "topics.reference", ["--check"]) == 0

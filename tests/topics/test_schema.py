@@ -24,7 +24,7 @@ def validator(topic: Topic) -> jsonschema.Draft202012Validator:
 
 
 def accepted(topic: Topic, record: Any) -> bool:
-    """Whether our own reader takes it."""
+    """Whether our own reader accepts it."""
     assert topic.record is not None
     try:
         decoder(topic.record)(msgspec.json.encode(record))
@@ -85,7 +85,7 @@ def test_a_record_without_a_required_field_is_refused_by_schema_and_reader_alike
     ids=str,
 )
 def test_a_field_outside_its_bounds_is_refused_by_schema_and_reader_alike(topic: Topic, fields: dict[str, Any]) -> None:
-    if fields.keys() <= topic.example.keys():  # an action is of no node
+    if fields.keys() <= topic.example.keys():  # an action has no node
         record = {**topic.example, **fields}
         assert (validator(topic).is_valid(record), accepted(topic, record)) == (False, False)
 
@@ -113,7 +113,7 @@ def test_a_topic_without_a_record_type_has_no_schema() -> None:
         reference.json_schema(load_topics()["gpu.dead-letters"])
 
 
-def test_the_command_says_that_nothing_is_stale() -> None:
+def test_the_command_reports_that_nothing_is_stale() -> None:
     command = [sys.executable, "-m", "topics.reference", "--check"]
 
     assert subprocess.run(command, check=False, cwd=reference.SCHEMAS.parent.parent).returncode == 0

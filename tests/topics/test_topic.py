@@ -1,4 +1,4 @@
-"""How records are read: null is absent, unknown fields pass, and only one kind of error comes out."""
+"""Records are read so: null is absent, unknown fields are ignored, and there is only one kind of error."""
 
 import msgspec
 import pytest
@@ -31,7 +31,7 @@ def refused(value: bytes) -> bool:
     return False
 
 
-def test_null_means_what_absent_means() -> None:
+def test_null_means_the_same_as_absent() -> None:
     device = {"uuid": "GPU-1", "vendor": None, "state": None, "metrics": {"power_watts": None}, "processes": None}
 
     assert decode(sample(devices=None)) == decode(sample(devices=[]))
@@ -46,7 +46,7 @@ def test_null_lists_of_an_allocation_are_empty() -> None:
     assert (decoded.device_ids, decoded.claims) == ((), ())
 
 
-def test_unknown_fields_pass() -> None:
+def test_unknown_fields_are_ignored() -> None:
     assert decode(sample(later={"deep": [None, {"er": 1}]})) == decode(sample())
 
 
@@ -81,7 +81,7 @@ def test_a_zero_is_a_zero() -> None:
     ],
     ids=lambda value: repr(value[-40:]),
 )
-def test_what_is_no_record_is_refused_with_a_decode_error(value: bytes) -> None:
+def test_a_malformed_record_is_refused_with_a_decode_error(value: bytes) -> None:
     assert refused(value)
 
 

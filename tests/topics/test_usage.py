@@ -1,4 +1,4 @@
-"""What distinguishes records of usage, and which of two counts."""
+"""The keys of usage records, and which of two records counts."""
 
 import msgspec
 import pytest
@@ -24,7 +24,7 @@ def test_parts_that_a_record_does_not_have_are_empty() -> None:
 
 
 @given(st.builds(Key, parts, parts, parts, st.integers(0, 2**63 - 1), parts, parts, parts, parts, parts))
-def test_what_a_record_is_about_can_be_read_from_its_key(key: Key) -> None:
+def test_the_parts_of_a_key_can_be_read_from_it(key: Key) -> None:
     assert key.encode().decode().split("/") == [str(part) for part in key]
 
 
@@ -33,7 +33,7 @@ def test_a_replay_counts_before_any_revision() -> None:
     assert max((MINUTE, replayed), key=lambda record: record.order) is replayed
 
 
-def test_zeros_are_written_and_what_is_not_known_is_left_out() -> None:
+def test_zeros_are_written_and_unknown_values_are_left_out() -> None:
     free = msgspec.structs.replace(MINUTE, namespace=None, workload=None, labels={}, idle_ms=0, generation=0)
     encoded = msgspec.json.decode(msgspec.json.encode(free))
     assert (encoded["idle_ms"], encoded["generation"], encoded["final"]) == (0, 0, True)
@@ -41,7 +41,7 @@ def test_zeros_are_written_and_what_is_not_known_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("example", [MINUTE, HOUR], ids=["minute", "hour"])
-def test_the_examples_are_what_the_contract_says(example: Usage) -> None:
+def test_the_examples_follow_the_contract(example: Usage) -> None:
     assert example.start_ms % (example.end_ms - example.start_ms) == 0
     assert example.slice_ms == example.device_ms * example.of
     assert example.exact_ms + example.late_ms + example.none_ms == example.device_ms

@@ -1,4 +1,4 @@
-"""The client of the API server: its credentials, and the outcome of requests."""
+"""The client of the API server: its credentials, and the results of requests."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ def config(server: ApiServer, tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def connect(config: Path, tmp_path: Path) -> AsyncIterator[Open]:
-    """Starts a client, of the kubeconfig unless the test says otherwise."""
+    """Starts a client, with the kubeconfig unless the test gives another."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(path: Path | None = config, **settings: Any) -> Client:
@@ -88,7 +88,7 @@ async def test_a_retry_after_that_is_no_number_of_seconds_is_none(server: ApiSer
     assert (await api.request("GET", "/things")).retry_after_s is None
 
 
-async def test_requests_are_counted_by_their_status_or_by_why_there_is_none(server: ApiServer, connect: Open) -> None:
+async def test_requests_are_counted_by_their_status_or_by_the_reason_for_none(server: ApiServer, connect: Open) -> None:
     instruments = Instruments(names.INSTRUMENTS)
     api = await connect(requests=partial(instruments.counter, names.API_REQUESTS))
     await api.request("GET", "/things")
@@ -112,7 +112,7 @@ async def test_an_unreachable_server_is_distinguished_from_a_silent_one(server: 
     assert unreachable.value.reason == "connection"
 
 
-async def test_a_request_whose_connections_are_replaced_meanwhile_has_reached_nobody(connect: Open) -> None:
+async def test_a_request_whose_connections_are_replaced_meanwhile_is_unreachable(connect: Open) -> None:
     api = await connect()
     assert api._connection is not None
     await api._connection.close()
@@ -121,7 +121,7 @@ async def test_a_request_whose_connections_are_replaced_meanwhile_has_reached_no
     assert error.value.reason == "connection"
 
 
-async def test_an_answer_that_is_broken_off_is_none(server: ApiServer, connect: Open) -> None:
+async def test_an_incomplete_answer_is_no_answer(server: ApiServer, connect: Open) -> None:
     api = await connect()
 
     async def half(request: Request, reply: Reply) -> None:
@@ -138,7 +138,7 @@ async def test_an_answer_that_is_broken_off_is_none(server: ApiServer, connect: 
         assert error.value.reason == "connection"
 
 
-async def test_a_server_without_tls_at_an_https_address_is_a_matter_of_tls(connect: Open, tmp_path: Path) -> None:
+async def test_a_server_without_tls_at_an_https_address_is_a_tls_error(connect: Open, tmp_path: Path) -> None:
     async def plain(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()
@@ -206,9 +206,7 @@ async def test_a_stream_that_is_silent_for_too_long_is_over(server: ApiServer, c
         assert error.value.reason == "timeout"
 
 
-async def test_a_refused_stream_gives_its_status_and_the_beginning_of_what_it_says(
-    server: ApiServer, connect: Open
-) -> None:
+async def test_a_refused_stream_has_its_status_and_the_beginning_of_its_body(server: ApiServer, connect: Open) -> None:
     api = await connect()
     server.next(answers(403, "x" * 200_000, Retry_After="3"))
     async with api.stream("/things", {}) as stream:
@@ -216,7 +214,7 @@ async def test_a_refused_stream_gives_its_status_and_the_beginning_of_what_it_sa
         assert len(await stream.error_body()) == LARGEST_ERROR_BYTES
 
 
-async def test_what_is_raised_while_reading_a_stream_stays_what_it_is(server: ApiServer, connect: Open) -> None:
+async def test_an_exception_while_reading_a_stream_is_not_wrapped(server: ApiServer, connect: Open) -> None:
     api = await connect()
     with pytest.raises(ValueError, match="mine"):
         async with api.stream("/things", {"watch": "1"}):
@@ -252,7 +250,9 @@ async def test_a_token_file_is_read_again_and_stripped(server: ApiServer, connec
     await eventually(lambda: accepted(api))
 
 
-async def test_a_401_has_the_credentials_read_again(server: ApiServer, connect: Open, tmp_path: Path) -> None:
+async def test_a_401_makes_the_client_read_its_credentials_again(
+    server: ApiServer, connect: Open, tmp_path: Path
+) -> None:
     token = tmp_path / "token"
     token.write_text("one")
     (tmp_path / "config").write_text(kubeconfig(server.url, {"tokenFile": "token"}))
@@ -263,7 +263,7 @@ async def test_a_401_has_the_credentials_read_again(server: ApiServer, connect: 
     await eventually(lambda: accepted(api))
 
 
-async def test_a_token_that_vanished_stays_what_it_was(
+async def test_a_token_whose_file_disappeared_is_kept(
     server: ApiServer, connect: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     token = tmp_path / "token"
@@ -309,7 +309,7 @@ async def test_a_token_that_is_no_valid_header_is_reported(server: ApiServer, co
 # -- configuration
 
 
-async def test_without_a_cluster_and_a_kubeconfig_it_says_what_to_do(
+async def test_without_a_cluster_and_a_kubeconfig_the_error_says_what_to_do(
     connect: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KUBECONFIG", raising=False)
@@ -320,7 +320,7 @@ async def test_without_a_cluster_and_a_kubeconfig_it_says_what_to_do(
     assert error.value.exit_code == 1
 
 
-async def test_kubeconfigs_are_found_where_kubectl_finds_them(
+async def test_kubeconfigs_are_searched_in_the_same_places_as_by_kubectl(
     server: ApiServer, connect: Open, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
@@ -379,11 +379,11 @@ async def test_an_account_without_a_certificate_authority_is_reported(
         await connect(None)
 
 
-# -- where it runs
+# -- its environment
 
 
 @pytest.mark.slow
-def test_the_kubernetes_library_is_loaded_when_it_is_wanted() -> None:
+def test_the_kubernetes_library_is_loaded_only_when_it_is_needed() -> None:
     code = (
         "import sys, delivery.kubernetes.client, producers.cluster.reflector, producers.cluster.lease;"
         "sys.exit('kubernetes_asyncio' in sys.modules)"
@@ -411,6 +411,6 @@ async def test_it_works_on_uvloop_and_leaves_nothing_open(server: ApiServer, tmp
         "uvloop.run(main())\n"
     )
     command_line = [sys.executable, "-W", "error", "-X", "dev", "-c", code, str(tmp_path / "config")]
-    done = await asyncio.to_thread(partial(subprocess.run, command_line, capture_output=True, text=True, timeout=60))
-    assert done.stdout.startswith('200\n{"type": "BOOKMARK"'), done.stderr
-    assert done.stderr == ""
+    process = await asyncio.to_thread(partial(subprocess.run, command_line, capture_output=True, text=True, timeout=60))
+    assert process.stdout.startswith('200\n{"type": "BOOKMARK"'), process.stderr
+    assert process.stderr == ""
