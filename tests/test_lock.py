@@ -3,10 +3,12 @@
 import re
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -42,6 +44,14 @@ def test_the_runtime_lock_has_the_same_versions_and_nothing_for_development() ->
     assert runs.items() <= pins(LOCK).items()
     assert needed <= set(runs)
     assert not {"pytest", "mypy", "pyarrow", "duckdb", "mkdocs-material"} & set(runs)
+
+
+def test_what_is_locked_can_be_installed_with_the_oldest_python_that_is_allowed() -> None:
+    """The first 3.11, too: Debian 12 has 3.11.2."""
+    locked = [package for package in distributions() if canonicalize_name(package.name) in pins(LOCK)]
+    needs = {package.name: package.metadata["Requires-Python"] or "" for package in locked}
+    assert len(needs) > 100
+    assert {name: needed for name, needed in needs.items() if "3.11.0" not in SpecifierSet(needed)} == {}
 
 
 @pytest.mark.parametrize("lock", [LOCK, RUNS], ids=["all", "what runs"])
