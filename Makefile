@@ -24,7 +24,7 @@ SOAK_MINUTES ?= 60
 SOAK_SEED ?= $(shell date +%s)
 
 # Tests start some hundred Python processes: what is compiled is kept in .venv, whatever the environment says.
-COMPILED = PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/pycache
+COMPILED = PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$(CURDIR)/$(VENV)/pycache"
 
 LOCK = env -u PIP_FIND_LINKS -u PIP_NO_INDEX CUSTOM_COMPILE_COMMAND="make lock" $(VENV)/lock/bin/pip-compile --quiet \
 	--generate-hashes --allow-unsafe --strip-extras --no-emit-options --no-emit-index-url --no-emit-find-links --no-emit-trusted-host

@@ -28,10 +28,11 @@ STEPS: list[dict[str, Any]] = [step for job in WORKFLOW["jobs"].values() for ste
 def twice(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The output of .ci/dist for the last commit, in two environments that differ in what builds often depend on."""
     folders = []
-    for umask, zone in ("022", "UTC"), ("077", "Asia/Tokyo"):
+    for umask, zone in (0o022, "UTC"), (0o077, "Asia/Tokyo"):
         folder = tmp_path_factory.mktemp("dist")
-        command = f"umask {umask}; TZ={zone} {ROOT}/.ci/dist {folder} wheel chart notes sums"
-        subprocess.run(["bash", "-c", command], cwd=folder, check=True, capture_output=True)
+        command = [str(ROOT / ".ci" / "dist"), str(folder), "wheel", "chart", "notes", "sums"]
+        environment = {**os.environ, "TZ": zone}
+        subprocess.run(command, cwd=folder, env=environment, umask=umask, check=True, capture_output=True)
         folders.append(folder)
     return folders
 

@@ -1,6 +1,8 @@
 """What contributors read is true: files, targets, options and links are there, and the examples are taken."""
 
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,16 @@ def test_every_target_is_explained_and_no_other() -> None:
 
     assert sorted([*explained, "help"]) == sorted(targets)
     assert set(re.findall(r"^make ([\w-]+)", CONTRIBUTING, re.MULTILINE)) <= set(targets)
+
+
+def test_a_folder_may_have_a_space_in_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    folder.joinpath("Makefile").write_text(MAKEFILE)
+    command = ["make", "--no-print-directory", "--dry-run", "--assume-old=install", "test"]
+    (line,) = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.splitlines()
+
+    assert f"PYTHONPYCACHEPREFIX={folder}/.venv/pycache" in shlex.split(line)
 
 
 def test_the_example_of_a_metric_is_two_rows_that_fit_each_other() -> None:

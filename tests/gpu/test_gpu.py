@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,7 @@ pytestmark = pytest.mark.slow
 
 UUID = "GPU-5c41b7ed-0000-4000-8000-{:012}"
 
-SMI = """#!{python}
-import sys
+SMI = """import sys
 rows = {rows!r}
 unknown = "clocks_event_reasons.active"
 if sys.argv[1] == "-L":
@@ -68,8 +68,9 @@ def said_of(gpu: int) -> dict[str, str]:
 
 def fake_smi(directory: Path, rows: dict[str, dict[str, str]]) -> None:
     directory.mkdir(exist_ok=True)
-    program = directory / "nvidia-smi"
-    program.write_text(SMI.format(python=sys.executable, rows=rows))
+    program, answers = directory / "nvidia-smi", directory / "answers.py"
+    answers.write_text(SMI.format(rows=rows))
+    program.write_text(f'#!/bin/sh\nexec {shlex.join((sys.executable, str(answers)))} "$@"\n')
     program.chmod(0o755)
 
 
