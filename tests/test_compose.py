@@ -105,9 +105,9 @@ def test_a_service_that_writes_to_a_server_waits_for_it() -> None:
 
 
 def test_every_lasting_service_is_restarted_and_has_a_health_check() -> None:
-    staying = {name: service for name, service in SERVICES.items() if name != "topics"}
-    assert {service["restart"] for service in staying.values()} == {"unless-stopped"}
-    assert {service["healthcheck"]["test"][0] for service in staying.values()} == {"CMD"}
+    lasting = {name: service for name, service in SERVICES.items() if name != "topics"}
+    assert {service["restart"] for service in lasting.values()} == {"unless-stopped"}
+    assert {service["healthcheck"]["test"][0] for service in lasting.values()} == {"CMD"}
 
 
 def test_ports_are_published_on_the_loopback_address_only() -> None:

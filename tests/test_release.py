@@ -25,7 +25,7 @@ STEPS: list[dict[str, Any]] = [step for job in WORKFLOW["jobs"].values() for ste
 
 
 @pytest.fixture(scope="module")
-def twice(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def builds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The output of .ci/dist for the last commit, in two environments that differ in what builds often depend on."""
     folders = []
     for umask, zone in (0o022, "UTC"), (0o077, "Asia/Tokyo"):
@@ -38,8 +38,8 @@ def twice(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_two_environments_make_the_same_bytes(twice: list[Path]) -> None:
-    first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in twice)
+def test_two_environments_make_the_same_bytes(builds: list[Path]) -> None:
+    first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in builds)
     assert first == second
     assert first.keys() == {
         f"gpustream-{VERSION}-py3-none-any.whl",
@@ -50,16 +50,16 @@ def test_two_environments_make_the_same_bytes(twice: list[Path]) -> None:
 
 
 @pytest.mark.slow
-def test_the_checksums_are_those_of_the_files(twice: list[Path]) -> None:
-    folder = twice[0]
+def test_the_checksums_are_those_of_the_files(builds: list[Path]) -> None:
+    folder = builds[0]
     files = [path for path in sorted(folder.iterdir()) if path.name != "SHA256SUMS"]
     sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}" for path in files]
     assert sorted((folder / "SHA256SUMS").read_text().splitlines()) == sorted(sums)
 
 
 @pytest.mark.slow
-def test_the_wheel_has_every_package_and_no_test(twice: list[Path]) -> None:
-    (wheel,) = twice[0].glob("*.whl")
+def test_the_wheel_has_every_package_and_no_test(builds: list[Path]) -> None:
+    (wheel,) = builds[0].glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"gpustream", f"gpustream-{VERSION}.dist-info"}
     inside = {name.removeprefix("gpustream/_packages/") for name in names}
@@ -70,8 +70,10 @@ def test_the_wheel_has_every_package_and_no_test(twice: list[Path]) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_works_beside_distributions_with_the_names_of_its_packages(twice: list[Path], tmp_path: Path) -> None:
-    (wheel,) = twice[0].glob("*.whl")
+def test_the_wheel_works_beside_distributions_with_the_names_of_its_packages(
+    builds: list[Path], tmp_path: Path
+) -> None:
+    (wheel,) = builds[0].glob("*.whl")
     subprocess.run([sys.executable, "-m", "zipfile", "-e", wheel, tmp_path], check=True)
     for package in PACKAGES:
         (tmp_path / package).mkdir()
@@ -88,8 +90,8 @@ def test_the_wheel_works_beside_distributions_with_the_names_of_its_packages(twi
 
 
 @pytest.mark.slow
-def test_the_chart_has_the_dashboards_and_rules_themselves_and_no_links(twice: list[Path]) -> None:
-    (archive,) = twice[0].glob("*.tgz")
+def test_the_chart_has_the_dashboards_and_rules_themselves_and_no_links(builds: list[Path]) -> None:
+    (archive,) = builds[0].glob("*.tgz")
     with tarfile.open(archive) as chart:
         members = {member.name: member for member in chart.getmembers()}
     assert [name for name, member in members.items() if member.issym()] == []

@@ -38,10 +38,10 @@ class Group:
             member: ConsumerProtocolMemberMetadata.decode(metadata.encode())
             for member, metadata in metadata_by_member.items()
         }
-        dealt = next(iter(self.members.values())).assign(self.cluster, over_the_wire)
-        for member, assignment in dealt.items():
+        assignments_by_member = next(iter(self.members.values())).assign(self.cluster, over_the_wire)
+        for member, assignment in assignments_by_member.items():
             self.members[member].on_assignment(type(assignment).decode(assignment.encode()))
-        return {member: dict(assignment.assignment) for member, assignment in dealt.items()}
+        return {member: dict(assignment.assignment) for member, assignment in assignments_by_member.items()}
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=12))
@@ -56,9 +56,11 @@ def test_equal_numbers_stay_together_and_are_distributed_evenly_with_the_fewest_
             group.join(member)
         elif not stays and len(group.members) > 1:
             group.members.pop(member, None)
-        dealt = group.rebalance()
-        assert all(list(topics) == sorted(TOPICS) for topics in dealt.values())
-        assignments = {member: {tuple(numbers) for numbers in topics.values()} for member, topics in dealt.items()}
+        assignments_by_member = group.rebalance()
+        assert all(list(topics) == sorted(TOPICS) for topics in assignments_by_member.values())
+        assignments = {
+            member: {tuple(numbers) for numbers in topics.values()} for member, topics in assignments_by_member.items()
+        }
         assert all(len(numbers) == 1 for numbers in assignments.values()), "topics apart"
         shares = {member: set(numbers.pop()) for member, numbers in assignments.items()}
         assert sorted(n for share in shares.values() for n in share) == list(range(COUNT))
@@ -81,11 +83,11 @@ def test_a_member_that_comes_back_with_its_partitions_gets_them_back() -> None:
     for member in "abc":
         group.join(member)
     first = group.rebalance()
-    away = group.members.pop("b")
+    former_member = group.members.pop("b")
     group.rebalance()
     group.members["b"] = CoPartitioned()  # a new process, without memory
     assert group.rebalance() == first
-    assert away.claim.held["samples"] == first["b"]["samples"]
+    assert former_member.claim.held["samples"] == first["b"]["samples"]
 
 
 def test_if_two_claim_a_number_the_later_owner_keeps_it() -> None:
@@ -96,18 +98,18 @@ def test_topics_with_another_partition_count_are_distributed_separately() -> Non
     group = Group(samples=4, allocations=4, workloads=5)
     for member in "ab":
         group.join(member)
-    dealt = group.rebalance()
-    assert all(topics["samples"] == topics["allocations"] for topics in dealt.values())
-    assert sorted(n for topics in dealt.values() for n in topics["workloads"]) == [0, 1, 2, 3, 4]
+    assignments_by_member = group.rebalance()
+    assert all(topics["samples"] == topics["allocations"] for topics in assignments_by_member.values())
+    assert sorted(n for topics in assignments_by_member.values() for n in topics["workloads"]) == [0, 1, 2, 3, 4]
 
 
 def test_a_topic_that_only_some_members_read_goes_to_those() -> None:
     group = Group(**dict.fromkeys(TOPICS, 4))
     group.join("new")
     group.join("old", TOPICS[:2])
-    dealt = group.rebalance()
-    assert dealt["new"]["workloads"] == [0, 1, 2, 3]
-    assert set(dealt["old"]) == set(TOPICS[:2])
+    assignments_by_member = group.rebalance()
+    assert assignments_by_member["new"]["workloads"] == [0, 1, 2, 3]
+    assert set(assignments_by_member["old"]) == set(TOPICS[:2])
 
 
 def test_the_metadata_of_another_program_is_ignored() -> None:

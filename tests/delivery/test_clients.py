@@ -73,12 +73,12 @@ def test_a_batch_of_zstd_is_compressed_at_level_1() -> None:
 
 
 def test_every_consumer_reads_committed_records_except_the_one_that_looks_whether_a_topic_is_empty() -> None:
-    naming = {
+    levels_by_path = {
         path.relative_to(ROOT).as_posix(): re.findall(r'"?isolation_level"?(?:=|: )"(\w+)"', path.read_text())
         for package in PACKAGES
         for path in (ROOT / package).rglob("*.py")
     }
-    assert {path: levels for path, levels in naming.items() if levels} == {
+    assert {path: levels for path, levels in levels_by_path.items() if levels} == {
         "delivery/clients.py": ["read_committed"],
         "delivery/kafka_admin.py": ["read_uncommitted"],
         "docs/consumers/gpu_hours.py": ["read_committed"],
@@ -157,7 +157,7 @@ class HalfABroker:
 
 
 @pytest.fixture
-async def half(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[HalfABroker, Connection]]:
+async def half_broker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[HalfABroker, Connection]]:
     broker = HalfABroker()
     async with await asyncio.start_server(broker.serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
@@ -170,9 +170,9 @@ async def half(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[HalfABrok
 
 @pytest.mark.parametrize("make", [delivery.clients.consumer, delivery.clients.producer])
 async def test_a_client_that_is_cancelled_while_it_bootstraps_leaves_no_connection_open(
-    half: tuple[HalfABroker, Connection], make: Callable[[Connection], Any]
+    half_broker: tuple[HalfABroker, Connection], make: Callable[[Connection], Any]
 ) -> None:
-    broker, connection = half
+    broker, connection = half_broker
     starting = asyncio.create_task(delivery.clients.start_client(lambda: make(connection), connection))
     await broker.metadata_requested.wait()
     with warnings.catch_warnings(record=True) as warned:
@@ -185,9 +185,9 @@ async def test_a_client_that_is_cancelled_while_it_bootstraps_leaves_no_connecti
 
 
 async def test_a_client_whose_stop_takes_too_long_leaves_no_connection_open_and_opens_none(
-    half: tuple[HalfABroker, Connection], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    half_broker: tuple[HalfABroker, Connection], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broker, connection = half
+    broker, connection = half_broker
     client = delivery.clients.consumer(connection)
     starting = asyncio.create_task(client.start())
     await broker.metadata_requested.wait()

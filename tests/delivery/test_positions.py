@@ -37,7 +37,7 @@ async def test_a_new_group_starts_at_an_end_of_the_log_or_some_time_ago() -> Non
     assert start.resume in {140, 141}
 
 
-class New:
+class NewGroup:
     """A group before this process joins it, with its commits. ``member``: what an existing member has."""
 
     def __init__(self, committed: dict[Any, int], member: dict[Any, int] | None) -> None:
@@ -66,7 +66,7 @@ class New:
 async def test_a_group_begins_in_all_partitions_of_a_topic_at_once_or_has_members(
     committed: dict[Any, int], from_: Any, member: dict[Any, int] | None, expected: dict[Any, int], log_text: str
 ) -> None:
-    group = New(committed, member)
+    group = NewGroup(committed, member)
     assert await positions.commit_start(group, {"a": from_, "b": "earliest"}) == set(log_text)  # type: ignore[arg-type]
     assert group.committed == expected
 

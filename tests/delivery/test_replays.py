@@ -1,4 +1,4 @@
-"""The rule that tells replays from new ticks, over logs that are partly repeated, or created again."""
+"""The rule that distinguishes replays from new ticks, over logs that are partly repeated or created again."""
 
 from typing import NamedTuple
 

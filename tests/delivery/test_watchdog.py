@@ -13,14 +13,14 @@ DEADLINES = Deadlines(start=120, beat=60, progress=90)
 IDLE = Pulse(beat=0, progress=0, turns=0, working=False, ready=True, reachable=0)
 
 
-class Life:
+class SimulatedProcess:
     """A process as the detector sees it, with one check a second."""
 
     def __init__(self) -> None:
         self.detector = StallDetector(DEADLINES)
         self.pulse = IDLE
 
-    def live(self, seconds: int, **stands_still: object) -> str | None:
+    def run(self, seconds: int, **stands_still: object) -> str | None:
         """Check once a second, with all counters moving except the given ones. Returns the first verdict, if any."""
         for _ in range(seconds):
             moves = {name: getattr(self.pulse, name) + 1 for name in ("beat", "progress", "turns", "reachable")}
@@ -30,60 +30,60 @@ class Life:
         return None
 
 
-def test_a_process_that_works_lives_for_ever() -> None:
-    assert Life().live(100_000, working=True) is None
+def test_a_process_that_works_is_never_ended() -> None:
+    assert SimulatedProcess().run(100_000, working=True) is None
 
 
-def test_a_process_without_anything_to_do_lives_for_ever() -> None:
-    assert Life().live(100_000, working=False, progress=0) is None
+def test_an_idle_process_is_never_ended() -> None:
+    assert SimulatedProcess().run(100_000, working=False, progress=0) is None
 
 
 def test_an_event_loop_that_hangs_ends_the_process() -> None:
-    life = Life()
-    assert life.live(60, beat=0, turns=0, progress=0, reachable=0) is None
-    assert "event loop" in str(life.live(1, beat=0, turns=0, progress=0, reachable=0))
+    process = SimulatedProcess()
+    assert process.run(60, beat=0, turns=0, progress=0, reachable=0) is None
+    assert "event loop" in str(process.run(1, beat=0, turns=0, progress=0, reachable=0))
 
 
 def test_records_that_are_never_finished_end_the_process() -> None:
-    life = Life()
-    assert life.live(90, working=True, progress=0) is None
-    assert "none was finished" in str(life.live(2, working=True, progress=0))
+    process = SimulatedProcess()
+    assert process.run(90, working=True, progress=0) is None
+    assert "none was finished" in str(process.run(2, working=True, progress=0))
 
 
 def test_a_broker_that_is_away_ends_nothing() -> None:
-    assert Life().live(100_000, working=True, progress=0, reachable=0) is None
-    assert Life().live(100_000, ready=False, progress=0, turns=0, reachable=0) is None
+    assert SimulatedProcess().run(100_000, working=True, progress=0, reachable=0) is None
+    assert SimulatedProcess().run(100_000, ready=False, progress=0, turns=0, reachable=0) is None
 
 
 def test_a_reader_that_never_gets_ready_ends_the_process() -> None:
-    life = Life()
-    assert life.live(120, ready=False, progress=0) is None
-    assert "not ready" in str(life.live(2, ready=False, progress=0))
+    process = SimulatedProcess()
+    assert process.run(120, ready=False, progress=0) is None
+    assert "not ready" in str(process.run(2, ready=False, progress=0))
 
 
 def test_state_that_takes_long_to_read_ends_nothing_while_it_is_read() -> None:
-    assert Life().live(10_000, ready=False, working=True) is None
+    assert SimulatedProcess().run(10_000, ready=False, working=True) is None
 
 
 def test_a_reader_that_no_longer_polls_ends_the_process_even_with_nothing_open() -> None:
-    life = Life()
-    assert life.live(90, turns=0, progress=0) is None
-    assert "looked for" in str(life.live(2, turns=0, progress=0))
+    process = SimulatedProcess()
+    assert process.run(90, turns=0, progress=0) is None
+    assert "looked for" in str(process.run(2, turns=0, progress=0))
 
 
 def test_a_wait_that_ends_in_time_starts_the_count_again() -> None:
-    life = Life()
+    process = SimulatedProcess()
     for _ in range(10):
-        assert life.live(80, working=True, progress=life.pulse.progress) is None
-        assert life.live(1, working=True) is None
+        assert process.run(80, working=True, progress=process.pulse.progress) is None
+        assert process.run(1, working=True) is None
 
 
 def test_a_process_that_was_suspended_has_not_stalled() -> None:
-    life = Life()
-    life.live(10, working=True)
-    suspended = life.pulse  # for hours, but without a check: the next check is a second later
-    assert life.detector.check(suspended) is None
-    assert life.live(10, working=True) is None
+    process = SimulatedProcess()
+    process.run(10, working=True)
+    suspended = process.pulse  # for hours, but without a check: the next check is a second later
+    assert process.detector.check(suspended) is None
+    assert process.run(10, working=True) is None
 
 
 def test_the_first_check_has_nothing_to_compare_with() -> None:

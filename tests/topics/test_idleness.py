@@ -1,4 +1,4 @@
-"""A device's activity. The rule itself is tested where alerts are: tests/streams/alerts/conditions."""
+"""A device's activity. The rule itself is tested with the alerts, in tests/streams/alerts/conditions."""
 
 from typing import Any
 

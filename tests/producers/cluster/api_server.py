@@ -240,11 +240,11 @@ class ApiServer:
         return None
 
     async def _list(self, request: Request, reply: Reply) -> None:
-        every = list(self.objects[request.path].values())
+        contents = list(self.objects[request.path].values())
         first, size = int(request.params.get("continue", 0)), self.page_size or int(request.params.get("limit", 500))
-        rest = str(first + size) if first + size < len(every) else ""
+        rest = str(first + size) if first + size < len(contents) else ""
         metadata = {"resourceVersion": str(self.version), "continue": rest}
-        await reply.answer(200, {"kind": "List", "metadata": metadata, "items": every[first : first + size]})
+        await reply.answer(200, {"kind": "List", "metadata": metadata, "items": contents[first : first + size]})
 
     async def watch(self, request: Request, reply: Reply) -> None:
         """A watch, beginning with a streaming list if one is asked for."""

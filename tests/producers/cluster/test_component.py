@@ -89,9 +89,9 @@ class Replica:
 
 
 @contextlib.asynccontextmanager
-async def running(server: ApiServer, directory: Path, **how: Any) -> AsyncIterator[Replica]:
+async def running(server: ApiServer, directory: Path, **settings: Any) -> AsyncIterator[Replica]:
     """A replica, stopped at the end."""
-    replica = Replica(server, directory, **how)
+    replica = Replica(server, directory, **settings)
     try:
         yield replica
     finally:

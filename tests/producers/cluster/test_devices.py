@@ -13,8 +13,8 @@ from topics.allocations import Claim
 POOL = ("gpu.nvidia.com", "n1")
 
 
-def put_slice(slices: Slices, name: str = "s", **how: Any) -> set[str]:
-    part = slice_(name, **how)
+def put_slice(slices: Slices, name: str = "s", **changes: Any) -> set[str]:
+    part = slice_(name, **changes)
     return slices.put(part.metadata.uid, known_slice(part))
 
 
@@ -76,8 +76,8 @@ def test_a_slice_that_moves_changes_both_nodes() -> None:
     assert put_slice(slices, node="n2") == set()
 
 
-def put(claims: Claims, name: str = "monitor", now_ms: int = 0, **how: Any) -> set[tuple[str, str]]:
-    resource_claim = claim(name, **how)
+def put(claims: Claims, name: str = "monitor", now_ms: int = 0, **changes: Any) -> set[tuple[str, str]]:
+    resource_claim = claim(name, **changes)
     admin_claim = known_claim(resource_claim, lambda driver: driver == "gpu.nvidia.com")
     return claims.put(resource_claim.metadata.uid, admin_claim, now_ms)
 

@@ -29,7 +29,7 @@ LEASES = "/apis/coordination.k8s.io/v1/namespaces/gpu/leases"
 NOW_US = 1_795_000_000_123_456
 
 
-class Line(Client):
+class CuttableClient(Client):
     """The connection to the API server. While it is ``cut``, every request times out."""
 
     def __init__(self, api: Client) -> None:
@@ -57,10 +57,10 @@ class Candidate:
 
     def __init__(self, api: Client, identity: str, diary: list[tuple[str, str]], **settings: Any) -> None:
         times = {"duration_s": 4.0, "renew_s": 0.1, "give_up_s": 2.5, **settings}
-        self.line, self.identity, self.diary = Line(api), identity, diary
+        self.client, self.identity, self.diary = CuttableClient(api), identity, diary
         self.instruments = Instruments(names.INSTRUMENTS)
         self.lease = LeaderElector(
-            self.line, self.instruments, namespace="gpu", name="leader", identity=identity, **times
+            self.client, self.instruments, namespace="gpu", name="leader", identity=identity, **times
         )
         self.stop = asyncio.Event()
         self.epochs: list[int] = []
@@ -76,7 +76,7 @@ class Candidate:
             await asyncio.sleep(0.2)
             self.diary.append((self.identity, "ends"))
 
-    async def leads(self) -> None:
+    async def until_leading(self) -> None:
         await eventually(
             lambda: self.lease.leading and bool(self.epochs) and self.diary[-1] == (self.identity, "begins")
         )
@@ -127,7 +127,7 @@ def held_by(holder: str, **fields: Any) -> Json:
 
 async def test_the_first_candidate_creates_the_lease_and_leads(server: ApiServer, join: Join) -> None:
     first = join("a", now_us=lambda: NOW_US)
-    await first.leads()
+    await first.until_leading()
     assert spec(server) == {
         "holderIdentity": "a",
         "leaseDurationSeconds": 4,
@@ -142,7 +142,7 @@ async def test_the_first_candidate_creates_the_lease_and_leads(server: ApiServer
 
 async def test_a_candidate_stands_by_while_another_renews(server: ApiServer, join: Join) -> None:
     first = join("a")
-    await first.leads()
+    await first.until_leading()
     second = join("b")
     renewals = len({request.body for request in server.requests if request.method == "PUT"})
     await eventually(
@@ -160,7 +160,7 @@ async def test_a_lease_that_is_not_renewed_is_taken_after_its_duration_and_not_b
     server.put(LEASES, held_by("dead"))
     began = asyncio.get_running_loop().time()
     next_one = join("b", renew_s=0.5)
-    await next_one.leads()
+    await next_one.until_leading()
     assert asyncio.get_running_loop().time() - began >= 2.0
     assert spec(server)["leaseTransitions"] == 8
     assert server.objects[LEASES]["leader"]["metadata"]["labels"] == {"a": "b"}
@@ -168,12 +168,12 @@ async def test_a_lease_that_is_not_renewed_is_taken_after_its_duration_and_not_b
 
 async def test_a_lease_that_nobody_holds_is_taken_at_once(server: ApiServer, join: Join) -> None:
     server.put(LEASES, held_by("", leaseDurationSeconds=3600))
-    await join("b").leads()
+    await join("b").until_leading()
 
 
 async def test_a_lease_without_a_spec_is_taken(server: ApiServer, join: Join) -> None:
     server.put(LEASES, {"metadata": {"name": "leader"}})
-    await join("b").leads()
+    await join("b").until_leading()
 
 
 async def test_of_two_that_take_it_at_once_one_leads(server: ApiServer, join: Join) -> None:
@@ -199,7 +199,7 @@ async def test_a_candidate_that_took_the_lease_and_got_no_answer_leads_all_the_s
 
     server.next(reads, writes_and_resets)
     began = asyncio.get_running_loop().time()
-    await join("a", duration_s=50.0).leads()
+    await join("a", duration_s=50.0).until_leading()
     assert asyncio.get_running_loop().time() - began < 40
 
 
@@ -208,11 +208,11 @@ async def test_a_candidate_that_took_the_lease_and_got_no_answer_leads_all_the_s
 
 async def test_a_stop_ends_the_work_and_then_lets_the_next_one_lead(server: ApiServer, join: Join) -> None:
     first = join("a", duration_s=50.0)
-    await first.leads()
+    await first.until_leading()
     second = join("b")
     await eventually(lambda: len(server.requests) > 10)
     first.stop.set()
-    await second.leads()
+    await second.until_leading()
     await first.task
     assert first.diary == [("a", "begins"), ("a", "ends"), ("b", "begins")]
     assert second.epochs[0] > first.epochs[0]
@@ -222,25 +222,25 @@ async def test_a_stop_ends_the_work_and_then_lets_the_next_one_lead(server: ApiS
 
 async def test_a_leader_that_is_cut_off_ends_its_work_before_another_leads(server: ApiServer, join: Join) -> None:
     first = join("a")
-    await first.leads()
+    await first.until_leading()
     second = join("b")
     await eventually(lambda: len(server.requests) > 10)
-    first.line.cut = True
-    await second.leads()
+    first.client.cut = True
+    await second.until_leading()
     assert first.diary == [("a", "begins"), ("a", "ends"), ("b", "begins")]
     assert second.epochs[0] > first.epochs[0]
-    first.line.cut = False
+    first.client.cut = False
     await eventually(lambda: first.lease._health.problem == "")
     assert not first.lease.leading
 
 
 async def test_a_leader_that_lost_the_lease_leads_again_when_the_other_ends(server: ApiServer, join: Join) -> None:
     first = join("a")
-    await first.leads()
+    await first.until_leading()
     second = join("b")
-    first.line.cut = True
-    await second.leads()
-    first.line.cut = False
+    first.client.cut = True
+    await second.until_leading()
+    first.client.cut = False
     second.stop.set()
     await eventually(lambda: len(first.epochs) == 2)
     assert first.epochs[0] < second.epochs[0] < first.epochs[1]
@@ -248,7 +248,7 @@ async def test_a_leader_that_lost_the_lease_leads_again_when_the_other_ends(serv
 
 async def test_a_lease_that_another_wrote_is_lost_at_once(server: ApiServer, join: Join) -> None:
     first = join("a", give_up_s=45.0, duration_s=50.0)
-    await first.leads()
+    await first.until_leading()
     server.put(LEASES, held_by("thief", leaseDurationSeconds=60))
     await eventually(lambda: first.diary[-1] == ("a", "ends") and not first.lease.leading)
     requests_before = len(server.requests)
@@ -258,7 +258,7 @@ async def test_a_lease_that_another_wrote_is_lost_at_once(server: ApiServer, joi
 
 async def test_a_label_on_the_lease_changes_nothing(server: ApiServer, join: Join) -> None:
     first = join("a")
-    await first.leads()
+    await first.until_leading()
     for number in range(5):
         content = server.objects[LEASES]["leader"]
         server.put(LEASES, {**content, "metadata": {**content["metadata"], "labels": {"n": str(number)}}})
@@ -270,7 +270,7 @@ async def test_a_label_on_the_lease_changes_nothing(server: ApiServer, join: Joi
 
 async def test_a_lease_that_is_deleted_is_created_again_by_its_leader(server: ApiServer, join: Join) -> None:
     first = join("a")
-    await first.leads()
+    await first.until_leading()
     second = join("b")
     await eventually(lambda: len(server.requests) > 10)
     epoch = spec(server)["acquireTime"]
@@ -286,7 +286,7 @@ async def test_a_lease_that_is_deleted_is_created_again_by_its_leader(server: Ap
 )
 async def test_a_few_failures_do_not_end_the_lead(server: ApiServer, join: Join, trouble: Behaviour) -> None:
     first = join("a")
-    await first.leads()
+    await first.until_leading()
     server.next(trouble, trouble, trouble)
     await eventually(lambda: server.faults_left == 0)
     requests_before = len(server.requests)
@@ -300,7 +300,7 @@ async def test_html_in_place_of_a_lease_is_no_lease(server: ApiServer, join: Joi
 
     server.next(html, html)
     first = join("a")
-    await first.leads()
+    await first.until_leading()
     server.next(html, html)
     await eventually(lambda: server.faults_left == 0)
     requests_before = len(server.requests)
@@ -313,11 +313,11 @@ async def test_html_in_place_of_a_lease_is_no_lease(server: ApiServer, join: Joi
 
 async def test_work_that_returns_ends_the_run_and_lets_the_next_one_lead(server: ApiServer, join: Join) -> None:
     first = join("a", duration_s=50.0)
-    await first.leads()
+    await first.until_leading()
     first.ends.set()
     await first.task
     assert spec(server)["holderIdentity"] == ""
-    await join("b").leads()
+    await join("b").until_leading()
 
 
 async def test_work_that_raises_ends_the_run_with_it_and_releases_the_lease(server: ApiServer, join: Join) -> None:
@@ -354,7 +354,7 @@ async def test_work_that_does_not_end_in_time_ends_the_process(server: ApiServer
 
 async def test_a_run_that_is_cancelled_ends_its_work_first(server: ApiServer, join: Join) -> None:
     first = join("a")
-    await first.leads()
+    await first.until_leading()
     first.task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first.task
@@ -430,7 +430,7 @@ async def test_a_leader_that_stops_leading_logs_why_it_could_not_renew(
 ) -> None:
     monkeypatch.setattr(module, "CALL_WITHIN_S", 0.4)
     first = join("a", give_up_s=1.0)
-    await first.leads()
+    await first.until_leading()
 
     async def request(*_: Any, timeout_s: float, **_named: Any) -> Answer:
         if (error := fails(None)) is not None:
@@ -438,7 +438,7 @@ async def test_a_leader_that_stops_leading_logs_why_it_could_not_renew(
         await asyncio.sleep(timeout_s * 10)
         raise AssertionError("waited for too long")
 
-    monkeypatch.setattr(first.line, "request", request)
+    monkeypatch.setattr(first.client, "request", request)
     await eventually(lambda: not first.lease.leading)
     (message,) = [record.getMessage() for record in caplog.records if "no longer leading" in record.getMessage()]
     assert message == f"no longer leading: the lease could not be renewed for 1 s: {reason}"
@@ -446,7 +446,7 @@ async def test_a_leader_that_stops_leading_logs_why_it_could_not_renew(
 
 async def test_a_process_that_was_suspended_logs_it(join: Join, caplog: pytest.LogCaptureFixture) -> None:
     first = join("a", give_up_s=0.15)
-    await first.leads()
+    await first.until_leading()
     time.sleep(0.2)  # noqa: ASYNC251 - the test is about a blocked loop
     await eventually(lambda: any("this process stood still" in message for message in caplog.messages))
 
@@ -464,7 +464,7 @@ def test_the_epoch_rises_even_if_clocks_step_back() -> None:
 async def test_the_epoch_rises_over_a_released_lease_of_a_faster_clock(server: ApiServer, join: Join) -> None:
     server.put(LEASES, held_by(""))
     first = join("a", now_us=lambda: NOW_US - 10**9)
-    await first.leads()
+    await first.until_leading()
     assert first.epochs == [NOW_US // 1000 + 1]
 
 
@@ -474,10 +474,10 @@ def test_a_record_is_read_as_it_was_written(acquired: int, renewed: int, duratio
     assert decode_lease(msgspec.json.decode(msgspec.json.encode({"spec": encode_spec(record)}))) == record
 
 
-anything = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=3)
+any_value = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=3)
 
 
-@given(st.dictionaries(st.sampled_from([*encode_spec(LeaseRecord())]), anything), anything)
+@given(st.dictionaries(st.sampled_from([*encode_spec(LeaseRecord())]), any_value), any_value)
 def test_a_malformed_lease_is_read_as_a_lease_of_nobody_or_within_bounds(content: Json, nonsense: Any) -> None:
     record = decode_lease({"spec": content})
     assert 1 <= record.duration_s <= 60

@@ -61,7 +61,7 @@ class Bench:
     def all(self) -> list[tuple[Listener[Any], bytes]]:
         """Each listener, and the bytes of the object that :meth:`fill` gave it."""
         objects = (pod_json(), named("n1"), named("ml"), slice_json(), claim_json(), taint_rule_json())
-        every: tuple[Listener[Any], ...] = (
+        resource_listeners: tuple[Listener[Any], ...] = (
             self.pods,
             self.nodes,
             self.namespaces,
@@ -69,7 +69,7 @@ class Bench:
             self.claims,
             self.taint_rules,
         )
-        return list(zip(every, map(raw, objects), strict=True))
+        return list(zip(resource_listeners, map(raw, objects), strict=True))
 
 
 def test_the_objects_of_a_watch_are_stored() -> None:

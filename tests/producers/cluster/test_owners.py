@@ -349,13 +349,13 @@ async def test_an_answer_that_is_no_object_ends_the_chain_and_is_counted(body: b
 
 
 @pytest.mark.parametrize(
-    "away",
+    "failure",
     [Unreachable("connection", "refused"), Answer(503, b"", None), Answer(429, b"", 2.0), Answer(401, b"", None)],
     ids=str,
 )
-async def test_an_unreachable_api_is_requested_again_until_it_answers(away: Answer | Exception) -> None:
+async def test_an_unreachable_api_is_requested_again_until_it_answers(failure: Answer | Exception) -> None:
     async with Bench().running() as bench:
-        bench.api.answers[RS_PATH] = away
+        bench.api.answers[RS_PATH] = failure
         assert await bench.chain(RS) == ["ReplicaSet/llm-5d"]
         assert (bench.complete["rs-1"], bench.owners.unknown) == (False, 1)
         for _ in range(12):

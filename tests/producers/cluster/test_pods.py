@@ -14,9 +14,9 @@ NOW_MS = START_MS + 3_600_000
 
 
 def known_pod(
-    name: str = "bert-0", uid: str = "", *, before: KnownPod | None = None, now_ms: int = NOW_MS, **how: Any
+    name: str = "bert-0", uid: str = "", *, before: KnownPod | None = None, now_ms: int = NOW_MS, **changes: Any
 ) -> KnownPod:
-    return pods_module.known_pod(pod(name, uid, **how), SELECTION, before, now_ms)
+    return pods_module.known_pod(pod(name, uid, **changes), SELECTION, before, now_ms)
 
 
 class Bench:
@@ -25,9 +25,9 @@ class Bench:
     def __init__(self) -> None:
         self.pods = Pods()
 
-    def put(self, name: str = "bert-0", uid: str = "", *, now_ms: int = NOW_MS, **how: Any) -> list[Any]:
+    def put(self, name: str = "bert-0", uid: str = "", *, now_ms: int = NOW_MS, **changes: Any) -> list[Any]:
         before = self.pods.get(uid or f"uid-{name}")
-        return list(self.pods.put(known_pod(name, uid, before=before, now_ms=now_ms, **how), now_ms))
+        return list(self.pods.put(known_pod(name, uid, before=before, now_ms=now_ms, **changes), now_ms))
 
     def ends(self) -> dict[str, int | None]:
         return {pod.uid: pod.ended_ms for pod in self.pods.on_node("n1")}

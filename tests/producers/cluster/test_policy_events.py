@@ -14,7 +14,7 @@ from producers.cluster import policy_events
 from producers.cluster.pods import KnownPod, Pods
 from producers.cluster.policy_events import KEPT_S, PolicyEvents
 
-WRONG = {"gpustream.dev/idel-after": "2h"}
+MISSPELT = {"gpustream.dev/idel-after": "2h"}
 
 
 class Api:
@@ -61,7 +61,7 @@ class Bench:
         )
 
 
-async def leads(replica: PolicyEvents) -> None:
+async def lead(replica: PolicyEvents) -> None:
     """Let the replica lead until it has written all its Events."""
     running = asyncio.ensure_future(replica.run())
     for _ in range(200):
@@ -82,8 +82,8 @@ async def test_an_error_of_a_pod_gets_one_event_however_often_it_is_seen() -> No
     first, second = bench.replica(), bench.replica()
     for replica in (first, second):
         for _ in range(3):
-            replica.put_pod(uid, "ml", WRONG)
-            await leads(replica)
+            replica.put_pod(uid, "ml", MISSPELT)
+            await lead(replica)
     (event,) = bench.api.events.values()
     assert bench.api.request_count == 2  # one by each replica
     assert (event["involvedObject"]["kind"], event["involvedObject"]["uid"]) == ("Pod", uid)
@@ -98,7 +98,7 @@ async def test_an_error_of_a_namespace_gets_an_event_on_each_of_its_running_gpu_
     bench.pod("over", ended_ms=1)
     replica = bench.replica()
     replica.put_namespace("ml", {"gpustream.dev/reclaim": "everything"})
-    await leads(replica)
+    await lead(replica)
     assert {event["involvedObject"]["name"] for event in bench.api.events.values()} == {"a", "b"}
     assert all(event["message"].startswith("namespace ml: the annotation") for event in bench.api.events.values())
 
@@ -106,12 +106,12 @@ async def test_an_error_of_a_namespace_gets_an_event_on_each_of_its_running_gpu_
 async def test_an_error_that_is_corrected_in_time_gets_no_event_and_a_new_one_does() -> None:
     bench = Bench()
     uid, replica = bench.pod("a"), bench.replica()
-    replica.put_pod(uid, "ml", WRONG)
+    replica.put_pod(uid, "ml", MISSPELT)
     replica.put_pod(uid, "ml", {"gpustream.dev/idle-after": "2h"})
-    await leads(replica)
+    await lead(replica)
     assert bench.api.events == {}
     replica.put_pod(uid, "ml", {"gpustream.dev/idle-after": "10d"})
-    await leads(replica)
+    await lead(replica)
     (event,) = bench.api.events.values()
     assert "1d is the most that counts here" in event["message"]
 
@@ -119,10 +119,10 @@ async def test_an_error_that_is_corrected_in_time_gets_no_event_and_a_new_one_do
 async def test_an_error_that_a_standby_saw_longer_ago_than_events_are_kept_gets_no_event_when_it_leads() -> None:
     bench = Bench()
     uid, replica = bench.pod("a"), bench.replica()
-    replica.put_pod(uid, "ml", WRONG)
+    replica.put_pod(uid, "ml", MISSPELT)
     replica.watch()
     bench.now_s += KEPT_S + 1
-    await leads(replica)
+    await lead(replica)
     assert bench.api.request_count == 0
 
 
@@ -131,6 +131,6 @@ async def test_a_request_to_an_unreachable_api_server_is_repeated_and_a_refused_
         bench = Bench()
         bench.api.answers = list(answers)
         uid, replica = bench.pod("a"), bench.replica()
-        replica.put_pod(uid, "ml", WRONG)
-        await leads(replica)
+        replica.put_pod(uid, "ml", MISSPELT)
+        await lead(replica)
         assert (bench.api.request_count, len(bench.api.events)) == (request_count, event_count)

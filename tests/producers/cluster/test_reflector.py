@@ -62,7 +62,7 @@ class Bench:
     async def until(self, condition: Callable[[], bool]) -> None:
         await eventually(condition, unless=self.task)
 
-    async def knows(self, *names: str) -> None:
+    async def until_objects(self, *names: str) -> None:
         await self.until(lambda: set(self.listener.objects) == set(names) and self.watch.synced)
 
     async def watching(self) -> None:
@@ -111,13 +111,13 @@ async def test_a_listener_gets_what_exists_and_each_addition_change_and_removal(
 ) -> None:
     server.put(PODS, pod("a", n=1))
     bench = await start()
-    await bench.knows("a")
+    await bench.until_objects("a")
     await bench.watching()
     server.put(PODS, pod("b"))
     server.put(PODS, pod("a", n=2))
     await bench.until(lambda: bench.listener.objects["a"]["spec"] == {"n": 2})
     server.delete(PODS, "a")
-    await bench.knows("b")
+    await bench.until_objects("b")
     assert bench.listener.calls == ["begin", "put a", "complete", "put b", "put a", "remove a"]
     assert (bench.events("ADDED"), bench.events("MODIFIED"), bench.events("DELETED")) == (2, 1, 1)
     assert bench.watch.not_ready() == []
@@ -161,7 +161,7 @@ async def test_a_watch_never_continues_from_a_version_of_a_lists_own_events(serv
     server.put(PODS, pod("kept"))
     server.next(streams(event("ADDED", versioned("a", 999_999)), ends_with="reset"))
     bench = await start()
-    await bench.knows("kept")
+    await bench.until_objects("kept")
     assert "resourceVersion" not in server.requests[1].params
 
 
@@ -176,7 +176,7 @@ async def test_a_server_without_streaming_lists_is_listed_in_pages(
         answers(status, "sendInitialEvents is forbidden for watch unless the WatchList feature gate is enabled")
     )
     bench = await start()
-    await bench.knows(*(f"p{index}" for index in range(5)))
+    await bench.until_objects(*(f"p{index}" for index in range(5)))
     await bench.watching()
     server.put(PODS, pod("later"))
     await bench.until(lambda: "later" in bench.listener.objects)
@@ -191,7 +191,7 @@ async def test_a_server_without_resource_version_match_is_listed_in_pages(server
     server.put(PODS, pod("a"))
     server.next(answers(422, "resourceVersionMatch is forbidden for watch"))
     bench = await start()
-    await bench.knows("a")
+    await bench.until_objects("a")
     assert bench.events("listed") == 1
 
 
@@ -208,7 +208,7 @@ async def test_a_page_that_expired_begins_the_list_again(server: ApiServer, star
 
     server.next(answers(422, "sendInitialEvents"), first_page_then_gone)
     bench = await start()
-    await bench.knows("a", "b")
+    await bench.until_objects("a", "b")
     assert bench.restarts("expired") == 1
     assert bench.listener.lists == 1
 
@@ -224,7 +224,7 @@ async def test_a_streaming_list_that_never_ends_is_replaced_by_pages(server: Api
 
     server.next(endless)
     bench = await start(list_within_s=0.3)
-    await bench.knows("a")
+    await bench.until_objects("a")
     assert bench.restarts("slow") == 1
     assert bench.events("listed") == 1
 
@@ -246,7 +246,7 @@ async def test_a_page_that_is_none_is_asked_for_again(server: ApiServer, start: 
 
     server.next(answers(422, "sendInitialEvents"), garbage)
     bench = await start()
-    await bench.knows("a")
+    await bench.until_objects("a")
     assert bench.restarts("garbage") == 1
 
 
@@ -257,13 +257,13 @@ async def test_what_went_while_nobody_watched_is_gone_after_the_next_list(server
     for name in ("a", "b"):
         server.put(PODS, pod(name))
     bench = await start()
-    await bench.knows("a", "b")
+    await bench.until_objects("a", "b")
     await bench.watching()
     await server.stop()
     del server.objects[PODS]["a"]
     server.next(streams(event("ERROR", status_object(410, "too old resource version: 5 (7)"))))
     await server.start()
-    await bench.knows("b")
+    await bench.until_objects("b")
     assert bench.restarts("expired") == 1
     assert bench.listener.lists == 2
 
@@ -302,7 +302,7 @@ async def test_an_event_of_an_unknown_type_is_counted_and_ignored(server: ApiSer
     await bench.watching()
     server.notify(PODS, "SPLIT", {"no": "metadata"})
     server.put(PODS, pod("a"))
-    await bench.knows("a")
+    await bench.until_objects("a")
     assert bench.events("other") == 1
     assert bench.listener.lists == 1
 
@@ -312,14 +312,14 @@ async def test_a_line_may_come_in_any_pieces(server: ApiServer, start: Start) ->
     pieces = [lines[n : n + 3] for n in range(0, len(lines), 3)]
     server.next(streams(*pieces, ends_with="hang"))
     bench = await start()
-    await bench.knows("a", "b")
+    await bench.until_objects("a", "b")
     assert bench.events("ADDED") == 2
 
 
 async def test_a_line_of_six_megabytes_is_read_like_any_other(server: ApiServer, start: Start) -> None:
     server.put(PODS, pod("large", text="<" * 6_000_000))
     bench = await start()
-    await bench.knows("large")
+    await bench.until_objects("large")
     await bench.watching()
     server.put(PODS, pod("large", text="<" * 6_000_001))
     await bench.until(lambda: bench.events("MODIFIED") == 1)
@@ -330,11 +330,11 @@ async def test_a_line_that_is_too_long_is_dropped_and_the_list_read_again(server
     server.put(PODS, pod("large"))
     server.put(PODS, pod("small"))
     bench = await start(largest_line_bytes=10_000)
-    await bench.knows("large", "small")
+    await bench.until_objects("large", "small")
     await bench.watching()
     server.put(PODS, pod("large", text="x" * 20_000))
     server.put(PODS, pod("next"))
-    await bench.knows("small", "next")  # an object that can't be read is not kept as it was before
+    await bench.until_objects("small", "next")  # an object that can't be read is not kept as it was before
     assert bench.restarts("too_long") == 1
     assert bench.events("too_long") == 2
 
@@ -378,7 +378,7 @@ async def test_an_error_at_the_start_is_counted_and_then_the_list_is_read(
     server.put(PODS, pod("a"))
     server.next(error_behaviour)
     bench = await start(silence_s=1.0)
-    await bench.knows("a")
+    await bench.until_objects("a")
     assert bench.restarts(reason) == 1
 
 
@@ -416,7 +416,7 @@ async def test_objects_are_kept_while_the_api_server_fails(
 ) -> None:
     server.put(PODS, pod("a"))
     bench = await start(silence_s=1.0)
-    await bench.knows("a")
+    await bench.until_objects("a")
     await bench.watching()
     server.next(error_behaviour, error_behaviour)
     await server.drop()
@@ -431,7 +431,7 @@ async def test_objects_are_kept_while_the_api_server_fails(
 async def test_a_server_that_is_away_is_found_when_it_comes_back(server: ApiServer, start: Start) -> None:
     server.put(PODS, pod("a"))
     bench = await start()
-    await bench.knows("a")
+    await bench.until_objects("a")
     await bench.watching()
     await server.stop()
     await bench.until(lambda: bench.restarts("connection") >= 3)
@@ -439,7 +439,7 @@ async def test_a_server_that_is_away_is_found_when_it_comes_back(server: ApiServ
     await server.start()
     await bench.watching()
     server.put(PODS, pod("b"))
-    await bench.knows("a", "b")
+    await bench.until_objects("a", "b")
     assert bench.listener.lists == 1
 
 
@@ -514,7 +514,7 @@ async def test_after_an_outage_an_expired_version_is_listed_again_at_once_but_on
 async def test_an_exception_of_the_listener_ends_the_watch(server: ApiServer, start: Start) -> None:
     server.put(PODS, pod("a"))
     bench = await start()
-    await bench.knows("a")
+    await bench.until_objects("a")
 
     def fail(raw: bytes) -> None:
         raise ValueError("a bug")
@@ -616,7 +616,7 @@ async def test_a_missing_resource_is_looked_for_under_its_older_version(server: 
     server.next(answers(404))
     server.put(older, pod("a"))
     bench = await start(optional=True, older=(older,))
-    await bench.knows("a")
+    await bench.until_objects("a")
     assert [request.path.split("?")[0] for request in server.requests][:2] == [PODS, older]
 
 
@@ -627,12 +627,12 @@ async def test_an_optional_resource_may_appear_later_and_disappear_again(
     server.next(answers(404), answers(404))
     server.put(PODS, pod("a"))
     bench = await start(optional=True)
-    await bench.knows("a")
+    await bench.until_objects("a")
     await bench.watching()
     server.next(answers(404))
     await server.drop()
     await bench.until(lambda: bench.listener.objects == {})
-    await bench.knows("a")
+    await bench.until_objects("a")
     assert bench.listener.calls == ["begin", "complete"] * 2 + ["begin", "put a", "complete"] + [
         "begin",
         "complete",
@@ -648,7 +648,7 @@ async def test_the_age_is_that_of_the_last_event(server: ApiServer, start: Start
     bench.watch._last_event_s -= 50
     assert 50 <= value(bench.instruments, names.AGE, resource="pods") < 80
     server.put(PODS, pod("a"))
-    await bench.knows("a")
+    await bench.until_objects("a")
     assert value(bench.instruments, names.AGE, resource="pods") < 30
 
 

@@ -1,4 +1,4 @@
-"""GPU pods are told from others by what they ask for. Only labels that an allow-list names are kept, within bounds."""
+"""GPU pods are recognised by the resources that they request. Only allowed labels are kept, within bounds."""
 
 import msgspec
 import orjson

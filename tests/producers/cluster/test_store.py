@@ -89,11 +89,11 @@ def test_the_content_of_a_node_makes_a_valid_record() -> None:
     assert [device.uuid for device in read.dra_devices] == ["GPU-a", "GPU-b"]
 
 
-@pytest.mark.parametrize("how", [{"limits": {"cpu": "1"}}, {"node": None}, {"node": ""}])
-def test_a_pod_without_a_gpu_or_a_node_is_not_reported(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", [{"limits": {"cpu": "1"}}, {"node": None}, {"node": ""}])
+def test_a_pod_without_a_gpu_or_a_node_is_not_reported(changes: dict[str, Any]) -> None:
     cluster = state("n1")
     cluster.pop_content("n1")
-    cluster.put_pod(pod(**how), NOW_MS)
+    cluster.put_pod(pod(**changes), NOW_MS)
 
     assert (len(cluster.pods), "n1" in cluster.changed_nodes()) == (0, False)
 
@@ -325,9 +325,9 @@ def unwell(store: Store, node: str = "n1") -> list[dict[str, Any]]:
     return [msgspec.to_builtins(device) for device in decoder(NodeWorkloads)(record).unwell]
 
 
-def sick(device: str, health: str = "Unhealthy", resource: str = "nvidia.com/gpu", **more: str) -> dict[str, Any]:
+def sick(device: str, health: str = "Unhealthy", resource: str = "nvidia.com/gpu", **fields: str) -> dict[str, Any]:
     """The status of a pod with the health of one of its devices."""
-    resources = [{"name": resource, "resources": [{"resourceID": device, "health": health, **more}]}]
+    resources = [{"name": resource, "resources": [{"resourceID": device, "health": health, **fields}]}]
     return {"containerStatuses": [{"name": "main", "allocatedResourcesStatus": resources}]}
 
 
@@ -401,9 +401,9 @@ def test_too_many_labels_of_a_tenant_are_cut_and_counted_once() -> None:
 def test_no_node_of_greedy_tenants_has_a_record_that_is_too_large() -> None:
     cluster = state("n1")
     cluster.put_pod(pod("modest"), NOW_MS)
-    evil = {f"gpustream.dev/{number}": "\x01" * 300 for number in range(70)}
+    annotations = {f"gpustream.dev/{number}": "\x01" * 300 for number in range(70)}
     for number in range(500):
-        cluster.put_pod(pod(f"evil-{number}", annotations=evil, labels={"app": "a" * 253}), NOW_MS)
+        cluster.put_pod(pod(f"evil-{number}", annotations=annotations, labels={"app": "a" * 253}), NOW_MS)
     cluster.put_slice(slice_())
     for number in range(20):
         looks_at = [(f"gpu-{device}", True) for device in range(100)]
@@ -472,7 +472,7 @@ _LABELS = st.dictionaries(st.sampled_from(["app", "team", "junk"]), st.text(max_
 _STATUSES = st.sampled_from([{}, {"phase": "Pending"}, {"phase": "Unknown"}])
 _LIMITS = st.sampled_from([{"nvidia.com/gpu": "1"}, {"cpu": "1"}])
 _PODS = st.builds(
-    lambda name, **how: pod(name, **how),
+    lambda name, **changes: pod(name, **changes),
     _NAMES,
     node=_NODES,
     labels=_LABELS,
@@ -535,7 +535,7 @@ def _listener_and_bytes(by_resource: dict[str, Listener[Any]], kind: str, argume
     return by_resource[resource], msgspec.json.encode(argument)
 
 
-def _alive(cluster: Store) -> dict[str, Any]:
+def _current_contents(cluster: Store) -> dict[str, Any]:
     """The content of each node, without the pods that have ended."""
     reported = {node: cluster.pop_content(node) for node in ("n1", "n2")}
     return {
@@ -554,19 +554,19 @@ def _alive(cluster: Store) -> dict[str, Any]:
 def test_any_history_leaves_the_same_state_as_a_fresh_list_of_the_last_objects(
     events: list[Event], chance: Any
 ) -> None:
-    lived, fresh = state(), state()
-    objects = list(_apply(lived, events).values())
+    changed, fresh = state(), state()
+    objects = list(_apply(changed, events).values())
     chance.shuffle(objects)
     _apply(fresh, objects)
 
-    assert _alive(lived) == _alive(fresh)
+    assert _current_contents(changed) == _current_contents(fresh)
 
 
 @given(st.lists(_EVENTS, max_size=30))
 def test_a_full_list_of_the_same_objects_changes_nothing(events: list[Event]) -> None:
     cluster = state()
     objects = list(_apply(cluster, events).values())
-    before = _alive(cluster)
+    before = _current_contents(cluster)
     by_resource = listeners(cluster, Instruments(INSTRUMENTS, CollectorRegistry()), lambda: None, lambda: NOW_MS)
     for listener in by_resource.values():
         listener.begin()
@@ -578,17 +578,17 @@ def test_a_full_list_of_the_same_objects_changes_nothing(events: list[Event]) ->
     cluster.expire(NOW_MS + KEPT_MS - 1)
 
     assert cluster.changed_nodes() == []
-    assert _alive(cluster) == before
+    assert _current_contents(cluster) == before
 
 
 @given(st.lists(_EVENTS, max_size=20))
 def test_a_node_that_is_reported_differently_was_made_due(events: list[Event]) -> None:
     cluster = state("n1", "n2")
-    before = _alive(cluster)
+    before = _current_contents(cluster)
     for event in events:
         _apply(cluster, [event])
         changed = set(cluster.changed_nodes())
-        after = _alive(cluster)
+        after = _current_contents(cluster)
         assert {node for node in ("n1", "n2") if after.get(node) != before.get(node)} <= changed
         before = after
 
@@ -598,13 +598,13 @@ def test_a_node_that_is_reported_differently_was_made_due(events: list[Event]) -
     st.dictionaries(st.text(max_size=20).map("gpustream.dev/".__add__), st.text(max_size=60), max_size=70),
 )
 def test_no_label_of_a_tenant_changes_another_pod(labels: dict[str, str], annotations: dict[str, str]) -> None:
-    alone, together = state("n1"), state("n1")
-    for cluster in (alone, together):
+    without_tenant, together = state("n1"), state("n1")
+    for cluster in (without_tenant, together):
         cluster.put_pod(pod("mine", labels={"app": "mine"}), NOW_MS)
     together.put_pod(pod("theirs", labels={**labels, "app": "x"}, annotations=annotations), NOW_MS)
     content = reported(together)
 
-    assert next(row for row in content.pods if row["name"] == "mine") == row(alone)
+    assert next(row for row in content.pods if row["name"] == "mine") == row(without_tenant)
     assert decoder(NodeWorkloads)(encoded(content)).pods[0].labels == {"app": "mine"}
 
 
@@ -631,8 +631,8 @@ def test_rows_that_do_not_fit_are_left_out_in_order() -> None:
     sizes = {row["name"]: len(orjson.dumps(row)) + 1 for row in rows}
     whole = sum(sizes.values())
 
-    def fitted(room: int) -> tuple[list[str], int]:
-        fitting, shed = fit(rows, room)
+    def fitted(max_bytes: int) -> tuple[list[str], int]:
+        fitting, shed = fit(rows, max_bytes)
         return names_of(fitting), shed
 
     assert fitted(whole) == (["a", "old", "older", "big", "new"], 0)

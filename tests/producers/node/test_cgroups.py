@@ -176,7 +176,7 @@ def test_a_malformed_stat_is_no_process(procfs: Procfs, stat: str) -> None:
 
 def test_a_process_whose_group_is_hidden_has_no_owner(procfs: Procfs) -> None:
     procfs.begin(42, 1000, None)
-    (procfs.root / "42" / "cgroup").mkdir()  # reading it fails, whoever reads
+    (procfs.root / "42" / "cgroup").mkdir()  # reading it fails, even as root
     assert procfs.owners.of(42) == NO_OWNER
 
 
@@ -278,7 +278,7 @@ def test_an_mps_server_is_known_by_its_command(procfs: Procfs, comm: str, servic
 def test_a_process_whose_command_is_hidden_is_no_server(procfs: Procfs) -> None:
     procfs.begin(42, 1000, in_pod(UID), "nvidia-cuda-mps")
     (procfs.root / "42" / "comm").unlink()
-    (procfs.root / "42" / "comm").mkdir()  # reading it fails, whoever reads
+    (procfs.root / "42" / "comm").mkdir()  # reading it fails, even as root
     assert procfs.owners.of(42) == POD
 
 
@@ -345,7 +345,7 @@ def test_if_no_environment_may_be_read_the_user_is_that_of_the_process(
     procfs: Procfs, uid: int | None, user: str | None
 ) -> None:
     procfs.begin(42, 1000, IN_JOB, uid=uid)
-    (procfs.root / "42" / "environ").mkdir()  # reading it fails, whoever reads
+    (procfs.root / "42" / "environ").mkdir()  # reading it fails, even as root
     assert procfs.owners.of(42) == ProcessOwner(None, None, "7")
     assert procfs.owners.jobs.of("7") == Job("7", user)
 

@@ -69,7 +69,7 @@ class Bench:
     def run(self) -> None:
         self.tasks.append(asyncio.create_task(self.gpus.run()))
 
-    async def comes(self, expected: dict[str, str], within_s: float = 30) -> None:
+    async def until_states(self, expected: dict[str, str], within_s: float = 30) -> None:
         """Tick until the devices are in these states."""
         for _ in range(3000):
             if (last := await self.states(within_s)) == expected:
@@ -163,7 +163,7 @@ async def test_a_gpu_that_hangs_is_a_timeout_and_the_others_are_on_time(bench: B
     }
     assert bench.value(own.GPUS, state="timeout") == 1
     hang.end.set()
-    await bench.comes(OK)
+    await bench.until_states(OK)
 
 
 async def test_a_hanging_call_is_counted_when_it_returns_and_its_answer_is_not_of_that_tick(
@@ -203,7 +203,7 @@ async def test_a_hang_is_reported_with_its_time_and_the_call_and_logged_once(
         bench.nvml.release()
         await eventually(lambda: not bench.gpus._gpus[1].busy)
         assert caplog.messages.count("GPU 1 (GPU-1) has returned") == 1
-        await bench.comes(OK)
+        await bench.until_states(OK)
 
 
 async def test_a_gpu_that_hangs_keeps_no_more_than_a_few_threads_and_none_when_it_returns() -> None:
@@ -221,7 +221,7 @@ async def test_a_gpu_that_hangs_keeps_no_more_than_a_few_threads_and_none_when_i
             bench.clock.now_s += 40
         assert len(threads()) - others == 1 + reader.MAX_ABANDONED
         bench.nvml.release()
-        await bench.comes(OK)
+        await bench.until_states(OK)
         await eventually(lambda: len(threads()) - others == 1)
 
 
@@ -389,7 +389,7 @@ async def test_a_gpu_that_hangs_while_it_is_opened_delays_no_other_and_is_used_w
     await bench.gpus.open(0.7)
     assert await bench.states(0.7) == {"GPU-0": "ok", "GPU-2": "ok"}
     hang.end.set()
-    await bench.comes(OK)
+    await bench.until_states(OK)
 
 
 async def test_two_gpus_of_one_uuid_are_one(bench: Bench) -> None:
@@ -457,7 +457,7 @@ async def test_a_driver_that_starts_later_works_and_until_then_it_is_reported_on
     await eventually(lambda: quick.nvml.inits > 3)
     assert await quick.read() == []
     quick.nvml.driver_error = None
-    await quick.comes(OK)
+    await quick.until_states(OK)
     assert quick.gpus.not_ready() == []
     assert quick.gpus.fatal() is None
     assert len(log_messages(caplog)) == 2
@@ -482,7 +482,7 @@ async def test_an_init_that_does_not_return_is_reported_and_there_is_no_second_o
         await asyncio.sleep(0.1)
         assert bench.nvml.call_counts["", "nvmlInit"] == 1
         hang.end.set()
-        await bench.comes(OK)
+        await bench.until_states(OK)
 
 
 async def test_a_new_gpu_that_a_new_process_sees_is_read_after_opening_again(
@@ -496,7 +496,7 @@ async def test_a_new_gpu_that_a_new_process_sees_is_read_after_opening_again(
     await eventually(lambda: len(quick.census.times) > 2)
     assert quick.nvml.inits == 1
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
-    await quick.comes(OK | {"GPU-new": "ok"})
+    await quick.until_states(OK | {"GPU-new": "ok"})
     assert (quick.nvml.inits, quick.nvml.shutdowns) == (2, 1)
     assert quick.value(own.OPENED) == 2
     again = log_messages(caplog)[-1]
@@ -526,7 +526,7 @@ async def test_the_buffers_of_nvml_are_freed_before_it_is_opened_again(quick: Be
     before = list(quick.nvml.lent)
     quick.run()
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
-    await quick.comes(OK | {"GPU-new": "ok"})
+    await quick.until_states(OK | {"GPU-new": "ok"})
     assert (len(before), quick.nvml.lent_at_shutdown) == (6, [0])
     assert len(quick.nvml.lent) == 6
     assert not set(before) & set(quick.nvml.lent)
@@ -546,7 +546,7 @@ async def test_while_freeing_hangs_nvml_is_not_opened_again(quick: Bench, monkey
     await eventually(lambda: len(quick.census.times) > looked + 2)
     assert quick.nvml.shutdowns == 0
     quick.nvml.release()
-    await quick.comes(OK | {"GPU-new": "ok"})
+    await quick.until_states(OK | {"GPU-new": "ok"})
 
 
 async def test_a_gpu_that_has_disappeared_is_reported_as_lost(quick: Bench) -> None:
@@ -556,14 +556,14 @@ async def test_a_gpu_that_has_disappeared_is_reported_as_lost(quick: Bench) -> N
     quick.run()
     removed_gpu = quick.nvml.gpus.pop(1)
     removed_gpu.error = binding.GPU_IS_LOST
-    await quick.comes(OK | {"GPU-1": "lost"})
+    await quick.until_states(OK | {"GPU-1": "lost"})
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
-    await quick.comes(OK | {"GPU-1": "lost", "GPU-new": "ok"})
+    await quick.until_states(OK | {"GPU-1": "lost", "GPU-new": "ok"})
     assert quick.gpus.not_ready() == ["GPU 1 (GPU-1) is lost: the driver does not open it any more"]
-    assert [device.get("index") for device in await quick.read()] == [0, 1, None, 2]  # 1 is GPU-2's by now
+    assert [device.get("index") for device in await quick.read()] == [0, 1, None, 2]  # index 1 now is GPU-2's
     removed_gpu.error = None
     quick.nvml.gpus.insert(1, removed_gpu)
-    await quick.comes(OK | {"GPU-new": "ok"})
+    await quick.until_states(OK | {"GPU-new": "ok"})
     assert quick.gpus.not_ready() == []
 
 
@@ -579,9 +579,9 @@ async def test_a_gpu_that_vanishes_is_lost_with_its_identity_reported_once_and_b
     removed_gpu = quick.nvml.gpus.pop()
     quick.nvml.gpus.append(FakeDevice("GPU-a"))
     quick.nvml.gpus[2].answers["nvmlDeviceGetMinorNumber"] = 7
-    await quick.comes({"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "lost", "GPU-a": "ok"})
+    await quick.until_states({"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "lost", "GPU-a": "ok"})
     quick.nvml.gpus.append(FakeDevice("GPU-b"))
-    await quick.comes({"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "lost", "GPU-a": "ok", "GPU-b": "ok"})
+    await quick.until_states({"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "lost", "GPU-a": "ok", "GPU-b": "ok"})
     (lost,) = [device for device in await quick.read() if device["uuid"] == "GPU-2"]
     identity = {
         key: before[key] for key in ("uuid", "vendor", "model", "pci_bus_id", "minor", "info", "compute_slices")
@@ -597,7 +597,7 @@ async def test_a_gpu_that_vanishes_is_lost_with_its_identity_reported_once_and_b
         "serial": "1650922",
     }
     quick.nvml.gpus.insert(2, removed_gpu)
-    await quick.comes({"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "ok", "GPU-a": "ok", "GPU-b": "ok"})
+    await quick.until_states({"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "ok", "GPU-a": "ok", "GPU-b": "ok"})
     assert caplog.messages[-1] == "GPU 2 (GPU-2) is back"
 
 
@@ -619,13 +619,13 @@ async def test_a_mig_device_of_a_gpu_that_is_cut_again_is_not_missing_and_those_
     quick.nvml.gpus[1].cut(part("MIG-a"), part("MIG-b", 2))
     await quick.open()
     quick.nvml.gpus[1].cut(part("MIG-c", 3))
-    await quick.comes({**OK, "MIG-c": "ok"})
+    await quick.until_states({**OK, "MIG-c": "ok"})
     assert caplog.records == []
     quick.nvml.gpus[1].error = binding.GPU_IS_LOST
     quick.nvml.gpus.pop(1)
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
     quick.run()
-    await quick.comes({**OK, "GPU-1": "lost", "MIG-c": "lost", "GPU-new": "ok"})
+    await quick.until_states({**OK, "GPU-1": "lost", "MIG-c": "lost", "GPU-new": "ok"})
 
 
 async def test_a_gpu_that_can_not_be_opened_again_stays_in_the_ticks_and_is_reported_once(quick: Bench) -> None:
@@ -635,11 +635,11 @@ async def test_a_gpu_that_can_not_be_opened_again_stays_in_the_ticks_and_is_repo
     quick.nvml.gpus[1].error = binding.GPU_IS_LOST
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
     quick.run()
-    await quick.comes(OK | {"GPU-1": "lost", "GPU-new": "ok"})
+    await quick.until_states(OK | {"GPU-1": "lost", "GPU-new": "ok"})
     lost = [line for line in quick.gpus.not_ready() if line.startswith("GPU 1 ")]
     assert lost == ["GPU 1 (GPU-1) is lost: the driver does not open it any more"]
     quick.nvml.gpus[1].error = None
-    await quick.comes(OK | {"GPU-new": "ok"})
+    await quick.until_states(OK | {"GPU-new": "ok"})
 
 
 async def test_a_driver_that_was_reloaded_is_opened_again(quick: Bench) -> None:
@@ -656,7 +656,7 @@ async def test_a_driver_that_was_reloaded_is_opened_again(quick: Bench) -> None:
     fresh = [FakeDevice(gpu.uuid) for gpu in quick.nvml.gpus]
     quick.nvml.gpus = fresh
     quick.run()
-    await quick.comes(OK)
+    await quick.until_states(OK)
     assert quick.value(own.OPENED) == 2
 
 
@@ -666,10 +666,10 @@ async def test_opening_again_is_retried_until_it_works(quick: Bench) -> None:
     await quick.open()
     quick.nvml.driver_error = binding.DRIVER_NOT_LOADED
     quick.run()
-    await quick.comes(dict.fromkeys(OK, "lost"))
+    await quick.until_states(dict.fromkeys(OK, "lost"))
     assert len(quick.gpus.not_ready()) == 4
     quick.nvml.driver_error = None
-    await quick.comes(OK)
+    await quick.until_states(OK)
 
 
 async def test_while_nvml_is_opened_again_no_gpu_is_called_and_all_are_timeouts(quick: Bench) -> None:
@@ -705,7 +705,7 @@ async def test_a_tick_in_which_nvml_is_opened_again_uses_no_old_handle(quick: Be
     await eventually(opening.started.is_set)
     assert {uuid for uuid, _ in quick.nvml.call_counts} == {"", "GPU-0"}
     opening.end.set()
-    await quick.comes(OK)
+    await quick.until_states(OK)
 
 
 async def test_a_gpu_that_hangs_while_nvml_is_opened_again_is_a_timeout_and_not_lost(quick: Bench) -> None:
@@ -716,10 +716,10 @@ async def test_a_gpu_that_hangs_while_nvml_is_opened_again_is_a_timeout_and_not_
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
     quick.run()
     await eventually(lambda: quick.value(own.OPENED) == 2)
-    await quick.comes(OK | {"GPU-1": "timeout", "GPU-new": "ok"}, 0.7)
+    await quick.until_states(OK | {"GPU-1": "timeout", "GPU-new": "ok"}, 0.7)
     assert hang.started.is_set()
     hang.end.set()
-    await quick.comes(OK | {"GPU-new": "ok"})
+    await quick.until_states(OK | {"GPU-new": "ok"})
 
 
 async def test_nvml_is_not_opened_again_while_a_gpu_hangs() -> None:
@@ -738,7 +738,7 @@ async def test_nvml_is_not_opened_again_while_a_gpu_hangs() -> None:
             assert await bench.states(0.7) == OK
         assert bench.nvml.shutdowns == 0
         hang.end.set()
-        await bench.comes(OK)
+        await bench.until_states(OK)
 
 
 async def test_a_loss_causes_a_census_soon_but_not_at_once() -> None:
@@ -880,7 +880,7 @@ async def test_events_are_registered_again_when_nvml_was_opened_again(quick: Ben
     quick.nvml.gpus.append(FakeDevice("GPU-3"))
     _with_events(quick)
     quick.run()
-    await quick.comes({**OK, "GPU-3": "ok"})
+    await quick.until_states({**OK, "GPU-3": "ok"})
     await _registered(quick)
     quick.nvml.xid(quick.nvml.gpus[3], 31)
     await eventually(lambda: quick.value(own.XIDS, of="device") == 1)
@@ -910,7 +910,7 @@ async def test_a_gpu_that_can_not_be_read_has_the_call_and_the_reason_and_a_work
     assert "GPU-1" not in bench.gpus.left_out()
     bench.nvml.gpus[0].error = None
     hang.end.set()
-    await bench.comes(OK)
+    await bench.until_states(OK)
     assert [refusal.gpu_index for refusal in bench.gpus.unreadable()] == [3]
 
 

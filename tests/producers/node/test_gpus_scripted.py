@@ -80,7 +80,7 @@ class Node:
     async def states(self, within_s: float = GENEROUS_S) -> list[str]:
         return [device["state"] for device in await self.read(within_s)]
 
-    async def comes(self, states: list[str]) -> list[dict[str, Any]]:
+    async def until_states(self, states: list[str]) -> list[dict[str, Any]]:
         for _ in range(3000):
             devices = await self.read()
             if [device["state"] for device in devices] == states:
@@ -187,7 +187,7 @@ async def test_maxima_license_and_links_are_reported_and_absent_if_nvml_does_not
     assert not silent.keys() & {*LIMITS, *LINKS}
     assert node.errors() == {}
     node.nvml.lose(0)
-    devices = await node.comes(["lost"] + ["ok"] * 7)
+    devices = await node.until_states(["lost"] + ["ok"] * 7)
     assert devices[0]["metrics"] == {}
 
 
@@ -207,13 +207,13 @@ async def test_every_gpu_has_its_thread_and_none_is_the_loops(node: Node) -> Non
 async def test_a_gpu_that_is_lost_during_a_run_keeps_its_uuid(node: Node) -> None:
     await node.open()
     node.nvml.lose(3)
-    devices = await node.comes(["ok"] * 3 + ["lost"] + ["ok"] * 4)
+    devices = await node.until_states(["ok"] * 3 + ["lost"] + ["ok"] * 4)
     lost = devices[3]
     assert (lost["uuid"], lost["index"], lost["metrics"]) == (UUID.format(3), 3, {})
     assert lost["model"] == "NVIDIA H100 80GB HBM3"
     assert node.gpus.not_ready()[0].startswith(f"GPU 3 ({UUID.format(3)}) is lost: GPU_IS_LOST")
     node.nvml.recover(3)
-    await node.comes(["ok"] * 8)
+    await node.until_states(["ok"] * 8)
     assert node.gpus.not_ready() == []
 
 
@@ -301,10 +301,10 @@ async def test_processes_have_memory_and_utilization(node: Node) -> None:
 async def test_a_gpu_that_is_added_is_noticed(node: Node) -> None:
     await node.open()
     node.nvml.gpus = 9
-    devices = await node.comes(["ok"] * 9)
+    devices = await node.until_states(["ok"] * 9)
     assert devices[8]["uuid"] == UUID.format(8)
     node.nvml.gpus = 8
-    devices = await node.comes(["ok"] * 8 + ["lost"])
+    devices = await node.until_states(["ok"] * 8 + ["lost"])
     assert devices[8]["uuid"] == UUID.format(8)
 
 
@@ -312,13 +312,13 @@ async def test_a_gpu_that_another_replaced_is_lost_with_its_identity(node: Node)
     await node.open()
     before = (await node.read())[3]
     node.nvml.set(3, uuid="GPU-another")
-    devices = await node.comes(["ok"] * 4 + ["lost"] + ["ok"] * 4)
+    devices = await node.until_states(["ok"] * 4 + ["lost"] + ["ok"] * 4)
     assert (devices[3]["uuid"], devices[3]["index"], devices[3]["minor"]) == ("GPU-another", 3, 3)
     identity = {key: before[key] for key in ("uuid", "vendor", "model", "pci_bus_id", "info", "compute_slices")}
     assert devices[4] == {**identity, "state": "lost", "metrics": {}}
     node.nvml.set(3, uuid=None)
     node.nvml.gpus = 9
-    devices = await node.comes(["ok"] * 4 + ["lost"] + ["ok"] * 5)
+    devices = await node.until_states(["ok"] * 4 + ["lost"] + ["ok"] * 5)
     assert [devices[3]["uuid"], devices[4]["uuid"]] == [before["uuid"], "GPU-another"]
 
 
@@ -326,7 +326,7 @@ async def test_a_gpu_that_is_cut_again_is_noticed(node: Node) -> None:
     await node.open()
     node.nvml.mig(1, [Mig(1, 0), None, Mig(5, 0, "3g.40gb", 40 << 30, 2 << 30, "MIG-mine")])
     node.nvml.processes(1, [Process(11, 5, gpu_instance=5, compute_instance=0)])
-    devices = await node.comes(["ok"] * 10)
+    devices = await node.until_states(["ok"] * 10)
     whole, _, mine = devices[1:4]
     assert whole["uuid"] == UUID.format(1)
     assert "gpu_utilization_ratio" not in whole["metrics"]
@@ -342,9 +342,9 @@ async def test_a_gpu_that_is_cut_again_is_noticed(node: Node) -> None:
     assert mine["metrics"]["memory_used_bytes"] == 2 << 30
     assert mine["processes"] == [{"pid": 11, "memory_used_bytes": 5}]
     node.nvml.mig(1, [Mig(5, 0, "3g.40gb", uuid="MIG-other")])
-    assert (await node.comes(["ok"] * 9))[2]["uuid"] == "MIG-other"
+    assert (await node.until_states(["ok"] * 9))[2]["uuid"] == "MIG-other"
     node.nvml.mig(1, None)
-    assert "gpu_utilization_ratio" in (await node.comes(["ok"] * 8))[1]["metrics"]
+    assert "gpu_utilization_ratio" in (await node.until_states(["ok"] * 8))[1]["metrics"]
     assert node.errors() == {}
 
 
@@ -355,7 +355,7 @@ async def test_each_gpu_instance_has_its_own_activity_also_after_it_was_cut_agai
     ratios = [device["metrics"].get("sm_active_ratio") for device in (await node.complete())[:4]]
     assert ratios == [0.0225, 0.0325, 0.25, 0.755]
     node.nvml.mig(1, [Mig(5, 0, "3g.40gb", uuid="MIG-other")])
-    await node.comes(["ok"] * 9)
+    await node.until_states(["ok"] * 9)
     devices = await node.complete()
     assert [device["metrics"]["sm_active_ratio"] for device in devices[1:3]] == [0.0325, 0.755]
     calls = Counter(call.function for call in node.nvml.calls())
@@ -370,7 +370,7 @@ async def test_of_eight_gpus_two_are_cut_and_change_while_the_others_stay_as_the
     node.nvml.set(2, gpm_2_gi1=21, gpm_2_gi2=22)
     node.nvml.processes(5, [Process(500, 5, sm=50)])
     await node.open()
-    await node.comes(["ok"] * 10)
+    await node.until_states(["ok"] * 10)
 
     with node.nvml.at_once():
         node.nvml.mig(2, [None, Mig(2, 0, "1g.10gb", used_bytes=22), Mig(1, 0, "3g.40gb", used_bytes=23, uuid="MIG-n")])
@@ -378,7 +378,7 @@ async def test_of_eight_gpus_two_are_cut_and_change_while_the_others_stay_as_the
         node.nvml.mig(5, [Mig(1, 0, "7g.80gb", used_bytes=51)])
         node.nvml.processes(5, [Process(501, 6, gpu_instance=1, compute_instance=0)])
         node.nvml.set(5, gpm_2_gi1=51)
-    await node.comes(["ok"] * 11)
+    await node.until_states(["ok"] * 11)
     devices = await node.complete()
 
     assert [(device["index"], device["uuid"][:3]) for device in devices] == [
@@ -434,7 +434,7 @@ async def test_a_driver_that_starts_later_works(node: Node) -> None:
     assert await node.read() == []
     assert "no NVIDIA driver" in node.gpus.not_ready()[0]
     node.nvml.driver("ok")
-    await node.comes(["ok"] * 8)
+    await node.until_states(["ok"] * 8)
 
 
 async def test_ticks_go_on_while_an_init_hangs(node: Node) -> None:
@@ -442,7 +442,7 @@ async def test_ticks_go_on_while_an_init_hangs(node: Node) -> None:
     await node.open(0.1)
     assert await node.read(0.1) == []
     node.nvml.release()
-    await node.comes(["ok"] * 8)
+    await node.until_states(["ok"] * 8)
     assert Counter(call.function for call in node.nvml.calls())["nvmlInitWithFlags"] == 1
 
 
@@ -574,10 +574,10 @@ async def test_xid_errors_are_in_the_next_tick_with_their_mig_device_and_survive
         ("MIG", 1, 31),
     ]
     node.nvml.lose(0)
-    states = await node.comes(["lost", *["ok"] * 9])
+    states = await node.until_states(["lost", *["ok"] * 9])
     assert states[0]["xids"] == {"79": 1}
     node.nvml.recover(0)
-    await node.comes(["ok"] * 10)
+    await node.until_states(["ok"] * 10)
     last: list[dict[str, Any]] = []
     for _ in range(300):  # events before the registration are lost
         node.nvml.xid(0, 79)

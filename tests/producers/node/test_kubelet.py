@@ -84,12 +84,12 @@ class Bench:
         """Tick until ``count`` calls had this result (``a or b``: one of these). Returns the pods then in force."""
         pods: list[str] | None = None
 
-        async def comes() -> bool:
+        async def tick_and_check() -> bool:
             nonlocal pods
             pods = await self.pods(0.5)
             return sum(self.counted().get(name, 0) for name in result.split(" or ")) >= count
 
-        await eventually(comes)
+        await eventually(tick_and_check)
         return pods
 
     def pods_in_force(self, ts_ms: int) -> list[str] | None:

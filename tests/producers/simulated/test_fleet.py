@@ -73,8 +73,8 @@ def test_the_same_seed_is_the_same_fleet_whenever_it_starts(fleet: Fleet, start_
 
 @given(fleets, st.lists(st.integers(0, 60_000), min_size=1, max_size=20))
 def test_a_reading_does_not_depend_on_earlier_readings(fleet: Fleet, times: list[int]) -> None:
-    often = fleet.node(0)
-    answers = [(at_ms, often.read(at_ms)) for at_ms in sorted(times)]
+    node = fleet.node(0)
+    answers = [(at_ms, node.read(at_ms)) for at_ms in sorted(times)]
 
     for at_ms, answer in answers:
         assert _without_events(fleet.node(0).read(at_ms)) == _without_events(answer)
@@ -88,10 +88,10 @@ def _without_events(reading: NodeReading) -> NodeReading:
 @given(fleets)
 def test_another_cluster_or_seed_has_no_name_in_common(fleet: Fleet) -> None:
     others = [dataclasses.replace(fleet, cluster="elsewhere"), dataclasses.replace(fleet, seed=fleet.seed + 1)]
-    mine = _identities(fleet)
+    identities = _identities(fleet)
 
     for other_fleet in others:
-        assert not mine & _identities(other_fleet)
+        assert not identities & _identities(other_fleet)
 
 
 def _identities(fleet: Fleet) -> set[str]:
@@ -101,7 +101,7 @@ def _identities(fleet: Fleet) -> set[str]:
 
 
 @given(fleets)
-@example(Fleet(4, 8, cluster="prod-1", seed=877, pod_life_s=1.5))  # where random suffixes would meet
+@example(Fleet(4, 8, cluster="prod-1", seed=877, pod_life_s=1.5))  # a fleet in which random suffixes would collide
 def test_no_unit_is_held_twice_and_no_name_is_two_pods_at_a_time(fleet: Fleet) -> None:
     pods = _pods(fleet, 200_000)
     by_unit: dict[str, list[SimulatedPod]] = {}

@@ -619,25 +619,25 @@ def test_keys_that_disappear_or_come_back_are_reported_once_with_their_call() ->
     answer = bench.gpu.answers["nvmlDeviceGetRemappedRows"]
     bench.gpu.fail("nvmlDeviceGetRemappedRows", binding.NOT_SUPPORTED)
     bench.values()
-    turn = bench.metrics.availability_change()
-    assert turn is not None
-    assert set(turn.lost) == {
+    change = bench.metrics.availability_change()
+    assert change is not None
+    assert set(change.lost) == {
         "remapped_rows_correctable_total",
         "remapped_rows_uncorrectable_total",
         "row_remap_pending",
         "row_remap_failure",
     }
-    assert {failed_call.error for failed_call in turn.lost.values()} == {"NOT_SUPPORTED"}
+    assert {failed_call.error for failed_call in change.lost.values()} == {"NOT_SUPPORTED"}
     for _ in range(5):
         bench.values()
         assert bench.metrics.availability_change() is None
     bench.gpu.answers["nvmlDeviceGetRemappedRows"] = answer
-    turns = []
+    changes = []
     for _ in range(8):
         bench.values()
-        turns.append(bench.metrics.availability_change())
-    (back,) = [turn for turn in turns if turn is not None]
-    assert (back.lost, back.regained) == ({}, sorted(turn.lost))
+        changes.append(bench.metrics.availability_change())
+    (back,) = [change for change in changes if change is not None]
+    assert (back.lost, back.regained) == ({}, sorted(change.lost))
 
 
 def test_a_source_that_never_answered_is_tried_again_but_seldom() -> None:
