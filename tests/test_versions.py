@@ -144,12 +144,12 @@ def test_remote_write_writes_the_same_values_for_unknown_words() -> None:
                 for row, value in zip(group.series.rows, group.values, strict=True)
             }
         )
-    later_values, values = written
-    counted = {"gpu_attribution_conflict", "gpu_xid_errors"}  # which have another word, and count an error more
-    comparable = {(name, labels): value for (name, labels), value in later_values.items() if name not in counted}
+    values, later_values = written
+    counted = {"gpu_attribution_conflict", "gpu_xid_errors"}  # they have the unknown word, or count one more error
+    comparable = {(name, labels): value for (name, labels), value in values.items() if name not in counted}
 
     assert "gpu_utilization" in {name for name, _ in comparable}
-    assert {key: values.get(key) for key in comparable} == comparable
+    assert {key: later_values.get(key) for key in comparable} == comparable
 
 
 def test_a_device_in_an_unknown_state_is_judged_by_its_values_and_not_as_lost_or_well() -> None:

@@ -163,7 +163,7 @@ async def half_broker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Ha
         host, port = server.sockets[0].getsockname()
         connection = Connection(f"{host}:{port}")
         known_broker = opening._Broker()
-        known_broker.opened()  # so it is not greeted
+        known_broker.opened()  # so that no greeting is sent to it
         monkeypatch.setattr(opening, "_brokers", {(connection, host, port): known_broker})
         yield broker, connection
 

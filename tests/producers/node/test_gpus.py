@@ -361,12 +361,12 @@ async def test_a_lost_gpu_keeps_its_identity_and_is_back_when_it_answers(
     bench.nvml.gpus[2].error = binding.GPU_IS_LOST
     for _ in range(3):
         assert await bench.states() == OK | {"GPU-2": "lost"}
-    reason = "GPU 2 (GPU-2) is lost: GPU_IS_LOST (nvmlDeviceGetUtilizationRates)"
-    assert [reason.partition(" (for ")[0] for reason in bench.gpus.not_ready()] == [reason]
+    expected = "GPU 2 (GPU-2) is lost: GPU_IS_LOST (nvmlDeviceGetUtilizationRates)"
+    assert [reason.partition(" (for ")[0] for reason in bench.gpus.not_ready()] == [expected]
     assert bench.value(own.NVML_ERRORS, call="nvmlDeviceGetUtilizationRates", error="GPU_IS_LOST") == 3
     bench.nvml.gpus[2].error = None
     assert await bench.states() == OK
-    assert log_messages(caplog) == [reason, "GPU 2 (GPU-2) answers again"]
+    assert log_messages(caplog) == [expected, "GPU 2 (GPU-2) answers again"]
     assert bench.gpus.not_ready() == []
 
 
@@ -378,8 +378,8 @@ async def test_a_gpu_that_can_not_be_opened_is_left_out_counted_and_reported(
     await bench.open()
     assert await bench.states() == {"GPU-0": "ok", "GPU-2": "ok"}
     assert bench.value(own.NVML_ERRORS, call="nvmlDeviceGetHandleByIndex", error=name) == 1
-    reason = f"GPU 1 can't be opened: {name} (nvmlDeviceGetHandleByIndex)"
-    assert [reason.partition(" (for ")[0] for reason in bench.gpus.not_ready()] == [reason]
+    expected = f"GPU 1 can't be opened: {name} (nvmlDeviceGetHandleByIndex)"
+    assert [reason.partition(" (for ")[0] for reason in bench.gpus.not_ready()] == [expected]
     assert bench.nvml.call_counts["GPU-1", "nvmlDeviceGetHandleByIndex"] == 1
 
 

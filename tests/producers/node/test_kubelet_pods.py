@@ -202,7 +202,7 @@ async def test_nothing_changes_while_both_sockets_disappear_with_the_kubelet_and
     node: tuple[Node, PodsServer],
 ) -> None:
     bench, pods = node
-    bench.server.stop()  # before the other one: what it lists is without UIDs
+    bench.server.stop()  # first this server: without the other, its list has no UIDs
     pods.stop()
     await bench.is_pushed(False)
     assert await bench.holds() == {"bert-0": UID}, "what was known last"

@@ -145,7 +145,7 @@ async def test_a_clock_that_steps_back_starts_a_new_run_of_every_node() -> None:
 
 
 async def test_a_tick_that_is_late_by_almost_an_interval_is_of_the_same_run_as_the_next_one() -> None:
-    late = iter([0.0] * 3 + [0.0099] * 9)  # the process stands still before its first tick, until the second one is due
+    late = iter([0.0] * 3 + [0.0099] * 9)  # the process pauses from before its first tick until the second is due
     last = [0.0099]
 
     def monotonic_s() -> float:

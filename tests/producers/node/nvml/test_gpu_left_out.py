@@ -97,7 +97,9 @@ def test_gpm_that_the_driver_lacks_is_distinguished_from_gpm_that_the_gpu_lacks(
 def test_a_metric_of_gpm_that_a_model_does_not_have_is_left_out_by_its_name() -> None:
     bench = Bench()
     bench.gpu.profiled({2: 50})
-    assert _calls(bench.left_out()["sm_active_ratio"]) == [("NVML_GPM_METRIC_SM_UTIL", "NO_VALUE")]  # the first sample
+    assert _calls(bench.left_out()["sm_active_ratio"]) == [
+        ("NVML_GPM_METRIC_SM_UTIL", "NO_VALUE")
+    ]  # only the first sample yet
     left_out = bench.left_out()
     assert "sm_active_ratio" not in left_out
     assert _calls(left_out["fp64_active_ratio"]) == [("NVML_GPM_METRIC_FP64_UTIL", "NOT_SUPPORTED")]

@@ -175,7 +175,7 @@ def test_the_next_source_answers_in_the_same_tick_if_the_first_is_not_supported(
 ) -> None:
     bench = Bench()
     raw = {185: 199_000, 188: 310_000, 190: 300_000, 83: 9_000, 94: 5, 3: 6, 4: 7, 142: 1, 143: 8, 144: 0, 145: 0}
-    bench.gpu.fields |= {number: FieldValue(0, value) for number, value in raw.items()}
+    bench.gpu.fields |= {number: FieldValue(0, raw_value) for number, raw_value in raw.items()}
     bench.gpu.fail(newer, binding.FUNCTION_NOT_FOUND)
     assert [bench.values()[key], bench.values()[key]] == [value, value]
     assert bench.calls.errors() == []
