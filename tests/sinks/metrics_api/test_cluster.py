@@ -25,30 +25,30 @@ class FakeClient:
         self.asked: list[tuple[str, dict[str, str]]] = []
 
     async def start(self) -> None:
-        """It is there."""
+        """Nothing to start."""
 
     async def close(self) -> None:
-        """It has nothing to let go of."""
+        """Nothing to close."""
 
     async def request(self, _method: str, path: str, **how: Any) -> Answer:
         """The next answer."""
         self.asked.append((path, dict(how.get("params") or {})))
-        some = self.answers[path]
-        found = some.pop(0) if len(some) > 1 else some[0]
-        if isinstance(found, Exception):
-            raise found
-        status, content = found
+        coming = self.answers[path]
+        answer = coming.pop(0) if len(coming) > 1 else coming[0]
+        if isinstance(answer, Exception):
+            raise answer
+        status, content = answer
         return Answer(status, json.dumps(content).encode(), None)
 
 
 def api_service(name: str, service: str | None, group: str = "custom.metrics.k8s.io") -> dict[str, Any]:
     """An APIService."""
-    namespace, _, of = (service or "").partition("/")
-    spec = {"group": group, "service": {"namespace": namespace, "name": of, "port": 443} if service else None}
+    namespace, _, service_name = (service or "").partition("/")
+    spec = {"group": group, "service": {"namespace": namespace, "name": service_name, "port": 443} if service else None}
     return {"metadata": {"name": name}, "spec": spec}
 
 
-def of(answers: dict[str, list[Any]]) -> tuple[ApiServer, FakeClient]:
+def api_server(answers: dict[str, list[Any]]) -> tuple[ApiServer, FakeClient]:
     """An API server with these answers by path."""
     client = FakeClient(answers)
     return ApiServer(client, OURS), client  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ async def test_a_group_of_another_service_is_refused_and_its_owner_named() -> No
         api_service("v1beta2.custom.metrics.k8s.io", OURS),
         api_service("v1beta1.custom.metrics.k8s.io", "monitoring/prometheus-adapter"),
     ]
-    cluster, _ = of({API_SERVICES: [(200, {"items": items})]})
+    cluster, _ = api_server({API_SERVICES: [(200, {"items": items})]})
 
     with pytest.raises(GroupTaken, match=r"monitoring/prometheus-adapter .*v1beta1\.custom.*--custom-metrics"):
         await cluster.start(asyncio.Event(), ask_front_proxy=False)
@@ -72,7 +72,7 @@ async def test_a_group_that_is_ours_or_nobodys_is_taken() -> None:
         [api_service("v1beta2.custom.metrics.k8s.io", OURS)],
         [api_service("v1.external.metrics", "a/b", "external.metrics.k8s.io")],
     ):
-        cluster, _ = of({API_SERVICES: [(200, {"items": items})]})
+        cluster, _ = api_server({API_SERVICES: [(200, {"items": items})]})
         await cluster.start(asyncio.Event(), ask_front_proxy=False)
 
 
@@ -85,11 +85,11 @@ async def test_the_api_server_is_waited_for_and_readiness_says_why(monkeypatch: 
             (200, {"data": {"requestheader-client-ca-file": "PEM", "requestheader-allowed-names": '["proxy"]'}})
         ],
     }
-    cluster, _ = of(answers)
+    cluster, _ = api_server(answers)
     starting = asyncio.create_task(cluster.start(asyncio.Event(), ask_front_proxy=True))
 
-    (why,) = await eventually(lambda: [text for text in cluster.not_ready() if "forbidden" in text], unless=starting)
-    assert "the right to list apiservices" in why
+    (reason,) = await eventually(lambda: [text for text in cluster.not_ready() if "forbidden" in text], unless=starting)
+    assert "the right to list apiservices" in reason
     answers[API_SERVICES] = [(200, {"items": []})]
     await starting
     assert cluster.not_ready() == []
@@ -101,7 +101,7 @@ async def test_pods_are_read_page_by_page_with_the_selector_as_it_was_given() ->
         (200, {"metadata": {"continue": "more"}, "items": [{"metadata": {"name": "p"}}]}),
         (200, {"metadata": {}, "items": [{"metadata": {"name": "q"}}]}),
     ]
-    cluster, client = of({PODS: pages})
+    cluster, client = api_server({PODS: pages})
 
     assert await cluster.pods("ml", "app in (a,b)") == {"p", "q"}
     first = {"labelSelector": "app in (a,b)", "limit": "500"}
@@ -109,7 +109,7 @@ async def test_pods_are_read_page_by_page_with_the_selector_as_it_was_given() ->
 
 
 async def test_a_namespace_can_not_lead_to_another_path() -> None:
-    cluster, client = of(
+    cluster, client = api_server(
         {f"/api/v1/namespaces/{quote('a/../b', safe='')}/pods": [(200, {"metadata": {}, "items": []})]}
     )
 
@@ -127,7 +127,7 @@ async def test_a_namespace_can_not_lead_to_another_path() -> None:
     ],
 )
 async def test_what_is_no_list_is_an_error(answer: Any, error: type[Exception]) -> None:
-    cluster, _ = of({PODS: [answer]})
+    cluster, _ = api_server({PODS: [answer]})
 
     with pytest.raises(error):
         await cluster.pods("ml", "x")

@@ -1,4 +1,4 @@
-"""What pods, workloads and namespaces have, out of ticks."""
+"""The values of pods, workloads and namespaces, from ticks."""
 
 import json
 
@@ -11,22 +11,22 @@ from topics.attributed import TOPIC
 USED = "gpu_utilization_ratio"
 
 
-def known(*ticks: object, now_s: float = 0.0) -> Holdings:
-    """What is known after these ticks."""
-    made = Holdings()
-    for one in ticks:
-        made.add_tick(one, now_s, 0.0)  # type: ignore[arg-type]
-    return made
+def holdings_of(*ticks: object, now_s: float = 0.0) -> Holdings:
+    """The holdings after these ticks."""
+    holdings = Holdings()
+    for decoded in ticks:
+        holdings.add_tick(decoded, now_s, 0.0)  # type: ignore[arg-type]
+    return holdings
 
 
 def test_the_example_of_the_topic_is_decoded() -> None:
     (bert,) = Holdings().pods("ml-team", 0.0) or [None]
     assert bert is None
-    made = known(decode(json.dumps(TOPIC.example).encode()))
+    holdings = holdings_of(decode(json.dumps(TOPIC.example).encode()))
 
-    (some,) = made.pods("ml-team", 0.0).values()
-    assert some[0].values[USED] == TOPIC.example["devices"][0]["metrics"][USED]
-    assert ("Job", "bert-finetune-v3") in some[0].workloads
+    (pod_devices,) = holdings.pods("ml-team", 0.0).values()
+    assert pod_devices[0].values[USED] == TOPIC.example["devices"][0]["metrics"][USED]
+    assert ("Job", "bert-finetune-v3") in pod_devices[0].workloads
 
 
 def test_what_is_served_is_a_gauge_that_can_be_put_together() -> None:
@@ -36,40 +36,42 @@ def test_what_is_served_is_a_gauge_that_can_be_put_together() -> None:
 
 def test_several_devices_of_a_pod_are_one_value() -> None:
     metrics = [{USED: 0.2, "memory_used_bytes": 1, "temperature_celsius": 40}, {USED: 0.6, "memory_used_bytes": 2}]
-    devices = [device(f"GPU-{n}", holder("p"), metrics=some) for n, some in enumerate(metrics)]
-    some = known(tick(1, *devices)).pods("ml", 0.0)["p"]
+    devices = [device(f"GPU-{n}", holder("p"), metrics=values) for n, values in enumerate(metrics)]
+    pod_devices = holdings_of(tick(1, *devices)).pods("ml", 0.0)["p"]
 
-    assert pod_value(some, USED) == pytest.approx(0.4)
-    assert pod_value(some, "memory_used_bytes") == 3
-    assert pod_value(some, "temperature_celsius") == 40
-    assert pod_value(some, "power_watts") is None
+    assert pod_value(pod_devices, USED) == pytest.approx(0.4)
+    assert pod_value(pod_devices, "memory_used_bytes") == 3
+    assert pod_value(pod_devices, "temperature_celsius") == 40
+    assert pod_value(pod_devices, "power_watts") is None
 
 
 def test_zero_is_a_value() -> None:
-    assert pod_value(known(tick(1, device("GPU-a", holder("p"), used=0.0))).pods("ml", 0.0)["p"], USED) == 0.0
+    assert pod_value(holdings_of(tick(1, device("GPU-a", holder("p"), used=0.0))).pods("ml", 0.0)["p"], USED) == 0.0
 
 
 def test_each_pod_of_a_shared_device_has_its_part_and_no_more() -> None:
     parts = {"utilization_ratio": 0.3, "memory_used_bytes": 5}
     shared = device("GPU-a", holder("p", parts=parts), holder("q"), used=0.9)
-    pods = known(tick(1, shared)).pods("ml", 0.0)
+    pods = holdings_of(tick(1, shared)).pods("ml", 0.0)
 
     assert (pod_value(pods["p"], USED), pod_value(pods["p"], "memory_used_bytes")) == (0.3, 5)
     assert pod_value(pods["q"], USED) is None
 
 
 def test_two_containers_of_a_pod_are_one_holder_of_the_whole_device() -> None:
-    both = device("GPU-a", holder("p", container="a"), holder("p", container="b"), used=0.9)
+    shared = device("GPU-a", holder("p", container="a"), holder("p", container="b"), used=0.9)
 
-    assert pod_value(known(tick(1, both)).pods("ml", 0.0)["p"], USED) == 0.9
+    assert pod_value(holdings_of(tick(1, shared)).pods("ml", 0.0)["p"], USED) == 0.9
 
 
 def test_a_mig_device_is_its_pods_and_says_where_it_is_from() -> None:
     mig = {"uuid": "MIG-1", "parent_uuid": "GPU-a", "profile": "1g.10gb+me"}
-    (some,) = known(tick(1, device("MIG-1", holder("p"), used=0.5, mig=mig), device("GPU-a"))).pods("ml", 0.0).values()
+    (pod_devices,) = (
+        holdings_of(tick(1, device("MIG-1", holder("p"), used=0.5, mig=mig), device("GPU-a"))).pods("ml", 0.0).values()
+    )
 
-    assert pod_value(some, USED) == 0.5
-    assert some[0].labels == {
+    assert pod_value(pod_devices, USED) == 0.5
+    assert pod_devices[0].labels == {
         "k8s_node_name": "n1",
         "gpu_uuid": "GPU-a",
         "gpu_model": "NVIDIA-H100-80GB-HBM3",
@@ -82,42 +84,42 @@ def test_a_mig_device_without_a_utilization_has_how_busy_its_engines_were() -> N
     mig = {"uuid": "MIG-1", "parent_uuid": "GPU-a", "profile": "1g.10gb"}
     busy = device("MIG-1", holder("p"), metrics={"graphics_engine_active_ratio": 0.4}, mig=mig)
     whole = device("GPU-b", holder("q"), metrics={"graphics_engine_active_ratio": 0.4})
-    pods = known(tick(1, busy, whole)).pods("ml", 0.0)
+    pods = holdings_of(tick(1, busy, whole)).pods("ml", 0.0)
 
     assert pod_value(pods["p"], USED) == 0.4
     assert pod_value(pods["q"], USED) is None
 
 
 def test_a_pod_is_gone_with_its_nodes_next_tick() -> None:
-    made = known(tick(1, device("GPU-a", holder("p"), used=0.5)), tick(2, device("GPU-a", used=0.0)))
+    holdings = holdings_of(tick(1, device("GPU-a", holder("p"), used=0.5)), tick(2, device("GPU-a", used=0.0)))
 
-    assert made.pods("ml", 0.0) == {}
-    assert made.namespaces() == []
+    assert holdings.pods("ml", 0.0) == {}
+    assert holdings.namespaces() == []
 
 
 def test_a_value_is_gone_when_it_is_thirty_seconds_old_and_the_age_on_arrival_counts() -> None:
-    made = Holdings()
-    made.add_tick(tick(1, device("GPU-a", holder("p"), used=0.5)), now_s=100.0, age_s=10.0)
+    holdings = Holdings()
+    holdings.add_tick(tick(1, device("GPU-a", holder("p"), used=0.5)), now_s=100.0, age_s=10.0)
 
-    assert "p" in made.pods("ml", 100.0 + STALE_S - 10.1)
-    assert made.pods("ml", 100.0 + STALE_S - 10.0) == {}
-    made.expire(100.0 + STALE_S - 10.0)
-    assert (len(made), made.namespaces()) == (0, [])
+    assert "p" in holdings.pods("ml", 100.0 + STALE_S - 10.1)
+    assert holdings.pods("ml", 100.0 + STALE_S - 10.0) == {}
+    holdings.expire(100.0 + STALE_S - 10.0)
+    assert (len(holdings), holdings.namespaces()) == (0, [])
 
 
 def test_a_tick_of_a_clock_that_is_ahead_is_not_good_for_longer() -> None:
-    made = Holdings()
-    made.add_tick(tick(1, device("GPU-a", holder("p"), used=0.5)), now_s=0.0, age_s=-3600.0)
+    holdings = Holdings()
+    holdings.add_tick(tick(1, device("GPU-a", holder("p"), used=0.5)), now_s=0.0, age_s=-3600.0)
 
-    assert made.pods("ml", STALE_S) == {}
+    assert holdings.pods("ml", STALE_S) == {}
 
 
 def test_a_replay_brings_nothing_back() -> None:
     first = tick(1, device("GPU-a", holder("p"), used=0.5))
-    made = known(first, tick(2, device("GPU-a")))
+    holdings = holdings_of(first, tick(2, device("GPU-a")))
 
-    assert made.add_tick(first, 0.0, 0.0) == "replay"
-    assert made.pods("ml", 0.0) == {}
+    assert holdings.add_tick(first, 0.0, 0.0) == "replay"
+    assert holdings.pods("ml", 0.0) == {}
 
 
 def test_of_two_pods_of_one_name_the_one_that_was_heard_of_last_counts() -> None:
@@ -125,7 +127,7 @@ def test_of_two_pods_of_one_name_the_one_that_was_heard_of_last_counts() -> None
     new = tick(5, device("GPU-b", holder("p", pod_uid="new"), used=0.9), node="n2")
 
     for order in ([old, new], [new, old]):
-        assert pod_value(known(*order).pods("ml", 0.0)["p"], USED) == 0.9
+        assert pod_value(holdings_of(*order).pods("ml", 0.0)["p"], USED) == 0.9
 
 
 def test_pods_of_one_workload_together_are_the_mean_of_ratios_and_the_sum_of_amounts() -> None:
@@ -134,7 +136,7 @@ def test_pods_of_one_workload_together_are_the_mean_of_ratios_and_the_sum_of_amo
         device("GPU-b", of_deployment("q"), metrics={USED: 0.8, "power_watts": 300}),
         device("GPU-c", of_deployment("r"), metrics={}),
     ]
-    pods = known(tick(1, *devices)).pods("ml", 0.0)
+    pods = holdings_of(tick(1, *devices)).pods("ml", 0.0)
 
     assert combined_value(pods, USED) == 0.5
     assert combined_value(pods, "power_watts") == 400

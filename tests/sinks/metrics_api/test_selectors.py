@@ -47,11 +47,15 @@ requirements = st.one_of(
 )
 
 
-def written(one: Requirement) -> str:
+def written(requirement: Requirement) -> str:
     """A requirement as Kubernetes writes it."""
-    some = f"({','.join(one.values)})"
-    forms = {"In": f"{one.key} in {some}", "NotIn": f"{one.key} notin {some}", "Exists": one.key}
-    return forms.get(one.operator, f"!{one.key}")
+    values = f"({','.join(requirement.values)})"
+    forms = {
+        "In": f"{requirement.key} in {values}",
+        "NotIn": f"{requirement.key} notin {values}",
+        "Exists": requirement.key,
+    }
+    return forms.get(requirement.operator, f"!{requirement.key}")
 
 
 @given(st.lists(requirements, max_size=4).map(tuple))

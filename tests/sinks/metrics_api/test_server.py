@@ -1,4 +1,4 @@
-"""What is answered to whom."""
+"""What the server answers, and to whom."""
 
 import json
 from collections.abc import AsyncIterator
@@ -33,27 +33,27 @@ class Pods:
         self.answers = answers
 
     async def pods(self, namespace: str, selector: str) -> set[str]:
-        """What was prepared."""
-        found = self.answers[f"{namespace}: {selector}"]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        """The prepared answer."""
+        answer = self.answers[f"{namespace}: {selector}"]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 class Answer(NamedTuple):
-    """What came back."""
+    """An HTTP answer: its status and its JSON."""
 
     status: int
     content: Any
 
     @property
     def values(self) -> dict[str, str]:
-        """The values of a list by the names of what they are of."""
-        return {one["describedObject"]["name"]: one["value"] for one in self.content["items"]}
+        """The values of a list by the names of their objects."""
+        return {item["describedObject"]["name"]: item["value"] for item in self.content["items"]}
 
 
 class Bench:
-    """A server, what it knows, and its clock."""
+    """A server, the holdings that it serves, and its clock."""
 
     def __init__(self, access: Access, lists: dict[str, set[str] | Exception] | None) -> None:
         self.holdings = Holdings()
@@ -64,44 +64,44 @@ class Bench:
         self.url = ""
 
     def tick(self, seq: int, *devices: dict[str, Any], **more: Any) -> None:
-        """A tick came."""
+        """Add a tick to the holdings."""
         self.holdings.add_tick(tick(seq, *devices, **more), self.now_s, 0.0)
 
     async def ask(self, path: str, **headers: str) -> Answer:
-        """Asks for a path, as it is written."""
+        """Get a path, which is already percent-encoded."""
         url = URL(self.url + path, encoded=True)
-        async with aiohttp.ClientSession() as client, client.get(url, headers=headers) as got:
-            assert got.content_type == "application/json"
-            return Answer(got.status, json.loads(await got.read()))
+        async with aiohttp.ClientSession() as client, client.get(url, headers=headers) as response:
+            assert response.content_type == "application/json"
+            return Answer(response.status, json.loads(await response.read()))
 
 
 @asynccontextmanager
 async def bench(lists: dict[str, set[str] | Exception] | None = None, access: Access = OPEN) -> AsyncIterator[Bench]:
     """Serves; without ``lists`` plain JSON only."""
-    made = Bench(access, lists)
+    server = Bench(access, lists)
     async with listening(
-        made.api.routes(), ("127.0.0.1", 0), option="--metrics-listen", middlewares=[made.api.guard]
+        server.api.routes(), ("127.0.0.1", 0), option="--metrics-listen", middlewares=[server.api.guard]
     ) as address:
-        made.url = "http://{}:{}".format(*address)
-        yield made
+        server.url = "http://{}:{}".format(*address)
+        yield server
 
 
 # -- plain JSON
 
 
 async def test_a_workload_says_what_its_holders_do_as_mean_sum_and_maximum() -> None:
-    async with bench() as made:
-        made.tick(1, device("GPU-a", of_deployment("p"), metrics={USED: 0.25, "temperature_celsius": 40}))
-        made.tick(
+    async with bench() as server:
+        server.tick(1, device("GPU-a", of_deployment("p"), metrics={USED: 0.25, "temperature_celsius": 40}))
+        server.tick(
             2,
             device("GPU-b", of_deployment("q"), metrics={USED: 0.75, "temperature_celsius": 60, "sm_clock_hz": 2e9}),
             node="n2",
         )
-        made.tick(3, device("GPU-c", of_deployment("other", "train"), used=1.0), node="n3")
-        found = await made.ask("/v1/workloads/ml/Deployment/infer")
-        lower = await made.ask("/v1/workloads/ml/deployment/infer")
+        server.tick(3, device("GPU-c", of_deployment("other", "train"), used=1.0), node="n3")
+        answer = await server.ask("/v1/workloads/ml/Deployment/infer")
+        lower = await server.ask("/v1/workloads/ml/deployment/infer")
 
-    assert found.content == {
+    assert answer.content == {
         "namespace": "ml",
         "kind": "Deployment",
         "name": "infer",
@@ -116,50 +116,50 @@ async def test_a_workload_says_what_its_holders_do_as_mean_sum_and_maximum() -> 
 
 
 @pytest.mark.parametrize("path", ["ml/Deployment/none", "ml/Job/infer", "else/Deployment/infer"])
-async def test_what_holds_nothing_is_not_found(path: str) -> None:
-    async with bench() as made:
-        made.tick(1, device("GPU-a", of_deployment("p"), used=0.25))
-        found = await made.ask(f"/v1/workloads/{path}")
+async def test_a_workload_that_holds_no_gpu_is_not_found(path: str) -> None:
+    async with bench() as server:
+        server.tick(1, device("GPU-a", of_deployment("p"), used=0.25))
+        answer = await server.ask(f"/v1/workloads/{path}")
 
-    assert found.status == 404
-    assert "holds a GPU" in found.content["error"]
+    assert answer.status == 404
+    assert "holds a GPU" in answer.content["error"]
 
 
 @pytest.mark.parametrize("path", ["/", "/v1/workloads/ml", "/v1/workloads/ml/Deployment/infer/", "/metrics"])
-async def test_who_asks_for_something_else_is_shown_what_can_be_asked(path: str) -> None:
-    async with bench() as made:
-        found = await made.ask(path)
+async def test_an_unknown_path_is_answered_with_the_paths_that_exist(path: str) -> None:
+    async with bench() as server:
+        answer = await server.ask(path)
 
-    assert found.status == 404
-    assert "/v1/workloads/NAMESPACE/KIND/NAME" in found.content["error"]
+    assert answer.status == 404
+    assert "/v1/workloads/NAMESPACE/KIND/NAME" in answer.content["error"]
 
 
 async def test_a_value_that_is_too_old_is_not_found_and_never_zero() -> None:
-    async with bench({}) as made:
-        made.tick(1, device("GPU-a", of_deployment("p"), used=0.25))
-        made.now_s += STALE_S
-        plain = await made.ask("/v1/workloads/ml/Deployment/infer")
-        one = await made.ask(f"{BASE}/namespaces/ml/pods/p/{USED}")
-        every = await made.ask(f"{BASE}/namespaces/ml/pods/%2A/{USED}")
+    async with bench({}) as server:
+        server.tick(1, device("GPU-a", of_deployment("p"), used=0.25))
+        server.now_s += STALE_S
+        plain = await server.ask("/v1/workloads/ml/Deployment/infer")
+        single = await server.ask(f"{BASE}/namespaces/ml/pods/p/{USED}")
+        every = await server.ask(f"{BASE}/namespaces/ml/pods/%2A/{USED}")
 
-    assert (plain.status, one.status, every.status) == (404, 404, 200)
+    assert (plain.status, single.status, every.status) == (404, 404, 200)
     assert every.content["items"] == []
 
 
 async def test_a_pod_with_a_cron_job_above_its_job_is_of_both() -> None:
     owned = holder("p", workload={"kind": "CronJob", "name": "nightly"}, job="nightly-1")
-    async with bench() as made:
-        made.tick(1, device("GPU-a", owned, used=0.25))
-        answers = [await made.ask(f"/v1/workloads/ml/{path}") for path in ("CronJob/nightly", "Job/nightly-1")]
+    async with bench() as server:
+        server.tick(1, device("GPU-a", owned, used=0.25))
+        answers = [await server.ask(f"/v1/workloads/ml/{path}") for path in ("CronJob/nightly", "Job/nightly-1")]
 
-    assert [one.status for one in answers] == [200, 200]
+    assert [answer.status for answer in answers] == [200, 200]
 
 
-async def test_without_being_asked_for_there_is_no_aggregated_api() -> None:
-    async with bench() as made:
-        found = await made.ask(BASE)
+async def test_the_aggregated_api_is_off_unless_it_is_enabled() -> None:
+    async with bench() as server:
+        answer = await server.ask(BASE)
 
-    assert (found.status, found.content["kind"], found.content["reason"]) == (404, "Status", "NotFound")
+    assert (answer.status, answer.content["kind"], answer.content["reason"]) == (404, "Status", "NotFound")
 
 
 # -- custom.metrics.k8s.io
@@ -167,31 +167,31 @@ async def test_without_being_asked_for_there_is_no_aggregated_api() -> None:
 
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
 async def test_discovery_lists_every_metric_of_pods_workloads_and_namespaces(version: str) -> None:
-    async with bench({}) as made:
-        group = await made.ask("/apis/custom.metrics.k8s.io")
-        found = await made.ask(f"/apis/custom.metrics.k8s.io/{version}")
+    async with bench({}) as server:
+        group = await server.ask("/apis/custom.metrics.k8s.io")
+        answer = await server.ask(f"/apis/custom.metrics.k8s.io/{version}")
 
     assert group.content["preferredVersion"]["version"] == "v1beta2"
-    assert (found.content["kind"], found.content["groupVersion"]) == (
+    assert (answer.content["kind"], answer.content["groupVersion"]) == (
         "APIResourceList",
         f"custom.metrics.k8s.io/{version}",
     )
-    names = {one["name"]: one["namespaced"] for one in found.content["resources"]}
+    names = {resource["name"]: resource["namespaced"] for resource in answer.content["resources"]}
     assert {f"pods/{metric}" for metric in SERVED} <= names.keys()
     assert (names[f"deployments.apps/{USED}"], names[f"namespaces/{USED}"]) == (True, False)
 
 
 async def test_the_pods_of_a_selector_are_answered_and_no_others() -> None:
-    async with bench({"ml: app=infer,tier in (a,b)": {"p", "q", "without-gpu"}}) as made:
-        made.tick(1, device("GPU-a", holder("p"), used=0.9), device("GPU-b", holder("q"), used=0.1))
-        made.tick(1, device("GPU-c", holder("other"), used=0.5), node="n2")
+    async with bench({"ml: app=infer,tier in (a,b)": {"p", "q", "without-gpu"}}) as server:
+        server.tick(1, device("GPU-a", holder("p"), used=0.9), device("GPU-b", holder("q"), used=0.1))
+        server.tick(1, device("GPU-c", holder("other"), used=0.5), node="n2")
         path = f"{BASE}/namespaces/ml/pods/%2A/{USED}?labelSelector=app%3Dinfer%2Ctier+in+%28a%2Cb%29"
-        found = await made.ask(path, Accept="application/vnd.kubernetes.protobuf, */*")
-        every = await made.ask(f"{BASE}/namespaces/ml/pods/*/{USED}")
+        answer = await server.ask(path, Accept="application/vnd.kubernetes.protobuf, */*")
+        every = await server.ask(f"{BASE}/namespaces/ml/pods/*/{USED}")
 
-    assert found.values == {"p": "900m", "q": "100m"}
+    assert answer.values == {"p": "900m", "q": "100m"}
     assert every.values == {"p": "900m", "q": "100m", "other": "500m"}
-    assert found.content["items"][0] == {
+    assert answer.content["items"][0] == {
         "describedObject": {"kind": "Pod", "name": "p", "apiVersion": "v1", "namespace": "ml"},
         "metric": {"name": USED, "selector": None},
         "timestamp": "2026-11-20T23:59:13Z",
@@ -199,57 +199,57 @@ async def test_the_pods_of_a_selector_are_answered_and_no_others() -> None:
     }
 
 
-async def test_the_older_version_names_the_metric_as_it_did() -> None:
-    async with bench({}) as made:
-        made.tick(1, device("GPU-a", holder("p"), used=0.9))
-        found = await made.ask(f"/apis/custom.metrics.k8s.io/v1beta1/namespaces/ml/pods/p/{USED}")
+async def test_the_older_version_has_the_name_of_the_metric_as_a_string() -> None:
+    async with bench({}) as server:
+        server.tick(1, device("GPU-a", holder("p"), used=0.9))
+        answer = await server.ask(f"/apis/custom.metrics.k8s.io/v1beta1/namespaces/ml/pods/p/{USED}")
 
-    assert found.content["apiVersion"] == "custom.metrics.k8s.io/v1beta1"
-    assert (found.content["items"][0]["metricName"], "metric" in found.content["items"][0]) == (USED, False)
+    assert answer.content["apiVersion"] == "custom.metrics.k8s.io/v1beta1"
+    assert (answer.content["items"][0]["metricName"], "metric" in answer.content["items"][0]) == (USED, False)
 
 
 async def test_a_metric_selector_chooses_devices_and_stands_in_the_answer() -> None:
-    async with bench({}) as made:
+    async with bench({}) as server:
         first = device("GPU-a", holder("p"), used=0.9)
         second = device("GPU-b", holder("p"), used=0.1, model="NVIDIA A100")
-        made.tick(1, first, second, device("GPU-c", holder("q"), used=0.3, model="NVIDIA A100"))
+        server.tick(1, first, second, device("GPU-c", holder("q"), used=0.3, model="NVIDIA A100"))
         path = f"{BASE}/namespaces/ml/pods/*/{USED}?metricLabelSelector="
-        h100 = await made.ask(path + "gpu_model%3DNVIDIA-H100-80GB-HBM3%2Cx+notin+%28y%29")
-        none = await made.ask(path + "gpu_model%3DL4")
-        one = await made.ask(f"{BASE}/namespaces/ml/pods/q/{USED}?metricLabelSelector=gpu_model%3DL4")
-        wrong = await made.ask(path + "gpu_model%3E")
+        h100 = await server.ask(path + "gpu_model%3DNVIDIA-H100-80GB-HBM3%2Cx+notin+%28y%29")
+        none = await server.ask(path + "gpu_model%3DL4")
+        single = await server.ask(f"{BASE}/namespaces/ml/pods/q/{USED}?metricLabelSelector=gpu_model%3DL4")
+        wrong = await server.ask(path + "gpu_model%3E")
 
     assert h100.values == {"p": "900m"}
     assert h100.content["items"][0]["metric"]["selector"]["matchExpressions"][0]["key"] == "gpu_model"
-    assert (none.status, none.values, one.status) == (200, {}, 404)
+    assert (none.status, none.values, single.status) == (200, {}, 404)
     assert (wrong.status, wrong.content["reason"]) == (400, "BadRequest")
 
 
 async def test_workloads_and_namespaces_are_answered_by_name_with_exactly_one_item() -> None:
-    async with bench({}) as made:
-        made.tick(1, device("GPU-a", of_deployment("p"), used=0.9), device("GPU-b", of_deployment("q"), used=0.1))
-        made.tick(1, device("GPU-c", holder("r"), used=0.2), node="n2")
-        workload = await made.ask(f"{BASE}/namespaces/ml/deployments.apps/infer/{USED}")
-        namespace = await made.ask(f"{BASE}/namespaces/ml/metrics/{USED}")
-        every = await made.ask(f"{BASE}/namespaces/%2A/metrics/{USED}")
+    async with bench({}) as server:
+        server.tick(1, device("GPU-a", of_deployment("p"), used=0.9), device("GPU-b", of_deployment("q"), used=0.1))
+        server.tick(1, device("GPU-c", holder("r"), used=0.2), node="n2")
+        workload = await server.ask(f"{BASE}/namespaces/ml/deployments.apps/infer/{USED}")
+        namespace = await server.ask(f"{BASE}/namespaces/ml/metrics/{USED}")
+        every = await server.ask(f"{BASE}/namespaces/%2A/metrics/{USED}")
         absent = [
-            await made.ask(f"{BASE}/namespaces/{path}/{USED}")
+            await server.ask(f"{BASE}/namespaces/{path}/{USED}")
             for path in ("ml/deployments.apps/none", "none/metrics", "ml/statefulsets.apps/infer", "ml/pods/none")
         ]
 
     assert workload.values == {"infer": "500m"}
     assert workload.content["items"][0]["describedObject"]["kind"] == "Deployment"
     assert namespace.values == every.values == {"ml": "400m"}
-    assert [one.status for one in absent] == [404, 404, 404, 404]
+    assert [answer.status for answer in absent] == [404, 404, 404, 404]
 
 
 async def test_custom_workloads_are_found_by_the_plural_of_their_kind() -> None:
     owned = holder("p", workload={"kind": "RayCluster", "name": "ray"})
-    async with bench({}) as made:
-        made.tick(1, device("GPU-a", owned, used=0.5))
-        found = await made.ask(f"{BASE}/namespaces/ml/rayclusters.ray.io/ray/{USED}")
+    async with bench({}) as server:
+        server.tick(1, device("GPU-a", owned, used=0.5))
+        answer = await server.ask(f"{BASE}/namespaces/ml/rayclusters.ray.io/ray/{USED}")
 
-    assert found.values == {"ray": "500m"}
+    assert answer.values == {"ray": "500m"}
     assert [resource_of(kind) for kind in ("job", "policy", "redis")] == ["jobs", "policies", "redises"]
 
 
@@ -258,15 +258,15 @@ async def test_what_the_api_server_refuses_or_does_not_answer_is_an_error_and_no
         "ml: a==": SelectorError("unable to parse"),
         "ml: b": Unreachable("connection", "refused"),
     }
-    async with bench(lists) as made:
-        made.tick(1, device("GPU-a", holder("p"), used=0.5))
-        wrong = await made.ask(f"{BASE}/namespaces/ml/pods/*/{USED}?labelSelector=a%3D%3D")
-        away = await made.ask(f"{BASE}/namespaces/ml/pods/*/{USED}?labelSelector=b")
-        other = await made.ask(f"{BASE}/namespaces/ml/deployments.apps/*/{USED}?labelSelector=b")
-        unknown = await made.ask(f"{BASE}/namespaces/ml/pods/*/no_such_metric")
+    async with bench(lists) as server:
+        server.tick(1, device("GPU-a", holder("p"), used=0.5))
+        wrong = await server.ask(f"{BASE}/namespaces/ml/pods/*/{USED}?labelSelector=a%3D%3D")
+        away = await server.ask(f"{BASE}/namespaces/ml/pods/*/{USED}?labelSelector=b")
+        workloads = await server.ask(f"{BASE}/namespaces/ml/deployments.apps/*/{USED}?labelSelector=b")
+        unknown = await server.ask(f"{BASE}/namespaces/ml/pods/*/no_such_metric")
 
-    assert [one.status for one in (wrong, away, other, unknown)] == [400, 503, 400, 404]
-    assert {one.content["kind"] for one in (wrong, away, other, unknown)} == {"Status"}
+    assert [answer.status for answer in (wrong, away, workloads, unknown)] == [400, 503, 400, 404]
+    assert {answer.content["kind"] for answer in (wrong, away, workloads, unknown)} == {"Status"}
 
 
 @pytest.mark.parametrize(
@@ -291,18 +291,18 @@ def test_values_are_written_as_quantities_in_thousandths(value: float, text: str
 async def test_a_bearer_token_opens_plain_json_and_not_the_aggregated_api(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     access = Access(guarded=True, names=frozenset, token_file=tmp_path / "token")
-    async with bench({}, access) as made:
-        made.tick(1, device("GPU-a", of_deployment("p"), used=0.5))
+    async with bench({}, access) as server:
+        server.tick(1, device("GPU-a", of_deployment("p"), used=0.5))
         plain = "/v1/workloads/ml/Deployment/infer"
         answers = [
-            await made.ask(plain, Authorization="Bearer secret"),
-            await made.ask(plain, Authorization="Bearer wrong"),
-            await made.ask(plain, Authorization="Bearer "),
-            await made.ask(plain),
-            await made.ask(BASE, Authorization="Bearer secret"),
+            await server.ask(plain, Authorization="Bearer secret"),
+            await server.ask(plain, Authorization="Bearer wrong"),
+            await server.ask(plain, Authorization="Bearer "),
+            await server.ask(plain),
+            await server.ask(BASE, Authorization="Bearer secret"),
         ]
         (tmp_path / "token").write_text("other")
-        answers.append(await made.ask(plain, Authorization="Bearer secret"))
+        answers.append(await server.ask(plain, Authorization="Bearer secret"))
 
-    assert [one.status for one in answers] == [200, 401, 401, 401, 401, 401]
+    assert [answer.status for answer in answers] == [200, 401, 401, 401, 401, 401]
     assert "secret" not in str(answers[1])

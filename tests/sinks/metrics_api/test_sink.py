@@ -39,9 +39,9 @@ def test_every_error_of_the_settings_is_reported(tmp_path: Path) -> None:
     }  # fmt: skip
 
     assert SETTINGS.errors() == []
-    for what, more in wrong.items():
-        (found,) = replace(SETTINGS, **more).errors()  # type: ignore[arg-type]
-        assert found.startswith(what)
+    for expected, options in wrong.items():
+        (error,) = replace(SETTINGS, **options).errors()  # type: ignore[arg-type]
+        assert error.startswith(expected)
     assert len(replace(SETTINGS, metrics_listen=EVERYWHERE).errors()) == 2
     served = replace(SETTINGS, metrics_listen=EVERYWHERE, serving_cert=file, serving_key=file, client_ca=file)
     assert served.errors() == []
@@ -81,8 +81,15 @@ async def test_a_tick_that_comes_late_counts_only_while_it_is_not_too_old(
 def test_every_record_is_accounted_for() -> None:
     sink = MetricsApiSink(SETTINGS)
     first = record(1, USED)
-    other = record(1, USED, cluster="c2")
-    records = [first, first, other, first._replace(value=b"{"), other._replace(key=None), first._replace(value=None)]
+    of_other_cluster = record(1, USED, cluster="c2")
+    records = [
+        first,
+        first,
+        of_other_cluster,
+        first._replace(value=b"{"),
+        of_other_cluster._replace(key=None),
+        first._replace(value=None),
+    ]
     sink.take(TOPIC.name, records)
 
     books = assert_accounted(sink.registry)["metrics_api", ""]

@@ -27,7 +27,7 @@ def _looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def authorities(tmp_path_factory: pytest.TempPathFactory) -> list[Authority]:
-    """Two that know nothing of each other."""
+    """Two authorities that do not trust each other."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl on PATH")
     return [Authority(tmp_path_factory.mktemp("authority")) for _ in range(2)]
@@ -41,18 +41,20 @@ class Files:
         self.become(authority, clients)
 
     def become(self, authority: Authority, clients: Authority) -> None:
-        """They are of these now."""
+        """Replace the files: signed by ``authority``, with the CA of ``clients``."""
         serving = authority.sign("server", "DNS:localhost")
         self.certificate.write_bytes(serving.certificate.read_bytes())
         self.key.write_bytes(serving.key.read_bytes())
         self.ca.write_bytes(clients.ca.read_bytes())
 
 
-async def ask(address: tuple[str, int], trusted: Authority, shown: Certificate | None, path: str = PLAIN) -> int | str:
-    """The status of an answer, or in which way there was none."""
+async def ask(
+    address: tuple[str, int], trusted: Authority, client_certificate: Certificate | None, path: str = PLAIN
+) -> int | str:
+    """The status of the answer, or why there is none."""
     context = ssl.create_default_context(cafile=trusted.ca)
-    if shown is not None:
-        context.load_cert_chain(shown.certificate, shown.key)
+    if client_certificate is not None:
+        context.load_cert_chain(client_certificate.certificate, client_certificate.key)
     try:
         async with (
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as client,
@@ -66,7 +68,7 @@ async def ask(address: tuple[str, int], trusted: Authority, shown: Certificate |
 
 
 def api(names: Callable[[], frozenset[str]] = frozenset, token: Path | None = None) -> Api:
-    """What is served: nothing is known."""
+    """A server without holdings."""
     counter = Counter("requests_total", "Requests.", ("code",), registry=None)
     cluster: object = object()
     return Api(Holdings(), Access(guarded=True, names=names, token_file=token), cluster, counter.labels)  # type: ignore[arg-type]
@@ -75,64 +77,64 @@ def api(names: Callable[[], frozenset[str]] = frozenset, token: Path | None = No
 async def test_only_certificates_of_the_clients_ca_come_in_and_only_front_proxies_may_ask_everything(
     tmp_path: Path, authorities: list[Authority]
 ) -> None:
-    ours, theirs = authorities
+    ours, foreign = authorities
     files = Files(tmp_path, ours, ours)
     tls = ServerTls(files.certificate, files.key, files.ca.read_text)
-    made = api(lambda: frozenset({"front-proxy-client"}))
+    server = api(lambda: frozenset({"front-proxy-client"}))
     async with listening(
-        made.routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context, middlewares=[made.guard]
+        server.routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context, middlewares=[server.guard]
     ) as address:
-        proxy, other = ours.sign("front-proxy-client"), ours.sign("keda")
+        proxy, client = ours.sign("front-proxy-client"), ours.sign("keda")
         assert await ask(address, ours, proxy, BASE) == 200
-        assert await ask(address, ours, other, BASE) == 403
-        assert await ask(address, ours, other) == 404
-        assert await ask(address, ours, theirs.sign("front-proxy-client"), BASE) == "refused"
+        assert await ask(address, ours, client, BASE) == 403
+        assert await ask(address, ours, client) == 404
+        assert await ask(address, ours, foreign.sign("front-proxy-client"), BASE) == "refused"
         assert await ask(address, ours, None, BASE) == "refused"
 
 
-async def test_where_a_token_is_as_good_a_client_comes_in_without_a_certificate(
+async def test_with_optional_certificates_a_client_without_one_needs_the_token(
     tmp_path: Path, authorities: list[Authority]
 ) -> None:
-    ours, theirs = authorities
+    ours, foreign = authorities
     files = Files(tmp_path, ours, ours)
     (tmp_path / "token").write_text("secret")
     tls = ServerTls(files.certificate, files.key, files.ca.read_text, optional=True)
-    made = api(token=tmp_path / "token")
+    server = api(token=tmp_path / "token")
     async with listening(
-        made.routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context, middlewares=[made.guard]
+        server.routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context, middlewares=[server.guard]
     ) as address:
         assert await ask(address, ours, None) == 401
         assert await ask(address, ours, None, BASE) == 401
         assert await ask(address, ours, ours.sign("keda")) == 404
-        assert await ask(address, ours, theirs.sign("keda")) == "refused"
+        assert await ask(address, ours, foreign.sign("keda")) == "refused"
 
 
 async def test_changed_files_are_shown_to_the_next_client_without_a_restart(
     tmp_path: Path, authorities: list[Authority]
 ) -> None:
-    ours, theirs = authorities
+    ours, foreign = authorities
     files = Files(tmp_path, ours, ours)
     tls = ServerTls(files.certificate, files.key, files.ca.read_text)
-    made = api()
+    server = api()
     async with listening(
-        made.routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context, middlewares=[made.guard]
+        server.routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context, middlewares=[server.guard]
     ) as address:
         assert await ask(address, ours, ours.sign("keda")) == 404
-        files.become(theirs, theirs)
-        assert await ask(address, theirs, theirs.sign("keda")) == 404
-        assert await ask(address, ours, theirs.sign("keda")) == "the server is not trusted"
-        assert await ask(address, theirs, ours.sign("keda")) == "refused"
+        files.become(foreign, foreign)
+        assert await ask(address, foreign, foreign.sign("keda")) == 404
+        assert await ask(address, ours, foreign.sign("keda")) == "the server is not trusted"
+        assert await ask(address, foreign, ours.sign("keda")) == "refused"
 
 
-async def test_files_that_are_broken_for_now_change_nothing(
+async def test_files_that_are_broken_for_a_time_change_nothing(
     tmp_path: Path, authorities: list[Authority], caplog: pytest.LogCaptureFixture
 ) -> None:
     ours = authorities[0]
     files = Files(tmp_path, ours, ours)
     tls = ServerTls(files.certificate, files.key, files.ca.read_text)
-    made = api()
+    server = api()
     async with listening(
-        made.routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context, middlewares=[made.guard]
+        server.routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context, middlewares=[server.guard]
     ) as address:
         files.key.write_text("half a k")
         assert await ask(address, ours, ours.sign("keda")) == 404
