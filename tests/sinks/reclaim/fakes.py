@@ -23,19 +23,19 @@ from topics.alerts import Alert, AlertGpu, time
 
 Json = dict[str, Any]
 Fault = Callable[[str, str], Answer | None]
-"""What is done in place of a request, given its method and path; None: the request, after all."""
+"""Called with a request's method and path: the answer to give instead, or None to handle the request."""
 
 HOUR_MS = 3_600_000
-MADE = "2026-11-20T10:00:00Z"
+CREATED_AT = "2026-11-20T10:00:00Z"
 
 
 class Killed(Exception):
     """The process ended here."""
 
 
-def status(code: int, said: str = "no", retry_after_s: float | None = None) -> Answer:
+def status(code: int, message: str = "no", retry_after_s: float | None = None) -> Answer:
     """A failure as the API server writes it."""
-    return Answer(code, json.dumps({"kind": "Status", "code": code, "message": said}).encode(), retry_after_s)
+    return Answer(code, json.dumps({"kind": "Status", "code": code, "message": message}).encode(), retry_after_s)
 
 
 class Api:
@@ -57,7 +57,7 @@ class Api:
             "name": name,
             "uid": f"uid-{name}",
             "generation": 1,
-            "creationTimestamp": MADE,
+            "creationTimestamp": CREATED_AT,
             **before,
             "resourceVersion": str(self._version),
             **content.pop("metadata", {}),
@@ -69,7 +69,7 @@ class Api:
         return self.objects[path]
 
     async def request(self, method: str, path: str, *, body: bytes | None = None, **_: Any) -> Answer:
-        """As the client's."""
+        """The client's ``request``."""
         await asyncio.sleep(0)
         fault = self.faults.pop(0)(method, path) if self.faults else None
         return fault if fault is not None else self._answer(method, path, json.loads(body or b"{}"))
@@ -78,31 +78,43 @@ class Api:
         url = urlsplit(path)
         if method == "POST":
             name = f"{url.path}/{content['metadata']['name']}"
-            known = name in self.events
+            exists = name in self.events
             self.events.setdefault(name, content)
-            return status(409) if known else Answer(201, json.dumps(content).encode(), None)
+            return status(409) if exists else Answer(201, json.dumps(content).encode(), None)
         if url.query:
-            wanted = unquote(parse_qs(url.query)["labelSelector"][0])
-            found = [one for at, one in self.objects.items() if at.startswith(url.path + "/") and _label(one) in wanted]
-            return Answer(200, json.dumps({"items": found}).encode(), None)
-        one = self.objects.get(url.path) or self.events.get(url.path)
-        if one is None:
+            selector = unquote(parse_qs(url.query)["labelSelector"][0])
+            items = [
+                item
+                for object_path, item in self.objects.items()
+                if object_path.startswith(url.path + "/") and _label(item) in selector
+            ]
+            return Answer(200, json.dumps({"items": items}).encode(), None)
+        existing = self.objects.get(url.path) or self.events.get(url.path)
+        if existing is None:
             return status(404)
-        return self.patch(url.path, one, content) if method == "PATCH" else Answer(200, json.dumps(one).encode(), None)
+        return (
+            self.patch(url.path, existing, content)
+            if method == "PATCH"
+            else Answer(200, json.dumps(existing).encode(), None)
+        )
 
-    def patch(self, path: str, one: Json, content: Json) -> Answer:
+    def patch(self, path: str, existing: Json, content: Json) -> Answer:
         """A merge patch with preconditions."""
-        meta, given = one["metadata"], content.get("metadata", {})
-        if any(given.get(name, meta[name]) != meta[name] for name in ("uid", "resourceVersion")):
+        meta, new_meta = existing["metadata"], content.get("metadata", {})
+        if any(new_meta.get(name, meta[name]) != meta[name] for name in ("uid", "resourceVersion")):
             return status(409)
         self.changes.append((path, content["spec"]))
-        merged = {**(meta.get("annotations") or {}), **given["annotations"]}
+        merged = {**(meta.get("annotations") or {}), **new_meta["annotations"]}
         annotations = {name: value for name, value in merged.items() if value is not None}
         meta = {"annotations": annotations, "generation": meta["generation"] + 1}
-        more = {name: value for name, value in one.items() if name not in ("apiVersion", "kind", "metadata", "spec")}
-        spec = {**one["spec"], **content["spec"]}
-        owners = {"ownerReferences": one["metadata"].get("ownerReferences")}
-        changed = self.put(path, one["kind"], one["apiVersion"], metadata={**owners, **meta}, spec=spec, **more)
+        more = {
+            name: value for name, value in existing.items() if name not in ("apiVersion", "kind", "metadata", "spec")
+        }
+        spec = {**existing["spec"], **content["spec"]}
+        owners = {"ownerReferences": existing["metadata"].get("ownerReferences")}
+        changed = self.put(
+            path, existing["kind"], existing["apiVersion"], metadata={**owners, **meta}, spec=spec, **more
+        )
         return Answer(200, json.dumps(changed).encode(), None)
 
 
@@ -110,8 +122,8 @@ def _named(owner: Json) -> Json:
     return {"name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}
 
 
-def _label(one: Json) -> str:
-    return str(one["metadata"].get("labels", {}).get("kueue.x-k8s.io/job-uid", "none"))
+def _label(workload: Json) -> str:
+    return str(workload["metadata"].get("labels", {}).get("kueue.x-k8s.io/job-uid", "none"))
 
 
 class World:
@@ -126,9 +138,9 @@ class World:
         self.opt_in(says)
 
     def opt_in(self, says: str | None) -> None:
-        """What the namespace says from now on."""
-        said = {} if says is None else {"annotations": {"gpustream.dev/reclaim": says}}
-        self.api.put("/api/v1/namespaces/ml", "Namespace", "v1", metadata={"annotations": None, **said})
+        """Set the namespace's annotation from now on."""
+        annotations = {} if says is None else {"annotations": {"gpustream.dev/reclaim": says}}
+        self.api.put("/api/v1/namespaces/ml", "Namespace", "v1", metadata={"annotations": None, **annotations})
         for replica in self.replicas:
             replica.reclaimer.cluster._namespaces.clear()
 
@@ -163,19 +175,19 @@ class World:
         labels = {"k8s_namespace_name": "ml", "k8s_workload_kind": "Deployment", "k8s_workload_name": name}
         return alert(name, gpus=gpus, idle=count, held=count, labels=labels)
 
-    def write(self, *of: Alert | bytes) -> None:
+    def write(self, *alerts: Alert | bytes) -> None:
         """Records of gpu.alerts, logged now."""
-        for one in of:
+        for value in alerts:
             self.alerts.append(
-                alert_record(one, len(self.alerts), at_ms=self.now_ms, key=b"x" if isinstance(one, bytes) else None)
+                alert_record(value, len(self.alerts), at_ms=self.now_ms, key=b"x" if isinstance(value, bytes) else None)
             )
 
-    def words(self, action: str | None = None) -> list[str]:
-        """What was written, in its order."""
+    def states(self, action: str | None = None) -> list[str]:
+        """The states of the written actions with their reasons, in order."""
         return [
-            one.state if one.reason is None else f"{one.state} {one.reason}"
-            for one in self.log
-            if action in (None, one.action)
+            written.state if written.reason is None else f"{written.state} {written.reason}"
+            for written in self.log
+            if action in (None, written.action)
         ]
 
     async def send(self, action: Action) -> None:
@@ -186,28 +198,32 @@ class World:
         await asyncio.sleep(0)
 
     def replica(self, **settings: Any) -> "Replica":
-        """A process of the sink that has just started, and read back what there is."""
-        one = Replica(self, settings)
-        self.replicas.append(one)
-        return one
+        """A process of the sink that has just started and read the log."""
+        replica = Replica(self, settings)
+        self.replicas.append(replica)
+        return replica
 
 
 class Replica:
     """A process of the sink. With ``kill_at`` it ends when it would write that state, ``after`` it or before."""
 
     def __init__(self, world: World, settings: dict[str, Any]) -> None:
-        given = {"kafka": "127.0.0.1:1", "cluster": "c1", "act": True, "least_s": 0.0, **settings}
-        self.world, made = world, Instruments(INSTRUMENTS)
-        self.made = made
+        options = {"kafka": "127.0.0.1:1", "cluster": "c1", "act": True, "least_s": 0.0, **settings}
+        self.world, instruments = world, Instruments(INSTRUMENTS)
+        self.instruments = instruments
         self.kill_at: str | None = None
         self.abandon = asyncio.Event()
         self.reclaimer = Reclaimer(
-            ReclaimSettings(**given), Cluster(cast("Client", world.api)), self._send, made, lambda: world.now_ms
+            ReclaimSettings(**options),
+            Cluster(cast("Client", world.api)),
+            self._send,
+            instruments,
+            lambda: world.now_ms,
         )
         self.partition = ReclaimPartition(
             self.reclaimer,
             cast("DeadLetters", Letters()),
-            Outcomes(COMPONENT, made),
+            Outcomes(COMPONENT, instruments),
             lambda: True,
             lambda: world.now_ms / 1000,
         )
@@ -223,7 +239,7 @@ class Replica:
         )
 
     async def run(self, *, later_ms: int = 0) -> None:
-        """Some time passes; what is new is read, and what is due is done."""
+        """Let time pass, read the new alerts, and do what is due."""
         self.world.now_ms += later_ms
         new, self._read = self.world.alerts[self._read :], len(self.world.alerts)
         if new:
@@ -244,14 +260,14 @@ class Letters:
     """Dead letters that go nowhere."""
 
     async def write(self, record: Any, error: str, abandon: asyncio.Event) -> None:
-        """As the real ones'."""
+        """Drop it."""
 
 
 def away(method: str, path: str) -> Answer | None:
-    """A fault: nobody answers."""
+    """A fault: the API server does not answer."""
     raise Unreachable("connection", "refused")
 
 
-def over(one: Alert, at_ms: int) -> Alert:
-    """That an alert has ended."""
-    return msgspec.structs.replace(one, state="resolved", ends_at=time(at_ms))
+def over(firing: Alert, at_ms: int) -> Alert:
+    """The alert, resolved."""
+    return msgspec.structs.replace(firing, state="resolved", ends_at=time(at_ms))

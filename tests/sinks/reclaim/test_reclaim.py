@@ -1,4 +1,4 @@
-"""What the sink decides and does, and that it does it once."""
+"""What the sink decides and does, and that it does it only once."""
 
 import asyncio
 from typing import Any
@@ -23,10 +23,10 @@ POD = "/api/v1/namespaces/ml/pods/web-0"
 
 
 def annotate(world: World, path: str, **annotations: str) -> None:
-    """Other annotations of an object, under ``gpustream.dev/``."""
-    one = world.api.objects[path]
-    given = {f"gpustream.dev/{name.replace('_', '-')}": text for name, text in annotations.items()}
-    one["metadata"]["annotations"] = {**(one["metadata"].get("annotations") or {}), **given}
+    """Add annotations under ``gpustream.dev/`` to an object."""
+    existing = world.api.objects[path]
+    changed = {f"gpustream.dev/{name.replace('_', '-')}": text for name, text in annotations.items()}
+    existing["metadata"]["annotations"] = {**(existing["metadata"].get("annotations") or {}), **changed}
 
 
 def replicas(world: World) -> int:
@@ -40,14 +40,14 @@ async def test_a_deployment_is_scaled_to_0_when_its_namespace_says_so_and_not_be
     sink = world.replica()
     await sink.run()
     await sink.run(later_ms=4 * HOUR_MS - 1000)
-    assert (world.words(), replicas(world)) == (["planned"], 2)
+    assert (world.states(), replicas(world)) == (["planned"], 2)
     assert world.log[0].due_at == time(START_MS + 4 * HOUR_MS)
     world.write(world.deployment())  # the alert is renewed
     await sink.run(later_ms=1000)
-    assert (world.words(), replicas(world)) == (["planned", "intended", "done"], 0)
-    done = world.log[-1]
-    assert (done.replicas, done.target and done.target.uid, done.generation) == (2, "uid-web", 2)
-    assert world.api.objects[DEPLOYMENT]["metadata"]["annotations"][RECLAIMED_BY] == done.id
+    assert (world.states(), replicas(world)) == (["planned", "intended", "done"], 0)
+    outcome = world.log[-1]
+    assert (outcome.replicas, outcome.target and outcome.target.uid, outcome.generation) == (2, "uid-web", 2)
+    assert world.api.objects[DEPLOYMENT]["metadata"]["annotations"][RECLAIMED_BY] == outcome.id
     await sink.run(later_ms=HOUR_MS)
     assert len(world.log) == 3
 
@@ -59,11 +59,11 @@ async def test_a_dry_run_changes_nothing_and_says_what_it_would_have_done_once()
     await sink.run()
     await sink.run(later_ms=HOUR_MS)
     await sink.run(later_ms=HOUR_MS // 2)
-    assert (world.words("scale"), world.words("event")) == (["planned", "dry_run"], ["dry_run"])
+    assert (world.states("scale"), world.states("event")) == (["planned", "dry_run"], ["dry_run"])
     assert (world.api.changes, world.api.events) == ([], {})
     acting = world.replica()
     await acting.run()
-    assert world.words("scale")[-2:] == ["intended", "done"]
+    assert world.states("scale")[-2:] == ["intended", "done"]
 
 
 async def test_a_namespace_that_says_nothing_is_left_alone_and_nothing_is_written() -> None:
@@ -73,13 +73,13 @@ async def test_a_namespace_that_says_nothing_is_left_alone_and_nothing_is_writte
     assert (world.log, world.api.changes) == ([], [])
 
 
-async def test_nonsense_in_the_annotation_does_nothing_and_is_written_once_with_what_would_be_right() -> None:
+async def test_an_invalid_annotation_is_refused_once_and_the_message_names_the_valid_form() -> None:
     world = World("scale=soon")
     world.write(world.deployment())
     sink = world.replica()
     await sink.run()
     await sink.run(later_ms=HOUR_MS)
-    assert (world.words(), replicas(world)) == (["refused policy_invalid"], 2)
+    assert (world.states(), replicas(world)) == (["refused policy_invalid"], 2)
     assert "'soon' is not a duration: write 500ms" in world.log[0].message
 
 
@@ -94,7 +94,7 @@ async def test_a_job_is_suspended_and_a_workload_of_kueue_made_inactive_in_its_p
     world.kueue("uid-train", active=True)
     await world.replica().run()
     assert [spec for _, spec in world.api.changes] == [{"active": False}]
-    assert world.words("suspend") == ["refused managed"]
+    assert world.states("suspend") == ["refused managed"]
 
 
 async def test_a_jobset_is_suspended_and_not_its_jobs() -> None:
@@ -107,7 +107,7 @@ async def test_a_jobset_is_suspended_and_not_its_jobs() -> None:
 
 
 async def test_the_job_of_a_cronjob_is_suspended_and_one_of_an_operator_is_not() -> None:
-    for kind, version, words in (
+    for kind, version, states in (
         ("CronJob", "batch/v1", ["intended", "done"]),
         ("TrainJob", "trainer.kubeflow.org/v1alpha1", ["refused managed"]),
     ):
@@ -115,25 +115,27 @@ async def test_the_job_of_a_cronjob_is_suspended_and_one_of_an_operator_is_not()
         path = f"/apis/{version}/namespaces/ml/{kind.lower()}s/top"
         world.write(world.job(above=world.api.put(path, kind, version)))
         await world.replica().run()
-        assert world.words() == words
+        assert world.states() == states
 
 
 async def test_an_event_is_written_once_on_each_pod_and_on_the_workload() -> None:
     world = World("event")
     world.write(world.deployment())
     await world.replica().run()
-    about = {(one["involvedObject"]["kind"], one["involvedObject"]["name"]) for one in world.api.events.values()}
-    assert about == {("Pod", "web-0"), ("Pod", "web-1"), ("Deployment", "web")}
-    assert {one["reason"] for one in world.api.events.values()} == {"GPUHeldIdle"}
+    event_objects = {
+        (event["involvedObject"]["kind"], event["involvedObject"]["name"]) for event in world.api.events.values()
+    }
+    assert event_objects == {("Pod", "web-0"), ("Pod", "web-1"), ("Deployment", "web")}
+    assert {event["reason"] for event in world.api.events.values()} == {"GPUHeldIdle"}
     await world.replica().run(later_ms=60_000)
-    assert (len(world.api.events), world.words()) == (3, ["intended", "done"])
+    assert (len(world.api.events), world.states()) == (3, ["intended", "done"])
 
 
 def _mixed(world: World) -> None:
     """One of the alert's pods belongs to another Deployment."""
     world.deployment("other")
-    other = world.api.objects["/apis/apps/v1/namespaces/ml/replicasets/other-1"]
-    world.api.put(POD, "Pod", "v1", owner=other)
+    replica_set = world.api.objects["/apis/apps/v1/namespaces/ml/replicasets/other-1"]
+    world.api.put(POD, "Pod", "v1", owner=replica_set)
 
 
 @pytest.mark.parametrize(
@@ -155,50 +157,48 @@ def _mixed(world: World) -> None:
         (_mixed, "several_owners"),
     ],
 )
-async def test_what_is_not_what_the_alert_was_about_or_wants_to_be_left_alone_is_refused(
-    change: Any, reason: str
-) -> None:
+async def test_a_pod_that_has_changed_since_the_alert_or_has_opted_out_is_refused(change: Any, reason: str) -> None:
     world = World("scale")
     world.write(world.deployment())
     change(world)
     await world.replica().run()
-    assert (world.words(), world.api.changes) == ([f"refused {reason}"], [])
+    assert (world.states(), world.api.changes) == ([f"refused {reason}"], [])
     assert world.log[0].message
 
 
 async def test_an_alert_that_is_old_resolved_of_another_rule_or_of_another_cluster_is_not_acted_on() -> None:
     world = World("scale=3h")
-    one = world.deployment()
-    world.write(one)
+    firing = world.deployment()
+    world.write(firing)
     await world.replica().run(later_ms=3 * HOUR_MS)
-    assert (world.words(), replicas(world)) == (["refused old"], 2)
+    assert (world.states(), replicas(world)) == (["refused old"], 2)
 
-    for other in (over(one, START_MS + 1), alert("web", name="GPUXid", labels=one.labels), _elsewhere(one)):
+    for ignored in (over(firing, START_MS + 1), alert("web", name="GPUXid", labels=firing.labels), _elsewhere(firing)):
         world = World("scale")
         world.deployment()
-        world.write(one, other) if other.state == "resolved" else world.write(other)
+        world.write(firing, ignored) if ignored.state == "resolved" else world.write(ignored)
         await world.replica().run()
         assert (world.log, replicas(world)) == ([], 2)
 
 
-def _elsewhere(one: Alert) -> Alert:
-    return msgspec.structs.replace(one, cluster="c2")
+def _elsewhere(firing: Alert) -> Alert:
+    return msgspec.structs.replace(firing, cluster="c2")
 
 
-async def test_a_workload_that_works_partly_is_left_alone_unless_that_is_asked_for() -> None:
-    for says, words in (("scale", ["refused partly"]), ("scale, partly", ["intended", "done"])):
+async def test_a_workload_that_works_partly_is_left_alone_unless_the_namespace_allows_it() -> None:
+    for says, states in (("scale", ["refused partly"]), ("scale, partly", ["intended", "done"])):
         world = World(says)
         world.write(msgspec.structs.replace(world.deployment(), held=3))
         await world.replica().run()
-        assert world.words() == words
+        assert world.states() == states
     world = World("scale")
     world.write(msgspec.structs.replace(world.deployment(), held=None, idle=None))
     await world.replica().run()
-    assert world.words() == ["refused partly"]
+    assert world.states() == ["refused partly"]
 
 
 @pytest.mark.parametrize(
-    ("says", "replicas", "words"),
+    ("says", "replicas", "states"),
     [
         ("scale", 2, ["intended", "done"]),
         ("scale", 3, ["refused partly"]),
@@ -206,72 +206,72 @@ async def test_a_workload_that_works_partly_is_left_alone_unless_that_is_asked_f
     ],
 )
 async def test_a_deployment_with_a_pod_that_the_alert_does_not_know_is_left_alone(
-    says: str, replicas: int, words: list[str]
+    says: str, replicas: int, states: list[str]
 ) -> None:
     world = World(says)
     world.write(world.deployment())
     world.api.objects[DEPLOYMENT]["status"] = {"replicas": replicas}
     await world.replica().run()
-    assert world.words() == words
+    assert world.states() == states
 
 
 async def test_a_job_with_a_pod_that_the_alert_does_not_know_is_left_alone() -> None:
     world = World("suspend")
     world.write(world.job())
-    (job,) = [one for path, one in world.api.objects.items() if "/jobs/" in path]
+    (job,) = [content for path, content in world.api.objects.items() if "/jobs/" in path]
     job["status"] = {"active": 9}
     await world.replica().run()
-    assert world.words() == ["refused partly"]
+    assert world.states() == ["refused partly"]
     assert world.log[0].message.startswith("Job train has 9 pods, and the alert is about ")
 
 
 async def test_the_time_counts_from_when_all_of_the_workload_idles() -> None:
     world = World("scale=2h")
-    one = world.deployment()
-    world.write(msgspec.structs.replace(one, held=3))
+    firing = world.deployment()
+    world.write(msgspec.structs.replace(firing, held=3))
     sink = world.replica()
     await sink.run(later_ms=2 * HOUR_MS)
-    world.write(msgspec.structs.replace(one, revision=1))
+    world.write(msgspec.structs.replace(firing, revision=1))
     await sink.run(later_ms=2 * HOUR_MS - 1)
-    assert world.words() == ["refused partly", "planned"]
+    assert world.states() == ["refused partly", "planned"]
     again = world.replica()
     await again.run(later_ms=1)
-    assert world.words()[2:] == ["intended", "done"]
+    assert world.states()[2:] == ["intended", "done"]
 
 
 async def test_after_a_restart_the_time_goes_on_although_the_log_has_only_the_last_record() -> None:
     world = World("scale=2h")
-    one = world.deployment()
-    world.write(one)
+    firing = world.deployment()
+    world.write(firing)
     await world.replica().run()
     world.now_ms += HOUR_MS
     world.alerts.clear()
-    world.write(one)  # renewed, and the record before it compacted away
+    world.write(firing)  # renewed, and the record before it compacted away
     await world.replica().run(later_ms=HOUR_MS)
-    assert world.words() == ["planned", "intended", "done"]
+    assert world.states() == ["planned", "intended", "done"]
 
 
-async def test_what_was_planned_ends_with_the_alert_or_when_the_namespace_no_longer_lets_it_be_done() -> None:
+async def test_a_planned_action_ends_with_the_alert_or_with_the_opt_in_of_its_namespace() -> None:
     world = World("scale=4h")
-    one = world.deployment()
-    world.write(one)
+    firing = world.deployment()
+    world.write(firing)
     sink = world.replica()
     await sink.run()
-    world.write(over(one, START_MS + 1))
+    world.write(over(firing, START_MS + 1))
     await sink.run(later_ms=1000)
-    assert world.words() == ["planned", "ended resolved"]
+    assert world.states() == ["planned", "ended resolved"]
 
     world = World("scale=4h")
-    world.write(one)
+    world.write(firing)
     world.deployment()
     sink = world.replica()
     await sink.run()
     world.opt_in("event=4h")
     await sink.run(later_ms=120_000)
-    assert world.words("scale") == ["planned", "ended not_opted_in"]
+    assert world.states("scale") == ["planned", "ended not_opted_in"]
 
 
-async def test_an_operators_least_goes_before_what_a_namespace_says() -> None:
+async def test_the_least_time_of_the_operator_overrides_a_shorter_one_of_a_namespace() -> None:
     world = World("scale=1s")
     world.write(world.deployment())
     await world.replica(least_s=7200.0).run()
@@ -282,25 +282,25 @@ async def test_an_operators_least_goes_before_what_a_namespace_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "states"),
     [(status(403), ["intended", "refused forbidden"]), (status(422), ["intended", "refused rejected"])],
 )
-async def test_a_change_that_the_api_server_does_not_let_be_made_is_refused(answer: Answer, words: list[str]) -> None:
+async def test_a_change_that_the_api_server_does_not_allow_is_refused(answer: Answer, states: list[str]) -> None:
     world = World("scale")
     world.write(world.deployment())
     world.api.faults = [_on("PATCH", answer)] * 9
     await world.replica().run()
-    assert (world.words(), replicas(world)) == (words, 2)
+    assert (world.states(), replicas(world)) == (states, 2)
     assert "HTTP" in world.log[-1].message
 
 
 def _on(method: str, answer: Answer | None) -> Fault:
     """A fault for requests of a method; None: nobody answers."""
 
-    def fault(of: str, path: str) -> Answer | None:
-        if of != method:
+    def fault(requested_method: str, path: str) -> Answer | None:
+        if requested_method != method:
             return None
-        return answer if answer is not None else away(of, path)
+        return answer if answer is not None else away(requested_method, path)
 
     return fault
 
@@ -310,7 +310,7 @@ async def test_a_right_to_read_that_is_missing_is_named() -> None:
     world.write(world.deployment())
     world.api.faults = [lambda _, path: status(403, "no pods for you") if "/pods/" in path else None] * 9
     await world.replica().run()
-    assert world.words() == ["refused forbidden"]
+    assert world.states() == ["refused forbidden"]
     assert "no pods for you" in world.log[0].message
 
 
@@ -325,7 +325,7 @@ async def test_an_api_server_that_is_away_is_waited_for_and_nothing_is_decided(f
     await sink.run(later_ms=1000)
     assert world.log == []  # not before the pause is over
     await sink.run(later_ms=7000)
-    assert (world.words(), sink.reclaimer.health.problem) == (["intended", "done"], "")
+    assert (world.states(), sink.reclaimer.health.problem) == (["intended", "done"], "")
 
 
 async def test_an_object_that_was_changed_in_between_is_not_changed_and_is_looked_at_again() -> None:
@@ -340,37 +340,37 @@ async def test_an_object_that_was_changed_in_between_is_not_changed_and_is_looke
     world.api.faults = [race] * 9
     sink = world.replica()
     await sink.run()
-    assert (world.words(), replicas(world)) == (["intended", "refused changed"], 5)
+    assert (world.states(), replicas(world)) == (["intended", "refused changed"], 5)
     world.api.faults = []
     await sink.run(later_ms=300_000)
-    assert (world.words()[2:], world.log[-1].replicas) == (["intended", "done"], 5)
+    assert (world.states()[2:], world.log[-1].replicas) == (["intended", "done"], 5)
 
 
-async def test_an_answer_that_is_lost_is_found_out_by_the_objects_annotation() -> None:
+async def test_after_a_lost_answer_the_annotation_of_the_object_shows_that_the_change_was_made() -> None:
     world = World("scale")
     world.write(world.deployment())
 
     def lost(method: str, path: str) -> Answer | None:
         if method != "PATCH":
             return None
-        one = world.api.objects[path]
-        version = one["metadata"]["resourceVersion"]
+        existing = world.api.objects[path]
+        version = existing["metadata"]["resourceVersion"]
         content = {
             "metadata": {"resourceVersion": version, "annotations": {RECLAIMED_BY: world.log[-1].id}},
             "spec": {"replicas": 0},
         }
-        world.api.patch(path, one, content)
+        world.api.patch(path, existing, content)
         return away(method, path)
 
     world.api.faults = [lost] * 9
     sink = world.replica()
     await sink.run()
-    assert world.words() == ["intended"]
+    assert world.states() == ["intended"]
     await sink.run(later_ms=10_000)
-    assert (world.words(), len(world.api.changes)) == (["intended", "done"], 1)
+    assert (world.states(), len(world.api.changes)) == (["intended", "done"], 1)
 
 
-async def test_what_can_not_be_looked_at_stays_open_until_it_can() -> None:
+async def test_an_intention_whose_object_can_not_be_read_stays_open_until_it_can() -> None:
     world = World("scale")
     world.write(world.deployment())
     first = world.replica()
@@ -381,11 +381,11 @@ async def test_what_can_not_be_looked_at_stays_open_until_it_can() -> None:
     sink = world.replica()
     world.api.faults = [lambda *_: status(403)] * 9
     await sink.run()
-    assert world.words("scale") == ["intended"]
+    assert world.states("scale") == ["intended"]
     assert "was done is not known" in sink.reclaimer.health.problem
     world.api.faults = []
     await sink.run(later_ms=1000)
-    assert world.words("scale") == ["intended", "done"]
+    assert world.states("scale") == ["intended", "done"]
 
 
 # -- the budget
@@ -402,23 +402,23 @@ async def test_the_budget_is_that_of_all_replicas_and_what_is_over_it_is_done_an
     for number, sink in enumerate(sinks):
         sink.partition.recall([])
         for name in ("web", "api"):
-            one = world.deployment(f"{name}-{number}")
+            firing = world.deployment(f"{name}-{number}")
             world.alerts.clear()
-            world.write(one)
+            world.write(firing)
             sink.partition.recall(world.alerts)
     await asyncio.gather(*(sink.partition.quiet(sink.abandon) for sink in sinks))
     assert len(world.api.changes) == 2
-    assert sum(one.reason == "budget" for one in world.log) == 4
+    assert sum(action.reason == "budget" for action in world.log) == 4
     world.now_ms += HOUR_MS + 1000
     await asyncio.gather(*(sink.partition.quiet(sink.abandon) for sink in sinks))
     assert len(world.api.changes) == 4
 
 
 def _intention(number: int, kind: str = "scale", state: str = "intended") -> Action:
-    one = alert(f"pod-{number}")
+    firing = alert(f"pod-{number}")
     return Action(
-        schema=1, id=action_id(one, kind), state=state, at=one.starts_at, by="x", cluster="c1", namespace="ml",
-        action=kind, alert=one.name, fingerprint=one.fingerprint, starts_at=one.starts_at,
+        schema=1, id=action_id(firing, kind), state=state, at=firing.starts_at, by="x", cluster="c1", namespace="ml",
+        action=kind, alert=firing.name, fingerprint=firing.fingerprint, starts_at=firing.starts_at,
     )  # fmt: skip
 
 
@@ -452,20 +452,20 @@ def test_no_more_than_the_budget_is_granted_within_any_hour_and_all_readers_agre
             granted.setdefault(action.id, at_ms)
             if granted[action.id] <= at_ms - LEDGER_HOUR_MS:
                 granted[action.id] = at_ms
-        assert sum(at > at_ms - LEDGER_HOUR_MS for at in granted.values()) <= budget
+        assert sum(granted_ms > at_ms - LEDGER_HOUR_MS for granted_ms in granted.values()) <= budget
 
 
 # -- once, whatever happens
 
 
 @pytest.mark.parametrize("kind", ["scale", "event"])
-@pytest.mark.parametrize("where", ["before intended", "after intended", "before done", "after done", "in between"])
-async def test_a_process_that_is_killed_anywhere_leaves_it_done_once_or_not(where: str, kind: str) -> None:
+@pytest.mark.parametrize("kill_at", ["before intended", "after intended", "before done", "after done", "in between"])
+async def test_an_action_is_done_once_wherever_the_process_is_killed(kill_at: str, kind: str) -> None:
     world = World(kind)
     world.write(world.deployment())
     first = world.replica()
-    first.kill_at = where
-    if where == "in between":
+    first.kill_at = kill_at
+    if kill_at == "in between":
         world.api.faults = [_killed] * 9
     with pytest.raises(Killed):
         await first.run()
@@ -475,8 +475,8 @@ async def test_a_process_that_is_killed_anywhere_leaves_it_done_once_or_not(wher
     await world.replica().run(later_ms=HOUR_MS // 2)
     assert len(world.api.changes) == (kind == "scale")
     assert len(world.api.events) == (3 if kind == "event" else 0)
-    assert world.words()[-1] == "done"
-    assert len({one.id for one in world.log}) == 1
+    assert world.states()[-1] == "done"
+    assert len({action.id for action in world.log}) == 1
 
 
 def _killed(method: str, path: str) -> Answer | None:
@@ -490,35 +490,35 @@ _STEPS = ("run", "run", "later", "lost", "away", "kill before", "kill after", "r
 
 @tried(max_examples=60, deadline=None)
 @given(steps=st.lists(st.sampled_from(_STEPS), max_size=14))
-def test_whatever_fails_the_object_is_changed_once_at_most_and_what_is_written_says_whether(steps: list[str]) -> None:
+def test_whatever_fails_the_object_is_changed_once_and_the_last_action_is_done(steps: list[str]) -> None:
     async def play() -> None:
         world = World("scale=1m")
-        one = world.deployment()
-        world.write(one)
+        firing = world.deployment()
+        world.write(firing)
         sinks = [world.replica()]
         for step in steps:
-            await _step(world, one, sinks, step)
+            await _step(world, firing, sinks, step)
         world.api.faults = []
         for _ in range(4):
-            world.write(one)
+            world.write(firing)
             world.now_ms += 301_000
             sink = world.replica()
             await sink.run()
         assert len(world.api.changes) == 1
-        assert (world.words()[-1], replicas(world)) == ("done", 0)
+        assert (world.states()[-1], replicas(world)) == ("done", 0)
 
     asyncio.run(play())
 
 
-async def _step(world: World, one: Alert, sinks: list[Replica], step: str) -> None:
-    """Something happens, and the first process runs."""
+async def _step(world: World, firing: Alert, sinks: list[Replica], step: str) -> None:
+    """One step of the story; then the last two processes run."""
     if step == "renew":
-        world.write(one)
+        world.write(firing)
     elif step == "touch":
-        at = world.api.objects[DEPLOYMENT]
-        world.api.put(DEPLOYMENT, "Deployment", "apps/v1", spec=at["spec"])
+        deployment = world.api.objects[DEPLOYMENT]
+        world.api.put(DEPLOYMENT, "Deployment", "apps/v1", spec=deployment["spec"])
     elif step == "second":
-        sinks.append(world.replica())  # the one before is taken for dead, and is not
+        sinks.append(world.replica())  # as if the one before were dead; it still runs
     world.now_ms += 65_000 if step == "later" else 1000
     faults: dict[str, Fault] = {"lost": _after(world), "away": _on("PATCH", None)}
     world.api.faults = [faults[step]] * 9 if step in faults else []
@@ -536,19 +536,19 @@ def _after(world: World) -> Fault:
     def fault(method: str, path: str) -> Answer | None:
         if method != "PATCH":
             return None
-        one = world.api.objects[path]
-        if one["spec"]["replicas"]:
+        existing = world.api.objects[path]
+        if existing["spec"]["replicas"]:
             meta = {
-                "resourceVersion": one["metadata"]["resourceVersion"],
+                "resourceVersion": existing["metadata"]["resourceVersion"],
                 "annotations": {RECLAIMED_BY: world.log[-1].id},
             }
-            world.api.patch(path, one, {"metadata": meta, "spec": {"replicas": 0}})
+            world.api.patch(path, existing, {"metadata": meta, "spec": {"replicas": 0}})
         raise Unreachable("timeout", "no answer")
 
     return fault
 
 
-def test_a_word_that_comes_late_does_not_take_back_that_something_was_done() -> None:
+def test_a_late_refusal_does_not_undo_done() -> None:
     ledger = Ledger("c1", {"stop": 1, "event": 0})
     for state in ("intended", "done", "refused"):
         ledger.add(_intention(0, state=state), START_MS)

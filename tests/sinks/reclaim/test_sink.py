@@ -25,22 +25,22 @@ async def test_without_a_broker_it_says_so_and_stops_when_asked(tmp_path: Path) 
             }
         )
     )
-    one = ReclaimSink(ReclaimSettings(kafka="127.0.0.1:1", kubeconfig=kubeconfig))
+    sink = ReclaimSink(ReclaimSettings(kafka="127.0.0.1:1", kubeconfig=kubeconfig))
     stop = asyncio.Event()
-    assert one.not_ready() == ["not started"]
-    running = asyncio.ensure_future(one.run(stop))
-    await eventually(lambda: "no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)" in one.not_ready())
+    assert sink.not_ready() == ["not started"]
+    running = asyncio.ensure_future(sink.run(stop))
+    await eventually(lambda: "no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)" in sink.not_ready())
     stop.set()
     await asyncio.wait_for(running, 8)
 
 
 @pytest.mark.parametrize(
-    ("given", "error"),
+    ("options", "error"),
     [
         ({"act": True, "dry_run": True}, "--act and --dry-run: one or the other"),
         ({"alert_age_s": 0.0}, "--alert-age: must be above zero"),
         ({"alert_names": ("",)}, "--alert-names: an empty name"),
     ],
 )
-def test_settings_that_can_not_be_meant_are_named(given: dict[str, object], error: str) -> None:
-    assert ReclaimSettings(kafka="127.0.0.1:1", **given).errors() == [error]  # type: ignore[arg-type]
+def test_settings_that_make_no_sense_are_reported(options: dict[str, object], error: str) -> None:
+    assert ReclaimSettings(kafka="127.0.0.1:1", **options).errors() == [error]  # type: ignore[arg-type]
