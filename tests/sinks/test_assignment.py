@@ -162,11 +162,11 @@ async def test_an_assignment_that_follows_unchanged_keeps_its_handler() -> None:
 async def test_a_topic_that_is_created_again_is_delivered_from_its_start() -> None:
     setup = Setup(FakeGroup(LOG))
 
-    def anew(offset: int) -> None:
+    def recreate(offset: int) -> None:
         if offset == 8:
             setup.consumer.log, setup.consumer.at = LOG[:3], 0
 
-    setup.before = anew
+    setup.before = recreate
     await setup.read()
     assert setup.handler.forgotten == 1
     assert setup.handler.delivered == [*range(10), 0, 1, 2]

@@ -40,8 +40,11 @@ def test_an_alert_that_fires_again_is_reported_as_it_is_now() -> None:
 
 def test_an_alert_whose_severity_changes_ends_under_its_old_labels() -> None:
     active = ActiveAlerts()
-    original, now = alert(), alert(severity="critical", labels={**alert().labels, "severity": "critical"}, revision=1)
+    original, changed = (
+        alert(),
+        alert(severity="critical", labels={**alert().labels, "severity": "critical"}, revision=1),
+    )
     active.put(original, START_MS)
-    (end,) = active.renamed([now])
+    (end,) = active.renamed([changed])
     assert (end.labels, end.is_open, end.starts_at) == (original.labels, False, original.starts_at)
     assert active.renamed([alert(revision=1)]) == []

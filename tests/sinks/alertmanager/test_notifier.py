@@ -23,10 +23,10 @@ def encoded(transition: Any, now: datetime = NOW, url: str | None = None) -> dic
 
 
 def test_an_open_alert_ends_by_itself_after_four_resends() -> None:
-    one = alert()
-    assert encoded(one, url="https://grafana.example/d/gpu") == {
-        "labels": {**one.labels, "gpustream_fingerprint": one.fingerprint},
-        "annotations": one.annotations,
+    firing = alert()
+    assert encoded(firing, url="https://grafana.example/d/gpu") == {
+        "labels": {**firing.labels, "gpustream_fingerprint": firing.fingerprint},
+        "annotations": firing.annotations,
         "startsAt": "2026-11-20T23:59:12.500000Z",
         "endsAt": "2026-11-21T00:08:12.500000Z",
         "generatorURL": "https://grafana.example/d/gpu",

@@ -24,7 +24,7 @@ def signs(fleet: Fleet) -> str:
 
 
 @pytest.mark.parametrize(
-    ("shown", "sign"),
+    ("device_fields", "sign"),
     [
         (device("GPU-a", holder("p-0"), used=0.5), "b"),
         (device("GPU-a", holder("p-0"), used=0.0), "i"),
@@ -33,8 +33,8 @@ def signs(fleet: Fleet) -> str:
         (device("GPU-a", holder("p-0"), used=0.5, state="lost"), "x"),
     ],
 )
-def test_each_activity_of_a_device_has_a_sign(shown: dict[str, Any], sign: str) -> None:
-    assert signs(fleet_of(tick(1, shown))) == sign
+def test_each_activity_of_a_device_has_a_sign(device_fields: dict[str, Any], sign: str) -> None:
+    assert signs(fleet_of(tick(1, device_fields))) == sign
 
 
 def test_a_pod_is_idle_when_it_has_done_nothing_for_ten_seconds() -> None:
@@ -105,18 +105,20 @@ def test_what_is_kept_of_a_device_is_bounded() -> None:
     fleet = Fleet(START_MS)
     for seq in range(3 * MAX_SPANS):
         fleet.add_tick(tick(seq, device("GPU-a", holder(f"p-{seq}"), used=0.5)), float(seq))
-    (shown,) = fleet.nodes["c1", "n1"].devices.values()
+    (history,) = fleet.nodes["c1", "n1"].devices.values()
 
-    assert len(shown.spans) == MAX_SPANS
-    assert len(shown.readings) * shown.readings.itemsize + len(shown.signs) == STEPS * (4 * len(HISTORY_METRICS) + 1)
+    assert len(history.spans) == MAX_SPANS
+    assert len(history.readings) * history.readings.itemsize + len(history.signs) == STEPS * (
+        4 * len(HISTORY_METRICS) + 1
+    )
 
 
 def test_alerts_are_there_while_they_are_open() -> None:
     fleet = fleet_of()
-    firing, other = alert(), alert(fingerprint="0" * 16, starts_at="2026-11-21T00:00:00Z")
+    firing, older = alert(), alert(fingerprint="0" * 16, starts_at="2026-11-21T00:00:00Z")
     fleet.set_alert(b"1", firing)
-    fleet.set_alert(b"2", other)
-    assert fleet.alerts() == [other, firing]
+    fleet.set_alert(b"2", older)
+    assert fleet.alerts() == [older, firing]
     fleet.set_alert(b"1", alert(state="resolved", ends_at="2026-11-21T01:00:00Z"))
     fleet.set_alert(b"2", None)
     assert fleet.alerts() == []
@@ -144,11 +146,11 @@ def test_hours_are_those_of_the_last_revision_of_each_key_by_team() -> None:
 def test_a_frame_has_what_changed_since_the_one_before() -> None:
     a, b = device("GPU-a", holder("p-0"), used=0.5), device("GPU-b", used=0.0)
     fleet = fleet_of(tick(1, a), tick(1, b, node="n2"))
-    whole, known = frames.frame(fleet, "gpu_utilization_ratio", 1), frames.versions(fleet)
+    whole, versions = frames.frame(fleet, "gpu_utilization_ratio", 1), frames.versions(fleet)
     fleet.add_tick(tick(2, a), 2.0)
-    values, known_then = frames.frame(fleet, "gpu_utilization_ratio", 2, known), frames.versions(fleet)
+    values, later_versions = frames.frame(fleet, "gpu_utilization_ratio", 2, versions), frames.versions(fleet)
     fleet.add_tick(tick(3, device("GPU-a", holder("q-0"), used=0.5)), 3.0)
-    holders = frames.frame(fleet, "", 3, known_then)
+    holders = frames.frame(fleet, "", 3, later_versions)
 
     assert whole["kind"] == "all"
     assert [node[2] for node in whole["nodes"]] == ["n1", "n2"]
@@ -165,10 +167,10 @@ def test_a_frame_has_what_changed_since_the_one_before() -> None:
 
 def test_a_frame_after_a_node_is_gone_is_the_whole_fleet() -> None:
     fleet = fleet_of(tick(1, device("GPU-a")), tick(1, device("GPU-b"), node="n2"))
-    known = frames.versions(fleet)
+    versions = frames.versions(fleet)
     fleet.add_tick(tick(5000, device("GPU-b"), node="n2"), 5000.0)
     fleet.expire(5000.0)
-    content = frames.frame(fleet, "", 1, known)
+    content = frames.frame(fleet, "", 1, versions)
 
     assert content["kind"] == "all"
     assert [node[2] for node in content["nodes"]] == ["n2"]
@@ -177,10 +179,10 @@ def test_a_frame_after_a_node_is_gone_is_the_whole_fleet() -> None:
 def test_a_pod_of_which_more_is_known_later_held_the_device_all_the_time() -> None:
     unknown = device("GPU-a", {"namespace": "ml", "pod": "p-0"}, used=0.5)
     fleet = fleet_of(tick(1, unknown), tick(3, device("GPU-a", holder("p-0"), used=0.0)))
-    (shown,) = fleet.nodes["c1", "n1"].devices.values()
+    (history,) = fleet.nodes["c1", "n1"].devices.values()
 
-    assert (shown.since_ms, len(shown.spans), shown.sign) == (START_MS + 1000, 0, b"b")
-    assert [holder.workload for holder in shown.holders] == ["Job/p"]
+    assert (history.since_ms, len(history.spans), history.sign) == (START_MS + 1000, 0, b"b")
+    assert [holder.workload for holder in history.holders] == ["Job/p"]
     assert frames.frame(fleet, "", 1, frames.versions(fleet)._replace(version=1))["nodes"] != []
 
 

@@ -29,8 +29,8 @@ async def event(response: aiohttp.ClientResponse) -> dict[str, Any]:
     """The next frame of a stream."""
     while not (line := await response.content.readline()).startswith(b"data: {"):
         assert line
-    found: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
-    return found
+    frame: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+    return frame
 
 
 async def test_everything_that_the_page_loads_is_its_own_and_relative() -> None:
@@ -49,7 +49,7 @@ async def test_everything_that_the_page_loads_is_its_own_and_relative() -> None:
     assert loaded <= files
     assert {"page.js", "page.css"} <= loaded
     links = re.compile(r"""https?://(?!www\.w3\.org/2000/svg)[\w]|(?:from|src=|href=|fetch\(|url\()\s*["'`]/""")
-    assert [found for text in texts for found in links.findall(text)] == []
+    assert [link for text in texts for link in links.findall(text)] == []
     assert not re.search(r"<script(?![^>]*src=)|\sstyle=|\son\w+=", page)
 
 
@@ -111,8 +111,8 @@ async def test_a_page_gets_the_fleet_and_then_what_changes_compressed_or_not() -
                 assert (await event(answer))["kind"] == "all"
                 seq = 2 if encoding == "identity" else 3
                 await bench.beat(seq)
-                said = await event(answer)
-                assert (said["kind"], said["now"][0][1]) == ("more", START_MS + seq * 1000)
+                change = await event(answer)
+                assert (change["kind"], change["now"][0][1]) == ("more", START_MS + seq * 1000)
 
 
 def test_any_pieces_in_any_order_are_a_gzip_stream() -> None:

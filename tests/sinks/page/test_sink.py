@@ -30,11 +30,13 @@ def test_every_error_of_the_settings_is_reported() -> None:
 
 def test_each_record_is_shown_a_duplicate_or_dropped() -> None:
     sink = PageSink(SETTINGS)
-    one = ConsumedRecord(1, msgspec.json.encode(tick(1, device("GPU-a", holder("p-0"), used=0.5))))
-    sink.handle("gpu.attributed", [one, one, one._replace(value=b"{"), one._replace(value=None)])
+    record = ConsumedRecord(1, msgspec.json.encode(tick(1, device("GPU-a", holder("p-0"), used=0.5))))
+    sink.handle("gpu.attributed", [record, record, record._replace(value=b"{"), record._replace(value=None)])
     fired = alert()
-    said = ConsumedRecord(0, msgspec.json.encode(fired), key=fired.fingerprint.encode())
-    sink.handle("gpu.alerts", [said, said._replace(key=b"0"), said._replace(value=None, key=b"0")])
+    alert_update = ConsumedRecord(0, msgspec.json.encode(fired), key=fired.fingerprint.encode())
+    sink.handle(
+        "gpu.alerts", [alert_update, alert_update._replace(key=b"0"), alert_update._replace(value=None, key=b"0")]
+    )
     booked = ConsumedRecord(0, msgspec.json.encode(hour()), key=b"k")
     sink.handle("gpu.usage", [booked, booked, booked._replace(value=b"[]"), booked._replace(value=None)])
 
@@ -56,4 +58,4 @@ async def test_it_says_so_if_others_can_reach_it(caplog: pytest.LogCaptureFixtur
         await eventually(lambda sink=sink: sink.address, unless=running)  # type: ignore[misc]
         stop.set()
         await running
-        assert len([one for one in caplog.records if "reverse proxy" in one.getMessage()]) == warnings
+        assert len([entry for entry in caplog.records if "reverse proxy" in entry.getMessage()]) == warnings

@@ -29,8 +29,8 @@ def device(uuid: str, *holders: dict[str, Any], used: float | None = None, **mor
 def tick(seq: int, *devices: dict[str, Any], node: str = "n1", **more: Any) -> AttributedSample:
     """A tick of second ``seq``."""
     identity = {"cluster": "c1", "node": node, "run_id": 1, "seq": seq, "ts_ms": START_MS + seq * 1000, "offset": seq}
-    said = {"schema": 1, **identity, "attribution": "exact", "devices": list(devices), **more}
-    return decode(msgspec.json.encode(said))
+    content = {"schema": 1, **identity, "attribution": "exact", "devices": list(devices), **more}
+    return decode(msgspec.json.encode(content))
 
 
 def alert(**more: Any) -> Alert:

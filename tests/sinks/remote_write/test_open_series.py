@@ -92,7 +92,7 @@ def shared(*pods: str, **fields: Any) -> dict[str, Any]:
 def test_a_steady_shared_device_writes_the_same_blocks_again() -> None:
     full = {"info": {"serial": "7"}, "xids": {"79": 1}, "conflict": "no_pod"}
     first, second = play(series(), sample(1, shared("a", "b", **full)), sample(2, shared("a", "b", **full)))
-    assert all(block is other for block, other in zip(first.open, second.open, strict=True))
+    assert all(earlier is later for earlier, later in zip(first.open, second.open, strict=True))
     assert (first.withheld, second.withheld, second.markers) == ({}, {}, 0)
     assert sum(block.primaries for block in second.open) == len(KEYS)
 

@@ -122,7 +122,7 @@ async def our_families(exporter: Exporter) -> list[Metric]:
     return parsed(bench.exposition())
 
 
-def theirs(exporter: Exporter) -> list[Metric]:
+def exporter_families(exporter: Exporter) -> list[Metric]:
     """The exporter's exposition of the node."""
     return parsed((GOLDEN / exporter.text).read_text())
 
@@ -142,7 +142,10 @@ def series(families: Iterable[Metric], differences: Iterable[Difference] = ()) -
 
 @every_exporter
 async def test_every_series_of_the_exporter_is_there_with_its_labels_and_value(exporter: Exporter) -> None:
-    our_series, expected = series(await our_families(exporter)), series(theirs(exporter), exporter.labels_of_theirs)
+    our_series, expected = (
+        series(await our_families(exporter)),
+        series(exporter_families(exporter), exporter.labels_of_theirs),
+    )
     extra = {
         key
         for key in our_series
@@ -155,7 +158,7 @@ async def test_every_series_of_the_exporter_is_there_with_its_labels_and_value(e
 
 @every_exporter
 async def test_every_difference_that_is_listed_is_one(exporter: Exporter) -> None:
-    of_theirs = [sample.labels for family in theirs(exporter) for sample in family.samples]
+    of_theirs = [sample.labels for family in exporter_families(exporter) for sample in family.samples]
     of_ours = [sample for family in await our_families(exporter) for sample in family.samples]
 
     for difference in exporter.labels_of_theirs:
@@ -168,14 +171,16 @@ async def test_every_difference_that_is_listed_is_one(exporter: Exporter) -> Non
     for extra in exporter.series_of_ours:
         assert any(extra.which(our_sample.name, our_sample.labels) for our_sample in of_ours)
         assert not any(
-            extra.which(sample.name, sample.labels) for family in theirs(exporter) for sample in family.samples
+            extra.which(sample.name, sample.labels)
+            for family in exporter_families(exporter)
+            for sample in family.samples
         )
 
 
 @every_exporter
 async def test_types_are_the_exporters_but_for_those_listed(exporter: Exporter) -> None:
     our_types = {family.name: family.type for family in await our_families(exporter)}
-    expected = {family.name: family.type for family in theirs(exporter)}
+    expected = {family.name: family.type for family in exporter_families(exporter)}
     differs = {
         name: (expected_type, our_types[name])
         for name, expected_type in expected.items()
@@ -186,7 +191,7 @@ async def test_types_are_the_exporters_but_for_those_listed(exporter: Exporter) 
 
 
 def test_every_label_of_pod_devices_is_one_of_five() -> None:
-    labels = {name for family in theirs(POD_DEVICES) for sample in family.samples for name in sample.labels}
+    labels = {name for family in exporter_families(POD_DEVICES) for sample in family.samples for name in sample.labels}
 
     assert labels == {"container_name", "gpu", "pod_name", "pod_namespace", "uuid"}
 

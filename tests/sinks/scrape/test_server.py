@@ -214,8 +214,8 @@ async def test_a_scrape_that_stopping_overtakes_gets_an_answer_that_says_so_and_
 
 
 async def test_a_port_in_use_is_a_clear_error() -> None:
-    with socket.create_server(ANY_PORT) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(ANY_PORT) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(ListenError, match=rf"--scrape-listen: can't serve on 127\.0\.0\.1:{port}: .*in use"):
             async with serving(Renderings(list), ("127.0.0.1", port), lambda: None):
                 pytest.fail("it serves")

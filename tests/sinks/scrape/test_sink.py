@@ -22,8 +22,8 @@ def test_every_error_of_the_settings_is_reported() -> None:
 
 
 async def test_a_port_in_use_is_a_clear_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         sink = ScrapeSink(ScrapeSettings(kafka=NOWHERE, scrape_listen=Address("127.0.0.1", port)))
 
         with pytest.raises(ListenError, match=rf"--scrape-listen: can't serve on 127\.0\.0\.1:{port}: .*in use"):

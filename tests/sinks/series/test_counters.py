@@ -95,13 +95,13 @@ def test_other_profiles_are_written_beside_the_file_which_stands_for_those_of_dc
 
 
 def test_a_file_of_1_x_names_has_the_labels_of_1_x() -> None:
-    legacy, now = (
+    legacy, current = (
         picked(*rows).profile.labels for rows in (["dcgm_gpu_temp", "dcgm_fb_used"], ["DCGM_FI_DEV_GPU_TEMP"])
     )
 
     assert {"uuid", "node"} <= {name for name, _ in legacy.device}
     assert [name for name, _ in legacy.holder] == ["pod_namespace", "pod_name", "container_name"]
-    assert {"UUID", "hostname"} <= {name for name, _ in now.device}
+    assert {"UUID", "hostname"} <= {name for name, _ in current.device}
 
 
 def test_label_rows_are_labels_of_every_series_of_the_file(tmp_path: Path) -> None:

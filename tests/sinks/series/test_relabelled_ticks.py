@@ -51,7 +51,7 @@ def test_of_devices_that_rules_make_the_same_the_first_is_written_and_the_others
     first, second = play(OpenSeries(writer(LESS)), *(sample(n, device("GPU-a"), device("GPU-b")) for n in (1, 2)))
     assert len(values_by_labels(first.groups)) == len(values_by_labels(second.groups)) == first.withheld["collision"]
     assert (first.withheld, second.markers) == (second.withheld, 0)
-    assert all(block is other for block, other in zip(first.open, second.open, strict=True))
+    assert all(earlier is later for earlier, later in zip(first.open, second.open, strict=True))
 
 
 def test_of_series_of_a_device_that_rules_make_the_same_the_first_is_written() -> None:
@@ -156,7 +156,7 @@ def test_a_shared_device_is_written_for_each_pod_and_its_rest_and_they_come_to_t
     assert values[USED] == {"a": 600, "b": 300, None: 100}
     assert values[POWER] == {"a": 150, "b": 75, None: 75}
     assert values["DCGM_FI_DEV_GPU_TEMP"] == {None: 60}
-    assert all(block is other for block, other in zip(first.open, second.open, strict=True))
+    assert all(earlier is later for earlier, later in zip(first.open, second.open, strict=True))
     assert sum(group.series.primaries for group in first.groups) == 4, "parts are no further values of metrics"
 
 

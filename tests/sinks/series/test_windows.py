@@ -47,14 +47,14 @@ def write(
     """The points of these ticks, written as soon as each window is over, which the last one is not."""
     state, points_by_series = OpenSeries(used_translator or translator(), resolution), PointsBySeries()
     window: NodeWindow | None = None
-    for before, now in itertools.pairwise([None, *ticks]):
-        if before is not None and window is not None and not window.includes(now.ts_ms):  # type: ignore[union-attr]
-            over = state.tick(before, window)
+    for previous, current in itertools.pairwise([None, *ticks]):
+        if previous is not None and window is not None and not window.includes(current.ts_ms):  # type: ignore[union-attr]
+            over = state.tick(previous, window)
             for series, ts_ms, value in points(over.groups):
                 points_by_series.setdefault(series, []).append((ts_ms, value))
             state.settle(over, 0.0, accepted=True)
             window = None
-        window = state.fold(now, window)  # type: ignore[arg-type]
+        window = state.fold(current, window)  # type: ignore[arg-type]
     return points_by_series
 
 

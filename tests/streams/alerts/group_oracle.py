@@ -214,12 +214,12 @@ class Fleet:
                 node: max(count, sum(part.gpu.node == node for part in going))  # a missing GPU is still one of them
                 for node, count in self.held_by_node(whose, number).items()
             }
-            theirs = self.held_by_node(whose, number)
+            held_by_node = self.held_by_node(whose, number)
             others = {
                 kind: [
                     part
                     for part in parts_of_kind
-                    if part.is_open(number) and (whose[0] == "pod" or theirs[part.gpu.node])
+                    if part.is_open(number) and (whose[0] == "pod" or held_by_node[part.gpu.node])
                 ]
                 for kind, parts_of_kind in of_kind.items()
             }
@@ -235,11 +235,11 @@ class Fleet:
                 last = transition
                 yield transition
 
-    def _of_all(self, going: list[Part], idles: list[Part], held: dict[str, int]) -> bool:
+    def _of_all(self, going: list[Part], idles: list[Part], held_by_node: dict[str, int]) -> bool:
         """Whether all GPUs of a workload stall, except for idle ones, which may be as many as those that stall."""
         stalled = {part.gpu.uuid for part in going}
         others = {part.gpu.uuid for part in idles} - stalled
-        return bool(stalled) and len(others) <= len(stalled) and len(stalled | others) >= sum(held.values())
+        return bool(stalled) and len(others) <= len(stalled) and len(stalled | others) >= sum(held_by_node.values())
 
     def _reported(self, part: Part) -> Iterator[int]:
         """In which ticks a node reports a GPU: when it begins, when it becomes critical, and once an hour."""
@@ -252,7 +252,7 @@ class Fleet:
 
     def _next(
         self, number: int, last: Transition | None, rule: Rule, going: list[Part], parts: list[Part], idles: list[Part],
-        held: dict[str, int],
+        held_by_node: dict[str, int],
     ) -> Transition | None:  # fmt: skip
         if last is not None and last.state == "firing" and not going:
             over = [part.ends_ms for part in parts if part.ends_ms is not None and part.last == number]
@@ -264,20 +264,20 @@ class Fleet:
         whose, gpus = going[0].whose, frozenset(part.gpu for part in going)
         of_workload = whose[0] != "node"
         severity = max(part.severity_at(number) for part in going)
-        now = Transition(
+        changed = Transition(
             number, rule.name, whose, "firing", 0, 0, None, SEVERITIES[severity], gpus,
-            sum(held.values()) if of_workload else None, len(going) if of_workload else None,
+            sum(held_by_node.values()) if of_workload else None, len(going) if of_workload else None,
         )  # fmt: skip
         if last is None or last.state == "resolved":
             starts = [part.starts_ms for part in going]
             starts_ms = min(starts) if rule.kind != "stalled" else max([*starts, *[idle.starts_ms for idle in idles]])
             if rule.kind == "held_idle" and any(part.first < number for part in going):
                 starts_ms = max(starts_ms, self.log[number].ts_ms)  # it has waited for another alert to end
-            return now._replace(starts_ms=max(starts_ms, -1 if last is None else (last.ends_ms or 0) + 1))
+            return changed._replace(starts_ms=max(starts_ms, -1 if last is None else (last.ends_ms or 0) + 1))
         worst = SEVERITIES[max(severity, SEVERITIES.index(last.severity))]
-        now = now._replace(starts_ms=last.starts_ms, severity=worst)
-        same = (now.gpus, now.held, now.severity) == (last.gpus, last.held, last.severity)
-        return None if same else now._replace(revision=last.revision + 1)
+        changed = changed._replace(starts_ms=last.starts_ms, severity=worst)
+        is_same = (changed.gpus, changed.held, changed.severity) == (last.gpus, last.held, last.severity)
+        return None if is_same else changed._replace(revision=last.revision + 1)
 
     # -- stragglers
 

@@ -123,11 +123,13 @@ def test_a_restart_at_any_tick_changes_nothing() -> None:
     written_ids: list[list[str]] = []
     for restarts in (False, True):
         ids: list[str] = []
-        now = state
+        node_state = state
         for number, moment in enumerate(ticks):
-            step = machine.step(now, moment, LogPosition(number, moment.ts_ms), DEFAULTS)
+            step = machine.step(node_state, moment, LogPosition(number, moment.ts_ms), DEFAULTS)
             ids += [transition_id(alert) for alert in step.alerts]
-            now = msgspec.json.decode(msgspec.json.encode(step.state), type=NodeAlerts) if restarts else step.state
+            node_state = (
+                msgspec.json.decode(msgspec.json.encode(step.state), type=NodeAlerts) if restarts else step.state
+            )
         written_ids.append(ids)
     assert written_ids[0] == written_ids[1]
     assert len(written_ids[0]) == len(set(written_ids[0])) > 6

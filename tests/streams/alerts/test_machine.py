@@ -390,5 +390,5 @@ def test_a_state_that_was_written_and_read_goes_on_in_the_same_way(ticks: list[T
             reborn.state = decode(encode(reborn.state))
         reborn.step(node_tick)
         assert reborn.state == life.state
-    for own, theirs in zip(life.written, reborn.written, strict=True):
-        assert encode(own) == encode(theirs)
+    for uninterrupted, restarted in zip(life.written, reborn.written, strict=True):
+        assert encode(uninterrupted) == encode(restarted)

@@ -46,12 +46,12 @@ def test_a_record_means_the_same_as_to_any_other_reader(record: dict[str, Any]) 
         expected.offset,
         len(expected.devices),
     )
-    for actual, theirs in zip(decoded.devices, expected.devices, strict=True):
-        assert (actual.uuid, actual.holders, actual.events, actual.xids) == (
-            theirs.uuid,
-            theirs.holders,
-            theirs.events,
-            theirs.xids,
+    for actual_device, expected_device in zip(decoded.devices, expected.devices, strict=True):
+        assert (actual_device.uuid, actual_device.holders, actual_device.events, actual_device.xids) == (
+            expected_device.uuid,
+            expected_device.holders,
+            expected_device.events,
+            expected_device.xids,
         )
 
 
