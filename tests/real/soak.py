@@ -297,9 +297,9 @@ async def soak(
         deck = [fault for fault in deck if fault not in hand.values()]
         undone_s = max(await asyncio.gather(*(fault.strike(pipeline, chance) for fault in hand.values())))
         await pipeline.wait_until_healthy(undone_s)
-        done = Round(tuple(hand.values()), time.time() - undone_s)
-        pipeline.rounds.append(done)
-        say(f"{' + '.join(fault.name for fault in done.faults)}: back after {done.back_s:.1f} s")
+        finished = Round(tuple(hand.values()), time.time() - undone_s)
+        pipeline.rounds.append(finished)
+        say(f"{' + '.join(fault.name for fault in finished.faults)}: back after {finished.back_s:.1f} s")
         assert not poison.done(), f"nothing is poisoned any more: {poison}"
         await pause(pipeline, 2 + 4 * chance.random())
     poison.cancel()

@@ -14,7 +14,7 @@ from sinks.remote_write import encode_v1
 from sinks.series.model import STALE, Row, SampleGroup, SeriesSet
 from tests.real.servers import PrometheusServer
 
-THEIRS, OUR_LABELS = 'job="compare-dcgm-exporter"', 'cluster="compare"'
+THEIR_LABELS, OUR_LABELS = 'job="compare-dcgm-exporter"', 'cluster="compare"'
 MIB = 1 << 20
 
 
@@ -31,16 +31,16 @@ def series(names: str, **labels: str) -> SeriesSet:
 
 
 def compare(prometheus: PrometheusServer, *options: str) -> Any:
-    arguments = ["compare", "--prometheus", prometheus.url, "--theirs", THEIRS, "--ours", OUR_LABELS]
+    arguments = ["compare", "--prometheus", prometheus.url, "--theirs", THEIR_LABELS, "--ours", OUR_LABELS]
     return CliRunner().invoke(main, [*arguments, *options])
 
 
 def test_each_gpu_and_pod_is_beside_itself_and_each_difference_has_its_reason(prometheus: PrometheusServer) -> None:
-    now = int(time.time() * 1000)
+    now_ms = int(time.time() * 1000)
     names = "DCGM_FI_DEV_GPU_UTIL DCGM_FI_DEV_FB_USED DCGM_FI_DEV_POWER_VIOLATION DCGM_FI_DEV_XYZ"
     of_them = {"gpu": "0", "job": "compare-dcgm-exporter", "Hostname": "n1"}
-    theirs = series(names, UUID="GPU-a", namespace="ml", pod="bert-0", container="main", **of_them)
-    others = series("DCGM_FI_DEV_GPU_TEMP", UUID="GPU-b", namespace="ml", pod="old-0", **of_them)
+    their_series = series(names, UUID="GPU-a", namespace="ml", pod="bert-0", container="main", **of_them)
+    their_moved_series = series("DCGM_FI_DEV_GPU_TEMP", UUID="GPU-b", namespace="ml", pod="old-0", **of_them)
     of_us = {"gpu": "0", "cluster": "compare", "hostname": "n1"}
     ended_series = series("DCGM_FI_DEV_GPU_UTIL", UUID="GPU-a", namespace="ml", pod="old-0", **of_us)
     held_series = series(
@@ -50,17 +50,17 @@ def test_each_gpu_and_pod_is_beside_itself_and_each_difference_has_its_reason(pr
     by_otel = series(
         "gpu_memory_used", gpu_uuid="GPU-a", k8s_namespace_name="ml", k8s_pod_name="bert-0", cluster="compare"
     )
-    other = series("DCGM_FI_DEV_GPU_TEMP", UUID="GPU-b", namespace="ml", pod="gpt-0", **of_us)
+    our_moved_series = series("DCGM_FI_DEV_GPU_TEMP", UUID="GPU-b", namespace="ml", pod="gpt-0", **of_us)
     write(
         prometheus,
         [
-            SampleGroup(ended_series, now - 20_000, [93.0]),
-            SampleGroup(ended_series, now - 10_000, [STALE]),
-            *(SampleGroup(held_series, now - ago, [20.0, 5e9, 7.0]) for ago in (10_000, 5000, 1000)),
-            SampleGroup(by_otel, now - 1000, [2048.0 * MIB]),
-            SampleGroup(other, now - 1000, [33.0]),
-            SampleGroup(theirs, now - 1500, [93.0, 2048.0, 5e6, 1.0]),
-            SampleGroup(others, now - 1500, [33.0]),
+            SampleGroup(ended_series, now_ms - 20_000, [93.0]),
+            SampleGroup(ended_series, now_ms - 10_000, [STALE]),
+            *(SampleGroup(held_series, now_ms - ago, [20.0, 5e9, 7.0]) for ago in (10_000, 5000, 1000)),
+            SampleGroup(by_otel, now_ms - 1000, [2048.0 * MIB]),
+            SampleGroup(our_moved_series, now_ms - 1000, [33.0]),
+            SampleGroup(their_series, now_ms - 1500, [93.0, 2048.0, 5e6, 1.0]),
+            SampleGroup(their_moved_series, now_ms - 1500, [33.0]),
         ],
     )
 
@@ -92,8 +92,10 @@ def test_each_gpu_and_pod_is_beside_itself_and_each_difference_has_its_reason(pr
 
 
 def test_what_agrees_ends_with_success_and_one_side_alone_does_not(prometheus: PrometheusServer) -> None:
-    now = int(time.time() * 1000)
-    write(prometheus, [SampleGroup(series("DCGM_FI_DEV_GPU_TEMP", UUID="GPU-z", job=job), now, [33.0]) for job in "xy"])
+    now_ms = int(time.time() * 1000)
+    write(
+        prometheus, [SampleGroup(series("DCGM_FI_DEV_GPU_TEMP", UUID="GPU-z", job=job), now_ms, [33.0]) for job in "xy"]
+    )
 
     agrees = CliRunner().invoke(
         main, ["compare", "--prometheus", prometheus.url, "--theirs", 'job="x"', "--ours", '{job="y"}', "--all"]

@@ -180,8 +180,8 @@ def create_topics(network: Network) -> None:
     """Runs the service `topics` to its end."""
     command = [sys.executable, "-m", "gpustream", *network.arguments("topics")]
     environment = os.environ | network.environment("topics")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert process.returncode == 0, process.stderr
 
 
 HOLDER = {

@@ -138,16 +138,16 @@ async def page(browser: Chromium) -> AsyncIterator[Page]:
 
 def word_of(rows: list[dict[str, Any]], ts_ms: int) -> str:
     """The activity of a device by the truth: one that worked within the last 10 s is busy."""
-    now = next(row for row in rows if row["ts_ms"] == ts_ms)
+    current = next(row for row in rows if row["ts_ms"] == ts_ms)
     lately = [row for row in rows if ts_ms - IDLE_AFTER_MS < row["ts_ms"] <= ts_ms]
-    while lately and pods(lately[0]) != pods(now):
+    while lately and pods(lately[0]) != pods(current):
         lately.pop(0)
-    last = max([n for n, row in enumerate(lately) if pods(row) != pods(now)], default=-1)
-    words = [
+    last = max([n for n, row in enumerate(lately) if pods(row) != pods(current)], default=-1)
+    activities = [
         device_activity(msgspec.convert({**row, "holders": row["reported"]}, AttributedDevice))
         for row in lately[last + 1 :]
     ]
-    return "busy" if words[-1] == "idle" and "busy" in words else words[-1]
+    return "busy" if activities[-1] == "idle" and "busy" in activities else activities[-1]
 
 
 def pods(row: dict[str, Any]) -> set[str]:

@@ -30,18 +30,18 @@ class Pipeline(NamedTuple):
     fleet: SimulatedFleet
     attribution: Attribution
     scrape: ScrapeSink
-    taken: list[Tick]
+    delivered: list[Tick]
     failures: list[str]
 
 
 def pipeline(kafka: str) -> Pipeline:
     """The components, not started. Pods are short-lived, so that new snapshots come all the time."""
-    taken: list[Tick] = []
+    delivered: list[Tick] = []
     failures: list[str] = []
 
     def note_outcome(cluster: str, node: str, run_id: int, seq: int, outcome: Outcome) -> None:
         if outcome == "delivered":
-            taken.append((cluster, node, run_id, seq))
+            delivered.append((cluster, node, run_id, seq))
 
     fleet = SimulatedSettings(kafka=kafka, fleet=f"{NODES}x2", interval_s=0.1, pod_life_s=2.0)
     scrape = ScrapeSettings(kafka=kafka, scrape_listen=None, from_="earliest")
@@ -49,7 +49,7 @@ def pipeline(kafka: str) -> Pipeline:
         SimulatedFleet(fleet),
         Attribution(AttributionSettings(kafka=kafka, grace_s=0.5), fail=failures.append),
         ScrapeSink(scrape, note_outcome),
-        taken,
+        delivered,
         failures,
     )
 
@@ -75,22 +75,22 @@ async def test_what_the_new_log_has_arrives_everywhere_once(empty_kafka: KafkaSe
     process = pipeline(empty_kafka.address)
     async with running(process.attribution, process.scrape):
         async with running(process.fleet):
-            await eventually(lambda: len(process.taken) >= ENOUGH)
+            await eventually(lambda: len(process.delivered) >= ENOUGH)
             await asyncio.to_thread(recreate, empty_kafka, topic)
-            before = len(process.taken)
-            await eventually(lambda: len(process.taken) >= before + ENOUGH)
+            before = len(process.delivered)
+            await eventually(lambda: len(process.delivered) >= before + ENOUGH)
             await eventually(lambda: records(empty_kafka, "gpu.allocations"), every_s=0.5)
         samples = await records(empty_kafka, "gpu.samples")
         last = {node: (cluster, node, run_id, seq) for cluster, node, run_id, seq in sorted(samples)}.values()
-        await eventually(lambda: set(last) <= set(process.taken))
+        await eventually(lambda: set(last) <= set(process.delivered))
         attributed = await records(empty_kafka, "gpu.attributed")
         snapshots = await records(empty_kafka, "gpu.allocations")
 
     expected = samples.keys() & attributed.keys() if topic == "gpu.attributed" else samples.keys()
     assert process.failures == []
     assert len(expected) >= ENOUGH // 2
-    assert expected <= attributed.keys() & set(process.taken)
-    assert len(process.taken) == len(set(process.taken))
+    assert expected <= attributed.keys() & set(process.delivered)
+    assert len(process.delivered) == len(set(process.delivered))
     named = {tick: (*tick[:3], sample["allocations_seq"]) for tick, sample in samples.items() if tick in attributed}
     exact = {tick for tick in named if attributed[tick]["attribution"] == "exact"}
     assert exact >= {tick for tick, snapshot in named.items() if snapshot in snapshots}
@@ -103,7 +103,7 @@ async def test_a_stream_that_was_stopped_meanwhile_reads_the_new_log_from_its_be
     await topic_admin.create(empty_kafka.connection, partitions=PARTITIONS, replication_factor=1)
     first_stream = pipeline(empty_kafka.address)
     async with running(first_stream.attribution, first_stream.scrape, first_stream.fleet):
-        await eventually(lambda: len(first_stream.taken) >= ENOUGH)
+        await eventually(lambda: len(first_stream.delivered) >= ENOUGH)
     await asyncio.to_thread(recreate, empty_kafka, "gpu.samples")
     successor = pipeline(empty_kafka.address)  # now: runs that begin in one millisecond have one number
     async with running(successor.fleet):
@@ -111,5 +111,5 @@ async def test_a_stream_that_was_stopped_meanwhile_reads_the_new_log_from_its_be
     samples = await records(empty_kafka, "gpu.samples")
     assert len(samples) >= 3 * ENOUGH
     async with running(successor.attribution, successor.scrape):
-        await eventually(lambda: samples.keys() <= set(successor.taken))
+        await eventually(lambda: samples.keys() <= set(successor.delivered))
     assert first_stream.failures == successor.failures == []

@@ -246,14 +246,14 @@ def test_thousands_of_random_rules_make_of_random_labels_what_prometheus_makes_o
     need(find_relabel)
     questions = [question_of(seed) for seed in range(CASES)]
     applied = 0
-    for question, theirs in zip(questions, reference_answers(questions), strict=True):
-        expected = our_answer(question)
-        if isinstance(expected, str):
-            assert theirs.get("error"), (question, expected)
+    for question, reference in zip(questions, reference_answers(questions), strict=True):
+        our_result = our_answer(question)
+        if isinstance(our_result, str):
+            assert reference.get("error"), (question, our_result)
             continue
-        assert "error" not in theirs, (question, theirs)
-        assert expected == theirs["results"], question
-        applied += expected != question["labels"]
+        assert "error" not in reference, (question, reference)
+        assert our_result == reference["results"], question
+        applied += our_result != question["labels"]
     assert applied > CASES / 4, "the cases have to do something"
 
 

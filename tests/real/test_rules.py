@@ -19,8 +19,8 @@ ALERTS = [rule["alert"] for rule in rules() if "alert" in rule]
 
 SCRAPED = 'job="gpustream",instance="producer"'
 DEVICE = 'k8s_cluster_name="c",k8s_node_name="n",gpu_index="0",gpu_uuid="GPU-0"'
-HELD = f'{DEVICE},k8s_namespace_name="ml",k8s_pod_name="bert-0"'
-NEXT = f'{DEVICE},k8s_namespace_name="ml",k8s_pod_name="bert-1"'
+POD = f'{DEVICE},k8s_namespace_name="ml",k8s_pod_name="bert-0"'
+NEXT_POD = f'{DEVICE},k8s_namespace_name="ml",k8s_pod_name="bert-1"'
 
 
 class Case(NamedTuple):
@@ -225,68 +225,64 @@ CASES = [
     Case("GpustreamKubeletSilent", {f"gpustream_node_kubelet_age_seconds{{{SCRAPED}}}": "0x5"}, "5m", False),
     Case(
         "GPUEccUncorrectable",
-        {f'gpu_ecc_errors{{{HELD},gpu_ecc_error_type="uncorrectable"}}': "2x9 3x5"},
+        {f'gpu_ecc_errors{{{POD},gpu_ecc_error_type="uncorrectable"}}': "2x9 3x5"},
         "12m",
         True,
     ),
     Case(  # another pod's series begins where the last one's ended: the GPU had no new error
         "GPUEccUncorrectable",
         {
-            f'gpu_ecc_errors{{{HELD},gpu_ecc_error_type="uncorrectable"}}': "2x5 stale",
-            f'gpu_ecc_errors{{{NEXT},gpu_ecc_error_type="uncorrectable"}}': "_x6 2x9",
+            f'gpu_ecc_errors{{{POD},gpu_ecc_error_type="uncorrectable"}}': "2x5 stale",
+            f'gpu_ecc_errors{{{NEXT_POD},gpu_ecc_error_type="uncorrectable"}}': "_x6 2x9",
         },
         "12m",
         False,
     ),
-    Case("GPUEccUncorrectable", {f'gpu_ecc_errors{{{HELD},gpu_ecc_error_type="correctable"}}': "0+1x12"}, "12m", False),
-    Case("GPURowRemapFailure", {f"gpu_row_remap_failure{{{HELD}}}": "1"}, "0m", True),
-    Case("GPURowRemapFailure", {f"gpu_row_remap_failure{{{HELD}}}": "0"}, "0m", False),
-    Case("GPURowRemapPending", {f"gpu_row_remap_pending{{{HELD}}}": "1x61"}, "61m", True),
-    Case("GPURowRemapPending", {f"gpu_row_remap_pending{{{HELD}}}": "1x59"}, "59m", False),
-    Case(
-        "GPUThermalSlowdown", {f'gpu_throttle_reason{{{HELD},gpu_throttle_cause="temp_hardware"}}': "1x6"}, "6m", True
-    ),
+    Case("GPUEccUncorrectable", {f'gpu_ecc_errors{{{POD},gpu_ecc_error_type="correctable"}}': "0+1x12"}, "12m", False),
+    Case("GPURowRemapFailure", {f"gpu_row_remap_failure{{{POD}}}": "1"}, "0m", True),
+    Case("GPURowRemapFailure", {f"gpu_row_remap_failure{{{POD}}}": "0"}, "0m", False),
+    Case("GPURowRemapPending", {f"gpu_row_remap_pending{{{POD}}}": "1x61"}, "61m", True),
+    Case("GPURowRemapPending", {f"gpu_row_remap_pending{{{POD}}}": "1x59"}, "59m", False),
+    Case("GPUThermalSlowdown", {f'gpu_throttle_reason{{{POD},gpu_throttle_cause="temp_hardware"}}': "1x6"}, "6m", True),
     Case(
         "GPUThermalSlowdown",
-        {f'gpu_throttle_reason{{{HELD},gpu_throttle_cause="power_software"}}': "1x6"},
+        {f'gpu_throttle_reason{{{POD},gpu_throttle_cause="power_software"}}': "1x6"},
         "6m",
         False,
     ),
-    Case("GPUHeldIdle", {f"gpu_utilization{{{HELD}}}": "0.001x70", f"gpu_holders{{{HELD}}}": "1x70"}, "70m", True),
-    Case("GPUHeldIdle", {f"gpu_pod_utilization_ratio{{{HELD}}}": "0x70"}, "70m", True),
+    Case("GPUHeldIdle", {f"gpu_utilization{{{POD}}}": "0.001x70", f"gpu_holders{{{POD}}}": "1x70"}, "70m", True),
+    Case("GPUHeldIdle", {f"gpu_pod_utilization_ratio{{{POD}}}": "0x70"}, "70m", True),
     Case(
         "GPUHeldIdle",
         {
-            f"gpu_utilization{{{HELD}}}": "0x70",
-            f'gpu_encode_utilization{{{HELD},gpu_task_type="encoder"}}': "0.3x70",
-            f"gpu_holders{{{HELD}}}": "1x70",
+            f"gpu_utilization{{{POD}}}": "0x70",
+            f'gpu_encode_utilization{{{POD},gpu_task_type="encoder"}}': "0.3x70",
+            f"gpu_holders{{{POD}}}": "1x70",
         },
         "70m",
         False,
     ),
-    Case("GPUHeldIdle", {f"gpu_utilization{{{HELD}}}": "0x55 0.9x15", f"gpu_holders{{{HELD}}}": "1x70"}, "70m", False),
-    Case(
-        "GPUHeldIdle", {f"gpu_utilization{{{HELD}}}": "_x30 0x40", f"gpu_holders{{{HELD}}}": "_x30 1x40"}, "70m", False
-    ),
+    Case("GPUHeldIdle", {f"gpu_utilization{{{POD}}}": "0x55 0.9x15", f"gpu_holders{{{POD}}}": "1x70"}, "70m", False),
+    Case("GPUHeldIdle", {f"gpu_utilization{{{POD}}}": "_x30 0x40", f"gpu_holders{{{POD}}}": "_x30 1x40"}, "70m", False),
     Case("GPUHeldIdle", {f"gpu_utilization{{{DEVICE}}}": "0x70", f"gpu_holders{{{DEVICE}}}": "0x70"}, "70m", False),
     Case("GPUXid", {f'gpu_xid_errors_total{{{DEVICE},xid="79"}}': "_x9 1"}, "10m", True),
     Case("GPUXid", {f'gpu_xid_errors_total{{{DEVICE},xid="13"}}': "1x29 2 2"}, "30m", True),
     Case("GPUXid", {f'gpu_xid_errors_total{{{DEVICE},xid="63"}}': "_x9 1"}, "10m", True),
     Case("GPUXid", {f'gpu_xid_errors_total{{{DEVICE},xid="9999"}}': "_x9 1"}, "10m", True),
     Case("GPUXid", {f'gpu_xid_errors_total{{{DEVICE},xid="79"}}': "1x40"}, "40m", False),
-    Case("GPUNvlinkErrors", {f"gpu_interconnect_crc_errors{{{HELD}}}": "0+50x10"}, "10m", True),
-    Case("GPUNvlinkErrors", {f"gpu_interconnect_recoveries{{{HELD}}}": "3x8 4x2"}, "10m", True),
-    Case("GPUNvlinkErrors", {f"gpu_interconnect_crc_errors{{{HELD}}}": "0+10x10"}, "10m", False),
+    Case("GPUNvlinkErrors", {f"gpu_interconnect_crc_errors{{{POD}}}": "0+50x10"}, "10m", True),
+    Case("GPUNvlinkErrors", {f"gpu_interconnect_recoveries{{{POD}}}": "3x8 4x2"}, "10m", True),
+    Case("GPUNvlinkErrors", {f"gpu_interconnect_crc_errors{{{POD}}}": "0+10x10"}, "10m", False),
     Case(
         "GPUUsedUnallocated", {f"gpu_utilization{{{DEVICE}}}": "0.4x5", f"gpu_holders{{{DEVICE}}}": "0x5"}, "4m", True
     ),
-    Case("GPUUsedUnallocated", {f"gpu_utilization{{{HELD}}}": "0.4x5", f"gpu_holders{{{HELD}}}": "1x5"}, "4m", False),
+    Case("GPUUsedUnallocated", {f"gpu_utilization{{{POD}}}": "0.4x5", f"gpu_holders{{{POD}}}": "1x5"}, "4m", False),
     Case("GPUAttributionConflict", {f'gpu_attribution_conflict{{{DEVICE},reason="no_pod"}}': "1x5"}, "4m", True),
     Case("GPUAttributionConflict", {f'gpu_attribution_conflict{{{DEVICE},reason="no_pod"}}': "1 stale"}, "4m", False),
     Case("GPUNotAnswering", {f'gpustream_node_gpus{{{SCRAPED},state="timeout"}}': "0 1x4"}, "5m", True),
     Case("GPUNotAnswering", {f'gpustream_node_gpus{{{SCRAPED},state="lost"}}': "0 1x4"}, "5m", False),
-    Case("NodeSilent", {f"gpu_holders{{{HELD}}}": "1x20 stale"}, "25m", True),
-    Case("NodeSilent", {f"gpu_holders{{{HELD}}}": "1x20 stale", f"gpu_holders{{{DEVICE}}}": "_x21 0x9"}, "25m", False),
+    Case("NodeSilent", {f"gpu_holders{{{POD}}}": "1x20 stale"}, "25m", True),
+    Case("NodeSilent", {f"gpu_holders{{{POD}}}": "1x20 stale", f"gpu_holders{{{DEVICE}}}": "_x21 0x9"}, "25m", False),
     Case(
         "GpustreamRecordsExpired", {f"gpustream_remote_write_records_expired_total{{{SCRAPED}}}": "0x9 4"}, "10m", True
     ),
@@ -355,7 +351,7 @@ def test_every_alert_fires_when_it_should_and_not_when_it_should_not(tmp_path: P
 
 def test_promtool_would_say_that_an_alert_does_not_fire(tmp_path: Path) -> None:
     tests_file = tmp_path / "tests.yml"
-    case = Case("GPURowRemapFailure", {f"gpu_row_remap_failure{{{HELD}}}": "0"}, "0m", fires=True)
+    case = Case("GPURowRemapFailure", {f"gpu_row_remap_failure{{{POD}}}": "0"}, "0m", fires=True)
     tests_file.write_text(yaml.safe_dump({"rule_files": list(map(str, FILES)), "tests": [unit_test(case)]}))
     with pytest.raises(AssertionError, match="FAILED"):
         promtool("test", "rules", tests_file)
