@@ -288,8 +288,10 @@ class Gpus:
             await self._read_gpus(asyncio.get_running_loop().time() + QUIET_WITHIN_S)
         working_in_child = await self._census.run()
         self._last_census_s = self._clock()
+        if any(gpu.hangs for gpu in self._gpus):
+            return  # NVML must not be closed now; no attempt is counted
         reason = self._reopening.reason(working_in_child or frozenset(), {gpu.uuid for gpu in self._gpus if gpu.works})
-        if reason is not None and not any(gpu.hangs for gpu in self._gpus):
+        if reason is not None:
             self._events.pause()  # now, so that ticks do not have to wait for it
             await self._wait_until(lambda: not self._events.busy)
             await self._open_and_wait(reason)

@@ -20,7 +20,7 @@ from producers.node.cgroups import ProcessOwner
 from producers.node.gpus import Gpus, Pace
 from producers.node.nvml import binding, reader
 from producers.node.nvml.binding import Nvml
-from producers.node.nvml.driver import DriverReplaced
+from producers.node.nvml.driver import LONGEST_REOPENING_S, DriverReplaced
 from producers.node.nvml.events import XID_EVENT
 from tests.eventually import eventually
 from tests.producers.fakes import FakeClock
@@ -739,6 +739,24 @@ async def test_nvml_is_not_opened_again_while_a_gpu_hangs() -> None:
         assert bench.nvml.shutdowns == 0
         hang.end.set()
         await bench.until_states(OK)
+
+
+async def test_nvml_is_opened_again_at_the_next_census_after_a_long_hang() -> None:
+    async with opened(Bench(pace=QUICK)) as bench:
+        bench.census = FakeCensus(lambda: ["GPU-new"])
+        bench.gpus = bench.make(clock=bench.clock)
+        await bench.open()
+        hang = bench.nvml.hang("GPU-1", POWER)
+        await bench.read(0.05)
+        bench.clock.now_s += 100
+        bench.run()
+        for _ in range(20):
+            census_count = len(bench.census.times)
+            bench.clock.now_s += LONGEST_REOPENING_S
+            await eventually(lambda: len(bench.census.times) > census_count)  # noqa: B023 - awaited in the loop
+        assert bench.value(own.OPENED) == 1
+        hang.end.set()
+        await eventually(lambda: bench.value(own.OPENED) == 2)
 
 
 async def test_a_loss_causes_a_census_soon_but_not_at_once() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from producers.node.gpus import Pace
 from producers.node.nvml.driver import LONGEST_REOPENING_S, Census, Reopening, parse_census
 from tests.eventually import eventually
 from tests.nvml.scripted import ScriptedNvml
@@ -119,6 +120,14 @@ def test_after_each_reopening_in_vain_the_next_waits_twice_as_long() -> None:
         clock.now_s += 10
     assert tried_s[:5] == [0, 40, 120, 280, 600]
     assert tried_s[-1] - tried_s[-2] == LONGEST_REOPENING_S
+
+
+def test_a_gpu_that_never_works_here_is_still_tried_after_two_months() -> None:
+    clock = FakeClock()
+    reopening = Reopening(Pace().census_s, clock)
+    for _ in range(60 * 24):
+        assert reopening.reason({"GPU-1"}, set())
+        clock.now_s += LONGEST_REOPENING_S
 
 
 def test_another_gpu_does_not_wait_for_that() -> None:
