@@ -16,6 +16,7 @@ from typing import NamedTuple
 from urllib.parse import quote_plus
 
 from delivery.connection import Connection, CredentialsError
+from delivery.proxy import proxy_of
 
 _TIMEOUT_S = 10.0
 _FRESH = 0.8  # a token is used again during this part of its life
@@ -62,7 +63,12 @@ async def _from_endpoint(connection: Connection) -> Token:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session,
             session.post(
-                endpoint, data=form, headers=headers, ssl=connection.trust(), allow_redirects=False
+                endpoint,
+                data=form,
+                headers=headers,
+                proxy=proxy_of(endpoint),
+                ssl=connection.trust(),
+                allow_redirects=False,
             ) as response,
         ):
             answer = await response.json(content_type=None)

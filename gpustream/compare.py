@@ -17,6 +17,7 @@ import click
 import msgspec
 
 from delivery import settings as schema
+from delivery.proxy import proxy_of
 from delivery.settings import DURATION, URL
 from gpustream.command import LOG_FORMAT, Command, counted, option, options, output_format
 from gpustream.comparison import FINE, Compared, Comparison, Reading, Sample, compared, is_ours
@@ -47,7 +48,7 @@ class PrometheusClient:
 
     def __init__(self, base: str, session: aiohttp.ClientSession, credentials: Credentials, at_s: float) -> None:
         self._url, self._session, self._credentials = f"{base.rstrip('/')}/api/v1/query", session, credentials
-        self._at_s = at_s
+        self._at_s, self._proxy = at_s, proxy_of(base)
 
     async def readings(self, matchers: str, window_s: float) -> list[Reading]:
         """Every series of GPUs in the window that the matchers select."""
@@ -73,7 +74,12 @@ class PrometheusClient:
             headers, context = self._credentials.current()
             form = {"query": expression, "time": f"{self._at_s:.3f}"}
             async with self._session.post(
-                self._url, data=form, headers=headers, ssl=context or True, allow_redirects=False
+                self._url,
+                data=form,
+                headers=headers,
+                proxy=self._proxy,
+                ssl=context or True,
+                allow_redirects=False,
             ) as reply:
                 text = await reply.text()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:

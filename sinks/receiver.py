@@ -33,6 +33,7 @@ import aiohttp
 
 from delivery.dead_letters import Abandoned
 from delivery.instruments import Instrument, Instruments
+from delivery.proxy import proxy_of
 from sinks.settings import HttpSettings
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class Http:
         self._settings = settings
         self._credentials = Credentials(settings)
         self._session: aiohttp.ClientSession | None = None
+        self._proxies: dict[str, str | None] = {}  # by URL
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         """Make one attempt at sending a body."""
@@ -87,14 +89,24 @@ class Http:
                 auto_decompress=True,
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
+        if url not in self._proxies:
+            proxy = self._proxies[url] = proxy_of(url)
+            if proxy is not None:
+                log.info("%s is reached through the proxy %s", _address(url), _address(proxy))
         try:
             credentials, context = self._credentials.current()
             async with self._session.post(
-                url, data=body, headers={**headers, **credentials}, ssl=context or True, allow_redirects=False
+                url,
+                data=body,
+                headers={**headers, **credentials},
+                proxy=self._proxies[url],
+                ssl=context or True,
+                allow_redirects=False,
             ) as response:
-                text = (await response.content.read(_TEXT_BYTES)).decode("utf-8", "replace")
-                await response.read()
-                return Reply(response.status, text, response.headers)
+                text = b""
+                async for chunk in response.content.iter_any():
+                    text += chunk[: _TEXT_BYTES - len(text)]
+                return Reply(response.status, text.decode("utf-8", "replace"), response.headers)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             return Reply(0, f"{type(error).__name__}: {error}".strip(": "))
 
@@ -104,6 +116,11 @@ class Http:
             await self._session.close()
             self._session = None
             await asyncio.sleep(0)
+
+
+def _address(url: str) -> str:
+    """The host and the port of a URL, without user and password."""
+    return urlsplit(url).netloc.rpartition("@")[2]
 
 
 class Credentials:
@@ -217,7 +234,7 @@ class Receiver:
         first_s: float = BACKOFF_FIRST_S,
         on_recovery: Callable[[], None] = lambda: None,
     ) -> None:
-        self.name = urlsplit(url).netloc.rpartition("@")[2]
+        self.name = _address(url)
         self.failing: str | None = None
         self._url, self._post, self._instruments, self._prefix = url, post, instruments, f"gpustream_{component}"
         self._slots = asyncio.Semaphore(at_once)

@@ -11,6 +11,7 @@ may not have the request then.
 import asyncio
 import logging
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import chain
@@ -37,6 +38,7 @@ WRITTEN = "X-Prometheus-Remote-Write-Samples-Written"
 SERVER_ERRORS = 5
 """After this many answers of 500 in a row, while others are accepted, the request itself is to blame."""
 
+_COUNT = re.compile(r"[0-9]{1,18}")
 _BACKOFF_FIRST_S = 0.2
 _BACKOFF_MAX_S = 5.0
 _PROBE_FIRST_S = 10.0
@@ -86,7 +88,8 @@ class Client:
         """Make one attempt at sending a compressed request."""
         reply = await self._http.post(self._url, body, _HEADERS[protocol])
         written = reply.headers.get(WRITTEN, "")
-        return Answer(reply.status, reply.text, int(written) if written.isdigit() else None, reply.retry_after_s)
+        count = int(written) if _COUNT.fullmatch(written) else None
+        return Answer(reply.status, reply.text, count, reply.retry_after_s)
 
     async def close(self) -> None:
         """Close the connections."""

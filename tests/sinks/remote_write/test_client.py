@@ -129,6 +129,73 @@ async def test_an_endless_answer_is_cut() -> None:
         assert len((await client.post(b"", "1.0")).text) <= 16 * 1024
 
 
+async def test_an_answer_in_several_parts_is_read_to_its_end_or_to_a_limit() -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=400)
+        await response.prepare(request)
+        for part in (b"out of ", b"order ", b"x" * 100_000):
+            await response.write(part)
+            await asyncio.sleep(0.05)
+        return response
+
+    async with receiving(handle) as client:
+        answer = await client.post(b"", "1.0")
+    assert answer.text.startswith("out of order xxx")
+    assert len(answer.text) == 16 * 1024
+
+
+@pytest.mark.parametrize("count", ["9" * 5000, "\u00b2", "-1", "1.5", ""])
+async def test_a_count_that_is_none_is_no_count(count: str) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 200 OK\r\nX-Prometheus-Remote-Write-Samples-Written: {count}\r\nContent-Length: 0\r\n\r\n"
+        writer.write(head.encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/write"
+        client = Client(RemoteWriteSettings(kafka="none", url=url))
+        assert await client.post(b"", "2.0") == Answer(200, "", None, None)
+        await client.close()
+
+
+async def test_a_receiver_beyond_a_proxy_is_reached_through_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    requests: list[list[str]] = []
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        requests.append(head.split("\r\n"))
+        tunnel = head.startswith("CONNECT")
+        writer.write(
+            b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+            % (b"403 Forbidden" if tunnel else b"204 No Content")
+        )
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(proxy, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for name in ("http_proxy", "https_proxy"):
+            monkeypatch.setenv(name, f"http://gpu:secret@{address}")
+        for scheme, answer in ("http", 204), ("https", 0):
+            client = Client(RemoteWriteSettings(kafka="none", url=f"{scheme}://mimir.example/push"))
+            replies = [await client.post(b"samples", "1.0") for _ in range(2)]
+            await client.close()
+            assert [reply.status for reply in replies] == [answer] * 2
+    assert "403" in replies[0].text
+    assert [request[0] for request in requests] == [
+        *["POST http://mimir.example/push HTTP/1.1"] * 2,
+        *["CONNECT mimir.example:443 HTTP/1.1"] * 2,
+    ]
+    basic = base64.b64encode(b"gpu:secret").decode()
+    assert all(f"Proxy-Authorization: Basic {basic}" in request for request in requests)
+    assert [line.message for line in caplog.records] == [f"mimir.example is reached through the proxy {address}"] * 2
+
+
 async def test_a_token_that_changes_in_its_file_is_used(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "_CHECK_EVERY_S", 0.0)
     token, header_values = tmp_path / "token", []

@@ -1,0 +1,35 @@
+"""The proxy through which a URL is reached, from the environment: HTTPS_PROXY, HTTP_PROXY and NO_PROXY.
+
+In: a URL, the environment. Out: the proxy's URL, if there is one.
+"""
+
+import contextlib
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+
+def proxy_of(url: str) -> str | None:
+    """The proxy of a URL, which may hold a user and a password; None: the URL is reached directly.
+
+    As curl and programs in Go do: this machine's own addresses are reached directly, and so is what NO_PROXY has, which
+    are names (with all names below them), addresses, and networks such as 10.0.0.0/8, separated by commas.
+    """
+    parts, proxies = urlsplit(url), getproxies()
+    host, proxy = parts.hostname or "", proxies.get(parts.scheme)
+    if not proxy or host == "localhost" or proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return None
+    with contextlib.suppress(ValueError):  # the host is a name
+        address = ip_address(host)
+        if address.is_loopback or any(address in network for network in _networks(proxies.get("no", ""))):
+            return None
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _networks(no_proxy: str) -> list[IPv4Network | IPv6Network]:
+    """The addresses and networks of NO_PROXY."""
+    networks = []
+    for item in no_proxy.split(","):
+        with contextlib.suppress(ValueError):
+            networks.append(ip_network(item.strip(), strict=False))
+    return networks
