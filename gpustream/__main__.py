@@ -1,6 +1,33 @@
 """``python -m gpustream``, and what the installed command calls."""
 
-from gpustream.cli import main
+import errno
+import os
+import sys
+
+from gpustream import cli
+
+_OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
+
+def main() -> None:
+    """Runs the command. An output that can't be written, as on a full disk, is an error of one line, and exit code 1.
+
+    A standard stream that was closed is /dev/null: otherwise the first socket would be in its place, and uvloop aborts
+    the process when it closes that.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
+    try:
+        cli.main(prog_name="gpustream")
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS:
+            raise
+        sys.stderr.write(f"gpustream: can't write: {error.strerror}{f': {error.filename}' if error.filename else ''}\n")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what was not written is tried again at the exit
+        sys.exit(1)
+
 
 if __name__ == "__main__":
-    main(prog_name="gpustream")
+    main()

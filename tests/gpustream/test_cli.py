@@ -269,6 +269,30 @@ def test_it_runs_as_a_module() -> None:
     assert "Usage: gpustream" in result.stdout
 
 
+@pytest.mark.parametrize("arguments", [["rules", "show"], ["--version"], ["run", "--help"]], ids=" ".join)
+def test_a_full_disk_is_an_error_of_one_line(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "gpustream", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+
+    assert (result.returncode, result.stderr) == (1, "gpustream: can't write: No space left on device\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+def test_it_works_without_standard_streams(closed: tuple[int, ...], tmp_path: Path) -> None:
+    """Whoever starts a process may have closed them."""
+    summary = tmp_path / "summary.json"
+    run = [sys.executable, "-m", "gpustream", "run", "--simulate", "1x1", "--duration", "1s", "--summary", "json"]
+    closing = " ".join(f"{number}>&-" for number in closed)
+    redirected = "" if 1 in closed else f'>"{summary}"'
+    result = subprocess.run(["sh", "-c", f'exec "$@" {redirected} {closing}', "sh", *run], check=False)
+
+    assert result.returncode == 0
+    assert 1 in closed or '"lost":0' in summary.read_text()
+
+
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_every_command_that_reaches_kafka_does_so_in_the_same_ways(path: tuple[str, ...]) -> None:
     names = {param.name for param in COMMANDS[path].params}
