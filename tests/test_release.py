@@ -27,6 +27,8 @@ STEPS: list[dict[str, Any]] = [step for job in WORKFLOW["jobs"].values() for ste
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The output of .ci/dist for the last commit, in two environments that differ in what builds often depend on."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("NO CLONE: a release is made of a commit, and this tree has no .git")
     folders = []
     for umask, zone in (0o022, "UTC"), (0o077, "Asia/Tokyo"):
         folder = tmp_path_factory.mktemp("dist")
