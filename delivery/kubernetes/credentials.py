@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from delivery.kafka_errors import describe
+from delivery.proxy import proxy_of
 
+_READ_AHEAD_BYTES = 2 * 1024 * 1024
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # a pod's token, CA and namespace
 
 
@@ -36,6 +38,11 @@ class ApiConnection:
         client = importlib.import_module("kubernetes_asyncio.client")
         self.configuration, self.loader, self.stamp = configuration, loader, stamp
         self._client = client.ApiClient(configuration)
+        rest = self._client.rest_client
+        pool = rest.pool_manager  # it would use a proxy whatever networks NO_PROXY has, and the passwords of a .netrc
+        rest.pool_manager = aiohttp.ClientSession(connector=pool.connector, read_bufsize=_READ_AHEAD_BYTES)
+        pool.detach()
+        self._proxy = configuration.proxy or proxy_of(configuration.host)
         self._agent = f"gpustream/{version('gpustream')}"
 
     async def request(
@@ -46,7 +53,7 @@ class ApiConnection:
         all_headers = {"User-Agent": self._agent, **headers}
         if (token := await self.configuration.get_api_key_with_prefix("BearerToken")) is not None:
             all_headers["Authorization"] = token.strip()
-        options |= {"proxy": rest.proxy, "server_hostname": rest.server_hostname, "allow_redirects": False}
+        options |= {"proxy": self._proxy, "server_hostname": rest.server_hostname, "allow_redirects": False}
         url = self.configuration.host + path
         try:
             response: aiohttp.ClientResponse = await rest.pool_manager.request(

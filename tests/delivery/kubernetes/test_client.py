@@ -74,6 +74,38 @@ async def test_a_request_is_answered_whatever_its_status(server: ApiServer, conn
     assert (second.headers["content-type"], second.headers["accept"]) == ("application/json", "a/b")
 
 
+async def test_what_is_for_other_hosts_in_the_environment_is_not_used_for_this_one(
+    server: ApiServer, connect: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    (tmp_path / "netrc").write_text("default login someone password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    api = await connect()
+    assert (await api.request("GET", "/things")).status == 200
+    assert "authorization" not in server.requests[0].headers
+
+
+async def test_an_api_server_beyond_a_proxy_is_reached_through_it(
+    connect: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads: list[bytes] = []
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readline())
+        writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    path = tmp_path / "elsewhere"
+    path.write_text(kubeconfig("https://10.96.0.1:6443", {}))
+    async with await asyncio.start_server(proxy, "127.0.0.1", 0) as running:
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{running.sockets[0].getsockname()[1]}")
+        with pytest.raises(Unreachable, match="502"):
+            await (await connect(path)).request("GET", "/api")
+        assert heads == [b"CONNECT 10.96.0.1:6443 HTTP/1.1\r\n"]
+
+
 async def test_a_redirect_is_not_followed(server: ApiServer, connect: Open) -> None:
     api = await connect()
     server.next(answers(302, Location=f"{server.url}/things"))
