@@ -48,7 +48,7 @@ class PrometheusClient:
 
     def __init__(self, base: str, session: aiohttp.ClientSession, credentials: Credentials, at_s: float) -> None:
         self._url, self._session, self._credentials = f"{base.rstrip('/')}/api/v1/query", session, credentials
-        self._at_s, self._proxy = at_s, proxy_of(base)
+        self._at_s = at_s
 
     async def readings(self, matchers: str, window_s: float) -> list[Reading]:
         """Every series of GPUs in the window that the matchers select."""
@@ -74,12 +74,7 @@ class PrometheusClient:
             headers, context = self._credentials.current()
             form = {"query": expression, "time": f"{self._at_s:.3f}"}
             async with self._session.post(
-                self._url,
-                data=form,
-                headers=headers,
-                proxy=self._proxy,
-                ssl=context or True,
-                allow_redirects=False,
+                self._url, data=form, headers=headers, ssl=context or True, allow_redirects=False
             ) as reply:
                 text = await reply.text()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
@@ -104,8 +99,8 @@ async def gather(
     Raises PrometheusError.
     """
     theirs, ours = matchers
-    timeout = aiohttp.ClientTimeout(total=settings.request_timeout_s)
-    async with aiohttp.ClientSession(timeout=timeout, headers=dict(settings.headers)) as session:
+    timeout, proxy = aiohttp.ClientTimeout(total=settings.request_timeout_s), proxy_of(base)
+    async with aiohttp.ClientSession(timeout=timeout, headers=dict(settings.headers), proxy=proxy) as session:
         prometheus = PrometheusClient(base, session, Credentials(settings), time.time())
         their_readings = await prometheus.readings(theirs, window_s) if theirs else []
         our_readings = await prometheus.readings(ours, window_s) if ours else []

@@ -27,6 +27,7 @@ from delivery.kafka_admin import BrokerError, GroupDescription
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from delivery.positions import STATE_WINDOW_MS
+from delivery.proxy import proxy_of
 from gpustream import history
 from gpustream.doctor import brokers, kubernetes, readers
 from gpustream.doctor.evidence import Evidence, NodeName
@@ -38,7 +39,7 @@ from topics import allocations, attributed, dead_letters, samples, workloads
 
 GROUP_PREFIX = "gpustream-"
 
-_ANSWER_S = 10.0
+_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 _BROKERS_DIFFER_MS = 60_000
 """How much the clocks of two brokers may differ: the output of a tick may have an earlier log time than the tick."""
 
@@ -214,19 +215,19 @@ async def _log_times(
 
 async def query_components(urls: Sequence[str]) -> list[OwnMetrics]:
     """The components' own metrics."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S)) as session:
+    async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
         return list(await asyncio.gather(*(_query_component(session, url) for url in urls)))
 
 
 async def _query_component(session: aiohttp.ClientSession, url: str) -> OwnMetrics:
     """The metrics and readiness of a component. Its URL may end in ``/metrics`` or not."""
     base = url.rstrip("/").removesuffix("/metrics")
-    shown_url = _without_password(base)
+    shown_url, proxy = _without_password(base), proxy_of(base)
     try:
-        async with session.get(f"{base}/metrics") as response:
+        async with session.get(f"{base}/metrics", proxy=proxy) as response:
             response.raise_for_status()
             text = await response.text()
-        async with session.get(f"{base}/readyz") as response:
+        async with session.get(f"{base}/readyz", proxy=proxy) as response:
             not_ready = "" if response.ok else "; ".join((await response.text()).splitlines())
         series = [
             Series(sample.name, sample.labels, sample.value)
@@ -245,7 +246,7 @@ async def query_prometheus(url: str) -> Prometheus:
     base = url.rstrip("/")
     newest_ms: dict[NodeName, int] = {}
     try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S)) as session:
+        async with aiohttp.ClientSession(timeout=_TIMEOUT, proxy=proxy_of(base)) as session:
             for labels, value in await _instant(session, base, _QUERY):
                 cluster = next((labels[label] for label in _CLUSTER_LABELS if label in labels), "")
                 node = next((labels[label] for label in _NODE_LABELS if label in labels), "")
