@@ -152,7 +152,7 @@ repeated; else commas are between them. A number is written as JSON has it: Go w
 {{- define "gpustream.port" -}}
 {{- $listen := get (index . 2) (index . 1) | toString }}
 {{- if not (regexMatch "^(0\\.0\\.0\\.0|\\[::\\]):[0-9]+$" $listen) }}
-{{- fail (printf "%s: the option %s must be 0.0.0.0:PORT, and is %s: the kubelet and Prometheus ask from outside the pod" (index . 0).name (index . 1) $listen) }}
+{{- fail (printf "%s: the option %s must be 0.0.0.0:PORT or [::]:PORT, and is %s: the kubelet and Prometheus ask from outside the pod" (index . 0).name (index . 1) $listen) }}
 {{- end }}
 {{- regexFind "[0-9]+$" $listen }}
 {{- end }}
