@@ -32,6 +32,7 @@ _ADMIN_ERROR_PREFIX = "Unable to get coordinator id for "
 """aiokafka's admin client puts this before the group's name."""
 
 _EXPIRED, _NOT_YET, _OTHER_NAME, _OTHER_ADDRESS = 10, 9, 62, 64
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_MESSAGE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
 _OF_CERTIFICATE = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
 
@@ -48,11 +49,13 @@ def describe(error: BaseException) -> str:
     return text if text.startswith(name) else f"{name}: {text}".strip(": ")
 
 
-def of_connecting(error: BaseException, connection: Connection, user: str = "", *, again: bool = False) -> str | None:
+def of_connecting(
+    error: BaseException, connection: Connection, user: str = "", *, again: bool = False, advertised: str | None = None
+) -> str | None:
     """What a person must mend before a connection can be opened; None: only that it failed is known.
 
     ``user`` is the name of the login. A connection that is just closed may be that of a stopping broker, unless it is
-    closed ``again``.
+    closed ``again``. ``advertised``: the host, if Kafka has named the broker so, and not --kafka.
     """
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
@@ -60,11 +63,9 @@ def of_connecting(error: BaseException, connection: Connection, user: str = "", 
     for cause in causes:
         if isinstance(cause, CredentialsError):
             return str(cause)
-        if isinstance(cause, socket.gaierror):
-            return f"its name is not resolved ({cause.strerror}): look at this machine's name servers, and at --kafka"
-        if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
-            return f"no file descriptor is left ({cause.strerror}): raise the limit, see `ulimit -n`"
         if isinstance(cause, ssl.SSLError) and (reason := _of_tls(cause, connection)):
+            return reason
+        if isinstance(cause, OSError) and (reason := _of_network(cause, connection, advertised)):
             return reason
         if reason := _of_login(cause, connection, user):
             return reason
@@ -74,6 +75,17 @@ def of_connecting(error: BaseException, connection: Connection, user: str = "", 
     if connection.has_tls:
         return "it closes the connection in the TLS handshake: give its port for TLS, or --kafka-security without ssl"
     return "it closes the connection at the first request: it may want TLS, --kafka-security ssl or sasl-ssl"
+
+
+def _of_network(error: OSError, connection: Connection, advertised: str | None) -> str | None:
+    if isinstance(error, socket.gaierror):
+        where = "--kafka" if advertised is None else "the brokers' advertised.listeners, which have this name"
+        return f"its name is not resolved ({error.strerror}): look at this machine's name servers, and at {where}"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"no file descriptor is left ({error.strerror}): raise the limit, see `ulimit -n`"
+    if advertised in _THIS_MACHINE and not any(host in connection.servers for host in _THIS_MACHINE):
+        return "Kafka names itself so, and that is this machine: set its advertised.listeners to an address for clients"
+    return None
 
 
 def of_first_request(connection: Connection) -> str:

@@ -138,7 +138,10 @@ async def _open(host: str, port: int, **options: Any) -> AIOKafkaConnection:
         options |= {"sasl_plain_username": secrets.username, "sasl_plain_password": secrets.password}
         conn = await create_conn(host, port, **options)
     except (KafkaError, OSError, TimeoutError, CredentialsError, ValueError, KeyError, AssertionError) as error:
-        reason = kafka_errors.of_connecting(error, connection, secrets.username, again=broker.failures > 0)
+        advertised = None if f"{host}:{port}" in connection.servers.split(",") else host
+        reason = kafka_errors.of_connecting(
+            error, connection, secrets.username, again=broker.failures > 0, advertised=advertised
+        )
         broker.failed(reason)
         if reason is None:
             raise

@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 from pathlib import Path
+from socket import gaierror
 
 import pytest
 from aiokafka.errors import (
@@ -92,6 +93,27 @@ def test_a_broker_that_closes_a_connection_may_only_be_stopping_until_it_does_so
 @pytest.mark.parametrize("error", [ConnectionRefusedError(), TimeoutError(), OSError(-2, "Name or service not known")])
 def test_a_broker_that_is_away_needs_no_fix(error: Exception) -> None:
     assert of_connecting(error, LOGIN, again=True) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "advertised", "expected"),
+    [
+        (gaierror(-2, "Name or service not known"), None, "(Name or service not known): look at this machine's name s"),
+        (gaierror(-2, "Name or service not known"), "kafka-0", "at the brokers' advertised.listeners, which have this"),
+        (ConnectionRefusedError(), "localhost", "Kafka names itself so, and that is this machine: set its advertised."),
+        (OSError("Multiple exceptions: [Errno 111] ..."), "127.0.0.1", "set its advertised.listeners to an address"),
+    ],
+)
+def test_an_address_that_only_kafka_knows_is_kafkas_to_mend(
+    error: Exception, advertised: str | None, expected: str
+) -> None:
+    assert expected in (of_connecting(error, PLAIN, advertised=advertised) or "")
+
+
+@pytest.mark.parametrize("server", ["localhost:9092", "127.0.0.1:19092", "[::1]:9092"])
+def test_a_kafka_on_this_machine_that_is_away_needs_no_fix(server: str) -> None:
+    assert of_connecting(ConnectionRefusedError(), Connection(server), advertised="localhost") is None
+    assert of_connecting(ConnectionRefusedError(), Connection("k:1"), advertised="kafka-0") is None
 
 
 @pytest.mark.parametrize(

@@ -159,3 +159,13 @@ async def test_a_connection_that_is_cancelled_before_its_first_answer_is_closed(
 
     assert opened.cancelled()
     assert greeted.closed
+
+
+async def test_a_broker_that_kafka_calls_by_the_name_of_this_machine_is_reported(
+    broker: Broker, connection: Connection
+) -> None:
+    broker.away = True
+    with pytest.raises(ConnectionRefusedError):
+        await open_it(connection)
+    with pytest.raises(opening.Unusable, match=r"^Kafka at localhost:1: Kafka names itself so, and"):
+        await open_it(connection, "localhost")
