@@ -92,7 +92,7 @@ class Http:
         if url not in self._proxies:
             proxy = self._proxies[url] = proxy_of(url)
             if proxy is not None:
-                log.info("%s is reached through the proxy %s", _address(url), _address(proxy))
+                log.info("%s: reached through the proxy %s", _address(url), _address(proxy))
         try:
             credentials, context = self._credentials.current()
             async with self._session.post(

@@ -193,7 +193,7 @@ async def test_a_receiver_beyond_a_proxy_is_reached_through_it(
     ]
     basic = base64.b64encode(b"gpu:secret").decode()
     assert all(f"Proxy-Authorization: Basic {basic}" in request for request in requests)
-    assert [line.message for line in caplog.records] == [f"mimir.example is reached through the proxy {address}"] * 2
+    assert [line.message for line in caplog.records] == [f"mimir.example: reached through the proxy {address}"] * 2
 
 
 async def test_a_token_that_changes_in_its_file_is_used(tmp_path: Path, monkeypatch: Any) -> None:
