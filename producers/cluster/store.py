@@ -114,8 +114,7 @@ class Store:
         for pod in self.pods.on_node(node):
             if pod.uid not in deferred or not exists:
                 chain = self._chain(pod)
-                if not chain.complete:
-                    self._published_pods.add(pod.uid)
+                self._published_pods.add(pod.uid)  # also with a complete chain: another owner may adopt the pod
                 ended_ms = removed_ms if pod.ended_ms is None else pod.ended_ms
                 rows.append(_row(pod, ended_ms, chain, self.namespaces.get(pod.namespace, _NO_NAMESPACE)))
         rows += [row for uid, row in self._inherited_rows.get(node, {}).items() if self.pods.get(uid) is None]

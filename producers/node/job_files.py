@@ -176,6 +176,7 @@ class JobFiles:
         self._reading: asyncio.Future[JobMapping] | None = None
         self._job_ids_by_file: JobIdsByFile = {}
         self._jobs_by_id: Mapping[str, Job] = {}
+        self._directory_was_read = False
         self._problems: Mapping[tuple[Reason, Path], Problem] = {}
         self._logged_s: dict[tuple[Reason, Path], float] = {}
 
@@ -199,8 +200,8 @@ class JobFiles:
         return Job(job.id, *(new or old for new, old in zip(described[1:], job[1:], strict=True)))
 
     def cover_all_gpus(self) -> bool:
-        """Whether there are job files, so that a GPU without one has no job."""
-        return self._directory is not None and not any(reason == "directory" for reason, _ in self._problems)
+        """Whether the last reading that has ended could list the job files, so that a GPU without one has no job."""
+        return self._directory_was_read
 
     def troubles(self) -> list[str]:
         """The problems of the last reading, as texts for people."""
@@ -216,6 +217,7 @@ class JobFiles:
             return False
         mapping, self._reading = self._reading.result(), None
         self._job_ids_by_file, self._jobs_by_id = mapping.job_ids_by_file, mapping.jobs_by_id
+        self._directory_was_read = all(problem.reason != "directory" for problem in mapping.problems)
         self._report(mapping.problems)
         return True
 

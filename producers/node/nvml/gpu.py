@@ -117,7 +117,7 @@ class PhysicalGpu:
         self._listed_s: float | None = None
         self._mig_mode_info: Mapping[str, str] = {}
         self._mig_enabled = False
-        self._mig_layout: list[tuple[Any, ...]] = []
+        self._mig_layout: list[Any] = []
         self._empty_slots: list[int] = []
         self._mig_devices: dict[str, SampledDevice] = {}
 
@@ -363,7 +363,8 @@ class PhysicalGpu:
     def _apply_layout(self, mig_enabled: bool, instances: Sequence[MigInstance]) -> None:
         """Take over a listing. MIG devices that were in the last one keep their state, but get their new handles."""
         previous = self._mig_enabled, self._mig_layout
-        self._mig_enabled, self._mig_layout = mig_enabled, [instance[1:] for instance in instances]
+        self._mig_enabled = mig_enabled
+        self._mig_layout = [self._identity, *(instance[1:] for instance in instances)]  # what MIG devices are made of
         if previous[0] != mig_enabled:
             self._create_readers()
         if previous != (self._mig_enabled, self._mig_layout):

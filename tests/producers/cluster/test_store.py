@@ -245,6 +245,21 @@ def test_a_pod_waits_for_its_chain_and_is_then_reported_without_and_again_with_i
     assert with_chain["owners_complete"] is None
 
 
+def test_a_pod_that_gets_another_owner_stays_in_the_records() -> None:
+    """A StatefulSet was deleted without its pods, and created again: it adopts them."""
+    cluster = state("n1")
+    cluster.put_pod(pod(owner=RS), NOW_MS)
+    cluster.set_chain("rs-1", CHAIN)
+    cluster.pop_content("n1")
+    cluster.put_pod(pod(), NOW_MS)
+    cluster.pop_content("n1")
+    cluster.put_pod(pod(owner=Owner("apps/v1", "StatefulSet", "bert", "sts-2")), NOW_MS)
+
+    content = cluster.pop_content("n1", cluster.pods_awaiting_owners("n1"))
+    assert content is not None
+    assert [row["uid"] for row in content.pods] == ["uid-bert-0"]
+
+
 def test_a_chain_that_ends_too_early_is_incomplete() -> None:
     cluster = state("n1")
     cluster.put_pod(pod(owner=RS), NOW_MS)

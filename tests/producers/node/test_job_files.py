@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from delivery.instruments import Instruments
 from producers.node import instruments as own
 from producers.node import job_files
-from producers.node.job_files import LARGEST_FILE_BYTES, MAX_JOBS, Directory, JobFiles, JobLines, JobMapping, parse
+from producers.node.job_files import (
+    LARGEST_FILE_BYTES,
+    MAX_JOBS,
+    Directory,
+    JobFiles,
+    JobLines,
+    JobMapping,
+    Problem,
+    parse,
+)
 from tests.producers.fakes import FakeClock
 
 ROOT = Path(__file__).parents[3]
@@ -278,6 +287,32 @@ async def test_while_a_file_system_hangs_the_last_jobs_stay_in_force(
         while await bench.files.read(WITHIN_S) != {"0": ("3",)}:
             pass
     assert bench.errors("timeout") == 3
+    bench.files.close()
+
+
+async def test_files_that_were_never_read_do_not_say_that_a_gpu_has_no_job(tmp_path: Path) -> None:
+    hangs = threading.Event()
+    mappings = iter([
+        JobMapping({}, [Problem("directory", tmp_path, "stale file handle")]),
+        JobMapping({"0": ("1",)}, []),
+        JobMapping({"0": ("1",)}, []),
+    ])  # fmt: skip
+
+    def look() -> JobMapping:
+        hangs.wait(WITHIN_S)
+        return next(mappings)
+
+    bench = Bench(tmp_path, look)
+    assert (await bench.files.read(0.01), bench.files.cover_all_gpus()) == ({}, False)
+    hangs.set()
+    assert (await bench.files.read(WITHIN_S), bench.files.cover_all_gpus()) == ({}, False)
+    hangs.clear()
+    assert (await bench.files.read(0.01), bench.files.cover_all_gpus()) == ({}, False)
+    hangs.set()
+    assert (await bench.files.read(WITHIN_S), bench.files.cover_all_gpus()) == ({"0": ("1",)}, True)
+    hangs.clear()
+    assert (await bench.files.read(0.01), bench.files.cover_all_gpus()) == ({"0": ("1",)}, True)
+    hangs.set()
     bench.files.close()
 
 

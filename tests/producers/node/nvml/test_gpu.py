@@ -528,6 +528,17 @@ def test_info_that_a_gpu_refuses_at_first_is_queried_again() -> None:
     assert bench.call_count("nvmlDeviceGetName") == 2
 
 
+def test_info_that_a_gpu_refuses_at_first_is_later_that_of_its_mig_devices_too() -> None:
+    bench = Bench()
+    bench.gpu.cut(part("MIG-a"))
+    model = bench.gpu.answers["nvmlDeviceGetName"]
+    bench.gpu.fail("nvmlDeviceGetName", binding.UNKNOWN)
+    assert "model" not in bench.read().devices[1]
+    bench.gpu.answers["nvmlDeviceGetName"] = model
+    devices = [bench.read().devices for _ in range(700)][-1]
+    assert [device["model"] for device in devices] == [model, model]
+
+
 def test_info_of_a_gpu_stays_though_it_is_refused_later() -> None:
     bench = Bench()
     bench.gpu.answers["nvmlDeviceGetSerial"] = "7"
