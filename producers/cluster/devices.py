@@ -2,10 +2,10 @@
 
 In: resource slices and claims as the API server has them. Out: the devices of a node with their UUIDs; the devices that
 claims have for administration, for instance for monitoring: such a claim holds nothing; and which devices are tainted.
-State: the slices, by pool. While a driver replaces a pool's slices there are two generations, and the higher one
-counts. The claims for administration, by uid. A claim that is gone is kept as long as a pod that ended, because the
-kubelet may go on reporting it, but only until there is another claim of its name. All of it is pure: times are given,
-in ms since the epoch.
+State: the slices, by pool. While a driver replaces a pool's slices there are two generations: the higher one counts
+alone once it is complete, and until then before the other. The claims for administration, by uid. A claim that is gone
+is kept as long as a pod that ended, because the kubelet may go on reporting it, but only until there is another claim
+of its name. All of it is pure: times are given, in ms since the epoch.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,10 +20,12 @@ PoolName = tuple[str, str]  # a driver and the name of one of its pools
 
 
 class KnownSlice(NamedTuple):
-    """A slice: its pool and generation, its devices with a UUID by node, and the taints of those that have any."""
+    """A slice: its pool and generation, how many slices that has (0: not known), its devices with a UUID by node, and
+    the taints of those that have any."""
 
     pool: PoolName
     generation: int
+    slice_count: int
     devices: dict[str, list[DraDevice]]
     taints: dict[str, list[str]]
 
@@ -48,6 +50,7 @@ def known_slice(resource_slice: ResourceSlice) -> KnownSlice:
     return KnownSlice(
         (resource_slice.spec.driver, resource_slice.spec.pool.name),
         resource_slice.spec.pool.generation,
+        resource_slice.spec.pool.resource_slice_count,
         devices,
         taints,
     )
@@ -68,12 +71,12 @@ class Slices:
         """The devices of a node, none twice, each with the taints of its slice."""
         devices: dict[tuple[str, str, str], tuple[DraDevice, Sequence[str]]] = {}
         for pool in self.pools_of(node):
-            highest = max(part.generation for part in self._pools[pool].values())
-            for _, part in sorted(self._pools[pool].items()):
-                if part.generation == highest:
-                    for device in part.devices.get(node, ()):
-                        taints = part.taints.get(device.device, ())
-                        devices[device.driver, device.pool, device.device] = device, taints
+            parts = sorted(self._pools[pool].items(), key=lambda item: (item[1].generation, item[0]))
+            newest = [(uid, part) for uid, part in parts if part.generation == parts[-1][1].generation]
+            for _, part in newest if len(newest) >= newest[-1][1].slice_count else parts:
+                for device in part.devices.get(node, ()):
+                    taints = part.taints.get(device.device, ())
+                    devices[device.driver, device.pool, device.device] = device, taints
         return dict(devices.values())
 
     def nodes(self) -> Collection[str]:

@@ -183,11 +183,12 @@ class SliceDevice(msgspec.Struct, frozen=True, rename="camel"):
     taints: list[DeviceTaint] | None = None
 
 
-class Pool(msgspec.Struct, frozen=True):
-    """The pool that a slice is a part of; only the slices of its highest generation count."""
+class Pool(msgspec.Struct, frozen=True, rename="camel"):
+    """The pool that a slice is a part of, and how many slices its generation has; 0 if that is not known."""
 
     name: str
     generation: int = 0
+    resource_slice_count: int = 0
 
 
 class SliceSpec(msgspec.Struct, frozen=True, rename="camel"):

@@ -100,7 +100,11 @@ def slice_json(name: str = "s", **changed: Any) -> JsonDict:
         "spec": {
             "driver": changed.get("driver", "gpu.nvidia.com"),
             "nodeName": node,
-            "pool": {"name": changed.get("pool", node), "generation": changed.get("generation", 1)},
+            "pool": {
+                "name": changed.get("pool", node),
+                "generation": changed.get("generation", 1),
+                "resourceSliceCount": changed.get("count", 1),
+            },
             "devices": devices,
         },
     }

@@ -47,6 +47,20 @@ def test_only_the_highest_generation_of_a_pool_counts() -> None:
     assert slice_devices(slices) == [("gpu-0", "GPU-old")]
 
 
+def test_while_slices_are_replaced_one_by_one_no_device_is_missing() -> None:
+    slices = Slices()
+    put_slice(slices, "a", uuids=["GPU-a"], count=2)
+    put_slice(slices, "b", uuids=[None, "GPU-b"], count=2)
+    put_slice(slices, "a", uuids=["GPU-c"], generation=2, count=2)
+    assert slice_devices(slices) == [("gpu-1", "GPU-b"), ("gpu-0", "GPU-c")]
+
+    put_slice(slices, "new", uuids=[None, None, "GPU-d"], generation=2, count=2)
+    assert slice_devices(slices) == [("gpu-0", "GPU-c"), ("gpu-2", "GPU-d")]
+
+    put_slice(slices, "new", uuids=[None, None, "GPU-e"], generation=3, count=1)
+    assert slice_devices(slices) == [("gpu-2", "GPU-e")]
+
+
 def test_a_pool_may_have_several_slices_and_a_node_several_pools() -> None:
     slices = Slices()
     put_slice(slices, "a", uuids=["GPU-a"])
