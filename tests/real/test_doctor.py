@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -282,7 +283,7 @@ async def test_a_sink_that_hangs_is_one_finding(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gpustream.doctor.gather._ANSWER_S", 2.0)
+    monkeypatch.setattr("gpustream.doctor.gather._TIMEOUT", aiohttp.ClientTimeout(total=2.0))
     kafka = empty_kafka
     await topic_admin.create(kafka.connection, partitions=2, replication_factor=1)
     options = ("--kafka", kafka.address, "--url", prometheus.write_url, "--session-timeout", "6s")
