@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -25,11 +25,13 @@ from topics import alerts, attributed, dead_letters
 log = logging.getLogger(__name__)
 
 DRAIN_S = 8.0
-"""How long after the end of sampling the sinks may take to receive everything. If the run was not asked to stop, this
-time begins again with whatever they receive."""
+"""How long the sinks may take to receive everything, after the run was asked to stop."""
 
 STOPPED_BY_S = 9.5
-"""How long after that time began components that have not stopped are cancelled."""
+"""How long after that components that have not stopped are cancelled."""
+
+PATIENCE_S = 30.0
+"""How long a run that ends by itself waits for anything to move, however busy the machine is."""
 
 _CLOSE_S = 1.0
 _CHECK_EVERY_S = 0.1
@@ -107,6 +109,12 @@ class Tail:
                 self._on_tick(tick)
 
 
+class Producer(Component, Protocol):
+    """A producer of ticks. ``drain_s``: how long it may take to send what is left, after it is asked to stop."""
+
+    drain_s: float
+
+
 class Failed(Exception):
     """A component ended on its own."""
 
@@ -118,7 +126,7 @@ class Pipeline:
     ``behind`` returns how many ticks that were sampled are still on their way.
     """
 
-    producer: Component
+    producer: Producer
     streams: Sequence[Component]
     sinks: Sequence[Component]
     tail: Tail
@@ -126,7 +134,8 @@ class Pipeline:
     behind: Callable[[], int]
     _tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _stops: dict[str, asyncio.Event] = field(default_factory=dict)
-    _drains_s: float | None = None
+    _asked_s: float | None = None
+    _moved_s: float = 0.0
 
     @property
     def components(self) -> list[Component]:
@@ -151,19 +160,34 @@ class Pipeline:
             end = time.monotonic() + duration_s if duration_s is not None else float("inf")
             while not stop.is_set() and time.monotonic() < end:
                 await self._pause(stop, self._not_ready())
-            # the producer stops sampling and flushes; then attribution catches up, and the sinks
-            self._drains_s = time.monotonic()
-            if producing := self._tasks.get(self.producer.name):
-                self._stops[self.producer.name].set()
-                await asyncio.wait([producing], timeout=DRAIN_S)
-            never, left = asyncio.Event(), self.behind()
-            while left and time.monotonic() < self._drains_s + DRAIN_S:
-                await self._pause(never, [])
-                before, left = left, self.behind()
-                if left < before and not stop.is_set():
-                    self._drains_s = time.monotonic()
+            await self._drain(stop)
+        except BaseException:
+            self._asked_s = self._asked_s or time.monotonic()
+            raise
         finally:
-            await self._stop()
+            await self._stop(stop)
+
+    async def _drain(self, stop: asyncio.Event) -> None:
+        """The producer stops sampling and flushes; then attribution catches up, and the sinks."""
+        self._moved_s = time.monotonic()
+        producing = self._tasks.get(self.producer.name)
+        if producing:
+            if not stop.is_set():
+                self.producer.drain_s = PATIENCE_S
+            self._stops[self.producer.name].set()
+        never, left = asyncio.Event(), self.behind()
+        while (left or (producing and not producing.done())) and not self._is_over(stop, DRAIN_S):
+            await self._pause(never, [])
+            before, left = left, self.behind()
+            if left < before:
+                self._moved_s = time.monotonic()
+
+    def _is_over(self, stop: asyncio.Event, after_s: float) -> bool:
+        """Whether it was asked to stop so long ago, or nothing has moved for too long."""
+        now_s = time.monotonic()
+        if stop.is_set() and self._asked_s is None:
+            self._asked_s = now_s
+        return now_s >= (self._moved_s + PATIENCE_S if self._asked_s is None else self._asked_s + after_s)
 
     def _begin(self, component: Component) -> None:
         stop = self._stops[component.name] = asyncio.Event()
@@ -187,13 +211,15 @@ class Pipeline:
                 raise Failed(f"{name} ended on its own")
         await set_within(stop, _CHECK_EVERY_S)
 
-    async def _stop(self) -> None:
+    async def _stop(self, stop: asyncio.Event) -> None:
         """Stops the components, then the tail; what does not stop in time is cancelled and left behind."""
         for event in self._stops.values():
             event.set()
-        left_s = STOPPED_BY_S - (time.monotonic() - (self._drains_s or time.monotonic()))
         tail = self._tasks.pop("tail", None)
-        unfinished = await _unfinished(self._tasks.values(), max(0.0, left_s))
+        self._moved_s = time.monotonic()
+        unfinished = set(self._tasks.values())
+        while unfinished and not self._is_over(stop, STOPPED_BY_S):
+            unfinished = await _unfinished(unfinished, _CHECK_EVERY_S)
         for task in unfinished:
             log.warning("did not stop in time", extra={"component": task.get_name()})
         for task in [*unfinished, *([tail] if tail else [])]:

@@ -50,6 +50,7 @@ class NodeProducer:
         kubelet: Kubelet | None = None,
         process_owners: ProcessOwners | None = None,
     ) -> None:
+        self.drain_s = DRAIN_S
         self._settings = settings
         self._instruments = Instruments((*INSTRUMENTS, *instruments.INSTRUMENTS))
         self.registry = self._instruments.registry
@@ -102,7 +103,7 @@ class NodeProducer:
             async with running(*(task() for task in background)):
                 await until_stopped(stop, self._gpus.open(OPEN_WITHIN_S))
                 await self._run_ticks(stop)
-                if unsent := await self._publisher.drain(DRAIN_S):
+                if unsent := await self._publisher.drain(self.drain_s):
                     log.warning("left unsent at the stop: %d ticks", unsent)
         finally:
             self._gpus.close()

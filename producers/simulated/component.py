@@ -97,6 +97,7 @@ class SimulatedFleet:
     def __init__(
         self, settings: SimulatedSettings, *, sender: Sender | None = None, clock: FleetClock | None = None
     ) -> None:
+        self.drain_s = DRAIN_S
         self._settings = settings
         self._fleet = settings.made(*parse_size(settings.fleet))
         self._instruments = Instruments((*SHARED_INSTRUMENTS, *INSTRUMENTS))
@@ -135,8 +136,8 @@ class SimulatedFleet:
         return sum(publisher.sampled_values for publisher in self._publishers)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Read and send until ``stop`` is set or the limit is reached, then send what is left, for at most 4 s. A
-        failure of anything that runs beside the ticks ends them."""
+        """Read and send until ``stop`` is set or the limit is reached, then send what is left, for at most
+        ``drain_s``. A failure of anything that runs beside the ticks ends them."""
         publishers = [publisher.run for publisher in self._publishers]
         beside = (self._sender.start, self._workloads.run, self._publish_news, *publishers)
         try:
@@ -145,8 +146,8 @@ class SimulatedFleet:
                 file = None if truth is None else files.enter_context(truth.open("ab"))
                 async with running(*(part() for part in beside)):
                     await self._tick(stop, file)
-                    drains = [publisher.drain(DRAIN_S) for publisher in self._publishers]
-                    *left, news = await asyncio.gather(*drains, self._workloads.drain(DRAIN_S))
+                    drains = [publisher.drain(self.drain_s) for publisher in self._publishers]
+                    *left, news = await asyncio.gather(*drains, self._workloads.drain(self.drain_s))
                     if any(left) or news:
                         log.warning("left unsent at the stop: %d ticks, %d records of workloads", sum(left), news)
         finally:

@@ -26,6 +26,7 @@ class Part:
         self.error: Exception | None = None
         self.ends = False
         self.hangs = False
+        self.drain_s = 4.0
 
     async def run(self, stop: asyncio.Event) -> None:
         """Waits for ``stop``."""
@@ -138,11 +139,36 @@ async def test_the_drain_waits_for_the_last_tick() -> None:
 
 
 async def test_the_drain_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "DRAIN_S", 0.05)
+    monkeypatch.setattr(pipeline, "PATIENCE_S", 0.05)
     fakes = PipelineOfFakes(attributed=7)
     await fakes.pipeline.run(asyncio.Event(), 0.0)
 
     assert fakes.tally.undelivered(SAMPLED) == 3
+
+
+async def test_a_run_that_ends_by_itself_is_patient_until_it_is_asked_to_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline, "DRAIN_S", 0.05)
+    monkeypatch.setattr(pipeline, "STOPPED_BY_S", 0.1)
+    fakes, stop = PipelineOfFakes(attributed=7), asyncio.Event()
+    fakes.sink.hangs = True
+    running = asyncio.create_task(fakes.pipeline.run(stop, 0.0))
+    await eventually(lambda: "producer stops" in fakes.log)
+    assert fakes.source.drain_s == pipeline.PATIENCE_S
+    assert not (await asyncio.wait([running], timeout=0.3))[0]
+    stop.set()
+    await asyncio.wait_for(running, 10)
+    assert fakes.tally.undelivered(SAMPLED) == 3
+
+
+async def test_the_producer_of_a_run_that_is_asked_to_stop_is_not_patient() -> None:
+    fakes, stop = PipelineOfFakes(), asyncio.Event()
+    running = asyncio.create_task(fakes.pipeline.run(stop, None))
+    await eventually(lambda: "producer starts" in fakes.log)
+    stop.set()
+    await running
+    assert fakes.source.drain_s == 4.0
 
 
 @pytest.mark.parametrize(("stopped", "undelivered"), [(False, 0), (True, 8)])
@@ -156,7 +182,7 @@ async def test_the_drain_goes_on_while_ticks_arrive_unless_it_was_asked_to_stop(
 
     def behind_after_a_while() -> int:
         if seq := next(seqs):
-            clock.now_s += 0.9 * pipeline.DRAIN_S
+            clock.now_s += 0.9 * (pipeline.DRAIN_S if stopped else pipeline.PATIENCE_S)
             drain.take(seq)
         elif stopped:
             stop.set()
@@ -169,7 +195,7 @@ async def test_the_drain_goes_on_while_ticks_arrive_unless_it_was_asked_to_stop(
 
 
 async def test_a_component_that_does_not_stop_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "STOPPED_BY_S", 0.05)
+    monkeypatch.setattr(pipeline, "PATIENCE_S", 0.05)
     fakes = PipelineOfFakes()
     fakes.sink.hangs = True
     await fakes.pipeline.run(asyncio.Event(), 0.0)
