@@ -33,7 +33,7 @@ SCRIPTS := .ci/run .ci/dist tests/real/build/build
 GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py gpustream/acls.py gpustream/chart.py streams/alerts/text/reference.py sinks/series/relabel_reference.py docs/flow.py docs/figures.py k8s/dashboards/files.py k8s/rules.py docs/peers.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast coverage check docs format bench bench-live bench-growth soak storm upgrade gpu pictures image dist collector real-servers lock
+.PHONY: help install demo test test-fast coverage check docs format bench bench-live bench-growth soak storm upgrade gpu pictures image dist collector receivers real-servers lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -135,6 +135,12 @@ dist: install ## what a release consists of, of the last commit, in dist/: the w
 
 collector: ## build the OpenTelemetry Collector beside those servers: make bench has a row for it if it is there
 	tests/real/build/build collector
+
+receivers: install ## the tests of remote write with Mimir, Cortex, Thanos and VictoriaMetrics, which it builds, in half an hour
+	tests/real/build/build receivers
+	set -e; for receiver in mimir cortex thanos victoria-metrics; do \
+	  GPUSTREAM_RECEIVER=$$receiver $(BIN)/pytest -n 0 tests/real/test_remote_write.py tests/real/test_alert_series.py \
+	    $(ARGS); done
 
 real-servers: ## build the servers of the tests (Kafka, Prometheus, kube-apiserver, ...) into $GPUSTREAM_REAL_DIR or ~/.cache/gpustream-real
 	tests/real/build/build

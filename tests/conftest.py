@@ -33,6 +33,9 @@ settings.load_profile(os.environ.get("GPUSTREAM_HYPOTHESIS", "default"))
 os.environ.setdefault("GPUSTREAM_PAGE_LISTEN", "127.0.0.1:0")
 """A free port for each page, since several runs may serve one at the same time."""
 
+for name in ("NO_PROXY", "no_proxy"):  # the servers of the tests are on this machine, and the proxy may not be
+    os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1,localhost,::1,[::1]")))
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:

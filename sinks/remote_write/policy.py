@@ -7,6 +7,7 @@
 | 2xx to 2.0 that counts fewer samples as written | refused |
 | none, 408, 425, 429, other 5xx | retried for as long as it takes, after `Retry-After`, and never split |
 | 429 that names a limit of series | refused |
+| 429 that names a limit of bursts, and the request is above it | too large |
 | 500 | retried, and refused after 5 in a row while other requests are accepted |
 | 401, 403, 404, 405, 407, 410, 3xx | the receiver refuses everything: wait, and probe it with a small request |
 | 413 | too large: sent in halves, and the size is remembered |
@@ -19,6 +20,7 @@ Source: the remote-write specifications 1.0 and 2.0. The patterns match the text
 Thanos answers 409 to samples of which it has other values.
 """
 
+import math
 import re
 from typing import Literal, NamedTuple
 
@@ -56,6 +58,8 @@ _REASONS: tuple[tuple[str, re.Pattern[str]], ...] = (
 )
 _SERIES_LIMIT = dict(_REASONS)["series_limit"]
 _BY_STATUS = {409: "conflict", _SERVER_ERROR: "server_error"}
+_ABOVE_BURST = re.compile(r"ingestion burst size limit")
+_BURST = re.compile(r"ingestion rate limit, .* maximum allowed burst of ([0-9]{1,18})\b")
 _OUT_OF_BOUNDS = re.compile(r"out of bounds")
 
 
@@ -98,6 +102,8 @@ def meaning(answer: Answer, protocol: Protocol, samples: int, *, speaks_2_0: boo
         return "too-large"
     if status == _TOO_MANY and _SERIES_LIMIT.search(answer.text.lower()):
         return "refused"
+    if status == _TOO_MANY and _is_above_burst(answer, samples if protocol == "1.0" else 2 * samples):
+        return "too-large"
     if status in _AGAIN or status > _SERVER_ERROR:
         return "again"
     if status == _SERVER_ERROR:
@@ -117,7 +123,7 @@ def refusal(answer: Answer, ts_ms: int, now_ms: int) -> Refusal:
     """Why samples of about this time were refused, from the receiver's text."""
     lowered = answer.text.lower()
     text = " ".join(answer.text.split())[:300] or f"HTTP {answer.status}"
-    if answer.status == _PAYLOAD_TOO_LARGE:
+    if answer.status == _PAYLOAD_TOO_LARGE or _is_above_burst(answer):
         return Refusal(TOO_LARGE, text)
     if answer.status < 300:
         return Refusal("not_written", f"HTTP {answer.status}, and {answer.written} samples written")
@@ -127,3 +133,13 @@ def refusal(answer: Answer, ts_ms: int, now_ms: int) -> Refusal:
     if _OUT_OF_BOUNDS.search(lowered):
         return Refusal("too_far_ahead" if ts_ms > now_ms + AHEAD_MS else "too_old", text)
     return Refusal(_BY_STATUS.get(answer.status, "rejected"), text)
+
+
+def _is_above_burst(answer: Answer, items: float = math.inf) -> bool:
+    """Whether a request of so many samples and metadata is more than the receiver ever takes at once.
+
+    Mimir's answer to a request that comes too early and to one that is too large was the same once.
+    """
+    text = answer.text.lower()
+    burst = _BURST.search(text)
+    return bool(_ABOVE_BURST.search(text)) or (burst is not None and items > int(burst[1]))

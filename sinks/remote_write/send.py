@@ -247,6 +247,8 @@ class RemoteWriteSender:
         instruments = self._instruments
         start = time.perf_counter()
         answer = await self._post(body, protocol)
+        if answer.status >= 400 and (answer.written or 0) >= samples:
+            answer = answer._replace(written=0)  # Mimir counts what it was sent, whatever it refuses
         instruments.histogram("gpustream_remote_write_request_seconds").observe(time.perf_counter() - start)
         instruments.counter("gpustream_remote_write_request_bytes_total").inc(len(body))
         means = meaning(answer, protocol, samples, speaks_2_0=self._speaks_2_0)

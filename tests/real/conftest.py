@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from producers.simulated import component as simulated
+from tests.real import receivers
 from tests.real.certificates import Authority
 from tests.real.kubernetes import ApiServer, find_etcd, find_kube_apiserver
 from tests.real.pipeline import Gpustream
@@ -66,6 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(FOLDER):
             item.add_marker(pytest.mark.real)
             item.add_marker(pytest.mark.filterwarnings("always::ResourceWarning"))
+            if why := receivers.why_not(item.name):
+                item.add_marker(pytest.mark.skip(f"{receivers.chosen().__name__}: {why}"))
     items.sort(key=_turn)
 
 
@@ -145,9 +148,12 @@ def kafka_cluster(tmp_path_factory: pytest.TempPathFactory, authority: Authority
 
 @pytest.fixture(scope="session")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
-    """One Prometheus 3 for the whole run: never stop it, and write under your own cluster name."""
+    """One Prometheus 3 for the whole run: never stop it, and write under your own cluster name.
+
+    If $GPUSTREAM_RECEIVER names another receiver, it is that.
+    """
     need(find_prometheus)
-    with PrometheusServer(tmp_path_factory.mktemp("prometheus")) as server:
+    with receivers.chosen()(tmp_path_factory.mktemp("prometheus")) as server:
         yield server
 
 

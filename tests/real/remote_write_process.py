@@ -6,6 +6,9 @@ import sys
 from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.sink import RemoteWriteSink
 
+MAX_REQUEST_SAMPLES = 50
+"""So few that there are many requests, between any two of which it may be killed."""
+
 
 def main() -> None:
     """Runs until killed, as a static member, so that the next life has the partitions at once."""
@@ -17,6 +20,7 @@ def main() -> None:
         from_="earliest",
         instance_id="only",
         session_timeout_s=6.0,
+        max_request_samples=MAX_REQUEST_SAMPLES,
     )
     asyncio.run(RemoteWriteSink(settings).run(asyncio.Event()))
 

@@ -517,6 +517,11 @@ class PrometheusServer(HttpServer):
         """Where remote write goes."""
         return f"{self.url}/api/v1/write"
 
+    @property
+    def query_url(self) -> str:
+        """What answers queries, without ``/api``."""
+        return self.url
+
     def prepare(self) -> None:
         """Writes the configuration."""
         (self.directory / "prometheus.yml").write_text(self.config)
@@ -549,7 +554,7 @@ class PrometheusServer(HttpServer):
 
     def _ask(self, path: str, parameters: Mapping[str, str]) -> list[Series]:
         body = urllib.parse.urlencode(parameters).encode()
-        with urllib.request.urlopen(f"{self.url}/api/v1/{path}", body, timeout=60) as answer:  # noqa: S310 - http, and ours
+        with urllib.request.urlopen(f"{self.query_url}/api/v1/{path}", body, timeout=60) as answer:  # noqa: S310 - http, and ours
             data = json.load(answer)["data"]
         if data["resultType"] in {"scalar", "string"}:
             return [Series({}, [_point(data["result"])])]

@@ -15,9 +15,9 @@ import pytest
 from aiohttp import web
 from aiokafka import AIOKafkaConsumer
 
-from sinks.remote_write.sink import RemoteWriteSink
 from tests.eventually import eventually
 from tests.real.accounting import assert_accounted
+from tests.real.pipeline import lag
 from tests.real.remote_write_fleet import (
     PARTITIONS,
     SERIES,
@@ -30,6 +30,7 @@ from tests.real.remote_write_fleet import (
     sink,
     write,
 )
+from tests.real.remote_write_process import MAX_REQUEST_SAMPLES
 from tests.real.servers import KafkaServer, PrometheusServer
 
 Forward = Callable[[], Awaitable[web.Response]]
@@ -128,9 +129,10 @@ async def test_a_kill_between_an_accepted_write_and_its_commit_loses_and_repeats
         for _ in range(2):
             process = await start(attributed, url, protocol)
             assert await asyncio.wait_for(process.wait(), 300) == -signal.SIGKILL
-        last = sink(attributed, url, protocol=protocol, instance_id="only", session_timeout_s=6.0)
+        options = {"instance_id": "only", "session_timeout_s": 6.0, "max_request_samples": MAX_REQUEST_SAMPLES}
+        last = sink(attributed, url, protocol=protocol, **options)
         async with running(last):
-            await eventually(lambda: caught_up(last), "the rest delivered")
+            await eventually(lambda: caught_up(attributed), "the rest delivered")
     assert set(ends(last)) == {"delivered"}
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
 
@@ -145,7 +147,7 @@ async def test_with_a_resolution_each_window_is_stored_once_with_its_last_and_hi
     windows = {(record["node"], record["ts_ms"] // window_ms): record for record in records}  # the last of each
     spikes = {record["ts_ms"] // window_ms for record in records if record["seq"] == 17}
     first_part, rest = records[: 18 * nodes], records[18 * nodes :]  # cut within a window
-    settings = {"protocol": "2.0", "resolution_s": window_ms / 1000, "aggregate": ("max",)}
+    settings = {"protocol": "auto", "resolution_s": window_ms / 1000, "aggregate": ("max",)}
 
     await write(attributed, first_part)
     first = sink(attributed, prometheus.write_url, **settings)
@@ -175,13 +177,9 @@ async def start(kafka: KafkaServer, url: str, protocol: str) -> asyncio.subproce
     return await asyncio.create_subprocess_exec(sys.executable, *arguments)
 
 
-def caught_up(sink_: RemoteWriteSink) -> bool:
-    """Whether a sink has partitions and no record of them is unfinished."""
-    return (
-        count(sink_, "partitions") == 2 * PARTITIONS + ALERT_PARTITIONS
-        and count(sink_, "lag_records") == 0
-        and not sink_.not_ready()
-    )
+async def caught_up(kafka: KafkaServer) -> bool:
+    """Whether the group of the sink has committed all there is."""
+    return await lag(kafka.address, "gpustream-sink-remote-write", ["gpu.attributed"]) == 0
 
 
 @pytest.mark.parametrize("protocol", ["1.0", "2.0"])

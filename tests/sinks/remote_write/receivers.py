@@ -4,6 +4,9 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import pytest
 
 from sinks.remote_write.policy import Answer, Protocol
 from tests.sinks.remote_write.wire import Sample, read_v1, read_v2, unsnappy
@@ -11,22 +14,46 @@ from tests.sinks.remote_write.wire import Sample, read_v1, read_v2, unsnappy
 Refuse = Callable[[Sample], str | None]
 """What is wrong with a sample; None: nothing."""
 
+TOO_LARGE = Answer(413, "request entity too large")
 STALE_BITS = 0x7FF0000000000002
+
+
+class Kind(NamedTuple):
+    """A kind of receiver, and the version of the protocol in which it is sent samples.
+
+    ``partial``: it keeps the good part of a request that it refuses (2.0, Mimir), else nothing of it (Prometheus, 1.0).
+    ``counts_all``: it counts what it was sent, also if it refuses the request (Mimir, 2.0), else what it stored.
+    """
+
+    protocol: Protocol
+    partial: bool = False
+    counts_all: bool = False
+
+
+KINDS = (
+    Kind("1.0"),
+    Kind("1.0", partial=True),
+    Kind("2.0", partial=True),
+    Kind("2.0", partial=True, counts_all=True),
+)
+
+of_every_kind = pytest.mark.parametrize("kind", KINDS, ids=["1.0", "1.0-partial", "2.0", "2.0-counts-all"])
 
 
 @dataclass
 class Receiver:
     """Stores samples by series, and refuses what is out of order and what ``refuse`` names.
 
-    ``partial``: it keeps the good part of a request that it refuses (2.0, Mimir), else nothing of it (Prometheus, 1.0).
-    ``most``: more samples in a request are too large for it. ``always``: it gives this answer, whatever it is sent.
+    ``most``: more samples in a request are too large for it, and get ``too_large``. ``always``: it gives this answer,
+    whatever it is sent.
     ``status``: of its refusals.
     """
 
     refuse: Refuse = lambda _: None
-    partial: bool = False
+    kind: Kind = KINDS[0]
     speaks_2_0: bool = True
     most: float = math.inf
+    too_large: Answer = TOO_LARGE
     always: Answer | None = None
     status: int = 400
     stored: dict[frozenset[tuple[str, str]], list[tuple[int, int]]] = field(default_factory=dict)
@@ -43,17 +70,18 @@ class Receiver:
         if self.always is not None:
             return self.always
         if len(samples) > self.most:
-            return Answer(413, "request entity too large")
+            return self.too_large
         return self.take(samples, count=protocol == "2.0")
 
     def take(self, samples: Sequence[Sample], *, count: bool = False) -> Answer:
         """Stores samples, or answers with the error of the first bad one."""
         errors = {number: error for number, sample in enumerate(samples) if (error := self._error_of(sample))}
-        if not errors or self.partial or count:
+        if not errors or self.kind.partial or count:
             for number, sample in enumerate(samples):
                 if number not in errors:
                     self._store(sample)
-        accepted_count = len(samples) - len(errors) if count else None
+        written = len(samples) - (0 if self.kind.counts_all else len(errors))
+        accepted_count = written if count else None
         if not errors:
             return Answer(204, "", accepted_count)
         number, error = next(iter(errors.items()))

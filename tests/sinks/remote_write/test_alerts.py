@@ -22,7 +22,7 @@ from sinks.series.relabel import Relabelling
 from sinks.series.relabel_file import load
 from tests.sinks.alerts import START_MS, alert, alert_record, deleted
 from tests.sinks.records import ConsumedRecord, FakeSender
-from tests.sinks.remote_write.receivers import STALE_BITS, Receiver
+from tests.sinks.remote_write.receivers import KINDS, STALE_BITS, Kind, Receiver, of_every_kind
 from topics.alerts import Alert, AlertGpu
 
 MINUTE_MS = 60_000
@@ -318,10 +318,10 @@ async def test_an_alert_under_anothers_key_is_dead_lettered() -> None:
     assert setup.ends() == {"dead_lettered": 1}
 
 
-@pytest.mark.parametrize(("protocol", "partial"), [("1.0", False), ("1.0", True), ("2.0", True)])
-async def test_an_alert_that_is_refused_takes_no_other_with_it(protocol: Protocol, partial: bool) -> None:
-    receiver = Receiver(lambda s: "label too long" if ("k8s_pod_name", "b") in s.labels else None, partial=partial)
-    setup = Setup(receiver, protocol)
+@of_every_kind
+async def test_an_alert_that_is_refused_takes_no_other_with_it(kind: Kind) -> None:
+    receiver = Receiver(lambda s: "label too long" if ("k8s_pod_name", "b") in s.labels else None, kind=kind)
+    setup = Setup(receiver, kind.protocol)
     await setup.deliver(0, *(alert_record(alert(pod), n) for n, pod in enumerate("abc")))
     await setup.quiet(60_000)
     assert setup.ends() == {"delivered": 2, "dead_lettered": 1}
@@ -359,16 +359,15 @@ events = st.lists(
 )
 
 
-@given(events, st.sampled_from([("1.0", False), ("1.0", True), ("2.0", True)]), st.integers(1, 3))
+@given(events, st.sampled_from(KINDS), st.integers(1, 3))
 def test_whatever_happens_an_alert_that_fires_is_1_and_one_that_does_not_has_ended(
-    happens: Sequence[Event], speaks: tuple[Protocol, bool], max_samples: int
+    happens: Sequence[Event], kind: Kind, max_samples: int
 ) -> None:
     """A crash comes with a replay of the last record; the alert stream resolves an alert after 30 s."""
-    protocol, partial = speaks
-    receiver = Receiver(partial=partial)
+    receiver = Receiver(kind=kind)
 
     async def run() -> None:
-        setup, log, now_ms = Setup(receiver, protocol, max_samples), list[ConsumedRecord](), 0
+        setup, log, now_ms = Setup(receiver, kind.protocol, max_samples), list[ConsumedRecord](), 0
         firing: dict[str, Alert] = {}
         last: dict[str, Alert] = {}
         for event, wait_s, pod in happens:
@@ -379,7 +378,7 @@ def test_whatever_happens_an_alert_that_fires_is_1_and_one_that_does_not_has_end
                 start = firing.pop(pod)
                 last[pod] = alert(pod, round(start.starts_at.timestamp() * 1000), START_MS + max(0, now_ms - 30_000))
             elif event == "crash":
-                setup = Setup(receiver, protocol, max_samples)
+                setup = Setup(receiver, kind.protocol, max_samples)
                 setup.handler.recall(log[:-1])
                 await setup.deliver(now_ms, *log[-1:])
             else:

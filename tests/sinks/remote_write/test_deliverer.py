@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +12,7 @@ from sinks.remote_write.refusals import Delivered, Deliverer
 from sinks.remote_write.send import RemoteWriteSender
 from sinks.remote_write.sink import INSTRUMENTS
 from sinks.series.model import Row, SampleGroup, SeriesSet
-from tests.sinks.remote_write.receivers import Receiver
+from tests.sinks.remote_write.receivers import Kind, Receiver, of_every_kind
 from tests.sinks.remote_write.wire import Sample, read_v1, unsnappy
 
 ROWS = tuple(Row(f"m{number}") for number in range(4))
@@ -52,18 +51,15 @@ GOOD = tick(9, devices=1)[0].part([0])
 """A series that is always accepted, by which the receiver shows that it does not refuse everything."""
 
 ALL = {(node, device, f"m{row}") for node in range(4) for device in range(2) for row in range(4)}
-KINDS: list[tuple[Protocol, bool]] = [("1.0", False), ("1.0", True), ("2.0", True)]
 
 
-@pytest.mark.parametrize(("protocol", "partial"), KINDS)
+@of_every_kind
 @given(bad=st.sets(st.sampled_from(sorted(ALL))) | st.just(ALL))
-def test_whatever_is_refused_every_other_sample_is_delivered_once(
-    protocol: Protocol, partial: bool, bad: set[tuple[int, int, str]]
-) -> None:
+def test_whatever_is_refused_every_other_sample_is_delivered_once(kind: Kind, bad: set[tuple[int, int, str]]) -> None:
     receiver = Receiver(
-        lambda received_sample: "label too long" if identity(received_sample) in bad else None, partial=partial
+        lambda received_sample: "label too long" if identity(received_sample) in bad else None, kind=kind
     )
-    fates = asyncio.run(send(receiver, [tick(node) for node in range(4)], protocol))
+    fates = asyncio.run(send(receiver, [tick(node) for node in range(4)], kind.protocol))
     stored = {(int(dict(key)["node"]), int(dict(key)["device"]), dict(key)["__name__"]) for key in receiver.stored}
     assert stored == ALL - bad | {(9, 0, "m0")}
     assert all(len(points) == 1 for points in receiver.stored.values())
@@ -71,23 +67,21 @@ def test_whatever_is_refused_every_other_sample_is_delivered_once(
     assert {refusal.reason for fate in fates for _, refusal in fate.refused} <= {"rejected"}
 
 
-@pytest.mark.parametrize(("protocol", "partial"), KINDS)
-async def test_ticks_of_a_last_life_that_are_sent_again_are_accepted(protocol: Protocol, partial: bool) -> None:
-    receiver = Receiver(partial=partial)
-    await send(receiver, [tick(node) for node in range(4)], protocol)
-    fates = await send(receiver, [tick(node) for node in range(4)], protocol)
+@of_every_kind
+async def test_ticks_of_a_last_life_that_are_sent_again_are_accepted(kind: Kind) -> None:
+    receiver = Receiver(kind=kind)
+    await send(receiver, [tick(node) for node in range(4)], kind.protocol)
+    fates = await send(receiver, [tick(node) for node in range(4)], kind.protocol)
     assert named(fates) == set()
     assert all(len(points) == 1 for points in receiver.stored.values())
 
 
-@pytest.mark.parametrize(("protocol", "partial"), KINDS)
-async def test_a_tick_that_is_out_of_order_is_not_split_and_costs_the_others_nothing(
-    protocol: Protocol, partial: bool
-) -> None:
-    receiver = Receiver(partial=partial)
-    await send(receiver, [tick(1, ts_ms=9)], protocol)
+@of_every_kind
+async def test_a_tick_that_is_out_of_order_is_not_split_and_costs_the_others_nothing(kind: Kind) -> None:
+    receiver = Receiver(kind=kind)
+    await send(receiver, [tick(1, ts_ms=9)], kind.protocol)
     receiver.requests = 0
-    fates = await send(receiver, [tick(node) for node in range(4)], protocol)
+    fates = await send(receiver, [tick(node) for node in range(4)], kind.protocol)
     assert [{refusal.reason for _, refusal in fate.refused} for fate in fates] == [
         set(),
         {"out_of_order"},

@@ -24,7 +24,7 @@ from sinks.series.translation import Translator
 from sinks.series.windows import Resolution
 from tests.sinks.conftest import KEYS, SERIES, device, sample
 from tests.sinks.records import ConsumedRecord, FakeSender, encoded, record
-from tests.sinks.remote_write.receivers import Receiver
+from tests.sinks.remote_write.receivers import KINDS, Kind, Receiver, of_every_kind
 from tests.sinks.remote_write.wire import Sample
 from topics.profiles import PROFILES
 
@@ -218,15 +218,13 @@ async def test_a_record_waits_for_its_dead_letter_to_be_acknowledged() -> None:
     assert setup.balanced()
 
 
-@pytest.mark.parametrize(("protocol", "partial"), [("1.0", False), ("1.0", True), ("2.0", True)])
-async def test_a_tick_of_which_a_value_is_refused_is_dead_lettered_and_the_rest_delivered(
-    protocol: Protocol, partial: bool
-) -> None:
+@of_every_kind
+async def test_a_tick_of_which_a_value_is_refused_is_dead_lettered_and_the_rest_delivered(kind: Kind) -> None:
     refuse = Receiver(
         lambda received_sample: "label too long" if name(received_sample) == "gpu_temperature" else None,
-        partial=partial,
+        kind=kind,
     )
-    setup = Setup(refuse, protocol)
+    setup = Setup(refuse, kind.protocol)
     original = record(sample(1, device(pod="a")))
     await setup.deliver(original)
     ((_, value, headers),) = setup.sender.sent
@@ -241,15 +239,16 @@ async def test_a_tick_of_which_a_value_is_refused_is_dead_lettered_and_the_rest_
     }
 
 
-@pytest.mark.parametrize(("protocol", "partial"), [("1.0", False), ("1.0", True), ("2.0", True)])
-async def test_a_clock_that_steps_back_is_dropped_by_reason_until_it_is_past(protocol: Protocol, partial: bool) -> None:
-    setup = Setup(Receiver(partial=partial), protocol)
+@of_every_kind
+async def test_a_clock_that_steps_back_is_dropped_by_reason_until_it_is_past(kind: Kind) -> None:
+    setup = Setup(Receiver(kind=kind), kind.protocol)
     ticks = [sample(seq, ts_ms=ts_ms) for seq, ts_ms in enumerate((5000, 6000, 3000, 6000, 7000), 1)]
     await setup.deliver(
         *map(record, [*ticks[:3], sample(4, device(metrics={"temperature_celsius": 9}), ts_ms=6000), ticks[4]])
     )
     # of the fourth, gpu_holders is in: 2.0 says so, and one that speaks 1.0 does not
-    reasons = {"out_of_order": 1, "duplicate": 1} if protocol == "1.0" else {"out_of_order": 1}
+    counted = kind.protocol == "2.0" and not kind.counts_all
+    reasons = {"out_of_order": 1} if counted else {"out_of_order": 1, "duplicate": 1}
     assert setup.ends() == {"delivered": 5 - len(reasons), "dropped": len(reasons)}
     for reason, number in reasons.items():
         dropped = setup.instruments.registry.get_sample_value(
@@ -319,18 +318,18 @@ REASONS = (None, "label too long", "out of order sample", "too old sample")
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["good", "good", "replay", "bad"])), max_size=12),
     st.sets(st.tuples(st.sampled_from("abc"), st.sampled_from(["gpu_utilization", "gpu_temperature"]))),
-    st.sampled_from([("1.0", False), ("1.0", True), ("2.0", True)]),
+    st.sampled_from(KINDS),
     st.integers(1, 30),
 )
 def test_every_record_ends_in_exactly_one_way_and_every_good_sample_is_stored_once(
-    plan: Sequence[tuple[str, str]], refused: set[tuple[str, str]], kind: tuple[Protocol, bool], max_samples: int
+    plan: Sequence[tuple[str, str]], refused: set[tuple[str, str]], kind: Kind, max_samples: int
 ) -> None:
     def refuse(received_sample: Sample) -> str | None:
         labels = dict(received_sample.labels)
         return "label too long" if (labels["host_name"], labels["__name__"]) in refused else None
 
     async def play() -> Setup:
-        setup = Setup(Receiver(refuse, partial=kind[1]), kind[0], max_samples)
+        setup = Setup(Receiver(refuse, kind=kind), kind.protocol, max_samples)
         await setup.deliver(*records)
         return setup
 

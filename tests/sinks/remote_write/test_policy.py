@@ -9,6 +9,22 @@ from sinks.remote_write.policy import Answer, Meaning, Protocol, meaning, refusa
 
 NOW_MS = 1_795_219_152_000
 
+MIMIR_BURST = (
+    "the request has been rejected because the tenant exceeded the ingestion burst size limit, set to 6, with {} "
+    "items. This limit is applied on the total number of samples, exemplars and metadata received across all "
+    "distributors "
+    "(err-mimir-tenant-max-ingestion-rate)"
+)
+MIMIR_RATE = (
+    "the request has been rejected because the tenant exceeded the ingestion rate limit, set to 50 items/s with a "
+    "maximum allowed burst of {}. This limit is applied on the total number of samples, exemplars and metadata "
+    "received across all distributors (err-mimir-tenant-max-ingestion-rate)"
+)
+MIMIR_REQUESTS = (
+    "the request has been rejected because the tenant exceeded the request rate limit, set to 2 requests/s across all "
+    "distributors with a maximum allowed burst of 2 (err-mimir-tenant-max-request-rate)"
+)
+
 
 @pytest.mark.parametrize(
     ("answer", "protocol", "expected"),
@@ -27,6 +43,13 @@ NOW_MS = 1_795_219_152_000
         (Answer(413), "2.0", "too-large"),
         (Answer(429, "per-user series limit of 150000 exceeded"), "1.0", "refused"),
         (Answer(429, "ingestion rate limit (25000) exceeded"), "1.0", "again"),
+        (Answer(429, MIMIR_BURST.format(7)), "1.0", "too-large"),
+        (Answer(429, MIMIR_BURST.format(14), written=7), "2.0", "too-large"),
+        (Answer(429, MIMIR_RATE.format(6)), "1.0", "too-large"),
+        (Answer(429, MIMIR_RATE.format(7)), "1.0", "again"),
+        (Answer(429, MIMIR_RATE.format(13), written=7), "2.0", "too-large"),  # a sample may bring its metadata
+        (Answer(429, MIMIR_RATE.format(14), written=7), "2.0", "again"),
+        (Answer(429, MIMIR_REQUESTS), "1.0", "again"),
         (Answer(410), "1.0", "misconfigured"),
         (Answer(422), "1.0", "refused"),
         (Answer(415), "1.0", "misconfigured"),
@@ -95,3 +118,5 @@ def test_a_refusal_is_reported_in_one_line() -> None:
     assert refusal(Answer(500, "boom"), NOW_MS, NOW_MS).reason == "server_error"
     assert refusal(Answer(409, "store locally for endpoint: conflict"), NOW_MS, NOW_MS).reason == "conflict"
     assert refusal(Answer(413, "out of order"), NOW_MS, NOW_MS).reason == "too_large"
+    assert refusal(Answer(429, MIMIR_BURST.format(7)), NOW_MS, NOW_MS).reason == "too_large"
+    assert refusal(Answer(429, MIMIR_RATE.format(6)), NOW_MS, NOW_MS).reason == "too_large"

@@ -17,7 +17,7 @@ from sinks.remote_write.queue import MAX_AHEAD_MS, STUCK_AFTER_S
 from tests.eventually import eventually
 from tests.sinks.conftest import SERIES, device, sample
 from tests.sinks.records import ConsumedRecord, record
-from tests.sinks.remote_write.receivers import Receiver
+from tests.sinks.remote_write.receivers import KINDS, Kind, Receiver
 from tests.sinks.remote_write.test_partition import Setup
 from tests.sinks.remote_write.wire import Sample, read_v1, unsnappy
 
@@ -224,8 +224,8 @@ async def test_a_topic_that_was_created_again_is_sent_from_its_beginning() -> No
 class Crash(Receiver):
     """Loses answers according to ``plan``, and hangs at the end of it: then ``crashed`` is set."""
 
-    def __init__(self, plan: Sequence[str], *, partial: bool) -> None:
-        super().__init__(partial=partial)
+    def __init__(self, plan: Sequence[str], *, kind: Kind) -> None:
+        super().__init__(kind=kind)
         self.plan, self.crashed = list(plan), asyncio.Event()
 
     async def post(self, body: bytes, protocol: Protocol) -> Answer:
@@ -246,18 +246,18 @@ STEPS = st.sampled_from(["good", "good", "lost", "away", "killed"])
 @given(
     st.lists(st.sampled_from("aab"), min_size=1, max_size=20),
     st.lists(STEPS, max_size=12),
-    st.sampled_from([("1.0", False), ("1.0", True), ("2.0", True)]),
+    st.sampled_from(KINDS),
     st.integers(5, 60),
 )
 def test_whatever_answers_are_lost_and_whenever_it_is_killed_all_is_in_and_counts_as_delivered(
-    nodes: list[str], plan: list[str], kind: tuple[Protocol, bool], max_samples: int
+    nodes: list[str], plan: list[str], kind: Kind, max_samples: int
 ) -> None:
     async def play() -> None:
-        receiver = Crash(plan, partial=kind[1])
+        receiver = Crash(plan, kind=kind)
         records = ticks(*nodes)
         while records:
             receiver.crashed.clear()
-            setup = Setup(receiver, kind[0], max_samples)
+            setup = Setup(receiver, kind.protocol, max_samples)
             life = asyncio.ensure_future(setup.deliver(*records))
             killed = asyncio.ensure_future(receiver.crashed.wait())
             await asyncio.wait((life, killed), return_when=asyncio.FIRST_COMPLETED)

@@ -17,14 +17,13 @@ from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.eventually import eventually
 from tests.sinks.conftest import device, sample
 from tests.sinks.records import ConsumedRecord, record
-from tests.sinks.remote_write.receivers import Receiver, Refuse
+from tests.sinks.remote_write.receivers import KINDS, Kind, Receiver, Refuse, of_every_kind
 from tests.sinks.remote_write.test_partition import Setup
 from tests.sinks.remote_write.wire import Sample
 from topics.catalogue import CATALOGUE
 
 NODES, GPUS = 4, 4
 METRICS = dict.fromkeys(list(CATALOGUE)[:27], 1.0)
-KINDS: list[tuple[Protocol, bool]] = [("1.0", False), ("1.0", True), ("2.0", True)]
 
 PER_RECORD = BUDGET + 26
 """The most requests for a record of which something is refused, but for those that find it among the others."""
@@ -93,16 +92,14 @@ async def warm(setup: Setup) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("protocol", "partial"), KINDS)
-@pytest.mark.parametrize("kind", sorted(REFUSALS))
-def test_the_rest_is_delivered_and_what_is_refused_costs_its_budget_once(
-    kind: str, protocol: Protocol, partial: bool
-) -> None:
-    refuse = REFUSALS[kind]
+@of_every_kind
+@pytest.mark.parametrize("refused", sorted(REFUSALS))
+def test_the_rest_is_delivered_and_what_is_refused_costs_its_budget_once(refused: str, kind: Kind) -> None:
+    refuse = REFUSALS[refused]
     expected = {key for key in series_of(fleet(1)) if refuse(Sample(tuple(key), 0, 0)) is None}
 
     async def play() -> None:
-        setup = Setup(Receiver(refuse, partial=partial), protocol, max_samples=10_000)
+        setup = Setup(Receiver(refuse, kind=kind), kind.protocol, max_samples=10_000)
         await warm(setup)
         costs = []
         for seq in range(1, 12):
@@ -179,7 +176,7 @@ async def test_a_pod_that_goes_while_its_series_are_left_out_leaves_no_marker_of
 async def test_a_limit_of_series_keeps_those_that_are_there_and_leaves_out_the_new_ones(
     protocol: Protocol, status: int
 ) -> None:
-    receiver = Receiver(partial=True)
+    receiver = Receiver(kind=Kind(protocol, partial=True))
     setup = Setup(receiver, protocol, max_samples=10_000)
     await setup.deliver(*(tick(1, node) for node in range(3)))
     known_series = set(receiver.stored)
@@ -203,6 +200,7 @@ async def test_a_limit_of_series_keeps_those_that_are_there_and_leaves_out_the_n
 ALWAYS = {
     "400": Answer(400, "user x: unknown tenant"),
     "400 counted": Answer(400, "no", written=0),
+    "400 that counts what it refuses": Answer(400, "label names exceed the limit", written=10**6),
     "401": Answer(401, "who are you"),
     "403": Answer(403, "ingestion is disabled"),
     "404": Answer(404, "page not found"),
@@ -233,12 +231,12 @@ async def test_a_receiver_that_refuses_everything_is_asked_twice_and_then_waited
     assert setup.balanced()
 
 
-@pytest.mark.parametrize(("protocol", "partial"), KINDS)
+@of_every_kind
 async def test_what_was_kept_while_everything_was_refused_is_delivered_when_it_is_over(
-    protocol: Protocol, partial: bool, caplog: pytest.LogCaptureFixture
+    kind: Kind, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    setup = Setup(Receiver(partial=partial), protocol, max_samples=10_000)
+    setup = Setup(Receiver(kind=kind), kind.protocol, max_samples=10_000)
     await setup.deliver(*fleet(1))
     setup.receiver.refuse = lambda _: "no tenant"
     delivering = asyncio.ensure_future(setup.deliver(*fleet(2), *fleet(3)))
@@ -285,11 +283,9 @@ async def test_of_many_partitions_that_wait_one_asks_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 7, 100, 1500])
-@pytest.mark.parametrize(("protocol", "partial"), KINDS)
-async def test_what_is_too_large_is_halved_and_the_size_is_remembered(
-    most: int, protocol: Protocol, partial: bool
-) -> None:
-    setup = Setup(Receiver(most=most, partial=partial), protocol, max_samples=10_000)
+@of_every_kind
+async def test_what_is_too_large_is_halved_and_the_size_is_remembered(most: int, kind: Kind) -> None:
+    setup = Setup(Receiver(most=most, kind=kind), kind.protocol, max_samples=10_000)
     await setup.deliver(*fleet(1))
     samples = sum(len(points) for points in setup.receiver.stored.values())
     assert setup.ends() == {"delivered": NODES}
@@ -298,6 +294,18 @@ async def test_what_is_too_large_is_halved_and_the_size_is_remembered(
     await setup.deliver(*fleet(2))
     assert max(setup.receiver.sizes) <= most
     assert len(setup.receiver.sizes) <= 2 * samples / most + 1
+    assert setup.ends() == {"delivered": 2 * NODES}
+
+
+async def test_bursts_that_the_receiver_never_takes_are_sent_in_smaller_requests() -> None:
+    """Mimir answers 429 to a request above the tenant's burst, as it does to one that only comes too early."""
+    limit = "the tenant exceeded the ingestion burst size limit, set to 100, with 380 items"
+    setup = Setup(Receiver(most=100, too_large=Answer(429, limit, retry_after_s=3)), max_samples=10_000)
+    await setup.deliver(*fleet(1))
+    assert setup.ends() == {"delivered": NODES}
+    setup.receiver.sizes.clear()
+    await setup.deliver(*fleet(2))
+    assert max(setup.receiver.sizes) <= 100
     assert setup.ends() == {"delivered": 2 * NODES}
 
 
@@ -319,11 +327,9 @@ Bad = set[tuple[int, int]]
 
 
 @given(st.sets(st.tuples(st.integers(0, 7), st.integers(0, 27))), st.sampled_from(KINDS))
-def test_whatever_is_refused_is_found_out_within_the_budget_of_each_record(
-    bad: Bad, kind: tuple[Protocol, bool]
-) -> None:
+def test_whatever_is_refused_is_found_out_within_the_budget_of_each_record(bad: Bad, kind: Kind) -> None:
     async def play() -> None:
-        setup = Setup(Receiver(refuse, partial=kind[1]), kind[0], max_samples=10_000)
+        setup = Setup(Receiver(refuse, kind=kind), kind.protocol, max_samples=10_000)
         await warm(setup)
         for seq in range(1, 30):
             setup.receiver.requests = 0
