@@ -171,6 +171,7 @@ class ThanosServer(Receiver):
             f"--http-address={receiving}",
             f"--grpc-address={receiving_grpc}",
             f"--receive.local-endpoint={receiving_grpc}",
+            "--tsdb.too-far-in-future.time-window=10m",  # or one sample of the future keeps out all of the present
         ]
         query = [f"--http-address={querying}", f"--grpc-address={querying_grpc}", f"--endpoint={receiving_grpc}"]
         program = str(self.program)
