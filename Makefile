@@ -136,11 +136,11 @@ dist: install ## what a release consists of, of the last commit, in dist/: the w
 collector: ## build the OpenTelemetry Collector beside those servers: make bench has a row for it if it is there
 	tests/real/build/build collector
 
-receivers: install ## the tests of remote write with Mimir, Cortex, Thanos and VictoriaMetrics, which it builds, in half an hour
+receivers: install ## the tests of remote write and dashboards with Mimir, Cortex, Thanos and VictoriaMetrics, which it builds
 	tests/real/build/build receivers
 	set -e; for receiver in mimir cortex thanos victoria-metrics; do \
 	  GPUSTREAM_RECEIVER=$$receiver $(BIN)/pytest -n 0 tests/real/test_remote_write.py tests/real/test_alert_series.py \
-	    $(ARGS); done
+	    tests/real/test_dashboards.py $(ARGS); done
 
 real-servers: ## build the servers of the tests (Kafka, Prometheus, kube-apiserver, ...) into $GPUSTREAM_REAL_DIR or ~/.cache/gpustream-real
 	tests/real/build/build

@@ -1,4 +1,4 @@
-"""Receivers of remote write other than Prometheus, in the place of Prometheus in the tests of remote write.
+"""Receivers other than Prometheus, in its place in the tests of remote write and of the dashboards.
 
 ``make receivers`` builds them and runs those tests with each. For one test, set ``GPUSTREAM_RECEIVER=mimir``. What a
 receiver does otherwise than Prometheus is in its class, and the tests of that are skipped.
@@ -196,6 +196,7 @@ class VictoriaMetricsServer(Receiver):
         "test_what_is_older_than_an_hour_is_dropped": "it takes samples of any time in any order",
         "test_requests_of_several_ticks_of_a_node_whose_answers_are_lost": "it refuses no sample that it has",
         "test_a_node_far_ahead_and_one_behind_cost_the_others_nothing": "it takes samples of any time in any order",
+        "gpu-device/Power/C": "its rate() is that of the samples in the range, without extrapolation",
     }
 
     def prepare(self) -> None:

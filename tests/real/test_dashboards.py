@@ -31,7 +31,7 @@ from delivery.sender import Sender
 from tests.eventually import eventually_sync
 from tests.k8s import dashboard
 from tests.k8s.dashboard import Query
-from tests.real import dashboards_truth
+from tests.real import dashboards_truth, receivers
 from tests.real.conftest import need
 from tests.real.dashboards_expected import (
     EXPECTED,
@@ -79,11 +79,14 @@ ALL = {"cluster": ".+", "namespace": ".*", "node": ".*", "workload": ".*", "job"
 
 
 class ComposePrometheus(PrometheusServer):
-    """Prometheus in the configuration of the compose file, with the processes' addresses for the services' names."""
+    """Prometheus in the configuration of the compose file, with the processes' addresses for the services' names.
 
-    def __init__(self, directory: Path, targets: Sequence[str]) -> None:
+    It sends all that it has to ``receiver``.
+    """
+
+    def __init__(self, directory: Path, targets: Sequence[str], receiver: PrometheusServer | None = None) -> None:
         super().__init__(directory)
-        self.targets = list(targets)
+        self.targets, self.receiver = list(targets), receiver
 
     def prepare(self) -> None:
         """Writes the configuration, with everything looked at each second and no Alertmanager."""
@@ -94,6 +97,9 @@ class ComposePrometheus(PrometheusServer):
         (job,) = settings["scrape_configs"]
         del job["dns_sd_configs"]
         job["static_configs"] = [{"targets": self.targets}]
+        if self.receiver is not None:
+            in_order = {"min_shards": 1, "max_shards": 1, "batch_send_deadline": "1s"}
+            settings["remote_write"] = [{"url": self.receiver.write_url, "queue_config": in_order}]
         (self.directory / "prometheus.yml").write_text(yaml.safe_dump(settings))
 
     def rules(self) -> list[dict[str, Any]]:
@@ -104,17 +110,18 @@ class ComposePrometheus(PrometheusServer):
 
 
 class Fleet(NamedTuple):
-    """The processes, the time of queries, the truth of that time, and which alerts fire."""
+    """The processes, what answers queries, the truth of the time that they are about, and which alerts fire."""
 
     processes: dict[str, Gpustream]
     prometheus: ComposePrometheus
+    receiver: PrometheusServer
     truth: Truth
     alerts: list[dict[str, str]]
 
     def ask(self, query: Query, chosen: dict[str, str], at_ms: int | None = None) -> Answer:
         """What the query answers with these variables, at that time or at the one of the truth."""
         expr = dashboard.filled(query.expr, ALL | WINDOWS | {"price": "2.50"} | chosen)
-        return dashboards_truth.answer(self.prometheus.query(expr, self.truth.at_ms if at_ms is None else at_ms))
+        return dashboards_truth.answer(self.receiver.query(expr, self.truth.at_ms if at_ms is None else at_ms))
 
 
 class Network:
@@ -146,7 +153,10 @@ def fleet(kafka: KafkaServer, tmp_path_factory: pytest.TempPathFactory) -> Itera
     processes = {name: Gpustream(folder / name) for name in STAYING}
     targets = [f"127.0.0.1:{process.ports[0].number}" for process in processes.values()]
     with ExitStack() as running:
-        prometheus = running.enter_context(ComposePrometheus(folder / "prometheus", targets))
+        other = None
+        if receivers.chosen() is not PrometheusServer:
+            other = running.enter_context(receivers.chosen()(folder / "receiver"))
+        prometheus = running.enter_context(ComposePrometheus(folder / "prometheus", targets, other))
         network = Network(kafka, prometheus)
         create_topics(network)
         for name, process in processes.items():
@@ -173,7 +183,10 @@ def fleet(kafka: KafkaServer, tmp_path_factory: pytest.TempPathFactory) -> Itera
         firing = asyncio.run(alerts(kafka.address, at_ms))
         fires = "count(gpu_alert_firing)"
         eventually_sync(lambda: any(series.value >= len(firing) for series in prometheus.query(fires, at_ms)), fires)
-        yield Fleet(processes, prometheus, truth, firing)
+        receiver = other or prometheus
+        later = f"timestamp(gpustream_ready) > {at_ms / 1000 + 1}"
+        eventually_sync(lambda: receiver.query(later), later)
+        yield Fleet(processes, prometheus, receiver, truth, firing)
 
 
 def create_topics(network: Network) -> None:
