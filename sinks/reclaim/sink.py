@@ -93,6 +93,8 @@ class ReclaimPartition:
                 if self._clock_s() - began_s > FRESH_S:
                     return
                 if self._check_at_s.get(fingerprint, -math.inf) <= self._clock_s():
+                    # the last one in the next turn: an alert that always fails must not keep the others waiting
+                    self._watched[fingerprint] = self._watched.pop(fingerprint)
                     self._check_at_s[fingerprint] = self._clock_s() + _AGAIN_S
                     wait_s = await self._reclaimer.consider(watched, abandon)
                     self._check_at_s[fingerprint] = self._clock_s() + wait_s

@@ -32,6 +32,8 @@ _OWN_ANNOTATIONS = (
     "currency",
     "gpu_hour_price",
     "last_active",
+    "since",
+    "window",
 )
 
 W = TypeVar("W", bound=str)

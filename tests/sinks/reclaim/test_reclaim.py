@@ -328,6 +328,23 @@ async def test_an_api_server_that_is_away_is_waited_for_and_nothing_is_decided(f
     assert (world.states(), sink.reclaimer.health.problem) == (["intended", "done"], "")
 
 
+async def test_a_workload_whose_webhook_is_down_does_not_keep_the_others_waiting() -> None:
+    world = World("scale, suspend")
+    world.write(world.job(), world.deployment())
+
+    def webhook_is_down(method: str, path: str) -> Answer | None:
+        return status(500, "failed calling webhook") if method == "PATCH" and "/jobs/" in path else None
+
+    world.api.faults = [webhook_is_down] * 99
+    sink = world.replica()
+    await sink.run()
+    await sink.run(later_ms=6000)
+    assert replicas(world) == 0
+    world.api.faults = []
+    await sink.run(later_ms=6000)
+    assert world.states("suspend")[-2:] == ["intended", "done"]
+
+
 async def test_an_object_that_was_changed_in_between_is_not_changed_and_is_looked_at_again() -> None:
     world = World("scale")
     world.write(world.deployment())

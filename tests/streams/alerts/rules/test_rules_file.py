@@ -115,6 +115,8 @@ NEGATIVE = "is not a duration: write 500ms, 30s, 15m, 2h, 7d or 1h30m (a bare nu
         ('labels = { severity = "a" }', "alerts have of their own"),
         ('annotations = { "1" = "a" }', "is not the name of an annotation"),
         ('annotations = { gpu_share = "1" }', "is a figure that alerts have of their own"),
+        ('annotations = { since = "May" }', "is a figure that alerts have of their own"),
+        ('annotations = { window = "Sundays" }', "is a figure that alerts have of their own"),
         ("copy_labels = [1]", "must be text, not 1"),
         (f'annotations = {{ a = "{"x" * 5000}" }}', "at most 4096 characters"),
         ("at_least = 1", "is not read by rules of kind held_idle"),
