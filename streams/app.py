@@ -274,6 +274,6 @@ class ReaderLoops(Service):  # type: ignore[misc]
                 log.info("where the partitions end is not known: %r", asking.exception())
             else:
                 self.answers += 1
-                if partitions and epoch == ledger.epoch:
-                    reader.stage.ends(asked_s, asking.result())
+                if ledger.ready and epoch == ledger.epoch:
+                    reader.stage.ends(asked_s, asking.result() if partitions else {})
             await asyncio.sleep(_ASK_PAUSE_S)

@@ -303,7 +303,7 @@ class Joiner:
                     states[key], _ = join.step(state, join.Committed(offset), self._grace_s)
 
     def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:
-        lags: dict[str, int] = defaultdict(int)
+        lags = dict.fromkeys((SAMPLES, ALLOCATIONS, WORKLOADS), 0)
         for tp, end in ends.items():
             position = self.app.reader.ledger.position(tp)
             lags[tp.topic] += max(0, end - position) if position is not None else 0

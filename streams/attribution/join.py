@@ -261,7 +261,8 @@ def _last_before(state: NodeState, sample: Sample, seq: int) -> IndexedSnapshot 
     if sample.run_id in runs:
         earlier = runs[: runs.index(sample.run_id)]
     else:
-        sampled = state.sample_runs[: state.sample_runs.index(sample.run_id)]
+        sampled = state.sample_runs  # a run that is no longer in them is older than all of them
+        sampled = sampled[: sampled.index(sample.run_id)] if sample.run_id in sampled else ()
         by_time = {run_id for (run_id, _), s in state.snapshots.items() if s.snapshot.ts_ms <= sample.ts_ms}
         earlier = tuple(run_id for run_id in runs if run_id in sampled or run_id in by_time)
     return _latest(state, earlier[-1]) if earlier else None

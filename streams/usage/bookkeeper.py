@@ -112,10 +112,15 @@ class Bookkeeper:
             return Booking("replayed", [])
         self.pass_time(logged_ms, self._policy.silent_after_ms)
         gpus = gpus_of(tick, self._slices, self._accounts_by_device, self._policy.split)
-        for gpu in gpus:
-            for share in gpu.shares:
-                if not share.accounts.numbers:
-                    share.accounts.numbers = self._numbers_of(gpu, share)
+        if books.booked_ms < tick.ts_ms <= logged_ms + AHEAD_MS:  # an account without time would never be forgotten
+            for gpu in gpus:
+                for share in gpu.shares:
+                    if not share.accounts.numbers:
+                        share.accounts.numbers = self._numbers_of(gpu, share)
+        node_labels = books.node_labels
+        if tick.node_labels != node_labels:
+            labels_of(tick.node_labels)
+            node_labels = tick.node_labels.copy()
         previous_ms = books.tick_ms if tick.run_id == books.run_id else tick.ts_ms
         newest = replays.after(last, tick)
         books.run_id, books.seq, books.offset = newest.run_id, newest.seq, newest.offset
@@ -126,9 +131,7 @@ class Bookkeeper:
             books.tick_ms = previous_ms
             return Booking("ahead", self._pop_records())
         books.tick_ms = tick.ts_ms
-        if tick.node_labels != books.node_labels:
-            labels_of(tick.node_labels)
-            books.node_labels = tick.node_labels.copy()
+        books.node_labels = node_labels
         stands_for_ms = max(0, tick.ts_ms - previous_ms)
         interval_ms = min(tick.interval_ms or INTERVAL_MS, LONGEST_INTERVAL_MS)
         since_ms = max(previous_ms, tick.ts_ms - INTERVALS * interval_ms)

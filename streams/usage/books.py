@@ -12,7 +12,7 @@ import msgspec
 from streams.usage.measure import Split
 from streams.usage.tick import JSON_NULL
 from topics.attributed import Workload
-from topics.topic import decoder
+from topics.topic import decoder, lenient
 from topics.usage import HOUR_MS, MINUTE_MS, Usage, UsageState
 
 FINAL_AFTER_MS = 20 * MINUTE_MS
@@ -107,8 +107,8 @@ class Books(UsageState, kw_only=True):
 decode = decoder(Books)
 encode = msgspec.json.Encoder().encode
 rows_of = msgspec.json.Decoder(Rows).decode
-labels_of = msgspec.json.Decoder(dict[str, str] | None).decode
-workload_of = msgspec.json.Decoder(Workload | None).decode
+labels_of = lenient(msgspec.json.Decoder(dict[str, str] | None).decode)
+workload_of = lenient(msgspec.json.Decoder(Workload | None).decode)
 
 
 def row_of(rows: Rows, number: int) -> Amounts:

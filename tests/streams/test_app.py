@@ -284,9 +284,15 @@ async def test_the_stage_learns_where_watched_topics_end_of_the_numbers_that_are
     assert bench.stage.known_ends == [{TP: 7, STATE: 7, Partition("sources", TP.partition): 7}]
 
 
-async def test_without_partitions_the_broker_is_asked_all_the_same_but_the_stage_learns_nothing(bench: Bench) -> None:
+async def test_before_an_assignment_the_broker_is_asked_all_the_same_but_the_stage_learns_nothing(bench: Bench) -> None:
     assert await ask(bench, 7) == [[TP]]
     assert bench.stage.known_ends == []
+
+
+async def test_the_stage_learns_that_a_rebalance_has_left_it_no_partition(bench: Bench) -> None:
+    bench.app.reader.ledger.begin({})
+    assert await ask(bench, 7) == [[TP]]
+    assert bench.stage.known_ends == [{}]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("away"), asyncio.CancelledError()])

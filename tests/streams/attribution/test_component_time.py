@@ -274,6 +274,15 @@ async def test_an_end_asked_in_an_epoch_that_is_over_lets_nothing_go(monkeypatch
     assert app.sender.sent == []
 
 
+async def test_a_worker_that_has_lost_all_partitions_reports_no_lag() -> None:
+    app = FakeApp()
+    app.joiner.ends(0.0, {Partition(SAMPLES, 0): 7})
+    assert app.total("lag_records", SAMPLES) == 7
+
+    app.joiner.ends(1.0, {})
+    assert app.total("lag_records", SAMPLES) == 0
+
+
 async def test_state_that_is_kept_is_used_after_a_rebalance_and_state_that_is_dropped_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,6 +5,7 @@ import pytest
 from streams.attribution import join
 from streams.attribution.attribute import Joined
 from streams.attribution.join import AllocationsRead
+from tests.streams.attribution.reading import run
 from tests.streams.attribution.records import container, gpu, pending, snapshot, tick
 from topics.allocations import Allocations
 from topics.samples import Sample
@@ -76,6 +77,14 @@ def test_a_run_that_was_sampled_before_stands_in_although_the_clock_was_set_back
 
     later = tick(1, 1, run_id=2, ts_ms=start_ms + 1 - set_back_ms)
     assert held_by(*first, later) == [("exact", "1/1"), ("late", "1/1")]
+
+
+def test_many_runs_that_wait_for_their_snapshots_at_the_same_time_all_go_on_without() -> None:
+    samples = [pending(tick(1, 1, run_id=run_id), run_id, 0.0) for run_id in range(20)]
+    _, joined_ticks = run(join.NEW, *samples, AllocationsRead(10.0))
+
+    assert [output.sample.run_id for output in joined_ticks] == list(range(20))
+    assert {output.sample.attribution for output in joined_ticks} == {"none"}
 
 
 def test_a_snapshot_that_comes_after_all_is_exact_from_then_on() -> None:

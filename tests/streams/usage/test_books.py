@@ -9,6 +9,7 @@ from gpustream.replay import UsageReplay
 from streams.usage.bookkeeper import Bookkeeper
 from streams.usage.books import Accounting, decode, encode
 from streams.usage.tick import CountedTick
+from streams.usage.tick import decode as decode_tick
 from tests.streams.usage.made import START_MS, BookkeeperHarness, gpu, holder, mig, tick
 from topics.usage import HOUR_MS, MINUTE_MS
 
@@ -293,6 +294,34 @@ def test_malformed_labels_are_refused_and_nothing_is_booked() -> None:
     with pytest.raises(msgspec.DecodeError):
         harness.book(tick(1000, gpu("GPU-a", holder("a", labels=[1]))))
     assert held_ms(harness.play(*seconds(2, 60, gpu("GPU-a", A)))) == 60_000
+
+
+def test_malformed_labels_of_the_node_are_refused_and_nothing_is_booked() -> None:
+    harness = BookkeeperHarness().play(tick(0, gpu("GPU-a", A)))
+    with pytest.raises(msgspec.DecodeError):
+        harness.book(tick(1000, gpu("GPU-a", A), node_labels=[1]))
+    assert held_ms(harness.play(*seconds(2, 60, gpu("GPU-a", A)))) == 60_000
+
+
+@pytest.mark.parametrize("field", ["labels", "namespace_labels", "workload", "node_labels"])
+def test_labels_and_workloads_that_are_no_utf_8_are_refused_like_all_that_is_malformed(field: str) -> None:
+    fields: dict[str, Any] = {field: {"kind": "Job", "name": "MARK"}}
+    good = tick(0, gpu("GPU-a", A), **fields) if field == "node_labels" else tick(0, gpu("GPU-a", A | fields))
+    bad = decode_tick(msgspec.json.encode(good).replace(b"MARK", b"\xff"))
+    with pytest.raises(msgspec.DecodeError):
+        BookkeeperHarness().book(bad)
+
+
+@pytest.mark.parametrize(
+    "ahead_ms", [pytest.param(3_600_000, id="ahead of the log"), pytest.param(-86_400_000, id="set back by a day")]
+)
+def test_while_a_clock_is_wrong_the_books_do_not_grow_with_the_pods_that_come_and_go(ahead_ms: int) -> None:
+    harness = BookkeeperHarness().play(tick(0, gpu("GPU-a", A)))
+    accounts = dict(harness.keeper.books.accounts)
+    for second in range(1, 20):
+        wrong = tick(second * 1000, gpu("GPU-a", holder(f"pod-{second}")), run_id=2, ts_ms=START_MS + ahead_ms + second)
+        assert harness.book(wrong, START_MS + second * 1000).outcome in ("ahead", "behind")
+    assert harness.keeper.books.accounts == accounts
 
 
 def test_books_are_read_back_as_they_were_written() -> None:
