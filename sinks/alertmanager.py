@@ -33,8 +33,7 @@ from sinks.consumer import GroupReader, Source, together
 from sinks.outcomes import Outcomes, Undecodable
 from sinks.receiver import BACKOFF_FIRST_S, Http, Post, Receiver, Request
 from sinks.settings import ALERTS_PATH, AlertmanagerSettings
-from topics.alerts import MAX_TIME_MS, TOPIC, Alert
-from topics.alerts import time as time_of
+from topics.alerts import TOPIC, Alert
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +86,6 @@ RESOLVED_FOR_MS = 15 * 60_000
 _REFUSES_EVERYTHING = 3
 """If this many alerts are refused and none is accepted, the Alertmanager refuses everything."""
 
-_LATEST = time_of(MAX_TIME_MS)
 _HEADERS = {"Content-Type": "application/json"}
 
 Refused = dict[str, str]
@@ -158,17 +156,16 @@ def request(alerts: Sequence[Alert], now: datetime, resend_s: float, generator_u
 def postable(alert: Alert, now: datetime, resend_s: float, generator_url: str | None = None) -> Postable:
     """An alert of a request.
 
-    It never ends before it starts, which Alertmanager refuses, even if its node's clock is wrong.
+    If its node's clock is wrong, it still starts at ``now`` at the latest, and never ends before it starts, which
+    Alertmanager refuses. One that starts in the future would fire there until then, even if it is resolved.
     """
-    hold = timedelta(seconds=resend_s * HOLD_RESENDS)
-    ends_at = max(now, min(alert.starts_at, _LATEST - hold)) + hold
-    if not alert.is_open:
-        ends_at = min(alert.ends_at or now, now)
+    starts_at = min(alert.starts_at, now)
+    ends_at = now + timedelta(seconds=resend_s * HOLD_RESENDS) if alert.is_open else min(alert.ends_at or now, now)
     return Postable(
         labels={"alertname": alert.name, "severity": alert.severity, **alert.labels, FINGERPRINT: alert.fingerprint},
         annotations=alert.annotations,
-        starts_at=alert.starts_at,
-        ends_at=max(alert.starts_at, ends_at),
+        starts_at=starts_at,
+        ends_at=max(starts_at, ends_at),
         generator_url=generator_url,
     )
 
