@@ -21,6 +21,10 @@ class CaughtUp:
 
     def __init__(self) -> None:
         self.newest = -1
+        self.forget()
+
+    def forget(self) -> None:
+        """The partition is read again, from the last commit. Ticks before that do not come again: ``newest`` stays."""
         self._ends: deque[Ends] = deque(maxlen=_MAX_ENDS)
         self._since_s, self._until_s = float("inf"), float("-inf")
 

@@ -24,7 +24,7 @@ from streams.alerts.memory import NodeAlerts, Order, is_saved, last_tick, order
 from streams.alerts.reports import Step, Write
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
-from streams.caught_up import CaughtUp, PartitionState
+from streams.caught_up import PartitionState
 from topics.alerts import Alert, AlertGroup
 
 Outcome = Literal["judged", "new_log", "replayed", "resumed"]
@@ -248,7 +248,8 @@ class PartitionNodes(PartitionState):
         """Go back to the states that the broker has: the ticks since then are read again."""
         self.nodes = {key: Node(key, node.saved) for key, node in self.nodes.items() if node.saved}
         self.active = {key: node for key, node in self.nodes.items() if node.saved and not node.saved.silent}
-        self.caught_up, self.logged_ms = CaughtUp(), 0
+        self.caught_up.forget()
+        self.logged_ms = 0
 
 
 # -- recorded ticks

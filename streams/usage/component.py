@@ -19,7 +19,7 @@ import msgspec
 
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
-from streams.caught_up import CaughtUp, PartitionState
+from streams.caught_up import PartitionState
 from streams.reader import Reads
 from streams.settings import UsageSettings
 from streams.stage import ATTRIBUTED, SAMPLES, Clocks, Malformed, NodeWorker, Stream, decode_record, instruments
@@ -282,5 +282,6 @@ class UsageWorker(NodeWorker[PartitionBooks]):
                 for key, node in partition.nodes.items()
                 if node.durable is not None
             }
-            partition.caught_up, partition.logged_ms, partition.passed_ms = CaughtUp(), 0, 0
+            partition.caught_up.forget()
+            partition.logged_ms, partition.passed_ms = 0, 0
         self._write_tasks.forget()

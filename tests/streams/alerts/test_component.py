@@ -382,6 +382,18 @@ async def test_nobody_is_silent_while_samples_wait_to_be_attributed() -> None:
     assert alerts_written(broker) == [("NodeSilent", "firing")]
 
 
+async def test_the_alerts_of_a_silent_node_are_resolved_after_a_rebalance_too() -> None:
+    worker = await having_read(range(3))
+    broker = worker.broker
+    await worker.wait(200, samples_end=3)
+    await worker.read(STATE)
+    worker.commit()
+    await worker.start()
+    worker.clocks.started_ms += FORGET_MS
+    await worker.wait(60, samples_end=3)
+    assert alerts_written(broker) == [("NodeSilent", "firing"), ("NodeSilent", "resolved")]
+
+
 async def test_a_worker_finds_the_same_silence_as_the_one_before() -> None:
     first = await having_read(range(3))
     broker = first.broker

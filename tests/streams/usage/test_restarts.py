@@ -182,6 +182,25 @@ def test_a_node_without_ticks_holds_back_no_commit_and_is_closed_by_the_clock_wh
     assert finals[-1]
 
 
+def test_a_node_that_was_silent_before_a_rebalance_is_closed_by_the_clock_after_it() -> None:
+    async def lived() -> list[bool]:
+        broker = Broker()
+        for at_s in range(0, 31, 5):
+            log(broker, at_s * 1000, gpu("GPU-a"))
+        worker = UsageOf(broker)
+        worker.clocks.started_ms = START_MS + 30_000
+        await worker.start()
+        await worker.live()
+        await worker.wait(KEEP_S + 5, samples_end=7)
+        await worker.read(STATE.name)
+        worker.commit()
+        await worker.start()
+        await worker.wait(85 * 60, samples_end=7)
+        return [msgspec.json.decode(log.value)["final"] for log in broker.logs[HOURS.name] if log.value]
+
+    assert run(lived())[-1:] == [True]
+
+
 def test_the_clock_closes_nothing_while_samples_wait_to_be_attributed() -> None:
     async def lived() -> list[Record]:
         broker = Broker()
