@@ -63,6 +63,7 @@ class ReclaimPartition:
         self._known: set[str] = set()
         self._watched: dict[str, Watched] = {}
         self._check_at_s: dict[str, float] = {}
+        self._resume_at_s = -math.inf  # the API server is asked nothing before
 
     def recall(self, records: Sequence[Record]) -> None:
         """Know which alerts fire."""
@@ -82,16 +83,16 @@ class ReclaimPartition:
 
     async def quiet(self, abandon: asyncio.Event) -> None:
         """Do what is due. Raises Abandoned."""
-        if not self._is_ready():
+        if not self._is_ready() or self._clock_s() < self._resume_at_s:
             return
         try:
-            await self._settle(abandon)
+            failure = await self._settle(abandon)
             began_s = self._clock_s()
             for fingerprint, watched in list(self._watched.items()):
                 if abandon.is_set():
                     raise Abandoned
                 if self._clock_s() - began_s > FRESH_S:
-                    return
+                    break
                 if self._check_at_s.get(fingerprint, -math.inf) <= self._clock_s():
                     # the last one in the next turn: an alert that always fails must not keep the others waiting
                     self._watched[fingerprint] = self._watched.pop(fingerprint)
@@ -99,10 +100,11 @@ class ReclaimPartition:
                     wait_s = await self._reclaimer.consider(watched, abandon)
                     self._check_at_s[fingerprint] = self._clock_s() + wait_s
         except Unreachable as error:
-            self._reclaimer.health.bad(error.reason, str(error))
-            pause_s = max(_AGAIN_S, getattr(error, "retry_after_s", None) or 0.0)
-            for fingerprint in self._watched:
-                self._check_at_s[fingerprint] = max(self._check_at_s.get(fingerprint, 0.0), self._clock_s() + pause_s)
+            failure = error
+        if failure is not None:
+            self._reclaimer.health.bad(failure.reason, str(failure))
+            pause_s = max(_AGAIN_S, getattr(failure, "retry_after_s", None) or 0.0)
+            self._resume_at_s = self._clock_s() + pause_s
 
     def reset(self) -> None:
         """Forget everything: the topic was created again."""
@@ -111,18 +113,25 @@ class ReclaimPartition:
         self._watched.clear()
         self._check_at_s.clear()
 
-    async def _settle(self, abandon: asyncio.Event) -> None:
-        """Settle the actions that another process began, and cancel those that are not due any more."""
+    async def _settle(self, abandon: asyncio.Event) -> Unreachable | None:
+        """Settle the actions that another process began, and cancel those that are not due any more. Returns why an
+        action is left open, if one is: the alerts do not wait for it."""
+        failure: Unreachable | None = None
         for action in self._reclaimer.ledger.unsettled():
             if action.fingerprint not in self._known:
                 continue
             if action.state == "intended":
-                await self._reclaimer.settle(action, abandon)
-                self._check_at_s.pop(action.fingerprint, None)
+                try:
+                    await self._reclaimer.settle(action, abandon)
+                except Unreachable as error:
+                    failure = error
+                else:
+                    self._check_at_s.pop(action.fingerprint, None)
             else:
                 watched = self._watched.get(action.fingerprint)
                 if watched is None or watched.alert.starts_at != action.starts_at:
                     await self._reclaimer.end(action, "resolved", abandon)
+        return failure
 
     def _learn(self, record: Record) -> bool:
         """Add a record. Returns whether it is a new state of an alert that this sink acts on. Raises Undecodable."""

@@ -345,6 +345,27 @@ async def test_a_workload_whose_webhook_is_down_does_not_keep_the_others_waiting
     assert world.states("suspend")[-2:] == ["intended", "done"]
 
 
+async def test_an_action_whose_outcome_cannot_be_read_keeps_no_alert_waiting_and_retry_after_is_kept() -> None:
+    world = World("scale, suspend")
+    world.write(world.job(), world.deployment())
+    asked_ms: list[int] = []
+
+    def job_is_away(method: str, path: str) -> Answer | None:
+        if "/jobs/" not in path or not world.log:
+            return None
+        asked_ms.append(world.now_ms - START_MS)
+        return status(503, "slow", 60.0)
+
+    world.api.faults = [job_is_away] * 99
+    sink = world.replica()
+    for _ in range(9):
+        await sink.run(later_ms=10_000)
+    assert (replicas(world), set(asked_ms)) == (0, {10_000, 70_000})
+    world.api.faults = []
+    await sink.run(later_ms=60_000)
+    assert world.states("suspend")[-2:] == ["intended", "done"]
+
+
 async def test_an_object_that_was_changed_in_between_is_not_changed_and_is_looked_at_again() -> None:
     world = World("scale")
     world.write(world.deployment())
