@@ -39,8 +39,8 @@ OUTPUT = "gpu.attributed"
 _WATCH_EVERY_S = 0.2
 _ASK_AHEAD_MS = 1_100
 _ASK_AHEAD_EVERY_S = 0.25
-_FORGET_AFTER_MS = 48 * 3_600_000
-_FORGET_EVERY_MS = 600_000
+_FORGET_AFTER_S = 48 * 3600.0
+_FORGET_EVERY_S = 600.0
 
 NodeRecord = Sample | Allocations | NodeWorkloads
 
@@ -104,8 +104,8 @@ class Joiner:
         self._watermarks: dict[int, Watermark] = defaultdict(Watermark)
         self._wake = asyncio.Event()
         self._asked_ahead_s = float("-inf")
-        self._last_logged_ms: dict[int, dict[bytes, int]] = defaultdict(dict)
-        self._forgot_ms = 0
+        self._last_read_s: dict[int, dict[bytes, float]] = defaultdict(dict)
+        self._forgot_s = float("-inf")
         self._lock = asyncio.Lock()
         self._encoder = msgspec.json.Encoder()
         self._letters: set[asyncio.Task[None]] = set()
@@ -137,7 +137,7 @@ class Joiner:
         partition, timestamp, now_s = slot.tp.partition, record.timestamp, self._clock()
         logged_ms: int = timestamp if timestamp is not None and timestamp >= 0 else time.time_ns() // 1_000_000
         watermark = self._watermarks[partition]
-        self._forget_old_nodes(partition, record.key, logged_ms)
+        self._forget_old_nodes(partition, record.key, now_s)
         if isinstance(decoded, Sample):
             self._slots[partition, slot.offset] = (slot, record)
             watermark.sample_read(slot.offset, logged_ms, now_s)
@@ -159,14 +159,15 @@ class Joiner:
             self._ask_for_workloads_end(partition, record.key, self._clock())
         self.app.finish(slot)
 
-    def _forget_old_nodes(self, partition: int, key: bytes, logged_ms: int) -> None:
-        """Now and then, forget the nodes without a record for longer than any sample is kept."""
-        self._last_logged_ms[partition][key] = logged_ms
-        if logged_ms - self._forgot_ms < _FORGET_EVERY_MS:
+    def _forget_old_nodes(self, partition: int, key: bytes, now_s: float) -> None:
+        """Now and then, forget the nodes without a record for longer than any sample is kept. Log times do not count:
+        another partition may be read further, and without log times of the broker they are a node's own."""
+        self._last_read_s[partition][key] = now_s
+        if now_s - self._forgot_s < _FORGET_EVERY_S:
             return
-        self._forgot_ms = logged_ms
-        for number, nodes in self._last_logged_ms.items():
-            for node in [node for node, last_ms in nodes.items() if logged_ms - last_ms > _FORGET_AFTER_MS]:
+        self._forgot_s = now_s
+        for number, nodes in self._last_read_s.items():
+            for node in [node for node, read_s in nodes.items() if now_s - read_s > _FORGET_AFTER_S]:
                 if node not in self._waiting_nodes[number]:
                     del nodes[node]
                     self._states[number].pop(node, None)
@@ -291,7 +292,7 @@ class Joiner:
     def drop(self, partitions: frozenset[int]) -> None:
         for partition in partitions:
             self._states.pop(partition, None)
-            self._last_logged_ms.pop(partition, None)
+            self._last_read_s.pop(partition, None)
             self._watermarks.pop(partition, None)
 
     def committed(self, offsets: Mapping[Partition, int]) -> None:

@@ -351,23 +351,33 @@ async def test_nothing_of_a_large_fleet_is_left_waiting_when_all_of_it_is_finish
 
 async def test_a_node_that_nothing_was_heard_of_for_two_days_is_forgotten() -> None:
     app = FakeApp()
-    hour_ms = 3_600_000
-    app.log(snapshot(1, container("p", gpu(0)), node="gone"), timestamp=0)
-    app.log(snapshot(1, container("p", gpu(0)), node="there"), timestamp=0)
-    app.log(snapshot(1, container("p", gpu(0)), node="there"), timestamp=47 * hour_ms)
-    await app.read(ALLOCATIONS)
-    assert app.nodes() == {b"c/gone", b"c/there"}
-
-    app.log(snapshot(1, container("p", gpu(0)), node="there"), timestamp=49 * hour_ms)
-    await app.read(ALLOCATIONS)
+    app.log(snapshot(1, container("p", gpu(0)), node="gone"))
+    for hours in (0, 47, 49):
+        app.ahead_s = hours * 3600
+        app.log(snapshot(1, container("p", gpu(0)), node="there"))
+        assert app.nodes() == (set() if not hours else {b"c/gone", b"c/there"})
+        await app.read(ALLOCATIONS)
     assert app.nodes() == {b"c/there"}
+
+
+async def test_a_node_whose_record_was_logged_days_later_makes_no_other_node_forgotten() -> None:
+    app = FakeApp()
+    app.log(snapshot(1, container("p", gpu(0))), timestamp=0)
+    app.log(snapshot(1, container("p", gpu(0)), node="ahead"), timestamp=72 * 3_600_000)
+    await app.read(ALLOCATIONS)
+    app.log(tick(1, 1), timestamp=10_000)
+    app.log(workloads(1), timestamp=20_000)
+    await app.read(WORKLOADS, SAMPLES)
+
+    assert [output.attribution for output in app.sender.outputs()] == ["exact"]
 
 
 async def test_a_node_with_a_tick_that_waits_is_not_forgotten() -> None:
     app = FakeApp()
-    app.log(tick(1, 7, node="waits"), timestamp=0)
+    app.log(tick(1, 7, node="waits"))
     await app.read(SAMPLES)
-    app.log(snapshot(1, container("p", gpu(0)), node="there"), timestamp=100 * 3_600_000)
+    app.ahead_s = 100 * 3600
+    app.log(snapshot(1, container("p", gpu(0)), node="there"))
     await app.read(ALLOCATIONS)
 
     assert app.nodes() == {b"c/waits", b"c/there"}
