@@ -81,7 +81,7 @@ def resolve_reason(rules: Rules, tick: Tick, condition: Tracked, memory: Memory 
         return "rule_removed"
     if condition.device and all(device.uuid != condition.device for device in tick.devices):
         return "device_removed"
-    if not (condition.pod_uid or rule.kind in WASTE):
+    if not (condition.pod_uid or rule.kind in WASTE) or tick.attribution == "none":
         return "condition"
     holders = [holder for device in tick.devices if condition.device in ("", device.uuid) for holder in device.holders]
     uid_or_name = condition.pod_uid or condition.key
@@ -97,12 +97,13 @@ def is_known_not_to_hold(rules: Rules, tick: Tick, condition: Tracked, memory: M
 
     There is no evidence if the condition is about a pod and the tick has no holders, if the tick has none of the
     metrics that the condition needs, or if a window is incomplete because a clock was set back. A pod that has ended or
-    is silenced needs no evidence.
+    is silenced needs no evidence. An XID error is an event, so a tick without it is evidence, with holders or without.
     """
     rule = rules.by_name.get(condition.name)
     if rule is None:
         return True
-    if tick.attribution == "none" and (condition.pod_uid or rule.kind in (*WASTE, "policy_invalid")):
+    about_pod = condition.pod_uid or rule.kind in (*WASTE, "policy_invalid")
+    if tick.attribution == "none" and about_pod and rule.kind != "xid":
         return False
     device = next((device for device in tick.devices if device.uuid == condition.device), None)
     if rule.kind in WINDOWED:

@@ -360,7 +360,7 @@ class History:
                 sole_holder and policy_of(sole_holder).off
             ):
                 return YES
-        return UNKNOWN if subject.pod_uid and self.ticks[i].attribution == "none" else NO
+        return NO
 
     def _xid_errors(self, device: Device, code: str, i: int) -> float:
         events = sum(1 for event in device.events or () if event.kind == "xid" and str(event.code) == code)

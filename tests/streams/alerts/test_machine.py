@@ -208,6 +208,18 @@ def test_a_tick_that_does_not_say_who_holds_what_ends_no_pod() -> None:
     assert life.go(range(90, 120), IDLE) == []
 
 
+@pytest.mark.parametrize("attribution", ["exact", "none"])
+def test_an_xid_error_of_a_pod_resolves_whether_or_not_it_is_known_who_holds_what(attribution: str) -> None:
+    life = Life()
+    life.go(range(1), device(0, holder()))
+    life.step(tick(1, device(0, holder(), events=(AttributedEvent("xid", 13, START_MS),), xids={"13": 1})))
+    assert [(alert.name, alert.labels["k8s_pod_name"]) for alert in life.written] == [("GPUXid", "bert-0")]
+    holders = (holder(),) if attribution == "exact" else ()
+    for s in range(2, 300):
+        life.step(tick(s, device(0, *holders, xids={"13": 1}), attribution=attribution))
+    assert [(alert.state, alert.resolved_because) for alert in life.written[1:]] == [("resolved", "condition")]
+
+
 def test_a_pods_own_policy_resolves_its_alert_at_once() -> None:
     life = Life()
     life.go(range(30), IDLE)
