@@ -237,6 +237,9 @@ labels = partial(_parse_table, 'team = "platform"', label_name, plain)
 annotations = partial(_parse_table, 'runbook = "https://..."', annotation_name, text)
 
 STATES: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "xid")  # an XID error is an event
+NOT_OF_PODS: tuple[Kind, ...] = ("used_unallocated", "missing", "node_silent")
+OF_PODS: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind not in NOT_OF_PODS)
+"""The kinds that are about a pod, or about a device that a pod may hold."""
 
 OPTIONS = (
     Option("enabled", "enabled", switch, (), "Whether it is judged; an override may enable it for some."),
@@ -279,11 +282,11 @@ OPTIONS = (
 )  # fmt: skip
 
 SELECTORS = (
-    Option("namespace", "namespace", globs, (), "The pod's namespace."),
-    Option("workload_kind", "workload_kind", globs, (), "The kind at the top of the pod's owner chain."),
-    Option("workload", "workload", globs, (), "Its name."),
-    Option("pod_labels", "pod_labels", globs_by_label, (), "Labels of the pod."),
-    Option("namespace_labels", "namespace_labels", globs_by_label, (), "Labels of the pod's namespace."),
+    Option("namespace", "namespace", globs, OF_PODS, "The pod's namespace."),
+    Option("workload_kind", "workload_kind", globs, OF_PODS, "The kind at the top of the pod's owner chain."),
+    Option("workload", "workload", globs, OF_PODS, "Its name."),
+    Option("pod_labels", "pod_labels", globs_by_label, OF_PODS, "Labels of the pod."),
+    Option("namespace_labels", "namespace_labels", globs_by_label, OF_PODS, "Labels of the pod's namespace."),
     Option("xid", "xid", codes, ("xid",), "Codes of XID errors."),
 )
 

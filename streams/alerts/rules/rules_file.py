@@ -20,6 +20,7 @@ from streams.alerts.rules.options import (
     BOUNDS,
     BY_KEY,
     NAME,
+    OF_PODS,
     SELECTORS_BY_KEY,
     STATES,
     Keys,
@@ -34,6 +35,7 @@ from streams.alerts.rules.rule import Kind, Override, Rule, Rules
 DEFAULTS = Path(__file__).with_name("defaults.toml")
 
 _LARGEST_BYTES = 1 << 20
+_WHY_NOT_READ = {STATES: ": an XID error is an event, which fires at once", OF_PODS: ", which are about no pod"}
 _XID_SEVERITIES = ("driver_severity", "application_severity", "recovered_severity", "unknown_severity")
 
 
@@ -233,7 +235,7 @@ def _values(
             usable = [o.key for o in options.values() if not o.kinds or rule_kind is None or rule_kind in o.kinds]
             errors.append(((*path, key), f"is not known{did_you_mean(key, [*usable, *also])}"))
         elif option.kinds and rule_kind is not None and rule_kind not in option.kinds:
-            message = ": an XID error is an event, which fires at once" if option.kinds == STATES else ""
+            message = _WHY_NOT_READ.get(option.kinds, "")
             errors.append(((*path, key), f"is not read by rules of kind {rule_kind}{message}"))
         else:
             try:

@@ -180,8 +180,9 @@ def _example_sentences(rule: Rule) -> Sequence[str]:
 
 
 def _option_row(option: Option) -> Sequence[str]:
-    kinds = ", ".join(f"`{kind}`" for kind in option.kinds) if len(option.kinds) < len(KINDS) - 1 else "all but `xid`"
-    return f"`{option.key}`", kinds or "any", option.description
+    others = [kind for kind in KINDS if kind not in option.kinds]
+    words, kinds = ("all but ", others) if len(others) < len(option.kinds) else ("", option.kinds)
+    return f"`{option.key}`", words + ", ".join(f"`{kind}`" for kind in kinds) or "any", option.description
 
 
 if __name__ == "__main__":

@@ -171,6 +171,21 @@ def test_an_error_is_named_at_its_line(line: str, expected: str) -> None:
         ),
         ("[rules.GPUXid]\nfor = '1m'", (2, "rules.GPUXid.for"), "an XID error is an event, which fires at once"),
         ("[rules.GPULost]\nlabels = { who = '{{ .Pod }}' }", (2, "rules.GPULost.labels.who"), "looks like a template"),
+        (
+            '[[rules.NodeSilent.overrides]]\nnamespace = "ml"\nenabled = true',
+            (2, "rules.NodeSilent.overrides[1].namespace"),
+            "is not read by rules of kind node_silent, which are about no pod",
+        ),
+        (
+            '[rules.GPUUsedUnallocated]\noverrides = [{ pod_labels = { app = "x" }, enabled = false }]',
+            (2, "rules.GPUUsedUnallocated.overrides[1].pod_labels"),
+            "which are about no pod",
+        ),
+        (
+            '[rules.GPUMissing]\noverrides = [{ workload = "x", for = "5m" }]',
+            (2, "rules.GPUMissing.overrides[1].workload"),
+            "which are about no pod",
+        ),
         ("[rules.GPUMissing]\nforget = 0", (2, "rules.GPUMissing.forget"), "must be at least 1s"),
         ("[rules.GPUNvlinkErrors]\nat_least = 0.5", (2, "rules.GPUNvlinkErrors.at_least"), "a whole number"),
         ("for = 5", (1, "for"), "is not known"),
