@@ -8,6 +8,7 @@ outside of it, or is not later than the one before. A series that ends within it
 time of the last tick that had it, and ends at the tick that lacks it. The mean is the mean over ticks.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import add
@@ -117,35 +118,47 @@ class NodeWindow:
             aggregates.add(values)
 
     def _change_series(self, ts_ms: int, groups: Sequence[SampleGroup]) -> None:
-        """The next tick has other series: end those that it lacks, and keep the aggregates of the others."""
+        """The next tick has other series: end those that are not written any more, and keep the aggregates of the
+        others. The same series may be an aggregate of the window in one tick, and one of the driver's in the next."""
         current = {group.series for group in groups}
-        current_identities = {identity for series in current for identity in self._identities(series)}
-        aggregates_so_far: dict[Hashable, _RowAggregates] = {}
-        ending: list[SampleGroup] = []
+        written = {identity for series in current for identity in self._written_identities(series)}
+        so_far: dict[Hashable, _RowAggregates] = {}
+        ended: list[SampleGroup] = []
         for group in self._groups:
             if group.series in current:
                 continue
-            identities = self._identities(group.series)
-            aggregates = self._aggregates.pop(group.series, None)
-            rows = [row for row, identity in enumerate(identities) if identity not in current_identities]
-            if rows:
-                part = group if len(rows) == len(identities) else group.part(rows)
-                ending.append(part)
-                if aggregates is not None:
-                    self._aggregates[part.series] = aggregates.part(rows)
-            if aggregates is not None:
-                aggregates_so_far |= {identities[row]: of_row for row, of_row in aggregates.by_row()}
-        ended = [written for group in ending for written in self._closed(group)]
+            for closed in self._closed(group):
+                identities = self._identities(closed.series)
+                rows = [row for row, identity in enumerate(identities) if identity not in written]
+                if rows:
+                    ended.append(closed if len(rows) == len(identities) else closed.part(rows))
+            if (aggregates := self._aggregates.pop(group.series, None)) is not None:
+                of_rows = dict(aggregates.by_row())
+                added = [of_rows[aggregates.rows[gauge]] for _, gauge in self._columns(group.series).added]
+                identities = self._written_identities(group.series)
+                so_far |= {identities[row]: of_row for row, of_row in of_rows.items()}
+                so_far |= dict(zip(identities[len(group.series.rows) :], added, strict=True))
         self.ended += ended
         self.ended += [SampleGroup(series, ts_ms, [STALE] * len(values)) for series, _, values in ended]
-        for group in ending:
-            self._aggregates.pop(group.series, None)
-        if aggregates_so_far:
-            for series in current - self._aggregates.keys():
-                aggregates = self._aggregates[series] = _Aggregates(_gauges(series.rows))
-                identities = self._identities(series)
-                known_rows = [row for row in aggregates.rows if identities[row] in aggregates_so_far]
-                aggregates.restore({row: aggregates_so_far[identities[row]] for row in known_rows})
+        for series in current - self._aggregates.keys() if so_far else ():
+            aggregates = self._aggregates[series] = _Aggregates(_gauges(series.rows))
+            identities = self._written_identities(series)
+            known = {row: so_far.get(identities[row], _NO_TICKS) for row in aggregates.rows}
+            added_identities = identities[len(series.rows) :]
+            for identity, (name, gauge) in zip(added_identities, self._columns(series).added, strict=True):
+                row = aggregates.rows[gauge]
+                known[row] = known[row].merged(name, so_far.get(identity, _NO_TICKS))
+            aggregates.restore(known)
+
+    def _columns(self, series: SeriesSet) -> "_Columns":
+        return _columns(series.rows, self._resolution.aggregates)
+
+    def _written_identities(self, series: SeriesSet) -> list[Hashable]:
+        """The identities of what the window writes of a set: of its series, then of their aggregates."""
+        identities = list(self._identities(series))
+        if self._columns(series).added:
+            identities += self._identities(_aggregate_set(series, self._resolution.aggregates))
+        return identities
 
 
 class _RowAggregates(NamedTuple):
@@ -156,6 +169,14 @@ class _RowAggregates(NamedTuple):
     total: Value
     ticks: int
 
+    def merged(self, name: Aggregate, other: "_RowAggregates") -> "_RowAggregates":
+        """With the lowest or the highest value of ``other``, if that is the lower or the higher one."""
+        low = min(self.low, other.low) if name == "min" else self.low
+        return self._replace(low=low, high=max(self.high, other.high) if name == "max" else self.high)
+
+
+_NO_TICKS = _RowAggregates(math.inf, -math.inf, 0, 0)
+
 
 class _Aggregates:
     """The aggregates of some rows of a set."""
@@ -164,8 +185,8 @@ class _Aggregates:
 
     def __init__(self, rows: Sequence[int]) -> None:
         self.rows = rows
-        self._low: list[Value] = [float("inf")] * len(rows)
-        self._high: list[Value] = [float("-inf")] * len(rows)
+        self._low: list[Value] = [math.inf] * len(rows)
+        self._high: list[Value] = [-math.inf] * len(rows)
         self._total: list[Value] = [0] * len(rows)
         self._ticks = [0] * len(rows)
 
@@ -178,22 +199,13 @@ class _Aggregates:
         self._ticks = [ticks + 1 for ticks in self._ticks]
 
     def restore(self, aggregates: Mapping[int, _RowAggregates]) -> None:
-        """Go on with the earlier aggregates of some rows."""
+        """Go on with the earlier aggregates of each row."""
         for index, row in enumerate(self.rows):
-            if row in aggregates:
-                self._low[index], self._high[index], self._total[index], self._ticks[index] = aggregates[row]
+            self._low[index], self._high[index], self._total[index], self._ticks[index] = aggregates[row]
 
     def by_row(self) -> Iterator[tuple[int, _RowAggregates]]:
         """Each row and its aggregates."""
         yield from zip(self.rows, map(_RowAggregates, self._low, self._high, self._total, self._ticks), strict=True)
-
-    def part(self, rows: Sequence[int]) -> "_Aggregates":
-        """The aggregates of a set that has just these rows, in their order."""
-        aggregates = dict(self.by_row())
-        new_rows = [new_row for new_row, row in enumerate(rows) if row in aggregates]
-        part = _Aggregates(new_rows)
-        part.restore({new_row: aggregates[rows[new_row]] for new_row in new_rows})
-        return part
 
     def by_name(self) -> Mapping[Aggregate, Sequence[Value]]:
         """Each aggregate, with a value for each row."""

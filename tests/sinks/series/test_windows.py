@@ -166,6 +166,25 @@ def test_the_drivers_maximum_of_each_tick_is_the_highest_of_the_window_and_the_o
     assert not [name for name, _ in maxima if name.startswith("gpu_power_draw_max_")]
 
 
+@pytest.mark.parametrize("without", [0, 1, 7, 13, 14, 15])
+def test_a_tick_without_the_drivers_maximum_ends_no_maximum_and_loses_none(without: int) -> None:
+    def metrics(second: int) -> dict[str, float]:
+        used = {"power_watts": 5.0, "gpu_utilization_ratio": 0.5}
+        of_driver = {"power_max_watts": 9.0 if second in {2, 20} else 6.0, "gpu_utilization_max_ratio": 0.6}
+        return used if second == without else used | of_driver
+
+    ticks = [tick(n, n, device(metrics=metrics(n))) for n in range(46)]
+    points_by_series = write(ticks, Resolution(15_000, ALL))
+
+    (power,) = [points for series, points in points_by_series.items() if ("__name__", "gpu_power_draw_max") in series]
+    assert power == [(EPOCH_MS + 14_000, 9.0), (EPOCH_MS + 29_000, 9.0), (EPOCH_MS + 44_000, 6.0)]
+    last = {series for series, points in points_by_series.items() if points[-1][1] != END}
+    assert {series for series, points in points_by_series.items() if points[-1][0] == EPOCH_MS + 44_000} == last
+    for points in points_by_series.values():
+        times = [ts_ms for ts_ms, _ in points]
+        assert times == sorted(set(times))
+
+
 def test_a_counter_keeps_its_last_value_and_has_no_mean() -> None:
     ticks = [tick(n, n, device(metrics={"energy_joules_total": 100.0 + n})) for n in range(16)]
     names = {dict(series)["__name__"]: points for series, points in write(ticks, Resolution(15_000, ALL)).items()}
