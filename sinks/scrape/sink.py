@@ -2,9 +2,9 @@
 
 In: records of gpu.attributed, in the order of their partition. Out: the latest value of every series, on request;
 gpu.dead-letters; the outcome of each record.
-State: for each node, the identity and the series of its last tick, and when it was read. After a restart it is read
-back from the log. Not shown are series that are missing from a node's last tick, nodes that have been silent for
-``--stale-after``, and revoked partitions.
+State: for each node, the identity and the series of its last tick, and when it came. After a restart it is read back
+from the log. Not shown are series that are missing from a node's last tick, nodes that have been silent for
+``--stale-after``, ticks that are read so late, and revoked partitions.
 On failure: the sink waits for Kafka to come back. Meanwhile nothing older than ``--stale-after`` is shown.
 """
 
@@ -83,12 +83,12 @@ _STEP = 50
 class _RenderedNode:
     """A node and its series.
 
-    ``last`` identifies its last tick, read at ``read_s``. ``shown``: the tick whose series are shown, or the last tick
-    of the window whose series are. ``newest``: the last tick of the open ``window``.
+    ``last`` identifies its last tick, which came at ``came_s``. ``shown``: the tick whose series are shown, or the last
+    tick of the window whose series are. ``newest``: the last tick of the open ``window``.
     """
 
     last: LastTick
-    read_s: float
+    came_s: float
     cache: Cache
     newest: SeriesTick
     window: NodeWindow | None = None
@@ -106,7 +106,7 @@ class _RenderedNode:
 
 
 class ScrapeShared(NamedTuple):
-    """What all partitions of a sink share."""
+    """What all partitions of a sink share. ``now_s`` never steps back, ``wall_s`` is the time of day."""
 
     translator: Translator
     stale_after_s: float
@@ -115,6 +115,7 @@ class ScrapeShared(NamedTuple):
     letters: DeadLetters
     resolution: Resolution | None = None
     now_s: Callable[[], float] = time.monotonic
+    wall_s: Callable[[], float] = time.time
 
 
 class ScrapePartition:
@@ -131,7 +132,7 @@ class ScrapePartition:
         if self._abandon is not None and self._abandon.is_set():
             return
         oldest_s = self._shared.now_s() - self._shared.stale_after_s
-        self._nodes = {key: node for key, node in self._nodes.items() if node.read_s > oldest_s}
+        self._nodes = {key: node for key, node in self._nodes.items() if node.came_s > oldest_s}
         for node in self._nodes.values():
             yield from node.groups.values()
 
@@ -139,7 +140,7 @@ class ScrapePartition:
         """Restore the series of records that were finished before."""
         for record in records:
             try:
-                self._apply(decoded(record, decode, TOPIC.name))
+                self._apply(decoded(record, decode, TOPIC.name), record.timestamp)
             except Undecodable:
                 continue  # its dead letter has been written before
 
@@ -159,13 +160,13 @@ class ScrapePartition:
                 except Undecodable as error:
                     await self._shared.letters.write(record, str(error), abandon)
                     samples.append(None)
-            for sample in samples:
+            for record, sample in zip(step, samples, strict=True):
                 if sample is None:
                     outcomes.finish("dead_lettered")
                     continue
                 known = self._nodes.get((sample.cluster, sample.node))
                 shown = known.shown if known else None
-                outcome = self._apply(sample)
+                outcome = self._apply(sample, record.timestamp)
                 node = self._nodes[sample.cluster, sample.node]
                 if node.shown is not None and node.shown is not shown:
                     outcomes.delay(node.shown)
@@ -183,9 +184,14 @@ class ScrapePartition:
         """Forget everything: the topic was recreated."""
         self._nodes.clear()
 
-    def _apply(self, sample: SeriesTick) -> Outcome:
-        """Show a tick in place of the node's last one, or put it into the node's window and show what that closes."""
-        node, now_s = self._nodes.get((sample.cluster, sample.node)), self._shared.now_s()
+    def _apply(self, sample: SeriesTick, logged_ms: int) -> Outcome:
+        """Show a tick in place of the node's last one, or put it into the node's window and show what that closes.
+
+        ``logged_ms``: its log time. By that or by its node's clock, whichever is later, it came.
+        """
+        node = self._nodes.get((sample.cluster, sample.node))
+        age_s = self._shared.wall_s() - max(sample.ts_ms, logged_ms) / 1000
+        came_s = self._shared.now_s() - max(0.0, age_s)
         verdict = replays.verdict(node.last if node else None, sample)
         if verdict == "replay":
             return "duplicate"
@@ -193,7 +199,7 @@ class ScrapePartition:
             self._shared.outcomes.new_log(self.partition)
         bare, last = msgspec.structs.replace(sample, devices=()), replays.after(node.last if node else None, sample)
         if node is None:
-            node = self._nodes[sample.cluster, sample.node] = _RenderedNode(last, now_s, Cache(), bare)
+            node = self._nodes[sample.cluster, sample.node] = _RenderedNode(last, came_s, Cache(), bare)
         resolution, translator = self._shared.resolution, self._shared.translator
         keys, groups = translator.translate(sample, node.cache)
         if resolution is None:
@@ -205,7 +211,7 @@ class ScrapePartition:
                 node.show(node.newest, *closed.written(), closed.withheld)
             identities = translator.identities
             node.window = NodeWindow(resolution, identities, sample.ts_ms, keys, groups, node.cache.withheld)
-        node.last, node.read_s, node.newest = last, now_s, bare
+        node.last, node.came_s, node.newest = last, came_s, bare
         return "delivered"
 
 

@@ -37,6 +37,7 @@ class Bench:
     names: tuple[ProfileName, ...] = ("otel",)
     label_set: LabelSet | None = None
     now_s: float = 0.0
+    wall_s: float = 0.0
     resolution: Resolution | None = None
     letters: FakeLetters = field(default_factory=FakeLetters)
     outcomes: list[tuple[str, int, Outcome]] = field(default_factory=list)
@@ -53,6 +54,7 @@ class Bench:
             letters=self.letters,
             resolution=self.resolution,
             now_s=lambda: self.now_s,
+            wall_s=lambda: self.wall_s,
         )
         self.handler = ScrapePartition(0, shared)
 

@@ -214,6 +214,19 @@ async def test_a_silent_node_is_not_shown() -> None:
     assert bench.exposition() == ""
 
 
+async def test_a_tick_that_is_read_late_is_shown_for_what_is_left_of_its_time() -> None:
+    bench = Bench(wall_s=61.0)
+    await bench.deliver(_tick(1, _device("a", 0.1)))
+    assert bench.exposition() == ""
+    assert bench.outcomes == [("n-0", 2, "delivered")]
+
+    bench.handler.recall([_tick(2, _device("a", 0.1))._replace(timestamp=11_000)])
+    bench.now_s = 9.0
+    assert "n-0" in bench.exposition()
+    bench.now_s = 10.0
+    assert bench.exposition() == ""
+
+
 async def test_a_partition_that_was_taken_away_is_not_shown_until_it_is_ours_again() -> None:
     bench = Bench()
     await bench.deliver(_tick(0, _device("a", 0.1)))
