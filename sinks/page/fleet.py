@@ -31,6 +31,9 @@ FORGET_S = 3600.0
 
 STEP_MS = 15_000
 STEPS = HOUR_MS // STEP_MS
+WAITED_MS = 5 * 60_000
+"""After a node's clock was set back by more than this, the history of its devices begins again."""
+
 MAX_SPANS = 120
 """The most changes of holders that are kept of a device."""
 
@@ -67,6 +70,10 @@ class Span(NamedTuple):
     to_ms: int | None
 
 
+def _no_readings() -> "array[float]":
+    return array("f", [_NO_READING]) * (STEPS * len(HISTORY_METRICS))
+
+
 @dataclass(slots=True)
 class ShownDevice:
     """A device of a node's last tick, and its last hour.
@@ -84,7 +91,12 @@ class ShownDevice:
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
     step: int = 0
     signs: bytearray = field(default_factory=lambda: bytearray(b" " * STEPS))
-    readings: "array[float]" = field(default_factory=lambda: array("f", [_NO_READING]) * (STEPS * len(HISTORY_METRICS)))
+    readings: "array[float]" = field(default_factory=_no_readings)
+
+    @property
+    def described(self) -> tuple[object, ...]:
+        """What a frame says of the device itself, and seldom changes."""
+        return self.last.index, self.last.model, self.last.mig
 
     def update(self, device: AttributedDevice, ts_ms: int) -> None:
         """Update all but the holders from a tick. The first tick of each 15 s is kept as a reading."""
@@ -95,12 +107,20 @@ class ShownDevice:
             activity = "busy"
         self.last, self.sign = msgspec.structs.replace(device, holders=(), processes=None), _SIGNS[activity]
         step = ts_ms // STEP_MS
+        if (self.step - step) * STEP_MS > WAITED_MS:
+            self._forget(ts_ms)
         if step <= self.step:
             return
         for missing in range(max(self.step + 1, step - STEPS + 1), step) if self.step else ():
             self._set_reading(missing % STEPS, b" ", {})
         self._set_reading(step % STEPS, self.sign, self.last.metrics)
         self.step = step
+
+    def _forget(self, ts_ms: int) -> None:
+        """Begin again at this time: the history is of a time that the node's clock has not reached yet."""
+        self.step, self.signs, self.readings = 0, bytearray(b" " * STEPS), _no_readings()
+        self.since_ms = ts_ms
+        self.spans.clear()
 
     def _set_reading(self, index: int, sign: bytes, metrics: Mapping[str, Number | None]) -> None:
         self.signs[index : index + 1] = sign
@@ -191,6 +211,7 @@ class Fleet:
     _alerts: dict[bytes, Alert] = field(default_factory=dict)
     _usage: dict[int, _UsageHour] = field(default_factory=dict)
     _ms_by_team: dict[str, list[int]] = field(default_factory=dict)
+    _usage_from_ms: int = 0
     _slots: int = 0
 
     # -- ticks
@@ -205,17 +226,18 @@ class Fleet:
         self.version += 1
         last, read_s = replays.after(node.last if node else None, tick), now_s - max(0.0, age_s)
         before = node.devices if node else {}
-        reshaped = node is None or len(before) != len(tick.devices) or node.tick.node_labels != tick.node_labels
+        reshaped = node is None or node.tick.node_labels != tick.node_labels
         devices: dict[str, ShownDevice] = {}
         for device in tick.devices:
             shown, holders = before.get(device.uuid), self._holders(device)
             if shown is None:
                 shown, reshaped = ShownDevice(device, holders, tick.ts_ms), True
-            elif shown.holders != holders or shown.last.mig != device.mig:
+            elif shown.holders != holders or shown.described != (device.index, device.model, device.mig):
                 shown.set_holders(holders, tick.ts_ms)
                 reshaped = True
             shown.update(device, tick.ts_ms)
             devices[device.uuid] = shown
+        reshaped |= list(before) != list(devices)
         shaped = self.version if reshaped or node is None else node.shaped
         slot = self._slots if node is None else node.slot
         self._slots += node is None
@@ -264,7 +286,9 @@ class Fleet:
     # -- usage
 
     def add_usage(self, key: bytes, hour: Usage) -> bool:
-        """Add an hour of a device. False if it is not newer than the one that is known."""
+        """Add an hour of a device. False if it is not newer than the one that is known, or more than a day old."""
+        if hour.start_ms < self._usage_from_ms:
+            return False
         digest = hash(key)  # 64 bits, a tenth of the key
         before = self._usage.get(digest)
         if before is not None and before.order >= hour.order:
@@ -286,8 +310,8 @@ class Fleet:
 
     def expire_usage(self, now_ms: int) -> None:
         """Forget the hours that are more than a day old."""
-        first_ms = (now_ms // HOUR_MS - USAGE_HOURS + 1) * HOUR_MS
-        expired = [key for key, hour in self._usage.items() if hour.start_ms < first_ms]
+        self._usage_from_ms = (now_ms // HOUR_MS - USAGE_HOURS + 1) * HOUR_MS
+        expired = [key for key, hour in self._usage.items() if hour.start_ms < self._usage_from_ms]
         for key in expired:
             self._add(self._usage.pop(key), -1)
         self._ms_by_team = {team: pair for team, pair in self._ms_by_team.items() if pair[0]}

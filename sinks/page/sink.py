@@ -47,7 +47,7 @@ CAUGHT_UP = "gpustream_page_caught_up_total"
 INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(READ, "counter", "Records read."),
     Instrument(DELIVERED, "counter", "Records that are, or were, what is shown."),
-    Instrument(DUPLICATE, "counter", "Records that say nothing new: replays, usage that is known."),
+    Instrument(DUPLICATE, "counter", "Records that say nothing new: replays, usage that is known or old."),
     Instrument(DROPPED, "counter", "Records that are not used: not to be decoded (undecodable).", ("reason",)),
     outcomes.delay_instrument(DELAY, "the page has it"),
     Instrument(NODES, "gauge", "Nodes that are shown."),
@@ -141,7 +141,10 @@ class PageSink:
                 elif record.value is None:  # its key was deleted: its hour is more than a day ago
                     is_new = False
                 else:
-                    is_new = self.fleet.add_usage(key, decoded(record, _decode_usage, topic))
+                    usage = decoded(record, _decode_usage, topic)
+                    if not usage.of:
+                        raise Undecodable("of is 0")
+                    is_new = self.fleet.add_usage(key, usage)
             except Undecodable:
                 counter(DROPPED, "undecodable").inc()
             else:

@@ -101,6 +101,22 @@ def test_a_device_has_a_reading_in_15_s_for_an_hour_and_none_where_there_was_no_
     assert content["words"].count("b") == 2
 
 
+def test_after_a_clock_was_set_back_by_far_the_history_begins_again() -> None:
+    def history(*seconds: int) -> tuple[list[int], list[int]]:
+        """When the device was read, and since when it was held."""
+        fleet = Fleet(START_MS)
+        for offset, second in enumerate(seconds):
+            fleet.add_tick(tick(second, device("GPU-a", holder("p-0")), run_id=offset, offset=offset), 0.0)
+        content = frames.device(fleet, "GPU-a")
+        assert content is not None
+        signs_and_times = enumerate(content["words"])
+        read = [(content["first_ms"] - START_MS) // 1000 + n * 15 for n, sign in signs_and_times if sign != " "]
+        return read, [(since_ms - START_MS) // 1000 for _, since_ms, _ in content["holders"]]
+
+    assert history(600, 660, 645, 675) == ([600, 660, 675], [600])
+    assert history(7200, 7260, 600, 615) == ([600, 615], [600])
+
+
 def test_what_is_kept_of_a_device_is_bounded() -> None:
     fleet = Fleet(START_MS)
     for seq in range(3 * MAX_SPANS):
@@ -141,6 +157,8 @@ def test_hours_are_those_of_the_last_revision_of_each_key_by_team() -> None:
     assert len(fleet.usage()) == 2
     fleet.expire_usage(first.start_ms + 24 * HOUR_MS)
     assert fleet.usage() == []
+    assert not fleet.add_usage(b"d", first)
+    assert fleet.usage() == []
 
 
 def test_a_frame_has_what_changed_since_the_one_before() -> None:
@@ -163,6 +181,16 @@ def test_a_frame_has_what_changed_since_the_one_before() -> None:
     assert "alerts" not in values
     assert [node[4][0][-1][0].pod for node in holders["nodes"]] == ["q-0"]
     assert holders["now"] == [[0, START_MS + 3000, "b", []]]
+
+
+def test_a_frame_has_the_devices_again_whose_order_or_index_has_changed() -> None:
+    first, second = device("GPU-a", index=0), device("GPU-b", index=1)
+    fleet = fleet_of(tick(1, first, second))
+    for number, devices in enumerate([(second, first), (second, device("GPU-a", index=7))], 2):
+        versions = frames.versions(fleet)
+        fleet.add_tick(tick(number, *devices), float(number))
+        (node,) = frames.frame(fleet, "", number, versions)["nodes"]
+        assert [(uuid, index) for uuid, index, *_ in node[4]] == [(one["uuid"], one["index"]) for one in devices]
 
 
 def test_a_frame_after_a_node_is_gone_is_the_whole_fleet() -> None:

@@ -39,13 +39,14 @@ def test_each_record_is_shown_a_duplicate_or_dropped() -> None:
     )
     booked = ConsumedRecord(0, msgspec.json.encode(hour()), key=b"k")
     sink.handle("gpu.usage", [booked, booked, booked._replace(value=b"[]"), booked._replace(value=None)])
+    sink.handle("gpu.usage", [booked._replace(key=b"l", value=msgspec.json.encode(hour(of=0)))])
 
     books = assert_accounted(sink.registry)["page", ""]
     assert {name: int(count) for name, count in books.items() if count} == {
-        "received": 11,
+        "received": 12,
         "records_delivered_total": 4,
         "records_duplicate_total": 3,
-        "records_dropped_total": 4,
+        "records_dropped_total": 5,
     }
     assert (len(sink.fleet.nodes), len(sink.fleet.alerts()), len(sink.fleet.usage())) == (1, 1, 1)
 
