@@ -1,6 +1,7 @@
 """How long a partition has been read to its end: only then a node without a tick is silent. No clock, no Kafka."""
 
 from collections import deque
+from math import inf
 from typing import NamedTuple
 
 BREAK_S = 10.0  # if two answers of the broker are further apart, it is not known what came between them
@@ -17,16 +18,20 @@ class Ends(NamedTuple):
 
 class CaughtUp:
     """For how long one partition has been read to its end without a break.
-    ``newest`` is the greatest offset of the samples that its records were made of."""
+    ``newest`` is the greatest offset of the samples that its records were made of. If no sample has come for
+    ``no_samples_s`` the nodes are silent, whether or not the last samples were attributed."""
 
-    def __init__(self) -> None:
+    def __init__(self, no_samples_s: float = inf) -> None:
         self.newest = -1
+        self._no_samples_s = no_samples_s
+        self._samples_end: int | None = None
+        self._samples_end_since_s = -inf
         self.forget()
 
     def forget(self) -> None:
         """The partition is read again, from the last commit. Ticks before that do not come again: ``newest`` stays."""
         self._ends: deque[Ends] = deque(maxlen=_MAX_ENDS)
-        self._since_s, self._until_s = float("inf"), float("-inf")
+        self._since_s, self._until_s = inf, -inf
 
     def attributed(self, offset: int, *, new_log: bool = False) -> None:
         """The record that was made of the sample at this offset was read. ``new_log``: gpu.samples was created
@@ -36,14 +41,18 @@ class CaughtUp:
     def ends(self, ends: Ends) -> None:
         """The broker has reported where the partitions end."""
         self._ends.append(ends)
+        if ends.samples_end != self._samples_end:
+            self._samples_end, self._samples_end_since_s = ends.samples_end, ends.asked_s
 
     def read(self, position: int) -> None:
         """The partition was read to this position, and so to each end that is not above it.
         An end does not count while a sample before it is not attributed: if the attribution stream stands still, the
-        nodes are not silent."""
+        nodes are not silent. It counts if no sample has come since for long: a last sample that was dead-lettered, or
+        that retention deleted, is never attributed."""
         while self._ends and position >= self._ends[0].end:
             samples_end = self._ends[0].samples_end
-            if samples_end is not None and self.newest + 1 < samples_end:
+            still_come = self._ends[-1].asked_s - self._samples_end_since_s < self._no_samples_s
+            if samples_end is not None and self.newest + 1 < samples_end and still_come:
                 return
             asked_s = self._ends.popleft().asked_s
             if asked_s - self._until_s > BREAK_S:
@@ -63,5 +72,5 @@ class CaughtUp:
 class PartitionState:
     """The state of a partition of gpu.attributed. ``logged_ms`` is the log time of the newest record that was read."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.logged_ms, self.caught_up = number, 0, CaughtUp()
+    def __init__(self, number: int, no_samples_s: float = inf) -> None:
+        self.number, self.logged_ms, self.caught_up = number, 0, CaughtUp(no_samples_s)

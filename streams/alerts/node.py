@@ -34,6 +34,10 @@ worker has judged it."""
 
 QUIET_S = 30.0  # after so long without a tick a node's state is written, and its last tick does not hold back commits
 
+NO_SAMPLES_S = 600.0
+"""After so long without a sample in a partition its nodes are silent, even if the last sample was never attributed.
+Attribution holds a sample for a few seconds; what it does not attribute for longer it has not read, or can't."""
+
 _replace = msgspec.structs.replace
 
 
@@ -175,7 +179,7 @@ class PartitionNodes(PartitionState):
     ticks were read. ``logged_ms`` is the log time of the last tick of any node."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(number)
+        super().__init__(number, NO_SAMPLES_S)
         self.nodes: dict[bytes, Node] = {}
         self.active: dict[bytes, Node] = {}
         self._removed_ms: dict[bytes, int] = {}

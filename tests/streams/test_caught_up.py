@@ -57,6 +57,18 @@ def test_samples_that_are_not_attributed_keep_a_partition_from_being_watched() -
     assert partition.lasted_s(1.0) == 1.0
 
 
+def test_a_sample_that_is_never_attributed_counts_until_none_has_come_for_long() -> None:
+    partition = CaughtUp(no_samples_s=60.0)
+    for at_s in range(0, 58, 2):
+        partition.ends(Ends(at_s, 10, 8 if at_s < 20 else 9))
+        partition.read(10)
+    assert partition.lasted_s(FOREVER) < 0
+    for at_s in range(58, 90, 2):
+        partition.ends(Ends(at_s, 10, 9))
+        partition.read(10)
+    assert partition.lasted_s(FOREVER) == 88.0
+
+
 @given(st.lists(st.floats(0, 30), max_size=20))
 def test_no_longer_is_claimed_than_there_were_answers(pauses: list[float]) -> None:
     at_s, since_s = 0.0, 0.0

@@ -10,6 +10,7 @@ from delivery.settings import DEAD_LETTERS
 from streams.alerts.component import ALERTS, GROUPS, MEMBERS, STATE, WORKLOADS
 from streams.alerts.machine import FORGET_MS, LEAVING_MS
 from streams.alerts.memory import NodeAlerts, decode, encode
+from streams.alerts.node import NO_SAMPLES_S
 from streams.alerts.reports import DELETE_MS
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device
@@ -380,6 +381,17 @@ async def test_nobody_is_silent_while_samples_wait_to_be_attributed() -> None:
     await worker.live()
     await worker.wait(60, samples_end=4)
     assert alerts_written(broker) == [("NodeSilent", "firing")]
+
+
+async def test_a_node_whose_last_sample_is_never_attributed_is_silent_when_no_sample_has_come_for_long() -> None:
+    worker = await having_read(range(3))
+    for samples_end in range(4, 10):  # another node of the partition sends what attribution dead-letters
+        await worker.wait(300, samples_end=samples_end)
+    assert alerts_written(worker.broker) == []
+    await worker.wait(NO_SAMPLES_S, samples_end=10)
+    assert alerts_written(worker.broker) == []
+    await worker.wait(60, samples_end=10)
+    assert alerts_written(worker.broker) == [("NodeSilent", "firing")]
 
 
 async def test_the_alerts_of_a_silent_node_are_resolved_after_a_rebalance_too() -> None:
