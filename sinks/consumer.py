@@ -266,7 +266,7 @@ class Assignment:
             if kept is not None and start.committed == kept.next:
                 self._handler = kept._handler  # noqa: SLF001 - of this class
             self._outcomes.expired(start.expired)
-            if start.committed is None:
+            if start.committed != start.resume:  # or the lag of a partition without a new record would be wrong
                 await self._commit(start.resume)
             self._group.seek({self.tp: start.position})
             return start
@@ -278,7 +278,7 @@ class Assignment:
             if self._unfinished:
                 await self._deliver(())
             elif position >= resume:
-                self.next = position
+                await self._finished(position, resume)
             if position >= resume and (holds or not self._unfinished):
                 await self._be_quiet(position)
             wait_s = _POLL_BUSY_S if self._unfinished and not holds else _POLL_S
@@ -311,17 +311,21 @@ class Assignment:
             self.busy = bool(self._unfinished)
 
     async def _skip(self, position: int, resume: int) -> int:
-        """Follow the client past offsets without a record, such as a transaction marker. Returns the new position.
-
-        It is committed, unless earlier records are unfinished: or else a log with such an end would never be finished.
-        """
+        """Follow the client past offsets without a record, such as a transaction marker. Returns the new position."""
         reached = (await self._group.positions([self.tp])).get(self.tp, position)
         if reached <= position or self.abandon.is_set():
             return position
         await self._jump(max(position, resume), position, reached)
-        if reached > resume and not self._unfinished:
-            await self._commit(reached)
         return reached
+
+    async def _finished(self, position: int, resume: int) -> None:
+        """Note that everything before a position is finished, and commit what of it no delivery has committed: markers.
+
+        Or else a log that ends in markers would never be finished.
+        """
+        if position > (resume if self.next is None else self.next):
+            await self._commit(position)
+        self.next = position
 
     async def _jump(self, resume: int, expected: int, got: int) -> int:
         """Handle a gap in the offsets, or a recreated topic. Returns where to resume."""

@@ -95,6 +95,13 @@ async def test_a_new_group_commits_where_it_starts_so_that_latest_means_once() -
     assert setup.consumer.commits == [7]
 
 
+async def test_a_group_whose_offset_is_no_longer_in_the_log_commits_where_it_goes_on() -> None:
+    setup = Setup(FakeGroup([], begin=17, group=5))
+    await setup.read()
+    assert setup.consumer.commits == [17]
+    assert setup.count("expired_total") == 12
+
+
 async def test_what_was_finished_lately_is_recalled_and_not_delivered() -> None:
     setup = Setup(FakeGroup(LOG, group=6))
     await setup.read()
@@ -278,6 +285,20 @@ async def test_a_handler_may_keep_records_and_is_given_others_meanwhile() -> Non
     setup.assignment.abandon.set()
     await asyncio.wait_for(running, 10)
     assert setup.balanced()
+
+
+async def test_the_end_of_a_transaction_that_is_passed_while_records_are_unfinished_is_committed_after_them() -> None:
+    setup = Setup(FakeGroup(LOG, stable=11))
+    setup.handler = slow = SlowHandler(setup.counted)
+    setup.assignment = Assignment(setup.consumer, TP, slow, setup.counted, None)  # type: ignore[arg-type]
+    running = asyncio.ensure_future(setup.assignment.run("earliest", 2.0))
+    await eventually(lambda: setup.consumer.at == 11 and slow.asked > 3)
+    assert setup.consumer.commits == [0]
+    slow.ready.set()
+    await eventually(lambda: setup.consumer.group == 11)
+    assert setup.consumer.commits == [0, 10, 11]
+    setup.assignment.abandon.set()
+    await asyncio.wait_for(running, 10)
 
 
 @pytest.mark.parametrize("finishes", [False, True])
