@@ -31,6 +31,7 @@ from sinks import outcomes
 from sinks.consumer import GroupReader, Source
 from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
 from sinks.settings import ParquetSettings
+from topics.alerts import MAX_TIME_MS
 from topics.topic import decoder
 from topics.usage import HOURS, Usage
 
@@ -55,7 +56,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "gpustream_parquet_loop_late_seconds",
     ),
     Instrument("gpustream_parquet_files_written_total", "counter", "Files written, new or again."),
-    Instrument("gpustream_parquet_failing", "gauge", "Whether files can't be written at the moment."),
+    Instrument("gpustream_parquet_failing", "gauge", "Whether a file can't be written at the moment."),
 )
 
 MAX_PENDING = 10_000
@@ -151,32 +152,44 @@ class HourFiles:
 
 
 class Disk:
-    """Merges with retries. ``failing``: why files can't be written now. All partitions share it."""
+    """Merges with retries. All partitions share it."""
 
     def __init__(self, instruments: Instruments) -> None:
         self._instruments = instruments
         self._log_throttle = LogThrottle()
-        self.failing: str | None = None
+        self._retried: dict[object, str] = {}
+
+    @property
+    def failing(self) -> str | None:
+        """Why a file can't be written now; None if none is being retried."""
+        return next(reversed(self._retried.values()), None)
 
     async def merge(self, files: HourFiles, start_ms: int, records: Iterable[Usage], abandon: asyncio.Event) -> int:
         """Call :meth:`HourFiles.merge` until it succeeds. Raises Abandoned."""
-        while True:
-            try:
-                new = await asyncio.to_thread(files.merge, start_ms, records)
-            except (OSError, _pyarrow()[0].ArrowException) as error:
-                self._note(f"{type(error).__name__}: {error}")
-                if await set_within(abandon, _RETRY_S):
-                    raise Abandoned from error
-            else:
-                self._note(None)
-                self._instruments.counter("gpustream_parquet_files_written_total").inc(new > 0)
-                return new
+        merge = object()
+        try:
+            while True:
+                try:
+                    new = await asyncio.to_thread(files.merge, start_ms, records)
+                except (OSError, _pyarrow()[0].ArrowException) as error:
+                    self._note(merge, f"{type(error).__name__}: {error}")
+                    if await set_within(abandon, _RETRY_S):
+                        raise Abandoned from error
+                else:
+                    self._instruments.counter("gpustream_parquet_files_written_total").inc(new > 0)
+                    return new
+        finally:
+            self._note(merge, None)
 
-    def _note(self, failing: str | None) -> None:
-        self.failing = failing
-        self._instruments.gauge("gpustream_parquet_failing").set(failing is not None)
-        if failing is not None and self._log_throttle.is_due(failing):
-            log.warning("no file can be written: %s; trying again", failing)
+    def _note(self, merge: object, failing: str | None) -> None:
+        """Note why a merge is retried; None: it has ended."""
+        if failing is None:
+            self._retried.pop(merge, None)
+        else:
+            self._retried[merge] = failing
+            if self._log_throttle.is_due(failing):
+                log.warning("a file can't be written: %s; trying again", failing)
+        self._instruments.gauge("gpustream_parquet_failing").set(bool(self._retried))
 
 
 class ParquetPartition:
@@ -226,6 +239,8 @@ class ParquetPartition:
             usage = decoded(record, _decode, HOURS.name) if record.value is not None else None
             if usage is not None and usage.key.encode() != record.key:
                 raise Undecodable(f"not a record of {HOURS.name}: its key is another")
+            if usage is not None and usage.start_ms > MAX_TIME_MS:
+                raise Undecodable(f"not a record of {HOURS.name}: of a time after 9999")
         except Undecodable as error:
             await self._letters.write(record, str(error), abandon)
             self._dead_lettered += 1
@@ -283,4 +298,4 @@ class ParquetSink:
         if self._reader is None:
             return ["not started"]
         failing = self._disk.failing
-        return [*self._reader.not_ready(), *([f"no file can be written: {failing}"] if failing else [])]
+        return [*self._reader.not_ready(), *([f"a file can't be written: {failing}"] if failing else [])]

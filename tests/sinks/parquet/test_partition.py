@@ -119,6 +119,12 @@ async def test_what_was_held_when_the_partition_went_away_is_not_written(tmp_pat
     assert [row["namespace"] for row in setup.rows()] == ["b"]
 
 
+async def test_an_hour_that_no_calendar_has_is_a_dead_letter(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    assert await setup.deliver(*logged(usage("ml", start_ms=10**18), usage("ml", start_ms=2**62), usage("ml"))) == [3]
+    assert setup.ends() == {"delivered": 1, "dead_lettered": 2}
+
+
 @pytest.mark.parametrize("value", [b"{", b"{}", usage("ml")])
 async def test_a_malformed_record_is_a_dead_letter(tmp_path: Path, value: bytes | Usage) -> None:
     setup = Setup(tmp_path)
@@ -154,6 +160,26 @@ async def test_a_disk_that_fails_does_not_hold_up_a_partition_that_leaves(tmp_pa
     setup.abandon.set()
     with pytest.raises(Abandoned):
         await asyncio.wait_for(delivering, 20)
+
+
+async def test_it_fails_while_one_file_can_not_be_written_whatever_becomes_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "_RETRY_S", 60.0)
+    broken = tmp_path / FILE
+    broken.parent.mkdir()
+    broken.write_bytes(b"no file of Parquet")
+    setup = Setup(tmp_path)
+    delivering = asyncio.ensure_future(setup.deliver(*logged(usage("ml"))))
+    await eventually(lambda: setup.disk.failing is not None)
+    files = HourFiles(tmp_path, 8)
+    assert await setup.disk.merge(files, START_MS, [usage("ml")], asyncio.Event()) == 1
+    assert str(broken) in (setup.disk.failing or "")
+    assert setup.registry.get_sample_value("gpustream_parquet_failing") == 1
+    setup.abandon.set()
+    await asyncio.gather(delivering, return_exceptions=True)
+    assert setup.disk.failing is None
+    assert setup.registry.get_sample_value("gpustream_parquet_failing") == 0
 
 
 async def test_what_a_killed_worker_left_is_no_file_and_is_removed(tmp_path: Path) -> None:
