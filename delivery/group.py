@@ -23,6 +23,7 @@ from aiokafka.errors import (
     KafkaError,
     TopicAuthorizationFailedError,
 )
+from aiokafka.protocol.admin import DescribeConfigsRequest
 from aiokafka.protocol.group import JoinGroupRequest
 from aiokafka.structs import OffsetAndMetadata
 
@@ -52,6 +53,7 @@ _METADATA_MS = 20_000
 _HEARTBEAT_MS = 1_000
 """A member notices a rebalance at a heartbeat, and nobody reads until all members have noticed it."""
 _FRESH_MS = 5_000
+_CREATE_TIME = 0  # the type of a record's time if it is that of its writer, and not of the broker
 _NO_PARTITION = TopicPartition("", -1)
 """A poll for it gives no records, but raises the client's pending errors."""
 
@@ -251,8 +253,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     async def _require_classic_protocol(self) -> None:
         """Fail if a broker does not offer the classic protocol of groups: the client would try to join for ever."""
         while not self._joined:
-            api_versions = [conn._versions for conn in self._consumer._client._conns.values()]  # noqa: SLF001
-            if any(versions and JoinGroupRequest.API_KEY not in versions for versions in api_versions):
+            if any(versions and JoinGroupRequest.API_KEY not in versions for versions in self._api_versions()):
                 self._fail(
                     f"this Kafka has switched off the classic protocol of consumer groups, and the group {self.name}"
                     " needs it: docs/how-to/kafka.md says with which Kafkas gpustream works"
@@ -329,6 +330,24 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                 self._consumer.seek(self._to_kafka(tp), 0)
             self._missing_topics.discard(topic)
 
+    def _warn_of_times(self, records: Mapping[TopicPartition, Sequence[Any]]) -> None:
+        """Warn if records have the time of their writer. A client that may not read topic settings learns it so."""
+        for tp, batch in records.items():
+            if batch[-1].timestamp_type != _CREATE_TIME:
+                continue
+            if not any(DescribeConfigsRequest.API_KEY in (versions or ()) for versions in self._api_versions()):
+                return  # an embedded broker, which has no topic settings
+            if self._log_throttle.is_due(f"{tp.topic}: times"):
+                log.warning(
+                    "%s partition %d: offset %d has the time of its writer's clock, and records are joined by the"
+                    " broker's: message.timestamp.type must be LogAppendTime: run `%s`",
+                    *(tp.topic, tp.partition, batch[-1].offset, command(self.connection)),
+                )
+
+    def _api_versions(self) -> list[Mapping[int, Any] | None]:
+        """The requests that each connected broker offers, with their versions."""
+        return [conn._versions for conn in self._consumer._client._conns.values()]  # noqa: SLF001
+
     def _unauthorized_topics(self) -> frozenset[str]:
         """The topics that this client may not see, as of the last metadata."""
         return frozenset(self._consumer._client.cluster.unauthorized_topics)  # noqa: SLF001
@@ -387,6 +406,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             await asyncio.sleep(_RETRY_S)
             return {}
         self._fetched += sum(map(len, records.values()))
+        self._warn_of_times(records)
         if records and self._joined:
             self._last_error = None
         return {Partition(self._topics[tp.topic], tp.partition): batch for tp, batch in records.items()}

@@ -58,7 +58,7 @@ class Client:
         self._conns: dict[int, Any] = {}
         self._client, self.cluster = self, SimpleNamespace(unauthorized_topics=set[str]())
         self.refuses: Exception | None = None
-        self.waiting = 0
+        self.waiting, self.timestamp_type = 0, 1
         self._fetcher = SimpleNamespace(_fetch_min_bytes=1)
 
     def assignment(self) -> set[TopicPartition]:
@@ -80,7 +80,8 @@ class Client:
         if self.errors:
             raise self.errors.pop(0)
         await asyncio.sleep(0)
-        return {tp: [None] * self.waiting for tp in tps if tp in self.assignment() and self.waiting}
+        records = [SimpleNamespace(offset=n, timestamp_type=self.timestamp_type) for n in range(self.waiting)]
+        return {tp: records for tp in tps if tp in self.assignment() and self.waiting}
 
     async def stop(self) -> None:
         """Nothing to close."""
@@ -231,6 +232,23 @@ async def test_a_fetch_that_fails_returns_nothing_and_is_logged(monkeypatch: pyt
 
 
 # -- partitions that are added
+
+
+@pytest.mark.parametrize(
+    ("timestamp_type", "requests", "warned"),
+    [(0, {0, 32}, True), (1, {0, 32}, False), (0, {0}, False)],
+    ids=["the writer's", "the broker's", "of a broker without topic settings"],
+)
+async def test_records_with_the_time_of_their_writer_are_reported_once(
+    timestamp_type: int, requests: set[int], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = Client(TICKS_0, TICKS_1)
+    client.waiting, client.timestamp_type = 3, timestamp_type
+    client._conns = {1: SimpleNamespace(_versions=dict.fromkeys(requests))}
+    group, _ = group_of(client)
+    for _ in range(2):
+        assert len(await group.fetch({TICKS_0, TICKS_1}, 0.1)) == 2
+    assert caplog.text.count("message.timestamp.type must be LogAppendTime") == warned
 
 
 async def test_a_partition_that_is_added_has_no_member_and_ends_the_process_with_70() -> None:
