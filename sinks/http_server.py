@@ -57,7 +57,9 @@ async def listening(
     (host, port), listener = address, None
     try:
         try:
-            listener = await asyncio.get_running_loop().create_server(connect, host, port, ssl=context)
+            listener = await asyncio.get_running_loop().create_server(
+                connect, host, port, ssl=context, ssl_handshake_timeout=IDLE_S if context is not None else None
+            )
         except OSError as error:
             raise ListenError(f"{option}: can't serve on {host}:{port}: {error.strerror or error}") from error
         yield host, listener.sockets[0].getsockname()[1]

@@ -59,8 +59,8 @@ class Access:
         if self.token_file is None:
             return 401, "show a certificate of the clients' CA"
         scheme, _, credentials = request.headers.get("Authorization", "").partition(" ")
-        token = self.token_file.read_bytes().strip()
-        if token and scheme.lower() == "bearer" and hmac.compare_digest(credentials.strip().encode(), token):
+        token, shown = self.token_file.read_bytes().strip(), credentials.strip().encode(errors="surrogateescape")
+        if token and scheme.lower() == "bearer" and hmac.compare_digest(shown, token):
             return None
         return 401, "show a certificate of the clients' CA or the bearer token"
 

@@ -1,5 +1,6 @@
 """What the server answers, and to whom."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -301,6 +302,10 @@ async def test_a_bearer_token_opens_plain_json_and_not_the_aggregated_api(tmp_pa
             await server.ask(plain),
             await server.ask(BASE, Authorization="Bearer secret"),
         ]
+        reader, writer = await asyncio.open_connection("127.0.0.1", URL(server.url).port)
+        writer.write(f"GET {plain} HTTP/1.0\r\nAuthorization: Bearer ".encode() + b"\xff\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"401"
+        writer.close()
         (tmp_path / "token").write_text("other")
         answers.append(await server.ask(plain, Authorization="Bearer secret"))
 

@@ -1,5 +1,6 @@
 """The server's TLS: whose certificate is shown, who may come in, and what happens when files change."""
 
+import asyncio
 import shutil
 import ssl
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import aiohttp
 import pytest
 from prometheus_client import Counter
 
+from sinks import http_server
 from sinks.http_server import listening
 from sinks.metrics_api import tls as module
 from sinks.metrics_api.holdings import Holdings
@@ -141,6 +143,18 @@ async def test_files_that_are_broken_for_a_time_change_nothing(
         files.ca.unlink()
         assert await ask(address, ours, ours.sign("keda")) == 404
     assert "going on with what was read before" in caplog.text
+
+
+async def test_a_client_that_says_nothing_loses_its_connection(
+    tmp_path: Path, authorities: list[Authority], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "IDLE_S", 0.2)
+    files = Files(tmp_path, *authorities)
+    tls = ServerTls(files.certificate, files.key, files.ca.read_text)
+    async with listening(api().routes(), ("127.0.0.1", 0), option="--metrics-listen", context=tls.context) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        assert await asyncio.wait_for(reader.read(), 10.0) == b""
+        writer.close()
 
 
 def test_certificates_that_can_not_be_used_are_a_clear_error_at_the_start(tmp_path: Path) -> None:
