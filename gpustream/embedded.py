@@ -18,8 +18,10 @@ What it does not do, as Apache Kafka would:
 Source: rdkafka_mock.h of librdkafka for the calls, rdkafka_mock.c for the limits.
 """
 
+import contextlib
 import ctypes
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -74,7 +76,8 @@ class EmbeddedBroker:
         """
         if invalid := [name for name, partitions in topics.items() if not name or partitions < 1]:
             raise ValueError(f"topics without a name or partitions: {invalid}")
-        command = [sys.executable, "-m", "gpustream.embedded", json.dumps(dict(topics))]
+        # -P: modules are never taken from the working directory, whatever the files in it are called
+        command = [sys.executable, "-P", "-m", "gpustream.embedded", json.dumps(dict(topics))]
         self._process = subprocess.Popen(  # noqa: S603 - this very module
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -151,6 +154,7 @@ def _library() -> ctypes.CDLL:
 
 
 if __name__ == "__main__":  # the child process: writes its address, and ends when its parent does
-    sys.stdout.write(serve(json.loads(sys.argv[1])) + "\n")
-    sys.stdout.flush()
-    sys.stdin.read()
+    served_at = serve(json.loads(sys.argv[1]))
+    with contextlib.suppress(BrokenPipeError):  # the parent has ended meanwhile
+        os.write(1, f"{served_at}\n".encode())
+        sys.stdin.read()

@@ -40,9 +40,9 @@ from delivery.settings import (
 )
 from gpustream import alerts, command, logs, serve
 from gpustream.command import OF_CONNECTION, Command, ProcessSettings
-from gpustream.embedded import EmbeddedBroker, every_topic
+from gpustream.embedded import EmbeddedBroker, EmbeddedBrokerError, every_topic
 from gpustream.fleet import Fleet
-from gpustream.output import is_screen
+from gpustream.output import failed, is_screen
 from gpustream.pipeline import Failed, Pipeline, Tail
 from gpustream.sightings import Sightings
 from gpustream.tally import Run, Sampled, Tally
@@ -166,7 +166,10 @@ def run(**values: Any) -> None:
         embedded = None
         if settings.kafka is None and settings.kafka_config is None:
             embedded = stack.enter_context(EmbeddedBroker())
-            embedded.start({settings.topic_prefix + name: count for name, count in every_topic().items()})
+            try:
+                embedded.start({settings.topic_prefix + name: count for name, count in every_topic().items()})
+            except EmbeddedBrokerError as error:
+                raise failed(error) from error
         process = OneProcess(settings, embedded)
         code = serve.run(process.run, process.leave)
     raise SystemExit(code)

@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
+from click.testing import CliRunner
 
+from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker, EmbeddedBrokerError, every_topic
 from topics import TOPICS
 
@@ -133,6 +136,32 @@ def test_a_child_that_ends_at_once_is_an_error_and_leaves_nothing_running(monkey
     with pytest.raises(EmbeddedBrokerError, match="ended with 1"):
         broker.start({"one": 1})
     assert not broker.running
+
+
+def test_files_of_the_working_directory_are_not_taken_for_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    with EmbeddedBroker() as broker:
+        broker.start({"one": 1})
+        assert broker.running
+
+
+def test_a_child_that_nobody_waits_for_any_more_ends_without_a_word() -> None:
+    command = [sys.executable, "-m", "gpustream.embedded", '{"one": 1}']
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (result.stderr, result.returncode) == (b"", 0)
+
+
+def test_a_run_without_its_broker_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    result = CliRunner().invoke(main, ["run", "--simulate", "1x1"])
+    assert result.exit_code == 1
+    assert result.stderr == "the embedded broker did not start: its process ended with 1\n"
 
 
 @pytest.mark.slow
