@@ -80,6 +80,10 @@ class CredentialSource(NamedTuple):
 
     async def connect(self) -> ApiConnection:
         """A new connection. Raises :class:`ConfigError`."""
+        try:
+            Path.home()
+        except RuntimeError:  # a user without a name and without HOME: the library needs one when it is imported
+            os.environ["HOME"] = "/"
         await asyncio.to_thread(importlib.import_module, "kubernetes_asyncio.config")
         configuration, loader = await self._loaded()
         try:

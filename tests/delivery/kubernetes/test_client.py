@@ -446,3 +446,19 @@ async def test_it_works_on_uvloop_and_leaves_nothing_open(server: ApiServer, tmp
     process = await asyncio.to_thread(partial(subprocess.run, command_line, capture_output=True, text=True, timeout=60))
     assert process.stdout.startswith('200\n{"type": "BOOKMARK"'), process.stderr
     assert process.stderr == ""
+
+
+def test_a_user_without_a_name_and_a_home_can_use_a_client() -> None:
+    code = (
+        "import asyncio, pwd\n"
+        "from delivery.kubernetes.client import Client\n"
+        "from delivery.kubernetes.credentials import ConfigError\n"
+        "def nobody(uid): raise KeyError(uid)\n"
+        "pwd.getpwuid = nobody\n"
+        "try: asyncio.run(Client(None).start())\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    environment = {name: os.environ[name] for name in ("PATH",)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+    assert "no way to the Kubernetes API" in result.stdout, result.stderr
