@@ -107,6 +107,16 @@ class Text(click.ParamType):
         return self.name
 
 
+class NewPath(click.Path):
+    """A path that need not exist. An empty text is none: it would be the working directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path."""
+        if value == "":
+            self.fail("it is empty: write a path", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def _or_off(value: Any) -> str:
     return "off" if value is None else str(value)
 
@@ -131,8 +141,8 @@ START_FROM = Text(
     show=lambda start: start if isinstance(start, str) else values.duration_text(start),
 )
 READABLE_FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
-FILE = click.Path(dir_okay=False, path_type=Path)
-DIRECTORY = click.Path(file_okay=False, path_type=Path)
+FILE = NewPath(dir_okay=False, path_type=Path)
+DIRECTORY = NewPath(file_okay=False, path_type=Path)
 EXISTING_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 
 

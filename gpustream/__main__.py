@@ -1,6 +1,7 @@
 """``python -m gpustream``, and what the installed command calls."""
 
 import errno
+import io
 import os
 import sys
 
@@ -13,12 +14,14 @@ def main() -> None:
     """Runs the command. An output that can't be written, as on a full disk, is an error of one line, and exit code 1.
 
     A standard stream that was closed is /dev/null: otherwise the first socket would be in its place, and uvloop aborts
-    the process when it closes that.
+    the process when it closes that. What the locale's encoding has no sign for is a question mark on standard output.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
     try:
         cli.main(prog_name="gpustream")
     except OSError as error:

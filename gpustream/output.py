@@ -96,7 +96,15 @@ def printable(text: object, replacement: str = "?") -> str:
 
 @contextlib.contextmanager
 def written(file: Path) -> Iterator[TextIO]:
-    """Opens a file for writing that appears only when it is complete. Raises OSError."""
+    """Opens a file for writing that appears only when it is complete. Raises OSError.
+
+    A device or a pipe, such as /dev/stdout, is written to as it is: another file must not take its place.
+    """
+    file = file.resolve()
+    if file.exists() and not file.is_file():
+        with file.open("w", encoding="utf-8", newline="") as out:
+            yield out
+        return
     temporary = file.with_name(f".{file.name}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", newline="") as out:

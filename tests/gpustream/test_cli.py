@@ -279,6 +279,16 @@ def test_a_full_disk_is_an_error_of_one_line(arguments: list[str]) -> None:
     assert (result.returncode, result.stderr) == (1, "gpustream: can't write: No space left on device\n")
 
 
+def test_what_the_encoding_of_the_output_lacks_is_a_question_mark(tmp_path: Path) -> None:
+    (tmp_path / "r…gles.toml").write_text("")
+    command = [sys.executable, "-m", "gpustream", "rules", "check", str(tmp_path / "r…gles.toml")]
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    result = subprocess.run(command, env=environment, capture_output=True, check=False)
+
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert b"/r?gles.toml: no mistakes" in result.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
 def test_it_works_without_standard_streams(closed: tuple[int, ...], tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -218,8 +220,23 @@ def test_the_same_records_make_the_same_bytes(kafka: str, form: str) -> None:
     assert "\u202e" not in _run("report", kafka, *TIME, "--format", form).stdout
 
 
+def test_a_pipe_or_a_link_is_written_to_and_not_replaced(kafka: str, tmp_path: Path) -> None:
+    pipe, link, out = tmp_path / "pipe", tmp_path / "link", tmp_path / "week.txt"
+    os.mkfifo(pipe)
+    link.symlink_to(out)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True) as reader:
+        assert _run("report", kafka, *TIME, "--output", str(pipe)).exit_code == 0
+        written = reader.communicate(timeout=10)[0]
+    assert _run("report", kafka, *TIME, "--output", str(link)).exit_code == 0
+
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert written == out.read_text() == _run("report", kafka, *TIME).stdout
+
+
 def test_what_can_not_be_done_is_one_sentence(kafka: str, tmp_path: Path) -> None:
     result = _run("report", kafka, *TIME, "--output", str(tmp_path / "missing" / "week.txt"))
     assert (result.exit_code, "it can't be written" in result.stderr) == (1, True)
+    assert "it is empty: write a path" in _run("report", kafka, "--output", "").stderr
     assert "--to: needs --from" in _run("report", kafka, "--to", "2026-11-20").stderr
     assert _run("report", kafka, "--top", "0").exit_code == 2
