@@ -8,9 +8,9 @@ On failure: what is wrong, in a sentence, and exit code 1; errors in the command
 
 import csv
 import functools
-import re
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -41,7 +41,6 @@ CSV_COLUMNS = (
 )  # fmt: skip
 
 MJ_IN_KWH = 3_600_000_000
-_HAS_ZONE = re.compile(r"(Z|[+-]\d{2}:?\d{2})$", re.IGNORECASE)
 
 
 class When(NamedTuple):
@@ -66,7 +65,7 @@ def parse_time(text: str) -> When:
         parsed = (
             When(values.milliseconds(text), is_ago=True)
             if at_ms is None
-            else When(at_ms, is_ago=False, is_assumed=_HAS_ZONE.search(text.strip()) is None)
+            else When(at_ms, is_ago=False, is_assumed=datetime.fromisoformat(text.strip()).tzinfo is None)
         )
     except ValueError:
         raise ValueError(
@@ -255,7 +254,9 @@ def usage(
 
 
 async def _count(connection: Connection, time_range: Range, table: Table, bill: Bill | None) -> read.Plan:
-    """Reads the usage of a time range into the table, and the bill if there is one."""
+    """Reads the usage of a time range into the table, and the bill if there is one. Raises BillError."""
+    if not time_range.is_nonempty:  # that of a bill may be
+        raise BillError("of the bill's time, no hour is over: a charge is divided when its last hour is")
     async with history.opened(connection, [HOURS.name, MINUTES.name]) as reader:
         plan = await read.plan(reader, time_range, now_ms())
         if plan.range.is_nonempty:

@@ -93,7 +93,11 @@ class Nodes(NamedTuple):
 def read_nodes(path: Path) -> dict[str, list[str]]:
     """The ids of each node, from a file with an id and a node's name in each line. Raises BillError."""
     ids: dict[str, list[str]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BillError(f"{path}: it can't be read as text in UTF-8: {error}") from error
+    for number, line in enumerate(lines, 1):
         fields = line.replace(",", " ").split()
         if not fields or fields[0].startswith("#"):
             continue

@@ -144,9 +144,20 @@ def test_a_bill_that_can_not_be_divided_leaves_no_file(kafka: str, tmp_path: Pat
     assert "row 1: BilledCost is 'ten'" in result.stderr
 
 
+def test_a_bill_whose_time_is_not_over_is_one_sentence(kafka: str, tmp_path: Path) -> None:
+    bill = tmp_path / "bill.csv"
+    bill.write_text(
+        "ResourceId,ChargePeriodStart,ChargePeriodEnd,BilledCost\nn1,2126-11-20T00:00Z,2126-11-20T01:00Z,1\n"
+    )
+    result = _usage(kafka, "--focus-origin", str(bill), "--focus", str(tmp_path / "out.csv"))
+    assert (result.exit_code, list(tmp_path.iterdir())) == (1, [bill])
+    assert "no hour is over" in result.stderr
+
+
 def test_a_time_that_no_zone_is_given_for_is_said_to_be_utc(kafka: str) -> None:
     assert "UTC" in _usage(kafka, "--from", FROM, "--to", TO).stderr
     assert "UTC" not in _usage(kafka, "--from", "2026-11-20T01:00+01:00", "--to", "2026-11-20T02:00Z").stderr
+    assert "UTC" not in _usage(kafka, "--from", "2026-11-20T01:00+01", "--to", "20261120T0000-02").stderr
 
 
 def test_minutes_are_read_where_a_time_is_no_whole_hour() -> None:

@@ -253,6 +253,11 @@ def test_a_file_of_nodes_has_an_id_and_a_name_in_each_line(tmp_path: Path) -> No
     file = tmp_path / "nodes"
     file.write_text("# from kubectl\naws:///a/i-0ab  n1\n\ni-0cd,n1\n")
     assert read_nodes(file) == {"n1": ["aws:///a/i-0ab", "i-0cd"]}
+    file.write_text("i-0cd n1\n", encoding="utf-8-sig")
+    assert read_nodes(file) == {"n1": ["i-0cd"]}
     file.write_text("n1\n")
     with pytest.raises(BillError, match="nodes:1: it must be"):
+        read_nodes(file)
+    file.write_bytes(b"i-0cd \xff\n")
+    with pytest.raises(BillError, match="can't be read as text in UTF-8"):
         read_nodes(file)
