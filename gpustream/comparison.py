@@ -8,6 +8,7 @@ at some moment before its scrape. So all of gpustream's samples in a window are 
 value, or some are below and some above it, the two were only read at different times.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Literal, NamedTuple
@@ -286,9 +287,14 @@ def verdict_of(
 ) -> tuple[Verdict, str]:
     """Whether two series of one quantity agree, and if not, why. ``ours``: the samples of the window, oldest first."""
     last = theirs.samples[-1]
+    if not math.isfinite(last.value):  # not a number is like nothing else, and infinity is at no distance
+        is_same = any(str(sample.value) == str(last.value) for sample in ours)
+        return ("same", "") if is_same else ("value", f"theirs is {last.value}, and gpustream's is not")
     value = last.value / their_scale
     step = 1.0 / their_scale if last.value == int(last.value) and their_scale != 1.0 else 0.0
-    history = [Sample(at_s, value / our_scale) for at_s, value in ours]
+    history = [Sample(at_s, value / our_scale) for at_s, value in ours if math.isfinite(value)]
+    if not history:
+        return "value", f"gpustream's is {ours[-1].value}, and theirs is not"
 
     def is_close(a: float, b: float) -> bool:
         return abs(a - b) <= step + tolerance * max(abs(a), abs(b)) + 1e-9

@@ -172,7 +172,11 @@ class Json(logging.Formatter):
         line |= {key: redact(value) if isinstance(value, str) else value for key, value in fields(record).items()}
         if traceback := _traceback(self, record):
             line["exception"] = redact(traceback.strip())
-        return orjson.dumps(line, default=lambda value: redact(str(value)), option=orjson.OPT_NON_STR_KEYS).decode()
+        try:
+            return orjson.dumps(line, default=lambda value: redact(str(value)), option=orjson.OPT_NON_STR_KEYS).decode()
+        except orjson.JSONEncodeError:  # a name that is not UTF-8, or an integer of more than 64 bits
+            texts = {key: redact(str(value)).encode("utf-8", "replace").decode() for key, value in line.items()}
+            return orjson.dumps(texts).decode()
 
 
 def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:

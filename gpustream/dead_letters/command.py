@@ -229,7 +229,7 @@ def _as_text(letter: Letter, value: bytes, reason: str | None) -> Iterator[str]:
     yield ""
     try:
         lines = orjson.dumps(orjson.loads(value), option=orjson.OPT_INDENT_2).decode().splitlines()
-    except orjson.JSONDecodeError:
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):  # it is no JSON, or nested too deeply to be written
         lines = [repr(value)[2:-1]]
     yield from map(printable, lines)
 

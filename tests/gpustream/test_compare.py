@@ -1,6 +1,7 @@
 """Another exporter's values beside gpustream's: what differs, and why."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -114,6 +115,24 @@ def test_a_value_that_gpustream_never_had_differs() -> None:
 
     assert row.verdict == "value"
     assert "+46 from gpustream's 34" in row.reason
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "verdict"),
+    [
+        ([math.nan], [33.0], "value"),
+        ([33.0], [math.nan], "value"),
+        ([math.inf], [33.0], "value"),
+        ([33.0], [math.inf], "value"),
+        ([math.nan], [33.0, math.nan], "same"),
+        ([33.0], [math.nan, 33.0], "same"),
+    ],
+)
+def test_what_is_no_finite_number_is_only_like_itself(theirs: list[float], ours: list[float], verdict: str) -> None:
+    row = compared_row(
+        dcgm("DCGM_FI_DEV_GPU_TEMP", theirs), otel("gpu_temperature", ours, gpu_temperature_sensor="edge")
+    )
+    assert row.verdict == verdict
 
 
 @pytest.mark.parametrize(

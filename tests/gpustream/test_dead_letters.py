@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from delivery.replays import LastTick, after, verdict
 from gpustream.cli import main
 from gpustream.dead_letters import letters
-from gpustream.dead_letters.command import group_of, merge_groups
+from gpustream.dead_letters.command import _as_text, group_of, merge_groups
 from gpustream.dead_letters.letters import Letter, LetterFilter, LetterId, letter_id, refusal_reason
 from streams.attribution import join
 from tests.streams.attribution.records import container, gpu, pending, snapshot, tick
@@ -113,3 +113,9 @@ def test_readers_that_had_a_newer_tick_of_its_run_drop_it_and_others_take_it() -
 
     assert verdict(newest, attributed(1, 2, 11)) == "replay"
     assert verdict(newer_run, attributed(1, 2, 11)) == "next"
+
+
+@pytest.mark.parametrize("value", [b"[" * 300 + b"]" * 300, b"[" * 2000, b'"\\ud800"'])
+def test_a_record_that_can_not_be_written_as_json_is_shown_as_it_is(value: bytes) -> None:
+    *_, shown = _as_text(letter(0)._replace(value=value), value, None)
+    assert shown == repr(value)[2:-1]

@@ -41,6 +41,12 @@ def test_a_line_of_json_holds_the_fields() -> None:
     }
 
 
+def test_what_json_can_not_hold_is_text_in_it() -> None:
+    line = msgspec.json.decode(logs.Json().format(_record("refused %s", "\udcff", status=2**70)))
+
+    assert (line["message"], line["status"]) == ("refused ?", str(2**70))
+
+
 def test_a_traceback_is_kept_in_both_formats() -> None:
     record = _record("failed")
     try:
