@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from delivery.connection import Connection
 from delivery.policies import ALERTS, IDLE_AFTER, Bounds, parse_policy
@@ -59,8 +60,11 @@ _UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
 @LOG_FORMAT
 def alerts(connection: Connection, policies: bool, rules: Path | None, follow: bool, form: Form) -> None:
     """List the alerts that fire: since when, where, whose, and what is wrong."""
-    if rules is not None and not policies:
+    source_of = click.get_current_context().get_parameter_source
+    if rules is not None and not policies and source_of("rules") is not ParameterSource.ENVIRONMENT:
         raise click.UsageError("'--rules' is for '--policies' only.")
+    if policies and follow:
+        raise click.UsageError("'--follow' is for alerts: '--policies' lists those that hold now.")
     if policies:
         try:
             bounds = rules_file.load(rules).bounds

@@ -18,8 +18,8 @@ import msgspec
 from click.core import ParameterSource
 
 from delivery.connection import Connection
-from delivery.settings import START_FROM, ConnectionSettings
-from delivery.values import duration_words
+from delivery.settings import ConnectionSettings, Text
+from delivery.values import duration_words, start_from
 from gpustream import alerts, history
 from gpustream.command import (
     LOG_FORMAT,
@@ -93,6 +93,16 @@ def show_rules(file: Path | None) -> None:
     show(("rule", "kind", "on", "severity", "for", "keep_firing_for", "further"), table_rows)
 
 
+def _start(text: str) -> str | float:
+    """From when on Kafka is read: ``earliest``, or that many seconds ago. Raises ValueError."""
+    if text == "latest":
+        raise ValueError("from latest on there is nothing to judge: write earliest, or a duration such as 24h")
+    return start_from(text)
+
+
+_START = Text("earliest|DURATION", _start, "24h")
+
+
 def _one_source(values: dict[str, Any]) -> list[str]:
     """Ticks come from one place. The environment's Kafka is for other commands too, so a file takes precedence."""
     source_of = click.get_current_context().get_parameter_source
@@ -113,7 +123,7 @@ def _one_source(values: dict[str, Any]) -> list[str]:
 )
 @click.argument("file", cls=Argument, required=False, type=click.Path(path_type=Path))
 @options(ConnectionSettings)
-@option("--from", "start", type=START_FROM, default="24h", help="From when on to read Kafka.")
+@option("--from", "start", type=_START, default="24h", help="From when on to read Kafka.")
 @option(
     "--input",
     type=click.Path(path_type=Path, allow_dash=True),

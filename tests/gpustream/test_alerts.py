@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -88,6 +89,20 @@ def test_as_json_they_are_the_records_of_the_topic(kafka: str) -> None:
     result = _alerts("--kafka", kafka, "--format", "json")
 
     assert result.stdout_bytes == msgspec.json.encode(alert("a", labels=LABELS)) + b"\n"
+
+
+def test_the_rules_of_the_environment_are_for_policies_and_for_the_stream(
+    kafka: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rules.toml").write_text("")
+    assert "'--rules' is for '--policies'" in _alerts("--kafka", kafka, "--rules", str(tmp_path / "rules.toml")).stderr
+    monkeypatch.setenv("GPUSTREAM_RULES", str(tmp_path / "rules.toml"))
+    assert _alerts("--kafka", kafka).exit_code == 0
+
+
+def test_policies_are_not_followed(kafka: str) -> None:
+    result = _alerts("--kafka", kafka, "--policies", "--follow")
+    assert (result.exit_code, "'--follow' is for alerts" in result.stderr) == (2, True)
 
 
 @pytest.mark.slow

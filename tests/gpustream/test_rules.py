@@ -256,6 +256,11 @@ def test_what_was_logged_before_is_not_read(file: Path, kafka: str) -> None:
     assert result.exit_code == 0
 
 
+def test_nothing_is_judged_from_latest_on(file: Path, kafka: str) -> None:
+    result = rules("test", str(file), "--kafka", kafka, "--from", "latest")
+    assert (result.exit_code, "there is nothing to judge" in result.stderr) == (2, True)
+
+
 def test_a_broker_that_is_not_there_is_a_sentence(file: Path) -> None:
     result = rules("test", str(file), "--kafka", "127.0.0.1:1")
     assert result.exit_code == 1
