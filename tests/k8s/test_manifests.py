@@ -23,6 +23,7 @@ from sinks.reclaim.cluster import PLURALS
 from sinks.reclaim.decide import KUEUE, SCALED, SUSPENDED
 from streams import STREAMS
 from tests.command_line import parsed
+from tests.k8s.dashboard import rules as prometheus_rules
 from tests.k8s.manifests import (
     K8S,
     OBJECTS,
@@ -320,6 +321,14 @@ def test_the_monitors_scrape_every_port_of_every_pod_of_ours() -> None:
     assert {endpoint["port"] for endpoint in gpus["endpoints"]} <= {
         port["name"] for port in scraped.content["spec"]["ports"]
     }
+
+
+def test_the_alert_that_one_of_ours_is_down_looks_at_the_job_that_the_monitor_gives_it() -> None:
+    (down,) = [rule["expr"] for rule in prometheus_rules() if rule.get("alert") == "GpustreamDown"]
+    (jobs,) = re.findall('up{job=~"(.*)"} == 0', down)
+    (endpoint,) = the("PodMonitor", "gpustream").content["spec"]["podMetricsEndpoints"]
+    (job,) = [rule for rule in endpoint["relabelings"] if rule["targetLabel"] == "job"]
+    assert all(re.fullmatch(jobs, job.get("replacement", "$1").replace("$1", thing.name)) for thing in OURS)
 
 
 def test_the_kafka_of_the_try_is_that_of_the_compose_file_but_for_where_it_listens() -> None:
