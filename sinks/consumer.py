@@ -125,6 +125,7 @@ class GroupReader:
             for failed in (end for end in ends if end.done()):
                 failed.result()
         finally:
+            self._failure.cancel()  # nobody awaits it any more: what is assigned while the group closes ends with it
             stopping.cancel()
             joining.cancel()
             await asyncio.wait((joining,))

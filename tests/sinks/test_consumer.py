@@ -2,14 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
+from aiokafka.errors import ConsumerStoppedError
 
 from delivery.dead_letters import Abandoned, Record
 from delivery.instruments import Instruments
 from delivery.ledger import Partition
 from delivery.settings import MemberSettings
+from delivery.topic_admin import Checked, TopicCheck
+from delivery.watchdog import LoopLateness
 from sinks import consumer as module
 from sinks.consumer import Assignment, GroupReader, Source
 from sinks.outcomes import Outcomes
@@ -104,6 +109,36 @@ async def test_a_handler_that_fails_ends_the_sink() -> None:
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(reader._failure, 10)
     await reader.revoked()
+
+
+async def test_a_partition_that_is_assigned_while_the_group_closes_ends_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class ClosingGroup(FakeGroup):
+        """Assigns its partition when it is joined and again when it closes, and then fetches nothing more."""
+
+        def __init__(self, _: MemberSettings, __: Sequence[str], reader: GroupReader, ___: object) -> None:
+            super().__init__(LOG)
+            self.failed, self.lateness, self.connect = asyncio.Future[None](), LoopLateness(), AsyncMock()
+            self.committed_offsets = AsyncMock(return_value={})
+            self.join = partial(reader.assigned, {Partition("gpu.attributed", 0)})
+
+        async def close(self) -> None:
+            self.fetch = AsyncMock(side_effect=ConsumerStoppedError)  # type: ignore[method-assign]
+            self.join()
+            await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(module, "ConsumerGroup", ClosingGroup)
+    monkeypatch.setattr(TopicCheck, "wait", AsyncMock(return_value=Checked({})))
+    handler, stop = Handler(patient=False), asyncio.Event()
+    counted = Outcomes("test", Instruments(outcome_instruments("test")))
+    source = Source("gpu.attributed", lambda _: handler, "earliest", 1.0)
+    reader = GroupReader(SETTINGS, [source], counted)
+    running = asyncio.ensure_future(reader.run(stop))
+    await asyncio.wait_for(handler.started.wait(), 10)
+    stop.set()
+    await asyncio.wait_for(running, 10)
+    assert reader._failure.cancelled()  # a failure that nobody awaits would be logged as never retrieved
 
 
 async def test_each_topic_is_read_as_it_is_to_be_by_a_handler_of_its_own() -> None:
