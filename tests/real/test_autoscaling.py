@@ -292,6 +292,13 @@ def of_keda(namespace: str, name: str) -> str:
     return query.replace('"ml"', f'"{namespace}"').replace('"infer"', f'"{name}"')
 
 
+def own_uses(cluster: ApiServer, namespace: str) -> dict[str, str]:
+    """What the adapter says of each pod."""
+    path = f"/apis/custom.metrics.k8s.io/v1beta2/namespaces/{namespace}/pods/*/dcgm_gpu_utilization"
+    items = cluster.request("GET", path).body.get("items", [])
+    return {item["describedObject"]["name"]: item["value"] for item in items}
+
+
 async def test_through_prometheus_an_autoscaler_and_keda_see_what_pods_use_also_on_shared_gpus(
     cluster: ApiServer, gpustream: Make, empty_kafka: KafkaServer, authority: Authority, port: int, tmp_path: Path
 ) -> None:
@@ -320,6 +327,9 @@ async def test_through_prometheus_an_autoscaler_and_keda_see_what_pods_use_also_
         cluster.create(outside_service(ADAPTER))
         cluster.create(outside_service("classical/cuda-test"))
         await servers.enter_async_context(registered(cluster, ADAPTER, authority, adapter.ports[0].number))
+        await eventually(
+            lambda: own_uses(cluster, "classical") == dict.fromkeys(test.pods, "30"), "each pod's own use", every_s=0.2
+        )
         (hpa,) = example("prometheus-adapter/hpa.yaml")
         hpa["spec"]["metrics"][0]["object"]["target"]["value"] = "15"
         test.autoscale(hpa)
