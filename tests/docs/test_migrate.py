@@ -31,7 +31,12 @@ def ours(page: Path) -> str:
 def test_every_option_and_profile_that_a_page_names_is_there(page: Path) -> None:
     text = ours(page)
 
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - {"--replicas", "--config-file", "--from-file"}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - {
+        "--replicas",
+        "--selector",
+        "--config-file",
+        "--from-file",
+    }
     profiles = {name for many in re.findall(r"--names ([\w.,-]+\w)", text) for name in many.split(",")}
 
     assert named - OPTIONS == set()

@@ -191,7 +191,8 @@ def test_helm_and_kubectl_do_what_the_page_of_operations_says(
 
     (tmp_path / "password").write_text("p")
     (tmp_path / "ca.crt").write_text("c")
-    assert yaml.safe_load(shell(secret))["data"].keys() == {"password", "ca.crt"}
+    shell(f"bash -c {shlex.quote(secret)}")
+    assert api.get("/api/v1/namespaces/gpustream/secrets/kafka")["data"].keys() == {"password", "ca.crt"}
     shell("kubectl -n gpustream scale statefulset/gpustream-attribution --replicas 3")
     shell(rollout)
     shell(uninstall)
