@@ -83,7 +83,7 @@ class HttpSettings:
         Path | None, Option("--tls-ca", READABLE_FILE, "The certificates to trust (PEM).", shown="the system's")
     ] = None
     tls_cert: Annotated[Path | None, Option("--tls-cert", READABLE_FILE, "The client's certificate (PEM).")] = None
-    tls_key: Annotated[Path | None, Option("--tls-key", READABLE_FILE, "The client's private key (PEM).")] = None
+    tls_key: Annotated[Path | None, Option("--tls-key", READABLE_FILE, "Its private key (PEM), not encrypted.")] = None
     request_timeout_s: float = 30.0
 
     def errors(self) -> list[str]:

@@ -80,7 +80,8 @@ class ServerTls:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_TICKET  # a session that is resumed would show no certificate again
         context.num_tickets = 0
-        context.load_cert_chain(self._certificate, self._key)
+        # without a password OpenSSL would ask for it on the terminal
+        context.load_cert_chain(self._certificate, self._key, password="")
         if material.client_ca is not None:
             context.load_verify_locations(cadata=material.client_ca)
             context.verify_mode = ssl.CERT_OPTIONAL if self._optional else ssl.CERT_REQUIRED

@@ -2,14 +2,18 @@
 
 import asyncio
 import logging
+import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from delivery.dead_letters import Abandoned
 from delivery.instruments import Instruments
-from sinks.receiver import Receiver, Reply, Request, instruments, meaning
+from sinks.receiver import Credentials, Receiver, Reply, Request, instruments, meaning
+from sinks.settings import HttpSettings
 from tests.eventually import eventually
+from tests.real.certificates import Authority
 from tests.sinks.receivers import Scripted
 
 INSTRUMENTS = instruments(
@@ -247,3 +251,16 @@ async def test_attempts_in_flight_are_limited_and_one_that_waits_takes_no_slot()
 )
 def test_whatever_retry_after_says_it_is_a_time_or_nothing(header: str, seconds: float | None) -> None:
     assert Reply(503, "", {"Retry-After": header}).retry_after_s == seconds
+
+
+def test_an_encrypted_key_is_an_error_and_nobody_is_asked_for_its_password(tmp_path: Path) -> None:
+    certificate = Authority(tmp_path).sign("client")
+    encrypted = tmp_path / "encrypted.key"
+    subprocess.run(
+        ["openssl", "pkey", "-in", certificate.key, "-aes256", "-passout", "pass:abcd", "-out", encrypted], check=True
+    )
+    credentials = Credentials(HttpSettings(tls_cert=certificate.certificate, tls_key=encrypted))
+    with pytest.raises(ValueError, match=r"--tls-key: they must be .* and the key not encrypted"):
+        credentials.current()
+    encrypted.write_bytes(certificate.key.read_bytes())
+    assert credentials.current()[1] is not None
