@@ -227,9 +227,8 @@ def instruments(requests: str, seconds: str, failing: str) -> tuple[Instrument, 
 class Receiver:
     """The receiver at one URL. At most ``at_once`` attempts are in flight.
 
-    After ``most_refused`` refusals in a row, a refused request is retried, until one is accepted. ``failing``: why
-    requests are retried, or everything is refused; None otherwise. ``on_recovery`` is called when that ends.
-    ``first_s``: the first wait before a retry.
+    After ``most_refused`` refusals in a row, a refused request is retried, until one is accepted. ``on_recovery`` is
+    called when the receiver answers again. ``first_s``: the first wait before a retry.
     """
 
     def __init__(
@@ -245,13 +244,18 @@ class Receiver:
         on_recovery: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = _address(url)
-        self.failing: str | None = None
         self._url, self._post, self._instruments, self._prefix = url, post, instruments, f"gpustream_{component}"
         self._slots = asyncio.Semaphore(at_once)
         self._most_refused, self._first_s, self._on_recovery = most_refused, first_s, on_recovery
         self._refused_in_a_row = 0
         self._retried: dict[object, str] = {}
+        self._has_failed = False
         instruments.gauge(f"{self._prefix}_receiver_failing", self.name).set(0)
+
+    @property
+    def failing(self) -> str | None:
+        """Why requests are retried, or everything is refused; None otherwise, as when what was retried is abandoned."""
+        return next(reversed(self._retried.values()), None)
 
     async def send(self, request: Callable[[], Request], abandon: asyncio.Event) -> str | None:
         """Send until it is accepted (None) or refused (the reason). Raises Abandoned.
@@ -276,7 +280,7 @@ class Receiver:
                 attempt += 1
             raise Abandoned
         finally:
-            self._retried.pop(key, None)
+            self._note(key, None)
 
     async def _attempt(self, request: Callable[[], Request]) -> Reply:
         async with self._slots:
@@ -298,18 +302,24 @@ class Receiver:
 
     def _fail(self, request: object, why: str) -> None:
         """Note that a request is retried."""
-        if self.failing is None:
+        if not self._has_failed:
             log.warning("%s does not accept, trying again: %s", self.name, why)
-        self._retried[request] = self.failing = why
-        self._instruments.gauge(f"{self._prefix}_receiver_failing", self.name).set(1)
+        self._has_failed = True
+        self._note(request, why)
 
     def _answered(self, request: object, refused: str | None) -> str | None:
         """Note that a request is accepted or refused. Returns the reason of a refusal."""
-        self._retried.pop(request, None)
-        if self.failing is not None:
-            self.failing = next(reversed(self._retried.values()), None)
-            self._instruments.gauge(f"{self._prefix}_receiver_failing", self.name).set(self.failing is not None)
-            if self.failing is None:
-                log.info("%s answers again", self.name)
-                self._on_recovery()
+        self._note(request, None)
+        if self._has_failed and self.failing is None:
+            self._has_failed = False
+            log.info("%s answers again", self.name)
+            self._on_recovery()
         return refused
+
+    def _note(self, request: object, why: str | None) -> None:
+        """Note why a request is retried; None: it is not, or no longer."""
+        if why is None:
+            self._retried.pop(request, None)
+        else:
+            self._retried[request] = why
+        self._instruments.gauge(f"{self._prefix}_receiver_failing", self.name).set(bool(self._retried))

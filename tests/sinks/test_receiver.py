@@ -116,19 +116,27 @@ async def test_one_request_that_is_tried_again_is_logged_once_while_others_are_a
     ]
 
 
-async def test_an_abandoned_send_does_not_report_that_the_receiver_answers_again(
+async def test_an_abandoned_send_is_no_failure_any_more_and_does_not_report_that_the_receiver_answers_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    scripted, stop = Scripted(default_status=lambda _: 503), asyncio.Event()
-    to = receiver(scripted)
+    scripted, stop, instruments = Scripted(default_status=lambda _: 503), asyncio.Event(), Instruments(INSTRUMENTS)
+    to = Receiver("http://host:1", scripted.post, "test", instruments, first_s=0.0)
+
+    def gauge() -> float | None:
+        return instruments.registry.get_sample_value("gpustream_test_receiver_failing", {"receiver": "host:1"})
+
     sending = asyncio.ensure_future(send(to, stop))
     await eventually(lambda: to.failing is not None)
+    assert gauge() == 1
     stop.set()
     with pytest.raises(Abandoned):
         await sending
-    assert to.failing is not None
+    assert (to.failing, gauge()) == (None, 0)
     assert "answers again" not in caplog.text
+    scripted.default_status = lambda _: 200
+    await send(to)
+    assert caplog.text.count("answers again") == 1
 
 
 @pytest.mark.slow
