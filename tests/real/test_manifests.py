@@ -949,6 +949,30 @@ def test_a_list_and_a_large_number_are_what_the_options_take(tmp_path: Path) -> 
     assert (writes["GPUSTREAM_HEADER"], env_by_pod["attribution"]["GPUSTREAM_GRACE"]) == ("A: b, c\nD: e", "90.5")
 
 
+def test_a_name_or_an_amount_that_looks_like_a_number_is_still_a_text(tmp_path: Path) -> None:
+    """A namespace may be called 1234, and a pod may have a whole core."""
+    autoscaling = {"enabled": True, "targetCPU": "1"}
+    switches = ("keda", "reclaim", "monitors", "networkPolicy", "metricsApi", "page", "prometheusRule", "dashboards")
+    site = {switch: {"enabled": True} for switch in switches} | {"defaults": {"autoscaling": autoscaling}}
+    values = values_of_a_site(tmp_path / "values.yaml", site)
+    ran = helm("template", "2026", CHART, "--namespace", "1234", "--values", values)
+    assert ran.returncode == 0, ran.stderr
+    manifests = [manifest for manifest in yaml.safe_load_all(ran.stdout) if manifest]
+    metadata = [manifest["metadata"] for manifest in manifests]
+    triggers = [
+        trigger["metadata"]
+        for manifest in manifests
+        if manifest["kind"] == "ScaledObject"
+        for trigger in manifest["spec"]["triggers"]
+    ]
+    subjects = [subject for manifest in manifests for subject in manifest.get("subjects", ())]
+    texts = [fields["namespace"] for fields in (*metadata, *subjects) if "namespace" in fields]
+    texts += [text for fields in metadata for text in fields["labels"].values()]
+    texts += [text for trigger in triggers for text in trigger.values()]
+    assert {"1234", "2026", "1"} <= set(map(str, texts))
+    assert {type(text) for text in texts} == {str}
+
+
 def test_a_prefix_of_a_component_reaches_its_pods_its_trigger_and_its_rights(tmp_path: Path) -> None:
     values = {
         "options": {"topic-prefix": "prod."},
@@ -1058,6 +1082,8 @@ def test_each_switch_brings_its_objects_and_no_other_kind(tmp_path: Path, switch
     [
         ("strimzi.users=true", "strimzi.users needs strimzi.topics"),
         ("keda.enabled=true,options.kafka-security=ssl", "keda.enabled needs keda.authentication"),
+        ("keda.enabled=true,options.kafka-config=client.properties", "keda.enabled needs keda.authentication"),
+        ("keda.enabled=true,options.kafka=null", "keda.enabled needs options.kafka"),
         ("options.listen=127.0.0.1:9401", "must be 0.0.0.0:PORT"),
         ("node.resources.limit.cpu=1", "additional properties 'limit' not allowed"),
         ("image.digest=sha256:12", "does not match pattern"),

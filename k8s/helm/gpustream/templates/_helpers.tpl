@@ -61,7 +61,7 @@ reclaim: {kind: StatefulSet, command: [sink, reclaim]}
 {{- /* In: [root, name]. */ -}}
 {{- define "gpustream.selector" -}}
 app.kubernetes.io/name: gpustream
-app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
+app.kubernetes.io/instance: {{ (index . 0).Release.Name | quote }}
 {{- with index . 1 }}
 app.kubernetes.io/component: {{ . }}
 {{- end }}
